@@ -113,6 +113,34 @@ async fn decode_node_with_the_prefix_in_its_tier_gets_fewer_blocks() -> Result<(
     cluster.stop()
 }
 
+#[tokio::test]
+async fn kv_of_a_session_is_kept_for_the_time_that_the_client_names() -> Result<()> {
+    let folder = tempfile::tempdir()?;
+    let run = longest();
+    let spec = spec(&folder.path().join("kv"))
+        .nodes(0, 1)
+        .set_decode("BATON_NODE_BLOCKS", 80)
+        // One slot: hits come from memory.
+        .set_decode("BATON_TIER_DISK_SIZE", "1MiB");
+    let (cluster, client) = Cluster::start_with_client(spec).await?;
+    let body = greedy_body(&run.prompt_ids[..20 * BLOCK_TOKENS + 1], 2);
+    let mut cached = Vec::new();
+    for keep_ms in ["600000", "0", "0"] {
+        let headers =
+            [("x-baton-stats", "1"), ("x-baton-session", "agent-7"), ("x-baton-keep-ms", keep_ms)];
+        let mut turn = client.stream_with("/v1/completions", &body, &headers).await?;
+        cached.push(turn.completion().await?.cached_tokens as usize / BLOCK_TOKENS);
+        if cached.len() < 3 {
+            for number in 0..2 {
+                let salt = format!("{} {number}", cached.len());
+                client.complete(&salted_body(&run.prompt_ids, 2, &salt)).await?;
+            }
+        }
+    }
+    assert!(matches!(cached[..], [0, 20, 0..20]), "hits in blocks: {cached:?}");
+    cluster.stop()
+}
+
 /// Checks that a decode node with these settings serves, and says in one line why it has no tier.
 async fn serves_without_tier(spec: ClusterSpec, reason: &str) -> Result<()> {
     let run = longest();

@@ -86,6 +86,7 @@ pub fn sequence(id: u128, tokens: Vec<u32>, max_tokens: u32, sampling: Sampling)
         max_tokens,
         ignore_stop_tokens: false,
         cache_salt: String::new(),
+        session: Default::default(),
         constraint: None,
         deadline: Instant::now() + Duration::from_secs(10_000),
     }

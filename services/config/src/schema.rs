@@ -341,8 +341,8 @@ section! {
         /// begins with a hit; always saves every full block.
         admission: TierAdmission = TierAdmission::SecondTouch,
             "Prompts that never return cost no copies; a conversation costs its first turn once more.";
-        /// Lets later turns of a conversation keep the place of its first turn in the node's queue, for five minutes.
-        /// Without tiers it has no effect.
+        /// Lets later turns of a conversation keep the place of its first turn in the node's queue, for five minutes, and
+        /// keeps the KV of a finished turn until the next turn is due. Without tiers it has no effect.
         sessions: bool = true,
             "When the KV of all conversations does not fit, finishing the oldest first moves less KV than advancing all.";
     }

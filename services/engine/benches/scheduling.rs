@@ -57,6 +57,7 @@ fn decoding(batch: u32) -> Scheduler {
             max_tokens: 1 << 16,
             ignore_stop_tokens: true,
             cache_salt: String::new(),
+            session: Default::default(),
             constraint: None,
             deadline: now + Duration::from_secs(3600),
         };
@@ -115,6 +116,7 @@ fn arrival(criterion: &mut Criterion) {
                     max_tokens: 16,
                     ignore_stop_tokens: true,
                     cache_salt: String::new(),
+                    session: Default::default(),
                     constraint: None,
                     deadline: Instant::now() + Duration::from_secs(3600),
                 }

@@ -10,14 +10,27 @@
 //! sequence releases its table from the end, so the tail of a prefix is evicted before its head. An owner
 //! that pins a block also holds it, so a block that can be freed or evicted is never pinned.
 //!
+//! A block can be kept until a time ([`BlockPool::keep`]). Kept blocks are evicted after all other cached blocks, those
+//! of the latest place in the queue first. They are available to allocations as every cached block is.
+//!
 //! A save to a KV tier reads a cached or held block whose contents are retained. It owns no reference, so the block
 //! keeps its place in the order of eviction, but the block is not evicted before the copy has ended.
 
 mod testing;
 
+use std::{
+    cmp::Reverse,
+    collections::{BTreeMap, BTreeSet},
+    iter,
+    time::Instant,
+};
+
 use kernels::BlockId;
 
 use crate::event::SequenceId;
+
+/// Groups of blocks that are kept until different times. Further groups are not kept.
+const KEPT_MAX: usize = 1024;
 
 /// State of a block.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -48,6 +61,16 @@ impl BlockCounts {
     }
 }
 
+/// Cached blocks, by time of release.
+#[derive(Clone, Copy, Debug, Default)]
+struct CachedList {
+    oldest: Option<BlockId>,
+    newest: Option<BlockId>,
+}
+
+/// A group of blocks that are kept: their owner's place in the queue, and a number that makes the key unique.
+type KeptGroup = (Reverse<u64>, u64);
+
 #[derive(Clone, Copy, Debug)]
 struct Block {
     state: BlockState,
@@ -57,7 +80,9 @@ struct Block {
     retained: bool,
     /// Whether a save reads the block.
     copying: bool,
-    /// Neighbours in the list of cached blocks; meaningful in `Cached` only.
+    /// The group that the block belongs to while it is cached. The group may have ended.
+    kept: Option<KeptGroup>,
+    /// Neighbours in a list of cached blocks; meaningful in `Cached` only.
     older: Option<BlockId>,
     newer: Option<BlockId>,
 }
@@ -69,9 +94,13 @@ struct Block {
 pub struct BlockPool {
     blocks: Vec<Block>,
     free: Vec<BlockId>,
-    /// Ends of the list of cached blocks, by time of release.
-    oldest: Option<BlockId>,
-    newest: Option<BlockId>,
+    /// Cached blocks that are not kept.
+    cached: CachedList,
+    /// Cached blocks that are kept, in the order of eviction.
+    kept: BTreeMap<KeptGroup, CachedList>,
+    /// The times until which groups are kept.
+    kept_until: BTreeSet<(Instant, KeptGroup)>,
+    next_group: u64,
     counts: BlockCounts,
     /// Cached blocks that saves read.
     cached_copying: u32,
@@ -84,14 +113,17 @@ impl BlockPool {
             pins: 0,
             retained: false,
             copying: false,
+            kept: None,
             older: None,
             newer: None,
         };
         Self {
             blocks: vec![block; block_count as usize],
             free: (0..block_count).rev().map(BlockId).collect(),
-            oldest: None,
-            newest: None,
+            cached: CachedList::default(),
+            kept: BTreeMap::new(),
+            kept_until: BTreeSet::new(),
+            next_group: 0,
             counts: BlockCounts { free: block_count, ..BlockCounts::default() },
             cached_copying: 0,
         }
@@ -155,7 +187,8 @@ impl BlockPool {
                     let block = self.oldest_evictable();
                     self.unlink(block);
                     self.counts.cached -= 1;
-                    self.blocks[block.index()].retained = false;
+                    let entry = &mut self.blocks[block.index()];
+                    (entry.retained, entry.kept) = (false, None);
                     evicted.push(block);
                     block
                 }
@@ -176,7 +209,8 @@ impl BlockPool {
                 self.counts.cached -= 1;
                 self.cached_copying -= u32::from(self.is_copying(block));
                 self.counts.held += 1;
-                self.blocks[block.index()].state = BlockState::Held { refs: 1 };
+                let entry = &mut self.blocks[block.index()];
+                (entry.state, entry.kept) = (BlockState::Held { refs: 1 }, None);
             }
             BlockState::Held { refs } => {
                 self.blocks[block.index()].state = BlockState::Held { refs: refs + 1 };
@@ -277,43 +311,96 @@ impl BlockPool {
         self.blocks[block.index()].copying
     }
 
-    /// Returns the cached block that was released longest ago and that no save reads.
-    fn oldest_evictable(&self) -> BlockId {
-        let mut next = self.oldest;
-        while let Some(block) = next
-            && self.is_copying(block)
-        {
-            next = self.blocks[block.index()].newer;
+    /// Keeps held blocks until this time, once they are cached. A block that is held again while it is cached is no
+    /// longer kept. `place`: place of the blocks' owner in the queue.
+    pub fn keep(&mut self, blocks: &[BlockId], until: Instant, place: u64) {
+        if self.kept.len() >= KEPT_MAX {
+            return;
         }
-        next.expect("available blocks are free or cached")
+        let key = (Reverse(place), self.next_group);
+        self.next_group += 1;
+        self.kept.insert(key, CachedList::default());
+        self.kept_until.insert((until, key));
+        for &block in blocks {
+            let entry = &mut self.blocks[block.index()];
+            assert!(
+                matches!(entry.state, BlockState::Held { .. }),
+                "only a held block can be kept"
+            );
+            entry.kept = Some(key);
+        }
+    }
+
+    /// Ends the time of the blocks that were kept until `now` or earlier. They are evicted before other cached blocks.
+    pub fn end_kept(&mut self, now: Instant) {
+        while let Some((until, group)) = self.kept_until.pop_first() {
+            if until > now {
+                self.kept_until.insert((until, group));
+                return;
+            }
+            let list = self.kept.remove(&group).expect("a group has one time");
+            let (Some(oldest), Some(newest)) = (list.oldest, list.newest) else { continue };
+            self.blocks[newest.index()].newer = self.cached.oldest;
+            match self.cached.oldest {
+                Some(other) => self.blocks[other.index()].older = Some(newest),
+                None => self.cached.newest = Some(newest),
+            }
+            self.cached.oldest = Some(oldest);
+        }
+    }
+
+    /// Returns the cached block to evict next, of those that no save reads.
+    fn oldest_evictable(&self) -> BlockId {
+        let lists = iter::once(&self.cached).chain(self.kept.values());
+        let mut blocks = lists.flat_map(|list| {
+            iter::successors(list.oldest, |block| self.blocks[block.index()].newer)
+        });
+        blocks.find(|&block| !self.is_copying(block)).expect("available blocks are free or cached")
+    }
+
+    /// Returns the list that the block belongs to while it is cached.
+    fn list_of(&mut self, block: BlockId) -> &mut CachedList {
+        let kept = self.blocks[block.index()].kept;
+        match kept.and_then(|group| self.kept.get_mut(&group)) {
+            Some(list) => list,
+            None => &mut self.cached,
+        }
     }
 
     fn put_free(&mut self, block: BlockId) {
-        self.blocks[block.index()].state = BlockState::Free;
+        let entry = &mut self.blocks[block.index()];
+        (entry.state, entry.kept) = (BlockState::Free, None);
         self.free.push(block);
         self.counts.free += 1;
     }
 
     fn link_newest(&mut self, block: BlockId) {
-        let older = self.newest;
+        let list = self.list_of(block);
+        let older = list.newest.replace(block);
+        if older.is_none() {
+            list.oldest = Some(block);
+        }
+        if let Some(older) = older {
+            self.blocks[older.index()].newer = Some(block);
+        }
         let entry = &mut self.blocks[block.index()];
         (entry.state, entry.older, entry.newer) = (BlockState::Cached, older, None);
-        match older {
-            Some(older) => self.blocks[older.index()].newer = Some(block),
-            None => self.oldest = Some(block),
-        }
-        self.newest = Some(block);
     }
 
     fn unlink(&mut self, block: BlockId) {
         let Block { older, newer, .. } = self.blocks[block.index()];
-        match older {
-            Some(older) => self.blocks[older.index()].newer = newer,
-            None => self.oldest = newer,
+        let list = self.list_of(block);
+        if older.is_none() {
+            list.oldest = newer;
         }
-        match newer {
-            Some(newer) => self.blocks[newer.index()].older = older,
-            None => self.newest = older,
+        if newer.is_none() {
+            list.newest = older;
+        }
+        if let Some(older) = older {
+            self.blocks[older.index()].newer = newer;
+        }
+        if let Some(newer) = newer {
+            self.blocks[newer.index()].older = older;
         }
     }
 
@@ -329,6 +416,8 @@ impl BlockPool {
 
 #[cfg(test)]
 mod tests {
+    use std::time::Duration;
+
     use proptest::prelude::*;
 
     use super::*;
@@ -377,6 +466,81 @@ mod tests {
         pool.hold(block);
         assert_eq!(pool.take(2, HELD, &mut Vec::new()), None, "nothing is taken when too few");
         assert_eq!(pool.available(), 1);
+        pool.check();
+    }
+
+    /// Returns the number of cached blocks that are kept.
+    fn kept(pool: &BlockPool) -> usize {
+        let lists = pool.kept.values();
+        let next = |block: &BlockId| pool.blocks[block.index()].newer;
+        lists.map(|list| iter::successors(list.oldest, next).count()).sum()
+    }
+
+    /// Takes one block and returns the evicted one.
+    fn evict(pool: &mut BlockPool) -> BlockId {
+        let mut evicted = Vec::new();
+        pool.take(1, HELD, &mut evicted).expect("a cached block is available");
+        pool.check();
+        evicted[0]
+    }
+
+    #[test]
+    fn kept_blocks_are_evicted_last_and_all_are_available() {
+        let (mut pool, now) = (BlockPool::new(5), Instant::now());
+        let blocks = allocate(&mut pool, 5);
+        blocks.iter().for_each(|&block| pool.retain(block));
+        pool.keep(&blocks[..2], now + Duration::from_secs(1), 7);
+        pool.keep(&blocks[2..3], now + Duration::from_secs(2), 8);
+        blocks.iter().rev().for_each(|&block| pool.release(block));
+        pool.check();
+        assert_eq!((kept(&pool), pool.available()), (3, 5));
+        let order: Vec<_> = (0..5).map(|_| evict(&mut pool)).collect();
+        assert_eq!(order, [4, 3, 2, 1, 0].map(|index: usize| blocks[index]));
+    }
+
+    #[test]
+    fn blocks_whose_time_has_ended_are_evicted_first_from_their_tail() {
+        let (mut pool, now) = (BlockPool::new(4), Instant::now());
+        let blocks = allocate(&mut pool, 4);
+        blocks.iter().for_each(|&block| pool.retain(block));
+        pool.keep(&blocks[2..], now + Duration::from_secs(1), 0);
+        blocks.iter().rev().for_each(|&block| pool.release(block));
+        pool.end_kept(now);
+        assert_eq!(kept(&pool), 2);
+        pool.end_kept(now + Duration::from_secs(1));
+        pool.check();
+        assert_eq!(kept(&pool), 0);
+        let order: Vec<_> = (0..4).map(|_| evict(&mut pool)).collect();
+        assert_eq!(order, [3, 2, 1, 0].map(|index: usize| blocks[index]));
+    }
+
+    #[test]
+    fn kept_block_that_is_held_again_is_no_longer_kept() {
+        let (mut pool, now) = (BlockPool::new(2), Instant::now());
+        let blocks = allocate(&mut pool, 2);
+        blocks.iter().for_each(|&block| pool.retain(block));
+        pool.keep(&blocks, now + Duration::from_secs(1), 0);
+        // The time of a group may end before its blocks are released.
+        blocks.iter().for_each(|&block| pool.release(block));
+        pool.hold(blocks[0]);
+        pool.check();
+        assert_eq!(kept(&pool), 1);
+        pool.end_kept(now + Duration::from_secs(1));
+        pool.release(blocks[0]);
+        pool.check();
+        assert_eq!([evict(&mut pool), evict(&mut pool)], [blocks[1], blocks[0]]);
+    }
+
+    #[test]
+    fn groups_of_kept_blocks_are_bounded() {
+        let (mut pool, now) = (BlockPool::new(1), Instant::now());
+        let block = allocate(&mut pool, 1)[0];
+        pool.retain(block);
+        (0..2 * KEPT_MAX).for_each(|_| pool.keep(&[block], now, 0));
+        assert_eq!(pool.kept.len(), KEPT_MAX);
+        pool.end_kept(now);
+        assert_eq!(pool.kept.len(), 0);
+        pool.release(block);
         pool.check();
     }
 
@@ -437,6 +601,8 @@ mod tests {
         Cancel(usize),
         BeginCopy(usize),
         EndCopy(usize),
+        Keep(usize, u64),
+        EndKept(u64),
     }
 
     fn operation() -> impl Strategy<Value = Operation> {
@@ -452,6 +618,8 @@ mod tests {
             any::<usize>().prop_map(Operation::Cancel),
             any::<usize>().prop_map(Operation::BeginCopy),
             any::<usize>().prop_map(Operation::EndCopy),
+            (any::<usize>(), 0..9u64).prop_map(|(index, until)| Operation::Keep(index, until)),
+            (0..9u64).prop_map(Operation::EndKept),
         ]
     }
 
@@ -460,7 +628,7 @@ mod tests {
         fn counts_lists_and_states_agree_after_any_operations(
             operations in prop::collection::vec(operation(), 0..200),
         ) {
-            let mut pool = BlockPool::new(9);
+            let (mut pool, start) = (BlockPool::new(9), Instant::now());
             // Model of the pool: block -> (references, pins).
             let mut held: Vec<(BlockId, u32, u32)> = Vec::new();
             let mut reserved: Vec<BlockId> = Vec::new();
@@ -537,6 +705,12 @@ mod tests {
                             copying.push(block);
                         }
                     }
+                    Operation::Keep(index, until) => {
+                        let blocks: Vec<_> = held.iter().map(|&(block, ..)| block).collect();
+                        let until = start + Duration::from_secs(until);
+                        pool.keep(&blocks[pick(index, blocks.len()).unwrap_or(0)..], until, index as u64 % 5);
+                    }
+                    Operation::EndKept(until) => pool.end_kept(start + Duration::from_secs(until)),
                     Operation::EndCopy(index) => {
                         if let Some(index) = pick(index, copying.len()) {
                             pool.end_copy(copying.swap_remove(index));

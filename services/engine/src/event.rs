@@ -16,7 +16,7 @@
 //! `Receive` from [`Action::Reserve`] on. Each transfer needs exactly one end: [`Input::KvArrived`] or
 //! [`Input::TransferEnded`].
 
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use kernels::{
     BlockId,
@@ -39,6 +39,15 @@ pub enum SequenceKind {
     Receive,
 }
 
+/// Client hints about the conversation of a request.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct SessionHint {
+    /// Session that the request is a turn of. The same number under another salt is another session.
+    pub session: Option<u128>,
+    /// Time for which the KV is to be kept for the next turn.
+    pub keep: Option<Duration>,
+}
+
 #[derive(Clone, Debug, PartialEq)]
 pub struct NewSequence {
     pub id: SequenceId,
@@ -53,6 +62,7 @@ pub struct NewSequence {
     pub ignore_stop_tokens: bool,
     /// Seed of the prefix cache's hash chain.
     pub cache_salt: String,
+    pub session: SessionHint,
     /// Grammar of the answer; it has consumed the output in `tokens`.
     pub constraint: Option<Constraint>,
     /// The sequence fails with `Deadline` when it is not finished by then.

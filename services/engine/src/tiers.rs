@@ -20,6 +20,7 @@
 //! A load waits for nothing but its copies, so there is no circular wait between loads, reservations and sends.
 
 mod rates;
+pub(crate) mod sessions;
 mod store;
 mod touches;
 
@@ -102,7 +103,7 @@ pub struct TierConfig {
     pub host: bool,
     /// Blocks that fit on the disk; 0 without this tier.
     pub disk_slots: u32,
-    /// Whether later turns of a conversation keep its place in the queue.
+    /// Whether later turns of a conversation keep its place in the queue, and its KV is kept for them.
     pub sessions: bool,
     /// Time after which a sequence stops to wait for its load.
     pub load_timeout: Duration,
@@ -299,6 +300,18 @@ impl Tiers {
 
     pub fn set_now(&mut self, now: Instant) {
         self.now = now;
+    }
+
+    pub fn now(&self) -> Instant {
+        self.now
+    }
+
+    /// Returns the predicted time to load or compute blocks, whichever is faster; 0 before the first measured prefill.
+    pub fn restore_time(&self, blocks: usize) -> Duration {
+        let compute = self.prefill.time(blocks).unwrap_or_default();
+        let mut tiers = Tier::ALL.into_iter().filter(|tier| self.tiers[tier.index()].is_some());
+        let block = tiers.next().and_then(|tier| self.rates[tier.index()].block_time());
+        block.map_or(compute, |block| compute.min(block * blocks as u32))
     }
 
     /// Returns when a load that starts now times out.

@@ -9,7 +9,7 @@ use std::time::Duration;
 use common::{VOCABULARY, family_tokens, grammar::HashGrammar, limits, node::Node, speculation};
 use engine::{
     ItlLimit, SchedulerConfig, Turn,
-    event::{NewSequence, SequenceId, SequenceKind},
+    event::{NewSequence, SequenceId, SequenceKind, SessionHint},
     executor::ExecutorLimits,
     tiers::{TierAdmission, TierConfig},
 };
@@ -137,6 +137,10 @@ fn sequence(
         max_tokens: emitted as u32 + shape.max_tokens,
         ignore_stop_tokens: shape.ignore_stop_tokens,
         cache_salt: if shape.salted { "tenant".to_owned() } else { String::new() },
+        session: SessionHint {
+            session: id.is_multiple_of(3).then_some(family.into()),
+            keep: id.is_multiple_of(4).then(|| Duration::from_millis(shape.seed % 500)),
+        },
         constraint,
         deadline: node.now() + Duration::from_millis(shape.deadline_ms.unwrap_or(1_000_000_000)),
     }

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use common::{family_tokens, limits, node::Node, sequence, unbounded_waits};
 use engine::{
     Turn,
-    event::{NewSequence, SequenceId, SequenceKind},
+    event::{NewSequence, SequenceId, SequenceKind, SessionHint},
     tiers::{COPYING_MAX, Tier, TierAdmission, TierConfig},
 };
 
@@ -352,6 +352,63 @@ fn later_turn_keeps_the_place_of_its_conversation() {
     };
     assert!(order(true));
     assert!(!order(false));
+}
+
+/// Plays six turns of a conversation. Between two turns come prompts that never return, more than the memory holds. Returns
+/// the tokens that each turn computes.
+fn computed_by_turns(sessions: bool, hint: SessionHint) -> Vec<u32> {
+    // A host tier without slots saves nothing.
+    let tiers = TierConfig { host: true, sessions, ..config(0) };
+    let mut node = node(64, tiers);
+    let mut id = 0;
+    let mut compute = |node: &mut Node, new: NewSequence| {
+        id += 1;
+        let cache_salt = if new.tokens.len() == 90 { id.to_string() } else { String::new() };
+        node.arrive(NewSequence { id: SequenceId(id), cache_salt, ..new });
+        run(node)
+    };
+    let turns = (0..6).map(|turn| {
+        let prompt = NewSequence { session: hint, ..new(0, COMPUTE, 1, 80 + 16 * turn) };
+        let computed = compute(&mut node, prompt);
+        (0..14).for_each(|_| assert_eq!(compute(&mut node, new(0, COMPUTE, 2, 90)), 90));
+        computed
+    });
+    let turns = turns.collect();
+    node.assert_all_returned();
+    turns
+}
+
+#[test]
+fn kv_of_a_conversation_that_returns_outlives_prompts_that_do_not() {
+    let unnamed = SessionHint::default();
+    let named = SessionHint { session: Some(7), keep: None };
+    assert_eq!(computed_by_turns(false, unnamed), [80, 96, 112, 128, 144, 160]);
+    // The first gap is not known.
+    for learned in [unnamed, named] {
+        assert_eq!(computed_by_turns(true, learned), [80, 96, 16, 16, 16, 16]);
+    }
+    let keep = |seconds| SessionHint { keep: Some(Duration::from_secs(seconds)), ..named };
+    assert_eq!(computed_by_turns(true, keep(600)), [80, 16, 16, 16, 16, 16]);
+    assert_eq!(computed_by_turns(true, keep(0)), [80, 96, 112, 128, 144, 160]);
+}
+
+#[test]
+fn admission_takes_kept_blocks_at_once() {
+    let mut node = node(15, TierConfig { host: true, sessions: true, ..config(0) });
+    let keep = Some(Duration::from_secs(600));
+    let kept = |id| {
+        let session = SessionHint { session: Some(id), keep };
+        NewSequence { session, ..new(id, COMPUTE, id as u32, 90) }
+    };
+    for id in 1..=3 {
+        node.arrive(kept(id));
+        assert_eq!(run(&mut node), 90);
+    }
+    assert_eq!(compute(&mut node, 4, 4, 150), 150, "ten blocks of fifteen kept ones");
+    assert_eq!(compute(&mut node, 5, 1, 91), 11, "the oldest conversation is evicted last");
+    assert_eq!(compute(&mut node, 6, 3, 91), 91, "the youngest conversation is evicted first");
+    assert_eq!(compute(&mut node, 7, 5, 230), 230, "every block");
+    node.assert_all_returned();
 }
 
 #[test]

@@ -8,7 +8,7 @@ use std::{
 };
 
 use cluster::NodeId;
-use engine::event::{NewSequence, SequenceId, SequenceKind};
+use engine::event::{NewSequence, SequenceId, SequenceKind, SessionHint};
 use grammar::{Alternative, CallSyntax, CallableTool, FreeText, Grammar, ToolCalls};
 use kernels::sampling::Sampling;
 use kv_transfer::api::{Epoch, PeerAddress};
@@ -20,6 +20,9 @@ use crate::node_core::Refusal;
 /// Maximum remaining time of an attempt in ms: a day. A router's own limit is lower.
 const REMAINING_MS_MAX: u64 = 86_400_000;
 const CACHE_SALT_BYTES_MAX: usize = 256;
+const SESSION_BYTES_MAX: usize = 256;
+/// Maximum time for which a client may ask to keep KV: ten minutes. KV is evicted earlier when its memory is needed.
+const KEEP_MS_MAX: u64 = 600_000;
 const ENDPOINT_BYTES_MAX: usize = 262;
 const STOP_TOKENS_MAX: usize = 1024;
 const LOGPROBS_MAX: u32 = 20;
@@ -120,6 +123,7 @@ impl NewAttempt {
             let expected = format!("at most {CACHE_SALT_BYTES_MAX} bytes");
             return Err(invalid("attempt.cache_salt", format!("{salt_bytes} bytes"), expected));
         }
+        let session = session_hint(&attempt)?;
         let wire = attempt.sampling.ok_or_else(|| missing("attempt.sampling"))?;
         let (max_tokens, ignore_stop_tokens) = (wire.max_tokens, wire.ignore_stop_tokens);
         let emitted = attempt.tokens.len() as u32 - attempt.prompt_len;
@@ -141,6 +145,7 @@ impl NewAttempt {
                 max_tokens,
                 ignore_stop_tokens,
                 cache_salt: attempt.cache_salt,
+                session,
                 constraint: None,
                 deadline: now + Duration::from_millis(remaining_ms),
             },
@@ -149,6 +154,23 @@ impl NewAttempt {
             traceparent,
         })
     }
+}
+
+/// Returns the client's hints about the conversation. Sessions of different salts have different numbers.
+fn session_hint(attempt: &v1::Attempt) -> Result<SessionHint, Refusal> {
+    let session = attempt.session.as_bytes();
+    if session.len() > SESSION_BYTES_MAX {
+        let expected = format!("at most {SESSION_BYTES_MAX} bytes");
+        return Err(invalid("attempt.session", format!("{} bytes", session.len()), expected));
+    }
+    let keep_ms = attempt.keep_ms;
+    keep_ms.map_or(Ok(()), |ms| within("attempt.keep_ms", ms, 0, KEEP_MS_MAX))?;
+    let salt = attempt.cache_salt.as_bytes();
+    let number = || xxh3_128(&[&salt.len().to_le_bytes(), salt, session].concat());
+    Ok(SessionHint {
+        session: (!session.is_empty()).then(number),
+        keep: keep_ms.map(Duration::from_millis),
+    })
 }
 
 /// Checks that the grammar has a kind. The compiler checks its text.
@@ -412,6 +434,8 @@ mod tests {
                 }),
                 remaining_ms: 1000,
                 cache_salt: String::new(),
+                session: String::new(),
+                keep_ms: None,
                 node_epoch: bytes(7),
                 weight_version: 1,
                 grammar: None,
@@ -464,6 +488,10 @@ mod tests {
             ("deadline passed", |_, a, _| a.remaining_ms = 0),
             ("attempt.remaining_ms: 18446744073709551615", |_, a, _| a.remaining_ms = u64::MAX),
             ("attempt.cache_salt: 300 bytes", |_, a, _| a.cache_salt = "x".repeat(300)),
+            ("attempt.session: 257 bytes; expected at most 256 bytes", |_, a, _| {
+                a.session = "x".repeat(257);
+            }),
+            ("attempt.keep_ms: 600001", |_, a, _| a.keep_ms = Some(600_001)),
             ("attempt.sampling.max_tokens: 1", |_, _, s| s.max_tokens = 1),
             ("attempt.sampling.max_tokens: 0", |_, _, s| s.max_tokens = 0),
             ("attempt.sampling.min_tokens: 9", |_, _, s| s.min_tokens = 9),

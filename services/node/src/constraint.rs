@@ -194,6 +194,7 @@ mod tests {
             max_tokens: 5,
             ignore_stop_tokens: true,
             cache_salt: String::new(),
+            session: Default::default(),
             constraint: None,
             deadline: Instant::now(),
         };

@@ -314,6 +314,7 @@ mod tests {
                 max_tokens: 1,
                 ignore_stop_tokens: false,
                 cache_salt: String::new(),
+                session: Default::default(),
                 constraint: None,
                 deadline: std::time::Instant::now(),
             },

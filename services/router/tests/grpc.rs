@@ -725,6 +725,33 @@ async fn a_tenant_named_by_metadata_has_salts_of_its_own() {
     assert_eq!(cluster.decode[0].calls().len(), 2);
 }
 
+#[tokio::test]
+async fn session_of_the_options_is_checked_and_reaches_nodes() {
+    let cluster = Cluster::start(0, 1, ANSWER).await;
+    let session = |session: &str, keep_ms| {
+        let session = session.to_owned();
+        request(GenerateOptions { session, keep_ms: Some(keep_ms), ..options() })
+    };
+    for (options, words) in [
+        (
+            session(&"s".repeat(1 << 20), 0),
+            "options.session has 1048576 bytes; allowed: at most 256",
+        ),
+        (
+            session("s", 600_001),
+            "options.keep_ms is 600001; allowed: a whole number from 0 to 600000",
+        ),
+    ] {
+        let status = generate(&cluster, options).await.unwrap_err();
+        assert_eq!(status.code(), Code::InvalidArgument, "{status}");
+        assert!(status.message().contains(words), "{status}");
+    }
+    collect(generate(&cluster, session("s", 5)).await.unwrap()).await.unwrap();
+    let calls = cluster.decode[0].calls().into_iter();
+    let sessions: Vec<_> = calls.map(|it| (it.attempt.session, it.attempt.keep_ms)).collect();
+    assert_eq!(sessions, [("s".to_owned(), Some(5))]);
+}
+
 fn of_tenant<M>(tenant: &str, message: M) -> tonic::Request<M> {
     let mut request = tonic::Request::new(message);
     request.metadata_mut().insert("x-baton-tenant", tenant.parse().unwrap());

@@ -317,6 +317,32 @@ async fn deadline_of_the_header_is_checked_and_applied() {
 }
 
 #[tokio::test]
+async fn session_of_the_headers_is_checked_and_reaches_nodes() {
+    let cluster = Cluster::start(0, 1, ANSWER).await;
+    let body = json!({"prompt": long_prompt(), "max_tokens": 2});
+    let ask = async |name: &str, value: &str| {
+        cluster.client.post_with("/v1/completions", &[(name, value)], &body).await
+    };
+    let long = "s".repeat(257);
+    let refused = ask("x-baton-session", &long).await;
+    check(&refused, 400, Some("x-baton-session"), &["257 bytes", "at most 256"]);
+    for value in ["-1", "soon", "600001", "1.5", ""] {
+        let refused = ask("x-baton-keep-ms", value).await;
+        check(&refused, 400, Some("x-baton-keep-ms"), &[value, "0 to 600000"]);
+    }
+    assert_eq!(cluster.decode[0].calls().len(), 0);
+    for (name, value) in
+        [("x-baton-session", &long[..256]), ("x-baton-keep-ms", "600000"), ("x-request-id", "a")]
+    {
+        assert_eq!(ask(name, value).await.status.as_u16(), 200);
+    }
+    let calls = cluster.decode[0].calls().into_iter();
+    let sessions: Vec<_> = calls.map(|it| (it.attempt.session, it.attempt.keep_ms)).collect();
+    let none = String::new();
+    assert_eq!(sessions, [(long[..256].into(), None), (none.clone(), Some(600_000)), (none, None)]);
+}
+
+#[tokio::test]
 async fn request_beyond_node_limits_is_a_client_error() {
     let cluster = Cluster::start(1, 1, ANSWER).await;
     cluster.decode[0].behave(Behaviour::Refuse(tonic::Code::InvalidArgument, "tokens = 9: no"));

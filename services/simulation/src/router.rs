@@ -219,6 +219,7 @@ impl Router {
             let identity = CacheIdentity::of(identity);
             PrefixKeys::new(identity, &plan.cache_salt, &plan.prompt)
         });
+        let session = plan.session();
         let spec = AnswerSpec {
             request_id: RequestId(id as u128 + 1),
             model: model.clone(),
@@ -228,6 +229,7 @@ impl Router {
             grammar: plan.grammar.as_ref().map(|grammar| Arc::new(wire_grammar(grammar))),
             grammar_version: u32::from(plan.grammar.is_some()),
             cache_salt: plan.cache_salt.as_str().into(),
+            session,
             vocabulary_size: VOCABULARY,
             deadline,
         };

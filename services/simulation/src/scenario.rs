@@ -12,7 +12,10 @@ use grammar::Grammar;
 use kernels::{BLOCK_TOKENS, sampling::Sampling};
 use kv_transfer::TransferLimits;
 
-use router::fair_queue::{Flow, FlowName};
+use router::{
+    fair_queue::{Flow, FlowName},
+    request_core::Session,
+};
 use simulation_base::{NetworkFaults, Random};
 
 use crate::{device::StepCost, grammars, tiers::TierPlan};
@@ -142,6 +145,14 @@ impl RequestPlan {
             stalls: None,
             key: None,
         }
+    }
+
+    /// Returns the client's hints about the conversation. Prompts with an equal beginning belong to one session.
+    pub fn session(&self) -> Session {
+        let is_named = self.prompt.len().is_multiple_of(3);
+        let name = self.prompt.first().filter(|_| is_named).map(u32::to_string);
+        let keep_ms = self.prompt.len().is_multiple_of(4).then_some(self.max_tokens.into());
+        Session { name: name.unwrap_or_default().into(), keep_ms }
     }
 
     /// Returns the flow of the client.

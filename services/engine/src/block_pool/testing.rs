@@ -32,16 +32,25 @@ impl BlockPool {
         assert_eq!(self.free.len() as u32, counts.free);
         assert!(self.free.iter().all(|&block| self.state(block) == BlockState::Free));
 
-        let (mut walked, mut previous, mut next) = (0, None, self.oldest);
-        while let Some(block) = next {
-            let entry = &self.blocks[block.index()];
-            assert_eq!(entry.state, BlockState::Cached);
-            assert_eq!(entry.older, previous);
-            walked += 1;
-            assert!(walked <= counts.cached, "the list of cached blocks has a cycle");
-            (previous, next) = (Some(block), entry.newer);
+        let mut walked = 0;
+        let groups = self.kept.iter().map(|(&group, list)| (Some(group), list));
+        for (group, list) in groups.chain([(None, &self.cached)]) {
+            let (mut previous, mut next) = (None, list.oldest);
+            while let Some(block) = next {
+                let entry = &self.blocks[block.index()];
+                assert_eq!(entry.state, BlockState::Cached);
+                assert_eq!(entry.older, previous);
+                let known = entry.kept.filter(|group| self.kept.contains_key(group));
+                assert_eq!(known, group, "block {} is in the list of its group", block.0);
+                walked += 1;
+                assert!(walked <= counts.cached, "a list of cached blocks has a cycle");
+                (previous, next) = (Some(block), entry.newer);
+            }
+            assert_eq!(previous, list.newest);
         }
         assert_eq!(walked, counts.cached);
-        assert_eq!(previous, self.newest);
+        let timed: Vec<_> = self.kept_until.iter().map(|(_, group)| group).collect();
+        assert!(timed.len() == self.kept.len(), "every kept group has one time");
+        assert!(timed.into_iter().all(|group| self.kept.contains_key(group)));
     }
 }

@@ -24,11 +24,12 @@ impl Scheduler {
         };
         let arrival = self.next_arrival;
         self.next_arrival += 1;
-        let mut sequence = Sequence::new(new, now, arrival, length_max, self.seeds);
-        if let Some(sessions) = &mut self.sessions
-            && let Some(place) = sessions.continued(now, sequence.chain.hashes())
-        {
-            (sequence.arrival, sequence.since) = (place.arrival, place.since);
+        let mut sequence = Sequence::new(new, arrival, length_max, self.seeds);
+        if let Some(sessions) = &mut self.sessions {
+            let blocks = sequence.chain.hashes();
+            let conversation = sessions.arrived(now, arrival, sequence.session, blocks);
+            sequence.arrival = conversation.arrival;
+            sequence.conversation = Some(conversation);
         }
         let arrival = sequence.arrival;
         self.alarms.insert((sequence.alarm, id));

@@ -8,7 +8,7 @@ use super::{
     Scheduler,
     admission::insert,
     sequence::{Phase, Sequence, Table},
-    sessions::{Place, Sessions},
+    sessions::Sessions,
 };
 use crate::{
     block_pool::BlockState,
@@ -46,6 +46,7 @@ impl Scheduler {
     pub(super) fn set_tiers_now(&mut self, now: Instant) {
         if let Some(tiers) = &mut self.tiers {
             tiers.set_now(now);
+            self.kv.pool.end_kept(now);
         }
     }
 
@@ -190,13 +191,26 @@ impl Scheduler {
         self.set_alarm(id, deadline);
     }
 
-    /// Keeps the place of a finished sequence's conversation for its next turn.
+    /// Keeps place and KV of a finished sequence's conversation for its next turn. Call it before the sequence releases its
+    /// blocks.
     pub(super) fn end_turn(&mut self, id: SequenceId) {
-        let Some(sessions) = &mut self.sessions else { return };
-        let sequence = &self.sequences[&id];
-        if let Some(&last) = sequence.chain.hashes().last() {
-            let (arrival, since) = (sequence.arrival, sequence.since);
-            sessions.ended(last, Place { arrival, since });
+        let (Some(sessions), Some(tiers)) = (&mut self.sessions, &self.tiers) else { return };
+        let sequence = self.sequences.get_mut(&id).expect("the caller looked it up");
+        let (Some(conversation), Some(&last)) =
+            (sequence.conversation.take(), sequence.chain.hashes().last())
+        else {
+            return;
+        };
+        let blocks: &[BlockId] = match &sequence.phase {
+            Phase::Running(row) => &row.blocks,
+            _ => &[],
+        };
+        let share = blocks.len() as f32 / self.config.limits.blocks as f32;
+        let cost = (tiers.restore_time(blocks.len()), share);
+        let place = conversation.arrival;
+        let keep = sessions.ended(tiers.now(), conversation, sequence.session, last, cost);
+        if !keep.is_zero() {
+            self.kv.pool.keep(blocks, tiers.now() + keep, place);
         }
     }
 

@@ -7,10 +7,10 @@ use kernels::{
     sampling::{SampledToken, Sampling},
 };
 
-use super::draft_budget::RowDrafts;
+use super::{draft_budget::RowDrafts, sessions::Conversation};
 use crate::{
     constraint::{ActiveConstraint, ConstraintFailure},
-    event::{FinishReason, NewSequence, SequenceKind},
+    event::{FinishReason, NewSequence, SequenceKind, SessionHint},
     kv_blocks::blocks_for,
     plan::{Generation, Slot, StepId},
     prefix_cache::{CacheSeeds, HashChain},
@@ -52,11 +52,12 @@ pub(super) struct Sequence {
     pub(super) sampling: Sampling,
     /// Place in the queue: the order of arrival of the sequence, or of the conversation that it continues.
     pub(super) arrival: Arrival,
-    /// When the sequence, or the conversation that it continues, arrived.
-    pub(super) since: Instant,
     pub(super) deadline: Instant,
     /// Deadline of the sequence, or the earlier deadline of its current wait.
     pub(super) alarm: Instant,
+    pub(super) session: SessionHint,
+    /// The conversation that the sequence is a turn of; `None` when conversations are not followed.
+    pub(super) conversation: Option<Conversation>,
 }
 
 #[derive(Debug)]
@@ -139,7 +140,6 @@ impl Row {
 impl Sequence {
     pub(super) fn new(
         new: NewSequence,
-        now: Instant,
         arrival: Arrival,
         length_max: usize,
         seeds: CacheSeeds,
@@ -153,7 +153,6 @@ impl Sequence {
         Self {
             kind: new.kind,
             arrival,
-            since: now,
             given_len: new.tokens.len(),
             tokens: new.tokens,
             prompt_len: new.prompt_len as usize,
@@ -169,6 +168,8 @@ impl Sequence {
             cached_tokens: None,
             deadline: new.deadline,
             alarm: new.deadline,
+            session: new.session,
+            conversation: None,
             phase,
         }
     }

@@ -19,7 +19,7 @@ pub(super) struct Waiting {
     compute_starved: bool,
 }
 
-/// Sequences in order of arrival.
+/// Sequences in order of arrival. Turns of a session have one arrival, so their ids make the order total.
 type Queue = VecDeque<(Arrival, SequenceId)>;
 
 impl Waiting {
@@ -48,17 +48,17 @@ impl Waiting {
 
     /// Returns the `Receive` that may try to reserve blocks now: none while an older sequence lacks blocks.
     pub(super) fn next_receive(&self) -> Option<SequenceId> {
-        let &(arrival, id) = self.receives.front()?;
+        let first = *self.receives.front()?;
         let starved = self.computes.front().filter(|_| self.compute_starved);
-        starved.is_none_or(|&(older, _)| arrival < older).then_some(id)
+        starved.is_none_or(|older| first < *older).then_some(first.1)
     }
 
     /// Returns the sequence that may try to join the batch now: none while an older `Receive` waits for blocks
     /// or a slot.
     pub(super) fn next_compute(&self) -> Option<SequenceId> {
-        let &(arrival, id) = self.computes.front()?;
+        let first = *self.computes.front()?;
         let refused = self.receives.front();
-        refused.is_none_or(|&(older, _)| arrival < older).then_some(id)
+        refused.is_none_or(|older| first < *older).then_some(first.1)
     }
 
     pub(super) fn admitted_receive(&mut self) {
@@ -87,7 +87,7 @@ impl Waiting {
 }
 
 fn insert(queue: &mut Queue, arrival: Arrival, id: SequenceId) {
-    let index = queue.partition_point(|&(other, _)| other < arrival);
+    let index = queue.partition_point(|&other| other < (arrival, id));
     queue.insert(index, (arrival, id));
 }
 
@@ -125,6 +125,22 @@ mod tests {
         assert_eq!(waiting.next_receive(), None);
         waiting.admitted_compute();
         assert_eq!(waiting.next_receive(), Some(B));
+    }
+
+    #[test]
+    fn turns_of_one_arrival_do_not_wait_for_each_other() {
+        let mut waiting = Waiting::default();
+        waiting.push_compute(1, B);
+        waiting.compute_lacks_blocks();
+        waiting.push_receive(1, C);
+        waiting.push_receive(1, A);
+        assert_eq!((waiting.next_receive(), waiting.next_compute()), (Some(A), None));
+        waiting.admitted_receive();
+        assert_eq!((waiting.next_receive(), waiting.next_compute()), (None, Some(B)));
+        waiting.remove(1, B);
+        assert_eq!(waiting.next_receive(), Some(C));
+        waiting.remove(1, C);
+        assert_eq!(waiting.len(), 0);
     }
 
     #[test]

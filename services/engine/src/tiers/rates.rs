@@ -63,7 +63,7 @@ impl PrefillRate {
     }
 
     /// Returns the time to compute `blocks` blocks; `None` before the first prefill.
-    fn time(&self, blocks: usize) -> Option<Duration> {
+    pub fn time(&self, blocks: usize) -> Option<Duration> {
         self.token.map(|token| token * (blocks * BLOCK_TOKENS) as u32)
     }
 }

@@ -72,6 +72,7 @@ pub fn sequence(id: u128, kind: SequenceKind, tokens: Vec<u32>, start: Instant) 
         max_tokens: 20,
         ignore_stop_tokens: false,
         cache_salt: String::new(),
+        session: Default::default(),
         constraint: None,
         deadline: start + Duration::from_secs(1_000_000),
     }

@@ -184,6 +184,7 @@ fn attempt(id: u128) -> NewAttempt {
             max_tokens: 4,
             ignore_stop_tokens: true,
             cache_salt: String::new(),
+            session: Default::default(),
             constraint: None,
             deadline: Instant::now() + Duration::from_secs(60),
         },

@@ -222,6 +222,8 @@ pub fn attempt(tokens: &[u32], max_tokens: u32) -> v1::Attempt {
         }),
         remaining_ms: 600_000,
         cache_salt: String::new(),
+        session: String::new(),
+        keep_ms: None,
         node_epoch: bytes::Bytes::new(),
         weight_version: 1,
         grammar: None,

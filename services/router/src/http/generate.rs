@@ -105,10 +105,11 @@ async fn answer(
         let named = named_model(&fields, front, record.caller())?;
         // The metrics count a rejected request for its model too.
         record.set_model(&named.model);
-        let (fields, delivery) = match api {
+        let (mut fields, delivery) = match api {
             Api::Chat => read_chat(&fields)?,
             Api::Text => read_completion(&fields)?,
         };
+        fields.options.session = context.session.clone()?;
         let parsed = ParsedRequest {
             request_id: context.request_id,
             tenant: context.tenant.clone()?,

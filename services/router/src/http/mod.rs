@@ -38,7 +38,7 @@ use crate::{
     record::label,
     request::{
         error::{FieldError, RequestError, refused},
-        options::{TENANT_HEADER, Tenant},
+        options::{KEEP_HEADER, SESSION_HEADER, Session, TENANT_HEADER, Tenant},
     },
 };
 pub use error::ApiError;
@@ -174,6 +174,8 @@ pub struct RequestContext {
     pub wants_stats: bool,
     /// The tenant. An invalid tenant is reported with the other errors of the request.
     pub tenant: Result<Option<Tenant>, FieldError>,
+    /// The conversation. Invalid headers are reported with the other errors of the request.
+    pub session: Result<Session, FieldError>,
     /// The header [`X_BATON_DEADLINE_MS`].
     deadline_ms: Option<HeaderValue>,
 }
@@ -195,8 +197,10 @@ impl RequestContext {
             [X_BATON_STATS, X_BATON_FIGURES].iter().any(|name| text(name) == Some("1"));
         let tenant =
             headers.get(TENANT_HEADER).map(|name| Tenant::parse(name.as_bytes())).transpose();
+        let bytes = |name| headers.get(name).map(HeaderValue::as_bytes);
+        let session = Session::parse(bytes(SESSION_HEADER), bytes(KEEP_HEADER));
         let deadline_ms = headers.get(X_BATON_DEADLINE_MS).cloned();
-        Ok(Self { request_id, label, span, wants_stats, tenant, deadline_ms })
+        Ok(Self { request_id, label, span, wants_stats, tenant, session, deadline_ms })
     }
 
     /// Returns the time-out of the request: the client's, otherwise `router.timeout`.

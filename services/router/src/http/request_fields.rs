@@ -12,7 +12,7 @@ use crate::{
         error::{FieldError, RequestError, refused, shown},
         options::{
             CHOICES, COMPLETION_TOKENS_DEFAULT, DefaultLength, LOGPROBS, MIN_P, Options, PENALTY,
-            REPETITION_PENALTY, SEED, STOP_TOKENS_MAX, TEMPERATURE, TOKENS, TOP_K, TOP_P,
+            REPETITION_PENALTY, SEED, STOP_TOKENS_MAX, Session, TEMPERATURE, TOKENS, TOP_K, TOP_P,
             check_salt,
         },
         text_workers::{ChatSource, PromptSource, check_variables},
@@ -127,6 +127,8 @@ pub fn options(fields: &Fields<'_>) -> Result<Options, FieldError> {
         logprobs: None,
         grammar: grammar_fields::grammar(fields)?,
         cache_salt: check_salt("cache_salt", fields.string("cache_salt")?.unwrap_or_default())?,
+        // In headers.
+        session: Session::default(),
     })
 }
 

@@ -1,7 +1,7 @@
 //! Options of a request (sampling, lengths, stop conditions, grammar): fields, limits and defaults for HTTP and
 //! gRPC, and their conversion into a node's request.
 
-use std::ops::RangeInclusive;
+use std::{ops::RangeInclusive, sync::Arc};
 
 use grammar::{Alternative, Grammar, GrammarError};
 use proto::v1::{self, Sampling};
@@ -55,6 +55,7 @@ pub struct Options {
     pub ignore_eos: bool,
     pub logprobs: Option<u32>,
     pub cache_salt: String,
+    pub session: Session,
     /// Grammar of the answer.
     pub grammar: Option<RequestedGrammar>,
 }
@@ -210,6 +211,58 @@ impl Tenant {
     pub fn as_str(&self) -> &str {
         &self.0
     }
+}
+
+/// Header of the session that a request is a turn of.
+pub const SESSION_HEADER: &str = "x-baton-session";
+/// Header of the time in milliseconds for which nodes keep the KV of the request for the next turn.
+pub const KEEP_HEADER: &str = "x-baton-keep-ms";
+/// Maximum length of a session in bytes, and maximum time to keep KV: ten minutes. Nodes have the same limits.
+const SESSION_BYTES_MAX: usize = 256;
+const KEEP_MS_MAX: u64 = 600_000;
+
+/// Client hints about the conversation of a request.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Session {
+    /// Empty if the client names none.
+    pub name: Arc<str>,
+    pub keep_ms: Option<u64>,
+}
+
+impl Session {
+    /// Reads the HTTP headers.
+    pub fn parse(name: Option<&[u8]>, keep: Option<&[u8]>) -> Result<Self, FieldError> {
+        let name = name.unwrap_or_default();
+        let Ok(text) = std::str::from_utf8(name) else {
+            return Err(FieldError::new(SESSION_HEADER, "is not UTF-8; allowed: UTF-8"));
+        };
+        let keep_ms = keep.map(|value| {
+            let text = String::from_utf8_lossy(value);
+            let number = text.parse();
+            number.map_err(|_| FieldError::new(KEEP_HEADER, keep_problem(&shown(&text))))
+        });
+        Self::checked((SESSION_HEADER, text), (KEEP_HEADER, keep_ms.transpose()?))
+    }
+
+    /// Checks the fields, each given with its name in the request.
+    pub fn checked(
+        (name_field, name): (&str, &str),
+        (keep_field, keep_ms): (&str, Option<u64>),
+    ) -> Result<Self, FieldError> {
+        if name.len() > SESSION_BYTES_MAX {
+            let bytes = name.len();
+            let problem = format!("has {bytes} bytes; allowed: at most {SESSION_BYTES_MAX}");
+            return Err(FieldError::new(name_field, problem));
+        }
+        match keep_ms.filter(|ms| *ms > KEEP_MS_MAX) {
+            Some(ms) => Err(FieldError::new(keep_field, keep_problem(&ms))),
+            None => Ok(Self { name: name.into(), keep_ms }),
+        }
+    }
+}
+
+fn keep_problem(value: &dyn std::fmt::Display) -> String {
+    format!("is {value}; allowed: a whole number from 0 to {KEEP_MS_MAX}")
 }
 
 /// Checks the length of a client's salt.

@@ -58,6 +58,7 @@ use serde::Serialize;
 use tonic::Status;
 
 use crate::fair_queue::AttemptEnd;
+pub use crate::request::options::Session;
 use attempt::{AttemptAction, AttemptState, LAST_EVENT_MAX, TOKEN_0_MAX};
 pub use attempt::{AttemptStats, NodeStats};
 use emitted::EmittedTokens;
@@ -90,6 +91,7 @@ pub struct AnswerSpec {
     /// Grammar version that the decode node must support; 0 for none.
     pub grammar_version: u32,
     pub cache_salt: Arc<str>,
+    pub session: Session,
     pub vocabulary_size: u32,
     /// The request fails if it has not finished by this time.
     pub deadline: Instant,
@@ -442,6 +444,8 @@ impl RequestCore {
             // 0 would mean that no time is left.
             remaining_ms: (remaining.as_millis() as u64).max(1),
             cache_salt: spec.cache_salt.to_string(),
+            session: spec.session.name.to_string(),
+            keep_ms: spec.session.keep_ms,
             node_epoch: Bytes::copy_from_slice(&node.epoch.to_bytes()),
             weight_version: node.identity.weight_version,
             grammar: spec.grammar.as_deref().cloned(),

@@ -76,6 +76,7 @@ impl Owner {
             grammar: None,
             grammar_version: 0,
             cache_salt: "".into(),
+            session: Session::default(),
             vocabulary_size: 1000,
             deadline: now + TIMEOUT,
         };

@@ -235,6 +235,7 @@ async fn prepare(
             grammar: grammar.clone(),
             grammar_version,
             cache_salt: cache_salt.clone(),
+            session: options.session.clone(),
             vocabulary_size: limits.vocabulary_size,
             deadline: deadline.at.into_std(),
         };

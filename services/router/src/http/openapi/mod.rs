@@ -37,7 +37,7 @@ fn paths() -> Value {
     let post = |id: &str, about: &str, request: &str, answers: Value| {
         let mut parameters = vec![label_header()];
         if id.starts_with("create") {
-            parameters.extend([stats_header(), tenant_header()]);
+            parameters.extend([stats_header(), tenant_header(), session_header(), keep_header()]);
         }
         let content = json!({"schema": reference(request), "example": requests::example(request)});
         let body = json!({"required": true, "content": {"application/json": content}});
@@ -196,6 +196,18 @@ fn tenant_header() -> Value {
     json!({"name": "x-baton-tenant", "in": "header",
         "schema": {"type": "string", "pattern": "^[A-Za-z0-9._-]{1,64}$"},
         "description": "Set by a gateway: prefix caches are shared only within a tenant."})
+}
+
+fn session_header() -> Value {
+    json!({"name": "x-baton-session", "in": "header",
+        "schema": {"type": "string", "maxLength": 256},
+        "description": "Session that the request is a turn of. Nodes keep its KV for the next turn."})
+}
+
+fn keep_header() -> Value {
+    json!({"name": "x-baton-keep-ms", "in": "header",
+        "schema": {"type": "integer", "minimum": 0, "maximum": 600_000},
+        "description": "Time for which nodes keep the KV for the next turn. By default they learn it."})
 }
 
 #[cfg(test)]
