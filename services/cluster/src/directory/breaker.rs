@@ -3,7 +3,9 @@
 //! *Closed*: attempts may use the node. Consecutive failures, or an inter-token latency or transfer time far off the
 //! pool's median, open the breaker.
 //! *Open*: no attempt uses the node until a pause has ended. *Half-open*: one attempt, the probe, uses the node. A
-//! probe that succeeds closes the breaker; a probe that fails opens it for twice the pause.
+//! probe that succeeds closes the breaker; a probe that fails opens it for twice the pause. A probe of a slow node that
+//! is served, but not measured, decides nothing: for example, it decodes without a transfer on a node whose transfers
+//! were slow. After three such probes in a row the breaker closes, because the node would otherwise stay half-open.
 
 use std::{
     fmt,
@@ -21,6 +23,8 @@ pub const FAILURES_MAX: u32 = 3;
 const FAILED_PAUSE_FIRST: Duration = Duration::from_secs(1);
 /// First pause of a slow node, which still serves its running sequences meanwhile.
 const SLOW_PAUSE_FIRST: Duration = Duration::from_secs(10);
+/// Probes in a row that a slow node serves without being measured until its breaker closes.
+const UNMEASURED_PROBES_MAX: u32 = 3;
 /// Maximum pause, so the maximum time until a recovered node is noticed. At most one attempt per pause is lost.
 pub const PAUSE_MAX: Duration = Duration::from_secs(30);
 
@@ -64,7 +68,15 @@ pub(super) struct Breaker {
 struct Open {
     reason: BreakerReason,
     until: Instant,
-    probe: Option<AssignmentId>,
+    probe: Option<Probe>,
+    /// Probes in a row that the node served without a verdict.
+    unmeasured: u32,
+}
+
+#[derive(Debug)]
+struct Probe {
+    id: AssignmentId,
+    is_served: bool,
 }
 
 impl Breaker {
@@ -82,7 +94,8 @@ impl Breaker {
     }
 
     pub(super) fn is_probe(&self, id: AssignmentId) -> bool {
-        self.open.as_ref().is_some_and(|open| open.probe == Some(id))
+        let probe = self.open.as_ref().and_then(|open| open.probe.as_ref());
+        probe.is_some_and(|probe| probe.id == id)
     }
 
     /// Handles an attempt that was assigned to the node. In the half-open state the attempt becomes the probe.
@@ -91,15 +104,21 @@ impl Breaker {
             && open.until <= now
             && open.probe.is_none()
         {
-            open.probe = Some(id);
+            open.probe = Some(Probe { id, is_served: false });
         }
     }
 
-    /// Handles the end of an attempt. A probe without a verdict is followed by another probe.
-    pub(super) fn released(&mut self, id: AssignmentId) {
-        if let Some(open) = &mut self.open {
-            open.probe = open.probe.filter(|probe| *probe != id);
+    /// Handles the end of an attempt. A probe without a verdict is followed by another probe. Returns whether the breaker
+    /// closed.
+    pub(super) fn released(&mut self, id: AssignmentId) -> bool {
+        let Some(open) = &mut self.open else { return false };
+        let Some(probe) = open.probe.take_if(|probe| probe.id == id) else { return false };
+        open.unmeasured += u32::from(probe.is_served);
+        let closes = open.unmeasured >= UNMEASURED_PROBES_MAX;
+        if closes {
+            self.close();
         }
+        closes
     }
 
     /// Handles a failed attempt. Returns whether the breaker opened. While the breaker is open, only the probe counts:
@@ -116,9 +135,13 @@ impl Breaker {
     }
 
     /// Handles an attempt that the node served. Returns whether the breaker closed. A slow node serves attempts, too:
-    /// only [`Self::close`] ends its exclusion.
-    pub(super) fn served(&mut self) -> bool {
+    /// [`Self::close`] ends its exclusion, or [`Self::released`] after several served probes.
+    pub(super) fn served(&mut self, id: AssignmentId) -> bool {
         self.failures = 0;
+        let probe = self.open.as_mut().and_then(|open| open.probe.as_mut());
+        if let Some(probe) = probe.filter(|probe| probe.id == id) {
+            probe.is_served = true;
+        }
         match self.reason() {
             None => {
                 self.opened = 0;
@@ -140,7 +163,7 @@ impl Breaker {
         let pause = jitter.spread(doubled(first, self.opened, PAUSE_MAX));
         self.opened = self.opened.saturating_add(1);
         self.failures = 0;
-        self.open = Some(Open { reason, until: now + pause, probe: None });
+        self.open = Some(Open { reason, until: now + pause, probe: None, unmeasured: 0 });
     }
 
     pub(super) fn close(&mut self) {
@@ -207,7 +230,7 @@ mod tests {
                         failures *= u32::from(breaker.reason().is_none());
                     },
                     Event::Serve(which) => if let Some(id) = pick(&attempts, which) {
-                        breaker.served();
+                        breaker.served(id);
                         breaker.released(id);
                         attempts.retain(|other| *other != id);
                         failures = 0;
@@ -249,14 +272,14 @@ mod tests {
             assert!(!breaker.failed(now, AssignmentId(1), &mut jitter));
             assert!(breaker.failed(now, probe, &mut jitter));
         }
-        assert!(breaker.served() && breaker.refuses(now).is_none());
+        assert!(breaker.served(AssignmentId(1)) && breaker.refuses(now).is_none());
     }
 
     #[test]
     fn slow_node_stays_excluded_until_its_latency_is_measured_again() {
         let (mut breaker, now) = (Breaker::default(), Instant::now());
         breaker.open(now, BreakerReason::Slow, &mut Jitter::new(1));
-        assert!(!breaker.served());
+        assert!(!breaker.served(AssignmentId(1)));
         assert!(matches!(breaker.refuses(now), Some((BreakerReason::Slow, _))));
         breaker.close();
         assert_eq!(breaker.refuses(now), None);

@@ -125,7 +125,7 @@ impl Directory {
     /// Handles an attempt that its node served: a decode node sent a token, a prefill node delivered the KV.
     pub fn served(&mut self, id: AssignmentId) {
         let Some(key) = self.node_of(id) else { return };
-        if self.member(key).breaker.served() {
+        if self.member(key).breaker.served(id) {
             self.node_changed(key, None, "an attempt was served".into());
         }
     }
@@ -271,9 +271,14 @@ impl Directory {
 
     /// Releases an attempt from the breakers that it may probe.
     pub(super) fn breakers_released(&mut self, key: NodeKey, id: AssignmentId) {
-        self.member(key).breaker.released(id);
+        let member = self.member(key);
+        if member.breaker.released(id) {
+            // Only a new measurement may exclude the node again.
+            member.latency = Latency::default();
+            self.node_changed(key, None, "probes were served, and none was measured".into());
+        }
         let of_node = self.pair_breakers.iter_mut().filter(|((prefill, _), _)| *prefill == key);
-        of_node.for_each(|(_, breaker)| breaker.released(id));
+        of_node.for_each(|(_, breaker)| _ = breaker.released(id));
     }
 
     /// Drops the breakers of a dead process's pairs.

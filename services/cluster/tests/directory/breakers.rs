@@ -5,7 +5,7 @@ use std::time::Duration;
 use crate::world::*;
 use cluster::{
     BreakerReason, Failed, Health, Load, NoNode, NodeAddress, NodeChoice, Picked, Placement, Role,
-    Selection,
+    Selection, Wanted,
 };
 use config::{Disaggregate, NodePolicy};
 
@@ -303,6 +303,42 @@ fn transfers_of_a_probe_do_not_end_the_exclusion_for_a_slow_inter_token_latency(
         assert_eq!(world.directory.excluded(Role::Decode), excluded_after);
     }
     assert_eq!(world.opened().len(), 2);
+}
+
+#[test]
+fn node_with_slow_transfers_returns_after_probes_without_a_transfer() {
+    let mut world = world(2, 3);
+    let is_slow = |picked: &Picked| picked.decode.address == decode(100);
+    for _ in 0..100 {
+        let picked = world.next();
+        world.delivers(&picked, if is_slow(&picked) { 900 } else { 10 });
+        world.release(&picked);
+    }
+    assert_eq!(world.opened(), [(decode(100).grpc, BreakerReason::Slow)]);
+    world.wait(PAUSE_MAX);
+    let local = Wanted { local_prefill: true, ..wanted(100) };
+    let probe = |world: &mut World, is_served: bool| {
+        // The excluded node gets one attempt at a time.
+        let all: Vec<_> = (0..6).map(|_| world.pick_nodes(&local).unwrap()).collect();
+        assert_eq!(all.iter().filter(|picked| is_slow(picked)).count(), 1);
+        for picked in &all {
+            if is_served {
+                world.decodes(picked, 10);
+            }
+            world.release(picked);
+        }
+        world.directory.excluded(Role::Decode)
+    };
+    assert_eq!(probe(&mut world, false), 1, "a cancelled probe says nothing");
+    let excluded: Vec<_> = (0..3).map(|_| probe(&mut world, true)).collect();
+    assert_eq!(excluded, [1, 1, 0]);
+    // The next slow transfer excludes the node again.
+    for _ in 0..20 {
+        let picked = world.next();
+        world.delivers(&picked, if is_slow(&picked) { 900 } else { 10 });
+        world.release(&picked);
+    }
+    assert_eq!(world.opened(), [(decode(100).grpc, BreakerReason::Slow)]);
 }
 
 #[test]
