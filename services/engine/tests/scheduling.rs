@@ -177,6 +177,29 @@ fn prefill_takes_the_whole_step_only_where_nothing_decodes_soon() {
     node.assert_all_returned();
 }
 
+/// A received sequence waits for the steps in flight when its KV arrives, so its first steps prefill less.
+#[test]
+fn steps_prefill_less_until_a_received_sequence_has_caught_up() {
+    for (depth, reduced) in [(1, 2), (2, 3)] {
+        let mut node = Node::new(with_itl_max(Duration::from_millis(30), depth));
+        node.arrive(NewSequence { ignore_stop_tokens: true, ..new(1, RECEIVE, 40, 60) });
+        (2..6).for_each(|id| node.arrive(new(id, COMPUTE, 200, 1)));
+        (0..2).for_each(|_| _ = node.turn());
+        node.engine.take_records();
+        node.kv_arrives(SequenceId(1));
+        (0..12).for_each(|_| _ = node.turn());
+        let records = node.engine.take_records();
+        let mixed = records.iter().filter(|record| record.kind == StepKind::Mixed);
+        let prefill: Vec<u32> = mixed.map(|record| record.tokens - 1).collect();
+        // A step prefills 2 tokens a millisecond after its first 5 ms.
+        let (first, later) = prefill.split_at(reduced);
+        assert!(first.iter().all(|tokens| (16..=20).contains(tokens)), "{prefill:?}");
+        assert!(later[..4].iter().all(|tokens| (40..=50).contains(tokens)), "{prefill:?}");
+        node.run();
+        node.assert_all_returned();
+    }
+}
+
 #[test]
 fn prefill_never_starves_with_decode_rows() {
     for doubling_tokens in [1, 10_000] {

@@ -15,6 +15,9 @@ use crate::{
     tiers::Tiers,
 };
 
+/// Results of a row after its hand-over until which steps prefill less. With two steps in flight, three steps.
+const CATCH_UP_RESULTS: u32 = 2;
+
 impl Scheduler {
     pub(super) fn arrived(&mut self, now: Instant, new: NewSequence, actions: &mut Vec<Action>) {
         let (id, kind) = (new.id, new.kind);
@@ -280,8 +283,11 @@ impl Scheduler {
             let Phase::Ready(table) = std::mem::replace(&mut sequence.phase, Phase::Waiting) else {
                 unreachable!("a sequence in `ready` is ready");
             };
-            sequence.phase =
-                Phase::Running(Row::new(slot, generation, table, sequence.tokens.len()));
+            let mut row = Row::new(slot, generation, table, sequence.tokens.len());
+            // Only one token is not computed: the prefill peer sampled it.
+            let is_handed_over = row.length > sequence.given_len && row.computed + 1 == row.length;
+            row.catch_up = if is_handed_over { CATCH_UP_RESULTS } else { 0 };
+            sequence.phase = Phase::Running(row);
             insert(&mut self.running, (arrival, id));
         }
     }

@@ -77,6 +77,7 @@ impl Scheduler {
             row.launched -= drafts_unused;
             row.length -= drafts_unused;
         }
+        row.catch_up = row.catch_up.saturating_sub(u32::from(!tokens.is_empty()));
         row.computed += done.token_count as usize + drafts_accepted - usize::from(is_withdrawn);
         // Tokens sampled after the end of the request were dropped: their KV is not published.
         let confirmed = row.computed.min(sequence.tokens.len());

@@ -3,7 +3,7 @@
 use kernels::{BLOCK_TOKENS, BlockId};
 
 use super::{
-    Scheduler,
+    ItlLimit, Scheduler,
     draft_budget::{decodes, probes},
     masks::AwaitedMask,
     sequence::{Arrival, Phase, Row, Sequence},
@@ -149,13 +149,17 @@ impl Scheduler {
         let budget = builder.prefill.get_or_insert_with(|| {
             // The KV of a reserved sequence usually arrives during this step or the next. Then the sequence
             // decodes.
-            let decodes = |(_, id): &(Arrival, SequenceId)| self.sequences[id].decodes();
-            if self.reserved_count > 0 || self.running.iter().any(decodes) {
-                let decode_extra = self.decode_extra.unwrap_or_default();
-                PrefillBudget::Limited { left: itl.prefill_tokens(decode_extra), spent: 0 }
-            } else {
-                PrefillBudget::Unlimited
+            let any = |is: fn(&Sequence) -> bool| {
+                self.running.iter().any(|(_, id)| is(&self.sequences[id]))
+            };
+            if self.reserved_count == 0 && !any(Sequence::decodes) {
+                return PrefillBudget::Unlimited;
             }
+            let catches_up = any(|sequence| sequence.row().catch_up > 0);
+            let max = if catches_up { itl.max / 2 } else { itl.max };
+            let decode_extra = self.decode_extra.unwrap_or_default();
+            let left = ItlLimit { max, ..*itl }.prefill_tokens(decode_extra);
+            PrefillBudget::Limited { left, spent: 0 }
         });
         match budget {
             PrefillBudget::Unlimited => u32::MAX,

@@ -109,6 +109,9 @@ pub(super) struct Row {
     pub(super) announced: bool,
     /// Whether the last sample was withdrawn because its token bitmask was late.
     pub(super) was_late: bool,
+    /// Results after which the row no longer reduces the prefill of steps: it waited for the steps in flight when its
+    /// KV arrived.
+    pub(super) catch_up: u32,
     pub(super) drafts: RowDrafts,
 }
 
@@ -127,6 +130,7 @@ impl Row {
             last_step: None,
             announced: false,
             was_late: false,
+            catch_up: 0,
             drafts: RowDrafts::default(),
         }
     }
