@@ -2,10 +2,7 @@
 
 use std::{
     path::{Path, PathBuf},
-    sync::{
-        Arc,
-        atomic::{AtomicBool, Ordering},
-    },
+    sync::{Arc, Mutex, MutexGuard, PoisonError},
     time::{Duration, Instant},
 };
 
@@ -219,8 +216,8 @@ struct Actor {
     participant: Participant,
     /// The update that runs.
     running: Option<RunningUpdate>,
-    /// Set before an update gives up the weights in use, until it is committed or lost.
-    released: Arc<AtomicBool>,
+    /// The update that has given up the weights in use or is about to, until it is committed or lost.
+    released: Arc<Mutex<Option<UpdateId>>>,
     /// Stops the restoring of lost weights when it is dropped.
     restoring: Option<DropGuard>,
     /// Weights beside those in use, and weights in use, that peers may copy.
@@ -306,7 +303,7 @@ impl Actor {
             }
             self.act();
         }
-        self.running = None;
+        (self.running, self.restoring) = (None, None);
         self.work.shutdown().await;
     }
 
@@ -359,17 +356,14 @@ impl Actor {
                 self.participant.handle(ParticipantInput::Received { id, outcome });
                 if self.running.as_ref().is_none_or(|running| running.begin.id != id) {
                     // The update was aborted before it gave up the weights.
-                    self.lose_if_released();
+                    self.lose_if_released(id);
                 }
             }
             Done::Lost(false) => {}
             Done::Lost(true) => {
                 tracing::warn!("the node has no valid weights: an update in place was aborted");
                 self.serving.version = WeightVersion::NONE;
-                // Otherwise the next update brings weights.
-                if self.running.is_none() {
-                    self.restore();
-                }
+                self.restore();
             }
             Done::Restored(outcome) => match outcome {
                 Ok(version) => {
@@ -382,7 +376,7 @@ impl Actor {
                 ),
             },
             Done::Installed { id, paused } => {
-                self.released.store(false, Ordering::Release);
+                *released(&self.released) = None;
                 if let Some(running) = self.running.take().filter(|it| it.begin.id == id) {
                     self.serving.label.clone_from(&running.begin.label);
                 }
@@ -460,11 +454,11 @@ impl Actor {
         let (origin, cancelled) = (begin.origin.clone(), cancelled.clone());
         let (model, host_bytes) = (self.settings.model.clone(), self.settings.host_bytes);
         let release = {
-            let (inbox, released) = (self.settings.inbox.clone(), self.released.clone());
+            let (inbox, is_released) = (self.settings.inbox.clone(), self.released.clone());
             let (_, waits) = of_requests_in_flight(begin.in_flight);
             let cancelled = cancelled.clone();
             move || {
-                released.store(true, Ordering::Release);
+                *released(&is_released) = Some(id);
                 let release = cancelled.run_until_cancelled(release_weights(&inbox, waits));
                 match runtime::Handle::current().block_on(release) {
                     Some(Some(())) => Ok(()),
@@ -511,7 +505,7 @@ impl Actor {
         // Cancels the work of this update. A committed one is over.
         if self.running.take_if(|running| running.begin.id == id).is_some() {
             self.prepared = None;
-            self.lose_if_released();
+            self.lose_if_released(id);
         }
         let Some(standby) = self.standby.clone() else { return };
         self.work.spawn(async move {
@@ -536,8 +530,8 @@ impl Actor {
     }
 
     /// Ends an update in place without a commit: tells the engine thread, and restores the weights if they are lost.
-    fn lose_if_released(&mut self) {
-        if self.released.swap(false, Ordering::AcqRel) {
+    fn lose_if_released(&mut self, id: UpdateId) {
+        if released(&self.released).take_if(|released| *released == id).is_some() {
             let inbox = self.settings.inbox.clone();
             self.work.spawn(async move { Done::Lost(lose_weights(&inbox).await) });
         } else if self.serving.version == WeightVersion::NONE {
@@ -545,8 +539,11 @@ impl Actor {
         }
     }
 
-    /// Restores the weights from before an aborted update in place.
+    /// Restores the weights from before an aborted update in place, unless another update brings weights.
     fn restore(&mut self) {
+        if self.running.is_some() {
+            return;
+        }
         let Some(standby) = self.standby.clone() else { return };
         let lost = match &self.committed {
             Some((version, source)) => LostWeights::Updated {
@@ -588,6 +585,11 @@ impl Actor {
             });
         }
     }
+}
+
+fn released(released: &Mutex<Option<UpdateId>>) -> MutexGuard<'_, Option<UpdateId>> {
+    // An id: a panic elsewhere leaves it valid.
+    released.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// Returns the place of new weights on this machine, and the version that they must have.
