@@ -9,15 +9,17 @@ use simulation::{SeedFailure, explore, run};
 const SEEDS: u64 = 3000;
 
 /// The ordinary seeds reach each of these at least once.
-const REACHED: [&str; 47] = [
+const REACHED: [&str; 50] = [
     "arrived",
     "attempt busy",
     "attempt deadline",
     "attempt draining",
     "attempt internal",
     "attempt lost",
+    "attempt other weights",
     "attempt stale",
     "attempt transfer failed",
+    "attempt weights changed",
     "breaker of a node opened",
     "breaker of a pair opened",
     "busy",
@@ -57,6 +59,7 @@ const REACHED: [&str; 47] = [
     "token 0 finished",
     "transfer queue full",
     "turns",
+    "weights changed",
 ];
 
 fn number(name: &str) -> Option<u64> {

@@ -54,11 +54,13 @@ impl Coverage {
             Cause::Stale => "attempt stale",
             // A node whose executor failed.
             Cause::Internal => "attempt internal",
+            Cause::OtherWeights => "attempt other weights",
+            // Two nodes met between their commits of an update.
+            Cause::Mismatch if failure.to_string().contains("weight_version") => "attempt mismatch",
+            Cause::WeightsChanged => "attempt weights changed",
             // A shipped node fails like this only because of a bug.
             Cause::SlowReader
             | Cause::Mismatch
-            | Cause::OtherWeights
-            | Cause::WeightsChanged
             | Cause::Duplicate
             | Cause::Invalid
             | Cause::Violation

@@ -169,6 +169,13 @@ impl Device {
         self.now = now;
     }
 
+    /// Prepares weights of this version.
+    pub fn prepare_weights(&mut self, version: u64) {
+        if let Results::Checked(executor) = &mut self.results {
+            executor.prepare_weights(version);
+        }
+    }
+
     /// Makes every later call fail, as after the death of a rank process.
     pub fn lose_rank(&mut self) {
         self.is_rank_lost = true;
@@ -244,6 +251,11 @@ impl Executor for Device {
             self.due.pop_front();
             StepResult { busy, ..result }
         }))
+    }
+
+    fn commit_weights(&mut self) -> Result<(), ExecutorError> {
+        self.check_ranks()?;
+        self.results.executor_mut().commit_weights()
     }
 
     fn limits(&self) -> ExecutorLimits {

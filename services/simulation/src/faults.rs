@@ -124,6 +124,12 @@ impl Simulation {
                     self.input(process, Input::RankLost);
                 }
             }
+            Fault::CommitWeights { host, version, waits } => {
+                let process = running(host);
+                if self.processes[process].state != ProcessState::Dead {
+                    self.input(process, Input::CommitWeights { version, waits });
+                }
+            }
             Fault::Drain { host, timeout, restart_after } => {
                 let process = running(host);
                 let node = &self.processes[process];

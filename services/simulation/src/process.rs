@@ -11,7 +11,7 @@ use std::{
 use cluster::{NodeId, NodeRecord, Role};
 use engine::{
     Scheduler, StepLoop, Turn,
-    event::Load,
+    event::{InFlight, Load},
     executor::ExecutorError,
     tiers::{Tier, TierEvent},
 };
@@ -81,6 +81,11 @@ pub enum Input {
     Transfer(transfer::Event),
     Drain {
         grace: Duration,
+    },
+    /// The commit of an update: the node uses weights of this version. `waits`: running sequences finish before.
+    CommitWeights {
+        version: u64,
+        waits: bool,
     },
     /// The drain timeout is over.
     EndAll,
@@ -191,6 +196,7 @@ pub struct Process {
     /// Whether a command waits in the core because the transfer queue is full.
     is_command_waiting: bool,
     is_draining: bool,
+    is_changing_weights: bool,
     is_checked: bool,
     now: Instant,
 }
@@ -288,6 +294,7 @@ impl Process {
             events: EventQueue::new(plan.transfer_events_max),
             is_command_waiting: false,
             is_draining: false,
+            is_changing_weights: false,
             is_checked,
             now,
         }
@@ -360,6 +367,14 @@ impl Process {
                 self.is_draining = true;
                 self.core.handle_draining(true, Some(grace), now);
             }
+            Input::CommitWeights { version, waits } if !self.is_changing_weights => {
+                self.is_changing_weights = true;
+                self.core.executor_mut().prepare_weights(version);
+                let label = String::new();
+                self.core.handle_change_weights(version, label, InFlight::Recompute, waits, now);
+            }
+            // A node runs one update at a time: it misses this one.
+            Input::CommitWeights { .. } => {}
             Input::EndAll => self.core.handle_close(&CloseReason::DrainTimeout),
             Input::RankLost => self.core.executor_mut().lose_rank(),
             Input::Command(command) => {
@@ -433,7 +448,11 @@ impl Process {
             peer: attempt.peer,
             sequence: attempt.sequence,
         };
-        self.transfers.transport.expect_prompt(key.transfer, &call.sequence.tokens);
+        self.transfers.transport.expect_prompt(
+            key.transfer,
+            &call.sequence.tokens,
+            call.weight_version,
+        );
         if let Some(peer) = &call.peer {
             self.peers.insert(key.transfer, peer.epoch);
         }
@@ -578,9 +597,12 @@ impl Process {
                         tiers.load(self.now, job);
                     }
                 }
+                CoreOutput::WeightsChanged { .. } => {
+                    self.is_changing_weights = false;
+                    self.coverage.count("weights changed");
+                }
                 CoreOutput::Metric(_)
                 | CoreOutput::Stage { .. }
-                | CoreOutput::WeightsChanged { .. }
                 | CoreOutput::WeightsReleased
                 | CoreOutput::PauseChanged { .. }
                 | CoreOutput::Recovered => {}

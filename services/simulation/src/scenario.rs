@@ -212,6 +212,12 @@ pub enum Fault {
     RestartRouter {
         router: usize,
     },
+    /// The commit of an update reaches the node: it uses weights of this version. `waits`: running sequences finish before.
+    CommitWeights {
+        host: usize,
+        version: u64,
+        waits: bool,
+    },
     /// SIGTERM: in-flight requests finish within `timeout`; then another process starts.
     Drain {
         host: usize,
@@ -278,6 +284,7 @@ impl Scenario {
                 Severity::Severe => true,
             })
             .collect();
+        faults.extend(weight_updates(seed, severity, nodes.len(), fault_count));
         faults.sort_by_key(|&(at, _)| at);
         let selection = Selection {
             disaggregate: random.pick(&[
@@ -381,6 +388,7 @@ fn is_survived(fault: &Fault, nodes: &[NodePlan]) -> bool {
         | Fault::OutboundQueueFull { .. }
         | Fault::CloseRouterConnection { .. }
         | Fault::EtcdOutage { .. }
+        | Fault::CommitWeights { .. }
         | Fault::RestartRouter { .. } => true,
     }
 }
@@ -392,6 +400,7 @@ fn spares_decode_nodes(fault: &Fault, nodes: &[NodePlan]) -> bool {
         | Fault::Pause { host, .. }
         | Fault::CloseRouterConnection { host, .. }
         | Fault::LoseRank { host }
+        | Fault::CommitWeights { host, .. }
         | Fault::Drain { host, .. } => nodes[host].role == Role::Prefill,
         Fault::Partition { .. }
         | Fault::CloseDataConnections { .. }
@@ -569,6 +578,35 @@ fn network(random: &mut Random, is_mild: bool) -> NetworkFaults {
             Duration::from_millis(100),
         ]),
     }
+}
+
+/// Returns the commits of up to two updates. They reach the nodes at different times, and some nodes miss one. Where every
+/// request must complete, no node misses a commit and no fault makes a node start with old weights. Draws from its own
+/// random numbers, so that seeds keep their other faults.
+fn weight_updates(
+    seed: u64,
+    severity: Severity,
+    host_count: usize,
+    fault_count: u64,
+) -> Vec<(Duration, Fault)> {
+    let mut random = Random::new(seed ^ 0x7765_6967_6874_7321);
+    let miss_percent = match severity {
+        Severity::Severe => 10,
+        Severity::Mild if fault_count == 0 => 0,
+        Severity::Mild | Severity::PrefillOnly => return Vec::new(),
+    };
+    let mut commits = Vec::new();
+    for update in 0..random.below(6).saturating_sub(3) {
+        let (decided, version) = (random.millis(0..=4000), 7 + update);
+        let waits = random.chance(30);
+        for host in 0..host_count {
+            if !random.chance(miss_percent) {
+                let at = decided + random.millis(0..=60);
+                commits.push((at, Fault::CommitWeights { host, version, waits }));
+            }
+        }
+    }
+    commits
 }
 
 fn fault(

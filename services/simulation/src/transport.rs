@@ -8,7 +8,7 @@ use std::{
     time::Instant,
 };
 
-use engine::executor::sim::{SimArena, SimBlock, fingerprints};
+use engine::executor::sim::{SimArena, SimBlock, kv_of};
 use kernels::{BLOCK_TOKENS, BlockId};
 use kv_transfer::{
     TransferKind,
@@ -79,9 +79,9 @@ impl SimTransport {
         self.closings.get(&peer).copied().unwrap_or(0)
     }
 
-    pub fn expect_prompt(&mut self, transfer: TransferId, prompt: &[u32]) {
+    pub fn expect_prompt(&mut self, transfer: TransferId, prompt: &[u32], weight_version: u64) {
         if self.arena.is_some() {
-            self.prompts.insert(transfer, fingerprints(prompt));
+            self.prompts.insert(transfer, kv_of(prompt, weight_version));
         }
     }
 

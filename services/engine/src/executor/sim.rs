@@ -81,6 +81,18 @@ pub fn fingerprints(tokens: &[u32]) -> Vec<u64> {
     all
 }
 
+/// Returns the KV of every position of `tokens` under weights of this version. The tokens that follow do not depend on the
+/// version.
+pub fn kv_of(tokens: &[u32], weight_version: u64) -> Vec<u64> {
+    let salt = salt(weight_version);
+    fingerprints(tokens).into_iter().map(|kv| kv ^ salt).collect()
+}
+
+/// Returns an even number, so that KV is never 0. 0 for the weights of the start.
+fn salt(weight_version: u64) -> u64 {
+    if weight_version == 1 { 0 } else { mix(weight_version) & !1 }
+}
+
 /// Returns the token that follows `tokens`, one of `allowed` if given; `None` when every token is masked.
 pub fn next_token(
     tokens: &[u32],
@@ -166,6 +178,9 @@ pub struct SimExecutor {
     /// Fingerprints of each slot's tokens.
     histories: Vec<Vec<u64>>,
     arena: SimArena,
+    weight_version: u64,
+    /// Version that the next commit of weights takes up.
+    prepared_version: Option<u64>,
     launched: VecDeque<Launched>,
     /// Whether the oldest step waits for its token bitmasks only.
     masks_are_due: bool,
@@ -184,6 +199,8 @@ impl SimExecutor {
             batch: Batch::new(limits),
             histories: vec![Vec::new(); limits.slots as usize],
             arena: SimArena::new(limits.blocks),
+            weight_version: 1,
+            prepared_version: None,
             launched: VecDeque::new(),
             masks_are_due: false,
             computed: None,
@@ -195,6 +212,11 @@ impl SimExecutor {
     /// Returns the KV memory, for the simulated transfer.
     pub fn arena(&self) -> SimArena {
         self.arena.clone()
+    }
+
+    /// Prepares weights of this version. After the commit KV of other weights counts as KV of other tokens.
+    pub fn prepare_weights(&mut self, version: u64) {
+        self.prepared_version = Some(version);
     }
 
     /// Advances virtual time.
@@ -271,7 +293,7 @@ impl SimExecutor {
         for (position, &expected) in history.iter().enumerate().take(row.start) {
             let block = table[position / BLOCK_TOKENS];
             let found = arena[block.index()][position % BLOCK_TOKENS];
-            if found != expected {
+            if found != expected ^ salt(self.weight_version) {
                 return Err(format!(
                     "slot {} reads position {position} from block {}, which holds {}",
                     row.slot.0,
@@ -289,7 +311,8 @@ impl SimExecutor {
         let mut arena = self.arena.lock();
         for position in row.start..row.end() {
             let block = table[position / BLOCK_TOKENS];
-            arena[block.index()][position % BLOCK_TOKENS] = history[position];
+            let kv = history[position] ^ salt(self.weight_version);
+            arena[block.index()][position % BLOCK_TOKENS] = kv;
         }
     }
 
@@ -373,9 +396,9 @@ impl Executor for SimExecutor {
         }
     }
 
-    /// Tokens do not depend on weights, so nothing changes.
     fn commit_weights(&mut self) -> Result<(), ExecutorError> {
         assert!(self.launched.is_empty(), "weights change between steps");
+        self.weight_version = self.prepared_version.take().unwrap_or(self.weight_version);
         Ok(())
     }
 
