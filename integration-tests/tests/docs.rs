@@ -108,7 +108,8 @@ fn configuration_page_lists_every_setting() -> Result<()> {
     let page = page("configuration.md");
     let router = [Section::Model, Section::Router, Section::Cluster, Section::Telemetry];
     check_list(&page, "settings: model router cluster telemetry", &settings(&router))?;
-    check_list(&page, "settings: node transfer", &settings(&[Section::Node, Section::Transfer]))
+    let node = [Section::Node, Section::Transfer, Section::Tier, Section::Weights];
+    check_list(&page, "settings: node transfer tier weights", &settings(&node))
 }
 
 #[tokio::test(flavor = "multi_thread")]
