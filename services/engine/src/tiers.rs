@@ -394,7 +394,7 @@ impl Tiers {
                     return None;
                 }
             };
-            let Some(slot) = self.state(tier).store.begin_save(key) else {
+            let Some(slot) = self.state(tier).store.begin_save(key, contents.parent) else {
                 self.state(tier).stats.dropped += 1;
                 self.release(source);
                 continue;

@@ -3,7 +3,10 @@
 //! A slot is Free, Writing (a save is in flight) or Stored. A save takes a free slot, or the slot of the block that was
 //! used longest ago. A slot that a load reads is not overwritten before the load has ended.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::{
+    cmp::Reverse,
+    collections::{BTreeMap, BTreeSet},
+};
 
 use foldhash::HashMap;
 
@@ -11,6 +14,13 @@ use crate::event::{BlockHash, CacheChange};
 
 /// Index of a slot in its tier.
 pub type SlotIndex = u32;
+
+/// Position in the order of use: time of use, blocks since the block that was used then, and slot. A tail is overwritten
+/// before its head.
+type Used = (u64, Reverse<u32>, SlotIndex);
+
+/// Blocks that were not saved and are remembered: a prompt of a million tokens has 65,536 blocks.
+const DROPPED_MAX: usize = 65_536;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum State {
@@ -24,8 +34,8 @@ struct Slot {
     state: State,
     /// Key of the block; meaningless when free.
     key: BlockHash,
-    /// Position in the order of use; meaningful when stored.
-    used: u64,
+    /// Position in the order of use; meaningless when free.
+    used: Used,
     /// Loads that read the slot.
     readers: u32,
 }
@@ -37,9 +47,12 @@ pub(super) struct Store {
     free: BTreeSet<SlotIndex>,
     /// Slots that are Writing or Stored and not found damaged.
     index: HashMap<BlockHash, SlotIndex>,
-    /// Stored slots by their time of use.
-    order: BTreeMap<u64, SlotIndex>,
+    /// Stored slots, the one to overwrite first.
+    order: BTreeSet<Used>,
     clock: u64,
+    /// Positions of blocks that were not saved because only blocks of their prompt could be overwritten: later blocks of
+    /// the prompt are not saved either.
+    dropped: HashMap<BlockHash, Used>,
     /// Changes since the last [`Self::take_changes`]; a change and its opposite cancel.
     changes: BTreeMap<BlockHash, CacheChange>,
 }
@@ -54,7 +67,8 @@ impl Store {
     /// Adds free slots.
     pub fn grow(&mut self, count: u32) {
         let first = self.slots.len() as u32;
-        let slot = Slot { state: State::Free, key: BlockHash(0), used: 0, readers: 0 };
+        let slot =
+            Slot { state: State::Free, key: BlockHash(0), used: Used::default(), readers: 0 };
         self.slots.resize(self.slots.len() + count as usize, slot);
         self.free.extend(first..first + count);
     }
@@ -89,20 +103,34 @@ impl Store {
         }
     }
 
-    /// Takes a slot for a save of `key`. Returns `None` when every slot is being written or read.
-    pub fn begin_save(&mut self, key: BlockHash) -> Option<SlotIndex> {
+    /// Takes a slot for a save of `key`, which comes after the block `parent` and is overwritten before it. Returns `None`
+    /// when every slot is being written or read, or when only blocks of the same prompt could be overwritten.
+    pub fn begin_save(&mut self, key: BlockHash, parent: BlockHash) -> Option<SlotIndex> {
         debug_assert!(!self.is_known(key), "a known block is not saved again");
+        let stored = self.index.get(&parent).map(|&index| self.slots[index as usize].used);
+        let before = stored.or_else(|| self.dropped.get(&parent).copied());
         let index = match self.free.pop_first() {
             Some(index) => index,
             None => {
-                let idle = |&&index: &&SlotIndex| self.slots[index as usize].readers == 0;
-                let index = *self.order.values().find(idle)?;
+                let idle = |(.., index): &&Used| self.slots[*index as usize].readers == 0;
+                let &(time, _, index) = self.order.iter().find(idle)?;
+                if let Some((_, Reverse(blocks), _)) = before.filter(|before| before.0 == time) {
+                    if self.dropped.len() >= DROPPED_MAX {
+                        self.dropped.clear();
+                    }
+                    self.dropped.insert(key, (time, Reverse(blocks + 1), index));
+                    return None;
+                }
                 self.forget(index);
                 index
             }
         };
-        let slot = &mut self.slots[index as usize];
-        (slot.state, slot.key) = (State::Writing, key);
+        let (time, blocks) = match before {
+            Some((time, Reverse(blocks), _)) => (time, blocks + 1),
+            None => (self.next_time(), 0),
+        };
+        let used = (time, Reverse(blocks), index);
+        self.slots[index as usize] = Slot { state: State::Writing, key, used, readers: 0 };
         self.index.insert(key, index);
         Some(index)
     }
@@ -113,8 +141,8 @@ impl Store {
         debug_assert_eq!(slot.state, State::Writing);
         if is_saved {
             slot.state = State::Stored;
-            let key = slot.key;
-            self.set_used(index);
+            let Slot { key, used, .. } = *slot;
+            self.order.insert(used);
             self.note(key, CacheChange::Added(key));
         } else {
             self.index.remove(&slot.key);
@@ -190,14 +218,19 @@ impl Store {
 
     /// Returns the keys of the `most` stored blocks that were used last.
     pub fn keys(&self, most: usize) -> Vec<BlockHash> {
-        let newest = self.order.values().rev().take(most);
-        newest.map(|&index| self.slots[index as usize].key).collect()
+        let newest = self.order.iter().rev().take(most);
+        newest.map(|&(.., index)| self.slots[index as usize].key).collect()
     }
 
     fn set_used(&mut self, index: SlotIndex) {
+        let used = (self.next_time(), Reverse(0), index);
+        self.slots[index as usize].used = used;
+        self.order.insert(used);
+    }
+
+    fn next_time(&mut self) -> u64 {
         self.clock += 1;
-        self.slots[index as usize].used = self.clock;
-        self.order.insert(self.clock, index);
+        self.clock
     }
 
     /// Panics when slots, index and lists disagree.
@@ -211,8 +244,8 @@ impl Store {
         for (key, &index) in &self.index {
             assert_eq!(self.slots[index as usize].key, *key);
         }
-        for (used, &index) in &self.order {
-            assert_eq!(self.slots[index as usize].used, *used);
+        for used in &self.order {
+            assert_eq!(self.slots[used.2 as usize].used, *used);
         }
     }
 }
@@ -221,12 +254,35 @@ impl Store {
 mod tests {
     use super::*;
 
+    const NO_PARENT: BlockHash = BlockHash(0);
+
     fn save(store: &mut Store, key: u128) -> SlotIndex {
-        let slot = store.begin_save(BlockHash(key)).expect("a slot is idle");
+        let slot = store.begin_save(BlockHash(key), NO_PARENT).expect("a slot is idle");
         assert!(!store.contains(BlockHash(key)), "a block is not loaded before it is saved");
         store.end_save(slot, true);
         store.check();
         slot
+    }
+
+    #[test]
+    fn tail_of_a_saved_prompt_is_overwritten_before_its_head() {
+        let mut store = Store::new(5);
+        let mut save = |key, parent| {
+            let slot = store.begin_save(BlockHash(key), BlockHash(parent));
+            slot.into_iter().for_each(|slot| store.end_save(slot, true));
+            store.check();
+            store.keys(9)
+        };
+        // The blocks of two prompts are saved in turn, each after the block before.
+        let prompts = [(11, 10), (21, 20), (12, 11), (22, 21), (13, 12)];
+        let saved = prompts.map(|(key, parent)| save(key, parent));
+        assert_eq!(saved[4], [21, 22, 11, 12, 13].map(BlockHash));
+        // A prompt that is longer than the tier leaves its head.
+        let saved: Vec<_> = (31..40).map(|key| save(key, key - 1)).collect();
+        assert_eq!(saved[8], [31, 32, 33, 34, 35].map(BlockHash));
+        store.touch(BlockHash(33));
+        assert_eq!(store.keys(1), [BlockHash(33)]);
+        store.check();
     }
 
     #[test]
@@ -241,7 +297,7 @@ mod tests {
         assert_eq!(read, first);
         save(&mut store, 4);
         let read_too = store.begin_load(BlockHash(4)).unwrap();
-        assert_eq!(store.begin_save(BlockHash(5)), None, "loads read both slots");
+        assert_eq!(store.begin_save(BlockHash(5), NO_PARENT), None, "loads read both slots");
         store.end_load(read, true);
         store.end_load(read_too, true);
         assert_eq!(save(&mut store, 5), first);
@@ -250,7 +306,7 @@ mod tests {
     #[test]
     fn failed_save_frees_its_slot() {
         let mut store = Store::new(1);
-        let slot = store.begin_save(BlockHash(1)).unwrap();
+        let slot = store.begin_save(BlockHash(1), NO_PARENT).unwrap();
         assert!(store.is_known(BlockHash(1)) && store.begin_load(BlockHash(1)).is_none());
         store.end_save(slot, false);
         assert!(!store.is_known(BlockHash(1)));
@@ -266,7 +322,11 @@ mod tests {
         store.end_load(slot, false);
         store.check();
         assert!(!store.is_known(BlockHash(1)));
-        assert_eq!(store.begin_save(BlockHash(2)), None, "the other load still reads the slot");
+        assert_eq!(
+            store.begin_save(BlockHash(2), NO_PARENT),
+            None,
+            "the other load still reads the slot"
+        );
         store.end_load(slot, false);
         save(&mut store, 2);
     }
