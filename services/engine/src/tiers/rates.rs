@@ -77,8 +77,8 @@ pub(super) struct Choice {
     pub is_refused: bool,
 }
 
-/// Chooses how many leading blocks of a run to load. `run` has the index of each block's tier in `rates`. Tiers load at
-/// the same time, and the load must end within `most`.
+/// Chooses how many leading blocks of a run to load: as many as save the most time. `run` has the index of each block's
+/// tier in `rates`. Tiers load at the same time, and the load must end within `most`.
 pub(super) fn choose(
     now: Instant,
     run: &[usize],
@@ -87,17 +87,23 @@ pub(super) fn choose(
     most: Duration,
 ) -> Choice {
     let mut counts = vec![0; rates.len()];
-    let (mut blocks, mut load) = (0, Duration::ZERO);
+    let (mut in_time, mut load) = (0, Duration::ZERO);
+    let (mut best, mut saved_max) = (0, Duration::ZERO);
     for &tier in run {
         counts[tier] += 1;
-        let time = load.max(rates[tier].time(counts[tier]));
-        if time > most {
+        load = load.max(rates[tier].time(counts[tier]));
+        if load > most {
             break;
         }
-        (blocks, load) = (blocks + 1, time);
+        in_time += 1;
+        // Before the first prefill every load is taken to save time.
+        match prefill.time(in_time).map(|compute| compute.saturating_sub(load)) {
+            Some(saved) if saved <= saved_max => {}
+            saved => (best, saved_max) = (in_time, saved.unwrap_or_default()),
+        }
     }
-    if blocks > 0 && prefill.time(blocks).is_none_or(|compute| load < compute) {
-        return Choice { blocks, is_refused: false };
+    if best > 0 {
+        return Choice { blocks: best, is_refused: best < in_time };
     }
     let probes = run.first().is_some_and(|&tier| rates[tier].is_outdated(now));
     let blocks = if probes { run.len().min(PROBE_BLOCKS) } else { 0 };
@@ -167,7 +173,10 @@ mod tests {
         let now = Instant::now();
         let rates = rates(now, [1, 4], 100);
         assert_eq!(blocks(now, &[0, 0, 0, 1], &rates), 4, "4 ms instead of 6.4 ms");
-        assert_eq!(blocks(now, &[0, 0, 1, 1], &rates), 0, "8 ms instead of 6.4 ms");
+        assert_eq!(blocks(now, &[0, 0, 1, 1], &rates), 2, "8 ms instead of 6.4 ms");
+        let choice = choose(now, &[0, 0, 1, 1], &rates.0, &rates.1, LONG);
+        assert_eq!(choice, Choice { blocks: 2, is_refused: true }, "2 ms instead of 3.2 ms");
+        assert_eq!(blocks(now, &[1, 0, 0, 0], &rates), 4, "4 ms instead of 6.4 ms");
     }
 
     #[test]
