@@ -328,13 +328,15 @@ impl<E: Executor> Engine<E> {
                 }
                 Output::ObserveStalled { observer } => self.observers.stalled(observer),
                 Output::Save(job) => {
-                    if let Some(tiers) = &self.tiers {
-                        tiers.copies.save(job);
+                    let failed = self.tiers.as_ref().and_then(|tiers| tiers.copies.save(job));
+                    if let Some(event) = failed {
+                        self.core.handle_tier_event(event, Instant::now());
                     }
                 }
                 Output::Load(job) => {
-                    if let Some(tiers) = &self.tiers {
-                        tiers.copies.load(job);
+                    let failed = self.tiers.as_ref().and_then(|tiers| tiers.copies.load(job));
+                    if let Some(event) = failed {
+                        self.core.handle_tier_event(event, Instant::now());
                     }
                 }
                 Output::Metric(Metric::Tier(tier, stats)) => {

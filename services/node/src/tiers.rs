@@ -205,22 +205,24 @@ impl TierCopies {
         Ok(())
     }
 
-    pub fn save(&self, job: SaveJob) {
-        match (job.tier, &self.host, &self.disk) {
-            (Tier::Host, Some(host), _) => host.save(job),
-            (Tier::Disk, _, Some(disk)) => disk.saves.start_job(job),
+    /// Queues a save. Returns its result if no thread will report it: without a result the core keeps the block.
+    pub fn save(&self, save: SaveJob) -> Option<TierEvent> {
+        let is_queued = match (save.tier, &self.host, &self.disk) {
+            (Tier::Host, Some(host), _) => host.save(save),
+            (Tier::Disk, _, Some(disk)) => disk.saves.start_job(save),
             (tier, ..) => unreachable!("the core saves to {tier:?}, which the node does not have"),
-        }
+        };
+        (!is_queued).then_some(TierEvent::SaveFailed { job: save.job })
     }
 
-    pub fn load(&self, job: LoadJob) {
+    /// Queues a load. Returns its result if no thread will report it: without a result the core keeps the blocks.
+    pub fn load(&self, job: LoadJob) -> Option<TierEvent> {
         let job = Arc::new(Job::new(job));
-        if let Some(disk) = self.disk.as_ref().filter(|_| job.has_disk()) {
-            disk.loads.start_job(&job);
-        }
-        if let Some(host) = self.host.as_ref().filter(|_| job.has_host()) {
-            host.load(job);
-        }
+        let disk = self.disk.as_ref().filter(|_| job.has_disk());
+        let host = self.host.as_ref().filter(|_| job.has_host());
+        let on_disk = disk.and_then(|disk| disk.loads.start_job(&job));
+        let on_host = host.and_then(|host| host.load(&job));
+        on_disk.or(on_host)
     }
 }
 
@@ -236,11 +238,14 @@ impl Drop for TierCopies {
     }
 }
 
-/// Queues a copy. Never waits: the core bounds the copies in flight, and the queue has room for all of them.
-fn enqueue<T>(queue: Option<&Sender<T>>, job: T) {
-    if queue.is_none_or(|queue| queue.try_send(job).is_err()) {
+/// Queues a copy, and returns whether it is queued. Never waits: the core bounds the copies in flight, and the queue has
+/// room for all of them.
+fn enqueue<T>(queue: Option<&Sender<T>>, job: T) -> bool {
+    let is_queued = queue.is_some_and(|queue| queue.try_send(job).is_ok());
+    if !is_queued {
         error!("cannot queue a copy of the KV tiers: the threads that copy have ended");
     }
+    is_queued
 }
 
 fn join(thread: JoinHandle<()>) {
@@ -391,7 +396,7 @@ mod tests {
                 .zip(0..)
                 .for_each(|(byte, at): (_, u32)| *byte = (at * 7 + block) as u8);
             drop(write);
-            copies.save(save(block.into(), u128::from(block) + 10, block));
+            assert_eq!(copies.save(save(block.into(), u128::from(block) + 10, block)), None);
             let mut taken: Vec<_> = (0..2).map(|_| events.recv_timeout(WITHIN).unwrap()).collect();
             taken.sort_by_key(|event| matches!(event, TierEvent::Saved { .. }));
             let job = JobId(block.into());
@@ -402,7 +407,7 @@ mod tests {
         let mut found = recovered(&events);
         found.sort_unstable();
         assert_eq!(found, [10, 11, 12].map(|key| (key as u32 - 10, BlockHash(key))));
-        copies.load(load(9, &[(0, 10), (1, 11), (2, 12)]));
+        assert_eq!(copies.load(load(9, &[(0, 10), (1, 11), (2, 12)])), None);
         let TierEvent::Loaded { job: JobId(9), intact: 3, .. } =
             events.recv_timeout(WITHIN).unwrap()
         else {
@@ -422,10 +427,10 @@ mod tests {
         let (copies, events) = start(&path, &arena);
         recovered(&events);
         for block in 0..2 {
-            copies.save(save(block.into(), u128::from(block) + 10, block));
+            assert_eq!(copies.save(save(block.into(), u128::from(block) + 10, block)), None);
             (0..2).for_each(|_| _ = events.recv_timeout(WITHIN).unwrap());
         }
-        copies.load(load(9, &[(0, 10), (1, 99), (0, 10)]));
+        assert_eq!(copies.load(load(9, &[(0, 10), (1, 99), (0, 10)])), None);
         let event = events.recv_timeout(WITHIN).unwrap();
         assert!(matches!(event, TierEvent::Loaded { intact: 1, .. }), "{event:?}");
     }
@@ -438,14 +443,26 @@ mod tests {
         recovered(&events);
         let write = arena.write(BlockId(0)).unwrap();
         for number in 0..=tiers::SAVES_MAX as u64 {
-            copies.save(save(number, 10, 0));
+            assert_eq!(copies.save(save(number, 10, 0)), None);
             let event = events.recv_timeout(WITHIN).unwrap();
             assert_eq!(event, TierEvent::SaveFailed { job: JobId(number) });
         }
         drop(write);
-        copies.save(save(99, 10, 0));
+        assert_eq!(copies.save(save(99, 10, 0)), None);
         let event = events.recv_timeout(WITHIN).unwrap();
         assert_ne!(event, TierEvent::SaveFailed { job: JobId(99) });
+    }
+
+    #[test]
+    fn load_without_a_thread_ends_at_once() {
+        let folder = tempfile::tempdir().unwrap();
+        let (mut copies, _events) = start(&folder.path().join("kv"), &arena());
+        copies.disk.as_mut().expect("the disk tier is on").loads.stop();
+        let Some(TierEvent::Loaded { job: JobId(9), intact: 0, .. }) =
+            copies.load(load(9, &[(0, 10), (1, 11)]))
+        else {
+            panic!("the load fails");
+        };
     }
 
     #[test]

@@ -150,14 +150,17 @@ impl HostTier {
         Ok(())
     }
 
-    /// Queues a save. Never waits.
-    pub fn save(&self, job: SaveJob) {
-        enqueue(self.saves.as_ref(), job);
+    /// Queues a save. Never waits. Returns whether a thread will report its end.
+    pub fn save(&self, job: SaveJob) -> bool {
+        enqueue(self.saves.as_ref(), job)
     }
 
-    /// Queues the blocks of a load that this tier holds. Never waits.
-    pub fn load(&self, job: Arc<Job>) {
-        enqueue(self.loads.as_ref(), job);
+    /// Queues the blocks of a load that this tier holds. Never waits. Returns the load's result if no thread will.
+    pub fn load(&self, job: &Arc<Job>) -> Option<TierEvent> {
+        match enqueue(self.loads.as_ref(), Arc::clone(job)) {
+            true => None,
+            false => job.refuse(Tier::Host),
+        }
     }
 }
 
@@ -320,7 +323,9 @@ impl Loader {
             }
         }
         in_flight.into_iter().for_each(|batch| self.finish(job, Some(batch)));
-        job.end(&self.events);
+        if let Some(loaded) = job.end() {
+            self.events.send(loaded);
+        }
     }
 
     fn start(&mut self, job: &Job, batch: &[usize]) -> Result<Copy, String> {

@@ -92,14 +92,21 @@ impl Job {
         index < self.failed.load(Ordering::Relaxed)
     }
 
-    /// Ends a thread's work on this load. The last thread reports the load.
-    pub fn end(&self, events: &Events) {
+    /// Ends a thread's work on this load. The last thread gets the result to report.
+    #[must_use]
+    pub fn end(&self) -> Option<TierEvent> {
         // The last thread sees the results of the others.
-        if self.working.fetch_sub(1, Ordering::AcqRel) == 1 {
+        (self.working.fetch_sub(1, Ordering::AcqRel) == 1).then(|| {
             let intact = self.failed.load(Ordering::Relaxed) as u32;
             let took = self.started.get().map(Instant::elapsed).unwrap_or_default();
-            events.send(TierEvent::Loaded { job: self.load.job, intact, took });
-        }
+            TierEvent::Loaded { job: self.load.job, intact, took }
+        })
+    }
+
+    /// Ends the work of a thread that did not get this load. See [`end`](Self::end).
+    pub fn refuse(&self, tier: Tier) -> Option<TierEvent> {
+        self.on(tier).first().into_iter().for_each(|&index| self.fail(index));
+        self.end()
     }
 }
 
@@ -141,19 +148,27 @@ impl Loads {
         Ok(this)
     }
 
-    /// Queues the blocks of a load that are on the disk. Never waits.
-    pub fn start_job(&self, job: &Arc<Job>) {
+    /// Queues the blocks of a load that are on the disk. Never waits. Returns the load's result if no thread will.
+    pub fn start_job(&self, job: &Arc<Job>) -> Option<TierEvent> {
+        let mut result = None;
         for _ in 0..READERS {
-            enqueue(self.jobs.as_ref(), Arc::clone(job));
+            if !enqueue(self.jobs.as_ref(), Arc::clone(job)) {
+                result = result.or(job.refuse(Tier::Disk));
+            }
         }
+        result
+    }
+
+    /// Ends and joins the threads.
+    pub fn stop(&mut self) {
+        self.jobs = None;
+        self.threads.drain(..).for_each(join);
     }
 }
 
 impl Drop for Loads {
-    /// Ends and joins the threads.
     fn drop(&mut self) {
-        self.jobs = None;
-        self.threads.drain(..).for_each(join);
+        self.stop();
     }
 }
 
@@ -169,7 +184,9 @@ impl Reader {
                 job.fail(index);
             }
         }
-        job.end(&self.events);
+        if let Some(loaded) = job.end() {
+            self.events.send(loaded);
+        }
     }
 
     /// Copies one slot into its block. Returns whether the block is intact.

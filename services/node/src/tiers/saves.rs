@@ -92,9 +92,9 @@ impl Saves {
         Ok(())
     }
 
-    /// Queues a save. Never waits.
-    pub fn start_job(&self, job: SaveJob) {
-        enqueue(self.jobs.as_ref(), job);
+    /// Queues a save. Never waits. Returns whether a thread will report its end.
+    pub fn start_job(&self, job: SaveJob) -> bool {
+        enqueue(self.jobs.as_ref(), job)
     }
 }
 

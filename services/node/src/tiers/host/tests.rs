@@ -111,7 +111,8 @@ impl Node {
             this.arena.write(BlockId(block)).unwrap().copy_from_host(&kv(block)).unwrap();
             let (tier, source) = (Tier::Host, SaveSource::Block(BlockId(block)));
             let (job, slot) = (JobId(block.into()), BLOCKS - 1 - block);
-            this.tier.save(SaveJob { job, tier, slot, source, contents: contents(block) });
+            let save = SaveJob { job, tier, slot, source, contents: contents(block) };
+            assert!(this.tier.save(save));
             assert_eq!(this.event(), TierEvent::Saved { job });
         }
         this
@@ -128,7 +129,7 @@ impl Node {
             LoadBlock { tier, slot, block: BlockId(BLOCKS + block), contents: contents(block) }
         });
         let load = LoadJob { job: JobId(1000), id: SequenceId(1), blocks: blocks.collect() };
-        self.tier.load(Arc::new(Job::new(load)));
+        assert_eq!(self.tier.load(&Arc::new(Job::new(load))), None);
         let TierEvent::Loaded { intact, .. } = self.event() else { panic!("the load ends") };
         intact
     }
