@@ -258,40 +258,75 @@ async fn nodes_copy_weights_from_one_node_by_tcp_and_a_late_node_from_a_committe
     cluster.stop()
 }
 
+/// Streams run while updates are committed one after the other: 8 streams and 4 updates, or 64 streams and as many updates
+/// as BATON_WEIGHT_UPDATES says.
 #[tokio::test]
 async fn requests_in_flight_survive_updates() -> Result<()> {
+    const ANSWER: usize = 60;
+    let count = std::env::var("BATON_WEIGHT_UPDATES").ok();
+    let count: Option<usize> = count.map(|count| count.parse()).transpose()?;
+    let (updates_max, stream_count) = count.map_or((4, 8), |count| (count, 64));
     let folder = tempfile::tempdir()?;
     let paths = [trained(folder.path(), "a", 0x11), trained(folder.path(), "b", 0x22)];
-    let spec = name_model(ClusterSpec::smollm2().nodes(1, 2));
+    // On a busy machine requests wait long for a slot.
+    let spec =
+        name_model(ClusterSpec::smollm2().nodes(1, 2)).set("BATON_ROUTER_WAITING_TIMEOUT", "10m");
     let (cluster, client) = Cluster::start_with_client(spec).await?;
     let run = run_named("code");
     let done = AtomicBool::new(false);
-    let streams = (0..4).map(|index| {
+    let streams = (0..stream_count).map(|index| {
         let (run, client, done) = (&run, &client, &done);
         async move {
-            let mut answers = 0;
+            let mut versions_of_answers = Vec::new();
             while !done.load(Ordering::Relaxed) {
-                let salt = format!("{index} {answers}");
-                let answer = client.complete(&salted_body(&run.prompt_ids, 60, &salt)).await?;
-                ensure!(answer.token_ids.len() == 60, "{answer:?}");
-                answers += 1;
+                let salt = format!("{index} {}", versions_of_answers.len());
+                let mut body = salted_body(&run.prompt_ids, ANSWER, &salt);
+                body["return_weight_version"] = json!(true);
+                body["stream"] = json!(false);
+                body["stream_options"] = Value::Null;
+                let answer = client.post("/v1/completions", &body).await?;
+                ensure!(answer.status == 200, "{}", String::from_utf8_lossy(&answer.body));
+                let choice = answer.json()["choices"][0].clone();
+                let versions = choice["weight_versions"].as_array().context("versions")?.clone();
+                ensure!(versions.len() == ANSWER, "{choice}");
+                versions_of_answers.push(versions);
             }
-            anyhow::Ok(answers)
+            anyhow::Ok(versions_of_answers)
         }
     });
     let updates = async {
+        let (mut versions, mut pauses) = (vec![json!("loaded")], Vec::new());
         let mut outcome = Ok(());
-        for index in 0..4 {
-            outcome = outcome.and(committed(&cluster, &paths[index % 2]).await.map(drop));
+        for index in 0..updates_max {
+            match committed(&cluster, &paths[index % 2]).await {
+                Ok(report) => {
+                    versions.push(report["update"]["weight_version"].clone());
+                    let nodes = report["update"]["nodes"].as_array().cloned().unwrap_or_default();
+                    pauses.extend(nodes.iter().filter_map(|node| node["paused_ms"].as_f64()));
+                }
+                Err(error) => outcome = Err(error),
+            }
         }
         done.store(true, Ordering::Relaxed);
-        outcome
+        outcome.map(|()| (versions, pauses))
     };
     let (answers, updated) = tokio::join!(join_all(streams), updates);
-    updated?;
+    let (known, mut pauses) = updated?;
+    let mut answered = 0;
     for answers in answers {
-        assert!(answers? > 0);
+        let answers = answers?;
+        assert!(!answers.is_empty());
+        answered += answers.len();
+        for versions in answers {
+            assert!(versions.iter().all(|version| known.contains(version)), "{versions:?}");
+        }
     }
+    pauses.sort_by(f64::total_cmp);
+    let (median, longest) = (pauses[pauses.len() / 2], pauses[pauses.len() - 1]);
+    println!(
+        "{updates_max} updates, {stream_count} streams: {answered} answers, none failed; pauses {median:.1} ms in the \
+         median, {longest:.1} ms at most"
+    );
     cluster.stop()
 }
 
