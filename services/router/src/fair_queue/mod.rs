@@ -339,7 +339,7 @@ impl<Id: Copy + Eq + Hash> FairQueue<Id> {
             AttemptEnd::Refused => OUTPUT_TOKEN_COST * output_tokens,
             AttemptEnd::Complete | AttemptEnd::Cut => cost(charge.prompt_tokens, output_tokens),
         };
-        let is_complete = end == AttemptEnd::Complete;
+        let (is_complete, running) = (end == AttemptEnd::Complete, self.running());
         self.change(&charge.flow, |state| {
             state.running -= 1;
             state.active_at = now;
@@ -350,7 +350,8 @@ impl<Id: Copy + Eq + Hash> FairQueue<Id> {
             }
         });
         if is_complete {
-            self.rate.add(used, now.saturating_duration_since(charge.started).as_secs_f64());
+            let taken = now.saturating_duration_since(charge.started).as_secs_f64();
+            self.rate.add(used, taken, running);
         }
     }
 

@@ -68,6 +68,8 @@ pub struct TooLate {
 pub(super) struct ServiceRate {
     pub(super) cost: f64,
     seconds: f64,
+    /// Mean number of running requests when one ends, itself included.
+    running: f64,
     /// Mean relative error of the times predicted from the two sums. Requests differ in length, so an error in seconds of
     /// long ones would refuse short ones.
     error: f64,
@@ -79,13 +81,15 @@ impl ServiceRate {
         (self.cost > 0.0).then(|| cost * self.seconds / self.cost)
     }
 
-    pub(super) fn add(&mut self, cost: f64, seconds: f64) {
+    /// Adds a completed request. `running`: running requests at its end, itself included.
+    pub(super) fn add(&mut self, cost: f64, seconds: f64, running: u32) {
         if let Some(predicted) = self.service_seconds(cost).filter(|predicted| *predicted > 0.0) {
             let error = (seconds / predicted - 1.0).abs();
             self.error += (error - self.error) * RATE_SHARE;
         }
         self.cost += cost - self.cost * RATE_SHARE;
         self.seconds += seconds - self.seconds * RATE_SHARE;
+        self.running += (f64::from(running) - self.running) * RATE_SHARE;
     }
 }
 
@@ -168,11 +172,15 @@ impl<Id: Copy + Eq + Hash> FairQueue<Id> {
         Some(seconds((flow.queued_cost / (rate * share)).min(all / rate)))
     }
 
-    /// Returns the cost served per second, over all running requests.
+    pub(super) fn running(&self) -> u32 {
+        self.flows.values().map(|flow| flow.running).sum()
+    }
+
+    /// Returns the cost served per second, over all running requests, or over as many as usual if fewer run: when
+    /// attempts fail together, their requests queue again before nodes take them.
     fn cost_per_second(&self) -> Option<f64> {
-        let ServiceRate { cost, seconds, .. } = self.rate;
-        let running: u32 = self.flows.values().map(|flow| flow.running).sum();
-        let rate = f64::from(running) * cost / seconds;
+        let ServiceRate { cost, seconds, running, .. } = self.rate;
+        let rate = f64::from(self.running()).max(running) * cost / seconds;
         (rate.is_finite() && rate > 0.0).then_some(rate)
     }
 }

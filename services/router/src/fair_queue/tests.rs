@@ -270,6 +270,20 @@ fn predicted_wait_is_the_time_of_the_requests_that_come_first() {
 }
 
 #[test]
+fn attempts_that_fail_together_do_not_lengthen_the_predicted_wait() {
+    let (mut scene, flow) = (Scene::new(8), key("a"));
+    scene.join_many(&flow, 100, 300);
+    scene.give_turns();
+    (0..200).for_each(|_| scene.step());
+    let before = scene.queue.wait(&flow).unwrap();
+    for (_, charge) in scene.running.drain(1..) {
+        scene.queue.ended(scene.now, &charge, AttemptEnd::Cut);
+    }
+    let after = scene.queue.wait(&flow).unwrap();
+    assert!(after < before + SERVICE, "{before:?} {after:?}");
+}
+
+#[test]
 fn flow_over_its_share_is_known_while_another_one_is_active() {
     let mut scene = Scene::new(8);
     let (flood, other) = (key("flood"), key("other"));
