@@ -347,11 +347,11 @@ impl RemoteBlocks for RankedKv {
 
     fn digests(&self, blocks: &[BlockId]) -> Result<Vec<u64>, String> {
         let mut digests = Vec::with_capacity(blocks.len());
-        for blocks in blocks.chunks(Digester::BLOCKS_MAX) {
+        for some in blocks.chunks(Digester::BLOCKS_MAX) {
             let parts =
-                self.digest_parts(|digester, data, heads| digester.start_each(data, heads, blocks));
+                self.digest_parts(|digester, data, heads| digester.start_each(data, heads, some));
             match parts {
-                Some(some) => digests.extend(some?),
+                Some(part) => digests.extend(part?),
                 None => return digests_of_copies(self, blocks),
             }
         }
