@@ -687,7 +687,6 @@ fn attempts_max(config: &SchedulerConfig) -> u32 {
     config.limits.slots.saturating_add(config.waiting_max).saturating_add(config.transfers_max)
 }
 
-/// Serves `/live` until a step hangs and `/ready` while the node accepts requests.
 /// Exports what the liveness probe finds.
 fn observe_hang(metrics: &Metrics, step_in_flight: Arc<StepInFlight>, hang_restart: Duration) {
     let hung = metrics.meter().u64_observable_gauge("baton.step.hung");
@@ -699,6 +698,7 @@ fn observe_hang(metrics: &Metrics, step_in_flight: Arc<StepInFlight>, hang_resta
         .build();
 }
 
+/// Serves `/live` until a step hangs and `/ready` while the node accepts requests.
 fn probes(
     ready: Arc<AtomicBool>,
     is_paused: Arc<AtomicBool>,
