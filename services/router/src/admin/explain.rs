@@ -12,7 +12,7 @@ use serde::Serialize;
 
 use crate::{
     front::Front,
-    history::{Kept, Query, Report},
+    history::{Found, Kept, Query, Report},
     http::ApiError,
 };
 
@@ -55,11 +55,10 @@ pub async fn explain(State(front): State<Arc<Front>>, RawQuery(query): RawQuery)
 async fn find(front: Arc<Front>, query: Query) -> Explained {
     let found = tokio::task::spawn_blocking(move || {
         let now = front.history.time_of(Instant::now());
-        let history = front.history.snapshot();
-        let found = history.find(now, &query);
-        let Kept { running, ended, oldest } = history.kept(now);
+        let Found { requests, kept: Kept { running, ended, oldest } } =
+            front.history.find(now, &query);
         Explained {
-            requests: found.iter().map(|entry| Report::new(entry, now)).collect(),
+            requests: requests.iter().map(|entry| Report::new(entry, now)).collect(),
             running,
             ended,
             oldest_s: oldest.map(|oldest| oldest.as_millis() as f64 / 1e3),

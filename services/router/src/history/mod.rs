@@ -18,7 +18,7 @@ use cluster::{Considered, NoNode};
 use proto::ids::RequestId;
 use serde::{Deserialize, Serialize};
 
-use self::ended::EndedEntries;
+use self::ended::{CopiedEntries, EndedEntries};
 
 use crate::{lock::lock, request_core::AttemptStats};
 pub use report::Report;
@@ -169,52 +169,14 @@ impl History {
             self.ended.push(&lock(&entry));
         }
     }
-
-    /// Returns a snapshot for queries, so that queries do not hold the history's lock.
-    fn snapshot(&self) -> Snapshot {
-        Snapshot { running: self.running.values().cloned().collect(), ended: self.ended.clone() }
-    }
 }
 
-/// The entries of a history. Requests that run at the time of the snapshot may change their entries later.
-pub struct Snapshot {
-    running: Vec<SharedEntry>,
-    /// A copy.
-    ended: EndedEntries,
-}
-
-impl Snapshot {
-    /// `now`: time since the start of the history.
-    pub fn kept(&self, now: Duration) -> Kept {
-        let oldest = self.ended.iter().next();
-        Kept {
-            running: self.running.len(),
-            ended: self.ended.len(),
-            oldest: oldest.map(|entry| now.saturating_sub(entry.received)),
-        }
-    }
-
-    /// Returns the requests of a query, at most [`FOUND_MAX`]: the slowest first, otherwise the newest first.
-    pub fn find(&self, now: Duration, query: &Query) -> Vec<RequestEntry> {
-        let running = self.running.iter().map(|entry| lock(entry).clone());
-        let all = running.chain(self.ended.iter());
-        let mut all: Vec<RequestEntry> = all.filter(|entry| matches(entry, query)).collect();
-        let age = |entry: &RequestEntry| now.saturating_sub(entry.received);
-        let count_max = match query {
-            Query::Slow(count) => {
-                let duration =
-                    |entry: &RequestEntry| entry.end.as_ref().map_or(age(entry), |end| end.at);
-                all.sort_by_key(|entry| std::cmp::Reverse(duration(entry)));
-                FOUND_MAX.min(*count)
-            }
-            Query::Id(_) | Query::Failed => {
-                all.sort_by_key(age);
-                FOUND_MAX
-            }
-        };
-        all.truncate(count_max);
-        all
-    }
+/// The answer to a query.
+#[derive(Debug)]
+pub struct Found {
+    /// At most [`FOUND_MAX`]: the slowest first, otherwise the newest first.
+    pub requests: Vec<RequestEntry>,
+    pub kept: Kept,
 }
 
 /// The history that requests and queries share.
@@ -240,8 +202,40 @@ impl SharedHistory {
         lock(&self.history)
     }
 
-    pub fn snapshot(&self) -> Snapshot {
-        self.lock().snapshot()
+    /// Returns the requests of a query. The query copies ended requests in small parts and decodes each part without
+    /// the lock, which every request needs. Ended requests that drop out of the history meanwhile are not found.
+    pub fn find(&self, now: Duration, query: &Query) -> Found {
+        let (running, mut left) = {
+            let history = self.lock();
+            (history.running.values().cloned().collect::<Vec<_>>(), history.ended.numbers())
+        };
+        let mut kept = Kept { running: running.len(), ended: left.clone().count(), oldest: None };
+        let is_wanted = |entry: &RequestEntry| matches(entry, query);
+        let mut requests: Vec<RequestEntry> =
+            running.iter().map(|entry| lock(entry).clone()).filter(is_wanted).collect();
+        let age = |entry: &RequestEntry| now.saturating_sub(entry.received);
+        let mut copied = CopiedEntries::default();
+        while !left.is_empty() {
+            left = self.lock().ended.copy(left, &mut copied);
+            for entry in copied.iter() {
+                kept.oldest.get_or_insert(age(&entry));
+                requests.extend(Some(entry).filter(is_wanted));
+            }
+        }
+        let count_max = match query {
+            Query::Slow(count) => {
+                let duration =
+                    |entry: &RequestEntry| entry.end.as_ref().map_or(age(entry), |end| end.at);
+                requests.sort_by_key(|entry| std::cmp::Reverse(duration(entry)));
+                FOUND_MAX.min(*count)
+            }
+            Query::Id(_) | Query::Failed => {
+                requests.sort_by_key(age);
+                FOUND_MAX
+            }
+        };
+        requests.truncate(count_max);
+        Found { requests, kept }
     }
 }
 

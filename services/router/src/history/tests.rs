@@ -102,28 +102,28 @@ fn ended(attempt: AttemptEntry, prefill: NodeStats, decode: NodeStats) -> Attemp
     AttemptEntry { end: Some(end), ..attempt }
 }
 
-fn begin(history: &mut History, entry: RequestEntry) {
-    history.begin(entry.request_id, Arc::new(Mutex::new(entry)));
+fn begin(history: &SharedHistory, entry: RequestEntry) {
+    history.lock().begin(entry.request_id, Arc::new(Mutex::new(entry)));
 }
 
-fn add(history: &mut History, entry: RequestEntry) {
+fn add(history: &SharedHistory, entry: RequestEntry) {
     let id = entry.request_id;
     begin(history, entry);
-    history.end(id);
+    history.lock().end(id);
 }
 
-fn ids(history: &History, query: Query) -> Vec<u128> {
-    let found = history.snapshot().find(NOW, &query);
-    found.iter().map(|entry| entry.request_id.0).collect()
+fn ids(history: &SharedHistory, query: Query) -> Vec<u128> {
+    let found = history.find(NOW, &query);
+    found.requests.iter().map(|entry| entry.request_id.0).collect()
 }
 
 #[test]
 fn requests_are_found_by_request_id_response_id_label_and_trace_id() {
-    let mut history = History::default();
-    add(&mut history, RequestEntry { label: Some("mine".into()), ..entry(1) });
-    add(&mut history, RequestEntry { trace_id: Some(0xabc), ..entry(2) });
+    let history = SharedHistory::new(Instant::now());
+    add(&history, RequestEntry { label: Some("mine".into()), ..entry(1) });
+    add(&history, RequestEntry { trace_id: Some(0xabc), ..entry(2) });
     let later = RECEIVED + ms(1);
-    begin(&mut history, RequestEntry { label: Some("mine".into()), received: later, ..entry(3) });
+    begin(&history, RequestEntry { label: Some("mine".into()), received: later, ..entry(3) });
     let by = |key: &str| ids(&history, Query::Id(key.into()));
     assert_eq!(by(&RequestId(1).to_string()), [1]);
     assert_eq!(by(&format!("chatcmpl-{}", RequestId(3))), [3]);
@@ -136,25 +136,25 @@ fn requests_are_found_by_request_id_response_id_label_and_trace_id() {
 
 #[test]
 fn slow_and_failed_requests_are_selected() {
-    let mut history = History::default();
+    let history = SharedHistory::new(Instant::now());
     for (id, duration, is_complete) in [(1, 30, true), (2, 10, false), (3, 20, true)] {
         let end = Some(end(Duration::from_secs(duration), is_complete));
-        add(&mut history, RequestEntry { end, ..entry(id) });
+        add(&history, RequestEntry { end, ..entry(id) });
     }
     let received = NOW - Duration::from_secs(25);
-    begin(&mut history, RequestEntry { received, ..entry(4) });
+    begin(&history, RequestEntry { received, ..entry(4) });
     assert_eq!(ids(&history, Query::Slow(3)), [1, 4, 3]);
     assert_eq!(ids(&history, Query::Failed), [2]);
     let oldest = Some(NOW - RECEIVED);
-    assert_eq!(history.snapshot().kept(NOW), Kept { running: 1, ended: 3, oldest });
+    assert_eq!(history.find(NOW, &Query::Failed).kept, Kept { running: 1, ended: 3, oldest });
 }
 
 #[test]
 fn end_of_an_unknown_request_has_no_effect() {
-    let mut history = History::default();
-    begin(&mut history, entry(1));
-    history.end(RequestId(2));
-    let kept = history.snapshot().kept(NOW);
+    let history = SharedHistory::new(Instant::now());
+    begin(&history, entry(1));
+    history.lock().end(RequestId(2));
+    let kept = history.find(NOW, &Query::Failed).kept;
     assert_eq!((kept.running, kept.ended, kept.oldest), (1, 0, None));
 }
 
