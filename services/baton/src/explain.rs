@@ -52,21 +52,21 @@ pub struct ExplainArgs {
 }
 
 pub fn run(args: ExplainArgs) -> Result<()> {
-    let found = match &args.log {
-        Some(file) => from_log(file, &args)?,
+    let answers = match &args.log {
+        Some(file) => Answers { requests: from_log(file, &args)?, ..Answers::default() },
         None => {
             let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
             runtime.block_on(from_routers(&args))?
         }
     };
+    answers.problems.iter().for_each(|problem| eprintln!("baton: {problem}"));
+    let found = &answers.requests;
     if args.json {
-        println!("{}", serde_json::to_string_pretty(&found)?);
-        return Ok(());
-    }
-    if found.is_empty() {
+        println!("{}", serde_json::to_string_pretty(found)?);
+    } else if found.is_empty() {
         println!("no request");
     }
-    for (index, request) in found.iter().enumerate() {
+    for (index, request) in found.iter().filter(|_| !args.json).enumerate() {
         if index > 0 {
             println!();
         }
@@ -75,11 +75,47 @@ pub fn run(args: ExplainArgs) -> Result<()> {
             None => print!("{}", text(request)),
         }
     }
+    ensure!(
+        args.id.is_some() || answers.unreachable == 0,
+        "{} of the routers did not answer, so requests may be missing",
+        answers.unreachable
+    );
     Ok(())
 }
 
+/// The requests that routers returned.
+#[derive(Debug, Default, PartialEq)]
+struct Answers {
+    requests: Vec<Value>,
+    /// A line for each router that has no such request or did not answer.
+    problems: Vec<String>,
+    /// Number of routers that did not answer.
+    unreachable: usize,
+}
+
+impl Answers {
+    fn add(&mut self, address: SocketAddr, answer: Result<Result<Vec<Value>, String>>) {
+        match answer {
+            Ok(Ok(requests)) => self.requests.extend(requests),
+            Ok(Err(none)) => self.problems.push(format!("{address}: {none}")),
+            Err(error) => {
+                self.problems.push(format!("{address}: {error:#}"));
+                self.unreachable += 1;
+            }
+        }
+    }
+
+    /// Sorts the requests of several routers as each router sorts its own: the slowest first, otherwise the newest
+    /// first.
+    fn sort(&mut self, slow: Option<u32>) {
+        let field = slow.map_or("received_unix_ms", |_| "duration_ms");
+        self.requests.sort_by(|a, b| number(b, field).total_cmp(&number(a, field)));
+        self.requests.truncate(slow.map_or(usize::MAX, |count| count as usize));
+    }
+}
+
 /// Asks every address of the URL's host, and returns the requests of all routers.
-async fn from_routers(args: &ExplainArgs) -> Result<Vec<Value>> {
+async fn from_routers(args: &ExplainArgs) -> Result<Answers> {
     let uri: Uri = args.url.parse().with_context(|| format!("invalid --url {:?}", args.url))?;
     let default_port = match uri.scheme_str() {
         Some("http") => Some(80),
@@ -101,33 +137,19 @@ async fn from_routers(args: &ExplainArgs) -> Result<Vec<Value>> {
     };
     let (connector, key) = (args.client.connector(CONNECT_TIMEOUT)?, args.client.authorization()?);
     let url = format!("{}{path}", args.url.trim_end_matches('/'));
-    let (mut found, mut problems, mut answered) = (Vec::new(), Vec::new(), 0);
+    ensure!(!addresses.is_empty(), "{host} resolves to no address");
+    let mut answers = Answers::default();
     for address in &addresses {
         // The certificate names the host, so the URL keeps its name.
         let client = HttpClient::new(connector.clone().at(*address)).with_key(key.clone());
-        match ask(&client, &url).await {
-            Ok(Ok(requests)) => {
-                answered += 1;
-                found.extend(requests);
-            }
-            Ok(Err(none)) => {
-                answered += 1;
-                problems.push(format!("{address}: {none}"));
-            }
-            Err(error) => problems.push(format!("{address}: {error:#}")),
-        }
+        answers.add(*address, ask(&client, &url).await);
     }
-    ensure!(!addresses.is_empty(), "{host} resolves to no address");
-    if answered == 0 || args.id.is_some() && found.is_empty() {
-        bail!("{}", problems.join("\n"));
+    let answered = addresses.len() - answers.unreachable;
+    if answered == 0 || args.id.is_some() && answers.requests.is_empty() {
+        bail!("{}", answers.problems.join("\n"));
     }
-    if let Some(count) = args.slow {
-        found.sort_by(|a, b| number(b, "duration_ms").total_cmp(&number(a, "duration_ms")));
-        found.truncate(count as usize);
-    } else {
-        problems.iter().for_each(|problem| eprintln!("baton: {problem}"));
-    }
-    Ok(found)
+    answers.sort(args.slow);
+    Ok(answers)
 }
 
 /// Returns the requests of one router, or the router's message that it has no such request.
@@ -464,6 +486,29 @@ mod tests {
         ] {
             assert!(text.contains(line), "{line:?} is missing in\n{text}");
         }
+    }
+
+    #[test]
+    fn requests_of_several_routers_are_sorted_and_unreachable_routers_are_named() {
+        let request = |id: u32, received: u64, duration: f64| json!({"request_id": id, "received_unix_ms": received, "duration_ms": duration});
+        let mut answers = Answers::default();
+        let at = |port: u16| SocketAddr::from(([127, 0, 0, 1], port));
+        answers.add(at(1), Ok(Ok(vec![request(1, 30, 1.0), request(2, 10, 9.0)])));
+        answers.add(at(2), Ok(Ok(vec![request(3, 20, 5.0)])));
+        answers.add(at(3), Ok(Err("no request x".into())));
+        answers.add(at(4), Err(anyhow::anyhow!("connection refused")));
+        assert_eq!(
+            answers.problems,
+            ["127.0.0.1:3: no request x", "127.0.0.1:4: connection refused"]
+        );
+        assert_eq!(answers.unreachable, 1);
+        let ids = |answers: &Answers| -> Vec<u64> {
+            answers.requests.iter().filter_map(|request| request["request_id"].as_u64()).collect()
+        };
+        answers.sort(None);
+        assert_eq!(ids(&answers), [1, 3, 2]);
+        answers.sort(Some(2));
+        assert_eq!(ids(&answers), [2, 3]);
     }
 
     #[test]

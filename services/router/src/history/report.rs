@@ -155,7 +155,7 @@ impl Report {
             choices: entry.choices,
             prompt_tokens: entry.prompt_tokens,
             completion_tokens: end.map(|end| end.completion_tokens),
-            ttft_ms: end.and_then(|end| end.first_token).map(milliseconds),
+            ttft_ms: first_token(entry).map(milliseconds),
             duration_ms: milliseconds(duration),
             choice,
             unaccounted_ms: rounded((milliseconds(duration) - accounted_ms).max(0.0)),
@@ -163,6 +163,16 @@ impl Report {
             attempts: entry.attempts.iter().map(AttemptReport::new).collect(),
             attempts_left_out: entry.attempts_left_out,
         }
+    }
+}
+
+/// Returns the time until the first token. An attempt that the entry leaves out may have sent the first token of a
+/// running request.
+fn first_token(entry: &RequestEntry) -> Option<Duration> {
+    match &entry.end {
+        Some(end) => end.first_token,
+        None if entry.attempts_left_out > 0 => None,
+        None => entry.attempts.iter().filter_map(|attempt| attempt.first_token).min(),
     }
 }
 

@@ -268,3 +268,17 @@ fn running_request_has_its_stages_until_now() {
     assert_eq!(stages(&report)[2], ("wait", Some(97.0), false));
     assert_eq!(report.waits_for.as_deref(), Some("none of 2 decode nodes is up"));
 }
+
+#[test]
+fn running_request_has_the_time_to_its_first_token() {
+    let first = AttemptEntry { first_token: Some(ms(20)), ..attempt(true) };
+    let second = AttemptEntry { number: 2, first_token: Some(ms(70)), ..attempt(false) };
+    let waits = AttemptEntry { first_token: None, ..attempt(true) };
+    let ttft_ms = |attempts: Vec<AttemptEntry>, attempts_left_out: u32| {
+        let streams = RequestEntry { attempts, attempts_left_out, ..entry(7) };
+        Report::new(&streams, streams.received + ms(100)).ttft_ms
+    };
+    assert_eq!(ttft_ms(vec![first.clone(), second.clone()], 0), Some(20.0));
+    assert_eq!(ttft_ms(vec![waits], 0), None);
+    assert_eq!(ttft_ms(vec![first, second], 1), None);
+}
