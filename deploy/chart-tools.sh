@@ -4,7 +4,9 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 target=${CARGO_TARGET_DIR:-$PWD/target}/chart
-[ -e "$target/complete" ] && exit 0
+# The versions are in this script: after a change of it everything is installed anew.
+complete=$target/complete-$(sha256sum <deploy/chart-tools.sh | cut -c 1-16)
+[ -e "$complete" ] && exit 0
 
 deploy/deps.sh
 rm -rf "$target"
@@ -28,4 +30,4 @@ python3 -m pip install --quiet --disable-pip-version-check --target "$target/pyt
 if ! command -v promtool >/dev/null || ! command -v prometheus >/dev/null; then
     deploy/unpack.sh "$target/debian" prometheus
 fi
-touch "$target/complete"
+touch "$complete"

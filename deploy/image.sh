@@ -60,7 +60,12 @@ if [[ $kind == gpu ]]; then
 fi
 # The libraries that the packed files link, at the paths where the loader of this machine looks for them. A static program
 # links none.
-linked=$(ldd "${programs[@]}" "${libraries[@]}" 2>/dev/null | grep -oE '(=> )?/[^ :]+ \(' | tr -d '=>( ' | sort -u || true)
+loaded=$(ldd "${programs[@]}" "${libraries[@]}" 2>/dev/null || true)
+if missing=$(grep 'not found' <<<"$loaded"); then
+    printf 'cannot pack %s, because libraries are missing:\n%s\n' "$name" "$missing" >&2
+    exit 1
+fi
+linked=$(grep -oE '(=> )?/[^ :]+ \(' <<<"$loaded" | tr -d '=>( ' | sort -u || true)
 for library in $linked; do
     install -D -m 755 "$library" "$root$library"
     package=$(dpkg -S "$library" "$(realpath "$library")" 2>/dev/null | head -1 | cut -d: -f1 || true)

@@ -25,6 +25,12 @@ CGO_ENABLED=0 go build -trimpath -o "$target/bin/" \
 ./etcd.sh
 (cd kwok && CGO_ENABLED=0 go build -trimpath -ldflags="-s -w" -o "$target/bin/" sigs.k8s.io/kwok/cmd/kwok)
 
+# The versions of what follows are in this script: after a change of it everything is fetched anew.
+fetched=$target/fetched-$(sha256sum <tools.sh | cut -c 1-16)
+if [ ! -e "$fetched" ]; then
+    rm -rf "$target"/crds{,.new} "$target/debian" "$target"/bin/{kubectl,helm} "$target"/fetched-*
+fi
+
 # Definitions of the custom resources that the chart can create: module, version, folder.
 if [ ! -d "$target/crds" ]; then
     mkdir "$target/crds.new"
@@ -58,3 +64,4 @@ for program in ("kubectl", "helm"):
 PYTHON
     rm -r "$target/layer"
 fi
+touch "$fetched"
