@@ -299,8 +299,8 @@ class Chart(unittest.TestCase):
     def test_grace_periods_cover_the_drain(self):
         grace = lambda *arguments: dict(pod_specs(objects(*arguments)))["baton-router"]["terminationGracePeriodSeconds"]
         drain = lambda time: ("--set", f"router.config.drain_timeout={time}")
-        self.assertEqual(grace(), 30)
-        self.assertEqual([grace(*drain(time)) for time in ("1500ms", "2m", "1h")], [12, 130, 3610])
+        self.assertEqual(grace(), 35)
+        self.assertEqual([grace(*drain(time)) for time in ("0s", "1500ms", "2m", "1h")], [15, 17, 135, 3615])
 
     def test_long_names_are_short_and_distinct(self):
         found = objects("--values", EVERYTHING, release="r" * 53)
@@ -330,8 +330,10 @@ class Chart(unittest.TestCase):
             ("models[0].name=m", "models[0].source=hf:a/b", "models[0].decode.config.grpc=0.0.0.0:1"): "grpc",
             ("models[0].name=m",): "source",
             ("existingSecret=",): "existingSecret is empty",
-            ("router.terminationGracePeriodSeconds=10",): "router.terminationGracePeriodSeconds is 10; expected at least 30",
-            ("nodes.terminationGracePeriodSeconds=29",): "models.0.prefill.terminationGracePeriodSeconds is 29",
+            ("router.terminationGracePeriodSeconds=10",): "router.terminationGracePeriodSeconds is 10; expected at least 35",
+            ("nodes.terminationGracePeriodSeconds=34",): "models.0.prefill.terminationGracePeriodSeconds is 34",
+            ("router.config.drain_delay=null",): "router.config.drain_delay is null; expected a duration such as 20s",
+            ("nodes.config.drain_timeout=null",): "models.0.prefill.config.drain_timeout is null",
             ("models[0].name=m", "models[0].source=llama"): '"llama"; expected hf:ORG/NAME',
             ("models[0].name=a.b", "models[0].source=hf:a/b", "models[1].name=a-b", "models[1].source=hf:a/b"): '"a-b"',
             ("etcd.tlsSecret=t",): "etcd.endpoints is empty",

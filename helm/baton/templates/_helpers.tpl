@@ -98,18 +98,20 @@ Names of the nodes in each pod of a grouped model, in the order of their ports. 
 {{- end -}}
 {{- end -}}
 
-{{- /* Grace period: (list "router" values). The drain, and 5 s to stop. */ -}}
+{{- /* Grace period: (list "router" values "drain_delay" "drain_timeout"). The sum of these settings, and 10 s to stop. */ -}}
 {{- define "baton.grace" -}}
 {{- $path := index . 0 -}}{{- $values := index . 1 -}}
-{{- $least := 5 -}}
-{{- range list "drain_delay" "drain_timeout" -}}
-{{- with index $values.config . -}}{{- $least = add $least (include "baton.seconds" .) -}}{{- end -}}
+{{- $least := 10 -}}
+{{- range slice . 2 -}}
+{{- $time := index $values.config . -}}
+{{- if not $time }}{{ fail (printf "%s.config.%s is null; expected a duration such as 20s, which the grace period covers" $path .) }}{{ end -}}
+{{- $least = add $least (include "baton.seconds" $time) -}}
 {{- end -}}
 {{- $set := $values.terminationGracePeriodSeconds -}}
 {{- if kindIs "invalid" $set -}}
 {{- $least -}}
 {{- else if lt (int64 $set) (int64 $least) -}}
-{{- fail (printf "%s.terminationGracePeriodSeconds is %d; expected at least %d: the drain settings of %s.config and 5 s" $path (int64 $set) (int64 $least) $path) -}}
+{{- fail (printf "%s.terminationGracePeriodSeconds is %d; expected at least %d: the drain settings of %s.config and 10 s" $path (int64 $set) (int64 $least) $path) -}}
 {{- else -}}
 {{- int64 $set -}}
 {{- end -}}

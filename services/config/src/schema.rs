@@ -170,7 +170,7 @@ section! {
             secs(0)..=secs(600);
         /// Maximum time after router.drain_delay until in-flight requests finish; then the router cancels them.
         drain_timeout: Duration = secs(20),
-            "Kubernetes sends SIGKILL 30 s after SIGTERM: 5 s of delay, 20 s, and 4 s to cancel and to stop.",
+            "The router needs up to 10 s more to cancel and to stop: with 5 s of delay and 20 s the chart sets a grace period of 35 s.",
             secs(0)..=secs(3600);
         /// Maximum age of a client's connection, 10 % more or less at random. Then the router asks the client to
         /// open another one: by GOAWAY over HTTP/2, by Connection: close in the next response over HTTP/1.1.
@@ -316,7 +316,7 @@ section! {
             secs(1)..=secs(86_400);
         /// Maximum time after SIGTERM until in-flight sequences finish; then the node aborts them.
         drain_timeout: Duration = secs(25),
-            "Kubernetes sends SIGKILL 30 s after SIGTERM.",
+            "The node needs up to 10 s more to stop: with 25 s the chart sets a grace period of 35 s.",
             secs(0)..=secs(3600);
     }
 }

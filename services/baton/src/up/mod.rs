@@ -48,8 +48,9 @@ const READY_WITHIN: Duration = Duration::from_secs(120);
 /// Time-out of a node's start with `--no-router`: weights may come from a slow volume, and a pod's startup probe has a
 /// limit of its own.
 const HOST_READY_WITHIN: Duration = Duration::from_secs(3600);
-/// Time that a service has beyond its drain settings from SIGTERM to SIGKILL.
-const STOP_MARGIN: Duration = Duration::from_secs(5);
+/// Time that a service has beyond its drain settings from SIGTERM to SIGKILL. A router needs up to 8.5 s. The pod of a
+/// group has 10 s, so that no service outlives `baton up`.
+const STOP_MARGIN: Duration = Duration::from_secs(9);
 const NODES_MAX: u32 = 64;
 /// Tokenizer of a Hugging Face folder. A GGUF file contains its tokenizer.
 const TOKENIZER_FILE: &str = "tokenizer.json";
