@@ -302,6 +302,30 @@ class Chart(unittest.TestCase):
         self.assertEqual(grace(), 35)
         self.assertEqual([grace(*drain(time)) for time in ("0s", "1500ms", "2m", "1h")], [15, 17, 135, 3615])
 
+    def test_kv_moves_by_tcp_between_containers_that_see_one_gpu(self):
+        def toml(name, *settings):
+            settings = ",".join(("models[0].name=m,models[0].source=hf:a/b", *settings))
+            return named(objects("--set", settings), "ConfigMap", f"baton-{name}")["data"]["baton.toml"]
+
+        tcp, gpus = '\ntransport = "tcp"\n', "models[0].decode.gpus=1"
+        self.assertIn(tcp, toml("m-decode", gpus))
+        self.assertNotIn("transport =", toml("m-prefill", gpus))
+        self.assertIn('\ntransport = "nccl"\n', toml("m-decode", gpus, "transfer.config.transport=nccl"))
+        self.assertNotIn("transport =", toml("m-group", "models[0].group.gpus=1,layout=grouped"))
+
+    def test_routers_look_up_only_pools_with_pods(self):
+        def members(*settings):
+            settings = ",".join(("models[0].name=m,models[0].source=hf:a/b,etcd.bundled=false", *settings))
+            toml = named(objects("--set", settings), "ConfigMap", "baton-router")["data"]["baton.toml"]
+            return [re.findall(r"dns:(.*?)\.", line) for line in re.findall(r"^(?:decode|prefill) = .*", toml, re.M)]
+
+        self.assertEqual(members(), [["baton-m-decode"], ["baton-m-prefill"]])
+        self.assertEqual(members("models[0].prefill.replicas=0"), [["baton-m-decode"], []])
+        scaled = "nodes.replicas=0,nodes.autoscaling.enabled=true,monitoring.prometheus=http://p:9090"
+        self.assertEqual(members(scaled), [["baton-m-decode"], ["baton-m-prefill"]])
+        self.assertEqual(members("layout=grouped"), [["baton-m-group"], ["baton-m-group"]])
+        self.assertEqual(members("layout=grouped", "models[0].group.replicas=0"), [[], []])
+
     def test_long_names_are_short_and_distinct(self):
         found = objects("--values", EVERYTHING, release="r" * 53)
         names = [(it["kind"], it["metadata"]["name"]) for it in found]
