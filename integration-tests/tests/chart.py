@@ -302,6 +302,23 @@ class Chart(unittest.TestCase):
         self.assertEqual(grace(), 35)
         self.assertEqual([grace(*drain(time)) for time in ("0s", "1500ms", "2m", "1h")], [15, 17, 135, 3615])
 
+    def test_a_name_that_yaml_reads_as_a_number_stays_a_string(self):
+        model = "models[0].name=405,models[0].source=hf:a/b"
+        secrets = "router.tlsSecret=1,router.keysSecret=2,router.checkKeySecret=3,huggingFace.tokenSecret=4,existingSecret=5,nodes.shm=1"
+        classes = "serviceAccountName=6,router.priorityClassName=7,nodes.priorityClassName=8,gateway.ingress.className=9"
+        ingress = "gateway.ingress.enabled=true,gateway.ingress.hosts[0]=a"
+        monitoring = "monitoring.podMonitor.enabled=true"
+        for program in HELMS:
+            found = objects("--set-string", ",".join((model, secrets, classes)), "--set", ingress, "--set", monitoring,
+                            release="2024", program=program)
+            for it in found:
+                if it["kind"] not in CUSTOM:
+                    kubernetes_validate.validate(it, NEWEST, strict=True)
+            monitor = named(found, "PodMonitor", "2024-baton-pods")
+            self.assertEqual(monitor["spec"]["selector"]["matchLabels"]["app.kubernetes.io/instance"], "2024")
+            labels = named(found, "Deployment", "2024-baton-405-decode")["metadata"]["labels"]
+            self.assertEqual((labels["app.kubernetes.io/instance"], labels["baton/model"]), ("2024", "405"))
+
     def test_kv_moves_by_tcp_between_containers_that_see_one_gpu(self):
         def toml(name, *settings):
             settings = ",".join(("models[0].name=m,models[0].source=hf:a/b", *settings))
@@ -358,6 +375,9 @@ class Chart(unittest.TestCase):
             ("nodes.terminationGracePeriodSeconds=34",): "models.0.prefill.terminationGracePeriodSeconds is 34",
             ("router.config.drain_delay=null",): "router.config.drain_delay is null; expected a duration such as 20s",
             ("nodes.config.drain_timeout=null",): "models.0.prefill.config.drain_timeout is null",
+            ("models[0].name=--", "models[0].source=hf:a/b"): 'models: name is "--"; expected a name with a letter',
+            ("models[0].name=a", "models[0].source=hf:a/b", "models[1].name=b", "models[1].source=hf:a/b", "models[1].config.special_tokens_in_content=parse"):
+                "models.1.config.special_tokens_in_content is set; expected it only at models.0",
             ("models[0].name=m", "models[0].source=llama"): '"llama"; expected hf:ORG/NAME',
             ("models[0].name=a.b", "models[0].source=hf:a/b", "models[1].name=a-b", "models[1].source=hf:a/b"): '"a-b"',
             ("etcd.tlsSecret=t",): "etcd.endpoints is empty",

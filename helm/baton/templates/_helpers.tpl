@@ -16,16 +16,17 @@ a group, at most 64, is the Pod's name and up to 11 characters.
 {{- /* A model's name as part of a name or label. */ -}}
 {{- define "baton.slug" -}}
 {{- $slug := regexReplaceAll "[^a-z0-9]+" (lower .) "-" | trimAll "-" -}}
+{{- if not $slug }}{{ fail (printf "models: name is %q; expected a name with a letter from a to z or a digit, which Kubernetes allows in names" .) }}{{ end -}}
 {{- gt (len $slug) 30 | ternary (printf "%s-%s" (trunc 21 $slug | trimSuffix "-") (sha256sum $slug | trunc 8)) $slug -}}
 {{- end -}}
 
 {{- /* Labels that select a component's pods: (list $ "decode" "model"). The model is optional. */ -}}
 {{- define "baton.selector" -}}
 app.kubernetes.io/name: baton
-app.kubernetes.io/instance: {{ (index . 0).Release.Name }}
+app.kubernetes.io/instance: {{ (index . 0).Release.Name | quote }}
 app.kubernetes.io/component: {{ index . 1 }}
 {{- if gt (len .) 2 }}
-baton/model: {{ include "baton.slug" (index . 2) }}
+baton/model: {{ include "baton.slug" (index . 2) | quote }}
 {{- end }}
 {{- end -}}
 

@@ -18,16 +18,16 @@ spec:
   enableServiceLinks: false
   terminationGracePeriodSeconds: {{ .grace }}
   {{- with $.Values.serviceAccountName }}
-  serviceAccountName: {{ . }}
+  serviceAccountName: {{ . | quote }}
   {{- end }}
   {{- with $.Values.image.pullSecrets }}
   imagePullSecrets: {{ toYaml . | nindent 4 }}
   {{- end }}
   {{- with $values.priorityClassName }}
-  priorityClassName: {{ . }}
+  priorityClassName: {{ . | quote }}
   {{- end }}
   {{- if and $values.gpus $.Values.gpu.runtimeClassName }}
-  runtimeClassName: {{ $.Values.gpu.runtimeClassName }}
+  runtimeClassName: {{ $.Values.gpu.runtimeClassName | quote }}
   {{- end }}
   {{- with $values.nodeSelector }}
   nodeSelector: {{ toYaml . | nindent 4 }}
@@ -80,7 +80,7 @@ spec:
         {{- if ne .component "group" }}
         - {name: BATON_TELEMETRY_INSTANCE, value: $(POD_NAME)}
         {{- end }}
-        - {name: BATON_CLUSTER_SECRET, valueFrom: {secretKeyRef: {name: {{ include "baton.secret" $ }}, key: secret}}}
+        - {name: BATON_CLUSTER_SECRET, valueFrom: {secretKeyRef: {name: {{ include "baton.secret" $ | quote }}, key: secret}}}
         {{- if .model }}
         - {name: BATON_NODE_ID, value: $(POD_NAME)}
         - {name: BATON_TRANSFER_ADVERTISE, value: $(POD_IP)}
@@ -88,11 +88,11 @@ spec:
         - {name: HF_HOME, value: /cache/huggingface}
         - {name: XDG_CACHE_HOME, value: /cache}
         {{- with $.Values.huggingFace.tokenSecret }}
-        - {name: HF_TOKEN, valueFrom: {secretKeyRef: {name: {{ . }}, key: token}}}
+        - {name: HF_TOKEN, valueFrom: {secretKeyRef: {name: {{ . | quote }}, key: token}}}
         {{- end }}
         {{- with $.Values.etcd.authSecret }}
-        - {name: BATON_CLUSTER_ETCD_USER, valueFrom: {secretKeyRef: {name: {{ . }}, key: username}}}
-        - {name: BATON_CLUSTER_ETCD_PASSWORD, valueFrom: {secretKeyRef: {name: {{ . }}, key: password}}}
+        - {name: BATON_CLUSTER_ETCD_USER, valueFrom: {secretKeyRef: {name: {{ . | quote }}, key: username}}}
+        - {name: BATON_CLUSTER_ETCD_PASSWORD, valueFrom: {secretKeyRef: {name: {{ . | quote }}, key: password}}}
         {{- end }}
         {{- with $values.env }}{{ toYaml . | nindent 8 }}{{ end }}
       {{- $resources := deepCopy $values.resources }}
@@ -130,16 +130,16 @@ spec:
     - name: cache
       {{- toYaml ($.Values.modelCache.volume | default (dict "emptyDir" dict)) | nindent 6 }}
     {{- range $name, $secret := dict "tls" $values.tlsSecret "keys" $values.keysSecret }}{{- with $secret }}
-    - {name: {{ $name }}, secret: {secretName: {{ . }}}}
+    - {name: {{ $name }}, secret: {secretName: {{ . | quote }}}}
     {{- end }}{{- end }}
     {{- with $.Values.clusterTls.secret }}
-    - {name: cluster-tls, secret: {secretName: {{ . }}}}
+    - {name: cluster-tls, secret: {secretName: {{ . | quote }}}}
     {{- end }}
     {{- with $.Values.etcd.tlsSecret }}
-    - {name: etcd-tls, secret: {secretName: {{ . }}}}
+    - {name: etcd-tls, secret: {secretName: {{ . | quote }}}}
     {{- end }}
     {{- with $values.shm }}
-    - {name: shm, emptyDir: {medium: Memory, sizeLimit: {{ . }}}}
+    - {name: shm, emptyDir: {medium: Memory, sizeLimit: {{ . | quote }}}}
     {{- end }}
     {{- range .models }}{{- if .volume }}
     - name: model-{{ include "baton.slug" .name }}
