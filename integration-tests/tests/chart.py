@@ -423,6 +423,15 @@ class Chart(unittest.TestCase):
         # The line before runs in the background.
         self.assertIn("curl -N --retry 9 --retry-connrefused http://127.0.0.1:8000/v1/chat/completions", notes)
         self.assertIn("helm --namespace default test baton --logs", notes)
+        self.assertIn("exec deployment/baton-router -- baton explain --slow 10", notes)
+        for settings in ("router.replicas=2", "router.autoscaling.enabled=true"):
+            run = helm(HELMS[1], "install", "baton", CHART, *SECRET, "--dry-run=client", "--set", settings)
+            [loop] = [line for line in run.stdout.splitlines() if "baton explain" in line]
+            [selector] = re.findall(r"--selector (\S+)", loop)
+            labels = named(objects(), "Deployment", "baton-router")["spec"]["selector"]["matchLabels"]
+            self.assertLessEqual(dict(label.split("=") for label in selector.split(",")).items(), labels.items())
+            # The shell reads the loop.
+            self.assertEqual(subprocess.run(["sh", "-n", "-c", loop]).returncode, 0)
         secrets = "router.tlsSecret=cert,router.keysSecret=keys"
         run = helm(HELMS[1], "install", "baton", CHART, *SECRET, "--dry-run=client", "--set", secrets)
         # The certificate does not name 127.0.0.1.
