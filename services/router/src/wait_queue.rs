@@ -18,8 +18,8 @@ use tokio::sync::Notify;
 use crate::{
     admission::Full,
     fair_queue::{
-        self, AttemptEnd, FairQueue, Flow, FlowLimit, FlowName, LimitReached, TooLate, WaitLimits,
-        WaitRequest,
+        self, AttemptEnd, FairQueue, Flow, FlowLimit, FlowName, LimitReached, Pass, TooLate,
+        WaitLimits, WaitRequest,
     },
     lock::lock,
     request::error::{Overload, RETRY_AFTER_S},
@@ -196,11 +196,11 @@ pub struct Waiting {
 impl Waiting {
     /// Joins the queue, unless the answer could not start in time. An answer in the queue keeps its place, and its turn
     /// passes to other answers.
-    pub fn queue(&mut self) -> Result<(), Overload> {
+    pub fn queue(&mut self, pass: Pass) -> Result<(), Overload> {
         let mut turns = lock(&self.queue.turns);
         let now = Instant::now();
         if let Some(Queued { id, .. }) = self.queued {
-            turns.queue.passed(now, id);
+            turns.queue.passed(now, id, pass);
         } else {
             let (id, signal) = (turns.next_id, Arc::new(TurnSignal::default()));
             let joined = turns.queue.join(now, id, &self.request);
@@ -312,7 +312,7 @@ mod tests {
     fn waiting(queue: &WaitQueue, flow: &Flow, start_in: Duration) -> Result<Waiting, Overload> {
         let metrics = test_metrics();
         let mut waiting = queue.enter(request(flow, start_in), &metrics, None)?;
-        waiting.queue().map(|()| waiting)
+        waiting.queue(Pass::NoNode).map(|()| waiting)
     }
 
     /// Returns limits of an answer that must start within this time.
@@ -327,7 +327,7 @@ mod tests {
         let (queue, a, b) = (queue(8), Flow::new(FlowName::Shared), tenant("b"));
         let mut first = Some(waiting(&queue, &a, LONG).unwrap());
         assert_eq!(Waiting::turn(&first).await, Turn::Pick);
-        first.as_mut().unwrap().queue().unwrap();
+        first.as_mut().unwrap().queue(Pass::NoNode).unwrap();
         let second = Some(waiting(&queue, &b, LONG).unwrap());
         Waiting::turn(&second).await;
         let none = tokio::time::timeout(Duration::ZERO, Waiting::turn(&first)).await;
@@ -365,7 +365,8 @@ mod tests {
         let deadline = Instant::now() + Duration::from_millis(5500);
         let limits = WaitLimits { wait_max: LONG, deadline };
         let late = WaitRequest { limits, ..request(&flow, LONG) };
-        let refused = queue.enter(late, &test_metrics(), None).unwrap().queue().unwrap_err();
+        let refused =
+            queue.enter(late, &test_metrics(), None).unwrap().queue(Pass::NoNode).unwrap_err();
         assert_eq!(refused.retry_after_s, 1, "{refused}");
         // Another flow makes it the caller's own limit.
         let _other = waiting(&queue, &tenant("b"), LONG).unwrap();

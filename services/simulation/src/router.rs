@@ -15,7 +15,7 @@ use proto::{
     v1::{self, DecodeEvent, DecodeRequest, ObserveEvent, PrefillEvent, PrefillRequest},
 };
 use router::{
-    fair_queue::{Charge, FairQueue, Flow, WaitLimits, WaitRequest},
+    fair_queue::{Charge, FairQueue, Flow, Pass, WaitLimits, WaitRequest},
     request_core::{
         AnswerSpec, AttemptOutcome, Blame, EndedAttempt, GiveUp, NodeFeedback, Output,
         RecoveryPolicy, RequestCore, Side, Stop,
@@ -133,6 +133,8 @@ struct Answer {
     attempts: u32,
     flow: Flow,
     is_queued: bool,
+    /// Why the next turn passes to other requests.
+    pass: Pass,
     /// Charge of the open attempt.
     charge: Option<Charge>,
     /// When the client reads again, and the stop condition in the tokens that it has not read.
@@ -248,6 +250,7 @@ impl Router {
             attempts: 0,
             flow,
             is_queued: false,
+            pass: Pass::default(),
             charge: None,
             stalled: None,
             arrived_at: now,
@@ -522,7 +525,8 @@ impl Router {
         let answer = self.answers.get_mut(&id).expect("requests are kept");
         let queue = self.waiting.entry(answer.model.clone()).or_default();
         if std::mem::replace(&mut answer.is_queued, true) {
-            return queue.passed(now, id);
+            let pass = std::mem::take(&mut answer.pass);
+            return queue.passed(now, id, pass);
         }
         let wanted = answer.core.wanted();
         let request = WaitRequest {
@@ -578,7 +582,10 @@ impl Router {
         }
         let picked = match picked {
             Ok(picked) => picked,
-            Err(reason) => return answer.core.handle_no_node(now, &reason),
+            Err(reason) => {
+                answer.pass = Pass::of(&reason);
+                return answer.core.handle_no_node(now, &reason);
+            }
         };
         let PickedNodes { decode, prefill, ttft, uncached_tokens } = picked;
         let charge = queue.start(now, &answer.flow, uncached_tokens, output_tokens_max);

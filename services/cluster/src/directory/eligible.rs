@@ -37,7 +37,12 @@ pub enum NoNode {
     #[error("the circuit breaker of every {role} node is open: {reason}")]
     Broken { role: Role, reason: BreakerReason, retry_after: Duration },
     #[error("every {role} node is busy, for another {retry_after:?}")]
-    Busy { role: Role, retry_after: Duration },
+    Busy {
+        role: Role,
+        retry_after: Duration,
+        /// Whether another node could start the attempt: the attempt waits for a node that computes far less.
+        by_choice: bool,
+    },
 }
 
 impl NoNode {
@@ -122,7 +127,7 @@ pub(super) fn eligible<'a>(
         return Err(Some(NoNode::Excluded { role }));
     }
     if let Some(until) = member.busy_until.filter(|until| *until > now) {
-        return Err(Some(NoNode::Busy { role, retry_after: until - now }));
+        return Err(Some(NoNode::Busy { role, retry_after: until - now, by_choice: false }));
     }
     match member.breaker.refuses(now) {
         Some((reason, retry_after)) => Err(Some(NoNode::Broken { role, reason, retry_after })),

@@ -176,17 +176,22 @@ pub(super) fn startable<'a, 'b>(
     options: &'b [NodeOption<'a>],
 ) -> Result<&'b NodeOption<'a>, NoNode> {
     let best = best(options);
-    let Err(busy) = room::check_prompt_queue(room, best) else { return Ok(best) };
+    let Err(mut busy) = room::check_prompt_queue(room, best) else { return Ok(best) };
     let tokens_max = WORK_MAX * best.uncached_tokens();
     let others = options.iter().filter_map(|option| {
         let prediction = option.prediction.as_ref()?;
-        let can_start = !prediction.exceeds_itl_max
-            && (option.uncached_tokens() <= tokens_max
-                || milliseconds(waited) >= prediction.cost_ms() - best.cost_ms())
-            && room::check_prompt_queue(room, option).is_ok();
+        let can_start =
+            !prediction.exceeds_itl_max && room::check_prompt_queue(room, option).is_ok();
         can_start.then_some((option, prediction.cost_ms()))
     });
-    others.min_by(|a, b| a.1.total_cmp(&b.1)).map(|(option, _)| option).ok_or(busy)
+    let others: Vec<_> = others.collect();
+    if let NoNode::Busy { by_choice, .. } = &mut busy {
+        *by_choice = !others.is_empty();
+    }
+    let chosen = others.into_iter().filter(|(option, cost_ms)| {
+        option.uncached_tokens() <= tokens_max || milliseconds(waited) >= cost_ms - best.cost_ms()
+    });
+    chosen.min_by(|a, b| a.1.total_cmp(&b.1)).map(|(option, _)| option).ok_or(busy)
 }
 
 /// Returns why the options of this decode node have no prefill node, although prefill nodes are eligible.

@@ -45,7 +45,7 @@ struct Slots {
 /// Keeps the decode nodes on which the attempt could start.
 pub(super) fn retain_free(room: Room, decode: &mut Vec<Candidate<'_>>) -> Result<(), NoNode> {
     let Room::Start { headroom } = room else { return Ok(()) };
-    let busy = NoNode::Busy { role: Role::Decode, retry_after: RETRY_AFTER };
+    let busy = NoNode::Busy { role: Role::Decode, retry_after: RETRY_AFTER, by_choice: false };
     if headroom && has_only_headroom(decode) {
         return Err(busy);
     }
@@ -84,7 +84,7 @@ pub(super) fn check_prompt_queue(room: Room, best: &NodeOption<'_>) -> Result<()
     }
     // A node may report costs that no duration can hold.
     let retry_after = Duration::from_secs_f64((excess_ms / 1e3).min(RETRY_AFTER.as_secs_f64()));
-    Err(NoNode::Busy { role: node.role, retry_after })
+    Err(NoNode::Busy { role: node.role, retry_after, by_choice: false })
 }
 
 /// Returns the sequences on the node: those of other routers in the last report, and this router's attempts now.

@@ -32,6 +32,7 @@ use std::{
     time::{Duration, Instant},
 };
 
+use cluster::NoNode;
 pub use flow_limit::{FlowLimit, LimitReached};
 use order::{Order, Rank};
 use predict::{OUTPUT_SHARE, OUTPUT_TOKEN_COST, RATE_SHARE, ServiceRate, cost};
@@ -49,6 +50,8 @@ const TURNS_PER_FAIR_TURN: u64 = 8;
 /// must call [`FairQueue::retry_passed`]. More than one: a request that failed on an idle node may wait for a busy one.
 /// Few: each turn costs a pick of nodes.
 const TURNS_MAX: (usize, usize) = (4, 16);
+/// The same for all flows together, with the requests that wait for a node by choice. The others may start before them.
+const TURNS_BY_CHOICE_MAX: usize = 64;
 /// A first request that no node can start holds back all others every other such time: smaller requests would take each
 /// KV block that becomes free.
 const HOLD_BACK: Duration = Duration::from_secs(4);
@@ -92,7 +95,7 @@ pub struct FairQueue<Id> {
     /// Number of requests that have a turn.
     turns: usize,
     /// Requests whose turn has passed since [`Self::retry_passed`].
-    passed: Vec<Id>,
+    passed: Vec<(Id, Pass)>,
     joined: u64,
     /// Started requests.
     starts: u64,
@@ -126,10 +129,30 @@ struct FlowState<Id> {
 struct Queued<Id> {
     id: Id,
     cost: f64,
-    /// Whether no node could start the request in its turn.
-    has_passed: bool,
-    /// When the turn of this request passed for the first time.
+    /// Why the turn of the request has passed, until [`FairQueue::retry_passed`].
+    passed: Option<Pass>,
+    /// When no node could start this request for the first time.
     passed_at: Option<Instant>,
+}
+
+/// Reason why the turn of a request passes to other requests.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Pass {
+    /// No node can start the request.
+    #[default]
+    NoNode,
+    /// The request waits for one node, although others could start it. So it holds back no other request.
+    ByChoice,
+}
+
+impl Pass {
+    /// Returns the pass after a pick without nodes.
+    pub fn of(reason: &NoNode) -> Self {
+        match reason {
+            NoNode::Busy { by_choice: true, .. } => Self::ByChoice,
+            _ => Self::NoNode,
+        }
+    }
 }
 
 impl<Id> Queued<Id> {
@@ -214,7 +237,7 @@ impl<Id: Copy + Eq + Hash> FairQueue<Id> {
         self.joined += 1;
         let place = (start_by, self.joined);
         self.change_active(now, flow, |state| {
-            state.queue.insert(place, Queued { id, cost, has_passed: false, passed_at: None });
+            state.queue.insert(place, Queued { id, cost, passed: None, passed_at: None });
             state.queued_cost += cost;
         });
         if may_be_late {
@@ -233,7 +256,7 @@ impl<Id: Copy + Eq + Hash> FairQueue<Id> {
             flow.queued_cost = if is_empty { 0.0 } else { flow.queued_cost - queued.cost };
         });
         self.may_be_late.remove(&place);
-        self.passed.retain(|passed| *passed != id);
+        self.passed.retain(|(passed, _)| *passed != id);
     }
 
     /// Removes a request that can no longer start in time, and returns it.
@@ -244,23 +267,26 @@ impl<Id: Copy + Eq + Hash> FairQueue<Id> {
         Some(id)
     }
 
-    /// Handles a turn for which no node could start the request. The request keeps its place.
-    pub fn passed(&mut self, now: Instant, id: Id) {
+    /// Handles a turn in which the request did not start. The request keeps its place.
+    pub fn passed(&mut self, now: Instant, id: Id, pass: Pass) {
         let Some((name, place)) = self.places.get(&id).cloned() else { return };
         self.end_turn(&name, id);
         let queued = self.flow(&name).queue.get_mut(&place).expect("every place has a request");
-        queued.passed_at.get_or_insert(now);
-        if !std::mem::replace(&mut queued.has_passed, true) {
-            self.passed.push(id);
+        queued.passed_at = match pass {
+            Pass::NoNode => queued.passed_at.or(Some(now)),
+            Pass::ByChoice => None,
+        };
+        if queued.passed.replace(pass).is_none() {
+            self.passed.push((id, pass));
         }
     }
 
     /// Makes the requests whose turn has passed eligible again.
     pub fn retry_passed(&mut self) {
-        for id in std::mem::take(&mut self.passed) {
+        for (id, _) in std::mem::take(&mut self.passed) {
             let (name, place) = self.places[&id].clone();
             let queued = self.flow(&name).queue.get_mut(&place);
-            queued.expect("every place has a request").has_passed = false;
+            queued.expect("every place has a request").passed = None;
         }
     }
 
@@ -286,7 +312,9 @@ impl<Id: Copy + Eq + Hash> FairQueue<Id> {
 
     /// Looks at few flows: each of the first ones has a turn or a request whose turn has passed.
     fn find_turn(&self, now: Instant) -> Option<Id> {
-        if self.turns + self.passed.len() >= TURNS_MAX.1 {
+        let by_choice = self.passed.iter().filter(|(_, pass)| *pass == Pass::ByChoice).count();
+        let turns = self.turns + self.passed.len();
+        if turns >= TURNS_BY_CHOICE_MAX || turns - by_choice >= TURNS_MAX.1 {
             return None;
         }
         let is_fair_turn = self.starts % TURNS_PER_FAIR_TURN == TURNS_PER_FAIR_TURN - 1;
@@ -296,8 +324,9 @@ impl<Id: Copy + Eq + Hash> FairQueue<Id> {
             if flow.turn.is_some() {
                 continue;
             }
-            for (position, queued) in flow.queue.values().take(TURNS_MAX.0).enumerate() {
-                if !queued.has_passed {
+            let others = flow.queue.values().filter(|it| it.passed != Some(Pass::ByChoice));
+            for (position, queued) in others.take(TURNS_MAX.0).enumerate() {
+                if queued.passed.is_none() {
                     return Some(queued.id);
                 }
                 let is_first = index == 0 && position == 0;

@@ -16,7 +16,8 @@ const POLICY: RecoveryPolicy = RecoveryPolicy {
     idle_timeout: Duration::from_secs(60),
 };
 const NONE_UP: NoNode = NoNode::NoneUp { role: Role::Decode, listed: 1 };
-const BUSY: NoNode = NoNode::Busy { role: Role::Decode, retry_after: Duration::from_millis(100) };
+const BUSY: NoNode =
+    NoNode::Busy { role: Role::Decode, retry_after: Duration::from_millis(100), by_choice: false };
 
 /// A core and its owner: virtual time, and the outputs that the core waits for.
 struct Owner {

@@ -23,7 +23,7 @@ use super::{
     events::{AnswerEnd, AnswerTokens, Event, EventSender, StopReason},
 };
 use crate::{
-    fair_queue::{WaitLimits, WaitRequest},
+    fair_queue::{Pass, WaitLimits, WaitRequest},
     front::Front,
     nodes::{Assigned, NodeCall, PickedNodes, next_message},
     record::RequestRecord,
@@ -51,6 +51,8 @@ pub struct AnswerDriver<'a> {
     text: AnswerText,
     attempt: Option<OpenAttempt>,
     waiting: Option<Waiting>,
+    /// Why the next turn passes to other answers.
+    pass: Pass,
     node_changes: watch::Receiver<u64>,
     timer: MovingTimer,
 }
@@ -79,6 +81,7 @@ impl<'a> AnswerDriver<'a> {
             core: RequestCore::new(answer, RecoveryPolicy::from(&front.settings.router)),
             attempt: None,
             waiting: None,
+            pass: Pass::default(),
             node_changes: front.nodes.changes(),
             timer: MovingTimer::new(request.deadline.at),
             front,
@@ -123,7 +126,10 @@ impl<'a> AnswerDriver<'a> {
                         }
                         self.emit(first_index, tokens).await?;
                     }
-                    Output::WaitForTurn => self.waiting_place()?.queue()?,
+                    Output::WaitForTurn => {
+                        let pass = std::mem::take(&mut self.pass);
+                        self.waiting_place()?.queue(pass)?;
+                    }
                     Output::RetryPassed => self.waiting_place()?.retry_passed(),
                     Output::WaitForNode => self.waiting_place()?.leave_queue(),
                     Output::StopWaiting => self.waiting = None,
@@ -203,6 +209,7 @@ impl<'a> AnswerDriver<'a> {
             Ok(picked) => picked,
             Err(reason) => {
                 tracing::debug!(parent: self.record.span(), %reason, "no decode node for the request");
+                self.pass = Pass::of(&reason);
                 self.core.handle_no_node(Instant::now(), &reason);
                 self.record.no_node(reason);
                 return Ok(());
