@@ -87,7 +87,7 @@ async fn failed_attempts_and_requests_are_explained() {
     assert_eq!((&failed["label"], &failed["ttft_ms"]), (&json!("failing"), &Value::Null));
     assert!(failed["error"].as_str().unwrap().contains("a bug"), "{failed}");
     let attempts = failed["attempts"].as_array().unwrap();
-    assert_eq!(attempts.len(), 4);
+    assert_eq!(attempts.len(), 8);
     assert_eq!(attempts[0]["reason"], "no prefill node is listed");
     assert_eq!(attempts[1]["waited_for"], "every decode node has failed this request already");
     for attempt in attempts {

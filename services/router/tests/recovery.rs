@@ -433,9 +433,9 @@ async fn attempts_without_a_token_are_bounded() {
     let answer = cluster.client.post("/v1/completions", &body).await;
     assert_eq!(answer.status, 502, "{}", answer.message());
     assert_eq!(answer.error()["code"], "attempts_spent");
-    assert!(answer.message().contains("4 attempts"), "{}", answer.message());
+    assert!(answer.message().contains("8 attempts"), "{}", answer.message());
     let calls: usize = cluster.decode.iter().map(|node| node.calls().len()).sum();
-    assert_eq!(calls, 4);
+    assert_eq!(calls, 8);
 }
 
 #[tokio::test]

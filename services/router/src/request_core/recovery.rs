@@ -2,8 +2,8 @@
 //!
 //! * The next attempt runs over the prompt and all emitted tokens, and avoids the node that failed. Nodes are
 //!   remembered by their epoch: a restarted node is not avoided for the failure of its predecessor.
-//! * After a second failed transfer, and on the last attempt of the budget, no prefill node is picked: the attempt
-//!   needs no transfer.
+//! * After a second failed transfer, a third failed attempt, and on the last attempt of the budget, no prefill node is
+//!   picked: the attempt needs no transfer.
 //! * After a second lost node in a row the next attempt waits, longer each time: if the router itself was stopped or cut
 //!   off, it finds its dead connections meanwhile instead of spending an attempt on each.
 //! * The budget renews whenever an attempt emitted tokens, so it bounds attempts without progress.
@@ -27,6 +27,8 @@ const MESSAGE_BYTES_MAX: usize = 300;
 /// Wait for the next attempt after a second lost node in a row, and its maximum. Each further loss doubles it.
 const LOST_WAIT: Duration = Duration::from_millis(100);
 const LOST_WAIT_MAX: Duration = Duration::from_secs(2);
+/// Failed attempts in a row after which no prefill node is picked.
+const LOCAL_PREFILL_AFTER: u32 = 3;
 
 #[derive(Debug)]
 pub struct Recovery {
@@ -119,7 +121,9 @@ impl Recovery {
     /// Returns whether the next attempt must not need a transfer.
     pub fn local_prefill(&self) -> bool {
         let is_last = self.failed + 1 >= self.policy.attempts_max;
-        self.transfers_failed >= 2 || is_last && self.failed > 0
+        self.transfers_failed >= 2
+            || self.failed >= LOCAL_PREFILL_AFTER
+            || is_last && self.failed > 0
     }
 
     /// Records that a decode node took the request. Returns whether the request had been waiting.
@@ -495,6 +499,18 @@ mod tests {
 
     fn retry_after(ms: u64) -> NextStep {
         NextStep::RetryAfter(Duration::from_millis(ms))
+    }
+
+    #[test]
+    fn no_prefill_node_is_picked_after_three_failed_attempts() {
+        let policy = RecoveryPolicy { attempts_max: 8, ..POLICY };
+        let (mut recovery, now) = (Recovery::new(policy), Instant::now());
+        for number in 1..=3 {
+            assert!(!recovery.local_prefill());
+            let failure = failure(Side::Prefill, Cause::Duplicate);
+            recovery.failed(failure, Some(epoch(number)), epoch(101), now);
+        }
+        assert!(recovery.local_prefill());
     }
 
     #[test]
