@@ -89,7 +89,9 @@ impl ServiceRate {
         }
         self.cost += cost - self.cost * RATE_SHARE;
         self.seconds += seconds - self.seconds * RATE_SHARE;
-        self.running += (f64::from(running) - self.running) * RATE_SHARE;
+        let running = f64::from(running);
+        let share = if self.running > 0.0 { RATE_SHARE } else { 1.0 };
+        self.running += (running - self.running) * share;
     }
 }
 
@@ -176,11 +178,12 @@ impl<Id: Copy + Eq + Hash> FairQueue<Id> {
         self.flows.values().map(|flow| flow.running).sum()
     }
 
-    /// Returns the cost served per second, over all running requests, or over as many as usual if fewer run: when
+    /// Returns the cost served per second, over all running requests, or over as many as usual if some but fewer run: when
     /// attempts fail together, their requests queue again before nodes take them.
     fn cost_per_second(&self) -> Option<f64> {
         let ServiceRate { cost, seconds, running, .. } = self.rate;
-        let rate = f64::from(self.running()).max(running) * cost / seconds;
+        let present = Some(self.running()).filter(|present| *present > 0)?;
+        let rate = f64::from(present).max(running) * cost / seconds;
         (rate.is_finite() && rate > 0.0).then_some(rate)
     }
 }
