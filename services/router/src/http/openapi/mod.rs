@@ -206,8 +206,8 @@ fn session_header() -> Value {
 
 fn keep_header() -> Value {
     json!({"name": "x-baton-keep-ms", "in": "header",
-        "schema": {"type": "integer", "minimum": 0, "maximum": 600_000},
-        "description": "Time for which nodes keep the KV for the next turn. By default they learn it."})
+        "schema": {"type": "string", "pattern": "^([0-9]{1,5}|[1-5][0-9]{5}|600000)$"},
+        "description": "Milliseconds for which nodes keep the KV for the next turn. By default they learn it."})
 }
 
 #[cfg(test)]
