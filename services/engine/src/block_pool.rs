@@ -333,11 +333,11 @@ impl BlockPool {
 
     /// Ends the time of the blocks that were kept until `now` or earlier. They are evicted before other cached blocks.
     pub fn end_kept(&mut self, now: Instant) {
-        while let Some((until, group)) = self.kept_until.pop_first() {
+        while let Some(&(until, group)) = self.kept_until.first() {
             if until > now {
-                self.kept_until.insert((until, group));
                 return;
             }
+            self.kept_until.pop_first();
             let list = self.kept.remove(&group).expect("a group has one time");
             let (Some(oldest), Some(newest)) = (list.oldest, list.newest) else { continue };
             self.blocks[newest.index()].newer = self.cached.oldest;

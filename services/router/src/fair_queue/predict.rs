@@ -178,8 +178,8 @@ impl<Id: Copy + Eq + Hash> FairQueue<Id> {
         self.flows.values().map(|flow| flow.running).sum()
     }
 
-    /// Returns the cost served per second, over all running requests, or over as many as usual if some but fewer run: when
-    /// attempts fail together, their requests queue again before nodes take them.
+    /// Returns the cost served per second, over all running requests, or over as many as usual if fewer run: when
+    /// attempts fail together, their requests queue again before nodes take them. `None` while no request runs.
     fn cost_per_second(&self) -> Option<f64> {
         let ServiceRate { cost, seconds, running, .. } = self.rate;
         let present = Some(self.running()).filter(|present| *present > 0)?;
