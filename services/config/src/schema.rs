@@ -164,7 +164,8 @@ section! {
             "About 3 s of a fast answer; more would be generated for clients that never read.",
             1..=65_536;
         /// Time after SIGTERM for which the router is unready but accepts requests, because load balancers need
-        /// time to stop sending them. SIGINT skips this time.
+        /// time to stop sending them. If requests still arrive then, the router accepts them for up to as long
+        /// again, and at most for half of router.drain_timeout. SIGINT skips this time.
         drain_delay: Duration = secs(5),
             "Kubernetes takes the router out of a Service within about two seconds; ingresses need a little longer.",
             secs(0)..=secs(600);

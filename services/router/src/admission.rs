@@ -9,7 +9,10 @@ use std::{
     time::Duration,
 };
 
-use tokio::sync::{OwnedSemaphorePermit, Semaphore, watch};
+use tokio::{
+    sync::{OwnedSemaphorePermit, Semaphore, watch},
+    time::Instant,
+};
 
 use crate::{
     fair_queue::{Flow, FlowLimit, FlowName, LimitReached},
@@ -97,6 +100,7 @@ struct InFlight {
     limit: Mutex<FlowLimit>,
     /// The number of answers in the limit, for tasks that wait until none is left.
     count: watch::Sender<u32>,
+    last_admitted: Mutex<Option<Instant>>,
 }
 
 /// The answers of one request in flight, until dropped.
@@ -115,8 +119,11 @@ impl Drop for Admitted {
 
 impl Admission {
     pub fn new(max: u32) -> Self {
-        let in_flight =
-            InFlight { limit: Mutex::new(FlowLimit::new(max)), count: watch::Sender::new(0) };
+        let in_flight = InFlight {
+            limit: Mutex::new(FlowLimit::new(max)),
+            count: watch::Sender::new(0),
+            last_admitted: Mutex::default(),
+        };
         Self { in_flight: Arc::new(in_flight), closed: AtomicBool::new(false) }
     }
 
@@ -137,6 +144,7 @@ impl Admission {
             LimitReached::Share => Full::ShareInFlight { max },
         })?;
         self.in_flight.count.send_modify(|count| *count += answers);
+        *lock(&self.in_flight.last_admitted) = Some(Instant::now());
         Ok(Admitted { answers, flow: flow.name.clone(), in_flight: self.in_flight.clone() })
     }
 
@@ -149,6 +157,14 @@ impl Admission {
     /// Answers in flight now.
     pub fn in_flight(&self) -> u32 {
         *self.in_flight.count.borrow()
+    }
+
+    /// Blocks until no answer has been admitted for `quiet_min`. Callers bound the wait.
+    pub async fn quiet_for(&self, quiet_min: Duration) {
+        let quiet_at = || Some((*lock(&self.in_flight.last_admitted))? + quiet_min);
+        while let Some(at) = quiet_at().filter(|at| *at > Instant::now()) {
+            tokio::time::sleep_until(at).await;
+        }
     }
 
     /// Blocks until no answer has been in flight for `idle_min`. Callers bound the wait.
@@ -178,6 +194,11 @@ mod tests {
         assert_eq!(admission.in_flight(), 3);
         drop((one, two));
         assert_eq!(admission.in_flight(), 0);
+        let quiet_min = Duration::from_millis(50);
+        let admitted = Instant::now();
+        drop(admission.admit(&flow, 1).unwrap());
+        admission.quiet_for(quiet_min).await;
+        assert!(admitted.elapsed() >= quiet_min);
         admission.close();
         assert_eq!(admission.admit(&flow, 1).err(), Some(Full::Stopping));
         admission.idle_for(Duration::ZERO).await;

@@ -1,6 +1,12 @@
 //! The running router: starts and stops its ports and tasks.
 
-use std::{io, net::SocketAddr, path::PathBuf, sync::Arc, time::Duration};
+use std::{
+    io,
+    net::SocketAddr,
+    path::PathBuf,
+    sync::Arc,
+    time::{Duration, Instant},
+};
 
 use cluster::{Membership, MembershipError, Selection};
 use credentials::{Reload, ReloadTask};
@@ -23,6 +29,8 @@ use crate::{
 const CUT_MAX: Duration = Duration::from_secs(2);
 /// Time for the next request of a client on a connection that it keeps.
 const NEXT_REQUEST_MAX: Duration = Duration::from_secs(1);
+/// Time without a new request after which load balancers have stopped sending.
+const QUIET_MIN: Duration = Duration::from_secs(1);
 const MEMBERSHIP_MAX: Duration = Duration::from_secs(2);
 
 #[derive(Debug, thiserror::Error)]
@@ -57,6 +65,8 @@ pub struct RunningRouter {
     /// Address of the operator's API.
     pub admin: SocketAddr,
     front: Arc<Front>,
+    /// Rest of `router.drain_timeout`.
+    drain_timeout: Duration,
     draining: CancellationToken,
     stop: DropGuard,
     http_task: JoinHandle<()>,
@@ -149,6 +159,7 @@ pub fn start(
         http_task: serve(http_listener, Protocol::Http, tls.clone(), http_routes, bounds),
         grpc_task: serve(grpc_listener, Protocol::Grpc, tls, grpc_routes, bounds),
         admin_task: serve(admin_listener, Protocol::Http, admin_tls, admin_routes, admin_bounds),
+        drain_timeout: front.settings.router.drain_timeout,
         front,
         draining,
         stop: stop.drop_guard(),
@@ -196,12 +207,23 @@ impl RunningRouter {
     }
 
     /// First step of a graceful shutdown: for `delay`, or until the requests in flight are cancelled, the router is
-    /// unready and still accepts requests, which load balancers send until their next probe.
-    pub async fn leave(&self, delay: Duration) {
+    /// unready and still accepts requests, which load balancers send until their next probe. If requests still arrive
+    /// then, the load balancer is late: the router accepts them for as long again, in time taken from the drain.
+    pub async fn leave(&mut self, delay: Duration) {
         self.front.leaving.cancel();
         self.metrics.set_draining(true);
         tracing::info!(?delay, "leaving: not ready, but accepts requests during `delay`");
-        let _ = tokio::time::timeout(delay, self.front.cut.cancelled()).await;
+        let (cut, admission) = (self.front.cut.clone(), &self.front.admission);
+        if tokio::time::timeout(delay, cut.cancelled()).await.is_ok() {
+            return;
+        }
+        let late = Instant::now();
+        let late_max = delay.min(self.drain_timeout / 2);
+        tokio::select! {
+            () = cut.cancelled() => {}
+            _ = tokio::time::timeout(late_max, admission.quiet_for(QUIET_MIN)) => {}
+        }
+        self.drain_timeout = self.drain_timeout.saturating_sub(late.elapsed());
     }
 
     /// Drains and stops. The router rejects requests on new connections at once. Requests in flight may finish within
@@ -210,7 +232,7 @@ impl RunningRouter {
     pub async fn shutdown(self) -> Result<(), StopError> {
         self.front.leaving.cancel();
         let admission = &self.front.admission;
-        let drain_timeout = self.front.settings.router.drain_timeout;
+        let drain_timeout = self.drain_timeout;
         let in_flight = admission.in_flight();
         self.draining.cancel();
         tracing::info!(in_flight, "draining");

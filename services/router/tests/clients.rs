@@ -409,7 +409,7 @@ async fn draining_router_serves_one_more_request_on_a_connection_of_an_earlier_r
 async fn leaving_router_is_unready_and_serves_requests() {
     const DELAY: Duration = Duration::from_secs(600);
     let cluster = Cluster::start(1, 1, ANSWER).await;
-    let Cluster { router, client, prefill, decode, .. } = cluster;
+    let Cluster { mut router, client, prefill, decode, .. } = cluster;
     assert_eq!(client.get("/ready").await.status, 200);
     let request = json!({"prompt": "Hi", "max_tokens": 5});
     let before = client.post("/v1/completions", &request).await;
@@ -431,6 +431,29 @@ async fn leaving_router_is_unready_and_serves_requests() {
     // A second signal ends the delay.
     router.cut().cancel();
     router.leave(DELAY).await;
+    router.shutdown().await.unwrap();
+    drop((prefill, decode));
+}
+
+#[tokio::test]
+async fn router_serves_a_late_load_balancer_for_at_most_half_of_the_drain() {
+    let mut settings = settings();
+    settings.router.drain_timeout = Duration::from_secs(3);
+    let cluster = Cluster::start_with(settings, 1, 1, ANSWER).await;
+    let Cluster { mut router, client, prefill, decode, .. } = cluster;
+    let request = json!({"prompt": "Hi", "max_tokens": 5});
+    let sends = async {
+        loop {
+            let answer = client.post("/v1/completions", &request).await;
+            assert_eq!(answer.status, 200);
+        }
+    };
+    let began = Instant::now();
+    tokio::select! {
+        () = router.leave(Duration::from_millis(1500)) => {}
+        () = sends => {}
+    }
+    assert!(began.elapsed() >= Duration::from_secs(3), "{:?}", began.elapsed());
     router.shutdown().await.unwrap();
     drop((prefill, decode));
 }

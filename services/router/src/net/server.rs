@@ -191,7 +191,8 @@ async fn connection(
         head_max: bounds.head_max,
         write_max: bounds.write_max,
     };
-    let is_late = shutdown.draining.is_cancelled();
+    let (opened_late, is_late) =
+        (shutdown.leaving.is_cancelled(), shutdown.draining.is_cancelled());
     let state = ConnectionState::new(is_late);
     let io = ClientConnection::new(stream, limits, state.clone(), requests.clone());
     let counted = requests.clone();
@@ -236,6 +237,7 @@ async fn connection(
     let goes_away = async {
         tokio::select! {
             () = sleep_until(ages_at) => {}
+            () = shutdown.leaving.cancelled(), if !opened_late => {}
             // A client that connects during the drain has a first request on its way, such as a probe.
             () = shutdown.draining.cancelled(), if !is_late => {}
         }
@@ -548,15 +550,21 @@ mod tests {
     const GOAWAY: u8 = 7;
 
     #[tokio::test]
-    async fn leaving_port_closes_http_1_connections_after_a_response_and_draining_sends_goaway() {
+    async fn leaving_port_closes_connections_and_keeps_those_opened_later_until_the_drain() {
         let port = port_of(Protocol::Http, LONG, LONG, 100 * LONG, 3);
         let (mut kept, mut raw) = (port.connect().await, http2(&port).await);
         assert!(!ask(&mut kept).await.contains("connection: close"));
         port.shutdown.leaving.cancel();
         assert!(ask(&mut kept).await.contains("connection: close"));
         closed(&mut kept).await;
-        port.shutdown.draining.cancel();
         let types = tokio::time::timeout(DEADLINE, frames(&mut raw)).await.unwrap();
+        assert!(types.contains(&GOAWAY), "{types:?}");
+        // A load balancer that is late sends more clients. GOAWAY at once would let them reconnect in a loop.
+        let mut opened = http2(&port).await;
+        let types = tokio::time::timeout(Duration::from_millis(300), frames(&mut opened)).await;
+        assert!(types.is_err(), "{types:?}");
+        port.shutdown.draining.cancel();
+        let types = tokio::time::timeout(DEADLINE, frames(&mut opened)).await.unwrap();
         assert!(types.contains(&GOAWAY), "{types:?}");
         // Probes come on new connections, which stay open.
         assert_eq!(port.get(&client(), "/live").await, 200);
