@@ -23,7 +23,8 @@ def stream(connection, model, prompt, text, tokens, headers=None):
     connection.request("POST", "/v1/completions", json.dumps(body), {"content-type": "application/json", **(headers or {})})
     response = connection.getresponse()
     if response.status != 200:
-        raise RuntimeError(f"status {response.status}: {response.read().decode(errors='replace')}")
+        message = f"status {response.status}: {response.read().decode(errors='replace')}"
+        raise Rejected(float(response.getheader("retry-after", 0)), message)
     times, found, usage = [], "", None
     for line in response:
         if not line.startswith(b"data: {"):
@@ -37,6 +38,14 @@ def stream(connection, model, prompt, text, tokens, headers=None):
     if found != text or usage["completion_tokens"] != tokens:
         raise RuntimeError(f"{usage} tokens {found!r}, expected {tokens} tokens {text!r}")
     return times
+
+
+class Rejected(RuntimeError):
+    """The server asks to retry after this many seconds."""
+
+    def __init__(self, seconds, message):
+        super().__init__(message)
+        self.seconds = seconds
 
 
 class Load:
@@ -73,6 +82,8 @@ class Load:
             connection.close()
             with self.lock:
                 self.failures.append(f"{type(error).__name__} after {time.monotonic() - start:.1f} s: {error}"[:300])
+            # Like other clients, do not retry earlier than asked: clients that do load the machine.
+            self.stopping.wait(getattr(error, "seconds", 0))
             return
         with self.lock:
             self.finished += 1
