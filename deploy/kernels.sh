@@ -105,7 +105,7 @@ unit tp_sample collective/tp_sample.cu -fmad=false
 unit decode_attention attention/decode_attention.cu
 for name in skinny wide; do unit ${name}_gemm gemm/${name}_gemm.cu; done
 for name in all_reduce gather; do unit $name collective/$name.cu; done
-unit digest digest/digest.cu
+for name in digest weights; do unit $name digest/$name.cu; done
 unit ranges trace/ranges.cu "-I$nvtx/nvidia/cu13/include"
 for dim in 64 128; do
     unit flash_decode_$dim src/flash_decode.cu -DBATON_HEAD_DIM=$dim
@@ -127,8 +127,8 @@ compile() {
         abi | all_reduce | gather | tp_sample)
             own_headers+=(kernels/cuda/src/*.cuh kernels/cuda/collective/*.h kernels/cuda/collective/*.cuh)
             unit_flags+=(-Ikernels/cuda/collective) ;;
-        digest)
-            own_headers+=(kernels/cuda/src/*.cuh kernels/cuda/digest/*.h)
+        digest | weights)
+            own_headers+=(kernels/cuda/src/*.cuh kernels/cuda/digest/*.h kernels/cuda/digest/*.cuh)
             unit_flags+=(-Ikernels/cuda/digest) ;;
         ranges) own_headers+=(kernels/cuda/trace/*.h) unit_flags+=(-Ikernels/cuda/trace) ;;
         *_gemm) own_headers+=(kernels/cuda/src/*.cuh kernels/cuda/gemm/*.h) ;;

@@ -1,4 +1,4 @@
-//! Digest by which both ends of a transfer check that the blocks arrived intact.
+//! Digest by which both ends of a transfer check that the blocks arrived intact, and of weights that a trainer sends.
 //!
 //! The digest of a list of blocks is a sum modulo 2⁶⁴ over all their 8-byte words: `mix(word + (place + 1)
 //! · STEP)`. `place` counts the words of all blocks in list order and, within a block, in the layout with
@@ -77,6 +77,32 @@ pub fn of_block(heads: &Heads, index: usize, bytes: &[u8]) -> u64 {
     let block_begin = index * heads.whole_bytes();
     let begins = (block_begin + first..).step_by(stride);
     let runs = bytes.chunks_exact(run_bytes).zip(begins);
+    runs.map(|(run, begin)| of_words(begin / WORD_BYTES, run)).fold(0, u64::wrapping_add)
+}
+
+/// Place of a part of a weight in the whole weight: equal runs at equal distances, all multiples of 16 bytes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct WeightRuns {
+    pub runs: usize,
+    pub run_bytes: usize,
+    /// Bytes between the starts of two runs in the whole weight.
+    pub run_stride: usize,
+    /// Offset of the first run in the whole weight, in bytes.
+    pub first: usize,
+}
+
+impl WeightRuns {
+    /// Returns the bytes of the part.
+    pub fn bytes(&self) -> usize {
+        self.runs * self.run_bytes
+    }
+}
+
+/// Returns what a part of a weight adds to the weight's digest. `bytes` holds the part's runs one after the other.
+pub fn of_weight(part: &WeightRuns, bytes: &[u8]) -> u64 {
+    assert_eq!(bytes.len(), part.bytes(), "a part has {} bytes", part.bytes());
+    let begins = (part.first..).step_by(part.run_stride.max(1));
+    let runs = bytes.chunks_exact(part.run_bytes.max(1)).zip(begins);
     runs.map(|(run, begin)| of_words(begin / WORD_BYTES, run)).fold(0, u64::wrapping_add)
 }
 
@@ -197,6 +223,30 @@ mod tests {
                 assert_ne!(digest(layout, &blocks[block_bytes..]), digest(layout, &blocks));
             }
         }
+    }
+
+    #[test]
+    fn digests_of_parts_of_a_weight_add_up_to_the_whole_digest() {
+        let (rows, row_bytes) = (6, 96);
+        let weight = random(rows * row_bytes);
+        let bytes = weight.len();
+        let whole = WeightRuns { runs: 1, run_bytes: bytes, run_stride: bytes, first: 0 };
+        let expected = of_weight(&whole, &weight);
+        // Rows 0 to 2 and 2 to 6, then columns 0 to 32 and 32 to 96.
+        let by_rows = [(0, 192), (192, 384)].map(|(first, run_bytes)| {
+            let part = WeightRuns { runs: 1, run_bytes, run_stride: run_bytes, first };
+            of_weight(&part, &weight[first..first + run_bytes])
+        });
+        assert_eq!(by_rows[0].wrapping_add(by_rows[1]), expected);
+        let by_cols = [(0, 32), (32, 64)].map(|(first, run_bytes)| {
+            let part = WeightRuns { runs: rows, run_bytes, run_stride: row_bytes, first };
+            let own = weight.chunks(row_bytes).flat_map(|row| &row[first..first + run_bytes]);
+            of_weight(&part, &own.copied().collect::<Vec<_>>())
+        });
+        assert_eq!(by_cols[0].wrapping_add(by_cols[1]), expected);
+        let mut moved = weight.clone();
+        moved.rotate_left(8);
+        assert_ne!(of_weight(&whole, &moved), expected);
     }
 
     #[test]

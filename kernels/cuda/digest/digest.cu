@@ -1,26 +1,14 @@
 // Digest of KV blocks: a sum over their words, each mixed with its position.
 #include "digest.h"
-#include "device.cuh"
+#include "mix.cuh"
 
 namespace baton {
 namespace {
 
 constexpr int THREADS = 256;
 constexpr int WARPS = THREADS / WARP;
-constexpr int UNROLL = 8;                     // 16-byte loads that a thread has in flight
-constexpr int ROUNDS = 4;                     // of them in a piece
-constexpr int PIECE = ROUNDS * UNROLL * WARP; // 16-byte words that a warp takes at a time, all of one run
 // Block ids are passed in the launch arguments, so no list in device memory must outlive the launch.
 constexpr int LIST_MAX = 512;
-
-constexpr uint64_t STEP = 0x9e3779b97f4a7c15ull;
-
-// Computes the last steps of SplitMix64.
-__device__ inline uint64_t mix(uint64_t x) {
-  x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9ull;
-  x = (x ^ (x >> 27)) * 0x94d049bb133111ebull;
-  return x ^ (x >> 31);
-}
 
 // Sizes in 16-byte words.
 struct Digest {
@@ -38,50 +26,20 @@ struct Digest {
   int32_t blocks[LIST_MAX];
 };
 
-__device__ inline ulonglong2 read_once(const ulonglong2* from) {
-  ulonglong2 value;
-  asm volatile("ld.global.L1::no_allocate.v2.u64 {%0, %1}, [%2];" : "=l"(value.x), "=l"(value.y) : "l"(from));
-  return value;
-}
-
 __global__ void __launch_bounds__(THREADS) digest_kernel(const __grid_constant__ Digest digest) {
-  const int lane = threadIdx.x % WARP;
   uint64_t sum = 0;
   for (int32_t piece = blockIdx.x * WARPS + threadIdx.x / WARP; piece < digest.pieces; piece += gridDim.x * WARPS) {
     const int32_t index = piece / digest.block_pieces;
     const int32_t in_block = piece - index * digest.block_pieces;
     const int32_t run = in_block / digest.run_pieces;
-    const int32_t begin = (in_block - run * digest.run_pieces) * PIECE + lane;
+    const int32_t begin = (in_block - run * digest.run_pieces) * DIGEST_PIECE;
     const ulonglong2* from = reinterpret_cast<const ulonglong2*>(digest.arena) + digest.blocks[index] * digest.block +
                              static_cast<int64_t>(run) * digest.run;
     const int64_t place = (digest.first_index + index) * digest.whole + digest.first + run * digest.run_stride;
-    const int32_t end = min(begin - lane + PIECE, digest.run);
-    for (int32_t at = begin; at < end; at += UNROLL * WARP) {
-      ulonglong2 values[UNROLL];
-#pragma unroll
-      for (int i = 0; i < UNROLL; ++i) {
-        if (at + i * WARP < end) values[i] = read_once(from + at + i * WARP);
-      }
-      const uint64_t key = (2 * static_cast<uint64_t>(place + at) + 1) * STEP;
-#pragma unroll
-      for (int i = 0; i < UNROLL; ++i) {
-        if (at + i * WARP < end) {
-          const uint64_t here = key + static_cast<uint64_t>(2 * WARP * i) * STEP;
-          sum += mix(values[i].x + here) + mix(values[i].y + here + STEP);
-        }
-      }
-    }
+    sum += digest_words(from, place, begin, min(begin + DIGEST_PIECE, digest.run), [](const ulonglong2&) {});
   }
-#pragma unroll
-  for (int distance = WARP / 2; distance > 0; distance /= 2) sum += __shfl_xor_sync(FULL, sum, distance);
   __shared__ uint64_t sums[WARPS];
-  if (lane == 0) sums[threadIdx.x / WARP] = sum;
-  __syncthreads();
-  if (threadIdx.x == 0) {
-#pragma unroll
-    for (int warp = 1; warp < WARPS; ++warp) sum += sums[warp];
-    atomicAdd(digest.sum, static_cast<unsigned long long>(sum));
-  }
+  add_sums<WARPS>(sum, sums, digest.sum);
 }
 
 }  // namespace
@@ -122,7 +80,7 @@ BATON_API int32_t baton_digest_blocks(const void* arena, int64_t block_bytes, in
       digest.whole = whole_bytes / 16;
       digest.first_index = first;
       digest.run = static_cast<int32_t>(run_bytes / 16);
-      digest.run_pieces = divide_up(digest.run, PIECE);
+      digest.run_pieces = divide_up(digest.run, DIGEST_PIECE);
       const int64_t block_pieces = block_bytes / run_bytes * digest.run_pieces;
       BATON_REQUIRE(share * block_pieces <= INT32_MAX, "%d blocks of %lld runs are too many", share,
                     static_cast<long long>(block_bytes / run_bytes));

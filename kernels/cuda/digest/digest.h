@@ -1,4 +1,4 @@
-/* Digest of KV blocks, which both ends of a transfer compare: a part of the C ABI, with the rules of baton_kernels.h.
+/* Digests of KV blocks, which both ends of a transfer compare, and of weights: a part of the C ABI, with the rules of baton_kernels.h.
  * kernels/src/digest.rs defines the digest and computes it on CPUs.
  *
  * A rank's block has some of the heads only, in contiguous runs of run_bytes. Run r begins first_bytes + r * run_stride
@@ -15,5 +15,11 @@
 BATON_API int32_t baton_digest_blocks(const void *arena, int64_t block_bytes, int64_t run_bytes, int64_t run_stride,
                                       int64_t first_bytes, int64_t whole_bytes, const int32_t *blocks, int32_t count,
                                       uint64_t *sum, void *stream);
+
+/* sums[0] = the digest of a part of a weight, sums[1] = its elements that are infinite or NaN. The part is contiguous:
+ * `runs` runs of run_bytes. Run r begins first_bytes + r * run_stride bytes into the whole weight, so the digests of all
+ * parts of a weight add up to its digest. All byte counts are multiples of 16, as is `data`; `sums` is device memory. */
+BATON_API int32_t baton_digest_weight(int32_t dtype, const void *data, int64_t runs, int64_t run_bytes,
+                                      int64_t run_stride, int64_t first_bytes, uint64_t *sums, void *stream);
 
 #endif

@@ -30,6 +30,7 @@ int32_t load_all_reduce();
 int32_t load_digest();
 int32_t load_gather();
 int32_t load_tp_sample();
+int32_t load_weights();
 
 namespace {
 
@@ -102,7 +103,7 @@ BATON_API int32_t baton_initialise(void) {
     BATON_TRY(current_device(device));
     for (auto part : {load_rows, load_rope, load_blocks, load_step, load_drafts, load_attention, load_decode_attention,
                       load_skinny_gemm, load_sample, load_probe, load_all_reduce, load_gather,
-                      load_tp_sample, load_digest}) {
+                      load_tp_sample, load_digest, load_weights}) {
       const int32_t code = part();
       if (code == BATON_CUDA + cudaErrorNoKernelImageForDevice || code == BATON_CUDA + cudaErrorInvalidDeviceFunction) {
         return fail(BATON_UNSUPPORTED, "the kernel library holds code for %s; this device is sm_%d%d",

@@ -386,6 +386,10 @@ pub type DigestBlocks = unsafe extern "C" fn(
     RawStream,
 ) -> i32;
 
+/// `baton_digest_weight` of the same header. Only weights that a trainer's GPU sends need it.
+pub type DigestWeight =
+    unsafe extern "C" fn(i32, Address, i64, i64, i64, i64, Address, RawStream) -> i32;
+
 functions! {
     baton_build_info: fn() -> *const c_char;
     baton_last_error: fn() -> *const c_char;

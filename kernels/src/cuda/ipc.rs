@@ -36,7 +36,8 @@ impl Role for PeerToDevice {}
 /// Streams per peer part, used in turn, so that one copy is in flight while another ends.
 const STREAMS: usize = 2;
 
-const HANDLE_BYTES: usize = 64;
+/// Bytes of a CUDA IPC handle.
+pub const HANDLE_BYTES: usize = 64;
 const UUID_BYTES: usize = 40;
 
 /// GPU memory that processes of this host may map: one rank's heads of all blocks, or an all-reduce arena.
@@ -159,10 +160,32 @@ impl Part {
         what: &'static str,
         bytes: u64,
     ) -> Result<Range, String> {
+        let memory = ExportedMemory {
+            uuid: self.uuid.clone(),
+            handle: self.handle,
+            offset: self.offset,
+            bytes,
+        };
+        memory.map(context, what)
+    }
+}
+
+/// GPU memory that another process of this host has exported.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ExportedMemory {
+    /// GPU that has the memory.
+    pub uuid: String,
+    /// CUDA IPC handle of the memory's allocation.
+    pub handle: [u8; HANDLE_BYTES],
+    /// Offset of the memory in its allocation, in bytes.
+    pub offset: u64,
+    pub bytes: u64,
+}
+
+impl ExportedMemory {
+    /// Maps the memory for this GPU; `what` names the memory in errors.
+    pub(super) fn map(&self, context: &Arc<Context>, what: &'static str) -> Result<Range, String> {
         let (own, theirs) = (&context.device().uuid, &self.uuid);
-        if self.process == process_id() {
-            return Err("CUDA IPC cannot map memory into the process that owns it".to_owned());
-        }
         if own != theirs {
             let named = |error: CudaError| error.to_string();
             let devices = context.driver().devices().map_err(named)?;
@@ -174,7 +197,7 @@ impl Part {
             }
         }
         let handle = sys::CUipcMemHandle { reserved: self.handle.map(|byte| byte as _) };
-        Range::mapped(context, what, handle, (self.offset, bytes))
+        Range::mapped(context, what, handle, (self.offset, self.bytes))
             .map_err(|error| format!("GPU {own} cannot map the memory of GPU {theirs}: {error}"))
     }
 }

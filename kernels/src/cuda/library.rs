@@ -107,10 +107,25 @@ impl KernelLibrary {
         &self.functions
     }
 
-    /// Returns the digest function, which must not be called after this library is dropped.
+    /// Returns the digest function of blocks, which must not be called after this library is dropped.
     pub(super) fn digest_blocks(&self) -> Result<ffi::DigestBlocks, CudaError> {
         // SAFETY: the function has this signature in this version.
-        let found = unsafe { self.library.get::<ffi::DigestBlocks>(b"baton_digest_blocks\0") };
+        unsafe { self.optional(b"baton_digest_blocks\0") }
+    }
+
+    /// Returns the digest function of weights, which must not be called after this library is dropped.
+    pub(super) fn digest_weight(&self) -> Result<ffi::DigestWeight, CudaError> {
+        // SAFETY: as above.
+        unsafe { self.optional(b"baton_digest_weight\0") }
+    }
+
+    /// Returns a function that a library may lack.
+    ///
+    /// # Safety
+    /// `F` is the signature of the function with this name.
+    unsafe fn optional<F: Copy>(&self, name: &'static [u8]) -> Result<F, CudaError> {
+        // SAFETY: guaranteed by the caller.
+        let found = unsafe { self.library.get::<F>(name) };
         found.map(|function| *function).map_err(|error| CudaError::KernelsNotOpened {
             path: self.path.clone(),
             reason: error.to_string(),

@@ -177,6 +177,11 @@ impl Range {
         self.bytes
     }
 
+    /// Returns `bytes` bytes at `offset` as a range of its own.
+    pub(super) fn slice(&self, offset: usize, bytes: usize) -> Self {
+        Self { base: self.part(offset, bytes), bytes, allocation: self.allocation.clone() }
+    }
+
     /// Returns the start address, for kernels and copies.
     ///
     /// # Panics

@@ -7,8 +7,10 @@ use super::{
     buffer::{CudaMatrix, CudaVector},
     context::Context,
     error::CudaError,
+    library::KernelLibrary,
     memory::{DeviceMemory, Range},
     upload::{ReaderShare, Uploads},
+    weight_chunks::ChunkStaging,
 };
 use crate::{
     backend::{Backend, Packer, RowSource},
@@ -25,6 +27,9 @@ pub struct CudaPacker {
     memory: DeviceMemory,
     /// Kept for all updates: the driver may wait for the steps in flight when it frees pinned memory.
     uploads: Mutex<Uploads>,
+    /// Allocated by the first update by chunks, and kept for the same reason.
+    pub(super) staging: Mutex<Option<ChunkStaging>>,
+    library: Arc<KernelLibrary>,
     fault: Mutex<Option<CudaError>>,
 }
 
@@ -49,6 +54,8 @@ impl CudaPacker {
             shard: backend.shard(),
             memory,
             uploads: Mutex::new(Uploads::new(&context, ReaderShare::Half)?),
+            staging: Mutex::default(),
+            library: Arc::clone(backend.library()),
             context,
             fault: Mutex::default(),
         })
@@ -71,6 +78,31 @@ impl CudaPacker {
     /// Returns the packed weights.
     pub(super) fn everything(&self) -> Range {
         self.memory.everything()
+    }
+
+    /// Places the next `bytes` bytes in the memory, and returns their offset.
+    pub fn place(&self, bytes: usize) -> Result<usize, CudaError> {
+        let offset = self.memory.used_bytes();
+        self.memory.cut(bytes)?;
+        Ok(offset)
+    }
+
+    /// Enqueues an upload of a vector to a place.
+    pub fn upload(&self, values: &[f32], offset: usize) -> Result<(), CudaError> {
+        let bytes: &[u8] = bytemuck::cast_slice(values);
+        self.uploads().bytes(bytes, &self.everything().slice(offset, bytes.len()))
+    }
+
+    pub fn dtype(&self) -> Dtype {
+        self.dtype
+    }
+
+    pub(super) fn context(&self) -> &Arc<Context> {
+        &self.context
+    }
+
+    pub(super) fn library(&self) -> &Arc<KernelLibrary> {
+        &self.library
     }
 
     fn cut(&self, bytes: usize) -> Range {
