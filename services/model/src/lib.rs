@@ -19,6 +19,7 @@ mod error;
 mod fingerprint;
 pub mod llama;
 mod matrix;
+mod packing;
 mod rope;
 mod weight;
 
@@ -27,4 +28,5 @@ pub use config::{Architecture, ModelConfig, RopeScaling, SlidingWindow};
 pub use error::ModelError;
 pub use llama::{Limits, Llama, LlamaWeights, LoadProgress};
 pub use matrix::MatrixSource;
+pub use packing::{PackedPart, PackedWeight, packing_order};
 pub use weight::{LayerWeight, Weight, WeightPart, WeightShape};

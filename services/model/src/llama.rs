@@ -121,21 +121,29 @@ impl<M, V> LlamaWeights<M, V> {
             parameters_total: config.parameter_count_of(shard),
             progress,
         };
+        Self::in_order(config, shard, &mut packer)
+    }
 
-        let embedding = packer.matrix(&[Weight::Embedding])?;
+    /// Makes every matrix and vector, in the order in which they lie in memory.
+    pub(crate) fn in_order<S: PackedSource<Matrix = M, Vector = V>>(
+        config: &ModelConfig,
+        shard: Shard,
+        source: &mut S,
+    ) -> Result<Self, S::Error> {
+        let embedding = source.matrix(&[Weight::Embedding])?;
         let layers = (0..config.layer_count)
             .map(|layer| {
                 let weight = |weight| Weight::Layer(layer, weight);
                 Ok(Layer {
-                    attention_norm: packer.vector(&[weight(LayerWeight::AttentionNorm)])?,
-                    qkv: packer.matrix(&[
+                    attention_norm: source.vector(&[weight(LayerWeight::AttentionNorm)])?,
+                    qkv: source.matrix(&[
                         weight(LayerWeight::Query),
                         weight(LayerWeight::Key),
                         weight(LayerWeight::Value),
                     ])?,
                     qkv_bias: match config.architecture.has_qkv_bias() {
                         false => None,
-                        true => Some(packer.vector(&[
+                        true => Some(source.vector(&[
                             weight(LayerWeight::QueryBias),
                             weight(LayerWeight::KeyBias),
                             weight(LayerWeight::ValueBias),
@@ -144,27 +152,43 @@ impl<M, V> LlamaWeights<M, V> {
                     head_norms: match config.architecture.has_head_norms() {
                         false => None,
                         true => Some(HeadNorms {
-                            query: packer.vector(&[weight(LayerWeight::QueryNorm)])?,
-                            key: packer.vector(&[weight(LayerWeight::KeyNorm)])?,
+                            query: source.vector(&[weight(LayerWeight::QueryNorm)])?,
+                            key: source.vector(&[weight(LayerWeight::KeyNorm)])?,
                         }),
                     },
                     window: config.window(layer),
-                    attention_output: packer.matrix(&[weight(LayerWeight::AttentionOutput)])?,
-                    ffn_norm: packer.vector(&[weight(LayerWeight::FfnNorm)])?,
-                    gate_up: packer
+                    attention_output: source.matrix(&[weight(LayerWeight::AttentionOutput)])?,
+                    ffn_norm: source.vector(&[weight(LayerWeight::FfnNorm)])?,
+                    gate_up: source
                         .matrix(&[weight(LayerWeight::Gate), weight(LayerWeight::Up)])?,
-                    down: packer.matrix(&[weight(LayerWeight::Down)])?,
+                    down: source.matrix(&[weight(LayerWeight::Down)])?,
                 })
             })
-            .collect::<Result<Vec<_>, ModelError>>()?;
-        let output_norm = packer.vector(&[Weight::OutputNorm])?;
+            .collect::<Result<Vec<_>, S::Error>>()?;
+        let output_norm = source.vector(&[Weight::OutputNorm])?;
         let output = match config.tied_output {
             true if shard.is_whole() => None,
-            true => Some(packer.tied_output()?),
-            false => Some(packer.matrix(&[Weight::Output])?),
+            true => Some(source.tied_output()?),
+            false => Some(source.matrix(&[Weight::Output])?),
         };
         Ok(Self { embedding, layers, output_norm, output })
     }
+}
+
+/// Makes the packed matrices and vectors of a model.
+pub(crate) trait PackedSource {
+    type Matrix;
+    type Vector;
+    type Error;
+
+    /// Stacks the rank's parts of `weights` by rows.
+    fn matrix(&mut self, weights: &[Weight]) -> Result<Self::Matrix, Self::Error>;
+
+    /// Concatenates the rank's parts of `weights`.
+    fn vector(&mut self, weights: &[Weight]) -> Result<Self::Vector, Self::Error>;
+
+    /// Makes the output projection from the rank's rows of the embedding.
+    fn tied_output(&mut self) -> Result<Self::Matrix, Self::Error>;
 }
 
 impl<B: Backend> Llama<B> {
@@ -323,8 +347,11 @@ struct CheckpointPacker<'a, P> {
     progress: &'a mut dyn FnMut(LoadProgress),
 }
 
-impl<'a, P: Packer> CheckpointPacker<'a, P> {
-    /// Packs the rank's parts of `weights`, stacked by rows, as one matrix.
+impl<P: Packer> PackedSource for CheckpointPacker<'_, P> {
+    type Matrix = P::Matrix;
+    type Vector = P::Vector;
+    type Error = ModelError;
+
     fn matrix(&mut self, weights: &[Weight]) -> Result<P::Matrix, ModelError> {
         let parts = weights
             .iter()
@@ -333,12 +360,23 @@ impl<'a, P: Packer> CheckpointPacker<'a, P> {
         self.pack(weights, parts)
     }
 
-    /// Packs the rank's rows of the embedding as the output projection.
     fn tied_output(&mut self) -> Result<P::Matrix, ModelError> {
         let part = self.part(Weight::Embedding, Weight::Output)?;
         self.pack(&[Weight::Embedding], vec![part])
     }
 
+    fn vector(&mut self, weights: &[Weight]) -> Result<P::Vector, ModelError> {
+        let mut values = Vec::new();
+        for &weight in weights {
+            let part = weight.part(self.checkpoint.config(), self.shard).cols;
+            values.extend_from_slice(&self.checkpoint.vector(weight)?[part]);
+        }
+        self.count(values.len() as u64);
+        Ok(self.packer.pack_vector(&values))
+    }
+}
+
+impl<'a, P: Packer> CheckpointPacker<'a, P> {
     /// Returns the part of `weight` that the rank would load of `like`, a weight of the same shape.
     fn part(&self, weight: Weight, like: Weight) -> Result<MatrixSource<'a>, ModelError> {
         let WeightPart { rows, cols } = like.part(self.checkpoint.config(), self.shard);
@@ -358,17 +396,6 @@ impl<'a, P: Packer> CheckpointPacker<'a, P> {
         self.checkpoint.forget_pages();
         self.count((source.rows() * source.cols()) as u64);
         Ok(matrix)
-    }
-
-    /// Returns the rank's parts of `weights`, concatenated, as one vector.
-    fn vector(&mut self, weights: &[Weight]) -> Result<P::Vector, ModelError> {
-        let mut values = Vec::new();
-        for &weight in weights {
-            let part = weight.part(self.checkpoint.config(), self.shard).cols;
-            values.extend_from_slice(&self.checkpoint.vector(weight)?[part]);
-        }
-        self.count(values.len() as u64);
-        Ok(self.packer.pack_vector(&values))
     }
 
     fn count(&mut self, parameters: u64) {

@@ -10,6 +10,7 @@ mod graphs;
 mod kv_size;
 mod rank;
 mod rows;
+mod scatter;
 mod shadow;
 
 use std::{

@@ -8,10 +8,16 @@ use std::{
     },
 };
 
-use kernels::cuda::{CudaBackend, CudaError, CudaPacker};
-use model::{Checkpoint, LlamaWeights};
+use kernels::{
+    Packer,
+    cuda::{ChunkCopies, CudaBackend, CudaError, CudaPacker, ExportedMemory},
+};
+use model::{Checkpoint, LlamaWeights, ModelConfig};
 
-use super::super::{PrepareError, WeightUpdate};
+use super::{
+    super::{ChunkReceiver, DeclaredTensor, PrepareError, TensorDigest, TensorPiece, WeightUpdate},
+    scatter::Scatter,
+};
 
 pub(super) struct Shadow {
     packer: CudaPacker,
@@ -51,7 +57,6 @@ impl WeightUpdate for Shadow {
 
     fn prepare(&self, _path: &Path, checkpoint: &Checkpoint) -> Result<(), PrepareError> {
         self.discard();
-        let failed = |error: CudaError| PrepareError::Device(error.to_string());
         self.packer.begin().map_err(failed)?;
         let packed = LlamaWeights::pack(checkpoint, &self.packer, &mut |_| ());
         // The uploads end also if a weight could not be read.
@@ -62,8 +67,59 @@ impl WeightUpdate for Shadow {
         Ok(())
     }
 
+    fn receive(
+        &self,
+        config: &ModelConfig,
+        tensors: &[DeclaredTensor],
+        buffers: &[ExportedMemory],
+    ) -> Result<Box<dyn ChunkReceiver + '_>, PrepareError> {
+        self.discard();
+        self.packer.begin().map_err(failed)?;
+        let (shard, dtype) = (self.packer.pack_shard(), self.packer.dtype());
+        let place = |bytes| self.packer.place(bytes).map_err(failed);
+        let scatter = Scatter::new(config, shard, dtype, tensors, place)?;
+        let (host_bytes, digests) = (scatter.host_bytes(), scatter.digest_count());
+        let copies = self.packer.copy_chunks(buffers, host_bytes, digests);
+        let copies = copies.map_err(PrepareError::Device)?;
+        Ok(Box::new(Chunks { shadow: self, scatter, copies }))
+    }
+
     /// The memory stays allocated for the next update.
     fn discard(&self) {
         self.is_prepared.store(false, Ordering::Release);
+    }
+}
+
+fn failed(error: CudaError) -> PrepareError {
+    PrepareError::Device(error.to_string())
+}
+
+/// Weights that arrive in chunks.
+struct Chunks<'a> {
+    shadow: &'a Shadow,
+    scatter: Scatter,
+    copies: ChunkCopies<'a>,
+}
+
+impl ChunkReceiver for Chunks<'_> {
+    fn scatter(&mut self, buffer: usize, pieces: &[TensorPiece]) -> Result<(), PrepareError> {
+        self.copies.scatter(buffer, &self.scatter.work(pieces)).map_err(failed)
+    }
+
+    fn wait(&mut self, buffer: usize) -> Result<(), PrepareError> {
+        self.copies.wait(buffer).map_err(failed)
+    }
+
+    fn finish(self: Box<Self>) -> Result<Vec<TensorDigest>, PrepareError> {
+        let Self { shadow, scatter, copies } = *self;
+        let copied = copies.finish().map_err(failed)?;
+        let upload = |values: &[f32], to| shadow.packer.upload(values, to).map_err(failed);
+        let digests = scatter.finish(&copied, upload);
+        // The uploads end also if a weight is not finite.
+        let finished = shadow.packer.finish();
+        let digests = digests?;
+        finished.map_err(failed)?;
+        shadow.is_prepared.store(true, Ordering::Release);
+        Ok(digests)
     }
 }

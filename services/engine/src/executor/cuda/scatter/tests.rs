@@ -1,0 +1,234 @@
+use std::sync::Mutex;
+
+use kernels::{Packer, RowSource, digest::of_weight};
+use model::{Checkpoint, LlamaWeights, LoadFormat};
+use proptest::prelude::*;
+use serde_json::json;
+
+use super::*;
+
+fn checkpoint(architecture: &str, name: &str, tied: bool) -> Checkpoint {
+    let folder = tempfile::tempdir().unwrap();
+    let config = json!({
+        "architectures": [architecture], "model_type": name, "tie_word_embeddings": tied,
+        "hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8,
+        "intermediate_size": 48, "num_hidden_layers": 2, "vocab_size": 2100, "rms_norm_eps": 1e-6,
+        "max_position_embeddings": 64, "rope_theta": 10000.0, "hidden_act": "silu"
+    });
+    std::fs::write(folder.path().join("config.json"), config.to_string()).unwrap();
+    Checkpoint::open(folder.path(), LoadFormat::Dummy { seed: 7 }).unwrap()
+}
+
+/// Packs into host memory as [`LlamaWeights::pack`] orders.
+struct HostPacker {
+    shard: Shard,
+    dtype: Dtype,
+    bytes: Mutex<Vec<u8>>,
+}
+
+impl Packer for HostPacker {
+    type Matrix = ();
+    type Vector = ();
+
+    fn pack_matrix(&self, source: &dyn RowSource) {
+        let mut out = vec![0; source.rows() * source.cols() * self.dtype.bytes()];
+        source.read_rows(0, self.dtype, &mut out);
+        self.bytes.lock().unwrap().extend(out);
+    }
+
+    fn pack_vector(&self, values: &[f32]) {
+        let bytes = values.iter().flat_map(|value| value.to_le_bytes());
+        self.bytes.lock().unwrap().extend(bytes);
+    }
+
+    fn pack_shard(&self) -> Shard {
+        self.shard
+    }
+}
+
+fn packed(checkpoint: &Checkpoint, shard: Shard, dtype: Dtype) -> Vec<u8> {
+    let packer = HostPacker { shard, dtype, bytes: Mutex::default() };
+    LlamaWeights::pack(checkpoint, &packer, &mut |_| ()).unwrap();
+    packer.bytes.into_inner().unwrap()
+}
+
+/// Returns a trainer's tensors in reverse order, with their bytes.
+fn trainer(checkpoint: &Checkpoint, dtype: Dtype) -> (Vec<DeclaredTensor>, Vec<Vec<u8>>) {
+    let config = checkpoint.config();
+    let mut weights: Vec<_> = Weight::all(config).collect();
+    weights.reverse();
+    let tensor = |weight: &Weight| {
+        let shape = weight.shape(config).dims();
+        let (dtype, bytes) = match shape.len() {
+            1 => {
+                let values = checkpoint.vector(*weight).unwrap();
+                (Dtype::F32, values.iter().flat_map(|value| value.to_le_bytes()).collect())
+            }
+            _ => {
+                let matrix = checkpoint.matrix(*weight).unwrap();
+                let mut bytes = vec![0; matrix.rows() * matrix.cols() * dtype.bytes()];
+                matrix.read_rows(0, dtype, &mut bytes);
+                (dtype, bytes)
+            }
+        };
+        let name = weight.hugging_face_name();
+        (DeclaredTensor { name, dtype: name_of(dtype).into(), shape }, bytes)
+    };
+    weights.iter().map(tensor).unzip()
+}
+
+/// Cuts the tensors into chunks, copies them as a GPU does, and returns the packed weights and the digests.
+fn received(
+    config: &ModelConfig,
+    shard: Shard,
+    dtype: Dtype,
+    (declared, bytes): &(Vec<DeclaredTensor>, Vec<Vec<u8>>),
+    chunk_bytes: usize,
+) -> Result<(Vec<u8>, Vec<TensorDigest>), DeclaredError> {
+    let mut end = 0;
+    let place = |bytes| {
+        end += bytes;
+        Ok::<_, DeclaredError>(end - bytes)
+    };
+    let scatter = Scatter::new(config, shard, dtype, declared, place)?;
+    let (mut out, mut host) = (vec![0xee; end], vec![0xee; scatter.host_bytes()]);
+    let mut digests = vec![(0, 0); scatter.digest_count()];
+    let (mut chunk, mut pieces) = (Vec::new(), Vec::new());
+    let mut flush = |chunk: &mut Vec<u8>, pieces: &mut Vec<TensorPiece>| {
+        let work = scatter.work(pieces);
+        for (copies, to) in [(&work.to_device, &mut out), (&work.to_host, &mut host)] {
+            for copy in copies {
+                for row in 0..copy.height {
+                    let (from, at) =
+                        (copy.from + row * copy.from_pitch, copy.to + row * copy.to_pitch);
+                    to[at..at + copy.width].copy_from_slice(&chunk[from..from + copy.width]);
+                }
+            }
+        }
+        for (index, at, runs) in &work.complete {
+            let bytes = &out[*at..*at + runs.bytes()];
+            let is_bad = |bits: u16| bits & 0x7f80 == 0x7f80;
+            let bad = match dtype {
+                Dtype::Bf16 => {
+                    let bits = bytes.as_chunks().0.iter().map(|bytes| u16::from_le_bytes(*bytes));
+                    bits.filter(|bits| is_bad(*bits)).count()
+                }
+                Dtype::F32 => widened(bytes, dtype).iter().filter(|it| !it.is_finite()).count(),
+            };
+            digests[*index] = (of_weight(runs, bytes), bad as u64);
+        }
+        chunk.clear();
+        pieces.clear();
+    };
+    for (tensor, bytes) in bytes.iter().enumerate() {
+        let mut start = 0;
+        while start < bytes.len() {
+            let end = bytes.len().min(start + chunk_bytes - chunk.len());
+            pieces.push(TensorPiece { tensor, range: start..end, at: chunk.len() });
+            chunk.extend(&bytes[start..end]);
+            start = end;
+            if chunk.len() == chunk_bytes {
+                flush(&mut chunk, &mut pieces);
+            }
+        }
+    }
+    flush(&mut chunk, &mut pieces);
+    let copied = CopiedWeights { host, digests };
+    let upload = |values: &[f32], at: usize| {
+        let bytes: Vec<u8> = values.iter().flat_map(|value| value.to_le_bytes()).collect();
+        out[at..at + bytes.len()].copy_from_slice(&bytes);
+        Ok::<_, DeclaredError>(())
+    };
+    let digests = scatter.finish(&copied, upload)?;
+    Ok((out, digests))
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(24))]
+
+    /// Any cut gives each rank the bytes that it packs from a checkpoint, and the ranks' digests add up.
+    #[test]
+    fn chunks_are_packed_as_a_checkpoint_is(chunk_bytes in 1usize..3000, is_long in any::<bool>()) {
+        let chunk_bytes = if is_long { chunk_bytes * 20 } else { chunk_bytes };
+        for (architecture, name, tied) in [
+            ("LlamaForCausalLM", "llama", false),
+            ("Qwen2ForCausalLM", "qwen2", true),
+            ("Qwen3ForCausalLM", "qwen3", true),
+        ] {
+            let checkpoint = checkpoint(architecture, name, tied);
+            let config = checkpoint.config();
+            for dtype in [Dtype::Bf16, Dtype::F32] {
+                let tensors = trainer(&checkpoint, dtype);
+                let whole = received(config, Shard::WHOLE, dtype, &tensors, chunk_bytes).unwrap();
+                prop_assert!(whole.0 == packed(&checkpoint, Shard::WHOLE, dtype));
+                for ((tensor, bytes), digest) in tensors.0.iter().zip(&tensors.1).zip(&whole.1) {
+                    let run = bytes.len();
+                    let runs = WeightRuns { runs: 1, run_bytes: run, run_stride: run, first: 0 };
+                    let expected = Some(of_weight(&runs, bytes));
+                    prop_assert_eq!(digest.digest, expected, "{}", tensor.name);
+                    prop_assert!(digest.is_whole);
+                }
+                let ranks = [0, 1].map(|rank| {
+                    let shard = Shard::new(rank, 2).unwrap();
+                    let (bytes, digests) =
+                        received(config, shard, dtype, &tensors, chunk_bytes).unwrap();
+                    assert!(bytes == packed(&checkpoint, shard, dtype));
+                    digests
+                });
+                for (tensor, whole) in whole.1.iter().enumerate() {
+                    let [one, two] = [&ranks[0], &ranks[1]].map(|rank| rank[tensor]);
+                    prop_assert_eq!(one.is_whole, two.is_whole);
+                    match one.is_whole {
+                        true => prop_assert_eq!((one, two), (*whole, *whole)),
+                        false => {
+                            let sum = one.digest.unwrap().wrapping_add(two.digest.unwrap());
+                            prop_assert_eq!(Some(sum), whole.digest);
+                        }
+                    }
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn invalid_tensors_are_named() {
+    let checkpoint = checkpoint("LlamaForCausalLM", "llama", true);
+    let valid = trainer(&checkpoint, Dtype::Bf16);
+    let receive = |tensors: &(Vec<DeclaredTensor>, Vec<Vec<u8>>)| {
+        received(checkpoint.config(), Shard::WHOLE, Dtype::Bf16, tensors, 999)
+    };
+    let norm = valid.0.iter().position(|it| it.name == "model.norm.weight").unwrap();
+    let up = valid.0.iter().position(|it| it.name.ends_with("0.mlp.up_proj.weight")).unwrap();
+    type Change = fn(&mut (Vec<DeclaredTensor>, Vec<Vec<u8>>), usize);
+    let changes: [(usize, Change, &str); 7] = [
+        (up, |it, at| it.0[at].shape.reverse(), "has shape [32, 48]; expected [48, 32]"),
+        (up, |it, at| it.0[at].dtype = "F32".into(), "has dtype F32; expected BF16"),
+        (norm, |it, at| it.0[at].dtype = "F16".into(), "has dtype F16; expected BF16 or F32"),
+        (up, |it, at| it.0[at].name = "other".into(), "up_proj.weight\" is missing"),
+        (up, |it, at| it.0[at].name = it.0[0].name.clone(), "occurs twice"),
+        (up, |it, at| it.1[at][6..8].copy_from_slice(&[0x80, 0x7f]), "1 elements of tensor"),
+        (norm, |it, at| it.1[at][..4].copy_from_slice(&[0xff; 4]), "1 elements of tensor"),
+    ];
+    for (at, change, words) in changes {
+        let mut tensors = valid.clone();
+        change(&mut tensors, at);
+        let error = receive(&tensors).unwrap_err().to_string();
+        assert!(error.contains(words), "{error:?} lacks {words:?}");
+    }
+    let mut more = valid.clone();
+    let extra = DeclaredTensor { name: "extra".into(), dtype: "BF16".into(), shape: vec![4] };
+    more.0.push(extra);
+    more.1.push(vec![0; 8]);
+    let error = receive(&more).unwrap_err().to_string();
+    assert!(error.contains("\"extra\" is not part of the llama architecture"), "{error}");
+    // A repeated tied output is accepted and not used.
+    let embedding = valid.0.iter().position(|it| it.name.contains("embed_tokens")).unwrap();
+    let mut repeated = valid.clone();
+    let output = DeclaredTensor { name: "lm_head.weight".into(), ..valid.0[embedding].clone() };
+    repeated.0.push(output);
+    repeated.1.push(valid.1[embedding].clone());
+    let (bytes, digests) = receive(&repeated).unwrap();
+    assert!(bytes == receive(&valid).unwrap().0);
+    assert_eq!(digests.last(), Some(&TensorDigest { digest: None, is_whole: true }));
+}
