@@ -2,6 +2,7 @@
 //!
 //! `actor` owns the state machine of the crate `weight-transfer` and carries out its actions. `copy` copies files of
 //! weights between nodes. `peers` calls other nodes of an update. `receive` opens, checks and prepares new weights.
+//! `trainer` receives weights from a trainer's GPU instead.
 //! `standby` owns the weights that are not in use. The engine thread exchanges the weights at a step boundary; `engine` has
 //! the calls. `restore` reads the old weights again after an aborted update in place.
 
@@ -12,6 +13,7 @@ mod peers;
 mod receive;
 mod restore;
 mod standby;
+mod trainer;
 
 use std::{path::PathBuf, pin::Pin, time::Duration};
 
@@ -190,7 +192,13 @@ fn checked_begin(
             if !path.is_absolute() {
                 return Err(invalid("path", shown(&request.path), "an absolute path"));
             }
-            Origin::Path(path)
+            match v1::WeightsTransport::try_from(request.transport) {
+                Ok(v1::WeightsTransport::Files) => Origin::Path(path),
+                Ok(v1::WeightsTransport::Ipc) => Origin::Trainer(path),
+                Err(_) => {
+                    return Err(invalid("transport", request.transport, "0 or 1".to_owned()));
+                }
+            }
         }
         Some(v1::WeightsSource { peer, weight_version }) => Origin::Peer {
             peer: checked_peer("from.peer", peer.unwrap_or_default())?,
@@ -298,6 +306,7 @@ mod tests {
             peers: Vec::new(),
             from: None,
             in_flight: v1::InFlight::Wait.into(),
+            transport: v1::WeightsTransport::Files.into(),
         }
     }
 
@@ -305,7 +314,8 @@ mod tests {
     fn every_field_of_begin_is_checked() {
         assert_eq!(checked_begin(request(), &LIMITS).unwrap().label, "step 100");
         type Change = fn(&mut v1::BeginWeightsRequest);
-        let changes: [(Change, &str); 8] = [
+        let changes: [(Change, &str); 9] = [
+            (|it| it.transport = 7, "invalid transport: 7; expected 0 or 1"),
             (|it| it.in_flight = 9, "invalid in_flight: 9; expected 0 to 3"),
             (|it| it.node_epoch = vec![9; 16].into(), "node_epoch = "),
             (|it| it.update_id = vec![1; 15].into(), "invalid update_id: 15 bytes; expected 16"),

@@ -16,7 +16,7 @@ use std::{
 use futures_util::future::join_all;
 use proto::{
     ids::{NoRandomness, random_bits},
-    v1::{InFlight, PauseState},
+    v1::{InFlight, PauseState, WeightsTransport},
 };
 use serde::Serialize;
 use tokio::{
@@ -61,6 +61,8 @@ pub enum Transport {
     Disk,
     /// One node reads the path, and the others copy its files. `seed`: its id; the first node if absent.
     Tcp { seed: Option<String> },
+    /// Every node reads the memory of a trainer's GPU. The path is the trainer's Unix socket.
+    Ipc,
 }
 
 #[derive(Debug)]
@@ -322,7 +324,7 @@ impl Task {
             return Err(UpdateError::NoNode { model: new.model.to_string() });
         }
         let source = match &new.transport {
-            Transport::Disk => UpdateSource::Path,
+            Transport::Disk | Transport::Ipc => UpdateSource::Path,
             Transport::Tcp { seed: None } => UpdateSource::Seed(0),
             Transport::Tcp { seed: Some(seed) } => {
                 let index = nodes.iter().position(|node| node.id == *seed);
@@ -380,6 +382,12 @@ impl Task {
         match update.phase() {
             CoordinatorPhase::Committed { version, missed } => {
                 tracing::info!(update = id, weight_version = %version, missed = missed.len(), "committed a weight update");
+                if update.transport() != WeightsTransport::Files {
+                    // No node has files of these weights, and the trainer goes on training.
+                    self.targets.forget(&update.model);
+                    self.last = Some(view);
+                    return;
+                }
                 let target = Target {
                     label: view.label.clone(),
                     path: view.path.clone(),

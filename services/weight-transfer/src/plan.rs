@@ -108,21 +108,25 @@ impl Plan {
     /// Returns the hash of names, element types, shapes and cuts. Both sides compare it before the first byte.
     pub fn hash(&self) -> u128 {
         let mut hash = Xxh3::new();
-        let mut number = |value: u64| hash.update(&value.to_le_bytes());
-        number(self.chunk_bytes);
-        number(self.tensors.len() as u64);
-        for Tensor { name, dtype, shape, bytes } in &self.tensors {
-            for text in [name, dtype] {
-                // The length first, so that neighbouring fields cannot be confused.
-                hash.update(&(text.len() as u64).to_le_bytes());
-                hash.update(text.as_bytes());
-            }
-            let mut number = |value: u64| hash.update(&value.to_le_bytes());
-            number(shape.len() as u64);
-            shape.iter().for_each(|&dim| number(dim));
-            number(*bytes);
-        }
+        hash.update(&self.chunk_bytes.to_le_bytes());
+        hash.update(&(self.tensors.len() as u64).to_le_bytes());
+        self.tensors.iter().for_each(|tensor| tensor.hash_into(&mut hash));
         hash.digest128()
+    }
+}
+
+impl Tensor {
+    /// Hashes name, element type, shape and size.
+    pub(crate) fn hash_into(&self, hash: &mut Xxh3) {
+        let Self { name, dtype, shape, bytes } = self;
+        for text in [name, dtype] {
+            // The length first, so that neighbouring fields cannot be confused.
+            hash.update(&(text.len() as u64).to_le_bytes());
+            hash.update(text.as_bytes());
+        }
+        hash.update(&(shape.len() as u64).to_le_bytes());
+        shape.iter().for_each(|dim| hash.update(&dim.to_le_bytes()));
+        hash.update(&bytes.to_le_bytes());
     }
 }
 

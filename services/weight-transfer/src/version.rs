@@ -4,7 +4,7 @@ use std::fmt;
 
 use xxhash_rust::xxh3::{Xxh3, xxh3_128};
 
-use crate::Plan;
+use crate::{Plan, Tensor};
 
 /// Version of weights: 63 bits of a hash of their bytes, or [`Self::LOADED`] for the weights that a process started with.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -26,6 +26,20 @@ impl WeightVersion {
         hash.update(b"baton weights 1");
         hash.update(&plan.hash().to_le_bytes());
         digests.iter().for_each(|digest| hash.update(&digest.to_le_bytes()));
+        Self(hash.digest128() as u64 | HASHED)
+    }
+
+    /// Returns the version of weights whose digests are of whole tensors. Other bytes, names, types or shapes give another
+    /// version. So do the same bytes in chunks: see [`Self::of_content`].
+    pub fn of_tensors(tensors: &mut [(Tensor, u64)]) -> Self {
+        tensors.sort_by(|(one, _), (other, _)| one.name.cmp(&other.name));
+        let mut hash = Xxh3::new();
+        hash.update(b"baton weights by tensor 1");
+        hash.update(&(tensors.len() as u64).to_le_bytes());
+        for (tensor, digest) in tensors {
+            tensor.hash_into(&mut hash);
+            hash.update(&digest.to_le_bytes());
+        }
         Self(hash.digest128() as u64 | HASHED)
     }
 }
@@ -55,7 +69,6 @@ pub fn digest<'a>(pieces: impl IntoIterator<Item = &'a [u8]>) -> u128 {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::Tensor;
 
     fn plan(name: &str) -> Plan {
         let tensor =
@@ -71,6 +84,31 @@ mod tests {
         assert_ne!(version, WeightVersion::of_content(&plan("a"), &[2, 1]));
         assert_ne!(version, WeightVersion::of_content(&plan("b"), &[1, 2]));
         assert_ne!(version, WeightVersion::LOADED);
+    }
+
+    #[test]
+    fn version_of_tensors_depends_on_every_tensor_but_not_on_their_order() {
+        let tensor = |name: &str, rows, digest| {
+            let tensor = Tensor {
+                name: name.into(),
+                dtype: "BF16".into(),
+                shape: vec![rows, 4],
+                bytes: rows * 8,
+            };
+            (tensor, digest)
+        };
+        let version = |mut tensors: Vec<_>| WeightVersion::of_tensors(&mut tensors);
+        let first = version(vec![tensor("a", 2, 7), tensor("b", 3, 8)]);
+        assert_eq!(version(vec![tensor("b", 3, 8), tensor("a", 2, 7)]), first);
+        for other in [
+            vec![tensor("a", 2, 8), tensor("b", 3, 7)],
+            vec![tensor("a", 3, 7), tensor("b", 3, 8)],
+            vec![tensor("c", 2, 7), tensor("b", 3, 8)],
+            vec![tensor("a", 2, 7)],
+        ] {
+            assert_ne!(version(other), first);
+        }
+        assert_ne!(first, WeightVersion::LOADED);
     }
 
     #[test]

@@ -29,6 +29,7 @@ use super::{
     receive::{ReceiveError, Received, receive},
     restore::{LoadedModel, LostWeights, restore},
     standby::{CANCELLED, Standby},
+    trainer,
 };
 use crate::inbox::Inbox;
 
@@ -71,6 +72,8 @@ pub(super) struct Begin {
 #[derive(Clone, Debug)]
 pub(super) enum Origin {
     Path(PathBuf),
+    /// The Unix socket of a trainer.
+    Trainer(PathBuf),
     /// A node that has prepared or committed weights of this version.
     Peer {
         peer: Peer,
@@ -221,12 +224,21 @@ struct Actor {
     /// Stops the restoring of lost weights when it is dropped.
     restoring: Option<DropGuard>,
     /// Weights beside those in use, and weights in use, that peers may copy.
-    prepared: Option<(WeightVersion, Arc<Source>)>,
-    committed: Option<(WeightVersion, Arc<Source>)>,
+    prepared: Option<Obtained>,
+    committed: Option<Obtained>,
     serving: NodeWeights,
     work: JoinSet<Done>,
     /// `None`: the device cannot change its weights.
     standby: Option<Standby>,
+}
+
+/// Version and files of weights; no files of those that a trainer sent.
+type Obtained = (WeightVersion, Option<Arc<Source>>);
+
+/// Prepared weights, and the files that are still mapped.
+struct Prepared {
+    version: WeightVersion,
+    files: Option<(Source, Checkpoint)>,
 }
 
 struct RunningUpdate {
@@ -259,7 +271,7 @@ enum Done {
     Input(ParticipantInput),
     Received {
         id: UpdateId,
-        outcome: Result<(WeightVersion, Source, Checkpoint), String>,
+        outcome: Result<Prepared, String>,
     },
     Installed {
         id: UpdateId,
@@ -346,10 +358,13 @@ impl Actor {
         match done {
             Done::Input(input) => self.participant.handle(input),
             Done::Received { id, outcome } => {
-                let outcome = outcome.map(|(version, source, checkpoint)| {
-                    self.unmap(checkpoint);
+                let outcome = outcome.map(|Prepared { version, files }| {
+                    let source = files.map(|(source, checkpoint)| {
+                        self.unmap(checkpoint);
+                        Arc::new(source)
+                    });
                     if self.running.as_ref().is_some_and(|running| running.begin.id == id) {
-                        self.prepared = Some((version, Arc::new(source)));
+                        self.prepared = Some((version, source));
                     }
                     version
                 });
@@ -434,7 +449,8 @@ impl Actor {
     fn copy(&mut self, version: WeightVersion) -> Result<FileParts, CallError> {
         let sources = [&self.prepared, &self.committed];
         let source = sources.into_iter().flatten().find(|(found, _)| *found == version);
-        let (_, source) = source.cloned().ok_or(CallError::NoSource { version })?;
+        let source = source.and_then(|(_, source)| source.clone());
+        let source = source.ok_or(CallError::NoSource { version })?;
         let (parts, received) = mpsc::channel(PARTS_MAX);
         self.work.spawn(async move {
             // A panic ends the stream, and the peer fails.
@@ -470,6 +486,15 @@ impl Actor {
         let credentials = self.settings.credentials.clone();
         let folder = self.settings.folder.clone();
         self.work.spawn(async move {
+            if let Origin::Trainer(socket) = origin {
+                let prepare = move |update: &dyn WeightUpdate, cancelled: &CancellationToken| {
+                    let version = trainer::receive(&socket, &model, update, &release, cancelled);
+                    let version = version.map_err(|error| error.to_string())?;
+                    Ok(Prepared { version, files: None })
+                };
+                let outcome = standby.prepare(id, cancelled, prepare).await;
+                return Done::Received { id, outcome };
+            }
             let source = cancelled
                 .run_until_cancelled(obtain(origin, &model, &credentials, &folder))
                 .await
@@ -486,7 +511,7 @@ impl Actor {
                     Some(expected) => Err(format!(
                         "the copy has weight_version {version}; expected {expected}, that of the peer"
                     )),
-                    None => Ok((version, source, checkpoint)),
+                    None => Ok(Prepared { version, files: Some((source, checkpoint)) }),
                 }
             };
             let outcome = standby.prepare(id, cancelled, prepare).await;
@@ -546,11 +571,17 @@ impl Actor {
         }
         let Some(standby) = self.standby.clone() else { return };
         let lost = match &self.committed {
-            Some((version, source)) => LostWeights::Updated {
+            Some((version, Some(source))) => LostWeights::Updated {
                 version: *version,
                 label: self.serving.label.clone(),
                 source: source.clone(),
             },
+            Some((version, None)) => {
+                return tracing::error!(
+                    weight_version = %version,
+                    "cannot restore the weights: a trainer's GPU sent them; the node serves after the next update or a restart"
+                );
+            }
             None => LostWeights::Loaded(self.settings.loaded.clone()),
         };
         let cancelled = CancellationToken::new();
@@ -601,6 +632,7 @@ async fn obtain(
 ) -> Result<(Source, Option<WeightVersion>), String> {
     match origin {
         Origin::Path(path) => Ok((Source { path, _copy: None }, None)),
+        Origin::Trainer(_) => unreachable!("a trainer sends no files"),
         Origin::Peer { peer, version } => {
             // Every element may take 4 bytes, and files have headers.
             let bytes_max = 8 * model.parameter_count() + (1 << 26);

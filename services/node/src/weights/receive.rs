@@ -11,7 +11,7 @@ use model::{Checkpoint, LoadFormat, ModelConfig, ModelError, StoredWeight};
 use tokio_util::sync::CancellationToken;
 use weight_transfer::{CHUNK_BYTES, Plan, PlanError, Tensor, WeightVersion, digest};
 
-use super::standby::CANCELLED;
+use super::{standby::CANCELLED, trainer::TrainerError};
 use crate::{memory_limit, settings::SettingsError};
 
 /// Reason why new weights cannot be used. The weights in use are unchanged.
@@ -29,6 +29,8 @@ pub(super) enum ReceiveError {
     Memory(#[from] SettingsError),
     #[error(transparent)]
     Prepare(#[from] PrepareError),
+    #[error(transparent)]
+    Trainer(#[from] TrainerError),
     #[error("cannot stop the steps before the weights change: {0}")]
     Release(&'static str),
     #[error("{CANCELLED}")]

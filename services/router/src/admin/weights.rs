@@ -30,7 +30,7 @@ const PAUSE_DEFAULT_S: f64 = 30.0;
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
 struct BeginBody {
-    /// Absolute path of the model on every node.
+    /// Absolute path of the model on every node; with ipc, the trainer's Unix socket.
     path: String,
     /// The operator's name of the weights.
     #[serde(default)]
@@ -42,7 +42,8 @@ struct BeginBody {
     /// Whether the router commits as soon as every node is prepared.
     #[serde(default)]
     commit: bool,
-    /// disk: every node reads the path. tcp: one node reads it, and the others copy from that node.
+    /// disk: every node reads the path. tcp: one node reads it, and the others copy from that node. ipc: every node reads
+    /// the memory of a GPU of a trainer on its host.
     #[serde(default)]
     transport: TransportName,
     /// With tcp, the node that reads the path; the first node if absent.
@@ -89,6 +90,7 @@ enum TransportName {
     #[default]
     Disk,
     Tcp,
+    Ipc,
 }
 
 #[derive(Clone)]
@@ -180,7 +182,8 @@ fn checked(front: &Front, body: &[u8]) -> Result<NewUpdate, ApiError> {
     let transport = match (transport, node) {
         (TransportName::Tcp, seed) => Transport::Tcp { seed },
         (TransportName::Disk, None) => Transport::Disk,
-        (TransportName::Disk, Some(node)) => {
+        (TransportName::Ipc, None) => Transport::Ipc,
+        (TransportName::Disk | TransportName::Ipc, Some(node)) => {
             return Err(invalid("node", format!("{:?}", shown(&node)), "transport tcp with it"));
         }
     };

@@ -36,6 +36,7 @@ pub struct UpdateRequest {
     pub label: String,
     pub path: String,
     pub in_flight: v1::InFlight,
+    pub transport: v1::WeightsTransport,
 }
 
 /// The node from which another node copies the weights.
@@ -143,6 +144,7 @@ impl Nodes {
                         remaining_ms: remaining.as_millis() as u64,
                         peers: others.map(peer).collect(),
                         in_flight: update.in_flight.into(),
+                        transport: update.transport.into(),
                     };
                     client.begin(request).await
                 }

@@ -85,6 +85,11 @@ impl Targets {
         self.0.insert(model, ModelTarget { target, replaced: known, had, failed });
     }
 
+    /// Forgets the model's update: no node can catch up with the one that replaced it.
+    pub fn forget(&mut self, model: &str) {
+        self.0.remove(model);
+    }
+
     /// Notes that a node did not catch up.
     pub fn failed(&mut self, now: Instant, model: &str, node: Epoch) {
         if let Some(target) = self.0.get_mut(model) {

@@ -6,14 +6,14 @@ use std::{
 };
 
 use cluster::Epoch;
-use proto::v1::InFlight;
+use proto::v1::{InFlight, WeightsTransport};
 use tokio::task::JoinSet;
 use weight_transfer::{
     Coordinator, CoordinatorError, CoordinatorPhase, UpdateEnd, UpdateId, UpdateState,
     WeightVersion,
 };
 
-use super::{NewUpdate, ParticipantView, UpdateView, targets::Target};
+use super::{NewUpdate, ParticipantView, Transport, UpdateView, targets::Target};
 use crate::nodes::{CopyFrom, Nodes, UpdateRequest, WeightNode, WeightsAnswer};
 
 /// Least time between two calls to a node whose state has not changed.
@@ -70,6 +70,10 @@ impl Update {
                 label: new.label,
                 path: new.path,
                 in_flight: new.in_flight,
+                transport: match new.transport {
+                    Transport::Disk | Transport::Tcp { .. } => WeightsTransport::Files,
+                    Transport::Ipc => WeightsTransport::Ipc,
+                },
             }),
             model: new.model,
             due: vec![Some(now); nodes.len()],
@@ -103,6 +107,7 @@ impl Update {
                 label: target.label,
                 path: target.path,
                 in_flight: target.in_flight,
+                transport: WeightsTransport::Files,
             }),
             model,
             due: vec![Some(now)],
@@ -138,6 +143,10 @@ impl Update {
 
     pub fn in_flight(&self) -> InFlight {
         self.request.in_flight
+    }
+
+    pub fn transport(&self) -> WeightsTransport {
+        self.request.transport
     }
 
     pub fn timeout(&self) -> Duration {
@@ -306,7 +315,6 @@ mod tests {
     use proto::v1::PauseState;
 
     use super::*;
-    use crate::weights::Transport;
 
     fn node(number: u128) -> WeightNode {
         WeightNode {

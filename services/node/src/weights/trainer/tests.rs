@@ -1,0 +1,295 @@
+use std::{
+    os::unix::net::UnixListener,
+    sync::{
+        Arc, Mutex,
+        atomic::{AtomicUsize, Ordering},
+    },
+    thread,
+};
+
+use engine::executor::{ChunkReceiver, PrepareError, TensorDigest};
+use model::Checkpoint;
+use serde_json::{Value, json};
+use tokio::task::spawn_blocking;
+
+use super::*;
+use crate::weights::receive::ReceiveError;
+
+const SIZES: [u64; 4] = [700, 0, 1, 1299];
+
+/// Memory that a trainer and a node share: the chunk buffers, and what the node has received.
+#[derive(Default)]
+struct Shared {
+    buffers: Mutex<Vec<Vec<u8>>>,
+    received: Mutex<Vec<Vec<u8>>>,
+    /// Receivers that exist.
+    receiving: AtomicUsize,
+    is_in_place: bool,
+}
+
+/// Reads a buffer as late as it may, so that an early overwrite shows.
+struct Receiver<'a> {
+    shared: &'a Shared,
+    pending: Vec<Vec<TensorPiece>>,
+}
+
+impl WeightUpdate for Shared {
+    fn is_in_place(&self) -> bool {
+        self.is_in_place
+    }
+
+    fn prepare(&self, _: &Path, _: &Checkpoint) -> Result<(), PrepareError> {
+        unreachable!("the tests read no files")
+    }
+
+    fn receive(
+        &self,
+        _: &ModelConfig,
+        tensors: &[DeclaredTensor],
+        buffers: &[ExportedMemory],
+    ) -> Result<Box<dyn ChunkReceiver + '_>, PrepareError> {
+        *self.buffers.lock().unwrap() = vec![Vec::new(); buffers.len()];
+        let bytes = tensors.iter().map(|it| vec![0; it.bytes().unwrap() as usize]);
+        *self.received.lock().unwrap() = bytes.collect();
+        self.receiving.fetch_add(1, Ordering::Relaxed);
+        Ok(Box::new(Receiver { shared: self, pending: vec![Vec::new(); buffers.len()] }))
+    }
+
+    fn discard(&self) {}
+}
+
+impl ChunkReceiver for Receiver<'_> {
+    fn scatter(&mut self, buffer: usize, pieces: &[TensorPiece]) -> Result<(), PrepareError> {
+        assert!(self.pending[buffer].is_empty(), "the node waits before it reuses a buffer");
+        self.pending[buffer] = pieces.to_vec();
+        Ok(())
+    }
+
+    fn wait(&mut self, buffer: usize) -> Result<(), PrepareError> {
+        let buffers = self.shared.buffers.lock().unwrap();
+        let mut received = self.shared.received.lock().unwrap();
+        for TensorPiece { tensor, range, at } in self.pending[buffer].drain(..) {
+            let bytes = &buffers[buffer][at..at + range.len()];
+            received[tensor][range].copy_from_slice(bytes);
+        }
+        Ok(())
+    }
+
+    fn finish(mut self: Box<Self>) -> Result<Vec<TensorDigest>, PrepareError> {
+        (0..self.pending.len()).try_for_each(|buffer| self.wait(buffer))?;
+        let received = self.shared.received.lock().unwrap();
+        let digest = |bytes: &Vec<u8>| {
+            let digest = weight_transfer::digest([&bytes[..]]) as u64;
+            TensorDigest { digest: Some(digest), is_whole: true }
+        };
+        Ok(received.iter().map(digest).collect())
+    }
+}
+
+impl Drop for Receiver<'_> {
+    fn drop(&mut self) {
+        self.shared.receiving.fetch_sub(1, Ordering::Relaxed);
+    }
+}
+
+fn declaration(chunk_bytes: usize, buffers: usize) -> Value {
+    let tensors = SIZES.iter().enumerate().map(
+        |(index, bytes)| json!({"name": format!("t{index}"), "dtype": "BF16", "shape": [bytes]}),
+    );
+    let buffer = json!({"gpu": "GPU-1", "handle": "0a".repeat(HANDLE_BYTES)});
+    json!({
+        "chunk_bytes": chunk_bytes,
+        "buffers": vec![buffer; buffers],
+        "tensors": tensors.collect::<Vec<_>>(),
+    })
+}
+
+fn weights() -> Vec<Vec<u8>> {
+    let bytes = |(tensor, size): (usize, &u64)| {
+        (0..2 * *size as usize).map(|at| (at * 7 + tensor) as u8).collect()
+    };
+    SIZES.iter().enumerate().map(bytes).collect()
+}
+
+/// What the trainer does after it has answered some requests.
+#[derive(Clone, Copy)]
+enum End {
+    Closes,
+    StaysSilent,
+    Miscounts,
+}
+
+/// Serves one node, as a trainer does. Ends after `answers` requests.
+fn train(
+    listener: UnixListener,
+    shared: Arc<Shared>,
+    declaration: Value,
+    answers: usize,
+    end: End,
+) -> thread::JoinHandle<()> {
+    thread::spawn(move || {
+        let (mut stream, _) = listener.accept().unwrap();
+        let text = format!("{declaration}\n");
+        // The node may have found the first bytes invalid.
+        let _ = stream.write_all(text.as_bytes());
+        let all = weights().concat();
+        let chunk_bytes = declaration["chunk_bytes"].as_u64().unwrap_or(1).max(1) as usize;
+        let chunks: Vec<_> = all.chunks(chunk_bytes).collect();
+        for answer in 0.. {
+            if answer == answers {
+                match end {
+                    End::Closes => return,
+                    End::StaysSilent => {
+                        let _ = stream.read_exact(&mut [0; 4096]);
+                        return;
+                    }
+                    End::Miscounts => {}
+                }
+            }
+            let mut request = [0; 8];
+            if stream.read_exact(&mut request).is_err() {
+                return;
+            }
+            let index = u64::from_le_bytes(request) as usize;
+            let mut buffers = shared.buffers.lock().unwrap();
+            let buffer = index % buffers.len();
+            buffers[buffer] = chunks[index].to_vec();
+            drop(buffers);
+            let bytes = chunks[index].len() + usize::from(answer == answers);
+            let answer = [index as u64, bytes as u64].map(u64::to_le_bytes).concat();
+            if stream.write_all(&answer).is_err() {
+                return;
+            }
+        }
+    })
+}
+
+struct Outcome {
+    shared: Arc<Shared>,
+    result: Result<WeightVersion, ReceiveError>,
+    released: bool,
+}
+
+/// Runs a trainer and a node.
+async fn run(declaration: Value, answers: usize, end: End, is_in_place: bool) -> Outcome {
+    let folder = tempfile::tempdir().unwrap();
+    let socket = folder.path().join("trainer.sock");
+    let listener = UnixListener::bind(&socket).unwrap();
+    let shared = Arc::new(Shared { is_in_place, ..Shared::default() });
+    let trainer = train(listener, shared.clone(), declaration, answers, end);
+    let cancelled = CancellationToken::new();
+    if matches!(end, End::StaysSilent) {
+        let cancelled = cancelled.clone();
+        tokio::spawn(async move {
+            tokio::time::sleep(LOOK).await;
+            cancelled.cancel();
+        });
+    }
+    let node = shared.clone();
+    let (result, released) = spawn_blocking(move || {
+        let released = std::cell::Cell::new(false);
+        let release = || {
+            released.set(true);
+            Ok(())
+        };
+        let result = receive(&socket, &model(), &*node, &release, &cancelled);
+        (result, released.get())
+    })
+    .await
+    .unwrap();
+    trainer.join().unwrap();
+    assert_eq!(shared.receiving.load(Ordering::Relaxed), 0, "the buffers are unmapped");
+    Outcome { shared, result, released }
+}
+
+fn model() -> ModelConfig {
+    let folder = tempfile::tempdir().unwrap();
+    let config = json!({
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama",
+        "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 96,
+        "max_position_embeddings": 64, "rms_norm_eps": 1e-5, "rope_theta": 10000.0,
+        "hidden_act": "silu"
+    });
+    let path = folder.path().join("config.json");
+    std::fs::write(&path, config.to_string()).unwrap();
+    let checkpoint = Checkpoint::open(&path, model::LoadFormat::Dummy { seed: 1 }).unwrap();
+    checkpoint.config().clone()
+}
+
+#[tokio::test]
+async fn every_byte_arrives_for_any_number_of_buffers_and_chunks() {
+    let mut versions = Vec::new();
+    for buffers in [1, 2, 3, 8] {
+        for chunk_bytes in [100, 333, 1400, 5000] {
+            let outcome =
+                run(declaration(chunk_bytes, buffers), usize::MAX, End::Closes, false).await;
+            versions.push(outcome.result.unwrap());
+            assert!(!outcome.released);
+            assert_eq!(*outcome.shared.received.lock().unwrap(), weights());
+        }
+    }
+    versions.dedup();
+    assert_eq!(versions.len(), 1, "the version depends on the bytes only");
+}
+
+#[tokio::test]
+async fn trainer_that_ends_at_any_chunk_aborts_the_update() {
+    // 40 chunks.
+    for answers in 0..40 {
+        for is_in_place in [false, true] {
+            let outcome = run(declaration(100, 2), answers, End::Closes, is_in_place).await;
+            let error = outcome.result.unwrap_err().to_string();
+            assert!(error.contains("the trainer closed the connection"), "{answers}: {error}");
+            assert_eq!(outcome.released, is_in_place);
+        }
+    }
+    // After the last chunk the trainer is not needed, but it may have freed its memory before the copies.
+    let outcome = run(declaration(100, 2), 40, End::Closes, false).await;
+    if let Err(error) = outcome.result {
+        assert!(error.to_string().contains("the trainer closed the connection"), "{error}");
+    }
+}
+
+#[tokio::test]
+async fn cancelled_update_leaves_a_silent_trainer() {
+    for answers in [0, 3] {
+        let outcome = run(declaration(100, 2), answers, End::StaysSilent, false).await;
+        assert!(matches!(outcome.result, Err(ReceiveError::Cancelled)));
+    }
+}
+
+#[tokio::test]
+async fn invalid_messages_are_named() {
+    let with = |field: &str, value: Value| {
+        let mut declaration = declaration(100, 2);
+        declaration[field] = value;
+        declaration
+    };
+    let buffer = |handle: &str| json!([{"gpu": "GPU-1", "handle": handle}]);
+    for (declaration, words) in [
+        (with("chunk_bytes", json!(0)), "chunk_bytes is 0; expected 1 to"),
+        (with("chunk_bytes", json!("big")), "invalid type: string"),
+        (with("buffers", json!([])), "0 buffers; expected 1 to 16"),
+        (with("buffers", buffer("0a0")), "handle is \"0a0\"; expected 128 hexadecimal digits"),
+        (with("buffers", buffer(&"é".repeat(64))), "expected 128 hexadecimal digits"),
+        (with("tensors", json!([])), "expected at least one tensor"),
+        (with("colour", json!("red")), "unknown field `colour`"),
+        (json!("a text"), "invalid type"),
+    ] {
+        let outcome = run(declaration, 0, End::Closes, true).await;
+        let error = outcome.result.unwrap_err().to_string();
+        assert!(error.contains(words), "{error:?} lacks {words:?}");
+        assert!(!outcome.released, "{words}: an invalid message costs no weights");
+    }
+    let outcome = run(declaration(100, 2), 3, End::Miscounts, false).await;
+    let error = outcome.result.unwrap_err().to_string();
+    assert!(error.contains("101 bytes as chunk 3; expected 100 bytes as chunk 3"), "{error}");
+    let nobody = spawn_blocking(|| {
+        let shared = Shared::default();
+        let socket = Path::new("/nowhere/trainer.sock");
+        receive(socket, &model(), &shared, &|| Ok(()), &CancellationToken::new())
+    });
+    let error = nobody.await.unwrap().unwrap_err().to_string();
+    assert!(error.contains("expected the Unix socket of a trainer on this host"), "{error}");
+}
