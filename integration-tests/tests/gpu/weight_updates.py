@@ -1,0 +1,306 @@
+#!/usr/bin/env python3
+"""Weight updates from a trainer's GPU to real nodes: weight_updates.py check|bench --bin FOLDER [options].
+
+check  Compares greedy answers before and after updates by ipc, and back, with those of nodes that read the weights from disk.
+       Kills a trainer at several chunks, and offers invalid weights.
+bench  Prints time, pause and bandwidth of updates for several numbers of buffers and chunk sizes (random weights).
+
+Needs torch with CUDA. One GPU: the trainer shares the node's GPU. --trainer-gpu 1: the trainer has another GPU.
+"""
+import argparse
+import contextlib
+import json
+import os
+import pathlib
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import urllib.request
+
+HERE = pathlib.Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE.parents[2] / "services/weight-transfer/client"))
+import baton_weights  # noqa: E402
+from baton_weights import UpdateError, WeightUpdater, write_safetensors  # noqa: E402
+
+MIB = 1 << 20
+HTTP, GRPC, ADMIN = 18000, 18001, 18002
+PROMPTS = [[(7 * at * at + 13 * number) % 30_000 + 1 for at in range(24 + 5 * number)] for number in range(6)]
+READY_SECONDS = 240
+
+
+def arguments():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("mode", choices=["check", "bench", "trainer"])
+    parser.add_argument("--bin", help="folder of baton and the services")
+    parser.add_argument("--kernels", help="path of libbaton_kernels.so")
+    parser.add_argument("--size", default=None, choices=["tiny", "1b", "8b"], help="default: tiny for check, 8b for bench")
+    parser.add_argument("--node-gpus", default="0", help="GPUs of the node, one for each rank")
+    parser.add_argument("--trainer-gpu", type=int, default=0)
+    parser.add_argument("--tp", type=int, default=1)
+    parser.add_argument("--place", default="shadow", choices=["shadow", "in_place"])
+    parser.add_argument("--memory-percent", type=int, default=45)
+    parser.add_argument("--buffers", default="1,2,3,8")
+    parser.add_argument("--chunk-mib", default="64,256")
+    parser.add_argument("--rounds", type=int, default=3)
+    # Of the mode trainer, which `check` starts to kill it.
+    parser.add_argument("--socket")
+    parser.add_argument("--die-at", type=int, default=-1)
+    return parser.parse_args()
+
+
+def write_config(folder, size):
+    subprocess.run([sys.executable, HERE / "random_model.py", folder, size], check=True)
+    return json.loads((folder / "config.json").read_text())
+
+
+def random_weights(config, seed, device):
+    import torch
+
+    torch.manual_seed(seed)
+    hidden, inner, dim = config["hidden_size"], config["intermediate_size"], config["head_dim"]
+    queries, keys = config["num_attention_heads"] * dim, config["num_key_value_heads"] * dim
+    layer = {
+        "input_layernorm": (hidden,), "post_attention_layernorm": (hidden,), "self_attn.q_proj": (queries, hidden),
+        "self_attn.k_proj": (keys, hidden), "self_attn.v_proj": (keys, hidden), "self_attn.o_proj": (hidden, queries),
+        "mlp.gate_proj": (inner, hidden), "mlp.up_proj": (inner, hidden), "mlp.down_proj": (hidden, inner),
+    }
+    shapes = {"model.embed_tokens.weight": (config["vocab_size"], hidden), "model.norm.weight": (hidden,)}
+    if not config["tie_word_embeddings"]:
+        shapes["lm_head.weight"] = (config["vocab_size"], hidden)
+    for number in range(config["num_hidden_layers"]):
+        shapes |= {f"model.layers.{number}.{name}.weight": shape for name, shape in layer.items()}
+    weights = {}
+    for name, shape in shapes.items():
+        noise = torch.randn(shape, device=device, dtype=torch.bfloat16)
+        weights[name] = 1 + noise / 50 if len(shape) == 1 else noise * shape[1] ** -0.5
+    return weights
+
+
+def call(port, path, body=None):
+    data = None if body is None else json.dumps(body).encode()
+    request = urllib.request.Request(f"http://127.0.0.1:{port}{path}", data, {"content-type": "application/json"})
+    with urllib.request.urlopen(request, timeout=60) as response:
+        return response.read()
+
+
+class Cluster:
+    def __init__(self, options, model, dummy=False):
+        self.lines, self.changed = [], threading.Condition()
+        environment = os.environ | {
+            "BATON_WEIGHTS_PLACE": options.place, "BATON_ROUTER_ADMIN": f"127.0.0.1:{ADMIN}", "BATON_MODEL_NAME": "model",
+            "BATON_NODE_GPU_MEMORY_PERCENT": str(options.memory_percent), "BATON_NODE_GPU_TUNE": "0s",
+            "BATON_NODE_DEVICE": "cuda", "NO_COLOR": "1", "NCCL_NVLS_ENABLE": "0",
+        }
+        if options.kernels:
+            environment["BATON_NODE_KERNELS"] = str(pathlib.Path(options.kernels).resolve())
+        command = [
+            pathlib.Path(options.bin) / "baton", "up", "--model", model, "--prefill", "0", "--decode", "1", "--gpus",
+            options.node_gpus, "--tp", str(options.tp), "--http", f"127.0.0.1:{HTTP}", "--grpc", f"127.0.0.1:{GRPC}",
+            "--dtype", "bf16", "--load-format", "dummy" if dummy else "auto",
+        ]
+        self.process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        self.reader = threading.Thread(target=self.read, daemon=True)
+        self.reader.start()
+
+    def __enter__(self):
+        try:
+            self.wait_ready()
+        except BaseException:
+            self.stop()
+            raise
+        return self
+
+    def __exit__(self, *_):
+        self.stop()
+
+    def read(self):
+        for line in self.process.stdout:
+            with self.changed:
+                self.lines.append(re.sub(r"\x1b\[[0-9;]*m", "", line.rstrip()))
+                self.changed.notify_all()
+
+    def wait_ready(self):
+        deadline = time.monotonic() + READY_SECONDS
+        while True:
+            if self.process.poll() is not None or time.monotonic() > deadline:
+                raise SystemExit("the cluster did not start:\n" + "\n".join(self.lines[-40:]))
+            with contextlib.suppress(OSError):
+                nodes = json.loads(call(ADMIN, "/v1/weights"))["nodes"]
+                if nodes and nodes[0]["weight_version"] != "none" and call(HTTP, "/ready") is not None:
+                    return
+            time.sleep(0.1)
+
+    def stop(self):
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGTERM)
+            try:
+                self.process.wait(60)
+            except subprocess.TimeoutExpired:
+                self.process.kill()
+                self.process.wait()
+        self.reader.join(10)
+
+    def wait_line(self, words, since, seconds=30):
+        """Returns the first line of the log with these words after line `since`."""
+        with self.changed:
+            find = lambda: next((line for line in self.lines[since:] if words in line), None)
+            self.changed.wait_for(find, seconds)
+            return find()
+
+    def answers(self):
+        found = []
+        # Cached prefixes change the shapes of GEMMs, and with them the last bits.
+        salt = os.urandom(8).hex()
+        for prompt in PROMPTS:
+            body = {"cache_salt": salt, "prompt": prompt, "max_tokens": 24, "temperature": 0.0, "ignore_eos": True, "return_token_ids": True,
+                    "logprobs": 1}
+            choice = json.loads(call(HTTP, "/v1/completions", body))["choices"][0]
+            found.append((choice.get("token_ids") or choice["text"], choice["logprobs"]["token_logprobs"]))
+        return found
+
+
+def offer_dying(die_at):
+    """Makes this process kill itself when a node asks for a chunk."""
+    class Dying(list):
+        def __getitem__(self, index):
+            if index >= die_at:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return super().__getitem__(index)
+
+    make = baton_weights.cut
+    baton_weights.cut = lambda *arguments: Dying(make(*arguments))
+
+
+def run_trainer(options):
+    """A trainer that dies at a chunk."""
+    import torch
+
+    config = json.loads((pathlib.Path(options.bin) / "config.json").read_text())
+    offer_dying(options.die_at)
+    weights = random_weights(config, 3, torch.device("cuda", options.trainer_gpu))
+    WeightUpdater(f"http://127.0.0.1:{ADMIN}", transport="ipc", socket=options.socket, chunk_bytes=16 * MIB).push(weights)
+
+
+def expect_error(words, act):
+    try:
+        act()
+    except UpdateError as error:
+        assert all(word in str(error) for word in words), f"{error}\nlacks one of {words}"
+        print(f"  rejected: {error}")
+    else:
+        raise AssertionError(f"an update passed that should fail with {words}")
+
+
+def check(options, folder):
+    import torch
+
+    device = torch.device("cuda", options.trainer_gpu)
+    base, new = folder / "base", folder / "new"
+    config = write_config(base, options.size or "tiny")
+    weights = {name: random_weights(config, seed, device) for name, seed in {"base": 1, "new": 2}.items()}
+    shutil.copytree(base, new)
+    for path in (base, new):
+        write_safetensors(path / "model.safetensors", weights[path.name])
+    with Cluster(options, new) as cluster:
+        expected_new = cluster.answers()
+    socket = str(folder / "trainer.sock")
+    updater = lambda **more: WeightUpdater(f"http://127.0.0.1:{ADMIN}", transport="ipc", socket=socket,
+                                           **({"chunk_bytes": 16 * MIB, "timeout": 60} | more))
+    with Cluster(options, base) as cluster:
+        expected_base = cluster.answers()
+        assert expected_base != expected_new
+        bytes_total = sum(value.nbytes for value in weights["base"].values())
+        chunks = -(-bytes_total // (16 * MIB))
+        for die_at in [0, 1, chunks // 2, chunks - 1]:
+            since, began = len(cluster.lines), time.monotonic()
+            trainer = [sys.executable, __file__, "trainer", "--bin", base, "--socket", socket, "--die-at", str(die_at),
+                       "--trainer-gpu", str(options.trainer_gpu)]
+            assert subprocess.run(trainer, timeout=120).returncode == -signal.SIGKILL
+            died = time.monotonic()
+            line = cluster.wait_line("the weight update was aborted", since, 5)
+            assert line and "the trainer closed the connection" in line, line
+            print(f"  trainer killed at chunk {die_at} of {chunks}: reported {time.monotonic() - died:.2f} s later")
+            cluster.wait_ready()
+            while json.loads(call(ADMIN, "/v1/weights"))["update"]["phase"] != "aborted":
+                time.sleep(0.05)
+            assert cluster.answers() == expected_base, "answers changed after a trainer was killed"
+        name = "model.layers.1.mlp.up_proj.weight"
+        valid, up = weights["new"], weights["new"][name]
+        other = {**valid, name: up.clone()}
+        other[name][3, 5] = float("nan")
+        with_handle = baton_weights.GpuBuffer.__init__
+        for what, words, change in [
+            ("shape", ["has shape", name], {**valid, name: up[:-8]}),
+            ("dtype", ["has dtype F32; expected BF16", name], {**valid, name: up.float()}),
+            ("missing", ["is missing", name], {key: value for key, value in valid.items() if key != name}),
+            ("unknown", ["is not part of the llama architecture"], {**valid, "other": up}),
+            ("not finite", ["1 elements of tensor", name], other),
+        ]:
+            if options.place == "in_place" and what == "not finite":
+                continue  # The node would read its weights again; the kills have covered this.
+            expect_error(words, lambda: updater().push(change))
+
+        def invalid_handle(self, *arguments):
+            with_handle(self, *arguments)
+            self.handle = "5a" * 64
+
+        baton_weights.GpuBuffer.__init__ = invalid_handle
+        expect_error(["cannot map the memory"], lambda: updater().push(valid))
+        baton_weights.GpuBuffer.__init__ = with_handle
+        assert cluster.answers() == expected_base, "answers changed after rejected updates"
+
+        versions = {}
+        for buffers, chunk in [(1, 16 * MIB), (2, 16 * MIB), (3, 5 * MIB + 96), (8, 3 * MIB), (2, 256 * MIB)]:
+            client = updater(buffers=buffers, chunk_bytes=chunk)
+            for name, expected in [("new", expected_new), ("base", expected_base)]:
+                report = client.push(weights[name], label=name)
+                assert cluster.answers() == expected, f"{name}: answers differ by {buffers} buffers of {chunk} bytes"
+                assert versions.setdefault(name, report["weight_version"]) == report["weight_version"], "another version"
+            print(f"  {buffers} buffers of {chunk} bytes: answers equal those from disk, and the old ones after the update back")
+    print("check passed")
+
+
+def bench(options, folder):
+    import torch
+
+    device = torch.device("cuda", options.trainer_gpu)
+    config = write_config(folder / "model", options.size or "8b")
+    weights = random_weights(config, 1, device)
+    total = sum(value.nbytes for value in weights.values())
+    print(f"{total / 1e9:.2f} GB, {torch.cuda.get_device_name(device)}, trainer on GPU {options.trainer_gpu}, node on "
+          f"{options.node_gpus}, place {options.place}")
+    print("| buffers | chunk MiB | chunks | round | received ms | of it before the first chunk | GB/s | pause ms | push ms |")
+    print("| --- | --- | --- | --- | --- | --- | --- | --- | --- |")
+    with Cluster(options, folder / "model", dummy=True) as cluster:
+        for chunk in [int(mib) for mib in options.chunk_mib.split(",")]:
+            for buffers in [int(count) for count in options.buffers.split(",")]:
+                updater = WeightUpdater(f"http://127.0.0.1:{ADMIN}", transport="ipc", socket=str(folder / "trainer.sock"),
+                                        chunk_bytes=chunk * MIB, buffers=buffers)
+                for number in range(options.rounds):
+                    since, began = len(cluster.lines), time.perf_counter()
+                    report = updater.push(weights)
+                    push_ms = (time.perf_counter() - began) * 1e3
+                    line = cluster.wait_line("received weights from a trainer", since)
+                    value = lambda name: float(re.search(rf'{name}"?[=:]\s*([0-9.]+)', line).group(1))
+                    received, mapped = value("received_ms"), value("mapped_ms")
+                    paused = report["nodes"][0].get("paused_ms", float("nan"))
+                    print(f"| {buffers} | {chunk} | {int(value('chunks'))} | {number + 1} | {received:.1f} | {mapped:.1f} | "
+                          f"{total / received / 1e6:.0f} | {paused:.1f} | {push_ms:.0f} |", flush=True)
+                del updater
+
+
+def main():
+    options = arguments()
+    if options.mode == "trainer":
+        return run_trainer(options)
+    with tempfile.TemporaryDirectory(prefix="baton-weights-") as folder:
+        {"check": check, "bench": bench}[options.mode](options, pathlib.Path(folder))
+
+
+if __name__ == "__main__":
+    main()
