@@ -199,6 +199,18 @@ async fn router_finds_nodes_by_dns_and_forwards_calls_of_the_operator() -> Resul
     let (is_done, text) = baton_node(&admin, &["reset-prefix-cache", "decode-0"]).await?;
     assert!(is_done && text.contains("blocks dropped"), "{text}");
     assert_eq!(ask(&client, &prompt(0, 320), None).await?.cached_tokens, 0);
+    let file = folder.path().join("trace.json").display().to_string();
+    let record = ["trace", "decode-0", "--seconds", "4", "--output", &file];
+    // The prompt is cached: its step is short.
+    let cached = prompt(0, 320);
+    let (recorded, asked) = tokio::join!(baton_node(&admin, &record), ask(&client, &cached, None));
+    asked?;
+    let (is_done, text) = recorded?;
+    assert!(is_done && text.contains("decode-0: ") && text.contains(" steps in 4."), "{text}");
+    let trace: Value = serde_json::from_slice(&std::fs::read(&file)?)?;
+    assert_ne!(trace["otherData"]["steps"], 0);
+    let (is_done, text) = baton_node(&admin, &["trace", "decode-7", "--seconds", "1"]).await?;
+    assert!(!is_done && text.contains("decode-7") && text.contains("decode-0"), "{text}");
     assert!(baton_node(&admin, &["drain", "decode-0"]).await?.0);
     decode_nodes(&client, 0).await?;
     assert_eq!(metrics.get("/ready").await?.status, 200, "requests wait");

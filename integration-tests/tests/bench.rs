@@ -101,12 +101,12 @@ fn check_decode_steps(decode: &Value) {
 fn check_trace(trace: &Value) {
     let events = trace["traceEvents"].as_array().expect("a list of events");
     let track = |event: &Value| event["tid"].as_u64().expect("a track") as usize;
-    let mut names = vec![String::new(); 5];
+    let mut names = vec![String::new(); 4];
     for event in events.iter().filter(|event| event["name"] == "thread_name") {
         names[track(event)] = event["args"]["name"].as_str().expect("a name").to_owned();
     }
-    assert_eq!(names, ["measurement", "plan", "launch", "collect", "device"]);
-    let mut free_from = [0.0; 5];
+    assert_eq!(names, ["plan", "launch", "collect", "device"]);
+    let mut free_from = [0.0; 4];
     let mut of_step = std::collections::BTreeMap::<u64, Vec<usize>>::new();
     for event in events.iter().filter(|event| event["ph"] == "X") {
         let (begin, length) = (number(&event["ts"]), number(&event["dur"]));
@@ -126,9 +126,14 @@ fn check_trace(trace: &Value) {
             );
         }
     }
+    // Two measurements of two batches and three runs each.
+    for phase in ["b", "e"] {
+        let of_phase = events.iter().filter(|it| it["ph"] == phase);
+        assert_eq!(of_phase.filter(|it| it["cat"] == "measurement").count(), 12);
+    }
     // Every batch and run has at least one prefill step and eight decode steps.
     assert!(of_step.len() >= 6 + 6 * 8, "{} steps", of_step.len());
-    assert!(of_step.values().all(|tracks| tracks[..] == [1, 2, 3, 4]), "{of_step:?}");
+    assert!(of_step.values().all(|tracks| tracks[..] == [0, 1, 2, 3]), "{of_step:?}");
 }
 
 #[tokio::test(flavor = "multi_thread")]

@@ -12,8 +12,8 @@ use serde_json::Value;
 
 use crate::{connector::Connector, sse::SseReader};
 
-/// Deadline of a GET request.
-const GET_WITHIN: Duration = Duration::from_secs(10);
+/// Deadline of a request whose body is read whole, unless [`HttpClient::within`] sets another one.
+pub const GET_WITHIN: Duration = Duration::from_secs(10);
 /// Maximum size of a response body that is read whole.
 const WHOLE_BODY_MAX: usize = 16 << 20;
 /// Maximum length of an error's text that is not JSON.
@@ -31,6 +31,11 @@ impl HttpClient {
     pub fn new(connector: Connector) -> Self {
         let inner = Client::builder(TokioExecutor::new()).build(connector);
         Self { inner, get_within: GET_WITHIN, authorization: None }
+    }
+
+    /// Sets the deadline of a request whose body is read whole.
+    pub fn within(self, get_within: Duration) -> Self {
+        Self { get_within, ..self }
     }
 
     pub fn with_key(self, authorization: Option<HeaderValue>) -> Self {
@@ -75,17 +80,17 @@ impl HttpClient {
         Ok(())
     }
 
-    /// Returns status and whole body of a GET, within [`GET_WITHIN`].
+    /// Returns status and whole body of a GET, within the deadline.
     pub async fn get(&self, url: &str) -> Result<(http::StatusCode, Bytes)> {
         self.request("GET", url).await
     }
 
-    /// Returns status and whole body of a request without a body, within [`GET_WITHIN`].
+    /// Returns status and whole body of a request without a body, within the deadline.
     pub async fn request(&self, method: &str, url: &str) -> Result<(http::StatusCode, Bytes)> {
         self.request_with(method, url, None).await
     }
 
-    /// Returns status and whole body of a request, within [`GET_WITHIN`].
+    /// Returns status and whole body of a request, within the deadline.
     pub async fn request_with(
         &self,
         method: &str,

@@ -1,14 +1,20 @@
 //! `baton node`: lists the nodes of a router and calls them through the router's admin API.
 
-use std::time::Duration;
+use std::{
+    io::Write,
+    path::{Path, PathBuf},
+    time::Duration,
+};
 
 use anyhow::{Context, Result, bail};
+use bytes::Bytes;
 use clap::{Args, Subcommand};
 use serde_json::Value;
+use tempfile::NamedTempFile;
 
 use crate::{
     client_args::ClientArgs,
-    http_client::{error_message, json_answer},
+    http_client::{GET_WITHIN, error_message, json_answer},
 };
 
 const CONNECT_MAX: Duration = Duration::from_secs(2);
@@ -23,6 +29,9 @@ pub enum NodeCommand {
     Undrain(NodeArgs),
     /// Drops a node's cached KV blocks, except blocks that requests use.
     ResetPrefixCache(NodeArgs),
+    /// Records the steps of a node, its transfers, and the saves and loads of its KV tiers, as a trace for Perfetto or
+    /// chrome://tracing.
+    Trace(TraceArgs),
 }
 
 #[derive(Args)]
@@ -42,6 +51,18 @@ pub struct NodeArgs {
     admin: Admin,
 }
 
+#[derive(Args)]
+pub struct TraceArgs {
+    /// Time to record. A node keeps at most 20,000 steps, saves, loads and transfers, and ends a full trace earlier.
+    #[arg(long, default_value_t = 5, value_parser = clap::value_parser!(u32).range(1..=60))]
+    seconds: u32,
+    /// File to write.
+    #[arg(long, default_value = "trace.json", value_name = "FILE")]
+    output: PathBuf,
+    #[command(flatten)]
+    node: NodeArgs,
+}
+
 pub fn run(command: NodeCommand) -> Result<()> {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
     let text = runtime.block_on(async {
@@ -50,6 +71,7 @@ pub fn run(command: NodeCommand) -> Result<()> {
             NodeCommand::Drain(node) => node.call("drain").await,
             NodeCommand::Undrain(node) => node.call("undrain").await,
             NodeCommand::ResetPrefixCache(node) => node.call("reset-prefix-cache").await,
+            NodeCommand::Trace(args) => args.record().await,
         }
     });
     println!("{}", text?);
@@ -68,10 +90,37 @@ impl NodeArgs {
     }
 }
 
+impl TraceArgs {
+    async fn record(&self) -> Result<String> {
+        let Self { seconds, output, node: NodeArgs { node, admin } } = self;
+        let shown = output.display();
+        let cannot_write = || format!("cannot write --output {shown}");
+        // An invalid path must not cost a minute, and a failure must not cost an older trace.
+        let folder = output.parent().filter(|folder| *folder != "").unwrap_or(Path::new("."));
+        let mut file = NamedTempFile::new_in(folder).with_context(cannot_write)?;
+        // The router's deadline is shorter, and its error tells more.
+        let within = 2 * GET_WITHIN + Duration::from_secs((*seconds).into());
+        let path = format!("/{node}/trace?seconds={seconds}");
+        let (url, body) = admin.body("POST", &path, within).await?;
+        let about = json_answer(&url, &body)?["otherData"].take();
+        file.write_all(&body).with_context(cannot_write)?;
+        file.persist(output).with_context(cannot_write)?;
+        let (time, steps) = (about["seconds"].as_f64().unwrap_or_default(), &about["steps"]);
+        let full = if about["is_full"] == true { ", then the trace was full" } else { "" };
+        Ok(format!("{node}: {steps} steps in {time:.1} s{full}: {shown}"))
+    }
+}
+
 impl Admin {
     async fn call(&self, method: &str, path: &str) -> Result<Value> {
+        let (url, body) = self.body(method, path, GET_WITHIN).await?;
+        json_answer(&url, &body)
+    }
+
+    /// Returns URL and body of a successful answer.
+    async fn body(&self, method: &str, path: &str, within: Duration) -> Result<(String, Bytes)> {
         let url = format!("{}/v1/nodes{path}", self.admin.trim_end_matches('/'));
-        let client = self.client.client(CONNECT_MAX)?;
+        let client = self.client.client(CONNECT_MAX)?.within(within);
         let (status, body) = client.request(method, &url).await.with_context(|| {
             format!(
                 "cannot reach the router's admin API at {}; expected the address of router.admin",
@@ -81,7 +130,7 @@ impl Admin {
         if !status.is_success() {
             bail!("{status}: {}", error_message(&body));
         }
-        json_answer(&url, &body)
+        Ok((url, body))
     }
 }
 

@@ -5,7 +5,8 @@
 //! [`tiers`] decides which blocks are saved to and loaded from host memory and a disk.
 //! [`executor`] is the interface to the device, and [`constraint`] is the interface to grammars.
 //! [`StepLoop`] drives scheduler and executor and queues a [`StepRecord`] for each step. [`event`] holds
-//! the types between node and scheduler, [`plan`] the types between scheduler and executor.
+//! the types between node and scheduler, [`plan`] the types between scheduler and executor. [`trace`] writes step records
+//! for Perfetto.
 //!
 //! Other crates have models (`model`), arithmetic (`kernels`), KV transfer (`kv-transfer`) and text
 //! (`text`): a node sees token ids only.
@@ -25,6 +26,7 @@ mod scheduler;
 mod step_loop;
 mod step_record;
 pub mod tiers;
+pub mod trace;
 
 pub use block_pool::BlockCounts;
 pub use prefix_cache::{CacheSeeds, HashChain};

@@ -39,6 +39,7 @@ use crate::{
     observe::Observers,
     stream::QueueFull,
     tiers::{TierCopies, TierMetrics},
+    trace::Recorder,
 };
 
 /// Longest sleep; no rule depends on it.
@@ -117,6 +118,7 @@ pub(crate) struct Engine<E> {
     weights_released: Option<oneshot::Sender<()>>,
     /// Copies of the KV tiers; `None` without tiers.
     tiers: Option<TierThreads>,
+    recorder: Recorder,
     is_stopping: bool,
 }
 
@@ -150,6 +152,7 @@ impl<E: Executor> Engine<E> {
             weights_changed: None,
             weights_released: None,
             tiers: None,
+            recorder: Recorder::default(),
             is_stopping: false,
         }
     }
@@ -183,6 +186,7 @@ impl<E: Executor> Engine<E> {
             self.carry_out();
             self.core.handle_deadline(Instant::now());
             self.carry_out();
+            self.recorder.finish_if_due();
             if turn == Turn::Idle {
                 self.sleep()?;
             }
@@ -201,6 +205,7 @@ impl<E: Executor> Engine<E> {
         if let Some(tiers) = &self.tiers {
             // The threads of the tiers outlive the engine thread, so the queue is never closed.
             for event in tiers.events.try_iter().take(TAKEN_PER_STEP_MAX) {
+                self.recorder.tier_event(&event);
                 self.core.handle_tier_event(event, Instant::now());
             }
         }
@@ -222,6 +227,7 @@ impl<E: Executor> Engine<E> {
         let tier_events = self.tiers.as_ref().map_or_else(never, |tiers| tiers.events.clone());
         select! {
             recv(tier_events) -> event => if let Ok(event) = event {
+                self.recorder.tier_event(&event);
                 self.core.handle_tier_event(event, Instant::now());
             },
             recv(*self.commands) -> command => match command {
@@ -239,7 +245,7 @@ impl<E: Executor> Engine<E> {
     }
 
     fn time_until_due(&self) -> Duration {
-        let due = self.core.next_deadline();
+        let due = self.core.next_deadline().into_iter().chain(self.recorder.deadline()).min();
         due.map_or(SLEEP_MAX, |due| due.saturating_duration_since(Instant::now())).min(SLEEP_MAX)
     }
 
@@ -269,6 +275,7 @@ impl<E: Executor> Engine<E> {
                 // The caller may be gone.
                 let _ = dropped.send(self.core.handle_reset_prefix_cache());
             }
+            Command::Trace { request, _permit } => self.recorder.start(request),
             Command::ChangeWeights {
                 weight_version,
                 label,
@@ -320,7 +327,10 @@ impl<E: Executor> Engine<E> {
                         self.core.handle_transfer_queue_full(call, command, reason, now);
                     }
                 }
-                Output::Stage { call, change } => self.callers.change_stage(call, change),
+                Output::Stage { call, change } => {
+                    self.recorder.stage(call, &change);
+                    self.callers.change_stage(call, change);
+                }
                 Output::Observe { observer, event } => {
                     if !self.observers.send(observer, event) {
                         self.core.handle_observe_ended(observer);
@@ -328,14 +338,18 @@ impl<E: Executor> Engine<E> {
                 }
                 Output::ObserveStalled { observer } => self.observers.stalled(observer),
                 Output::Save(job) => {
+                    self.recorder.save_began(&job);
                     let failed = self.tiers.as_ref().and_then(|tiers| tiers.copies.save(job));
                     if let Some(event) = failed {
+                        self.recorder.tier_event(&event);
                         self.core.handle_tier_event(event, Instant::now());
                     }
                 }
                 Output::Load(job) => {
+                    self.recorder.load_began(&job);
                     let failed = self.tiers.as_ref().and_then(|tiers| tiers.copies.load(job));
                     if let Some(event) = failed {
+                        self.recorder.tier_event(&event);
                         self.core.handle_tier_event(event, Instant::now());
                     }
                 }
@@ -344,8 +358,14 @@ impl<E: Executor> Engine<E> {
                         tiers.metrics.set(tier, stats);
                     }
                 }
-                Output::Metric(metric) => record(&self.metrics, &metric),
+                Output::Metric(metric) => {
+                    if let Metric::Step(step) = &metric {
+                        self.recorder.add_step(step);
+                    }
+                    record(&self.metrics, &metric);
+                }
                 Output::WeightsChanged { paused } => {
+                    self.recorder.weights_changed(paused);
                     if let Some(changed) = self.weights_changed.take() {
                         // The caller may be gone.
                         let _ = changed.send(paused);

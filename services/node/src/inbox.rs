@@ -24,6 +24,7 @@ use crate::{
     node_core::{CallId, Refusal, Reply},
     observe::ObserverSender,
     stream::{AttemptPermit, AttemptStream, ReplySender, attempt_stream},
+    trace::TraceRequest,
 };
 
 /// Queued commands of routers that belong to no attempt: new observers, peers to connect to, calls of operators.
@@ -62,6 +63,12 @@ pub(crate) enum Command {
     ResetPrefixCache {
         /// Receives the number of dropped blocks.
         dropped: oneshot::Sender<u32>,
+        /// Held until the engine thread has taken the command.
+        _permit: OwnedSemaphorePermit,
+    },
+    /// Record a trace.
+    Trace {
+        request: TraceRequest,
         /// Held until the engine thread has taken the command.
         _permit: OwnedSemaphorePermit,
     },

@@ -40,6 +40,7 @@ mod tensor_parallel;
 #[cfg(test)]
 mod testing;
 mod tiers;
+mod trace;
 mod transfer_metrics;
 mod transport;
 mod weights;

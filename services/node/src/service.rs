@@ -3,7 +3,11 @@
 //! This module checks each call, sends it to the engine thread and streams the events back. A dropped
 //! call, a closed stream and a lost connection all drop the attempt's stream, which cancels the attempt.
 
-use std::{convert::Infallible, sync::Arc, time::Instant};
+use std::{
+    convert::Infallible,
+    sync::Arc,
+    time::{Duration, Instant},
+};
 
 use cluster::Role;
 use kv_transfer::{
@@ -26,6 +30,7 @@ use crate::{
     node_core::{Refusal, Reply},
     observe,
     stream::MessageStream,
+    trace::{self, TraceRequest},
     wire,
 };
 
@@ -42,6 +47,8 @@ pub(crate) struct NodeService {
     /// Checks the tags of peers.
     secret: ClusterSecret,
     observer_permits: Arc<Semaphore>,
+    /// One trace at a time.
+    trace_permit: Arc<Semaphore>,
     /// Cancelled from SIGTERM on.
     draining: CancellationToken,
 }
@@ -56,7 +63,8 @@ impl NodeService {
         draining: CancellationToken,
     ) -> Self {
         let observer_permits = observe::permits();
-        Self { role, limits, grammars, inbox, secret, observer_permits, draining }
+        let trace_permit = Arc::new(Semaphore::new(1));
+        Self { role, limits, grammars, inbox, secret, observer_permits, trace_permit, draining }
     }
 
     /// Rejects a peer in the field `field` that is no member of the cluster. A token does not cover the message of a
@@ -178,6 +186,42 @@ impl node_server::Node for NodeService {
         let blocks = received.await.map_err(|_| Refusal::Stopped)?;
         tracing::info!(blocks, "an operator reset the prefix cache");
         Ok(Response::new(v1::ResetPrefixCacheReply { blocks }))
+    }
+
+    async fn trace(
+        &self,
+        request: Request<v1::TraceRequest>,
+    ) -> Result<Response<v1::TraceReply>, Status> {
+        let v1::TraceRequest { node_epoch, seconds } = request.into_inner();
+        attempt::check_epoch(&node_epoch, &self.limits)?;
+        if !(1..=trace::SECONDS_MAX).contains(&seconds) {
+            return Err(Refusal::Field {
+                field: "seconds".to_owned(),
+                value: seconds.to_string(),
+                expected: format!("1 to {}", trace::SECONDS_MAX),
+            }
+            .into());
+        }
+        let permit = self.trace_permit.clone().try_acquire_owned().map_err(|_| {
+            let reason = "the node records a trace already; try again when it has ended";
+            Refusal::Busy { reason: reason.to_owned() }
+        })?;
+        let (recorded, received) = oneshot::channel();
+        let request = TraceRequest { time: Duration::from_secs(seconds.into()), recorded, permit };
+        self.inbox.send_for_router(|_permit| Command::Trace { request, _permit })?;
+        tracing::info!(seconds, "an operator records a trace");
+        let trace = tokio::select! {
+            trace = received => trace.map_err(|_| Refusal::Stopped)?,
+            () = self.draining.cancelled() => return Err(Refusal::Draining.into()),
+        };
+        // Thousands of steps take milliseconds.
+        let written = tokio::task::spawn_blocking(move || {
+            let mut json = Vec::new();
+            trace.write(&mut json).map(|()| json)
+        });
+        let written = written.await.map_err(|error| Status::internal(error.to_string()))?;
+        let json = written.map_err(|error| Status::internal(error.to_string()))?;
+        Ok(Response::new(v1::TraceReply { json: json.into() }))
     }
 
     async fn observe(

@@ -19,6 +19,7 @@ use proto::{
     ids::Epoch,
     v1::{self, FailureKind, FinishReason, node_client::NodeClient},
 };
+use serde_json::Value;
 use test_harness::assert_median;
 use tonic::{
     Code, Request, Status,
@@ -294,6 +295,49 @@ async fn operator_drains_and_undrains_a_node_and_resets_its_prefix_cache() {
     assert_eq!(side.local_prefill(&prompt()).await.ids.len(), 5);
     let other = v1::SetDrainingRequest { node_epoch: vec![9; 16].into(), draining: true };
     assert_eq!(client.set_draining(other).await.unwrap_err().code(), Code::FailedPrecondition);
+    node.stop().await;
+}
+
+#[tokio::test]
+async fn operator_records_one_trace_at_a_time() {
+    let (node, side, _model) = decode_node(&[]).await;
+    let node_epoch = side.peer.epoch.clone();
+    let record = async |seconds| {
+        let request = v1::TraceRequest { node_epoch: node_epoch.clone(), seconds };
+        let reply = side.client.clone().trace(request).await?;
+        Ok::<Value, Status>(serde_json::from_slice(&reply.into_inner().json).unwrap())
+    };
+    for seconds in [0, 61] {
+        let status = record(seconds).await.unwrap_err();
+        assert_eq!(status.code(), Code::InvalidArgument);
+        assert!(status.message().contains("expected 1 to 60"), "{status}");
+    }
+    let other = v1::TraceRequest { node_epoch: vec![9; 16].into(), seconds: 1 };
+    let status = side.client.clone().trace(other).await.unwrap_err();
+    assert_eq!(status.code(), Code::FailedPrecondition);
+
+    // A caller that leaves ends its trace.
+    let left = tokio::time::timeout(Duration::from_millis(100), record(60)).await;
+    assert!(left.is_err(), "{left:?}");
+    let deadline = Instant::now() + Duration::from_secs(30);
+    while let Err(busy) = record(1).await {
+        assert_eq!(busy.code(), Code::ResourceExhausted);
+        assert!(busy.message().contains("records a trace already"), "{busy}");
+        assert!(Instant::now() < deadline, "the trace of the caller that left goes on");
+        tokio::time::sleep(Duration::from_millis(10)).await;
+    }
+    let serve = async {
+        side.local_prefill(&attempt(&dummy_prompt(40, 1), 5)).await;
+        assert_eq!(record(1).await.unwrap_err().code(), Code::ResourceExhausted);
+    };
+    let (trace, ()) = tokio::join!(record(1), serve);
+    let trace = trace.unwrap();
+    assert_eq!(trace["otherData"]["is_full"], false);
+    assert!(trace["otherData"]["seconds"].as_f64().unwrap() >= 1.0);
+    let events = trace["traceEvents"].as_array().unwrap();
+    let count = |name: &str| events.iter().filter(|it| it["name"] == name).count();
+    assert!(count("launch") >= 5 && count("decode") >= 4, "{trace}");
+    assert_eq!(trace["otherData"]["steps"], count("launch"));
     node.stop().await;
 }
 

@@ -8,7 +8,7 @@ use std::sync::Arc;
 
 use axum::{
     Json, Router,
-    extract::{Path, Request, State},
+    extract::{Path, RawQuery, Request, State},
     middleware::{self, Next},
     response::{IntoResponse, Response},
     routing::{get, post},
@@ -38,6 +38,7 @@ pub fn routes(front: Arc<Front>, weights: Weights, keys: Option<Arc<Keys>>) -> R
         .route("/v1/nodes/{node}/drain", call(AdminCall::Drain))
         .route("/v1/nodes/{node}/undrain", call(AdminCall::Undrain))
         .route("/v1/nodes/{node}/reset-prefix-cache", call(AdminCall::ResetPrefixCache))
+        .route("/v1/nodes/{node}/trace", post(trace))
         .fallback(async || {
             let message =
                 "unknown path; expected /v1/explain, /v1/nodes, /v1/nodes/{node}/{call} or /v1/weights"
@@ -66,13 +67,35 @@ async fn list(State(front): State<Arc<Front>>) -> Response {
 async fn forward(front: &Front, node: &str, call: AdminCall) -> Response {
     match front.nodes.forward(node, call).await {
         Ok(outcome) => Json(outcome).into_response(),
-        Err(error) => {
-            let (status, code) = match &error {
-                AdminError::UnknownNode { .. } => (StatusCode::NOT_FOUND, "unknown_node"),
-                AdminError::OlderRelease { .. } => (StatusCode::NOT_IMPLEMENTED, "older_release"),
-                AdminError::Failed { .. } => (StatusCode::BAD_GATEWAY, "node_failed"),
-            };
-            ApiError::invalid(status, code, error.to_string()).into_response()
-        }
+        Err(error) => failed(&error).into_response(),
     }
+}
+
+async fn trace(
+    State(front): State<Arc<Front>>,
+    Path(node): Path<String>,
+    RawQuery(query): RawQuery,
+) -> Response {
+    let query = query.unwrap_or_default();
+    let Some(seconds) = query.strip_prefix("seconds=").and_then(|text| text.parse().ok()) else {
+        let shown: String = query.chars().take(100).collect();
+        let message = format!("invalid query {shown:?}; expected seconds=N");
+        return ApiError::invalid(StatusCode::BAD_REQUEST, "invalid_value", message)
+            .into_response();
+    };
+    match front.nodes.trace(&node, seconds).await {
+        Ok(json) => ([(header::CONTENT_TYPE, "application/json")], json).into_response(),
+        Err(error) => failed(&error).into_response(),
+    }
+}
+
+fn failed(error: &AdminError) -> ApiError {
+    let (status, code) = match error {
+        AdminError::UnknownNode { .. } => (StatusCode::NOT_FOUND, "unknown_node"),
+        AdminError::OlderRelease { .. } => (StatusCode::NOT_IMPLEMENTED, "older_release"),
+        AdminError::Invalid { .. } => (StatusCode::BAD_REQUEST, "invalid_value"),
+        AdminError::Busy { .. } => (StatusCode::CONFLICT, "node_busy"),
+        AdminError::Failed { .. } => (StatusCode::BAD_GATEWAY, "node_failed"),
+    };
+    ApiError::invalid(status, code, error.to_string())
 }

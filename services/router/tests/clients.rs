@@ -531,6 +531,22 @@ async fn operator_lists_drains_and_undrains_nodes_through_the_admin_port() {
     let older = admin.post("/v1/nodes/decode-0/reset-prefix-cache", &json!({})).await;
     assert_eq!(older.status, 501);
     assert!(older.message().contains("older release"), "{}", older.message());
+    let trace = async |query: &str| {
+        admin.post(&format!("/v1/nodes/decode-0/trace{query}"), &json!({})).await
+    };
+    let recorded = trace("?seconds=1").await;
+    assert_eq!(recorded.status, 200);
+    assert_eq!(recorded.json(), json!({"traceEvents": []}));
+    for (query, status, reason) in [
+        ("?seconds=2", 409, "decode-0: scripted: the node records a trace already"),
+        ("?seconds=0", 400, "invalid seconds: 0"),
+        ("?seconds=a", 400, r#"invalid query "seconds=a"; expected seconds=N"#),
+        ("", 400, r#"invalid query ""; expected seconds=N"#),
+    ] {
+        let rejected = trace(query).await;
+        assert_eq!(rejected.status, status, "{query}");
+        assert!(rejected.message().contains(reason), "{query}: {}", rejected.message());
+    }
     // A web page cannot call it, and clients do not reach it on their port.
     let origin = [("origin", "http://page.example")];
     let page = admin.post_with("/v1/nodes/prefill-0/drain", &origin, &json!({})).await;

@@ -24,8 +24,8 @@ use proto::{
         DecodeEvent, DecodeFinished, DecodeRequest, DecodeTokens, FinishReason, MeetReply,
         MeetRequest, ModelIdentity, NodeLoad, NodeRecord, NodeSnapshot, ObserveEvent,
         ObserveRequest, PrefillEvent, PrefillRequest, Reserved, ResetPrefixCacheReply,
-        ResetPrefixCacheRequest, Role, SetDrainingReply, SetDrainingRequest, Token, decode_event,
-        node_server, observe_event,
+        ResetPrefixCacheRequest, Role, SetDrainingReply, SetDrainingRequest, Token, TraceReply,
+        TraceRequest, decode_event, node_server, observe_event,
     },
 };
 use tokio::{
@@ -190,6 +190,10 @@ impl node_server::Node for Service {
         _: Request<ResetPrefixCacheRequest>,
     ) -> Result<Response<ResetPrefixCacheReply>, Status> {
         Err(Status::unimplemented("the stand-in has no prefix cache"))
+    }
+
+    async fn trace(&self, _: Request<TraceRequest>) -> Result<Response<TraceReply>, Status> {
+        Err(Status::unimplemented("the stand-in has no steps"))
     }
 
     async fn observe(

@@ -25,6 +25,8 @@ use engine::{
         cpu::CpuExecutor,
         cuda::{CudaExecutor, CudaModel},
     },
+    plan::Span,
+    trace::{Trace, TraceSpan},
 };
 use indicatif::{ProgressBar, ProgressStyle};
 use kernels::{
@@ -42,7 +44,6 @@ use self::{
 use super::{
     output_file,
     stats::{WorkloadRng, median},
-    trace::Trace,
     tune::{self, TunedRows},
 };
 use crate::{doctor::KernelsArg, model_store};
@@ -205,7 +206,9 @@ pub fn run(args: EngineArgs) -> Result<()> {
                 }
                 let run = bench.run(batch, prompt_tokens, max_tokens)?;
                 if let Some(trace) = &mut trace {
-                    trace.add(format!("{what}, batch {batch}, run {number}"), &run.steps);
+                    let name = format!("{what}, batch {batch}, run {number}");
+                    trace.spans.push(measurement_span(name, trace.spans.len(), &run.steps));
+                    trace.steps.extend_from_slice(&run.steps);
                 }
                 runs.push(run);
                 bar.inc(1);
@@ -240,6 +243,15 @@ pub fn run(args: EngineArgs) -> Result<()> {
     }
     print_table(&report);
     Ok(())
+}
+
+/// Returns the span of a measurement in the trace.
+fn measurement_span(name: String, id: usize, steps: &[StepRecord]) -> TraceSpan {
+    let begin = steps.iter().map(|step| step.plan.begin).min().expect("a run has steps");
+    let end = steps.iter().map(|step| step.collect.end).max().expect("a run has steps");
+    let args = serde_json::json!({ "steps": steps.len() });
+    let span = Span { begin, end };
+    TraceSpan { track: "measurement", name: name.into(), id: id as u64, span, args }
 }
 
 struct Bench {

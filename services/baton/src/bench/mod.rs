@@ -4,7 +4,6 @@ pub mod engine;
 pub mod serve;
 pub mod stats;
 mod steps;
-mod trace;
 mod tune;
 
 use std::{fs::File, path::Path};

@@ -2,12 +2,13 @@
 
 use std::time::Duration;
 
+use bytes::Bytes;
 use cluster::Epoch;
-use proto::v1::{ResetPrefixCacheRequest, SetDrainingRequest};
+use proto::v1::{ResetPrefixCacheRequest, SetDrainingRequest, TraceRequest};
 use serde::Serialize;
 use tonic::{Code, Request, Status};
 
-use super::Nodes;
+use super::{Nodes, channel::Client};
 
 /// Deadline of a call. The engine thread answers between two steps.
 const CALL_MAX: Duration = Duration::from_secs(10);
@@ -28,6 +29,10 @@ pub enum AdminError {
     UnknownNode { node: String, known: String },
     #[error("cannot call node {node}: it is of an older release without this call")]
     OlderRelease { node: String },
+    #[error("{reason}")]
+    Invalid { reason: String },
+    #[error("cannot call node {node}: {reason}")]
+    Busy { node: String, reason: String },
     #[error("cannot call node {node}: {reason}")]
     Failed { node: String, reason: String },
 }
@@ -57,10 +62,12 @@ pub struct AdminOutcome {
 }
 
 fn rejected(node: &str, status: Status) -> AdminError {
-    let node = node.to_owned();
+    let (node, reason) = (node.to_owned(), status.message().to_owned());
     match status.code() {
         Code::Unimplemented => AdminError::OlderRelease { node },
-        _ => AdminError::Failed { node, reason: status.message().to_owned() },
+        Code::InvalidArgument => AdminError::Invalid { reason },
+        Code::ResourceExhausted => AdminError::Busy { node, reason },
+        _ => AdminError::Failed { node, reason },
     }
 }
 
@@ -86,34 +93,49 @@ impl Nodes {
 
     /// Sends a call to the node with this id.
     pub async fn forward(&self, node: &str, call: AdminCall) -> Result<AdminOutcome, AdminError> {
+        let outcome = AdminOutcome { node: node.to_owned(), ..Default::default() };
+        self.call(node, CALL_MAX, async |mut client, node_epoch| match call {
+            AdminCall::Drain | AdminCall::Undrain => {
+                let draining = call == AdminCall::Drain;
+                let request = SetDrainingRequest { node_epoch, draining };
+                let reply = client.set_draining(Request::new(request)).await?.into_inner();
+                Ok(AdminOutcome { attempts_in_flight: Some(reply.attempts), ..outcome })
+            }
+            AdminCall::ResetPrefixCache => {
+                let request = ResetPrefixCacheRequest { node_epoch };
+                let reply = client.reset_prefix_cache(Request::new(request)).await?;
+                let dropped_blocks = Some(reply.into_inner().blocks);
+                Ok(AdminOutcome { dropped_blocks, ..outcome })
+            }
+        })
+        .await
+    }
+
+    /// Returns a trace of the node with this id over the next seconds, as JSON.
+    pub async fn trace(&self, node: &str, seconds: u32) -> Result<Bytes, AdminError> {
+        let within = CALL_MAX + Duration::from_secs(seconds.into());
+        self.call(node, within, async |mut client, node_epoch| {
+            let request = Request::new(TraceRequest { node_epoch, seconds });
+            Ok(client.trace(request).await?.into_inner().json)
+        })
+        .await
+    }
+
+    /// Calls the node with this id.
+    async fn call<T>(
+        &self,
+        node: &str,
+        within: Duration,
+        call: impl AsyncFnOnce(Client, Bytes) -> Result<T, Status>,
+    ) -> Result<T, AdminError> {
         let (url, epoch) = self.find(node)?;
         let failed = |reason| AdminError::Failed { node: node.to_owned(), reason };
         let channel = self.channel(&url);
         let channel = channel.ok_or_else(|| failed("the router has no connection to it".into()))?;
-        let mut client = channel.client(epoch);
-        let node_epoch = epoch.to_bytes().to_vec().into();
-        let outcome = AdminOutcome { node: node.to_owned(), ..Default::default() };
-        let answer = async {
-            match call {
-                AdminCall::Drain | AdminCall::Undrain => {
-                    let draining = call == AdminCall::Drain;
-                    let request = SetDrainingRequest { node_epoch, draining };
-                    let reply = client.set_draining(Request::new(request)).await?.into_inner();
-                    Ok(AdminOutcome { attempts_in_flight: Some(reply.attempts), ..outcome })
-                }
-                AdminCall::ResetPrefixCache => {
-                    let request = ResetPrefixCacheRequest { node_epoch };
-                    let reply = client.reset_prefix_cache(Request::new(request)).await?;
-                    let dropped_blocks = Some(reply.into_inner().blocks);
-                    Ok(AdminOutcome { dropped_blocks, ..outcome })
-                }
-            }
-        };
-        let answer = tokio::time::timeout(CALL_MAX, answer).await;
-        match answer.map_err(|_| failed(format!("no answer within {CALL_MAX:?}")))? {
-            Ok(outcome) => Ok(outcome),
-            Err(status) => Err(rejected(node, status)),
-        }
+        let answer = call(channel.client(epoch), epoch.to_bytes().to_vec().into());
+        let answer = tokio::time::timeout(within, answer).await;
+        let answer = answer.map_err(|_| failed(format!("no answer within {within:?}")))?;
+        answer.map_err(|status| rejected(node, status))
     }
 
     /// Returns URL and epoch of the node with this id.

@@ -21,8 +21,8 @@ use proto::{
         FailureKind, FinishReason, MeetReply, MeetRequest, ModelIdentity, NodeDelta, NodeLoad,
         NodeRecord, NodeSnapshot, ObserveEvent, ObserveRequest, PrefillEvent, PrefillRequest,
         PrefillToken, Reserved, ResetPrefixCacheReply, ResetPrefixCacheRequest, Role,
-        SetDrainingReply, SetDrainingRequest, Token, TokenLogprobs, TopLogprob, decode_event,
-        node_server, observe_event, prefill_event,
+        SetDrainingReply, SetDrainingRequest, Token, TokenLogprobs, TopLogprob, TraceReply,
+        TraceRequest, decode_event, node_server, observe_event, prefill_event,
     },
 };
 use tokio::{
@@ -373,6 +373,14 @@ impl node_server::Node for Service {
         _: Request<ResetPrefixCacheRequest>,
     ) -> Result<Response<ResetPrefixCacheReply>, Status> {
         Err(Status::unimplemented("scripted: a node of an older release"))
+    }
+
+    async fn trace(&self, request: Request<TraceRequest>) -> Result<Response<TraceReply>, Status> {
+        match request.into_inner().seconds {
+            1 => Ok(Response::new(TraceReply { json: r#"{"traceEvents": []}"#.into() })),
+            2 => Err(Status::resource_exhausted("scripted: the node records a trace already")),
+            seconds => Err(Status::invalid_argument(format!("invalid seconds: {seconds}"))),
+        }
     }
 
     async fn observe(
