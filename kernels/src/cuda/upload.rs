@@ -21,10 +21,48 @@ const READERS_MAX: usize = 32;
 
 /// Buffers and threads of loading.
 pub(super) struct Uploads {
+    context: Arc<Context>,
     stream: Stream<HostToDevice>,
-    free: Vec<(Pinned<u8>, Event)>,
-    in_flight: VecDeque<InFlight<u8>>,
+    buffers: Buffers<(Pinned<u8>, Event), InFlight<u8>>,
     readers: ThreadPool,
+}
+
+/// Buffers that are free or in flight. A copy that fails takes its buffer with it, and a new buffer replaces the lost one.
+struct Buffers<B, C> {
+    free: Vec<B>,
+    in_flight: VecDeque<C>,
+}
+
+impl<B, C> Buffers<B, C> {
+    /// Returns a free buffer, a new one while fewer than [`BUFFERS`] exist, or waits for the oldest copy.
+    fn take<E>(
+        &mut self,
+        new: impl FnOnce() -> Result<B, E>,
+        finish: impl FnOnce(C) -> Result<B, E>,
+    ) -> Result<B, E> {
+        match self.free.pop() {
+            Some(buffer) => Ok(buffer),
+            None if self.in_flight.len() < BUFFERS => new(),
+            None => finish(self.in_flight.pop_front().expect("there are copies in flight")),
+        }
+    }
+
+    /// Waits for all copies in flight, and returns the first error.
+    fn finish<E>(&mut self, finish: impl Fn(C) -> Result<B, E>) -> Result<(), E> {
+        let mut outcome = Ok(());
+        for copy in self.in_flight.drain(..) {
+            match finish(copy) {
+                Ok(buffer) => self.free.push(buffer),
+                Err(error) => outcome = outcome.and(Err(error)),
+            }
+        }
+        outcome
+    }
+}
+
+fn new_buffer(context: &Arc<Context>) -> Result<(Pinned<u8>, Event), CudaError> {
+    let pinned = Pinned::zeroed(context, "the weights' uploads", BUFFER_BYTES)?;
+    Ok((pinned, Event::new(context)?))
 }
 
 /// Use of the machine's CPUs by uploads.
@@ -39,10 +77,6 @@ pub(super) enum ReaderShare {
 
 impl Uploads {
     pub fn new(context: &Arc<Context>, share: ReaderShare) -> Result<Self, CudaError> {
-        let buffer = |_| {
-            let pinned = Pinned::zeroed(context, "the weights' uploads", BUFFER_BYTES)?;
-            Ok((pinned, Event::new(context)?))
-        };
         let cpus = thread::available_parallelism().map_or(1, usize::from);
         let threads = match share {
             ReaderShare::All => cpus,
@@ -51,20 +85,18 @@ impl Uploads {
         let threads = threads.clamp(1, READERS_MAX);
         let readers = ThreadPool::new(threads, "baton-load")
             .map_err(|error| CudaError::NoThreads { reason: error.to_string() })?;
+        let free = (0..BUFFERS).map(|_| new_buffer(context)).collect::<Result<_, CudaError>>()?;
         Ok(Self {
+            context: Arc::clone(context),
             stream: Stream::new(context)?,
-            free: (0..BUFFERS).map(buffer).collect::<Result<_, CudaError>>()?,
-            in_flight: VecDeque::with_capacity(BUFFERS),
+            buffers: Buffers { free, in_flight: VecDeque::with_capacity(BUFFERS) },
             readers,
         })
     }
 
     /// Waits for the copies in flight.
     pub fn finish(&mut self) -> Result<(), CudaError> {
-        while let Some(copy) = self.in_flight.pop_front() {
-            self.free.push(copy.finish()?);
-        }
-        Ok(())
+        self.buffers.finish(InFlight::finish)
     }
 
     /// Enqueues a copy of `bytes`.
@@ -73,17 +105,13 @@ impl Uploads {
             let (mut pinned, done) = self.buffer()?;
             pinned[..piece.len()].copy_from_slice(piece);
             let copy = pinned.upload(piece.len(), to, index * BUFFER_BYTES, &self.stream, done)?;
-            self.in_flight.push_back(copy);
+            self.buffers.in_flight.push_back(copy);
         }
         Ok(())
     }
 
-    /// Returns a free buffer, or waits for the oldest copy.
     fn buffer(&mut self) -> Result<(Pinned<u8>, Event), CudaError> {
-        match self.free.pop() {
-            Some(buffer) => Ok(buffer),
-            None => self.in_flight.pop_front().expect("a buffer is free or in flight").finish(),
-        }
+        self.buffers.take(|| new_buffer(&self.context), InFlight::finish)
     }
 
     /// Reads a matrix and enqueues its copies. The last copies may be in flight on return.
@@ -110,7 +138,7 @@ impl Uploads {
             let (mut pinned, done) = self.buffer()?;
             read(&mut self.readers, source, first, dtype, &mut pinned[..bytes]);
             let copy = pinned.upload(bytes, to, first * row_bytes, &self.stream, done)?;
-            self.in_flight.push_back(copy);
+            self.buffers.in_flight.push_back(copy);
         }
         Ok(())
     }
@@ -136,6 +164,34 @@ mod tests {
     use half::bf16;
 
     use super::*;
+
+    #[test]
+    fn buffers_of_failed_copies_are_replaced() {
+        /// A copy of a buffer, and whether it fails.
+        type Copy = (u32, bool);
+        let finish = |(buffer, fails): Copy| if fails { Err(buffer) } else { Ok(buffer) };
+        let mut made = BUFFERS as u32;
+        let mut buffers = Buffers { free: (0..made).collect(), in_flight: VecDeque::new() };
+        for round in 0..3 * BUFFERS {
+            let mut failed = 0;
+            for number in 0..2 * BUFFERS {
+                let new = || {
+                    made += 1;
+                    Ok(made)
+                };
+                match buffers.take(new, finish) {
+                    Ok(buffer) => buffers.in_flight.push_back((buffer, (number + round) % 3 == 0)),
+                    Err(_) => failed += 1,
+                }
+                assert!(buffers.free.len() + buffers.in_flight.len() <= BUFFERS);
+            }
+            let in_flight: Vec<Copy> = buffers.in_flight.iter().copied().collect();
+            let first = in_flight.iter().find(|(_, fails)| *fails).map(|(buffer, _)| *buffer);
+            assert_eq!(buffers.finish(finish), first.map_or(Ok(()), Err));
+            assert!(buffers.in_flight.is_empty() && failed > 0);
+        }
+        assert!(made > BUFFERS as u32);
+    }
 
     struct Counted;
 
