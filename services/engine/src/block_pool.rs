@@ -66,6 +66,7 @@ impl BlockCounts {
 struct CachedList {
     oldest: Option<BlockId>,
     newest: Option<BlockId>,
+    len: u32,
 }
 
 /// A group of blocks that are kept: their owner's place in the queue, and a number that makes the key unique.
@@ -98,6 +99,10 @@ pub struct BlockPool {
     cached: CachedList,
     /// Cached blocks that are kept, in the order of eviction.
     kept: BTreeMap<KeptGroup, CachedList>,
+    /// The groups of `kept` that have a cached block.
+    evictable_groups: BTreeSet<KeptGroup>,
+    /// Cached blocks of all groups.
+    kept_blocks: u32,
     /// The times until which groups are kept.
     kept_until: BTreeSet<(Instant, KeptGroup)>,
     next_group: u64,
@@ -122,6 +127,8 @@ impl BlockPool {
             free: (0..block_count).rev().map(BlockId).collect(),
             cached: CachedList::default(),
             kept: BTreeMap::new(),
+            evictable_groups: BTreeSet::new(),
+            kept_blocks: 0,
             kept_until: BTreeSet::new(),
             next_group: 0,
             counts: BlockCounts { free: block_count, ..BlockCounts::default() },
@@ -145,6 +152,11 @@ impl BlockPool {
     /// Returns how many blocks an allocation could take once all saves have ended.
     pub fn evictable(&self) -> u32 {
         self.counts.free + self.counts.cached
+    }
+
+    /// Returns the number of cached blocks that are kept.
+    pub fn kept_blocks(&self) -> u32 {
+        self.kept_blocks
     }
 
     pub fn state(&self, block: BlockId) -> BlockState {
@@ -339,6 +351,9 @@ impl BlockPool {
             }
             self.kept_until.pop_first();
             let list = self.kept.remove(&group).expect("a group has one time");
+            self.evictable_groups.remove(&group);
+            self.kept_blocks -= list.len;
+            self.cached.len += list.len;
             let (Some(oldest), Some(newest)) = (list.oldest, list.newest) else { continue };
             self.blocks[newest.index()].newer = self.cached.oldest;
             match self.cached.oldest {
@@ -351,20 +366,28 @@ impl BlockPool {
 
     /// Returns the cached block to evict next, of those that no save reads.
     fn oldest_evictable(&self) -> BlockId {
-        let lists = iter::once(&self.cached).chain(self.kept.values());
+        let kept = self.evictable_groups.iter().map(|group| &self.kept[group]);
+        let lists = iter::once(&self.cached).chain(kept);
         let mut blocks = lists.flat_map(|list| {
             iter::successors(list.oldest, |block| self.blocks[block.index()].newer)
         });
         blocks.find(|&block| !self.is_copying(block)).expect("available blocks are free or cached")
     }
 
-    /// Returns the list that the block belongs to while it is cached.
-    fn list_of(&mut self, block: BlockId) -> &mut CachedList {
-        let kept = self.blocks[block.index()].kept;
-        match kept.and_then(|group| self.kept.get_mut(&group)) {
-            Some(list) => list,
-            None => &mut self.cached,
-        }
+    /// Changes the list that the block belongs to while it is cached.
+    fn change_list_of(&mut self, block: BlockId, change: impl FnOnce(&mut CachedList)) {
+        let group = self.blocks[block.index()].kept;
+        let Some((group, list)) = group.and_then(|group| Some((group, self.kept.get_mut(&group)?)))
+        else {
+            return change(&mut self.cached);
+        };
+        let before = list.len;
+        change(list);
+        self.kept_blocks = self.kept_blocks + list.len - before;
+        match list.len {
+            0 => self.evictable_groups.remove(&group),
+            _ => self.evictable_groups.insert(group),
+        };
     }
 
     fn put_free(&mut self, block: BlockId) {
@@ -375,11 +398,12 @@ impl BlockPool {
     }
 
     fn link_newest(&mut self, block: BlockId) {
-        let list = self.list_of(block);
-        let older = list.newest.replace(block);
-        if older.is_none() {
-            list.oldest = Some(block);
-        }
+        let mut older = None;
+        self.change_list_of(block, |list| {
+            older = list.newest.replace(block);
+            list.oldest.get_or_insert(block);
+            list.len += 1;
+        });
         if let Some(older) = older {
             self.blocks[older.index()].newer = Some(block);
         }
@@ -389,13 +413,15 @@ impl BlockPool {
 
     fn unlink(&mut self, block: BlockId) {
         let Block { older, newer, .. } = self.blocks[block.index()];
-        let list = self.list_of(block);
-        if older.is_none() {
-            list.oldest = newer;
-        }
-        if newer.is_none() {
-            list.newest = older;
-        }
+        self.change_list_of(block, |list| {
+            if older.is_none() {
+                list.oldest = newer;
+            }
+            if newer.is_none() {
+                list.newest = older;
+            }
+            list.len -= 1;
+        });
         if let Some(older) = older {
             self.blocks[older.index()].newer = newer;
         }
@@ -469,13 +495,6 @@ mod tests {
         pool.check();
     }
 
-    /// Returns the number of cached blocks that are kept.
-    fn kept(pool: &BlockPool) -> usize {
-        let lists = pool.kept.values();
-        let next = |block: &BlockId| pool.blocks[block.index()].newer;
-        lists.map(|list| iter::successors(list.oldest, next).count()).sum()
-    }
-
     /// Takes one block and returns the evicted one.
     fn evict(pool: &mut BlockPool) -> BlockId {
         let mut evicted = Vec::new();
@@ -493,7 +512,7 @@ mod tests {
         pool.keep(&blocks[2..3], now + Duration::from_secs(2), 8);
         blocks.iter().rev().for_each(|&block| pool.release(block));
         pool.check();
-        assert_eq!((kept(&pool), pool.available()), (3, 5));
+        assert_eq!((pool.kept_blocks(), pool.available()), (3, 5));
         let order: Vec<_> = (0..5).map(|_| evict(&mut pool)).collect();
         assert_eq!(order, [4, 3, 2, 1, 0].map(|index: usize| blocks[index]));
     }
@@ -506,10 +525,10 @@ mod tests {
         pool.keep(&blocks[2..], now + Duration::from_secs(1), 0);
         blocks.iter().rev().for_each(|&block| pool.release(block));
         pool.end_kept(now);
-        assert_eq!(kept(&pool), 2);
+        assert_eq!(pool.kept_blocks(), 2);
         pool.end_kept(now + Duration::from_secs(1));
         pool.check();
-        assert_eq!(kept(&pool), 0);
+        assert_eq!(pool.kept_blocks(), 0);
         let order: Vec<_> = (0..4).map(|_| evict(&mut pool)).collect();
         assert_eq!(order, [3, 2, 1, 0].map(|index: usize| blocks[index]));
     }
@@ -524,11 +543,27 @@ mod tests {
         blocks.iter().for_each(|&block| pool.release(block));
         pool.hold(blocks[0]);
         pool.check();
-        assert_eq!(kept(&pool), 1);
+        assert_eq!(pool.kept_blocks(), 1);
         pool.end_kept(now + Duration::from_secs(1));
         pool.release(blocks[0]);
         pool.check();
         assert_eq!([evict(&mut pool), evict(&mut pool)], [blocks[1], blocks[0]]);
+    }
+
+    #[test]
+    fn groups_without_cached_blocks_are_not_searched() {
+        let (mut pool, until) = (BlockPool::new(3), Instant::now() + Duration::from_secs(1));
+        let blocks = allocate(&mut pool, 3);
+        blocks.iter().for_each(|&block| pool.retain(block));
+        for (&block, place) in blocks.iter().zip([3, 2, 1]) {
+            pool.keep(&[block], until, place);
+        }
+        assert_eq!((pool.kept.len(), pool.evictable_groups.len()), (3, 0), "the blocks are held");
+        blocks.iter().for_each(|&block| pool.release(block));
+        assert_eq!(pool.evictable_groups.len(), 3);
+        pool.hold(blocks[0]);
+        assert_eq!(evict(&mut pool), blocks[1], "the conversation that arrived last");
+        assert_eq!((pool.kept.len(), pool.evictable_groups.len()), (3, 1));
     }
 
     #[test]

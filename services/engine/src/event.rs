@@ -196,6 +196,8 @@ pub struct Load {
     pub context_tokens: u64,
     pub blocks_free: u32,
     pub blocks_cached: u32,
+    /// Cached blocks that are kept for the next turn of their conversation.
+    pub blocks_kept: u32,
     pub blocks_held: u32,
     pub blocks_reserved: u32,
 }

@@ -236,6 +236,7 @@ impl Scheduler {
             context_tokens,
             blocks_free: free,
             blocks_cached: cached,
+            blocks_kept: self.kv.pool.kept_blocks(),
             blocks_held: held,
             blocks_reserved: reserved,
         }

@@ -422,6 +422,7 @@ fn record(metrics: &NodeMetrics, metric: &Metric) {
             pending_prompt_tokens: load.pending_prompt_tokens,
             blocks_free: load.blocks_free,
             blocks_cached: load.blocks_cached,
+            blocks_kept: load.blocks_kept,
             blocks_held: load.blocks_held,
             blocks_reserved: load.blocks_reserved,
         }),

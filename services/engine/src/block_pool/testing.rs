@@ -35,7 +35,7 @@ impl BlockPool {
         let mut walked = 0;
         let groups = self.kept.iter().map(|(&group, list)| (Some(group), list));
         for (group, list) in groups.chain([(None, &self.cached)]) {
-            let (mut previous, mut next) = (None, list.oldest);
+            let (mut previous, mut next, before) = (None, list.oldest, walked);
             while let Some(block) = next {
                 let entry = &self.blocks[block.index()];
                 assert_eq!(entry.state, BlockState::Cached);
@@ -47,8 +47,12 @@ impl BlockPool {
                 (previous, next) = (Some(block), entry.newer);
             }
             assert_eq!(previous, list.newest);
+            assert_eq!(walked - before, list.len);
         }
         assert_eq!(walked, counts.cached);
+        assert_eq!(self.kept_blocks, walked - self.cached.len);
+        let evictable = self.kept.iter().filter(|(_, list)| list.len > 0).map(|(group, _)| group);
+        assert!(self.evictable_groups.iter().eq(evictable), "groups with cached blocks are known");
         let timed: Vec<_> = self.kept_until.iter().map(|(_, group)| group).collect();
         assert!(timed.len() == self.kept.len(), "every kept group has one time");
         assert!(timed.into_iter().all(|group| self.kept.contains_key(group)));

@@ -73,6 +73,8 @@ pub struct LoadStats {
     pub pending_prompt_tokens: u64,
     pub blocks_free: u32,
     pub blocks_cached: u32,
+    /// Part of `blocks_cached`.
+    pub blocks_kept: u32,
     pub blocks_held: u32,
     pub blocks_reserved: u32,
 }
@@ -121,6 +123,7 @@ pub struct NodeMetrics {
     sequences: Gauge<u64>,
     pending_prompt_tokens: Gauge<u64>,
     blocks: Gauge<u64>,
+    blocks_kept: Gauge<u64>,
     kv_cache_usage: Gauge<f64>,
     mask_duration: Histogram<f64>,
     grammar_compile_duration: Histogram<f64>,
@@ -164,6 +167,10 @@ impl NodeMetrics {
                 "Prompt tokens that are not prefilled yet",
             ),
             blocks: factory.gauge("baton.kv_blocks", "KV blocks, by state"),
+            blocks_kept: factory.gauge(
+                "baton.kv_blocks.kept",
+                "Cached KV blocks that are kept for the next turn of their conversation",
+            ),
             kv_cache_usage: factory
                 .meter
                 .f64_gauge("baton.kv_cache_usage")
@@ -264,6 +271,7 @@ impl NodeMetrics {
         for (name, count) in blocks {
             self.blocks.record(count.into(), &state(name));
         }
+        self.blocks_kept.record(load.blocks_kept.into(), self.model());
         let total: u64 = blocks.iter().map(|(_, count)| u64::from(*count)).sum();
         let used = u64::from(load.blocks_held) + u64::from(load.blocks_reserved);
         self.kv_cache_usage.record(used as f64 / total.max(1) as f64, self.model());
