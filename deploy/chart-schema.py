@@ -27,7 +27,9 @@ SECTIONS = {
         "cluster",
         "prefill decode etcd etcd_user etcd_password etcd_ca etcd_cert etcd_key secret secret_file tls_cert tls_key tls_ca tls_name",
     ),
+    "nodes.tier.config": ("tier", "disk_path"),
     "transfer.config": ("transfer", "control data advertise"),
+    "weights.config": ("weights", ""),
     "telemetry.config": ("telemetry", "instance"),
 }
 # Parts of Kubernetes' own objects, which the API server checks.

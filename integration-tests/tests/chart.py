@@ -157,6 +157,32 @@ class Chart(unittest.TestCase):
         mounts = {mount["mountPath"]: mount.get("readOnly", False) for mount in container["volumeMounts"]}
         self.assertEqual((mounts["/cache"], mounts["/models/org-big-model"]), (False, True))
 
+    def test_kv_tiers_of_a_pool_reach_its_nodes_with_their_volume(self):
+        found = objects("--values", EVERYTHING)
+        for pool, volume, lines, absent in (
+            ("org-big-model-prefill", "hostPath", ('disk_size = "1TiB"', 'admission = "always"'), "host_memory"),
+            ("org-big-model-decode", "ephemeral", ('disk_size = "1TiB"', 'admission = "always"'), "host_memory"),
+            ("two-prefill", None, ('host_memory = "64GiB"',), "disk_path"),
+        ):
+            name = f"baton-{pool}"
+            spec = dict(pod_specs(found))[name]
+            [container] = spec["containers"]
+            toml = named(found, "ConfigMap", name)["data"]["baton.toml"]
+            tier = toml.partition("[tier]\n")[2].partition("\n[")[0].splitlines()
+            self.assertLessEqual({*lines}, {*tier})
+            self.assertNotIn(absent, "".join(tier))
+            self.assertIn('[weights]\nplace = "shadow"\n', toml.replace("\n\n", "\n"))
+            volumes = [it for it in spec["volumes"] if it["name"] == "tier"]
+            mounts = [it for it in container["volumeMounts"] if it["name"] == "tier"]
+            if volume is None:
+                self.assertEqual((volumes, mounts), ([], []))
+                continue
+            self.assertIn(f'disk_path = "/tier/{name}"', tier)
+            self.assertEqual([it.keys() for it in volumes], [{"name", volume}])
+            self.assertEqual(mounts, [{"name": "tier", "mountPath": "/tier"}])
+        router = named(found, "ConfigMap", "baton-router")["data"]["baton.toml"]
+        self.assertNotIn("[tier]", router)
+
     def test_certificate_of_the_cluster_reaches_routers_and_nodes(self):
         found = objects("--set", "clusterTls.secret=cert,clusterTls.name=a.example")
         services = [name for name, _ in pod_specs(found) if not name.endswith(("etcd", "check"))]

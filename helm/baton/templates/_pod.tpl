@@ -120,6 +120,9 @@ spec:
         {{- if $values.shm }}
         - {name: shm, mountPath: /dev/shm}
         {{- end }}
+        {{- if dig "tier" "volume" "" $values }}
+        - {name: tier, mountPath: /tier}
+        {{- end }}
         {{- range .models }}{{- if .volume }}
         - {name: model-{{ include "baton.slug" .name }}, mountPath: /models/{{ include "baton.slug" .name }}, readOnly: true}
         {{- end }}{{- end }}
@@ -140,6 +143,10 @@ spec:
     {{- end }}
     {{- with $values.shm }}
     - {name: shm, emptyDir: {medium: Memory, sizeLimit: {{ . | quote }}}}
+    {{- end }}
+    {{- with dig "tier" "volume" "" $values }}
+    - name: tier
+      {{- toYaml . | nindent 6 }}
     {{- end }}
     {{- range .models }}{{- if .volume }}
     - name: model-{{ include "baton.slug" .name }}

@@ -420,6 +420,8 @@ struct Common {
     /// Prefix of the nodes' ids.
     id: Option<String>,
     addresses: NodeAddresses,
+    /// Beginning of the path of each node's disk tier.
+    disk_path: Option<PathBuf>,
     ready_within: Duration,
     /// Grace periods of a node and of the router.
     node_stop_within: Duration,
@@ -523,6 +525,7 @@ impl Common {
             gpus,
             id: config.node.id.clone(),
             addresses: NodeAddresses::new(args, config)?,
+            disk_path: config.tier.disk_path.clone(),
             ready_within: if args.no_router { HOST_READY_WITHIN } else { READY_WITHIN },
             node_stop_within: config.node.drain_timeout + STOP_MARGIN,
             router_stop_within: drain_delay + config.router.drain_timeout + STOP_MARGIN,
@@ -562,10 +565,13 @@ impl Common {
         let [grpc, metrics, control, data] = self.addresses.of(number);
         envs.push(("BATON_NODE_GRPC".to_owned(), grpc));
         envs.push(("BATON_NODE_METRICS".to_owned(), metrics));
+        let disk_path = self.disk_path.as_ref();
+        let disk_path = disk_path.map_or_else(String::new, |it| format!("{}-{name}", it.display()));
         let args = flags(&[
             ("--node-id", &id),
             ("--transfer-control", &control),
             ("--transfer-data", &data),
+            ("--tier-disk-path", &disk_path),
         ]);
         ChildSpec {
             // The router identifies a node by its address, so a restarted node must keep it.
