@@ -5,7 +5,9 @@
 //! has a *virtual time*: the cost that was served to the flow, divided by the weight of the flow. The next turn goes to
 //! the flow with the lowest virtual time, so flows that always have requests are served in proportion to their weights. A
 //! flow that used less than its share keeps a bounded credit: when it returns, its virtual time is at most the cost of
-//! [`CREDIT_REQUESTS`] requests below that of the waiting flows. So its bursts do not wait for the other flows.
+//! [`CREDIT_REQUESTS`] requests below that of the waiting flows. So its bursts do not wait for the other flows. A new flow
+//! has the credit of one request. If no flow waits when it arrives, the present flows used less than their shares, so they have a credit
+//! against the new flow: a flood that begins does not delay them.
 //!
 //! A flow is charged the predicted cost when its request starts, and the rest or the excess when the attempt ends.
 //! Predictions of the output length are the mean of the flow's last answers. Within a flow the request that must start
@@ -405,9 +407,13 @@ impl<Id: Copy + Eq + Hash> FairQueue<Id> {
             Some(flow) if !flow.queue.is_empty() => flow.virtual_time,
             _ => {
                 // The decayed sum is the cost of the last `1 / RATE_SHARE` requests.
-                let credit = CREDIT_REQUESTS * RATE_SHARE * self.rate.cost / weight;
-                let least = waiting - credit;
-                flow.map_or(least, |flow| flow.virtual_time.max(least))
+                let request = RATE_SHARE * self.rate.cost / weight;
+                let credit = CREDIT_REQUESTS * request;
+                match flow {
+                    Some(flow) => flow.virtual_time.max(waiting - credit),
+                    None if self.is_empty() => waiting + credit,
+                    None => waiting - request,
+                }
             }
         }
     }

@@ -98,9 +98,10 @@ fn flows_are_served_by_weight_and_cost() {
 fn flow_that_returns_is_next_and_its_credit_is_bounded() {
     let mut scene = Scene::new(1);
     let (flood, other) = (key("flood"), key("other"));
+    scene.join(&other, 100);
     scene.join_many(&flood, 100, 100);
     scene.give_turns();
-    (0..50).for_each(|_| scene.step());
+    (0..51).for_each(|_| scene.step());
     let first = scene.join(&other, 100);
     scene.step();
     assert_eq!(scene.served.last(), Some(&first));
@@ -249,6 +250,36 @@ fn reserve_of_the_service_time_grows_with_its_variation() {
         (180..220).contains(&short.as_millis()),
         "errors of long answers leave short ones: {short:?}"
     );
+}
+
+#[test]
+fn flood_of_a_new_flow_comes_after_a_flow_that_did_not_queue() {
+    let mut scene = Scene::new(1);
+    let (good, flood) = (key("good"), key("flood"));
+    for _ in 0..50 {
+        scene.join(&good, 100);
+        scene.give_turns();
+        scene.step();
+    }
+    scene.join_many(&flood, 100, 40);
+    scene.join_many(&good, 100, 40);
+    scene.give_turns();
+    (0..8).for_each(|_| scene.step());
+    assert_eq!(scene.count_served(&flood), 0);
+}
+
+#[test]
+fn new_flow_has_the_credit_of_one_request() {
+    let mut scene = Scene::new(1);
+    let (flood, other) = (key("flood"), key("other"));
+    scene.join_many(&flood, 100, 100);
+    scene.give_turns();
+    (0..50).for_each(|_| scene.step());
+    scene.join_many(&other, 100, 40);
+    let before = scene.count_served(&flood);
+    (0..20).for_each(|_| scene.step());
+    let served = scene.count_served(&flood) - before;
+    assert!((9..=11).contains(&served), "they alternate: {served}");
 }
 
 #[test]
