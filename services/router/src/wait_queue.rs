@@ -18,8 +18,8 @@ use tokio::sync::Notify;
 use crate::{
     admission::Full,
     fair_queue::{
-        self, AttemptEnd, FairQueue, Flow, FlowLimit, FlowName, LimitReached, Pass, TooLate,
-        WaitLimits, WaitRequest,
+        self, AttemptEnd, FairQueue, Flow, FlowLimit, FlowName, LimitReached, Pass, StartedPrompt,
+        TooLate, WaitLimits, WaitRequest,
     },
     lock::lock,
     request::error::{Overload, RETRY_AFTER_S},
@@ -153,9 +153,9 @@ impl WaitQueue {
     }
 
     /// Charges the flow for an answer that starts on nodes, until the charge is dropped.
-    pub fn start(&self, flow: &Flow, prompt_tokens: u32, output_tokens_max: u32) -> Charge {
+    pub fn start(&self, flow: &Flow, prompt: StartedPrompt, output_tokens_max: u32) -> Charge {
         let queue = &mut lock(&self.turns).queue;
-        let charge = queue.start(Instant::now(), flow, prompt_tokens, output_tokens_max);
+        let charge = queue.start(Instant::now(), flow, prompt, output_tokens_max);
         Charge { turns: self.turns.clone(), charge, end: AttemptEnd::Cut }
     }
 }
@@ -295,6 +295,8 @@ mod tests {
     use super::*;
     use crate::nodes::test_metrics;
 
+    const PROMPT: StartedPrompt = StartedPrompt { tokens: 100, uncached_tokens: 100 };
+
     fn queue(places: u32) -> WaitQueue {
         WaitQueue::new(Arc::new(WaitLimit::new(places)))
     }
@@ -348,10 +350,10 @@ mod tests {
         let (queue, flow) = (queue(8), tenant("a"));
         // One attempt runs, and attempts took a second for 102 tokens.
         let a_second_ago = Instant::now() - Duration::from_secs(1);
-        let mut charge = lock(&queue.turns).queue.start(a_second_ago, &flow, 100, 1);
+        let mut charge = lock(&queue.turns).queue.start(a_second_ago, &flow, PROMPT, 1);
         charge.emitted(1);
         drop(Charge { turns: queue.turns.clone(), charge, end: AttemptEnd::Complete });
-        let _running = queue.start(&flow, 100, 1);
+        let _running = queue.start(&flow, PROMPT, 1);
         let _waiting: Vec<_> = (0..5).map(|_| waiting(&queue, &flow, LONG).unwrap()).collect();
         let refused = waiting(&queue, &flow, Duration::from_secs(2)).err().unwrap();
         assert!(matches!(refused.full, Full::Late { .. }), "{refused}");

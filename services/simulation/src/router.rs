@@ -15,7 +15,7 @@ use proto::{
     v1::{self, DecodeEvent, DecodeRequest, ObserveEvent, PrefillEvent, PrefillRequest},
 };
 use router::{
-    fair_queue::{Charge, FairQueue, Flow, Pass, WaitLimits, WaitRequest},
+    fair_queue::{Charge, FairQueue, Flow, Pass, StartedPrompt, WaitLimits, WaitRequest},
     request_core::{
         AnswerSpec, AttemptOutcome, Blame, EndedAttempt, GiveUp, NodeFeedback, Output,
         RecoveryPolicy, RequestCore, Side, Stop,
@@ -574,7 +574,7 @@ impl Router {
         if let Room::Start { headroom } = &mut wanted.room {
             *headroom = queue.is_over_share(now, &answer.flow.name);
         }
-        let output_tokens_max = wanted.new_tokens_max;
+        let (tokens, output_tokens_max) = (wanted.tokens, wanted.new_tokens_max);
         let started = self.stats.is_some().then(Instant::now);
         let picked = self.nodes.pick(now, transfer, &wanted);
         if let (Some(stats), Some(started)) = (&mut self.stats, started) {
@@ -588,7 +588,8 @@ impl Router {
             }
         };
         let PickedNodes { decode, prefill, ttft, uncached_tokens } = picked;
-        let charge = queue.start(now, &answer.flow, uncached_tokens, output_tokens_max);
+        let prompt = StartedPrompt { tokens, uncached_tokens };
+        let charge = queue.start(now, &answer.flow, prompt, output_tokens_max);
         queue.leave(id);
         answer.is_queued = false;
         answer.charge = Some(charge);

@@ -37,8 +37,8 @@ use std::{
 use cluster::NoNode;
 pub use flow_limit::{FlowLimit, LimitReached};
 use order::{Order, Rank};
-use predict::{OUTPUT_SHARE, OUTPUT_TOKEN_COST, RATE_SHARE, ServiceRate, cost};
-pub use predict::{TooLate, WaitLimits, WaitRequest};
+use predict::{CachedShare, OUTPUT_SHARE, OUTPUT_TOKEN_COST, RATE_SHARE, ServiceRate, cost};
+pub use predict::{StartedPrompt, TooLate, WaitLimits, WaitRequest};
 
 /// Requests that a flow may start before the waiting flows after a time below its share.
 const CREDIT_REQUESTS: f64 = 16.0;
@@ -124,6 +124,7 @@ struct FlowState<Id> {
     /// Number of the last start of the flow.
     started: u64,
     output_tokens: Option<f64>,
+    cached: CachedShare,
     active_at: Instant,
 }
 
@@ -177,6 +178,7 @@ impl<Id> FlowState<Id> {
             running: 0,
             started: 0,
             output_tokens: None,
+            cached: CachedShare::default(),
             active_at: now,
         }
     }
@@ -216,7 +218,8 @@ impl<Id: Copy + Eq + Hash> FairQueue<Id> {
     /// Adds a request, unless a new request could not start in time.
     pub fn join(&mut self, now: Instant, id: Id, request: &WaitRequest) -> Result<(), TooLate> {
         let WaitRequest { flow, prompt_tokens, output_tokens_max, limits, has_begun } = request;
-        let cost = self.cost(&flow.name, *prompt_tokens, *output_tokens_max);
+        let uncached_tokens = self.uncached_tokens(&flow.name, *prompt_tokens);
+        let cost = self.cost(&flow.name, uncached_tokens, *output_tokens_max);
         let start_by = self.start_by(now, *limits, cost);
         if !has_begun {
             self.check_start(now, flow, start_by)?;
@@ -340,25 +343,27 @@ impl<Id: Copy + Eq + Hash> FairQueue<Id> {
         None
     }
 
-    /// Charges a flow for a request that starts on nodes. `prompt_tokens`: uncached ones.
+    /// Charges a flow for a request that starts on nodes.
     pub fn start(
         &mut self,
         now: Instant,
         flow: &Flow,
-        prompt_tokens: u32,
+        prompt: StartedPrompt,
         output_tokens_max: u32,
     ) -> Charge {
-        let charged = self.cost(&flow.name, prompt_tokens, output_tokens_max);
+        let charged = self.cost(&flow.name, prompt.uncached_tokens, output_tokens_max);
         self.starts += 1;
         let starts = self.starts;
         let begin = self.change_active(now, flow, |state| {
             (state.running, state.started) = (state.running + 1, starts);
+            state.cached.add(prompt);
             let begin = state.virtual_time;
             state.virtual_time += charged / state.weight;
             begin
         });
         self.last_served = self.last_served.max(begin);
         let flow = flow.name.clone();
+        let prompt_tokens = prompt.uncached_tokens;
         Charge { flow, charged, prompt_tokens, output_tokens: 0, started: now }
     }
 
@@ -476,6 +481,7 @@ impl<Id: Copy + Eq + Hash> FairQueue<Id> {
 pub struct Charge {
     flow: FlowName,
     charged: f64,
+    /// Uncached ones.
     prompt_tokens: u32,
     output_tokens: u32,
     started: Instant,

@@ -63,6 +63,38 @@ pub struct TooLate {
     pub is_over_share: bool,
 }
 
+/// Prompt of a request that starts.
+#[derive(Clone, Copy, Debug)]
+pub struct StartedPrompt {
+    /// Prompt and emitted tokens.
+    pub tokens: u32,
+    /// The tokens that the node must prefill.
+    pub uncached_tokens: u32,
+}
+
+/// Sums over the last started requests of a flow.
+#[derive(Debug, Default)]
+pub(super) struct CachedShare {
+    tokens: f64,
+    uncached_tokens: f64,
+}
+
+impl CachedShare {
+    pub(super) fn add(&mut self, prompt: StartedPrompt) {
+        self.tokens += f64::from(prompt.tokens) - self.tokens * RATE_SHARE;
+        self.uncached_tokens +=
+            f64::from(prompt.uncached_tokens) - self.uncached_tokens * RATE_SHARE;
+    }
+
+    /// Returns the predicted number of uncached tokens of a prompt: all of them without measurements.
+    fn uncached_tokens(&self, prompt_tokens: u32) -> u32 {
+        match self.tokens > 0.0 {
+            true => (f64::from(prompt_tokens) * self.uncached_tokens / self.tokens) as u32,
+            false => prompt_tokens,
+        }
+    }
+}
+
 /// Sums over the last ended attempts, for the rate at which all running requests together are served.
 #[derive(Debug, Default)]
 pub(super) struct ServiceRate {
@@ -101,6 +133,13 @@ impl<Id: Copy + Eq + Hash> FairQueue<Id> {
         let mean = self.flows.get(flow).and_then(|flow| flow.output_tokens);
         let output_tokens = mean.unwrap_or(OUTPUT_TOKENS_FIRST).min(output_tokens_max.into());
         cost(prompt_tokens, output_tokens)
+    }
+
+    /// Returns the predicted uncached tokens of a prompt of the flow. The measured rate of service counts uncached tokens
+    /// only, so whole prompts would overestimate the wait.
+    pub(super) fn uncached_tokens(&self, flow: &FlowName, prompt_tokens: u32) -> u32 {
+        let flow = self.flows.get(flow);
+        flow.map_or(prompt_tokens, |flow| flow.cached.uncached_tokens(prompt_tokens))
     }
 
     /// Returns the time from the start of a request to its end that few requests exceed; zero without measurements.

@@ -6,6 +6,11 @@ fn key(name: &str) -> Flow {
     Flow::new(FlowName::Key(name.into()))
 }
 
+/// Returns a prompt without a cached prefix.
+fn uncached(tokens: u32) -> StartedPrompt {
+    StartedPrompt { tokens, uncached_tokens: tokens }
+}
+
 /// A cluster with a fixed number of slots, in virtual time. Each request holds its slot for `service`.
 struct Scene {
     queue: FairQueue<u32>,
@@ -55,7 +60,7 @@ impl Scene {
                 continue;
             }
             let (flow, prompt_tokens) = self.flows[&id].clone();
-            let charge = self.queue.start(self.now, &flow, prompt_tokens, 0);
+            let charge = self.queue.start(self.now, &flow, uncached(prompt_tokens), 0);
             self.queue.leave(id);
             self.running.push((self.now + SERVICE, charge));
             self.served.push(id);
@@ -202,7 +207,7 @@ fn charge_is_corrected_by_the_tokens_that_were_used() {
     assert_eq!(queue.cost(&flow.name, 10, 20), 50.0);
     let charged = queue.cost(&flow.name, 10, 4096);
     assert_eq!(charged, 10.0 + 2.0 * OUTPUT_TOKENS_FIRST);
-    let mut charge = queue.start(now, &flow, 10, 4096);
+    let mut charge = queue.start(now, &flow, uncached(10), 4096);
     assert_eq!(queue.flows[&flow.name].virtual_time, charged);
     charge.emitted(5);
     queue.ended(now + SERVICE, &charge, AttemptEnd::Complete);
@@ -222,7 +227,7 @@ fn attempt_that_a_node_refused_costs_nothing() {
         (5, AttemptEnd::Refused, 10.0),
     ] {
         let before = queue.flows.get(&flow.name).map_or(0.0, |flow| flow.virtual_time);
-        let mut charge = queue.start(now, &flow, 100, 4096);
+        let mut charge = queue.start(now, &flow, uncached(100), 4096);
         charge.emitted(emitted);
         queue.ended(now, &charge, end);
         assert_eq!(queue.flows[&flow.name].virtual_time - before, cost, "{end:?}");
@@ -235,7 +240,7 @@ fn reserve_of_the_service_time_grows_with_its_variation() {
     let (now, flow) = (Instant::now(), key("a"));
     assert_eq!(queue.service_time_max(20.0), Duration::ZERO, "nothing was measured");
     let mut ended = |milliseconds: u64| {
-        let mut charge = queue.start(now, &flow, 10, 5);
+        let mut charge = queue.start(now, &flow, uncached(10), 5);
         charge.emitted(5);
         queue.ended(now + Duration::from_millis(milliseconds), &charge, AttemptEnd::Complete);
         queue.service_time_max(20.0)
@@ -280,6 +285,31 @@ fn new_flow_has_the_credit_of_one_request() {
     (0..20).for_each(|_| scene.step());
     let served = scene.count_served(&flood) - before;
     assert!((9..=11).contains(&served), "they alternate: {served}");
+}
+
+#[test]
+fn predicted_wait_counts_the_usual_uncached_part_of_prompts() {
+    let (mut queue, flow, start) = (FairQueue::<u32>::default(), key("a"), Instant::now());
+    let prompt = StartedPrompt { tokens: 1000, uncached_tokens: 100 };
+    for second in 0..50 {
+        let charge = queue.start(start + SERVICE * second, &flow, prompt, 0);
+        queue.ended(start + SERVICE * (second + 1), &charge, AttemptEnd::Complete);
+    }
+    let now = start + SERVICE * 50;
+    let _running = queue.start(now, &flow, prompt, 0);
+    let limits = WaitLimits { wait_max: 60 * SERVICE, deadline: now + 600 * SERVICE };
+    for id in 0..10 {
+        let request = WaitRequest {
+            flow: flow.clone(),
+            prompt_tokens: 1000,
+            output_tokens_max: 0,
+            limits,
+            has_begun: false,
+        };
+        queue.join(now, id, &request).unwrap();
+    }
+    let wait = queue.wait(&flow).unwrap().as_secs_f64();
+    assert!((wait - 10.0).abs() < 0.1, "each of ten requests takes a second: {wait}");
 }
 
 #[test]

@@ -23,7 +23,7 @@ use super::{
     events::{AnswerEnd, AnswerTokens, Event, EventSender, StopReason},
 };
 use crate::{
-    fair_queue::{Pass, WaitLimits, WaitRequest},
+    fair_queue::{Pass, StartedPrompt, WaitLimits, WaitRequest},
     front::Front,
     nodes::{Assigned, NodeCall, PickedNodes, next_message},
     record::RequestRecord,
@@ -199,7 +199,7 @@ impl<'a> AnswerDriver<'a> {
         let nodes = &self.front.nodes;
         let transfer_id = TransferId::mint()?;
         let mut wanted = self.core.wanted();
-        let output_tokens_max = wanted.new_tokens_max;
+        let (tokens, output_tokens_max) = (wanted.tokens, wanted.new_tokens_max);
         let queue = &self.request.model.waiting;
         if let Room::Start { headroom } = &mut wanted.room {
             *headroom = queue.leaves_headroom(&self.request.flow.name);
@@ -230,7 +230,8 @@ impl<'a> AnswerDriver<'a> {
             outcome = field::Empty,
         );
         self.record.picked(self.choice, calls.number, considered, ttft, cached);
-        let charge = queue.start(&self.request.flow, uncached_tokens, output_tokens_max);
+        let prompt = StartedPrompt { tokens, uncached_tokens };
+        let charge = queue.start(&self.request.flow, prompt, output_tokens_max);
         if let Some(waiting) = &mut self.waiting {
             waiting.leave_queue();
         }
