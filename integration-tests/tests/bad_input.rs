@@ -11,7 +11,7 @@ use std::{
         Arc,
         atomic::{AtomicBool, Ordering},
     },
-    time::Duration,
+    time::{Duration, Instant},
 };
 
 use anyhow::{Context, Result, ensure};
@@ -21,6 +21,7 @@ use integration_tests::{
     golden::{GoldenRun, golden, longest},
 };
 use serde_json::{Value, json};
+use sha2::{Digest, Sha256};
 
 use crate::data_port::Target;
 
@@ -141,6 +142,51 @@ async fn every_invalid_request_is_rejected_with_its_field() -> Result<()> {
         assert!(service.is_running(), "{} has ended", service.name);
     }
     cluster.stop()
+}
+
+/// Breaks the file of API keys while a request of a key streams.
+#[tokio::test]
+async fn broken_key_file_is_named_and_disturbs_no_request() -> Result<()> {
+    let folder = tempfile::tempdir()?;
+    let keys = folder.path().join("keys.toml");
+    let valid = format!("[[key]]\nname = \"a\"\nsha256 = \"{:x}\"\n", Sha256::digest("old"));
+    std::fs::write(&keys, &valid)?;
+    let spec = ClusterSpec::smollm2().set("BATON_ROUTER_KEYS", keys.display());
+    let cluster = Cluster::start(spec).await?;
+    let client = Client::new(cluster.http());
+    let run = longest();
+    let body = greedy_body(&run.prompt_ids, run.output_ids.len());
+    let stream = async || {
+        client.stream_with("/v1/completions", &body, &[("authorization", "Bearer old")]).await
+    };
+    for (broken, reason) in [
+        ("", "the file is empty"),
+        ("[[key]", "invalid"),
+        ("[[key]]\nname = \"b\"\nsha256 = \"planted\"\n", "sha256"),
+    ] {
+        let mut answer = stream().await?;
+        answer.next().await?;
+        std::fs::write(&keys, broken)?;
+        let setting = format!("router.keys {}", keys.display());
+        let words = [&setting, reason, "the previous content stays in use"];
+        wait_logged(&cluster.router, &words).await?;
+        answer.all().await?;
+        assert_eq!(stream().await?.token_ids().await?, run.output_ids, "{broken:?}");
+        std::fs::write(&keys, &valid)?;
+    }
+    let log = cluster.router.log();
+    assert!(!log.contains("planted"), "{log}");
+    cluster.stop()
+}
+
+/// Waits until the log of a service has a line with these words.
+async fn wait_logged(service: &Service, words: &[&str]) -> Result<()> {
+    let deadline = Instant::now() + Duration::from_secs(60);
+    while !service.log().lines().any(|line| words.iter().all(|word| line.contains(word))) {
+        ensure!(Instant::now() < deadline, "no line with {words:?}:\n{}", service.log());
+        tokio::time::sleep(Duration::from_millis(10)).await;
+    }
+    Ok(())
 }
 
 #[tokio::test]
