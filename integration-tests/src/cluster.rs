@@ -358,9 +358,10 @@ impl Cluster {
         Ok(cluster)
     }
 
-    /// Starts another router of the same nodes.
-    pub fn start_router(&self, name: &str) -> Result<Service> {
-        let settings = router_settings(&self.spec, &self.prefill, &self.decode);
+    /// Starts another router of the same nodes, whose admin port has this address.
+    pub fn start_router(&self, name: &str, admin: &str) -> Result<Service> {
+        let mut settings = router_settings(&self.spec, &self.prefill, &self.decode);
+        settings.insert("BATON_ROUTER_ADMIN".to_owned(), admin.to_owned());
         Service::start(self.folder.path(), name, "baton-router", &settings)
     }
 

@@ -8,7 +8,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use anyhow::{Result, bail, ensure};
+use anyhow::{Context, Result, bail, ensure};
 use integration_tests::{
     client::{Client, greedy_body},
     cluster::{Cluster, ClusterSpec, SECRET, bin_dir},
@@ -348,4 +348,54 @@ fn check_tree(spans: &[(String, Span)]) {
     }
     let services: BTreeSet<&str> = spans.iter().map(|(service, _)| service.as_str()).collect();
     assert!(services.len() >= 3, "{services:?}");
+}
+
+/// A name of two addresses, as behind a headless Service: in a mount namespace whose /etc/hosts has the name.
+#[tokio::test(flavor = "multi_thread")]
+async fn explain_asks_every_router_behind_a_name() -> Result<()> {
+    let private = |hosts: &str| {
+        let mut command = Command::new("unshare");
+        let script = "mount --bind \"$0\" /etc/hosts && exec \"$@\"";
+        command.args(["--mount", "sh", "-c", script, hosts]);
+        command
+    };
+    if !private("/etc/hosts").arg("true").output().is_ok_and(|output| output.status.success()) {
+        eprintln!("skipped: a private /etc/hosts needs root");
+        return Ok(());
+    }
+    let (cluster, first) = Cluster::start_with_client(ClusterSpec::smollm2()).await?;
+    let (_, port) = cluster.router.ready.admin.rsplit_once(':').context("a port")?;
+    let mut router = cluster.start_router("second", &format!("127.0.0.2:{port}"))?;
+    let second = Client::new(format!("http://{}", router.ready.http));
+    for (client, label) in [(&first, "by-first"), (&second, "by-second")] {
+        let body = json!({"prompt": "Hi", "max_tokens": 1}).to_string();
+        let label = [("x-request-id", label)];
+        let answer = client.post_bytes("/v1/completions", body.into(), &label).await?;
+        assert_eq!(answer.status, 200);
+    }
+
+    let folder = tempfile::tempdir()?;
+    let hosts = folder.path().join("hosts").display().to_string();
+    std::fs::write(&hosts, "127.0.0.1 routers\n127.0.0.2 routers\n")?;
+    let url = format!("http://routers:{port}");
+    let explain = |args: &[&str]| {
+        let mut command = private(&hosts);
+        command.arg(bin_dir().join("baton")).args(["explain", "--url", &url]).args(args);
+        output(&mut command)
+    };
+    let slow = explain(&["--slow", "10", "--json"])?;
+    let slow: Vec<serde_json::Value> = serde_json::from_slice(&slow.stdout)?;
+    let labels: BTreeSet<_> = slow.iter().filter_map(|it| it["label"].as_str()).collect();
+    assert_eq!(labels, BTreeSet::from(["by-first", "by-second"]));
+    let one = explain(&["by-second"])?;
+    assert_eq!(one.status.code(), Some(0));
+    assert!(String::from_utf8(one.stdout)?.contains("label by-second"));
+
+    router.terminate_signal();
+    router.wait_end(Duration::from_secs(30))?;
+    let partial = explain(&["--slow", "10"])?;
+    let said = String::from_utf8(partial.stderr)?;
+    assert_eq!(partial.status.code(), Some(1), "{said}");
+    assert!(said.contains("127.0.0.2") && said.contains("1 of the routers"), "{said}");
+    cluster.stop()
 }

@@ -440,7 +440,7 @@ async fn routers_do_not_replace_the_weights_of_each_other() -> Result<()> {
     let paths = [trained(folder.path(), "a", 0x11), trained(folder.path(), "b", 0x22)];
     let (mut cluster, _) =
         Cluster::start_with_client(name_model(ClusterSpec::smollm2().nodes(0, 2))).await?;
-    let second = cluster.start_router("second")?;
+    let second = cluster.start_router("second", "127.0.0.1:0")?;
     let admin = admin_of(&second);
     let first = committed(&cluster, &paths[0]).await?["update"]["weight_version"].clone();
     wait_version(&cluster, &first).await?;
@@ -545,7 +545,7 @@ async fn of_two_routers_that_begin_at_once_at_least_one_commits() -> Result<()> 
     let paths = [trained(folder.path(), "a", 0x11), trained(folder.path(), "b", 0x22)];
     let (cluster, _) =
         Cluster::start_with_client(name_model(ClusterSpec::smollm2().nodes(0, 2))).await?;
-    let second = cluster.start_router("second")?;
+    let second = cluster.start_router("second", "127.0.0.1:0")?;
     let admins = [admin(&cluster), admin_of(&second)];
     let deadline = Instant::now() + COMMITTED_WITHIN;
     while admins[1].get_json("/v1/weights").await?.1["nodes"].as_array().map(Vec::len) != Some(2) {
