@@ -301,12 +301,12 @@ class Chart(unittest.TestCase):
         for layout in ("separate", "grouped"):
             for _, spec in pod_specs(objects("--set", f"layout={layout}")):
                 for container in spec["containers"]:
-                    if container["name"] not in ("router", "prefill", "decode", "group"):
+                    if container["name"] not in ("baton-router", "baton-prefill", "baton-decode", "baton-group"):
                         continue
                     [secret] = [it["valueFrom"] for it in container["env"] if it["name"] == "BATON_CLUSTER_SECRET"]
                     self.assertEqual(secret, {"secretKeyRef": {"name": "mine", "key": "secret"}})
                     seen.add(container["name"])
-        self.assertEqual(seen, {"router", "prefill", "decode", "group"})
+        self.assertEqual(seen, {"baton-router", "baton-prefill", "baton-decode", "baton-group"})
 
     def test_helm_test_requires_the_prefill_nodes_that_exist(self):
         def required(*arguments):

@@ -57,7 +57,7 @@ spec:
     fsGroupChangePolicy: OnRootMismatch
     seccompProfile: {type: RuntimeDefault}
   containers:
-    - name: {{ .component }}
+    - name: baton-{{ .component }}
       image: {{ include "baton.image" (list $ $.Values.image) | quote }}
       imagePullPolicy: {{ $.Values.image.pullPolicy }}
       command: {{ concat .program (list "--config" "/etc/baton/config/baton.toml") | toJson }}
@@ -76,7 +76,7 @@ spec:
         - {name: POD_IP, valueFrom: {fieldRef: {fieldPath: status.podIP}}}
         - {name: HOST_NAME, valueFrom: {fieldRef: {fieldPath: spec.nodeName}}}
         - name: OTEL_RESOURCE_ATTRIBUTES
-          value: k8s.namespace.name=$(POD_NAMESPACE),k8s.pod.name=$(POD_NAME),k8s.node.name=$(HOST_NAME),k8s.container.name={{ .component }},baton.release={{ $.Release.Name }}
+          value: k8s.namespace.name=$(POD_NAMESPACE),k8s.pod.name=$(POD_NAME),k8s.node.name=$(HOST_NAME),k8s.container.name=baton-{{ .component }},baton.release={{ $.Release.Name }}
         {{- if ne .component "group" }}
         - {name: BATON_TELEMETRY_INSTANCE, value: $(POD_NAME)}
         {{- end }}
