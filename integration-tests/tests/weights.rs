@@ -16,6 +16,7 @@ use integration_tests::{
     golden::{golden, longest, run_named},
 };
 use serde_json::{Value, json};
+use tokio::{io::AsyncWriteExt, net::UnixListener};
 
 const TOKENS: usize = 24;
 /// Tokens of a stream over an update.
@@ -349,9 +350,44 @@ async fn unusable_weights_change_nothing_and_the_reason_names_them() -> Result<(
     let truncated = reason(&truncated).await?;
     assert!(truncated.contains("short.gguf"), "{truncated}");
 
+    let socket = folder.path().join("trainer.sock");
+    let from_trainer = async || -> Result<String> {
+        let report = update_by(&cluster, &socket, json!({"transport": "ipc"})).await?;
+        Ok(report["update"]["reason"].as_str().unwrap_or_default().to_owned())
+    };
+    let absent = from_trainer().await?;
+    assert!(absent.contains("cannot connect to a trainer"), "{absent}");
+    let trainer = UnixListener::bind(&socket)?;
+    let trainer = tokio::spawn(async move {
+        let declaration = json!({
+            "chunk_bytes": 1, "mapped": [{"gpu": "GPU-1", "handle": "00".repeat(64)}], "tensors": []
+        });
+        let mut connections = Vec::new();
+        while let Ok((mut connection, _)) = trainer.accept().await {
+            // A node that was told of the abort has left.
+            let _ = connection.write_all(format!("{declaration}\n").as_bytes()).await;
+            connections.push(connection);
+        }
+    });
+    let on_cpus = from_trainer().await?;
+    trainer.abort();
+    assert!(on_cpus.contains("expected a node on a GPU"), "{on_cpus}");
+
     let admin = admin(&cluster);
     for (path, body, status, words) in [
         ("/v1/weights/begin", json!({"path": "models/new"}), 400, "invalid path: \"models/new\""),
+        (
+            "/v1/weights/begin",
+            json!({"path": "/a", "transport": "nccl"}),
+            400,
+            "expected host:port/token of a trainer",
+        ),
+        (
+            "/v1/weights/begin",
+            json!({"path": "/a", "transport": "ipc", "node": "decode-0"}),
+            400,
+            "expected transport tcp with it",
+        ),
         ("/v1/weights/begin", json!({"label": "x"}), 400, "missing field `path`"),
         (
             "/v1/weights/begin",

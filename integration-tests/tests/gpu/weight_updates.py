@@ -1,9 +1,10 @@
 #!/usr/bin/env python3
-"""Weight updates from a trainer's GPU to real nodes: weight_updates.py check|bench --bin FOLDER [options].
+"""Weight updates from a trainer's GPU to real nodes: weight_updates.py check|bench|load --bin FOLDER [options].
 
-check  Compares greedy answers before and after updates by ipc, and back, with those of nodes that read the weights from disk.
+check  Compares greedy answers before and after updates from the trainer, and back, with those of nodes that read the weights from disk.
        Kills a trainer at several chunks, and offers invalid weights.
 bench  Prints time, pause and bandwidth of updates for several numbers of buffers and chunk sizes (random weights).
+load   Updates under --streams streams: inter-token latency with and without updates, and failed requests.
 
 Needs torch with CUDA. One GPU: the trainer shares the node's GPU. --trainer-gpu 1: the trainer has another GPU.
 """
@@ -35,10 +36,11 @@ READY_SECONDS = 240
 
 def arguments():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("mode", choices=["check", "bench", "trainer"])
+    parser.add_argument("mode", choices=["check", "bench", "load", "trainer"])
     parser.add_argument("--bin", help="folder of baton and the services")
     parser.add_argument("--kernels", help="path of libbaton_kernels.so")
     parser.add_argument("--size", default=None, choices=["tiny", "1b", "8b"], help="default: tiny for check, 8b for bench")
+    parser.add_argument("--transport", default="ipc", choices=["ipc", "nccl"], help="nccl needs --trainer-gpu 1")
     parser.add_argument("--node-gpus", default="0", help="GPUs of the node, one for each rank")
     parser.add_argument("--trainer-gpu", type=int, default=0)
     parser.add_argument("--tp", type=int, default=1)
@@ -47,6 +49,8 @@ def arguments():
     parser.add_argument("--buffers", default="1,2,3,8")
     parser.add_argument("--chunk-mib", default="64,256")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--streams", type=int, default=16)
+    parser.add_argument("--max-ctas", type=int, default=None, help="nccl: largest number of CTAs of a broadcast")
     # Of the mode trainer, which `check` starts to kill it.
     parser.add_argument("--socket")
     parser.add_argument("--die-at", type=int, default=-1)
@@ -95,6 +99,7 @@ class Cluster:
             "BATON_WEIGHTS_PLACE": options.place, "BATON_ROUTER_ADMIN": f"127.0.0.1:{ADMIN}", "BATON_MODEL_NAME": "model",
             "BATON_NODE_GPU_MEMORY_PERCENT": str(options.memory_percent), "BATON_NODE_GPU_TUNE": "0s",
             "BATON_NODE_DEVICE": "cuda", "NO_COLOR": "1", "NCCL_NVLS_ENABLE": "0",
+            "BATON_WEIGHTS_BUFFERS": "8" if options.transport == "nccl" else "1",
         }
         if options.kernels:
             environment["BATON_NODE_KERNELS"] = str(pathlib.Path(options.kernels).resolve())
@@ -176,6 +181,13 @@ def offer_dying(die_at):
     baton_weights.cut = lambda *arguments: Dying(make(*arguments))
 
 
+def new_updater(options, socket, **more):
+    place = {"socket": socket}
+    if options.transport == "nccl":
+        place = {"host": "127.0.0.1", "nccl_max_ctas": options.max_ctas}
+    return WeightUpdater(f"http://127.0.0.1:{ADMIN}", transport=options.transport, **place, **more)
+
+
 def run_trainer(options):
     """A trainer that dies at a chunk."""
     import torch
@@ -183,7 +195,7 @@ def run_trainer(options):
     config = json.loads((pathlib.Path(options.bin) / "config.json").read_text())
     offer_dying(options.die_at)
     weights = random_weights(config, 3, torch.device("cuda", options.trainer_gpu))
-    WeightUpdater(f"http://127.0.0.1:{ADMIN}", transport="ipc", socket=options.socket, chunk_bytes=16 * MIB).push(weights)
+    new_updater(options, options.socket, chunk_bytes=16 * MIB).push(weights)
 
 
 def expect_error(words, act):
@@ -209,8 +221,7 @@ def check(options, folder):
     with Cluster(options, new) as cluster:
         expected_new = cluster.answers()
     socket = str(folder / "trainer.sock")
-    updater = lambda **more: WeightUpdater(f"http://127.0.0.1:{ADMIN}", transport="ipc", socket=socket,
-                                           **({"chunk_bytes": 16 * MIB, "timeout": 60} | more))
+    updater = lambda **more: new_updater(options, socket, **({"chunk_bytes": 16 * MIB, "timeout": 60} | more))
     with Cluster(options, base) as cluster:
         expected_base = cluster.answers()
         assert expected_base != expected_new
@@ -219,7 +230,7 @@ def check(options, folder):
         for die_at in [0, 1, chunks // 2, chunks - 1]:
             since, began = len(cluster.lines), time.monotonic()
             trainer = [sys.executable, __file__, "trainer", "--bin", base, "--socket", socket, "--die-at", str(die_at),
-                       "--trainer-gpu", str(options.trainer_gpu)]
+                       "--trainer-gpu", str(options.trainer_gpu), "--transport", options.transport]
             assert subprocess.run(trainer, timeout=120).returncode == -signal.SIGKILL
             died = time.monotonic()
             line = cluster.wait_line("the weight update was aborted", since, 5)
@@ -249,9 +260,14 @@ def check(options, folder):
             with_handle(self, *arguments)
             self.handle = "5a" * 64
 
-        baton_weights.GpuBuffer.__init__ = invalid_handle
-        expect_error(["cannot map the memory"], lambda: updater().push(valid))
-        baton_weights.GpuBuffer.__init__ = with_handle
+        if options.transport == "ipc":
+            baton_weights.GpuBuffer.__init__ = invalid_handle
+            expect_error(["cannot map the memory"], lambda: updater().push(valid))
+            baton_weights.GpuBuffer.__init__ = with_handle
+        if str(options.trainer_gpu) == options.node_gpus:
+            options.transport = "nccl"
+            expect_error(["NCCL allows one rank on a GPU", "expected transport ipc"], lambda: updater().push(valid))
+            options.transport = "ipc"
         assert cluster.answers() == expected_base, "answers changed after rejected updates"
 
         versions = {}
@@ -273,14 +289,13 @@ def bench(options, folder):
     weights = random_weights(config, 1, device)
     total = sum(value.nbytes for value in weights.values())
     print(f"{total / 1e9:.2f} GB, {torch.cuda.get_device_name(device)}, trainer on GPU {options.trainer_gpu}, node on "
-          f"{options.node_gpus}, place {options.place}")
+          f"{options.node_gpus}, transport {options.transport}, place {options.place}")
     print("| buffers | chunk MiB | chunks | round | received ms | of it before the first chunk | GB/s | pause ms | push ms |")
     print("| --- | --- | --- | --- | --- | --- | --- | --- | --- |")
     with Cluster(options, folder / "model", dummy=True) as cluster:
         for chunk in [int(mib) for mib in options.chunk_mib.split(",")]:
             for buffers in [int(count) for count in options.buffers.split(",")]:
-                updater = WeightUpdater(f"http://127.0.0.1:{ADMIN}", transport="ipc", socket=str(folder / "trainer.sock"),
-                                        chunk_bytes=chunk * MIB, buffers=buffers)
+                updater = new_updater(options, str(folder / "trainer.sock"), chunk_bytes=chunk * MIB, buffers=buffers)
                 for number in range(options.rounds):
                     since, began = len(cluster.lines), time.perf_counter()
                     report = updater.push(weights)
@@ -294,12 +309,95 @@ def bench(options, folder):
                 del updater
 
 
+class Streams:
+    """Requests in a loop, each of 128 prompt tokens and 128 output tokens. Records the times between tokens."""
+
+    def __init__(self, count):
+        self.gaps, self.finished, self.failed, self.is_open, self.lock = [], 0, [], True, threading.Lock()
+        self.threads = [threading.Thread(target=self.run, args=(number,), daemon=True) for number in range(count)]
+        for thread in self.threads:
+            thread.start()
+
+    def run(self, number):
+        while self.is_open:
+            prompt = [(at * 31 + number * 7) % 30_000 + 1 for at in range(128)]
+            body = {"prompt": prompt, "max_tokens": 128, "temperature": 0.0, "ignore_eos": True, "stream": True,
+                    "cache_salt": os.urandom(8).hex()}
+            request = urllib.request.Request(f"http://127.0.0.1:{HTTP}/v1/completions", json.dumps(body).encode(),
+                                             {"content-type": "application/json"})
+            last, done = None, False
+            try:
+                with urllib.request.urlopen(request, timeout=60) as response:
+                    for line in response:
+                        if line.startswith(b"data: [DONE]"):
+                            done = True
+                        elif line.startswith(b"data:"):
+                            if b'"error"' in line:
+                                raise OSError(line)
+                            now = time.perf_counter()
+                            if last is not None:
+                                self.gaps.append((now, now - last))
+                            last = now
+                if not done:
+                    raise OSError("the stream ended early")
+                with self.lock:
+                    self.finished += 1
+            except OSError as error:
+                with self.lock:
+                    self.failed.append(str(error))
+
+    def percentiles(self, begin, end):
+        gaps = sorted(gap * 1e3 for at, gap in list(self.gaps) if begin <= at < end)
+        return [gaps[int(len(gaps) * share)] for share in (0.5, 0.99, 0.999)] if gaps else [float("nan")] * 3
+
+    def stop(self):
+        self.is_open = False
+        for thread in self.threads:
+            thread.join(120)
+
+
+def load(options, folder):
+    import torch
+
+    device = torch.device("cuda", options.trainer_gpu)
+    config = write_config(folder / "model", options.size or "8b")
+    weights = random_weights(config, 1, device)
+    chunk, buffers = int(options.chunk_mib.split(",")[-1]), int(options.buffers.split(",")[0])
+    with Cluster(options, folder / "model", dummy=True) as cluster:
+        updater = new_updater(options, str(folder / "trainer.sock"), chunk_bytes=chunk * MIB, buffers=buffers)
+        updater.push(weights)
+        streams = Streams(options.streams)
+        time.sleep(3)
+        began = time.perf_counter()
+        time.sleep(8)
+        updating = time.perf_counter()
+        pauses, times = [], []
+        for _ in range(options.rounds):
+            since = len(cluster.lines)
+            report = updater.push(weights)
+            pauses.append(report["nodes"][0].get("paused_ms", float("nan")))
+            line = cluster.wait_line("received weights from a trainer", since)
+            times.append(float(re.search(r'received_ms"?[=:]\s*([0-9.]+)', line).group(1)))
+            time.sleep(0.2)
+        ended = time.perf_counter()
+        streams.stop()
+        name = f"{options.transport}, {buffers} x {chunk} MiB, {options.streams} streams, {options.rounds} updates"
+        print(f"{name}: {streams.finished} requests finished, {len(streams.failed)} failed {streams.failed[:3]}")
+        for what, values in [("received ms", times), ("pause ms", pauses)]:
+            values = sorted(values)
+            print(f"  {what}: median {values[len(values) // 2]:.1f}, maximum {values[-1]:.1f}")
+        for what, percentiles in [("without updates", streams.percentiles(began, updating)),
+                                  ("with updates", streams.percentiles(updating, ended))]:
+            print(f"  inter-token latency {what}, ms: p50 {percentiles[0]:.2f}, p99 {percentiles[1]:.2f}, p99.9 {percentiles[2]:.2f}")
+        assert not streams.failed
+
+
 def main():
     options = arguments()
     if options.mode == "trainer":
         return run_trainer(options)
     with tempfile.TemporaryDirectory(prefix="baton-weights-") as folder:
-        {"check": check, "bench": bench}[options.mode](options, pathlib.Path(folder))
+        {"check": check, "bench": bench, "load": load}[options.mode](options, pathlib.Path(folder))
 
 
 if __name__ == "__main__":

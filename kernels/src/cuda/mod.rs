@@ -117,4 +117,6 @@ pub use sample::SampleOutcome;
 pub use step::CudaStep;
 pub use testing::Delays;
 pub use tune::{Tuned, TunedTime, Tuning, row_steps};
-pub use weight_chunks::{ChunkCopies, ChunkWork, CopiedWeights, RowCopy};
+pub use weight_chunks::{
+    Broadcast, ChunkCopies, ChunkSource, ChunkWork, CopiedWeights, NcclGroup, RowCopy,
+};

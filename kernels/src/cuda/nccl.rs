@@ -184,6 +184,7 @@ functions! {
     ncclGroupEnd: fn() -> c_int;
     ncclSend: fn(u64, usize, c_int, c_int, RawCommunicator, RawStream) -> c_int;
     ncclRecv: fn(u64, usize, c_int, c_int, RawCommunicator, RawStream) -> c_int;
+    ncclBroadcast: fn(u64, u64, usize, c_int, c_int, RawCommunicator, RawStream) -> c_int;
     ncclAllReduce: fn(u64, u64, usize, c_int, c_int, RawCommunicator, RawStream) -> c_int;
 }
 

@@ -29,32 +29,45 @@ pub struct CudaPacker {
     uploads: Mutex<Uploads>,
     /// Allocated by the first update by chunks, and kept for the same reason.
     pub(super) staging: Mutex<Option<ChunkStaging>>,
+    /// Memory that a trainer's broadcasts fill.
+    chunk_buffers: Vec<Range>,
     library: Arc<KernelLibrary>,
     fault: Mutex<Option<CudaError>>,
 }
 
 impl CudaPacker {
-    /// Allocates memory for a second copy of the weights of `backend`, which has loaded them, and for its uploads.
-    pub fn new(backend: &CudaBackend) -> Result<Self, CudaError> {
+    /// Allocates memory for a second copy of the weights of `backend`, which has loaded them, for its uploads, and for
+    /// `chunks`: number and bytes of chunk buffers.
+    pub fn new(backend: &CudaBackend, chunks: (usize, usize)) -> Result<Self, CudaError> {
         let (weights, _) = backend.memory_bytes();
         let memory =
             DeviceMemory::new(backend.context(), "the second copy of the weights", weights)?;
-        Self::into(memory, backend)
+        Self::into(memory, backend, chunks)
     }
 
     /// Packs over the weights of `backend` themselves. No kernel may read them meanwhile.
-    pub fn in_place(backend: &CudaBackend) -> Result<Self, CudaError> {
-        Self::into(backend.weights_memory().alias("the weights"), backend)
+    pub fn in_place(backend: &CudaBackend, chunks: (usize, usize)) -> Result<Self, CudaError> {
+        Self::into(backend.weights_memory().alias("the weights"), backend, chunks)
     }
 
-    fn into(memory: DeviceMemory, backend: &CudaBackend) -> Result<Self, CudaError> {
+    fn into(
+        memory: DeviceMemory,
+        backend: &CudaBackend,
+        (chunk_count, chunk_bytes): (usize, usize),
+    ) -> Result<Self, CudaError> {
         let context = Arc::clone(backend.context());
+        let chunk = |_| {
+            let memory = DeviceMemory::new(&context, "a chunk of new weights", chunk_bytes)?;
+            memory.cut(chunk_bytes)
+        };
+        let chunk_buffers = (0..chunk_count).map(chunk).collect::<Result<_, CudaError>>()?;
         Ok(Self {
             dtype: backend.dtype(),
             shard: backend.shard(),
             memory,
             uploads: Mutex::new(Uploads::new(&context, ReaderShare::Half)?),
             staging: Mutex::default(),
+            chunk_buffers,
             library: Arc::clone(backend.library()),
             context,
             fault: Mutex::default(),
@@ -91,6 +104,11 @@ impl CudaPacker {
     pub fn upload(&self, values: &[f32], offset: usize) -> Result<(), CudaError> {
         let bytes: &[u8] = bytemuck::cast_slice(values);
         self.uploads().bytes(bytes, &self.everything().slice(offset, bytes.len()))
+    }
+
+    /// Returns the memory that a trainer's broadcasts fill.
+    pub(super) fn chunk_buffers(&self) -> &[Range] {
+        &self.chunk_buffers
     }
 
     pub fn dtype(&self) -> Dtype {

@@ -1,6 +1,7 @@
-//! Copies weights out of chunk buffers on a GPU into packed weights. The buffers are memory of a trainer's process.
+//! Copies weights out of chunk buffers on a GPU into packed weights. The buffers are memory of a trainer's process (CUDA
+//! IPC), or memory of this process that a trainer's broadcasts fill (NCCL).
 //!
-//! The copy engines move the bytes. A kernel on another stream digests each complete weight, and counts its elements that
+//! The copy engines move the bytes from another GPU. A kernel on another stream digests each complete weight, and counts its elements that
 //! are not finite, while the next chunks arrive. Vectors are packed in f32, so their bytes go to the host, which converts
 //! them.
 
@@ -14,21 +15,57 @@ use cudarc::driver::sys;
 
 use super::{
     attention::dtype_code,
-    context::{DeviceToHost, Event, Stream},
+    context::{DeviceToHost, Event, Role, Stream},
     copies::Copies,
     error::{CudaError, Named},
     ffi::DigestWeight,
     ipc::{ExportedMemory, PeerToDevice},
     memory::{DeviceMemory, Pinned, Range},
     moves::copy_rows,
+    nccl::{Communicator, CommunicatorOptions, Nccl, NcclError, Piece, UniqueId},
     packer::CudaPacker,
 };
-use crate::digest::WeightRuns;
+use crate::{digest::WeightRuns, peer::WaitLimit};
 
-/// Deadline of the copies of a chunk. A chunk takes milliseconds.
-const COPIES_MAX: Duration = Duration::from_secs(2);
-/// Pause between polls for the end of copies.
-const PAUSE: Duration = Duration::from_micros(20);
+/// Streams of NCCL's broadcasts.
+#[derive(Debug)]
+pub enum Broadcast {}
+
+impl Role for Broadcast {}
+
+/// Buffers of chunks.
+#[derive(Clone, Copy)]
+pub enum ChunkSource<'a> {
+    /// Memory of a trainer's process.
+    Mapped(&'a [ExportedMemory]),
+    /// The first buffers of the packer, which broadcasts of rank 0 fill.
+    Broadcast {
+        group: NcclGroup,
+        /// UUID of the GPU of rank 0.
+        trainer_gpu: &'a str,
+        buffers: usize,
+        chunk_bytes: u64,
+        /// When to stop waiting for the other ranks.
+        limit: WaitLimit<'a>,
+    },
+}
+
+/// A communicator of a trainer, rank 0, and the GPUs of nodes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct NcclGroup {
+    pub id: UniqueId,
+    pub rank: u32,
+    pub ranks: u32,
+    /// Largest number of CTAs of a broadcast; `None`: NCCL decides.
+    pub ctas_max: Option<u32>,
+}
+
+/// Time-out of the abort of a communicator. Aborts took 0.4 to 0.7 s with a dead peer.
+const ABORT_MAX: Duration = Duration::from_secs(10);
+/// Time of polling without a pause: a chunk takes less than a millisecond, and a pause lasts longer than asked for.
+const SPIN: Duration = Duration::from_millis(2);
+/// Pause between later polls.
+const PAUSE: Duration = Duration::from_micros(100);
 /// Numbers that the kernel writes for a part of a weight: the digest, and the elements that are not finite.
 const SUMS: usize = 2;
 
@@ -53,7 +90,7 @@ impl RowCopy {
     }
 }
 
-/// What follows from a chunk: copies, and parts of weights that are complete.
+/// Work of a chunk: copies, and parts of weights that are complete.
 #[derive(Clone, Debug, Default)]
 pub struct ChunkWork {
     /// Copies into the packed weights.
@@ -73,7 +110,7 @@ pub(super) struct ChunkStaging {
     downloaded: Option<(Pinned<u64>, Event)>,
 }
 
-/// What the weights' bytes are, once all chunks have been copied.
+/// Results of all chunks.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct CopiedWeights {
     /// The bytes that were copied to the host.
@@ -92,29 +129,110 @@ pub struct ChunkCopies<'a> {
     copied: Vec<Event>,
     digest_count: usize,
     staging: MutexGuard<'a, Option<ChunkStaging>>,
+    broadcasts: Option<Broadcasts>,
+    /// Whether the buffers are memory of this GPU.
+    is_local: bool,
     // Unmapped after the streams' work has completed: see `drop`.
     buffers: Vec<Range>,
 }
 
+/// A communicator, and its work.
+struct Broadcasts {
+    communicator: Communicator,
+    stream: Stream<Broadcast>,
+    /// Recorded after the broadcast into each buffer.
+    filled: Vec<Event>,
+}
+
 impl CudaPacker {
-    /// Maps the buffers of a trainer. `host_bytes`: bytes of vectors. `digest_count`: parts of weights to digest.
+    /// Maps the buffers of a trainer, or joins its communicator. `host_bytes`: bytes of vectors. `digest_count`: parts of
+    /// weights to digest.
     pub fn copy_chunks(
         &self,
-        buffers: &[ExportedMemory],
+        source: ChunkSource<'_>,
         host_bytes: usize,
         digest_count: usize,
     ) -> Result<ChunkCopies<'_>, String> {
-        let map = |buffer: &ExportedMemory| buffer.map(self.context(), "a trainer's chunk buffer");
-        let buffers = buffers.iter().map(map).collect::<Result<Vec<_>, String>>()?;
-        let copies = ChunkCopies::new(self, buffers, host_bytes, digest_count);
-        copies.map_err(|error| error.to_string())
+        let named = |error: NcclError| error.to_string();
+        let buffers = match source {
+            ChunkSource::Mapped(buffers) => {
+                let map = |buffer: &ExportedMemory| {
+                    buffer.map(self.context(), "a trainer's chunk buffer")
+                };
+                buffers.iter().map(map).collect::<Result<Vec<_>, String>>()?
+            }
+            ChunkSource::Broadcast { trainer_gpu, buffers, chunk_bytes, .. } => {
+                self.own_buffers(trainer_gpu, buffers, chunk_bytes)?
+            }
+        };
+        let is_local = match source {
+            ChunkSource::Mapped(buffers) => {
+                buffers.iter().all(|buffer| buffer.uuid == self.context().device().uuid)
+            }
+            ChunkSource::Broadcast { .. } => true,
+        };
+        let copies = ChunkCopies::new(self, (buffers, is_local), host_bytes, digest_count);
+        let mut copies = copies.map_err(|error| error.to_string())?;
+        if let ChunkSource::Broadcast { group, limit, .. } = source {
+            let broadcasts = Broadcasts::new(&copies, group, limit);
+            copies.broadcasts = Some(broadcasts.map_err(named)?);
+        }
+        Ok(copies)
+    }
+
+    /// Returns buffers for the broadcasts of a trainer.
+    fn own_buffers(
+        &self,
+        trainer_gpu: &str,
+        buffers: usize,
+        chunk_bytes: u64,
+    ) -> Result<Vec<Range>, String> {
+        let (own, uuid) = (self.chunk_buffers(), &self.context().device().uuid);
+        if trainer_gpu == uuid {
+            return Err(format!(
+                "the trainer computes on GPU {uuid}, as this node does, and NCCL allows one rank on a GPU; expected \
+                 transport ipc"
+            ));
+        }
+        if buffers > own.len() {
+            let most = own.len();
+            return Err(format!(
+                "the trainer uses {buffers} buffers; expected at most {most} (weights.buffers)"
+            ));
+        }
+        let most = own[0].bytes() as u64;
+        if chunk_bytes > most {
+            return Err(format!(
+                "the trainer's chunks have {chunk_bytes} bytes; expected at most {most} (weights.chunk_bytes)"
+            ));
+        }
+        Ok(own[..buffers].iter().map(|buffer| buffer.slice(0, chunk_bytes as usize)).collect())
+    }
+}
+
+impl Broadcasts {
+    fn new(
+        copies: &ChunkCopies<'_>,
+        group: NcclGroup,
+        limit: WaitLimit<'_>,
+    ) -> Result<Self, NcclError> {
+        let context = copies.packer.context();
+        let NcclGroup { id, rank, ranks, ctas_max } = group;
+        let options =
+            CommunicatorOptions { rank, ranks, id, ctas: ctas_max.map(|ctas_max| (1, ctas_max)) };
+        let filled = copies.buffers.iter().map(|_| Event::new(context));
+        Ok(Self {
+            filled: filled.collect::<Result<_, _>>()?,
+            stream: Stream::new(context)?,
+            communicator: Communicator::new(&Nccl::open(None)?, context, options, limit)?,
+        })
     }
 }
 
 impl<'a> ChunkCopies<'a> {
     fn new(
         packer: &'a CudaPacker,
-        buffers: Vec<Range>,
+        (buffers, is_local): (Vec<Range>, bool),
         host_bytes: usize,
         digest_count: usize,
     ) -> Result<Self, CudaError> {
@@ -143,8 +261,27 @@ impl<'a> ChunkCopies<'a> {
             copied: buffers.iter().map(|_| Event::new(context)).collect::<Result<_, _>>()?,
             digest_count,
             staging,
+            broadcasts: None,
+            is_local,
             buffers,
         })
+    }
+
+    /// Enqueues the broadcast of the next chunk into a buffer, after the copies out of the buffer. The next
+    /// [`scatter`](Self::scatter) of the buffer waits for the chunk. Mapped buffers are filled already.
+    pub fn fill(
+        &mut self,
+        buffer: usize,
+        bytes: usize,
+        limit: WaitLimit<'_>,
+    ) -> Result<(), NcclError> {
+        let Some(broadcasts) = &mut self.broadcasts else { return Ok(()) };
+        let Broadcasts { communicator, stream, filled } = broadcasts;
+        self.packer.context().bind()?;
+        stream.wait(&self.copied[buffer])?;
+        communicator.broadcast(Piece::new(&self.buffers[buffer], 0, bytes), 0, stream, limit)?;
+        filled[buffer].record(stream)?;
+        Ok(self.copies.wait(&filled[buffer])?)
     }
 
     /// Enqueues the copies out of a buffer, and the digests of complete parts.
@@ -169,7 +306,13 @@ impl<'a> ChunkCopies<'a> {
             unsafe { copy_rows(source, place, row.width, row.height, &self.copies) }?;
         }
         // SAFETY: as above.
-        unsafe { copies.put(&self.copies) }?;
+        unsafe {
+            match self.is_local {
+                // Within a GPU its SMs copy several times as fast as its copy engines.
+                true => copies.enqueue_one_by_one(&self.copies),
+                false => copies.put(&self.copies),
+            }
+        }?;
         let host = &mut self.staging.as_mut().ok_or(CudaError::EarlierCallFailed)?.host;
         for row in &work.to_host {
             let source = from.part(row.from, row.bytes());
@@ -209,19 +352,19 @@ impl<'a> ChunkCopies<'a> {
     }
 
     /// Waits until the copies out of a buffer have completed.
-    pub fn wait(&self, buffer: usize) -> Result<(), CudaError> {
-        wait(&self.copied[buffer])
+    pub fn wait(&self, buffer: usize, limit: WaitLimit<'_>) -> Result<(), CudaError> {
+        wait(&self.copied[buffer], limit)
     }
 
     /// Waits for all copies and digests.
-    pub fn finish(mut self) -> Result<CopiedWeights, CudaError> {
+    pub fn finish(&mut self, limit: WaitLimit<'_>) -> Result<CopiedWeights, CudaError> {
         self.packer.context().bind()?;
-        self.copied.iter().try_for_each(wait)?;
+        self.copied.iter().try_for_each(|copied| wait(copied, limit))?;
         let staging = self.staging.as_mut().ok_or(CudaError::EarlierCallFailed)?;
         let (sums, done) = staging.downloaded.take().ok_or(CudaError::EarlierCallFailed)?;
         let count = self.digest_count * SUMS;
         let copy = sums.download(count, &staging.sums, 0, &self.checks, done)?;
-        wait(copy.event())?;
+        wait(copy.event(), limit)?;
         let (sums, done) = copy.finish()?;
         let digests = sums[..count].as_chunks::<SUMS>().0.iter().map(|sums| (sums[0], sums[1]));
         let digests = digests.collect();
@@ -232,6 +375,12 @@ impl<'a> ChunkCopies<'a> {
 
 impl Drop for ChunkCopies<'_> {
     fn drop(&mut self) {
+        // A broadcast without its trainer ends only by an abort.
+        let broadcasts = self.broadcasts.take();
+        if broadcasts.is_some_and(|it| it.communicator.abort(ABORT_MAX).is_err()) {
+            // The streams wait for the broadcast, maybe forever. Its buffers stay allocated with the packer.
+            return;
+        }
         // Nothing may write the weights, or read an unmapped buffer, later. After an error that ended the context nothing
         // does.
         let _ = self.copies.synchronize();
@@ -239,14 +388,17 @@ impl Drop for ChunkCopies<'_> {
     }
 }
 
-/// Waits for an event with a deadline.
-fn wait(event: &Event) -> Result<(), CudaError> {
-    let until = Instant::now() + COPIES_MAX;
+/// Waits for an event.
+fn wait(event: &Event, limit: WaitLimit<'_>) -> Result<(), CudaError> {
+    let began = Instant::now();
     while !event.is_done()? {
-        if Instant::now() > until {
-            return Err(CudaError::CopyStuck { waited: COPIES_MAX });
+        if Instant::now() > limit.deadline || (limit.cancelled)() {
+            return Err(CudaError::CopyStuck { waited: began.elapsed() });
         }
-        thread::sleep(PAUSE);
+        match began.elapsed() < SPIN {
+            true => thread::yield_now(),
+            false => thread::sleep(PAUSE),
+        }
     }
     Ok(())
 }

@@ -390,6 +390,15 @@ section! {
         /// auto and shadow take host memory during the update.
         place: WeightPlace = WeightPlace::Auto,
             "Few clusters update their weights, and the memory of a second copy serves many KV blocks.";
+        /// Buffers for chunks of weights that a trainer broadcasts by NCCL. A GPU with place shadow or in_place reserves them
+        /// at start.
+        buffers: u32 = 2,
+            "One buffer receives a chunk while the chunk in the other one is copied to its place.",
+            1..=16;
+        /// Largest chunk of a broadcast.
+        chunk_bytes: ByteSize = ByteSize::mib(256),
+            "Large enough for full bandwidth, and small compared with the weights.",
+            ByteSize::mib(1)..=ByteSize::gib(4);
     }
 }
 

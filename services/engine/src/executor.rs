@@ -19,7 +19,7 @@ use std::{
 };
 
 use crossbeam_channel::{Receiver, bounded};
-use kernels::{KvLayout, cpu::GroupError, cuda::ExportedMemory};
+use kernels::{KvLayout, cpu::GroupError, cuda::ChunkSource, peer::WaitLimit};
 use model::{Checkpoint, ModelConfig, ModelError};
 use serde::{Deserialize, Serialize};
 
@@ -151,14 +151,14 @@ pub trait WeightUpdate: Send + Sync {
     /// [`Executor::commit_weights`] then uses them.
     fn prepare(&self, path: &Path, checkpoint: &Checkpoint) -> Result<(), PrepareError>;
 
-    /// Begins to copy weights out of chunk buffers on a GPU. Checks the tensors and maps the buffers, but writes nothing
-    /// before the first [`ChunkReceiver::scatter`]. [`Executor::commit_weights`] uses the weights after
+    /// Begins to copy weights out of chunk buffers on a GPU. Checks the tensors, and maps the buffers or joins the trainer's
+    /// communicator, but writes nothing before the first [`ChunkReceiver::scatter`]. [`Executor::commit_weights`] uses the weights after
     /// [`ChunkReceiver::finish`].
     fn receive(
         &self,
         _config: &ModelConfig,
         _tensors: &[DeclaredTensor],
-        _buffers: &[ExportedMemory],
+        _source: ChunkSource<'_>,
     ) -> Result<Box<dyn ChunkReceiver + '_>, PrepareError> {
         Err(PrepareError::Unsupported)
     }
@@ -169,14 +169,22 @@ pub trait WeightUpdate: Send + Sync {
 
 /// Copies the chunks of one update. Dropping it waits for the copies and unmaps the buffers.
 pub trait ChunkReceiver {
+    /// Lets a broadcast fill a buffer with the next chunk. Does nothing for mapped buffers.
+    fn fill(
+        &mut self,
+        buffer: usize,
+        bytes: usize,
+        limit: WaitLimit<'_>,
+    ) -> Result<(), PrepareError>;
+
     /// Enqueues the copies of a chunk's pieces. Pieces of a tensor come in order, and the last one ends the tensor.
     fn scatter(&mut self, buffer: usize, pieces: &[TensorPiece]) -> Result<(), PrepareError>;
 
     /// Waits until the copies out of this buffer have completed, so that it can be overwritten.
-    fn wait(&mut self, buffer: usize) -> Result<(), PrepareError>;
+    fn wait(&mut self, buffer: usize, limit: WaitLimit<'_>) -> Result<(), PrepareError>;
 
     /// Waits for all copies, and rejects values that are not finite. Returns the digest of each tensor.
-    fn finish(self: Box<Self>) -> Result<Vec<TensorDigest>, PrepareError>;
+    fn finish(&mut self, limit: WaitLimit<'_>) -> Result<Vec<TensorDigest>, PrepareError>;
 }
 
 /// A tensor that a trainer declares.

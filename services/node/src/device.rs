@@ -270,10 +270,10 @@ pub(crate) fn start_gpu(
     }
     if settings::has_gpu_shadow(config) {
         // Before the KV cache, which takes the memory that is left.
-        model.allocate_shadow()?;
+        model.allocate_shadow(settings::chunk_buffers(config))?;
     }
     if settings::updates_in_place(config) {
-        model.update_in_place()?;
+        model.update_in_place(settings::chunk_buffers(config))?;
     }
     let own_layout = layout.with_heads(layout.kv_head_count / of);
     let fitting = match set {

@@ -10,7 +10,7 @@ use std::{
 use anyhow::{Context, Result, anyhow, bail};
 use clap::{Arg, Command};
 use cluster::{NodeId, Role};
-use config::{Config, Device, Transport};
+use config::{Config, Device, Transport, WeightPlace};
 use engine::executor::Executor;
 use kernels::cuda::{NcclError, set_nccl_environment};
 use ranks::RankSpec;
@@ -54,10 +54,11 @@ pub fn run(role: Role) -> ExitCode {
     run_on(role, &parsed.config, ready_file.map(PathBuf::as_path), started, |device| device).into()
 }
 
-/// Sets NCCL's environment when the transport may be nccl. Call it before the first thread starts.
+/// Sets NCCL's environment when KV or new weights may come by nccl. Call it before the first thread starts.
 fn prepare_nccl(config: &Config) -> Result<(), NcclError> {
     let may_carry = matches!(config.transfer.transport, Transport::Auto | Transport::Nccl);
-    if config.node.device == Device::Cpu || !may_carry {
+    let may_broadcast = config.weights.place != WeightPlace::Auto;
+    if config.node.device == Device::Cpu || !(may_carry || may_broadcast) {
         return Ok(());
     }
     set_nccl_environment(config.transfer.transport == Transport::Nccl)

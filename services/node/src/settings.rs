@@ -141,7 +141,11 @@ pub(crate) fn node_traits(
     let sizes = ModelSizes::of(model, shard, weights);
     let device = match device {
         NodeDevice::Gpu { memory_bytes } if has_gpu_shadow(config) => {
-            NodeDevice::Gpu { memory_bytes: memory_bytes.saturating_sub(sizes.weights) }
+            let taken = sizes.weights.saturating_add(chunk_memory(config));
+            NodeDevice::Gpu { memory_bytes: memory_bytes.saturating_sub(taken) }
+        }
+        NodeDevice::Gpu { memory_bytes } if updates_in_place(config) => {
+            NodeDevice::Gpu { memory_bytes: memory_bytes.saturating_sub(chunk_memory(config)) }
         }
         device => device,
     };
@@ -169,6 +173,15 @@ pub(crate) fn has_gpu_shadow(config: &Config) -> bool {
 /// Returns whether updates overwrite the weights in use.
 pub(crate) fn updates_in_place(config: &Config) -> bool {
     config.weights.place == WeightPlace::InPlace && config.node.tp == 1
+}
+
+/// Returns number and bytes of the buffers for chunks of new weights.
+pub(crate) fn chunk_buffers(config: &Config) -> (usize, usize) {
+    (config.weights.buffers as usize, config.weights.chunk_bytes.bytes() as usize)
+}
+
+fn chunk_memory(config: &Config) -> u64 {
+    u64::from(config.weights.buffers).saturating_mul(config.weights.chunk_bytes.bytes())
 }
 
 /// Largest batch of an executor.

@@ -28,6 +28,7 @@ use weight_transfer::{BeginError, CommitError, UpdateEnd, UpdateId, UpdateState,
 use self::{
     actor::{Begin, Call, CallError, Handle, NodeWeights, Origin},
     peers::Peer,
+    trainer::TrainerAddress,
 };
 pub(crate) use self::{
     actor::{WeightActor, WeightSettings},
@@ -189,15 +190,19 @@ fn checked_begin(
     let origin = match request.from {
         None => {
             let path = PathBuf::from(&request.path);
-            if !path.is_absolute() {
-                return Err(invalid("path", shown(&request.path), "an absolute path"));
-            }
-            match v1::WeightsTransport::try_from(request.transport) {
-                Ok(v1::WeightsTransport::Files) => Origin::Path(path),
-                Ok(v1::WeightsTransport::Ipc) => Origin::Trainer(path),
-                Err(_) => {
-                    return Err(invalid("transport", request.transport, "0 or 1".to_owned()));
+            let transport = v1::WeightsTransport::try_from(request.transport);
+            match (transport, path.is_absolute()) {
+                (Ok(v1::WeightsTransport::Files), true) => Origin::Path(path),
+                (Ok(v1::WeightsTransport::Ipc), true) => Origin::Trainer(TrainerAddress::Ipc(path)),
+                (Ok(v1::WeightsTransport::Nccl), _) => {
+                    Origin::Trainer(TrainerAddress::nccl(&request.path).ok_or_else(|| {
+                        invalid("path", shown(&request.path), "host:port/token of a trainer")
+                    })?)
                 }
+                (Ok(_), false) => {
+                    return Err(invalid("path", shown(&request.path), "an absolute path"));
+                }
+                (Err(_), _) => return Err(invalid("transport", request.transport, "0 to 2")),
             }
         }
         Some(v1::WeightsSource { peer, weight_version }) => Origin::Peer {
@@ -314,8 +319,9 @@ mod tests {
     fn every_field_of_begin_is_checked() {
         assert_eq!(checked_begin(request(), &LIMITS).unwrap().label, "step 100");
         type Change = fn(&mut v1::BeginWeightsRequest);
-        let changes: [(Change, &str); 9] = [
-            (|it| it.transport = 7, "invalid transport: 7; expected 0 or 1"),
+        let changes: [(Change, &str); 10] = [
+            (|it| it.transport = 7, "invalid transport: 7; expected 0 to 2"),
+            (|it| it.transport = 2, "invalid path: \"/models/new\"; expected host:port/token"),
             (|it| it.in_flight = 9, "invalid in_flight: 9; expected 0 to 3"),
             (|it| it.node_epoch = vec![9; 16].into(), "node_epoch = "),
             (|it| it.update_id = vec![1; 15].into(), "invalid update_id: 15 bytes; expected 16"),

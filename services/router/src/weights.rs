@@ -63,6 +63,8 @@ pub enum Transport {
     Tcp { seed: Option<String> },
     /// Every node reads the memory of a trainer's GPU. The path is the trainer's Unix socket.
     Ipc,
+    /// A trainer broadcasts to the GPUs of all nodes. The path is `host:port/token` of the trainer.
+    Nccl,
 }
 
 #[derive(Debug)]
@@ -324,7 +326,7 @@ impl Task {
             return Err(UpdateError::NoNode { model: new.model.to_string() });
         }
         let source = match &new.transport {
-            Transport::Disk | Transport::Ipc => UpdateSource::Path,
+            Transport::Disk | Transport::Ipc | Transport::Nccl => UpdateSource::Path,
             Transport::Tcp { seed: None } => UpdateSource::Seed(0),
             Transport::Tcp { seed: Some(seed) } => {
                 let index = nodes.iter().position(|node| node.id == *seed);

@@ -11,7 +11,11 @@ With a trainer on the host of all nodes, and weights on GPUs, no byte passes thr
     updater = WeightUpdater("http://router:8002", transport="ipc", socket="/run/baton/trainer.sock")
     updater.push(model.state_dict())
 
-The nodes read chunks in the memory of the trainer's GPU (CUDA IPC). Matrices have the element type of the nodes
+With transport "nccl" the nodes may be on other hosts, but not on the trainer's GPU:
+
+    updater = WeightUpdater("http://router:8002", transport="nccl", host="10.0.0.7")
+
+With ipc, the nodes read chunks in the memory of the trainer's GPU (CUDA IPC). With nccl, one broadcast sends each chunk to all nodes. Matrices have the element type of the nodes
 (model.dtype). Do not change the weights before `push` or `prepare` returns.
 
 With transport "disk", `folder` must have the same path on the trainer and on every node. `push` writes a safetensors model there, lets every
@@ -25,6 +29,8 @@ A state dict has the names of Hugging Face. Values are torch tensors, or tuples 
 import ctypes
 import json
 import os
+import secrets
+import select
 import shutil
 import socket as sockets
 import struct
@@ -36,6 +42,8 @@ import urllib.request
 DTYPES = {"torch.float32": "F32", "torch.float16": "F16", "torch.bfloat16": "BF16"}
 COPIED = ("config.json", "generation_config.json")
 POLL_SECONDS = 0.05
+# Updates from GPU to GPU take milliseconds.
+POLL_SECONDS_GPU = 0.005
 # Time beyond an update's time-out: the router commits for up to 60 s.
 GRACE_SECONDS = 90
 
@@ -46,16 +54,20 @@ class UpdateError(Exception):
 
 class WeightUpdater:
     def __init__(self, admin, folder=None, config=None, api_key=None, model=None, timeout=300, keep=2,
-                 in_flight="recompute", transport="disk", socket=None, chunk_bytes=256 << 20, buffers=2):
+                 in_flight="recompute", transport="disk", socket=None, host=None, chunk_bytes=256 << 20, buffers=2,
+                 nccl_max_ctas=None):
         """admin: URL of router.admin. in_flight: what becomes of requests in flight at a commit: recompute, keep_kv, wait
-        or abort. transport: disk or ipc.
+        or abort. transport: disk, ipc or nccl.
         disk: folder: place of the updates. config: folder with the model's config.json. keep: updates left in the folder.
         ipc: socket: path of the Unix socket, the same on every node. Each node takes `buffers` times `chunk_bytes` of the
-        trainer's GPU memory, which is kept for the next update."""
+        trainer's GPU memory, which is kept for the next update.
+        nccl: host: address of this process that the nodes reach. The trainer and each node take `buffers` times
+        `chunk_bytes`, on nodes at most weights.buffers times weights.chunk_bytes. nccl_max_ctas: limits the SMs that a broadcast
+        takes on each GPU; None: NCCL decides."""
         self.admin, self.config = admin.rstrip("/"), config
         self.api_key, self.model, self.timeout, self.keep = api_key, model, timeout, max(2, keep)
         self.in_flight, self.transport = in_flight, transport
-        needed = {"disk": {"folder": folder, "config": config}, "ipc": {"socket": socket}}
+        needed = {"disk": {"folder": folder, "config": config}, "ipc": {"socket": socket}, "nccl": {"host": host}}
         if transport not in needed:
             raise UpdateError(f"invalid transport: {transport!r}; expected one of {', '.join(needed)}")
         for name, value in needed[transport].items():
@@ -64,8 +76,10 @@ class WeightUpdater:
         if transport == "disk":
             self.folder = os.path.abspath(folder)
             os.makedirs(self.folder, exist_ok=True)
-        else:
+        elif transport == "ipc":
             self.memory = GpuChunks(os.path.abspath(socket), chunk_bytes, buffers)
+        else:
+            self.sender = Sender(host, chunk_bytes, buffers, nccl_max_ctas)
 
     def push(self, state_dict, label=""):
         """Writes, prepares and commits the weights. Returns the router's report of the update."""
@@ -75,10 +89,27 @@ class WeightUpdater:
         """Returns the update's id once every node holds the weights beside those in use."""
         if self.transport == "ipc":
             with self.memory.offered(state_dict):
-                return self.begin(self.memory.socket, label)
-        return self.begin(self.write(state_dict), label)
+                return self.wait(self.begin(self.memory.socket, label)["id"], "prepared")["id"]
+        if self.transport == "nccl":
+            return self.broadcast(state_dict, label)
+        return self.wait(self.begin(self.write(state_dict), label)["id"], "prepared")["id"]
+
+    def broadcast(self, state_dict, label):
+        with self.sender.listening(state_dict) as sending:
+            update = self.begin(sending.address, label)
+            try:
+                sending.send(len(update["nodes"]))
+            except Exception as error:
+                # The nodes have lost their connections. Most of them name the cause.
+                try:
+                    self.wait(update["id"], "prepared")
+                except UpdateError as reason:
+                    raise UpdateError(f"{reason}: {error}") from error
+                raise
+            return self.wait(update["id"], "prepared")["id"]
 
     def begin(self, path, label):
+        """Returns the router's report of the update."""
         body = {"path": path, "label": label, "timeout_s": self.timeout, "in_flight": self.in_flight}
         if self.transport != "disk":
             body["transport"] = self.transport
@@ -87,7 +118,7 @@ class WeightUpdater:
         update = self.call("POST", "/begin", body)
         if update is None or "id" not in update:
             raise UpdateError(f"the answer of {self.admin} has no update.id; expected the address of router.admin")
-        return self.wait(update["id"], "prepared")["id"]
+        return update
 
     def commit(self, update_id):
         self.call("POST", f"/{update_id}/commit")
@@ -122,7 +153,7 @@ class WeightUpdater:
                 return update
             if update.get("phase") == "aborted":
                 raise UpdateError(f"update {update_id} was aborted: {update.get('reason')}")
-            time.sleep(POLL_SECONDS)
+            time.sleep(POLL_SECONDS if self.transport == "disk" else POLL_SECONDS_GPU)
         raise UpdateError(f"update {update_id} is not {phase} within {self.timeout + GRACE_SECONDS} s")
 
     def remove_old(self, committed):
@@ -159,6 +190,35 @@ class WeightUpdater:
             raise UpdateError(f"cannot read the answer of {url}: {shown!r}; expected JSON with the field update") from None
 
 
+class Chunks:
+    """A state dict on GPUs, cut into chunks."""
+
+    def __init__(self, state_dict, chunk_bytes):
+        import torch
+
+        self.tensors, self.sources = [], []
+        for name, value in state_dict.items():
+            if isinstance(value, tuple) or not value.is_cuda:
+                raise UpdateError(f"tensor {name} is not on a GPU; expected a torch tensor on one")
+            dtype, shape, _ = describe(name, value)
+            self.tensors.append({"name": name, "dtype": dtype, "shape": shape})
+            self.sources.append(value.detach().contiguous().reshape(-1).view(torch.uint8))
+        if not self.sources:
+            raise UpdateError("the state dict is empty; expected at least one tensor")
+        self.device = self.sources[0].device
+        self.chunks = cut([source.numel() for source in self.sources], chunk_bytes)
+        for device in {source.device for source in self.sources}:
+            torch.cuda.synchronize(device)
+
+    def pack(self, index, buffer):
+        """Enqueues the copies of a chunk's bytes to the front of a buffer. Returns their number."""
+        end = 0
+        for tensor, begin, size in self.chunks[index]:
+            buffer[end : end + size].copy_(self.sources[tensor][begin : begin + size], non_blocking=True)
+            end += size
+        return end
+
+
 class GpuChunks:
     """Lets nodes of this host read a state dict in the memory of this process's GPU. Each node has a connection to the
     socket, a thread, and buffers of its own. services/node/src/weights/trainer.rs describes the messages."""
@@ -189,22 +249,8 @@ class Offer:
     """The chunks of one state dict, for as long as nodes may read them."""
 
     def __init__(self, memory, state_dict):
-        import torch
-
         self.memory, self.threads, self.connections, self.error = memory, [], [], None
-        self.tensors, self.sources = [], []
-        for name, value in state_dict.items():
-            if isinstance(value, tuple) or not value.is_cuda:
-                raise UpdateError(f"tensor {name} is not on a GPU; expected a torch tensor on one with transport ipc")
-            dtype, shape, _ = describe(name, value)
-            self.tensors.append({"name": name, "dtype": dtype, "shape": shape})
-            self.sources.append(value.detach().contiguous().reshape(-1).view(torch.uint8))
-        if not self.sources:
-            raise UpdateError("the state dict is empty; expected at least one tensor")
-        self.device = self.sources[0].device
-        self.chunks = cut([source.numel() for source in self.sources], memory.chunk_bytes)
-        for device in {source.device for source in self.sources}:
-            torch.cuda.synchronize(device)
+        self.weights = Chunks(state_dict, memory.chunk_bytes)
 
     def __enter__(self):
         path = self.memory.socket
@@ -214,15 +260,13 @@ class Offer:
         self.listener = sockets.socket(sockets.AF_UNIX)
         self.listener.bind(path)
         self.listener.listen(64)
-        self.listener.settimeout(0.1)
-        self.is_open = True
         self.accepting = threading.Thread(target=self.accept, daemon=True)
         self.accepting.start()
         return self
 
     def __exit__(self, kind, error, trace):
         """Waits until every node has closed its connection: it then reads this memory no more."""
-        self.is_open = False
+        self.listener.shutdown(sockets.SHUT_RDWR)
         self.accepting.join()
         self.listener.close()
         if os.path.exists(self.memory.socket):
@@ -237,12 +281,12 @@ class Offer:
             raise UpdateError(f"{error}: {self.error}") from self.error
 
     def accept(self):
-        while self.is_open:
+        while True:
             try:
                 connection, _ = self.listener.accept()
-            except TimeoutError:
-                continue
-            connection.settimeout(None)
+            except OSError:
+                # `__exit__` has shut the listener down.
+                return
             thread = threading.Thread(target=self.serve, args=(connection,), daemon=True)
             self.connections.append(connection)
             self.threads.append(thread)
@@ -253,25 +297,21 @@ class Offer:
 
         buffers = None
         try:
-            torch.cuda.set_device(self.device)
-            buffers = self.memory.take_buffers(self.device)
+            torch.cuda.set_device(self.weights.device)
+            buffers = self.memory.take_buffers(self.weights.device)
             declaration = {
                 "chunk_bytes": self.memory.chunk_bytes,
-                "buffers": [{"gpu": buffer.gpu, "handle": buffer.handle} for buffer in buffers],
-                "tensors": self.tensors,
+                "mapped": [{"gpu": buffer.gpu, "handle": buffer.handle} for buffer in buffers],
+                "tensors": self.weights.tensors,
             }
             connection.sendall(json.dumps(declaration).encode() + b"\n")
-            stream = torch.cuda.Stream(self.device)
+            stream = torch.cuda.Stream(self.weights.device)
             with torch.cuda.stream(stream):
                 while request := receive(connection, 8):
                     (index,) = struct.unpack("<Q", request)
-                    end = 0
-                    for tensor, begin, size in self.chunks[index]:
-                        to = buffers[index % len(buffers)].bytes[end : end + size]
-                        to.copy_(self.sources[tensor][begin : begin + size], non_blocking=True)
-                        end += size
+                    size = self.weights.pack(index, buffers[index % len(buffers)].bytes)
                     stream.synchronize()
-                    connection.sendall(struct.pack("<QQ", index, end))
+                    connection.sendall(struct.pack("<QQ", index, size))
         except OSError:
             # The node has ended. The router tells why.
             pass
@@ -289,28 +329,224 @@ class GpuBuffer:
     def __init__(self, device, size):
         import torch
 
-        torch.cuda.set_device(device)
-        # Makes the context current on this thread.
-        torch.zeros(1, device=device)
+        self.gpu, self.device = uuid_of(device), device
+        address, handle = ctypes.c_uint64(), (ctypes.c_ubyte * 64)()
         cuda = ctypes.CDLL("libcuda.so.1")
-        address, number = ctypes.c_uint64(), ctypes.c_int()
-        handle, uuid = (ctypes.c_ubyte * 64)(), (ctypes.c_ubyte * 16)()
-        for name, *arguments in [
-            ("cuMemAlloc_v2", ctypes.byref(address), ctypes.c_size_t(size)),
-            ("cuIpcGetMemHandle", ctypes.byref(handle), address),
-            ("cuCtxGetDevice", ctypes.byref(number)),
-            ("cuDeviceGetUuid", ctypes.byref(uuid), number),
-        ]:
-            code = getattr(cuda, name)(*arguments)
-            if code != 0:
-                raise UpdateError(f"cannot share {size} bytes of {device}: {name} failed ({code})")
-        digits = bytes(uuid).hex()
-        groups = (digits[:8], digits[8:12], digits[12:16], digits[16:20], digits[20:])
-        self.gpu, self.handle, self.device = "GPU-" + "-".join(groups), bytes(handle).hex(), device
+        check_cuda(cuda, device, ("cuMemAlloc_v2", ctypes.byref(address), ctypes.c_size_t(size)))
+        check_cuda(cuda, device, ("cuIpcGetMemHandle", ctypes.byref(handle), address))
+        self.handle = bytes(handle).hex()
         self.__cuda_array_interface__ = {
             "shape": (size,), "typestr": "|u1", "data": (address.value, False), "version": 3,
         }
         self.bytes = torch.as_tensor(self, device=device)
+
+
+class Sender:
+    """Broadcasts state dicts to the GPUs of nodes by NCCL."""
+
+    def __init__(self, host, chunk_bytes, buffers, max_ctas):
+        self.host, self.chunk_bytes, self.buffer_count, self.max_ctas = host, chunk_bytes, buffers, max_ctas
+        self.buffers = []
+
+    def listening(self, state_dict):
+        return Sending(self, state_dict)
+
+
+class Sending:
+    """One update by NCCL. Each node has a TCP connection, which tells that an end has died.
+
+    1. A node connects and sends the token of the address, which keeps strangers out.
+    2. Once all nodes are connected, the trainer sends each node the tensors, the id of the communicator and the node's rank:
+       one line of JSON.
+    3. Each node checks the tensors, joins the communicator, and sends 8 zero bytes.
+    4. Rank 0, the trainer, broadcasts the chunks in order. Each node closes its connection when it is done."""
+
+    # Time for the nodes to connect and to join, in which a node in place may let sequences finish.
+    JOIN_SECONDS = 60
+    # Time of a broadcast, which takes milliseconds.
+    CHUNK_SECONDS = 10
+
+    def __init__(self, sender, state_dict):
+        self.sender, self.connections = sender, []
+        self.weights = Chunks(state_dict, sender.chunk_bytes)
+
+    def __enter__(self):
+        self.listener = sockets.create_server((self.sender.host, 0))
+        self.token = secrets.token_hex(16)
+        self.address = f"{self.sender.host}:{self.listener.getsockname()[1]}/{self.token}"
+        return self
+
+    def __exit__(self, *_):
+        self.listener.close()
+        for connection in self.connections:
+            connection.close()
+
+    def send(self, nodes):
+        import torch
+
+        device = self.weights.device
+        torch.cuda.set_device(device)
+        deadline = time.monotonic() + self.JOIN_SECONDS
+        self.accept(nodes, deadline)
+        nccl = Nccl()
+        declaration = {"chunk_bytes": self.sender.chunk_bytes, "tensors": self.weights.tensors}
+        for rank, connection in enumerate(self.connections, 1):
+            connection.settimeout(self.CHUNK_SECONDS)
+            broadcast = {"gpu": uuid_of(device), "id": nccl.id.hex(), "rank": rank, "ranks": nodes + 1,
+                         "buffers": self.sender.buffer_count, "max_ctas": self.sender.max_ctas}
+            connection.sendall(json.dumps({**declaration, "broadcast": broadcast}).encode() + b"\n")
+        ready = set()
+
+        def check():
+            """Fails if a node has left."""
+            for connection in select.select(self.connections, [], [], 0)[0]:
+                if not receive(connection, 8):
+                    raise UpdateError("a node has closed its connection before the last chunk")
+                ready.add(connection)
+
+        try:
+            nccl.join(nodes + 1, self.sender.max_ctas, check, deadline)
+            while len(ready) < nodes:
+                check()
+                if time.monotonic() > deadline:
+                    raise UpdateError(f"{nodes - len(ready)} nodes have not joined within {self.JOIN_SECONDS} s")
+                time.sleep(0.0005)
+            self.broadcast(nccl, device, check)
+        finally:
+            nccl.abort()
+
+    def accept(self, nodes, deadline):
+        while len(self.connections) < nodes:
+            self.listener.settimeout(max(0.001, deadline - time.monotonic()))
+            try:
+                connection, _ = self.listener.accept()
+                connection.settimeout(2)
+                token = receive(connection, len(self.token))
+            except TimeoutError:
+                if time.monotonic() > deadline:
+                    raise UpdateError(f"{len(self.connections)} of {nodes} nodes have connected within {self.JOIN_SECONDS} s") from None
+                continue
+            if not secrets.compare_digest(token, self.token.encode()):
+                connection.close()
+                continue
+            connection.setsockopt(sockets.IPPROTO_TCP, sockets.TCP_NODELAY, 1)
+            self.connections.append(connection)
+
+    def broadcast(self, nccl, device, check):
+        import torch
+
+        buffers = self.sender.buffers
+        if not buffers or buffers[0].device != device:
+            size = self.sender.chunk_bytes
+            buffers[:] = [torch.empty(size, dtype=torch.uint8, device=device) for _ in range(self.sender.buffer_count)]
+        stream, sent = torch.cuda.Stream(device), []
+        with torch.cuda.stream(stream):
+            for index in range(len(self.weights.chunks)):
+                if index >= len(buffers):
+                    self.wait(sent[index - len(buffers)], check)
+                buffer = buffers[index % len(buffers)]
+                size = self.weights.pack(index, buffer)
+                if index + 1 == len(self.weights.chunks):
+                    # A node closes its connection once it has received everything.
+                    check = lambda: None
+                nccl.broadcast(buffer.data_ptr(), size, stream.cuda_stream, time.monotonic() + self.CHUNK_SECONDS, check)
+                sent.append(torch.cuda.Event())
+                sent[-1].record(stream)
+            for event in sent[-len(buffers):]:
+                self.wait(event, check)
+
+    def wait(self, event, check):
+        deadline = time.monotonic() + self.CHUNK_SECONDS
+        while not event.query():
+            check()
+            if time.monotonic() > deadline:
+                raise UpdateError(f"a broadcast takes longer than {self.CHUNK_SECONDS} s")
+
+
+class NcclConfig(ctypes.Structure):
+    """ncclConfig_t of NCCL 2.18, which later versions accept."""
+    _fields_ = [
+        ("size", ctypes.c_size_t), ("magic", ctypes.c_uint), ("version", ctypes.c_uint), ("blocking", ctypes.c_int),
+        ("cga_cluster_size", ctypes.c_int), ("min_ctas", ctypes.c_int), ("max_ctas", ctypes.c_int),
+        ("net_name", ctypes.c_char_p), ("split_share", ctypes.c_int),
+    ]
+
+
+class NcclId(ctypes.Structure):
+    _fields_ = [("bytes", ctypes.c_ubyte * 128)]
+
+
+class Nccl:
+    """Rank 0 of a communicator that never blocks for longer than its deadlines."""
+
+    IN_PROGRESS, UINT8, UNDEFINED = 7, 1, -(1 << 31)
+
+    def __init__(self):
+        # As on the nodes: a program that crashes while it uses NVLink multicast can take GPUs out of service.
+        os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
+        # The library that PyTorch has loaded.
+        self.library = ctypes.CDLL("libnccl.so.2")
+        self.unique, self.communicator = NcclId(), ctypes.c_void_p()
+        self.check("ncclGetUniqueId", self.library.ncclGetUniqueId(ctypes.byref(self.unique)))
+        self.id = bytes(self.unique.bytes)
+
+    def join(self, ranks, max_ctas, check, deadline):
+        undefined = self.UNDEFINED
+        config = NcclConfig(
+            ctypes.sizeof(NcclConfig), 0xCAFEBEEF, 21800, 0, undefined, undefined if max_ctas is None else 1,
+            undefined if max_ctas is None else max_ctas, None, undefined)
+        code = self.library.ncclCommInitRankConfig(
+            ctypes.byref(self.communicator), ranks, self.unique, 0, ctypes.byref(config))
+        self.finish("ncclCommInitRankConfig", code, check, deadline)
+
+    def broadcast(self, address, size, stream, deadline, check):
+        pointer = ctypes.c_void_p(address)
+        code = self.library.ncclBroadcast(
+            pointer, pointer, ctypes.c_size_t(size), self.UINT8, 0, self.communicator, ctypes.c_void_p(stream))
+        self.finish("ncclBroadcast", code, check, deadline)
+
+    def finish(self, call, code, check, deadline):
+        """Waits until NCCL has accepted the call."""
+        state = ctypes.c_int(code)
+        while state.value == self.IN_PROGRESS:
+            check()
+            if time.monotonic() > deadline:
+                raise UpdateError(f"{call} has timed out: a node is missing")
+            self.check("ncclCommGetAsyncError",
+                       self.library.ncclCommGetAsyncError(self.communicator, ctypes.byref(state)))
+        self.check(call, state.value)
+
+    def abort(self):
+        if self.communicator:
+            self.library.ncclCommAbort(self.communicator)
+            self.communicator = ctypes.c_void_p()
+
+    def check(self, call, code):
+        if code != 0:
+            self.library.ncclGetErrorString.restype = ctypes.c_char_p
+            reason = self.library.ncclGetErrorString(code).decode()
+            raise UpdateError(f"{call} failed ({code}): {reason}")
+
+
+def uuid_of(device):
+    """Returns the UUID of a GPU as nvidia-smi shows it."""
+    import torch
+
+    torch.cuda.set_device(device)
+    # Makes the context current on this thread.
+    torch.zeros(1, device=device)
+    number, uuid = ctypes.c_int(), (ctypes.c_ubyte * 16)()
+    cuda = ctypes.CDLL("libcuda.so.1")
+    check_cuda(cuda, device, ("cuCtxGetDevice", ctypes.byref(number)), ("cuDeviceGetUuid", ctypes.byref(uuid), number))
+    digits = bytes(uuid).hex()
+    return "GPU-" + "-".join((digits[:8], digits[8:12], digits[12:16], digits[16:20], digits[20:]))
+
+
+def check_cuda(cuda, device, *calls):
+    for name, *arguments in calls:
+        code = getattr(cuda, name)(*arguments)
+        if code != 0:
+            raise UpdateError(f"cannot use {device}: {name} failed ({code})")
 
 
 def cut(sizes, chunk_bytes):

@@ -292,6 +292,37 @@ impl Communicator {
         })
     }
 
+    /// Launches a broadcast of the bytes of rank `root` into the piece of every other rank.
+    pub fn broadcast<'a, R: Role>(
+        &mut self,
+        piece: Piece<'_>,
+        root: u32,
+        stream: &Stream<R>,
+        limit: impl Into<WaitLimit<'a>>,
+    ) -> Result<u64, NcclError> {
+        if root >= self.ranks {
+            let (rank, ranks) = (self.rank, self.ranks);
+            return Err(NcclError::Peer { peer: root, rank, ranks });
+        }
+        let call = "ncclBroadcast";
+        self.launch(call, limit.into(), |functions, communicator| {
+            let (address, root) = (piece.address(), root as c_int);
+            // SAFETY: the piece is inside a range of this process; stream and communicator are alive.
+            let code = unsafe {
+                (functions.ncclBroadcast)(
+                    address,
+                    address,
+                    piece.bytes,
+                    UINT8,
+                    root,
+                    communicator,
+                    stream.raw().cast(),
+                )
+            };
+            (call, code)
+        })
+    }
+
     fn launch(
         &mut self,
         call: &'static str,

@@ -29,7 +29,7 @@ use super::{
     receive::{ReceiveError, Received, receive},
     restore::{LoadedModel, LostWeights, restore},
     standby::{CANCELLED, Standby},
-    trainer,
+    trainer::{self, TrainerAddress},
 };
 use crate::inbox::Inbox;
 
@@ -72,8 +72,7 @@ pub(super) struct Begin {
 #[derive(Clone, Debug)]
 pub(super) enum Origin {
     Path(PathBuf),
-    /// The Unix socket of a trainer.
-    Trainer(PathBuf),
+    Trainer(TrainerAddress),
     /// A node that has prepared or committed weights of this version.
     Peer {
         peer: Peer,
@@ -486,9 +485,9 @@ impl Actor {
         let credentials = self.settings.credentials.clone();
         let folder = self.settings.folder.clone();
         self.work.spawn(async move {
-            if let Origin::Trainer(socket) = origin {
+            if let Origin::Trainer(address) = origin {
                 let prepare = move |update: &dyn WeightUpdate, cancelled: &CancellationToken| {
-                    let version = trainer::receive(&socket, &model, update, &release, cancelled);
+                    let version = trainer::receive(&address, &model, update, &release, cancelled);
                     let version = version.map_err(|error| error.to_string())?;
                     Ok(Prepared { version, files: None })
                 };

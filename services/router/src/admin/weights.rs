@@ -21,6 +21,7 @@ use crate::{
 };
 
 const LABEL_BYTES_MAX: usize = 128;
+const TRAINER_BYTES_MAX: usize = 300;
 const TIMEOUT_MAX_S: f64 = 3600.0;
 const TIMEOUT_DEFAULT_S: f64 = 300.0;
 /// Shorter than `router.idle_timeout`, after which requests move to other nodes.
@@ -30,7 +31,7 @@ const PAUSE_DEFAULT_S: f64 = 30.0;
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
 struct BeginBody {
-    /// Absolute path of the model on every node; with ipc, the trainer's Unix socket.
+    /// Absolute path of the model on every node; with ipc, the trainer's Unix socket; with nccl, its host:port/token.
     path: String,
     /// The operator's name of the weights.
     #[serde(default)]
@@ -43,7 +44,7 @@ struct BeginBody {
     #[serde(default)]
     commit: bool,
     /// disk: every node reads the path. tcp: one node reads it, and the others copy from that node. ipc: every node reads
-    /// the memory of a GPU of a trainer on its host.
+    /// the memory of a GPU of a trainer on its host. nccl: a trainer broadcasts to the GPUs of all nodes.
     #[serde(default)]
     transport: TransportName,
     /// With tcp, the node that reads the path; the first node if absent.
@@ -91,6 +92,7 @@ enum TransportName {
     Disk,
     Tcp,
     Ipc,
+    Nccl,
 }
 
 #[derive(Clone)]
@@ -166,12 +168,14 @@ fn checked(front: &Front, body: &[u8]) -> Result<NewUpdate, ApiError> {
             let message = format!("cannot begin an update: {error}");
             ApiError::invalid(StatusCode::BAD_REQUEST, "invalid_json", message)
         })?;
-    if !path.starts_with('/') {
-        return Err(invalid(
-            "path",
-            format!("{:?}", shown(&path)),
-            "an absolute path on the nodes",
-        ));
+    let (is_valid, expected) = match transport {
+        TransportName::Nccl => {
+            (is_trainer_address(&path), "host:port/token of a trainer, at most 300 bytes")
+        }
+        _ => (path.starts_with('/'), "an absolute path on the nodes"),
+    };
+    if !is_valid {
+        return Err(invalid("path", format!("{:?}", shown(&path)), expected));
     }
     if label.len() > LABEL_BYTES_MAX || label.chars().any(char::is_control) {
         let expected = "at most 128 bytes without control characters";
@@ -183,12 +187,24 @@ fn checked(front: &Front, body: &[u8]) -> Result<NewUpdate, ApiError> {
         (TransportName::Tcp, seed) => Transport::Tcp { seed },
         (TransportName::Disk, None) => Transport::Disk,
         (TransportName::Ipc, None) => Transport::Ipc,
-        (TransportName::Disk | TransportName::Ipc, Some(node)) => {
+        (TransportName::Nccl, None) => Transport::Nccl,
+        (_, Some(node)) => {
             return Err(invalid("node", format!("{:?}", shown(&node)), "transport tcp with it"));
         }
     };
     let in_flight = in_flight.into();
     Ok(NewUpdate { model, label, path, timeout, commits: commit, transport, in_flight })
+}
+
+/// Returns whether the text may be the address of a trainer.
+fn is_trainer_address(text: &str) -> bool {
+    let parts = text.split_once('/').and_then(|(address, token)| {
+        let (host, port) = address.rsplit_once(':')?;
+        Some(!host.is_empty() && port.parse::<u16>().is_ok() && !token.is_empty())
+    });
+    text.len() <= TRAINER_BYTES_MAX
+        && text.bytes().all(|byte| byte.is_ascii_graphic())
+        && parts == Some(true)
 }
 
 impl From<InFlightName> for InFlight {

@@ -223,6 +223,9 @@ mod tests {
         assert_eq!(due(&mut targets, now, &nodes), names(&[("m-2", "m-1")]));
         targets.committed("other".into(), target(OLD), [loaded].into_iter());
         assert_eq!(due(&mut targets, now, &nodes), names(&[("m-2", "m-1"), ("other-3", "path")]));
+        // The weights of an update from a trainer's GPU are in no file.
+        targets.forget("m");
+        assert_eq!(due(&mut targets, now, &nodes), names(&[("other-3", "path")]));
     }
 
     #[test]

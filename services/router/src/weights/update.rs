@@ -73,6 +73,7 @@ impl Update {
                 transport: match new.transport {
                     Transport::Disk | Transport::Tcp { .. } => WeightsTransport::Files,
                     Transport::Ipc => WeightsTransport::Ipc,
+                    Transport::Nccl => WeightsTransport::Nccl,
                 },
             }),
             model: new.model,

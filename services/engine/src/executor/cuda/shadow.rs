@@ -10,7 +10,8 @@ use std::{
 
 use kernels::{
     Packer,
-    cuda::{ChunkCopies, CudaBackend, CudaError, CudaPacker, ExportedMemory},
+    cuda::{ChunkCopies, ChunkSource, CudaBackend, CudaError, CudaPacker},
+    peer::WaitLimit,
 };
 use model::{Checkpoint, LlamaWeights, ModelConfig};
 
@@ -28,14 +29,14 @@ pub(super) struct Shadow {
 
 impl Shadow {
     /// Allocates memory for a second copy of the weights of `backend`.
-    pub fn new(backend: &CudaBackend) -> Result<Arc<Self>, CudaError> {
-        let packer = CudaPacker::new(backend)?;
+    pub fn new(backend: &CudaBackend, chunks: (usize, usize)) -> Result<Arc<Self>, CudaError> {
+        let packer = CudaPacker::new(backend, chunks)?;
         Ok(Arc::new(Self { packer, is_in_place: false, is_prepared: AtomicBool::new(false) }))
     }
 
     /// Prepares weights over those of `backend`.
-    pub fn in_place(backend: &CudaBackend) -> Result<Arc<Self>, CudaError> {
-        let packer = CudaPacker::in_place(backend)?;
+    pub fn in_place(backend: &CudaBackend, chunks: (usize, usize)) -> Result<Arc<Self>, CudaError> {
+        let packer = CudaPacker::in_place(backend, chunks)?;
         Ok(Arc::new(Self { packer, is_in_place: true, is_prepared: AtomicBool::new(false) }))
     }
 
@@ -71,7 +72,7 @@ impl WeightUpdate for Shadow {
         &self,
         config: &ModelConfig,
         tensors: &[DeclaredTensor],
-        buffers: &[ExportedMemory],
+        source: ChunkSource<'_>,
     ) -> Result<Box<dyn ChunkReceiver + '_>, PrepareError> {
         self.discard();
         self.packer.begin().map_err(failed)?;
@@ -79,7 +80,7 @@ impl WeightUpdate for Shadow {
         let place = |bytes| self.packer.place(bytes).map_err(failed);
         let scatter = Scatter::new(config, shard, dtype, tensors, place)?;
         let (host_bytes, digests) = (scatter.host_bytes(), scatter.digest_count());
-        let copies = self.packer.copy_chunks(buffers, host_bytes, digests);
+        let copies = self.packer.copy_chunks(source, host_bytes, digests);
         let copies = copies.map_err(PrepareError::Device)?;
         Ok(Box::new(Chunks { shadow: self, scatter, copies }))
     }
@@ -106,13 +107,23 @@ impl ChunkReceiver for Chunks<'_> {
         self.copies.scatter(buffer, &self.scatter.work(pieces)).map_err(failed)
     }
 
-    fn wait(&mut self, buffer: usize) -> Result<(), PrepareError> {
-        self.copies.wait(buffer).map_err(failed)
+    fn fill(
+        &mut self,
+        buffer: usize,
+        bytes: usize,
+        limit: WaitLimit<'_>,
+    ) -> Result<(), PrepareError> {
+        let filled = self.copies.fill(buffer, bytes, limit);
+        filled.map_err(|error| PrepareError::Device(error.to_string()))
     }
 
-    fn finish(self: Box<Self>) -> Result<Vec<TensorDigest>, PrepareError> {
-        let Self { shadow, scatter, copies } = *self;
-        let copied = copies.finish().map_err(failed)?;
+    fn wait(&mut self, buffer: usize, limit: WaitLimit<'_>) -> Result<(), PrepareError> {
+        self.copies.wait(buffer, limit).map_err(failed)
+    }
+
+    fn finish(&mut self, limit: WaitLimit<'_>) -> Result<Vec<TensorDigest>, PrepareError> {
+        let Self { shadow, scatter, copies } = self;
+        let copied = copies.finish(limit).map_err(failed)?;
         let upload = |values: &[f32], to| shadow.packer.upload(values, to).map_err(failed);
         let digests = scatter.finish(&copied, upload);
         // The uploads end also if a weight is not finite.

@@ -1,5 +1,8 @@
 use std::{
+    io::{Read, Write},
+    net::TcpListener,
     os::unix::net::UnixListener,
+    path::Path,
     sync::{
         Arc, Mutex,
         atomic::{AtomicUsize, Ordering},
@@ -7,14 +10,17 @@ use std::{
     thread,
 };
 
-use engine::executor::{ChunkReceiver, PrepareError, TensorDigest};
+use engine::executor::{DeclaredTensor, TensorPiece};
+use kernels::cuda::{ChunkSource, HANDLE_BYTES};
 use model::Checkpoint;
 use serde_json::{Value, json};
 use tokio::task::spawn_blocking;
 
-use super::*;
+use super::{connection::LOOK, *};
 use crate::weights::receive::ReceiveError;
 
+/// Bytes of a broadcast chunk.
+const CHUNK_BYTES: usize = 100;
 const SIZES: [u64; 4] = [700, 0, 1, 1299];
 
 /// Memory that a trainer and a node share: the chunk buffers, and what the node has received.
@@ -25,12 +31,16 @@ struct Shared {
     /// Receivers that exist.
     receiving: AtomicUsize,
     is_in_place: bool,
+    /// The chunk whose broadcast does not end.
+    stuck_at: Option<usize>,
 }
 
 /// Reads a buffer as late as it may, so that an early overwrite shows.
 struct Receiver<'a> {
     shared: &'a Shared,
     pending: Vec<Vec<TensorPiece>>,
+    /// Chunks that were broadcast.
+    filled: usize,
 }
 
 impl WeightUpdate for Shared {
@@ -46,13 +56,17 @@ impl WeightUpdate for Shared {
         &self,
         _: &ModelConfig,
         tensors: &[DeclaredTensor],
-        buffers: &[ExportedMemory],
+        source: ChunkSource<'_>,
     ) -> Result<Box<dyn ChunkReceiver + '_>, PrepareError> {
-        *self.buffers.lock().unwrap() = vec![Vec::new(); buffers.len()];
+        let buffers = match source {
+            ChunkSource::Mapped(buffers) => buffers.len(),
+            ChunkSource::Broadcast { buffers, .. } => buffers,
+        };
+        *self.buffers.lock().unwrap() = vec![Vec::new(); buffers];
         let bytes = tensors.iter().map(|it| vec![0; it.bytes().unwrap() as usize]);
         *self.received.lock().unwrap() = bytes.collect();
         self.receiving.fetch_add(1, Ordering::Relaxed);
-        Ok(Box::new(Receiver { shared: self, pending: vec![Vec::new(); buffers.len()] }))
+        Ok(Box::new(Receiver { shared: self, pending: vec![Vec::new(); buffers], filled: 0 }))
     }
 
     fn discard(&self) {}
@@ -65,7 +79,28 @@ impl ChunkReceiver for Receiver<'_> {
         Ok(())
     }
 
-    fn wait(&mut self, buffer: usize) -> Result<(), PrepareError> {
+    /// Puts the next chunk of the weights into a buffer, as a broadcast does.
+    fn fill(
+        &mut self,
+        buffer: usize,
+        bytes: usize,
+        limit: WaitLimit<'_>,
+    ) -> Result<(), PrepareError> {
+        assert!(self.pending[buffer].is_empty(), "the node waits before it reuses a buffer");
+        if self.shared.stuck_at == Some(self.filled) {
+            while !(limit.cancelled)() && Instant::now() < limit.deadline {
+                thread::yield_now();
+            }
+            return Err(PrepareError::Device("the broadcast was aborted".to_owned()));
+        }
+        let all = weights().concat();
+        let begin = all.len().min(self.filled * CHUNK_BYTES);
+        self.shared.buffers.lock().unwrap()[buffer] = all[begin..begin + bytes].to_vec();
+        self.filled += 1;
+        Ok(())
+    }
+
+    fn wait(&mut self, buffer: usize, _: WaitLimit<'_>) -> Result<(), PrepareError> {
         let buffers = self.shared.buffers.lock().unwrap();
         let mut received = self.shared.received.lock().unwrap();
         for TensorPiece { tensor, range, at } in self.pending[buffer].drain(..) {
@@ -75,8 +110,8 @@ impl ChunkReceiver for Receiver<'_> {
         Ok(())
     }
 
-    fn finish(mut self: Box<Self>) -> Result<Vec<TensorDigest>, PrepareError> {
-        (0..self.pending.len()).try_for_each(|buffer| self.wait(buffer))?;
+    fn finish(&mut self, limit: WaitLimit<'_>) -> Result<Vec<TensorDigest>, PrepareError> {
+        (0..self.pending.len()).try_for_each(|buffer| self.wait(buffer, limit))?;
         let received = self.shared.received.lock().unwrap();
         let digest = |bytes: &Vec<u8>| {
             let digest = weight_transfer::digest([&bytes[..]]) as u64;
@@ -99,7 +134,7 @@ fn declaration(chunk_bytes: usize, buffers: usize) -> Value {
     let buffer = json!({"gpu": "GPU-1", "handle": "0a".repeat(HANDLE_BYTES)});
     json!({
         "chunk_bytes": chunk_bytes,
-        "buffers": vec![buffer; buffers],
+        "mapped": vec![buffer; buffers],
         "tensors": tensors.collect::<Vec<_>>(),
     })
 }
@@ -111,7 +146,7 @@ fn weights() -> Vec<Vec<u8>> {
     SIZES.iter().enumerate().map(bytes).collect()
 }
 
-/// What the trainer does after it has answered some requests.
+/// Behaviour of the trainer after it has answered some requests.
 #[derive(Clone, Copy)]
 enum End {
     Closes,
@@ -192,7 +227,7 @@ async fn run(declaration: Value, answers: usize, end: End, is_in_place: bool) ->
             released.set(true);
             Ok(())
         };
-        let result = receive(&socket, &model(), &*node, &release, &cancelled);
+        let result = receive(&TrainerAddress::Ipc(socket), &model(), &*node, &release, &cancelled);
         (result, released.get())
     })
     .await
@@ -270,9 +305,9 @@ async fn invalid_messages_are_named() {
     for (declaration, words) in [
         (with("chunk_bytes", json!(0)), "chunk_bytes is 0; expected 1 to"),
         (with("chunk_bytes", json!("big")), "invalid type: string"),
-        (with("buffers", json!([])), "0 buffers; expected 1 to 16"),
-        (with("buffers", buffer("0a0")), "handle is \"0a0\"; expected 128 hexadecimal digits"),
-        (with("buffers", buffer(&"é".repeat(64))), "expected 128 hexadecimal digits"),
+        (with("mapped", json!([])), "0 buffers; expected 1 to 16"),
+        (with("mapped", buffer("0a0")), "handle is \"0a0\"; expected 128 hexadecimal digits"),
+        (with("mapped", buffer(&"é".repeat(64))), "expected 128 hexadecimal digits"),
         (with("tensors", json!([])), "expected at least one tensor"),
         (with("colour", json!("red")), "unknown field `colour`"),
         (json!("a text"), "invalid type"),
@@ -287,9 +322,93 @@ async fn invalid_messages_are_named() {
     assert!(error.contains("101 bytes as chunk 3; expected 100 bytes as chunk 3"), "{error}");
     let nobody = spawn_blocking(|| {
         let shared = Shared::default();
-        let socket = Path::new("/nowhere/trainer.sock");
-        receive(socket, &model(), &shared, &|| Ok(()), &CancellationToken::new())
+        let address = TrainerAddress::Ipc("/nowhere/trainer.sock".into());
+        receive(&address, &model(), &shared, &|| Ok(()), &CancellationToken::new())
     });
     let error = nobody.await.unwrap().unwrap_err().to_string();
     assert!(error.contains("expected the Unix socket of a trainer on this host"), "{error}");
+}
+
+fn broadcast(buffers: usize) -> Value {
+    let mut declaration = declaration(CHUNK_BYTES, 0);
+    declaration["broadcast"] = json!({
+        "gpu": "GPU-1", "id": "0b".repeat(128), "rank": 1, "ranks": 2, "buffers": buffers,
+        "max_ctas": null
+    });
+    declaration
+}
+
+/// Runs a node and a trainer that broadcasts. The trainer leaves at once if a broadcast is stuck, and otherwise when the
+/// node has left.
+async fn run_broadcast(
+    declaration: Value,
+    stuck_at: Option<usize>,
+) -> (Arc<Shared>, Result<WeightVersion, ReceiveError>) {
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let text = format!("{}/secret", listener.local_addr().unwrap());
+    let address = TrainerAddress::nccl(&text).unwrap();
+    let trainer = thread::spawn(move || {
+        let (mut stream, _) = listener.accept().unwrap();
+        let mut token = [0; 6];
+        stream.read_exact(&mut token).unwrap();
+        assert_eq!(&token, b"secret");
+        stream.write_all(format!("{declaration}\n").as_bytes()).unwrap();
+        // The node rejects an invalid declaration.
+        let is_ready = stream.read_exact(&mut [0; 8]).is_ok();
+        if is_ready && stuck_at.is_none() {
+            assert_eq!(stream.read(&mut [0]).unwrap(), 0, "the node has received everything");
+        }
+    });
+    let shared = Arc::new(Shared { stuck_at, ..Shared::default() });
+    let node = shared.clone();
+    let received = spawn_blocking(move || {
+        receive(&address, &model(), &*node, &|| Ok(()), &CancellationToken::new())
+    });
+    let received = received.await.unwrap();
+    trainer.join().unwrap();
+    assert_eq!(shared.receiving.load(Ordering::Relaxed), 0);
+    (shared, received)
+}
+
+#[tokio::test]
+async fn broadcast_chunks_arrive_and_give_the_version_of_other_transports() {
+    let mapped = run(declaration(333, 2), usize::MAX, End::Closes, false).await.result.unwrap();
+    for buffers in [1, 2, 3, 8] {
+        let (shared, version) = run_broadcast(broadcast(buffers), None).await;
+        assert_eq!(version.unwrap(), mapped);
+        assert_eq!(*shared.received.lock().unwrap(), weights());
+    }
+}
+
+#[tokio::test]
+async fn trainer_that_leaves_during_a_broadcast_aborts_the_update() {
+    for chunk in [0, 1, 20, 39] {
+        let error = run_broadcast(broadcast(2), Some(chunk)).await.1.unwrap_err().to_string();
+        assert!(error.contains("the trainer closed the connection"), "{chunk}: {error}");
+    }
+}
+
+#[tokio::test]
+async fn invalid_broadcasts_and_addresses_are_named() {
+    let with = |field: &str, value: Value| {
+        let mut declaration = broadcast(2);
+        declaration["broadcast"][field] = value;
+        declaration
+    };
+    for (declaration, words) in [
+        (declaration(100, 2), "missing field broadcast"),
+        (with("rank", json!(0)), "rank is 0 of 2; expected 1 to ranks - 1"),
+        (with("rank", json!(2)), "rank is 2 of 2; expected 1 to ranks - 1"),
+        (with("buffers", json!(0)), "0 buffers; expected 1 to 16"),
+        (with("id", json!("0b")), "id is \"0b\"; expected 256 hexadecimal digits"),
+    ] {
+        let error = run_broadcast(declaration, None).await.1.unwrap_err().to_string();
+        assert!(error.contains(words), "{error:?} lacks {words:?}");
+    }
+    let outcome = run(broadcast(2), 0, End::Closes, false).await;
+    let error = outcome.result.unwrap_err().to_string();
+    assert!(error.contains("it has the field broadcast; expected mapped"), "{error}");
+    for text in ["", "host", "host:1", "host:1/", ":1/t", "host:70000/t", "host:1/a b"] {
+        assert_eq!(TrainerAddress::nccl(text), None, "{text:?}");
+    }
 }
