@@ -44,6 +44,8 @@ COPIED = ("config.json", "generation_config.json")
 POLL_SECONDS = 0.05
 # Updates from GPU to GPU take milliseconds.
 POLL_SECONDS_GPU = 0.005
+COMMITTED = ("committed",)
+PREPARED = ("prepared", "committing", "committed")
 # Time beyond an update's time-out: the router commits for up to 60 s.
 GRACE_SECONDS = 90
 
@@ -82,35 +84,35 @@ class WeightUpdater:
             self.sender = Sender(host, chunk_bytes, buffers, nccl_max_ctas)
 
     def push(self, state_dict, label=""):
-        """Writes, prepares and commits the weights. Returns the router's report of the update."""
-        return self.commit(self.prepare(state_dict, label))
+        """Sends, prepares and commits the weights. Returns the router's report of the update."""
+        return self.ended(self.prepare(state_dict, label, commits=True))
 
-    def prepare(self, state_dict, label=""):
-        """Returns the update's id once every node holds the weights beside those in use."""
+    def prepare(self, state_dict, label="", commits=False):
+        """Returns the update's id once every node holds the weights beside those in use. commits: the router commits then."""
         if self.transport == "ipc":
             with self.memory.offered(state_dict):
-                return self.wait(self.begin(self.memory.socket, label)["id"], "prepared")["id"]
+                return self.wait(self.begin(self.memory.socket, label, commits)["id"], PREPARED)["id"]
         if self.transport == "nccl":
-            return self.broadcast(state_dict, label)
-        return self.wait(self.begin(self.write(state_dict), label)["id"], "prepared")["id"]
+            return self.broadcast(state_dict, label, commits)
+        return self.wait(self.begin(self.write(state_dict), label, commits)["id"], PREPARED)["id"]
 
-    def broadcast(self, state_dict, label):
+    def broadcast(self, state_dict, label, commits):
         with self.sender.listening(state_dict) as sending:
-            update = self.begin(sending.address, label)
+            update = self.begin(sending.address, label, commits)
             try:
                 sending.send(len(update["nodes"]))
             except Exception as error:
                 # The nodes have lost their connections. Most of them name the cause.
                 try:
-                    self.wait(update["id"], "prepared")
+                    self.wait(update["id"], PREPARED)
                 except UpdateError as reason:
                     raise UpdateError(f"{reason}: {error}") from error
                 raise
-            return self.wait(update["id"], "prepared")["id"]
+            return self.wait(update["id"], PREPARED)["id"]
 
-    def begin(self, path, label):
+    def begin(self, path, label, commits):
         """Returns the router's report of the update."""
-        body = {"path": path, "label": label, "timeout_s": self.timeout, "in_flight": self.in_flight}
+        body = {"path": path, "label": label, "timeout_s": self.timeout, "in_flight": self.in_flight, "commit": commits}
         if self.transport != "disk":
             body["transport"] = self.transport
         if self.model is not None:
@@ -122,7 +124,10 @@ class WeightUpdater:
 
     def commit(self, update_id):
         self.call("POST", f"/{update_id}/commit")
-        update = self.wait(update_id, "committed")
+        return self.ended(update_id)
+
+    def ended(self, update_id):
+        update = self.wait(update_id, COMMITTED)
         if self.transport == "disk":
             self.remove_old(update["path"])
         return update
@@ -143,18 +148,18 @@ class WeightUpdater:
         os.rename(partial, path)
         return path
 
-    def wait(self, update_id, phase):
+    def wait(self, update_id, phases):
         deadline = time.monotonic() + self.timeout + GRACE_SECONDS
         while time.monotonic() < deadline:
             update = self.call("GET", "")
             if update is None or update.get("id") != update_id:
                 raise UpdateError(f"update {update_id} is not the router's last update: {update}")
-            if update.get("phase") in (phase, "committed"):
+            if update.get("phase") in phases:
                 return update
             if update.get("phase") == "aborted":
                 raise UpdateError(f"update {update_id} was aborted: {update.get('reason')}")
             time.sleep(POLL_SECONDS if self.transport == "disk" else POLL_SECONDS_GPU)
-        raise UpdateError(f"update {update_id} is not {phase} within {self.timeout + GRACE_SECONDS} s")
+        raise UpdateError(f"update {update_id} is not {phases[0]} within {self.timeout + GRACE_SECONDS} s")
 
     def remove_old(self, committed):
         """Keeps the committed weights, which nodes that missed the update still read, and the newest others."""

@@ -18,6 +18,9 @@ use crate::nodes::{CopyFrom, Nodes, UpdateRequest, WeightNode, WeightsAnswer};
 
 /// Least time between two calls to a node whose state has not changed.
 const POLL_MIN: Duration = Duration::from_millis(20);
+/// The same while nodes prepare. A node in place serves nothing from its first byte to its commit, which may take less than
+/// 50 ms.
+const PREPARING_POLL_MIN: Duration = Duration::from_millis(5);
 /// Greatest time: a node asks its peers after a silence of 2 s.
 const POLL_MAX: Duration = Duration::from_millis(500);
 /// Share of an update's age after which a node is called again before the commit.
@@ -240,7 +243,8 @@ impl Update {
     fn poll_interval(&self, now: Instant) -> Duration {
         match self.phase() {
             CoordinatorPhase::Committing(_) => POLL_MIN,
-            _ => (now.saturating_duration_since(self.began) / POLL_SHARE).clamp(POLL_MIN, POLL_MAX),
+            _ => (now.saturating_duration_since(self.began) / POLL_SHARE)
+                .clamp(PREPARING_POLL_MIN, POLL_MAX),
         }
     }
 
