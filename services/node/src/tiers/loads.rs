@@ -21,8 +21,9 @@ use super::{
     enqueue, join,
 };
 
-/// Threads that read. A disk needs several requests at a time for its full rate.
-const READERS: usize = 4;
+/// Threads that read. A disk needs several requests at a time for its full rate, also while threads check what they have
+/// read.
+const READERS: usize = 8;
 
 /// The queue of loads, and its threads.
 pub(super) struct Loads {
