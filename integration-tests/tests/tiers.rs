@@ -170,5 +170,7 @@ async fn node_without_a_usable_disk_serves_and_says_why() -> Result<()> {
     cluster.stop()?;
     std::fs::write(&path, "text")?;
     serves_without_tier(spec(&path), "it holds no KV blocks; expected ").await?;
-    serves_without_tier(spec(Path::new("/proc/version")), "cannot open it").await
+    serves_without_tier(spec(Path::new("/proc/version")), "cannot open it").await?;
+    let not_direct = "cannot open it with direct I/O: ";
+    serves_without_tier(spec(Path::new("/proc/self/comm")), not_direct).await
 }

@@ -128,6 +128,38 @@ fn sequences_run_while_another_sequence_loads() {
     node.assert_all_returned();
 }
 
+/// A copy of minutes looks like a copy without end.
+#[test]
+fn step_times_do_not_move_when_copies_do_not_end() {
+    let steps = |mut node: Node| {
+        for family in 1..=9 {
+            let new = new(family.into(), COMPUTE, family, 90);
+            node.arrive(NewSequence { max_tokens: 20, ..new });
+            if family % 3 == 0 {
+                node.run();
+            }
+        }
+        assert!((1..=9).all(|id| node.finished(SequenceId(id))));
+        let since = |at: Instant| at - node.start;
+        let records = node.engine.take_records();
+        let steps = records
+            .iter()
+            .map(|step| (since(step.plan.begin), since(step.collect.end), step.tokens));
+        (steps.collect::<Vec<_>>(), node.copy(0, false))
+    };
+    let (without, _) = steps(Node::new(unbounded_waits(limits(4, 64, 120, 1))));
+    let both = TierConfig { host: true, ..config(200) };
+    for (tiers, host_slots) in [(config(200), 0), (both, 100)] {
+        let mut node = node(120, tiers);
+        if host_slots > 0 {
+            node.grow_host(host_slots);
+        }
+        let (with, copies) = steps(node);
+        assert!(copies, "copies are in flight");
+        assert_eq!(with, without);
+    }
+}
+
 #[test]
 fn load_that_takes_too_long_is_given_up_and_its_blocks_stay_reserved() {
     let load_timeout = Duration::from_secs(2);

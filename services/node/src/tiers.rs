@@ -66,7 +66,7 @@ impl OpenTiers {
             warn!("the node serves without tiers: node.prefix_cache = false; expected true");
             return None;
         }
-        let host = open_host(tier.host_memory.bytes(), arena);
+        let host = open_host(tier.host_memory.bytes(), memory_limit::of_process(), arena);
         let disk = tier.disk_path.as_deref().and_then(|path| {
             let weights = settings::weight_format(config.model.dtype);
             open_disk(path, tier.disk_size.bytes(), arena, weights)
@@ -89,7 +89,7 @@ impl OpenTiers {
     }
 }
 
-fn open_host(bytes: u64, arena: &KvArena) -> Option<HostMemory> {
+fn open_host(bytes: u64, limit: Option<u64>, arena: &KvArena) -> Option<HostMemory> {
     if bytes == 0 {
         return None;
     }
@@ -104,7 +104,7 @@ fn open_host(bytes: u64, arena: &KvArena) -> Option<HostMemory> {
         without(&format_args!("it holds no block; expected at least {block}"));
         return None;
     }
-    if let Some(limit) = memory_limit::of_process().filter(|limit| bytes > *limit) {
+    if let Some(limit) = limit.filter(|limit| bytes > *limit) {
         without(&format_args!(
             "the process may use {limit} bytes; expected less, or a higher memory limit of the container"
         ));

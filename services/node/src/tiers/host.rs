@@ -69,8 +69,10 @@ impl HostMemory {
     pub fn new(arena: &KvArena, slot_count: u32) -> Option<Result<Self, kernels::ArenaError>> {
         let offload = arena.offload()?;
         let slots = KvArena::host(arena.layout(), slot_count);
-        let digests = (0..slot_count).map(|_| AtomicU64::new(0)).collect();
-        Some(slots.map(|slots| Self { slots, offload, digests }))
+        Some(slots.map(|slots| {
+            let digests = (0..slot_count).map(|_| AtomicU64::new(0)).collect();
+            Self { slots, offload, digests }
+        }))
     }
 
     fn store_digest(&self, job: &SaveJob, kv: u64) {

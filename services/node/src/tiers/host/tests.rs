@@ -9,7 +9,7 @@ use engine::{
 };
 use kernels::{BLOCK_TOKENS, Dtype, KvLayout, arena::RemoteBlocks, offload::BlockOffload};
 
-use super::*;
+use super::{super::open_host, *};
 
 const WITHIN: Duration = Duration::from_secs(20);
 const LAYOUT: KvLayout =
@@ -17,7 +17,10 @@ const LAYOUT: KvLayout =
 const BLOCKS: u32 = 150;
 
 /// Blocks that are reached by copies only.
-struct DeviceBlocks(Mutex<Vec<u8>>);
+struct DeviceBlocks {
+    bytes: Mutex<Vec<u8>>,
+    can_pin: bool,
+}
 
 impl RemoteBlocks for DeviceBlocks {
     fn layout(&self) -> KvLayout {
@@ -29,29 +32,34 @@ impl RemoteBlocks for DeviceBlocks {
     }
 
     fn read(&self, offset: usize, host: &mut [u8]) -> Result<(), String> {
-        host.copy_from_slice(&self.0.lock().unwrap()[offset..offset + host.len()]);
+        host.copy_from_slice(&self.bytes.lock().unwrap()[offset..offset + host.len()]);
         Ok(())
     }
 
     fn write(&self, offset: usize, host: &[u8]) -> Result<(), String> {
-        self.0.lock().unwrap()[offset..offset + host.len()].copy_from_slice(host);
+        self.bytes.lock().unwrap()[offset..offset + host.len()].copy_from_slice(host);
         Ok(())
     }
 
     fn offload(self: Arc<Self>) -> Option<Arc<dyn BlockOffload>> {
-        Some(Arc::new(Copies))
+        Some(Arc::new(Copies { can_pin: self.can_pin }))
     }
 }
 
-struct Copies;
+struct Copies {
+    can_pin: bool,
+}
 
 impl BlockOffload for Copies {
     fn pin(&self, _: &Arc<KvArena>, _: u32, _: u32) -> Result<Box<dyn Any + Send>, String> {
-        Ok(Box::new(()))
+        match self.can_pin {
+            true => Ok(Box::new(())),
+            false => Err("out of memory".to_owned()),
+        }
     }
 
     fn stream(&self) -> Result<Box<dyn OffloadStream>, String> {
-        Ok(Box::new(Self))
+        Ok(Box::new(Self { can_pin: self.can_pin }))
     }
 }
 
@@ -87,6 +95,20 @@ fn kv(block: u32) -> Vec<u8> {
     (0..LAYOUT.block_bytes()).map(|at| (at * 7 + at / 256) as u8 ^ block as u8).collect()
 }
 
+fn device(can_pin: bool) -> Arc<KvArena> {
+    let bytes = Mutex::new(vec![0; 2 * BLOCKS as usize * LAYOUT.block_bytes()]);
+    KvArena::remote(Arc::new(DeviceBlocks { bytes, can_pin })).unwrap()
+}
+
+fn start(arena: &Arc<KvArena>) -> (HostMemory, HostTier, Receiver<TierEvent>) {
+    let memory = HostMemory::new(arena, BLOCKS).expect("the blocks are remote").unwrap();
+    let (queue, events) = bounded(256);
+    let sender = Events { queue, waker: CollectWaker::default() };
+    let stopping = Arc::new(AtomicBool::new(false));
+    let tier = HostTier::start(&memory, arena, &sender, &stopping).unwrap();
+    (memory, tier, events)
+}
+
 struct Node {
     arena: Arc<KvArena>,
     memory: HostMemory,
@@ -97,14 +119,8 @@ struct Node {
 impl Node {
     /// Starts a tier, and saves the first blocks to slots in the opposite order.
     fn with_saved_blocks() -> Self {
-        let bytes = 2 * BLOCKS as usize * LAYOUT.block_bytes();
-        let blocks = Arc::new(DeviceBlocks(Mutex::new(vec![0; bytes])));
-        let arena = KvArena::remote(blocks).unwrap();
-        let memory = HostMemory::new(&arena, BLOCKS).expect("the blocks are remote").unwrap();
-        let (queue, events) = bounded(256);
-        let sender = Events { queue, waker: CollectWaker::default() };
-        let stopping = Arc::new(AtomicBool::new(false));
-        let tier = HostTier::start(&memory, &arena, &sender, &stopping).unwrap();
+        let arena = device(true);
+        let (memory, tier, events) = start(&arena);
         let this = Self { arena, memory, tier, events };
         assert_eq!(this.event(), TierEvent::Grown { tier: Tier::Host, slots: BLOCKS });
         for block in 0..BLOCKS {
@@ -140,6 +156,23 @@ impl Node {
         let bytes = slot.host_view_mut().unwrap();
         *bytes.last_mut().unwrap() ^= 1;
     }
+}
+
+#[test]
+fn memory_without_room_for_a_block_or_beyond_the_limit_leaves_the_node_without_the_tier() {
+    let arena = device(true);
+    let opens = |bytes, limit| open_host(bytes, limit, &arena).is_some();
+    let block = LAYOUT.block_bytes() as u64;
+    assert!(opens(block, None) && opens(block, Some(block)));
+    assert!(!opens(block - 1, None) && !opens(block, Some(block - 1)));
+}
+
+#[test]
+fn memory_that_cannot_be_pinned_has_no_slots() {
+    let (_memory, tier, events) = start(&device(false));
+    // Joins the thread that pins.
+    drop(tier);
+    assert!(events.try_recv().is_err(), "the tier does not grow");
 }
 
 #[test]
