@@ -354,7 +354,10 @@ mod tests {
         charge.emitted(1);
         drop(Charge { turns: queue.turns.clone(), charge, end: AttemptEnd::Complete });
         let _running = queue.start(&flow, PROMPT, 1);
-        let _waiting: Vec<_> = (0..5).map(|_| waiting(&queue, &flow, LONG).unwrap()).collect();
+        // Requests wait since then.
+        let first = request(&flow, LONG);
+        lock(&queue.turns).queue.join(a_second_ago, u64::MAX, &first).unwrap();
+        let _waiting: Vec<_> = (0..4).map(|_| waiting(&queue, &flow, LONG).unwrap()).collect();
         let refused = waiting(&queue, &flow, Duration::from_secs(2)).err().unwrap();
         assert!(matches!(refused.full, Full::Late { .. }), "{refused}");
         assert!((3..=4).contains(&refused.retry_after_s), "{refused}");

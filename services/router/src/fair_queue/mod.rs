@@ -99,6 +99,8 @@ pub struct FairQueue<Id> {
     /// Requests whose turn has passed since [`Self::retry_passed`].
     passed: Vec<(Id, Pass)>,
     joined: u64,
+    /// Since when requests have been waiting without a break.
+    waiting_since: Option<Instant>,
     /// Started requests.
     starts: u64,
     /// Virtual time of the flow that was served last.
@@ -203,6 +205,7 @@ impl<Id> Default for FairQueue<Id> {
             turns: 0,
             passed: Vec::new(),
             joined: 0,
+            waiting_since: None,
             starts: 0,
             last_served: 0.0,
             rate: ServiceRate::default(),
@@ -240,6 +243,7 @@ impl<Id: Copy + Eq + Hash> FairQueue<Id> {
     ) {
         debug_assert!(!self.places.contains_key(&id), "a request joins once");
         self.joined += 1;
+        self.waiting_since.get_or_insert(now);
         let place = (start_by, self.joined);
         self.change_active(now, flow, |state| {
             state.queue.insert(place, Queued { id, cost, passed: None, passed_at: None });
@@ -262,6 +266,9 @@ impl<Id: Copy + Eq + Hash> FairQueue<Id> {
         });
         self.may_be_late.remove(&place);
         self.passed.retain(|(passed, _)| *passed != id);
+        if self.places.is_empty() {
+            self.waiting_since = None;
+        }
     }
 
     /// Removes a request that can no longer start in time, and returns it.

@@ -22,6 +22,11 @@ pub(super) const RATE_SHARE: f64 = 1.0 / 32.0;
 /// are normally distributed.
 const SERVICE_TIME_RESERVE: f64 = 2.0;
 
+/// Requests are refused for their predicted wait only after requests have waited for this fraction of the allowed wait.
+/// The rate of service may have been measured with few and short requests, and a burst after them would seem to wait too
+/// long. At up to nine times the capacity, a queue of the allowed wait takes longer to grow.
+const WAITED_MIN: f64 = 1.0 / 8.0;
+
 /// A request that may have to wait for its turn.
 #[derive(Clone, Debug)]
 pub struct WaitRequest {
@@ -172,6 +177,11 @@ impl<Id: Copy + Eq + Hash> FairQueue<Id> {
         start_by: Instant,
     ) -> Result<(), TooLate> {
         let wait_max = start_by.saturating_duration_since(now);
+        let waited =
+            self.waiting_since.map_or(Duration::ZERO, |at| now.saturating_duration_since(at));
+        if waited < wait_max.mul_f64(WAITED_MIN) {
+            return Ok(());
+        }
         match self.wait(flow).filter(|wait| *wait > wait_max) {
             None => Ok(()),
             Some(wait) => {

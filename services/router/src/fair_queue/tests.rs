@@ -331,6 +331,29 @@ fn predicted_wait_is_the_time_of_the_requests_that_come_first() {
 }
 
 #[test]
+fn burst_is_refused_only_after_its_queue_has_lasted() {
+    let (mut scene, flow) = (Scene::new(1), key("a"));
+    scene.join_many(&flow, 10, 2);
+    scene.give_turns();
+    scene.step();
+    // One short request runs. At its rate each of these would take 100 s.
+    let limits = WaitLimits {
+        wait_max: Duration::from_secs(10),
+        deadline: scene.now + Duration::from_secs(3000),
+    };
+    let (prompt_tokens, output_tokens_max, has_begun) = (1000, 1, false);
+    let request = WaitRequest { flow, prompt_tokens, output_tokens_max, limits, has_begun };
+    for id in 100..140 {
+        scene.queue.join(scene.now, id, &request).unwrap();
+    }
+    let later = scene.now + Duration::from_secs(2);
+    let refused = scene.queue.join(later, 200, &request).unwrap_err();
+    assert!(refused.wait > refused.wait_max, "{refused:?}");
+    (100..140).for_each(|id| scene.queue.leave(id));
+    scene.queue.join(later, 200, &request).unwrap();
+}
+
+#[test]
 fn attempts_that_fail_together_do_not_lengthen_the_predicted_wait() {
     let (mut scene, flow) = (Scene::new(8), key("a"));
     scene.join_many(&flow, 100, 300);
