@@ -8,7 +8,10 @@ use std::{
 use anyhow::{Result, ensure};
 use integration_tests::cluster::{Cluster, ClusterSpec};
 
-use crate::load::{Reference, Report};
+use crate::{
+    hosts::WAITING_TIMEOUT,
+    load::{Reference, Report},
+};
 
 const KILLS: usize = 20;
 /// Tokens of all streams before a kill, fewer than one answer has.
@@ -24,7 +27,10 @@ pub async fn hundred_streams_while_a_decode_node_is_killed_twenty_times() -> Res
 
 /// Runs this many streams on two pairs and kills one decode node, twenty times.
 async fn decode_node_killed(streams: usize) -> Result<()> {
-    let spec = ClusterSpec::smollm2().nodes(2, 2).set("BATON_NODE_KV_MEMORY", "768MiB");
+    let spec = ClusterSpec::smollm2()
+        .nodes(2, 2)
+        .set("BATON_NODE_KV_MEMORY", "768MiB")
+        .set("BATON_ROUTER_WAITING_TIMEOUT", WAITING_TIMEOUT);
     let (mut cluster, client) = Cluster::start_with_client(spec).await?;
     let reference = Reference::new();
     Report::print_head();
@@ -53,7 +59,8 @@ pub async fn nodes_killed_every_few_seconds() -> Result<()> {
     let spec = ClusterSpec::smollm2()
         .nodes(2, 2)
         .set("BATON_NODE_KV_MEMORY", "512MiB")
-        .set("BATON_ROUTER_TIMEOUT", "120s");
+        .set("BATON_ROUTER_TIMEOUT", "120s")
+        .set("BATON_ROUTER_WAITING_TIMEOUT", WAITING_TIMEOUT);
     let (mut cluster, client) = Cluster::start_with_client(spec).await?;
     let reference = Arc::new(Reference::new());
     let until = Instant::now() + Duration::from_secs(40);
