@@ -346,8 +346,9 @@ class Streams:
                 with self.lock:
                     self.failed.append(str(error))
 
-    def percentiles(self, begin, end):
-        gaps = sorted(gap * 1e3 for at, gap in list(self.gaps) if begin <= at < end)
+    def percentiles(self, *windows):
+        """Returns percentiles of the gaps that end in one of the windows."""
+        gaps = sorted(gap * 1e3 for at, gap in list(self.gaps) if any(begin <= at < end for begin, end in windows))
         return [gaps[int(len(gaps) * share)] for share in (0.5, 0.99, 0.999)] if gaps else [float("nan")] * 3
 
     def stop(self):
@@ -371,10 +372,13 @@ def load(options, folder):
         began = time.perf_counter()
         time.sleep(8)
         updating = time.perf_counter()
-        pauses, times = [], []
+        pauses, times, arriving = [], [], []
         for _ in range(options.rounds):
             since = len(cluster.lines)
-            report = updater.push(weights)
+            started = time.perf_counter()
+            update = updater.prepare(weights)
+            arriving.append((started, time.perf_counter()))
+            report = updater.commit(update)
             pauses.append(report["nodes"][0].get("paused_ms", float("nan")))
             line = cluster.wait_line("received weights from a trainer", since)
             times.append(float(re.search(r'received_ms"?[=:]\s*([0-9.]+)', line).group(1)))
@@ -386,8 +390,9 @@ def load(options, folder):
         for what, values in [("received ms", times), ("pause ms", pauses)]:
             values = sorted(values)
             print(f"  {what}: median {values[len(values) // 2]:.1f}, maximum {values[-1]:.1f}")
-        for what, percentiles in [("without updates", streams.percentiles(began, updating)),
-                                  ("with updates", streams.percentiles(updating, ended))]:
+        for what, percentiles in [("without updates", streams.percentiles((began, updating))),
+                                  ("while weights arrive", streams.percentiles(*arriving)),
+                                  ("with updates and commits", streams.percentiles((updating, ended)))]:
             print(f"  inter-token latency {what}, ms: p50 {percentiles[0]:.2f}, p99 {percentiles[1]:.2f}, p99.9 {percentiles[2]:.2f}")
         assert not streams.failed
 

@@ -1,6 +1,9 @@
 //! Packs other weights on the GPU: into a second copy while the backend computes, or over the weights in use.
 
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::{
+    mem,
+    sync::{Arc, Mutex, MutexGuard, PoisonError},
+};
 
 use super::{
     backend::CudaBackend,
@@ -10,7 +13,7 @@ use super::{
     library::KernelLibrary,
     memory::{DeviceMemory, Range},
     upload::{ReaderShare, Uploads},
-    weight_chunks::ChunkStaging,
+    weight_chunks::{Broadcasts, ChunkStaging},
 };
 use crate::{
     backend::{Backend, Packer, RowSource},
@@ -29,6 +32,8 @@ pub struct CudaPacker {
     uploads: Mutex<Uploads>,
     /// Allocated by the first update by chunks, and kept for the same reason.
     pub(super) staging: Mutex<Option<ChunkStaging>>,
+    /// The communicator of the last update, which the next update ends.
+    retired: Mutex<Option<Broadcasts>>,
     /// Memory that a trainer's broadcasts fill.
     chunk_buffers: Vec<Range>,
     library: Arc<KernelLibrary>,
@@ -67,6 +72,7 @@ impl CudaPacker {
             memory,
             uploads: Mutex::new(Uploads::new(&context, ReaderShare::Half)?),
             staging: Mutex::default(),
+            retired: Mutex::default(),
             chunk_buffers,
             library: Arc::clone(backend.library()),
             context,
@@ -76,6 +82,7 @@ impl CudaPacker {
 
     /// Begins to pack weights over those that were packed before.
     pub fn begin(&self) -> Result<(), CudaError> {
+        self.retire(None);
         self.context.bind()?;
         self.memory.reset();
         *self.fault() = None;
@@ -104,6 +111,12 @@ impl CudaPacker {
     pub fn upload(&self, values: &[f32], offset: usize) -> Result<(), CudaError> {
         let bytes: &[u8] = bytemuck::cast_slice(values);
         self.uploads().bytes(bytes, &self.everything().slice(offset, bytes.len()))
+    }
+
+    /// Keeps an idle communicator until the next update, and ends the one before.
+    pub(super) fn retire(&self, broadcasts: Option<Broadcasts>) {
+        let mut retired = self.retired.lock().unwrap_or_else(PoisonError::into_inner);
+        drop(mem::replace(&mut *retired, broadcasts));
     }
 
     /// Returns the memory that a trainer's broadcasts fill.

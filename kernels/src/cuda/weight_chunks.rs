@@ -60,6 +60,8 @@ pub struct NcclGroup {
     pub ctas_max: Option<u32>,
 }
 
+/// Bytes of the first broadcast, or those of a chunk if fewer.
+const CONNECT_BYTES: usize = 1 << 20;
 /// Time-out of the abort of a communicator. Aborts took 0.4 to 0.7 s with a dead peer.
 const ABORT_MAX: Duration = Duration::from_secs(10);
 /// Time of polling without a pause: a chunk takes less than a millisecond, and a pause lasts longer than asked for.
@@ -129,6 +131,8 @@ pub struct ChunkCopies<'a> {
     copied: Vec<Event>,
     digest_count: usize,
     staging: MutexGuard<'a, Option<ChunkStaging>>,
+    /// Whether no work is in flight.
+    is_finished: bool,
     broadcasts: Option<Broadcasts>,
     /// Whether the buffers are memory of this GPU.
     is_local: bool,
@@ -137,7 +141,7 @@ pub struct ChunkCopies<'a> {
 }
 
 /// A communicator, and its work.
-struct Broadcasts {
+pub(super) struct Broadcasts {
     communicator: Communicator,
     stream: Stream<Broadcast>,
     /// Recorded after the broadcast into each buffer.
@@ -176,6 +180,7 @@ impl CudaPacker {
         if let ChunkSource::Broadcast { group, limit, .. } = source {
             let broadcasts = Broadcasts::new(&copies, group, limit);
             copies.broadcasts = Some(broadcasts.map_err(named)?);
+            copies.connect(limit).map_err(named)?;
         }
         Ok(copies)
     }
@@ -261,10 +266,18 @@ impl<'a> ChunkCopies<'a> {
             copied: buffers.iter().map(|_| Event::new(context)).collect::<Result<_, _>>()?,
             digest_count,
             staging,
+            is_finished: false,
             broadcasts: None,
             is_local,
             buffers,
         })
+    }
+
+    /// Receives the first broadcast, which carries no weights. It connects the ranks, which takes 0.15 s.
+    fn connect(&mut self, limit: WaitLimit<'_>) -> Result<(), NcclError> {
+        self.fill(0, CONNECT_BYTES.min(self.buffers[0].bytes()), limit)?;
+        let filled = self.broadcasts.as_ref().map(|broadcasts| &broadcasts.filled[0]);
+        Ok(filled.map_or(Ok(()), |filled| wait(filled, limit))?)
     }
 
     /// Enqueues the broadcast of the next chunk into a buffer, after the copies out of the buffer. The next
@@ -369,6 +382,7 @@ impl<'a> ChunkCopies<'a> {
         let digests = sums[..count].as_chunks::<SUMS>().0.iter().map(|sums| (sums[0], sums[1]));
         let digests = digests.collect();
         staging.downloaded = Some((sums, done));
+        self.is_finished = true;
         Ok(CopiedWeights { host: staging.host.to_vec(), digests })
     }
 }
@@ -377,6 +391,11 @@ impl Drop for ChunkCopies<'_> {
     fn drop(&mut self) {
         // A broadcast without its trainer ends only by an abort.
         let broadcasts = self.broadcasts.take();
+        if self.is_finished {
+            // The end of a communicator takes 0.5 s, in which a node in place would serve nothing.
+            self.packer.retire(broadcasts);
+            return;
+        }
         if broadcasts.is_some_and(|it| it.communicator.abort(ABORT_MAX).is_err()) {
             // The streams wait for the broadcast, maybe forever. Its buffers stay allocated with the packer.
             return;

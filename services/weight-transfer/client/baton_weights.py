@@ -351,7 +351,20 @@ class Sender:
 
     def __init__(self, host, chunk_bytes, buffers, max_ctas):
         self.host, self.chunk_bytes, self.buffer_count, self.max_ctas = host, chunk_bytes, buffers, max_ctas
-        self.buffers = []
+        self.buffers, self.aborting = [], None
+
+    def take_buffers(self, device):
+        import torch
+
+        if not self.buffers or self.buffers[0].device != device:
+            size, count = self.chunk_bytes, self.buffer_count
+            self.buffers = [torch.empty(size, dtype=torch.uint8, device=device) for _ in range(count)]
+        return self.buffers
+
+    def end(self, nccl):
+        """Ends a communicator beside the rest of the update, because this takes half a second."""
+        self.aborting = threading.Thread(target=nccl.abort)
+        self.aborting.start()
 
     def listening(self, state_dict):
         return Sending(self, state_dict)
@@ -363,11 +376,12 @@ class Sending:
     1. A node connects and sends the token of the address, which keeps strangers out.
     2. Once all nodes are connected, the trainer sends each node the tensors, the id of the communicator and the node's rank:
        one line of JSON.
-    3. Each node checks the tensors, joins the communicator, and sends 8 zero bytes.
+    3. Each node checks the tensors, joins the communicator, receives a broadcast without weights, and sends 8 zero bytes.
     4. Rank 0, the trainer, broadcasts the chunks in order. Each node closes its connection when it is done."""
 
     # Time for the nodes to connect and to join, in which a node in place may let sequences finish.
     JOIN_SECONDS = 60
+    CONNECT_BYTES = 1 << 20
     # Time of a broadcast, which takes milliseconds.
     CHUNK_SECONDS = 10
 
@@ -391,6 +405,8 @@ class Sending:
 
         device = self.weights.device
         torch.cuda.set_device(device)
+        if self.sender.aborting is not None:
+            self.sender.aborting.join()
         deadline = time.monotonic() + self.JOIN_SECONDS
         self.accept(nodes, deadline)
         nccl = Nccl()
@@ -411,14 +427,17 @@ class Sending:
 
         try:
             nccl.join(nodes + 1, self.sender.max_ctas, check, deadline)
+            # The first broadcast carries no weights: it connects the ranks.
+            stream, buffer = torch.cuda.Stream(device), self.sender.take_buffers(device)[0]
+            nccl.broadcast(buffer.data_ptr(), min(self.CONNECT_BYTES, self.sender.chunk_bytes), stream.cuda_stream, deadline, check)
             while len(ready) < nodes:
                 check()
                 if time.monotonic() > deadline:
                     raise UpdateError(f"{nodes - len(ready)} nodes have not joined within {self.JOIN_SECONDS} s")
                 time.sleep(0.0005)
-            self.broadcast(nccl, device, check)
+            self.broadcast(nccl, device, stream, check)
         finally:
-            nccl.abort()
+            self.sender.end(nccl)
 
     def accept(self, nodes, deadline):
         while len(self.connections) < nodes:
@@ -437,14 +456,10 @@ class Sending:
             connection.setsockopt(sockets.IPPROTO_TCP, sockets.TCP_NODELAY, 1)
             self.connections.append(connection)
 
-    def broadcast(self, nccl, device, check):
+    def broadcast(self, nccl, device, stream, check):
         import torch
 
-        buffers = self.sender.buffers
-        if not buffers or buffers[0].device != device:
-            size = self.sender.chunk_bytes
-            buffers[:] = [torch.empty(size, dtype=torch.uint8, device=device) for _ in range(self.sender.buffer_count)]
-        stream, sent = torch.cuda.Stream(device), []
+        buffers, sent = self.sender.take_buffers(device), []
         with torch.cuda.stream(stream):
             for index in range(len(self.weights.chunks)):
                 if index >= len(buffers):

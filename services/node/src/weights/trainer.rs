@@ -7,7 +7,7 @@
 //! 3. `ipc`: The node requests chunk n by its number (8 bytes, little endian). The trainer packs the chunk into buffer n modulo
 //!    the number of buffers, and answers with the chunk's number and bytes (16 bytes). The node requests a chunk once its
 //!    buffer is free.
-//!    `nccl`: The node sends 8 zero bytes once it may receive. Then the trainer, rank 0, broadcasts all chunks in order.
+//!    `nccl`: The first broadcast connects the ranks and carries no weights. The node sends 8 zero bytes once it may receive. Then the trainer, rank 0, broadcasts all chunks in order.
 //! 4. The node copies a chunk to its place while the next ones arrive.
 //! 5. The node closes the connection when it uses the trainer's memory no more. If the trainer closes the connection before,
 //!    the update is aborted.
