@@ -3,7 +3,7 @@
 
 use std::{
     collections::{BTreeMap, BTreeSet},
-    process::Command,
+    process::{Command, ExitCode},
     sync::{Arc, Mutex},
     time::{Duration, Instant},
 };
@@ -25,6 +25,17 @@ use opentelemetry_proto::tonic::{
 };
 use serde_json::json;
 use tonic::{Request, Response, Status, transport::server::TcpIncoming};
+
+fn main() -> ExitCode {
+    test_harness::main(
+        &[],
+        test_harness::multi_thread_tests![
+            a_request_is_one_trace_from_router_to_decode_node,
+            no_log_span_metric_or_error_contains_a_key_a_prompt_or_an_answer,
+            explain_asks_every_router_behind_a_name,
+        ],
+    )
+}
 
 const TRACE: &str = "0af7651916cd43dd8448eb211c80319c";
 const CALLER: &str = "b7ad6b7169203331";
@@ -76,7 +87,6 @@ fn hex(bytes: &[u8]) -> String {
 }
 
 // The collector must respond while the test waits for processes to end.
-#[tokio::test(flavor = "multi_thread")]
 async fn a_request_is_one_trace_from_router_to_decode_node() -> Result<()> {
     let collector = Collector::default();
     let incoming = TcpIncoming::bind("127.0.0.1:0".parse()?)?;
@@ -223,7 +233,6 @@ async fn send_planted(client: &Client, key: &str) -> Result<Vec<String>> {
     Ok(errors)
 }
 
-#[tokio::test(flavor = "multi_thread")]
 async fn no_log_span_metric_or_error_contains_a_key_a_prompt_or_an_answer() -> Result<()> {
     for format in ["json", "pretty"] {
         let collector = Collector::default();
@@ -351,7 +360,6 @@ fn check_tree(spans: &[(String, Span)]) {
 }
 
 /// A name of two addresses, as behind a headless Service: in a mount namespace whose /etc/hosts has the name.
-#[tokio::test(flavor = "multi_thread")]
 async fn explain_asks_every_router_behind_a_name() -> Result<()> {
     let private = |hosts: &str| {
         let mut command = Command::new("unshare");
@@ -360,8 +368,7 @@ async fn explain_asks_every_router_behind_a_name() -> Result<()> {
         command
     };
     if !private("/etc/hosts").arg("true").output().is_ok_and(|output| output.status.success()) {
-        eprintln!("skipped: a private /etc/hosts needs root");
-        return Ok(());
+        test_harness::skip("a private /etc/hosts needs root");
     }
     let (cluster, first) = Cluster::start_with_client(ClusterSpec::smollm2()).await?;
     let (_, port) = cluster.router.ready.admin.rsplit_once(':').context("a port")?;
