@@ -82,7 +82,7 @@ class Load:
             connection.close()
             with self.lock:
                 self.failures.append(f"{type(error).__name__} after {time.monotonic() - start:.1f} s: {error}"[:300])
-            # Like other clients, do not retry earlier than asked: clients that do load the machine.
+            # Like other clients, do not retry earlier than asked. Early retries would load the machine.
             self.stopping.wait(getattr(error, "seconds", 0))
             return
         with self.lock:

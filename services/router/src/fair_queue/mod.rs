@@ -488,7 +488,7 @@ impl<Id: Copy + Eq + Hash> FairQueue<Id> {
 pub struct Charge {
     flow: FlowName,
     charged: f64,
-    /// Uncached ones.
+    /// Uncached prompt tokens.
     prompt_tokens: u32,
     output_tokens: u32,
     started: Instant,

@@ -24,7 +24,7 @@ const SERVICE_TIME_RESERVE: f64 = 2.0;
 
 /// Requests are refused for their predicted wait only after requests have waited for this fraction of the allowed wait.
 /// The rate of service may have been measured with few and short requests, and a burst after them would seem to wait too
-/// long. At up to nine times the capacity, a queue of the allowed wait takes longer to grow.
+/// long. Below nine times the capacity, the predicted wait reaches the allowed wait later than this.
 const WAITED_MIN: f64 = 1.0 / 8.0;
 
 /// A request that may have to wait for its turn.

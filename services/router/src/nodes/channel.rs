@@ -35,7 +35,7 @@ const PING_TIMEOUT: Duration = Duration::from_secs(2);
 const STREAM_WINDOW_BYTES: u32 = 256 << 10;
 /// Flow-control window of all streams of a node: an unread stream must not block the others.
 const CONNECTION_WINDOW_BYTES: u32 = 64 << 20;
-/// Maximum size of a received message. The largest one is a snapshot with 16,384 block hashes, about 300 KiB.
+/// Maximum size of a received message. The largest one is a trace of a node's steps.
 const EVENT_BYTES_MAX: usize = 16 << 20;
 /// Maximum size of a sent message, for the longest prompts at a few bytes per token.
 const REQUEST_BYTES_MAX: usize = 16 << 20;
