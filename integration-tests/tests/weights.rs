@@ -686,6 +686,72 @@ except baton_weights.UpdateError as error:
     Ok(())
 }
 
+/// Strangers reset, leave, stay silent, or send another token. Then the update fails, and the node must not wait for the trainer.
+#[test]
+fn trainer_ignores_strangers_and_leaves_nodes_when_it_fails() -> Result<()> {
+    let script = r#"
+import socket, struct, sys, threading, time, types
+sys.path.insert(0, sys.argv[1])
+import baton_weights
+from baton_weights import Sending, UpdateError, WeightUpdater
+Sending.TOKEN_SECONDS = 0.1
+sending = Sending.__new__(Sending)
+sending.sender, sending.connections = types.SimpleNamespace(host="127.0.0.1"), []
+left = []
+def connect(token):
+    connection = socket.create_connection(sending.listener.getsockname())
+    connection.sendall(token)
+    return connection
+def fail(nodes):
+    silent, other = connect(b""), connect(b"0" * 32)
+    connect(b"").close()
+    reset = connect(b"")
+    reset.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    reset.close()
+    node = connect(sending.token.encode())
+    sending.accept(nodes, time.monotonic() + 30)
+    assert len(sending.connections) == 1, sending.connections
+    for stranger in (silent, other):
+        assert stranger.recv(1) == b"", "the trainer closes connections of strangers"
+    def leave():
+        left.append(node.recv(1))
+    thread = threading.Thread(target=leave)
+    thread.start()
+    left.append(thread)
+    raise MemoryError("no memory for buffers")
+sending.send = fail
+updater = WeightUpdater("http://127.0.0.1:1", transport="nccl", host="127.0.0.1")
+updater.sender = types.SimpleNamespace(listening=lambda state_dict: sending)
+updater.begin = lambda *arguments: {"id": "07", "nodes": [{}]}
+def wait(update, phases):
+    left[0].join(10)
+    assert left[1:] == [b""], "the node waits for a trainer that has failed"
+    raise UpdateError("the node has lost its trainer")
+updater.wait = wait
+try:
+    updater.push({})
+except UpdateError as error:
+    print(error)
+late = Sending.__new__(Sending)
+late.sender, late.connections = sending.sender, []
+with late:
+    try:
+        late.accept(3, time.monotonic() + 0.01)
+    except UpdateError as error:
+        print(error)
+"#;
+    let client =
+        concat!(env!("CARGO_MANIFEST_DIR"), "/../services/weight-transfer/client").to_owned();
+    let mut python = std::process::Command::new("python3");
+    let output = output(python.args(["-c", script, &client]))?;
+    assert!(output.status.success(), "{output:?}");
+    let text = String::from_utf8(output.stdout)?;
+    let expected = "the node has lost its trainer: no memory for buffers\n\
+                    0 of 3 nodes have connected within 60 s\n";
+    assert_eq!(text, expected);
+    Ok(())
+}
+
 /// Commits a prepared update while a stream runs. Returns the tokens of the stream, the weight version of each, and the
 /// finish reason.
 async fn stream_over_update(

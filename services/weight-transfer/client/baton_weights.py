@@ -26,6 +26,7 @@ A state dict has the names of Hugging Face. Values are torch tensors, or tuples 
 "F16" or "BF16".
 """
 
+import contextlib
 import ctypes
 import json
 import os
@@ -83,6 +84,13 @@ class WeightUpdater:
         else:
             self.sender = Sender(host, chunk_bytes, buffers, nccl_max_ctas)
 
+    def close(self):
+        """Frees the memory of chunks. Call it when no update runs; later updates allocate the memory again."""
+        if self.transport == "ipc":
+            self.memory.close()
+        elif self.transport == "nccl":
+            self.sender.close()
+
     def push(self, state_dict, label=""):
         """Sends, prepares and commits the weights. Returns the router's report of the update."""
         return self.ended(self.prepare(state_dict, label, commits=True))
@@ -102,7 +110,8 @@ class WeightUpdater:
             try:
                 sending.send(len(update["nodes"]))
             except Exception as error:
-                # The nodes have lost their connections. Most of them name the cause.
+                # The nodes fail as soon as they lose their connections. Most of them name the cause.
+                sending.close()
                 try:
                     self.wait(update["id"], PREPARED)
                 except UpdateError as reason:
@@ -243,11 +252,23 @@ class GpuChunks:
             for index, buffers in enumerate(self.free):
                 if buffers[0].device == device:
                     return self.free.pop(index)
-        return [GpuBuffer(device, self.chunk_bytes) for _ in range(self.buffer_count)]
+        buffers = []
+        try:
+            for _ in range(self.buffer_count):
+                buffers.append(GpuBuffer(device, self.chunk_bytes))
+        except BaseException:
+            free_all(buffers)
+            raise
+        return buffers
 
     def give_buffers(self, buffers):
         with self.lock:
             self.free.append(buffers)
+
+    def close(self):
+        with self.lock:
+            while self.free:
+                free_all(self.free.pop())
 
 
 class Offer:
@@ -280,7 +301,9 @@ class Offer:
         for thread, connection in zip(self.threads, self.connections):
             thread.join(max(0, deadline - time.monotonic()))
             if thread.is_alive():
-                connection.shutdown(sockets.SHUT_RDWR)
+                # The thread may close the connection at this moment.
+                with contextlib.suppress(OSError):
+                    connection.shutdown(sockets.SHUT_RDWR)
                 thread.join()
         if self.error is not None and isinstance(error, UpdateError):
             raise UpdateError(f"{error}: {self.error}") from self.error
@@ -335,15 +358,29 @@ class GpuBuffer:
         import torch
 
         self.gpu, self.device = uuid_of(device), device
-        address, handle = ctypes.c_uint64(), (ctypes.c_ubyte * 64)()
+        self.address, handle = ctypes.c_uint64(), (ctypes.c_ubyte * 64)()
         cuda = ctypes.CDLL("libcuda.so.1")
-        check_cuda(cuda, device, ("cuMemAlloc_v2", ctypes.byref(address), ctypes.c_size_t(size)))
-        check_cuda(cuda, device, ("cuIpcGetMemHandle", ctypes.byref(handle), address))
-        self.handle = bytes(handle).hex()
-        self.__cuda_array_interface__ = {
-            "shape": (size,), "typestr": "|u1", "data": (address.value, False), "version": 3,
-        }
-        self.bytes = torch.as_tensor(self, device=device)
+        check_cuda(cuda, device, ("cuMemAlloc_v2", ctypes.byref(self.address), ctypes.c_size_t(size)))
+        try:
+            check_cuda(cuda, device, ("cuIpcGetMemHandle", ctypes.byref(handle), self.address))
+            self.handle = bytes(handle).hex()
+            self.__cuda_array_interface__ = {
+                "shape": (size,), "typestr": "|u1", "data": (self.address.value, False), "version": 3,
+            }
+            self.bytes = torch.as_tensor(self, device=device)
+        except BaseException:
+            self.free()
+            raise
+
+    def free(self):
+        make_current(self.device)
+        self.bytes = None
+        check_cuda(ctypes.CDLL("libcuda.so.1"), self.device, ("cuMemFree_v2", self.address))
+
+
+def free_all(buffers):
+    for buffer in buffers:
+        buffer.free()
 
 
 class Sender:
@@ -366,6 +403,11 @@ class Sender:
         self.aborting = threading.Thread(target=nccl.abort)
         self.aborting.start()
 
+    def close(self):
+        if self.aborting is not None:
+            self.aborting.join()
+        self.buffers, self.aborting = [], None
+
     def listening(self, state_dict):
         return Sending(self, state_dict)
 
@@ -381,6 +423,8 @@ class Sending:
 
     # Time for the nodes to connect and to join, in which a node in place may let sequences finish.
     JOIN_SECONDS = 60
+    # Time for a node to send the token, which it does at once.
+    TOKEN_SECONDS = 2
     CONNECT_BYTES = 1 << 20
     # Time of a broadcast, which takes milliseconds.
     CHUNK_SECONDS = 10
@@ -396,6 +440,9 @@ class Sending:
         return self
 
     def __exit__(self, *_):
+        self.close()
+
+    def close(self):
         self.listener.close()
         for connection in self.connections:
             connection.close()
@@ -416,14 +463,17 @@ class Sending:
             broadcast = {"gpu": uuid_of(device), "id": nccl.id.hex(), "rank": rank, "ranks": nodes + 1,
                          "buffers": self.sender.buffer_count, "max_ctas": self.sender.max_ctas}
             connection.sendall(json.dumps({**declaration, "broadcast": broadcast}).encode() + b"\n")
-        ready = set()
+        ready, readable = set(), select.poll()
+        by_descriptor = {connection.fileno(): connection for connection in self.connections}
+        for descriptor in by_descriptor:
+            readable.register(descriptor, select.POLLIN)
 
         def check():
             """Fails if a node has left."""
-            for connection in select.select(self.connections, [], [], 0)[0]:
-                if not receive(connection, 8):
+            for descriptor, _ in readable.poll(0):
+                if not receive(by_descriptor[descriptor], 8):
                     raise UpdateError("a node has closed its connection before the last chunk")
-                ready.add(connection)
+                ready.add(descriptor)
 
         try:
             nccl.join(nodes + 1, self.sender.max_ctas, check, deadline)
@@ -441,15 +491,20 @@ class Sending:
 
     def accept(self, nodes, deadline):
         while len(self.connections) < nodes:
-            self.listener.settimeout(max(0.001, deadline - time.monotonic()))
+            left = deadline - time.monotonic()
+            if left <= 0:
+                raise UpdateError(f"{len(self.connections)} of {nodes} nodes have connected within {self.JOIN_SECONDS} s")
+            self.listener.settimeout(left)
             try:
                 connection, _ = self.listener.accept()
-                connection.settimeout(2)
-                token = receive(connection, len(self.token))
-            except TimeoutError:
-                if time.monotonic() > deadline:
-                    raise UpdateError(f"{len(self.connections)} of {nodes} nodes have connected within {self.JOIN_SECONDS} s") from None
+            except (TimeoutError, ConnectionError):
                 continue
+            connection.settimeout(self.TOKEN_SECONDS)
+            try:
+                token = receive(connection, len(self.token))
+            except OSError:
+                # A stranger, who sends nothing or has left.
+                token = b""
             if not secrets.compare_digest(token, self.token.encode()):
                 connection.close()
                 continue
@@ -550,16 +605,20 @@ class Nccl:
 
 def uuid_of(device):
     """Returns the UUID of a GPU as nvidia-smi shows it."""
-    import torch
-
-    torch.cuda.set_device(device)
-    # Makes the context current on this thread.
-    torch.zeros(1, device=device)
+    make_current(device)
     number, uuid = ctypes.c_int(), (ctypes.c_ubyte * 16)()
     cuda = ctypes.CDLL("libcuda.so.1")
     check_cuda(cuda, device, ("cuCtxGetDevice", ctypes.byref(number)), ("cuDeviceGetUuid", ctypes.byref(uuid), number))
     digits = bytes(uuid).hex()
     return "GPU-" + "-".join((digits[:8], digits[8:12], digits[12:16], digits[16:20], digits[20:]))
+
+
+def make_current(device):
+    """Makes the context of a GPU current on this thread."""
+    import torch
+
+    torch.cuda.set_device(device)
+    torch.zeros(1, device=device)
 
 
 def check_cuda(cuda, device, *calls):
