@@ -110,6 +110,7 @@ pub struct WeightsReport {
 pub struct UpdateView {
     pub id: String,
     pub label: String,
+    /// With nccl: without the trainer's token.
     pub path: String,
     pub model: String,
     /// preparing, prepared, committing, committed, aborting or aborted.
@@ -337,14 +338,15 @@ impl Task {
             }
         };
         let id = UpdateId(random_bits()? & !CATCH_UP);
-        tracing::info!(
-            update = %id, label = new.label, path = new.path, nodes = nodes.len(), "begins a weight update"
-        );
-        for catch_up in self.catch_ups.iter_mut().filter(|it| *it.model == *new.model) {
+        let (model, label) = (new.model.clone(), new.label.clone());
+        let update = Update::new(now, id, new, nodes, source);
+        let (path, nodes) = (update.shown_path(), update.nodes().len());
+        tracing::info!(update = %id, label, path, nodes, "begins a weight update");
+        for catch_up in self.catch_ups.iter_mut().filter(|it| it.model == model) {
             // A catch-up that is committed ends within moments.
             let _ = catch_up.abort(now, "an operator began another update");
         }
-        self.running = Some(Update::new(now, id, new, nodes, source));
+        self.running = Some(update);
         Ok(())
     }
 

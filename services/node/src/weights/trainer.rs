@@ -41,13 +41,13 @@ const CHUNK_MAX: Duration = Duration::from_secs(2);
 const JOIN_MAX: Duration = Duration::from_secs(60);
 
 /// Address of a trainer.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, PartialEq, Eq)]
 pub(crate) enum TrainerAddress {
     /// Unix socket.
     Ipc(PathBuf),
     Nccl {
         host: String,
-        /// Tells the trainer that its update is meant.
+        /// Secret of this update, which the node sends first. Logs do not show it.
         token: String,
     },
 }
@@ -64,25 +64,35 @@ impl TrainerAddress {
             && text.bytes().all(|byte| byte.is_ascii_graphic());
         is_valid.then(|| Self::Nccl { host: host.to_owned(), token: token.to_owned() })
     }
+
+    /// Names what listens at a valid address.
+    fn expected(&self) -> &'static str {
+        match self {
+            Self::Ipc(_) => "the Unix socket of a trainer on this host",
+            Self::Nccl { .. } => "a trainer that waits there",
+        }
+    }
 }
 
 impl fmt::Display for TrainerAddress {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Self::Ipc(socket) => write!(
-                f,
-                "{}; expected the Unix socket of a trainer on this host",
-                socket.display()
-            ),
-            Self::Nccl { host, .. } => write!(f, "{host}; expected a trainer that waits there"),
+            Self::Ipc(socket) => socket.display().fmt(f),
+            Self::Nccl { host, .. } => f.write_str(host),
         }
+    }
+}
+
+impl fmt::Debug for TrainerAddress {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        fmt::Display::fmt(self, f)
     }
 }
 
 /// Reason why a trainer's weights did not arrive.
 #[derive(Debug, thiserror::Error)]
 pub(super) enum TrainerError {
-    #[error("cannot connect to a trainer ({cause}) at {address}")]
+    #[error("cannot connect to a trainer at {address}: {cause}; expected {}", address.expected())]
     Connect { address: TrainerAddress, cause: String },
     #[error("cannot read the trainer's declaration: {reason}")]
     Declaration { reason: String },

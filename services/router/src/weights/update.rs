@@ -153,6 +153,15 @@ impl Update {
         self.request.transport
     }
 
+    /// Returns the path for logs and reports, without the token that keeps strangers out of a broadcast.
+    pub fn shown_path(&self) -> &str {
+        let path = self.request.path.as_str();
+        match self.request.transport {
+            WeightsTransport::Nccl => path.split_once('/').map_or(path, |(address, _)| address),
+            WeightsTransport::Files | WeightsTransport::Ipc => path,
+        }
+    }
+
     pub fn timeout(&self) -> Duration {
         self.deadline - self.began
     }
@@ -302,7 +311,7 @@ impl Update {
         UpdateView {
             id: self.request.id.to_string(),
             label: self.request.label.clone(),
-            path: self.request.path.clone(),
+            path: self.shown_path().to_owned(),
             model: self.model.to_string(),
             phase,
             weight_version: version.map(ToString::to_string),
@@ -345,6 +354,29 @@ mod tests {
         let (now, id) = (Instant::now(), UpdateId(7));
         let update = Update::catch_up(now, id, "m".into(), target, node(1), UpdateSource::Path);
         assert_eq!(update.request.in_flight, InFlight::KeepKv);
+    }
+
+    #[test]
+    fn report_has_the_path_without_the_token_of_a_trainer() {
+        for (transport, path, shown) in [
+            (Transport::Nccl, "10.0.0.7:5000/secret", "10.0.0.7:5000"),
+            (Transport::Ipc, "/run/trainer.sock", "/run/trainer.sock"),
+            (Transport::Disk, "/new/model", "/new/model"),
+        ] {
+            let new = NewUpdate {
+                model: "m".into(),
+                label: String::new(),
+                path: path.into(),
+                timeout: Duration::from_secs(300),
+                commits: true,
+                transport,
+                in_flight: InFlight::Recompute,
+            };
+            let nodes = vec![node(1)];
+            let update = Update::new(Instant::now(), UpdateId(7), new, nodes, UpdateSource::Path);
+            assert_eq!(update.view().path, shown);
+            assert_eq!(update.request.path, path, "the node gets the token");
+        }
     }
 
     #[test]
