@@ -9,7 +9,7 @@
 //!    buffer is free.
 //!    `nccl`: The first broadcast connects the ranks and carries no weights. The node sends 8 zero bytes once it may receive. Then the trainer, rank 0, broadcasts all chunks in order.
 //! 4. The node copies a chunk to its place while the next ones arrive.
-//! 5. The node closes the connection when it uses the trainer's memory no more. If the trainer closes the connection before,
+//! 5. The node closes the connection when it no longer uses the trainer's memory. If the trainer closes the connection before,
 //!    the update is aborted.
 
 mod connection;
@@ -118,6 +118,7 @@ pub(super) fn receive(
     cancelled: &CancellationToken,
 ) -> Result<WeightVersion, ReceiveError> {
     let began = Instant::now();
+    // Closed after `receiver` has waited for the copies and has unmapped the trainer's memory.
     let mut connection = Connection::open(address, cancelled)?;
     if let TrainerAddress::Nccl { token, .. } = address {
         connection.send(token.as_bytes())?;
@@ -133,13 +134,13 @@ pub(super) fn receive(
         release()?;
     }
     let mapped = began.elapsed();
-    let mut chunks = Chunks { connection, receiver: &mut *receiver, chunks: plan.chunks() };
+    let mut chunks =
+        Chunks { connection: &mut connection, receiver: &mut *receiver, chunks: plan.chunks() };
     match &source {
         Source::Mapped(buffers) => chunks.request_all(buffers.len())?,
         Source::Broadcast { buffers, .. } => chunks.receive_all(*buffers)?,
     }
     let digests = chunks.finish()?;
-    let Chunks { connection, .. } = chunks;
     tracing::info!(
         bytes = plan.bytes(),
         chunks = plan.chunks().len(),
@@ -149,11 +150,7 @@ pub(super) fn receive(
     );
     let tensors = plan.tensors().iter().zip(digests);
     let used = tensors.filter_map(|(tensor, digest)| Some((tensor.clone(), digest.digest?)));
-    let version = WeightVersion::of_tensors(&mut used.collect::<Vec<_>>());
-    // Unmaps the trainer's memory, and then tells the trainer.
-    drop(receiver);
-    drop(connection);
-    Ok(version)
+    Ok(WeightVersion::of_tensors(&mut used.collect::<Vec<_>>()))
 }
 
 /// Returns why work failed: the end of the trainer explains what follows from it.
@@ -161,9 +158,9 @@ fn ended(connection: &Connection<'_>, error: ReceiveError) -> ReceiveError {
     connection.check().err().unwrap_or(error)
 }
 
-/// The chunks of one update on their way.
+/// The chunks of one update in flight.
 struct Chunks<'a, 'b> {
-    connection: Connection<'a>,
+    connection: &'b mut Connection<'a>,
     receiver: &'b mut dyn ChunkReceiver,
     chunks: &'b [Chunk],
 }
@@ -201,6 +198,10 @@ impl Chunks<'_, '_> {
                 let at_most = if oldest == 0 { JOIN_MAX } else { CHUNK_MAX };
                 self.wait(oldest % buffers, at_most)?;
             }
+        }
+        if chunks.len() < buffers {
+            // No chunk was waited for yet, and the trainer may still wait for other nodes.
+            self.wait(0, JOIN_MAX)?;
         }
         Ok(())
     }
@@ -241,7 +242,7 @@ impl Chunks<'_, '_> {
     ) -> Result<T, ReceiveError> {
         let is_over = || self.connection.is_over();
         let limit = WaitLimit { deadline: Instant::now() + at_most, cancelled: &is_over };
-        work(self.receiver, limit).map_err(|error| ended(&self.connection, error.into()))
+        work(self.receiver, limit).map_err(|error| ended(self.connection, error.into()))
     }
 }
 

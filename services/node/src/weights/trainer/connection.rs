@@ -1,4 +1,4 @@
-//! Connection to a trainer: lines of JSON and fixed messages, with deadlines. Its end tells that the trainer has died.
+//! Connection to a trainer: lines of JSON and fixed messages, with deadlines. If the connection closes, the trainer has died.
 
 use std::{
     io::{self, Read, Write},
@@ -17,8 +17,8 @@ use crate::weights::receive::ReceiveError;
 
 /// Time-out of a connection.
 const CONNECT_MAX: Duration = Duration::from_secs(10);
-/// Interval of looks at the cancellation while the node waits for the trainer.
-pub(super) const LOOK: Duration = Duration::from_millis(20);
+/// Interval of checks for cancellation while the node waits for the trainer.
+pub(super) const CANCEL_POLL_INTERVAL: Duration = Duration::from_millis(20);
 /// Time of polling for a message without a pause: a trainer packs a chunk in less than a millisecond.
 const SPIN: Duration = Duration::from_millis(1);
 const LINE_BYTES_MAX: usize = 16 << 20;
@@ -97,8 +97,9 @@ impl<'a> Connection<'a> {
                 Some(Err(_)) => return Err(TrainerError::Silent(CONNECT_MAX).into()),
                 Some(Ok(stream)) => stream.map_err(|error| failed(error.to_string()))?,
             };
-        let prepared =
-            stream.set_nonblocking(false).and_then(|()| stream.set_timeouts(LOOK, CONNECT_MAX));
+        let prepared = stream
+            .set_nonblocking(false)
+            .and_then(|()| stream.set_timeouts(CANCEL_POLL_INTERVAL, CONNECT_MAX));
         prepared.map_err(|error| failed(error.to_string()))?;
         Ok(Self { stream, cancelled })
     }
@@ -156,17 +157,17 @@ impl<'a> Connection<'a> {
             if self.cancelled.is_cancelled() {
                 return Err(ReceiveError::Cancelled);
             }
+            // A peer may send single bytes without end.
+            if Instant::now() > until {
+                return Err(TrainerError::Silent(at_most).into());
+            }
             match self.stream.read(out) {
                 Ok(0) => return Err(TrainerError::Closed.into()),
                 Ok(count) => return Ok(count),
                 Err(error) => match error.kind() {
                     io::ErrorKind::WouldBlock
                     | io::ErrorKind::TimedOut
-                    | io::ErrorKind::Interrupted => {
-                        if Instant::now() > until {
-                            return Err(TrainerError::Silent(at_most).into());
-                        }
-                    }
+                    | io::ErrorKind::Interrupted => {}
                     io::ErrorKind::ConnectionReset => return Err(TrainerError::Closed.into()),
                     _ => return Err(TrainerError::Io(error).into()),
                 },

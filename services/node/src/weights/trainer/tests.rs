@@ -16,7 +16,10 @@ use model::Checkpoint;
 use serde_json::{Value, json};
 use tokio::task::spawn_blocking;
 
-use super::{connection::LOOK, *};
+use super::{
+    connection::{CANCEL_POLL_INTERVAL, Connection},
+    *,
+};
 use crate::weights::receive::ReceiveError;
 
 /// Bytes of a broadcast chunk.
@@ -33,14 +36,24 @@ struct Shared {
     is_in_place: bool,
     /// The chunk whose broadcast does not end.
     stuck_at: Option<usize>,
+    /// Whether the last copies end after the trainer has closed the connection.
+    outlives_trainer: bool,
+}
+
+impl Shared {
+    /// Checks, when a node has closed its connection, that no copies are in flight.
+    fn assert_unmapped(&self) {
+        assert_eq!(self.receiving.load(Ordering::Relaxed), 0, "the connection closes last");
+    }
 }
 
 /// Reads a buffer as late as it may, so that an early overwrite shows.
 struct Receiver<'a> {
     shared: &'a Shared,
     pending: Vec<Vec<TensorPiece>>,
-    /// Chunks that were broadcast.
-    filled: usize,
+    /// Chunks that were broadcast, and their bytes.
+    filled: (usize, usize),
+    has_waited: bool,
 }
 
 impl WeightUpdate for Shared {
@@ -66,7 +79,8 @@ impl WeightUpdate for Shared {
         let bytes = tensors.iter().map(|it| vec![0; it.bytes().unwrap() as usize]);
         *self.received.lock().unwrap() = bytes.collect();
         self.receiving.fetch_add(1, Ordering::Relaxed);
-        Ok(Box::new(Receiver { shared: self, pending: vec![Vec::new(); buffers], filled: 0 }))
+        let pending = vec![Vec::new(); buffers];
+        Ok(Box::new(Receiver { shared: self, pending, filled: (0, 0), has_waited: false }))
     }
 
     fn discard(&self) {}
@@ -87,20 +101,25 @@ impl ChunkReceiver for Receiver<'_> {
         limit: WaitLimit<'_>,
     ) -> Result<(), PrepareError> {
         assert!(self.pending[buffer].is_empty(), "the node waits before it reuses a buffer");
-        if self.shared.stuck_at == Some(self.filled) {
+        let (chunks, begin) = self.filled;
+        if self.shared.stuck_at == Some(chunks) {
             while !(limit.cancelled)() && Instant::now() < limit.deadline {
                 thread::yield_now();
             }
             return Err(PrepareError::Device("the broadcast was aborted".to_owned()));
         }
         let all = weights().concat();
-        let begin = all.len().min(self.filled * CHUNK_BYTES);
         self.shared.buffers.lock().unwrap()[buffer] = all[begin..begin + bytes].to_vec();
-        self.filled += 1;
+        self.filled = (chunks + 1, begin + bytes);
         Ok(())
     }
 
-    fn wait(&mut self, buffer: usize, _: WaitLimit<'_>) -> Result<(), PrepareError> {
+    fn wait(&mut self, buffer: usize, limit: WaitLimit<'_>) -> Result<(), PrepareError> {
+        if self.filled.0 > 0 && !self.has_waited {
+            let left = limit.deadline - Instant::now();
+            assert!(left > CHUNK_MAX, "the first broadcast begins once all nodes are ready");
+        }
+        self.has_waited = true;
         let buffers = self.shared.buffers.lock().unwrap();
         let mut received = self.shared.received.lock().unwrap();
         for TensorPiece { tensor, range, at } in self.pending[buffer].drain(..) {
@@ -112,6 +131,10 @@ impl ChunkReceiver for Receiver<'_> {
 
     fn finish(&mut self, limit: WaitLimit<'_>) -> Result<Vec<TensorDigest>, PrepareError> {
         (0..self.pending.len()).try_for_each(|buffer| self.wait(buffer, limit))?;
+        while self.shared.outlives_trainer && !(limit.cancelled)() {
+            assert!(Instant::now() < limit.deadline, "the trainer closes the connection");
+            thread::yield_now();
+        }
         let received = self.shared.received.lock().unwrap();
         let digest = |bytes: &Vec<u8>| {
             let digest = weight_transfer::digest([&bytes[..]]) as u64;
@@ -123,6 +146,8 @@ impl ChunkReceiver for Receiver<'_> {
 
 impl Drop for Receiver<'_> {
     fn drop(&mut self) {
+        // Copies in flight take a moment, in which a connection that was closed too early shows.
+        thread::sleep(Duration::from_millis(2));
         self.shared.receiving.fetch_sub(1, Ordering::Relaxed);
     }
 }
@@ -176,14 +201,14 @@ fn train(
                     End::Closes => return,
                     End::StaysSilent => {
                         let _ = stream.read_exact(&mut [0; 4096]);
-                        return;
+                        return shared.assert_unmapped();
                     }
                     End::Miscounts => {}
                 }
             }
             let mut request = [0; 8];
             if stream.read_exact(&mut request).is_err() {
-                return;
+                return shared.assert_unmapped();
             }
             let index = u64::from_le_bytes(request) as usize;
             let mut buffers = shared.buffers.lock().unwrap();
@@ -193,7 +218,7 @@ fn train(
             let bytes = chunks[index].len() + usize::from(answer == answers);
             let answer = [index as u64, bytes as u64].map(u64::to_le_bytes).concat();
             if stream.write_all(&answer).is_err() {
-                return;
+                return shared.assert_unmapped();
             }
         }
     })
@@ -207,16 +232,21 @@ struct Outcome {
 
 /// Runs a trainer and a node.
 async fn run(declaration: Value, answers: usize, end: End, is_in_place: bool) -> Outcome {
+    let shared = Shared { is_in_place, ..Shared::default() };
+    run_with(shared, declaration, answers, end).await
+}
+
+async fn run_with(shared: Shared, declaration: Value, answers: usize, end: End) -> Outcome {
     let folder = tempfile::tempdir().unwrap();
     let socket = folder.path().join("trainer.sock");
     let listener = UnixListener::bind(&socket).unwrap();
-    let shared = Arc::new(Shared { is_in_place, ..Shared::default() });
+    let shared = Arc::new(shared);
     let trainer = train(listener, shared.clone(), declaration, answers, end);
     let cancelled = CancellationToken::new();
     if matches!(end, End::StaysSilent) {
         let cancelled = cancelled.clone();
         tokio::spawn(async move {
-            tokio::time::sleep(LOOK).await;
+            tokio::time::sleep(CANCEL_POLL_INTERVAL).await;
             cancelled.cancel();
         });
     }
@@ -280,10 +310,35 @@ async fn trainer_that_ends_at_any_chunk_aborts_the_update() {
         }
     }
     // After the last chunk the trainer is not needed, but it may have freed its memory before the copies.
-    let outcome = run(declaration(100, 2), 40, End::Closes, false).await;
-    if let Err(error) = outcome.result {
-        assert!(error.to_string().contains("the trainer closed the connection"), "{error}");
-    }
+    let shared = Shared { outlives_trainer: true, ..Shared::default() };
+    let outcome = run_with(shared, declaration(100, 2), 40, End::Closes).await;
+    let error = outcome.result.unwrap_err().to_string();
+    assert!(error.contains("the trainer closed the connection"), "{error}");
+}
+
+#[tokio::test]
+async fn trainer_that_sends_single_bytes_does_not_prolong_the_time_out() {
+    let folder = tempfile::tempdir().unwrap();
+    let socket = folder.path().join("trainer.sock");
+    let listener = UnixListener::bind(&socket).unwrap();
+    let trainer = thread::spawn(move || {
+        let (mut stream, _) = listener.accept().unwrap();
+        // The connection closes after 2 s, which is another error.
+        for _ in 0..400 {
+            if stream.write_all(b" ").is_err() {
+                return;
+            }
+            thread::sleep(CANCEL_POLL_INTERVAL / 4);
+        }
+    });
+    let read = spawn_blocking(move || {
+        let cancelled = CancellationToken::new();
+        let mut connection = Connection::open(&TrainerAddress::Ipc(socket), &cancelled)?;
+        connection.line::<Value>(CANCEL_POLL_INTERVAL)
+    });
+    let error = read.await.unwrap().unwrap_err().to_string();
+    assert!(error.contains("no answer within 20ms"), "{error}");
+    trainer.join().unwrap();
 }
 
 #[tokio::test]
@@ -329,8 +384,8 @@ async fn invalid_messages_are_named() {
     assert!(error.contains("expected the Unix socket of a trainer on this host"), "{error}");
 }
 
-fn broadcast(buffers: usize) -> Value {
-    let mut declaration = declaration(CHUNK_BYTES, 0);
+fn broadcast(buffers: usize, chunk_bytes: usize) -> Value {
+    let mut declaration = declaration(chunk_bytes, 0);
     declaration["broadcast"] = json!({
         "gpu": "GPU-1", "id": "0b".repeat(128), "rank": 1, "ranks": 2, "buffers": buffers,
         "max_ctas": null
@@ -373,8 +428,9 @@ async fn run_broadcast(
 #[tokio::test]
 async fn broadcast_chunks_arrive_and_give_the_version_of_other_transports() {
     let mapped = run(declaration(333, 2), usize::MAX, End::Closes, false).await.result.unwrap();
-    for buffers in [1, 2, 3, 8] {
-        let (shared, version) = run_broadcast(broadcast(buffers), None).await;
+    // The last ones have fewer chunks than buffers.
+    for (buffers, chunk_bytes) in [(1, 100), (2, 100), (3, 100), (8, 100), (4, 1999), (2, 9999)] {
+        let (shared, version) = run_broadcast(broadcast(buffers, chunk_bytes), None).await;
         assert_eq!(version.unwrap(), mapped);
         assert_eq!(*shared.received.lock().unwrap(), weights());
     }
@@ -383,7 +439,8 @@ async fn broadcast_chunks_arrive_and_give_the_version_of_other_transports() {
 #[tokio::test]
 async fn trainer_that_leaves_during_a_broadcast_aborts_the_update() {
     for chunk in [0, 1, 20, 39] {
-        let error = run_broadcast(broadcast(2), Some(chunk)).await.1.unwrap_err().to_string();
+        let error =
+            run_broadcast(broadcast(2, CHUNK_BYTES), Some(chunk)).await.1.unwrap_err().to_string();
         assert!(error.contains("the trainer closed the connection"), "{chunk}: {error}");
     }
 }
@@ -391,7 +448,7 @@ async fn trainer_that_leaves_during_a_broadcast_aborts_the_update() {
 #[tokio::test]
 async fn invalid_broadcasts_and_addresses_are_named() {
     let with = |field: &str, value: Value| {
-        let mut declaration = broadcast(2);
+        let mut declaration = broadcast(2, CHUNK_BYTES);
         declaration["broadcast"][field] = value;
         declaration
     };
@@ -405,10 +462,12 @@ async fn invalid_broadcasts_and_addresses_are_named() {
         let error = run_broadcast(declaration, None).await.1.unwrap_err().to_string();
         assert!(error.contains(words), "{error:?} lacks {words:?}");
     }
-    let outcome = run(broadcast(2), 0, End::Closes, false).await;
+    let outcome = run(broadcast(2, CHUNK_BYTES), 0, End::Closes, false).await;
     let error = outcome.result.unwrap_err().to_string();
     assert!(error.contains("it has the field broadcast; expected mapped"), "{error}");
     for text in ["", "host", "host:1", "host:1/", ":1/t", "host:70000/t", "host:1/a b"] {
         assert_eq!(TrainerAddress::nccl(text), None, "{text:?}");
     }
+    let address = TrainerAddress::nccl("10.0.0.7:5000/secret").unwrap();
+    assert_eq!(format!("{address} {address:?}"), "10.0.0.7:5000 10.0.0.7:5000", "logs show it");
 }
