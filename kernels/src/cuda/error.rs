@@ -97,6 +97,11 @@ pub enum CudaError {
          the GPUs or their links"
     )]
     CopyStuck { waited: Duration },
+    #[error(
+        "cannot update the weights: copies of an earlier update did not end and may still write its memory; \
+         expected a restart of the node"
+    )]
+    WeightsStuck,
     /// The call before this one failed and has lost the buffers.
     #[error("cannot use the GPU: an earlier call failed")]
     EarlierCallFailed,

@@ -2,7 +2,10 @@
 
 use std::{
     mem,
-    sync::{Arc, Mutex, MutexGuard, PoisonError},
+    sync::{
+        Arc, Mutex, MutexGuard, PoisonError,
+        atomic::{AtomicBool, Ordering},
+    },
 };
 
 use super::{
@@ -38,6 +41,8 @@ pub struct CudaPacker {
     chunk_buffers: Vec<Range>,
     library: Arc<KernelLibrary>,
     fault: Mutex<Option<CudaError>>,
+    /// Whether copies of an update did not end: they may write the memory at any time.
+    is_stuck: AtomicBool,
 }
 
 impl CudaPacker {
@@ -77,11 +82,15 @@ impl CudaPacker {
             library: Arc::clone(backend.library()),
             context,
             fault: Mutex::default(),
+            is_stuck: AtomicBool::new(false),
         })
     }
 
-    /// Begins to pack weights over those that were packed before.
+    /// Begins to pack weights over those that were packed before. Fails if copies of an earlier update did not end.
     pub fn begin(&self) -> Result<(), CudaError> {
+        if self.is_stuck.load(Ordering::Acquire) {
+            return Err(CudaError::WeightsStuck);
+        }
         self.retire(None);
         self.context.bind()?;
         self.memory.reset();
@@ -111,6 +120,11 @@ impl CudaPacker {
     pub fn upload(&self, values: &[f32], offset: usize) -> Result<(), CudaError> {
         let bytes: &[u8] = bytemuck::cast_slice(values);
         self.uploads().bytes(bytes, &self.everything().slice(offset, bytes.len()))
+    }
+
+    /// Lets every later update fail.
+    pub(super) fn mark_stuck(&self) {
+        self.is_stuck.store(true, Ordering::Release);
     }
 
     /// Keeps an idle communicator until the next update, and ends the one before.

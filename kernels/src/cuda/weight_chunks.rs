@@ -6,6 +6,7 @@
 //! them.
 
 use std::{
+    mem,
     sync::{MutexGuard, PoisonError},
     thread,
     time::{Duration, Instant},
@@ -62,7 +63,7 @@ pub struct NcclGroup {
 
 /// Bytes of the first broadcast, or those of a chunk if fewer.
 const CONNECT_BYTES: usize = 1 << 20;
-/// Time-out of the abort of a communicator. Aborts took 0.4 to 0.7 s with a dead peer.
+/// Time-out of the abort of a communicator, and of the copies after it. Aborts took 0.4 to 0.7 s with a dead peer.
 const ABORT_MAX: Duration = Duration::from_secs(10);
 /// Time of polling without a pause: a chunk takes less than a millisecond, and a pause lasts longer than asked for.
 const SPIN: Duration = Duration::from_millis(2);
@@ -103,7 +104,7 @@ pub struct ChunkWork {
     pub complete: Vec<(usize, usize, WeightRuns)>,
 }
 
-/// Buffers of a node's updates, which are kept.
+/// Host and device buffers that all updates of a node reuse.
 #[derive(Debug)]
 pub(super) struct ChunkStaging {
     host: Pinned<u8>,
@@ -377,7 +378,11 @@ impl<'a> ChunkCopies<'a> {
         let (sums, done) = staging.downloaded.take().ok_or(CudaError::EarlierCallFailed)?;
         let count = self.digest_count * SUMS;
         let copy = sums.download(count, &staging.sums, 0, &self.checks, done)?;
-        wait(copy.event(), limit)?;
+        if let Err(error) = wait(copy.event(), limit) {
+            // Dropping the copy would wait without a deadline.
+            mem::forget(copy);
+            return Err(error);
+        }
         let (sums, done) = copy.finish()?;
         let digests = sums[..count].as_chunks::<SUMS>().0.iter().map(|sums| (sums[0], sums[1]));
         let digests = digests.collect();
@@ -396,15 +401,23 @@ impl Drop for ChunkCopies<'_> {
             self.packer.retire(broadcasts);
             return;
         }
-        if broadcasts.is_some_and(|it| it.communicator.abort(ABORT_MAX).is_err()) {
-            // The streams wait for the broadcast, maybe forever. Its buffers stay allocated with the packer.
-            return;
+        let aborted = broadcasts.map(|it| it.communicator.abort(ABORT_MAX));
+        let is_aborted = !matches!(aborted, Some(Err(NcclError::AbortStuck { .. })));
+        // Nothing may write the weights, or read an unmapped buffer, later.
+        let is_idle = is_aborted && drain(&self.copies).is_ok() && drain(&self.checks).is_ok();
+        if !is_idle {
+            // The copies may end at any time. The trainer's buffers stay mapped, and all others allocated.
+            self.packer.mark_stuck();
+            mem::forget(mem::take(&mut self.buffers));
         }
-        // Nothing may write the weights, or read an unmapped buffer, later. After an error that ended the context nothing
-        // does.
-        let _ = self.copies.synchronize();
-        let _ = self.checks.synchronize();
     }
+}
+
+/// Waits for all work of a stream, at most [`ABORT_MAX`].
+fn drain<R: Role>(stream: &Stream<R>) -> Result<(), CudaError> {
+    let end = Event::new(stream.context())?;
+    end.record(stream)?;
+    wait(&end, WaitLimit { deadline: Instant::now() + ABORT_MAX, cancelled: &|| false })
 }
 
 /// Waits for an event.
