@@ -34,7 +34,7 @@ const RANKS: [usize; 3] = [2, 4, 8];
 /// Maximum width of f32 rows; bf16 rows may be twice as wide.
 const NORM_WIDTH_MAX: usize = 16_384;
 /// Prefix of every handle, with the version of the format.
-const MAGIC: [u8; 8] = *b"BATONGA3";
+const MAGIC: [u8; 8] = *b"BATONGA4";
 
 /// Handle with which the other ranks map a rank's arena.
 #[derive(Clone, Debug, PartialEq, Eq)]

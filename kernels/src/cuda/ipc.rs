@@ -6,7 +6,7 @@
 //! A node has one part per rank, with the rank's heads of all blocks. Its peer may have another number of
 //! ranks: each receiving GPU copies its heads out of every peer part that has some of these heads.
 
-use std::sync::{Arc, OnceLock};
+use std::sync::Arc;
 
 use cudarc::driver::sys;
 
@@ -43,8 +43,6 @@ const UUID_BYTES: usize = 40;
 /// GPU memory that processes of this host may map: one rank's heads of all blocks, or an all-reduce arena.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Part {
-    /// Id of the owning process; the driver only maps the memory into other processes.
-    process: u128,
     handle: [u8; HANDLE_BYTES],
     /// Offset of the memory in its allocation, in bytes.
     offset: u64,
@@ -62,7 +60,7 @@ pub(super) struct Export {
 }
 
 /// Prefix of every export, with the version of the format.
-const MAGIC: [u8; 8] = *b"BATONIP3";
+const MAGIC: [u8; 8] = *b"BATONIP4";
 
 impl Export {
     fn to_bytes(&self) -> Vec<u8> {
@@ -99,31 +97,19 @@ pub(super) fn take<const N: usize>(bytes: &mut &[u8]) -> Option<[u8; N]> {
     Some(*taken)
 }
 
-/// Returns a random id of this process. Process ids of containers on one host are not unique.
-fn process_id() -> u128 {
-    static ID: OnceLock<u128> = OnceLock::new();
-    *ID.get_or_init(|| {
-        let mut bytes = [0; 16];
-        getrandom::fill(&mut bytes).expect("the system has random numbers");
-        u128::from_le_bytes(bytes)
-    })
-}
-
 impl Part {
-    pub const BYTES: usize = 16 + HANDLE_BYTES + 8 + UUID_BYTES;
+    pub const BYTES: usize = HANDLE_BYTES + 8 + UUID_BYTES;
 
     pub fn to_bytes(&self) -> [u8; Self::BYTES] {
         let mut uuid = [0; UUID_BYTES];
         uuid[..self.uuid.len()].copy_from_slice(self.uuid.as_bytes());
-        let fields: [&[u8]; 4] =
-            [&self.process.to_le_bytes(), &self.handle, &self.offset.to_le_bytes(), &uuid];
+        let fields: [&[u8]; 3] = [&self.handle, &self.offset.to_le_bytes(), &uuid];
         fields.concat().try_into().expect("the fields have the sum of these lengths")
     }
 
     /// Parses a part from the front of a message.
     pub fn take(bytes: &mut &[u8]) -> Option<Self> {
         Some(Self {
-            process: u128::from_le_bytes(take(bytes)?),
             handle: take(bytes)?,
             offset: u64::from_le_bytes(take(bytes)?),
             uuid: {
@@ -146,7 +132,6 @@ impl Part {
         // process frees it.
         unsafe { sys::cuIpcGetMemHandle(&mut handle, base) }.named("cuIpcGetMemHandle")?;
         Ok(Self {
-            process: process_id(),
             handle: handle.reserved.map(|byte| byte as u8),
             offset: address - base,
             uuid: context.device().uuid.clone(),
@@ -470,7 +455,6 @@ pub(super) mod tests {
 
     pub fn part(number: u8) -> Part {
         Part {
-            process: 7 + u128::from(number),
             handle: std::array::from_fn(|index| index as u8 + number),
             offset: 512,
             uuid: "GPU-1f2e3d4c-0506-0708-090a-0b0c0d0e0fff".to_owned(),
