@@ -24,7 +24,7 @@ use model::{Checkpoint, ModelConfig, ModelError};
 use serde::{Deserialize, Serialize};
 
 pub use self::{
-    chunks::{ChunkReceiver, DeclaredError, DeclaredTensor, TensorDigest, TensorPiece},
+    chunks::{ChunkReceiver, DeclaredError, DeclaredTensor, TensorPiece},
     step_times::StepTimes,
 };
 use crate::plan::{RowMask, StepId, StepPlan, StepResult};

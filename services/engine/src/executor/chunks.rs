@@ -22,8 +22,9 @@ pub trait ChunkReceiver {
     /// Waits until the copies out of this buffer have completed, so that it can be overwritten.
     fn wait(&mut self, buffer: usize, limit: WaitLimit<'_>) -> Result<(), PrepareError>;
 
-    /// Waits for all copies, and rejects values that are not finite. Returns the digest of each tensor.
-    fn finish(&mut self, limit: WaitLimit<'_>) -> Result<Vec<TensorDigest>, PrepareError>;
+    /// Waits for all copies, and rejects values that are not finite. Returns the digest of each tensor; `None`: the model
+    /// does not use the tensor.
+    fn finish(&mut self, limit: WaitLimit<'_>) -> Result<Vec<Option<u64>>, PrepareError>;
 }
 
 /// A tensor that a trainer declares.
@@ -57,15 +58,6 @@ pub struct TensorPiece {
     pub range: Range<usize>,
     /// Offset in the chunk, in bytes.
     pub at: usize,
-}
-
-/// Digest of a tensor, or of a rank's part of it.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct TensorDigest {
-    /// `None`: the model does not use the tensor.
-    pub digest: Option<u64>,
-    /// Whether the digest is of all bytes. The digests of the parts of several ranks add up to the tensor's.
-    pub is_whole: bool,
 }
 
 /// Reason why a trainer's tensors cannot be used.

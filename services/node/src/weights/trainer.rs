@@ -21,7 +21,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use engine::executor::{ChunkReceiver, PrepareError, TensorDigest, WeightUpdate};
+use engine::executor::{ChunkReceiver, PrepareError, WeightUpdate};
 use kernels::peer::WaitLimit;
 use model::ModelConfig;
 use tokio_util::sync::CancellationToken;
@@ -149,7 +149,7 @@ pub(super) fn receive(
         "received weights from a trainer"
     );
     let tensors = plan.tensors().iter().zip(digests);
-    let used = tensors.filter_map(|(tensor, digest)| Some((tensor.clone(), digest.digest?)));
+    let used = tensors.filter_map(|(tensor, digest)| Some((tensor.clone(), digest?)));
     Ok(WeightVersion::of_tensors(&mut used.collect::<Vec<_>>()))
 }
 
@@ -228,7 +228,7 @@ impl Chunks<'_, '_> {
     }
 
     /// Waits for all copies. Fails if the trainer has closed the connection before.
-    fn finish(&mut self) -> Result<Vec<TensorDigest>, ReceiveError> {
+    fn finish(&mut self) -> Result<Vec<Option<u64>>, ReceiveError> {
         let digests = self.limited(CHUNK_MAX, |receiver, limit| receiver.finish(limit))?;
         self.connection.check()?;
         Ok(digests)

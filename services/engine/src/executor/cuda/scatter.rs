@@ -12,7 +12,7 @@ use kernels::{
 };
 use model::{ModelConfig, PackedPart, Weight, packing_order};
 
-use crate::executor::{DeclaredError, DeclaredTensor, TensorDigest, TensorPiece};
+use crate::executor::{DeclaredError, DeclaredTensor, TensorPiece};
 
 /// Places of all tensors of an update.
 #[derive(Debug)]
@@ -129,12 +129,12 @@ impl Scatter {
     }
 
     /// Checks that all elements are finite, calls `upload` with each packed vector and its place, and returns the digest
-    /// of every tensor.
+    /// of every tensor, or of this rank's part of it: the digests of the parts add up to the tensor's.
     pub fn finish<E: From<DeclaredError>>(
         &self,
         copied: &CopiedWeights,
         mut upload: impl FnMut(&[f32], usize) -> Result<(), E>,
-    ) -> Result<Vec<TensorDigest>, E> {
+    ) -> Result<Vec<Option<u64>>, E> {
         let not_finite = |tensor: &Placed, count| {
             E::from(DeclaredError::NotFinite { name: tensor.name.clone(), count })
         };
@@ -154,7 +154,7 @@ impl Scatter {
         let digest = |tensor: &Placed| {
             // A repeated tied output is not used.
             let Some(part) = tensor.destinations.first() else {
-                return Ok(TensorDigest { digest: None, is_whole: true });
+                return Ok(None);
             };
             let runs = part.runs();
             let (digest, count) = match part.memory {
@@ -162,10 +162,7 @@ impl Scatter {
                 Memory::Host => (of_weight(&runs, part.host(&copied.host)), 0),
             };
             match count {
-                0 => {
-                    let is_whole = runs.bytes() == tensor.bytes;
-                    Ok(TensorDigest { digest: Some(digest), is_whole })
-                }
+                0 => Ok(Some(digest)),
                 count => Err(not_finite(tensor, count)),
             }
         };

@@ -16,7 +16,7 @@ use kernels::{
 use model::{Checkpoint, LlamaWeights, ModelConfig};
 
 use super::{
-    super::{ChunkReceiver, DeclaredTensor, PrepareError, TensorDigest, TensorPiece, WeightUpdate},
+    super::{ChunkReceiver, DeclaredTensor, PrepareError, TensorPiece, WeightUpdate},
     scatter::Scatter,
 };
 
@@ -121,7 +121,7 @@ impl ChunkReceiver for Chunks<'_> {
         self.copies.wait(buffer, limit).map_err(failed)
     }
 
-    fn finish(&mut self, limit: WaitLimit<'_>) -> Result<Vec<TensorDigest>, PrepareError> {
+    fn finish(&mut self, limit: WaitLimit<'_>) -> Result<Vec<Option<u64>>, PrepareError> {
         let Self { shadow, scatter, copies } = self;
         let copied = copies.finish(limit).map_err(failed)?;
         let upload = |values: &[f32], to| shadow.packer.upload(values, to).map_err(failed);

@@ -129,17 +129,14 @@ impl ChunkReceiver for Receiver<'_> {
         Ok(())
     }
 
-    fn finish(&mut self, limit: WaitLimit<'_>) -> Result<Vec<TensorDigest>, PrepareError> {
+    fn finish(&mut self, limit: WaitLimit<'_>) -> Result<Vec<Option<u64>>, PrepareError> {
         (0..self.pending.len()).try_for_each(|buffer| self.wait(buffer, limit))?;
         while self.shared.outlives_trainer && !(limit.cancelled)() {
             assert!(Instant::now() < limit.deadline, "the trainer closes the connection");
             thread::yield_now();
         }
         let received = self.shared.received.lock().unwrap();
-        let digest = |bytes: &Vec<u8>| {
-            let digest = weight_transfer::digest([&bytes[..]]) as u64;
-            TensorDigest { digest: Some(digest), is_whole: true }
-        };
+        let digest = |bytes: &Vec<u8>| Some(weight_transfer::digest([&bytes[..]]) as u64);
         Ok(received.iter().map(digest).collect())
     }
 }
