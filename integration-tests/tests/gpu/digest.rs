@@ -1,12 +1,12 @@
-//! Checks that KV block digests on the GPU equal the CPU's, and reports their bandwidth.
+//! Checks that digests of KV blocks and weights on the GPU equal the CPU's, and reports the bandwidth of those of blocks.
 
 use std::{sync::Arc, time::Instant};
 
 use kernels::{
     BlockId, BlockRead, Dtype, KvArena, KvLayout,
     arena::RemoteBlocks,
-    cuda::{DeviceKv, RankedKv},
-    digest::{self, Heads},
+    cuda::{DeviceKv, RankedKv, weight_digest},
+    digest::{self, Heads, WeightRuns},
 };
 
 use test_harness::skip;
@@ -118,6 +118,44 @@ pub fn block_digests_match_cpu_for_any_layout_and_rank_count() {
             assert_eq!(BlockRead::digest(&guards()).unwrap(), before, "{what}");
         }
     }
+}
+
+pub fn weight_digests_match_cpu_and_count_values_that_are_not_finite() {
+    let gpu = gpu();
+    // A warp takes 1,024 words of 16 bytes. Of random elements, one in 256 is infinite or NaN.
+    let mut parts =
+        vec![(0, 16, 16, 0), (7, 16, 64, 32), (3, 8208, 16_400, 8192), (5000, 48, 96, 0)];
+    for words in [1, 31, 32, 33, 1023, 1024, 1025, 2049, 65_537] {
+        parts.push((1, words * 16, words * 16, 0));
+        parts.push((3, words * 16, words * 48, words * 16));
+    }
+    for dtype in [Dtype::F32, Dtype::Bf16] {
+        for &(runs, run_bytes, run_stride, first) in &parts {
+            let part = WeightRuns { runs, run_bytes, run_stride, first };
+            let mut bytes = random(run_stride as u64, part.bytes());
+            for _ in 0..2 {
+                let expected = (digest::of_weight(&part, &bytes), not_finite(dtype, &bytes));
+                let found = weight_digest(&gpu.library, &gpu.context, dtype, &part, &bytes);
+                assert_eq!(found.unwrap(), expected, "{dtype} {part:?}");
+                // Changes one element, which may become or no longer be a NaN.
+                if let Some(last) = bytes.last_mut() {
+                    *last ^= 0x7f;
+                }
+            }
+            let nan = vec![0xff; part.bytes()];
+            let (_, count) = weight_digest(&gpu.library, &gpu.context, dtype, &part, &nan).unwrap();
+            assert_eq!(count, (part.bytes() / dtype.bytes()) as u64, "{dtype} {part:?}");
+        }
+    }
+}
+
+/// Returns the number of elements that are infinite or NaN.
+fn not_finite(dtype: Dtype, bytes: &[u8]) -> u64 {
+    let values = bytes.chunks_exact(dtype.bytes()).map(|bytes| match dtype {
+        Dtype::F32 => f32::from_le_bytes(bytes.try_into().unwrap()),
+        Dtype::Bf16 => half::bf16::from_le_bytes(bytes.try_into().unwrap()).to_f32(),
+    });
+    values.filter(|value| !value.is_finite()).count() as u64
 }
 
 /// Prints the bandwidth of digests and asserts nothing.

@@ -46,7 +46,7 @@ def arguments():
     parser.add_argument("--tp", type=int, default=1)
     parser.add_argument("--place", default="shadow", choices=["shadow", "in_place"])
     parser.add_argument("--memory-percent", type=int, default=45)
-    parser.add_argument("--buffers", default="1,2,3,8")
+    parser.add_argument("--buffers", default=None, help="default: 1,2,3,8 for bench, 2 for load")
     parser.add_argument("--chunk-mib", default="64,256")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--streams", type=int, default=16)
@@ -228,7 +228,7 @@ def check(options, folder):
         bytes_total = sum(value.nbytes for value in weights["base"].values())
         chunks = -(-bytes_total // (16 * MIB))
         for die_at in [0, 1, chunks // 2, chunks - 1]:
-            since, began = len(cluster.lines), time.monotonic()
+            since = len(cluster.lines)
             trainer = [sys.executable, __file__, "trainer", "--bin", base, "--socket", socket, "--die-at", str(die_at),
                        "--trainer-gpu", str(options.trainer_gpu), "--transport", options.transport]
             assert subprocess.run(trainer, timeout=120).returncode == -signal.SIGKILL
@@ -238,6 +238,7 @@ def check(options, folder):
             print(f"  trainer killed at chunk {die_at} of {chunks}: reported {time.monotonic() - died:.2f} s later")
             cluster.wait_ready()
             while json.loads(call(ADMIN, "/v1/weights"))["update"]["phase"] != "aborted":
+                assert time.monotonic() - died < READY_SECONDS, "the update of a dead trainer is not aborted"
                 time.sleep(0.05)
             assert cluster.answers() == expected_base, "answers changed after a trainer was killed"
         name = "model.layers.1.mlp.up_proj.weight"
@@ -278,6 +279,8 @@ def check(options, folder):
                 assert cluster.answers() == expected, f"{name}: answers differ by {buffers} buffers of {chunk} bytes"
                 assert versions.setdefault(name, report["weight_version"]) == report["weight_version"], "another version"
             print(f"  {buffers} buffers of {chunk} bytes: answers equal those from disk, and the old ones after the update back")
+            client.close()
+        assert versions["new"] != versions["base"], "other weights have the same version"
     print("check passed")
 
 
@@ -294,7 +297,7 @@ def bench(options, folder):
     print("| --- | --- | --- | --- | --- | --- | --- | --- | --- |")
     with Cluster(options, folder / "model", dummy=True) as cluster:
         for chunk in [int(mib) for mib in options.chunk_mib.split(",")]:
-            for buffers in [int(count) for count in options.buffers.split(",")]:
+            for buffers in [int(count) for count in (options.buffers or "1,2,3,8").split(",")]:
                 updater = new_updater(options, str(folder / "trainer.sock"), chunk_bytes=chunk * MIB, buffers=buffers)
                 for number in range(options.rounds):
                     since, began = len(cluster.lines), time.perf_counter()
@@ -306,7 +309,7 @@ def bench(options, folder):
                     paused = report["nodes"][0].get("paused_ms", float("nan"))
                     print(f"| {buffers} | {chunk} | {int(value('chunks'))} | {number + 1} | {received:.1f} | {mapped:.1f} | "
                           f"{total / received / 1e6:.0f} | {paused:.1f} | {push_ms:.0f} |", flush=True)
-                del updater
+                updater.close()
 
 
 class Streams:
@@ -363,7 +366,7 @@ def load(options, folder):
     device = torch.device("cuda", options.trainer_gpu)
     config = write_config(folder / "model", options.size or "8b")
     weights = random_weights(config, 1, device)
-    chunk, buffers = int(options.chunk_mib.split(",")[-1]), int(options.buffers.split(",")[0])
+    chunk, buffers = int(options.chunk_mib.split(",")[-1]), int((options.buffers or "2").split(",")[0])
     with Cluster(options, folder / "model", dummy=True) as cluster:
         updater = new_updater(options, str(folder / "trainer.sock"), chunk_bytes=chunk * MIB, buffers=buffers)
         updater.push(weights)

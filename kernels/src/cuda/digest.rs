@@ -1,4 +1,4 @@
-//! Computes digests of KV blocks on the GPU that has them.
+//! Computes digests of KV blocks and weights on the GPU that has them.
 
 use std::{
     slice,
@@ -6,16 +6,22 @@ use std::{
 };
 
 use super::{
-    context::{Context, DeviceToHost, Event, Stream},
+    attention::dtype_code,
+    context::{Context, DeviceToHost, Event, Role, Stream},
     error::CudaError,
-    ffi::DigestBlocks,
+    ffi::{DigestBlocks, DigestWeight},
     library::KernelLibrary,
     memory::{DeviceMemory, InFlight, Pinned, Range},
 };
-use crate::{digest::Heads, layout::BlockId};
+use crate::{
+    digest::{Heads, WeightRuns},
+    layout::{BlockId, Dtype},
+};
 
 /// Digests of one download.
 const DIGESTS_MAX: usize = 128;
+/// Numbers that the kernel writes for a part of a weight: the digest, and the elements that are not finite.
+pub(super) const SUMS: usize = 2;
 
 /// Buffers of the digest kernel on one GPU, for one download of digests at a time.
 #[derive(Debug)]
@@ -153,5 +159,42 @@ impl DigestInFlight<'_> {
         let digests = pinned[..self.count].to_vec();
         *self.download = Some((pinned, done));
         Ok(digests)
+    }
+}
+
+/// The kernel that digests parts of weights.
+pub(super) struct WeightDigests {
+    library: Arc<KernelLibrary>,
+    kernel: DigestWeight,
+}
+
+impl WeightDigests {
+    pub fn new(library: &Arc<KernelLibrary>) -> Result<Self, CudaError> {
+        Ok(Self { library: Arc::clone(library), kernel: library.digest_weight()? })
+    }
+
+    /// Enqueues the digest of the part at an offset of `memory`. The kernel writes the [`SUMS`] numbers with this index.
+    pub fn enqueue<R: Role>(
+        &self,
+        dtype: Dtype,
+        (memory, offset, runs): (&Range, usize, &WeightRuns),
+        (sums, index): (&Range, usize),
+        stream: &Stream<R>,
+    ) -> Result<(), CudaError> {
+        let bytes = SUMS * size_of::<u64>();
+        // SAFETY: part and sums are inside their memory, which is freed after the stream's work.
+        let code = unsafe {
+            (self.kernel)(
+                dtype_code(dtype),
+                memory.part(offset, runs.bytes()),
+                runs.runs as i64,
+                runs.run_bytes as i64,
+                runs.run_stride as i64,
+                runs.first as i64,
+                sums.part(index * bytes, bytes),
+                stream.raw().cast(),
+            )
+        };
+        self.library.check("baton_digest_weight", code)
     }
 }

@@ -115,7 +115,7 @@ pub use packer::CudaPacker;
 pub use plan::{Admission, Extension, KnownDrafts, StepRows};
 pub use sample::SampleOutcome;
 pub use step::CudaStep;
-pub use testing::Delays;
+pub use testing::{Delays, weight_digest};
 pub use tune::{Tuned, TunedTime, Tuning, row_steps};
 pub use weight_chunks::{
     Broadcast, ChunkCopies, ChunkSource, ChunkWork, CopiedWeights, NcclGroup, RowCopy,

@@ -15,7 +15,8 @@ use half::bf16;
 use super::{
     backend::CudaBackend,
     buffer::CudaBuffer,
-    context::{Role, Stream},
+    context::{Compute, Context, Role, Stream},
+    digest::{SUMS, WeightDigests},
     error::CudaError,
     kv::DeviceKv,
     library::KernelLibrary,
@@ -23,7 +24,10 @@ use super::{
     moves::{Direction, Rows, move_blocks},
     staging::StagingCopies,
 };
-use crate::layout::{BlockId, Dtype, KvLayout};
+use crate::{
+    digest::WeightRuns,
+    layout::{BlockId, Dtype, KvLayout},
+};
 
 /// Source of random delays between the work of streams, so that missing waits become visible.
 #[derive(Debug)]
@@ -60,6 +64,27 @@ impl KernelLibrary {
         // SAFETY: the driver never allocates this address; the write is meant to fail.
         unsafe { launch!(self, stream, baton_fill_random(0, NOWHERE, 1, 0, 1.0)) }
     }
+}
+
+/// Returns the digest of a part of a weight by the kernel, and the number of its elements that are infinite or NaN.
+pub fn weight_digest(
+    library: &Arc<KernelLibrary>,
+    context: &Arc<Context>,
+    dtype: Dtype,
+    runs: &WeightRuns,
+    bytes: &[u8],
+) -> Result<(u64, u64), CudaError> {
+    let stream = Stream::<Compute>::new(context)?;
+    let memory = |bytes| DeviceMemory::new(context, "a weight to digest", bytes)?.cut(bytes);
+    let (mut found, data) = ([0u64; SUMS], memory(bytes.len().max(16))?);
+    let sums = memory(size_of_val(&found))?;
+    data.write(0, bytes)?;
+    // The kernel clears what an earlier digest has left.
+    sums.fill(0xff, &stream)?;
+    WeightDigests::new(library)?.enqueue(dtype, (&data, 0, runs), (&sums, 0), &stream)?;
+    stream.synchronize()?;
+    sums.read(0, &mut found)?;
+    Ok(found.into())
 }
 
 impl CudaBackend {

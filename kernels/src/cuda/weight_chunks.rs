@@ -15,11 +15,10 @@ use std::{
 use cudarc::driver::sys;
 
 use super::{
-    attention::dtype_code,
     context::{DeviceToHost, Event, Role, Stream},
     copies::Copies,
+    digest::{SUMS, WeightDigests},
     error::{CudaError, Named},
-    ffi::DigestWeight,
     ipc::{ExportedMemory, PeerToDevice},
     memory::{DeviceMemory, Pinned, Range},
     moves::copy_rows,
@@ -69,8 +68,6 @@ const ABORT_MAX: Duration = Duration::from_secs(10);
 const SPIN: Duration = Duration::from_millis(2);
 /// Pause between later polls.
 const PAUSE: Duration = Duration::from_micros(100);
-/// Numbers that the kernel writes for a part of a weight: the digest, and the elements that are not finite.
-const SUMS: usize = 2;
 
 /// Rows of bytes in a chunk, and their place. All sizes are in bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -125,7 +122,7 @@ pub struct CopiedWeights {
 /// The copies of one update.
 pub struct ChunkCopies<'a> {
     packer: &'a CudaPacker,
-    digest_weight: DigestWeight,
+    weight_digests: WeightDigests,
     copies: Stream<PeerToDevice>,
     checks: Stream<DeviceToHost>,
     /// Recorded after the copies out of each buffer.
@@ -261,7 +258,7 @@ impl<'a> ChunkCopies<'a> {
         }
         Ok(Self {
             packer,
-            digest_weight: packer.library().digest_weight()?,
+            weight_digests: WeightDigests::new(packer.library())?,
             copies: Stream::new(context)?,
             checks: Stream::relaxed(context)?,
             copied: buffers.iter().map(|_| Event::new(context)).collect::<Result<_, _>>()?,
@@ -348,21 +345,13 @@ impl<'a> ChunkCopies<'a> {
         (index, offset, runs): &(usize, usize, WeightRuns),
     ) -> Result<(), CudaError> {
         let staging = self.staging.as_ref().ok_or(CudaError::EarlierCallFailed)?;
-        let bytes = SUMS * size_of::<u64>();
-        // SAFETY: part and sums are inside their memory. The part's copies have completed before on this stream.
-        let code = unsafe {
-            (self.digest_weight)(
-                dtype_code(self.packer.dtype()),
-                weights.part(*offset, runs.bytes()),
-                runs.runs as i64,
-                runs.run_bytes as i64,
-                runs.run_stride as i64,
-                runs.first as i64,
-                staging.sums.part(index * bytes, bytes),
-                self.checks.raw().cast(),
-            )
-        };
-        self.packer.library().check("baton_digest_weight", code)
+        let part = (weights, *offset, runs);
+        self.weight_digests.enqueue(
+            self.packer.dtype(),
+            part,
+            (&staging.sums, *index),
+            &self.checks,
+        )
     }
 
     /// Waits until the copies out of a buffer have completed.
