@@ -139,7 +139,7 @@ fn node_load_is_exported_under_baton_and_vllm_names() {
     assert_eq!(value(&text, "vllm:num_requests_running", &[model]), 3.0);
     assert_eq!(value(&text, "vllm:num_requests_waiting", &[model]), 2.0);
     assert_eq!(value(&text, "vllm:kv_cache_usage_perc", &[model]), 0.4);
-    assert_eq!(value(&text, "baton_kv_blocks_kept", &[model]), 7.0);
+    assert_eq!(value(&text, "baton_kv_blocks_kept", &[r#"gen_ai_request_model="smollm2""#]), 7.0);
     assert_eq!(value(&text, "vllm:prefix_cache_queries_total", &[model]), 100.0);
     assert_eq!(value(&text, "vllm:prefix_cache_hits_total", &[model]), 48.0);
     assert_eq!(value(&text, "vllm:num_preemptions_total", &[model]), 2.0);
