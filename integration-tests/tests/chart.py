@@ -325,8 +325,9 @@ class Chart(unittest.TestCase):
     def test_grace_periods_cover_the_drain(self):
         grace = lambda *arguments: dict(pod_specs(objects(*arguments)))["baton-router"]["terminationGracePeriodSeconds"]
         drain = lambda time: ("--set", f"router.config.drain_timeout={time}")
-        self.assertEqual(grace(), 35)
-        self.assertEqual([grace(*drain(time)) for time in ("0s", "1500ms", "2m", "1h")], [15, 17, 135, 3615])
+        self.assertEqual(grace(), 40)
+        self.assertEqual([grace(*drain(time)) for time in ("0s", "1500ms", "2m", "1h")], [20, 22, 140, 3620])
+        self.assertEqual(grace("--set", "router.config.drain_delay=15s"), 60)
 
     def test_a_name_that_yaml_reads_as_a_number_stays_a_string(self):
         model = "models[0].name=405,models[0].source=hf:a/b"
@@ -397,7 +398,7 @@ class Chart(unittest.TestCase):
             ("models[0].name=m", "models[0].source=hf:a/b", "models[0].decode.config.grpc=0.0.0.0:1"): "grpc",
             ("models[0].name=m",): "source",
             ("existingSecret=",): "existingSecret is empty",
-            ("router.terminationGracePeriodSeconds=10",): "router.terminationGracePeriodSeconds is 10; expected at least 35",
+            ("router.terminationGracePeriodSeconds=10",): "router.terminationGracePeriodSeconds is 10; expected at least 40",
             ("nodes.terminationGracePeriodSeconds=34",): "models.0.prefill.terminationGracePeriodSeconds is 34",
             ("router.config.drain_delay=null",): "router.config.drain_delay is null; expected a duration such as 20s",
             ("nodes.config.drain_timeout=null",): "models.0.prefill.config.drain_timeout is null",

@@ -99,7 +99,7 @@ Names of the nodes in each pod of a grouped model, in the order of their ports. 
 {{- end -}}
 {{- end -}}
 
-{{- /* Grace period: (list "router" values "drain_delay" "drain_timeout"). The sum of these settings, and 10 s to stop. */ -}}
+{{- /* Grace period: (list "models.0.decode" values "drain_timeout"). The sum of these settings, and 10 s to stop. */ -}}
 {{- define "baton.grace" -}}
 {{- $path := index . 0 -}}{{- $values := index . 1 -}}
 {{- $least := 10 -}}

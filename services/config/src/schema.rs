@@ -165,13 +165,13 @@ section! {
             1..=65_536;
         /// Time after SIGTERM for which the router is unready but accepts requests, because load balancers need
         /// time to stop sending them. If requests still arrive then, the router accepts them for up to as long
-        /// again, and at most for half of router.drain_timeout. SIGINT skips this time.
+        /// again. SIGINT skips both times.
         drain_delay: Duration = secs(5),
             "Kubernetes takes the router out of a Service within about two seconds; ingresses need a little longer.",
             secs(0)..=secs(600);
-        /// Maximum time after router.drain_delay until in-flight requests finish; then the router cancels them.
+        /// Maximum time until in-flight requests finish, once the router accepts no more; then the router cancels them.
         drain_timeout: Duration = secs(20),
-            "The router needs up to 10 s more to cancel and to stop: with 5 s of delay and 20 s the chart sets a grace period of 35 s.",
+            "The router needs up to 10 s more to cancel and to stop: with twice 5 s of delay and 20 s the chart sets a grace period of 40 s.",
             secs(0)..=secs(3600);
         /// Maximum age of a client's connection, 10 % more or less at random. Then the router asks the client to
         /// open another one: by GOAWAY over HTTP/2, by Connection: close in the next response over HTTP/1.1.

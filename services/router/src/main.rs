@@ -231,7 +231,7 @@ async fn serve(
         _ = interrupt.recv() => return Ok(()),
         _ = terminate.recv() => return Ok(()),
     };
-    let mut router = router::start(settings, models, members, telemetry.metrics())?;
+    let router = router::start(settings, models, members, telemetry.metrics())?;
     let metrics = MetricsServer::start(metrics, telemetry.metrics(), router.probes());
     let metrics = metrics.await.context("router.metrics")?;
     tracing::info!(

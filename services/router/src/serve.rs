@@ -1,12 +1,6 @@
 //! The running router: starts and stops its ports and tasks.
 
-use std::{
-    io,
-    net::SocketAddr,
-    path::PathBuf,
-    sync::Arc,
-    time::{Duration, Instant},
-};
+use std::{io, net::SocketAddr, path::PathBuf, sync::Arc, time::Duration};
 
 use cluster::{Membership, MembershipError, Selection};
 use credentials::{Reload, ReloadTask};
@@ -65,8 +59,6 @@ pub struct RunningRouter {
     /// Address of the operator's API.
     pub admin: SocketAddr,
     front: Arc<Front>,
-    /// Rest of `router.drain_timeout`.
-    drain_timeout: Duration,
     draining: CancellationToken,
     stop: DropGuard,
     http_task: JoinHandle<()>,
@@ -159,7 +151,6 @@ pub fn start(
         http_task: serve(http_listener, Protocol::Http, tls.clone(), http_routes, bounds),
         grpc_task: serve(grpc_listener, Protocol::Grpc, tls, grpc_routes, bounds),
         admin_task: serve(admin_listener, Protocol::Http, admin_tls, admin_routes, admin_bounds),
-        drain_timeout: front.settings.router.drain_timeout,
         front,
         draining,
         stop: stop.drop_guard(),
@@ -208,8 +199,8 @@ impl RunningRouter {
 
     /// First step of a graceful shutdown: for `delay`, or until the requests in flight are cancelled, the router is
     /// unready and still accepts requests, which load balancers send until their next probe. If requests still arrive
-    /// then, the load balancer is late: the router accepts them for as long again, in time taken from the drain.
-    pub async fn leave(&mut self, delay: Duration) {
+    /// then, the load balancer is late: the router accepts them until none has arrived for a second, at most for `delay` again.
+    pub async fn leave(&self, delay: Duration) {
         self.front.leaving.cancel();
         self.metrics.set_draining(true);
         tracing::info!(?delay, "leaving: not ready, but accepts requests during `delay`");
@@ -217,13 +208,10 @@ impl RunningRouter {
         if tokio::time::timeout(delay, cut.cancelled()).await.is_ok() {
             return;
         }
-        let late = Instant::now();
-        let late_max = delay.min(self.drain_timeout / 2);
         tokio::select! {
             () = cut.cancelled() => {}
-            _ = tokio::time::timeout(late_max, admission.quiet_for(QUIET_MIN)) => {}
+            _ = tokio::time::timeout(delay, admission.quiet_for(QUIET_MIN)) => {}
         }
-        self.drain_timeout = self.drain_timeout.saturating_sub(late.elapsed());
     }
 
     /// Drains and stops. The router rejects requests on new connections at once. Requests in flight may finish within
@@ -232,7 +220,7 @@ impl RunningRouter {
     pub async fn shutdown(self) -> Result<(), StopError> {
         self.front.leaving.cancel();
         let admission = &self.front.admission;
-        let drain_timeout = self.drain_timeout;
+        let drain_timeout = self.front.settings.router.drain_timeout;
         let in_flight = admission.in_flight();
         self.draining.cancel();
         tracing::info!(in_flight, "draining");

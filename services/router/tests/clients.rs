@@ -409,7 +409,7 @@ async fn draining_router_serves_one_more_request_on_a_connection_of_an_earlier_r
 async fn leaving_router_is_unready_and_serves_requests() {
     const DELAY: Duration = Duration::from_secs(600);
     let cluster = Cluster::start(1, 1, ANSWER).await;
-    let Cluster { mut router, client, prefill, decode, .. } = cluster;
+    let Cluster { router, client, prefill, decode, .. } = cluster;
     assert_eq!(client.get("/ready").await.status, 200);
     let request = json!({"prompt": "Hi", "max_tokens": 5});
     let before = client.post("/v1/completions", &request).await;
@@ -436,11 +436,11 @@ async fn leaving_router_is_unready_and_serves_requests() {
 }
 
 #[tokio::test]
-async fn router_serves_a_late_load_balancer_for_at_most_half_of_the_drain() {
+async fn router_serves_a_late_load_balancer_for_the_delay_again_and_keeps_its_drain() {
     let mut settings = settings();
-    settings.router.drain_timeout = Duration::from_secs(3);
+    settings.router.drain_timeout = Duration::from_secs(2);
     let cluster = Cluster::start_with(settings, 1, 1, ANSWER).await;
-    let Cluster { mut router, client, prefill, decode, .. } = cluster;
+    let Cluster { router, client, prefill, decode, .. } = cluster;
     let request = json!({"prompt": "Hi", "max_tokens": 5});
     let sends = async {
         loop {
@@ -454,7 +454,12 @@ async fn router_serves_a_late_load_balancer_for_at_most_half_of_the_drain() {
         () = sends => {}
     }
     assert!(began.elapsed() >= Duration::from_secs(3), "{:?}", began.elapsed());
+    decode[0].behave(Behaviour::HangAfter(1));
+    let mut hung = client.stream("/v1/completions", &body(true)).await;
+    hung.next().await.unwrap();
+    let drained = Instant::now();
     router.shutdown().await.unwrap();
+    assert!(drained.elapsed() >= Duration::from_secs(2), "{:?}", drained.elapsed());
     drop((prefill, decode));
 }
 

@@ -528,7 +528,8 @@ impl Common {
             disk_path: config.tier.disk_path.clone(),
             ready_within: if args.no_router { HOST_READY_WITHIN } else { READY_WITHIN },
             node_stop_within: config.node.drain_timeout + STOP_MARGIN,
-            router_stop_within: drain_delay + config.router.drain_timeout + STOP_MARGIN,
+            // A router accepts requests for up to twice its delay.
+            router_stop_within: 2 * drain_delay + config.router.drain_timeout + STOP_MARGIN,
             config: args.config.clone(),
             etcd,
             ready_dir,
