@@ -199,8 +199,9 @@ struct Merge {
   }
 };
 
-// Variant of rows with several query tokens.
-constexpr int kVerify = 412;
+// Variants of rows with several query tokens: one CTA of eight warps per SM, or two of four warps.
+constexpr int kVerifyFew = 812;
+constexpr int kVerifyMany = 422;
 
 template <int HD, int WARPS, int STAGES, int HEADS>
 __host__ __device__ constexpr int ring_bytes() {
@@ -653,7 +654,8 @@ bool with_variant(int variant, int columns, int rows, Body&& body) {
     case 44: body(decode_attention_kernel<HD, 4, 3, 4, 0>, shared_bytes<HD, 4, 3, 4, 0>(columns, rows)); return true;
     case 81: body(decode_attention_kernel<HD, 8, 3, 1, 0>, shared_bytes<HD, 8, 3, 1, 0>(columns, rows)); return true;
     case 88: body(decode_attention_kernel<HD, 8, 3, 8, 0>, shared_bytes<HD, 8, 3, 8, 0>(columns, rows)); return true;
-    case kVerify: body(decode_attention_kernel<HD, 4, 3, 1, 2>, shared_bytes<HD, 4, 3, 1, 2>(columns, rows)); return true;
+    case kVerifyFew: body(decode_attention_kernel<HD, 8, 2, 1, 2>, shared_bytes<HD, 8, 2, 1, 2>(columns, rows)); return true;
+    case kVerifyMany: body(decode_attention_kernel<HD, 4, 2, 1, 2>, shared_bytes<HD, 4, 2, 1, 2>(columns, rows)); return true;
     default: return false;
   }
 }
@@ -702,8 +704,8 @@ int32_t load_decode_attention() {
   BATON_TRY(any_device(device));
   auto all = [&](auto dim) {
     int32_t code = BATON_OK;
-    for (int variant : {41, 44, 81, 88, kVerify}) {
-      const int columns = variant == kVerify ? kMaxColumns : kMaxGroup;
+    for (int variant : {41, 44, 81, 88, kVerifyFew, kVerifyMany}) {
+      const int columns = variant == kVerifyFew || variant == kVerifyMany ? kMaxColumns : kMaxGroup;
       with_variant<decltype(dim)::value>(variant, columns, kMaxRows, [&](auto* kernel, int most) {
         // The largest group and the most rows together exceed the shared memory of a Hopper CTA; each alone fits.
         if (code == BATON_OK) code = load(kernel, most < device->shared_bytes ? most : device->shared_bytes);
@@ -729,9 +731,9 @@ BATON_API int64_t baton_decode_attention_workspace(int32_t sms, int32_t kv_heads
       BATON_TRY(any_device(device));
       sms = device->sm_count;
     }
-    // Two pieces per CTA, and per SM two CTAs of four heads or one CTA of eight.
-    const int64_t heads = kv_heads < 8 ? kv_heads : 8;
-    bytes = int64_t{sms} * 2 * 2 * heads * group * (head_dim + 4) * 4;
+    // Two pieces per CTA, and per SM two CTAs of four heads or of the columns of draft tokens, or one CTA of eight heads.
+    const int64_t heads = (kv_heads < 8 ? kv_heads : 8) * group;
+    bytes = int64_t{sms} * 2 * 2 * (heads < kMaxColumns ? kMaxColumns : heads) * (head_dim + 4) * 4;
     return BATON_OK;
   });
   return bytes;
@@ -754,7 +756,12 @@ BATON_API int32_t baton_decode_attention(const baton_decode_attention_args* args
       p.part_tokens = divide_up(in.tokens, p.parts);
     }
     const int columns = p.part_tokens * in.group, rows = in.rows * p.parts;
-    int variant = in.tokens > 1 ? kVerify : in.variant;
+    int variant = in.tokens > 1 ? kVerifyMany : in.variant;
+    if (in.tokens > 1 && rows * in.kv_heads <= sms) {
+      with_variant<128>(kVerifyFew, columns, rows, [&](auto*, int bytes) {
+        if (bytes <= device->shared_bytes) variant = kVerifyFew;
+      });
+    }
     // Four heads of every row per CTA where that just fits: rows of equal length then need no merge.
     const int blocks_of_four = in.rows * (in.kv_heads / 4);
     const bool fits_four = in.kv_heads % 4 == 0 && blocks_of_four <= 2 * sms && blocks_of_four * 9 >= 2 * sms * 8;
@@ -780,7 +787,7 @@ BATON_API int32_t baton_decode_attention(const baton_decode_attention_args* args
     p.kv_heads = in.kv_heads;
     p.group = in.group;
     p.window = in.window;
-    const int warps = variant == 81 || variant == 88 ? 8 : 4;
+    const int warps = variant == 81 || variant == 88 || variant == kVerifyFew ? 8 : 4;
     p.least_pages = in.least_pages > 0 ? in.least_pages : warps * 4;
     p.scale_log2 = in.scale * 1.4426950408889634f;
     int32_t code = BATON_OK;
@@ -790,8 +797,7 @@ BATON_API int32_t baton_decode_attention(const baton_decode_attention_args* args
                     variant, columns, rows, bytes, device->shared_bytes);
         return;
       }
-      // A CTA for several query tokens takes more than half of an SM's shared memory.
-      const int ctas = warps == 4 && in.tokens <= 1 ? 2 * sms : sms;
+      const int ctas = warps == 4 ? 2 * sms : sms;
       code = launch_as(in.pdl != 0, "decode attention", kernel, dim3(ctas), dim3(warps * WARP),
                        bytes, as_stream(stream), p);
     };
