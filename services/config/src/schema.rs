@@ -129,7 +129,8 @@ section! {
             "Half of router.requests_max: a longer queue delays requests more than a retry would.",
             0..=1_000_000;
         /// Maximum time that a request waits for a node with free capacity; then the router answers 503. A request
-        /// that would wait longer, by prediction, gets this answer at once.
+        /// that would wait longer, by prediction, gets this answer at once, if requests have waited without a break for an
+        /// eighth of this time.
         waiting_timeout: Duration = secs(30),
             "Most clients give up after a minute; half of a minute leaves time for the answer.",
             secs(0)..=secs(3600);

@@ -12,7 +12,7 @@ use simulation_base::Random;
 use crate::{
     device::StepCost,
     event_loop::Simulation,
-    scenario::{BLOCK_BYTES, NodePlan, RequestPlan, Scenario, VOCABULARY, prompt},
+    scenario::{BLOCK_BYTES, Fault, NodePlan, RequestPlan, Scenario, VOCABULARY, prompt},
 };
 
 const SLOTS: u32 = 16;
@@ -82,13 +82,16 @@ impl Run {
     }
 }
 
-/// Runs these requests on pairs of a prefill and a decode node.
-fn run(pairs: usize, requests: Vec<RequestPlan>) -> Run {
+/// Returns the cluster of pairs of a prefill and a decode node that these requests are offered to.
+fn scenario(pairs: usize, requests: Vec<RequestPlan>) -> Scenario {
     let roles = [Role::Prefill, Role::Decode].into_iter().flat_map(|role| vec![role; pairs]);
-    let is_good: Vec<bool> = requests.iter().map(|plan| plan.key == Some(GOOD)).collect();
     let selection = Selection { disaggregate: Disaggregate::Auto, policy: NodePolicy::Predicted };
     let nodes = roles.map(node).collect();
-    let scenario = Scenario::fault_free(selection, nodes, requests, Duration::from_micros(300));
+    Scenario::fault_free(selection, nodes, requests, Duration::from_micros(300))
+}
+
+fn run(scenario: Scenario) -> Run {
+    let is_good: Vec<bool> = scenario.requests.iter().map(|plan| plan.key == Some(GOOD)).collect();
     let mut simulation = Simulation::new(1, scenario, false);
     simulation.run();
     simulation.check_idle();
@@ -110,7 +113,7 @@ fn capacity() -> f64 {
     let (count, at_once) = (200, Duration::from_millis(50));
     let requests = load(7, GOOD, f64::from(count) / 0.05, at_once, Duration::from_secs(1000));
     let count = requests.len() as f64;
-    let run = run(1, requests);
+    let run = run(scenario(1, requests));
     // Requests that cannot start within `router.waiting_timeout` are refused.
     assert!(run.complete as f64 > count / 2.0, "{} of {count}", run.complete);
     let last = run.ttfts.last().expect("requests completed");
@@ -121,7 +124,7 @@ fn capacity() -> f64 {
 fn goodput_at_three_times_the_capacity_is_the_goodput_at_capacity() {
     let (minutes_5, timeout) = (Duration::from_secs(300), Duration::from_secs(8));
     let capacity = capacity();
-    let at = |factor: f64| run(1, load(3, FLOOD, factor * capacity, minutes_5, timeout));
+    let at = |factor: f64| run(scenario(1, load(3, FLOOD, factor * capacity, minutes_5, timeout)));
     let (at_capacity, over) = (at(1.0), at(3.0));
     let ratio = over.complete as f64 / at_capacity.complete as f64;
     eprintln!(
@@ -136,6 +139,24 @@ fn goodput_at_three_times_the_capacity_is_the_goodput_at_capacity() {
     );
     assert!(ratio >= 0.95, "{ratio}");
     assert!(over.late * 50 <= over.complete, "refused before they queue, not late");
+}
+
+/// The load of two and a half pairs begins with one pair. The other nodes start 15 s later.
+#[test]
+fn nothing_is_refused_while_a_cluster_grows_to_fit_its_load() {
+    let (starts, timeout) = (Duration::from_secs(15), Duration::from_secs(120));
+    let capacity = capacity();
+    let mut requests = load(5, GOOD, 1.8 * capacity, starts, timeout);
+    let more = load(6, GOOD, 2.5 * capacity, 4 * starts, timeout);
+    requests.extend(more.into_iter().map(|plan| RequestPlan { at: plan.at + starts, ..plan }));
+    let count = requests.len() as u64;
+    let mut scenario = scenario(3, requests);
+    let later = |host| {
+        (Duration::ZERO, Fault::Kill { host, resets_connections: true, restart_after: starts })
+    };
+    scenario.faults.extend([1, 2, 4, 5].map(later));
+    let run = run(scenario);
+    assert_eq!((run.complete, run.refused, run.late), (count, 0, 0));
 }
 
 /// Time of a step that prefills one prompt.
@@ -176,7 +197,7 @@ fn flood_of_one_key_lengthens_p99_ttft_of_another_key_by_a_step() {
         let (share, duration) = (share * pairs as f64, Duration::from_secs(seconds));
         let good = load(seed, GOOD, 0.8 * share, duration, timeout);
         let ideal = ideal_p99(pairs, &good);
-        let alone = run(pairs, good.clone());
+        let alone = run(scenario(pairs, good.clone()));
         let mut both = good;
         both.extend(load(seed + 1, FLOOD, 20.0 * share, duration, timeout).into_iter().map(
             |plan| {
@@ -184,7 +205,7 @@ fn flood_of_one_key_lengthens_p99_ttft_of_another_key_by_a_step() {
                 RequestPlan { at: plan.at + Duration::from_secs(3), ..plan }
             },
         ));
-        let flooded = run(pairs, both);
+        let flooded = run(scenario(pairs, both));
         assert_eq!(flooded.ttfts.len(), alone.ttfts.len(), "no request of the key is refused");
         let [alone, flooded] = [alone, flooded].map(|run| [50, 90, 99].map(|p| run.percentile(p)));
         let ratio = flooded[2].as_secs_f64() / alone[2].as_secs_f64();

@@ -7,7 +7,7 @@
 //! flow that used less than its share keeps a bounded credit: when it returns, its virtual time is at most the cost of
 //! [`CREDIT_REQUESTS`] requests below that of the waiting flows. So its bursts do not wait for the other flows. A new flow
 //! has the credit of one request. If no flow waits when it arrives, the present flows used less than their shares, so they have a credit
-//! against the new flow: a flood that begins does not delay them.
+//! against the new flow: a flood that begins does not delay them. The new flow is not over its share for this.
 //!
 //! A flow is charged the predicted cost when its request starts, and the rest or the excess when the attempt ends.
 //! Predictions of the output length are the mean of the flow's last answers. Within a flow the request that must start
@@ -24,8 +24,11 @@
 mod flow_limit;
 mod order;
 mod predict;
+mod share;
 #[cfg(test)]
 mod tests;
+#[cfg(test)]
+mod wait_tests;
 
 use std::{
     collections::{BTreeMap, HashMap},
@@ -37,7 +40,7 @@ use std::{
 use cluster::NoNode;
 pub use flow_limit::{FlowLimit, LimitReached};
 use order::{Order, Rank};
-use predict::{CachedShare, OUTPUT_SHARE, OUTPUT_TOKEN_COST, RATE_SHARE, ServiceRate, cost};
+use predict::{CachedShare, OUTPUT_SHARE, OUTPUT_TOKEN_COST, ServiceRate, cost};
 pub use predict::{StartedPrompt, TooLate, WaitLimits, WaitRequest};
 
 /// Requests that a flow may start before the waiting flows after a time below its share.
@@ -116,6 +119,9 @@ struct FlowState<Id> {
     weight: f64,
     priority: u32,
     virtual_time: f64,
+    /// Part of the virtual time for which the flow was not served: the credit of other flows against a new flow. The first
+    /// requests of the flow pay it off, so they count double.
+    debt: f64,
     queue: BTreeMap<Place, Queued<Id>>,
     /// Queued request that has the turn: the owner picks nodes for it.
     turn: Option<Id>,
@@ -174,6 +180,7 @@ impl<Id> FlowState<Id> {
             weight: 1.0,
             priority: 0,
             virtual_time: 0.0,
+            debt: 0.0,
             queue: BTreeMap::new(),
             turn: None,
             queued_cost: 0.0,
@@ -365,6 +372,7 @@ impl<Id: Copy + Eq + Hash> FairQueue<Id> {
             (state.running, state.started) = (state.running + 1, starts);
             state.cached.add(prompt);
             let begin = state.virtual_time;
+            state.debt = (state.debt - charged / state.weight).max(0.0);
             state.virtual_time += charged / state.weight;
             begin
         });
@@ -398,43 +406,6 @@ impl<Id: Copy + Eq + Hash> FairQueue<Id> {
         }
     }
 
-    /// Returns whether the flow was served more than its share while another flow is active: the other flow, also one
-    /// without requests now, has a lower virtual time.
-    pub fn is_over_share(&self, now: Instant, name: &FlowName) -> bool {
-        let Some(flow) = self.flows.get(name) else { return false };
-        let waiting = self.waiting_virtual_time();
-        let is_active = |flow: &FlowState<Id>| {
-            !flow.is_idle() || now.saturating_duration_since(flow.active_at) < ACTIVE_FOR
-        };
-        let mut others =
-            self.flows.iter().filter(|(other, flow)| *other != name && is_active(flow));
-        others
-            .any(|(_, other)| self.begin_of(Some(other), other.weight, waiting) < flow.virtual_time)
-    }
-
-    /// Returns the virtual time at which the next request of a flow begins. `waiting`:
-    /// [`Self::waiting_virtual_time`], once for many flows.
-    fn begin_of(&self, flow: Option<&FlowState<Id>>, weight: f64, waiting: f64) -> f64 {
-        match flow {
-            Some(flow) if !flow.queue.is_empty() => flow.virtual_time,
-            _ => {
-                // The decayed sum is the cost of the last `1 / RATE_SHARE` requests.
-                let request = RATE_SHARE * self.rate.cost / weight;
-                let credit = CREDIT_REQUESTS * request;
-                match flow {
-                    Some(flow) => flow.virtual_time.max(waiting - credit),
-                    None if self.is_empty() => waiting + credit,
-                    None => waiting - request,
-                }
-            }
-        }
-    }
-
-    /// Returns the virtual time of the waiting flow that is served next; without one, of the last served flow.
-    fn waiting_virtual_time(&self) -> f64 {
-        self.order.least_virtual_time().unwrap_or(self.last_served)
-    }
-
     /// Changes a flow that has a request.
     fn change_active<T>(
         &mut self,
@@ -443,11 +414,13 @@ impl<Id: Copy + Eq + Hash> FairQueue<Id> {
         change: impl FnOnce(&mut FlowState<Id>) -> T,
     ) -> T {
         let weight = f64::from(flow.weight.max(1));
+        let waiting = self.waiting_virtual_time();
         let known = self.flows.get(&flow.name);
-        let begin = self.begin_of(known, weight, self.waiting_virtual_time());
+        let begin = self.begin_of(known, weight, waiting);
         if known.is_none() {
+            let debt = (begin - waiting).max(0.0);
             self.forget_idle();
-            self.flows.insert(flow.name.clone(), FlowState::new(now));
+            self.flows.insert(flow.name.clone(), FlowState { debt, ..FlowState::new(now) });
         }
         let changed = self.change(&flow.name, |state| {
             (state.weight, state.priority, state.active_at) = (weight, flow.priority, now);

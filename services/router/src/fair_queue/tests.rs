@@ -384,6 +384,30 @@ fn flow_over_its_share_is_known_while_another_one_is_active() {
 }
 
 #[test]
+fn new_flow_is_over_its_share_only_after_it_was_served() {
+    let mut scene = Scene::new(32);
+    let (old, new) = (key("old"), key("new"));
+    for _ in 0..50 {
+        scene.join(&old, 100);
+        scene.give_turns();
+        scene.step();
+    }
+    scene.join(&new, 100);
+    assert!(!scene.queue.is_over_share(scene.now, &new.name), "nothing was served to it");
+    scene.give_turns();
+    for _ in 0..3 {
+        scene.join_many(&old, 100, 4);
+        scene.join(&new, 100);
+        scene.give_turns();
+        assert!(!scene.queue.is_over_share(scene.now, &new.name), "the other flow uses more");
+    }
+    scene.join_many(&new, 100, 20);
+    scene.give_turns();
+    assert!(scene.queue.is_over_share(scene.now, &new.name));
+    assert_eq!(scene.queue.flows[&new.name].debt, 0.0, "the debt is paid off");
+}
+
+#[test]
 fn turn_passes_to_other_requests_and_a_large_first_request_holds_them_back_at_times() {
     let mut queue = FairQueue::<u32>::default();
     let (start, flow) = (Instant::now(), key("a"));
