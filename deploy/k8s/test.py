@@ -40,6 +40,7 @@ ROUTER = f"{RELEASE}-router.{NAMESPACE}.svc.cluster.local:8000"
 ROLLOUT_SECONDS = 180
 SETTLE_SECONDS = 3
 CRDS = TARGET / "k8s/crds"
+OLDEST_HELM = TARGET / "chart/helm3"
 VALUES = sorted((ROOT / "integration-tests/tests/chart/values").glob("*.yaml"))
 COLLECTOR = "http://10.244.0.1:4317"
 PROMETHEUS_OTLP = "127.0.0.1:9090"
@@ -327,9 +328,9 @@ def bad_input(table, api, values):
 
 
 def second_release(table, api, values):
-    """Installs another release, with the longest name, beside the first."""
+    """Installs another release beside the first, with the longest name and the oldest Helm."""
     name = "r" * 53
-    run("helm", "install", name, CHART, "-f", values, "--wait", f"--timeout={ROLLOUT_SECONDS}s")
+    run(OLDEST_HELM, "install", name, CHART, "-f", values, "--wait", f"--timeout={ROLLOUT_SECONDS}s")
     selector = f"labelSelector=app.kubernetes.io/instance={name},app.kubernetes.io/component=router"
     [service] = api.request("GET", f"/api/v1/namespaces/{NAMESPACE}/services?{selector}")["items"]
     other = f"{service['metadata']['name']}.{NAMESPACE}.svc.cluster.local:8000"
@@ -339,8 +340,9 @@ def second_release(table, api, values):
         with urllib.request.urlopen(f"http://{router}/health", timeout=5) as response:
             health = json.load(response)
             nodes.append((health["prefill_nodes"], health["decode_nodes"]))
-    table.require("two releases in one namespace: nodes of each router", [(1, 1)] * 2, nodes)
-    run("helm", "uninstall", name, "--wait")
+    version = run(OLDEST_HELM, "version", "--template", "{{.Version}}")
+    table.require(f"a second release, installed by Helm {version}: nodes of each router", [(1, 1)] * 2, nodes)
+    run(OLDEST_HELM, "uninstall", name, "--wait")
 
 
 def upgrade(table, api, values, what):
@@ -433,6 +435,8 @@ def panels(table, values):
     for name, query in missing:
         print(f"  no data: {name}: {query}", flush=True)
     table.require("queries of panels, autoscaling and alerts with data over OTLP", len(queries), len(queries) - len(missing))
+    helm("upgrade", values, "--wait")
+    settled()
 
 
 def start_prometheus(api):
