@@ -20,7 +20,7 @@ const TICKS_MAX: u64 = 40;
 #[tokio::test]
 async fn idle_cluster_uses_little_memory_and_cpu() -> Result<()> {
     let (mut cluster, client) = {
-        // Populating a large arena takes half a core for seconds.
+        // Populating a large arena takes a fifth of a core for seconds.
         let spec = ClusterSpec::smollm2().set("BATON_NODE_KV_MEMORY", "64MiB");
         let cluster = Cluster::start(spec).await?;
         let client = Client::new(cluster.http());

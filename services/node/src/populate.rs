@@ -2,7 +2,7 @@
 //!
 //! The first use of a block costs a page fault per page, in a transfer or a forward pass that a client
 //! waits for. Faulting in a gibibyte takes up to seconds, so readiness does not wait for it. A thread
-//! faults in one piece at a time and then sleeps as long as the piece took.
+//! faults in one piece at a time and then sleeps.
 
 use std::{
     io,
@@ -17,6 +17,9 @@ use tracing::{debug, warn};
 
 /// Bytes faulted in at a time: a stop waits for at most one piece.
 const PIECE_BYTES: usize = 8 << 20;
+/// Sleep after a piece, as a multiple of the time that the piece took. A rollout starts several nodes at once, whose
+/// neighbours serve: populating takes more CPU time than the rest of a small model's start.
+const REST: u32 = 4;
 
 /// Handle of the thread. Drop stops and joins the thread.
 #[derive(Debug)]
@@ -75,7 +78,7 @@ fn populate(arena: &KvArena, rest: impl Fn(Duration) -> bool) {
             Err(error) => return debug!(%error, "the KV arena is not populated"),
         }
         first += count;
-        if !rest(started.elapsed()) {
+        if !rest(REST * started.elapsed()) {
             return;
         }
     }
