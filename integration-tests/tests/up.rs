@@ -313,6 +313,11 @@ async fn nodes_of_one_host_serve_a_router_that_runs_elsewhere() -> Result<()> {
     let status = async |path: &str| anyhow::Ok(health.get(path).await?.status.as_u16());
     assert_eq!((status("/ready").await?, status("/live").await?), (200, 200));
     assert_eq!(up.children().len(), 2);
+    for node in up.children() {
+        let environment = String::from_utf8(std::fs::read(format!("/proc/{node}/environ"))?)?;
+        let share = "BATON_NODE_MEMORY_LIMIT_PERCENT=50";
+        assert!(environment.split('\0').any(|variable| variable == share), "{environment:?}");
+    }
 
     let folder = tempfile::tempdir()?;
     let router = settings(&[

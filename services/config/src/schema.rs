@@ -261,6 +261,11 @@ section! {
         tp: u32 = 1,
             "One rank is fastest unless its device is too small or too slow; tp must divide the model's number of KV heads.",
             1..=16;
+        /// Percentage of the container's memory limit for weights and KV on a CPU, and for tier.host_memory. A node that
+        /// needs more says so at start.
+        memory_limit_percent: u32 = 100,
+            "A container has one node as a rule; `baton up` divides the limit among its nodes.",
+            1..=100;
         /// Percentage of the GPU's memory for weights, activations and KV together; used when neither kv_memory
         /// nor blocks is set.
         gpu_memory_percent: u32 = 90,

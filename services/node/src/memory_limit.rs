@@ -2,7 +2,7 @@
 //! the limit without an error message.
 
 use std::{
-    fs,
+    fmt, fs,
     path::{Path, PathBuf},
 };
 
@@ -15,14 +15,53 @@ const PAGE: u64 = 4096;
 /// The control groups of this process.
 const OWN: &str = "/proc/self/cgroup";
 
-/// Rejects weights and KV that exceed the memory limit of the process's control group.
-pub(crate) fn check(weights: u64, kv: u64) -> Result<(), SettingsError> {
-    check_against(of_process(), weights, kv)
+/// The part of a container's memory limit that one node may use. The other nodes of the container have the rest.
+#[derive(Debug, Clone, Copy)]
+pub struct MemoryShare {
+    /// The container's memory limit in bytes.
+    pub limit: u64,
+    pub percent: u32,
 }
 
-/// Returns the memory limit in bytes of the process's control group, if it has one.
-pub(crate) fn of_process() -> Option<u64> {
-    limit(Path::new(MOUNT), &fs::read_to_string(OWN).unwrap_or_default())
+impl MemoryShare {
+    /// Returns this node's share of the memory limit of its control group, or `None` if the group has no limit.
+    pub fn of_node(percent: u32) -> Option<Self> {
+        let own = fs::read_to_string(OWN).unwrap_or_default();
+        limit(Path::new(MOUNT), &own).map(|limit| Self { limit, percent })
+    }
+
+    /// Returns the bytes that the node may use.
+    pub fn bytes(self) -> u64 {
+        (u128::from(self.limit) * u128::from(self.percent) / 100) as u64
+    }
+
+    /// Returns the limit of the container whose share is `bytes`.
+    pub fn limit_for(self, bytes: u64) -> u64 {
+        bytes.saturating_mul(100) / u64::from(self.percent)
+    }
+}
+
+impl fmt::Display for MemoryShare {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        if self.percent < 100 {
+            write!(f, "{} % (node.memory_limit_percent) of ", self.percent)?;
+        }
+        f.write_str("the container's memory limit")
+    }
+}
+
+/// Rejects weights and KV that exceed the node's share of a memory limit.
+pub(crate) fn check(
+    share: Option<MemoryShare>,
+    weights: u64,
+    kv: u64,
+) -> Result<(), SettingsError> {
+    match share {
+        Some(share) if weights.saturating_add(kv) > share.bytes() => {
+            Err(SettingsError::MemoryLimit { weights, kv, share })
+        }
+        _ => Ok(()),
+    }
 }
 
 /// Rejects further memory that the process's control group or the machine does not have.
@@ -43,15 +82,6 @@ fn available(memory: &str) -> Option<u64> {
     let line = memory.lines().find_map(|line| line.strip_prefix("MemAvailable:"))?;
     let kib: u64 = line.trim().strip_suffix("kB")?.trim().parse().ok()?;
     Some(kib << 10)
-}
-
-fn check_against(limit: Option<u64>, weights: u64, kv: u64) -> Result<(), SettingsError> {
-    match limit {
-        Some(limit) if weights.saturating_add(kv) > limit => {
-            Err(SettingsError::MemoryLimit { weights, kv, limit })
-        }
-        _ => Ok(()),
-    }
 }
 
 /// Returns the smallest limit of the process's control groups and of the groups above them, in version 1 or 2. `own` is
@@ -130,12 +160,19 @@ mod tests {
     #[test]
     fn weights_and_kv_beyond_the_limit_are_rejected_with_all_three() {
         const GIB: u64 = 1 << 30;
-        assert!(check_against(None, 100 * GIB, GIB).is_ok());
-        assert!(check_against(Some(3 * GIB), 2 * GIB, GIB).is_ok());
-        let error = check_against(Some(3 * GIB - 1), 2 * GIB, GIB).unwrap_err().to_string();
+        let share = |limit, percent| Some(MemoryShare { limit, percent });
+        assert!(check(None, 100 * GIB, GIB).is_ok());
+        assert!(check(share(3 * GIB, 100), 2 * GIB, GIB).is_ok());
+        let error = check(share(3 * GIB - 1, 100), 2 * GIB, GIB).unwrap_err().to_string();
         for word in ["weights of 2048 MiB", "KV of 1024 MiB", "limit of 3071 MiB", "node.kv_memory"]
         {
             assert!(error.contains(word), "{error:?} lacks {word:?}");
         }
+        // Each of four nodes of one container.
+        assert!(check(share(12 * GIB, 25), 2 * GIB, GIB).is_ok());
+        let error = check(share(11 * GIB, 25), 2 * GIB, GIB).unwrap_err().to_string();
+        let words =
+            "exceed 25 % (node.memory_limit_percent) of the container's memory limit of 11264 MiB";
+        assert!(error.contains(words) && error.ends_with("a limit above 12288 MiB"), "{error}");
     }
 }

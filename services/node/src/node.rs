@@ -50,7 +50,7 @@ use crate::{
     hang::StepInFlight,
     identity,
     inbox::{Command, Inbox, TransferEvents},
-    memory_limit,
+    memory_limit::{self, MemoryShare},
     node_core::{NodeCore, STALL_AFTER},
     populate::Populate,
     service::NodeService,
@@ -600,6 +600,7 @@ fn load_weights(
     let layout = model.kv_layout(weights.kv_dtype());
     let tp = config.node.tp;
     let kv_bytes = |blocks: u32| u64::from(blocks) * layout.block_bytes() as u64;
+    let share = MemoryShare::of_node(config.node.memory_limit_percent);
     let traits = |device| settings::node_traits(config, role, model, device);
     let (mut executor, arena, traits, cpus, cpu_fallback): (Box<dyn Executor>, _, _, _, _) = if tp
         > 1
@@ -619,7 +620,7 @@ fn load_weights(
         let sizes = batch_sizes(&traits)?;
         if gpus.is_none() {
             let blocks = settings::block_count(&config.node, layout)?;
-            memory_limit::check(u64::from(tp) * traits.model.weights, kv_bytes(blocks))?;
+            memory_limit::check(share, u64::from(tp) * traits.model.weights, kv_bytes(blocks))?;
         }
         let (executor, arena) =
             tensor_parallel::start(config, epoch, path, checkpoint, gpus, sizes)?;
@@ -637,7 +638,7 @@ fn load_weights(
                 let traits = traits(NodeDevice::Cpu)?;
                 let sizes = batch_sizes(&traits)?;
                 let blocks = settings::block_count(&config.node, layout)?;
-                memory_limit::check(traits.model.weights, kv_bytes(blocks))?;
+                memory_limit::check(share, traits.model.weights, kv_bytes(blocks))?;
                 let arena = KvArena::host(layout, blocks)?;
                 let threads = (threads, &cpus[..]);
                 let executor = device::start_cpu(config, checkpoint, threads, &arena, sizes, None)?;

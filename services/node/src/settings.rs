@@ -19,6 +19,8 @@ use kv_transfer::{
 use model::{LoadFormat, ModelConfig};
 use serde::{Deserialize, Serialize};
 
+use crate::memory_limit::MemoryShare;
+
 /// The sections that a node reads.
 pub const SECTIONS: &[config::Section] = &[
     config::Section::Model,
@@ -42,11 +44,10 @@ pub enum SettingsError {
     )]
     TooFewBlocks { bytes: u64, blocks: u64, block_bytes: usize },
     #[error(
-        "weights of {} MiB and KV of {} MiB exceed the container's memory limit of {} MiB; expected a smaller \
-         node.kv_memory, or a limit above {} MiB",
-        weights >> 20, kv >> 20, limit >> 20, weights.saturating_add(*kv) >> 20
+        "weights of {} MiB and KV of {} MiB exceed {share} of {} MiB; expected a smaller node.kv_memory, or a limit above {} MiB",
+        weights >> 20, kv >> 20, share.limit >> 20, share.limit_for(weights.saturating_add(*kv)) >> 20
     )]
-    MemoryLimit { weights: u64, kv: u64, limit: u64 },
+    MemoryLimit { weights: u64, kv: u64, share: MemoryShare },
     #[error("{} MiB are needed; expected at most {} MiB, the memory that is left", bytes >> 20, left >> 20)]
     NoMemory { bytes: u64, left: u64 },
     #[error("node.cpus = {cpus}: this process has no CPU {missing}; expected {allowed}")]

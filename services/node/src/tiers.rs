@@ -31,7 +31,7 @@ use engine::{
 use kernels::{KvArena, WeightFormat};
 use tracing::{error, info, warn};
 
-use crate::{memory_limit, settings};
+use crate::{memory_limit::MemoryShare, settings};
 
 use disk_file::DiskFile;
 use host::{HostMemory, HostTier};
@@ -66,7 +66,8 @@ impl OpenTiers {
             warn!("the node serves without tiers: node.prefix_cache = false; expected true");
             return None;
         }
-        let host = open_host(tier.host_memory.bytes(), memory_limit::of_process(), arena);
+        let share = MemoryShare::of_node(config.node.memory_limit_percent);
+        let host = open_host(tier.host_memory.bytes(), share.map(MemoryShare::bytes), arena);
         let disk = tier.disk_path.as_deref().and_then(|path| {
             let weights = settings::weight_format(config.model.dtype);
             open_disk(path, tier.disk_size.bytes(), arena, weights)

@@ -500,6 +500,10 @@ impl Common {
             let share = config.node.gpu_memory_percent / together.max(1);
             set("BATON_NODE_GPU_MEMORY_PERCENT", share.max(1).to_string());
         }
+        if config.source_of("node.memory_limit_percent") == Source::Default {
+            // The nodes share one container.
+            set("BATON_NODE_MEMORY_LIMIT_PERCENT", (100 / nodes).max(1).to_string());
+        }
         if args.http.is_some() && config.source_of("router.admin") == Source::Default {
             // Clusters on one machine have different HTTP ports, and need different admin ports.
             set("BATON_ROUTER_ADMIN", "127.0.0.1:0".to_owned());
