@@ -18,7 +18,7 @@ CARGO_HOME ?= $(HOME)/.cargo
 PACK ?= $(shell printf '2.36\n%s\n' "$$(getconf GNU_LIBC_VERSION 2>&- | tr -d 'a-z ')" | sort -VC \
 	&& echo '"-Clink-arg=-Wl,-z,pack-relative-relocs",')
 SHIPPED = --config 'target.x86_64-unknown-linux-gnu.rustflags=[$(PACK) "-Clink-arg=-Wl,--icf=all", \
-	"--remap-path-prefix=$(CARGO_HOME)/registry/src/="]'
+	"--remap-path-prefix=$(CARGO_HOME)/registry/src/=", "--remap-path-prefix=$(abspath $(TARGET))=target"]'
 SERVICES = -p baton -p router -p prefill-node -p decode-node
 
 .DEFAULT_GOAL := help
