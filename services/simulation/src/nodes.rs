@@ -64,8 +64,6 @@ pub struct Nodes {
     streams: BTreeMap<StreamId, Stream>,
     actions: Vec<NodesAction>,
     has_changed: bool,
-    /// Lower bound of the directory's next deadline. The deltas of a stream only postpone it.
-    deadline: Option<Instant>,
 }
 
 impl Nodes {
@@ -84,7 +82,6 @@ impl Nodes {
             streams: BTreeMap::new(),
             actions: Vec::new(),
             has_changed: false,
-            deadline: None,
         }
     }
 
@@ -94,7 +91,6 @@ impl Nodes {
         self.connections.iter_mut().for_each(|connection| connection.number += 1);
         self.streams.clear();
         self.actions.clear();
-        self.deadline = None;
     }
 
     pub fn member(&mut self, now: Instant, change: MemberChange) {
@@ -239,13 +235,12 @@ impl Nodes {
     }
 
     pub fn next_deadline(&self) -> Option<Instant> {
-        self.deadline
+        self.directory.next_deadline()
     }
 
     pub fn on_deadline(&mut self, now: Instant) {
         let mut actions = Vec::new();
         self.directory.on_deadline(now, &mut actions);
-        self.deadline = self.directory.next_deadline();
         self.follow(actions);
     }
 
@@ -261,11 +256,7 @@ impl Nodes {
 
     fn handle(&mut self, now: Instant, input: DirectoryInput) {
         let mut actions = Vec::new();
-        let is_delta = matches!(input, DirectoryInput::Observed { .. });
         self.directory.handle(now, input, &mut actions);
-        if !is_delta || !actions.is_empty() {
-            self.deadline = self.directory.next_deadline();
-        }
         self.follow(actions);
     }
 

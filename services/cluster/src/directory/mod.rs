@@ -25,6 +25,7 @@ mod breaker;
 mod candidate;
 mod considered;
 mod eligible;
+mod index;
 mod member;
 mod options;
 mod room;
@@ -41,6 +42,7 @@ use proto::v1;
 
 use crate::{Epoch, MemberChange, NodeAddress, NodeRecord, RecordError, Role, backoff::Jitter};
 use breaker::Breaker;
+use index::Index;
 use member::Stream;
 use transfers::TransferTimes;
 
@@ -131,6 +133,7 @@ pub enum DirectoryAction {
 /// All members with their last reports.
 pub struct Directory {
     members: BTreeMap<NodeKey, Member>,
+    index: Index,
     streams: HashMap<StreamId, NodeKey>,
     assignments: HashMap<AssignmentId, Assignment>,
     selection: Selection,
@@ -166,6 +169,7 @@ impl Directory {
     pub fn new(seed: u64, selection: Selection) -> Self {
         Self {
             members: BTreeMap::new(),
+            index: Index::default(),
             streams: HashMap::new(),
             assignments: HashMap::new(),
             selection,
@@ -190,6 +194,7 @@ impl Directory {
                 let Some(key) = self.streams.get(&stream).copied() else { return };
                 let before = self.serves(key);
                 self.observed(now, key, event, actions);
+                self.reindex(key);
                 // A change of health says so by itself.
                 if before
                     .zip(self.serves(key))
@@ -207,29 +212,23 @@ impl Directory {
                 let Some(key) = self.streams.remove(&stream) else { return };
                 self.member(key).stream = None;
                 self.lost(now, key, reason, actions);
+                self.reindex(key);
             }
             DirectoryInput::CallLost { epoch, reason } => {
                 let up = self.up_with_epoch(epoch).next();
                 if let Some(key) = up {
                     self.stop_observing(key, actions);
                     self.lost(now, key, reason, actions);
+                    self.reindex(key);
                 }
             }
         }
         self.check();
     }
 
-    /// Returns the time of the next call of [`Directory::on_deadline`].
-    pub fn next_deadline(&self) -> Option<Instant> {
-        self.members.values().filter_map(Member::deadline).min()
-    }
-
     /// Starts due probes, requests snapshots from silent nodes, and fails unanswered probes.
     pub fn on_deadline(&mut self, now: Instant, actions: &mut Vec<DirectoryAction>) {
-        let due = |member: &Member| member.deadline().is_some_and(|deadline| deadline <= now);
-        let keys: Vec<_> =
-            self.members.iter().filter(|(_, member)| due(member)).map(|(key, _)| *key).collect();
-        for key in keys {
+        for key in self.due(now) {
             if self.member(key).is_synced() {
                 // The node stays up until the answer is late.
                 self.stop_observing(key, actions);
@@ -241,8 +240,9 @@ impl Directory {
             } else {
                 self.observe(now, key, actions);
             }
+            self.reindex(key);
+            self.check_member(key);
         }
-        self.check();
     }
 
     /// Returns all members in the order of joining.
@@ -258,12 +258,6 @@ impl Directory {
         })
     }
 
-    /// Returns the number of known cached blocks on this role's nodes that can be picked.
-    pub fn cached_blocks(&self, role: Role) -> usize {
-        let of_role = self.members.values().filter(|member| member.address.role == role);
-        of_role.filter_map(|member| Some(member.serving()?.cached.len())).sum()
-    }
-
     fn joined(&mut self, now: Instant, address: NodeAddress, actions: &mut Vec<DirectoryAction>) {
         let known = self.members.iter_mut().find(|(_, member)| member.address == address);
         if let Some((key, member)) = known {
@@ -271,12 +265,14 @@ impl Directory {
             // A member that joins again can serve: probe it at once.
             if returned && member.stream.is_none() {
                 self.observe(now, key, actions);
+                self.reindex(key);
             }
             return;
         }
         let key = NodeKey(self.next());
         self.members.insert(key, Member::new(key, address));
         self.observe(now, key, actions);
+        self.reindex(key);
     }
 
     fn left(&mut self, address: &NodeAddress, actions: &mut Vec<DirectoryAction>) {
@@ -287,6 +283,7 @@ impl Directory {
         if member.stream.is_none() {
             let key = *key;
             self.forget(key, actions);
+            self.reindex(key);
         }
     }
 
@@ -454,6 +451,7 @@ impl Directory {
             member.address
         );
         assert!(member.unseen.len() <= member.in_flight);
+        assert!(self.is_indexed(key, member), "the index of {} is out of date", member.address);
         if let Some(stream) = &member.stream {
             assert_eq!(self.streams.get(&stream.id), Some(&key));
         }
