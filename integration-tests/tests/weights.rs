@@ -217,6 +217,39 @@ async fn weights_change_in_place_and_are_restored_after_an_abort() -> Result<()>
     cluster.stop()
 }
 
+/// A node of three ranks changes its weights beside a node without ranks: each rank packs its part, from a path or from
+/// files of the other node, and all ranks commit at one step.
+#[tokio::test]
+async fn ranks_of_a_node_change_their_weights_together() -> Result<()> {
+    let folder = tempfile::tempdir()?;
+    let new = trained(folder.path(), "new", 0x11);
+    let new_tokens = expected(&new, ClusterSpec::smollm2().nodes(0, 1)).await?;
+    let damaged = damaged(folder.path());
+    for place in ["shadow", "in_place"] {
+        let spec = name_model(ClusterSpec::smollm2().nodes(1, 1));
+        let spec = spec.set("BATON_NODE_BLOCKS", 256).set_decode("BATON_NODE_TP", 3);
+        let (cluster, client) =
+            Cluster::start_with_client(spec.set("BATON_WEIGHTS_PLACE", place)).await?;
+        let old_tokens = all_tokens(&client).await?;
+        let report = update(&cluster, &damaged).await?;
+        assert_eq!(report["update"]["phase"], "aborted", "{report}");
+        wait_version(&cluster, &json!("loaded")).await?;
+        assert_eq!(all_tokens(&client).await?, old_tokens, "{place}: after an abort");
+
+        let report = committed(&cluster, &new).await?;
+        let version = report["update"]["weight_version"].clone();
+        wait_version(&cluster, &version).await?;
+        assert_eq!(all_tokens(&client).await?, new_tokens, "{place}");
+
+        let by = json!({"transport": "tcp", "node": "prefill-0"});
+        let report = update_by(&cluster, &smollm2(), by).await?;
+        assert_eq!(report["update"]["phase"], "committed", "{report}");
+        assert_eq!(all_tokens(&client).await?, old_tokens, "{place}: by tcp");
+        cluster.stop()?;
+    }
+    Ok(())
+}
+
 /// The nodes have separate caches, and only the seed reads the path: the others copy its files, also after the path is
 /// gone.
 #[tokio::test]

@@ -1,8 +1,15 @@
 //! Read-only file mappings for the model loaders.
 
-use std::{fs::File, io, ops::Deref, path::Path};
+use std::{
+    fs::{File, Metadata},
+    io,
+    ops::Deref,
+    os::unix::fs::MetadataExt,
+    path::Path,
+};
 
 use memmap2::{Advice, Mmap, UncheckedAdvice};
+use serde::{Deserialize, Serialize};
 
 /// Read-only mapping of a whole file.
 ///
@@ -19,6 +26,28 @@ use memmap2::{Advice, Mmap, UncheckedAdvice};
 pub struct MappedFile {
     /// `None` for an empty file, which cannot be mapped.
     map: Option<Mmap>,
+    identity: FileIdentity,
+}
+
+/// Identity of a file and of its last write: two processes that find equal ones have mapped the same bytes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct FileIdentity {
+    device: u64,
+    inode: u64,
+    bytes: u64,
+    /// Time of the last write: seconds, and nanoseconds of the second.
+    written: (i64, i64),
+}
+
+impl FileIdentity {
+    fn of(file: &Metadata) -> Self {
+        Self {
+            device: file.dev(),
+            inode: file.ino(),
+            bytes: file.len(),
+            written: (file.mtime(), file.mtime_nsec()),
+        }
+    }
 }
 
 impl MappedFile {
@@ -29,15 +58,22 @@ impl MappedFile {
             return Err(io::Error::new(io::ErrorKind::InvalidInput, "not a regular file"));
         }
         let file = File::open(path)?;
-        if file.metadata()?.len() == 0 {
-            return Ok(Self { map: None });
+        let metadata = file.metadata()?;
+        let identity = FileIdentity::of(&metadata);
+        if metadata.len() == 0 {
+            return Ok(Self { map: None, identity });
         }
         // SAFETY: the mapping is read-only and private to this value. The operator must not
         // truncate or rewrite the file meanwhile, as the type's documentation says.
         let map = unsafe { Mmap::map(&file)? };
         // Weights are read front to back, once. A refused hint only costs speed.
         let _ = map.advise(Advice::Sequential);
-        Ok(Self { map: Some(map) })
+        Ok(Self { map: Some(map), identity })
+    }
+
+    /// Returns the file's identity when it was mapped.
+    pub fn identity(&self) -> FileIdentity {
+        self.identity
     }
 
     pub fn bytes(&self) -> &[u8] {

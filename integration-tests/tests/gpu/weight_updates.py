@@ -2,11 +2,12 @@
 """Weight updates from a trainer's GPU to real nodes: weight_updates.py check|bench|load --bin FOLDER [options].
 
 check  Compares greedy answers before and after updates from the trainer, and back, with those of nodes that read the weights from disk.
-       Kills a trainer at several chunks, and offers invalid weights.
+       Kills a trainer at several chunks, and offers invalid weights. With --transport disk only compares answers.
 bench  Prints time, pause and bandwidth of updates for several numbers of buffers and chunk sizes (random weights).
 load   Updates under --streams streams: inter-token latency with and without updates, and failed requests.
 
 Needs torch with CUDA. One GPU: the trainer shares the node's GPU. --trainer-gpu 1: the trainer has another GPU.
+--tp 2 --node-gpus 0,1: a node of two ranks, by ipc and disk.
 """
 import argparse
 import contextlib
@@ -40,7 +41,7 @@ def arguments():
     parser.add_argument("--bin", help="folder of baton and the services")
     parser.add_argument("--kernels", help="path of libbaton_kernels.so")
     parser.add_argument("--size", default=None, choices=["tiny", "1b", "8b"], help="default: tiny for check, 8b for bench")
-    parser.add_argument("--transport", default="ipc", choices=["ipc", "nccl"], help="nccl needs --trainer-gpu 1")
+    parser.add_argument("--transport", default="ipc", choices=["ipc", "nccl", "disk"], help="nccl needs --trainer-gpu 1")
     parser.add_argument("--node-gpus", default="0", help="GPUs of the node, one for each rank")
     parser.add_argument("--trainer-gpu", type=int, default=0)
     parser.add_argument("--tp", type=int, default=1)
@@ -185,6 +186,9 @@ def new_updater(options, socket, **more):
     place = {"socket": socket}
     if options.transport == "nccl":
         place = {"host": "127.0.0.1", "nccl_max_ctas": options.max_ctas}
+    elif options.transport == "disk":
+        folder = pathlib.Path(socket).parent
+        place = {"folder": folder / "updates", "config": folder / "base"}
     return WeightUpdater(f"http://127.0.0.1:{ADMIN}", transport=options.transport, **place, **more)
 
 
@@ -196,6 +200,11 @@ def run_trainer(options):
     offer_dying(options.die_at)
     weights = random_weights(config, 3, torch.device("cuda", options.trainer_gpu))
     new_updater(options, options.socket, chunk_bytes=16 * MIB).push(weights)
+
+
+def logged(line, name):
+    """Returns a number of a log line."""
+    return float(re.search(rf'\b{name}"?[=:]\s*([0-9.]+)', line).group(1))
 
 
 def expect_error(words, act):
@@ -225,63 +234,74 @@ def check(options, folder):
     with Cluster(options, base) as cluster:
         expected_base = cluster.answers()
         assert expected_base != expected_new
-        bytes_total = sum(value.nbytes for value in weights["base"].values())
-        chunks = -(-bytes_total // (16 * MIB))
-        for die_at in [0, 1, chunks // 2, chunks - 1]:
-            since = len(cluster.lines)
-            trainer = [sys.executable, __file__, "trainer", "--bin", base, "--socket", socket, "--die-at", str(die_at),
-                       "--trainer-gpu", str(options.trainer_gpu), "--transport", options.transport]
-            assert subprocess.run(trainer, timeout=120).returncode == -signal.SIGKILL
-            died = time.monotonic()
-            line = cluster.wait_line("the weight update was aborted", since, 5)
-            assert line and "the trainer closed the connection" in line, line
-            print(f"  trainer killed at chunk {die_at} of {chunks}: reported {time.monotonic() - died:.2f} s later")
-            cluster.wait_ready()
-            while json.loads(call(ADMIN, "/v1/weights"))["update"]["phase"] != "aborted":
-                assert time.monotonic() - died < READY_SECONDS, "the update of a dead trainer is not aborted"
-                time.sleep(0.05)
-            assert cluster.answers() == expected_base, "answers changed after a trainer was killed"
-        name = "model.layers.1.mlp.up_proj.weight"
-        valid, up = weights["new"], weights["new"][name]
-        other = {**valid, name: up.clone()}
-        other[name][3, 5] = float("nan")
-        with_handle = baton_weights.GpuBuffer.__init__
-        for what, words, change in [
-            ("shape", ["has shape", name], {**valid, name: up[:-8]}),
-            ("dtype", ["has dtype F32; expected BF16", name], {**valid, name: up.float()}),
-            ("missing", ["is missing", name], {key: value for key, value in valid.items() if key != name}),
-            ("unknown", ["is not part of the llama architecture"], {**valid, "other": up}),
-            ("not finite", ["1 elements of tensor", name], other),
-        ]:
-            if options.place == "in_place" and what == "not finite":
-                continue  # The node would read its weights again; the kills have covered this.
-            expect_error(words, lambda: updater().push(change))
-
-        def invalid_handle(self, *arguments):
-            with_handle(self, *arguments)
-            self.handle = "5a" * 64
-
-        if options.transport == "ipc":
-            baton_weights.GpuBuffer.__init__ = invalid_handle
-            expect_error(["cannot map the memory"], lambda: updater().push(valid))
-            baton_weights.GpuBuffer.__init__ = with_handle
-        if str(options.trainer_gpu) == options.node_gpus:
-            options.transport = "nccl"
-            expect_error(["NCCL allows one rank on a GPU", "expected transport ipc"], lambda: updater().push(valid))
-            options.transport = "ipc"
-        assert cluster.answers() == expected_base, "answers changed after rejected updates"
-
+        if options.transport != "disk":
+            check_failures(options, cluster, base, socket, updater, weights["new"], expected_base)
         versions = {}
         for buffers, chunk in [(1, 16 * MIB), (2, 16 * MIB), (3, 5 * MIB + 96), (8, 3 * MIB), (2, 256 * MIB)]:
             client = updater(buffers=buffers, chunk_bytes=chunk)
             for name, expected in [("new", expected_new), ("base", expected_base)]:
+                since = len(cluster.lines)
                 report = client.push(weights[name], label=name)
                 assert cluster.answers() == expected, f"{name}: answers differ by {buffers} buffers of {chunk} bytes"
                 assert versions.setdefault(name, report["weight_version"]) == report["weight_version"], "another version"
-            print(f"  {buffers} buffers of {chunk} bytes: answers equal those from disk, and the old ones after the update back")
             client.close()
+            if options.transport == "disk":
+                print("  answers equal those of nodes that started with the files, and the old ones after the update back")
+                break
+            line = cluster.wait_line("received weights from a trainer", since)
+            print(f"  {buffers} buffers of {chunk} bytes: answers equal those from disk, and the old ones after the update back; "
+                  f"a rank received {logged(line, 'rank_bytes') / logged(line, 'bytes'):.3f} of the bytes")
         assert versions["new"] != versions["base"], "other weights have the same version"
     print("check passed")
+
+
+def check_failures(options, cluster, base, socket, updater, valid, expected_base):
+    """Kills trainers, and offers invalid weights: the node keeps its weights."""
+    bytes_total = sum(value.nbytes for value in valid.values())
+    chunks = -(-bytes_total // (16 * MIB))
+    for die_at in [0, 1, chunks // 2, chunks - 1]:
+        since = len(cluster.lines)
+        trainer = [sys.executable, __file__, "trainer", "--bin", base, "--socket", socket, "--die-at", str(die_at),
+                   "--trainer-gpu", str(options.trainer_gpu), "--transport", options.transport]
+        assert subprocess.run(trainer, timeout=120).returncode == -signal.SIGKILL
+        died = time.monotonic()
+        line = cluster.wait_line("the weight update was aborted", since, 5)
+        assert line and "the trainer closed the connection" in line, line
+        print(f"  trainer killed at chunk {die_at} of {chunks}: reported {time.monotonic() - died:.2f} s later")
+        cluster.wait_ready()
+        while json.loads(call(ADMIN, "/v1/weights"))["update"]["phase"] != "aborted":
+            assert time.monotonic() - died < READY_SECONDS, "the update of a dead trainer is not aborted"
+            time.sleep(0.05)
+        assert cluster.answers() == expected_base, "answers changed after a trainer was killed"
+    name = "model.layers.1.mlp.up_proj.weight"
+    up = valid[name]
+    other = {**valid, name: up.clone()}
+    other[name][3, 5] = float("nan")
+    with_handle = baton_weights.GpuBuffer.__init__
+    for what, words, change in [
+        ("shape", ["has shape", name], {**valid, name: up[:-8]}),
+        ("dtype", ["has dtype F32; expected BF16", name], {**valid, name: up.float()}),
+        ("missing", ["is missing", name], {key: value for key, value in valid.items() if key != name}),
+        ("unknown", ["is not part of the llama architecture"], {**valid, "other": up}),
+        ("not finite", ["1 elements of tensor", name], other),
+    ]:
+        if options.place == "in_place" and what == "not finite":
+            continue  # The node would read its weights again; the kills have covered this.
+        expect_error(words, lambda: updater().push(change))
+
+    def invalid_handle(self, *arguments):
+        with_handle(self, *arguments)
+        self.handle = "5a" * 64
+
+    if options.transport == "ipc":
+        baton_weights.GpuBuffer.__init__ = invalid_handle
+        expect_error(["cannot map the memory"], lambda: updater().push(valid))
+        baton_weights.GpuBuffer.__init__ = with_handle
+    if str(options.trainer_gpu) == options.node_gpus:
+        options.transport = "nccl"
+        expect_error(["NCCL allows one rank on a GPU", "expected transport ipc"], lambda: updater().push(valid))
+        options.transport = "ipc"
+    assert cluster.answers() == expected_base, "answers changed after rejected updates"
 
 
 def bench(options, folder):
@@ -293,8 +313,8 @@ def bench(options, folder):
     total = sum(value.nbytes for value in weights.values())
     print(f"{total / 1e9:.2f} GB, {torch.cuda.get_device_name(device)}, trainer on GPU {options.trainer_gpu}, node on "
           f"{options.node_gpus}, transport {options.transport}, place {options.place}")
-    print("| buffers | chunk MiB | chunks | round | received ms | of it before the first chunk | GB/s | pause ms | push ms |")
-    print("| --- | --- | --- | --- | --- | --- | --- | --- | --- |")
+    print("| buffers | chunk MiB | chunks | round | received ms | of it before the first chunk | GB/s | pause ms | push ms | share of a rank |")
+    print("| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |")
     with Cluster(options, folder / "model", dummy=True) as cluster:
         for chunk in [int(mib) for mib in options.chunk_mib.split(",")]:
             for buffers in [int(count) for count in (options.buffers or "1,2,3,8").split(",")]:
@@ -304,11 +324,11 @@ def bench(options, folder):
                     report = updater.push(weights)
                     push_ms = (time.perf_counter() - began) * 1e3
                     line = cluster.wait_line("received weights from a trainer", since)
-                    value = lambda name: float(re.search(rf'{name}"?[=:]\s*([0-9.]+)', line).group(1))
-                    received, mapped = value("received_ms"), value("mapped_ms")
+                    received, mapped = logged(line, "received_ms"), logged(line, "mapped_ms")
+                    share = logged(line, "rank_bytes") / logged(line, "bytes")
                     paused = report["nodes"][0].get("paused_ms", float("nan"))
-                    print(f"| {buffers} | {chunk} | {int(value('chunks'))} | {number + 1} | {received:.1f} | {mapped:.1f} | "
-                          f"{total / received / 1e6:.0f} | {paused:.1f} | {push_ms:.0f} |", flush=True)
+                    print(f"| {buffers} | {chunk} | {int(logged(line, 'chunks'))} | {number + 1} | {received:.1f} | {mapped:.1f} | "
+                          f"{total / received / 1e6:.0f} | {paused:.1f} | {push_ms:.0f} | {share:.3f} |", flush=True)
                 updater.close()
 
 
@@ -384,7 +404,7 @@ def load(options, folder):
             report = updater.commit(update)
             pauses.append(report["nodes"][0].get("paused_ms", float("nan")))
             line = cluster.wait_line("received weights from a trainer", since)
-            times.append(float(re.search(r'received_ms"?[=:]\s*([0-9.]+)', line).group(1)))
+            times.append(logged(line, "received_ms"))
             time.sleep(0.2)
         ended = time.perf_counter()
         streams.stop()

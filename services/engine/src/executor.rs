@@ -24,7 +24,9 @@ use model::{Checkpoint, ModelConfig, ModelError};
 use serde::{Deserialize, Serialize};
 
 pub use self::{
-    chunks::{ChunkReceiver, DeclaredError, DeclaredTensor, TensorPiece},
+    chunks::{
+        ChunkReceiver, DeclaredError, DeclaredTensor, ReceivedWeights, TensorDigest, TensorPiece,
+    },
     step_times::StepTimes,
 };
 use crate::plan::{RowMask, StepId, StepPlan, StepResult};
@@ -159,7 +161,6 @@ pub trait WeightUpdate: Send + Sync {
     /// [`ChunkReceiver::finish`].
     fn receive(
         &self,
-        _config: &ModelConfig,
         _tensors: &[DeclaredTensor],
         _source: ChunkSource<'_>,
     ) -> Result<Box<dyn ChunkReceiver + '_>, PrepareError> {
@@ -183,6 +184,9 @@ pub enum PrepareError {
     Unsupported,
     #[error("cannot prepare the weights: {0}")]
     Device(String),
+    /// The first rank that failed.
+    #[error("{rank}: {reason}")]
+    Rank { rank: String, reason: String },
 }
 
 /// Limits of an executor, which the scheduler observes.

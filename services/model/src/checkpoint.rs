@@ -10,6 +10,9 @@ use std::{
     path::{Path, PathBuf},
 };
 
+use kernels::mmap::FileIdentity;
+use serde::{Deserialize, Serialize};
+
 pub(crate) use self::stored::StoredTensor;
 use self::{
     dummy::DummyWeights,
@@ -27,7 +30,7 @@ use crate::{
 const FINGERPRINT_THREADS_MAX: usize = 8;
 
 /// Source of the weights.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub enum LoadFormat {
     /// GGUF file or Hugging Face folder, detected from the path.
     #[default]
@@ -186,11 +189,31 @@ impl Checkpoint {
         Ok(values)
     }
 
+    /// Returns how the model was opened.
+    pub fn load_format(&self) -> LoadFormat {
+        match self.weights {
+            Weights::Dummy(DummyWeights { seed }) => LoadFormat::Dummy { seed },
+            Weights::Stored(_) => LoadFormat::Auto,
+        }
+    }
+
+    /// Returns the identities of the mapped files.
+    pub fn files(&self) -> Vec<FileIdentity> {
+        match &self.weights {
+            Weights::Dummy(_) => Vec::new(),
+            Weights::Stored(stored) => stored.files(),
+        }
+    }
+
     /// Keeps the pages of the weights mapped until the checkpoint is dropped, for callers that read them on several
     /// threads. Dropping the pages of one weight would drop those that other threads read.
     #[must_use]
     pub fn keeping_pages(self) -> Self {
         Self { keeps_pages: true, ..self }
+    }
+
+    pub fn keeps_pages(&self) -> bool {
+        self.keeps_pages
     }
 
     /// Drops the pages read so far from this process's resident memory, unless they are kept. Otherwise the weights would

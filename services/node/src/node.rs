@@ -665,7 +665,7 @@ fn load_weights(
     let path = path.to_owned();
     let model = checkpoint.config().clone();
     let host_bytes = match traits.device {
-        NodeDevice::Cpu => traits.model.weights,
+        NodeDevice::Cpu => u64::from(tp) * traits.model.weights,
         NodeDevice::Gpu { .. } => 0,
     };
     Ok(Loaded { path, model, host_bytes, arena, identity, executor, defaults, cpus, cpu_fallback })

@@ -168,21 +168,24 @@ pub(crate) fn node_traits(
 
 /// Returns whether a GPU holds a second copy of the weights for updates.
 pub(crate) fn has_gpu_shadow(config: &Config) -> bool {
-    config.weights.place == WeightPlace::Shadow && config.node.tp == 1
+    config.weights.place == WeightPlace::Shadow
 }
 
 /// Returns whether updates overwrite the weights in use.
 pub(crate) fn updates_in_place(config: &Config) -> bool {
-    config.weights.place == WeightPlace::InPlace && config.node.tp == 1
+    config.weights.place == WeightPlace::InPlace
 }
 
-/// Returns number and bytes of the buffers for chunks of new weights.
+/// Returns number and bytes of the buffers for chunks of new weights that a trainer broadcasts. Ranks receive no
+/// broadcasts: each of them keeps only its part of a chunk.
 pub(crate) fn chunk_buffers(config: &Config) -> (usize, usize) {
-    (config.weights.buffers as usize, config.weights.chunk_bytes.bytes() as usize)
+    let buffers = if config.node.tp == 1 { config.weights.buffers as usize } else { 0 };
+    (buffers, config.weights.chunk_bytes.bytes() as usize)
 }
 
 fn chunk_memory(config: &Config) -> u64 {
-    u64::from(config.weights.buffers).saturating_mul(config.weights.chunk_bytes.bytes())
+    let (buffers, bytes) = chunk_buffers(config);
+    (buffers as u64).saturating_mul(bytes as u64)
 }
 
 /// Largest batch of an executor.

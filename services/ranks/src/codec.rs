@@ -35,19 +35,34 @@ pub enum Order {
     Plan { plan: StepPlan, state: u64, found: u64 },
     /// Token bitmasks of the previous plan, with running hashes as in a plan.
     Masks { step_id: StepId, masks: Vec<RowMask>, state: u64, found: u64 },
+    /// A change of the weights while no step is in flight, with running hashes as in a plan.
+    Weights { change: WeightChange, state: u64, found: u64 },
     /// Last message: the rank finishes the steps in flight.
     Stop,
+}
+
+/// Change of a rank's weights between two steps.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum WeightChange {
+    /// Gives up the weights in use.
+    Release,
+    /// Uses the prepared weights.
+    Commit,
 }
 
 /// Message from a rank to the node.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub enum Answer {
     /// Limits of the rank's executor, and bytes that the node and the rank agree on.
-    Ready { limits: ExecutorLimits, ready_message: Vec<u8> },
+    ///
+    /// `updates_in_place`: whether weights are updated in the place of those in use; `None`: the weights cannot change.
+    Ready { limits: ExecutorLimits, updates_in_place: Option<bool>, ready_message: Vec<u8> },
     /// The rank has run a step.
     Step(StepAnswer),
     /// The forward pass of this step has finished, and its sampling awaits token bitmasks. Rank 0 sends it.
     MasksDue { step_id: StepId },
+    /// The rank has changed its weights. `state`: the running hash with the change.
+    WeightsChanged { state: u64 },
     /// Last message: the rank ends.
     Failed(Failure),
 }
@@ -126,6 +141,7 @@ const START: u8 = 0;
 const PLAN: u8 = 1;
 const STOP: u8 = 2;
 const MASKS: u8 = 3;
+const WEIGHTS: u8 = 4;
 
 pub fn encode_start(config: &[u8]) -> Vec<u8> {
     [&[START], config].concat()
@@ -162,6 +178,11 @@ pub fn encode_masks(
     bytes: &mut Vec<u8>,
 ) {
     encode_hashed(MASKS, &(step_id, masks), history, bytes);
+}
+
+/// Encodes a change of the weights into `bytes`, replacing their contents. Adds the change to the history.
+pub fn encode_weight_change(change: WeightChange, history: &mut History, bytes: &mut Vec<u8>) {
+    encode_hashed(WEIGHTS, &change, history, bytes);
 }
 
 /// Encodes the kind, the running hash of the history with this message, and the message.
@@ -208,6 +229,13 @@ pub fn decode_order(bytes: &[u8], history: &mut History) -> Result<Order, Decode
             let state = u64::from_le_bytes(*state);
             Ok(Order::Masks { step_id, masks, state, found: history.state })
         }
+        WEIGHTS => {
+            let (state, bytes) = bytes.split_first_chunk().ok_or_else(end)?;
+            let change = decode(bytes)?;
+            history.state = next_state(history.state, bytes);
+            let state = u64::from_le_bytes(*state);
+            Ok(Order::Weights { change, state, found: history.state })
+        }
         STOP if bytes.is_empty() => Ok(Order::Stop),
         STOP => Err(DecodeError::TrailingBytes { bytes: bytes.len() }),
         kind => Err(DecodeError::Kind { kind }),
@@ -222,7 +250,7 @@ pub fn decode_answer(bytes: &[u8]) -> Result<Answer, DecodeError> {
     decode(bytes)
 }
 
-fn decode<'de, T: Deserialize<'de>>(bytes: &'de [u8]) -> Result<T, DecodeError> {
+pub(crate) fn decode<'de, T: Deserialize<'de>>(bytes: &'de [u8]) -> Result<T, DecodeError> {
     match postcard::take_from_bytes(bytes)? {
         (message, []) => Ok(message),
         (_, rest) => Err(DecodeError::TrailingBytes { bytes: rest.len() }),

@@ -5,6 +5,8 @@
 //! that is stopped or hung does not end. The first failure is recorded; it kills all ranks and wakes all
 //! waiting threads. A group fails once and as a whole.
 
+mod weights;
+
 use std::{
     collections::VecDeque,
     fmt, io,
@@ -19,14 +21,15 @@ use std::{
 
 use crossbeam_channel::{Receiver, Sender, bounded};
 use engine::{
-    executor::{CollectWaker, Executor, ExecutorError, ExecutorLimits, poll},
+    executor::{CollectWaker, Executor, ExecutorError, ExecutorLimits, WeightUpdate, poll},
     plan::{RowMask, Span, StepId, StepPlan, StepResult, StepRun},
 };
 use kernels::shared::{Atomics, RegionName, SharedError};
 use tracing::warn;
 
+use self::weights::{Link, RankedUpdate};
 use crate::{
-    codec::{self, Answer, Failure, StepAnswer, WireResult},
+    codec::{self, Answer, Failure, StepAnswer, WeightChange, WireResult},
     process::{Clock, Process},
     rank::HEARTBEAT,
     rank_spec::RankSpec,
@@ -161,6 +164,11 @@ impl Watch {
         self.bells.iter().for_each(Bell::ring);
     }
 
+    /// Returns whether the ranks answer no more.
+    fn is_over(&self) -> bool {
+        self.has_failed() || self.stopping.load(Ordering::Acquire)
+    }
+
     fn has_failed(&self) -> bool {
         self.failure.get().is_some()
     }
@@ -184,7 +192,10 @@ struct Member {
     /// The last step whose token bitmasks the rank reported as due.
     masks_due: Option<StepId>,
     limits: Option<ExecutorLimits>,
+    updates_in_place: Option<bool>,
     ready_message: Vec<u8>,
+    /// Running hash of the plans at the last change of the weights.
+    weights_changed: Option<u64>,
     /// Thread that waits for the process.
     keeper: Option<JoinHandle<()>>,
 }
@@ -195,6 +206,8 @@ pub struct RankGroup {
     watch: Arc<Watch>,
     /// `None` until all ranks are ready.
     limits: Option<ExecutorLimits>,
+    /// `None`: the weights cannot change.
+    weight_update: Option<Arc<RankedUpdate>>,
     plans: RingWriter,
     members: Vec<Member>,
     results_bell: Bell,
@@ -245,6 +258,11 @@ impl RankGroup {
         }
         group.start_watch(&region)?;
         group.wait_ready()?;
+        if let Some(is_in_place) = group.members[0].updates_in_place {
+            let (watch, unread_max) = (group.watch.clone(), group.settings.unread_max);
+            let link = Link::new(&region, watch, of as usize, unread_max);
+            group.weight_update = Some(RankedUpdate::new(link, is_in_place));
+        }
         region.unlink();
         Ok(group)
     }
@@ -271,7 +289,9 @@ impl RankGroup {
             answers: VecDeque::new(),
             masks_due: None,
             limits: None,
+            updates_in_place: None,
             ready_message: Vec::new(),
+            weights_changed: None,
             keeper: None,
         };
         let ranks = settings.ranks as usize;
@@ -292,6 +312,7 @@ impl RankGroup {
         Self {
             watch: Arc::new(watch),
             limits: None,
+            weight_update: None,
             plans: RingWriter::new(region.plans()),
             members: (0..ranks).map(member).collect(),
             results_bell,
@@ -506,14 +527,18 @@ impl Member {
             let answer =
                 codec::decode_answer(message).map_err(|error| name.sent(error.to_string()))?;
             match answer {
-                Answer::Ready { limits, ready_message } if self.limits.is_none() => {
+                Answer::Ready { limits, updates_in_place, ready_message }
+                    if self.limits.is_none() =>
+                {
                     (self.limits, self.ready_message) = (Some(limits), ready_message);
+                    self.updates_in_place = updates_in_place;
                 }
                 Answer::Ready { .. } => return Err(name.sent("a second ready message")),
                 Answer::Step(answer) if self.answers.len() < answers_max => {
                     self.answers.push_back(answer);
                 }
                 Answer::MasksDue { step_id } => self.masks_due = Some(step_id),
+                Answer::WeightsChanged { state } => self.weights_changed = Some(state),
                 Answer::Step(answer) => {
                     return Err(name.sent(format!("a result of step {}", answer.step_id)));
                 }
@@ -589,6 +614,18 @@ impl Executor for RankGroup {
 
     fn waker(&self) -> CollectWaker {
         self.waker.clone()
+    }
+
+    fn weight_update(&self) -> Option<Arc<dyn WeightUpdate>> {
+        self.weight_update.clone().map(|update| update as Arc<dyn WeightUpdate>)
+    }
+
+    fn release_weights(&mut self) -> Result<(), ExecutorError> {
+        self.change_weights(WeightChange::Release)
+    }
+
+    fn commit_weights(&mut self) -> Result<(), ExecutorError> {
+        self.change_weights(WeightChange::Commit)
     }
 
     fn check(&mut self) -> Result<(), ExecutorError> {

@@ -6,6 +6,8 @@
 //! results, and [`region`] lays out the memory. In the node process [`RankGroup`] is the executor. In a
 //! rank process [`run_rank`] drives the executor of that rank.
 //!
+//! New weights are prepared beside the steps: their orders and answers have rings of their own.
+//!
 //! Every rank applies the same plans and samples the same tokens. Each result contains hashes of the plans
 //! and of the tokens. The group compares the hashes, so a difference is found in the step that
 //! causes it. A group fails as a whole: when one rank dies, hangs or differs, the node kills all ranks
@@ -23,6 +25,8 @@ mod rank;
 mod rank_spec;
 pub mod region;
 pub mod ring;
+mod weight_messages;
+mod weight_work;
 
 pub use group::{GroupError, GroupSettings, RankFailure, RankGroup};
 pub use process::clock_nanos;

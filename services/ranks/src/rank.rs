@@ -1,7 +1,7 @@
 //! A rank process.
 //!
 //! The main thread drives the executor. A second thread reads plans, so that the next step is launched
-//! while a step computes. A third thread writes the heartbeat.
+//! while a step computes. A third thread writes the heartbeat, and a fourth one prepares new weights.
 
 use std::{
     collections::VecDeque,
@@ -19,11 +19,12 @@ use engine::{
 use tracing::debug;
 
 use crate::{
-    codec::{self, Answer, DecodeError, Failure, Order, StepAnswer, WireResult},
+    codec::{self, Answer, DecodeError, Failure, Order, StepAnswer, WeightChange, WireResult},
     process::{self, Clock},
     rank_spec::RankSpec,
     region::{GroupRegion, JoinError, build},
     ring::{RingError, RingReader, RingWriter},
+    weight_work,
 };
 
 /// Interval of heartbeats.
@@ -33,7 +34,7 @@ pub(crate) const HEARTBEAT: Duration = Duration::from_millis(50);
 const SPIN: Duration = Duration::from_micros(10);
 /// Maximum length of one wait. A time-out does not end the process: the node stops it, or the kernel
 /// kills it when the node dies.
-const WAIT_MAX: Duration = Duration::from_secs(1);
+pub(crate) const WAIT_MAX: Duration = Duration::from_secs(1);
 
 /// Reason why a rank process ends before the node stops it.
 #[derive(Debug, thiserror::Error)]
@@ -50,6 +51,8 @@ pub enum RankError {
     NoStart,
     #[error("step {step_id}: wrong hash of the plans: one is missing, repeated or corrupt")]
     State { step_id: StepId },
+    #[error("change of weights: wrong hash of the plans: one is missing, repeated or corrupt")]
+    Weights,
     #[error("cannot start: {0}")]
     Executor(String),
     #[error(transparent)]
@@ -78,7 +81,9 @@ pub fn run_rank<E: Executor>(
         match codec::decode_order(message, &mut codec::History::default())? {
             Order::Start(message) => break message,
             Order::Stop => return Ok(()),
-            Order::Plan { .. } | Order::Masks { .. } => return Err(RankError::NoStart),
+            Order::Plan { .. } | Order::Masks { .. } | Order::Weights { .. } => {
+                return Err(RankError::NoStart);
+            }
         }
     };
     let outcome = match make(&start_message) {
@@ -93,7 +98,11 @@ pub fn run_rank<E: Executor>(
                 awaiting: None,
                 tokens: 0,
             };
-            rank.run(orders, ready_message)
+            let weights = (
+                RingReader::new(region.weight_orders(), spec.rank as usize),
+                RingWriter::new(region.weight_answers(spec.rank as usize)),
+            );
+            rank.run(orders, weights, ready_message)
         }
         Err(reason) => Err(RankError::Executor(reason)),
     };
@@ -144,13 +153,31 @@ struct Rank<'a, E> {
 }
 
 impl<E: Executor> Rank<'_, E> {
-    fn run(mut self, orders: RingReader, ready_message: Vec<u8>) -> Result<(), RankError> {
+    fn run(
+        mut self,
+        orders: RingReader,
+        (weight_orders, weight_answers): (RingReader, RingWriter),
+        ready_message: Vec<u8>,
+    ) -> Result<(), RankError> {
         let limits = self.executor.limits();
-        send(self.answers, &Answer::Ready { limits, ready_message })?;
+        let update = self.executor.weight_update();
+        let updates_in_place = update.as_ref().map(|update| update.is_in_place());
+        send(self.answers, &Answer::Ready { limits, updates_in_place, ready_message })?;
         let depth = limits.depth as usize;
         // Each plan may be followed by its bitmasks.
         let (planned, plans) = bounded(2 * depth + 1);
         let waker = self.executor.waker();
+        if let Some(update) = update {
+            let (planned, waker) = (planned.clone(), waker.clone());
+            let carry_out = move || {
+                let error = weight_work::carry_out(weight_orders, weight_answers, &*update);
+                // The main thread has ended, or ends the process now.
+                let _ = planned.send(Err(error));
+                waker.wake();
+            };
+            let thread = thread::Builder::new().name("baton-weights".to_owned());
+            thread.spawn(carry_out).map_err(RankError::Thread)?;
+        }
         thread::Builder::new()
             .name("baton-plans".to_owned())
             .spawn(move || read_orders(orders, &planned, &waker))
@@ -164,6 +191,14 @@ impl<E: Executor> Rank<'_, E> {
                     Order::Masks { step_id, masks, .. } => {
                         self.awaiting = None;
                         self.executor.supply(step_id, masks)?;
+                    }
+                    Order::Weights { change, state, .. } => {
+                        debug_assert!(self.in_flight.is_empty(), "weights change between steps");
+                        match change {
+                            WeightChange::Release => self.executor.release_weights()?,
+                            WeightChange::Commit => self.executor.commit_weights()?,
+                        }
+                        send(self.answers, &Answer::WeightsChanged { state })?;
                     }
                     Order::Stop => stopping = true,
                     Order::Start(_) => return Err(RankError::NoStart),
@@ -245,7 +280,8 @@ fn read_orders(mut orders: RingReader, planned: &Sender<Planned>, waker: &Collec
             Ok(Some(message)) => checked_order(message, &mut history),
             Err(error) => Err(error.into()),
         };
-        let is_last = !matches!(order, Ok(Order::Plan { .. } | Order::Masks { .. }));
+        let is_last =
+            !matches!(order, Ok(Order::Plan { .. } | Order::Masks { .. } | Order::Weights { .. }));
         if planned.send(order).is_err() || is_last {
             waker.wake();
             return;
@@ -263,6 +299,7 @@ fn checked_order(message: &[u8], history: &mut codec::History) -> Result<Order, 
         Order::Masks { step_id, state, found, .. } if state != found => {
             Err(RankError::State { step_id: *step_id })
         }
+        Order::Weights { state, found, .. } if state != found => Err(RankError::Weights),
         _ => Ok(order),
     }
 }

@@ -1,7 +1,7 @@
 //! Layout of the memory that a node and its ranks share.
 //!
 //! Each group has one region: a header that identifies the group, a heartbeat per rank, the bells, the ring
-//! of step plans with the ranks as readers, and one ring of results per rank.
+//! of step plans with the ranks as readers, and one ring of results per rank. Weight updates have such rings of their own.
 
 use std::{
     fs,
@@ -22,16 +22,20 @@ pub const PURPOSE: &str = "ranks";
 
 const MAGIC: u64 = u64::from_le_bytes(*b"batonrnk");
 /// Version of this layout and of the message format.
-const VERSION: u64 = 3;
+const VERSION: u64 = 4;
 
 /// Ring of the results of a rank. A step of 256 rows without log-probabilities is one part.
 const RESULT_SHAPE: RingShape = RingShape { slots: 32, slot_bytes: 8 << 10, readers: 1 };
 
+/// Ring of a rank's answers about new weights. The digests of a model take several parts.
+const WEIGHT_ANSWER_SHAPE: RingShape = RingShape { slots: 8, slot_bytes: 4 << 10, readers: 1 };
+
 const HEADER_BYTES: usize = 8 * LINE;
 
-/// Number of shared bells: plans are available, the plan ring has free slots, results are available. One
-/// bell per rank follows, which tells that the rank's result ring has free slots.
-const BELLS_SHARED: usize = 3;
+/// Number of shared bells: plans are available, the plan ring has free slots, results are available, and the same for
+/// orders and answers about weights. Two bells per rank follow, which tell that the rank's rings of results and of
+/// answers have free slots.
+const BELLS_SHARED: usize = 6;
 
 /// Error of joining a group.
 #[derive(Debug, thiserror::Error)]
@@ -73,7 +77,7 @@ pub struct GroupRegion {
 impl GroupRegion {
     /// Returns the size of a group's region in bytes.
     pub fn bytes(ranks: u32) -> usize {
-        Self::results_at(ranks as usize, ranks as usize)
+        Self::weight_answers_at(ranks as usize, ranks as usize)
     }
 
     /// Creates the region; called by the node.
@@ -143,6 +147,26 @@ impl GroupRegion {
         RingMemory::new(&self.region, at, RESULT_SHAPE, bells, seed)
     }
 
+    /// Returns the bell of answers about weights.
+    pub fn weight_answers_bell(&self) -> Bell {
+        self.bell(5)
+    }
+
+    /// Returns the ring of orders about weights, with the ranks as readers.
+    pub fn weight_orders(&self) -> RingMemory {
+        let at = Self::results_at(self.ranks, self.ranks);
+        let (shape, seed) = (Self::weight_order_shape(self.ranks), self.seed(1 << 32));
+        RingMemory::new(&self.region, at, shape, (self.bell(3), self.bell(4)), seed)
+    }
+
+    /// Returns the ring of a rank's answers about weights.
+    pub fn weight_answers(&self, rank: usize) -> RingMemory {
+        let at = Self::weight_answers_at(self.ranks, rank);
+        let bells = (self.bell(5), self.bell(BELLS_SHARED + self.ranks + rank));
+        let seed = self.seed((1 << 32) + 1 + rank as u64);
+        RingMemory::new(&self.region, at, WEIGHT_ANSWER_SHAPE, bells, seed)
+    }
+
     fn seed(&self, ring: u64) -> u64 {
         xxh3_64(&self.epoch.to_le_bytes()) ^ ring
     }
@@ -157,8 +181,19 @@ impl GroupRegion {
         RingShape { slots: 64, slot_bytes: 8 << 10, readers: ranks }
     }
 
+    /// Returns the shape of the ring of orders about weights. A chunk's pieces are one part, and the tensors of a model
+    /// a few hundred.
+    fn weight_order_shape(ranks: usize) -> RingShape {
+        RingShape { slots: 16, slot_bytes: 8 << 10, readers: ranks }
+    }
+
     fn plans_at(ranks: usize) -> usize {
-        HEADER_BYTES + ranks * LINE + (BELLS_SHARED + ranks) * Bell::BYTES
+        HEADER_BYTES + ranks * LINE + (BELLS_SHARED + 2 * ranks) * Bell::BYTES
+    }
+
+    fn weight_answers_at(ranks: usize, rank: usize) -> usize {
+        let orders = Self::weight_order_shape(ranks).bytes();
+        Self::results_at(ranks, ranks) + orders + rank * WEIGHT_ANSWER_SHAPE.bytes()
     }
 
     fn results_at(ranks: usize, rank: usize) -> usize {
@@ -208,13 +243,15 @@ mod tests {
             let ranks = ranks as usize;
             let mut ends = vec![HEADER_BYTES, HEADER_BYTES + ranks * LINE];
             ends.push(GroupRegion::plans_at(ranks));
-            assert_eq!(ends[2] - ends[1], (BELLS_SHARED + ranks) * Bell::BYTES);
+            assert_eq!(ends[2] - ends[1], (BELLS_SHARED + 2 * ranks) * Bell::BYTES);
             ends.extend((0..=ranks).map(|rank| GroupRegion::results_at(ranks, rank)));
+            ends.extend((0..=ranks).map(|rank| GroupRegion::weight_answers_at(ranks, rank)));
             assert!(ends.is_sorted() && ends.iter().all(|end| end.is_multiple_of(LINE)));
             assert_eq!(ends.last(), Some(&made.region.byte_count()));
             // Overlapping atomics of different kinds panic.
             let _all = (made.plans(), made.heartbeat(ranks - 1), made.free_plan_slot());
             let _results: Vec<_> = (0..ranks).map(|rank| made.results(rank)).collect();
+            let _weights = (made.weight_orders(), made.weight_answers(ranks - 1));
         }
     }
 }

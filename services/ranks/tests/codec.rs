@@ -144,8 +144,13 @@ fn answer() -> impl Strategy<Value = Answer> {
         uniform,
     });
     prop_oneof![
-        (any::<[u32; 6]>(), option::of(speculation), vec(any::<u8>(), 0..40)).prop_map(
-            |(it, speculation, ready_message)| {
+        (
+            any::<[u32; 6]>(),
+            option::of(speculation),
+            vec(any::<u8>(), 0..40),
+            any::<Option<bool>>()
+        )
+            .prop_map(|(it, speculation, ready_message, updates_in_place)| {
                 let limits = ExecutorLimits {
                     slots: it[0],
                     step_tokens: it[1],
@@ -155,13 +160,13 @@ fn answer() -> impl Strategy<Value = Answer> {
                     vocabulary: it[5],
                     speculation,
                 };
-                Answer::Ready { limits, ready_message }
-            }
-        ),
+                Answer::Ready { limits, updates_in_place, ready_message }
+            }),
         (any::<[u64; 3]>(), option::of(result)).prop_map(|(it, result)| {
             Answer::Step(StepAnswer { step_id: it[0], state: it[1], tokens: it[2], result })
         }),
         any::<u64>().prop_map(|step_id| Answer::MasksDue { step_id }),
+        any::<u64>().prop_map(|state| Answer::WeightsChanged { state }),
         ".{0,40}".prop_map(|reason| Answer::Failed(Failure::Stopped { reason })),
         (any::<u64>(), ".{0,40}")
             .prop_map(|(step_id, reason)| Answer::Failed(Failure::BadPlan { step_id, reason })),

@@ -1,5 +1,5 @@
 //! Groups of real rank processes with the `sim` executor. A group generates the same tokens as one executor in this
-//! process. A group fails with a typed error when a rank dies, hangs, diverges or cannot start. Ranks end with their
+//! process, and changes its weights as one. A group fails with a typed error when a rank dies, hangs, diverges or cannot start. Ranks end with their
 //! node.
 //!
 //! A rank process is this program again, running a helper that reads its rank spec from an environment variable.
@@ -7,7 +7,10 @@
 use std::{
     env, fs,
     process::{Command, Stdio},
-    sync::atomic::{AtomicU32, Ordering},
+    sync::{
+        Arc,
+        atomic::{AtomicBool, AtomicU32, Ordering},
+    },
     thread,
     time::{Duration, Instant},
 };
@@ -17,13 +20,19 @@ use engine::{
     constraint::{Constraint, ConstraintFailure, Matcher},
     event::{Action, Input, NewSequence, SequenceId, SequenceKind},
     executor::{
-        CollectWaker, Executor, ExecutorError, ExecutorLimits, Speculation,
+        ChunkReceiver, CollectWaker, DeclaredTensor, Executor, ExecutorError, ExecutorLimits,
+        PrepareError, ReceivedWeights, Speculation, TensorDigest, TensorPiece, WeightUpdate,
         sim::{CostModel, SimExecutor},
     },
     plan::{RowMask, StepId, StepPlan, StepResult},
 };
-use kernels::sampling::{Sampling, TokenMask};
-use kernels::shared::RegionName;
+use kernels::{
+    cuda::{ChunkSource, ExportedMemory},
+    peer::WaitLimit,
+    sampling::{Sampling, TokenMask},
+    shared::RegionName,
+};
+use model::Checkpoint;
 use ranks::{GroupError, GroupSettings, RankGroup, RankSpec, run_rank};
 
 const RANK_HELPER: &str = "rank";
@@ -105,6 +114,93 @@ struct FaultyDevice {
     sim: SimExecutor,
     fault: Scenario,
     collected: u64,
+    weights: Arc<Weights>,
+}
+
+/// A buffer from which rank 1 cannot copy, and one whose copies do not end.
+const DAMAGED_BUFFER: usize = 7;
+const STUCK_BUFFER: usize = 8;
+
+/// New weights of a rank. The first tensor is in parts, and each rank has the whole of the second one.
+struct Weights {
+    rank: u64,
+    is_prepared: AtomicBool,
+}
+
+struct Copies<'a> {
+    weights: &'a Weights,
+    bytes: u64,
+}
+
+impl WeightUpdate for Weights {
+    fn is_in_place(&self) -> bool {
+        false
+    }
+
+    fn prepare(&self, _: &std::path::Path, _: &Checkpoint) -> Result<(), PrepareError> {
+        unreachable!("the tests read no files")
+    }
+
+    fn receive(
+        &self,
+        tensors: &[DeclaredTensor],
+        source: ChunkSource<'_>,
+    ) -> Result<Box<dyn ChunkReceiver + '_>, PrepareError> {
+        let ChunkSource::Mapped(buffers) = source else { unreachable!("ranks map buffers") };
+        assert_eq!((buffers, tensors), (&[trainer_buffer()][..], &trainer_tensors()[..]));
+        Ok(Box::new(Copies { weights: self, bytes: 0 }))
+    }
+
+    fn discard(&self) {
+        self.is_prepared.store(false, Ordering::Relaxed);
+    }
+}
+
+impl ChunkReceiver for Copies<'_> {
+    fn fill(&mut self, _: usize, _: usize, _: WaitLimit<'_>) -> Result<(), PrepareError> {
+        unreachable!("ranks map buffers")
+    }
+
+    fn scatter(&mut self, buffer: usize, pieces: &[TensorPiece]) -> Result<(), PrepareError> {
+        if buffer == DAMAGED_BUFFER && self.weights.rank == 1 {
+            return Err(PrepareError::Device("the copy failed".to_owned()));
+        }
+        self.bytes += pieces.iter().map(|piece| piece.range.len() as u64).sum::<u64>();
+        Ok(())
+    }
+
+    fn wait(&mut self, buffer: usize, limit: WaitLimit<'_>) -> Result<(), PrepareError> {
+        while buffer == STUCK_BUFFER && !(limit.cancelled)() {
+            if Instant::now() > limit.deadline {
+                return Err(PrepareError::Device("the copies did not end".to_owned()));
+            }
+            thread::yield_now();
+        }
+        Ok(())
+    }
+
+    fn finish(&mut self, _: WaitLimit<'_>) -> Result<ReceivedWeights, PrepareError> {
+        self.weights.is_prepared.store(true, Ordering::Relaxed);
+        let part = TensorDigest { value: self.weights.rank + 1, is_whole: false };
+        let whole = TensorDigest { value: 9, is_whole: true };
+        let bytes = self.bytes * (1 + self.weights.rank);
+        Ok(ReceivedWeights { digests: vec![Some(part), Some(whole)], bytes })
+    }
+}
+
+fn trainer_buffer() -> ExportedMemory {
+    ExportedMemory {
+        uuid: "GPU-1".to_owned(),
+        handle: std::array::from_fn(|at| at as u8),
+        offset: 5,
+        bytes: 100,
+    }
+}
+
+fn trainer_tensors() -> Vec<DeclaredTensor> {
+    ["up", "norm"]
+        .map(|name| DeclaredTensor { name: name.into(), dtype: "BF16".into(), shape: vec![50] })
+        .to_vec()
 }
 
 impl Executor for FaultyDevice {
@@ -147,6 +243,17 @@ impl Executor for FaultyDevice {
     fn limits(&self) -> ExecutorLimits {
         self.sim.limits()
     }
+
+    fn weight_update(&self) -> Option<Arc<dyn WeightUpdate>> {
+        Some(self.weights.clone())
+    }
+
+    fn commit_weights(&mut self) -> Result<(), ExecutorError> {
+        match self.weights.is_prepared.swap(false, Ordering::Relaxed) {
+            true => Ok(()),
+            false => Err(ExecutorError::Stopped { reason: "no weights are prepared".to_owned() }),
+        }
+    }
 }
 
 fn long() -> ExecutorLimits {
@@ -172,7 +279,9 @@ fn run_rank_process() {
         };
         let sim = SimExecutor::new(limits, CostModel::default(), Instant::now());
         let fault = if is_faulty { fault } else { Scenario::None };
-        Ok((FaultyDevice { sim, fault, collected: 0 }, vec![spec.rank as u8]))
+        let weights = Weights { rank: spec.rank.into(), is_prepared: false.into() };
+        let weights = Arc::new(weights);
+        Ok((FaultyDevice { sim, fault, collected: 0, weights }, vec![spec.rank as u8]))
     });
     if let Err(error) = &outcome {
         eprintln!("rank {}: {error}", spec.rank);
@@ -267,7 +376,13 @@ fn outputs<E: Executor>(
     executor: E,
     sequences: Vec<NewSequence>,
 ) -> Result<Vec<Vec<u32>>, ExecutorError> {
-    let mut steps = step_loop(executor);
+    run(&mut step_loop(executor), sequences)
+}
+
+fn run<E: Executor>(
+    steps: &mut StepLoop<E>,
+    sequences: Vec<NewSequence>,
+) -> Result<Vec<Vec<u32>>, ExecutorError> {
     let mut outputs = vec![Vec::new(); sequences.len()];
     let (mut left, mut actions) = (sequences.len(), Vec::new());
     for sequence in sequences {
@@ -501,6 +616,64 @@ fn failed_group_start_reports_the_reason_and_leaks_nothing() {
     }
 }
 
+fn limit(within: Duration, cancelled: &(dyn Fn() -> bool + Sync)) -> WaitLimit<'_> {
+    WaitLimit { deadline: Instant::now() + within, cancelled }
+}
+
+fn ranks_copy_their_parts_of_chunks_and_commit_together() {
+    let group = group(2, Scenario::None);
+    let update = group.weight_update().unwrap();
+    let pieces = |tensor| vec![TensorPiece { tensor, range: 10..40, at: 3 }];
+    let receive = || {
+        let buffers = [trainer_buffer()];
+        update.receive(&trainer_tensors(), ChunkSource::Mapped(&buffers)).unwrap()
+    };
+    // The failure of one rank fails the update, and the next update begins anew.
+    let mut receiver = receive();
+    receiver.scatter(DAMAGED_BUFFER, &pieces(0)).unwrap();
+    let error = receiver.wait(0, limit(WITHIN, &|| false)).unwrap_err().to_string();
+    assert_eq!(error, "rank 1 of 2: cannot prepare the weights: the copy failed");
+    drop(receiver);
+    // A trainer that leaves ends the wait of every rank, and so does a deadline.
+    let left = AtomicBool::new(false);
+    for (is_left, within, words) in [
+        (true, WITHIN, "the update was cancelled"),
+        (false, Duration::from_millis(20), "the copies did not end"),
+    ] {
+        left.store(is_left, Ordering::Relaxed);
+        let mut receiver = receive();
+        let is_over = || left.load(Ordering::Relaxed);
+        let error = receiver.wait(STUCK_BUFFER, limit(within, &is_over)).unwrap_err().to_string();
+        assert!(error.contains(words), "{error}");
+    }
+    update.discard();
+    let mut receiver = receive();
+    for tensor in [0, 1] {
+        receiver.scatter(0, &pieces(tensor)).unwrap();
+        receiver.wait(0, limit(WITHIN, &|| false)).unwrap();
+    }
+    let received = receiver.finish(limit(WITHIN, &|| false)).unwrap();
+    let whole = |value| Some(TensorDigest { value, is_whole: true });
+    assert_eq!(received, ReceivedWeights { digests: vec![whole(3), whole(9)], bytes: 120 });
+    drop(receiver);
+    let mut steps = step_loop(group);
+    steps.executor_mut().commit_weights().unwrap();
+    let expected =
+        outputs(SimExecutor::new(LIMITS, CostModel::default(), Instant::now()), sequences());
+    thread::scope(|scope| {
+        let running = scope.spawn(|| run(&mut steps, sequences()));
+        // A second update while steps run.
+        let mut receiver = receive();
+        receiver.finish(limit(WITHIN, &|| false)).unwrap();
+        drop(receiver);
+        assert_eq!(running.join().unwrap().unwrap(), expected.unwrap());
+    });
+    steps.executor_mut().commit_weights().unwrap();
+    let error = steps.executor_mut().commit_weights().unwrap_err().to_string();
+    assert!(error.contains("no weights are prepared"), "{error}");
+    assert!(update.receive(&[], ChunkSource::Mapped(&[])).is_err(), "the group has failed");
+}
+
 /// Starts three ranks, reports their process ids and sleeps until it is killed.
 fn run_node() {
     let path = env::var(PROCESS_IDS).unwrap();
@@ -545,6 +718,7 @@ fn main() -> std::process::ExitCode {
         waker_ends_a_wait_for_results_and_a_stuck_group_is_killed,
         plan_that_no_rank_can_run_is_a_bad_plan_error,
         failed_group_start_reports_the_reason_and_leaks_nothing,
+        ranks_copy_their_parts_of_chunks_and_commit_together,
         ranks_end_with_their_node_even_if_stopped,
     ];
     test_harness::main(&[(RANK_HELPER, run_rank_process), (NODE_HELPER, run_node)], tests)

@@ -3,6 +3,7 @@
 use std::ops::Range;
 
 use kernels::peer::WaitLimit;
+use serde::{Deserialize, Serialize};
 
 use super::PrepareError;
 
@@ -22,13 +23,29 @@ pub trait ChunkReceiver {
     /// Waits until the copies out of this buffer have completed, so that it can be overwritten.
     fn wait(&mut self, buffer: usize, limit: WaitLimit<'_>) -> Result<(), PrepareError>;
 
-    /// Waits for all copies, and rejects values that are not finite. Returns the digest of each tensor; `None`: the model
-    /// does not use the tensor.
-    fn finish(&mut self, limit: WaitLimit<'_>) -> Result<Vec<Option<u64>>, PrepareError>;
+    /// Waits for all copies, and rejects values that are not finite.
+    fn finish(&mut self, limit: WaitLimit<'_>) -> Result<ReceivedWeights, PrepareError>;
+}
+
+/// Weights, or a rank's part of them, that have arrived.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ReceivedWeights {
+    /// For each declared tensor the digest of the bytes that arrived; `None`: the model does not use the tensor.
+    pub digests: Vec<Option<TensorDigest>>,
+    /// Bytes that were copied out of chunks; with ranks those of the rank with the most.
+    pub bytes: u64,
+}
+
+/// Digest of a tensor, or of a rank's part of the tensor. The digests of the parts add up to the tensor's.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct TensorDigest {
+    pub value: u64,
+    /// Whether all bytes of the tensor arrived.
+    pub is_whole: bool,
 }
 
 /// A tensor that a trainer declares.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct DeclaredTensor {
     /// Name in Hugging Face's checkpoints.
     pub name: String,
@@ -51,7 +68,7 @@ impl DeclaredTensor {
 }
 
 /// A range of a tensor's bytes in a chunk.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct TensorPiece {
     /// Index of the tensor.
     pub tensor: usize,

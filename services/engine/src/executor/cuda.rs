@@ -117,14 +117,14 @@ impl CudaModel {
     /// Allocates memory for a second copy of the weights, so that the weights can be updated while steps run.
     /// `chunks`: number and bytes of the buffers that a trainer's broadcasts fill.
     pub fn allocate_shadow(&mut self, chunks: (usize, usize)) -> Result<(), CudaExecutorError> {
-        self.shadow = Some(Shadow::new(&self.backend, chunks)?);
+        self.shadow = Some(Shadow::new(self.model.config(), &self.backend, chunks)?);
         Ok(())
     }
 
     /// Lets the weights be updated in place, while no step runs.
     /// `chunks`: as for [`Self::allocate_shadow`].
     pub fn update_in_place(&mut self, chunks: (usize, usize)) -> Result<(), CudaExecutorError> {
-        self.shadow = Some(Shadow::in_place(&self.backend, chunks)?);
+        self.shadow = Some(Shadow::in_place(self.model.config(), &self.backend, chunks)?);
         Ok(())
     }
 

@@ -6,7 +6,7 @@ use std::{
     path::{Path, PathBuf},
 };
 
-use kernels::mmap::MappedFile;
+use kernels::mmap::{FileIdentity, MappedFile};
 
 use crate::{
     config::ModelConfig,
@@ -78,6 +78,11 @@ impl StoredWeights {
     /// Adds a tensor. Returns false when the directory has a tensor with this name.
     pub fn add_tensor(&mut self, name: String, entry: Entry) -> bool {
         self.tensors.insert(name, entry).is_none()
+    }
+
+    /// Returns the identities of the files, in the order in which they were opened.
+    pub fn files(&self) -> Vec<FileIdentity> {
+        self.files.iter().map(|file| file.mapped.identity()).collect()
     }
 
     pub fn forget_pages(&self) {

@@ -100,8 +100,8 @@ pub(super) enum Call {
 #[derive(Debug, thiserror::Error)]
 pub(super) enum CallError {
     #[error(
-        "cannot change the weights: this node holds no second copy; expected a node without node.tp on a CPU, or on a GPU \
-         with weights.place = shadow or in_place"
+        "cannot change the weights: this node holds no second copy; expected a node on a CPU, or on a GPU with \
+         weights.place = shadow or in_place"
     )]
     Unsupported,
     #[error(transparent)]
@@ -487,7 +487,7 @@ impl Actor {
         self.work.spawn(async move {
             if let Origin::Trainer(address) = origin {
                 let prepare = move |update: &dyn WeightUpdate, cancelled: &CancellationToken| {
-                    let version = trainer::receive(&address, &model, update, &release, cancelled);
+                    let version = trainer::receive(&address, update, &release, cancelled);
                     let version = version.map_err(|error| error.to_string())?;
                     Ok(Prepared { version, files: None })
                 };

@@ -21,9 +21,8 @@ use std::{
     time::{Duration, Instant},
 };
 
-use engine::executor::{ChunkReceiver, PrepareError, WeightUpdate};
+use engine::executor::{ChunkReceiver, PrepareError, ReceivedWeights, WeightUpdate};
 use kernels::peer::WaitLimit;
-use model::ModelConfig;
 use tokio_util::sync::CancellationToken;
 use weight_transfer::{Chunk, WeightVersion};
 
@@ -112,7 +111,6 @@ pub(super) enum TrainerError {
 /// `cancelled` is cancelled.
 pub(super) fn receive(
     address: &TrainerAddress,
-    model: &ModelConfig,
     update: &dyn WeightUpdate,
     release: &dyn Fn() -> Result<(), ReceiveError>,
     cancelled: &CancellationToken,
@@ -127,7 +125,7 @@ pub(super) fn receive(
     let (source, tensors) = (declaration.source(address)?, declaration.tensors());
     let is_over = || connection.is_over();
     let limit = WaitLimit { deadline: Instant::now() + JOIN_MAX, cancelled: &is_over };
-    let receiver = update.receive(model, &tensors, source.chunk_source(limit));
+    let receiver = update.receive(&tensors, source.chunk_source(limit));
     let mut receiver = receiver.map_err(|error| ended(&connection, error.into()))?;
     let plan = declaration.plan(&tensors)?;
     if update.is_in_place() {
@@ -140,16 +138,17 @@ pub(super) fn receive(
         Source::Mapped(buffers) => chunks.request_all(buffers.len())?,
         Source::Broadcast { buffers, .. } => chunks.receive_all(*buffers)?,
     }
-    let digests = chunks.finish()?;
+    let ReceivedWeights { digests, bytes: rank_bytes } = chunks.finish()?;
     tracing::info!(
         bytes = plan.bytes(),
+        rank_bytes,
         chunks = plan.chunks().len(),
         mapped_ms = mapped.as_secs_f64() * 1e3,
         received_ms = began.elapsed().as_secs_f64() * 1e3,
         "received weights from a trainer"
     );
     let tensors = plan.tensors().iter().zip(digests);
-    let used = tensors.filter_map(|(tensor, digest)| Some((tensor.clone(), digest?)));
+    let used = tensors.filter_map(|(tensor, digest)| Some((tensor.clone(), digest?.value)));
     Ok(WeightVersion::of_tensors(&mut used.collect::<Vec<_>>()))
 }
 
@@ -228,10 +227,10 @@ impl Chunks<'_, '_> {
     }
 
     /// Waits for all copies. Fails if the trainer has closed the connection before.
-    fn finish(&mut self) -> Result<Vec<Option<u64>>, ReceiveError> {
-        let digests = self.limited(CHUNK_MAX, |receiver, limit| receiver.finish(limit))?;
+    fn finish(&mut self) -> Result<ReceivedWeights, ReceiveError> {
+        let received = self.limited(CHUNK_MAX, |receiver, limit| receiver.finish(limit))?;
         self.connection.check()?;
-        Ok(digests)
+        Ok(received)
     }
 
     /// Runs work that ends early when the trainer closes the connection.

@@ -12,7 +12,7 @@ use kernels::{
 };
 use model::{ModelConfig, PackedPart, Weight, packing_order};
 
-use crate::executor::{DeclaredError, DeclaredTensor, TensorPiece};
+use crate::executor::{DeclaredError, DeclaredTensor, TensorDigest, TensorPiece};
 
 /// Places of all tensors of an update.
 #[derive(Debug)]
@@ -107,6 +107,12 @@ impl Scatter {
         self.digest_count
     }
 
+    /// Returns the bytes that are copied out of all chunks.
+    pub fn bytes(&self) -> u64 {
+        let parts = self.tensors.iter().flat_map(|tensor| &tensor.destinations);
+        parts.map(|part| part.runs().bytes() as u64).sum()
+    }
+
     /// Returns the copies of the pieces of a chunk, and the parts that are then complete.
     pub fn work(&self, pieces: &[TensorPiece]) -> ChunkWork {
         let mut work = ChunkWork::default();
@@ -134,7 +140,7 @@ impl Scatter {
         &self,
         copied: &CopiedWeights,
         mut upload: impl FnMut(&[f32], usize) -> Result<(), E>,
-    ) -> Result<Vec<Option<u64>>, E> {
+    ) -> Result<Vec<Option<TensorDigest>>, E> {
         let not_finite = |tensor: &Placed, count| {
             E::from(DeclaredError::NotFinite { name: tensor.name.clone(), count })
         };
@@ -157,12 +163,12 @@ impl Scatter {
                 return Ok(None);
             };
             let runs = part.runs();
-            let (digest, count) = match part.memory {
+            let (value, count) = match part.memory {
                 Memory::Device { digest } => copied.digests[digest.expect("the first has one")],
                 Memory::Host => (of_weight(&runs, part.host(&copied.host)), 0),
             };
             match count {
-                0 => Ok(Some(digest)),
+                0 => Ok(Some(TensorDigest { value, is_whole: runs.bytes() == tensor.bytes })),
                 count => Err(not_finite(tensor, count)),
             }
         };

@@ -16,12 +16,15 @@ use kernels::{
 use model::{Checkpoint, LlamaWeights, ModelConfig};
 
 use super::{
-    super::{ChunkReceiver, DeclaredTensor, PrepareError, TensorPiece, WeightUpdate},
+    super::{
+        ChunkReceiver, DeclaredTensor, PrepareError, ReceivedWeights, TensorPiece, WeightUpdate,
+    },
     scatter::Scatter,
 };
 
 pub(super) struct Shadow {
     packer: CudaPacker,
+    config: ModelConfig,
     is_in_place: bool,
     /// Whether the packer holds complete weights that are not in use.
     is_prepared: AtomicBool,
@@ -29,15 +32,26 @@ pub(super) struct Shadow {
 
 impl Shadow {
     /// Allocates memory for a second copy of the weights of `backend`.
-    pub fn new(backend: &CudaBackend, chunks: (usize, usize)) -> Result<Arc<Self>, CudaError> {
-        let packer = CudaPacker::new(backend, chunks)?;
-        Ok(Arc::new(Self { packer, is_in_place: false, is_prepared: AtomicBool::new(false) }))
+    pub fn new(
+        config: &ModelConfig,
+        backend: &CudaBackend,
+        chunks: (usize, usize),
+    ) -> Result<Arc<Self>, CudaError> {
+        Ok(Self::with(CudaPacker::new(backend, chunks)?, config, false))
     }
 
     /// Prepares weights over those of `backend`.
-    pub fn in_place(backend: &CudaBackend, chunks: (usize, usize)) -> Result<Arc<Self>, CudaError> {
-        let packer = CudaPacker::in_place(backend, chunks)?;
-        Ok(Arc::new(Self { packer, is_in_place: true, is_prepared: AtomicBool::new(false) }))
+    pub fn in_place(
+        config: &ModelConfig,
+        backend: &CudaBackend,
+        chunks: (usize, usize),
+    ) -> Result<Arc<Self>, CudaError> {
+        Ok(Self::with(CudaPacker::in_place(backend, chunks)?, config, true))
+    }
+
+    fn with(packer: CudaPacker, config: &ModelConfig, is_in_place: bool) -> Arc<Self> {
+        let is_prepared = AtomicBool::new(false);
+        Arc::new(Self { packer, config: config.clone(), is_in_place, is_prepared })
     }
 
     /// Enqueues a copy of the prepared weights over those in use, unless they are in place. Returns false, and does nothing, without prepared
@@ -70,7 +84,6 @@ impl WeightUpdate for Shadow {
 
     fn receive(
         &self,
-        config: &ModelConfig,
         tensors: &[DeclaredTensor],
         source: ChunkSource<'_>,
     ) -> Result<Box<dyn ChunkReceiver + '_>, PrepareError> {
@@ -78,7 +91,7 @@ impl WeightUpdate for Shadow {
         self.packer.begin().map_err(failed)?;
         let (shard, dtype) = (self.packer.pack_shard(), self.packer.dtype());
         let place = |bytes| self.packer.place(bytes).map_err(failed);
-        let scatter = Scatter::new(config, shard, dtype, tensors, place)?;
+        let scatter = Scatter::new(&self.config, shard, dtype, tensors, place)?;
         let (host_bytes, digests) = (scatter.host_bytes(), scatter.digest_count());
         let copies = self.packer.copy_chunks(source, host_bytes, digests);
         let copies = copies.map_err(PrepareError::Device)?;
@@ -121,7 +134,7 @@ impl ChunkReceiver for Chunks<'_> {
         self.copies.wait(buffer, limit).map_err(failed)
     }
 
-    fn finish(&mut self, limit: WaitLimit<'_>) -> Result<Vec<Option<u64>>, PrepareError> {
+    fn finish(&mut self, limit: WaitLimit<'_>) -> Result<ReceivedWeights, PrepareError> {
         let Self { shadow, scatter, copies } = self;
         let copied = copies.finish(limit).map_err(failed)?;
         let upload = |values: &[f32], to| shadow.packer.upload(values, to).map_err(failed);
@@ -131,6 +144,6 @@ impl ChunkReceiver for Chunks<'_> {
         let digests = digests?;
         finished.map_err(failed)?;
         shadow.is_prepared.store(true, Ordering::Release);
-        Ok(digests)
+        Ok(ReceivedWeights { digests, bytes: scatter.bytes() })
     }
 }

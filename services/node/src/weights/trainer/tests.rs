@@ -10,7 +10,7 @@ use std::{
     thread,
 };
 
-use engine::executor::{DeclaredTensor, TensorPiece};
+use engine::executor::{DeclaredTensor, TensorDigest, TensorPiece};
 use kernels::cuda::{ChunkSource, HANDLE_BYTES};
 use model::Checkpoint;
 use serde_json::{Value, json};
@@ -67,7 +67,6 @@ impl WeightUpdate for Shared {
 
     fn receive(
         &self,
-        _: &ModelConfig,
         tensors: &[DeclaredTensor],
         source: ChunkSource<'_>,
     ) -> Result<Box<dyn ChunkReceiver + '_>, PrepareError> {
@@ -129,15 +128,19 @@ impl ChunkReceiver for Receiver<'_> {
         Ok(())
     }
 
-    fn finish(&mut self, limit: WaitLimit<'_>) -> Result<Vec<Option<u64>>, PrepareError> {
+    fn finish(&mut self, limit: WaitLimit<'_>) -> Result<ReceivedWeights, PrepareError> {
         (0..self.pending.len()).try_for_each(|buffer| self.wait(buffer, limit))?;
         while self.shared.outlives_trainer && !(limit.cancelled)() {
             assert!(Instant::now() < limit.deadline, "the trainer closes the connection");
             thread::yield_now();
         }
         let received = self.shared.received.lock().unwrap();
-        let digest = |bytes: &Vec<u8>| Some(weight_transfer::digest([&bytes[..]]) as u64);
-        Ok(received.iter().map(digest).collect())
+        let digest = |bytes: &Vec<u8>| {
+            let value = weight_transfer::digest([&bytes[..]]) as u64;
+            Some(TensorDigest { value, is_whole: true })
+        };
+        let bytes = received.iter().map(|bytes| bytes.len() as u64).sum();
+        Ok(ReceivedWeights { digests: received.iter().map(digest).collect(), bytes })
     }
 }
 
@@ -254,7 +257,7 @@ async fn run_with(shared: Shared, declaration: Value, answers: usize, end: End) 
             released.set(true);
             Ok(())
         };
-        let result = receive(&TrainerAddress::Ipc(socket), &model(), &*node, &release, &cancelled);
+        let result = receive(&TrainerAddress::Ipc(socket), &*node, &release, &cancelled);
         (result, released.get())
     })
     .await
@@ -262,21 +265,6 @@ async fn run_with(shared: Shared, declaration: Value, answers: usize, end: End) 
     trainer.join().unwrap();
     assert_eq!(shared.receiving.load(Ordering::Relaxed), 0, "the buffers are unmapped");
     Outcome { shared, result, released }
-}
-
-fn model() -> ModelConfig {
-    let folder = tempfile::tempdir().unwrap();
-    let config = json!({
-        "architectures": ["LlamaForCausalLM"], "model_type": "llama",
-        "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1,
-        "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 96,
-        "max_position_embeddings": 64, "rms_norm_eps": 1e-5, "rope_theta": 10000.0,
-        "hidden_act": "silu"
-    });
-    let path = folder.path().join("config.json");
-    std::fs::write(&path, config.to_string()).unwrap();
-    let checkpoint = Checkpoint::open(&path, model::LoadFormat::Dummy { seed: 1 }).unwrap();
-    checkpoint.config().clone()
 }
 
 #[tokio::test]
@@ -375,7 +363,7 @@ async fn invalid_messages_are_named() {
     let nobody = spawn_blocking(|| {
         let shared = Shared::default();
         let address = TrainerAddress::Ipc("/nowhere/trainer.sock".into());
-        receive(&address, &model(), &shared, &|| Ok(()), &CancellationToken::new())
+        receive(&address, &shared, &|| Ok(()), &CancellationToken::new())
     });
     let error = nobody.await.unwrap().unwrap_err().to_string();
     assert!(error.contains("expected the Unix socket of a trainer on this host"), "{error}");
@@ -413,9 +401,8 @@ async fn run_broadcast(
     });
     let shared = Arc::new(Shared { stuck_at, ..Shared::default() });
     let node = shared.clone();
-    let received = spawn_blocking(move || {
-        receive(&address, &model(), &*node, &|| Ok(()), &CancellationToken::new())
-    });
+    let received =
+        spawn_blocking(move || receive(&address, &*node, &|| Ok(()), &CancellationToken::new()));
     let received = received.await.unwrap();
     trainer.join().unwrap();
     assert_eq!(shared.receiving.load(Ordering::Relaxed), 0);

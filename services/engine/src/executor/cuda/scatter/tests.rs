@@ -84,7 +84,7 @@ fn received(
     dtype: Dtype,
     (declared, bytes): &(Vec<DeclaredTensor>, Vec<Vec<u8>>),
     chunk_bytes: usize,
-) -> Result<(Vec<u8>, Vec<Option<u64>>), DeclaredError> {
+) -> Result<(Vec<u8>, Vec<Option<TensorDigest>>), DeclaredError> {
     let mut end = 0;
     let place = |bytes| {
         end += bytes;
@@ -140,6 +140,8 @@ fn received(
         Ok::<_, DeclaredError>(())
     };
     let digests = scatter.finish(&copied, upload)?;
+    // The bytes of vectors are packed in f32.
+    assert!(scatter.bytes() <= out.len() as u64);
     Ok((out, digests))
 }
 
@@ -164,7 +166,8 @@ proptest! {
                 for ((tensor, bytes), digest) in tensors.0.iter().zip(&tensors.1).zip(&whole.1) {
                     let run = bytes.len();
                     let runs = WeightRuns { runs: 1, run_bytes: run, run_stride: run, first: 0 };
-                    let expected = Some(of_weight(&runs, bytes));
+                    let value = of_weight(&runs, bytes);
+                    let expected = Some(TensorDigest { value, is_whole: true });
                     prop_assert_eq!(*digest, expected, "{}", tensor.name);
                 }
                 let ranks = [0, 1].map(|rank| {
@@ -175,11 +178,15 @@ proptest! {
                     digests
                 });
                 for (tensor, whole) in whole.1.iter().enumerate() {
-                    let [one, two] = [&ranks[0], &ranks[1]].map(|rank| rank[tensor]);
+                    let [one, two] = [&ranks[0], &ranks[1]].map(|rank| rank[tensor].unwrap());
+                    let whole = whole.unwrap();
                     // Each rank has all bytes of a norm.
-                    if (one, two) != (*whole, *whole) {
-                        let sum = one.unwrap().wrapping_add(two.unwrap());
-                        prop_assert_eq!(Some(sum), *whole);
+                    match one.is_whole {
+                        true => prop_assert_eq!((one, two), (whole, whole)),
+                        false => {
+                            prop_assert!(!two.is_whole);
+                            prop_assert_eq!(one.value.wrapping_add(two.value), whole.value);
+                        }
                     }
                 }
             }

@@ -1,0 +1,361 @@
+//! Weight updates of a group, in the node process.
+//!
+//! New weights are prepared beside the steps: [`RankedUpdate`] sends orders through a ring of their own. They are used
+//! between steps: a change follows the plans in their ring, and the group waits until every rank has changed.
+
+use std::{
+    path::Path,
+    sync::{Arc, Mutex, MutexGuard, PoisonError},
+    time::{Duration, Instant},
+};
+
+use engine::executor::{
+    ChunkReceiver, DeclaredTensor, Executor, ExecutorError, PrepareError, ReceivedWeights,
+    TensorDigest, TensorPiece, WeightUpdate,
+};
+use kernels::{cuda::ChunkSource, peer::WaitLimit};
+use model::Checkpoint;
+
+use super::{RankFailure, RankGroup, RankName, SLEEP_MAX, Watch};
+use crate::{
+    codec::{self, WeightChange},
+    region::GroupRegion,
+    ring::{Bell, RingError, RingReader, RingWriter},
+    weight_messages::{ModelFiles, WeightAnswer, WeightOrder},
+};
+
+/// Time-out of a change of the weights. A rank's own time-out is shorter.
+const CHANGE_MAX: Duration = Duration::from_secs(20);
+/// Time-out of packing weights from files, as at the start of a node.
+const PREPARE_MAX: Duration = Duration::from_secs(1800);
+/// Time-out of mapping a trainer's buffers.
+const MAP_MAX: Duration = Duration::from_secs(60);
+/// Time-out of orders that end copies or free memory. A rank's own time-outs are shorter.
+const END_MAX: Duration = Duration::from_secs(30);
+/// Time beyond a rank's own time-out, so that its reason arrives.
+const GRACE: Duration = Duration::from_millis(200);
+/// Interval of checks for cancellation.
+const CANCEL_POLL_INTERVAL: Duration = Duration::from_millis(5);
+/// Time of polling for answers without a pause: a chunk takes less than a millisecond.
+const SPIN: Duration = Duration::from_millis(2);
+
+/// Prepares new weights on all ranks.
+#[derive(Debug)]
+pub(super) struct RankedUpdate {
+    is_in_place: bool,
+    link: Mutex<Link>,
+}
+
+/// The rings of orders and answers.
+#[derive(Debug)]
+pub(super) struct Link {
+    watch: Arc<Watch>,
+    orders: RingWriter,
+    answers: Vec<RingReader>,
+    answers_bell: Bell,
+    unread_max: Duration,
+    /// Orders that each rank has yet to answer.
+    pending: Vec<u32>,
+    /// The first failed order since the last call of `settle` that returned it.
+    failure: Option<PrepareError>,
+    /// Last report of each rank.
+    received: Vec<Option<ReceivedWeights>>,
+    /// Whether ranks did not answer in time: their copies may still write the memory of new weights.
+    is_stuck: bool,
+}
+
+impl Link {
+    pub fn new(
+        region: &GroupRegion,
+        watch: Arc<Watch>,
+        ranks: usize,
+        unread_max: Duration,
+    ) -> Self {
+        let answers = |rank| RingReader::new(region.weight_answers(rank), 0);
+        Self {
+            watch,
+            orders: RingWriter::new(region.weight_orders()),
+            answers: (0..ranks).map(answers).collect(),
+            answers_bell: region.weight_answers_bell(),
+            unread_max,
+            pending: vec![0; ranks],
+            failure: None,
+            received: vec![None; ranks],
+            is_stuck: false,
+        }
+    }
+
+    /// Sends an order to every rank.
+    fn send(&mut self, order: &WeightOrder) -> Result<(), PrepareError> {
+        if self.is_stuck {
+            return Err(failed(
+                "a rank did not end an earlier update; expected a restart of the node",
+            ));
+        }
+        let message = postcard::to_stdvec(order).expect("a vector takes every order");
+        let watch = &self.watch;
+        let written = self.orders.write(&message, self.unread_max, || watch.is_over());
+        written.map_err(|error| self.broken(error))?;
+        self.pending.iter_mut().for_each(|pending| *pending += 1);
+        Ok(())
+    }
+
+    /// Waits until every rank has answered every order. Returns the first failure.
+    fn settle(&mut self, limit: WaitLimit<'_>) -> Result<(), PrepareError> {
+        let began = Instant::now();
+        loop {
+            self.take_answers()?;
+            if self.pending.iter().all(|pending| *pending == 0) {
+                return self.failure.take().map_or(Ok(()), Err);
+            }
+            if self.watch.is_over() {
+                return Err(failed("the ranks have ended"));
+            }
+            if (limit.cancelled)() {
+                return Err(failed("the update was cancelled"));
+            }
+            if Instant::now() > limit.deadline {
+                return Err(failed("a rank did not answer in time"));
+            }
+            match began.elapsed() < SPIN {
+                true => std::thread::yield_now(),
+                false => {
+                    let has_news = || self.answers.iter().any(RingReader::has_news);
+                    self.answers_bell.wait(CANCEL_POLL_INTERVAL, has_news);
+                }
+            }
+        }
+    }
+
+    fn take_answers(&mut self) -> Result<(), PrepareError> {
+        let of = self.answers.len() as u32;
+        for rank in 0..self.answers.len() {
+            let name = RankName { rank: rank as u32, of };
+            loop {
+                let answer = match self.answers[rank].poll() {
+                    Ok(None) => break,
+                    Ok(Some(message)) => codec::decode::<WeightAnswer>(message),
+                    Err(error) => return Err(self.broken(error)),
+                };
+                let is_expected = self.pending[rank] > 0;
+                self.pending[rank] = self.pending[rank].saturating_sub(1);
+                match answer {
+                    Ok(Ok(received)) if is_expected => self.received[rank] = received,
+                    Ok(Err(reason)) if is_expected => {
+                        let rank = name.to_string();
+                        self.failure.get_or_insert(PrepareError::Rank { rank, reason });
+                    }
+                    unexpected => {
+                        let what = format!("{unexpected:?}");
+                        self.watch.fail(name.sent(what.clone()));
+                        return Err(failed(&what));
+                    }
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Ends the group: its rings are unusable.
+    fn broken(&self, error: RingError) -> PrepareError {
+        let reason = error.to_string();
+        self.watch.fail(RankFailure::Ring(error));
+        failed(&reason)
+    }
+
+    /// Sends an order, and waits until every rank has carried it out.
+    fn run(&mut self, order: &WeightOrder, limit: WaitLimit<'_>) -> Result<(), PrepareError> {
+        self.send(order)?;
+        self.settle(limit)
+    }
+
+    /// Sends an order that frees something. If a rank does not answer, later updates fail.
+    fn end(&mut self, order: &WeightOrder) {
+        let limit = WaitLimit { deadline: Instant::now() + END_MAX, cancelled: &|| false };
+        // Failures of the orders before were reported, or do not matter any more.
+        let _ = self.run(order, limit);
+        self.is_stuck |= self.pending.iter().any(|pending| *pending > 0);
+        self.failure = None;
+    }
+}
+
+fn failed(reason: &str) -> PrepareError {
+    PrepareError::Device(reason.to_owned())
+}
+
+impl RankedUpdate {
+    pub fn new(link: Link, is_in_place: bool) -> Arc<Self> {
+        Arc::new(Self { is_in_place, link: Mutex::new(link) })
+    }
+
+    fn link(&self) -> MutexGuard<'_, Link> {
+        // Every order is counted before its answer, also if a caller panics.
+        self.link.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl WeightUpdate for RankedUpdate {
+    fn is_in_place(&self) -> bool {
+        self.is_in_place
+    }
+
+    fn prepare(&self, path: &Path, checkpoint: &Checkpoint) -> Result<(), PrepareError> {
+        let order = WeightOrder::Prepare(ModelFiles {
+            path: path.as_os_str().as_encoded_bytes().to_vec(),
+            format: checkpoint.load_format(),
+            keeps_pages: checkpoint.keeps_pages(),
+            files: checkpoint.files(),
+        });
+        let limit = WaitLimit { deadline: Instant::now() + PREPARE_MAX, cancelled: &|| false };
+        self.link().run(&order, limit)
+    }
+
+    fn receive(
+        &self,
+        tensors: &[DeclaredTensor],
+        source: ChunkSource<'_>,
+    ) -> Result<Box<dyn ChunkReceiver + '_>, PrepareError> {
+        let ChunkSource::Mapped(buffers) = source else {
+            let reason = "each rank keeps only its part of a broadcast (node.tp > 1); expected transport ipc or disk";
+            return Err(failed(reason));
+        };
+        // Dropped after an error, so that the ranks unmap the buffers.
+        let mut receiver = RankedReceiver {
+            link: self.link(),
+            names: tensors.iter().map(|it| it.name.clone()).collect(),
+        };
+        let order = WeightOrder::Receive {
+            tensors: tensors.to_vec(),
+            buffers: buffers.iter().map(Into::into).collect(),
+        };
+        let limit = WaitLimit { deadline: Instant::now() + MAP_MAX, cancelled: &|| false };
+        receiver.link.run(&order, limit)?;
+        Ok(Box::new(receiver))
+    }
+
+    fn discard(&self) {
+        self.link().end(&WeightOrder::Discard);
+    }
+}
+
+/// Weights that all ranks copy out of a trainer's chunks.
+struct RankedReceiver<'a> {
+    link: MutexGuard<'a, Link>,
+    /// Names of the tensors.
+    names: Vec<String>,
+}
+
+impl ChunkReceiver for RankedReceiver<'_> {
+    fn fill(&mut self, _: usize, _: usize, _: WaitLimit<'_>) -> Result<(), PrepareError> {
+        Ok(())
+    }
+
+    /// Does not wait for the ranks: [`wait`](ChunkReceiver::wait) reports failures.
+    fn scatter(&mut self, buffer: usize, pieces: &[TensorPiece]) -> Result<(), PrepareError> {
+        self.link.send(&WeightOrder::Scatter { buffer, pieces: pieces.to_vec() })
+    }
+
+    fn wait(&mut self, buffer: usize, limit: WaitLimit<'_>) -> Result<(), PrepareError> {
+        let within = limit.deadline.saturating_duration_since(Instant::now());
+        let limit = WaitLimit { deadline: limit.deadline + GRACE, ..limit };
+        self.link.run(&WeightOrder::Wait { buffer, within }, limit)
+    }
+
+    fn finish(&mut self, limit: WaitLimit<'_>) -> Result<ReceivedWeights, PrepareError> {
+        let within = limit.deadline.saturating_duration_since(Instant::now());
+        let limit = WaitLimit { deadline: limit.deadline + GRACE, ..limit };
+        self.link.run(&WeightOrder::Finish { within }, limit)?;
+        let parts: Option<Vec<_>> = self.link.received.iter_mut().map(Option::take).collect();
+        let parts = parts.ok_or_else(|| failed("a rank did not report what it received"))?;
+        joined(&parts, &self.names)
+    }
+}
+
+impl Drop for RankedReceiver<'_> {
+    fn drop(&mut self) {
+        self.link.end(&WeightOrder::End);
+    }
+}
+
+/// Returns the digests of whole tensors from those of the ranks' parts.
+fn joined(parts: &[ReceivedWeights], names: &[String]) -> Result<ReceivedWeights, PrepareError> {
+    let digest = |(index, name): (usize, &String)| {
+        let parts: Vec<_> =
+            parts.iter().map(|part| part.digests.get(index).copied().flatten()).collect();
+        let differ = || failed(&format!("ranks received different bytes of tensor {name:?}"));
+        if parts.iter().all(Option::is_none) {
+            return Ok(None);
+        }
+        let parts: Vec<TensorDigest> =
+            parts.into_iter().collect::<Option<_>>().ok_or_else(differ)?;
+        let value = match parts.iter().all(|part| part.is_whole) {
+            true if parts.iter().all(|part| *part == parts[0]) => parts[0].value,
+            false if parts.iter().all(|part| !part.is_whole) => {
+                parts.iter().fold(0, |sum: u64, part| sum.wrapping_add(part.value))
+            }
+            _ => return Err(differ()),
+        };
+        Ok(Some(TensorDigest { value, is_whole: true }))
+    };
+    let digests = names.iter().enumerate().map(digest).collect::<Result<_, _>>()?;
+    let bytes = parts.iter().map(|part| part.bytes).max().unwrap_or(0);
+    Ok(ReceivedWeights { digests, bytes })
+}
+
+impl RankGroup {
+    /// Sends a change of the weights after the plans so far, and waits until every rank has made the change.
+    pub(super) fn change_weights(&mut self, change: WeightChange) -> Result<(), ExecutorError> {
+        assert!(self.in_flight.is_empty(), "weights change between steps");
+        self.check()?;
+        codec::encode_weight_change(change, &mut self.history, &mut self.message);
+        self.write_message()?;
+        let state = Some(self.history.state());
+        let deadline = Instant::now() + CHANGE_MAX;
+        loop {
+            self.take_answers().map_err(|failure| self.stopped(failure))?;
+            let missing = self.members.iter().position(|member| member.weights_changed != state);
+            let Some(rank) = missing else { return Ok(()) };
+            self.check()?;
+            if Instant::now() > deadline {
+                let what = format!("no change of the weights within {CHANGE_MAX:?}");
+                let failure = self.name(rank).sent(what);
+                return Err(self.stopped(failure));
+            }
+            let has_news = || {
+                self.members.iter().any(|member| member.results.has_news())
+                    || self.watch.has_failed()
+            };
+            if !(self.polls && has_news()) {
+                self.results_bell.wait(SLEEP_MAX, has_news);
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn part(digests: &[Option<(u64, bool)>], bytes: u64) -> ReceivedWeights {
+        let digest =
+            |it: &Option<(u64, bool)>| it.map(|(value, is_whole)| TensorDigest { value, is_whole });
+        ReceivedWeights { digests: digests.iter().map(digest).collect(), bytes }
+    }
+
+    #[test]
+    fn digests_of_parts_add_up_and_those_of_copies_must_be_equal() {
+        let names: Vec<String> = ["up", "norm", "unused"].map(str::to_owned).into();
+        let one = part(&[Some((u64::MAX, false)), Some((7, true)), None], 10);
+        let two = part(&[Some((3, false)), Some((7, true)), None], 12);
+        let whole = joined(&[one.clone(), two.clone()], &names).unwrap();
+        assert_eq!(whole, part(&[Some((2, true)), Some((7, true)), None], 12));
+        for (index, other) in
+            [(0, Some((3, true))), (0, None), (1, Some((8, true))), (2, Some((1, true)))]
+        {
+            let mut two = two.clone();
+            two.digests[index] = part(&[other], 0).digests[0];
+            let error = joined(&[one.clone(), two], &names).unwrap_err().to_string();
+            assert!(error.contains(&format!("of tensor {:?}", names[index])), "{error}");
+        }
+    }
+}
