@@ -4,6 +4,7 @@ use std::{
     path::Path,
     sync::atomic::{AtomicUsize, Ordering},
     thread,
+    time::{Duration, Instant},
 };
 
 use engine::executor::{PrepareError, WeightUpdate};
@@ -58,6 +59,7 @@ pub(super) fn receive(
         false => Ok(()),
     };
     check()?;
+    let began = Instant::now();
     let checkpoint = Checkpoint::open(path, LoadFormat::Auto)?;
     if let Some((field, wanted, found)) = model.difference(checkpoint.config()) {
         let path = path.display().to_string();
@@ -77,13 +79,16 @@ pub(super) fn receive(
         release()?;
         check()?;
     }
+    let opened = began.elapsed();
     // The digests read the same pages as the copy, so they are computed beside it.
     let stop = cancelled.child_token();
     let next = AtomicUsize::new(0);
+    let mut packed = Duration::ZERO;
     let digests = thread::scope(|scope| {
         let work = || digests(&plan, &weights, &next, &stop);
         let threads: Vec<_> = (0..digest_threads(host_bytes)).map(|_| scope.spawn(work)).collect();
         let prepared = update.prepare(path, &checkpoint);
+        packed = began.elapsed();
         if prepared.is_err() {
             stop.cancel();
         }
@@ -98,6 +103,13 @@ pub(super) fn receive(
     // Threads that were cancelled left digests out.
     check()?;
     let version = WeightVersion::of_content(&plan, &digests);
+    tracing::info!(
+        bytes = plan.bytes(),
+        opened_ms = opened.as_secs_f64() * 1e3,
+        packed_ms = packed.as_secs_f64() * 1e3,
+        received_ms = began.elapsed().as_secs_f64() * 1e3,
+        "read weights from files"
+    );
     drop(weights);
     Ok(Received { version, checkpoint })
 }
