@@ -10,7 +10,7 @@ use std::{
 use anyhow::{Context, Result, ensure};
 use futures_util::future::{join_all, try_join_all};
 use integration_tests::{
-    client::{Client, greedy_body, salted_body},
+    client::{Client, Event, greedy_body, salted_body},
     cluster::{Cluster, ClusterSpec, Service, bin_dir, smollm2},
     command::output,
     golden::{golden, longest, run_named},
@@ -109,6 +109,16 @@ async fn committed(cluster: &Cluster, path: &Path) -> Result<Value> {
     let report = update(cluster, path).await?;
     ensure!(report["update"]["phase"] == "committed", "{report}");
     Ok(report)
+}
+
+/// Returns the tokens of a stream, and the weight version of each.
+fn labelled_tokens(events: &[Event]) -> (Vec<u32>, Vec<Value>) {
+    let events = || events.iter().filter(|event| !event.is_done());
+    let labels = |event: &Event| {
+        let labels = event.json()["choices"][0]["weight_versions"].clone();
+        labels.as_array().cloned().unwrap_or_default()
+    };
+    (events().flat_map(Event::token_ids).collect(), events().flat_map(labels).collect())
 }
 
 /// Waits until every node that the router sees has this version.
@@ -271,14 +281,7 @@ async fn nodes_copy_weights_from_one_node_by_tcp_and_a_late_node_from_a_committe
     let mut body = greedy_body(&run.prompt_ids, TOKENS);
     body["return_weight_version"] = json!(true);
     let mut stream = client.stream("/v1/completions", &body).await?;
-    let (mut after, mut versions) = (Vec::new(), Vec::new());
-    for event in stream.all().await? {
-        after.extend(event.token_ids());
-        if !event.is_done() {
-            let labels = event.json()["choices"][0]["weight_versions"].clone();
-            versions.extend(labels.as_array().cloned().unwrap_or_default());
-        }
-    }
+    let (after, versions) = labelled_tokens(&stream.all().await?);
     assert_ne!(after, before);
     assert_eq!(versions, vec![version.clone(); TOKENS], "every token names its weights");
     let copied = cluster.prefill[0].log();
@@ -726,13 +729,13 @@ fn trainer_ignores_strangers_and_leaves_nodes_when_it_fails() -> Result<()> {
 import socket, struct, sys, threading, time, types
 sys.path.insert(0, sys.argv[1])
 import baton_weights
-from baton_weights import Sending, UpdateError, WeightUpdater
+from baton_weights import Sender, Sending, UpdateError, WeightUpdater
 Sending.TOKEN_SECONDS = 0.1
+sender = Sender("127.0.0.1", 1 << 20, 2, None)
 sending = Sending.__new__(Sending)
-sending.sender, sending.connections = types.SimpleNamespace(host="127.0.0.1"), []
-left = []
+sending.sender, token, left = sender, sender.token.encode(), []
 def connect(token):
-    connection = socket.create_connection(sending.listener.getsockname())
+    connection = socket.create_connection(sender.listener.getsockname())
     connection.sendall(token)
     return connection
 def fail(nodes):
@@ -741,9 +744,9 @@ def fail(nodes):
     reset = connect(b"")
     reset.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     reset.close()
-    node = connect(sending.token.encode())
-    sending.accept(nodes, time.monotonic() + 30)
-    assert len(sending.connections) == 1, sending.connections
+    node = connect(token)
+    assert not sending.accept(nodes, time.monotonic() + 30)
+    assert len(sender.connections) == 1, sender.connections
     for stranger in (silent, other):
         assert stranger.recv(1) == b"", "the trainer closes connections of strangers"
     def leave():
@@ -765,13 +768,28 @@ try:
     updater.push({})
 except UpdateError as error:
     print(error)
-late = Sending.__new__(Sending)
-late.sender, late.connections = sending.sender, []
-with late:
+with sending:
     try:
-        late.accept(3, time.monotonic() + 0.01)
+        sending.accept(3, time.monotonic() + 0.01)
     except UpdateError as error:
         print(error)
+class Communicator:
+    def abort(self):
+        print("left")
+def accepted():
+    return sending.accept(2, time.monotonic() + 30)
+nodes = [connect(token), connect(token)]
+assert not accepted()
+sender.nccl, ranks = Communicator(), list(sender.connections)
+for node in reversed(nodes):
+    node.sendall(token)
+assert accepted() and sender.connections == ranks, "the same nodes use the communicator again"
+nodes.pop().close()
+nodes.append(connect(token))
+nodes[0].sendall(token)
+assert not accepted() and set(sender.connections) != set(ranks), "another node needs another communicator"
+sender.close()
+assert [node.recv(1) for node in nodes] == [b"", b""], "the nodes learn that the trainer has left"
 "#;
     let client =
         concat!(env!("CARGO_MANIFEST_DIR"), "/../services/weight-transfer/client").to_owned();
@@ -780,7 +798,8 @@ with late:
     assert!(output.status.success(), "{output:?}");
     let text = String::from_utf8(output.stdout)?;
     let expected = "the node has lost its trainer: no memory for buffers\n\
-                    0 of 3 nodes have connected within 60 s\n";
+                    0 of 3 nodes have connected within 60 s\n\
+                    left\n";
     assert_eq!(text, expected);
     Ok(())
 }
@@ -818,14 +837,10 @@ async fn stream_over_update(
     events.extend(stream.all().await?);
     let version = wait_phase("committed").await?;
     wait_version(cluster, &version).await?;
-    let (mut tokens, mut versions, mut finish) = (Vec::new(), Vec::new(), Value::Null);
-    for event in events.iter().filter(|event| !event.is_done()) {
-        let reason = event.json()["choices"][0]["finish_reason"].clone();
-        finish = if reason.is_null() { finish } else { reason };
-        tokens.extend(event.token_ids());
-        let labels = event.json()["choices"][0]["weight_versions"].clone();
-        versions.extend(labels.as_array().cloned().unwrap_or_default());
-    }
+    let (tokens, versions) = labelled_tokens(&events);
+    let reasons = events.iter().filter(|event| !event.is_done());
+    let mut reasons = reasons.map(|event| event.json()["choices"][0]["finish_reason"].clone());
+    let finish = reasons.rfind(|reason| !reason.is_null()).unwrap_or_default();
     ensure!(tokens.len() == versions.len(), "{tokens:?} {versions:?}");
     Ok((tokens, versions, finish))
 }

@@ -4,13 +4,15 @@
 check  Compares greedy answers before and after updates from the trainer, and back, with those of nodes that read the weights from disk.
        Kills a trainer at several chunks, and offers invalid weights. With --transport disk only compares answers.
 bench  Prints time, pause and bandwidth of updates for several numbers of buffers and chunk sizes (random weights).
-load   Updates under --streams streams: inter-token latency with and without updates, and failed requests.
+load   Updates under --streams streams: inter-token latency without updates, while chunks arrive, and with commits, which
+       recompute the sequences; failed requests.
 
 Needs torch with CUDA. One GPU: the trainer shares the node's GPU. --trainer-gpu 1: the trainer has another GPU.
 --tp 2 --node-gpus 0,1: a node of two ranks, by ipc and disk.
 """
 import argparse
 import contextlib
+import http.client
 import json
 import os
 import pathlib
@@ -37,7 +39,7 @@ READY_SECONDS = 240
 
 def arguments():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("mode", choices=["check", "bench", "load", "trainer"])
+    parser.add_argument("mode", choices=["check", "bench", "load", "trainer", "streams"])
     parser.add_argument("--bin", help="folder of baton and the services")
     parser.add_argument("--kernels", help="path of libbaton_kernels.so")
     parser.add_argument("--size", default=None, choices=["tiny", "1b", "8b"], help="default: tiny for check, 8b for bench")
@@ -52,6 +54,8 @@ def arguments():
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--streams", type=int, default=16)
     parser.add_argument("--max-ctas", type=int, default=None, help="nccl: largest number of CTAs of a broadcast")
+    parser.add_argument("--in-flight", default="recompute", choices=["recompute", "keep_kv"], help="of the commits of load")
+    parser.add_argument("--output-tokens", type=int, default=512, help="of each request of load; long outputs have few prefills")
     # Of the mode trainer, which `check` starts to kill it.
     parser.add_argument("--socket")
     parser.add_argument("--die-at", type=int, default=-1)
@@ -95,7 +99,8 @@ def call(port, path, body=None):
 
 class Cluster:
     def __init__(self, options, model, dummy=False):
-        self.lines, self.changed = [], threading.Condition()
+        # The lines of the log, and when each of them came.
+        self.lines, self.times, self.changed = [], [], threading.Condition()
         environment = os.environ | {
             "BATON_WEIGHTS_PLACE": options.place, "BATON_ROUTER_ADMIN": f"127.0.0.1:{ADMIN}", "BATON_MODEL_NAME": "model",
             "BATON_NODE_GPU_MEMORY_PERCENT": str(options.memory_percent), "BATON_NODE_GPU_TUNE": "0s",
@@ -128,6 +133,7 @@ class Cluster:
         for line in self.process.stdout:
             with self.changed:
                 self.lines.append(re.sub(r"\x1b\[[0-9;]*m", "", line.rstrip()))
+                self.times.append(time.perf_counter())
                 self.changed.notify_all()
 
     def wait_ready(self):
@@ -153,9 +159,13 @@ class Cluster:
 
     def wait_line(self, words, since, seconds=30):
         """Returns the first line of the log with these words after line `since`."""
+        at = self.wait_index(words, since, seconds)
+        return None if at is None else self.lines[at]
+
+    def wait_index(self, words, since, seconds=30):
         with self.changed:
-            find = lambda: next((line for line in self.lines[since:] if words in line), None)
-            self.changed.wait_for(find, seconds)
+            find = lambda: next((at for at in range(since, len(self.lines)) if words in self.lines[at]), None)
+            self.changed.wait_for(lambda: find() is not None, seconds)
             return find()
 
     def answers(self):
@@ -188,7 +198,7 @@ def new_updater(options, socket, **more):
         place = {"host": "127.0.0.1", "nccl_max_ctas": options.max_ctas}
     elif options.transport == "disk":
         folder = pathlib.Path(socket).parent
-        place = {"folder": folder / "updates", "config": folder / "base"}
+        place = {"folder": folder / "updates", "config": folder / ("base" if options.mode == "check" else "model")}
     return WeightUpdater(f"http://127.0.0.1:{ADMIN}", transport=options.transport, **place, **more)
 
 
@@ -319,10 +329,15 @@ def bench(options, folder):
         for chunk in [int(mib) for mib in options.chunk_mib.split(",")]:
             for buffers in [int(count) for count in (options.buffers or "1,2,3,8").split(",")]:
                 updater = new_updater(options, str(folder / "trainer.sock"), chunk_bytes=chunk * MIB, buffers=buffers)
+                path = updater.write(weights) if options.transport == "disk" else None
                 for number in range(options.rounds):
                     since, began = len(cluster.lines), time.perf_counter()
-                    report = updater.push(weights)
+                    report = updater.push(weights) if path is None else updater.wait(updater.begin(path, "", True)["id"], ["committed"])
                     push_ms = (time.perf_counter() - began) * 1e3
+                    if path is not None:
+                        line = cluster.wait_line("read weights from files", since)
+                        print(f"push ms {push_ms:.0f}, pause ms {report['nodes'][0].get('paused_ms')}: {line}", flush=True)
+                        continue
                     line = cluster.wait_line("received weights from a trainer", since)
                     received, mapped = logged(line, "received_ms"), logged(line, "mapped_ms")
                     share = logged(line, "rank_bytes") / logged(line, "bytes")
@@ -333,18 +348,43 @@ def bench(options, folder):
 
 
 class Streams:
-    """Requests in a loop, each of 128 prompt tokens and 128 output tokens. Records the times between tokens."""
+    """Requests in a loop in processes of their own: this one drives the trainer, and Python runs one thread at a time."""
 
-    def __init__(self, count):
-        self.gaps, self.finished, self.failed, self.is_open, self.lock = [], 0, [], True, threading.Lock()
-        self.threads = [threading.Thread(target=self.run, args=(number,), daemon=True) for number in range(count)]
-        for thread in self.threads:
-            thread.start()
+    PROCESSES = 4
 
-    def run(self, number):
-        while self.is_open:
+    def __init__(self, count, output_tokens):
+        shares = [len(range(process, count, self.PROCESSES)) for process in range(min(count, self.PROCESSES))]
+        self.processes = [
+            subprocess.Popen([sys.executable, __file__, "streams", "--streams", str(share), "--output-tokens", str(output_tokens)],
+                             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+            for share in shares
+        ]
+        self.gaps, self.finished, self.failed = [], 0, []
+
+    def percentiles(self, *windows):
+        """Returns percentiles of the gaps that end in one of the windows, and their number."""
+        gaps = sorted(gap * 1e3 for at, gap in self.gaps if any(begin <= at < end for begin, end in windows))
+        return [*([gaps[int(len(gaps) * share)] for share in (0.5, 0.99, 0.999)] if gaps else [float("nan")] * 3), len(gaps)]
+
+    def stop(self):
+        for process in self.processes:
+            process.stdin.close()
+        for process in self.processes:
+            found = json.loads(process.stdout.read())
+            process.wait(60)
+            self.finished += found["finished"]
+            self.failed += found["failed"]
+            self.gaps += found["gaps"]
+
+
+def run_streams(options):
+    """Runs streams until the standard input is closed, and prints the times between tokens on the clock of the machine."""
+    gaps, finished, failed, is_open = [], [], [], True
+
+    def stream(number):
+        while is_open:
             prompt = [(at * 31 + number * 7) % 30_000 + 1 for at in range(128)]
-            body = {"prompt": prompt, "max_tokens": 128, "temperature": 0.0, "ignore_eos": True, "stream": True,
+            body = {"prompt": prompt, "max_tokens": options.output_tokens, "temperature": 0.0, "ignore_eos": True, "stream": True,
                     "cache_salt": os.urandom(8).hex()}
             request = urllib.request.Request(f"http://127.0.0.1:{HTTP}/v1/completions", json.dumps(body).encode(),
                                              {"content-type": "application/json"})
@@ -359,25 +399,24 @@ class Streams:
                                 raise OSError(line)
                             now = time.perf_counter()
                             if last is not None:
-                                self.gaps.append((now, now - last))
+                                gaps.append((now, now - last))
                             last = now
+                        if not is_open:
+                            return
                 if not done:
                     raise OSError("the stream ended early")
-                with self.lock:
-                    self.finished += 1
-            except OSError as error:
-                with self.lock:
-                    self.failed.append(str(error))
+                finished.append(number)
+            except (OSError, http.client.HTTPException) as error:
+                failed.append(str(error))
 
-    def percentiles(self, *windows):
-        """Returns percentiles of the gaps that end in one of the windows."""
-        gaps = sorted(gap * 1e3 for at, gap in list(self.gaps) if any(begin <= at < end for begin, end in windows))
-        return [gaps[int(len(gaps) * share)] for share in (0.5, 0.99, 0.999)] if gaps else [float("nan")] * 3
-
-    def stop(self):
-        self.is_open = False
-        for thread in self.threads:
-            thread.join(120)
+    threads = [threading.Thread(target=stream, args=(number,)) for number in range(options.streams)]
+    for thread in threads:
+        thread.start()
+    sys.stdin.read()
+    is_open = False
+    for thread in threads:
+        thread.join(60)
+    print(json.dumps({"finished": len(finished), "failed": failed, "gaps": gaps}))
 
 
 def load(options, folder):
@@ -388,42 +427,43 @@ def load(options, folder):
     weights = random_weights(config, 1, device)
     chunk, buffers = int(options.chunk_mib.split(",")[-1]), int((options.buffers or "2").split(",")[0])
     with Cluster(options, folder / "model", dummy=True) as cluster:
-        updater = new_updater(options, str(folder / "trainer.sock"), chunk_bytes=chunk * MIB, buffers=buffers)
+        updater = new_updater(options, str(folder / "trainer.sock"), chunk_bytes=chunk * MIB, buffers=buffers, in_flight=options.in_flight)
         updater.push(weights)
-        streams = Streams(options.streams)
-        time.sleep(3)
+        streams = Streams(options.streams, options.output_tokens)
+        time.sleep(4)
         began = time.perf_counter()
         time.sleep(8)
         updating = time.perf_counter()
         pauses, times, arriving = [], [], []
         for _ in range(options.rounds):
             since = len(cluster.lines)
-            started = time.perf_counter()
             update = updater.prepare(weights)
-            arriving.append((started, time.perf_counter()))
             report = updater.commit(update)
             pauses.append(report["nodes"][0].get("paused_ms", float("nan")))
-            line = cluster.wait_line("received weights from a trainer", since)
-            times.append(logged(line, "received_ms"))
-            time.sleep(0.2)
+            at = cluster.wait_index("received weights from a trainer", since)
+            received, mapped = (logged(cluster.lines[at], name) for name in ("received_ms", "mapped_ms"))
+            times.append(received)
+            arriving.append((cluster.times[at] - (received - mapped) / 1e3, cluster.times[at]))
+            time.sleep(0.3)
         ended = time.perf_counter()
         streams.stop()
-        name = f"{options.transport}, {buffers} x {chunk} MiB, {options.streams} streams, {options.rounds} updates"
+        name = (f"{options.transport}, {buffers} x {chunk} MiB, {options.streams} streams of {options.output_tokens} tokens, "
+                f"{options.rounds} updates, {options.in_flight}")
         print(f"{name}: {streams.finished} requests finished, {len(streams.failed)} failed {streams.failed[:3]}")
         for what, values in [("received ms", times), ("pause ms", pauses)]:
             values = sorted(values)
             print(f"  {what}: median {values[len(values) // 2]:.1f}, maximum {values[-1]:.1f}")
         for what, percentiles in [("without updates", streams.percentiles((began, updating))),
-                                  ("while weights arrive", streams.percentiles(*arriving)),
+                                  ("while chunks arrive", streams.percentiles(*arriving)),
                                   ("with updates and commits", streams.percentiles((updating, ended)))]:
-            print(f"  inter-token latency {what}, ms: p50 {percentiles[0]:.2f}, p99 {percentiles[1]:.2f}, p99.9 {percentiles[2]:.2f}")
+            print(f"  inter-token latency {what}, ms: p50 {percentiles[0]:.2f}, p99 {percentiles[1]:.2f}, p99.9 {percentiles[2]:.2f} of {percentiles[3]}")
         assert not streams.failed
 
 
 def main():
     options = arguments()
-    if options.mode == "trainer":
-        return run_trainer(options)
+    if options.mode in ("trainer", "streams"):
+        return {"trainer": run_trainer, "streams": run_streams}[options.mode](options)
     with tempfile.TemporaryDirectory(prefix="baton-weights-") as folder:
         {"check": check, "bench": bench, "load": load}[options.mode](options, pathlib.Path(folder))
 

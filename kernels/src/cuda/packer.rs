@@ -35,8 +35,8 @@ pub struct CudaPacker {
     uploads: Mutex<Uploads>,
     /// Allocated by the first update by chunks, and kept for the same reason.
     pub(super) staging: Mutex<Option<ChunkStaging>>,
-    /// The communicator of the last update, which the next update ends.
-    retired: Mutex<Option<Broadcasts>>,
+    /// The idle communicator of the last update, for the next update of the same trainer.
+    kept: Mutex<Option<Broadcasts>>,
     /// Memory that a trainer's broadcasts fill.
     chunk_buffers: Vec<Range>,
     library: Arc<KernelLibrary>,
@@ -77,7 +77,7 @@ impl CudaPacker {
             memory,
             uploads: Mutex::new(Uploads::new(&context, ReaderShare::Half)?),
             staging: Mutex::default(),
-            retired: Mutex::default(),
+            kept: Mutex::default(),
             chunk_buffers,
             library: Arc::clone(backend.library()),
             context,
@@ -91,7 +91,6 @@ impl CudaPacker {
         if self.is_stuck.load(Ordering::Acquire) {
             return Err(CudaError::WeightsStuck);
         }
-        self.retire(None);
         self.context.bind()?;
         self.memory.reset();
         *self.fault() = None;
@@ -127,10 +126,15 @@ impl CudaPacker {
         self.is_stuck.store(true, Ordering::Release);
     }
 
-    /// Keeps an idle communicator until the next update, and ends the one before.
-    pub(super) fn retire(&self, broadcasts: Option<Broadcasts>) {
-        let mut retired = self.retired.lock().unwrap_or_else(PoisonError::into_inner);
-        drop(mem::replace(&mut *retired, broadcasts));
+    /// Ends the communicator that was kept for another update of the same trainer. Takes half a second.
+    pub fn leave_trainer(&self) {
+        drop(self.exchange_kept(None));
+    }
+
+    /// Keeps an idle communicator. Returns the one that was kept before.
+    pub(super) fn exchange_kept(&self, broadcasts: Option<Broadcasts>) -> Option<Broadcasts> {
+        let mut kept = self.kept.lock().unwrap_or_else(PoisonError::into_inner);
+        mem::replace(&mut *kept, broadcasts)
     }
 
     /// Returns the memory that a trainer's broadcasts fill.

@@ -4,6 +4,14 @@
 //! The copy engines move the bytes from another GPU. A kernel on another stream digests each complete weight, and counts its elements that
 //! are not finite, while the next chunks arrive. Vectors are packed in f32, so their bytes go to the host, which converts
 //! them.
+//!
+//! Broadcasts and KV transfers by NCCL use the same GPU through different communicators, and their kernels may be launched in
+//! another order on another GPU. That is a deadlock only if a kernel that waits for its peer keeps the kernel of the other
+//! communicator from starting, on both GPUs. It does not: each communicator has a stream and, as long as fewer than
+//! `CUDA_DEVICE_MAX_CONNECTIONS` streams wait, a hardware queue of its own, and NCCL's kernels fit together: a broadcast
+//! takes at most 64 SMs, a KV transfer `transfer.nccl_max_ctas`, and other kernels end by themselves. A trainer is
+//! not a rank of communicators for KV. If kernels do block each other, for example because of many pairs, the time-out of
+//! a chunk or a transfer aborts one of them.
 
 use std::{
     mem,
@@ -140,6 +148,7 @@ pub struct ChunkCopies<'a> {
 
 /// A communicator, and its work.
 pub(super) struct Broadcasts {
+    group: NcclGroup,
     communicator: Communicator,
     stream: Stream<Broadcast>,
     /// Recorded after the broadcast into each buffer.
@@ -176,9 +185,16 @@ impl CudaPacker {
         let copies = ChunkCopies::new(self, (buffers, is_local), host_bytes, digest_count);
         let mut copies = copies.map_err(|error| error.to_string())?;
         if let ChunkSource::Broadcast { group, limit, .. } = source {
-            let broadcasts = Broadcasts::new(&copies, group, limit);
+            let kept = self.exchange_kept(None).filter(|kept| kept.group == group);
+            let is_new = kept.is_none();
+            let broadcasts = match kept {
+                Some(kept) => kept.with_events(&copies),
+                None => Broadcasts::new(&copies, group, limit),
+            };
             copies.broadcasts = Some(broadcasts.map_err(named)?);
-            copies.connect(limit).map_err(named)?;
+            if is_new {
+                copies.connect(limit).map_err(named)?;
+            }
         }
         Ok(copies)
     }
@@ -223,12 +239,19 @@ impl Broadcasts {
         let NcclGroup { id, rank, ranks, ctas_max } = group;
         let options =
             CommunicatorOptions { rank, ranks, id, ctas: ctas_max.map(|ctas_max| (1, ctas_max)) };
-        let filled = copies.buffers.iter().map(|_| Event::new(context));
-        Ok(Self {
-            filled: filled.collect::<Result<_, _>>()?,
+        let made = Self {
+            group,
+            filled: Vec::new(),
             stream: Stream::new(context)?,
             communicator: Communicator::new(&Nccl::open(None)?, context, options, limit)?,
-        })
+        };
+        made.with_events(copies)
+    }
+
+    /// Makes an event for each buffer of an update.
+    fn with_events(self, copies: &ChunkCopies<'_>) -> Result<Self, NcclError> {
+        let filled = copies.buffers.iter().map(|_| Event::new(copies.packer.context()));
+        Ok(Self { filled: filled.collect::<Result<_, _>>()?, ..self })
     }
 }
 
@@ -287,7 +310,7 @@ impl<'a> ChunkCopies<'a> {
         limit: WaitLimit<'_>,
     ) -> Result<(), NcclError> {
         let Some(broadcasts) = &mut self.broadcasts else { return Ok(()) };
-        let Broadcasts { communicator, stream, filled } = broadcasts;
+        let Broadcasts { communicator, stream, filled, .. } = broadcasts;
         self.packer.context().bind()?;
         stream.wait(&self.copied[buffer])?;
         communicator.broadcast(Piece::new(&self.buffers[buffer], 0, bytes), 0, stream, limit)?;
@@ -386,8 +409,7 @@ impl Drop for ChunkCopies<'_> {
         // A broadcast without its trainer ends only by an abort.
         let broadcasts = self.broadcasts.take();
         if self.is_finished {
-            // The end of a communicator takes 0.5 s, in which a node in place would serve nothing.
-            self.packer.retire(broadcasts);
+            drop(self.packer.exchange_kept(broadcasts));
             return;
         }
         let aborted = broadcasts.map(|it| it.communicator.abort(ABORT_MAX));

@@ -157,7 +157,7 @@ pub trait WeightUpdate: Send + Sync {
     fn prepare(&self, path: &Path, checkpoint: &Checkpoint) -> Result<(), PrepareError>;
 
     /// Begins to copy weights out of chunk buffers on a GPU. Checks the tensors, and maps the buffers or joins the trainer's
-    /// communicator, but writes nothing before the first [`ChunkReceiver::scatter`]. [`Executor::commit_weights`] uses the weights after
+    /// communicator, but writes nothing before the first [`ChunkReceiver::scatter`]. A communicator is kept for another update that names it. [`Executor::commit_weights`] uses the weights after
     /// [`ChunkReceiver::finish`].
     fn receive(
         &self,
@@ -166,6 +166,9 @@ pub trait WeightUpdate: Send + Sync {
     ) -> Result<Box<dyn ChunkReceiver + '_>, PrepareError> {
         Err(PrepareError::Unsupported)
     }
+
+    /// Ends the communicator that [`receive`](Self::receive) has kept for another update of the same trainer.
+    fn leave_trainer(&self) {}
 
     /// Frees the weights that are not in use.
     fn discard(&self);

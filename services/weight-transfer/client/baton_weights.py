@@ -64,7 +64,8 @@ class WeightUpdater:
         disk: folder: place of the updates. config: folder with the model's config.json. keep: updates left in the folder.
         ipc: socket: path of the Unix socket, the same on every node. Each node takes `buffers` times `chunk_bytes` of the
         trainer's GPU memory, which is kept for the next update.
-        nccl: host: address of this process that the nodes reach. The trainer and each node take `buffers` times
+        nccl: host: address of this process that the nodes reach. The first update connects the trainer and the nodes, which
+        takes a second; later updates use the same communicator. The trainer and each node take `buffers` times
         `chunk_bytes`, on nodes at most weights.buffers times weights.chunk_bytes. nccl_max_ctas: limits the SMs that a broadcast
         takes on each GPU; None: NCCL decides."""
         self.admin, self.config = admin.rstrip("/"), config
@@ -85,7 +86,7 @@ class WeightUpdater:
             self.sender = Sender(host, chunk_bytes, buffers, nccl_max_ctas)
 
     def close(self):
-        """Frees the memory of chunks. Call it when no update runs; later updates allocate the memory again."""
+        """Frees the memory of chunks, and with nccl leaves the nodes. Call it when no update runs; later updates begin anew."""
         if self.transport == "ipc":
             self.memory.close()
         elif self.transport == "nccl":
@@ -384,11 +385,22 @@ def free_all(buffers):
 
 
 class Sender:
-    """Broadcasts state dicts to the GPUs of nodes by NCCL."""
+    """Broadcasts state dicts to the GPUs of nodes by NCCL.
+
+    The communicator and the connections of its nodes serve one update after the other, until an update fails or the
+    nodes change."""
 
     def __init__(self, host, chunk_bytes, buffers, max_ctas):
         self.host, self.chunk_bytes, self.buffer_count, self.max_ctas = host, chunk_bytes, buffers, max_ctas
-        self.buffers, self.aborting = [], None
+        self.listener, self.token, self.buffers = None, secrets.token_hex(16), []
+        # The connections are in the order of the ranks from 1 on.
+        self.nccl, self.connections, self.ending = None, [], None
+
+    def address(self):
+        """Returns the address at which nodes connect. It stays the same, so nodes know their trainer again."""
+        if self.listener is None:
+            self.listener = sockets.create_server((self.host, 0))
+        return f"{self.host}:{self.listener.getsockname()[1]}/{self.token}"
 
     def take_buffers(self, device):
         import torch
@@ -398,15 +410,27 @@ class Sender:
             self.buffers = [torch.empty(size, dtype=torch.uint8, device=device) for _ in range(count)]
         return self.buffers
 
-    def end(self, nccl):
-        """Ends a communicator beside the rest of the update, because this takes half a second."""
-        self.aborting = threading.Thread(target=nccl.abort)
-        self.aborting.start()
+    def leave(self):
+        """Closes the connections, and ends the communicator beside other work, because this takes half a second."""
+        for connection in self.connections:
+            connection.close()
+        nccl, self.nccl, self.connections = self.nccl, None, []
+        if nccl is not None:
+            self.join_ending()
+            self.ending = threading.Thread(target=nccl.abort)
+            self.ending.start()
+
+    def join_ending(self):
+        if self.ending is not None:
+            self.ending.join()
+            self.ending = None
 
     def close(self):
-        if self.aborting is not None:
-            self.aborting.join()
-        self.buffers, self.aborting = [], None
+        self.leave()
+        self.join_ending()
+        if self.listener is not None:
+            self.listener.close()
+        self.listener, self.buffers = None, []
 
     def listening(self, state_dict):
         return Sending(self, state_dict)
@@ -415,11 +439,13 @@ class Sender:
 class Sending:
     """One update by NCCL. Each node has a TCP connection, which tells that an end has died.
 
-    1. A node connects and sends the token of the address, which keeps strangers out.
-    2. Once all nodes are connected, the trainer sends each node the tensors, the id of the communicator and the node's rank:
+    1. A node connects, or takes its connection of the last update. The node sends the token of the address, which keeps
+       strangers out.
+    2. Once all nodes have done so, the trainer sends each node the tensors, the id of the communicator and the node's rank:
        one line of JSON.
-    3. Each node checks the tensors, joins the communicator, receives a broadcast without weights, and sends 8 zero bytes.
-    4. Rank 0, the trainer, broadcasts the chunks in order. Each node closes its connection when it is done."""
+    3. Each node checks the tensors. If the communicator is new, the node joins the communicator and receives a broadcast
+       without weights. The node sends 8 zero bytes.
+    4. Rank 0, the trainer, broadcasts the chunks in order. A node that fails closes its connection."""
 
     # Time for the nodes to connect and to join, in which a node in place may let sequences finish.
     JOIN_SECONDS = 60
@@ -430,41 +456,43 @@ class Sending:
     CHUNK_SECONDS = 10
 
     def __init__(self, sender, state_dict):
-        self.sender, self.connections = sender, []
+        self.sender = sender
         self.weights = Chunks(state_dict, sender.chunk_bytes)
 
     def __enter__(self):
-        self.listener = sockets.create_server((self.sender.host, 0))
-        self.token = secrets.token_hex(16)
-        self.address = f"{self.sender.host}:{self.listener.getsockname()[1]}/{self.token}"
+        self.address = self.sender.address()
         return self
 
-    def __exit__(self, *_):
-        self.close()
+    def __exit__(self, kind, *_):
+        if kind is not None:
+            self.close()
 
     def close(self):
-        self.listener.close()
-        for connection in self.connections:
-            connection.close()
+        self.sender.leave()
 
     def send(self, nodes):
         import torch
 
-        device = self.weights.device
+        sender, device = self.sender, self.weights.device
         torch.cuda.set_device(device)
-        if self.sender.aborting is not None:
-            self.sender.aborting.join()
         deadline = time.monotonic() + self.JOIN_SECONDS
-        self.accept(nodes, deadline)
-        nccl = Nccl()
-        declaration = {"chunk_bytes": self.sender.chunk_bytes, "tensors": self.weights.tensors}
-        for rank, connection in enumerate(self.connections, 1):
+        is_known = self.accept(nodes, deadline) and sender.nccl.device == device
+        if not is_known:
+            # A node may be waiting for a peer that has left.
+            connections, sender.connections = sender.connections, []
+            sender.leave()
+            sender.connections = connections
+            sender.join_ending()
+            sender.nccl = Nccl(device)
+        nccl = sender.nccl
+        declaration = {"chunk_bytes": sender.chunk_bytes, "tensors": self.weights.tensors}
+        for rank, connection in enumerate(sender.connections, 1):
             connection.settimeout(self.CHUNK_SECONDS)
             broadcast = {"gpu": uuid_of(device), "id": nccl.id.hex(), "rank": rank, "ranks": nodes + 1,
-                         "buffers": self.sender.buffer_count, "max_ctas": self.sender.max_ctas}
+                         "buffers": sender.buffer_count, "max_ctas": sender.max_ctas}
             connection.sendall(json.dumps({**declaration, "broadcast": broadcast}).encode() + b"\n")
         ready, readable = set(), select.poll()
-        by_descriptor = {connection.fileno(): connection for connection in self.connections}
+        by_descriptor = {connection.fileno(): connection for connection in sender.connections}
         for descriptor in by_descriptor:
             readable.register(descriptor, select.POLLIN)
 
@@ -475,60 +503,79 @@ class Sending:
                     raise UpdateError("a node has closed its connection before the last chunk")
                 ready.add(descriptor)
 
-        try:
-            nccl.join(nodes + 1, self.sender.max_ctas, check, deadline)
+        stream, buffer = torch.cuda.Stream(device), sender.take_buffers(device)[0]
+        if not is_known:
+            nccl.join(nodes + 1, sender.max_ctas, check, deadline)
             # The first broadcast carries no weights: it connects the ranks.
-            stream, buffer = torch.cuda.Stream(device), self.sender.take_buffers(device)[0]
-            nccl.broadcast(buffer.data_ptr(), min(self.CONNECT_BYTES, self.sender.chunk_bytes), stream.cuda_stream, deadline, check)
-            while len(ready) < nodes:
-                check()
-                if time.monotonic() > deadline:
-                    raise UpdateError(f"{nodes - len(ready)} nodes have not joined within {self.JOIN_SECONDS} s")
-                time.sleep(0.0005)
-            self.broadcast(nccl, device, stream, check)
-        finally:
-            self.sender.end(nccl)
+            nccl.broadcast(buffer.data_ptr(), min(self.CONNECT_BYTES, sender.chunk_bytes), stream.cuda_stream, deadline, check)
+        while len(ready) < nodes:
+            check()
+            if time.monotonic() > deadline:
+                raise UpdateError(f"{nodes - len(ready)} nodes have not joined within {self.JOIN_SECONDS} s")
+            time.sleep(0.0005)
+        self.broadcast(nccl, device, stream, check)
 
     def accept(self, nodes, deadline):
-        while len(self.connections) < nodes:
+        """Waits for the token of every node. Returns whether they are the nodes of the communicator."""
+        sender, found = self.sender, []
+        members, waiting = list(sender.connections), select.poll()
+        by_descriptor = {connection.fileno(): connection for connection in [sender.listener, *members]}
+        for descriptor in by_descriptor:
+            waiting.register(descriptor, select.POLLIN)
+        sender.listener.settimeout(self.TOKEN_SECONDS)
+        while len(found) < nodes:
             left = deadline - time.monotonic()
             if left <= 0:
-                raise UpdateError(f"{len(self.connections)} of {nodes} nodes have connected within {self.JOIN_SECONDS} s")
-            self.listener.settimeout(left)
-            try:
-                connection, _ = self.listener.accept()
-            except (TimeoutError, ConnectionError):
-                continue
-            connection.settimeout(self.TOKEN_SECONDS)
-            try:
-                token = receive(connection, len(self.token))
-            except OSError:
-                # A stranger, who sends nothing or has left.
-                token = b""
-            if not secrets.compare_digest(token, self.token.encode()):
+                for connection in found:
+                    connection.close()
+                raise UpdateError(f"{len(found)} of {nodes} nodes have connected within {self.JOIN_SECONDS} s")
+            for descriptor, _ in waiting.poll(left * 1000):
+                connection = by_descriptor[descriptor]
+                if connection is sender.listener:
+                    try:
+                        connection, _ = sender.listener.accept()
+                    except OSError:
+                        continue
+                    connection.setsockopt(sockets.IPPROTO_TCP, sockets.TCP_NODELAY, 1)
+                else:
+                    # Another connection may get the number of a closed one.
+                    waiting.unregister(descriptor)
+                connection.settimeout(self.TOKEN_SECONDS)
+                try:
+                    token = receive(connection, len(sender.token))
+                except OSError:
+                    # A stranger, who sends nothing or has left.
+                    token = b""
+                if secrets.compare_digest(token, sender.token.encode()):
+                    found.append(connection)
+                else:
+                    connection.close()
+        if sender.nccl is not None and set(found) == set(members):
+            return True
+        for connection in members:
+            if connection not in found:
                 connection.close()
-                continue
-            connection.setsockopt(sockets.IPPROTO_TCP, sockets.TCP_NODELAY, 1)
-            self.connections.append(connection)
+        sender.connections = found
+        return False
 
     def broadcast(self, nccl, device, stream, check):
         import torch
 
         buffers, sent = self.sender.take_buffers(device), []
-        with torch.cuda.stream(stream):
-            for index in range(len(self.weights.chunks)):
-                if index >= len(buffers):
-                    self.wait(sent[index - len(buffers)], check)
-                buffer = buffers[index % len(buffers)]
+        # The next chunk is packed beside the broadcast of a chunk.
+        packing = torch.cuda.Stream(device)
+        for index in range(len(self.weights.chunks)):
+            if index >= len(buffers):
+                self.wait(sent[index - len(buffers)], check)
+            buffer = buffers[index % len(buffers)]
+            with torch.cuda.stream(packing):
                 size = self.weights.pack(index, buffer)
-                if index + 1 == len(self.weights.chunks):
-                    # A node closes its connection once it has received everything.
-                    check = lambda: None
-                nccl.broadcast(buffer.data_ptr(), size, stream.cuda_stream, time.monotonic() + self.CHUNK_SECONDS, check)
-                sent.append(torch.cuda.Event())
-                sent[-1].record(stream)
-            for event in sent[-len(buffers):]:
-                self.wait(event, check)
+            stream.wait_stream(packing)
+            nccl.broadcast(buffer.data_ptr(), size, stream.cuda_stream, time.monotonic() + self.CHUNK_SECONDS, check)
+            sent.append(torch.cuda.Event())
+            sent[-1].record(stream)
+        for event in sent[-len(buffers):]:
+            self.wait(event, check)
 
     def wait(self, event, check):
         deadline = time.monotonic() + self.CHUNK_SECONDS
@@ -556,7 +603,8 @@ class Nccl:
 
     IN_PROGRESS, UINT8, UNDEFINED = 7, 1, -(1 << 31)
 
-    def __init__(self):
+    def __init__(self, device):
+        self.device = device
         # As on the nodes: a program that crashes while it uses NVLink multicast can take GPUs out of service.
         os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
         # The library that PyTorch has loaded.

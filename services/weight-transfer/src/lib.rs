@@ -18,11 +18,13 @@
 
 #![forbid(unsafe_code)]
 
+mod address;
 mod coordinator;
 mod participant;
 mod plan;
 mod version;
 
+pub use address::trainer_address;
 pub use coordinator::{
     Coordinator, CoordinatorCall, CoordinatorError, CoordinatorPhase, NodeReply,
 };

@@ -22,14 +22,14 @@ use weight_transfer::{
 };
 
 use super::{
-    copy::{self, PARTS_MAX, SILENCE_MAX, Source},
+    copy::{self, PARTS_MAX, SILENCE_MAX, WeightFiles},
     engine::{change_weights, lose_weights, release_weights},
     of_requests_in_flight,
     peers::{Peer, PeerCredentials},
     receive::{ReceiveError, Received, receive},
     restore::{LoadedModel, LostWeights, restore},
     standby::{CANCELLED, Standby},
-    trainer::{self, TrainerAddress},
+    trainer::{self, KeptTrainer, TrainerAddress},
 };
 use crate::inbox::Inbox;
 
@@ -39,6 +39,8 @@ const CALLS_MAX: usize = 64;
 const ASK_MAX: Duration = Duration::from_secs(1);
 /// Number of peers asked in a round; rounds rotate over all peers.
 const ASKED_MAX: usize = 8;
+/// Interval at which a kept trainer is checked for having left.
+const TRAINER_CHECK_INTERVAL: Duration = Duration::from_secs(1);
 /// Owner of the prepared weights while they are restored. Coordinators choose ids at random.
 const RESTORE: UpdateId = UpdateId(0);
 
@@ -186,6 +188,8 @@ impl WeightActor {
             running: None,
             released: Arc::default(),
             restoring: None,
+            trainer: Arc::default(),
+            watches_trainer: false,
             prepared: None,
             committed: None,
             serving: NodeWeights {
@@ -222,6 +226,10 @@ struct Actor {
     released: Arc<Mutex<Option<UpdateId>>>,
     /// Stops the restoring of lost weights when it is dropped.
     restoring: Option<DropGuard>,
+    /// The trainer whose connection and communicator the next update may use.
+    trainer: Arc<KeptTrainer>,
+    /// Whether a task waits for this trainer to leave.
+    watches_trainer: bool,
     /// Weights beside those in use, and weights in use, that peers may copy.
     prepared: Option<Obtained>,
     committed: Option<Obtained>,
@@ -232,12 +240,12 @@ struct Actor {
 }
 
 /// Version and files of weights; no files of those that a trainer sent.
-type Obtained = (WeightVersion, Option<Arc<Source>>);
+type Obtained = (WeightVersion, Option<Arc<WeightFiles>>);
 
 /// Prepared weights, and the files that are still mapped.
 struct Prepared {
     version: WeightVersion,
-    files: Option<(Source, Checkpoint)>,
+    files: Option<(WeightFiles, Checkpoint)>,
 }
 
 struct RunningUpdate {
@@ -280,6 +288,8 @@ enum Done {
     Lost(bool),
     /// The weights from before an aborted update in place are in use again, or the reason why not.
     Restored(Result<WeightVersion, String>),
+    /// No trainer was kept at some moment.
+    TrainerLeft,
     /// Nothing to report.
     Quiet,
 }
@@ -368,6 +378,7 @@ impl Actor {
                     version
                 });
                 self.participant.handle(ParticipantInput::Received { id, outcome });
+                self.watch_trainer();
                 if self.running.as_ref().is_none_or(|running| running.begin.id != id) {
                     // The update was aborted before it gave up the weights.
                     self.lose_if_released(id);
@@ -410,6 +421,10 @@ impl Actor {
                     );
                 }
             }
+            Done::TrainerLeft => {
+                self.watches_trainer = false;
+                self.watch_trainer();
+            }
             Done::Quiet => {}
         }
     }
@@ -432,6 +447,29 @@ impl Actor {
             // A panic leaves the copies on the disk.
             let _ = tokio::task::spawn_blocking(move || copy::remove_leftovers(&folder)).await;
             Done::Quiet
+        });
+    }
+
+    /// Ends the communicator of a kept trainer that has left.
+    fn watch_trainer(&mut self) {
+        if self.watches_trainer || self.trainer.is_empty() {
+            return;
+        }
+        let Some(standby) = self.standby.clone() else { return };
+        self.watches_trainer = true;
+        let kept = self.trainer.clone();
+        self.work.spawn(async move {
+            while !kept.is_empty() {
+                tokio::time::sleep(TRAINER_CHECK_INTERVAL).await;
+                let kept = kept.clone();
+                let leave = move |update: &dyn WeightUpdate| {
+                    if kept.close_if_left() {
+                        update.leave_trainer();
+                    }
+                };
+                standby.between_updates(leave).await;
+            }
+            Done::TrainerLeft
         });
     }
 
@@ -484,10 +522,11 @@ impl Actor {
         };
         let credentials = self.settings.credentials.clone();
         let folder = self.settings.folder.clone();
+        let kept = self.trainer.clone();
         self.work.spawn(async move {
             if let Origin::Trainer(address) = origin {
                 let prepare = move |update: &dyn WeightUpdate, cancelled: &CancellationToken| {
-                    let version = trainer::receive(&address, update, &release, cancelled);
+                    let version = trainer::receive(&address, &kept, update, &release, cancelled);
                     let version = version.map_err(|error| error.to_string())?;
                     Ok(Prepared { version, files: None })
                 };
@@ -628,9 +667,9 @@ async fn obtain(
     model: &ModelConfig,
     credentials: &PeerCredentials,
     folder: &Path,
-) -> Result<(Source, Option<WeightVersion>), String> {
+) -> Result<(WeightFiles, Option<WeightVersion>), String> {
     match origin {
-        Origin::Path(path) => Ok((Source { path, _copy: None }, None)),
+        Origin::Path(path) => Ok((WeightFiles { path, _copy: None }, None)),
         Origin::Trainer(_) => unreachable!("a trainer sends no files"),
         Origin::Peer { peer, version } => {
             // Every element may take 4 bytes, and files have headers.

@@ -31,7 +31,7 @@ const CONFIGURATIONS: [&str; 3] =
 
 /// Weights on disk: those that a model was opened from.
 #[derive(Debug)]
-pub(super) struct Source {
+pub(super) struct WeightFiles {
     pub path: PathBuf,
     /// Copied files, which are removed with this value.
     pub _copy: Option<Copied>,
@@ -81,7 +81,7 @@ pub(super) type Parts = mpsc::Sender<Result<v1::WeightsPart, Status>>;
 
 /// Reads the files of the weights into the stream. Blocks. Stops when the receiver is dropped, or takes no message for `silence`.
 pub(super) fn send(
-    source: &Arc<Source>,
+    source: &Arc<WeightFiles>,
     parts: &Parts,
     runtime: &runtime::Handle,
     silence: Duration,
@@ -148,7 +148,7 @@ pub(super) async fn pull(
     credentials: &PeerCredentials,
     folder: &Path,
     bytes_max: u64,
-) -> Result<Source, String> {
+) -> Result<WeightFiles, String> {
     let failed = |cause: String| format!("cannot copy the weights from {}: {cause}", peer.grpc);
     let copied = async {
         let copy = Copied::new(folder);
@@ -165,7 +165,7 @@ pub(super) async fn pull(
         [(_, file)] => file.clone(),
         _ => copy.folder.path().to_owned(),
     };
-    Ok(Source { path, _copy: Some(copy) })
+    Ok(WeightFiles { path, _copy: Some(copy) })
 }
 
 async fn write(
@@ -272,7 +272,7 @@ mod tests {
     fn sender_does_not_wait_forever_for_a_receiver_that_reads_nothing() {
         let folder = tempfile::tempdir().unwrap();
         fs::write(folder.path().join("a.gguf"), vec![1; 4 * PART_BYTES]).unwrap();
-        let source = Arc::new(Source { path: folder.path().to_owned(), _copy: None });
+        let source = Arc::new(WeightFiles { path: folder.path().to_owned(), _copy: None });
         let (parts, received) = mpsc::channel(1);
         send(&source, &parts, runtime().handle(), Duration::from_millis(10));
         assert_eq!(received.len(), 1);
@@ -283,7 +283,7 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let bytes: Vec<u8> = (0..PART_BYTES + 5).map(|index| index as u8).collect();
         fs::write(folder.path().join("a.gguf"), &bytes).unwrap();
-        let source = Arc::new(Source { path: folder.path().to_owned(), _copy: None });
+        let source = Arc::new(WeightFiles { path: folder.path().to_owned(), _copy: None });
         let (parts, mut received) = mpsc::channel(8);
         send(&source, &parts, runtime().handle(), SILENCE_MAX);
         drop(parts);

@@ -9,7 +9,7 @@ use tokio_util::sync::CancellationToken;
 use weight_transfer::WeightVersion;
 
 use super::{
-    copy::Source,
+    copy::WeightFiles,
     engine::change_weights,
     receive::{Received, receive},
     standby::CANCELLED,
@@ -28,7 +28,7 @@ pub(crate) struct LoadedModel {
 #[derive(Clone, Debug)]
 pub(super) enum LostWeights {
     Loaded(LoadedModel),
-    Updated { version: WeightVersion, label: String, source: Arc<Source> },
+    Updated { version: WeightVersion, label: String, source: Arc<WeightFiles> },
 }
 
 /// Reads the weights again, checks that they are the same, and uses them. Blocks. Fails once `cancelled` is cancelled.

@@ -58,6 +58,18 @@ impl Standby {
         prepared.await.unwrap_or_else(|panic| Err(format!("reading failed: {panic}")))
     }
 
+    /// Runs `work` on a thread while no update prepares the copy.
+    pub async fn between_updates(&self, work: impl FnOnce(&dyn WeightUpdate) + Send + 'static) {
+        let owner = self.owner.clone().lock_owned().await;
+        let update = self.update.clone();
+        let work = spawn_blocking(move || {
+            let _owner = owner;
+            work(&*update);
+        });
+        // A panic ends the work only.
+        let _ = work.await;
+    }
+
     /// Frees the copy if the update `id` owns it.
     pub async fn discard(&self, id: UpdateId) {
         let mut owner = self.owner.clone().lock_owned().await;

@@ -1,19 +1,23 @@
 //! Receives weights from a trainer's GPU: the node reads the trainer's memory (`ipc`, on one host), or the trainer
 //! broadcasts to the GPUs of all nodes (`nccl`).
 //!
-//! 1. The node connects to the trainer. By TCP (`nccl`) the node sends the token of the trainer's address.
+//! 1. The node connects to the trainer. By TCP (`nccl`) the node sends the token of the trainer's address. The node takes the
+//!    connection of the last update if it was of the same trainer.
 //! 2. The trainer declares its tensors and chunk buffers, or its communicator: one line of JSON. Both ends cut the tensors
 //!    into chunks, in the declared order.
 //! 3. `ipc`: The node requests chunk n by its number (8 bytes, little endian). The trainer packs the chunk into buffer n modulo
 //!    the number of buffers, and answers with the chunk's number and bytes (16 bytes). The node requests a chunk once its
 //!    buffer is free.
-//!    `nccl`: The first broadcast connects the ranks and carries no weights. The node sends 8 zero bytes once it may receive. Then the trainer, rank 0, broadcasts all chunks in order.
+//!    `nccl`: The first broadcast of a communicator connects the ranks and carries no weights. The node sends 8 zero bytes once it may receive. Then
+//!    the trainer, rank 0, broadcasts all chunks in order.
 //! 4. The node copies a chunk to its place while the next ones arrive.
-//! 5. The node closes the connection when it no longer uses the trainer's memory. If the trainer closes the connection before,
-//!    the update is aborted.
+//! 5. `ipc`: The node closes the connection when it no longer uses the trainer's memory. `nccl`: The node keeps connection and
+//!    communicator for the next update, until the trainer closes the connection, another trainer comes, or an update fails.
+//!    If the trainer closes the connection before the update is prepared, the update is aborted.
 
 mod connection;
 mod declaration;
+mod kept;
 
 use std::{
     fmt, io,
@@ -26,9 +30,10 @@ use kernels::peer::WaitLimit;
 use tokio_util::sync::CancellationToken;
 use weight_transfer::{Chunk, WeightVersion};
 
+pub(super) use self::kept::KeptTrainer;
 use self::{
     connection::Connection,
-    declaration::{Declaration, Source, pieces},
+    declaration::{Declaration, TrainerBuffers, pieces},
 };
 use super::receive::ReceiveError;
 
@@ -54,14 +59,8 @@ pub(crate) enum TrainerAddress {
 impl TrainerAddress {
     /// Parses `host:port/token`.
     pub fn nccl(text: &str) -> Option<Self> {
-        let (host, token) = text.split_once('/')?;
-        let (name, port) = host.rsplit_once(':')?;
-        let is_valid = !name.is_empty()
-            && port.parse::<u16>().is_ok()
-            && !token.is_empty()
-            && text.len() <= 300
-            && text.bytes().all(|byte| byte.is_ascii_graphic());
-        is_valid.then(|| Self::Nccl { host: host.to_owned(), token: token.to_owned() })
+        let (host, token) = weight_transfer::trainer_address(text)?;
+        Some(Self::Nccl { host: host.to_owned(), token: token.to_owned() })
     }
 
     /// Names what listens at a valid address.
@@ -111,13 +110,35 @@ pub(super) enum TrainerError {
 /// `cancelled` is cancelled.
 pub(super) fn receive(
     address: &TrainerAddress,
+    kept: &KeptTrainer,
     update: &dyn WeightUpdate,
     release: &dyn Fn() -> Result<(), ReceiveError>,
     cancelled: &CancellationToken,
 ) -> Result<WeightVersion, ReceiveError> {
+    let mut connection = match kept.take(address) {
+        Some(stream) => Connection::new(stream, cancelled),
+        None => {
+            update.leave_trainer();
+            Connection::open(address, cancelled)?
+        }
+    };
+    let outcome = receive_by(&mut connection, address, update, release);
+    match (&outcome, address) {
+        (Ok(_), TrainerAddress::Nccl { .. }) => kept.put(address, connection.into_stream()),
+        (Ok(_), TrainerAddress::Ipc(_)) => {}
+        (Err(_), _) => update.leave_trainer(),
+    }
+    outcome
+}
+
+/// The trainer's memory is unmapped when this function returns.
+fn receive_by(
+    connection: &mut Connection<'_>,
+    address: &TrainerAddress,
+    update: &dyn WeightUpdate,
+    release: &dyn Fn() -> Result<(), ReceiveError>,
+) -> Result<WeightVersion, ReceiveError> {
     let began = Instant::now();
-    // Closed after `receiver` has waited for the copies and has unmapped the trainer's memory.
-    let mut connection = Connection::open(address, cancelled)?;
     if let TrainerAddress::Nccl { token, .. } = address {
         connection.send(token.as_bytes())?;
     }
@@ -126,17 +147,16 @@ pub(super) fn receive(
     let is_over = || connection.is_over();
     let limit = WaitLimit { deadline: Instant::now() + JOIN_MAX, cancelled: &is_over };
     let receiver = update.receive(&tensors, source.chunk_source(limit));
-    let mut receiver = receiver.map_err(|error| ended(&connection, error.into()))?;
+    let mut receiver = receiver.map_err(|error| ended(connection, error.into()))?;
     let plan = declaration.plan(&tensors)?;
     if update.is_in_place() {
         release()?;
     }
     let mapped = began.elapsed();
-    let mut chunks =
-        Chunks { connection: &mut connection, receiver: &mut *receiver, chunks: plan.chunks() };
+    let mut chunks = ChunkTransfer { connection, receiver: &mut *receiver, chunks: plan.chunks() };
     match &source {
-        Source::Mapped(buffers) => chunks.request_all(buffers.len())?,
-        Source::Broadcast { buffers, .. } => chunks.receive_all(*buffers)?,
+        TrainerBuffers::Mapped(buffers) => chunks.request_all(buffers.len())?,
+        TrainerBuffers::Broadcast { buffers, .. } => chunks.receive_all(*buffers)?,
     }
     let ReceivedWeights { digests, bytes: rank_bytes } = chunks.finish()?;
     tracing::info!(
@@ -158,13 +178,13 @@ fn ended(connection: &Connection<'_>, error: ReceiveError) -> ReceiveError {
 }
 
 /// The chunks of one update in flight.
-struct Chunks<'a, 'b> {
+struct ChunkTransfer<'a, 'b> {
     connection: &'b mut Connection<'a>,
     receiver: &'b mut dyn ChunkReceiver,
     chunks: &'b [Chunk],
 }
 
-impl Chunks<'_, '_> {
+impl ChunkTransfer<'_, '_> {
     /// Requests every chunk once a buffer is free.
     fn request_all(&mut self, buffers: usize) -> Result<(), ReceiveError> {
         for index in 0..buffers.min(self.chunks.len()) {

@@ -12,7 +12,7 @@ use axum::{
 use http::StatusCode;
 use proto::v1::InFlight;
 use serde::Deserialize;
-use weight_transfer::UpdateId;
+use weight_transfer::{UpdateId, trainer_address};
 
 use crate::{
     front::Front,
@@ -21,7 +21,6 @@ use crate::{
 };
 
 const LABEL_BYTES_MAX: usize = 128;
-const TRAINER_BYTES_MAX: usize = 300;
 const TIMEOUT_MAX_S: f64 = 3600.0;
 const TIMEOUT_DEFAULT_S: f64 = 300.0;
 /// Shorter than `router.idle_timeout`, after which requests move to other nodes.
@@ -170,7 +169,7 @@ fn checked(front: &Front, body: &[u8]) -> Result<NewUpdate, ApiError> {
         })?;
     let (is_valid, expected) = match transport {
         TransportName::Nccl => {
-            (is_trainer_address(&path), "host:port/token of a trainer, at most 300 bytes")
+            (trainer_address(&path).is_some(), "host:port/token of a trainer, at most 300 bytes")
         }
         _ => (path.starts_with('/'), "an absolute path on the nodes"),
     };
@@ -194,17 +193,6 @@ fn checked(front: &Front, body: &[u8]) -> Result<NewUpdate, ApiError> {
     };
     let in_flight = in_flight.into();
     Ok(NewUpdate { model, label, path, timeout, commits: commit, transport, in_flight })
-}
-
-/// Returns whether the text may be the address of a trainer.
-fn is_trainer_address(text: &str) -> bool {
-    let parts = text.split_once('/').and_then(|(address, token)| {
-        let (host, port) = address.rsplit_once(':')?;
-        Some(!host.is_empty() && port.parse::<u16>().is_ok() && !token.is_empty())
-    });
-    text.len() <= TRAINER_BYTES_MAX
-        && text.bytes().all(|byte| byte.is_ascii_graphic())
-        && parts == Some(true)
 }
 
 impl From<InFlightName> for InFlight {

@@ -95,7 +95,11 @@ impl WeightUpdate for Shadow {
         let (host_bytes, digests) = (scatter.host_bytes(), scatter.digest_count());
         let copies = self.packer.copy_chunks(source, host_bytes, digests);
         let copies = copies.map_err(PrepareError::Device)?;
-        Ok(Box::new(Chunks { shadow: self, scatter, copies }))
+        Ok(Box::new(ShadowReceiver { shadow: self, scatter, copies }))
+    }
+
+    fn leave_trainer(&self) {
+        self.packer.leave_trainer();
     }
 
     /// The memory stays allocated for the next update.
@@ -109,13 +113,13 @@ fn failed(error: CudaError) -> PrepareError {
 }
 
 /// Weights that arrive in chunks.
-struct Chunks<'a> {
+struct ShadowReceiver<'a> {
     shadow: &'a Shadow,
     scatter: Scatter,
     copies: ChunkCopies<'a>,
 }
 
-impl ChunkReceiver for Chunks<'_> {
+impl ChunkReceiver for ShadowReceiver<'_> {
     fn scatter(&mut self, buffer: usize, pieces: &[TensorPiece]) -> Result<(), PrepareError> {
         self.copies.scatter(buffer, &self.scatter.work(pieces)).map_err(failed)
     }

@@ -24,7 +24,7 @@ const SPIN: Duration = Duration::from_millis(1);
 const LINE_BYTES_MAX: usize = 16 << 20;
 
 #[derive(Debug)]
-enum Stream {
+pub(super) enum Stream {
     Unix(UnixStream),
     Tcp(TcpStream),
 }
@@ -56,6 +56,11 @@ impl Stream {
             Self::Unix(stream) => stream.read(out),
             Self::Tcp(stream) => stream.read(out),
         }
+    }
+
+    /// Returns whether the peer has neither closed the connection nor sent anything.
+    pub fn is_idle(&self) -> bool {
+        self.peek().is_err_and(|error| error.kind() == io::ErrorKind::WouldBlock)
     }
 
     /// Reads bytes that stay readable.
@@ -102,6 +107,15 @@ impl<'a> Connection<'a> {
             .and_then(|()| stream.set_timeouts(CANCEL_POLL_INTERVAL, CONNECT_MAX));
         prepared.map_err(|error| failed(error.to_string()))?;
         Ok(Self { stream, cancelled })
+    }
+
+    /// Uses the stream of an earlier connection.
+    pub fn new(stream: Stream, cancelled: &'a CancellationToken) -> Self {
+        Self { stream, cancelled }
+    }
+
+    pub fn into_stream(self) -> Stream {
+        self.stream
     }
 
     /// Reads a line of JSON.

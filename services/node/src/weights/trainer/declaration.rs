@@ -59,12 +59,12 @@ struct TensorDeclaration {
 }
 
 /// Buffers whose values were checked.
-pub(super) enum Source {
+pub(super) enum TrainerBuffers {
     Mapped(Vec<ExportedMemory>),
     Broadcast { group: NcclGroup, gpu: String, buffers: usize, chunk_bytes: u64 },
 }
 
-impl Source {
+impl TrainerBuffers {
     pub fn chunk_source<'a>(&'a self, limit: WaitLimit<'a>) -> ChunkSource<'a> {
         match self {
             Self::Mapped(buffers) => ChunkSource::Mapped(buffers),
@@ -81,7 +81,7 @@ impl Source {
 
 impl Declaration {
     /// Checks the buffers or the communicator.
-    pub fn source(&self, address: &TrainerAddress) -> Result<Source, TrainerError> {
+    pub fn source(&self, address: &TrainerAddress) -> Result<TrainerBuffers, TrainerError> {
         let bytes = self.chunk_bytes;
         if !(1..=CHUNK_BYTES_MAX).contains(&bytes) {
             return Err(invalid(format!(
@@ -89,7 +89,7 @@ impl Declaration {
             )));
         }
         match (address, &self.broadcast) {
-            (TrainerAddress::Ipc(_), None) => self.mapped().map(Source::Mapped),
+            (TrainerAddress::Ipc(_), None) => self.mapped().map(TrainerBuffers::Mapped),
             (TrainerAddress::Ipc(_), Some(_)) => {
                 Err(invalid("it has the field broadcast; expected mapped".to_owned()))
             }
@@ -111,7 +111,7 @@ impl Declaration {
         self.mapped.iter().map(buffer).collect()
     }
 
-    fn broadcast(&self, broadcast: &BroadcastDeclaration) -> Result<Source, TrainerError> {
+    fn broadcast(&self, broadcast: &BroadcastDeclaration) -> Result<TrainerBuffers, TrainerError> {
         let BroadcastDeclaration { gpu, id, rank, ranks, buffers, max_ctas } = broadcast;
         check_count(*buffers)?;
         if *rank == 0 || rank >= ranks {
@@ -120,7 +120,7 @@ impl Declaration {
         let id = UniqueId(bytes_of("id", id)?);
         let group = NcclGroup { id, rank: *rank, ranks: *ranks, ctas_max: *max_ctas };
         let (gpu, chunk_bytes) = (gpu.clone(), self.chunk_bytes);
-        Ok(Source::Broadcast { group, gpu, buffers: *buffers, chunk_bytes })
+        Ok(TrainerBuffers::Broadcast { group, gpu, buffers: *buffers, chunk_bytes })
     }
 
     pub fn tensors(&self) -> Vec<DeclaredTensor> {

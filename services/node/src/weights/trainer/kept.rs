@@ -1,0 +1,35 @@
+//! The connection to a trainer between two updates by `nccl`. The device keeps the communicator of the trainer as long.
+
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+use super::{TrainerAddress, connection::Stream};
+
+/// The trainer of the last update, unless its connection was closed.
+#[derive(Debug, Default)]
+pub(in crate::weights) struct KeptTrainer(Mutex<Option<(TrainerAddress, Stream)>>);
+
+impl KeptTrainer {
+    /// Returns the idle connection of this trainer. Closes that of another one.
+    pub(super) fn take(&self, address: &TrainerAddress) -> Option<Stream> {
+        let (_, stream) = self.lock().take().filter(|(trainer, _)| trainer == address)?;
+        stream.is_idle().then_some(stream)
+    }
+
+    pub(super) fn put(&self, address: &TrainerAddress, stream: Stream) {
+        *self.lock() = Some((address.clone(), stream));
+    }
+
+    pub fn is_empty(&self) -> bool {
+        self.lock().is_none()
+    }
+
+    /// Closes the connection if the trainer has closed it. Returns whether it did.
+    pub fn close_if_left(&self) -> bool {
+        self.lock().take_if(|(_, stream)| !stream.is_idle()).is_some()
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Option<(TrainerAddress, Stream)>> {
+        // The value is replaced as a whole.
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
