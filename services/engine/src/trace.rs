@@ -3,7 +3,7 @@
 use std::{
     borrow::Cow,
     io::{self, Write},
-    time::Instant,
+    time::{Instant, SystemTime, UNIX_EPOCH},
 };
 
 use serde_json::{Value, json};
@@ -55,6 +55,8 @@ impl Trace {
         }
         let trace = json!({
             "displayTimeUnit": "ms",
+            // With it, a reader lays the traces of several nodes side by side.
+            "originUnixUs": origin.map(unix_micros),
             "otherData": self.about,
             "traceEvents": events,
         });
@@ -66,6 +68,12 @@ impl Trace {
 /// Returns the µs from `origin` to `at`.
 fn micros(origin: Instant, at: Instant) -> f64 {
     at.saturating_duration_since(origin).as_nanos() as f64 / 1e3
+}
+
+/// Returns the wall-clock time of `at` in µs since 1970.
+fn unix_micros(at: Instant) -> f64 {
+    let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+    now.saturating_sub(at.elapsed()).as_nanos() as f64 / 1e3
 }
 
 /// Adds the begin and the end of a span as asynchronous events, which may overlap.
@@ -129,7 +137,7 @@ mod tests {
 
     #[test]
     fn steps_and_overlapping_spans_have_events_with_times_from_the_first() {
-        let origin = Instant::now();
+        let (origin, now) = (Instant::now(), SystemTime::now());
         let span = |begin: u64, end: u64| {
             let at = |micros| origin + Duration::from_micros(micros);
             Span { begin: at(begin), end: at(end) }
@@ -167,6 +175,10 @@ mod tests {
         trace.write(&mut written).unwrap();
         let written: Value = serde_json::from_slice(&written).unwrap();
         assert_eq!(written["otherData"]["node"], "decode-0");
+        // The first event begins 40 µs after `origin`.
+        let since = now.duration_since(UNIX_EPOCH).unwrap().as_secs_f64() + 40e-6;
+        let wall_clock = written["originUnixUs"].as_f64().unwrap() / 1e6;
+        assert!((wall_clock - since).abs() < 60.0, "{wall_clock} and {since}");
         let events = written["traceEvents"].as_array().unwrap();
         let of = |phase: &str, name: &str| -> Vec<&Value> {
             events.iter().filter(|it| it["ph"] == phase && it["name"] == name).collect()

@@ -115,6 +115,7 @@ impl Recorder {
                     let args = json!({
                         "bytes": sent.map(|stats| stats.bytes),
                         "chunks": sent.map(|stats| stats.chunks),
+                        "copied_us": sent.map(|stats| stats.elapsed.as_micros() as u64),
                         "error": attributes.error,
                     });
                     recording.end(TRANSFERS, call.number, args);
