@@ -24,6 +24,7 @@ fn main() -> ExitCode {
     tests.extend(test_harness::multi_thread_tests![
         resources::full_disk_of_the_log_disturbs_no_request,
         resources::limit_of_open_files_rejects_connections_and_recovers,
+        resources::node_whose_disk_tier_is_read_only_serves_without_it,
     ]);
     let wanted = std::env::var(LONG).unwrap_or_default();
     for name in wanted.split(',').filter(|name| !name.is_empty()) {

@@ -1,7 +1,9 @@
-//! Services without room for their log, or with too few open files.
+//! Services without room for their log, with too few open files, or with a read-only file system.
 
 use std::{
     collections::BTreeMap,
+    path::Path,
+    process::Command,
     time::{Duration, Instant},
 };
 
@@ -11,9 +13,14 @@ use integration_tests::{
     cluster::{Cluster, ClusterSpec, SECRET, Service, smollm2},
     golden::run_named,
 };
+use test_harness::skip;
 
 /// Returns the settings of a router that uses the cluster's nodes.
 fn router_settings(cluster: &Cluster) -> BTreeMap<String, String> {
+    router_settings_of(&cluster.prefill[0], &cluster.decode[0])
+}
+
+fn router_settings_of(prefill: &Service, decode: &Service) -> BTreeMap<String, String> {
     let url = |node: &Service| format!("http://{}", node.ready.grpc);
     [
         ("BATON_MODEL_PATH", smollm2().display().to_string()),
@@ -21,8 +28,8 @@ fn router_settings(cluster: &Cluster) -> BTreeMap<String, String> {
         ("BATON_ROUTER_HTTP", "127.0.0.1:0".to_owned()),
         ("BATON_ROUTER_GRPC", "127.0.0.1:0".to_owned()),
         ("BATON_ROUTER_ADMIN", "127.0.0.1:0".to_owned()),
-        ("BATON_CLUSTER_PREFILL", url(&cluster.prefill[0])),
-        ("BATON_CLUSTER_DECODE", url(&cluster.decode[0])),
+        ("BATON_CLUSTER_PREFILL", url(prefill)),
+        ("BATON_CLUSTER_DECODE", url(decode)),
     ]
     .map(|(name, value)| (name.to_owned(), value))
     .into()
@@ -88,5 +95,59 @@ pub async fn limit_of_open_files_rejects_connections_and_recovers() -> Result<()
     ensure!(limit.is_some_and(|line| line.contains(" 96 ")), "{limit:?}");
     router.terminate_signal();
     assert_eq!(router.wait_end(Duration::from_secs(20))?, Some(0));
+    cluster.stop()
+}
+
+/// Returns a command that runs a program for which this folder is read-only. Skips the test where no folder can be mounted.
+fn read_only(folder: &Path) -> Vec<String> {
+    let folder = folder.display();
+    let mount = format!(
+        "mount --bind '{folder}' '{folder}' && mount -o remount,ro,bind '{folder}' && exec \"$@\""
+    );
+    for namespaces in [&["--mount"][..], &["--user", "--map-root-user", "--mount"]] {
+        let shell = ["sh", "-c", &mount, "sh"];
+        let command = ["unshare"].iter().chain(namespaces).chain(&shell);
+        let command: Vec<String> = command.map(|&word| word.to_owned()).collect();
+        let tried = Command::new(&command[0]).args(&command[1..]).arg("true").status();
+        if tried.is_ok_and(|status| status.success()) {
+            return command;
+        }
+    }
+    skip("no mount namespace: unshare is missing, or neither root nor user namespaces may mount");
+}
+
+/// A disk that became read-only takes only the tier from its node.
+pub async fn node_whose_disk_tier_is_read_only_serves_without_it() -> Result<()> {
+    let folder = tempfile::tempdir()?;
+    let disk = folder.path().join("disk");
+    std::fs::create_dir(&disk)?;
+    std::fs::write(disk.join("kv"), "")?;
+    let wrapper = read_only(&disk);
+    let wrapper: Vec<&str> = wrapper.iter().map(String::as_str).collect();
+    let cluster = Cluster::start(ClusterSpec::smollm2()).await?;
+    let settings = [
+        ("BATON_MODEL_PATH", smollm2().display().to_string()),
+        ("BATON_MODEL_DTYPE", "f32".to_owned()),
+        ("BATON_CLUSTER_SECRET", SECRET.to_owned()),
+        ("BATON_NODE_GRPC", "127.0.0.1:0".to_owned()),
+        ("BATON_NODE_METRICS", "127.0.0.1:0".to_owned()),
+        ("BATON_NODE_BLOCKS", "64".to_owned()),
+        ("BATON_TRANSFER_CONTROL", "127.0.0.1:0".to_owned()),
+        ("BATON_TRANSFER_DATA", "127.0.0.1:0".to_owned()),
+        ("BATON_TIER_DISK_PATH", disk.join("kv").display().to_string()),
+        ("BATON_TIER_DISK_SIZE", "64MiB".to_owned()),
+    ];
+    let settings = settings.map(|(name, value)| (name.to_owned(), value)).into();
+    let program = "baton-decode-node";
+    let mut node = Service::spawn_by(&wrapper, folder.path(), "read-only", program, &settings)?;
+    node.wait_ready(folder.path())?;
+    let settings = router_settings_of(&cluster.prefill[0], &node);
+    let router = Service::start(folder.path(), "router", "baton-router", &settings)?;
+    let client = Client::new(format!("http://{}", router.ready.http));
+    answer_is_right(&client).await?;
+    let log = node.log();
+    let lines: Vec<&str> = log.lines().filter(|line| line.contains("tier.disk_path")).collect();
+    let reason = "cannot open it: Read-only file system";
+    assert!(matches!(lines[..], [line] if line.contains(reason)), "{log}");
     cluster.stop()
 }

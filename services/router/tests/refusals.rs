@@ -14,7 +14,10 @@ use common::{
 use http::Method;
 use proto::v1::FailureKind;
 use serde_json::{Value, json};
-use tokio::{io::AsyncWriteExt, net::TcpStream};
+use tokio::{
+    io::{AsyncReadExt, AsyncWriteExt},
+    net::TcpStream,
+};
 
 const ANSWER: &str = " fine";
 const PATHS: [&str; 2] = ["/v1/completions", "/v1/chat/completions"];
@@ -340,6 +343,23 @@ async fn session_of_the_headers_is_checked_and_reaches_nodes() {
     let sessions: Vec<_> = calls.map(|it| (it.attempt.session, it.attempt.keep_ms)).collect();
     let none = String::new();
     assert_eq!(sessions, [(long[..256].into(), None), (none.clone(), Some(600_000)), (none, None)]);
+}
+
+#[tokio::test]
+async fn session_of_megabytes_reaches_no_node_and_disturbs_nobody() {
+    let cluster = Cluster::start(0, 1, ANSWER).await;
+    let mut stream = TcpStream::connect(cluster.router.http).await.unwrap();
+    let head =
+        "POST /v1/completions HTTP/1.1\r\nhost: baton\r\ncontent-length: 0\r\nx-baton-session: ";
+    let (mut read, mut write) = stream.split();
+    let (mut answer, request) = (Vec::new(), format!("{head}{}\r\n\r\n", "s".repeat(4 << 20)));
+    // The router closes the connection before it has read everything, so either end may fail.
+    let _ = tokio::join!(write.write_all(request.as_bytes()), read.read_to_end(&mut answer));
+    let answer = String::from_utf8_lossy(&answer).into_owned();
+    assert!(answer.is_empty() || answer.starts_with("HTTP/1.1 431 "), "{answer}");
+    let body = json!({"prompt": long_prompt(), "max_tokens": 2});
+    assert_eq!(cluster.client.post("/v1/completions", &body).await.status.as_u16(), 200);
+    assert_eq!(cluster.decode[0].calls().len(), 1);
 }
 
 #[tokio::test]

@@ -1,0 +1,82 @@
+//! KV that a node of two ranks loads from its tiers gives the logits of the resident KV, bit for bit.
+
+use std::time::{Duration, Instant};
+
+use anyhow::{Result, ensure};
+use integration_tests::{
+    client::{Client, salted_body},
+    cluster::{Cluster, ClusterSpec, Service},
+};
+use kernels::BLOCK_TOKENS;
+use serde_json::{Value, json};
+
+use super::{DEADLINE, Devices, Fixture, Request, Shape, run_on};
+
+const DISK_PATH: &str = "BATON_TIER_DISK_PATH";
+const STORED: &str = "baton_tier_blocks";
+const HITS: &str = "baton_tier_hits_total";
+const DISK_SIZE: &str = "BATON_TIER_DISK_SIZE";
+
+/// Returns the tokens that a prefix hit has, and the log-probabilities of the answer, which are as exact as the logits.
+async fn logprobs(client: &Client, request: &Request) -> Result<(u64, Value)> {
+    let body = json!({
+        "prompt": request.prompt, "max_tokens": 8, "temperature": 0.0, "ignore_eos": true,
+        "logprobs": 5,
+    });
+    let answer = client.post("/v1/completions", &body).await?.json();
+    let cached = &answer["usage"]["prompt_tokens_details"]["cached_tokens"];
+    Ok((cached.as_u64().unwrap_or(0), answer["choices"][0]["logprobs"].clone()))
+}
+
+/// Waits until a metric, which the node sets between its steps, has at least this value.
+async fn wait_metric(node: &Service, name: &str, blocks: u64) -> Result<()> {
+    let deadline = Instant::now() + DEADLINE;
+    while node.metric(name).await? < blocks as f64 {
+        ensure!(Instant::now() < deadline, "{name} never is {blocks}:\n{}", node.log());
+        tokio::time::sleep(Duration::from_millis(10)).await;
+    }
+    Ok(())
+}
+
+/// Compares the answer after a load with the answer whose prefix was resident.
+async fn restored_equals_resident(
+    fixture: &Fixture,
+    tier: impl Fn(ClusterSpec) -> ClusterSpec,
+) -> Result<()> {
+    let request = fixture.requests.iter().max_by_key(|it| it.prompt.len()).expect("not empty");
+    let cacheable = ((request.prompt.len() - 1) / BLOCK_TOKENS) as u64;
+    let shape = Shape { decode: vec![vec![0, 1]], ..Shape::default() };
+    // KV memory for little more than one prompt.
+    let spec = fixture.spec(&shape).set_decode("BATON_NODE_BLOCKS", cacheable + 8);
+    let spec = tier(spec).set_decode("BATON_TIER_ADMISSION", "always");
+    let cluster = Cluster::start(spec).await?;
+    let (client, node) = (Client::new(cluster.http()), &cluster.decode[0]);
+    logprobs(&client, request).await?;
+    let (cached, resident) = logprobs(&client, request).await?;
+    assert_eq!(cached, cacheable * BLOCK_TOKENS as u64);
+    assert!(resident["token_logprobs"].is_array(), "{resident}");
+    assert_eq!(node.metric(HITS).await?, 0.0, "the prefix was resident");
+    wait_metric(node, STORED, cacheable).await?;
+    for salt in ["one", "two"] {
+        client.post("/v1/completions", &salted_body(&request.prompt, 2, salt)).await?;
+    }
+    let restored = logprobs(&client, request).await?;
+    assert_eq!(restored, (cached, resident), "{}", node.log());
+    wait_metric(node, HITS, cacheable).await?;
+    cluster.stop()
+}
+
+pub fn kv_of_two_ranks_returns_from_the_tiers_bit_for_bit() {
+    run_on(2, async |fixture| {
+        let folder = tempfile::tempdir()?;
+        let path = folder.path().join("kv");
+        let disk = |spec: ClusterSpec| {
+            spec.set_decode(DISK_PATH, path.display()).set_decode(DISK_SIZE, "128MiB")
+        };
+        if let Devices::Gpus(_) = fixture.place {
+            let host = |spec: ClusterSpec| spec.set_decode("BATON_TIER_HOST_MEMORY", "256MiB");
+            restored_equals_resident(&fixture, host).await?;
+        }
+        restored_equals_resident(&fixture, disk).await
+    });
+}
