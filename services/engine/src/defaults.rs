@@ -24,6 +24,10 @@ const GPU_STEP_TOKENS: (u32, u32) = (512, 8192);
 /// Maximum KV of a step on a GPU. A transfer by ipc takes 1.5 ms for this KV, at 365 GB/s. The KV of a prompt's last
 /// step is transferred after the step, so this maximum bounds the hand-over gap.
 const GPU_STEP_KV_BYTES: u64 = 512 * MIB;
+/// Maximum KV of the last part of a prompt that has the GPU to itself: 0.4 ms by ipc.
+const GPU_TAIL_KV_BYTES: u64 = 128 * MIB;
+/// Minimum of the last part: a shorter step has less than full throughput.
+const GPU_TAIL_TOKENS_MIN: u32 = 1024;
 /// Divisor: a step's activations and KV may take a quarter of the memory that the weights leave free. A set KV cache
 /// includes the step's KV: then the activations may take a quarter of the memory that weights and KV cache leave free.
 const GPU_STEP_MEMORY_PART: u64 = 4;
@@ -111,6 +115,8 @@ pub struct Defaults {
     /// Largest step of the scheduler; equal to `step_tokens_max` until step times are measured.
     pub step_tokens: u32,
     pub chunk_tokens: u32,
+    /// Largest last part of a prompt whose KV is sent; `None` on a CPU, whose chunks are short.
+    pub tail_tokens: Option<u32>,
     pub slots: u32,
     pub waiting_max: u32,
     /// Bound on steps that decode; `None` on a prefill node, where it is off, and until step times are measured.
@@ -199,6 +205,13 @@ pub fn derive(node: &NodeTraits, times: Option<&StepTimes>) -> Result<Defaults, 
     };
     let chunk_tokens = set.chunk_tokens.unwrap_or(chunk).min(step_tokens);
     note("node.chunk_tokens", &chunk_tokens, set.chunk_tokens.is_some(), why.to_owned());
+    let tail_tokens = match node.device {
+        NodeDevice::Cpu => None,
+        NodeDevice::Gpu { .. } => {
+            let tokens = GPU_TAIL_KV_BYTES / node.model.kv.max(1);
+            Some(u32::try_from(tokens).unwrap_or(u32::MAX).max(GPU_TAIL_TOKENS_MIN))
+        }
+    };
     note("node.slots", &slots, set.slots.is_some(), slots_why);
 
     let waiting_max = set.waiting_max.unwrap_or(slots.saturating_mul(WAITING_BATCHES));
@@ -249,6 +262,7 @@ pub fn derive(node: &NodeTraits, times: Option<&StepTimes>) -> Result<Defaults, 
         step_tokens_max,
         step_tokens,
         chunk_tokens,
+        tail_tokens,
         slots,
         waiting_max,
         itl,
@@ -484,6 +498,11 @@ mod tests {
         assert_eq!(derived(gib(4), SIZES_1B), (2048, 64, 256), "a quarter of 1.5 GiB");
         let set = SetValues { kv_bytes: Some(16 << 30), ..SetValues::default() };
         assert_eq!(derive(&with(H200, set), None).unwrap().slots, 128);
+        let tail = |device, model| derive(&node(device, false, model), None).unwrap().tail_tokens;
+        let large = ModelSizes { kv: 4 * SIZES_8B.kv, ..SIZES_8B };
+        assert_eq!(tail(H200, SIZES_8B), Some(1024), "128 MiB of KV");
+        assert_eq!(tail(H200, large), Some(1024), "a step of full throughput");
+        assert_eq!(tail(NodeDevice::Cpu, SIZES_8B), None);
     }
 
     #[test]

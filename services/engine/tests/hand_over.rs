@@ -6,22 +6,25 @@ mod common;
 use std::time::{Duration, Instant};
 
 use common::{
-    family_tokens, limits, oracle, pair::Pair, scheduler, sequence, sim, unbounded_waits,
+    family_tokens, limits, oracle, pair::Pair, scheduler, sequence, sim,
+    unbounded_waits,
 };
 use engine::{
-    StepLoop,
+    SchedulerConfig, StepLoop,
     event::{NewSequence, SequenceId, SequenceKind},
     executor::sim::SimExecutor,
 };
 use proptest::prelude::*;
 
 fn pair(prefill_blocks: u32, decode_blocks: u32, slots: u32, depth: u32) -> Pair<SimExecutor> {
+    let limits = |blocks| limits(slots, 32, blocks, depth);
+    pair_of([limits(prefill_blocks), limits(decode_blocks)].map(unbounded_waits))
+}
+
+fn pair_of(configs: [SchedulerConfig; 2]) -> Pair<SimExecutor> {
     let start = Instant::now();
-    let node = |blocks| {
-        let limits = limits(slots, 32, blocks, depth);
-        StepLoop::new(scheduler(unbounded_waits(limits)), sim(limits, start))
-    };
-    let (prefill, decode) = (node(prefill_blocks), node(decode_blocks));
+    let [prefill, decode] =
+        configs.map(|config| StepLoop::new(scheduler(config), sim(config.limits, start)));
     let arenas = (prefill.executor().arena(), decode.executor().arena());
     Pair::new(prefill, decode, arenas)
 }
@@ -124,6 +127,53 @@ fn only_blocks_not_cached_at_the_decode_node_are_transferred() {
     pair.assert_all_returned();
 }
 
+/// Returns the tokens of the prefill node's steps since the last call.
+fn prefill_steps(pair: &mut Pair<SimExecutor>) -> Vec<u32> {
+    pair.prefill.take_records().iter().map(|step| step.tokens).collect()
+}
+
+#[test]
+fn prompt_alone_is_sent_while_its_last_part_is_computed() {
+    let limits = limits(4, 128, 60, 2);
+    let config = unbounded_waits(limits);
+    let prefill = SchedulerConfig { tail_tokens: Some(32), ..config };
+    let mut pair = pair_of([prefill, config]);
+    let alone = request(1, 200, 6);
+    pair.submit(alone.clone());
+    pair.run();
+    assert_exact(&pair, &alone);
+    assert_eq!(prefill_steps(&mut pair), [128, 48, 24], "the second part ends with a block");
+    // A step of twice the tail is not split, nor is a prompt beside another.
+    let (short, first, second) = (request(2, 64, 6), request(3, 120, 6), request(4, 120, 6));
+    pair.submit(short);
+    pair.run();
+    assert_eq!(prefill_steps(&mut pair), [64]);
+    for new in [&first, &second] {
+        pair.submit(new.clone());
+    }
+    pair.run();
+    [&first, &second].into_iter().for_each(|new| assert_exact(&pair, new));
+    assert_eq!(prefill_steps(&mut pair), [128, 112]);
+    pair.assert_all_returned();
+}
+
+#[test]
+fn last_part_of_a_prompt_waits_for_no_other_prompt() {
+    let limits = limits(4, 128, 60, 1);
+    let config = unbounded_waits(limits);
+    let mut pair = pair_of([SchedulerConfig { tail_tokens: Some(32), ..config }, config]);
+    let (first, second) = (request(1, 120, 6), request(2, 60, 6));
+    pair.submit(first.clone());
+    pair.deliver(|| true);
+    pair.turn();
+    assert_eq!(prefill_steps(&mut pair), [96]);
+    pair.submit(second.clone());
+    pair.run();
+    [&first, &second].into_iter().for_each(|new| assert_exact(&pair, new));
+    assert_eq!(prefill_steps(&mut pair), [24, 60]);
+    pair.assert_all_returned();
+}
+
 proptest! {
     #![proptest_config(ProptestConfig { cases: 2000, ..ProptestConfig::default() })]
 
@@ -133,13 +183,18 @@ proptest! {
         decode_blocks in 5..20u32,
         slots in 1..=4u32,
         depth in 1..=2u32,
+        tail_tokens in prop::option::of(1..20u32),
         requests in prop::collection::vec(
             (1..75usize, 1..30u32, prop::bool::weighted(0.15), 0..40usize, any::<bool>()),
             1..15,
         ),
         mut luck in any::<u64>(),
     ) {
-        let mut pair = pair(prefill_blocks, decode_blocks, slots, depth);
+        let config = |blocks| SchedulerConfig {
+            tail_tokens,
+            ..unbounded_waits(limits(slots, 32, blocks, depth))
+        };
+        let mut pair = pair_of([prefill_blocks, decode_blocks].map(config));
         let mut next = || {
             luck = luck.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
             luck >> 33

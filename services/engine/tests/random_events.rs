@@ -223,6 +223,7 @@ proptest! {
         blocks in 7..30u32,
         step_tokens in 5..64u32,
         chunk_tokens in prop_oneof![Just(u32::MAX), Just(16), 1..20u32],
+        tail_tokens in prop::option::of(1..20u32),
         prefix_cache in prop::bool::weighted(0.8),
         itl_max in prop::option::of(1..20u64),
         short_limits in any::<bool>(),
@@ -239,8 +240,13 @@ proptest! {
             token: Duration::from_micros(500),
             doubling_tokens: 50,
         });
-        let config =
-            SchedulerConfig { chunk_tokens, prefix_cache, itl, ..common::unbounded_waits(limits) };
+        let config = SchedulerConfig {
+            chunk_tokens,
+            tail_tokens,
+            prefix_cache,
+            itl,
+            ..common::unbounded_waits(limits)
+        };
         let config = if short_limits {
             SchedulerConfig {
                 waiting_max: 3,

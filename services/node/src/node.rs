@@ -248,6 +248,7 @@ impl Node {
         let scheduler_config = SchedulerConfig {
             step_tokens: defaults.step_tokens,
             chunk_tokens: defaults.chunk_tokens,
+            tail_tokens: defaults.tail_tokens,
             itl: defaults.itl,
             prefix_cache: node.prefix_cache,
             waiting_max: defaults.waiting_max,

@@ -14,6 +14,9 @@ pub struct SchedulerConfig {
     pub step_tokens: u32,
     /// Upper bound on the tokens of one row in one step.
     pub chunk_tokens: u32,
+    /// Largest last part of a prompt whose KV is sent to another node. The KV of the last part is sent after the step that
+    /// computes it. `None`: `chunk_tokens` alone bounds the last part.
+    pub tail_tokens: Option<u32>,
     /// Bound on steps that decode; `None`: prefill may take the rest of a step with decode rows.
     pub itl: Option<ItlLimit>,
     /// Whether the prefix cache is on.
@@ -38,6 +41,7 @@ impl SchedulerConfig {
             limits,
             step_tokens: limits.step_tokens,
             chunk_tokens: limits.step_tokens,
+            tail_tokens: None,
             itl: None,
             prefix_cache: true,
             measures_drafts: true,

@@ -68,7 +68,7 @@ impl Scheduler {
         builder.plan.rows.reserve(self.running.len());
         builder.sequences.reserve(self.running.len());
         self.advance_running(&mut builder);
-        if self.is_admitting {
+        if self.is_admitting && !self.ends_split_prompt(&builder) {
             self.advance_newcomers(&mut builder, actions);
         }
         if builder.sequences.is_empty() {
@@ -99,6 +99,9 @@ impl Scheduler {
             let share = builder.budget - younger;
             let mut sequence = self.sequences.get_mut(&id).expect("a running sequence is known");
             let mut count = sequence.pending().min(share).min(self.config.chunk_tokens);
+            if younger == 0 && index == 0 && self.waiting.is_empty() {
+                count = split_last_part(sequence, count, self.config.tail_tokens);
+            }
             if self.config.itl.is_some() && (count > 1 || !sequence.decodes()) {
                 let position = sequence.row().launched;
                 count = self.bound_prefill(position, count, builder);
@@ -135,12 +138,21 @@ impl Scheduler {
             && self.prefill_left(builder) >= PREFILL_MIN
             && let Some(id) = self.admit_compute(actions)
         {
-            let sequence = &self.sequences[&id];
+            let is_alone = self.running.len() == 1 && self.waiting.is_empty();
+            let sequence = self.sequences.get_mut(&id).expect("an admitted sequence is known");
             let position = sequence.row().launched;
-            let count = sequence.pending().min(builder.budget).min(self.config.chunk_tokens);
+            let mut count = sequence.pending().min(builder.budget).min(self.config.chunk_tokens);
+            if is_alone {
+                count = split_last_part(sequence, count, self.config.tail_tokens);
+            }
             let count = self.bound_prefill(position, count, builder);
             self.advance(id, count, builder);
         }
+    }
+
+    /// Returns whether the step computes the last part of a split prompt. Other prompts would delay its first token.
+    fn ends_split_prompt(&self, builder: &PlanBuilder) -> bool {
+        builder.sequences.iter().any(|id| self.sequences[id].row().is_split)
     }
 
     /// Returns the prefill budget that is left in the step, in tokens at the start of a prompt.
@@ -363,6 +375,21 @@ impl Scheduler {
 /// Returns the token pairs of attention for `tokens` tokens after `computed` tokens.
 pub(super) fn attention_pairs(computed: u64, tokens: u64) -> u64 {
     tokens * computed + tokens * (tokens + 1) / 2
+}
+
+/// Returns how many of the `count` tokens of a prompt the step computes, if `count` ends the prompt of a sender. A long last
+/// part is split, so that most of its KV travels while the rest is computed. A part of less than twice `tail_tokens` is
+/// not split: the further step would take as long as the transfer gains. Nor is a prompt that shares its steps: there, the
+/// first part would not be computed sooner.
+fn split_last_part(sequence: &mut Sequence, count: u32, tail_tokens: Option<u32>) -> u32 {
+    let ends = sequence.kind == SequenceKind::Send && count == sequence.pending();
+    let tail = tail_tokens.filter(|&tail| ends && count > tail.saturating_mul(2));
+    let (Some(tail), Phase::Running(row)) = (tail, &mut sequence.phase) else { return count };
+    // Blocks are sent when they are full.
+    let end = (row.launched + (count - tail) as usize).next_multiple_of(BLOCK_TOKENS);
+    let first_part = ((end - row.launched) as u32).min(count);
+    row.is_split = first_part < count;
+    first_part
 }
 
 /// Adds the row to the step.

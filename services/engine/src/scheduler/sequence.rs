@@ -112,6 +112,8 @@ pub(super) struct Row {
     /// Results after which the row no longer reduces the prefill of steps: it waited for the steps in flight when its
     /// KV arrived.
     pub(super) catch_up: u32,
+    /// Whether the last part of the prompt was left to a step of its own.
+    pub(super) is_split: bool,
     pub(super) drafts: RowDrafts,
 }
 
@@ -131,6 +133,7 @@ impl Row {
             announced: false,
             was_late: false,
             catch_up: 0,
+            is_split: false,
             drafts: RowDrafts::default(),
         }
     }

@@ -27,6 +27,10 @@ impl Waiting {
         self.receives.len() + self.computes.len()
     }
 
+    pub(super) fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
     pub(super) fn push_receive(&mut self, arrival: Arrival, id: SequenceId) {
         insert(&mut self.receives, arrival, id);
     }
