@@ -263,6 +263,11 @@ impl Scheduler {
         self.kv.drop_cached()
     }
 
+    /// Returns whether the KV of a sequence is on its way from a prefill peer.
+    pub fn expects_kv(&self) -> bool {
+        self.reserved_count > 0
+    }
+
     /// Returns whether no sequence, transfer, step, save or load is left.
     pub fn is_idle(&self) -> bool {
         let has_no_copy = self.tiers.as_ref().is_none_or(Tiers::is_idle);

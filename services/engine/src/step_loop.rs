@@ -19,6 +19,11 @@ use crate::{
 /// Step records kept until their reader takes them; the oldest is dropped first.
 const RECORDS_MAX: usize = 1024;
 
+/// Time by which a step that waits for KV is launched before the step in flight ends, besides twice the time of a launch:
+/// the device's clock is known to some µs, and steps differ by some percent. A late launch idles the device only for the
+/// time of the launch, because the loop collects a finished step at once.
+const LAUNCH_AHEAD: Duration = Duration::from_micros(200);
+
 /// Outcome of a turn.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Turn {
@@ -72,9 +77,29 @@ pub struct StepLoop<E> {
     records: VecDeque<StepRecord>,
     /// When the last result was collected.
     collected_at: Option<Instant>,
+    /// Measured times of the last collected step, if it only decoded.
+    decode_times: Option<DecodeTimes>,
     speculated: Speculated,
     /// Whether no step is launched until the weights are changed.
     is_held: bool,
+}
+
+/// Measured times of a decode step.
+#[derive(Clone, Copy, Debug)]
+struct DecodeTimes {
+    /// When the device ended the step.
+    ended_at: Instant,
+    device: Duration,
+    /// Time of the host for plan and launch.
+    host: Duration,
+}
+
+impl DecodeTimes {
+    fn of(step: &StepRecord) -> Option<Self> {
+        let device = step.device.filter(|_| step.kind == StepKind::Decode)?;
+        let host = step.plan.duration() + step.launch.duration();
+        Some(Self { ended_at: device.end, device: device.duration(), host })
+    }
 }
 
 impl<E: Executor> StepLoop<E> {
@@ -92,6 +117,7 @@ impl<E: Executor> StepLoop<E> {
             launched: VecDeque::new(),
             records: VecDeque::with_capacity(RECORDS_MAX),
             collected_at: None,
+            decode_times: None,
             speculated: Speculated::default(),
             is_held: false,
         }
@@ -124,6 +150,8 @@ impl<E: Executor> StepLoop<E> {
             self.executor.check()?;
             return Ok(Turn::Idle);
         }
+        let until_launch = self.launch_due().map(|due| due.saturating_duration_since(now));
+        let timeout = until_launch.map_or(timeout, |until| until.min(timeout));
         let Some(result) = self.executor.collect(timeout)? else {
             return Ok(Turn::Pending);
         };
@@ -141,6 +169,7 @@ impl<E: Executor> StepLoop<E> {
         self.scheduler.complete(result, actions);
         let begin = run.collected_at.unwrap_or(collected_at);
         record.collect = Span { begin, end: self.executor.now() };
+        self.decode_times = DecodeTimes::of(&record);
         if self.records.len() == RECORDS_MAX {
             self.records.pop_front();
         }
@@ -241,6 +270,9 @@ impl<E: Executor> StepLoop<E> {
                 return Ok(());
             }
             let begin = self.executor.now();
+            if self.launch_due().is_some_and(|due| begin < due) {
+                return Ok(());
+            }
             let Some(plan) = self.scheduler.plan(actions) else { return Ok(()) };
             let planned = Span { begin, end: self.executor.now() };
             let mut record = planned_record(&plan, self.scheduler.planned_work(), planned);
@@ -249,6 +281,19 @@ impl<E: Executor> StepLoop<E> {
             record.launch.end = self.executor.now();
             self.launched.push_back(record);
         }
+    }
+
+    /// Returns when to launch the next step, if it had better wait. KV that arrives while steps are in flight joins the
+    /// batch only after them. So while a prefill peer is expected to send KV, the next decode step is launched shortly before
+    /// the device becomes idle. `None`: launch as soon as a step can be planned.
+    fn launch_due(&self) -> Option<Instant> {
+        let DecodeTimes { ended_at, device, host } = self.decode_times?;
+        let in_flight = self.launched.len() as u32;
+        let decodes = self.launched.iter().all(|step| step.kind == StepKind::Decode);
+        let waits = decodes
+            && (1..self.scheduler.config().limits.depth).contains(&in_flight)
+            && self.scheduler.expects_kv();
+        waits.then(|| ended_at + (device * in_flight).saturating_sub(2 * host + LAUNCH_AHEAD))
     }
 
     /// Passes new bitmask jobs to the workers, and bitmasks to the step that awaits them.

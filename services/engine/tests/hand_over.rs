@@ -6,11 +6,11 @@ mod common;
 use std::time::{Duration, Instant};
 
 use common::{
-    family_tokens, limits, oracle, pair::Pair, scheduler, sequence, sim,
+    family_tokens, limits, node::Node, oracle, pair::Pair, scheduler, sequence, sim,
     unbounded_waits,
 };
 use engine::{
-    SchedulerConfig, StepLoop,
+    SchedulerConfig, StepLoop, StepRecord, Turn,
     event::{NewSequence, SequenceId, SequenceKind},
     executor::sim::SimExecutor,
 };
@@ -172,6 +172,55 @@ fn last_part_of_a_prompt_waits_for_no_other_prompt() {
     [&first, &second].into_iter().for_each(|new| assert_exact(&pair, new));
     assert_eq!(prefill_steps(&mut pair), [24, 60]);
     pair.assert_all_returned();
+}
+
+/// Runs turns until the node has collected a step.
+fn collect_step(node: &mut Node) -> StepRecord {
+    for _ in 0..10 {
+        if node.turn() == Turn::Stepped {
+            return node.engine.take_records().pop().expect("the step has a record");
+        }
+    }
+    panic!("no step ends");
+}
+
+#[test]
+fn kv_that_arrives_during_a_step_joins_the_next_step() {
+    let mut node = Node::new(unbounded_waits(limits(4, 64, 60, 2)));
+    let kind = |id, kind| NewSequence { kind, ..request(id, 40, 20) };
+    node.arrive(kind(1, SequenceKind::Compute));
+    for _ in 0..4 {
+        collect_step(&mut node);
+    }
+    assert_eq!(node.engine.steps_in_flight(), 2, "no KV is expected");
+    let awaited = kind(2, SequenceKind::Receive);
+    node.arrive(awaited.clone());
+    collect_step(&mut node);
+    assert_eq!(node.engine.steps_in_flight(), 1, "the next step is not launched yet");
+    node.kv_arrives(awaited.id);
+    let before = collect_step(&mut node);
+    let joined = collect_step(&mut node);
+    assert_eq!((before.rows, joined.rows), (1, 2));
+    node.run();
+    node.assert_all_returned();
+}
+
+#[test]
+fn device_is_never_idle_while_kv_is_awaited() {
+    let mut node = Node::new(unbounded_waits(limits(4, 64, 60, 2)));
+    let kind = |id, kind| NewSequence { kind, ..request(id, 40, 20) };
+    node.arrive(kind(1, SequenceKind::Compute));
+    let awaited = kind(2, SequenceKind::Receive);
+    node.arrive(awaited.clone());
+    let steps: Vec<StepRecord> = (0..15).map(|_| collect_step(&mut node)).collect();
+    let spans: Vec<_> = steps.iter().filter_map(|step| step.device).collect();
+    assert_eq!(spans.len(), 15);
+    for pair in spans.windows(2) {
+        assert_eq!(pair[0].end, pair[1].begin);
+    }
+    node.kv_arrives(awaited.id);
+    node.run();
+    node.assert_all_returned();
 }
 
 proptest! {
