@@ -7,7 +7,7 @@ use std::{
 
 use super::{Directory, Member, NodeKey, Role};
 
-/// What the directory needs of a member after every event.
+/// State of a member that the directory looks up after every event of any node.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Indexed {
     deadline: Option<Instant>,
