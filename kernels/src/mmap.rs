@@ -11,6 +11,9 @@ use std::{
 use memmap2::{Advice, Mmap, UncheckedAdvice};
 use serde::{Deserialize, Serialize};
 
+/// Bytes whose pages are dropped at a time.
+const DROPPED_BYTES: usize = 64 << 20;
+
 /// Read-only mapping of a whole file.
 ///
 /// The bytes are the file's pages themselves: nothing is copied, and processes that map one model share its
@@ -88,6 +91,22 @@ impl MappedFile {
             // loses nothing: the next read maps the file's bytes again.
             let refused = unsafe { map.unchecked_advise(UncheckedAdvice::DontNeed) };
             // A refused hint costs memory only.
+            let _ = refused;
+        }
+    }
+}
+
+impl Drop for MappedFile {
+    /// Drops the pages before the mapping. Unmapping gigabytes of mapped pages at once keeps every other thread of the process
+    /// from mapping memory, for 0.1 s per 3 GB.
+    fn drop(&mut self) {
+        let Some(map) = &self.map else { return };
+        for begin in (0..map.len()).step_by(DROPPED_BYTES) {
+            let bytes = DROPPED_BYTES.min(map.len() - begin);
+            // SAFETY: as in `forget_pages`.
+            let refused =
+                unsafe { map.unchecked_advise_range(UncheckedAdvice::DontNeed, begin, bytes) };
+            // A refused hint costs time only.
             let _ = refused;
         }
     }
