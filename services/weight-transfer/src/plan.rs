@@ -15,9 +15,9 @@ pub struct Tensor {
     pub bytes: u64,
 }
 
-/// Maximum bytes of a chunk of an update: large enough for full bandwidth, small enough to overlap with the work on the
-/// chunk before. Weight versions depend on the cuts, so the size is equal everywhere.
-pub const CHUNK_BYTES: u64 = 256 << 20;
+/// Maximum bytes of a chunk of an update from files: a thread hashes a chunk in about 10 ms, and the last chunks delay the
+/// update for so long. Weight versions depend on the cuts, so the size is equal everywhere.
+pub const CHUNK_BYTES: u64 = 64 << 20;
 
 /// Tensors and their cut into chunks. Chunks are ranges of the tensors' bytes, one tensor after the other, so every
 /// byte is in exactly one chunk. Equal tensors and chunk sizes give equal plans on every side.
