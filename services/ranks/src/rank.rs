@@ -6,6 +6,7 @@
 use std::{
     collections::VecDeque,
     io,
+    panic::{self, AssertUnwindSafe},
     sync::atomic::Ordering,
     thread,
     time::{Duration, Instant},
@@ -13,7 +14,7 @@ use std::{
 
 use crossbeam_channel::{Receiver, Sender, TryRecvError, bounded};
 use engine::{
-    executor::{CollectWaker, Executor, ExecutorError},
+    executor::{CollectWaker, Executor, ExecutorError, panic_message},
     plan::{StepId, StepPlan, StepResult},
 };
 use tracing::debug;
@@ -53,6 +54,8 @@ pub enum RankError {
     State { step_id: StepId },
     #[error("change of weights: wrong hash of the plans: one is missing, repeated or corrupt")]
     Weights,
+    #[error("preparing weights: {0}")]
+    WeightPanic(String),
     #[error("cannot start: {0}")]
     Executor(String),
     #[error(transparent)]
@@ -170,7 +173,10 @@ impl<E: Executor> Rank<'_, E> {
         if let Some(update) = update {
             let (planned, waker) = (planned.clone(), waker.clone());
             let carry_out = move || {
-                let error = weight_work::carry_out(weight_orders, weight_answers, &*update);
+                let carry_out = || weight_work::carry_out(weight_orders, weight_answers, &*update);
+                // The node would wait for an answer of this thread.
+                let error = panic::catch_unwind(AssertUnwindSafe(carry_out))
+                    .unwrap_or_else(|panic| RankError::WeightPanic(panic_message(&*panic)));
                 // The main thread has ended, or ends the process now.
                 let _ = planned.send(Err(error));
                 waker.wake();

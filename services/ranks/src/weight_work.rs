@@ -45,10 +45,14 @@ fn carry_out_next<'a>(
     let spin = if receiver.is_some() { SPIN } else { Duration::ZERO };
     let Some(message) = orders.read(WAIT_MAX, spin)? else { return Ok(()) };
     let order = codec::decode(message)?;
-    let answer = outcome(order, orders, update, receiver);
+    let mut opened = None;
+    let answer = outcome(order, orders, update, receiver, &mut opened);
     let answer = postcard::to_stdvec(&answer).expect("a vector takes every answer");
     // No deadline: the node reads answers as long as it lives, and the rank dies with the node.
-    Ok(answers.write(&answer, Duration::MAX, || false)?)
+    answers.write(&answer, Duration::MAX, || false)?;
+    // Unmapping gigabytes takes a while.
+    drop(opened);
+    Ok(())
 }
 
 fn outcome<'a>(
@@ -56,12 +60,13 @@ fn outcome<'a>(
     orders: &RingReader,
     update: &'a dyn WeightUpdate,
     receiver: &mut Option<Box<dyn ChunkReceiver + 'a>>,
+    opened: &mut Option<Checkpoint>,
 ) -> WeightAnswer {
     let is_superseded = || orders.has_news();
     let limit = |within| WaitLimit { deadline: Instant::now() + within, cancelled: &is_superseded };
     let running = "no chunks are received";
     match order {
-        WeightOrder::Prepare(files) => prepare(files, update)?,
+        WeightOrder::Prepare(files) => prepare(files, update, opened)?,
         WeightOrder::Receive { tensors, buffers } => {
             // The one before unmaps its buffers first.
             *receiver = None;
@@ -88,7 +93,12 @@ fn outcome<'a>(
     Ok(None)
 }
 
-fn prepare(files: ModelFiles, update: &dyn WeightUpdate) -> Result<(), String> {
+/// Packs a model. Leaves its mapped files in `opened`.
+fn prepare(
+    files: ModelFiles,
+    update: &dyn WeightUpdate,
+    opened: &mut Option<Checkpoint>,
+) -> Result<(), String> {
     let path = PathBuf::from(OsString::from_vec(files.path));
     let checkpoint = Checkpoint::open(&path, files.format).map_err(|error| error.to_string())?;
     if checkpoint.files() != files.files {
@@ -101,5 +111,6 @@ fn prepare(files: ModelFiles, update: &dyn WeightUpdate) -> Result<(), String> {
         true => checkpoint.keeping_pages(),
         false => checkpoint,
     };
-    update.prepare(&path, &checkpoint).map_err(|error| error.to_string())
+    let prepared = update.prepare(&path, opened.insert(checkpoint));
+    prepared.map_err(|error| error.to_string())
 }

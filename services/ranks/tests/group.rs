@@ -674,6 +674,16 @@ fn ranks_copy_their_parts_of_chunks_and_commit_together() {
     assert!(update.receive(&[], ChunkSource::Mapped(&[])).is_err(), "the group has failed");
 }
 
+fn panic_while_weights_are_prepared_ends_the_group_with_its_reason() {
+    let mut group = group(2, Scenario::None);
+    let update = group.weight_update().unwrap();
+    // The ranks expect other tensors.
+    let error = update.receive(&[], ChunkSource::Mapped(&[])).err().unwrap().to_string();
+    assert!(error.contains("the ranks have ended"), "{error}");
+    let error = group.check().unwrap_err().to_string();
+    assert!(error.contains("of 2: preparing weights: assertion"), "{error}");
+}
+
 /// Starts three ranks, reports their process ids and sleeps until it is killed.
 fn run_node() {
     let path = env::var(PROCESS_IDS).unwrap();
@@ -719,6 +729,7 @@ fn main() -> std::process::ExitCode {
         plan_that_no_rank_can_run_is_a_bad_plan_error,
         failed_group_start_reports_the_reason_and_leaks_nothing,
         ranks_copy_their_parts_of_chunks_and_commit_together,
+        panic_while_weights_are_prepared_ends_the_group_with_its_reason,
         ranks_end_with_their_node_even_if_stopped,
     ];
     test_harness::main(&[(RANK_HELPER, run_rank_process), (NODE_HELPER, run_node)], tests)
