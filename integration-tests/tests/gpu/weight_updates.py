@@ -4,7 +4,7 @@
 check  Compares greedy answers before and after updates from the trainer, and back, with those of nodes that read the weights from disk.
        Kills a trainer at several chunks, and offers invalid weights. With --transport disk only compares answers.
 bench  Prints time, pause and bandwidth of updates for several numbers of buffers and chunk sizes (random weights).
-load   Updates under --streams streams: inter-token latency without updates, while chunks arrive, and with commits, which
+load   Updates under --streams streams: inter-token latency between updates, while chunks arrive, and with commits, which
        recompute the sequences; failed requests.
 
 Needs torch with CUDA. One GPU: the trainer shares the node's GPU. --trainer-gpu 1: the trainer has another GPU.
@@ -431,10 +431,8 @@ def load(options, folder):
         updater.push(weights)
         streams = Streams(options.streams, options.output_tokens)
         time.sleep(4)
-        began = time.perf_counter()
-        time.sleep(8)
         updating = time.perf_counter()
-        pauses, times, arriving = [], [], []
+        pauses, times, arriving, quiet = [], [], [], []
         for _ in range(options.rounds):
             since = len(cluster.lines)
             update = updater.prepare(weights)
@@ -444,7 +442,11 @@ def load(options, folder):
             received, mapped = (logged(cluster.lines[at], name) for name in ("received_ms", "mapped_ms"))
             times.append(received)
             arriving.append((cluster.times[at] - (received - mapped) / 1e3, cluster.times[at]))
+            # Contexts grow, and steps with them, so the baseline lies between the updates. Recomputation ends before.
+            time.sleep(0.5)
+            begin = time.perf_counter()
             time.sleep(0.3)
+            quiet.append((begin, time.perf_counter()))
         ended = time.perf_counter()
         streams.stop()
         name = (f"{options.transport}, {buffers} x {chunk} MiB, {options.streams} streams of {options.output_tokens} tokens, "
@@ -453,7 +455,7 @@ def load(options, folder):
         for what, values in [("received ms", times), ("pause ms", pauses)]:
             values = sorted(values)
             print(f"  {what}: median {values[len(values) // 2]:.1f}, maximum {values[-1]:.1f}")
-        for what, percentiles in [("without updates", streams.percentiles((began, updating))),
+        for what, percentiles in [("between updates", streams.percentiles(*quiet)),
                                   ("while chunks arrive", streams.percentiles(*arriving)),
                                   ("with updates and commits", streams.percentiles((updating, ended)))]:
             print(f"  inter-token latency {what}, ms: p50 {percentiles[0]:.2f}, p99 {percentiles[1]:.2f}, p99.9 {percentiles[2]:.2f} of {percentiles[3]}")
