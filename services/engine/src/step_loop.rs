@@ -180,6 +180,11 @@ impl<E: Executor> StepLoop<E> {
         Ok(Turn::Stepped)
     }
 
+    /// Launches the steps that can be planned, and waits for none.
+    pub fn launch(&mut self, actions: &mut Vec<Action>) -> Result<(), ExecutorError> {
+        self.launch_planned(actions)
+    }
+
     /// Stops launching steps, or launches them again. The steps in flight finish.
     pub fn set_held(&mut self, is_held: bool) {
         self.is_held = is_held;

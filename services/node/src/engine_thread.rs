@@ -175,11 +175,12 @@ impl<E: Executor> Engine<E> {
     fn step_until_stopped(&mut self) -> Result<(), EngineError> {
         loop {
             self.take_queued()?;
+            self.step_in_flight.begin_turn(Instant::now());
+            self.core.launch_arrived_kv()?;
             self.carry_out();
             if self.is_stopping {
                 return Ok(());
             }
-            self.step_in_flight.begin_turn(Instant::now());
             let turn = self.core.step(self.time_until_due());
             self.step_in_flight.end_turn(Instant::now(), self.core.step_age());
             let turn = turn?;

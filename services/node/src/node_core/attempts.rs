@@ -113,8 +113,19 @@ impl Attempts {
         self.inputs.pop_front()
     }
 
+    /// Returns the next input if it is KV that has arrived.
+    pub fn next_arrived_kv(&mut self) -> Option<Input> {
+        self.inputs.pop_front_if(|input| matches!(input, Input::KvArrived { .. }))
+    }
+
     pub fn next_command(&mut self) -> Option<(Option<CallId>, transfer::Command)> {
         self.commands.pop_front()
+    }
+
+    /// Returns the next command if it sends what this node has computed.
+    pub fn next_send(&mut self) -> Option<(Option<CallId>, transfer::Command)> {
+        use transfer::Command::{Finish, Written};
+        self.commands.pop_front_if(|(_, command)| matches!(command, Written { .. } | Finish { .. }))
     }
 
     /// Tells the transfers, after all earlier commands, that the weights have changed.

@@ -220,6 +220,25 @@ impl<E: Executor> NodeCore<E> {
         }
     }
 
+    /// Launches a step with KV that has arrived, if the device is idle. Otherwise the outputs of the arrival, which the node
+    /// carries out before the next [`step`](Self::step), would delay the first token after a hand-over.
+    pub fn launch_arrived_kv(&mut self) -> Result<(), ExecutorError> {
+        if self.steps.steps_in_flight() > 0 || self.has_actions() || self.weight_change.is_some() {
+            return Ok(());
+        }
+        let mut has_arrived = false;
+        while let Some(input) = self.attempts.next_arrived_kv() {
+            self.give_to_scheduler(input);
+            has_arrived = true;
+        }
+        if !has_arrived {
+            return Ok(());
+        }
+        let launched = self.steps.launch(&mut self.new_actions);
+        self.actions.extend(self.new_actions.drain(..));
+        launched
+    }
+
     /// Launches every step that can be launched, then waits up to `timeout` for the oldest step in
     /// flight. [`Turn::Idle`]: no step is in flight and no output is due. After an error the executor
     /// is unusable.
@@ -241,6 +260,12 @@ impl<E: Executor> NodeCore<E> {
     /// a deadline.
     pub fn poll_output(&mut self) -> Option<Output> {
         loop {
+            // The receiver waits for KV and token 0 longer than the caller for its events.
+            if self.transfer_retry_at.is_none()
+                && let Some((call, command)) = self.attempts.next_send()
+            {
+                return Some(Output::Transfer { call, command });
+            }
             if let Some(output) = self.attempts.outputs.pop_front() {
                 return Some(output);
             }

@@ -230,3 +230,39 @@ fn stalled_step_ends_the_observers_until_a_step_finishes() {
     node.core.handle_observe(ObserverId(3), node.now);
     assert_eq!(observe_events(node.outputs()).len(), 1);
 }
+
+#[test]
+fn kv_that_arrives_at_an_idle_node_is_launched_before_its_events_leave() {
+    let mut node = Node::new();
+    node.call(1, SequenceKind::Receive);
+    node.outputs();
+    let (transfer, first_index, stats) = (TransferId(1), 0, TransferStats::default());
+    let arrived = transfer::Event::Arrived { transfer, first_index, token: token(3), stats };
+    node.core.launch_arrived_kv().unwrap();
+    assert_eq!(node.core.step_age(), None, "no KV has arrived");
+    node.core.handle_transfer_event(arrived, node.now);
+    node.core.launch_arrived_kv().unwrap();
+    assert!(node.core.step_age().is_some(), "a step is in flight");
+    let replies = replies(node.outputs());
+    let [Reply::Event(AttemptEvent::Tokens { first_index: 0, tokens, .. })] = &replies[..] else {
+        panic!("{replies:?}");
+    };
+    assert_eq!(tokens[..], [token(3)]);
+}
+
+#[test]
+fn kv_and_first_token_are_sent_before_the_caller_gets_the_token() {
+    let mut node = Node::new();
+    node.call(1, SequenceKind::Send);
+    node.outputs();
+    let (transfer, traceparent) = (TransferId(1), String::new());
+    let ready = transfer::Event::Ready { transfer, first_block: 0, block_count: 2, traceparent };
+    node.core.handle_transfer_event(ready, node.now);
+    let sent = node.run().into_iter().filter_map(|output| match output {
+        Output::Transfer { command: transfer::Command::Written { .. }, .. } => Some("KV"),
+        Output::Transfer { command: transfer::Command::Finish { .. }, .. } => Some("token 0"),
+        Output::Reply { reply: Reply::Event(AttemptEvent::Tokens { .. }), .. } => Some("reply"),
+        _ => None,
+    });
+    assert_eq!(sent.collect::<Vec<_>>(), ["KV", "token 0", "reply"]);
+}
