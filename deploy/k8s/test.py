@@ -221,7 +221,7 @@ def place_on_gpus(table, api):
 
     nodes = [pod["spec"]["nodeName"] for pod in wait("pods with GPUs that are ready", are_running)]
     table.require("pods with GPUs that run on nodes with GPUs", 2, sum(node.startswith("gpu-") for node in nodes))
-    # The end of these pods would take CPU time from what the test measures next.
+    # Deleting these pods takes CPU time and would disturb the next measurement.
     run("kubectl", "delete", "namespace", "gpu", f"--timeout={ROLLOUT_SECONDS}s")
     run("kubectl", "delete", "node", "gpu-0", "gpu-1")
 

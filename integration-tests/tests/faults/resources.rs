@@ -1,4 +1,4 @@
-//! Services without room for their log, with too few open files, or with a read-only file system.
+//! Services with a full log disk, with too few open files, or with a read-only file system.
 
 use std::{
     collections::BTreeMap,
@@ -98,7 +98,7 @@ pub async fn limit_of_open_files_rejects_connections_and_recovers() -> Result<()
     cluster.stop()
 }
 
-/// Returns a command that runs a program for which this folder is read-only. Skips the test where no folder can be mounted.
+/// Returns a command prefix that runs a program with this folder mounted read-only. Skips the test where no folder can be mounted.
 fn read_only(folder: &Path) -> Vec<String> {
     let folder = folder.display();
     let mount = format!(

@@ -54,8 +54,8 @@ def arguments():
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--streams", type=int, default=16)
     parser.add_argument("--max-ctas", type=int, default=None, help="nccl: largest number of CTAs of a broadcast")
-    parser.add_argument("--in-flight", default="recompute", choices=["recompute", "keep_kv"], help="of the commits of load")
-    parser.add_argument("--output-tokens", type=int, default=512, help="of each request of load; long outputs have few prefills")
+    parser.add_argument("--in-flight", default="recompute", choices=["recompute", "keep_kv"], help="in_flight of each commit (load)")
+    parser.add_argument("--output-tokens", type=int, default=512, help="output tokens of each request (load); long outputs have few prefills")
     # Of the mode trainer, which `check` starts to kill it.
     parser.add_argument("--socket")
     parser.add_argument("--die-at", type=int, default=-1)
@@ -99,7 +99,7 @@ def call(port, path, body=None):
 
 class Cluster:
     def __init__(self, options, model, dummy=False):
-        # The lines of the log, and when each of them came.
+        # Log lines, and the arrival time of each.
         self.lines, self.times, self.changed = [], [], threading.Condition()
         environment = os.environ | {
             "BATON_WEIGHTS_PLACE": options.place, "BATON_ROUTER_ADMIN": f"127.0.0.1:{ADMIN}", "BATON_MODEL_NAME": "model",
@@ -323,7 +323,7 @@ def bench(options, folder):
     total = sum(value.nbytes for value in weights.values())
     print(f"{total / 1e9:.2f} GB, {torch.cuda.get_device_name(device)}, trainer on GPU {options.trainer_gpu}, node on "
           f"{options.node_gpus}, transport {options.transport}, place {options.place}")
-    print("| buffers | chunk MiB | chunks | round | received ms | of it before the first chunk | GB/s | pause ms | push ms | share of a rank |")
+    print("| buffers | chunk MiB | chunks | round | received ms | ms before the first chunk | GB/s | pause ms | push ms | fraction of bytes per rank |")
     print("| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |")
     with Cluster(options, folder / "model", dummy=True) as cluster:
         for chunk in [int(mib) for mib in options.chunk_mib.split(",")]:

@@ -6,10 +6,10 @@
 //! them.
 //!
 //! Broadcasts and KV transfers by NCCL use the same GPU through different communicators, and their kernels may be launched in
-//! another order on another GPU. That is a deadlock only if a kernel that waits for its peer keeps the kernel of the other
-//! communicator from starting, on both GPUs. It does not: each communicator has a stream and, as long as fewer than
-//! `CUDA_DEVICE_MAX_CONNECTIONS` streams wait, a hardware queue of its own, and NCCL's kernels fit together: a broadcast
-//! takes at most 64 SMs, a KV transfer `transfer.nccl_max_ctas`, and other kernels end by themselves. A trainer is
+//! another order on another GPU. They could deadlock only if, on both GPUs, a kernel that waits for its peer prevented
+//! the kernel of the other communicator from starting. This does not happen: each communicator has its own stream and
+//! hardware queue (while fewer than `CUDA_DEVICE_MAX_CONNECTIONS` streams wait), and both kernels fit on the GPU: a broadcast
+//! takes at most 64 SMs, a KV transfer at most `transfer.nccl_max_ctas`, and other kernels end by themselves. A trainer is
 //! not a rank of communicators for KV. If kernels do block each other, for example because of many pairs, the time-out of
 //! a chunk or a transfer aborts one of them.
 

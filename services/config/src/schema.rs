@@ -261,8 +261,8 @@ section! {
         tp: u32 = 1,
             "One rank is fastest unless its device is too small or too slow; tp must divide the model's number of KV heads.",
             1..=16;
-        /// Percentage of the container's memory limit for weights and KV on a CPU, and for tier.host_memory. A node that
-        /// needs more says so at start.
+        /// Percentage of the container's memory limit that this node may use. On a CPU the node does not start if weights
+        /// and KV together exceed this share. A node serves without the host tier if tier.host_memory exceeds it.
         memory_limit_percent: u32 = 100,
             "A container has one node as a rule; `baton up` divides the limit among its nodes.",
             1..=100;
@@ -396,8 +396,8 @@ section! {
         /// auto and shadow take host memory during the update.
         place: WeightPlace = WeightPlace::Auto,
             "Few clusters update their weights, and the memory of a second copy serves many KV blocks.";
-        /// Buffers for chunks of weights that a trainer broadcasts by NCCL. A GPU with place shadow or in_place reserves them
-        /// at start.
+        /// Buffers for chunks of weights that a trainer broadcasts by NCCL. With place shadow or in_place, a
+        /// node on one GPU reserves them at start. A node with node.tp above 1 reserves none.
         buffers: u32 = 2,
             "One buffer receives a chunk while the chunk in the other one is copied to its place.",
             1..=16;

@@ -24,9 +24,9 @@ const GPU_STEP_TOKENS: (u32, u32) = (512, 8192);
 /// Maximum KV of a step on a GPU. A transfer by ipc takes 1.5 ms for this KV, at 365 GB/s. The KV of a prompt's last
 /// step is transferred after the step, so this maximum bounds the hand-over gap.
 const GPU_STEP_KV_BYTES: u64 = 512 * MIB;
-/// Maximum KV of the last part of a prompt that has the GPU to itself: 0.4 ms by ipc.
+/// KV of the last part of a prompt that is split because it has the GPU to itself: 0.4 ms by ipc.
 const GPU_TAIL_KV_BYTES: u64 = 128 * MIB;
-/// Minimum of the last part: a shorter step has less than full throughput.
+/// Minimum tokens of the last part: a shorter step does not reach full throughput.
 const GPU_TAIL_TOKENS_MIN: u32 = 1024;
 /// Divisor: a step's activations and KV may take a quarter of the memory that the weights leave free. A set KV cache
 /// includes the step's KV: then the activations may take a quarter of the memory that weights and KV cache leave free.
@@ -115,7 +115,7 @@ pub struct Defaults {
     /// Largest step of the scheduler; equal to `step_tokens_max` until step times are measured.
     pub step_tokens: u32,
     pub chunk_tokens: u32,
-    /// Largest last part of a prompt whose KV is sent; `None` on a CPU, whose chunks are short.
+    /// Tokens of the last part of a split prompt whose KV is sent; `None` on a CPU, whose chunks are short.
     pub tail_tokens: Option<u32>,
     pub slots: u32,
     pub waiting_max: u32,

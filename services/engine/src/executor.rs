@@ -157,8 +157,9 @@ pub trait WeightUpdate: Send + Sync {
     fn prepare(&self, path: &Path, checkpoint: &Checkpoint) -> Result<(), PrepareError>;
 
     /// Begins to copy weights out of chunk buffers on a GPU. Checks the tensors, and maps the buffers or joins the trainer's
-    /// communicator, but writes nothing before the first [`ChunkReceiver::scatter`]. A communicator is kept for another update that names it. [`Executor::commit_weights`] uses the weights after
-    /// [`ChunkReceiver::finish`].
+    /// communicator, but writes nothing before the first [`ChunkReceiver::scatter`]. After a
+    /// successful update the executor keeps the communicator, and a later update with the same communicator id reuses it.
+    /// [`Executor::commit_weights`] uses the weights after [`ChunkReceiver::finish`].
     fn receive(
         &self,
         _tensors: &[DeclaredTensor],

@@ -19,8 +19,8 @@ use crate::{
 /// Step records kept until their reader takes them; the oldest is dropped first.
 const RECORDS_MAX: usize = 1024;
 
-/// Time by which a step that waits for KV is launched before the step in flight ends, besides twice the time of a launch:
-/// the device's clock is known to some µs, and steps differ by some percent. A late launch idles the device only for the
+/// Safety margin before the end of the step in flight at which the next step is launched while KV is due, in addition to
+/// twice the time of plan and launch: the device's clock is known to some µs, and steps differ by some percent. A late launch idles the device only for the
 /// time of the launch, because the loop collects a finished step at once.
 const LAUNCH_AHEAD: Duration = Duration::from_micros(200);
 
@@ -288,7 +288,7 @@ impl<E: Executor> StepLoop<E> {
         }
     }
 
-    /// Returns when to launch the next step, if it had better wait. KV that arrives while steps are in flight joins the
+    /// Returns when to launch the next step, if the next step should wait for KV. KV that arrives while steps are in flight joins the
     /// batch only after them. So while a prefill peer is expected to send KV, the next decode step is launched shortly before
     /// the device becomes idle. `None`: launch as soon as a step can be planned.
     fn launch_due(&self) -> Option<Instant> {

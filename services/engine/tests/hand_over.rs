@@ -143,7 +143,7 @@ fn prompt_alone_is_sent_while_its_last_part_is_computed() {
     pair.run();
     assert_exact(&pair, &alone);
     assert_eq!(prefill_steps(&mut pair), [128, 48, 24], "the second part ends with a block");
-    // A step of twice the tail is not split, nor is a prompt beside another.
+    // A step of twice the tail is not split, and neither is a prompt that shares its steps.
     let (short, first, second) = (request(2, 64, 6), request(3, 120, 6), request(4, 120, 6));
     pair.submit(short);
     pair.run();

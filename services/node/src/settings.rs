@@ -176,7 +176,7 @@ pub(crate) fn updates_in_place(config: &Config) -> bool {
     config.weights.place == WeightPlace::InPlace
 }
 
-/// Returns number and bytes of the buffers for chunks of new weights that a trainer broadcasts. Ranks receive no
+/// Returns the number and the size in bytes of the buffers for chunks of new weights that a trainer broadcasts. Ranks receive no
 /// broadcasts: each of them keeps only its part of a chunk.
 pub(crate) fn chunk_buffers(config: &Config) -> (usize, usize) {
     let buffers = if config.node.tp == 1 { config.weights.buffers as usize } else { 0 };

@@ -107,7 +107,7 @@ fn open_host(bytes: u64, limit: Option<u64>, arena: &KvArena) -> Option<HostMemo
     }
     if let Some(limit) = limit.filter(|limit| bytes > *limit) {
         without(&format_args!(
-            "the process may use {limit} bytes; expected less, or a higher memory limit of the container"
+            "the node may use {limit} bytes; expected less, a larger node.memory_limit_percent or a larger memory limit"
         ));
         return None;
     }

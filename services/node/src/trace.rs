@@ -95,7 +95,7 @@ impl Recorder {
             TierEvent::Saved { job } => recording.end_save(job.0, json!({})),
             TierEvent::SaveFailed { job } => recording.end_save(job.0, json!({ "failed": true })),
             TierEvent::Loaded { job, intact, took } => {
-                let args = json!({ "intact": intact, "copied_us": took.as_micros() as u64 });
+                let args = json!({ "intact": intact, "elapsed_us": took.as_micros() as u64 });
                 recording.end(LOADS, job.0, args);
             }
             TierEvent::Copied { .. } | TierEvent::Grown { .. } | TierEvent::Recovered { .. } => {}
@@ -115,7 +115,7 @@ impl Recorder {
                     let args = json!({
                         "bytes": sent.map(|stats| stats.bytes),
                         "chunks": sent.map(|stats| stats.chunks),
-                        "copied_us": sent.map(|stats| stats.elapsed.as_micros() as u64),
+                        "elapsed_us": sent.map(|stats| stats.elapsed.as_micros() as u64),
                         "error": attributes.error,
                     });
                     recording.end(TRANSFERS, call.number, args);
@@ -311,7 +311,7 @@ mod tests {
         };
         assert_eq!(found("save to host", 1), Some(&json!({"slot": 5})));
         assert_eq!(found("save to disk", 2), Some(&json!({"slot": 5, "failed": true})));
-        let loaded = json!({"blocks": 0, "intact": 0, "copied_us": 70});
+        let loaded = json!({"blocks": 0, "intact": 0, "elapsed_us": 70});
         assert_eq!(found(LOADS, 4), Some(&loaded));
         assert_eq!(found(TRANSFERS, 3).unwrap()["error"], "cut");
         assert_eq!(found("save to host", 5), Some(&json!({"slot": 5, "unfinished": true})));

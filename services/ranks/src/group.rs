@@ -98,7 +98,7 @@ pub enum RankFailure {
     Limits { first: ExecutorLimits, rank: u32, other: ExecutorLimits },
     #[error("{name} sent an unexpected message: {what}")]
     Unexpected { name: RankName, what: String },
-    #[error("ring of plans or results: {0}")]
+    #[error("cannot use a shared ring: {0}")]
     Ring(#[from] RingError),
     #[error("cannot start {name}: {reason}")]
     Start { name: RankName, reason: String },
@@ -164,7 +164,7 @@ impl Watch {
         self.bells.iter().for_each(Bell::ring);
     }
 
-    /// Returns whether the ranks answer no more.
+    /// Returns whether the ranks no longer answer.
     fn is_over(&self) -> bool {
         self.has_failed() || self.stopping.load(Ordering::Acquire)
     }

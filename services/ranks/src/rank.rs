@@ -52,7 +52,9 @@ pub enum RankError {
     NoStart,
     #[error("step {step_id}: wrong hash of the plans: one is missing, repeated or corrupt")]
     State { step_id: StepId },
-    #[error("change of weights: wrong hash of the plans: one is missing, repeated or corrupt")]
+    #[error(
+        "cannot change the weights: wrong hash of the plans; a plan is missing, repeated or corrupt"
+    )]
     Weights,
     #[error("preparing weights: {0}")]
     WeightPanic(String),

@@ -38,7 +38,7 @@ pub(crate) struct ModelFiles {
     pub files: Vec<FileIdentity>,
 }
 
-/// An [`ExportedMemory`].
+/// Serializable form of [`ExportedMemory`].
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub(crate) struct TrainerBuffer {
     uuid: String,

@@ -64,11 +64,11 @@ fn outcome<'a>(
 ) -> WeightAnswer {
     let is_superseded = || orders.has_news();
     let limit = |within| WaitLimit { deadline: Instant::now() + within, cancelled: &is_superseded };
-    let running = "no chunks are received";
+    let running = "cannot copy a chunk: no transfer is open";
     match order {
         WeightOrder::Prepare(files) => prepare(files, update, opened)?,
         WeightOrder::Receive { tensors, buffers } => {
-            // The one before unmaps its buffers first.
+            // The previous receiver must unmap its buffers first.
             *receiver = None;
             let buffers: Vec<_> = buffers.into_iter().map(Into::into).collect();
             let received = update.receive(&tensors, ChunkSource::Mapped(&buffers));

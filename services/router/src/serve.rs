@@ -199,7 +199,7 @@ impl RunningRouter {
 
     /// First step of a graceful shutdown: for `delay`, or until the requests in flight are cancelled, the router is
     /// unready and still accepts requests, which load balancers send until their next probe. If requests still arrive
-    /// then, the load balancer is late: the router accepts them until none has arrived for a second, at most for `delay` again.
+    /// then, the load balancer is late: the router accepts them until none has arrived for a second, for at most another `delay`.
     pub async fn leave(&self, delay: Duration) {
         self.front.leaving.cancel();
         self.metrics.set_draining(true);

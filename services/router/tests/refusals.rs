@@ -346,7 +346,7 @@ async fn session_of_the_headers_is_checked_and_reaches_nodes() {
 }
 
 #[tokio::test]
-async fn session_of_megabytes_reaches_no_node_and_disturbs_nobody() {
+async fn oversized_session_header_is_rejected_and_router_keeps_serving() {
     let cluster = Cluster::start(0, 1, ANSWER).await;
     let mut stream = TcpStream::connect(cluster.router.http).await.unwrap();
     let head =

@@ -82,7 +82,7 @@ impl Run {
     }
 }
 
-/// Returns the cluster of pairs of a prefill and a decode node that these requests are offered to.
+/// Returns a scenario of `pairs` prefill and `pairs` decode nodes with these requests.
 fn scenario(pairs: usize, requests: Vec<RequestPlan>) -> Scenario {
     let roles = [Role::Prefill, Role::Decode].into_iter().flat_map(|role| vec![role; pairs]);
     let selection = Selection { disaggregate: Disaggregate::Auto, policy: NodePolicy::Predicted };
@@ -141,7 +141,7 @@ fn goodput_at_three_times_the_capacity_is_the_goodput_at_capacity() {
     assert!(over.late * 50 <= over.complete, "refused before they queue, not late");
 }
 
-/// The load of two and a half pairs begins with one pair. The other nodes start 15 s later.
+/// The load is 1.8 times the capacity of a pair, and 2.5 times after 15 s. The cluster has one pair, and three after 15 s.
 #[test]
 fn nothing_is_refused_while_a_cluster_grows_to_fit_its_load() {
     let (starts, timeout) = (Duration::from_secs(15), Duration::from_secs(120));

@@ -86,7 +86,7 @@ class WeightUpdater:
             self.sender = Sender(host, chunk_bytes, buffers, nccl_max_ctas)
 
     def close(self):
-        """Frees the memory of chunks, and with nccl leaves the nodes. Call it when no update runs; later updates begin anew."""
+        """Frees the chunk buffers, and with nccl ends the communicator. Call it when no update runs. Later updates create both again."""
         if self.transport == "ipc":
             self.memory.close()
         elif self.transport == "nccl":
@@ -397,7 +397,7 @@ class Sender:
         self.nccl, self.connections, self.ending = None, [], None
 
     def address(self):
-        """Returns the address at which nodes connect. It stays the same, so nodes know their trainer again."""
+        """Returns the address at which nodes connect. It stays the same, so nodes recognize their trainer."""
         if self.listener is None:
             self.listener = sockets.create_server((self.host, 0))
         return f"{self.host}:{self.listener.getsockname()[1]}/{self.token}"
@@ -439,9 +439,9 @@ class Sender:
 class Sending:
     """One update by NCCL. Each node has a TCP connection, which tells that an end has died.
 
-    1. A node connects, or takes its connection of the last update. The node sends the token of the address, which keeps
+    1. A node connects, or reuses its connection. The node sends the token of the address, which keeps
        strangers out.
-    2. Once all nodes have done so, the trainer sends each node the tensors, the id of the communicator and the node's rank:
+    2. Once all tokens have arrived, the trainer sends each node the tensors, the id of the communicator and the node's rank:
        one line of JSON.
     3. Each node checks the tensors. If the communicator is new, the node joins the communicator and receives a broadcast
        without weights. The node sends 8 zero bytes.
@@ -516,7 +516,7 @@ class Sending:
         self.broadcast(nccl, device, stream, check)
 
     def accept(self, nodes, deadline):
-        """Waits for the token of every node. Returns whether they are the nodes of the communicator."""
+        """Waits for the token of every node. Returns whether these connections are exactly those of the communicator."""
         sender, found = self.sender, []
         members, waiting = list(sender.connections), select.poll()
         by_descriptor = {connection.fileno(): connection for connection in [sender.listener, *members]}

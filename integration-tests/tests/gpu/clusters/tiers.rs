@@ -17,7 +17,8 @@ const STORED: &str = "baton_tier_blocks";
 const HITS: &str = "baton_tier_hits_total";
 const DISK_SIZE: &str = "BATON_TIER_DISK_SIZE";
 
-/// Returns the tokens that a prefix hit has, and the log-probabilities of the answer, which are as exact as the logits.
+/// Returns the number of cached prompt tokens and the log-probabilities of the answer. Equal logits give equal
+/// log-probabilities.
 async fn logprobs(client: &Client, request: &Request) -> Result<(u64, Value)> {
     let body = json!({
         "prompt": request.prompt, "max_tokens": 8, "temperature": 0.0, "ignore_eos": true,

@@ -45,8 +45,7 @@ use crate::{
 
 /// Time-out of a service's start.
 const READY_WITHIN: Duration = Duration::from_secs(120);
-/// Time-out of a node's start with `--no-router`: weights may come from a slow volume, and a pod's startup probe has a
-/// limit of its own.
+/// Time-out of a node's start with `--no-router`: weights may come from a slow volume.
 const HOST_READY_WITHIN: Duration = Duration::from_secs(3600);
 /// Time that a service has beyond its drain settings from SIGTERM to SIGKILL. A router needs up to 8.5 s. The pod of a
 /// group has 10 s, so that no service outlives `baton up`.

@@ -17,7 +17,8 @@ use super::{
     settings::{EtcdError, EtcdSettings},
 };
 
-/// A connection that began before kube-proxy knew the Service never succeeds, so starting processes retry early.
+/// Time-out of a connection attempt. Short, because a connection that began before kube-proxy knew the Service never
+/// succeeds.
 const CONNECT_MAX: Duration = Duration::from_secs(1);
 /// Number of records per page. Records of nodes have a few hundred bytes, others at most 1.5 MiB (etcd's limit); a
 /// response beyond the size limit is requested again with smaller pages.

@@ -32,7 +32,7 @@ pub trait ChunkReceiver {
 pub struct ReceivedWeights {
     /// For each declared tensor the digest of the bytes that arrived; `None`: the model does not use the tensor.
     pub digests: Vec<Option<TensorDigest>>,
-    /// Bytes that were copied out of chunks; with ranks those of the rank with the most.
+    /// Bytes that were copied out of chunks; with several ranks, the maximum over the ranks.
     pub bytes: u64,
 }
 

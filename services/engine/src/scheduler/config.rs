@@ -14,8 +14,8 @@ pub struct SchedulerConfig {
     pub step_tokens: u32,
     /// Upper bound on the tokens of one row in one step.
     pub chunk_tokens: u32,
-    /// Largest last part of a prompt whose KV is sent to another node. The KV of the last part is sent after the step that
-    /// computes it. `None`: `chunk_tokens` alone bounds the last part.
+    /// Tokens of the last part into which a long prompt is split, if its KV is sent to another node. The KV of the last
+    /// part is sent after the step that computes it. `None`: prompts are not split.
     pub tail_tokens: Option<u32>,
     /// Bound on steps that decode; `None`: prefill may take the rest of a step with decode rows.
     pub itl: Option<ItlLimit>,

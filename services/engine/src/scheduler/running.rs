@@ -150,7 +150,7 @@ impl Scheduler {
         }
     }
 
-    /// Returns whether the step computes the last part of a split prompt. Other prompts would delay its first token.
+    /// Returns whether the step contains a split prompt. Other prompts would delay its first token.
     fn ends_split_prompt(&self, builder: &PlanBuilder) -> bool {
         builder.sequences.iter().any(|id| self.sequences[id].row().is_split)
     }
@@ -378,9 +378,9 @@ pub(super) fn attention_pairs(computed: u64, tokens: u64) -> u64 {
 }
 
 /// Returns how many of the `count` tokens of a prompt the step computes, if `count` ends the prompt of a sender. A long last
-/// part is split, so that most of its KV travels while the rest is computed. A part of less than twice `tail_tokens` is
-/// not split: the further step would take as long as the transfer gains. Nor is a prompt that shares its steps: there, the
-/// first part would not be computed sooner.
+/// part is split, so that most of its KV travels while the rest is computed. A part of at most twice `tail_tokens` is
+/// not split: the further step would take as long as the transfer gains. A prompt that shares its steps is not split either,
+/// because its first part would not end sooner.
 fn split_last_part(sequence: &mut Sequence, count: u32, tail_tokens: Option<u32>) -> u32 {
     let ends = sequence.kind == SequenceKind::Send && count == sequence.pending();
     let tail = tail_tokens.filter(|&tail| ends && count > tail.saturating_mul(2));

@@ -102,8 +102,7 @@ pub(super) enum Call {
 #[derive(Debug, thiserror::Error)]
 pub(super) enum CallError {
     #[error(
-        "cannot change the weights: this node holds no second copy; expected a node on a CPU, or on a GPU with \
-         weights.place = shadow or in_place"
+        "cannot change the weights: weights.place is auto on a GPU; expected shadow or in_place"
     )]
     Unsupported,
     #[error(transparent)]
@@ -288,7 +287,7 @@ enum Done {
     Lost(bool),
     /// The weights from before an aborted update in place are in use again, or the reason why not.
     Restored(Result<WeightVersion, String>),
-    /// No trainer was kept at some moment.
+    /// The kept trainer has left.
     TrainerLeft,
     /// Nothing to report.
     Quiet,

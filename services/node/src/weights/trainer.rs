@@ -1,14 +1,14 @@
 //! Receives weights from a trainer's GPU: the node reads the trainer's memory (`ipc`, on one host), or the trainer
 //! broadcasts to the GPUs of all nodes (`nccl`).
 //!
-//! 1. The node connects to the trainer. By TCP (`nccl`) the node sends the token of the trainer's address. The node takes the
-//!    connection of the last update if it was of the same trainer.
+//! 1. The node connects to the trainer. By TCP (`nccl`) the node sends the token of the trainer's address. By `nccl` the node
+//!    reuses the connection of the last update if the trainer is the same.
 //! 2. The trainer declares its tensors and chunk buffers, or its communicator: one line of JSON. Both ends cut the tensors
 //!    into chunks, in the declared order.
 //! 3. `ipc`: The node requests chunk n by its number (8 bytes, little endian). The trainer packs the chunk into buffer n modulo
 //!    the number of buffers, and answers with the chunk's number and bytes (16 bytes). The node requests a chunk once its
 //!    buffer is free.
-//!    `nccl`: The first broadcast of a communicator connects the ranks and carries no weights. The node sends 8 zero bytes once it may receive. Then
+//!    `nccl`: The first broadcast of a communicator connects the ranks and carries no weights. The node sends 8 zero bytes once it is ready to receive. Then
 //!    the trainer, rank 0, broadcasts all chunks in order.
 //! 4. The node copies a chunk to its place while the next ones arrive.
 //! 5. `ipc`: The node closes the connection when it no longer uses the trainer's memory. `nccl`: The node keeps connection and
@@ -131,7 +131,7 @@ pub(super) fn receive(
     outcome
 }
 
-/// The trainer's memory is unmapped when this function returns.
+/// Receives the weights by an open connection. Unmaps the trainer's memory before it returns.
 fn receive_by(
     connection: &mut Connection<'_>,
     address: &TrainerAddress,

@@ -46,7 +46,7 @@ pub(super) struct RankedUpdate {
     link: Mutex<Link>,
 }
 
-/// The rings of orders and answers.
+/// Rings of the orders and answers about new weights.
 #[derive(Debug)]
 pub(super) struct Link {
     watch: Arc<Watch>,
@@ -56,7 +56,7 @@ pub(super) struct Link {
     unread_max: Duration,
     /// Orders that each rank has yet to answer.
     pending: Vec<u32>,
-    /// The first failed order since the last call of `settle` that returned it.
+    /// First failure that `settle` has not returned yet.
     failure: Option<PrepareError>,
     /// Last report of each rank.
     received: Vec<Option<ReceivedWeights>>,
@@ -216,7 +216,7 @@ impl WeightUpdate for RankedUpdate {
         source: ChunkSource<'_>,
     ) -> Result<Box<dyn ChunkReceiver + '_>, PrepareError> {
         let ChunkSource::Mapped(buffers) = source else {
-            let reason = "each rank keeps only its part of a broadcast (node.tp > 1); expected transport ipc or disk";
+            let reason = "transport nccl is unsupported with node.tp > 1; expected ipc or disk";
             return Err(failed(reason));
         };
         // Dropped after an error, so that the ranks unmap the buffers.

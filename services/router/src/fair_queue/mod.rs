@@ -7,7 +7,8 @@
 //! flow that used less than its share keeps a bounded credit: when it returns, its virtual time is at most the cost of
 //! [`CREDIT_REQUESTS`] requests below that of the waiting flows. So its bursts do not wait for the other flows. A new flow
 //! has the credit of one request. If no flow waits when it arrives, the present flows used less than their shares, so they have a credit
-//! against the new flow: a flood that begins does not delay them. The new flow is not over its share for this.
+//! against the new flow: a flood that begins does not delay them. This debt does not count as service, so the new flow is not over
+//! its share.
 //!
 //! A flow is charged the predicted cost when its request starts, and the rest or the excess when the attempt ends.
 //! Predictions of the output length are the mean of the flow's last answers. Within a flow the request that must start
@@ -119,8 +120,8 @@ struct FlowState<Id> {
     weight: f64,
     priority: u32,
     virtual_time: f64,
-    /// Part of the virtual time for which the flow was not served: the credit of other flows against a new flow. The first
-    /// requests of the flow pay it off, so they count double.
+    /// Part of a new flow's virtual time that is not service but credit of the other flows. Each request that starts
+    /// reduces it, so the first requests raise the served time twice as fast.
     debt: f64,
     queue: BTreeMap<Place, Queued<Id>>,
     /// Queued request that has the turn: the owner picks nodes for it.

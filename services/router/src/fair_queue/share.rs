@@ -5,8 +5,8 @@ use std::{hash::Hash, time::Instant};
 use super::{ACTIVE_FOR, CREDIT_REQUESTS, FairQueue, FlowName, FlowState, predict::RATE_SHARE};
 
 impl<Id: Copy + Eq + Hash> FairQueue<Id> {
-    /// Returns whether the flow was served more than its share while another flow is active: the other flow, also one
-    /// without requests now, has a lower virtual time. The debt of a new flow delays its requests, but is no service.
+    /// Returns whether another active flow has a lower virtual time, so this flow was served more than its share. A flow
+    /// without requests is active for [`ACTIVE_FOR`]. Debt does not count as service.
     pub fn is_over_share(&self, now: Instant, name: &FlowName) -> bool {
         let Some(flow) = self.flows.get(name).filter(|flow| flow.started > 0) else { return false };
         let (served, waiting) =

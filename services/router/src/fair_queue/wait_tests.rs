@@ -2,7 +2,7 @@
 
 use super::{predict::WaitLimits, *};
 
-/// Time between two looks at the nodes.
+/// Step of the virtual clock.
 const TICK: Duration = Duration::from_millis(10);
 const PROMPT_TOKENS: (u32, u32) = (50, 350);
 const OUTPUT_TOKENS: (u32, u32) = (20, 180);

@@ -1,4 +1,5 @@
-//! The connection to a trainer between two updates by `nccl`. The device keeps the communicator of the trainer as long.
+//! The connection to a trainer between two updates by `nccl`. The device keeps the trainer's
+//! communicator for the same time.
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
@@ -9,7 +10,7 @@ use super::{TrainerAddress, connection::Stream};
 pub(in crate::weights) struct KeptTrainer(Mutex<Option<(TrainerAddress, Stream)>>);
 
 impl KeptTrainer {
-    /// Returns the idle connection of this trainer. Closes that of another one.
+    /// Returns the idle connection of this trainer. Closes the connection of another trainer.
     pub(super) fn take(&self, address: &TrainerAddress) -> Option<Stream> {
         let (_, stream) = self.lock().take().filter(|(trainer, _)| trainer == address)?;
         stream.is_idle().then_some(stream)
@@ -23,7 +24,7 @@ impl KeptTrainer {
         self.lock().is_none()
     }
 
-    /// Closes the connection if the trainer has closed it. Returns whether it did.
+    /// Closes the connection if the trainer has closed it. Returns whether the connection was closed.
     pub fn close_if_left(&self) -> bool {
         self.lock().take_if(|(_, stream)| !stream.is_idle()).is_some()
     }
