@@ -150,8 +150,9 @@ impl<E: Executor> StepLoop<E> {
             self.executor.check()?;
             return Ok(Turn::Idle);
         }
-        let until_launch = self.launch_due().map(|due| due.saturating_duration_since(now));
-        let timeout = until_launch.map_or(timeout, |until| until.min(timeout));
+        // A launch that is due but cannot be planned waits for a result.
+        let due = self.launch_due().filter(|due| *due > now);
+        let timeout = due.map_or(timeout, |due| due.duration_since(now).min(timeout));
         let Some(result) = self.executor.collect(timeout)? else {
             return Ok(Turn::Pending);
         };
