@@ -379,6 +379,13 @@ class GpuBuffer:
         check_cuda(ctypes.CDLL("libcuda.so.1"), self.device, ("cuMemFree_v2", self.address))
 
 
+def keep_alive(connection):
+    """Lets the connection fail 25 s after the peer's host or the network has gone."""
+    connection.setsockopt(sockets.SOL_SOCKET, sockets.SO_KEEPALIVE, 1)
+    for option, value in ((sockets.TCP_KEEPIDLE, 10), (sockets.TCP_KEEPINTVL, 5), (sockets.TCP_KEEPCNT, 3)):
+        connection.setsockopt(sockets.IPPROTO_TCP, option, value)
+
+
 def free_all(buffers):
     for buffer in buffers:
         buffer.free()
@@ -397,7 +404,7 @@ class Sender:
         self.nccl, self.connections, self.ending = None, [], None
 
     def address(self):
-        """Returns the address at which nodes connect. It stays the same, so nodes recognize their trainer."""
+        """Returns the address at which nodes connect. It stays the same until an update fails, so nodes recognize their trainer."""
         if self.listener is None:
             self.listener = sockets.create_server((self.host, 0))
         return f"{self.host}:{self.listener.getsockname()[1]}/{self.token}"
@@ -425,12 +432,17 @@ class Sender:
             self.ending.join()
             self.ending = None
 
-    def close(self):
+    def fail(self):
+        """Ends the communicator, and takes another address: nodes of the failed update may still connect at this one."""
         self.leave()
-        self.join_ending()
         if self.listener is not None:
             self.listener.close()
-        self.listener, self.buffers = None, []
+        self.listener, self.token = None, secrets.token_hex(16)
+
+    def close(self):
+        self.fail()
+        self.join_ending()
+        self.buffers = []
 
     def listening(self, state_dict):
         return Sending(self, state_dict)
@@ -468,7 +480,7 @@ class Sending:
             self.close()
 
     def close(self):
-        self.sender.leave()
+        self.sender.fail()
 
     def send(self, nodes):
         import torch
@@ -518,6 +530,24 @@ class Sending:
     def accept(self, nodes, deadline):
         """Waits for the token of every node. Returns whether these connections are exactly those of the communicator."""
         sender, found = self.sender, []
+        try:
+            self.collect(nodes, deadline, found)
+        except BaseException:
+            for connection in found:
+                connection.close()
+            raise
+        members = sender.connections
+        if sender.nccl is not None and set(found) == set(members):
+            return True
+        for connection in members:
+            if connection not in found:
+                connection.close()
+        sender.connections = found
+        return False
+
+    def collect(self, nodes, deadline, found):
+        """Adds the connections whose nodes have sent the token to `found`."""
+        sender = self.sender
         members, waiting = list(sender.connections), select.poll()
         by_descriptor = {connection.fileno(): connection for connection in [sender.listener, *members]}
         for descriptor in by_descriptor:
@@ -526,8 +556,6 @@ class Sending:
         while len(found) < nodes:
             left = deadline - time.monotonic()
             if left <= 0:
-                for connection in found:
-                    connection.close()
                 raise UpdateError(f"{len(found)} of {nodes} nodes have connected within {self.JOIN_SECONDS} s")
             for descriptor, _ in waiting.poll(left * 1000):
                 connection = by_descriptor[descriptor]
@@ -537,6 +565,7 @@ class Sending:
                     except OSError:
                         continue
                     connection.setsockopt(sockets.IPPROTO_TCP, sockets.TCP_NODELAY, 1)
+                    keep_alive(connection)
                 else:
                     # Another connection may get the number of a closed one.
                     waiting.unregister(descriptor)
@@ -550,13 +579,8 @@ class Sending:
                     found.append(connection)
                 else:
                     connection.close()
-        if sender.nccl is not None and set(found) == set(members):
-            return True
-        for connection in members:
-            if connection not in found:
-                connection.close()
-        sender.connections = found
-        return False
+                if len(found) == nodes:
+                    return
 
     def broadcast(self, nccl, device, stream, check):
         import torch
