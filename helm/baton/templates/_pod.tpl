@@ -100,7 +100,7 @@ spec:
       {{- $_ := set $resources "limits" (set ($resources.limits | default dict) $.Values.gpu.resource (int64 .)) }}
       {{- end }}
       resources: {{ toYaml $resources | nindent 8 }}
-      # A router may download tokenizers for up to an hour before it serves /live; nodes serve /live at once. A startup probe of /ready would delay readiness by up to a second.
+      # A router may download tokenizers for up to an hour before it serves /live. Nodes serve /live at once, and exit if they have not loaded the model within an hour. A startup probe of /ready would delay readiness by up to a second.
       startupProbe: {httpGet: {path: /live, port: {{ .probes }}{{ if $values.tlsSecret }}, scheme: HTTPS{{ end }}}, periodSeconds: 1, timeoutSeconds: 2, failureThreshold: 3600}
       readinessProbe: {httpGet: {path: /ready, port: {{ .probes }}{{ if $values.tlsSecret }}, scheme: HTTPS{{ end }}}, periodSeconds: 1, timeoutSeconds: 2, failureThreshold: 1}
       livenessProbe: {httpGet: {path: /live, port: {{ .probes }}{{ if $values.tlsSecret }}, scheme: HTTPS{{ end }}}, periodSeconds: 10, timeoutSeconds: 5, failureThreshold: 3}

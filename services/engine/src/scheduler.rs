@@ -265,7 +265,7 @@ impl Scheduler {
 
     /// Returns whether the KV of a sequence is on its way from a prefill peer.
     pub fn expects_kv(&self) -> bool {
-        self.reserved_count > 0
+        self.config.waits_for_kv && self.reserved_count > 0
     }
 
     /// Returns whether no sequence, transfer, step, save or load is left.

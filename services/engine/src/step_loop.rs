@@ -289,8 +289,8 @@ impl<E: Executor> StepLoop<E> {
         }
     }
 
-    /// Returns when to launch the next step, if the next step should wait for KV. KV that arrives while steps are in flight joins the
-    /// batch only after them. So while a prefill peer is expected to send KV, the next decode step is launched shortly before
+    /// Returns when to launch the next step, if the next step should wait for KV. KV that arrives while steps are in flight
+    /// joins the batch only after them. So while a prefill peer is expected to send KV, the next decode step is launched shortly before
     /// the device becomes idle. `None`: launch as soon as a step can be planned.
     fn launch_due(&self) -> Option<Instant> {
         let DecodeTimes { ended_at, device, host } = self.decode_times?;

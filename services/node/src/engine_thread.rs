@@ -176,11 +176,14 @@ impl<E: Executor> Engine<E> {
         loop {
             self.take_queued()?;
             self.step_in_flight.begin_turn(Instant::now());
-            self.core.launch_arrived_kv()?;
+            let launched = self.core.launch_arrived_kv();
+            self.step_in_flight.end_turn(Instant::now(), self.core.step_age());
+            launched?;
             self.carry_out();
             if self.is_stopping {
                 return Ok(());
             }
+            self.step_in_flight.begin_turn(Instant::now());
             let turn = self.core.step(self.time_until_due());
             self.step_in_flight.end_turn(Instant::now(), self.core.step_age());
             let turn = turn?;

@@ -73,6 +73,8 @@ const ENGINE_STOP_WITHIN: Duration = Duration::from_secs(10);
 /// Time for copies of the KV tiers in flight to finish.
 const TIERS_STOP_WITHIN: Duration = Duration::from_secs(5);
 const METRICS_STOP_WITHIN: Duration = Duration::from_millis(500);
+/// Time-out of fetching and loading the model. `/live` answers meanwhile, so no probe ends a load that hangs.
+const LOAD_MAX: Duration = Duration::from_secs(3600);
 
 /// Upper bound on the threads for token bitmasks. 64 bitmasks of JSON schemas take a few milliseconds of CPU
 /// time, and a forward pass of 5 ms hides them on four threads.
@@ -96,6 +98,8 @@ pub enum StartError {
     Metrics(#[from] TelemetryError),
     #[error(transparent)]
     Etcd(#[from] EtcdError),
+    #[error("the model was not loaded within {} s", LOAD_MAX.as_secs())]
+    LoadTimeout,
     #[error(transparent)]
     Hub(#[from] hub::HubError),
     #[error(transparent)]
@@ -224,7 +228,8 @@ impl Node {
         };
         let load = async {
             let began = Instant::now();
-            Ok((load(role, config.clone(), epoch.0).await?, began.elapsed()))
+            let loading = tokio::time::timeout(LOAD_MAX, load(role, config.clone(), epoch.0)).await;
+            Ok((loading.map_err(|_| StartError::LoadTimeout)??, began.elapsed()))
         };
         let (registrar, (loaded, load_time)) = tokio::try_join!(connect, load)?;
         let Loaded {
@@ -249,6 +254,8 @@ impl Node {
             step_tokens: defaults.step_tokens,
             chunk_tokens: defaults.chunk_tokens,
             tail_tokens: defaults.tail_tokens,
+            // The measured time of a launch does not include the work of ranks.
+            waits_for_kv: node.tp == 1,
             itl: defaults.itl,
             prefix_cache: node.prefix_cache,
             waiting_max: defaults.waiting_max,

@@ -17,6 +17,9 @@ pub struct SchedulerConfig {
     /// Tokens of the last part into which a long prompt is split, if its KV is sent to another node. The KV of the last
     /// part is sent after the step that computes it. `None`: prompts are not split.
     pub tail_tokens: Option<u32>,
+    /// Whether the next decode step waits for KV that a prefill peer is about to send, until shortly before the device would
+    /// be idle. Off where the time of a launch is not known.
+    pub waits_for_kv: bool,
     /// Bound on steps that decode; `None`: prefill may take the rest of a step with decode rows.
     pub itl: Option<ItlLimit>,
     /// Whether the prefix cache is on.
@@ -42,6 +45,7 @@ impl SchedulerConfig {
             step_tokens: limits.step_tokens,
             chunk_tokens: limits.step_tokens,
             tail_tokens: None,
+            waits_for_kv: true,
             itl: None,
             prefix_cache: true,
             measures_drafts: true,
