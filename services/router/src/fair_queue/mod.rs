@@ -418,13 +418,19 @@ impl<Id: Copy + Eq + Hash> FairQueue<Id> {
         let waiting = self.waiting_virtual_time();
         let known = self.flows.get(&flow.name);
         let begin = self.begin_of(known, weight, waiting);
-        if known.is_none() {
+        let is_known = known.is_some();
+        if !is_known {
             let debt = (begin - waiting).max(0.0);
             self.forget_idle();
             self.flows.insert(flow.name.clone(), FlowState { debt, ..FlowState::new(now) });
         }
         let changed = self.change(&flow.name, |state| {
             (state.weight, state.priority, state.active_at) = (weight, flow.priority, now);
+            if is_known {
+                // A raise of the virtual time pays off the debt as service does.
+                let raise = (begin - state.virtual_time).max(0.0);
+                state.debt = (state.debt - raise).max(0.0);
+            }
             state.virtual_time = begin;
             change(state)
         });
