@@ -637,14 +637,15 @@ fn ranks_copy_their_parts_of_chunks_and_commit_together() {
     // A trainer that leaves ends the wait of every rank, and so does a deadline.
     let left = AtomicBool::new(false);
     for (is_left, within, words) in [
-        (true, WITHIN, "the update was cancelled"),
-        (false, Duration::from_millis(20), "the copies did not end"),
+        (true, WITHIN, ["the update was cancelled"; 2]),
+        // On a busy machine the rank's own answer may come too late.
+        (false, Duration::from_millis(20), ["the copies did not end", "did not answer in time"]),
     ] {
         left.store(is_left, Ordering::Relaxed);
         let mut receiver = receive();
         let is_over = || left.load(Ordering::Relaxed);
         let error = receiver.wait(STUCK_BUFFER, limit(within, &is_over)).unwrap_err().to_string();
-        assert!(error.contains(words), "{error}");
+        assert!(words.iter().any(|words| error.contains(words)), "{error}");
     }
     update.discard();
     let mut receiver = receive();
