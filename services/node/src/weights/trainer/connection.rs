@@ -47,10 +47,10 @@ impl Stream {
                 use rustix::net::sockopt;
                 stream.set_nodelay(true)?;
                 // The node keeps the connection between updates: it fails 25 s after the trainer's host has gone.
-                sockopt::set_socket_keepalive(&*stream, true)?;
-                sockopt::set_tcp_keepidle(&*stream, Duration::from_secs(10))?;
-                sockopt::set_tcp_keepintvl(&*stream, Duration::from_secs(5))?;
-                sockopt::set_tcp_keepcnt(&*stream, 3)?;
+                sockopt::set_socket_keepalive(stream, true)?;
+                sockopt::set_tcp_keepidle(stream, Duration::from_secs(10))?;
+                sockopt::set_tcp_keepintvl(stream, Duration::from_secs(5))?;
+                sockopt::set_tcp_keepcnt(stream, 3)?;
                 stream.set_read_timeout(Some(read))?;
                 stream.set_write_timeout(Some(write))
             }
