@@ -733,7 +733,7 @@ from baton_weights import Sender, Sending, UpdateError, WeightUpdater
 Sending.TOKEN_SECONDS = 0.1
 sender = Sender("127.0.0.1", 1 << 20, 2, None)
 sending = Sending.__new__(Sending)
-sending.sender, token, left = sender, sender.token.encode(), []
+sending.sender, token, left, late = sender, sender.token.encode(), [], []
 def connect(token):
     connection = socket.create_connection(sender.listener.getsockname())
     connection.sendall(token)
@@ -754,6 +754,7 @@ def fail(nodes):
     thread = threading.Thread(target=leave)
     thread.start()
     left.append(thread)
+    late.append(connect(token))
     raise MemoryError("no memory for buffers")
 sending.send = fail
 updater = WeightUpdater("http://127.0.0.1:1", transport="nccl", host="127.0.0.1")
@@ -768,7 +769,13 @@ try:
     updater.push({})
 except UpdateError as error:
     print(error)
+try:
+    assert late[0].recv(1) == b"", "a node that connected too late waits for the failed update"
+except ConnectionResetError:
+    pass
 with sending:
+    assert sender.token.encode() != token, "a late node of the failed update reaches the next one"
+    token = sender.token.encode()
     try:
         sending.accept(3, time.monotonic() + 0.01)
     except UpdateError as error:
