@@ -1,6 +1,8 @@
 #!/usr/bin/env bash
 # Installs the tests' dependencies, runs all tests and prints the totals. Unit and property tests run in
-# parallel. Cluster tests run one after another, because each of them uses all cores.
+# parallel. Cluster tests run one after another, because each of them uses all cores. Most of them wait for
+# time-outs, recoveries and clients half of the time. Tests that only compute, without any wait that is measured,
+# run beside them at a low priority.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 target=${CARGO_TARGET_DIR:-$PWD/target}
@@ -25,12 +27,30 @@ deploy/etcd.sh
 # Runs the part of the GPU cluster tests that also works on CPUs.
 export BATON_TEST_CLUSTERS=cpu
 
+compute=(chart grammars golden hugging_face models packages sentence_pieces simulation speculation)
+computing=() others=()
+for path in integration-tests/tests/{*.rs,*/main.rs}; do
+    name=${path#integration-tests/tests/}
+    name=${name%.rs} name=${name%/main}
+    if [[ " ${compute[*]} " == *" $name "* ]]; then computing+=(--test "$name"); else others+=(--test "$name"); fi
+done
+
 log=$target/test.log
-: >"$log"
 status=0
-cargo test --locked --no-fail-fast --workspace --exclude integration-tests -- --quiet 2>&1 | tee -a "$log" || status=1
-PYTHONPATH=$target/python cargo test --locked --no-fail-fast -p integration-tests -- --test-threads=1 2>&1 |
-    tee -a "$log" || status=1
+export PYTHONPATH=$target/python
+cargo test --locked --no-fail-fast --workspace --exclude integration-tests -- --quiet 2>&1 | tee "$log" || status=1
+# Builds the integration tests, so that neither of the two runs below waits for the other's build.
+cargo test --locked --no-run -p integration-tests || status=1
+integration=(cargo test --locked --no-fail-fast -p integration-tests)
+# In its own process group, which ends with this script.
+set -m
+nice -n 10 "${integration[@]}" "${computing[@]}" -- --test-threads=1 >"$log.computing" 2>&1 &
+computing_run=$!
+set +m
+trap 'kill -- -$computing_run 2>/dev/null || true' EXIT
+"${integration[@]}" --lib "${others[@]}" -- --test-threads=1 2>&1 | tee -a "$log" || status=1
+wait $computing_run || status=1
+tee -a "$log" <"$log.computing"
 
 grep -h '^skipped: ' "$log" | sort -u || true
 awk -v status=$status '
