@@ -677,6 +677,16 @@ async fn update_begins_while_a_node_catches_up() -> Result<()> {
 }
 
 /// A proxy or another service at the address of the router.
+/// Runs a Python script whose first argument is the folder of the trainer's client. Returns what it prints.
+fn run_with_client(script: &str) -> Result<String> {
+    let client =
+        concat!(env!("CARGO_MANIFEST_DIR"), "/../services/weight-transfer/client").to_owned();
+    let mut python = std::process::Command::new("python3");
+    let output = output(python.args(["-c", script, &client]))?;
+    assert!(output.status.success(), "{output:?}");
+    Ok(String::from_utf8(output.stdout)?)
+}
+
 #[test]
 fn trainer_client_reports_answers_that_it_cannot_read() -> Result<()> {
     let script = r#"
@@ -708,12 +718,7 @@ try:
 except baton_weights.UpdateError as error:
     print(error)
 "#;
-    let client =
-        concat!(env!("CARGO_MANIFEST_DIR"), "/../services/weight-transfer/client").to_owned();
-    let mut python = std::process::Command::new("python3");
-    let output = output(python.args(["-c", script, &client]))?;
-    assert!(output.status.success(), "{output:?}");
-    let text = String::from_utf8(output.stdout)?;
+    let text = run_with_client(script)?;
     let lines: Vec<&str> = text.lines().collect();
     assert_eq!(lines.len(), 6, "{text}");
     assert!(lines[..3].iter().all(|line| line.contains("expected JSON with the field update")));
@@ -798,12 +803,7 @@ assert not accepted() and set(sender.connections) != set(ranks), "another node n
 sender.close()
 assert [node.recv(1) for node in nodes] == [b"", b""], "the nodes learn that the trainer has left"
 "#;
-    let client =
-        concat!(env!("CARGO_MANIFEST_DIR"), "/../services/weight-transfer/client").to_owned();
-    let mut python = std::process::Command::new("python3");
-    let output = output(python.args(["-c", script, &client]))?;
-    assert!(output.status.success(), "{output:?}");
-    let text = String::from_utf8(output.stdout)?;
+    let text = run_with_client(script)?;
     let expected = "the node has lost its trainer: no memory for buffers\n\
                     0 of 3 nodes have connected within 60 s\n\
                     left\n";
