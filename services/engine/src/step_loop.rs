@@ -20,8 +20,8 @@ use crate::{
 const RECORDS_MAX: usize = 1024;
 
 /// Safety margin before the end of the step in flight at which the next step is launched while KV is due, in addition to
-/// twice the time of plan and launch: the device's clock is known to some µs, and steps differ by some percent. A late launch idles the device only for the
-/// time of the launch, because the loop collects a finished step at once.
+/// twice the time of plan and launch: the device's clock is known to some µs, and steps differ by some percent. A late
+/// launch idles the device only for the time of the launch, because the loop collects a finished step at once.
 const LAUNCH_AHEAD: Duration = Duration::from_micros(200);
 
 /// Outcome of a turn.
@@ -290,8 +290,8 @@ impl<E: Executor> StepLoop<E> {
     }
 
     /// Returns when to launch the next step, if the next step should wait for KV. KV that arrives while steps are in flight
-    /// joins the batch only after them. So while a prefill peer is expected to send KV, the next decode step is launched shortly before
-    /// the device becomes idle. `None`: launch as soon as a step can be planned.
+    /// joins the batch only after them. So while a prefill peer is expected to send KV, the next decode step is launched
+    /// shortly before the device becomes idle. `None`: launch as soon as a step can be planned.
     fn launch_due(&self) -> Option<Instant> {
         let DecodeTimes { ended_at, device, host } = self.decode_times?;
         let in_flight = self.launched.len() as u32;
