@@ -102,7 +102,8 @@ mod tests {
             "the staging folder is empty"
         );
         drop(staging);
-        drop(held);
+        // A child of another test may still hold the file itself.
+        held.unlock().unwrap();
 
         drop(Staging::create(parent.path()).unwrap());
         assert_eq!(left(parent.path()), [".fetch-me-not", "model.gguf"]);

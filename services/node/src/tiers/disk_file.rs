@@ -60,7 +60,7 @@ pub(crate) enum SlotError {
     Damaged,
 }
 
-/// An open file, locked for this process.
+/// An open file, locked until it is dropped.
 #[derive(Debug)]
 pub(crate) struct DiskFile {
     file: File,
@@ -200,6 +200,13 @@ impl DiskFile {
         bytes.extend(digest.to_le_bytes());
         page[..bytes.len()].copy_from_slice(&bytes);
         self.file.write_all_at(&page, 0).map_err(DiskError::FirstPage)
+    }
+}
+
+impl Drop for DiskFile {
+    fn drop(&mut self) {
+        // Closing the file is not enough: a child that was forked and has not called exec yet holds the lock, too.
+        let _ = self.file.unlock();
     }
 }
 
