@@ -22,7 +22,7 @@ fn main() -> Result<(), Box<dyn Error>> {
     fs::write(out.join("descriptors.bin"), descriptors.encode_to_vec())?;
     tonic_prost_build::configure()
         .bytes(".")
-        // Routers keep the stage times of ended requests.
+        // Routers store the stage times of finished requests, serialized by serde.
         .type_attribute("baton.v1.StageTimes", "#[derive(serde::Serialize, serde::Deserialize)]")
         .compile_fds(descriptors)?;
     Ok(())

@@ -113,7 +113,7 @@ pub struct NodeId(Arc<str>);
 
 #[derive(Debug, thiserror::Error, PartialEq, Eq)]
 pub enum NodeIdError {
-    #[error("a node id has 1 to {NODE_ID_BYTES_MAX} bytes, not {byte_count}")]
+    #[error("invalid node id: {byte_count} bytes; expected 1 to {NODE_ID_BYTES_MAX}")]
     Length { byte_count: usize },
     #[error(
         "invalid node id: {character:?} at byte {position}; allowed: ASCII letters, digits, '.', '_', '-', first a letter or digit"
@@ -167,7 +167,7 @@ impl fmt::Display for NodeId {
 /// Properties that must be equal on two nodes that exchange KV.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct ModelIdentity {
-    /// Hash of the configuration, and of names, encodings, shapes and samples of the weights; big-endian on the wire.
+    /// Hash of the configuration and the weights, as in `ModelIdentity` of `node.proto`; big-endian on the wire.
     pub model_fingerprint: u128,
     pub weight_version: u64,
     pub kv_layout: String,
@@ -186,7 +186,7 @@ impl ModelIdentity {
         self.protocols_overlap(other) && self.properties() == other.properties()
     }
 
-    /// Returns whether the two nodes differ in their weight versions at most.
+    /// Returns whether two nodes can exchange KV if their weight versions are disregarded.
     pub fn fits_but_weights(&self, other: &Self) -> bool {
         self.fits(&Self { weight_version: self.weight_version, ..other.clone() })
     }
@@ -215,7 +215,7 @@ impl ModelIdentity {
         ))
     }
 
-    /// Returns the difference to KV of this model and these weights.
+    /// Returns why KV of this fingerprint and weight version is incompatible; `None` if it is compatible.
     pub fn weights_difference(
         &self,
         model_fingerprint: u128,

@@ -1,6 +1,6 @@
 //! The subset of protoc that prost's build scripts use, implemented with protox: `-I DIR`
 //! (repeated), `-o OUT` and .proto files. Writes the descriptors of the files and of their imports.
-//! Ignores other flags, whose effects are always on.
+//! Ignores `--include_imports` and `--include_source_info`, whose effects are always on.
 
 #![forbid(unsafe_code)]
 
@@ -30,7 +30,7 @@ fn run(mut args: impl Iterator<Item = String>) -> Result<(), Box<dyn Error>> {
             "-o" => out = Some(PathBuf::from(args.next().ok_or("-o names no file")?)),
             "--include_imports" | "--include_source_info" => {}
             flag if flag.starts_with('-') => {
-                return Err(format!("flag {flag} is not known here").into());
+                return Err(format!("unknown flag {flag}; expected -I, -o or a file").into());
             }
             file => files.push(PathBuf::from(file)),
         }

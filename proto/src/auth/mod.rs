@@ -47,7 +47,7 @@ pub const OBSERVE: &str = "/baton.v1.Node/Observe";
 pub const WEIGHTS_STATUS: &str = "/baton.v1.Weights/Status";
 pub const WEIGHTS_PULL: &str = "/baton.v1.Weights/Pull";
 
-/// Epoch of no process.
+/// Addressed epoch in a token for `Observe`.
 const NO_NODE: u128 = 0;
 
 const FIELDS_BYTES: usize = 48;
@@ -101,7 +101,7 @@ pub struct CallSigner {
     to: u128,
 }
 
-/// State of one channel. A session of its own lets each node expect consecutive sequence numbers.
+/// State of one channel. Each channel has its own session, so that each node sees nearly consecutive sequence numbers.
 struct Session {
     key: hmac::Key,
     proof_key: hmac::Key,
@@ -202,7 +202,7 @@ impl CallVerifier {
         Self { key: secret.call_key(), proof_key: secret.proof_key(), me, replay: Mutex::default() }
     }
 
-    /// Checks the token of a call of `path`, and uses the token up.
+    /// Checks the token of a call of `path` and marks it as used, so that a replay is rejected.
     pub fn verify(
         &self,
         now: SystemTime,

@@ -9,7 +9,7 @@ const WINDOW: u64 = 1024;
 /// Number of senders that are remembered. Only authenticated senders add entries.
 const SENDERS_MAX: usize = 1024;
 
-/// A window over the sequence numbers of one sender.
+/// Sliding window over the sequence numbers of one sender, as the anti-replay window of IPsec (RFC 4303).
 #[derive(Clone, Debug, Default)]
 struct Window {
     newest: u64,
@@ -20,7 +20,7 @@ struct Window {
 }
 
 impl Window {
-    /// Returns true the first time.
+    /// Returns whether the number is new and inside the window.
     fn admit(&mut self, sequence: u64) -> bool {
         self.newest = self.newest.max(sequence);
         let oldest = self.newest.saturating_sub(WINDOW - 1);
@@ -37,20 +37,20 @@ impl Window {
 /// The windows of all senders.
 #[derive(Debug, Default)]
 pub struct ReplayGuard {
-    /// By 128 random bits that the sender chose.
+    /// Windows by the sender's id, 128 random bits.
     senders: BTreeMap<u128, Window>,
     admitted: u64,
 }
 
 impl ReplayGuard {
-    /// Returns true the first time.
+    /// Returns whether the sender has not used this number before. Numbers start at 1.
     pub fn admit(&mut self, from: u128, sequence: u64) -> bool {
         if sequence == 0 {
             return false;
         }
         self.admitted += 1;
         if !self.senders.contains_key(&from) && self.senders.len() >= SENDERS_MAX {
-            self.forget_least_recent();
+            self.evict_least_recent();
         }
         let window = self.senders.entry(from).or_default();
         window.used = self.admitted;
@@ -59,7 +59,7 @@ impl ReplayGuard {
 
     /// Evicts the least recently used sender. A replay of its old messages fails for another reason: tokens expire,
     /// and the ids of transfers are used once.
-    fn forget_least_recent(&mut self) {
+    fn evict_least_recent(&mut self) {
         if let Some(sender) =
             self.senders.iter().min_by_key(|(_, window)| window.used).map(|(sender, _)| *sender)
         {
