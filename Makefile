@@ -66,6 +66,7 @@ docs: model ## Regenerate the lists of settings, metrics and chart values, the d
 
 kernels: ## The CUDA kernels, in target/kernels (no CUDA toolkit needed; BATON_CUDA_ARCHS="80 89 90a" for more).
 	@deploy/kernels.sh
+	@mkdir -p $(BIN) && ln -sf ../kernels/libbaton_kernels.so $(BIN)/
 
 test-gpu: ## Build the tests of the CUDA kernels, where there is cargo, and run them, where there is a GPU.
 	@deploy/test-gpu.sh

@@ -64,7 +64,8 @@ pub enum CudaError {
     )]
     LibraryMissing { name: &'static str },
     #[error(
-        "cannot load the kernel library: no path is configured; build it with `make kernels` and set its path"
+        "cannot load the kernel library: no path is configured; build it with `make kernels`, and set \
+         node.kernels to its path or place it in the program's folder"
     )]
     KernelsNotNamed,
     #[error("cannot open the kernel library {}: {reason}; build it with `make kernels`", path.display())]
