@@ -31,7 +31,7 @@ pub(crate) fn doubled(first: Duration, failures: u32, longest: Duration) -> Dura
 }
 
 const RETRY_DELAY_FIRST: Duration = Duration::from_millis(100);
-/// Maximum delay, so the maximum time until a recovered etcd is noticed.
+/// Maximum delay, and thus the maximum time to detect that etcd has recovered.
 const RETRY_DELAY_MAX: Duration = Duration::from_secs(2);
 
 /// Back-off after failed calls to etcd, and suppression of repeated log lines.
@@ -54,7 +54,7 @@ impl Retry {
         delay
     }
 
-    /// Returns whether to log this failure: only if it differs from the last logged one.
+    /// Returns whether to log this failure: only if its reason differs from the last logged reason.
     pub(crate) fn is_news(&mut self, reason: &str) -> bool {
         let news = self.reason.as_deref() != Some(reason);
         if news {

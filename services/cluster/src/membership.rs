@@ -158,7 +158,7 @@ pub struct MemberWatch {
     list: watch::Receiver<Arc<Members>>,
     seen: Members,
     changes: VecDeque<MemberChange>,
-    /// Whether the first list was not compared yet.
+    /// True until the first list was compared.
     fresh: bool,
 }
 

@@ -21,7 +21,7 @@
 //! cost     = time to first token + gap + slowdown + decode + evict
 //! ```
 //!
-//! A decode step counts as one token per row: accepted draft tokens shorten the answer of every option alike.
+//! A decode step counts as one token per row, although draft tokens may be accepted: they help every option equally.
 //!
 //! All terms are milliseconds that one client waits. A stalled stream and a waiting request are equally slow for their
 //! clients, so the cost is the sum over all clients.
@@ -31,7 +31,7 @@ use std::time::Duration;
 use proto::v1;
 use serde::{Deserialize, Serialize};
 
-/// Output tokens that a cost includes. Later tokens change the costs of all options alike.
+/// Number of output tokens that a cost includes. Later tokens cost about the same in all options.
 const DECODE_STEPS: u32 = 32;
 /// Steps with fewer prompt tokens are not fitted: loading the weights dominates their time.
 const PREFILL_TOKENS_MIN: f64 = 32.0;
@@ -50,7 +50,7 @@ const DECODE_FORGET: f64 = 1.0 / 1024.0;
 /// smallest penalty: prompt tokens for prefill, the step itself for decode.
 const PREFILL_RIDGE: [f64; 3] = [1e-3, 1e-5, 1e-3];
 const DECODE_RIDGE: [f64; 3] = [1e-5, 1e-3, 1e-3];
-/// Picoseconds of a millisecond.
+/// Picoseconds per millisecond.
 const PICOSECONDS: f64 = 1e9;
 
 /// Work of one step.
@@ -172,7 +172,7 @@ impl StepFit {
         if work.prefill_tokens >= PREFILL_TOKENS_MIN {
             let [_, row, context] = self.decode.coefficients;
             let rows_ms = row * work.decode_rows + context * work.context_tokens;
-            // A fit from other batches may attribute the whole step to its decode rows.
+            // A fit of other batches may attribute the whole step time to the decode rows.
             let prefill_ms = (time_ms - rows_ms).max(time_ms / 10.0);
             self.prefill.add([1.0, work.prefill_tokens, work.prefill_pairs], prefill_ms);
         }
@@ -258,7 +258,7 @@ impl From<v1::StepCosts> for StepCosts {
     }
 }
 
-/// A node's step costs and the sequences that decode there.
+/// A node's step costs, and the sequences on the node.
 #[derive(Clone, Copy, Debug)]
 pub struct NodeState {
     pub prefill: PrefillCosts,
@@ -266,9 +266,9 @@ pub struct NodeState {
     pub step_tokens: f64,
     pub chunk_tokens: f64,
     pub itl_max_ms: f64,
-    /// Sequences that decode.
+    /// Number of sequences that decode now.
     pub decoding: f64,
-    /// KV tokens that these sequences attend to.
+    /// KV tokens that the decoding sequences attend to.
     pub context_tokens: f64,
     /// Sequences that will decode together with the prompt: running and waiting.
     pub rows: f64,
@@ -282,12 +282,12 @@ impl NodeState {
         step_ms + row_ms * rows + context_token_ms * context_tokens
     }
 
-    /// Returns the time of a decode step of the sequences that decode.
+    /// Returns the time of a decode step, in milliseconds.
     fn step_ms(&self) -> f64 {
         self.decode_step_ms(self.decoding, self.context_tokens)
     }
 
-    /// Returns the time of a step that prefills while these sequences decode.
+    /// Returns the time of a step that also prefills, in milliseconds.
     fn mixed_step_ms(&self, tokens: f64, pairs: f64) -> f64 {
         let PrefillCosts { step_ms, token_ms, pair_ms } = self.prefill;
         let rows_ms = self.step_ms() - self.decode.step_ms;

@@ -4,7 +4,7 @@ use proto::cache_keys::KeyChain;
 
 use crate::ModelIdentity;
 
-/// Properties of a model that determine cache keys, besides tokens and salt.
+/// Properties of a model that determine cache keys, together with tokens and salt.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct CacheIdentity {
     model_fingerprint: u128,

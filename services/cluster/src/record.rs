@@ -136,7 +136,7 @@ pub struct NodeRecord {
     pub grammar_version: u32,
     /// Reason why the node computes on the CPU although its host has a GPU.
     pub cpu_fallback: Option<String>,
-    /// Proves to peers that the control endpoint is that of a member.
+    /// Proves to peers that the control endpoint belongs to a member ([`proto::auth`]).
     pub peer_tag: Vec<u8>,
 }
 

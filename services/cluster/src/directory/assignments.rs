@@ -13,21 +13,20 @@ use super::{
 };
 use crate::Role;
 
-/// Largest relative change of the router's overhead by one measurement.
+/// Step size of the estimate of the router's overhead, as a fraction of the overhead.
 const OVERHEAD_SHARE: f64 = 1.0 / 16.0;
-/// Offset that lets the overhead grow from zero.
+/// Offset that lets the overhead grow from zero, in milliseconds.
 const OVERHEAD_MS: f64 = 1.0;
 
 impl Directory {
-    /// Handles the first token of an attempt, by its decode node's assignment. Updates the overhead that
-    /// predictions leave out, such as calls and the reservation. All options have the same overhead, so it
+    /// Handles the first token of an attempt: updates the estimated overhead that predictions leave out, such as RPCs
+    /// and the reservation. `assignment`: the decode node's. All options have the same overhead, so the estimate
     /// changes no choice.
     pub fn first_token(&mut self, now: Instant, assignment: AssignmentId) {
         let Some(assigned) = self.assignments.get_mut(&assignment) else { return };
         let Some(Forecast { at, ttft_ms }) = assigned.forecast.take() else { return };
         let taken_ms = milliseconds(now.saturating_duration_since(at)).max(1e-3);
-        // The relative error: in a long time to first token the overhead is a small part, and the rest of its error is
-        // that of the queue.
+        // Relative error: the error of a long time to first token comes mostly from the queue, not from the overhead.
         let error = ((taken_ms - ttft_ms) / taken_ms).max(-1.0);
         let learnt_ms = OVERHEAD_SHARE * error * (self.overhead_ms + OVERHEAD_MS);
         self.overhead_ms = (self.overhead_ms + learnt_ms).max(0.0);

@@ -1,11 +1,11 @@
 //! Circuit breaker of a node, or of a pair of nodes that transfer KV.
 //!
 //! *Closed*: attempts may use the node. Consecutive failures, or an inter-token latency or transfer time far off the
-//! pool's median, open the breaker.
-//! *Open*: no attempt uses the node until a pause has ended. *Half-open*: one attempt, the probe, uses the node. A
-//! probe that succeeds closes the breaker; a probe that fails opens it for twice the pause. A probe of a slow node that
-//! is served, but not measured, decides nothing: for example, it decodes without a transfer on a node whose transfers
-//! were slow. After three such probes in a row the breaker closes, because the node would otherwise stay half-open.
+//! pool's median, open the breaker. *Open*: no attempt uses the node until a pause has ended. *Half-open*: one attempt,
+//! the probe, uses the node. A probe that succeeds closes the breaker; a probe that fails opens it for twice the pause.
+//! A probe may be served without measuring what was slow: for example, it decodes without a transfer on a node whose
+//! transfers were slow. Such a probe decides nothing. After three of them in a row the breaker closes; otherwise the
+//! node would stay half-open.
 
 use std::{
     fmt,
@@ -25,7 +25,7 @@ const FAILED_PAUSE_FIRST: Duration = Duration::from_secs(1);
 const SLOW_PAUSE_FIRST: Duration = Duration::from_secs(10);
 /// Probes in a row that a slow node serves without being measured until its breaker closes.
 const UNMEASURED_PROBES_MAX: u32 = 3;
-/// Maximum pause, so the maximum time until a recovered node is noticed. At most one attempt per pause is lost.
+/// Maximum pause, and thus the maximum time to detect that a node has recovered. Each pause costs at most one attempt.
 pub const PAUSE_MAX: Duration = Duration::from_secs(30);
 
 /// Reason why a breaker is open.

@@ -16,10 +16,10 @@ use crate::{
 
 const DECODE_ROW_COST: u64 = 64;
 const PREFILL_ROW_COST: u64 = 16;
-/// Cost of a missing block. The attempt waits for other sequences or preempts them, which costs more than computing
-/// the block's 16 tokens four times.
+/// Cost of a missing block, in prompt tokens: 4 times the prefill of its 16 tokens, because the attempt waits for
+/// other sequences or preempts them.
 const MISSING_BLOCK_COST: u64 = 64;
-/// Output tokens that count as needed. A decode node reserves the prompt's blocks at once; the answer grows later.
+/// Maximum number of output tokens for which an attempt needs blocks at its start.
 const NEW_TOKENS_COUNTED: u32 = 64;
 
 /// Returns the step costs of the first candidates that have measured them, for candidates that have not. Returns `None`
@@ -166,7 +166,7 @@ impl Candidate<'_> {
 pub(super) struct Need {
     /// Tokens in the prefix cache, and tokens that the node loads from its tiers.
     pub(super) cached_tokens: u32,
-    /// Time to load the tokens that are in the tiers.
+    /// Time to load the tokens that are in the tiers, in milliseconds.
     pub(super) load_ms: f64,
     pub(super) uncached_tokens: u64,
     /// Number of needed blocks that are not cached.
@@ -204,8 +204,8 @@ impl Need {
     }
 }
 
-/// Returns how many blocks the node loads from its tiers, and the time of the load. A node computes what it would load
-/// more slowly.
+/// Returns how many blocks the node loads from its tiers, and the time of the load in milliseconds; none if computing
+/// the blocks is faster.
 fn tier_hits(seen: &Seen, keys: &[u128]) -> (usize, f64) {
     let (hits, load_ms) = seen.tiers.hits(keys, &seen.load);
     let costs = seen.step_costs.and_then(|costs| costs.prefill);

@@ -1,24 +1,24 @@
-//! The account of a pick: the options that the directory compared, and the nodes that were not eligible.
+//! Explanation of a pick: the options that the directory compared, and the nodes that were not eligible.
 
 use serde::{Deserialize, Serialize};
 
 use super::{Member, NoNode, options::NodeOption};
 use crate::{NodeId, Role, predict::Prediction};
 
-/// Maximum number of options, and of ineligible nodes, in the account of one pick.
+/// Maximum number of options, and of ineligible nodes, in the explanation of one pick.
 pub const OPTIONS_MAX: usize = 16;
 
-/// The account of a pick.
+/// Explanation of a pick, for `baton explain`.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Considered {
     pub placement: Placement,
     /// The chosen option, then the other options, lowest predicted cost first.
     pub options: Vec<ConsideredOption>,
-    /// Number of options that the account leaves out.
+    /// Number of options beyond [`OPTIONS_MAX`].
     pub options_left_out: usize,
     /// Nodes of the model that were not eligible.
     pub ineligible: Vec<IneligibleNode>,
-    /// Number of ineligible nodes that the account leaves out.
+    /// Number of ineligible nodes beyond [`OPTIONS_MAX`].
     pub ineligible_left_out: usize,
     /// Overhead that the router adds to every predicted time to first token, in milliseconds.
     pub overhead_ms: f64,

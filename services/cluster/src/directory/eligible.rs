@@ -40,13 +40,13 @@ pub enum NoNode {
     Busy {
         role: Role,
         retry_after: Duration,
-        /// Whether another node could start the attempt: the attempt waits for a node that computes far less.
+        /// Whether another node could start the attempt. The attempt waits, because that node would prefill far more.
         by_choice: bool,
     },
 }
 
 impl NoNode {
-    /// Returns the reason in words about a single node.
+    /// Returns the text of the reason for a single node.
     pub fn of_one_node(&self) -> String {
         match self {
             Self::NoneListed { .. } => "not listed".into(),

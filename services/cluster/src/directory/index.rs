@@ -1,4 +1,4 @@
-//! Deadlines and cached blocks of all members, so that an event of one node does not look at the other nodes.
+//! Deadlines and cached blocks of all members, so that handling an event of one node does not visit the other nodes.
 
 use std::{
     collections::{BTreeSet, HashMap},
@@ -76,7 +76,7 @@ impl Directory {
         self.index.set(key, indexed);
     }
 
-    /// Returns whether the index knows the present state of the member.
+    /// Returns whether the index has the current state of the member.
     pub(super) fn is_indexed(&self, key: NodeKey, member: &Member) -> bool {
         self.index.members.get(&key) == Some(&Indexed::of(member))
     }

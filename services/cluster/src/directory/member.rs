@@ -23,14 +23,14 @@ use crate::{
 
 /// First delay after a failed probe; a process restarts in about this time.
 const PROBE_DELAY_FIRST: Duration = Duration::from_millis(100);
-/// Maximum delay between probes, so the maximum time until a recovered node is noticed.
+/// Maximum delay between probes, and thus the maximum time to detect that a node has recovered.
 const PROBE_DELAY_MAX: Duration = Duration::from_secs(2);
 /// A node that was up for less than this time flaps.
 const STABLE_AFTER: Duration = Duration::from_secs(2);
-/// Maximum delay of the probe of a node that reported something impossible.
+/// Maximum delay before the probe of a node whose report was impossible.
 const REJECTED_DELAY_MAX: Duration = Duration::from_secs(16);
-/// Impossible reports of a node that was up for this time are no longer counted.
-const HONEST_AFTER: Duration = Duration::from_secs(60);
+/// Time up after which earlier impossible reports of a node no longer count.
+const REJECTIONS_COUNT_FOR: Duration = Duration::from_secs(60);
 /// A load report that arrives this much later than an assignment includes the assignment: nodes report changes within
 /// 50 ms.
 const REPORT_LAG: Duration = Duration::from_millis(150);
@@ -70,7 +70,7 @@ pub struct Member {
     rejections: u32,
     pub(super) breaker: Breaker,
     pub(super) latency: Latency,
-    /// Number of the last pick of this node. Ties go to the node that was not picked for the longest time.
+    /// Value of the directory's counter at the last pick of this node. Ties go to the least recently picked node.
     pub(super) last_picked: u64,
 }
 
@@ -125,7 +125,7 @@ impl Tiers {
         Ok(())
     }
 
-    /// Returns how many of `keys`, from the first on, the tiers hold, and the time to load them by the node's report.
+    /// Returns the length of the prefix of `keys` that the tiers hold, and the time to load it by the node's report.
     pub(super) fn hits(&self, keys: &[u128], load: &Load) -> (usize, f64) {
         let block_ms = |key: &u128| match () {
             () if self.host.contains(key) => Some(load.host_block_ns),
@@ -330,7 +330,7 @@ impl Member {
     /// Returns the delay before the next probe of a node with an invalid answer.
     pub(super) fn rejected(&mut self, now: Instant, jitter: &mut Jitter) -> Duration {
         let up_for = self.up_since.take().map(|since| now.saturating_duration_since(since));
-        if up_for.is_some_and(|up_for| up_for >= HONEST_AFTER) {
+        if up_for.is_some_and(|up_for| up_for >= REJECTIONS_COUNT_FOR) {
             self.rejections = 0;
         }
         self.failures = self.failures.saturating_add(1);
@@ -365,8 +365,8 @@ impl Member {
         self.seen.as_ref().map_or(0, |seen| seen.cached.len())
     }
 
-    /// Returns the bytes of the hash set of cached blocks: an entry of 16 bytes and one control byte, eight of each for
-    /// seven places.
+    /// Returns the size of the hash set of cached blocks in bytes: 16 bytes and a control byte per bucket, at a maximum
+    /// load factor of 7/8.
     pub fn cached_bytes(&self) -> usize {
         self.seen.as_ref().map_or(0, |seen| seen.cached.capacity() * 8 / 7 * 17)
     }

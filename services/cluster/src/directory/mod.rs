@@ -11,7 +11,7 @@
 //! An epoch identifies the process at an address. A new epoch is a new node: the directory drops load, cached
 //! prefixes, Busy pauses and assignments of the old process.
 //!
-//! Each member has a stream or a scheduled probe.
+//! Each member has either a stream or a scheduled probe.
 //!
 //! An impossible report (more blocks than the node has, the epoch of another address, a load without its sequences)
 //! ends the stream: the node is *down*, and each further impossible report doubles the time until its next probe.
@@ -124,7 +124,7 @@ pub enum DirectoryAction {
     HealthChanged { node: NodeKey, address: NodeAddress, from: Health, to: Health, reason: String },
     /// The node began or stopped draining, or has other weights, so other requests can use it.
     ServingChanged { node: NodeKey },
-    /// The node's report is impossible, so the node is not used: name it in the log.
+    /// Log that the node's report is impossible. The node is not used.
     Rejected { address: NodeAddress, reason: String },
     /// The member is forgotten.
     Forgotten { node: NodeKey, address: NodeAddress },
@@ -141,7 +141,7 @@ pub struct Directory {
     /// Circuit breakers of pairs, prefill node first, whose last transfer failed.
     pair_breakers: BTreeMap<(NodeKey, NodeKey), Breaker>,
     breaker_changes: Vec<BreakerChange>,
-    /// Time that the router adds to every predicted time to first token, in milliseconds. Measured ones adjust it.
+    /// Time that the router adds to every predicted time to first token, in milliseconds; fitted to measured times.
     overhead_ms: f64,
     jitter: Jitter,
     /// Counter for the ids of members, streams, assignments and picks.

@@ -19,8 +19,8 @@ use crate::predict::{Prediction, hand_over, local};
 const LOCAL_SAVING_MIN: f64 = 0.2;
 /// Predicted times that differ by less than this fraction are equal, so that equal nodes share the load.
 const EQUAL_WITHIN: f64 = 0.05;
-/// Another node takes a request at once, because the best node has a queue, only if it prefills at most this many times
-/// as many tokens. A node without the cached prefix would take time from the requests that wait.
+/// While the best node has a queue, another node takes a request at once only if it prefills at most this many times as
+/// many tokens. Prefilling a prefix again would delay other waiting requests.
 const WORK_MAX: f64 = 1.5;
 /// Maximum number of nodes of each role whose pairs are compared. All pairs of 1,000 nodes would take milliseconds.
 const PAIRED_MAX: usize = 16;
@@ -52,7 +52,7 @@ impl Directory {
                 node.part_ms(|state, prompt| state.decode_part_ms(prompt, wanted.new_tokens_max))
             };
             let prefill_order = order_by_part(prefill, by_prefill);
-            // Nodes of another model version have no partner, and must not take the places of those that have one.
+            // Exclude nodes without a partner, such as nodes of another model version, before limiting the number.
             let paired = order_by_part(decode, by_decode).into_iter();
             let paired = paired.filter(|decode| fitting(decode).next().is_some());
             for decode in joined_first(paired.take(PAIRED_MAX)) {
@@ -123,7 +123,7 @@ impl NodeOption<'_> {
     }
 }
 
-/// Orders nodes by their own part of the cost. Parts within the error of predictions are equal.
+/// Orders nodes by `part`, the cost that depends on the node alone. Parts within the error of predictions are equal.
 fn order_by_part<'a>(
     nodes: &'a [Candidate<'a>],
     part_ms: impl Fn(&Candidate<'_>) -> f64,
@@ -168,8 +168,9 @@ fn best<'a, 'b>(options: &'b [NodeOption<'a>]) -> &'b NodeOption<'a> {
 /// Returns the option of the lowest cost. If its queue of prompts is too long, returns the cheapest other option that
 /// can start and keeps `itl_max`: no node stays idle while requests wait.
 ///
-/// A node that computes many more tokens than the best one takes the request only after a wait as long as the costs
-/// differ. So a prefix is computed again when its node stays overloaded, and the wait at most doubles the extra cost.
+/// A node that prefills many more tokens than the best node takes the request only after it has waited as long as the
+/// costs differ. So a prefix is computed again when its node stays overloaded, and the wait at most doubles the extra
+/// cost.
 pub(super) fn startable<'a, 'b>(
     room: Room,
     waited: Duration,

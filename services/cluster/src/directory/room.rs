@@ -1,7 +1,7 @@
 //! Whether an attempt could start on a node now, or would wait in the node's own queues.
 //!
-//! Nodes queue in order of arrival, so a request that waits in a node cannot be overtaken by a request of another
-//! caller. Routers therefore hold requests back until a node has a free slot, free KV blocks and a short queue of
+//! Nodes queue in order of arrival: a request that waits in a node cannot be overtaken, so fairness between callers
+//! ends there. Routers therefore hold requests back until a node has a free slot, free KV blocks and a short queue of
 //! prompts.
 
 use std::time::Duration;
@@ -12,11 +12,11 @@ use crate::Role;
 /// Maximum predicted time of a node's queue of prompts before the prompt of a new attempt: a few times the error of
 /// predictions, so that a node does not run out of prompts while requests wait.
 const PROMPT_QUEUE_MAX_MS: f64 = 50.0;
-/// The same for a caller that leaves headroom: the time of a call and its reservation.
+/// [`PROMPT_QUEUE_MAX_MS`] for a caller that leaves headroom: the time of a call and its reservation.
 const PROMPT_QUEUE_HEADROOM_MS: f64 = 10.0;
-/// Pause after which a waiting request picks again: an interval between load reports.
+/// Pause before a waiting request picks again: the interval of load reports.
 const RETRY_AFTER: Duration = Duration::from_millis(50);
-/// One of this many slots is headroom.
+/// 1/8 of the slots is headroom.
 const HEADROOM: u64 = 8;
 
 /// Capacity that an attempt needs of its nodes.

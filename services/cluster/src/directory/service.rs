@@ -10,19 +10,19 @@ use super::{
 };
 use crate::{NodeAddress, Role};
 
-/// A node is slow if its inter-token latency or transfer time is this many times the median of its pool. The difference
-/// must also exceed one of the following limits, because clients do not perceive a smaller one.
+/// A node is slow if its inter-token latency or transfer time is this many times the median of its pool, and exceeds
+/// the median by one of the limits below. Clients do not perceive a smaller difference.
 const SLOW_FACTOR: f64 = 3.0;
 const SLOW_ITL_MS: f64 = 10.0;
 /// 20 ms for a prompt of 1,000 tokens.
 const SLOW_TRANSFER_TOKEN_MS: f64 = 0.02;
 /// Minimum number of nodes in a pool: fewer have no meaningful median.
 const POOL_MIN: usize = 3;
-/// At most one node in this many of a pool is excluded as slow: the others must carry its load.
+/// At most 1/3 of the nodes of a pool are excluded as slow: the others must carry their load.
 const SLOW_ONE_IN: usize = 3;
-/// Attempts until the mean inter-token latency of a node counts.
+/// Minimum number of attempts in the mean inter-token latency of a node.
 const ITL_ATTEMPTS_MIN: u32 = 4;
-/// Decoded tokens of an attempt until its mean inter-token latency counts.
+/// Minimum number of decoded tokens in the mean inter-token latency of an attempt.
 const ITL_TOKENS_MIN: u32 = 8;
 /// Weight of an attempt in the moving average of a node's inter-token latency.
 const ITL_SHARE: f64 = 1.0 / 8.0;
@@ -73,7 +73,7 @@ pub(super) struct Latency {
     attempts: u32,
     /// Transfer time of a token over the node's fast links.
     transfer_ms: Option<f64>,
-    /// Name of the measure that last excluded the node. Only this measure of a probe ends the exclusion.
+    /// Name of the measure that last excluded the node. The exclusion ends when a probe is not slow by this measure.
     slow_by: Option<&'static str>,
 }
 
@@ -137,7 +137,7 @@ impl Directory {
         let is_probe = self.member(key).breaker.is_probe(id);
         let member = self.member(key);
         if is_probe {
-            // Older attempts say nothing about the node's present latency.
+            // Earlier attempts do not show the node's current latency.
             (member.latency.itl_ms, member.latency.attempts) = (itl_ms, ITL_ATTEMPTS_MIN);
         } else {
             member.latency.add_itl(itl_ms);
@@ -179,8 +179,8 @@ impl Directory {
         self.pair_breakers.get(&pair).is_none_or(|breaker| breaker.refuses(now).is_none())
     }
 
-    /// Excludes a node that one measure finds far slower than the median of its pool. The same measure of a probe ends
-    /// the exclusion.
+    /// Opens the breaker of a node that is far slower than the median of its pool by this measure, and closes it when a
+    /// probe is not.
     fn judge(&mut self, now: Instant, key: NodeKey, is_probe: bool, measure: &Measure) {
         let member = self.member(key);
         let (excluded, slow_by) = (member.breaker.reason(), member.latency.slow_by);
@@ -188,7 +188,7 @@ impl Directory {
             return;
         }
         let Some(own_ms) = (measure.of)(&member.latency) else { return };
-        // Most attempts end here: no median makes this node slow.
+        // Most calls return here, without computing the median.
         if excluded.is_none() && own_ms <= measure.excess_min_ms {
             return;
         }

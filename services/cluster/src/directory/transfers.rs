@@ -36,8 +36,8 @@ impl TransferTimes {
     }
 }
 
-/// Adds the transfer time of a token to a mean. Chunks wait for prefill, so a transfer may take longer than its link
-/// needs: a shorter time replaces the known one at once, a longer time slowly.
+/// Returns the estimate after a measurement, in milliseconds per token. A shorter time replaces the estimate at once. A
+/// longer time raises it slowly (exponential moving average), because chunks may have waited for prefill, not the link.
 pub(super) fn transfer_mean(known: Option<f64>, token_ms: f64) -> f64 {
     let known = known.unwrap_or(token_ms);
     token_ms.min(known + (token_ms - known) * TRANSFER_SHARE)

@@ -30,7 +30,7 @@ pub enum EntryError {
     TooLong { byte_count: usize },
     #[error("the value is not the JSON of a node: {reason}")]
     Json { reason: String },
-    #[error("version {found} is not known; allowed: {VERSION}")]
+    #[error("unknown version {found}; allowed: {VERSION}")]
     Version { found: u32 },
     #[error("node_id: {0}")]
     NodeId(#[from] NodeIdError),

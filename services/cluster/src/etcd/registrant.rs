@@ -1,7 +1,7 @@
 //! Keeps one node's record in etcd. Pure: takes outcomes of calls and `now`, returns calls.
 //!
 //! Life of a registration:
-//! 1. *Absent*: as far as this process knows the record is missing. The registrant writes it, with back-off.
+//! 1. *Absent*: this process knows of no record in etcd. The registrant writes the record, with back-off.
 //! 2. *Present* under a lease, which is renewed every third of its time. Each renewal also checks the
 //!    record, and writes it again under the same lease if it was deleted or changed. A renewal
 //!    that fails is retried with back-off until the lease must have expired.

@@ -37,7 +37,7 @@ pub(super) struct Tls {
 pub enum EtcdError {
     #[error("{key} = {path}: {reason}", path = path.display())]
     File { key: &'static str, path: PathBuf, reason: io::Error },
-    #[error("{key} is not set, which cluster.etcd needs")]
+    #[error("{key} is not set; cluster.etcd requires it")]
     Missing { key: &'static str },
     #[error(
         "cluster.etcd = {endpoints} refuses {user}: {reason}; check cluster.etcd_user and cluster.etcd_password"
