@@ -24,7 +24,7 @@ use crate::{
     weights::Weights,
 };
 
-/// `keys`: those of operators; `None` accepts every request.
+/// `keys`: the operators' API keys; `None` accepts every request.
 pub fn routes(front: Arc<Front>, weights: Weights, keys: Option<Arc<Keys>>) -> Router {
     let call = |call: AdminCall| {
         post(async move |State(front): State<Arc<Front>>, Path(node): Path<String>| {

@@ -90,7 +90,7 @@ impl BodyBudget {
     }
 }
 
-/// Bound on the answers in flight. Each choice of a request is one answer.
+/// Bound on the number of answers in flight. Each choice of a request is one answer.
 pub struct Admission {
     in_flight: Arc<InFlight>,
     closed: AtomicBool,
@@ -98,7 +98,7 @@ pub struct Admission {
 
 struct InFlight {
     limit: Mutex<FlowLimit>,
-    /// The number of answers in the limit, for tasks that wait until none is left.
+    /// Number of answers in flight, for tasks that wait until it is 0.
     count: watch::Sender<u32>,
     last_admitted: Mutex<Option<Instant>>,
 }
@@ -154,7 +154,7 @@ impl Admission {
         self.closed.store(true, Ordering::SeqCst);
     }
 
-    /// Answers in flight now.
+    /// Returns the number of answers in flight.
     pub fn in_flight(&self) -> u32 {
         *self.in_flight.count.borrow()
     }

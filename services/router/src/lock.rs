@@ -2,7 +2,7 @@
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-/// Locks a mutex, never across an await. A task that panicked meanwhile fails its own request only.
+/// Locks a mutex, and ignores poisoning: a task that panicked fails its own request only. Never held across an await.
 pub fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }

@@ -25,7 +25,7 @@ use crate::{
     request::error::{Overload, RETRY_AFTER_S},
 };
 
-/// Maximum `Retry-After` in seconds: predictions of a longer time say little.
+/// Maximum `Retry-After` in seconds: longer predictions are unreliable.
 const RETRY_AFTER_MAX_S: u32 = 60;
 
 /// Bound on the waiting answers of all models together.
@@ -261,8 +261,8 @@ impl Drop for Place {
     }
 }
 
-/// The cost of an attempt on its flow's account, until dropped. Dropped after the attempt's nodes are released, because
-/// the next answer then gets its turn.
+/// Charge of an attempt to its flow, until dropped. Dropping it gives the next answer its turn, so the owner releases
+/// the attempt's nodes first.
 pub struct Charge {
     turns: Arc<Mutex<Turns>>,
     charge: fair_queue::Charge,
@@ -275,7 +275,7 @@ impl Charge {
         self.charge.emitted(count);
     }
 
-    /// Notes how the attempt ended.
+    /// Records how the attempt ended.
     pub fn ended(&mut self, end: AttemptEnd) {
         self.end = end;
     }

@@ -1,11 +1,11 @@
-//! Waits that share a task with a stream of tokens and take no time when a token arrives.
+//! Futures that share a task with a stream of tokens and are not polled for each token.
 
 use std::pin::Pin;
 
 use futures_util::stream::{FuturesUnordered, StreamExt};
 use tokio::time::{Instant, Sleep, sleep_until};
 
-/// Runs `work`, and polls it only when `work` itself was woken, not whenever its task is.
+/// Runs `work`, and polls it only when `work` itself was woken, not whenever its task is woken.
 pub async fn when_woken<T>(work: impl Future<Output = T>) -> T {
     let mut works = FuturesUnordered::from_iter([work]);
     works.next().await.expect("the set has one future")

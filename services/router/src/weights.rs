@@ -1,9 +1,9 @@
 //! Coordinates weight updates over the nodes: one update of an operator at a time, and the catch-up of nodes that missed
 //! an update.
 //!
-//! One task owns the running updates. `update` makes the calls that the coordinator of an update names, each node's
-//! calls one after the other. `targets` names the nodes that catch up. A catch-up is an update of one node, so a node
-//! that fails does not stop others, and an operator's update takes precedence over it.
+//! One task owns the running updates. `update` makes the calls that the coordinator of an update requests, one at a
+//! time for each node. `targets` selects the nodes that catch up. A catch-up is an update of one node, so a node that
+//! fails does not stop others. An operator's update takes precedence over a catch-up.
 
 mod targets;
 mod update;
@@ -34,11 +34,12 @@ use crate::nodes::{Nodes, OwnedTask, WeightNode, WeightsAnswer};
 
 /// Queued requests of operators.
 const REQUESTS_MAX: usize = 16;
-/// Catch-ups at a time. Each may copy a model from a node that serves.
+/// Maximum number of concurrent catch-ups. Each may copy a model from a serving node.
 const CATCH_UPS_MAX: usize = 4;
-/// Set in the id of every catch-up, so that the update of another router's operator, whose id is lower, wins.
+/// Bit that is set in the id of every catch-up. The lower id wins, so an operator's update through another router wins.
 const CATCH_UP: u128 = 1 << 127;
-/// Time between two looks for nodes that missed an update. Also lets the nodes report the weights of an update that ended.
+/// Interval of the search for nodes that missed an update. Also the time for nodes to report the weights of an update
+/// that ended.
 const CATCH_UP_INTERVAL: Duration = Duration::from_secs(1);
 
 /// An update that an operator begins.

@@ -1,4 +1,4 @@
-//! `GET /v1/explain/{id}`, `/v1/explain?slow=N` and `/v1/explain?failed`: the accounts of requests.
+//! `GET /v1/explain/{id}`, `/v1/explain?slow=N` and `/v1/explain?failed`: the history entries of requests.
 
 use std::{sync::Arc, time::Instant};
 
@@ -19,7 +19,7 @@ use crate::{
 #[derive(Serialize)]
 struct Explained {
     requests: Vec<Report>,
-    /// Numbers of requests that the router keeps, and the age of the oldest ended one.
+    /// Number of requests in the history, and the age of the oldest ended request.
     running: usize,
     ended: usize,
     oldest_s: Option<f64>,

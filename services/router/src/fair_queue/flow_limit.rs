@@ -4,11 +4,11 @@ use std::collections::HashMap;
 
 use super::{Flow, FlowName};
 
-/// One of this many places is left to flows within their share.
+/// 1/8 of the places is left to flows within their share.
 const HEADROOM: u32 = 8;
 
-/// Bound on requests of all flows. A flow of a key or tenant that has its share leaves an eighth of the places to other
-/// flows. Callers without key and tenant cannot be told apart and may take every place.
+/// Bound on the requests of all flows. A flow of a key or tenant that has taken its share leaves an eighth of the
+/// places to other flows. Callers without key and tenant are indistinguishable and may take every place.
 #[derive(Debug)]
 pub struct FlowLimit {
     max: u32,
@@ -55,7 +55,7 @@ impl FlowLimit {
         Ok(())
     }
 
-    /// Takes these places over the bound.
+    /// Takes these places even beyond the bound.
     pub fn add(&mut self, flow: &Flow, count: u32) {
         self.total = self.total.saturating_add(count);
         let taken = Taken { count: 0, weight: flow.weight };
@@ -72,7 +72,7 @@ impl FlowLimit {
         }
     }
 
-    /// Returns the places of the flow if all present flows take their shares and leave the headroom.
+    /// Returns the flow's share: its number of places when all present flows take their shares and leave the headroom.
     fn share(&self, flow: &Flow) -> u32 {
         let others = self.taken.iter().filter(|(name, _)| **name != flow.name);
         let weights: u64 = others.map(|(_, taken)| u64::from(taken.weight)).sum();

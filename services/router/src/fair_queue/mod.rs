@@ -1,18 +1,20 @@
-//! Weighted fair queue of the requests of one model that wait for a free slot. Pure: no clock, no task.
+//! Weighted fair queue (virtual-time scheduling with bounded credit) of the requests of one model that wait for a free
+//! slot. Pure: no clock, no task.
 //!
 //! All requests of an API key are one [`Flow`]; without keys all requests of a tenant. A request costs its uncached prompt
 //! tokens and twice its output tokens, because a decode row takes about as much of a step as two prompt tokens. Each flow
 //! has a *virtual time*: the cost that was served to the flow, divided by the weight of the flow. The next turn goes to
-//! the flow with the lowest virtual time, so flows that always have requests are served in proportion to their weights. A
-//! flow that used less than its share keeps a bounded credit: when it returns, its virtual time is at most the cost of
-//! [`CREDIT_REQUESTS`] requests below that of the waiting flows. So its bursts do not wait for the other flows. A new flow
-//! has the credit of one request. If no flow waits when it arrives, the present flows used less than their shares, so they have a credit
-//! against the new flow: a flood that begins does not delay them. This debt does not count as service, so the new flow is not over
-//! its share.
+//! the flow with the lowest virtual time, so flows that always have requests are served in proportion to their weights.
 //!
-//! A flow is charged the predicted cost when its request starts, and the rest or the excess when the attempt ends.
-//! Predictions of the output length are the mean of the flow's last answers. Within a flow the request that must start
-//! first comes first. Flows of a higher priority come first, except for one of [`TURNS_PER_FAIR_TURN`] turns.
+//! *Credit*: a flow that used less than its share may return with a virtual time below that of the waiting flows, by at
+//! most the cost of [`CREDIT_REQUESTS`] requests. So its bursts do not wait for the other flows. A new flow has the
+//! credit of one request. *Debt*: if a new flow arrives while no flow waits, the present flows used less than their
+//! shares. The new flow then starts with a higher virtual time, so that a sudden flood does not delay the present
+//! flows. Debt does not count as service, so it does not put the new flow over its share.
+//!
+//! A flow is charged the predicted cost when its request starts, and the rest or the excess when the attempt ends. The
+//! predicted output length is the mean of the flow's last answers. Within a flow the request with the earliest start
+//! deadline comes first. Flows of a higher priority come first, except for one of [`TURNS_PER_FAIR_TURN`] turns.
 //!
 //! Life of a waiting request:
 //! 1. [`FairQueue::join`], which refuses it if its predicted waiting time is too long.
@@ -44,22 +46,22 @@ use order::{Order, Rank};
 use predict::{CachedShare, OUTPUT_SHARE, OUTPUT_TOKEN_COST, ServiceRate, cost};
 pub use predict::{StartedPrompt, TooLate, WaitLimits, WaitRequest};
 
-/// Requests that a flow may start before the waiting flows after a time below its share.
+/// Maximum credit of a flow, in requests of mean cost.
 const CREDIT_REQUESTS: f64 = 16.0;
 /// Time for which a flow without requests keeps its share of the headroom.
 const ACTIVE_FOR: Duration = Duration::from_secs(60);
-/// Maximum number of flows that are kept without requests. Clients may invent names of tenants.
+/// Maximum number of flows that are kept without requests: clients may invent any number of tenant names.
 const IDLE_FLOWS_MAX: usize = 1024;
 /// One of this many turns ignores priorities, so that no flow starves.
 const TURNS_PER_FAIR_TURN: u64 = 8;
-/// Maximum number of requests of a flow, and of all flows, that have a turn or whose turn has passed, before the owner
-/// must call [`FairQueue::retry_passed`]. More than one: a request that failed on an idle node may wait for a busy one.
-/// Few: each turn costs a pick of nodes.
+/// Maximum number of requests, of one flow and of all flows, that have a turn or whose turn has passed since the last
+/// [`FairQueue::retry_passed`]. More than one, because a request that failed on an idle node may wait for a busy node.
+/// Few, because each turn costs a pick of nodes.
 const TURNS_MAX: (usize, usize) = (4, 16);
-/// The same for all flows together, with the requests that wait for a node by choice. The others may start before them.
+/// Maximum number for all flows, including requests that wait for a node by choice ([`Pass::ByChoice`]).
 const TURNS_BY_CHOICE_MAX: usize = 64;
-/// A first request that no node can start holds back all others every other such time: smaller requests would take each
-/// KV block that becomes free.
+/// When no node can start the first request, it holds back all other requests for this time, then lets them pass for
+/// this time, and so on. Otherwise smaller requests would take each KV block that becomes free.
 const HOLD_BACK: Duration = Duration::from_secs(4);
 
 /// Name of a flow.
@@ -120,8 +122,8 @@ struct FlowState<Id> {
     weight: f64,
     priority: u32,
     virtual_time: f64,
-    /// Part of a new flow's virtual time that is not service but credit of the other flows. Each request that starts
-    /// reduces it, so the first requests raise the served time twice as fast.
+    /// Part of a new flow's virtual time that is not service. Each request that starts reduces it by its cost, so the
+    /// first requests raise the served time twice as fast.
     debt: f64,
     queue: BTreeMap<Place, Queued<Id>>,
     /// Queued request that has the turn: the owner picks nodes for it.
@@ -143,7 +145,7 @@ struct Queued<Id> {
     cost: f64,
     /// Why the turn of the request has passed, until [`FairQueue::retry_passed`].
     passed: Option<Pass>,
-    /// When no node could start this request for the first time.
+    /// First time at which no node could start this request.
     passed_at: Option<Instant>,
 }
 
@@ -153,7 +155,7 @@ pub enum Pass {
     /// No node can start the request.
     #[default]
     NoNode,
-    /// The request waits for one node, although others could start it. So it holds back no other request.
+    /// The request waits for one node, although other nodes could start it. So it holds back no other request.
     ByChoice,
 }
 
@@ -330,7 +332,8 @@ impl<Id: Copy + Eq + Hash> FairQueue<Id> {
         Some(id)
     }
 
-    /// Looks at few flows: each of the first ones has a turn or a request whose turn has passed.
+    /// Returns the first request in the order of service that may have a turn. Visits few flows: each earlier flow has
+    /// a turn, or requests whose turn has passed.
     fn find_turn(&self, now: Instant) -> Option<Id> {
         let by_choice = self.passed.iter().filter(|(_, pass)| *pass == Pass::ByChoice).count();
         let turns = self.turns + self.passed.len();
@@ -387,7 +390,7 @@ impl<Id: Copy + Eq + Hash> FairQueue<Id> {
     pub fn ended(&mut self, now: Instant, charge: &Charge, end: AttemptEnd) {
         let output_tokens = f64::from(charge.output_tokens);
         let used = match end {
-            // A node that drains may have sent tokens before.
+            // A draining node may have sent tokens earlier.
             AttemptEnd::Refused => OUTPUT_TOKEN_COST * output_tokens,
             AttemptEnd::Complete | AttemptEnd::Cut => cost(charge.prompt_tokens, output_tokens),
         };
@@ -484,7 +487,7 @@ impl Charge {
 /// End of an attempt, for the account of its flow.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum AttemptEnd {
-    /// The answer is complete: only then the attempt tells about later answers.
+    /// The answer is complete. Only complete answers update the flow's mean output length.
     Complete,
     /// The attempt used its prompt tokens and emitted tokens.
     Cut,

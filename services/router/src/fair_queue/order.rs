@@ -7,7 +7,7 @@ use std::{
 
 use super::FlowName;
 
-/// Place of a flow in the order of service. Ties go to the flow that started nothing for the longest time.
+/// Place of a flow in the order of service. Ties go to the flow whose last start is oldest.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Rank {
     pub(super) priority: u32,

@@ -1,4 +1,4 @@
-//! Predictions of the fair queue: costs, times of service and of waiting, and refusals that follow.
+//! Predictions of the fair queue: costs, service times and waiting times, and the refusals that follow from them.
 
 use std::{
     cmp::Ordering,
@@ -23,8 +23,8 @@ pub(super) const RATE_SHARE: f64 = 1.0 / 32.0;
 const SERVICE_TIME_RESERVE: f64 = 2.0;
 
 /// Requests are refused for their predicted wait only after requests have waited for this fraction of the allowed wait.
-/// The rate of service may have been measured with few and short requests, and a burst after them would seem to wait too
-/// long. Below nine times the capacity, the predicted wait reaches the allowed wait later than this.
+/// A service rate measured with few short requests overestimates the wait of a burst. Under a load of less than nine
+/// times the capacity, the predicted wait exceeds the allowed wait later than this anyway.
 const WAITED_MIN: f64 = 1.0 / 8.0;
 
 /// A request that may have to wait for its turn.
@@ -35,7 +35,7 @@ pub struct WaitRequest {
     pub prompt_tokens: u32,
     pub output_tokens_max: u32,
     pub limits: WaitLimits,
-    /// Whether the answer emitted tokens: then it is not rejected.
+    /// Whether the answer has emitted tokens. Such a request is never rejected.
     pub has_begun: bool,
 }
 
@@ -50,7 +50,7 @@ pub struct WaitLimits {
 impl WaitLimits {
     /// Returns the limits of a request with this need of room. `wait_max`: `router.waiting_timeout`.
     pub fn new(room: Room, wait_max: Duration, deadline: Instant) -> Self {
-        // A started answer comes before the other answers of its caller, unless its client paused it.
+        // An answer that has emitted tokens comes before other answers of its caller, unless its client paused it.
         let wait_max = match room {
             Room::Any => Duration::ZERO,
             Room::Start { .. } => wait_max,
@@ -107,8 +107,8 @@ pub(super) struct ServiceRate {
     seconds: f64,
     /// Mean number of running requests when one ends, itself included.
     running: f64,
-    /// Mean relative error of the times predicted from the two sums. Requests differ in length, so an error in seconds of
-    /// long ones would refuse short ones.
+    /// Mean relative error of the predicted service times. An absolute error would be dominated by long requests and
+    /// refuse short ones.
     error: f64,
 }
 
@@ -133,7 +133,7 @@ impl ServiceRate {
 }
 
 impl<Id: Copy + Eq + Hash> FairQueue<Id> {
-    /// Returns the predicted cost of an answer. `prompt_tokens`: uncached ones.
+    /// Returns the predicted cost of an answer. `prompt_tokens`: uncached prompt tokens.
     pub(super) fn cost(&self, flow: &FlowName, prompt_tokens: u32, output_tokens_max: u32) -> f64 {
         let mean = self.flows.get(flow).and_then(|flow| flow.output_tokens);
         let output_tokens = mean.unwrap_or(OUTPUT_TOKENS_FIRST).min(output_tokens_max.into());
@@ -227,8 +227,9 @@ impl<Id: Copy + Eq + Hash> FairQueue<Id> {
         self.flows.values().map(|flow| flow.running).sum()
     }
 
-    /// Returns the cost served per second, over all running requests, or over as many as usual if fewer run: when
-    /// attempts fail together, their requests queue again before nodes take them. `None` while no request runs.
+    /// Returns the cost served per second by all running requests; `None` while no request runs. If fewer requests than
+    /// usual run, counts the usual number: after attempts fail together, their requests queue again before nodes take
+    /// them.
     fn cost_per_second(&self) -> Option<f64> {
         let ServiceRate { cost, seconds, running, .. } = self.rate;
         let present = Some(self.running()).filter(|present| *present > 0)?;

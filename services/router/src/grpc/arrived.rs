@@ -49,7 +49,7 @@ impl Arrived {
         lock(&self.0.record).take()
     }
 
-    /// Notes that the client cancelled the request before the message was complete. tonic reports this as a
+    /// Records that the client cancelled the request before the message was complete. tonic reports this as a
     /// missing message.
     pub fn set_broke_off(&self) {
         self.0.broke_off.store(true, Ordering::Release);

@@ -39,7 +39,7 @@ pub struct Report {
     /// The answer that `stages` describes: the answer that ended last.
     pub choice: u32,
     pub stages: Vec<StageReport>,
-    /// Time of the request outside of its stages: calls between router and nodes.
+    /// Time of the request outside its stages, mostly RPCs between router and nodes.
     pub unaccounted_ms: f64,
     pub attempts: Vec<AttemptReport>,
     pub attempts_left_out: u32,
@@ -166,8 +166,8 @@ impl Report {
     }
 }
 
-/// Returns the time until the first token. An attempt that the entry leaves out may have sent the first token of a
-/// running request.
+/// Returns the time until the first token; unknown if an attempt beyond the entry's bound sent it and the request is
+/// still running.
 fn first_token(entry: &RequestEntry) -> Option<Duration> {
     match &entry.end {
         Some(end) => end.first_token,

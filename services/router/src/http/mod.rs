@@ -1,4 +1,4 @@
-//! The OpenAI HTTP API, health and metrics: routes, and what all endpoints share (request id, label, span, body).
+//! The OpenAI HTTP API, health and metrics: routes, and the code that all endpoints share (request id, label, body).
 
 mod error;
 mod fields;
@@ -46,7 +46,7 @@ use generate::{chat_completions, completions};
 use tokenize::{detokenize, tokenize};
 
 pub const X_REQUEST_ID: HeaderName = HeaderName::from_static("x-request-id");
-/// Time in milliseconds within which the client wants the whole answer.
+/// Deadline of the whole answer, in milliseconds from the arrival of the request.
 const X_BATON_DEADLINE_MS: HeaderName = HeaderName::from_static("x-baton-deadline-ms");
 /// With value `1` the last chunk contains statistics of the hand-over between nodes.
 const X_BATON_STATS: HeaderName = HeaderName::from_static("x-baton-stats");

@@ -1,8 +1,8 @@
 //! API keys of clients and operators. A file holds SHA-256 hashes of the keys, with the models and limits of each.
 //!
-//! A key is found by the hash of the presented text. The time of the lookup depends on the hash alone, and nobody can
-//! choose texts whose hashes approach a stored one, so the time reveals nothing about a key. A plain hash suffices,
-//! because `baton keys new` makes keys of 256 random bits.
+//! A key is looked up by the hash of the presented text. The lookup time depends on the hash alone, and a client cannot
+//! choose texts whose hashes approach a stored hash, so the time reveals nothing about a key. A hash without salt
+//! suffices, because `baton keys new` makes keys of 256 random bits.
 
 mod file;
 mod limits;
@@ -190,7 +190,7 @@ impl Caller {
         self.0.as_deref().map(|key| &*key.name)
     }
 
-    /// Returns whether the caller may use the model of this name, which is no alias.
+    /// Returns whether the caller may use the model of this name, which must not be an alias.
     pub fn may_use(&self, model: &str) -> bool {
         let models = self.0.as_deref().and_then(|key| key.models.as_ref());
         models.is_none_or(|models| models.contains(model))

@@ -1,4 +1,4 @@
-//! Tells nodes with which peers they will exchange KV, so that connections between GPUs are set up before a
+//! Names each node its peers for KV transfers (the RPC `Meet`), so that connections between GPUs are set up before a
 //! request needs them.
 
 use std::{
@@ -15,15 +15,15 @@ use crate::request_core::peer;
 
 /// Interval of rounds. Nodes close the connection of a pair that is idle for a minute.
 const EVERY: Duration = Duration::from_secs(20);
-/// Delay of a round after a change: nodes that start together come up at about the same time.
+/// Delay of a round after a change, so that one round covers nodes that come up at about the same time.
 pub const SETTLES_IN: Duration = Duration::from_millis(100);
 /// Maximum delay of a round, while further nodes come up.
 pub const WAIT_MAX: Duration = Duration::from_secs(1);
 /// Maximum number of peers that a node connects to in advance; other pairs connect at their first request. A node
 /// stops earlier when its bound on pairs that use GPU memory or half of its pair table is reached.
 const PEERS_MAX: usize = 16;
-/// Maximum time from the first change since the last round to the end of the round. A starting router is
-/// not ready for this time at most.
+/// Maximum time from the first change since the last round to the end of the round, and so the maximum time for which a
+/// starting router is not ready.
 const SETUP_MAX: Duration = Duration::from_secs(2);
 /// Minimum duration of a round that begins late.
 const SETUP_MIN: Duration = Duration::from_millis(500);

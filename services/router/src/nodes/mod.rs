@@ -343,7 +343,7 @@ impl Assigned {
         self.choice.cached_tokens
     }
 
-    /// Notes that the node accepted the attempt: the stream of the call is open.
+    /// Reports that the node accepted the attempt: the stream of the call is open.
     fn accepted(&self) {
         self.nodes.directory().accepted(self.choice.assignment);
     }

@@ -203,7 +203,7 @@ impl Watch {
         }
     }
 
-    /// Returns whether a listed node may come up soon and complete a pair.
+    /// Returns whether a listed node that is not up yet may come up soon and complete a pair.
     fn is_one_to_come(&self) -> bool {
         let directory = self.nodes.directory();
         let is_listed = |role| directory.nodes().any(|node| node.address.role == role);

@@ -14,7 +14,7 @@ use weight_transfer::{
 
 use super::Nodes;
 
-/// Deadline of a call. The node answers at once: work of an update runs beside the calls.
+/// Deadline of a call. The node answers at once, because the work of an update runs in the background.
 const CALL_MAX: Duration = Duration::from_secs(2);
 
 /// A node that serves a model.
@@ -80,7 +80,8 @@ impl Nodes {
         nodes.collect()
     }
 
-    /// Pauses a node, or lets the node serve again. `pause`: what becomes of running sequences, and the longest pause.
+    /// Pauses a node, or resumes it if `pause` is `None`. `pause`: the treatment of running sequences, and the maximum
+    /// time.
     pub async fn call_pause(
         &self,
         node: &WeightNode,

@@ -21,8 +21,8 @@ use super::{
 /// Maximum size of a prompt that is tokenized in place, in bytes: this takes less than 1 ms.
 const INLINE_BYTES_MAX: usize = 4096;
 
-/// Maximum bytes of text on all threads. Tokenization takes a hundred times the text's memory, so this limit keeps
-/// the router below 512 MiB. The longest valid text fits.
+/// Maximum bytes of text on all threads. Tokenization takes a hundred times the memory of the text, so this limit keeps
+/// tokenization below 512 MiB. The longest valid text fits.
 const BYTES_IN_FLIGHT_MAX: usize = TEXT_BYTES_MAX;
 
 /// Maximum number of concurrent grammar checks. A check takes at most a few tenths of a second and 50 MB

@@ -6,11 +6,10 @@
 //! decode node reported `Reserved` → `Transferring` → (Delivered) → `Ended`. The prefill side is `Ended`
 //! from the start when the attempt has no prefill node, and as soon as the decode node reports that it needs none.
 //!
-//! The client receives token 0 only once the decode node holds a reservation: a request that a node then
-//! refuses has emitted nothing. A token 0 that ends the request needs no decode node. Once the decode
-//! node sends tokens, it has the KV, and a failure of the prefill node no longer matters. A transfer that
-//! fails before token 0 arrived may have failed because token 0 ends the request: the attempt then waits
-//! for the prefill node, at most [`TOKEN_0_MAX`].
+//! The client receives token 0 only once the decode node holds a reservation, so a request that the decode node refuses
+//! has emitted nothing. A token 0 that ends the request needs no decode node. Once the decode node sends tokens, it has
+//! the KV, and a failure of the prefill node no longer matters. If the transfer fails before token 0 arrives, the cause
+//! may be that token 0 ends the request: the attempt then waits for token 0, at most [`TOKEN_0_MAX`].
 
 use std::time::Duration;
 
@@ -37,9 +36,9 @@ pub struct AttemptState {
     first_index: u32,
     decode: Decode,
     prefill: Prefill,
-    /// Whether the prefill node reported Delivered: then its stream has no further event.
+    /// Whether the prefill node reported `Delivered`, the last event of its stream.
     delivered: bool,
-    /// The decode node's transfer failed while token 0 is awaited.
+    /// Failure of the decode node's transfer, while token 0 is awaited.
     transfer_failed: Option<AttemptFailure>,
     stats: AttemptStats,
 }
@@ -58,7 +57,7 @@ enum Prefill {
     HoldingToken(Token),
     /// Token 0 was emitted.
     Transferring,
-    /// No prefill node, no longer needed, or lost.
+    /// The attempt has no prefill node, no longer needs it, or has lost it.
     Ended,
 }
 
@@ -71,7 +70,7 @@ pub struct AttemptStats {
     pub kv_bytes: u64,
     /// Time from the reservation until the KV was visible, in microseconds.
     pub transfer_us: u64,
-    /// Whether the decode node needed no KV of a prefill node.
+    /// Whether the decode node prefilled the prompt itself.
     pub local_prefill: bool,
     pub prefill: NodeStats,
     pub decode: NodeStats,
@@ -93,7 +92,7 @@ pub struct NodeStats {
 pub enum AttemptAction {
     /// Emit these new tokens. `first_index`: index of the first. `by`: the node that sampled them.
     Emit { by: Side, first_index: u32, tokens: Vec<Token> },
-    /// The decode node holds a reservation: it took the request.
+    /// The decode node holds a reservation, so it has admitted the request.
     Admitted,
     /// The KV was transferred. `elapsed`: from the first chunk sent to the last one acknowledged.
     Delivered { elapsed: Duration },
@@ -136,7 +135,7 @@ impl AttemptState {
         node.stages = stages.or(node.stages);
     }
 
-    /// Handles the time that the router waited for the tokens of the next event of the decode node.
+    /// Adds the time that the router waited for the tokens of this event of the decode node.
     pub fn on_decode_wait(&mut self, event: Option<&DecodeEvent>, waited: Duration) {
         if let (Some(DecodeEvent::Tokens(event)), Decode::Decoding) = (event, self.decode) {
             self.stats.decoded_tokens += event.tokens.len() as u32;
@@ -200,7 +199,7 @@ impl AttemptState {
                 self.decode = Decode::Decoding;
                 self.emit(Side::Decode, event.first_index, event.tokens, emitted)
             }
-            // A weight update ended an answer that had begun in an earlier attempt.
+            // A weight update ended an answer that earlier attempts had started.
             (Some(DecodeEvent::Finished(event)), Decode::Opening | Decode::Reserved)
                 if event.reason() == FinishReason::Abort && self.first_index > 0 =>
             {

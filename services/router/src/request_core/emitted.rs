@@ -18,11 +18,11 @@ pub struct EmittedTokens {
 /// Reasons to reject an event. A rejected event leaves the list unchanged.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum EmissionError {
-    #[error("index {index} was emitted as token {emitted} and came again as token {offered}")]
+    #[error("index {index} was emitted as token {emitted} and then received as token {offered}")]
     Contradiction { index: u32, emitted: u32, offered: u32 },
-    #[error("tokens came from index {first_index} on, index {expected} is next")]
+    #[error("received tokens from index {first_index} on; expected index {expected}")]
     Gap { expected: u32, first_index: u32 },
-    #[error("tokens came up to index {last_index}, the answer has at most {tokens_max}")]
+    #[error("received tokens up to index {last_index}; expected at most {tokens_max} tokens")]
     TooMany { last_index: u64, tokens_max: u32 },
     #[error("token {id} at index {index} is not in the vocabulary of {vocabulary_size}")]
     OutsideVocabulary { index: u32, id: u32, vocabulary_size: u32 },

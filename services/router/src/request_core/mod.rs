@@ -14,9 +14,8 @@
 //!      [`RequestCore::handle_prefill`].
 //!    * [`Output::Emit`]: the owner delivers tokens to the client, then calls
 //!      [`RequestCore::handle_emitted`]. No other output follows until then.
-//!      A client that takes none of them for a while is stalled: the owner calls
-//!      [`RequestCore::handle_client_stalled`], which ends the attempt. The next attempt starts after
-//!      `handle_emitted`.
+//!      If the client takes no tokens for a while, the owner calls [`RequestCore::handle_client_stalled`],
+//!      which ends the attempt. The next attempt starts after `handle_emitted`.
 //!    * [`Output::WaitForTurn`] and [`Output::WaitForNode`]: no node takes the request now. The owner
 //!      calls [`RequestCore::handle_turn`], in the order of a [`FairQueue`](crate::fair_queue::FairQueue), or
 //!      [`RequestCore::handle_nodes_changed`].
@@ -25,9 +24,8 @@
 //!    calls [`RequestCore::handle_client_left`] instead, and neither output follows.
 //!
 //! States: `Picking` → `Attempting` → `Ended`. A failed attempt returns to `Picking`, after lost nodes through
-//! `WaitingToRetry`. A pick without a
-//! node leads to `WaitingForTurn` or `WaitingForNode`, and from there back to `Picking`. A stalled client leads from
-//! `Attempting` to `Paused`, and its next read to `WaitingForTurn`.
+//! `WaitingToRetry`. A pick without a node leads to `WaitingForTurn` or `WaitingForNode`, and from there back to
+//! `Picking`. A stalled client leads from `Attempting` to `Paused`, and its next read to `WaitingForTurn`.
 //!
 //! [`AttemptState`] checks the order of the nodes' events in one attempt. [`EmittedTokens`] is the list of
 //! tokens that the client has received. [`Recovery`] decides what follows a failed attempt.
@@ -65,12 +63,12 @@ use emitted::EmittedTokens;
 pub use recovery::{AttemptFailure, Blame, Cause, GiveUp, NodeFeedback, Side};
 use recovery::{NextStep, Recovery};
 
-/// Minimum and maximum time until the turns that have passed are given again: one or two steps of a busy
-/// node; more often only if the end of a node's queue is predicted.
+/// Minimum and maximum time until requests whose turn has passed get another turn. The maximum is one or two steps of a
+/// busy node; a shorter time follows from a predicted end of a node's queue.
 const RETRY_AFTER: (Duration, Duration) = (Duration::from_millis(2), Duration::from_millis(25));
-/// Interval at which an attempt looks whether its decode node drains: short against any grace period.
+/// Interval at which an attempt checks whether its decode node drains: short compared with any grace period.
 const DRAIN_CHECK: Duration = Duration::from_millis(500);
-/// Decoded tokens until the inter-token latency of an attempt predicts the rest of the answer.
+/// Minimum number of decoded tokens for predicting the rest of the answer from an attempt's inter-token latency.
 const DRAIN_TOKENS_MIN: u32 = 8;
 /// Minimum and maximum interval between two picks of a request that waits for a node. A change of a node's
 /// health ends the wait at once. Only a new pick finds a node that stopped draining, or one that failed this
@@ -150,10 +148,10 @@ pub enum Output {
     /// Deliver these new tokens to the client. `hand_over_gap` is set with the decode node's first token:
     /// the time since token 0.
     Emit { first_index: u32, tokens: Vec<Token>, hand_over_gap: Option<Duration> },
-    /// Every node is busy: join the queue of requests that wait for a free node. A request in the queue keeps its
-    /// place, and its turn has passed.
+    /// Every node is busy: join the queue of requests that wait for a free node. A request that is in the queue
+    /// already keeps its place and passes its turn to another request.
     WaitForTurn,
-    /// Nodes may have capacity again: give the turns that have passed again.
+    /// Nodes may have capacity again: give another turn to the requests whose turn has passed.
     RetryPassed,
     /// No node can take the request: release the turn, and wait for a change of nodes.
     WaitForNode,
@@ -176,14 +174,14 @@ pub struct EndedAttempt {
 pub enum AttemptOutcome {
     Complete,
     Failed(AttemptFailure),
-    /// The client did not read: the attempt ended so that it holds no slot and no KV.
+    /// The client did not read, so the attempt ended to release its slot and KV.
     Paused,
     /// The request ended before the attempt did.
     Cancelled,
 }
 
 impl AttemptOutcome {
-    /// Returns the end of the attempt for the account of its flow.
+    /// Returns how the end of the attempt is charged to its flow.
     pub fn charged_end(&self) -> AttemptEnd {
         match self {
             Self::Complete => AttemptEnd::Complete,
@@ -248,11 +246,11 @@ pub struct RequestCore {
     /// Identity of the nodes that computed the first emitted token. Nodes with another identity could
     /// continue with different tokens.
     identity: Option<ModelIdentity>,
-    /// Whether nodes of another weight version may continue: no node has the version of `identity` any more.
+    /// Whether nodes of another weight version may continue, because no node has the version of `identity` any more.
     any_weights: bool,
     /// Whether a stop token was delivered.
     has_stopped: bool,
-    /// Whether the attempt before paused, because the client did not read.
+    /// Whether the previous attempt was paused, because the client did not read.
     was_paused: bool,
     stats: HandOverStats,
     cached_tokens: Option<u32>,
@@ -262,7 +260,7 @@ pub struct RequestCore {
 #[derive(Debug)]
 enum State {
     Picking,
-    /// `retry_at`: when to give the turns that have passed again, after a turn that found every node busy.
+    /// `retry_at`: time to give another turn to passed requests, after a turn that found every node busy.
     WaitingForTurn {
         retry_at: Option<Instant>,
     },
@@ -288,7 +286,7 @@ struct OpenAttempt {
     actions: VecDeque<AttemptAction>,
     /// Whether tokens are being delivered to the client.
     is_emitting: bool,
-    /// Time of the last event of a node or of the last delivery, whichever is later.
+    /// Time of the last event of a node or the last delivery to the client, whichever is later.
     active_at: Instant,
     /// Time of the last sign of work on the attempt: `active_at`, or a later load report of the node.
     silent_since: Instant,
@@ -383,7 +381,7 @@ impl RequestCore {
             grammar_version: self.spec.grammar_version,
             exclude_decode: self.recovery.avoid_decode(),
             exclude_prefill: self.recovery.avoid_prefill(),
-            // A started answer continues at once, unless its client paused it.
+            // An answer that has emitted tokens continues at once, unless its client paused it.
             room: match emitted > 0 && !self.was_paused {
                 true => Room::Any,
                 false => Room::Start { headroom: false },
@@ -476,7 +474,7 @@ impl RequestCore {
         let State::Attempting(attempt) = &mut self.state else { return };
         let actions = match message {
             Ok(Some(event)) => {
-                // Since the last delivery, so that a slow client does not look like a slow node.
+                // Measure from the last delivery, so that a slow client is not mistaken for a slow node.
                 let waited = now.saturating_duration_since(attempt.active_at);
                 attempt.state.on_decode_wait(event.event.as_ref(), waited);
                 let was_decoding = attempt.state.is_decoding();

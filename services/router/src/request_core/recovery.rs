@@ -4,8 +4,8 @@
 //!   remembered by their epoch: a restarted node is not avoided for the failure of its predecessor.
 //! * After a second failed transfer, a third failed attempt, and on the last attempt of the budget, no prefill node is
 //!   picked: the attempt needs no transfer.
-//! * After a second lost node in a row the next attempt waits, longer each time: if the router itself was stopped or cut
-//!   off, it finds its dead connections meanwhile instead of spending an attempt on each.
+//! * After a second lost node in a row the next attempt waits, longer each time. If the router itself was suspended or
+//!   disconnected, it thus detects its dead connections instead of spending an attempt on each.
 //! * The budget renews whenever an attempt emitted tokens, so it bounds attempts without progress.
 //! * Busy nodes cost no attempt: the request waits for a bounded time. Requests that found every node busy pick
 //!   again in the order of a [`FairQueue`](crate::fair_queue::FairQueue).
@@ -151,7 +151,7 @@ impl Recovery {
             Cause::Deadline | Cause::SlowReader | Cause::Invalid | Cause::Contradiction => {
                 return NextStep::GiveUp(GiveUp::Final(failure));
             }
-            // The router's own decision.
+            // The router itself ended the attempt, so no node is at fault.
             Cause::Migrated => {
                 self.failed_total += 1;
                 return NextStep::Retry;
@@ -274,7 +274,7 @@ pub enum Cause {
     /// The node is draining.
     #[error("draining")]
     Draining,
-    /// The node drains, and would cut the answer before its end.
+    /// The node drains, and would abort the answer before its end.
     #[error("migrated")]
     Migrated,
     /// The connection failed, or the node is silent.
@@ -295,7 +295,7 @@ pub enum Cause {
     /// The node is another process than the router expected, or rejects the router's token.
     #[error("stale")]
     Stale,
-    /// The node has other weights than the router expected: its report is in flight.
+    /// The node has other weights than the router expected. The node's report of the change is in flight.
     #[error("other_weights")]
     OtherWeights,
     /// The node's weights changed during the attempt.
@@ -436,7 +436,7 @@ impl AttemptFailure {
         )
     }
 
-    /// Returns who may be at fault, for the circuit breakers. A busy or draining node is not, and neither is a node
+    /// Returns the nodes that may be at fault, for the circuit breakers; `None` for a busy or draining node, or a node
     /// that received an invalid request.
     pub fn blame(&self) -> Option<Blame> {
         match self.cause {

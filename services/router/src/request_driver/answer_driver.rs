@@ -36,8 +36,8 @@ use crate::{
     wake::MovingTimer,
 };
 
-/// Time for which a client may leave its full buffer unread until its attempt ends. The nodes meanwhile generate tokens
-/// that are generated again later, so the time is short.
+/// Time after which an attempt ends if its client leaves the full buffer unread. Short, because the tokens that nodes
+/// generate in this time are generated again later.
 const STALLED_AFTER: Duration = Duration::from_millis(500);
 
 /// One answer in flight.
@@ -51,7 +51,7 @@ pub struct AnswerDriver<'a> {
     text: AnswerText,
     attempt: Option<OpenAttempt>,
     waiting: Option<Waiting>,
-    /// Why the next turn passes to other answers.
+    /// Reason to report if the next turn passes to other answers.
     pass: Pass,
     node_changes: watch::Receiver<u64>,
     timer: MovingTimer,
@@ -162,7 +162,7 @@ impl<'a> AnswerDriver<'a> {
         };
         let deadline = core.next_deadline().expect("a request that has not ended has a deadline");
         tokio::select! {
-            // Polls the decode node first: once it sends tokens, the prefill node no longer matters.
+            // Poll the decode node first: once it sends tokens, the prefill node no longer matters.
             biased;
             message = next_message(&mut decode), if core.expects_decode() => {
                 core.handle_decode(Instant::now(), message);
@@ -268,8 +268,8 @@ impl<'a> AnswerDriver<'a> {
         Ok(())
     }
 
-    /// Sends an event to the client. If the client leaves its buffer full, the attempt ends, so that it holds no slot
-    /// and no KV. The answer goes on when the client has read half of the buffer.
+    /// Sends an event to the client. If the client leaves its buffer full, ends the attempt to release its slot and KV.
+    /// The answer continues when the client has read half of the buffer.
     async fn send(&mut self, event: Event) -> Result<(), RequestError> {
         let events = self.events;
         let sent = events.send(event);

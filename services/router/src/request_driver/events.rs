@@ -61,8 +61,8 @@ pub enum StopReason {
     Text(String),
 }
 
-/// Returns sender and receiver of a queue of at most `events_max` events. The sender waits at most
-/// `wait_max` for a receiver that takes nothing.
+/// Returns sender and receiver of a queue of at most `events_max` events. A send fails if the receiver takes no event
+/// for `wait_max`.
 pub fn event_queue(events_max: usize, wait_max: Duration) -> (EventSender, EventReceiver) {
     let queue = Arc::new(Queue {
         events_max: events_max.max(1),

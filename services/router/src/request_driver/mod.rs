@@ -96,7 +96,7 @@ impl Deadline {
         Self { at: Instant::now() + timeout, timeout }
     }
 
-    /// Returns the output of `work`, or the error that the deadline has passed.
+    /// Returns the output of `work`, or an error if the deadline passes first.
     pub async fn limit<T>(self, work: impl Future<Output = T>) -> Result<T, RequestError> {
         let late = RequestError::Deadline { timeout: self.timeout };
         tokio::time::timeout_at(self.at, work).await.map_err(|_| late)

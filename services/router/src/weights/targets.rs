@@ -1,9 +1,9 @@
 //! The weights that the nodes of each model should have, and the nodes that lack them.
 //!
 //! A router brings nodes up to date with the update that it committed last. It updates a node only if the node has the
-//! weights of its start, weights that this router has replaced, or none. When a process with the update's weights later
-//! reports others, another router has updated it. Then this router leaves the nodes to the other one: it never pushes
-//! older weights over newer ones.
+//! weights of its start, weights that this router has replaced, or none. If a process that had the update's weights
+//! reports other weights, another router has updated the process. Then this router no longer updates nodes of the
+//! model, so it never replaces newer weights by older ones.
 
 use std::{
     collections::{HashMap, HashSet, VecDeque},
@@ -63,7 +63,7 @@ struct Failures {
 }
 
 impl Targets {
-    /// Notes a committed update. `replaced`: the versions that its nodes had before.
+    /// Records a committed update. `replaced`: the versions that its nodes had before.
     pub fn committed(
         &mut self,
         model: Arc<str>,
@@ -85,12 +85,12 @@ impl Targets {
         self.0.insert(model, ModelTarget { target, replaced: known, had, failed });
     }
 
-    /// Forgets the model's update: no node can catch up with the one that replaced it.
+    /// Forgets the model's update, after an update that replaced it and that no node can catch up with.
     pub fn forget(&mut self, model: &str) {
         self.0.remove(model);
     }
 
-    /// Notes that a node did not catch up.
+    /// Records that a node did not catch up.
     pub fn failed(&mut self, now: Instant, model: &str, node: Epoch) {
         if let Some(target) = self.0.get_mut(model) {
             let failures =
@@ -100,7 +100,7 @@ impl Targets {
         }
     }
 
-    /// Returns the catch-ups that are due of free nodes. `nodes`: all nodes with the weights that they have now.
+    /// Returns the catch-ups of free nodes that are due. `nodes`: all nodes with their current weights.
     pub fn catch_ups(
         &mut self,
         now: Instant,

@@ -16,16 +16,17 @@ use weight_transfer::{
 use super::{NewUpdate, ParticipantView, Transport, UpdateView, targets::Target};
 use crate::nodes::{CopyFrom, Nodes, UpdateRequest, WeightNode, WeightsAnswer};
 
-/// Least time between two calls to a node whose state has not changed.
+/// Minimum time between two calls to a node whose state has not changed.
 const POLL_MIN: Duration = Duration::from_millis(20);
-/// The same while nodes prepare. A node in place serves nothing from its first byte to its commit, which may take less than
-/// 50 ms.
+/// [`POLL_MIN`] while nodes prepare. A node that overwrites its weights in place serves nothing from the first byte to
+/// the commit, which may take less than 50 ms.
 const PREPARING_POLL_MIN: Duration = Duration::from_millis(5);
-/// Greatest time: a node asks its peers after a silence of 2 s.
+/// Maximum time between two calls: after a silence of 2 s a node asks its peers for the outcome.
 const POLL_MAX: Duration = Duration::from_millis(500);
-/// Share of an update's age after which a node is called again before the commit.
+/// Before the commit, the time between two calls is 1/16 of the update's age.
 const POLL_SHARE: u32 = 16;
-/// Time by which nodes outlast the coordinator's deadline, so that a commit at the deadline reaches them.
+/// Time by which the nodes' deadline is later than the coordinator's, so that a commit at the deadline reaches the
+/// nodes.
 const NODE_GRACE: Duration = Duration::from_secs(10);
 
 /// Calls to nodes in flight: update, index of the node, and answer.
@@ -46,7 +47,7 @@ pub(super) struct Update {
     expected: Option<WeightVersion>,
 }
 
-/// Place where the nodes of an update obtain the weights.
+/// Source of the weights of an update.
 #[derive(Clone, Debug)]
 pub(super) enum UpdateSource {
     Path,
