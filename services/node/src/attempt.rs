@@ -31,7 +31,7 @@ const SAMPLING_MAGNITUDE_MAX: f32 = 100.0;
 /// Maximum absolute value of a penalty, as in OpenAI's API.
 const PENALTY_MAX: f32 = 2.0;
 
-/// The bounds that every attempt at this node is checked against.
+/// Bounds of the attempts at this node.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct AttemptLimits {
     pub epoch: Epoch,
@@ -40,13 +40,13 @@ pub struct AttemptLimits {
     pub sequence_tokens_max: u32,
 }
 
-/// One attempt at a request. Its fields are checked.
+/// One attempt at a request, with checked fields.
 #[derive(Clone, Debug)]
 pub struct NewAttempt {
     pub request_id: u128,
     /// The weights that the router expects. The engine thread compares them with the weights in use.
     pub weight_version: u64,
-    /// Its constraint is compiled from `grammar` later.
+    /// Sequence for the scheduler, without the constraint that is compiled from `grammar` later.
     pub sequence: NewSequence,
     /// The grammar of structured output.
     pub grammar: Option<Grammar>,

@@ -18,10 +18,10 @@ use tonic::{
 };
 use tower::{Layer, Service};
 
-/// Health checks report whether the node serves, to anybody.
+/// Path prefix of health checks, which need no token.
 const HEALTH: &str = "/grpc.health.v1.Health/";
 
-/// Calls whose responses have a proof: those whose caller trusts what the node says.
+/// Calls whose responses have a proof, because the caller acts on the node's statements.
 const PROVED: [&str; 3] = [OBSERVE, WEIGHTS_STATUS, WEIGHTS_PULL];
 
 /// Extension of a request: the proof to return.

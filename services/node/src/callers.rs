@@ -13,7 +13,7 @@ use crate::{
     stream::{AttemptPermit, QueueFull, Readers, ReplySender},
 };
 
-/// Every call, by its number.
+/// Channels and open spans of each call, by the call's number.
 #[derive(Debug, Default)]
 pub(crate) struct Callers {
     callers: HashMap<u64, Caller>,

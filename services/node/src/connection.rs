@@ -1,7 +1,7 @@
 //! Connections of gRPC callers: their maximum number, and the time-out of the HTTP/2 preface.
 //!
-//! HTTP/2 keep-alive finds a dead caller only after the preface. So a connection that does not send
-//! its preface within the time-out is closed. With certificates the time-out includes the handshake of TLS.
+//! HTTP/2 keep-alive detects a dead caller only after the preface. So a connection that does not send
+//! its preface within the time-out is closed. With certificates the time-out includes the TLS handshake.
 //!
 //! A step yields tokens for many calls of one connection. A write waits until every task that is ready
 //! has run, so that one system call sends the tokens of all of them.
@@ -43,7 +43,7 @@ const PREFACE_BYTES: usize = 24;
 /// Pause after a failed accept: most likely no file descriptor is free.
 const ACCEPT_AGAIN_AFTER: Duration = Duration::from_millis(100);
 
-/// Accepts connections without end.
+/// Returns an endless stream of accepted connections.
 pub(crate) fn incoming(
     listener: TcpListener,
     tls: Option<Tls>,
@@ -77,8 +77,8 @@ async fn accept(listener: &TcpListener, tls: Option<&Tls>, permits: &Arc<Semapho
 pub(crate) struct Connection {
     stream: Transport,
     preface: Option<Preface>,
-    /// Completes when the runtime has run every ready task. The set polls it only then, however often other
-    /// events wake the connection.
+    /// Completes when the runtime has run every ready task. A set of one future, so that other events that wake the
+    /// connection do not poll it.
     turn: FuturesUnordered<BoxFuture<'static, ()>>,
     /// `turn` has completed since the last flush, so bytes may be written.
     may_write: bool,

@@ -50,7 +50,7 @@ pub(crate) enum Chosen<T> {
 }
 
 impl<T> Chosen<T> {
-    /// Chooses by `node.device` and by `opened`, the result of opening the GPUs. An invalid setting is always an error.
+    /// Chooses by `node.device` and `opened`, the result of opening the GPUs. An invalid setting is always an error.
     fn by(
         device: Device,
         opened: Result<T, StartError>,
@@ -94,8 +94,8 @@ fn host_has_gpu(devices: &Path) -> bool {
     entries.flatten().any(|entry| entry.file_name().as_encoded_bytes().starts_with(b"nvidia"))
 }
 
-/// A GPU that is ready to serve.
-pub(crate) struct Started {
+/// Executor and KV arena of a GPU that is ready to serve.
+pub(crate) struct ReadyGpu {
     pub executor: CudaExecutor,
     pub kv: Arc<DeviceKv>,
     pub arena: Arc<KvArena>,
@@ -198,9 +198,9 @@ pub(crate) fn memory<'a>(
     Ok(NodeDevice::Gpu { memory_bytes: memory_bytes.saturating_sub(reserve(config)) })
 }
 
-/// Loads the kernels that gather blocks, and those that verify KV if wanted, on the ranks' GPUs. This process needs
-/// no other kernel.
-pub(crate) fn move_on_gpus(node: &config::Node, kv: &RankedKv, verify: bool) {
+/// Loads the kernels that gather blocks and, with `verify`, those that hash KV, on the ranks' GPUs. The node's process
+/// needs no other kernel.
+pub(crate) fn load_transfer_kernels(node: &config::Node, kv: &RankedKv, verify: bool) {
     let library = KernelLibrary::open(kernels(node).as_deref()).map(Arc::new);
     if let Err(error) = library.as_ref().map_err(Clone::clone).and_then(|it| kv.move_with(it)) {
         warn!(%error, "KV for nccl is gathered by copies instead of a kernel");
@@ -210,7 +210,7 @@ pub(crate) fn move_on_gpus(node: &config::Node, kv: &RankedKv, verify: bool) {
     }
 }
 
-/// Warns when the GPU cannot compute integrity values.
+/// Warns that the host computes integrity values, because the GPU cannot.
 fn warn_of_host_digests(digested: Result<(), CudaError>) {
     if let Err(error) = digested {
         warn!(%error, "KV is verified on the host instead of the GPU");
@@ -246,7 +246,7 @@ pub(crate) fn start_gpu(
     layout: KvLayout,
     sizes: BatchSizes,
     mut rank: Option<&mut CudaRank>,
-) -> Result<Started, StartError> {
+) -> Result<ReadyGpu, StartError> {
     let node = &config.node;
     let backend = match &mut rank {
         Some(rank) => rank.join(backend)?,
@@ -286,7 +286,7 @@ pub(crate) fn start_gpu(
             model.kv_blocks(&limits, own_layout, share, tokens_min)?
         }
     };
-    // Every rank waits here for the others: an all-reduce would time out while a rank still loads or tunes.
+    // Barrier of all ranks: an all-reduce would time out while a rank still loads or tunes.
     let limits = limits_of(rank.map_or(Ok(fitting), |rank| rank.least(fitting))?)?;
     let kv = DeviceKv::new(&context, own_layout, limits.blocks).map_err(CudaExecutorError::from)?;
     if !is_rank {
@@ -312,7 +312,7 @@ pub(crate) fn start_gpu(
         free_bytes = free_at_end,
         "the GPU is ready"
     );
-    Ok(Started { executor, kv, arena })
+    Ok(ReadyGpu { executor, kv, arena })
 }
 
 /// Starts the executor on these threads and CPUs. The backend of a rank joins the group of its node.
@@ -352,7 +352,7 @@ fn load_log() -> impl FnMut(LoadProgress) {
     }
 }
 
-/// Returns whether a log line is due, and then counts the interval from `now` on.
+/// Returns whether a log line is due. If so, restarts the interval at `now`.
 fn is_due(last: &mut Instant, now: Instant) -> bool {
     let is_due = now.saturating_duration_since(*last) >= LOAD_LOG_INTERVAL;
     if is_due {

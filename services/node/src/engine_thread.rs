@@ -42,7 +42,7 @@ use crate::{
     trace::Recorder,
 };
 
-/// Longest sleep; no rule depends on it.
+/// Maximum sleep. Commands, events and deadlines end a sleep earlier, so no rule depends on this time.
 const SLEEP_MAX: Duration = Duration::from_secs(1);
 /// Commands and events taken between two steps, so that a flood of them cannot starve the device.
 const TAKEN_PER_STEP_MAX: usize = 256;
@@ -112,9 +112,9 @@ pub(crate) struct Engine<E> {
     step_in_flight: Arc<StepInFlight>,
     /// Whether the node is paused, for its readiness.
     is_paused: Arc<AtomicBool>,
-    /// Waits for the change of weights.
+    /// Caller that waits for the change of weights.
     weights_changed: Option<oneshot::Sender<Duration>>,
-    /// Waits for the release of the weights.
+    /// Caller that waits for the release of the weights.
     weights_released: Option<oneshot::Sender<()>>,
     /// Copies of the KV tiers; `None` without tiers.
     tiers: Option<TierThreads>,
@@ -430,7 +430,7 @@ fn record(metrics: &NodeMetrics, metric: &Metric) {
             blocks_held: load.blocks_held,
             blocks_reserved: load.blocks_reserved,
         }),
-        // The engine thread has set them.
+        // `TierMetrics` exports these statistics.
         Metric::Tier(..) => {}
     }
 }

@@ -26,7 +26,7 @@ use crate::{
 const COMPILING_MAX: usize = 2;
 /// Maximum number of compilations that wait to start. Typical grammars compile in milliseconds.
 const WAITING_MAX: usize = 256;
-/// Longest wait for a constraint.
+/// Time-out of a compilation, including the wait for its start.
 const CONSTRAIN_WITHIN: Duration = Duration::from_secs(10);
 
 /// Compiler of constraints for the vocabulary of one model.

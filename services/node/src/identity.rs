@@ -39,7 +39,7 @@ pub fn prompt_tokens_max(sequence_tokens_max: u32) -> u32 {
     sequence_tokens_max.saturating_sub(1)
 }
 
-/// Returns the bounds that attempts at the node with this record are checked against.
+/// Returns the bounds of attempts at the node with this record.
 pub fn attempt_limits(record: &NodeRecord) -> AttemptLimits {
     AttemptLimits {
         epoch: record.epoch,

@@ -47,7 +47,7 @@ pub(crate) enum Command {
         /// Held until the engine thread has taken the command.
         _permit: OwnedSemaphorePermit,
     },
-    /// Commands for the transfers: transfers with some peers are expected.
+    /// Connect to these peers, because transfers with them are expected.
     Connect {
         commands: Vec<transfer::Command>,
         /// Held until the engine thread has taken the command.
@@ -88,7 +88,7 @@ pub(crate) enum Command {
     ReleaseWeights {
         /// Whether running sequences may finish before.
         waits: bool,
-        /// Receives the moment.
+        /// Notified when the weights are released.
         released: oneshot::Sender<()>,
         /// Held until the engine thread has taken the command.
         _permit: OwnedSemaphorePermit,

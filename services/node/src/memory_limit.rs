@@ -8,12 +8,12 @@ use std::{
 
 use crate::settings::SettingsError;
 
-/// Mount point of the control groups.
-const MOUNT: &str = "/sys/fs/cgroup";
+/// Mount point of the control groups (cgroups).
+const CGROUP_MOUNT: &str = "/sys/fs/cgroup";
 /// Bytes of a memory page in `/proc/self/statm`.
 const PAGE: u64 = 4096;
 /// The control groups of this process.
-const OWN: &str = "/proc/self/cgroup";
+const PROCESS_CGROUP: &str = "/proc/self/cgroup";
 
 /// The part of a container's memory limit that one node may use. The other nodes of the container have the rest.
 #[derive(Debug, Clone, Copy)]
@@ -26,8 +26,8 @@ pub struct MemoryShare {
 impl MemoryShare {
     /// Returns this node's share of the memory limit of its control group, or `None` if the group has no limit.
     pub fn of_node(percent: u32) -> Option<Self> {
-        let own = fs::read_to_string(OWN).unwrap_or_default();
-        limit(Path::new(MOUNT), &own).map(|limit| Self { limit, percent })
+        let own = fs::read_to_string(PROCESS_CGROUP).unwrap_or_default();
+        limit(Path::new(CGROUP_MOUNT), &own).map(|limit| Self { limit, percent })
     }
 
     /// Returns the bytes that the node may use.
@@ -64,20 +64,20 @@ pub(crate) fn check(
     }
 }
 
-/// Rejects further memory that the process's control group or the machine does not have.
+/// Checks that the process's control group and the machine have `bytes` of free memory.
 pub(crate) fn check_more(bytes: u64) -> Result<(), SettingsError> {
-    let own = fs::read_to_string(OWN).unwrap_or_default();
+    let own = fs::read_to_string(PROCESS_CGROUP).unwrap_or_default();
     let memory = fs::read_to_string("/proc/meminfo").unwrap_or_default();
     let used = fs::read_to_string("/proc/self/statm").unwrap_or_default();
     let used = used.split(' ').nth(1).and_then(|pages| pages.parse().ok()).unwrap_or(0) * PAGE;
-    let left = limit(Path::new(MOUNT), &own).map(|limit: u64| limit.saturating_sub(used));
+    let left = limit(Path::new(CGROUP_MOUNT), &own).map(|limit: u64| limit.saturating_sub(used));
     match left.into_iter().chain(available(&memory)).min() {
         Some(left) if bytes > left => Err(SettingsError::NoMemory { bytes, left }),
         _ => Ok(()),
     }
 }
 
-/// Returns the memory in bytes that the machine can still give. `memory` is the text of `/proc/meminfo`.
+/// Returns the machine's available memory in bytes. `memory` is the text of `/proc/meminfo`.
 fn available(memory: &str) -> Option<u64> {
     let line = memory.lines().find_map(|line| line.strip_prefix("MemAvailable:"))?;
     let kib: u64 = line.trim().strip_suffix("kB")?.trim().parse().ok()?;

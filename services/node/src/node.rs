@@ -43,7 +43,7 @@ use tracing::{info, warn};
 use crate::{
     authentication::AuthenticateLayer,
     constraint::GRAMMAR_VERSION,
-    device::{self, Chosen, Started},
+    device::{self, Chosen, ReadyGpu},
     engine_thread::{Device, Engine, EngineError, EngineThread, TierThreads},
     grammars::Grammars,
     grpc_server::{self, GrpcServer},
@@ -581,9 +581,9 @@ fn load_blocking(
         "opened the model"
     );
     thread::scope(|scope| {
-        // Reads the same pages as the packing at about the same time.
+        // Hash while the weights are packed: both read the same pages at about the same time.
         let fingerprint = scope.spawn(|| {
-            // Without these CPUs the thread would share the one that packs.
+            // Use all CPUs of the setting: the thread would otherwise inherit the one CPU of the thread that packs.
             let _confined = (!cpus.is_empty()).then(|| affinity::confine(&cpus));
             checkpoint.model_fingerprint()
         });
@@ -638,7 +638,7 @@ fn load_weights(
             Chosen::Gpu(backend) => {
                 let traits = traits(device::memory(config, [backend.context()])?)?;
                 let sizes = batch_sizes(&traits)?;
-                let Started { executor, arena, .. } =
+                let ReadyGpu { executor, arena, .. } =
                     device::start_gpu(backend, config, checkpoint, layout, sizes, None)?;
                 (Box::new(executor), arena, traits, Vec::new(), None)
             }
@@ -696,7 +696,7 @@ fn attempts_max(config: &SchedulerConfig) -> u32 {
     config.limits.slots.saturating_add(config.waiting_max).saturating_add(config.transfers_max)
 }
 
-/// Exports what the liveness probe finds.
+/// Exports whether a step hangs, as the liveness probe reports it.
 fn observe_hang(metrics: &Metrics, step_in_flight: Arc<StepInFlight>, hang_restart: Duration) {
     let hung = metrics.meter().u64_observable_gauge("baton.step.hung");
     hung.with_description("1 while a launched step has not finished within node.hang_restart")

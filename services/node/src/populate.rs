@@ -17,9 +17,8 @@ use tracing::{debug, warn};
 
 /// Bytes faulted in at a time: a stop waits for at most one piece.
 const PIECE_BYTES: usize = 8 << 20;
-/// Sleep after a piece, as a multiple of the time that the piece took. Long enough to leave CPU time to
-/// the other pods: during a rollout they still serve, and populating takes more CPU time than the rest of a small model's
-/// start.
+/// Sleep after a piece, as a multiple of the time that the piece took. Leaves CPU time to other pods, which still serve
+/// during a rollout: populating takes more CPU time than the rest of a small model's start.
 const REST: u32 = 4;
 
 /// Handle of the thread. Drop stops and joins the thread.

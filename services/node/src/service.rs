@@ -67,8 +67,8 @@ impl NodeService {
         Self { role, limits, grammars, inbox, secret, observer_permits, trace_permit, draining }
     }
 
-    /// Rejects a peer in the field `field` that is no member of the cluster. A token does not cover the message of a
-    /// call.
+    /// Rejects a peer in `field` that is not a member of the cluster. Needed because a call's token does not cover its
+    /// message.
     fn check_member(&self, field: &str, peer: Option<&v1::Peer>) -> Result<(), Refusal> {
         match peer.is_none_or(|peer| self.secret.is_tagged(peer)) {
             true => Ok(()),

@@ -92,7 +92,7 @@ pub(crate) fn block_count(node: &config::Node, layout: KvLayout) -> Result<u32, 
     })
 }
 
-/// Returns the number of blocks that follows from the settings, if one of them is set.
+/// Returns the number of blocks if `node.blocks` or `node.kv_memory` is set.
 pub(crate) fn block_count_set(
     node: &config::Node,
     layout: KvLayout,
@@ -176,8 +176,8 @@ pub(crate) fn updates_in_place(config: &Config) -> bool {
     config.weights.place == WeightPlace::InPlace
 }
 
-/// Returns the number and the size in bytes of the buffers for chunks of new weights that a trainer broadcasts. Ranks receive no
-/// broadcasts: each of them keeps only its part of a chunk.
+/// Returns the number and the size in bytes of the buffers for chunks of weights that a trainer broadcasts; 0 with
+/// tensor parallelism, which supports no broadcasts.
 pub(crate) fn chunk_buffers(config: &Config) -> (usize, usize) {
     let buffers = if config.node.tp == 1 { config.weights.buffers as usize } else { 0 };
     (buffers, config.weights.chunk_bytes.bytes() as usize)

@@ -37,7 +37,7 @@ use serde::{Deserialize, Serialize};
 use tracing::{info, warn};
 
 use crate::{
-    device::{self, Started},
+    device::{self, ReadyGpu},
     node::StartError,
     settings::{self, BatchSizes, SettingsError},
 };
@@ -136,7 +136,7 @@ pub(crate) fn start(
             group.set_polling(config.node.gpu_poll);
             let kv = RankedKv::imported(layout, &group.ready_messages())
                 .map_err(StartError::RankedKv)?;
-            device::move_on_gpus(&config.node, &kv, config.transfer.verify);
+            device::load_transfer_kernels(&config.node, &kv, config.transfer.verify);
             (group, KvArena::remote(kv)?)
         }
     };
@@ -190,7 +190,7 @@ fn on_gpu(
     let layout = checkpoint.config().kv_layout(weights.kv_dtype());
     CudaRank::open(region, shard(spec))?.start(|rank| {
         let gpu = device::open_gpu(config, weights, Some(gpu))?;
-        let Started { executor, kv, .. } =
+        let ReadyGpu { executor, kv, .. } =
             device::start_gpu(gpu, config, &checkpoint, layout, start.sizes, Some(rank))?;
         let handle = IpcMemory::new(kv).export().map_err(CudaExecutorError::Connect)?;
         info!(rank = spec.rank, of = spec.of, "loaded the rank's part of the weights onto its GPU");

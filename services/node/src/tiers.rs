@@ -41,10 +41,10 @@ use saves::Saves;
 
 /// Events that may wait for the engine thread. The copying threads wait when the queue is full.
 const EVENTS_MAX: usize = 256;
-/// Threads that read headers at start: a disk needs several requests at a time for its full rate.
+/// Threads that read headers at start: a disk needs several concurrent requests for its full throughput.
 const RECOVERY_THREADS: u32 = 8;
-/// Time after which a sequence stops to wait for its load, and computes. A load that is predicted to take more than half
-/// of it is not started.
+/// Time-out of a load, after which the sequence computes its KV instead. A load that is predicted to take more than
+/// half of this time is not started.
 const LOAD_TIMEOUT: Duration = Duration::from_secs(4);
 
 /// The opened tiers of a node, before their threads start.
@@ -179,7 +179,8 @@ impl TierCopies {
     ) -> io::Result<(Self, Receiver<TierEvent>)> {
         let is_stopping = Arc::new(AtomicBool::new(false));
         let mut this = Self { disk: None, host: None, is_stopping };
-        // Declared after the threads: if one cannot start, none of the others waits for the queue when it is joined.
+        // Declared after the threads, so that it is dropped first: if a thread cannot start, the others do not wait for
+        // the queue when they are joined.
         let (queue, received) = bounded(EVENTS_MAX);
         this.start_threads(tiers, arena, &Events { queue, waker })?;
         Ok((this, received))
@@ -206,7 +207,8 @@ impl TierCopies {
         Ok(())
     }
 
-    /// Queues a save. Returns its result if no thread will report it: without a result the core keeps the block.
+    /// Queues a save. Returns the result if no thread will report one, because the core holds the block until it gets
+    /// one.
     pub fn save(&self, save: SaveJob) -> Option<TierEvent> {
         let is_queued = match (save.tier, &self.host, &self.disk) {
             (Tier::Host, Some(host), _) => host.save(save),
@@ -216,7 +218,8 @@ impl TierCopies {
         (!is_queued).then_some(TierEvent::SaveFailed { job: save.job })
     }
 
-    /// Queues a load. Returns its result if no thread will report it: without a result the core keeps the blocks.
+    /// Queues a load. Returns the result if no thread will report one, because the core holds the blocks until it gets
+    /// one.
     pub fn load(&self, job: LoadJob) -> Option<TierEvent> {
         let job = Arc::new(Job::new(job));
         let disk = self.disk.as_ref().filter(|_| job.has_disk());

@@ -17,7 +17,7 @@ use tokio::sync::{OwnedSemaphorePermit, oneshot};
 
 use crate::node_core::{CallId, Stage, StageChange};
 
-/// Longest trace in seconds.
+/// Maximum duration of a trace in seconds.
 pub(crate) const SECONDS_MAX: u32 = 60;
 /// Steps and spans of one trace. A step has at most 800 bytes of JSON, so a trace fits into the reply of 16 MiB.
 const RECORDS_MAX: usize = 20_000;
@@ -64,7 +64,7 @@ impl Recorder {
         self.0.as_ref().map(|recording| recording.until)
     }
 
-    /// Replies with the trace when its time is over, when it is full, or when nobody waits for it.
+    /// Replies with the trace when its time is over or it is full. Drops it when its receiver was dropped.
     pub fn finish_if_due(&mut self) {
         if let Some(recording) = self.0.take_if(|it| it.is_over()) {
             recording.finish();

@@ -2,9 +2,9 @@
 //!
 //! `actor` owns the state machine of the crate `weight-transfer` and carries out its actions. `copy` copies files of
 //! weights between nodes. `peers` calls other nodes of an update. `receive` opens, checks and prepares new weights.
-//! `trainer` receives weights from a trainer's GPU instead.
-//! `standby` owns the weights that are not in use. The engine thread exchanges the weights at a step boundary; `engine` has
-//! the calls. `restore` reads the old weights again after an aborted update in place.
+//! `trainer` receives weights from a trainer's GPU instead. `standby` owns the weights that are not in use. The engine
+//! thread swaps the weights at a step boundary, called through `engine`. `restore` reads the old weights again after an
+//! aborted update in place.
 
 mod actor;
 mod copy;
@@ -224,7 +224,7 @@ fn checked_in_flight(value: i32) -> Result<v1::InFlight, Refusal> {
     v1::InFlight::try_from(value).map_err(|_| invalid("in_flight", value, "0 to 3".to_owned()))
 }
 
-/// Returns what becomes of running sequences, and whether they may finish before.
+/// Returns the treatment of running sequences, and whether they may finish first.
 fn of_requests_in_flight(in_flight: v1::InFlight) -> (InFlight, bool) {
     match in_flight {
         v1::InFlight::Recompute => (InFlight::Recompute, false),

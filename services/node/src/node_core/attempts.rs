@@ -1,6 +1,6 @@
 //! The attempts of this node: which call gets which reply, and when each transfer begins and ends.
 //!
-//! Three parties meet here: the caller ([`Reply`]), the scheduler ([`Input`], [`Action`]) and the
+//! This module mediates between the caller ([`Reply`]), the scheduler ([`Input`], [`Action`]) and the
 //! transfers ([`transfer::Command`], [`transfer::Event`]). Scheduler inputs, transfer commands and
 //! outputs are queued; [`NodeCore::poll_output`](super::NodeCore::poll_output) empties the queues. In the
 //! comments D is the decode node and P the prefill node of a request.
@@ -208,9 +208,9 @@ impl Attempts {
         }
     }
 
-    /// Handles a command that the full transfer queue has rejected. A transfer that has not begun is
-    /// rejected, and its caller learns that the node is busy. A command for an active transfer must
-    /// reach the transfer: returns true, and the command is offered again first.
+    /// Handles a command that the full transfer queue has rejected. If the command begins a transfer, rejects the call
+    /// as busy and returns false. Returns true for a command of an active transfer: the owner must offer it again
+    /// before any other command.
     pub fn transfer_queue_full(
         &mut self,
         call: Option<CallId>,
@@ -237,9 +237,8 @@ impl Attempts {
     fn transfer_rejected(&mut self, id: SequenceId, reason: String) {
         let Some(record) = self.records.get_mut(&id) else { return };
         record.transfer = TransferState::Ended;
-        // No block is in flight. The scheduler answers only the first abort with an action, and that
-        // action may have been handled before the refusal. So the transfer's end is reported here; a
-        // second report is ignored.
+        // No block is in flight. Report the end of the transfer here: the scheduler answers only the first abort with
+        // an action, which may have been handled before the refusal. A second report is ignored.
         self.inputs.push_back(Input::Abort { id });
         self.inputs.push_back(Input::TransferEnded { id });
         self.fail(id, SequenceEnd::Busy, FailureKind::Busy, reason);
@@ -564,7 +563,7 @@ impl Attempts {
             CloseReason::EngineFailed { .. } => (SequenceEnd::Internal, FailureKind::Internal),
         };
         let mut ids: Vec<SequenceId> = self.records.keys().copied().collect();
-        // Equal inputs give equal outputs.
+        // Sorted, so that equal inputs give equal outputs.
         ids.sort_unstable();
         for id in ids {
             self.inputs.push_back(Input::Abort { id });

@@ -80,7 +80,7 @@ pub struct NodeCore<E> {
     seeds: CacheSeeds,
     /// The change of the weights at the next step boundary.
     weight_change: Option<WeightChange>,
-    /// When the last step ended before the weights were released, until others are in use.
+    /// End of the last step before the weights were released; `None` once new weights are in use.
     released_at: Option<Instant>,
     pause: Option<Pause>,
     /// The state that observers were last sent.
@@ -147,9 +147,9 @@ impl<E: Executor> NodeCore<E> {
         self.give_to_scheduler(Input::Tier(event));
     }
 
-    /// Handles a full transfer queue that has rejected the last [`Output::Transfer`]. A command that
-    /// begins a transfer fails: its caller learns that the node is busy. Any other command is
-    /// offered again after [`TRANSFER_RETRY_AFTER`], before all later commands; then returns true.
+    /// Handles a full transfer queue that has rejected the last [`Output::Transfer`]. A command that begins a transfer
+    /// fails, and its caller gets Busy. For any other command returns true, and offers the command again after
+    /// [`TRANSFER_RETRY_AFTER`], before all later commands.
     pub fn handle_transfer_queue_full(
         &mut self,
         call: Option<CallId>,
@@ -220,8 +220,8 @@ impl<E: Executor> NodeCore<E> {
         }
     }
 
-    /// Launches a step with KV that has arrived, if the device is idle. Otherwise the outputs of the arrival, which the node
-    /// carries out before the next [`step`](Self::step), would delay the first token after a hand-over.
+    /// Launches a step with KV that has arrived, if the device is idle. Without this call the node would first carry
+    /// out the outputs of the arrival, which would delay the first token after a hand-over.
     pub fn launch_arrived_kv(&mut self) -> Result<(), ExecutorError> {
         if self.steps.steps_in_flight() > 0 || self.has_actions() || self.weight_change.is_some() {
             return Ok(());
@@ -260,7 +260,8 @@ impl<E: Executor> NodeCore<E> {
     /// a deadline.
     pub fn poll_output(&mut self) -> Option<Output> {
         loop {
-            // The receiver waits for KV and token 0 longer than the caller for its events.
+            // Sends of KV and token 0 come before replies: the receiving node waits longer for them than callers for
+            // events.
             if self.transfer_retry_at.is_none()
                 && let Some((call, command)) = self.attempts.next_send()
             {
@@ -356,8 +357,7 @@ impl<E: Executor> NodeCore<E> {
         }
     }
 
-    /// Detects a stall. A hung device blocks no thread: without this check the node would look
-    /// healthy.
+    /// Detects a stall. A hung device blocks no thread, so the node would look healthy without this check.
     fn detect_stall(&mut self) {
         let is_stalled = self.steps.step_age().is_some_and(|age| age >= self.stall_after);
         if is_stalled == self.is_stalled {

@@ -22,8 +22,8 @@ pub(crate) const INTERVAL: Duration = Duration::from_millis(50);
 /// Maximum number of hashes in an event: 256 KiB, far below gRPC's message limit of 4 MiB.
 const HASHES_PER_EVENT_MAX: usize = 16_384;
 
-/// Maximum number of a tier's hashes in a snapshot: 16 events, which fit an observer's queue and are made in
-/// milliseconds. A router that connects later learns nothing of the blocks that were used before these.
+/// Maximum number of a tier's hashes in a snapshot: 16 events, which fit into an observer's queue and take milliseconds
+/// to encode. The snapshot has the most recently used blocks.
 const TIER_HASHES_MAX: usize = 16 * HASHES_PER_EVENT_MAX;
 
 /// The observers, and the state that they were last sent.
@@ -72,7 +72,7 @@ impl Observers {
         self.is_changed = true;
     }
 
-    /// Names the sequence in the next delta, whose load includes it. Routers then stop adding it themselves.
+    /// Names the sequence in the next delta, whose load includes it. Routers then no longer count it as unseen.
     pub fn arrived(&mut self, id: SequenceId) {
         self.arrived.push(id);
     }
@@ -258,7 +258,7 @@ impl Observers {
             return;
         }
         self.sent = load;
-        // A reader applies `cached` before `evicted`. Each hash is in one of the two lists only.
+        // A router applies `cached` before `evicted`, so each hash must be in only one of the lists.
         let count = cached.len().max(evicted.len()).div_ceil(HASHES_PER_EVENT_MAX).max(1);
         for index in 0..count {
             let delta = v1::NodeDelta {

@@ -85,12 +85,12 @@ pub enum Output {
     /// The KV tiers copy blocks from a tier.
     Load(LoadJob),
     Metric(Metric),
-    /// The node computes with other weights from now on.
+    /// The node computes with new weights from now on.
     WeightsChanged {
         /// Time from the end of the last step under the old weights until the next step could begin.
         paused: Duration,
     },
-    /// The weights were given up. No step runs until the weights change.
+    /// The weights in use were released. No step runs until the weights change.
     WeightsReleased,
     /// A pause began, took effect or ended.
     PauseChanged {

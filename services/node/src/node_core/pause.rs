@@ -1,7 +1,8 @@
-//! Pauses of the node: it admits nothing and, except while running sequences may finish, launches no step.
+//! Pauses of the node. A paused node admits no sequence and launches no step; if the pause waits, running sequences
+//! finish first.
 //!
-//! `Serving → Pausing → Paused → Serving`. An operator's resume, or the deadline of the pause, leads back to serving from
-//! either state. A change of the weights during a pause takes place, and the pause goes on under the new weights.
+//! `Serving → Pausing → Paused → Serving`. An operator's resume, or the deadline of the pause, returns to serving from
+//! either state. The weights may change during a pause, and the pause continues.
 
 use std::time::Instant;
 
@@ -14,17 +15,17 @@ use super::{NodeCore, Output};
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Pause {
     in_flight: InFlight,
-    /// Running sequences finish. Otherwise no step is launched.
+    /// Whether running sequences finish first. Otherwise no step is launched.
     waits: bool,
     /// When the node serves again.
     pub until: Instant,
-    /// Running sequences have yet to leave the batch.
+    /// Whether running sequences must still leave the batch.
     empties_batch: bool,
 }
 
 impl<E: Executor> NodeCore<E> {
-    /// Serves nothing until [`Self::handle_resume`], at most until `until`. `waits`: lets running sequences finish.
-    /// Otherwise sequences that keep their KV stop where they are, and other ones leave the batch.
+    /// Pauses the node until [`Self::handle_resume`], at most until `until`. `waits`: lets running sequences finish.
+    /// Otherwise `in_flight` decides whether running sequences stay in the batch with their KV or leave it.
     pub fn handle_pause(&mut self, in_flight: InFlight, waits: bool, until: Instant, now: Instant) {
         self.now = now;
         let empties_batch = !waits && in_flight != InFlight::KeepKv;

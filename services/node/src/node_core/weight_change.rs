@@ -1,8 +1,9 @@
 //! Changes of the weights at a step boundary.
 //!
-//! With a second copy the weights change in one moment. In place the node first releases the weights in use: it launches no
-//! step, and sequences stay where they are, until it uses the new weights. If it loses the update meanwhile, it has no
-//! valid weights. Then every sequence fails, and the node refuses calls until it uses weights again.
+//! With a second copy the node swaps the weights at once. In place the node first releases the weights in use: it
+//! launches no step, and sequences keep their state, until the new weights are ready. If the update is aborted
+//! meanwhile, the node has no valid weights: every sequence fails, and the node refuses calls until it has weights
+//! again.
 
 use std::time::{Duration, Instant};
 
@@ -21,7 +22,7 @@ pub(super) const FINISH_WITHIN: Duration = Duration::from_secs(30);
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct WeightChange {
     kind: Change,
-    /// Until when running sequences may finish; `None` once the node has stopped launching steps.
+    /// Time until which running sequences may finish; `None` once the node has stopped launching steps.
     pub wait_until: Option<Instant>,
     /// When the node stopped launching steps.
     held_at: Instant,
@@ -29,16 +30,16 @@ pub(super) struct WeightChange {
 
 #[derive(Clone, Debug, PartialEq, Eq)]
 enum Change {
-    /// The weights in use are given up, so that others are prepared in their place.
+    /// Release the weights in use, so that new weights can overwrite them.
     Release,
-    /// The node computes with the weights that the executor has prepared.
+    /// Use the weights that the executor has prepared.
     Use { version: u64, label: String, in_flight: InFlight },
 }
 
 impl<E: Executor> NodeCore<E> {
-    /// Takes up the prepared weights at the next step boundary: no step is launched before. Then emits
-    /// [`Output::WeightsChanged`]. `waits`: lets running sequences finish first, for at most [`FINISH_WITHIN`], and
-    /// admits no others meanwhile.
+    /// Switches to the prepared weights at the next step boundary, then emits [`Output::WeightsChanged`]. No step is
+    /// launched before. `waits`: lets running sequences finish first, for at most [`FINISH_WITHIN`], and admits no
+    /// other sequence meanwhile.
     pub fn handle_change_weights(
         &mut self,
         version: u64,
@@ -50,8 +51,8 @@ impl<E: Executor> NodeCore<E> {
         self.begin_change(Change::Use { version, label, in_flight }, waits, now);
     }
 
-    /// Gives up the weights in use at the next step boundary. Then emits [`Output::WeightsReleased`], and launches no step
-    /// until [`Self::handle_change_weights`]. `waits`: as there.
+    /// Releases the weights in use at the next step boundary, then emits [`Output::WeightsReleased`]. Launches no step
+    /// until [`Self::handle_change_weights`], which describes `waits`.
     pub fn handle_release_weights(&mut self, waits: bool, now: Instant) {
         self.begin_change(Change::Release, waits, now);
     }
@@ -68,9 +69,9 @@ impl<E: Executor> NodeCore<E> {
         }
     }
 
-    /// Handles the end of an update that had released the weights. Returns whether the node has no valid weights now: then
-    /// every sequence has failed, and calls are refused until the weights change. A release that is not due yet is
-    /// forgotten.
+    /// Handles the abort of an update that has requested the release of the weights. Returns whether the node has no
+    /// valid weights now: then every sequence has failed, and calls are refused until the weights change. A pending
+    /// release is cancelled.
     pub fn handle_lost_weights(&mut self, now: Instant) -> bool {
         self.now = now;
         if self.weight_change.take_if(|change| change.kind == Change::Release).is_some()
@@ -142,7 +143,8 @@ impl<E: Executor> NodeCore<E> {
         Ok(())
     }
 
-    /// Tells callers, transfers and observers of the weights, after the actions so far: they abort the transfers.
+    /// Reports the new weights to callers, transfers and observers, after the actions so far, which abort the
+    /// transfers.
     fn tell_weights(&mut self, changed: v1::WeightsChanged) {
         while let Some(action) = self.actions.pop_front() {
             self.attempts.on_action(action, self.now);

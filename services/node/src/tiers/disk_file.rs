@@ -1,9 +1,9 @@
 //! The file of the disk tier: slots of one block each, read and written with direct I/O.
 //!
 //! The first page names the format and the layout of the blocks. A slot is a header page and the block, rounded up to
-//! pages. The header has the block's key, what the key was computed from, and a digest of the KV. One write writes
-//! header and block. The write may be torn by a crash: then header and block do not match, and a load finds a miss.
-//! Nothing else is stored: at start the headers tell which blocks the file has.
+//! pages. The header has the block's key, the inputs of the key, and a digest of the KV. One write writes header and
+//! block. A crash may tear the write: then header and block do not match, and a load counts as a miss. The file has no
+//! index: at start the node reads the headers.
 
 use std::{
     fs::{File, OpenOptions, TryLockError},
@@ -77,7 +77,7 @@ pub(crate) struct SlotBuffer {
 
 impl DiskFile {
     /// Opens or creates the file, locks it, and allocates `size` bytes.
-    /// The KV of `weights` in another number format is another KV.
+    /// `weights` is part of the format, because weights in another number format compute different KV.
     pub fn open(
         path: &Path,
         size: u64,
@@ -99,12 +99,12 @@ impl DiskFile {
             TryLockError::Error(error) => DiskError::Open(error),
         })?;
         let this = Self { file, slot_bytes, block_bytes, slot_count };
-        // A file of other contents is neither resized nor written.
+        // Do not resize or write a file that has other contents.
         match this.file.metadata().map_err(DiskError::Open)?.len() {
             0 => {
                 let created = this.write_first_page(&wanted).and_then(|()| this.allocate());
                 if created.is_err() {
-                    // A file that could not be created takes no space.
+                    // Empty a file that could not be allocated, so that it takes no space.
                     let _ = this.file.set_len(0);
                 }
                 created?;
@@ -222,7 +222,7 @@ impl SlotBuffer {
 
 fn open_direct(path: &Path) -> Result<File, DiskError> {
     let mut options = OpenOptions::new();
-    // KV tells the prompts, so other users may not read it.
+    // KV reveals prompts, so other users must not read it.
     options.read(true).write(true).create(true).truncate(false).mode(0o600);
     let direct = options.clone().custom_flags(OFlags::DIRECT.bits() as i32).open(path);
     direct.map_err(|error| match error.kind() {

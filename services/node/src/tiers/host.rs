@@ -1,8 +1,8 @@
 //! The tier in pinned host memory, for nodes on GPUs: its memory, and the threads that copy.
 //!
-//! Copy engines move whole blocks, several in one batch and two batches at a time, so that they are never idle while
-//! copies wait. The GPU computes a digest of every block before its save and after its load, while another batch is
-//! copied: digests at the speed of the copies would take several CPU cores.
+//! Copy engines move whole blocks in batches, two batches at a time, so that the engines are never idle while copies
+//! wait. The GPU computes a digest of every block before its save and after its load, while another batch is copied. On
+//! the CPU, digests at the throughput of the copies would take several cores.
 
 use std::{
     any::Any,
@@ -36,9 +36,9 @@ const SLICE_BYTES: usize = 1 << 30;
 const BATCHES: usize = 2;
 /// Blocks of one batch of saves.
 const SAVE_BATCH: usize = HOST_SAVES_MAX / BATCHES;
-/// Bytes of one batch of a load. They take 0.6 ms, longer than the digests of the batch before.
+/// Bytes of one batch of a load. The copy takes 0.6 ms, longer than the digests of the previous batch.
 const LOAD_BATCH_BYTES: usize = 32 << 20;
-/// Most blocks of one batch of a load.
+/// Maximum number of blocks in one batch of a load.
 const LOAD_BATCH_MAX: usize = 128;
 
 /// Host memory of the tier.
@@ -57,7 +57,7 @@ pub(super) struct HostTier {
     saves: Option<Sender<SaveJob>>,
     loads: Option<Sender<Arc<Job>>>,
     threads: Vec<JoinHandle<()>>,
-    /// Returns what keeps the memory pinned.
+    /// Thread that pins the memory. Returns the guards that keep the memory pinned.
     pinning: Option<JoinHandle<Vec<Box<dyn Any + Send>>>>,
 }
 
@@ -79,7 +79,7 @@ impl HostMemory {
         self.digests[job.slot as usize].store(digest(&job.contents, kv), Ordering::Relaxed);
     }
 
-    /// Returns whether a block with this digest of its KV, copied from the slot, is the block that was saved.
+    /// Returns whether a block copied from the slot is the block that was saved. `kv`: the digest of the copy's KV.
     fn is_intact(&self, slot: SlotIndex, contents: &BlockContents, kv: u64) -> bool {
         self.digests[slot as usize].load(Ordering::Relaxed) == digest(contents, kv)
     }
@@ -116,8 +116,8 @@ impl HostTier {
         // The core starts at most this many saves and loads, so no queue is ever full.
         let (saves, queued) = bounded::<SaveJob>(HOST_SAVES_MAX);
         let (loads, queued_loads) = bounded::<Arc<Job>>(LOADS_MAX);
-        // Declared before the queue of its threads: if a thread cannot start, the queue closes before the others are
-        // joined.
+        // Declared before the queue, so that it is dropped later: if a thread cannot start, the queue closes before the
+        // other threads are joined.
         let mut this =
             Self { saves: Some(saves), loads: Some(loads), threads: Vec::new(), pinning: None };
         let mut saver = Saver {
@@ -177,7 +177,7 @@ impl Drop for HostTier {
     }
 }
 
-/// Pins the memory slice by slice, and reports each slice to the core. Returns what keeps the memory pinned.
+/// Pins the memory slice by slice, and reports each slice to the core. Returns the guards that keep the memory pinned.
 fn pin(memory: &HostMemory, events: &Events, is_stopping: &AtomicBool) -> Vec<Box<dyn Any + Send>> {
     let slots = memory.slots.block_count();
     let slice = u32::try_from(SLICE_BYTES / memory.slots.block_bytes()).unwrap_or(u32::MAX).max(1);
@@ -277,7 +277,7 @@ impl Saver {
         let Some(SavesInFlight { jobs, digests, copy }) = self.in_flight.pop_front() else {
             return true;
         };
-        // The blocks are released before the core hears of it.
+        // Release the blocks before the core gets the result.
         if let Err(error) = copy.finish().map(drop) {
             self.failed(&jobs, &error);
             return true;
@@ -365,7 +365,7 @@ impl Loader {
     }
 }
 
-/// Returns the digest of a block with this digest of its KV, and of what its key was computed from.
+/// Returns the digest of a block: over the digest of its KV and the inputs of its key.
 fn digest(contents: &BlockContents, kv: u64) -> u64 {
     let BlockContents { key, parent, tokens } = contents;
     let mut about = Vec::with_capacity(96);

@@ -21,8 +21,8 @@ use super::{
     enqueue, join,
 };
 
-/// Threads that read. A disk needs several requests at a time for its full rate, also while threads check what they have
-/// read.
+/// Threads that read. A disk needs several concurrent requests for its full throughput, also while some threads check
+/// digests.
 const READERS: usize = 8;
 
 /// The queue of loads, and its threads.
@@ -40,7 +40,7 @@ pub(super) struct Job {
     next: AtomicUsize,
     /// Index of the first block that is not intact; the number of blocks when all are.
     failed: AtomicUsize,
-    /// Threads that have not yet come to the end of this load.
+    /// Number of threads that have not finished this load.
     working: AtomicUsize,
     started: OnceLock<Instant>,
 }
@@ -83,12 +83,12 @@ impl Job {
         self.started.get_or_init(Instant::now);
     }
 
-    /// Notes that a block is not intact. Blocks after it are of no use.
+    /// Records that a block is not intact. The blocks after it are useless.
     pub fn fail(&self, index: usize) {
         self.failed.fetch_min(index, Ordering::Relaxed);
     }
 
-    /// Returns whether the block is still of use.
+    /// Returns whether all blocks before this block may still be intact.
     pub fn is_wanted(&self, index: usize) -> bool {
         index < self.failed.load(Ordering::Relaxed)
     }

@@ -48,7 +48,8 @@ impl Saves {
     ) -> io::Result<Self> {
         // The core starts at most SAVES_MAX saves, so no queue is ever full, and a free buffer exists for each save.
         let (jobs, queued) = bounded(SAVES_MAX);
-        // Declared before the queues of its threads: if a thread cannot start, they close before the others are joined.
+        // Declared before the queues, so that it is dropped later: if a thread cannot start, the queues close before
+        // the other threads are joined.
         let mut this = Self { jobs: Some(jobs), threads: Vec::new() };
         let (copied, to_write) = bounded(SAVES_MAX);
         let (free, free_buffers) = bounded(SAVES_MAX);
@@ -71,7 +72,7 @@ impl Saves {
                         Ok(()) => TierEvent::Saved { job },
                         Err(_) => TierEvent::SaveFailed { job },
                     };
-                    // First the buffer: the next save may follow the event at once.
+                    // Return the buffer first: the next save may follow the event at once.
                     if free.send(buffer).is_err() || !events.send(event) {
                         break;
                     }
@@ -113,8 +114,8 @@ struct Sources {
 }
 
 impl Sources {
-    /// Copies the block of a save to `to`. The digest of a slot in host memory is checked: the disk would store a
-    /// damaged block with a digest of its own.
+    /// Copies the block of a save to `to`. Checks the digest of a slot in host memory; otherwise the disk would store a
+    /// damaged block with a matching digest.
     fn copy(&self, job: &SaveJob, to: &mut [u8]) -> Result<(), String> {
         match job.source {
             SaveSource::Block(block) => {
@@ -137,7 +138,7 @@ fn copy_blocks(
     copied: &Sender<Copied>,
     events: &Events,
 ) {
-    // The buffer of a copy that failed, for the next copy.
+    // Buffer of a failed copy, for the next copy.
     let mut unused = None;
     for job in jobs {
         let Some(mut buffer) = unused.take().or_else(|| free.recv().ok()) else { break };

@@ -1,4 +1,4 @@
-//! The task that owns the node's part in updates: calls, deadlines, and the work that they start.
+//! The task that owns the node's part in weight updates: it handles calls and deadlines, and starts the work.
 
 use std::{
     path::{Path, PathBuf},
@@ -33,7 +33,7 @@ use super::{
 };
 use crate::inbox::Inbox;
 
-/// Queued calls: those of a few coordinators and of the peers of an update.
+/// Maximum number of queued calls of coordinators and peers.
 const CALLS_MAX: usize = 64;
 /// Time-out of a question to a peer.
 const ASK_MAX: Duration = Duration::from_secs(1);
@@ -221,9 +221,9 @@ struct Actor {
     participant: Participant,
     /// The update that runs.
     running: Option<RunningUpdate>,
-    /// The update that has given up the weights in use or is about to, until it is committed or lost.
+    /// The update that has released or will release the weights in use, until it is committed or lost.
     released: Arc<Mutex<Option<UpdateId>>>,
-    /// Stops the restoring of lost weights when it is dropped.
+    /// Stops the restoration of lost weights when dropped.
     restoring: Option<DropGuard>,
     /// The trainer whose connection and communicator the next update may use.
     trainer: Arc<KeptTrainer>,
@@ -238,7 +238,7 @@ struct Actor {
     standby: Option<Standby>,
 }
 
-/// Version and files of weights; no files of those that a trainer sent.
+/// Version and files of weights; no files if a trainer sent the weights.
 type Obtained = (WeightVersion, Option<Arc<WeightFiles>>);
 
 /// Prepared weights, and the files that are still mapped.
@@ -272,7 +272,7 @@ impl RunningUpdate {
     }
 }
 
-/// The end of a piece of work.
+/// Outcome of work that the actor started.
 enum Done {
     Input(ParticipantInput),
     Received {
@@ -564,7 +564,7 @@ impl Actor {
         {
             tracing::warn!(update = %id, reason, "the weight update was aborted");
         }
-        // Cancels the work of this update. A committed one is over.
+        // Cancels the work of this update. The work of a committed update has finished.
         if self.running.take_if(|running| running.begin.id == id).is_some() {
             self.prepared = None;
             self.lose_if_released(id);
@@ -576,7 +576,7 @@ impl Actor {
         });
     }
 
-    /// Lets the engine thread exchange the weights.
+    /// Lets the engine thread swap the weights.
     fn install(&mut self, id: UpdateId, version: WeightVersion) {
         let begin = self.running.as_ref().map(|running| &running.begin);
         let label = begin.map(|begin| begin.label.clone()).unwrap_or_default();

@@ -18,7 +18,7 @@ use super::peers::{Peer, PeerCredentials};
 
 /// Bytes of one message.
 const PART_BYTES: usize = 1 << 20;
-/// Messages that wait for the network.
+/// Maximum number of messages that wait for the network.
 pub(super) const PARTS_MAX: usize = 4;
 const FILES_MAX: usize = 1024;
 /// Names of the folders of copies, and of the lock in each.
@@ -29,7 +29,7 @@ pub(super) const SILENCE_MAX: Duration = Duration::from_secs(10);
 const CONFIGURATIONS: [&str; 3] =
     ["config.json", "generation_config.json", "model.safetensors.index.json"];
 
-/// Weights on disk: those that a model was opened from.
+/// Files that a model was opened from.
 #[derive(Debug)]
 pub(super) struct WeightFiles {
     pub path: PathBuf,
@@ -79,7 +79,8 @@ pub(super) fn remove_leftovers(folder: &Path) {
 
 pub(super) type Parts = mpsc::Sender<Result<v1::WeightsPart, Status>>;
 
-/// Reads the files of the weights into the stream. Blocks. Stops when the receiver is dropped, or takes no message for `silence`.
+/// Reads the files of the weights into the stream. Blocks. Stops when the receiver is dropped or takes no message for
+/// `silence`.
 pub(super) fn send(
     source: &Arc<WeightFiles>,
     parts: &Parts,

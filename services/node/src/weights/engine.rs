@@ -14,8 +14,8 @@ use crate::{
 /// Delay before a command is offered again to a full queue of the engine thread.
 const RETRY_AFTER: Duration = Duration::from_millis(5);
 
-/// Lets the engine thread use the prepared weights. Returns the time for which no step ran; `None` when the engine has
-/// ended, and the node ends.
+/// Lets the engine thread use the prepared weights. Returns the time for which no step ran; `None` if the engine has
+/// ended, which also ends the node.
 pub(super) async fn change_weights(
     inbox: &Inbox,
     version: WeightVersion,
@@ -34,8 +34,8 @@ pub(super) async fn change_weights(
     call(inbox, change).await
 }
 
-/// Gives up the weights in use, so that others can be prepared in their place. `waits`: after running sequences have
-/// finished. Returns `None` when the engine has ended or the update was aborted.
+/// Releases the weights in use, so that new weights can overwrite them. `waits`: lets running sequences finish first.
+/// Returns `None` if the engine has ended or the update was aborted.
 pub(super) async fn release_weights(inbox: &Inbox, waits: bool) -> Option<()> {
     let release = |released, _permit| Command::ReleaseWeights { waits, released, _permit };
     call(inbox, release).await

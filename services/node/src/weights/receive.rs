@@ -45,8 +45,8 @@ pub(super) struct Received {
     pub checkpoint: Checkpoint,
 }
 
-/// Prepares the weights at `path` beside those in use, or in their place after `release`. A copy takes `host_bytes` of
-/// host memory, 0 on a GPU. Blocks. Stops early once `cancelled` is cancelled.
+/// Prepares the weights at `path` beside the weights in use, or in place after `release`. A second copy takes
+/// `host_bytes` of host memory, 0 on a GPU. Blocks. Stops early once `cancelled` is cancelled.
 pub(super) fn receive(
     path: &Path,
     (model, host_bytes): (&ModelConfig, u64),
@@ -114,8 +114,8 @@ pub(super) fn receive(
     Ok(Received { version, checkpoint })
 }
 
-/// Returns the number of threads that hash: one where the CPUs compute steps. Otherwise the uploads read the weights on half
-/// of the CPUs, and the rest is for hashing and for the threads that run steps.
+/// Returns the number of threads that hash: one if the CPUs compute steps. On a GPU node, half of the CPUs upload the
+/// weights, and 3/8 hash, at most 16.
 fn digest_threads(host_bytes: u64) -> usize {
     match host_bytes {
         0 => thread::available_parallelism().map_or(1, |cpus| cpus.get() * 3 / 8).clamp(1, 16),

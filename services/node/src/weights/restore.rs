@@ -24,7 +24,7 @@ pub(crate) struct LoadedModel {
     pub fingerprint: u128,
 }
 
-/// The weights that a node had before it lost them.
+/// The weights of a node before it lost them.
 #[derive(Clone, Debug)]
 pub(super) enum LostWeights {
     Loaded(LoadedModel),

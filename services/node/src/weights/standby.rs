@@ -40,7 +40,8 @@ impl Standby {
             if cancelled.is_cancelled() {
                 return Err(CANCELLED.to_owned());
             }
-            // The owner before may not have freed the copy yet, and finds another owner then.
+            // The previous owner may not have freed the copy yet. Its later `discard` finds this owner and does
+            // nothing.
             if owner.replace(id).is_some() {
                 update.discard();
             }

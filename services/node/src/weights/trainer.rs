@@ -63,7 +63,7 @@ impl TrainerAddress {
         Some(Self::Nccl { host: host.to_owned(), token: token.to_owned() })
     }
 
-    /// Names what listens at a valid address.
+    /// Returns what must listen at the address, for errors.
     fn expected(&self) -> &'static str {
         match self {
             Self::Ipc(_) => "the Unix socket of a trainer on this host",
@@ -106,7 +106,7 @@ pub(super) enum TrainerError {
     Chunk { found: u64, found_bytes: u64, index: u64, bytes: u64 },
 }
 
-/// Prepares the weights of a trainer beside those in use, or in their place after `release`. Blocks. Stops early once
+/// Prepares the weights of a trainer beside the weights in use, or in place after `release`. Blocks. Stops early once
 /// `cancelled` is cancelled.
 pub(super) fn receive(
     address: &TrainerAddress,
@@ -172,7 +172,7 @@ fn receive_by(
     Ok(WeightVersion::of_tensors(&mut used.collect::<Vec<_>>()))
 }
 
-/// Returns why work failed: the end of the trainer explains what follows from it.
+/// Returns the cause of `error`: the end of the trainer or the cancellation, if either has happened.
 fn ended(connection: &Connection<'_>, error: ReceiveError) -> ReceiveError {
     connection.check().err().unwrap_or(error)
 }
@@ -193,7 +193,7 @@ impl ChunkTransfer<'_, '_> {
         for index in 0..self.chunks.len() {
             self.await_packed(index)?;
             self.receiver.scatter(index % buffers, &pieces(&self.chunks[index]))?;
-            // The copies before are probably over when the copies of this chunk begin.
+            // Wait only now: the oldest copies are probably complete when the copies of this chunk begin.
             let Some(oldest) = (index + 1).checked_sub(buffers) else { continue };
             self.wait(oldest % buffers, CHUNK_MAX)?;
             if oldest + buffers < self.chunks.len() {

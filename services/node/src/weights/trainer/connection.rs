@@ -19,7 +19,7 @@ use crate::weights::receive::ReceiveError;
 const CONNECT_MAX: Duration = Duration::from_secs(10);
 /// Interval of checks for cancellation while the node waits for the trainer.
 pub(super) const CANCEL_POLL_INTERVAL: Duration = Duration::from_millis(20);
-/// Time of polling for a message without a pause: a trainer packs a chunk in less than a millisecond.
+/// Time of busy polling for a message: a trainer packs a chunk in less than a millisecond.
 const SPIN: Duration = Duration::from_millis(1);
 const LINE_BYTES_MAX: usize = 16 << 20;
 
@@ -46,7 +46,7 @@ impl Stream {
             Self::Tcp(stream) => {
                 use rustix::net::sockopt;
                 stream.set_nodelay(true)?;
-                // The node keeps the connection between updates: it fails 25 s after the trainer's host has gone.
+                // TCP keep-alive for the connection between updates: it fails 25 s after the trainer's host is lost.
                 sockopt::set_socket_keepalive(stream, true)?;
                 sockopt::set_tcp_keepidle(stream, Duration::from_secs(10))?;
                 sockopt::set_tcp_keepintvl(stream, Duration::from_secs(5))?;
