@@ -18,8 +18,8 @@ const FETCHER: &str = "baton";
 const EXPLAIN_FLAG: &str = "explain-config";
 const SCHEMA_FLAG: &str = "config-schema";
 
-/// Configuration and arguments of a process.
-pub struct Started {
+/// Configuration and command-line arguments of this process.
+pub struct ProcessConfig {
     pub config: Config,
     /// Parsed arguments, for flags of one service.
     pub matches: ArgMatches,
@@ -29,7 +29,7 @@ pub struct Started {
 ///
 /// `main` calls this function first; no other function of this crate reads arguments or environment. `--help`,
 /// `--version`, `--config-schema`, `--explain-config` and invalid flags end the process here.
-pub fn from_process(command: Command, sections: &[Section]) -> Result<Started, ConfigError> {
+pub fn from_process(command: Command, sections: &[Section]) -> Result<ProcessConfig, ConfigError> {
     let matches = args_for(command, sections).get_matches();
     if matches.get_flag(SCHEMA_FLAG) {
         print_and_exit(&format!("{:#}\n", json_schema(sections)));
@@ -41,11 +41,11 @@ pub fn from_process(command: Command, sections: &[Section]) -> Result<Started, C
     if matches.get_flag(EXPLAIN_FLAG) {
         print_and_exit(&config.explain(sections));
     }
-    Ok(Started { config, matches })
+    Ok(ProcessConfig { config, matches })
 }
 
 fn print_and_exit(text: &str) -> ! {
-    // The reader may have closed the pipe.
+    // Ignore errors: the reader may have closed the pipe.
     let _ = write!(std::io::stdout(), "{text}");
     std::process::exit(0)
 }

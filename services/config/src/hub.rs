@@ -24,9 +24,9 @@ pub(crate) const VARIABLES: [&str; 3] = ["HF_HUB_CACHE", "HF_HOME", "HOME"];
 /// Required files of a model.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Parts {
-    /// Tokenizer, chat template and sampling defaults, for the router. For a GGUF model: the whole file.
+    /// Tokenizer, chat template and sampling defaults, for the router; the whole file of a GGUF model.
     Text,
-    /// Also the weights.
+    /// The files of `Text`, and the weights.
     All,
 }
 

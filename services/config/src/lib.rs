@@ -34,7 +34,7 @@ mod section;
 mod types;
 mod value;
 
-pub use command_line::{Started, args_for, environment_of, from_matches, from_process};
+pub use command_line::{ProcessConfig, args_for, environment_of, from_matches, from_process};
 pub use error::{ConfigError, Problem, Source};
 pub use load::{Config, Environment, Flags, LoadInput, Section, cache_folder};
 pub use schema::{Cluster, Model, Node, Router, Telemetry, Tier, Transfer, Weights};

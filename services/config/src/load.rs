@@ -140,7 +140,7 @@ impl Config {
         config.warnings = warnings;
         config.hub = Hub::new(&input.environment);
         config.cache = cache_folder(&input.environment);
-        // Invalid values have their defaults here, so checks of combinations would mislead.
+        // Invalid values were replaced by their defaults, so checks of combinations would mislead.
         if problems.is_empty() {
             config.check_combinations(&mut problems);
         }

@@ -1,6 +1,6 @@
 //! Key prefix of an etcd cluster.
 
-use super::grpc_url::text_type;
+use super::url::text_type;
 
 text_type! {
     /// Key prefix of one cluster: words with `/` in front of each, and no trailing slash.

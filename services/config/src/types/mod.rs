@@ -6,10 +6,10 @@ mod choice;
 mod cpu_list;
 mod duration;
 mod etcd;
-mod grpc_url;
 mod model_path;
 mod pair;
 mod secret;
+mod url;
 
 pub use auto::Auto;
 pub use byte_size::ByteSize;
@@ -20,8 +20,8 @@ pub use choice::{
 pub use cpu_list::CpuList;
 pub use duration::{format_duration, parse_duration};
 pub use etcd::EtcdPrefix;
-pub use grpc_url::{GrpcUrl, NodeUrl, ServerUrl};
 pub(crate) use model_path::is_word;
 pub use model_path::{HubModel, ModelPath, parts_of};
 pub use pair::Pair;
 pub use secret::{Password, Secret};
+pub use url::{GrpcUrl, NodeUrl, ServerUrl};

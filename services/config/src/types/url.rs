@@ -1,4 +1,4 @@
-//! Addresses of servers.
+//! URLs of servers and names of nodes.
 
 /// Declares a text that was validated when it was parsed.
 macro_rules! text_type {
