@@ -46,7 +46,7 @@ fn settings(sections: &[Section]) -> String {
     let mut list = String::new();
     for section in sections {
         let _ = write!(list, "\n`[{}]`: {}\n\n", section.name(), section.about());
-        list.push_str("| key | default | allowed | |\n| --- | --- | --- | --- |\n");
+        list.push_str("| key | default | allowed | meaning |\n| --- | --- | --- | --- |\n");
         for setting in section.settings() {
             let cell = |text: &str| text.replace('|', "\\|");
             let _ = writeln!(

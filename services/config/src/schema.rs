@@ -53,7 +53,7 @@ section! {
         /// arguments: text keeps them text, parse makes them special tokens. Prompts of /v1/completions always parse them.
         /// Only the router reads the setting, for all models.
         special_tokens_in_content: SpecialTokensInContent = SpecialTokensInContent::Text,
-            "With parse a client can end its own message and write one of the system.";
+            "With parse a client can end its own message and write a system message.";
     }
 }
 
@@ -69,21 +69,21 @@ section! {
         /// Address of /metrics, /live and /ready. For one release, router.http serves /metrics too.
         metrics: SocketAddr = loopback(0),
             "Port 0 takes a free port and logs it, so services on one machine do not conflict.";
-        /// Address of the operator's API: the list of nodes, drain and undrain of a node, reset of its prefix
-        /// cache. Without router.admin_keys it has no authentication and must be a loopback address. On another
+        /// Address of the operator's API: list, drain and trace nodes, reset prefix caches, update weights, explain
+        /// requests. Without router.admin_keys it has no authentication and must be a loopback address. On another
         /// address it speaks only TLS if router.tls_cert is set.
         admin: SocketAddr = loopback(8002),
             "The port after the gRPC port; only users of the machine reach the loopback address.";
         /// PEM file with the certificate chain of the router, its own certificate first. Then router.http and
-        /// router.grpc speak only TLS. The router reads changed files again within seconds.
+        /// router.grpc speak only TLS. The router reads changed files again within about 2 s.
         tls_cert: Option<PathBuf> = None,
             "The loopback address needs no encryption.";
         /// PEM file with the private key of router.tls_cert.
         tls_key: Option<PathBuf> = None,
             "Required with router.tls_cert.";
         /// TOML file with the API keys of clients. Each [[key]] has name and sha256, as baton keys new prints them,
-        /// and optionally models, priority, weight, requests_per_minute, tokens_per_minute and streams_max. The router
-        /// reads a changed file again within seconds.
+        /// and optionally models, priority, weight, requests_per_minute, tokens_per_minute and streams_max. The
+        /// router reads a changed file again within about 2 s.
         keys: Option<PathBuf> = None,
             "Without keys every client that reaches the router may use it.";
         /// TOML file with the API keys of operators for router.admin; each [[key]] has name and sha256.
@@ -118,13 +118,13 @@ section! {
         body_bytes_max: ByteSize = ByteSize::mib(4),
             "A prompt of 128 Ki tokens takes about 1 MiB as text or as JSON ids; 4 MiB leaves room.",
             ByteSize::kib(1)..=ByteSize::gib(1);
-        /// Maximum number of in-flight requests, including waiting requests; the router answers further
-        /// requests with 503, or 429 to a caller that has its share.
+        /// Maximum number of in-flight requests, including waiting requests; the router answers further requests with
+        /// 503, or with 429 if the caller already runs its share.
         requests_max: u32 = 1024,
             "A request takes at most a few hundred KiB, so the router stays below a few hundred MiB.",
             1..=1_000_000;
-        /// Maximum number of requests that wait for a node, over all models; the router answers further
-        /// requests with 503, or 429 to a caller that has its share.
+        /// Maximum number of requests that wait for a node, over all models; the router answers further requests with
+        /// 503, or with 429 if the caller already runs its share.
         waiting_max: u32 = 512,
             "Half of router.requests_max: a longer queue delays requests more than a retry would.",
             0..=1_000_000;
@@ -137,7 +137,7 @@ section! {
         /// Maximum number of consecutive attempts of one request that emit no token. Attempts fail when a
         /// node or a transfer fails.
         attempts_max: u32 = 8,
-            "A request that kills nodes ends. When nodes were killed every 2.6 s, 4 attempts did not always suffice for long prompts.",
+            "The limit ends a request that crashes nodes. When nodes were killed every 2.6 s, 4 attempts did not always suffice for long prompts.",
             1..=16;
         /// Deadline of a whole request. A client may set another deadline: by the deadline of its gRPC call, or by
         /// the HTTP header x-baton-deadline-ms.
@@ -150,7 +150,7 @@ section! {
         idle_timeout: Duration = secs(60),
             "It must exceed the slowest step; raise it where one chunk of a prompt takes a minute.",
             secs(1)..=secs(86_400);
-        /// Maximum deadline of a client: the router rejects a larger timeout_ms or x-baton-deadline-ms, and
+        /// Maximum deadline of a client: the router rejects a larger x-baton-deadline-ms (over gRPC timeout_ms), and
         /// shortens a later deadline of a gRPC call.
         timeout_max: Duration = secs(3600),
             "An hour suffices for the longest sequences on the slowest machines.",
@@ -348,8 +348,8 @@ section! {
         /// begins with a hit; always saves every full block.
         admission: TierAdmission = TierAdmission::SecondTouch,
             "Prompts that never return cost no copies; a conversation costs its first turn once more.";
-        /// Lets later turns of a conversation keep the place of its first turn in the node's queue, for five minutes, and
-        /// keeps the KV of a finished turn until the next turn is due. Without tiers it has no effect.
+        /// Gives later turns of a conversation the queue position of its first turn for five minutes, and keeps the
+        /// KV of a finished turn until the next turn is due. Without tiers it has no effect.
         sessions: bool = true,
             "When the KV of all conversations does not fit, finishing the oldest first moves less KV than advancing all.";
     }
@@ -391,9 +391,9 @@ section! {
 section! {
     /// Live weight updates.
     pub struct Weights = "weights" {
-        /// Place of new weights during an update: shadow reserves GPU memory for a second copy of the weights at start,
-        /// in_place overwrites the weights in use and serves nothing meanwhile, and with auto a GPU rejects updates. On CPUs
-        /// auto and shadow take host memory during the update.
+        /// Memory of new weights during an update: shadow reserves GPU memory for a second copy of the weights at
+        /// start, in_place overwrites the weights in use and serves nothing meanwhile, and with auto a GPU rejects
+        /// updates. On CPUs auto and shadow take host memory during the update.
         place: WeightPlace = WeightPlace::Auto,
             "Few clusters update their weights, and the memory of a second copy serves many KV blocks.";
         /// Buffers for chunks of weights that a trainer broadcasts by NCCL. With place shadow or in_place, a
@@ -409,7 +409,8 @@ section! {
 }
 
 section! {
-    /// Membership: a static list of nodes, or registration in etcd; and the secret of the cluster.
+    /// Membership: a static list of nodes, DNS names, or registration in etcd; secret and certificates of the
+    /// cluster.
     pub struct Cluster = "cluster" {
         /// gRPC addresses of the prefill nodes. The router looks dns:host:port up every second, and each address
         /// of the host is a node.
@@ -456,7 +457,7 @@ section! {
         /// PEM file with the certificate chain of this service, its own certificate first. Then the services of the
         /// cluster speak TLS: routers and nodes over gRPC, and nodes when they exchange KV by tcp. Both sides of a
         /// connection need a certificate, so set it for all services. A service reads changed files again within
-        /// seconds.
+        /// about 2 s.
         tls_cert: Option<PathBuf> = None,
             "Services of one machine or of a private network need no encryption.";
         /// PEM file with the private key of tls_cert.
