@@ -10,8 +10,8 @@
 //! sequence releases its table from the end, so the tail of a prefix is evicted before its head. An owner
 //! that pins a block also holds it, so a block that can be freed or evicted is never pinned.
 //!
-//! A block can be kept until a time ([`BlockPool::keep`]). Kept blocks are evicted after all other cached blocks, those
-//! of the latest place in the queue first. They are available to allocations as every cached block is.
+//! A block can be kept until a time ([`BlockPool::keep`]). Kept blocks are evicted after all other cached blocks. Among
+//! kept blocks, the blocks of the owner with the latest place in the queue are evicted first.
 //!
 //! A save to a KV tier reads a cached or held block whose contents are retained. It owns no reference, so the block
 //! keeps its place in the order of eviction, but the block is not evicted before the copy has ended.
@@ -29,7 +29,7 @@ use kernels::BlockId;
 
 use crate::event::SequenceId;
 
-/// Groups of blocks that are kept until different times. Further groups are not kept.
+/// Maximum number of groups of blocks that are kept until different times. Further groups are not kept.
 const KEPT_MAX: usize = 1024;
 
 /// State of a block.
@@ -343,7 +343,7 @@ impl BlockPool {
         }
     }
 
-    /// Ends the time of the blocks that were kept until `now` or earlier. They are evicted before other cached blocks.
+    /// Stops keeping blocks whose time has passed at `now`. These blocks are then evicted before other cached blocks.
     pub fn end_kept(&mut self, now: Instant) {
         while let Some(&(until, group)) = self.kept_until.first() {
             if until > now {
@@ -364,7 +364,7 @@ impl BlockPool {
         }
     }
 
-    /// Returns the cached block to evict next, of those that no save reads.
+    /// Returns the cached block to evict next, excluding blocks that a save reads.
     fn oldest_evictable(&self) -> BlockId {
         let kept = self.evictable_groups.iter().map(|group| &self.kept[group]);
         let lists = iter::once(&self.cached).chain(kept);

@@ -1,7 +1,7 @@
 //! Grammar-constrained decoding, as the scheduler sees it.
 //!
-//! The token bitmask of a position depends on the token before it, which the host reads while the next
-//! forward pass runs already. So a constrained row takes part in every forward pass, and only the step's
+//! The token bitmask of a position depends on the previous token, which the host reads while the next
+//! forward pass already runs. So a constrained row takes part in every forward pass, and only the step's
 //! sampling waits for the bitmasks:
 //!
 //! 1. The scheduler collects a step and gives each sampled token to its [`Constraint`].
@@ -179,8 +179,8 @@ impl ActiveConstraint {
     }
 }
 
-/// Bitmasks and draft tokens of the next positions. Empty from the acceptance of the last of these tokens until the
-/// next job ends.
+/// Bitmasks and draft tokens of the next positions. Empty once the sequence has accepted the last of these tokens,
+/// until the next job ends.
 #[derive(Debug, Default)]
 struct Ahead {
     /// Bitmasks of the next token and of the token after each draft token.

@@ -21,15 +21,15 @@ const CPU_TRANSFER_BYTES: u64 = 4 * MIB;
 /// Minimum and maximum tokens of a step on a GPU. A model of 1B parameters reaches its peak prefill throughput below
 /// the maximum.
 const GPU_STEP_TOKENS: (u32, u32) = (512, 8192);
-/// Maximum KV of a step on a GPU. A transfer by ipc takes 1.5 ms for this KV, at 365 GB/s. The KV of a prompt's last
-/// step is transferred after the step, so this maximum bounds the hand-over gap.
+/// Maximum KV of a step on a GPU. A transfer by ipc takes 1.5 ms for this KV, at 365 GB/s. The transfer of a prompt's
+/// last step is not overlapped, so this maximum bounds the hand-over gap.
 const GPU_STEP_KV_BYTES: u64 = 512 * MIB;
-/// KV of the last part of a prompt that is split because it has the GPU to itself: 0.4 ms by ipc.
+/// KV of the last part of a split prompt: 0.4 ms by ipc. A prompt is split only if it has the GPU to itself.
 const GPU_TAIL_KV_BYTES: u64 = 128 * MIB;
 /// Minimum tokens of the last part: a shorter step does not reach full throughput.
 const GPU_TAIL_TOKENS_MIN: u32 = 1024;
-/// Divisor: a step's activations and KV may take a quarter of the memory that the weights leave free. A set KV cache
-/// includes the step's KV: then the activations may take a quarter of the memory that weights and KV cache leave free.
+/// A step's activations and KV may take 1/4 of the memory that the weights leave free. If the size of the KV cache is
+/// set, the activations may take 1/4 of the memory that weights and KV cache leave free.
 const GPU_STEP_MEMORY_PART: u64 = 4;
 /// Fraction of the best measured prefill throughput from which a step counts as having full throughput.
 const FULL_THROUGHPUT: f64 = 0.98;
@@ -83,7 +83,7 @@ impl ModelSizes {
     }
 }
 
-/// The node for which defaults are derived.
+/// Properties of the node for which defaults are derived.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct NodeTraits {
     pub device: NodeDevice,

@@ -42,7 +42,7 @@ pub enum SequenceKind {
 /// Client hints about the conversation of a request.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct SessionHint {
-    /// Session that the request is a turn of. The same number under another salt is another session.
+    /// Session that the request is a turn of. The number is derived from the session's name and the cache salt.
     pub session: Option<u128>,
     /// Time for which the KV is to be kept for the next turn.
     pub keep: Option<Duration>,
@@ -132,7 +132,7 @@ pub enum InFlight {
     Recompute,
     /// They keep their KV, which other sequences never use.
     KeepKv,
-    /// Sequences with output end. The others are recomputed.
+    /// Sequences with output end. Sequences without output are recomputed.
     Abort,
 }
 

@@ -31,8 +31,7 @@ pub use self::{
 };
 use crate::plan::{RowMask, StepId, StepPlan, StepResult};
 
-/// Maximum time to poll for a result. A longer step is not a decode step, and a wake-up costs little in
-/// comparison.
+/// Maximum time to poll for a result. A longer step is not a decode step, and sleeping adds little to its time.
 pub const POLL_MAX: Duration = Duration::from_millis(100);
 
 /// Spins until `is_ready` returns true, for at most `timeout` and [`POLL_MAX`] after `began`.
@@ -51,8 +50,8 @@ pub trait Executor: Send {
 
     /// Supplies the token bitmasks of the step launched last, in the order of its rows and of the lengths of each
     /// row. Called once for every plan with `awaits_masks`, before the next launch. A constrained row without a
-    /// bitmask does not sample: when it is planned next, it starts with its last token again. The first draft token
-    /// without a bitmask after it is the last that the row verifies.
+    /// bitmask does not sample; its next plan starts with its last token again. A row verifies draft tokens up to and
+    /// including the first draft token that has no bitmask after it.
     fn supply(&mut self, step_id: StepId, masks: Vec<RowMask>) -> Result<(), ExecutorError>;
 
     /// Returns whether the step launched last waits for [`supply`](Self::supply) only: the device has
@@ -76,25 +75,25 @@ pub trait Executor: Send {
         CollectWaker::default()
     }
 
-    /// Returns the interface that prepares other weights beside the steps. `None`: the weights cannot change.
+    /// Returns the interface that prepares new weights while steps run. `None`: the weights cannot change.
     fn weight_update(&self) -> Option<Arc<dyn WeightUpdate>> {
         None
     }
 
-    /// Gives up the weights in use, so that others can be prepared in their place. Called while no step is in flight. No
+    /// Releases the weights in use, so that new weights can overwrite them. Called while no step is in flight. No
     /// step is launched before [`commit_weights`](Self::commit_weights).
     fn release_weights(&mut self) -> Result<(), ExecutorError> {
         Err(ExecutorError::Stopped { reason: "the weights cannot change in place".to_owned() })
     }
 
-    /// Exchanges the weights in use and the prepared weights. Called while no step is in flight. Fails without prepared
+    /// Swaps the weights in use and the prepared weights. Called while no step is in flight. Fails without prepared
     /// weights.
     fn commit_weights(&mut self) -> Result<(), ExecutorError> {
         Err(ExecutorError::Stopped { reason: "the weights cannot change".to_owned() })
     }
 
-    /// Checks that the executor can run a step. Called while no step is in flight, so that a dead device
-    /// is noticed before the next request.
+    /// Checks that the executor can run a step. Called while no step is in flight, so that a dead device is detected
+    /// before the next request.
     fn check(&mut self) -> Result<(), ExecutorError> {
         Ok(())
     }
@@ -146,10 +145,10 @@ impl<E: Executor + ?Sized> Executor for Box<E> {
     }
 }
 
-/// Prepares other weights. Called from one thread at a time.
+/// Prepares new weights. Called from one thread at a time.
 pub trait WeightUpdate: Send + Sync {
-    /// Returns whether weights are prepared in the place of those in use, after [`Executor::release_weights`]. Otherwise
-    /// the executor runs steps meanwhile.
+    /// Returns whether new weights overwrite the weights in use, after [`Executor::release_weights`]. Otherwise the
+    /// executor runs steps meanwhile.
     fn is_in_place(&self) -> bool;
 
     /// Packs the weights of the opened model at `path`, and blocks until they are complete.

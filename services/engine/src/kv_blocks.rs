@@ -33,8 +33,8 @@ impl KvBlocks {
         }
     }
 
-    /// Holds and returns the cached prefix of `tokens`, if the rest of `blocks_total` blocks could be
-    /// allocated and `headroom` blocks would remain. Otherwise returns the number of available blocks that it needs.
+    /// Holds and returns the cached prefix of `tokens`, if the rest of `blocks_total` blocks could be allocated and
+    /// `headroom` blocks would remain. Otherwise returns the number of blocks that would have to be available.
     pub(crate) fn hold_prefix(
         &mut self,
         chain: &HashChain,

@@ -60,8 +60,8 @@ struct Queue {
     is_closed: bool,
 }
 
-/// A queued job. The order of jobs is the order in which they would finish if each began at once, so no job waits
-/// forever.
+/// A queued job. Jobs are ordered by arrival time plus expected time (shortest job first with aging), so no job
+/// starves.
 #[derive(Debug)]
 struct Waiting {
     due: Instant,

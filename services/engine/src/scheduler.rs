@@ -12,8 +12,8 @@
 //!    sampled token may end the sequence.
 //!
 //! A plan is made before the results of the steps in flight are known, so positions and lengths of a
-//! running row are upper bounds. A stop is seen one step late. The block for the surplus token was taken
-//! when its row was planned, and is released when the result of that step has been collected.
+//! running row are upper bounds. A stop is detected one step late. The block for the surplus token was taken
+//! when its row was planned, and is released when the result of the surplus step has been collected.
 //!
 //! When a row needs a block and none is available, the row that arrived last is preempted. It loses slot
 //! and blocks and returns to its place in the queue; its computed blocks stay cached until evicted. The
@@ -85,7 +85,8 @@ pub struct Scheduler {
     ready: Vec<(Arrival, SequenceId)>,
     /// Sequences in phase `Running`, by arrival.
     running: Vec<(Arrival, SequenceId)>,
-    /// The last sequence that could not be admitted for lack of blocks, and the available blocks that it needs.
+    /// The last sequence that could not be admitted for lack of blocks, and the number of available blocks that it
+    /// needs.
     lacking: Option<(SequenceId, u32)>,
     slots: Slots,
     frames: Frames,
@@ -107,7 +108,7 @@ pub struct Scheduler {
     /// after a step without decode rows.
     decode_extra: Option<Duration>,
     planned_work: StepWork,
-    /// False while the batch runs empty before a change of the weights.
+    /// False while the batch drains before a change of the weights.
     is_admitting: bool,
 }
 

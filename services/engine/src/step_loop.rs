@@ -19,9 +19,9 @@ use crate::{
 /// Step records kept until their reader takes them; the oldest is dropped first.
 const RECORDS_MAX: usize = 1024;
 
-/// Safety margin before the end of the step in flight at which the next step is launched while KV is due, in addition to
-/// twice the time of plan and launch: the device's clock is known to some µs, and steps differ by some percent. A late
-/// launch idles the device only for the time of the launch, because the loop collects a finished step at once.
+/// Safety margin of a launch that waits for KV, in addition to twice the time of plan and launch: the device's clock is
+/// known to a few µs, and step times vary by a few percent. A late launch idles the device only for the time of the
+/// launch, because the loop collects a finished step at once.
 const LAUNCH_AHEAD: Duration = Duration::from_micros(200);
 
 /// Outcome of a turn.
@@ -191,7 +191,7 @@ impl<E: Executor> StepLoop<E> {
         self.is_held = is_held;
     }
 
-    /// Gives up the weights in use, so that others can be prepared in their place. The loop must be held until the weights
+    /// Releases the weights in use, so that new weights can overwrite them. The loop must be held until the weights
     /// change.
     ///
     /// # Panics

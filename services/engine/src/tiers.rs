@@ -38,18 +38,18 @@ use touches::Touches;
 
 use crate::event::{BlockHash, CacheChange, SequenceId};
 
-/// Saves that may wait for their copy, for each tier. A prefill step of 8,192 tokens has 512 blocks.
+/// Maximum number of queued saves of each tier. A prefill step of 8,192 tokens has 512 blocks.
 const QUEUED_MAX: usize = 2048;
-/// Saves to host memory in flight: two batches of the copy engines. An admission waits for at most these copies, which
-/// take about a millisecond.
+/// Maximum number of saves to host memory in flight: two batches of the copy engines. An admission waits for at most
+/// these copies, about 1 ms.
 pub const HOST_SAVES_MAX: usize = 32;
-/// Blocks that saves to the disk pin at a time.
+/// Maximum number of blocks that saves to the disk pin at a time.
 pub const COPYING_MAX: usize = 4;
-/// Saves to the disk in flight, copied or not: the shell has a buffer for each.
+/// Maximum number of saves to the disk in flight. The shell has a buffer for each.
 pub const SAVES_MAX: usize = 16;
-/// Loads in flight. Further sequences compute.
+/// Maximum number of loads in flight. Further sequences compute their KV.
 pub const LOADS_MAX: usize = 64;
-/// Blocks of one recovery event.
+/// Maximum number of blocks in one recovery event.
 pub const RECOVERED_MAX: usize = 4096;
 
 /// A tier, fastest first.
@@ -76,7 +76,7 @@ impl Tier {
         self as usize
     }
 
-    /// Returns the bounds on saves in flight, and on those of them that still read their source.
+    /// Returns the bounds on saves in flight, and on saves in flight that still read their source.
     fn saves_max(self) -> (usize, usize) {
         match self {
             Self::Host => (HOST_SAVES_MAX, HOST_SAVES_MAX),
@@ -89,7 +89,7 @@ impl Tier {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum TierAdmission {
     /// Blocks that occur in a second request, and blocks of a request whose prompt began with a hit. Prompts that
-    /// never return cost no copies.
+    /// never recur cost no copies.
     SecondTouch,
     /// Every full block.
     Always,
@@ -105,7 +105,7 @@ pub struct TierConfig {
     pub disk_slots: u32,
     /// Whether later turns of a conversation keep its place in the queue, and its KV is kept for them.
     pub sessions: bool,
-    /// Time after which a sequence stops to wait for its load.
+    /// Time-out of a load, after which the sequence computes its KV.
     pub load_timeout: Duration,
 }
 
@@ -113,12 +113,11 @@ pub struct TierConfig {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct JobId(pub u64);
 
-/// Contents of a block: its key, and what the key was computed from. A tier stores them with the KV, and a load
-/// compares them.
+/// Contents of a block: its key and the inputs of the key. A tier stores them with the KV, and a load compares them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct BlockContents {
     pub key: BlockHash,
-    /// Key of the block before.
+    /// Key of the previous block.
     pub parent: BlockHash,
     pub tokens: [u32; BLOCK_TOKENS],
 }
@@ -196,7 +195,7 @@ pub struct TierStats {
     pub failed: u64,
     /// Blocks that a load found damaged or missing.
     pub damaged: u64,
-    /// Blocks that a load could have brought, but computing was predicted to be faster.
+    /// Blocks that were computed, because loading was predicted to be slower.
     pub refused: u64,
     /// Age of the oldest queued save.
     pub queue_age: Duration,
@@ -211,7 +210,7 @@ struct TierState {
     is_recovered: bool,
     /// Admitted blocks whose copy has not started, oldest first.
     queued: VecDeque<(Instant, BlockHash)>,
-    /// Saves in flight, and those of them that still read their source.
+    /// Number of saves in flight, and how many of them still read their source.
     saves: usize,
     copying: usize,
     stats: TierStats,
@@ -282,7 +281,7 @@ impl Tiers {
         };
         let host = config.host.then(|| tier(0, true));
         let disk = (config.disk_slots > 0).then(|| tier(config.disk_slots, false));
-        // A host tier has about as much memory as the GPUs, or a few times as much.
+        // A host tier usually has one to a few times the memory of the GPUs.
         let keys = 4 * block_count as usize + config.disk_slots as usize;
         Self {
             config,
@@ -489,7 +488,7 @@ impl Tiers {
         }
     }
 
-    /// Returns how many of `keys`, from the first on, to load. The load must end within `most`.
+    /// Returns the length of the prefix of `keys` to load. The load must end within `most`.
     pub fn choose_load(&mut self, keys: &[BlockHash], most: Duration) -> usize {
         if self.loads.len() >= LOADS_MAX {
             return 0;

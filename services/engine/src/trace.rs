@@ -55,7 +55,7 @@ impl Trace {
         }
         let trace = json!({
             "displayTimeUnit": "ms",
-            // With it, a reader lays the traces of several nodes side by side.
+            // Wall-clock time, to align the traces of several nodes.
             "originUnixUs": origin.map(unix_micros),
             "otherData": self.about,
             "traceEvents": events,
@@ -101,7 +101,7 @@ fn add_steps(events: &mut Vec<Value>, origin: Instant, steps: &[StepRecord]) {
         events.push(event("launch", "launch", step.launch, of_step()));
         events.push(event("collect", "collect", step.collect, of_step()));
         let Some(Span { begin, end }) = step.device else { continue };
-        // The device's clock is known to some µs: steps must not overlap in the trace.
+        // The device's clock is known to a few µs. Avoid overlapping steps in the trace.
         let device = Span { begin: begin.max(idle_from), end: end.max(idle_from) };
         idle_from = device.end;
         let kind = format!("{:?}", step.kind).to_lowercase();

@@ -115,7 +115,7 @@ pub struct ScheduledRow {
 }
 
 impl ScheduledRow {
-    /// Returns the entry of a failed row.
+    /// Returns the work of a failed row: none.
     fn skipped<T>(planned: &RowPlan, row: &BatchRow<T>) -> Self {
         Self {
             slot: planned.slot,
@@ -448,12 +448,12 @@ impl Batch {
 }
 
 impl Batch<TokenCount> {
-    /// Notes that the device samples a token for a row of the current step and appends it there.
+    /// Records that the device samples a token for a row of the current step and appends it to the device's tokens.
     pub fn will_sample(&mut self, scheduled: &ScheduledRow) {
         self.row_mut(scheduled.slot).tokens.most += 1;
     }
 
-    /// Notes that the device verifies the draft tokens of a row of the current step.
+    /// Records that the device verifies the draft tokens of a row of the current step.
     pub fn will_draft(&mut self, scheduled: &ScheduledRow) {
         let row = self.row_mut(scheduled.slot);
         row.tokens.most += scheduled.draft_count;
@@ -461,7 +461,7 @@ impl Batch<TokenCount> {
         row.position += scheduled.draft_count;
     }
 
-    /// Notes how many draft tokens of a row the device accepted. Does nothing when the occupant has left.
+    /// Records how many draft tokens of a row the device accepted. Does nothing when the occupant has left.
     pub fn drafts_accepted(&mut self, scheduled: &ScheduledRow, accepted: usize) {
         let ScheduledRow { slot, generation, draft_count, is_late, .. } = *scheduled;
         if is_late {

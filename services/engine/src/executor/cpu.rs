@@ -65,7 +65,7 @@ enum Job {
     Masks(StepId, Vec<RowMask>),
     /// Free the weights in use.
     ReleaseWeights,
-    /// Exchange the weights in use and the prepared weights.
+    /// Swap the weights in use and the prepared weights.
     CommitWeights,
 }
 
@@ -74,11 +74,11 @@ enum Done {
     /// The forward pass of a step that awaits its token bitmasks.
     Forward(StepId),
     Step(StepResult),
-    /// The weights in use were freed or exchanged.
+    /// The weights in use were freed or swapped.
     WeightsChanged,
 }
 
-/// Time-out of the exchange of weights, which only swaps pointers or frees memory.
+/// Time-out of the swap of weights, which only swaps pointers or frees memory.
 const COMMIT_MAX: Duration = Duration::from_secs(10);
 
 type CpuWeights = LlamaWeights<CpuMatrix, CpuVector>;
@@ -111,7 +111,7 @@ impl WeightUpdate for Shadow {
 
     fn discard(&self) {
         let weights = self.weights().take();
-        // Dropped without the lock: freeing gigabytes takes a while.
+        // Dropped after the lock is released: freeing gigabytes takes a while.
         drop(weights);
     }
 }
@@ -159,7 +159,7 @@ impl CpuExecutor {
 }
 
 impl CpuExecutor {
-    /// Lets updates free the weights in use before they pack others, so that memory holds one copy.
+    /// Lets updates free the weights in use before they pack new weights, so that memory holds one copy.
     pub fn update_in_place(&self) {
         self.shadow.is_in_place.store(true, Ordering::Relaxed);
     }
@@ -175,7 +175,7 @@ impl CpuExecutor {
                 return Ok(());
             }
         }
-        let reason = format!("the weights were not exchanged within {COMMIT_MAX:?}");
+        let reason = format!("the weights were not swapped within {COMMIT_MAX:?}");
         Err(ExecutorError::Stopped { reason })
     }
 }

@@ -187,7 +187,7 @@ pub struct CudaExecutor {
     launched: VecDeque<Launched>,
     /// Results that `launch` has collected, until `collect` returns them.
     collected: VecDeque<StepResult>,
-    /// The step launched last, until its token bitmasks are supplied.
+    /// Step launched last, while it awaits its token bitmasks.
     awaiting: Option<Awaiting>,
     masks_are_due: bool,
     /// Events recorded after the forward passes of steps that await bitmasks, one for each step in flight.
@@ -402,9 +402,9 @@ impl CudaExecutor {
         self.batch.end(backend, step_id, wants_logprobs)
     }
 
-    /// Blocks until every step in flight is collected. FlashInfer plans attention on the host with the exact
-    /// length of every row. The host knows these lengths only after it has collected the steps with draft
-    /// tokens. Decode attention reads the lengths from the device instead.
+    /// Blocks until every step in flight is collected. A step with prefill rows needs this: FlashInfer plans its
+    /// attention on the host with the exact length of every row, and the host knows these lengths only after it has
+    /// collected the steps with draft tokens. Decode attention reads the lengths from the device.
     fn collect_launched(&mut self) -> Result<(), ExecutorError> {
         let deadline = Instant::now() + LAUNCH_WAIT_MAX;
         while !self.launched.is_empty() {
@@ -517,7 +517,7 @@ impl Executor for CudaExecutor {
         }
         let deadline = Instant::now().checked_add(timeout);
         if self.polls && !self.launched.is_empty() {
-            poll(Instant::now(), timeout, || self.worker.has_news());
+            poll(Instant::now(), timeout, || self.worker.is_ready());
         }
         let left = deadline.map_or(timeout, |at| at.saturating_duration_since(Instant::now()));
         self.receive(left)
@@ -552,7 +552,7 @@ impl Executor for CudaExecutor {
         if !is_prepared {
             return Err(ExecutorError::Stopped { reason: "no weights are prepared".to_owned() });
         }
-        // The caller reports the pause, and the shadow may be written again after this call.
+        // Wait: the caller reports the pause, and the shadow may be overwritten after this call.
         self.wait_for_compute()
     }
 }

@@ -1,4 +1,4 @@
-//! Draft tokens by prompt lookup, without a draft model.
+//! Draft tokens by prompt lookup decoding (n-gram matching), without a draft model.
 //!
 //! The tokens after the longest earlier occurrence of the sequence's last n-gram are the draft tokens. Code
 //! edits, quotations, tables and loops repeat long passages. Other text has no match and gets no draft
@@ -28,7 +28,7 @@ fn earlier_occurrence(tokens: &[u32], shortest: usize, longest: usize) -> Option
     let (&last, before) = tokens.split_last()?;
     let mut best = None;
     let mut best_len = shortest.max(1) - 1;
-    // Backwards, so that the latest of equally long matches is found first.
+    // Search backwards, so that the latest of equally long matches is found first.
     for (end, _) in before.iter().enumerate().rev().filter(|&(_, &token)| token == last) {
         let pairs = before[..end].iter().rev().zip(before.iter().rev());
         let len = 1 + pairs.take(longest.saturating_sub(1)).take_while(|(a, b)| a == b).count();

@@ -88,7 +88,8 @@ pub fn kv_of(tokens: &[u32], weight_version: u64) -> Vec<u64> {
     fingerprints(tokens).into_iter().map(|kv| kv ^ salt).collect()
 }
 
-/// Returns an even number, so that KV is never 0. 0 for the weights of the start.
+/// Returns the salt of the fingerprints: 0 for the weights of the start, otherwise an even number, so that KV is never
+/// 0.
 fn salt(weight_version: u64) -> u64 {
     if weight_version == 1 { 0 } else { mix(weight_version) & !1 }
 }
@@ -179,7 +180,7 @@ pub struct SimExecutor {
     histories: Vec<Vec<u64>>,
     arena: SimArena,
     weight_version: u64,
-    /// Version that the next commit of weights takes up.
+    /// Weight version that the next commit uses.
     prepared_version: Option<u64>,
     launched: VecDeque<Launched>,
     /// Whether the oldest step waits for its token bitmasks only.
@@ -214,7 +215,8 @@ impl SimExecutor {
         self.arena.clone()
     }
 
-    /// Prepares weights of this version. After the commit KV of other weights counts as KV of other tokens.
+    /// Prepares weights of this version. After the commit, reading KV of other weights is an error, like KV of other
+    /// tokens.
     pub fn prepare_weights(&mut self, version: u64) {
         self.prepared_version = Some(version);
     }

@@ -53,7 +53,7 @@ impl<J: Send + 'static, R: Send + 'static, E: Into<ExecutorError> + Send + 'stat
     }
 
     /// Returns whether [`receive`](Self::receive) would return at once.
-    pub fn has_news(&self) -> bool {
+    pub fn is_ready(&self) -> bool {
         !self.results.is_empty() || !self.woken.is_empty()
     }
 

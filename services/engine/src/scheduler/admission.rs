@@ -15,7 +15,8 @@ use crate::{
     tiers::Tiers,
 };
 
-/// Results of a row after its hand-over until which steps prefill less. With two steps in flight, three steps.
+/// Number of a row's results after its hand-over for which steps prefill less. With two steps in flight these are three
+/// steps.
 const CATCH_UP_RESULTS: u32 = 2;
 
 impl Scheduler {
@@ -69,7 +70,7 @@ impl Scheduler {
             let reason = format!("{} transfers are in flight", self.transfers.len());
             return Err(SequenceFailure::Busy { reason });
         }
-        // A sequence that gets a free slot waits for the next step only, so it does not count.
+        // Sequences that fit into free slots do not count: they wait for the next step only.
         let waiting_max = self.config.waiting_max.saturating_add(self.unclaimed_slots());
         if new.kind != SequenceKind::Send && self.waiting.len() >= waiting_max as usize {
             let reason = format!("{} sequences wait already", self.waiting.len());
@@ -131,7 +132,8 @@ impl Scheduler {
         if first_block >= blocks_for(sequence.tokens.len()) {
             return self.fail(id, SequenceFailure::TransferFailed, actions);
         }
-        // The change of the weights would fail the sender. Until then its receiver would hold blocks.
+        // Reject the sender now: the change of the weights would fail it, and its receiver would hold blocks until
+        // then.
         if !self.is_admitting {
             return self.fail(id, SequenceFailure::WeightsChanged, actions);
         }
@@ -235,7 +237,7 @@ impl Scheduler {
                 return false;
             }
         };
-        // The prefill peer waits for the reservation, so a load must not take longer than a wait for blocks may take.
+        // The prefill peer waits for the reservation, so a load has the same time-out as a wait for blocks.
         let most = self.config.reserve_timeout;
         let Some(prefix) = self.load_prefix(id, prefix, most, actions) else { return true };
         let rest = self.kv.reserve(blocks_total - prefix.len() as u32, id);
@@ -253,7 +255,7 @@ impl Scheduler {
         actions: &mut Vec<Action>,
     ) {
         let sequence = self.sequences.get_mut(&id).expect("the caller looked it up");
-        sequence.note_cached(prefix.len());
+        sequence.set_cached(prefix.len());
         let cached_tokens = sequence.cached_tokens.unwrap_or(0);
         let computed = prefix.len() * BLOCK_TOKENS;
         let local_prefill = sequence.tokens.len() - computed < BLOCK_TOKENS;
@@ -284,7 +286,7 @@ impl Scheduler {
                 unreachable!("a sequence in `ready` is ready");
             };
             let mut row = Row::new(slot, generation, table, sequence.tokens.len());
-            // Only one token is not computed: the prefill peer sampled it.
+            // Only token 0, which the prefill peer sampled, is not computed.
             let is_handed_over = row.length > sequence.given_len && row.computed + 1 == row.length;
             row.catch_up = if is_handed_over { CATCH_UP_RESULTS } else { 0 };
             sequence.phase = Phase::Running(row);
@@ -341,7 +343,7 @@ impl Scheduler {
     ) {
         let sequence = self.sequences.get_mut(&id).expect("the caller looked it up");
         if sequence.cached_tokens.is_none() {
-            sequence.note_cached(cached);
+            sequence.set_cached(cached);
             if sequence.kind == SequenceKind::Compute {
                 let cached_tokens = sequence.cached_tokens.unwrap_or(0);
                 actions.push(Action::Admitted { id, cached_tokens, local_prefill: true });

@@ -17,8 +17,8 @@ pub struct SchedulerConfig {
     /// Tokens of the last part into which a long prompt is split, if its KV is sent to another node. The KV of the last
     /// part is sent after the step that computes it. `None`: prompts are not split.
     pub tail_tokens: Option<u32>,
-    /// Whether the next decode step waits for KV that a prefill peer is about to send, until shortly before the device would
-    /// be idle. Off where the time of a launch is not known.
+    /// Whether the launch of the next decode step waits for KV that a prefill peer is about to send, until shortly
+    /// before the device would be idle. Off if the time of a launch is unknown.
     pub waits_for_kv: bool,
     /// Bound on steps that decode; `None`: prefill may take the rest of a step with decode rows.
     pub itl: Option<ItlLimit>,
@@ -49,7 +49,7 @@ impl SchedulerConfig {
             itl: None,
             prefix_cache: true,
             measures_drafts: true,
-            // Four batches; more would only wait in the queue.
+            // Four batches: more sequences would only wait in the queue.
             waiting_max: limits.slots.saturating_mul(4),
             transfers_max: limits.slots.saturating_mul(8),
             reserve_timeout: Duration::from_millis(500),

@@ -9,13 +9,13 @@ use std::time::Duration;
 
 use crate::plan::RowPlan;
 
-/// Steps between two probes. A probe verifies one draft token per row although draft tokens do not pay off, to
-/// detect text that repeats again.
+/// Number of steps between two probes. A probe verifies one draft token per row although draft tokens do not pay off,
+/// to detect when the text becomes repetitive.
 const PROBE_STEPS: u64 = 64;
 /// Weight of the newest step in a mean time.
 const NEWEST: f32 = 0.125;
-/// Decode steps after which a mean time expires. The times change with the context, and steps of one kind may not
-/// occur while the other kind pays off. One step in this many is a small price for a new measurement.
+/// Number of decode steps after which a mean time expires and is measured again. The times change with the context, and
+/// steps with draft tokens may not occur while steps without them are faster, or the reverse.
 const EXPIRY_STEPS: u64 = 1024;
 /// Number of size classes: powers of two from 1 to 65,536.
 const SIZES: usize = 17;

@@ -42,7 +42,7 @@ impl Scheduler {
         self.tiers.as_ref().map(|tiers| tiers.keys(tier, most)).unwrap_or_default()
     }
 
-    /// Tells the tiers the time, from which they compute deadlines and ages.
+    /// Sets the time from which the tiers compute deadlines and ages.
     pub(super) fn set_tiers_now(&mut self, now: Instant) {
         if let Some(tiers) = &mut self.tiers {
             tiers.set_now(now);
@@ -58,7 +58,7 @@ impl Scheduler {
         let resident = |kv: &KvBlocks, key| {
             let (block, contents) = kv.cache.get(key).ok_or(NoSource::Evicted)?;
             let is_cached = kv.pool.state(block) == BlockState::Cached;
-            // A sequence that could have its blocks after the copies in flight does not wait for further copies.
+            // Start no further copies while a sequence waits for blocks that the copies in flight will release.
             let waits = needed >= kv.pool.available() && needed <= kv.pool.evictable();
             if is_cached && waits { Err(NoSource::Awaited) } else { Ok((block, contents)) }
         };
@@ -96,8 +96,8 @@ impl Scheduler {
         }
     }
 
-    /// Continues a sequence's held prefix with blocks of the tiers, if they can be loaded within `most` and sooner than
-    /// computed: then the sequence waits in phase `Loading`. Otherwise returns the prefix.
+    /// Extends a sequence's held prefix with blocks of the tiers, if loading takes at most `most` and is faster than
+    /// computing. Then the sequence waits in phase `Loading`. Otherwise returns the prefix.
     pub(super) fn load_prefix(
         &mut self,
         id: SequenceId,
@@ -164,7 +164,7 @@ impl Scheduler {
         insert(&mut self.ready, (arrival, id));
     }
 
-    /// Returns a sequence whose load takes too long to its queue, where it no longer waits for loads.
+    /// Handles the time-out of a load: returns the sequence to its queue, and lets it load nothing any more.
     pub(super) fn give_up_load(&mut self, now: Instant, id: SequenceId) {
         self.leave_load(id);
         let sequence = self.sequences.get_mut(&id).expect("an alarm names a known sequence");
@@ -191,8 +191,8 @@ impl Scheduler {
         self.set_alarm(id, deadline);
     }
 
-    /// Keeps place and KV of a finished sequence's conversation for its next turn. Call it before the sequence releases its
-    /// blocks.
+    /// Keeps the queue place and the KV of a finished turn for the next turn of its conversation. Call it before the
+    /// sequence releases its blocks.
     pub(super) fn end_turn(&mut self, id: SequenceId) {
         let (Some(sessions), Some(tiers)) = (&mut self.sessions, &self.tiers) else { return };
         let sequence = self.sequences.get_mut(&id).expect("the caller looked it up");
@@ -230,7 +230,7 @@ fn touch(tiers: &mut Tiers, sequence: &mut Sequence, resident: usize, loaded: us
     let keys = sequence.chain.hashes();
     sequence.touched = keys.len();
     sequence.continues = resident + loaded > 0;
-    // The head was used last, so that a tail is overwritten before its head.
+    // Touch the head last, so that a tail is overwritten before its head.
     keys.iter().rev().for_each(|&key| tiers.touch(key));
     for &key in &keys[..resident] {
         if tiers.admits(key, false) {

@@ -78,12 +78,12 @@ impl Scheduler {
         let rows = self.running.len().max(1) as u32;
         let drafting = || {
             let rules = limits.speculation?;
-            // The row's share of a step. Bitmasks after further draft tokens would not be used.
+            // The number of draft tokens that a step can grant the row. Further bitmasks would not be used.
             let share = (rules.step_tokens / rows).saturating_sub(1).min(rules.row_drafts);
             let most = limits.row_drafts(rows, share);
             (most > 0).then(|| Drafting {
                 tokens: sequence.tokens.clone(),
-                // One draft token more, which predicts the token of the step in flight.
+                // One more draft token predicts the token of the step in flight.
                 drafts_max: 1 + most as usize,
                 ngram_drafts_max: 1 + ngram_drafts.min(most) as usize,
                 rules,

@@ -113,7 +113,7 @@ impl Scheduler {
             }
             let missing = sequence.row().missing_blocks(count);
             if missing == 0 {
-                // Most rows of most steps take this path, which looks the sequence up once.
+                // Fast path of most rows: it looks the sequence up once.
                 advance(sequence, id, step_id, count, builder);
                 index += 1;
                 continue;
@@ -150,7 +150,7 @@ impl Scheduler {
         }
     }
 
-    /// Returns whether the step contains a split prompt. Other prompts would delay its first token.
+    /// Returns whether the step contains a split prompt. Then no other prompt may join: it would delay the first token.
     fn ends_split_prompt(&self, builder: &PlanBuilder) -> bool {
         builder.sequences.iter().any(|id| self.sequences[id].row().is_split)
     }
@@ -159,8 +159,7 @@ impl Scheduler {
     fn prefill_left(&self, builder: &mut PlanBuilder) -> u32 {
         let Some(itl) = &self.config.itl else { return u32::MAX };
         let budget = builder.prefill.get_or_insert_with(|| {
-            // The KV of a reserved sequence usually arrives during this step or the next. Then the sequence
-            // decodes.
+            // A reserved sequence counts as decoding: its KV usually arrives during this step or the next.
             let any = |is: fn(&Sequence) -> bool| {
                 self.running.iter().any(|(_, id)| is(&self.sequences[id]))
             };
@@ -211,7 +210,7 @@ impl Scheduler {
                 self.append(id, blocks, builder);
                 return Growth::Done;
             }
-            // Steps in flight will release blocks, or saves will end. These may be enough, so no row is preempted yet.
+            // Do not preempt yet: blocks of steps in flight and of saves may suffice.
             if self.frames.has_deferred() || self.kv.pool.evictable() >= missing {
                 return Growth::Wait;
             }
@@ -377,9 +376,9 @@ pub(super) fn attention_pairs(computed: u64, tokens: u64) -> u64 {
     tokens * computed + tokens * (tokens + 1) / 2
 }
 
-/// Returns how many of the `count` tokens of a prompt the step computes, if `count` ends the prompt of a sender. A long last
-/// part is split, so that most of its KV travels while the rest is computed. A part of at most twice `tail_tokens` is
-/// not split: the further step would take as long as the transfer gains. A prompt that shares its steps is not split either,
+/// Returns how many of the last `count` tokens of a sender's prompt the step computes. A long last part is split, so
+/// that most of its KV is sent while the rest is computed. A part of at most twice `tail_tokens` is not split: the
+/// additional step would cost as much time as the transfer saves. A prompt that shares its steps is not split either,
 /// because its first part would not end sooner.
 fn split_last_part(sequence: &mut Sequence, count: u32, tail_tokens: Option<u32>) -> u32 {
     let ends = sequence.kind == SequenceKind::Send && count == sequence.pending();

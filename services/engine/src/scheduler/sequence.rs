@@ -31,9 +31,9 @@ pub(super) struct Sequence {
     pub(super) ignore_stop_tokens: bool,
     /// Whether the sequence may wait for a load from the KV tiers; false after such a load took too long.
     pub(super) may_load: bool,
-    /// Whether KV of the row was computed with weights before the current ones. No other sequence may use this KV.
+    /// Whether some of the row's KV was computed with earlier weights. No other sequence may use this KV.
     pub(super) has_old_kv: bool,
-    /// Whether the prompt began with a hit when the sequence was first admitted.
+    /// Whether the prompt began with a prefix cache hit when the sequence was first admitted.
     pub(super) continues: bool,
     /// Prompt tokens that were cached when the sequence was first admitted.
     pub(super) cached_tokens: Option<u32>,
@@ -109,10 +109,10 @@ pub(super) struct Row {
     pub(super) announced: bool,
     /// Whether the last sample was withdrawn because its token bitmask was late.
     pub(super) was_late: bool,
-    /// Results after which the row no longer reduces the prefill of steps: it waited for the steps in flight when its
-    /// KV arrived.
+    /// Number of further results for which the row reduces the prefill of steps, because it waited for the steps in
+    /// flight when its KV arrived.
     pub(super) catch_up: u32,
-    /// Whether the last part of the prompt was left to a step of its own.
+    /// Whether the last part of the prompt runs in a separate step.
     pub(super) is_split: bool,
     pub(super) drafts: RowDrafts,
 }
@@ -265,7 +265,7 @@ impl Sequence {
         Ok(finish)
     }
 
-    /// Returns why the last token ends the request, if it does; a grammar's end is checked elsewhere.
+    /// Returns why the last token ends the request, if it does. Does not check the grammar.
     fn finish_reason(&self) -> Option<FinishReason> {
         let last = self.tokens.last()?;
         if !self.ignore_stop_tokens && self.sampling.stop_token_ids.contains(last) {
@@ -278,7 +278,7 @@ impl Sequence {
     }
 
     /// Stores the number of cached tokens at the first admission, which the client sees in the usage.
-    pub(super) fn note_cached(&mut self, blocks: usize) {
+    pub(super) fn set_cached(&mut self, blocks: usize) {
         let tokens = (blocks * BLOCK_TOKENS).min(self.prompt_len) as u32;
         self.cached_tokens.get_or_insert(tokens);
     }

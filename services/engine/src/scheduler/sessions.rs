@@ -1,13 +1,13 @@
-//! Conversations that continue: a later turn keeps the place in the queue of its conversation's first turn, and finds
-//! its KV in memory if it comes as soon as earlier turns came.
+//! Conversations: a later turn keeps the queue place of its conversation's first turn, and the KV stays in memory for
+//! as long as the gaps between earlier turns predict a next turn.
 //!
-//! With turns in order of their own arrival, many conversations advance together, and their KV does not fit the memory
-//! at once: each turn loads or computes the KV that another turn has evicted. In order of the conversations' arrival the
-//! oldest conversations finish first, and their KV stays.
+//! If turns ran in order of their own arrival, many conversations would advance together, and their KV would not fit
+//! into memory: each turn would load or compute KV that another turn has evicted. In order of the conversations'
+//! arrival the oldest conversations finish first, and their KV stays in memory.
 //!
 //! Requests that name a session are turns of that session. Otherwise a prompt continues the request that ended with one
-//! of the prompt's blocks. Each such end is continued once, so that parallel requests with a common beginning keep their
-//! own places. A conversation has its place for [`PLACE_MAX`], so that conversations without end delay nobody for longer.
+//! of the prompt's blocks. Each such end is continued once, so that parallel requests with a common beginning keep
+//! separate places. A conversation keeps its place for [`PLACE_MAX`], which bounds the delay of other requests.
 
 use std::{
     mem,
@@ -24,9 +24,9 @@ use crate::{
 
 /// Time from a conversation's first turn for which later turns keep its place.
 const PLACE_MAX: Duration = Duration::from_secs(300);
-/// Conversations of one generation.
+/// Maximum number of conversations in one generation.
 const CONVERSATIONS_MAX: usize = 8192;
-/// Gaps between turns that are known of one conversation, and of all.
+/// Number of gaps between turns that are remembered of one conversation, and of all conversations.
 const OWN_GAPS_MAX: usize = 8;
 const ALL_GAPS_MAX: usize = 64;
 
@@ -94,7 +94,7 @@ impl Sessions {
         conversation
     }
 
-    /// Notes that a turn has ended with the block `last`. Returns for how long to keep its KV. See [`keep_time`].
+    /// Records the end of a turn whose last block is `last`. Returns the time to keep its KV ([`keep_time`]).
     pub fn ended(
         &mut self,
         now: Instant,

@@ -62,8 +62,8 @@ impl Transfers {
         }
     }
 
-    /// Hands over those of the first `written` blocks of `table` that the receiver wants and that were
-    /// not handed over before. Returns the index of the first, and the blocks.
+    /// Hands over the blocks among the first `written` of `table` that the receiver wants and that were not handed over
+    /// before. Returns the index of the first of them, and the blocks.
     pub(super) fn hand_over(
         &mut self,
         id: SequenceId,
@@ -102,7 +102,7 @@ impl Transfers {
         self.known.keys().copied().collect()
     }
 
-    /// Returns true the first time, when the node must be told to abort this transfer.
+    /// Marks the transfer as aborted. Returns true on the first call: then the node must be told.
     pub(super) fn abort(&mut self, id: SequenceId) -> bool {
         let transfer = self.known.get_mut(&id);
         transfer.is_some_and(|transfer| !std::mem::replace(&mut transfer.abort_sent, true))

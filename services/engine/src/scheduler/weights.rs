@@ -1,4 +1,4 @@
-//! Moves sequences to other weights. No KV of the old weights is used afterwards, except by a sequence that keeps its own.
+//! Moves sequences to new weights. Afterwards KV of the old weights is used only by a sequence that keeps its own KV.
 
 use super::{
     Scheduler,
@@ -10,8 +10,8 @@ use crate::{
 };
 
 impl Scheduler {
-    /// Lets the batch run empty: admits no sequence until the weights change or [`Self::admit_again`]. Fails the senders that
-    /// wait. Their receivers hold blocks and would wait in vain, because the change fails every sender.
+    /// Drains the batch: admits no sequence until the weights change or [`Self::admit_again`]. Fails waiting senders at
+    /// once, because the change would fail them and their receivers hold blocks.
     pub fn stop_admitting(&mut self, actions: &mut Vec<Action>) {
         self.is_admitting = false;
         let waits = |sequence: &Sequence| {
@@ -20,7 +20,7 @@ impl Scheduler {
         self.fail_where(waits, actions);
     }
 
-    /// Fails every sequence and aborts every transfer: the node has no weights any more.
+    /// Fails every sequence and aborts every transfer, because the node has no valid weights.
     pub fn fail_all(&mut self, actions: &mut Vec<Action>) {
         self.fail_where(|_| true, actions);
         for id in self.transfers.ids() {
@@ -33,7 +33,7 @@ impl Scheduler {
         self.is_admitting = true;
     }
 
-    /// Returns whether a sequence is in the batch or will be in it without a further admission, or KV is transferred.
+    /// Returns whether a sequence is in the batch or will join it without admission, or KV is being transferred.
     pub fn has_running(&self) -> bool {
         let claims = self.reserved_count + self.loading_count;
         !self.running.is_empty()
@@ -56,9 +56,9 @@ impl Scheduler {
         }
     }
 
-    /// Continues with the keys of other weights. Sequences that this node computes alone are recomputed over all their
-    /// tokens, or keep their KV if they run and `in_flight` says so. Sequences of transfers fail, and every transfer is
-    /// aborted: the peer may have the old weights. Cached blocks are dropped. Waiting sequences are admitted.
+    /// Changes to the cache keys of new weights. Sequences that this node computes alone are recomputed over all their
+    /// tokens, or keep their KV if they run and `in_flight` is `KeepKv`. Sequences of transfers fail, and every
+    /// transfer is aborted: the peer may have the old weights. Drops cached blocks. Admits waiting sequences again.
     ///
     /// # Panics
     /// When a step is in flight.
@@ -80,8 +80,8 @@ impl Scheduler {
         self.kv.drop_cached();
     }
 
-    /// Takes every sequence out of the batch, unless `in_flight` keeps its KV. Sequences of transfers fail, and every
-    /// transfer is aborted. The other ones wait for admission.
+    /// Removes every sequence from the batch, unless `in_flight` keeps its KV. Sequences of transfers fail, and every
+    /// transfer is aborted. The other removed sequences wait for admission.
     ///
     /// # Panics
     /// When a step is in flight.

@@ -4,7 +4,7 @@ use std::time::{Duration, Instant};
 
 use kernels::BLOCK_TOKENS;
 
-/// Prefill tokens of a step below which the step's fixed time hides the time of a token.
+/// Minimum number of prefill tokens in a measured step. In a smaller step the fixed time dominates.
 const PREFILL_TOKENS_MIN: u32 = 4 * BLOCK_TOKENS as u32;
 /// Time after which a refused load measures its tier again. The tier may have become faster.
 const PROBE_AFTER: Duration = Duration::from_secs(10);
@@ -38,7 +38,7 @@ impl LoadRate {
 
     /// Returns the predicted time until `blocks` further blocks are loaded.
     fn time(&self, blocks: u32) -> Duration {
-        // An unknown time is measured by the first load.
+        // Assume 0 before the first load, which measures the time.
         self.block.unwrap_or_default() * (self.pending + blocks)
     }
 
@@ -68,7 +68,7 @@ impl PrefillRate {
     }
 }
 
-/// Choice between loading and computing a run of blocks.
+/// Choice between loading and computing consecutive blocks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Choice {
     /// Leading blocks to load.
@@ -77,8 +77,8 @@ pub(super) struct Choice {
     pub is_refused: bool,
 }
 
-/// Chooses how many leading blocks of a run to load: as many as save the most time. `run` has the index of each block's
-/// tier in `rates`. Tiers load at the same time, and the load must end within `most`.
+/// Chooses how many leading blocks of `run` to load: the number that saves the most time. `run` has the index of each
+/// block's tier in `rates`. Tiers load in parallel, and the load must end within `most`.
 pub(super) fn choose(
     now: Instant,
     run: &[usize],
@@ -96,7 +96,7 @@ pub(super) fn choose(
             break;
         }
         in_time += 1;
-        // Before the first prefill every load is taken to save time.
+        // Before the first prefill, assume that every load saves time.
         match prefill.time(in_time).map(|compute| compute.saturating_sub(load)) {
             Some(saved) if saved <= saved_max => {}
             saved => (best, saved_max) = (in_time, saved.unwrap_or_default()),
@@ -110,8 +110,8 @@ pub(super) fn choose(
     Choice { blocks, is_refused: true }
 }
 
-/// Adds a load of `read` blocks from each tier, fastest tier first, which took `took`. The tiers loaded at the same
-/// time, so the load measures the slowest of them, unless the others may have taken most of the time.
+/// Adds a load of `read` blocks from each tier, fastest tier first, which took `took`. The tiers loaded in parallel, so
+/// the time counts for the slowest of them, unless the other tiers may have dominated it.
 pub(super) fn measure<const TIERS: usize>(
     now: Instant,
     rates: &mut [LoadRate; TIERS],
@@ -127,7 +127,7 @@ pub(super) fn measure<const TIERS: usize>(
     }
 }
 
-/// Moves the mean a quarter of the way to the newest value.
+/// Adds the newest value to an exponential moving average, with weight 1/4.
 fn mix(mean: &mut Option<Duration>, newest: Duration) {
     *mean = Some(mean.map_or(newest, |mean| (3 * mean + newest) / 4));
 }

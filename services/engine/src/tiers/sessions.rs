@@ -1,18 +1,19 @@
 //! How long the KV of a finished turn is kept in memory for the next turn of its conversation.
 //!
-//! Pure: times of past turns go in, a time comes out. Without the KV the next turn takes the time of a load or a
-//! prefill longer. While the KV is kept, the KV of other turns is evicted sooner. So the KV is kept for the time after
-//! which keeping it any longer is expected to cost more than it saves.
+//! Pure: times of past turns go in, a time comes out. Without the KV the next turn also needs a load or a prefill.
+//! While the KV is kept, the KV of other turns is evicted sooner. The policy chooses the time with the greatest
+//! expected benefit.
 
 use std::{collections::VecDeque, time::Duration};
 
 /// Maximum time for which the policy keeps KV. A client may ask for more.
 pub(crate) const KEEP_MAX: Duration = Duration::from_secs(60);
-/// Time by which a turn may come later than an earlier one, relative to the earlier gap.
+/// Candidate times are earlier gaps times this factor, because a turn may come somewhat later than an earlier turn.
 const MARGIN: f32 = 1.25;
-/// Turns of a conversation after which its own gaps predict its next gap.
+/// Minimum number of a conversation's own gaps to predict its next gap. With fewer, the gaps of all conversations
+/// count.
 const OWN_GAPS_MIN: usize = 2;
-/// Turns of other conversations that count as much as the turns of one conversation.
+/// Weight of the prior probability of a return, in turns (pseudo-counts).
 const PRIOR: f32 = 2.0;
 /// Finished turns after which the counts are halved, so that they follow the workload.
 const TURNS_MAX: f32 = 1024.0;
@@ -23,7 +24,7 @@ pub(crate) struct Returns {
     /// Seconds between the end of a turn and the arrival of the next turn: the newest `gaps_max`.
     gaps: VecDeque<f32>,
     gaps_max: usize,
-    /// Finished turns, and those that the next turn has continued.
+    /// Number of finished turns, and of turns that a next turn has continued; decayed.
     finished: f32,
     continued: f32,
 }
@@ -50,7 +51,7 @@ impl Returns {
         self.continued = (self.continued + 1.0).min(self.finished);
     }
 
-    /// Returns the probability that a turn is continued, if it is `prior` without the counted turns.
+    /// Returns the probability that a turn is continued: the counts, smoothed by the probability `prior`.
     fn return_probability(&self, prior: f32) -> f32 {
         (self.continued + PRIOR * prior) / (self.finished + PRIOR)
     }
@@ -76,9 +77,9 @@ pub(crate) fn keep_time(own: &Returns, all: &Returns, restore: Duration, share: 
             within += 1;
         }
         let continued = returns * within as f32 / count;
-        // Memory is held until the turn comes, or until the time ends.
+        // Expected time for which memory is held: until the next turn, or until the time ends.
         let held = returns * within_sum / count + (1.0 - continued) * time;
-        // In the time that is held, prefill replaces this share of the memory: KV of other turns.
+        // Expected cost for other turns, whose KV is evicted meanwhile.
         let lost = share * held * all_return;
         let benefit = continued * restore.as_secs_f32() - lost;
         if benefit > best {

@@ -15,11 +15,11 @@ use crate::event::{BlockHash, CacheChange};
 /// Index of a slot in its tier.
 pub type SlotIndex = u32;
 
-/// Position in the order of use: time of use, blocks since the block that was used then, and slot. A tail is overwritten
-/// before its head.
+/// Position in the LRU order: time of use, distance in blocks from the block that was used, and slot. A tail is
+/// overwritten before its head.
 type Used = (u64, Reverse<u32>, SlotIndex);
 
-/// Blocks that were not saved and are remembered: a prompt of a million tokens has 65,536 blocks.
+/// Maximum number of remembered blocks that were not saved. A prompt of a million tokens has 65,536 blocks.
 const DROPPED_MAX: usize = 65_536;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -151,7 +151,7 @@ impl Store {
         }
     }
 
-    /// Takes in a block that was found in a slot at start. Returns false when the slot or the key is in use already.
+    /// Adds a block that was found in a slot at start. Returns false if the slot or the key is in use already.
     pub fn recover(&mut self, index: SlotIndex, key: BlockHash) -> bool {
         let is_free = self.slots.get(index as usize).is_some_and(|it| it.state == State::Free);
         if !is_free || self.is_known(key) {

@@ -14,7 +14,7 @@ pub(super) struct Touches {
     /// Whether each key was touched at least twice.
     recent: HashMap<BlockHash, bool>,
     older: HashMap<BlockHash, bool>,
-    /// Keys of one generation.
+    /// Maximum number of keys in one generation.
     keys_max: usize,
 }
 

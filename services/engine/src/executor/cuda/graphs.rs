@@ -38,7 +38,7 @@ pub struct Graphs {
     limits: ExecutorLimits,
 }
 
-/// Model, backend and batch that run a forward pass.
+/// Model, backend and batch that run the forward passes of a capture.
 pub struct Parts<'a> {
     pub model: &'a mut Llama<CudaBackend>,
     pub backend: &'a mut CudaBackend,
@@ -98,7 +98,7 @@ impl Graphs {
         let can_capture = is_on && parts.backend.can_capture(heads);
         let rows_max = limits.slots.min(limits.step_tokens);
         let mut sizes = Vec::new();
-        // The largest graph first: it needs the largest shared workspace.
+        // Capture the largest graph first: it needs the largest shared workspace.
         for rows in decode_sizes(rows_max).into_iter().rev() {
             parts.step(&StepInput { rows_min: rows, ..EMPTY })?;
             let graph = if can_capture { Some(parts.capture(rows, 0)?) } else { None };

@@ -45,8 +45,8 @@ impl CudaRank {
         Exchange::region_bytes(ranks)
     }
 
-    /// Creates this rank's executor with `make`. After an error the rank stays in the exchange, because
-    /// otherwise the other ranks would report that it left instead of the reason.
+    /// Creates this rank's executor with `make`. After an error the rank stays in the exchange; otherwise the other
+    /// ranks would report that this rank left instead of the error.
     pub fn start<T, E>(self, make: impl FnOnce(&mut Self) -> Result<T, E>) -> Result<T, E> {
         let mut rank = ManuallyDrop::new(self);
         let made = make(&mut rank)?;

@@ -1,4 +1,4 @@
-//! Places of a trainer's tensors in packed weights, and the copies that bring a chunk there.
+//! Destinations of a trainer's tensors in the packed weights, and the copies from a chunk to them.
 //!
 //! A matrix is a range of the packed weights in their element type. Vectors are packed in f32, so their bytes go to host
 //! memory, which converts them. A rank has only its part of the rows or columns.
@@ -14,7 +14,7 @@ use model::{ModelConfig, PackedPart, Weight, packing_order};
 
 use crate::executor::{DeclaredError, DeclaredTensor, TensorDigest, TensorPiece};
 
-/// Places of all tensors of an update.
+/// Destinations of all tensors of an update.
 #[derive(Debug)]
 pub(super) struct Scatter {
     tensors: Vec<Placed>,
@@ -30,7 +30,7 @@ struct Placed {
     destinations: Vec<Destination>,
 }
 
-/// A part of a tensor, and its place. All sizes are in bytes.
+/// A part of a tensor, and its destination. All sizes are in bytes.
 #[derive(Debug)]
 struct Destination {
     rows: Range<usize>,
@@ -59,7 +59,8 @@ struct Vector {
 }
 
 impl Scatter {
-    /// Checks the tensors of a trainer, and places them. `place` returns the offset of the next bytes of packed weights.
+    /// Checks the tensors of a trainer and assigns their destinations. `place` returns the offset of the next bytes of
+    /// packed weights.
     pub fn new<E: From<DeclaredError>>(
         config: &ModelConfig,
         shard: Shard,
@@ -134,8 +135,9 @@ impl Scatter {
         work
     }
 
-    /// Checks that all elements are finite, calls `upload` with each packed vector and its place, and returns the digest
-    /// of every tensor, or of this rank's part of it: the digests of the parts add up to the tensor's.
+    /// Checks that all elements are finite, calls `upload` with each packed vector and its offset, and returns the
+    /// digest of every tensor or of this rank's part of it. The digests of the parts add up to the digest of the
+    /// tensor.
     pub fn finish<E: From<DeclaredError>>(
         &self,
         copied: &CopiedWeights,
@@ -223,7 +225,7 @@ impl Destination {
         &host[self.to..self.to + self.runs().bytes()]
     }
 
-    /// Adds the copies of those bytes of the piece that belong to this part.
+    /// Adds the copies of the piece's bytes that belong to this part.
     fn copies(&self, piece: &TensorPiece, copies: &mut Vec<RowCopy>) {
         let row_bytes = self.row_bytes;
         let begin = piece.range.start.max(self.rows.start * row_bytes);

@@ -1,4 +1,4 @@
-//! New weights of a GPU: a second copy that is prepared beside the steps, or in the place of the weights in use.
+//! New weights of a GPU: a second copy that is prepared while steps run, or an update in place.
 
 use std::{
     path::Path,
@@ -40,7 +40,7 @@ impl Shadow {
         Ok(Self::with(CudaPacker::new(backend, chunks)?, config, false))
     }
 
-    /// Prepares weights over those of `backend`.
+    /// Lets updates overwrite the weights of `backend`.
     pub fn in_place(
         config: &ModelConfig,
         backend: &CudaBackend,
@@ -54,8 +54,8 @@ impl Shadow {
         Arc::new(Self { packer, config: config.clone(), is_in_place, is_prepared })
     }
 
-    /// Enqueues a copy of the prepared weights over those in use, unless they are in place. Returns false, and does nothing, without prepared
-    /// weights.
+    /// Enqueues a copy of the prepared weights over the weights in use, unless they are in place already. Does nothing
+    /// and returns false without prepared weights.
     pub fn commit(&self, backend: &CudaBackend) -> Result<bool, CudaError> {
         let is_prepared = self.is_prepared.swap(false, Ordering::AcqRel);
         if is_prepared && !self.is_in_place {
@@ -74,7 +74,7 @@ impl WeightUpdate for Shadow {
         self.discard();
         self.packer.begin().map_err(failed)?;
         let packed = LlamaWeights::pack(checkpoint, &self.packer, &mut |_| ());
-        // The uploads end also if a weight could not be read.
+        // Wait for the uploads even if a weight could not be read.
         let finished = self.packer.finish();
         packed?;
         finished.map_err(failed)?;
@@ -102,7 +102,7 @@ impl WeightUpdate for Shadow {
         self.packer.leave_trainer();
     }
 
-    /// The memory stays allocated for the next update.
+    /// Keeps the memory allocated for the next update.
     fn discard(&self) {
         self.is_prepared.store(false, Ordering::Release);
     }
@@ -143,7 +143,7 @@ impl ChunkReceiver for ShadowReceiver<'_> {
         let copied = copies.finish(limit).map_err(failed)?;
         let upload = |values: &[f32], to| shadow.packer.upload(values, to).map_err(failed);
         let digests = scatter.finish(&copied, upload);
-        // The uploads end also if a weight is not finite.
+        // Wait for the uploads even if a weight is not finite.
         let finished = shadow.packer.finish();
         let digests = digests?;
         finished.map_err(failed)?;
