@@ -203,12 +203,12 @@ impl NodeMetrics {
             step_tokens: factory.counter("baton.step.tokens", "Tokens of all steps", of_model),
             queue_time: factory.seconds(
                 "baton.sequence.queue_time",
-                "From a sequence's arrival to its first step",
+                "Time from a sequence's arrival to its first step",
                 &FIRST_TOKEN_SECONDS,
             ),
             prefill_time: factory.seconds(
                 "baton.sequence.prefill_time",
-                "From a sequence's first step to its first token",
+                "Time from a sequence's first step to its first token",
                 &FIRST_TOKEN_SECONDS,
             ),
             sequences_finished: factory.counter(
@@ -245,7 +245,7 @@ impl NodeMetrics {
             transfer_bytes: factory.counter("baton.kv_transfer.bytes", "KV bytes transferred, by side", of_model),
             transfer_duration: factory.seconds(
                 "baton.kv_transfer.duration",
-                "Duration of complete KV transfers, by side",
+                "Time of complete KV transfers, by side: sender from the first chunk to ACK, receiver from RESERVE to the last block",
                 &STEP_SECONDS,
             ),
             model,

@@ -241,7 +241,7 @@ impl RouterMetrics {
             ),
             inter_token_latency: metrics.seconds(
                 "baton.inter_token_latency",
-                "Time between two events of a request",
+                "Time between two events of a request, each with one or more tokens",
                 &OUTPUT_TOKEN_SECONDS,
             ),
             request_duration: metrics.seconds(
@@ -308,7 +308,7 @@ impl RouterMetrics {
             ),
             hand_over: metrics.seconds(
                 "baton.hand_over.gap",
-                "Time from token 0 (prefill node) to token 1 (decode node)",
+                "Time from token 0 (prefill node) to token 1 (decode node), a decode step included",
                 &STEP_SECONDS,
             ),
             transfer_bytes: metrics.counter(
@@ -318,7 +318,7 @@ impl RouterMetrics {
             ),
             transfer_duration: metrics.seconds(
                 "baton.kv_transfer.duration",
-                "Time from the first CTS of a transfer to its ACK",
+                "Time from RESERVE to the last block written, of transfers with KV",
                 &STEP_SECONDS,
             ),
             model,
