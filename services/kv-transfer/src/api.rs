@@ -49,8 +49,8 @@ pub struct Peer {
     pub epoch: Epoch,
 }
 
-/// Dropped when two nodes are connected or will not connect. The owner of the other end of the
-/// channel inside waits for that.
+/// Guard that is dropped when two nodes are connected or have failed to connect. It holds one end of a channel, so the
+/// owner of the other end can wait for the drop.
 pub type ConnectGuard = Arc<dyn Any + Send + Sync>;
 
 #[derive(Clone, Debug)]
@@ -65,7 +65,7 @@ pub enum Command {
         deadline: Duration,
         traceparent: String,
     },
-    /// Sender: the router has called `Prefill`. The receiver's `RESERVE` may have arrived or not.
+    /// Sender: the router has called `Prefill`. The receiver's `RESERVE` may arrive before or after this command.
     Expect {
         transfer: TransferId,
         peer: PeerAddress,
@@ -85,7 +85,7 @@ pub enum Command {
     /// beyond [`crate::PRECONNECTED_PAIRS_MAX`] pairs. The driver drops `guard` when the nodes are
     /// connected or will not be, at the latest after [`crate::CONNECT_TIMEOUT`].
     Connect { peer: PeerAddress, sends: bool, guard: Option<ConnectGuard> },
-    /// This node computes with other weights from now on. Later handshakes and reservations name this version.
+    /// This node computes with new weights from now on. Later handshakes and reservations name their version.
     ChangeWeights { weight_version: u64 },
     /// Either side: aborts the transfer. The failed event follows once no read or write is in
     /// flight.

@@ -39,7 +39,7 @@ pub fn traceparent(text: String) -> Checked<String> {
     bounded(text, TRACEPARENT_BYTES_MAX, "traceparent")
 }
 
-/// Omits a trace context that the peer would reject, so that the message itself is accepted.
+/// Returns the trace context, or an empty text if the peer would reject the message because of it.
 pub fn traceparent_to_wire(traceparent: &str) -> String {
     if traceparent.len() > TRACEPARENT_BYTES_MAX { String::new() } else { traceparent.to_owned() }
 }

@@ -207,7 +207,7 @@ pub fn start_and_complete<C: Send>(
                 Err(error) => break Err(error),
             }
         };
-        // Nothing more arrives, so chunks that still wait for the sender cannot complete.
+        // The connection has ended, so chunks that still wait for the sender cannot complete.
         ended.store(true, Ordering::Release);
         drop(started);
         let completed =
@@ -216,8 +216,8 @@ pub fn start_and_complete<C: Send>(
     })
 }
 
-/// Polls until the operation has finished, because a blocking wait wakes up late, or until `hopeless`
-/// returns the reason why it never will.
+/// Polls until the operation has finished, or until `hopeless` returns the reason why it never will. Does not block,
+/// because a blocked thread would wake up late.
 pub fn until_done<B>(
     moving: &mut dyn TransferInFlight<B>,
     mut hopeless: impl FnMut(Duration) -> Option<String>,

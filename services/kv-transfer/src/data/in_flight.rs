@@ -5,7 +5,7 @@ use crate::{
     transport::{ChunkId, Released},
 };
 
-/// Result of returning a chunk whose blocks are no longer read or written.
+/// Outcome for a chunk whose blocks are no longer read or written.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum GivenBack<T> {
     Wanted(T),

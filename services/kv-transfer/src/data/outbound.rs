@@ -88,7 +88,7 @@ fn fall_back(
     (next, offer)
 }
 
-/// Retries for one lease. Returns `None` if the outbox was closed meanwhile.
+/// Connects, and retries for one lease. Returns `None` if the outbox was closed meanwhile.
 fn connect(
     shared: &Shared,
     outbox: &Outbox,

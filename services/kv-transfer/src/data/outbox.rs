@@ -164,7 +164,7 @@ impl Outbox {
         state.closed || state.broken.is_some() || state.ended
     }
 
-    /// Returns since when the oldest chunk in flight has waited.
+    /// Returns the time since which the oldest chunk in flight has waited.
     pub fn oldest(&self) -> Option<Instant> {
         self.lock().taken.chunks.iter().map(|taken| taken.value.since).min()
     }
@@ -206,7 +206,7 @@ impl Outbox {
         self.give_back_of(self.lock(), chunk)
     }
 
-    /// Drops the blocks before the lock, so that a later `cancel` finds the transfer released.
+    /// Drops the blocks before it releases the lock, so that a later `cancel` finds the transfer released.
     fn give_back_of(&self, mut state: MutexGuard<'_, State>, chunk: ChunkId) -> GivenBack<Moved> {
         let given_back = match state.taken.give_back(chunk) {
             Some(GivenBack::Wanted(taken)) => {

@@ -53,7 +53,7 @@ impl SetTimeout for Buffered {
     }
 }
 
-/// Runs the sender's handshake. Also returns bytes that only the two ends of the connection know.
+/// Runs the sender's handshake. Also returns keying material (RFC 5705) that only the two ends of the connection know.
 pub fn connect(
     tls: &ClusterTls,
     stream: &TcpStream,
@@ -102,7 +102,8 @@ fn shake_hands<S: SideData>(
     Ok(())
 }
 
-/// A stream that fails from its deadline on. `complete_io` returns only at the end of the handshake if bytes keep coming.
+/// A stream that fails after its deadline. Needed because `complete_io` does not return before the end of the handshake
+/// while bytes keep arriving.
 struct Until<'a, T> {
     stream: &'a mut T,
     deadline: Instant,
@@ -142,7 +143,7 @@ fn binding<S: SideData>(session: &ConnectionCommon<S>) -> io::Result<[u8; BINDIN
         .map_err(io::Error::other)
 }
 
-/// Writes the bytes that are encrypted already.
+/// Writes the bytes that were encrypted but not written yet.
 pub fn flush(stream: &mut impl Write) -> io::Result<()> {
     let start = Instant::now();
     loop {

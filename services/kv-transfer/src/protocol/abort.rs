@@ -47,7 +47,7 @@ pub struct Aborting {
 }
 
 impl Aborting {
-    /// Returns the tombstone once nothing is left to do.
+    /// Returns the tombstone once the abort is complete.
     pub fn tombstone(&self) -> Option<Tombstone> {
         let is_over = !self.is_unfinished() && self.abort.is_none();
         is_over.then(|| Tombstone::Failed { cause: self.cause, reason: self.reason.clone() })

@@ -11,8 +11,8 @@ use crate::{api::TransferId, control};
 /// writes several chunks at the same time, 32 MiB each on GPUs by default. The receiver should have
 /// posted its receives by then.
 const AHEAD_MAX: usize = 8;
-/// `AHEAD_MAX` before the first block is written. It is smaller because all sequences that wait on a
-/// node may be in this state: with 256 their announcements take half of the peer's queue.
+/// [`AHEAD_MAX`] before the first block is written. Smaller, because all waiting sequences of a node may be in this
+/// state: the announcements of 256 sequences take half of the peer's queue.
 const FIRST_AHEAD_MAX: usize = 4;
 
 /// The reserved blocks, split into chunks. Each chunk passes through the values of `State` in order.

@@ -18,8 +18,8 @@ use crate::{
     control::{Body, Hello, HelloOk},
 };
 
-/// A peer that has not answered `HELLO` after this time probably has its maximum number of pairs. The peer may
-/// still answer later.
+/// Time within which a peer usually answers `HELLO`. A slower peer probably has its maximum number of pairs and may
+/// answer later.
 const EXPECTED_ANSWER_TIME: Duration = Duration::from_millis(500);
 
 pub struct Pair {
@@ -30,10 +30,10 @@ pub struct Pair {
     peer_session: Option<u64>,
     /// All transfers with this peer, including those being aborted.
     pub transfers: BTreeSet<TransferId>,
-    /// Time of the peer's last control message, or the start of the first of the current transfers if that is later:
+    /// Time of the peer's last control message, or the start of the first current transfer if that is later, because
     /// an idle peer sends nothing.
     alive_at: Instant,
-    /// The peer has transfers, so this node sends heartbeats until this time.
+    /// Time until which this node sends heartbeats because the peer has transfers.
     peer_works_until: Instant,
     next_heartbeat: Instant,
     /// Time at which either side last had or expected transfers.
@@ -162,7 +162,7 @@ impl Pair {
             return Change::Nothing;
         }
         if let Some(difference) = turn.local.identity.difference(&ok.identity) {
-            // The peer has accepted although the identities differ.
+            // The peer accepted, although the identities differ.
             return self.reject(turn, difference);
         }
         if !turn.local.transports.contains(&ok.transport)

@@ -220,7 +220,7 @@ impl Transfer {
         }
     }
 
-    /// Returns the outcome once nothing is left to do.
+    /// Returns the outcome once the transfer is over.
     pub fn tombstone(&self) -> Option<Tombstone> {
         match &self.phase {
             Phase::Complete => Some(Tombstone::Complete),

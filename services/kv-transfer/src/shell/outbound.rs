@@ -23,8 +23,8 @@ use crate::{
     threads::Threads,
 };
 
-/// Queue bound: two messages for each of a node's default number of transfers, which all send when
-/// the pair connects. A full queue means that the peer is lost.
+/// Queue bound: two messages for each transfer of a node with default settings, because all transfers send when the
+/// pair connects. A full queue means that the peer is lost.
 const QUEUE_MAX: usize = 2048;
 /// Interval at which an idle thread checks its connection.
 const CONNECTION_POLL: Duration = Duration::from_millis(500);

@@ -112,7 +112,7 @@ impl Core {
     fn remember_tcp_only(&mut self, epoch: Epoch) {
         self.tcp_only.insert(epoch);
         if self.tcp_only.len() > self.turn.local.limits.pairs_max {
-            // Any entry may be evicted; the next handshake adds it again.
+            // Evict any entry: the next handshake adds it again.
             self.tcp_only.pop_first();
         }
     }
