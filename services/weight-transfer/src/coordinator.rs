@@ -1,9 +1,11 @@
 //! State machine of the process that runs an update over several nodes.
 //!
 //! `Preparing → Prepared → Committing → Committed`, or `Aborted` before the decision to commit. The decision needs
-//! every node prepared with one version. When two coordinators begin at once, the update with the lower id wins: it calls
-//! nodes that run the other update again, and the other coordinator aborts. After the decision, [`Coordinator::call`] names the commit until each node has
-//! answered or the deadline has passed. Nodes that missed the commit are named in the outcome and catch up later.
+//! every node prepared with one version. After the decision, [`Coordinator::call`] returns the commit for each node
+//! until the node has answered or the deadline has passed. The outcome names the nodes that missed the commit.
+//!
+//! When two coordinators begin at once, the update with the lower id wins. Its coordinator retries nodes that run the
+//! other update, and the other coordinator aborts.
 
 use std::time::{Duration, Instant};
 
@@ -13,8 +15,8 @@ use crate::{UpdateEnd, UpdateId, UpdateState, WeightVersion};
 const SILENCE_MAX: Duration = Duration::from_secs(5);
 /// Maximum number of nodes that a reason names.
 const NAMED_MAX: usize = 4;
-/// Time for which a node may run another update before this one is aborted: enough for the coordinator of the other
-/// update to abort it.
+/// Time for which a node may run another update before this update is aborted. It suffices for the other coordinator
+/// to abort its update.
 const BUSY_MAX: Duration = Duration::from_secs(5);
 /// Time to reach every node after the decision to commit.
 const COMMIT_WITHIN: Duration = Duration::from_secs(60);
@@ -75,7 +77,8 @@ pub struct Coordinator {
     id: UpdateId,
     phase: CoordinatorPhase,
     nodes: Vec<Node>,
-    /// When the update is aborted, or, after the decision to commit, when unreached nodes are given up.
+    /// Time at which the update is aborted or, after the decision to commit, at which nodes not reached count as
+    /// missed.
     deadline: Instant,
     commits_at_once: bool,
     /// The node from which the other nodes copy the weights, once it is prepared.
@@ -232,7 +235,7 @@ impl Coordinator {
         self.advance(now);
     }
 
-    /// Decides to commit. Returns `Ok` also when the update was committed before.
+    /// Decides to commit. Returns `Ok` if the update is already committed.
     pub fn commit(&mut self, now: Instant) -> Result<(), CoordinatorError> {
         match &self.phase {
             CoordinatorPhase::Preparing => Err(CoordinatorError::NotPrepared),
@@ -248,7 +251,7 @@ impl Coordinator {
         }
     }
 
-    /// Aborts the update unless it is committed. Returns `Ok` also when it was aborted before.
+    /// Aborts the update unless it is committed. Returns `Ok` if the update is already aborted.
     pub fn abort(&mut self, now: Instant, reason: &str) -> Result<(), CoordinatorError> {
         match self.phase {
             CoordinatorPhase::Committing(_) | CoordinatorPhase::Committed { .. } => {

@@ -1,6 +1,6 @@
-//! Live weight updates: all nodes of an update take up the same weights, or none does.
+//! Live weight updates: either all nodes of an update switch to the same weights, or none does.
 //!
-//! * [`Plan`] cuts the tensors of an update into chunks, equally on every side.
+//! * [`Plan`] cuts the tensors of an update into chunks. Every side computes the same plan.
 //! * [`WeightVersion`] names weights by their content: the hash of the plan and of the chunks' digests.
 //! * [`Participant`] is the state machine of a node: `Serving → Receiving → Prepared → Installing →
 //!   Serving`. An abort leads back to `Serving` before `Installing`.

@@ -40,9 +40,9 @@ pub struct Proposal {
 pub enum UpdateState {
     /// The node obtains the weights.
     Receiving,
-    /// The node has weights of this version beside those in use.
+    /// The node has weights of this version, which are not in use yet.
     Prepared(WeightVersion),
-    /// The update is committed, and the node exchanges the weights at the next step boundary.
+    /// The update is committed. The node switches to the new weights at the next step boundary.
     Installing(WeightVersion),
     Ended(UpdateEnd),
 }
@@ -72,7 +72,7 @@ pub enum Phase {
 pub struct Running {
     id: UpdateId,
     deadline: Instant,
-    /// When the peers are asked unless the coordinator calls before.
+    /// Time at which to ask the peers unless the coordinator calls earlier.
     ask_at: Instant,
 }
 
@@ -93,7 +93,7 @@ pub enum ParticipantAction {
     Receive { id: UpdateId },
     /// Stop receiving, and free the prepared weights.
     Discard { id: UpdateId },
-    /// Exchange the weights at a step boundary and answer [`ParticipantInput::Installed`].
+    /// Switch to the new weights at a step boundary and answer [`ParticipantInput::Installed`].
     Install { id: UpdateId, version: WeightVersion },
     /// Ask the peers whether they have committed the update.
     AskPeers { id: UpdateId },
@@ -151,8 +151,8 @@ impl Participant {
         }
     }
 
-    /// Begins to receive an update. Returns whether the update is new: a repeated call changes nothing, and the report
-    /// says how the update goes on or ended.
+    /// Begins to receive an update. Returns whether the update is new. A repeated call changes nothing;
+    /// [`report`](Self::report) has the state of the update.
     pub fn begin(&mut self, now: Instant, proposal: Proposal) -> Result<bool, BeginError> {
         let id = proposal.id;
         match (self.running(), &self.last) {
@@ -168,14 +168,14 @@ impl Participant {
         }
     }
 
-    /// Notes that the coordinator of this update has called.
+    /// Records that the coordinator of this update has called.
     pub fn heard(&mut self, now: Instant, id: UpdateId) {
         if let Some(running) = self.running_mut().filter(|running| running.id == id) {
             running.ask_at = now + SILENCE_MAX;
         }
     }
 
-    /// Commits the update. Returns `Ok` also when it was committed before.
+    /// Commits the update. Returns `Ok` if the update is already committed.
     pub fn commit(&mut self, id: UpdateId, named: WeightVersion) -> Result<(), CommitError> {
         match self.phase {
             Phase::Receiving(running) if running.id == id => Err(CommitError::Receiving { id }),

@@ -15,8 +15,8 @@ pub struct Tensor {
     pub bytes: u64,
 }
 
-/// Maximum bytes of a chunk of an update from files: a thread hashes a chunk in about 10 ms, and the last chunks delay the
-/// update for so long. Weight versions depend on the cuts, so the size is equal everywhere.
+/// Maximum bytes of a chunk of an update from files. A thread hashes a chunk in about 10 ms, the time by which the last
+/// chunks delay the update. Weight versions depend on the cuts, so all nodes use this size.
 pub const CHUNK_BYTES: u64 = 64 << 20;
 
 /// Tensors and their cut into chunks. Chunks are ranges of the tensors' bytes, one tensor after the other, so every
@@ -28,7 +28,7 @@ pub struct Plan {
     chunks: Vec<Chunk>,
 }
 
-/// Bytes that travel together.
+/// Bytes that are transferred and hashed together.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Chunk {
     /// Consecutive parts, at least one.

@@ -29,8 +29,8 @@ impl WeightVersion {
         Self(hash.digest128() as u64 | HASHED)
     }
 
-    /// Returns the version of weights whose digests are of whole tensors. Other bytes, names, types or shapes give another
-    /// version. So do the same bytes in chunks: see [`Self::of_content`].
+    /// Returns the version of weights from a digest of each whole tensor. It depends on bytes, names, types and shapes,
+    /// and differs from [`Self::of_content`] of the same weights.
     pub fn of_tensors(tensors: &mut [(Tensor, u64)]) -> Self {
         tensors.sort_by(|(one, _), (other, _)| one.name.cmp(&other.name));
         let mut hash = Xxh3::new();
@@ -54,7 +54,7 @@ impl fmt::Display for WeightVersion {
     }
 }
 
-/// Returns the digest of the bytes of a chunk, whose pieces follow one another.
+/// Returns the digest of the bytes of a chunk, given as consecutive pieces.
 pub fn digest<'a>(pieces: impl IntoIterator<Item = &'a [u8]>) -> u128 {
     let mut pieces = pieces.into_iter();
     let (first, second) = (pieces.next().unwrap_or_default(), pieces.next());
