@@ -44,9 +44,9 @@ pub enum Order {
 /// Change of a rank's weights between two steps.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum WeightChange {
-    /// Gives up the weights in use.
+    /// Releases the weights in use.
     Release,
-    /// Uses the prepared weights.
+    /// Switches to the prepared weights.
     Commit,
 }
 
@@ -55,7 +55,7 @@ pub enum WeightChange {
 pub enum Answer {
     /// Limits of the rank's executor, and bytes that the node and the rank agree on.
     ///
-    /// `updates_in_place`: whether weights are updated in the place of those in use; `None`: the weights cannot change.
+    /// `updates_in_place`: whether updates overwrite the weights in use; `None`: the weights cannot change.
     Ready { limits: ExecutorLimits, updates_in_place: Option<bool>, ready_message: Vec<u8> },
     /// The rank has run a step.
     Step(StepAnswer),
@@ -276,7 +276,7 @@ fn next_state(state: u64, plan: &[u8]) -> u64 {
 }
 
 /// Returns the running hash of sampled tokens, `rows` included.
-pub fn next_tokens(tokens: u64, rows: &[RowResult]) -> u64 {
+pub fn hash_tokens(tokens: u64, rows: &[RowResult]) -> u64 {
     let mut bytes = Vec::with_capacity(rows.len() * 20);
     for row in rows {
         let head = [row.slot.0, row.generation, row.tokens.len() as u32];

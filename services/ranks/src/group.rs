@@ -1,9 +1,9 @@
 //! The ranks of a node as one executor, in the node process.
 //!
-//! For each rank a thread starts the process and waits for its end. (The kernel ties the process to the
-//! life of that thread, so the thread must stay.) Another thread watches the heartbeats, because a process
-//! that is stopped or hung does not end. The first failure is recorded; it kills all ranks and wakes all
-//! waiting threads. A group fails once and as a whole.
+//! For each rank a thread starts the process and waits for its end. (The kernel kills the process when the thread that
+//! started it ends, so the thread must stay.) Another thread watches the heartbeats, because a process that is stopped
+//! or hung does not end. The first failure is recorded; it kills all ranks and wakes all waiting threads. A group fails
+//! once and as a whole.
 
 mod weights;
 
@@ -450,7 +450,7 @@ impl RankGroup {
     /// Returns why the group failed, if it failed.
     fn failure(&mut self) -> Option<RankFailure> {
         let failure = self.watch.failure.get()?.clone();
-        // A rank that ended by itself may have sent the reason.
+        // A rank that has exited may have sent the reason.
         Some(self.take_answers().err().unwrap_or(failure))
     }
 
@@ -709,7 +709,7 @@ fn watch_heartbeats(
     let mut seen: Vec<(u64, Duration)> = vec![(0, Duration::ZERO); heartbeats.len()];
     let mut last = Instant::now();
     while stopped.recv_timeout(WATCH_EVERY).is_err_and(|error| error.is_timeout()) {
-        // Bounded, because this process itself may have been stopped meanwhile.
+        // Bounded, because this process itself may have been suspended meanwhile.
         let passed = last.elapsed().min(WATCH_EVERY + HEARTBEAT);
         last = Instant::now();
         for ((rank, heartbeat), (beats, silence)) in (0..).zip(&heartbeats).zip(&mut seen) {

@@ -6,7 +6,7 @@
 //! results, and [`region`] lays out the memory. In the node process [`RankGroup`] is the executor. In a
 //! rank process [`run_rank`] drives the executor of that rank.
 //!
-//! New weights are prepared beside the steps: their orders and answers have rings of their own.
+//! New weights are prepared while steps run: their orders and answers have separate rings.
 //!
 //! Every rank applies the same plans and samples the same tokens. Each result contains hashes of the plans
 //! and of the tokens. The group compares the hashes, so a difference is found in the step that

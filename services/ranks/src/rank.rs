@@ -176,7 +176,7 @@ impl<E: Executor> Rank<'_, E> {
             let (planned, waker) = (planned.clone(), waker.clone());
             let carry_out = move || {
                 let carry_out = || weight_work::carry_out(weight_orders, weight_answers, &*update);
-                // The node would wait for an answer of this thread.
+                // Catch a panic: the node would otherwise wait for an answer of this thread.
                 let error = panic::catch_unwind(AssertUnwindSafe(carry_out))
                     .unwrap_or_else(|panic| RankError::WeightPanic(panic_message(&*panic)));
                 // The main thread has ended, or ends the process now.
@@ -261,7 +261,7 @@ impl<E: Executor> Rank<'_, E> {
     fn answer(&mut self, result: StepResult) -> Result<(), RankError> {
         let (step_id, state) = self.in_flight.pop_front().expect("a result belongs to a step");
         debug_assert_eq!(step_id, result.step_id, "results come in order");
-        self.tokens = codec::next_tokens(self.tokens, &result.rows);
+        self.tokens = codec::hash_tokens(self.tokens, &result.rows);
         let result = self.sends_results.then(|| {
             let nanos = |at: Instant| self.clock.nanos(at);
             let run = result.run;

@@ -1,7 +1,7 @@
 //! Layout of the memory that a node and its ranks share.
 //!
 //! Each group has one region: a header that identifies the group, a heartbeat per rank, the bells, the ring
-//! of step plans with the ranks as readers, and one ring of results per rank. Weight updates have such rings of their own.
+//! of step plans with the ranks as readers, and one ring of results per rank. Weight updates have separate rings.
 
 use std::{
     fs,

@@ -1,4 +1,4 @@
-//! Messages about new weights. They travel beside the step plans, so ranks prepare weights while steps run.
+//! Messages about new weights. Their rings are separate from the step plans, so ranks prepare weights while steps run.
 //!
 //! Every rank answers every order once, in order.
 

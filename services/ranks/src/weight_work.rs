@@ -1,4 +1,4 @@
-//! A rank's part in weight updates: a thread that carries out the node's orders beside the steps.
+//! A rank's part in weight updates: a thread that carries out the node's orders while steps run.
 
 use std::{
     ffi::OsString,

@@ -1,7 +1,7 @@
 //! Weight updates of a group, in the node process.
 //!
-//! New weights are prepared beside the steps: [`RankedUpdate`] sends orders through a ring of their own. They are used
-//! between steps: a change follows the plans in their ring, and the group waits until every rank has changed.
+//! New weights are prepared while steps run: [`RankedUpdate`] sends orders through a separate ring. The switch to new
+//! weights follows the plans in the ring of plans, and the group waits until every rank has switched.
 
 use std::{
     path::Path,
@@ -36,7 +36,7 @@ const END_MAX: Duration = Duration::from_secs(30);
 const GRACE: Duration = Duration::from_millis(200);
 /// Interval of checks for cancellation.
 const CANCEL_POLL_INTERVAL: Duration = Duration::from_millis(5);
-/// Time of polling for answers without a pause: a chunk takes less than a millisecond.
+/// Time of busy polling for answers: a chunk takes less than a millisecond.
 const SPIN: Duration = Duration::from_millis(2);
 
 /// Prepares new weights on all ranks.
@@ -174,7 +174,7 @@ impl Link {
     /// Sends an order that frees something. If a rank does not answer, later updates fail.
     fn end(&mut self, order: &WeightOrder) {
         let limit = WaitLimit { deadline: Instant::now() + END_MAX, cancelled: &|| false };
-        // Failures of the orders before were reported, or do not matter any more.
+        // Failures of earlier orders were reported or no longer matter.
         let _ = self.run(order, limit);
         self.is_stuck |= self.pending.iter().any(|pending| *pending > 0);
         self.failure = None;
