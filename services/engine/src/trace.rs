@@ -16,7 +16,7 @@ use crate::{
 /// Threads from top to bottom.
 const THREADS: [&str; 4] = ["plan", "launch", "collect", "device"];
 
-/// Work beside the steps. Spans of one track may overlap.
+/// Work other than steps. Spans of one track may overlap.
 #[derive(Clone, Debug)]
 pub struct TraceSpan {
     pub track: &'static str,

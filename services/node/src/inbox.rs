@@ -84,7 +84,7 @@ pub(crate) enum Command {
         /// Held until the engine thread has taken the command.
         _permit: OwnedSemaphorePermit,
     },
-    /// Give up the weights in use at the next step boundary, and launch no step until [`Command::ChangeWeights`].
+    /// Release the weights in use at the next step boundary, and launch no step until [`Command::ChangeWeights`].
     ReleaseWeights {
         /// Whether running sequences may finish before.
         waits: bool,

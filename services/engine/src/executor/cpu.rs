@@ -85,7 +85,7 @@ type CpuWeights = LlamaWeights<CpuMatrix, CpuVector>;
 
 /// The weights that are not in use: prepared, or replaced by a commit.
 struct Shadow {
-    /// Backend that packs weights beside the steps, on one thread.
+    /// Backend that packs weights on one thread while steps run.
     packer: CpuBackend,
     is_in_place: AtomicBool,
     weights: Mutex<Option<CpuWeights>>,

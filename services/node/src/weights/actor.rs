@@ -229,7 +229,7 @@ struct Actor {
     trainer: Arc<KeptTrainer>,
     /// Whether a task waits for this trainer to leave.
     watches_trainer: bool,
-    /// Weights beside those in use, and weights in use, that peers may copy.
+    /// Weights that peers may copy: the prepared weights, and the weights in use.
     prepared: Option<Obtained>,
     committed: Option<Obtained>,
     serving: NodeWeights,
