@@ -205,8 +205,8 @@ impl Checkpoint {
         }
     }
 
-    /// Keeps the pages of the weights mapped until the checkpoint is dropped, for callers that read them on several
-    /// threads. Dropping the pages of one weight would drop those that other threads read.
+    /// Keeps the pages of the weights resident until the checkpoint is dropped, for callers that read weights on
+    /// several threads. Otherwise a thread that has read a weight would drop pages that other threads still read.
     #[must_use]
     pub fn keeping_pages(self) -> Self {
         Self { keeps_pages: true, ..self }

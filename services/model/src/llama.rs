@@ -124,7 +124,7 @@ impl<M, V> LlamaWeights<M, V> {
         Self::in_order(config, shard, &mut packer)
     }
 
-    /// Makes every matrix and vector, in the order in which they lie in memory.
+    /// Makes every matrix and vector, in memory order.
     pub(crate) fn in_order<S: PackedSource<Matrix = M, Vector = V>>(
         config: &ModelConfig,
         shard: Shard,
@@ -229,7 +229,7 @@ impl<B: Backend> Llama<B> {
         })
     }
 
-    /// Replaces the weights with others that were packed from a checkpoint of the same configuration. Returns the old ones.
+    /// Replaces the weights with weights packed from a checkpoint of the same configuration. Returns the old weights.
     pub fn replace_weights(
         &mut self,
         weights: LlamaWeights<B::Matrix, B::Vector>,
@@ -238,7 +238,7 @@ impl<B: Backend> Llama<B> {
         self.weights.replace(weights)
     }
 
-    /// Gives up the weights. No forward pass may run until they are replaced.
+    /// Takes the weights out of the model. No forward pass may run before [`Self::replace_weights`].
     pub fn take_weights(&mut self) -> Option<LlamaWeights<B::Matrix, B::Vector>> {
         self.weights.take()
     }
@@ -377,7 +377,7 @@ impl<P: Packer> PackedSource for CheckpointPacker<'_, P> {
 }
 
 impl<'a, P: Packer> CheckpointPacker<'a, P> {
-    /// Returns the part of `weight` that the rank would load of `like`, a weight of the same shape.
+    /// Returns the part of `weight` that has the range of the rank's part of `like`, a weight of the same shape.
     fn part(&self, weight: Weight, like: Weight) -> Result<MatrixSource<'a>, ModelError> {
         let WeightPart { rows, cols } = like.part(self.checkpoint.config(), self.shard);
         Ok(self.checkpoint.matrix(weight)?.part(rows, cols))

@@ -36,9 +36,9 @@ pub(crate) enum MatrixData<'a> {
 /// Order in which a file stores the rows of a query or key projection.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum RowOrder {
-    /// Hugging Face's order: rotary pairs are rows i and i + dim/2 of a head.
+    /// Hugging Face's order (`rotate_half`): rotary pairs are rows i and i + dim/2 of a head.
     Halves,
-    /// Order of llama.cpp's converter for the `llama` architecture: rotary pairs are adjacent.
+    /// Interleaved order of llama.cpp's converter for the `llama` architecture: rotary pairs are adjacent.
     Pairs { head_dim: usize },
 }
 

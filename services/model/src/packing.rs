@@ -57,7 +57,7 @@ struct Order<'a> {
 }
 
 impl Order<'_> {
-    /// Returns the part of `weight` that the rank has of `like`, a weight of the same shape.
+    /// Returns the part of `weight` that has the range of the rank's part of `like`, a weight of the same shape.
     fn part(&self, weight: Weight, like: Weight) -> PackedPart {
         let WeightPart { rows, cols } = like.part(self.config, self.shard);
         let stored_cols = match weight.shape(self.config) {
