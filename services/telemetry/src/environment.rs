@@ -18,7 +18,7 @@ pub struct Otlp {
     /// `http://host:port` or `https://host:port`; `None`: no export.
     pub traces: Option<String>,
     pub metrics: Option<String>,
-    /// PEM file of the authorities that https trusts; `None`: those of browsers.
+    /// PEM file of the authorities that https trusts; `None`: the authorities of Mozilla.
     pub certificate: Option<PathBuf>,
 }
 
@@ -28,8 +28,8 @@ impl Otlp {
         Self { traces: Some(endpoint.clone()), metrics: Some(endpoint), certificate: None }
     }
 
-    /// Reads the destination. A setting of Baton comes before a variable, and the variable of a signal before the
-    /// common one. `get`: the environment, and a map in tests.
+    /// Reads the destination. `setting` (`telemetry.otlp`) has the highest precedence, then the variable of the signal,
+    /// then the common variable. `get`: the environment, and a map in tests.
     pub fn read(
         setting: Option<&str>,
         get: impl Fn(&str) -> Option<String>,
