@@ -23,7 +23,7 @@ const PREFILL_LOAD: f64 = 0.5;
 /// Bound on the rows of the decode node of a pair.
 const DECODE_ROWS: f64 = 96.0;
 const CACHED_PERCENT: [u32; 3] = [0, 50, 90];
-/// A difference below this fraction is no win and no loss.
+/// A difference below this fraction counts as equal.
 const EQUAL_WITHIN: f64 = 0.1;
 const KV_TOKENS: u32 = 458_000;
 
@@ -94,7 +94,7 @@ latencies](benchmarks/replay.md#simulation-against-measurement) differ by up to 
 result on hardware.
 ";
 
-/// Latencies of one way in ms.
+/// Latencies of one configuration in ms.
 struct Cell {
     ttft: f64,
     gap: f64,
@@ -117,7 +117,7 @@ impl Cell {
         }
     }
 
-    /// Compares a way with 0P2D.
+    /// Compares a configuration with 0P2D.
     fn verdict(&self, aggregated: &Self) -> &'static str {
         let ratios = [self.ttft / aggregated.ttft, self.duration / aggregated.duration];
         let is_shorter = ratios.iter().any(|ratio| *ratio < 1.0 - EQUAL_WITHIN);

@@ -12,9 +12,11 @@ use simulation::{LinkCost, StepCost};
 /// Measurements from docs/benchmarks: one H100 with weights in bf16 and the sizes of Llama-3.1-8B, and `nccl` between two H200.
 const ENGINE: &str = include_str!("h100-8b-engine.json");
 const TRANSFER: &str = include_str!("h200-8b-transfer.json");
-/// A fit weights its steps by age. After this many passes over the rows their weights are equal.
+/// Number of passes of a fit over the rows. A fit weights steps by age; after these passes all rows have nearly equal
+/// weights.
 const PASSES: u32 = 64;
-/// Control messages before the first and after the last chunk of a transfer, which the simulation delays by itself.
+/// Delay of the control messages before the first and after the last chunk of a transfer. Subtracted from measured
+/// latencies, because the simulation adds this delay itself.
 const SIMULATED_MESSAGES: Duration = Duration::from_micros(400);
 
 /// Result of `baton bench engine --json`.
@@ -98,7 +100,7 @@ pub struct CostModel {
 }
 
 impl CostModel {
-    /// Fits the model to the results in these files; without files to the built-in figures.
+    /// Fits the model to the results in these files; without files to the built-in measurements.
     pub fn read(engine: &[impl AsRef<Path>], transfer: Option<&Path>) -> Result<Self> {
         let engine = match engine {
             [] => vec![parse(ENGINE, "the built-in figures")?],
@@ -289,7 +291,7 @@ fn fit_links(result: &TransferResult) -> Result<(LinkCost, FitError)> {
     let determinant = aa * bb - ab * ab;
     let byte = match determinant / (aa * bb) > 1e-9 {
         true => ((aa * b - ab * a) / determinant).max(0.0),
-        // One size only: the measured bandwidth explains the time of the bytes.
+        // One size only: use the measured bandwidth for the time of the bytes.
         false => bandwidth.recip(),
     };
     let fixed = ((a - ab * byte) / aa).max(0.0);

@@ -12,7 +12,7 @@ pub struct Lru {
     blocks: u64,
     /// Blocks and time of the last use of each chunk.
     chunks: HashMap<u64, (u32, u64)>,
-    /// Every use, oldest first. A chunk is evicted at its last use.
+    /// Every use, oldest first. An entry evicts its chunk only if it is the chunk's last use.
     uses: VecDeque<(u64, u64)>,
     time: u64,
 }

@@ -87,7 +87,7 @@ impl Balance {
 pub struct RouterUse {
     /// CPU time of a request, without HTTP, gRPC, chat template and tokenizer.
     pub request_us: f64,
-    /// The part of it that selects nodes, for one attempt.
+    /// CPU time of node selection for one attempt; part of `request_us`.
     pub pick_us: f64,
     /// CPU seconds in a virtual second.
     pub cores: f64,
@@ -232,7 +232,7 @@ impl Point {
     }
 }
 
-/// Prints the main figures of several policies beside each other.
+/// Prints the main statistics of several policies side by side.
 pub fn print_comparison(points: &[Point]) {
     let [first, _, ..] = points else { return };
     println!("\nratios are to {}", first.policy);

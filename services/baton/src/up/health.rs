@@ -20,7 +20,7 @@ use crate::{connector::Connector, http_client::HttpClient};
 
 /// Time-out of a connection to a node of this host.
 const CONNECT_WITHIN: Duration = Duration::from_secs(1);
-/// Time-out of a node's answer. The probes of the chart wait for 5 s, so that they show the name of the node.
+/// Time-out of a node's answer. Shorter than the 5 s of the chart's probes, so that their output names the node.
 const ANSWER_WITHIN: Duration = Duration::from_secs(3);
 
 /// A node's name and state.
@@ -50,14 +50,13 @@ impl Health {
     }
 
     /// Sets the answer of `/ready`: true from the start of all nodes until shutdown. A node that restarts does not
-    /// change it, because routers leave this node alone by themselves and the others still serve.
+    /// change the answer, because routers stop using this node by themselves and the other nodes still serve.
     pub fn set_ready(&self, ready: bool) {
         self.ready.store(ready, Ordering::Release);
     }
 }
 
-/// Asks `/live` of each node that is up. A dead node is restarted and does not count, a hung one is not noticed
-/// otherwise.
+/// Queries `/live` of each node that is up, to detect hung nodes. Dead nodes do not count: they are restarted.
 async fn live(nodes: Arc<Vec<Node>>) -> (StatusCode, String) {
     let client = HttpClient::new(Connector::new(CONNECT_WITHIN));
     let problems = join_all(nodes.iter().map(|node| problem(&client, node))).await;

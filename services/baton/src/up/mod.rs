@@ -207,7 +207,7 @@ fn configuration(args: &UpArgs) -> Result<Config> {
     let flags = etcd.chain(tp).collect();
     let config = Config::load(LoadInput { file: args.config.clone(), environment, flags })?;
     if args.no_router {
-        // A generated secret would part these nodes from those of other hosts.
+        // Do not generate a secret: these nodes could not connect to the nodes of other hosts.
         config.cluster.required_secret()?;
     }
     // All nodes have the same settings, so two nodes would compete for the same CPUs.

@@ -36,12 +36,12 @@ impl Length {
                 let (low, high) = range.split_once("..").unwrap_or((range, range));
                 let (low, high) = (tokens(low)?, tokens(high)?);
                 if low > high {
-                    return Err(format!("{text:?} has its larger number first"));
+                    return Err(format!("invalid range {text:?}; expected the smaller number first"));
                 }
                 Ok(Self::Uniform { low, high })
             }
             _ => Err(format!(
-                "{text:?} is none of N, LOW..HIGH, normal:MEAN:DEVIATION, lognormal:MEDIAN:SIGMA"
+                "invalid length {text:?}; expected N, LOW..HIGH, normal:MEAN:DEVIATION or lognormal:MEDIAN:SIGMA"
             )),
         }
     }
@@ -78,14 +78,14 @@ impl Serialize for Length {
 fn tokens(text: &str) -> Result<u32, String> {
     match text.parse::<u32>() {
         Ok(tokens) if (1..=TOKENS_MAX).contains(&tokens) => Ok(tokens),
-        _ => Err(format!("{text:?} is not a token count of 1..={TOKENS_MAX}")),
+        _ => Err(format!("invalid number of tokens {text:?}; expected 1 to {TOKENS_MAX}")),
     }
 }
 
 fn number(text: &str, low: f64, high: f64) -> Result<f64, String> {
     match text.parse::<f64>() {
         Ok(number) if (low..=high).contains(&number) => Ok(number),
-        _ => Err(format!("{text:?} is not a number of {low}..={high}")),
+        _ => Err(format!("invalid number {text:?}; expected {low} to {high}")),
     }
 }
 
