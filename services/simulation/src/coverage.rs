@@ -55,7 +55,7 @@ impl Coverage {
             // A node whose executor failed.
             Cause::Internal => "attempt internal",
             Cause::OtherWeights => "attempt other weights",
-            // Two nodes met between their commits of an update.
+            // Two nodes connected while only one had committed an update.
             Cause::Mismatch if failure.to_string().contains("weight_version") => "attempt mismatch",
             Cause::WeightsChanged => "attempt weights changed",
             // A shipped node fails like this only because of a bug.

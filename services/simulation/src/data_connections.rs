@@ -32,7 +32,8 @@ pub struct LinkEnds {
 }
 
 impl LinkEnds {
-    /// Returns when a chunk that takes this time alone was sent. Chunks share the bandwidth of both nodes one after another.
+    /// Returns the time at which a chunk is sent. `time`: duration without other chunks. Chunks of a node are sent one
+    /// after the other.
     fn transfer(&mut self, now: Instant, (from, to): (usize, usize), time: Duration) -> Instant {
         let sent = self.sent.entry(from).or_insert(now);
         let received = self.received.entry(to).or_insert(now);
@@ -63,7 +64,7 @@ impl Simulation {
         }
     }
 
-    /// Opens the data connection. Across a partition it is tried again for a lease.
+    /// Opens the data connection. Retries across a partition for one lease.
     pub fn connect(&mut self, from: usize, to: usize, closings: u64, give_up: Instant) {
         let (client, server) = (&self.processes[from], &self.processes[to]);
         if client.state == ProcessState::Dead

@@ -32,7 +32,7 @@ use crate::{
 const WARM_UP: Duration = Duration::from_secs(1);
 /// Faults and their repair are over by then.
 const FAULTS_END: Duration = Duration::from_secs(20);
-/// Nothing may be left of any request this long after the last one ended.
+/// Time after the end of the last request by which all resources of requests must be released.
 const SETTLE: Duration = Duration::from_secs(10);
 
 #[derive(Debug)]
@@ -147,7 +147,7 @@ pub struct Simulation {
     pub has_no_arrivals: bool,
     /// Data connections as they transfer, if the scenario has their cost.
     pub link_ends: LinkEnds,
-    /// Time of this machine in which the routers handled their inputs; measured without checks only.
+    /// Wall-clock time in which the routers handled their inputs. Measured only without checks.
     pub router_time: Duration,
     /// Next deadline of each process, and the same ordered by time.
     deadlines: Vec<Option<Instant>>,

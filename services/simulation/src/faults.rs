@@ -157,7 +157,7 @@ impl Simulation {
         self.set_deadline(index, process.next_deadline());
         self.processes.push(process);
         self.register_later(index);
-        // Some peers connect to the endpoint of the old process and find the new epoch there.
+        // Some peers still connect to the endpoint of the old process and find the new epoch.
         if before != usize::MAX {
             let peer = self.processes[before].epoch;
             for process in 0..index {

@@ -97,7 +97,7 @@ pub struct Replayed {
     pub busy: Vec<Duration>,
     /// Virtual time from the first arrival to the end of the last request.
     pub elapsed: Duration,
-    /// Time of this machine that the router took for its inputs, and the part of it that selected nodes.
+    /// Wall-clock time in which the router handled its inputs, and the part that selected nodes.
     pub router_time: Duration,
     pub pick_time: Duration,
     pub attempts: u64,

@@ -133,7 +133,7 @@ struct Answer {
     attempts: u32,
     flow: Flow,
     is_queued: bool,
-    /// Why the next turn passes to other requests.
+    /// Reason to report if the next turn passes to other requests.
     pass: Pass,
     /// Charge of the open attempt.
     charge: Option<Charge>,

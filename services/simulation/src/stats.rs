@@ -12,7 +12,7 @@ pub struct ReplayStats {
     pub first_arrival: Option<Instant>,
     pub last_end: Option<Instant>,
     pub inter_token: Histogram,
-    /// Time of this machine for selecting nodes.
+    /// Wall-clock time of node selection.
     pub pick_time: Duration,
 }
 

@@ -52,7 +52,7 @@ pub struct TierCopies {
     plan: TierPlan,
     arena: SimArena,
     slots: BTreeMap<(Tier, SlotIndex), (BlockContents, SimBlock)>,
-    /// Jobs by the time at which they go on, and their number.
+    /// Jobs by the time at which they continue, and their number.
     jobs: BTreeMap<(Instant, u64), Job>,
     started: u64,
 }
