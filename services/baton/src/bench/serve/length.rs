@@ -36,7 +36,7 @@ impl Length {
                 let (low, high) = range.split_once("..").unwrap_or((range, range));
                 let (low, high) = (tokens(low)?, tokens(high)?);
                 if low > high {
-                    return Err(format!("invalid range {text:?}; expected the smaller number first"));
+                    return Err(format!("invalid range {text:?}; expected LOW <= HIGH"));
                 }
                 Ok(Self::Uniform { low, high })
             }
