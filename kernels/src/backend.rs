@@ -44,8 +44,8 @@ pub fn convert_rows<S: RowSource + ?Sized>(source: &S, first: usize, dtype: Dtyp
     }
 }
 
-/// Packs the weights of a model, or of a shard, for a device. Every backend packs weights; a packer of its own packs
-/// other weights while the backend computes.
+/// Packs the weights of a model, or of a shard, for a device. Every backend is a packer. A separate packer packs new
+/// weights while the backend computes.
 pub trait Packer {
     type Matrix;
     type Vector;

@@ -1,12 +1,12 @@
-// Split-KV decode attention over paged bf16 KV: one query token per row, or a fixed number of query tokens per row that
-// verify draft tokens; any mix of lengths, no host plan.
+// Split-KV decode attention (Flash-Decoding) over paged bf16 KV: one query token per row, or a fixed number of query
+// tokens per row that verify draft tokens; any mix of lengths, no host plan.
 //
 // The work is a sequence of tiles ordered by (row, group of KV heads, page); a tile is one page of 16 tokens. The
-// tiles are split into equal ranges, one per CTA, by the lengths in device memory. A captured launch stays
-// valid for any lengths, and the balance is within one tile. With enough CTAs for every (row, head group),
-// each (row, head group) is split into equal pieces, one per CTA, so that no CTA waits for two merges. If
-// several CTAs share a (row, head group), the last CTA to finish merges their results and resets the counter
-// to zero.
+// tiles are split into equal ranges, one per CTA, by the lengths in device memory (as stream-K splits a GEMM). A
+// captured launch stays valid for any lengths, and the ranges differ by at most one tile. With enough CTAs for every
+// (row, head group), each (row, head group) is split into equal pieces, one per CTA, so that no CTA waits for two
+// merges. If several CTAs share a (row, head group), the last CTA to finish merges their results and resets the
+// counter to zero.
 //
 // Within a CTA every warp streams its own tiles through its own ring in shared memory (cp.async, swizzled),
 // so the inner loop has no barrier. S^T = K Q^T and O^T = V^T P^T run on the tensor cores with the query

@@ -1,10 +1,10 @@
 // All-reduce between GPUs with peer access, for messages whose latency matters.
 //
 // Ranks push: each rank writes its data into the other ranks' arenas and waits for their data in its own arena. An
-// all-reduce takes one hop, and no rank reads remotely. Data words are their own flags: an arena is filled with a word
-// that is never sent (UNSENT, a NaN), and a word has arrived when it differs from UNSENT. The reader of a word restores
-// UNSENT. There are no barriers, no fences and no reliance on store order, and 16 bytes on the link are 16 bytes of
-// payload.
+// all-reduce takes one hop, and no rank reads remotely. Data words are their own flags, as in TensorRT-LLM's "Lamport"
+// all-reduce: an arena is filled with a word that is never sent (UNSENT, a NaN), and a word has arrived when it differs
+// from UNSENT. The reader of a word restores UNSENT. There are no barriers, no fences and no reliance on store order,
+// and 16 bytes on the link are 16 bytes of payload.
 //
 // An arena has two halves, used in turn. A rank writes a half again two calls later, after it has received every rank's
 // data of the call in between. A rank sends that data only after it has read and restored the half of the previous

@@ -26,7 +26,7 @@ namespace baton {
 namespace {
 
 constexpr int kWarps = 8;
-constexpr int kRowsMost = 16;  // rows of x; wide_gemm.cu takes more
+constexpr int kRowsMax = 16;  // rows of x; wide_gemm.cu takes more
 
 constexpr int kSlice = 128;                // k of a stage
 constexpr int kStageBytes = 8 * kSlice * 2;  // 8 weight rows
@@ -286,7 +286,7 @@ constexpr int kTiles[] = {64, 32, 16};
 // epilogue RESIDUAL, SILU or QKV and at least 4,096 inputs and outputs if wide_gemm.cu has a tile for them.
 // wide_gemm.cu is faster for these GEMMs (README.md).
 bool is_wide(const baton_skinny_gemm_args& p, const Device& device) {
-  if (p.rows > kRowsMost) return true;
+  if (p.rows > kRowsMax) return true;
   const bool is_inner = p.epilogue != BATON_SKINNY_PLAIN && p.epilogue != BATON_SKINNY_F32;
   if (p.rows <= 8 || !is_inner || p.depth < 4096 || p.n < 4096) return false;
   return wide_gemm_tile(p, device) != 0;

@@ -150,14 +150,14 @@ bool has_hopper(const Device& device) {
 #endif
 }
 
-// Average rows per sequence from which FA3 is faster than FA2 (figures in README.md).
+// Average rows per sequence from which FA3 is faster than FA2 (measured in README.md).
 constexpr int HOPPER_ROWS = 512;
 
 int32_t choose(const baton_attention_shape& shape, const baton_attention_batch& batch, const Device& device) {
   const bool is_served = shape.dtype == BATON_BF16 && (shape.head_dim == 64 || shape.head_dim == 128);
   if (!is_served || batch.sequences == 0 || batch.rows == 0) return BATON_ATTENTION_PLAIN;
   const int group = shape.query_heads / shape.kv_heads;
-  // For groups of 3 and more FA2's tensor cores are faster at every length (figures in README.md).
+  // For groups of 3 and more FA2's tensor cores are faster at every length (measured in README.md).
   if (batch.rows == batch.sequences && group < 3) return BATON_ATTENTION_DECODE;
   const bool fills_tiles = batch.rows >= static_cast<int64_t>(HOPPER_ROWS) * batch.sequences;
   if (has_hopper(device) && shape.window == 0 && !batch.is_graph && fills_tiles) return BATON_ATTENTION_FA3;

@@ -77,7 +77,8 @@ __device__ bool find_limit(Bins& bins, const Source& source, uint64_t need, uint
       }
     }
     __syncthreads();
-    if (bins.found < 0) return false;  // the first digit only: later ones look into a bin that holds enough
+    // Possible for the first digit only: the bin that a digit finds holds enough for the next digit.
+    if (bins.found < 0) return false;
     prefix = prefix << 8 | static_cast<uint64_t>(bins.found);
     need -= bins.before;
     const bool takes_all = bins.count[bins.found] == 1 || (!BY_MASS && bins.count[bins.found] == need);

@@ -1,8 +1,8 @@
 //! Causal attention over paged KV with grouped query heads.
 //!
-//! Keys are processed block by block, 16 tokens at a time counted from position 0, with one running maximum
-//! and sum per query ("online softmax"). Block boundaries depend on the position only, so prefill of a
-//! whole prompt, in chunks or token by token gives the same bits. At level `Avx512Bf16`, `pairs` processes bf16
+//! Keys are processed block by block, 16 tokens at a time counted from position 0, with one running maximum and sum
+//! per query (online softmax; Milakov and Gimelshein 2018). Block boundaries depend on the position only, so prefill
+//! of a whole prompt, in chunks or token by token gives the same bits. At level `Avx512Bf16`, `pairs` processes bf16
 //! KV 64 tokens at a time; the following paragraphs describe the other kernels.
 //!
 //! A *tile* is some consecutive rows of one sequence with the query heads of one KV head. It loads each

@@ -176,8 +176,8 @@ impl CudaBackend {
         self.uploads().take().map_or(Ok(()), |mut uploads| uploads.finish())
     }
 
-    /// Enqueues a copy of packed weights over those in use, after the work enqueued so far. The addresses of the weights
-    /// stay, so captured graphs stay valid.
+    /// Enqueues a copy of packed weights over the weights in use, after the work enqueued so far. The addresses of the
+    /// weights stay, so captured graphs stay valid.
     pub fn replace_weights(&self, packer: &CudaPacker) -> Result<(), CudaError> {
         let (to, from) = (self.weights.everything(), packer.everything());
         to.copy(0, &from, 0, from.bytes(), &self.compute)

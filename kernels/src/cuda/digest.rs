@@ -107,7 +107,7 @@ impl Digester {
         let (pinned, done) = download.take().ok_or(CudaError::EarlierCallFailed)?;
         for (index, blocks) in lists.iter().enumerate() {
             if let Err(error) = self.launch(data, heads, blocks, index) {
-                // The launch was refused. After the end of the earlier launches the next digest may start.
+                // A refused launch. The next digest may start once the earlier launches have ended.
                 let _ = self.stream.synchronize();
                 *download = Some((pinned, done));
                 return Err(error);
@@ -173,7 +173,8 @@ impl WeightDigests {
         Ok(Self { library: Arc::clone(library), kernel: library.digest_weight()? })
     }
 
-    /// Enqueues the digest of the part at an offset of `memory`. The kernel writes the [`SUMS`] numbers with this index.
+    /// Enqueues the digest of the part at an offset of `memory`. The kernel writes the [`SUMS`] numbers with this
+    /// index.
     pub fn enqueue<R: Role>(
         &self,
         dtype: Dtype,

@@ -1,6 +1,6 @@
 //! Copies between KV blocks on GPUs and pinned blocks in host memory, by the copy engines.
 //!
-//! A block in host memory has all heads, as a block of one rank has. With ranks, each GPU copies its heads.
+//! A block in host memory has all heads, with any number of ranks. Each rank's GPU copies its heads.
 
 use std::{any::Any, sync::Arc, thread, time::Duration};
 
@@ -31,7 +31,8 @@ impl Role for Offload {}
 
 /// Pause between polls for the end of copies: 16 blocks of 2 MiB take 0.6 ms.
 const PAUSE: Duration = Duration::from_micros(20);
-/// Polls after which the driver is asked whether the context has failed: then no mark is ever reached.
+/// Number of polls of the marks between two queries of the events. Only a query shows that the context has failed, in
+/// which case no mark is ever reached.
 const POLLS_PER_QUERY: u32 = 1000;
 
 /// The blocks of one GPU, or of the ranks' GPUs.
@@ -220,12 +221,12 @@ impl CudaOffloadCopy {
         self.marks.iter().all(|(mark, _)| mark.is_reached())
     }
 
-    /// Waits for the copies. After an error of the context no copy is in flight. There is no deadline: before its end a
-    /// copy may still write the blocks, so nothing could be done with them. A device that hangs also lets no step
-    /// finish, and is reported by the engine thread.
+    /// Waits for the copies. After an error of the context no copy is in flight. There is no deadline, because the
+    /// blocks cannot be used while a copy may write them. If the device hangs, steps hang too, and the engine thread
+    /// reports it.
     fn wait(&self) -> Result<(), CudaError> {
         let mut polls: u32 = 0;
-        // Polls without a driver call: another thread's call may hold the context's lock.
+        // Most polls make no driver call, because another thread's call may hold the context's lock.
         while !self.is_done() {
             thread::sleep(PAUSE);
             polls += 1;

@@ -1,4 +1,4 @@
-//! Packs other weights on the GPU: into a second copy while the backend computes, or over the weights in use.
+//! Packs new weights on the GPU: into a second copy while the backend computes, or over the weights in use.
 
 use std::{
     mem,
@@ -24,16 +24,17 @@ use crate::{
     shard::Shard,
 };
 
-/// Memory of a second copy of a backend's weights, or that of the weights themselves. Weights that are packed in the same order lie at the same offsets as
-/// those of the backend, so one copy replaces all of them.
+/// Packs into memory for a second copy of a backend's weights, or into the memory of the weights in use. New weights
+/// must be packed in the order in which the backend packed its own. Then every weight has the same offset in both
+/// memories, and one copy replaces all weights.
 pub struct CudaPacker {
     context: Arc<Context>,
     dtype: Dtype,
     shard: Shard,
     memory: DeviceMemory,
-    /// Kept for all updates: the driver may wait for the steps in flight when it frees pinned memory.
+    /// Reused by all updates: the driver may wait for the steps in flight when it frees pinned memory.
     uploads: Mutex<Uploads>,
-    /// Allocated by the first update by chunks, and kept for the same reason.
+    /// Allocated by the first update by chunks, and then reused for the same reason.
     pub(super) staging: Mutex<Option<ChunkStaging>>,
     /// The idle communicator of the last update, for the next update of the same trainer.
     kept: Mutex<Option<Broadcasts>>,
@@ -55,7 +56,7 @@ impl CudaPacker {
         Self::into(memory, backend, chunks)
     }
 
-    /// Packs over the weights of `backend` themselves. No kernel may read them meanwhile.
+    /// Packs over the weights in use of `backend`. No kernel may read them meanwhile.
     pub fn in_place(backend: &CudaBackend, chunks: (usize, usize)) -> Result<Self, CudaError> {
         Self::into(backend.weights_memory().alias("the weights"), backend, chunks)
     }
@@ -86,7 +87,7 @@ impl CudaPacker {
         })
     }
 
-    /// Begins to pack weights over those that were packed before. Fails if copies of an earlier update did not end.
+    /// Starts an update, which overwrites the weights packed before. Fails if copies of an earlier update did not end.
     pub fn begin(&self) -> Result<(), CudaError> {
         if self.is_stuck.load(Ordering::Acquire) {
             return Err(CudaError::WeightsStuck);
@@ -108,20 +109,20 @@ impl CudaPacker {
         self.memory.everything()
     }
 
-    /// Places the next `bytes` bytes in the memory, and returns their offset.
+    /// Allocates the next `bytes` bytes of the memory, and returns their offset.
     pub fn place(&self, bytes: usize) -> Result<usize, CudaError> {
         let offset = self.memory.used_bytes();
         self.memory.cut(bytes)?;
         Ok(offset)
     }
 
-    /// Enqueues an upload of a vector to a place.
+    /// Enqueues an upload of a vector to an offset in the memory.
     pub fn upload(&self, values: &[f32], offset: usize) -> Result<(), CudaError> {
         let bytes: &[u8] = bytemuck::cast_slice(values);
         self.uploads().bytes(bytes, &self.everything().slice(offset, bytes.len()))
     }
 
-    /// Lets every later update fail.
+    /// Records that copies of an update did not end. Every later update fails.
     pub(super) fn mark_stuck(&self) {
         self.is_stuck.store(true, Ordering::Release);
     }
@@ -131,7 +132,7 @@ impl CudaPacker {
         drop(self.exchange_kept(None));
     }
 
-    /// Keeps an idle communicator. Returns the one that was kept before.
+    /// Keeps `broadcasts`, an idle communicator, for the next update. Returns the communicator kept so far.
     pub(super) fn exchange_kept(&self, broadcasts: Option<Broadcasts>) -> Option<Broadcasts> {
         let mut kept = self.kept.lock().unwrap_or_else(PoisonError::into_inner);
         mem::replace(&mut *kept, broadcasts)

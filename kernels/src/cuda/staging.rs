@@ -2,8 +2,8 @@
 //! the bandwidth of a large one.
 //!
 //! The sender gathers blocks into a slot and sends the slot. The receiver receives into a slot and scatters it to the
-//! blocks. With several slots the copies of one overlap the operation of another. Blocks that are contiguous on both
-//! sides need no staging.
+//! blocks. With several slots, copies of one slot overlap the NCCL operation of another slot. Blocks that are
+//! contiguous on both sides need no staging.
 
 use std::{
     ops::Range as Indices,

@@ -27,7 +27,7 @@ pub(super) struct Uploads {
     readers: ThreadPool,
 }
 
-/// Buffers that are free or in flight. A copy that fails takes its buffer with it, and a new buffer replaces the lost one.
+/// Buffers that are free or in flight. The buffer of a failed copy is lost, and a new one replaces it.
 struct Buffers<B, C> {
     free: Vec<B>,
     in_flight: VecDeque<C>,
@@ -70,8 +70,8 @@ fn new_buffer(context: &Arc<Context>) -> Result<(Pinned<u8>, Event), CudaError> 
 pub(super) enum ReaderShare {
     /// Nothing else runs: weights are loaded at the start.
     All,
-    /// Other threads compute digests of the weights and run steps. Readers wait for each other after every buffer, so one
-    /// reader without a CPU delays all of them.
+    /// Other threads compute digests of the weights and run steps. Readers wait for each other after every buffer, so
+    /// one reader without a CPU delays all of them.
     Half,
 }
 

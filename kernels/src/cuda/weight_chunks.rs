@@ -1,17 +1,23 @@
-//! Copies weights out of chunk buffers on a GPU into packed weights. The buffers are memory of a trainer's process (CUDA
-//! IPC), or memory of this process that a trainer's broadcasts fill (NCCL).
+//! Copies weights out of chunk buffers on a GPU into packed weights. The buffers are memory of a trainer's process
+//! (CUDA IPC), or memory of this process that a trainer's broadcasts fill (NCCL).
 //!
-//! The copy engines move the bytes from another GPU. A kernel on another stream digests each complete weight, and counts its elements that
-//! are not finite, while the next chunks arrive. Vectors are packed in f32, so their bytes go to the host, which converts
-//! them.
+//! The copy engines move the bytes from another GPU. While the next chunks arrive, a kernel on another stream digests
+//! each complete weight and counts its elements that are not finite. Vectors are packed in f32, so their bytes go to
+//! the host, which converts them.
 //!
-//! Broadcasts and KV transfers by NCCL use the same GPU through different communicators, and their kernels may be launched in
-//! another order on another GPU. They could deadlock only if, on both GPUs, a kernel that waits for its peer prevented
-//! the kernel of the other communicator from starting. This does not happen: each communicator has its own stream and
-//! hardware queue (while fewer than `CUDA_DEVICE_MAX_CONNECTIONS` streams wait), and both kernels fit on the GPU: a broadcast
-//! takes at most 64 SMs, a KV transfer at most `transfer.nccl_max_ctas`, and other kernels end by themselves. A trainer is
-//! not a rank of communicators for KV. If kernels do block each other, for example because of many pairs, the time-out of
-//! a chunk or a transfer aborts one of them.
+//! # Deadlock of two communicators
+//!
+//! Broadcasts and KV transfers by NCCL use the same GPU through different communicators, and their kernels may be
+//! launched in another order on another GPU. They could deadlock only if, on both GPUs, a kernel that waits for its
+//! peer prevented the kernel of the other communicator from starting. This does not happen, for two reasons:
+//!
+//! - Each communicator has its own stream and hardware queue (while fewer than `CUDA_DEVICE_MAX_CONNECTIONS` streams
+//!   wait).
+//! - Both kernels fit on the GPU: a broadcast takes at most 64 SMs and a KV transfer at most
+//!   `transfer.nccl_max_ctas`. Other kernels end by themselves.
+//!
+//! A trainer is not a rank of communicators for KV. If kernels do block each other, for example because of many pairs,
+//! the time-out of a chunk or a transfer aborts one of them.
 
 use std::{
     mem,
@@ -72,12 +78,13 @@ pub struct NcclGroup {
 const CONNECT_BYTES: usize = 1 << 20;
 /// Time-out of the abort of a communicator, and of the copies after it. Aborts took 0.4 to 0.7 s with a dead peer.
 const ABORT_MAX: Duration = Duration::from_secs(10);
-/// Time of polling without a pause: a chunk takes less than a millisecond, and a pause lasts longer than asked for.
+/// Time of busy polling before the first pause. A chunk takes less than a millisecond, and a thread sleeps longer than
+/// [`PAUSE`].
 const SPIN: Duration = Duration::from_millis(2);
 /// Pause between later polls.
 const PAUSE: Duration = Duration::from_micros(100);
 
-/// Rows of bytes in a chunk, and their place. All sizes are in bytes.
+/// A copy of rows of bytes from a chunk to packed weights or host memory. All sizes are in bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct RowCopy {
     pub from: usize,
@@ -156,8 +163,8 @@ pub(super) struct Broadcasts {
 }
 
 impl CudaPacker {
-    /// Maps the buffers of a trainer, or joins its communicator. `host_bytes`: bytes of vectors. `digest_count`: parts of
-    /// weights to digest.
+    /// Maps the buffers of a trainer, or joins its communicator. `host_bytes`: bytes of vectors. `digest_count`: parts
+    /// of weights to digest.
     pub fn copy_chunks(
         &self,
         source: ChunkSource<'_>,
@@ -414,10 +421,10 @@ impl Drop for ChunkCopies<'_> {
         }
         let aborted = broadcasts.map(|it| it.communicator.abort(ABORT_MAX));
         let is_aborted = !matches!(aborted, Some(Err(NcclError::AbortStuck { .. })));
-        // Nothing may write the weights, or read an unmapped buffer, later.
+        // After this function no copy may write the weights or read an unmapped buffer.
         let is_idle = is_aborted && drain(&self.copies).is_ok() && drain(&self.checks).is_ok();
         if !is_idle {
-            // The copies may end at any time. The trainer's buffers stay mapped, and all others allocated.
+            // Copies are still in flight, so the trainer's buffers stay mapped and all other buffers stay allocated.
             self.packer.mark_stuck();
             mem::forget(mem::take(&mut self.buffers));
         }

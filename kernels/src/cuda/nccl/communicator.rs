@@ -30,7 +30,7 @@ use super::{
 };
 use crate::{layout::Dtype, peer::WaitLimit};
 
-/// Time of polling without a pause. NCCL's own thread completes a launch within this time if no peer is needed.
+/// Time of busy polling before the first pause. NCCL's own thread completes a launch within it if no peer is needed.
 const SPIN: Duration = Duration::from_micros(300);
 /// Pause between later polls.
 const PAUSE: Duration = Duration::from_millis(1);
