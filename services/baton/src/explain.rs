@@ -38,7 +38,7 @@ pub struct ExplainArgs {
     /// Explain the last requests that failed.
     #[arg(long, conflicts_with = "slow")]
     failed: bool,
-    /// Print JSON.
+    /// Print JSON instead of text.
     #[arg(long)]
     json: bool,
     /// URL of the routers' admin API (`router.admin`). All addresses of the host name are asked.

@@ -9,7 +9,7 @@ pub struct SimArgs {
     /// Number of seeds. Each seed is one scenario: nodes, network, requests and faults.
     #[arg(long, default_value_t = 1000, value_parser = clap::value_parser!(u64).range(1..=1_000_000_000))]
     seeds: u64,
-    /// The first seed.
+    /// First seed; the seeds count up from it.
     #[arg(long, default_value_t = 0, value_parser = clap::value_parser!(u64).range(..=1 << 60))]
     first: u64,
     /// Run this seed alone and print its scenario and every event.

@@ -18,7 +18,7 @@ const GRACE: Duration = Duration::from_secs(90);
 
 #[derive(Subcommand)]
 pub enum WeightsCommand {
-    /// Loads the weights at a path into every node and commits them on all nodes or none.
+    /// Loads the weights at a path into every node of a model, and commits them on all nodes or none.
     Push(PushArgs),
     /// Shows the weights of every node, and the running or last update.
     Status(Admin),
@@ -42,13 +42,13 @@ pub struct PushArgs {
     /// Name of the weights in logs and reports.
     #[arg(long, default_value = "", value_name = "TEXT")]
     label: String,
-    /// Model whose nodes are updated, if the router serves several.
+    /// Model whose nodes are updated [default: the first model of the router].
     #[arg(long, value_name = "NAME")]
     model: Option<String>,
     /// How nodes obtain the weights: disk reads the path on every node; tcp reads it on one node, from which the others copy.
     #[arg(long, default_value = "disk", value_parser = ["disk", "tcp"])]
     transport: String,
-    /// With tcp, the id of the node that has the path; the first node if absent.
+    /// With tcp, the id of the node that has the path [default: the first node].
     #[arg(long, value_name = "NODE")]
     node: Option<String>,
     /// Requests in flight at the commit: recompute computes their KV again with the new weights, keep_kv continues on the

@@ -67,22 +67,23 @@ pub struct EngineArgs {
     /// Number format of the weights: f32, bf16 or q8.
     #[arg(long, default_value = "bf16", value_parser = parse_dtype)]
     dtype: WeightFormat,
-    /// Worker threads on a CPU [default: one for each core].
+    /// Compute threads on a CPU [default: one for each CPU that the process may use].
     #[arg(long)]
     threads: Option<usize>,
-    /// Batch sizes.
+    /// Numbers of sequences that decode in one step, separated by commas. Each is measured.
     #[arg(long, value_delimiter = ',', default_value = "1,8,64")]
     batch: Vec<u32>,
-    /// Tokens of each prompt in the prefill measurements.
+    /// Tokens of each prompt in the prefill measurements; several values, separated by commas, are measured one after
+    /// another.
     #[arg(long, value_delimiter = ',', default_value = "512", value_parser = clap::value_parser!(u32).range(1..=65_536))]
     prefill_tokens: Vec<u32>,
-    /// Tokens of each prompt in the decode measurement.
+    /// Tokens of each prompt before the measured decode steps.
     #[arg(long, default_value_t = 128, value_parser = clap::value_parser!(u32).range(1..=65_536))]
     context_tokens: u32,
-    /// Tokens that each sequence decodes.
+    /// Tokens that each sequence generates in the decode measurement.
     #[arg(long, default_value_t = 64, value_parser = clap::value_parser!(u32).range(2..=65_536))]
     decode_tokens: u32,
-    /// Runs of each measurement; the median counts.
+    /// Runs of each measurement; the table shows medians.
     #[arg(long, default_value_t = 5, value_parser = clap::value_parser!(u32).range(1..=1000))]
     runs: u32,
     /// Device of the forward pass: cpu or cuda.

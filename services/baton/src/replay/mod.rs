@@ -60,7 +60,7 @@ pub struct ReplayArgs {
     /// Whether decode nodes may prefill (router.disaggregate): auto, always or never.
     #[arg(long, default_value = "auto", value_parser = parse_disaggregate)]
     disaggregate: Disaggregate,
-    /// First requests of the trace that are replayed.
+    /// Number of requests to replay, from the start of the trace.
     #[arg(long, default_value_t = 1_000_000, value_parser = clap::value_parser!(u32).range(1..=1_000_000))]
     requests: u32,
     /// Factor on the arrival rate of the trace.
@@ -85,13 +85,13 @@ pub struct ReplayArgs {
     /// KV memory of each node in tokens [default: that of an 8B model in bf16 on one H100].
     #[arg(long, default_value_t = 458_000, value_parser = clap::value_parser!(u32).range(1024..=100_000_000))]
     kv_tokens: u32,
-    /// Rows of a node's batch.
+    /// Maximum number of sequences in a node's running batch (node.slots).
     #[arg(long, default_value_t = 256, value_parser = clap::value_parser!(u32).range(1..=1024))]
     slots: u32,
-    /// Bound on the inter-token latency while a decode node prefills (node.itl_max), in ms.
+    /// Maximum time of a step that decodes and also prefills (node.itl_max), in ms.
     #[arg(long, default_value_t = 20.0, value_parser = parse_rate)]
     itl_max_ms: f64,
-    /// Longest prompt with its answer; the trace's longer requests are left out.
+    /// Maximum number of tokens of a prompt with its answer; longer requests of the trace are left out.
     #[arg(long, default_value_t = 131_072, value_parser = clap::value_parser!(u32).range(64..=10_000_000))]
     sequence_tokens: u32,
     /// Deadline of a request in seconds.

@@ -62,10 +62,10 @@ pub struct ServeArgs {
     /// Model to ask for; by default the first that `/v1/models` names.
     #[arg(long)]
     model: Option<String>,
-    /// Conversations at each load; a conversation of one turn is one request.
+    /// Number of conversations at each load; a conversation of one turn is one request.
     #[arg(long, default_value_t = 64, value_parser = clap::value_parser!(u32).range(1..=1_000_000))]
     requests: u32,
-    /// Conversations that each server completes before the first load; they are not measured.
+    /// Number of conversations that each server completes before the first load; they are not measured.
     #[arg(long, default_value_t = 8, value_parser = clap::value_parser!(u32).range(0..=10_000))]
     warmup: u32,
     /// In-flight conversations (closed loop); several values, separated by commas, are measured one after
