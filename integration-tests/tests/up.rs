@@ -315,7 +315,7 @@ async fn nodes_of_one_host_serve_a_router_that_runs_elsewhere() -> Result<()> {
     assert_eq!(up.children().len(), 2);
     for node in up.children() {
         let environment = String::from_utf8(std::fs::read(format!("/proc/{node}/environ"))?)?;
-        let share = "BATON_NODE_MEMORY_LIMIT_PERCENT=50";
+        let share = "BATON_NODE_NODES_PER_CONTAINER=2";
         assert!(environment.split('\0').any(|variable| variable == share), "{environment:?}");
     }
 

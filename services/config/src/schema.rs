@@ -261,11 +261,12 @@ section! {
         tp: u32 = 1,
             "One rank is fastest unless its device is too small or too slow; tp must divide the model's number of KV heads.",
             1..=16;
-        /// Percentage of the container's memory limit that this node may use. On a CPU the node does not start if weights
-        /// and KV together exceed this share. A node serves without the host tier if tier.host_memory exceeds it.
-        memory_limit_percent: u32 = 100,
-            "A container has one node as a rule; `baton up` divides the limit among its nodes.",
-            1..=100;
+        /// Number of nodes in the container of this node. Each may use an equal part of the container's memory limit. On a
+        /// CPU the node does not start if weights and KV together exceed this part. A node serves without the host tier
+        /// if tier.host_memory exceeds it.
+        nodes_per_container: u32 = 1,
+            "A container has one node as a rule; `baton up` sets the number of its nodes.",
+            1..=1_024;
         /// Percentage of the GPU's memory for weights, activations and KV together; used when neither kv_memory
         /// nor blocks is set.
         gpu_memory_percent: u32 = 90,

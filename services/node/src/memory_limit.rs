@@ -15,36 +15,36 @@ const PAGE: u64 = 4096;
 /// The control groups of this process.
 const PROCESS_CGROUP: &str = "/proc/self/cgroup";
 
-/// The part of a container's memory limit that one node may use. The other nodes of the container have the rest.
+/// The part of a container's memory limit that one node may use. The nodes of a container have equal parts.
 #[derive(Debug, Clone, Copy)]
 pub struct MemoryShare {
     /// The container's memory limit in bytes.
     pub limit: u64,
-    pub percent: u32,
+    pub nodes_per_container: u32,
 }
 
 impl MemoryShare {
     /// Returns this node's share of the memory limit of its control group, or `None` if the group has no limit.
-    pub fn of_node(percent: u32) -> Option<Self> {
+    pub fn of_node(nodes_per_container: u32) -> Option<Self> {
         let own = fs::read_to_string(PROCESS_CGROUP).unwrap_or_default();
-        limit(Path::new(CGROUP_MOUNT), &own).map(|limit| Self { limit, percent })
+        limit(Path::new(CGROUP_MOUNT), &own).map(|limit| Self { limit, nodes_per_container })
     }
 
     /// Returns the bytes that the node may use.
     pub fn bytes(self) -> u64 {
-        (u128::from(self.limit) * u128::from(self.percent) / 100) as u64
+        self.limit / u64::from(self.nodes_per_container)
     }
 
     /// Returns the limit of the container whose share is `bytes`.
     pub fn limit_for(self, bytes: u64) -> u64 {
-        bytes.saturating_mul(100) / u64::from(self.percent)
+        bytes.saturating_mul(self.nodes_per_container.into())
     }
 }
 
 impl fmt::Display for MemoryShare {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        if self.percent < 100 {
-            write!(f, "{} % (node.memory_limit_percent) of ", self.percent)?;
+        if self.nodes_per_container > 1 {
+            write!(f, "1/{} (node.nodes_per_container) of ", self.nodes_per_container)?;
         }
         f.write_str("the container's memory limit")
     }
@@ -64,13 +64,12 @@ pub(crate) fn check(
     }
 }
 
-/// Checks that the process's control group and the machine have `bytes` of free memory.
-pub(crate) fn check_more(bytes: u64) -> Result<(), SettingsError> {
-    let own = fs::read_to_string(PROCESS_CGROUP).unwrap_or_default();
+/// Checks that the node's share of a memory limit and the machine have `bytes` of free memory.
+pub(crate) fn check_more(share: Option<MemoryShare>, bytes: u64) -> Result<(), SettingsError> {
     let memory = fs::read_to_string("/proc/meminfo").unwrap_or_default();
     let used = fs::read_to_string("/proc/self/statm").unwrap_or_default();
     let used = used.split(' ').nth(1).and_then(|pages| pages.parse().ok()).unwrap_or(0) * PAGE;
-    let left = limit(Path::new(CGROUP_MOUNT), &own).map(|limit: u64| limit.saturating_sub(used));
+    let left = share.map(|share| share.bytes().saturating_sub(used));
     match left.into_iter().chain(available(&memory)).min() {
         Some(left) if bytes > left => Err(SettingsError::NoMemory { bytes, left }),
         _ => Ok(()),
@@ -152,27 +151,46 @@ mod tests {
             Some(2 << 20)
         );
         assert_eq!(available(""), None);
-        assert!(check_more(1 << 20).is_ok());
-        let error = check_more(1 << 60).unwrap_err().to_string();
+        assert!(check_more(None, 1 << 20).is_ok());
+        let error = check_more(None, 1 << 60).unwrap_err().to_string();
         assert!(error.contains("expected at most"), "{error}");
+    }
+
+    #[test]
+    fn further_memory_is_limited_to_the_share_of_the_node() {
+        let share = |nodes_per_container| Some(MemoryShare { limit: 1 << 40, nodes_per_container });
+        assert!(check_more(share(1), 1 << 20).is_ok());
+        // A share of 1 MiB, which this process uses already.
+        let error = check_more(share(1 << 20), 1 << 20).unwrap_err().to_string();
+        assert!(error.contains("expected at most 0 MiB"), "{error}");
+    }
+
+    #[test]
+    fn equal_shares_add_up_to_the_limit() {
+        const LIMIT: u64 = 64 << 30;
+        for nodes_per_container in 1..=1_024 {
+            let share = MemoryShare { limit: LIMIT, nodes_per_container };
+            let total = share.bytes() * u64::from(nodes_per_container);
+            assert!((LIMIT - 1_024..=LIMIT).contains(&total), "{share:?}");
+        }
     }
 
     #[test]
     fn weights_and_kv_beyond_the_limit_are_rejected_with_all_three() {
         const GIB: u64 = 1 << 30;
-        let share = |limit, percent| Some(MemoryShare { limit, percent });
+        let share = |limit, nodes| Some(MemoryShare { limit, nodes_per_container: nodes });
         assert!(check(None, 100 * GIB, GIB).is_ok());
-        assert!(check(share(3 * GIB, 100), 2 * GIB, GIB).is_ok());
-        let error = check(share(3 * GIB - 1, 100), 2 * GIB, GIB).unwrap_err().to_string();
+        assert!(check(share(3 * GIB, 1), 2 * GIB, GIB).is_ok());
+        let error = check(share(3 * GIB - 1, 1), 2 * GIB, GIB).unwrap_err().to_string();
         for word in ["weights of 2048 MiB", "KV of 1024 MiB", "limit of 3071 MiB", "node.kv_memory"]
         {
             assert!(error.contains(word), "{error:?} lacks {word:?}");
         }
         // Each of four nodes of one container.
-        assert!(check(share(12 * GIB, 25), 2 * GIB, GIB).is_ok());
-        let error = check(share(11 * GIB, 25), 2 * GIB, GIB).unwrap_err().to_string();
+        assert!(check(share(12 * GIB, 4), 2 * GIB, GIB).is_ok());
+        let error = check(share(11 * GIB, 4), 2 * GIB, GIB).unwrap_err().to_string();
         let words =
-            "exceed 25 % (node.memory_limit_percent) of the container's memory limit of 11264 MiB";
+            "exceed 1/4 (node.nodes_per_container) of the container's memory limit of 11264 MiB";
         assert!(error.contains(words) && error.ends_with("a limit above 12288 MiB"), "{error}");
     }
 }

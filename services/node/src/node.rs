@@ -352,6 +352,7 @@ impl Node {
             model,
             loaded,
             host_bytes,
+            share: MemoryShare::of_node(config.node.nodes_per_container),
             update: weight_update,
             inbox: inbox.clone(),
             credentials: PeerCredentials { secret, tls: tls.clone() },
@@ -608,7 +609,7 @@ fn load_weights(
     let layout = model.kv_layout(weights.kv_dtype());
     let tp = config.node.tp;
     let kv_bytes = |blocks: u32| u64::from(blocks) * layout.block_bytes() as u64;
-    let share = MemoryShare::of_node(config.node.memory_limit_percent);
+    let share = MemoryShare::of_node(config.node.nodes_per_container);
     let traits = |device| settings::node_traits(config, role, model, device);
     let (mut executor, arena, traits, cpus, cpu_fallback): (Box<dyn Executor>, _, _, _, _) = if tp
         > 1

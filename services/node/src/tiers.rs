@@ -66,7 +66,7 @@ impl OpenTiers {
             warn!("the node serves without tiers: node.prefix_cache = false; expected true");
             return None;
         }
-        let share = MemoryShare::of_node(config.node.memory_limit_percent);
+        let share = MemoryShare::of_node(config.node.nodes_per_container);
         let host = open_host(tier.host_memory.bytes(), share.map(MemoryShare::bytes), arena);
         let disk = tier.disk_path.as_deref().and_then(|path| {
             let weights = settings::weight_format(config.model.dtype);
@@ -107,7 +107,7 @@ fn open_host(bytes: u64, limit: Option<u64>, arena: &KvArena) -> Option<HostMemo
     }
     if let Some(limit) = limit.filter(|limit| bytes > *limit) {
         without(&format_args!(
-            "the node may use {limit} bytes; expected less, a larger node.memory_limit_percent or a larger memory limit"
+            "the node may use {limit} bytes; expected less, a smaller node.nodes_per_container or a larger memory limit"
         ));
         return None;
     }

@@ -499,9 +499,8 @@ impl Common {
             let share = config.node.gpu_memory_percent / together.max(1);
             set("BATON_NODE_GPU_MEMORY_PERCENT", share.max(1).to_string());
         }
-        if config.source_of("node.memory_limit_percent") == Source::Default {
-            // The nodes share one container.
-            set("BATON_NODE_MEMORY_LIMIT_PERCENT", (100 / nodes).max(1).to_string());
+        if config.source_of("node.nodes_per_container") == Source::Default {
+            set("BATON_NODE_NODES_PER_CONTAINER", nodes.to_string());
         }
         if args.http.is_some() && config.source_of("router.admin") == Source::Default {
             // Clusters on one machine have different HTTP ports, and need different admin ports.

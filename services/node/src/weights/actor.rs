@@ -31,7 +31,7 @@ use super::{
     standby::{CANCELLED, Standby},
     trainer::{self, KeptTrainer, TrainerAddress},
 };
-use crate::inbox::Inbox;
+use crate::{inbox::Inbox, memory_limit::MemoryShare};
 
 /// Maximum number of queued calls of coordinators and peers.
 const CALLS_MAX: usize = 64;
@@ -51,6 +51,7 @@ pub(crate) struct WeightSettings {
     pub loaded: LoadedModel,
     /// Host memory that a second copy of the weights takes.
     pub host_bytes: u64,
+    pub share: Option<MemoryShare>,
     /// `None`: the device cannot change its weights.
     pub update: Option<Arc<dyn WeightUpdate>>,
     pub inbox: Inbox,
@@ -504,7 +505,8 @@ impl Actor {
         let RunningUpdate { begin, cancelled, .. } = running;
         tracing::info!(update = %id, label = begin.label, origin = ?begin.origin, "receives weights");
         let (origin, cancelled) = (begin.origin.clone(), cancelled.clone());
-        let (model, host_bytes) = (self.settings.model.clone(), self.settings.host_bytes);
+        let WeightSettings { host_bytes, share, .. } = self.settings;
+        let model = self.settings.model.clone();
         let release = {
             let (inbox, is_released) = (self.settings.inbox.clone(), self.released.clone());
             let (_, waits) = of_requests_in_flight(begin.in_flight);
@@ -542,7 +544,7 @@ impl Actor {
             };
             let prepare = move |update: &dyn WeightUpdate, cancelled: &CancellationToken| {
                 let Received { version, checkpoint } =
-                    receive(&source.path, (&model, host_bytes), update, &release, cancelled)
+                    receive(&source.path, (&model, host_bytes, share), update, &release, cancelled)
                         .map_err(|error| error.to_string())?;
                 match expected.filter(|expected| *expected != version) {
                     Some(expected) => Err(format!(
@@ -624,11 +626,12 @@ impl Actor {
         let cancelled = CancellationToken::new();
         self.restoring = Some(cancelled.clone().drop_guard());
         let inbox = self.settings.inbox.clone();
-        let (model, host_bytes) = (self.settings.model.clone(), self.settings.host_bytes);
+        let WeightSettings { host_bytes, share, .. } = self.settings;
+        let model = self.settings.model.clone();
         self.work.spawn(async move {
             // The aborted update may still write: the weights have one owner at a time.
             let restore = move |update: &dyn WeightUpdate, cancelled: &CancellationToken| {
-                restore(lost, (&model, host_bytes), update, &inbox, cancelled)
+                restore(lost, (&model, host_bytes, share), update, &inbox, cancelled)
             };
             Done::Restored(standby.prepare(RESTORE, cancelled, restore).await)
         });

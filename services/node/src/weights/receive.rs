@@ -13,7 +13,10 @@ use tokio_util::sync::CancellationToken;
 use weight_transfer::{CHUNK_BYTES, Plan, PlanError, Tensor, WeightVersion, digest};
 
 use super::{standby::CANCELLED, trainer::TrainerError};
-use crate::{memory_limit, settings::SettingsError};
+use crate::{
+    memory_limit::{self, MemoryShare},
+    settings::SettingsError,
+};
 
 /// Reason why new weights cannot be used. The weights in use are unchanged.
 #[derive(Debug, thiserror::Error)]
@@ -46,10 +49,10 @@ pub(super) struct Received {
 }
 
 /// Prepares the weights at `path` beside the weights in use, or in place after `release`. A second copy takes
-/// `host_bytes` of host memory, 0 on a GPU. Blocks. Stops early once `cancelled` is cancelled.
+/// `host_bytes` of the node's `share` of host memory, 0 on a GPU. Blocks. Stops early once `cancelled` is cancelled.
 pub(super) fn receive(
     path: &Path,
-    (model, host_bytes): (&ModelConfig, u64),
+    (model, host_bytes, share): (&ModelConfig, u64, Option<MemoryShare>),
     update: &dyn WeightUpdate,
     release: &dyn Fn() -> Result<(), ReceiveError>,
     cancelled: &CancellationToken,
@@ -66,7 +69,7 @@ pub(super) fn receive(
         return Err(ReceiveError::OtherModel { path, field, found, wanted });
     }
     if !update.is_in_place() {
-        memory_limit::check_more(host_bytes)?;
+        memory_limit::check_more(share, host_bytes)?;
     }
     // A copy in host memory takes the place of the pages.
     let checkpoint = match host_bytes {

@@ -14,7 +14,7 @@ use super::{
     receive::{Received, receive},
     standby::CANCELLED,
 };
-use crate::inbox::Inbox;
+use crate::{inbox::Inbox, memory_limit::MemoryShare};
 
 /// The model that the node loaded at its start.
 #[derive(Clone, Debug)]
@@ -34,7 +34,7 @@ pub(super) enum LostWeights {
 /// Reads the weights again, checks that they are the same, and uses them. Blocks. Fails once `cancelled` is cancelled.
 pub(super) fn restore(
     lost: LostWeights,
-    (model, host_bytes): (&ModelConfig, u64),
+    (model, host_bytes, share): (&ModelConfig, u64, Option<MemoryShare>),
     update: &dyn WeightUpdate,
     inbox: &Inbox,
     cancelled: &CancellationToken,
@@ -53,7 +53,7 @@ pub(super) fn restore(
         }
         LostWeights::Updated { version, label, source } => {
             let received =
-                receive(&source.path, (model, host_bytes), update, &|| Ok(()), cancelled);
+                receive(&source.path, (model, host_bytes, share), update, &|| Ok(()), cancelled);
             let Received { version: found, .. } = received.map_err(|error| error.to_string())?;
             if found != version {
                 let path = source.path.display();
