@@ -48,8 +48,8 @@ fn read_corpus(target: &str) -> Vec<(String, Vec<u8>)> {
     seeds
 }
 
-/// Runs one input. Saves an input that exceeds a limit.
-fn check(target: &str, run: Target, what: &str, input: &[u8]) {
+/// Runs one input. Saves an input that exceeds a limit in `folder`.
+fn check(folder: &Path, target: &str, run: Target, what: &str, input: &[u8]) {
     let began = counting::computed();
     let measured = counting::most_bytes(|| catch_unwind(AssertUnwindSafe(|| run(input))));
     let (outcome, bytes) = measured;
@@ -63,7 +63,7 @@ fn check(target: &str, run: Target, what: &str, input: &[u8]) {
     } else {
         return;
     };
-    let kept = std::env::temp_dir().join(format!("baton-fuzz-{target}-{}", std::process::id()));
+    let kept = folder.join(format!("baton-fuzz-{target}-{}", std::process::id()));
     fs::write(&kept, input).expect("a temporary file can be written");
     panic!("{target}, {what}: {problem}; the input is {}", kept.display());
 }
@@ -74,12 +74,13 @@ fn replay(target: &str) {
     let seeds = read_corpus(target);
     assert!(!seeds.is_empty(), "{target} has no seeds");
     let mut random = Random::new(RANDOM_SEED);
+    let folder = std::env::temp_dir();
     for (at, (name, seed)) in seeds.iter().enumerate() {
-        check(target, run, name, seed);
+        check(&folder, target, run, name, seed);
         let (_, other) = &seeds[(at + 1) % seeds.len()];
         for number in 0..MUTATIONS {
             let input = mutate(&mut random, seed, other);
-            check(target, run, &format!("mutation {number} of {name}"), &input);
+            check(&folder, target, run, &format!("mutation {number} of {name}"), &input);
         }
     }
 }
@@ -135,11 +136,12 @@ fn large_allocation_and_panic_are_detected() {
     let (_, bytes) = counting::most_bytes(|| drop(std::hint::black_box(vec![1u8; 3 << 20])));
     assert!((3 << 20..4 << 20).contains(&bytes), "{bytes}");
     let hungry = |_: &[u8]| drop(std::hint::black_box(vec![1u8; BYTES_MAX + (1 << 20)]));
-    let seen = catch_unwind(|| check("bounds", hungry, "an allocation", &[]));
+    let folder = tempfile::tempdir().expect("a temporary folder can be made");
+    let seen = catch_unwind(|| check(folder.path(), "bounds", hungry, "an allocation", &[]));
     let said = *seen.unwrap_err().downcast::<String>().expect("the panic has a message");
     assert!(said.contains("it held"), "{said}");
     let panics = |_: &[u8]| panic!("as a broken decoder does");
-    let seen = catch_unwind(|| check("bounds", panics, "a panic", &[]));
+    let seen = catch_unwind(|| check(folder.path(), "bounds", panics, "a panic", &[]));
     let said = *seen.unwrap_err().downcast::<String>().expect("the panic has a message");
     assert!(said.contains("it panicked"), "{said}");
 }
