@@ -236,6 +236,17 @@ impl Service {
         Client::new(format!("http://{}", self.ready.metrics)).metric(name, "").await
     }
 
+    /// Waits until a metric of the node, summed over its labels, has at least this value. A node sets its gauges and the
+    /// counters of its KV tiers every 50 ms.
+    pub async fn wait_metric(&self, name: &str, least: f64) -> Result<()> {
+        let deadline = Instant::now() + DEADLINE;
+        while self.metric(name).await? < least {
+            ensure!(Instant::now() < deadline, "{name} never is {least}:\n{}", self.log());
+            tokio::time::sleep(Duration::from_millis(10)).await;
+        }
+        Ok(())
+    }
+
     /// Returns whether the node has a running or waiting sequence.
     pub async fn is_busy(&self) -> Result<bool> {
         let running = self.metric("vllm:num_requests_running").await?;
@@ -288,6 +299,16 @@ impl Service {
         std::fs::read(&self.log)
             .map(|bytes| String::from_utf8_lossy(&bytes).into_owned())
             .unwrap_or_default()
+    }
+
+    /// Waits until the log has a line with all these words. A thread of the service writes its log.
+    pub async fn wait_logged(&self, words: &[&str]) -> Result<()> {
+        let deadline = Instant::now() + DEADLINE;
+        while !self.log().lines().any(|line| words.iter().all(|word| line.contains(word))) {
+            ensure!(Instant::now() < deadline, "no line with {words:?}:\n{}", self.log());
+            tokio::time::sleep(Duration::from_millis(10)).await;
+        }
+        Ok(())
     }
 
     fn log_tail(&self) -> String {

@@ -11,7 +11,7 @@ use std::{
         Arc,
         atomic::{AtomicBool, Ordering},
     },
-    time::{Duration, Instant},
+    time::Duration,
 };
 
 use anyhow::{Context, Result, ensure};
@@ -169,7 +169,7 @@ async fn broken_key_file_is_named_and_disturbs_no_request() -> Result<()> {
         std::fs::write(&keys, broken)?;
         let setting = format!("router.keys {}", keys.display());
         let words = [&setting, reason, "the previous content stays in use"];
-        wait_logged(&cluster.router, &words).await?;
+        cluster.router.wait_logged(&words).await?;
         answer.all().await?;
         assert_eq!(stream().await?.token_ids().await?, run.output_ids, "{broken:?}");
         std::fs::write(&keys, &valid)?;
@@ -177,16 +177,6 @@ async fn broken_key_file_is_named_and_disturbs_no_request() -> Result<()> {
     let log = cluster.router.log();
     assert!(!log.contains("planted"), "{log}");
     cluster.stop()
-}
-
-/// Waits until the log of a service has a line with these words.
-async fn wait_logged(service: &Service, words: &[&str]) -> Result<()> {
-    let deadline = Instant::now() + Duration::from_secs(60);
-    while !service.log().lines().any(|line| words.iter().all(|word| line.contains(word))) {
-        ensure!(Instant::now() < deadline, "no line with {words:?}:\n{}", service.log());
-        tokio::time::sleep(Duration::from_millis(10)).await;
-    }
-    Ok(())
 }
 
 #[tokio::test]

@@ -95,7 +95,7 @@ async fn q8_cluster_matches_a_single_engine() -> Result<()> {
         }
     }
     for node in cluster.prefill.iter().chain(&cluster.decode) {
-        assert!(node.log().contains("dtype=q8"), "{}", node.log());
+        node.wait_logged(&["dtype=q8"]).await?;
     }
     cluster.stop()
 }

@@ -30,21 +30,12 @@ fn cacheable(run: &GoldenRun) -> u64 {
 
 /// Fills the decode node's KV memory with other prompts, once the tier has what was computed before.
 async fn evict(cluster: &Cluster, client: &Client, run: &GoldenRun) -> Result<()> {
-    wait_stored(cluster, cacheable(run) / BLOCK_TOKENS as u64).await?;
+    let blocks = cacheable(run) / BLOCK_TOKENS as u64;
+    cluster.decode[0].wait_metric(STORED, blocks as f64).await?;
     for salt in ["one", "two"] {
         client.complete(&salted_body(&run.prompt_ids, 2, salt)).await?;
     }
     Ok(())
-}
-
-async fn wait_stored(cluster: &Cluster, blocks: u64) -> Result<()> {
-    for _ in 0..2000 {
-        if cluster.decode[0].metric(STORED).await? >= blocks as f64 {
-            return Ok(());
-        }
-        tokio::time::sleep(std::time::Duration::from_millis(10)).await;
-    }
-    anyhow::bail!("the tier never has {blocks} blocks:\n{}", cluster.decode[0].log())
 }
 
 /// Returns the tokens' ids and log-probabilities, which are as exact as the logits.
@@ -68,10 +59,12 @@ async fn restored_equals_resident(spec: ClusterSpec) -> Result<()> {
     evict(&cluster, &client, &run).await?;
     let (cached, restored) = logprobs(&client, &run).await?;
     assert_eq!((cached, &restored), (cacheable(&run), &computed));
-    assert_eq!(cluster.decode[0].metric(HITS).await?, (cached / BLOCK_TOKENS as u64) as f64);
+    let blocks = (cached / BLOCK_TOKENS as u64) as f64;
+    cluster.decode[0].wait_metric(HITS, blocks).await?;
+    assert_eq!(cluster.decode[0].metric(HITS).await?, blocks);
     cluster.restart_decode(0)?;
     cluster.wait_nodes(0, 1).await?;
-    wait_stored(&cluster, cacheable(&run) / BLOCK_TOKENS as u64).await?;
+    cluster.decode[0].wait_metric(STORED, blocks).await?;
     let (cached, restored) = logprobs(&client, &run).await?;
     assert_eq!((cached, &restored), (cacheable(&run), &computed), "after a restart");
     let answer = client.greedy(&run.prompt_ids, run.output_ids.len()).await?;
@@ -100,7 +93,7 @@ async fn decode_node_with_the_prefix_in_its_tier_gets_fewer_blocks() -> Result<(
     let half = &run.prompt_ids[..run.prompt_ids.len() / 2];
     let whole = client.complete(&greedy_body(half, 2)).await?;
     assert!(whole.kv_bytes > 0, "{whole:?}");
-    wait_stored(&cluster, (half.len() / BLOCK_TOKENS) as u64).await?;
+    cluster.decode[0].wait_metric(STORED, (half.len() / BLOCK_TOKENS) as f64).await?;
     for salt in ["one", "two"] {
         client.complete(&salted_body(&run.prompt_ids, 2, salt)).await?;
     }
@@ -146,6 +139,7 @@ async fn serves_without_tier(spec: ClusterSpec, reason: &str) -> Result<()> {
     let run = longest();
     let (cluster, client) = Cluster::start_with_client(spec.nodes(0, 1)).await?;
     assert_eq!(client.greedy(&run.prompt_ids, run.output_ids.len()).await?, run.output_ids);
+    cluster.decode[0].wait_logged(&["tier.disk_path"]).await?;
     let log = cluster.decode[0].log();
     let lines: Vec<&str> = log.lines().filter(|line| line.contains("tier.disk_path")).collect();
     assert!(matches!(lines[..], [line] if line.contains(reason)), "{reason}: {lines:?}");
@@ -165,8 +159,7 @@ async fn node_without_a_usable_disk_serves_and_says_why() -> Result<()> {
     in_use.stop()?;
     let other = ClusterSpec { dtype: "q8", ..spec(&path) };
     let (cluster, _) = Cluster::start_with_client(other.nodes(0, 1)).await?;
-    let log = cluster.decode[0].log();
-    assert!(log.contains("it holds KV blocks of format 1, layout "), "{log}");
+    cluster.decode[0].wait_logged(&["it holds KV blocks of format 1, layout "]).await?;
     cluster.stop()?;
     std::fs::write(&path, "text")?;
     serves_without_tier(spec(&path), "it holds no KV blocks; expected ").await?;

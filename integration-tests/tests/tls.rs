@@ -1,13 +1,8 @@
 //! TLS: clients of the router, and the services among themselves.
 
-use std::{
-    collections::BTreeMap,
-    fs,
-    process::Command,
-    time::{Duration, Instant},
-};
+use std::{collections::BTreeMap, fs, process::Command};
 
-use anyhow::{Context, Result, ensure};
+use anyhow::{Context, Result};
 use integration_tests::{
     client::{Client, greedy_body},
     cluster::{Cluster, ClusterSpec, SECRET, Service, bin_dir, smollm2},
@@ -17,8 +12,6 @@ use integration_tests::{
 };
 use rcgen::{BasicConstraints, CertificateParams, CertifiedIssuer, IsCa, KeyPair, date_time_ymd};
 use tempfile::TempDir;
-
-const DEADLINE: Duration = Duration::from_secs(60);
 
 /// An authority, and a folder with its certificate and those that it signs.
 struct Authority {
@@ -114,16 +107,6 @@ fn up_check_and_bench_serve_speak_tls() -> Result<()> {
     Ok(())
 }
 
-/// Waits until the log of a service has a line with these words.
-fn wait_logged(service: &Service, words: &[&str]) -> Result<()> {
-    let deadline = Instant::now() + DEADLINE;
-    while !service.log().lines().any(|line| words.iter().all(|word| line.contains(word))) {
-        ensure!(Instant::now() < deadline, "no line with {words:?}:\n{}", service.log());
-        std::thread::sleep(Duration::from_millis(10));
-    }
-    Ok(())
-}
-
 #[tokio::test]
 async fn only_services_with_a_certificate_of_the_cluster_talk_to_each_other() -> Result<()> {
     let (ours, theirs) = (Authority::new()?, Authority::new()?);
@@ -147,13 +130,12 @@ async fn only_services_with_a_certificate_of_the_cluster_talk_to_each_other() ->
     // A renewed certificate is read without a restart, and an invalid one is named and not used.
     ours.sign("node", |_| {})?;
     for service in [&cluster.router, &cluster.prefill[0], &cluster.decode[0]] {
-        wait_logged(service, &["files were read again", "cluster.tls_cert"])?;
+        service.wait_logged(&["files were read again", "cluster.tls_cert"]).await?;
     }
     fs::write(ours.path("node.crt"), "x")?;
-    wait_logged(
-        &cluster.decode[0],
-        &["invalid cluster.tls_cert", "no certificate", "stays in use"],
-    )?;
+    cluster.decode[0]
+        .wait_logged(&["invalid cluster.tls_cert", "no certificate", "stays in use"])
+        .await?;
     complete(&client, &cluster.prefill[0].name).await?;
     ours.sign("node", |_| {})?;
 
@@ -183,21 +165,20 @@ async fn only_services_with_a_certificate_of_the_cluster_talk_to_each_other() ->
     ];
     let member =
         start("member", "baton-router", &[&ours.of_cluster("node")[..], &listed].concat())?;
-    wait_logged(&member, &[&plain.ready.grpc, "expected cluster.tls_cert on the node too"])?;
-    wait_logged(
-        &member,
-        &[&stranger.ready.grpc, "invalid peer certificate", "equal cluster.tls_ca"],
-    )?;
+    member.wait_logged(&[&plain.ready.grpc, "expected cluster.tls_cert on the node too"]).await?;
+    member
+        .wait_logged(&[&stranger.ready.grpc, "invalid peer certificate", "equal cluster.tls_ca"])
+        .await?;
     let decode = &cluster.decode[0].ready.grpc;
-    wait_logged(&member, &[decode, "to=\"up\""])?;
+    member.wait_logged(&[decode, "to=\"up\""]).await?;
     let client = Client::new(format!("http://{}", member.ready.http));
     complete(&client, "").await?;
     let outsider = start("outsider", "baton-router", &listed)?;
     // Its log has no reason of TLS: the node answers in HTTP/2.
-    wait_logged(&outsider, &[decode, "to=\"down\""])?;
+    outsider.wait_logged(&[decode, "to=\"down\""]).await?;
     let foreign =
         start("foreign", "baton-router", &[&theirs.of_cluster("node")[..], &listed].concat())?;
-    wait_logged(&foreign, &[decode, "invalid peer certificate"])?;
+    foreign.wait_logged(&[decode, "invalid peer certificate"]).await?;
     cluster.stop()
 }
 

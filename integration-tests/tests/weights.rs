@@ -196,7 +196,7 @@ async fn weights_change_in_place_and_are_restored_after_an_abort() -> Result<()>
     assert!(report["update"]["reason"].as_str().unwrap_or_default().contains("ffn_up"), "{report}");
     wait_version(&cluster, &json!("loaded")).await?;
     assert_eq!(all_tokens(&client).await?, old_tokens);
-    assert!(cluster.decode[0].log().contains("no valid weights"), "the node says so");
+    cluster.decode[0].wait_logged(&["no valid weights"]).await?;
 
     let report = committed(&cluster, &new).await?;
     let version = report["update"]["weight_version"].clone();
@@ -284,8 +284,7 @@ async fn nodes_copy_weights_from_one_node_by_tcp_and_a_late_node_from_a_committe
     let (after, versions) = labelled_tokens(&stream.all().await?);
     assert_ne!(after, before);
     assert_eq!(versions, vec![version.clone(); TOKENS], "every token names its weights");
-    let copied = cluster.prefill[0].log();
-    assert!(copied.contains("origin=Peer"), "{copied}");
+    cluster.prefill[0].wait_logged(&["origin=Peer"]).await?;
 
     std::fs::remove_dir_all(&new)?;
     cluster.restart_decode(0)?;
@@ -533,8 +532,8 @@ async fn routers_do_not_replace_the_weights_of_each_other() -> Result<()> {
     cluster.restart_decode(0)?;
     cluster.wait_nodes(0, 2).await?;
     wait_version(&cluster, &version).await?;
-    assert!(second.log().contains("a node catches up"));
-    assert!(cluster.router.log().contains("another router updated the nodes"));
+    second.wait_logged(&["a node catches up"]).await?;
+    cluster.router.wait_logged(&["another router updated the nodes"]).await?;
     cluster.stop()
 }
 
@@ -671,8 +670,7 @@ async fn update_begins_while_a_node_catches_up() -> Result<()> {
     let report = committed(&cluster, &paths[1]).await?;
     assert_eq!(report["update"]["nodes"].as_array().map(Vec::len), Some(2), "{report}");
     wait_version(&cluster, &report["update"]["weight_version"]).await?;
-    let log = cluster.router.log();
-    assert!(log.contains("an operator began another update"), "{log}");
+    cluster.router.wait_logged(&["an operator began another update"]).await?;
     cluster.stop()
 }
 

@@ -145,6 +145,7 @@ pub async fn node_whose_disk_tier_is_read_only_serves_without_it() -> Result<()>
     let router = Service::start(folder.path(), "router", "baton-router", &settings)?;
     let client = Client::new(format!("http://{}", router.ready.http));
     answer_is_right(&client).await?;
+    node.wait_logged(&["tier.disk_path"]).await?;
     let log = node.log();
     let lines: Vec<&str> = log.lines().filter(|line| line.contains("tier.disk_path")).collect();
     let reason = "cannot open it: Read-only file system";

@@ -1,16 +1,14 @@
 //! KV that a node of two ranks loads from its tiers gives the logits of the resident KV, bit for bit.
 
-use std::time::{Duration, Instant};
-
-use anyhow::{Result, ensure};
+use anyhow::Result;
 use integration_tests::{
     client::{Client, salted_body},
-    cluster::{Cluster, ClusterSpec, Service},
+    cluster::{Cluster, ClusterSpec},
 };
 use kernels::BLOCK_TOKENS;
 use serde_json::{Value, json};
 
-use super::{DEADLINE, Devices, Fixture, Request, Shape, run_on};
+use super::{Devices, Fixture, Request, Shape, run_on};
 
 const DISK_PATH: &str = "BATON_TIER_DISK_PATH";
 const STORED: &str = "baton_tier_blocks";
@@ -27,16 +25,6 @@ async fn logprobs(client: &Client, request: &Request) -> Result<(u64, Value)> {
     let answer = client.post("/v1/completions", &body).await?.json();
     let cached = &answer["usage"]["prompt_tokens_details"]["cached_tokens"];
     Ok((cached.as_u64().unwrap_or(0), answer["choices"][0]["logprobs"].clone()))
-}
-
-/// Waits until a metric, which the node sets every 50 ms, has at least this value.
-async fn wait_metric(node: &Service, name: &str, blocks: u64) -> Result<()> {
-    let deadline = Instant::now() + DEADLINE;
-    while node.metric(name).await? < blocks as f64 {
-        ensure!(Instant::now() < deadline, "{name} never is {blocks}:\n{}", node.log());
-        tokio::time::sleep(Duration::from_millis(10)).await;
-    }
-    Ok(())
 }
 
 /// Compares the answer after a load with the answer whose prefix was resident.
@@ -56,13 +44,13 @@ async fn restored_equals_resident(
     let (cached, resident) = logprobs(&client, request).await?;
     assert_eq!(cached, cacheable * BLOCK_TOKENS as u64);
     assert!(resident["token_logprobs"].is_array(), "{resident}");
-    wait_metric(node, STORED, cacheable).await?;
+    node.wait_metric(STORED, cacheable as f64).await?;
     for salt in ["one", "two"] {
         client.post("/v1/completions", &salted_body(&request.prompt, 2, salt)).await?;
     }
     let restored = logprobs(&client, request).await?;
     assert_eq!(restored, (cached, resident), "{}", node.log());
-    wait_metric(node, HITS, cacheable).await?;
+    node.wait_metric(HITS, cacheable as f64).await?;
     assert_eq!(node.metric(HITS).await?, cacheable as f64, "one load, of the whole prefix");
     cluster.stop()
 }
