@@ -1,4 +1,4 @@
-//! Flags of the commands that call a router: the API key and the authorities of TLS.
+//! Flags of the commands that call a router: the API key and the CA certificates of TLS.
 
 use std::{fs, path::PathBuf, time::Duration};
 
@@ -19,10 +19,10 @@ pub struct ClientArgs {
     /// needs one.
     #[arg(long, value_name = "FILE")]
     api_key_file: Option<PathBuf>,
-    /// PEM file with the authorities to trust for https URLs. [default: the authorities of Mozilla]
+    /// PEM file with the CA certificates to trust for https URLs. [default: Mozilla's root certificates]
     #[arg(long, value_name = "FILE")]
     ca: Option<PathBuf>,
-    /// PEM file with the router's certificate, the only one to trust for https URLs. Its names need not fit the URL.
+    /// PEM file with the router's certificate, the only one to trust for https URLs. Its names need not match the URL.
     #[arg(long, value_name = "FILE", conflicts_with = "ca")]
     server_cert: Option<PathBuf>,
 }

@@ -434,9 +434,9 @@ section! {
         /// Password of the etcd user. Prefer the environment: every user of the machine can see flags.
         etcd_password: Option<Password> = None,
             "Required with etcd_user.";
-        /// PEM file with the certificate authority of etcd's certificate.
+        /// PEM file with the CA certificates that sign etcd's certificate.
         etcd_ca: Option<PathBuf> = None,
-            "Required with https endpoints: no authority is trusted by default.";
+            "Required with https endpoints: no CA is trusted by default.";
         /// PEM file with the client certificate for etcd.
         etcd_cert: Option<PathBuf> = None,
             "Required when etcd demands client certificates; needs etcd_key.";
@@ -464,12 +464,12 @@ section! {
         /// PEM file with the private key of tls_cert.
         tls_key: Option<PathBuf> = None,
             "Required with tls_cert.";
-        /// PEM file with the certificate authorities of all services.
+        /// PEM file with the CA certificates that sign the certificates of all services.
         tls_ca: Option<PathBuf> = None,
-            "Required with tls_cert: no authority is trusted by default.";
+            "Required with tls_cert: no CA is trusted by default.";
         /// DNS name in the certificate of every service of the cluster. It need not resolve to an address.
         tls_name: String = "baton".into(),
-            "Nodes change their addresses; the name distinguishes the cluster from other owners of certificates of the same authority.";
+            "Nodes change their addresses; the name distinguishes the cluster from other owners of certificates of the same CA.";
     }
 }
 

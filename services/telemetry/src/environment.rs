@@ -18,7 +18,7 @@ pub struct Otlp {
     /// `http://host:port` or `https://host:port`; `None`: no export.
     pub traces: Option<String>,
     pub metrics: Option<String>,
-    /// PEM file of the authorities that https trusts; `None`: the authorities of Mozilla.
+    /// PEM file of the CA certificates that https trusts; `None`: Mozilla's root certificates.
     pub certificate: Option<PathBuf>,
 }
 
