@@ -1,48 +1,38 @@
 //! The task that owns the node's part in weight updates: it handles calls and deadlines, and starts the work.
 
+mod work;
+
 use std::{
-    path::{Path, PathBuf},
-    sync::{Arc, Mutex, MutexGuard, PoisonError},
+    path::PathBuf,
+    sync::{Arc, Mutex},
     time::{Duration, Instant},
 };
 
 use ::engine::executor::WeightUpdate;
 use model::{Checkpoint, ModelConfig};
-use proto::v1;
 use tokio::{
-    runtime,
-    sync::{mpsc, oneshot},
+    sync::mpsc,
     task::{JoinHandle, JoinSet},
 };
 use tokio_util::sync::{CancellationToken, DropGuard};
-use tonic::Status;
 use weight_transfer::{
-    BeginError, CommitError, Participant, ParticipantAction, ParticipantInput, Proposal, UpdateEnd,
-    UpdateId, UpdateReport, UpdateState, WeightVersion,
+    Participant, ParticipantAction, ParticipantInput, Proposal, UpdateEnd, UpdateId, UpdateState,
+    WeightVersion,
 };
 
+use self::work::released;
 use super::{
-    copy::{self, PARTS_MAX, SILENCE_MAX, WeightFiles},
-    engine::{change_weights, lose_weights, release_weights},
-    of_requests_in_flight,
+    calls::{Begin, CALLS_MAX, Call, CallError, Handle, Message, NodeWeights},
+    copy::WeightFiles,
     peers::{Peer, PeerCredentials},
-    receive::{ReceiveError, Received, receive},
-    restore::{LoadedModel, LostWeights, restore},
+    restore::LoadedModel,
     standby::{CANCELLED, Standby},
-    trainer::{self, KeptTrainer, TrainerAddress},
+    trainer::KeptTrainer,
 };
 use crate::{inbox::Inbox, memory_limit::MemoryShare};
 
-/// Maximum number of queued calls of coordinators and peers.
-const CALLS_MAX: usize = 64;
-/// Time-out of a question to a peer.
-const ASK_MAX: Duration = Duration::from_secs(1);
 /// Number of peers asked in a round; rounds rotate over all peers.
 const ASKED_MAX: usize = 8;
-/// Interval at which a kept trainer is checked for having left.
-const TRAINER_CHECK_INTERVAL: Duration = Duration::from_secs(1);
-/// Owner of the prepared weights while they are restored. Coordinators choose ids at random.
-const RESTORE: UpdateId = UpdateId(0);
 
 /// The parts of the node that the actor uses.
 pub(crate) struct WeightSettings {
@@ -58,115 +48,6 @@ pub(crate) struct WeightSettings {
     pub credentials: PeerCredentials,
     /// Folder for weights that are copied from peers.
     pub folder: PathBuf,
-}
-
-/// An update whose fields are checked.
-#[derive(Clone, Debug)]
-pub(super) struct Begin {
-    pub id: UpdateId,
-    pub label: String,
-    pub origin: Origin,
-    pub remaining: Duration,
-    pub peers: Vec<Peer>,
-    pub in_flight: v1::InFlight,
-}
-
-/// Place of new weights.
-#[derive(Clone, Debug)]
-pub(super) enum Origin {
-    Path(PathBuf),
-    Trainer(TrainerAddress),
-    /// A node that has prepared or committed weights of this version.
-    Peer {
-        peer: Peer,
-        version: WeightVersion,
-    },
-}
-
-#[derive(Debug)]
-pub(super) enum Call {
-    Begin(Begin),
-    Commit {
-        id: UpdateId,
-        version: WeightVersion,
-    },
-    Abort {
-        id: UpdateId,
-        reason: String,
-    },
-    /// `of`: the update whose coordinator calls.
-    Status {
-        of: Option<UpdateId>,
-    },
-}
-
-#[derive(Debug, thiserror::Error)]
-pub(super) enum CallError {
-    #[error(
-        "cannot change the weights: weights.place is auto on a GPU; expected shadow or in_place"
-    )]
-    Unsupported,
-    #[error(transparent)]
-    Begin(#[from] BeginError),
-    #[error(transparent)]
-    Commit(#[from] CommitError),
-    #[error(
-        "cannot copy weights of weight_version {version}: expected a version that this node has prepared or committed"
-    )]
-    NoSource { version: WeightVersion },
-    #[error("busy: {CALLS_MAX} calls are queued")]
-    Busy,
-    #[error("the node stops")]
-    Stopped,
-}
-
-/// The weights in use, and the update that runs or ran last.
-#[derive(Clone, Debug)]
-pub(super) struct NodeWeights {
-    pub version: WeightVersion,
-    pub label: String,
-    pub report: Option<UpdateReport>,
-    /// Time for which no step ran during the last commit.
-    pub paused: Option<Duration>,
-}
-
-type Reply = oneshot::Sender<Result<NodeWeights, CallError>>;
-/// Files of weights on their way to a peer.
-type FileParts = mpsc::Receiver<Result<v1::WeightsPart, Status>>;
-
-#[derive(Debug)]
-enum Message {
-    Call(Call, Reply),
-    /// A peer copies weights of this version.
-    Copy(WeightVersion, oneshot::Sender<Result<FileParts, CallError>>),
-}
-
-/// Sends calls to the actor.
-#[derive(Clone, Debug)]
-pub(crate) struct Handle {
-    messages: mpsc::Sender<Message>,
-}
-
-impl Handle {
-    pub(super) async fn call(&self, call: Call) -> Result<NodeWeights, CallError> {
-        let (reply, answer) = oneshot::channel();
-        self.send(Message::Call(call, reply))?;
-        answer.await.map_err(|_| CallError::Stopped)?
-    }
-
-    /// Returns the files of weights of this version.
-    pub(super) async fn copy(&self, version: WeightVersion) -> Result<FileParts, CallError> {
-        let (reply, answer) = oneshot::channel();
-        self.send(Message::Copy(version, reply))?;
-        answer.await.map_err(|_| CallError::Stopped)?
-    }
-
-    fn send(&self, message: Message) -> Result<(), CallError> {
-        self.messages.try_send(message).map_err(|error| match error {
-            mpsc::error::TrySendError::Full(_) => CallError::Busy,
-            mpsc::error::TrySendError::Closed(_) => CallError::Stopped,
-        })
-    }
 }
 
 /// The running task. Dropping it stops the task without waiting.
@@ -439,254 +320,15 @@ impl Actor {
             }
         }
     }
-
-    /// Removes copies of processes that were killed.
-    fn remove_leftovers(&mut self) {
-        let folder = self.settings.folder.clone();
-        self.work.spawn(async move {
-            // A panic leaves the copies on the disk.
-            let _ = tokio::task::spawn_blocking(move || copy::remove_leftovers(&folder)).await;
-            Done::Quiet
-        });
-    }
-
-    /// Ends the communicator of a kept trainer that has left.
-    fn watch_trainer(&mut self) {
-        if self.watches_trainer || self.trainer.is_empty() {
-            return;
-        }
-        let Some(standby) = self.standby.clone() else { return };
-        self.watches_trainer = true;
-        let kept = self.trainer.clone();
-        self.work.spawn(async move {
-            while !kept.is_empty() {
-                tokio::time::sleep(TRAINER_CHECK_INTERVAL).await;
-                let kept = kept.clone();
-                let leave = move |update: &dyn WeightUpdate| {
-                    if kept.close_if_left() {
-                        update.leave_trainer();
-                    }
-                };
-                standby.between_updates(leave).await;
-            }
-            Done::TrainerLeft
-        });
-    }
-
-    /// Unmaps files of weights that were prepared.
-    fn unmap(&mut self, checkpoint: Checkpoint) {
-        self.work.spawn(async move {
-            // Dropping does not panic.
-            let _ = tokio::task::spawn_blocking(move || drop(checkpoint)).await;
-            Done::Quiet
-        });
-    }
-
-    /// Streams the files of weights to a peer.
-    fn copy(&mut self, version: WeightVersion) -> Result<FileParts, CallError> {
-        let sources = [&self.prepared, &self.committed];
-        let source = sources.into_iter().flatten().find(|(found, _)| *found == version);
-        let source = source.and_then(|(_, source)| source.clone());
-        let source = source.ok_or(CallError::NoSource { version })?;
-        let (parts, received) = mpsc::channel(PARTS_MAX);
-        self.work.spawn(async move {
-            // A panic ends the stream, and the peer fails.
-            let runtime = runtime::Handle::current();
-            let send = move || copy::send(&source, &parts, &runtime, SILENCE_MAX);
-            let _ = tokio::task::spawn_blocking(send).await;
-            Done::Quiet
-        });
-        Ok(received)
-    }
-
-    fn receive(&mut self, id: UpdateId) {
-        let Some(running) = self.running.as_ref().filter(|it| it.begin.id == id) else { return };
-        let Some(standby) = self.standby.clone() else { return };
-        let RunningUpdate { begin, cancelled, .. } = running;
-        tracing::info!(update = %id, label = begin.label, origin = ?begin.origin, "receives weights");
-        let (origin, cancelled) = (begin.origin.clone(), cancelled.clone());
-        let WeightSettings { host_bytes, share, .. } = self.settings;
-        let model = self.settings.model.clone();
-        let release = {
-            let (inbox, is_released) = (self.settings.inbox.clone(), self.released.clone());
-            let (_, waits) = of_requests_in_flight(begin.in_flight);
-            let cancelled = cancelled.clone();
-            move || {
-                *released(&is_released) = Some(id);
-                let release = cancelled.run_until_cancelled(release_weights(&inbox, waits));
-                match runtime::Handle::current().block_on(release) {
-                    Some(Some(())) => Ok(()),
-                    Some(None) => Err(ReceiveError::Release("the engine has ended")),
-                    None => Err(ReceiveError::Cancelled),
-                }
-            }
-        };
-        let credentials = self.settings.credentials.clone();
-        let folder = self.settings.folder.clone();
-        let kept = self.trainer.clone();
-        self.work.spawn(async move {
-            if let Origin::Trainer(address) = origin {
-                let prepare = move |update: &dyn WeightUpdate, cancelled: &CancellationToken| {
-                    let version = trainer::receive(&address, &kept, update, &release, cancelled);
-                    let version = version.map_err(|error| error.to_string())?;
-                    Ok(Prepared { version, files: None })
-                };
-                let outcome = standby.prepare(id, cancelled, prepare).await;
-                return Done::Received { id, outcome };
-            }
-            let source = cancelled
-                .run_until_cancelled(obtain(origin, &model, &credentials, &folder))
-                .await
-                .unwrap_or_else(|| Err(CANCELLED.to_owned()));
-            let (source, expected) = match source {
-                Ok(source) => source,
-                Err(reason) => return Done::Received { id, outcome: Err(reason) },
-            };
-            let prepare = move |update: &dyn WeightUpdate, cancelled: &CancellationToken| {
-                let Received { version, checkpoint } =
-                    receive(&source.path, (&model, host_bytes, share), update, &release, cancelled)
-                        .map_err(|error| error.to_string())?;
-                match expected.filter(|expected| *expected != version) {
-                    Some(expected) => Err(format!(
-                        "the copy has weight_version {version}; expected {expected}, that of the peer"
-                    )),
-                    None => Ok(Prepared { version, files: Some((source, checkpoint)) }),
-                }
-            };
-            let outcome = standby.prepare(id, cancelled, prepare).await;
-            Done::Received { id, outcome }
-        });
-    }
-
-    /// Frees the weights that are not in use.
-    fn discard(&mut self, id: UpdateId) {
-        if let Some(report) = self.participant.report()
-            && report.id == id
-            && let UpdateState::Ended(UpdateEnd::Aborted { reason }) = report.state
-        {
-            tracing::warn!(update = %id, reason, "the weight update was aborted");
-        }
-        // Cancels the work of this update. The work of a committed update has finished.
-        if self.running.take_if(|running| running.begin.id == id).is_some() {
-            self.prepared = None;
-            self.lose_if_released(id);
-        }
-        let Some(standby) = self.standby.clone() else { return };
-        self.work.spawn(async move {
-            standby.discard(id).await;
-            Done::Quiet
-        });
-    }
-
-    /// Lets the engine thread swap the weights.
-    fn install(&mut self, id: UpdateId, version: WeightVersion) {
-        let begin = self.running.as_ref().map(|running| &running.begin);
-        let label = begin.map(|begin| begin.label.clone()).unwrap_or_default();
-        let in_flight = begin.map(|begin| begin.in_flight).unwrap_or_default();
-        let (in_flight, waits) = of_requests_in_flight(in_flight);
-        let inbox = self.settings.inbox.clone();
-        self.work.spawn(async move {
-            match change_weights(&inbox, version, &label, in_flight, waits).await {
-                Some(paused) => Done::Installed { id, paused },
-                None => Done::Quiet,
-            }
-        });
-    }
-
-    /// Ends an update in place without a commit: tells the engine thread, and restores the weights if they are lost.
-    fn lose_if_released(&mut self, id: UpdateId) {
-        if released(&self.released).take_if(|released| *released == id).is_some() {
-            let inbox = self.settings.inbox.clone();
-            self.work.spawn(async move { Done::Lost(lose_weights(&inbox).await) });
-        } else if self.serving.version == WeightVersion::NONE {
-            self.restore();
-        }
-    }
-
-    /// Restores the weights from before an aborted update in place, unless another update brings weights.
-    fn restore(&mut self) {
-        if self.running.is_some() {
-            return;
-        }
-        let Some(standby) = self.standby.clone() else { return };
-        let lost = match &self.committed {
-            Some((version, Some(source))) => LostWeights::Updated {
-                version: *version,
-                label: self.serving.label.clone(),
-                source: source.clone(),
-            },
-            Some((version, None)) => {
-                return tracing::error!(
-                    weight_version = %version,
-                    "cannot restore the weights: a trainer's GPU sent them; the node serves after the next update or a restart"
-                );
-            }
-            None => LostWeights::Loaded(self.settings.loaded.clone()),
-        };
-        let cancelled = CancellationToken::new();
-        self.restoring = Some(cancelled.clone().drop_guard());
-        let inbox = self.settings.inbox.clone();
-        let WeightSettings { host_bytes, share, .. } = self.settings;
-        let model = self.settings.model.clone();
-        self.work.spawn(async move {
-            // The aborted update may still write: the weights have one owner at a time.
-            let restore = move |update: &dyn WeightUpdate, cancelled: &CancellationToken| {
-                restore(lost, (&model, host_bytes, share), update, &inbox, cancelled)
-            };
-            Done::Restored(standby.prepare(RESTORE, cancelled, restore).await)
-        });
-    }
-
-    fn ask_peers(&mut self, id: UpdateId) {
-        let Some(running) = self.running.as_mut().filter(|it| it.begin.id == id) else { return };
-        for peer in running.peers_to_ask() {
-            let credentials = self.settings.credentials.clone();
-            self.work.spawn(async move {
-                match tokio::time::timeout(ASK_MAX, credentials.committed_by(&peer, id)).await {
-                    Ok(Ok(Some(version))) => {
-                        Done::Input(ParticipantInput::PeerCommitted { id, version })
-                    }
-                    Ok(Ok(None)) => Done::Quiet,
-                    Ok(Err(error)) => {
-                        tracing::debug!(update = %id, peer = peer.grpc, error, "cannot ask a peer");
-                        Done::Quiet
-                    }
-                    Err(_) => Done::Quiet,
-                }
-            });
-        }
-    }
-}
-
-fn released(released: &Mutex<Option<UpdateId>>) -> MutexGuard<'_, Option<UpdateId>> {
-    // An id: a panic elsewhere leaves it valid.
-    released.lock().unwrap_or_else(PoisonError::into_inner)
-}
-
-/// Returns the place of new weights on this machine, and the version that they must have.
-async fn obtain(
-    origin: Origin,
-    model: &ModelConfig,
-    credentials: &PeerCredentials,
-    folder: &Path,
-) -> Result<(WeightFiles, Option<WeightVersion>), String> {
-    match origin {
-        Origin::Path(path) => Ok((WeightFiles { path, _copy: None }, None)),
-        Origin::Trainer(_) => unreachable!("a trainer sends no files"),
-        Origin::Peer { peer, version } => {
-            // Every element may take 4 bytes, and files have headers.
-            let bytes_max = 8 * model.parameter_count() + (1 << 26);
-            let source = copy::pull(&peer, version, credentials, folder, bytes_max).await?;
-            Ok((source, Some(version)))
-        }
-    }
 }
 
 #[cfg(test)]
 mod tests {
     use cluster::Epoch;
+    use proto::v1;
 
     use super::*;
+    use crate::weights::calls::Origin;
 
     #[test]
     fn rounds_of_questions_ask_every_peer_in_turn() {

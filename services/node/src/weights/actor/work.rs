@@ -1,0 +1,276 @@
+//! The work that the actor starts. The end of each piece of work comes back as a [`Done`].
+
+use std::{
+    path::Path,
+    sync::{Mutex, MutexGuard, PoisonError},
+    time::Duration,
+};
+
+use ::engine::executor::WeightUpdate;
+use model::{Checkpoint, ModelConfig};
+use tokio::{runtime, sync::mpsc};
+use tokio_util::sync::CancellationToken;
+use weight_transfer::{ParticipantInput, UpdateEnd, UpdateId, UpdateState, WeightVersion};
+
+use super::{Actor, Done, Prepared, RunningUpdate, WeightSettings};
+use crate::weights::{
+    calls::{CallError, FileParts, Origin},
+    copy::{self, PARTS_MAX, SILENCE_MAX, WeightFiles},
+    engine::{change_weights, lose_weights, release_weights},
+    of_requests_in_flight,
+    peers::PeerCredentials,
+    receive::{ReceiveError, Received, receive},
+    restore::{LostWeights, restore},
+    standby::CANCELLED,
+    trainer,
+};
+
+/// Time-out of a question to a peer.
+const ASK_MAX: Duration = Duration::from_secs(1);
+/// Interval at which a kept trainer is checked for having left.
+const TRAINER_CHECK_INTERVAL: Duration = Duration::from_secs(1);
+/// Owner of the prepared weights while they are restored. Coordinators choose ids at random.
+const RESTORE: UpdateId = UpdateId(0);
+
+impl Actor {
+    /// Removes copies of processes that were killed.
+    pub(super) fn remove_leftovers(&mut self) {
+        let folder = self.settings.folder.clone();
+        self.work.spawn(async move {
+            // A panic leaves the copies on the disk.
+            let _ = tokio::task::spawn_blocking(move || copy::remove_leftovers(&folder)).await;
+            Done::Quiet
+        });
+    }
+
+    /// Ends the communicator of a kept trainer that has left.
+    pub(super) fn watch_trainer(&mut self) {
+        if self.watches_trainer || self.trainer.is_empty() {
+            return;
+        }
+        let Some(standby) = self.standby.clone() else { return };
+        self.watches_trainer = true;
+        let kept = self.trainer.clone();
+        self.work.spawn(async move {
+            while !kept.is_empty() {
+                tokio::time::sleep(TRAINER_CHECK_INTERVAL).await;
+                let kept = kept.clone();
+                let leave = move |update: &dyn WeightUpdate| {
+                    if kept.close_if_left() {
+                        update.leave_trainer();
+                    }
+                };
+                standby.between_updates(leave).await;
+            }
+            Done::TrainerLeft
+        });
+    }
+
+    /// Unmaps files of weights that were prepared.
+    pub(super) fn unmap(&mut self, checkpoint: Checkpoint) {
+        self.work.spawn(async move {
+            // Dropping does not panic.
+            let _ = tokio::task::spawn_blocking(move || drop(checkpoint)).await;
+            Done::Quiet
+        });
+    }
+
+    /// Streams the files of weights to a peer.
+    pub(super) fn copy(&mut self, version: WeightVersion) -> Result<FileParts, CallError> {
+        let sources = [&self.prepared, &self.committed];
+        let source = sources.into_iter().flatten().find(|(found, _)| *found == version);
+        let source = source.and_then(|(_, source)| source.clone());
+        let source = source.ok_or(CallError::NoSource { version })?;
+        let (parts, received) = mpsc::channel(PARTS_MAX);
+        self.work.spawn(async move {
+            // A panic ends the stream, and the peer fails.
+            let runtime = runtime::Handle::current();
+            let send = move || copy::send(&source, &parts, &runtime, SILENCE_MAX);
+            let _ = tokio::task::spawn_blocking(send).await;
+            Done::Quiet
+        });
+        Ok(received)
+    }
+
+    pub(super) fn receive(&mut self, id: UpdateId) {
+        let Some(running) = self.running.as_ref().filter(|it| it.begin.id == id) else { return };
+        let Some(standby) = self.standby.clone() else { return };
+        let RunningUpdate { begin, cancelled, .. } = running;
+        tracing::info!(update = %id, label = begin.label, origin = ?begin.origin, "receives weights");
+        let (origin, cancelled) = (begin.origin.clone(), cancelled.clone());
+        let WeightSettings { host_bytes, share, .. } = self.settings;
+        let model = self.settings.model.clone();
+        let release = {
+            let (inbox, is_released) = (self.settings.inbox.clone(), self.released.clone());
+            let (_, waits) = of_requests_in_flight(begin.in_flight);
+            let cancelled = cancelled.clone();
+            move || {
+                *released(&is_released) = Some(id);
+                let release = cancelled.run_until_cancelled(release_weights(&inbox, waits));
+                match runtime::Handle::current().block_on(release) {
+                    Some(Some(())) => Ok(()),
+                    Some(None) => Err(ReceiveError::Release("the engine has ended")),
+                    None => Err(ReceiveError::Cancelled),
+                }
+            }
+        };
+        let credentials = self.settings.credentials.clone();
+        let folder = self.settings.folder.clone();
+        let kept = self.trainer.clone();
+        self.work.spawn(async move {
+            if let Origin::Trainer(address) = origin {
+                let prepare = move |update: &dyn WeightUpdate, cancelled: &CancellationToken| {
+                    let version = trainer::receive(&address, &kept, update, &release, cancelled);
+                    let version = version.map_err(|error| error.to_string())?;
+                    Ok(Prepared { version, files: None })
+                };
+                let outcome = standby.prepare(id, cancelled, prepare).await;
+                return Done::Received { id, outcome };
+            }
+            let source = cancelled
+                .run_until_cancelled(obtain(origin, &model, &credentials, &folder))
+                .await
+                .unwrap_or_else(|| Err(CANCELLED.to_owned()));
+            let (source, expected) = match source {
+                Ok(source) => source,
+                Err(reason) => return Done::Received { id, outcome: Err(reason) },
+            };
+            let prepare = move |update: &dyn WeightUpdate, cancelled: &CancellationToken| {
+                let Received { version, checkpoint } =
+                    receive(&source.path, (&model, host_bytes, share), update, &release, cancelled)
+                        .map_err(|error| error.to_string())?;
+                match expected.filter(|expected| *expected != version) {
+                    Some(expected) => Err(format!(
+                        "the copy has weight_version {version}; expected {expected}, that of the peer"
+                    )),
+                    None => Ok(Prepared { version, files: Some((source, checkpoint)) }),
+                }
+            };
+            let outcome = standby.prepare(id, cancelled, prepare).await;
+            Done::Received { id, outcome }
+        });
+    }
+
+    /// Frees the weights that are not in use.
+    pub(super) fn discard(&mut self, id: UpdateId) {
+        if let Some(report) = self.participant.report()
+            && report.id == id
+            && let UpdateState::Ended(UpdateEnd::Aborted { reason }) = report.state
+        {
+            tracing::warn!(update = %id, reason, "the weight update was aborted");
+        }
+        // Cancels the work of this update. The work of a committed update has finished.
+        if self.running.take_if(|running| running.begin.id == id).is_some() {
+            self.prepared = None;
+            self.lose_if_released(id);
+        }
+        let Some(standby) = self.standby.clone() else { return };
+        self.work.spawn(async move {
+            standby.discard(id).await;
+            Done::Quiet
+        });
+    }
+
+    /// Lets the engine thread swap the weights.
+    pub(super) fn install(&mut self, id: UpdateId, version: WeightVersion) {
+        let begin = self.running.as_ref().map(|running| &running.begin);
+        let label = begin.map(|begin| begin.label.clone()).unwrap_or_default();
+        let in_flight = begin.map(|begin| begin.in_flight).unwrap_or_default();
+        let (in_flight, waits) = of_requests_in_flight(in_flight);
+        let inbox = self.settings.inbox.clone();
+        self.work.spawn(async move {
+            match change_weights(&inbox, version, &label, in_flight, waits).await {
+                Some(paused) => Done::Installed { id, paused },
+                None => Done::Quiet,
+            }
+        });
+    }
+
+    /// Ends an update in place without a commit: tells the engine thread, and restores the weights if they are lost.
+    pub(super) fn lose_if_released(&mut self, id: UpdateId) {
+        if released(&self.released).take_if(|released| *released == id).is_some() {
+            let inbox = self.settings.inbox.clone();
+            self.work.spawn(async move { Done::Lost(lose_weights(&inbox).await) });
+        } else if self.serving.version == WeightVersion::NONE {
+            self.restore();
+        }
+    }
+
+    /// Restores the weights from before an aborted update in place, unless another update brings weights.
+    pub(super) fn restore(&mut self) {
+        if self.running.is_some() {
+            return;
+        }
+        let Some(standby) = self.standby.clone() else { return };
+        let lost = match &self.committed {
+            Some((version, Some(source))) => LostWeights::Updated {
+                version: *version,
+                label: self.serving.label.clone(),
+                source: source.clone(),
+            },
+            Some((version, None)) => {
+                return tracing::error!(
+                    weight_version = %version,
+                    "cannot restore the weights: a trainer's GPU sent them; the node serves after the next update or a restart"
+                );
+            }
+            None => LostWeights::Loaded(self.settings.loaded.clone()),
+        };
+        let cancelled = CancellationToken::new();
+        self.restoring = Some(cancelled.clone().drop_guard());
+        let inbox = self.settings.inbox.clone();
+        let WeightSettings { host_bytes, share, .. } = self.settings;
+        let model = self.settings.model.clone();
+        self.work.spawn(async move {
+            // The aborted update may still write: the weights have one owner at a time.
+            let restore = move |update: &dyn WeightUpdate, cancelled: &CancellationToken| {
+                restore(lost, (&model, host_bytes, share), update, &inbox, cancelled)
+            };
+            Done::Restored(standby.prepare(RESTORE, cancelled, restore).await)
+        });
+    }
+
+    pub(super) fn ask_peers(&mut self, id: UpdateId) {
+        let Some(running) = self.running.as_mut().filter(|it| it.begin.id == id) else { return };
+        for peer in running.peers_to_ask() {
+            let credentials = self.settings.credentials.clone();
+            self.work.spawn(async move {
+                match tokio::time::timeout(ASK_MAX, credentials.committed_by(&peer, id)).await {
+                    Ok(Ok(Some(version))) => {
+                        Done::Input(ParticipantInput::PeerCommitted { id, version })
+                    }
+                    Ok(Ok(None)) => Done::Quiet,
+                    Ok(Err(error)) => {
+                        tracing::debug!(update = %id, peer = peer.grpc, error, "cannot ask a peer");
+                        Done::Quiet
+                    }
+                    Err(_) => Done::Quiet,
+                }
+            });
+        }
+    }
+}
+
+pub(super) fn released(released: &Mutex<Option<UpdateId>>) -> MutexGuard<'_, Option<UpdateId>> {
+    // An id: a panic elsewhere leaves it valid.
+    released.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Returns the place of new weights on this machine, and the version that they must have.
+async fn obtain(
+    origin: Origin,
+    model: &ModelConfig,
+    credentials: &PeerCredentials,
+    folder: &Path,
+) -> Result<(WeightFiles, Option<WeightVersion>), String> {
+    match origin {
+        Origin::Path(path) => Ok((WeightFiles { path, _copy: None }, None)),
+        Origin::Trainer(_) => unreachable!("a trainer sends no files"),
+        Origin::Peer { peer, version } => {
+            // Every element may take 4 bytes, and files have headers.
+            let bytes_max = 8 * model.parameter_count() + (1 << 26);
+            let source = copy::pull(&peer, version, credentials, folder, bytes_max).await?;
+            Ok((source, Some(version)))
+        }
+    }
+}

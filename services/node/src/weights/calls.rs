@@ -1,0 +1,122 @@
+//! Calls to the actor, and what it answers.
+
+use std::{path::PathBuf, time::Duration};
+
+use proto::v1;
+use tokio::sync::{mpsc, oneshot};
+use tonic::Status;
+use weight_transfer::{BeginError, CommitError, UpdateId, UpdateReport, WeightVersion};
+
+use super::{peers::Peer, trainer::TrainerAddress};
+
+/// Maximum number of queued calls of coordinators and peers.
+pub(super) const CALLS_MAX: usize = 64;
+
+/// An update whose fields are checked.
+#[derive(Clone, Debug)]
+pub(super) struct Begin {
+    pub id: UpdateId,
+    pub label: String,
+    pub origin: Origin,
+    pub remaining: Duration,
+    pub peers: Vec<Peer>,
+    pub in_flight: v1::InFlight,
+}
+
+/// Place of new weights.
+#[derive(Clone, Debug)]
+pub(super) enum Origin {
+    Path(PathBuf),
+    Trainer(TrainerAddress),
+    /// A node that has prepared or committed weights of this version.
+    Peer {
+        peer: Peer,
+        version: WeightVersion,
+    },
+}
+
+#[derive(Debug)]
+pub(super) enum Call {
+    Begin(Begin),
+    Commit {
+        id: UpdateId,
+        version: WeightVersion,
+    },
+    Abort {
+        id: UpdateId,
+        reason: String,
+    },
+    /// `of`: the update whose coordinator calls.
+    Status {
+        of: Option<UpdateId>,
+    },
+}
+
+#[derive(Debug, thiserror::Error)]
+pub(super) enum CallError {
+    #[error(
+        "cannot change the weights: weights.place is auto on a GPU; expected shadow or in_place"
+    )]
+    Unsupported,
+    #[error(transparent)]
+    Begin(#[from] BeginError),
+    #[error(transparent)]
+    Commit(#[from] CommitError),
+    #[error(
+        "cannot copy weights of weight_version {version}: expected a version that this node has prepared or committed"
+    )]
+    NoSource { version: WeightVersion },
+    #[error("busy: {CALLS_MAX} calls are queued")]
+    Busy,
+    #[error("the node stops")]
+    Stopped,
+}
+
+/// The weights in use, and the update that runs or ran last.
+#[derive(Clone, Debug)]
+pub(super) struct NodeWeights {
+    pub version: WeightVersion,
+    pub label: String,
+    pub report: Option<UpdateReport>,
+    /// Time for which no step ran during the last commit.
+    pub paused: Option<Duration>,
+}
+
+pub(super) type Reply = oneshot::Sender<Result<NodeWeights, CallError>>;
+/// Files of weights on their way to a peer.
+pub(super) type FileParts = mpsc::Receiver<Result<v1::WeightsPart, Status>>;
+
+#[derive(Debug)]
+pub(super) enum Message {
+    Call(Call, Reply),
+    /// A peer copies weights of this version.
+    Copy(WeightVersion, oneshot::Sender<Result<FileParts, CallError>>),
+}
+
+/// Sends calls to the actor.
+#[derive(Clone, Debug)]
+pub(crate) struct Handle {
+    pub(super) messages: mpsc::Sender<Message>,
+}
+
+impl Handle {
+    pub(super) async fn call(&self, call: Call) -> Result<NodeWeights, CallError> {
+        let (reply, answer) = oneshot::channel();
+        self.send(Message::Call(call, reply))?;
+        answer.await.map_err(|_| CallError::Stopped)?
+    }
+
+    /// Returns the files of weights of this version.
+    pub(super) async fn copy(&self, version: WeightVersion) -> Result<FileParts, CallError> {
+        let (reply, answer) = oneshot::channel();
+        self.send(Message::Copy(version, reply))?;
+        answer.await.map_err(|_| CallError::Stopped)?
+    }
+
+    fn send(&self, message: Message) -> Result<(), CallError> {
+        self.messages.try_send(message).map_err(|error| match error {
+            mpsc::error::TrySendError::Full(_) => CallError::Busy,
+            mpsc::error::TrySendError::Closed(_) => CallError::Stopped,
+        })
+    }
+}
