@@ -5,40 +5,44 @@
 //! or hung does not end. The first failure is recorded; it kills all ranks and wakes all waiting threads. A group fails
 //! once and as a whole.
 
+mod failure;
+mod watch;
 mod weights;
 
 use std::{
     collections::VecDeque,
-    fmt, io,
-    process::{Command, ExitStatus},
+    io,
+    process::Command,
     sync::{
-        Arc, Mutex, MutexGuard, OnceLock, PoisonError,
-        atomic::{AtomicBool, AtomicU64, Ordering},
+        Arc, Mutex, OnceLock,
+        atomic::{AtomicBool, Ordering},
     },
     thread::{self, JoinHandle},
     time::{Duration, Instant},
 };
 
-use crossbeam_channel::{Receiver, Sender, bounded};
+use crossbeam_channel::{Sender, bounded};
 use engine::{
     executor::{CollectWaker, Executor, ExecutorError, ExecutorLimits, WeightUpdate, poll},
     plan::{RowMask, Span, StepId, StepPlan, StepResult, StepRun},
 };
-use kernels::shared::{Atomics, RegionName, SharedError};
+use kernels::shared::RegionName;
 use tracing::warn;
 
-use self::weights::{Link, RankedUpdate};
+pub use self::failure::{GroupError, RankFailure};
+use self::{
+    failure::RankName,
+    watch::{Watch, lock, watch_heartbeats},
+    weights::{Link, RankedUpdate},
+};
 use crate::{
     codec::{self, Answer, Failure, StepAnswer, WeightChange, WireResult},
-    process::{Clock, Process},
-    rank::HEARTBEAT,
+    process::Clock,
     rank_spec::RankSpec,
     region::{GroupRegion, PURPOSE, build},
-    ring::{Bell, RingError, RingReader, RingWriter},
+    ring::{Bell, RingReader, RingWriter},
 };
 
-/// Interval of the heartbeat check.
-const WATCH_EVERY: Duration = Duration::from_millis(100);
 /// Longest sleep at a time.
 const SLEEP_MAX: Duration = Duration::from_millis(500);
 /// Time for killed processes to end.
@@ -78,109 +82,6 @@ impl GroupSettings {
             stop_within: Duration::from_secs(5),
         }
     }
-}
-
-/// Reason why a group failed.
-#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-pub enum RankFailure {
-    #[error("{name} ended: {how}")]
-    Ended { name: RankName, how: String },
-    #[error("{name} sent no heartbeat for {} ms", silence.as_millis())]
-    Silent { name: RankName, silence: Duration },
-    #[error("{name}: {reason}")]
-    Reported { name: RankName, reason: String },
-    #[error("{name} does not fit step {step_id}: {reason}")]
-    BadPlan { name: RankName, step_id: StepId, reason: String },
-    /// The first step in which ranks differ.
-    #[error("step {step_id}: {what} of {ranks} differ from those of rank 0", ranks = listed(ranks))]
-    Differ { step_id: StepId, what: &'static str, ranks: Vec<u32> },
-    #[error("the ranks have different limits: rank 0 has {first:?}, rank {rank} has {other:?}")]
-    Limits { first: ExecutorLimits, rank: u32, other: ExecutorLimits },
-    #[error("{name} sent an unexpected message: {what}")]
-    Unexpected { name: RankName, what: String },
-    #[error("cannot use a shared ring: {0}")]
-    Ring(#[from] RingError),
-    #[error("cannot start {name}: {reason}")]
-    Start { name: RankName, reason: String },
-    #[error("{name} was not ready after {} s", within.as_secs())]
-    NotReady { name: RankName, within: Duration },
-}
-
-/// A rank in messages: `rank 0 of 2`.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct RankName {
-    pub rank: u32,
-    pub of: u32,
-}
-
-impl RankName {
-    fn sent(self, what: impl Into<String>) -> RankFailure {
-        RankFailure::Unexpected { name: self, what: what.into() }
-    }
-}
-
-impl fmt::Display for RankName {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "rank {} of {}", self.rank, self.of)
-    }
-}
-
-fn listed(ranks: &[u32]) -> String {
-    let numbers: Vec<String> = ranks.iter().map(u32::to_string).collect();
-    let noun = if ranks.len() == 1 { "rank" } else { "ranks" };
-    format!("{noun} {}", numbers.join(", "))
-}
-
-/// Reason why a group cannot start.
-#[derive(Debug, thiserror::Error)]
-pub enum GroupError {
-    #[error(transparent)]
-    Region(#[from] SharedError),
-    #[error("cannot start a thread: {0}")]
-    Thread(#[from] io::Error),
-    #[error("the ranks did not start: {0}")]
-    Failed(#[from] RankFailure),
-}
-
-/// State shared by the threads of a group.
-#[derive(Debug)]
-struct Watch {
-    /// The first failure.
-    failure: OnceLock<RankFailure>,
-    /// Whether the group is stopping: then an exit of a process is not a failure.
-    stopping: AtomicBool,
-    /// Process id and handle of each rank; `None` before its start and after its end.
-    processes: Mutex<Vec<Option<(u32, Process)>>>,
-    /// Bells that a failure rings: the bell of results, and the bell of free plan slots.
-    bells: [Bell; 2],
-}
-
-impl Watch {
-    fn fail(&self, failure: RankFailure) {
-        if self.stopping.load(Ordering::Acquire) || self.failure.set(failure).is_err() {
-            return;
-        }
-        self.kill_all();
-        self.bells.iter().for_each(Bell::ring);
-    }
-
-    /// Returns whether the ranks no longer answer.
-    fn is_over(&self) -> bool {
-        self.has_failed() || self.stopping.load(Ordering::Acquire)
-    }
-
-    fn has_failed(&self) -> bool {
-        self.failure.get().is_some()
-    }
-
-    fn kill_all(&self) {
-        lock(&self.processes).iter().flatten().for_each(|(_, process)| process.kill());
-    }
-}
-
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    // The values are replaced as a whole, so a panic leaves none half written.
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// The node's side of one rank.
@@ -254,7 +155,8 @@ impl RankGroup {
             .map_err(RankFailure::from)?;
         let command = Arc::new(command);
         for rank in 0..of {
-            group.keep(spec(rank), command.clone())?;
+            let keeper = group.watch.keep(spec(rank), command.clone())?;
+            group.members[rank as usize].keeper = Some(keeper);
         }
         group.start_watch(&region)?;
         group.wait_ready()?;
@@ -327,50 +229,6 @@ impl RankGroup {
             settings,
             watching: None,
         }
-    }
-
-    /// Starts the thread that starts the process of a rank and waits for its end.
-    fn keep(
-        &mut self,
-        spec: RankSpec,
-        command: Arc<impl Fn(&RankSpec) -> Command + Send + Sync + 'static>,
-    ) -> io::Result<()> {
-        let watch = self.watch.clone();
-        let rank = spec.rank as usize;
-        // Dropped once the process runs or has failed to start.
-        let (starting, started) = bounded::<()>(0);
-        let keep = move || {
-            let name = RankName { rank: spec.rank, of: spec.of };
-            let failed = |reason| watch.fail(RankFailure::Start { name, reason });
-            let mut child = match command(&spec).spawn() {
-                Ok(child) => child,
-                Err(error) => return failed(error.to_string()),
-            };
-            match Process::of_child(child.id()) {
-                Ok(process) => lock(&watch.processes)[rank] = Some((child.id(), process)),
-                Err(error) => {
-                    let _ = child.kill();
-                    let _ = child.wait();
-                    return failed(format!("cannot open a handle of its process: {error}"));
-                }
-            }
-            drop(starting);
-            // The group may have failed before the process was registered.
-            if watch.has_failed() {
-                watch.kill_all();
-            }
-            let ended = child.wait();
-            lock(&watch.processes)[rank] = None;
-            let how = match ended {
-                Ok(status) => described(status),
-                Err(error) => format!("cannot read its exit status: {error}"),
-            };
-            watch.fail(RankFailure::Ended { name, how });
-        };
-        let thread = thread::Builder::new().name(format!("baton-keeper-{rank}"));
-        self.members[rank].keeper = Some(thread.spawn(keep)?);
-        let _ = started.recv();
-        Ok(())
     }
 
     fn start_watch(&mut self, region: &GroupRegion) -> io::Result<()> {
@@ -681,49 +539,6 @@ impl RankGroup {
                 return false;
             }
             thread::sleep(Duration::from_millis(2));
-        }
-    }
-}
-
-fn described(status: ExitStatus) -> String {
-    use std::os::unix::process::ExitStatusExt;
-
-    match (status.signal(), status.code()) {
-        (Some(signal), _) => format!("killed by signal {signal}"),
-        (None, Some(0)) => "with exit code 0 and no message".to_owned(),
-        (None, code) => {
-            let code = code.map_or_else(|| "?".to_owned(), |code| code.to_string());
-            format!("exit code {code}; see its log lines")
-        }
-    }
-}
-
-/// Watches the heartbeats until the group is dropped or a rank is silent.
-fn watch_heartbeats(
-    watch: &Watch,
-    heartbeats: Vec<Atomics<AtomicU64>>,
-    silence_max: Duration,
-    stopped: &Receiver<()>,
-) {
-    let of = heartbeats.len() as u32;
-    let mut seen: Vec<(u64, Duration)> = vec![(0, Duration::ZERO); heartbeats.len()];
-    let mut last = Instant::now();
-    while stopped.recv_timeout(WATCH_EVERY).is_err_and(|error| error.is_timeout()) {
-        // Bounded, because this process itself may have been suspended meanwhile.
-        let passed = last.elapsed().min(WATCH_EVERY + HEARTBEAT);
-        last = Instant::now();
-        for ((rank, heartbeat), (beats, silence)) in (0..).zip(&heartbeats).zip(&mut seen) {
-            let now = heartbeat[0].load(Ordering::Relaxed);
-            // A rank without a first beat is starting, which has its own deadline.
-            if now != std::mem::replace(beats, now) || now == 0 {
-                *silence = Duration::ZERO;
-                continue;
-            }
-            *silence += passed;
-            if *silence > silence_max {
-                let name = RankName { rank, of };
-                return watch.fail(RankFailure::Silent { name, silence: *silence });
-            }
         }
     }
 }

@@ -16,7 +16,11 @@ use engine::executor::{
 use kernels::{cuda::ChunkSource, peer::WaitLimit};
 use model::Checkpoint;
 
-use super::{RankFailure, RankGroup, RankName, SLEEP_MAX, Watch};
+use super::{
+    RankGroup, SLEEP_MAX,
+    failure::{RankFailure, RankName},
+    watch::Watch,
+};
 use crate::{
     codec::{self, WeightChange},
     region::GroupRegion,
