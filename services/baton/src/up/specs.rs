@@ -1,0 +1,272 @@
+//! The children of `baton up`: their programs, arguments and environment variables.
+
+use std::{
+    ffi::OsString,
+    net::{SocketAddr, TcpListener},
+    path::PathBuf,
+    time::Duration,
+};
+
+use anyhow::{Context, Result, anyhow, ensure};
+use config::{Config, Source};
+
+use super::{FoundModel, READY_WITHIN, UpArgs, child::ChildSpec, console::Console, gpus};
+
+/// Time-out of a node's start with `--no-router`: weights may come from a slow volume.
+const HOST_READY_WITHIN: Duration = Duration::from_secs(3600);
+/// Time that a service has beyond its drain settings from SIGTERM to SIGKILL. A router needs up to 8.5 s. The pod of a
+/// group has 10 s, so that no service outlives `baton up`.
+const STOP_MARGIN: Duration = Duration::from_secs(9);
+/// Tokenizer of a Hugging Face folder. A GGUF file contains its tokenizer.
+const TOKENIZER_FILE: &str = "tokenizer.json";
+
+/// Settings that all children share.
+pub(super) struct Common {
+    console: Console,
+    bin_dir: PathBuf,
+    envs: Vec<(String, String)>,
+    /// GPUs of each node's ranks, prefill nodes first; empty where nodes choose their GPUs.
+    gpus: Vec<Vec<String>>,
+    /// Prefix of the nodes' ids.
+    id: Option<String>,
+    addresses: NodeAddresses,
+    /// Beginning of the path of each node's disk tier.
+    disk_path: Option<PathBuf>,
+    ready_within: Duration,
+    /// Grace periods of a node and of the router.
+    node_stop_within: Duration,
+    router_stop_within: Duration,
+    config: Option<PathBuf>,
+    /// Nodes register in etcd; the router gets no list.
+    etcd: bool,
+    /// Folder of the ready files; deleted when the cluster has stopped.
+    ready_dir: tempfile::TempDir,
+}
+
+impl Common {
+    pub fn new(
+        args: &UpArgs,
+        config: &Config,
+        model: FoundModel,
+        console: &Console,
+    ) -> Result<Self> {
+        let bin_dir = match &args.bin_dir {
+            Some(folder) => folder.clone(),
+            None => std::env::current_exe()?
+                .parent()
+                .ok_or_else(|| anyhow!("cannot find the folder of baton"))?
+                .to_owned(),
+        };
+        let nodes_only = ["baton-prefill-node", "baton-decode-node"];
+        let router = (!args.no_router).then_some("baton-router");
+        for program in nodes_only.into_iter().chain(router) {
+            let path = bin_dir.join(program);
+            ensure!(
+                path.exists(),
+                "{} is missing: build it (cargo build --release), or set --bin-dir to its folder",
+                path.display()
+            );
+        }
+        let apis =
+            [("http", args.http, config.router.http), ("grpc", args.grpc, config.router.grpc)];
+        for (name, given, configured) in apis.into_iter().filter(|_| !args.no_router) {
+            // Fail now rather than after all nodes have loaded.
+            let address = given.unwrap_or(configured);
+            TcpListener::bind(address)
+                .with_context(|| format!("cannot listen on {address} (--{name})"))?;
+        }
+        let nodes = args.prefill + args.decode;
+        let gpus = match &args.gpus {
+            Some(list) => gpus::of_nodes(list, nodes, config.node.tp)?,
+            None => Vec::new(),
+        };
+        let FoundModel { path: model, mut envs } = model;
+        let mut set = |name: &str, value: String| envs.push((name.to_owned(), value));
+        // Fail before the nodes load: only the router would report the missing tokenizer.
+        ensure!(
+            args.no_router
+                || !model.is_dir()
+                || model.join(TOKENIZER_FILE).exists()
+                || gguf::file_of_folder(&model).is_some(),
+            "cannot serve {}: it has no {TOKENIZER_FILE}, which the router needs",
+            model.display()
+        );
+        for (name, value) in [
+            ("BATON_CLUSTER_ETCD", args.etcd.clone()),
+            ("BATON_NODE_TP", args.tp.map(|tp| tp.to_string())),
+            ("BATON_MODEL_DTYPE", args.dtype.clone()),
+            ("BATON_MODEL_LOAD_FORMAT", args.load_format.clone()),
+        ] {
+            if let Some(value) = value {
+                set(name, value);
+            }
+        }
+        if config.cluster.secret.is_none() && config.cluster.secret_file.is_none() {
+            // Generate a secret for this cluster.
+            let mut secret = [0; 32];
+            getrandom::fill(&mut secret)
+                .map_err(|error| anyhow!("cannot generate a secret: {error}"))?;
+            let secret = secret.iter().map(|byte| format!("{byte:02x}")).collect();
+            set("BATON_CLUSTER_SECRET", secret);
+        }
+        if config.source_of("node.gpu_memory_percent") == Source::Default {
+            // Divide the GPU's memory among the nodes that share the GPU.
+            let together = if gpus.is_empty() { nodes } else { gpus::most_shared(&gpus) };
+            let share = config.node.gpu_memory_percent / together.max(1);
+            set("BATON_NODE_GPU_MEMORY_PERCENT", share.max(1).to_string());
+        }
+        if config.source_of("node.nodes_per_container") == Source::Default {
+            set("BATON_NODE_NODES_PER_CONTAINER", nodes.to_string());
+        }
+        if args.http.is_some() && config.source_of("router.admin") == Source::Default {
+            // Clusters on one machine have different HTTP ports, and need different admin ports.
+            set("BATON_ROUTER_ADMIN", "127.0.0.1:0".to_owned());
+        }
+        let drain_delay = match config.source_of("router.drain_delay") {
+            Source::Default => {
+                // No load balancer sends requests to this router.
+                set("BATON_ROUTER_DRAIN_DELAY", "0s".to_owned());
+                Duration::ZERO
+            }
+            _ => config.router.drain_delay,
+        };
+        if config.source_of("telemetry.log_format") == Source::Default {
+            // The services write to a pipe and would choose json.
+            set("BATON_TELEMETRY_LOG_FORMAT", "pretty".to_owned());
+        }
+        let ready_dir = tempfile::tempdir().context("cannot create a temporary folder")?;
+        let etcd = !config.cluster.etcd.is_empty();
+        Ok(Self {
+            console: console.clone(),
+            bin_dir,
+            envs,
+            gpus,
+            id: config.node.id.clone(),
+            addresses: NodeAddresses::new(args, config)?,
+            disk_path: config.tier.disk_path.clone(),
+            ready_within: if args.no_router { HOST_READY_WITHIN } else { READY_WITHIN },
+            node_stop_within: config.node.drain_timeout + STOP_MARGIN,
+            // A router accepts requests for up to twice its delay.
+            router_stop_within: 2 * drain_delay + config.router.drain_timeout + STOP_MARGIN,
+            config: args.config.clone(),
+            etcd,
+            ready_dir,
+        })
+    }
+
+    fn spec(&self, name: String, program: &str, mut args: Vec<OsString>) -> ChildSpec {
+        if let Some(config) = &self.config {
+            args.extend(["--config".into(), config.into()]);
+        }
+        ChildSpec {
+            ready_file: self.ready_dir.path().join(format!("{name}.json")),
+            name,
+            console: self.console.clone(),
+            program: self.bin_dir.join(program),
+            args,
+            envs: self.envs.clone(),
+            sticky: |_| Vec::new(),
+            ready_within: self.ready_within,
+            stop_within: self.node_stop_within,
+        }
+    }
+
+    /// Returns the node of this role and index; `number` counts the nodes of both roles.
+    pub fn node(&self, role: &str, index: u32, number: usize) -> ChildSpec {
+        let name = format!("{role}-{index}");
+        let id = self.id.as_ref().map_or_else(|| name.clone(), |host| format!("{host}-{name}"));
+        let mut envs = self.envs.clone();
+        if let Some(gpus) = self.gpus.get(number) {
+            // With --gpus a node must not fall back to the CPU.
+            envs.push(("BATON_NODE_GPU".to_owned(), gpus.join(",")));
+            envs.push(("BATON_NODE_DEVICE".to_owned(), "cuda".to_owned()));
+        }
+        let [grpc, metrics, control, data] = self.addresses.of(number);
+        envs.push(("BATON_NODE_GRPC".to_owned(), grpc));
+        envs.push(("BATON_NODE_METRICS".to_owned(), metrics));
+        let disk_path = self.disk_path.as_ref();
+        let disk_path = disk_path.map_or_else(String::new, |it| format!("{}-{name}", it.display()));
+        let args = flags(&[
+            ("--node-id", &id),
+            ("--transfer-control", &control),
+            ("--transfer-data", &data),
+            ("--tier-disk-path", &disk_path),
+        ]);
+        ChildSpec {
+            // The router identifies a node by its address, so a restarted node must keep it.
+            sticky: |ready| {
+                flags(&[("--node-grpc", &ready.grpc), ("--node-metrics", &ready.metrics)])
+            },
+            envs,
+            ..self.spec(name, &format!("baton-{role}-node"), args)
+        }
+    }
+
+    pub fn router(&self, args: &UpArgs, prefill: &[String], decode: &[String]) -> ChildSpec {
+        let listed = |urls: &[String]| if self.etcd { String::new() } else { urls.join(",") };
+        let nodes = flags(&[
+            ("--cluster-prefill", &listed(prefill)),
+            ("--cluster-decode", &listed(decode)),
+        ]);
+        let mut router = self.spec("router".to_owned(), "baton-router", nodes);
+        router.stop_within = self.router_stop_within;
+        for (name, address) in [("BATON_ROUTER_HTTP", args.http), ("BATON_ROUTER_GRPC", args.grpc)]
+        {
+            router.envs.extend(address.map(|address| (name.to_owned(), address.to_string())));
+        }
+        // Clients know the router's addresses, so a restarted router must keep them.
+        router.sticky = |ready| {
+            flags(&[
+                ("--router-http", &ready.http),
+                ("--router-grpc", &ready.grpc),
+                ("--router-metrics", &ready.metrics),
+                ("--router-admin", &ready.admin),
+            ])
+        };
+        router
+    }
+}
+
+/// Addresses of the first node: gRPC, metrics, control messages and KV. A node takes these ports plus its number; port 0
+/// is a free port.
+struct NodeAddresses([SocketAddr; 4]);
+
+impl NodeAddresses {
+    fn new(args: &UpArgs, config: &Config) -> Result<Self> {
+        if !args.no_router {
+            return Ok(Self([SocketAddr::from(([127, 0, 0, 1], 0)); 4]));
+        }
+        let addresses = [
+            ("node.grpc", config.node.grpc),
+            ("node.metrics", config.node.metrics),
+            ("transfer.control", config.transfer.control),
+            ("transfer.data", config.transfer.data),
+        ];
+        let last = (1 << 16) - args.prefill - args.decode;
+        for (key, address) in addresses {
+            ensure!(
+                u32::from(address.port()) <= last,
+                "invalid {key}: {address}; expected a port of at most {last}, because each node takes the next port"
+            );
+        }
+        Ok(Self(addresses.map(|(_, address)| address)))
+    }
+
+    fn of(&self, number: usize) -> [String; 4] {
+        self.0.map(|mut address| {
+            if address.port() != 0 {
+                address.set_port(address.port() + number as u16);
+            }
+            address.to_string()
+        })
+    }
+}
+
+/// Returns flags with their values, without flags whose value is empty.
+fn flags(pairs: &[(&str, &str)]) -> Vec<OsString> {
+    pairs
+        .iter()
+        .filter(|(_, value)| !value.is_empty())
+        .flat_map(|(flag, value)| [OsString::from(flag), OsString::from(value)])
+        .collect()
+}
