@@ -7,6 +7,7 @@ use std::{
 };
 
 use anyhow::{Context, Result, ensure};
+use tempfile::TempDir;
 
 use crate::{
     client::Client,
@@ -21,14 +22,18 @@ const DEADLINE: Duration = Duration::from_secs(60);
 pub struct Up {
     pub child: Child,
     pub lines: Lines,
+    /// Folder of temporary files, which a `baton up` that is killed leaves behind.
+    pub folder: Option<TempDir>,
 }
 
 impl Up {
     pub fn start(args: &[&str], settings: &BTreeMap<String, String>) -> Result<Self> {
+        let folder = tempfile::tempdir()?;
         let mut child = Command::new(bin_dir().join("baton"))
             .arg("up")
             .args(args)
             .envs(settings)
+            .env("TMPDIR", folder.path())
             // GPU tests set this variable for themselves; nodes choose their own value.
             .env_remove("CUDA_DEVICE_MAX_CONNECTIONS")
             .stdin(Stdio::null())
@@ -37,7 +42,7 @@ impl Up {
             .spawn()
             .context("cannot run baton")?;
         let lines = Lines::of(child.stderr.take().expect("stderr is piped"));
-        Ok(Self { child, lines })
+        Ok(Self { child, lines, folder: Some(folder) })
     }
 
     /// Waits until the cluster is ready and returns a client of the router.
