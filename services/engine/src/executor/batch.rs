@@ -167,16 +167,21 @@ impl<T: Tokens> Batch<T> {
     }
 
     /// Supplies the token bitmasks of the step applied last, in the order of its rows. Marks a constrained row
-    /// without a bitmask as late and removes its last token and its draft tokens from the step.
+    /// without a bitmask as late and removes its last token and its draft tokens from the step. Bitmasks of a failed
+    /// row are dropped: they were computed before the failure was known.
     pub fn supply(
         &mut self,
         scheduled: &mut [ScheduledRow],
         masks: Vec<RowMask>,
     ) -> Result<(), String> {
         let mut masks = masks.into_iter().peekable();
-        for planned in scheduled.iter_mut().filter(|planned| planned.samples) {
+        for planned in scheduled {
             let row = self.row_mut(planned.slot);
-            if !row.constrained {
+            if row.failure.is_some() {
+                while masks.next_if(|mask| mask.slot == planned.slot).is_some() {}
+                continue;
+            }
+            if !planned.samples || !row.constrained {
                 continue;
             }
             row.allowed.clear();

@@ -340,6 +340,21 @@ mod tests {
     }
 
     #[test]
+    fn bitmasks_of_a_failed_row_disturb_no_other_row() {
+        let mut rows = Rows::new(LIMITS);
+        let sampling = Sampling { temperature: f32::NAN, ..Sampling::greedy() };
+        let failed = AdmittedRow { sampling, constrained: true, ..admitted(0, 5, 0, &[0]) };
+        let other = AdmittedRow { constrained: true, ..admitted(1, 5, 0, &[1]) };
+        let both = plan(vec![failed, other], vec![row(0, 5, true), row(1, 5, true)]);
+        let mut step = rows.apply(&StepPlan { awaits_masks: true, ..both }, 0).unwrap();
+        let allowed = Arc::new(TokenMask::new(vec![1], LIMITS.vocabulary));
+        let mask = |slot| RowMask { slot: Slot(slot), length: 5, allowed: allowed.clone() };
+        let masks = rows.supply(&mut step.scheduled, vec![mask(0), mask(1)], 1).unwrap();
+        let [(0, Some(mask))] = &masks[..] else { panic!("{masks:?}") };
+        assert!(Arc::ptr_eq(mask, &allowed));
+    }
+
+    #[test]
     fn a_constrained_row_without_its_bitmask_computes_its_last_token_again() {
         let mut rows = Rows::new(LIMITS);
         let occupant = AdmittedRow { constrained: true, ..admitted(0, 5, 0, &[0]) };
