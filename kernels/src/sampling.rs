@@ -6,6 +6,9 @@
 
 use serde::{Deserialize, Deserializer, Serialize, Serializer, de::Error};
 
+/// Maximum number of a sequence's [`Sampling::stop_token_ids`].
+pub const STOP_TOKENS_MAX: usize = 1024;
+
 /// Sampling parameters of one sequence. The router fills in every field.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Sampling {

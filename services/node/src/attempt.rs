@@ -10,7 +10,7 @@ use std::{
 use cluster::NodeId;
 use engine::event::{NewSequence, SequenceId, SequenceKind, SessionHint};
 use grammar::{Alternative, CallSyntax, CallableTool, FreeText, Grammar, ToolCalls};
-use kernels::sampling::Sampling;
+use kernels::sampling::{STOP_TOKENS_MAX, Sampling};
 use kv_transfer::api::{Epoch, PeerAddress};
 use proto::{ids::bits, v1};
 use xxhash_rust::xxh3::xxh3_128;
@@ -24,7 +24,6 @@ const SESSION_BYTES_MAX: usize = 256;
 /// Maximum time for which a client may ask to keep KV: ten minutes. KV is evicted earlier when its memory is needed.
 const KEEP_MS_MAX: u64 = 600_000;
 const ENDPOINT_BYTES_MAX: usize = 262;
-const STOP_TOKENS_MAX: usize = 1024;
 const LOGPROBS_MAX: u32 = 20;
 /// Upper bound of temperature and repetition penalty, far above useful values.
 const SAMPLING_MAGNITUDE_MAX: f32 = 100.0;

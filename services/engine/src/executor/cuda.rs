@@ -28,16 +28,14 @@ use kernels::{
         DeviceClock, DeviceKv, Drafts, Event, Extension, Finished, GemmShape, KnownDrafts,
         SampleOutcome, StepInput, Tuned, Tuning, row_steps,
     },
+    sampling::STOP_TOKENS_MAX,
 };
 use model::{Checkpoint, Limits, Llama, LoadProgress, ModelConfig, ModelError};
 
 use self::graphs::{Graphs, Parts};
 pub use self::kv_size::{KvRoom, KvShare, kv_blocks};
 pub use self::rank::{CudaRank, join};
-use self::{
-    rows::{Rows, STOPS_MAX},
-    shadow::Shadow,
-};
+use self::{rows::Rows, shadow::Shadow};
 use super::{
     CollectWaker, Executor, ExecutorError, ExecutorLimits, Misfit, POLL_MAX, Speculation,
     WeightUpdate, batch::ScheduledRow, poll, worker::Worker,
@@ -616,7 +614,7 @@ fn batch_limits(limits: &ExecutorLimits) -> BatchLimits {
         sequence_tokens: limits.sequence_tokens + limits.depth + 1,
         rows: limits.step_tokens,
         samples: samples_max(limits),
-        stops: STOPS_MAX,
+        stops: STOP_TOKENS_MAX as u32,
         vocabulary: limits.vocabulary,
         depth: limits.depth,
     }

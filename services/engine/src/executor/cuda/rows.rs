@@ -3,7 +3,12 @@
 
 use std::sync::Arc;
 
-use kernels::{BLOCK_TOKENS, arena::RowBlocks, cuda::StepRows, sampling::TokenMask};
+use kernels::{
+    BLOCK_TOKENS,
+    arena::RowBlocks,
+    cuda::StepRows,
+    sampling::{STOP_TOKENS_MAX, TokenMask},
+};
 
 use super::super::{
     ExecutorError, ExecutorLimits,
@@ -11,8 +16,6 @@ use super::super::{
 };
 use crate::plan::{AdmittedRow, RowFailure, RowMask, RowResult, Slot, StepPlan};
 
-/// Stop tokens of a row with `min_tokens`.
-pub const STOPS_MAX: u32 = 64;
 /// Upper bound on the top log-probabilities of a row.
 const LOGPROBS_MAX: u32 = 32;
 
@@ -176,9 +179,9 @@ fn refusal(admitted: &AdmittedRow) -> Option<RowFailure> {
         return refused(error.to_string());
     }
     let stops = sampling.stop_token_ids.len();
-    if sampling.min_tokens > 0 && stops > STOPS_MAX as usize {
+    if sampling.min_tokens > 0 && stops > STOP_TOKENS_MAX {
         return refused(format!(
-            "invalid stop_token_ids: {stops} with min_tokens; expected at most {STOPS_MAX}"
+            "invalid stop_token_ids: {stops} with min_tokens; expected at most {STOP_TOKENS_MAX}"
         ));
     }
     match sampling.logprobs {
@@ -319,7 +322,11 @@ mod tests {
         for sampling in [
             Sampling { temperature: f32::NAN, ..Sampling::greedy() },
             Sampling { logprobs: Some(33), ..Sampling::greedy() },
-            Sampling { min_tokens: 1, stop_token_ids: vec![1; 65], ..Sampling::greedy() },
+            Sampling {
+                min_tokens: 1,
+                stop_token_ids: vec![1; STOP_TOKENS_MAX + 1],
+                ..Sampling::greedy()
+            },
         ] {
             let both = vec![bad(sampling), admitted(1, 5, 0, &[1])];
             let released = vec![Slot(0), Slot(1)];
@@ -337,6 +344,16 @@ mod tests {
             assert_eq!(rows.apply(&again, 0).unwrap().sequences.len(), 1);
             rows = Rows::new(LIMITS);
         }
+    }
+
+    #[test]
+    fn as_many_stop_tokens_as_a_request_may_have_are_sampled_with() {
+        let mut rows = Rows::new(LIMITS);
+        let stop_token_ids = vec![1; STOP_TOKENS_MAX];
+        let sampling = Sampling { min_tokens: 1, stop_token_ids, ..Sampling::greedy() };
+        let occupant = AdmittedRow { sampling, ..admitted(0, 5, 0, &[0]) };
+        let step = rows.apply(&plan(vec![occupant], vec![row(0, 5, true)]), 0).unwrap();
+        assert!(step.scheduled[0].samples);
     }
 
     #[test]
