@@ -1,6 +1,6 @@
 //! HTTP server for `/metrics` and probes on a port of its own.
 
-use std::{convert::Infallible, net::SocketAddr, sync::Arc, time::Duration};
+use std::{collections::VecDeque, convert::Infallible, net::SocketAddr, time::Duration};
 
 use axum::{Router, body::Body, http::header, routing::get};
 use hyper_util::{
@@ -9,15 +9,14 @@ use hyper_util::{
 };
 use tokio::{
     net::{TcpListener, TcpStream},
-    sync::{OwnedSemaphorePermit, Semaphore},
-    task::{JoinHandle, JoinSet},
+    task::{AbortHandle, JoinHandle, JoinSet},
 };
 use tokio_util::sync::{CancellationToken, DropGuard};
 
 use crate::{Metrics, TelemetryError};
 
-/// Maximum number of connections, enough for a scraper and a few probes. Further connections wait in the kernel's
-/// queue.
+/// Maximum number of connections, enough for a scraper and a few probes. A further connection closes the oldest, so that
+/// silent clients do not delay a probe, which takes milliseconds.
 const CONNECTIONS_MAX: usize = 32;
 /// Maximum lifetime of a connection, which has one request.
 const CONNECTION_TIMEOUT: Duration = Duration::from_secs(10);
@@ -71,20 +70,22 @@ impl MetricsServer {
 }
 
 async fn accept(listener: TcpListener, routes: Router, stop: CancellationToken) {
-    let permits = Arc::new(Semaphore::new(CONNECTIONS_MAX));
     let mut connections = JoinSet::new();
+    let mut open: VecDeque<AbortHandle> = VecDeque::new();
     loop {
-        let permit = tokio::select! {
-            () = stop.cancelled() => break,
-            permit = permits.clone().acquire_owned() => permit.expect("the semaphore is never closed"),
-        };
         let accepted = tokio::select! {
             () = stop.cancelled() => break,
             accepted = listener.accept() => accepted,
         };
         match accepted {
             Ok((stream, _)) => {
-                connections.spawn(serve(stream, routes.clone(), permit));
+                open.retain(|connection| !connection.is_finished());
+                if open.len() == CONNECTIONS_MAX
+                    && let Some(oldest) = open.pop_front()
+                {
+                    oldest.abort();
+                }
+                open.push_back(connections.spawn(serve(stream, routes.clone())));
             }
             // Most likely out of file descriptors: wait until some are closed.
             Err(error) => {
@@ -98,7 +99,7 @@ async fn accept(listener: TcpListener, routes: Router, stop: CancellationToken) 
     while connections.join_next().await.is_some() {}
 }
 
-async fn serve(stream: TcpStream, routes: Router, _permit: OwnedSemaphorePermit) {
+async fn serve(stream: TcpStream, routes: Router) {
     let service = TowerToHyperService::new(routes);
     let service =
         hyper::service::service_fn(move |request: http::Request<hyper::body::Incoming>| {

@@ -65,6 +65,25 @@ async fn garbage_and_idle_connections_do_not_block_other_clients() {
 }
 
 #[tokio::test]
+async fn silent_connections_are_closed_for_new_ones() {
+    let (telemetry, _) = start("node", None);
+    let server =
+        MetricsServer::start(any_port(), telemetry.metrics(), Router::new()).await.unwrap();
+    let address = server.address();
+    let mut first = TcpStream::connect(address).await.unwrap();
+    let mut silent = Vec::new();
+    for _ in 0..100 {
+        silent.push(TcpStream::connect(address).await.unwrap());
+    }
+    assert!(ask(address, &request("/metrics")).await.starts_with("HTTP/1.1 200"));
+    // The header of the first connection would be awaited for 5 s. It was closed when the request was accepted.
+    let closed = tokio::time::timeout(Duration::from_secs(3), first.read(&mut [0])).await;
+    assert!(matches!(closed, Ok(Ok(0) | Err(_))), "{closed:?}");
+    drop(silent);
+    server.shutdown(DEADLINE).await.unwrap();
+}
+
+#[tokio::test]
 async fn idle_client_delays_shutdown_by_the_deadline_only() {
     let (telemetry, _) = start("node", None);
     let server =
