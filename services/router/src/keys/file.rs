@@ -3,6 +3,7 @@
 
 use std::{collections::BTreeSet, ops::RangeInclusive};
 
+use telemetry::metrics::KEYS_MAX;
 use toml::{Table, Value};
 
 use super::limits::KeyLimits;
@@ -45,6 +46,9 @@ pub fn parse(bytes: &[u8]) -> Result<Vec<Entry>, String> {
         Some(Value::Array(entries)) if !entries.is_empty() => entries,
         _ => return Err("no keys; expected at least one [[key]]".to_owned()),
     };
+    if entries.len() > KEYS_MAX {
+        return Err(format!("{} keys; expected at most {KEYS_MAX}", entries.len()));
+    }
     let (mut names, mut hashes) = (BTreeSet::new(), BTreeSet::new());
     let read = |(index, value): (usize, &Value)| {
         let entry = value
@@ -170,6 +174,7 @@ mod tests {
         for (text, expected) in [
             (String::new(), "no keys; expected at least one [[key]]"),
             ("[[keys]]".into(), "unknown section keys; expected [[key]]"),
+            ("[[key]]\n".repeat(10_001), "10001 keys; expected at most 10000"),
             ("key = 1".into(), "no keys"),
             ("key = [1]".into(), "key number 1: not a table"),
             (format!("\n\n{key}"), "line 3: "),

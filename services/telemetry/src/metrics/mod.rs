@@ -32,7 +32,7 @@ use crate::{
 
 use labels::{Labels, Series};
 
-pub use keys::{ApiKeyMetrics, KeyLimit, KeyMetrics, KeyRejection, KeyWaiting};
+pub use keys::{ApiKeyMetrics, KEYS_MAX, KeyLimit, KeyMetrics, KeyRejection, KeyWaiting};
 pub use node::{
     LoadStats, NodeMetrics, SequenceEnd, StepDispatch, StepStats, TokenRejection, TransferEnd,
     TransferSide,
@@ -88,8 +88,10 @@ impl Meters {
             .scope_info_enabled(false)
             .build()
             .map_err(metrics_failed)?;
-        let mut builder =
-            SdkMeterProvider::builder().with_resource(resource).with_reader(prometheus);
+        let mut builder = SdkMeterProvider::builder()
+            .with_resource(resource)
+            .with_reader(prometheus)
+            .with_view(keys::view);
         if let Some(endpoint) = &otlp.metrics {
             let exporter = MetricExporter::builder().with_tonic();
             let exporter =

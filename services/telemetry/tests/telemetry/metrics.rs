@@ -5,8 +5,8 @@ use std::time::Duration;
 use telemetry::{
     NodeMetrics, RouterMetrics,
     metrics::{
-        AttemptEnd, FinishedRequest, LoadStats, Operation, RequestEnd, SequenceEnd, StepDispatch,
-        StepStats, TransferEnd, TransferSide,
+        ApiKeyMetrics, AttemptEnd, FinishedRequest, KEYS_MAX, LoadStats, Operation, RequestEnd,
+        SequenceEnd, StepDispatch, StepStats, TransferEnd, TransferSide,
     },
 };
 
@@ -235,4 +235,16 @@ fn prometheus_text_has_each_family_once() {
     assert_eq!(types.len(), count, "{text}");
     assert!(text.contains("# TYPE vllm:num_requests_running gauge"), "{text}");
     assert_eq!(value(&text, "baton_nodes", &[r#"role="decode""#, r#"health="up""#]), 2.0);
+}
+
+#[test]
+fn each_of_the_most_keys_has_series_of_its_own() {
+    let (telemetry, _) = start("router", None);
+    let metrics = ApiKeyMetrics::new(&telemetry.metrics());
+    let keys: Vec<_> = (0..KEYS_MAX).map(|key| metrics.of_key(&format!("key{key}"))).collect();
+    keys[KEYS_MAX - 1].request();
+    let text = telemetry.metrics().render_prometheus();
+    assert!(!text.contains("otel_metric_overflow"));
+    let of_last = [format!(r#"key="key{}""#, KEYS_MAX - 1)];
+    assert_eq!(value(&text, "baton_api_key_requests_total", &[&of_last[0]]), 1.0);
 }
