@@ -303,7 +303,9 @@ impl Location {
             return not_a_model("the folder has neither a config.json nor exactly one GGUF file");
         }
         match path.extension().and_then(|extension| extension.to_str()) {
-            Some("gguf") => Ok(Location::Gguf { file: path.into() }),
+            Some(name) if name.eq_ignore_ascii_case("gguf") => {
+                Ok(Location::Gguf { file: path.into() })
+            }
             Some("json") => Ok(Location::ConfigAlone { config: path.into() }),
             _ => not_a_model(
                 "it is neither a .gguf file nor a folder with config.json and safetensors",
