@@ -54,7 +54,7 @@ impl Otlp {
             }
         }
         if let Some(sampler) = get(SAMPLER) {
-            match sampler.trim_start_matches("parentbased_") {
+            match sampler.strip_prefix("parentbased_").unwrap_or(&sampler) {
                 "always_on" | "always_off" => {}
                 "traceidratio" => {
                     let ratio = get(SAMPLER_ARG).unwrap_or_default();
@@ -118,7 +118,12 @@ mod tests {
         for sampler in ["always_on", "parentbased_always_off"] {
             assert!(read(None, &[(SAMPLER, sampler)]).is_ok(), "{sampler}");
         }
-        assert!(read(None, &[(SAMPLER, "xray")]).unwrap_err().ends_with(SAMPLERS));
+        for sampler in ["xray", "parentbased_parentbased_always_off"] {
+            assert!(
+                read(None, &[(SAMPLER, sampler)]).unwrap_err().ends_with(SAMPLERS),
+                "{sampler}"
+            );
+        }
         let ratio = (SAMPLER, "parentbased_traceidratio");
         assert!(read(None, &[ratio, (SAMPLER_ARG, "0.25")]).is_ok());
         for argument in ["", "2", "half", "NaN"] {
