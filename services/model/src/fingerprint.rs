@@ -1,7 +1,7 @@
 //! Fingerprint that two nodes compare to check that they hold the same model.
 
 use std::{
-    sync::atomic::{AtomicUsize, Ordering},
+    sync::atomic::{AtomicU64, AtomicUsize, Ordering},
     thread,
 };
 
@@ -12,61 +12,119 @@ use crate::{
     config::{ModelConfig, RopeScaling, SlidingWindow},
 };
 
-/// Bytes that a thread hashes at a time: small against a large tensor, so that all threads have work. Part of the
-/// fingerprint's definition.
-const CHUNK_BYTES: usize = 4 << 20;
+/// Bytes that a thread hashes at a time: small against a large tensor, so that all threads have work.
+const BATCH_BYTES: usize = 4 << 20;
 
 /// Returns the xxh3-128 hash of the configuration, the seed of dummy weights, and each tensor's name, encoding,
-/// dimensions and the xxh3-128 hashes of all chunks of its bytes. Up to `threads` threads hash the chunks.
+/// dimensions and [`RowHashes`]. `known` has the hashes of tensors that were hashed before, in the order of
+/// `directory`. Up to `threads` threads hash the other tensors.
 pub fn of(
     config: &ModelConfig,
     dummy_seed: Option<u64>,
     directory: &[StoredTensor<'_>],
+    known: &[Option<u128>],
     threads: usize,
 ) -> u128 {
-    let chunks: Vec<&[u8]> =
-        directory.iter().flat_map(|tensor| tensor.bytes.chunks(CHUNK_BYTES)).collect();
-    let mut hashes = hash_chunks(&chunks, threads).into_iter();
+    let others = directory.iter().zip(known).filter(|(_, known)| known.is_none());
+    let others: Vec<Rows<'_>> = others.map(|(tensor, _)| Rows::of(tensor)).collect();
+    let mut others = hash_rows(&others, threads).into_iter();
     let mut hash = Hash(Xxh3::new());
     // Changes whenever the meaning of the following bytes changes.
-    hash.bytes(b"baton model 3");
+    hash.bytes(b"baton model 4");
     hash.config(config);
     hash.numbers(&[dummy_seed.is_some().into(), dummy_seed.unwrap_or(0)]);
-    for tensor in directory {
+    for (tensor, known) in directory.iter().zip(known) {
         hash.bytes(tensor.name.as_bytes());
         hash.bytes(tensor.encoding.name().as_bytes());
         hash.numbers(&tensor.dims);
         hash.numbers(&[tensor.bytes.len() as u64]);
-        for chunk in hashes.by_ref().take(tensor.bytes.len().div_ceil(CHUNK_BYTES)) {
-            hash.0.update(&chunk.to_le_bytes());
-        }
+        let rows = known.or_else(|| others.next()).expect("the other tensors were hashed");
+        hash.0.update(&rows.to_le_bytes());
     }
     hash.0.digest128()
 }
 
-/// Returns the hash of each chunk, in order.
-fn hash_chunks(chunks: &[&[u8]], threads: usize) -> Vec<u128> {
+/// The xxh3-128 hashes of a tensor's rows. Each is computed by the thread that reads the row, while the row is in the
+/// CPU's cache, so rows may come in any order, and more than once.
+#[derive(Debug)]
+pub(crate) struct RowHashes(Box<[[AtomicU64; 2]]>);
+
+impl RowHashes {
+    pub fn new(rows: usize) -> Self {
+        Self((0..rows).map(|_| [AtomicU64::new(0), AtomicU64::new(0)]).collect())
+    }
+
+    /// Hashes a row of the file.
+    pub fn add(&self, row: usize, bytes: &[u8]) {
+        let hash = xxh3_128(bytes);
+        let [low, high] = &self.0[row];
+        low.store(hash as u64, Ordering::Relaxed);
+        high.store((hash >> 64) as u64, Ordering::Relaxed);
+    }
+
+    /// Returns the hash of the hashes, unless a row was not read.
+    pub fn finish_read(self) -> Option<u128> {
+        let is_read = |[low, high]: &[AtomicU64; 2]| {
+            low.load(Ordering::Relaxed) != 0 || high.load(Ordering::Relaxed) != 0
+        };
+        self.0.iter().all(is_read).then(|| self.finish())
+    }
+
+    /// Returns the hash of the hashes.
+    fn finish(self) -> u128 {
+        let mut hash = Xxh3::new();
+        for half in self.0.into_iter().flatten() {
+            hash.update(&half.into_inner().to_le_bytes());
+        }
+        hash.digest128()
+    }
+}
+
+/// The rows of a tensor as the file stores them.
+struct Rows<'a> {
+    bytes: &'a [u8],
+    row_count: usize,
+}
+
+impl<'a> Rows<'a> {
+    /// A vector is one row.
+    fn of(tensor: &StoredTensor<'a>) -> Self {
+        let row_count =
+            tensor.dims.split_last().map_or(1, |(_, rows)| rows.iter().product::<u64>());
+        Self { bytes: tensor.bytes, row_count: row_count as usize }
+    }
+}
+
+/// Returns the hash of the rows of each tensor, in order.
+fn hash_rows(tensors: &[Rows<'_>], threads: usize) -> Vec<u128> {
+    let hashes: Vec<RowHashes> =
+        tensors.iter().map(|tensor| RowHashes::new(tensor.row_count)).collect();
+    let batches: Vec<(&RowHashes, usize, usize, &[u8])> = tensors
+        .iter()
+        .zip(&hashes)
+        .flat_map(|(tensor, hashes)| {
+            let row_bytes = (tensor.bytes.len() / tensor.row_count.max(1)).max(1);
+            let batch_rows = (BATCH_BYTES / row_bytes).max(1);
+            let batches = tensor.bytes.chunks(batch_rows * row_bytes).enumerate();
+            batches.map(move |(batch, bytes)| (hashes, batch * batch_rows, row_bytes, bytes))
+        })
+        .collect();
     let next = AtomicUsize::new(0);
     let work = || {
-        let mut hashes = Vec::new();
-        loop {
-            let index = next.fetch_add(1, Ordering::Relaxed);
-            let Some(chunk) = chunks.get(index) else { return hashes };
-            hashes.push((index, xxh3_128(chunk)));
+        while let Some((hashes, first, row_bytes, bytes)) =
+            batches.get(next.fetch_add(1, Ordering::Relaxed))
+        {
+            for (row, bytes) in bytes.chunks(*row_bytes).enumerate() {
+                hashes.add(first + row, bytes);
+            }
         }
     };
-    let mut all = vec![0; chunks.len()];
     thread::scope(|scope| {
-        let others: Vec<_> = (1..threads.min(chunks.len())).map(|_| scope.spawn(work)).collect();
-        let mut hashes = work();
-        for other in others {
-            hashes.extend(other.join().expect("hashing does not panic"));
-        }
-        for (index, hash) in hashes {
-            all[index] = hash;
-        }
+        (1..threads.min(batches.len())).for_each(|_| _ = scope.spawn(work));
+        work();
     });
-    all
+    drop(batches);
+    hashes.into_iter().map(RowHashes::finish).collect()
 }
 
 struct Hash(Xxh3);
@@ -169,15 +227,37 @@ mod tests {
     use super::*;
 
     #[test]
-    fn hashes_of_chunks_do_not_depend_on_the_number_of_threads() {
-        let bytes: Vec<u8> = (0..100_000_u32).map(|index| (index * 7 / 3) as u8).collect();
-        let mut chunks: Vec<&[u8]> = bytes.chunks(1000).collect();
-        let hashes = hash_chunks(&chunks, 1);
-        for threads in [2, 3, 8, 200] {
-            assert_eq!(hash_chunks(&chunks, threads), hashes, "{threads} threads");
+    fn hash_of_rows_does_not_depend_on_threads_or_on_the_order_of_reading() {
+        let bytes: Vec<u8> = (0..10_000_000_u32).map(|index| (index * 7 / 3) as u8).collect();
+        let tensors = || {
+            let cut = |bytes, row_count| Rows { bytes, row_count };
+            vec![
+                cut(&bytes[..9_000_000], 1000),
+                cut(&bytes[..9_000_000], 3),
+                cut(&bytes[1..], 1),
+                cut(&bytes[..0], 1),
+            ]
+        };
+        let hashes = hash_rows(&tensors(), 1);
+        for threads in [2, 3, 8] {
+            assert_eq!(hash_rows(&tensors(), threads), hashes, "{threads} threads");
         }
-        assert!(hash_chunks(&[], 4).is_empty());
-        chunks.swap(0, 99);
-        assert_ne!(hash_chunks(&chunks, 3), hashes);
+        assert_ne!(hashes[0], hashes[1]);
+        assert!(hash_rows(&[], 4).is_empty());
+
+        let rows: Vec<&[u8]> = bytes[..9_000_000].chunks(3_000_000).collect();
+        let read = RowHashes::new(3);
+        for row in [2, 0, 0, 1] {
+            read.add(row, rows[row]);
+        }
+        assert_eq!(read.finish_read(), Some(hashes[1]));
+    }
+
+    #[test]
+    fn rows_that_were_not_read_have_no_hash() {
+        let read = RowHashes::new(3);
+        read.add(0, b"first");
+        read.add(2, b"last");
+        assert_eq!(read.finish_read(), None);
     }
 }

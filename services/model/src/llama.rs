@@ -12,6 +12,7 @@ use crate::{
     checkpoint::Checkpoint,
     config::ModelConfig,
     error::ModelError,
+    fingerprint::RowHashes,
     matrix::{MatrixSource, NotFinite, StackedRows},
     weight::{LayerWeight, Weight, WeightPart},
 };
@@ -388,6 +389,11 @@ impl<'a, P: Packer> CheckpointPacker<'a, P> {
         weights: &[Weight],
         parts: Vec<MatrixSource<'_>>,
     ) -> Result<P::Matrix, ModelError> {
+        let is_hashed = self.shard.is_whole() && self.checkpoint.hashes_packed();
+        let hashes_of = |part: &MatrixSource<'_>| is_hashed.then(|| RowHashes::new(part.rows()));
+        let hashes: Vec<Option<RowHashes>> = parts.iter().map(hashes_of).collect();
+        let parts = parts.into_iter().zip(&hashes);
+        let parts = parts.map(|(part, hashes)| part.hashing(hashes.as_ref())).collect();
         let source = StackedRows::new(parts);
         let matrix = self.packer.pack_matrix(&source);
         if let Some(NotFinite { part, element, found }) = source.not_finite() {
@@ -395,6 +401,11 @@ impl<'a, P: Packer> CheckpointPacker<'a, P> {
         }
         self.checkpoint.forget_pages();
         self.count((source.rows() * source.cols()) as u64);
+        for (weight, hashes) in weights.iter().zip(hashes) {
+            if let Some(hash) = hashes.and_then(RowHashes::finish_read) {
+                self.checkpoint.keep_hash(*weight, hash);
+            }
+        }
         Ok(matrix)
     }
 

@@ -7,7 +7,7 @@ use std::{
 
 use kernels::{Dtype, RowSource, backend::convert_rows};
 
-use crate::{checkpoint::dummy::RandomRows, encoding::Encoding};
+use crate::{checkpoint::dummy::RandomRows, encoding::Encoding, fingerprint::RowHashes};
 
 /// Matrix of a checkpoint, or a part of it, decoded to f32 row by row, in Hugging Face's row order.
 #[derive(Clone, Debug)]
@@ -20,6 +20,8 @@ pub struct MatrixSource<'a> {
     stored_rows: usize,
     stored_cols: usize,
     data: MatrixData<'a>,
+    /// Takes the hash of every stored row that is read.
+    hashes: Option<&'a RowHashes>,
 }
 
 #[derive(Clone, Debug)]
@@ -58,7 +60,13 @@ impl RowOrder {
 
 impl<'a> MatrixSource<'a> {
     pub(crate) fn new(rows: usize, cols: usize, data: MatrixData<'a>) -> Self {
-        Self { rows: 0..rows, cols: 0..cols, stored_rows: rows, stored_cols: cols, data }
+        let (stored_rows, stored_cols) = (rows, cols);
+        Self { rows: 0..rows, cols: 0..cols, stored_rows, stored_cols, data, hashes: None }
+    }
+
+    /// Hashes every stored row that is read, if there are `hashes` to take them.
+    pub(crate) fn hashing(self, hashes: Option<&'a RowHashes>) -> Self {
+        Self { hashes, ..self }
     }
 
     /// Returns a part of the matrix. Only this part is read from the file.
@@ -101,8 +109,12 @@ impl RowSource for MatrixSource<'_> {
         match &self.data {
             MatrixData::Stored { bytes, encoding, order } => {
                 let row_bytes = bytes.len() / self.stored_rows;
-                let begin = order.stored_row(row) * row_bytes;
-                encoding.decode_part(&bytes[begin..begin + row_bytes], self.cols.start, out);
+                let stored_row = order.stored_row(row);
+                let bytes = &bytes[stored_row * row_bytes..][..row_bytes];
+                if let Some(hashes) = self.hashes {
+                    hashes.add(stored_row, bytes);
+                }
+                encoding.decode_part(bytes, self.cols.start, out);
             }
             MatrixData::Random(random) => random.read_part(row, self.cols.start, out),
         }
@@ -119,13 +131,18 @@ impl RowSource for MatrixSource<'_> {
         let (row_bytes, stored_bytes) =
             (self.cols.len() * dtype.bytes(), self.stored_cols * dtype.bytes());
         let (first, skipped) = (self.rows.start + first, self.cols.start * dtype.bytes());
-        if *order == RowOrder::Halves && row_bytes == stored_bytes {
+        if *order == RowOrder::Halves && row_bytes == stored_bytes && self.hashes.is_none() {
             let begin = first * row_bytes;
             return out.copy_from_slice(&bytes[begin..begin + out.len()]);
         }
         for (row, out) in out.chunks_exact_mut(row_bytes.max(1)).enumerate() {
-            let begin = order.stored_row(first + row) * stored_bytes + skipped;
-            out.copy_from_slice(&bytes[begin..begin + row_bytes]);
+            let stored_row = order.stored_row(first + row);
+            let bytes = &bytes[stored_row * stored_bytes..][..stored_bytes];
+            out.copy_from_slice(&bytes[skipped..skipped + row_bytes]);
+            // A copy is faster than a hash at bringing the row into the cache.
+            if let Some(hashes) = self.hashes {
+                hashes.add(stored_row, bytes);
+            }
         }
     }
 }
@@ -301,6 +318,36 @@ mod tests {
                     }
                 }
                 assert_eq!(rows.not_finite(), None);
+            }
+        }
+    }
+
+    /// Covers every stored and requested type, and rows that are read twice.
+    #[test]
+    fn rows_are_hashed_however_they_are_read() {
+        let bytes: Vec<u8> = (0..12 * 6 * 4).map(|at| (at * 7 % 64) as u8).collect();
+        let expected = |row_bytes| {
+            let hashes = RowHashes::new(12);
+            let rows = bytes[..12 * row_bytes].chunks(row_bytes);
+            rows.enumerate().for_each(|(row, bytes)| hashes.add(row, bytes));
+            hashes.finish_read()
+        };
+        for (encoding, row_bytes) in [(Encoding::F32, 24), (Encoding::BF16, 12)] {
+            for order in [RowOrder::Halves, RowOrder::Pairs { head_dim: 6 }] {
+                for dtype in [Dtype::F32, Dtype::Bf16] {
+                    let hashes = RowHashes::new(12);
+                    let bytes = &bytes[..12 * row_bytes];
+                    let data = MatrixData::Stored { bytes, encoding, order };
+                    let matrix = MatrixSource::new(12, 6, data).hashing(Some(&hashes));
+                    matrix.read_rows(7, dtype, &mut vec![0; 5 * 6 * dtype.bytes()]);
+                    matrix.read_rows(2, dtype, &mut vec![0; 6 * 6 * dtype.bytes()]);
+                    (0..2).for_each(|row| matrix.read_row(row, &mut [0.0; 6]));
+                    assert_eq!(
+                        hashes.finish_read(),
+                        expected(row_bytes),
+                        "{encoding:?} {order:?} {dtype}"
+                    );
+                }
             }
         }
     }

@@ -2,7 +2,7 @@
 
 mod common;
 
-use std::{fs, path::Path, process::Command, time::Duration};
+use std::{fs, os::unix::fs::FileExt, path::Path, process::Command, time::Duration};
 
 use common::{Element, Tensor};
 use kernels::{
@@ -129,6 +129,42 @@ fn fingerprints_differ_between_different_models() {
     };
     assert_eq!(seed(1), seed(1));
     assert_ne!(seed(1), seed(2));
+}
+
+/// Covers rows in the file's order and permuted rows, and weights that are not packed in the file's type.
+#[test]
+fn fingerprint_uses_the_hashes_of_packed_weights() {
+    let dummy = common::tiny_llama3();
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("tiny.gguf");
+    for element in [Element::F32, Element::F16, Element::Bf16] {
+        let tensors = common::gguf_tensors(&dummy, element);
+        fs::write(&path, common::gguf(dummy.config(), &tensors)).unwrap();
+        let expected = open(&path).unwrap().model_fingerprint();
+        for weights in [WeightFormat::F32, WeightFormat::Bf16, WeightFormat::Q8] {
+            let (packed, plain) = (open(&path).unwrap().hashing_packed(), open(&path).unwrap());
+            load(&packed, weights).unwrap();
+            load(&plain, weights).unwrap();
+            // The bytes of both mappings change.
+            let file = fs::OpenOptions::new().read(true).write(true).open(&path).unwrap();
+            let at = stored_at(&path, &tensors);
+            let mut byte = [0];
+            file.read_exact_at(&mut byte, at).unwrap();
+            file.write_all_at(&[byte[0] ^ 1], at).unwrap();
+            assert_eq!(packed.model_fingerprint(), expected, "{element:?} {weights}");
+            assert_ne!(plain.model_fingerprint(), expected, "{element:?} {weights}");
+            file.write_all_at(&byte, at).unwrap();
+            assert_eq!(plain.model_fingerprint(), expected, "{element:?} {weights}");
+        }
+    }
+}
+
+/// Returns the offset of a matrix's first byte in the file.
+fn stored_at(path: &Path, tensors: &[Tensor]) -> u64 {
+    let matrix = tensors.iter().find(|tensor| tensor.name == "blk.0.attn_q.weight").unwrap();
+    let file = fs::read(path).unwrap();
+    let mut at = file.windows(matrix.bytes.len()).enumerate();
+    at.find(|(_, bytes)| *bytes == matrix.bytes).unwrap().0 as u64
 }
 
 #[test]

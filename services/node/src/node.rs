@@ -571,6 +571,7 @@ fn load_blocking(
     let confined = own_cpu.map(|cpu| affinity::confine(&[*cpu])).transpose();
     let _confined = confined.map_err(StartError::Affinity)?;
     let checkpoint = Checkpoint::open(path, settings::load_format(config.model.load_format))?;
+    let checkpoint = checkpoint.hashing_packed();
     let model = checkpoint.config();
     info!(
         path = %path.display(),
@@ -582,13 +583,17 @@ fn load_blocking(
         "opened the model"
     );
     thread::scope(|scope| {
-        // Hash while the weights are packed: both read the same pages at about the same time.
-        let fingerprint = scope.spawn(|| {
-            // Use all CPUs of the setting: the thread would otherwise inherit the one CPU of the thread that packs.
-            let _confined = (!cpus.is_empty()).then(|| affinity::confine(&cpus));
-            checkpoint.model_fingerprint()
+        // Packing hashes the weights. This process packs none for ranks, so it hashes them while the ranks load.
+        let beside_ranks = (config.node.tp > 1).then(|| {
+            scope.spawn(|| {
+                let _confined = (!cpus.is_empty()).then(|| affinity::confine(&cpus));
+                checkpoint.model_fingerprint()
+            })
         });
-        let fingerprint = || fingerprint.join().expect("hashing does not panic");
+        let fingerprint = || match beside_ranks {
+            Some(fingerprint) => fingerprint.join().expect("hashing does not panic"),
+            None => checkpoint.model_fingerprint(),
+        };
         load_weights(role, config, epoch, path, (threads, cpus.clone()), &checkpoint, fingerprint)
     })
 }
