@@ -331,8 +331,13 @@ mod tests {
 
     const WITHIN: Duration = Duration::from_secs(20);
 
+    /// Returns an arena whose blocks are whole pages.
     fn arena() -> Arc<KvArena> {
-        let layout = KvLayout { layer_count: 2, kv_head_count: 2, head_dim: 32, dtype: Dtype::F32 };
+        arena_of(32)
+    }
+
+    fn arena_of(head_dim: usize) -> Arc<KvArena> {
+        let layout = KvLayout { layer_count: 2, kv_head_count: 2, head_dim, dtype: Dtype::F32 };
         KvArena::host(layout, 8).unwrap()
     }
 
@@ -388,9 +393,18 @@ mod tests {
 
     #[test]
     fn saved_blocks_are_loaded_bit_for_bit_after_a_restart() {
+        save_and_load(&arena());
+    }
+
+    #[test]
+    fn saved_blocks_that_are_not_whole_pages_are_loaded_bit_for_bit() {
+        save_and_load(&arena_of(10));
+    }
+
+    fn save_and_load(arena: &Arc<KvArena>) {
         let folder = tempfile::tempdir().unwrap();
-        let (path, arena) = (folder.path().join("kv"), arena());
-        let (copies, events) = start(&path, &arena);
+        let path = folder.path().join("kv");
+        let (copies, events) = start(&path, arena);
         assert_eq!(recovered(&events), []);
         for block in 0..3 {
             let mut write = arena.write(BlockId(block)).unwrap();
@@ -407,7 +421,7 @@ mod tests {
             assert_eq!(taken, [TierEvent::Copied { job }, TierEvent::Saved { job }]);
         }
         drop(copies);
-        let (copies, events) = start(&path, &arena);
+        let (copies, events) = start(&path, arena);
         let mut found = recovered(&events);
         found.sort_unstable();
         assert_eq!(found, [10, 11, 12].map(|key| (key as u32 - 10, BlockHash(key))));

@@ -7,7 +7,7 @@
 
 use std::{
     fs::{File, OpenOptions, TryLockError},
-    io,
+    io::{self, IoSliceMut},
     os::unix::fs::{FileExt, OpenOptionsExt},
     path::Path,
 };
@@ -16,7 +16,7 @@ use engine::{
     event::BlockHash,
     tiers::{BlockContents, SlotIndex},
 };
-use kernels::{BLOCK_TOKENS, KvLayout, WeightFormat};
+use kernels::{ArenaError, BLOCK_TOKENS, KvLayout, WeightFormat};
 use memmap2::MmapMut;
 use rustix::fs::{FallocateFlags, OFlags};
 use xxhash_rust::xxh3::{xxh3_64, xxh3_128};
@@ -58,6 +58,8 @@ pub(crate) enum SlotError {
     OtherBlock,
     #[error("its KV does not match its digest")]
     Damaged,
+    #[error("cannot write it to the KV cache: {0}")]
+    Write(#[from] ArenaError),
 }
 
 /// An open file, locked until it is dropped.
@@ -146,14 +148,32 @@ impl DiskFile {
         buffer: &mut SlotBuffer,
     ) -> Result<(), SlotError> {
         self.file.read_exact_at(&mut buffer.bytes, self.offset(slot))?;
-        let (found, digest) = parse_header(&buffer.bytes).ok_or(SlotError::OtherBlock)?;
-        if found != *contents {
-            return Err(SlotError::OtherBlock);
+        check(contents, &buffer.bytes, buffer.block())
+    }
+
+    /// Returns whether direct I/O can read into `block`.
+    pub fn reads_into(block: &[u8]) -> bool {
+        block.as_ptr().addr().is_multiple_of(PAGE) && block.len().is_multiple_of(PAGE)
+    }
+
+    /// Reads a slot's header into `buffer` and its block into `block`, and checks that the slot has the block. A slot
+    /// that does not have it overwrites `block`, too.
+    pub fn read_into(
+        &self,
+        slot: SlotIndex,
+        contents: &BlockContents,
+        buffer: &mut SlotBuffer,
+        block: &mut [u8],
+    ) -> Result<(), SlotError> {
+        assert_eq!(block.len(), self.block_bytes, "the bytes of a block");
+        let header = &mut buffer.bytes[..PAGE];
+        let mut parts = [IoSliceMut::new(header), IoSliceMut::new(block)];
+        let read = || rustix::io::preadv(&self.file, &mut parts, self.offset(slot));
+        let bytes = rustix::io::retry_on_intr(read).map_err(io::Error::from)?;
+        if bytes < PAGE + self.block_bytes {
+            return Err(SlotError::Read(io::ErrorKind::UnexpectedEof.into()));
         }
-        match xxh3_128(buffer.block()) == digest {
-            true => Ok(()),
-            false => Err(SlotError::Damaged),
-        }
+        check(contents, &buffer.bytes, block)
     }
 
     /// Returns the key in a slot's header, if the slot has an intact header. `buffer` is overwritten.
@@ -217,6 +237,18 @@ impl SlotBuffer {
 
     pub fn block_mut(&mut self) -> &mut [u8] {
         &mut self.bytes[PAGE..PAGE + self.block_bytes]
+    }
+}
+
+/// Checks the header and the block of a slot.
+fn check(contents: &BlockContents, header: &[u8], block: &[u8]) -> Result<(), SlotError> {
+    let (found, digest) = parse_header(header).ok_or(SlotError::OtherBlock)?;
+    if found != *contents {
+        return Err(SlotError::OtherBlock);
+    }
+    match xxh3_128(block) == digest {
+        true => Ok(()),
+        false => Err(SlotError::Damaged),
     }
 }
 
@@ -285,7 +317,7 @@ fn parse_header(bytes: &[u8]) -> Option<(BlockContents, u128)> {
 
 #[cfg(test)]
 mod tests {
-    use kernels::Dtype;
+    use kernels::{BlockId, Dtype, KvArena};
 
     use super::*;
 
@@ -359,6 +391,34 @@ mod tests {
             plain.sync_all().unwrap();
         }
         file.read(1, &contents(7), &mut buffer).unwrap();
+    }
+
+    #[test]
+    fn blocks_of_whole_pages_are_read_without_a_buffer_and_checked() {
+        let folder = folder();
+        let path = folder.path().join("kv");
+        let file = DiskFile::open(&path, 8 << 20, WRITER_LAYOUT, WEIGHTS).unwrap();
+        file.write(2, &contents(7), &mut filled(&file, 5)).unwrap();
+        let arena = KvArena::host(WRITER_LAYOUT, 3).unwrap();
+        let mut block = arena.write(BlockId(1)).unwrap();
+        let block = block.host_view_mut().unwrap();
+        assert!(DiskFile::reads_into(block));
+        assert!(!DiskFile::reads_into(&block[8..]));
+        let mut buffer = file.buffer().unwrap();
+        file.read_into(2, &contents(7), &mut buffer, block).unwrap();
+        assert!(block.iter().all(|&byte| byte == 5));
+
+        let error = file.read_into(2, &contents(8), &mut buffer, block).unwrap_err();
+        assert!(matches!(error, SlotError::OtherBlock), "{error}");
+        let plain = OpenOptions::new().write(true).open(&path).unwrap();
+        let last = file.offset(3) - 1;
+        plain.write_all_at(&[6], last).unwrap();
+        plain.sync_all().unwrap();
+        let error = file.read_into(2, &contents(7), &mut buffer, block).unwrap_err();
+        assert!(matches!(error, SlotError::Damaged), "{error}");
+        plain.set_len(last).unwrap();
+        let error = file.read_into(2, &contents(7), &mut buffer, block).unwrap_err();
+        assert!(matches!(error, SlotError::Read(_)), "{error}");
     }
 
     #[test]

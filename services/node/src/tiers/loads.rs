@@ -17,7 +17,7 @@ use tracing::warn;
 
 use super::{
     Events,
-    disk_file::{DiskFile, SlotBuffer},
+    disk_file::{DiskFile, SlotBuffer, SlotError},
     enqueue, join,
 };
 
@@ -190,17 +190,26 @@ impl Reader {
         }
     }
 
-    /// Copies one slot into its block. Returns whether the block is intact.
+    /// Reads one slot into its block. Returns whether the block is intact.
     fn load(&mut self, block: &LoadBlock) -> bool {
-        if let Err(error) = self.disk.read(block.slot, &block.contents, &mut self.buffer) {
+        let read = self.read(block);
+        if let Err(error) = &read {
             warn!(slot = block.slot, %error, "a block of the disk tier is computed again");
-            return false;
         }
-        let write = self.arena.write(block.block);
-        let copied = write.and_then(|mut to| to.copy_from_host(self.buffer.block()));
-        if let Err(error) = &copied {
-            warn!(%error, "cannot load a block");
+        read.is_ok()
+    }
+
+    fn read(
+        &mut self,
+        LoadBlock { slot, contents, block, .. }: &LoadBlock,
+    ) -> Result<(), SlotError> {
+        let mut to = self.arena.write(*block)?;
+        match to.host_view_mut().filter(|to| DiskFile::reads_into(to)) {
+            Some(to) => self.disk.read_into(*slot, contents, &mut self.buffer, to),
+            None => {
+                self.disk.read(*slot, contents, &mut self.buffer)?;
+                Ok(to.copy_from_host(self.buffer.block())?)
+            }
         }
-        copied.is_ok()
     }
 }
