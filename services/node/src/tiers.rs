@@ -3,7 +3,7 @@
 //! [`engine::tiers`] decides what is copied. The engine thread queues each copy and never waits: the core bounds the
 //! copies in flight, and the queues have room for all of them. Saves: one thread copies blocks into buffers, and further
 //! threads write the buffers, so that a slow disk does not keep blocks from being evicted. Loads: several threads read
-//! slots, check them, and write the reserved blocks. A recovery thread reads the slots' headers once.
+//! slots into the reserved blocks and check them. A recovery thread reads the slots' headers once.
 
 mod disk_file;
 mod host;
