@@ -157,11 +157,10 @@ async fn max_tokens_ends_an_answer_and_has_a_default() {
     assert_eq!(chat_default.sampling.as_ref().unwrap().max_tokens, 5);
     cluster.client.post("/v1/chat/completions", &chat(json!({}))).await;
     let calls = cluster.decode[0].calls();
-    let rest = &calls.last().unwrap().attempt;
-    assert_eq!(
-        rest.sampling.as_ref().unwrap().max_tokens,
-        common::node::SEQUENCE_MAX - rest.prompt_len
-    );
+    // The decode call of the answer with one token may arrive last.
+    let mut asked = calls.iter().map(|call| call.attempt.sampling.as_ref().unwrap().max_tokens);
+    let rest = common::node::SEQUENCE_MAX - chat_default.prompt_len;
+    assert!(asked.any(|max_tokens| max_tokens == rest), "{calls:?}");
 }
 
 #[tokio::test]

@@ -564,7 +564,7 @@ async fn scripted(
     decode: Vec<decode_event::Event>,
 ) -> Vec<String> {
     let cluster = Cluster::start(1, 1, ANSWER).await;
-    cluster.prefill[0].behave(Behaviour::PrefillEvents(prefill));
+    cluster.prefill[0].behave_in_turn(vec![Behaviour::PrefillEvents(prefill), Behaviour::Serve]);
     cluster.decode[0].behave_in_turn(vec![Behaviour::DecodeEvents(decode), Behaviour::Serve]);
     cluster.client.stream("/v1/completions", &streamed()).await.all().await
 }

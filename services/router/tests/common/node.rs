@@ -5,13 +5,14 @@ use std::{
     net::SocketAddr,
     pin::Pin,
     sync::{
-        Arc, Mutex,
+        Arc, LazyLock, Mutex,
         atomic::{AtomicU32, AtomicU64, AtomicUsize, Ordering},
     },
     task::{Context, Poll},
     time::{Duration, Instant},
 };
 
+use bytes::Bytes;
 use futures_util::Stream;
 use proto::{
     auth::{CallVerifier, ClusterSecret, PROOF_KEY, TOKEN_KEY},
@@ -65,6 +66,9 @@ pub enum Behaviour {
     /// Sends tokens without end, as fast as the caller reads.
     Flood,
 }
+
+/// Ids of the transfers whose prefill node has sent token 0.
+static PREFILLED: LazyLock<watch::Sender<BTreeSet<Bytes>>> = LazyLock::new(watch::Sender::default);
 
 /// A call to the node, and the time when the caller disconnected.
 #[derive(Clone, Debug)]
@@ -257,6 +261,9 @@ impl node_server::Node for Service {
                     cached_tokens: 0,
                 }))
                 .await?;
+                PREFILLED.send_modify(|known| {
+                    known.insert(attempt.transfer_id.clone());
+                });
                 if finish.is_some() {
                     return Some(());
                 }
@@ -315,7 +322,15 @@ impl node_server::Node for Service {
                 | Behaviour::HangAfter(count) => count,
                 _ => usize::MAX,
             };
-            // With a prefill node, token 0 follows the transfer.
+            if matches!(behaviour, Behaviour::Serve) && !local_prefill {
+                // Token 0 follows the transfer.
+                let mut prefilled = PREFILLED.subscribe();
+                let is_known = |known: &BTreeSet<Bytes>| known.contains(&attempt.transfer_id);
+                tokio::select! {
+                    known = prefilled.wait_for(is_known) => known.map(drop).ok()?,
+                    () = events.closed() => return None,
+                }
+            }
             for _ in 0..count {
                 if !matches!(behaviour, Behaviour::Flood) {
                     tokio::time::sleep(token_time).await;
