@@ -76,7 +76,8 @@ async fn handed_over_answer_equals_one_of_a_single_node() {
 }
 
 async fn concurrent_hand_overs_do_not_mix() {
-    let pair = Pair::start(&[], &[]).await;
+    // With fewer slots than requests, the decode node rejects those that wait for half a second.
+    let pair = Pair::start(&[], &[("node.slots", "12")]).await;
     let prompts: Vec<Vec<u32>> =
         (0..12).map(|seed| dummy_prompt(20 + 13 * seed, seed as u32)).collect();
     let attempts: Vec<v1::Attempt> = prompts.iter().map(|prompt| attempt(prompt, 15)).collect();
