@@ -57,7 +57,9 @@ async fn disaggregated_and_short_requests_are_explained() {
     let [pair] = attempt["options"].as_array().unwrap().as_slice() else { panic!("{attempt}") };
     assert_eq!(pair, &json!({"prefill_node": "prefill-0", "decode_node": "decode-0"}));
     let nodes = attempt["nodes"].as_array().unwrap();
-    assert_eq!((&nodes[0]["cached_found"], &nodes[1]["cached_found"]), (&json!(0), &json!(16)));
+    assert_eq!(nodes[1]["cached_found"], 16);
+    // Unknown if the answer ends before the prefill node's first event arrives.
+    assert!([json!(0), Value::Null].contains(&nodes[0]["cached_found"]), "{attempt}");
     // Scripted nodes send no stage times, as nodes of an older release.
     let stages = long["stages"].as_array().unwrap();
     let stage = |name: &str| stages.iter().find(|stage| stage["stage"] == name).unwrap();
