@@ -163,6 +163,31 @@ async fn tools_calls_and_their_results_reach_the_template() {
     assert_eq!(tokenizer.decode(prompt, false), expected);
 }
 
+#[tokio::test]
+async fn malformed_tool_calls_are_rejected_as_the_clients_error() {
+    let cluster = Cluster::start_with_template(HERMES, "It rains.").await;
+    let function = |function: Value| json!({"id": "1", "type": "function", "function": function});
+    for (call, status) in [
+        (json!("x"), 400_u16),
+        (function(json!("f")), 400),
+        (function(json!({"name": 1, "arguments": "{}"})), 400),
+        (function(json!({"name": "f", "arguments": "[1]"})), 400),
+        // Missing arguments are empty.
+        (function(json!({"name": "f"})), 200),
+    ] {
+        let body = chat(json!({"messages": [
+            {"role": "user", "content": "Weather?"},
+            {"role": "assistant", "content": null, "tool_calls": [call]},
+        ]}));
+        let answer = cluster.client.post(PATH, &body).await;
+        assert_eq!(answer.status.as_u16(), status, "{answer:?}");
+        if status == 400 {
+            assert_eq!(answer.error()["param"], "messages", "{answer:?}");
+            assert!(answer.message().contains("messages[1].tool_calls[0]"), "{answer:?}");
+        }
+    }
+}
+
 /// Returns text and finish reason of an answer without calls, streamed or not.
 async fn text_answer(cluster: &Cluster, mut body: Value, stream: bool) -> (String, String) {
     body["stream"] = stream.into();

@@ -95,16 +95,29 @@ impl Message {
         Ok(texts.join("\n"))
     }
 
+    /// Checks a tool call, which templates read without checks, and parses its arguments. Missing arguments are empty.
     fn parse_arguments(&self, call_index: usize, call: &mut Value) -> Result<(), TemplateError> {
-        let Some(arguments) = call.pointer_mut("/function/arguments") else { return Ok(()) };
-        let parsed = match arguments {
-            Value::String(text) if text.trim().is_empty() => Value::Object(Map::new()),
-            Value::String(text) => serde_json::from_str(text).map_err(|error| {
-                let field = format!(".tool_calls[{call_index}].function.arguments");
-                self.bad(&field, format!("is not JSON: {error}"))
-            })?,
-            _ => return Ok(()),
+        let bad = |field: &str, problem: String| {
+            self.bad(&format!(".tool_calls[{call_index}]{field}"), problem)
         };
+        let Some(Value::Object(function)) = call.get_mut("function") else {
+            return Err(bad(".function", "must be an object".to_owned()));
+        };
+        if !function.get("name").is_some_and(Value::is_string) {
+            return Err(bad(".function.name", "must be a string".to_owned()));
+        }
+        let arguments = function.entry("arguments").or_insert(Value::Null);
+        let parsed = match arguments {
+            Value::Null => Value::Object(Map::new()),
+            Value::String(text) if text.trim().is_empty() => Value::Object(Map::new()),
+            Value::String(text) => serde_json::from_str(text)
+                .map_err(|error| bad(".function.arguments", format!("is not JSON: {error}")))?,
+            _ => arguments.take(),
+        };
+        if !parsed.is_object() {
+            let problem = format!("must be a JSON object, not {}", type_name(&parsed));
+            return Err(bad(".function.arguments", problem));
+        }
         *arguments = parsed;
         Ok(())
     }
@@ -160,6 +173,7 @@ mod tests {
         for (given, expected) in [
             (json!("{\"b\": 1, \"a\": [2]}"), json!({"b": 1, "a": [2]})),
             (json!(""), json!({})),
+            (json!(null), json!({})),
             (json!({"x": 1}), json!({"x": 1})),
         ] {
             assert_eq!(normalise(&call(given)).unwrap(), call(expected));
@@ -169,6 +183,31 @@ mod tests {
             message.starts_with("messages[0].tool_calls[0].function.arguments: is not JSON"),
             "{message}"
         );
+    }
+
+    #[test]
+    fn malformed_tool_calls_are_rejected_with_their_location() {
+        for (call, expected) in [
+            (json!("x"), ".function: must be an object"),
+            (json!({"function": "f"}), ".function: must be an object"),
+            (json!({"function": {"arguments": "{}"}}), ".function.name: must be a string"),
+            (json!({"function": {"name": 1}}), ".function.name: must be a string"),
+            (
+                json!({"function": {"name": "f", "arguments": "[1]"}}),
+                ".function.arguments: must be a JSON object, not a list",
+            ),
+            (
+                json!({"function": {"name": "f", "arguments": 7}}),
+                ".function.arguments: must be a JSON object, not a number",
+            ),
+        ] {
+            let messages = json!([{"role": "assistant", "tool_calls": [call]}]);
+            assert_eq!(problem(messages), format!("messages[0].tool_calls[0]{expected}"));
+        }
+        let call = json!({"function": {"name": "f"}});
+        let messages = json!([{"role": "assistant", "tool_calls": [call]}]);
+        let normalised = normalise(&messages).unwrap();
+        assert_eq!(normalised[0]["tool_calls"][0]["function"]["arguments"], json!({}));
     }
 
     #[test]
