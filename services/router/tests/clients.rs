@@ -180,6 +180,28 @@ async fn unread_stream_disturbs_no_other_stream_of_its_connection() {
     assert_eq!(ends, [1.0, 0.0]);
 }
 
+/// Pings and TCP do not detect a client that opens no flow-control window.
+#[tokio::test]
+async fn http2_client_without_a_flow_control_window_loses_its_connection() {
+    let mut settings = settings();
+    settings.router.slow_client_timeout = Duration::from_secs(1);
+    let cluster = Cluster::start_with(settings, 0, 1, ANSWER).await;
+    let began = Instant::now();
+    let mut client = TcpStream::connect(cluster.router.http).await.unwrap();
+    // SETTINGS with INITIAL_WINDOW_SIZE 0, then HEADERS of `GET /live` on stream 1.
+    let settings = [0_u8, 0, 6, 4, 0, 0, 0, 0, 0, 0, 4, 0, 0, 0, 0];
+    let headers = [0_u8, 0, 12, 1, 5, 0, 0, 0, 1, 0x82, 0x86, 4, 5];
+    let authority = [1_u8, 1, b'x'];
+    let sent =
+        [&b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"[..], &settings, &headers, b"/live", &authority];
+    client.write_all(&sent.concat()).await.unwrap();
+    let mut received = Vec::new();
+    let end = async { while matches!(client.read_buf(&mut received).await, Ok(1..)) {} };
+    tokio::time::timeout(DEADLINE, end).await.expect("the router closes the connection");
+    assert!(began.elapsed() >= Duration::from_secs(2), "{:?}", began.elapsed());
+    assert_eq!(cluster.client.get("/live").await.status, 200);
+}
+
 /// A client that reads an event now and then is not a slow client. Only the request's time-out
 /// applies.
 #[tokio::test]

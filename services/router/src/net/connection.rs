@@ -7,7 +7,7 @@ use std::{
     pin::Pin,
     sync::{
         Arc,
-        atomic::{AtomicBool, AtomicU64, Ordering},
+        atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering},
     },
     task::{Context, Poll, ready},
     time::Duration,
@@ -48,7 +48,7 @@ impl ConnectionState {
         self.unread.load(Ordering::Acquire)
     }
 
-    fn set_unread(&self) {
+    pub fn set_unread(&self) {
         self.unread.store(true, Ordering::Release);
     }
 }
@@ -218,24 +218,40 @@ pub struct RequestCount {
     in_progress: watch::Sender<usize>,
     /// Request heads that have arrived since the connection was opened.
     begun: AtomicU64,
+    /// Requests in progress that wait for the router. The others wait for the client to read.
+    unanswered: AtomicUsize,
+    /// Steps of all responses: a response's head and each poll of its body.
+    steps: AtomicU64,
     http2: AtomicBool,
     slot: Slot,
 }
 
 /// Guard of a request in progress.
-pub struct RequestInProgress(Arc<RequestCount>);
+pub struct RequestInProgress {
+    count: Arc<RequestCount>,
+    /// The request is counted in [`RequestCount::unanswered`].
+    is_unanswered: bool,
+}
 
 impl RequestCount {
     pub fn new(slot: Slot) -> Arc<Self> {
-        let (in_progress, begun) = (watch::Sender::new(0), AtomicU64::new(0));
-        Arc::new(Self { in_progress, begun, http2: AtomicBool::new(false), slot })
+        Arc::new(Self {
+            in_progress: watch::Sender::new(0),
+            begun: AtomicU64::new(0),
+            unanswered: AtomicUsize::new(0),
+            steps: AtomicU64::new(0),
+            http2: AtomicBool::new(false),
+            slot,
+        })
     }
 
     /// Counts a request after its head has arrived, and returns whether the router may serve it.
     pub fn begin(self: &Arc<Self>, is_probe: bool) -> (RequestInProgress, Verdict) {
         self.begun.fetch_add(1, Ordering::Relaxed);
+        self.unanswered.fetch_add(1, Ordering::Relaxed);
         self.in_progress.send_modify(|count| *count += 1);
-        (RequestInProgress(self.clone()), self.slot.begin_request(is_probe))
+        let request = RequestInProgress { count: self.clone(), is_unanswered: true };
+        (request, self.slot.begin_request(is_probe))
     }
 
     pub fn begun(&self) -> u64 {
@@ -273,19 +289,60 @@ impl RequestCount {
             }
         }
     }
+
+    /// Returns once all requests in progress have waited for the client for `stall_max`, and before twice this time.
+    /// Only with HTTP/2: a client that opens no flow-control window stalls no TCP write.
+    pub async fn stalled_for(&self, stall_max: Duration) {
+        let mut in_progress = self.in_progress.subscribe();
+        loop {
+            in_progress.wait_for(|count| *count > 0).await.expect("the sender is a field of self");
+            let steps = self.steps.load(Ordering::Relaxed);
+            sleep(stall_max).await;
+            let is_stalled = !self.is_idle()
+                && self.unanswered.load(Ordering::Relaxed) == 0
+                && self.steps.load(Ordering::Relaxed) == steps;
+            if is_stalled && self.is_http2() {
+                return;
+            }
+        }
+    }
+}
+
+impl RequestInProgress {
+    /// Records a step of the response. The request waits for the router while `is_unanswered`, else for the client.
+    fn step(&mut self, is_unanswered: bool) {
+        self.count.steps.fetch_add(1, Ordering::Relaxed);
+        if is_unanswered == self.is_unanswered {
+            return;
+        }
+        self.is_unanswered = is_unanswered;
+        if is_unanswered {
+            self.count.unanswered.fetch_add(1, Ordering::Relaxed);
+        } else {
+            self.count.unanswered.fetch_sub(1, Ordering::Relaxed);
+        }
+    }
 }
 
 impl Drop for RequestInProgress {
     fn drop(&mut self) {
-        self.0.slot.end_request();
-        self.0.in_progress.send_modify(|count| *count -= 1);
+        self.step(false);
+        self.count.slot.end_request();
+        self.count.in_progress.send_modify(|count| *count -= 1);
     }
 }
 
 /// A response body; its request is in progress until the body is written or dropped.
 pub struct CountedBody {
-    pub body: Body,
-    pub _request: RequestInProgress,
+    body: Body,
+    request: RequestInProgress,
+}
+
+impl CountedBody {
+    pub fn new(body: Body, mut request: RequestInProgress) -> Self {
+        request.step(false);
+        Self { body, request }
+    }
 }
 
 impl hyper::body::Body for CountedBody {
@@ -296,7 +353,9 @@ impl hyper::body::Body for CountedBody {
         mut self: Pin<&mut Self>,
         context: &mut Context<'_>,
     ) -> Poll<Option<Result<Frame<Bytes>, axum::Error>>> {
-        Pin::new(&mut self.body).poll_frame(context)
+        let polled = Pin::new(&mut self.body).poll_frame(context);
+        self.request.step(polled.is_pending());
+        polled
     }
 
     fn is_end_stream(&self) -> bool {

@@ -40,6 +40,9 @@ const RESERVED_HEAD_MAX: Duration = Duration::from_secs(2);
 const IDLE_MAX: Duration = Duration::from_secs(75);
 /// Maximum number of concurrent HTTP/2 requests per connection.
 const STREAMS_MAX: u32 = 256;
+/// Time without progress on any HTTP/2 stream after which a client loses its connection, in maximum times of a write.
+/// The first one ends a stream with an error, which the client can read during the second one.
+const STALLED_WRITES: u32 = 2;
 const PING_INTERVAL: Duration = Duration::from_secs(20);
 const PING_TIMEOUT: Duration = Duration::from_secs(20);
 /// Maximum idle time of a connection that closes gracefully. Afterwards the router drops the connection.
@@ -195,7 +198,7 @@ async fn connection(
         (shutdown.leaving.is_cancelled(), shutdown.draining.is_cancelled());
     let state = ConnectionState::new(is_late);
     let io = ClientConnection::new(stream, limits, state.clone(), requests.clone());
-    let counted = requests.clone();
+    let (counted, unread) = (requests.clone(), state.clone());
     let leaving = shutdown.leaving.clone();
     let service = service_fn(move |mut request: Request<Incoming>| {
         let (in_progress, verdict) = counted.begin(is_probe(request.uri().path()));
@@ -218,7 +221,7 @@ async fn connection(
             if is_http1 && (leaving.is_cancelled() || Instant::now() >= ages_at) {
                 response.headers_mut().insert(header::CONNECTION, CLOSE);
             }
-            Ok::<_, Infallible>(response.map(|body| CountedBody { body, _request: in_progress }))
+            Ok::<_, Infallible>(response.map(|body| CountedBody::new(body, in_progress)))
         }
     });
     let mut builder = auto::Builder::new(TokioExecutor::new());
@@ -254,10 +257,16 @@ async fn connection(
             () = requests.slot().closing() => CLOSE_MAX,
         }
     });
+    let stalled = when_woken(requests.stalled_for(bounds.write_max.saturating_mul(STALLED_WRITES)));
+    tokio::pin!(stalled);
     let cut_after = tokio::select! {
         biased;
         // An error concerns only this client.
         _ = connection.as_mut() => return,
+        () = stalled.as_mut() => {
+            unread.set_unread();
+            return;
+        }
         cut_after = closes => cut_after,
     };
     connection.as_mut().graceful_shutdown();
@@ -270,6 +279,7 @@ async fn connection(
     };
     tokio::select! {
         _ = connection => {}
+        () = stalled => unread.set_unread(),
         () = cut => {}
     }
 }
