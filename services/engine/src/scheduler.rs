@@ -108,7 +108,7 @@ pub struct Scheduler {
     /// after a step without decode rows.
     decode_extra: Option<Duration>,
     planned_work: StepWork,
-    /// False while the batch drains before a change of the weights.
+    /// False while the batch drains. Then only preempted sequences join it.
     is_admitting: bool,
 }
 

@@ -235,6 +235,26 @@ fn the_latest_arrival_is_preempted_and_finds_its_blocks_cached() {
 }
 
 #[test]
+fn a_preempted_sequence_finishes_while_the_batch_drains() {
+    let mut node = node(2, 64, 8, 2);
+    node.arrive(NewSequence { ignore_stop_tokens: true, ..new(1, COMPUTE, 60, 20) });
+    node.arrive(NewSequence { ignore_stop_tokens: true, ..new(2, COMPUTE, 40, 38) });
+    while node.engine.scheduler().load().running < 2 {
+        node.turn();
+    }
+    node.arrive(new(3, COMPUTE, 40, 4));
+    node.engine.scheduler_mut().stop_admitting(&mut Vec::new());
+    node.run();
+    let scheduler = node.engine.scheduler();
+    assert!(scheduler.preemptions() >= 1 && !scheduler.has_running());
+    assert_eq!(node.unfinished(), [SequenceId(3)]);
+    assert!(node.finished(SequenceId(1)) && node.finished(SequenceId(2)));
+    node.engine.scheduler_mut().admit_again();
+    node.run();
+    node.assert_all_returned();
+}
+
+#[test]
 fn a_send_is_never_preempted() {
     let config = SchedulerConfig { chunk_tokens: 4, ..unbounded_waits(limits(2, 8, 8, 1)) };
     let mut node = Node::new(config);

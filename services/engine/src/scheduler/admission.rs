@@ -294,16 +294,27 @@ impl Scheduler {
         }
     }
 
-    /// Moves the first sequence of the queue into the batch if a slot and blocks are free. Sequences before it may begin
+    /// Returns the sequence that may try to join the batch now. While the batch drains, this is a preempted sequence.
+    fn next_compute(&self) -> Option<SequenceId> {
+        if self.is_admitting { self.waiting.next_compute() } else { self.first_preempted() }
+    }
+
+    /// Returns the first sequence that was preempted and waits to join the batch again.
+    pub(super) fn first_preempted(&self) -> Option<SequenceId> {
+        self.waiting.find_compute(|id| self.sequences[&id].was_admitted())
+    }
+
+    /// Moves the next sequence of the queue into the batch if a slot and blocks are free. Sequences before it may begin
     /// to wait for a load.
     pub(super) fn admit_compute(&mut self, actions: &mut Vec<Action>) -> Option<SequenceId> {
         loop {
-            let id = self.waiting.next_compute()?;
+            let id = self.next_compute()?;
             if self.unclaimed_slots() == 0 {
                 return None;
             }
             let headroom = self.headroom();
             let sequence = &self.sequences[&id];
+            let arrival = sequence.arrival;
             let blocks_total = blocks_for(sequence.tokens.len());
             let hits =
                 self.kv.hold_prefix(&sequence.chain, &sequence.tokens, blocks_total, headroom);
@@ -311,11 +322,13 @@ impl Scheduler {
                 Ok(prefix) => prefix,
                 Err(needed) => {
                     self.lacking = Some((id, needed));
-                    self.waiting.compute_lacks_blocks();
+                    if self.is_admitting {
+                        self.waiting.compute_lacks_blocks();
+                    }
                     return None;
                 }
             };
-            self.waiting.admitted_compute();
+            self.waiting.remove(arrival, id);
             let Some(mut blocks) = self.load_prefix(id, prefix, Duration::MAX, actions) else {
                 continue;
             };
@@ -328,7 +341,7 @@ impl Scheduler {
             let sequence = self.sequences.get_mut(&id).expect("a queued sequence is known");
             sequence.phase =
                 Phase::Running(Row::new(slot, generation, table, sequence.tokens.len()));
-            insert(&mut self.running, (sequence.arrival, id));
+            insert(&mut self.running, (arrival, id));
             return Some(id);
         }
     }

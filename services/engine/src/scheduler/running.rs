@@ -68,7 +68,7 @@ impl Scheduler {
         builder.plan.rows.reserve(self.running.len());
         builder.sequences.reserve(self.running.len());
         self.advance_running(&mut builder);
-        if self.is_admitting && !self.ends_split_prompt(&builder) {
+        if !self.ends_split_prompt(&builder) {
             self.advance_newcomers(&mut builder, actions);
         }
         if builder.sequences.is_empty() {

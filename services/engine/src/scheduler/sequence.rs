@@ -181,6 +181,11 @@ impl Sequence {
         }
     }
 
+    /// Returns whether the sequence was admitted before. While it waits, it was preempted.
+    pub(super) fn was_admitted(&self) -> bool {
+        self.cached_tokens.is_some()
+    }
+
     /// Returns the row of a sequence in the batch.
     pub(super) fn row(&self) -> &Row {
         match &self.phase {

@@ -65,13 +65,13 @@ impl Waiting {
         refused.is_none_or(|older| first < *older).then_some(first.1)
     }
 
-    pub(super) fn admitted_receive(&mut self) {
-        self.receives.pop_front();
+    /// Returns the first sequence that joins the batch from this queue and for which `applies` returns true.
+    pub(super) fn find_compute(&self, applies: impl Fn(SequenceId) -> bool) -> Option<SequenceId> {
+        self.computes.iter().map(|&(_, id)| id).find(|&id| applies(id))
     }
 
-    pub(super) fn admitted_compute(&mut self) {
-        self.computes.pop_front();
-        self.compute_starved = false;
+    pub(super) fn admitted_receive(&mut self) {
+        self.receives.pop_front();
     }
 
     pub(super) fn compute_lacks_blocks(&mut self) {
@@ -127,7 +127,7 @@ mod tests {
         assert_eq!(waiting.next_receive(), Some(B));
         waiting.compute_lacks_blocks();
         assert_eq!(waiting.next_receive(), None);
-        waiting.admitted_compute();
+        waiting.remove(1, A);
         assert_eq!(waiting.next_receive(), Some(B));
     }
 

@@ -10,8 +10,9 @@ use crate::{
 };
 
 impl Scheduler {
-    /// Drains the batch: admits no sequence until the weights change or [`Self::admit_again`]. Fails waiting senders at
-    /// once, because the change would fail them and their receivers hold blocks.
+    /// Drains the batch: admits no sequence until the weights change or [`Self::admit_again`], except preempted sequences,
+    /// which finish like the sequences of the batch. Fails waiting senders at once, because the change would fail them
+    /// and their receivers hold blocks.
     pub fn stop_admitting(&mut self, actions: &mut Vec<Action>) {
         self.is_admitting = false;
         let waits = |sequence: &Sequence| {
@@ -33,13 +34,14 @@ impl Scheduler {
         self.is_admitting = true;
     }
 
-    /// Returns whether a sequence is in the batch or will join it without admission, or KV is being transferred.
+    /// Returns whether a sequence is in the batch or will join it while the batch drains, or KV is being transferred.
     pub fn has_running(&self) -> bool {
         let claims = self.reserved_count + self.loading_count;
         !self.running.is_empty()
             || !self.ready.is_empty()
             || claims > 0
             || self.transfers.have_blocks()
+            || self.first_preempted().is_some()
     }
 
     /// Fails every sequence for which `applies` returns true, oldest first.
