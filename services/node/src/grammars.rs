@@ -42,8 +42,8 @@ struct Shared {
     model_path: PathBuf,
     /// Rows of the model's logits; its tokenizer may know fewer tokens, or more.
     vocabulary: u32,
-    /// Read with the first grammar; `Err` says why it cannot be read.
-    vocabulary_read: OnceLock<Result<GrammarVocabulary, String>>,
+    /// Read with the first grammar. A failed read is repeated with the next grammar.
+    vocabulary_read: OnceLock<GrammarVocabulary>,
     metrics: NodeMetrics,
 }
 
@@ -95,8 +95,8 @@ impl Grammars {
 
 impl Shared {
     fn constrain(&self, attempt: &mut NewAttempt, grammar: &Grammar) -> Result<(), Refusal> {
-        let read = self.vocabulary_read.get_or_init(|| self.read()).as_ref();
-        let vocabulary = read.map_err(|reason| Refusal::Invalid {
+        // The fault is the node's, so the router tries another node.
+        let vocabulary = self.vocabulary().map_err(|reason| Refusal::Internal {
             reason: format!("this node cannot follow a grammar: {reason}"),
         })?;
         let metrics = self.metrics.clone();
@@ -105,6 +105,14 @@ impl Shared {
             Timed::Mask => metrics.mask_computed(elapsed),
         });
         vocabulary.constrain(&mut attempt.sequence, grammar, timer)
+    }
+
+    fn vocabulary(&self) -> Result<&GrammarVocabulary, String> {
+        if let Some(vocabulary) = self.vocabulary_read.get() {
+            return Ok(vocabulary);
+        }
+        let vocabulary = self.read()?;
+        Ok(self.vocabulary_read.get_or_init(|| vocabulary))
     }
 
     fn read(&self) -> Result<GrammarVocabulary, String> {
@@ -123,5 +131,57 @@ impl Shared {
         let seconds = started.elapsed().as_secs_f64();
         info!(tokens = count, seconds = format_args!("{seconds:.3}"), "read the vocabulary");
         Ok(GrammarVocabulary::new(compiler, tool_call_tokens, self.vocabulary))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use engine::event::{NewSequence, SequenceId, SequenceKind};
+    use kernels::sampling::Sampling;
+
+    use super::*;
+    use crate::testing;
+
+    /// A tokenizer with the tokens `a`, `b` and a special token.
+    const TOKENIZER: &str = r#"{
+        "added_tokens": [{"id": 2, "content": "<e>", "single_word": false, "lstrip": false,
+            "rstrip": false, "normalized": false, "special": true}],
+        "model": {"type": "BPE", "vocab": {"a": 0, "b": 1}, "merges": []},
+        "decoder": {"type": "ByteLevel"}
+    }"#;
+
+    fn attempt() -> NewAttempt {
+        let sequence = NewSequence {
+            id: SequenceId(1),
+            kind: SequenceKind::Compute,
+            tokens: vec![1],
+            prompt_len: 1,
+            sampling: Sampling { stop_token_ids: vec![2], ..Sampling::greedy() },
+            max_tokens: 5,
+            ignore_stop_tokens: false,
+            cache_salt: String::new(),
+            session: Default::default(),
+            constraint: None,
+            deadline: Instant::now() + Duration::from_secs(60),
+        };
+        NewAttempt {
+            request_id: 1,
+            weight_version: 1,
+            sequence,
+            grammar: Some(Grammar::Regex("a".into())),
+            peer: None,
+            traceparent: String::new(),
+        }
+    }
+
+    #[tokio::test]
+    async fn a_failed_read_of_the_tokenizer_is_repeated() {
+        let folder = tempfile::tempdir().unwrap();
+        let grammars = Grammars::new(folder.path().into(), 3, testing::metrics());
+        let refusal = grammars.constrained(attempt()).await.unwrap_err();
+        assert!(matches!(refusal, Refusal::Internal { .. }), "{refusal:?}");
+        std::fs::write(folder.path().join("tokenizer.json"), TOKENIZER).unwrap();
+        let constrained = grammars.constrained(attempt()).await.unwrap();
+        assert!(constrained.sequence.constraint.is_some());
     }
 }

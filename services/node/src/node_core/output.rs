@@ -193,7 +193,7 @@ pub enum Refusal {
     OtherRole { own: &'static str, method: &'static str },
     #[error("the request's deadline passed before the request began")]
     Deadline,
-    /// A bug of the node.
+    /// A fault of the node: another node may serve the sequence.
     #[error("{reason}")]
     Internal { reason: String },
     #[error("the engine stopped")]
