@@ -211,7 +211,6 @@ impl<E: Executor> NodeCore<E> {
         self.now = now;
         self.report_steps();
         self.detect_stall();
-        self.end_pause_if_due(now);
         self.report_pause();
         let outputs = &mut self.attempts.outputs;
         self.observers.publish_if_due(now, &mut self.steps, outputs);
@@ -243,6 +242,8 @@ impl<E: Executor> NodeCore<E> {
     /// flight. [`Turn::Idle`]: no step is in flight and no output is due. After an error the executor
     /// is unusable.
     pub fn step(&mut self, timeout: Duration) -> Result<Turn, ExecutorError> {
+        // `handle_deadline` must not end the pause: the shell may sleep after it, and the steps would not be launched.
+        self.end_pause_if_due();
         self.end_wait_if_due();
         self.change_weights_if_due()?;
         self.empty_batch_if_due();

@@ -82,7 +82,8 @@ impl<E: Executor> NodeCore<E> {
         }
     }
 
-    pub(super) fn end_pause_if_due(&mut self, now: Instant) {
+    pub(super) fn end_pause_if_due(&mut self) {
+        let now = self.steps.executor().now();
         if self.pause.as_ref().is_some_and(|pause| pause.until <= now) {
             self.handle_resume(now);
         }

@@ -59,8 +59,12 @@ fn pause_ends_at_its_deadline() {
     // A second pause replaces the deadline.
     node.core.handle_pause(InFlight::KeepKv, false, node.now + 2 * PAUSE_MAX, node.now);
     node.advance(PAUSE_MAX);
+    assert_eq!(node.core.step(Duration::ZERO).unwrap(), Turn::Idle);
     assert_eq!(pauses(&node.outputs()), []);
-    node.advance(PAUSE_MAX);
+    // The shell sleeps if the step after the deadline is idle.
+    node.now += PAUSE_MAX;
+    node.core.executor_mut().now = node.now;
+    assert_ne!(node.core.step(Duration::ZERO).unwrap(), Turn::Idle);
     let mut outputs = node.outputs();
     assert_eq!(pauses(&outputs), [v1::PauseState::None]);
     outputs.extend(node.run());
