@@ -13,16 +13,19 @@ use tokio_util::sync::CancellationToken;
 use weight_transfer::{ParticipantInput, UpdateEnd, UpdateId, UpdateState, WeightVersion};
 
 use super::{Actor, Done, Prepared, RunningUpdate, WeightSettings};
-use crate::weights::{
-    calls::{CallError, FileParts, Origin},
-    copy::{self, PARTS_MAX, SILENCE_MAX, WeightFiles},
-    engine::{change_weights, lose_weights, release_weights},
-    of_requests_in_flight,
-    peers::PeerCredentials,
-    receive::{ReceiveError, Received, receive},
-    restore::{LostWeights, restore},
-    standby::CANCELLED,
-    trainer,
+use crate::{
+    inbox::Inbox,
+    weights::{
+        calls::{CallError, FileParts, Origin},
+        copy::{self, PARTS_MAX, SILENCE_MAX, WeightFiles},
+        engine::{change_weights, lose_weights, release_weights},
+        of_requests_in_flight,
+        peers::PeerCredentials,
+        receive::{ReceiveError, Received, receive},
+        restore::{LostWeights, restore},
+        standby::CANCELLED,
+        trainer,
+    },
 };
 
 /// Time-out of a question to a peer.
@@ -104,15 +107,7 @@ impl Actor {
             let (inbox, is_released) = (self.settings.inbox.clone(), self.released.clone());
             let (_, waits) = of_requests_in_flight(begin.in_flight);
             let cancelled = cancelled.clone();
-            move || {
-                *released(&is_released) = Some(id);
-                let release = cancelled.run_until_cancelled(release_weights(&inbox, waits));
-                match runtime::Handle::current().block_on(release) {
-                    Some(Some(())) => Ok(()),
-                    Some(None) => Err(ReceiveError::Release("the engine has ended")),
-                    None => Err(ReceiveError::Cancelled),
-                }
-            }
+            move || release(id, &inbox, waits, &is_released, &cancelled)
         };
         let credentials = self.settings.credentials.clone();
         let folder = self.settings.folder.clone();
@@ -251,6 +246,31 @@ impl Actor {
     }
 }
 
+/// Releases the weights in use for the update `id`. Blocks. Fails once `cancelled` is cancelled.
+fn release(
+    id: UpdateId,
+    inbox: &Inbox,
+    waits: bool,
+    is_released: &Mutex<Option<UpdateId>>,
+    cancelled: &CancellationToken,
+) -> Result<(), ReceiveError> {
+    let runtime = runtime::Handle::current();
+    *released(is_released) = Some(id);
+    let release = cancelled.run_until_cancelled(release_weights(inbox, waits));
+    let is_done = runtime.block_on(release).flatten().is_some();
+    if cancelled.is_cancelled() {
+        // The abort may have told the engine before the release was sent.
+        if runtime.block_on(lose_weights(inbox)) {
+            *released(is_released) = Some(id);
+        }
+        return Err(ReceiveError::Cancelled);
+    }
+    match is_done {
+        true => Ok(()),
+        false => Err(ReceiveError::Release("the engine has ended")),
+    }
+}
+
 pub(super) fn released(released: &Mutex<Option<UpdateId>>) -> MutexGuard<'_, Option<UpdateId>> {
     // An id: a panic elsewhere leaves it valid.
     released.lock().unwrap_or_else(PoisonError::into_inner)
@@ -272,5 +292,47 @@ async fn obtain(
             let source = copy::pull(&peer, version, credentials, folder, bytes_max).await?;
             Ok((source, Some(version)))
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+
+    use ::engine::executor::CollectWaker;
+    use tokio::task::spawn_blocking;
+
+    use super::*;
+    use crate::inbox::Command;
+
+    const ID: UpdateId = UpdateId(7);
+    const WITHIN: Duration = Duration::from_secs(10);
+
+    /// The abort told the engine before the release reached it.
+    #[tokio::test]
+    async fn release_that_an_abort_overtook_is_followed_by_the_loss_of_the_weights() {
+        let (inbox, commands) = Inbox::new(1, CollectWaker::default());
+        let is_released = Arc::new(Mutex::new(None));
+        let cancelled = CancellationToken::new();
+        let work = {
+            let (is_released, cancelled) = (is_released.clone(), cancelled.clone());
+            spawn_blocking(move || release(ID, &inbox, false, &is_released, &cancelled))
+        };
+        let engine = {
+            let is_released = is_released.clone();
+            spawn_blocking(move || {
+                let release = commands.recv_timeout(WITHIN).unwrap();
+                assert!(matches!(release, Command::ReleaseWeights { .. }));
+                assert_eq!(released(&is_released).take(), Some(ID));
+                cancelled.cancel();
+                match commands.recv_timeout(WITHIN).unwrap() {
+                    Command::LoseWeights { lost, .. } => lost.send(true).unwrap(),
+                    command => panic!("{command:?}"),
+                }
+            })
+        };
+        engine.await.unwrap();
+        assert!(matches!(work.await.unwrap(), Err(ReceiveError::Cancelled)));
+        assert_eq!(*released(&is_released), Some(ID), "the actor restores the weights");
     }
 }
