@@ -62,25 +62,7 @@ impl WeightActor {
     pub fn start(settings: WeightSettings) -> Self {
         let (messages, received) = mpsc::channel(CALLS_MAX);
         let stop = CancellationToken::new();
-        let mut actor = Actor {
-            standby: settings.update.clone().map(Standby::new),
-            settings,
-            participant: Participant::default(),
-            running: None,
-            released: Arc::default(),
-            restoring: None,
-            trainer: Arc::default(),
-            watches_trainer: false,
-            prepared: None,
-            committed: None,
-            serving: NodeWeights {
-                version: WeightVersion::LOADED,
-                label: String::new(),
-                report: None,
-                paused: None,
-            },
-            work: JoinSet::new(),
-        };
+        let mut actor = Actor::new(settings);
         actor.remove_leftovers();
         let task = tokio::spawn(actor.run(received, stop.clone()));
         Self { stop: stop.drop_guard(), task, handle: Handle { messages } }
@@ -168,7 +150,10 @@ enum Done {
     /// An update in place ended without a commit. Whether the node has no valid weights now.
     Lost(bool),
     /// The weights from before an aborted update in place are in use again, or the reason why not.
-    Restored(Result<WeightVersion, String>),
+    Restored {
+        outcome: Result<WeightVersion, String>,
+        cancelled: CancellationToken,
+    },
     /// The kept trainer has left.
     TrainerLeft,
     /// Nothing to report.
@@ -176,6 +161,28 @@ enum Done {
 }
 
 impl Actor {
+    fn new(settings: WeightSettings) -> Self {
+        Self {
+            standby: settings.update.clone().map(Standby::new),
+            settings,
+            participant: Participant::default(),
+            running: None,
+            released: Arc::default(),
+            restoring: None,
+            trainer: Arc::default(),
+            watches_trainer: false,
+            prepared: None,
+            committed: None,
+            serving: NodeWeights {
+                version: WeightVersion::LOADED,
+                label: String::new(),
+                report: None,
+                paused: None,
+            },
+            work: JoinSet::new(),
+        }
+    }
+
     async fn run(mut self, mut messages: mpsc::Receiver<Message>, stop: CancellationToken) {
         loop {
             let due = async {
@@ -271,16 +278,22 @@ impl Actor {
                 self.serving.version = WeightVersion::NONE;
                 self.restore();
             }
-            Done::Restored(outcome) => match outcome {
-                Ok(version) => {
-                    self.serving.version = version;
-                    tracing::info!(weight_version = %version, "restored the weights");
+            Done::Restored { outcome, cancelled } => {
+                // The guard of a cancelled restoration was dropped. `restoring` may have the guard of the next one.
+                if !cancelled.is_cancelled() {
+                    self.restoring = None;
                 }
-                Err(reason) if reason == CANCELLED => {}
-                Err(reason) => tracing::error!(
-                    "cannot restore the weights: {reason}; the node serves after the next update or a restart"
-                ),
-            },
+                match outcome {
+                    Ok(version) => {
+                        self.serving.version = version;
+                        tracing::info!(weight_version = %version, "restored the weights");
+                    }
+                    Err(reason) if reason == CANCELLED => {}
+                    Err(reason) => tracing::error!(
+                        "cannot restore the weights: {reason}; the node serves after the next update or a restart"
+                    ),
+                }
+            }
             Done::Installed { id, paused } => {
                 *released(&self.released) = None;
                 if let Some(running) = self.running.take().filter(|it| it.begin.id == id) {
@@ -324,11 +337,83 @@ impl Actor {
 
 #[cfg(test)]
 mod tests {
+    use std::path::Path;
+
+    use ::engine::executor::{CollectWaker, PrepareError};
     use cluster::Epoch;
-    use proto::v1;
+    use model::{Architecture, LoadFormat, RopeScaling};
+    use proto::{auth::ClusterSecret, v1};
 
     use super::*;
     use crate::weights::calls::Origin;
+
+    struct Device;
+
+    impl WeightUpdate for Device {
+        fn is_in_place(&self) -> bool {
+            true
+        }
+
+        fn prepare(&self, _: &Path, _: &Checkpoint) -> Result<(), PrepareError> {
+            unreachable!("there is no model to prepare")
+        }
+
+        fn discard(&self) {}
+    }
+
+    /// Returns the actor of a node whose model files were removed.
+    fn actor() -> Actor {
+        let model = ModelConfig {
+            architecture: Architecture::Llama,
+            hidden_size: 64,
+            layer_count: 1,
+            query_head_count: 1,
+            kv_head_count: 1,
+            head_dim: 64,
+            ffn_size: 64,
+            vocab_size: 10,
+            context_tokens: 64,
+            rms_eps: 1e-6,
+            rope_theta: 1e4,
+            rope_scaling: RopeScaling::None,
+            sliding_window: None,
+            tied_output: true,
+            bos_token_id: None,
+            eos_token_ids: Vec::new(),
+        };
+        let loaded =
+            LoadedModel { path: "/removed".into(), format: LoadFormat::Auto, fingerprint: 1 };
+        let (inbox, _) = Inbox::new(1, CollectWaker::default());
+        let secret = ClusterSecret::new("the secret of the cluster").unwrap();
+        Actor::new(WeightSettings {
+            model,
+            loaded,
+            host_bytes: 0,
+            share: None,
+            update: Some(Arc::new(Device)),
+            inbox,
+            credentials: PeerCredentials { secret, tls: None },
+            folder: "/removed".into(),
+        })
+    }
+
+    #[tokio::test]
+    async fn lost_weights_have_one_restoration_at_a_time() {
+        let mut actor = actor();
+        // An abort takes effect in the engine before the work of the update ends.
+        actor.done(Done::Lost(true));
+        let outcome = Err(CANCELLED.to_owned());
+        actor.done(Done::Received { id: UpdateId(7), outcome });
+        assert_eq!(actor.work.len(), 1);
+        let restored = actor.work.join_next().await.unwrap().unwrap();
+        assert!(matches!(
+            &restored,
+            Done::Restored { outcome: Err(reason), .. } if reason != CANCELLED
+        ));
+        actor.done(restored);
+        actor.done(Done::Lost(true));
+        assert_eq!(actor.work.len(), 1, "a failed restoration can be repeated");
+    }
 
     #[test]
     fn rounds_of_questions_ask_every_peer_in_turn() {

@@ -191,9 +191,10 @@ impl Actor {
         }
     }
 
-    /// Restores the weights from before an aborted update in place, unless another update brings weights.
+    /// Restores the weights from before an aborted update in place, unless another update brings weights or a
+    /// restoration runs.
     pub(super) fn restore(&mut self) {
-        if self.running.is_some() {
+        if self.running.is_some() || self.restoring.is_some() {
             return;
         }
         let Some(standby) = self.standby.clone() else { return };
@@ -221,7 +222,8 @@ impl Actor {
             let restore = move |update: &dyn WeightUpdate, cancelled: &CancellationToken| {
                 restore(lost, (&model, host_bytes, share), update, &inbox, cancelled)
             };
-            Done::Restored(standby.prepare(RESTORE, cancelled, restore).await)
+            let outcome = standby.prepare(RESTORE, cancelled.clone(), restore).await;
+            Done::Restored { outcome, cancelled }
         });
     }
 
