@@ -725,6 +725,46 @@ except baton_weights.UpdateError as error:
     Ok(())
 }
 
+#[test]
+fn trainer_client_waits_for_an_update_while_the_router_does_not_answer() -> Result<()> {
+    let script = r#"
+import http.server, json, sys, tempfile, threading
+sys.path.insert(0, sys.argv[1])
+import baton_weights
+polls, is_lost = 0, False
+class Server(http.server.BaseHTTPRequestHandler):
+    def answer(self, phase):
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(json.dumps({"update": {"id": "07", "phase": phase, "path": "/new"}}).encode())
+    def do_POST(self):
+        self.answer("preparing")
+    def do_GET(self):
+        global polls
+        polls += 1
+        # Otherwise the connection closes without an answer.
+        if polls % 2 == 0 and not is_lost:
+            self.answer("committed")
+    def log_message(self, *args):
+        pass
+server = http.server.HTTPServer(("127.0.0.1", 0), Server)
+threading.Thread(target=server.serve_forever, daemon=True).start()
+updater = baton_weights.WeightUpdater(f"http://127.0.0.1:{server.server_port}", tempfile.mkdtemp(), ".")
+print(updater.push({})["phase"], polls)
+is_lost, baton_weights.GRACE_SECONDS, updater.timeout = True, 0, 0.2
+try:
+    updater.push({})
+except baton_weights.OutcomeUnknown as error:
+    print(error)
+"#;
+    let text = run_with_client(script)?;
+    let lines: Vec<&str> = text.lines().collect();
+    assert_eq!(lines.len(), 2, "{text}");
+    assert_eq!(lines[0], "committed 4");
+    assert!(lines[1].starts_with("update 07 is not prepared within 0.2 s: cannot reach"), "{text}");
+    Ok(())
+}
+
 /// Strangers reset, leave, stay silent, or send another token. Then the update fails, and the node must not wait for the trainer.
 #[test]
 fn trainer_ignores_strangers_and_leaves_nodes_when_it_fails() -> Result<()> {

@@ -52,7 +52,11 @@ GRACE_SECONDS = 90
 
 
 class UpdateError(Exception):
-    """The cluster did not take up the weights; it serves the old ones."""
+    """The cluster did not take up the weights; it serves the old ones, except after an `OutcomeUnknown`."""
+
+
+class OutcomeUnknown(UpdateError):
+    """The router did not answer, or the update did not end in time: the cluster may still take up the weights."""
 
 
 class WeightUpdater:
@@ -160,8 +164,16 @@ class WeightUpdater:
 
     def wait(self, update_id, phases):
         deadline = time.monotonic() + self.timeout + GRACE_SECONDS
+        cause = ""
         while time.monotonic() < deadline:
-            update = self.call("GET", "")
+            try:
+                update = self.call("GET", "")
+            except OutcomeUnknown as error:
+                # The update continues while the router does not answer.
+                cause = f": {error}"
+                time.sleep(POLL_SECONDS)
+                continue
+            cause = ""
             if update is None or update.get("id") != update_id:
                 raise UpdateError(f"update {update_id} is not the router's last update: {update}")
             if update.get("phase") in phases:
@@ -169,7 +181,7 @@ class WeightUpdater:
             if update.get("phase") == "aborted":
                 raise UpdateError(f"update {update_id} was aborted: {update.get('reason')}")
             time.sleep(POLL_SECONDS if self.transport == "disk" else POLL_SECONDS_GPU)
-        raise UpdateError(f"update {update_id} is not {phases[0]} within {self.timeout + GRACE_SECONDS} s")
+        raise OutcomeUnknown(f"update {update_id} is not {phases[0]} within {self.timeout + GRACE_SECONDS} s{cause}")
 
     def remove_old(self, committed):
         """Keeps the committed weights, which nodes that missed the update still read, and the newest others."""
@@ -197,7 +209,7 @@ class WeightUpdater:
                 pass
             raise UpdateError(f"{method} {url}: {error.code} {text}") from None
         except OSError as error:
-            raise UpdateError(f"cannot reach the router's admin API: {method} {url}: {error}") from None
+            raise OutcomeUnknown(f"cannot reach the router's admin API: {method} {url}: {error}") from None
         try:
             return json.loads(text)["update"]
         except (ValueError, KeyError, TypeError):
@@ -307,7 +319,7 @@ class Offer:
                     connection.shutdown(sockets.SHUT_RDWR)
                 thread.join()
         if self.error is not None and isinstance(error, UpdateError):
-            raise UpdateError(f"{error}: {self.error}") from self.error
+            raise type(error)(f"{error}: {self.error}") from self.error
 
     def accept(self):
         while True:
