@@ -177,7 +177,12 @@ impl Watch {
             }
             DirectoryAction::Forgotten { address, .. } => {
                 tracing::info!(node = %address, "node left");
-                self.nodes.channels().remove(&address.grpc);
+                // A member of the other role may have the same URL.
+                let is_used =
+                    self.nodes.directory().nodes().any(|it| it.address.grpc == address.grpc);
+                if !is_used {
+                    self.nodes.channels().remove(&address.grpc);
+                }
                 self.changed();
             }
         }
@@ -292,7 +297,11 @@ impl Served {
 #[cfg(test)]
 mod tests {
     use cluster::MemberChange;
-    use proto::v1::{NodeDelta, NodeLoad, NodeRecord, NodeSnapshot};
+    use proto::{
+        auth::CallSigner,
+        v1::{NodeDelta, NodeLoad, NodeRecord, NodeSnapshot},
+    };
+    use tonic::transport::Endpoint;
 
     use super::*;
     use crate::nodes::{
@@ -340,6 +349,20 @@ mod tests {
         let changes =
             |action: &DirectoryAction| matches!(action, DirectoryAction::HealthChanged { .. });
         for action in actions.into_iter().filter(changes) {
+            watch.act(action);
+        }
+    }
+
+    /// Removes a member that is not up.
+    fn leaves(watch: &mut Watch, role: Role, grpc: &str, stream: StreamId) {
+        let address = NodeAddress { role, grpc: grpc.to_owned() };
+        let mut actions = Vec::new();
+        watch.handle(DirectoryInput::Member(MemberChange::Left(address)), &mut actions);
+        watch.handle(DirectoryInput::StreamEnded { stream, reason: "a test".into() }, &mut actions);
+        let is_forgotten =
+            |action: &DirectoryAction| matches!(action, DirectoryAction::Forgotten { .. });
+        assert!(actions.iter().any(is_forgotten), "{actions:?}");
+        for action in actions {
             watch.act(action);
         }
     }
@@ -403,6 +426,29 @@ mod tests {
         comes_up(&mut watch, Role::Prefill, 5, again);
         watch.set_up_connections();
         assert!(is_ready(&watch));
+    }
+
+    #[tokio::test]
+    async fn connection_is_kept_while_another_member_has_its_url() {
+        let (mut watch, _task) = watch();
+        let connect = |watch: &Watch, url: &'static str| {
+            let signer = CallSigner::new(&credentials().secret).unwrap();
+            let channel =
+                NodeChannel { channel: Endpoint::from_static(url).connect_lazy(), signer };
+            watch.nodes.channels().insert(url.to_owned(), channel);
+        };
+        let (shared, other) = ("http://127.0.0.1:1", "http://127.0.0.1:2");
+        let decode = joins(&mut watch, Role::Decode, shared);
+        comes_up(&mut watch, Role::Decode, 1, decode);
+        connect(&watch, shared);
+        let twin = joins(&mut watch, Role::Prefill, shared);
+        leaves(&mut watch, Role::Prefill, shared, twin);
+        assert!(watch.nodes.channel(shared).is_some());
+
+        let only = joins(&mut watch, Role::Prefill, other);
+        connect(&watch, other);
+        leaves(&mut watch, Role::Prefill, other, only);
+        assert!(watch.nodes.channel(other).is_none());
     }
 
     #[tokio::test]
