@@ -228,6 +228,15 @@ fn output_beyond_the_limit_is_refused() {
     assert_eq!(render(template), Err(TemplateError::TooLong { limit: RENDERED_BYTES_MAX }));
     let huge = "{{ 'x' * 999999999 }}";
     assert!(render(huge).is_err());
+    // The text of a filter is bounded as well, also where the template does not print it.
+    let mut tools = json!([vec![1; 500_000]]);
+    for _ in 0..100 {
+        tools = json!([tools]);
+    }
+    let messages = json!([{"role": "user", "content": "Hi"}]);
+    let rendered =
+        render_with("{{ (tools|tojson(indent=4))|length }}", messages, tools, Value::Null);
+    assert_eq!(rendered, Err(TemplateError::TooLong { limit: RENDERED_BYTES_MAX }));
 }
 
 #[test]

@@ -209,15 +209,28 @@ impl TextWorkers {
     /// than `tokens_max` tokens.
     pub async fn prompt(
         &self,
-        source: PromptSource,
+        mut source: PromptSource,
         tokens_max: u32,
         keying: Arc<CacheKeying>,
     ) -> Result<TokenizedPrompt, RequestError> {
-        self.work(source.bytes(), move |text| {
-            let tokens = tokens(text, source, tokens_max)?;
-            Ok(TokenizedPrompt::new(tokens, tokens_max, &keying))
-        })
-        .await
+        let mut bytes = source.bytes();
+        // A conversation that renders to more bytes than there are permits for is rendered again with enough permits.
+        // The rendered text is dropped meanwhile, because the permits bound memory.
+        loop {
+            let (keying, bytes_max) = (keying.clone(), bytes.max(INLINE_BYTES_MAX));
+            let work = move |text: &ModelText| {
+                Ok::<_, RequestError>(match encode(text, source, tokens_max, bytes_max)? {
+                    Encoded::Tokens(tokens) => {
+                        Ok(TokenizedPrompt::new(tokens, tokens_max, &keying))
+                    }
+                    Encoded::Longer { chat, bytes } => Err((chat, bytes)),
+                })
+            };
+            match self.work(bytes, work).await? {
+                Ok(prompt) => return Ok(prompt),
+                Err((chat, longer)) => (source, bytes) = (PromptSource::Chat(*chat), longer),
+            }
+        }
     }
 
     /// Runs `work` in place for a short text, otherwise on a blocking thread once a permit is free.
@@ -243,11 +256,23 @@ impl TextWorkers {
     }
 }
 
-fn tokens(
+/// Result of [`encode`].
+enum Encoded {
+    Tokens(Vec<u32>),
+    /// The conversation renders to more bytes than allowed and is not encoded.
+    Longer {
+        chat: Box<ChatSource>,
+        bytes: usize,
+    },
+}
+
+/// Encodes a prompt. A conversation is only encoded if it renders to at most `bytes_max` bytes.
+fn encode(
     text: &ModelText,
     source: PromptSource,
     tokens_max: u32,
-) -> Result<Vec<u32>, RequestError> {
+    bytes_max: usize,
+) -> Result<Encoded, RequestError> {
     let field = source.field();
     let tokenizer = text.tokenizer();
     let encoded = |result: Result<Vec<u32>, EncodeError>| {
@@ -261,15 +286,15 @@ fn tokens(
         }
         Ok(())
     };
-    match source {
-        PromptSource::Tokens(tokens) => Ok(tokens),
+    let tokens = match source {
+        PromptSource::Tokens(tokens) => tokens,
         PromptSource::Text { text, add_special_tokens } => {
             check_length(&text)?;
             let special = SpecialTokens::Parse;
-            Ok(encoded(match add_special_tokens {
+            encoded(match add_special_tokens {
                 true => tokenizer.encode_prompt(&text, special),
                 false => tokenizer.encode(&text, special),
-            })?)
+            })?
         }
         PromptSource::Chat(chat) => {
             let template = text.chat_template().map_err(template_failed)?;
@@ -281,9 +306,13 @@ fn tokens(
             let literal = (!text.parses_special_tokens()).then_some(&**tokenizer);
             let prompt = render(template, &chat, literal)?;
             check_length(&prompt)?;
-            Ok(encoded(tokenizer.encode_rendered(&prompt))?)
+            if prompt.len() > bytes_max {
+                return Ok(Encoded::Longer { chat: Box::new(chat), bytes: prompt.len() });
+            }
+            encoded(tokenizer.encode_rendered(&prompt))?
         }
-    }
+    };
+    Ok(Encoded::Tokens(tokens))
 }
 
 fn template_failed(error: &TemplateError) -> RequestError {
@@ -381,6 +410,7 @@ mod tests {
 
     use futures_util::poll;
     use serde_json::json;
+    use text::ModelTextOptions;
 
     use super::*;
 
@@ -428,6 +458,41 @@ mod tests {
             permits.check_grammar(|| Ok(())).await.unwrap();
         }
         assert!(!is_started.load(Ordering::Relaxed));
+    }
+
+    /// A few kilobytes of deeply nested JSON can render to megabytes.
+    #[tokio::test]
+    async fn short_conversation_with_a_long_prompt_waits_for_permits() {
+        let options = ModelTextOptions {
+            chat_template: Some("{{ nested|tojson(indent=4) }}".to_owned()),
+            ..Default::default()
+        };
+        let path = std::env::var("BATON_TEST_MODEL").unwrap_or_else(|_| {
+            let folder = env!("CARGO_MANIFEST_DIR");
+            format!("{folder}/../../models/smollm2-135m/SmolLM2-135M-Instruct.Q4_1.gguf")
+        });
+        let text = Arc::new(ModelText::open_with(path, options).unwrap());
+        let mut nested = json!(vec![1; 200]);
+        for _ in 0..100 {
+            nested = json!([nested]);
+        }
+        let bytes = nested.to_string().len();
+        assert!(bytes < INLINE_BYTES_MAX);
+        let source = PromptSource::Chat(ChatSource {
+            messages: json!([{"role": "user", "content": ""}]),
+            tools: Value::Null,
+            add_generation_prompt: false,
+            continue_final_message: false,
+            template_kwargs: Map::from_iter([("nested".to_owned(), nested)]),
+            bytes,
+        });
+        let permits = TextPermits::new(1);
+        let all = permits.enter(usize::MAX).await.unwrap();
+        let workers = TextWorkers::new(text, permits);
+        let mut tokens = pin!(workers.tokens(source, u32::MAX));
+        assert!(poll!(&mut tokens).is_pending(), "no permits are free for its bytes");
+        drop(all);
+        assert!(tokens.await.unwrap().len() > 200);
     }
 
     fn continued(template: &str, content: Value) -> Result<String, RequestError> {

@@ -8,6 +8,8 @@ use minijinja::{
     value::{Kwargs, ValueKind},
 };
 
+use super::RENDERED_BYTES_MAX;
+
 /// Maximum depth of values. Requests cannot contain deeper values, so exceeding it is a bug in the
 /// template.
 const DEPTH_MAX: usize = 200;
@@ -47,6 +49,11 @@ fn invalid(reason: impl Into<String>) -> Error {
     Error::new(ErrorKind::InvalidOperation, format!("tojson: {}", reason.into()))
 }
 
+/// Marks the error of a value whose JSON is longer than a prompt may be.
+#[derive(Debug, thiserror::Error)]
+#[error("the JSON is longer than a prompt may be")]
+pub(super) struct TooLong;
+
 struct Writer {
     out: String,
     indent: Option<usize>,
@@ -60,6 +67,10 @@ impl Writer {
     fn value(&mut self, value: &Value, depth: usize) -> Result<(), Error> {
         if depth > DEPTH_MAX {
             return Err(invalid(format!("the value is deeper than {DEPTH_MAX}")));
+        }
+        // The indentation of deep values takes far more memory than the values.
+        if self.out.len() > RENDERED_BYTES_MAX {
+            return Err(invalid(TooLong.to_string()).with_source(TooLong));
         }
         match value.kind() {
             ValueKind::None => self.out.push_str("null"),
@@ -212,6 +223,26 @@ mod tests {
         let value = json!({"b": [1, {"x": "y"}], "a": {}, "c": []});
         let expected = "{\n  \"b\": [\n    1,\n    {\n      \"x\": \"y\"\n    }\n  ],\n  \"a\": {},\n  \"c\": []\n}";
         assert_eq!(dump(value, "indent=2"), expected);
+    }
+
+    #[test]
+    fn output_is_bounded() {
+        let mut value = json!(vec![1; 500_000]);
+        for _ in 0..100 {
+            value = json!([value]);
+        }
+        let mut writer = Writer {
+            out: String::new(),
+            indent: Some(4),
+            item_separator: ",".to_owned(),
+            key_separator: ": ".to_owned(),
+            ascii_only: false,
+            sort_keys: false,
+        };
+        let error = writer.value(&Value::from(Serde(&value)), 0).unwrap_err();
+        let source = std::error::Error::source(&error).unwrap();
+        assert!(source.is::<TooLong>(), "{error}");
+        assert!(writer.out.len() <= RENDERED_BYTES_MAX + 1024, "{} bytes", writer.out.len());
     }
 
     #[test]

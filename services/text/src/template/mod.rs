@@ -243,6 +243,9 @@ fn failure(error: &Error) -> TemplateError {
         if let Some(Raised(reason)) = cause.downcast_ref() {
             return TemplateError::Refused { reason: reason.clone() };
         }
+        if cause.is::<json::TooLong>() {
+            return TemplateError::TooLong { limit: RENDERED_BYTES_MAX };
+        }
         source = cause.source();
     }
     match error.kind() {
