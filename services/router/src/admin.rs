@@ -8,7 +8,7 @@ use std::sync::Arc;
 
 use axum::{
     Json, Router,
-    extract::{Path, RawQuery, Request, State},
+    extract::{RawQuery, Request, State},
     middleware::{self, Next},
     response::{IntoResponse, Response},
     routing::{get, post},
@@ -18,7 +18,7 @@ use serde_json::json;
 
 use crate::{
     front::Front,
-    http::{ApiError, with_keys},
+    http::{ApiError, PathParameter, with_keys},
     keys::Keys,
     nodes::{AdminCall, AdminError},
     weights::Weights,
@@ -27,7 +27,7 @@ use crate::{
 /// `keys`: the operators' API keys; `None` accepts every request.
 pub fn routes(front: Arc<Front>, weights: Weights, keys: Option<Arc<Keys>>) -> Router {
     let call = |call: AdminCall| {
-        post(async move |State(front): State<Arc<Front>>, Path(node): Path<String>| {
+        post(async move |State(front): State<Arc<Front>>, PathParameter(node): PathParameter| {
             forward(&front, &node, call).await
         })
     };
@@ -73,7 +73,7 @@ async fn forward(front: &Front, node: &str, call: AdminCall) -> Response {
 
 async fn trace(
     State(front): State<Arc<Front>>,
-    Path(node): Path<String>,
+    PathParameter(node): PathParameter,
     RawQuery(query): RawQuery,
 ) -> Response {
     let query = query.unwrap_or_default();

@@ -4,7 +4,7 @@ mod common;
 
 use common::{
     Cluster,
-    client::{ids_of, text_of},
+    client::{Client, ids_of, text_of},
     encode, long_prompt, model_text,
     node::{Behaviour, END},
 };
@@ -484,6 +484,17 @@ async fn every_answer_carries_the_clients_label_or_an_id() {
                 false => assert_eq!(ids[0].len(), 32, "{path}"),
             }
         }
+    }
+}
+
+#[tokio::test]
+async fn path_that_is_not_utf8_is_an_error_in_openai_format() {
+    let cluster = Cluster::start(0, 1, ANSWER).await;
+    let admin = Client::new(format!("http://{}", cluster.router.admin));
+    for (client, path) in [(&cluster.client, "/v1/models/%FF"), (&admin, "/v1/explain/%FF")] {
+        let answer = client.get(path).await;
+        assert_eq!(answer.status, 400, "{path}");
+        assert_eq!(answer.error()["code"], "invalid_value", "{path}: {answer:?}");
     }
 }
 

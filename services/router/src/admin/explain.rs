@@ -4,7 +4,7 @@ use std::{sync::Arc, time::Instant};
 
 use axum::{
     Json,
-    extract::{Path, RawQuery, State},
+    extract::{RawQuery, State},
     response::{IntoResponse, Response},
 };
 use http::StatusCode;
@@ -13,7 +13,7 @@ use serde::Serialize;
 use crate::{
     front::Front,
     history::{Found, Kept, Query, Report},
-    http::ApiError,
+    http::{ApiError, PathParameter},
 };
 
 #[derive(Serialize)]
@@ -25,7 +25,10 @@ struct Explained {
     oldest_s: Option<f64>,
 }
 
-pub async fn explain_id(State(front): State<Arc<Front>>, Path(id): Path<String>) -> Response {
+pub async fn explain_id(
+    State(front): State<Arc<Front>>,
+    PathParameter(id): PathParameter,
+) -> Response {
     let explained = find(front, Query::Id(id.clone())).await;
     match explained.requests.is_empty() {
         true => not_found(&id, &explained).into_response(),

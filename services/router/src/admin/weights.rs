@@ -5,7 +5,7 @@ use std::{sync::Arc, time::Duration};
 use axum::{
     Json, Router,
     body::Bytes,
-    extract::{Path, Query, State, rejection::QueryRejection},
+    extract::{Query, State, rejection::QueryRejection},
     response::{IntoResponse, Response},
     routing::{get, post},
 };
@@ -16,7 +16,7 @@ use weight_transfer::{UpdateId, trainer_address};
 
 use crate::{
     front::Front,
-    http::ApiError,
+    http::{ApiError, PathParameter},
     weights::{NewUpdate, Transport, UpdateError, Weights, WeightsReport},
 };
 
@@ -147,14 +147,14 @@ async fn resume(
     }
 }
 
-async fn commit(State(updates): State<Updates>, Path(id): Path<String>) -> Response {
+async fn commit(State(updates): State<Updates>, PathParameter(id): PathParameter) -> Response {
     match update_id(&id) {
         Ok(id) => reply(updates.weights.commit(id).await),
         Err(error) => error.into_response(),
     }
 }
 
-async fn abort(State(updates): State<Updates>, Path(id): Path<String>) -> Response {
+async fn abort(State(updates): State<Updates>, PathParameter(id): PathParameter) -> Response {
     match update_id(&id) {
         Ok(id) => reply(updates.weights.abort(id).await),
         Err(error) => error.into_response(),

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use axum::{
     Json,
     body::Body,
-    extract::{Path, State},
+    extract::State,
     response::{IntoResponse, Response},
 };
 use http::{Extensions, StatusCode, header};
@@ -14,7 +14,7 @@ use serde::Serialize;
 use telemetry::Metrics;
 
 use super::{
-    caller_of,
+    PathParameter, caller_of,
     error::ApiError,
     wire::{ModelCard, ModelList},
 };
@@ -35,7 +35,7 @@ pub async fn models(
 
 pub async fn model(
     State(front): State<Arc<Front>>,
-    Path(id): Path<String>,
+    PathParameter(id): PathParameter,
     extensions: Extensions,
     started: u64,
 ) -> Response {

@@ -19,13 +19,15 @@ use std::{
 use axum::{
     Router,
     body::Body,
-    extract::{Request, State},
+    extract::{FromRequestParts, Path, Request, State},
     middleware::{self, Next},
     response::{IntoResponse, Response},
     routing::{self, MethodRouter},
 };
 use bytes::{Bytes, BytesMut};
-use http::{Extensions, HeaderMap, HeaderName, HeaderValue, Method, StatusCode, Uri, header};
+use http::{
+    Extensions, HeaderMap, HeaderName, HeaderValue, Method, StatusCode, Uri, header, request::Parts,
+};
 use http_body_util::BodyExt;
 use proto::ids::RequestId;
 use telemetry::{Metrics, propagation};
@@ -163,6 +165,22 @@ fn no_such_path(uri: &Uri) -> ApiError {
     let path: String = uri.path().chars().take(200).collect();
     let message = format!("unknown path: {path}");
     ApiError::invalid(StatusCode::NOT_FOUND, "not_found", message)
+}
+
+/// The parameter of a path. Its error has OpenAI's format, unlike that of [`Path`].
+pub struct PathParameter(pub String);
+
+impl<S: Send + Sync> FromRequestParts<S> for PathParameter {
+    type Rejection = ApiError;
+
+    async fn from_request_parts(parts: &mut Parts, state: &S) -> Result<Self, ApiError> {
+        match Path::<String>::from_request_parts(parts, state).await {
+            Ok(Path(value)) => Ok(Self(value)),
+            Err(error) => {
+                Err(ApiError::invalid(error.status(), "invalid_value", error.body_text()))
+            }
+        }
+    }
 }
 
 /// Context of an API request.
