@@ -104,6 +104,25 @@ async fn text_too_long_to_tokenize_is_rejected_with_the_limit() {
 }
 
 #[tokio::test]
+async fn tokens_with_too_long_a_text_are_rejected_with_the_limit() {
+    const MEBIBYTE: usize = 1 << 20;
+    let cluster = Cluster::start(0, 1, " ok").await;
+    let model = model_text();
+    let bytes_of = |id: &u32| model.tokenizer().token_bytes(*id).map_or(0, <[u8]>::len);
+    let longest = (0..model.tokenizer().vocabulary_size()).max_by_key(bytes_of).unwrap();
+    let count = MEBIBYTE / bytes_of(&longest);
+    for (count, status) in [(count, 200_u16), (count + 1, 400)] {
+        let body = json!({"tokens": vec![longest; count]});
+        let answer = cluster.client.post("/detokenize", &body).await;
+        assert_eq!(answer.status.as_u16(), status, "{count} tokens");
+        if status == 400 {
+            assert_eq!(answer.error()["param"], "tokens");
+            assert!(answer.message().contains("at most 1048576"), "{}", answer.message());
+        }
+    }
+}
+
+#[tokio::test]
 async fn grpc_tokenizes_and_lists_models_alike() {
     let cluster = Cluster::start(1, 1, " ok").await;
     let mut client = InferenceClient::new(grpc_channel(&cluster).await);

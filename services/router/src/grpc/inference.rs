@@ -30,7 +30,7 @@ use crate::{
         error::{FieldError, RequestError},
         options::{COMPLETION_TOKENS_DEFAULT, DefaultLength},
         text_workers::PromptSource,
-        tokenization::{self, check_vocabulary},
+        tokenization,
         tools::{CallReader, Calls, OfferedTools},
     },
     request_driver::{self, Event, GenerationFields, ParsedRequest, RunningRequest},
@@ -167,8 +167,7 @@ impl Inference for InferenceService {
         let DetokenizeRequest { model, ids } = request.into_inner();
         let detokenized = async {
             let model = self.front.models.find(Some(&model), &caller)?.model;
-            check_vocabulary("ids", &ids, model.text.tokenizer())?;
-            let text = tokenization::detokenize(&self.front, &caller, &model, ids).await?;
+            let text = tokenization::detokenize(&self.front, &caller, &model, "ids", ids).await?;
             Ok(Response::new(DetokenizeResponse { text }))
         };
         detokenized.await.map_err(status)

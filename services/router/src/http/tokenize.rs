@@ -20,11 +20,7 @@ use super::{
 };
 use crate::{
     front::Front,
-    request::{
-        error::FieldError,
-        text_workers::PromptSource,
-        tokenization::{self, check_vocabulary},
-    },
+    request::{error::FieldError, text_workers::PromptSource, tokenization},
 };
 
 pub async fn tokenize(State(front): State<Arc<Front>>, request: Request<Body>) -> Response {
@@ -59,8 +55,7 @@ pub async fn detokenize(State(front): State<Arc<Front>>, request: Request<Body>)
         let tokens: Option<Vec<u32>> = fields.value("tokens", "a list of token ids")?;
         let tokens = tokens
             .ok_or_else(|| FieldError::new("tokens", "is missing; allowed: a list of token ids"))?;
-        check_vocabulary("tokens", &tokens, model.text.tokenizer())?;
-        let prompt = tokenization::detokenize(&front, &caller, &model, tokens).await?;
+        let prompt = tokenization::detokenize(&front, &caller, &model, "tokens", tokens).await?;
         Ok(Json(Detokenized { prompt }))
     };
     detokenized.await.map_err(|error: ApiError| error).into_response()

@@ -10,8 +10,8 @@ use super::{
 };
 use crate::{front::Front, front::ServedModel, keys::Caller, request_driver::Deadline};
 
-/// Maximum size of a text or conversation in bytes; 128 Ki tokens take less. Tokenization takes a hundred times the
-/// text's memory.
+/// Maximum size of a text or conversation in bytes, also of one that is detokenized; 128 Ki tokens take less.
+/// Tokenization takes a hundred times the text's memory.
 const BYTES_MAX: usize = 1 << 20;
 
 /// Returns the token ids that a generation request would have for this prompt.
@@ -31,20 +31,29 @@ pub async fn tokenize(
     deadline.limit(model.text.tokens(source, u32::MAX)).await?
 }
 
-/// Returns the text of these tokens; special tokens appear by name.
+/// Returns the text of these tokens of `field`; special tokens appear by name.
 pub async fn detokenize(
     front: &Front,
     caller: &Caller,
     model: &ServedModel,
+    field: &str,
     tokens: Vec<u32>,
 ) -> Result<String, RequestError> {
+    let tokenizer = model.text.tokenizer();
+    check_vocabulary(field, &tokens, tokenizer)?;
+    let bytes = tokens.iter().filter_map(|id| tokenizer.token_bytes(*id)).map(<[u8]>::len);
+    let bytes: usize = bytes.sum();
+    if bytes > BYTES_MAX {
+        let problem = format!("has {bytes} bytes of text; allowed: at most {BYTES_MAX}");
+        return Err(FieldError::new(field, problem).into());
+    }
     let _admitted = front.admission.admit(&caller.flow(None), 1)?;
     let deadline = Deadline::after(front.settings.router.timeout);
     deadline.limit(model.text.text_of(tokens)).await?
 }
 
 /// Rejects ids outside the vocabulary.
-pub fn check_vocabulary(
+fn check_vocabulary(
     field: &str,
     tokens: &[u32],
     tokenizer: &Arc<Tokenizer>,
