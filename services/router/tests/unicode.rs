@@ -48,6 +48,20 @@ async fn every_text_round_trips_unchanged() {
 }
 
 #[tokio::test]
+async fn text_offsets_of_logprobs_count_a_character_of_several_tokens_once() {
+    let cluster = Cluster::start(0, 1, "👩a").await;
+    assert!(encode("👩").len() > 1);
+    let body = json!({"prompt": "hi", "max_tokens": 20, "logprobs": 1});
+    let answer = cluster.client.post("/v1/completions", &body).await.json();
+    let choice = &answer["choices"][0];
+    assert_eq!(choice["text"], "👩a", "{answer}");
+    let logprobs = &choice["logprobs"];
+    let tokens = logprobs["tokens"].as_array().unwrap();
+    let index = tokens.iter().position(|token| token == "a").unwrap();
+    assert_eq!(logprobs["text_offset"][index], 1, "{logprobs}");
+}
+
+#[tokio::test]
 async fn unicode_stop_strings_end_an_answer() {
     let cluster = Cluster::start(0, 1, "").await;
     for text in TEXTS {

@@ -29,8 +29,8 @@ use super::{
     read_body,
     request_fields::{Delivery, named_model, read_chat, read_completion},
     wire::{
-        Api, Collected, Completion, ErrorBody, TextChoice, TextLogprobs, TokenView, Usage,
-        chat_chunks, chat_end, chat_role, text_end,
+        Api, Collected, Completion, ErrorBody, TextChoice, TextLogprobs, TextOffset, TokenView,
+        Usage, chat_chunks, chat_end, chat_role, text_end,
     },
 };
 use crate::{
@@ -166,6 +166,7 @@ fn reply(
             logprobs: fields.options.logprobs,
             token_ids: delivery.token_ids,
             weight_versions: delivery.weight_versions,
+            skip_special: fields.options.skip_special_tokens.unwrap_or(true),
         },
         delivery,
         wants_stats: context.wants_stats,
@@ -350,7 +351,7 @@ struct AnswerProgress {
     introduced: bool,
     /// Parser of tool calls, from the first event until the end; `None` without tools.
     reader: Option<CallReader>,
-    text_offset: u64,
+    text_offset: TextOffset,
     completion_tokens: u64,
 }
 

@@ -8,7 +8,7 @@ use std::{collections::HashMap, sync::Arc};
 use proto::v1::{FinishReason, Token, TokenLogprobs};
 use schemars::JsonSchema;
 use serde::{Serialize, Serializer, ser::SerializeMap};
-use text::Tokenizer;
+use text::{Detokenizer, DetokenizerOptions, Tokenizer};
 use weight_transfer::WeightVersion;
 
 use crate::{
@@ -186,7 +186,7 @@ pub struct TokenLogprob {
 
 #[derive(Debug, Default, Serialize, JsonSchema)]
 pub struct TextLogprobs {
-    /// Number of characters of the answer before each token.
+    /// Number of characters of the answer before each token. A character belongs to the token that completes it.
     pub text_offset: Vec<u64>,
     #[serde(serialize_with = "all_finite")]
     #[schemars(inner(range(min = -9999.0, max = 0.0)))]
@@ -296,7 +296,25 @@ pub struct Collected {
     pub weight_versions: Vec<String>,
     pub chat_logprobs: Vec<ChatTokenLogprob>,
     pub text_logprobs: TextLogprobs,
-    text_offset: u64,
+    text_offset: TextOffset,
+}
+
+/// Number of characters of an answer before its next token.
+#[derive(Debug, Default)]
+pub struct TextOffset {
+    characters: u64,
+    /// Holds incomplete characters back, as in the answer's text. `None` before the first token.
+    detokenizer: Option<Detokenizer>,
+}
+
+impl TextOffset {
+    fn advance(&mut self, view: &TokenView, token: u32) {
+        let options = DetokenizerOptions { skip_special: view.skip_special, continues: true };
+        let detokenizer = self
+            .detokenizer
+            .get_or_insert_with(|| Detokenizer::new(view.tokenizer.clone(), options));
+        self.characters += detokenizer.push(token).chars().count() as u64;
+    }
 }
 
 /// Converter of tokens into the fields that the client requested.
@@ -308,6 +326,8 @@ pub struct TokenView {
     pub logprobs: Option<u32>,
     pub token_ids: bool,
     pub weight_versions: bool,
+    /// Whether special tokens give no text.
+    pub skip_special: bool,
 }
 
 impl TokenView {
@@ -321,9 +341,13 @@ impl TokenView {
         tokens.iter().map(one).collect()
     }
 
-    /// Appends the log-probabilities of these tokens. `text_offset` is the number of characters before them;
-    /// the function advances it past them.
-    pub fn text_logprobs(&self, tokens: &[Token], text_offset: &mut u64, to: &mut TextLogprobs) {
+    /// Appends the log-probabilities of these tokens, and advances `text_offset` past them.
+    pub fn text_logprobs(
+        &self,
+        tokens: &[Token],
+        text_offset: &mut TextOffset,
+        to: &mut TextLogprobs,
+    ) {
         let Some(count) = self.logprobs else { return };
         for token in tokens {
             let (chosen, top) = self.logprobs_of(token, count);
@@ -334,8 +358,8 @@ impl TokenView {
             if !top.iter().any(|&(id, _)| id == token.id) {
                 shown.push((text.clone(), chosen));
             }
-            to.text_offset.push(*text_offset);
-            *text_offset += text.chars().count() as u64;
+            to.text_offset.push(text_offset.characters);
+            text_offset.advance(self, token.id);
             to.tokens.push(text);
             to.token_logprobs.push(chosen);
             to.top_logprobs.push(TopLogprobs(shown));
