@@ -593,10 +593,11 @@ impl RequestCore {
         timer.into_iter().chain([self.spec.deadline]).min()
     }
 
-    /// Returns whether [`Self::handle_drain_check`] is due.
+    /// Returns whether [`Self::handle_drain_check`] is due. It is not at the deadline, which ends the request.
     pub fn drain_check_is_due(&self, now: Instant) -> bool {
-        matches!(&self.state, State::Attempting(attempt)
-            if attempt.state.is_decoding() && !attempt.is_emitting && attempt.drain_check_at <= now)
+        let State::Attempting(attempt) = &self.state else { return false };
+        let is_due = attempt.drain_check_at <= now && now < self.spec.deadline;
+        is_due && attempt.state.is_decoding() && !attempt.is_emitting
     }
 
     /// Handles the rest of the decode node's grace period, if the node drains with a limit and another node can take

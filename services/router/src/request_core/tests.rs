@@ -560,6 +560,21 @@ fn decoding(tokens: u32) -> Owner {
     owner
 }
 
+#[test]
+fn answer_does_not_migrate_at_the_deadline_of_its_request() {
+    let mut owner = decoding(20);
+    owner.core.handle_drain_check(owner.now, Some(Duration::from_secs(5)));
+    assert_eq!(owner.outputs(), []);
+    owner.now = owner.start + TIMEOUT;
+    if owner.core.drain_check_is_due(owner.now) {
+        owner.core.handle_drain_check(owner.now, Some(Duration::from_millis(1)));
+    }
+    owner.core.handle_deadline(owner.now, |_| None);
+    let outputs = owner.outputs();
+    assert!(!outputs.contains(&Output::Pick), "{outputs:?}");
+    assert_eq!(*gave_up(&outputs), GiveUp::Deadline);
+}
+
 /// Checks for a drain as often as it is due during the rest of the grace period. Returns the outputs of a migration.
 fn drains(owner: &mut Owner, mut grace: Duration) -> Vec<Output> {
     while !grace.is_zero() {

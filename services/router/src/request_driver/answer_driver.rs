@@ -179,12 +179,13 @@ impl<'a> AnswerDriver<'a> {
                 core.handle_nodes_changed();
             }
             () = timer.reached(deadline.into()) => {
-                if core.drain_check_is_due(Instant::now()) {
+                let now = Instant::now();
+                if core.drain_check_is_due(now) {
                     let grace =
                         decode.as_ref().and_then(|call| call.node.grace_left(&core.wanted()));
-                    core.handle_drain_check(Instant::now(), grace);
+                    core.handle_drain_check(now, grace);
                 }
-                core.handle_deadline(Instant::now(), |side| match side {
+                core.handle_deadline(now, |side| match side {
                     Side::Decode => decode?.node.changed_at(),
                     Side::Prefill => prefill?.node.changed_at(),
                 });
