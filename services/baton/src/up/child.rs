@@ -21,6 +21,8 @@ use super::{backoff::Backoff, console::Console};
 
 /// Polling interval of a ready file.
 const READY_POLL: Duration = Duration::from_millis(5);
+/// Time-out for the last lines of an exited child. A process that it started keeps the pipes open.
+const LAST_LINES_MAX: Duration = Duration::from_secs(2);
 /// Maximum length of a printed line in bytes; a longer line is split.
 const LINE_BYTES_MAX: u64 = 16 << 10;
 
@@ -141,7 +143,7 @@ struct Exit {
     served: Duration,
 }
 
-/// Publishes when the child is ready, and waits until the child has exited and all of its log lines are
+/// Publishes when the child is ready, and waits until the child has exited and its last log lines are
 /// printed. Terminates the child on `stop`, or if it is not ready in time.
 async fn run_until_exit(
     spec: &ChildSpec,
@@ -169,7 +171,9 @@ async fn run_until_exit(
         }
     };
     let served = ready_at.map_or(Duration::ZERO, |at| at.elapsed());
-    while running.lines.join_next().await.is_some() {}
+    let printed = async { while running.lines.join_next().await.is_some() {} };
+    // Dropping the tasks closes the pipes.
+    let _ = tokio::time::timeout(LAST_LINES_MAX, printed).await;
     Ok(Exit { status, served })
 }
 
@@ -219,5 +223,33 @@ async fn print_lines(console: Console, name: String, stream: impl AsyncRead + Un
                 });
             }
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[tokio::test]
+    async fn exit_is_noticed_while_another_process_holds_the_pipes() {
+        let folder = tempfile::tempdir().unwrap();
+        let spec = ChildSpec {
+            name: "child".to_owned(),
+            console: Console::start().unwrap().0,
+            program: "/bin/sh".into(),
+            args: ["-c", "sleep 60 & exit 7"].map(OsString::from).to_vec(),
+            envs: Vec::new(),
+            sticky: |_| Vec::new(),
+            ready_file: folder.path().join("ready"),
+            ready_within: Duration::from_secs(60),
+            stop_within: Duration::from_secs(1),
+        };
+        let running = start(&spec, None).unwrap();
+        let (stop, state) = (CancellationToken::new(), watch::Sender::new(ChildState::Starting));
+        let mut known = None;
+        let exit = run_until_exit(&spec, running, &stop, &state, &mut known);
+        let exit = tokio::time::timeout(Duration::from_secs(30), exit).await;
+        let exit = exit.expect("the exit is noticed").unwrap();
+        assert_eq!(exit.status.code(), Some(7));
     }
 }
