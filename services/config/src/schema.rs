@@ -263,7 +263,7 @@ section! {
             1..=16;
         /// Number of nodes in the container of this node. Each may use an equal part of the container's memory limit. On a
         /// CPU the node does not start if weights and KV together exceed this part. A node serves without the host tier
-        /// if tier.host_memory exceeds it.
+        /// if tier.host_memory exceeds this part.
         nodes_per_container: u32 = 1,
             "A container has one node as a rule; `baton up` sets the number of its nodes.",
             1..=1_024;

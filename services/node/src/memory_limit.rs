@@ -35,7 +35,7 @@ impl MemoryShare {
         self.limit / u64::from(self.nodes_per_container)
     }
 
-    /// Returns the limit of the container whose share is `bytes`.
+    /// Returns the memory limit of a container in which each node may use `bytes`.
     pub fn limit_for(self, bytes: u64) -> u64 {
         bytes.saturating_mul(self.nodes_per_container.into())
     }

@@ -107,7 +107,7 @@ fn open_host(bytes: u64, limit: Option<u64>, arena: &KvArena) -> Option<HostMemo
     }
     if let Some(limit) = limit.filter(|limit| bytes > *limit) {
         without(&format_args!(
-            "the node may use {limit} bytes; expected less, a smaller node.nodes_per_container or a larger memory limit"
+            "it exceeds {limit} bytes, the part of the container's memory limit that this node may use (node.nodes_per_container)"
         ));
         return None;
     }
