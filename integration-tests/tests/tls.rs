@@ -13,7 +13,7 @@ use integration_tests::{
 use rcgen::{BasicConstraints, CertificateParams, CertifiedIssuer, IsCa, KeyPair, date_time_ymd};
 use tempfile::TempDir;
 
-/// An authority, and a folder with its certificate and those that it signs.
+/// A CA, and a folder with its certificate and the certificates that the CA signs.
 struct Authority {
     issuer: CertifiedIssuer<'static, KeyPair>,
     folder: TempDir,
@@ -94,7 +94,7 @@ fn up_check_and_bench_serve_speak_tls() -> Result<()> {
 
     let (other, key) = (authority.path("other.crt"), authority.path("tls.key"));
     for (url, trust, reason) in [
-        (&named, vec![], "UnknownIssuer; expected a certificate of a known authority"),
+        (&named, vec![], "UnknownIssuer; expected a certificate of a trusted CA"),
         (&ip, vec!["--ca", &ca], "certificate not valid for name \"127.0.0.1\""),
         (&named, vec!["--server-cert", &other], "ApplicationVerificationFailure"),
         (&named, vec!["--ca", &key], "invalid --ca "),

@@ -1,4 +1,4 @@
-//! `baton-bench certificates`: an authority and a certificate of it, for measurements with TLS.
+//! `baton-bench certificates`: the certificate of a CA and a certificate that it signs, for measurements with TLS.
 
 use std::{
     fs,
@@ -37,7 +37,7 @@ pub fn run(args: CertificatesArgs) -> Result<()> {
     Ok(())
 }
 
-/// Returns the files of authority, certificate and key.
+/// Returns the files of CA certificate, certificate and key.
 pub fn files(folder: &Path) -> [PathBuf; 3] {
     ["ca.crt", "tls.crt", "tls.key"].map(|name| folder.join(name))
 }

@@ -21,7 +21,7 @@ use clap::Parser;
 #[derive(Parser)]
 #[command(name = "baton-bench", version, arg_required_else_help = true)]
 enum Cli {
-    /// Writes an authority and a certificate for measurements with TLS.
+    /// Writes the certificate of a CA and a certificate for measurements with TLS.
     Certificates(certificates::CertificatesArgs),
     /// All-reduce latency over the GPUs of this host, Baton's kernels and NCCL; one process for each GPU.
     Collectives(collectives::CollectivesArgs),

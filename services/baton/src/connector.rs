@@ -34,9 +34,9 @@ pub struct Connector {
 }
 
 impl Connector {
-    /// Returns a connector that trusts the built-in authorities. The time-out includes the handshake.
+    /// Returns a connector that trusts Mozilla's root certificates. The time-out includes the handshake.
     pub fn new(connect_timeout: Duration) -> Self {
-        let tls = client_config(None).expect("the built-in authorities are valid");
+        let tls = client_config(None).expect("the built-in root certificates are valid");
         Self { tls: Arc::new(tls), connect_timeout, address: None }
     }
 
@@ -99,7 +99,7 @@ fn tls_problem(error: &io::Error) -> String {
             return "the server does not speak TLS; expected an http:// URL".to_owned();
         }
         Some(Error::InvalidCertificate(CertificateError::UnknownIssuer)) => {
-            "; expected a certificate of a known authority, or its authority as --ca"
+            "; expected a certificate of a trusted CA, or --ca with the certificate of its CA"
         }
         _ => "",
     };

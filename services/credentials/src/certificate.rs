@@ -75,7 +75,7 @@ pub(crate) fn certified_key(
 /// Checks the period in which the certificate is valid.
 fn check_validity(cert: &CertificateDer<'_>, now: UnixTime) -> Result<(), String> {
     let parsed = ParsedCertificate::try_from(cert).map_err(|error| error.to_string())?;
-    // Without trusted authorities no certificate passes, but the verifier checks the period first.
+    // Without trusted CAs no certificate passes, but the verifier checks the period first.
     let none = RootCertStore::empty();
     let algorithms = ring::default_provider().signature_verification_algorithms.all;
     let verified = verify_server_cert_signed_by_trust_anchor(&parsed, &none, &[], now, algorithms);

@@ -11,8 +11,8 @@ use rustls::{
 
 use crate::{certificate::certificates, reload::SettingFile};
 
-/// Returns the configuration of a client that trusts the authorities of this file, or the built-in ones: those of
-/// Mozilla.
+/// Returns the configuration of a client that trusts the CA certificates of this file, or Mozilla's root certificates
+/// without a file.
 pub fn client_config(authorities: Option<&SettingFile>) -> Result<ClientConfig, String> {
     let roots = match authorities {
         Some(file) => roots(file, &file.read()?)?,
@@ -24,10 +24,10 @@ pub fn client_config(authorities: Option<&SettingFile>) -> Result<ClientConfig, 
     Ok(builder.with_root_certificates(roots).with_no_client_auth())
 }
 
-/// Parses the authorities of a file.
+/// Parses the CA certificates of a file.
 pub(crate) fn roots(file: &SettingFile, pem: &[u8]) -> Result<RootCertStore, String> {
     let mut roots = RootCertStore::empty();
-    for authority in certificates(file, pem, "the certificates of authorities in PEM")? {
+    for authority in certificates(file, pem, "CA certificates in PEM")? {
         roots.add(authority).map_err(|error| file.error(error))?;
     }
     Ok(roots)

@@ -1,7 +1,7 @@
 //! Mutual TLS between the services of a cluster.
 //!
-//! All services present a certificate of the same authorities, and each certificate has the cluster's name. The name
-//! stands for membership: addresses of nodes change, and an authority may also sign certificates of others.
+//! All services present a certificate of the same CAs, and each certificate has the cluster's name. The name stands for
+//! membership: addresses of nodes change, and a CA may also sign certificates of services that are not members.
 
 use std::{path::Path, sync::Arc};
 
@@ -42,7 +42,7 @@ pub struct ClusterTls {
 }
 
 impl ClusterTls {
-    /// Reads certificate, key and authorities. The error names file and setting.
+    /// Reads certificate, key and CA certificates. The error names file and setting.
     pub fn read(cert: &Path, key: &Path, ca: &Path, name: &str) -> Result<Reloaded<Self>, String> {
         let name = ServerName::try_from(name.to_owned())
             .map_err(|_| format!("invalid cluster.tls_name {name:?}; expected a DNS name"))?;
@@ -103,7 +103,7 @@ fn check_own(
     let provider = ring::default_provider();
     let algorithms = provider.signature_verification_algorithms.all;
     verify_server_cert_signed_by_trust_anchor(&own, roots, intermediates, now, algorithms)
-        .map_err(|error| format!("{error}; expected a certificate of an authority in {CA}"))?;
+        .map_err(|error| format!("{error}; expected a certificate of a CA in {CA}"))?;
     clients
         .verify_client_cert(&certified.cert[0], intermediates, now)
         .map_err(|error| format!("{error}; expected a certificate for servers and clients"))?;
@@ -113,7 +113,7 @@ fn check_own(
     })
 }
 
-/// Verifies that a client's certificate is signed by an authority of the cluster and has the cluster's name.
+/// Verifies that a client's certificate is signed by a CA of the cluster and has the cluster's name.
 #[derive(Debug)]
 struct MemberVerifier {
     inner: Arc<dyn ClientCertVerifier>,
@@ -207,7 +207,7 @@ mod tests {
         let (ours, theirs) = (authority(), authority());
         let valid = pair(&ours, |_| {});
         tls(&valid, &ours.pem(), NAME).unwrap();
-        // An authority that replaces the other one.
+        // A CA that replaces the other one.
         tls(&valid, &format!("{}{}", theirs.pem(), ours.pem()), NAME).unwrap();
         let expired = pair(&ours, |it| it.not_after = date_time_ymd(2025, 6, 10));
         let unnamed = pair(&ours, |it| it.subject_alt_names.clear());
@@ -298,7 +298,7 @@ mod tests {
         let other_member = tls(&pair(&ours, |_| {}), &ours.pem(), NAME).unwrap();
         assert_eq!(connect(&member, &other_member), [None, None]);
 
-        // The authority signed a certificate for another purpose.
+        // The CA signed a certificate for another purpose.
         let named = |name: &'static str| {
             pair(&ours, |it| *it = CertificateParams::new([name.to_owned()]).unwrap())
         };

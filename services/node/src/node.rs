@@ -89,7 +89,7 @@ pub enum StartError {
     NodeId { id: String, source: NodeIdError },
     #[error(transparent)]
     Epoch(#[from] EpochError),
-    /// A file with a certificate, key or authority is missing or invalid.
+    /// A file with a certificate or key is missing or invalid.
     #[error("{0}")]
     Tls(String),
     #[error("node.grpc: cannot listen on {address}: {source}")]

@@ -7,7 +7,7 @@
 //! [`registrant`] and [`follower`] are pure and tested by proptest; `register`, `follow` and `session` do the I/O.
 //! During an etcd outage routers keep their members and nodes continue to serve: etcd provides addresses, not health.
 //!
-//! The module has no elections, no locks, no configuration in etcd, and reads TLS authorities only from PEM files.
+//! The module has no elections, no locks, no configuration in etcd, and reads CA certificates only from PEM files.
 
 use std::pin::Pin;
 

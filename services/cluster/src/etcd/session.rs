@@ -37,7 +37,7 @@ pub(super) enum CallError {
     /// The settings are invalid; a retry cannot succeed.
     #[error("{0}")]
     Unusable(String),
-    /// The server's certificate is not signed by the configured authority for this host.
+    /// The server's certificate is not signed by a CA in `cluster.etcd_ca` for this host.
     #[error("{0}")]
     Untrusted(String),
     #[error("{LEASE_NOT_FOUND}")]
