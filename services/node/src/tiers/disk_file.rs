@@ -58,7 +58,7 @@ pub(crate) enum SlotError {
     OtherBlock,
     #[error("its KV does not match its digest")]
     Damaged,
-    #[error("cannot write it to the KV cache: {0}")]
+    #[error("cannot write the block to the KV cache: {0}")]
     Write(#[from] ArenaError),
 }
 
