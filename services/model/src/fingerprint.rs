@@ -62,7 +62,7 @@ impl RowHashes {
         high.store((hash >> 64) as u64, Ordering::Relaxed);
     }
 
-    /// Returns the hash of the hashes, unless a row was not read.
+    /// Returns the hash of the row hashes; `None` if a row was not read.
     pub fn finish_read(self) -> Option<u128> {
         let is_read = |[low, high]: &[AtomicU64; 2]| {
             low.load(Ordering::Relaxed) != 0 || high.load(Ordering::Relaxed) != 0
@@ -70,7 +70,7 @@ impl RowHashes {
         self.0.iter().all(is_read).then(|| self.finish())
     }
 
-    /// Returns the hash of the hashes.
+    /// Returns the hash of the row hashes.
     fn finish(self) -> u128 {
         let mut hash = Xxh3::new();
         for half in self.0.into_iter().flatten() {

@@ -20,7 +20,7 @@ pub struct MatrixSource<'a> {
     stored_rows: usize,
     stored_cols: usize,
     data: MatrixData<'a>,
-    /// Takes the hash of every stored row that is read.
+    /// Receives the hash of every stored row that is read; `None`: rows are not hashed.
     hashes: Option<&'a RowHashes>,
 }
 
@@ -64,7 +64,7 @@ impl<'a> MatrixSource<'a> {
         Self { rows: 0..rows, cols: 0..cols, stored_rows, stored_cols, data, hashes: None }
     }
 
-    /// Hashes every stored row that is read, if there are `hashes` to take them.
+    /// Makes every read of a stored row add the row's hash to `hashes`, if there are `hashes`.
     pub(crate) fn hashing(self, hashes: Option<&'a RowHashes>) -> Self {
         Self { hashes, ..self }
     }

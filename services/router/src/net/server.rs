@@ -40,8 +40,8 @@ const RESERVED_HEAD_MAX: Duration = Duration::from_secs(2);
 const IDLE_MAX: Duration = Duration::from_secs(75);
 /// Maximum number of concurrent HTTP/2 requests per connection.
 const STREAMS_MAX: u32 = 256;
-/// Time without progress on any HTTP/2 stream after which a client loses its connection, in maximum times of a write.
-/// The first one ends a stream with an error, which the client can read during the second one.
+/// Number of write time-outs without progress on any HTTP/2 stream after which the router closes the connection. After
+/// the first time-out a stream ends with an error. During the second one the client can still read the error.
 const STALLED_WRITES: u32 = 2;
 const PING_INTERVAL: Duration = Duration::from_secs(20);
 const PING_TIMEOUT: Duration = Duration::from_secs(20);

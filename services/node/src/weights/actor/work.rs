@@ -1,4 +1,4 @@
-//! The work that the actor starts. The end of each piece of work comes back as a [`Done`].
+//! The work that the actor starts. Each piece of work ends with a [`Done`], which the actor handles.
 
 use std::{
     path::Path,
@@ -30,7 +30,7 @@ use crate::{
 
 /// Time-out of a question to a peer.
 const ASK_MAX: Duration = Duration::from_secs(1);
-/// Interval at which a kept trainer is checked for having left.
+/// Interval of the check whether a kept trainer has left.
 const TRAINER_CHECK_INTERVAL: Duration = Duration::from_secs(1);
 /// Owner of the prepared weights while they are restored. Coordinators choose ids at random.
 const RESTORE: UpdateId = UpdateId(0);
@@ -136,7 +136,7 @@ impl Actor {
                         .map_err(|error| error.to_string())?;
                 match expected.filter(|expected| *expected != version) {
                     Some(expected) => Err(format!(
-                        "the copy has weight_version {version}; expected {expected}, that of the peer"
+                        "the copy has weight_version {version}; expected {expected}, the peer's version"
                     )),
                     None => Ok(Prepared { version, files: Some((source, checkpoint)) }),
                 }
@@ -289,7 +289,7 @@ async fn obtain(
         Origin::Path(path) => Ok((WeightFiles { path, _copy: None }, None)),
         Origin::Trainer(_) => unreachable!("a trainer sends no files"),
         Origin::Peer { peer, version } => {
-            // Every element may take 4 bytes, and files have headers.
+            // Twice the size of f32 weights, and 64 MiB for the headers of files.
             let bytes_max = 8 * model.parameter_count() + (1 << 26);
             let source = copy::pull(&peer, version, credentials, folder, bytes_max).await?;
             Ok((source, Some(version)))
