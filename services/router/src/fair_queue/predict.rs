@@ -23,8 +23,8 @@ pub(super) const RATE_SHARE: f64 = 1.0 / 32.0;
 const SERVICE_TIME_RESERVE: f64 = 2.0;
 
 /// Requests are refused for their predicted wait only after requests have waited for this fraction of the allowed wait.
-/// A service rate measured with few short requests overestimates the wait of a burst. Under a load of less than nine
-/// times the capacity, the predicted wait exceeds the allowed wait later than this anyway.
+/// Reason: a service rate that was measured with few short requests overestimates the wait of a burst. This delays no
+/// refusal below nine times the capacity, because the predicted wait reaches the allowed wait later.
 const WAITED_MIN: f64 = 1.0 / 8.0;
 
 /// A request that may have to wait for its turn.
