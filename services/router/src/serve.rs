@@ -142,7 +142,7 @@ pub fn start(
         let serve = net::serve(listener, protocol, tls, routes, bounds, shutdown.clone());
         tokio::spawn(serve)
     };
-    // The keys of operators must not cross a network in clear.
+    // The keys of operators must not cross a network unencrypted.
     let admin_tls = tls.clone().filter(|_| !admin_address.ip().is_loopback());
     Ok(RunningRouter {
         http: http_address,
