@@ -1,9 +1,16 @@
 //! Futures that share a task with a stream of tokens and are not polled for each token.
 
-use std::pin::Pin;
+use std::{
+    future::poll_fn,
+    pin::{Pin, pin},
+    task::{Context, Poll, Waker, ready},
+};
 
 use futures_util::stream::{FuturesUnordered, StreamExt};
-use tokio::time::{Instant, Sleep, sleep_until};
+use tokio::{
+    task::unconstrained,
+    time::{Instant, Sleep, sleep_until},
+};
 
 /// Runs `work`, and polls it only when `work` itself was woken, not whenever its task is woken.
 pub async fn when_woken<T>(work: impl Future<Output = T>) -> T {
@@ -12,25 +19,42 @@ pub async fn when_woken<T>(work: impl Future<Output = T>) -> T {
 }
 
 /// A timer whose deadline moves with each token.
-pub struct MovingTimer(Pin<Box<Sleep>>);
+pub struct MovingTimer {
+    sleep: Pin<Box<Sleep>>,
+    /// Waker that the runtime's timer holds until it fires.
+    waker: Option<Waker>,
+}
 
 impl MovingTimer {
     pub fn new(deadline: Instant) -> Self {
-        Self(Box::pin(sleep_until(deadline)))
+        Self { sleep: Box::pin(sleep_until(deadline)), waker: None }
     }
 
     /// Completes at `deadline`. The runtime's timer may be set to an earlier time and is reset when it fires:
     /// most deadlines move before they are reached. Cancel-safe.
     pub async fn reached(&mut self, deadline: Instant) {
-        if self.0.deadline() > deadline {
-            self.0.as_mut().reset(deadline);
+        poll_fn(|cx| self.poll_reached(cx, deadline)).await;
+    }
+
+    /// Polls [`Self::reached`].
+    pub fn poll_reached(&mut self, cx: &mut Context<'_>, deadline: Instant) -> Poll<()> {
+        let Self { sleep, waker } = self;
+        if sleep.deadline() > deadline {
+            sleep.as_mut().reset(deadline);
         }
+        // Most polls follow a token, and the runtime's timer has not fired.
+        if !sleep.is_elapsed() && waker.as_ref().is_some_and(|held| held.will_wake(cx.waker())) {
+            return Poll::Pending;
+        }
+        *waker = Some(cx.waker().clone());
         loop {
-            self.0.as_mut().await;
-            if self.0.deadline() >= deadline {
-                return;
+            // A task without budget would not reach the runtime's timer.
+            ready!(pin!(unconstrained(sleep.as_mut())).poll(cx));
+            if sleep.deadline() >= deadline {
+                *waker = None;
+                return Poll::Ready(());
             }
-            self.0.as_mut().reset(deadline);
+            sleep.as_mut().reset(deadline);
         }
     }
 }
@@ -38,6 +62,8 @@ impl MovingTimer {
 #[cfg(test)]
 mod tests {
     use std::time::Duration;
+
+    use tokio::task::coop;
 
     use super::*;
 
@@ -58,6 +84,18 @@ mod tests {
         }
         timer.reached(at(30)).await;
         assert_eq!(Instant::now(), at(30));
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn timer_fires_though_its_task_had_no_budget_at_the_first_poll() {
+        let deadline = Instant::now() + Duration::from_secs(1);
+        let mut timer = MovingTimer::new(deadline);
+        while coop::has_budget_remaining() {
+            let _ = futures_util::poll!(pin!(coop::consume_budget()));
+        }
+        let reached = tokio::time::timeout(Duration::from_secs(2), timer.reached(deadline));
+        reached.await.expect("the timer fires");
+        assert_eq!(Instant::now(), deadline);
     }
 
     #[tokio::test]
