@@ -257,11 +257,13 @@ impl<'a> AnswerDriver<'a> {
                 attempt.charge.emitted(tokens.len() as u32);
             }
             let event = AnswerTokens { choice: self.choice, first_index, tokens, text };
-            match timeout_at(self.request.deadline.at, self.send(Event::Tokens(event))).await {
-                Ok(sent) => sent?,
-                Err(_) => {
-                    self.core.handle_deadline(Instant::now(), |_| None);
-                    return Ok(());
+            if let Some(event) = self.events.try_send(Event::Tokens(event))? {
+                match timeout_at(self.request.deadline.at, self.send(event)).await {
+                    Ok(sent) => sent?,
+                    Err(_) => {
+                        self.core.handle_deadline(Instant::now(), |_| None);
+                        return Ok(());
+                    }
                 }
             }
         }

@@ -148,21 +148,34 @@ impl Queue {
 pub struct EventSender(Arc<Queue>);
 
 impl EventSender {
+    /// Queues an event. Returns the event if the queue is full.
+    pub fn try_send(&self, event: Event) -> Result<Option<Event>, RequestError> {
+        let mut state = self.0.lock();
+        match state.receiver {
+            ReceiverState::Dropped { .. } => return Err(RequestError::ClientGone),
+            ReceiverState::Connected if state.events.len() < self.0.events_max => {
+                state.events.push_back(event);
+            }
+            ReceiverState::Connected => return Ok(Some(event)),
+        }
+        let reader = state.reader.take();
+        drop(state);
+        reader.into_iter().for_each(Waker::wake);
+        Ok(None)
+    }
+
     /// Queues an event. Blocks while the queue is full.
     pub async fn send(&self, event: Event) -> Result<(), RequestError> {
-        let mut event = Some(event);
-        let mut reader = None;
-        let put = |state: &mut State| match state.receiver {
+        let events_max = self.0.events_max;
+        let has_room = |state: &mut State| match state.receiver {
             ReceiverState::Dropped { .. } => Some(Err(RequestError::ClientGone)),
-            ReceiverState::Connected if state.events.len() < self.0.events_max => {
-                state.events.extend(event.take());
-                reader = state.reader.take();
-                Some(Ok(()))
-            }
-            ReceiverState::Connected => None,
+            ReceiverState::Connected => (state.events.len() < events_max).then_some(Ok(())),
         };
-        self.0.wait_until(put).await?;
-        reader.into_iter().for_each(Waker::wake);
+        let mut unsent = self.try_send(event)?;
+        while let Some(event) = unsent {
+            self.0.wait_until(has_room).await?;
+            unsent = self.try_send(event)?;
+        }
         Ok(())
     }
 
@@ -212,7 +225,10 @@ impl EventReceiver {
         poll_fn(|context| {
             let mut state = self.0.lock();
             if state.events.is_empty() && !state.sender_dropped {
-                state.reader = Some(context.waker().clone());
+                match &mut state.reader {
+                    Some(reader) => reader.clone_from(context.waker()),
+                    none => *none = Some(context.waker().clone()),
+                }
                 return Poll::Pending;
             }
             Poll::Ready(self.take(state))
@@ -279,8 +295,9 @@ mod tests {
     async fn queued_events_are_received_without_waiting_and_make_room() {
         let (sender, mut receiver) = event_queue(2, SHORT);
         assert_eq!(receiver.recv_queued(), None);
-        sender.send(event(1)).await.unwrap();
+        assert_eq!(sender.try_send(event(1)), Ok(None));
         sender.send(event(2)).await.unwrap();
+        assert_eq!(sender.try_send(event(3)), Ok(Some(event(3))), "the queue is full");
         let (sent, received) = tokio::join!(sender.send(event(3)), async {
             [receiver.recv_queued(), receiver.recv_queued()]
         });
@@ -300,6 +317,7 @@ mod tests {
         sender.send(event(3)).await.unwrap();
         drop(receiver);
         assert_eq!(sender.send(event(4)).await, GONE);
+        assert_eq!(sender.try_send(event(4)), Err(RequestError::ClientGone));
         assert_eq!(sender.read_out().await, GONE);
     }
 
