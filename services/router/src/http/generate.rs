@@ -4,7 +4,9 @@
 use std::{
     collections::HashMap,
     convert::Infallible,
+    pin::pin,
     sync::Arc,
+    task::{Poll, ready},
     time::{Duration, SystemTime},
 };
 
@@ -15,7 +17,7 @@ use axum::{
     response::{IntoResponse, Response},
 };
 use bytes::Bytes;
-use futures_util::Stream;
+use futures_util::{Stream, stream};
 use http::{HeaderMap, HeaderValue, Request, StatusCode, header};
 use serde::Serialize;
 use telemetry::metrics::{Operation, RequestEnd};
@@ -51,6 +53,8 @@ const CHAT_CHUNK: &str = "chat.completion.chunk";
 const TEXT_CHUNK: &str = "text_completion";
 /// Further events wait for the next write once a write has this number of bytes.
 const WRITE_BYTES: usize = 4096;
+/// Size of a chunk's choice with the text of one token, give or take.
+const CHOICE_BYTES: usize = 256;
 
 pub async fn chat_completions(State(front): State<Arc<Front>>, request: Request<Body>) -> Response {
     handle(front, request, Api::Chat).await
@@ -437,13 +441,15 @@ impl Chunks {
         let (reply, view) = (&self.reply, &self.reply.view);
         match view.api {
             Api::Chat => {
-                let pieces = match &mut progress.reader {
-                    Some(reader) => reader.push(&shown.text),
-                    None => vec![AnswerPiece::Content(shown.text)],
+                let AnswerTokens { choice, tokens, text, .. } = shown;
+                let (content, pieces) = match &mut progress.reader {
+                    Some(reader) => (None, reader.push(&text)),
+                    None => (Some(AnswerPiece::Content(text)), Vec::new()),
                 };
-                for chunk in chat_chunks(view, shown.choice, &shown.tokens, pieces) {
-                    self.write_chunk(shown.choice, chunk, out);
-                }
+                let pieces = content.into_iter().chain(pieces);
+                chat_chunks(view, choice, &tokens, pieces, |chunk| {
+                    self.write_chunk(choice, chunk, out);
+                });
             }
             Api::Text => {
                 let first = !std::mem::replace(&mut progress.introduced, true);
@@ -492,15 +498,16 @@ impl Chunks {
             weight_versions: false,
             ..self.reply.view.clone()
         };
-        for chunk in chat_chunks(&tokenless, end.choice, &[], pieces) {
+        chat_chunks(&tokenless, end.choice, &[], pieces, |chunk| {
             self.write_chunk(end.choice, chunk, out);
-        }
+        });
         self.write_chunk(end.choice, chat_end(end, calls), out);
     }
 
     /// Appends a chunk with this content of a choice: an event of [`Reply::chunk`] whose constant fields
     /// are not formatted again.
     fn write_chunk(&self, choice: u32, content: impl Serialize, out: &mut Vec<u8>) {
+        out.reserve(self.head.len() + CHOICE_BYTES);
         out.extend_from_slice(&self.head);
         write_json(&content, out);
         out.push(b']');
@@ -554,18 +561,21 @@ fn write_json(content: &impl Serialize, out: &mut Vec<u8>) {
 
 /// Returns the stream's bytes on demand. Sends a comment after `keep_alive` without an event.
 fn event_stream(
-    chunks: Chunks,
+    mut chunks: Chunks,
     keep_alive: Duration,
 ) -> impl Stream<Item = Result<Bytes, Infallible>> + Send {
-    let timer = MovingTimer::new(Instant::now() + keep_alive);
-    futures_util::stream::unfold((chunks, timer), move |(mut chunks, mut timer)| async move {
-        let bytes = tokio::select! {
-            biased;
-            next = chunks.next() => next?,
-            () = timer.reached(Instant::now() + keep_alive) => {
-                Bytes::from_static(b": keep-alive\n\n")
+    let mut comment_at = Instant::now() + keep_alive;
+    let mut timer = MovingTimer::new(comment_at);
+    // `stream::unfold` would move `chunks` with each token.
+    stream::poll_fn(move |cx| {
+        let bytes = match pin!(chunks.next()).poll(cx) {
+            Poll::Ready(next) => next,
+            Poll::Pending => {
+                ready!(timer.poll_reached(cx, comment_at));
+                Some(Bytes::from_static(b": keep-alive\n\n"))
             }
         };
-        Some((Ok(bytes), (chunks, timer)))
+        comment_at = Instant::now() + keep_alive;
+        Poll::Ready(bytes.map(Ok))
     })
 }

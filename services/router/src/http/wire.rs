@@ -3,12 +3,12 @@
 //!
 //! `/openapi.json` describes the types of this file: doc comments become descriptions there.
 
-use std::{collections::HashMap, sync::Arc};
+use std::{cell::Cell, collections::HashMap, sync::Arc};
 
 use proto::v1::{FinishReason, Token, TokenLogprobs};
 use schemars::JsonSchema;
 use serde::{Serialize, Serializer, ser::SerializeMap};
-use text::{Detokenizer, DetokenizerOptions, Tokenizer};
+use text::{Detokenizer, DetokenizerOptions, Tokenizer, ToolCall};
 use weight_transfer::WeightVersion;
 
 use crate::{
@@ -481,38 +481,43 @@ pub fn chat_role(choice: u32) -> ChatChunkChoice {
     ChatChunkChoice { index: choice, delta, ..Default::default() }
 }
 
-/// Returns the chunks for some tokens and the text that they release. The first chunk describes the tokens.
-/// Returns no chunk if there is nothing to send.
+/// Calls `write` with each chunk for some tokens and the text that they release. The first chunk describes the
+/// tokens. Without anything to send there is no chunk.
 pub fn chat_chunks(
     view: &TokenView,
     choice: u32,
     tokens: &[Token],
-    pieces: Vec<AnswerPiece>,
-) -> Vec<ChatChunkChoice> {
-    let chunk = |delta| ChatChunkChoice { index: choice, delta, ..Default::default() };
-    let mut chunks: Vec<_> = pieces.into_iter().flat_map(deltas).map(chunk).collect();
+    pieces: impl IntoIterator<Item = AnswerPiece>,
+    mut write: impl FnMut(ChatChunkChoice),
+) {
+    let is_first = Cell::new(true);
+    let mut send = |delta| {
+        let mut chunk = ChatChunkChoice { index: choice, delta, ..Default::default() };
+        if is_first.replace(false) {
+            let content = view.chat_logprobs(tokens);
+            chunk.logprobs = view.logprobs.map(|_| ChatLogprobs { content, refusal: None });
+            chunk.token_ids = view.ids(tokens);
+            chunk.weight_versions = view.versions(tokens);
+        }
+        write(chunk);
+    };
+    let content = |text| ChatDelta { content: Some(text), ..ChatDelta::default() };
+    for piece in pieces {
+        match piece {
+            AnswerPiece::Content(text) => send(content(text)),
+            AnswerPiece::Call { index, id, call } => {
+                call_deltas(index, id, call).into_iter().for_each(&mut send);
+            }
+        }
+    }
     let describes = view.logprobs.is_some() || view.token_ids || view.weight_versions;
-    if chunks.is_empty() && describes {
-        chunks.push(chunk(ChatDelta { content: Some(String::new()), ..Default::default() }));
+    if is_first.get() && describes {
+        send(content(String::new()));
     }
-    if let Some(first) = chunks.first_mut() {
-        let content = view.chat_logprobs(tokens);
-        first.logprobs = view.logprobs.map(|_| ChatLogprobs { content, refusal: None });
-        first.token_ids = view.ids(tokens);
-        first.weight_versions = view.versions(tokens);
-    }
-    chunks
 }
 
-/// Returns content, or the two parts of a tool call: the name, then the arguments.
-fn deltas(piece: AnswerPiece) -> impl Iterator<Item = ChatDelta> {
-    let (index, id, call) = match piece {
-        AnswerPiece::Content(text) => {
-            let content = ChatDelta { content: Some(text), ..ChatDelta::default() };
-            return [Some(content), None].into_iter().flatten();
-        }
-        AnswerPiece::Call { index, id, call } => (index, id, call),
-    };
+/// Returns the two parts of a tool call: the name, then the arguments.
+fn call_deltas(index: u32, id: String, call: ToolCall) -> [ChatDelta; 2] {
     let head = ToolCallDelta {
         index,
         id: Some(id),
@@ -525,8 +530,7 @@ fn deltas(piece: AnswerPiece) -> impl Iterator<Item = ChatDelta> {
         r#type: None,
         function: FunctionDelta { name: None, arguments: call.arguments },
     };
-    let delta = |call| ChatDelta { tool_calls: Some([call]), ..ChatDelta::default() };
-    [Some(delta(head)), Some(delta(arguments))].into_iter().flatten()
+    [head, arguments].map(|call| ChatDelta { tool_calls: Some([call]), ..ChatDelta::default() })
 }
 
 /// Returns the last chunk, with the finish reason.
