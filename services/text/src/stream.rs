@@ -88,7 +88,10 @@ impl TextStream {
                 continue;
             }
             let progress = self.stops.push(&piece);
-            text.push_str(&progress.emit);
+            match text.is_empty() {
+                true => text = progress.emit,
+                false => text.push_str(&progress.emit),
+            }
             self.stopped = progress
                 .stopped
                 .map(|stop_index| StopHit { stop_index, token_count: self.token_count });
