@@ -96,9 +96,7 @@ impl Grammars {
 impl Shared {
     fn constrain(&self, attempt: &mut NewAttempt, grammar: &Grammar) -> Result<(), Refusal> {
         // The fault is the node's, so the router tries another node.
-        let vocabulary = self.vocabulary().map_err(|reason| Refusal::Internal {
-            reason: format!("this node cannot follow a grammar: {reason}"),
-        })?;
+        let vocabulary = self.vocabulary().map_err(|reason| Refusal::NoGrammar { reason })?;
         let metrics = self.metrics.clone();
         let timer = Arc::new(move |timed, elapsed| match timed {
             Timed::Compilation => metrics.grammar_compiled(elapsed),
@@ -179,7 +177,7 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let grammars = Grammars::new(folder.path().into(), 3, testing::metrics());
         let refusal = grammars.constrained(attempt()).await.unwrap_err();
-        assert!(matches!(refusal, Refusal::Internal { .. }), "{refusal:?}");
+        assert!(matches!(refusal, Refusal::NoGrammar { .. }), "{refusal:?}");
         std::fs::write(folder.path().join("tokenizer.json"), TOKENIZER).unwrap();
         let constrained = grammars.constrained(attempt()).await.unwrap();
         assert!(constrained.sequence.constraint.is_some());

@@ -65,6 +65,7 @@ impl Coverage {
             | Cause::Invalid
             | Cause::Violation
             | Cause::AnswerComplete
+            | Cause::NoGrammar
             | Cause::Contradiction => panic!("{failure}"),
         });
     }

@@ -193,6 +193,9 @@ pub enum Refusal {
     OtherRole { own: &'static str, method: &'static str },
     #[error("the request's deadline passed before the request began")]
     Deadline,
+    /// The node cannot read its tokenizer. It serves sequences without a grammar.
+    #[error("this node cannot follow a grammar: {reason}")]
+    NoGrammar { reason: String },
     /// A fault of the node: another node may serve the sequence.
     #[error("{reason}")]
     Internal { reason: String },

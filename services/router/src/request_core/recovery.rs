@@ -170,6 +170,7 @@ impl Recovery {
             | Cause::Draining
             | Cause::Stale
             | Cause::AnswerComplete
+            | Cause::NoGrammar
             | Cause::Internal
             | Cause::Violation => match (failure.side, prefill) {
                 (Side::Prefill, Some(prefill)) => self.avoid_prefill.push(prefill),
@@ -307,6 +308,9 @@ pub enum Cause {
     /// The emitted tokens complete the answer's grammar, so no token can follow.
     #[error("answer_complete")]
     AnswerComplete,
+    /// The node cannot follow grammars now. It serves other requests.
+    #[error("no_grammar")]
+    NoGrammar,
     /// A bug in the node.
     #[error("internal")]
     Internal,
@@ -382,6 +386,7 @@ impl AttemptFailure {
             Code::OutOfRange => Cause::AnswerComplete,
             Code::AlreadyExists => Cause::Duplicate,
             Code::Aborted => Cause::OtherWeights,
+            Code::Unimplemented if !broken => Cause::NoGrammar,
             Code::FailedPrecondition | Code::Unauthenticated => Cause::Stale,
             Code::DeadlineExceeded => Cause::Deadline,
             _ if broken => Cause::Lost,
@@ -432,12 +437,17 @@ impl AttemptFailure {
     pub fn is_refusal(&self) -> bool {
         matches!(
             self.cause,
-            Cause::Busy | Cause::Draining | Cause::Stale | Cause::OtherWeights | Cause::Duplicate
+            Cause::Busy
+                | Cause::Draining
+                | Cause::Stale
+                | Cause::OtherWeights
+                | Cause::Duplicate
+                | Cause::NoGrammar
         )
     }
 
-    /// Returns the nodes that may be at fault, for the circuit breakers; `None` for a busy or draining node, or a node
-    /// that received an invalid request.
+    /// Returns the nodes that may be at fault, for the circuit breakers; `None` for a busy or draining node, a node
+    /// that cannot follow grammars, or a node that received an invalid request.
     pub fn blame(&self) -> Option<Blame> {
         match self.cause {
             Cause::Lost | Cause::Internal | Cause::Violation | Cause::Contradiction => {
@@ -709,6 +719,8 @@ mod tests {
         assert!(busy.is_refusal() && refused.is_refusal());
         assert!(!AttemptFailure::status(Side::Decode, &broken).is_refusal());
         // The router observes the node again, and logs why the node rejects its tokens.
+        let unread = AttemptFailure::status(Side::Decode, &Status::unimplemented("no tokenizer"));
+        assert_eq!((unread.cause, unread.blame()), (Cause::NoGrammar, None));
         let rejected = AttemptFailure::status(Side::Decode, &Status::unauthenticated("expired"));
         assert_eq!(rejected.node_feedback(), Some(NodeFeedback::Lost));
     }
