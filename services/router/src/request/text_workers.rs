@@ -173,14 +173,15 @@ impl TextWorkers {
         self.text.tool_format()
     }
 
-    /// Returns only the prompt's token ids.
+    /// Returns only the prompt's token ids. Rejects a conversation of far more bytes than its JSON that renders to more
+    /// than `rendered_max` bytes.
     pub async fn tokens(
         &self,
         source: PromptSource,
-        tokens_max: u32,
+        rendered_max: usize,
     ) -> Result<Vec<u32>, RequestError> {
         let keying = Arc::new(CacheKeying { identities: Vec::new(), salt: String::new() });
-        Ok(self.prompt(source, tokens_max, keying).await?.tokens)
+        Ok(self.prompt_within(source, u32::MAX, rendered_max, keying).await?.tokens)
     }
 
     /// Rejects a grammar that no node could compile, and names its field.
@@ -209,15 +210,26 @@ impl TextWorkers {
     /// than `tokens_max` tokens.
     pub async fn prompt(
         &self,
+        source: PromptSource,
+        tokens_max: u32,
+        keying: Arc<CacheKeying>,
+    ) -> Result<TokenizedPrompt, RequestError> {
+        self.prompt_within(source, tokens_max, usize::MAX, keying).await
+    }
+
+    async fn prompt_within(
+        &self,
         mut source: PromptSource,
         tokens_max: u32,
+        rendered_max: usize,
         keying: Arc<CacheKeying>,
     ) -> Result<TokenizedPrompt, RequestError> {
         let mut bytes = source.bytes();
         // A conversation that renders to more bytes than there are permits for is rendered again with enough permits.
         // The rendered text is dropped meanwhile, because the permits bound memory.
         loop {
-            let (keying, bytes_max) = (keying.clone(), bytes.max(INLINE_BYTES_MAX));
+            // Templates add tags and a system message, so a usual conversation renders to more bytes than its JSON has.
+            let (keying, bytes_max) = (keying.clone(), bytes + bytes / 2 + 1024);
             let work = move |text: &ModelText| {
                 Ok::<_, RequestError>(match encode(text, source, tokens_max, bytes_max)? {
                     Encoded::Tokens(tokens) => {
@@ -228,6 +240,11 @@ impl TextWorkers {
             };
             match self.work(bytes, work).await? {
                 Ok(prompt) => return Ok(prompt),
+                Err((_, longer)) if longer > rendered_max => {
+                    let problem =
+                        format!("renders to {longer} bytes; allowed: at most {rendered_max}");
+                    return Err(FieldError::new("messages", problem).into());
+                }
                 Err((chat, longer)) => (source, bytes) = (PromptSource::Chat(*chat), longer),
             }
         }
@@ -489,10 +506,12 @@ mod tests {
         let permits = TextPermits::new(1);
         let all = permits.enter(usize::MAX).await.unwrap();
         let workers = TextWorkers::new(text, permits);
-        let mut tokens = pin!(workers.tokens(source, u32::MAX));
+        let rejected = workers.tokens(source.clone(), 8192);
+        let mut tokens = pin!(workers.tokens(source, usize::MAX));
         assert!(poll!(&mut tokens).is_pending(), "no permits are free for its bytes");
         drop(all);
         assert!(tokens.await.unwrap().len() > 200);
+        assert!(rejected.await.unwrap_err().to_string().contains("at most 8192"));
     }
 
     fn continued(template: &str, content: Value) -> Result<String, RequestError> {

@@ -28,7 +28,7 @@ pub async fn tokenize(
     }
     let _admitted = front.admission.admit(&caller.flow(None), 1)?;
     let deadline = Deadline::after(front.settings.router.timeout);
-    deadline.limit(model.text.tokens(source, u32::MAX)).await?
+    deadline.limit(model.text.tokens(source, BYTES_MAX)).await?
 }
 
 /// Returns the text of these tokens of `field`; special tokens appear by name.
