@@ -731,12 +731,13 @@ fn trainer_client_waits_for_an_update_while_the_router_does_not_answer() -> Resu
 import http.server, json, sys, tempfile, threading
 sys.path.insert(0, sys.argv[1])
 import baton_weights
-polls, is_lost = 0, False
+polls, is_lost, knows = 0, False, True
 class Server(http.server.BaseHTTPRequestHandler):
     def answer(self, phase):
         self.send_response(200)
         self.end_headers()
-        self.wfile.write(json.dumps({"update": {"id": "07", "phase": phase, "path": "/new"}}).encode())
+        update = {"id": "07", "phase": phase, "path": "/new"} if knows or phase == "preparing" else None
+        self.wfile.write(json.dumps({"update": update}).encode())
     def do_POST(self):
         self.answer("preparing")
     def do_GET(self):
@@ -751,6 +752,11 @@ server = http.server.HTTPServer(("127.0.0.1", 0), Server)
 threading.Thread(target=server.serve_forever, daemon=True).start()
 updater = baton_weights.WeightUpdater(f"http://127.0.0.1:{server.server_port}", tempfile.mkdtemp(), ".")
 print(updater.push({})["phase"], polls)
+knows = False
+try:
+    updater.push({})
+except baton_weights.OutcomeUnknown as error:
+    print(error)
 is_lost, baton_weights.GRACE_SECONDS, updater.timeout = True, 0, 0.2
 try:
     updater.push({})
@@ -759,9 +765,10 @@ except baton_weights.OutcomeUnknown as error:
 "#;
     let text = run_with_client(script)?;
     let lines: Vec<&str> = text.lines().collect();
-    assert_eq!(lines.len(), 2, "{text}");
+    assert_eq!(lines.len(), 3, "{text}");
     assert_eq!(lines[0], "committed 4");
-    assert!(lines[1].starts_with("update 07 is not prepared within 0.2 s: cannot reach"), "{text}");
+    assert_eq!(lines[1], "update 07 is not the router's last update: None");
+    assert!(lines[2].starts_with("update 07 is not prepared within 0.2 s: cannot reach"), "{text}");
     Ok(())
 }
 

@@ -28,6 +28,7 @@ A state dict has the names of Hugging Face. Values are torch tensors, or tuples 
 
 import contextlib
 import ctypes
+import http.client
 import json
 import os
 import secrets
@@ -56,7 +57,7 @@ class UpdateError(Exception):
 
 
 class OutcomeUnknown(UpdateError):
-    """The router did not answer, or the update did not end in time: the cluster may still take up the weights."""
+    """The router did not answer or has restarted, or the update did not end in time. The cluster may have the new weights."""
 
 
 class WeightUpdater:
@@ -120,7 +121,7 @@ class WeightUpdater:
                 try:
                     self.wait(update["id"], PREPARED)
                 except UpdateError as reason:
-                    raise UpdateError(f"{reason}: {error}") from error
+                    raise type(reason)(f"{reason}: {error}") from error
                 raise
             return self.wait(update["id"], PREPARED)["id"]
 
@@ -175,7 +176,8 @@ class WeightUpdater:
                 continue
             cause = ""
             if update is None or update.get("id") != update_id:
-                raise UpdateError(f"update {update_id} is not the router's last update: {update}")
+                # A router that restarted knows no update, but the nodes may have committed it.
+                raise OutcomeUnknown(f"update {update_id} is not the router's last update: {update}")
             if update.get("phase") in phases:
                 return update
             if update.get("phase") == "aborted":
@@ -208,7 +210,7 @@ class WeightUpdater:
             except (ValueError, KeyError, TypeError):
                 pass
             raise UpdateError(f"{method} {url}: {error.code} {text}") from None
-        except OSError as error:
+        except (OSError, http.client.HTTPException) as error:
             raise OutcomeUnknown(f"cannot reach the router's admin API: {method} {url}: {error}") from None
         try:
             return json.loads(text)["update"]
