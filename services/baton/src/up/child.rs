@@ -237,7 +237,7 @@ mod tests {
             name: "child".to_owned(),
             console: Console::start().unwrap().0,
             program: "/bin/sh".into(),
-            args: ["-c", "sleep 60 & exit 7"].map(OsString::from).to_vec(),
+            args: ["-c", "sleep 15 & exit 7"].map(OsString::from).to_vec(),
             envs: Vec::new(),
             sticky: |_| Vec::new(),
             ready_file: folder.path().join("ready"),
@@ -248,7 +248,7 @@ mod tests {
         let (stop, state) = (CancellationToken::new(), watch::Sender::new(ChildState::Starting));
         let mut known = None;
         let exit = run_until_exit(&spec, running, &stop, &state, &mut known);
-        let exit = tokio::time::timeout(Duration::from_secs(30), exit).await;
+        let exit = tokio::time::timeout(Duration::from_secs(10), exit).await;
         let exit = exit.expect("the exit is noticed").unwrap();
         assert_eq!(exit.status.code(), Some(7));
     }
