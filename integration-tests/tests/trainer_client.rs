@@ -1,0 +1,191 @@
+//! The trainer's client for weight updates, without nodes: answers that it cannot read, routers that do not answer,
+//! and strangers that connect to the trainer.
+
+use std::process::Command;
+
+use anyhow::Result;
+use integration_tests::command::output;
+
+/// Runs a Python script whose first argument is the folder of the trainer's client. Returns what it prints.
+fn run_with_client(script: &str) -> Result<String> {
+    let client =
+        concat!(env!("CARGO_MANIFEST_DIR"), "/../services/weight-transfer/client").to_owned();
+    let mut python = Command::new("python3");
+    let output = output(python.args(["-c", script, &client]))?;
+    assert!(output.status.success(), "{output:?}");
+    Ok(String::from_utf8(output.stdout)?)
+}
+
+/// A proxy or another service at the address of the router.
+#[test]
+fn trainer_client_reports_answers_that_it_cannot_read() -> Result<()> {
+    let script = r#"
+import http.server, sys, tempfile, threading
+sys.path.insert(0, sys.argv[1])
+import baton_weights
+answer = b""
+class Server(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(answer)
+    do_POST = do_GET
+    def log_message(self, *args):
+        pass
+server = http.server.HTTPServer(("127.0.0.1", 0), Server)
+threading.Thread(target=server.serve_forever, daemon=True).start()
+folder = tempfile.TemporaryDirectory()
+updater = baton_weights.WeightUpdater(f"http://127.0.0.1:{server.server_port}", folder.name, ".")
+for answer in (b"<html>", b"", b"{}", b'{"update": null}', b'{"update": {}}'):
+    try:
+        updater.push({})
+        sys.exit(f"{answer} was accepted")
+    except baton_weights.UpdateError as error:
+        print(error)
+server.shutdown()
+server.server_close()
+try:
+    updater.abort("07")
+except baton_weights.UpdateError as error:
+    print(error)
+"#;
+    let text = run_with_client(script)?;
+    let lines: Vec<&str> = text.lines().collect();
+    assert_eq!(lines.len(), 6, "{text}");
+    assert!(lines[..3].iter().all(|line| line.contains("expected JSON with the field update")));
+    assert!(lines[3..5].iter().all(|line| line.contains("expected the address of router.admin")));
+    assert!(lines[5].starts_with("cannot reach the router's admin API"), "{text}");
+    Ok(())
+}
+
+#[test]
+fn trainer_client_waits_for_an_update_while_the_router_does_not_answer() -> Result<()> {
+    let script = r#"
+import http.server, json, sys, tempfile, threading
+sys.path.insert(0, sys.argv[1])
+import baton_weights
+polls, is_lost, knows = 0, False, True
+class Server(http.server.BaseHTTPRequestHandler):
+    def answer(self, phase):
+        self.send_response(200)
+        self.end_headers()
+        update = {"id": "07", "phase": phase, "path": "/new"} if knows or phase == "preparing" else None
+        self.wfile.write(json.dumps({"update": update}).encode())
+    def do_POST(self):
+        self.answer("preparing")
+    def do_GET(self):
+        global polls
+        polls += 1
+        # Otherwise the connection closes without an answer.
+        if polls % 2 == 0 and not is_lost:
+            self.answer("committed")
+    def log_message(self, *args):
+        pass
+server = http.server.HTTPServer(("127.0.0.1", 0), Server)
+threading.Thread(target=server.serve_forever, daemon=True).start()
+folder = tempfile.TemporaryDirectory()
+updater = baton_weights.WeightUpdater(f"http://127.0.0.1:{server.server_port}", folder.name, ".")
+print(updater.push({})["phase"], polls)
+knows = False
+try:
+    updater.push({})
+except baton_weights.OutcomeUnknown as error:
+    print(error)
+is_lost, baton_weights.GRACE_SECONDS, updater.timeout = True, 0, 0.2
+try:
+    updater.push({})
+except baton_weights.OutcomeUnknown as error:
+    print(error)
+"#;
+    let text = run_with_client(script)?;
+    let lines: Vec<&str> = text.lines().collect();
+    assert_eq!(lines.len(), 3, "{text}");
+    assert_eq!(lines[0], "committed 4");
+    assert_eq!(lines[1], "update 07 is not the router's last update: None");
+    assert!(lines[2].starts_with("update 07 is not prepared within 0.2 s: cannot reach"), "{text}");
+    Ok(())
+}
+
+/// Strangers reset, leave, stay silent, or send another token. Then the update fails, and the node must not wait for the trainer.
+#[test]
+fn trainer_ignores_strangers_and_leaves_nodes_when_it_fails() -> Result<()> {
+    let script = r#"
+import socket, struct, sys, threading, time, types
+sys.path.insert(0, sys.argv[1])
+import baton_weights
+from baton_weights import Sender, Sending, UpdateError, WeightUpdater
+Sending.TOKEN_SECONDS = 0.1
+sender = Sender("127.0.0.1", 1 << 20, 2, None)
+sending = Sending.__new__(Sending)
+sending.sender, token, left, late = sender, sender.token.encode(), [], []
+def connect(token):
+    connection = socket.create_connection(sender.listener.getsockname())
+    connection.sendall(token)
+    return connection
+def fail(nodes):
+    silent, other = connect(b""), connect(b"0" * 32)
+    connect(b"").close()
+    reset = connect(b"")
+    reset.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    reset.close()
+    node = connect(token)
+    assert not sending.accept(nodes, time.monotonic() + 30)
+    assert len(sender.connections) == 1, sender.connections
+    for stranger in (silent, other):
+        assert stranger.recv(1) == b"", "the trainer closes connections of strangers"
+    def leave():
+        left.append(node.recv(1))
+    thread = threading.Thread(target=leave)
+    thread.start()
+    left.append(thread)
+    late.append(connect(token))
+    raise MemoryError("no memory for buffers")
+sending.send = fail
+updater = WeightUpdater("http://127.0.0.1:1", transport="nccl", host="127.0.0.1")
+updater.sender = types.SimpleNamespace(listening=lambda state_dict: sending)
+updater.begin = lambda *arguments: {"id": "07", "nodes": [{}]}
+def wait(update, phases):
+    left[0].join(10)
+    assert left[1:] == [b""], "the node waits for a trainer that has failed"
+    raise UpdateError("the node has lost its trainer")
+updater.wait = wait
+try:
+    updater.push({})
+except UpdateError as error:
+    print(error)
+try:
+    assert late[0].recv(1) == b"", "a node that connected too late waits for the failed update"
+except ConnectionResetError:
+    pass
+with sending:
+    assert sender.token.encode() != token, "a late node of the failed update reaches the next one"
+    token = sender.token.encode()
+    try:
+        sending.accept(3, time.monotonic() + 0.01)
+    except UpdateError as error:
+        print(error)
+class Communicator:
+    def abort(self):
+        print("left")
+def accepted():
+    return sending.accept(2, time.monotonic() + 30)
+nodes = [connect(token), connect(token)]
+assert not accepted()
+sender.nccl, ranks = Communicator(), list(sender.connections)
+for node in reversed(nodes):
+    node.sendall(token)
+assert accepted() and sender.connections == ranks, "the same nodes use the communicator again"
+nodes.pop().close()
+nodes.append(connect(token))
+nodes[0].sendall(token)
+assert not accepted() and set(sender.connections) != set(ranks), "another node needs another communicator"
+sender.close()
+assert [node.recv(1) for node in nodes] == [b"", b""], "the nodes learn that the trainer has left"
+"#;
+    let text = run_with_client(script)?;
+    let expected = "the node has lost its trainer: no memory for buffers\n\
+                    0 of 3 nodes have connected within 60 s\n\
+                    left\n";
+    assert_eq!(text, expected);
+    Ok(())
+}
