@@ -99,6 +99,7 @@ fn main() -> ExitCode {
             gpu::graphs::graph_replay_without_its_memory_is_detected,
             gpu::graphs::graph_replay_on_reused_memory_is_detected,
             gpu::links::kv_transfer_between_processes_preserves_kv_in_any_block_order,
+            gpu::links::nccl_between_hosts_preserves_kv_and_fails_with_its_peer,
             gpu::links::abort_at_any_time_leaks_no_block,
             gpu::links::killed_sender_fails_only_its_own_transfers,
             gpu::links::nodes_in_one_process_fall_back_to_tcp_and_count_it,

@@ -58,6 +58,37 @@ pub fn kv_transfer_between_processes_preserves_kv_in_any_block_order() {
     }
 }
 
+pub fn nccl_between_hosts_preserves_kv_and_fails_with_its_peer() {
+    let (gpus, _alone) = gpus();
+    let Some((from, to)) = pairs(TransferKind::Nccl, gpus).pop() else { return };
+    let (sink, events) = channel();
+    let node = Node::start_as("node", to, TransferKind::Nccl, NodeKind::Large, sink);
+    let mut next = 0_u128..;
+    for _ in 0..2 {
+        let mut peer = Peer::start_elsewhere(from, NodeKind::Large);
+        for seed in 0..4 {
+            node.fill(|_, bytes| vec![seed as u8; bytes]);
+            let transfer = TransferId(next.next().unwrap());
+            let (places, begun) = (NodeKind::Large.places(seed + 100, BLOCKS), Instant::now());
+            peer.send(transfer, &node, seed, BLOCKS, true);
+            node.receive(transfer, &peer.address, &places);
+            let arrived = event(&events);
+            assert!(matches!(arrived, Event::Arrived { .. }), "{arrived:?}");
+            println!("{BLOCKS} blocks of 2 MiB between hosts: {:?}", begun.elapsed());
+            node.assert_holds(&NodeKind::Large.places(seed, BLOCKS), &places);
+        }
+        assert_eq!((node.path(), node.transfers.metrics().fallbacks.len()), ("nccl".to_owned(), 0));
+        let (transfer, chunks) = (TransferId(next.next().unwrap()), node.chunks());
+        peer.send(transfer, &node, 1, BLOCKS, false);
+        node.receive(transfer, &peer.address, &NodeKind::Large.places(1, BLOCKS));
+        node.until_more_chunks(chunks);
+        peer.kill();
+        let failed = event(&events);
+        assert!(matches!(failed, Event::ReceiveFailed { .. }), "{failed:?}");
+        node.assert_free();
+    }
+}
+
 pub fn abort_at_any_time_leaks_no_block() {
     let (gpus, _alone) = gpus();
     for transport in GPU_TRANSPORTS {

@@ -38,6 +38,8 @@ pub const BLOCKS: u32 = 96;
 /// Environment variable of the peer process: GPU index, transport and kind of node.
 const PEER: &str = "BATON_TEST_LINKS_PEER";
 pub const PEER_HELPER: &str = "kv-peer";
+/// Environment variable by which NCCL tells hosts apart. These nodes do so, too.
+const NCCL_HOST: &str = "NCCL_HOSTID";
 /// Node id of the peer.
 const PEER_NAME: &str = "peer";
 
@@ -327,6 +329,7 @@ impl Node {
                 verify: kind.verifies(),
                 nccl_max_ctas: Some(kind.nccl_max_ctas()),
             },
+            host: env::var(NCCL_HOST).ok().or_else(kv_transfer::host_id),
             tls: None,
         };
         let sink = move |event| {
@@ -413,7 +416,18 @@ impl Peer {
     }
 
     pub fn start_as(gpu: usize, transport: TransferKind, kind: NodeKind) -> Self {
-        let mut child = test_harness::helper(PEER_HELPER)
+        Self::spawn(test_harness::helper(PEER_HELPER), gpu, transport, kind)
+    }
+
+    /// Starts a peer that claims to run on another host, so that NCCL connects to it by the network.
+    pub fn start_elsewhere(gpu: usize, kind: NodeKind) -> Self {
+        let mut command = test_harness::helper(PEER_HELPER);
+        command.env(NCCL_HOST, "elsewhere");
+        Self::spawn(command, gpu, TransferKind::Nccl, kind)
+    }
+
+    fn spawn(mut command: Command, gpu: usize, transport: TransferKind, kind: NodeKind) -> Self {
+        let mut child = command
             .env(PEER, format!("{gpu} {transport} {}", kind.name()))
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())

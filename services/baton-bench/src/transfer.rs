@@ -315,6 +315,7 @@ impl Node {
                 verify: args.verify,
                 nccl_max_ctas: (args.ctas > 0).then_some(args.ctas),
             },
+            host: kv_transfer::host_id(),
             tls: args.certificates.as_deref().map(cluster_tls).transpose()?,
         };
         let transfers = Transfers::start(config, Arc::clone(arena), sink)?;

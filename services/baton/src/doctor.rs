@@ -204,7 +204,7 @@ impl Report {
         }
         if let (Err(error), false) = (nccl, report.gpus.is_empty()) {
             report.notes.push(format!(
-                "{error}; without it KV goes by ipc within a host, otherwise by tcp"
+                "{error}; without it KV goes by ipc within a host and by tcp between hosts"
             ));
         }
         let is_gpu = !report.gpus.is_empty() && report.faults.is_empty();

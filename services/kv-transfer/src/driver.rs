@@ -134,7 +134,10 @@ impl<T: Transport, C: ControlLinks> TransferDriver<T, C> {
                 Action::OpenData { peer, endpoint, transports } => {
                     // The peers agree on transports that this node has offered.
                     let kinds = transports.iter().filter_map(|name| TransferKind::from_offer(name));
-                    self.transport.open(peer, &endpoint, kinds.collect());
+                    let mut kinds: Vec<_> = kinds.collect();
+                    // Peers on one host offer `nccl` within the host and between hosts.
+                    kinds.dedup();
+                    self.transport.open(peer, &endpoint, kinds);
                 }
                 Action::PostReceive { peer, transfer, chunk, blocks } => {
                     let chunk = ChunkId { transfer, index: chunk };

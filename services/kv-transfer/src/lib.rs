@@ -39,4 +39,4 @@ pub use config::{
 };
 pub use metrics::{CONTROL_REFUSALS, DATA_REFUSALS, MetricsReader, PeerMetrics, TransferMetrics};
 pub use shell::{EventSink, Overloaded, ShutdownError, StartError, Transfers};
-pub use transfer_kind::{TransferKind, TransportChoice};
+pub use transfer_kind::{TransferKind, TransportChoice, host_id};

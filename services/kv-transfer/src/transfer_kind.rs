@@ -1,8 +1,8 @@
 //! The transports of KV, and how a node offers its transports to a peer.
 //!
-//! Each node lists its transports in `HELLO`, best first. A transport that works only within one
+//! Each node lists its transports in `HELLO`, best first. A transport that is offered only within one
 //! host is listed as `name@host`. Nodes on different hosts, and nodes that cannot tell their host,
-//! therefore share only `tcp`.
+//! therefore share only `tcp`, and `nccl` if both are set to it.
 
 use std::{fmt, fs};
 
@@ -15,7 +15,7 @@ pub enum TransferKind {
     Tcp,
     /// The receiver's copy engines read the sender's GPU memory. Same host only.
     Ipc,
-    /// NCCL send and receive kernels. Same host only.
+    /// NCCL send and receive kernels.
     Nccl,
 }
 
@@ -30,12 +30,9 @@ impl TransferKind {
         }
     }
 
-    /// Returns the entry for `HELLO`.
-    fn offer(self, host: &str) -> String {
-        match self {
-            Self::Tcp => self.name().to_owned(),
-            Self::Ipc | Self::Nccl => format!("{}@{host}", self.name()),
-        }
+    /// Returns the entry for `HELLO` with peers on this host only.
+    fn offer_within(self, host: &str) -> String {
+        format!("{}@{host}", self.name())
     }
 
     /// Parses an entry of `HELLO`; `None` for an unknown transport.
@@ -61,12 +58,13 @@ pub enum TransportChoice {
     Only(TransferKind),
 }
 
-/// Same-host transports, best first. `ipc` precedes `nccl` because NCCL kernels take SMs from the
+/// Transports within one host, best first. `ipc` precedes `nccl` because NCCL kernels take SMs from the
 /// forward passes of both nodes.
 const LOCAL: [TransferKind; 2] = [TransferKind::Ipc, TransferKind::Nccl];
 
 /// Returns the entries for `HELLO`, best first. `can` lists the supported transports other than
-/// `tcp`.
+/// `tcp`. Between hosts `nccl` is offered only if it is set: NCCL may find no fast network there, and
+/// does not encrypt.
 pub fn offers(choice: TransportChoice, can: &[TransferKind], host: Option<&str>) -> Vec<String> {
     let wanted = |kind: &TransferKind| match choice {
         TransportChoice::Auto => true,
@@ -74,9 +72,14 @@ pub fn offers(choice: TransportChoice, can: &[TransferKind], host: Option<&str>)
     };
     let local = |host| {
         let offered = LOCAL.into_iter().filter(|kind| can.contains(kind));
-        offered.filter(wanted).map(move |kind| kind.offer(host))
+        offered.filter(wanted).map(move |kind| kind.offer_within(host))
     };
-    host.into_iter().flat_map(local).chain([TransferKind::Tcp.offer("")]).collect()
+    let is_nccl_set = choice == TransportChoice::Only(TransferKind::Nccl);
+    let between_hosts =
+        (is_nccl_set && can.contains(&TransferKind::Nccl)).then_some(TransferKind::Nccl);
+    let anywhere = between_hosts.into_iter().chain([TransferKind::Tcp]);
+    let anywhere = anywhere.map(|kind| kind.name().to_owned());
+    host.into_iter().flat_map(local).chain(anywhere).collect()
 }
 
 /// Returns an id of this boot of the host, equal in all its containers; `None` if the system has no
@@ -100,14 +103,16 @@ mod tests {
         assert_eq!(offered(TransportChoice::Auto, &[ipc], None), "tcp", "no host to compare");
         assert_eq!(offered(TransportChoice::Only(tcp), &[ipc, nccl], here), "tcp");
         assert_eq!(offered(TransportChoice::Only(ipc), &[ipc, nccl], here), "ipc@here tcp");
-        assert_eq!(offered(TransportChoice::Only(nccl), &[ipc, nccl], here), "nccl@here tcp");
+        assert_eq!(offered(TransportChoice::Only(nccl), &[ipc, nccl], here), "nccl@here nccl tcp");
+        assert_eq!(offered(TransportChoice::Only(nccl), &[ipc, nccl], None), "nccl tcp");
         assert_eq!(offered(TransportChoice::Only(nccl), &[ipc], here), "tcp");
     }
 
     #[test]
     fn offer_parses_with_and_without_a_host() {
         for kind in TransferKind::ALL {
-            assert_eq!(TransferKind::from_offer(&kind.offer("here")), Some(kind));
+            assert_eq!(TransferKind::from_offer(&kind.offer_within("here")), Some(kind));
+            assert_eq!(TransferKind::from_offer(kind.name()), Some(kind));
         }
         assert_eq!(TransferKind::from_offer("pigeon@here"), None);
         assert_eq!(TransferKind::from_offer(""), None);

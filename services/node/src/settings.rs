@@ -403,6 +403,7 @@ pub(crate) fn transfer_config(
         advertise_host: transfer.advertised_host(),
         limits,
         transport: TransportConfig { choice, verify, nccl_max_ctas },
+        host: kv_transfer::host_id(),
         tls: None,
     })
 }

@@ -189,7 +189,7 @@ choice! {
         Tcp = "tcp",
         /// Copy engines of the receiving GPU; both GPUs are on one host.
         Ipc = "ipc",
-        /// NCCL send and receive kernels; both GPUs are on one host.
+        /// NCCL send and receive kernels.
         Nccl = "nccl",
     }
 }

@@ -196,6 +196,7 @@ mod tests {
             advertise_host: "127.0.0.1".to_owned(),
             limits: TransferLimits::default(),
             transport: TransportConfig::default(),
+            host: None,
             tls: None,
         };
         let (sink, events) = unbounded();

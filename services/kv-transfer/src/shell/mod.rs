@@ -303,7 +303,7 @@ fn offers(
             }
         }
     }
-    transfer_kind::offers(config.transport.choice, &can, transfer_kind::host_id().as_deref())
+    transfer_kind::offers(config.transport.choice, &can, config.host.as_deref())
 }
 
 /// Name of the integrity method: xxh3-64 over the bytes of a chunk for `tcp`, the digest of its

@@ -63,6 +63,7 @@ pub fn config(name: &str, secret: &str, identity: Identity) -> TransferConfig {
         // Several chunks per transfer: eight blocks each.
         limits: TransferLimits { chunk_bytes_max: 128 << 10, ..TransferLimits::default() },
         transport: TransportConfig::default(),
+        host: Some("this host".to_owned()),
         tls: None,
     }
 }
@@ -435,7 +436,18 @@ impl Node {
 
     /// Starts a node with blocks in fake device memory that peers can access.
     pub fn start_reaching(name: &str, reach: Reach, transport: TransportConfig) -> Self {
-        let config = TransferConfig { transport, ..config(name, SECRET, identity()) };
+        Self::start_reaching_on(Some("this host"), name, reach, transport)
+    }
+
+    /// Starts such a node on another host, by its id.
+    pub fn start_reaching_on(
+        host: Option<&str>,
+        name: &str,
+        reach: Reach,
+        transport: TransportConfig,
+    ) -> Self {
+        let host = host.map(str::to_owned);
+        let config = TransferConfig { transport, host, ..config(name, SECRET, identity()) };
         Self::start_of(config, elsewhere(Some(reach)))
     }
 

@@ -158,10 +158,11 @@ pub fn leaving_peer_releases_the_blocks_of_the_other_side() {
 }
 
 pub fn transport_follows_the_settings_of_both_nodes() {
-    let with = |choice| {
+    let on = |host: Option<&str>, choice| {
         let transport = TransportConfig { choice, ..TransportConfig::default() };
-        Node::start_reaching("a node", Reach::default(), transport)
+        Node::start_reaching_on(host, "a node", Reach::default(), transport)
     };
+    let with = |choice| on(Some("here"), choice);
     let [tcp, ipc, nccl] = TransferKind::ALL.map(TransportChoice::Only);
     for (one, other, kind) in [
         (with(TransportChoice::Auto), with(ipc), "ipc"),
@@ -172,6 +173,11 @@ pub fn transport_follows_the_settings_of_both_nodes() {
         (with(ipc), with(tcp), "tcp"),
         (with(ipc), Node::start("on a CPU"), "tcp"),
         (Node::start_remote("elsewhere"), with(TransportChoice::Auto), "tcp"),
+        (with(nccl), on(Some("there"), nccl), "nccl"),
+        (with(nccl), on(None, nccl), "nccl"),
+        (with(nccl), on(Some("there"), TransportChoice::Auto), "tcp"),
+        (with(ipc), on(Some("there"), ipc), "tcp"),
+        (with(TransportChoice::Auto), on(Some("there"), TransportChoice::Auto), "tcp"),
     ] {
         run_transfer(&one, &other, &blocks(0..20), &blocks(100..120));
         run_transfer(&other, &one, &blocks(0..20), &blocks(100..120));

@@ -147,6 +147,7 @@ fn engine_that_stalls_after<E: Executor>(stall_after: Duration, executor: E) -> 
             advertise_host: "127.0.0.1".into(),
             limits: TransferLimits::default(),
             transport: TransportConfig::default(),
+            host: None,
             tls: None,
         },
         KvArena::host(layout, LIMITS.blocks).unwrap(),
