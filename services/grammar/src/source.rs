@@ -74,7 +74,8 @@ pub(crate) fn parsed_schema(text: &str) -> Result<(Value, SchemaParts), GrammarE
         Value::Object(schema) => Value::Object(schema),
         // `true` allows any value.
         Value::Bool(true) => Value::Object(serde_json::Map::new()),
-        other => return Err(not_a_schema(format!("{other} is not an object"))),
+        // The value may be as long as the text.
+        other => return Err(not_a_schema(format!("{} is not an object", type_name(&other)))),
     };
     let parts = SchemaParts::of(&schema)?;
     parts.check(1)?;
@@ -85,6 +86,18 @@ pub(crate) fn parsed_schema(text: &str) -> Result<(Value, SchemaParts), GrammarE
     };
     options.apply_to(&mut schema);
     Ok((schema, parts))
+}
+
+fn type_name(value: &Value) -> &'static str {
+    match value {
+        Value::Null => "null",
+        Value::Bool(true) => "true",
+        Value::Bool(false) => "false",
+        Value::Number(_) => "a number",
+        Value::String(_) => "a string",
+        Value::Array(_) => "a list",
+        Value::Object(_) => "an object",
+    }
 }
 
 pub(crate) fn check_regex(text: &str) -> Result<(), GrammarError> {
@@ -372,8 +385,10 @@ mod tests {
         let said = |grammar: Grammar| grammar.parsed().unwrap_err().to_string();
         let schema = said(Grammar::JsonSchema(r#"{"type": }"#.into()));
         assert!(schema.contains("line 1 column 10"), "{schema}");
-        assert!(said(Grammar::JsonSchema("7".into())).contains("7 is not an object"));
+        assert!(said(Grammar::JsonSchema("7".into())).contains("a number is not an object"));
         assert!(said(Grammar::JsonSchema("false".into())).contains("false is not an object"));
+        let text = said(Grammar::JsonSchema(format!("\"{}\"", "x".repeat(60_000))));
+        assert_eq!(text, "is not a JSON schema: a string is not an object");
         let regex = said(Grammar::Regex("ab(c".into()));
         assert_eq!(regex, "is not a regular expression: unclosed group at byte 2");
         assert!(said(Grammar::Regex(r"a\".into())).contains("incomplete escape"));

@@ -291,7 +291,7 @@ fn invalid_argument_schemas_are_rejected_with_their_function() {
     for (arguments, words) in [
         (deep, "function 1: nests 60 deep; allowed: at most 32"),
         ("{".to_owned(), "function 1: is not a JSON schema"),
-        ("[]".to_owned(), "function 1: is not a JSON schema: [] is not an object"),
+        ("[]".to_owned(), "function 1: is not a JSON schema: a list is not an object"),
         (json!({"const": "x".repeat(70_000)}).to_string(), "function 1: has 700"),
         (json!({"type": "strange"}).to_string(), "function 1: is not supported"),
         (json!({"$ref": "https://example.com/x"}).to_string(), "function 1: is not supported"),

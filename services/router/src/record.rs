@@ -314,7 +314,8 @@ impl RequestRecord {
 
     /// Records a request that was rejected before it was parsed completely.
     pub fn rejected(&self, end: RequestEnd, reason: &str) {
-        self.state().error = Some((end, reason.to_owned()));
+        // The reason may quote the client.
+        self.state().error = Some((end, bounded(reason.to_owned())));
     }
 
     fn state(&self) -> MutexGuard<'_, State> {
@@ -355,7 +356,7 @@ impl Drop for RequestRecord {
             at: duration,
             reason: end.as_str().into(),
             is_complete: matches!(end, RequestEnd::Stop | RequestEnd::Length),
-            error: state.error.as_ref().map(|(_, error)| bounded(error.clone())),
+            error: state.error.as_ref().map(|(_, error)| error.clone()),
             first_token: state.first_token,
             completion_tokens: state.completion_tokens,
         });

@@ -10,7 +10,7 @@ use std::{collections::HashMap, ops::RangeInclusive};
 use serde::de::DeserializeOwned;
 use serde_json::{Value, value::RawValue};
 
-use crate::request::error::{FieldError, refused, shown};
+use crate::request::error::{FieldError, refused, shown, without_string};
 
 /// A body that is not one JSON object.
 #[derive(Debug, PartialEq, Eq, thiserror::Error)]
@@ -41,7 +41,8 @@ impl<'a> Fields<'a> {
             return Err(BodyError::Empty);
         }
         let by_name = serde_json::from_str(text).map_err(|error| {
-            let reason = error.to_string().replace("expected a map", "expected a JSON object");
+            let reason = without_string(&error.to_string());
+            let reason = reason.replace("expected a map", "expected a JSON object");
             // Remove serde_json's position: the error has fields for it.
             let reason = reason.rsplit_once(" at line ").map_or(reason.as_str(), |(what, _)| what);
             BodyError::NotJson {
@@ -196,6 +197,12 @@ mod tests {
             said,
             "the body is not valid JSON: invalid type: sequence, expected a JSON object (line 1, column 0)"
         );
+        for text in ["x".repeat(1 << 20), "\\\", expected a map".into()] {
+            let said = Fields::parse(format!("\"{text}\"").as_bytes()).unwrap_err().to_string();
+            let words =
+                "the body is not valid JSON: invalid type: string, expected a JSON object (";
+            assert!(said.starts_with(words) && said.len() < 120, "{said}");
+        }
     }
 
     #[test]

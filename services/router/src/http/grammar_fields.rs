@@ -9,7 +9,7 @@ use serde_json::{Map, Value, value::RawValue};
 
 use super::fields::Fields;
 use crate::request::{
-    error::{FieldError, refused},
+    error::{FieldError, refused, without_string},
     options::RequestedGrammar,
     tools::{
         OfferedFunction, OfferedTools, TOOL_CHOICE, TOOLS, ToolChoice, check_count, check_name,
@@ -203,7 +203,8 @@ fn offered(fields: &Fields<'_>) -> Result<Option<(Value, Vec<OfferedFunction>)>,
             return Err(refused(&field, &tool.to_string(), allowed));
         }
         let read = Tool::deserialize(tool).map_err(|error| {
-            FieldError::new(&field, format!("is not a tool: {error}; allowed: {allowed}"))
+            let reason = without_string(&error.to_string());
+            FieldError::new(&field, format!("is not a tool: {reason}; allowed: {allowed}"))
         })?;
         let Function { name, strict, parameters, .. } = read.function;
         if read.r#type != "function" {
@@ -401,9 +402,13 @@ mod tests {
                 "tools[0] is not a tool: invalid type",
             ),
             (json!({"parallel_tool_calls": 1}), "parallel_tool_calls is 1"),
+            (
+                json!({"tools": [{"type": "function", "function": "x".repeat(1 << 20)}]}),
+                "tools[0] is not a tool: invalid type: string, expected struct Function; allowed",
+            ),
         ] {
             let said = tools_of(body).unwrap_err();
-            assert!(said.contains(words), "{said}");
+            assert!(said.contains(words) && said.len() < 300, "{said}");
         }
     }
 }

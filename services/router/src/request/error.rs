@@ -47,6 +47,14 @@ pub fn shown(text: &str) -> String {
     }
 }
 
+/// Removes the string from an error text of serde, which quotes the whole string.
+pub fn without_string(reason: &str) -> String {
+    match (reason.split_once("string \""), reason.rsplit_once("\", expected ")) {
+        (Some((before, _)), Some((_, after))) => format!("{before}string, expected {after}"),
+        _ => reason.to_owned(),
+    }
+}
+
 /// A request that is refused because of load, and the time after which the caller may retry.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("{full}; retry after {retry_after_s} s")]

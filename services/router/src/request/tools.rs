@@ -184,8 +184,10 @@ fn arguments_schema(function: &OfferedFunction) -> Result<String, FieldError> {
         None => {}
         Some(other) => {
             let name = &function.name;
-            let problem = format!("of the function {name:?} is {other}; allowed: object");
-            return Err(FieldError::new(format!("{}.type", function.field), problem));
+            let field = format!("{}.type", function.field);
+            let problem = refused(&field, &other.to_string(), "object").problem;
+            let problem = format!("of the function {name:?} {problem}");
+            return Err(FieldError::new(field, problem));
         }
     }
     let mut parameters = parameters.clone();
@@ -330,6 +332,20 @@ mod tests {
         assert_eq!(read(false, true).1, Calls::Named);
         let all = vec![content("a"), call(0), content(" b"), call(1), content(" c")];
         assert_eq!(read(true, false), (all, Calls::Some));
+    }
+
+    #[test]
+    fn error_about_a_schema_does_not_grow_with_the_schema() {
+        let parameters = json!({"type": "x".repeat(1 << 20)});
+        let function = OfferedFunction {
+            name: "f".into(),
+            parameters: parameters.as_object().cloned(),
+            field: "tools[0].function.parameters".into(),
+            strict: true,
+        };
+        let said = arguments_schema(&function).unwrap_err().to_string();
+        let words = "tools[0].function.parameters.type of the function \"f\" is ";
+        assert!(said.starts_with(words) && said.len() < 300, "{said}");
     }
 
     #[test]

@@ -86,7 +86,7 @@ impl Message {
                 },
             };
             let text = text.ok_or_else(|| {
-                let kind = part["type"].as_str().unwrap_or(type_name(part));
+                let kind = part["type"].as_str().filter(is_name).unwrap_or(type_name(part));
                 let problem = format!("is a part of type {kind:?}; this model takes text parts");
                 self.bad(&format!(".content[{part_index}]"), problem)
             })?;
@@ -125,6 +125,12 @@ impl Message {
     fn bad(&self, field: &str, problem: String) -> TemplateError {
         TemplateError::BadMessage { index: self.index, field: field.to_owned(), problem }
     }
+}
+
+/// Returns whether an error may quote the type of a part: other text may be of any length, or part of a prompt.
+fn is_name(kind: &&str) -> bool {
+    let plain = |byte: u8| byte.is_ascii_alphanumeric() || b"_-".contains(&byte);
+    kind.len() <= 24 && kind.bytes().all(plain)
 }
 
 fn type_name(value: &Value) -> &'static str {
@@ -248,5 +254,11 @@ mod tests {
             problem(json!([{"role": "user", "content": [{"type": {}, "text": "a"}]}])),
             "messages[0].content[0]: is a part of type \"an object\"; this model takes text parts"
         );
+        for kind in ["x".repeat(10_000), "a whole prompt".into()] {
+            assert_eq!(
+                problem(json!([{"role": "user", "content": [{"type": kind}]}])),
+                "messages[0].content[0]: is a part of type \"an object\"; this model takes text parts"
+            );
+        }
     }
 }
