@@ -171,7 +171,7 @@ async fn a_request_is_one_trace_from_router_to_decode_node() -> Result<()> {
     Ok(())
 }
 
-const PROMPT: &str = "planted-prompt-5d1c";
+const PROMPT: &str = "the planted prompt 5d1c";
 const ANSWER: &str = "planted answer";
 const UNKNOWN_KEY: &str = "planted-key-77e0";
 
@@ -208,12 +208,19 @@ async fn send_planted(client: &Client, key: &str) -> Result<Vec<String>> {
     let tokenized = post("/tokenize", &authorization, json!({"prompt": PROMPT})).await?;
     ensure!(tokenized.status == 200, "{tokenized:?}");
     let mut errors = Vec::new();
+    let messages = json!([{"role": "user", "content": "x"}]);
     for (path, body, status) in [
         ("/v1/completions", json!({"prompt": {"text": PROMPT}}), 400),
         ("/v1/completions", json!({"prompt": [1, PROMPT]}), 400),
         ("/v1/completions", json!({"prompt": PROMPT, "max_tokens": -1}), 400),
         ("/v1/completions", json!({"prompt": PROMPT, "model": "other"}), 404),
         ("/v1/completions", json!({"prompt": PROMPT.repeat(4000)}), 400),
+        ("/v1/completions", json!(PROMPT), 400),
+        ("/v1/completions", json!({"prompt": "x", "suffix": PROMPT}), 400),
+        ("/v1/completions", json!({"prompt": "x", "guided_choice": [PROMPT]}), 400),
+        ("/v1/completions", json!({"prompt": "x", "stop": {"text": PROMPT}}), 400),
+        ("/v1/completions", json!({"prompt": "x", "response_format": {"type": PROMPT}}), 400),
+        ("/v1/completions", json!({"prompt": "x", "guided_json": json!(PROMPT).to_string()}), 400),
         ("/v1/chat/completions", json!({"messages": PROMPT}), 400),
         ("/v1/chat/completions", json!({"messages": [PROMPT]}), 400),
         (
@@ -221,6 +228,19 @@ async fn send_planted(client: &Client, key: &str) -> Result<Vec<String>> {
             json!({"messages": [{"role": "user", "content": {"a": PROMPT}}]}),
             400,
         ),
+        (
+            "/v1/chat/completions",
+            json!({"messages": [{"role": "user", "content": [{"type": PROMPT}]}]}),
+            400,
+        ),
+        ("/v1/chat/completions", json!({"messages": messages, "documents": [PROMPT]}), 400),
+        ("/v1/chat/completions", json!({"messages": messages, "tools": PROMPT}), 400),
+        (
+            "/v1/chat/completions",
+            json!({"messages": messages, "tools": [{"type": "function", "function": PROMPT}]}),
+            400,
+        ),
+        ("/v1/chat/completions", json!({"messages": messages, "tool_choice": PROMPT}), 400),
     ] {
         let refused = post(path, &authorization, body.clone()).await?;
         ensure!(refused.status == status, "{body}: {refused:?}");

@@ -51,10 +51,9 @@ fn offered(index: usize, tool: v1::Tool) -> Result<(Value, OfferedFunction), Fie
     let field = format!("tools[{index}].parameters_json");
     let parameters: Option<Map<String, Value>> = match parameters_json.as_str() {
         "" => None,
-        text => Some(
-            serde_json::from_str(text)
-                .map_err(|_| refused(&field, text, "a JSON schema of an object, or nothing"))?,
-        ),
+        text => Some(serde_json::from_str(text).map_err(|_| {
+            FieldError::new(&field, "is invalid; allowed: a JSON schema of an object, or nothing")
+        })?),
     };
     let mut function = json!({"name": name});
     if !description.is_empty() {

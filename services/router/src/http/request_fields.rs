@@ -9,7 +9,7 @@ use crate::{
     front::NamedModel,
     keys::Caller,
     request::{
-        error::{FieldError, RequestError, refused, shown},
+        error::{FieldError, RequestError, kind, refused},
         options::{
             CHOICES, COMPLETION_TOKENS_DEFAULT, DefaultLength, LOGPROBS, MIN_P, Options, PENALTY,
             REPETITION_PENALTY, SEED, STOP_TOKENS_MAX, Session, TEMPERATURE, TOKENS, TOP_K, TOP_P,
@@ -306,16 +306,6 @@ fn prompt(text: &str) -> Result<Prompt, FieldError> {
     }
 }
 
-/// Describes a value of the prompt or the messages. Errors go into logs, so they do not quote a client's text.
-fn kind(text: &str) -> String {
-    match text.as_bytes().first() {
-        Some(b'"') => "a string".into(),
-        Some(b'[') => "a list".into(),
-        Some(b'{') => "an object".into(),
-        _ => shown(text),
-    }
-}
-
 /// Parses a part of the prompt. The error names the type found, or the number, and the expected type.
 fn json<'a, T: Deserialize<'a>>(text: &'a str) -> Result<T, FieldError> {
     serde_json::from_str(text).map_err(|error| {
@@ -354,7 +344,7 @@ mod tests {
         });
         with(r#"{"echo": true}"#, |fields| {
             let said = check_unsupported(fields, &UNSUPPORTED).unwrap_err().to_string();
-            assert_eq!(said, "echo is not supported; leave it out (it is true)");
+            assert_eq!(said, "echo is not supported; leave it out");
         });
     }
 

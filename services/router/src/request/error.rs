@@ -17,6 +17,8 @@ use crate::{
 pub const RETRY_AFTER_S: u32 = 1;
 /// Maximum number of characters that an error shows of an invalid value.
 const SHOWN_CHARS_MAX: usize = 64;
+/// Maximum length of a string in bytes that may be a name.
+const NAME_BYTES_MAX: usize = 24;
 
 /// Error with the field's name, its problem and the allowed values in one line.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
@@ -36,7 +38,32 @@ impl FieldError {
 
 /// Returns the error for a field with value `text`; `allowed` ends the sentence "allowed: ...".
 pub fn refused(field: &str, text: &str, allowed: &str) -> FieldError {
-    FieldError::new(field, format!("is {}; allowed: {allowed}", shown(text)))
+    FieldError::new(field, format!("is {}; allowed: {allowed}", without_text(text)))
+}
+
+/// Returns a JSON value for an error message. Errors go into logs, so a value with more text than names, such as
+/// `"auto"`, is only described.
+fn without_text(value: &str) -> String {
+    let plain = |byte: u8| byte.is_ascii_alphanumeric() || b"._-".contains(&byte);
+    let is_name = |text: &str| text.len() <= NAME_BYTES_MAX && text.bytes().all(plain);
+    // Without escapes, every second part is the content of a string.
+    let is_quotable = !value.contains('\\') && value.split('"').skip(1).step_by(2).all(is_name);
+    match value.as_bytes().first() {
+        Some(b'"' | b'[' | b'{') if !is_quotable => {
+            format!("{} ({} bytes)", kind(value), value.len())
+        }
+        _ => shown(value),
+    }
+}
+
+/// Describes a JSON value, and shows it only if it is a number, a boolean or null.
+pub fn kind(value: &str) -> String {
+    match value.as_bytes().first() {
+        Some(b'"') => "a string".into(),
+        Some(b'[') => "a list".into(),
+        Some(b'{') => "an object".into(),
+        _ => shown(value),
+    }
 }
 
 /// Returns `text`, truncated for an error message.
@@ -243,5 +270,33 @@ impl From<Full> for RequestError {
 impl From<NoRandomness> for RequestError {
     fn from(error: NoRandomness) -> Self {
         Self::internal(&error)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn errors_quote_numbers_and_names_but_no_text() {
+        let long_list = format!("[{}1]", "1, ".repeat(100));
+        for (value, expected) in [
+            ("-1.5", "-1.5"),
+            (r#""hot""#, r#""hot""#),
+            (r#""""#, r#""""#),
+            (r#"{"type": "json_object"}"#, r#"{"type": "json_object"}"#),
+            ("[1, 2]", "[1, 2]"),
+            (r#""Jane Doe""#, "a string (10 bytes)"),
+            (r#""Jane\u0020Doe""#, "a string (15 bytes)"),
+            (r#""Grüße""#, "a string (9 bytes)"),
+            (r#"["Jane Doe", 1]"#, "a list (15 bytes)"),
+            (r#"{"Jane Doe": 1}"#, "an object (15 bytes)"),
+            (r#""0123456789012345678901234""#, "a string (27 bytes)"),
+        ] {
+            let said = refused("stop", value, "x").to_string();
+            assert_eq!(said, format!("stop is {expected}; allowed: x"));
+        }
+        let said = refused("stop", &long_list, "x").to_string();
+        assert!(said.len() < 120 && said.contains("… (303 bytes)"), "{said}");
     }
 }
