@@ -45,7 +45,7 @@ pub struct Admin {
 
 #[derive(Args)]
 pub struct NodeArgs {
-    /// Id of the node, as `baton node list` prints it.
+    /// Id or URL of the node, as `baton node list` prints them.
     node: String,
     #[command(flatten)]
     admin: Admin,
@@ -80,7 +80,8 @@ pub fn run(command: NodeCommand) -> Result<()> {
 
 impl NodeArgs {
     async fn call(&self, call: &str) -> Result<String> {
-        let answer = self.admin.call("POST", &format!("/{}/{call}", self.node)).await?;
+        let path = format!("/{}/{call}", path_segment(&self.node));
+        let answer = self.admin.call("POST", &path).await?;
         let count = |name: &str| answer[name].as_u64();
         Ok(match (count("attempts_in_flight"), count("dropped_blocks")) {
             (Some(attempts), _) => format!("{}: {call}, {attempts} attempts in flight", self.node),
@@ -100,7 +101,7 @@ impl TraceArgs {
         let mut file = NamedTempFile::new_in(folder).with_context(cannot_write)?;
         // The router's deadline is shorter, and its error tells more.
         let within = 2 * GET_WITHIN + Duration::from_secs((*seconds).into());
-        let path = format!("/{node}/trace?seconds={seconds}");
+        let path = format!("/{}/trace?seconds={seconds}", path_segment(node));
         let (url, body) = admin.body("POST", &path, within).await?;
         let about = json_answer(&url, &body)?["otherData"].take();
         file.write_all(&body).with_context(cannot_write)?;
@@ -132,6 +133,11 @@ impl Admin {
         }
         Ok((url, body))
     }
+}
+
+/// Returns a node's id or URL as one segment of a path.
+fn path_segment(node: &str) -> String {
+    node.replace('%', "%25").replace('/', "%2F")
 }
 
 /// Returns the nodes as lines of aligned columns.

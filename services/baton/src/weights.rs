@@ -48,7 +48,7 @@ pub struct PushArgs {
     /// How nodes obtain the weights: disk reads the path on every node; tcp reads it on one node, from which the others copy.
     #[arg(long, default_value = "disk", value_parser = ["disk", "tcp"])]
     transport: String,
-    /// With tcp, the id of the node that has the path [default: the first node].
+    /// With tcp, the id or URL of the node that has the path [default: the first node].
     #[arg(long, value_name = "NODE")]
     node: Option<String>,
     /// Requests in flight at the commit: recompute computes their KV again with the new weights, keep_kv continues on the

@@ -92,6 +92,7 @@ async fn trace(
 fn failed(error: &AdminError) -> ApiError {
     let (status, code) = match error {
         AdminError::UnknownNode { .. } => (StatusCode::NOT_FOUND, "unknown_node"),
+        AdminError::AmbiguousNode { .. } => (StatusCode::CONFLICT, "ambiguous_node"),
         AdminError::OlderRelease { .. } => (StatusCode::NOT_IMPLEMENTED, "older_release"),
         AdminError::Invalid { .. } => (StatusCode::BAD_REQUEST, "invalid_value"),
         AdminError::Busy { .. } => (StatusCode::CONFLICT, "node_busy"),

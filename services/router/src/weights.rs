@@ -86,6 +86,10 @@ pub enum UpdateError {
         "cannot begin an update: no node {node:?} of the model is up; expected one of: {known}"
     )]
     UnknownNode { node: String, known: String },
+    #[error(
+        "cannot begin an update: several nodes have the id {node}; expected the URL of one: {urls}"
+    )]
+    AmbiguousNode { node: String, urls: String },
     #[error("cannot find update {id}; expected {known}")]
     Unknown { id: UpdateId, known: String },
     #[error("cannot {call} node {node}: {reason}")]
@@ -331,11 +335,22 @@ impl Task {
             Transport::Disk | Transport::Ipc | Transport::Nccl => UpdateSource::Path,
             Transport::Tcp { seed: None } => UpdateSource::Seed(0),
             Transport::Tcp { seed: Some(seed) } => {
-                let index = nodes.iter().position(|node| node.id == *seed);
-                UpdateSource::Seed(index.ok_or_else(|| {
-                    let known: Vec<_> = nodes.iter().map(|node| node.id.as_str()).collect();
-                    UpdateError::UnknownNode { node: seed.clone(), known: known.join(", ") }
-                })?)
+                let is_seed = |node: &WeightNode| node.id == *seed || node.grpc == *seed;
+                let found: Vec<usize> =
+                    (0..nodes.len()).filter(|&index| is_seed(&nodes[index])).collect();
+                let node = seed.clone();
+                match found.as_slice() {
+                    [index] => UpdateSource::Seed(*index),
+                    [] => {
+                        let known: Vec<_> = nodes.iter().map(|node| node.id.as_str()).collect();
+                        return Err(UpdateError::UnknownNode { node, known: known.join(", ") });
+                    }
+                    several => {
+                        let urls: Vec<_> =
+                            several.iter().map(|&index| nodes[index].grpc.as_str()).collect();
+                        return Err(UpdateError::AmbiguousNode { node, urls: urls.join(", ") });
+                    }
+                }
             }
         };
         let id = UpdateId(random_bits()? & !CATCH_UP);

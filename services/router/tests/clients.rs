@@ -2,15 +2,19 @@
 
 mod common;
 
-use std::time::{Duration, Instant};
+use std::{
+    collections::HashMap,
+    time::{Duration, Instant},
+};
 
 use common::{
     Cluster,
     client::{Client, DEADLINE, eventually, ids_of, text_of},
     encode, long_prompt, median_within_a_second, model_text,
-    node::{Behaviour, MODEL},
+    node::{Behaviour, MODEL, ScriptedNode},
     settings,
 };
+use proto::v1::Role;
 use router::ModelSource;
 use serde_json::{Value, json};
 use tokio::{
@@ -582,4 +586,30 @@ async fn operator_lists_drains_and_undrains_nodes_through_the_admin_port() {
     let page = admin.post_with("/v1/nodes/prefill-0/drain", &origin, &json!({})).await;
     assert_eq!(page.status, 403);
     assert_eq!(cluster.client.get("/v1/nodes").await.status, 404);
+}
+
+#[tokio::test]
+async fn operator_call_by_an_id_of_several_nodes_is_rejected_and_their_urls_are_accepted() {
+    let decode = (0..2).map(|_| ScriptedNode::start(Role::Decode, "decode-0")).collect();
+    let cluster = Cluster::start_over(settings(), vec![], decode).await;
+    let admin = Client::new(format!("http://{}", cluster.router.admin));
+    let draining = async || {
+        let nodes = admin.get("/v1/nodes").await.json();
+        let draining = |node: &Value| (node["grpc"].clone(), node["draining"] == true);
+        nodes["nodes"].as_array().unwrap().iter().map(draining).collect::<HashMap<_, _>>()
+    };
+    let [first, second] = [0, 1].map(|index| cluster.decode[index].url());
+    let ambiguous = admin.post("/v1/nodes/decode-0/drain", &json!({})).await;
+    assert_eq!(
+        (ambiguous.status.as_u16(), &ambiguous.error()["code"]),
+        (409, &json!("ambiguous_node"))
+    );
+    for url in [&first, &second] {
+        assert!(ambiguous.message().contains(url.as_str()), "{}", ambiguous.message());
+    }
+    let segment = second.replace('/', "%2F");
+    let drained = admin.post(&format!("/v1/nodes/{segment}/drain"), &json!({})).await;
+    assert_eq!(drained.json(), json!({"node": second, "attempts_in_flight": 3}));
+    cluster.wait_nodes(0, 1).await;
+    assert_eq!(draining().await, HashMap::from([(json!(first), false), (json!(second), true)]));
 }

@@ -256,6 +256,7 @@ fn reply(outcome: Result<WeightsReport, UpdateError>) -> Response {
         UpdateError::NoNode { .. } => (StatusCode::SERVICE_UNAVAILABLE, "no_node"),
         UpdateError::Unknown { .. } => (StatusCode::NOT_FOUND, "unknown_update"),
         UpdateError::UnknownNode { .. } => (StatusCode::NOT_FOUND, "unknown_node"),
+        UpdateError::AmbiguousNode { .. } => (StatusCode::CONFLICT, "ambiguous_node"),
         UpdateError::Pause { .. } => (StatusCode::BAD_GATEWAY, "node_failed"),
         UpdateError::Coordinator(_) => (StatusCode::CONFLICT, "wrong_phase"),
         UpdateError::Busy => (StatusCode::TOO_MANY_REQUESTS, "busy"),

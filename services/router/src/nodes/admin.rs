@@ -27,6 +27,8 @@ pub enum AdminCall {
 pub enum AdminError {
     #[error("cannot find node {node:?}; expected one of: {known}")]
     UnknownNode { node: String, known: String },
+    #[error("cannot call node {node}: several nodes have this id; expected the URL of one: {urls}")]
+    AmbiguousNode { node: String, urls: String },
     #[error("cannot call node {node}: it is of an older release without this call")]
     OlderRelease { node: String },
     #[error("{reason}")]
@@ -91,7 +93,7 @@ impl Nodes {
         directory.nodes().map(state).collect()
     }
 
-    /// Sends a call to the node with this id.
+    /// Sends a call to the node with this id or URL.
     pub async fn forward(&self, node: &str, call: AdminCall) -> Result<AdminOutcome, AdminError> {
         let outcome = AdminOutcome { node: node.to_owned(), ..Default::default() };
         self.call(node, CALL_MAX, async |mut client, node_epoch| match call {
@@ -111,7 +113,7 @@ impl Nodes {
         .await
     }
 
-    /// Returns a trace of the node with this id over the next seconds, as JSON.
+    /// Returns a trace of the node with this id or URL over the next seconds, as JSON.
     pub async fn trace(&self, node: &str, seconds: u32) -> Result<Bytes, AdminError> {
         let within = CALL_MAX + Duration::from_secs(seconds.into());
         self.call(node, within, async |mut client, node_epoch| {
@@ -121,7 +123,7 @@ impl Nodes {
         .await
     }
 
-    /// Calls the node with this id.
+    /// Calls the node with this id or URL.
     async fn call<T>(
         &self,
         node: &str,
@@ -138,17 +140,27 @@ impl Nodes {
         answer.map_err(|status| rejected(node, status))
     }
 
-    /// Returns URL and epoch of the node with this id.
+    /// Returns URL and epoch of the only node with this id or URL. Nothing makes ids unique between hosts.
     fn find(&self, node: &str) -> Result<(String, Epoch), AdminError> {
         let directory = self.directory();
         let known = || directory.nodes().filter_map(|member| Some((member, member.record()?)));
-        match known().find(|(_, record)| record.node_id.as_str() == node) {
-            Some((member, record)) => Ok((member.address.grpc.clone(), record.epoch)),
-            None => {
+        let named: Vec<_> = known()
+            .filter(|(member, record)| {
+                record.node_id.as_str() == node || member.address.grpc == node
+            })
+            .collect();
+        match named.as_slice() {
+            [(member, record)] => Ok((member.address.grpc.clone(), record.epoch)),
+            [] => {
                 let node = node.chars().take(100).collect();
                 let ids: Vec<_> = known().map(|(_, record)| record.node_id.to_string()).collect();
                 let known = if ids.is_empty() { "none".to_owned() } else { ids.join(", ") };
                 Err(AdminError::UnknownNode { node, known })
+            }
+            several => {
+                let urls: Vec<_> =
+                    several.iter().map(|(member, _)| member.address.grpc.as_str()).collect();
+                Err(AdminError::AmbiguousNode { node: node.to_owned(), urls: urls.join(", ") })
             }
         }
     }
