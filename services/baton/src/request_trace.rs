@@ -176,7 +176,7 @@ fn azure_row(line: &str) -> Result<Row> {
     let (timestamp, input, output) = (next(), next(), next());
     Ok(Row {
         arrives_at: seconds(timestamp).ok_or_else(|| {
-            anyhow!("TIMESTAMP is {timestamp:?}; expected YYYY-MM-DD HH:MM:SS.FRACTION")
+            anyhow!("TIMESTAMP is {timestamp:?}; expected YYYY-MM-DD HH:MM:SS.FRACTION in UTC")
         })?,
         input_tokens: tokens("ContextTokens", input)?,
         output_tokens: tokens("GeneratedTokens", output)?,
@@ -189,11 +189,17 @@ fn tokens(field: &str, text: &str) -> Result<u32> {
     tokens.ok_or_else(|| anyhow!("{field} is {text:?}; expected 1 to {TOKENS_MAX}"))
 }
 
-/// Returns the seconds since 1970 of a time such as `2023-11-16 18:17:03.9799600`.
+/// Returns the seconds since 1970 of a time such as `2023-11-16 18:17:03.9799600` or
+/// `2024-05-10 00:00:00.009930+00:00`.
 fn seconds(text: &str) -> Option<f64> {
     let format = "[year]-[month]-[day] [hour]:[minute]:[second]";
     let format = format_description::parse_borrowed::<2>(format).expect("the format is constant");
+    // The traces of 2024 name UTC, the traces of 2023 name no zone.
+    let text = text.strip_suffix("+00:00").or_else(|| text.strip_suffix('Z')).unwrap_or(text);
     let (whole, fraction) = text.split_once('.').unwrap_or((text, "0"));
+    if !fraction.bytes().all(|byte| byte.is_ascii_digit()) {
+        return None;
+    }
     let time = PrimitiveDateTime::parse(whole, &format).ok()?.assume_utc();
     let fraction: f64 = format!("0.{fraction}").parse().ok()?;
     Some((time - OffsetDateTime::UNIX_EPOCH).as_seconds_f64() + fraction)
@@ -221,6 +227,12 @@ mod tests {
         let trace = parse(AZURE).unwrap();
         assert_eq!(trace.rows, [row(0.0, 480, 10, &[]), row(1.5, 3180, 8, &[])]);
         assert_eq!(trace.mean_tokens(), (1830.0, 9.0));
+        let azure_2024 = format!(
+            "{CSV_HEADER}\n2024-05-10 00:00:00.500000+00:00,2162,5\n\
+             2024-05-10 00:00:01+00:00,76,15\n2024-05-10 00:00:02.25Z,80,15\n"
+        );
+        let rows = [row(0.0, 2162, 5, &[]), row(0.5, 76, 15, &[]), row(1.75, 80, 15, &[])];
+        assert_eq!(parse(&azure_2024).unwrap().rows, rows);
         let mooncake = r#"{"timestamp": 4000, "input_length": 600, "output_length": 5, "hash_ids": [7, 9]}
             {"timestamp": 4500, "input_length": 9000, "output_length": 5, "hash_ids": []}
             {"timestamp": 5000, "input_length": 700, "output_length": 6}"#;
@@ -244,6 +256,11 @@ mod tests {
                 &["line 2", "GeneratedTokens is \"\""],
             ),
             (format!("{header}\nyesterday,5,5\n"), &["line 2", "TIMESTAMP is \"yesterday\""]),
+            (
+                format!("{header}\n2024-05-10 00:00:00.5+02:00,5,5\n"),
+                &["line 2", "00:00:00.5+02:00", "in UTC"],
+            ),
+            (format!("{header}\n2024-05-10 00:00:00.5e300,5,5\n"), &["line 2", "00:00:00.5e300"]),
             ("1,2,3\n".to_owned(), &["line 1", "Mooncake request", header]),
             (
                 "{\"timestamp\": 0, \"input_length\": 9, \"output_length\": -1}".to_owned(),
