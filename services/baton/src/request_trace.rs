@@ -22,6 +22,8 @@ const CSV_HEADER: &str = "TIMESTAMP,ContextTokens,GeneratedTokens";
 /// Prompt tokens of an id in `hash_ids`.
 pub const HASHED_TOKENS: usize = 512;
 const TOKENS_MAX: u32 = 1_000_000;
+/// Maximum time from the first request to the last.
+pub const SPAN_DAYS_MAX: f64 = 366.0;
 /// Maximum length of a line; the longest Mooncake lines have about 3 KB.
 const LINE_BYTES_MAX: u64 = 1 << 20;
 
@@ -108,6 +110,11 @@ impl Trace {
             ensure!(
                 row.arrives_at >= previous,
                 "line {number}: the request arrives before that of an earlier line"
+            );
+            ensure!(
+                row.arrives_at <= SPAN_DAYS_MAX * 86_400.0,
+                "line {number}: the request arrives too late; expected at most {SPAN_DAYS_MAX} days after the first \
+                 (Mooncake timestamps are in ms)"
             );
             trace.rows.push(row);
         }

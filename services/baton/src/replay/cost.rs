@@ -1,6 +1,6 @@
 //! The cost model of a replay, fitted to results of `baton bench engine --json` and `baton-bench transfer --json`.
 
-use std::{fmt, fs, path::Path, time::Duration};
+use std::{fmt, fs, ops::RangeInclusive, path::Path, time::Duration};
 
 use anyhow::{Context, Result, anyhow, ensure};
 use cluster::predict::{
@@ -8,6 +8,8 @@ use cluster::predict::{
 };
 use serde::Deserialize;
 use simulation::{LinkCost, StepCost};
+
+use crate::bench::serve::RATES;
 
 /// Measurements from docs/benchmarks: one H100 with weights in bf16 and the sizes of Llama-3.1-8B, and `nccl` between two H200.
 const ENGINE: &str = include_str!("h100-8b-engine.json");
@@ -18,6 +20,9 @@ const PASSES: u32 = 64;
 /// Delay of the control messages before the first and after the last chunk of a transfer. Subtracted from measured
 /// latencies, because the simulation adds this delay itself.
 const SIMULATED_MESSAGES: Duration = Duration::from_micros(400);
+/// Range of measured times in ms.
+const MS: RangeInclusive<f64> = 1e-6..=1e9;
+const BLOCK_BYTES_MAX: u64 = 1 << 30;
 
 /// Result of `baton bench engine --json`.
 #[derive(Clone, Debug, Deserialize)]
@@ -203,7 +208,7 @@ fn step(result: &EngineResult, row: &EngineRow) -> Result<(Work, f64)> {
         row.what,
         row.batch
     );
-    match row.what.as_str() {
+    let (work, ms) = match row.what.as_str() {
         "prefill" => {
             let steps = (batch * tokens / f64::from(result.step_tokens.max(1))).ceil();
             let work = Work {
@@ -211,7 +216,7 @@ fn step(result: &EngineResult, row: &EngineRow) -> Result<(Work, f64)> {
                 prefill_pairs: batch * tokens * tokens / 2.0 / steps,
                 ..Work::default()
             };
-            Ok((work, batch * tokens / per_s / steps * 1e3))
+            (work, batch * tokens / per_s / steps * 1e3)
         }
         "decode" => {
             let context = row.context_tokens.ok_or_else(|| {
@@ -222,10 +227,19 @@ fn step(result: &EngineResult, row: &EngineRow) -> Result<(Work, f64)> {
                 context_tokens: batch * (f64::from(context) + tokens / 2.0),
                 ..Work::default()
             };
-            Ok((work, batch / per_s * 1e3))
+            (work, batch / per_s * 1e3)
         }
-        other => Err(anyhow!("invalid row {other:?}; expected prefill or decode")),
-    }
+        other => return Err(anyhow!("invalid row {other:?}; expected prefill or decode")),
+    };
+    ensure!(
+        MS.contains(&ms),
+        "invalid row of {}, batch {}: {per_s:e} tokens/s; expected steps of {} to {} ms",
+        row.what,
+        row.batch,
+        MS.start(),
+        MS.end()
+    );
+    Ok((work, ms))
 }
 
 /// Fits the rows as a node fits its steps.
@@ -275,9 +289,17 @@ fn fit_links(result: &TransferResult) -> Result<(LinkCost, FitError)> {
     let rows: Vec<_> = result.rows.iter().filter(|row| row.transport == first.transport).collect();
     let bandwidth = rows.iter().map(|row| row.together_gb_per_s).fold(0.0, f64::max) * 1e9;
     ensure!(
-        bandwidth > 0.0 && rows.iter().all(|row| row.alone_us.p50 > 0.0) && result.block_bytes > 0,
-        "--transfer: invalid result of {}; expected times and bandwidths above 0",
-        first.transport
+        RATES.contains(&(bandwidth / 1e9))
+            && rows.iter().all(|row| MS.contains(&(row.alone_us.p50 / 1e3)))
+            && first.first_contact_ms <= *MS.end()
+            && (1..=BLOCK_BYTES_MAX).contains(&result.block_bytes),
+        "--transfer: invalid result of {}; expected times of {} to {} ms, bandwidths of {} to {} GB/s and blocks of \
+         at most {BLOCK_BYTES_MAX} bytes",
+        first.transport,
+        MS.start(),
+        MS.end(),
+        RATES.start(),
+        RATES.end()
     );
     // Least squares of relative errors: minimizes the sum of (fixed * a + byte * b - 1)^2.
     let inputs = rows.iter().map(|row| {
@@ -348,10 +370,17 @@ mod tests {
                 r#"{"what": "prefill", "batch": 1, "tokens_each": 9, "tokens_per_s_median": 0}"#,
                 "invalid row of prefill",
             ),
+            (
+                r#"{"what": "prefill", "batch": 1, "tokens_each": 9, "tokens_per_s_median": 1e-300}"#,
+                "1e-300 tokens/s; expected steps of 0.000001 to 1000000000 ms",
+            ),
         ] {
             let error = CostModel::fit(&[engine(rows).unwrap()], &transfer).unwrap_err();
             assert!(format!("{error:#}").contains(words), "{error:#}");
         }
+        let mut slow = transfer.clone();
+        slow.rows[0].first_contact_ms = 1e300;
+        assert!(fit_links(&slow).is_err());
         let empty = TransferResult { rows: Vec::new(), ..transfer };
         assert!(fit_links(&empty).is_err());
         assert!(format!("{:#}", engine("5").unwrap_err()).contains("cannot read the cost model"));

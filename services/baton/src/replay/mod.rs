@@ -34,11 +34,13 @@ use crate::{
         serve::{GoodputLimits, parse_rate},
         stats::WorkloadRng,
     },
-    request_trace::{HASHED_TOKENS, Row, Trace},
+    request_trace::{HASHED_TOKENS, Row, SPAN_DAYS_MAX, Trace},
 };
 
 /// Tokens of a KV block.
 const BLOCK_TOKENS: u32 = 16;
+/// Maximum number of requests of a replay, with all copies and repetitions.
+const REQUESTS_MAX: u64 = 20_000_000;
 
 #[derive(Args, Clone)]
 pub struct ReplayArgs {
@@ -142,6 +144,7 @@ pub fn run(args: ReplayArgs) -> Result<()> {
     let cost = args.cost_model()?;
     let mut trace = Trace::read(&args.trace, args.requests)?;
     trace.fit(args.sequence_tokens_max())?;
+    args.check_size(&trace)?;
     let workload = Workload::new(&args, trace);
     let described = workload.describe();
     println!("{described}");
@@ -257,6 +260,22 @@ impl ReplayArgs {
             cost.links.bytes_per_s = gb_per_s * 1e9;
         }
         Ok(cost)
+    }
+
+    /// Rejects replays that need too much memory or virtual time.
+    fn check_size(&self, trace: &Trace) -> Result<()> {
+        let requests = trace.len() as u64 * u64::from(self.copies) * u64::from(self.repeat);
+        ensure!(
+            requests <= REQUESTS_MAX,
+            "invalid --copies and --repeat: {requests} requests; expected at most {REQUESTS_MAX}"
+        );
+        let span = trace.rows().last().map_or(0.0, |row| row.arrives_at);
+        let days = span * f64::from(self.repeat) / self.rate_scale / 86_400.0;
+        ensure!(
+            days <= SPAN_DAYS_MAX,
+            "invalid --repeat and --rate-scale: {days:.0} days; expected at most {SPAN_DAYS_MAX}"
+        );
+        Ok(())
     }
 
     fn sequence_tokens_max(&self) -> u32 {
@@ -415,7 +434,10 @@ mod tests {
             (&["--policy", "best"][..], "predicted, cache-aware, least-load, round-robin"),
             (&["--compare", "predicted,worst"], "predicted, cache-aware, least-load, round-robin"),
             (&["--disaggregate", "maybe"], "auto, always, never"),
-            (&["--rate-scale", "0"], "greater than 0"),
+            (&["--rate-scale", "0"], "expected 0.000001 to 1000000000"),
+            (&["--rate-scale", "1e-300"], "expected 0.000001 to 1000000000"),
+            (&["--itl-max-ms", "1e300"], "expected 0.000001 to 1000000000"),
+            (&["--link-gb-per-s", "1e-300"], "expected 0.000001 to 1000000000"),
             (&["--decode", "0"], "1..=1000"),
             (&["--kv-tokens", "5"], "1024..="),
             (&["--goodput", "ttfb:5"], "expected ttft:MS"),
@@ -431,6 +453,8 @@ mod tests {
         let trace = trace.path().to_str().unwrap();
         let bad = file(&TRACE.replace("600", "-600"));
         let bad = bad.path().to_str().unwrap();
+        let late = file(&TRACE.replace("8000", "1e23"));
+        let late = late.path().to_str().unwrap();
         for (trace, flags, words) in [
             (bad, &[][..], &[bad, "line 3", "-600"][..]),
             ("/nowhere/trace", &[], &["cannot read the trace /nowhere/trace"]),
@@ -439,6 +463,17 @@ mod tests {
             (trace, &["--transfer", trace], &["--transfer", "baton-bench transfer --json"]),
             (trace, &["--prefill", "600", "--decode", "600"], &["1200 nodes; expected 1 to 1000"]),
             (trace, &["--json", "/nowhere/file"], &["--json /nowhere/file"]),
+            (late, &[], &[late, "line 3", "366 days"]),
+            (
+                trace,
+                &["--copies", "10000", "--repeat", "1000"],
+                &["--copies", "30000000 requests; expected at most 20000000"],
+            ),
+            (
+                trace,
+                &["--rate-scale", "0.000001", "--repeat", "1000"],
+                &["--rate-scale", "92593 days; expected at most 366"],
+            ),
         ] {
             let error = format!("{:#}", run(args(trace, flags).unwrap()).unwrap_err());
             assert!(words.iter().all(|word| error.contains(word)), "{flags:?}: {error}");

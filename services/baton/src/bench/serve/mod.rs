@@ -12,6 +12,7 @@ mod workload;
 
 use std::{
     fs,
+    ops::RangeInclusive,
     path::{Path, PathBuf},
     sync::Arc,
     time::{Duration, Instant},
@@ -133,9 +134,12 @@ pub struct ServeArgs {
     client: ClientArgs,
 }
 
+/// Range of rates, bandwidths and other positive numbers whose quotients are valid times.
+pub const RATES: RangeInclusive<f64> = 1e-6..=1e9;
+
 pub fn parse_rate(text: &str) -> Result<f64, String> {
-    let rate = text.parse().ok().filter(|rate: &f64| rate.is_finite() && *rate > 0.0);
-    rate.ok_or_else(|| "expected a number greater than 0".to_owned())
+    let rate = text.parse().ok().filter(|rate: &f64| RATES.contains(rate));
+    rate.ok_or_else(|| format!("expected {} to {}", RATES.start(), RATES.end()))
 }
 
 fn parse_pause(text: &str) -> Result<f64, String> {
