@@ -112,9 +112,18 @@ pub struct Replayed {
 pub fn replay(
     config: &ReplayConfig,
     requests: impl Iterator<Item = TraceRequest> + Send + 'static,
+    progress: impl FnMut(Progress),
+) -> Replayed {
+    replay_scenario(config, config.scenario(), requests, progress)
+}
+
+fn replay_scenario(
+    config: &ReplayConfig,
+    scenario: Scenario,
+    requests: impl Iterator<Item = TraceRequest> + Send + 'static,
     mut progress: impl FnMut(Progress),
 ) -> Replayed {
-    let mut simulation = Simulation::new(config.seed, config.scenario(), false);
+    let mut simulation = Simulation::new(config.seed, scenario, false);
     for router in &mut simulation.routers {
         router.stats = Some(ReplayStats::default());
     }
@@ -251,5 +260,59 @@ impl ReplayConfig {
             .collect();
         faults.sort_by_key(|(at, _)| *at);
         faults
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use config::{Disaggregate, NodePolicy};
+
+    use super::*;
+
+    #[test]
+    fn prefix_hits_of_a_retried_request_are_those_of_its_first_prefill() {
+        let config = ReplayConfig {
+            prefill: 1,
+            decode: 1,
+            selection: Selection {
+                disaggregate: Disaggregate::Always,
+                policy: NodePolicy::Predicted,
+            },
+            step_cost: StepCost::linear(Duration::from_millis(4), Duration::from_micros(20)),
+            links: LinkCost {
+                connect: Duration::from_millis(10),
+                latency: Duration::from_micros(200),
+                bytes_per_s: 10e9,
+                block_bytes: 1 << 20,
+            },
+            chunk_blocks: 16,
+            slots: 32,
+            step_tokens: 2048,
+            sequence_tokens: 8192,
+            blocks: 4096,
+            itl_max: Duration::from_millis(20),
+            timeout: Duration::from_secs(60),
+            seed: 1,
+            faults: None,
+            duration: Duration::ZERO,
+        };
+        // The decode node dies while the request decodes.
+        let kill = Fault::Kill {
+            host: 1,
+            resets_connections: true,
+            restart_after: Duration::from_millis(900),
+        };
+        let faults = vec![(Duration::from_secs(1), kill)];
+        let scenario = Scenario { faults, ..config.scenario() };
+        let request = TraceRequest {
+            at: Duration::ZERO,
+            prompt: (0..1024).map(|position| position * 7 % VOCABULARY).collect(),
+            output_tokens: 500,
+        };
+        let replayed = replay_scenario(&config, scenario, std::iter::once(request), |_| ());
+        let [request] = &replayed.requests[..] else { panic!("{}", replayed.coverage) };
+        assert!(request.attempts > 1 && request.ttft < Duration::from_secs(1), "{request:?}");
+        // The prefill node has the whole prompt in its cache when the request comes again.
+        assert_eq!(request.cached_tokens, 0, "{request:?}");
     }
 }

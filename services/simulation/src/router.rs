@@ -147,7 +147,8 @@ struct Answer {
     emitted_at: Option<Instant>,
     /// Longest time between two tokens.
     pause: Duration,
-    cached_tokens: u32,
+    /// Prefix hits of the first node that prefilled the prompt.
+    cached_tokens: Option<u32>,
     end: Option<End>,
 }
 
@@ -259,7 +260,7 @@ impl Router {
             first_emitted_at: None,
             emitted_at: None,
             pause: Duration::ZERO,
-            cached_tokens: 0,
+            cached_tokens: None,
             end: None,
         };
         if let Some(stats) = &mut self.stats {
@@ -511,7 +512,7 @@ impl Router {
         stats.requests.push(ServedRequest {
             request: id,
             prompt_tokens: answer.core.wanted().prompt_tokens,
-            cached_tokens: answer.cached_tokens,
+            cached_tokens: answer.cached_tokens.unwrap_or(0),
             output_tokens: answer.core.emitted().len() as u32,
             ttft: answer.first_emitted_at.map_or(Duration::ZERO, |at| at - answer.arrived_at),
             duration: now - answer.arrived_at,
@@ -648,9 +649,13 @@ impl Router {
             self.drop_call(CallKey { transfer, side: Side::Decode });
             self.drop_call(CallKey { transfer, side: Side::Prefill });
         }
-        // The prefill node's, unless the decode node prefilled.
-        let cached = ended.stats.prefill.cached_tokens.or(ended.stats.decode.cached_tokens);
-        self.answer(id).cached_tokens = cached.unwrap_or(0);
+        // The prefill node's, unless the decode node prefilled. A retry finds the KV that its request computed before, so
+        // the first report counts.
+        let stats = &ended.stats;
+        let local = stats.decode.cached_tokens.filter(|_| stats.local_prefill);
+        let cached = stats.prefill.cached_tokens.or(local);
+        let answer = self.answer(id);
+        answer.cached_tokens = answer.cached_tokens.or(cached);
         self.nodes.decoded(now, &decode, ended.stats.decoded_tokens, ended.stats.decode_wait);
         if let AttemptOutcome::Failed(failure) = &ended.outcome {
             self.coverage.count_failure(failure);
