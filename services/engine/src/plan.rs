@@ -37,7 +37,7 @@ pub struct StepPlan {
     pub released: Vec<Slot>,
     /// New occupants; their slots are free or in `released`.
     pub admitted: Vec<AdmittedRow>,
-    /// Blocks appended to the tables of occupants.
+    /// Blocks appended to the tables of occupants; at most one entry for each slot.
     pub extended: Vec<(Slot, Vec<BlockId>)>,
     /// Rows of this forward pass; none only in a plan that releases slots.
     pub rows: Vec<RowPlan>,

@@ -227,7 +227,7 @@ proptest! {
         prefix_cache in prop::bool::weighted(0.8),
         itl_max in prop::option::of(1..20u64),
         short_limits in any::<bool>(),
-        drafts in prop::option::of((1..8u32, 1..64u32)),
+        drafts in prop::option::of((1..40u32, 1..64u32)),
         tiers in prop::option::of((0..40u32, 0..20u32, any::<bool>(), 1..500u64)),
         events in prop::collection::vec(event(), 1..120),
     ) {

@@ -2,7 +2,10 @@
 
 mod common;
 
-use std::{collections::HashMap, time::Instant};
+use std::{
+    collections::HashMap,
+    time::{Duration, Instant},
+};
 
 use common::{
     cpu::{CpuEngine, Outcome, engine, engine_with, limits_of, pair, run, tiny_model},
@@ -12,10 +15,14 @@ use common::{
 };
 use engine::{
     SchedulerConfig, SchedulerConfigError, Speculated, StepKind,
-    event::{FinishReason, NewSequence, SequenceId, SequenceKind},
+    event::{FinishReason, Input, NewSequence, SequenceId, SequenceKind},
     executor::{ExecutorLimits, Speculation},
+    plan::{RowPlan, RowResult, StepResult, StepRun},
 };
-use kernels::{WeightFormat, sampling::Sampling};
+use kernels::{
+    WeightFormat,
+    sampling::{SampledToken, Sampling},
+};
 use proptest::prelude::*;
 
 const COMPUTE: SequenceKind = SequenceKind::Compute;
@@ -67,6 +74,40 @@ fn draft_tokens_stay_within_the_token_budget_of_a_step() {
     let most = decoding.iter().filter(|record| record.rows == 4).map(|record| record.tokens).max();
     assert_eq!(most, Some(10));
     node.assert_all_returned();
+}
+
+/// Returns the result of a row all of whose draft tokens are accepted.
+fn all_accepted(row: &RowPlan) -> RowResult {
+    let count = if row.samples { 1 + row.drafts_max } else { 0 };
+    RowResult {
+        slot: row.slot,
+        generation: row.generation,
+        tokens: (0..count).map(|_| SampledToken { id: 1, logprobs: None }).collect(),
+        drafted: row.drafts_max,
+        failure: None,
+    }
+}
+
+#[test]
+fn row_is_extended_once_by_the_blocks_of_its_token_and_of_its_draft_tokens() {
+    let drafts = Some(speculation(32, 64));
+    let limits = ExecutorLimits { speculation: drafts, ..limits(4, 64, 60, 1) };
+    let mut scheduler = common::scheduler(unbounded_waits(limits));
+    let mut actions = Vec::new();
+    // After 1, 2, 4 and 8 draft tokens the row is at position 32, and has two blocks.
+    scheduler.handle(Instant::now(), Input::Arrived(long(1, 13, 200)), &mut actions);
+    let mut added = Vec::new();
+    while let Some(plan) = scheduler.plan(&mut actions) {
+        assert!(plan.extended.len() <= 1, "the only row has {} entries", plan.extended.len());
+        added.extend(plan.extended.iter().map(|(_, blocks)| blocks.len()));
+        let rows = plan.rows.iter().map(all_accepted).collect();
+        let (step_id, run) = (plan.step_id, StepRun::default());
+        let result = StepResult { step_id, rows, busy: Duration::from_millis(1), run };
+        scheduler.complete(result, &mut actions);
+        scheduler.check();
+    }
+    assert!(added.contains(&2), "no step added two blocks: {added:?}");
+    assert!(scheduler.is_idle());
 }
 
 #[test]

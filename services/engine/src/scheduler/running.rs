@@ -229,8 +229,14 @@ impl Scheduler {
     fn append(&mut self, id: SequenceId, blocks: Vec<BlockId>, builder: &mut PlanBuilder) {
         let row = self.row_mut(id);
         row.blocks.extend_from_slice(&blocks);
-        if row.announced {
-            builder.plan.extended.push((row.slot, blocks));
+        if !row.announced {
+            return;
+        }
+        let slot = row.slot;
+        // A row at a block boundary may get blocks for its token, and then further blocks for its draft tokens.
+        match builder.plan.extended.iter_mut().find(|(extended, _)| *extended == slot) {
+            Some((_, added)) => added.extend(blocks),
+            None => builder.plan.extended.push((slot, blocks)),
         }
     }
 
