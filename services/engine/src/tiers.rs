@@ -7,7 +7,8 @@
 //! 1. A step has written the block, its result was collected, and the block is in the prefix cache. Admission decides
 //!    whether the block is worth a save: see [`TierAdmission`]. The save is queued by key. A queue that is full drops
 //!    the save. A queued save owns nothing: if the prefix cache evicts the block before the copy starts, the save is
-//!    cancelled.
+//!    cancelled. With speculative decoding the block is queued after the steps in flight: they were launched before its
+//!    draft tokens were verified, so the executor may still hold the block for writing.
 //! 2. [`Action::Save`](crate::event::Action::Save): the copy starts. The block cannot be evicted until
 //!    [`TierEvent::Copied`]. After [`TierEvent::Saved`] loads may read the slot. With both tiers the block is saved to
 //!    host memory first, and from there to the disk.
@@ -36,7 +37,10 @@ pub use store::SlotIndex;
 use store::Store;
 use touches::Touches;
 
-use crate::event::{BlockHash, CacheChange, SequenceId};
+use crate::{
+    event::{BlockHash, CacheChange, SequenceId},
+    plan::StepId,
+};
 
 /// Maximum number of queued saves of each tier. A prefill step of 8,192 tokens has 512 blocks.
 const QUEUED_MAX: usize = 2048;
@@ -259,6 +263,10 @@ pub(crate) struct Tiers {
     rates: [LoadRate; TIERS],
     prefill: PrefillRate,
     touches: Touches,
+    /// The last launched step, while it is in flight and may write blocks that an earlier step in flight completes.
+    last_step: Option<StepId>,
+    /// Blocks to queue when the step has been collected; ascending by step.
+    unverified: VecDeque<(StepId, BlockHash)>,
     /// Contents of the host tier's slots, for saves from there to the disk.
     host_contents: HashMap<SlotIndex, BlockContents>,
     saves: BTreeMap<JobId, SaveInFlight>,
@@ -289,6 +297,8 @@ impl Tiers {
             rates: Default::default(),
             prefill: PrefillRate::default(),
             touches: Touches::new(2 * keys),
+            last_step: None,
+            unverified: VecDeque::new(),
             host_contents: HashMap::default(),
             saves: BTreeMap::new(),
             loads: BTreeMap::new(),
@@ -335,8 +345,31 @@ impl Tiers {
         continues || self.config.admission == TierAdmission::Always || self.touches.is_second(key)
     }
 
-    /// Queues the save of a block of the prefix cache to the fastest tier that has slots.
+    /// Handles the launch of a step that writes blocks from the last verified token on.
+    pub fn step_launched(&mut self, step: StepId) {
+        self.last_step = Some(step);
+    }
+
+    /// Handles the end of a step.
+    pub fn step_collected(&mut self, step: StepId) {
+        self.last_step = self.last_step.filter(|&last| last > step);
+        while let Some((_, key)) = self.unverified.pop_front_if(|(last, _)| *last <= step) {
+            self.queue_first(key);
+        }
+    }
+
+    /// Queues the save of a block of the prefix cache, once no step in flight may write the block.
     pub fn offer(&mut self, key: BlockHash) {
+        match self.last_step {
+            Some(step) if self.unverified.len() < QUEUED_MAX => {
+                self.unverified.push_back((step, key));
+            }
+            _ => self.queue_first(key),
+        }
+    }
+
+    /// Queues the save of a block to the fastest tier that has slots.
+    fn queue_first(&mut self, key: BlockHash) {
         let has_slots =
             |tier: &Tier| self.tiers[tier.index()].as_ref().is_some_and(|it| it.store.slots() > 0);
         if let Some(first) = Tier::ALL.into_iter().find(has_slots) {

@@ -4,12 +4,17 @@ mod common;
 
 use std::time::{Duration, Instant};
 
-use common::{family_tokens, limits, node::Node, sequence, unbounded_waits};
+use common::{
+    family_tokens, limits, node::Node, scheduler, sequence, speculation, unbounded_waits,
+};
 use engine::{
     Turn,
-    event::{NewSequence, SequenceId, SequenceKind, SessionHint},
-    tiers::{COPYING_MAX, Tier, TierAdmission, TierConfig},
+    event::{Action, Input, NewSequence, SequenceId, SequenceKind, SessionHint},
+    executor::ExecutorLimits,
+    plan::{RowPlan, RowResult, StepPlan, StepResult, StepRun},
+    tiers::{COPYING_MAX, Tier, TierAdmission, TierConfig, TierEvent},
 };
+use kernels::sampling::SampledToken;
 
 const COMPUTE: SequenceKind = SequenceKind::Compute;
 
@@ -264,6 +269,46 @@ fn sequence_that_waits_for_a_slot_cancels_no_save() {
     let stats = node.tier_stats();
     assert_eq!((stats.saved - before.saved, stats.cancelled - before.cancelled), (6 + 1, 0));
     node.assert_all_returned();
+}
+
+/// Returns the result of a step all of whose draft tokens are accepted.
+fn all_accepted(plan: &StepPlan) -> StepResult {
+    let row = |row: &RowPlan| RowResult {
+        slot: row.slot,
+        generation: row.generation,
+        tokens: (0..=row.drafts_max).map(|_| SampledToken { id: 1, logprobs: None }).collect(),
+        drafted: row.drafts_max,
+        failure: None,
+    };
+    let (step_id, rows) = (plan.step_id, plan.rows.iter().map(row).collect());
+    StepResult { step_id, rows, busy: Duration::from_millis(1), run: StepRun::default() }
+}
+
+#[test]
+fn block_of_draft_tokens_is_saved_after_the_steps_that_may_write_it() {
+    let now = Instant::now();
+    let limits = ExecutorLimits { speculation: Some(speculation(8, 64)), ..limits(4, 64, 20, 2) };
+    let tiers = TierConfig { host: true, ..config(0) };
+    let mut scheduler = scheduler(unbounded_waits(limits)).with_tiers(tiers, now);
+    let mut actions = Vec::new();
+    let grown = TierEvent::Grown { tier: Tier::Host, slots: 20 };
+    scheduler.handle(now, Input::Tier(grown), &mut actions);
+    let long = NewSequence { max_tokens: 60, ignore_stop_tokens: true, ..new(1, COMPUTE, 1, 14) };
+    scheduler.handle(now, Input::Arrived(long), &mut actions);
+    let prefill = scheduler.plan(&mut actions).expect("the prompt is computed");
+    scheduler.complete(all_accepted(&prefill), &mut actions);
+    let first = scheduler.plan(&mut actions).expect("a step with a draft token");
+    assert_eq!(first.rows[0].drafts_max, 1);
+    // If the draft token is rejected, this step writes the last position of the first block.
+    let second = scheduler.plan(&mut actions).expect("another step in flight");
+    let mut saves = |step: &StepPlan| {
+        let mut actions = Vec::new();
+        scheduler.complete(all_accepted(step), &mut actions);
+        scheduler.start_saves(now, &mut actions);
+        actions.iter().filter(|action| matches!(action, Action::Save(_))).count()
+    };
+    assert_eq!(saves(&first), 0, "the second step is in flight");
+    assert_eq!(saves(&second), 1);
 }
 
 #[test]

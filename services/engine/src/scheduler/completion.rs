@@ -29,6 +29,7 @@ impl Scheduler {
         if let Some(tiers) = &mut self.tiers {
             let prefills = frame.rows.iter().filter(|row| row.token_count > 1 || !row.samples);
             tiers.add_prefill(prefills.map(|row| row.token_count).sum(), result.busy);
+            tiers.step_collected(frame.step_id);
         }
         actions.reserve(frame.rows.len());
         for ((row, id), outcome) in frame.rows.iter().zip(frame.sequences).zip(result.rows) {

@@ -84,6 +84,11 @@ impl Scheduler {
             Some(PrefillBudget::Limited { spent, .. }) => Some(spent),
         };
         plan.step_id = self.frames.launch(plan.rows.clone(), builder.sequences, prefill_cost);
+        if self.config.limits.speculation.is_some()
+            && let Some(tiers) = &mut self.tiers
+        {
+            tiers.step_launched(plan.step_id);
+        }
         plan.awaits_masks = !builder.masks.is_empty();
         self.awaited = plan.awaits_masks.then_some((plan.step_id, builder.masks));
         Some(plan)
