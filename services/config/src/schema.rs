@@ -239,7 +239,7 @@ section! {
         /// Number of tokens in a step up to which draft tokens are added.
         speculate_step_tokens: u32 = 64,
             "On a CPU smaller steps are limited by memory bandwidth, larger steps by arithmetic.",
-            2..=65_536;
+            2..=4096;
         /// Minimum number of tokens that must repeat before draft tokens are proposed.
         speculate_ngram_min: u32 = 3,
             "Two tokens repeat by chance in any prose; three seldom do.",

@@ -256,6 +256,12 @@ pub struct Speculation {
 }
 
 impl ExecutorLimits {
+    /// Returns the maximum number of samples of a step.
+    fn samples_max(&self) -> u32 {
+        let verified = self.speculation.map_or(0, |speculation| speculation.step_tokens);
+        self.slots.max(verified).min(self.step_tokens)
+    }
+
     /// Returns how many draft tokens each row of a decode step of `rows` rows may verify, at most `wanted`.
     pub(crate) fn row_drafts(&self, rows: u32, wanted: u32) -> u32 {
         match self.speculation {
@@ -350,4 +356,29 @@ pub fn panic_message(panic: &(dyn Any + Send)) -> String {
     let text = panic.downcast_ref::<&str>().map(|text| (*text).to_owned());
     text.or_else(|| panic.downcast_ref::<String>().cloned())
         .unwrap_or_else(|| "it panicked".to_owned())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn step_has_no_more_samples_than_tokens() {
+        let samples_max = |step_tokens| {
+            let (ngram_min, ngram_max) = (2, 4);
+            let rules =
+                Speculation { row_drafts: 8, step_tokens, ngram_min, ngram_max, uniform: false };
+            let limits = ExecutorLimits {
+                slots: 16,
+                step_tokens: 64,
+                sequence_tokens: 256,
+                blocks: 40,
+                depth: 1,
+                vocabulary: 100,
+                speculation: (step_tokens > 0).then_some(rules),
+            };
+            limits.samples_max()
+        };
+        assert_eq!([0, 8, 32, 64, 65, 65_536].map(samples_max), [16, 16, 32, 64, 64, 64]);
+    }
 }

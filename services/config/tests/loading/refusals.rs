@@ -111,6 +111,7 @@ fn wrong_types_and_numbers_out_of_range_are_refused() {
         "[node]\ncpus = \"0-3,2\"",
         "[node]\ncpus = 3",
         "[node]\nnuma_node = -1",
+        "[node]\nspeculate_step_tokens = 4097",
         "[node]\nkv_memory = \"1\"",
         "[node]\nkv_memory = \"1 elephant\"",
         "[node]\ngrpc = \"localhost\"",

@@ -131,10 +131,9 @@ impl CpuExecutor {
         progress: &mut dyn FnMut(LoadProgress),
     ) -> Result<Self, CpuExecutorError> {
         let heads = check(checkpoint, &backend, &arena, limits)?;
-        let speculating = limits.speculation.map_or(0, |speculation| speculation.step_tokens);
         let largest_step = Limits {
             rows_max: limits.step_tokens as usize,
-            sampled_max: limits.slots.max(speculating) as usize,
+            sampled_max: limits.samples_max() as usize,
         };
         let model = Llama::load(checkpoint, &backend, largest_step, progress)?;
         let batch = Batch::new(limits);

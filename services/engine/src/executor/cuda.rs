@@ -99,7 +99,7 @@ impl CudaModel {
         check_sizes(checkpoint.config(), backend.shard())?;
         let largest_step = Limits {
             rows_max: limits.step_tokens as usize,
-            sampled_max: samples_max(limits) as usize,
+            sampled_max: limits.samples_max() as usize,
         };
         let started = Instant::now();
         // Only computes the memory: no weight is read.
@@ -601,19 +601,13 @@ fn sampled(result: &mut RowResult, outcomes: Vec<SampleOutcome>) {
     }
 }
 
-/// Returns the maximum number of samples of a step.
-fn samples_max(limits: &ExecutorLimits) -> u32 {
-    let verified = limits.speculation.map_or(0, |speculation| speculation.step_tokens);
-    limits.slots.max(verified).min(limits.step_tokens)
-}
-
 /// Returns the limits of the device's batch. Steps in flight may add tokens to the longest sequence.
 fn batch_limits(limits: &ExecutorLimits) -> BatchLimits {
     BatchLimits {
         slots: limits.slots,
         sequence_tokens: limits.sequence_tokens + limits.depth + 1,
         rows: limits.step_tokens,
-        samples: samples_max(limits),
+        samples: limits.samples_max(),
         stops: STOP_TOKENS_MAX as u32,
         vocabulary: limits.vocabulary,
         depth: limits.depth,
@@ -642,7 +636,7 @@ fn gemm_shapes(
         let shapes = if rows <= limits.slots as usize { &mut decode } else { &mut prefill };
         shapes.extend(layer.map(|(inputs, outputs)| (rows, inputs, outputs, dtype)));
     }
-    for rows in row_steps(samples_max(limits) as usize) {
+    for rows in row_steps(limits.samples_max() as usize) {
         decode.push((rows, config.hidden_size, tokens, Dtype::F32));
     }
     decode.extend(prefill.into_iter().rev());
