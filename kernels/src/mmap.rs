@@ -27,6 +27,7 @@ const DROPPED_BYTES: usize = 64 << 20;
 /// an error and not a fault.
 #[derive(Debug)]
 pub struct MappedFile {
+    file: File,
     /// `None` for an empty file, which cannot be mapped.
     map: Option<Mmap>,
     identity: FileIdentity,
@@ -64,19 +65,24 @@ impl MappedFile {
         let metadata = file.metadata()?;
         let identity = FileIdentity::of(&metadata);
         if metadata.len() == 0 {
-            return Ok(Self { map: None, identity });
+            return Ok(Self { file, map: None, identity });
         }
         // SAFETY: the mapping is read-only and private to this value. The operator must not
         // truncate or rewrite the file meanwhile, as the type's documentation says.
         let map = unsafe { Mmap::map(&file)? };
         // Weights are read front to back, once. A refused hint only costs speed.
         let _ = map.advise(Advice::Sequential);
-        Ok(Self { map: Some(map), identity })
+        Ok(Self { file, map: Some(map), identity })
     }
 
     /// Returns the file's identity when it was mapped.
     pub fn identity(&self) -> FileIdentity {
         self.identity
+    }
+
+    /// Returns whether the mapped file was not written since it was mapped. A new file under its name does not count.
+    pub fn is_unchanged(&self) -> bool {
+        self.file.metadata().is_ok_and(|file| FileIdentity::of(&file) == self.identity)
     }
 
     pub fn bytes(&self) -> &[u8] {
@@ -122,7 +128,7 @@ impl Deref for MappedFile {
 
 #[cfg(test)]
 mod tests {
-    use std::io::Write;
+    use std::{io::Write, time::SystemTime};
 
     use super::*;
 
@@ -185,5 +191,20 @@ mod tests {
         std::fs::write(folder.path().join("new"), b"n").unwrap();
         std::fs::rename(folder.path().join("new"), &path).unwrap();
         assert_eq!(mapped.bytes(), b"old");
+        assert!(mapped.is_unchanged());
+    }
+
+    #[test]
+    fn write_into_a_mapped_file_is_noticed() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("model");
+        std::fs::write(&path, b"old").unwrap();
+        let file = File::options().write(true).open(&path).unwrap();
+        // Clocks of file systems are coarse.
+        file.set_modified(SystemTime::UNIX_EPOCH).unwrap();
+        let mapped = MappedFile::open(&path).unwrap();
+        assert!(mapped.is_unchanged());
+        (&file).write_all(b"new").unwrap();
+        assert!(!mapped.is_unchanged());
     }
 }

@@ -221,6 +221,15 @@ impl Checkpoint {
         }
     }
 
+    /// Fails if one of the files was written since it was opened. Then two reads of the weights may have found different
+    /// bytes.
+    pub fn check_unchanged(&self) -> Result<(), ModelError> {
+        match &self.weights {
+            Weights::Dummy(_) => Ok(()),
+            Weights::Stored(stored) => stored.check_unchanged(),
+        }
+    }
+
     /// Keeps the pages of the weights resident until the checkpoint is dropped, for callers that read weights on
     /// several threads. Otherwise a thread that has read a weight would drop pages that other threads still read.
     #[must_use]

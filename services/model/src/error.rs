@@ -16,6 +16,11 @@ pub enum ModelError {
     Safetensors { path: PathBuf, source: safetensors::SafeTensorError },
     #[error("{}: invalid JSON: {source}", path.display())]
     Json { path: PathBuf, source: serde_json::Error },
+    #[error(
+        "cannot use {}: the file changed while it was read; expected a file that nobody writes",
+        path.display()
+    )]
+    Changed { path: PathBuf },
     #[error("{} is larger than {limit} bytes", path.display())]
     FileTooLarge { path: PathBuf, limit: u64 },
     #[error("{}: unsupported architecture {found}; expected one of {supported}", path.display())]

@@ -85,6 +85,14 @@ impl StoredWeights {
         self.files.iter().map(|file| file.mapped.identity()).collect()
     }
 
+    /// Fails if one of the files was written since it was opened.
+    pub fn check_unchanged(&self) -> Result<(), ModelError> {
+        match self.files.iter().find(|file| !file.mapped.is_unchanged()) {
+            None => Ok(()),
+            Some(file) => Err(ModelError::Changed { path: file.path.clone() }),
+        }
+    }
+
     pub fn forget_pages(&self) {
         self.files.iter().for_each(|file| file.mapped.forget_pages());
     }

@@ -105,6 +105,8 @@ pub(super) fn receive(
     })?;
     // Threads that were cancelled left digests out.
     check()?;
+    // The digests are those of the packed bytes only if both were read from the same files.
+    checkpoint.check_unchanged()?;
     let version = WeightVersion::of_content(&plan, &digests);
     tracing::info!(
         bytes = plan.bytes(),
@@ -154,4 +156,83 @@ fn plan(weights: &[StoredWeight<'_>]) -> Result<Plan, PlanError> {
         bytes: weight.bytes.len() as u64,
     };
     Plan::new(weights.iter().map(tensor).collect(), CHUNK_BYTES)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::{
+        fs::{self, File},
+        io::{Seek, SeekFrom, Write},
+        time::SystemTime,
+    };
+
+    use model::Weight;
+    use serde_json::{Map, json};
+
+    use super::*;
+
+    /// Writes a model with zeros as weights, and returns the file of the weights.
+    fn write_model(folder: &Path) -> File {
+        let config = Path::new(env!("CARGO_MANIFEST_DIR"))
+            .join("../model/tests/fixtures/tiny_llama3/config.json");
+        fs::copy(&config, folder.join("config.json")).unwrap();
+        let model = Checkpoint::open(&config, LoadFormat::Dummy { seed: 7 }).unwrap();
+        let (mut header, mut end) = (Map::new(), 0);
+        for weight in Weight::all(model.config()) {
+            let shape = weight.shape(model.config());
+            let begin = end;
+            end += 2 * shape.elements();
+            let entry =
+                json!({"dtype": "BF16", "shape": shape.dims(), "data_offsets": [begin, end]});
+            header.insert(weight.hugging_face_name(), entry);
+        }
+        let header = serde_json::to_vec(&header).unwrap();
+        let mut file = File::create(folder.join("model.safetensors")).unwrap();
+        file.write_all(&(header.len() as u64).to_le_bytes()).unwrap();
+        file.write_all(&header).unwrap();
+        file.write_all(&vec![0; end as usize]).unwrap();
+        // Clocks of file systems are coarse: a write right now could leave the time of the last write as it is.
+        file.set_modified(SystemTime::UNIX_EPOCH).unwrap();
+        file
+    }
+
+    /// Device whose weights are packed while a trainer writes the file, if there is one.
+    struct Device(Option<File>);
+
+    impl WeightUpdate for Device {
+        fn is_in_place(&self) -> bool {
+            true
+        }
+
+        fn prepare(&self, _: &Path, _: &Checkpoint) -> Result<(), PrepareError> {
+            if let Some(mut file) = self.0.as_ref() {
+                file.seek(SeekFrom::End(-2)).unwrap();
+                file.write_all(&[0x80, 0x3f]).unwrap();
+            }
+            Ok(())
+        }
+
+        fn discard(&self) {}
+    }
+
+    #[test]
+    fn weights_that_change_while_they_are_read_are_rejected() {
+        let outcome = |is_written: bool| {
+            let folder = tempfile::tempdir().unwrap();
+            let file = write_model(folder.path());
+            let model = Checkpoint::open(folder.path(), LoadFormat::Auto).unwrap();
+            let device = Device(is_written.then_some(file));
+            let (model, cancelled) = (model.config().clone(), CancellationToken::new());
+            receive(
+                folder.path(),
+                (&model, HostBytes::default(), None),
+                &device,
+                &|| Ok(()),
+                &cancelled,
+            )
+        };
+        assert!(outcome(false).is_ok());
+        let error = outcome(true).map(|received| received.version).unwrap_err().to_string();
+        assert!(error.contains("model.safetensors: the file changed"), "{error}");
+    }
 }

@@ -49,6 +49,7 @@ pub(super) fn restore(
             }
             let prepared = update.prepare(&loaded.path, &checkpoint);
             prepared.map_err(|error| error.to_string())?;
+            checkpoint.check_unchanged().map_err(|error| error.to_string())?;
             (WeightVersion::LOADED, String::new())
         }
         LostWeights::Updated { version, label, source } => {
