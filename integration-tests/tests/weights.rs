@@ -648,6 +648,58 @@ async fn of_two_routers_that_begin_at_once_at_least_one_commits() -> Result<()> 
     cluster.stop()
 }
 
+/// Begins an update at a router and waits until it is prepared. Returns its id.
+async fn prepared(router: &Service, path: &Path) -> Result<String> {
+    let admin = admin_of(router);
+    let deadline = Instant::now() + COMMITTED_WITHIN;
+    let has_nodes = |report: &Value| report["nodes"].as_array().is_some_and(|it| !it.is_empty());
+    while !has_nodes(&admin.get_json("/v1/weights").await?.1) {
+        ensure!(Instant::now() < deadline, "the router sees no node");
+        tokio::time::sleep(Duration::from_millis(10)).await;
+    }
+    let begun = admin.post("/v1/weights/begin", &json!({"path": path})).await?.json();
+    let id = begun["update"]["id"].as_str().context("an id")?.to_owned();
+    loop {
+        let report = admin.get_json("/v1/weights").await?.1;
+        if report["update"]["phase"] == "prepared" {
+            return Ok(id);
+        }
+        ensure!(Instant::now() < deadline, "{report}");
+        tokio::time::sleep(Duration::from_millis(10)).await;
+    }
+}
+
+/// Nodes in place serve nothing until an update ends. A router that stops aborts its update, and another router aborts the
+/// update of a router that was killed.
+#[tokio::test]
+async fn update_of_a_router_that_ends_can_be_aborted() -> Result<()> {
+    let folder = tempfile::tempdir()?;
+    let new = trained(folder.path(), "new", 0x11);
+    let spec = name_model(ClusterSpec::smollm2().nodes(0, 1));
+    let spec = spec.set("BATON_WEIGHTS_PLACE", "in_place");
+    let (cluster, client) = Cluster::start_with_client(spec).await?;
+    let prompt = run_named("code").prompt_ids.clone();
+    let expected = client.greedy(&prompt, TOKENS).await?;
+
+    let mut stopped = cluster.start_router("stopped", "127.0.0.1:0")?;
+    prepared(&stopped, &new).await?;
+    stopped.terminate_signal();
+    assert_eq!(stopped.wait_end(COMMITTED_WITHIN)?, Some(0));
+    cluster.decode[0].wait_logged(&["the weight update was aborted"]).await?;
+    assert_eq!(client.greedy(&prompt, TOKENS).await?, expected);
+
+    let mut killed = cluster.start_router("killed", "127.0.0.1:0")?;
+    let id = prepared(&killed, &new).await?;
+    killed.kill();
+    let admin = admin(&cluster);
+    for (id, status) in [(id.as_str(), 200), ("00000000000000000000000000000007", 404)] {
+        let aborted = admin.post(&format!("/v1/weights/{id}/abort"), &json!({})).await?;
+        assert_eq!(aborted.status, status, "{}", String::from_utf8_lossy(&aborted.body));
+    }
+    assert_eq!(client.greedy(&prompt, TOKENS).await?, expected);
+    cluster.stop()
+}
+
 #[tokio::test]
 async fn update_begins_while_a_node_catches_up() -> Result<()> {
     let folder = tempfile::tempdir()?;

@@ -225,7 +225,10 @@ impl RunningRouter {
         self.draining.cancel();
         tracing::info!(in_flight, "draining");
         let idle_min = if in_flight > 0 { NEXT_REQUEST_MAX } else { Duration::ZERO };
-        let drained = tokio::time::timeout(drain_timeout, admission.idle_for(idle_min)).await;
+        let drain = tokio::time::timeout(drain_timeout, admission.idle_for(idle_min));
+        // Nodes that an update in place holds serve the requests in flight after its end.
+        let (drained, weights) = tokio::join!(drain, self.weights.shutdown());
+        weights?;
         if drained.is_err() && admission.in_flight() > 0 {
             tracing::warn!(
                 in_flight = admission.in_flight(),
@@ -242,7 +245,6 @@ impl RunningRouter {
         self.grpc_task.await?;
         self.admin_task.await?;
         self.health.shutdown().await?;
-        self.weights.shutdown().await?;
         self.watch.shutdown().await?;
         self.reload.shutdown().await?;
         self.membership.shutdown(MEMBERSHIP_MAX).await?;

@@ -24,7 +24,9 @@ use tokio::{
     task::JoinSet,
 };
 use tokio_util::sync::CancellationToken;
-use weight_transfer::{CoordinatorError, CoordinatorPhase, UpdateId};
+use weight_transfer::{
+    CoordinatorError, CoordinatorPhase, NodeReply, UpdateEnd, UpdateId, UpdateState,
+};
 
 use self::{
     targets::{CatchUp, Target, Targets},
@@ -41,6 +43,8 @@ const CATCH_UP: u128 = 1 << 127;
 /// Interval of the search for nodes that missed an update. Also the time for nodes to report the weights of an update
 /// that ended.
 const CATCH_UP_INTERVAL: Duration = Duration::from_secs(1);
+/// Maximum time in which a router that stops tells nodes the outcomes of its updates.
+const STOP_MAX: Duration = Duration::from_secs(5);
 
 /// An update that an operator begins.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -173,6 +177,7 @@ impl Weights {
             catch_ups: Vec::new(),
             targets: Targets::default(),
             catch_up_at: Instant::now(),
+            stops_by: None,
             calls: JoinSet::new(),
         };
         (Self { nodes, requests }, OwnedTask::start(|stop| task.run(received, stop)))
@@ -186,8 +191,39 @@ impl Weights {
         self.request(Request::Commit(id)).await
     }
 
+    /// Aborts an update of this router, or of a router that has ended.
     pub async fn abort(&self, id: UpdateId) -> Result<WeightsReport, UpdateError> {
-        self.request(Request::Abort(id)).await
+        match self.request(Request::Abort(id)).await {
+            Err(UpdateError::Unknown { id, known }) => self.abort_at_nodes(id, known).await,
+            outcome => outcome,
+        }
+    }
+
+    /// Aborts an update that this router does not know at every node that knows it.
+    async fn abort_at_nodes(
+        &self,
+        id: UpdateId,
+        known: String,
+    ) -> Result<WeightsReport, UpdateError> {
+        let nodes = self.nodes.weight_nodes();
+        let replies = join_all(nodes.iter().map(|node| self.nodes.call_abort(node, id))).await;
+        let ends: Vec<_> = replies
+            .into_iter()
+            .filter_map(|reply| match reply {
+                NodeReply::State(state) => state,
+                _ => None,
+            })
+            .collect();
+        let is_aborted =
+            |state: &UpdateState| matches!(state, UpdateState::Ended(UpdateEnd::Aborted { .. }));
+        if ends.is_empty() {
+            return Err(UpdateError::Unknown { id, known });
+        }
+        if !ends.iter().all(is_aborted) {
+            return Err(CoordinatorError::Committed.into());
+        }
+        tracing::warn!(update = %id, nodes = ends.len(), "aborted a weight update of another router");
+        self.status().await
     }
 
     pub async fn status(&self) -> Result<WeightsReport, UpdateError> {
@@ -255,6 +291,8 @@ struct Task {
     catch_ups: Vec<Update>,
     targets: Targets,
     catch_up_at: Instant,
+    /// When the task ends at the latest; `None` while the router serves.
+    stops_by: Option<Instant>,
     calls: PendingCalls,
 }
 
@@ -264,11 +302,12 @@ impl Task {
         mut requests: mpsc::Receiver<(Request, Reply)>,
         stop: CancellationToken,
     ) {
-        loop {
-            let due = self.updates().filter_map(Update::next_due).chain([self.catch_up_at]).min();
+        while !self.has_stopped(Instant::now()) {
+            let wakes_at = self.stops_by.unwrap_or(self.catch_up_at);
+            let due = self.updates().filter_map(Update::next_due).chain([wakes_at]).min();
             let due = due.expect("the next look for nodes has a time");
             tokio::select! {
-                () = stop.cancelled() => break,
+                () = stop.cancelled(), if self.stops_by.is_none() => self.stop(Instant::now()),
                 Some((request, reply)) = requests.recv() => {
                     let outcome = self.handle(Instant::now(), request);
                     // The caller may be gone.
@@ -285,6 +324,19 @@ impl Task {
             self.advance(Instant::now());
         }
         self.calls.shutdown().await;
+    }
+
+    /// Aborts the updates that are not committed: nodes that change their weights in place serve nothing until the end.
+    fn stop(&mut self, now: Instant) {
+        self.stops_by = Some(now + STOP_MAX);
+        for update in self.updates_mut() {
+            // A committed update goes on, and its nodes are told.
+            let _ = update.abort(now, "the router stops");
+        }
+    }
+
+    fn has_stopped(&self, now: Instant) -> bool {
+        self.stops_by.is_some_and(|by| now >= by || self.updates().next().is_none())
     }
 
     fn updates(&self) -> impl Iterator<Item = &Update> {
@@ -323,6 +375,9 @@ impl Task {
     }
 
     fn begin(&mut self, now: Instant, new: NewUpdate) -> Result<(), UpdateError> {
+        if self.stops_by.is_some() {
+            return Err(UpdateError::Stopped);
+        }
         if let Some(update) = &self.running {
             return Err(UpdateError::Running { running: update.id() });
         }
@@ -382,7 +437,7 @@ impl Task {
         for update in self.catch_ups.extract_if(.., over).collect::<Vec<_>>() {
             self.end_catch_up(now, &update);
         }
-        if now >= self.catch_up_at {
+        if self.stops_by.is_none() && now >= self.catch_up_at {
             self.catch_up_at = now + CATCH_UP_INTERVAL;
             self.catch_up(now);
         }

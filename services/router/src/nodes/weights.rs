@@ -112,6 +112,19 @@ impl Nodes {
         }
     }
 
+    /// Tells a node to abort an update that this router may not have begun.
+    pub async fn call_abort(&self, node: &WeightNode, id: UpdateId) -> NodeReply {
+        let update = UpdateRequest {
+            id,
+            label: String::new(),
+            path: String::new(),
+            in_flight: v1::InFlight::default(),
+            transport: v1::WeightsTransport::default(),
+        };
+        let call = CoordinatorCall::Abort;
+        self.call_weights(node, &[], &update, None, call, Duration::ZERO).await.reply
+    }
+
     /// Makes one call of an update. `remaining`: time until the node aborts the update by itself.
     pub async fn call_weights(
         &self,
