@@ -544,6 +544,20 @@ async fn trace_context_is_passed_to_the_nodes() {
 }
 
 #[tokio::test]
+async fn body_that_never_arrives_does_not_keep_a_connection_of_the_admin_port() {
+    let mut settings = settings();
+    settings.request_read_max = Duration::from_millis(200);
+    let cluster = Cluster::start_with(settings, 0, 1, ANSWER).await;
+    let mut stream = TcpStream::connect(cluster.router.admin).await.unwrap();
+    let head = "POST /v1/weights/begin HTTP/1.1\r\nhost: a\r\ncontent-length: 9\r\n\r\n";
+    stream.write_all(head.as_bytes()).await.unwrap();
+    let mut answer = String::new();
+    let read = tokio::time::timeout(DEADLINE, stream.read_to_string(&mut answer)).await;
+    read.expect("the router closes the connection").unwrap();
+    assert!(answer.starts_with("HTTP/1.1 408 ") && answer.contains("body_timeout"), "{answer}");
+}
+
+#[tokio::test]
 async fn operator_lists_drains_and_undrains_nodes_through_the_admin_port() {
     let cluster = Cluster::start(1, 1, ANSWER).await;
     let admin = Client::new(format!("http://{}", cluster.router.admin));

@@ -5,7 +5,7 @@ use std::{sync::Arc, time::Duration};
 use axum::{
     Json, Router,
     body::Bytes,
-    extract::{Query, State, rejection::QueryRejection},
+    extract::{FromRequest, Query, Request, State, rejection::QueryRejection},
     response::{IntoResponse, Response},
     routing::{get, post},
 };
@@ -115,7 +115,14 @@ async fn status(State(updates): State<Updates>) -> Response {
     reply(updates.weights.status().await)
 }
 
-async fn begin(State(updates): State<Updates>, body: Bytes) -> Response {
+async fn begin(State(updates): State<Updates>, request: Request) -> Response {
+    // The port has few connections, and sets no deadline for bodies.
+    let read_max = updates.front.settings.request_read_max;
+    let body = match tokio::time::timeout(read_max, Bytes::from_request(request, &())).await {
+        Ok(Ok(body)) => body,
+        Ok(Err(error)) => return error.into_response(),
+        Err(_) => return ApiError::body_timeout(read_max).into_response(),
+    };
     match checked(&updates.front, &body) {
         Ok(update) => reply(updates.weights.begin(update).await),
         Err(error) => error.into_response(),

@@ -1,5 +1,7 @@
 //! Conversion of errors into an HTTP status and OpenAI's error object.
 
+use std::time::Duration;
+
 use axum::{
     Json,
     response::{IntoResponse, Response},
@@ -35,6 +37,11 @@ impl ApiError {
             "body_too_large",
             format!("the body is larger than the limit of {limit} bytes"),
         )
+    }
+
+    pub fn body_timeout(read_max: Duration) -> Self {
+        let message = format!("the body did not arrive within {} s", read_max.as_secs());
+        Self::invalid(StatusCode::REQUEST_TIMEOUT, "body_timeout", message)
     }
 
     /// Returns the error for an unsupported body. `header` describes the body; `value` is `None` without the header.
@@ -100,7 +107,7 @@ impl IntoResponse for ApiError {
 
 #[cfg(test)]
 mod tests {
-    use std::{collections::BTreeSet, time::Duration};
+    use std::collections::BTreeSet;
 
     use telemetry::metrics::KeyLimit;
     use tonic::Code;

@@ -346,11 +346,7 @@ pub async fn read_body(
         Ok(())
     };
     let read = tokio::time::timeout(read_max, read).await;
-    let late = || {
-        let message = format!("the body did not arrive within {} s", read_max.as_secs());
-        ApiError::invalid(StatusCode::REQUEST_TIMEOUT, "body_timeout", message)
-    };
-    match read.unwrap_or_else(|_| Err(late())) {
+    match read.unwrap_or_else(|_| Err(ApiError::body_timeout(read_max))) {
         Ok(()) => Ok(whole),
         Err(error) => {
             drop(whole);
