@@ -13,7 +13,8 @@ use tokio_util::sync::{CancellationToken, DropGuard};
 
 /// Interval at which the files are read. Kubernetes updates mounted Secrets within a minute.
 const INTERVAL: Duration = Duration::from_secs(2);
-const FILE_BYTES_MAX: u64 = 1 << 20;
+/// Maximum size of a file in bytes: 10,000 API keys with all fields fit.
+const FILE_BYTES_MAX: u64 = 8 << 20;
 
 /// A file and the setting that names it.
 #[derive(Clone, Debug)]

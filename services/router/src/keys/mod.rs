@@ -255,7 +255,7 @@ impl Drop for OpenStreams {
 #[cfg(test)]
 mod tests {
     use credentials::Outcome;
-    use telemetry::{Resource, Telemetry, TelemetryConfig};
+    use telemetry::{Resource, Telemetry, TelemetryConfig, metrics::KEYS_MAX};
 
     use super::*;
 
@@ -300,6 +300,21 @@ mod tests {
         }
         let none = keys.admit(&HeaderMap::new(), Instant::now());
         assert_eq!(none.err(), Some(RequestError::MissingKey));
+    }
+
+    #[tokio::test]
+    async fn file_of_the_maximum_number_of_keys_is_read() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("keys.toml");
+        let fields = "models = [\"one\", \"two\"]\npriority = 3\nweight = 10\n\
+                      requests_per_minute = 6000\ntokens_per_minute = 1000000\nstreams_max = 32";
+        let entries = (0..KEYS_MAX).map(|index| {
+            entry(&format!("team-of-this-name-{index:05}"), &index.to_string(), fields)
+        });
+        std::fs::write(&path, entries.collect::<String>()).unwrap();
+        let keys = Keys::read(&path, served(), metrics()).unwrap();
+        let last = format!("Bearer {}", KEYS_MAX - 1);
+        assert_eq!(admit(&keys, &last).unwrap().streams_max(), Some(32));
     }
 
     #[tokio::test]
