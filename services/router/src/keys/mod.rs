@@ -352,6 +352,20 @@ mod tests {
     }
 
     #[tokio::test]
+    async fn flow_of_a_key_has_its_priority_and_weight() {
+        let flow = |fields| {
+            let keys = keys(entry("a", "x", fields).as_bytes(), &served(), &metrics(), None);
+            Caller(keys.unwrap().into_values().next()).flow(None)
+        };
+        let name = FlowName::Key("a".into());
+        assert_eq!(
+            flow("priority = 3\nweight = 5"),
+            Flow { name: name.clone(), weight: 5, priority: 3 }
+        );
+        assert_eq!(flow(""), Flow { name, weight: 1, priority: 0 });
+    }
+
+    #[tokio::test]
     async fn keys_of_operators_have_no_limits() {
         let metrics = metrics();
         let read = |fields| {
