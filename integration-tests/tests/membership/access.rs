@@ -248,3 +248,34 @@ pub async fn mutual_tls_requires_that_both_sides_trust_each_other() -> Result<()
     assert!(error.contains("cluster.etcd_ca") && error.contains("broken.pem"), "{error}");
     Ok(())
 }
+
+pub async fn replaced_certificates_are_used_by_the_next_connection() -> Result<()> {
+    let folder = tempfile::tempdir()?;
+    let ours = certificates(folder.path(), "ours")?;
+    let mut etcd = Etcd::start_with(Some(ours.clone()))?;
+    let [ca, cert, key] = [&ours.ca, &ours.cert, &ours.key].map(|it| it.display().to_string());
+    let settings = settings(&[
+        ("cluster.etcd", &etcd.url()),
+        ("cluster.etcd_ca", &ca),
+        ("cluster.etcd_cert", &cert),
+        ("cluster.etcd_key", &key),
+    ])?;
+    let first = entry("decode-1", 1);
+    let registration = register(settings.clone(), &first).await?;
+    let (_membership, mut watch) = follow(settings.clone()).await?;
+    assert_eq!(next(&mut watch).await?, joined(&first));
+
+    // The same paths get another CA with a new pair, and etcd knows only this CA.
+    certificates(folder.path(), "ours")?;
+    etcd.restart()?;
+    // The node writes its record again, and the follower sees another node join: both have a new connection.
+    let found = etcd.wait_leases(PREFIX, |keys| keys.len() == 1).await?;
+    etcd.client().await?.delete(found[0].0.as_str(), None).await?;
+    etcd.wait_leases(PREFIX, |keys| keys.len() == 1).await?;
+    let second = entry("decode-2", 2);
+    let another = register(settings, &second).await?;
+    while next(&mut watch).await? != joined(&second) {}
+    another.leave(DEADLINE).await;
+    registration.leave(DEADLINE).await;
+    Ok(())
+}

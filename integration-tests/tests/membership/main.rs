@@ -90,6 +90,7 @@ fn main() -> std::process::ExitCode {
         access::ca_suffices_if_etcd_requires_no_client_certificate,
         access::passwords_are_checked_over_tls,
         access::mutual_tls_requires_that_both_sides_trust_each_other,
+        access::replaced_certificates_are_used_by_the_next_connection,
         lost_device::lost_device_fails_each_request_once_removes_the_record_and_exits,
         records::nodes_join_and_leave_while_a_router_follows,
         records::etcd_record_exists_as_long_as_its_node,

@@ -242,7 +242,7 @@ async fn connect(settings: &EtcdSettings) -> Result<Client, Error> {
     if let Some((name, password)) = &settings.user {
         options = options.with_user(name, password.reveal());
     }
-    if let Some(tls) = &settings.tls {
+    if let Some(tls) = settings.tls().await {
         let mut trusted = TlsOptions::new().ca_certificate(Certificate::from_pem(&tls.ca));
         if let Some((cert, key)) = &tls.identity {
             trusted = trusted.identity(Identity::from_pem(cert, key));

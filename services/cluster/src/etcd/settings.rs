@@ -1,16 +1,9 @@
 //! Settings for connecting to etcd, taken from the configuration.
 
-use std::{
-    fs::File,
-    io::{self, Read},
-    path::{Path, PathBuf},
-    time::Duration,
-};
+use std::{path::PathBuf, sync::Arc, time::Duration};
 
 use config::Password;
-
-/// Maximum size of a PEM file in bytes; a certificate chain has a few KiB.
-const PEM_BYTES_MAX: u64 = 1 << 20;
+use credentials::{Outcome, Reload, Reloaded, SettingFile};
 
 /// Endpoints, credentials and key prefix.
 #[derive(Clone)]
@@ -19,7 +12,7 @@ pub struct EtcdSettings {
     /// Key prefix without a trailing slash.
     pub(super) prefix: String,
     pub(super) user: Option<(String, Password)>,
-    pub(super) tls: Option<Tls>,
+    tls: Option<Arc<Reloaded<Tls>>>,
     /// Lease time of a record.
     pub(super) ttl: Duration,
 }
@@ -35,8 +28,9 @@ pub(super) struct Tls {
 /// Error of the etcd settings or credentials. An unreachable etcd is not an error here.
 #[derive(Debug, thiserror::Error)]
 pub enum EtcdError {
-    #[error("{key} = {path}: {reason}", path = path.display())]
-    File { key: &'static str, path: PathBuf, reason: io::Error },
+    /// A PEM file is missing or invalid.
+    #[error("{0}")]
+    File(String),
     #[error("{key} is not set; cluster.etcd requires it")]
     Missing { key: &'static str },
     #[error(
@@ -66,9 +60,26 @@ impl EtcdSettings {
             endpoints: cluster.etcd.iter().map(|url| url.as_str().to_owned()).collect(),
             prefix: cluster.etcd_prefix.as_str().to_owned(),
             user,
-            tls: Tls::read(cluster)?,
+            tls: read_tls(cluster)?,
             ttl: cluster.etcd_ttl,
         }))
+    }
+
+    /// Reads the PEM files again, because certificates are replaced before they expire. Returns their last valid contents.
+    pub(super) async fn tls(&self) -> Option<Arc<Tls>> {
+        let tls = self.tls.clone()?;
+        let files = tls.clone();
+        match tokio::task::spawn_blocking(move || files.reload()).await {
+            Ok(Outcome::Replaced) => {
+                tracing::info!(settings = tls.settings(), "files were read again");
+            }
+            Ok(Outcome::Kept(error)) => {
+                tracing::warn!("{error}; the previous content stays in use");
+            }
+            // The call fails only if the runtime stops.
+            Ok(Outcome::Unchanged) | Err(_) => {}
+        }
+        Some(tls.current())
     }
 
     /// Returns the endpoints as text for messages.
@@ -77,33 +88,34 @@ impl EtcdSettings {
     }
 }
 
-impl Tls {
-    fn read(cluster: &config::Cluster) -> Result<Option<Self>, EtcdError> {
-        if !cluster.etcd.iter().any(config::ServerUrl::is_https) {
-            return Ok(None);
-        }
-        let ca = pem("cluster.etcd_ca", cluster.etcd_ca.as_deref())?;
-        let identity = match (&cluster.etcd_cert, &cluster.etcd_key) {
-            (None, None) => None,
-            (cert, key) => Some((
-                pem("cluster.etcd_cert", cert.as_deref())?,
-                pem("cluster.etcd_key", key.as_deref())?,
-            )),
-        };
-        Ok(Some(Self { ca, identity }))
+fn read_tls(cluster: &config::Cluster) -> Result<Option<Arc<Reloaded<Tls>>>, EtcdError> {
+    if !cluster.etcd.iter().any(config::ServerUrl::is_https) {
+        return Ok(None);
     }
+    let file = |key: &'static str, path: &Option<PathBuf>| match path {
+        Some(path) => Ok(SettingFile::new(key, path)),
+        None => Err(EtcdError::Missing { key }),
+    };
+    let mut files = vec![file("cluster.etcd_ca", &cluster.etcd_ca)?];
+    if cluster.etcd_cert.is_some() || cluster.etcd_key.is_some() {
+        files.push(file("cluster.etcd_cert", &cluster.etcd_cert)?);
+        files.push(file("cluster.etcd_key", &cluster.etcd_key)?);
+    }
+    let tls = Reloaded::read(files, parse_tls).map_err(EtcdError::File)?;
+    Ok(Some(Arc::new(tls)))
 }
 
-fn pem(key: &'static str, path: Option<&Path>) -> Result<Vec<u8>, EtcdError> {
-    let path = path.ok_or(EtcdError::Missing { key })?;
-    let wrong = |reason| EtcdError::File { key, path: path.to_owned(), reason };
-    let mut bytes = Vec::new();
-    File::open(path)
-        .and_then(|file| file.take(PEM_BYTES_MAX).read_to_end(&mut bytes))
-        .map_err(wrong)?;
-    // The TLS library validates PEM blocks but accepts a file without any.
-    if !bytes.windows(11).any(|window| window == b"-----BEGIN ") {
-        return Err(wrong(io::Error::new(io::ErrorKind::InvalidData, "the file has no PEM block")));
+fn parse_tls(
+    files: &[SettingFile],
+    contents: &[Vec<u8>],
+    _before: Option<&Tls>,
+) -> Result<Tls, String> {
+    for (file, content) in files.iter().zip(contents) {
+        // The TLS library validates PEM blocks but accepts a file without any.
+        if !content.windows(11).any(|window| window == b"-----BEGIN ") {
+            return Err(file.error("the file has no PEM block"));
+        }
     }
-    Ok(bytes)
+    let identity = contents.get(1).cloned().zip(contents.get(2).cloned());
+    Ok(Tls { ca: contents[0].clone(), identity })
 }
