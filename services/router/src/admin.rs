@@ -4,7 +4,7 @@
 mod explain;
 mod weights;
 
-use std::sync::Arc;
+use std::{net::IpAddr, sync::Arc};
 
 use axum::{
     Json, Router,
@@ -13,7 +13,7 @@ use axum::{
     response::{IntoResponse, Response},
     routing::{get, post},
 };
-use http::{StatusCode, header};
+use http::{StatusCode, header, uri::Authority};
 use serde_json::json;
 
 use crate::{
@@ -24,8 +24,14 @@ use crate::{
     weights::Weights,
 };
 
-/// `keys`: the operators' API keys; `None` accepts every request.
-pub fn routes(front: Arc<Front>, weights: Weights, keys: Option<Arc<Keys>>) -> Router {
+/// `keys`: the operators' API keys; `None` accepts every request. `is_loopback`: whether the port has a loopback address.
+pub fn routes(
+    front: Arc<Front>,
+    weights: Weights,
+    keys: Option<Arc<Keys>>,
+    is_loopback: bool,
+) -> Router {
+    let checks_host = is_loopback && keys.is_none();
     let call = |call: AdminCall| {
         post(async move |State(front): State<Arc<Front>>, PathParameter(node): PathParameter| {
             forward(&front, &node, call).await
@@ -47,17 +53,39 @@ pub fn routes(front: Arc<Front>, weights: Weights, keys: Option<Arc<Keys>>) -> R
         })
         .with_state(front.clone())
         .merge(self::weights::routes(front, weights));
-    with_keys(routes, keys).layer(middleware::from_fn(reject_browsers))
+    with_keys(routes, keys).layer(middleware::from_fn_with_state(checks_host, reject_browsers))
 }
 
 /// Rejects requests of web pages: a page that an operator visits could otherwise drain nodes through the loopback
-/// address.
-async fn reject_browsers(request: Request, next: Next) -> Response {
+/// address. A page whose domain resolves to that address (DNS rebinding) sends no `origin` with a GET, but the domain as
+/// `host`.
+async fn reject_browsers(
+    State(checks_host): State<bool>,
+    request: Request,
+    next: Next,
+) -> Response {
+    let forbidden = |message: &str| {
+        ApiError::invalid(StatusCode::FORBIDDEN, "forbidden", message.to_owned()).into_response()
+    };
     if request.headers().contains_key(header::ORIGIN) {
-        let message = "the admin API rejects requests with the header origin".to_owned();
-        return ApiError::invalid(StatusCode::FORBIDDEN, "forbidden", message).into_response();
+        return forbidden("the admin API rejects requests with the header origin");
+    }
+    let in_uri = request.uri().authority().map(Authority::as_str);
+    let in_header = request.headers().get(header::HOST).map(|it| it.to_str().unwrap_or_default());
+    if checks_host && [in_uri, in_header].into_iter().flatten().any(is_domain) {
+        return forbidden(
+            "the admin API without keys rejects requests to a domain name; expected an IP address or a name \
+             without dots",
+        );
     }
     next.run(request).await
+}
+
+/// Returns whether the host is neither an IP address nor a name without dots, which public DNS does not resolve.
+fn is_domain(authority: &str) -> bool {
+    let Ok(authority) = authority.parse::<Authority>() else { return true };
+    let host = authority.host().trim_matches(['[', ']']);
+    host.contains('.') && host.parse::<IpAddr>().is_err()
 }
 
 async fn list(State(front): State<Arc<Front>>) -> Response {

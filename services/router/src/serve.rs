@@ -125,7 +125,8 @@ pub fn start(
     let http_routes = http::routes(front.clone(), metrics.clone(), started);
     let grpc_routes = grpc::routes(front.clone(), health_service)?;
     let (weights, weights_task) = Weights::start(front.nodes.clone());
-    let admin_routes = admin::routes(front.clone(), weights, admin_keys);
+    let is_loopback = admin_address.ip().is_loopback();
+    let admin_routes = admin::routes(front.clone(), weights, admin_keys, is_loopback);
     let bounds = net::Bounds::new(
         net::ConnectionLimits::new(front.settings.open_files_max),
         front.settings.request_read_max,
@@ -143,7 +144,7 @@ pub fn start(
         tokio::spawn(serve)
     };
     // The keys of operators must not cross a network unencrypted.
-    let admin_tls = tls.clone().filter(|_| !admin_address.ip().is_loopback());
+    let admin_tls = tls.clone().filter(|_| !is_loopback);
     Ok(RunningRouter {
         http: http_address,
         grpc: grpc_address,

@@ -599,6 +599,13 @@ async fn operator_lists_drains_and_undrains_nodes_through_the_admin_port() {
     let origin = [("origin", "http://page.example")];
     let page = admin.post_with("/v1/nodes/prefill-0/drain", &origin, &json!({})).await;
     assert_eq!(page.status, 403);
+    let rebound = [("host", "page.example:8002")];
+    let page = admin.get_with("/v1/nodes", &rebound).await;
+    assert_eq!(page.status, 403);
+    assert!(page.message().contains("expected an IP address"), "{}", page.message());
+    for host in ["localhost:8002", "[::1]:8002", "127.0.0.1", "routers"] {
+        assert_eq!(admin.get_with("/v1/nodes", &[("host", host)]).await.status, 200, "{host}");
+    }
     assert_eq!(cluster.client.get("/v1/nodes").await.status, 404);
 }
 

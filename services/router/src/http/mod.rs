@@ -286,7 +286,7 @@ impl ReadBody {
 }
 
 /// Rejects a body that is compressed or whose content type is not JSON. A web page can make a browser post
-/// forms and plain text to a router on the loopback interface, but not JSON.
+/// forms and plain text to a router on the loopback interface, but not JSON unless its domain resolves to that interface.
 fn check_body_headers(headers: &HeaderMap) -> Result<(), ApiError> {
     let shown = |value: &HeaderValue| String::from_utf8_lossy(value.as_bytes()).into_owned();
     for encoding in headers.get_all(header::CONTENT_ENCODING) {
