@@ -2,7 +2,12 @@
 
 mod common;
 
-use std::{io, path::Path, sync::Arc};
+use std::{
+    io,
+    net::{Ipv4Addr, SocketAddr},
+    path::Path,
+    sync::Arc,
+};
 
 use common::{
     Cluster,
@@ -60,7 +65,7 @@ fn start(settings: RouterSettings) -> Cluster {
 
 /// Connects with TLS and trusts only this certificate.
 async fn connect(
-    address: std::net::SocketAddr,
+    address: SocketAddr,
     cert: &str,
     protocols: &[&str],
 ) -> io::Result<TlsStream<TcpStream>> {
@@ -175,8 +180,32 @@ async fn tls_to_a_plain_port_is_rejected() {
 async fn changed_certificate_is_served() {
     let (folder, old, settings) = with_tls();
     let cluster = start(settings);
-    assert!(is_live(&cluster, &old).await);
+    let grpc_has = async |cert: &str| connect(cluster.router.grpc, cert, &["h2"]).await.is_ok();
+    assert!(is_live(&cluster, &old).await && grpc_has(&old).await);
     let new = write_pair(folder.path());
     eventually("the new certificate is served", async || is_live(&cluster, &new).await).await;
-    assert!(!is_live(&cluster, &old).await);
+    assert!(grpc_has(&new).await);
+    assert!(!is_live(&cluster, &old).await && !grpc_has(&old).await);
+}
+
+#[tokio::test]
+async fn admin_port_speaks_tls_unless_its_address_is_a_loopback_address() {
+    const GET_NODES: &[u8] =
+        b"GET /v1/nodes HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n";
+    for (address, has_tls) in [("0.0.0.0:0", true), ("127.0.0.1:0", false)] {
+        let (_folder, cert, mut settings) = with_tls();
+        settings.router.admin = address.parse().unwrap();
+        let cluster = start(settings);
+        let admin = SocketAddr::from((Ipv4Addr::LOCALHOST, cluster.router.admin.port()));
+        let plain = answer(TcpStream::connect(admin).await.unwrap(), GET_NODES).await;
+        assert_eq!(plain.starts_with(b"HTTP/1.1 400 "), has_tls, "{address}");
+        assert_eq!(plain.starts_with(b"HTTP/1.1 200 "), !has_tls, "{address}");
+        match connect(admin, &cert, &["http/1.1"]).await {
+            Ok(stream) => {
+                assert!(has_tls, "{address}");
+                assert!(answer(stream, GET_NODES).await.starts_with(b"HTTP/1.1 200 "));
+            }
+            Err(error) => assert!(!has_tls, "{address}: {error}"),
+        }
+    }
 }
