@@ -141,10 +141,16 @@ async fn both_ports_speak_tls_and_negotiate_the_protocol() {
 async fn clients_without_tls_or_with_an_old_version_are_rejected() {
     let (_folder, cert, settings) = with_tls();
     let cluster = start(settings);
-    // A client hello of TLS 1.0 with one cipher suite and no extension.
-    let mut hello = vec![22, 3, 1, 0, 45, 1, 0, 0, 41, 3, 1];
-    hello.extend([7; 32]);
-    hello.extend([0, 0, 2, 0xc0, 0x13, 1, 0]);
+    // A client hello of TLS 1.0 with one cipher suite.
+    let hello = |extensions: &[u8]| {
+        let bytes = extensions.len() as u8;
+        let mut hello = vec![22, 3, 1, 0, 45 + bytes, 1, 0, 0, 41 + bytes, 3, 1];
+        hello.extend([7; 32]);
+        hello.extend([0, 0, 2, 0xc0, 0x13, 1, 0]);
+        hello.extend(extensions);
+        hello
+    };
+    let signature_algorithms = [0, 8, 0, 13, 0, 4, 0, 2, 4, 3];
     let large = [GET_LIVE, &[b'x'; 30_000]].concat();
     for address in [cluster.router.http, cluster.router.grpc] {
         for plain in [GET_LIVE, b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", &large] {
@@ -156,9 +162,14 @@ async fn clients_without_tls_or_with_an_old_version_are_rejected() {
                 "{received}"
             );
         }
-        let received = answer(TcpStream::connect(address).await.unwrap(), &hello).await;
-        // A fatal alert.
-        assert_eq!((received.first(), received.get(5)), (Some(&21), Some(&2)), "{received:?}");
+        // The alerts handshake_failure and protocol_version.
+        for (extensions, alert) in [(&[][..], 40), (&signature_algorithms, 70)] {
+            let stream = TcpStream::connect(address).await.unwrap();
+            let received = answer(stream, &hello(extensions)).await;
+            assert_eq!(received.first(), Some(&21), "{received:?}");
+            // The level of a fatal alert is 2.
+            assert_eq!(received.get(5..7), Some(&[2, alert][..]), "{received:?}");
+        }
         // A client that does not trust the certificate.
         let other = write_pair(tempfile::tempdir().unwrap().path());
         assert!(connect(address, &other, &[]).await.is_err());
