@@ -27,6 +27,29 @@ impl Config {
         problems.extend(details.into_iter().map(|detail| Problem::Conflict { detail }));
     }
 
+    /// Returns a warning for each secret that crosses a network unencrypted.
+    pub(crate) fn unencrypted_secrets(&self) -> Vec<String> {
+        let (router, cluster) = (&self.router, &self.cluster);
+        let mut warnings = Vec::new();
+        let is_remote = !router.admin.ip().is_loopback();
+        if is_remote && router.admin_keys.is_some() && router.tls_cert.is_none() {
+            warnings.push(format!(
+                "{} = {} is not a loopback address, and router.tls_cert is not set: the keys of operators cross \
+                 the network unencrypted",
+                self.at("router.admin"),
+                router.admin,
+            ));
+        }
+        let plain = cluster.etcd.iter().find(|url| !url.is_https() && !url.is_loopback());
+        if let Some(url) = plain.filter(|_| cluster.etcd_password.is_some()) {
+            warnings.push(format!(
+                "{} has {url}, which is not https: cluster.etcd_password crosses the network unencrypted",
+                self.at("cluster.etcd"),
+            ));
+        }
+        warnings
+    }
+
     /// Returns the key with the source of its value.
     fn at(&self, key: &str) -> String {
         format!("{key} ({})", self.source_of(key))

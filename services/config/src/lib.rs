@@ -10,7 +10,8 @@
 //! Flags win over the environment, the environment over the file, the file over the defaults.
 //! An unknown key is an error that names the nearest valid key. An invalid value is an error with key,
 //! value, allowed values and source. All problems are reported at once. A renamed setting keeps its former
-//! name until the next minor version; [`Config::warnings`] lists the uses of former names.
+//! name until the next minor version; [`Config::warnings`] lists the uses of former names, and
+//! secrets that cross a network unencrypted.
 //!
 //! * `main` calls [`from_process`], the only function that reads the process's arguments and environment.
 //! * All other callers, such as tests, call [`Config::load`] with maps.

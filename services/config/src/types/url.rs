@@ -1,5 +1,7 @@
 //! URLs of servers and names of nodes.
 
+use std::net::IpAddr;
+
 /// Declares a text that was validated when it was parsed.
 macro_rules! text_type {
     ($(#[doc = $about:literal])+ $Name:ident) => {
@@ -56,6 +58,14 @@ impl ServerUrl {
 
     pub fn is_https(&self) -> bool {
         self.0.starts_with("https://")
+    }
+
+    /// Returns whether the host is `localhost` or a loopback address.
+    pub fn is_loopback(&self) -> bool {
+        let authority = self.0.rsplit_once('/').map_or(&*self.0, |(_, authority)| authority);
+        let host = authority.rsplit_once(':').map_or(authority, |(host, _)| host);
+        let ip = host.trim_matches(['[', ']']).parse::<IpAddr>();
+        host == "localhost" || ip.is_ok_and(|ip| ip.is_loopback())
     }
 }
 

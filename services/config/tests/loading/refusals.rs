@@ -56,6 +56,32 @@ fn public_admin_address_needs_keys_of_operators() {
 }
 
 #[test]
+fn secret_that_crosses_a_network_unencrypted_is_reported() {
+    let warnings =
+        |flags: &[(&str, &str)]| load("", &[], flags).unwrap().warnings().to_vec().join(" and ");
+    let public = [("router.admin", "0.0.0.0:8002"), ("router.admin_keys", "/keys.toml")];
+    let text = warnings(&public);
+    assert!(text.contains("router.admin (flag --router-admin) = 0.0.0.0:8002"), "{text}");
+    assert!(text.ends_with("the keys of operators cross the network unencrypted"), "{text}");
+    let cert = [("router.tls_cert", "/tls.crt"), ("router.tls_key", "/tls.key")];
+    assert_eq!(warnings(&[public, cert].concat()), "");
+    assert_eq!(warnings(&[("router.admin_keys", "/keys.toml")]), "");
+
+    let user = [("cluster.etcd_user", "u"), ("cluster.etcd_password", "p")];
+    for remote in ["a:2379", "127.0.0.1:2379,10.0.0.9:2379", "[fd00::1]:2379"] {
+        let text = warnings(&[&user[..], &[("cluster.etcd", remote)]].concat());
+        assert!(text.contains("cluster.etcd (flag --cluster-etcd) has http://"), "{text}");
+        assert!(text.ends_with("etcd_password crosses the network unencrypted"), "{text}");
+    }
+    for local in ["localhost:2379", "127.0.0.1:2379,[::1]:2379"] {
+        assert_eq!(warnings(&[&user[..], &[("cluster.etcd", local)]].concat()), "");
+    }
+    let https = [("cluster.etcd", "https://a:2379"), ("cluster.etcd_ca", "ca.pem")];
+    assert_eq!(warnings(&[user, https].concat()), "");
+    assert_eq!(warnings(&[("cluster.etcd", "a:2379")]), "");
+}
+
+#[test]
 fn certificate_of_the_router_needs_its_key() {
     let message = refusal("", &[("BATON_ROUTER_TLS_CERT", "/tls.crt")], &[]);
     assert!(message.contains("is set without router.tls_key; give both"), "{message}");
