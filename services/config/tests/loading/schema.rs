@@ -1,6 +1,6 @@
 //! The schema itself: explained, consistent, and free of collisions.
 
-use std::collections::BTreeSet;
+use std::{collections::BTreeSet, net::SocketAddr};
 
 use config::{Config, LoadInput, Section, Setting, json_schema};
 
@@ -27,6 +27,18 @@ fn every_setting_has_one_name_everywhere() {
     let flags: BTreeSet<_> = settings().iter().map(Setting::flag).collect();
     let variables: BTreeSet<_> = settings().iter().map(Setting::env).collect();
     assert_eq!((flags.len(), variables.len()), (settings().len(), settings().len()));
+}
+
+#[test]
+fn every_port_listens_on_a_loopback_address_by_default() {
+    let ports: Vec<(String, SocketAddr)> = settings()
+        .iter()
+        .filter_map(|setting| Some((setting.key(), setting.default.parse().ok()?)))
+        .collect();
+    for key in ["router.http", "router.grpc", "router.admin", "node.grpc", "transfer.data"] {
+        assert!(ports.iter().any(|(port, _)| port == key), "{key}: {ports:?}");
+    }
+    assert!(ports.iter().all(|(_, address)| address.ip().is_loopback()), "{ports:?}");
 }
 
 #[test]
