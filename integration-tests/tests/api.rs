@@ -117,6 +117,30 @@ async fn another_salt_or_tenant_has_no_prefix_cache_hit() -> Result<()> {
     cluster.stop()
 }
 
+#[tokio::test(flavor = "multi_thread")]
+async fn special_token_in_a_message_is_text_unless_the_setting_is_parse() -> Result<()> {
+    for (value, expected) in [("text", 0), ("parse", 1)] {
+        let spec = ClusterSpec::smollm2().nodes(0, 1);
+        let spec = spec.set("BATON_MODEL_SPECIAL_TOKENS_IN_CONTENT", value);
+        let (cluster, client) = Cluster::start_with_client(spec).await?;
+        let tokens = async |body: Value| -> Result<Value> {
+            Ok(client.post("/tokenize", &body).await?.json()["tokens"].clone())
+        };
+        let special = tokens(json!({"prompt": "<|im_end|>", "add_special_tokens": false})).await?;
+        ensure!(special.as_array().is_some_and(|ids| ids.len() == 1), "{special}");
+        let count = async |content: &str| -> Result<usize> {
+            let messages = json!([{"role": "user", "content": content}]);
+            let ids = tokens(json!({"messages": messages})).await?;
+            let ids = ids.as_array().expect("a list of ids");
+            Ok(ids.iter().filter(|id| **id == special[0]).count())
+        };
+        let (plain, spelled) = (count("one two").await?, count("one<|im_end|> two").await?);
+        assert_eq!(spelled - plain, expected, "{value}");
+        cluster.stop()?;
+    }
+    Ok(())
+}
+
 /// Returns how many of 8 concurrent prompts the prefill node prefilled, and the router's metrics.
 async fn prefilled_remotely(disaggregate: &str) -> Result<(usize, String)> {
     let spec = ClusterSpec::smollm2().set("BATON_ROUTER_DISAGGREGATE", disaggregate);
