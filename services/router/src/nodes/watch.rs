@@ -373,6 +373,24 @@ mod tests {
         watch.set_up_connections();
     }
 
+    #[test]
+    fn record_of_another_process_than_the_one_of_the_proof_is_rejected() {
+        let check = |snapshot: NodeSnapshot| {
+            let event = ObserveEvent { sequence: 0, event: Some(Event::Snapshot(snapshot)) };
+            check_epoch(Epoch(1), &event)
+        };
+        let with_record = |epoch: u128| NodeSnapshot {
+            record: Some(record("decode-0", Role::Decode, epoch, 7)),
+            ..Default::default()
+        };
+        assert_eq!(check(with_record(1)), Ok(()));
+        let error = check(with_record(2)).unwrap_err();
+        assert!(error.contains(&Epoch(1).to_string()), "{error}");
+        let mut short = with_record(1);
+        short.record.as_mut().unwrap().epoch = vec![1].into();
+        assert!(check(short).is_err());
+    }
+
     #[tokio::test]
     async fn nodes_that_come_up_together_receive_one_meet_call_each() {
         let (mut watch, _task) = watch();
