@@ -47,8 +47,16 @@ fn token(index: u32, position: u32) -> u32 {
 }
 
 fn run(config: &ReplayConfig, count: u32) -> Replayed {
+    run_requests(config, requests(count), count)
+}
+
+fn run_requests(
+    config: &ReplayConfig,
+    requests: impl Iterator<Item = TraceRequest> + Send + 'static,
+    count: u32,
+) -> Replayed {
     let mut arrived = 0;
-    let replayed = replay(config, requests(count), |progress| arrived = progress.arrived);
+    let replayed = replay(config, requests, |progress| arrived = progress.arrived);
     assert_eq!(arrived, count as usize);
     assert_eq!(replayed.requests.len() as u64 + replayed.failed, u64::from(count));
     replayed
@@ -108,12 +116,18 @@ fn equal_seeds_give_equal_replays() {
 
 #[test]
 fn every_request_ends_once_under_faults() {
-    for seed in 0..2 {
+    let mut retried = 0;
+    // These seeds kill a prefill node and three decode nodes, cut a pair and stop etcd.
+    for seed in 0..6 {
         let config = ReplayConfig { faults: Some(seed), ..config(3, 3) };
-        let replayed = run(&config, 300);
+        // Long answers: at any time some requests decode.
+        let requests = requests(300).map(|request| TraceRequest { output_tokens: 120, ..request });
+        let replayed = run_requests(&config, requests, 300);
         let faults = ["kills", "partitions", "etcd outages"];
         let faults: u64 = faults.iter().map(|fault| replayed.coverage.get(fault)).sum();
         assert!(faults > 0, "seed {seed}");
         assert_eq!(replayed.failed, 0, "seed {seed}: {}", replayed.coverage);
+        retried += replayed.requests.iter().filter(|request| request.attempts > 1).count();
     }
+    assert!(retried > 0, "no fault hit a request");
 }
