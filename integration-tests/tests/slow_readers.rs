@@ -16,8 +16,10 @@ use tokio::{
 };
 
 const SLOTS: usize = 4;
-/// Several times the slots of the node.
-const UNREAD: usize = 24;
+/// Environment variable: number of clients that do not read.
+const CLIENTS: &str = "BATON_TEST_UNREAD";
+/// Its default, several times the slots of the node.
+const CLIENTS_DEFAULT: usize = 24;
 const TOKENS: usize = 400;
 
 /// Sends a streamed request and reads nothing. The many log-probabilities fill the client's buffers after a few dozen
@@ -57,38 +59,43 @@ async fn read_out(mut stream: TcpStream) -> Result<Vec<u32>> {
 
 #[tokio::test]
 async fn clients_that_never_read_hold_no_slot_and_continue_when_they_read() -> Result<()> {
+    let clients = std::env::var(CLIENTS).map_or(CLIENTS_DEFAULT, |count| {
+        count.parse().unwrap_or_else(|_| panic!("invalid {CLIENTS}: {count}; expected a number"))
+    });
+    let deadline = DEADLINE * clients.div_ceil(CLIENTS_DEFAULT) as u32;
     let spec = ClusterSpec::smollm2()
         .nodes(0, 1)
         .set_decode("BATON_NODE_SLOTS", SLOTS)
         .set("BATON_ROUTER_SLOW_CLIENT_EVENTS", 4)
-        .set("BATON_ROUTER_SLOW_CLIENT_TIMEOUT", "10m")
-        .set("BATON_ROUTER_WAITING_TIMEOUT", "5m");
+        .set("BATON_ROUTER_SLOW_CLIENT_TIMEOUT", "1h")
+        .set("BATON_ROUTER_TIMEOUT", "1h")
+        .set("BATON_ROUTER_WAITING_TIMEOUT", "1h");
     let (cluster, client) = Cluster::start_with_client(spec).await?;
     let run = run_named("code");
     let expected = client.greedy(&run.prompt_ids, TOKENS).await?;
 
     let address = cluster.http().trim_start_matches("http://").to_owned();
     let mut unread = Vec::new();
-    for salt in 0..UNREAD {
+    for salt in 0..clients {
         unread.push(unread_stream(&address, salt).await?);
     }
     // Each request starts, fills its client's buffers and then holds nothing.
     let started = Instant::now();
     loop {
         let paused = client.metric("baton_attempts_total", "outcome=\"paused\"").await?;
-        if paused >= UNREAD as f64 && !cluster.decode[0].is_busy().await? {
+        if paused >= clients as f64 && !cluster.decode[0].is_busy().await? {
             break;
         }
-        ensure!(started.elapsed() < DEADLINE, "{paused} of {UNREAD} streams are paused");
+        ensure!(started.elapsed() < deadline, "{paused} of {clients} streams are paused");
         tokio::time::sleep(Duration::from_millis(50)).await;
     }
-    println!("{UNREAD} unread streams paused after {:?}", started.elapsed());
+    println!("{clients} unread streams paused after {:?}", started.elapsed());
     let asked = Instant::now();
     let found = client.complete(&greedy_body(&run.prompt_ids, 16)).await?;
     println!("a client that reads got 16 tokens after {:?}", asked.elapsed());
     assert_eq!(found.token_ids, expected[..16]);
     // No unread answer was ended.
-    assert_eq!(client.metric("baton_requests", "").await?, UNREAD as f64);
+    assert_eq!(client.metric("baton_requests", "").await?, clients as f64);
 
     // A client that reads again gets every token once.
     let read = unread.pop().context("there are unread streams")?;
