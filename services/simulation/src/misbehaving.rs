@@ -1,6 +1,6 @@
 //! Nodes that misbehave: the shipped router excludes them, and every request completes.
 
-use std::time::Duration;
+use std::{collections::BTreeSet, time::Duration};
 
 use cluster::{Role, Selection};
 use config::{Disaggregate, NodePolicy};
@@ -12,7 +12,7 @@ use crate::{
     device::StepCost,
     event_loop::Simulation,
     planted::PlantedBug,
-    scenario::{BLOCK_BYTES, NodePlan, RequestPlan, Scenario, VOCABULARY, prompt},
+    scenario::{BLOCK_BYTES, Fault, NodePlan, RequestPlan, Scenario, VOCABULARY, prompt},
 };
 
 pub const STEP: Duration = Duration::from_millis(8);
@@ -88,4 +88,51 @@ fn slow_node_is_excluded_and_probed() {
     assert!(outcome.coverage.get("slow node excluded") >= 2, "probed, and still slow");
     let attempts = attempts_on_bad(&outcome);
     assert!(attempts < 20, "{attempts} attempts on the slow node");
+}
+
+/// Runs the requests on two prefill nodes and this many decode nodes, with the fault four times. Returns the 99th
+/// percentile of the time between two tokens of the streams that never were on the node of host [`BAD`].
+fn token_gap_of_others(decode: usize, fault: Option<Fault>) -> Duration {
+    let mut nodes = vec![node(Role::Prefill, STEP); 2];
+    nodes.extend(vec![node(Role::Decode, STEP); decode]);
+    let selection = Selection { disaggregate: Disaggregate::Always, policy: NodePolicy::LeastLoad };
+    let requests = (0..REQUESTS).map(request).collect();
+    let times = [5, 10, 15, 20].map(Duration::from_secs);
+    let faults = fault.iter().flat_map(|fault| times.map(|at| (at, *fault))).collect();
+    let scenario = Scenario {
+        faults,
+        ..Scenario::fault_free(selection, nodes, requests, Duration::from_micros(300))
+    };
+    let mut simulation = Simulation::new(1, scenario, false);
+    simulation.run();
+    simulation.check_idle();
+    let outcome = simulation.outcome();
+    let ends = ["complete", "complete after a retry"].map(|end| outcome.coverage.get(end));
+    assert_eq!(ends.iter().sum::<u64>(), u64::from(REQUESTS));
+    assert_eq!(ends[1] > 0, fault.is_some(), "the fault interrupts streams: {ends:?}");
+    let picks = outcome.picks.iter();
+    let on_bad: BTreeSet<usize> =
+        picks.filter(|pick| pick.decode == BAD).map(|pick| pick.request).collect();
+    let gaps = simulation.routers[0].decode_gaps.iter();
+    let mut gaps: Vec<Duration> =
+        gaps.filter(|(request, _)| !on_bad.contains(request)).map(|(_, gap)| *gap).collect();
+    gaps.sort();
+    gaps[(gaps.len() * 99).div_ceil(100) - 1]
+}
+
+#[test]
+fn hung_or_killed_node_delays_no_token_of_other_streams() {
+    let hung = Fault::Pause { host: BAD, duration: Duration::from_secs(4) };
+    let killed =
+        Fault::Kill { host: BAD, resets_connections: true, restart_after: Duration::from_secs(1) };
+    let [usual, while_hung] = [None, Some(hung)].map(|fault| token_gap_of_others(3, fault));
+    // Two decode nodes have the larger batch that three nodes have while one is dead.
+    let (larger_batch, while_killed) =
+        (token_gap_of_others(2, None), token_gap_of_others(3, Some(killed)));
+    eprintln!(
+        "time between two tokens, p99: {usual:?}, another node hung {while_hung:?}; larger batch \
+         {larger_batch:?}, another node killed {while_killed:?}"
+    );
+    assert!(while_hung <= usual.mul_f64(1.05), "{usual:?} {while_hung:?}");
+    assert!(while_killed <= larger_batch.mul_f64(1.05), "{larger_batch:?} {while_killed:?}");
 }

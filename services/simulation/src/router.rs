@@ -98,6 +98,9 @@ pub struct Router {
     pub longest_gap: Duration,
     /// Longest time between two tokens of a request, without the gap after token 0 (the possible hand-over).
     pub longest_decode_gap: Duration,
+    /// Request and time of each gap that `longest_decode_gap` covers.
+    #[cfg(test)]
+    pub decode_gaps: Vec<(usize, Duration)>,
 }
 
 /// The nodes of an attempt.
@@ -185,6 +188,8 @@ impl Router {
             first_tokens: BTreeMap::new(),
             longest_gap: Duration::ZERO,
             longest_decode_gap: Duration::ZERO,
+            #[cfg(test)]
+            decode_gaps: Vec::new(),
         }
     }
 
@@ -473,6 +478,8 @@ impl Router {
                     self.longest_gap = self.longest_gap.max(gap);
                     if first_index > 1 {
                         self.longest_decode_gap = self.longest_decode_gap.max(gap);
+                        #[cfg(test)]
+                        self.decode_gaps.push((id, gap));
                     }
                 }
                 Output::WaitForTurn => self.queue(now, id),
