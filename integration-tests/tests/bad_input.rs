@@ -45,6 +45,31 @@ async fn hand_over_is_golden(client: &Client, run: &GoldenRun, salt: &str) -> Re
     Ok(())
 }
 
+/// Streams the golden answer. Returns the times between its tokens.
+async fn token_gaps(client: &Client, run: &GoldenRun, salt: &str) -> Result<Vec<Duration>> {
+    let body = salted_body(&run.prompt_ids, run.output_ids.len(), salt);
+    let mut stream = client.stream("/v1/completions", &body).await?;
+    let (mut tokens, mut gaps) = (Vec::<u32>::new(), Vec::new());
+    let mut last: Option<Duration> = None;
+    while let Some(event) = stream.next().await? {
+        let ids = event.token_ids();
+        if ids.is_empty() {
+            continue;
+        }
+        let before = last.replace(event.after);
+        gaps.extend(before.map(|before| event.after.saturating_sub(before)));
+        tokens.extend(ids);
+    }
+    assert_eq!(tokens, run.output_ids, "{salt}");
+    Ok(gaps)
+}
+
+/// Returns the 99th percentile and the maximum.
+fn p99_and_max(mut gaps: Vec<Duration>) -> [Duration; 2] {
+    gaps.sort();
+    [99, 100].map(|percent| gaps[(gaps.len() * percent).div_ceil(100) - 1])
+}
+
 /// Posts a request and expects this status and an error message with every word.
 async fn refused(client: &Client, body: Value, status: u16, words: &[&str]) -> Result<()> {
     for path in ["/v1/completions", "/v1/chat/completions"] {
@@ -231,6 +256,10 @@ async fn garbage_on_data_ports_delays_no_hand_over_and_fills_no_memory() -> Resu
     let (mut cluster, client) = Cluster::start_with_client(spec).await?;
     let run = longest();
     hand_over_is_golden(&client, &run, "before").await?;
+    let mut usual = Vec::new();
+    for stream in 0..3 {
+        usual.extend(token_gaps(&client, &run, &format!("usual {stream}")).await?);
+    }
     let mut targets = Vec::new();
     for node in cluster.prefill.iter().chain(&cluster.decode) {
         targets.push(Target::of(node).await?);
@@ -281,15 +310,22 @@ async fn garbage_on_data_ports_delays_no_hand_over_and_fills_no_memory() -> Resu
         let targets = targets.clone();
         move || targets.iter().try_for_each(|target| target.attack_authenticated(&look))
     });
-    let mut answers = 0;
+    let (mut answers, mut flooded) = (0, Vec::new());
     while answers < 3 || !traitor.is_finished() {
         hand_over_is_golden(&client, &run, &format!("round {answers}")).await?;
+        flooded.extend(token_gaps(&client, &run, &format!("flooded {answers}")).await?);
         answers += 1;
     }
     over.store(true, Ordering::Relaxed);
     traitor.join().expect("the authenticated attacker panicked")?;
     let rounds = strangers.join().expect("an unauthenticated attacker panicked")?;
     assert!(rounds >= 10, "{rounds}");
+    let ([usual_p99, usual_max], [p99, max]) = (p99_and_max(usual), p99_and_max(flooded));
+    println!(
+        "time between two tokens: p99 {usual_p99:?}, longest {usual_max:?}; flooded p99 {p99:?}, longest {max:?}"
+    );
+    // The flood takes CPU time from the nodes, but no stream waits for a time-out of a connection.
+    assert!(max <= 10 * usual_max + Duration::from_secs(5), "{usual_max:?} {max:?}");
     targets.iter().try_for_each(Target::assert_rejects_unauthenticated)?;
     hand_over_is_golden(&client, &run, "after").await?;
     for service in cluster.all() {
