@@ -107,3 +107,22 @@ fn lost_nodes_and_cut_links_pause_streams_within_the_bounds() {
         assert!(longest <= 3 * SECOND, "{what}: {longest:?}");
     }
 }
+
+#[test]
+fn etcd_outage_of_ten_minutes_disturbs_no_request() {
+    const REQUESTS: u32 = 320;
+    let outage = Fault::EtcdOutage { duration: 600 * SECOND };
+    // A decode node starts again while etcd is down.
+    let kill = Fault::Kill { host: DECODE, resets_connections: true, restart_after: 3 * SECOND };
+    let request = |index: u32| RequestPlan { at: 2 * SECOND * index, ..request(index) };
+    let scenario = Scenario {
+        has_etcd: true,
+        requests: (0..REQUESTS).map(request).collect(),
+        faults: vec![(10 * SECOND, outage), (300 * SECOND, kill)],
+        ..scenario(0, Duration::ZERO, outage)
+    };
+    let coverage = run_scenario(1, scenario, false).coverage;
+    assert_eq!((coverage.get("etcd outages"), coverage.get("kills")), (1, 1));
+    let ends = ["complete", "complete after a retry"].map(|end| coverage.get(end));
+    assert_eq!(ends.iter().sum::<u64>(), u64::from(REQUESTS), "{coverage}");
+}
