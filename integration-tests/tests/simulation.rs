@@ -3,6 +3,10 @@
 //! * `baton sim --seed 17` runs one seed and prints its events.
 //! * `BATON_SIM_SEEDS=10000` runs that many seeds, from `BATON_SIM_FIRST` (0) on.
 
+use std::process::Command;
+
+use anyhow::Result;
+use integration_tests::{cluster::bin_dir, command::output};
 use simulation::{SeedFailure, explore, run};
 
 /// Seeds of an ordinary test run.
@@ -80,6 +84,18 @@ fn seeds_lose_no_token_and_no_block() {
         let missing: Vec<_> = REACHED.iter().filter(|state| coverage.get(state) == 0).collect();
         assert!(missing.is_empty(), "no seed reached: {missing:?}");
     }
+}
+
+#[test]
+fn baton_sim_prints_scenario_events_and_states_of_a_seed() -> Result<()> {
+    let output = output(Command::new(bin_dir().join("baton")).args(["sim", "--seed", "17"]))?;
+    let said = String::from_utf8_lossy(&output.stderr);
+    assert!(output.status.success(), "{said}");
+    assert!(said.starts_with("Scenario {"), "{said:.1000}");
+    let events = said.lines().filter(|line| line.contains(" ms Input {")).count();
+    assert!(events > 10, "{events} events: {said:.1000}");
+    assert!(String::from_utf8_lossy(&output.stdout).contains("processes"));
+    Ok(())
 }
 
 /// Seeds that found a bug, each with the bug.

@@ -91,7 +91,8 @@ pub fn explore(seeds: Range<u64>, progress: impl FnMut(u64)) -> Result<Coverage,
     explore_with(|seed| run(seed, false).coverage, seeds, progress)
 }
 
-fn explore_with(
+/// Runs these seeds with `run` until one panics. `progress` is called after each seed.
+pub fn explore_with(
     run: impl Fn(u64) -> Coverage + panic::RefUnwindSafe,
     seeds: Range<u64>,
     mut progress: impl FnMut(u64),
