@@ -16,6 +16,8 @@ use crate::{
 const KILLS: usize = 20;
 /// Tokens of all streams before a kill, fewer than one answer has.
 const TOKENS_BEFORE: usize = 24;
+/// Time in which a client of 1P1D sends further requests.
+const CLIENTS_START_FOR: Duration = Duration::from_secs(5);
 
 pub async fn one_decode_node_killed_twenty_times() -> Result<()> {
     decode_node_killed(24).await
@@ -50,6 +52,43 @@ async fn decode_node_killed(streams: usize) -> Result<()> {
         cluster.wait_nodes(2, 2).await?;
     }
     all.print(&format!("D killed {KILLS} times"));
+    ensure!(all.failures.is_empty(), "{:#?}", all.failures);
+    cluster.stop()
+}
+
+pub async fn requests_finish_when_the_only_decode_node_is_back() -> Result<()> {
+    only_decode_node_killed(8, 1).await
+}
+
+pub async fn only_decode_node_killed_five_times() -> Result<()> {
+    only_decode_node_killed(24, 5).await
+}
+
+/// Runs this many clients on 1P1D, and kills and restarts the decode node this many times.
+async fn only_decode_node_killed(clients: usize, kills: usize) -> Result<()> {
+    let spec = ClusterSpec::smollm2()
+        .nodes(1, 1)
+        .set("BATON_NODE_KV_MEMORY", "768MiB")
+        .set("BATON_ROUTER_WAITING_TIMEOUT", WAITING_TIMEOUT);
+    let (mut cluster, client) = Cluster::start_with_client(spec).await?;
+    let reference = Arc::new(Reference::new());
+    let mut all = Report::default();
+    for _ in 0..kills {
+        let until = Instant::now() + CLIENTS_START_FOR;
+        let mut requests = tokio::task::JoinSet::new();
+        for first in 0..clients {
+            requests.spawn(reference.clone().requests(client.clone(), first, until));
+        }
+        reference.further_tokens(TOKENS_BEFORE).await?;
+        cluster.restart_decode(0)?;
+        while let Some(report) = requests.join_next().await {
+            all.merge(report?);
+        }
+        cluster.wait_nodes(1, 1).await?;
+    }
+    Report::print_head();
+    all.print(&format!("1P1D: D killed {kills} times"));
+    ensure!(all.streams >= clients * kills, "only {} requests", all.streams);
     ensure!(all.failures.is_empty(), "{:#?}", all.failures);
     cluster.stop()
 }

@@ -22,6 +22,7 @@ const LONG: &str = "BATON_FAULTS";
 fn main() -> ExitCode {
     let mut tests = test_harness::tests![links::cut_and_stopped_hosts_change_no_answer];
     tests.extend(test_harness::multi_thread_tests![
+        kills::requests_finish_when_the_only_decode_node_is_back,
         resources::full_disk_of_the_log_disturbs_no_request,
         resources::limit_of_open_files_rejects_connections_and_recovers,
         resources::node_whose_disk_tier_is_read_only_serves_without_it,
@@ -34,6 +35,7 @@ fn main() -> ExitCode {
             "kills" => test_harness::multi_thread_tests![
                 kills::one_decode_node_killed_twenty_times,
                 kills::hundred_streams_while_a_decode_node_is_killed_twenty_times,
+                kills::only_decode_node_killed_five_times,
                 kills::nodes_killed_every_few_seconds,
             ],
             other => panic!("invalid {LONG}: {other}; expected links, stops or kills"),

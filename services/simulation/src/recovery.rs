@@ -109,6 +109,21 @@ fn lost_nodes_and_cut_links_pause_streams_within_the_bounds() {
 }
 
 #[test]
+fn requests_complete_when_the_only_decode_node_is_back() {
+    const STREAMS: u32 = 24;
+    for run in 0..RUNS {
+        let at = Duration::from_millis(300 + 25 * run);
+        let kill = Fault::Kill { host: 1, resets_connections: true, restart_after: 3 * SECOND };
+        let nodes = [Role::Prefill, Role::Decode].map(|role| node(role, STEP)).into();
+        let scenario = Scenario { nodes, ..scenario(STREAMS, at, kill) };
+        let coverage = run_scenario(run, scenario, false).coverage;
+        let ends = ["complete", "complete after a retry"].map(|end| coverage.get(end));
+        assert_eq!(ends.iter().sum::<u64>(), u64::from(STREAMS), "run {run}: {coverage}");
+        assert!(ends[1] > 0, "run {run}: the kill interrupts no stream");
+    }
+}
+
+#[test]
 fn etcd_outage_of_ten_minutes_disturbs_no_request() {
     const REQUESTS: u32 = 320;
     let outage = Fault::EtcdOutage { duration: 600 * SECOND };
