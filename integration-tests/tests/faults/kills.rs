@@ -93,6 +93,13 @@ async fn only_decode_node_killed(clients: usize, kills: usize) -> Result<()> {
     cluster.stop()
 }
 
+/// Environment variable: seconds in which nodes are killed one after another. A slow machine needs more for
+/// [`KILLS_MIN`].
+const SECONDS: &str = "BATON_FAULTS_SECONDS";
+const SECONDS_DEFAULT: u64 = 40;
+/// Fewer kills of nodes one after another show nothing.
+const KILLS_MIN: usize = 13;
+
 /// Kills a node of either role every 2 to 3 s for 40 s, and restarts it at once.
 pub async fn nodes_killed_every_few_seconds() -> Result<()> {
     let spec = ClusterSpec::smollm2()
@@ -102,7 +109,10 @@ pub async fn nodes_killed_every_few_seconds() -> Result<()> {
         .set("BATON_ROUTER_WAITING_TIMEOUT", WAITING_TIMEOUT);
     let (mut cluster, client) = Cluster::start_with_client(spec).await?;
     let reference = Arc::new(Reference::new());
-    let until = Instant::now() + Duration::from_secs(40);
+    let seconds = std::env::var(SECONDS).map_or(SECONDS_DEFAULT, |seconds| {
+        seconds.parse().unwrap_or_else(|_| panic!("invalid {SECONDS}: {seconds}; expected seconds"))
+    });
+    let until = Instant::now() + Duration::from_secs(seconds);
     let mut requests = tokio::task::JoinSet::new();
     for first in 0..32 {
         requests.spawn(reference.clone().requests(client.clone(), first, until));
@@ -123,8 +133,12 @@ pub async fn nodes_killed_every_few_seconds() -> Result<()> {
         all.merge(report?);
     }
     Report::print_head();
-    all.print(&format!("{kills} kills of nodes in 40 s"));
+    all.print(&format!("{kills} kills of nodes in {seconds} s"));
     ensure!(all.failures.is_empty(), "{:#?}", all.failures);
+    ensure!(
+        kills >= KILLS_MIN,
+        "only {kills} kills of nodes; expected at least {KILLS_MIN}, so set {SECONDS} above {seconds}"
+    );
     cluster.wait_nodes(2, 2).await?;
     cluster.stop()
 }
