@@ -53,6 +53,8 @@ pub const COPYING_MAX: usize = 4;
 pub const SAVES_MAX: usize = 16;
 /// Maximum number of loads in flight. Further sequences compute their KV.
 pub const LOADS_MAX: usize = 64;
+/// Part of the time-out of a load that the load may take beyond twice its predicted time before it is late.
+const LATE_PART: u32 = 8;
 /// Maximum number of blocks in one recovery event.
 pub const RECOVERED_MAX: usize = 4096;
 
@@ -199,7 +201,7 @@ pub struct TierStats {
     pub failed: u64,
     /// Blocks that a load found damaged or missing.
     pub damaged: u64,
-    /// Blocks that were computed, because loading was predicted to be slower.
+    /// Blocks that were computed, because loading was predicted to be slower or an earlier load was late.
     pub refused: u64,
     /// Age of the oldest queued save.
     pub queue_age: Duration,
@@ -242,6 +244,8 @@ pub(crate) enum NoSource {
 #[derive(Debug)]
 pub(crate) struct LoadInFlight {
     pub id: SequenceId,
+    /// Time from which the load is late: then the tier that it waits for starts no other load.
+    late_at: Instant,
     /// Reserved blocks of the sequence: those to load first, then the rest.
     pub blocks: Vec<BlockId>,
     slots: Vec<(Tier, SlotIndex)>,
@@ -528,15 +532,30 @@ impl Tiers {
         }
         let tier_of = |key: &BlockHash| Some(self.fastest(*key)?.index());
         let run: Vec<usize> = keys.iter().map_while(tier_of).collect();
+        // A late load keeps its blocks until it ends. Further loads of a tier that does not answer would take the rest.
+        let late = self.late_tiers();
+        let usable = run.iter().take_while(|&&tier| !late[tier]).count();
         let most = most.min(self.config.load_timeout / 2);
-        let choice = choose(self.now, &run, &self.rates, &self.prefill, most);
-        if choice.is_refused {
+        let choice = choose(self.now, &run[..usable], &self.rates, &self.prefill, most);
+        if choice.is_refused || usable < run.len() {
             for &tier in &run[choice.blocks..] {
                 let state = self.tiers[tier].as_mut().expect("the tier holds the block");
                 state.stats.refused += 1;
             }
         }
         choice.blocks
+    }
+
+    /// Returns which tiers have a load in flight that is late.
+    fn late_tiers(&self) -> [bool; TIERS] {
+        let mut late = [false; TIERS];
+        for load in self.loads.values().filter(|load| self.now >= load.late_at) {
+            // The load waits for its slowest tier.
+            if let Some(tier) = load.slots.iter().map(|&(tier, _)| tier).max() {
+                late[tier.index()] = true;
+            }
+        }
+        late
     }
 
     /// Starts a load of blocks that [`choose_load`](Self::choose_load) has just chosen. `reserved` begins with the
@@ -557,7 +576,10 @@ impl Tiers {
             blocks.push(LoadBlock { tier, slot, block, contents: *contents });
         }
         let slots = blocks.iter().map(|block| (block.tier, block.slot)).collect();
-        self.loads.insert(job, LoadInFlight { id, blocks: reserved, slots });
+        let times = blocks.iter().map(|block| self.rates[block.tier.index()].time(0));
+        let predicted = times.max().unwrap_or_default();
+        let late_at = self.now + 2 * predicted + self.config.load_timeout / LATE_PART;
+        self.loads.insert(job, LoadInFlight { id, late_at, blocks: reserved, slots });
         LoadJob { job, id, blocks }
     }
 
@@ -576,6 +598,13 @@ impl Tiers {
             } else if index == intact {
                 state.stats.damaged += 1;
             }
+        }
+        // A load without an intact block tells at least that the first block took this long.
+        if intact == 0
+            && let Some(&(tier, _)) = load.slots.first()
+            && took > self.rates[tier.index()].block_time().unwrap_or_default()
+        {
+            read[tier.index()] = 1;
         }
         measure(self.now, &mut self.rates, read, took);
         Some(FinishedLoad { load, intact })

@@ -182,6 +182,46 @@ fn load_that_takes_too_long_is_given_up_and_its_blocks_stay_reserved() {
     node.assert_all_returned();
 }
 
+/// Returns a node with two evicted prompts: families 1 and 3, of 70 tokens.
+fn node_with_evicted_prompts(tiers: TierConfig) -> Node {
+    let mut node = node(13, tiers);
+    compute(&mut node, 1, 1, 70);
+    compute(&mut node, 2, 3, 70);
+    compute(&mut node, 3, 2, 200);
+    node
+}
+
+#[test]
+fn tier_whose_load_is_late_starts_no_other_load_until_the_load_ends() {
+    let load_timeout = Duration::from_secs(2);
+    let mut node = node_with_evicted_prompts(TierConfig { load_timeout, ..config(40) });
+    node.arrive(new(4, COMPUTE, 1, 70));
+    node.run();
+    assert!(!node.finished(SequenceId(4)), "it waits for its load");
+    node.advance(load_timeout / 4);
+    node.arrive(new(5, COMPUTE, 3, 70));
+    node.run();
+    assert!(node.finished(SequenceId(5)), "it computes its prompt");
+    assert_eq!(node.tier_stats().refused, 4);
+    run(&mut node);
+    compute(&mut node, 6, 2, 200);
+    assert_eq!(compute(&mut node, 7, 3, 70), 6, "loads start again");
+    node.assert_all_returned();
+}
+
+#[test]
+fn load_that_fails_slowly_is_measured() {
+    let mut node = node_with_evicted_prompts(config(40));
+    node.copies_take(Duration::from_secs(100));
+    node.arrive(new(4, COMPUTE, 1, 70));
+    node.run();
+    assert!(node.copy(0, true), "no block is intact");
+    assert_eq!(run(&mut node), 70);
+    assert_eq!(compute(&mut node, 5, 3, 70), 70, "another load would take as long");
+    assert_eq!(node.tier_stats().refused, 4);
+    node.assert_all_returned();
+}
+
 #[test]
 fn load_of_a_node_that_was_idle_has_its_whole_time() {
     let load_timeout = Duration::from_secs(2);

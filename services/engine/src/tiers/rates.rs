@@ -37,7 +37,7 @@ impl LoadRate {
     }
 
     /// Returns the predicted time until `blocks` further blocks are loaded.
-    fn time(&self, blocks: u32) -> Duration {
+    pub fn time(&self, blocks: u32) -> Duration {
         // Assume 0 before the first load, which measures the time.
         self.block.unwrap_or_default() * (self.pending + blocks)
     }
