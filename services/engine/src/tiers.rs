@@ -327,9 +327,9 @@ impl Tiers {
         block.map_or(compute, |block| compute.min(block * blocks as u32))
     }
 
-    /// Returns when a load that starts now times out.
-    pub fn load_deadline(&self) -> Instant {
-        self.now + self.config.load_timeout
+    /// Returns when a load that starts now times out. Its sequence waits for at most `most`.
+    pub fn load_deadline(&self, most: Duration) -> Instant {
+        self.now + self.config.load_timeout.min(most)
     }
 
     pub fn add_prefill(&mut self, tokens: u32, busy: Duration) {
@@ -525,7 +525,8 @@ impl Tiers {
         }
     }
 
-    /// Returns the length of the prefix of `keys` to load. The load must end within `most`.
+    /// Returns the length of the prefix of `keys` to load. The load is predicted to end within half of its time-out and
+    /// of `most`.
     pub fn choose_load(&mut self, keys: &[BlockHash], most: Duration) -> usize {
         if self.loads.len() >= LOADS_MAX {
             return 0;
@@ -535,7 +536,7 @@ impl Tiers {
         // A late load keeps its blocks until it ends. Further loads of a tier that does not answer would take the rest.
         let late = self.late_tiers();
         let usable = run.iter().take_while(|&&tier| !late[tier]).count();
-        let most = most.min(self.config.load_timeout / 2);
+        let most = self.config.load_timeout.min(most) / 2;
         let choice = choose(self.now, &run[..usable], &self.rates, &self.prefill, most);
         if choice.is_refused || usable < run.len() {
             for &tier in &run[choice.blocks..] {

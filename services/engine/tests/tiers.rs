@@ -8,7 +8,7 @@ use common::{
     family_tokens, limits, node::Node, scheduler, sequence, speculation, unbounded_waits,
 };
 use engine::{
-    Turn,
+    SchedulerConfig, Turn,
     event::{Action, Input, NewSequence, SequenceId, SequenceKind, SessionHint},
     executor::ExecutorLimits,
     plan::{RowPlan, RowResult, StepPlan, StepResult, StepRun},
@@ -525,6 +525,26 @@ fn admission_takes_kept_blocks_at_once() {
     assert_eq!(compute(&mut node, 5, 1, 91), 11, "the oldest conversation is evicted last");
     assert_eq!(compute(&mut node, 6, 3, 91), 91, "the youngest conversation is evicted first");
     assert_eq!(compute(&mut node, 7, 5, 230), 230, "every block");
+    node.assert_all_returned();
+}
+
+#[test]
+fn receiver_waits_for_a_load_no_longer_than_for_blocks() {
+    let reserve_timeout = Duration::from_millis(500);
+    let limits = SchedulerConfig { reserve_timeout, ..unbounded_waits(limits(4, 64, 20, 1)) };
+    let mut node = Node::with_tiers(limits, config(40));
+    compute(&mut node, 1, 1, 70);
+    compute(&mut node, 2, 2, 200);
+    compute(&mut node, 3, 3, 200);
+    node.arrive(new(4, SequenceKind::Receive, 1, 100));
+    node.run();
+    assert_eq!(node.receiving(), [], "the reservation waits for the load");
+    node.advance(reserve_timeout);
+    node.run();
+    assert_eq!(node.receiving(), [SequenceId(4)], "it requests every block");
+    node.kv_arrives(SequenceId(4));
+    run(&mut node);
+    assert!(node.finished(SequenceId(4)));
     node.assert_all_returned();
 }
 

@@ -237,7 +237,8 @@ impl Scheduler {
                 return false;
             }
         };
-        // The prefill peer waits for the reservation, so a load has the same time-out as a wait for blocks.
+        // The prefill peer waits for the reservation, so a load has the same time-out as a wait for blocks. Both waits
+        // together stay below the peer's time-out (`ready_timeout`).
         let most = self.config.reserve_timeout;
         let Some(prefix) = self.load_prefix(id, prefix, most, actions) else { return true };
         let rest = self.kv.reserve(blocks_total - prefix.len() as u32, id);

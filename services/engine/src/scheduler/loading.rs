@@ -96,8 +96,8 @@ impl Scheduler {
         }
     }
 
-    /// Extends a sequence's held prefix with blocks of the tiers, if loading takes at most `most` and is faster than
-    /// computing. Then the sequence waits in phase `Loading`. Otherwise returns the prefix.
+    /// Extends a sequence's held prefix with blocks of the tiers, if loading them is faster than computing. Then the
+    /// sequence waits in phase `Loading`, for at most `most`. Otherwise returns the prefix.
     pub(super) fn load_prefix(
         &mut self,
         id: SequenceId,
@@ -124,7 +124,7 @@ impl Scheduler {
         let load = tiers.start_load(id, &contents, reserved);
         sequence.phase = Phase::Loading { prefix, count, job: load.job };
         self.loading_count += 1;
-        let alarm = tiers.load_deadline();
+        let alarm = tiers.load_deadline(most);
         self.set_alarm(id, alarm);
         actions.push(Action::Load(load));
         None
