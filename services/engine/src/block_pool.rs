@@ -11,7 +11,8 @@
 //! that pins a block also holds it, so a block that can be freed or evicted is never pinned.
 //!
 //! A block can be kept until a time ([`BlockPool::keep`]). Kept blocks are evicted after all other cached blocks. Among
-//! kept blocks, the blocks of the owner with the latest place in the queue are evicted first.
+//! kept blocks, the blocks of the owner with the latest place in the queue are evicted first. The common beginning of
+//! several conversations is kept until the latest of their times, because without it the rest of none can be used.
 //!
 //! A save to a KV tier reads a cached or held block whose contents are retained. It owns no reference, so the block
 //! keeps its place in the order of eviction, but the block is not evicted before the copy has ended.
@@ -28,9 +29,6 @@ use std::{
 use kernels::BlockId;
 
 use crate::event::SequenceId;
-
-/// Maximum number of groups of blocks that are kept until different times. Further groups are not kept.
-const KEPT_MAX: usize = 1024;
 
 /// State of a block.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -69,8 +67,18 @@ struct CachedList {
     len: u32,
 }
 
-/// A group of blocks that are kept: their owner's place in the queue, and a number that makes the key unique.
+/// Key of a group of blocks that are kept: their owner's place in the queue, and a number that makes the key unique.
 type KeptGroup = (Reverse<u64>, u64);
+
+/// Blocks that are kept until one time.
+#[derive(Clone, Copy, Debug)]
+struct Group {
+    until: Instant,
+    /// Number of the group's blocks, cached and held; at least 1.
+    members: u32,
+    /// The group's cached blocks.
+    cached: CachedList,
+}
 
 #[derive(Clone, Copy, Debug)]
 struct Block {
@@ -81,8 +89,10 @@ struct Block {
     retained: bool,
     /// Whether a save reads the block.
     copying: bool,
-    /// The group that the block belongs to while it is cached. The group may have ended.
+    /// The group that the block belongs to, also while it is held. The group may have ended.
     kept: Option<KeptGroup>,
+    /// Whether owners of different places keep the block.
+    is_shared: bool,
     /// Neighbours in a list of cached blocks; meaningful in `Cached` only.
     older: Option<BlockId>,
     newer: Option<BlockId>,
@@ -97,8 +107,9 @@ pub struct BlockPool {
     free: Vec<BlockId>,
     /// Cached blocks that are not kept.
     cached: CachedList,
-    /// Cached blocks that are kept, in the order of eviction.
-    kept: BTreeMap<KeptGroup, CachedList>,
+    /// Blocks that are kept, in the order of eviction. Every group has a block, so there are at most as many groups as
+    /// blocks.
+    kept: BTreeMap<KeptGroup, Group>,
     /// The groups of `kept` that have a cached block.
     evictable_groups: BTreeSet<KeptGroup>,
     /// Cached blocks of all groups.
@@ -119,6 +130,7 @@ impl BlockPool {
             retained: false,
             copying: false,
             kept: None,
+            is_shared: false,
             older: None,
             newer: None,
         };
@@ -199,8 +211,8 @@ impl BlockPool {
                     let block = self.oldest_evictable();
                     self.unlink(block);
                     self.counts.cached -= 1;
-                    let entry = &mut self.blocks[block.index()];
-                    (entry.retained, entry.kept) = (false, None);
+                    self.leave_group(block);
+                    self.blocks[block.index()].retained = false;
                     evicted.push(block);
                     block
                 }
@@ -221,8 +233,7 @@ impl BlockPool {
                 self.counts.cached -= 1;
                 self.cached_copying -= u32::from(self.is_copying(block));
                 self.counts.held += 1;
-                let entry = &mut self.blocks[block.index()];
-                (entry.state, entry.kept) = (BlockState::Held { refs: 1 }, None);
+                self.blocks[block.index()].state = BlockState::Held { refs: 1 };
             }
             BlockState::Held { refs } => {
                 self.blocks[block.index()].state = BlockState::Held { refs: refs + 1 };
@@ -323,23 +334,52 @@ impl BlockPool {
         self.blocks[block.index()].copying
     }
 
-    /// Keeps held blocks until this time, once they are cached. A block that is held again while it is cached is no
-    /// longer kept. `place`: place of the blocks' owner in the queue.
+    /// Keeps held blocks until this time, whenever they are cached. A block that is kept longer already stays so.
+    /// `place`: place of the blocks' owner in the queue.
     pub fn keep(&mut self, blocks: &[BlockId], until: Instant, place: u64) {
-        if self.kept.len() >= KEPT_MAX {
-            return;
-        }
         let key = (Reverse(place), self.next_group);
         self.next_group += 1;
-        self.kept.insert(key, CachedList::default());
-        self.kept_until.insert((until, key));
+        let mut members = 0;
         for &block in blocks {
-            let entry = &mut self.blocks[block.index()];
-            assert!(
-                matches!(entry.state, BlockState::Held { .. }),
-                "only a held block can be kept"
-            );
-            entry.kept = Some(key);
+            let Block { state, kept, is_shared, .. } = self.blocks[block.index()];
+            assert!(matches!(state, BlockState::Held { .. }), "only a held block can be kept");
+            let current = kept.and_then(|kept| Some((kept, self.kept.get(&kept)?.until)));
+            let is_shared =
+                current.is_some_and(|((other, _), _)| is_shared || other != Reverse(place));
+            if current.is_none_or(|(_, kept_until)| kept_until < until) {
+                self.leave_group(block);
+                self.blocks[block.index()].kept = Some(key);
+                members += 1;
+            }
+            self.blocks[block.index()].is_shared = is_shared;
+        }
+        if members > 0 {
+            self.kept.insert(key, Group { until, members, cached: CachedList::default() });
+            self.kept_until.insert((until, key));
+        }
+    }
+
+    /// Stops keeping those of the held blocks that only their owner at this place keeps.
+    pub fn stop_keeping(&mut self, blocks: &[BlockId], place: u64) {
+        for &block in blocks {
+            let Block { state, kept, is_shared, .. } = self.blocks[block.index()];
+            assert!(matches!(state, BlockState::Held { .. }), "a cached block is in a list");
+            if !is_shared && kept.is_some_and(|(owner, _)| owner == Reverse(place)) {
+                self.leave_group(block);
+            }
+        }
+    }
+
+    /// Removes a block that is in no list of cached blocks from its group. A group without blocks ends.
+    fn leave_group(&mut self, block: BlockId) {
+        let entry = &mut self.blocks[block.index()];
+        entry.is_shared = false;
+        let Some(key) = entry.kept.take() else { return };
+        let Some(group) = self.kept.get_mut(&key) else { return };
+        group.members -= 1;
+        if group.members == 0 {
+            self.kept_until.remove(&(group.until, key));
+            self.kept.remove(&key);
         }
     }
 
@@ -350,7 +390,7 @@ impl BlockPool {
                 return;
             }
             self.kept_until.pop_first();
-            let list = self.kept.remove(&group).expect("a group has one time");
+            let list = self.kept.remove(&group).expect("a group has one time").cached;
             self.evictable_groups.remove(&group);
             self.kept_blocks -= list.len;
             self.cached.len += list.len;
@@ -366,7 +406,7 @@ impl BlockPool {
 
     /// Returns the cached block to evict next, excluding blocks that a save reads.
     fn oldest_evictable(&self) -> BlockId {
-        let kept = self.evictable_groups.iter().map(|group| &self.kept[group]);
+        let kept = self.evictable_groups.iter().map(|group| &self.kept[group].cached);
         let lists = iter::once(&self.cached).chain(kept);
         let mut blocks = lists.flat_map(|list| {
             iter::successors(list.oldest, |block| self.blocks[block.index()].newer)
@@ -377,10 +417,11 @@ impl BlockPool {
     /// Changes the list that the block belongs to while it is cached.
     fn change_list_of(&mut self, block: BlockId, change: impl FnOnce(&mut CachedList)) {
         let group = self.blocks[block.index()].kept;
-        let Some((group, list)) = group.and_then(|group| Some((group, self.kept.get_mut(&group)?)))
+        let Some((group, kept)) = group.and_then(|group| Some((group, self.kept.get_mut(&group)?)))
         else {
             return change(&mut self.cached);
         };
+        let list = &mut kept.cached;
         let before = list.len;
         change(list);
         self.kept_blocks = self.kept_blocks + list.len - before;
@@ -391,8 +432,8 @@ impl BlockPool {
     }
 
     fn put_free(&mut self, block: BlockId) {
-        let entry = &mut self.blocks[block.index()];
-        (entry.state, entry.kept) = (BlockState::Free, None);
+        self.leave_group(block);
+        self.blocks[block.index()].state = BlockState::Free;
         self.free.push(block);
         self.counts.free += 1;
     }
@@ -534,20 +575,48 @@ mod tests {
     }
 
     #[test]
-    fn kept_block_that_is_held_again_is_no_longer_kept() {
-        let (mut pool, now) = (BlockPool::new(2), Instant::now());
-        let blocks = allocate(&mut pool, 2);
+    fn kept_block_that_is_held_again_stays_kept() {
+        let (mut pool, now) = (BlockPool::new(3), Instant::now());
+        let blocks = allocate(&mut pool, 3);
         blocks.iter().for_each(|&block| pool.retain(block));
-        pool.keep(&blocks, now + Duration::from_secs(1), 0);
-        // The time of a group may end before its blocks are released.
-        blocks.iter().for_each(|&block| pool.release(block));
+        pool.keep(&blocks[..2], now + Duration::from_secs(1), 0);
+        blocks.iter().rev().for_each(|&block| pool.release(block));
         pool.hold(blocks[0]);
         pool.check();
         assert_eq!(pool.kept_blocks(), 1);
+        pool.release(blocks[0]);
+        pool.check();
+        assert_eq!(pool.kept_blocks(), 2);
+        assert_eq!([evict(&mut pool), evict(&mut pool)], [blocks[2], blocks[1]]);
+        // The time of a group may end before its blocks are released.
+        pool.hold(blocks[0]);
         pool.end_kept(now + Duration::from_secs(1));
         pool.release(blocks[0]);
         pool.check();
-        assert_eq!([evict(&mut pool), evict(&mut pool)], [blocks[1], blocks[0]]);
+        assert_eq!((pool.kept_blocks(), pool.counts().cached), (0, 1));
+    }
+
+    #[test]
+    fn common_beginning_is_kept_until_the_latest_time_of_its_conversations() {
+        let (mut pool, now) = (BlockPool::new(3), Instant::now());
+        let after = |seconds| now + Duration::from_secs(seconds);
+        let blocks = allocate(&mut pool, 3);
+        blocks.iter().for_each(|&block| pool.retain(block));
+        // Block 0 begins two conversations: blocks 0 and 1 at place 5, blocks 0 and 2 at place 6.
+        pool.keep(&blocks[..2], after(9), 5);
+        pool.keep(&[blocks[0], blocks[2]], after(4), 6);
+        blocks.iter().rev().for_each(|&block| pool.release(block));
+        pool.end_kept(after(4));
+        pool.check();
+        assert_eq!(pool.kept_blocks(), 2);
+        // The next turn of the first conversation is the last: no other conversation keeps its block 1.
+        blocks[..2].iter().for_each(|&block| pool.hold(block));
+        pool.stop_keeping(&blocks[..2], 5);
+        blocks[..2].iter().rev().for_each(|&block| pool.release(block));
+        pool.check();
+        assert_eq!(pool.kept_blocks(), 1);
+        pool.end_kept(after(9));
+        assert_eq!(pool.kept_blocks(), 0);
     }
 
     #[test]
@@ -563,20 +632,27 @@ mod tests {
         assert_eq!(pool.evictable_groups.len(), 3);
         pool.hold(blocks[0]);
         assert_eq!(evict(&mut pool), blocks[1], "the conversation that arrived last");
-        assert_eq!((pool.kept.len(), pool.evictable_groups.len()), (3, 1));
+        assert_eq!((pool.kept.len(), pool.evictable_groups.len()), (2, 1));
     }
 
     #[test]
-    fn groups_of_kept_blocks_are_bounded() {
-        let (mut pool, now) = (BlockPool::new(1), Instant::now());
-        let block = allocate(&mut pool, 1)[0];
-        pool.retain(block);
-        (0..2 * KEPT_MAX).for_each(|_| pool.keep(&[block], now, 0));
-        assert_eq!(pool.kept.len(), KEPT_MAX);
-        pool.end_kept(now);
-        assert_eq!(pool.kept.len(), 0);
-        pool.release(block);
-        pool.check();
+    fn turns_that_return_or_whose_blocks_are_evicted_leave_no_group() {
+        let (mut pool, now) = (BlockPool::new(2), Instant::now());
+        let blocks = allocate(&mut pool, 2);
+        blocks.iter().for_each(|&block| pool.retain(block));
+        for turn in 0..5000 {
+            pool.keep(&blocks[..1], now + Duration::from_secs(600 + turn), turn % 7);
+            pool.release(blocks[0]);
+            pool.hold(blocks[0]);
+            pool.check();
+        }
+        pool.keep(&blocks[1..], now + Duration::from_secs(1), 9);
+        assert_eq!((pool.kept.len(), pool.kept_until.len()), (2, 2));
+        blocks.iter().for_each(|&block| pool.release(block));
+        assert_eq!(pool.kept_blocks(), 2);
+        evict(&mut pool);
+        evict(&mut pool);
+        assert_eq!((pool.kept.len(), pool.kept_until.len()), (0, 0));
     }
 
     #[test]
@@ -637,6 +713,7 @@ mod tests {
         BeginCopy(usize),
         EndCopy(usize),
         Keep(usize, u64),
+        StopKeeping(u64),
         EndKept(u64),
     }
 
@@ -654,6 +731,7 @@ mod tests {
             any::<usize>().prop_map(Operation::BeginCopy),
             any::<usize>().prop_map(Operation::EndCopy),
             (any::<usize>(), 0..9u64).prop_map(|(index, until)| Operation::Keep(index, until)),
+            (0..5u64).prop_map(Operation::StopKeeping),
             (0..9u64).prop_map(Operation::EndKept),
         ]
     }
@@ -744,6 +822,10 @@ mod tests {
                         let blocks: Vec<_> = held.iter().map(|&(block, ..)| block).collect();
                         let until = start + Duration::from_secs(until);
                         pool.keep(&blocks[pick(index, blocks.len()).unwrap_or(0)..], until, index as u64 % 5);
+                    }
+                    Operation::StopKeeping(place) => {
+                        let blocks: Vec<_> = held.iter().map(|&(block, ..)| block).collect();
+                        pool.stop_keeping(&blocks, place);
                     }
                     Operation::EndKept(until) => pool.end_kept(start + Duration::from_secs(until)),
                     Operation::EndCopy(index) => {

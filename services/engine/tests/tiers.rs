@@ -549,6 +549,24 @@ fn receiver_waits_for_a_load_no_longer_than_for_blocks() {
 }
 
 #[test]
+fn common_beginning_of_a_kept_conversation_outlives_other_conversations() {
+    let mut node = node(15, TierConfig { host: true, sessions: true, ..config(0) });
+    let turn = |id, len, seconds| {
+        let keep = Some(Duration::from_secs(seconds));
+        NewSequence { session: SessionHint { session: Some(id), keep }, ..new(id, COMPUTE, 1, len) }
+    };
+    node.arrive(turn(1, 90, 600));
+    run(&mut node);
+    // A conversation with the same beginning ends, and its KV is not kept.
+    node.arrive(turn(2, 70, 0));
+    assert_eq!(run(&mut node), 6);
+    compute(&mut node, 3, 4, 150);
+    compute(&mut node, 4, 5, 90);
+    assert_eq!(compute(&mut node, 5, 1, 91), 11, "its five full blocks are kept");
+    node.assert_all_returned();
+}
+
+#[test]
 fn receiver_requests_only_the_blocks_that_no_tier_has() {
     let mut node = node(13, config(40));
     compute(&mut node, 1, 1, 70);

@@ -33,7 +33,7 @@ impl BlockPool {
         assert!(self.free.iter().all(|&block| self.state(block) == BlockState::Free));
 
         let mut walked = 0;
-        let groups = self.kept.iter().map(|(&group, list)| (Some(group), list));
+        let groups = self.kept.iter().map(|(&group, kept)| (Some(group), &kept.cached));
         for (group, list) in groups.chain([(None, &self.cached)]) {
             let (mut previous, mut next, before) = (None, list.oldest, walked);
             while let Some(block) = next {
@@ -51,10 +51,15 @@ impl BlockPool {
         }
         assert_eq!(walked, counts.cached);
         assert_eq!(self.kept_blocks, walked - self.cached.len);
-        let evictable = self.kept.iter().filter(|(_, list)| list.len > 0).map(|(group, _)| group);
+        let evictable = self.kept.iter().filter(|(_, kept)| kept.cached.len > 0);
+        let evictable = evictable.map(|(group, _)| group);
         assert!(self.evictable_groups.iter().eq(evictable), "groups with cached blocks are known");
-        let timed: Vec<_> = self.kept_until.iter().map(|(_, group)| group).collect();
-        assert!(timed.len() == self.kept.len(), "every kept group has one time");
-        assert!(timed.into_iter().all(|group| self.kept.contains_key(group)));
+        assert_eq!(self.kept_until.len(), self.kept.len(), "every kept group has one time");
+        for (&key, group) in &self.kept {
+            assert!(self.kept_until.contains(&(group.until, key)));
+            let members = self.blocks.iter().filter(|block| block.kept == Some(key)).count();
+            assert!(members > 0, "a group has a block");
+            assert_eq!(members as u32, group.members);
+        }
     }
 }

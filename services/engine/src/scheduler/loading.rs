@@ -209,6 +209,8 @@ impl Scheduler {
         let cost = (tiers.restore_time(blocks.len()), share);
         let place = conversation.arrival;
         let keep = sessions.ended(tiers.now(), conversation, sequence.session, last, cost);
+        // The time of the turn before has ended with its return.
+        self.kv.pool.stop_keeping(blocks, place);
         if !keep.is_zero() {
             self.kv.pool.keep(blocks, tiers.now() + keep, place);
         }
