@@ -155,6 +155,10 @@ impl Scheduler {
         match input {
             Input::Arrived(new) => self.arrived(now, new, actions),
             Input::Abort { id } => {
+                // A router ends an answer at a stop string by a cancel.
+                if self.sequences.get(&id).is_some_and(Sequence::has_output) {
+                    self.end_turn(id);
+                }
                 self.remove(id);
                 self.abort_transfer(id, "the request was cancelled", actions);
             }

@@ -567,6 +567,24 @@ fn common_beginning_of_a_kept_conversation_outlives_other_conversations() {
 }
 
 #[test]
+fn cancelled_turn_with_output_is_kept_like_a_finished_turn() {
+    let mut node = node(15, TierConfig { host: true, sessions: true, ..config(0) });
+    let session = SessionHint { session: Some(7), keep: Some(Duration::from_secs(600)) };
+    let turn = new(1, COMPUTE, 1, 90);
+    node.arrive(NewSequence { session, max_tokens: 50, ignore_stop_tokens: true, ..turn });
+    while node.received(SequenceId(1)) == 0 {
+        node.turn();
+    }
+    node.abort(SequenceId(1));
+    run(&mut node);
+    assert_eq!(node.engine.scheduler().load().blocks_kept, 5);
+    compute(&mut node, 2, 4, 150);
+    compute(&mut node, 3, 5, 90);
+    assert_eq!(compute(&mut node, 4, 1, 91), 11, "the next turn");
+    node.assert_all_returned();
+}
+
+#[test]
 fn receiver_requests_only_the_blocks_that_no_tier_has() {
     let mut node = node(13, config(40));
     compute(&mut node, 1, 1, 70);

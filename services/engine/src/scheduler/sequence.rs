@@ -186,6 +186,11 @@ impl Sequence {
         self.cached_tokens.is_some()
     }
 
+    /// Returns whether the sequence got a token on this node.
+    pub(super) fn has_output(&self) -> bool {
+        self.tokens.len() > self.given_len
+    }
+
     /// Returns the row of a sequence in the batch.
     pub(super) fn row(&self) -> &Row {
         match &self.phase {

@@ -247,6 +247,11 @@ impl Node {
         self.sequences.iter().filter(|(_, tracked)| open(tracked)).map(|(&id, _)| id).collect()
     }
 
+    /// Returns the number of tokens that the sequence has generated.
+    pub fn received(&self, id: SequenceId) -> usize {
+        self.sequences[&id].received.len()
+    }
+
     pub fn finished(&self, id: SequenceId) -> bool {
         self.sequences[&id].end == Some(End::Finished)
     }
