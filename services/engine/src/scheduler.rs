@@ -293,9 +293,12 @@ impl Scheduler {
         pool.min(self.config.limits.sequence_tokens as usize)
     }
 
-    /// Removes a sequence in any phase and returns it. Its transfer continues.
+    /// Removes a sequence in any phase and returns it. Its transfer continues. A turn that has not ended may come again.
     fn remove(&mut self, id: SequenceId) -> Option<Sequence> {
         let mut sequence = self.sequences.remove(&id)?;
+        if let (Some(sessions), Some(turn)) = (&mut self.sessions, sequence.conversation.take()) {
+            sessions.put_back(turn, sequence.session);
+        }
         self.alarms.remove(&(sequence.alarm, id));
         let entry = (sequence.arrival, id);
         match std::mem::replace(&mut sequence.phase, Phase::Waiting) {

@@ -448,7 +448,7 @@ fn one_save_at_a_time_reads_a_block() {
 
 #[test]
 fn later_turn_keeps_the_place_of_its_conversation() {
-    let order = |sessions| {
+    let order = |sessions, is_cancelled| {
         let limits = unbounded_waits(limits(1, 64, 40, 1));
         let mut node = Node::with_tiers(limits, TierConfig { sessions, ..config(40) });
         node.arrive(new(1, COMPUTE, 1, 70));
@@ -459,16 +459,51 @@ fn later_turn_keeps_the_place_of_its_conversation() {
         // The second turn of the first conversation arrives after another prompt.
         node.arrive(new(3, COMPUTE, 3, 40));
         node.arrive(new(4, COMPUTE, 1, 100));
-        while !node.finished(SequenceId(3)) && !node.finished(SequenceId(4)) {
+        let mut second = SequenceId(4);
+        if is_cancelled {
+            node.abort(second);
+            second = SequenceId(5);
+            node.arrive(new(5, COMPUTE, 1, 100));
+        }
+        while !node.finished(SequenceId(3)) && !node.finished(second) {
             node.turn();
         }
-        let is_first = node.finished(SequenceId(4));
+        let is_first = node.finished(second);
         run(&mut node);
         node.assert_all_returned();
         is_first
     };
-    assert!(order(true));
-    assert!(!order(false));
+    for is_cancelled in [false, true] {
+        assert!(order(true, is_cancelled));
+        assert!(!order(false, is_cancelled));
+    }
+}
+
+#[test]
+fn parallel_turns_of_a_session_do_not_starve_another_request() {
+    let limits = unbounded_waits(limits(1, 64, 40, 1));
+    let mut node = Node::with_tiers(limits, TierConfig { sessions: true, ..config(40) });
+    let session = SessionHint { session: Some(7), keep: None };
+    let turn = |id| NewSequence { session, ..new(id, COMPUTE, id as u32, 40) };
+    let mut open = vec![1, 2];
+    open.iter().for_each(|&id| node.arrive(turn(id)));
+    let other = SequenceId(100);
+    node.arrive(new(other.0, COMPUTE, 100, 40));
+    let mut next = 3;
+    while !node.finished(other) {
+        node.turn();
+        // Two turns of the session are always open.
+        for id in &mut open {
+            if node.finished(SequenceId(*id)) {
+                node.arrive(turn(next));
+                *id = next;
+                next += 1;
+            }
+        }
+        assert!(next <= 8, "five later turns have passed the request");
+    }
+    run(&mut node);
+    node.assert_all_returned();
 }
 
 /// Plays six turns of a conversation. Between two turns come prompts that never return, more than the memory holds. Returns

@@ -31,9 +31,9 @@ impl Scheduler {
         let mut sequence = Sequence::new(new, arrival, length_max, self.seeds);
         if let Some(sessions) = &mut self.sessions {
             let blocks = sequence.chain.hashes();
-            let conversation = sessions.arrived(now, arrival, sequence.session, blocks);
-            sequence.arrival = conversation.arrival;
-            sequence.conversation = Some(conversation);
+            let turn = sessions.arrived(now, arrival, sequence.session, blocks);
+            sequence.arrival = turn.arrival;
+            sequence.conversation = Some(turn);
         }
         let arrival = sequence.arrival;
         self.alarms.insert((sequence.alarm, id));
@@ -192,6 +192,7 @@ impl Scheduler {
         match finish {
             None => self.request_mask(id),
             Some(_) => {
+                self.end_turn(id);
                 self.remove(id);
                 actions.push(Action::Finished { id, reason: finish });
             }

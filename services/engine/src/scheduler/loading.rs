@@ -196,19 +196,17 @@ impl Scheduler {
     pub(super) fn end_turn(&mut self, id: SequenceId) {
         let (Some(sessions), Some(tiers)) = (&mut self.sessions, &self.tiers) else { return };
         let sequence = self.sequences.get_mut(&id).expect("the caller looked it up");
-        let (Some(conversation), Some(&last)) =
-            (sequence.conversation.take(), sequence.chain.hashes().last())
-        else {
-            return;
-        };
+        let Some(turn) = sequence.conversation.take() else { return };
+        let last = sequence.chain.hashes().last().copied();
         let blocks: &[BlockId] = match &sequence.phase {
             Phase::Running(row) => &row.blocks,
+            Phase::Ready(table) => &table.blocks,
             _ => &[],
         };
         let share = blocks.len() as f32 / self.config.limits.blocks as f32;
         let cost = (tiers.restore_time(blocks.len()), share);
-        let place = conversation.arrival;
-        let keep = sessions.ended(tiers.now(), conversation, sequence.session, last, cost);
+        let place = turn.place();
+        let keep = sessions.ended(tiers.now(), turn, sequence.session, last, cost);
         // The time of the turn before has ended with its return.
         self.kv.pool.stop_keeping(blocks, place);
         if !keep.is_zero() {

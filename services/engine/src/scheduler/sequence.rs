@@ -7,7 +7,7 @@ use kernels::{
     sampling::{SampledToken, Sampling},
 };
 
-use super::{draft_budget::RowDrafts, sessions::Conversation};
+use super::{draft_budget::RowDrafts, sessions::ConversationTurn};
 use crate::{
     constraint::{ActiveConstraint, ConstraintFailure},
     event::{FinishReason, NewSequence, SequenceKind, SessionHint},
@@ -56,8 +56,8 @@ pub(super) struct Sequence {
     /// Deadline of the sequence, or the earlier deadline of its current wait.
     pub(super) alarm: Instant,
     pub(super) session: SessionHint,
-    /// The conversation that the sequence is a turn of; `None` when conversations are not followed.
-    pub(super) conversation: Option<Conversation>,
+    /// The turn of its conversation; `None` when conversations are not followed, and after the end of the turn.
+    pub(super) conversation: Option<ConversationTurn>,
 }
 
 #[derive(Debug)]

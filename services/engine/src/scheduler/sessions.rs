@@ -7,7 +7,9 @@
 //!
 //! Requests that name a session are turns of that session. Otherwise a prompt continues the request that ended with one
 //! of the prompt's blocks. Each such end is continued once, so that parallel requests with a common beginning keep
-//! separate places. A conversation keeps its place for [`PLACE_MAX`], which bounds the delay of other requests.
+//! separate places. A turn of a session that arrives beside another turn of the session has a place of its own too:
+//! otherwise a session that never pauses would delay every other request. A conversation keeps its place for
+//! [`PLACE_MAX`], which bounds the delay of other requests.
 
 use std::{
     mem,
@@ -30,22 +32,43 @@ const CONVERSATIONS_MAX: usize = 8192;
 const OWN_GAPS_MAX: usize = 8;
 const ALL_GAPS_MAX: usize = 64;
 
-/// A conversation, as its turns carry it.
 #[derive(Clone, Debug, PartialEq)]
-pub(super) struct Conversation {
+struct Conversation {
     /// Place in the queue.
-    pub arrival: Arrival,
+    arrival: Arrival,
     /// When the conversation's first turn arrived.
-    pub since: Instant,
+    since: Instant,
     own: Returns,
-    /// When the last turn ended; `None` while a turn runs.
+    /// When the last turn ended; `None` before.
     ended: Option<Instant>,
+    /// Number of turns of a session that have not ended.
+    running: u32,
 }
 
 impl Conversation {
     /// Returns the conversation of a first turn.
-    pub fn new(arrival: Arrival, now: Instant) -> Self {
-        Self { arrival, since: now, own: Returns::new(OWN_GAPS_MAX), ended: None }
+    fn new(arrival: Arrival, now: Instant) -> Self {
+        Self { arrival, since: now, own: Returns::new(OWN_GAPS_MAX), ended: None, running: 0 }
+    }
+}
+
+/// A turn of a conversation that has not ended.
+#[derive(Clone, Debug, PartialEq)]
+pub(super) struct ConversationTurn {
+    /// Place of the turn in the queue.
+    pub arrival: Arrival,
+    /// The conversation when the turn arrived.
+    conversation: Conversation,
+    /// Key of the conversation; `None` for a first turn without a session.
+    key: Option<u128>,
+    /// Time since the end of the turn before.
+    gap: Option<Duration>,
+}
+
+impl ConversationTurn {
+    /// Returns the conversation's place, which orders the eviction of its kept blocks.
+    pub fn place(&self) -> Arrival {
+        self.conversation.arrival
     }
 }
 
@@ -66,50 +89,76 @@ impl Default for Sessions {
 }
 
 impl Sessions {
-    /// Returns the conversation of a turn with these blocks, which arrives now and would be the `arrival`th.
+    /// Returns the turn of a request with these blocks, which arrives now and would be the `arrival`th.
     pub fn arrived(
         &mut self,
         now: Instant,
         arrival: Arrival,
         hint: SessionHint,
         blocks: &[BlockHash],
-    ) -> Conversation {
-        let known = match hint.session {
-            Some(session) => self.take(session),
-            None => blocks.iter().rev().find_map(|block| self.take(block.0)),
+    ) -> ConversationTurn {
+        let (key, known) = match hint.session {
+            Some(session) => (Some(session), self.take(session)),
+            None => {
+                let mut newest = blocks.iter().rev();
+                newest.find_map(|block| Some((block.0, self.take(block.0)?))).unzip()
+            }
         };
         let mut conversation = known.unwrap_or_else(|| Conversation::new(arrival, now));
-        if let Some(ended) = conversation.ended.take() {
-            let gap = now.saturating_duration_since(ended);
-            conversation.own.add_gap(gap);
-            self.all.add_gap(gap);
-        }
         if now.saturating_duration_since(conversation.since) >= PLACE_MAX {
             (conversation.arrival, conversation.since) = (arrival, now);
         }
+        let follows = conversation.running == 0;
+        let ended = conversation.ended.filter(|_| follows);
+        let gap = ended.map(|ended| now.saturating_duration_since(ended));
+        let place = if follows { conversation.arrival } else { arrival };
         if let Some(session) = hint.session {
-            // Parallel turns of a session share its place.
+            conversation.running += 1;
             self.insert(session, conversation.clone());
         }
-        conversation
+        ConversationTurn { arrival: place, conversation, key, gap }
     }
 
-    /// Records the end of a turn whose last block is `last`. Returns the time to keep its KV ([`keep_time`]).
+    /// Records the end of a turn whose last full block is `last`. Returns the time to keep its KV ([`keep_time`]).
     pub fn ended(
         &mut self,
         now: Instant,
-        mut conversation: Conversation,
+        turn: ConversationTurn,
         hint: SessionHint,
-        last: BlockHash,
+        last: Option<BlockHash>,
         (restore, share): (Duration, f32),
     ) -> Duration {
+        let gap = turn.gap;
+        let mut conversation = self.leave(turn.conversation, hint);
+        if let Some(gap) = gap {
+            conversation.own.add_gap(gap);
+            self.all.add_gap(gap);
+        }
         let keep =
             hint.keep.unwrap_or_else(|| keep_time(&conversation.own, &self.all, restore, share));
         conversation.own.add_end();
         self.all.add_end();
         conversation.ended = Some(now);
-        self.insert(hint.session.unwrap_or(last.0), conversation);
+        if let Some(key) = hint.session.or(last.map(|last| last.0)) {
+            self.insert(key, conversation);
+        }
         keep
+    }
+
+    /// Records that a turn was removed before its end. Its request may come again, as the same turn.
+    pub fn put_back(&mut self, turn: ConversationTurn, hint: SessionHint) {
+        let conversation = self.leave(turn.conversation, hint);
+        if let Some(key) = turn.key {
+            self.insert(key, conversation);
+        }
+    }
+
+    /// Returns the conversation without one of its turns. Other turns of a session may have changed it meanwhile.
+    fn leave(&mut self, carried: Conversation, hint: SessionHint) -> Conversation {
+        let known = hint.session.and_then(|session| self.take(session));
+        let mut conversation = known.unwrap_or(carried);
+        conversation.running = conversation.running.saturating_sub(1);
+        conversation
     }
 
     fn take(&mut self, key: u128) -> Option<Conversation> {
@@ -141,29 +190,61 @@ mod tests {
     fn continued_conversation_keeps_its_place_once() {
         let (mut sessions, now) = (Sessions::default(), Instant::now());
         for (arrival, last) in [(3, BLOCKS[0]), (5, BLOCKS[1])] {
-            sessions.ended(now, Conversation::new(arrival, now), UNNAMED, last, COST);
+            let turn = sessions.arrived(now, arrival, UNNAMED, &[]);
+            sessions.ended(now, turn, UNNAMED, Some(last), COST);
         }
         assert_eq!(places(&mut sessions, now, UNNAMED), [5, 3, 102], "the longest beginning first");
     }
 
     #[test]
-    fn turns_of_a_session_share_its_place_whatever_their_blocks_are() {
+    fn turns_of_a_session_have_its_place_one_after_another_whatever_their_blocks_are() {
         let (mut sessions, now) = (Sessions::default(), Instant::now());
         let first = sessions.arrived(now, 3, NAMED, &[]);
-        assert_eq!(places(&mut sessions, now, NAMED), [3; 3], "in parallel");
-        sessions.ended(now, first, NAMED, BLOCKS[0], COST);
-        assert_eq!(places(&mut sessions, now, NAMED), [3; 3]);
+        let beside = sessions.arrived(now, 4, NAMED, &[]);
+        assert_eq!((first.arrival, beside.arrival), (3, 4), "in parallel");
+        sessions.ended(now, first, NAMED, Some(BLOCKS[0]), COST);
+        let third = sessions.arrived(now, 5, NAMED, &[]);
+        assert_eq!(third.arrival, 5, "the second turn has not ended");
+        for turn in [beside, third] {
+            sessions.ended(now, turn, NAMED, Some(BLOCKS[0]), COST);
+        }
+        assert_eq!(places(&mut sessions, now, NAMED), [3, 101, 102]);
         assert_eq!(places(&mut sessions, now, UNNAMED), [100, 101, 102]);
     }
 
     #[test]
-    fn conversation_without_end_loses_its_place() {
+    fn conversation_loses_its_place_after_a_while() {
         let (mut sessions, since) = (Sessions::default(), Instant::now());
-        let (soon, late) = (since + Duration::from_secs(1), since + PLACE_MAX);
-        sessions.arrived(since, 3, NAMED, &[]);
-        assert_eq!(sessions.arrived(soon, 4, NAMED, &[]).arrival, 3);
-        assert_eq!(sessions.arrived(late, 5, NAMED, &[]).arrival, 5);
-        assert_eq!(sessions.arrived(late + PLACE_MAX / 2, 6, NAMED, &[]).arrival, 5);
+        let mut place = |at, arrival| {
+            let turn = sessions.arrived(at, arrival, NAMED, &[]);
+            let place = turn.arrival;
+            sessions.ended(at, turn, NAMED, None, COST);
+            place
+        };
+        let late = since + PLACE_MAX;
+        assert_eq!(place(since, 3), 3);
+        assert_eq!(place(since + Duration::from_secs(1), 4), 3);
+        assert_eq!(place(late, 5), 5);
+        assert_eq!(place(late + PLACE_MAX / 2, 6), 5);
+    }
+
+    #[test]
+    fn turn_that_does_not_end_leaves_its_conversation_as_before() {
+        for hint in [UNNAMED, NAMED] {
+            let (mut sessions, start) = (Sessions::default(), Instant::now());
+            let gap = Duration::from_secs(1);
+            let turn = sessions.arrived(start, 3, hint, &BLOCKS);
+            sessions.ended(start, turn, hint, Some(BLOCKS[2]), COST);
+            for arrival in 4..9 {
+                let failed = sessions.arrived(start + gap / 2, arrival, hint, &BLOCKS);
+                assert_eq!(failed.arrival, 3);
+                sessions.put_back(failed, hint);
+            }
+            let turn = sessions.arrived(start + gap, 9, hint, &BLOCKS);
+            assert_eq!(turn.arrival, 3);
+            let keep = sessions.ended(start + gap, turn, hint, Some(BLOCKS[2]), COST);
+            assert_eq!(keep, gap * 5 / 4, "the only gap");
+        }
     }
 
     #[test]
@@ -174,13 +255,13 @@ mod tests {
             let mut keeps = Vec::new();
             for arrival in 0..4 {
                 let turn = sessions.arrived(now, arrival, hint, &BLOCKS);
-                keeps.push(sessions.ended(now, turn, hint, BLOCKS[2], COST));
+                keeps.push(sessions.ended(now, turn, hint, Some(BLOCKS[2]), COST));
                 now += gap;
             }
             assert_eq!(keeps, [Duration::ZERO, gap * 5 / 4, gap * 5 / 4, gap * 5 / 4]);
             let asked = SessionHint { keep: Some(gap * 100), ..hint };
             let turn = sessions.arrived(now, 9, asked, &BLOCKS);
-            assert_eq!(sessions.ended(now, turn, asked, BLOCKS[2], COST), gap * 100);
+            assert_eq!(sessions.ended(now, turn, asked, Some(BLOCKS[2]), COST), gap * 100);
         }
     }
 
@@ -190,7 +271,8 @@ mod tests {
         for number in 0..3 * CONVERSATIONS_MAX as u64 {
             let hint = SessionHint { session: Some(number.into()), keep: None };
             let turn = sessions.arrived(now, number, hint, &[]);
-            sessions.ended(now, turn, UNNAMED, BlockHash(u128::MAX - u128::from(number)), COST);
+            let last = BlockHash(u128::MAX - u128::from(number));
+            sessions.ended(now, turn, UNNAMED, Some(last), COST);
             assert!(sessions.recent.len() <= CONVERSATIONS_MAX);
             assert!(sessions.older.len() <= CONVERSATIONS_MAX);
         }
