@@ -34,7 +34,7 @@ use tracing::{error, info, warn};
 use crate::{memory_limit::MemoryShare, settings};
 
 use disk_file::DiskFile;
-use host::{HostMemory, HostTier};
+use host::{HostMemory, HostTier, PinLimits};
 use loads::{Job, Loads};
 pub(crate) use metrics::TierMetrics;
 use saves::Saves;
@@ -53,6 +53,7 @@ pub(crate) struct OpenTiers {
     disk: Option<DiskFile>,
     admission: TierAdmission,
     sessions: bool,
+    pin_limits: PinLimits,
 }
 
 impl OpenTiers {
@@ -66,14 +67,16 @@ impl OpenTiers {
             warn!("the node serves without tiers: node.prefix_cache = false; expected true");
             return None;
         }
-        let share = MemoryShare::of_node(config.node.nodes_per_container);
-        let host = open_host(tier.host_memory.bytes(), share.map(MemoryShare::bytes), arena);
+        let pin_limits = PinLimits::of_node(config.node.nodes_per_container);
+        let limit = pin_limits.share().map(MemoryShare::bytes);
+        let host = open_host(tier.host_memory.bytes(), limit, arena);
         let disk = tier.disk_path.as_deref().and_then(|path| {
             let weights = settings::weight_format(config.model.dtype);
             open_disk(path, tier.disk_size.bytes(), arena, weights)
         });
         let (admission, sessions) = (tier.admission, tier.sessions);
-        (host.is_some() || disk.is_some()).then_some(Self { host, disk, admission, sessions })
+        let has_tier = host.is_some() || disk.is_some();
+        has_tier.then_some(Self { host, disk, admission, sessions, pin_limits })
     }
 
     pub fn config(&self) -> TierConfig {
@@ -194,7 +197,7 @@ impl TierCopies {
     ) -> io::Result<()> {
         let is_stopping = &self.is_stopping;
         if let Some(host) = &tiers.host {
-            self.host = Some(HostTier::start(host, arena, events, is_stopping)?);
+            self.host = Some(HostTier::start(host, tiers.pin_limits, arena, events, is_stopping)?);
         }
         if let Some(disk) = tiers.disk.map(Arc::new) {
             let started = self.disk.insert(DiskTier {

@@ -29,9 +29,15 @@ use tracing::{info, warn};
 use xxhash_rust::xxh3::xxh3_64_with_seed;
 
 use super::{Events, enqueue, join, loads::Job};
+use crate::{
+    memory_limit::{self, MemoryShare},
+    settings::SettingsError,
+};
 
 /// Bytes pinned at a time. Pinning takes up to a second per gibibyte.
 const SLICE_BYTES: usize = 1 << 30;
+/// Free memory that pinning leaves to the node's requests and to other processes.
+const RESERVE_BYTES: u64 = 2 << 30;
 /// Batches in flight.
 const BATCHES: usize = 2;
 /// Blocks of one batch of saves.
@@ -59,6 +65,42 @@ pub(super) struct HostTier {
     threads: Vec<JoinHandle<()>>,
     /// Thread that pins the memory. Returns the guards that keep the memory pinned.
     pinning: Option<JoinHandle<Vec<Box<dyn Any + Send>>>>,
+}
+
+/// Bounds of the memory that a node pins.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct PinLimits {
+    /// This node's share of the container's memory limit.
+    share: Option<MemoryShare>,
+    /// Number of nodes that may pin memory of this machine at the same time.
+    nodes: u32,
+    slice_bytes: usize,
+}
+
+impl PinLimits {
+    pub fn of_node(nodes_per_container: u32) -> Self {
+        let share = MemoryShare::of_node(nodes_per_container);
+        Self { share, nodes: nodes_per_container, slice_bytes: SLICE_BYTES }
+    }
+
+    pub fn share(&self) -> Option<MemoryShare> {
+        self.share
+    }
+
+    /// Checks that a slice of `bytes` leaves the reserve free in the node's share and on the machine.
+    fn check(&self, bytes: u64) -> Result<(), SettingsError> {
+        memory_limit::check_more(self.share, bytes + RESERVE_BYTES)?;
+        // Each of the other nodes may pin a slice after the same check.
+        memory_limit::check_more(None, u64::from(self.nodes) * bytes + RESERVE_BYTES)
+    }
+}
+
+/// Pinned memory.
+struct Pinned {
+    /// Guards that keep the slices pinned.
+    slices: Vec<Box<dyn Any + Send>>,
+    /// Reason why further slices are not pinned.
+    failure: Option<String>,
 }
 
 type Copy = Box<dyn TransferInFlight<CopiedBlocks>>;
@@ -108,6 +150,7 @@ impl HostMemory {
 impl HostTier {
     pub fn start(
         memory: &HostMemory,
+        limits: PinLimits,
         arena: &Arc<KvArena>,
         events: &Events,
         is_stopping: &Arc<AtomicBool>,
@@ -141,7 +184,13 @@ impl HostTier {
         };
         this.spawn("baton-tier-load", load)?;
         let (memory, events, is_stopping) = (memory.clone(), events.clone(), is_stopping.clone());
-        let pin = move || pin(&memory, &events, &is_stopping);
+        let pin = move || {
+            let Pinned { slices, failure } = pin(&memory, limits, &events, &is_stopping);
+            if let Some(failure) = failure {
+                warn!("{failure}");
+            }
+            slices
+        };
         let pinning = thread::Builder::new().name("baton-tier-pin".to_owned()).spawn(pin)?;
         this.pinning = Some(pinning);
         Ok(this)
@@ -177,21 +226,30 @@ impl Drop for HostTier {
     }
 }
 
-/// Pins the memory slice by slice, and reports each slice to the core. Returns the guards that keep the memory pinned.
-fn pin(memory: &HostMemory, events: &Events, is_stopping: &AtomicBool) -> Vec<Box<dyn Any + Send>> {
+/// Pins the memory slice by slice, and reports each slice to the core. The kernel would kill a process that pins more
+/// memory than there is, so pinning ends before.
+fn pin(
+    memory: &HostMemory,
+    limits: PinLimits,
+    events: &Events,
+    is_stopping: &AtomicBool,
+) -> Pinned {
     let slots = memory.slots.block_count();
-    let slice = u32::try_from(SLICE_BYTES / memory.slots.block_bytes()).unwrap_or(u32::MAX).max(1);
-    let mut pinned = Vec::new();
+    let block_bytes = memory.slots.block_bytes();
+    let slice = u32::try_from(limits.slice_bytes / block_bytes).unwrap_or(u32::MAX).max(1);
+    let bytes_of = |slots: u32| u64::from(slots) * block_bytes as u64;
+    let mut pinned = Pinned { slices: Vec::new(), failure: None };
     for first in (0..slots).step_by(slice as usize) {
         let count = slice.min(slots - first);
-        match memory.offload.pin(&memory.slots, first, count) {
-            Ok(slice) => pinned.push(slice),
+        let has_room = limits.check(bytes_of(count)).map_err(|error| error.to_string());
+        match has_room.and_then(|()| memory.offload.pin(&memory.slots, first, count)) {
+            Ok(slice) => pinned.slices.push(slice),
             Err(error) => {
-                let bytes = u64::from(first) * memory.slots.block_bytes() as u64;
-                warn!(
-                    "cannot pin more than {bytes} bytes of tier.host_memory: {error}; expected a limit of locked \
-                     memory (ulimit -l) and of the container's memory above tier.host_memory"
-                );
+                let bytes = bytes_of(first);
+                pinned.failure = Some(format!(
+                    "cannot pin more than {bytes} bytes of tier.host_memory: {error}; expected free memory, a limit of \
+                     locked memory (ulimit -l) and of the container's memory above tier.host_memory"
+                ));
                 return pinned;
             }
         }

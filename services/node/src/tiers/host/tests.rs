@@ -15,11 +15,12 @@ const WITHIN: Duration = Duration::from_secs(20);
 const LAYOUT: KvLayout =
     KvLayout { layer_count: 2, kv_head_count: 2, head_dim: 32, dtype: Dtype::F32 };
 const BLOCKS: u32 = 150;
+const LIMITS: PinLimits = PinLimits { share: None, nodes: 1, slice_bytes: SLICE_BYTES };
 
 /// Blocks that are reached by copies only.
 struct DeviceBlocks {
     bytes: Mutex<Vec<u8>>,
-    can_pin: bool,
+    pins: Receiver<()>,
 }
 
 impl RemoteBlocks for DeviceBlocks {
@@ -42,24 +43,25 @@ impl RemoteBlocks for DeviceBlocks {
     }
 
     fn offload(self: Arc<Self>) -> Option<Arc<dyn BlockOffload>> {
-        Some(Arc::new(Copies { can_pin: self.can_pin }))
+        Some(Arc::new(Copies { pins: self.pins.clone() }))
     }
 }
 
 struct Copies {
-    can_pin: bool,
+    /// Receives a permit for each slice that can be pinned. Without a sender nothing more can be pinned.
+    pins: Receiver<()>,
 }
 
 impl BlockOffload for Copies {
     fn pin(&self, _: &Arc<KvArena>, _: u32, _: u32) -> Result<Box<dyn Any + Send>, String> {
-        match self.can_pin {
-            true => Ok(Box::new(())),
-            false => Err("out of memory".to_owned()),
+        match self.pins.recv_timeout(WITHIN) {
+            Ok(()) => Ok(Box::new(())),
+            Err(_) => Err("out of memory".to_owned()),
         }
     }
 
     fn stream(&self) -> Result<Box<dyn OffloadStream>, String> {
-        Ok(Box::new(Self { can_pin: self.can_pin }))
+        Ok(Box::new(Self { pins: self.pins.clone() }))
     }
 }
 
@@ -95,18 +97,25 @@ fn kv(block: u32) -> Vec<u8> {
     (0..LAYOUT.block_bytes()).map(|at| (at * 7 + at / 256) as u8 ^ block as u8).collect()
 }
 
-fn device(can_pin: bool) -> Arc<KvArena> {
-    let bytes = Mutex::new(vec![0; 2 * BLOCKS as usize * LAYOUT.block_bytes()]);
-    KvArena::remote(Arc::new(DeviceBlocks { bytes, can_pin })).unwrap()
+/// Returns blocks for which this number of slices can be pinned.
+fn device(slices: usize) -> Arc<KvArena> {
+    let (permits, pins) = bounded(slices);
+    (0..slices).for_each(|_| permits.send(()).unwrap());
+    device_with(pins)
 }
 
-fn start(arena: &Arc<KvArena>) -> (HostMemory, HostTier, Receiver<TierEvent>) {
-    let memory = HostMemory::new(arena, BLOCKS).expect("the blocks are remote").unwrap();
+fn device_with(pins: Receiver<()>) -> Arc<KvArena> {
+    let bytes = Mutex::new(vec![0; 2 * BLOCKS as usize * LAYOUT.block_bytes()]);
+    KvArena::remote(Arc::new(DeviceBlocks { bytes, pins })).unwrap()
+}
+
+fn events() -> (Events, Receiver<TierEvent>) {
     let (queue, events) = bounded(256);
-    let sender = Events { queue, waker: CollectWaker::default() };
-    let stopping = Arc::new(AtomicBool::new(false));
-    let tier = HostTier::start(&memory, arena, &sender, &stopping).unwrap();
-    (memory, tier, events)
+    (Events { queue, waker: CollectWaker::default() }, events)
+}
+
+fn memory(arena: &Arc<KvArena>) -> HostMemory {
+    HostMemory::new(arena, BLOCKS).expect("the blocks are remote").unwrap()
 }
 
 struct Node {
@@ -117,20 +126,18 @@ struct Node {
 }
 
 impl Node {
+    fn start(arena: Arc<KvArena>, limits: PinLimits) -> Self {
+        let (memory, (sender, events)) = (memory(&arena), events());
+        let stopping = Arc::new(AtomicBool::new(false));
+        let tier = HostTier::start(&memory, limits, &arena, &sender, &stopping).unwrap();
+        Self { arena, memory, tier, events }
+    }
+
     /// Starts a tier, and saves the first blocks to slots in the opposite order.
     fn with_saved_blocks() -> Self {
-        let arena = device(true);
-        let (memory, tier, events) = start(&arena);
-        let this = Self { arena, memory, tier, events };
+        let this = Self::start(device(1), LIMITS);
         assert_eq!(this.event(), TierEvent::Grown { tier: Tier::Host, slots: BLOCKS });
-        for block in 0..BLOCKS {
-            this.arena.write(BlockId(block)).unwrap().copy_from_host(&kv(block)).unwrap();
-            let (tier, source) = (Tier::Host, SaveSource::Block(BlockId(block)));
-            let (job, slot) = (JobId(block.into()), BLOCKS - 1 - block);
-            let save = SaveJob { job, tier, slot, source, contents: contents(block) };
-            assert!(this.tier.save(save));
-            assert_eq!(this.event(), TierEvent::Saved { job });
-        }
+        (0..BLOCKS).for_each(|block| this.save(block, BLOCKS - 1 - block));
         this
     }
 
@@ -138,11 +145,26 @@ impl Node {
         self.events.recv_timeout(WITHIN).unwrap()
     }
 
+    /// Fills a block, and saves it to a slot.
+    fn save(&self, block: u32, slot: SlotIndex) {
+        self.arena.write(BlockId(block)).unwrap().copy_from_host(&kv(block)).unwrap();
+        let (tier, source) = (Tier::Host, SaveSource::Block(BlockId(block)));
+        let job = JobId(block.into());
+        let save = SaveJob { job, tier, slot, source, contents: contents(block) };
+        assert!(self.tier.save(save));
+        assert_eq!(self.event(), TierEvent::Saved { job });
+    }
+
     /// Loads all saved blocks, and returns how many of them are intact.
     fn load(&self) -> u32 {
-        let blocks = (0..BLOCKS).map(|block| {
-            let (tier, slot) = (Tier::Host, BLOCKS - 1 - block);
-            LoadBlock { tier, slot, block: BlockId(BLOCKS + block), contents: contents(block) }
+        self.load_slots((0..BLOCKS).map(|block| (block, BLOCKS - 1 - block)))
+    }
+
+    /// Loads saved blocks from their slots, and returns how many of them are intact.
+    fn load_slots(&self, slots: impl Iterator<Item = (u32, SlotIndex)>) -> u32 {
+        let blocks = slots.map(|(block, slot)| {
+            let (tier, block, contents) = (Tier::Host, BlockId(BLOCKS + block), contents(block));
+            LoadBlock { tier, slot, block, contents }
         });
         let load = LoadJob { job: JobId(1000), id: SequenceId(1), blocks: blocks.collect() };
         assert_eq!(self.tier.load(&Arc::new(Job::new(load))), None);
@@ -160,7 +182,7 @@ impl Node {
 
 #[test]
 fn memory_without_room_for_a_block_or_beyond_the_limit_leaves_the_node_without_the_tier() {
-    let arena = device(true);
+    let arena = device(0);
     let opens = |bytes, limit| open_host(bytes, limit, &arena).is_some();
     let block = LAYOUT.block_bytes() as u64;
     assert!(opens(block, None) && opens(block, Some(block)));
@@ -168,11 +190,43 @@ fn memory_without_room_for_a_block_or_beyond_the_limit_leaves_the_node_without_t
 }
 
 #[test]
-fn memory_that_cannot_be_pinned_has_no_slots() {
-    let (_memory, tier, events) = start(&device(false));
+fn slots_of_pinned_slices_are_used_while_other_slices_wait_or_fail() {
+    let (permits, pins) = bounded(1);
+    let slots = BLOCKS / 3;
+    let limits = PinLimits { slice_bytes: slots as usize * LAYOUT.block_bytes(), ..LIMITS };
+    // The start does not wait for the first slice.
+    let node = Node::start(device_with(pins), limits);
+    assert!(node.events.try_recv().is_err(), "no slice is pinned");
+    permits.send(()).unwrap();
+    assert_eq!(node.event(), TierEvent::Grown { tier: Tier::Host, slots });
+    (0..slots).for_each(|block| node.save(block, block));
+    assert_eq!(node.load_slots((0..slots).map(|block| (block, block))), slots);
+    drop(permits);
+    let Node { tier, events, .. } = node;
     // Joins the thread that pins.
     drop(tier);
-    assert!(events.try_recv().is_err(), "the tier does not grow");
+    assert!(events.try_recv().is_err(), "the tier does not grow further");
+}
+
+#[test]
+fn memory_that_cannot_be_pinned_has_no_slots_and_the_reason_is_reported() {
+    // A share of 1 MiB, which this process uses already.
+    let used = Some(MemoryShare { limit: 1 << 40, nodes_per_container: 1 << 20 });
+    let left = "the memory that is left; expected free memory, ";
+    for (slices, limits, reason) in [
+        (1, PinLimits { share: used, ..LIMITS }, left),
+        // More nodes than any machine has memory for.
+        (1, PinLimits { nodes: u32::MAX, ..LIMITS }, left),
+        (0, LIMITS, "out of memory; expected free memory, "),
+    ] {
+        let (sender, events) = events();
+        let is_stopping = AtomicBool::new(false);
+        let pinned = pin(&memory(&device(slices)), limits, &sender, &is_stopping);
+        assert!(pinned.slices.is_empty() && events.try_recv().is_err());
+        let failure = pinned.failure.expect("nothing is pinned");
+        assert!(failure.starts_with("cannot pin more than 0 bytes of tier.host_memory: "));
+        assert!(failure.contains(reason), "{failure}");
+    }
 }
 
 #[test]
