@@ -12,7 +12,8 @@ mod metrics;
 mod saves;
 
 use std::{
-    io,
+    io, mem,
+    ops::Range,
     path::Path,
     sync::{
         Arc,
@@ -25,6 +26,7 @@ use std::{
 use config::{Config, TierAdmission};
 use crossbeam_channel::{Receiver, Sender, bounded};
 use engine::{
+    event::BlockHash,
     executor::CollectWaker,
     tiers::{self, LoadJob, RECOVERED_MAX, SaveJob, SlotIndex, Tier, TierConfig, TierEvent},
 };
@@ -43,6 +45,8 @@ use saves::Saves;
 const EVENTS_MAX: usize = 256;
 /// Threads that read headers at start: a disk needs several concurrent requests for its full throughput.
 const RECOVERY_THREADS: u32 = 8;
+/// Headers that a recovery thread may fail to read. A disk that fails everywhere must not delay the tier for each slot.
+const RECOVERY_ERRORS_MAX: usize = 8;
 /// Time-out of a load, after which the sequence computes its KV instead. A load that is predicted to take more than
 /// half of this time is not started.
 const LOAD_TIMEOUT: Duration = Duration::from_secs(4);
@@ -296,36 +300,56 @@ fn recover(
 
 fn recover_slots(
     disk: &DiskFile,
-    slots: std::ops::Range<SlotIndex>,
+    slots: Range<SlotIndex>,
     events: &Events,
     is_stopping: &AtomicBool,
 ) -> io::Result<()> {
     let mut buffer = disk.buffer()?;
+    let key = |slot| disk.key(slot, &mut buffer);
+    let found = |blocks| {
+        let tier = Tier::Disk;
+        events.send(TierEvent::Recovered { tier, blocks, is_complete: false })
+    };
+    read_headers(slots, is_stopping, key, found)
+}
+
+/// Reads the header of each slot by `key`, and gives the blocks to `found` until it returns false. Passes over headers
+/// that cannot be read, and returns the last of these errors.
+fn read_headers(
+    slots: Range<SlotIndex>,
+    is_stopping: &AtomicBool,
+    mut key: impl FnMut(SlotIndex) -> io::Result<Option<BlockHash>>,
+    mut found: impl FnMut(Vec<(SlotIndex, BlockHash)>) -> bool,
+) -> io::Result<()> {
     let mut blocks = Vec::new();
-    for slot in slots.clone() {
-        if let Some(key) = disk.key(slot, &mut buffer)? {
-            blocks.push((slot, key));
-        }
-        let is_last = slot + 1 == slots.end;
-        if blocks.len() >= RECOVERED_MAX || (is_last && !blocks.is_empty()) {
-            let blocks = std::mem::take(&mut blocks);
-            let tier = Tier::Disk;
-            if !events.send(TierEvent::Recovered { tier, blocks, is_complete: false }) {
-                break;
+    let (mut errors, mut result) = (0, Ok(()));
+    for slot in slots {
+        match key(slot) {
+            Ok(key) => blocks.extend(key.map(|key| (slot, key))),
+            Err(error) => {
+                errors += 1;
+                result = Err(error);
+                if errors == RECOVERY_ERRORS_MAX {
+                    break;
+                }
             }
         }
-        if is_stopping.load(Ordering::Relaxed) {
-            break;
+        let is_full = blocks.len() >= RECOVERED_MAX;
+        if (is_full && !found(mem::take(&mut blocks))) || is_stopping.load(Ordering::Relaxed) {
+            return result;
         }
     }
-    Ok(())
+    if !blocks.is_empty() {
+        found(blocks);
+    }
+    result
 }
 
 #[cfg(test)]
 mod tests {
     use config::LoadInput;
     use engine::{
-        event::{BlockHash, SequenceId},
+        event::SequenceId,
         tiers::{BlockContents, JobId, LoadBlock, SaveSource},
     };
     use kernels::{BLOCK_TOKENS, BlockId, Dtype, KvLayout};
@@ -373,6 +397,31 @@ mod tests {
                 event => panic!("unexpected {event:?}"),
             }
         }
+    }
+
+    #[test]
+    fn headers_that_cannot_be_read_do_not_hide_the_blocks_of_other_slots() {
+        let read = |slots: Range<SlotIndex>, is_bad: fn(SlotIndex) -> bool| {
+            let key = |slot: SlotIndex| match is_bad(slot) {
+                true => Err(io::Error::other(format!("slot {slot}"))),
+                false => Ok(slot.is_multiple_of(2).then_some(BlockHash(slot.into()))),
+            };
+            let mut all: Vec<SlotIndex> = Vec::new();
+            let found = |blocks: Vec<(SlotIndex, BlockHash)>| {
+                all.extend(blocks.iter().map(|(slot, _)| *slot));
+                true
+            };
+            let result = read_headers(slots, &AtomicBool::new(false), key, found);
+            (all, result.err().map(|error| error.to_string()))
+        };
+        assert_eq!(read(0..7, |_| false), (vec![0, 2, 4, 6], None));
+        let error = |slot| Some(format!("slot {slot}"));
+        assert_eq!(read(0..7, |slot| slot == 3), (vec![0, 2, 4, 6], error(3)));
+        // A thread gives up after eight errors, but reports what it has found.
+        assert_eq!(read(0..100, |slot| slot > 4), (vec![0, 2, 4], error(12)));
+        let most = 2 * RECOVERED_MAX as SlotIndex;
+        let (slots, error) = read(0..most + 2, |slot| slot == 0);
+        assert_eq!((slots.len(), error), (RECOVERED_MAX, Some("slot 0".to_owned())));
     }
 
     fn contents(key: u128) -> BlockContents {
