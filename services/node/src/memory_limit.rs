@@ -50,6 +50,13 @@ impl fmt::Display for MemoryShare {
     }
 }
 
+/// Bytes of host memory that a node's weights and KV take, also in its rank processes; zeros on a GPU.
+#[derive(Debug, Clone, Copy, Default)]
+pub(crate) struct HostBytes {
+    pub weights: u64,
+    pub kv: u64,
+}
+
 /// Rejects weights and KV that exceed the node's share of a memory limit.
 pub(crate) fn check(
     share: Option<MemoryShare>,
@@ -62,6 +69,16 @@ pub(crate) fn check(
         }
         _ => Ok(()),
     }
+}
+
+/// Rejects a second copy of the weights that exceeds the node's share of a memory limit, or the free memory.
+pub(crate) fn check_second_copy(
+    share: Option<MemoryShare>,
+    HostBytes { weights, kv }: HostBytes,
+) -> Result<(), SettingsError> {
+    // Ranks hold weights and KV in their own processes, so the memory that this process uses does not include them.
+    check(share, weights.saturating_mul(2), kv)?;
+    check_more(share, weights)
 }
 
 /// Checks that the node's share of a memory limit and the machine have `bytes` of free memory.
@@ -163,6 +180,22 @@ mod tests {
         // A share of 1 MiB, which this process uses already.
         let error = check_more(share(1 << 20), 1 << 20).unwrap_err().to_string();
         assert!(error.contains("expected at most 0 MiB"), "{error}");
+    }
+
+    #[test]
+    fn second_copy_of_weights_that_ranks_hold_is_limited_to_the_share_of_the_node() {
+        const GIB: u64 = 1 << 30;
+        // This process uses almost nothing of the share.
+        let share = |gib: u64| Some(MemoryShare { limit: gib * GIB, nodes_per_container: 1 });
+        let bytes = HostBytes { weights: 1 << 20, kv: 1000 * GIB };
+        assert!(check_second_copy(share(1001), bytes).is_ok());
+        let error = check_second_copy(share(1000), bytes).unwrap_err().to_string();
+        assert!(error.starts_with("weights of 2 MiB and KV of 1024000 MiB exceed"), "{error}");
+        assert!(check_second_copy(None, bytes).is_ok(), "no limit");
+        let on_gpu = HostBytes::default();
+        assert!(check_second_copy(share(1), on_gpu).is_ok());
+        let bytes = HostBytes { weights: 1 << 60, kv: 0 };
+        assert!(check_second_copy(None, bytes).is_err(), "the machine has less");
     }
 
     #[test]

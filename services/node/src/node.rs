@@ -50,7 +50,7 @@ use crate::{
     hang::StepInFlight,
     identity,
     inbox::{Command, Inbox, TransferEvents},
-    memory_limit::{self, MemoryShare},
+    memory_limit::{self, HostBytes, MemoryShare},
     node_core::{NodeCore, STALL_AFTER},
     populate::Populate,
     service::NodeService,
@@ -536,8 +536,7 @@ async fn open_tiers(
 struct Loaded {
     path: PathBuf,
     model: ModelConfig,
-    /// Host memory of the weights; 0 on a GPU.
-    host_bytes: u64,
+    host_bytes: HostBytes,
     arena: Arc<KvArena>,
     identity: ModelIdentity,
     executor: Box<dyn Executor>,
@@ -679,8 +678,11 @@ fn load_weights(
     let path = path.to_owned();
     let model = checkpoint.config().clone();
     let host_bytes = match traits.device {
-        NodeDevice::Cpu => u64::from(tp) * traits.model.weights,
-        NodeDevice::Gpu { .. } => 0,
+        NodeDevice::Cpu => HostBytes {
+            weights: u64::from(tp) * traits.model.weights,
+            kv: kv_bytes(arena.block_count()),
+        },
+        NodeDevice::Gpu { .. } => HostBytes::default(),
     };
     Ok(Loaded { path, model, host_bytes, arena, identity, executor, defaults, cpus, cpu_fallback })
 }

@@ -29,7 +29,10 @@ use super::{
     standby::{CANCELLED, Standby},
     trainer::KeptTrainer,
 };
-use crate::{inbox::Inbox, memory_limit::MemoryShare};
+use crate::{
+    inbox::Inbox,
+    memory_limit::{HostBytes, MemoryShare},
+};
 
 /// Number of peers asked in a round; rounds rotate over all peers.
 const ASKED_MAX: usize = 8;
@@ -39,8 +42,8 @@ pub(crate) struct WeightSettings {
     pub model: ModelConfig,
     /// The weights to restore after an aborted update in place, unless an update was committed.
     pub loaded: LoadedModel,
-    /// Host memory that a second copy of the weights takes.
-    pub host_bytes: u64,
+    /// A second copy of the weights takes as much host memory as the weights in use.
+    pub host_bytes: HostBytes,
     pub share: Option<MemoryShare>,
     /// `None`: the device cannot change its weights.
     pub update: Option<Arc<dyn WeightUpdate>>,
@@ -388,7 +391,7 @@ mod tests {
         Actor::new(WeightSettings {
             model,
             loaded,
-            host_bytes: 0,
+            host_bytes: HostBytes::default(),
             share: None,
             update: Some(Arc::new(Device)),
             inbox,

@@ -14,7 +14,7 @@ use weight_transfer::{CHUNK_BYTES, Plan, PlanError, Tensor, WeightVersion, diges
 
 use super::{standby::CANCELLED, trainer::TrainerError};
 use crate::{
-    memory_limit::{self, MemoryShare},
+    memory_limit::{self, HostBytes, MemoryShare},
     settings::SettingsError,
 };
 
@@ -48,11 +48,11 @@ pub(super) struct Received {
     pub checkpoint: Checkpoint,
 }
 
-/// Prepares the weights at `path` beside the weights in use, or in place after `release`. A second copy takes
-/// `host_bytes` of the node's `share` of host memory, 0 on a GPU. Blocks. Stops early once `cancelled` is cancelled.
+/// Prepares the weights at `path` beside the weights in use, or in place after `release`. A second copy takes as much of
+/// the node's `share` of host memory as the weights of `host_bytes`. Blocks. Stops early once `cancelled` is cancelled.
 pub(super) fn receive(
     path: &Path,
-    (model, host_bytes, share): (&ModelConfig, u64, Option<MemoryShare>),
+    (model, host_bytes, share): (&ModelConfig, HostBytes, Option<MemoryShare>),
     update: &dyn WeightUpdate,
     release: &dyn Fn() -> Result<(), ReceiveError>,
     cancelled: &CancellationToken,
@@ -69,10 +69,10 @@ pub(super) fn receive(
         return Err(ReceiveError::OtherModel { path, field, found, wanted });
     }
     if !update.is_in_place() {
-        memory_limit::check_more(share, host_bytes)?;
+        memory_limit::check_second_copy(share, host_bytes)?;
     }
     // A copy in host memory takes the place of the pages.
-    let checkpoint = match host_bytes {
+    let checkpoint = match host_bytes.weights {
         0 => checkpoint.keeping_pages(),
         _ => checkpoint,
     };
@@ -89,7 +89,8 @@ pub(super) fn receive(
     let mut packed = Duration::ZERO;
     let digests = thread::scope(|scope| {
         let work = || digests(&plan, &weights, &next, &stop);
-        let threads: Vec<_> = (0..digest_threads(host_bytes)).map(|_| scope.spawn(work)).collect();
+        let threads: Vec<_> =
+            (0..digest_threads(host_bytes.weights)).map(|_| scope.spawn(work)).collect();
         let prepared = update.prepare(path, &checkpoint);
         packed = began.elapsed();
         if prepared.is_err() {

@@ -14,7 +14,10 @@ use super::{
     receive::{Received, receive},
     standby::CANCELLED,
 };
-use crate::{inbox::Inbox, memory_limit::MemoryShare};
+use crate::{
+    inbox::Inbox,
+    memory_limit::{HostBytes, MemoryShare},
+};
 
 /// The model that the node loaded at its start.
 #[derive(Clone, Debug)]
@@ -34,7 +37,7 @@ pub(super) enum LostWeights {
 /// Reads the weights again, checks that they are the same, and uses them. Blocks. Fails once `cancelled` is cancelled.
 pub(super) fn restore(
     lost: LostWeights,
-    (model, host_bytes, share): (&ModelConfig, u64, Option<MemoryShare>),
+    (model, host_bytes, share): (&ModelConfig, HostBytes, Option<MemoryShare>),
     update: &dyn WeightUpdate,
     inbox: &Inbox,
     cancelled: &CancellationToken,
