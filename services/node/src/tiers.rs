@@ -35,7 +35,7 @@ use tracing::{error, info, warn};
 
 use crate::{memory_limit::MemoryShare, settings};
 
-use disk_file::DiskFile;
+use disk_file::{DiskError, DiskFile};
 use host::{HostMemory, HostTier, PinLimits};
 use loads::{Job, Loads};
 pub(crate) use metrics::TierMetrics;
@@ -47,6 +47,8 @@ const EVENTS_MAX: usize = 256;
 const RECOVERY_THREADS: u32 = 8;
 /// Headers that a recovery thread may fail to read. A disk that fails everywhere must not delay the tier for each slot.
 const RECOVERY_ERRORS_MAX: usize = 8;
+/// Time to open the file of the disk tier. Allocating it may take seconds.
+const OPEN_WITHIN: Duration = Duration::from_secs(60);
 /// Time-out of a load, after which the sequence computes its KV instead. A load that is predicted to take more than
 /// half of this time is not started.
 const LOAD_TIMEOUT: Duration = Duration::from_secs(4);
@@ -133,7 +135,8 @@ fn open_host(bytes: u64, limit: Option<u64>, arena: &KvArena) -> Option<HostMemo
 
 fn open_disk(path: &Path, size: u64, arena: &KvArena, weights: WeightFormat) -> Option<DiskFile> {
     let shown = path.display();
-    match DiskFile::open(path, size, arena.layout(), weights) {
+    let (file, layout) = (path.to_owned(), arena.layout());
+    match open_within(OPEN_WITHIN, move || DiskFile::open(&file, size, layout, weights)) {
         Ok(disk) => {
             info!(path = %shown, slots = disk.slot_count(), "opened the disk tier");
             Some(disk)
@@ -145,6 +148,22 @@ fn open_disk(path: &Path, size: u64, arena: &KvArena, weights: WeightFormat) -> 
             None
         }
     }
+}
+
+/// Opens a file on a thread of its own, which outlives the call if the file system hangs, such as NFS without its server.
+fn open_within(
+    time: Duration,
+    open: impl FnOnce() -> Result<DiskFile, DiskError> + Send + 'static,
+) -> Result<DiskFile, DiskError> {
+    let (opened, result) = bounded(1);
+    // Nobody receives a file that is opened too late: it is closed.
+    let open = move || _ = opened.send(open());
+    let thread = thread::Builder::new().name("baton-tier-open".to_owned());
+    thread.spawn(open).map_err(DiskError::Open)?;
+    result.recv_timeout(time).unwrap_or_else(|_| {
+        let reason = format!("the file system did not answer within {} s", time.as_secs());
+        Err(DiskError::Open(io::Error::new(io::ErrorKind::TimedOut, reason)))
+    })
 }
 
 /// Sends events to the engine thread and wakes it.
@@ -533,6 +552,18 @@ mod tests {
         else {
             panic!("the load fails");
         };
+    }
+
+    #[test]
+    fn file_system_that_hangs_is_given_up() {
+        let (resume, hung) = bounded::<()>(0);
+        let open = move || {
+            let _ = hung.recv_timeout(WITHIN);
+            Err(DiskError::InUse)
+        };
+        let error = open_within(Duration::ZERO, open).unwrap_err().to_string();
+        assert_eq!(error, "cannot open it: the file system did not answer within 0 s");
+        drop(resume);
     }
 
     #[test]
