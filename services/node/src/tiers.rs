@@ -220,7 +220,14 @@ impl TierCopies {
     ) -> io::Result<()> {
         let is_stopping = &self.is_stopping;
         if let Some(host) = &tiers.host {
-            self.host = Some(HostTier::start(host, tiers.pin_limits, arena, events, is_stopping)?);
+            match HostTier::start(host, tiers.pin_limits, arena, events, is_stopping) {
+                Ok(host) => self.host = Some(host),
+                Err(error) => {
+                    warn!(
+                        "cannot use tier.host_memory: {error}; the node serves without this tier"
+                    );
+                }
+            }
         }
         if let Some(disk) = tiers.disk.map(Arc::new) {
             let started = self.disk.insert(DiskTier {

@@ -2,6 +2,7 @@
 
 use std::{sync::Mutex, time::Duration};
 
+use config::TierAdmission;
 use engine::{
     event::{BlockHash, SequenceId},
     executor::CollectWaker,
@@ -9,7 +10,10 @@ use engine::{
 };
 use kernels::{BLOCK_TOKENS, Dtype, KvLayout, arena::RemoteBlocks, offload::BlockOffload};
 
-use super::{super::open_host, *};
+use super::{
+    super::{OpenTiers, TierCopies, open_host},
+    *,
+};
 
 const WITHIN: Duration = Duration::from_secs(20);
 const LAYOUT: KvLayout =
@@ -73,6 +77,19 @@ impl OffloadStream for Copies {
             to.copy_from_host(&bytes).map_err(|error| error.to_string())?;
         }
         Ok(Box::new(Copied(from.into_iter().zip(to).collect())))
+    }
+}
+
+/// A driver that cannot create streams.
+struct NoStreams;
+
+impl BlockOffload for NoStreams {
+    fn pin(&self, _: &Arc<KvArena>, _: u32, _: u32) -> Result<Box<dyn Any + Send>, String> {
+        unreachable!("without a stream nothing is pinned")
+    }
+
+    fn stream(&self) -> Result<Box<dyn OffloadStream>, String> {
+        Err("out of memory".to_owned())
     }
 }
 
@@ -227,6 +244,16 @@ fn memory_that_cannot_be_pinned_has_no_slots_and_the_reason_is_reported() {
         assert!(failure.starts_with("cannot pin more than 0 bytes of tier.host_memory: "));
         assert!(failure.contains(reason), "{failure}");
     }
+}
+
+#[test]
+fn tier_without_streams_is_left_out() {
+    let arena = device(0);
+    let host = Some(HostMemory { offload: Arc::new(NoStreams), ..memory(&arena) });
+    let (admission, pin_limits) = (TierAdmission::Always, LIMITS);
+    let tiers = OpenTiers { host, disk: None, admission, sessions: true, pin_limits };
+    let (copies, events) = TierCopies::start(tiers, &arena, CollectWaker::default()).unwrap();
+    assert!(copies.host.is_none() && events.try_recv().is_err());
 }
 
 #[test]
