@@ -219,17 +219,22 @@ fn prefix_in_memory_is_preferred_to_a_tier_and_a_tier_to_computing() {
     let identity = CacheIdentity::of(&record(Role::Decode, 1).identity);
     let prefix = [PrefixKeys::new(identity, "", &tokens)];
     let bytes = |keys: &[u128]| keys.iter().map(|key| key.to_be_bytes().to_vec().into()).collect();
-    let picked = |ports: &[u16], block_ns: u64| {
+    // Node 11 has the prefix in memory, node 12 on its disk, node 14 in host memory, and node 13 nowhere.
+    let picked_of = |ports: &[u16], host_block_ns: u64, disk_block_ns: u64| {
         let mut world = World::with(DEFAULT);
         for &port in ports {
             let record = record(Role::Decode, u128::from(port));
-            let load = Load { disk_block_ns: block_ns, ..load() };
+            let load = Load { host_block_ns, disk_block_ns, ..load() };
             let cached = if port == 11 { prefix[0].keys() } else { &[] };
             world.join(&decode(port));
             world.send(&decode(port), snapshot(&record, load, cached));
-            if port == 12 {
-                let stored = bytes(prefix[0].keys());
-                let tier = v1::KvTier::Disk.into();
+            let tier = match port {
+                12 => Some(v1::KvTier::Disk),
+                14 => Some(v1::KvTier::Host),
+                _ => None,
+            };
+            if let Some(tier) = tier {
+                let (tier, stored) = (tier.into(), bytes(prefix[0].keys()));
                 let tiers = vec![v1::TierBlocks { tier, stored, lost: vec![] }];
                 let delta = v1::NodeDelta { tiers, ..Default::default() };
                 let event = Some(v1::observe_event::Event::Delta(delta));
@@ -240,11 +245,15 @@ fn prefix_in_memory_is_preferred_to_a_tier_and_a_tier_to_computing() {
         let picked = world.pick(&request).unwrap();
         (picked.record.epoch, picked.cached_tokens)
     };
+    let picked = |ports: &[u16], disk_block_ns| picked_of(ports, 0, disk_block_ns);
     // 50 blocks of 0.1 ms.
     assert_eq!(picked(&[13, 12, 11], 100_000), (epoch(11), 800));
     assert_eq!(picked(&[13, 12], 100_000), (epoch(12), 800));
     // A node computes what it would load more slowly.
     assert_eq!(picked(&[12], 1_000_000).1, 0);
+    // Of two tiers, the faster one.
+    assert_eq!(picked_of(&[13, 12, 14], 10_000, 100_000), (epoch(14), 800));
+    assert_eq!(picked_of(&[13, 14, 12], 200_000, 100_000), (epoch(12), 800));
 }
 
 #[test]
