@@ -5,16 +5,20 @@ use std::sync::{Arc, Mutex};
 use cluster::{Epoch, ModelIdentity, NodeId, NodeRecord, Role};
 use telemetry::{LogSink, NodeMetrics, Resource, Telemetry, TelemetryConfig};
 
-/// Returns instruments without an exporter.
-pub(crate) fn metrics() -> NodeMetrics {
+/// Returns telemetry without an exporter.
+pub(crate) fn telemetry() -> Telemetry {
     let config = TelemetryConfig {
         log: "off".into(),
         log_sink: LogSink::Memory(Arc::new(Mutex::new(Vec::new()))),
         ..TelemetryConfig::default()
     };
     let resource = Resource { service: "test".into(), instance: "test".into() };
-    let telemetry = Telemetry::start(&config, resource).unwrap();
-    NodeMetrics::new(&telemetry.metrics(), "model", 0)
+    Telemetry::start(&config, resource).unwrap()
+}
+
+/// Returns instruments without an exporter.
+pub(crate) fn metrics() -> NodeMetrics {
+    NodeMetrics::new(&telemetry().metrics(), "model", 0)
 }
 
 /// Returns the record of a decode node.

@@ -81,3 +81,60 @@ impl TierMetrics {
         self.latest.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use super::*;
+    use crate::testing;
+
+    /// Returns the values of the series with this name and label.
+    fn values(text: &str, name: &str, label: &str) -> Vec<f64> {
+        let start = format!("{name}{{");
+        let lines = text.lines().filter(|line| line.starts_with(&start) && line.contains(label));
+        lines.map(|line| line.rsplit_once(' ').unwrap().1.parse().unwrap()).collect()
+    }
+
+    #[test]
+    fn each_statistic_of_each_tier_has_a_series_of_its_own() {
+        let telemetry = testing::telemetry();
+        let metrics = telemetry.metrics();
+        let tiers = TierMetrics::register(metrics.meter(), 1000);
+        let stats = |base: u64| TierStats {
+            stored: base as u32 + 1,
+            slots: base as u32 + 2,
+            saved: base + 3,
+            loaded: base + 4,
+            dropped: base + 5,
+            cancelled: base + 6,
+            failed: base + 7,
+            damaged: base + 8,
+            refused: base + 9,
+            queue_age: Duration::from_secs(base + 10),
+            block_time: None,
+        };
+        tiers.set(Tier::Host, stats(50));
+        tiers.set(Tier::Disk, stats(200));
+        // Replaces the statistics of this tier only.
+        tiers.set(Tier::Host, stats(100));
+        let text = metrics.render_prometheus();
+        for (label, base) in [(r#"tier="host""#, 100_u32), (r#"tier="disk""#, 200)] {
+            for (name, value) in [
+                ("baton_tier_blocks", base + 1),
+                ("baton_tier_slots", base + 2),
+                ("baton_tier_saved_bytes_total", (base + 3) * 1000),
+                ("baton_tier_loaded_bytes_total", (base + 4) * 1000),
+                ("baton_tier_hits_total", base + 4),
+                ("baton_tier_saves_dropped_total", base + 5),
+                ("baton_tier_saves_cancelled_total", base + 6),
+                ("baton_tier_saves_failed_total", base + 7),
+                ("baton_tier_damaged_total", base + 8),
+                ("baton_tier_loads_refused_total", base + 9),
+                ("baton_tier_queue_age_seconds", base + 10),
+            ] {
+                assert_eq!(values(&text, name, label), [f64::from(value)], "{name} {label}");
+            }
+        }
+    }
+}
