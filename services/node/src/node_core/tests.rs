@@ -7,7 +7,7 @@ use engine::{
         ExecutorLimits,
         sim::{CostModel, SimExecutor},
     },
-    tiers::{JobId, LoadJob},
+    tiers::{JobId, LoadJob, TierConfig},
 };
 use kernels::{
     BlockId,
@@ -22,6 +22,7 @@ use crate::testing;
 mod attempts;
 mod pause;
 mod steps;
+mod tiers;
 mod weights;
 
 const ID: SequenceId = SequenceId(0xabc);
@@ -242,6 +243,14 @@ struct Node {
 
 impl Node {
     fn new() -> Self {
+        Self::over(|scheduler, _| scheduler)
+    }
+
+    fn with_tiers(tiers: TierConfig) -> Self {
+        Self::over(|scheduler, now| scheduler.with_tiers(tiers, now))
+    }
+
+    fn over(prepare: impl FnOnce(Scheduler, Instant) -> Scheduler) -> Self {
         let now = Instant::now();
         let no_cost = CostModel {
             step: Duration::ZERO,
@@ -251,7 +260,7 @@ impl Node {
         let device = Device { sim: SimExecutor::new(LIMITS, no_cost, now), now, is_hung: false };
         let seeds = CacheSeeds { model_fingerprint: 1, weight_version: 1 };
         let scheduler = Scheduler::new(SchedulerConfig::new(LIMITS), seeds).unwrap();
-        let steps = StepLoop::new(scheduler, device);
+        let steps = StepLoop::new(prepare(scheduler, now), device);
         Self { core: NodeCore::new(steps, &testing::record(), STALL_AFTER), now }
     }
 
