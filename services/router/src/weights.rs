@@ -38,8 +38,6 @@ use crate::nodes::{Nodes, OwnedTask, WeightNode, WeightsAnswer};
 const REQUESTS_MAX: usize = 16;
 /// Maximum number of concurrent catch-ups. Each may copy a model from a serving node.
 const CATCH_UPS_MAX: usize = 4;
-/// Bit that is set in the id of every catch-up. The lower id wins, so an operator's update through another router wins.
-const CATCH_UP: u128 = 1 << 127;
 /// Interval of the search for nodes that missed an update. Also the time for nodes to report the weights of an update
 /// that ended.
 const CATCH_UP_INTERVAL: Duration = Duration::from_secs(1);
@@ -408,7 +406,7 @@ impl Task {
                 }
             }
         };
-        let id = UpdateId(random_bits()? & !CATCH_UP);
+        let id = UpdateId::of_operator(random_bits()?);
         let (model, label) = (new.model.clone(), new.label.clone());
         let update = Update::new(now, id, new, nodes, source);
         let (path, nodes) = (update.shown_path(), update.nodes().len());
@@ -510,7 +508,7 @@ impl Task {
         for catch_up in self.targets.catch_ups(now, &nodes, is_free).into_iter().take(room) {
             let CatchUp { model, node, target, from } = catch_up;
             let id = match random_bits() {
-                Ok(bits) => UpdateId(bits | CATCH_UP),
+                Ok(bits) => UpdateId::of_catch_up(bits),
                 Err(error) => return tracing::warn!(%error, "cannot begin a catch-up"),
             };
             tracing::info!(update = %id, node = node.id, weight_version = %target.version, "a node catches up");

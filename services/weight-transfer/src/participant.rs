@@ -21,6 +21,25 @@ const ASK_INTERVAL: Duration = Duration::from_secs(1);
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct UpdateId(pub u128);
 
+impl UpdateId {
+    /// Bit that is set in the id of every catch-up.
+    const CATCH_UP: u128 = 1 << 127;
+
+    /// Returns the id of an operator's update from random bits.
+    pub fn of_operator(bits: u128) -> Self {
+        Self(bits & !Self::CATCH_UP)
+    }
+
+    /// Returns the id of a catch-up, an update of one node that missed an operator's update, from random bits.
+    pub fn of_catch_up(bits: u128) -> Self {
+        Self(bits | Self::CATCH_UP)
+    }
+
+    fn is_catch_up(self) -> bool {
+        self.0 & Self::CATCH_UP != 0
+    }
+}
+
 impl fmt::Display for UpdateId {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{:032x}", self.0)
@@ -152,11 +171,20 @@ impl Participant {
     }
 
     /// Begins to receive an update. Returns whether the update is new. A repeated call changes nothing;
-    /// [`report`](Self::report) has the state of the update.
+    /// [`report`](Self::report) has the state of the update. An operator's update aborts a catch-up that is not committed:
+    /// no other node takes part in the catch-up.
     pub fn begin(&mut self, now: Instant, proposal: Proposal) -> Result<bool, BeginError> {
         let id = proposal.id;
         match (self.running(), &self.last) {
             (Some(running), _) if running.id == id => Ok(false),
+            (Some(running), _)
+                if running.id.is_catch_up()
+                    && !id.is_catch_up()
+                    && !matches!(self.phase, Phase::Installing(..)) =>
+            {
+                self.abort(running.id, "an operator began another update");
+                self.begin(now, proposal)
+            }
             (Some(running), _) => Err(BeginError::Running { id, running: running.id }),
             (None, Some((last, _))) if *last == id => Ok(false),
             (None, _) => {
@@ -372,6 +400,39 @@ mod tests {
         assert!(!node.participant.begin(node.now, Proposal { id: ID, deadline }).unwrap());
         node.participant.abort(ID, "");
         assert!(node.participant.begin(node.now, other).unwrap());
+    }
+
+    #[test]
+    fn update_of_an_operator_replaces_a_catch_up_that_is_not_committed() {
+        let catch_up = UpdateId::of_catch_up(7);
+        let mut node = Node { participant: Participant::default(), now: Instant::now() };
+        let deadline = node.now + Duration::from_secs(60);
+        let proposal = |id| Proposal { id, deadline };
+        assert!(node.participant.begin(node.now, proposal(catch_up)).unwrap());
+        node.participant.handle(ParticipantInput::Received { id: catch_up, outcome: Ok(NEW) });
+        assert_eq!(node.actions(), [ParticipantAction::Receive { id: catch_up }]);
+        let other = UpdateId::of_catch_up(8);
+        assert!(node.participant.begin(node.now, proposal(other)).is_err());
+
+        let id = UpdateId::of_operator(8);
+        assert!(node.participant.begin(node.now, proposal(id)).unwrap());
+        let replaced =
+            [ParticipantAction::Discard { id: catch_up }, ParticipantAction::Receive { id }];
+        assert_eq!(node.actions(), replaced);
+        let report = UpdateReport { id, state: UpdateState::Receiving };
+        assert_eq!(node.participant.report(), Some(report));
+        assert!(matches!(
+            node.participant.commit(catch_up, NEW),
+            Err(CommitError::Aborted { id, .. }) if id == catch_up
+        ));
+        assert!(node.participant.begin(node.now, proposal(catch_up)).is_err());
+
+        node.participant.abort(id, "");
+        assert!(node.participant.begin(node.now, proposal(other)).unwrap());
+        node.participant.handle(ParticipantInput::Received { id: other, outcome: Ok(NEW) });
+        node.participant.commit(other, NEW).unwrap();
+        let error = node.participant.begin(node.now, proposal(id)).unwrap_err();
+        assert_eq!(error, BeginError::Running { id, running: other });
     }
 
     #[test]

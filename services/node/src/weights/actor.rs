@@ -234,6 +234,10 @@ impl Actor {
                 let is_new = self.participant.begin(now, proposal)?;
                 self.participant.heard(now, begin.id);
                 if is_new {
+                    if let Some(replaced) = self.running.as_ref().map(|it| it.begin.id) {
+                        // A catch-up that makes way for an operator's update.
+                        self.discard(replaced);
+                    }
                     self.restoring = None;
                     self.running = Some(RunningUpdate::new(begin));
                 }
@@ -418,17 +422,43 @@ mod tests {
         assert_eq!(actor.work.len(), 1, "a failed restoration can be repeated");
     }
 
-    #[test]
-    fn rounds_of_questions_ask_every_peer_in_turn() {
-        let peer = |number: u128| Peer { epoch: Epoch(number), grpc: String::new() };
-        let begin = |peers| Begin {
-            id: UpdateId(7),
+    fn begin_of(id: UpdateId) -> Begin {
+        Begin {
+            id,
             label: String::new(),
             origin: Origin::Path("/new".into()),
             remaining: Duration::from_secs(1),
-            peers,
+            peers: Vec::new(),
             in_flight: v1::InFlight::Recompute,
-        };
+        }
+    }
+
+    #[tokio::test]
+    async fn catch_up_in_place_gives_up_its_work_for_the_update_of_an_operator() {
+        let mut actor = actor();
+        let catch_up = UpdateId::of_catch_up(7);
+        actor.call(Call::Begin(begin_of(catch_up))).unwrap();
+        actor.act();
+        *released(&actor.released) = Some(catch_up);
+        let cancelled = actor.running.as_ref().unwrap().cancelled.clone();
+        let id = UpdateId::of_operator(8);
+        actor.call(Call::Begin(begin_of(id))).unwrap();
+        actor.act();
+        assert!(cancelled.is_cancelled());
+        assert_eq!(
+            *released(&actor.released),
+            None,
+            "the engine is told that the weights are lost"
+        );
+        let running = actor.running.as_ref().unwrap();
+        assert_eq!(running.begin.id, id);
+        assert!(!running.cancelled.is_cancelled());
+    }
+
+    #[test]
+    fn rounds_of_questions_ask_every_peer_in_turn() {
+        let peer = |number: u128| Peer { epoch: Epoch(number), grpc: String::new() };
+        let begin = |peers| Begin { peers, ..begin_of(UpdateId(7)) };
         let mut many = RunningUpdate::new(begin((0..20).map(peer).collect()));
         let mut asked = Vec::new();
         for _ in 0..5 {
