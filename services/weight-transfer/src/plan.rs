@@ -19,6 +19,9 @@ pub struct Tensor {
 /// chunks delay the update. Weight versions depend on the cuts, so all nodes use this size.
 pub const CHUNK_BYTES: u64 = 64 << 20;
 
+/// Maximum number of chunks of a plan, which takes about 150 bytes of memory for each.
+const CHUNKS_MAX: u64 = 1 << 20;
+
 /// Tensors and their cut into chunks. Chunks are ranges of the tensors' bytes, one tensor after the other, so every
 /// byte is in exactly one chunk. Equal tensors and chunk sizes give equal plans on every side.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -53,6 +56,11 @@ pub enum PlanError {
     Duplicate { name: String },
     #[error("cannot plan an update with chunk_bytes = 0; expected at least 1")]
     ChunkBytes,
+    #[error(
+        "cannot plan an update of {bytes} bytes with chunk_bytes = {chunk_bytes}; expected at least {}",
+        bytes.div_ceil(CHUNKS_MAX)
+    )]
+    TooManyChunks { chunk_bytes: u64, bytes: u64 },
     #[error("cannot plan an update of more than {} bytes", u64::MAX)]
     TooLarge,
 }
@@ -68,8 +76,12 @@ impl Plan {
             return Err(PlanError::Duplicate { name: tensor.name.clone() });
         }
         let total = tensors.iter().try_fold(0u64, |sum, tensor| sum.checked_add(tensor.bytes));
-        if total.ok_or(PlanError::TooLarge)? == 0 {
+        let bytes = total.ok_or(PlanError::TooLarge)?;
+        if bytes == 0 {
             return Err(PlanError::Empty);
+        }
+        if bytes.div_ceil(chunk_bytes) > CHUNKS_MAX {
+            return Err(PlanError::TooManyChunks { chunk_bytes, bytes });
         }
         let mut chunks: Vec<Chunk> = Vec::new();
         for (index, tensor) in tensors.iter().enumerate() {
@@ -204,5 +216,11 @@ mod tests {
         assert_eq!(Plan::new(tensors(&[0]), 8), Err(PlanError::Empty));
         assert_eq!(Plan::new(tensors(&[1]), 0), Err(PlanError::ChunkBytes));
         assert_eq!(Plan::new(tensors(&[1, u64::MAX]), 8), Err(PlanError::TooLarge));
+        // 256 bytes instead of 256 MiB.
+        let (chunk_bytes, bytes) = (256, 1 << 40);
+        let error = Plan::new(tensors(&[bytes]), chunk_bytes).unwrap_err();
+        assert_eq!(error, PlanError::TooManyChunks { chunk_bytes, bytes });
+        assert!(error.to_string().ends_with("expected at least 1048576"), "{error}");
+        assert!(Plan::new(tensors(&[bytes]), 256 << 20).is_ok());
     }
 }
