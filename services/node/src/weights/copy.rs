@@ -124,7 +124,7 @@ fn files(path: &Path) -> io::Result<Vec<(String, PathBuf)>> {
         is_wanted(&name).then_some((name, path))
     };
     if path.is_file() {
-        return Ok(entry(path.to_owned()).into_iter().collect());
+        return Ok(parts(path).into_iter().filter_map(entry).collect());
     }
     let mut files = Vec::new();
     for item in fs::read_dir(path)? {
@@ -135,10 +135,24 @@ fn files(path: &Path) -> io::Result<Vec<(String, PathBuf)>> {
     Ok(files)
 }
 
+/// Returns the files of a model whose first file is at `path`: a GGUF model may be split into `NAME-00001-of-00003.gguf` and
+/// so on.
+fn parts(path: &Path) -> Vec<PathBuf> {
+    let mut parts = vec![path.to_owned()];
+    let name = path.file_name().and_then(|name| name.to_str()).unwrap_or_default();
+    let split = name.strip_suffix(".gguf").and_then(|name| name.rsplit_once("-00001-of-"));
+    if let Some((stem, count)) = split {
+        let part = |number: u16| path.with_file_name(format!("{stem}-{number:05}-of-{count}.gguf"));
+        let count: u16 = count.parse().unwrap_or(1);
+        parts.extend((2..=count).map(part).filter(|part| part.is_file()));
+    }
+    parts
+}
+
 /// Returns whether a model has files of this name. The name has no folders.
 fn is_wanted(name: &str) -> bool {
     let is_plain = !name.starts_with('.') && !name.contains(['/', '\\']) && name.len() <= 255;
-    let is_weights = name.ends_with(".safetensors") || name.ends_with(".gguf");
+    let is_weights = name.ends_with(".safetensors") || name.to_ascii_lowercase().ends_with(".gguf");
     is_plain && (is_weights || CONFIGURATIONS.contains(&name))
 }
 
@@ -242,6 +256,14 @@ mod tests {
         };
         assert_eq!(names(folder.path()), ["config.json", "model.safetensors"]);
         assert_eq!(names(&folder.path().join("config.json")), ["config.json"]);
+        let split = ["a-00001-of-00002.gguf", "a-00002-of-00002.gguf"];
+        for name in [split[0], split[1], "b-00001-of-00002.gguf", "c.GGUF"] {
+            fs::write(folder.path().join(name), name).unwrap();
+        }
+        assert_eq!(names(&folder.path().join(split[0])), split);
+        for name in ["b-00001-of-00002.gguf", "c.GGUF"] {
+            assert_eq!(names(&folder.path().join(name)), [name]);
+        }
         for name in ["../a.gguf", "a/b.gguf", "..", ".gguf", "passwd", "a\\b.gguf", ""] {
             assert!(!is_wanted(name), "{name}");
         }
