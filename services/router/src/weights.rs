@@ -455,9 +455,10 @@ impl Task {
         match update.phase() {
             CoordinatorPhase::Committed { version, missed } => {
                 tracing::info!(update = id, weight_version = %version, missed = missed.len(), "committed a weight update");
+                let replaced = update.nodes().iter().map(|node| node.version);
                 if update.transport() != WeightsTransport::Files {
                     // No node has files of these weights, and the trainer goes on training.
-                    self.targets.forget(&update.model);
+                    self.targets.forget(update.model.clone(), replaced);
                     self.last = Some(view);
                     return;
                 }
@@ -468,7 +469,6 @@ impl Task {
                     timeout: update.timeout(),
                     in_flight: update.in_flight(),
                 };
-                let replaced = update.nodes().iter().map(|node| node.version);
                 self.targets.committed(update.model.clone(), target, replaced);
                 self.catch_up_at = now + CATCH_UP_INTERVAL;
             }

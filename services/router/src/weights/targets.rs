@@ -49,7 +49,8 @@ pub(super) struct CatchUp {
 pub(super) struct Targets(HashMap<Arc<str>, ModelTarget>);
 
 struct ModelTarget {
-    target: Target,
+    /// `None` after an update that no node can catch up with.
+    target: Option<Target>,
     replaced: VecDeque<WeightVersion>,
     /// Processes that were seen with the target's weights.
     had: HashSet<Epoch>,
@@ -70,24 +71,34 @@ impl Targets {
         target: Target,
         replaced: impl Iterator<Item = WeightVersion>,
     ) {
+        self.replace(model, Some(target), replaced);
+    }
+
+    /// Forgets the model's update, after an update that replaced it and that no node can catch up with. Remembers the
+    /// replaced versions for the next update.
+    pub fn forget(&mut self, model: Arc<str>, replaced: impl Iterator<Item = WeightVersion>) {
+        self.replace(model, None, replaced);
+    }
+
+    fn replace(
+        &mut self,
+        model: Arc<str>,
+        target: Option<Target>,
+        replaced: impl Iterator<Item = WeightVersion>,
+    ) {
         let before = self.0.remove(&model);
         let (mut known, last) = match before {
-            Some(before) => (before.replaced, Some(before.target.version)),
+            Some(before) => (before.replaced, before.target.map(|target| target.version)),
             None => (VecDeque::new(), None),
         };
         for version in replaced.chain(last) {
             known.retain(|it| *it != version);
             known.push_back(version);
         }
-        known.retain(|version| *version != target.version);
+        known.retain(|version| target.as_ref().is_none_or(|target| *version != target.version));
         known.drain(..known.len().saturating_sub(REPLACED_MAX));
         let (had, failed) = (HashSet::new(), HashMap::new());
         self.0.insert(model, ModelTarget { target, replaced: known, had, failed });
-    }
-
-    /// Forgets the model's update, after an update that replaced it and that no node can catch up with.
-    pub fn forget(&mut self, model: &str) {
-        self.0.remove(model);
     }
 
     /// Records that a node did not catch up.
@@ -128,7 +139,8 @@ impl Targets {
 
 impl ModelTarget {
     fn was_replaced_at(&self, node: &WeightNode) -> bool {
-        let has_others = node.version != self.target.version && node.version != WeightVersion::NONE;
+        let Some(target) = &self.target else { return false };
+        let has_others = node.version != target.version && node.version != WeightVersion::NONE;
         has_others && self.had.contains(&node.epoch)
     }
 
@@ -139,8 +151,10 @@ impl ModelTarget {
         nodes: Vec<&WeightNode>,
         is_free: impl Fn(&WeightNode) -> bool,
     ) -> Vec<CatchUp> {
+        let Some(target) = self.target.clone() else { return Vec::new() };
+        let version = target.version;
         let (current, others): (Vec<&WeightNode>, Vec<_>) =
-            nodes.into_iter().partition(|node| node.version == self.target.version);
+            nodes.into_iter().partition(|node| node.version == version);
         self.had = current.iter().map(|node| node.epoch).collect();
         let is_behind = |node: &WeightNode| {
             matches!(node.version, WeightVersion::LOADED | WeightVersion::NONE)
@@ -157,9 +171,8 @@ impl ModelTarget {
             let count = failures.map_or(0, |failures| failures.count);
             let peer = current.get((index + count / 2) % current.len().max(1));
             let peer = peer.filter(|_| count.is_multiple_of(2));
-            let version = self.target.version;
             let from = peer.map(|peer| CopyFrom { node: WeightNode::clone(peer), version });
-            let (model, target) = (model.clone(), self.target.clone());
+            let (model, target) = (model.clone(), target.clone());
             Some(CatchUp { model, node: node.clone(), target, from })
         };
         behind.into_iter().enumerate().filter_map(catch_up).collect()
@@ -224,8 +237,21 @@ mod tests {
         targets.committed("other".into(), target(OLD), [loaded].into_iter());
         assert_eq!(due(&mut targets, now, &nodes), names(&[("m-2", "m-1"), ("other-3", "path")]));
         // The weights of an update from a trainer's GPU are in no file.
-        targets.forget("m");
+        targets.forget("m".into(), [].into_iter());
         assert_eq!(due(&mut targets, now, &nodes), names(&[("other-3", "path")]));
+    }
+
+    #[test]
+    fn node_that_missed_updates_catches_up_although_one_of_them_was_in_no_file() {
+        let now = Instant::now();
+        let mut targets = pushed(OLD, &[WeightVersion::LOADED]);
+        let of_a_trainer = WeightVersion(80);
+        targets.forget("m".into(), [OLD].into_iter());
+        let nodes = [node("m", 1, of_a_trainer), node("m", 2, OLD)];
+        assert_eq!(due(&mut targets, now, &nodes), []);
+        targets.committed("m".into(), target(NEW), [of_a_trainer].into_iter());
+        let nodes = [node("m", 1, NEW), node("m", 2, OLD), node("m", 3, of_a_trainer)];
+        assert_eq!(due(&mut targets, now, &nodes), names(&[("m-2", "m-1"), ("m-3", "m-1")]));
     }
 
     #[test]
