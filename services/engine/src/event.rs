@@ -130,7 +130,7 @@ pub enum InFlight {
     /// They are recomputed over all their tokens.
     #[default]
     Recompute,
-    /// They keep their KV, which other sequences never use.
+    /// Sequences with output keep their KV, which other sequences never use. Sequences without output are recomputed.
     KeepKv,
     /// Sequences with output end. Sequences without output are recomputed.
     Abort,

@@ -59,8 +59,8 @@ impl Scheduler {
     }
 
     /// Changes to the cache keys of new weights. Sequences that this node computes alone are recomputed over all their
-    /// tokens, or keep their KV if they run and `in_flight` is `KeepKv`. Sequences of transfers fail, and every
-    /// transfer is aborted: the peer may have the old weights. Drops cached blocks. Admits waiting sequences again.
+    /// tokens, or keep their KV if they run, have output and `in_flight` is `KeepKv`. Sequences of transfers fail, and
+    /// every transfer is aborted: the peer may have the old weights. Drops cached blocks. Admits waiting sequences again.
     ///
     /// # Panics
     /// When a step is in flight.
@@ -120,13 +120,11 @@ impl Scheduler {
             self.waiting.push_compute(sequence.arrival, id);
         }
         for (_, id) in self.running.clone() {
-            match in_flight {
-                InFlight::Recompute | InFlight::Abort => self.preempt(id),
-                InFlight::KeepKv => {
-                    let sequence =
-                        self.sequences.get_mut(&id).expect("a running sequence is known");
-                    sequence.has_old_kv = true;
-                }
+            let sequence = self.sequences.get_mut(&id).expect("a running sequence is known");
+            if in_flight == InFlight::KeepKv && sequence.next_index() > 0 {
+                sequence.has_old_kv = true;
+            } else {
+                self.preempt(id);
             }
         }
     }

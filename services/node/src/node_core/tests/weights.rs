@@ -110,6 +110,35 @@ fn sequence_that_keeps_its_kv_continues_and_shares_no_block() {
     node.core.scheduler().check();
 }
 
+/// The answer of the second sequence names only the new weights.
+#[test]
+fn sequence_without_output_is_recomputed_although_others_keep_their_kv() {
+    let mut node = Node::new();
+    let long = |id: u128, token: u32, now| {
+        let mut call = call(id, id as u64, SequenceKind::Compute, now);
+        (call.sequence.tokens, call.sequence.prompt_len) = (vec![token; 50], 50);
+        call
+    };
+    for (id, token) in [(1, 1), (2, 2)] {
+        node.core.handle_call(long(id, token, node.now), node.now);
+    }
+    let mut outputs = node.outputs();
+    // Steps of 32 tokens are in flight: the rest of the first prompt, and a part of the second one.
+    node.core.step(Duration::ZERO).unwrap();
+    node.core.handle_change_weights(7, String::new(), InFlight::KeepKv, false, node.now);
+    outputs.extend(node.run());
+    assert_eq!(versions_of(&outputs, 1), [1, 1, 0, 7, 7]);
+    assert_eq!(versions_of(&outputs, 2), [0, 7, 7, 7, 7]);
+    assert_eq!(node.core.scheduler().preemptions(), 1);
+
+    // The KV of the second prompt is of the new weights alone.
+    let third = Call { weight_version: 7, ..long(3, 2, node.now) };
+    node.core.handle_call(third, node.now);
+    let cached = AttemptEvent::Reserved { cached_tokens: 48, local_prefill: true };
+    assert!(replies(node.run()).contains(&Reply::Event(cached)));
+    node.core.scheduler().check();
+}
+
 #[test]
 fn running_sequence_finishes_before_the_weights_change_and_others_begin_after() {
     let (mut node, mut outputs) = node_with_running_sequence();
