@@ -117,7 +117,7 @@ impl Plan {
         self.chunks.iter().map(|chunk| chunk.bytes).sum()
     }
 
-    /// Returns the hash of names, element types, shapes and cuts. Both sides compare it before the first byte.
+    /// Returns the hash of names, element types, shapes and cuts, on which the version of weights from files depends.
     pub fn hash(&self) -> u128 {
         let mut hash = Xxh3::new();
         hash.update(&self.chunk_bytes.to_le_bytes());
