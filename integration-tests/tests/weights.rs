@@ -384,6 +384,15 @@ async fn unusable_weights_change_nothing_and_the_reason_names_them() -> Result<(
     std::fs::write(&truncated, &file[..file.len() / 2])?;
     let truncated = reason(&truncated).await?;
     assert!(truncated.contains("short.gguf"), "{truncated}");
+    let other = folder.path().join("other.gguf");
+    let (key, mut changed) = (b"llama.rope.freq_base", file);
+    let at = changed.windows(key.len()).position(|bytes| bytes == key).context("the key")?;
+    // The type of the value comes before the value.
+    let at = at + key.len() + 4;
+    changed[at..at + 4].copy_from_slice(&5e4f32.to_le_bytes());
+    std::fs::write(&other, changed)?;
+    let other = reason(&other).await?;
+    assert!(other.contains("rope_theta is 50000.0; expected 100000.0, as in the model"), "{other}");
 
     let socket = folder.path().join("trainer.sock");
     let from_trainer = async || -> Result<String> {

@@ -2,10 +2,12 @@
 
 mod common;
 
-use std::fs;
+use std::{fs, num::NonZeroUsize};
 
 use common::Entry;
-use model::{Checkpoint, LoadFormat, ModelConfig, ModelError, RopeScaling};
+use model::{
+    Architecture, Checkpoint, LoadFormat, ModelConfig, ModelError, RopeScaling, SlidingWindow,
+};
 use serde_json::{Value, json};
 
 /// Opens the tiny model's configuration with some keys changed; null removes a key.
@@ -51,6 +53,43 @@ fn a_hugging_face_configuration_is_read() {
     assert_eq!(config.attention_scale(), 0.25);
     let layer = 32 * 64 + 2 * 32 * 32 + 64 * 32 + 3 * 32 * 64 + 2 * 32;
     assert_eq!(config.parameter_count(), 2 * 96 * 32 + 3 * layer + 32);
+}
+
+#[test]
+fn first_difference_of_two_configurations_is_named() {
+    let config = open(json!({})).unwrap();
+    assert_eq!(config.difference(&config), None);
+    type Change = fn(&mut ModelConfig);
+    let changes: [(&str, Change); 16] = [
+        ("architecture", |it| it.architecture = Architecture::Qwen3),
+        ("hidden_size", |it| it.hidden_size += 1),
+        ("layer_count", |it| it.layer_count += 1),
+        ("query_head_count", |it| it.query_head_count += 1),
+        ("kv_head_count", |it| it.kv_head_count += 1),
+        ("head_dim", |it| it.head_dim += 1),
+        ("ffn_size", |it| it.ffn_size += 1),
+        ("vocab_size", |it| it.vocab_size += 1),
+        ("context_tokens", |it| it.context_tokens += 1),
+        ("rms_eps", |it| it.rms_eps *= 2.0),
+        ("rope_theta", |it| it.rope_theta *= 2.0),
+        ("rope_scaling", |it| it.rope_scaling = RopeScaling::None),
+        ("sliding_window", |it| {
+            let layers = vec![true; it.layer_count];
+            it.sliding_window = Some(SlidingWindow { tokens: NonZeroUsize::MIN, layers });
+        }),
+        ("tied_output", |it| it.tied_output = true),
+        ("bos_token_id", |it| it.bos_token_id = None),
+        ("eos_token_ids", |it| it.eos_token_ids.clear()),
+    ];
+    for (field, change) in changes {
+        let mut other = config.clone();
+        change(&mut other);
+        let found = config.difference(&other).map(|(field, ..)| field);
+        assert_eq!(found, Some(field));
+    }
+    let other = ModelConfig { vocab_size: 97, rope_theta: 5e5, ..config.clone() };
+    let named = ("vocab_size", "96".to_owned(), "97".to_owned());
+    assert_eq!(config.difference(&other), Some(named));
 }
 
 #[test]
