@@ -11,12 +11,18 @@ use anyhow::{Context, Result, ensure};
 use futures_util::future::{join_all, try_join_all};
 use integration_tests::{
     client::{Client, Event, greedy_body, salted_body},
-    cluster::{Cluster, ClusterSpec, Service, bin_dir, smollm2},
+    cluster::{Cluster, ClusterSpec, SECRET, Service, bin_dir, node_client, smollm2},
     command::output,
     golden::{golden, longest, run_named},
 };
+use proto::{
+    auth::{CallSigner, ClusterSecret},
+    ids::Epoch,
+    v1::{self, observe_event::Event as Observed, weights_client::WeightsClient},
+};
 use serde_json::{Value, json};
 use tokio::{io::AsyncWriteExt, net::UnixListener};
+use tonic::transport::Channel;
 
 const TOKENS: usize = 24;
 /// Tokens of a stream over an update.
@@ -543,6 +549,54 @@ async fn routers_do_not_replace_the_weights_of_each_other() -> Result<()> {
     wait_version(&cluster, &version).await?;
     second.wait_logged(&["a node catches up"]).await?;
     cluster.router.wait_logged(&["another router updated the nodes"]).await?;
+    cluster.stop()
+}
+
+/// Waits until the report of a router meets a condition, and returns the report.
+async fn wait_report(admin: &Client, is_met: impl Fn(&Value) -> bool) -> Result<Value> {
+    let deadline = Instant::now() + COMMITTED_WITHIN;
+    loop {
+        let report = admin.get_json("/v1/weights").await?.1;
+        if is_met(&report) {
+            return Ok(report);
+        }
+        ensure!(Instant::now() < deadline, "{report}");
+        tokio::time::sleep(Duration::from_millis(10)).await;
+    }
+}
+
+/// The router dies after one of two nodes has committed.
+#[tokio::test]
+async fn prepared_node_without_a_router_commits_as_its_peer_did() -> Result<()> {
+    let folder = tempfile::tempdir()?;
+    let new = trained(folder.path(), "new", 0x11);
+    let (cluster, _) =
+        Cluster::start_with_client(name_model(ClusterSpec::smollm2().nodes(0, 2))).await?;
+    let mut second = cluster.start_router("second", "127.0.0.1:0")?;
+    let admin = admin_of(&second);
+    wait_report(&admin, |report| report["nodes"].as_array().map(Vec::len) == Some(2)).await?;
+    admin.post("/v1/weights/begin", &json!({"path": new})).await?;
+    let report = wait_report(&admin, |report| report["update"]["phase"] == "prepared").await?;
+    second.kill();
+    let id = u128::from_str_radix(report["update"]["id"].as_str().context("an id")?, 16)?;
+    let version = report["update"]["weight_version"].clone();
+    let weight_version = u64::from_str_radix(version.as_str().context("a version")?, 16)?;
+
+    let grpc = &cluster.decode[0].ready.grpc;
+    let observed = node_client(grpc, None)?.observe(v1::ObserveRequest {}).await?;
+    let first = observed.into_inner().message().await?.context("a first event")?;
+    let Some(Observed::Snapshot(snapshot)) = first.event else {
+        anyhow::bail!("the first event is not a snapshot: {first:?}");
+    };
+    let node_epoch = snapshot.record.context("a record")?.epoch;
+    let channel = Channel::from_shared(format!("http://{grpc}"))?.connect_lazy();
+    let signer = CallSigner::new(&ClusterSecret::new(SECRET)?)?;
+    let signer = signer.to(Epoch::from_bytes(&node_epoch)?);
+    let update_id = id.to_be_bytes().to_vec().into();
+    let commit = v1::CommitWeightsRequest { node_epoch, update_id, weight_version };
+    WeightsClient::with_interceptor(channel, signer).commit(commit).await?;
+    // The other node asks this node for the outcome.
+    wait_version(&cluster, &version).await?;
     cluster.stop()
 }
 
