@@ -454,6 +454,35 @@ mod tests {
     }
 
     #[test]
+    fn memory_of_weight_updates_is_subtracted_from_the_memory_of_a_gpu() {
+        const MEMORY: u64 = 80 << 30;
+        const CHUNKS: u64 = 3 * (4 << 20);
+        let config = Path::new(env!("CARGO_MANIFEST_DIR"))
+            .join("../model/tests/fixtures/tiny_llama3/config.json");
+        let model = model::Checkpoint::open(config, LoadFormat::Dummy { seed: 7 }).unwrap();
+        for (place, tp, copies, chunks) in [
+            ("auto", "1", 0, 0),
+            ("shadow", "1", 1, CHUNKS),
+            ("in_place", "1", 0, CHUNKS),
+            ("shadow", "2", 1, 0),
+            ("in_place", "2", 0, 0),
+        ] {
+            let flags = [
+                ("weights.place", place),
+                ("node.tp", tp),
+                ("weights.buffers", "3"),
+                ("weights.chunk_bytes", "4MiB"),
+            ];
+            let flags = flags.map(|(key, value)| (key.into(), value.into())).into();
+            let config = Config::load(LoadInput { flags, ..LoadInput::default() }).unwrap();
+            let device = NodeDevice::Gpu { memory_bytes: MEMORY };
+            let traits = node_traits(&config, Role::Decode, model.config(), device).unwrap();
+            let left = MEMORY - copies * traits.model.weights - chunks;
+            assert_eq!(traits.device, NodeDevice::Gpu { memory_bytes: left }, "{place}, {tp} GPUs");
+        }
+    }
+
+    #[test]
     fn threads_follow_node_cpus_or_node_numa_node() {
         for (flags, cpus) in [
             (&[("node.cpus", "5,0-2")][..], &[5, 0, 1, 2][..]),
