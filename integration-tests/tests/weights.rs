@@ -209,7 +209,12 @@ async fn weights_change_in_place_and_are_restored_after_an_abort() -> Result<()>
     wait_version(&cluster, &version).await?;
     assert_eq!(all_tokens(&client).await?, new_tokens);
 
-    // An operator aborts a prepared update: the nodes return to the weights of the last commit.
+    // An operator aborts a prepared update: the nodes return to the weights of the last commit. A stream that is open
+    // meanwhile loses no token.
+    let prompt = run_named("code").prompt_ids.clone();
+    let whole = client.greedy(&prompt, STREAMED).await?;
+    let mut stream = client.stream("/v1/completions", &greedy_body(&prompt, STREAMED)).await?;
+    let mut events = vec![stream.next().await?.context("the first token")?];
     let admin = admin(&cluster);
     let begun = admin.post("/v1/weights/begin", &json!({"path": smollm2()})).await?.json();
     let id = begun["update"]["id"].as_str().context("an id")?.to_owned();
@@ -226,6 +231,9 @@ async fn weights_change_in_place_and_are_restored_after_an_abort() -> Result<()>
             tokio::time::sleep(Duration::from_millis(10)).await;
         }
     }
+    events.extend(stream.all().await?);
+    let tokens: Vec<u32> = events.iter().flat_map(Event::token_ids).collect();
+    assert_eq!(tokens, whole, "the stream goes on with the restored weights");
     wait_version(&cluster, &version).await?;
     assert_eq!(all_tokens(&client).await?, new_tokens);
     committed(&cluster, &smollm2()).await?;
