@@ -352,7 +352,7 @@ mod tests {
     use proto::{auth::ClusterSecret, v1};
 
     use super::*;
-    use crate::weights::calls::Origin;
+    use crate::{inbox::Command, weights::calls::Origin};
 
     struct Device;
 
@@ -362,7 +362,7 @@ mod tests {
         }
 
         fn prepare(&self, _: &Path, _: &Checkpoint) -> Result<(), PrepareError> {
-            unreachable!("there is no model to prepare")
+            Ok(())
         }
 
         fn discard(&self) {}
@@ -370,6 +370,12 @@ mod tests {
 
     /// Returns the actor of a node whose model files were removed.
     fn actor() -> Actor {
+        let loaded =
+            LoadedModel { path: "/removed".into(), format: LoadFormat::Auto, fingerprint: 1 };
+        actor_with(loaded, Inbox::new(1, CollectWaker::default()).0)
+    }
+
+    fn actor_with(loaded: LoadedModel, inbox: Inbox) -> Actor {
         let model = ModelConfig {
             architecture: Architecture::Llama,
             hidden_size: 64,
@@ -388,9 +394,6 @@ mod tests {
             bos_token_id: None,
             eos_token_ids: Vec::new(),
         };
-        let loaded =
-            LoadedModel { path: "/removed".into(), format: LoadFormat::Auto, fingerprint: 1 };
-        let (inbox, _) = Inbox::new(1, CollectWaker::default());
         let secret = ClusterSecret::new("the secret of the cluster").unwrap();
         Actor::new(WeightSettings {
             model,
@@ -402,6 +405,33 @@ mod tests {
             credentials: PeerCredentials { secret, tls: None },
             folder: "/removed".into(),
         })
+    }
+
+    #[tokio::test]
+    async fn restored_weights_count_although_an_update_begins_at_that_moment() {
+        let path = Path::new(env!("CARGO_MANIFEST_DIR"))
+            .join("../model/tests/fixtures/tiny_llama3/config.json");
+        let format = LoadFormat::Dummy { seed: 7 };
+        let fingerprint = Checkpoint::open(&path, format).unwrap().model_fingerprint();
+        let (inbox, commands) = Inbox::new(1, CollectWaker::default());
+        let mut actor = actor_with(LoadedModel { path, format, fingerprint }, inbox);
+        actor.done(Done::Lost(true));
+        assert_eq!(actor.serving.version, WeightVersion::NONE);
+        let restoring = actor.restoring.take().unwrap();
+        let engine = tokio::task::spawn_blocking(move || {
+            match commands.recv_timeout(Duration::from_secs(60)).unwrap() {
+                Command::ChangeWeights { changed, .. } => {
+                    // A new update stops the restoration while the engine changes the weights.
+                    drop(restoring);
+                    changed.send(Duration::ZERO).unwrap();
+                }
+                command => panic!("{command:?}"),
+            }
+        });
+        let done = actor.work.join_next().await.unwrap().unwrap();
+        engine.await.unwrap();
+        actor.done(done);
+        assert_eq!(actor.serving.version, WeightVersion::LOADED);
     }
 
     #[tokio::test]

@@ -2,7 +2,7 @@
 
 use std::{
     path::Path,
-    sync::{Mutex, MutexGuard, PoisonError},
+    sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError},
     time::Duration,
 };
 
@@ -218,11 +218,16 @@ impl Actor {
         let WeightSettings { host_bytes, share, .. } = self.settings;
         let model = self.settings.model.clone();
         self.work.spawn(async move {
+            // The weights that are in use again, even if an update cancels the restoration right then.
+            let restored = Arc::new(OnceLock::new());
+            let changed = restored.clone();
             // The aborted update may still write: the weights have one owner at a time.
             let restore = move |update: &dyn WeightUpdate, cancelled: &CancellationToken| {
-                restore(lost, (&model, host_bytes, share), update, &inbox, cancelled)
+                let outcome = restore(lost, (&model, host_bytes, share), update, &inbox, cancelled);
+                outcome.inspect(|version| _ = changed.set(*version))
             };
             let outcome = standby.prepare(RESTORE, cancelled.clone(), restore).await;
+            let outcome = restored.get().copied().map_or(outcome, Ok);
             Done::Restored { outcome, cancelled }
         });
     }
@@ -299,8 +304,6 @@ async fn obtain(
 
 #[cfg(test)]
 mod tests {
-    use std::sync::Arc;
-
     use ::engine::executor::CollectWaker;
     use tokio::task::spawn_blocking;
 
