@@ -106,6 +106,62 @@ except baton_weights.OutcomeUnknown as error:
     Ok(())
 }
 
+/// An error about a poll, or from a proxy, does not say that the update failed. A rejection of the router does.
+#[test]
+fn trainer_client_tells_rejected_updates_from_those_with_an_unknown_outcome() -> Result<()> {
+    let script = r#"
+import contextlib, http.server, json, sys, tempfile, threading, types
+sys.path.insert(0, sys.argv[1])
+import baton_weights
+from baton_weights import OutcomeUnknown, UpdateError, WeightUpdater
+answers = []
+class Server(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        status, answer = answers.pop(0)
+        self.send_response(status)
+        self.end_headers()
+        self.wfile.write(answer)
+    do_POST = do_GET
+    def log_message(self, *args):
+        pass
+def update(phase):
+    return 200, json.dumps({"update": {"id": "07", "phase": phase, "path": "/new", "nodes": [{}]}}).encode()
+def error(status, message):
+    return status, json.dumps({"error": {"message": message}}).encode()
+server = http.server.HTTPServer(("127.0.0.1", 0), Server)
+threading.Thread(target=server.serve_forever, daemon=True).start()
+folder = tempfile.TemporaryDirectory()
+url = f"http://127.0.0.1:{server.server_port}"
+updater = WeightUpdater(url, folder.name, ".")
+polls = [error(503, "the router has too many connections"), error(429, "busy"), (502, b"<html>"), (200, b"<html>")]
+answers = [update("preparing"), *polls, update("prepared"), *polls, update("committed")]
+print(updater.push({})["phase"])
+for status, answer in [error(409, "another update runs"), error(503, "no node is up"), (404, b"<html>"), (502, b"<html>"),
+                       (504, b"")]:
+    answers = [(status, answer)]
+    try:
+        updater.push({})
+    except UpdateError as failed:
+        print(status, type(failed).__name__)
+
+class Sending:
+    address = "127.0.0.1:1/token"
+    def send(self, nodes):
+        raise MemoryError("no memory")
+    def close(self):
+        pass
+updater = WeightUpdater(url, transport="nccl", host="127.0.0.1")
+updater.sender = types.SimpleNamespace(listening=lambda state_dict: contextlib.nullcontext(Sending()))
+answers = [update("preparing"), update("prepared"), update("committed")]
+print(updater.push({})["phase"])
+assert not answers, answers
+"#;
+    let expected = "committed\n409 UpdateError\n503 UpdateError\n404 UpdateError\n\
+                    502 OutcomeUnknown\n504 OutcomeUnknown\ncommitted\n";
+    assert_eq!(run_with_client(script)?, expected);
+    Ok(())
+}
+
 /// Strangers reset, leave, stay silent, or send another token. Then the update fails, and the node must not wait for the trainer.
 #[test]
 fn trainer_ignores_strangers_and_leaves_nodes_when_it_fails() -> Result<()> {

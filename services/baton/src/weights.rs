@@ -133,7 +133,14 @@ impl PushArgs {
                 _ => {}
             }
             tokio::time::sleep(POLL_INTERVAL).await;
-            answer = self.admin.call("GET", "", None).await?;
+            match self.admin.call("GET", "", None).await {
+                Ok(found) => answer = found,
+                Err(error) if Instant::now() > give_up => {
+                    return Err(error.context(format!("the outcome of update {id} is unknown")));
+                }
+                // The update continues while the router does not answer or rejects a poll.
+                Err(_) => {}
+            }
         }
     }
 }
@@ -185,7 +192,80 @@ fn report(answer: &Value) -> String {
 
 #[cfg(test)]
 mod tests {
+    use std::{
+        io::{Read, Write},
+        net::TcpListener,
+    };
+
     use super::*;
+
+    /// Answers one request on each connection; an empty answer closes the connection. Returns the URL.
+    fn serve(answers: Vec<String>) -> String {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let url = format!("http://{}", listener.local_addr().unwrap());
+        std::thread::spawn(move || {
+            for answer in answers {
+                let (mut connection, _) = listener.accept().unwrap();
+                let (mut request, mut part) = (Vec::new(), [0; 4096]);
+                while !is_whole(&request) {
+                    let count = connection.read(&mut part).unwrap();
+                    assert!(count > 0, "the client has closed its connection");
+                    request.extend_from_slice(&part[..count]);
+                }
+                connection.write_all(answer.as_bytes()).unwrap();
+            }
+        });
+        url
+    }
+
+    /// Returns whether a request has its headers, and its body if it has one.
+    fn is_whole(request: &[u8]) -> bool {
+        let text = String::from_utf8_lossy(request).to_lowercase();
+        let Some((head, body)) = text.split_once("\r\n\r\n") else { return false };
+        let length = head.lines().find_map(|line| line.strip_prefix("content-length:"));
+        body.len() >= length.map_or(0, |length| length.trim().parse().unwrap())
+    }
+
+    fn answer(status: &str, body: &Value) -> String {
+        let body = body.to_string();
+        let length = body.len();
+        format!("HTTP/1.1 {status}\r\nconnection: close\r\ncontent-length: {length}\r\n\r\n{body}")
+    }
+
+    fn in_phase(phase: &str) -> Value {
+        json!({"update": {"id": "07", "phase": phase, "nodes": []}, "nodes": []})
+    }
+
+    fn push(to: String) -> Result<String> {
+        let push = PushArgs {
+            path: "/new".into(),
+            label: String::new(),
+            model: None,
+            transport: "disk".into(),
+            node: None,
+            in_flight: "recompute".into(),
+            timeout: 60,
+            admin: Admin { to, client: ClientArgs::default() },
+        };
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
+        runtime.block_on(push.run())
+    }
+
+    #[test]
+    fn push_follows_an_update_over_polls_that_fail() {
+        let full = json!({"error": {"message": "the router has too many connections"}});
+        let text = push(serve(vec![
+            answer("200 OK", &in_phase("preparing")),
+            String::new(),
+            answer("503 Service Unavailable", &full),
+            answer("200 OK", &in_phase("committed")),
+        ]));
+        let text = text.unwrap();
+        assert!(text.contains("update 07: committed") && text.contains("committed in"), "{text}");
+        // A rejected update never begins.
+        let error = push(serve(vec![answer("409 Conflict", &full)])).unwrap_err().to_string();
+        assert!(error.starts_with("409 Conflict"), "{error}");
+    }
 
     #[test]
     fn report_names_update_nodes_and_pauses() {

@@ -119,10 +119,10 @@ class WeightUpdater:
                 # The nodes fail as soon as they lose their connections. Most of them name the cause.
                 sending.close()
                 try:
-                    self.wait(update["id"], PREPARED)
+                    # Nodes that have received everything do not need the trainer.
+                    return self.wait(update["id"], PREPARED)["id"]
                 except UpdateError as reason:
                     raise type(reason)(f"{reason}: {error}") from error
-                raise
             return self.wait(update["id"], PREPARED)["id"]
 
     def begin(self, path, label, commits):
@@ -204,19 +204,22 @@ class WeightUpdater:
             with urllib.request.urlopen(request, timeout=30) as response:
                 text = response.read()
         except urllib.error.HTTPError as error:
-            text = error.read().decode(errors="replace")
-            try:
-                text = json.loads(text)["error"]["message"]
-            except (ValueError, KeyError, TypeError):
-                pass
-            raise UpdateError(f"{method} {url}: {error.code} {text}") from None
+            text, is_rejected = "", error.code < 500
+            with contextlib.suppress(OSError, http.client.HTTPException):
+                text = error.read().decode(errors="replace")
+            with contextlib.suppress(ValueError, KeyError, TypeError):
+                text, is_rejected = json.loads(text)["error"]["message"], True
+            # A rejected poll says nothing about the update. The error of a proxy does not say what the router has done.
+            kind = UpdateError if is_rejected and method != "GET" else OutcomeUnknown
+            raise kind(f"{method} {url}: {error.code} {text}") from None
         except (OSError, http.client.HTTPException) as error:
             raise OutcomeUnknown(f"cannot reach the router's admin API: {method} {url}: {error}") from None
         try:
             return json.loads(text)["update"]
         except (ValueError, KeyError, TypeError):
             shown = text[:200].decode(errors="replace")
-            raise UpdateError(f"cannot read the answer of {url}: {shown!r}; expected JSON with the field update") from None
+            kind = OutcomeUnknown if method == "GET" else UpdateError
+            raise kind(f"cannot read the answer of {url}: {shown!r}; expected JSON with the field update") from None
 
 
 class Chunks:
