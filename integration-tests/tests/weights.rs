@@ -515,6 +515,17 @@ async fn node_that_restarts_catches_up_and_a_prepared_update_can_be_aborted() ->
     assert!(pushed.status.success() && text.contains("committed in"), "{pushed:?}");
     assert!(text.contains("step 100") && text.contains("paused"), "{text}");
     let version = report(&cluster).await?["update"]["weight_version"].clone();
+    // The router also knows the update before the last one.
+    let (_, first) = admin.get_json(&format!("/v1/weights?id={id}")).await?;
+    assert_eq!(
+        (&first["update"]["id"], &first["update"]["phase"]),
+        (&json!(id), &json!("aborted"))
+    );
+    let repeated = admin.post(&format!("/v1/weights/{id}/abort"), &json!({})).await?;
+    assert_eq!((repeated.status.as_u16(), &repeated.json()["update"]["id"]), (200, &json!(id)));
+    let (_, unknown) = admin.get_json(&format!("/v1/weights?id={:032x}", 7)).await?;
+    assert_eq!(unknown["update"], Value::Null);
+    assert_eq!(admin.get("/v1/weights?id=7").await?.status.as_u16(), 400);
     let after = client.greedy(&run.prompt_ids, TOKENS).await?;
     assert_ne!(after, before);
 

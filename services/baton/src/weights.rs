@@ -118,7 +118,9 @@ impl PushArgs {
         loop {
             let update = &answer["update"];
             if update["id"].as_str() != Some(&id) {
-                bail!("cannot follow update {id}: the router reports another one");
+                bail!(
+                    "cannot follow update {id}: the router does not know it, so its outcome is unknown"
+                );
             }
             match update["phase"].as_str() {
                 Some("committed") => {
@@ -133,7 +135,7 @@ impl PushArgs {
                 _ => {}
             }
             tokio::time::sleep(POLL_INTERVAL).await;
-            match self.admin.call("GET", "", None).await {
+            match self.admin.call("GET", &format!("?id={id}"), None).await {
                 Ok(found) => answer = found,
                 Err(error) if Instant::now() > give_up => {
                     return Err(error.context(format!("the outcome of update {id} is unknown")));

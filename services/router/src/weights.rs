@@ -9,6 +9,7 @@ mod targets;
 mod update;
 
 use std::{
+    collections::VecDeque,
     sync::Arc,
     time::{Duration, Instant},
 };
@@ -38,6 +39,8 @@ use crate::nodes::{Nodes, OwnedTask, WeightNode, WeightsAnswer};
 const REQUESTS_MAX: usize = 16;
 /// Maximum number of concurrent catch-ups. Each may copy a model from a serving node.
 const CATCH_UPS_MAX: usize = 4;
+/// Number of ended updates that the router reports by their ids.
+const ENDED_MAX: usize = 16;
 /// Interval of the search for nodes that missed an update. Also the time for nodes to report the weights of an update
 /// that ended.
 const CATCH_UP_INTERVAL: Duration = Duration::from_secs(1);
@@ -75,7 +78,19 @@ enum Request {
     Begin(NewUpdate),
     Commit(UpdateId),
     Abort(UpdateId),
-    Status,
+    /// With an id: of this update instead of the running or last one.
+    Status(Option<UpdateId>),
+}
+
+impl Request {
+    /// Returns the update that the answer reports.
+    fn update(&self) -> Option<UpdateId> {
+        match self {
+            Self::Begin(_) => None,
+            Self::Commit(id) | Self::Abort(id) => Some(*id),
+            Self::Status(id) => *id,
+        }
+    }
 }
 
 #[derive(Debug, thiserror::Error)]
@@ -106,7 +121,7 @@ pub enum UpdateError {
     Stopped,
 }
 
-/// The running or last update, and the weights of every node that is up.
+/// An update, by default the running or last one, and the weights of every node that is up.
 #[derive(Clone, Debug, Serialize)]
 pub struct WeightsReport {
     pub update: Option<UpdateView>,
@@ -171,7 +186,7 @@ impl Weights {
         let task = Task {
             nodes: nodes.clone(),
             running: None,
-            last: None,
+            ended: VecDeque::new(),
             catch_ups: Vec::new(),
             targets: Targets::default(),
             catch_up_at: Instant::now(),
@@ -221,11 +236,12 @@ impl Weights {
             return Err(CoordinatorError::Committed.into());
         }
         tracing::warn!(update = %id, nodes = ends.len(), "aborted a weight update of another router");
-        self.status().await
+        self.status(None).await
     }
 
-    pub async fn status(&self) -> Result<WeightsReport, UpdateError> {
-        self.request(Request::Status).await
+    /// Reports the update with this id if the router knows it, without an id the running or last update.
+    pub async fn status(&self, id: Option<UpdateId>) -> Result<WeightsReport, UpdateError> {
+        self.request(Request::Status(id)).await
     }
 
     /// Pauses every node of the model, or none: after a failed call the other nodes serve again.
@@ -241,13 +257,13 @@ impl Weights {
             }
             return Err(error);
         }
-        self.status().await
+        self.status(None).await
     }
 
     /// Lets every node of the model serve again.
     pub async fn resume(&self, model: &str) -> Result<WeightsReport, UpdateError> {
         self.call_pause(model, None).await?;
-        self.status().await
+        self.status(None).await
     }
 
     /// Calls every node, and returns the first error.
@@ -283,8 +299,8 @@ struct Task {
     nodes: Nodes,
     /// The update of an operator.
     running: Option<Update>,
-    /// The last update of an operator that ended.
-    last: Option<UpdateView>,
+    /// The last updates of operators that ended, of all models.
+    ended: VecDeque<UpdateView>,
     /// Updates of one node each.
     catch_ups: Vec<Update>,
     targets: Targets,
@@ -307,9 +323,10 @@ impl Task {
             tokio::select! {
                 () = stop.cancelled(), if self.stops_by.is_none() => self.stop(Instant::now()),
                 Some((request, reply)) = requests.recv() => {
+                    let id = request.update();
                     let outcome = self.handle(Instant::now(), request);
                     // The caller may be gone.
-                    let _ = reply.send(outcome.map(|()| self.report()));
+                    let _ = reply.send(outcome.map(|()| self.report(id)));
                 }
                 Some(answered) = self.calls.join_next() => {
                     // Calls do not panic.
@@ -357,15 +374,15 @@ impl Task {
                 Some(update) => Ok(update.abort(now, "an operator aborted it")?),
                 None => self.known(id),
             },
-            Request::Status => Ok(()),
+            Request::Status(_) => Ok(()),
         }
     }
 
-    /// Accepts a repeated request for the update that ended last.
+    /// Accepts a repeated request for an update that has ended.
     fn known(&self, id: UpdateId) -> Result<(), UpdateError> {
         let running = self.running.as_ref().map(|update| update.id().to_string());
-        let last = self.last.as_ref().map(|update| update.id.clone());
-        if last == Some(id.to_string()) {
+        let last = self.ended.back().map(|update| update.id.clone());
+        if self.ended.iter().any(|update| update.id == id.to_string()) {
             return Ok(());
         }
         let known = running.or(last).unwrap_or_else(|| "an update that was begun".to_owned());
@@ -459,7 +476,7 @@ impl Task {
                 if update.transport() != WeightsTransport::Files {
                     // No node has files of these weights, and the trainer goes on training.
                     self.targets.forget(update.model.clone(), replaced);
-                    self.last = Some(view);
+                    self.remember(view);
                     return;
                 }
                 let target = Target {
@@ -477,7 +494,14 @@ impl Task {
             }
             _ => unreachable!("the update is over"),
         }
-        self.last = Some(view);
+        self.remember(view);
+    }
+
+    fn remember(&mut self, ended: UpdateView) {
+        if self.ended.len() == ENDED_MAX {
+            self.ended.pop_front();
+        }
+        self.ended.push_back(ended);
     }
 
     fn end_catch_up(&mut self, now: Instant, update: &Update) {
@@ -518,7 +542,7 @@ impl Task {
         }
     }
 
-    fn report(&self) -> WeightsReport {
+    fn report(&self, id: Option<UpdateId>) -> WeightsReport {
         let nodes = self.nodes.weight_nodes().into_iter().map(|node| NodeView {
             catches_up: self.catch_ups.iter().any(|it| it.has(node.epoch)),
             node: node.id,
@@ -531,7 +555,9 @@ impl Task {
                 PauseState::Paused => Some("paused"),
             },
         });
-        let update = self.running.as_ref().map(Update::view).or_else(|| self.last.clone());
+        let ended = self.ended.iter().rev().cloned();
+        let mut updates = self.running.iter().map(Update::view).chain(ended);
+        let update = updates.find(|update| id.is_none_or(|id| update.id == id.to_string()));
         WeightsReport { update, nodes: nodes.collect() }
     }
 }

@@ -168,7 +168,8 @@ class WeightUpdater:
         cause = ""
         while time.monotonic() < deadline:
             try:
-                update = self.call("GET", "")
+                # With the id: the update of another model may have begun since.
+                update = self.call("GET", f"?id={update_id}")
             except OutcomeUnknown as error:
                 # The update continues while the router does not answer.
                 cause = f": {error}"
@@ -177,7 +178,7 @@ class WeightUpdater:
             cause = ""
             if update is None or update.get("id") != update_id:
                 # A router that restarted knows no update, but the nodes may have committed it.
-                raise OutcomeUnknown(f"update {update_id} is not the router's last update: {update}")
+                raise OutcomeUnknown(f"the router does not know update {update_id}: {update}")
             if update.get("phase") in phases:
                 return update
             if update.get("phase") == "aborted":

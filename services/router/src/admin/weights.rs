@@ -53,6 +53,14 @@ struct BeginBody {
     in_flight: InFlightName,
 }
 
+/// Query of `GET /v1/weights`.
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct StatusQuery {
+    /// The reported update; the running or last one if absent.
+    id: Option<String>,
+}
+
 /// Query of `POST /v1/weights/pause`.
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
@@ -111,8 +119,15 @@ pub fn routes(front: Arc<Front>, weights: Weights) -> Router {
         .with_state(Updates { weights, front })
 }
 
-async fn status(State(updates): State<Updates>) -> Response {
-    reply(updates.weights.status().await)
+async fn status(
+    State(updates): State<Updates>,
+    query: Result<Query<StatusQuery>, QueryRejection>,
+) -> Response {
+    let id = query.map_err(|error| invalid_query(&error));
+    match id.and_then(|Query(query)| query.id.as_deref().map(update_id).transpose()) {
+        Ok(id) => reply(updates.weights.status(id).await),
+        Err(error) => error.into_response(),
+    }
 }
 
 async fn begin(State(updates): State<Updates>, request: Request) -> Response {
