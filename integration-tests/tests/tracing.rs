@@ -23,6 +23,10 @@ use opentelemetry_proto::tonic::{
     common::v1::{KeyValue, any_value::Value},
     trace::v1::{Span, span::SpanKind},
 };
+use proto::v1::{
+    GenerateOptions, GenerateRequest, Grammar, generate_request::Prompt, generate_response::Event,
+    grammar::Kind, inference_client::InferenceClient,
+};
 use serde_json::json;
 use tonic::{Request, Response, Status, transport::server::TcpIncoming};
 
@@ -253,7 +257,66 @@ async fn send_planted(client: &Client, key: &str) -> Result<Vec<String>> {
     Ok(errors)
 }
 
+/// Sends requests with planted texts for a stream, a tool call and an answer by gRPC, and returns the error of an invalid
+/// request by gRPC.
+async fn send_planted_by_other_ways(cluster: &Cluster, key: &str) -> Result<String> {
+    let client = Client::new(cluster.http());
+    let authorization = format!("Bearer {key}");
+    let headers = [("authorization", authorization.as_str())];
+    let body = json!({"prompt": PROMPT, "max_tokens": 32, "regex": ANSWER, "temperature": 0,
+        "stream": true});
+    let events = client.stream_with("/v1/completions", &body, &headers).await?.all().await?;
+    let answered = events.iter().filter(|event| !event.is_done());
+    let answered = answered
+        .map(|event| event.json()["choices"][0]["text"].as_str().unwrap_or_default().to_owned());
+    ensure!(answered.collect::<String>() == ANSWER, "{events:?}");
+
+    let parameters = json!({"type": "object", "properties": {"a": {"const": ANSWER}},
+        "required": ["a"], "additionalProperties": false});
+    let function = json!({"name": "f", "description": PROMPT, "parameters": parameters});
+    let body = json!({"messages": [{"role": "user", "content": PROMPT}], "max_tokens": 200,
+        "temperature": 0, "tools": [{"type": "function", "function": function}],
+        "tool_choice": {"type": "function", "function": {"name": "f"}}});
+    let answered =
+        client.post_bytes("/v1/chat/completions", body.to_string().into(), &headers).await?;
+    let message = answered.json()["choices"][0]["message"].clone();
+    let arguments = message["tool_calls"][0]["function"]["arguments"].as_str();
+    let arguments = arguments.unwrap_or_default();
+    ensure!(arguments.contains(ANSWER), "{answered:?}");
+
+    let mut client = InferenceClient::connect(cluster.grpc()).await?;
+    let request = |prompt: String| -> Result<Request<GenerateRequest>> {
+        let options = GenerateOptions {
+            max_tokens: Some(32),
+            temperature: Some(0.0),
+            grammar: Some(Grammar { kind: Some(Kind::Regex(ANSWER.into())) }),
+            ..Default::default()
+        };
+        let mut request = Request::new(GenerateRequest {
+            prompt: Some(Prompt::Text(prompt)),
+            options: Some(options),
+            ..Default::default()
+        });
+        request.metadata_mut().insert("authorization", authorization.parse()?);
+        Ok(request)
+    };
+    let mut events = client.generate(request(PROMPT.to_owned())?).await?.into_inner();
+    let mut answered = String::new();
+    while let Some(response) = events.message().await? {
+        match response.event.context("an event")? {
+            Event::Tokens(tokens) => answered += &tokens.text,
+            Event::Finished(finished) => answered += &finished.text,
+        }
+    }
+    ensure!(answered == ANSWER, "{answered}");
+    let refused = client.generate(request(PROMPT.repeat(4000))?).await;
+    let status = refused.err().context("the prompt is too long")?;
+    ensure!(status.code() == tonic::Code::InvalidArgument, "{status:?}");
+    Ok(status.message().to_owned())
+}
+
 async fn no_log_span_metric_or_error_contains_a_key_a_prompt_or_an_answer() -> Result<()> {
+    let template = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/tool_template.jinja");
     for format in ["json", "pretty"] {
         let collector = Collector::default();
         let incoming = TcpIncoming::bind("127.0.0.1:0".parse()?)?;
@@ -272,9 +335,11 @@ async fn no_log_span_metric_or_error_contains_a_key_a_prompt_or_an_answer() -> R
             .set("OTEL_RESOURCE_ATTRIBUTES", "k8s.pod.name=pod-0")
             .set("BATON_TELEMETRY_LOG", "debug")
             .set("BATON_TELEMETRY_LOG_FORMAT", format)
+            .set("BATON_MODEL_CHAT_TEMPLATE", template)
             .set("BATON_ROUTER_KEYS", keys.display());
         let mut cluster = Cluster::start(spec).await?;
-        let errors = send_planted(&Client::new(cluster.http()), &key).await?;
+        let mut errors = send_planted(&Client::new(cluster.http()), &key).await?;
+        errors.push(send_planted_by_other_ways(&cluster, &key).await?);
         let mut texts: Vec<(String, String)> =
             errors.into_iter().map(|body| ("error".to_owned(), body)).collect();
         let admin = Client::new(format!("http://{}", cluster.router.ready.admin));
