@@ -2,6 +2,9 @@
 //!
 //! A slot is Free, Writing (a save is in flight) or Stored. A save takes a free slot, or the slot of the block that was
 //! used longest ago. A slot that a load reads is not overwritten before the load has ended.
+//!
+//! The order of use is lazy: the use of a block changes only its slot, because an admission uses thousands of blocks
+//! between two steps. A save moves the outdated entries that it meets.
 
 use std::{
     cmp::Reverse,
@@ -19,6 +22,9 @@ pub type SlotIndex = u32;
 /// overwritten before its head.
 type Used = (u64, Reverse<u32>, SlotIndex);
 
+/// Maximum number of outdated entries of the order that one save moves. If all of these blocks were used meanwhile, the
+/// save overwrites the one among them that was used longest ago.
+const MOVED_MAX: usize = 64;
 /// Maximum number of remembered blocks that were not saved. A prompt of a million tokens has 65,536 blocks.
 const DROPPED_MAX: usize = 65_536;
 
@@ -34,8 +40,10 @@ struct Slot {
     state: State,
     /// Key of the block; meaningless when free.
     key: BlockHash,
-    /// Position in the order of use; meaningless when free.
+    /// Position of the last use; meaningless when free.
     used: Used,
+    /// Position in [`Store::order`], `used` or earlier; meaningful in `Stored` only.
+    ordered: Used,
     /// Loads that read the slot.
     readers: u32,
 }
@@ -47,7 +55,7 @@ pub(super) struct Store {
     free: BTreeSet<SlotIndex>,
     /// Slots that are Writing or Stored and not found damaged.
     index: HashMap<BlockHash, SlotIndex>,
-    /// Stored slots, the one to overwrite first.
+    /// Stored slots, the one to overwrite first. Some of these slots were used later.
     order: BTreeSet<Used>,
     clock: u64,
     /// Positions of blocks that were not saved because only blocks of their prompt could be overwritten: later blocks of
@@ -67,8 +75,8 @@ impl Store {
     /// Adds free slots.
     pub fn grow(&mut self, count: u32) {
         let first = self.slots.len() as u32;
-        let slot =
-            Slot { state: State::Free, key: BlockHash(0), used: Used::default(), readers: 0 };
+        let (key, used) = (BlockHash(0), Used::default());
+        let slot = Slot { state: State::Free, key, used, ordered: used, readers: 0 };
         self.slots.resize(self.slots.len() + count as usize, slot);
         self.free.extend(first..first + count);
     }
@@ -98,8 +106,8 @@ impl Store {
         if let Some(&index) = self.index.get(&key)
             && self.slots[index as usize].state == State::Stored
         {
-            self.order.remove(&self.slots[index as usize].used);
-            self.set_used(index);
+            let time = self.next_time();
+            self.slots[index as usize].used = (time, Reverse(0), index);
         }
     }
 
@@ -112,8 +120,7 @@ impl Store {
         let index = match self.free.pop_first() {
             Some(index) => index,
             None => {
-                let idle = |(.., index): &&Used| self.slots[*index as usize].readers == 0;
-                let &(time, _, index) = self.order.iter().find(idle)?;
+                let (time, _, index) = self.oldest_idle()?;
                 if let Some((_, Reverse(blocks), _)) = before.filter(|before| before.0 == time) {
                     if self.dropped.len() >= DROPPED_MAX {
                         self.dropped.clear();
@@ -130,9 +137,37 @@ impl Store {
             None => (self.next_time(), 0),
         };
         let used = (time, Reverse(blocks), index);
-        self.slots[index as usize] = Slot { state: State::Writing, key, used, readers: 0 };
+        self.slots[index as usize] =
+            Slot { state: State::Writing, key, used, ordered: used, readers: 0 };
         self.index.insert(key, index);
         Some(index)
+    }
+
+    /// Returns the last use of the stored slot without a load that was used longest ago. Moves outdated entries.
+    fn oldest_idle(&mut self) -> Option<Used> {
+        let mut oldest: Option<Used> = None;
+        let mut outdated = Vec::new();
+        for &ordered in &self.order {
+            let Slot { used, readers, .. } = self.slots[ordered.2 as usize];
+            if readers > 0 {
+                continue;
+            }
+            // Later entries were not used before their position.
+            if oldest.is_some_and(|oldest| oldest < ordered) || outdated.len() >= MOVED_MAX {
+                break;
+            }
+            oldest = Some(oldest.map_or(used, |oldest| oldest.min(used)));
+            if used != ordered {
+                outdated.push(ordered);
+            }
+        }
+        for ordered in outdated {
+            self.order.remove(&ordered);
+            let slot = &mut self.slots[ordered.2 as usize];
+            slot.ordered = slot.used;
+            self.order.insert(slot.used);
+        }
+        oldest
     }
 
     /// Ends a save. A failed save frees its slot.
@@ -141,8 +176,8 @@ impl Store {
         debug_assert_eq!(slot.state, State::Writing);
         if is_saved {
             slot.state = State::Stored;
-            let Slot { key, used, .. } = *slot;
-            self.order.insert(used);
+            let Slot { key, ordered, .. } = *slot;
+            self.order.insert(ordered);
             self.note(key, CacheChange::Added(key));
         } else {
             self.index.remove(&slot.key);
@@ -161,7 +196,10 @@ impl Store {
         let slot = &mut self.slots[index as usize];
         (slot.state, slot.key) = (State::Stored, key);
         self.index.insert(key, index);
-        self.set_used(index);
+        let used = (self.next_time(), Reverse(0), index);
+        let slot = &mut self.slots[index as usize];
+        (slot.used, slot.ordered) = (used, used);
+        self.order.insert(used);
         self.note(key, CacheChange::Added(key));
         true
     }
@@ -194,9 +232,9 @@ impl Store {
 
     /// Removes a stored block from the index.
     fn forget(&mut self, index: SlotIndex) {
-        let Slot { key, used, .. } = self.slots[index as usize];
+        let Slot { key, ordered, .. } = self.slots[index as usize];
         self.index.remove(&key);
-        self.order.remove(&used);
+        self.order.remove(&ordered);
         self.note(key, CacheChange::Evicted(key));
     }
 
@@ -218,14 +256,11 @@ impl Store {
 
     /// Returns the keys of the `most` stored blocks that were used last.
     pub fn keys(&self, most: usize) -> Vec<BlockHash> {
-        let newest = self.order.iter().rev().take(most);
-        newest.map(|&(.., index)| self.slots[index as usize].key).collect()
-    }
-
-    fn set_used(&mut self, index: SlotIndex) {
-        let used = (self.next_time(), Reverse(0), index);
-        self.slots[index as usize].used = used;
-        self.order.insert(used);
+        let slots = self.order.iter().map(|&(.., index)| &self.slots[index as usize]);
+        let mut newest: Vec<_> = slots.map(|slot| (Reverse(slot.used), slot.key)).collect();
+        newest.sort_unstable();
+        newest.truncate(most);
+        newest.into_iter().map(|(_, key)| key).collect()
     }
 
     fn next_time(&mut self) -> u64 {
@@ -244,8 +279,10 @@ impl Store {
         for (key, &index) in &self.index {
             assert_eq!(self.slots[index as usize].key, *key);
         }
-        for used in &self.order {
-            assert_eq!(self.slots[used.2 as usize].used, *used);
+        for ordered in &self.order {
+            let slot = &self.slots[ordered.2 as usize];
+            assert_eq!((slot.state, slot.ordered), (State::Stored, *ordered));
+            assert!(slot.used >= slot.ordered);
         }
     }
 }
@@ -301,6 +338,42 @@ mod tests {
         store.end_load(read, true);
         store.end_load(read_too, true);
         assert_eq!(save(&mut store, 5), first);
+    }
+
+    #[test]
+    fn use_of_a_block_does_not_change_the_order_until_a_save_looks_at_it() {
+        let mut store = Store::new(1000);
+        (1..=1000).for_each(|key| _ = save(&mut store, key));
+        let order = store.order.clone();
+        (1..=999).for_each(|key| store.touch(BlockHash(key)));
+        assert_eq!(store.order, order);
+        // The first entries are outdated, so the first save overwrites the block used longest ago among these.
+        save(&mut store, 2000);
+        assert!(!store.contains(BlockHash(1)) && store.contains(BlockHash(2)));
+        let moved = store.order.difference(&order).count();
+        assert!(moved <= MOVED_MAX, "{moved} entries are moved at once");
+    }
+
+    #[test]
+    fn saves_overwrite_in_the_order_of_use() {
+        let mut store = Store::new(40);
+        let mut used: Vec<u128> = (1..=40).collect();
+        used.iter().for_each(|&key| _ = save(&mut store, key));
+        let mut number: u64 = 1;
+        for key in 100..1100 {
+            for _ in 0..key % 7 {
+                number = number.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
+                let touched = used.remove((number >> 33) as usize % used.len());
+                store.touch(BlockHash(touched));
+                used.push(touched);
+            }
+            save(&mut store, key);
+            let overwritten = used.remove(0);
+            used.push(key);
+            assert!(!store.contains(BlockHash(overwritten)), "{overwritten} was used first");
+            let newest: Vec<_> = used.iter().rev().map(|&key| BlockHash(key)).collect();
+            assert_eq!(store.keys(40), newest);
+        }
     }
 
     #[test]
