@@ -10,10 +10,10 @@ use std::{
 
 use anyhow::{Context, Result, bail, ensure};
 use integration_tests::{
-    client::{Client, greedy_body},
+    client::{Client, DEADLINE, greedy_body, salted_body},
     cluster::{Cluster, ClusterSpec, SECRET, bin_dir},
     command::output,
-    golden::golden,
+    golden::{golden, longest},
 };
 use opentelemetry_proto::tonic::{
     collector::trace::v1::{
@@ -35,6 +35,7 @@ fn main() -> ExitCode {
         &[],
         test_harness::multi_thread_tests![
             a_request_is_one_trace_from_router_to_decode_node,
+            load_from_a_tier_is_a_span_of_its_request,
             no_log_span_metric_or_error_contains_a_key_a_prompt_or_an_answer,
             explain_asks_every_router_behind_a_name,
         ],
@@ -169,6 +170,66 @@ async fn a_request_is_one_trace_from_router_to_decode_node() -> Result<()> {
                 .collect();
             bail!("received {names:?} of {wanted:?}; all spans:\n{}", seen.join("\n"));
         }
+        tokio::time::sleep(Duration::from_millis(20)).await;
+    }
+    server.abort();
+    Ok(())
+}
+
+async fn load_from_a_tier_is_a_span_of_its_request() -> Result<()> {
+    let collector = Collector::default();
+    let incoming = TcpIncoming::bind("127.0.0.1:0".parse()?)?;
+    let address = incoming.local_addr()?;
+    let server = tokio::spawn(
+        tonic::transport::Server::builder()
+            .add_service(TraceServiceServer::new(collector.clone()))
+            .serve_with_incoming(incoming),
+    );
+    let folder = tempfile::tempdir()?;
+    let spec = ClusterSpec::smollm2()
+        .nodes(0, 1)
+        .set("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", format!("http://{address}"))
+        .set("OTEL_EXPORTER_OTLP_HEADERS", "x-tenant=one")
+        .set("OTEL_RESOURCE_ATTRIBUTES", "k8s.pod.name=pod-0")
+        // KV memory for little more than one prompt.
+        .set_decode("BATON_NODE_BLOCKS", 64)
+        .set_decode("BATON_TIER_DISK_PATH", folder.path().join("kv").display())
+        .set_decode("BATON_TIER_DISK_SIZE", "256MiB")
+        .set_decode("BATON_TIER_ADMISSION", "always");
+    let (cluster, client) = Cluster::start_with_client(spec).await?;
+    let run = longest();
+    // The last token of the prompt is computed.
+    let blocks = (run.prompt_ids.len() - 1) / 16;
+    client.complete(&greedy_body(&run.prompt_ids, 2)).await?;
+    cluster.decode[0].wait_metric("baton_tier_blocks", blocks as f64).await?;
+    for salt in ["one", "two"] {
+        client.complete(&salted_body(&run.prompt_ids, 2, salt)).await?;
+    }
+    let traceparent = format!("00-{TRACE}-{CALLER}-01");
+    let headers = [("traceparent", traceparent.as_str())];
+    let body = greedy_body(&run.prompt_ids, 8);
+    let mut answer = client.stream_with("/v1/completions", &body, &headers).await?;
+    assert_eq!(answer.token_ids().await?, run.output_ids[..8]);
+    // Shutdown flushes the remaining spans.
+    cluster.stop()?;
+
+    let wanted = [("router", "request"), ("router", "attempt"), ("decode-node", "load")];
+    let deadline = Instant::now() + DEADLINE;
+    loop {
+        let mut spans = collector.spans.lock().expect("the lock is not poisoned").clone();
+        spans.retain(|(_, span)| hex(&span.trace_id) == TRACE);
+        let find = |(service, name): (&str, &str)| {
+            spans.iter().find(|(of, span)| of == service && span.name == name)
+        };
+        if let [Some(request), Some(attempt), Some(load)] = wanted.map(find) {
+            assert_eq!(hex(&request.1.parent_span_id), CALLER);
+            assert_eq!(attempt.1.parent_span_id, request.1.span_id);
+            assert_eq!(load.1.parent_span_id, attempt.1.span_id);
+            let tokens = (16 * blocks).to_string();
+            assert_eq!(text(&load.1.attributes, "loaded_tokens"), Some(tokens.as_str()));
+            break;
+        }
+        ensure!(Instant::now() < deadline, "expected {wanted:?}: {spans:?}");
         tokio::time::sleep(Duration::from_millis(20)).await;
     }
     server.abort();
