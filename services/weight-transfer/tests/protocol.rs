@@ -1,5 +1,5 @@
-//! Random runs of two coordinators and several participants: messages are lost, repeated and reordered, nodes receive
-//! damaged bytes, and nodes and coordinators die at any message.
+//! Random runs of coordinators and several participants: messages are lost, repeated and reordered, nodes receive damaged
+//! bytes, and nodes and coordinators die at any message. Two updates of operators run at a time, and nodes catch up.
 
 use std::{
     collections::HashMap,
@@ -59,17 +59,30 @@ impl Node {
 struct Update {
     id: UpdateId,
     coordinator: Coordinator,
+    /// Indices of the nodes that take part: all nodes, or the one that catches up.
+    nodes: Vec<usize>,
     epochs: Vec<u32>,
     deadline: Instant,
+}
+
+/// A call on its way to a node.
+#[derive(Clone, Copy)]
+struct CallInFlight {
+    id: UpdateId,
+    /// Index of the node in the update.
+    at: usize,
+    node: usize,
+    epoch: u32,
+    call: CoordinatorCall,
 }
 
 struct World {
     now: Instant,
     nodes: Vec<Node>,
-    /// At most two, of different coordinators.
+    /// Running updates, each of its own coordinator.
     updates: Vec<Update>,
     /// Calls and replies in flight: any of them may be next, lost or repeated.
-    calls: Vec<(UpdateId, usize, u32, CoordinatorCall)>,
+    calls: Vec<CallInFlight>,
     replies: Vec<(UpdateId, usize, NodeReply)>,
     receiving: Vec<(usize, UpdateId)>,
     begun: u128,
@@ -86,6 +99,7 @@ enum Event {
         commits_at_once: bool,
         lower: bool,
     },
+    CatchUp(usize),
     Commit(usize),
     AbortUpdate(usize),
     CoordinatorDies(usize),
@@ -115,6 +129,7 @@ fn event() -> impl Strategy<Value = Event> {
     prop_oneof![
         2 => (any::<bool>(), any::<bool>())
             .prop_map(|(commits_at_once, lower)| Event::Begin { commits_at_once, lower }),
+        1 => index().prop_map(Event::CatchUp),
         1 => index().prop_map(Event::Commit),
         1 => index().prop_map(Event::AbortUpdate),
         1 => index().prop_map(Event::CoordinatorDies),
@@ -150,22 +165,24 @@ impl World {
     fn apply(&mut self, event: Event) {
         let pick = |index: usize, len: usize| (len > 0).then(|| index % len);
         match event {
-            Event::Begin { commits_at_once, lower } if self.updates.len() < 2 => {
-                let names = (0..self.nodes.len()).map(|node| node.to_string()).collect();
-                let deadline = self.now + Duration::from_secs(20);
-                self.begun += 1;
-                let id = UpdateId(match lower {
-                    true => FIRST_ID - self.begun,
-                    false => FIRST_ID + self.begun,
-                });
-                self.updates.push(Update {
-                    id,
-                    coordinator: Coordinator::new(self.now, id, names, deadline, commits_at_once),
-                    epochs: self.nodes.iter().map(|node| node.epoch).collect(),
-                    deadline,
-                });
+            Event::Begin { commits_at_once, lower } => {
+                let is_of_operator = |update: &&Update| update.id.0 < 2 * FIRST_ID;
+                if self.updates.iter().filter(is_of_operator).count() < 2 {
+                    self.begun += 1;
+                    let id = UpdateId::of_operator(match lower {
+                        true => FIRST_ID - self.begun,
+                        false => FIRST_ID + self.begun,
+                    });
+                    self.begin(id, (0..self.nodes.len()).collect(), commits_at_once);
+                }
             }
-            Event::Begin { .. } => {}
+            Event::CatchUp(index) => {
+                if self.updates.len() < 4 {
+                    self.begun += 1;
+                    let id = UpdateId::of_catch_up(FIRST_ID + self.begun);
+                    self.begin(id, vec![index % self.nodes.len()], true);
+                }
+            }
             Event::Commit(index) => {
                 let now = self.now;
                 if let Some(index) = pick(index, self.updates.len()) {
@@ -200,9 +217,10 @@ impl World {
             Event::Call(index) => {
                 let Some(update) = pick(index, self.updates.len()) else { return };
                 let update = &self.updates[update];
-                let node = index / self.updates.len() % self.nodes.len();
-                if let Some(call) = update.coordinator.call(node) {
-                    self.calls.push((update.id, node, update.epochs[node], call));
+                let at = index / self.updates.len() % update.nodes.len();
+                if let Some(call) = update.coordinator.call(at) {
+                    let (id, node, epoch) = (update.id, update.nodes[at], update.epochs[at]);
+                    self.calls.push(CallInFlight { id, at, node, epoch, call });
                 }
             }
             Event::DeliverCall { index, keep } => {
@@ -215,20 +233,20 @@ impl World {
             }
             Event::DeliverReply { index, keep } => {
                 let Some(index) = pick(index, self.replies.len()) else { return };
-                let (id, node, reply) = self.replies[index].clone();
+                let (id, at, reply) = self.replies[index].clone();
                 if !keep {
                     self.replies.swap_remove(index);
                 }
                 let now = self.now;
                 if let Some(update) = self.updates.iter_mut().find(|update| update.id == id) {
-                    update.coordinator.handle(now, node, reply);
+                    update.coordinator.handle(now, at, reply);
                 }
             }
             Event::LoseCall(index) => {
                 let Some(index) = pick(index, self.calls.len()) else { return };
-                let (id, node, ..) = self.calls.swap_remove(index);
+                let CallInFlight { id, at, .. } = self.calls.swap_remove(index);
                 let reason = "lost".to_owned();
-                self.replies.push((id, node, NodeReply::Unreachable { reason }));
+                self.replies.push((id, at, NodeReply::Unreachable { reason }));
             }
             Event::Receive { index, damaged } => {
                 let Some(index) = pick(index, self.receiving.len()) else { return };
@@ -250,17 +268,29 @@ impl World {
         self.settle();
     }
 
-    fn deliver(&mut self, (id, index, epoch, call): (UpdateId, usize, u32, CoordinatorCall)) {
+    fn begin(&mut self, id: UpdateId, nodes: Vec<usize>, commits_at_once: bool) {
+        let names = nodes.iter().map(|node| node.to_string()).collect();
+        let deadline = self.now + Duration::from_secs(20);
+        self.updates.push(Update {
+            id,
+            coordinator: Coordinator::new(self.now, id, names, deadline, commits_at_once),
+            epochs: nodes.iter().map(|node| self.nodes[*node].epoch).collect(),
+            nodes,
+            deadline,
+        });
+    }
+
+    fn deliver(&mut self, CallInFlight { id, at, node, epoch, call }: CallInFlight) {
         let update = self.updates.iter().find(|update| update.id == id);
         let (now, deadline) = (self.now, update.map(|update| update.deadline));
-        let node = &mut self.nodes[index];
+        let node = &mut self.nodes[node];
         if !node.is_reachable {
             let reason = "no route".to_owned();
-            return self.replies.push((id, index, NodeReply::Unreachable { reason }));
+            return self.replies.push((id, at, NodeReply::Unreachable { reason }));
         }
         if node.epoch != epoch {
             let reason = "another process".to_owned();
-            return self.replies.push((id, index, NodeReply::Gone { reason }));
+            return self.replies.push((id, at, NodeReply::Gone { reason }));
         }
         let participant = &mut node.participant;
         let outcome = match call {
@@ -287,7 +317,7 @@ impl World {
             Ok(()) => NodeReply::State(report.map(|report| report.state)),
             Err(reply) => reply,
         };
-        self.replies.push((id, index, reply));
+        self.replies.push((id, at, reply));
     }
 
     /// Delivers every message in a random order, and loses none.
@@ -396,6 +426,26 @@ proptest! {
         world.apply(Event::Begin { commits_at_once: true, lower: false });
         world.run_fairly(order);
         let version = version_of(&vec![(FIRST_ID + 1) as u8; 8]);
+        for node in &world.nodes {
+            prop_assert_eq!(node.version, version);
+        }
+    }
+
+    /// The routers of the catch-ups have died, so no call ends the catch-ups.
+    #[test]
+    fn update_of_an_operator_commits_although_nodes_catch_up(nodes in 1usize..5, order in any::<u64>()) {
+        let mut world = World::new(nodes);
+        for node in 0..nodes {
+            world.apply(Event::CatchUp(node));
+            world.apply(Event::Call(0));
+            world.apply(Event::DeliverCall { index: 0, keep: false });
+            world.apply(Event::CoordinatorDies(0));
+        }
+        prop_assert_eq!(world.receiving.len(), nodes);
+        world.apply(Event::Begin { commits_at_once: true, lower: false });
+        world.run_fairly(order);
+        prop_assert!(world.updates.is_empty());
+        let version = version_of(&vec![(FIRST_ID + world.begun) as u8; 8]);
         for node in &world.nodes {
             prop_assert_eq!(node.version, version);
         }
