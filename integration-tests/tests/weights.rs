@@ -836,7 +836,11 @@ async fn stream_over_update(
     let mut body = greedy_body(&run_named("code").prompt_ids, STREAMED);
     body["return_weight_version"] = json!(true);
     let mut stream = client.stream("/v1/completions", &body).await?;
-    let mut events = vec![stream.next().await?.context("the first token")?];
+    let mut events = Vec::new();
+    // The first token of a prefill node may come before its KV.
+    while events.len() < 4 {
+        events.push(stream.next().await?.context("a token")?);
+    }
     admin.post(&format!("/v1/weights/{id}/commit"), &json!({})).await?;
     events.extend(stream.all().await?);
     let version = wait_phase("committed").await?;
@@ -892,5 +896,38 @@ async fn running_requests_finish_keep_their_kv_or_end_at_an_update() -> Result<(
     let unknown = admin(&cluster).post("/v1/weights/begin", &unknown).await?;
     let text = String::from_utf8_lossy(&unknown.body).into_owned();
     assert!(unknown.status == 400 && text.contains("keep_kv"), "{text}");
+    cluster.stop()
+}
+
+/// As [`running_requests_finish_keep_their_kv_or_end_at_an_update`], with KV from a prefill node.
+#[tokio::test]
+async fn running_requests_with_transferred_kv_finish_keep_it_or_end_at_an_update() -> Result<()> {
+    let folder = tempfile::tempdir()?;
+    let new = trained(folder.path(), "new", 0x11);
+    let (cluster, client) =
+        Cluster::start_with_client(name_model(ClusterSpec::smollm2().nodes(1, 1))).await?;
+    let prompt = run_named("code").prompt_ids.clone();
+    let old_tokens = client.greedy(&prompt, STREAMED).await?;
+    let is_one = |versions: &[Value]| versions.iter().all(|version| *version == versions[0]);
+
+    let (tokens, versions, finish) = stream_over_update(&cluster, &client, &new, "wait").await?;
+    assert_eq!((tokens, finish), (old_tokens.clone(), json!("length")));
+    assert!(is_one(&versions), "{versions:?}");
+    let new_tokens = client.greedy(&prompt, STREAMED).await?;
+    assert_ne!(new_tokens, old_tokens);
+
+    let (tokens, versions, finish) =
+        stream_over_update(&cluster, &client, &smollm2(), "keep_kv").await?;
+    assert_eq!((tokens.len(), finish), (STREAMED, json!("length")));
+    let before = versions.iter().take_while(|version| **version == versions[0]).count();
+    assert!(before < STREAMED && is_one(&versions[before..]), "{versions:?}");
+    assert_eq!(tokens[..before], new_tokens[..before]);
+    assert_eq!(client.greedy(&prompt, STREAMED).await?, old_tokens);
+
+    let (tokens, versions, finish) = stream_over_update(&cluster, &client, &new, "abort").await?;
+    assert_eq!(finish, "abort");
+    assert!(tokens.len() < STREAMED && is_one(&versions), "{versions:?}");
+    assert_eq!(tokens, old_tokens[..tokens.len()]);
+    assert_eq!(client.greedy(&prompt, STREAMED).await?, new_tokens);
     cluster.stop()
 }
