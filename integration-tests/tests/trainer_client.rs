@@ -5,6 +5,10 @@ use std::process::Command;
 
 use anyhow::Result;
 use integration_tests::command::output;
+use weight_transfer::{Chunk, Plan, Tensor};
+
+/// Tensor, first byte and number of bytes of each piece of a chunk.
+type Pieces = Vec<(usize, u64, u64)>;
 
 /// Runs a Python script whose first argument is the folder of the trainer's client. Returns what it prints.
 fn run_with_client(script: &str) -> Result<String> {
@@ -161,6 +165,42 @@ assert not answers, answers
     let expected = "committed\n409 UpdateError\n503 UpdateError\n404 UpdateError\n\
                     502 OutcomeUnknown\n504 OutcomeUnknown\ncommitted\n";
     assert_eq!(run_with_client(script)?, expected);
+    Ok(())
+}
+
+/// Trainer and nodes cut an update on their own: a chunk has the same bytes on both sides.
+#[test]
+fn trainer_client_cuts_tensors_into_the_chunks_of_the_nodes() -> Result<()> {
+    let script = r#"
+import json, random, sys
+sys.path.insert(0, sys.argv[1])
+import baton_weights
+numbers = random.Random(7)
+for case in range(500):
+    sizes = [numbers.choice([0, 1, numbers.randrange(1, 9), numbers.randrange(1, 200)]) for _ in range(numbers.randrange(1, 12))]
+    sizes.append(1)
+    chunk_bytes = numbers.choice([1, 8, numbers.randrange(1, 300)])
+    print(json.dumps([sizes, chunk_bytes, baton_weights.cut(sizes, chunk_bytes)]))
+"#;
+    let text = run_with_client(script)?;
+    assert_eq!(text.lines().count(), 500);
+    for line in text.lines() {
+        let (sizes, chunk_bytes, cut): (Vec<u64>, u64, Vec<Pieces>) = serde_json::from_str(line)?;
+        let tensor = |(index, &bytes): (usize, &u64)| Tensor {
+            name: index.to_string(),
+            dtype: "U8".into(),
+            shape: vec![bytes],
+            bytes,
+        };
+        let tensors = sizes.iter().enumerate().map(tensor).collect();
+        let plan = Plan::new(tensors, chunk_bytes)?;
+        let pieces = |chunk: &Chunk| -> Pieces {
+            let pieces = chunk.pieces.iter();
+            pieces.map(|it| (it.tensor, it.range.start, it.range.end - it.range.start)).collect()
+        };
+        let chunks: Vec<Pieces> = plan.chunks().iter().map(pieces).collect();
+        assert_eq!(cut, chunks, "{line}");
+    }
     Ok(())
 }
 
