@@ -498,21 +498,26 @@ async fn node_that_restarts_catches_up_and_a_prepared_update_can_be_aborted() ->
         tokio::time::sleep(Duration::from_millis(10)).await;
     }
     assert_eq!(client.greedy(&run.prompt_ids, TOKENS).await?, before);
-    admin.post(&format!("/v1/weights/{id}/abort"), &json!({})).await?;
+    let command = |arguments: &[&str]| -> Result<String> {
+        let mut command = std::process::Command::new(bin_dir().join("baton"));
+        command.arg("weights").args(arguments);
+        command.args(["--to", &format!("http://{}", cluster.router.ready.admin)]);
+        let output = output(&mut command)?;
+        ensure!(output.status.success(), "{output:?}");
+        Ok(String::from_utf8_lossy(&output.stdout).into_owned())
+    };
+    let text = command(&["abort", &id])?;
+    assert!(text.contains(&format!("update {id}: abort")), "{text}");
     while report(&cluster).await?["update"]["phase"] != "aborted" {
         ensure!(Instant::now() < deadline, "{}", report(&cluster).await?);
         tokio::time::sleep(Duration::from_millis(10)).await;
     }
 
-    let command = |arguments: &[&str]| {
-        let mut command = std::process::Command::new(bin_dir().join("baton"));
-        command.arg("weights").args(arguments);
-        command.args(["--to", &format!("http://{}", cluster.router.ready.admin)]);
-        output(&mut command)
-    };
-    let pushed = command(&["push", new.to_str().context("UTF-8")?, "--label", "step 100"])?;
-    let text = String::from_utf8_lossy(&pushed.stdout).into_owned();
-    assert!(pushed.status.success() && text.contains("committed in"), "{pushed:?}");
+    let text = command(&["status"])?;
+    assert!(text.contains(&format!("update {id}: aborted an operator aborted it")), "{text}");
+    assert!(text.contains("decode-0 (decode): weights loaded"), "{text}");
+    let text = command(&["push", new.to_str().context("UTF-8")?, "--label", "step 100"])?;
+    assert!(text.contains("committed in"), "{text}");
     assert!(text.contains("step 100") && text.contains("paused"), "{text}");
     let version = report(&cluster).await?["update"]["weight_version"].clone();
     // The router also knows the update before the last one.
