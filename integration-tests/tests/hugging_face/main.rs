@@ -3,16 +3,21 @@
 
 mod folder;
 
-use std::{path::Path, process::Command};
+use std::{
+    collections::BTreeSet,
+    path::Path,
+    process::Command,
+    sync::atomic::{AtomicBool, Ordering},
+};
 
-use anyhow::Result;
+use anyhow::{Context, Result, ensure};
 use integration_tests::{
-    client::Client,
+    client::{Client, salted_body},
     cluster::{Cluster, ClusterSpec, SECRET, bin_dir, smollm2},
     command::output,
     golden::golden,
 };
-use serde_json::json;
+use serde_json::{Value, json};
 
 #[tokio::test]
 async fn one_safetensors_file_gives_the_reference_tokens() -> Result<()> {
@@ -52,7 +57,8 @@ async fn check_golden(shards: usize) -> Result<()> {
     cluster.stop()
 }
 
-/// The client for trainers pushes weights to two nodes, and unusable weights with their reasons.
+/// The client for trainers pushes weights to two nodes under load, and unusable weights with their reasons. No request
+/// fails, and the answers have tokens of both weights.
 #[tokio::test]
 async fn trainer_updates_two_nodes_with_the_python_client() -> Result<()> {
     let (base, updates) = (tempfile::tempdir()?, tempfile::tempdir()?);
@@ -72,11 +78,20 @@ async fn trainer_updates_two_nodes_with_the_python_client() -> Result<()> {
         .arg(format!("http://{}", cluster.router.ready.admin))
         .arg(base.path())
         .arg(updates.path());
-    let trained = tokio::task::spawn_blocking(move || output(&mut trainer)).await??;
+    let has_ended = AtomicBool::new(false);
+    let training = async {
+        let trained = tokio::task::spawn_blocking(move || output(&mut trainer)).await;
+        has_ended.store(true, Ordering::Relaxed);
+        trained
+    };
+    let (trained, load) = tokio::join!(training, weights_of_answers(&client, &has_ended));
+    let trained = trained??;
     let stderr = String::from_utf8_lossy(&trained.stderr);
     assert!(trained.status.success(), "{stderr}");
-    let report: serde_json::Value = serde_json::from_slice(&trained.stdout)?;
+    let report: Value = serde_json::from_slice(&trained.stdout)?;
     assert_eq!(report["phase"], "committed");
+    let version = report["weight_version"].as_str().context("a version")?.to_owned();
+    assert_eq!(load?, BTreeSet::from(["loaded".to_owned(), version]));
     let after = client.greedy(&run.prompt_ids, 20).await?;
     assert_ne!(after, before);
     cluster.stop()?;
@@ -88,6 +103,27 @@ async fn trainer_updates_two_nodes_with_the_python_client() -> Result<()> {
     let started = Client::new(cluster.http()).greedy(&run.prompt_ids, 20).await?;
     assert_eq!(after, started, "as nodes that start with the weights");
     cluster.stop()
+}
+
+/// Sends one request after another until the trainer has ended. Returns the weight versions of their tokens.
+async fn weights_of_answers(client: &Client, has_ended: &AtomicBool) -> Result<BTreeSet<String>> {
+    const ANSWER: usize = 40;
+    let run = golden().runs.into_iter().find(|run| run.name == "code").expect("it is there");
+    let (mut versions, mut answers) = (BTreeSet::new(), 0);
+    while !has_ended.load(Ordering::Relaxed) {
+        let mut body = salted_body(&run.prompt_ids, ANSWER, &answers.to_string());
+        body["return_weight_version"] = json!(true);
+        body["stream"] = json!(false);
+        body["stream_options"] = Value::Null;
+        let answer = client.post("/v1/completions", &body).await?;
+        ensure!(answer.status == 200, "{}", String::from_utf8_lossy(&answer.body));
+        let choice = answer.json()["choices"][0].clone();
+        let labels = choice["weight_versions"].as_array().context("versions")?;
+        ensure!(labels.len() == ANSWER, "{choice}");
+        versions.extend(labels.iter().filter_map(Value::as_str).map(str::to_owned));
+        answers += 1;
+    }
+    Ok(versions)
 }
 
 #[tokio::test]

@@ -32,7 +32,7 @@ values = array.array("f", data)
 weights[name] = (dtype, shape, array.array("f", (1.5 * value for value in values)).tobytes())
 updater = WeightUpdater(admin, folder, config=base)
 update = updater.push(weights, label="step 1")
-print(json.dumps({"path": update["path"], "phase": update["phase"]}))
+print(json.dumps({key: update[key] for key in ("path", "phase", "weight_version")}))
 
 # A trainer that goes wrong leaves the cluster as it is, and learns why.
 for change, words in [
