@@ -20,8 +20,8 @@ use integration_tests::{
     cluster::{Cluster, ClusterSpec, Service, smollm2},
     golden::{GoldenRun, golden, longest},
 };
+use ring::digest::{SHA256, digest};
 use serde_json::{Value, json};
-use sha2::{Digest, Sha256};
 
 use crate::data_port::Target;
 
@@ -174,7 +174,9 @@ async fn every_invalid_request_is_rejected_with_its_field() -> Result<()> {
 async fn broken_key_file_is_named_and_disturbs_no_request() -> Result<()> {
     let folder = tempfile::tempdir()?;
     let keys = folder.path().join("keys.toml");
-    let valid = format!("[[key]]\nname = \"a\"\nsha256 = \"{:x}\"\n", Sha256::digest("old"));
+    let hash = digest(&SHA256, b"old");
+    let hash: String = hash.as_ref().iter().map(|byte| format!("{byte:02x}")).collect();
+    let valid = format!("[[key]]\nname = \"a\"\nsha256 = \"{hash}\"\n");
     std::fs::write(&keys, &valid)?;
     let spec = ClusterSpec::smollm2().set("BATON_ROUTER_KEYS", keys.display());
     let cluster = Cluster::start(spec).await?;

@@ -21,7 +21,7 @@ use integration_tests::{
     processes::signal,
     up::Up,
 };
-use sha2::{Digest, Sha256};
+use ring::digest::{SHA256, digest};
 
 use self::server::{Behaviour, COMMIT, Content, Hub, MODEL};
 
@@ -29,7 +29,7 @@ const LARGE_BYTES: usize = 300_000;
 const WEIGHTS: &str = "model.safetensors";
 
 fn sha256(bytes: &[u8]) -> String {
-    Sha256::digest(bytes).iter().map(|byte| format!("{byte:02x}")).collect()
+    digest(&SHA256, bytes).as_ref().iter().map(|byte| format!("{byte:02x}")).collect()
 }
 
 fn large(seed: u8) -> Content {

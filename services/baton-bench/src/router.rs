@@ -19,10 +19,10 @@ use anyhow::{Context, Error, Result, ensure};
 use clap::Args;
 use credentials::{SettingFile, client_config};
 use proto::auth::ClusterSecret;
+use ring::digest::{SHA256, digest};
 use rustls::pki_types::ServerName;
 use serde::{Deserialize, Serialize};
 use serde_json::json;
-use sha2::{Digest, Sha256};
 use tokio::{
     io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt},
     net::TcpStream,
@@ -169,7 +169,8 @@ impl Router {
         if let Some(certificates) = certificates {
             let [ca, cert, key] = files(certificates);
             let keys = folder.path().join("keys.toml");
-            let hash = format!("{:x}", Sha256::digest(API_KEY));
+            let hash = digest(&SHA256, API_KEY.as_bytes());
+            let hash: String = hash.as_ref().iter().map(|byte| format!("{byte:02x}")).collect();
             fs::write(&keys, format!("[[key]]\nname = \"bench\"\nsha256 = \"{hash}\"\n"))?;
             settings = vec![
                 ("BATON_ROUTER_TLS_CERT", cert.clone()),

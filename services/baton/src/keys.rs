@@ -4,7 +4,7 @@ use std::fmt::Write;
 
 use anyhow::{Context, Result};
 use clap::Subcommand;
-use sha2::{Digest, Sha256};
+use ring::digest::{SHA256, digest};
 
 const KEY_BYTES: usize = 32;
 
@@ -37,7 +37,7 @@ pub fn run(command: KeysCommand) -> Result<()> {
 }
 
 fn entry(name: &str, key: &str) -> String {
-    let hash = hex(&Sha256::digest(key));
+    let hash = hex(digest(&SHA256, key.as_bytes()).as_ref());
     format!("[[key]]\nname = \"{name}\"\nsha256 = \"{hash}\"\n")
 }
 

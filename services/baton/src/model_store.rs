@@ -6,7 +6,7 @@
 
 use std::{
     fs::{self, File},
-    io::{self, BufReader, Read, Seek, SeekFrom},
+    io::{self, BufRead, BufReader, Read, Seek, SeekFrom},
     path::{Path, PathBuf},
     process::{Command, Stdio},
     time::{Duration, Instant},
@@ -16,7 +16,7 @@ use anyhow::{Context, Result, anyhow, bail, ensure};
 use clap::{Args, Subcommand};
 use config::{HubModel, ModelPath, hub::Parts};
 use indicatif::{ProgressBar, ProgressStyle};
-use sha2::{Digest, Sha256};
+use ring::digest::{self, SHA256};
 
 use crate::{hub, staging::Staging};
 
@@ -248,10 +248,18 @@ fn check(path: &Path, known: &KnownModel) -> Result<()> {
 pub fn sha256(path: &Path, bar: &ProgressBar) -> Result<String> {
     let cannot_read = || format!("cannot read {}", path.display());
     let file = File::open(path).with_context(cannot_read)?;
-    let mut hash = Sha256::new();
+    let mut hash = digest::Context::new(&SHA256);
     let mut bytes = BufReader::with_capacity(1 << 20, bar.wrap_read(file));
-    io::copy(&mut bytes, &mut hash).with_context(cannot_read)?;
-    Ok(hash.finalize().iter().map(|byte| format!("{byte:02x}")).collect())
+    loop {
+        let part = bytes.fill_buf().with_context(cannot_read)?;
+        if part.is_empty() {
+            break;
+        }
+        hash.update(part);
+        let read = part.len();
+        bytes.consume(read);
+    }
+    Ok(hash.finish().as_ref().iter().map(|byte| format!("{byte:02x}")).collect())
 }
 
 pub fn bar(total_bytes: u64, what: &str) -> ProgressBar {

@@ -15,9 +15,9 @@ use proto::v1::{
     GenerateOptions, GenerateRequest, ListModelsRequest, NodeLoad, Role, StepCosts, TokenIds,
     TokenizeRequest, generate_request::Prompt, inference_client::InferenceClient,
 };
+use ring::digest::{SHA256, digest};
 use router::RouterSettings;
 use serde_json::{Value, json};
-use sha2::{Digest, Sha256};
 use tempfile::TempDir;
 use tonic::{Code, Request, Status};
 use tonic_health::pb::{HealthCheckRequest, health_client::HealthClient};
@@ -28,7 +28,8 @@ const ANSWER: &str = " one two three";
 fn write_keys(path: &Path, keys: &[(&str, &str, &str)]) {
     let mut file = String::new();
     for (name, key, fields) in keys {
-        let hash: String = Sha256::digest(key).iter().map(|byte| format!("{byte:02x}")).collect();
+        let hash = digest(&SHA256, key.as_bytes());
+        let hash: String = hash.as_ref().iter().map(|byte| format!("{byte:02x}")).collect();
         let _ = write!(file, "[[key]]\nname = \"{name}\"\nsha256 = \"{hash}\"\n{fields}\n");
     }
     std::fs::write(path, file).unwrap();

@@ -16,7 +16,7 @@ use std::{
 
 use credentials::{Reload, Reloaded, SettingFile};
 use http::{HeaderMap, header};
-use sha2::{Digest, Sha256};
+use ring::digest::{SHA256, digest};
 use telemetry::metrics::{ApiKeyMetrics, FinishedRequest, KeyMetrics, KeyRejection, KeyWaiting};
 
 use crate::{
@@ -76,8 +76,8 @@ impl Keys {
             self.metrics.rejected(KeyRejection::Missing);
             return Err(RequestError::MissingKey);
         };
-        let hash: [u8; 32] = Sha256::digest(presented).into();
-        let Some(key) = self.current.current().get(&hash).cloned() else {
+        let hash = digest(&SHA256, presented);
+        let Some(key) = self.current.current().get::<[u8]>(hash.as_ref()).cloned() else {
             self.metrics.rejected(KeyRejection::Unknown);
             return Err(RequestError::UnknownKey);
         };
@@ -266,7 +266,8 @@ mod tests {
     }
 
     fn entry(name: &str, key: &str, fields: &str) -> String {
-        let hash: String = Sha256::digest(key).iter().map(|byte| format!("{byte:02x}")).collect();
+        let hash = digest(&SHA256, key.as_bytes());
+        let hash: String = hash.as_ref().iter().map(|byte| format!("{byte:02x}")).collect();
         format!("[[key]]\nname = \"{name}\"\nsha256 = \"{hash}\"\n{fields}\n")
     }
 
