@@ -2,12 +2,13 @@
 
 use std::{
     collections::BTreeMap,
-    process::{Child, Command, Stdio},
+    process::{Command, Stdio},
     time::{Duration, Instant},
 };
 
 use anyhow::{Context, Result, ensure};
 use tempfile::TempDir;
+use test_harness::KilledOnDrop;
 
 use crate::{
     client::Client,
@@ -20,7 +21,7 @@ const DEADLINE: Duration = Duration::from_secs(60);
 
 /// A running `baton up`. Dropping it kills it and its children.
 pub struct Up {
-    pub child: Child,
+    pub child: KilledOnDrop,
     pub lines: Lines,
     /// Folder of temporary files, which a `baton up` that is killed leaves behind.
     pub folder: Option<TempDir>,
@@ -29,7 +30,7 @@ pub struct Up {
 impl Up {
     pub fn start(args: &[&str], settings: &BTreeMap<String, String>) -> Result<Self> {
         let folder = tempfile::tempdir()?;
-        let mut child = Command::new(bin_dir().join("baton"))
+        let child = Command::new(bin_dir().join("baton"))
             .arg("up")
             .args(args)
             .envs(settings)
@@ -41,6 +42,7 @@ impl Up {
             .stderr(Stdio::piped())
             .spawn()
             .context("cannot run baton")?;
+        let mut child = KilledOnDrop(child);
         let lines = Lines::of(child.stderr.take().expect("stderr is piped"));
         Ok(Self { child, lines, folder: Some(folder) })
     }
@@ -84,12 +86,5 @@ impl Up {
             ensure!(Instant::now() < deadline, "baton up has not ended");
             std::thread::sleep(Duration::from_millis(10));
         }
-    }
-}
-
-impl Drop for Up {
-    fn drop(&mut self) {
-        let _ = self.child.kill();
-        let _ = self.child.wait();
     }
 }

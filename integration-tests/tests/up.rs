@@ -198,7 +198,11 @@ fn unread_log_does_not_delay_the_shutdown() -> Result<()> {
     let unread = child.stderr.take().context("stderr is piped")?;
     // By now the log exceeds the pipe's capacity, and the cluster still serves.
     answer.wait_for("time to first token")?;
-    let mut up = Up { child, lines: Lines::of(std::io::empty()), folder: None };
+    let mut up = Up {
+        child: test_harness::KilledOnDrop(child),
+        lines: Lines::of(std::io::empty()),
+        folder: None,
+    };
     up.interrupt();
     assert_eq!(up.wait()?, Some(0));
     drop(unread);
@@ -223,7 +227,7 @@ fn make_run_once_streams_an_answer_and_ends() -> Result<()> {
         .context("cannot run make")?;
     let log = Lines::of(make.stderr.take().expect("stderr is piped"));
     let mut answer = Lines::of(make.stdout.take().expect("stdout is piped"));
-    let mut make = Up { child: make, lines: log, folder: None };
+    let mut make = Up { child: test_harness::KilledOnDrop(make), lines: log, folder: None };
     assert_eq!(make.wait()?, Some(0), "{:#?}", make.lines.all());
     let answer = answer.all().join("\n");
     for words in ["Paris", "tokens/s", "of KV moved"] {

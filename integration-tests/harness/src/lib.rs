@@ -5,6 +5,8 @@
 //! start this program again as a helper process ([`helper`]): a peer node, a rank. Helpers are listed
 //! with the tests but are not counted as tests.
 //!
+//! [`KilledOnDrop`] and [`output_within`] bound the life of child processes, also in tests of the built-in harness.
+//!
 //! ```ignore
 //! fn main() -> std::process::ExitCode {
 //!     test_harness::main(&[("peer", peer)], test_harness::tests![transfers::first, transfers::second])
@@ -16,9 +18,10 @@
 use std::{
     env,
     fmt::Debug,
+    ops::{Deref, DerefMut},
     panic::{AssertUnwindSafe, catch_unwind, resume_unwind},
-    process::{Command, ExitCode},
-    time::Duration,
+    process::{Child, Command, ExitCode, Output, Stdio},
+    time::{Duration, Instant},
 };
 
 use libtest_mimic::{Arguments, Completion, Failed, Trial};
@@ -41,6 +44,47 @@ pub fn helper(name: &str) -> Command {
     let mut command = Command::new(program);
     command.env(HELPER, name);
     command
+}
+
+/// A child process. Dropping the value kills the process and waits until it has exited.
+pub struct KilledOnDrop(pub Child);
+
+impl Deref for KilledOnDrop {
+    type Target = Child;
+
+    fn deref(&self) -> &Child {
+        &self.0
+    }
+}
+
+impl DerefMut for KilledOnDrop {
+    fn deref_mut(&mut self) -> &mut Child {
+        &mut self.0
+    }
+}
+
+impl Drop for KilledOnDrop {
+    fn drop(&mut self) {
+        // The process may have exited already.
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
+/// Returns the output of a process that must exit by itself. Kills the process after `time`: the status is then no
+/// success.
+pub fn output_within(command: &mut Command, time: Duration) -> Output {
+    let child = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn();
+    let mut child = child.expect("the program starts");
+    let deadline = Instant::now() + time;
+    while child.try_wait().expect("the child is not reaped").is_none() {
+        if Instant::now() > deadline {
+            child.kill().expect("the child runs");
+            break;
+        }
+        std::thread::sleep(Duration::from_millis(10));
+    }
+    child.wait_with_output().expect("the output is readable")
 }
 
 /// Prints the percentiles of all durations and panics if their median exceeds `bound`. A single duration may

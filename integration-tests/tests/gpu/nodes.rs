@@ -6,7 +6,7 @@ use std::{
     env,
     io::{BufRead, BufReader, Write},
     path::PathBuf,
-    process::{Child, ChildStdin, Command, Stdio},
+    process::{ChildStdin, Command, Stdio},
     sync::{
         Arc, Mutex, MutexGuard, PoisonError,
         atomic::{AtomicU64, Ordering},
@@ -29,6 +29,7 @@ use kv_transfer::{
     control,
 };
 use ranks::RankGroup;
+use test_harness::KilledOnDrop;
 
 use super::{bench::require_gpus, tp::kv_group};
 
@@ -405,7 +406,7 @@ impl Node {
 
 /// Handle of the sending process.
 pub struct Peer {
-    child: Child,
+    child: KilledOnDrop,
     stdin: ChildStdin,
     pub address: PeerAddress,
 }
@@ -427,12 +428,13 @@ impl Peer {
     }
 
     fn spawn(mut command: Command, gpu: usize, transport: TransferKind, kind: NodeKind) -> Self {
-        let mut child = command
+        let child = command
             .env(PEER, format!("{gpu} {transport} {}", kind.name()))
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
             .spawn()
             .unwrap();
+        let mut child = KilledOnDrop(child);
         let lines = BufReader::new(child.stdout.take().unwrap()).lines();
         let (sender, addresses) = channel();
         // The pipe must stay open after the only message.
@@ -489,14 +491,6 @@ impl Peer {
     pub fn kill(mut self) {
         self.child.kill().unwrap();
         self.child.wait().unwrap();
-    }
-}
-
-impl Drop for Peer {
-    fn drop(&mut self) {
-        // The process may have ended already.
-        let _ = self.child.kill();
-        let _ = self.child.wait();
     }
 }
 

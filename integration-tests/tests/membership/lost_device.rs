@@ -8,7 +8,7 @@ use std::{
     env,
     fs::{self, File},
     path::PathBuf,
-    process::{Child, Stdio},
+    process::Stdio,
     time::{Duration, Instant},
 };
 
@@ -23,6 +23,7 @@ use integration_tests::{
     etcd::Etcd,
 };
 use proto::v1::{self, FailureKind, decode_event::Event, observe_event::Event as Observed};
+use test_harness::KilledOnDrop;
 use tonic::{Code, Streaming};
 
 use crate::{DEADLINE, PREFIX};
@@ -95,7 +96,7 @@ pub fn run_node() {
 
 /// The helper process. Dropping it kills the process.
 struct NodeProcess {
-    child: Child,
+    child: KilledOnDrop,
     folder: tempfile::TempDir,
 }
 
@@ -137,7 +138,7 @@ impl NodeProcess {
             .stdout(Stdio::null())
             .stderr(File::create(folder.path().join("log"))?)
             .spawn()?;
-        Ok(Self { child, folder })
+        Ok(Self { child: KilledOnDrop(child), folder })
     }
 
     fn path(&self, name: &str) -> PathBuf {
@@ -169,13 +170,6 @@ impl NodeProcess {
             ensure!(Instant::now() < deadline, "the node still runs:\n{}", self.log());
             tokio::time::sleep(Duration::from_millis(5)).await;
         }
-    }
-}
-
-impl Drop for NodeProcess {
-    fn drop(&mut self) {
-        let _ = self.child.kill();
-        let _ = self.child.wait();
     }
 }
 

@@ -1,33 +1,19 @@
 //! `baton doctor` on whatever machine the tests run on; most have no GPU.
 
 use std::{
-    process::{Command, Output, Stdio},
-    time::{Duration, Instant},
+    process::{Command, Output},
+    time::Duration,
 };
 
 use serde_json::Value;
+use test_harness::output_within;
 
 /// Time limit, far longer than a loaded machine needs.
 const WITHIN: Duration = Duration::from_secs(60);
 
-/// Returns the output of a process that must exit by itself.
-fn output(command: &mut Command) -> Output {
-    let mut child = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
-    let deadline = Instant::now() + WITHIN;
-    while child.try_wait().unwrap().is_none() {
-        if Instant::now() > deadline {
-            // The caller sees the failure in the exit status.
-            child.kill().unwrap();
-            break;
-        }
-        std::thread::sleep(Duration::from_millis(10));
-    }
-    child.wait_with_output().unwrap()
-}
-
 fn doctor(args: &[&str]) -> Output {
     let mut command = Command::new(env!("CARGO_BIN_EXE_baton"));
-    output(command.arg("doctor").args(args).env_remove("BATON_NODE_KERNELS"))
+    output_within(command.arg("doctor").args(args).env_remove("BATON_NODE_KERNELS"), WITHIN)
 }
 
 #[test]

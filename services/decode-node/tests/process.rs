@@ -5,7 +5,7 @@ use std::{
     io::{Read, Write},
     net::{TcpListener, TcpStream},
     path::PathBuf,
-    process::{Child, Command, Output, Stdio},
+    process::{Command, Output, Stdio},
     time::{Duration, Instant},
 };
 
@@ -14,6 +14,7 @@ use proto::{
     ids::Epoch,
     v1::{self, node_client::NodeClient},
 };
+use test_harness::{KilledOnDrop, output_within};
 
 const TIMEOUT: Duration = Duration::from_secs(30);
 const SECRET: &str = "0123456789abcdef0123456789abcdef";
@@ -50,30 +51,15 @@ fn bare(more: &[&str]) -> Command {
     command
 }
 
-/// Returns the output of a process that must exit by itself.
-fn output(command: &mut Command) -> Output {
-    let mut child = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
-    let deadline = Instant::now() + TIMEOUT;
-    while child.try_wait().unwrap().is_none() {
-        if Instant::now() > deadline {
-            // A killed process has no success status.
-            child.kill().unwrap();
-            break;
-        }
-        std::thread::sleep(Duration::from_millis(10));
-    }
-    child.wait_with_output().unwrap()
-}
-
 /// Runs a command that must exit by itself. Returns its exit code and its standard error.
 fn ended(mut command: Command) -> (Option<i32>, String) {
-    let Output { status, stderr, .. } = output(&mut command);
+    let Output { status, stderr, .. } = output_within(&mut command, TIMEOUT);
     (status.code(), String::from_utf8(stderr).unwrap())
 }
 
 /// A ready node. Dropping it kills the process.
 struct Running {
-    child: Child,
+    child: KilledOnDrop,
     ready: serde_json::Value,
     _folder: tempfile::TempDir,
 }
@@ -83,8 +69,8 @@ impl Running {
         let folder = tempfile::tempdir().unwrap();
         let file: PathBuf = folder.path().join("ready.json");
         let mut command = command(model, more);
-        let mut child =
-            command.arg("--ready-file").arg(&file).stderr(Stdio::piped()).spawn().unwrap();
+        let child = command.arg("--ready-file").arg(&file).stderr(Stdio::piped()).spawn();
+        let mut child = KilledOnDrop(child.unwrap());
         let deadline = Instant::now() + TIMEOUT;
         let ready = loop {
             if let Ok(text) = fs::read_to_string(&file) {
@@ -132,13 +118,6 @@ impl Running {
         stream.read_to_string(&mut answer).unwrap();
         let status = answer.split(' ').nth(1).unwrap().parse().unwrap();
         (status, answer.split_once("\r\n\r\n").unwrap().1.to_owned())
-    }
-}
-
-impl Drop for Running {
-    fn drop(&mut self) {
-        let _ = self.child.kill();
-        let _ = self.child.wait();
     }
 }
 

@@ -6,8 +6,8 @@ mod common;
 use std::{
     fs,
     path::{Path, PathBuf},
-    process::{Command, Output, Stdio},
-    time::{Duration, Instant},
+    process::Command,
+    time::Duration,
 };
 
 use common::{Element, Entry};
@@ -38,21 +38,6 @@ const LIES: [u64; 8] = [
     u32::MAX as u64,
 ];
 
-/// Returns the output of a command, which must end on its own.
-fn output(command: &mut Command) -> Output {
-    let mut child = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
-    let deadline = Instant::now() + WITHIN;
-    while child.try_wait().unwrap().is_none() {
-        if Instant::now() > deadline {
-            // The exit status must not be success.
-            child.kill().unwrap();
-            break;
-        }
-        std::thread::sleep(Duration::from_millis(10));
-    }
-    child.wait_with_output().unwrap()
-}
-
 fn damaged_files_give_errors_within_a_memory_limit() {
     let helper = test_harness::helper(LIMITED_HELPER);
     let mut shell = Command::new("sh");
@@ -61,7 +46,7 @@ fn damaged_files_give_errors_within_a_memory_limit() {
         .arg(helper.get_program())
         .arg(LIMIT_KIB.to_string())
         .envs(helper.get_envs().filter_map(|(name, value)| Some((name, value?))));
-    let output = output(&mut shell);
+    let output = test_harness::output_within(&mut shell, WITHIN);
     let text = String::from_utf8_lossy(&output.stdout);
     let errors = String::from_utf8_lossy(&output.stderr);
     assert!(output.status.success(), "{}\n{text}\n{errors}", output.status);

@@ -2,7 +2,7 @@
 
 use std::{
     fs,
-    process::{Child, Command, Stdio},
+    process::{Command, Stdio},
     time::{Duration, Instant},
 };
 
@@ -11,6 +11,7 @@ use proto::{
     ids::Epoch,
     v1::{self, node_client::NodeClient, observe_event::Event},
 };
+use test_harness::KilledOnDrop;
 
 const TIMEOUT: Duration = Duration::from_secs(30);
 const SECRET: &str = "0123456789abcdef0123456789abcdef";
@@ -23,16 +24,6 @@ fn wait_until<T>(mut look: impl FnMut() -> Option<T>) -> T {
         }
         assert!(Instant::now() < deadline, "nothing came in time");
         std::thread::sleep(Duration::from_millis(5));
-    }
-}
-
-/// A running node. Dropping it kills the process.
-struct Running(Child);
-
-impl Drop for Running {
-    fn drop(&mut self) {
-        let _ = self.0.kill();
-        let _ = self.0.wait();
     }
 }
 
@@ -59,7 +50,7 @@ async fn prefill_node_reports_its_role_and_shuts_down_in_order() {
         .stdin(Stdio::null())
         .spawn()
         .unwrap();
-    let mut node = Running(child);
+    let mut node = KilledOnDrop(child);
     let ready = wait_until(|| fs::read_to_string(&ready_file).ok());
     let ready: serde_json::Value = serde_json::from_str(&ready).unwrap();
     let grpc = format!("http://{}", ready["grpc"].as_str().unwrap());
@@ -81,7 +72,7 @@ async fn prefill_node_reports_its_role_and_shuts_down_in_order() {
     assert_eq!(status.code(), tonic::Code::FailedPrecondition);
     assert!(status.message().contains("this is a prefill node"), "{status}");
 
-    let signal = Command::new("kill").args(["-TERM", &node.0.id().to_string()]).status();
+    let signal = Command::new("kill").args(["-TERM", &node.id().to_string()]).status();
     assert!(signal.unwrap().success());
     // Observers see the drain and then the end of the stream.
     let mut drained = false;
@@ -95,6 +86,6 @@ async fn prefill_node_reports_its_role_and_shuts_down_in_order() {
         }
     };
     assert!(drained, "{end}");
-    let status = wait_until(|| node.0.try_wait().unwrap());
+    let status = wait_until(|| node.try_wait().unwrap());
     assert_eq!(status.code(), Some(0));
 }

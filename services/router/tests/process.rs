@@ -7,6 +7,8 @@ use std::{
     time::{Duration, Instant},
 };
 
+use test_harness::KilledOnDrop;
+
 const SECRET: &str = "0123456789abcdef0123456789abcdef";
 /// Time-out of every wait for the process.
 const DEADLINE: Duration = Duration::from_secs(60);
@@ -169,7 +171,7 @@ fn signal_stops_a_router_that_is_loading_its_model() {
 
 /// A serving router with limits on its open files.
 struct Serving {
-    child: Child,
+    child: KilledOnDrop,
     http: SocketAddr,
     folder: tempfile::TempDir,
 }
@@ -181,7 +183,7 @@ impl Serving {
         let bytes: Vec<String> = (0..=255u8).map(|byte| format!("<0x{byte:02X}>")).collect();
         let tokens: Vec<&str> = bytes.iter().map(String::as_str).collect();
         std::fs::write(&model, gguf(&tokens, 256)).unwrap();
-        let mut child = Command::new("sh")
+        let child = Command::new("sh")
             .args(["-c", &format!("{ulimits} && exec \"$@\""), "sh"])
             .arg(env!("CARGO_BIN_EXE_baton-router"))
             .env("BATON_CLUSTER_SECRET", SECRET)
@@ -195,6 +197,7 @@ impl Serving {
             .stderr(std::fs::File::create(folder.path().join("log")).unwrap())
             .spawn()
             .unwrap();
+        let mut child = KilledOnDrop(child);
         let deadline = Instant::now() + DEADLINE;
         while !ready.exists() {
             assert!(child.try_wait().unwrap().is_none() && Instant::now() < deadline);
@@ -219,13 +222,6 @@ impl Serving {
         let mut response = String::new();
         self.connect(request.as_bytes()).read_to_string(&mut response).unwrap();
         response.lines().next().unwrap_or_default().to_owned()
-    }
-}
-
-impl Drop for Serving {
-    fn drop(&mut self) {
-        let _ = self.child.kill();
-        let _ = self.child.wait();
     }
 }
 

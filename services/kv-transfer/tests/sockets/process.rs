@@ -3,7 +3,7 @@
 use std::{
     env,
     io::{BufRead, BufReader, Write},
-    process::{Child, ChildStdin, Command, Stdio},
+    process::{ChildStdin, Command, Stdio},
     thread,
     time::{Duration, Instant},
 };
@@ -11,6 +11,7 @@ use std::{
 use crossbeam_channel::{Receiver, unbounded};
 use kernels::{Dtype, KvLayout};
 use kv_transfer::api::{Epoch, Event, PeerAddress, TransferId};
+use test_harness::KilledOnDrop;
 
 use crate::node::{Node, SECRET, WAIT_TIMEOUT, blocks, identity};
 
@@ -30,7 +31,7 @@ pub fn start_large(name: &str) -> Node {
 
 /// A decode node in another process.
 pub struct ChildNode {
-    child: Child,
+    child: KilledOnDrop,
     stdin: ChildStdin,
     /// Output of the child about its transfers: `arrived ID` or `failed ID`.
     pub lines: Receiver<String>,
@@ -39,12 +40,13 @@ pub struct ChildNode {
 
 impl ChildNode {
     pub fn start(name: &str) -> Self {
-        let mut child = test_harness::helper(CHILD_HELPER)
+        let child = test_harness::helper(CHILD_HELPER)
             .env(NODE_ID, name)
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
             .spawn()
             .unwrap();
+        let mut child = KilledOnDrop(child);
         let (sender, lines) = unbounded();
         let stdout = BufReader::new(child.stdout.take().unwrap());
         // The thread ends with the child.
@@ -82,14 +84,6 @@ impl ChildNode {
 
     pub fn line(&self) -> String {
         self.lines.recv_timeout(WAIT_TIMEOUT).expect("the child says something")
-    }
-}
-
-impl Drop for ChildNode {
-    fn drop(&mut self) {
-        // The child may have ended already.
-        let _ = self.child.kill();
-        let _ = self.child.wait();
     }
 }
 

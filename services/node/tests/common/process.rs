@@ -3,13 +3,14 @@
 use std::{
     fs,
     path::Path,
-    process::{Child, Command, Stdio},
+    process::{Command, Stdio},
     time::{Duration, Instant},
 };
 
 use config::Flags;
 use node::Role;
 use proto::{ids::Epoch, v1};
+use test_harness::KilledOnDrop;
 
 use super::{Side, TIMEOUT, TestNode, connect, tagged};
 
@@ -22,7 +23,7 @@ const READY: &str = "ready";
 
 /// Helper process of a node. Drop kills the process.
 pub struct NodeProcess {
-    child: Child,
+    child: KilledOnDrop,
     pub side: Side,
     _folder: tempfile::TempDir,
 }
@@ -41,6 +42,7 @@ impl NodeProcess {
             .stdin(Stdio::null())
             .spawn()
             .unwrap();
+        let child = KilledOnDrop(child);
         let side = wait_ready(folder.path()).await;
         Self { child, side, _folder: folder }
     }
@@ -63,13 +65,6 @@ impl NodeProcess {
     fn signal(&self, signal: &str) {
         let status = Command::new("kill").args([signal, &self.child.id().to_string()]).status();
         assert!(status.unwrap().success());
-    }
-}
-
-impl Drop for NodeProcess {
-    fn drop(&mut self) {
-        let _ = self.child.kill();
-        let _ = self.child.wait();
     }
 }
 
