@@ -71,6 +71,7 @@ fn main() -> ExitCode {
             gpu::clusters::disturbed::killed_nodes_change_no_answer,
             gpu::clusters::disturbed::killed_rank_ends_only_its_node_which_recovers,
             gpu::clusters::disturbed::drained_nodes_under_load_change_no_answer,
+            gpu::clusters::tiers::kv_of_one_gpu_returns_from_the_tiers_bit_for_bit,
             gpu::clusters::tiers::kv_of_two_ranks_returns_from_the_tiers_bit_for_bit,
             gpu::collective::all_reduce_of_two_ranks_is_identical_on_both,
             gpu::collective::all_reduce_of_four_ranks_is_identical_on_all,

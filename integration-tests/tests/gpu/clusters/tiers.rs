@@ -1,4 +1,4 @@
-//! KV that a node of two ranks loads from its tiers gives the logits of the resident KV, bit for bit.
+//! KV that a node of one or two ranks loads from its tiers gives the logits of the resident KV, bit for bit.
 
 use anyhow::Result;
 use integration_tests::{
@@ -30,11 +30,12 @@ async fn logprobs(client: &Client, request: &Request) -> Result<(u64, Value)> {
 /// Compares the answer after a load with the answer whose prefix was resident.
 async fn restored_equals_resident(
     fixture: &Fixture,
+    ranks: &[usize],
     tier: impl Fn(ClusterSpec) -> ClusterSpec,
 ) -> Result<()> {
     let request = fixture.requests.iter().max_by_key(|it| it.prompt.len()).expect("not empty");
     let cacheable = ((request.prompt.len() - 1) / BLOCK_TOKENS) as u64;
-    let shape = Shape { decode: vec![vec![0, 1]], ..Shape::default() };
+    let shape = Shape { decode: vec![ranks.to_vec()], ..Shape::default() };
     // KV memory for little more than one prompt.
     let spec = fixture.spec(&shape).set_decode("BATON_NODE_BLOCKS", cacheable + 8);
     let spec = tier(spec).set_decode("BATON_TIER_ADMISSION", "always");
@@ -55,17 +56,27 @@ async fn restored_equals_resident(
     cluster.stop()
 }
 
-pub fn kv_of_two_ranks_returns_from_the_tiers_bit_for_bit() {
-    run_on(2, async |fixture| {
-        let folder = tempfile::tempdir()?;
-        let path = folder.path().join("kv");
-        let disk = |spec: ClusterSpec| {
-            spec.set_decode(DISK_PATH, path.display()).set_decode(DISK_SIZE, "128MiB")
-        };
-        if let Devices::Gpus(_) = fixture.place {
-            let host = |spec: ClusterSpec| spec.set_decode("BATON_TIER_HOST_MEMORY", "256MiB");
-            restored_equals_resident(&fixture, host).await?;
-        }
-        restored_equals_resident(&fixture, disk).await
+/// Compares the answers for each tier that the devices can have.
+async fn returns_from_every_tier(fixture: &Fixture, ranks: &[usize]) -> Result<()> {
+    let folder = tempfile::tempdir()?;
+    let path = folder.path().join("kv");
+    let disk = |spec: ClusterSpec| {
+        spec.set_decode(DISK_PATH, path.display()).set_decode(DISK_SIZE, "128MiB")
+    };
+    if let Devices::Gpus(_) = fixture.place {
+        let host = |spec: ClusterSpec| spec.set_decode("BATON_TIER_HOST_MEMORY", "256MiB");
+        restored_equals_resident(fixture, ranks, host).await?;
+    }
+    restored_equals_resident(fixture, ranks, disk).await
+}
+
+pub fn kv_of_one_gpu_returns_from_the_tiers_bit_for_bit() {
+    run_on(1, async |fixture| {
+        fixture.require_gpus();
+        returns_from_every_tier(&fixture, &[0]).await
     });
+}
+
+pub fn kv_of_two_ranks_returns_from_the_tiers_bit_for_bit() {
+    run_on(2, async |fixture| returns_from_every_tier(&fixture, &[0, 1]).await);
 }
