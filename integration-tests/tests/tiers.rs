@@ -210,31 +210,86 @@ async fn decode_node_with_the_prefix_in_its_tier_gets_fewer_blocks() -> Result<(
     cluster.stop()
 }
 
+/// Returns a decode node alone with a tier, so that it follows sessions, and memory for two of the longest prompts.
+fn session_spec(path: &Path) -> ClusterSpec {
+    let spec = spec(path).nodes(0, 1).set_decode("BATON_NODE_BLOCKS", 80);
+    // One slot: hits come from memory.
+    spec.set_decode("BATON_TIER_DISK_SIZE", "1MiB")
+}
+
+/// Runs a turn of a session, and returns its tokens and its hits in blocks.
+async fn turn(
+    client: &Client,
+    body: &Value,
+    session: &str,
+    keep_ms: &str,
+) -> Result<(usize, usize)> {
+    let headers =
+        [("x-baton-stats", "1"), ("x-baton-session", session), ("x-baton-keep-ms", keep_ms)];
+    let mut turn = client.stream_with("/v1/completions", body, &headers).await?;
+    let turn = turn.completion().await?;
+    Ok((turn.token_ids.len(), turn.cached_tokens as usize / BLOCK_TOKENS))
+}
+
+/// Fills the memory of a node of [`session_spec`] with prompts that no session has.
+async fn fill_memory(client: &Client, run: &GoldenRun, label: &str) -> Result<()> {
+    for number in 0..2 {
+        let salt = format!("{label} {number}");
+        client.complete(&salted_body(&run.prompt_ids, 2, &salt)).await?;
+    }
+    Ok(())
+}
+
 #[tokio::test]
 async fn kv_of_a_session_is_kept_for_the_time_that_the_client_names() -> Result<()> {
     let folder = tempfile::tempdir()?;
     let run = longest();
-    let spec = spec(&folder.path().join("kv"))
-        .nodes(0, 1)
-        .set_decode("BATON_NODE_BLOCKS", 80)
-        // One slot: hits come from memory.
-        .set_decode("BATON_TIER_DISK_SIZE", "1MiB");
+    let spec = session_spec(&folder.path().join("kv"));
     let (cluster, client) = Cluster::start_with_client(spec).await?;
     let body = greedy_body(&run.prompt_ids[..20 * BLOCK_TOKENS + 1], 2);
     let mut cached = Vec::new();
     for keep_ms in ["600000", "0", "0"] {
-        let headers =
-            [("x-baton-stats", "1"), ("x-baton-session", "agent-7"), ("x-baton-keep-ms", keep_ms)];
-        let mut turn = client.stream_with("/v1/completions", &body, &headers).await?;
-        cached.push(turn.completion().await?.cached_tokens as usize / BLOCK_TOKENS);
+        cached.push(turn(&client, &body, "agent-7", keep_ms).await?.1);
         if cached.len() < 3 {
-            for number in 0..2 {
-                let salt = format!("{} {number}", cached.len());
-                client.complete(&salted_body(&run.prompt_ids, 2, &salt)).await?;
-            }
+            fill_memory(&client, &run, &cached.len().to_string()).await?;
         }
     }
     assert!(matches!(cached[..], [0, 20, 0..20]), "hits in blocks: {cached:?}");
+    cluster.stop()
+}
+
+/// The router ends such a turn: nodes do not know the text.
+#[tokio::test]
+async fn kv_of_a_turn_that_ends_at_a_stop_text_is_kept() -> Result<()> {
+    let folder = tempfile::tempdir()?;
+    let run = longest();
+    let spec = session_spec(&folder.path().join("kv"));
+    let (cluster, client) = Cluster::start_with_client(spec).await?;
+    let mut body = greedy_body(&run.prompt_ids, run.output_ids.len());
+    let stop: String = run.output_text.chars().take(12).skip(4).collect();
+    body["stop"] = json!([stop]);
+    let (tokens, _) = turn(&client, &body, "agent-7", "600000").await?;
+    assert!(tokens < run.output_ids.len(), "{tokens} tokens until {stop:?}");
+    fill_memory(&client, &run, "stop").await?;
+    let (_, cached) = turn(&client, &body, "agent-7", "0").await?;
+    assert_eq!(cached, (run.prompt_ids.len() - 1) / BLOCK_TOKENS);
+    cluster.stop()
+}
+
+#[tokio::test]
+async fn kv_of_a_session_is_kept_although_another_session_begins_with_it() -> Result<()> {
+    let folder = tempfile::tempdir()?;
+    let run = longest();
+    let spec = session_spec(&folder.path().join("kv"));
+    let (cluster, client) = Cluster::start_with_client(spec).await?;
+    let kept = greedy_body(&run.prompt_ids[..20 * BLOCK_TOKENS + 1], 2);
+    let common = &run.prompt_ids[..16 * BLOCK_TOKENS];
+    let other = [common, &run.prompt_ids[..2 * BLOCK_TOKENS + 1]].concat();
+    turn(&client, &kept, "agent-1", "600000").await?;
+    let (_, cached) = turn(&client, &greedy_body(&other, 2), "agent-2", "0").await?;
+    assert_eq!(cached, 16);
+    fill_memory(&client, &run, "other").await?;
+    assert_eq!(turn(&client, &kept, "agent-1", "0").await?.1, 20);
     cluster.stop()
 }
 
