@@ -1,6 +1,9 @@
 //! Statistics of the KV tiers, exported on `/metrics` and over OTLP.
 
-use std::sync::{Arc, Mutex, PoisonError};
+use std::{
+    sync::{Arc, Mutex, PoisonError},
+    time::Instant,
+};
 
 use engine::tiers::{Tier, TierStats};
 use opentelemetry::{
@@ -11,7 +14,24 @@ use opentelemetry::{
 /// The latest statistics of each tier. The engine thread sets them, and a scrape reads them.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct TierMetrics {
-    latest: Arc<Mutex<Vec<(Tier, TierStats)>>>,
+    latest: Arc<Mutex<Vec<Latest>>>,
+}
+
+/// The latest statistics of one tier, and when the engine thread set them.
+#[derive(Debug)]
+struct Latest {
+    tier: Tier,
+    stats: TierStats,
+    at: Instant,
+}
+
+impl Latest {
+    /// Returns the age of the oldest queued save in seconds; 0 without one. While a disk hangs on an idle node nothing
+    /// changes, so the engine thread sets no new statistics, but the save grows older.
+    fn queue_age(&self) -> f64 {
+        let age = self.stats.queue_age;
+        if age.is_zero() { 0.0 } else { (age + self.at.elapsed()).as_secs_f64() }
+    }
 }
 
 impl TierMetrics {
@@ -22,7 +42,7 @@ impl TierMetrics {
         let observe = |unit: u64, read: Read| {
             let this = this.clone();
             move |instrument: &dyn AsyncInstrument<u64>| {
-                for (tier, stats) in this.lock().iter() {
+                for Latest { tier, stats, .. } in this.lock().iter() {
                     instrument.observe(read(stats) * unit, &[KeyValue::new("tier", tier.name())]);
                 }
             }
@@ -60,9 +80,9 @@ impl TierMetrics {
         let age = meter.f64_observable_gauge("baton.tier.queue_age").with_unit("s");
         age.with_description("Age of the oldest queued save, by tier")
             .with_callback(move |instrument| {
-                for (tier, stats) in ages.lock().iter() {
-                    let tier = KeyValue::new("tier", tier.name());
-                    instrument.observe(stats.queue_age.as_secs_f64(), &[tier]);
+                for latest in ages.lock().iter() {
+                    let tier = KeyValue::new("tier", latest.tier.name());
+                    instrument.observe(latest.queue_age(), &[tier]);
                 }
             })
             .build();
@@ -70,14 +90,15 @@ impl TierMetrics {
     }
 
     pub fn set(&self, tier: Tier, stats: TierStats) {
+        let set = Latest { tier, stats, at: Instant::now() };
         let mut latest = self.lock();
-        match latest.iter_mut().find(|(other, _)| *other == tier) {
-            Some((_, before)) => *before = stats,
-            None => latest.push((tier, stats)),
+        match latest.iter_mut().find(|before| before.tier == tier) {
+            Some(before) => *before = set,
+            None => latest.push(set),
         }
     }
 
-    fn lock(&self) -> std::sync::MutexGuard<'_, Vec<(Tier, TierStats)>> {
+    fn lock(&self) -> std::sync::MutexGuard<'_, Vec<Latest>> {
         self.latest.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
@@ -94,6 +115,25 @@ mod tests {
         let start = format!("{name}{{");
         let lines = text.lines().filter(|line| line.starts_with(&start) && line.contains(label));
         lines.map(|line| line.rsplit_once(' ').unwrap().1.parse().unwrap()).collect()
+    }
+
+    const QUEUE_AGE: &str = "baton_tier_queue_age_seconds";
+
+    #[test]
+    fn queued_save_grows_older_while_no_statistics_are_set() {
+        let telemetry = testing::telemetry();
+        let metrics = telemetry.metrics();
+        let tiers = TierMetrics::register(metrics.meter(), 1000);
+        let age = || values(&metrics.render_prometheus(), QUEUE_AGE, r#"tier="disk""#)[0];
+        tiers.set(Tier::Disk, TierStats::default());
+        assert_eq!(age(), 0.0, "no save is queued");
+        let queue_age = Duration::from_secs(3);
+        tiers.set(Tier::Disk, TierStats { queue_age, ..TierStats::default() });
+        let (first, deadline) = (age(), Instant::now() + Duration::from_secs(20));
+        assert!(first >= 3.0, "{first}");
+        while age() <= first {
+            assert!(Instant::now() < deadline, "the age stands still");
+        }
     }
 
     #[test]
@@ -131,10 +171,11 @@ mod tests {
                 ("baton_tier_saves_failed_total", base + 7),
                 ("baton_tier_damaged_total", base + 8),
                 ("baton_tier_loads_refused_total", base + 9),
-                ("baton_tier_queue_age_seconds", base + 10),
             ] {
                 assert_eq!(values(&text, name, label), [f64::from(value)], "{name} {label}");
             }
+            let [age] = values(&text, QUEUE_AGE, label)[..] else { panic!("no age of {label}") };
+            assert!((f64::from(base) + 10.0..f64::from(base) + 100.0).contains(&age), "{age}");
         }
     }
 }
