@@ -178,9 +178,14 @@ impl Node {
     }
 
     /// Loads saved blocks from their slots, and returns how many of them are intact.
-    fn load_slots(&self, slots: impl Iterator<Item = (u32, SlotIndex)>) -> u32 {
-        let blocks = slots.map(|(block, slot)| {
-            let (tier, block, contents) = (Tier::Host, BlockId(BLOCKS + block), contents(block));
+    fn load_slots(&self, slots: impl IntoIterator<Item = (u32, SlotIndex)>) -> u32 {
+        self.load_as(slots.into_iter().map(|(block, slot)| (block, slot, contents(block))))
+    }
+
+    /// Loads blocks that should have these contents, and returns how many of them are intact.
+    fn load_as(&self, slots: impl IntoIterator<Item = (u32, SlotIndex, BlockContents)>) -> u32 {
+        let blocks = slots.into_iter().map(|(block, slot, contents)| {
+            let (tier, block) = (Tier::Host, BlockId(BLOCKS + block));
             LoadBlock { tier, slot, block, contents }
         });
         let load = LoadJob { job: JobId(1000), id: SequenceId(1), blocks: blocks.collect() };
@@ -191,9 +196,12 @@ impl Node {
 
     /// Flips one bit of the slot of a block.
     fn damage(&self, block: u32) {
+        self.flip(block, LAYOUT.block_bytes() - 1);
+    }
+
+    fn flip(&self, block: u32, byte: usize) {
         let mut slot = self.memory.slots.write(BlockId(BLOCKS - 1 - block)).unwrap();
-        let bytes = slot.host_view_mut().unwrap();
-        *bytes.last_mut().unwrap() ^= 1;
+        slot.host_view_mut().unwrap()[byte] ^= 1;
     }
 }
 
@@ -275,6 +283,26 @@ fn load_ends_before_the_first_damaged_slot() {
         node.damage(145);
         assert_eq!(node.load(), first);
     }
+}
+
+#[test]
+fn every_flipped_byte_and_every_other_block_is_a_miss() {
+    const BLOCK: u32 = 3;
+    const SLOT: SlotIndex = BLOCKS - 1 - BLOCK;
+    let node = Node::with_saved_blocks();
+    for byte in (0..LAYOUT.block_bytes()).step_by(97) {
+        node.flip(BLOCK, byte);
+        assert_eq!(node.load_slots([(BLOCK, SLOT)]), 0, "byte {byte}");
+        node.flip(BLOCK, byte);
+    }
+    let own = contents(BLOCK);
+    let other_key = BlockContents { key: BlockHash(99), ..own };
+    let other_parent = BlockContents { parent: BlockHash(99), ..own };
+    let other_tokens = BlockContents { tokens: [99; BLOCK_TOKENS], ..own };
+    for other in [other_key, other_parent, other_tokens] {
+        assert_eq!(node.load_as([(BLOCK, SLOT, other)]), 0, "{other:?}");
+    }
+    assert_eq!(node.load_slots([(BLOCK, SLOT)]), 1);
 }
 
 #[test]
