@@ -2,7 +2,7 @@
 #![allow(dead_code, reason = "no test file uses all of it")]
 
 use std::{
-    path::{Path, PathBuf},
+    path::Path,
     sync::{
         Arc, Mutex,
         atomic::{AtomicU64, Ordering},
@@ -67,19 +67,6 @@ fn model_of(hidden_size: u32, layers: u32) -> TempDir {
     );
     std::fs::write(folder.path().join("config.json"), config).unwrap();
     folder
-}
-
-/// Returns the path of the real model, which is not part of the repository.
-pub fn smollm2() -> PathBuf {
-    let path = std::env::var_os("BATON_TEST_MODEL").map_or_else(
-        || {
-            Path::new(env!("CARGO_MANIFEST_DIR"))
-                .join("../../models/smollm2-135m/SmolLM2-135M-Instruct.Q4_1.gguf")
-        },
-        PathBuf::from,
-    );
-    assert!(path.is_file(), "{} is missing: run `make model`", path.display());
-    path
 }
 
 /// Returns settings of a node on loopback with free ports, in f32.
