@@ -27,6 +27,21 @@ use std::{any::Any, sync::Arc, time::Duration};
 use kernels::{BlockId, sampling::SampledToken};
 pub use proto::ids::{Epoch, ModelIdentity as Identity, TransferId};
 
+/// Identity of the nodes in unit tests.
+#[cfg(test)]
+pub(crate) fn test_identity() -> Identity {
+    Identity {
+        model_fingerprint: 1,
+        weight_version: 1,
+        kv_layout: "layers=1".to_owned(),
+        block_size: 16,
+        dtype: "f32".to_owned(),
+        tp: 1,
+        protocol_min: 1,
+        protocol_max: 1,
+    }
+}
+
 /// A peer process, as the router names it.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct PeerAddress {

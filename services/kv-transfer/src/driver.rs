@@ -182,7 +182,7 @@ mod tests {
     use super::*;
     use crate::{
         TransferLimits,
-        api::{Identity, TransferFailure, TransferId},
+        api::{TransferFailure, TransferId, test_identity},
         protocol::Local,
         transport::DataError,
     };
@@ -229,16 +229,7 @@ mod tests {
             Instant::now(),
             Local {
                 epoch: Epoch(1),
-                identity: Identity {
-                    model_fingerprint: 1,
-                    weight_version: 1,
-                    kv_layout: "layers=1".to_owned(),
-                    block_size: 16,
-                    dtype: "f32".to_owned(),
-                    tp: 1,
-                    protocol_min: 1,
-                    protocol_max: 1,
-                },
+                identity: test_identity(),
                 control_endpoint: "tcp://node:1".to_owned(),
                 data_endpoint: "tcp://node:2".to_owned(),
                 transports: vec!["tcp".to_owned()],

@@ -232,7 +232,7 @@ mod tests {
 
     use super::*;
     use crate::{
-        api::{Identity, TransferId},
+        api::{Identity, TransferId, test_identity},
         config::ClusterSecret,
         control::{AbortCause, Body, Chunk, Done, Hello, HelloOk, Reserve},
     };
@@ -267,12 +267,8 @@ mod tests {
         Identity {
             model_fingerprint: u128::MAX - 1,
             weight_version: 9,
-            kv_layout: "layers=30".to_owned(),
-            block_size: 16,
-            dtype: "bf16".to_owned(),
-            tp: 1,
-            protocol_min: 1,
             protocol_max: 4,
+            ..test_identity()
         }
     }
 

@@ -219,7 +219,7 @@ impl Chunks {
 mod tests {
     use super::*;
     use crate::{
-        api::{Epoch, Identity},
+        api::{Epoch, test_identity},
         config::TransferLimits,
     };
 
@@ -232,16 +232,7 @@ mod tests {
             TransferLimits { chunk_bytes_max: 10 * chunk_blocks, ..TransferLimits::default() };
         let local = Local {
             epoch: Epoch(1),
-            identity: Identity {
-                model_fingerprint: 1,
-                weight_version: 1,
-                kv_layout: "layers=1".to_owned(),
-                block_size: 16,
-                dtype: "f32".to_owned(),
-                tp: 1,
-                protocol_min: 1,
-                protocol_max: 1,
-            },
+            identity: test_identity(),
             control_endpoint: String::new(),
             data_endpoint: String::new(),
             transports: Vec::new(),
