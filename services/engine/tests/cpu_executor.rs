@@ -204,39 +204,22 @@ proptest! {
             (0..3u32, 1..75usize, 0..3usize, 1..30u32, prop::bool::weighted(0.15), 0..40usize),
             1..12,
         ),
-        mut luck in any::<u64>(),
+        luck in any::<u64>(),
     ) {
         let limits = limits_of(&tiny_model(), slots, 32, blocks, depth);
         let mut pair = pair(&tiny_model(), unbounded_waits(limits));
-        let mut next = || {
-            luck = luck.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
-            luck >> 33
-        };
-        let mut all = Vec::new();
+        let (mut all, mut cancels) = (Vec::new(), Vec::new());
         for (id, (family, len, emitted, max_tokens, cancelled, after)) in (0..).zip(requests) {
             let mut new = request(id, family, len, max_tokens);
             // An earlier attempt already emitted some tokens.
             new.prompt_len -= emitted.min(len - 1) as u32;
             new.max_tokens += emitted as u32;
             pair.submit(new.clone());
-            all.push((new, cancelled.then_some(after)));
+            cancels.push((new.id, cancelled.then_some(after)));
+            all.push(new);
         }
-        for round in 0..60 {
-            for (new, after) in &all {
-                if *after == Some(round) && !pair.answers[&new.id].ended() {
-                    pair.cancel(new.id);
-                }
-            }
-            pair.deliver(|| next() % 3 == 0);
-            if next() % 2 == 0 {
-                pair.turn_prefill();
-            }
-            if next() % 2 == 0 {
-                pair.turn_decode();
-            }
-        }
-        pair.run();
-        for (new, _) in &all {
+        pair.run_randomly(&cancels, luck);
+        for new in &all {
             let answer = &pair.answers[&new.id];
             if !answer.left {
                 assert_eq!((answer.ids(), answer.finish), alone(new));

@@ -241,18 +241,14 @@ proptest! {
             (1..75usize, 1..30u32, prop::bool::weighted(0.15), 0..40usize, any::<bool>()),
             1..15,
         ),
-        mut luck in any::<u64>(),
+        luck in any::<u64>(),
     ) {
         let config = |blocks| SchedulerConfig {
             tail_tokens,
             ..unbounded_waits(limits(slots, 32, blocks, depth))
         };
         let mut pair = pair_of([prefill_blocks, decode_blocks].map(config));
-        let mut next = || {
-            luck = luck.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
-            luck >> 33
-        };
-        let mut all = Vec::new();
+        let (mut all, mut cancels) = (Vec::new(), Vec::new());
         for (id, (len, max_tokens, cancelled, cancel_after, alone)) in (0..).zip(requests) {
             // Few distinct prompts, so that prefixes are shared.
             let new = NewSequence { id: SequenceId(id), ..request(id % 3, len, max_tokens) };
@@ -260,24 +256,11 @@ proptest! {
                 true => pair.submit_alone(new.clone()),
                 false => pair.submit(new.clone()),
             }
-            all.push((new, cancelled.then_some(cancel_after)));
+            cancels.push((new.id, cancelled.then_some(cancel_after)));
+            all.push(new);
         }
-        for round in 0..60 {
-            for (new, cancel_after) in &all {
-                if *cancel_after == Some(round) && !pair.answers[&new.id].ended() {
-                    pair.cancel(new.id);
-                }
-            }
-            pair.deliver(|| next() % 3 == 0);
-            if next() % 2 == 0 {
-                pair.turn_prefill();
-            }
-            if next() % 2 == 0 {
-                pair.turn_decode();
-            }
-        }
-        pair.run();
-        for (new, _) in &all {
+        pair.run_randomly(&cancels, luck);
+        for new in &all {
             if !pair.answers[&new.id].left {
                 assert_exact(&pair, new);
             }

@@ -175,6 +175,32 @@ impl<E: Executor> Pair<E> {
         panic!("the pair runs without end");
     }
 
+    /// Runs 60 rounds, each with a random part of the messages and random nodes, and then until every request has ended.
+    /// `cancels`: the requests, and the round in which the client of a request disconnects.
+    pub fn run_randomly(&mut self, cancels: &[(SequenceId, Option<usize>)], mut luck: u64) {
+        let mut next = || {
+            luck = luck
+                .wrapping_mul(6_364_136_223_846_793_005)
+                .wrapping_add(1_442_695_040_888_963_407);
+            luck >> 33
+        };
+        for round in 0..60 {
+            for &(id, cancelled) in cancels {
+                if cancelled == Some(round) && !self.answers[&id].ended() {
+                    self.cancel(id);
+                }
+            }
+            self.deliver(|| next() % 3 == 0);
+            if next() % 2 == 0 {
+                self.turn_prefill();
+            }
+            if next() % 2 == 0 {
+                self.turn_decode();
+            }
+        }
+        self.run();
+    }
+
     pub fn assert_all_returned(&self) {
         for node in [&self.prefill, &self.decode] {
             let load = node.scheduler().load();
