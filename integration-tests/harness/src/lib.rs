@@ -5,7 +5,8 @@
 //! start this program again as a helper process ([`helper`]): a peer node, a rank. Helpers are listed
 //! with the tests but are not counted as tests.
 //!
-//! [`KilledOnDrop`] and [`output_within`] bound the life of child processes, also in tests of the built-in harness.
+//! [`KilledOnDrop`] and [`output_within`] bound the life of child processes, and [`noise`] makes garbage, also for tests of the
+//! built-in harness.
 //!
 //! ```ignore
 //! fn main() -> std::process::ExitCode {
@@ -85,6 +86,17 @@ pub fn output_within(command: &mut Command, time: Duration) -> Output {
         std::thread::sleep(Duration::from_millis(10));
     }
     child.wait_with_output().expect("the output is readable")
+}
+
+/// Returns pseudo-random bytes.
+pub fn noise(seed: u64, bytes: usize) -> Vec<u8> {
+    let mut state = seed | 1;
+    (0..bytes)
+        .map(|_| {
+            state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
+            (state >> 56) as u8
+        })
+        .collect()
 }
 
 /// Prints the percentiles of all durations and panics if their median exceeds `bound`. A single duration may

@@ -15,6 +15,7 @@ use kv_transfer::{
     control::{Body, ControlMessage, Hello, Keys, Sealer, identity_from_wire},
 };
 use proto::v1::{NodeRecord, ObserveRequest, observe_event::Event as Observed};
+use test_harness::noise;
 
 /// Time-out of every step.
 const TIMEOUT: Duration = Duration::from_secs(20);
@@ -191,16 +192,6 @@ fn header(payload_bytes: u64) -> Vec<u8> {
     bytes.extend_from_slice(&payload_bytes.to_le_bytes());
     bytes.extend_from_slice(&xxhash_rust::xxh3::xxh3_64(&bytes).to_le_bytes());
     bytes
-}
-
-fn noise(seed: u64, bytes: usize) -> Vec<u8> {
-    let mut state = seed | 1;
-    (0..bytes)
-        .map(|_| {
-            state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
-            (state >> 56) as u8
-        })
-        .collect()
 }
 
 fn is_closed(stream: &mut TcpStream) -> bool {

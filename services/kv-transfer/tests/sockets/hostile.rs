@@ -16,6 +16,7 @@ use kv_transfer::{
     api::{Epoch, Peer, TransferId},
     control::{Body, ControlMessage, Credential, Hello, Keys, Sealer},
 };
+use test_harness::noise;
 
 use crate::node::{Node, Reach, SECRET, WAIT_TIMEOUT, blocks, fresh, identity, run_transfer};
 
@@ -50,16 +51,6 @@ fn greeting(mechanism: &[u8]) -> Vec<u8> {
     greeting.extend_from_slice(mechanism);
     greeting.resize(64, 0);
     greeting
-}
-
-fn noise(seed: u64, bytes: usize) -> Vec<u8> {
-    let mut state = seed | 1;
-    (0..bytes)
-        .map(|_| {
-            state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
-            (state >> 56) as u8
-        })
-        .collect()
 }
 
 /// Runs hostile clients one after another until told to stop, and counts them.
