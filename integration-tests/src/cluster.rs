@@ -10,10 +10,11 @@ use std::{
 };
 
 use anyhow::{Context, Result, bail, ensure};
+use bytes::Bytes;
 use proto::{
     auth::{CallSigner, ClusterSecret},
     ids::Epoch,
-    v1::node_client::NodeClient,
+    v1::{self, node_client::NodeClient},
 };
 use serde::Deserialize;
 use tonic::{service::interceptor::InterceptedService, transport::Channel};
@@ -36,6 +37,29 @@ pub fn node_client(
         signer = signer.to(Epoch::from_bytes(epoch)?);
     }
     Ok(NodeClient::with_interceptor(channel, signer))
+}
+
+/// Returns the `index`th request of a test: a decode node with this epoch prefills its 20 tokens, whose ids are at most 92.
+pub fn decode_request(index: u8, epoch: &Bytes, max_tokens: u32) -> v1::DecodeRequest {
+    let tokens: Vec<u32> = (0..20).map(|i| 3 + (i * 7 + u32::from(index)) % 90).collect();
+    let attempt = v1::Attempt {
+        request_id: vec![index + 1; 16].into(),
+        transfer_id: vec![index + 101; 16].into(),
+        prompt_len: tokens.len() as u32,
+        tokens,
+        sampling: Some(v1::Sampling {
+            top_p: 1.0,
+            repetition_penalty: 1.0,
+            max_tokens,
+            ignore_stop_tokens: true,
+            ..Default::default()
+        }),
+        remaining_ms: 600_000,
+        node_epoch: epoch.clone(),
+        weight_version: 1,
+        ..Default::default()
+    };
+    v1::DecodeRequest { attempt: Some(attempt), prefill: None }
 }
 
 /// Description of a cluster. Settings are environment variables, as an operator would set them.

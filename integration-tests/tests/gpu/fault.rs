@@ -17,7 +17,7 @@ use engine::{
     executor::{CollectWaker, Executor, ExecutorError, ExecutorLimits},
     plan::{RowMask, StepId, StepPlan, StepResult},
 };
-use integration_tests::cluster::{Ready, SECRET, node_client};
+use integration_tests::cluster::{Ready, SECRET, decode_request, node_client};
 use kernels::{
     WeightFormat,
     cuda::{Compute, CudaOptions, Stream},
@@ -164,28 +164,6 @@ fn settings(folder: &Path) -> Config {
     Config::load(LoadInput { flags, ..LoadInput::default() }).unwrap()
 }
 
-fn request(index: u8, epoch: &bytes::Bytes) -> v1::DecodeRequest {
-    let tokens: Vec<u32> = (0..20).map(|i| 3 + (i * 7 + u32::from(index)) % 90).collect();
-    let attempt = v1::Attempt {
-        request_id: vec![index + 1; 16].into(),
-        transfer_id: vec![index + 101; 16].into(),
-        prompt_len: tokens.len() as u32,
-        tokens,
-        sampling: Some(v1::Sampling {
-            top_p: 1.0,
-            repetition_penalty: 1.0,
-            max_tokens: 400,
-            ignore_stop_tokens: true,
-            ..Default::default()
-        }),
-        remaining_ms: 600_000,
-        node_epoch: epoch.clone(),
-        weight_version: 1,
-        ..Default::default()
-    };
-    v1::DecodeRequest { attempt: Some(attempt), prefill: None }
-}
-
 /// Returns the final event of each of four requests.
 async fn final_events(ready: &Path) -> Vec<Option<Event>> {
     let ready: Ready = loop {
@@ -204,7 +182,7 @@ async fn final_events(ready: &Path) -> Vec<Option<Event>> {
     let mut client = node_client(&ready.grpc, Some(&epoch)).unwrap();
     let mut streams = Vec::new();
     for index in 0..4 {
-        match client.decode(request(index, &epoch)).await {
+        match client.decode(decode_request(index, &epoch, 400)).await {
             Ok(stream) => streams.push(stream.into_inner()),
             // The fault may come before the request.
             Err(status) => assert!(index > 0, "{status}"),

@@ -19,7 +19,7 @@ use engine::{
     plan::{RowMask, StepId, StepPlan, StepResult},
 };
 use integration_tests::{
-    cluster::{Ready, SECRET, node_client},
+    cluster::{Ready, SECRET, decode_request, node_client},
     etcd::Etcd,
 };
 use proto::v1::{self, FailureKind, decode_event::Event, observe_event::Event as Observed};
@@ -173,28 +173,6 @@ impl NodeProcess {
     }
 }
 
-fn request(index: u8, epoch: &bytes::Bytes) -> v1::DecodeRequest {
-    let tokens: Vec<u32> = (0..20).map(|i| 3 + (i * 7 + u32::from(index)) % 90).collect();
-    let attempt = v1::Attempt {
-        request_id: vec![index + 1; 16].into(),
-        transfer_id: vec![index + 101; 16].into(),
-        prompt_len: tokens.len() as u32,
-        tokens,
-        sampling: Some(v1::Sampling {
-            top_p: 1.0,
-            repetition_penalty: 1.0,
-            max_tokens: 100,
-            ignore_stop_tokens: true,
-            ..Default::default()
-        }),
-        remaining_ms: 600_000,
-        node_epoch: epoch.clone(),
-        weight_version: 1,
-        ..Default::default()
-    };
-    v1::DecodeRequest { attempt: Some(attempt), prefill: None }
-}
-
 async fn within<T>(what: &str, wait: impl Future<Output = T>) -> Result<T> {
     tokio::time::timeout(DEADLINE, wait).await.with_context(|| format!("{what} takes too long"))
 }
@@ -224,7 +202,7 @@ pub async fn lost_device_fails_each_request_once_removes_the_record_and_exits() 
     let mut client = node_client(&ready.grpc, Some(&record.epoch))?;
     let mut streams = Vec::new();
     for index in 0..4 {
-        let stream = client.decode(request(index, &record.epoch));
+        let stream = client.decode(decode_request(index, &record.epoch, 100));
         streams.push(within("a stream", stream).await??.into_inner());
     }
     // The device hangs already or will hang soon. Now it is lost.
