@@ -681,3 +681,47 @@ impl Tiers {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Returns the tiers of a node with a disk of this many slots and without host memory.
+    fn with_disk(disk_slots: u32) -> Tiers {
+        let config = TierConfig {
+            admission: TierAdmission::Always,
+            host: false,
+            disk_slots,
+            sessions: false,
+            load_timeout: Duration::from_secs(1),
+        };
+        Tiers::new(config, 4, Instant::now())
+    }
+
+    fn dropped(tiers: &Tiers) -> u64 {
+        tiers.stats(Tier::Disk).expect("the disk is on").dropped
+    }
+
+    #[test]
+    fn save_is_dropped_and_counted_when_the_queue_is_full() {
+        let mut tiers = with_disk(10);
+        (0..QUEUED_MAX as u128).for_each(|key| tiers.offer(BlockHash(key)));
+        assert_eq!(dropped(&tiers), 0);
+        tiers.offer(BlockHash(u128::MAX));
+        assert_eq!(dropped(&tiers), 1);
+    }
+
+    #[test]
+    fn save_is_dropped_and_counted_when_no_slot_is_idle() {
+        let mut tiers = with_disk(1);
+        tiers.recover(Tier::Disk, &[], true);
+        let resident = |key| {
+            let contents = BlockContents { key, parent: BlockHash(0), tokens: [0; BLOCK_TOKENS] };
+            Ok((BlockId(0), contents))
+        };
+        (1..=2).for_each(|key| tiers.offer(BlockHash(key)));
+        assert!(tiers.next_save(resident).is_some());
+        assert_eq!(tiers.next_save(resident), None, "the only slot is being written");
+        assert_eq!(dropped(&tiers), 1);
+    }
+}

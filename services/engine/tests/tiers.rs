@@ -9,7 +9,7 @@ use common::{
 };
 use engine::{
     SchedulerConfig, Turn,
-    event::{Action, Input, NewSequence, SequenceId, SequenceKind, SessionHint},
+    event::{Action, InFlight, Input, NewSequence, SequenceId, SequenceKind, SessionHint},
     executor::ExecutorLimits,
     plan::{RowPlan, RowResult, StepPlan, StepResult, StepRun},
     tiers::{COPYING_MAX, Tier, TierAdmission, TierConfig, TierEvent},
@@ -646,22 +646,87 @@ fn sender_hands_over_loaded_blocks() {
     node.assert_all_returned();
 }
 
-#[test]
-fn preempted_sequence_returns_by_load() {
+/// Returns a node without room for two long sequences, which both have arrived.
+fn node_that_preempts() -> Node {
     let second_touch = TierConfig { admission: TierAdmission::SecondTouch, ..config(40) };
     let mut node = Node::with_tiers(unbounded_waits(limits(2, 64, 9, 1)), second_touch);
-    let long = |id: u128| NewSequence {
-        max_tokens: 60,
-        ignore_stop_tokens: true,
-        ..new(id, COMPUTE, id as u32, 60)
-    };
-    node.arrive(long(1));
-    node.arrive(long(2));
+    for id in 1..=2 {
+        let new = new(id, COMPUTE, id as u32, 60);
+        node.arrive(NewSequence { max_tokens: 60, ignore_stop_tokens: true, ..new });
+    }
+    node
+}
+
+#[test]
+fn preempted_sequence_returns_by_load() {
+    let mut node = node_that_preempts();
     while node.turn() != Turn::Idle {
         node.copy_all();
     }
     assert!(node.engine.scheduler().preemptions() > 0);
     assert!(node.tier_stats().saved > 0, "a preempted sequence returns, so its blocks are saved");
     run(&mut node);
+    assert!(node.tier_stats().loaded > 0, "its evicted blocks are loaded");
     node.assert_all_returned();
+}
+
+#[test]
+fn preempted_sequence_counts_its_blocks_once() {
+    let mut node = node_that_preempts();
+    while !node.finished(SequenceId(1)) {
+        node.turn();
+        // Nothing is saved because of the preemption.
+        while node.copy(0, true) {}
+    }
+    assert!(node.engine.scheduler().preemptions() > 0 && node.tier_stats().failed > 0);
+    run(&mut node);
+    assert!(node.finished(SequenceId(2)));
+    assert_eq!(
+        node.tier_stats().saved,
+        0,
+        "blocks that are computed again occurred in one request"
+    );
+    // The second request with these tokens is the second touch.
+    compute(&mut node, 3, 2, 60);
+    assert!(node.tier_stats().saved > 0);
+    node.assert_all_returned();
+}
+
+#[test]
+fn blocks_of_an_earlier_start_are_loaded_and_no_block_is_saved_before_all_are_known() {
+    let mut stopped = node(6, config(20));
+    compute(&mut stopped, 1, 1, 70);
+    let mut node = Node::before_recovery(unbounded_waits(limits(4, 64, 6, 1)), config(20));
+    let blocks = node.take_disk(&stopped);
+    assert_eq!(blocks.len(), 4);
+    node.recover(blocks, false);
+    assert_eq!(node.tier_stats().stored, 4);
+    assert_eq!(compute(&mut node, 1, 1, 70), 6, "four blocks are loaded");
+    compute(&mut node, 2, 2, 90);
+    assert_eq!(node.tier_stats().saved, 0);
+    node.recover(Vec::new(), true);
+    run(&mut node);
+    let stats = node.tier_stats();
+    assert_eq!((stats.saved, stats.stored), (5, 9), "no recovered block is overwritten");
+    assert_eq!(compute(&mut node, 3, 1, 70), 6);
+    node.assert_all_returned();
+}
+
+#[test]
+fn change_of_weights_returns_the_blocks_of_a_load_in_flight() {
+    for in_flight in [InFlight::Recompute, InFlight::KeepKv, InFlight::Abort] {
+        let mut node = node(13, config(20));
+        compute(&mut node, 1, 1, 70);
+        compute(&mut node, 2, 2, 200);
+        node.arrive(new(3, COMPUTE, 1, 70));
+        node.run();
+        node.change_weights(2, in_flight);
+        assert_eq!(node.engine.scheduler().load().blocks_reserved, 5, "the load writes them");
+        node.run();
+        assert!(node.finished(SequenceId(3)), "{in_flight:?}: it is computed with the new weights");
+        assert_eq!(node.engine.take_records().iter().map(|it| it.tokens).sum::<u32>(), 70);
+        node.copy_all();
+        node.assert_all_returned();
+        assert_eq!(compute(&mut node, 4, 1, 70), 6, "its blocks are hit");
+    }
 }

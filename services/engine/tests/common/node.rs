@@ -9,9 +9,9 @@ use std::{
 };
 
 use engine::{
-    SchedulerConfig, StepLoop, Turn,
+    CacheSeeds, SchedulerConfig, StepLoop, Turn,
     event::{
-        Action, BlockHash, FinishReason, Input, NewSequence, SequenceFailure, SequenceId,
+        Action, BlockHash, FinishReason, InFlight, Input, NewSequence, SequenceFailure, SequenceId,
         SequenceKind,
     },
     executor::{
@@ -22,7 +22,7 @@ use engine::{
 };
 use kernels::{BLOCK_TOKENS, BlockId, sampling::SampledToken};
 
-use super::{oracle, scheduler, sim, tiers::TierCopies};
+use super::{SEEDS, oracle, scheduler, sim, tiers::TierCopies};
 
 pub struct Node {
     pub engine: StepLoop<SimExecutor>,
@@ -95,6 +95,20 @@ impl Node {
     pub fn recover(&mut self, blocks: Vec<(SlotIndex, BlockHash)>, is_complete: bool) {
         let tier = Tier::Disk;
         self.input(Input::Tier(TierEvent::Recovered { tier, blocks, is_complete }));
+    }
+
+    /// Gives the node the disk of a node that has stopped. Returns the blocks on the disk.
+    pub fn take_disk(&mut self, stopped: &Self) -> Vec<(SlotIndex, BlockHash)> {
+        self.copies.take_disk(&stopped.copies)
+    }
+
+    /// Changes to weights of this version.
+    pub fn change_weights(&mut self, weight_version: u64, in_flight: InFlight) {
+        self.engine.executor_mut().prepare_weights(weight_version);
+        let mut actions = Vec::new();
+        let seeds = CacheSeeds { weight_version, ..SEEDS };
+        self.engine.change_weights(seeds, in_flight, &mut actions).expect("weights are prepared");
+        self.observe(actions);
     }
 
     /// Advances one copy of the tiers; `fails` lets the copy fail. Returns false when no copy is in flight.

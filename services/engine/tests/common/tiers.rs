@@ -6,7 +6,7 @@ use std::{
 };
 
 use engine::{
-    event::Action,
+    event::{Action, BlockHash},
     executor::sim::{SimArena, SimBlock},
     tiers::{BlockContents, LoadJob, SaveJob, SaveSource, SlotIndex, Tier, TierEvent},
 };
@@ -36,6 +36,13 @@ impl TierCopies {
             jobs: VecDeque::new(),
             block_time: Duration::from_millis(1),
         }
+    }
+
+    /// Takes the disk of a process that has stopped. Returns the blocks on the disk.
+    pub fn take_disk(&mut self, stopped: &Self) -> Vec<(SlotIndex, BlockHash)> {
+        let slots = stopped.slots.iter().filter(|((tier, _), _)| *tier == Tier::Disk);
+        self.slots.extend(slots.clone().map(|(&slot, &block)| (slot, block)));
+        slots.map(|(&(_, slot), (contents, _))| (slot, contents.key)).collect()
     }
 
     pub fn start(&mut self, action: Action) {
