@@ -150,9 +150,12 @@ impl Simulation {
         let plan = &self.scenario.nodes[host];
         let model = &self.scenario.models[plan.model];
         let is_checked = self.scenario.is_checked;
-        let process = Process::start(host, plan, model, is_checked, epoch, self.clock.now());
+        let mut process = Process::start(host, plan, model, is_checked, epoch, self.clock.now());
         let index = self.processes.len();
         let before = std::mem::replace(&mut self.hosts[host].process, index);
+        process.recover_disk(
+            self.processes.get_mut(before).map(Process::take_disk).unwrap_or_default(),
+        );
         self.by_epoch.insert(epoch, index);
         self.set_deadline(index, process.next_deadline());
         self.processes.push(process);

@@ -45,7 +45,7 @@ use crate::{
     nodes::{Connection, Stream},
     router::{CallKey, NodeCall, NodeMessage},
     scenario::{BLOCK_BYTES, ModelPlan, NodePlan, VOCABULARY},
-    tiers::{TierCopies, TierPlan},
+    tiers::{Disk, TierCopies, TierPlan},
     transport::{SimLinks, SimTransport},
 };
 
@@ -261,9 +261,6 @@ impl Process {
         let mut core = NodeCore::new(StepLoop::new(scheduler, device), &record, STALL_AFTER);
         if let Some(TierPlan { host_slots: slots, .. }) = plan.tiers {
             core.handle_tier_event(TierEvent::Grown { tier: Tier::Host, slots }, now);
-            let (tier, blocks) = (Tier::Disk, Vec::new());
-            let recovered = TierEvent::Recovered { tier, blocks, is_complete: true };
-            core.handle_tier_event(recovered, now);
         }
         Self {
             core,
@@ -297,6 +294,25 @@ impl Process {
             is_changing_weights: false,
             is_checked,
             now,
+        }
+    }
+
+    /// Takes the blocks on the disk of the KV tier. The process has ended.
+    pub fn take_disk(&mut self) -> Disk {
+        self.tiers.as_mut().map(TierCopies::take_disk).unwrap_or_default()
+    }
+
+    /// Finds the blocks that an earlier process has left on the disk of the KV tier.
+    pub fn recover_disk(&mut self, disk: Disk) {
+        let Some(tiers) = &mut self.tiers else { return };
+        let blocks: Vec<_> =
+            disk.iter().map(|(&slot, (contents, _))| (slot, contents.key)).collect();
+        self.coverage.add("blocks recovered", blocks.len() as u64);
+        tiers.put_disk(disk);
+        let tier = Tier::Disk;
+        for (blocks, is_complete) in [(blocks, false), (Vec::new(), true)] {
+            let recovered = TierEvent::Recovered { tier, blocks, is_complete };
+            self.core.handle_tier_event(recovered, self.now);
         }
     }
 
@@ -552,6 +568,9 @@ impl Process {
         self.carry_out(outputs);
         self.check();
         self.check_reserved();
+        if self.is_checked && self.load().blocks_kept > 0 {
+            self.coverage.count("blocks kept");
+        }
         if self.is_draining && self.core.is_empty() {
             outputs.push(Output::Drained);
         }

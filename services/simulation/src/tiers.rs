@@ -48,6 +48,9 @@ impl TierPlan {
     }
 }
 
+/// Blocks of a disk. They outlive the process.
+pub type Disk = BTreeMap<SlotIndex, (BlockContents, SimBlock)>;
+
 pub struct TierCopies {
     plan: TierPlan,
     arena: SimArena,
@@ -66,6 +69,20 @@ enum Job {
 impl TierCopies {
     pub fn new(plan: TierPlan, arena: SimArena) -> Self {
         Self { plan, arena, slots: BTreeMap::new(), jobs: BTreeMap::new(), started: 0 }
+    }
+
+    /// Takes the blocks on the disk from a process that has ended.
+    pub fn take_disk(&mut self) -> Disk {
+        let slots = std::mem::take(&mut self.slots).into_iter();
+        slots
+            .filter(|((tier, _), _)| *tier == Tier::Disk)
+            .map(|((_, slot), it)| (slot, it))
+            .collect()
+    }
+
+    /// Puts blocks on the disk of a process that starts.
+    pub fn put_disk(&mut self, disk: Disk) {
+        self.slots.extend(disk.into_iter().map(|(slot, block)| ((Tier::Disk, slot), block)));
     }
 
     pub fn save(&mut self, now: Instant, job: SaveJob) {
