@@ -32,6 +32,7 @@ const CONVERSATIONS_MAX: usize = 8192;
 const OWN_GAPS_MAX: usize = 8;
 const ALL_GAPS_MAX: usize = 64;
 
+/// A conversation of any number of turns.
 #[derive(Clone, Debug, PartialEq)]
 struct Conversation {
     /// Place in the queue.
@@ -170,6 +171,16 @@ impl Sessions {
             self.older = mem::take(&mut self.recent);
         }
         self.recent.insert(key, conversation);
+    }
+
+    /// Panics when a session has not as many turns in progress as `turns` has entries of it.
+    pub fn check(&self, turns: impl Iterator<Item = u128>) {
+        let mut running: HashMap<u128, u32> = HashMap::default();
+        turns.for_each(|session| *running.entry(session).or_default() += 1);
+        for (key, conversation) in self.recent.iter().chain(&self.older) {
+            let expected = running.get(key).copied().unwrap_or(0);
+            assert_eq!(conversation.running, expected, "turns of session {key:x}");
+        }
     }
 }
 

@@ -80,6 +80,10 @@ impl Scheduler {
         assert_eq!((reserved, waiting), (self.reserved_count, self.waiting.len()));
         assert_eq!(loading, self.loading_count);
         self.check_tiers();
+        if let Some(sessions) = &self.sessions {
+            let turns = self.sequences.values().filter(|it| it.conversation.is_some());
+            sessions.check(turns.filter_map(|it| it.session.session));
+        }
         assert_eq!(self.slots.free_count() as usize + running, self.slots.total() as usize);
         assert!(self.running.is_sorted() && self.ready.is_sorted());
         let claims = ready + (reserved + loading) as usize;
