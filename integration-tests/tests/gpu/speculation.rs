@@ -212,10 +212,18 @@ pub fn request_mixes_with_draft_tokens_match_cpu_tokens() {
     let mut reference = on_cpu(&checkpoint, config(&checkpoint, 8, 200, 1));
     let rules =
         Speculation { row_drafts: 8, step_tokens: 64, ngram_min: 1, ngram_max: 4, uniform: true };
-    let mut engines: Vec<_> = [(1, 200, true), (2, 200, true), (2, 40, true), (2, 200, false)]
-        .map(|(depth, blocks, graphs)| {
+    let cases = [
+        (1, 200, true, 8),
+        (2, 200, true, 8),
+        (2, 40, true, 8),
+        (2, 200, false, 8),
+        // More draft tokens than a block has.
+        (2, 200, true, 32),
+    ];
+    let mut engines: Vec<_> = cases
+        .map(|(depth, blocks, graphs, row_drafts)| {
             let mut config = config(&checkpoint, 8, blocks, depth);
-            config.limits.speculation = Some(rules);
+            config.limits.speculation = Some(Speculation { row_drafts, ..rules });
             config.measures_drafts = false;
             let options = CudaOptions {
                 attention: AttentionKind::Plain,
@@ -224,7 +232,10 @@ pub fn request_mixes_with_draft_tokens_match_cpu_tokens() {
             };
             let engine = on_gpu(&gpu, &checkpoint, options, config, |_| ()).0;
             let engine = engine.with_mask_threads(depth as usize).unwrap();
-            (engine, format!("depth {depth}, {blocks} blocks, graphs {graphs}"))
+            let name = format!(
+                "depth {depth}, {blocks} blocks, graphs {graphs}, {row_drafts} draft tokens"
+            );
+            (engine, name)
         })
         .into();
     for round in 0..if short() { 2 } else { 12 } {

@@ -304,7 +304,7 @@ proptest! {
     /// Tests f32 with random batches, chunk sizes, pool sizes, depths and numbers of draft tokens.
     #[test]
     fn any_batch_gives_the_tokens_of_each_sequence_alone(
-        row_drafts in 1..12u32,
+        row_drafts in 1..40u32,
         step_tokens in 2..128u32,
         (ngram_min, more) in (1..4u32, 0..4u32),
         depth in 1..=3u32,
