@@ -111,11 +111,13 @@ impl Actor {
         };
         let credentials = self.settings.credentials.clone();
         let folder = self.settings.folder.clone();
-        let kept = self.trainer.clone();
+        let (kept, inbox) = (self.trainer.clone(), self.settings.inbox.clone());
         self.work.spawn(async move {
             if let Origin::Trainer(address) = origin {
                 let prepare = move |update: &dyn WeightUpdate, cancelled: &CancellationToken| {
-                    let version = trainer::receive(&address, &kept, update, &release, cancelled);
+                    let is_serving = || inbox.attempt_count() > 0;
+                    let version =
+                        trainer::receive(&address, &kept, update, &release, &is_serving, cancelled);
                     let version = version.map_err(|error| error.to_string())?;
                     Ok(Prepared { version, files: None })
                 };

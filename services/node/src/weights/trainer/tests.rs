@@ -268,6 +268,7 @@ async fn run_with(shared: Shared, declaration: Value, answers: usize, end: End) 
             &KeptTrainer::default(),
             &*node,
             &release,
+            &|| true,
             &cancelled,
         );
         (result, released.get())
@@ -277,6 +278,13 @@ async fn run_with(shared: Shared, declaration: Value, answers: usize, end: End) 
     trainer.join().unwrap();
     assert_eq!(shared.receiving.load(Ordering::Relaxed), 0, "the buffers are unmapped");
     Outcome { shared, result, released }
+}
+
+#[test]
+fn copies_beside_serving_begin_at_a_bounded_rate() {
+    let chunk = SERVING_RATE as u64 / 500;
+    let rest = |elapsed_us| rest_of_copy(chunk, Duration::from_micros(elapsed_us)).as_micros();
+    assert_eq!([rest(0), rest(500), rest(2000), rest(9000)], [2000, 1500, 0, 0]);
 }
 
 #[tokio::test]
@@ -375,7 +383,14 @@ async fn invalid_messages_are_named() {
     let nobody = spawn_blocking(|| {
         let shared = Shared::default();
         let address = TrainerAddress::Ipc("/nowhere/trainer.sock".into());
-        receive(&address, &KeptTrainer::default(), &shared, &|| Ok(()), &CancellationToken::new())
+        receive(
+            &address,
+            &KeptTrainer::default(),
+            &shared,
+            &|| Ok(()),
+            &|| false,
+            &CancellationToken::new(),
+        )
     });
     let error = nobody.await.unwrap().unwrap_err().to_string();
     assert!(error.contains("expected the Unix socket of a trainer on this host"), "{error}");
@@ -414,7 +429,14 @@ async fn run_broadcast(
     let shared = Arc::new(Shared { stuck_at, ..Shared::default() });
     let node = shared.clone();
     let received = spawn_blocking(move || {
-        receive(&address, &KeptTrainer::default(), &*node, &|| Ok(()), &CancellationToken::new())
+        receive(
+            &address,
+            &KeptTrainer::default(),
+            &*node,
+            &|| Ok(()),
+            &|| false,
+            &CancellationToken::new(),
+        )
     });
     let received = received.await.unwrap();
     trainer.join().unwrap();
@@ -460,7 +482,7 @@ async fn node_keeps_a_trainer_until_it_leaves_or_another_one_comes() {
     let node = shared.clone();
     let received = spawn_blocking(move || {
         let update = |address: &TrainerAddress| {
-            receive(address, &trainers, &*node, &|| Ok(()), &CancellationToken::new())
+            receive(address, &trainers, &*node, &|| Ok(()), &|| false, &CancellationToken::new())
         };
         for _ in 0..3 {
             update(&address).unwrap();
