@@ -266,6 +266,20 @@ class Chart(unittest.TestCase):
         endpoints = named(found, "PodMonitor", "baton-pods")["spec"]["podMetricsEndpoints"]
         self.assertEqual([it["port"] for it in endpoints], ["metrics", "prefill-0", "decode-0", "decode-1", "decode-2"])
 
+    def test_nodes_reach_the_grpc_and_kv_ports_of_nodes(self):
+        for arguments, ports in (
+            ((), [{"port": "grpc"}, {"port": "control"}, {"port": "data"}]),
+            (("--set", "layout=grouped"), [{"port": 50100, "endPort": 50399}]),
+            (("--set", "transfer.config.transport=nccl"), None),
+        ):
+            policy = named(objects(*arguments), "NetworkPolicy", "baton-nodes")
+            [rule] = [
+                it
+                for it in policy["spec"]["ingress"]
+                if any("matchExpressions" in peer["podSelector"] for peer in it.get("from", ()))
+            ]
+            self.assertEqual(rule.get("ports"), ports, arguments)
+
     def test_ids_of_nodes_in_a_group_are_short_enough(self):
         models = f"models[0].name={'m' * 80},models[0].source=hf:a/b"
         found = objects("--set", f"layout=grouped,{models}", release="r" * 53)
