@@ -301,6 +301,45 @@ class Chart(unittest.TestCase):
                 scales = it["metadata"]["name"] in ("baton-router", "baton-org-big-model-decode", "baton-two-prefill")
                 self.assertEqual("replicas" in it["spec"], not scales, it["metadata"]["name"])
 
+    def test_pools_without_data_keep_their_replicas(self):
+        found = objects("--set", "nodes.autoscaling.enabled=true,monitoring.prometheus=http://p:9090")
+        triggers = [trigger for it in found if it["kind"] == "ScaledObject" for trigger in it["spec"]["triggers"]]
+        self.assertEqual(len(triggers), 3)
+        tests = []
+        for trigger in triggers:
+            self.assertEqual(trigger["metadata"]["ignoreNullValues"], "false")
+            query = trigger["metadata"]["query"]
+            labels = re.search(r"{.*?}", query)[0]
+            expect = lambda at, *values: {
+                "expr": query,
+                "eval_time": at,
+                "exp_samples": [{"labels": "{}", "value": value} for value in values],
+            }
+            series = lambda metric, values: {"series": f"{metric}{labels}", "values": values}
+            gauges = set(re.findall(r"baton_\w+", query)) - {"baton_step_duration_seconds_sum", "baton_step_tokens_total"}
+            tests += [
+                # Scrapes fail from minute 11 on.
+                {
+                    "interval": "1m",
+                    "input_series": [
+                        *(series(metric, "6x10 stale") for metric in gauges),
+                        series("baton_step_duration_seconds_sum", "0+60x10 stale"),
+                        series("baton_step_tokens_total", "0+60x10 stale"),
+                    ],
+                    "promql_expr_test": [expect("10m", 6), expect("12m")],
+                },
+                # Nodes that have made no step yet.
+                {
+                    "interval": "1m",
+                    "input_series": [series(metric, "0x10") for metric in gauges],
+                    "promql_expr_test": [expect("4m", 0)],
+                },
+            ]
+        with tempfile.NamedTemporaryFile("w", suffix=".yaml") as file:
+            yaml.safe_dump({"tests": tests}, file)
+            run = subprocess.run([PROMTOOL, "test", "rules", file.name], capture_output=True, text=True)
+        self.assertEqual(run.returncode, 0, run.stdout + run.stderr)
+
     def test_own_values_of_a_pool_win_even_if_false_or_zero(self):
         found = objects(
             "--set", "nodes.autoscaling.enabled=true,monitoring.prometheus=http://p:9090,nodes.replicas=3",

@@ -181,4 +181,6 @@ metadata:
   serverAddress: {{ (index . 0).Values.monitoring.prometheus | quote }}
   query: {{ index . 1 | quote }}
   threshold: {{ index . 2 | quote }}
+  # Without data the trigger fails, and the pool keeps its replicas.
+  ignoreNullValues: "false"
 {{- end -}}
