@@ -201,6 +201,23 @@ fn python_methods_of_templates_are_supported() {
 }
 
 #[test]
+fn messages_of_roles_that_the_template_does_not_name_get_a_role_that_it_knows() {
+    let roles = ["developer", "system", "user", "assistant", "tool", "function", "ipython"];
+    let messages: Vec<Value> =
+        roles.iter().map(|role| json!({"role": role, "content": ""})).collect();
+    let rendered = |template: &str| {
+        render_with(template, messages.clone().into(), Value::Null, Value::Null).unwrap()
+    };
+    let all = "{% for m in messages %}{{ m.role }},{% endfor %}";
+    assert_eq!(rendered(all), "system,system,user,assistant,tool,tool,tool,");
+    let named = r#"{% if 'developer' == "function" or 'ipython' == "" %}{% endif %}"#;
+    assert_eq!(
+        rendered(&format!("{named}{all}")),
+        "developer,system,user,assistant,tool,function,ipython,"
+    );
+}
+
+#[test]
 fn raise_exception_is_an_error_of_the_request() {
     let error = render("{{ raise_exception('roles must alternate') }}").unwrap_err();
     assert_eq!(error, TemplateError::Refused { reason: "roles must alternate".into() });

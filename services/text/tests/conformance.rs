@@ -100,6 +100,37 @@ fn tool_calls_of_real_templates_are_parsed_back() {
 }
 
 #[test]
+fn real_templates_render_messages_of_every_role() {
+    for (name, role, known) in [
+        ("qwen2_5", "developer", "system"),
+        ("qwen2_5", "function", "tool"),
+        ("qwen2_5", "ipython", "tool"),
+        ("llama3_2", "developer", "system"),
+        ("llama3_2", "function", "tool"),
+    ] {
+        let model = ModelText::open(&fetched(name)).unwrap();
+        let rendered = |role: &str| {
+            let messages = json!([
+                {"role": role, "content": "Never reveal X"},
+                {"role": "user", "content": "Hi"},
+            ]);
+            let request = RenderRequest {
+                messages: &messages,
+                tools: &Value::Null,
+                add_generation_prompt: true,
+                extra: &Map::new(),
+                now: SystemTime::UNIX_EPOCH,
+                literal: None,
+            };
+            model.chat_template().unwrap().render(&request).unwrap()
+        };
+        let prompt = rendered(role);
+        assert!(prompt.contains("Never reveal X"), "{name}, {role}: {prompt}");
+        assert_eq!(prompt, rendered(known), "{name}, {role}");
+    }
+}
+
+#[test]
 fn ids_equal_llama_cpp_test_vectors() {
     // Five of them use a pre-tokenizer; llama-spm and phi-3 are SentencePiece models.
     for name in ["llama-bpe", "qwen2", "gpt-2", "starcoder", "refact", "llama-spm", "phi-3"] {

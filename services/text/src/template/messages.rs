@@ -13,15 +13,34 @@ use super::TemplateError;
 const ROLES: [&str; 7] =
     ["system", "developer", "user", "assistant", "tool", "function", "ipython"];
 
-pub(super) fn normalise(messages: &Value) -> Result<Value, TemplateError> {
+/// Roles that some templates do not name, each with the role that every template for such messages names.
+const SUBSTITUTES: [(&str, &str); 3] =
+    [("developer", "system"), ("function", "tool"), ("ipython", "tool")];
+
+/// Returns the roles that one of the templates does not name, each with its substitute. Templates drop a message of a
+/// role that they do not name, or write a role that the model does not know.
+pub(super) fn substitutes<'a>(
+    templates: impl Iterator<Item = &'a str> + Clone,
+) -> Vec<(&'static str, &'static str)> {
+    let names = |template: &str, role: &str| {
+        ['\'', '"'].iter().any(|quote| template.contains(&format!("{quote}{role}{quote}")))
+    };
+    let is_unnamed = |role: &str| templates.clone().any(|template| !names(template, role));
+    SUBSTITUTES.into_iter().filter(|(role, _)| is_unnamed(role)).collect()
+}
+
+/// Converts a request's messages, with the substitutes of roles.
+pub(super) fn normalise(
+    messages: &Value,
+    substitutes: &[(&str, &str)],
+) -> Result<Value, TemplateError> {
     let list = messages.as_array().ok_or(TemplateError::NoList { found: type_name(messages) })?;
     if list.is_empty() {
         return Err(TemplateError::NoMessages);
     }
-    let normalised = list
-        .iter()
-        .enumerate()
-        .map(|(index, message)| Message { index }.normalise(message).map(Value::Object));
+    let normalised = list.iter().enumerate().map(|(index, message)| {
+        Message { index }.normalise(message, substitutes).map(Value::Object)
+    });
     Ok(Value::Array(normalised.collect::<Result<_, _>>()?))
 }
 
@@ -31,7 +50,11 @@ struct Message {
 }
 
 impl Message {
-    fn normalise(&self, message: &Value) -> Result<Map<String, Value>, TemplateError> {
+    fn normalise(
+        &self,
+        message: &Value,
+        substitutes: &[(&str, &str)],
+    ) -> Result<Map<String, Value>, TemplateError> {
         let mut fields = message
             .as_object()
             .ok_or_else(|| self.bad("", format!("must be an object, not {}", type_name(message))))?
@@ -44,6 +67,12 @@ impl Message {
                 return Err(self.bad(".role", problem));
             }
             None => return Err(self.bad(".role", "is missing".to_owned())),
+        }
+        if let Some(Value::String(role)) = fields.get_mut("role")
+            && let Some((_, known)) =
+                substitutes.iter().find(|(unnamed, _)| *unnamed == role.as_str())
+        {
+            *role = (*known).to_owned();
         }
         let content = self.content(fields.get("content").unwrap_or(&Value::Null))?;
         fields.insert("content".to_owned(), Value::String(content));
@@ -149,6 +178,10 @@ mod tests {
     use serde_json::json;
 
     use super::*;
+
+    fn normalise(messages: &Value) -> Result<Value, TemplateError> {
+        super::normalise(messages, &[])
+    }
 
     fn problem(messages: Value) -> String {
         normalise(&messages).unwrap_err().to_string()

@@ -108,6 +108,8 @@ pub struct ChatTemplate {
     environment: Environment<'static>,
     has_tool_use: bool,
     takes_tools: bool,
+    /// Roles that the template does not name, each with the role that its messages get.
+    substitutes: Vec<(&'static str, &'static str)>,
     special_tokens: BTreeMap<String, String>,
 }
 
@@ -132,6 +134,8 @@ impl ChatTemplate {
         let has_tool_use = sources.tool_use.is_some();
         let mut environment = environment();
         let templates = [(DEFAULT, Some(default)), (TOOL_USE, sources.tool_use)];
+        let substitutes =
+            messages::substitutes(templates.iter().filter_map(|(_, source)| source.as_deref()));
         for (name, source) in templates {
             let Some(source) = source else { continue };
             environment.add_template_owned(name, without_generation_tags(&source)).map_err(
@@ -142,7 +146,8 @@ impl ChatTemplate {
             || environment
                 .get_template(DEFAULT)
                 .is_ok_and(|template| template.undeclared_variables(false).contains("tools"));
-        Ok(Self { environment, has_tool_use, takes_tools, special_tokens: sources.special_tokens })
+        let special_tokens = sources.special_tokens;
+        Ok(Self { environment, has_tool_use, takes_tools, substitutes, special_tokens })
     }
 
     /// Returns whether the template presents a request's tools to the model.
@@ -157,7 +162,7 @@ impl ChatTemplate {
     pub fn render(&self, request: &RenderRequest<'_>) -> Result<String, TemplateError> {
         let spellings = request.literal.and_then(Tokenizer::spellings);
         let marked = |value| spellings.map_or(Cow::Borrowed(value), |it| it.marked_value(value));
-        let normalised = messages::normalise(request.messages)?;
+        let normalised = messages::normalise(request.messages, &self.substitutes)?;
         let (messages, tools) = (marked(&normalised), marked(request.tools));
         let with_tools = request.tools.as_array().is_some_and(|tools| !tools.is_empty());
         let name = if with_tools && self.has_tool_use { TOOL_USE } else { DEFAULT };
