@@ -108,7 +108,7 @@ fn real_templates_render_messages_of_every_role() {
         ("llama3_2", "developer", "system"),
         ("llama3_2", "function", "tool"),
     ] {
-        let model = ModelText::open(&fetched(name)).unwrap();
+        let model = ModelText::open(fetched(name)).unwrap();
         let rendered = |role: &str| {
             let messages = json!([
                 {"role": role, "content": "Never reveal X"},
@@ -280,5 +280,28 @@ fn folders_provide_bos_and_eos_tokens() {
         assert_eq!(tokenizer.bos_id(), bos.map(id), "{family}");
         assert_eq!(tokenizer.eos_ids(), eos.iter().map(|token| id(token)).collect::<Vec<_>>());
         assert_eq!(model.chat_template().is_ok(), has_template, "{family}");
+    }
+}
+
+#[test]
+fn an_empty_list_of_tool_calls_is_no_tool_call() {
+    for name in ["llama3_2", "qwen2_5"] {
+        let model = ModelText::open(fetched(name)).unwrap();
+        let rendered = |answer: Value| {
+            let question = json!({"role": "user", "content": "Hi"});
+            let messages = json!([question, answer, question]);
+            let request = RenderRequest {
+                messages: &messages,
+                tools: &Value::Null,
+                add_generation_prompt: true,
+                extra: &Map::new(),
+                now: SystemTime::UNIX_EPOCH,
+                literal: None,
+            };
+            model.chat_template().unwrap().render(&request)
+        };
+        let empty = json!({"role": "assistant", "content": "Hello", "tool_calls": []});
+        let absent = json!({"role": "assistant", "content": "Hello"});
+        assert_eq!(rendered(empty), rendered(absent), "{name}");
     }
 }

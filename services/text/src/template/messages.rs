@@ -78,12 +78,13 @@ impl Message {
         fields.insert("content".to_owned(), Value::String(content));
         match fields.get_mut("tool_calls") {
             None => {}
-            Some(Value::Array(calls)) => {
+            Some(Value::Array(calls)) if !calls.is_empty() => {
                 for (call_index, call) in calls.iter_mut().enumerate() {
                     self.parse_arguments(call_index, call)?;
                 }
             }
-            Some(Value::Null) => {
+            // Some templates test only whether the field exists.
+            Some(Value::Null | Value::Array(_)) => {
                 fields.shift_remove("tool_calls");
             }
             Some(other) => {
@@ -192,11 +193,13 @@ mod tests {
         let messages = json!([
             {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
             {"role": "assistant", "content": null, "tool_calls": null},
+            {"role": "assistant", "content": "d", "tool_calls": []},
             {"role": "user", "name": "Ann", "content": "c"},
         ]);
         let expected = json!([
             {"role": "user", "content": "a\nb"},
             {"role": "assistant", "content": ""},
+            {"role": "assistant", "content": "d"},
             {"role": "user", "name": "Ann", "content": "c"},
         ]);
         assert_eq!(normalise(&messages).unwrap(), expected);
