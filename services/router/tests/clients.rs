@@ -558,6 +558,25 @@ async fn body_that_never_arrives_does_not_keep_a_connection_of_the_admin_port() 
 }
 
 #[tokio::test]
+async fn body_of_the_admin_port_that_is_too_large_gets_an_error_in_json() {
+    let cluster = Cluster::start(0, 1, ANSWER).await;
+    let mut stream = TcpStream::connect(cluster.router.admin).await.unwrap();
+    // The last byte is the first above the limit, so the router reads the whole body.
+    let body = vec![b' '; (2 << 20) + 1];
+    let length = body.len();
+    let head = format!(
+        "POST /v1/weights/begin HTTP/1.1\r\nhost: a\r\nconnection: close\r\ncontent-length: {length}\r\n\r\n"
+    );
+    stream.write_all(head.as_bytes()).await.unwrap();
+    stream.write_all(&body).await.unwrap();
+    let mut answer = String::new();
+    let read = tokio::time::timeout(DEADLINE, stream.read_to_string(&mut answer)).await;
+    read.expect("the router closes the connection").unwrap();
+    assert!(answer.starts_with("HTTP/1.1 413 "), "{answer}");
+    assert!(answer.contains(r#""code":"body_too_large""#), "{answer}");
+}
+
+#[tokio::test]
 async fn operator_lists_drains_and_undrains_nodes_through_the_admin_port() {
     let cluster = Cluster::start(1, 1, ANSWER).await;
     let admin = Client::new(format!("http://{}", cluster.router.admin));

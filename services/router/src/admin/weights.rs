@@ -5,7 +5,10 @@ use std::{sync::Arc, time::Duration};
 use axum::{
     Json, Router,
     body::Bytes,
-    extract::{FromRequest, Query, Request, State, rejection::QueryRejection},
+    extract::{
+        DefaultBodyLimit, FromRequest, Query, Request, State,
+        rejection::{BytesRejection, QueryRejection},
+    },
     response::{IntoResponse, Response},
     routing::{get, post},
 };
@@ -20,6 +23,8 @@ use crate::{
     weights::{NewUpdate, Transport, UpdateError, Weights, WeightsReport},
 };
 
+/// Maximum bytes of the body of `POST /v1/weights/begin`.
+const BODY_BYTES_MAX: usize = 2 << 20;
 const LABEL_BYTES_MAX: usize = 128;
 const TIMEOUT_MAX_S: f64 = 3600.0;
 const TIMEOUT_DEFAULT_S: f64 = 300.0;
@@ -116,6 +121,7 @@ pub fn routes(front: Arc<Front>, weights: Weights) -> Router {
         .route("/v1/weights/resume", post(resume))
         .route("/v1/weights/{id}/commit", post(commit))
         .route("/v1/weights/{id}/abort", post(abort))
+        .layer(DefaultBodyLimit::max(BODY_BYTES_MAX))
         .with_state(Updates { weights, front })
 }
 
@@ -135,7 +141,7 @@ async fn begin(State(updates): State<Updates>, request: Request) -> Response {
     let read_max = updates.front.settings.request_read_max;
     let body = match tokio::time::timeout(read_max, Bytes::from_request(request, &())).await {
         Ok(Ok(body)) => body,
-        Ok(Err(error)) => return error.into_response(),
+        Ok(Err(error)) => return unread_body(&error).into_response(),
         Err(_) => return ApiError::body_timeout(read_max).into_response(),
     };
     match checked(&updates.front, &body) {
@@ -253,6 +259,16 @@ fn checked_model(front: &Front, name: Option<String>) -> Result<Arc<str>, ApiErr
 fn invalid_query(error: &QueryRejection) -> ApiError {
     let message = format!("invalid query: {}", error.body_text());
     ApiError::invalid(StatusCode::BAD_REQUEST, "invalid_value", message)
+}
+
+fn unread_body(error: &BytesRejection) -> ApiError {
+    match error.status() {
+        StatusCode::PAYLOAD_TOO_LARGE => ApiError::body_too_large(BODY_BYTES_MAX as u64),
+        status => {
+            let message = format!("the body could not be read: {}", error.body_text());
+            ApiError::invalid(status, "body_broken", message)
+        }
+    }
 }
 
 fn update_id(text: &str) -> Result<UpdateId, ApiError> {
