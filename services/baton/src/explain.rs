@@ -24,6 +24,8 @@ const CONNECT_TIMEOUT: Duration = Duration::from_secs(2);
 /// Messages of the log lines that tell about a request.
 const REQUEST_ENDED: &str = "request ended";
 const ATTEMPT_FAILED: &str = "attempt failed";
+/// Maximum failed requests of a log, as of a router.
+const FAILED_MAX: usize = 100;
 /// Fields of a log line that every line has.
 const COMMON_FIELDS: [&str; 5] = ["timestamp", "level", "target", "message", "span"];
 
@@ -411,7 +413,11 @@ fn in_log(lines: &[Value], id: Option<&str>, slow: Option<u32>) -> Vec<Value> {
             ended.sort_by(|a, b| number(b, "duration_ms").total_cmp(&number(a, "duration_ms")));
             ended.truncate(count as usize);
         }
-        (None, None) => ended.retain(|line| !line["error"].is_null()),
+        (None, None) => {
+            ended.retain(|line| !line["error"].is_null());
+            ended.reverse();
+            ended.truncate(FAILED_MAX);
+        }
     }
     let explained = ended.into_iter().map(|line| {
         let request_id = field(line, "request_id");
@@ -540,6 +546,17 @@ mod tests {
         for line in ["attempt failed\n", "failure decode node: busy\n", "duration_ms 5.0\n"] {
             assert!(text.contains(line), "{line:?} is missing in\n{text}");
         }
+    }
+
+    #[test]
+    fn last_failed_requests_of_a_log_come_newest_first() {
+        let ended = |id: usize| json!({"message": "request ended", "request_id": id.to_string(), "error": "a bug"});
+        let lines: Vec<Value> = (0..FAILED_MAX + 2).map(ended).collect();
+        let found = in_log(&lines, None, None);
+        let ids: Vec<String> =
+            found.iter().filter_map(|request| shown(&request["request_id"])).collect();
+        let newest: Vec<String> = (2..FAILED_MAX + 2).rev().map(|id| id.to_string()).collect();
+        assert_eq!(ids, newest);
     }
 
     #[test]
