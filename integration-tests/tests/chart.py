@@ -479,6 +479,21 @@ class Chart(unittest.TestCase):
                     # Helm 3 writes a path with dots, Helm 4 with slashes.
                     self.assertIn(words, run.stderr + run.stderr.replace("/", "."))
 
+    def test_routes_from_outside_have_all_paths_but_metrics(self):
+        found = objects("--values", EVERYTHING)
+        [rule] = named(found, "Ingress", "baton-router")["spec"]["rules"]
+        paths = [it["path"] for it in rule["http"]["paths"]]
+        [rule] = named(found, "HTTPRoute", "baton-router-http")["spec"]["rules"]
+        self.assertEqual([it["path"] for it in rule["matches"]], [{"type": "PathPrefix", "value": it} for it in paths])
+        [rule] = named(found, "GRPCRoute", "baton-router-grpc")["spec"]["rules"]
+        self.assertNotIn("matches", rule)
+        # Prefixes match whole elements of a path.
+        is_routed = lambda path: any(f"{path}/".startswith(f"{it.rstrip('/')}/") for it in paths)
+        page = (CHART.parents[1] / "docs" / "api.md").read_text()
+        served = {path for row in re.findall(r"^\| (`/.*?) \|", page, re.M) for path in re.findall(r"`(.*?)`", row)}
+        self.assertGreater(len(served), 8)
+        self.assertEqual({path for path in served if not is_routed(path)}, {"/metrics"})
+
     def test_a_missing_custom_resource_is_named(self):
         for setting, kind in {
             "monitoring.podMonitor.enabled": "PodMonitor",
