@@ -465,6 +465,7 @@ class Chart(unittest.TestCase):
             ("gateway.httpRoute.enabled=true",): "gateway.httpRoute.parentRefs is empty",
             ("layout=stacked",): "layout",
             ("layout=grouped", "models[0].name=m", "models[0].source=hf:a/b", "models[0].decode.gpus=2"): "models.0.decode.gpus is set; expected only replicas",
+            ("layout=grouped", "models[0].name=m", "models[0].source=hf:a/b", "models[0].decode.replicas=0"): "models.0.decode.replicas is 0; expected at least 1",
             ("layout=grouped", "nodes.autoscaling.enabled=true"): "models.0.group.autoscaling.enabled is true",
             ("nodes.autoscaling.enabled=true", "nodes.autoscaling.min=0"): "nodes.autoscaling.min",
             ("nodes.autoscaling.enabled=true", "nodes.autoscaling.min=5"): "models.0.prefill.autoscaling.min is 5; expected at most max, which is 4",
