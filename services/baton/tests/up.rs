@@ -31,6 +31,6 @@ fn the_first_node_that_fails_ends_the_start_of_the_others() {
     let output = up.output().unwrap();
     let error = String::from_utf8(output.stderr).unwrap();
     assert_eq!(output.status.code(), Some(1), "{error}");
-    // The prefill node would be late after two minutes.
+    // The prefill node alone would end after ten minutes.
     assert!(error.contains("decode-0 exited with exit status: 3"), "{error}");
 }

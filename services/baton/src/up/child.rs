@@ -21,6 +21,8 @@ use super::{backoff::Backoff, console::Console};
 
 /// Polling interval of a ready file.
 const READY_POLL: Duration = Duration::from_millis(5);
+/// Time between two lines about a child that is not ready yet.
+const LOADING_LINE_EVERY: Duration = Duration::from_secs(30);
 /// Time-out for the last lines of an exited child. A process that it started keeps the pipes open.
 const LAST_LINES_MAX: Duration = Duration::from_secs(2);
 /// Maximum length of a printed line in bytes; a longer line is split.
@@ -152,7 +154,8 @@ async fn run_until_exit(
     state: &watch::Sender<ChildState>,
     known: &mut Option<Ready>,
 ) -> Result<Exit> {
-    let deadline = tokio::time::Instant::now() + spec.ready_within;
+    let started = Instant::now();
+    let mut next_line = LOADING_LINE_EVERY;
     let mut ready_at = None;
     let status = loop {
         tokio::select! {
@@ -163,9 +166,16 @@ async fn run_until_exit(
                     ready_at = Some(Instant::now());
                     *known = Some(ready.clone());
                     state.send_replace(ChildState::Ready(ready));
-                } else if tokio::time::Instant::now() > deadline {
+                } else if started.elapsed() > spec.ready_within {
                     terminate(&mut running.child, spec).await?;
                     bail!("was not ready within {} s", spec.ready_within.as_secs());
+                } else if started.elapsed() > next_line {
+                    let seconds = next_line.as_secs();
+                    spec.console.say(&format!(
+                        "baton: {} has been loading for {seconds} s",
+                        spec.name
+                    ));
+                    next_line += LOADING_LINE_EVERY;
                 }
             }
         }

@@ -44,8 +44,10 @@ use crate::{
     client_args::ClientArgs, connector::Connector, http_client::HttpClient, hub, model_store,
 };
 
-/// Time-out of a service's start.
-const READY_WITHIN: Duration = Duration::from_secs(120);
+/// Time-out of a service's start. Weights may come from a slow disk or network. A service that fails exits by itself.
+const READY_WITHIN: Duration = Duration::from_secs(3600);
+/// Time-out for the router's connections to nodes that are ready.
+const CONNECTED_WITHIN: Duration = Duration::from_secs(120);
 const NODES_MAX: u32 = 64;
 /// Model that is served when neither flag nor configuration names one.
 const DEFAULT_MODEL: &str = "smollm2-135m";
@@ -382,7 +384,7 @@ fn api_client(config: &Config, ready: &Ready) -> Result<(HttpClient, String)> {
 
 /// Waits until the router is ready and has connected to all nodes.
 async fn wait_healthy(client: &HttpClient, url: &str, prefill: u32, decode: u32) -> Result<()> {
-    let deadline = Instant::now() + READY_WITHIN;
+    let deadline = Instant::now() + CONNECTED_WITHIN;
     loop {
         if let Ok((status, body)) = client.get(&format!("{url}/health")).await {
             let health: Value = serde_json::from_slice(&body).unwrap_or_default();
@@ -397,8 +399,42 @@ async fn wait_healthy(client: &HttpClient, url: &str, prefill: u32, decode: u32)
         ensure!(
             Instant::now() < deadline,
             "the router did not connect to {prefill} prefill and {decode} decode nodes within {} s",
-            READY_WITHIN.as_secs()
+            CONNECTED_WITHIN.as_secs()
         );
         tokio::time::sleep(Duration::from_millis(10)).await;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs;
+
+    use clap::Parser;
+
+    use super::*;
+
+    #[derive(Parser)]
+    struct Command {
+        #[command(flatten)]
+        args: UpArgs,
+    }
+
+    #[test]
+    fn a_slow_volume_delays_a_start_by_an_hour_with_and_without_a_router() {
+        let folder = tempfile::tempdir().unwrap();
+        for program in ["baton-prefill-node", "baton-decode-node", "baton-router"] {
+            fs::write(folder.path().join(program), "").unwrap();
+        }
+        let bin_dir = folder.path().to_str().unwrap();
+        let console = Console::start().unwrap().0;
+        for flags in [&["--http", "127.0.0.1:0", "--grpc", "127.0.0.1:0"][..], &["--no-router"]] {
+            let command = [&["up", "--bin-dir", bin_dir], flags].concat();
+            let Command { args } = Command::try_parse_from(command).unwrap();
+            let config = Config::load(LoadInput::default()).unwrap();
+            let model = FoundModel { path: folder.path().join("model.gguf"), envs: Vec::new() };
+            let common = Common::new(&args, &config, model, &console).unwrap();
+            let node = common.node("decode", 0, 1);
+            assert_eq!(node.ready_within, Duration::from_secs(3600), "{flags:?}");
+        }
     }
 }

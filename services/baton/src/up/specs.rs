@@ -12,8 +12,6 @@ use config::{Config, Source};
 
 use super::{FoundModel, READY_WITHIN, UpArgs, child::ChildSpec, console::Console, gpus};
 
-/// Time-out of a node's start with `--no-router`: weights may come from a slow volume.
-const HOST_READY_WITHIN: Duration = Duration::from_secs(3600);
 /// Time that a service has beyond its drain settings from SIGTERM to SIGKILL. A router needs up to 8.5 s. The pod of a
 /// group has 10 s, so that no service outlives `baton up`.
 const STOP_MARGIN: Duration = Duration::from_secs(9);
@@ -32,7 +30,6 @@ pub(super) struct Common {
     addresses: NodeAddresses,
     /// Beginning of the path of each node's disk tier.
     disk_path: Option<PathBuf>,
-    ready_within: Duration,
     /// Grace periods of a node and of the router.
     node_stop_within: Duration,
     router_stop_within: Duration,
@@ -144,7 +141,6 @@ impl Common {
             id: config.node.id.clone(),
             addresses: NodeAddresses::new(args, config)?,
             disk_path: config.tier.disk_path.clone(),
-            ready_within: if args.no_router { HOST_READY_WITHIN } else { READY_WITHIN },
             node_stop_within: config.node.drain_timeout + STOP_MARGIN,
             // A router accepts requests for up to twice its delay.
             router_stop_within: 2 * drain_delay + config.router.drain_timeout + STOP_MARGIN,
@@ -166,7 +162,7 @@ impl Common {
             args,
             envs: self.envs.clone(),
             sticky: |_| Vec::new(),
-            ready_within: self.ready_within,
+            ready_within: READY_WITHIN,
             stop_within: self.node_stop_within,
         }
     }
