@@ -34,3 +34,53 @@ fn the_first_node_that_fails_ends_the_start_of_the_others() {
     // The prefill node alone would end after ten minutes.
     assert!(error.contains("decode-0 exited with exit status: 3"), "{error}");
 }
+
+#[test]
+fn overlapping_ports_of_the_nodes_of_one_host_are_rejected_before_a_start() {
+    let folder = tempfile::tempdir().unwrap();
+    write_script(folder.path(), "baton-prefill-node", "exit 3");
+    write_script(folder.path(), "baton-decode-node", "exit 3");
+    let start = |args: &[&str], data: &str| {
+        let mut up = Command::new(env!("CARGO_BIN_EXE_baton"));
+        up.args(["up", "--no-router"]).args(args).arg("--bin-dir").arg(folder.path());
+        // The scripts do not read the model.
+        up.arg("--model").arg(folder.path().join("baton-decode-node")).stdin(Stdio::null());
+        up.env("BATON_CLUSTER_SECRET", "c".repeat(64))
+            .env("BATON_NODE_GRPC", "127.0.0.1:50061")
+            .env("BATON_TRANSFER_CONTROL", "127.0.0.1:50065")
+            .env("BATON_TRANSFER_DATA", data)
+            .env("BATON_TRANSFER_ADVERTISE", "127.0.0.1");
+        let output = up.output().unwrap();
+        assert_eq!(output.status.code(), Some(1));
+        String::from_utf8(output.stderr).unwrap()
+    };
+    let two = ["--prefill", "1", "--decode", "1"];
+    let with_health = [&two[..], &["--health", "127.0.0.1:50066"]].concat();
+    for (args, data, words) in [
+        (&two[..], "127.0.0.1:50066", ["transfer.control = 127.0.0.1:50065", "transfer.data = "]),
+        (
+            &two[..],
+            "0.0.0.0:50062",
+            ["node.grpc = 127.0.0.1:50061", "transfer.data = 0.0.0.0:50062"],
+        ),
+        (
+            &with_health[..],
+            "127.0.0.1:0",
+            ["transfer.control = 127.0.0.1:50065", "--health = 127.0.0.1:50066"],
+        ),
+    ] {
+        let error = start(args, data);
+        assert!(words.iter().all(|word| error.contains(word)), "{args:?} {data}: {error}");
+        assert_eq!(error.lines().count(), 1, "{error}");
+    }
+    // One node has no next port, ports of other hosts are free, and a distance of two fits two nodes.
+    let one = ["--prefill", "0", "--decode", "1"];
+    for (args, data) in [
+        (&one[..], "127.0.0.1:50066"),
+        (&two[..], "127.0.0.2:50066"),
+        (&two[..], "127.0.0.1:50067"),
+    ] {
+        let error = start(args, data);
+        assert!(error.contains("exited with exit status: 3"), "{args:?} {data}: {error}");
+    }
+}

@@ -245,6 +245,23 @@ impl NodeAddresses {
                 "invalid {key}: {address}; expected a port of at most {last}, because each node takes the next port"
             );
         }
+        let nodes = args.prefill + args.decode;
+        let health = args.health.map(|address| ("--health", address, 1));
+        let ranges =
+            addresses.map(|(key, address)| (key, address, nodes)).into_iter().chain(health);
+        let ranges: Vec<(&str, SocketAddr, u32)> = ranges.collect();
+        for (index, &(key, address, count)) in ranges.iter().enumerate() {
+            for &(other_key, other, other_count) in &ranges[..index] {
+                let (port, other_port) = (u32::from(address.port()), u32::from(other.port()));
+                let overlaps = port < other_port + other_count && other_port < port + count;
+                // A node whose port is taken would fail only after it has loaded.
+                ensure!(
+                    port == 0 || other_port == 0 || !is_same_host(address, other) || !overlaps,
+                    "cannot start the nodes: the ports of {other_key} = {other} and {key} = {address} overlap, \
+                     because each node takes the next port; expected ports that differ by at least {nodes}"
+                );
+            }
+        }
         Ok(Self(addresses.map(|(_, address)| address)))
     }
 
@@ -256,6 +273,11 @@ impl NodeAddresses {
             address.to_string()
         })
     }
+}
+
+/// Returns whether listeners on both addresses would compete for equal ports.
+fn is_same_host(one: SocketAddr, other: SocketAddr) -> bool {
+    one.ip() == other.ip() || one.ip().is_unspecified() || other.ip().is_unspecified()
 }
 
 /// Returns flags with their values, without flags whose value is empty.
