@@ -212,6 +212,33 @@ async fn serve_bench_reports_every_load() -> Result<()> {
     cluster.stop()
 }
 
+/// A shell has usually a soft limit of 1,024 open files, and a much higher hard limit.
+#[tokio::test(flavor = "multi_thread")]
+async fn serve_bench_raises_its_limit_on_open_files() -> Result<()> {
+    let cluster = Cluster::start(ClusterSpec::smollm2()).await?;
+    let url = cluster.http();
+    let baton = bin_dir().join("baton");
+    let bench = |limit: &str| {
+        let mut shell = Command::new("sh");
+        shell.args(["-c", &format!("{limit} && exec \"$0\" \"$@\"")]).arg(&baton);
+        shell.args(["bench", "serve", "--url", &url, "--requests", "100", "--concurrency", "100"]);
+        shell.args(["--warmup", "0", "--input-tokens", "4", "--output-tokens", "1"]);
+        output(&mut shell)
+    };
+    let soft = bench("ulimit -S -n 64")?;
+    let table = String::from_utf8_lossy(&soft.stdout);
+    let said = String::from_utf8_lossy(&soft.stderr);
+    assert!(table.contains("of 100 requests completed"), "{table}{said}");
+    assert!(!table.contains("open files") && !said.contains("open files"), "{table}{said}");
+
+    // A hard limit cannot be raised.
+    let hard = bench("ulimit -n 100")?;
+    let said = String::from_utf8_lossy(&hard.stderr);
+    assert_eq!((hard.status.code(), said.lines().count()), (Some(1), 1), "{said}");
+    assert!(said.contains("open files is 100") && said.contains("--concurrency"), "{said}");
+    cluster.stop()
+}
+
 /// Checks a load point of three conversations with two turns of six output tokens each.
 fn check_point(point: &Value) {
     let counted = ["conversations", "conversations_completed", "requests", "completed"];

@@ -41,6 +41,8 @@ pub use self::{chart::COLOURS, report::GoodputLimits};
 /// Maximum number of in-flight conversations in an open loop; further arrivals are reported as `client full`.
 const IN_FLIGHT_MAX: usize = 4096;
 const CONCURRENCY: u32 = 8;
+/// Open files besides the connections of conversations: standard streams, reports, the runtime, name resolution.
+const OTHER_FILES: u64 = 64;
 /// Default rates for `--agents`, in jobs per second: those of LMCache's report on agent workloads.
 const AGENT_RATES: [f64; 4] = [1.0, 3.0, 6.0, 10.0];
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
@@ -150,8 +152,11 @@ fn parse_pause(text: &str) -> Result<f64, String> {
 pub fn run(args: ServeArgs) -> Result<()> {
     let json = output_file("--json", args.json.as_deref())?;
     let svg = output_file("--svg", args.svg.as_deref())?;
+    let open_files =
+        rlimit::increase_nofile_limit(u64::MAX).context("cannot raise the limit on open files")?;
+    let in_flight_max = args.in_flight_max(open_files)?;
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
-    let report = runtime.block_on(measure(&args))?;
+    let report = runtime.block_on(measure(&args, in_flight_max))?;
     if let Some(file) = json {
         serde_json::to_writer_pretty(file, &report).context("cannot write the report")?;
     }
@@ -165,7 +170,7 @@ pub fn run(args: ServeArgs) -> Result<()> {
     Ok(())
 }
 
-async fn measure(args: &ServeArgs) -> Result<Report> {
+async fn measure(args: &ServeArgs, in_flight_max: usize) -> Result<Report> {
     let trace = args.trace.as_deref().map(|path| Trace::read(path, args.requests)).transpose()?;
     let schema = args.schema.as_deref().map(read_schema).transpose()?;
     let client = args.client.client(CONNECT_TIMEOUT)?;
@@ -188,7 +193,7 @@ async fn measure(args: &ServeArgs) -> Result<Report> {
             let (load, seed) = (Load::Concurrency(CONCURRENCY), args.seed.wrapping_sub(1));
             let mut requests = workload.conversations(load, seed);
             requests.truncate(args.warmup as usize);
-            drive(server, requests, load, timeout, "warm-up").await?;
+            drive(server, requests, (load, in_flight_max), timeout, "warm-up").await?;
         }
     }
     for (index, load) in args.loads().into_iter().enumerate() {
@@ -197,7 +202,8 @@ async fn measure(args: &ServeArgs) -> Result<Report> {
         for (server, result) in servers.iter().zip(&mut results) {
             let conversations = workload.conversations(load, seed);
             let (outcomes, elapsed_s) =
-                drive(server, conversations, load, timeout, &load.describe()).await?;
+                drive(server, conversations, (load, in_flight_max), timeout, &load.describe())
+                    .await?;
             let point = Point::of(load, &outcomes, elapsed_s, args.goodput);
             if !args.compare.is_empty() {
                 println!("\n{}", server.url);
@@ -286,6 +292,21 @@ impl Workload {
 }
 
 impl ServeArgs {
+    /// Returns the maximum number of in-flight conversations in an open loop, one connection each. Without a limit below
+    /// that of open files, the client's failed connections would count as failures of the server.
+    fn in_flight_max(&self, open_files: u64) -> Result<usize> {
+        // The client keeps idle connections to a server while it measures the next server.
+        let servers = 1 + self.compare.len() as u64;
+        let connections = open_files.saturating_sub(OTHER_FILES) / servers;
+        let concurrency = self.concurrency.iter().copied().max().unwrap_or(CONCURRENCY);
+        ensure!(
+            u64::from(concurrency) <= connections,
+            "cannot keep {concurrency} conversations with each server in flight: the limit on open files is {open_files}; \
+             expected a --concurrency of at most {connections}, or a higher limit (ulimit -Hn)"
+        );
+        Ok(usize::try_from(connections).unwrap_or(usize::MAX).min(IN_FLIGHT_MAX))
+    }
+
     /// Returns the loads: by default an open loop for jobs and traces, and a closed loop for other workloads.
     fn loads(&self) -> Vec<Load> {
         let rates = |rates: &[f64]| rates.iter().map(|&rate| Load::Rate(rate)).collect();
@@ -332,12 +353,12 @@ impl ServeArgs {
 async fn drive(
     server: &Server,
     conversations: Vec<Conversation>,
-    load: Load,
+    (load, in_flight_max): (Load, usize),
     timeout: Duration,
     label: &str,
 ) -> Result<(Vec<Outcome>, f64)> {
     let in_flight = match load {
-        Load::Rate(_) | Load::RateScale(_) => IN_FLIGHT_MAX,
+        Load::Rate(_) | Load::RateScale(_) => in_flight_max,
         Load::Concurrency(concurrency) => concurrency as usize,
     };
     let permits = Arc::new(Semaphore::new(in_flight));
@@ -426,6 +447,22 @@ mod tests {
     struct Command {
         #[command(flatten)]
         args: ServeArgs,
+    }
+
+    #[test]
+    fn in_flight_conversations_of_all_servers_fit_into_the_limit_on_open_files() {
+        let fit = |flags: &[&str], open_files| {
+            let command = Command::try_parse_from([&["bench"], flags].concat()).unwrap();
+            command.args.in_flight_max(open_files).map_err(|error| error.to_string())
+        };
+        assert_eq!(fit(&["--rate", "9"], u64::MAX), Ok(4096));
+        assert_eq!(fit(&["--rate", "9"], 1024), Ok(960));
+        assert_eq!(fit(&["--rate", "9", "--compare", "http://a,http://b"], 1024), Ok(320));
+        assert_eq!(fit(&["--concurrency", "8,960"], 1024), Ok(960));
+        let error = fit(&["--concurrency", "8,961"], 1024).unwrap_err();
+        let words = ["cannot keep 961", "open files is 1024", "--concurrency of at most 960"];
+        assert!(words.iter().all(|word| error.contains(word)), "{error}");
+        assert!(fit(&[], 71).is_err() && fit(&[], 72).is_ok());
     }
 
     #[test]
