@@ -442,5 +442,15 @@ fn invalid_model_or_used_port_is_reported_in_one_line() -> Result<()> {
     let (code, said) = run(&["--model", &model, "--http", &address])?;
     assert_eq!(code, Some(1), "{said}");
     assert!(said.contains(&address), "{said}");
+
+    // The nodes do not load for a router that cannot listen.
+    let output = command::output(
+        Command::new(bin_dir().join("baton"))
+            .args(["up", "--http", "127.0.0.1:0", "--grpc", "127.0.0.1:0", "--model", &model])
+            .env("BATON_ROUTER_ADMIN", &address),
+    )?;
+    let said = String::from_utf8(output.stderr)?;
+    assert_eq!((output.status.code(), said.lines().count()), (Some(1), 1), "{said}");
+    assert!(said.contains(&address) && said.contains("router.admin"), "{said}");
     Ok(())
 }

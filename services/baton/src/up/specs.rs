@@ -64,13 +64,16 @@ impl Common {
                 path.display()
             );
         }
-        let apis =
-            [("http", args.http, config.router.http), ("grpc", args.grpc, config.router.grpc)];
-        for (name, given, configured) in apis.into_iter().filter(|_| !args.no_router) {
+        let http = args.http.unwrap_or(config.router.http);
+        let mut apis = vec![("--http", http), ("--grpc", args.grpc.unwrap_or(config.router.grpc))];
+        let moves_admin = moves_admin(http, config);
+        if !moves_admin {
+            apis.push(("router.admin", config.router.admin));
+        }
+        for (name, address) in apis.into_iter().filter(|_| !args.no_router) {
             // Fail now rather than after all nodes have loaded.
-            let address = given.unwrap_or(configured);
             TcpListener::bind(address)
-                .with_context(|| format!("cannot listen on {address} (--{name})"))?;
+                .with_context(|| format!("cannot listen on {address} ({name})"))?;
         }
         let nodes = args.prefill + args.decode;
         let gpus = match &args.gpus {
@@ -115,8 +118,7 @@ impl Common {
         if config.source_of("node.nodes_per_container") == Source::Default {
             set("BATON_NODE_NODES_PER_CONTAINER", nodes.to_string());
         }
-        if args.http.is_some() && config.source_of("router.admin") == Source::Default {
-            // Clusters on one machine have different HTTP ports, and need different admin ports.
+        if moves_admin {
             set("BATON_ROUTER_ADMIN", "127.0.0.1:0".to_owned());
         }
         let drain_delay = match config.source_of("router.drain_delay") {
@@ -280,6 +282,12 @@ fn is_same_host(one: SocketAddr, other: SocketAddr) -> bool {
     one.ip() == other.ip() || one.ip().is_unspecified() || other.ip().is_unspecified()
 }
 
+/// Returns whether the operator's API moves to a free port: clusters on one machine have different HTTP ports, and need
+/// different admin ports. With the configured HTTP port the operator's commands find the API at its default address.
+fn moves_admin(http: SocketAddr, config: &Config) -> bool {
+    http.port() != config.router.http.port() && config.source_of("router.admin") == Source::Default
+}
+
 /// Returns flags with their values, without flags whose value is empty.
 fn flags(pairs: &[(&str, &str)]) -> Vec<OsString> {
     pairs
@@ -287,4 +295,34 @@ fn flags(pairs: &[(&str, &str)]) -> Vec<OsString> {
         .filter(|(_, value)| !value.is_empty())
         .flat_map(|(flag, value)| [OsString::from(flag), OsString::from(value)])
         .collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use config::LoadInput;
+
+    use super::*;
+
+    #[test]
+    fn admin_port_moves_only_with_the_http_port() {
+        let config = |settings: &[(&str, &str)]| {
+            let owned = |&(key, value): &(&str, &str)| (key.to_owned(), value.to_owned());
+            let flags = settings.iter().map(owned).collect();
+            Config::load(LoadInput { flags, ..LoadInput::default() }).unwrap()
+        };
+        let default = config(&[]);
+        assert!(!moves_admin(default.router.http, &default));
+        for (http, moves) in [
+            ("127.0.0.1:8000", false),
+            ("0.0.0.0:8000", false),
+            ("127.0.0.1:9000", true),
+            ("127.0.0.1:0", true),
+        ] {
+            assert_eq!(moves_admin(http.parse().unwrap(), &default), moves, "{http}");
+        }
+        let set = config(&[("router.admin", "127.0.0.1:9002")]);
+        assert!(!moves_admin("127.0.0.1:9000".parse().unwrap(), &set));
+        let other = config(&[("router.http", "127.0.0.1:9000")]);
+        assert!(!moves_admin("127.0.0.1:9000".parse().unwrap(), &other));
+    }
 }
