@@ -200,6 +200,63 @@ fn corrupt_download_is_rejected_and_deleted() -> Result<()> {
     Ok(())
 }
 
+/// A file has its place in the cache before its verification ends.
+#[test]
+fn interrupted_verification_is_repeated() -> Result<()> {
+    let hub = Hub::start(tiny())?;
+    let machine = Machine::new(&hub)?;
+    let path = machine.fetch(&["hf:acme/tiny"])?;
+    let Content::Large(bytes, tag) = large(1) else { unreachable!() };
+    let blob = machine.cache().join("blobs").join(tag);
+    let mark = blob.with_extension("unverified");
+    assert!(blob.is_file() && !mark.exists());
+    let stored = |hub: &Hub| {
+        let asked = hub.take_asked().into_iter();
+        asked.filter(|asked| asked.path.starts_with("/stored/") && asked.wants_content()).count()
+    };
+    stored(&hub);
+
+    // A kill leaves the file, its mark and no revision. A commit needs no revision.
+    let interrupt = || -> Result<()> {
+        std::fs::write(&mark, "")?;
+        Ok(std::fs::remove_file(machine.cache().join("refs").join("main"))?)
+    };
+    interrupt()?;
+    let by_commit = format!("hf:acme/tiny@{COMMIT}");
+    let offline = Machine { variables: machine.variables.clone(), home: tempfile::tempdir()? };
+    let said = offline.with("HF_HUB_OFFLINE", "1").refused(&[&by_commit])?;
+    assert!(said.contains("HF_HUB_OFFLINE"), "{said}");
+    assert_eq!(machine.fetch(&[&by_commit])?, path);
+    assert!(!mark.exists());
+    assert_eq!(stored(&hub), 0, "an intact file is not downloaded again");
+
+    machine.fetch(&["hf:acme/tiny"])?;
+    interrupt()?;
+    std::fs::write(&blob, "damaged")?;
+    let said = machine.refused(&["hf:acme/tiny"])?;
+    assert!(said.contains("damaged") && said.contains(WEIGHTS), "{said}");
+    assert_eq!(machine.fetch(&["hf:acme/tiny"])?, path);
+    assert!(std::fs::read(path.join(WEIGHTS))? == *bytes, "other bytes");
+    assert!(!mark.exists());
+    Ok(())
+}
+
+#[test]
+fn file_is_marked_as_unverified_before_its_download() -> Result<()> {
+    let hub = Hub::start(tiny())?;
+    let machine = Machine::new(&hub)?;
+    let Content::Large(_, tag) = large(1) else { unreachable!() };
+    // The mark cannot be written where a folder has its name.
+    let mark = machine.cache().join("blobs").join(tag).with_extension("unverified");
+    std::fs::create_dir_all(&mark)?;
+    let said = machine.refused(&["hf:acme/tiny"])?;
+    assert!(said.contains("cannot create") && said.contains(".unverified"), "{said}");
+    let asked = hub.take_asked();
+    let is_download = |path: &str| path.starts_with("/stored/") && path.ends_with(WEIGHTS);
+    assert!(!asked.iter().any(|it| is_download(&it.path) && it.wants_content()), "{asked:?}");
+    Ok(())
+}
+
 #[test]
 fn gated_model_without_a_token_is_reported() -> Result<()> {
     let token = Some("hf_right".to_owned());

@@ -2,8 +2,8 @@
 //!
 //! 1. Query the hub for the model's files and the commit of the revision.
 //! 2. Download the required files of this commit. An interrupted download resumes. A file whose ETag is a
-//!    SHA-256 is verified.
-//! 3. Point the revision to the commit. Lookups find the model only after this step.
+//!    SHA-256 is verified. Lookups ignore the file before, and an interrupted verification is repeated.
+//! 3. Point the revision to the commit. Lookups by revision find the model only after this step.
 //!
 //! Services read the cache with [`config::hub`]; only this program links an HTTP client for the hub.
 
@@ -144,5 +144,5 @@ fn download(settings: &HubSettings, cache: &Path, model: &HubModel, parts: Parts
     outcome
 }
 
-/// Progress of a download: the bar, and a counter that grows with every byte and file.
+/// Progress of a download: the bar, and a counter that grows with every file and every downloaded or verified byte.
 type Watched = (ProgressBar, Arc<AtomicU64>);

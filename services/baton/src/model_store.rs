@@ -233,7 +233,7 @@ fn check(path: &Path, known: &KnownModel) -> Result<()> {
         known.file_bytes
     );
     let bar = bar(bytes, "checking");
-    let found = sha256(path, &bar)?;
+    let found = sha256(path, |bytes| bar.inc(bytes))?;
     bar.finish_and_clear();
     ensure!(
         found == known.sha256,
@@ -244,12 +244,12 @@ fn check(path: &Path, known: &KnownModel) -> Result<()> {
     Ok(())
 }
 
-/// Returns the SHA-256 of a file in hex digits.
-pub fn sha256(path: &Path, bar: &ProgressBar) -> Result<String> {
+/// Returns the SHA-256 of a file in hex digits. Calls `on_read` with the number of bytes of each read.
+pub fn sha256(path: &Path, mut on_read: impl FnMut(u64)) -> Result<String> {
     let cannot_read = || format!("cannot read {}", path.display());
     let file = File::open(path).with_context(cannot_read)?;
     let mut hash = digest::Context::new(&SHA256);
-    let mut bytes = BufReader::with_capacity(1 << 20, bar.wrap_read(file));
+    let mut bytes = BufReader::with_capacity(1 << 20, file);
     loop {
         let part = bytes.fill_buf().with_context(cannot_read)?;
         if part.is_empty() {
@@ -258,6 +258,7 @@ pub fn sha256(path: &Path, bar: &ProgressBar) -> Result<String> {
         hash.update(part);
         let read = part.len();
         bytes.consume(read);
+        on_read(read as u64);
     }
     Ok(hash.finish().as_ref().iter().map(|byte| format!("{byte:02x}")).collect())
 }

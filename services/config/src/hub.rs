@@ -21,6 +21,9 @@ const REF_BYTES_MAX: u64 = 256;
 /// Variables that locate the cache, highest precedence first.
 pub(crate) const VARIABLES: [&str; 3] = ["HF_HUB_CACHE", "HF_HOME", "HOME"];
 
+/// Extension of the empty file beside a blob that is not verified yet.
+pub const UNVERIFIED_EXTENSION: &str = "unverified";
+
 /// Required files of a model.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Parts {
@@ -86,7 +89,7 @@ impl Hub {
         } else {
             snapshots.join(commit_of(&folder.join("refs").join(&model.revision))?)
         };
-        let here = |name: &str| snapshot.join(name).is_file();
+        let here = |name: &str| is_cached(&snapshot.join(name));
         if let Some(file) = &model.file {
             let all = parts_of(file);
             return all.iter().all(|part| here(part)).then(|| snapshot.join(&all[0]));
@@ -132,6 +135,12 @@ pub fn cache_folder(model: &HubModel) -> String {
     format!("models--{}", model.name.replace('/', "--"))
 }
 
+/// Returns whether a snapshot has a file, and the file does not wait for its verification.
+pub fn is_cached(file: &Path) -> bool {
+    fs::canonicalize(file)
+        .is_ok_and(|blob| blob.is_file() && !blob.with_extension(UNVERIFIED_EXTENSION).exists())
+}
+
 fn commit_of(reference: &Path) -> Option<String> {
     let mut commit = String::new();
     File::open(reference).ok()?.take(REF_BYTES_MAX).read_to_string(&mut commit).ok()?;
@@ -143,8 +152,8 @@ fn has_weights(snapshot: &Path) -> bool {
     let Ok(entries) = fs::read_dir(snapshot) else { return false };
     let names: Vec<String> = entries
         .flatten()
-        // Skip links to missing blobs.
-        .filter(|entry| entry.path().is_file())
+        // Skip links to missing and unverified blobs.
+        .filter(|entry| is_cached(&entry.path()))
         .filter_map(|entry| entry.file_name().into_string().ok())
         .filter(|name| name.ends_with(".safetensors"))
         .collect();
@@ -209,6 +218,32 @@ mod tests {
         add("m-00002-of-00002.gguf");
         let first = snapshot.join("m-00001-of-00002.gguf");
         assert_eq!(hub_of_home.find(&file, Parts::Text), Some(first));
+    }
+
+    #[test]
+    fn unverified_file_is_missing() {
+        let home = tempfile::tempdir().unwrap();
+        let hub_of_home = Hub::new(&environment(&[("HF_HUB_CACHE", home.path())]));
+        let folder = home.path().join("models--acme--tiny");
+        let (blobs, snapshot) = (folder.join("blobs"), folder.join("snapshots").join("0a1b"));
+        fs::create_dir_all(&blobs).unwrap();
+        fs::create_dir_all(&snapshot).unwrap();
+        for name in ["config.json", "tokenizer.json"] {
+            fs::write(snapshot.join(name), "x").unwrap();
+        }
+        for name in ["model.safetensors", "q8.gguf"] {
+            fs::write(blobs.join("0f0f"), "x").unwrap();
+            std::os::unix::fs::symlink("../../blobs/0f0f", snapshot.join(name)).unwrap();
+        }
+        let found = |name: &str| hub_of_home.find(&hub(name), Parts::All);
+        let (folder_model, file_model) = ("hf:acme/tiny@0a1b", "hf:acme/tiny@0a1b/q8.gguf");
+        assert_eq!(found(folder_model), Some(snapshot.clone()));
+        assert_eq!(found(file_model), Some(snapshot.join("q8.gguf")));
+        let mark = blobs.join("0f0f").with_extension(UNVERIFIED_EXTENSION);
+        fs::write(&mark, "").unwrap();
+        assert_eq!((found(folder_model), found(file_model)), (None, None));
+        fs::remove_file(&mark).unwrap();
+        assert_eq!(found(folder_model), Some(snapshot));
     }
 
     #[test]

@@ -3,6 +3,7 @@
 use std::{
     collections::BTreeMap,
     fs,
+    io::ErrorKind,
     path::Path,
     sync::{
         Arc,
@@ -13,7 +14,10 @@ use std::{
 };
 
 use anyhow::{Context, Result, anyhow, ensure};
-use config::{HubModel, hub::Parts};
+use config::{
+    HubModel,
+    hub::{Parts, UNVERIFIED_EXTENSION, is_cached},
+};
 use hf_hub::{
     Cache, CacheRepo, Repo, RepoType,
     api::{
@@ -81,7 +85,7 @@ impl Download {
         let snapshot = cached.pointer_path(&info.sha);
         let mut missing = BTreeMap::new();
         for (order, file) in files.into_iter().enumerate() {
-            if !snapshot.join(&file).is_file() {
+            if !is_cached(&snapshot.join(&file)) {
                 let metadata = self.metadata(&api, &file).context(file.clone())?;
                 missing.insert((order, file), metadata);
             }
@@ -125,23 +129,45 @@ impl Download {
         metadata: &Metadata,
     ) -> Result<()> {
         let blob = cached.blob_path(metadata.etag());
-        let base = self.watched.0.position();
-        let path = self.retried(|| {
-            // Delete a partial file that is complete or too long: a download cannot resume it.
-            let part = blob.with_extension(PART_EXTENSION);
-            if fs::metadata(&part).is_ok_and(|part| part.len() >= metadata.size() as u64) {
-                fs::remove_file(&part)?;
+        let unverified = blob.with_extension(UNVERIFIED_EXTENSION);
+        let pointer = cached.pointer_path(metadata.commit_hash()).join(file);
+        let (bar, arrived) = &self.watched;
+        let base = bar.position();
+        let path = if pointer.is_file() {
+            // An earlier process was stopped during the verification.
+            bar.inc(metadata.size() as u64);
+            pointer
+        } else {
+            // Another commit uses an existing blob without a mark: do not hide its verified file.
+            if is_sha256(metadata.etag()) && !blob.exists() {
+                // The download ends with the file in its place, before the verification.
+                let folder = blob.parent().map_or(Ok(()), fs::create_dir_all);
+                folder
+                    .and_then(|()| fs::write(&unverified, ""))
+                    .with_context(|| format!("cannot create {}", unverified.display()))?;
             }
-            let (bar, arrived) = self.watched.clone();
-            api.download_with_progress(file, FileProgress { bar, arrived, base, bytes: 0 })
-        })?;
-        let outcome = check(&path, metadata.etag());
+            self.retried(|| {
+                // Delete a partial file that is complete or too long: a download cannot resume it.
+                let part = blob.with_extension(PART_EXTENSION);
+                if fs::metadata(&part).is_ok_and(|part| part.len() >= metadata.size() as u64) {
+                    fs::remove_file(&part)?;
+                }
+                let (bar, arrived) = self.watched.clone();
+                api.download_with_progress(file, FileProgress { bar, arrived, base, bytes: 0 })
+            })?
+        };
+        let outcome = check(&path, metadata.etag(), arrived);
         if outcome.is_err() {
             // Delete the file, so that the next attempt downloads it again.
             let _ = fs::remove_file(&path);
             let _ = fs::remove_file(&blob);
         }
-        outcome
+        match fs::remove_file(&unverified) {
+            Err(error) if outcome.is_ok() && error.kind() != ErrorKind::NotFound => {
+                Err(error).with_context(|| format!("cannot delete {}", unverified.display()))
+            }
+            _ => outcome,
+        }
     }
 
     /// Retries `act` after transient errors.
@@ -187,17 +213,24 @@ impl Download {
     }
 }
 
-/// Verifies a file whose ETag is a SHA-256.
-fn check(path: &Path, tag: &str) -> Result<()> {
-    if tag.len() != SHA256_DIGITS || !is_digits(tag) {
+/// Verifies a file whose ETag is a SHA-256. Adds each read byte to `arrived`: the verification of a large file takes
+/// longer than a stalled download may.
+fn check(path: &Path, tag: &str, arrived: &AtomicU64) -> Result<()> {
+    if !is_sha256(tag) {
         return Ok(());
     }
-    let found = model_store::sha256(path, &ProgressBar::hidden())?;
+    let found = model_store::sha256(path, |bytes| {
+        arrived.fetch_add(bytes, Ordering::Relaxed);
+    })?;
     ensure!(
         found.eq_ignore_ascii_case(tag),
         "the file is damaged: its SHA-256 is {found}; expected {tag}; the file was deleted, fetch it again"
     );
     Ok(())
+}
+
+fn is_sha256(tag: &str) -> bool {
+    tag.len() == SHA256_DIGITS && is_digits(tag)
 }
 
 fn is_digits(text: &str) -> bool {
@@ -217,7 +250,6 @@ fn status_of(error: &ApiError) -> Option<u16> {
 /// Returns whether an error is transient: a broken connection, an overloaded server, or a local I/O error other
 /// than a full disk, a read-only disk or a missing permission.
 fn is_transient(error: &ApiError) -> bool {
-    use std::io::ErrorKind;
     if let Some(status) = status_of(error) {
         return status == 429 || status >= 500;
     }
@@ -254,4 +286,22 @@ impl Progress for FileProgress {
     }
 
     fn finish(&mut self) {}
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn verification_counts_as_progress() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("model.gguf");
+        fs::write(&path, vec![7_u8; 3_000_000]).unwrap();
+        let arrived = AtomicU64::new(5);
+        let error = check(&path, &"f".repeat(SHA256_DIGITS), &arrived).unwrap_err().to_string();
+        assert!(error.contains("damaged"), "{error}");
+        assert_eq!(arrived.load(Ordering::Relaxed), 3_000_005);
+        check(&path, "an-etag", &arrived).unwrap();
+        assert_eq!(arrived.load(Ordering::Relaxed), 3_000_005);
+    }
 }
