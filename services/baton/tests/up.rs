@@ -14,6 +14,27 @@ fn write_script(folder: &Path, name: &str, line: &str) {
 }
 
 #[test]
+fn nodes_advertise_the_address_on_which_they_listen() {
+    let folder = tempfile::tempdir().unwrap();
+    write_script(folder.path(), "baton-prefill-node", "exec sleep 600");
+    let say = "echo \"advertises $BATON_TRANSFER_ADVERTISE, listens $*\"; exit 3";
+    write_script(folder.path(), "baton-decode-node", say);
+    write_script(folder.path(), "baton-router", "exit 0");
+    let mut up = Command::new(env!("CARGO_BIN_EXE_baton"));
+    up.args(["up", "--http", "127.0.0.1:0", "--grpc", "127.0.0.1:0", "--bin-dir"])
+        .arg(folder.path())
+        .arg("--model")
+        // The scripts do not read the model.
+        .arg(folder.path().join("baton-decode-node"))
+        .env("BATON_TRANSFER_ADVERTISE", "192.0.2.1")
+        .stdin(Stdio::null());
+    let output = up.output().unwrap();
+    let error = String::from_utf8(output.stderr).unwrap();
+    assert!(error.contains("advertises 127.0.0.1, listens"), "{error}");
+    assert!(error.contains("--transfer-data 127.0.0.1:0"), "{error}");
+}
+
+#[test]
 fn the_first_node_that_fails_ends_the_start_of_the_others() {
     let folder = tempfile::tempdir().unwrap();
     write_script(folder.path(), "baton-prefill-node", "exec sleep 600");

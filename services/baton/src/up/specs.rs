@@ -109,6 +109,10 @@ impl Common {
             let secret = secret.iter().map(|byte| format!("{byte:02x}")).collect();
             set("BATON_CLUSTER_SECRET", secret);
         }
+        if !args.no_router {
+            // The nodes listen on the loopback address, whatever a shared file of this host advertises.
+            set("BATON_TRANSFER_ADVERTISE", "127.0.0.1".to_owned());
+        }
         if config.source_of("node.gpu_memory_percent") == Source::Default {
             // Divide the GPU's memory among the nodes that share the GPU.
             let together = if gpus.is_empty() { nodes } else { gpus::most_shared(&gpus) };
