@@ -69,6 +69,25 @@ fn bos_and_eos_are_added_as_the_file_says() {
     assert_eq!(model.tokenizer().eos_ids(), [3, common::END]);
 }
 
+/// The header of most files has the id of one end token only.
+#[test]
+fn control_tokens_with_names_of_end_tokens_end_an_answer() {
+    let added = common::UNUSED + 1;
+    // A control token, and an ordinary token with this text.
+    for (token_type, eos_ids) in [(3, vec![common::END, added]), (1, vec![common::END])] {
+        let mut metadata = tiny();
+        let Some(Value::Array(Array::String(tokens))) = metadata.get_mut(TOKENS) else {
+            panic!("the tokens are strings");
+        };
+        tokens.push("<|eom_id|>".to_owned());
+        let Some(Value::Array(Array::I32(types))) = metadata.get_mut(TYPES) else {
+            panic!("the types are numbers");
+        };
+        types.push(token_type);
+        assert_eq!(open_gguf(&metadata).unwrap().tokenizer().eos_ids(), eos_ids);
+    }
+}
+
 #[test]
 fn missing_gguf_keys_are_named() {
     for key in [TOKENS, MERGES, "tokenizer.ggml.model"] {

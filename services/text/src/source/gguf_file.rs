@@ -40,6 +40,9 @@ const NAMED_TOKENS: [(&str, &str); 4] = [
 ];
 /// Keys of further tokens that end generation: end of turn, end of message.
 const MORE_EOS: [&str; 2] = ["tokenizer.ggml.eot_token_id", "tokenizer.ggml.eom_token_id"];
+/// Control tokens that end generation, as in llama.cpp, also if no key has their id: most files have the key of EOS
+/// only.
+const EOS_NAMES: [&str; 4] = ["<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end_of_text|>"];
 
 const SUPPORTED_MODELS: &str = "gpt2 (byte-level BPE), llama (SentencePiece BPE)";
 
@@ -116,6 +119,11 @@ impl File<'_> {
         for key in MORE_EOS {
             parts.eos_ids.extend(self.token_id(key, tokens)?);
         }
+        let named = (0..).zip(tokens).filter(|(_, token)| EOS_NAMES.contains(&token.as_str()));
+        let is_control = |id: &u32| {
+            types.is_some_and(|types| types.get(*id as usize) == Some(&token_type::CONTROL))
+        };
+        parts.eos_ids.extend(named.map(|(id, _)| id).filter(is_control));
         classify(tokens, types, self.token_id(PADDING_KEY, tokens)?, &mut parts);
         let adds_bos = match kind {
             Kind::ByteLevel(kind) => {
