@@ -314,6 +314,18 @@ fn a_gguf_configuration_is_read() {
 }
 
 #[test]
+fn token_ids_of_minus_one_in_gguf_files_are_absent() {
+    let none = Some(Entry::U32(u32::MAX));
+    let config = open_gguf(&[
+        ("tokenizer.ggml.bos_token_id", none),
+        ("tokenizer.ggml.eos_token_id", Some(Entry::U32(2))),
+        ("tokenizer.ggml.eot_token_id", none),
+    ])
+    .unwrap();
+    assert_eq!((config.bos_token_id, config.eos_token_ids), (None, vec![2]));
+}
+
+#[test]
 fn absent_gguf_keys_have_the_formats_defaults() {
     let config = open_gguf(&[
         ("llama.attention.key_length", None),

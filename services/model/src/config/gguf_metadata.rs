@@ -62,9 +62,12 @@ pub(crate) fn from_gguf(
         }
     };
     let layer_count = metadata.require("block_count")?;
+    // Some writers store −1 in 32 bits for "none".
+    let token_id =
+        |key: &str| Ok::<_, ModelError>(metadata.get::<u32>(key)?.filter(|&id| id != u32::MAX));
     let mut eos_token_ids = Vec::new();
     for key in ["tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id"] {
-        if let Some(id) = metadata.get::<u32>(key)?
+        if let Some(id) = token_id(key)?
             && !eos_token_ids.contains(&id)
         {
             eos_token_ids.push(id);
@@ -89,7 +92,7 @@ pub(crate) fn from_gguf(
             .of_model::<usize>("attention.sliding_window")?
             .and_then(|tokens| SlidingWindow::of_layers(tokens, layer_count, |_| true)),
         tied_output: !has_output,
-        bos_token_id: metadata.get("tokenizer.ggml.bos_token_id")?,
+        bos_token_id: token_id("tokenizer.ggml.bos_token_id")?,
         eos_token_ids,
     }
     .validate(path)
