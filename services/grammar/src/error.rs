@@ -56,6 +56,11 @@ pub enum MatchError {
 }
 
 pub(crate) fn unsupported(reason: &str) -> GrammarError {
+    // llguidance suggests an option that a client cannot set.
+    let reason = match reason.contains("oneOf constraints are not supported") {
+        true => "oneOf with alternatives that may overlap; expected anyOf",
+        false => reason,
+    };
     GrammarError::Unsupported { reason: one_line(reason) }
 }
 

@@ -15,7 +15,8 @@ use crate::{
         CASE_INSENSITIVE_CLASS_WEIGHT, JSON_WHITE_SPACE, MULTIPLE_OF_COEFFICIENT_MAX,
         MULTIPLE_OF_MAX, MULTIPLE_OF_PLACES_MAX, REGEX_BYTES_MAX, REGEX_DEPTH_MAX,
         SCHEMA_ALTERNATIVES_MAX, SCHEMA_BYTES_MAX, SCHEMA_DEPTH_MAX, SCHEMA_FORMATS_MAX,
-        SCHEMA_OBJECTS_MAX, SCHEMA_PROPERTIES_MAX, SCHEMA_VALUES_MAX, UNICODE_CLASSES_MAX,
+        SCHEMA_OBJECTS_MAX, SCHEMA_PROPERTIES_MAX, SCHEMA_VALUES_MAX, TAG_BYTES_MAX,
+        UNICODE_CLASSES_MAX,
     },
     tool_calls::ToolCalls,
 };
@@ -79,6 +80,7 @@ pub(crate) fn parsed_schema(text: &str) -> Result<(Value, SchemaParts), GrammarE
     };
     let parts = SchemaParts::of(&schema)?;
     parts.check(1)?;
+    adapt(&mut schema);
     // llguidance reads options from the schema, so this overwrites options of the client.
     let options = JsonCompileOptions {
         whitespace_pattern: Some(JSON_WHITE_SPACE.to_owned()),
@@ -86,6 +88,52 @@ pub(crate) fn parsed_schema(text: &str) -> Result<(Value, SchemaParts), GrammarE
     };
     options.apply_to(&mut schema);
     Ok((schema, parts))
+}
+
+/// Formats of strings that llguidance knows.
+const FORMATS_KNOWN: [&str; 10] =
+    ["date-time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "time", "uri", "uuid"];
+
+/// Removes unknown formats, which are annotations in JSON Schema and errors in llguidance, and requires the tags of
+/// tagged unions. Only subschemas are changed, not values or names of properties.
+fn adapt(schema: &mut Value) {
+    let Value::Object(keywords) = schema else { return };
+    let format = keywords.get("format").and_then(Value::as_str);
+    if format.is_some_and(|format| !FORMATS_KNOWN.contains(&format)) {
+        keywords.shift_remove("format");
+    }
+    require_tag(keywords);
+    for (keyword, value) in keywords {
+        match (keyword.as_str(), value) {
+            (
+                "properties" | "patternProperties" | "$defs" | "definitions",
+                Value::Object(schemas),
+            ) => schemas.values_mut().for_each(adapt),
+            ("anyOf" | "oneOf" | "allOf" | "prefixItems" | "items", Value::Array(schemas)) => {
+                schemas.iter_mut().for_each(adapt);
+            }
+            ("items" | "additionalItems" | "additionalProperties", schema) => adapt(schema),
+            _ => {}
+        }
+    }
+}
+
+/// Requires the property that `discriminator` names in each alternative of `oneOf`. Pydantic does not list a tag with a
+/// default as required, but refuses a value without the tag. llguidance accepts `oneOf` only if a required property
+/// distinguishes the alternatives.
+fn require_tag(schema: &mut Map<String, Value>) {
+    let discriminator = schema.get("discriminator").and_then(|it| it.get("propertyName"));
+    let tag = discriminator.and_then(Value::as_str).filter(|tag| tag.len() <= TAG_BYTES_MAX);
+    let Some(tag) = tag.map(Value::from) else { return };
+    let alternatives = schema.get_mut("oneOf").and_then(Value::as_array_mut);
+    for alternative in alternatives.into_iter().flatten().filter_map(Value::as_object_mut) {
+        let required = alternative.entry("required").or_insert_with(|| Value::Array(Vec::new()));
+        if let Value::Array(required) = required
+            && !required.contains(&tag)
+        {
+            required.push(tag.clone());
+        }
+    }
 }
 
 fn type_name(value: &Value) -> &'static str {

@@ -149,6 +149,56 @@ fn properties_come_in_the_order_of_the_schema() {
 }
 
 #[test]
+fn unknown_format_of_a_string_is_an_annotation() {
+    for grammar in [
+        schema(json!({"type": "string", "format": "binary"})),
+        schema(json!({"$ref": "#/$defs/a", "$defs": {"a": {"type": "string", "format": "byte"}}})),
+    ] {
+        assert!(matches(&grammar, r#""x""#));
+        assert!(!matches(&grammar, "1"));
+    }
+    assert!(!matches(&schema(json!({"type": "string", "format": "date"})), r#""x""#));
+    // Names of properties and values are no keywords.
+    for grammar in [
+        schema(json!({"type": "object", "properties": {"format": {"const": "binary"}},
+            "required": ["format"], "additionalProperties": false})),
+        schema(json!({"const": {"format": "binary"}})),
+    ] {
+        assert!(matches(&grammar, r#"{"format": "binary"}"#));
+        assert!(!matches(&grammar, "{}"));
+    }
+}
+
+/// Pydantic lists a tag as required only if it has no default.
+#[test]
+fn tag_of_a_tagged_union_is_required() {
+    let animal = |kind: &str, property: &str| {
+        json!({"type": "object", "required": [property], "properties": {
+            "kind": {"const": kind, "default": kind, "type": "string"},
+            property: {"type": "boolean"},
+        }})
+    };
+    let grammar = schema(json!({
+        "$defs": {"Cat": animal("cat", "purr"), "Dog": animal("dog", "bark")},
+        "type": "object",
+        "properties": {"pet": {
+            "discriminator": {"propertyName": "kind",
+                "mapping": {"cat": "#/$defs/Cat", "dog": "#/$defs/Dog"}},
+            "oneOf": [{"$ref": "#/$defs/Cat"}, {"$ref": "#/$defs/Dog"}],
+        }},
+        "required": ["pet"],
+    }));
+    for text in
+        [r#"{"pet": {"kind": "dog", "bark": true}}"#, r#"{"pet": {"kind": "cat", "purr": true}}"#]
+    {
+        assert!(matches(&grammar, text), "{text}");
+    }
+    for text in [r#"{"pet": {"bark": true}}"#, r#"{"pet": {"kind": "cat", "bark": true}}"#] {
+        assert!(!matches(&grammar, text), "{text}");
+    }
+}
+
+#[test]
 fn unsupported_grammars_are_rejected_with_the_reason() {
     let said = |grammar: Grammar| match COMPILER.compile(&grammar) {
         Err(error @ GrammarError::Unsupported { .. }) => error.to_string(),
@@ -161,6 +211,13 @@ fn unsupported_grammars_are_rejected_with_the_reason() {
         (schema(json!({"$ref": "https://example.com/x.json"})), "example.com"),
         (schema(json!({"type": "integer", "minimum": 5, "maximum": 4})), "nsatisfiable"),
         (schema(json!({"type": "string", "pattern": "(?<=a)b"})), "look"),
+        (
+            schema(json!({"oneOf": [
+                {"type": "object", "properties": {"a": {"type": "integer"}}},
+                {"type": "object", "properties": {"b": {"type": "integer"}}},
+            ]})),
+            "alternatives that may overlap; expected anyOf",
+        ),
     ] {
         let message = said(grammar);
         assert!(message.contains(words), "{message} has no {words:?}");
