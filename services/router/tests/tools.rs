@@ -252,6 +252,21 @@ async fn llama_bare_calls_are_parsed_and_other_objects_are_text() {
 }
 
 #[tokio::test]
+async fn tools_that_the_template_cannot_render_are_rejected_as_the_clients_error() {
+    // As in Hermes's own template, a tool needs a description.
+    let template = HERMES.replace("(tool | tojson)", "tool.function.description");
+    assert_ne!(template, HERMES);
+    let cluster = Cluster::start_with_template(&template, "It rains.").await;
+    let answer = cluster.client.post(PATH, &chat(json!({}))).await;
+    assert_eq!((answer.status.as_u16(), &answer.error()["param"]), (400, &json!("messages")));
+    assert!(answer.message().contains("does not take these messages, tools"), "{answer:?}");
+    let described = json!({"tools": [{"type": "function", "function": {
+        "name": "weather", "description": "Tells it",
+    }}]});
+    assert_eq!(cluster.client.post(PATH, &chat(described)).await.status, 200);
+}
+
+#[tokio::test]
 async fn tools_without_template_support_are_rejected() {
     let cluster = Cluster::start(0, 1, "Hi").await;
     for path in [PATH, "/tokenize"] {

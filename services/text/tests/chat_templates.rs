@@ -228,6 +228,20 @@ fn raise_exception_is_an_error_of_the_request() {
 }
 
 #[test]
+fn failure_of_a_template_that_works_is_an_error_of_the_request() {
+    let template = "{% for tool in tools or [] %}{{ 'f: ' + tool.function.description }}{% endfor %}\
+                    {{ messages[0].content }}";
+    let messages = json!([{"role": "user", "content": "Hi"}]);
+    let error = render_with(template, messages, weather_tool(), Value::Null).unwrap_err();
+    let reason = error.to_string();
+    assert!(matches!(error, TemplateError::NotTaken { .. }) && error.is_requests_fault());
+    assert!(reason.contains("does not take") && reason.contains("undefined"), "{reason}");
+    // This template fails for every conversation.
+    let error = render("{{ messages[5].content }}").unwrap_err();
+    assert!(matches!(error, TemplateError::Failed { .. }) && !error.is_requests_fault());
+}
+
+#[test]
 fn endless_templates_are_stopped() {
     let loops = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}";
     let error = render(loops).unwrap_err();

@@ -14,6 +14,7 @@ use std::{
     borrow::Cow,
     collections::BTreeMap,
     io,
+    sync::OnceLock,
     time::{SystemTime, UNIX_EPOCH},
 };
 
@@ -63,6 +64,9 @@ pub enum TemplateError {
         "the chat template does not keep special tokens in messages whole; expected messages without special tokens"
     )]
     TornSpecialToken,
+    /// The template renders a plain conversation, but not these inputs. The client's fault.
+    #[error("the chat template does not take these messages, tools or variables: {reason}")]
+    NotTaken { reason: String },
     /// Any other error inside the template.
     #[error("the chat template fails: {reason}")]
     Failed { reason: String },
@@ -80,6 +84,7 @@ impl TemplateError {
                 | Self::Refused { .. }
                 | Self::TooLong { .. }
                 | Self::TornSpecialToken
+                | Self::NotTaken { .. }
         )
     }
 }
@@ -111,6 +116,8 @@ pub struct ChatTemplate {
     /// Roles that the template does not name, each with the role that its messages get.
     substitutes: Vec<(&'static str, &'static str)>,
     special_tokens: BTreeMap<String, String>,
+    /// Whether the template renders a plain conversation; set when a rendering fails.
+    works: OnceLock<bool>,
 }
 
 impl ChatTemplate {
@@ -146,8 +153,14 @@ impl ChatTemplate {
             || environment
                 .get_template(DEFAULT)
                 .is_ok_and(|template| template.undeclared_variables(false).contains("tools"));
-        let special_tokens = sources.special_tokens;
-        Ok(Self { environment, has_tool_use, takes_tools, substitutes, special_tokens })
+        Ok(Self {
+            environment,
+            has_tool_use,
+            takes_tools,
+            substitutes,
+            special_tokens: sources.special_tokens,
+            works: OnceLock::new(),
+        })
     }
 
     /// Returns whether the template presents a request's tools to the model.
@@ -160,6 +173,30 @@ impl ChatTemplate {
     ///
     /// Costs CPU time in proportion to the conversation; render long ones on a blocking thread.
     pub fn render(&self, request: &RenderRequest<'_>) -> Result<String, TemplateError> {
+        match self.render_once(request) {
+            Err(TemplateError::Failed { reason }) if self.works() => {
+                Err(TemplateError::NotTaken { reason })
+            }
+            rendered => rendered,
+        }
+    }
+
+    fn works(&self) -> bool {
+        *self.works.get_or_init(|| {
+            let messages = serde_json::json!([{"role": "user", "content": "Hi"}]);
+            let plain = RenderRequest {
+                messages: &messages,
+                tools: &serde_json::Value::Null,
+                add_generation_prompt: true,
+                extra: &serde_json::Map::new(),
+                now: UNIX_EPOCH,
+                literal: None,
+            };
+            self.render_once(&plain).map_or_else(|error| error.is_requests_fault(), |_| true)
+        })
+    }
+
+    fn render_once(&self, request: &RenderRequest<'_>) -> Result<String, TemplateError> {
         let spellings = request.literal.and_then(Tokenizer::spellings);
         let marked = |value| spellings.map_or(Cow::Borrowed(value), |it| it.marked_value(value));
         let normalised = messages::normalise(request.messages, &self.substitutes)?;
