@@ -234,6 +234,34 @@ async fn parallel_calls_can_be_disabled() {
     assert_eq!(whole[0]["function"], calls[0]["function"]);
 }
 
+/// As Llama 3's own template, which rejects a message with several calls.
+#[tokio::test]
+async fn template_that_takes_one_call_gets_answers_with_one_call() {
+    let check = "{%- if message.tool_calls and message.tool_calls|length != 1 %}\
+                 {{- raise_exception('one call at a time') }}{%- endif %}{{- '<|im_start|>'";
+    let one_call = LLAMA.replace("{{- '<|im_start|>'", check);
+    let written =
+        "{\"name\": \"weather\", \"parameters\": {}}; {\"name\": \"clock\", \"parameters\": {}}";
+    for (template, count) in [(one_call.as_str(), 1), (LLAMA, 2)] {
+        let cluster = Cluster::start_with_template(template, written).await;
+        let answer = cluster.client.post(PATH, &chat(json!({}))).await.json();
+        let choice = &answer["choices"][0];
+        let message = &choice["message"];
+        assert_eq!(message["tool_calls"].as_array().unwrap().len(), count, "{answer}");
+        assert_eq!(choice["finish_reason"], "tool_calls");
+        let mut messages = vec![json!({"role": "user", "content": "Weather?"}), message.clone()];
+        messages.extend(
+            message["tool_calls"]
+                .as_array()
+                .unwrap()
+                .iter()
+                .map(|call| json!({"role": "tool", "tool_call_id": call["id"], "content": "rain"})),
+        );
+        let next = cluster.client.post(PATH, &chat(json!({"messages": messages}))).await;
+        assert_eq!(next.status, 200, "{next:?}");
+    }
+}
+
 #[tokio::test]
 async fn llama_bare_calls_are_parsed_and_other_objects_are_text() {
     let written = "{\"name\": \"weather\", \"parameters\": {\"city\": \"Cologne\"}}";

@@ -1,12 +1,14 @@
 //! Tokenizer, chat template and sampling defaults of one model.
 
-use std::{path::Path, sync::Arc};
+use std::{path::Path, sync::Arc, time::UNIX_EPOCH};
+
+use serde_json::{Map, Value, json};
 
 use crate::{
     error::LoadError,
     sampling_defaults::SamplingDefaults,
     source::Source,
-    template::{ChatTemplate, TemplateError},
+    template::{ChatTemplate, RenderRequest, TemplateError},
     tokenizer::Tokenizer,
     tools::ToolFormat,
 };
@@ -18,6 +20,7 @@ pub struct ModelText {
     chat_template: Result<ChatTemplate, TemplateError>,
     sampling_defaults: SamplingDefaults,
     tool_format: Option<ToolFormat>,
+    takes_parallel_calls: bool,
     parse_special_tokens: bool,
 }
 
@@ -56,11 +59,14 @@ impl ModelText {
             .or_else(|| source.and_then(|source| ToolFormat::of_template(source, &tokenizer)));
         let chat_template = ChatTemplate::from_sources(templates);
         let takes_tools = chat_template.as_ref().is_ok_and(ChatTemplate::takes_tools);
+        let refuses_parallel_calls =
+            takes_tools && chat_template.as_ref().is_ok_and(refuses_parallel_calls);
         Ok(Self {
             tokenizer: Arc::new(tokenizer),
             chat_template,
             sampling_defaults,
             tool_format: tool_format.filter(|_| takes_tools),
+            takes_parallel_calls: !refuses_parallel_calls,
             parse_special_tokens: options.parse_special_tokens,
         })
     }
@@ -83,6 +89,11 @@ impl ModelText {
         self.tool_format
     }
 
+    /// Returns whether a message of the assistant may have several tool calls.
+    pub fn takes_parallel_calls(&self) -> bool {
+        self.takes_parallel_calls
+    }
+
     /// Returns whether special tokens in a client's messages become special tokens.
     pub fn parses_special_tokens(&self) -> bool {
         self.parse_special_tokens
@@ -92,4 +103,34 @@ impl ModelText {
     pub fn sampling_defaults(&self) -> &SamplingDefaults {
         &self.sampling_defaults
     }
+}
+
+/// Returns whether the template renders a message with one tool call, but not with two. A conversation could not
+/// continue after an answer with two.
+fn refuses_parallel_calls(template: &ChatTemplate) -> bool {
+    let renders = |count: usize| {
+        let ids = || (0..count).map(|index| format!("call{index:05}"));
+        let calls: Vec<Value> = ids()
+            .map(|id| {
+                json!({"id": id, "type": "function", "function": {"name": "f", "arguments": {}}})
+            })
+            .collect();
+        let mut messages = vec![
+            json!({"role": "user", "content": "Hi"}),
+            json!({"role": "assistant", "content": null, "tool_calls": calls}),
+        ];
+        messages
+            .extend(ids().map(|id| json!({"role": "tool", "tool_call_id": id, "content": "1"})));
+        let request = RenderRequest {
+            messages: &Value::Array(messages),
+            tools: &json!([{"type": "function", "function": {"name": "f", "description": "F",
+                "parameters": {"type": "object", "properties": {}}}}]),
+            add_generation_prompt: true,
+            extra: &Map::new(),
+            now: UNIX_EPOCH,
+            literal: None,
+        };
+        template.render(&request).is_ok()
+    };
+    renders(1) && !renders(2)
 }

@@ -57,6 +57,7 @@ fn tool_calls_of_real_templates_are_parsed_back() {
         let path = fetched(name);
         let model = ModelText::open(&path).unwrap();
         assert_eq!(model.tool_format(), Some(format), "{name}");
+        assert_eq!(model.takes_parallel_calls(), calls > 1, "{name}");
         let rendered = |messages: Value| {
             let request = RenderRequest {
                 messages: &messages,

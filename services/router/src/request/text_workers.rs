@@ -173,6 +173,11 @@ impl TextWorkers {
         self.text.tool_format()
     }
 
+    /// Returns whether a message of the assistant may have several tool calls.
+    pub fn takes_parallel_calls(&self) -> bool {
+        self.text.takes_parallel_calls()
+    }
+
     /// Returns only the prompt's token ids. Rejects a conversation of far more bytes than its JSON that renders to more
     /// than `rendered_max` bytes.
     pub async fn tokens(

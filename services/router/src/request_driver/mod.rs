@@ -152,7 +152,7 @@ async fn prepare(
 ) -> Result<(PreparedRequest, Vec<AnswerSpec>), RequestError> {
     let deadline = Deadline::after(parsed.timeout);
     let model = parsed.model;
-    let fields = parsed.fields;
+    let mut fields = parsed.fields;
     let caller = record.caller();
     let admitted_max = front.admission.max().min(caller.streams_max().unwrap_or(u32::MAX));
     let answers_max = CHOICES_PER_REQUEST_MAX.min(admitted_max as usize);
@@ -167,7 +167,9 @@ async fn prepare(
     }
     let mut options = fields.options.or(model.text.sampling_defaults());
     let mut calls = None;
-    if let (Some(tools), Some(format)) = (&fields.tools, model.text.tool_format()) {
+    if let (Some(tools), Some(format)) = (&mut fields.tools, model.text.tool_format()) {
+        // The template would reject an answer with several calls in the next request.
+        tools.parallel &= model.text.takes_parallel_calls();
         options.grammar = tools.grammar(format, options.grammar.take())?;
         calls = Some(CallReading::new(tools, format, parsed.request_id));
     }
