@@ -383,8 +383,16 @@ fn render(
 fn with_mark_at_the_end(messages: &Value, mark: &str) -> Result<Value, FieldError> {
     let mut messages = messages.clone();
     let last = messages.as_array_mut().and_then(|messages| messages.last_mut());
-    match last.and_then(|message| message.get_mut("content")) {
-        Some(Value::String(content)) if !content.trim().is_empty() => content.push_str(mark),
+    let content = match last.and_then(|message| message.get_mut("content")) {
+        Some(Value::Array(parts)) => parts.last_mut(),
+        other => other,
+    };
+    let text = match content {
+        Some(Value::Object(part)) => part.get_mut("text"),
+        other => other,
+    };
+    match text {
+        Some(Value::String(text)) if !text.trim().is_empty() => text.push_str(mark),
         _ => {
             let problem = "is true; allowed: only with text in the last message";
             return Err(FieldError::new("continue_final_message", problem));
@@ -544,6 +552,14 @@ mod tests {
                 format!("<|user|>sure<|end|>\n<|assistant|>{content}")
             );
         }
+        // Text in parts is the same text.
+        for content in [
+            json!([{"type": "text", "text": "sure"}, {"type": "text", "text": "it"}]),
+            json!(["sure", "it"]),
+        ] {
+            let prompt = "<|user|>sure<|end|>\n<|assistant|>sure\nit";
+            assert_eq!(continued(TEMPLATE, content).unwrap(), prompt);
+        }
     }
 
     #[test]
@@ -553,6 +569,8 @@ mod tests {
             other => panic!("{other:?}"),
         };
         assert!(refused(TEMPLATE, json!("")) && refused(TEMPLATE, json!(null)));
+        assert!(refused(TEMPLATE, json!([])));
+        assert!(refused(TEMPLATE, json!(["sure", {"type": "text", "text": " "}])));
         assert!(refused("{{ messages[0].content }}", json!("sure")));
         assert!(refused("{{ messages[1].content[:4] }}", json!("sure")));
     }
