@@ -331,7 +331,10 @@ fn encode(
             if prompt.len() > bytes_max {
                 return Ok(Encoded::Longer { chat: Box::new(chat), bytes: prompt.len() });
             }
-            encoded(tokenizer.encode_rendered(&prompt))?
+            encoded(match literal {
+                Some(tokenizer) => tokenizer.encode_rendered(&prompt),
+                None => tokenizer.encode(&prompt, SpecialTokens::Parse),
+            })?
         }
     };
     Ok(Encoded::Tokens(tokens))
@@ -490,6 +493,37 @@ mod tests {
         assert!(!is_started.load(Ordering::Relaxed));
     }
 
+    fn smollm2(options: ModelTextOptions) -> Arc<ModelText> {
+        let path = std::env::var("BATON_TEST_MODEL").unwrap_or_else(|_| {
+            let folder = env!("CARGO_MANIFEST_DIR");
+            format!("{folder}/../../models/smollm2-135m/SmolLM2-135M-Instruct.Q4_1.gguf")
+        });
+        Arc::new(ModelText::open_with(path, options).unwrap())
+    }
+
+    /// With `special_tokens_in_content = "parse"` nothing is marked, so U+FDD0 is ordinary text.
+    #[tokio::test]
+    async fn mark_in_a_message_is_text_when_special_tokens_are_parsed() {
+        let text = smollm2(ModelTextOptions {
+            chat_template: Some("{{ messages[0].content }}<|im_end|>".to_owned()),
+            parse_special_tokens: true,
+            ..Default::default()
+        });
+        let content = "a\u{FDD0}b";
+        let source = PromptSource::Chat(ChatSource {
+            messages: json!([{"role": "user", "content": content}]),
+            tools: Value::Null,
+            add_generation_prompt: false,
+            continue_final_message: false,
+            template_kwargs: Map::new(),
+            bytes: content.len(),
+        });
+        let rendered = format!("{content}<|im_end|>");
+        let expected = text.tokenizer().encode(&rendered, SpecialTokens::Parse).unwrap();
+        let workers = TextWorkers::new(text, TextPermits::new(1));
+        assert_eq!(workers.tokens(source, usize::MAX).await.unwrap(), expected);
+    }
+
     /// A few kilobytes of deeply nested JSON can render to megabytes.
     #[tokio::test]
     async fn short_conversation_with_a_long_prompt_waits_for_permits() {
@@ -497,11 +531,7 @@ mod tests {
             chat_template: Some("{{ nested|tojson(indent=4) }}".to_owned()),
             ..Default::default()
         };
-        let path = std::env::var("BATON_TEST_MODEL").unwrap_or_else(|_| {
-            let folder = env!("CARGO_MANIFEST_DIR");
-            format!("{folder}/../../models/smollm2-135m/SmolLM2-135M-Instruct.Q4_1.gguf")
-        });
-        let text = Arc::new(ModelText::open_with(path, options).unwrap());
+        let text = smollm2(options);
         let mut nested = json!(vec![1; 200]);
         for _ in 0..100 {
             nested = json!([nested]);
