@@ -9,6 +9,7 @@ use minijinja::{
 };
 
 use super::RENDERED_BYTES_MAX;
+use crate::literal::MARK;
 
 /// Maximum depth of values. Requests cannot contain deeper values, so exceeding it is a bug in the
 /// template.
@@ -159,7 +160,8 @@ impl Writer {
             return self.out.push_str(&quoted);
         }
         for char in quoted.chars() {
-            if char <= '\u{7e}' {
+            // The tokenizer needs the marks around special tokens.
+            if char <= '\u{7e}' || char == MARK {
                 self.out.push(char);
                 continue;
             }
@@ -251,6 +253,9 @@ mod tests {
         assert_eq!(dump(value.clone(), "sort_keys=true"), r#"{"a": "é😀", "b": 1}"#);
         assert_eq!(dump(value.clone(), "separators=(',', ':')"), r#"{"b":1,"a":"é😀"}"#);
         assert_eq!(dump(value, "ensure_ascii=true"), r#"{"b": 1, "a": "\u00e9\ud83d\ude00"}"#);
+        let marked = json!("\u{FDD0}<|end|>\u{FDD0}é");
+        let expected = "\"\u{FDD0}<|end|>\u{FDD0}\\u00e9\"";
+        assert_eq!(dump(marked, "ensure_ascii=true"), expected);
     }
 
     #[test]
