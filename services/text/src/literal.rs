@@ -1,10 +1,10 @@
 //! Special tokens that a client spells in a message: kept as text.
 //!
 //! Control tokens of a rendered chat template are text too. Before the rendering, marks are put around each special token
-//! that a client's text spells. They pass through the template, and the tokenizer encodes the text between two marks
-//! without special tokens.
+//! that a client's text spells. They pass through the template, and the tokenizer encodes the special token between two
+//! marks as text.
 
-use std::borrow::Cow;
+use std::{borrow::Cow, ops::Range};
 
 use regex::{Captures, Regex};
 use serde_json::Value;
@@ -68,6 +68,14 @@ impl SpellingFinder {
                 .collect(),
             other => other.clone(),
         })
+    }
+
+    /// Returns the range from the first to the last special token of a text without marks.
+    pub fn range_in(&self, text: &str) -> Option<Range<usize>> {
+        let mut found = self.spelled.find_iter(text);
+        let first = found.next()?;
+        let last = found.last().unwrap_or(first);
+        Some(first.start()..last.end())
     }
 
     /// Returns whether the marks of a rendered prompt are those of `marked`: in pairs, each around one special token.

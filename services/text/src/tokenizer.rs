@@ -220,17 +220,37 @@ impl Tokenizer {
     /// Encodes a rendered chat template. Text that [`ChatTemplate::render`](crate::ChatTemplate::render) has marked
     /// stays text.
     pub fn encode_rendered(&self, text: &str) -> Result<Vec<u32>, EncodeError> {
-        let (mut ids, mut begins) = (Vec::new(), true);
+        let marks = text.matches(MARK).count();
+        let Some(spellings) = self.spellings.as_ref().filter(|_| marks > 0) else {
+            return self.encode(text, SpecialTokens::Parse);
+        };
         if text.len() > TEXT_BYTES_MAX {
             return Err(EncodeError::TooLong { bytes: text.len() });
         }
+        let (mut ids, mut begins) = (Vec::new(), true);
+        let mut encode = |part: &str, special: SpecialTokens| {
+            if !part.is_empty() {
+                begins = self.encode_segment(part, special, begins, &mut ids)?;
+            }
+            Ok::<_, EncodeError>(())
+        };
+        // Text between two control tokens stays in one piece, because tokenizers add a space to each piece.
+        let mut between = String::new();
         for (index, segment) in text.split(MARK).enumerate() {
             let is_marked = index % 2 == 1;
-            let special = if is_marked { SpecialTokens::AsText } else { SpecialTokens::Parse };
-            if !segment.is_empty() {
-                begins = self.encode_segment(segment, special, begins, &mut ids)?;
-            }
+            let Some(control) = spellings.range_in(segment).filter(|_| !is_marked) else {
+                between.push_str(segment);
+                continue;
+            };
+            let start = if index == 0 { 0 } else { control.start };
+            let end = if index == marks { segment.len() } else { control.end };
+            between.push_str(&segment[..start]);
+            encode(&between, SpecialTokens::AsText)?;
+            encode(&segment[start..end], SpecialTokens::Parse)?;
+            between.clear();
+            between.push_str(&segment[end..]);
         }
+        encode(&between, SpecialTokens::AsText)?;
         Ok(ids)
     }
 

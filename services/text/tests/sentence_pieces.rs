@@ -86,6 +86,29 @@ fn a_space_is_added_at_the_start_and_after_every_added_token() {
     assert_eq!(tokenizer().decode(&encode("<s>hello<tool>"), true), "hello<tool>");
 }
 
+/// U+FDD0 marks special tokens that a message spells.
+#[test]
+fn no_space_is_added_around_a_special_token_that_is_text() {
+    let mut tokens = ["<unk>", "<s>", "</s>"].map(str::to_owned).to_vec();
+    tokens.extend((0..256).map(|byte| format!("<0x{byte:02X}>")));
+    tokens.extend(["▁", "a", "b"].map(str::to_owned));
+    let prepends = common::pieces_json(&tokens, json!([])).to_string();
+    let folder = common::folder(&[("tokenizer.json", &prepends)]);
+    let folder = ModelText::open(folder.path()).unwrap();
+    for tokenizer in [folder.tokenizer(), tokenizer()] {
+        let text = |text: &str| tokenizer.encode(text, SpecialTokens::AsText).unwrap();
+        for (rendered, parts) in [
+            ("<s>a\u{FDD0}</s>\u{FDD0}b<s>a", ["a</s>b", "a"]),
+            ("<s>\u{FDD0}<s>\u{FDD0}\u{FDD0}</s>\u{FDD0} a<s> b", ["<s></s> a", " b"]),
+        ] {
+            let expected = [vec![BOS], text(parts[0]), vec![BOS], text(parts[1])].concat();
+            assert_eq!(tokenizer.encode_rendered(rendered).unwrap(), expected, "{rendered:?}");
+        }
+        let ids = tokenizer.encode_rendered("<s>a\u{FDD0}</s>\u{FDD0}b").unwrap();
+        assert_eq!(tokenizer.decode(&ids, false), "<s> a</s>b");
+    }
+}
+
 #[test]
 fn the_added_space_can_be_disabled() {
     let model = open_gguf(&with("tokenizer.ggml.add_space_prefix", Value::Bool(false))).unwrap();
