@@ -11,8 +11,8 @@
 //! that pins a block also holds it, so a block that can be freed or evicted is never pinned.
 //!
 //! A block can be kept until a time ([`BlockPool::keep`]). Kept blocks are evicted after all other cached blocks. Among
-//! kept blocks, the blocks of the owner with the latest place in the queue are evicted first. The common beginning of
-//! several conversations is kept until the latest of their times, because without it the rest of none can be used.
+//! kept blocks, the blocks of the owner with the latest place in the queue are evicted first. The common prefix of
+//! several conversations is kept until the latest of their times, because their other blocks are useless without the prefix.
 //!
 //! A save to a KV tier reads a cached or held block whose contents are retained. It owns no reference, so the block
 //! keeps its place in the order of eviction, but the block is not evicted before the copy has ended.
@@ -70,7 +70,7 @@ struct CachedList {
 /// Key of a group of blocks that are kept: their owner's place in the queue, and a number that makes the key unique.
 type KeptGroup = (Reverse<u64>, u64);
 
-/// Blocks that are kept until one time.
+/// Blocks that are kept until the same time.
 #[derive(Clone, Copy, Debug)]
 struct Group {
     until: Instant,
@@ -91,7 +91,7 @@ struct Block {
     copying: bool,
     /// The group that the block belongs to, also while it is held. The group may have ended.
     kept: Option<KeptGroup>,
-    /// Whether owners of different places keep the block.
+    /// Whether owners with different places in the queue keep the block.
     is_shared: bool,
     /// Neighbours in a list of cached blocks; meaningful in `Cached` only.
     older: Option<BlockId>,
@@ -334,7 +334,7 @@ impl BlockPool {
         self.blocks[block.index()].copying
     }
 
-    /// Keeps held blocks until this time, whenever they are cached. A block that is kept longer already stays so.
+    /// Keeps held blocks until `until` once they are cached. A block that is already kept longer keeps its later time.
     /// `place`: place of the blocks' owner in the queue.
     pub fn keep(&mut self, blocks: &[BlockId], until: Instant, place: u64) {
         let key = (Reverse(place), self.next_group);
@@ -359,7 +359,7 @@ impl BlockPool {
         }
     }
 
-    /// Stops keeping those of the held blocks that only their owner at this place keeps.
+    /// Stops keeping the held blocks that no owner at another place keeps.
     pub fn stop_keeping(&mut self, blocks: &[BlockId], place: u64) {
         for &block in blocks {
             let Block { state, kept, is_shared, .. } = self.blocks[block.index()];
@@ -597,7 +597,7 @@ mod tests {
     }
 
     #[test]
-    fn common_beginning_is_kept_until_the_latest_time_of_its_conversations() {
+    fn common_prefix_is_kept_until_the_latest_time_of_its_conversations() {
         let (mut pool, now) = (BlockPool::new(3), Instant::now());
         let after = |seconds| now + Duration::from_secs(seconds);
         let blocks = allocate(&mut pool, 3);

@@ -53,7 +53,7 @@ pub const COPYING_MAX: usize = 4;
 pub const SAVES_MAX: usize = 16;
 /// Maximum number of loads in flight. Further sequences compute their KV.
 pub const LOADS_MAX: usize = 64;
-/// Part of the time-out of a load that the load may take beyond twice its predicted time before it is late.
+/// A load is late after twice its predicted time plus the time-out of loads divided by this number.
 const LATE_PART: u32 = 8;
 /// Maximum number of blocks in one recovery event.
 pub const RECOVERED_MAX: usize = 4096;
@@ -244,7 +244,7 @@ pub(crate) enum NoSource {
 #[derive(Debug)]
 pub(crate) struct LoadInFlight {
     pub id: SequenceId,
-    /// Time from which the load is late: then the tier that it waits for starts no other load.
+    /// Time from which the load is late. While a load is late, its slowest tier starts no other load.
     late_at: Instant,
     /// Reserved blocks of the sequence: those to load first, then the rest.
     pub blocks: Vec<BlockId>,
@@ -349,12 +349,13 @@ impl Tiers {
         continues || self.config.admission == TierAdmission::Always || self.touches.is_second(key)
     }
 
-    /// Handles the launch of a step that writes blocks from the last verified token on.
+    /// Records the launch of a step of a node with speculative decoding. The step writes KV from the last verified
+    /// token of each sequence on, maybe into a block that a step in flight completes.
     pub fn step_launched(&mut self, step: StepId) {
         self.last_step = Some(step);
     }
 
-    /// Handles the end of a step.
+    /// Queues the saves that waited until this step was collected.
     pub fn step_collected(&mut self, step: StepId) {
         self.last_step = self.last_step.filter(|&last| last > step);
         while let Some((_, key)) = self.unverified.pop_front_if(|(last, _)| *last <= step) {

@@ -584,7 +584,7 @@ fn receiver_waits_for_a_load_no_longer_than_for_blocks() {
 }
 
 #[test]
-fn common_beginning_of_a_kept_conversation_outlives_other_conversations() {
+fn common_prefix_of_a_kept_conversation_outlives_other_conversations() {
     let mut node = node(15, TierConfig { host: true, sessions: true, ..config(0) });
     let turn = |id, len, seconds| {
         let keep = Some(Duration::from_secs(seconds));
@@ -592,7 +592,7 @@ fn common_beginning_of_a_kept_conversation_outlives_other_conversations() {
     };
     node.arrive(turn(1, 90, 600));
     run(&mut node);
-    // A conversation with the same beginning ends, and its KV is not kept.
+    // A conversation with the same prefix ends, and its KV is not kept.
     node.arrive(turn(2, 70, 0));
     assert_eq!(run(&mut node), 6);
     compute(&mut node, 3, 4, 150);

@@ -6,9 +6,9 @@
 //! arrival the oldest conversations finish first, and their KV stays in memory.
 //!
 //! Requests that name a session are turns of that session. Otherwise a prompt continues the request that ended with one
-//! of the prompt's blocks. Each such end is continued once, so that parallel requests with a common beginning keep
-//! separate places. A turn of a session that arrives beside another turn of the session has a place of its own too:
-//! otherwise a session that never pauses would delay every other request. A conversation keeps its place for
+//! of the prompt's blocks. Each such end is continued once, so that parallel requests with a common prefix keep
+//! separate places. A turn that arrives while another turn of its session is in progress has a place of its own too:
+//! otherwise a session with parallel turns could delay every other request. A conversation keeps its place for
 //! [`PLACE_MAX`], which bounds the delay of other requests.
 
 use std::{
@@ -146,7 +146,7 @@ impl Sessions {
         keep
     }
 
-    /// Records that a turn was removed before its end. Its request may come again, as the same turn.
+    /// Records that a turn was removed before its end. Its request may arrive again as the same turn.
     pub fn put_back(&mut self, turn: ConversationTurn, hint: SessionHint) {
         let conversation = self.leave(turn.conversation, hint);
         if let Some(key) = turn.key {
@@ -154,7 +154,7 @@ impl Sessions {
         }
     }
 
-    /// Returns the conversation without one of its turns. Other turns of a session may have changed it meanwhile.
+    /// Returns the conversation with one running turn less. Other turns of a session may have changed it meanwhile.
     fn leave(&mut self, carried: Conversation, hint: SessionHint) -> Conversation {
         let known = hint.session.and_then(|session| self.take(session));
         let mut conversation = known.unwrap_or(carried);

@@ -3,8 +3,8 @@
 //! A slot is Free, Writing (a save is in flight) or Stored. A save takes a free slot, or the slot of the block that was
 //! used longest ago. A slot that a load reads is not overwritten before the load has ended.
 //!
-//! The order of use is lazy: the use of a block changes only its slot, because an admission uses thousands of blocks
-//! between two steps. A save moves the outdated entries that it meets.
+//! The LRU order is updated lazily, because an admission uses thousands of blocks between two steps: the use of a block
+//! changes only its slot, and a save moves the outdated entries that it finds.
 
 use std::{
     cmp::Reverse,
@@ -22,7 +22,7 @@ pub type SlotIndex = u32;
 /// overwritten before its head.
 type Used = (u64, Reverse<u32>, SlotIndex);
 
-/// Maximum number of outdated entries of the order that one save moves. If all of these blocks were used meanwhile, the
+/// Maximum number of outdated entries of the LRU order that one save moves. If all of these blocks were used meanwhile, the
 /// save overwrites the one among them that was used longest ago.
 const MOVED_MAX: usize = 64;
 /// Maximum number of remembered blocks that were not saved. A prompt of a million tokens has 65,536 blocks.
@@ -55,7 +55,7 @@ pub(super) struct Store {
     free: BTreeSet<SlotIndex>,
     /// Slots that are Writing or Stored and not found damaged.
     index: HashMap<BlockHash, SlotIndex>,
-    /// Stored slots, the one to overwrite first. Some of these slots were used later.
+    /// Stored slots in LRU order. Entries are outdated for slots that were used since they were ordered.
     order: BTreeSet<Used>,
     clock: u64,
     /// Positions of blocks that were not saved because only blocks of their prompt could be overwritten: later blocks of
@@ -143,7 +143,7 @@ impl Store {
         Some(index)
     }
 
-    /// Returns the last use of the stored slot without a load that was used longest ago. Moves outdated entries.
+    /// Returns the position of the least recently used stored slot that no load reads. Moves outdated entries.
     fn oldest_idle(&mut self) -> Option<Used> {
         let mut oldest: Option<Used> = None;
         let mut outdated = Vec::new();
@@ -152,7 +152,7 @@ impl Store {
             if readers > 0 {
                 continue;
             }
-            // Later entries were not used before their position.
+            // The slots of later entries were used at their position or later.
             if oldest.is_some_and(|oldest| oldest < ordered) || outdated.len() >= MOVED_MAX {
                 break;
             }
