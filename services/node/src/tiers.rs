@@ -45,9 +45,9 @@ use saves::Saves;
 const EVENTS_MAX: usize = 256;
 /// Threads that read headers at start: a disk needs several concurrent requests for its full throughput.
 const RECOVERY_THREADS: u32 = 8;
-/// Headers that a recovery thread may fail to read. A disk that fails everywhere must not delay the tier for each slot.
+/// Maximum number of headers that a recovery thread may fail to read. A disk that fails everywhere must not delay the tier for each slot.
 const RECOVERY_ERRORS_MAX: usize = 8;
-/// Time to open the file of the disk tier. Allocating it may take seconds.
+/// Time-out for opening the file of the disk tier. Allocating the file may take seconds.
 const OPEN_WITHIN: Duration = Duration::from_secs(60);
 /// Time-out of a load, after which the sequence computes its KV instead. A load that is predicted to take more than
 /// half of this time is not started.
@@ -339,7 +339,7 @@ fn recover_slots(
     read_headers(slots, is_stopping, key, found)
 }
 
-/// Reads the header of each slot by `key`, and gives the blocks to `found` until it returns false. Passes over headers
+/// Reads the header of each slot by `key`, and passes the blocks to `found` until `found` returns false. Skips headers
 /// that cannot be read, and returns the last of these errors.
 fn read_headers(
     slots: Range<SlotIndex>,

@@ -226,8 +226,8 @@ impl Drop for HostTier {
     }
 }
 
-/// Pins the memory slice by slice, and reports each slice to the core. The kernel would kill a process that pins more
-/// memory than there is, so pinning ends before.
+/// Pins the memory slice by slice, and reports each slice to the core. Stops before the memory is used up, because
+/// the kernel would then kill the process.
 fn pin(
     memory: &HostMemory,
     limits: PinLimits,
@@ -247,7 +247,7 @@ fn pin(
             Err(error) => {
                 let bytes = bytes_of(first);
                 pinned.failure = Some(format!(
-                    "cannot pin more than {bytes} bytes of tier.host_memory: {error}; expected free memory, a limit of \
+                    "cannot pin more than {bytes} bytes of tier.host_memory: {error}; expected free memory, and limits of \
                      locked memory (ulimit -l) and of the container's memory above tier.host_memory"
                 ));
                 return pinned;

@@ -42,7 +42,7 @@ pub(crate) struct WeightSettings {
     pub model: ModelConfig,
     /// The weights to restore after an aborted update in place, unless an update was committed.
     pub loaded: LoadedModel,
-    /// A second copy of the weights takes as much host memory as the weights in use.
+    /// Host memory in use. A second copy of the weights takes as much as the weights in use.
     pub host_bytes: HostBytes,
     pub share: Option<MemoryShare>,
     /// `None`: the device cannot change its weights.
@@ -235,7 +235,7 @@ impl Actor {
                 self.participant.heard(now, begin.id);
                 if is_new {
                     if let Some(replaced) = self.running.as_ref().map(|it| it.begin.id) {
-                        // A catch-up that makes way for an operator's update.
+                        // An operator's update replaces a catch-up.
                         self.discard(replaced);
                     }
                     self.restoring = None;

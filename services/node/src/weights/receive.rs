@@ -48,8 +48,8 @@ pub(super) struct Received {
     pub checkpoint: Checkpoint,
 }
 
-/// Prepares the weights at `path` beside the weights in use, or in place after `release`. A second copy takes as much of
-/// the node's `share` of host memory as the weights of `host_bytes`. Blocks. Stops early once `cancelled` is cancelled.
+/// Prepares the weights at `path` beside the weights in use, or in place after `release`. A second copy must fit into
+/// the node's `share` of host memory beside `host_bytes`. Blocks. Stops early once `cancelled` is cancelled.
 pub(super) fn receive(
     path: &Path,
     (model, host_bytes, share): (&ModelConfig, HostBytes, Option<MemoryShare>),

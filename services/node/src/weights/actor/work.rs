@@ -220,7 +220,7 @@ impl Actor {
         let WeightSettings { host_bytes, share, .. } = self.settings;
         let model = self.settings.model.clone();
         self.work.spawn(async move {
-            // The weights that are in use again, even if an update cancels the restoration right then.
+            // Set once the restored weights are in use, even if an update cancels the restoration at that moment.
             let restored = Arc::new(OnceLock::new());
             let changed = restored.clone();
             // The aborted update may still write: the weights have one owner at a time.
