@@ -40,8 +40,8 @@ pub struct TransferConfig {
     pub advertise_host: String,
     pub limits: TransferLimits,
     pub transport: TransportConfig,
-    /// Id of this host ([`host_id`](crate::host_id)). `ipc`, and `nccl` unless it is set, are offered
-    /// to peers with the same id.
+    /// Id of this host ([`host_id`](crate::host_id)). `ipc` is offered only to peers with
+    /// the same id, and so is `nccl` unless it is the set transport.
     pub host: Option<String>,
     /// Encrypts KV that is sent by `tcp`, if the cluster has certificates.
     pub tls: Option<Arc<Reloaded<ClusterTls>>>,

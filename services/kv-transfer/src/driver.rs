@@ -135,7 +135,7 @@ impl<T: Transport, C: ControlLinks> TransferDriver<T, C> {
                     // The peers agree on transports that this node has offered.
                     let kinds = transports.iter().filter_map(|name| TransferKind::from_offer(name));
                     let mut kinds: Vec<_> = kinds.collect();
-                    // Peers on one host offer `nccl` within the host and between hosts.
+                    // Two peers on one host may agree on `nccl` twice: within the host and between hosts.
                     kinds.dedup();
                     self.transport.open(peer, &endpoint, kinds);
                 }

@@ -30,7 +30,7 @@ impl TransferKind {
         }
     }
 
-    /// Returns the entry for `HELLO` with peers on this host only.
+    /// Returns the entry of `HELLO` that offers this transport to peers on this host only.
     fn offer_within(self, host: &str) -> String {
         format!("{}@{host}", self.name())
     }
