@@ -44,7 +44,7 @@ const ENDED_MAX: usize = 16;
 /// Interval of the search for nodes that missed an update. Also the time for nodes to report the weights of an update
 /// that ended.
 const CATCH_UP_INTERVAL: Duration = Duration::from_secs(1);
-/// Maximum time in which a router that stops tells nodes the outcomes of its updates.
+/// Maximum time for which a stopping router sends the outcomes of its updates to nodes.
 const STOP_MAX: Duration = Duration::from_secs(5);
 
 /// An update that an operator begins.
@@ -78,12 +78,12 @@ enum Request {
     Begin(NewUpdate),
     Commit(UpdateId),
     Abort(UpdateId),
-    /// With an id: of this update instead of the running or last one.
+    /// Reports the update with this id; without an id, the running or last update.
     Status(Option<UpdateId>),
 }
 
 impl Request {
-    /// Returns the update that the answer reports.
+    /// Returns the id of the update to report; `None` for the running or last update.
     fn update(&self) -> Option<UpdateId> {
         match self {
             Self::Begin(_) => None,
@@ -239,7 +239,7 @@ impl Weights {
         self.status(None).await
     }
 
-    /// Reports the update with this id if the router knows it, without an id the running or last update.
+    /// Reports the update with this id if the router knows the update; without an id, the running or last update.
     pub async fn status(&self, id: Option<UpdateId>) -> Result<WeightsReport, UpdateError> {
         self.request(Request::Status(id)).await
     }
@@ -305,7 +305,7 @@ struct Task {
     catch_ups: Vec<Update>,
     targets: Targets,
     catch_up_at: Instant,
-    /// When the task ends at the latest; `None` while the router serves.
+    /// Deadline of the shutdown; `None` while the router serves.
     stops_by: Option<Instant>,
     calls: PendingCalls,
 }
@@ -341,11 +341,12 @@ impl Task {
         self.calls.shutdown().await;
     }
 
-    /// Aborts the updates that are not committed: nodes that change their weights in place serve nothing until the end.
+    /// Aborts the updates that are not committed: nodes that change their weights in place serve nothing until their
+    /// update ends.
     fn stop(&mut self, now: Instant) {
         self.stops_by = Some(now + STOP_MAX);
         for update in self.updates_mut() {
-            // A committed update goes on, and its nodes are told.
+            // Aborting a committed update fails: the router still sends the commit to its nodes.
             let _ = update.abort(now, "the router stops");
         }
     }
@@ -378,7 +379,7 @@ impl Task {
         }
     }
 
-    /// Accepts a repeated request for an update that has ended.
+    /// Accepts a request for an ended update that the router remembers.
     fn known(&self, id: UpdateId) -> Result<(), UpdateError> {
         let running = self.running.as_ref().map(|update| update.id().to_string());
         let last = self.ended.back().map(|update| update.id.clone());

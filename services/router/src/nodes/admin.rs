@@ -140,7 +140,7 @@ impl Nodes {
         answer.map_err(|status| rejected(node, status))
     }
 
-    /// Returns URL and epoch of the only node with this id or URL. Nothing makes ids unique between hosts.
+    /// Returns URL and epoch of the only node with this id or URL. Nodes of different hosts may have the same id.
     fn find(&self, node: &str) -> Result<(String, Epoch), AdminError> {
         let directory = self.directory();
         let known = || directory.nodes().filter_map(|member| Some((member, member.record()?)));

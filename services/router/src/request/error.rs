@@ -41,8 +41,8 @@ pub fn refused(field: &str, text: &str, allowed: &str) -> FieldError {
     FieldError::new(field, format!("is {}; allowed: {allowed}", without_text(text)))
 }
 
-/// Returns a JSON value for an error message. Errors go into logs, so a value with more text than names, such as
-/// `"auto"`, is only described.
+/// Returns a JSON value for an error message. Errors go into logs, so the error shows text only if it looks like a
+/// name such as `"auto"`; other text is described by its type and size.
 fn without_text(value: &str) -> String {
     let plain = |byte: u8| byte.is_ascii_alphanumeric() || b"._-".contains(&byte);
     let is_name = |text: &str| text.len() <= NAME_BYTES_MAX && text.bytes().all(plain);

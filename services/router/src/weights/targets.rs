@@ -74,8 +74,8 @@ impl Targets {
         self.replace(model, Some(target), replaced);
     }
 
-    /// Forgets the model's update, after an update that replaced it and that no node can catch up with. Remembers the
-    /// replaced versions for the next update.
+    /// Forgets the model's target after a committed update that no node can catch up with. Remembers the replaced
+    /// versions for the next update.
     pub fn forget(&mut self, model: Arc<str>, replaced: impl Iterator<Item = WeightVersion>) {
         self.replace(model, None, replaced);
     }
