@@ -235,7 +235,7 @@ fn failure_of_a_template_that_works_is_an_error_of_the_request() {
     let error = render_with(template, messages, weather_tool(), Value::Null).unwrap_err();
     let reason = error.to_string();
     assert!(matches!(error, TemplateError::NotTaken { .. }) && error.is_requests_fault());
-    assert!(reason.contains("does not take") && reason.contains("undefined"), "{reason}");
+    assert!(reason.contains("cannot render these") && reason.contains("undefined"), "{reason}");
     // This template fails for every conversation.
     let error = render("{{ messages[5].content }}").unwrap_err();
     assert!(matches!(error, TemplateError::Failed { .. }) && !error.is_requests_fault());

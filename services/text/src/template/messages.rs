@@ -13,11 +13,11 @@ use super::TemplateError;
 const ROLES: [&str; 7] =
     ["system", "developer", "user", "assistant", "tool", "function", "ipython"];
 
-/// Roles that some templates do not name, each with the role that every template for such messages names.
+/// Roles that some templates do not name, each with its substitute.
 const SUBSTITUTES: [(&str, &str); 3] =
     [("developer", "system"), ("function", "tool"), ("ipython", "tool")];
 
-/// Returns the roles that one of the templates does not name, each with its substitute. Templates drop a message of a
+/// Returns the roles that at least one of the templates does not name, each with its substitute. Templates drop a message of a
 /// role that they do not name, or write a role that the model does not know.
 pub(super) fn substitutes<'a>(
     templates: impl Iterator<Item = &'a str> + Clone,
@@ -29,7 +29,7 @@ pub(super) fn substitutes<'a>(
     SUBSTITUTES.into_iter().filter(|(role, _)| is_unnamed(role)).collect()
 }
 
-/// Converts a request's messages, with the substitutes of roles.
+/// Converts a request's messages, and replaces roles by their substitutes.
 pub(super) fn normalise(
     messages: &Value,
     substitutes: &[(&str, &str)],

@@ -65,7 +65,7 @@ pub enum TemplateError {
     )]
     TornSpecialToken,
     /// The template renders a plain conversation, but not these inputs. The client's fault.
-    #[error("the chat template does not take these messages, tools or variables: {reason}")]
+    #[error("the chat template cannot render these messages, tools or variables: {reason}")]
     NotTaken { reason: String },
     /// Any other error inside the template.
     #[error("the chat template fails: {reason}")]
