@@ -17,7 +17,7 @@ pub enum ModelError {
     #[error("{}: invalid JSON: {source}", path.display())]
     Json { path: PathBuf, source: serde_json::Error },
     #[error(
-        "cannot use {}: the file changed while it was read; expected a file that nobody writes",
+        "cannot use {}: the file changed while it was read; expected a file that does not change",
         path.display()
     )]
     Changed { path: PathBuf },
