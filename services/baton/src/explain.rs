@@ -24,7 +24,7 @@ const CONNECT_TIMEOUT: Duration = Duration::from_secs(2);
 /// Messages of the log lines that tell about a request.
 const REQUEST_ENDED: &str = "request ended";
 const ATTEMPT_FAILED: &str = "attempt failed";
-/// Maximum failed requests of a log, as of a router.
+/// Maximum number of failed requests that are listed from a log, the same as from a router.
 const FAILED_MAX: usize = 100;
 /// Fields of a log line that every line has.
 const COMMON_FIELDS: [&str; 5] = ["timestamp", "level", "target", "message", "span"];

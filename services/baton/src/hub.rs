@@ -2,7 +2,8 @@
 //!
 //! 1. Query the hub for the model's files and the commit of the revision.
 //! 2. Download the required files of this commit. An interrupted download resumes. A file whose ETag is a
-//!    SHA-256 is verified. Lookups ignore the file before, and an interrupted verification is repeated.
+//!    SHA-256 is verified. Lookups ignore the file until then. The next call repeats an interrupted
+//!    verification.
 //! 3. Point the revision to the commit. Lookups by revision find the model only after this step.
 //!
 //! Services read the cache with [`config::hub`]; only this program links an HTTP client for the hub.

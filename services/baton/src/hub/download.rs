@@ -140,7 +140,7 @@ impl Download {
         } else {
             // Another commit uses an existing blob without a mark: do not hide its verified file.
             if is_sha256(metadata.etag()) && !blob.exists() {
-                // The download ends with the file in its place, before the verification.
+                // Mark the file before the download, which puts the file into its place unverified.
                 let folder = blob.parent().map_or(Ok(()), fs::create_dir_all);
                 folder
                     .and_then(|()| fs::write(&unverified, ""))
