@@ -212,7 +212,7 @@ async fn serve_bench_reports_every_load() -> Result<()> {
     cluster.stop()
 }
 
-/// A shell has usually a soft limit of 1,024 open files, and a much higher hard limit.
+/// A shell usually has a soft limit of 1,024 open files, and a much higher hard limit.
 #[tokio::test(flavor = "multi_thread")]
 async fn serve_bench_raises_its_limit_on_open_files() -> Result<()> {
     let cluster = Cluster::start(ClusterSpec::smollm2()).await?;

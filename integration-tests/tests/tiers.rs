@@ -146,7 +146,7 @@ async fn damaged_block_of_a_running_node_is_computed_again() -> Result<()> {
     cluster.stop()
 }
 
-/// A trace has a fixed time, so traces are recorded until one shows all that the node does again and again.
+/// A trace covers a fixed time, so the test records traces until one has steps, saves and loads.
 #[tokio::test]
 async fn trace_of_a_node_has_its_steps_saves_and_loads() -> Result<()> {
     let folder = tempfile::tempdir()?;

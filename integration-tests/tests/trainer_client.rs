@@ -168,7 +168,7 @@ assert not answers, answers
     Ok(())
 }
 
-/// Trainer and nodes cut an update on their own: a chunk has the same bytes on both sides.
+/// Trainer and nodes cut an update into chunks independently: a chunk has the same bytes on both sides.
 #[test]
 fn trainer_client_cuts_tensors_into_the_chunks_of_the_nodes() -> Result<()> {
     let script = r#"

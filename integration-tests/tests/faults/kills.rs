@@ -93,11 +93,11 @@ async fn only_decode_node_killed(clients: usize, kills: usize) -> Result<()> {
     cluster.stop()
 }
 
-/// Environment variable: seconds in which nodes are killed one after another. A slow machine needs more for
+/// Environment variable: seconds in which nodes are killed one after another. A slow machine needs more seconds to reach
 /// [`KILLS_MIN`].
 const SECONDS: &str = "BATON_FAULTS_SECONDS";
 const SECONDS_DEFAULT: u64 = 40;
-/// Fewer kills of nodes one after another show nothing.
+/// Minimum number of kills in a valid run.
 const KILLS_MIN: usize = 13;
 
 /// Kills a node of either role every 2 to 3 s for 40 s, and restarts it at once.

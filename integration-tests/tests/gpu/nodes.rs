@@ -39,7 +39,7 @@ pub const BLOCKS: u32 = 96;
 /// Environment variable of the peer process: GPU index, transport and kind of node.
 const PEER: &str = "BATON_TEST_LINKS_PEER";
 pub const PEER_HELPER: &str = "kv-peer";
-/// Environment variable by which NCCL tells hosts apart. These nodes do so, too.
+/// Environment variable by which NCCL, and the nodes of these tests, distinguish hosts.
 const NCCL_HOST: &str = "NCCL_HOSTID";
 /// Node id of the peer.
 const PEER_NAME: &str = "peer";
@@ -420,7 +420,7 @@ impl Peer {
         Self::spawn(test_harness::helper(PEER_HELPER), gpu, transport, kind)
     }
 
-    /// Starts a peer that claims to run on another host, so that NCCL connects to it by the network.
+    /// Starts a peer that claims to run on another host, so that NCCL uses its transports between hosts.
     pub fn start_elsewhere(gpu: usize, kind: NodeKind) -> Self {
         let mut command = test_harness::helper(PEER_HELPER);
         command.env(NCCL_HOST, "elsewhere");

@@ -126,7 +126,8 @@ fn hung_or_killed_node_delays_no_token_of_other_streams() {
     let killed =
         Fault::Kill { host: BAD, resets_connections: true, restart_after: Duration::from_secs(1) };
     let [usual, while_hung] = [None, Some(hung)].map(|fault| token_gap_of_others(3, fault));
-    // Two decode nodes have the larger batch that three nodes have while one is dead.
+    // The baseline of the kill is two decode nodes: their batches are as large as those of three nodes of which one is
+    // dead.
     let (larger_batch, while_killed) =
         (token_gap_of_others(2, None), token_gap_of_others(3, Some(killed)));
     eprintln!(
