@@ -514,7 +514,7 @@ async fn node_that_restarts_catches_up_and_a_prepared_update_can_be_aborted() ->
     }
 
     let text = command(&["status"])?;
-    assert!(text.contains(&format!("update {id}: aborted an operator aborted it")), "{text}");
+    assert!(text.contains(&format!("update {id}: aborted: an operator aborted it")), "{text}");
     assert!(text.contains("decode-0 (decode): weights loaded"), "{text}");
     let text = command(&["push", new.to_str().context("UTF-8")?, "--label", "step 100"])?;
     assert!(text.contains("committed in"), "{text}");

@@ -173,11 +173,13 @@ fn report(answer: &Value) -> String {
     if update.is_object() {
         let label = update["label"].as_str().filter(|label| !label.is_empty());
         let label = label.map(|label| format!(" ({label})")).unwrap_or_default();
+        let version = update["weight_version"].as_str().map(|version| format!(" {version}"));
+        let reason = update["reason"].as_str().map(|reason| format!(": {reason}"));
         lines.push(format!(
-            "update {}{label}: {} {}",
+            "update {}{label}: {}{}",
             text(&update["id"]),
             text(&update["phase"]),
-            update["weight_version"].as_str().or(update["reason"].as_str()).unwrap_or_default(),
+            version.or(reason).unwrap_or_default(),
         ));
         for node in list(&update["nodes"]) {
             let paused = node["paused_ms"].as_f64();
