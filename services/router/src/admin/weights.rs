@@ -265,7 +265,7 @@ fn unread_body(error: &BytesRejection) -> ApiError {
     match error.status() {
         StatusCode::PAYLOAD_TOO_LARGE => ApiError::body_too_large(BODY_BYTES_MAX as u64),
         status => {
-            let message = format!("the body could not be read: {}", error.body_text());
+            let message = format!("cannot read the body: {}", error.body_text());
             ApiError::invalid(status, "body_broken", message)
         }
     }

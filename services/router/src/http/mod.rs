@@ -337,7 +337,7 @@ pub async fn read_body(
     let read = async {
         while let Some(frame) = body.frame().await {
             let frame = frame.map_err(|error| {
-                let message = format!("the body could not be read: {error}");
+                let message = format!("cannot read the body: {error}");
                 ApiError::invalid(StatusCode::BAD_REQUEST, "body_broken", message)
             })?;
             let Ok(data) = frame.into_data() else { continue };
