@@ -320,7 +320,7 @@ async fn send_planted(client: &Client, key: &str) -> Result<Vec<String>> {
 
 /// Sends requests with planted texts for a stream, a tool call and an answer by gRPC, and returns the error of an invalid
 /// request by gRPC.
-async fn send_planted_by_other_ways(cluster: &Cluster, key: &str) -> Result<String> {
+async fn send_planted_by_stream_tool_call_and_grpc(cluster: &Cluster, key: &str) -> Result<String> {
     let client = Client::new(cluster.http());
     let authorization = format!("Bearer {key}");
     let headers = [("authorization", authorization.as_str())];
@@ -400,7 +400,7 @@ async fn no_log_span_metric_or_error_contains_a_key_a_prompt_or_an_answer() -> R
             .set("BATON_ROUTER_KEYS", keys.display());
         let mut cluster = Cluster::start(spec).await?;
         let mut errors = send_planted(&Client::new(cluster.http()), &key).await?;
-        errors.push(send_planted_by_other_ways(&cluster, &key).await?);
+        errors.push(send_planted_by_stream_tool_call_and_grpc(&cluster, &key).await?);
         let mut texts: Vec<(String, String)> =
             errors.into_iter().map(|body| ("error".to_owned(), body)).collect();
         let admin = Client::new(format!("http://{}", cluster.router.ready.admin));

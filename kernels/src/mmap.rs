@@ -195,7 +195,7 @@ mod tests {
     }
 
     #[test]
-    fn write_into_a_mapped_file_is_noticed() {
+    fn write_into_a_mapped_file_is_detected() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("model");
         std::fs::write(&path, b"old").unwrap();

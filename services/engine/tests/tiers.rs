@@ -658,7 +658,7 @@ fn node_that_preempts() -> Node {
 }
 
 #[test]
-fn preempted_sequence_returns_by_load() {
+fn preempted_sequence_resumes_by_a_load() {
     let mut node = node_that_preempts();
     while node.turn() != Turn::Idle {
         node.copy_all();

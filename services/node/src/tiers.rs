@@ -45,7 +45,8 @@ use saves::Saves;
 const EVENTS_MAX: usize = 256;
 /// Threads that read headers at start: a disk needs several concurrent requests for its full throughput.
 const RECOVERY_THREADS: u32 = 8;
-/// Maximum number of headers that a recovery thread may fail to read. A disk that fails everywhere must not delay the tier for each slot.
+/// Maximum number of headers that a recovery thread may fail to read. A disk that fails everywhere must not delay the
+/// tier for each slot.
 const RECOVERY_ERRORS_MAX: usize = 8;
 /// Time-out for opening the file of the disk tier. Allocating the file may take seconds.
 const OPEN_WITHIN: Duration = Duration::from_secs(60);
@@ -562,7 +563,7 @@ mod tests {
     }
 
     #[test]
-    fn file_system_that_hangs_is_given_up() {
+    fn opening_on_a_hung_file_system_times_out() {
         let (resume, hung) = bounded::<()>(0);
         let open = move || {
             let _ = hung.recv_timeout(WITHIN);

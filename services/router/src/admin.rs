@@ -24,7 +24,8 @@ use crate::{
     weights::Weights,
 };
 
-/// Returns the routes of `router.admin`. `keys`: the operators' API keys; `None` accepts every request. `is_loopback`: whether the port has a loopback address.
+/// Returns the routes of `router.admin`. `keys`: the operators' API keys; `None` accepts every request. `is_loopback`:
+/// whether the port has a loopback address.
 pub fn routes(
     front: Arc<Front>,
     weights: Weights,

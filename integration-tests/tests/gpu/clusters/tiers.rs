@@ -57,7 +57,7 @@ async fn restored_equals_resident(
 }
 
 /// Compares the answers for each tier that the devices can have.
-async fn returns_from_every_tier(fixture: &Fixture, ranks: &[usize]) -> Result<()> {
+async fn loads_from_every_tier(fixture: &Fixture, ranks: &[usize]) -> Result<()> {
     let folder = tempfile::tempdir()?;
     let path = folder.path().join("kv");
     let disk = |spec: ClusterSpec| {
@@ -70,13 +70,13 @@ async fn returns_from_every_tier(fixture: &Fixture, ranks: &[usize]) -> Result<(
     restored_equals_resident(fixture, ranks, disk).await
 }
 
-pub fn kv_of_one_gpu_returns_from_the_tiers_bit_for_bit() {
+pub fn kv_loaded_from_tiers_on_one_gpu_is_bit_identical() {
     run_on(1, async |fixture| {
         fixture.require_gpus();
-        returns_from_every_tier(&fixture, &[0]).await
+        loads_from_every_tier(&fixture, &[0]).await
     });
 }
 
-pub fn kv_of_two_ranks_returns_from_the_tiers_bit_for_bit() {
-    run_on(2, async |fixture| returns_from_every_tier(&fixture, &[0, 1]).await);
+pub fn kv_loaded_from_tiers_on_two_ranks_is_bit_identical() {
+    run_on(2, async |fixture| loads_from_every_tier(&fixture, &[0, 1]).await);
 }

@@ -420,7 +420,7 @@ mod tests {
     }
 
     #[test]
-    fn a_slow_volume_delays_a_start_by_an_hour_with_and_without_a_router() {
+    fn start_may_take_an_hour_with_and_without_a_router() {
         let folder = tempfile::tempdir().unwrap();
         for program in ["baton-prefill-node", "baton-decode-node", "baton-router"] {
             fs::write(folder.path().join(program), "").unwrap();

@@ -341,7 +341,7 @@ mod tests {
     }
 
     #[test]
-    fn use_of_a_block_does_not_change_the_order_until_a_save_looks_at_it() {
+    fn saves_and_not_uses_update_the_lru_order() {
         let mut store = Store::new(1000);
         (1..=1000).for_each(|key| _ = save(&mut store, key));
         let order = store.order.clone();

@@ -464,7 +464,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn catch_up_in_place_gives_up_its_work_for_the_update_of_an_operator() {
+    async fn update_of_an_operator_cancels_a_catch_up_in_place() {
         let mut actor = actor();
         let catch_up = UpdateId::of_catch_up(7);
         actor.call(Call::Begin(begin_of(catch_up))).unwrap();

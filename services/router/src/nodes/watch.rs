@@ -374,7 +374,7 @@ mod tests {
     }
 
     #[test]
-    fn record_of_another_process_than_the_one_of_the_proof_is_rejected() {
+    fn record_with_another_epoch_than_the_proof_is_rejected() {
         let check = |snapshot: NodeSnapshot| {
             let event = ObserveEvent { sequence: 0, event: Some(Event::Snapshot(snapshot)) };
             check_epoch(Epoch(1), &event)
