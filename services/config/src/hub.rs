@@ -135,7 +135,7 @@ pub fn cache_folder(model: &HubModel) -> String {
     format!("models--{}", model.name.replace('/', "--"))
 }
 
-/// Returns whether a snapshot has a file, and the file does not wait for its verification.
+/// Returns whether a snapshot has a file that is not marked as unverified.
 pub fn is_cached(file: &Path) -> bool {
     fs::canonicalize(file)
         .is_ok_and(|blob| blob.is_file() && !blob.with_extension(UNVERIFIED_EXTENSION).exists())

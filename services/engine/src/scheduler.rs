@@ -155,7 +155,7 @@ impl Scheduler {
         match input {
             Input::Arrived(new) => self.arrived(now, new, actions),
             Input::Abort { id } => {
-                // A router ends an answer at a stop string by a cancel.
+                // The router cancels a request at a stop string, so output means that the turn is complete.
                 if self.sequences.get(&id).is_some_and(Sequence::has_output) {
                     self.end_turn(id);
                 }
@@ -293,7 +293,8 @@ impl Scheduler {
         pool.min(self.config.limits.sequence_tokens as usize)
     }
 
-    /// Removes a sequence in any phase and returns it. Its transfer continues. A turn that has not ended may come again.
+    /// Removes a sequence in any phase and returns it. Its transfer continues. A request whose turn has not ended may
+    /// arrive again.
     fn remove(&mut self, id: SequenceId) -> Option<Sequence> {
         let mut sequence = self.sequences.remove(&id)?;
         if let (Some(sessions), Some(turn)) = (&mut self.sessions, sequence.conversation.take()) {

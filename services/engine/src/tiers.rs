@@ -601,7 +601,7 @@ impl Tiers {
                 state.stats.damaged += 1;
             }
         }
-        // A load without an intact block tells at least that the first block took this long.
+        // Without an intact block the load measures only its first block, and only an increase counts.
         if intact == 0
             && let Some(&(tier, _)) = load.slots.first()
             && took > self.rates[tier.index()].block_time().unwrap_or_default()

@@ -75,7 +75,7 @@ pub(crate) fn parsed_schema(text: &str) -> Result<(Value, SchemaParts), GrammarE
         Value::Object(schema) => Value::Object(schema),
         // `true` allows any value.
         Value::Bool(true) => Value::Object(serde_json::Map::new()),
-        // The value may be as long as the text.
+        // Do not quote the value, which may be long.
         other => return Err(not_a_schema(format!("{} is not an object", type_name(&other)))),
     };
     let parts = SchemaParts::of(&schema)?;

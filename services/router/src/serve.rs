@@ -227,7 +227,7 @@ impl RunningRouter {
         tracing::info!(in_flight, "draining");
         let idle_min = if in_flight > 0 { NEXT_REQUEST_MAX } else { Duration::ZERO };
         let drain = tokio::time::timeout(drain_timeout, admission.idle_for(idle_min));
-        // Nodes that an update in place holds serve the requests in flight after its end.
+        // Nodes in an update in place serve the requests in flight only after the update has ended.
         let (drained, weights) = tokio::join!(drain, self.weights.shutdown());
         weights?;
         if drained.is_err() && admission.in_flight() > 0 {

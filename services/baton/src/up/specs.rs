@@ -110,7 +110,7 @@ impl Common {
             set("BATON_CLUSTER_SECRET", secret);
         }
         if !args.no_router {
-            // The nodes listen on the loopback address, whatever a shared file of this host advertises.
+            // The nodes listen on the loopback address only, also if the configuration file sets another address to advertise.
             set("BATON_TRANSFER_ADVERTISE", "127.0.0.1".to_owned());
         }
         if config.source_of("node.gpu_memory_percent") == Source::Default {

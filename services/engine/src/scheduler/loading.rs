@@ -96,8 +96,8 @@ impl Scheduler {
         }
     }
 
-    /// Extends a sequence's held prefix with blocks of the tiers, if loading them is faster than computing. Then the
-    /// sequence waits in phase `Loading`, for at most `most`. Otherwise returns the prefix.
+    /// Extends a sequence's held prefix with blocks of the tiers, if loading them is faster than computing. Then returns
+    /// `None`, and the sequence waits in phase `Loading` for at most `most`. Otherwise returns the prefix.
     pub(super) fn load_prefix(
         &mut self,
         id: SequenceId,
@@ -207,7 +207,7 @@ impl Scheduler {
         let cost = (tiers.restore_time(blocks.len()), share);
         let place = turn.place();
         let keep = sessions.ended(tiers.now(), turn, sequence.session, last, cost);
-        // The time of the turn before has ended with its return.
+        // This turn ended the keep time of the previous turn.
         self.kv.pool.stop_keeping(blocks, place);
         if !keep.is_zero() {
             self.kv.pool.keep(blocks, tiers.now() + keep, place);

@@ -197,7 +197,7 @@ mod tests {
         file
     }
 
-    /// Device whose weights are packed while a trainer writes the file, if there is one.
+    /// Device. If there is a file, it is written to while the device packs the weights.
     struct Device(Option<File>);
 
     impl WeightUpdate for Device {

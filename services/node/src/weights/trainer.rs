@@ -159,7 +159,7 @@ fn receive_by(
     if update.is_in_place() {
         release()?;
     }
-    // A node that has released its weights serves nothing, whatever waits for it.
+    // A node that has released its weights serves nothing, even if requests wait.
     let is_serving = || !update.is_in_place() && is_serving();
     let mapped = began.elapsed();
     let mut chunks = ChunkTransfer { connection, receiver: &mut *receiver, chunks: plan.chunks() };
