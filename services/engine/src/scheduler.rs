@@ -155,7 +155,7 @@ impl Scheduler {
         match input {
             Input::Arrived(new) => self.arrived(now, new, actions),
             Input::Abort { id } => {
-                // The router cancels a request at a stop string, so output means that the turn is complete.
+                // The router also cancels a request at a stop string, so a cancelled turn with output has ended.
                 if self.sequences.get(&id).is_some_and(Sequence::has_output) {
                     self.end_turn(id);
                 }
