@@ -3,12 +3,11 @@
 //! A slot is Free, Writing (a save is in flight) or Stored. A save takes a free slot, or the slot of the block that was
 //! used longest ago. A slot that a load reads is not overwritten before the load has ended.
 //!
-//! The LRU order is updated lazily, because an admission uses thousands of blocks between two steps: the use of a block
-//! changes only its slot, and a save moves the outdated entries that it finds.
+//! The LRU order is a linked list of slots, because an admission uses thousands of blocks between two steps.
 
 use std::{
-    cmp::Reverse,
     collections::{BTreeMap, BTreeSet},
+    iter,
 };
 
 use foldhash::HashMap;
@@ -18,13 +17,6 @@ use crate::event::{BlockHash, CacheChange};
 /// Index of a slot in its tier.
 pub type SlotIndex = u32;
 
-/// Position in the LRU order: time of use, distance in blocks from the block that was used, and slot. A tail is
-/// overwritten before its head.
-type Used = (u64, Reverse<u32>, SlotIndex);
-
-/// Maximum number of outdated entries of the LRU order that one save moves. If all of these blocks were used meanwhile, the
-/// save overwrites the one among them that was used longest ago.
-const MOVED_MAX: usize = 64;
 /// Maximum number of remembered blocks that were not saved. A prompt of a million tokens has 65,536 blocks.
 const DROPPED_MAX: usize = 65_536;
 
@@ -40,10 +32,12 @@ struct Slot {
     state: State,
     /// Key of the block; meaningless when free.
     key: BlockHash,
-    /// Position of the last use; meaningless when free.
-    used: Used,
-    /// Position in [`Store::order`], `used` or earlier; meaningful in `Stored` only.
-    ordered: Used,
+    /// Time of the last use. A block that was saved after another block of its prompt has the time of that block.
+    /// Meaningless when free.
+    used: u64,
+    /// Neighbours in the LRU order; meaningless when free.
+    older: Option<SlotIndex>,
+    newer: Option<SlotIndex>,
     /// Loads that read the slot.
     readers: u32,
 }
@@ -55,12 +49,15 @@ pub(super) struct Store {
     free: BTreeSet<SlotIndex>,
     /// Slots that are Writing or Stored and not found damaged.
     index: HashMap<BlockHash, SlotIndex>,
-    /// Stored slots in LRU order. Entries are outdated for slots that were used since they were ordered.
-    order: BTreeSet<Used>,
+    /// Ends of the LRU order, which has all slots that are Writing or Stored. The tail of a prompt is older than its head.
+    oldest: Option<SlotIndex>,
+    newest: Option<SlotIndex>,
+    /// Number of slots that are Stored.
+    stored: u32,
     clock: u64,
-    /// Positions of blocks that were not saved because only blocks of their prompt could be overwritten: later blocks of
-    /// the prompt are not saved either.
-    dropped: HashMap<BlockHash, Used>,
+    /// Times of blocks that were not saved because only blocks of their prompt could be overwritten: later blocks of the
+    /// prompt are not saved either.
+    dropped: HashMap<BlockHash, u64>,
     /// Changes since the last [`Self::take_changes`]; a change and its opposite cancel.
     changes: BTreeMap<BlockHash, CacheChange>,
 }
@@ -75,8 +72,8 @@ impl Store {
     /// Adds free slots.
     pub fn grow(&mut self, count: u32) {
         let first = self.slots.len() as u32;
-        let (key, used) = (BlockHash(0), Used::default());
-        let slot = Slot { state: State::Free, key, used, ordered: used, readers: 0 };
+        let (state, key) = (State::Free, BlockHash(0));
+        let slot = Slot { state, key, used: 0, older: None, newer: None, readers: 0 };
         self.slots.resize(self.slots.len() + count as usize, slot);
         self.free.extend(first..first + count);
     }
@@ -88,7 +85,7 @@ impl Store {
 
     /// Returns the number of stored blocks.
     pub fn stored(&self) -> u32 {
-        self.order.len() as u32
+        self.stored
     }
 
     /// Returns whether a load can read the block.
@@ -106,8 +103,9 @@ impl Store {
         if let Some(&index) = self.index.get(&key)
             && self.slots[index as usize].state == State::Stored
         {
-            let time = self.next_time();
-            self.slots[index as usize].used = (time, Reverse(0), index);
+            self.slots[index as usize].used = self.next_time();
+            self.unlink(index);
+            self.link(index, None);
         }
     }
 
@@ -115,59 +113,72 @@ impl Store {
     /// when every slot is being written or read, or when only blocks of the same prompt could be overwritten.
     pub fn begin_save(&mut self, key: BlockHash, parent: BlockHash) -> Option<SlotIndex> {
         debug_assert!(!self.is_known(key), "a known block is not saved again");
-        let stored = self.index.get(&parent).map(|&index| self.slots[index as usize].used);
-        let before = stored.or_else(|| self.dropped.get(&parent).copied());
+        let before = self.index.get(&parent).copied();
+        let time = match before {
+            Some(before) => Some(self.slots[before as usize].used),
+            None => self.dropped.get(&parent).copied(),
+        };
         let index = match self.free.pop_first() {
             Some(index) => index,
             None => {
-                let (time, _, index) = self.oldest_idle()?;
-                if let Some((_, Reverse(blocks), _)) = before.filter(|before| before.0 == time) {
+                let index = self.oldest_idle()?;
+                let oldest = self.slots[index as usize].used;
+                if time == Some(oldest) {
                     if self.dropped.len() >= DROPPED_MAX {
                         self.dropped.clear();
                     }
-                    self.dropped.insert(key, (time, Reverse(blocks + 1), index));
+                    self.dropped.insert(key, oldest);
                     return None;
                 }
                 self.forget(index);
                 index
             }
         };
-        let (time, blocks) = match before {
-            Some((time, Reverse(blocks), _)) => (time, blocks + 1),
-            None => (self.next_time(), 0),
-        };
-        let used = (time, Reverse(blocks), index);
+        // A block after one that was not saved is of no use, and is overwritten first.
+        let newer = if time.is_some() { before.or(self.oldest) } else { None };
+        let used = time.unwrap_or_else(|| self.next_time());
         self.slots[index as usize] =
-            Slot { state: State::Writing, key, used, ordered: used, readers: 0 };
+            Slot { state: State::Writing, key, used, older: None, newer: None, readers: 0 };
+        self.link(index, newer);
         self.index.insert(key, index);
         Some(index)
     }
 
-    /// Returns the position of the least recently used stored slot that no load reads. Moves outdated entries.
-    fn oldest_idle(&mut self) -> Option<Used> {
-        let mut oldest: Option<Used> = None;
-        let mut outdated = Vec::new();
-        for &ordered in &self.order {
-            let Slot { used, readers, .. } = self.slots[ordered.2 as usize];
-            if readers > 0 {
-                continue;
-            }
-            // The slots of later entries were used at their position or later.
-            if oldest.is_some_and(|oldest| oldest < ordered) || outdated.len() >= MOVED_MAX {
-                break;
-            }
-            oldest = Some(oldest.map_or(used, |oldest| oldest.min(used)));
-            if used != ordered {
-                outdated.push(ordered);
-            }
+    /// Returns the least recently used stored slot that no load reads.
+    fn oldest_idle(&self) -> Option<SlotIndex> {
+        let mut slots = iter::successors(self.oldest, |&index| self.slots[index as usize].newer);
+        slots.find(|&index| {
+            let slot = &self.slots[index as usize];
+            slot.state == State::Stored && slot.readers == 0
+        })
+    }
+
+    /// Inserts a slot into the LRU order just before the slot `newer`, or as the newest slot.
+    fn link(&mut self, index: SlotIndex, newer: Option<SlotIndex>) {
+        let older = match newer {
+            Some(newer) => self.slots[newer as usize].older,
+            None => self.newest,
+        };
+        self.join(older, Some(index));
+        self.join(Some(index), newer);
+    }
+
+    /// Removes a slot from the LRU order.
+    fn unlink(&mut self, index: SlotIndex) {
+        let Slot { older, newer, .. } = self.slots[index as usize];
+        self.join(older, newer);
+    }
+
+    /// Makes two slots neighbours in the LRU order. `None` is an end of the order.
+    fn join(&mut self, older: Option<SlotIndex>, newer: Option<SlotIndex>) {
+        match older {
+            Some(older) => self.slots[older as usize].newer = newer,
+            None => self.oldest = newer,
         }
-        for ordered in outdated {
-            self.order.remove(&ordered);
-            let slot = &mut self.slots[ordered.2 as usize];
-            slot.ordered = slot.used;
-            self.order.insert(slot.used);
+        match newer {
+            Some(newer) => self.slots[newer as usize].older = older,
+            None => self.newest = older,
         }
-        oldest
     }
 
     /// Ends a save. A failed save frees its slot.
@@ -176,12 +187,13 @@ impl Store {
         debug_assert_eq!(slot.state, State::Writing);
         if is_saved {
             slot.state = State::Stored;
-            let Slot { key, ordered, .. } = *slot;
-            self.order.insert(ordered);
+            let key = slot.key;
+            self.stored += 1;
             self.note(key, CacheChange::Added(key));
         } else {
             self.index.remove(&slot.key);
             slot.state = State::Free;
+            self.unlink(index);
             self.free.insert(index);
         }
     }
@@ -193,18 +205,17 @@ impl Store {
             return false;
         }
         self.free.remove(&index);
+        let used = self.next_time();
         let slot = &mut self.slots[index as usize];
-        (slot.state, slot.key) = (State::Stored, key);
+        (slot.state, slot.key, slot.used) = (State::Stored, key, used);
         self.index.insert(key, index);
-        let used = (self.next_time(), Reverse(0), index);
-        let slot = &mut self.slots[index as usize];
-        (slot.used, slot.ordered) = (used, used);
-        self.order.insert(used);
+        self.link(index, None);
+        self.stored += 1;
         self.note(key, CacheChange::Added(key));
         true
     }
 
-    /// Begins a load of a stored block, or a save that copies it. It keeps the block's place in the order of use.
+    /// Begins a load of a stored block, or a save that copies it. It keeps the block's place in the LRU order.
     pub fn begin_load(&mut self, key: BlockHash) -> Option<SlotIndex> {
         if !self.contains(key) {
             return None;
@@ -232,9 +243,10 @@ impl Store {
 
     /// Removes a stored block from the index.
     fn forget(&mut self, index: SlotIndex) {
-        let Slot { key, ordered, .. } = self.slots[index as usize];
+        let key = self.slots[index as usize].key;
         self.index.remove(&key);
-        self.order.remove(&ordered);
+        self.unlink(index);
+        self.stored -= 1;
         self.note(key, CacheChange::Evicted(key));
     }
 
@@ -256,11 +268,10 @@ impl Store {
 
     /// Returns the keys of the `most` stored blocks that were used last.
     pub fn keys(&self, most: usize) -> Vec<BlockHash> {
-        let slots = self.order.iter().map(|&(.., index)| &self.slots[index as usize]);
-        let mut newest: Vec<_> = slots.map(|slot| (Reverse(slot.used), slot.key)).collect();
-        newest.sort_unstable();
-        newest.truncate(most);
-        newest.into_iter().map(|(_, key)| key).collect()
+        let newest = iter::successors(self.newest, |&index| self.slots[index as usize].older);
+        let slots = newest.map(|index| &self.slots[index as usize]);
+        let stored = slots.filter(|slot| slot.state == State::Stored);
+        stored.take(most).map(|slot| slot.key).collect()
     }
 
     fn next_time(&mut self) -> u64 {
@@ -274,16 +285,20 @@ impl Store {
         let reading = |slot: &&Slot| slot.state == State::Free && slot.readers > 0;
         let kept = self.slots.iter().filter(reading).count();
         assert_eq!(self.free.len() + kept, count(State::Free));
-        assert_eq!(self.order.len(), count(State::Stored));
+        assert_eq!(self.stored as usize, count(State::Stored));
         assert_eq!(self.index.len(), count(State::Stored) + count(State::Writing));
         for (key, &index) in &self.index {
             assert_eq!(self.slots[index as usize].key, *key);
         }
-        for ordered in &self.order {
-            let slot = &self.slots[ordered.2 as usize];
-            assert_eq!((slot.state, slot.ordered), (State::Stored, *ordered));
-            assert!(slot.used >= slot.ordered);
+        let mut ordered = 0;
+        let (mut older, mut next) = (None, self.oldest);
+        while let Some(index) = next {
+            let slot = &self.slots[index as usize];
+            assert!(slot.state != State::Free && slot.older == older);
+            (older, next) = (Some(index), slot.newer);
+            ordered += 1;
         }
+        assert_eq!((ordered, self.newest), (self.index.len(), older));
     }
 }
 
@@ -341,17 +356,25 @@ mod tests {
     }
 
     #[test]
-    fn saves_and_not_uses_update_the_lru_order() {
-        let mut store = Store::new(1000);
-        (1..=1000).for_each(|key| _ = save(&mut store, key));
-        let order = store.order.clone();
-        (1..=999).for_each(|key| store.touch(BlockHash(key)));
-        assert_eq!(store.order, order);
-        // The first entries are outdated, so the first save overwrites the block used longest ago among these.
-        save(&mut store, 2000);
-        assert!(!store.contains(BlockHash(1)) && store.contains(BlockHash(2)));
-        let moved = store.order.difference(&order).count();
-        assert!(moved <= MOVED_MAX, "{moved} entries are moved at once");
+    fn returning_conversation_keeps_its_prefix_in_a_full_tier() {
+        let mut store = Store::new(800);
+        let save = |store: &mut Store, key: u128| {
+            let slot =
+                store.begin_save(BlockHash(key), BlockHash(key - 1)).expect("a slot is idle");
+            store.end_save(slot, true);
+        };
+        // Eight conversations of 100 blocks fill the tier. The least recently used one returns.
+        let keys =
+            (1..=8).flat_map(|conversation| (1..=100).map(move |it| 1000 * conversation + it));
+        keys.for_each(|key| save(&mut store, key));
+        (1001..=1100).rev().for_each(|key| store.touch(BlockHash(key)));
+        (1101..=1120).for_each(|key| save(&mut store, key));
+        store.check();
+        let is_stored = |key: u128| store.contains(BlockHash(key));
+        let overwritten: Vec<u128> = (1001..=1120).filter(|&key| !is_stored(key)).collect();
+        assert!(overwritten.is_empty(), "{overwritten:?} were used last");
+        // The tail of the next conversation is overwritten instead.
+        assert!(is_stored(2080) && !is_stored(2081));
     }
 
     #[test]
