@@ -602,6 +602,31 @@ fn common_prefix_of_a_kept_conversation_outlives_other_conversations() {
 }
 
 #[test]
+fn last_turn_of_a_conversation_with_a_new_place_ends_the_keep_time() {
+    for is_retried in [false, true] {
+        let mut node = node(15, TierConfig { host: true, sessions: true, ..config(0) });
+        let turn = |id, seconds| {
+            let keep = Some(Duration::from_secs(seconds));
+            let session = SessionHint { session: Some(7), keep };
+            NewSequence { session, ..new(id, COMPUTE, 1, 90) }
+        };
+        node.arrive(turn(1, 600));
+        run(&mut node);
+        assert_eq!(node.engine.scheduler().load().blocks_kept, 5);
+        // A conversation loses its place after 300 s.
+        node.advance(Duration::from_secs(301));
+        if is_retried {
+            node.arrive(turn(2, 0));
+            node.abort(SequenceId(2));
+        }
+        node.arrive(turn(3, 0));
+        assert_eq!(run(&mut node), 10, "the KV was kept for this turn");
+        assert_eq!(node.engine.scheduler().load().blocks_kept, 0, "no turn follows");
+        node.assert_all_returned();
+    }
+}
+
+#[test]
 fn cancelled_turn_with_output_is_kept_like_a_finished_turn() {
     let mut node = node(15, TierConfig { host: true, sessions: true, ..config(0) });
     let session = SessionHint { session: Some(7), keep: Some(Duration::from_secs(600)) };

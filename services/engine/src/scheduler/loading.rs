@@ -205,10 +205,10 @@ impl Scheduler {
         };
         let share = blocks.len() as f32 / self.config.limits.blocks as f32;
         let cost = (tiers.restore_time(blocks.len()), share);
-        let place = turn.place();
+        let (place, kept_place) = (turn.place(), sessions.kept_place(&turn, sequence.session));
         let keep = sessions.ended(tiers.now(), turn, sequence.session, last, cost);
         // This turn ended the keep time of the previous turn.
-        self.kv.pool.stop_keeping(blocks, place);
+        self.kv.pool.stop_keeping(blocks, kept_place);
         if !keep.is_zero() {
             self.kv.pool.keep(blocks, tiers.now() + keep, place);
         }

@@ -37,8 +37,10 @@ const ALL_GAPS_MAX: usize = 64;
 struct Conversation {
     /// Place in the queue.
     arrival: Arrival,
-    /// When the conversation's first turn arrived.
+    /// When the conversation got this place.
     since: Instant,
+    /// Place under which the KV of the last turn is kept. The conversation may have a newer place.
+    kept_place: Arrival,
     own: Returns,
     /// When the last turn ended; `None` before.
     ended: Option<Instant>,
@@ -49,7 +51,8 @@ struct Conversation {
 impl Conversation {
     /// Returns the conversation of a first turn.
     fn new(arrival: Arrival, now: Instant) -> Self {
-        Self { arrival, since: now, own: Returns::new(OWN_GAPS_MAX), ended: None, running: 0 }
+        let own = Returns::new(OWN_GAPS_MAX);
+        Self { arrival, since: now, kept_place: arrival, own, ended: None, running: 0 }
     }
 }
 
@@ -120,6 +123,12 @@ impl Sessions {
         ConversationTurn { arrival: place, conversation, key, gap }
     }
 
+    /// Returns the place under which the KV of the conversation's last turn is kept.
+    pub fn kept_place(&self, turn: &ConversationTurn, hint: SessionHint) -> Arrival {
+        let find = |session: u128| self.recent.get(&session).or_else(|| self.older.get(&session));
+        hint.session.and_then(find).unwrap_or(&turn.conversation).kept_place
+    }
+
     /// Records the end of a turn whose last full block is `last`. Returns the time to keep its KV ([`keep_time`]).
     pub fn ended(
         &mut self,
@@ -129,7 +138,7 @@ impl Sessions {
         last: Option<BlockHash>,
         (restore, share): (Duration, f32),
     ) -> Duration {
-        let gap = turn.gap;
+        let (gap, place) = (turn.gap, turn.place());
         let mut conversation = self.leave(turn.conversation, hint);
         if let Some(gap) = gap {
             conversation.own.add_gap(gap);
@@ -139,7 +148,7 @@ impl Sessions {
             hint.keep.unwrap_or_else(|| keep_time(&conversation.own, &self.all, restore, share));
         conversation.own.add_end();
         self.all.add_end();
-        conversation.ended = Some(now);
+        (conversation.ended, conversation.kept_place) = (Some(now), place);
         if let Some(key) = hint.session.or(last.map(|last| last.0)) {
             self.insert(key, conversation);
         }
