@@ -365,11 +365,13 @@ impl Tiers {
 
     /// Queues the save of a block of the prefix cache, once no step in flight may write the block.
     pub fn offer(&mut self, key: BlockHash) {
-        match self.last_step {
-            Some(step) if self.unverified.len() < QUEUED_MAX => {
-                self.unverified.push_back((step, key));
-            }
-            _ => self.queue_first(key),
+        let Some(step) = self.last_step else { return self.queue_first(key) };
+        let first = self.tiers.iter_mut().flatten().find(|it| it.store.slots() > 0);
+        let Some(first) = first.filter(|it| !it.store.is_known(key)) else { return };
+        if self.unverified.len() < QUEUED_MAX {
+            self.unverified.push_back((step, key));
+        } else {
+            first.stats.dropped += 1;
         }
     }
 
@@ -712,14 +714,32 @@ mod tests {
         assert_eq!(dropped(&tiers), 1);
     }
 
+    /// Returns a resident block for each key.
+    fn resident(key: BlockHash) -> Result<(BlockId, BlockContents), NoSource> {
+        let contents = BlockContents { key, parent: BlockHash(0), tokens: [0; BLOCK_TOKENS] };
+        Ok((BlockId(0), contents))
+    }
+
+    #[test]
+    fn no_save_of_a_block_that_a_step_may_write_starts_when_the_queue_is_full() {
+        let mut tiers = with_disk(10);
+        let stored = BlockHash(0);
+        tiers.recover(Tier::Disk, &[(0, stored)], true);
+        tiers.step_launched(1);
+        (1..=QUEUED_MAX as u128).for_each(|key| tiers.offer(BlockHash(key)));
+        tiers.offer(stored);
+        assert_eq!(dropped(&tiers), 0);
+        tiers.offer(BlockHash(u128::MAX));
+        assert_eq!(dropped(&tiers), 1);
+        assert_eq!(tiers.next_save(resident), None, "the step is in flight");
+        tiers.step_collected(1);
+        assert!(tiers.next_save(resident).is_some());
+    }
+
     #[test]
     fn save_is_dropped_and_counted_when_no_slot_is_idle() {
         let mut tiers = with_disk(1);
         tiers.recover(Tier::Disk, &[], true);
-        let resident = |key| {
-            let contents = BlockContents { key, parent: BlockHash(0), tokens: [0; BLOCK_TOKENS] };
-            Ok((BlockId(0), contents))
-        };
         (1..=2).for_each(|key| tiers.offer(BlockHash(key)));
         assert!(tiers.next_save(resident).is_some());
         assert_eq!(tiers.next_save(resident), None, "the only slot is being written");
