@@ -166,7 +166,8 @@ impl Sessions {
     /// Returns the conversation with one running turn less. Other turns of a session may have changed it meanwhile.
     fn leave(&mut self, carried: Conversation, hint: SessionHint) -> Conversation {
         let known = hint.session.and_then(|session| self.take(session));
-        let mut conversation = known.unwrap_or(carried);
+        // The other turns that ran when this turn arrived may have ended since.
+        let mut conversation = known.unwrap_or(Conversation { running: 1, ..carried });
         conversation.running = conversation.running.saturating_sub(1);
         conversation
     }
@@ -230,6 +231,22 @@ mod tests {
         }
         assert_eq!(places(&mut sessions, now, NAMED), [3, 101, 102]);
         assert_eq!(places(&mut sessions, now, UNNAMED), [100, 101, 102]);
+    }
+
+    #[test]
+    fn session_that_was_forgotten_while_turns_ran_has_a_place_after_these_turns() {
+        let (mut sessions, now) = (Sessions::default(), Instant::now());
+        let [first, second, third] =
+            [3, 4, 5].map(|arrival| sessions.arrived(now, arrival, NAMED, &[]));
+        sessions.ended(now, first, NAMED, None, COST);
+        for number in 0..3 * CONVERSATIONS_MAX as u64 {
+            let other = SessionHint { session: Some(1000 + u128::from(number)), keep: None };
+            sessions.arrived(now, 1000 + number, other, &[]);
+        }
+        for turn in [third, second] {
+            sessions.ended(now, turn, NAMED, None, COST);
+        }
+        assert_eq!(places(&mut sessions, now, NAMED), [3, 101, 102]);
     }
 
     #[test]
