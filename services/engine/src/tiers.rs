@@ -322,8 +322,7 @@ impl Tiers {
     /// Returns the predicted time to load or compute blocks, whichever is faster; 0 before the first measured prefill.
     pub fn restore_time(&self, blocks: usize) -> Duration {
         let compute = self.prefill.time(blocks).unwrap_or_default();
-        let mut tiers = Tier::ALL.into_iter().filter(|tier| self.tiers[tier.index()].is_some());
-        let block = tiers.next().and_then(|tier| self.rates[tier.index()].block_time());
+        let block = self.first_tier().and_then(|tier| self.rates[tier.index()].block_time());
         block.map_or(compute, |block| compute.min(block * blocks as u32))
     }
 
@@ -377,11 +376,16 @@ impl Tiers {
 
     /// Queues the save of a block to the fastest tier that has slots.
     fn queue_first(&mut self, key: BlockHash) {
-        let has_slots =
-            |tier: &Tier| self.tiers[tier.index()].as_ref().is_some_and(|it| it.store.slots() > 0);
-        if let Some(first) = Tier::ALL.into_iter().find(has_slots) {
+        if let Some(first) = self.first_tier() {
             self.queue(first, key);
         }
+    }
+
+    /// Returns the fastest tier that has slots. A host tier whose memory cannot be pinned has none.
+    fn first_tier(&self) -> Option<Tier> {
+        let has_slots =
+            |tier: &Tier| self.tiers[tier.index()].as_ref().is_some_and(|it| it.store.slots() > 0);
+        Tier::ALL.into_iter().find(has_slots)
     }
 
     fn queue(&mut self, tier: Tier, key: BlockHash) {
@@ -703,6 +707,17 @@ mod tests {
 
     fn dropped(tiers: &Tiers) -> u64 {
         tiers.stats(Tier::Disk).expect("the disk is on").dropped
+    }
+
+    #[test]
+    fn time_to_restore_is_that_of_the_fastest_tier_that_has_slots() {
+        let config = TierConfig { host: true, ..with_disk(10).config };
+        let mut tiers = Tiers::new(config, 4, Instant::now());
+        tiers.add_prefill(1000, Duration::from_secs(1));
+        tiers.rates[Tier::Disk.index()].add(tiers.now, 10, Duration::from_millis(10));
+        assert_eq!(tiers.restore_time(10), Duration::from_millis(10), "from the disk");
+        tiers.grow(Tier::Host, 1);
+        assert_eq!(tiers.restore_time(10), Duration::from_millis(160), "no load is measured");
     }
 
     #[test]
