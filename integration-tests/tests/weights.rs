@@ -589,7 +589,7 @@ async fn wait_report(admin: &Client, is_met: impl Fn(&Value) -> bool) -> Result<
     }
 }
 
-/// The router dies after one of two nodes has committed.
+/// The router dies after one of two nodes has committed. An abort at another router changes nothing.
 #[tokio::test]
 async fn prepared_node_without_a_router_commits_as_its_peer_did() -> Result<()> {
     let folder = tempfile::tempdir()?;
@@ -602,7 +602,8 @@ async fn prepared_node_without_a_router_commits_as_its_peer_did() -> Result<()> 
     admin.post("/v1/weights/begin", &json!({"path": new})).await?;
     let report = wait_report(&admin, |report| report["update"]["phase"] == "prepared").await?;
     second.kill();
-    let id = u128::from_str_radix(report["update"]["id"].as_str().context("an id")?, 16)?;
+    let shown_id = report["update"]["id"].as_str().context("an id")?;
+    let id = u128::from_str_radix(shown_id, 16)?;
     let version = report["update"]["weight_version"].clone();
     let weight_version = u64::from_str_radix(version.as_str().context("a version")?, 16)?;
 
@@ -619,6 +620,9 @@ async fn prepared_node_without_a_router_commits_as_its_peer_did() -> Result<()> 
     let update_id = id.to_be_bytes().to_vec().into();
     let commit = v1::CommitWeightsRequest { node_epoch, update_id, weight_version };
     WeightsClient::with_interceptor(channel, signer).commit(commit).await?;
+    let abort = format!("/v1/weights/{shown_id}/abort");
+    let aborted = admin_of(&cluster.router).post(&abort, &json!({})).await?;
+    assert_eq!(aborted.status, 409, "{}", String::from_utf8_lossy(&aborted.body));
     // The other node asks this node for the outcome.
     wait_version(&cluster, &version).await?;
     cluster.stop()

@@ -26,7 +26,8 @@ use tokio::{
 };
 use tokio_util::sync::CancellationToken;
 use weight_transfer::{
-    CoordinatorError, CoordinatorPhase, NodeReply, UpdateEnd, UpdateId, UpdateState,
+    CoordinatorCall, CoordinatorError, CoordinatorPhase, NodeReply, UpdateEnd, UpdateId,
+    UpdateState,
 };
 
 use self::{
@@ -212,31 +213,48 @@ impl Weights {
         }
     }
 
-    /// Aborts an update that this router does not know at every node that knows it.
+    /// Aborts an update that this router does not know at every node that knows it, unless a node has committed it.
     async fn abort_at_nodes(
         &self,
         id: UpdateId,
         known: String,
     ) -> Result<WeightsReport, UpdateError> {
         let nodes = self.nodes.weight_nodes();
-        let replies = join_all(nodes.iter().map(|node| self.nodes.call_abort(node, id))).await;
-        let ends: Vec<_> = replies
-            .into_iter()
-            .filter_map(|reply| match reply {
-                NodeReply::State(state) => state,
-                _ => None,
-            })
-            .collect();
-        let is_aborted =
-            |state: &UpdateState| matches!(state, UpdateState::Ended(UpdateEnd::Aborted { .. }));
+        let is_committed = |state: &UpdateState| {
+            matches!(
+                state,
+                UpdateState::Installing(_) | UpdateState::Ended(UpdateEnd::Committed(_))
+            )
+        };
+        // A prepared node commits once it learns that another node has committed, unless it was told to abort.
+        let states = self.call_by_id(&nodes, id, CoordinatorCall::Status).await;
+        if states.iter().any(is_committed) {
+            return Err(CoordinatorError::Committed.into());
+        }
+        let ends = self.call_by_id(&nodes, id, CoordinatorCall::Abort).await;
         if ends.is_empty() {
             return Err(UpdateError::Unknown { id, known });
         }
-        if !ends.iter().all(is_aborted) {
+        if ends.iter().any(is_committed) {
             return Err(CoordinatorError::Committed.into());
         }
         tracing::warn!(update = %id, nodes = ends.len(), "aborted a weight update of another router");
         self.status(None).await
+    }
+
+    /// Makes a call of an update to every node. Returns the states of the update at the nodes that know it.
+    async fn call_by_id(
+        &self,
+        nodes: &[WeightNode],
+        id: UpdateId,
+        call: CoordinatorCall,
+    ) -> Vec<UpdateState> {
+        let replies = join_all(nodes.iter().map(|node| self.nodes.call_by_id(node, id, call)));
+        let states = replies.await.into_iter().filter_map(|reply| match reply {
+            NodeReply::State(state) => state,
+            _ => None,
+        });
+        states.collect()
     }
 
     /// Reports the update with this id if the router knows the update; without an id, the running or last update.

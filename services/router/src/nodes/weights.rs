@@ -112,8 +112,13 @@ impl Nodes {
         }
     }
 
-    /// Tells a node to abort an update that this router may not have begun.
-    pub async fn call_abort(&self, node: &WeightNode, id: UpdateId) -> NodeReply {
+    /// Makes a call, except `Begin`, of an update that this router may not have begun.
+    pub async fn call_by_id(
+        &self,
+        node: &WeightNode,
+        id: UpdateId,
+        call: CoordinatorCall,
+    ) -> NodeReply {
         let update = UpdateRequest {
             id,
             label: String::new(),
@@ -121,7 +126,6 @@ impl Nodes {
             in_flight: v1::InFlight::default(),
             transport: v1::WeightsTransport::default(),
         };
-        let call = CoordinatorCall::Abort;
         self.call_weights(node, &[], &update, None, call, Duration::ZERO).await.reply
     }
 
