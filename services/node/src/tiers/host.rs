@@ -36,7 +36,7 @@ use crate::{
 
 /// Bytes pinned at a time. Pinning takes up to a second per gibibyte.
 const SLICE_BYTES: usize = 1 << 30;
-/// Free memory that pinning leaves to the node's requests and to other processes.
+/// [`PinLimits::reserve_bytes`] of a node.
 const RESERVE_BYTES: u64 = 2 << 30;
 /// Batches in flight.
 const BATCHES: usize = 2;
@@ -75,12 +75,19 @@ pub(super) struct PinLimits {
     /// Number of nodes that may pin memory of this machine at the same time.
     nodes: u32,
     slice_bytes: usize,
+    /// Free memory in bytes that pinning leaves to the node's requests and to other processes.
+    reserve_bytes: u64,
 }
 
 impl PinLimits {
     pub fn of_node(nodes_per_container: u32) -> Self {
         let share = MemoryShare::of_node(nodes_per_container);
-        Self { share, nodes: nodes_per_container, slice_bytes: SLICE_BYTES }
+        Self {
+            share,
+            nodes: nodes_per_container,
+            slice_bytes: SLICE_BYTES,
+            reserve_bytes: RESERVE_BYTES,
+        }
     }
 
     pub fn share(&self) -> Option<MemoryShare> {
@@ -89,9 +96,9 @@ impl PinLimits {
 
     /// Checks that a slice of `bytes` leaves the reserve free in the node's share and on the machine.
     fn check(&self, bytes: u64) -> Result<(), SettingsError> {
-        memory_limit::check_more(self.share, bytes + RESERVE_BYTES)?;
+        memory_limit::check_more(self.share, bytes + self.reserve_bytes)?;
         // Each of the other nodes may pin a slice after the same check.
-        memory_limit::check_more(None, u64::from(self.nodes) * bytes + RESERVE_BYTES)
+        memory_limit::check_more(None, u64::from(self.nodes) * bytes + self.reserve_bytes)
     }
 }
 

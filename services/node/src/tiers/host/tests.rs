@@ -19,7 +19,9 @@ const WITHIN: Duration = Duration::from_secs(20);
 const LAYOUT: KvLayout =
     KvLayout { layer_count: 2, kv_head_count: 2, head_dim: 32, dtype: Dtype::F32 };
 const BLOCKS: u32 = 150;
-const LIMITS: PinLimits = PinLimits { share: None, nodes: 1, slice_bytes: SLICE_BYTES };
+/// Without a reserve, the tests also pass on a machine with little free memory.
+const LIMITS: PinLimits =
+    PinLimits { share: None, nodes: 1, slice_bytes: SLICE_BYTES, reserve_bytes: 0 };
 
 /// Blocks that are reached by copies only.
 struct DeviceBlocks {
@@ -242,6 +244,8 @@ fn memory_that_cannot_be_pinned_has_no_slots_and_the_reason_is_reported() {
         (1, PinLimits { share: used, ..LIMITS }, left),
         // More nodes than any machine has memory for.
         (1, PinLimits { nodes: u32::MAX, ..LIMITS }, left),
+        // A larger reserve than any machine has memory.
+        (1, PinLimits { reserve_bytes: 1 << 50, ..LIMITS }, left),
         (0, LIMITS, "out of memory; expected free memory, "),
     ] {
         let (sender, events) = events();
