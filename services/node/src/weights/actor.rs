@@ -235,7 +235,9 @@ impl Actor {
                 self.participant.heard(now, begin.id);
                 if is_new {
                     if let Some(replaced) = self.running.as_ref().map(|it| it.begin.id) {
-                        // An operator's update replaces a catch-up.
+                        // An operator's update replaces a catch-up, whose end the participant no longer reports.
+                        let reason = "an operator began another update";
+                        tracing::warn!(update = %replaced, by = %begin.id, reason, "the weight update was aborted");
                         self.discard(replaced);
                     }
                     self.restoring = None;
