@@ -139,11 +139,15 @@ async fn explained_stages_account_for_95_percent_of_a_request() -> Result<()> {
     let mut up = start(&[])?;
     let client = up.client()?;
     // Nodes without measured steps hand over on any machine.
-    let prompt: Vec<u32> = (1000..1200).collect();
-    let body = json!({"prompt": prompt, "max_tokens": 64, "ignore_eos": true, "temperature": 0});
-    let label = [("x-request-id", "explained")];
-    let answer = client.post_bytes("/v1/completions", body.to_string().into(), &label).await?;
-    assert_eq!(answer.status, 200);
+    let labels = ["explained", "second", "third", "fourth", "fifth"];
+    for (label, first) in labels.into_iter().zip([1000_u32, 2000, 3000, 4000, 5000]) {
+        let prompt: Vec<u32> = (first..first + 200).collect();
+        let body =
+            json!({"prompt": prompt, "max_tokens": 64, "ignore_eos": true, "temperature": 0});
+        let label = [("x-request-id", label)];
+        let answer = client.post_bytes("/v1/completions", body.to_string().into(), &label).await?;
+        assert_eq!(answer.status, 200);
+    }
     let ready = up.lines.seen().iter().find(|line| line.contains("baton: ready"));
     let ready = ready.context("ready")?;
     let admin = ready.split_once("admin ").context("no admin URL")?.1.trim().to_owned();
@@ -153,8 +157,16 @@ async fn explained_stages_account_for_95_percent_of_a_request() -> Result<()> {
     for stage in request["stages"].as_array().context("no stages")? {
         assert!(stage["ms"].is_number(), "{stage} of {request:#}");
     }
-    let ms = |field: &str| request[field].as_f64().context("no number");
-    assert!(ms("unaccounted_ms")? <= 0.05 * ms("duration_ms")?, "{request:#}");
+    // The median: one delayed thread of a busy machine is much of a request.
+    let mut unaccounted = Vec::new();
+    for label in labels {
+        let (_, explained) =
+            Client::new(admin.clone()).get_json(&format!("/v1/explain/{label}")).await?;
+        let ms = |field: &str| explained["requests"][0][field].as_f64().context("no number");
+        unaccounted.push(ms("unaccounted_ms")? / ms("duration_ms")?);
+    }
+    unaccounted.sort_by(f64::total_cmp);
+    assert!(unaccounted[2] <= 0.05, "{unaccounted:?}");
 
     let explain = |id: &str, from: &[&str]| {
         let mut command = Command::new(bin_dir().join("baton"));
@@ -168,7 +180,7 @@ async fn explained_stages_account_for_95_percent_of_a_request() -> Result<()> {
     let unknown = explain("nobody", &by_url)?;
     let said = String::from_utf8(unknown.stderr)?;
     assert_eq!(unknown.status.code(), Some(1), "{said}");
-    assert!(said.contains("\"nobody\"") && said.contains("the last 1 that ended"), "{said}");
+    assert!(said.contains("\"nobody\"") && said.contains("the last 5 that ended"), "{said}");
 
     up.lines.wait_for("request ended")?;
     let folder = tempfile::tempdir()?;
