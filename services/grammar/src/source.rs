@@ -97,42 +97,75 @@ const FORMATS_KNOWN: [&str; 10] =
 /// Removes unknown formats, which are annotations in JSON Schema and errors in llguidance, and requires the tags of
 /// tagged unions. Only subschemas are changed, not values or names of properties.
 fn adapt(schema: &mut Value) {
+    let mut tagged = Vec::new();
+    adapt_subschema(schema, &mut tagged);
+    for (pointer, tag) in tagged {
+        if let Some(Value::Object(definition)) = schema.pointer_mut(&pointer) {
+            require_tag(definition, &tag);
+        }
+    }
+}
+
+/// Adds to `tagged` the references that are alternatives of tagged unions, each with the name of the tag.
+fn adapt_subschema(schema: &mut Value, tagged: &mut Vec<(String, String)>) {
     let Value::Object(keywords) = schema else { return };
     let format = keywords.get("format").and_then(Value::as_str);
     if format.is_some_and(|format| !FORMATS_KNOWN.contains(&format)) {
         keywords.shift_remove("format");
     }
-    require_tag(keywords);
+    adapt_tagged_union(keywords, tagged);
     for (keyword, value) in keywords {
         match (keyword.as_str(), value) {
             (
                 "properties" | "patternProperties" | "$defs" | "definitions",
                 Value::Object(schemas),
-            ) => schemas.values_mut().for_each(adapt),
+            ) => schemas.values_mut().for_each(|schema| adapt_subschema(schema, tagged)),
             ("anyOf" | "oneOf" | "allOf" | "prefixItems" | "items", Value::Array(schemas)) => {
-                schemas.iter_mut().for_each(adapt);
+                schemas.iter_mut().for_each(|schema| adapt_subschema(schema, tagged));
             }
-            ("items" | "additionalItems" | "additionalProperties", schema) => adapt(schema),
+            ("items" | "additionalItems" | "additionalProperties", schema) => {
+                adapt_subschema(schema, tagged);
+            }
             _ => {}
         }
     }
 }
 
 /// Requires the property that `discriminator` names in each alternative of `oneOf`. Pydantic does not list a tag with a
-/// default as required, but refuses a value without the tag. llguidance accepts `oneOf` only if a required property
-/// distinguishes the alternatives.
-fn require_tag(schema: &mut Map<String, Value>) {
+/// default as required, but refuses a value without the tag. The tag distinguishes the alternatives, so `anyOf` replaces
+/// `oneOf`: llguidance compares no numbers in `oneOf`. llguidance also copies the target of a reference that has sibling
+/// keywords, so the definition requires the tag, and `discriminator` is removed.
+fn adapt_tagged_union(schema: &mut Map<String, Value>, tagged: &mut Vec<(String, String)>) {
     let discriminator = schema.get("discriminator").and_then(|it| it.get("propertyName"));
     let tag = discriminator.and_then(Value::as_str).filter(|tag| tag.len() <= TAG_BYTES_MAX);
-    let Some(tag) = tag.map(Value::from) else { return };
-    let alternatives = schema.get_mut("oneOf").and_then(Value::as_array_mut);
-    for alternative in alternatives.into_iter().flatten().filter_map(Value::as_object_mut) {
-        let required = alternative.entry("required").or_insert_with(|| Value::Array(Vec::new()));
-        if let Value::Array(required) = required
-            && !required.contains(&tag)
-        {
-            required.push(tag.clone());
+    let Some(tag) = tag.map(str::to_owned) else { return };
+    let Some(Value::Array(alternatives)) = schema.get_mut("oneOf") else { return };
+    for alternative in alternatives.iter_mut().filter_map(Value::as_object_mut) {
+        let reference = alternative.get("$ref").and_then(Value::as_str);
+        match reference.and_then(|reference| reference.strip_prefix('#')) {
+            Some(pointer) => tagged.push((pointer.to_owned(), tag.clone())),
+            None => require_tag(alternative, &tag),
         }
+    }
+    if !schema.contains_key("anyOf")
+        && let Some(alternatives) = schema.shift_remove("oneOf")
+    {
+        schema.shift_remove("discriminator");
+        schema.insert("anyOf".to_owned(), alternatives);
+    }
+}
+
+/// Requires the tag in an alternative with properties. A nested union or `null` has none.
+fn require_tag(schema: &mut Map<String, Value>, tag: &str) {
+    if !schema.get("properties").is_some_and(Value::is_object) {
+        return;
+    }
+    let required = schema.entry("required").or_insert_with(|| Value::Array(Vec::new()));
+    let tag = Value::from(tag);
+    if let Value::Array(required) = required
+        && !required.contains(&tag)
+    {
+        required.push(tag);
     }
 }
 

@@ -198,6 +198,87 @@ fn tag_of_a_tagged_union_is_required() {
     }
 }
 
+/// Returns a tagged union of these definitions, as Pydantic writes it.
+fn tagged_union(definitions: &[String]) -> Value {
+    let alternatives: Vec<Value> =
+        definitions.iter().map(|name| json!({"$ref": format!("#/$defs/{name}")})).collect();
+    json!({"discriminator": {"propertyName": "kind"}, "oneOf": alternatives})
+}
+
+#[test]
+fn tagged_union_may_be_recursive() {
+    let node = tagged_union(&["Branch", "Leaf"].map(str::to_owned));
+    let mut grammar = json!({"$defs": {
+        "Branch": {"type": "object", "required": ["children"], "properties": {
+            "kind": {"const": "branch", "default": "branch", "type": "string"},
+            "children": {"type": "array", "items": node},
+        }},
+        "Leaf": {"type": "object", "properties": {
+            "kind": {"const": "leaf", "default": "leaf", "type": "string"},
+        }},
+    }});
+    grammar["$ref"] = json!("#/$defs/Branch");
+    let grammar = schema(grammar);
+    for text in [
+        r#"{"kind": "branch", "children": [{"kind": "leaf"}]}"#,
+        r#"{"kind": "branch", "children": [{"kind": "branch", "children": []}]}"#,
+    ] {
+        assert!(matches(&grammar, text), "{text}");
+    }
+    for text in [r#"{"kind": "branch", "children": [{}]}"#, r#"{"kind": "leaf"}"#] {
+        assert!(!matches(&grammar, text), "{text}");
+    }
+}
+
+#[test]
+fn integer_tags_distinguish_the_alternatives_of_a_tagged_union() {
+    let version = |number: u32, property: &str| {
+        json!({"type": "object", "required": [property], "properties": {
+            "kind": {"const": number, "type": "integer"},
+            property: {"type": "boolean"},
+        }})
+    };
+    let mut grammar = tagged_union(&["One", "Two"].map(str::to_owned));
+    grammar["$defs"] = json!({"One": version(1, "a"), "Two": version(2, "b")});
+    let grammar = schema(grammar);
+    for text in [r#"{"kind": 1, "a": true}"#, r#"{"kind": 2, "b": true}"#] {
+        assert!(matches(&grammar, text), "{text}");
+    }
+    for text in [r#"{"kind": 1, "b": true}"#, r#"{"kind": 3, "a": true}"#, r#"{"a": true}"#] {
+        assert!(!matches(&grammar, text), "{text}");
+    }
+}
+
+/// Each level doubles the paths through the schema, but not the definitions.
+#[test]
+fn alternatives_of_a_tagged_union_are_compiled_once_each() {
+    const LEVELS: usize = 16;
+    let names = |level: usize| ["A", "B"].map(|kind| format!("{kind}{level}"));
+    let mut definitions = serde_json::Map::new();
+    for level in 0..LEVELS {
+        for name in names(level) {
+            let next = match level + 1 {
+                LEVELS => json!({"type": "null"}),
+                next => tagged_union(&names(next)),
+            };
+            let definition = json!({"type": "object", "required": ["next"], "properties": {
+                "kind": {"const": name, "default": name, "type": "string"}, "next": next,
+            }});
+            definitions.insert(name, definition);
+        }
+    }
+    let mut grammar = tagged_union(&names(0));
+    grammar["$defs"] = Value::Object(definitions);
+    let grammar = schema(grammar);
+    let value = |kind: &str| {
+        (0..LEVELS).rev().fold("null".to_owned(), |next, level| {
+            format!(r#"{{"kind": "{kind}{level}", "next": {next}}}"#)
+        })
+    };
+    assert!(matches(&grammar, &value("A")) && matches(&grammar, &value("B")));
+    assert!(!matches(&grammar, &value("C")));
+}
+
 #[test]
 fn unsupported_grammars_are_rejected_with_the_reason() {
     let said = |grammar: Grammar| match COMPILER.compile(&grammar) {
