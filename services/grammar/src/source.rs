@@ -126,6 +126,12 @@ fn adapt_subschema(schema: &mut Value, tagged: &mut Vec<(String, String)>) {
             ("items" | "additionalItems" | "additionalProperties", schema) => {
                 adapt_subschema(schema, tagged);
             }
+            // OpenAPI keeps its definitions in `components.schemas`.
+            ("components", Value::Object(groups)) => {
+                if let Some(Value::Object(schemas)) = groups.get_mut("schemas") {
+                    schemas.values_mut().for_each(|schema| adapt_subschema(schema, tagged));
+                }
+            }
             _ => {}
         }
     }

@@ -153,6 +153,9 @@ fn unknown_format_of_a_string_is_an_annotation() {
     for grammar in [
         schema(json!({"type": "string", "format": "binary"})),
         schema(json!({"$ref": "#/$defs/a", "$defs": {"a": {"type": "string", "format": "byte"}}})),
+        schema(json!({"$ref": "#/components/schemas/A", "components": {"schemas": {
+            "A": {"type": "string", "format": "binary"},
+        }}})),
     ] {
         assert!(matches(&grammar, r#""x""#));
         assert!(!matches(&grammar, "1"));
