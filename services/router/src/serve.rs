@@ -11,6 +11,7 @@ use tokio_util::sync::{CancellationToken, DropGuard};
 
 use crate::{
     admin,
+    admission::Admission,
     front::{Front, ModelSource, Models, RouterSettings},
     grpc, http,
     keys::{Keys, Purpose},
@@ -124,7 +125,9 @@ pub fn start(
     let started = std::time::SystemTime::UNIX_EPOCH.elapsed().map_or(0, |since| since.as_secs());
     let http_routes = http::routes(front.clone(), metrics.clone(), started);
     let grpc_routes = grpc::routes(front.clone(), health_service)?;
-    let (weights, weights_task) = Weights::start(front.nodes.clone());
+    // The requests in flight end within the same time.
+    let weights_stop_max = front.settings.router.drain_timeout + CUT_MAX;
+    let (weights, weights_task) = Weights::start(front.nodes.clone(), weights_stop_max);
     let is_loopback = admin_address.ip().is_loopback();
     let admin_routes = admin::routes(front.clone(), weights, admin_keys, is_loopback);
     let bounds = net::Bounds::new(
@@ -226,26 +229,15 @@ impl RunningRouter {
         self.draining.cancel();
         tracing::info!(in_flight, "draining");
         let idle_min = if in_flight > 0 { NEXT_REQUEST_MAX } else { Duration::ZERO };
-        let drain = tokio::time::timeout(drain_timeout, admission.idle_for(idle_min));
+        let drain = drain(admission, &self.front.cut, drain_timeout, idle_min);
         // Nodes in an update in place serve the requests in flight only after the update has ended.
-        let (drained, weights) = tokio::join!(drain, self.weights.shutdown());
-        weights?;
-        if drained.is_err() && admission.in_flight() > 0 {
-            tracing::warn!(
-                in_flight = admission.in_flight(),
-                after = ?drain_timeout,
-                "requests are still in flight after the drain time-out and are ended"
-            );
-            self.front.cut.cancel();
-        }
-        admission.close();
-        // Requests that do not end in time are dropped with their connections.
-        let _ = tokio::time::timeout(CUT_MAX, admission.idle_for(Duration::ZERO)).await;
+        let ((), weights) = tokio::join!(drain, self.weights.shutdown());
         drop(self.stop);
         self.http_task.await?;
         self.grpc_task.await?;
         self.admin_task.await?;
         self.health.shutdown().await?;
+        weights?;
         self.watch.shutdown().await?;
         self.reload.shutdown().await?;
         self.membership.shutdown(MEMBERSHIP_MAX).await?;
@@ -255,5 +247,48 @@ impl RunningRouter {
     /// Returns a token. Cancelling it ends all requests in flight at once, before the drain time-out.
     pub fn cut(&self) -> CancellationToken {
         self.front.cut.clone()
+    }
+}
+
+/// Waits until the requests in flight have finished, and ends those that are in flight after the drain time-out.
+async fn drain(
+    admission: &Admission,
+    cut: &CancellationToken,
+    drain_timeout: Duration,
+    idle_min: Duration,
+) {
+    let drained = tokio::time::timeout(drain_timeout, admission.idle_for(idle_min)).await;
+    if drained.is_err() && admission.in_flight() > 0 {
+        tracing::warn!(
+            in_flight = admission.in_flight(),
+            after = ?drain_timeout,
+            "requests are still in flight after the drain time-out and are ended"
+        );
+        cut.cancel();
+    }
+    admission.close();
+    // Requests that do not end in time are dropped with their connections.
+    let _ = tokio::time::timeout(CUT_MAX, admission.idle_for(Duration::ZERO)).await;
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::fair_queue::{Flow, FlowName};
+
+    #[tokio::test]
+    async fn requests_end_at_the_drain_timeout_while_an_update_waits_for_its_nodes() {
+        let (admission, cut) = (Admission::new(1), CancellationToken::new());
+        let request = admission.admit(&Flow::new(FlowName::Shared), 1).unwrap();
+        let drain = drain(&admission, &cut, Duration::from_millis(1), Duration::ZERO);
+        // The update ends only after the requests.
+        let update = async {
+            cut.cancelled().await;
+            drop(request);
+        };
+        let stopped = async { tokio::join!(drain, update) };
+        let stopped = tokio::time::timeout(Duration::from_secs(60), stopped).await;
+        assert!(stopped.is_ok(), "the router waits for the update before it ends requests");
+        assert_eq!(admission.in_flight(), 0);
     }
 }

@@ -181,8 +181,8 @@ pub struct Weights {
 }
 
 impl Weights {
-    /// Starts the task.
-    pub fn start(nodes: Nodes) -> (Self, OwnedTask) {
+    /// Starts the task. `stop_max`: maximum time that the task needs to stop.
+    pub fn start(nodes: Nodes, stop_max: Duration) -> (Self, OwnedTask) {
         let (requests, received) = mpsc::channel(REQUESTS_MAX);
         let task = Task {
             nodes: nodes.clone(),
@@ -191,6 +191,7 @@ impl Weights {
             catch_ups: Vec::new(),
             targets: Targets::default(),
             catch_up_at: Instant::now(),
+            stop_max: stop_max.min(STOP_MAX),
             stops_by: None,
             calls: JoinSet::new(),
         };
@@ -323,6 +324,7 @@ struct Task {
     catch_ups: Vec<Update>,
     targets: Targets,
     catch_up_at: Instant,
+    stop_max: Duration,
     /// Deadline of the shutdown; `None` while the router serves.
     stops_by: Option<Instant>,
     calls: PendingCalls,
@@ -362,7 +364,7 @@ impl Task {
     /// Aborts the updates that are not committed: nodes that change their weights in place serve nothing until their
     /// update ends.
     fn stop(&mut self, now: Instant) {
-        self.stops_by = Some(now + STOP_MAX);
+        self.stops_by = Some(now + self.stop_max);
         for update in self.updates_mut() {
             // Aborting a committed update fails: the router still sends the commit to its nodes.
             let _ = update.abort(now, "the router stops");
