@@ -1,6 +1,6 @@
 //! Tokenizer: encodes text to token ids and decodes ids to text.
 
-use std::{mem::take, sync::Arc};
+use std::{mem::take, ops::Range, sync::Arc};
 
 use tokenizers::{
     AddedToken, AddedVocabulary, NormalizerWrapper, OffsetReferential, OffsetType, PreTokenizer,
@@ -242,6 +242,7 @@ impl Tokenizer {
                 between.push_str(segment);
                 continue;
             };
+            let control = self.with_absorbed_space(segment, control);
             let start = if index == 0 { 0 } else { control.start };
             let end = if index == marks { segment.len() } else { control.end };
             between.push_str(&segment[..start]);
@@ -252,6 +253,19 @@ impl Tokenizer {
         }
         encode(&between, SpecialTokens::AsText)?;
         Ok(ids)
+    }
+
+    /// Extends the range of control tokens by the white space that the first and the last of them absorb.
+    fn with_absorbed_space(&self, segment: &str, control: Range<usize>) -> Range<usize> {
+        let Range { start, end } = control;
+        let tokens = || self.added.get_added_tokens_decoder().values();
+        let text = &segment[start..end];
+        let absorbs_before = tokens().any(|token| token.lstrip && text.starts_with(&token.content));
+        let absorbs_after = tokens().any(|token| token.rstrip && text.ends_with(&token.content));
+        let start = if absorbs_before { segment[..start].trim_end().len() } else { start };
+        let after = &segment[end..];
+        let end = if absorbs_after { segment.len() - after.trim_start().len() } else { end };
+        start..end
     }
 
     pub(crate) fn spellings(&self) -> Option<&SpellingFinder> {

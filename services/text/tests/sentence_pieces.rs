@@ -110,6 +110,27 @@ fn no_space_is_added_around_a_special_token_that_is_text() {
 }
 
 #[test]
+fn control_token_absorbs_white_space_beside_a_special_token_that_is_text() {
+    let mut tokens = ["<unk>", "<s>", "</s>"].map(str::to_owned).to_vec();
+    tokens.extend((0..256).map(|byte| format!("<0x{byte:02X}>")));
+    tokens.extend(["▁", "a", "b"].map(str::to_owned));
+    let mut file = common::pieces_json(&tokens, json!([]));
+    file["added_tokens"][BOS as usize]["rstrip"] = json!(true);
+    file["added_tokens"][EOS as usize]["lstrip"] = json!(true);
+    let folder = common::folder(&[("tokenizer.json", &file.to_string())]);
+    let model = ModelText::open(folder.path()).unwrap();
+    let tokenizer = model.tokenizer();
+    let text = |text: &str| tokenizer.encode(text, SpecialTokens::AsText).unwrap();
+    let rendered = |text: &str| tokenizer.encode_rendered(text).unwrap();
+    assert_eq!(rendered("<s>\n a \n</s>"), [vec![BOS], text("a"), vec![EOS]].concat());
+    assert_eq!(
+        rendered("<s>\n a\u{FDD0}<s>\u{FDD0}b \n</s>b<s> \u{FDD0}</s>\u{FDD0} \n</s>"),
+        [vec![BOS], text("a<s>b"), vec![EOS], text("b"), vec![BOS], text("</s>"), vec![EOS]]
+            .concat()
+    );
+}
+
+#[test]
 fn the_added_space_can_be_disabled() {
     let model = open_gguf(&with("tokenizer.ggml.add_space_prefix", Value::Bool(false))).unwrap();
     let tokenizer = model.tokenizer();
