@@ -258,6 +258,27 @@ fn file_is_marked_as_unverified_before_its_download() -> Result<()> {
 }
 
 #[test]
+fn failed_download_does_not_hide_a_file_that_another_program_completes() -> Result<()> {
+    let file = "q4/tiny-Q4_0.gguf";
+    let without_content = [file.to_owned()].into();
+    let hub = Hub::start(Behaviour { without_content, ..tiny() })?;
+    let machine = Machine::new(&hub)?;
+    let model = format!("hf:acme/tiny@{COMMIT}/{file}");
+    let said = machine.refused(&[&model])?;
+    assert!(said.contains("404") && said.contains(file), "{said}");
+
+    let Content::Large(bytes, tag) = large(3) else { unreachable!() };
+    let blob = machine.cache().join("blobs").join(tag);
+    std::fs::write(&blob, &*bytes)?;
+    let snapshot = machine.cache().join("snapshots").join(COMMIT);
+    std::fs::create_dir_all(snapshot.join("q4"))?;
+    std::os::unix::fs::symlink(&blob, snapshot.join(file))?;
+    let offline = machine.with("HF_HUB_OFFLINE", "1");
+    assert_eq!(offline.fetch(&[&model])?, snapshot.join(file));
+    Ok(())
+}
+
+#[test]
 fn gated_model_without_a_token_is_reported() -> Result<()> {
     let token = Some("hf_right".to_owned());
     let hub = Hub::start(Behaviour { token, ..tiny() })?;

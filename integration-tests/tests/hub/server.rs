@@ -33,6 +33,8 @@ pub struct Behaviour {
     pub cut_once: BTreeMap<String, usize>,
     /// Files with a wrong SHA-256 in their header.
     pub damaged: BTreeSet<String>,
+    /// Large files whose content is missing. Their headers and their size are known.
+    pub without_content: BTreeSet<String>,
 }
 
 #[derive(Clone)]
@@ -156,7 +158,11 @@ impl Shared {
             return Reply::head(if shown.is_some() { "403 Forbidden" } else { "401 Unauthorized" });
         }
         if let Some(name) = stored {
-            let cut = (range != Some("bytes=0-0")).then(|| behaviour.cut_once.remove(name));
+            let wants_content = range != Some("bytes=0-0");
+            if wants_content && behaviour.without_content.contains(name) {
+                return Reply::head("404 Not Found");
+            }
+            let cut = wants_content.then(|| behaviour.cut_once.remove(name));
             return match behaviour.files.get(name) {
                 Some(content) => Reply::part(&content.bytes(), range, "").cut(cut.flatten()),
                 None => Reply::head("404 Not Found"),

@@ -146,7 +146,7 @@ impl Download {
                     .and_then(|()| fs::write(&unverified, ""))
                     .with_context(|| format!("cannot create {}", unverified.display()))?;
             }
-            self.retried(|| {
+            let downloaded = self.retried(|| {
                 // Delete a partial file that is complete or too long: a download cannot resume it.
                 let part = blob.with_extension(PART_EXTENSION);
                 if fs::metadata(&part).is_ok_and(|part| part.len() >= metadata.size() as u64) {
@@ -154,7 +154,12 @@ impl Download {
                 }
                 let (bar, arrived) = self.watched.clone();
                 api.download_with_progress(file, FileProgress { bar, arrived, base, bytes: 0 })
-            })?
+            });
+            if downloaded.is_err() && !blob.exists() {
+                // The mark would hide the file if another program completes the download.
+                let _ = fs::remove_file(&unverified);
+            }
+            downloaded?
         };
         let outcome = check(&path, metadata.etag(), arrived);
         if outcome.is_err() {
