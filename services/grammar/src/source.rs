@@ -161,9 +161,10 @@ fn adapt_tagged_union(schema: &mut Map<String, Value>, tagged: &mut Vec<(String,
     }
 }
 
-/// Requires the tag in an alternative with properties. A nested union or `null` has none.
+/// Requires the tag in an alternative. A nested union without properties requires its own tag.
 fn require_tag(schema: &mut Map<String, Value>, tag: &str) {
-    if !schema.get("properties").is_some_and(Value::is_object) {
+    let is_union = schema.contains_key("oneOf") || schema.contains_key("anyOf");
+    if is_union && !schema.contains_key("properties") {
         return;
     }
     let required = schema.entry("required").or_insert_with(|| Value::Array(Vec::new()));

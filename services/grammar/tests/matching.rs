@@ -201,6 +201,31 @@ fn tag_of_a_tagged_union_is_required() {
     }
 }
 
+#[test]
+fn tag_of_composed_alternatives_is_required() {
+    let animal = |kind: &str| {
+        json!({"allOf": [
+            {"$ref": "#/$defs/Base"},
+            {"type": "object", "properties": {"kind": {"const": kind}}},
+        ]})
+    };
+    let grammar = schema(json!({
+        "$defs": {
+            "Base": {"type": "object", "properties": {"name": {"type": "string"}}},
+            "Cat": animal("cat"),
+            "Dog": animal("dog"),
+        },
+        "discriminator": {"propertyName": "kind"},
+        "oneOf": [{"$ref": "#/$defs/Cat"}, {"$ref": "#/$defs/Dog"}],
+    }));
+    for text in [r#"{"name": "x", "kind": "dog"}"#, r#"{"kind": "cat"}"#] {
+        assert!(matches(&grammar, text), "{text}");
+    }
+    for text in [r#"{"name": "x"}"#, "{}", r#"{"kind": "cow"}"#] {
+        assert!(!matches(&grammar, text), "{text}");
+    }
+}
+
 /// Returns a tagged union of these definitions, as Pydantic writes it.
 fn tagged_union(definitions: &[String]) -> Value {
     let alternatives: Vec<Value> =
