@@ -129,7 +129,8 @@ impl Nodes {
         self.call_weights(node, &[], &update, None, call, Duration::ZERO).await.reply
     }
 
-    /// Makes one call of an update. `remaining`: time until the node aborts the update by itself.
+    /// Makes one call of an update. `remaining`: time until the node aborts the update by itself; zero if another router
+    /// coordinates the update.
     pub async fn call_weights(
         &self,
         node: &WeightNode,
@@ -167,6 +168,9 @@ impl Nodes {
                     client.begin(request).await
                 }
                 CoordinatorCall::Status => {
+                    // While the coordinator of the named update calls, a prepared node does not ask its peers.
+                    let is_coordinator = !remaining.is_zero();
+                    let update_id = if is_coordinator { update_id } else { Default::default() };
                     client.status(v1::WeightsStatusRequest { node_epoch, update_id }).await
                 }
                 CoordinatorCall::Commit { version } => {
