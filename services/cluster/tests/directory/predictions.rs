@@ -251,7 +251,7 @@ fn prefix_in_memory_is_preferred_to_a_tier_and_a_tier_to_computing() {
     assert_eq!(picked(&[13, 12], 100_000), (epoch(12), 800));
     // A node computes what it would load more slowly.
     assert_eq!(picked(&[12], 1_000_000).1, 0);
-    // Of two tiers, the faster one.
+    // Two nodes hold the prefix in tiers: the node with the faster tier is chosen.
     assert_eq!(picked_of(&[13, 12, 14], 10_000, 100_000), (epoch(14), 800));
     assert_eq!(picked_of(&[13, 14, 12], 200_000, 100_000), (epoch(12), 800));
 }
