@@ -3,6 +3,7 @@
 
 use std::{
     collections::{BTreeMap, BTreeSet},
+    net::SocketAddr,
     process::{Command, ExitCode},
     sync::{Arc, Mutex},
     time::{Duration, Instant},
@@ -28,6 +29,7 @@ use proto::v1::{
     grammar::Kind, inference_client::InferenceClient,
 };
 use serde_json::json;
+use tokio::task::JoinHandle;
 use tonic::{Request, Response, Status, transport::server::TcpIncoming};
 
 fn main() -> ExitCode {
@@ -92,15 +94,20 @@ fn hex(bytes: &[u8]) -> String {
 }
 
 // The collector must respond while the test waits for processes to end.
-async fn a_request_is_one_trace_from_router_to_decode_node() -> Result<()> {
+type CollectorServer = JoinHandle<Result<(), tonic::transport::Error>>;
+
+/// Starts a collector of spans. Returns the collector, its address and its task.
+fn start_collector() -> Result<(Collector, SocketAddr, CollectorServer)> {
     let collector = Collector::default();
     let incoming = TcpIncoming::bind("127.0.0.1:0".parse()?)?;
     let address = incoming.local_addr()?;
-    let server = tokio::spawn(
-        tonic::transport::Server::builder()
-            .add_service(TraceServiceServer::new(collector.clone()))
-            .serve_with_incoming(incoming),
-    );
+    let service = TraceServiceServer::new(collector.clone());
+    let server = tonic::transport::Server::builder().add_service(service);
+    Ok((collector, address, tokio::spawn(server.serve_with_incoming(incoming))))
+}
+
+async fn a_request_is_one_trace_from_router_to_decode_node() -> Result<()> {
+    let (collector, address, server) = start_collector()?;
     let spec = ClusterSpec::smollm2()
         .set("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", format!("http://{address}"))
         .set("OTEL_EXPORTER_OTLP_HEADERS", "x-tenant=one")
@@ -177,14 +184,7 @@ async fn a_request_is_one_trace_from_router_to_decode_node() -> Result<()> {
 }
 
 async fn load_from_a_tier_is_a_span_of_its_request() -> Result<()> {
-    let collector = Collector::default();
-    let incoming = TcpIncoming::bind("127.0.0.1:0".parse()?)?;
-    let address = incoming.local_addr()?;
-    let server = tokio::spawn(
-        tonic::transport::Server::builder()
-            .add_service(TraceServiceServer::new(collector.clone()))
-            .serve_with_incoming(incoming),
-    );
+    let (collector, address, server) = start_collector()?;
     let folder = tempfile::tempdir()?;
     let spec = ClusterSpec::smollm2()
         .nodes(0, 1)
@@ -379,14 +379,7 @@ async fn send_planted_by_stream_tool_call_and_grpc(cluster: &Cluster, key: &str)
 async fn no_log_span_metric_or_error_contains_a_key_a_prompt_or_an_answer() -> Result<()> {
     let template = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/tool_template.jinja");
     for format in ["json", "pretty"] {
-        let collector = Collector::default();
-        let incoming = TcpIncoming::bind("127.0.0.1:0".parse()?)?;
-        let address = incoming.local_addr()?;
-        let server = tokio::spawn(
-            tonic::transport::Server::builder()
-                .add_service(TraceServiceServer::new(collector.clone()))
-                .serve_with_incoming(incoming),
-        );
+        let (collector, address, server) = start_collector()?;
         let folder = tempfile::tempdir()?;
         let keys = folder.path().join("keys.toml");
         let key = new_key(&keys)?;
