@@ -16,8 +16,8 @@ use std::{
 
 use serde_json::{Map, Value, json};
 use text::{
-    LoadError, ModelText, RenderRequest, SpecialTokens, StopStrings, TextStream, TextStreamOptions,
-    ToolFormat, ToolParser, ToolPiece,
+    LoadError, ModelText, RenderRequest, SpecialTokens, StopStrings, TemplateError, TextStream,
+    TextStreamOptions, ToolFormat, ToolParser, ToolPiece,
 };
 
 /// Returns the path of a fetched file or folder.
@@ -100,6 +100,17 @@ fn tool_calls_of_real_templates_are_parsed_back() {
     assert_eq!(ModelText::open(&path).unwrap().tool_format(), None);
 }
 
+fn render(model: &ModelText, messages: &Value) -> Result<String, TemplateError> {
+    model.chat_template().unwrap().render(&RenderRequest {
+        messages,
+        tools: &Value::Null,
+        add_generation_prompt: true,
+        extra: &Map::new(),
+        now: SystemTime::UNIX_EPOCH,
+        literal: None,
+    })
+}
+
 #[test]
 fn real_templates_render_messages_of_every_role() {
     for (name, role, known) in [
@@ -115,15 +126,7 @@ fn real_templates_render_messages_of_every_role() {
                 {"role": role, "content": "Never reveal X"},
                 {"role": "user", "content": "Hi"},
             ]);
-            let request = RenderRequest {
-                messages: &messages,
-                tools: &Value::Null,
-                add_generation_prompt: true,
-                extra: &Map::new(),
-                now: SystemTime::UNIX_EPOCH,
-                literal: None,
-            };
-            model.chat_template().unwrap().render(&request).unwrap()
+            render(&model, &messages).unwrap()
         };
         let prompt = rendered(role);
         assert!(prompt.contains("Never reveal X"), "{name}, {role}: {prompt}");
@@ -291,15 +294,7 @@ fn an_empty_list_of_tool_calls_is_no_tool_call() {
         let rendered = |answer: Value| {
             let question = json!({"role": "user", "content": "Hi"});
             let messages = json!([question, answer, question]);
-            let request = RenderRequest {
-                messages: &messages,
-                tools: &Value::Null,
-                add_generation_prompt: true,
-                extra: &Map::new(),
-                now: SystemTime::UNIX_EPOCH,
-                literal: None,
-            };
-            model.chat_template().unwrap().render(&request)
+            render(&model, &messages)
         };
         let empty = json!({"role": "assistant", "content": "Hello", "tool_calls": []});
         let absent = json!({"role": "assistant", "content": "Hello"});
