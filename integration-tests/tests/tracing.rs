@@ -80,11 +80,23 @@ impl TraceService for Collector {
     }
 }
 
+fn value<'a>(attributes: &'a [KeyValue], key: &str) -> Option<&'a Value> {
+    let found = attributes.iter().find(|attribute| attribute.key == key)?;
+    found.value.as_ref()?.value.as_ref()
+}
+
 /// Returns the text of an attribute.
 fn text<'a>(attributes: &'a [KeyValue], key: &str) -> Option<&'a str> {
-    let found = attributes.iter().find(|attribute| attribute.key == key)?;
-    match found.value.as_ref()?.value.as_ref()? {
+    match value(attributes, key)? {
         Value::StringValue(text) => Some(text),
+        _ => None,
+    }
+}
+
+/// Returns the integer of an attribute.
+fn integer(attributes: &[KeyValue], key: &str) -> Option<i64> {
+    match value(attributes, key)? {
+        Value::IntValue(integer) => Some(*integer),
         _ => None,
     }
 }
@@ -225,8 +237,8 @@ async fn load_from_a_tier_is_a_span_of_its_request() -> Result<()> {
             assert_eq!(hex(&request.1.parent_span_id), CALLER);
             assert_eq!(attempt.1.parent_span_id, request.1.span_id);
             assert_eq!(load.1.parent_span_id, attempt.1.span_id);
-            let tokens = (16 * blocks).to_string();
-            assert_eq!(text(&load.1.attributes, "loaded_tokens"), Some(tokens.as_str()));
+            let tokens = 16 * blocks as i64;
+            assert_eq!(integer(&load.1.attributes, "loaded_tokens"), Some(tokens));
             break;
         }
         ensure!(Instant::now() < deadline, "expected {wanted:?}: {spans:?}");
@@ -447,9 +459,20 @@ fn check_kinds(spans: &[(String, Span)]) {
     let attributes = &request.1.attributes;
     assert_eq!(text(attributes, "gen_ai.operation.name"), Some("text_completion"));
     assert_eq!(text(attributes, "gen_ai.provider.name"), Some("baton"));
-    let tokens = attributes.iter().find(|it| it.key == "gen_ai.usage.output_tokens");
-    let tokens = tokens.and_then(|tokens| tokens.value.as_ref()?.value.clone());
-    assert_eq!(tokens, Some(Value::IntValue(8)));
+    assert_eq!(integer(attributes, "gen_ai.usage.output_tokens"), Some(8));
+    let ended = request.1.events.iter().find(|event| event.name == "request ended");
+    let ended = &ended.expect("the end of the request").attributes;
+    assert_eq!(integer(ended, "completion_tokens"), Some(8));
+    assert!(matches!(value(ended, "duration_ms"), Some(Value::DoubleValue(_))), "{ended:?}");
+    for (service, span) in spans {
+        let events = span.events.iter().flat_map(|event| &event.attributes);
+        for attribute in span.attributes.iter().chain(events) {
+            let shown = text(std::slice::from_ref(attribute), &attribute.key);
+            let is_number = shown.is_some_and(|text| text.parse::<f64>().is_ok());
+            let is_id = attribute.key.ends_with("_id");
+            assert!(is_id || !is_number, "{service} {}: {attribute:?} is text", span.name);
+        }
+    }
 }
 
 /// Checks that the sender's transfer span is a child of the receiver's: `RESERVE` carries the
@@ -465,6 +488,11 @@ fn check_transfer(spans: &[(String, Span)]) {
         first
     };
     let (sent, received) = (transfer_of("prefill-node"), transfer_of("decode-node"));
+    for span in [sent, received] {
+        for key in ["bytes", "chunks"] {
+            assert!(integer(&span.attributes, key) > Some(0), "{key}: {:?}", span.attributes);
+        }
+    }
     let names: BTreeMap<String, String> = spans
         .iter()
         .map(|(service, span)| (hex(&span.span_id), format!("{service} {}", span.name)))

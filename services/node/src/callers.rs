@@ -195,18 +195,18 @@ impl Stages {
     fn end(&mut self, stage: Stage, attributes: &StageAttributes) {
         let Some(span) = self.open[stage as usize].take() else { return };
         if let Some(cached_tokens) = attributes.cached_tokens {
-            span.record("cached_tokens", cached_tokens);
+            span.record("cached_tokens", spans::integer(cached_tokens));
         }
         if let Some(loaded_tokens) = attributes.loaded_tokens {
-            span.record("loaded_tokens", loaded_tokens);
+            span.record("loaded_tokens", spans::integer(loaded_tokens));
         }
         if let Some(error) = &attributes.error {
             span.record("error", error.as_str());
             spans::failed(&span, error.clone());
         }
         if let Some(stats) = &attributes.transferred {
-            span.record("bytes", stats.bytes);
-            span.record("chunks", stats.chunks);
+            span.record("bytes", spans::integer(stats.bytes));
+            span.record("chunks", spans::integer(stats.chunks));
         }
     }
 

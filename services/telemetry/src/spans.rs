@@ -38,6 +38,12 @@ pub fn request_ended(
     }
 }
 
+/// Returns an integer as the type that is exported as a number. Unsigned fields of spans and log lines are exported as
+/// text.
+pub fn integer(value: impl TryInto<i64>) -> i64 {
+    value.try_into().unwrap_or(i64::MAX)
+}
+
 /// Sets the outcome of an attempt in its exported span.
 pub fn attempt_ended(span: &Span, outcome: &'static str) {
     span.set_attribute("outcome", outcome);

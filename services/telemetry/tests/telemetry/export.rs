@@ -17,7 +17,7 @@ use telemetry::{
 };
 use tokio::net::TcpListener;
 use tonic::metadata::MetadataMap;
-use tracing::{dispatcher::with_default, info_span};
+use tracing::{dispatcher::with_default, field, info_span};
 
 use crate::{collector::Collector, start};
 
@@ -48,7 +48,7 @@ async fn one_trace_spans_all_processes_with_parents_and_children() {
         let request = info_span!("request");
         propagation::set_parent_from_http(&request, &headers);
         let _entered = request.enter();
-        let attempt = info_span!("attempt", number = 1);
+        let attempt = info_span!("attempt");
         propagation::inject_grpc(&attempt, &mut metadata);
     });
     let control_message = with_default(&prefill.dispatch(), || {
@@ -84,7 +84,9 @@ async fn span_of_a_request_has_its_kind_the_genai_names_and_its_status() {
     let (telemetry, _) = start("router", Some(collector.url.clone()));
     let request = REQUEST;
     with_default(&telemetry.dispatch(), || {
-        let complete = info_span!("complete", otel.kind = "server");
+        let complete =
+            info_span!("complete", otel.kind = "server", tokens = field::Empty, seconds = 1.5);
+        complete.record("tokens", spans::integer(7_u64));
         spans::request_ended(&complete, "smollm2", &request, &["stop", "length"]);
         let late = info_span!("late", otel.kind = "server");
         let end = RequestEnd::Deadline;
@@ -108,6 +110,8 @@ async fn span_of_a_request_has_its_kind_the_genai_names_and_its_status() {
         ("gen_ai.request.model", r#""smollm2""#),
         ("gen_ai.usage.input_tokens", "IntValue(100)"),
         ("gen_ai.usage.output_tokens", "IntValue(11)"),
+        ("tokens", "IntValue(7)"),
+        ("seconds", "DoubleValue(1.5)"),
         ("gen_ai.response.finish_reasons", r#""length""#),
     ] {
         assert!(complete[key].contains(value), "{key}: {}", complete[key]);
