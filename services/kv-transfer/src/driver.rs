@@ -181,9 +181,8 @@ mod tests {
 
     use super::*;
     use crate::{
-        TransferLimits,
-        api::{TransferFailure, TransferId, test_identity},
-        protocol::Local,
+        api::{TransferFailure, TransferId},
+        protocol::test_local,
         transport::DataError,
     };
 
@@ -225,20 +224,7 @@ mod tests {
     }
 
     fn driver() -> TransferDriver<IdleTransport, FullLinks> {
-        let core = Core::new(
-            Instant::now(),
-            Local {
-                epoch: Epoch(1),
-                identity: test_identity(),
-                control_endpoint: "tcp://node:1".to_owned(),
-                data_endpoint: "tcp://node:2".to_owned(),
-                transports: vec!["tcp".to_owned()],
-                integrity: vec!["xxh3".to_owned()],
-                block_bytes: 16,
-                limits: TransferLimits::default(),
-            },
-        );
-        TransferDriver::new(core, IdleTransport, FullLinks)
+        TransferDriver::new(Core::new(Instant::now(), test_local()), IdleTransport, FullLinks)
     }
 
     fn expect(transfer: u128) -> Input {

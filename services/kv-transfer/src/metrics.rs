@@ -102,6 +102,8 @@ pub(crate) struct Metrics {
 impl Metrics {
     /// Publishes the counters and gauges of the protocol.
     pub fn publish(&self, core: &Core) {
+        // A data thread may set the path after the driver has closed the pair.
+        locked(&self.paths).retain(|peer, _| core.has_pair(*peer));
         let peers = core.pairs().map(|pair| PeerMetrics {
             node_id: pair.peer.node_id.clone(),
             path: self.path(pair.peer.epoch, pair.transport()).to_owned(),
@@ -161,5 +163,37 @@ impl Metrics {
     fn path(&self, peer: Epoch, agreed: &str) -> &'static str {
         let path = locked(&self.paths).get(&peer).copied();
         path.or_else(|| TransferKind::from_offer(agreed)).map_or("", TransferKind::name)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Instant;
+
+    use super::*;
+    use crate::{
+        api::{Command, PeerAddress},
+        protocol::{Local, test_local},
+    };
+
+    #[test]
+    fn path_that_is_set_after_its_pair_was_closed_is_removed() {
+        let (present, departed, now) = (Epoch(2), Epoch(3), Instant::now());
+        let transports = vec!["ipc".to_owned(), "tcp".to_owned()];
+        let mut core = Core::new(now, Local { transports, ..test_local() });
+        let peer = PeerAddress {
+            node_id: "peer".to_owned(),
+            epoch: present,
+            control_endpoint: "tcp://peer:1".to_owned(),
+        };
+        core.handle_command(now, Command::Connect { peer, sends: false, guard: None });
+        let metrics = Metrics::default();
+        for peer in [present, departed] {
+            metrics.set_path(peer, TransferKind::Ipc);
+        }
+        metrics.publish(&core);
+        assert_eq!(metrics.read().peers[0].path, "ipc");
+        assert!(metrics.is_connected(present));
+        assert!(!metrics.is_connected(departed));
     }
 }

@@ -218,10 +218,7 @@ impl Chunks {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::{
-        api::{Epoch, test_identity},
-        config::TransferLimits,
-    };
+    use crate::{config::TransferLimits, protocol::test_local};
 
     fn blocks(count: u32) -> Vec<BlockId> {
         (0..count).map(BlockId).collect()
@@ -230,16 +227,7 @@ mod tests {
     fn chunks(reserved: Range<u32>, chunk_blocks: usize) -> Chunks {
         let limits =
             TransferLimits { chunk_bytes_max: 10 * chunk_blocks, ..TransferLimits::default() };
-        let local = Local {
-            epoch: Epoch(1),
-            identity: test_identity(),
-            control_endpoint: String::new(),
-            data_endpoint: String::new(),
-            transports: Vec::new(),
-            integrity: Vec::new(),
-            block_bytes: 10,
-            limits,
-        };
+        let local = Local { block_bytes: 10, limits, ..test_local() };
         Chunks::new(TransferId(1), reserved, &local)
     }
 

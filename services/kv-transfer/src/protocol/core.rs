@@ -235,6 +235,10 @@ impl Core {
         self.pairs.values()
     }
 
+    pub fn has_pair(&self, peer: Epoch) -> bool {
+        self.pairs.contains_key(&peer)
+    }
+
     /// Returns the table sizes: transfers, early ones among them, tombstones.
     pub fn table_sizes(&self) -> (usize, usize, usize) {
         (self.transfers.len(), self.early_count(), self.tombstones.len())

@@ -107,6 +107,21 @@ pub struct Local {
     pub limits: TransferLimits,
 }
 
+/// The process in unit tests.
+#[cfg(test)]
+pub(crate) fn test_local() -> Local {
+    Local {
+        epoch: Epoch(1),
+        identity: crate::api::test_identity(),
+        control_endpoint: "tcp://node:1".to_owned(),
+        data_endpoint: "tcp://node:2".to_owned(),
+        transports: vec!["tcp".to_owned()],
+        integrity: vec!["xxh3".to_owned()],
+        block_bytes: 16,
+        limits: TransferLimits::default(),
+    }
+}
+
 /// Counters of the protocol since the start of the process.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Counters {
