@@ -16,7 +16,7 @@ use integration_tests::{
 use serde_json::{Value, json};
 
 use crate::{
-    COMMITTED_WITHIN, STREAMED, admin, committed, labelled_tokens, name_model, report, trained,
+    STREAMED, admin, committed, labelled_tokens, name_model, trained, wait_field, wait_phase,
     wait_version,
 };
 
@@ -108,24 +108,12 @@ async fn paused_nodes_serve_nothing_until_they_resume() -> Result<()> {
         let live = node.get("/live").await?.status.as_u16();
         anyhow::Ok((ready, live))
     };
-    let wait_pauses = async |pause: Value| -> Result<()> {
-        let deadline = Instant::now() + COMMITTED_WITHIN;
-        loop {
-            let report = report(&cluster).await?;
-            let nodes = report["nodes"].as_array().context("a list of nodes")?.clone();
-            if nodes.iter().all(|node| node["pause"] == pause) {
-                return Ok(());
-            }
-            ensure!(Instant::now() < deadline, "not {pause}: {report}");
-            tokio::time::sleep(Duration::from_millis(5)).await;
-        }
-    };
 
     let mut stream = client.stream("/v1/completions", &greedy_body(&prompt, STREAMED)).await?;
     let mut events = vec![stream.next().await?.context("the first token")?];
     let paused = admin.post("/v1/weights/pause?mode=keep_kv&timeout_s=45", &json!({})).await?;
     assert_eq!(paused.status, 200, "{}", String::from_utf8_lossy(&paused.body));
-    wait_pauses(json!("paused")).await?;
+    wait_field(&cluster, "pause", &json!("paused")).await?;
     assert_eq!(ready().await?, (503, 200));
     let resume = async {
         let begun = Instant::now();
@@ -144,13 +132,13 @@ async fn paused_nodes_serve_nothing_until_they_resume() -> Result<()> {
     events.extend(stream.all().await?);
     let tokens: Vec<u32> = events.iter().flat_map(|event| event.token_ids()).collect();
     assert_eq!(tokens, expected, "the stream continues where it stopped");
-    wait_pauses(Value::Null).await?;
+    wait_field(&cluster, "pause", &Value::Null).await?;
     assert_eq!(ready().await?, (200, 200));
 
     // An update is committed during a pause, which ends by itself.
     admin.post("/v1/weights/pause?mode=wait&timeout_s=3", &json!({})).await?;
     committed(&cluster, &new).await?;
-    wait_pauses(Value::Null).await?;
+    wait_field(&cluster, "pause", &Value::Null).await?;
     assert_ne!(client.greedy(&prompt, STREAMED).await?, expected);
 
     for (path, words) in [
@@ -178,18 +166,7 @@ async fn stream_over_update(
     let begun = admin.post("/v1/weights/begin", &body).await?;
     ensure!(begun.status == 200, "{}", String::from_utf8_lossy(&begun.body));
     let id = begun.json()["update"]["id"].as_str().context("an id")?.to_owned();
-    let wait_phase = async |phase: &str| -> Result<Value> {
-        let deadline = Instant::now() + COMMITTED_WITHIN;
-        loop {
-            let report = report(cluster).await?;
-            if report["update"]["phase"] == phase {
-                return Ok(report["update"]["weight_version"].clone());
-            }
-            ensure!(Instant::now() < deadline, "not {phase}: {report}");
-            tokio::time::sleep(Duration::from_millis(5)).await;
-        }
-    };
-    wait_phase("prepared").await?;
+    wait_phase(&admin, "prepared").await?;
     let mut body = greedy_body(&run_named("code").prompt_ids, STREAMED);
     body["return_weight_version"] = json!(true);
     let mut stream = client.stream("/v1/completions", &body).await?;
@@ -200,8 +177,8 @@ async fn stream_over_update(
     }
     admin.post(&format!("/v1/weights/{id}/commit"), &json!({})).await?;
     events.extend(stream.all().await?);
-    let version = wait_phase("committed").await?;
-    wait_version(cluster, &version).await?;
+    let report = wait_phase(&admin, "committed").await?;
+    wait_version(cluster, &report["update"]["weight_version"]).await?;
     let (tokens, versions) = labelled_tokens(&events);
     let reasons = events.iter().filter(|event| !event.is_done());
     let mut reasons = reasons.map(|event| event.json()["choices"][0]["finish_reason"].clone());

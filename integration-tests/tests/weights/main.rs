@@ -10,7 +10,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use anyhow::{Context, Result, ensure};
+use anyhow::{Result, ensure};
 use integration_tests::{
     client::{Client, Event},
     cluster::{Cluster, ClusterSpec, Service, smollm2},
@@ -106,16 +106,34 @@ fn labelled_tokens(events: &[Event]) -> (Vec<u32>, Vec<Value>) {
     (events().flat_map(Event::token_ids).collect(), events().flat_map(labels).collect())
 }
 
-/// Waits until every node that the router sees has this version.
-async fn wait_version(cluster: &Cluster, version: &Value) -> Result<()> {
+/// Waits until the report of a router meets a condition, and returns the report.
+async fn wait_report(admin: &Client, is_met: impl Fn(&Value) -> bool) -> Result<Value> {
     let deadline = Instant::now() + COMMITTED_WITHIN;
     loop {
-        let report = report(cluster).await?;
-        let nodes = report["nodes"].as_array().context("a list of nodes")?.clone();
-        if nodes.iter().all(|node| node["weight_version"] == *version) {
-            return Ok(());
+        let report = admin.get_json("/v1/weights").await?.1;
+        if is_met(&report) {
+            return Ok(report);
         }
         ensure!(Instant::now() < deadline, "{report}");
         tokio::time::sleep(Duration::from_millis(10)).await;
     }
+}
+
+/// Waits until the latest update of a router is in this phase, and returns the report.
+async fn wait_phase(admin: &Client, phase: &str) -> Result<Value> {
+    wait_report(admin, |report| report["update"]["phase"] == phase).await
+}
+
+/// Waits until this field of every node that the router sees has this value.
+async fn wait_field(cluster: &Cluster, field: &str, value: &Value) -> Result<()> {
+    let is_met = |report: &Value| {
+        let nodes = report["nodes"].as_array();
+        nodes.is_some_and(|nodes| nodes.iter().all(|node| node[field] == *value))
+    };
+    wait_report(&admin(cluster), is_met).await.map(drop)
+}
+
+/// Waits until every node that the router sees has this version.
+async fn wait_version(cluster: &Cluster, version: &Value) -> Result<()> {
+    wait_field(cluster, "weight_version", version).await
 }

@@ -7,7 +7,6 @@ use std::{
 
 use anyhow::{Context, Result, ensure};
 use integration_tests::{
-    client::Client,
     cluster::{Cluster, ClusterSpec, SECRET, Service, node_client},
     golden::run_named,
 };
@@ -21,7 +20,7 @@ use tonic::transport::Channel;
 
 use crate::{
     COMMITTED_WITHIN, TOKENS, admin, admin_of, committed, name_model, report, trained, update_with,
-    wait_version,
+    wait_phase, wait_report, wait_version,
 };
 
 #[tokio::test]
@@ -56,19 +55,6 @@ async fn routers_do_not_replace_the_weights_of_each_other() -> Result<()> {
     cluster.stop()
 }
 
-/// Waits until the report of a router meets a condition, and returns the report.
-async fn wait_report(admin: &Client, is_met: impl Fn(&Value) -> bool) -> Result<Value> {
-    let deadline = Instant::now() + COMMITTED_WITHIN;
-    loop {
-        let report = admin.get_json("/v1/weights").await?.1;
-        if is_met(&report) {
-            return Ok(report);
-        }
-        ensure!(Instant::now() < deadline, "{report}");
-        tokio::time::sleep(Duration::from_millis(10)).await;
-    }
-}
-
 /// The router dies after one of two nodes has committed. An abort at another router changes nothing.
 #[tokio::test]
 async fn prepared_node_without_a_router_commits_as_its_peer_did() -> Result<()> {
@@ -80,7 +66,7 @@ async fn prepared_node_without_a_router_commits_as_its_peer_did() -> Result<()> 
     let admin = admin_of(&second);
     wait_report(&admin, |report| report["nodes"].as_array().map(Vec::len) == Some(2)).await?;
     admin.post("/v1/weights/begin", &json!({"path": new})).await?;
-    let report = wait_report(&admin, |report| report["update"]["phase"] == "prepared").await?;
+    let report = wait_phase(&admin, "prepared").await?;
     second.kill();
     let shown_id = report["update"]["id"].as_str().context("an id")?;
     let id = u128::from_str_radix(shown_id, 16)?;
@@ -116,11 +102,7 @@ async fn of_two_routers_that_begin_at_once_at_least_one_commits() -> Result<()> 
         Cluster::start_with_client(name_model(ClusterSpec::smollm2().nodes(0, 2))).await?;
     let second = cluster.start_router("second", "127.0.0.1:0")?;
     let admins = [admin(&cluster), admin_of(&second)];
-    let deadline = Instant::now() + COMMITTED_WITHIN;
-    while admins[1].get_json("/v1/weights").await?.1["nodes"].as_array().map(Vec::len) != Some(2) {
-        ensure!(Instant::now() < deadline, "the second router sees no nodes");
-        tokio::time::sleep(Duration::from_millis(10)).await;
-    }
+    wait_report(&admins[1], |report| report["nodes"].as_array().map(Vec::len) == Some(2)).await?;
     let disk = || json!({"transport": "disk"});
     let (first, second) = tokio::try_join!(
         update_with(&admins[0], &paths[0], disk()),
@@ -149,22 +131,12 @@ async fn of_two_routers_that_begin_at_once_at_least_one_commits() -> Result<()> 
 /// Begins an update at a router and waits until it is prepared. Returns its id.
 async fn prepared(router: &Service, path: &Path) -> Result<String> {
     let admin = admin_of(router);
-    let deadline = Instant::now() + COMMITTED_WITHIN;
     let has_nodes = |report: &Value| report["nodes"].as_array().is_some_and(|it| !it.is_empty());
-    while !has_nodes(&admin.get_json("/v1/weights").await?.1) {
-        ensure!(Instant::now() < deadline, "the router sees no node");
-        tokio::time::sleep(Duration::from_millis(10)).await;
-    }
+    wait_report(&admin, has_nodes).await?;
     let begun = admin.post("/v1/weights/begin", &json!({"path": path})).await?.json();
     let id = begun["update"]["id"].as_str().context("an id")?.to_owned();
-    loop {
-        let report = admin.get_json("/v1/weights").await?.1;
-        if report["update"]["phase"] == "prepared" {
-            return Ok(id);
-        }
-        ensure!(Instant::now() < deadline, "{report}");
-        tokio::time::sleep(Duration::from_millis(10)).await;
-    }
+    wait_phase(&admin, "prepared").await?;
+    Ok(id)
 }
 
 /// Nodes in place serve nothing until an update ends. A router that stops aborts its update, and another router aborts the

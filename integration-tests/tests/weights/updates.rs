@@ -18,7 +18,7 @@ use tokio::{io::AsyncWriteExt, net::UnixListener};
 
 use crate::{
     COMMITTED_WITHIN, STREAMED, TOKENS, admin, committed, labelled_tokens, name_model, report,
-    trained, update, update_by, wait_version,
+    trained, update, update_by, wait_phase, wait_version,
 };
 
 /// Returns the greedy tokens of a cluster that serves these weights from its start.
@@ -112,13 +112,10 @@ async fn weights_change_in_place_and_are_restored_after_an_abort() -> Result<()>
     let admin = admin(&cluster);
     let begun = admin.post("/v1/weights/begin", &json!({"path": smollm2()})).await?.json();
     let id = begun["update"]["id"].as_str().context("an id")?.to_owned();
-    let deadline = Instant::now() + COMMITTED_WITHIN;
-    while self::report(&cluster).await?["update"]["phase"] != "prepared" {
-        ensure!(Instant::now() < deadline, "{}", self::report(&cluster).await?);
-        tokio::time::sleep(Duration::from_millis(10)).await;
-    }
+    wait_phase(&admin, "prepared").await?;
     admin.post(&format!("/v1/weights/{id}/abort"), &json!({})).await?;
     // The nodes restore the weights themselves, or the router sees first that they need an update.
+    let deadline = Instant::now() + COMMITTED_WITHIN;
     for node in cluster.prefill.iter().chain(&cluster.decode) {
         while node.log().matches("no valid weights").count() < 2 {
             ensure!(Instant::now() < deadline, "{}", node.log());
@@ -314,11 +311,7 @@ async fn node_that_restarts_catches_up_and_a_prepared_update_can_be_aborted() ->
         (second.status.as_u16(), second.json()["error"]["code"].as_str()),
         (409, Some("update_running"))
     );
-    let deadline = Instant::now() + COMMITTED_WITHIN;
-    while report(&cluster).await?["update"]["phase"] != "prepared" {
-        ensure!(Instant::now() < deadline, "{}", report(&cluster).await?);
-        tokio::time::sleep(Duration::from_millis(10)).await;
-    }
+    wait_phase(&admin, "prepared").await?;
     assert_eq!(client.greedy(&run.prompt_ids, TOKENS).await?, before);
     let command = |arguments: &[&str]| -> Result<String> {
         let mut command = std::process::Command::new(bin_dir().join("baton"));
@@ -330,10 +323,7 @@ async fn node_that_restarts_catches_up_and_a_prepared_update_can_be_aborted() ->
     };
     let text = command(&["abort", &id])?;
     assert!(text.contains(&format!("update {id}: abort")), "{text}");
-    while report(&cluster).await?["update"]["phase"] != "aborted" {
-        ensure!(Instant::now() < deadline, "{}", report(&cluster).await?);
-        tokio::time::sleep(Duration::from_millis(10)).await;
-    }
+    wait_phase(&admin, "aborted").await?;
 
     let text = command(&["status"])?;
     assert!(text.contains(&format!("update {id}: aborted: an operator aborted it")), "{text}");
