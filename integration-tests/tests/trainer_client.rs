@@ -10,12 +10,35 @@ use weight_transfer::{Chunk, Plan, Tensor};
 /// Tensor, first byte and number of bytes of each piece of a chunk.
 type Pieces = Vec<(usize, u64, u64)>;
 
-/// Runs a Python script whose first argument is the folder of the trainer's client. Returns what it prints.
+/// The first lines of every script: the trainer's client, and `serve` for a router that answers as the script says.
+const HEAD: &str = r#"
+import http.server, json, sys, tempfile, threading, types
+sys.path.insert(0, sys.argv[1])
+import baton_weights
+from baton_weights import OutcomeUnknown, UpdateError, WeightUpdater
+folder = tempfile.TemporaryDirectory()
+# Calls answer_to(method, path), which returns status and body, or None to close the connection without an answer.
+def serve(answer_to):
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            answer = answer_to(self.command, self.path)
+            if answer is not None:
+                self.send_response(answer[0])
+                self.end_headers()
+                self.wfile.write(answer[1])
+        do_POST = do_GET
+        def log_message(self, *args):
+            pass
+    server = http.server.HTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    return server, f"http://127.0.0.1:{server.server_port}"
+"#;
+
+/// Runs a Python script that can use the trainer's client. Returns what it prints.
 fn run_with_client(script: &str) -> Result<String> {
-    let client =
-        concat!(env!("CARGO_MANIFEST_DIR"), "/../services/weight-transfer/client").to_owned();
+    let client = concat!(env!("CARGO_MANIFEST_DIR"), "/../services/weight-transfer/client");
     let mut python = Command::new("python3");
-    let output = output(python.args(["-c", script, &client]))?;
+    let output = output(python.args(["-c", &format!("{HEAD}{script}"), client]))?;
     assert!(output.status.success(), "{output:?}");
     Ok(String::from_utf8(output.stdout)?)
 }
@@ -24,33 +47,19 @@ fn run_with_client(script: &str) -> Result<String> {
 #[test]
 fn trainer_client_reports_answers_that_it_cannot_read() -> Result<()> {
     let script = r#"
-import http.server, sys, tempfile, threading
-sys.path.insert(0, sys.argv[1])
-import baton_weights
-answer = b""
-class Server(http.server.BaseHTTPRequestHandler):
-    def do_GET(self):
-        self.send_response(200)
-        self.end_headers()
-        self.wfile.write(answer)
-    do_POST = do_GET
-    def log_message(self, *args):
-        pass
-server = http.server.HTTPServer(("127.0.0.1", 0), Server)
-threading.Thread(target=server.serve_forever, daemon=True).start()
-folder = tempfile.TemporaryDirectory()
-updater = baton_weights.WeightUpdater(f"http://127.0.0.1:{server.server_port}", folder.name, ".")
+server, url = serve(lambda method, path: (200, answer))
+updater = WeightUpdater(url, folder.name, ".")
 for answer in (b"<html>", b"", b"{}", b'{"update": null}', b'{"update": {}}'):
     try:
         updater.push({})
         sys.exit(f"{answer} was accepted")
-    except baton_weights.UpdateError as error:
+    except UpdateError as error:
         print(error)
 server.shutdown()
 server.server_close()
 try:
     updater.abort("07")
-except baton_weights.UpdateError as error:
+except UpdateError as error:
     print(error)
 "#;
     let text = run_with_client(script)?;
@@ -65,42 +74,30 @@ except baton_weights.UpdateError as error:
 #[test]
 fn trainer_client_waits_for_an_update_while_the_router_does_not_answer() -> Result<()> {
     let script = r#"
-import http.server, json, sys, tempfile, threading
-sys.path.insert(0, sys.argv[1])
-import baton_weights
 polls, is_lost, knows = 0, False, True
-class Server(http.server.BaseHTTPRequestHandler):
-    def answer(self, phase):
-        self.send_response(200)
-        self.end_headers()
-        # Without the id the router reports an update of another model.
-        found = "08" if self.path == "/v1/weights" else "07"
-        update = {"id": found, "phase": phase, "path": "/new"} if knows or phase == "preparing" else None
-        self.wfile.write(json.dumps({"update": update}).encode())
-    def do_POST(self):
-        self.answer("preparing")
-    def do_GET(self):
-        global polls
+def answer_to(method, path):
+    global polls
+    if method == "GET":
         polls += 1
-        # Otherwise the connection closes without an answer.
-        if polls % 2 == 0 and not is_lost:
-            self.answer("committed")
-    def log_message(self, *args):
-        pass
-server = http.server.HTTPServer(("127.0.0.1", 0), Server)
-threading.Thread(target=server.serve_forever, daemon=True).start()
-folder = tempfile.TemporaryDirectory()
-updater = baton_weights.WeightUpdater(f"http://127.0.0.1:{server.server_port}", folder.name, ".")
+        if is_lost or polls % 2 == 1:
+            return None
+    phase = "preparing" if method == "POST" else "committed"
+    # Without the id the router reports an update of another model.
+    found = "08" if path == "/v1/weights" else "07"
+    update = {"id": found, "phase": phase, "path": "/new"} if knows or method == "POST" else None
+    return 200, json.dumps({"update": update}).encode()
+server, url = serve(answer_to)
+updater = WeightUpdater(url, folder.name, ".")
 print(updater.push({})["phase"], polls)
 knows = False
 try:
     updater.push({})
-except baton_weights.OutcomeUnknown as error:
+except OutcomeUnknown as error:
     print(error)
 is_lost, baton_weights.GRACE_SECONDS, updater.timeout = True, 0, 0.2
 try:
     updater.push({})
-except baton_weights.OutcomeUnknown as error:
+except OutcomeUnknown as error:
     print(error)
 "#;
     let text = run_with_client(script)?;
@@ -116,28 +113,12 @@ except baton_weights.OutcomeUnknown as error:
 #[test]
 fn trainer_client_tells_rejected_updates_from_those_with_an_unknown_outcome() -> Result<()> {
     let script = r#"
-import contextlib, http.server, json, sys, tempfile, threading, types
-sys.path.insert(0, sys.argv[1])
-import baton_weights
-from baton_weights import OutcomeUnknown, UpdateError, WeightUpdater
-answers = []
-class Server(http.server.BaseHTTPRequestHandler):
-    def do_GET(self):
-        status, answer = answers.pop(0)
-        self.send_response(status)
-        self.end_headers()
-        self.wfile.write(answer)
-    do_POST = do_GET
-    def log_message(self, *args):
-        pass
+import contextlib
 def update(phase):
     return 200, json.dumps({"update": {"id": "07", "phase": phase, "path": "/new", "nodes": [{}]}}).encode()
 def error(status, message):
     return status, json.dumps({"error": {"message": message}}).encode()
-server = http.server.HTTPServer(("127.0.0.1", 0), Server)
-threading.Thread(target=server.serve_forever, daemon=True).start()
-folder = tempfile.TemporaryDirectory()
-url = f"http://127.0.0.1:{server.server_port}"
+server, url = serve(lambda method, path: answers.pop(0))
 updater = WeightUpdater(url, folder.name, ".")
 polls = [error(503, "the router has too many connections"), error(429, "busy"), (502, b"<html>"), (200, b"<html>")]
 answers = [update("preparing"), *polls, update("prepared"), *polls, update("committed")]
@@ -172,9 +153,7 @@ assert not answers, answers
 #[test]
 fn trainer_client_cuts_tensors_into_the_chunks_of_the_nodes() -> Result<()> {
     let script = r#"
-import json, random, sys
-sys.path.insert(0, sys.argv[1])
-import baton_weights
+import random
 numbers = random.Random(7)
 for case in range(500):
     sizes = [numbers.choice([0, 1, numbers.randrange(1, 9), numbers.randrange(1, 200)]) for _ in range(numbers.randrange(1, 12))]
@@ -208,10 +187,8 @@ for case in range(500):
 #[test]
 fn trainer_ignores_strangers_and_leaves_nodes_when_it_fails() -> Result<()> {
     let script = r#"
-import socket, struct, sys, threading, time, types
-sys.path.insert(0, sys.argv[1])
-import baton_weights
-from baton_weights import Sender, Sending, UpdateError, WeightUpdater
+import socket, struct, time
+from baton_weights import Sender, Sending
 Sending.TOKEN_SECONDS = 0.1
 sender = Sender("127.0.0.1", 1 << 20, 2, None)
 sending = Sending.__new__(Sending)
