@@ -8,7 +8,6 @@ P, I32, I64, U32, U64, F32 = c.c_void_p, c.c_int32, c.c_int64, c.c_uint32, c.c_u
 DTYPES = {torch.float32: 0, torch.bfloat16: 1}
 AUTO, PLAIN, DECODE, FA2, FA3 = range(5)
 TOP_MAX = 32
-SAMPLE_OK, BAD_LOGIT, NO_CANDIDATE, REJECTED, NOT_DRAFTED = range(5)
 
 
 def struct(name, **fields):
@@ -77,8 +76,6 @@ ARGUMENTS = {
     "attention_prepare": [I32, P, P, P, P],
     "attention_run": [P, P, P, P, I32, P, I64, P, P, I32, I32],
     "sample": [P, P, P],
-    "draft": [P, P, I32, I32, I32, I32],
-    "accept": [P, P, I32, I32, P],
     "skinny_gemm": [P],
     "decode_attention": [P],
     "delay": [I64],

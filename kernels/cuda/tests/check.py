@@ -332,12 +332,11 @@ ATTENTION_NAMES = {PLAIN: "plain", DECODE: "decode", FA2: "FA2", FA3: "FA3", AUT
 memory = None
 
 
-def run_attention(kind, shape, kv, layer, queries, sequences, arrays, is_graph=0, out=None):
-    if out is None:
-        out = torch.full_like(queries, NAN)
+def run_attention(kind, shape, kv, layer, queries, sequences, arrays):
+    out = torch.full_like(queries, NAN)
     plan = AttentionPlan()
     torch.cuda.current_stream().synchronize()  # the staging buffer is free
-    lib.attention_prepare(kind, shape, sequences.batch(is_graph), memory.struct, plan)
+    lib.attention_prepare(kind, shape, sequences.batch(), memory.struct, plan)
     heads, dim = queries.shape[1:]
     lib.attention_run(plan, shape, memory.struct, kv, layer, queries, heads * dim, arrays.struct, out,
                       sequences.count, sequences.rows)
@@ -391,6 +390,8 @@ def check_attention():
         error = near(out, want, 1e-5 if dtype == torch.float32 else 1.2e-2, what)
         key = f"{ATTENTION_NAMES[kind]}"
         worst[key] = max(worst.get(key, (0, 0))[0], error), worst.get(key, (0, 0))[1] + 1
+    bad, one = Shape(10, 2, 64, 1, 0, 1.0), Sequences([(1, 5)], range(9))
+    expect_error(2, "groups of 5", lambda: lib.attention_prepare(DECODE, bad, one.batch(), memory.struct, AttentionPlan()))
     return ", ".join(f"{name} {count} worst {error:.0e}" for name, (error, count) in worst.items())
 
 
@@ -416,45 +417,6 @@ def check_attention_invariance():
             got, _ = run_attention(PLAIN, shape, kv, 0, mixed, part, arrays)
             equal(got[: end - begin], want[begin:end], f"plain attention, rows {begin}..{end}")
     return ""
-
-
-def check_attention_graph():
-    """Checks attention that is captured once and replayed with other lengths and padding. Plans must stay equal."""
-    cases = 0
-    for kind, group, dim in ((DECODE, 4, 128), (DECODE, 3, 64), (FA2, 7, 128), (FA2, 5, 64), (PLAIN, 2, 64)):
-        for bucket in (1, 8, 40):
-            arena, kv = kv_arena(4000, 1, 2, dim, torch.bfloat16, 0)
-            arena.copy_(rand(*arena.shape, dtype=torch.bfloat16))
-            shape = Shape(2 * group, 2, dim, 1, 0, dim**-0.5)
-            queries = rand(bucket, 2 * group, dim, dtype=torch.bfloat16)
-            out = torch.empty_like(queries)
-            arrays, graph, first = StepArrays(bucket, bucket, 4000, 1), None, None
-            for real in (bucket, max(bucket // 2, 1), 1):
-                shapes = [(1, random.choice((1, 15, 16, 17, 400, 900))) for _ in range(real)]
-                sequences = Sequences(shapes, range(3999), padding=bucket - real, trash=3999)
-                arrays.fill(**sequences.step_values)
-                queries.copy_(rand(*queries.shape, dtype=torch.bfloat16))
-                if graph is None:
-                    _, first = run_attention(kind, shape, kv, 0, queries, sequences, arrays, 1, out)  # loads it
-                    torch.cuda.synchronize()
-                    graph = torch.cuda.CUDAGraph()
-                    with torch.cuda.graph(graph, capture_error_mode="relaxed"):
-                        lib.attention_run(first, shape, memory.struct, kv, 0, queries, 2 * group * dim, arrays.struct,
-                                          out, bucket, bucket)
-                out.fill_(NAN)
-                plan = AttentionPlan()
-                torch.cuda.synchronize()
-                lib.attention_prepare(kind, shape, sequences.batch(1), memory.struct, plan)
-                assert bytes(plan) == bytes(first), f"{ATTENTION_NAMES[kind]} bucket {bucket}: the plan changed"
-                graph.replay()
-                near(out, attention_reference(queries, arena, 0, sequences, 0), 1.2e-2,
-                     f"{ATTENTION_NAMES[kind]} graph, bucket {bucket}, {real} real")
-                cases += 1
-    bad = Shape(10, 2, 64, 1, 0, 1.0)
-    one = Sequences([(1, 5)], range(9))
-    expect_error(2, "groups of 5", lambda: lib.attention_prepare(DECODE, bad, one.batch(), memory.struct,
-                                                                 AttentionPlan()))
-    return f"{cases} replays"
 
 
 GREEDY = dict(seed=0, temperature=0.0, top_p=1.0, min_p=0.0, repetition_penalty=1.0, presence_penalty=0.0,
@@ -604,121 +566,6 @@ def check_sample():
     # Rounding may move the top-p cut by one token; nothing else may differ.
     assert len(unlike) <= total // 500, f"{len(unlike)} of {total} draws differ: {unlike[:3]}"
     return f"{total} draws, {len(unlike)} unlike" + (f" ({unlike[0]})" if unlike else "")
-
-
-class DraftSlots:
-    """Slots with random text of few different tokens, so that n-grams repeat, and the step arrays of their sequences."""
-
-    def __init__(self, sequences, tokens, longest):
-        self.width, self.rows = longest + tokens + 1, sequences * tokens
-        count = sequences + 3
-        # The last two sequences are padding if there are that many.
-        self.owners = random.sample(range(count), sequences)
-        self.owners[max(sequences - 2, 1):] = [-1] * (sequences - max(sequences - 2, 1))
-        lengths = [random.choice((1, 2, longest, random.randint(1, longest))) for _ in range(count)]
-        self.slots = torch.tensor([[length - 1, length, 0, 0] for length in lengths], dtype=torch.int32)
-        self.tokens = torch.randint(0, random.choice((1, 2, 4, 1000)), (count, self.width), dtype=torch.int32)
-        self.step = StepArrays(self.rows, sequences, 1, self.rows)
-        self.step.fill(sequence_slots=self.owners)
-
-    def upload(self):
-        """Copies the slots to the device. Returns the pool, the slots and the tokens."""
-        slots, tokens = self.slots.cuda(), self.tokens.cuda()
-        return Pool(slots=slots.data_ptr(), tokens=tokens.data_ptr(), slot_count=len(slots),
-                    token_width=self.width), slots, tokens
-
-
-DRAFT_SIZES = [(1, 1, 5), (1, 2, 1), (3, 4, 17), (7, 9, 40), (129, 5, 300), (5, 65, 1025), (2, 3, 8193), (3, 2, 9001)]
-
-
-def check_draft():
-    drafted = 0
-    for (sequences, tokens, longest), (least, most) in few(
-            itertools.product(DRAFT_SIZES, ((1, 1), (1, 4), (2, 3), (3, 64), (5, 4))), 8):
-        what = f"draft {sequences}x{tokens} length {longest} n-grams {least} to {most}"
-        host = DraftSlots(sequences, tokens, longest)
-        room = [random.choice((0, tokens - 1, random.randrange(tokens))) for _ in range(sequences)]
-        for owner, count in zip(host.owners, room):
-            if owner >= 0 and random.random() < 0.2:
-                host.slots[owner, 3] = count  # the plan's own draft tokens
-        lengths = [int(host.slots[owner, 1]) for owner in host.owners]
-        host.step.fill(kv_lengths=[length + count for length, count in zip(lengths, room)])
-        pool, slots, texts = host.upload()
-        rows = host.step.row_tokens.clone().cpu()
-        lib.draft(pool, host.step.struct, sequences, tokens, least, most)
-        for sequence, (owner, length, count) in enumerate(zip(host.owners, lengths, room)):
-            if owner < 0:
-                continue
-            if planned := int(host.slots[owner, 3]):
-                found = host.tokens[owner, length:length + planned].tolist()
-            else:
-                found = rules.draft(host.tokens[owner, :length].tolist(), count, least, most)
-            host.slots[owner, 3] = len(found)
-            host.tokens[owner, length:length + len(found)] = torch.tensor(found, dtype=torch.int32)
-            first = sequence * tokens + 1
-            rows[first:first + len(found)] = torch.tensor(found, dtype=torch.int32)
-            drafted += len(found)
-        equal(slots.cpu(), host.slots, f"slots, {what}")
-        equal(texts.cpu(), host.tokens, f"tokens, {what}")
-        equal(host.step.row_tokens.cpu(), rows, f"rows, {what}")
-    host = DraftSlots(1, 2, 5)
-    pool, *_ = host.upload()
-    lib.draft(pool, host.step.struct, 0, 2, 1, 4)
-    expect_error(1, "ngram_max 65", lambda: lib.draft(pool, host.step.struct, 1, 2, 1, 65))
-    expect_error(1, "sequences is 2", lambda: lib.draft(pool, host.step.struct, 2, 2, 1, 4))
-    expect_error(1, "tokens is 0", lambda: lib.draft(pool, host.step.struct, 1, 0, 1, 4))
-    return f"{drafted} draft tokens"
-
-
-def check_accept():
-    accepted = 0
-    for sequences, tokens, longest in few(DRAFT_SIZES * 5, 8):
-        what = f"accept {sequences}x{tokens} length {longest}"
-        host = DraftSlots(sequences, tokens, longest)
-        results = torch.randint(0, 1 << 20, (host.rows, 8), dtype=torch.int32)
-        results[:, 0] = SAMPLE_OK
-        sample_slots = [-1] * host.rows
-        for sequence, owner in enumerate(host.owners):
-            if owner < 0:
-                continue
-            drafts, length, first = random.randrange(tokens), int(host.slots[owner, 1]), sequence * tokens
-            host.slots[owner, 3] = drafts
-            host.slots[owner, 2] = random.choice((0, 0, BAD_LOGIT))
-            for i in range(drafts + 1):
-                sample_slots[first + i] = owner if random.random() < 0.9 else -1
-                results[first + i, 0] = random.choice([SAMPLE_OK] * 12 + [BAD_LOGIT, NO_CANDIDATE])
-                if i < drafts and random.random() < 0.8:
-                    results[first + i, 1] = host.tokens[owner, length + i]
-        host.step.fill(sample_slots=sample_slots)
-        pool, slots, texts = host.upload()
-        got = results.cuda()
-        lib.accept(pool, host.step.struct, sequences, tokens, got)
-        for sequence, owner in enumerate(host.owners):
-            if owner < 0:
-                continue
-            _, length, failed, drafts = host.slots[owner].tolist()
-            first, kept = sequence * tokens, []
-            for i in range(drafts + 1):
-                if sample_slots[first + i] < 0 or results[first + i, 0] != SAMPLE_OK:
-                    break
-                kept.append(int(results[first + i, 1]))
-                if i == drafts or kept[-1] != host.tokens[owner, length + i]:
-                    break
-            if not kept and sample_slots[first] >= 0:
-                failed, kept = failed or int(results[first, 0]), [0]
-            for i in range(len(kept), tokens):
-                results[first + i, 0] = REJECTED if i <= drafts else NOT_DRAFTED
-            host.tokens[owner, length:length + len(kept)] = torch.tensor(kept, dtype=torch.int32)
-            host.slots[owner] = torch.tensor([length - 1 + len(kept), length + len(kept), failed, 0])
-            accepted += len(kept)
-        equal(slots.cpu(), host.slots, f"slots, {what}")
-        equal(texts.cpu(), host.tokens, f"tokens, {what}")
-        equal(got.cpu(), results, f"results, {what}")
-    host = DraftSlots(1, 2, 5)
-    pool, *_ = host.upload()
-    lib.accept(pool, host.step.struct, 0, 2, torch.zeros(16, dtype=torch.int32, device="cuda"))
-    expect_error(1, "results is null", lambda: lib.accept(pool, host.step.struct, 1, 2, None))
-    return f"{accepted} tokens"
 
 
 def check_step_graph():
@@ -889,10 +736,8 @@ def check_probe():
 
 
 PARTS = dict(rows=check_rows, rope=check_rope, step=check_step, attention=check_attention,
-             invariance=check_attention_invariance, attention_graph=check_attention_graph, sample=check_sample,
-             draft=check_draft, accept=check_accept,
-             step_graph=check_step_graph, errors=check_errors, probe=check_probe,
-             dependent_launch=check_dependent_launch)
+             invariance=check_attention_invariance, sample=check_sample, step_graph=check_step_graph,
+             errors=check_errors, probe=check_probe, dependent_launch=check_dependent_launch)
 
 
 def main():

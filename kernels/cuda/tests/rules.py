@@ -1,5 +1,4 @@
-"""Sampling rules of kernels/src/cpu/sample in numpy, and the draft rule of services/engine/src/executor/ngram.rs: the reference
-for the device."""
+"""Sampling rules of kernels/src/cpu/sample in numpy: the reference for the device."""
 
 import numpy as np
 
@@ -144,16 +143,3 @@ def _sample(logits, how, prompt, output, mask, stops):
         order = np.lexsort((np.arange(len(logits)), -logits.astype(f64)))[: min(how["logprobs"], 32)]
         result.update(chosen=of(token), top=[(int(i), of(i)) for i in order])
     return result
-
-
-def draft(text, count_max, ngram_min, ngram_max):
-    """Returns the draft tokens: what follows the longest, or else the latest, earlier occurrence of the last tokens."""
-    best = (0, 0)
-    for at in range(len(text) - 1):
-        length = 0
-        while length < min(ngram_max, at + 1) and text[at - length] == text[-1 - length]:
-            length += 1
-        if length >= ngram_min:
-            best = max(best, (length, at + 1))
-    after = best[1]
-    return [text[after + i % (len(text) - after)] for i in range(count_max)] if after else []
