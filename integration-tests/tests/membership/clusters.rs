@@ -2,6 +2,7 @@
 
 use std::{
     collections::BTreeMap,
+    net::{IpAddr, Ipv4Addr, Ipv6Addr, TcpListener},
     process::Command,
     sync::{
         Arc, Mutex,
@@ -10,7 +11,8 @@ use std::{
     time::{Duration, Instant},
 };
 
-use anyhow::{Result, ensure};
+use anyhow::{Context, Result, ensure};
+use cluster::MemberChange;
 use integration_tests::{
     client::{Client, salted_body},
     cluster::{Cluster, ClusterSpec, bin_dir, smollm2},
@@ -20,13 +22,15 @@ use integration_tests::{
 };
 use tokio::task::JoinSet;
 
-use crate::{DEADLINE, PREFIX};
+use crate::{DEADLINE, PREFIX, at, follow, next, proxy::Proxy};
 
 /// Duration of the etcd outage.
 const OUTAGE: Duration = Duration::from_secs(20);
 /// Maximum time from the end of the outage until a node that started meanwhile has joined. The target is 5 s; the rest
 /// is for a busy machine.
 const JOIN_MAX: Duration = Duration::from_secs(45);
+/// Delay of each delayed link, in each direction.
+const DELAY: Duration = Duration::from_millis(50);
 /// Number of concurrent requests.
 const CLIENTS: usize = 3;
 const TOKENS: usize = 8;
@@ -135,6 +139,16 @@ fn short_runs() -> Vec<GoldenRun> {
     runs
 }
 
+/// Returns the three shortest reference prompts of more than a block, so that every request has a hand-over.
+fn hand_over_runs() -> Vec<GoldenRun> {
+    let mut runs = golden().runs;
+    runs.retain(|run| run.prompt_ids.len() > 16);
+    runs.sort_by_key(|run| run.prompt_ids.len());
+    runs.truncate(3);
+    assert_eq!(runs.len(), 3);
+    runs
+}
+
 pub async fn nodes_join_and_leave_a_serving_cluster_and_nothing_is_restarted() -> Result<()> {
     let etcd = Etcd::start()?;
     let mut cluster = Cluster::start(spec(&etcd)).await?;
@@ -161,13 +175,7 @@ pub async fn nodes_join_and_leave_a_serving_cluster_and_nothing_is_restarted() -
 pub async fn nodes_of_both_roles_join_and_leave_under_load_and_no_token_is_lost() -> Result<()> {
     let etcd = Etcd::start()?;
     let mut cluster = Cluster::start(spec(&etcd)).await?;
-    // Prompts of more than a block, so that every request has a hand-over.
-    let mut runs = golden().runs;
-    runs.retain(|run| run.prompt_ids.len() > 16);
-    runs.sort_by_key(|run| run.prompt_ids.len());
-    runs.truncate(3);
-    assert_eq!(runs.len(), 3);
-    let mut load = Load::of(cluster.http(), runs);
+    let mut load = Load::of(cluster.http(), hand_over_runs());
     load.wait_served_by(&["prefill-0", "decode-0"]).await?;
 
     cluster.add_prefill()?;
@@ -264,6 +272,61 @@ async fn outage(
     etcd.wait_leases(PREFIX, is_complete).await?;
     load.wait_more(CLIENTS).await?;
     println!("{} requests complete in all", load.stop().await?);
+    cluster.stop()
+}
+
+/// Returns ports that are free on all IPv4 addresses and on ::1. They are below the ports of outgoing connections.
+fn free_ports() -> impl Iterator<Item = u16> {
+    let first = 20_000 + (std::process::id() % 1_000) as u16 * 10;
+    let addresses: [IpAddr; 2] = [Ipv4Addr::UNSPECIFIED.into(), Ipv6Addr::LOCALHOST.into()];
+    (first..32_000)
+        .filter(move |port| addresses.iter().all(|ip| TcpListener::bind((*ip, *port)).is_ok()))
+}
+
+pub async fn delayed_links_between_router_nodes_and_etcd_change_no_answer() -> Result<()> {
+    if TcpListener::bind((Ipv6Addr::LOCALHOST, 0)).is_err() {
+        test_harness::skip("no IPv6 on the loopback interface");
+    }
+    let etcd = Etcd::start()?;
+    let to_etcd = Proxy::start_at((Ipv4Addr::LOCALHOST, 0).into(), etcd.port(), DELAY).await?;
+    let mut spec = spec(&etcd).set("BATON_CLUSTER_ETCD", to_etcd.url());
+    // Nodes listen on IPv4 and advertise the same ports of ::1, on which the proxies listen.
+    let (mut links, mut ports) = (Vec::new(), free_ports());
+    let roles = [("prefill", &mut spec.prefill_settings), ("decode", &mut spec.decode_settings)];
+    for (role, settings) in roles {
+        settings.insert("BATON_TRANSFER_ADVERTISE".to_owned(), "[::1]".to_owned());
+        for (setting, ip) in [
+            ("BATON_NODE_GRPC", Ipv4Addr::UNSPECIFIED),
+            ("BATON_TRANSFER_CONTROL", Ipv4Addr::LOCALHOST),
+            ("BATON_TRANSFER_DATA", Ipv4Addr::LOCALHOST),
+        ] {
+            let port = ports.next().context("no port is free")?;
+            settings.insert(setting.to_owned(), format!("{ip}:{port}"));
+            let link = Proxy::start_at((Ipv6Addr::LOCALHOST, port).into(), port, DELAY).await?;
+            links.push((role, setting, link));
+        }
+    }
+    let cluster = Cluster::start(spec).await?;
+    let mut load = Load::of(cluster.http(), hand_over_runs());
+    load.wait_served_by(&["prefill-0", "decode-0"]).await?;
+    load.wait_more(2 * CLIENTS).await?;
+    println!("{} requests complete", load.stop().await?);
+
+    for (role, setting, link) in &links {
+        // Only the sender of KV connects to a data port.
+        let is_idle = (*role, *setting) == ("prefill", "BATON_TRANSFER_DATA");
+        assert!(is_idle || link.connections() > 0, "no connection to {role} {setting}");
+    }
+    let begun = Instant::now();
+    let (_membership, mut watch) = follow(at(&to_etcd.url())).await?;
+    for _ in 0..2 {
+        let change = next(&mut watch).await?;
+        assert!(
+            matches!(&change, MemberChange::Joined(node) if node.grpc.starts_with("http://[::1]:")),
+            "{change:?}"
+        );
+    }
+    assert!(begun.elapsed() >= 2 * DELAY, "the proxy delays nothing: {:?}", begun.elapsed());
     cluster.stop()
 }
 

@@ -109,6 +109,7 @@ fn main() -> std::process::ExitCode {
         clusters::a_node_restarted_at_its_address_serves_under_a_new_record,
         clusters::serving_continues_while_etcd_is_down_for_20_seconds,
         clusters::serving_continues_while_etcd_is_frozen_for_20_seconds,
+        clusters::delayed_links_between_router_nodes_and_etcd_change_no_answer,
         clusters::up_with_etcd_answers_and_leaves_nothing_behind,
     ]);
     tests.extend(test_harness::tests![clusters::static_list_beside_etcd_is_rejected_in_one_line,]);
