@@ -53,7 +53,7 @@ pub fn run(args: BreakEvenArgs) -> Result<()> {
         ProgressStyle::with_template("{pos}/{len} cells {wide_bar} {elapsed}")
             .expect("the template is constant"),
     );
-    let mut page = String::from(HEADER);
+    let mut page = page_head(&cost);
     write_tables(&cost, &mut page, &bar).context("cannot write the page")?;
     bar.finish_and_clear();
     match args.output {
@@ -64,6 +64,11 @@ pub fn run(args: BreakEvenArgs) -> Result<()> {
             Ok(())
         }
     }
+}
+
+/// Returns the page before its tables.
+fn page_head(cost: &CostModel) -> String {
+    format!("{HEADER}\n```text\n{cost}\n```\n")
 }
 
 const HEADER: &str = "\
@@ -136,7 +141,6 @@ impl Cell {
 }
 
 fn write_tables(cost: &CostModel, page: &mut String, bar: &ProgressBar) -> std::fmt::Result {
-    writeln!(page, "\n```text\n{cost}\n```")?;
     let mut aggregated = Vec::new();
     for (network, gb_per_s) in NETWORKS {
         let mut cost = cost.clone();
@@ -232,6 +236,31 @@ fn simulate(
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    const PAGE: &str = include_str!("../../../../docs/break-even.md");
+
+    #[test]
+    fn page_has_the_text_the_cost_model_and_the_rates_of_the_command() {
+        let cost = CostModel::read(&[] as &[PathBuf], None).unwrap();
+        let head = page_head(&cost);
+        let tables = PAGE.strip_prefix(&head).unwrap_or_else(|| panic!("expected {head}"));
+        let is_row = |line: &&str| {
+            line.strip_prefix("| ")
+                .is_some_and(|row| row.starts_with(|it: char| it.is_ascii_digit()))
+        };
+        let mut rows = tables.lines().filter(is_row);
+        for _ in NETWORKS {
+            for prompt in PROMPTS {
+                for percent in CACHED_PERCENT {
+                    let rate = rate(&cost, prompt, prompt * percent / 100);
+                    let begin = format!("| {prompt} | {percent} | {rate:.2} | ");
+                    let row = rows.next().unwrap_or_default();
+                    assert!(row.starts_with(&begin), "expected {begin}: {row}");
+                }
+            }
+        }
+        assert_eq!(rows.next(), None);
+    }
 
     #[test]
     fn verdict_needs_a_difference_of_ten_percent() {
