@@ -214,12 +214,13 @@ async fn garbage_on_every_port_disturbs_no_request() -> Result<()> {
         .all()
         .flat_map(|service| {
             let ready = service.ready.clone();
-            [ready.http, ready.grpc, ready.metrics, ready.control, ready.data]
+            [ready.http, ready.grpc, ready.admin, ready.metrics, ready.control, ready.data]
         })
         .filter(|address| !address.is_empty())
         .map(|address| address.trim_start_matches("tcp://").to_owned())
         .collect();
-    assert!(addresses.len() >= 8, "{addresses:?}");
+    // Four of the router and four of each node.
+    assert_eq!(addresses.len(), 12, "{addresses:?}");
     let flood = std::thread::spawn(move || -> Result<()> {
         for address in &addresses {
             let mut sent_bytes = 0;
