@@ -49,30 +49,32 @@ impl PrefixKeys {
     }
 }
 
+/// Identity of the nodes in unit tests.
+#[cfg(test)]
+pub(crate) fn test_identity() -> ModelIdentity {
+    ModelIdentity {
+        model_fingerprint: 5,
+        weight_version: 1,
+        kv_layout: "block".into(),
+        block_size: 16,
+        dtype: "f32".into(),
+        tp: 1,
+        protocol_min: 1,
+        protocol_max: 1,
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
 
-    fn identity() -> ModelIdentity {
-        ModelIdentity {
-            model_fingerprint: 5,
-            weight_version: 1,
-            kv_layout: "block".into(),
-            block_size: 16,
-            dtype: "f32".into(),
-            tp: 1,
-            protocol_min: 1,
-            protocol_max: 1,
-        }
-    }
-
     #[test]
     fn keys_of_a_prefix_are_a_prefix_of_the_keys() {
         let tokens: Vec<u32> = (0..100).collect();
-        let long = PrefixKeys::new(CacheIdentity::of(&identity()), "", &tokens);
+        let long = PrefixKeys::new(CacheIdentity::of(&test_identity()), "", &tokens);
         assert_eq!(long.keys().len(), 6);
         for count in 0..tokens.len() {
-            let short = PrefixKeys::new(CacheIdentity::of(&identity()), "", &tokens[..count]);
+            let short = PrefixKeys::new(CacheIdentity::of(&test_identity()), "", &tokens[..count]);
             assert_eq!(short.keys(), &long.keys()[..count / 16]);
         }
     }
@@ -80,20 +82,20 @@ mod tests {
     #[test]
     fn keys_depend_on_salt_tokens_and_identity() {
         let tokens: Vec<u32> = (0..48).collect();
-        let ours = PrefixKeys::new(CacheIdentity::of(&identity()), "", &tokens);
+        let ours = PrefixKeys::new(CacheIdentity::of(&test_identity()), "", &tokens);
         let mut other = tokens.clone();
         other[20] += 1;
-        let other = PrefixKeys::new(CacheIdentity::of(&identity()), "", &other);
+        let other = PrefixKeys::new(CacheIdentity::of(&test_identity()), "", &other);
         assert_eq!(other.keys()[0], ours.keys()[0]);
         assert!(other.keys()[1] != ours.keys()[1] && other.keys()[2] != ours.keys()[2]);
 
-        let retrained = ModelIdentity { weight_version: 2, ..identity() };
+        let retrained = ModelIdentity { weight_version: 2, ..test_identity() };
         for foreign in [
-            PrefixKeys::new(CacheIdentity::of(&identity()), "tenant", &tokens),
+            PrefixKeys::new(CacheIdentity::of(&test_identity()), "tenant", &tokens),
             PrefixKeys::new(CacheIdentity::of(&retrained), "", &tokens),
         ] {
             assert!(foreign.keys().iter().all(|key| !ours.keys().contains(key)));
         }
-        assert!(ours.are_of(&identity()) && !ours.are_of(&retrained));
+        assert!(ours.are_of(&test_identity()) && !ours.are_of(&retrained));
     }
 }

@@ -252,6 +252,7 @@ fn range(field: &'static str, value: u32, min: u32, max: u32) -> Result<u32, Rec
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::prefix::test_identity;
 
     fn record() -> NodeRecord {
         NodeRecord {
@@ -260,16 +261,7 @@ mod tests {
             role: Role::Decode,
             control_endpoint: "tcp://127.0.0.1:5555".into(),
             model: "smollm2".into(),
-            identity: ModelIdentity {
-                model_fingerprint: 5,
-                weight_version: 1,
-                kv_layout: "block".into(),
-                block_size: 16,
-                dtype: "f32".into(),
-                tp: 1,
-                protocol_min: 1,
-                protocol_max: 2,
-            },
+            identity: ModelIdentity { protocol_max: 2, ..test_identity() },
             prompt_tokens_max: 2047,
             sequence_tokens_max: 2048,
             block_count: 100,
