@@ -2,7 +2,7 @@
 
 use std::{
     io::Write,
-    process::{Child, ChildStdin, Command, Stdio},
+    process::{ChildStdin, Command, Stdio},
     time::{Duration, Instant},
 };
 
@@ -12,6 +12,7 @@ use integration_tests::{
     lines::Lines,
 };
 use serde_json::Value;
+use test_harness::KilledOnDrop;
 
 const DEADLINE: Duration = Duration::from_secs(60);
 /// Byte of Ctrl-C on a terminal.
@@ -19,7 +20,7 @@ const CONTROL_C: &[u8] = b"\x03";
 
 /// A command on its own terminal.
 struct Terminal {
-    script: Child,
+    script: KilledOnDrop,
     keyboard: ChildStdin,
     screen: Lines,
 }
@@ -37,7 +38,7 @@ impl Terminal {
             .context("cannot run script (Debian: bsdutils)")?;
         let keyboard = script.stdin.take().expect("stdin is piped");
         let screen = Lines::of(script.stdout.take().expect("stdout is piped"));
-        Ok(Self { script, keyboard, screen })
+        Ok(Self { script: KilledOnDrop(script), keyboard, screen })
     }
 
     fn press_control_c(&mut self) -> Result<()> {
@@ -58,13 +59,6 @@ impl Terminal {
         let shown = self.screen.all();
         ensure!(status.success(), "{status}: {shown:#?}");
         Ok(shown)
-    }
-}
-
-impl Drop for Terminal {
-    fn drop(&mut self) {
-        let _ = self.script.kill();
-        let _ = self.script.wait();
     }
 }
 

@@ -3,13 +3,14 @@
 use std::{
     env,
     io::{BufRead, BufReader, Write, stdin},
-    process::{Child, Command, Stdio},
+    process::{Command, Stdio},
     sync::{Arc, mpsc},
     thread,
     time::{Duration, Instant},
 };
 
 use kernels::cuda::{Context, Driver, KernelLibrary, NCCL_ENVIRONMENT};
+use test_harness::KilledOnDrop;
 
 use super::bench::{gpu, require_gpus};
 
@@ -85,9 +86,9 @@ pub fn on_ranks_for(name: &str, ranks: usize, longer: Duration, test: impl FnOnc
     processes.serve(TIMEOUT + longer);
 }
 
-/// Processes of a test. Dropping it kills them.
+/// Processes of a test.
 struct RankProcesses {
-    children: Vec<Child>,
+    children: Vec<KilledOnDrop>,
     lines: mpsc::Receiver<(usize, Option<String>)>,
 }
 
@@ -96,7 +97,7 @@ impl RankProcesses {
         let (sender, lines) = mpsc::channel();
         let mut children = Vec::new();
         for rank in 0..ranks {
-            let mut child = Command::new(env::current_exe().unwrap())
+            let child = Command::new(env::current_exe().unwrap())
                 .args(["--exact", &format!("gpu::{name}"), "--nocapture"])
                 .env(RANK_VARIABLE, rank.to_string())
                 .env(NCCL_ENVIRONMENT.0, NCCL_ENVIRONMENT.1)
@@ -104,6 +105,7 @@ impl RankProcesses {
                 .stdout(Stdio::piped())
                 .spawn()
                 .unwrap();
+            let mut child = KilledOnDrop(child);
             let output = BufReader::new(child.stdout.take().unwrap());
             let sender = sender.clone();
             // The thread ends with the child.
@@ -154,15 +156,6 @@ impl RankProcesses {
         for (rank, child) in self.children.iter_mut().enumerate() {
             let status = child.wait().unwrap();
             assert_eq!(status.success(), !killed[rank], "rank {rank}: {status}");
-        }
-    }
-}
-
-impl Drop for RankProcesses {
-    fn drop(&mut self) {
-        for child in &mut self.children {
-            let _ = child.kill();
-            let _ = child.wait();
         }
     }
 }
