@@ -5,6 +5,7 @@
 
 #![forbid(unsafe_code)]
 
+mod admission;
 mod certificates;
 mod collectives;
 mod engine;
@@ -21,6 +22,8 @@ use clap::Parser;
 #[derive(Parser)]
 #[command(name = "baton-bench", version, arg_required_else_help = true)]
 enum Cli {
+    /// Time of the scheduler for a turn of a long cached conversation, with and without KV tiers; no model.
+    Admission(admission::AdmissionArgs),
     /// Writes the certificate of a CA and a certificate for measurements with TLS.
     Certificates(certificates::CertificatesArgs),
     /// All-reduce latency over the GPUs of this host, Baton's kernels and NCCL; one process for each GPU.
@@ -39,6 +42,7 @@ enum Cli {
 
 fn main() -> ExitCode {
     let outcome = match Cli::parse() {
+        Cli::Admission(args) => admission::run(args),
         Cli::Certificates(args) => certificates::run(args),
         Cli::Collectives(args) => collectives::run(args),
         Cli::Engine(args) => engine::run(args),
