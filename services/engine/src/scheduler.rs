@@ -172,7 +172,12 @@ impl Scheduler {
             Input::Tier(event) => self.handle_tier(event, actions),
         }
         self.admit_receives(actions);
-        self.start_saves(now, actions);
+        if self.frames.is_empty() {
+            // No step follows that would count blocks.
+            self.start_saves(now, actions);
+        } else {
+            self.start_queued_saves(now, actions);
+        }
     }
 
     /// Returns when to call [`Self::on_deadline`] if no input arrives before.

@@ -53,6 +53,10 @@ pub const COPYING_MAX: usize = 4;
 pub const SAVES_MAX: usize = 16;
 /// Maximum number of loads in flight. Further sequences compute their KV.
 pub const LOADS_MAX: usize = 64;
+/// Maximum number of blocks of admitted prompts that are not counted yet. A prompt of a million tokens has 65,536 blocks.
+const UNCOUNTED_MAX: usize = 65_536;
+/// Maximum number of these blocks that are counted at a time.
+const COUNTED_MAX: usize = 256;
 /// A load is late after twice its predicted time plus the time-out of loads divided by this number.
 const LATE_PART: u32 = 8;
 /// Maximum number of blocks in one recovery event.
@@ -251,6 +255,17 @@ pub(crate) struct LoadInFlight {
     slots: Vec<(Tier, SlotIndex)>,
 }
 
+/// Cached or loaded blocks of an admitted prompt. A prompt of 140,000 tokens has 8,750 blocks: counting all of them at
+/// its admission would delay the step that admits it.
+#[derive(Debug)]
+struct AdmittedPrefix {
+    keys: Vec<BlockHash>,
+    /// Number of leading blocks that were in the prefix cache.
+    resident: usize,
+    /// Number of leading blocks whose occurrence is counted.
+    counted: usize,
+}
+
 /// Result of a load for its sequence.
 #[derive(Debug)]
 pub(crate) struct FinishedLoad {
@@ -267,6 +282,9 @@ pub(crate) struct Tiers {
     rates: [LoadRate; TIERS],
     prefill: PrefillRate,
     touches: Touches,
+    /// Prefixes of admitted prompts with blocks that are not counted, oldest first, and the number of these blocks.
+    admitted: VecDeque<AdmittedPrefix>,
+    uncounted: usize,
     /// The last launched step, while it is in flight and may write blocks that an earlier step in flight completes.
     last_step: Option<StepId>,
     /// Blocks to queue when the step has been collected; ascending by step.
@@ -301,6 +319,8 @@ impl Tiers {
             rates: Default::default(),
             prefill: PrefillRate::default(),
             touches: Touches::new(2 * keys),
+            admitted: VecDeque::new(),
+            uncounted: 0,
             last_step: None,
             unverified: VecDeque::new(),
             host_contents: HashMap::default(),
@@ -335,17 +355,70 @@ impl Tiers {
         self.prefill.add(tokens, busy);
     }
 
-    /// Counts the block's occurrence in a request. Call it at most once per request and block.
-    pub fn touch(&mut self, key: BlockHash) {
-        if self.config.admission == TierAdmission::SecondTouch {
-            self.touches.touch(key);
+    /// Records that a prompt was admitted whose first blocks `keys` are cached or loaded; the first `resident` of them are
+    /// in the prefix cache. [`count_admitted`](Self::count_admitted) counts the blocks later.
+    pub fn prefix_admitted(&mut self, keys: &[BlockHash], resident: usize) {
+        // Beyond the bound, the tail of the prefix is not counted.
+        let keys = &keys[..keys.len().min(UNCOUNTED_MAX - self.uncounted)];
+        if !keys.is_empty() {
+            self.uncounted += keys.len();
+            self.admitted.push_back(AdmittedPrefix { keys: keys.to_vec(), resident, counted: 0 });
         }
-        self.tiers.iter_mut().flatten().for_each(|tier| tier.store.touch(key));
     }
 
-    /// Returns whether the block is worth a save. `continues`: its request began with a hit.
-    pub fn admits(&self, key: BlockHash, continues: bool) -> bool {
-        continues || self.config.admission == TierAdmission::Always || self.touches.is_second(key)
+    /// Counts the next blocks of admitted prompts, at most [`COUNTED_MAX`], and offers those that were resident and are
+    /// worth a save.
+    pub fn count_admitted(&mut self) {
+        let mut left = COUNTED_MAX;
+        while left > 0
+            && let Some(mut prefix) = self.admitted.pop_front()
+        {
+            let end = prefix.keys.len().min(prefix.counted + left);
+            left -= end - prefix.counted;
+            self.uncounted -= end - prefix.counted;
+            let before = prefix.counted.checked_sub(1).map(|index| prefix.keys[index]);
+            let mut slots = self.tiers.each_ref().map(|tier| tier.as_ref()?.store.slot(before?));
+            for index in prefix.counted..end {
+                let key = prefix.keys[index];
+                for (tier, slot) in self.tiers.iter_mut().zip(&mut slots) {
+                    let touched = tier.as_mut().and_then(|tier| tier.store.touch(key, *slot));
+                    *slot = touched.or(*slot);
+                }
+                if self.count(key) && index < prefix.resident {
+                    self.offer(key);
+                }
+            }
+            prefix.counted = end;
+            if end < prefix.keys.len() {
+                self.admitted.push_front(prefix);
+            }
+        }
+    }
+
+    /// Counts the occurrence in a request of a block that the request has computed, after the block `parent`. Call it at
+    /// most once per request and block. Returns whether the block is worth a save.
+    pub fn touch(&mut self, key: BlockHash, parent: BlockHash) -> bool {
+        for tier in self.tiers.iter_mut().flatten().filter(|it| it.store.is_known(key)) {
+            let parent = tier.store.slot(parent);
+            tier.store.touch(key, parent);
+        }
+        self.count(key)
+    }
+
+    /// Counts the block's occurrence in a request. Returns whether the block is worth a save.
+    fn count(&mut self, key: BlockHash) -> bool {
+        match self.config.admission {
+            TierAdmission::Always => true,
+            TierAdmission::SecondTouch => self.touches.touch(key),
+        }
+    }
+
+    /// Returns whether a counted block is worth a save.
+    pub fn admits(&self, key: BlockHash) -> bool {
+        match self.config.admission {
+            TierAdmission::Always => true,
+            TierAdmission::SecondTouch => self.touches.is_second(key),
+        }
     }
 
     /// Records the launch of a step of a node with speculative decoding. The step writes KV from the last verified
@@ -532,14 +605,14 @@ impl Tiers {
         }
     }
 
-    /// Returns the length of the prefix of `keys` to load. The load is predicted to end within half of its time-out and
+    /// Returns the slots of the prefix of `keys` to load. The load is predicted to end within half of its time-out and
     /// of `most`.
-    pub fn choose_load(&mut self, keys: &[BlockHash], most: Duration) -> usize {
+    pub fn choose_load(&mut self, keys: &[BlockHash], most: Duration) -> Vec<(Tier, SlotIndex)> {
         if self.loads.len() >= LOADS_MAX {
-            return 0;
+            return Vec::new();
         }
-        let tier_of = |key: &BlockHash| Some(self.fastest(*key)?.index());
-        let run: Vec<usize> = keys.iter().map_while(tier_of).collect();
+        let mut slots: Vec<_> = keys.iter().map_while(|&key| self.find(key)).collect();
+        let run: Vec<usize> = slots.iter().map(|(tier, _)| tier.index()).collect();
         // A late load keeps its blocks until it ends. Further loads of a tier that does not answer would take the rest.
         let late = self.late_tiers();
         let usable = run.iter().take_while(|&&tier| !late[tier]).count();
@@ -551,7 +624,8 @@ impl Tiers {
                 state.stats.refused += 1;
             }
         }
-        choice.blocks
+        slots.truncate(choice.blocks);
+        slots
     }
 
     /// Returns which tiers have a load in flight that is late.
@@ -566,24 +640,22 @@ impl Tiers {
         late
     }
 
-    /// Starts a load of blocks that [`choose_load`](Self::choose_load) has just chosen. `reserved` begins with the
-    /// blocks to write.
+    /// Starts a load of slots that [`choose_load`](Self::choose_load) has just chosen, with these `contents`. `reserved`
+    /// begins with the blocks to write.
     pub fn start_load(
         &mut self,
         id: SequenceId,
-        contents: &[BlockContents],
+        slots: Vec<(Tier, SlotIndex)>,
+        contents: impl Iterator<Item = BlockContents>,
         reserved: Vec<BlockId>,
     ) -> LoadJob {
         let job = self.next_job();
-        let mut blocks = Vec::with_capacity(contents.len());
-        for (contents, &block) in contents.iter().zip(&reserved) {
-            let tier = self.fastest(contents.key).expect("a chosen block is stored");
-            let state = self.tiers[tier.index()].as_mut().expect("the tier holds the block");
-            let slot = state.store.begin_load(contents.key).expect("a chosen block is stored");
+        let mut blocks = Vec::with_capacity(slots.len());
+        for ((&(tier, slot), contents), &block) in slots.iter().zip(contents).zip(&reserved) {
+            self.state(tier).store.begin_load_of(slot);
             self.rates[tier.index()].pending += 1;
-            blocks.push(LoadBlock { tier, slot, block, contents: *contents });
+            blocks.push(LoadBlock { tier, slot, block, contents });
         }
-        let slots = blocks.iter().map(|block| (block.tier, block.slot)).collect();
         let times = blocks.iter().map(|block| self.rates[block.tier.index()].time(0));
         let predicted = times.max().unwrap_or_default();
         let late_at = self.now + 2 * predicted + self.config.load_timeout / LATE_PART;
@@ -648,12 +720,10 @@ impl Tiers {
         self.tiers[tier.index()].as_ref().map(|it| it.store.keys(most)).unwrap_or_default()
     }
 
-    /// Returns the fastest tier that holds the block.
-    fn fastest(&self, key: BlockHash) -> Option<Tier> {
-        let holds = |tier: &Tier| {
-            self.tiers[tier.index()].as_ref().is_some_and(|it| it.store.contains(key))
-        };
-        Tier::ALL.into_iter().find(holds)
+    /// Returns the fastest tier that holds the block, and its slot.
+    fn find(&self, key: BlockHash) -> Option<(Tier, SlotIndex)> {
+        let slot = |tier: Tier| Some((tier, self.tiers[tier.index()].as_ref()?.store.find(key)?));
+        Tier::ALL.into_iter().find_map(slot)
     }
 
     fn next_job(&mut self) -> JobId {
@@ -718,6 +788,48 @@ mod tests {
         assert_eq!(tiers.restore_time(10), Duration::from_millis(10), "from the disk");
         tiers.grow(Tier::Host, 1);
         assert_eq!(tiers.restore_time(10), Duration::from_millis(160), "no load is measured");
+    }
+
+    fn keys(range: std::ops::RangeInclusive<u128>) -> Vec<BlockHash> {
+        range.map(BlockHash).collect()
+    }
+
+    #[test]
+    fn blocks_of_a_long_prefix_are_counted_and_offered_a_few_at_a_time() {
+        let mut tiers = with_disk(10);
+        tiers.prefix_admitted(&keys(1..=600), 600);
+        tiers.prefix_admitted(&keys(1001..=1100), 10);
+        for offered in [0, 256, 512, 610, 610] {
+            assert_eq!(tiers.state(Tier::Disk).queued.len(), offered);
+            tiers.count_admitted();
+        }
+        assert_eq!((tiers.uncounted, tiers.admitted.len()), (0, 0));
+    }
+
+    #[test]
+    fn tail_of_a_counted_prefix_is_overwritten_before_its_head() {
+        let mut tiers = with_disk(1000);
+        let slots = keys(1..=1000).into_iter().enumerate().map(|(slot, key)| (slot as u32, key));
+        tiers.recover(Tier::Disk, &slots.collect::<Vec<_>>(), true);
+        tiers.prefix_admitted(&keys(1..=600), 0);
+        (0..3).for_each(|_| tiers.count_admitted());
+        let used_last = [keys(1..=600), vec![BlockHash(1000)]].concat();
+        assert_eq!(tiers.keys(Tier::Disk, 601), used_last);
+        // A block that a request computes follows the block before it.
+        tiers.touch(BlockHash(601), BlockHash(600));
+        assert_eq!(tiers.keys(Tier::Disk, 601), keys(1..=601));
+        tiers.check();
+    }
+
+    #[test]
+    fn blocks_that_wait_to_be_counted_are_bounded() {
+        let mut tiers = with_disk(10);
+        tiers.prefix_admitted(&keys(1..=UNCOUNTED_MAX as u128 - 1), 0);
+        tiers.prefix_admitted(&keys(1..=3), 3);
+        tiers.prefix_admitted(&keys(1..=3), 3);
+        assert_eq!((tiers.uncounted, tiers.admitted.len()), (UNCOUNTED_MAX, 2));
+        (0..UNCOUNTED_MAX / COUNTED_MAX).for_each(|_| tiers.count_admitted());
+        assert_eq!((tiers.uncounted, tiers.admitted.len()), (0, 0));
     }
 
     #[test]

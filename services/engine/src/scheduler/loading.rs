@@ -50,8 +50,16 @@ impl Scheduler {
         }
     }
 
-    /// Starts queued saves, as many as may be in flight. Call it after each step.
+    /// Counts blocks of admitted prompts, and starts queued saves, as many as may be in flight. Call it after each step.
     pub fn start_saves(&mut self, now: Instant, actions: &mut Vec<Action>) {
+        if let Some(tiers) = &mut self.tiers {
+            tiers.count_admitted();
+        }
+        self.start_queued_saves(now, actions);
+    }
+
+    /// Starts queued saves, as many as may be in flight.
+    pub(super) fn start_queued_saves(&mut self, now: Instant, actions: &mut Vec<Action>) {
         let needed = self.awaited_blocks();
         let Some(tiers) = &mut self.tiers else { return };
         tiers.set_now(now);
@@ -111,17 +119,22 @@ impl Scheduler {
         let blocks_max = (sequence.tokens.len() - 1) / BLOCK_TOKENS;
         let resident = prefix.len();
         let keys = &sequence.chain.hashes()[resident..blocks_max.max(resident)];
-        let count = if sequence.may_load { tiers.choose_load(keys, most) } else { 0 };
-        touch(tiers, sequence, resident, count);
+        let slots = if sequence.may_load { tiers.choose_load(keys, most) } else { Vec::new() };
+        let count = slots.len();
+        if sequence.touched == 0 {
+            // The other blocks are counted when they are computed.
+            sequence.touched = resident + count;
+            sequence.continues = sequence.touched > 0;
+            tiers.prefix_admitted(&sequence.chain.hashes()[..sequence.touched], resident);
+        }
         if count == 0 {
             return Some(prefix);
         }
-        let contents = resident..resident + count;
-        let contents: Vec<_> =
-            contents.map(|index| sequence.chain.contents(&sequence.tokens, index)).collect();
         let rest = blocks_for(sequence.tokens.len()) - resident as u32;
         let reserved = self.kv.reserve(rest, id).expect("availability was checked");
-        let load = tiers.start_load(id, &contents, reserved);
+        let (chain, tokens) = (&sequence.chain, &sequence.tokens);
+        let contents = (resident..).map(|index| chain.contents(tokens, index));
+        let load = tiers.start_load(id, slots, contents, reserved);
         sequence.phase = Phase::Loading { prefix, count, job: load.job };
         self.loading_count += 1;
         let alarm = tiers.load_deadline(most);
@@ -221,24 +234,6 @@ impl Scheduler {
     }
 }
 
-/// Counts the occurrence of the prompt's blocks at the first admission, and offers the `resident` ones. `loaded` blocks
-/// come from the tiers.
-fn touch(tiers: &mut Tiers, sequence: &mut Sequence, resident: usize, loaded: usize) {
-    if sequence.touched > 0 {
-        return;
-    }
-    let keys = sequence.chain.hashes();
-    sequence.touched = keys.len();
-    sequence.continues = resident + loaded > 0;
-    // Touch the head last, so that a tail is overwritten before its head.
-    keys.iter().rev().for_each(|&key| tiers.touch(key));
-    for &key in &keys[..resident] {
-        if tiers.admits(key, false) {
-            tiers.offer(key);
-        }
-    }
-}
-
 /// Adds block `index` of the sequence, whose KV is written, to the prefix cache, and offers it to the tiers, unless the
 /// KV depends on other weights.
 pub(super) fn publish(
@@ -254,11 +249,13 @@ pub(super) fn publish(
     kv.publish(&sequence.chain, &sequence.tokens, index, block);
     let Some(tiers) = tiers else { return };
     let key = sequence.chain.hashes()[index];
-    if index >= sequence.touched {
-        tiers.touch(key);
+    let is_admitted = if index < sequence.touched {
+        tiers.admits(key)
+    } else {
         sequence.touched = index + 1;
-    }
-    if tiers.admits(key, sequence.continues) {
+        tiers.touch(key, sequence.chain.parent(index))
+    };
+    if is_admitted || sequence.continues {
         tiers.offer(key);
     }
 }

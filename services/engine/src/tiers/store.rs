@@ -32,8 +32,8 @@ struct Slot {
     state: State,
     /// Key of the block; meaningless when free.
     key: BlockHash,
-    /// Time of the last use. A block that was saved after another block of its prompt has the time of that block.
-    /// Meaningless when free.
+    /// Time of the last use. A block that was saved or used after another block of its prompt has the time of that
+    /// block. Meaningless when free.
     used: u64,
     /// Neighbours in the LRU order; meaningless when free.
     older: Option<SlotIndex>,
@@ -88,9 +88,15 @@ impl Store {
         self.stored
     }
 
-    /// Returns whether a load can read the block.
-    pub fn contains(&self, key: BlockHash) -> bool {
-        self.index.get(&key).is_some_and(|&slot| self.slots[slot as usize].state == State::Stored)
+    /// Returns the slot of a block that a load can read.
+    pub fn find(&self, key: BlockHash) -> Option<SlotIndex> {
+        let slot = *self.index.get(&key)?;
+        (self.slots[slot as usize].state == State::Stored).then_some(slot)
+    }
+
+    /// Returns the slot of a block that is stored or whose save is in flight.
+    pub fn slot(&self, key: BlockHash) -> Option<SlotIndex> {
+        self.index.get(&key).copied()
     }
 
     /// Returns whether the block is stored or its save is in flight.
@@ -98,22 +104,27 @@ impl Store {
         self.index.contains_key(&key)
     }
 
-    /// Makes the block the one that was used last.
-    pub fn touch(&mut self, key: BlockHash) {
-        if let Some(&index) = self.index.get(&key)
-            && self.slots[index as usize].state == State::Stored
-        {
-            self.slots[index as usize].used = self.next_time();
+    /// Makes the block the one that was used last, or, after the block in slot `parent`, the one that is overwritten just
+    /// before that block. Returns the block's slot if the block is known.
+    pub fn touch(&mut self, key: BlockHash, parent: Option<SlotIndex>) -> Option<SlotIndex> {
+        let index = self.slot(key)?;
+        if self.slots[index as usize].state == State::Stored {
+            let used = match parent {
+                Some(parent) => self.slots[parent as usize].used,
+                None => self.next_time(),
+            };
+            self.slots[index as usize].used = used;
             self.unlink(index);
-            self.link(index, None);
+            self.link(index, parent);
         }
+        Some(index)
     }
 
     /// Takes a slot for a save of `key`, which comes after the block `parent` and is overwritten before it. Returns `None`
     /// when every slot is being written or read, or when only blocks of the same prompt could be overwritten.
     pub fn begin_save(&mut self, key: BlockHash, parent: BlockHash) -> Option<SlotIndex> {
         debug_assert!(!self.is_known(key), "a known block is not saved again");
-        let before = self.index.get(&parent).copied();
+        let before = self.slot(parent);
         let time = match before {
             Some(before) => Some(self.slots[before as usize].used),
             None => self.dropped.get(&parent).copied(),
@@ -217,12 +228,15 @@ impl Store {
 
     /// Begins a load of a stored block, or a save that copies it. It keeps the block's place in the LRU order.
     pub fn begin_load(&mut self, key: BlockHash) -> Option<SlotIndex> {
-        if !self.contains(key) {
-            return None;
-        }
-        let index = self.index[&key];
-        self.slots[index as usize].readers += 1;
+        let index = self.find(key)?;
+        self.begin_load_of(index);
         Some(index)
+    }
+
+    /// Begins a load of a slot that [`find`](Self::find) has just returned.
+    pub fn begin_load_of(&mut self, index: SlotIndex) {
+        debug_assert_eq!(self.slots[index as usize].state, State::Stored);
+        self.slots[index as usize].readers += 1;
     }
 
     /// Ends a load of a slot. A damaged block is forgotten.
@@ -308,9 +322,15 @@ mod tests {
 
     const NO_PARENT: BlockHash = BlockHash(0);
 
+    impl Store {
+        fn is_stored(&self, key: BlockHash) -> bool {
+            self.find(key).is_some()
+        }
+    }
+
     fn save(store: &mut Store, key: u128) -> SlotIndex {
         let slot = store.begin_save(BlockHash(key), NO_PARENT).expect("a slot is idle");
-        assert!(!store.contains(BlockHash(key)), "a block is not loaded before it is saved");
+        assert!(!store.is_stored(BlockHash(key)), "a block is not loaded before it is saved");
         store.end_save(slot, true);
         store.check();
         slot
@@ -332,7 +352,7 @@ mod tests {
         // A prompt that is longer than the tier leaves its head.
         let saved: Vec<_> = (31..40).map(|key| save(key, key - 1)).collect();
         assert_eq!(saved[8], [31, 32, 33, 34, 35].map(BlockHash));
-        store.touch(BlockHash(33));
+        store.touch(BlockHash(33), None);
         assert_eq!(store.keys(1), [BlockHash(33)]);
         store.check();
     }
@@ -342,9 +362,9 @@ mod tests {
         let mut store = Store::new(2);
         let first = save(&mut store, 1);
         save(&mut store, 2);
-        store.touch(BlockHash(1));
+        store.touch(BlockHash(1), None);
         save(&mut store, 3);
-        assert!(store.contains(BlockHash(1)) && !store.contains(BlockHash(2)));
+        assert!(store.is_stored(BlockHash(1)) && !store.is_stored(BlockHash(2)));
         let read = store.begin_load(BlockHash(1)).unwrap();
         assert_eq!(read, first);
         save(&mut store, 4);
@@ -367,10 +387,11 @@ mod tests {
         let keys =
             (1..=8).flat_map(|conversation| (1..=100).map(move |it| 1000 * conversation + it));
         keys.for_each(|key| save(&mut store, key));
-        (1001..=1100).rev().for_each(|key| store.touch(BlockHash(key)));
+        let mut parent = None;
+        (1001..=1100).for_each(|key| parent = store.touch(BlockHash(key), parent));
         (1101..=1120).for_each(|key| save(&mut store, key));
         store.check();
-        let is_stored = |key: u128| store.contains(BlockHash(key));
+        let is_stored = |key: u128| store.is_stored(BlockHash(key));
         let overwritten: Vec<u128> = (1001..=1120).filter(|&key| !is_stored(key)).collect();
         assert!(overwritten.is_empty(), "{overwritten:?} were used last");
         // The tail of the next conversation is overwritten instead.
@@ -387,13 +408,13 @@ mod tests {
             for _ in 0..key % 7 {
                 number = number.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
                 let touched = used.remove((number >> 33) as usize % used.len());
-                store.touch(BlockHash(touched));
+                store.touch(BlockHash(touched), None);
                 used.push(touched);
             }
             save(&mut store, key);
             let overwritten = used.remove(0);
             used.push(key);
-            assert!(!store.contains(BlockHash(overwritten)), "{overwritten} was used first");
+            assert!(!store.is_stored(BlockHash(overwritten)), "{overwritten} was used first");
             let newest: Vec<_> = used.iter().rev().map(|&key| BlockHash(key)).collect();
             assert_eq!(store.keys(40), newest);
         }
@@ -442,7 +463,7 @@ mod tests {
     fn keys_are_those_of_the_blocks_that_were_used_last() {
         let mut store = Store::new(3);
         (1..=3).for_each(|key| _ = save(&mut store, key));
-        store.touch(BlockHash(1));
+        store.touch(BlockHash(1), None);
         assert_eq!(store.keys(2), [BlockHash(1), BlockHash(3)]);
     }
 

@@ -23,13 +23,18 @@ impl Touches {
         Self { recent: HashMap::default(), older: HashMap::default(), keys_max: keys_max.max(1) }
     }
 
-    /// Counts a touch. A request touches a block at most once.
-    pub fn touch(&mut self, key: BlockHash) {
-        let is_known = self.recent.contains_key(&key) || self.older.contains_key(&key);
+    /// Counts a touch, and returns whether it is not the first. A request touches a block at most once.
+    pub fn touch(&mut self, key: BlockHash) -> bool {
+        if let Some(is_second) = self.recent.get_mut(&key) {
+            *is_second = true;
+            return true;
+        }
+        let is_second = self.older.contains_key(&key);
         if self.recent.len() >= self.keys_max {
             self.older = mem::take(&mut self.recent);
         }
-        self.recent.insert(key, is_known);
+        self.recent.insert(key, is_second);
+        is_second
     }
 
     /// Returns whether the block was touched at least twice.
@@ -45,9 +50,9 @@ mod tests {
     #[test]
     fn second_touch_is_told_from_the_first() {
         let mut touches = Touches::new(10);
-        touches.touch(BlockHash(1));
+        assert!(!touches.touch(BlockHash(1)));
         assert!(!touches.is_second(BlockHash(1)) && !touches.is_second(BlockHash(2)));
-        touches.touch(BlockHash(1));
+        assert!(touches.touch(BlockHash(1)));
         assert!(touches.is_second(BlockHash(1)));
     }
 
