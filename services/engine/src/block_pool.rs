@@ -425,10 +425,11 @@ impl BlockPool {
         let before = list.len;
         change(list);
         self.kept_blocks = self.kept_blocks + list.len - before;
-        match list.len {
-            0 => self.evictable_groups.remove(&group),
-            _ => self.evictable_groups.insert(group),
-        };
+        match (before, list.len) {
+            (0, _) => _ = self.evictable_groups.insert(group),
+            (_, 0) => _ = self.evictable_groups.remove(&group),
+            _ => {}
+        }
     }
 
     fn put_free(&mut self, block: BlockId) {
