@@ -20,6 +20,11 @@ impl KeyChain {
         Self { last: xxh3_128(&bytes), bytes }
     }
 
+    /// Returns the chain whose last key is `last`.
+    pub fn after(last: u128) -> Self {
+        Self { last, bytes: Vec::new() }
+    }
+
     /// Returns the last key; before the first block, the key that the first block's key derives from.
     pub fn last(&self) -> u128 {
         self.last

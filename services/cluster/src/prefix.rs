@@ -20,6 +20,10 @@ impl CacheIdentity {
             block_size: identity.block_size,
         }
     }
+
+    fn block_tokens(&self) -> usize {
+        self.block_size.max(1) as usize
+    }
 }
 
 /// Cache keys of one prompt on nodes of one identity.
@@ -27,6 +31,8 @@ impl CacheIdentity {
 pub struct PrefixKeys {
     identity: CacheIdentity,
     keys: Vec<u128>,
+    /// The last key; before the first block, the key that the first block's key derives from.
+    last: u128,
 }
 
 impl PrefixKeys {
@@ -34,8 +40,19 @@ impl PrefixKeys {
     pub fn new(identity: CacheIdentity, cache_salt: &str, tokens: &[u32]) -> Self {
         let mut chain =
             KeyChain::new(identity.model_fingerprint, identity.weight_version, cache_salt);
-        let blocks = tokens.chunks_exact(identity.block_size.max(1) as usize);
-        Self { keys: blocks.map(|block| chain.add(block)).collect(), identity }
+        let blocks = tokens.chunks_exact(identity.block_tokens());
+        let keys = blocks.map(|block| chain.add(block)).collect();
+        Self { identity, keys, last: chain.last() }
+    }
+
+    /// Returns the key of the last full block of the prompt of these keys, followed by `output`; `None` without a full
+    /// block.
+    pub fn last_after(&self, prompt: &[u32], output: &[u32]) -> Option<u128> {
+        let block_tokens = self.identity.block_tokens();
+        let rest = [&prompt[self.keys.len() * block_tokens..], output].concat();
+        let mut chain = KeyChain::after(self.last);
+        let last = self.keys.last().copied();
+        rest.chunks_exact(block_tokens).fold(last, |_, block| Some(chain.add(block)))
     }
 
     /// Returns the keys in the order of the blocks.
@@ -76,6 +93,20 @@ mod tests {
         for count in 0..tokens.len() {
             let short = PrefixKeys::new(CacheIdentity::of(&test_identity()), "", &tokens[..count]);
             assert_eq!(short.keys(), &long.keys()[..count / 16]);
+        }
+    }
+
+    #[test]
+    fn last_key_after_an_answer_is_that_of_a_prompt_with_the_answer() {
+        let tokens: Vec<u32> = (0..100).collect();
+        let keys_of = |count: usize| {
+            PrefixKeys::new(CacheIdentity::of(&test_identity()), "salt", &tokens[..count])
+        };
+        for prompt in [0, 10, 16, 40, 100] {
+            for end in prompt..=tokens.len() {
+                let last = keys_of(prompt).last_after(&tokens[..prompt], &tokens[prompt..end]);
+                assert_eq!(last, keys_of(end).keys().last().copied(), "{prompt} {end}");
+            }
         }
     }
 

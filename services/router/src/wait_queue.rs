@@ -18,8 +18,8 @@ use tokio::sync::Notify;
 use crate::{
     admission::Full,
     fair_queue::{
-        self, AttemptEnd, FairQueue, Flow, FlowLimit, FlowName, LimitReached, Pass, StartedPrompt,
-        TooLate, WaitLimits, WaitRequest,
+        self, AttemptEnd, FairQueue, Flow, FlowLimit, FlowName, LimitReached, Pass, SessionMarks,
+        SessionTurn, Sessions, StartedPrompt, TooLate, WaitLimits, WaitRequest,
     },
     lock::lock,
     request::error::{Overload, RETRY_AFTER_S},
@@ -42,6 +42,7 @@ impl WaitLimit {
 #[derive(Clone)]
 pub struct WaitQueue {
     turns: Arc<Mutex<Turns>>,
+    sessions: Arc<Mutex<Sessions>>,
     places: Arc<WaitLimit>,
 }
 
@@ -88,7 +89,17 @@ impl Turns {
 impl WaitQueue {
     /// `places` are shared by the queues of all models.
     pub fn new(places: Arc<WaitLimit>) -> Self {
-        Self { turns: Arc::default(), places }
+        Self { turns: Arc::default(), sessions: Arc::default(), places }
+    }
+
+    /// Handles the arrival of an answer, a turn of its session. The owner calls [`Self::turn_ended`] at its end.
+    pub fn turn_arrived(&self, flow: &FlowName, marks: SessionMarks<'_>) -> SessionTurn {
+        lock(&self.sessions).arrived(Instant::now(), flow, marks)
+    }
+
+    /// Handles the end of an answer with its last full block; `None` if the answer is not complete.
+    pub fn turn_ended(&self, turn: &SessionTurn, last_block: Option<u128>) {
+        lock(&self.sessions).ended(turn, last_block);
     }
 
     /// Returns whether an answer queues for its turn: a new answer must queue, too.
@@ -308,6 +319,7 @@ mod tests {
             output_tokens_max: 1,
             limits: within(start_in),
             has_begun: false,
+            session_since: None,
         }
     }
 

@@ -293,6 +293,44 @@ async fn request_of_another_key_starts_before_the_queue_of_a_flooding_key() {
 }
 
 #[tokio::test]
+async fn later_turns_of_a_session_start_before_requests_that_arrived_after_the_session() {
+    let (_, decode) = Cluster::nodes(0, 1, ANSWER);
+    let limits = StepCosts { slots: 1, step_tokens: 512, chunk_tokens: 512, ..Default::default() };
+    let step_costs = Some(limits);
+    decode[0].report(NodeLoad { blocks_free: 1000, step_costs, ..Default::default() });
+    let cluster = Cluster::start_over(settings(), vec![], decode).await;
+    let ask = |session: &'static str, prompt: Vec<u32>| {
+        let client = cluster.client.clone();
+        let body = json!({"prompt": prompt, "max_tokens": 3, "ignore_eos": true, "stream": true});
+        tokio::spawn(async move {
+            client.post_with("/v1/completions", &[("x-baton-session", session)], &body).await
+        })
+    };
+    let of_one_token = |token: u32| vec![token; 40];
+    // The second session is known by its tokens.
+    for (session, token) in [("named", 1000), ("", 2000)] {
+        assert_eq!(ask(session, of_one_token(token)).await.unwrap().status, 200);
+    }
+    let node = &cluster.decode[0];
+    node.set_token_time(Duration::from_secs(60));
+    let held = ask("", of_one_token(3000));
+    eventually("an answer runs", async || node.calls().len() == 3).await;
+    let waiting = async || cluster.metric("baton_requests", &["state=\"waiting\""]).await;
+    let new = [4000, 5000].map(|token| ask("", of_one_token(token)));
+    eventually("new requests wait", async || waiting().await == 2.0).await;
+    let continued = [of_one_token(2000), vec![9; 20]].concat();
+    let turns = [ask("", continued), ask("named", of_one_token(6000))];
+    eventually("later turns wait", async || waiting().await == 4.0).await;
+    node.set_token_time(Duration::ZERO);
+    held.abort();
+    for answer in new.into_iter().chain(turns) {
+        assert_eq!(answer.await.unwrap().status, 200);
+    }
+    let started: Vec<u32> = node.calls()[3..].iter().map(|call| call.attempt.tokens[0]).collect();
+    assert_eq!(started[..2], [6000, 2000], "{started:?}");
+}
+
+#[tokio::test]
 async fn changed_file_is_read_while_the_router_runs() {
     let (folder, settings) = with_keys(&[("a", "old", "")]);
     let path = folder.path().join("keys.toml");

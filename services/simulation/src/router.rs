@@ -15,7 +15,10 @@ use proto::{
     v1::{self, DecodeEvent, DecodeRequest, ObserveEvent, PrefillEvent, PrefillRequest},
 };
 use router::{
-    fair_queue::{Charge, FairQueue, Flow, Pass, StartedPrompt, WaitLimits, WaitRequest},
+    fair_queue::{
+        Charge, FairQueue, Flow, Pass, SessionTurn, Sessions, StartedPrompt, WaitLimits,
+        WaitRequest,
+    },
     request_core::{
         AnswerSpec, AttemptOutcome, Blame, EndedAttempt, GiveUp, NodeFeedback, Output,
         RecoveryPolicy, RequestCore, Side, Stop,
@@ -85,6 +88,7 @@ pub struct Router {
     due: BTreeSet<(Instant, usize)>,
     calls: BTreeMap<CallKey, OpenCall>,
     waiting: BTreeMap<Arc<str>, FairQueue<usize>>,
+    sessions: BTreeMap<Arc<str>, Sessions>,
     random: Random,
     actions: Vec<RouterAction>,
     pub coverage: Coverage,
@@ -135,6 +139,7 @@ struct Answer {
     transfer: Option<TransferId>,
     attempts: u32,
     flow: Flow,
+    turn: SessionTurn,
     is_queued: bool,
     /// Reason to report if the next turn passes to other requests.
     pass: Pass,
@@ -180,6 +185,7 @@ impl Router {
             due: BTreeSet::new(),
             calls: BTreeMap::new(),
             waiting: BTreeMap::new(),
+            sessions: BTreeMap::new(),
             random,
             actions: Vec::new(),
             coverage: Coverage::default(),
@@ -241,10 +247,12 @@ impl Router {
             vocabulary_size: VOCABULARY,
             deadline,
         };
+        let flow = plan.flow();
+        let sessions = self.sessions.entry(model.clone()).or_default();
+        let turn = sessions.arrived(now, &flow.name, spec.session_marks());
         let mut core = RequestCore::new(spec, self.policy);
         let is_queued = self.waiting.get(&model).is_some_and(|queue| !queue.is_empty());
         core.start(now, is_queued);
-        let flow = plan.flow();
         let answer = Answer {
             plan,
             model,
@@ -255,6 +263,7 @@ impl Router {
             transfer: None,
             attempts: 0,
             flow,
+            turn,
             is_queued: false,
             pass: Pass::default(),
             charge: None,
@@ -367,6 +376,7 @@ impl Router {
         self.due.clear();
         self.calls.clear();
         self.waiting.clear();
+        self.sessions.clear();
         self.actions.clear();
         self.nodes.restart(self.random.next());
     }
@@ -543,6 +553,7 @@ impl Router {
             output_tokens_max: wanted.new_tokens_max,
             limits: WaitLimits::new(wanted.room, self.policy.busy_timeout, answer.deadline),
             has_begun: !answer.core.emitted().is_empty(),
+            session_since: answer.turn.since(),
         };
         if queue.join(now, id, &request).is_err() {
             self.end(now, id, End::Refused);
@@ -706,9 +717,12 @@ impl Router {
     }
 
     fn end(&mut self, now: Instant, id: usize, end: End) {
-        let answer = self.answer(id);
+        let answer = self.answers.get_mut(&id).expect("requests are kept");
         assert!(answer.end.is_none(), "request {id} ends twice");
         assert!(now <= answer.deadline, "request {id} ends after its deadline");
+        let last_block = answer.core.last_block().filter(|_| end == End::Complete);
+        let sessions = self.sessions.get_mut(&answer.model).expect("the turn has arrived");
+        sessions.ended(&answer.turn, last_block);
         let attempts = answer.attempts;
         answer.end = Some(end.clone());
         self.open.remove(&id);

@@ -14,7 +14,9 @@
 //!
 //! A flow is charged the predicted cost when its request starts, and the rest or the excess when the attempt ends. The
 //! predicted output length is the mean of the flow's last answers. Within a flow the request with the earliest start
-//! deadline comes first. Flows of a higher priority come first, except for one of [`TURNS_PER_FAIR_TURN`] turns.
+//! deadline comes first; a later turn of a session has the start deadline of the session's first turn ([`Sessions`]).
+//! Flows of a higher priority come first. One of [`TURNS_PER_FAIR_TURN`] turns ignores priorities, and one of as many
+//! starts of a flow ignores sessions.
 //!
 //! Life of a waiting request:
 //! 1. [`FairQueue::join`], which refuses it if its predicted waiting time is too long.
@@ -27,6 +29,9 @@
 mod flow_limit;
 mod order;
 mod predict;
+#[cfg(test)]
+mod session_tests;
+mod sessions;
 mod share;
 #[cfg(test)]
 mod tests;
@@ -45,6 +50,7 @@ pub use flow_limit::{FlowLimit, LimitReached};
 use order::{Order, Rank};
 use predict::{CachedShare, OUTPUT_SHARE, OUTPUT_TOKEN_COST, ServiceRate, cost};
 pub use predict::{StartedPrompt, TooLate, WaitLimits, WaitRequest};
+pub use sessions::{SessionMarks, SessionTurn, Sessions};
 
 /// Maximum credit of a flow, in requests of mean cost.
 const CREDIT_REQUESTS: f64 = 16.0;
@@ -52,7 +58,8 @@ const CREDIT_REQUESTS: f64 = 16.0;
 const ACTIVE_FOR: Duration = Duration::from_secs(60);
 /// Maximum number of flows that are kept without requests: clients may invent any number of tenant names.
 const IDLE_FLOWS_MAX: usize = 1024;
-/// One of this many turns ignores priorities, so that no flow starves.
+/// One of this many turns ignores priorities, so that no flow starves. One of this many starts of a flow ignores
+/// sessions, so that no new request starves.
 const TURNS_PER_FAIR_TURN: u64 = 8;
 /// Maximum number of requests, of one flow and of all flows, that have a turn or whose turn has passed since the last
 /// [`FairQueue::retry_passed`]. More than one, because a request that failed on an idle node may wait for a busy node.
@@ -117,6 +124,23 @@ pub struct FairQueue<Id> {
 /// Place in the queue of one flow: the time by which the request must start, and the number of its arrival.
 type Place = (Instant, u64);
 
+/// Place in the queue of one flow by sessions: whether the request may wait, the time by which it would have to start if
+/// it had arrived with the first turn of its session, and the number of its arrival.
+type SessionPlace = (bool, Instant, u64);
+
+/// Start of a request that joins the queue.
+#[derive(Clone, Copy, Debug)]
+struct Start {
+    /// Time by which the request must start.
+    by: Instant,
+    /// Whether the request is rejected after that time.
+    may_be_late: bool,
+    /// Whether the request may wait. Others come first.
+    may_wait: bool,
+    /// `by` of a request that arrived with the first turn of the session.
+    by_of_session: Instant,
+}
+
 #[derive(Debug)]
 struct FlowState<Id> {
     weight: f64,
@@ -126,14 +150,17 @@ struct FlowState<Id> {
     /// first requests raise the served time twice as fast.
     debt: f64,
     queue: BTreeMap<Place, Queued<Id>>,
+    by_session: BTreeMap<SessionPlace, Place>,
     /// Queued request that has the turn: the owner picks nodes for it.
     turn: Option<Id>,
     /// Cost of all queued requests.
     queued_cost: f64,
     /// Started requests that have not ended.
     running: u32,
-    /// Number of the last start of the flow.
+    /// Number of the last start of the flow, among the starts of all flows.
     started: u64,
+    /// Started requests of the flow.
+    starts: u64,
     output_tokens: Option<f64>,
     cached: CachedShare,
     active_at: Instant,
@@ -142,6 +169,7 @@ struct FlowState<Id> {
 #[derive(Debug)]
 struct Queued<Id> {
     id: Id,
+    session_place: SessionPlace,
     cost: f64,
     /// Why the turn of the request has passed, until [`FairQueue::retry_passed`].
     passed: Option<Pass>,
@@ -185,10 +213,12 @@ impl<Id> FlowState<Id> {
             virtual_time: 0.0,
             debt: 0.0,
             queue: BTreeMap::new(),
+            by_session: BTreeMap::new(),
             turn: None,
             queued_cost: 0.0,
             running: 0,
             started: 0,
+            starts: 0,
             output_tokens: None,
             cached: CachedShare::default(),
             active_at: now,
@@ -203,6 +233,20 @@ impl<Id> FlowState<Id> {
         let Self { priority, virtual_time, started, .. } = *self;
         Rank { priority, virtual_time, started }
     }
+
+    /// Returns the queued requests, the one that starts next first.
+    fn in_order(&self) -> impl Iterator<Item = &Queued<Id>> {
+        let ignores_sessions = is_fair_turn(self.starts);
+        let all_if = |included| if included { usize::MAX } else { 0 };
+        let by_session = self.by_session.values().map(move |place| &self.queue[place]);
+        let by_arrival = self.queue.values();
+        by_session.take(all_if(!ignores_sessions)).chain(by_arrival.take(all_if(ignores_sessions)))
+    }
+}
+
+/// Returns whether the turn after this many starts ignores priorities or sessions.
+fn is_fair_turn(starts: u64) -> bool {
+    starts % TURNS_PER_FAIR_TURN == TURNS_PER_FAIR_TURN - 1
 }
 
 impl<Id> Default for FairQueue<Id> {
@@ -230,36 +274,39 @@ impl<Id: Copy + Eq + Hash> FairQueue<Id> {
 
     /// Adds a request, unless a new request could not start in time.
     pub fn join(&mut self, now: Instant, id: Id, request: &WaitRequest) -> Result<(), TooLate> {
-        let WaitRequest { flow, prompt_tokens, output_tokens_max, limits, has_begun } = request;
+        let WaitRequest { flow, prompt_tokens, output_tokens_max, limits, .. } = request;
         let uncached_tokens = self.uncached_tokens(&flow.name, *prompt_tokens);
         let cost = self.cost(&flow.name, uncached_tokens, *output_tokens_max);
-        let start_by = self.start_by(now, *limits, cost);
-        if !has_begun {
-            self.check_start(now, flow, start_by)?;
+        let by = self.start_by(now, *limits, cost);
+        if !request.has_begun {
+            self.check_start(now, flow, by)?;
         }
-        self.insert(now, id, flow, cost, (start_by, !has_begun));
+        let start = Start {
+            by,
+            may_be_late: !request.has_begun,
+            may_wait: !limits.wait_max.is_zero(),
+            by_of_session: request
+                .session_since
+                .map_or(by, |since| by.min(since + limits.wait_max)),
+        };
+        self.insert(now, id, flow, cost, start);
         Ok(())
     }
 
-    /// Adds a request. `start_by`: the time by which it must start. With `may_be_late`, [`Self::take_late`] returns the
-    /// request after that time.
-    fn insert(
-        &mut self,
-        now: Instant,
-        id: Id,
-        flow: &Flow,
-        cost: f64,
-        (start_by, may_be_late): (Instant, bool),
-    ) {
+    /// Adds a request.
+    fn insert(&mut self, now: Instant, id: Id, flow: &Flow, cost: f64, start: Start) {
         debug_assert!(!self.places.contains_key(&id), "a request joins once");
         self.joined += 1;
         self.waiting_since.get_or_insert(now);
-        let place = (start_by, self.joined);
+        let place = (start.by, self.joined);
+        let session_place = (start.may_wait, start.by_of_session, self.joined);
         self.change_active(now, flow, |state| {
-            state.queue.insert(place, Queued { id, cost, passed: None, passed_at: None });
+            let queued = Queued { id, session_place, cost, passed: None, passed_at: None };
+            state.queue.insert(place, queued);
+            state.by_session.insert(session_place, place);
             state.queued_cost += cost;
         });
-        if may_be_late {
+        if start.may_be_late {
             self.may_be_late.insert(place, id);
         }
         self.places.insert(id, (flow.name.clone(), place));
@@ -271,6 +318,7 @@ impl<Id: Copy + Eq + Hash> FairQueue<Id> {
         self.end_turn(&name, id);
         self.change(&name, |flow| {
             let queued = flow.queue.remove(&place).expect("every place has a request");
+            flow.by_session.remove(&queued.session_place);
             let is_empty = flow.queue.is_empty();
             flow.queued_cost = if is_empty { 0.0 } else { flow.queued_cost - queued.cost };
         });
@@ -340,14 +388,13 @@ impl<Id: Copy + Eq + Hash> FairQueue<Id> {
         if turns >= TURNS_BY_CHOICE_MAX || turns - by_choice >= TURNS_MAX.1 {
             return None;
         }
-        let is_fair_turn = self.starts % TURNS_PER_FAIR_TURN == TURNS_PER_FAIR_TURN - 1;
-        for (index, name) in self.order.flows(is_fair_turn).enumerate() {
+        for (index, name) in self.order.flows(is_fair_turn(self.starts)).enumerate() {
             let flow = &self.flows[name];
             // A flow is charged when its request starts, so it gets one turn at a time.
             if flow.turn.is_some() {
                 continue;
             }
-            let others = flow.queue.values().filter(|it| it.passed != Some(Pass::ByChoice));
+            let others = flow.in_order().filter(|it| it.passed != Some(Pass::ByChoice));
             for (position, queued) in others.take(TURNS_MAX.0).enumerate() {
                 if queued.passed.is_none() {
                     return Some(queued.id);
@@ -374,6 +421,7 @@ impl<Id: Copy + Eq + Hash> FairQueue<Id> {
         let starts = self.starts;
         let begin = self.change_active(now, flow, |state| {
             (state.running, state.started) = (state.running + 1, starts);
+            state.starts += 1;
             state.cached.add(prompt);
             let begin = state.virtual_time;
             state.debt = (state.debt - charged / state.weight).max(0.0);

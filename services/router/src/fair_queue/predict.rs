@@ -37,6 +37,8 @@ pub struct WaitRequest {
     pub limits: WaitLimits,
     /// Whether the answer has emitted tokens. Such a request is never rejected.
     pub has_begun: bool,
+    /// Arrival of the session, if the request is a later turn of it.
+    pub session_since: Option<Instant>,
 }
 
 /// Limits of the time that a request waits.

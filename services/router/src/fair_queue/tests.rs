@@ -6,6 +6,11 @@ fn key(name: &str) -> Flow {
     Flow::new(FlowName::Key(name.into()))
 }
 
+/// Returns the start of a request without a session.
+fn must_start(by: Instant, may_be_late: bool) -> Start {
+    Start { by, may_be_late, may_wait: true, by_of_session: by }
+}
+
 /// Returns a prompt without a cached prefix.
 fn uncached(tokens: u32) -> StartedPrompt {
     StartedPrompt { tokens, uncached_tokens: tokens }
@@ -42,7 +47,8 @@ impl Scene {
         self.joined += 1;
         let (id, cost) = (self.joined, cost(prompt_tokens, 0.0));
         self.flows.insert(id, (flow.clone(), prompt_tokens));
-        self.queue.insert(self.now, id, flow, cost, (self.now + Duration::from_secs(3000), true));
+        let start = must_start(self.now + Duration::from_secs(3000), true);
+        self.queue.insert(self.now, id, flow, cost, start);
         id
     }
 
@@ -147,7 +153,7 @@ fn request_that_must_start_first_comes_first_in_its_flow() {
         let id = scene.join(&flow, 1);
         scene.queue.leave(id);
         let start_by = scene.now + Duration::from_secs(seconds);
-        scene.queue.insert(scene.now, id, &flow, 1.0, (start_by, true));
+        scene.queue.insert(scene.now, id, &flow, 1.0, must_start(start_by, true));
         id
     });
     (0..3).for_each(|_| scene.step());
@@ -159,10 +165,10 @@ fn request_that_can_no_longer_start_in_time_is_returned() {
     let mut queue = FairQueue::<u32>::default();
     let (now, flow) = (Instant::now(), key("a"));
     let after = |seconds| now + Duration::from_secs(seconds);
-    queue.insert(now, 1, &flow, 1.0, (after(1), true));
-    queue.insert(now, 2, &flow, 1.0, (after(5), true));
+    queue.insert(now, 1, &flow, 1.0, must_start(after(1), true));
+    queue.insert(now, 2, &flow, 1.0, must_start(after(5), true));
     // A started answer goes on.
-    queue.insert(now, 3, &key("b"), 1.0, (now, false));
+    queue.insert(now, 3, &key("b"), 1.0, must_start(now, false));
     assert_eq!(queue.take_late(after(1)), None);
     assert_eq!((queue.take_late(after(2)), queue.take_late(after(2))), (Some(1), None));
     assert_eq!(queue.take_late(after(6)), Some(2));
@@ -174,8 +180,8 @@ fn started_answer_hides_no_late_request_of_its_flow() {
     let mut queue = FairQueue::<u32>::default();
     let (now, flow) = (Instant::now(), key("a"));
     let after = |seconds| now + Duration::from_secs(seconds);
-    queue.insert(now, 1, &flow, 1.0, (now, false));
-    queue.insert(now, 2, &flow, 1.0, (after(1), true));
+    queue.insert(now, 1, &flow, 1.0, must_start(now, false));
+    queue.insert(now, 2, &flow, 1.0, must_start(after(1), true));
     assert_eq!((queue.take_late(after(2)), queue.take_late(after(2))), (Some(2), None));
 }
 
@@ -184,7 +190,7 @@ fn turns_at_the_same_time_are_bounded() {
     let mut queue = FairQueue::<u32>::default();
     let (now, flows) = (Instant::now(), 40);
     for index in 0..flows {
-        queue.insert(now, index, &key(&index.to_string()), 1.0, (now, true));
+        queue.insert(now, index, &key(&index.to_string()), 1.0, must_start(now, true));
     }
     let give = |queue: &mut FairQueue<u32>| -> Vec<u32> {
         std::iter::from_fn(|| queue.next_turn(now)).collect()
@@ -305,6 +311,7 @@ fn predicted_wait_counts_the_usual_uncached_part_of_prompts() {
             output_tokens_max: 0,
             limits,
             has_begun: false,
+            session_since: None,
         };
         queue.join(now, id, &request).unwrap();
     }
@@ -342,7 +349,14 @@ fn burst_is_refused_only_after_its_queue_has_lasted() {
         deadline: scene.now + Duration::from_secs(3000),
     };
     let (prompt_tokens, output_tokens_max, has_begun) = (1000, 1, false);
-    let request = WaitRequest { flow, prompt_tokens, output_tokens_max, limits, has_begun };
+    let request = WaitRequest {
+        flow,
+        prompt_tokens,
+        output_tokens_max,
+        limits,
+        has_begun,
+        session_since: None,
+    };
     for id in 100..140 {
         scene.queue.join(scene.now, id, &request).unwrap();
     }
@@ -412,7 +426,7 @@ fn turn_passes_to_other_requests_and_a_large_first_request_holds_them_back_at_ti
     let mut queue = FairQueue::<u32>::default();
     let (start, flow) = (Instant::now(), key("a"));
     let start_by = start + Duration::from_secs(60);
-    (0..9).for_each(|id| queue.insert(start, id, &flow, 1.0, (start_by, true)));
+    (0..9).for_each(|id| queue.insert(start, id, &flow, 1.0, must_start(start_by, true)));
     let turns = |queue: &mut FairQueue<u32>, seconds| {
         let now = start + Duration::from_secs(seconds);
         queue.retry_passed();
@@ -438,7 +452,7 @@ fn requests_that_wait_by_choice_hold_back_no_other_request() {
     let mut queue = FairQueue::<u32>::default();
     let (start, flow) = (Instant::now(), key("a"));
     let start_by = start + Duration::from_secs(60);
-    (0..8).for_each(|id| queue.insert(start, id, &flow, 1.0, (start_by, true)));
+    (0..8).for_each(|id| queue.insert(start, id, &flow, 1.0, must_start(start_by, true)));
     for seconds in [0, 5, 9] {
         let now = start + Duration::from_secs(seconds);
         queue.retry_passed();
@@ -450,7 +464,7 @@ fn requests_that_wait_by_choice_hold_back_no_other_request() {
         assert_eq!(turns, if seconds == 5 { vec![0, 1, 2, 3, 4, 5] } else { (0..8).collect() });
     }
     // Their turns are bounded, too.
-    (8..200).for_each(|id| queue.insert(start, id, &flow, 1.0, (start_by, true)));
+    (8..200).for_each(|id| queue.insert(start, id, &flow, 1.0, must_start(start_by, true)));
     queue.retry_passed();
     let mut turns = 0;
     while let Some(id) = queue.next_turn(start) {
@@ -466,7 +480,7 @@ fn flows_without_requests_are_bounded() {
     let now = Instant::now();
     for index in 0..3 * IDLE_FLOWS_MAX as u32 {
         let flow = Flow::new(FlowName::Tenant(index.to_string().into()));
-        queue.insert(now, index, &flow, 1.0, (now, true));
+        queue.insert(now, index, &flow, 1.0, must_start(now, true));
         queue.leave(index);
     }
     assert!(queue.flows.len() <= IDLE_FLOWS_MAX + 1);

@@ -128,6 +128,7 @@ impl Cluster {
             output_tokens_max: OUTPUT_TOKENS_MAX,
             limits: WaitLimits { wait_max: self.wait_max, deadline },
             has_begun,
+            session_since: None,
         }
     }
 

@@ -55,7 +55,7 @@ use schemars::JsonSchema;
 use serde::Serialize;
 use tonic::Status;
 
-use crate::fair_queue::AttemptEnd;
+use crate::fair_queue::{AttemptEnd, SessionMarks};
 pub use crate::request::options::Session;
 use attempt::{AttemptAction, AttemptState, LAST_EVENT_MAX, TOKEN_0_MAX};
 pub use attempt::{AttemptStats, NodeStats};
@@ -96,6 +96,15 @@ pub struct AnswerSpec {
 }
 
 impl AnswerSpec {
+    /// Returns the part of the request that tells its session.
+    pub fn session_marks(&self) -> SessionMarks<'_> {
+        SessionMarks {
+            name: &self.session.name,
+            cache_salt: &self.cache_salt,
+            blocks: self.prefix.first().map_or(&[][..], PrefixKeys::keys),
+        }
+    }
+
     fn prompt_tokens(&self) -> u32 {
         self.prompt.len() as u32
     }
@@ -340,6 +349,14 @@ impl RequestCore {
     /// Returns the tokens that the client has received.
     pub fn emitted(&self) -> &[u32] {
         self.emitted.ids()
+    }
+
+    /// Returns the cache key of the last full block of the prompt and the emitted tokens. No node has computed the KV of
+    /// the last token.
+    pub fn last_block(&self) -> Option<u128> {
+        let output = self.emitted.ids();
+        let computed = &output[..output.len().saturating_sub(1)];
+        self.spec.prefix.first()?.last_after(&self.spec.prompt, computed)
     }
 
     pub fn has_ended(&self) -> bool {

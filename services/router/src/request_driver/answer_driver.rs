@@ -23,7 +23,7 @@ use super::{
     events::{AnswerEnd, AnswerTokens, Event, EventSender, StopReason},
 };
 use crate::{
-    fair_queue::{Pass, StartedPrompt, WaitLimits, WaitRequest},
+    fair_queue::{Pass, SessionTurn, StartedPrompt, WaitLimits, WaitRequest},
     front::Front,
     nodes::{Assigned, NodeCall, PickedNodes, next_message},
     record::RequestRecord,
@@ -50,6 +50,8 @@ pub struct AnswerDriver<'a> {
     core: RequestCore,
     text: AnswerText,
     attempt: Option<OpenAttempt>,
+    /// The turn of the session, until the answer ends.
+    turn: Option<SessionTurn>,
     waiting: Option<Waiting>,
     /// Reason to report if the next turn passes to other answers.
     pass: Pass,
@@ -76,10 +78,13 @@ impl<'a> AnswerDriver<'a> {
         events: &'a EventSender,
         record: &'a RequestRecord,
     ) -> Self {
+        let queue = &request.model.waiting;
+        let turn = queue.turn_arrived(&request.flow.name, answer.session_marks());
         Self {
             text: AnswerText::new(request, &answer.sampling),
             core: RequestCore::new(answer, RecoveryPolicy::from(&front.settings.router)),
             attempt: None,
+            turn: Some(turn),
             waiting: None,
             pass: Pass::default(),
             node_changes: front.nodes.changes(),
@@ -136,6 +141,8 @@ impl<'a> AnswerDriver<'a> {
                     Output::Finish(finished) => {
                         let end = self.text.finish(self.choice, finished);
                         self.record.answer_ended(&end);
+                        // The client may send the next turn as soon as it has the end.
+                        self.end_turn(self.core.last_block());
                         return deadline.limit(self.events.send(Event::Finished(end))).await?;
                     }
                     Output::Fail(reason) => {
@@ -351,6 +358,13 @@ impl<'a> AnswerDriver<'a> {
         }
     }
 
+    /// Ends the turn of the session, if it has not ended.
+    fn end_turn(&mut self, last_block: Option<u128>) {
+        if let Some(turn) = self.turn.take() {
+            self.request.model.waiting.turn_ended(&turn, last_block);
+        }
+    }
+
     /// Returns the request's place in the queue of waiting requests. A request that has emitted tokens always finds a
     /// place: it is bounded by the requests in flight, and rejecting it would cut its answer.
     fn waiting_place(&mut self) -> Result<&mut Waiting, RequestError> {
@@ -367,6 +381,7 @@ impl<'a> AnswerDriver<'a> {
                     output_tokens_max: wanted.new_tokens_max,
                     limits: WaitLimits::new(wanted.room, wait_max, deadline),
                     has_begun: !self.core.emitted().is_empty(),
+                    session_since: self.turn.as_ref().and_then(SessionTurn::since),
                 };
                 let of_key = self.record.caller().waiting();
                 none.insert(model.waiting.enter(request, &model.metrics, of_key)?)
@@ -384,6 +399,7 @@ impl Drop for AnswerDriver<'_> {
                 self.end_attempt(&ended);
             }
         }
+        self.end_turn(None);
     }
 }
 
