@@ -49,6 +49,7 @@ mod gpu {
     pub mod speculation;
     pub mod start;
     pub mod tp;
+    pub mod weights;
 }
 
 fn main() -> ExitCode {
@@ -147,6 +148,8 @@ fn main() -> ExitCode {
             gpu::tp::four_ranks_generate_the_tokens_of_one,
             gpu::tp::killed_rank_ends_its_group_and_the_next_group_serves,
             gpu::tp::kv_moves_between_any_two_rank_counts,
+            gpu::weights::updated_weights_under_captured_graphs_match_a_new_executor,
+            gpu::weights::updated_weights_of_two_ranks_match_a_new_group,
         ],
     )
 }

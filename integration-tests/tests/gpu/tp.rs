@@ -3,7 +3,8 @@
 
 use std::{
     collections::HashMap,
-    env,
+    env, fs,
+    path::Path,
     process::{Command, Stdio},
     sync::Arc,
     time::{Duration, Instant},
@@ -35,9 +36,12 @@ use ranks::{GroupSettings, RankGroup, RankSpec, run_rank};
 use super::{
     bench::{Gpu, gpu, require_gpus},
     executor::{Outcome, on_gpu, run_arriving, sequence},
+    weights::Place,
 };
 
 const RANK_SPEC: &str = "BATON_TEST_RANK_SPEC";
+/// Environment variable: folder of a rank's model. Without it, the weights are random.
+const RANK_MODEL: &str = "BATON_TEST_RANK_MODEL";
 const TIMEOUT: Duration = Duration::from_secs(120);
 const BLOCKS: u32 = 400;
 
@@ -50,19 +54,30 @@ enum RankTask {
         weights: WeightFormat,
         graphs: bool,
     },
+    /// A model in bf16 with CUDA graphs, whose weights can be updated.
+    Updatable(Place),
 }
 
 impl RankTask {
-    const ALL: [Self; 5] = [
+    const ALL: [Self; 7] = [
         Self::Kv,
         Self::Model { weights: WeightFormat::F32, graphs: true },
         Self::Model { weights: WeightFormat::F32, graphs: false },
         Self::Model { weights: WeightFormat::Bf16, graphs: true },
         Self::Model { weights: WeightFormat::Bf16, graphs: false },
+        Self::Updatable(Place::Shadow),
+        Self::Updatable(Place::InPlace),
     ];
 
     fn place(self) -> usize {
         Self::ALL.iter().position(|part| *part == self).unwrap()
+    }
+
+    fn options(self) -> CudaOptions {
+        match self {
+            Self::Model { weights, graphs } => options(weights, graphs),
+            Self::Kv | Self::Updatable(_) => options(WeightFormat::Bf16, true),
+        }
     }
 }
 
@@ -70,9 +85,8 @@ fn options(weights: WeightFormat, graphs: bool) -> CudaOptions {
     CudaOptions { graphs, ..CudaOptions::new(weights) }
 }
 
-/// Returns a model with four KV heads and a vocabulary that is split unevenly over ranks.
-fn model() -> Checkpoint {
-    let folder = tempfile::tempdir().unwrap();
+/// Writes the configuration of a model with four KV heads and a vocabulary that is split unevenly over ranks.
+pub fn write_config(folder: &Path) {
     let config = serde_json::json!({
         "architectures": ["LlamaForCausalLM"], "model_type": "llama",
         "hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 3,
@@ -81,12 +95,17 @@ fn model() -> Checkpoint {
         "rope_theta": 10000.0, "tie_word_embeddings": false, "hidden_act": "silu",
         "bos_token_id": 1, "eos_token_id": 2
     });
-    let path = folder.path().join("config.json");
-    std::fs::write(&path, config.to_string()).unwrap();
-    Checkpoint::open(&path, LoadFormat::Dummy { seed: 11 }).unwrap()
+    fs::write(folder.join("config.json"), config.to_string()).unwrap();
 }
 
-fn limits(checkpoint: &Checkpoint) -> ExecutorLimits {
+/// Returns the model with random weights.
+fn model() -> Checkpoint {
+    let folder = tempfile::tempdir().unwrap();
+    write_config(folder.path());
+    Checkpoint::open(folder.path(), LoadFormat::Dummy { seed: 11 }).unwrap()
+}
+
+pub fn limits(checkpoint: &Checkpoint) -> ExecutorLimits {
     ExecutorLimits {
         slots: 8,
         // Allows steps of all sizes.
@@ -100,11 +119,7 @@ fn limits(checkpoint: &Checkpoint) -> ExecutorLimits {
 }
 
 fn layout(checkpoint: &Checkpoint, part: RankTask) -> KvLayout {
-    let weights = match part {
-        RankTask::Kv => WeightFormat::Bf16,
-        RankTask::Model { weights, .. } => weights,
-    };
-    checkpoint.config().kv_layout(weights.kv_dtype())
+    checkpoint.config().kv_layout(part.options().weights.kv_dtype())
 }
 
 pub const RANK_HELPER: &str = "tp-rank";
@@ -124,7 +139,10 @@ pub fn run_rank_process() {
         let driver = Driver::open().unwrap();
         let device = driver.devices().unwrap()[gpu].clone();
         let context = Context::new(driver, device).unwrap();
-        let checkpoint = model();
+        let checkpoint = match env::var_os(RANK_MODEL) {
+            Some(folder) => Checkpoint::open(folder, LoadFormat::Auto).unwrap(),
+            None => model(),
+        };
         let dtype = layout(&checkpoint, part).dtype;
         let layout = KvLayout { layer_count, kv_head_count, head_dim, dtype };
         let limits = limits(&checkpoint);
@@ -136,13 +154,17 @@ pub fn run_rank_process() {
                 std::mem::forget(kv.clone());
                 (Box::new(SimExecutor::new(limits, CostModel::default(), Instant::now())), kv)
             }
-            RankTask::Model { weights, graphs } => {
+            RankTask::Model { .. } | RankTask::Updatable(_) => {
                 let path = env::var_os("BATON_TEST_KERNELS").map(std::path::PathBuf::from);
                 let library = Arc::new(KernelLibrary::open(path.as_deref()).unwrap());
-                let backend = CudaBackend::new(&context, library, options(weights, graphs));
+                let backend = CudaBackend::new(&context, library, part.options());
                 let mut rank = CudaRank::new(exchange(region, &spec));
                 let backend = rank.join(backend.unwrap()).map_err(|error| error.to_string())?;
-                let model = CudaModel::load(&checkpoint, backend, &limits, &mut |_| ()).unwrap();
+                let mut model =
+                    CudaModel::load(&checkpoint, backend, &limits, &mut |_| ()).unwrap();
+                if let RankTask::Updatable(place) = part {
+                    place.allow_updates(&mut model);
+                }
                 let kv = DeviceKv::new(&context, own, BLOCKS).unwrap();
                 let arena = KvArena::remote(kv.clone()).unwrap();
                 assert_eq!(rank.least(100 - spec.rank).unwrap(), 101 - spec.of);
@@ -173,15 +195,27 @@ fn epoch() -> u128 {
 
 fn group(ranks: u32, part: RankTask) -> RankGroup {
     let gpus: Vec<usize> = (0..ranks as usize).collect();
-    group_on(&gpus, part, layout(&model(), part), BLOCKS)
+    group_on(&gpus, part, layout(&model(), part), BLOCKS, None)
+}
+
+/// Returns two ranks that load the model in `folder`, and whose weights can be updated.
+pub fn updatable_group(folder: &Path, place: Place) -> RankGroup {
+    let part = RankTask::Updatable(place);
+    group_on(&[0, 1], part, layout(&model(), part), BLOCKS, Some(folder))
 }
 
 /// Returns ranks that only allocate KV memory, one on each of these GPUs.
 pub fn kv_group(gpus: &[usize], layout: KvLayout, blocks: u32) -> RankGroup {
-    group_on(gpus, RankTask::Kv, layout, blocks)
+    group_on(gpus, RankTask::Kv, layout, blocks, None)
 }
 
-fn group_on(gpus: &[usize], part: RankTask, layout: KvLayout, blocks: u32) -> RankGroup {
+fn group_on(
+    gpus: &[usize],
+    part: RankTask,
+    layout: KvLayout,
+    blocks: u32,
+    model: Option<&Path>,
+) -> RankGroup {
     let ranks = gpus.len() as u32;
     let epoch = epoch();
     let name = RegionName::own(epoch, "test_kv");
@@ -198,9 +232,13 @@ fn group_on(gpus: &[usize], part: RankTask, layout: KvLayout, blocks: u32) -> Ra
         start_within: TIMEOUT,
         ..GroupSettings::new(epoch, ranks, told.into_bytes())
     };
-    let command = |spec: &RankSpec| {
+    let model = model.map(Path::to_owned);
+    let command = move |spec: &RankSpec| {
         let mut command = test_harness::helper(RANK_HELPER);
         command.env(RANK_SPEC, spec.to_string()).stdin(Stdio::null()).stdout(Stdio::null());
+        if let Some(folder) = &model {
+            command.env(RANK_MODEL, folder);
+        }
         command
     };
     let group = RankGroup::start(settings, command).unwrap();
@@ -209,12 +247,12 @@ fn group_on(gpus: &[usize], part: RankTask, layout: KvLayout, blocks: u32) -> Ra
 }
 
 /// Opens the first GPU. Skips the running test unless there is a GPU for each rank.
-fn gpus(ranks: u32) -> Gpu {
+pub fn gpus(ranks: u32) -> Gpu {
     require_gpus(ranks as usize);
     gpu()
 }
 
-fn step_loop<E: Executor>(executor: E) -> StepLoop<E> {
+pub fn step_loop<E: Executor>(executor: E) -> StepLoop<E> {
     let seeds = CacheSeeds { model_fingerprint: 0x5eed, weight_version: 1 };
     let config = SchedulerConfig { waiting_max: 1000, ..SchedulerConfig::new(executor.limits()) };
     StepLoop::new(Scheduler::new(config, seeds).unwrap(), executor)
@@ -222,7 +260,7 @@ fn step_loop<E: Executor>(executor: E) -> StepLoop<E> {
 
 /// Returns greedy requests with log-probabilities, which show the margins, and sampled ones, which
 /// show that all ranks draw alike.
-fn requests() -> Vec<NewSequence> {
+pub fn requests() -> Vec<NewSequence> {
     let request = |id: u128| {
         let length =
             if id % 5 == 2 { 1500 + 300 * id as u32 / 5 } else { 1 + id as u32 * 37 % 110 };
@@ -238,7 +276,7 @@ fn requests() -> Vec<NewSequence> {
     (0..12).map(request).collect()
 }
 
-type Outcomes = HashMap<SequenceId, Outcome>;
+pub type Outcomes = HashMap<SequenceId, Outcome>;
 
 fn run<E: Executor>(engine: &mut StepLoop<E>) -> Outcomes {
     run_arriving(engine, requests(), 2, &HashMap::new())
