@@ -72,6 +72,7 @@ fn main() -> ExitCode {
             gpu::clusters::disturbed::killed_nodes_change_no_answer,
             gpu::clusters::disturbed::killed_rank_ends_only_its_node_which_recovers,
             gpu::clusters::disturbed::drained_nodes_under_load_change_no_answer,
+            gpu::clusters::driver_calls::engine_thread_never_waits_for_the_driver_during_saves_and_loads,
             gpu::clusters::tiers::kv_loaded_from_tiers_on_one_gpu_is_bit_identical,
             gpu::clusters::tiers::kv_loaded_from_tiers_on_two_ranks_is_bit_identical,
             gpu::collective::all_reduce_of_two_ranks_is_identical_on_both,

@@ -1,11 +1,12 @@
 //! Clusters of the real binaries on GPUs. They generate the tokens of a single GPU with every
 //! placement of nodes and ranks and with every transport. [`disturbed`] kills and drains their
-//! processes, and [`tiers`] evicts their KV.
+//! processes, [`tiers`] evicts their KV, and [`driver_calls`] observes their calls of the driver.
 //!
 //! `BATON_TEST_BINARIES` names the folder of the binaries. With `BATON_TEST_CLUSTERS=cpu` fewer
 //! nodes and ranks run, on CPUs, for machines without GPUs.
 
 pub mod disturbed;
+pub mod driver_calls;
 pub mod tiers;
 
 use std::{

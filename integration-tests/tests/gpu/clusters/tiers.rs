@@ -10,6 +10,7 @@ use serde_json::{Value, json};
 
 use super::{Devices, Fixture, Request, Shape, run_on};
 
+pub(super) const HOST_MEMORY: &str = "BATON_TIER_HOST_MEMORY";
 const DISK_PATH: &str = "BATON_TIER_DISK_PATH";
 const STORED: &str = "baton_tier_blocks";
 const HITS: &str = "baton_tier_hits_total";
@@ -27,19 +28,28 @@ async fn logprobs(client: &Client, request: &Request) -> Result<(u64, Value)> {
     Ok((cached.as_u64().unwrap_or(0), answer["choices"][0]["logprobs"].clone()))
 }
 
-/// Compares the answer after a load with the answer whose prefix was resident.
-async fn restored_equals_resident(
+/// Returns the request with the longest prompt, and the number of the prompt's blocks that can be cached.
+fn longest(fixture: &Fixture) -> (&Request, u64) {
+    let request = fixture.requests.iter().max_by_key(|it| it.prompt.len()).expect("not empty");
+    (request, ((request.prompt.len() - 1) / BLOCK_TOKENS) as u64)
+}
+
+/// Starts one node with tiers, and with KV memory for little more than the longest prompt.
+pub(super) async fn start(
     fixture: &Fixture,
     ranks: &[usize],
     tier: impl Fn(ClusterSpec) -> ClusterSpec,
-) -> Result<()> {
-    let request = fixture.requests.iter().max_by_key(|it| it.prompt.len()).expect("not empty");
-    let cacheable = ((request.prompt.len() - 1) / BLOCK_TOKENS) as u64;
+) -> Result<Cluster> {
+    let (_, cacheable) = longest(fixture);
     let shape = Shape { decode: vec![ranks.to_vec()], ..Shape::default() };
-    // KV memory for little more than one prompt.
     let spec = fixture.spec(&shape).set_decode("BATON_NODE_BLOCKS", cacheable + 8);
-    let spec = tier(spec).set_decode("BATON_TIER_ADMISSION", "always");
-    let cluster = Cluster::start(spec).await?;
+    Cluster::start(tier(spec).set_decode("BATON_TIER_ADMISSION", "always")).await
+}
+
+/// Lets the node save, evict and load the longest prompt. Compares the answer after the load with the answer whose prefix
+/// was resident.
+pub(super) async fn restored_equals_resident(cluster: &Cluster, fixture: &Fixture) -> Result<()> {
+    let (request, cacheable) = longest(fixture);
     let (client, node) = (Client::new(cluster.http()), &cluster.decode[0]);
     logprobs(&client, request).await?;
     let (cached, resident) = logprobs(&client, request).await?;
@@ -53,7 +63,7 @@ async fn restored_equals_resident(
     assert_eq!(restored, (cached, resident), "{}", node.log());
     node.wait_metric(HITS, cacheable as f64).await?;
     assert_eq!(node.metric(HITS).await?, cacheable as f64, "one load, of the whole prefix");
-    cluster.stop()
+    Ok(())
 }
 
 /// Compares the answers for each tier that the devices can have.
@@ -64,10 +74,14 @@ async fn loads_from_every_tier(fixture: &Fixture, ranks: &[usize]) -> Result<()>
         spec.set_decode(DISK_PATH, path.display()).set_decode(DISK_SIZE, "128MiB")
     };
     if let Devices::Gpus(_) = fixture.place {
-        let host = |spec: ClusterSpec| spec.set_decode("BATON_TIER_HOST_MEMORY", "256MiB");
-        restored_equals_resident(fixture, ranks, host).await?;
+        let host = |spec: ClusterSpec| spec.set_decode(HOST_MEMORY, "256MiB");
+        let cluster = start(fixture, ranks, host).await?;
+        restored_equals_resident(&cluster, fixture).await?;
+        cluster.stop()?;
     }
-    restored_equals_resident(fixture, ranks, disk).await
+    let cluster = start(fixture, ranks, disk).await?;
+    restored_equals_resident(&cluster, fixture).await?;
+    cluster.stop()
 }
 
 pub fn kv_loaded_from_tiers_on_one_gpu_is_bit_identical() {
