@@ -5,7 +5,8 @@ check  Compares greedy answers before and after updates from the trainer, and ba
        Kills a trainer at several chunks, and offers invalid weights. With --transport disk only compares answers.
 bench  Prints time, pause and bandwidth of updates for several numbers of buffers and chunk sizes (random weights).
 load   Updates under --streams streams: inter-token latency between updates, while chunks arrive, and with commits, which
-       recompute the sequences; failed requests.
+       recompute the sequences; failed requests. With --check-versions the streams ask for the version of each token: every
+       version must have been in use while its answer ran, and none follows a newer one.
 
 Needs torch with CUDA. One GPU: the trainer shares the node's GPU. --trainer-gpu 1: the trainer has another GPU.
 --tp 2 --node-gpus 0,1: a node of two ranks, by ipc and disk.
@@ -56,6 +57,7 @@ def arguments():
     parser.add_argument("--max-ctas", type=int, default=None, help="nccl: largest number of CTAs of a broadcast")
     parser.add_argument("--in-flight", default="recompute", choices=["recompute", "keep_kv"], help="in_flight of each commit (load)")
     parser.add_argument("--output-tokens", type=int, default=512, help="output tokens of each request (load); long outputs have few prefills")
+    parser.add_argument("--check-versions", action="store_true", help="check the weight versions of all tokens (load)")
     # Of the mode trainer, which `check` starts to kill it.
     parser.add_argument("--socket")
     parser.add_argument("--die-at", type=int, default=-1)
@@ -352,14 +354,14 @@ class Streams:
 
     PROCESSES = 4
 
-    def __init__(self, count, output_tokens):
+    def __init__(self, count, output_tokens, asks_versions):
         shares = [len(range(process, count, self.PROCESSES)) for process in range(min(count, self.PROCESSES))]
         self.processes = [
-            subprocess.Popen([sys.executable, __file__, "streams", "--streams", str(share), "--output-tokens", str(output_tokens)],
-                             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+            subprocess.Popen([sys.executable, __file__, "streams", "--streams", str(share), "--output-tokens", str(output_tokens),
+                              *["--check-versions"] * asks_versions], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
             for share in shares
         ]
-        self.gaps, self.finished, self.failed = [], 0, []
+        self.gaps, self.finished, self.failed, self.answers = [], 0, [], []
 
     def percentiles(self, *windows):
         """Returns percentiles of the gaps that end in one of the windows, and their number."""
@@ -375,20 +377,47 @@ class Streams:
             self.finished += found["finished"]
             self.failed += found["failed"]
             self.gaps += found["gaps"]
+            self.answers += found["answers"]
+
+
+def check_versions(answers, commits, output_tokens):
+    """Checks the weight versions of the tokens of each answer. `commits`: version, begin and end of each commit, in order."""
+    numbers = {version: number for number, (version, _, _) in enumerate(commits)}
+    assert len(numbers) == len(commits), f"{len(commits)} updates have {len(numbers)} versions"
+    ends = [end for _, _, end in commits[1:]] + [float("inf")]
+    for answer in answers:
+        if answer["is_finished"]:
+            assert answer["tokens"] == output_tokens, f"{answer['tokens']} of {output_tokens} tokens name their weights"
+        unknown = [version for version, _ in answer["versions"] if version not in numbers]
+        assert not unknown, f"tokens of weights that were never committed: {unknown}"
+        order = [numbers[version] for version, _ in answer["versions"]]
+        assert order == sorted(set(order)), f"tokens of older weights follow tokens of newer ones: updates {order}"
+        for version, at in answer["versions"]:
+            number = numbers[version]
+            assert commits[number][1] <= at, f"a token of update {number} before its commit"
+            assert answer["begin"] <= ends[number], f"a token of update {number} in a request that began after the next commit"
+    spanning = sum(len(answer["versions"]) > 1 for answer in answers)
+    assert spanning, "no answer spans an update"
+    print(f"  versions: {sum(answer['tokens'] for answer in answers)} tokens of {len(answers)} answers name weights that were in use; "
+          f"{spanning} answers span an update")
 
 
 def run_streams(options):
     """Runs streams until the standard input is closed, and prints the times between tokens on the clock of the machine."""
-    gaps, finished, failed, is_open = [], [], [], True
+    gaps, finished, failed, answers, is_open = [], [], [], [], True
 
     def stream(number):
         while is_open:
             prompt = [(at * 31 + number * 7) % 30_000 + 1 for at in range(128)]
             body = {"prompt": prompt, "max_tokens": options.output_tokens, "temperature": 0.0, "ignore_eos": True, "stream": True,
-                    "cache_salt": os.urandom(8).hex()}
+                    "cache_salt": os.urandom(8).hex(), "return_weight_version": options.check_versions}
             request = urllib.request.Request(f"http://127.0.0.1:{HTTP}/v1/completions", json.dumps(body).encode(),
                                              {"content-type": "application/json"})
             last, done = None, False
+            # The versions of the tokens in order, each with the arrival of its first token.
+            answer = {"begin": time.perf_counter(), "versions": [], "tokens": 0, "is_finished": False}
+            if options.check_versions:
+                answers.append(answer)
             try:
                 with urllib.request.urlopen(request, timeout=60) as response:
                     for line in response:
@@ -401,11 +430,14 @@ def run_streams(options):
                             if last is not None:
                                 gaps.append((now, now - last))
                             last = now
+                            if options.check_versions:
+                                add_versions(answer, json.loads(line[len(b"data:"):]), now)
                         if not is_open:
                             return
                 if not done:
                     raise OSError("the stream ended early")
                 finished.append(number)
+                answer["is_finished"] = True
             except (OSError, http.client.HTTPException) as error:
                 failed.append(str(error))
 
@@ -416,7 +448,22 @@ def run_streams(options):
     is_open = False
     for thread in threads:
         thread.join(60)
-    print(json.dumps({"finished": len(finished), "failed": failed, "gaps": gaps}))
+    print(json.dumps({"finished": len(finished), "failed": failed, "gaps": gaps, "answers": answers}))
+
+
+def add_versions(answer, event, now):
+    for choice in event["choices"]:
+        for version in choice.get("weight_versions") or []:
+            answer["tokens"] += 1
+            if not answer["versions"] or answer["versions"][-1][0] != version:
+                answer["versions"].append((version, now))
+
+
+def change(weights, number):
+    """Gives the weights other bytes, and with them another version, for each number below 16,384."""
+    # bf16 has 128 values from 1 on below 2.
+    weights["model.norm.weight"][0] = 1 + number % 128 / 128
+    weights["model.norm.weight"][1] = 1 + number // 128 / 128
 
 
 def load(options, folder):
@@ -428,15 +475,19 @@ def load(options, folder):
     chunk, buffers = int(options.chunk_mib.split(",")[-1]), int((options.buffers or "2").split(",")[0])
     with Cluster(options, folder / "model", dummy=True) as cluster:
         updater = new_updater(options, str(folder / "trainer.sock"), chunk_bytes=chunk * MIB, buffers=buffers, in_flight=options.in_flight)
-        updater.push(weights)
-        streams = Streams(options.streams, options.output_tokens)
+        change(weights, 0)
+        commits = [(updater.push(weights)["weight_version"], 0, 0)]
+        streams = Streams(options.streams, options.output_tokens, options.check_versions)
         time.sleep(4)
         updating = time.perf_counter()
         pauses, times, arriving, quiet = [], [], [], []
-        for _ in range(options.rounds):
+        for number in range(options.rounds):
             since = len(cluster.lines)
+            change(weights, number + 1)
             update = updater.prepare(weights)
+            committing = time.perf_counter()
             report = updater.commit(update)
+            commits.append((report["weight_version"], committing, time.perf_counter()))
             pauses.append(report["nodes"][0].get("paused_ms", float("nan")))
             at = cluster.wait_index("received weights from a trainer", since)
             received, mapped = (logged(cluster.lines[at], name) for name in ("received_ms", "mapped_ms"))
@@ -460,6 +511,8 @@ def load(options, folder):
                                   ("with updates and commits", streams.percentiles((updating, ended)))]:
             print(f"  inter-token latency {what}, ms: p50 {percentiles[0]:.2f}, p99 {percentiles[1]:.2f}, p99.9 {percentiles[2]:.2f} of {percentiles[3]}")
         assert not streams.failed
+        if options.check_versions:
+            check_versions(streams.answers, commits, options.output_tokens)
 
 
 def main():
