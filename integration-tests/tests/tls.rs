@@ -130,7 +130,7 @@ async fn only_services_with_a_certificate_of_the_cluster_talk_to_each_other() ->
     // A renewed certificate is read without a restart, and an invalid one is named and not used.
     ours.sign("node", |_| {})?;
     for service in [&cluster.router, &cluster.prefill[0], &cluster.decode[0]] {
-        service.wait_logged(&["files were read again", "cluster.tls_cert"]).await?;
+        service.wait_logged(&["reloaded files", "cluster.tls_cert"]).await?;
     }
     fs::write(ours.path("node.crt"), "x")?;
     cluster.decode[0]

@@ -342,7 +342,7 @@ pub async fn up_with_etcd_answers_and_leaves_nothing_behind() -> Result<()> {
     let said = String::from_utf8_lossy(&output.stderr);
     assert!(output.status.success(), "{said}");
     assert!(String::from_utf8_lossy(&output.stdout).contains("Paris"), "{said}");
-    for words in ["registered in etcd", "following etcd", "left etcd"] {
+    for words in ["registered in etcd", "following etcd", "deregistered from etcd"] {
         assert!(said.contains(words), "no {words:?} in\n{said}");
     }
     assert_eq!(etcd.leases(PREFIX).await?, []);

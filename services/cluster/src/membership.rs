@@ -44,7 +44,7 @@ pub enum MemberChange {
 pub enum MembershipError {
     #[error("{address} is listed twice")]
     Duplicate { address: NodeAddress },
-    #[error("leaving took longer than {deadline:?}")]
+    #[error("deregistration took longer than {deadline:?}")]
     ShutdownDeadline { deadline: Duration },
     #[error("membership stopped: {reason}")]
     Stopped { reason: String },

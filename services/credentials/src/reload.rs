@@ -183,7 +183,7 @@ async fn watch(values: Vec<Arc<dyn Reload>>, stop: CancellationToken) {
             let Ok((settings, outcome)) = read else { continue };
             match outcome {
                 Outcome::Unchanged => {}
-                Outcome::Replaced => tracing::info!(settings, "files were read again"),
+                Outcome::Replaced => tracing::info!(settings, "reloaded files"),
                 Outcome::Kept(error) => {
                     tracing::warn!(settings, "{error}; the previous content stays in use");
                 }

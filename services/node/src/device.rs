@@ -330,7 +330,12 @@ pub(crate) fn start_cpu(
     let weights = settings::weight_format(config.model.dtype);
     let options = CpuOptions { weights, threads, isa: settings::isa(node.isa) };
     let mut backend = CpuBackend::on(options, cpus)?;
-    info!(isa = backend.isa_name(), threads, cpus = settings::shown_cpus(cpus), "uses the CPU");
+    info!(
+        isa = backend.isa_name(),
+        threads,
+        cpus = settings::shown_cpus(cpus),
+        "computes on the CPU"
+    );
     if let Some(group) = group {
         backend = backend.in_group(group);
     }

@@ -131,7 +131,7 @@ pub enum StartError {
     Transfers(#[from] kv_transfer::StartError),
     #[error("cannot start a thread: {0}")]
     Thread(io::Error),
-    #[error("threads cannot be tied to the CPUs of node.cpus or node.numa_node: {0}")]
+    #[error("cannot pin threads to the CPUs of node.cpus or node.numa_node: {0}")]
     Affinity(io::Error),
     #[error("loading the model ended early: {0}")]
     Load(JoinError),
@@ -461,7 +461,7 @@ impl Node {
                 return;
             }
             let seconds = drain_timeout.as_secs_f64();
-            warn!("{name} ends its in-flight requests after {seconds} s");
+            warn!("{name} aborts its in-flight requests after {seconds} s");
             let _ = inbox.send(Command::EndAll);
             if tokio::time::timeout(END_WITHIN, inbox.idle()).await.is_err() {
                 warn!("{name} stops although callers have not read their streams");

@@ -56,7 +56,7 @@ pub enum SettingsError {
     NoSuchNumaNode { numa_node: u32, reason: String, allowed: String },
     #[error("node.threads = {threads}: {key} has {cpus} CPUs, one for each; expected 1 to {cpus}")]
     TooManyThreads { threads: u32, key: &'static str, cpus: usize },
-    #[error("{key}: threads cannot be tied to CPUs here: {reason}")]
+    #[error("{key}: cannot pin threads to CPUs on this machine: {reason}")]
     NoAffinity { key: &'static str, reason: io::Error },
     #[error(
         "node.tp = {tp}: the ranks must divide the model's {kv_heads} KV heads and the rows of its \

@@ -507,7 +507,7 @@ impl Drop for RankGroup {
         if !self.join_keepers(within) {
             self.watch.kill_all();
             if !self.join_keepers(GONE_WITHIN) {
-                warn!("rank processes do not end after SIGKILL");
+                warn!("rank processes still run after SIGKILL");
             }
         }
     }

@@ -207,7 +207,7 @@ impl RunningRouter {
     pub async fn leave(&self, delay: Duration) {
         self.front.leaving.cancel();
         self.metrics.set_draining(true);
-        tracing::info!(?delay, "leaving: not ready, but accepts requests during `delay`");
+        tracing::info!(?delay, "shutting down: not ready, but accepts requests for `delay`");
         let (cut, admission) = (self.front.cut.clone(), &self.front.admission);
         if tokio::time::timeout(delay, cut.cancelled()).await.is_ok() {
             return;
@@ -262,7 +262,7 @@ async fn drain(
         tracing::warn!(
             in_flight = admission.in_flight(),
             after = ?drain_timeout,
-            "requests are still in flight after the drain time-out and are ended"
+            "cancelling requests that are still in flight after the drain time-out"
         );
         cut.cancel();
     }

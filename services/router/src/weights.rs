@@ -448,7 +448,7 @@ impl Task {
         let (model, label) = (new.model.clone(), new.label.clone());
         let update = Update::new(now, id, new, nodes, source);
         let (path, nodes) = (update.shown_path(), update.nodes().len());
-        tracing::info!(update = %id, label, path, nodes, "begins a weight update");
+        tracing::info!(update = %id, label, path, nodes, "began a weight update");
         for catch_up in self.catch_ups.iter_mut().filter(|it| it.model == model) {
             // A catch-up that is committed ends within moments.
             let _ = catch_up.abort(now, "an operator began another update");

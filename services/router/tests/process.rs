@@ -275,7 +275,7 @@ fn terminated_router_serves_for_its_drain_delay_unless_a_second_signal_comes() {
         if is_leaving {
             let log = || std::fs::read_to_string(router.folder.path().join("log")).unwrap();
             let deadline = Instant::now() + DEADLINE;
-            while !log().contains("leaving: not ready") {
+            while !log().contains("shutting down: not ready") {
                 assert!(Instant::now() < deadline, "{}", log());
                 std::thread::sleep(Duration::from_millis(5));
             }

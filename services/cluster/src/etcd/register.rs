@@ -35,7 +35,7 @@ impl Registrar {
             tracing::warn!(
                 etcd = settings.endpoints(),
                 reason = %error,
-                "etcd is unreachable: this node registers when etcd is back"
+                "etcd is unreachable: this node registers when etcd recovers"
             );
         }
         Ok(Self { settings, seed: super::seed()? })

@@ -82,7 +82,7 @@ pub enum RegistrantReport {
     Lost { reason: String },
     #[error("etcd is unreachable: {reason}; this node continues to serve")]
     Unreachable { reason: String },
-    #[error("left etcd")]
+    #[error("deregistered from etcd")]
     Removed,
     #[error("cannot delete the record in etcd: {reason}; it expires with its lease")]
     NotRemoved { reason: String },

@@ -71,7 +71,7 @@ impl EtcdSettings {
         let files = tls.clone();
         match tokio::task::spawn_blocking(move || files.reload()).await {
             Ok(Outcome::Replaced) => {
-                tracing::info!(settings = tls.settings(), "files were read again");
+                tracing::info!(settings = tls.settings(), "reloaded files");
             }
             Ok(Outcome::Kept(error)) => {
                 tracing::warn!("{error}; the previous content stays in use");

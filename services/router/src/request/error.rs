@@ -116,8 +116,8 @@ pub enum RequestError {
     #[error("no decode node was available for {} ms", waited.as_millis())]
     NoDecodeNode { waited: Duration },
     #[error(
-        "{field} cannot be served now: no decode node of the model supports such a grammar; nodes of an \
-         older release do not"
+        "{field} cannot be served now: no decode node of the model supports this grammar, because all are of an \
+         older release"
     )]
     NoGrammar { field: &'static str },
     #[error("{attempts} attempts in a row failed; the last: {last}")]
@@ -125,13 +125,13 @@ pub enum RequestError {
     /// A node can never serve the request.
     #[error("a node refused the request: {reason}")]
     Refused { reason: String },
-    #[error("the request did not complete within its {} ms", timeout.as_millis())]
+    #[error("the request did not complete within its deadline of {} ms", timeout.as_millis())]
     Deadline { timeout: Duration },
     #[error("a node contradicted an emitted token: {reason}")]
     Contradiction { reason: String },
     #[error("the client did not read its stream for {} ms", waited.as_millis())]
     SlowClient { waited: Duration },
-    #[error("the client left")]
+    #[error("the client disconnected")]
     ClientGone,
     /// The prompt or the messages cannot be rendered or tokenized.
     #[error("{reason}")]

@@ -117,7 +117,7 @@ impl Graphs {
             verifying = verifying.len(),
             prefill_s = prefilled.as_secs_f64(),
             decode_s = (started.elapsed() - prefilled).as_secs_f64(),
-            "warmed up"
+            "warmed up the GPU"
         );
         Ok(Self { sizes, verifying, is_on, limits: *limits })
     }

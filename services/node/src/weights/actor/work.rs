@@ -99,7 +99,7 @@ impl Actor {
         let Some(running) = self.running.as_ref().filter(|it| it.begin.id == id) else { return };
         let Some(standby) = self.standby.clone() else { return };
         let RunningUpdate { begin, cancelled, .. } = running;
-        tracing::info!(update = %id, label = begin.label, origin = ?begin.origin, "receives weights");
+        tracing::info!(update = %id, label = begin.label, origin = ?begin.origin, "receiving weights");
         let (origin, cancelled) = (begin.origin.clone(), cancelled.clone());
         let WeightSettings { host_bytes, share, .. } = self.settings;
         let model = self.settings.model.clone();
