@@ -104,9 +104,8 @@ section! {
         /// Additional model names, each as ALIAS=NAME.
         aliases: Vec<Pair> = Vec::new(),
             "Aliases serve clients with a built-in model name.";
-        /// Node that prefills a prompt: auto takes the prefill node or the decode node, whichever costs clients
-        /// less time by prediction; always takes the prefill node while one takes the request; never takes the
-        /// decode node.
+        /// Node that prefills a prompt. auto: a prefill node or the decode node, whichever costs clients less time by
+        /// prediction. always: a prefill node, if one is eligible. never: the decode node.
         disaggregate: Disaggregate = Disaggregate::Auto,
             "A fixed split leaves an idle decode node unused while prompts queue at the prefill node.";
         /// Choice among the nodes of a role: predicted takes the nodes with the lowest predicted waiting time of
@@ -231,7 +230,7 @@ section! {
         /// Speculative decoding: off, or ngram, which takes draft tokens from an earlier occurrence of the
         /// last tokens in the sequence. The output does not change.
         speculate: Speculate = Speculate::Off,
-            "ngram is up to five times faster where answers repeat their prompt, and brings nothing elsewhere.";
+            "ngram is up to five times faster where answers repeat their prompt, and gains nothing elsewhere.";
         /// Maximum number of draft tokens of one sequence in one step.
         speculate_tokens: u32 = 8,
             "Measured on a CPU with repetitive answers: further draft tokens cost as much as they save.",
@@ -275,7 +274,7 @@ section! {
         /// Part of the memory of gpu_memory_percent that stays free for CUDA graphs and for kernels that are loaded at their first
         /// launch.
         gpu_reserve: ByteSize = ByteSize::gib(1),
-            "More than measured so far; the log shows the measured use at start.",
+            "More than the largest use measured so far; the log shows the use at start.",
             ByteSize::mib(1)..=ByteSize::gib(1_024);
         /// Maximum time at start to find the fastest cuBLASLt algorithms for the model's GEMMs; 0s disables
         /// tuning. Results are kept for later starts, and a later start continues an unfinished search.
@@ -285,11 +284,11 @@ section! {
         /// Folder of the tuning results, by GPU, driver and cuBLASLt version.
         gpu_tune_dir: Option<PathBuf> = None,
             "Unset means baton in XDG_CACHE_HOME, otherwise .cache/baton in HOME, otherwise no folder: every start tunes again.";
-        /// Lets the engine thread poll instead of sleep while a step runs on the GPU. Sleep empties the core's
+        /// Lets the engine thread poll instead of sleep while a step runs on the GPU. A sleeping core loses its
         /// caches, which doubles the host time between steps.
         gpu_poll: bool = true,
             "A GPU costs more than a core; set false where nodes share few cores.";
-        /// Path of the library of Baton's GPU kernels, which make kernels builds.
+        /// Path of the library of Baton's GPU kernels, built by `make kernels`.
         kernels: Option<PathBuf> = None,
             "Unset means libbaton_kernels.so in the program's folder.";
         /// Number of compute threads.
@@ -320,7 +319,7 @@ section! {
             16..=16_777_216;
         /// Time in flight of a step after which /live fails, so that Kubernetes restarts the container.
         hang_restart: Duration = secs(300),
-            "Routers leave a stalled node after a minute; a restart loads the weights again, so it is for hangs that last.",
+            "Routers stop using a stalled node after a minute; a restart loads the weights again, so it is only for longer hangs.",
             secs(1)..=secs(86_400);
         /// Maximum time after SIGTERM until in-flight sequences finish; then the node aborts them.
         drain_timeout: Duration = secs(25),
@@ -336,7 +335,7 @@ section! {
         /// Pinned host memory for the KV of a node on GPUs; 0B means no such tier. The node pins it in the background
         /// after the start.
         host_memory: ByteSize = ByteSize::mib(0),
-            "Pinned memory is lost to other programs of the host, so the operator decides.";
+            "Other programs of the host cannot use pinned memory, so the operator decides.";
         /// File of the disk tier, which the node creates and preallocates. Each node needs a file of its own, on a
         /// local disk whose file system supports direct I/O. The file serves later starts.
         disk_path: Option<PathBuf> = None,
@@ -348,7 +347,7 @@ section! {
         /// Blocks that are saved: second_touch saves blocks that occur in a second request, and blocks of a prompt that
         /// begins with a hit; always saves every full block.
         admission: TierAdmission = TierAdmission::SecondTouch,
-            "Prompts that never return cost no copies; a conversation costs its first turn once more.";
+            "With second_touch a prompt that never returns costs no copies, but a conversation computes its first turn twice.";
         /// Gives later turns of a conversation the queue position of its first turn for five minutes, and keeps the
         /// KV of a finished turn until the next turn is due. Without tiers it has no effect.
         sessions: bool = true,
@@ -375,7 +374,7 @@ section! {
             1..=64;
         /// Enables hashing of KV at both ends of a transfer between GPUs. The tcp transport always hashes KV.
         verify: bool = false,
-            "Each GPU reads the KV once more, which takes 0.08 ms for 256 MiB on an H200 and delays each chunk by that.";
+            "Each GPU reads the KV once more, which takes 0.08 ms for 256 MiB on an H200 and delays each chunk by as much.";
         /// Address on which this node receives KV over TCP, or with ipc and nccl the control data of each chunk.
         data: SocketAddr = loopback(0),
             "Port 0 takes a free port, which peers learn from the router.";
@@ -397,7 +396,7 @@ section! {
         /// start, in_place overwrites the weights in use and serves nothing meanwhile, and with auto a GPU rejects
         /// updates. On CPUs auto and shadow take host memory during the update.
         place: WeightPlace = WeightPlace::Auto,
-            "Few clusters update their weights, and the memory of a second copy serves many KV blocks.";
+            "Few clusters update their weights, and the memory of a second copy holds many KV blocks.";
         /// Buffers for chunks of weights that a trainer broadcasts by NCCL. With place shadow or in_place, a
         /// node on one GPU reserves them at start. A node with node.tp above 1 reserves none.
         buffers: u32 = 2,
@@ -435,7 +434,7 @@ section! {
         /// Password of the etcd user. Prefer the environment: every user of the machine can see flags.
         etcd_password: Option<Password> = None,
             "Required with etcd_user.";
-        /// PEM file with the CA certificates that sign etcd's certificate.
+        /// PEM file with the certificates of the CAs that sign etcd's certificate.
         etcd_ca: Option<PathBuf> = None,
             "Required with https endpoints: no CA is trusted by default.";
         /// PEM file with the client certificate for etcd.
@@ -465,7 +464,7 @@ section! {
         /// PEM file with the private key of tls_cert.
         tls_key: Option<PathBuf> = None,
             "Required with tls_cert.";
-        /// PEM file with the CA certificates that sign the certificates of all services.
+        /// PEM file with the certificates of the CAs that sign the certificates of all services.
         tls_ca: Option<PathBuf> = None,
             "Required with tls_cert: no CA is trusted by default.";
         /// DNS name in the certificate of every service of the cluster. It need not resolve to an address.
