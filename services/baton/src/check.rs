@@ -28,8 +28,8 @@ pub struct CheckArgs {
     /// Address of the same router's gRPC API. TLS is used with an https:// URL, or if the address starts with https://.
     #[arg(long, default_value = "127.0.0.1:8001")]
     grpc: String,
-    /// Model of which a prefill node must prefill a prompt. May be repeated. Without it decode nodes may prefill all
-    /// prompts.
+    /// Model for which a prefill node must prefill a prompt. May be repeated. Without the flag decode nodes may prefill
+    /// all prompts.
     #[arg(long, value_name = "MODEL")]
     prefill: Vec<String>,
     #[command(flatten)]

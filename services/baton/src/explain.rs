@@ -43,7 +43,7 @@ pub struct ExplainArgs {
     /// Print JSON instead of text.
     #[arg(long)]
     json: bool,
-    /// URL of the routers' admin API (`router.admin`). All addresses of the host name are asked.
+    /// URL of the routers' admin API (`router.admin`). The command asks all addresses of the host name.
     #[arg(long, value_name = "URL", default_value = "http://127.0.0.1:8002")]
     url: String,
     /// Read this log of a router (JSON or text lines) in place of the routers' memory.

@@ -10,7 +10,7 @@ const KEY_BYTES: usize = 32;
 
 #[derive(Subcommand)]
 pub enum KeysCommand {
-    /// Makes an API key. Prints the key to standard error, once, and its entry for the file of router.keys or
+    /// Creates an API key. Prints the key to standard error, once, and its entry for the file of router.keys or
     /// router.admin_keys to standard output.
     New {
         /// Name of the key in metrics and logs: letters, digits, '.', '_' and '-', at most 64 characters.

@@ -33,7 +33,7 @@ enum Command {
     /// Updates the weights of the nodes without a restart.
     #[command(subcommand)]
     Weights(weights::WeightsCommand),
-    /// Makes API keys for clients of a router and for operators.
+    /// Creates API keys for clients of a router and for operators.
     #[command(subcommand)]
     Keys(keys::KeysCommand),
     /// Reports GPUs, driver and libraries of this machine, missing parts and their remedies.
