@@ -280,7 +280,7 @@ impl RouterMetrics {
             attempts: metrics.counter("baton.attempts", "Finished attempts, by outcome", of_model),
             node_attempts: metrics.counter(
                 "baton.node_attempts",
-                "Finished attempts on nodes, by role of the node and its outcome",
+                "Finished attempts on nodes, by role of the node and by outcome",
                 of_model,
             ),
             picks: metrics.counter(
