@@ -68,7 +68,7 @@ pub fn example(request: &str) -> Value {
 struct Generation {
     /// Name or alias of a model; without the field the default model answers.
     model: Option<String>,
-    /// Answers to the prompt.
+    /// Number of answers to the prompt.
     #[schemars(range(min = *CHOICES.start(), max = *CHOICES.end()))]
     n: Option<u32>,
     /// Only the value of `n` is allowed.
@@ -97,7 +97,7 @@ struct Generation {
     /// 0 keeps every token.
     #[schemars(range(min = *MIN_P.start(), max = *MIN_P.end()))]
     min_p: Option<f64>,
-    /// Requests with equal seeds sample equally.
+    /// Equal requests with equal seeds sample the same tokens.
     #[schemars(range(min = *SEED.start() as i64, max = *SEED.end() as u64))]
     seed: Option<i64>,
     /// 1 has no effect.
@@ -109,13 +109,13 @@ struct Generation {
     /// 0 has no effect.
     #[schemars(range(min = *PENALTY.start(), max = *PENALTY.end()))]
     frequency_penalty: Option<f64>,
-    /// Texts that end the answer.
+    /// Stop strings: texts that end the answer.
     stop: Option<Stop>,
     /// Include the stop text in the answer.
     include_stop_str_in_output: Option<bool>,
     /// Omit special tokens from the text; the default is true.
     skip_special_tokens: Option<bool>,
-    /// Tokens that end the answer.
+    /// Ids of tokens that end the answer.
     #[schemars(length(max = STOP_TOKENS_MAX), inner(range(max = u32::MAX)))]
     stop_token_ids: Option<Vec<u32>>,
     /// Continue after the model's end tokens.
@@ -134,7 +134,7 @@ struct Generation {
     /// Same as `response_format` with a schema.
     #[schemars(extend("anyOf" = [{"type": "object"}, {"const": true}, {"type": "string"}, {"type": "null"}]))]
     guided_json: Option<Value>,
-    /// At most one of the fields.
+    /// Structured output: at most one of the fields.
     structured_outputs: Option<StructuredOutputs>,
 }
 
@@ -223,7 +223,7 @@ struct ChatCompletionRequest {
     /// Older name of `max_completion_tokens`.
     #[schemars(range(min = *TOKENS.start(), max = *TOKENS.end()))]
     max_tokens: Option<u32>,
-    /// Show log-probabilities.
+    /// Return log-probabilities.
     logprobs: Option<bool>,
     /// Number of top tokens; only with `logprobs`.
     #[schemars(range(min = *LOGPROBS.start(), max = *LOGPROBS.end()))]
@@ -271,7 +271,7 @@ struct TokenizeRequest {
     /// The conversation.
     #[schemars(length(min = 1))]
     messages: Option<Vec<Message>>,
-    /// Show each token's text.
+    /// Return each token's text.
     return_token_strs: Option<bool>,
     /// Add the model's special tokens; the default is true. With `messages` only false is allowed, because chat
     /// templates add them.
