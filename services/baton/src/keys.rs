@@ -29,7 +29,7 @@ fn parse_name(name: &str) -> Result<String, String> {
 pub fn run(command: KeysCommand) -> Result<()> {
     let KeysCommand::New { name } = command;
     let mut random = [0; KEY_BYTES];
-    getrandom::fill(&mut random).context("the system has no randomness")?;
+    getrandom::fill(&mut random).context("cannot generate a key: no random numbers")?;
     let key = format!("baton-{}", hex(&random));
     eprintln!("API key, shown only now: {key}");
     print!("{}", entry(&name, &key));

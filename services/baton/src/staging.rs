@@ -37,7 +37,7 @@ impl Staging {
                 return Ok(Self { folder, _lock: lock });
             }
         }
-        bail!("{}: other downloads delete it", cannot())
+        bail!("{}: other downloads delete the folder", cannot())
     }
 }
 

@@ -247,7 +247,7 @@ async fn serve(
     }
     tokio::select! {
         drained = node.drain() => drained.map_err(|error| anyhow!("{error}"))?,
-        () = stopped(&mut signals) => bail!("stopped at once by a second signal; in-flight requests were cut"),
+        () = stopped(&mut signals) => bail!("stopped at once by a second signal; in-flight requests were cancelled"),
     }
     match failed {
         Some(what) => bail!("{what}"),

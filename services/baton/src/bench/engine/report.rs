@@ -170,7 +170,7 @@ fn print_steps(report: &Report) {
     println!("\ndecode steps, {} in flight; host times in µs: p50/p99", report.depth);
     println!(concat!(
         " batch        ms          plan        launch",
-        "       collect           all   busy ms  idle %    padded  floor ms  of it %"
+        "       collect           all   busy ms  idle %    padded  bound ms   % peak"
     ));
     let percent =
         |share: Option<f64>| share.map_or("-".into(), |share| format!("{:.2}", share * 100.0));
