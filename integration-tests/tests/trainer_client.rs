@@ -1,12 +1,15 @@
 //! The trainer's client for weight updates, without nodes: answers that it cannot read, routers that do not answer,
-//! and strangers that connect to the trainer.
+//! strangers that connect to the trainer, and plans and digests that nodes compare with their own.
 
-use std::process::Command;
+use std::process::{Command, ExitCode};
 
 use anyhow::Result;
 use integration_tests::command::output;
+use kernels::digest::{WeightRuns, of_weight};
 use weight_transfer::{Chunk, Plan, Tensor};
 
+/// Name, element type, shape and bytes of a tensor.
+type Declared = (String, String, Vec<u64>, u64);
 /// Tensor, first byte and number of bytes of each piece of a chunk.
 type Pieces = Vec<(usize, u64, u64)>;
 
@@ -44,7 +47,6 @@ fn run_with_client(script: &str) -> Result<String> {
 }
 
 /// A proxy or another service at the address of the router.
-#[test]
 fn trainer_client_reports_answers_that_it_cannot_read() -> Result<()> {
     let script = r#"
 server, url = serve(lambda method, path: (200, answer))
@@ -71,7 +73,6 @@ except UpdateError as error:
     Ok(())
 }
 
-#[test]
 fn trainer_client_waits_for_an_update_while_the_router_does_not_answer() -> Result<()> {
     let script = r#"
 polls, is_lost, knows = 0, False, True
@@ -110,7 +111,6 @@ except OutcomeUnknown as error:
 }
 
 /// An error about a poll, or from a proxy, does not say that the update failed. A rejection of the router does.
-#[test]
 fn trainer_client_tells_rejected_updates_from_those_with_an_unknown_outcome() -> Result<()> {
     let script = r#"
 import contextlib
@@ -149,9 +149,9 @@ assert not answers, answers
     Ok(())
 }
 
-/// Trainer and nodes cut an update into chunks independently: a chunk has the same bytes on both sides.
-#[test]
-fn trainer_client_cuts_tensors_into_the_chunks_of_the_nodes() -> Result<()> {
+/// Trainer and nodes cut an update into chunks independently: a chunk has the same bytes on both sides, and both sides
+/// compute the same hash of the plan.
+fn trainer_client_has_the_plan_of_the_nodes() -> Result<()> {
     let script = r#"
 import random
 numbers = random.Random(7)
@@ -159,32 +159,80 @@ for case in range(500):
     sizes = [numbers.choice([0, 1, numbers.randrange(1, 9), numbers.randrange(1, 200)]) for _ in range(numbers.randrange(1, 12))]
     sizes.append(1)
     chunk_bytes = numbers.choice([1, 8, numbers.randrange(1, 300)])
-    print(json.dumps([sizes, chunk_bytes, baton_weights.cut(sizes, chunk_bytes)]))
+    shapes = [numbers.choice([[], [size], [2, size, 0]]) for size in sizes]
+    tensors = [{"name": f"gr\u00f6\u00dfe {index}", "dtype": "U8", "shape": shape} for index, shape in enumerate(shapes)]
+    chunks = baton_weights.cut(sizes, chunk_bytes)
+    declared = [[*tensor.values(), size] for tensor, size in zip(tensors, sizes)]
+    print(json.dumps([declared, chunk_bytes, chunks, baton_weights.plan_hash(tensors, chunks)]))
 "#;
     let text = run_with_client(script)?;
     assert_eq!(text.lines().count(), 500);
     for line in text.lines() {
-        let (sizes, chunk_bytes, cut): (Vec<u64>, u64, Vec<Pieces>) = serde_json::from_str(line)?;
-        let tensor = |(index, &bytes): (usize, &u64)| Tensor {
-            name: index.to_string(),
-            dtype: "U8".into(),
-            shape: vec![bytes],
-            bytes,
-        };
-        let tensors = sizes.iter().enumerate().map(tensor).collect();
-        let plan = Plan::new(tensors, chunk_bytes)?;
+        let (tensors, chunk_bytes, cut, hash): (Vec<Declared>, u64, Vec<Pieces>, String) =
+            serde_json::from_str(line)?;
+        let tensor = |(name, dtype, shape, bytes): Declared| Tensor { name, dtype, shape, bytes };
+        let plan = Plan::new(tensors.into_iter().map(tensor).collect(), chunk_bytes)?;
         let pieces = |chunk: &Chunk| -> Pieces {
             let pieces = chunk.pieces.iter();
             pieces.map(|it| (it.tensor, it.range.start, it.range.end - it.range.start)).collect()
         };
         let chunks: Vec<Pieces> = plan.chunks().iter().map(pieces).collect();
         assert_eq!(cut, chunks, "{line}");
+        assert_eq!(hash, format!("{:032x}", plan.trainer_hash()), "{line}");
     }
     Ok(())
 }
 
+/// Compares the digests of lines with bytes and a digest in JSON.
+fn assert_digests(text: &str, count: usize) -> Result<()> {
+    assert_eq!(text.lines().count(), count);
+    for line in text.lines() {
+        let (data, digest): (Vec<u8>, u64) = serde_json::from_str(line)?;
+        let bytes = data.len();
+        let whole = WeightRuns { runs: 1, run_bytes: bytes, run_stride: bytes, first: 0 };
+        assert_eq!(digest, of_weight(&whole, &data), "{line}");
+    }
+    Ok(())
+}
+
+fn trainer_client_has_the_terms_of_the_nodes_digests() -> Result<()> {
+    let script = r#"
+import json, random, struct, sys
+sys.path.insert(0, sys.argv[1])
+import baton_weights
+numbers = random.Random(7)
+for count in range(40):
+    data = numbers.randbytes(8 * count)
+    words = (word for (word,) in struct.iter_unpack("<Q", data))
+    digest = sum(baton_weights.terms(word, place) for place, word in enumerate(words))
+    print(json.dumps([list(data), digest % (1 << 64)]))
+"#;
+    assert_digests(&run_with_client(script)?, 40)
+}
+
+/// The client's operations on tensors, in pieces, also of tensors that begin inside of a word.
+fn trainer_client_has_the_digests_of_the_nodes() -> Result<()> {
+    let mut import = Command::new("python3");
+    if !output(import.args(["-c", "import torch"]))?.status.success() {
+        test_harness::skip("python3 has no torch");
+    }
+    let script = r#"
+import json, random, sys
+sys.path.insert(0, sys.argv[1])
+import torch
+from baton_weights import terms, words_of
+numbers, places = random.Random(7), torch.arange(1 << 10)
+for count in range(0, 400, 3):
+    data = list(numbers.randbytes(8 * count))
+    begin, piece_bytes = numbers.choice([0, 1, 2, 8]), numbers.choice([8, 64, 1 << 10])
+    source = torch.tensor([0] * begin + data, dtype=torch.uint8)[begin:]
+    sums = [terms(words, places[: len(words)], first=first).sum() for first, words in words_of(source, piece_bytes)]
+    print(json.dumps([data, sum(map(int, sums)) % (1 << 64)]))
+"#;
+    assert_digests(&run_with_client(script)?, 134)
+}
+
 /// Strangers reset, leave, stay silent, or send another token. Then the update fails, and the node must not wait for the trainer.
-#[test]
 fn trainer_ignores_strangers_and_leaves_nodes_when_it_fails() -> Result<()> {
     let script = r#"
 import socket, struct, time
@@ -263,4 +311,19 @@ assert [node.recv(1) for node in nodes] == [b"", b""], "the nodes learn that the
                     left\n";
     assert_eq!(text, expected);
     Ok(())
+}
+
+fn main() -> ExitCode {
+    test_harness::main(
+        &[],
+        test_harness::tests![
+            trainer_client_reports_answers_that_it_cannot_read,
+            trainer_client_waits_for_an_update_while_the_router_does_not_answer,
+            trainer_client_tells_rejected_updates_from_those_with_an_unknown_outcome,
+            trainer_client_has_the_plan_of_the_nodes,
+            trainer_client_has_the_terms_of_the_nodes_digests,
+            trainer_client_has_the_digests_of_the_nodes,
+            trainer_ignores_strangers_and_leaves_nodes_when_it_fails,
+        ],
+    )
 }

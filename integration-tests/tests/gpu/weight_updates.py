@@ -2,7 +2,7 @@
 """Weight updates from a trainer's GPU to real nodes: weight_updates.py check|bench|load --bin FOLDER [options].
 
 check  Compares greedy answers before and after updates from the trainer, and back, with those of nodes that read the weights from disk.
-       Kills a trainer at several chunks, and offers invalid weights. With --transport disk only compares answers.
+       Kills a trainer at several chunks, damages a chunk, and offers invalid weights. With --transport disk only compares answers.
 bench  Prints time, pause and bandwidth of updates for several numbers of buffers and chunk sizes (random weights).
 load   Updates under --streams streams: inter-token latency between updates, while chunks arrive, and with commits, which
        recompute the sequences; failed requests. With --check-versions the streams ask for the version of each token: every
@@ -268,7 +268,8 @@ def check(options, folder):
 
 
 def check_failures(options, cluster, base, socket, updater, valid, expected_base):
-    """Kills trainers, and offers invalid weights: the node keeps its weights."""
+    """Kills trainers, damages a chunk, and offers invalid weights: the node keeps its weights."""
+    assert baton_weights.fastest_terms(next(iter(valid.values())).device)[0] is not baton_weights.terms, "PyTorch compiles no kernels"
     bytes_total = sum(value.nbytes for value in valid.values())
     chunks = -(-bytes_total // (16 * MIB))
     for die_at in [0, 1, chunks // 2, chunks - 1]:
@@ -300,6 +301,20 @@ def check_failures(options, cluster, base, socket, updater, valid, expected_base
         if options.place == "in_place" and what == "not finite":
             continue  # The node would read its weights again; the kills have covered this.
         expect_error(words, lambda: updater().push(change))
+
+    pack = baton_weights.Chunks.pack
+
+    def damaged(self, index, buffer):
+        size = pack(self, index, buffer)
+        if index == 1:
+            # The lowest bit of an element, which stays finite.
+            buffer[size // 4 * 2] ^= 1
+        return size
+
+    if options.place == "shadow":
+        baton_weights.Chunks.pack = damaged
+        expect_error(["arrived with digest", "the trainer's digest"], lambda: updater().push(valid))
+        baton_weights.Chunks.pack = pack
 
     def invalid_handle(self, *arguments):
         with_handle(self, *arguments)

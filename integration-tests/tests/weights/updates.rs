@@ -15,6 +15,7 @@ use integration_tests::{
 };
 use serde_json::{Value, json};
 use tokio::{io::AsyncWriteExt, net::UnixListener};
+use weight_transfer::{Plan, Tensor};
 
 use crate::{
     COMMITTED_WITHIN, STREAMED, TOKENS, admin, committed, labelled_tokens, name_model, report,
@@ -235,9 +236,14 @@ async fn unusable_weights_change_nothing_and_the_reason_names_them() -> Result<(
     let absent = from_trainer().await?;
     assert!(absent.contains("cannot connect to a trainer"), "{absent}");
     let trainer = UnixListener::bind(&socket)?;
+    let tensor =
+        Tensor { name: "t".to_owned(), dtype: "BF16".to_owned(), shape: vec![4], bytes: 8 };
+    let plan = format!("{:032x}", Plan::new(vec![tensor], 8)?.trainer_hash());
     let trainer = tokio::spawn(async move {
         let declaration = json!({
-            "chunk_bytes": 1, "mapped": [{"gpu": "GPU-1", "handle": "00".repeat(64)}], "tensors": []
+            "chunk_bytes": 8, "plan": plan,
+            "mapped": [{"gpu": "GPU-1", "handle": "00".repeat(64)}],
+            "tensors": [{"name": "t", "dtype": "BF16", "shape": [4]}]
         });
         let mut connections = Vec::new();
         while let Ok((mut connection, _)) = trainer.accept().await {

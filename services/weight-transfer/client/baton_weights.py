@@ -15,7 +15,8 @@ With transport "nccl" the nodes may be on other hosts, but not on the trainer's 
 
     updater = WeightUpdater("http://router:8002", transport="nccl", host="10.0.0.7")
 
-With ipc, the nodes read chunks in the memory of the trainer's GPU (CUDA IPC). With nccl, one broadcast sends each chunk to all nodes. Matrices have the element type of the nodes
+With ipc, the nodes read chunks in the memory of the trainer's GPU (CUDA IPC). With nccl, one broadcast sends each chunk to all nodes. With both,
+the nodes compare digests of what arrived with the trainer's. Matrices have the element type of the nodes
 (model.dtype). Do not change the weights before `push` or `prepare` returns.
 
 With transport "disk", `folder` must have the same path on the trainer and on every node. `push` writes a safetensors model there, lets every
@@ -28,6 +29,7 @@ A state dict has the names of Hugging Face. Values are torch tensors, or tuples 
 
 import contextlib
 import ctypes
+import hashlib
 import http.client
 import json
 import os
@@ -50,6 +52,9 @@ COMMITTED = ("committed",)
 PREPARED = ("prepared", "committing", "committed")
 # Time beyond an update's time-out: the router commits for up to 60 s.
 GRACE_SECONDS = 90
+# The constants of kernels/src/digest.rs as signed 64-bit integers.
+STEP, *MULTIPLIERS = (
+    number - (1 << 64) for number in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
 
 
 class UpdateError(Exception):
@@ -224,7 +229,7 @@ class WeightUpdater:
 
 
 class Chunks:
-    """A state dict on GPUs, cut into chunks."""
+    """A state dict on GPUs, cut into chunks. The digests are computed beside the transfer."""
 
     def __init__(self, state_dict, chunk_bytes):
         import torch
@@ -240,8 +245,10 @@ class Chunks:
             raise UpdateError("the state dict is empty; expected at least one tensor")
         self.device = self.sources[0].device
         self.chunks = cut([source.numel() for source in self.sources], chunk_bytes)
+        self.plan = plan_hash(self.tensors, self.chunks)
         for device in {source.device for source in self.sources}:
             torch.cuda.synchronize(device)
+        self.digests = Digests(self.sources)
 
     def pack(self, index, buffer):
         """Enqueues the copies of a chunk's bytes to the front of a buffer. Returns their number."""
@@ -250,6 +257,85 @@ class Chunks:
             buffer[end : end + size].copy_(self.sources[tensor][begin : begin + size], non_blocking=True)
             end += size
         return end
+
+
+class Digests:
+    """Digests of whole tensors by the formula of kernels/src/digest.rs. Nodes compare them with those of what arrived."""
+
+    def __init__(self, sources):
+        """Launches the work before the update begins, because launches hold Python's global lock, which would delay chunks.
+        Nothing else runs on the current streams. On other streams, PyTorch would keep the memory of the work for these."""
+        import torch
+
+        self.count, self.enqueued = len(sources), []
+        for device in {source.device for source in sources}:
+            with torch.cuda.device(device):
+                terms_of, piece_bytes = fastest_terms(device)
+                places = torch.arange(piece_bytes // 8, device=device)
+                sums = [(tensor, terms_of(words, places[: len(words)], first=first).sum())
+                        for tensor, source in enumerate(sources) if source.device == device
+                        for first, words in words_of(source, piece_bytes)]
+                owners, sums = zip(*sums)
+                sums, done = torch.stack(sums), torch.cuda.Event()
+                done.record()
+                self.enqueued.append((owners, sums, done))
+
+    def read(self):
+        """Waits for the GPUs. Returns the digests as nodes read them."""
+        digests = [0] * self.count
+        for owners, sums, done in self.enqueued:
+            done.synchronize()
+            for owner, part in zip(owners, sums.tolist()):
+                digests[owner] += part
+        return struct.pack(f"<{self.count}Q", *(digest % (1 << 64) for digest in digests))
+
+
+def words_of(source, piece_bytes):
+    """Yields the place of the first word, and the 8-byte words of each piece of a tensor's bytes."""
+    import torch
+
+    for begin in range(0, max(source.numel(), 1), piece_bytes):
+        piece = source[begin : begin + piece_bytes]
+        if piece.numel() % 8 or piece.storage_offset() % 8 or piece.data_ptr() % 8:
+            # A copy, with zeros at the end of the last word.
+            words = torch.zeros(-(-piece.numel() // 8), dtype=torch.int64, device=piece.device)
+            words.view(torch.uint8)[: piece.numel()].copy_(piece)
+        else:
+            words = piece.view(torch.int64)
+        yield begin // 8, words
+
+
+def terms(words, places, first=0):
+    """Returns the terms of words at the places from `first` on, for tensors of int64 or for integers, modulo 2 ** 64."""
+    x = words + (places + (first + 1)) * STEP
+    x = (x ^ shifted(x, 30)) * MULTIPLIERS[0]
+    x = (x ^ shifted(x, 27)) * MULTIPLIERS[1]
+    return x ^ shifted(x, 31)
+
+
+def shifted(words, bits):
+    """Shifts unsigned words of 64 bits to the right."""
+    return (words >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def fastest_terms(device):
+    """Returns `terms` as one kernel, and the bytes of a piece. Where PyTorch compiles no kernels, returns the operations above,
+    which take several times as long, and memory for four pieces instead of two."""
+    import torch
+
+    step, *multipliers = (f"{number % (1 << 64)}ull" for number in (STEP, *MULTIPLIERS))
+    code = f"""template <typename T> T digest_terms(T word, T place, T first) {{
+        unsigned long long x = (unsigned long long)word + (unsigned long long)(place + first + 1) * {step};
+        x = (x ^ (x >> 30)) * {multipliers[0]};
+        x = (x ^ (x >> 27)) * {multipliers[1]};
+        return (T)(x ^ (x >> 31));
+    }}"""
+    try:
+        compiled, word = torch.cuda.jiterator._create_jit_fn(code, first=0), torch.zeros(1, dtype=torch.int64, device=device)
+        compiled(word, word)
+        return compiled, 64 << 20
+    except (AttributeError, RuntimeError):
+        return terms, 32 << 20
 
 
 class GpuChunks:
@@ -292,6 +378,9 @@ class GpuChunks:
 
 class Offer:
     """The chunks of one state dict, for as long as nodes may read them."""
+
+    # Number that requests the digests instead of a chunk.
+    DIGESTS = (1 << 64) - 1
 
     def __init__(self, memory, state_dict):
         self.memory, self.threads, self.connections, self.error = memory, [], [], None
@@ -348,6 +437,7 @@ class Offer:
             buffers = self.memory.take_buffers(self.weights.device)
             declaration = {
                 "chunk_bytes": self.memory.chunk_bytes,
+                "plan": self.weights.plan,
                 "mapped": [{"gpu": buffer.gpu, "handle": buffer.handle} for buffer in buffers],
                 "tensors": self.weights.tensors,
             }
@@ -356,6 +446,9 @@ class Offer:
             with torch.cuda.stream(stream):
                 while request := receive(connection, 8):
                     (index,) = struct.unpack("<Q", request)
+                    if index == self.DIGESTS:
+                        connection.sendall(self.weights.digests.read())
+                        continue
                     size = self.weights.pack(index, buffers[index % len(buffers)].bytes)
                     stream.synchronize()
                     connection.sendall(struct.pack("<QQ", index, size))
@@ -473,9 +566,10 @@ class Sending:
        strangers out.
     2. Once all tokens have arrived, the trainer sends each node the tensors, the id of the communicator and the node's rank:
        one line of JSON.
-    3. Each node checks the tensors. If the communicator is new, the node joins the communicator and receives a broadcast
-       without weights. The node sends 8 zero bytes.
-    4. Rank 0, the trainer, broadcasts the chunks in order. A node that fails closes its connection."""
+    3. Each node checks the tensors and the hash of the plan. If the communicator is new, the node joins the communicator and
+       receives a broadcast without weights. The node sends 8 zero bytes.
+    4. Rank 0, the trainer, broadcasts the chunks in order. A node that fails closes its connection.
+    5. The trainer sends each node the digests of the tensors."""
 
     # Time for the nodes to connect and to join, in which a node in place may let sequences finish.
     JOIN_SECONDS = 60
@@ -515,7 +609,7 @@ class Sending:
             sender.join_ending()
             sender.nccl = Nccl(device)
         nccl = sender.nccl
-        declaration = {"chunk_bytes": sender.chunk_bytes, "tensors": self.weights.tensors}
+        declaration = {"chunk_bytes": sender.chunk_bytes, "plan": self.weights.plan, "tensors": self.weights.tensors}
         for rank, connection in enumerate(sender.connections, 1):
             connection.settimeout(self.CHUNK_SECONDS)
             broadcast = {"gpu": uuid_of(device), "id": nccl.id.hex(), "rank": rank, "ranks": nodes + 1,
@@ -544,6 +638,9 @@ class Sending:
                 raise UpdateError(f"{nodes - len(ready)} nodes have not joined within {self.JOIN_SECONDS} s")
             time.sleep(0.0005)
         self.broadcast(nccl, device, stream, check)
+        digests = self.weights.digests.read()
+        for connection in sender.connections:
+            connection.sendall(digests)
 
     def accept(self, nodes, deadline):
         """Waits for the token of every node. Returns whether these connections are exactly those of the communicator."""
@@ -731,6 +828,16 @@ def cut(sizes, chunk_bytes):
             chunks[-1].append((tensor, begin, count))
             begin, left = begin + count, left - count
     return chunks
+
+
+def plan_hash(tensors, chunks):
+    """Returns the hash of tensors and cuts that nodes compare with their own."""
+    plan = hashlib.sha256()
+    for tensor in tensors:
+        plan.update("{}\t{}\t{}\n".format(tensor["name"], tensor["dtype"], ",".join(map(str, tensor["shape"]))).encode())
+    for chunk in chunks:
+        plan.update((" ".join(f"{tensor}:{begin}:{size}" for tensor, begin, size in chunk) + "\n").encode())
+    return plan.hexdigest()[:32]
 
 
 def receive(connection, size):

@@ -2,6 +2,7 @@
 
 use std::{collections::HashSet, ops::Range};
 
+use ring::digest::{Context, SHA256};
 use xxhash_rust::xxh3::Xxh3;
 
 /// A tensor of an update.
@@ -125,6 +126,25 @@ impl Plan {
         self.tensors.iter().for_each(|tensor| tensor.hash_into(&mut hash));
         hash.digest128()
     }
+
+    /// Returns the hash by which a node recognizes the same plan of a trainer: the first 128 bits of SHA-256 over a line
+    /// for each tensor and one for each chunk. xxh3 is not part of Python.
+    pub fn trainer_hash(&self) -> u128 {
+        let mut hash = Context::new(&SHA256);
+        for Tensor { name, dtype, shape, .. } in &self.tensors {
+            let dims: Vec<String> = shape.iter().map(u64::to_string).collect();
+            hash.update(format!("{name}\t{dtype}\t{}\n", dims.join(",")).as_bytes());
+        }
+        for chunk in &self.chunks {
+            let piece = |Piece { tensor, range }: &Piece| {
+                format!("{tensor}:{}:{}", range.start, range.end - range.start)
+            };
+            let pieces: Vec<String> = chunk.pieces.iter().map(piece).collect();
+            hash.update(format!("{}\n", pieces.join(" ")).as_bytes());
+        }
+        let hash = hash.finish();
+        u128::from_be_bytes(*hash.as_ref().first_chunk().expect("SHA-256 has 32 bytes"))
+    }
 }
 
 impl Tensor {
@@ -188,11 +208,12 @@ mod tests {
     }
 
     #[test]
-    fn hash_depends_on_names_types_shapes_and_cuts() {
+    fn hashes_depend_on_names_types_shapes_and_cuts() {
         let hash = |change: fn(&mut Tensor), chunk_bytes| {
             let mut tensors = tensors(&[6, 4]);
             change(&mut tensors[1]);
-            Plan::new(tensors, chunk_bytes).unwrap().hash()
+            let plan = Plan::new(tensors, chunk_bytes).unwrap();
+            [plan.hash(), plan.trainer_hash()]
         };
         let hashes = [
             hash(|_| (), 8),
@@ -202,8 +223,8 @@ mod tests {
             hash(|tensor| tensor.shape = vec![2, 2], 8),
             hash(|tensor| tensor.bytes = 5, 8),
         ];
-        let distinct: HashSet<u128> = hashes.into_iter().collect();
-        assert_eq!(distinct.len(), hashes.len());
+        let distinct: HashSet<u128> = hashes.into_iter().flatten().collect();
+        assert_eq!(distinct.len(), 2 * hashes.len());
     }
 
     #[test]

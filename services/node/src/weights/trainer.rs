@@ -4,14 +4,18 @@
 //! 1. The node connects to the trainer. By TCP (`nccl`) the node sends the token of the trainer's address. By `nccl` the node
 //!    reuses the connection of the last update if the trainer is the same.
 //! 2. The trainer declares its tensors and chunk buffers, or its communicator: one line of JSON. Both ends cut the tensors
-//!    into chunks, in the declared order.
+//!    into chunks, in the declared order. The declaration has a hash of the trainer's plan
+//!    ([`weight_transfer::Plan::trainer_hash`]). The node compares the hash with that of its own plan.
 //! 3. `ipc`: The node requests chunk n by its number (8 bytes, little endian). The trainer packs the chunk into buffer n modulo
 //!    the number of buffers, and answers with the chunk's number and bytes (16 bytes). The node requests a chunk once its
 //!    buffer is free.
 //!    `nccl`: The first broadcast of a communicator connects the ranks and carries no weights. The node sends 8 zero bytes once it is ready to receive. Then
 //!    the trainer, rank 0, broadcasts all chunks in order.
 //! 4. The node copies a chunk to its place while the next ones arrive.
-//! 5. `ipc`: The node closes the connection when it no longer uses the trainer's memory. `nccl`: The node keeps connection and
+//! 5. The trainer sends the digest of each declared tensor (8 bytes, little endian): by `ipc` when the node requests chunk 2⁶⁴ - 1,
+//!    by `nccl` after the last broadcast. The node compares them with the digests of what arrived
+//!    ([`kernels::digest::of_weight`]).
+//! 6. `ipc`: The node closes the connection when it no longer uses the trainer's memory. `nccl`: The node keeps connection and
 //!    communicator for the next update, until the trainer closes the connection, another trainer comes, or an update fails.
 //!    If the trainer closes the connection before the update is prepared, the update is aborted.
 
@@ -26,10 +30,10 @@ use std::{
     time::{Duration, Instant},
 };
 
-use engine::executor::{ChunkReceiver, PrepareError, ReceivedWeights, WeightUpdate};
+use engine::executor::{ChunkReceiver, PrepareError, ReceivedWeights, TensorDigest, WeightUpdate};
 use kernels::peer::WaitLimit;
 use tokio_util::sync::CancellationToken;
-use weight_transfer::{Chunk, WeightVersion};
+use weight_transfer::{Chunk, Tensor, WeightVersion};
 
 pub(super) use self::kept::KeptTrainer;
 use self::{
@@ -42,6 +46,10 @@ use super::receive::ReceiveError;
 const DECLARATION_MAX: Duration = Duration::from_secs(60);
 /// Time-out of a chunk, which takes milliseconds. A node in place serves nothing meanwhile.
 const CHUNK_MAX: Duration = Duration::from_secs(2);
+/// Time-out of the trainer's digests, which other kernels on its GPU may delay.
+const DIGESTS_MAX: Duration = Duration::from_secs(10);
+/// Number that requests the trainer's digests instead of a chunk.
+const DIGESTS: u64 = u64::MAX;
 /// Time-out of the first broadcast: other nodes may let sequences finish before they join.
 const JOIN_MAX: Duration = Duration::from_secs(60);
 /// Rate at which chunks are copied from a trainer (`ipc`) while the node serves, in bytes per second. The copies raise
@@ -109,6 +117,14 @@ pub(super) enum TrainerError {
         "the trainer packed {found_bytes} bytes as chunk {found}; expected {bytes} bytes as chunk {index}"
     )]
     Chunk { found: u64, found_bytes: u64, index: u64, bytes: u64 },
+    #[error(
+        "cannot receive from the trainer: trainer and node cut the tensors differently: the hash of the trainer's plan is {found:032x}; expected {expected:032x}"
+    )]
+    Plan { found: u128, expected: u128 },
+    #[error(
+        "cannot use the trainer's weights: tensor {name:?} arrived with digest {found:016x}; expected {expected:016x}, the trainer's digest"
+    )]
+    Digest { name: String, found: u64, expected: u64 },
 }
 
 /// Prepares the weights of a trainer beside the weights in use, or in place after `release`. Blocks. Stops early once
@@ -151,11 +167,12 @@ fn receive_by(
     }
     let declaration: Declaration = connection.line(DECLARATION_MAX)?;
     let (source, tensors) = (declaration.source(address)?, declaration.tensors());
+    // Before the node joins a communicator or releases its weights.
+    let plan = declaration.plan(&tensors)?;
     let is_over = || connection.is_over();
     let limit = WaitLimit { deadline: Instant::now() + JOIN_MAX, cancelled: &is_over };
     let receiver = update.receive(&tensors, source.chunk_source(limit));
     let mut receiver = receiver.map_err(|error| ended(connection, error.into()))?;
-    let plan = declaration.plan(&tensors)?;
     if update.is_in_place() {
         release()?;
     }
@@ -167,7 +184,7 @@ fn receive_by(
         TrainerBuffers::Mapped(buffers) => chunks.request_all(buffers.len(), &is_serving)?,
         TrainerBuffers::Broadcast { buffers, .. } => chunks.receive_all(*buffers)?,
     }
-    let ReceivedWeights { digests, bytes: rank_bytes } = chunks.finish()?;
+    let ReceivedWeights { digests, bytes: rank_bytes } = chunks.finish(plan.tensors())?;
     tracing::info!(
         bytes = plan.bytes(),
         rank_bytes,
@@ -206,7 +223,7 @@ impl ChunkTransfer<'_, '_> {
         is_serving: &dyn Fn() -> bool,
     ) -> Result<(), ReceiveError> {
         for index in 0..buffers.min(self.chunks.len()) {
-            self.request(index)?;
+            self.request(index as u64)?;
         }
         let mut begun = Instant::now();
         for index in 0..self.chunks.len() {
@@ -222,10 +239,10 @@ impl ChunkTransfer<'_, '_> {
             let Some(oldest) = (index + 1).checked_sub(buffers) else { continue };
             self.wait(oldest % buffers, CHUNK_MAX)?;
             if oldest + buffers < self.chunks.len() {
-                self.request(oldest + buffers)?;
+                self.request((oldest + buffers) as u64)?;
             }
         }
-        Ok(())
+        self.request(DIGESTS)
     }
 
     /// Receives every chunk by a broadcast. The trainer waits until all nodes receive.
@@ -250,8 +267,8 @@ impl ChunkTransfer<'_, '_> {
         Ok(())
     }
 
-    fn request(&mut self, index: usize) -> Result<(), ReceiveError> {
-        self.connection.send(&(index as u64).to_le_bytes())
+    fn request(&mut self, number: u64) -> Result<(), ReceiveError> {
+        self.connection.send(&number.to_le_bytes())
     }
 
     /// Waits until the trainer has packed a chunk.
@@ -271,10 +288,23 @@ impl ChunkTransfer<'_, '_> {
         self.limited(at_most, |receiver, limit| receiver.wait(buffer, limit))
     }
 
-    /// Waits for all copies. Fails if the trainer has closed the connection before.
-    fn finish(&mut self) -> Result<ReceivedWeights, ReceiveError> {
+    /// Waits for all copies. Fails if the trainer has closed the connection before, or if other bytes arrived than the
+    /// trainer has.
+    fn finish(&mut self, tensors: &[Tensor]) -> Result<ReceivedWeights, ReceiveError> {
         let received = self.limited(CHUNK_MAX, |receiver, limit| receiver.finish(limit))?;
         self.connection.check()?;
+        let mut digests = vec![0; tensors.len() * size_of::<u64>()];
+        self.connection.receive(&mut digests, DIGESTS_MAX)?;
+        let expected = digests.as_chunks().0.iter().map(|digest| u64::from_le_bytes(*digest));
+        for ((tensor, found), expected) in tensors.iter().zip(&received.digests).zip(expected) {
+            // A tensor that the model does not use has no digest.
+            if let Some(TensorDigest { value: found, .. }) = *found
+                && found != expected
+            {
+                let name = tensor.name.clone();
+                return Err(TrainerError::Digest { name, found, expected }.into());
+            }
+        }
         Ok(received)
     }
 

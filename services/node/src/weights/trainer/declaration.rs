@@ -20,6 +20,8 @@ pub(super) struct Declaration {
     /// Bytes of every chunk but the last.
     chunk_bytes: u64,
     tensors: Vec<TensorDeclaration>,
+    /// Hash of the trainer's plan in hexadecimal digits.
+    plan: String,
     /// With `ipc`.
     #[serde(default)]
     mapped: Vec<BufferDeclaration>,
@@ -129,15 +131,28 @@ impl Declaration {
         self.tensors.iter().cloned().map(tensor).collect()
     }
 
-    /// Cuts tensors whose types and shapes were checked.
+    /// Cuts the tensors into chunks. Fails if the trainer has cut them in another way.
     pub fn plan(&self, tensors: &[DeclaredTensor]) -> Result<Plan, ReceiveError> {
-        let tensor = |tensor: &DeclaredTensor| Tensor {
-            name: tensor.name.clone(),
-            dtype: tensor.dtype.clone(),
-            shape: tensor.shape.clone(),
-            bytes: tensor.bytes().unwrap_or(0),
-        };
-        Ok(Plan::new(tensors.iter().map(tensor).collect(), self.chunk_bytes)?)
+        let tensors = tensors.iter().map(tensor_of).collect::<Result<_, _>>()?;
+        let plan = Plan::new(tensors, self.chunk_bytes)?;
+        let found = u128::from_be_bytes(bytes_of("plan", &self.plan)?);
+        let expected = plan.trainer_hash();
+        match found == expected {
+            true => Ok(plan),
+            false => Err(TrainerError::Plan { found, expected }.into()),
+        }
+    }
+}
+
+fn tensor_of(declared: &DeclaredTensor) -> Result<Tensor, TrainerError> {
+    let bytes = declared.bytes();
+    let DeclaredTensor { name, dtype, shape } = declared.clone();
+    match bytes {
+        Some(bytes) => Ok(Tensor { name, dtype, shape, bytes }),
+        None => Err(invalid(format!(
+            "tensor {name:?} has dtype {dtype} and shape {shape:?}; expected BF16 or F32 and at most {} bytes",
+            u64::MAX
+        ))),
     }
 }
 

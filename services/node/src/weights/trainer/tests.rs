@@ -1,3 +1,5 @@
+mod integrity;
+
 use std::{
     io::{Read, Write},
     net::TcpListener,
@@ -10,11 +12,12 @@ use std::{
     thread,
 };
 
-use engine::executor::{DeclaredTensor, TensorDigest, TensorPiece};
+use engine::executor::{DeclaredTensor, TensorPiece};
 use kernels::cuda::{ChunkSource, HANDLE_BYTES};
 use model::Checkpoint;
 use serde_json::{Value, json};
 use tokio::task::spawn_blocking;
+use weight_transfer::Plan;
 
 use super::{
     connection::{CANCEL_POLL_INTERVAL, Connection},
@@ -36,6 +39,8 @@ struct Shared {
     is_in_place: bool,
     /// The chunk whose broadcast does not end.
     stuck_at: Option<usize>,
+    /// The chunk whose broadcast arrives with another byte.
+    damaged_at: Option<usize>,
     /// Whether the last copies end after the trainer has closed the connection.
     outlives_trainer: bool,
     /// Calls that end a kept communicator.
@@ -113,8 +118,9 @@ impl ChunkReceiver for Receiver<'_> {
             }
             return Err(PrepareError::Device("the broadcast was aborted".to_owned()));
         }
-        let all = weights().concat();
-        self.shared.buffers.lock().unwrap()[buffer] = all[begin..begin + bytes].to_vec();
+        let mut chunk = weights().concat()[begin..begin + bytes].to_vec();
+        chunk[0] ^= u8::from(self.shared.damaged_at == Some(chunks));
+        self.shared.buffers.lock().unwrap()[buffer] = chunk;
         self.filled = (chunks + 1, begin + bytes);
         Ok(())
     }
@@ -141,10 +147,8 @@ impl ChunkReceiver for Receiver<'_> {
             thread::yield_now();
         }
         let received = self.shared.received.lock().unwrap();
-        let digest = |bytes: &Vec<u8>| {
-            let value = weight_transfer::digest([&bytes[..]]) as u64;
-            Some(TensorDigest { value, is_whole: true })
-        };
+        let digest =
+            |bytes: &Vec<u8>| Some(TensorDigest { value: digest_of(bytes), is_whole: true });
         let bytes = received.iter().map(|bytes| bytes.len() as u64).sum();
         Ok(ReceivedWeights { digests: received.iter().map(digest).collect(), bytes })
     }
@@ -165,9 +169,30 @@ fn declaration(chunk_bytes: usize, buffers: usize) -> Value {
     let buffer = json!({"gpu": "GPU-1", "handle": "0a".repeat(HANDLE_BYTES)});
     json!({
         "chunk_bytes": chunk_bytes,
+        "plan": plan_hash(chunk_bytes),
         "mapped": vec![buffer; buffers],
         "tensors": tensors.collect::<Vec<_>>(),
     })
+}
+
+fn plan_hash(chunk_bytes: usize) -> String {
+    let tensor = |(index, size): (usize, &u64)| Tensor {
+        name: format!("t{index}"),
+        dtype: "BF16".to_owned(),
+        shape: vec![*size],
+        bytes: 2 * size,
+    };
+    let tensors = SIZES.iter().enumerate().map(tensor).collect();
+    format!("{:032x}", Plan::new(tensors, chunk_bytes as u64).unwrap().trainer_hash())
+}
+
+fn digest_of(bytes: &[u8]) -> u64 {
+    weight_transfer::digest([bytes]) as u64
+}
+
+/// Returns the digests that the trainer sends.
+fn digests() -> Vec<u8> {
+    weights().iter().flat_map(|bytes| digest_of(bytes).to_le_bytes()).collect()
 }
 
 fn weights() -> Vec<Vec<u8>> {
@@ -178,11 +203,12 @@ fn weights() -> Vec<Vec<u8>> {
 }
 
 /// Behaviour of the trainer after it has answered some requests.
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, PartialEq, Eq)]
 enum End {
     Closes,
     StaysSilent,
     Miscounts,
+    Corrupts,
 }
 
 /// Serves one node, as a trainer does. Ends after `answers` requests.
@@ -209,19 +235,27 @@ fn train(
                         let _ = stream.read_exact(&mut [0; 4096]);
                         return shared.assert_unmapped();
                     }
-                    End::Miscounts => {}
+                    End::Miscounts | End::Corrupts => {}
                 }
             }
             let mut request = [0; 8];
             if stream.read_exact(&mut request).is_err() {
                 return shared.assert_unmapped();
             }
-            let index = u64::from_le_bytes(request) as usize;
+            let index = u64::from_le_bytes(request);
+            if index == DIGESTS {
+                // The node may have left.
+                let _ = stream.write_all(&digests());
+                continue;
+            }
+            let index = index as usize;
             let mut buffers = shared.buffers.lock().unwrap();
             let buffer = index % buffers.len();
             buffers[buffer] = chunks[index].to_vec();
+            buffers[buffer][0] ^= u8::from(answer == answers && end == End::Corrupts);
             drop(buffers);
-            let bytes = chunks[index].len() + usize::from(answer == answers);
+            let is_wrong = answer == answers && end == End::Miscounts;
+            let bytes = chunks[index].len() + usize::from(is_wrong);
             let answer = [index as u64, bytes as u64].map(u64::to_le_bytes).concat();
             if stream.write_all(&answer).is_err() {
                 return shared.assert_unmapped();
@@ -314,7 +348,7 @@ async fn trainer_that_ends_at_any_chunk_aborts_the_update() {
             assert_eq!(outcome.released, is_in_place);
         }
     }
-    // After the last chunk the trainer is not needed, but it may have freed its memory before the copies.
+    // After the last chunk: it may have freed its memory before the copies.
     let shared = Shared { outlives_trainer: true, ..Shared::default() };
     let outcome = run_with(shared, declaration(100, 2), 40, End::Closes).await;
     let error = outcome.result.unwrap_err().to_string();
@@ -365,10 +399,15 @@ async fn invalid_messages_are_named() {
     for (declaration, words) in [
         (with("chunk_bytes", json!(0)), "chunk_bytes is 0; expected 1 to"),
         (with("chunk_bytes", json!("big")), "invalid type: string"),
+        (with("plan", json!("0a0")), "plan is \"0a0\"; expected 32 hexadecimal digits"),
         (with("mapped", json!([])), "0 buffers; expected 1 to 16"),
         (with("mapped", buffer("0a0")), "handle is \"0a0\"; expected 128 hexadecimal digits"),
         (with("mapped", buffer(&"é".repeat(64))), "expected 128 hexadecimal digits"),
         (with("tensors", json!([])), "expected at least one tensor"),
+        (
+            with("tensors", json!([{"name": "t0", "dtype": "F16", "shape": [4]}])),
+            "tensor \"t0\" has dtype F16 and shape [4]; expected BF16 or F32",
+        ),
         (with("colour", json!("red")), "unknown field `colour`"),
         (json!("a text"), "invalid type"),
     ] {
@@ -409,8 +448,9 @@ fn broadcast(buffers: usize, chunk_bytes: usize) -> Value {
 /// node has left.
 async fn run_broadcast(
     declaration: Value,
-    stuck_at: Option<usize>,
+    shared: Shared,
 ) -> (Arc<Shared>, Result<WeightVersion, ReceiveError>) {
+    let is_stuck = shared.stuck_at.is_some();
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let text = format!("{}/secret", listener.local_addr().unwrap());
     let address = TrainerAddress::nccl(&text).unwrap();
@@ -422,11 +462,12 @@ async fn run_broadcast(
         stream.write_all(format!("{declaration}\n").as_bytes()).unwrap();
         // The node rejects an invalid declaration.
         let is_ready = stream.read_exact(&mut [0; 8]).is_ok();
-        if is_ready && stuck_at.is_none() {
+        if is_ready && !is_stuck {
+            stream.write_all(&digests()).unwrap();
             assert_eq!(stream.read(&mut [0]).unwrap(), 0, "the node has received everything");
         }
     });
-    let shared = Arc::new(Shared { stuck_at, ..Shared::default() });
+    let shared = Arc::new(shared);
     let node = shared.clone();
     let received = spawn_blocking(move || {
         receive(
@@ -449,7 +490,8 @@ async fn broadcast_chunks_arrive_and_give_the_version_of_other_transports() {
     let mapped = run(declaration(333, 2), usize::MAX, End::Closes, false).await.result.unwrap();
     // The last ones have fewer chunks than buffers.
     for (buffers, chunk_bytes) in [(1, 100), (2, 100), (3, 100), (8, 100), (4, 1999), (2, 9999)] {
-        let (shared, version) = run_broadcast(broadcast(buffers, chunk_bytes), None).await;
+        let declaration = broadcast(buffers, chunk_bytes);
+        let (shared, version) = run_broadcast(declaration, Shared::default()).await;
         assert_eq!(version.unwrap(), mapped);
         assert_eq!(*shared.received.lock().unwrap(), weights());
     }
@@ -469,6 +511,7 @@ async fn node_keeps_a_trainer_until_it_leaves_or_another_one_comes() {
                 stream.read_exact(&mut [0; 6]).unwrap();
                 stream.write_all(format!("{}\n", broadcast(2, 100)).as_bytes()).unwrap();
                 stream.read_exact(&mut [0; 8]).unwrap();
+                stream.write_all(&digests()).unwrap();
             }
             match updates {
                 1 => assert_eq!(stream.read(&mut [0]).unwrap(), 0, "the node has left"),
@@ -510,8 +553,9 @@ async fn node_keeps_a_trainer_until_it_leaves_or_another_one_comes() {
 #[tokio::test]
 async fn trainer_that_leaves_during_a_broadcast_aborts_the_update() {
     for chunk in [0, 1, 20, 39] {
-        let error =
-            run_broadcast(broadcast(2, CHUNK_BYTES), Some(chunk)).await.1.unwrap_err().to_string();
+        let shared = Shared { stuck_at: Some(chunk), ..Shared::default() };
+        let (_, result) = run_broadcast(broadcast(2, CHUNK_BYTES), shared).await;
+        let error = result.unwrap_err().to_string();
         assert!(error.contains("the trainer closed the connection"), "{chunk}: {error}");
     }
 }
@@ -530,7 +574,8 @@ async fn invalid_broadcasts_and_addresses_are_named() {
         (with("buffers", json!(0)), "0 buffers; expected 1 to 16"),
         (with("id", json!("0b")), "id is \"0b\"; expected 256 hexadecimal digits"),
     ] {
-        let error = run_broadcast(declaration, None).await.1.unwrap_err().to_string();
+        let (_, result) = run_broadcast(declaration, Shared::default()).await;
+        let error = result.unwrap_err().to_string();
         assert!(error.contains(words), "{error:?} lacks {words:?}");
     }
     let outcome = run(broadcast(2, CHUNK_BYTES), 0, End::Closes, false).await;
