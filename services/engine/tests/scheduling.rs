@@ -9,7 +9,10 @@ use common::{
 };
 use engine::{
     ItlLimit, Scheduler, SchedulerConfig, SchedulerConfigError, StepKind, StepLoop, Turn,
-    event::{Action, CacheChange, Input, NewSequence, SequenceFailure, SequenceId, SequenceKind},
+    event::{
+        Action, CacheChange, InFlight, Input, NewSequence, SequenceFailure, SequenceId,
+        SequenceKind,
+    },
     executor::Executor,
     plan::{RowPlan, RowResult, StepResult, StepRun},
 };
@@ -74,6 +77,28 @@ fn a_long_prompt_delays_no_decoding_row() {
     assert!(both.iter().all(|record| record.tokens == 8 && record.sampled == 1));
     node.run();
     node.transfer_ends(SequenceId(1));
+    node.assert_all_returned();
+}
+
+#[test]
+fn sequence_keeps_its_kv_at_new_weights_and_no_other_sequence_reads_it() {
+    let mut node = node(2, 64, 20, 1);
+    let answer = |id| NewSequence { id: SequenceId(id), ..new(1, COMPUTE, 40, 30) };
+    node.arrive(NewSequence { ignore_stop_tokens: true, ..answer(1) });
+    while node.received(SequenceId(1)) < 5 {
+        node.turn();
+    }
+    node.engine.set_held(true);
+    while node.engine.steps_in_flight() > 0 {
+        node.turn();
+    }
+    node.change_weights(2, InFlight::KeepKv);
+    node.engine.set_held(false);
+    // The sim executor rejects a step that reads KV of other weights.
+    node.arrive(answer(2));
+    node.run();
+    assert!(node.finished(SequenceId(1)) && node.finished(SequenceId(2)));
+    assert_eq!(node.engine.scheduler().preemptions(), 0, "nothing is recomputed");
     node.assert_all_returned();
 }
 

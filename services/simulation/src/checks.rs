@@ -2,6 +2,7 @@
 
 use std::time::{Duration, Instant};
 
+use engine::event::InFlight;
 use kv_transfer::{
     api::{Event, TransferId},
     config::LEASE,
@@ -11,6 +12,7 @@ use crate::{
     Outcome,
     event_loop::Simulation,
     process::{OFFER_AGAIN, ProcessState, TransferHold},
+    scenario::Fault,
 };
 
 /// All blocks of a transfer with a lost peer are free within this time.
@@ -82,9 +84,14 @@ impl Simulation {
             assert_eq!(process.state, ProcessState::Running, "{} was restarted", process.name);
             process.check_idle();
         }
+        let ends_requests = |(_, fault): &(Duration, Fault)| matches!(fault, Fault::UpdateWeights(plan) if plan.in_flight == InFlight::Abort);
+        let may_end_requests = self.scenario.faults.iter().any(ends_requests);
         for router in &self.routers {
             router.check_idle();
+            let ended = router.coverage.get("ended by an update");
+            assert!(ended == 0 || may_end_requests, "no update ends requests");
         }
+        self.updates.check_idle();
     }
 
     /// Returns the coverage and the digest of the event sequence.
@@ -101,6 +108,7 @@ impl Simulation {
             coverage.add("send failed", counters.send_failed);
             coverage.add("control messages resent", counters.control_resent);
             coverage.merge(&process.coverage);
+            coverage.merge(&process.weights.coverage);
         }
         coverage.add("processes", self.processes.len() as u64);
         let gaps = self.routers.iter().map(|router| router.longest_gap);

@@ -11,6 +11,7 @@ use std::{
 use cluster::predict::{DecodeCosts, PrefillCosts};
 use engine::{
     StepWork,
+    event::InFlight,
     executor::{
         Executor, ExecutorError, ExecutorLimits,
         counting::CountingExecutor,
@@ -118,6 +119,8 @@ pub struct Device {
     /// Whether the step launched last awaits its token bitmasks.
     is_awaiting: bool,
     is_rank_lost: bool,
+    /// Whether the weights in use were released, so that no step can run.
+    is_released: bool,
 }
 
 impl Device {
@@ -148,6 +151,7 @@ impl Device {
             busy: Duration::ZERO,
             is_awaiting: false,
             is_rank_lost: false,
+            is_released: false,
         }
     }
 
@@ -169,10 +173,10 @@ impl Device {
         self.now = now;
     }
 
-    /// Prepares weights of this version.
-    pub fn prepare_weights(&mut self, version: u64) {
+    /// Prepares weights of this version. `in_flight`: the treatment of running sequences at the commit.
+    pub fn prepare_weights(&mut self, version: u64, in_flight: InFlight) {
         if let Results::Checked(executor) = &mut self.results {
-            executor.prepare_weights(version);
+            executor.prepare_weights(version, in_flight);
         }
     }
 
@@ -214,6 +218,7 @@ impl Device {
 impl Executor for Device {
     fn launch(&mut self, plan: StepPlan) -> Result<(), ExecutorError> {
         self.check_ranks()?;
+        assert!(!self.is_released, "a step is launched without weights");
         self.is_awaiting = plan.awaits_masks;
         let work = self.results.launch(plan)?;
         let busy = self.step_time(&work);
@@ -253,8 +258,15 @@ impl Executor for Device {
         }))
     }
 
+    fn release_weights(&mut self) -> Result<(), ExecutorError> {
+        self.check_ranks()?;
+        self.is_released = true;
+        Ok(())
+    }
+
     fn commit_weights(&mut self) -> Result<(), ExecutorError> {
         self.check_ranks()?;
+        self.is_released = false;
         self.results.executor_mut().commit_weights()
     }
 

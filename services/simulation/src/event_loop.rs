@@ -2,8 +2,8 @@
 //!
 //! Messages between the router and the nodes are in
 //! [`router_connections`](crate::router_connections), those between nodes in
-//! [`data_connections`](crate::data_connections). [`faults`](crate::faults) injects faults, and
-//! [`checks`](crate::checks) asserts the invariants of the cluster.
+//! [`data_connections`](crate::data_connections). [`updates`](crate::updates) updates the weights,
+//! [`faults`](crate::faults) injects faults, and [`checks`](crate::checks) asserts the invariants of the cluster.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -26,6 +26,7 @@ use crate::{
     router::{CallKey, NodeCall, NodeMessage, Router},
     scenario::{RequestPlan, Scenario},
     transport::ChunkData,
+    updates::{UpdateEvent, Updates},
 };
 
 /// Requests arrive after this time: the router has connected to the nodes by then.
@@ -112,6 +113,7 @@ pub enum SimEvent {
         process: usize,
         transfer: TransferId,
     },
+    Update(UpdateEvent),
     Fault(FaultStep),
 }
 
@@ -131,6 +133,7 @@ pub struct Simulation {
     pub by_epoch: BTreeMap<Epoch, usize>,
     pub hosts: Vec<Host>,
     pub routers: Vec<Router>,
+    pub updates: Updates,
     /// `None`: the routers have a static list of nodes.
     pub etcd: Option<Etcd>,
     pub coverage: Coverage,
@@ -190,6 +193,7 @@ impl Simulation {
             hosts: Vec::new(),
             etcd: scenario.has_etcd.then(|| Etcd::new(scenario.router_count)),
             routers,
+            updates: Updates::new(seed, &scenario),
             coverage: Coverage::default(),
             random,
             outages: Vec::new(),
@@ -347,6 +351,7 @@ impl Simulation {
                     self.input(process, Input::Data(event));
                 }
             }
+            SimEvent::Update(event) => self.update_event(event),
             SimEvent::Fault(step) => self.fault_step(step),
         }
     }
@@ -394,6 +399,9 @@ impl Simulation {
         node.handle(now, input, &mut outputs);
         let deadline = node.next_deadline();
         self.set_deadline(process, deadline);
+        if self.scenario.is_checked {
+            self.check_weights(process);
+        }
         #[cfg(test)]
         self.planted.inspect(|bug| bug.mutate(&mut outputs));
         self.follow(process, outputs);
@@ -461,6 +469,7 @@ impl Simulation {
                         self.check_hold(process, transfer, &hold);
                     }
                 }
+                Output::Weights(output) => self.weights_output(process, output),
                 Output::Drained => self.drained(process),
                 Output::EngineFailed => self.engine_failed(process),
             }

@@ -108,6 +108,7 @@ impl Simulation {
                     self.connection_ends_at_node(self.routers[router].nodes.connection(host));
                 }
                 self.routers[router].restart();
+                self.coordinators_die(router);
                 if let Some(etcd) = &mut self.etcd {
                     etcd.forget_router(router);
                 }
@@ -124,12 +125,7 @@ impl Simulation {
                     self.input(process, Input::RankLost);
                 }
             }
-            Fault::CommitWeights { host, version, waits } => {
-                let process = running(host);
-                if self.processes[process].state != ProcessState::Dead {
-                    self.input(process, Input::CommitWeights { version, waits });
-                }
-            }
+            Fault::UpdateWeights(plan) => self.begin_update(plan),
             Fault::Drain { host, timeout, restart_after } => {
                 let process = running(host);
                 let node = &self.processes[process];
@@ -177,6 +173,9 @@ impl Simulation {
     /// Without, peers receive nothing more, as after a power failure.
     fn kill(&mut self, process: usize, resets_connections: bool) {
         let host = self.processes[process].host;
+        if self.processes[process].weights.is_updating() {
+            self.coverage.count("nodes lost in an update");
+        }
         self.processes[process].state = ProcessState::Dead;
         self.processes[process].backlog.clear();
         self.set_deadline(process, None);

@@ -2,13 +2,16 @@
 //!
 //! The simulation runs the shipped cores: on each node `NodeCore` with the `sim` executor and
 //! `TransferDriver` with the transfer protocol, on each router `RequestCore` and the directory of nodes.
+//! `Coordinator` and `Participant` update the weights.
 //! Routers and nodes exchange the shipped gRPC messages, and nodes check them as the service does.
 //! Network, clock, threads, etcd and faults are simulated: messages are lost, delayed, duplicated and
 //! reordered, chunks are corrupted, processes are killed, paused and drained, ranks die, nodes are
-//! partitioned, etcd is unreachable, routers restart, clients disconnect.
+//! partitioned, etcd is unreachable, routers restart, clients disconnect. Updates of the weights run meanwhile, whose
+//! trainers die.
 //!
 //! After every event the simulation asserts the invariants of the process concerned. It compares
-//! every token with the expected answer. At the end every request has ended once and no resource of
+//! every token with the expected answer, and the KV that a step reads with that of the weights in use. No two nodes use
+//! different bytes of weights under one version. At the end every request has ended once and no resource of
 //! any request is left.
 //!
 //! [`run`] is one run. A failing run panics; its seed gives the same run again. [`explore`] runs many seeds.
@@ -48,6 +51,8 @@ mod selection;
 mod stats;
 mod tiers;
 mod transport;
+mod updates;
+mod weights;
 
 pub use coverage::Coverage;
 pub use device::StepCost;

@@ -11,7 +11,9 @@ use cluster::{
     Member, MemberChange, ModelIdentity, NoNode, NodeAddress, NodeChoice, NodeRecord, Role,
     Selection, StreamId, Wanted,
 };
+use kv_transfer::api::Epoch;
 use proto::{ids::TransferId, v1::ObserveEvent};
+use weight_transfer::WeightVersion;
 
 /// A connection of a router to a host. A closed connection is replaced by one with another number.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -34,6 +36,14 @@ pub struct Assigned {
     pub host: usize,
     pub record: Arc<NodeRecord>,
     assignment: AssignmentId,
+}
+
+/// A node that can take part in an update of the weights.
+#[derive(Clone, Copy, Debug)]
+pub struct WeightNode {
+    pub host: usize,
+    pub epoch: Epoch,
+    pub version: WeightVersion,
 }
 
 /// The nodes of an attempt.
@@ -110,6 +120,21 @@ impl Nodes {
     pub fn cache_identity(&self, model: &str) -> Option<&ModelIdentity> {
         let mut records = self.directory.serving(Role::Decode);
         records.find(|record| record.model == model).map(|record| &record.identity)
+    }
+
+    /// Returns the nodes of the model that are up and not draining. A node that has lost its weights counts as draining,
+    /// but needs weights.
+    pub fn weight_nodes(&self, model: &str) -> Vec<WeightNode> {
+        let up = self.directory.nodes().filter(|member| member.health == Health::Up);
+        let nodes = up.filter_map(|member| {
+            let record = member.record()?;
+            let version = WeightVersion(record.identity.weight_version);
+            let takes_part = !member.load().draining || version == WeightVersion::NONE;
+            let host = self.host_of(&member.address);
+            let node = WeightNode { host, epoch: record.epoch, version };
+            (record.model == model && takes_part).then_some(node)
+        });
+        nodes.collect()
     }
 
     /// Returns the bytes that the directory keeps of the nodes' cached blocks.

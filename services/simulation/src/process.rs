@@ -11,7 +11,7 @@ use std::{
 use cluster::{NodeId, NodeRecord, Role};
 use engine::{
     Scheduler, StepLoop, Turn,
-    event::{InFlight, Load},
+    event::Load,
     executor::ExecutorError,
     tiers::{Tier, TierEvent},
 };
@@ -47,6 +47,7 @@ use crate::{
     scenario::{BLOCK_BYTES, ModelPlan, NodePlan, VOCABULARY},
     tiers::{Disk, TierCopies, TierPlan},
     transport::{SimLinks, SimTransport},
+    weights::{NodeWeights, WeightsInput, WeightsOutput},
 };
 
 /// A layout with the bytes of the `sim` executor's KV: 8 per token.
@@ -82,11 +83,8 @@ pub enum Input {
     Drain {
         grace: Duration,
     },
-    /// The commit of an update: the node uses weights of this version. `waits`: running sequences finish before.
-    CommitWeights {
-        version: u64,
-        waits: bool,
-    },
+    /// For the node's part in updates of the weights.
+    Weights(WeightsInput),
     /// The drain timeout is over.
     EndAll,
     /// A rank process died, so the executor fails.
@@ -151,6 +149,8 @@ pub enum Output {
         transfer: TransferId,
         hold: TransferHold,
     },
+    /// From the node's part in updates of the weights.
+    Weights(WeightsOutput),
     /// The draining node has no attempt left.
     Drained,
     /// The executor failed, so the process exits.
@@ -178,6 +178,7 @@ pub struct Process {
     pub pauses: Vec<(Instant, Option<Instant>)>,
     pub transfers: TransferDriver<SimTransport, SimLinks>,
     pub coverage: Coverage,
+    pub weights: NodeWeights,
     core: NodeCore<Device>,
     tiers: Option<TierCopies>,
     limits: AttemptLimits,
@@ -196,7 +197,6 @@ pub struct Process {
     /// Whether a command waits in the core because the transfer queue is full.
     is_command_waiting: bool,
     is_draining: bool,
-    is_changing_weights: bool,
     is_checked: bool,
     now: Instant,
 }
@@ -278,6 +278,7 @@ impl Process {
             backlog: Vec::new(),
             pauses: Vec::new(),
             coverage: Coverage::default(),
+            weights: NodeWeights::new(epoch),
             limits,
             calls: BTreeMap::new(),
             calls_begun: 0,
@@ -291,7 +292,6 @@ impl Process {
             events: EventQueue::new(plan.transfer_events_max),
             is_command_waiting: false,
             is_draining: false,
-            is_changing_weights: false,
             is_checked,
             now,
         }
@@ -339,7 +339,9 @@ impl Process {
         let transfers = self.transfers.next_deadline(self.now);
         let offer = (!self.transfers.takes_commands()).then(|| self.now + OFFER_AGAIN);
         let copies = self.tiers.as_ref().and_then(TierCopies::next_due);
-        [self.core.next_deadline(), device, transfers, offer, copies].into_iter().flatten().min()
+        let weights = self.weights.next_deadline();
+        let deadlines = [self.core.next_deadline(), device, transfers, offer, copies, weights];
+        deadlines.into_iter().flatten().min()
     }
 
     pub fn handle(&mut self, now: Instant, input: Input, outputs: &mut Vec<Output>) {
@@ -383,14 +385,9 @@ impl Process {
                 self.is_draining = true;
                 self.core.handle_draining(true, Some(grace), now);
             }
-            Input::CommitWeights { version, waits } if !self.is_changing_weights => {
-                self.is_changing_weights = true;
-                self.core.executor_mut().prepare_weights(version);
-                let label = String::new();
-                self.core.handle_change_weights(version, label, InFlight::Recompute, waits, now);
+            Input::Weights(input) => {
+                self.weights.handle(now, input, self.is_draining, &mut self.core, outputs);
             }
-            // A node runs one update at a time: it misses this one.
-            Input::CommitWeights { .. } => {}
             Input::EndAll => self.core.handle_close(&CloseReason::DrainTimeout),
             Input::RankLost => self.core.executor_mut().lose_rank(),
             Input::Command(command) => {
@@ -414,6 +411,7 @@ impl Process {
                 return self.run_transfers(Some(TransferInput::Transport(event)), outputs);
             }
             Input::Deadline => {
+                self.weights.on_deadline(now, &mut self.core, outputs);
                 self.transfers.handle_deadline(now);
                 self.run_transfers(None, outputs);
             }
@@ -616,13 +614,12 @@ impl Process {
                         tiers.load(self.now, job);
                     }
                 }
+                CoreOutput::WeightsReleased => self.weights.released(self.now),
                 CoreOutput::WeightsChanged { .. } => {
-                    self.is_changing_weights = false;
-                    self.coverage.count("weights changed");
+                    self.weights.changed(self.now, &mut self.core, outputs);
                 }
                 CoreOutput::Metric(_)
                 | CoreOutput::Stage { .. }
-                | CoreOutput::WeightsReleased
                 | CoreOutput::PauseChanged { .. }
                 | CoreOutput::Recovered => {}
             }
@@ -707,6 +704,7 @@ impl Process {
         let (transfers, early, _) = self.transfers.core.table_sizes();
         assert_eq!((transfers, early), (0, 0), "{name}: transfers are known");
         self.transfers.transport.check_idle();
+        self.weights.check_idle(name);
     }
 }
 

@@ -499,6 +499,9 @@ impl Router {
                 }
                 Output::WaitForNode | Output::StopWaiting => self.leave_queue(id),
                 Output::Finish(finished) => {
+                    if finished.reason == v1::FinishReason::Abort {
+                        self.coverage.count("ended by an update");
+                    }
                     self.answer(id).client.check_complete(finished.reason);
                     self.count_request(now, id);
                     self.end(now, id, End::Complete);

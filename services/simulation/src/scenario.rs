@@ -18,7 +18,12 @@ use router::{
 };
 use simulation_base::{NetworkFaults, Random};
 
-use crate::{device::StepCost, grammars, tiers::TierPlan};
+use crate::{
+    device::StepCost,
+    grammars,
+    tiers::TierPlan,
+    updates::{self, UpdatePlan},
+};
 
 pub const VOCABULARY: u32 = 40;
 /// Bytes of a block: the KV of a position is one number.
@@ -212,12 +217,8 @@ pub enum Fault {
     RestartRouter {
         router: usize,
     },
-    /// The commit of an update reaches the node: it uses weights of this version. `waits`: running sequences finish before.
-    CommitWeights {
-        host: usize,
-        version: u64,
-        waits: bool,
-    },
+    /// An operator begins an update of the weights.
+    UpdateWeights(UpdatePlan),
     /// SIGTERM: in-flight requests finish within `timeout`; then another process starts.
     Drain {
         host: usize,
@@ -284,7 +285,8 @@ impl Scenario {
                 Severity::Severe => true,
             })
             .collect();
-        faults.extend(weight_updates(seed, severity, nodes.len(), fault_count));
+        let counts = (router_count, models.len() as u64);
+        faults.extend(updates::of_seed(seed, severity, counts, fault_count));
         faults.sort_by_key(|&(at, _)| at);
         let selection = Selection {
             disaggregate: random.pick(&[
@@ -388,7 +390,7 @@ fn is_survived(fault: &Fault, nodes: &[NodePlan]) -> bool {
         | Fault::OutboundQueueFull { .. }
         | Fault::CloseRouterConnection { .. }
         | Fault::EtcdOutage { .. }
-        | Fault::CommitWeights { .. }
+        | Fault::UpdateWeights(_)
         | Fault::RestartRouter { .. } => true,
     }
 }
@@ -400,8 +402,8 @@ fn spares_decode_nodes(fault: &Fault, nodes: &[NodePlan]) -> bool {
         | Fault::Pause { host, .. }
         | Fault::CloseRouterConnection { host, .. }
         | Fault::LoseRank { host }
-        | Fault::CommitWeights { host, .. }
         | Fault::Drain { host, .. } => nodes[host].role == Role::Prefill,
+        Fault::UpdateWeights(_) => false,
         Fault::Partition { .. }
         | Fault::CloseDataConnections { .. }
         | Fault::OutboundQueueFull { .. }
@@ -578,35 +580,6 @@ fn network(random: &mut Random, is_mild: bool) -> NetworkFaults {
             Duration::from_millis(100),
         ]),
     }
-}
-
-/// Returns the commits of up to two updates. They reach the nodes at different times, and some nodes miss one. Where every
-/// request must complete, no node misses a commit and no fault makes a node start with old weights. Draws from its own
-/// random numbers, so that seeds keep their other faults.
-fn weight_updates(
-    seed: u64,
-    severity: Severity,
-    host_count: usize,
-    fault_count: u64,
-) -> Vec<(Duration, Fault)> {
-    let mut random = Random::new(seed ^ 0x7765_6967_6874_7321);
-    let miss_percent = match severity {
-        Severity::Severe => 10,
-        Severity::Mild if fault_count == 0 => 0,
-        Severity::Mild | Severity::PrefillOnly => return Vec::new(),
-    };
-    let mut commits = Vec::new();
-    for update in 0..random.below(6).saturating_sub(3) {
-        let (decided, version) = (random.millis(0..=4000), 7 + update);
-        let waits = random.chance(30);
-        for host in 0..host_count {
-            if !random.chance(miss_percent) {
-                let at = decided + random.millis(0..=60);
-                commits.push((at, Fault::CommitWeights { host, version, waits }));
-            }
-        }
-    }
-    commits
 }
 
 fn fault(

@@ -22,7 +22,10 @@ use super::{
     Executor, ExecutorError, ExecutorLimits,
     batch::{Batch, BatchRow, ScheduledRow},
 };
-use crate::plan::{RowFailure, RowMask, RowResult, Span, StepId, StepPlan, StepResult, StepRun};
+use crate::{
+    event::InFlight,
+    plan::{RowFailure, RowMask, RowResult, Span, StepId, StepPlan, StepResult, StepRun},
+};
 
 /// Cost of a step in virtual time.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -180,8 +183,10 @@ pub struct SimExecutor {
     histories: Vec<Vec<u64>>,
     arena: SimArena,
     weight_version: u64,
-    /// Weight version that the next commit uses.
-    prepared_version: Option<u64>,
+    /// Weight version that the next commit uses, and whether rows keep their KV at the commit.
+    prepared: Option<(u64, bool)>,
+    /// KV of earlier weights that each slot's row has kept: first position after it, and weight version.
+    kept_kv: Vec<Vec<(usize, u64)>>,
     launched: VecDeque<Launched>,
     /// Whether the oldest step waits for its token bitmasks only.
     masks_are_due: bool,
@@ -201,7 +206,8 @@ impl SimExecutor {
             histories: vec![Vec::new(); limits.slots as usize],
             arena: SimArena::new(limits.blocks),
             weight_version: 1,
-            prepared_version: None,
+            prepared: None,
+            kept_kv: vec![Vec::new(); limits.slots as usize],
             launched: VecDeque::new(),
             masks_are_due: false,
             computed: None,
@@ -216,9 +222,9 @@ impl SimExecutor {
     }
 
     /// Prepares weights of this version. After the commit, reading KV of other weights is an error, like KV of other
-    /// tokens.
-    pub fn prepare_weights(&mut self, version: u64) {
-        self.prepared_version = Some(version);
+    /// tokens. With [`InFlight::KeepKv`] the rows of the batch read the KV that they have at the commit.
+    pub fn prepare_weights(&mut self, version: u64, in_flight: InFlight) {
+        self.prepared = Some((version, in_flight == InFlight::KeepKv));
     }
 
     /// Advances virtual time.
@@ -236,6 +242,7 @@ impl SimExecutor {
             self.batch.apply(plan, |_| None, |row, most| draft(row, most, vocabulary))?;
         for admitted in &plan.admitted {
             self.histories[admitted.slot.0 as usize] = fingerprints(&admitted.tokens);
+            self.kept_kv[admitted.slot.0 as usize].clear();
         }
         for row in scheduled.iter().filter(|row| row.draft_count > 0) {
             let history = &mut self.histories[row.slot.0 as usize];
@@ -291,11 +298,14 @@ impl SimExecutor {
     fn check_reads(&self, row: &ScheduledRow) -> Result<(), String> {
         let table = &self.batch.row(row.slot).blocks;
         let history = &self.histories[row.slot.0 as usize];
+        let kept = &self.kept_kv[row.slot.0 as usize];
         let arena = self.arena.lock();
         for (position, &expected) in history.iter().enumerate().take(row.start) {
             let block = table[position / BLOCK_TOKENS];
             let found = arena[block.index()][position % BLOCK_TOKENS];
-            if found != expected ^ salt(self.weight_version) {
+            let kept = kept.iter().find(|(end, _)| position < *end);
+            let weight_version = kept.map_or(self.weight_version, |(_, version)| *version);
+            if found != expected ^ salt(weight_version) {
                 return Err(format!(
                     "slot {} reads position {position} from block {}, which holds {}",
                     row.slot.0,
@@ -400,7 +410,15 @@ impl Executor for SimExecutor {
 
     fn commit_weights(&mut self) -> Result<(), ExecutorError> {
         assert!(self.launched.is_empty(), "weights change between steps");
-        self.weight_version = self.prepared_version.take().unwrap_or(self.weight_version);
+        let Some((version, keeps_kv)) = self.prepared.take() else { return Ok(()) };
+        let before = std::mem::replace(&mut self.weight_version, version);
+        if !keeps_kv {
+            self.kept_kv.iter_mut().for_each(Vec::clear);
+            return Ok(());
+        }
+        for (slot, row) in self.batch.rows() {
+            self.kept_kv[slot.0 as usize].push((row.position, before));
+        }
         Ok(())
     }
 

@@ -104,7 +104,7 @@ impl Node {
 
     /// Changes to weights of this version.
     pub fn change_weights(&mut self, weight_version: u64, in_flight: InFlight) {
-        self.engine.executor_mut().prepare_weights(weight_version);
+        self.engine.executor_mut().prepare_weights(weight_version, in_flight);
         let mut actions = Vec::new();
         let seeds = CacheSeeds { weight_version, ..SEEDS };
         self.engine.change_weights(seeds, in_flight, &mut actions).expect("weights are prepared");
