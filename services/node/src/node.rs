@@ -263,10 +263,13 @@ impl Node {
         };
         let scheduler = Scheduler::new(scheduler_config, identity::cache_seeds(&identity))?;
         let tiers = open_tiers(config, &arena).await?;
+        let tiers = tiers.and_then(|tiers| TierCopies::start(tiers, &arena, executor.waker()));
         let scheduler = match &tiers {
-            Some(tiers) => scheduler.with_tiers(tiers.config(), executor.now()),
+            Some((copies, _)) => scheduler.with_tiers(copies.config(), executor.now()),
             None => scheduler,
         };
+        // If the node does not start, the events are dropped first, so the threads of the tiers do not wait for them.
+        let (tier_copies, tier_events) = tiers.unzip();
         let sequence_tokens_max = scheduler.sequence_tokens_max() as u32;
         let steps = StepLoop::new(scheduler, executor);
         let steps = steps.with_mask_threads(mask_threads()).map_err(StartError::Thread)?;
@@ -303,11 +306,6 @@ impl Node {
         };
 
         let attempts_max = attempts_max(&scheduler_config);
-        let tiers = tiers
-            .map(|tiers| TierCopies::start(tiers, &arena, steps.waker()))
-            .transpose()
-            .map_err(StartError::Thread)?;
-        let (tier_copies, tier_events) = tiers.unzip();
         let tier_copies = tier_copies.map(Arc::new);
         let tier_threads = tier_copies.clone().zip(tier_events).map(|(copies, events)| {
             let metrics = TierMetrics::register(metrics.meter(), arena.block_bytes());

@@ -85,19 +85,6 @@ impl OpenTiers {
         let has_tier = host.is_some() || disk.is_some();
         has_tier.then_some(Self { host, disk, admission, sessions, pin_limits })
     }
-
-    pub fn config(&self) -> TierConfig {
-        TierConfig {
-            admission: match self.admission {
-                TierAdmission::SecondTouch => tiers::TierAdmission::SecondTouch,
-                TierAdmission::Always => tiers::TierAdmission::Always,
-            },
-            host: self.host.is_some(),
-            sessions: self.sessions,
-            disk_slots: self.disk.as_ref().map_or(0, DiskFile::slot_count),
-            load_timeout: LOAD_TIMEOUT,
-        }
-    }
 }
 
 fn open_host(bytes: u64, limit: Option<u64>, arena: &KvArena) -> Option<HostMemory> {
@@ -185,60 +172,85 @@ impl Events {
 
 /// The copying threads. Drop ends and joins them: each finishes the copy of its block or batch.
 pub(crate) struct TierCopies {
+    config: TierConfig,
     disk: Option<DiskTier>,
     host: Option<HostTier>,
     is_stopping: Arc<AtomicBool>,
 }
 
-/// The threads of the disk tier.
+/// The threads of the disk tier. Drop ends and joins them.
 struct DiskTier {
     saves: Saves,
     loads: Loads,
     recovery: Vec<JoinHandle<()>>,
+    is_stopping: Arc<AtomicBool>,
+}
+
+impl DiskTier {
+    /// `host`: memory of the host tier, if there is one.
+    fn start(
+        disk: &Arc<DiskFile>,
+        arena: &Arc<KvArena>,
+        host: Option<&HostMemory>,
+        events: &Events,
+    ) -> io::Result<Self> {
+        let is_stopping = Arc::new(AtomicBool::new(false));
+        let saves = Saves::start(disk, arena, host, events)?;
+        let loads = Loads::start(disk, arena, events, &is_stopping)?;
+        let mut this = Self { saves, loads, recovery: Vec::new(), is_stopping };
+        recover(disk, events, &this.is_stopping, &mut this.recovery)?;
+        Ok(this)
+    }
+}
+
+impl Drop for DiskTier {
+    fn drop(&mut self) {
+        self.is_stopping.store(true, Ordering::Relaxed);
+        self.recovery.drain(..).for_each(join);
+    }
 }
 
 impl TierCopies {
-    /// Starts the threads. The receiver gets the results, and the blocks that the disk has from an earlier start.
+    /// Starts the threads. A tier whose threads cannot start is reported and left out; without any tier the result is
+    /// `None`. The receiver gets the results, and the blocks that the disk has from an earlier start.
     pub fn start(
         tiers: OpenTiers,
         arena: &Arc<KvArena>,
         waker: CollectWaker,
-    ) -> io::Result<(Self, Receiver<TierEvent>)> {
-        let is_stopping = Arc::new(AtomicBool::new(false));
-        let mut this = Self { disk: None, host: None, is_stopping };
-        // Declared after the threads, so that it is dropped first: if a thread cannot start, the others do not wait for
-        // the queue when they are joined.
+    ) -> Option<(Self, Receiver<TierEvent>)> {
+        let OpenTiers { host: memory, disk, admission, sessions, pin_limits } = tiers;
         let (queue, received) = bounded(EVENTS_MAX);
-        this.start_threads(tiers, arena, &Events { queue, waker })?;
-        Ok((this, received))
+        let events = Events { queue, waker };
+        let is_stopping = Arc::new(AtomicBool::new(false));
+        let without = |setting: &str, error: &io::Error| {
+            warn!("cannot use {setting}: {error}; the node serves without this tier");
+        };
+        let host = memory.as_ref().and_then(|memory| {
+            let started = HostTier::start(memory, pin_limits, arena, &events, &is_stopping);
+            started.inspect_err(|error| without("tier.host_memory", error)).ok()
+        });
+        let disk_slots = disk.as_ref().map_or(0, DiskFile::slot_count);
+        let disk = disk.and_then(|disk| {
+            let started = DiskTier::start(&Arc::new(disk), arena, memory.as_ref(), &events);
+            started.inspect_err(|error| without("tier.disk_path", error)).ok()
+        });
+        let config = TierConfig {
+            admission: match admission {
+                TierAdmission::SecondTouch => tiers::TierAdmission::SecondTouch,
+                TierAdmission::Always => tiers::TierAdmission::Always,
+            },
+            host: host.is_some(),
+            disk_slots: if disk.is_some() { disk_slots } else { 0 },
+            sessions,
+            load_timeout: LOAD_TIMEOUT,
+        };
+        let has_tier = host.is_some() || disk.is_some();
+        has_tier.then(|| (Self { config, disk, host, is_stopping }, received))
     }
 
-    fn start_threads(
-        &mut self,
-        tiers: OpenTiers,
-        arena: &Arc<KvArena>,
-        events: &Events,
-    ) -> io::Result<()> {
-        let is_stopping = &self.is_stopping;
-        if let Some(host) = &tiers.host {
-            match HostTier::start(host, tiers.pin_limits, arena, events, is_stopping) {
-                Ok(host) => self.host = Some(host),
-                Err(error) => {
-                    warn!(
-                        "cannot use tier.host_memory: {error}; the node serves without this tier"
-                    );
-                }
-            }
-        }
-        if let Some(disk) = tiers.disk.map(Arc::new) {
-            let started = self.disk.insert(DiskTier {
-                saves: Saves::start(&disk, arena, tiers.host.as_ref(), events)?,
-                loads: Loads::start(&disk, arena, events, is_stopping)?,
-                recovery: Vec::new(),
-            });
-            recover(&disk, events, is_stopping, &mut started.recovery)?;
-        }
-        Ok(())
+    /// Returns the configuration of the tiers that have started.
+    pub fn config(&self) -> TierConfig {
+        self.config
     }
 
     /// Queues a save. Returns the result if no thread will report one, because the core holds the block until it gets
@@ -268,10 +280,7 @@ impl Drop for TierCopies {
     fn drop(&mut self) {
         self.is_stopping.store(true, Ordering::Relaxed);
         // First the disk, whose saves read host memory.
-        if let Some(DiskTier { saves, loads, recovery }) = self.disk.take() {
-            drop((saves, loads));
-            recovery.into_iter().for_each(join);
-        }
+        self.disk = None;
         self.host = None;
     }
 }
@@ -407,7 +416,7 @@ mod tests {
 
     fn start(path: &std::path::Path, arena: &Arc<KvArena>) -> (TierCopies, Receiver<TierEvent>) {
         let tiers = OpenTiers::open(&config(path), arena).expect("the file can be used");
-        TierCopies::start(tiers, arena, CollectWaker::default()).unwrap()
+        TierCopies::start(tiers, arena, CollectWaker::default()).expect("the threads can start")
     }
 
     /// Returns the blocks that the tier has from an earlier start.
@@ -572,6 +581,21 @@ mod tests {
         let error = open_within(Duration::ZERO, open).unwrap_err().to_string();
         assert_eq!(error, "cannot open it: the file system did not answer within 0 s");
         drop(resume);
+    }
+
+    #[test]
+    fn disk_without_memory_for_buffers_is_left_out() {
+        let folder = tempfile::tempdir().unwrap();
+        let (path, arena) = (folder.path().join("kv"), arena());
+        let OpenTiers { host, disk, admission, sessions, pin_limits } =
+            OpenTiers::open(&config(&path), &arena).expect("the file can be used");
+        let disk = disk.map(DiskFile::with_endless_slots);
+        let tiers = OpenTiers { host, disk, admission, sessions, pin_limits };
+        assert!(TierCopies::start(tiers, &arena, CollectWaker::default()).is_none());
+        // The file is closed.
+        let (copies, events) = start(&path, &arena);
+        assert!(copies.config().disk_slots > 0);
+        assert_eq!(recovered(&events), []);
     }
 
     #[test]

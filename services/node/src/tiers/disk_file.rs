@@ -316,6 +316,15 @@ fn parse_header(bytes: &[u8]) -> Option<(BlockContents, u128)> {
 }
 
 #[cfg(test)]
+impl DiskFile {
+    /// Returns a file with slots for which no machine has buffers.
+    pub fn with_endless_slots(mut self) -> Self {
+        self.slot_bytes = 1 << 60;
+        self
+    }
+}
+
+#[cfg(test)]
 mod tests {
     use kernels::{BlockId, Dtype, KvArena};
 
