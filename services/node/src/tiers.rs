@@ -383,6 +383,8 @@ fn read_headers(
 
 #[cfg(test)]
 mod tests {
+    use std::{fs::OpenOptions, os::unix::fs::FileExt};
+
     use config::LoadInput;
     use engine::{
         event::SequenceId,
@@ -539,6 +541,30 @@ mod tests {
         assert_eq!(copies.load(load(9, &[(0, 10), (1, 99), (0, 10)])), None);
         let event = events.recv_timeout(WITHIN).unwrap();
         assert!(matches!(event, TierEvent::Loaded { intact: 1, .. }), "{event:?}");
+    }
+
+    #[test]
+    fn block_that_a_load_found_damaged_is_not_found_after_a_restart() {
+        let folder = tempfile::tempdir().unwrap();
+        let (path, arena) = (folder.path().join("kv"), arena());
+        let (copies, events) = start(&path, &arena);
+        recovered(&events);
+        for block in 0..2 {
+            assert_eq!(copies.save(save(block.into(), u128::from(block) + 10, block)), None);
+            (0..2).for_each(|_| _ = events.recv_timeout(WITHIN).unwrap());
+        }
+        // The first page of the file and the header of the first slot come before its block.
+        let (mut byte, at) = ([0], 2 * 4096);
+        let file = OpenOptions::new().read(true).write(true).open(&path).unwrap();
+        file.read_exact_at(&mut byte, at).unwrap();
+        file.write_all_at(&[byte[0] ^ 1], at).unwrap();
+        file.sync_all().unwrap();
+        assert_eq!(copies.load(load(9, &[(0, 10)])), None);
+        let event = events.recv_timeout(WITHIN).unwrap();
+        assert!(matches!(event, TierEvent::Loaded { intact: 0, .. }), "{event:?}");
+        drop(copies);
+        let (_copies, events) = start(&path, &arena);
+        assert_eq!(recovered(&events), [(1, BlockHash(11))]);
     }
 
     #[test]

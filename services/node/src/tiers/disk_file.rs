@@ -151,6 +151,12 @@ impl DiskFile {
         check(contents, &buffer.bytes, buffer.block())
     }
 
+    /// Overwrites the header of a slot, so that the slot holds no block. `buffer` is overwritten.
+    pub fn erase(&self, slot: SlotIndex, buffer: &mut SlotBuffer) -> io::Result<()> {
+        buffer.bytes[..PAGE].fill(0);
+        self.file.write_all_at(&buffer.bytes[..PAGE], self.offset(slot))
+    }
+
     /// Returns whether direct I/O can read into `block`.
     pub fn reads_into(block: &[u8]) -> bool {
         block.as_ptr().addr().is_multiple_of(PAGE) && block.len().is_multiple_of(PAGE)

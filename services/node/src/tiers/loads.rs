@@ -196,6 +196,13 @@ impl Reader {
         if let Err(error) = &read {
             warn!(slot = block.slot, %error, "a block of the disk tier is computed again");
         }
+        // The block may be saved again to another slot. A later start must find that slot only. No save writes the slot
+        // before the load has ended.
+        if matches!(read, Err(SlotError::Damaged))
+            && let Err(error) = self.disk.erase(block.slot, &mut self.buffer)
+        {
+            warn!(slot = block.slot, %error, "cannot erase a damaged block of the disk tier");
+        }
         read.is_ok()
     }
 
