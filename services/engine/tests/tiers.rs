@@ -166,6 +166,39 @@ fn step_times_do_not_move_when_copies_do_not_end() {
 }
 
 #[test]
+fn step_times_do_not_move_while_a_load_does_not_end() {
+    let steps = |loads: bool| {
+        let mut node = node(60, config(60));
+        compute(&mut node, 1, 1, 70);
+        node.engine.scheduler_mut().reset_prefix_cache();
+        if loads {
+            node.arrive(new(2, COMPUTE, 1, 70));
+            node.run();
+            assert_eq!(node.engine.scheduler().load().blocks_reserved, 5);
+        }
+        // With the load, these sequences take the four slots.
+        for id in 3..=5 {
+            let new = new(id, COMPUTE, id as u32, 90);
+            node.arrive(NewSequence { max_tokens: 20, ..new });
+            node.turn();
+        }
+        node.run();
+        assert!((3..=5).all(|id| node.finished(SequenceId(id))));
+        let since = |at: Instant| at - node.start;
+        let records = node.engine.take_records();
+        let steps = records
+            .iter()
+            .map(|step| (since(step.plan.begin), since(step.collect.end), step.tokens));
+        let steps: Vec<_> = steps.collect();
+        assert_eq!(node.engine.scheduler().load().blocks_reserved, if loads { 5 } else { 0 });
+        run(&mut node);
+        node.assert_all_returned();
+        steps
+    };
+    assert_eq!(steps(true), steps(false));
+}
+
+#[test]
 fn load_that_takes_too_long_is_given_up_and_its_blocks_stay_reserved() {
     let load_timeout = Duration::from_secs(2);
     let mut node = node(13, TierConfig { load_timeout, ..config(20) });
