@@ -146,6 +146,24 @@ async fn damaged_block_of_a_running_node_is_computed_again() -> Result<()> {
     cluster.stop()
 }
 
+#[tokio::test]
+async fn node_whose_disk_loses_its_contents_computes_them_again() -> Result<()> {
+    let folder = tempfile::tempdir()?;
+    let path = folder.path().join("kv");
+    let run = longest();
+    let (cluster, client) = Cluster::start_with_client(spec(&path).nodes(0, 1)).await?;
+    let node = &cluster.decode[0];
+    let (_, computed) = logprobs(&client, &run).await?;
+    evict(node, &client, &run).await?;
+    // Every read of a slot fails.
+    File::options().write(true).open(&path)?.set_len(0)?;
+    let (cached, again) = logprobs(&client, &run).await?;
+    assert_eq!((cached, again), (0, computed));
+    node.wait_metric(DAMAGED, 1.0).await?;
+    assert_eq!(node.metric(HITS).await?, 0.0);
+    cluster.stop()
+}
+
 /// A trace covers a fixed time, so the test records traces until one has steps, saves and loads.
 #[tokio::test]
 async fn trace_of_a_node_has_its_steps_saves_and_loads() -> Result<()> {

@@ -568,6 +568,56 @@ mod tests {
     }
 
     #[test]
+    fn disk_that_becomes_read_only_fails_saves_and_serves_loads() {
+        let folder = tempfile::tempdir().unwrap();
+        let (path, arena) = (folder.path().join("kv"), arena());
+        let (copies, events) = start(&path, &arena);
+        recovered(&events);
+        assert_eq!(copies.save(save(0, 10, 0)), None);
+        (0..2).for_each(|_| _ = events.recv_timeout(WITHIN).unwrap());
+        drop(copies);
+        let started = start_with(&path, &arena, |disk| disk.read_only(&path));
+        let (copies, events) = started.expect("the threads can start");
+        assert_eq!(recovered(&events), [(0, BlockHash(10))]);
+        assert_eq!(copies.save(save(1, 11, 1)), None);
+        let mut taken: Vec<_> = (0..2).map(|_| events.recv_timeout(WITHIN).unwrap()).collect();
+        taken.sort_by_key(|event| matches!(event, TierEvent::SaveFailed { .. }));
+        let job = JobId(1);
+        assert_eq!(taken, [TierEvent::Copied { job }, TierEvent::SaveFailed { job }]);
+        assert_eq!(copies.load(load(9, &[(0, 10)])), None);
+        let event = events.recv_timeout(WITHIN).unwrap();
+        assert!(matches!(event, TierEvent::Loaded { intact: 1, .. }), "{event:?}");
+    }
+
+    #[test]
+    fn saves_and_loads_do_not_wait_for_threads_that_hang() {
+        let folder = tempfile::tempdir().unwrap();
+        let (copies, events) = start(&folder.path().join("kv"), &arena());
+        recovered(&events);
+        // Nobody takes the results. So the threads hang when the queue of events is full.
+        let queued = events.clone();
+        let (refused, is_refused) = bounded(1);
+        let engine = thread::spawn(move || {
+            let mut job = 0;
+            while queued.len() < EVENTS_MAX {
+                job += 1;
+                copies.save(save(job, 10, 0));
+                thread::yield_now();
+            }
+            let fails = |event: Option<TierEvent>| event.is_some();
+            let saves = (1..=100).filter(|number| fails(copies.save(save(job + number, 10, 0))));
+            let saves = saves.count();
+            let loads = (1..=100).filter(|&number| fails(copies.load(load(number, &[(0, 10)]))));
+            refused.send((saves, loads.count())).unwrap();
+            copies
+        });
+        let (saves, loads) = is_refused.recv_timeout(WITHIN).expect("no call waits");
+        assert!(saves > 0 && loads > 0, "the queues are full: {saves} {loads}");
+        drop(events);
+        drop(engine.join().unwrap());
+    }
+
+    #[test]
     fn failed_copies_do_not_end_the_saves() {
         let folder = tempfile::tempdir().unwrap();
         let (path, arena) = (folder.path().join("kv"), arena());
@@ -609,15 +659,22 @@ mod tests {
         drop(resume);
     }
 
+    /// Starts the tiers with a changed disk.
+    fn start_with(
+        path: &std::path::Path,
+        arena: &Arc<KvArena>,
+        change: impl FnOnce(DiskFile) -> DiskFile,
+    ) -> Option<(TierCopies, Receiver<TierEvent>)> {
+        let mut tiers = OpenTiers::open(&config(path), arena).expect("the file can be used");
+        tiers.disk = tiers.disk.map(change);
+        TierCopies::start(tiers, arena, CollectWaker::default())
+    }
+
     #[test]
     fn disk_without_memory_for_buffers_is_left_out() {
         let folder = tempfile::tempdir().unwrap();
         let (path, arena) = (folder.path().join("kv"), arena());
-        let OpenTiers { host, disk, admission, sessions, pin_limits } =
-            OpenTiers::open(&config(&path), &arena).expect("the file can be used");
-        let disk = disk.map(DiskFile::with_endless_slots);
-        let tiers = OpenTiers { host, disk, admission, sessions, pin_limits };
-        assert!(TierCopies::start(tiers, &arena, CollectWaker::default()).is_none());
+        assert!(start_with(&path, &arena, DiskFile::with_endless_slots).is_none());
         // The file is closed.
         let (copies, events) = start(&path, &arena);
         assert!(copies.config().disk_slots > 0);

@@ -328,6 +328,12 @@ impl DiskFile {
         self.slot_bytes = 1 << 60;
         self
     }
+
+    /// Returns the file of this path as if its file system had become read-only.
+    pub fn read_only(mut self, path: &Path) -> Self {
+        self.file = File::open(path).expect("the file exists");
+        self
+    }
 }
 
 #[cfg(test)]
