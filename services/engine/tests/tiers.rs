@@ -660,6 +660,27 @@ fn last_turn_of_a_conversation_with_a_new_place_ends_the_keep_time() {
 }
 
 #[test]
+fn last_turn_of_a_conversation_ends_the_keep_time_of_blocks_beyond_a_branch() {
+    let mut node = node(15, TierConfig { host: true, sessions: true, ..config(0) });
+    let turn = |id, len, seconds| {
+        let keep = Some(Duration::from_secs(seconds));
+        let session = SessionHint { session: Some(7), keep };
+        NewSequence { session, ..new(id, COMPUTE, 1, len) }
+    };
+    node.arrive(turn(1, 90, 600));
+    run(&mut node);
+    // A conversation loses its place after 300 s.
+    node.advance(Duration::from_secs(301));
+    node.arrive(turn(2, 40, 0));
+    run(&mut node);
+    assert_eq!(node.engine.scheduler().load().blocks_kept, 3, "this turn held two of five");
+    node.arrive(turn(3, 90, 0));
+    run(&mut node);
+    assert_eq!(node.engine.scheduler().load().blocks_kept, 0, "no turn follows");
+    node.assert_all_returned();
+}
+
+#[test]
 fn cancelled_turn_with_output_is_kept_like_a_finished_turn() {
     let mut node = node(15, TierConfig { host: true, sessions: true, ..config(0) });
     let session = SessionHint { session: Some(7), keep: Some(Duration::from_secs(600)) };

@@ -218,10 +218,14 @@ impl Scheduler {
         };
         let share = blocks.len() as f32 / self.config.limits.blocks as f32;
         let cost = (tiers.restore_time(blocks.len()), share);
-        let (place, kept_place) = (turn.place(), sessions.kept_place(&turn, sequence.session));
+        let place = turn.place();
+        let mut kept_places = sessions.kept_places(&turn, sequence.session).to_vec();
+        kept_places.dedup();
         let keep = sessions.ended(tiers.now(), turn, sequence.session, last, cost);
-        // This turn ended the keep time of the previous turn.
-        self.kv.pool.stop_keeping(blocks, kept_place);
+        // This turn ended the keep time of the previous turns.
+        for kept_place in kept_places {
+            self.kv.pool.stop_keeping(blocks, kept_place);
+        }
         if !keep.is_zero() {
             self.kv.pool.keep(blocks, tiers.now() + keep, place);
         }

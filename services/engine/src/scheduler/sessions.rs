@@ -39,8 +39,8 @@ struct Conversation {
     arrival: Arrival,
     /// When the conversation got this place.
     since: Instant,
-    /// Place under which the KV of the last turn is kept. The conversation may have a newer place.
-    kept_place: Arrival,
+    /// The last places, the newest first. KV is kept for at most 600 s, so it is kept under these places.
+    kept_places: [Arrival; 3],
     own: Returns,
     /// When the last turn ended; `None` before.
     ended: Option<Instant>,
@@ -52,7 +52,7 @@ impl Conversation {
     /// Returns the conversation of a first turn.
     fn new(arrival: Arrival, now: Instant) -> Self {
         let own = Returns::new(OWN_GAPS_MAX);
-        Self { arrival, since: now, kept_place: arrival, own, ended: None, running: 0 }
+        Self { arrival, since: now, kept_places: [arrival; 3], own, ended: None, running: 0 }
     }
 }
 
@@ -111,6 +111,8 @@ impl Sessions {
         let mut conversation = known.unwrap_or_else(|| Conversation::new(arrival, now));
         if now.saturating_duration_since(conversation.since) >= PLACE_MAX {
             (conversation.arrival, conversation.since) = (arrival, now);
+            let [last, before, _] = conversation.kept_places;
+            conversation.kept_places = [arrival, last, before];
         }
         let follows = conversation.running == 0;
         let ended = conversation.ended.filter(|_| follows);
@@ -123,10 +125,10 @@ impl Sessions {
         ConversationTurn { arrival: place, conversation, key, gap }
     }
 
-    /// Returns the place under which the KV of the conversation's last turn is kept.
-    pub fn kept_place(&self, turn: &ConversationTurn, hint: SessionHint) -> Arrival {
+    /// Returns the places under which KV of the conversation may be kept. Neighbours may be equal.
+    pub fn kept_places(&self, turn: &ConversationTurn, hint: SessionHint) -> [Arrival; 3] {
         let find = |session: u128| self.recent.get(&session).or_else(|| self.older.get(&session));
-        hint.session.and_then(find).unwrap_or(&turn.conversation).kept_place
+        hint.session.and_then(find).unwrap_or(&turn.conversation).kept_places
     }
 
     /// Records the end of a turn whose last full block is `last`. Returns the time to keep its KV ([`keep_time`]).
@@ -138,7 +140,7 @@ impl Sessions {
         last: Option<BlockHash>,
         (restore, share): (Duration, f32),
     ) -> Duration {
-        let (gap, place) = (turn.gap, turn.place());
+        let gap = turn.gap;
         let mut conversation = self.leave(turn.conversation, hint);
         if let Some(gap) = gap {
             conversation.own.add_gap(gap);
@@ -148,7 +150,7 @@ impl Sessions {
             hint.keep.unwrap_or_else(|| keep_time(&conversation.own, &self.all, restore, share));
         conversation.own.add_end();
         self.all.add_end();
-        (conversation.ended, conversation.kept_place) = (Some(now), place);
+        conversation.ended = Some(now);
         if let Some(key) = hint.session.or(last.map(|last| last.0)) {
             self.insert(key, conversation);
         }
