@@ -35,6 +35,8 @@ const ALL_GAPS_MAX: usize = 64;
 /// A conversation of any number of turns.
 #[derive(Clone, Debug, PartialEq)]
 struct Conversation {
+    /// Arrival of the first turn, which identifies the conversation.
+    first: Arrival,
     /// Place in the queue.
     arrival: Arrival,
     /// When the conversation got this place.
@@ -52,7 +54,15 @@ impl Conversation {
     /// Returns the conversation of a first turn.
     fn new(arrival: Arrival, now: Instant) -> Self {
         let own = Returns::new(OWN_GAPS_MAX);
-        Self { arrival, since: now, kept_places: [arrival; 3], own, ended: None, running: 0 }
+        Self {
+            first: arrival,
+            arrival,
+            since: now,
+            kept_places: [arrival; 3],
+            own,
+            ended: None,
+            running: 0,
+        }
     }
 }
 
@@ -168,9 +178,13 @@ impl Sessions {
     /// Returns the conversation with one running turn less. Other turns of a session may have changed it meanwhile.
     fn leave(&mut self, carried: Conversation, hint: SessionHint) -> Conversation {
         let known = hint.session.and_then(|session| self.take(session));
+        let first = carried.first;
         // The other turns that ran when this turn arrived may have ended since.
         let mut conversation = known.unwrap_or(Conversation { running: 1, ..carried });
-        conversation.running = conversation.running.saturating_sub(1);
+        // The session may have been forgotten since this turn arrived, and may have begun again.
+        if conversation.first == first {
+            conversation.running = conversation.running.saturating_sub(1);
+        }
         conversation
     }
 
@@ -235,16 +249,32 @@ mod tests {
         assert_eq!(places(&mut sessions, now, UNNAMED), [100, 101, 102]);
     }
 
+    /// Lets more sessions arrive than are remembered.
+    fn forget_all(sessions: &mut Sessions, now: Instant) {
+        for number in 0..3 * CONVERSATIONS_MAX as u64 {
+            let other = SessionHint { session: Some(1000 + u128::from(number)), keep: None };
+            sessions.arrived(now, 1000 + number, other, &[]);
+        }
+    }
+
+    #[test]
+    fn turn_of_a_forgotten_session_is_no_turn_of_the_session_that_began_again() {
+        let (mut sessions, now) = (Sessions::default(), Instant::now());
+        let old = sessions.arrived(now, 3, NAMED, &[]);
+        forget_all(&mut sessions, now);
+        let new = sessions.arrived(now, 100_000, NAMED, &[]);
+        sessions.ended(now, old, NAMED, None, COST);
+        let beside = sessions.arrived(now, 100_001, NAMED, &[]);
+        assert_eq!((new.arrival, beside.arrival), (100_000, 100_001), "the new turn has not ended");
+    }
+
     #[test]
     fn session_that_was_forgotten_while_turns_ran_has_a_place_after_these_turns() {
         let (mut sessions, now) = (Sessions::default(), Instant::now());
         let [first, second, third] =
             [3, 4, 5].map(|arrival| sessions.arrived(now, arrival, NAMED, &[]));
         sessions.ended(now, first, NAMED, None, COST);
-        for number in 0..3 * CONVERSATIONS_MAX as u64 {
-            let other = SessionHint { session: Some(1000 + u128::from(number)), keep: None };
-            sessions.arrived(now, 1000 + number, other, &[]);
-        }
+        forget_all(&mut sessions, now);
         for turn in [third, second] {
             sessions.ended(now, turn, NAMED, None, COST);
         }
