@@ -4,35 +4,37 @@
 //! changes. There are three streams: plan uploads, kernels, and result downloads. A stream that overwrites a
 //! buffer waits on the device for the buffer's readers; the host only waits for results.
 
+mod check;
+mod frame;
+mod sizes;
+
 use std::{
     collections::VecDeque,
     sync::{
         Arc,
         atomic::{AtomicU64, Ordering},
     },
-    time::{Duration, Instant},
+    time::Instant,
 };
 
+pub use frame::{CudaFrame, Finished, Output};
+use sizes::{Sizes, input_words, lay_out, plan_words};
+
 use super::{
-    attention::dtype_code,
     backend::CudaBackend,
     buffer::CudaBuffer,
-    clock::DeviceClock,
-    context::{Context, DeviceToHost, Event, HostToDevice, Role, Stream},
+    context::{DeviceToHost, Event, HostToDevice, Role, Stream},
     error::CudaError,
-    ffi::{self, SampleResult, TokenLogprob},
+    ffi,
     kv::DeviceKv,
     library::KernelLibrary,
     memory::{DeviceMemory, InFlight, Pinned, Range},
     plan::{self, Admission, Extension, KnownDrafts, StepRows},
-    sample::{self, SampleOutcome, Sampler},
+    sample::{self, Sampler},
     step::CudaStep,
     testing::Delays,
 };
-use crate::{
-    layout::{BLOCK_TOKENS, KvLayout},
-    sampling::TokenMask,
-};
+use crate::{layout::KvLayout, sampling::TokenMask};
 
 /// Capacity of a batch.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -49,9 +51,6 @@ pub struct BatchLimits {
     /// Maximum number of steps in flight.
     pub depth: u32,
 }
-
-/// Words of a plan for the prompt tokens of admitted sequences, beyond the minimum.
-const PLAN_WORDS: usize = 1 << 16;
 
 /// GPU memory of the batch. The addresses in `pool`, `step` and `kv` point into the other fields' memory.
 #[derive(Debug)]
@@ -138,107 +137,6 @@ enum InputState {
     InFlight(InFlight<u32>),
     /// An error lost the pinned memory.
     Lost,
-}
-
-/// Download buffers of one frame.
-#[derive(Debug)]
-pub struct Output {
-    results: (Pinned<SampleResult>, Event),
-    top: (Pinned<TokenLogprob>, Event),
-    begin: Event,
-    end: Event,
-    mask_wait: MaskWait,
-    launched_at: Instant,
-    /// Sampled rows of the downloaded frame whose whole logits were gathered from all ranks.
-    rows_gathered: u64,
-    samples: u64,
-}
-
-/// Events around the time in which a step waits for its token bitmasks.
-#[derive(Debug)]
-struct MaskWait {
-    /// Whether the step awaits bitmasks.
-    awaits: bool,
-    /// Recorded when the forward pass has finished.
-    forwarded: Event,
-    /// Recorded when the bitmasks were supplied.
-    supplied: Event,
-}
-
-impl MaskWait {
-    /// Returns the time that the GPU was idle.
-    fn duration(&self) -> Result<Duration, CudaError> {
-        match self.awaits {
-            true => DeviceClock::between(&self.forwarded, &self.supplied),
-            false => Ok(Duration::ZERO),
-        }
-    }
-}
-
-/// A launched step whose results are in flight.
-#[derive(Debug)]
-pub struct CudaFrame {
-    step_id: u64,
-    /// Whether each sample wants log-probabilities.
-    wants_logprobs: Vec<bool>,
-    results: InFlight<SampleResult>,
-    top: Result<InFlight<TokenLogprob>, (Pinned<TokenLogprob>, Event)>,
-    begin: Event,
-    end: Event,
-    mask_wait: MaskWait,
-    launched_at: Instant,
-    uploaded_bytes: u64,
-}
-
-/// Results of a frame.
-#[derive(Debug)]
-pub struct Finished {
-    /// Outcomes of all sampled rows, in the step's order.
-    pub outcomes: Vec<SampleOutcome>,
-    /// Host times at which the GPU began and ended the step.
-    pub began_at: Instant,
-    pub ended_at: Instant,
-    /// Time in this interval in which the GPU waited for token bitmasks.
-    pub mask_wait: Duration,
-    /// Host time at which the results were in host memory.
-    pub downloaded_at: Instant,
-    /// Bytes of the step's plan and masks.
-    pub uploaded_bytes: u64,
-    /// Buffers to pass to [`DeviceBatch::recycle`].
-    pub output: Output,
-}
-
-impl Finished {
-    /// Returns the time that the GPU worked on the step.
-    pub fn busy(&self) -> Duration {
-        self.ended_at.saturating_duration_since(self.began_at).saturating_sub(self.mask_wait)
-    }
-}
-
-fn plan_words(limits: &BatchLimits) -> usize {
-    plan::words_min(limits.slots as usize) + PLAN_WORDS
-}
-
-/// Returns the maximum number of words of a plan and its token masks.
-fn input_words(limits: &BatchLimits) -> usize {
-    plan_words(limits) + 4 + limits.samples as usize * sample::mask_words(limits)
-}
-
-/// The ranges of [`Sizes`], the device copies of the upload buffers, and the sampler.
-type Ranges = (Vec<Range>, [Range; 2], Sampler);
-
-fn lay_out(
-    memory: &DeviceMemory,
-    backend: &CudaBackend,
-    limits: &BatchLimits,
-) -> Result<Ranges, CudaError> {
-    let input_words = input_words(limits);
-    let ranges = Sizes::of(limits).all().into_iter().map(|bytes| memory.cut(bytes));
-    Ok((
-        ranges.collect::<Result<_, _>>()?,
-        [memory.cut(4 * input_words)?, memory.cut(4 * input_words)?],
-        Sampler::new(memory, backend, limits)?,
-    ))
 }
 
 impl DeviceBatch {
@@ -627,252 +525,5 @@ impl DeviceBatch {
     pub fn recycle(&mut self, output: Output) {
         self.sampler.add_gathered(output.rows_gathered, output.samples);
         self.outputs.push(output);
-    }
-
-    /// Checks the input values that the device does not check.
-    fn check(&self, input: &StepInput<'_>) -> Result<(), CudaError> {
-        let BatchLimits { slots, sequence_tokens, rows, samples, stops, vocabulary, .. } =
-            self.limits;
-        let blocks = self.memory.blocks.block_count();
-        let table = (sequence_tokens as usize).div_ceil(BLOCK_TOKENS);
-        let check = |is_allowed: bool, what, value: u64, allowed| match is_allowed {
-            true => Ok(()),
-            false => Err(CudaError::Unsupported { what, value: value.to_string(), allowed }),
-        };
-        let StepInput { admissions, extensions, sequences, .. } = *input;
-        let all_slots = admissions.iter().map(|admission| admission.slot);
-        let all_slots = all_slots
-            .chain(extensions.iter().map(|extension| extension.slot))
-            .chain(sequences.iter().map(|sequence| sequence.slot));
-        let slot = all_slots.max().unwrap_or(0);
-        check(slot < slots, "a slot of the step", slot.into(), "a slot of the batch")?;
-        let tables = admissions.iter().map(|admission| (0, admission.blocks));
-        let tables = tables.chain(extensions.iter().map(|e| (e.first as usize, e.blocks)));
-        for (first, ids) in tables {
-            let block = ids.iter().map(|block| block.0).max().unwrap_or(0);
-            check(block < blocks, "a block of the step", block.into(), "a block of the arena")?;
-            let (length, allowed) = (first + ids.len(), "that of the longest sequence or less");
-            check(length <= table, "a block table's length", length as u64, allowed)?;
-        }
-        for Admission { tokens, sampling, .. } in admissions {
-            let (count, allowed) = (tokens.len(), "the longest sequence's tokens or fewer");
-            let is_allowed = count <= sequence_tokens as usize;
-            check(is_allowed, "a sequence's tokens", count as u64, allowed)?;
-            let token = tokens.iter().copied().max().unwrap_or(0);
-            let (what, allowed) = ("a token of the step", "a token of the vocabulary");
-            check(token < vocabulary, what, token.into(), allowed)?;
-            let count = sampling.stop_token_ids.len();
-            let is_allowed = sampling.min_tokens == 0 || count <= stops as usize;
-            check(is_allowed, "the number of stop tokens", count as u64, "the limit or fewer")?;
-        }
-        for KnownDrafts { slot, length, tokens } in input.known_drafts {
-            let count = length.saturating_add(tokens.len() as u32);
-            let (what, allowed) = ("a draft token of the step", "a token of the vocabulary");
-            let token = tokens.iter().copied().max().unwrap_or(0);
-            check(token < vocabulary, what, token.into(), allowed)?;
-            let row = sequences.iter().find(|sequence| sequence.slot == *slot);
-            let is_allowed = input.drafts.is_some()
-                && count <= sequence_tokens
-                && row.is_some_and(|row| row.rows as usize == 1 + tokens.len());
-            check(is_allowed, "the draft tokens of a slot", count.into(), "those of its rows")?;
-        }
-        let sum = |count: fn(&StepRows) -> u32| -> u64 {
-            sequences.iter().map(|sequence| u64::from(count(sequence))).sum()
-        };
-        let (all_rows, all_samples) = (sum(|sequence| sequence.rows), sum(|s| s.samples));
-        check(all_rows <= rows.into(), "the number of rows", all_rows, "the limit or fewer")?;
-        let is_allowed = all_samples <= samples.into();
-        check(is_allowed, "the number of samples", all_samples, "the limit or fewer")?;
-        let (rows_min, what) = (input.rows_min, "the padded number of rows");
-        let verified = input.drafts.map_or(0, |drafts| drafts.rows);
-        let padded = rows_min.max(sequences.len() as u32).saturating_mul(verified);
-        let is_allowed = rows_min <= rows.min(samples).min(slots) && padded <= rows.min(samples);
-        check(is_allowed, what, rows_min.into(), "the limit or fewer")?;
-        for &StepRows { position, rows, samples, .. } in sequences {
-            let is_allowed = match verified {
-                0 => rows_min == 0 || (rows, samples) == (1, 1),
-                _ => rows <= verified && samples == rows,
-            };
-            let what = "the rows of a padded step's sequence";
-            let allowed = "one row and its draft tokens, which sample";
-            check(is_allowed, what, rows.into(), allowed)?;
-            let end = u64::from(position) + u64::from(rows);
-            let is_allowed = rows > 0 && samples <= rows && end <= sequence_tokens.into();
-            let allowed =
-                "an end within the longest sequence, at least one row and at most one sample a row";
-            check(is_allowed, "a sequence's end", end, allowed)?;
-        }
-        Ok(())
-    }
-}
-
-impl Output {
-    fn new(context: &Arc<Context>, samples: usize) -> Result<Self, CudaError> {
-        let top = samples * ffi::TOP_LOGPROBS_MAX;
-        Ok(Self {
-            results: (Pinned::zeroed(context, "a step's results", samples)?, Event::new(context)?),
-            top: (
-                Pinned::zeroed(context, "a step's log-probabilities", top)?,
-                Event::new(context)?,
-            ),
-            begin: Event::timed(context)?,
-            end: Event::timed(context)?,
-            mask_wait: MaskWait {
-                awaits: false,
-                forwarded: Event::timed(context)?,
-                supplied: Event::timed(context)?,
-            },
-            launched_at: Instant::now(),
-            rows_gathered: 0,
-            samples: 0,
-        })
-    }
-}
-
-impl CudaFrame {
-    pub fn step_id(&self) -> u64 {
-        self.step_id
-    }
-
-    pub fn is_done(&self) -> Result<bool, CudaError> {
-        match &self.top {
-            Ok(top) => top.is_done(),
-            Err(_) => self.results.is_done(),
-        }
-    }
-
-    /// Waits for the results.
-    pub fn finish(self, clock: &mut DeviceClock) -> Result<Finished, CudaError> {
-        let Self { wants_logprobs, begin, mut end, mask_wait, launched_at, .. } = self;
-        // Waits for the stream's last copy first, so that the host blocks once.
-        let top = match self.top {
-            Ok(top) => top.finish()?,
-            Err(idle) => idle,
-        };
-        let results = self.results.finish()?;
-        let downloaded_at = Instant::now();
-        let tops = top.0.chunks(ffi::TOP_LOGPROBS_MAX);
-        let samples = results.0.iter().zip(tops).zip(&wants_logprobs);
-        let outcomes =
-            samples.map(|((result, top), wants)| sample::outcome(result, top, *wants)).collect();
-        let (began_at, ended_at) = clock.span(&begin, &mut end, launched_at, downloaded_at)?;
-        let samples = wants_logprobs.len() as u64;
-        let gathered = results.0.iter().take(wants_logprobs.len());
-        let rows_gathered = gathered.filter(|result| result.is_gathered == 1).count() as u64;
-        let waited = mask_wait.duration()?;
-        let output =
-            Output { results, top, begin, end, mask_wait, launched_at, rows_gathered, samples };
-        Ok(Finished {
-            outcomes,
-            began_at,
-            ended_at,
-            mask_wait: waited,
-            downloaded_at,
-            uploaded_bytes: self.uploaded_bytes,
-            output,
-        })
-    }
-}
-
-/// Byte sizes of the arrays of pool and step, in the order of their structs.
-struct Sizes {
-    pool: [usize; 5],
-    step: [usize; 14],
-    table_width: usize,
-    pages: usize,
-}
-
-impl Sizes {
-    fn of(limits: &BatchLimits) -> Self {
-        let (slots, rows) = (limits.slots as usize, limits.rows as usize);
-        let samples = limits.samples as usize;
-        let tokens = limits.sequence_tokens as usize;
-        let table_width = tokens.div_ceil(BLOCK_TOKENS);
-        // Sequences may share blocks, and each sequence lists all of its blocks.
-        let pages = slots * table_width;
-        let pool = [
-            slots * size_of::<ffi::SlotState>(),
-            slots * size_of::<ffi::SlotSampling>(),
-            slots * tokens * 4,
-            slots * table_width * 4,
-            slots * limits.stops as usize * 4,
-        ];
-        let step = [
-            rows,
-            rows,
-            rows,
-            rows,
-            slots + 1,
-            slots + 1,
-            pages,
-            slots,
-            slots,
-            slots,
-            samples,
-            samples,
-            samples,
-            8,
-        ]
-        .map(|count| count * 4);
-        Self { pool, step, table_width, pages }
-    }
-
-    fn all(&self) -> Vec<usize> {
-        self.pool.iter().chain(&self.step).copied().collect()
-    }
-
-    /// Fills the structs from the ranges of [`Self::all`].
-    fn memory(
-        &self,
-        limits: &BatchLimits,
-        ranges: Vec<Range>,
-        blocks: Arc<DeviceKv>,
-    ) -> BatchMemory {
-        let at: Vec<ffi::Address> = ranges.iter().map(Range::address).collect();
-        let layout = blocks.layout();
-        let kv = ffi::Kv {
-            base: blocks.data().address(),
-            block_elements: layout.block_elements() as i64,
-            block_count: blocks.block_count() as i32 + 1,
-            layer_count: layout.layer_count as i32,
-            head_count: layout.kv_head_count as i32,
-            head_dim: layout.head_dim as i32,
-            dtype: dtype_code(layout.dtype),
-            reserved: 0,
-        };
-        let pool = ffi::Pool {
-            slots: at[0],
-            sampling: at[1],
-            tokens: at[2],
-            block_tables: at[3],
-            stop_tokens: at[4],
-            slot_count: limits.slots as i32,
-            token_width: limits.sequence_tokens as i32,
-            table_width: self.table_width as i32,
-            stop_width: limits.stops as i32,
-            trash_block: blocks.block_count() as i32,
-            reserved: 0,
-        };
-        let step = ffi::Step {
-            row_tokens: at[5],
-            row_positions: at[6],
-            row_destinations: at[7],
-            row_sequences: at[8],
-            row_indptr: at[9],
-            page_indptr: at[10],
-            page_indices: at[11],
-            last_page_tokens: at[12],
-            kv_lengths: at[13],
-            sequence_slots: at[14],
-            sampled_rows: at[15],
-            sample_slots: at[16],
-            sample_masks: at[17],
-            counts: at[18],
-            rows_max: limits.rows as i32,
-            sequences_max: limits.slots as i32,
-            pages_max: self.pages as i32,
-            samples_max: limits.samples as i32,
-        };
-        BatchMemory { kv, pool, step, blocks, _ranges: ranges }
     }
 }

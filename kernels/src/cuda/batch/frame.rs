@@ -1,0 +1,158 @@
+//! Download buffers, and the results of a step.
+
+use std::{
+    sync::Arc,
+    time::{Duration, Instant},
+};
+
+use crate::cuda::{
+    clock::DeviceClock,
+    context::{Context, Event},
+    error::CudaError,
+    ffi::{self, SampleResult, TokenLogprob},
+    memory::{InFlight, Pinned},
+    sample::{self, SampleOutcome},
+};
+
+/// Download buffers of one frame.
+#[derive(Debug)]
+pub struct Output {
+    pub(super) results: (Pinned<SampleResult>, Event),
+    pub(super) top: (Pinned<TokenLogprob>, Event),
+    pub(super) begin: Event,
+    pub(super) end: Event,
+    pub(super) mask_wait: MaskWait,
+    pub(super) launched_at: Instant,
+    /// Sampled rows of the downloaded frame whose whole logits were gathered from all ranks.
+    pub(super) rows_gathered: u64,
+    pub(super) samples: u64,
+}
+
+/// Events around the time in which a step waits for its token bitmasks.
+#[derive(Debug)]
+pub(super) struct MaskWait {
+    /// Whether the step awaits bitmasks.
+    pub(super) awaits: bool,
+    /// Recorded when the forward pass has finished.
+    pub(super) forwarded: Event,
+    /// Recorded when the bitmasks were supplied.
+    pub(super) supplied: Event,
+}
+
+impl MaskWait {
+    /// Returns the time that the GPU was idle.
+    fn duration(&self) -> Result<Duration, CudaError> {
+        match self.awaits {
+            true => DeviceClock::between(&self.forwarded, &self.supplied),
+            false => Ok(Duration::ZERO),
+        }
+    }
+}
+
+/// A launched step whose results are in flight.
+#[derive(Debug)]
+pub struct CudaFrame {
+    pub(super) step_id: u64,
+    /// Whether each sample wants log-probabilities.
+    pub(super) wants_logprobs: Vec<bool>,
+    pub(super) results: InFlight<SampleResult>,
+    pub(super) top: Result<InFlight<TokenLogprob>, (Pinned<TokenLogprob>, Event)>,
+    pub(super) begin: Event,
+    pub(super) end: Event,
+    pub(super) mask_wait: MaskWait,
+    pub(super) launched_at: Instant,
+    pub(super) uploaded_bytes: u64,
+}
+
+/// Results of a frame.
+#[derive(Debug)]
+pub struct Finished {
+    /// Outcomes of all sampled rows, in the step's order.
+    pub outcomes: Vec<SampleOutcome>,
+    /// Host times at which the GPU began and ended the step.
+    pub began_at: Instant,
+    pub ended_at: Instant,
+    /// Time in this interval in which the GPU waited for token bitmasks.
+    pub mask_wait: Duration,
+    /// Host time at which the results were in host memory.
+    pub downloaded_at: Instant,
+    /// Bytes of the step's plan and masks.
+    pub uploaded_bytes: u64,
+    /// Buffers to pass to [`DeviceBatch::recycle`](super::DeviceBatch::recycle).
+    pub output: Output,
+}
+
+impl Finished {
+    /// Returns the time that the GPU worked on the step.
+    pub fn busy(&self) -> Duration {
+        self.ended_at.saturating_duration_since(self.began_at).saturating_sub(self.mask_wait)
+    }
+}
+
+impl Output {
+    pub(super) fn new(context: &Arc<Context>, samples: usize) -> Result<Self, CudaError> {
+        let top = samples * ffi::TOP_LOGPROBS_MAX;
+        Ok(Self {
+            results: (Pinned::zeroed(context, "a step's results", samples)?, Event::new(context)?),
+            top: (
+                Pinned::zeroed(context, "a step's log-probabilities", top)?,
+                Event::new(context)?,
+            ),
+            begin: Event::timed(context)?,
+            end: Event::timed(context)?,
+            mask_wait: MaskWait {
+                awaits: false,
+                forwarded: Event::timed(context)?,
+                supplied: Event::timed(context)?,
+            },
+            launched_at: Instant::now(),
+            rows_gathered: 0,
+            samples: 0,
+        })
+    }
+}
+
+impl CudaFrame {
+    pub fn step_id(&self) -> u64 {
+        self.step_id
+    }
+
+    pub fn is_done(&self) -> Result<bool, CudaError> {
+        match &self.top {
+            Ok(top) => top.is_done(),
+            Err(_) => self.results.is_done(),
+        }
+    }
+
+    /// Waits for the results.
+    pub fn finish(self, clock: &mut DeviceClock) -> Result<Finished, CudaError> {
+        let Self { wants_logprobs, begin, mut end, mask_wait, launched_at, .. } = self;
+        // Waits for the stream's last copy first, so that the host blocks once.
+        let top = match self.top {
+            Ok(top) => top.finish()?,
+            Err(idle) => idle,
+        };
+        let results = self.results.finish()?;
+        let downloaded_at = Instant::now();
+        let tops = top.0.chunks(ffi::TOP_LOGPROBS_MAX);
+        let samples = results.0.iter().zip(tops).zip(&wants_logprobs);
+        let outcomes =
+            samples.map(|((result, top), wants)| sample::outcome(result, top, *wants)).collect();
+        let (began_at, ended_at) = clock.span(&begin, &mut end, launched_at, downloaded_at)?;
+        let samples = wants_logprobs.len() as u64;
+        let gathered = results.0.iter().take(wants_logprobs.len());
+        let rows_gathered = gathered.filter(|result| result.is_gathered == 1).count() as u64;
+        let waited = mask_wait.duration()?;
+        let output =
+            Output { results, top, begin, end, mask_wait, launched_at, rows_gathered, samples };
+        Ok(Finished {
+            outcomes,
+            began_at,
+            ended_at,
+            mask_wait: waited,
+            downloaded_at,
+            uploaded_bytes: self.uploaded_bytes,
+            output,
+        })
+    }
+}

@@ -1,0 +1,150 @@
+//! Sizes and layout of the batch's GPU memory.
+
+use std::sync::Arc;
+
+use super::{BatchLimits, BatchMemory};
+use crate::{
+    cuda::{
+        attention::dtype_code,
+        backend::CudaBackend,
+        error::CudaError,
+        ffi,
+        kv::DeviceKv,
+        memory::{DeviceMemory, Range},
+        plan,
+        sample::{self, Sampler},
+    },
+    layout::BLOCK_TOKENS,
+};
+
+/// Words of a plan for the prompt tokens of admitted sequences, beyond the minimum.
+const PLAN_WORDS: usize = 1 << 16;
+
+pub(super) fn plan_words(limits: &BatchLimits) -> usize {
+    plan::words_min(limits.slots as usize) + PLAN_WORDS
+}
+
+/// Returns the maximum number of words of a plan and its token masks.
+pub(super) fn input_words(limits: &BatchLimits) -> usize {
+    plan_words(limits) + 4 + limits.samples as usize * sample::mask_words(limits)
+}
+
+/// The ranges of [`Sizes`], the device copies of the upload buffers, and the sampler.
+type Ranges = (Vec<Range>, [Range; 2], Sampler);
+
+pub(super) fn lay_out(
+    memory: &DeviceMemory,
+    backend: &CudaBackend,
+    limits: &BatchLimits,
+) -> Result<Ranges, CudaError> {
+    let input_words = input_words(limits);
+    let ranges = Sizes::of(limits).all().into_iter().map(|bytes| memory.cut(bytes));
+    Ok((
+        ranges.collect::<Result<_, _>>()?,
+        [memory.cut(4 * input_words)?, memory.cut(4 * input_words)?],
+        Sampler::new(memory, backend, limits)?,
+    ))
+}
+
+/// Byte sizes of the arrays of pool and step, in the order of their structs.
+pub(super) struct Sizes {
+    pool: [usize; 5],
+    step: [usize; 14],
+    table_width: usize,
+    pages: usize,
+}
+
+impl Sizes {
+    pub(super) fn of(limits: &BatchLimits) -> Self {
+        let (slots, rows) = (limits.slots as usize, limits.rows as usize);
+        let samples = limits.samples as usize;
+        let tokens = limits.sequence_tokens as usize;
+        let table_width = tokens.div_ceil(BLOCK_TOKENS);
+        // Sequences may share blocks, and each sequence lists all of its blocks.
+        let pages = slots * table_width;
+        let pool = [
+            slots * size_of::<ffi::SlotState>(),
+            slots * size_of::<ffi::SlotSampling>(),
+            slots * tokens * 4,
+            slots * table_width * 4,
+            slots * limits.stops as usize * 4,
+        ];
+        let step = [
+            rows,
+            rows,
+            rows,
+            rows,
+            slots + 1,
+            slots + 1,
+            pages,
+            slots,
+            slots,
+            slots,
+            samples,
+            samples,
+            samples,
+            8,
+        ]
+        .map(|count| count * 4);
+        Self { pool, step, table_width, pages }
+    }
+
+    fn all(&self) -> Vec<usize> {
+        self.pool.iter().chain(&self.step).copied().collect()
+    }
+
+    /// Fills the structs from the ranges of [`Self::all`].
+    pub(super) fn memory(
+        &self,
+        limits: &BatchLimits,
+        ranges: Vec<Range>,
+        blocks: Arc<DeviceKv>,
+    ) -> BatchMemory {
+        let at: Vec<ffi::Address> = ranges.iter().map(Range::address).collect();
+        let layout = blocks.layout();
+        let kv = ffi::Kv {
+            base: blocks.data().address(),
+            block_elements: layout.block_elements() as i64,
+            block_count: blocks.block_count() as i32 + 1,
+            layer_count: layout.layer_count as i32,
+            head_count: layout.kv_head_count as i32,
+            head_dim: layout.head_dim as i32,
+            dtype: dtype_code(layout.dtype),
+            reserved: 0,
+        };
+        let pool = ffi::Pool {
+            slots: at[0],
+            sampling: at[1],
+            tokens: at[2],
+            block_tables: at[3],
+            stop_tokens: at[4],
+            slot_count: limits.slots as i32,
+            token_width: limits.sequence_tokens as i32,
+            table_width: self.table_width as i32,
+            stop_width: limits.stops as i32,
+            trash_block: blocks.block_count() as i32,
+            reserved: 0,
+        };
+        let step = ffi::Step {
+            row_tokens: at[5],
+            row_positions: at[6],
+            row_destinations: at[7],
+            row_sequences: at[8],
+            row_indptr: at[9],
+            page_indptr: at[10],
+            page_indices: at[11],
+            last_page_tokens: at[12],
+            kv_lengths: at[13],
+            sequence_slots: at[14],
+            sampled_rows: at[15],
+            sample_slots: at[16],
+            sample_masks: at[17],
+            counts: at[18],
+            rows_max: limits.rows as i32,
+            sequences_max: limits.slots as i32,
+            pages_max: self.pages as i32,
+            samples_max: limits.samples as i32,
+        };
+        BatchMemory { kv, pool, step, blocks, _ranges: ranges }
+    }
+}
