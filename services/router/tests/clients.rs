@@ -17,6 +17,7 @@ use common::{
 use proto::v1::Role;
 use router::ModelSource;
 use serde_json::{Value, json};
+use test_harness::noise;
 use tokio::{
     io::{AsyncReadExt, AsyncWriteExt},
     net::TcpStream,
@@ -268,18 +269,6 @@ async fn silent_stream_sends_keep_alive_comments() {
         let _ = tokio::time::timeout(Duration::from_millis(50), stream.next()).await;
     }
     assert!(stream.raw.starts_with(said), "{:?}", String::from_utf8_lossy(&stream.raw));
-}
-
-/// Returns pseudo-random bytes.
-fn noise(seed: u64, count: usize) -> Vec<u8> {
-    let mut state = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
-    let mut next = || {
-        state ^= state << 13;
-        state ^= state >> 7;
-        state ^= state << 17;
-        state as u8
-    };
-    (0..count).map(|_| next()).collect()
 }
 
 /// Outcome of garbage on one port.
