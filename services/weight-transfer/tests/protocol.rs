@@ -1,8 +1,9 @@
 //! Random runs of coordinators and several participants: messages are lost, repeated and reordered, nodes receive damaged
-//! bytes, and nodes and coordinators die at any message. Two updates of operators run at a time, and nodes catch up.
+//! bytes, and nodes, coordinators and trainers die at any message. Two updates of operators run at a time, and nodes
+//! catch up. Some nodes overwrite their weights in place, and some updates have a seed node.
 
 use std::{
-    collections::HashMap,
+    collections::{HashMap, HashSet},
     time::{Duration, Instant},
 };
 
@@ -10,7 +11,7 @@ use proptest::prelude::*;
 use weight_transfer::{
     BeginError, CommitError, Coordinator, CoordinatorCall, CoordinatorPhase, NodeReply,
     Participant, ParticipantAction, ParticipantInput, Phase, Plan, Proposal, Tensor, UpdateEnd,
-    UpdateId, UpdateState, WeightVersion, digest,
+    UpdateId, UpdateReport, UpdateState, WeightVersion, digest,
 };
 
 /// The ids of updates are above and below this one.
@@ -18,6 +19,7 @@ const FIRST_ID: u128 = 1000;
 
 /// The bytes of weights.
 type Bytes = Vec<u8>;
+type Weights = (WeightVersion, Bytes);
 
 fn version_of(bytes: &Bytes) -> WeightVersion {
     let tensor = Tensor {
@@ -34,24 +36,60 @@ fn version_of(bytes: &Bytes) -> WeightVersion {
 /// A node: what it serves and what it has prepared.
 struct Node {
     participant: Participant,
-    version: WeightVersion,
-    serves: Bytes,
+    /// `None`: an update in place has overwritten the weights.
+    serves: Option<Weights>,
+    /// The weights to restore.
+    last_served: Weights,
     prepared: Option<(UpdateId, Bytes)>,
+    is_in_place: bool,
+    /// The update in place that overwrites the weights.
+    overwriting: Option<UpdateId>,
     /// Number of restarts. A new process loads the first weights.
     epoch: u32,
     is_reachable: bool,
 }
 
 impl Node {
-    fn new() -> Self {
+    fn new(is_in_place: bool) -> Self {
+        let loaded = (WeightVersion::LOADED, vec![0; 8]);
         Self {
             participant: Participant::default(),
-            version: WeightVersion::LOADED,
-            serves: vec![0; 8],
+            serves: Some(loaded.clone()),
+            last_served: loaded,
             prepared: None,
+            is_in_place,
+            overwriting: None,
             epoch: 0,
             is_reachable: true,
         }
+    }
+
+    fn version(&self) -> WeightVersion {
+        self.serves.as_ref().map_or(WeightVersion::NONE, |(version, _)| *version)
+    }
+
+    /// Restores overwritten weights unless an update brings weights.
+    fn restore(&mut self) {
+        if self.overwriting.is_none() {
+            self.serves = Some(self.last_served.clone());
+        }
+    }
+
+    /// Returns the bytes of an update that this node has received.
+    fn bytes_of(&self, id: UpdateId) -> Option<Bytes> {
+        let prepared = self.prepared.as_ref().filter(|(prepared, _)| *prepared == id);
+        prepared.map(|(_, bytes)| bytes.clone())
+    }
+
+    fn check(&self) {
+        match self.participant.report() {
+            Some(UpdateReport { id, state: UpdateState::Receiving | UpdateState::Prepared(_) }) => {
+                assert_eq!(self.overwriting, self.is_in_place.then_some(id));
+            }
+            _ => assert_eq!(self.overwriting, None, "nobody told the node to discard or install"),
+        }
+        let serves = self.serves.is_some();
+        assert!(!serves || self.overwriting.is_none(), "it serves overwritten weights");
     }
 }
 
@@ -85,6 +123,10 @@ struct World {
     calls: Vec<CallInFlight>,
     replies: Vec<(UpdateId, usize, NodeReply)>,
     receiving: Vec<(usize, UpdateId)>,
+    /// Updates whose trainer has died.
+    without_trainer: HashSet<UpdateId>,
+    /// The seed node of an update, and whether it has been prepared.
+    seeds: HashMap<UpdateId, (usize, bool)>,
     begun: u128,
     /// The bytes that each version has had anywhere.
     seen: HashMap<WeightVersion, Bytes>,
@@ -94,16 +136,21 @@ struct World {
 
 #[derive(Clone, Debug)]
 enum Event {
-    /// `lower`: with a lower id than every earlier update, otherwise with a higher one.
+    /// `lower`: with a lower id than every earlier update, otherwise with a higher one. `seed`: the node from which the
+    /// others copy.
     Begin {
         commits_at_once: bool,
         lower: bool,
+        seed: Option<usize>,
     },
     CatchUp(usize),
     Commit(usize),
     AbortUpdate(usize),
     CoordinatorDies(usize),
     NodeDies(usize),
+    /// The trainer of an update that a node receives.
+    TrainerDies(usize),
+    Restore(usize),
     Partition(usize),
     Heal(usize),
     Call(usize),
@@ -127,13 +174,15 @@ enum Event {
 fn event() -> impl Strategy<Value = Event> {
     let index = any::<usize>;
     prop_oneof![
-        2 => (any::<bool>(), any::<bool>())
-            .prop_map(|(commits_at_once, lower)| Event::Begin { commits_at_once, lower }),
+        2 => (any::<bool>(), any::<bool>(), prop::option::of(index()))
+            .prop_map(|(commits_at_once, lower, seed)| Event::Begin { commits_at_once, lower, seed }),
         1 => index().prop_map(Event::CatchUp),
         1 => index().prop_map(Event::Commit),
         1 => index().prop_map(Event::AbortUpdate),
         1 => index().prop_map(Event::CoordinatorDies),
         1 => index().prop_map(Event::NodeDies),
+        1 => index().prop_map(Event::TrainerDies),
+        2 => index().prop_map(Event::Restore),
         1 => index().prop_map(Event::Partition),
         2 => index().prop_map(Event::Heal),
         12 => index().prop_map(Event::Call),
@@ -148,14 +197,18 @@ fn event() -> impl Strategy<Value = Event> {
 }
 
 impl World {
-    fn new(nodes: usize) -> Self {
+    /// `in_place`: a bit for each node.
+    fn new(nodes: usize, in_place: u8) -> Self {
+        let node = |index: usize| Node::new((in_place >> index) & 1 == 1);
         Self {
             now: Instant::now(),
-            nodes: (0..nodes).map(|_| Node::new()).collect(),
+            nodes: (0..nodes).map(node).collect(),
             updates: Vec::new(),
             calls: Vec::new(),
             replies: Vec::new(),
             receiving: Vec::new(),
+            without_trainer: HashSet::new(),
+            seeds: HashMap::new(),
             begun: 0,
             seen: HashMap::new(),
             decided: HashMap::new(),
@@ -165,7 +218,7 @@ impl World {
     fn apply(&mut self, event: Event) {
         let pick = |index: usize, len: usize| (len > 0).then(|| index % len);
         match event {
-            Event::Begin { commits_at_once, lower } => {
+            Event::Begin { commits_at_once, lower, seed } => {
                 let is_of_operator = |update: &&Update| update.id.0 < 2 * FIRST_ID;
                 if self.updates.iter().filter(is_of_operator).count() < 2 {
                     self.begun += 1;
@@ -173,14 +226,15 @@ impl World {
                         true => FIRST_ID - self.begun,
                         false => FIRST_ID + self.begun,
                     });
-                    self.begin(id, (0..self.nodes.len()).collect(), commits_at_once);
+                    let seed = seed.map(|seed| seed % self.nodes.len());
+                    self.begin(id, (0..self.nodes.len()).collect(), commits_at_once, seed);
                 }
             }
             Event::CatchUp(index) => {
                 if self.updates.len() < 4 {
                     self.begun += 1;
                     let id = UpdateId::of_catch_up(FIRST_ID + self.begun);
-                    self.begin(id, vec![index % self.nodes.len()], true);
+                    self.begin(id, vec![index % self.nodes.len()], true, None);
                 }
             }
             Event::Commit(index) => {
@@ -202,9 +256,18 @@ impl World {
             }
             Event::NodeDies(index) => {
                 let index = index % self.nodes.len();
-                let epoch = self.nodes[index].epoch + 1;
-                self.nodes[index] = Node { epoch, ..Node::new() };
+                let Node { epoch, is_in_place, .. } = self.nodes[index];
+                self.nodes[index] = Node { epoch: epoch + 1, ..Node::new(is_in_place) };
                 self.receiving.retain(|(node, _)| *node != index);
+            }
+            Event::TrainerDies(index) => {
+                let Some(index) = pick(index, self.receiving.len()) else { return };
+                let (_, id) = self.receiving[index];
+                self.trainer_dies(id);
+            }
+            Event::Restore(index) => {
+                let index = index % self.nodes.len();
+                self.nodes[index].restore();
             }
             Event::Partition(index) => {
                 let index = index % self.nodes.len();
@@ -251,29 +314,66 @@ impl World {
             Event::Receive { index, damaged } => {
                 let Some(index) = pick(index, self.receiving.len()) else { return };
                 let (node, id) = self.receiving.swap_remove(index);
-                let mut bytes = vec![id.0 as u8; 8];
+                let source = match self.seeds.get(&id) {
+                    Some((seed, _)) if *seed != node => self.nodes[*seed].bytes_of(id),
+                    _ if self.without_trainer.contains(&id) => None,
+                    _ => Some(vec![id.0 as u8; 8]),
+                };
+                let Some(mut bytes) = source else {
+                    return self.received(node, id, Err("no source".to_owned()));
+                };
                 bytes[5] ^= u8::from(damaged);
-                let outcome = Ok(version_of(&bytes));
+                let version = version_of(&bytes);
                 self.nodes[node].prepared = Some((id, bytes));
-                self.nodes[node].participant.handle(ParticipantInput::Received { id, outcome });
+                if let Some((_, is_prepared)) =
+                    self.seeds.get_mut(&id).filter(|(seed, _)| *seed == node)
+                {
+                    *is_prepared = true;
+                }
+                self.received(node, id, Ok(version));
             }
             Event::FailReceive(index) => {
                 let Some(index) = pick(index, self.receiving.len()) else { return };
                 let (node, id) = self.receiving.swap_remove(index);
-                let outcome = Err("shape".to_owned());
-                self.nodes[node].participant.handle(ParticipantInput::Received { id, outcome });
+                self.received(node, id, Err("shape".to_owned()));
             }
             Event::Advance(ms) => self.now += Duration::from_millis(ms),
         }
         self.settle();
     }
 
-    fn begin(&mut self, id: UpdateId, nodes: Vec<usize>, commits_at_once: bool) {
+    fn received(&mut self, node: usize, id: UpdateId, outcome: Result<WeightVersion, String>) {
+        self.nodes[node].participant.handle(ParticipantInput::Received { id, outcome });
+        self.settle();
+    }
+
+    /// Fails every receive of this update in flight.
+    fn trainer_dies(&mut self, id: UpdateId) {
+        self.without_trainer.insert(id);
+        while let Some(index) = self.receiving.iter().position(|(_, received)| *received == id) {
+            let (node, _) = self.receiving.swap_remove(index);
+            self.received(node, id, Err("the trainer died".to_owned()));
+        }
+    }
+
+    /// `seed`: index of the seed node in `nodes`, which are all nodes.
+    fn begin(
+        &mut self,
+        id: UpdateId,
+        nodes: Vec<usize>,
+        commits_at_once: bool,
+        seed: Option<usize>,
+    ) {
         let names = nodes.iter().map(|node| node.to_string()).collect();
         let deadline = self.now + Duration::from_secs(20);
+        let coordinator = Coordinator::new(self.now, id, names, deadline, commits_at_once);
+        self.seeds.extend(seed.map(|seed| (id, (seed, false))));
         self.updates.push(Update {
             id,
-            coordinator: Coordinator::new(self.now, id, names, deadline, commits_at_once),
+            coordinator: match seed {
+                Some(seed) => coordinator.with_seed(seed),
+                None => coordinator,
+            },
             epochs: nodes.iter().map(|node| self.nodes[*node].epoch).collect(),
             nodes,
             deadline,
@@ -322,8 +422,12 @@ impl World {
 
     /// Delivers every message in a random order, and loses none.
     fn run_fairly(&mut self, order: u64) {
+        self.run_fairly_for(order, 1000);
+    }
+
+    fn run_fairly_for(&mut self, order: u64, rounds: usize) {
         let mut random = order;
-        for _ in 0..1000 {
+        for _ in 0..rounds {
             random = random.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
             let index = (random >> 33) as usize;
             self.apply(Event::Call(index));
@@ -354,19 +458,31 @@ impl World {
             }
         }
         for node in &self.nodes {
-            if node.version != WeightVersion::LOADED {
-                assert_eq!(node.version, version_of(&node.serves));
+            node.check();
+            let Some((version, bytes)) = &node.serves else { continue };
+            if *version != WeightVersion::LOADED {
+                assert_eq!(*version, version_of(bytes));
             }
-            let first = self.seen.entry(node.version).or_insert_with(|| node.serves.clone());
-            assert_eq!(*first, node.serves, "different bytes under version {}", node.version);
+            let first = self.seen.entry(*version).or_insert_with(|| bytes.clone());
+            assert_eq!(*first, *bytes, "different bytes under version {version}");
         }
     }
 
     fn act(&mut self, index: usize, action: ParticipantAction) {
         match action {
-            ParticipantAction::Receive { id } => self.receiving.push((index, id)),
+            ParticipantAction::Receive { id } => {
+                if let Some((seed, is_prepared)) = self.seeds.get(&id) {
+                    assert!(*seed == index || *is_prepared, "node {index} begins before the seed");
+                }
+                let node = &mut self.nodes[index];
+                if node.is_in_place {
+                    (node.serves, node.overwriting) = (None, Some(id));
+                }
+                self.receiving.push((index, id));
+            }
             ParticipantAction::Discard { id } => {
                 let node = &mut self.nodes[index];
+                node.overwriting = node.overwriting.filter(|overwriting| *overwriting != id);
                 node.prepared = node.prepared.take().filter(|(prepared, _)| *prepared != id);
                 self.receiving.retain(|receiving| *receiving != (index, id));
             }
@@ -375,7 +491,9 @@ impl World {
                 let node = &mut self.nodes[index];
                 let (prepared, bytes) = node.prepared.clone().expect("prepared weights");
                 assert_eq!((prepared, version_of(&bytes)), (id, version));
-                (node.version, node.serves) = (version, bytes);
+                assert_eq!(node.overwriting, node.is_in_place.then_some(id));
+                (node.last_served, node.overwriting) = ((version, bytes), None);
+                node.serves = Some(node.last_served.clone());
                 node.participant.handle(ParticipantInput::Installed { id });
             }
             ParticipantAction::AskPeers { id } => {
@@ -406,35 +524,70 @@ proptest! {
     #[test]
     fn no_two_nodes_serve_different_bytes_under_one_version(
         nodes in 1usize..5,
+        in_place in any::<u8>(),
         events in prop::collection::vec(event(), 1..250),
     ) {
-        let mut world = World::new(nodes);
+        let mut world = World::new(nodes, in_place);
         events.into_iter().for_each(|event| world.apply(event));
         // Without further messages every node serves again after its deadline.
         world.updates.clear();
         world.calls.clear();
         world.apply(Event::Advance(60_000));
         world.settle();
+        world.nodes.iter_mut().for_each(Node::restore);
         for node in &world.nodes {
             prop_assert!(matches!(node.participant.phase(), Phase::Serving));
+            prop_assert!(node.serves.is_some());
         }
     }
 
     #[test]
-    fn every_reachable_node_takes_up_a_committed_update(nodes in 1usize..5, order in any::<u64>()) {
-        let mut world = World::new(nodes);
-        world.apply(Event::Begin { commits_at_once: true, lower: false });
+    fn every_reachable_node_takes_up_a_committed_update(
+        nodes in 1usize..5,
+        in_place in any::<u8>(),
+        seed in prop::option::of(0usize..5),
+        order in any::<u64>(),
+    ) {
+        let mut world = World::new(nodes, in_place);
+        world.apply(Event::Begin { commits_at_once: true, lower: false, seed });
         world.run_fairly(order);
         let version = version_of(&vec![(FIRST_ID + 1) as u8; 8]);
         for node in &world.nodes {
-            prop_assert_eq!(node.version, version);
+            prop_assert_eq!(node.version(), version);
+        }
+    }
+
+    /// The update commits only if every node had received the weights.
+    #[test]
+    fn death_of_the_trainer_leaves_every_node_with_the_same_weights(
+        nodes in 1usize..5,
+        in_place in any::<u8>(),
+        seed in prop::option::of(0usize..5),
+        rounds in 0usize..80,
+        order in any::<u64>(),
+    ) {
+        let mut world = World::new(nodes, in_place);
+        world.apply(Event::Begin { commits_at_once: true, lower: false, seed });
+        let id = world.updates[0].id;
+        world.run_fairly_for(order, rounds);
+        world.trainer_dies(id);
+        world.run_fairly(order);
+        prop_assert!(world.updates.is_empty());
+        let version = world.decided.get(&id).copied().unwrap_or(WeightVersion::LOADED);
+        world.nodes.iter_mut().for_each(Node::restore);
+        for node in &world.nodes {
+            prop_assert_eq!(node.version(), version);
         }
     }
 
     /// The routers of the catch-ups have died, so no call ends the catch-ups.
     #[test]
-    fn update_of_an_operator_commits_although_nodes_catch_up(nodes in 1usize..5, order in any::<u64>()) {
-        let mut world = World::new(nodes);
+    fn update_of_an_operator_commits_although_nodes_catch_up(
+        nodes in 1usize..5,
+        in_place in any::<u8>(),
+        order in any::<u64>(),
+    ) {
+        let mut world = World::new(nodes, in_place);
         for node in 0..nodes {
             world.apply(Event::CatchUp(node));
             world.apply(Event::Call(0));
@@ -442,30 +595,32 @@ proptest! {
             world.apply(Event::CoordinatorDies(0));
         }
         prop_assert_eq!(world.receiving.len(), nodes);
-        world.apply(Event::Begin { commits_at_once: true, lower: false });
+        world.apply(Event::Begin { commits_at_once: true, lower: false, seed: None });
         world.run_fairly(order);
         prop_assert!(world.updates.is_empty());
         let version = version_of(&vec![(FIRST_ID + world.begun) as u8; 8]);
         for node in &world.nodes {
-            prop_assert_eq!(node.version, version);
+            prop_assert_eq!(node.version(), version);
         }
     }
 
     #[test]
     fn at_least_one_of_two_updates_that_begin_at_once_commits_on_every_node(
         nodes in 1usize..5,
+        in_place in any::<u8>(),
         order in any::<u64>(),
         first_is_lower in any::<bool>(),
     ) {
-        let mut world = World::new(nodes);
-        world.apply(Event::Begin { commits_at_once: true, lower: first_is_lower });
-        world.apply(Event::Begin { commits_at_once: true, lower: !first_is_lower });
+        let mut world = World::new(nodes, in_place);
+        world.apply(Event::Begin { commits_at_once: true, lower: first_is_lower, seed: None });
+        world.apply(Event::Begin { commits_at_once: true, lower: !first_is_lower, seed: None });
         world.run_fairly(order);
         prop_assert!(world.updates.is_empty());
-        // The other one aborts, or runs after it.
+        // The other one runs after it, or aborts. Then nodes in place restore what they served.
+        world.nodes.iter_mut().for_each(Node::restore);
         for node in &world.nodes {
-            prop_assert_ne!(node.version, WeightVersion::LOADED);
-            prop_assert_eq!(node.version, world.nodes[0].version);
+            prop_assert_ne!(node.version(), WeightVersion::LOADED);
+            prop_assert_eq!(node.version(), world.nodes[0].version());
         }
     }
 }
