@@ -14,6 +14,13 @@ use crate::bench::serve::RATES;
 /// Measurements from docs/benchmarks: one H100 with weights in bf16 and the sizes of Llama-3.1-8B, and `nccl` between two H200.
 const ENGINE: &str = include_str!("h100-8b-engine.json");
 const TRANSFER: &str = include_str!("h200-8b-transfer.json");
+/// KV tokens of a node of these measurements.
+pub const KV_TOKENS: u32 = 458_000;
+/// Measurements of one H200 with weights in bf16 and the sizes of Qwen3-32B, and `nccl` between two H200.
+const ENGINE_32B: &str = include_str!("h200-32b-engine.json");
+const TRANSFER_32B: &str = include_str!("h200-32b-transfer.json");
+/// KV tokens of a node of these measurements.
+const KV_TOKENS_32B: u32 = 264_000;
 /// Number of passes of a fit over the rows. A fit weights steps by age; after these passes all rows have nearly equal
 /// weights.
 const PASSES: u32 = 64;
@@ -119,6 +126,13 @@ impl CostModel {
             Some(path) => read(path, "--transfer", "baton-bench transfer --json")?,
         };
         Self::fit(&engine, &transfer)
+    }
+
+    /// Returns the built-in measurements, each with the KV tokens of a node.
+    pub fn built_in() -> Result<[(Self, u32); 2]> {
+        let name = "the built-in figures";
+        let fit = |engine, transfer| Self::fit(&[parse(engine, name)?], &parse(transfer, name)?);
+        Ok([(fit(ENGINE, TRANSFER)?, KV_TOKENS), (fit(ENGINE_32B, TRANSFER_32B)?, KV_TOKENS_32B)])
     }
 
     pub fn fit(engine: &[EngineResult], transfer: &TransferResult) -> Result<Self> {

@@ -85,7 +85,7 @@ pub struct ReplayArgs {
     #[arg(long, value_parser = parse_rate)]
     link_gb_per_s: Option<f64>,
     /// KV memory of each node in tokens [default: that of an 8B model in bf16 on one H100].
-    #[arg(long, default_value_t = 458_000, value_parser = clap::value_parser!(u32).range(1024..=100_000_000))]
+    #[arg(long, default_value_t = cost::KV_TOKENS, value_parser = clap::value_parser!(u32).range(1024..=100_000_000))]
     kv_tokens: u32,
     /// Maximum number of sequences in a node's running batch (node.slots).
     #[arg(long, default_value_t = 256, value_parser = clap::value_parser!(u32).range(1..=1024))]
