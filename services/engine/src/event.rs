@@ -25,7 +25,7 @@ use kernels::{
 
 use crate::{
     constraint::Constraint,
-    tiers::{LoadJob, SaveJob, TierEvent},
+    tiers::{JobId, LoadJob, SaveJob, TierEvent},
 };
 
 /// Id of a sequence at this node: the attempt's transfer id.
@@ -120,6 +120,8 @@ pub enum Action {
     AbortTransfer { id: SequenceId, reason: String },
     /// A block is to be copied to a KV tier. [`TierEvent::Saved`] or [`TierEvent::SaveFailed`] follows.
     Save(SaveJob),
+    /// A sequence waits for blocks of saves. Saves up to this one whose copies have not begun are to fail at once.
+    CancelSaves { last: JobId },
     /// Blocks are to be copied from KV tiers. [`TierEvent::Loaded`] follows.
     Load(LoadJob),
 }

@@ -10,8 +10,9 @@
 //!    cancelled. With speculative decoding the block is queued after the steps in flight: they were launched before its
 //!    draft tokens were verified, so the executor may still hold the block for writing.
 //! 2. [`Action::Save`](crate::event::Action::Save): the copy starts. The block cannot be evicted until
-//!    [`TierEvent::Copied`]. After [`TierEvent::Saved`] loads may read the slot. With both tiers the block is saved to
-//!    host memory first, and from there to the disk.
+//!    [`TierEvent::Copied`]. If a sequence needs the block, [`Action::CancelSaves`](crate::event::Action::CancelSaves)
+//!    ends the saves whose copies the shell has not begun. After [`TierEvent::Saved`] loads may read the slot. With both
+//!    tiers the block is saved to host memory first, and from there to the disk.
 //! 3. A sequence that is admitted continues its prefix with blocks of the tiers, if loading them is predicted to be
 //!    faster than computing them. [`Action::Load`](crate::event::Action::Load): the sequence owns all its blocks, those
 //!    to load as `Reserved`, and waits in phase `Loading`. Other sequences run meanwhile.
@@ -45,9 +46,9 @@ use crate::{
 /// Maximum number of queued saves of each tier. A prefill step of 8,192 tokens has 512 blocks.
 const QUEUED_MAX: usize = 2048;
 /// Maximum number of saves to host memory in flight: two batches of the copy engines. An admission waits for at most
-/// these copies, about 1 ms.
+/// these copies, about 1 ms, because a batch that has begun cannot be cancelled.
 pub const HOST_SAVES_MAX: usize = 32;
-/// Maximum number of blocks that saves to the disk pin at a time.
+/// Maximum number of blocks that saves to the disk pin at a time. They are copied one after another.
 pub const COPYING_MAX: usize = 4;
 /// Maximum number of saves to the disk in flight. The shell has a buffer for each.
 pub const SAVES_MAX: usize = 16;
@@ -177,7 +178,8 @@ pub enum TierEvent {
     Copied { job: JobId },
     /// The slot holds the block, and its source is not read any more.
     Saved { job: JobId },
-    /// The slot does not hold the block, and its source is not read any more.
+    /// The slot does not hold the block, and its source is not read any more. The copy failed, or the save was cancelled
+    /// before its copy.
     SaveFailed { job: JobId },
     /// The first `intact` blocks are written, and no further write lands. If blocks are left, the slot of the next
     /// block is damaged or was not readable.
@@ -233,6 +235,8 @@ struct SaveInFlight {
     source: SaveSource,
     contents: BlockContents,
     is_copied: bool,
+    /// Whether the shell was asked to fail the save if its copy has not begun.
+    is_cancelled: bool,
 }
 
 /// Reason why a queued save does not start.
@@ -519,7 +523,9 @@ impl Tiers {
             state.saves += 1;
             state.copying += 1;
             let job = self.next_job();
-            self.saves.insert(job, SaveInFlight { tier, slot, source, contents, is_copied: false });
+            let (is_copied, is_cancelled) = (false, false);
+            let save = SaveInFlight { tier, slot, source, contents, is_copied, is_cancelled };
+            self.saves.insert(job, save);
             return Some(SaveJob { job, tier, slot, source, contents });
         }
     }
@@ -562,6 +568,19 @@ impl Tiers {
         self.tiers[tier.index()].as_mut().expect("a tier with copies exists")
     }
 
+    /// Cancels the saves whose copies have not begun, if one of them keeps a block that `is_awaited`. Returns the last of
+    /// these saves for [`Action::CancelSaves`](crate::event::Action::CancelSaves), once for each wait.
+    pub fn cancel_saves(&mut self, is_awaited: impl Fn(BlockId) -> bool) -> Option<JobId> {
+        let copying = self.saves.values().filter(|save| !save.is_copied && !save.is_cancelled);
+        let keeps =
+            |source: SaveSource| matches!(source, SaveSource::Block(block) if is_awaited(block));
+        if !copying.map(|save| save.source).any(keeps) {
+            return None;
+        }
+        self.saves.values_mut().for_each(|save| save.is_cancelled = true);
+        Some(JobId(self.next_job))
+    }
+
     /// Handles the end of a save's copy. Returns the block that the save no longer reads.
     pub fn end_copy(&mut self, job: JobId) -> Option<BlockId> {
         let save = self.saves.get_mut(&job).filter(|save| !save.is_copied)?;
@@ -573,14 +592,18 @@ impl Tiers {
 
     /// Handles the end of a save. Returns the block that the save no longer reads, if its copy had not ended.
     pub fn end_save(&mut self, job: JobId, is_saved: bool) -> Option<BlockId> {
+        let has_begun = self.saves.get(&job).is_some_and(|it| it.is_copied || !it.is_cancelled);
         let block = self.end_copy(job);
         let save = self.saves.remove(&job)?;
+        let now = self.now;
         let state = self.state(save.tier);
         state.saves -= 1;
         state.store.end_save(save.slot, is_saved);
         match is_saved {
             true => state.stats.saved += 1,
-            false => state.stats.failed += 1,
+            false if has_begun => state.stats.failed += 1,
+            // The block is saved later, unless it is evicted before.
+            false => state.queued.push_front((now, save.contents.key)),
         }
         if is_saved && save.tier == Tier::Host {
             self.host_contents.insert(save.slot, save.contents);

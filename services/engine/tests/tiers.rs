@@ -286,22 +286,26 @@ fn cancelled_sequence_frees_its_blocks_when_its_load_ends() {
 }
 
 #[test]
-fn admission_cancels_saves_that_have_not_started_and_waits_for_copies_in_flight() {
+fn admission_cancels_saves_whose_copies_have_not_begun_and_waits_for_one_copy() {
     let mut node = node(6, config(20));
     node.arrive(new(1, COMPUTE, 1, 95));
     node.run();
-    // Five full blocks: four are copied, one waits.
+    // Five full blocks: one is being copied, the copies of three follow, and one waits in the core.
     assert_eq!(node.engine.scheduler().load().blocks_cached, 5);
     node.arrive(new(2, COMPUTE, 2, 90));
     node.run();
-    for _ in 0..COPYING_MAX {
-        assert!(!node.finished(SequenceId(2)), "the admission waits for the copies");
-        assert!(node.copy(0, false));
+    for _ in 1..COPYING_MAX {
+        assert!(node.copy(1, false), "a save ends without a copy");
         node.run();
     }
+    assert!(!node.finished(SequenceId(2)), "the admission waits for the copy");
+    assert!(node.copy(0, false));
+    node.run();
     assert!(node.finished(SequenceId(2)));
-    assert_eq!(node.tier_stats().cancelled, 1);
+    let stats = node.tier_stats();
+    assert_eq!((stats.cancelled, stats.failed), (4, 0));
     run(&mut node);
+    assert_eq!(node.tier_stats().saved, 1 + 5);
     node.assert_all_returned();
 }
 

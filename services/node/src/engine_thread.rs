@@ -349,6 +349,11 @@ impl<E: Executor> Engine<E> {
                         self.core.handle_tier_event(event, Instant::now());
                     }
                 }
+                Output::CancelSaves { last } => {
+                    if let Some(tiers) = &self.tiers {
+                        tiers.copies.cancel_saves(last);
+                    }
+                }
                 Output::Load(job) => {
                     self.recorder.load_began(&job);
                     let failed = self.tiers.as_ref().and_then(|tiers| tiers.copies.load(job));

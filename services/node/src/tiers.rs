@@ -17,7 +17,7 @@ use std::{
     path::Path,
     sync::{
         Arc,
-        atomic::{AtomicBool, AtomicUsize, Ordering},
+        atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering},
     },
     thread::{self, JoinHandle},
     time::{Duration, Instant},
@@ -28,7 +28,7 @@ use crossbeam_channel::{Receiver, Sender, bounded};
 use engine::{
     event::BlockHash,
     executor::CollectWaker,
-    tiers::{self, LoadJob, RECOVERED_MAX, SaveJob, SlotIndex, Tier, TierConfig, TierEvent},
+    tiers::{self, JobId, LoadJob, RECOVERED_MAX, SaveJob, SlotIndex, Tier, TierConfig, TierEvent},
 };
 use kernels::{KvArena, WeightFormat};
 use tracing::{error, info, warn};
@@ -159,6 +159,8 @@ fn open_within(
 struct Events {
     queue: Sender<TierEvent>,
     waker: CollectWaker,
+    /// The engine thread has cancelled the saves before this job whose copies have not begun.
+    cancelled: Arc<AtomicU64>,
 }
 
 impl Events {
@@ -168,11 +170,18 @@ impl Events {
         self.waker.wake();
         is_sent
     }
+
+    /// Returns whether the copy of this save must not begin.
+    fn is_cancelled(&self, job: JobId) -> bool {
+        job.0 < self.cancelled.load(Ordering::Relaxed)
+    }
 }
 
 /// The copying threads. Drop ends and joins them: each finishes the copy of its block or batch.
 pub(crate) struct TierCopies {
     config: TierConfig,
+    /// See [`Events::cancelled`].
+    cancelled: Arc<AtomicU64>,
     disk: Option<DiskTier>,
     host: Option<HostTier>,
     is_stopping: Arc<AtomicBool>,
@@ -220,7 +229,8 @@ impl TierCopies {
     ) -> Option<(Self, Receiver<TierEvent>)> {
         let OpenTiers { host: memory, disk, admission, sessions, pin_limits } = tiers;
         let (queue, received) = bounded(EVENTS_MAX);
-        let events = Events { queue, waker };
+        let cancelled = Arc::new(AtomicU64::new(0));
+        let events = Events { queue, waker, cancelled: Arc::clone(&cancelled) };
         let is_stopping = Arc::new(AtomicBool::new(false));
         let without = |setting: &str, error: &io::Error| {
             warn!("cannot use {setting}: {error}; the node serves without this tier");
@@ -245,7 +255,7 @@ impl TierCopies {
             load_timeout: LOAD_TIMEOUT,
         };
         let has_tier = host.is_some() || disk.is_some();
-        has_tier.then(|| (Self { config, disk, host, is_stopping }, received))
+        has_tier.then(|| (Self { config, cancelled, disk, host, is_stopping }, received))
     }
 
     /// Returns the configuration of the tiers that have started.
@@ -262,6 +272,11 @@ impl TierCopies {
             (tier, ..) => unreachable!("the core saves to {tier:?}, which the node does not have"),
         };
         (!is_queued).then_some(TierEvent::SaveFailed { job: save.job })
+    }
+
+    /// Cancels the saves up to `last` whose copies have not begun. Their threads report them as failed.
+    pub fn cancel_saves(&self, last: JobId) {
+        self.cancelled.store(last.0 + 1, Ordering::Relaxed);
     }
 
     /// Queues a load. Returns the result if no thread will report one, because the core holds the blocks until it gets
@@ -633,6 +648,20 @@ mod tests {
         assert_eq!(copies.save(save(99, 10, 0)), None);
         let event = events.recv_timeout(WITHIN).unwrap();
         assert_ne!(event, TierEvent::SaveFailed { job: JobId(99) });
+    }
+
+    #[test]
+    fn cancelled_save_fails_before_its_copy_and_later_saves_succeed() {
+        let folder = tempfile::tempdir().unwrap();
+        let (copies, events) = start(&folder.path().join("kv"), &arena());
+        recovered(&events);
+        copies.cancel_saves(JobId(5));
+        assert_eq!(copies.save(save(5, 10, 0)), None);
+        let event = events.recv_timeout(WITHIN).unwrap();
+        assert_eq!(event, TierEvent::SaveFailed { job: JobId(5) });
+        assert_eq!(copies.save(save(6, 10, 0)), None);
+        let taken: Vec<_> = (0..2).map(|_| events.recv_timeout(WITHIN).unwrap()).collect();
+        assert!(taken.contains(&TierEvent::Saved { job: JobId(6) }), "{taken:?}");
     }
 
     #[test]

@@ -609,6 +609,12 @@ impl Process {
                         tiers.save(self.now, job);
                     }
                 }
+                CoreOutput::CancelSaves { last } => {
+                    self.coverage.count("saves cancelled for an admission");
+                    if let Some(tiers) = &mut self.tiers {
+                        tiers.cancel_saves(self.now, last);
+                    }
+                }
                 CoreOutput::Load(job) => {
                     if let Some(tiers) = &mut self.tiers {
                         tiers.load(self.now, job);

@@ -11,8 +11,8 @@ use std::{
 use engine::{
     executor::sim::{SimArena, SimBlock},
     tiers::{
-        BlockContents, LoadJob, SaveJob, SaveSource, SlotIndex, Tier, TierAdmission, TierConfig,
-        TierEvent,
+        BlockContents, JobId, LoadJob, SaveJob, SaveSource, SlotIndex, Tier, TierAdmission,
+        TierConfig, TierEvent,
     },
 };
 use kernels::BLOCK_TOKENS;
@@ -62,6 +62,8 @@ pub struct TierCopies {
 
 enum Job {
     Copying(SaveJob),
+    /// The save was cancelled before its copy.
+    Cancelled(SaveJob),
     Writing(SaveJob, SimBlock),
     Loading(LoadJob, Instant),
 }
@@ -91,6 +93,19 @@ impl TierCopies {
         self.add(now, Job::Copying(job));
     }
 
+    /// Cancels saves up to `last`. The copy that ends first has begun.
+    pub fn cancel_saves(&mut self, now: Instant, last: JobId) {
+        let copies = self.jobs.iter().filter_map(|(&key, job)| match job {
+            Job::Copying(save) if save.job <= last => Some((key, *save)),
+            _ => None,
+        });
+        for (key, save) in copies.skip(1).collect::<Vec<_>>() {
+            self.jobs.remove(&key);
+            self.started += 1;
+            self.jobs.insert((now, self.started), Job::Cancelled(save));
+        }
+    }
+
     pub fn load(&mut self, now: Instant, job: LoadJob) {
         job.blocks.iter().for_each(|it| self.arena.write(it.block, [0xbad; BLOCK_TOKENS]));
         self.add(now, Job::Loading(job, now));
@@ -112,6 +127,7 @@ impl TierCopies {
             Job::Copying(SaveJob { job, .. }) | Job::Writing(SaveJob { job, .. }, _) if fails => {
                 TierEvent::SaveFailed { job }
             }
+            Job::Cancelled(SaveJob { job, .. }) => TierEvent::SaveFailed { job },
             Job::Copying(save) => {
                 let kv = match save.source {
                     SaveSource::Block(block) => self.arena.read(block),

@@ -234,7 +234,7 @@ impl Scheduler {
         let prefix = match hits {
             Ok(prefix) => prefix,
             Err(needed) => {
-                self.lacking = Some((id, needed));
+                self.lacks_blocks(id, needed, actions);
                 return false;
             }
         };
@@ -323,7 +323,7 @@ impl Scheduler {
             let prefix = match hits {
                 Ok(prefix) => prefix,
                 Err(needed) => {
-                    self.lacking = Some((id, needed));
+                    self.lacks_blocks(id, needed, actions);
                     if self.is_admitting {
                         self.waiting.compute_lacks_blocks();
                     }

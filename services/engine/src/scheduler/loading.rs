@@ -78,6 +78,20 @@ impl Scheduler {
         }
     }
 
+    /// Records that a sequence waits until `needed` blocks are available. If saves keep such blocks, cancels those whose
+    /// copies have not begun.
+    pub(super) fn lacks_blocks(&mut self, id: SequenceId, needed: u32, actions: &mut Vec<Action>) {
+        self.lacking = Some((id, needed));
+        let pool = &self.kv.pool;
+        let is_awaited = |block| pool.state(block) == BlockState::Cached;
+        if needed <= pool.evictable()
+            && let Some(tiers) = &mut self.tiers
+            && let Some(last) = tiers.cancel_saves(is_awaited)
+        {
+            actions.push(Action::CancelSaves { last });
+        }
+    }
+
     pub(super) fn handle_tier(&mut self, event: TierEvent, actions: &mut Vec<Action>) {
         let Some(tiers) = &mut self.tiers else { return };
         let copied = match event {

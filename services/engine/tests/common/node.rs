@@ -335,7 +335,9 @@ impl Node {
             | Action::Finished { id, .. }
             | Action::Failed { id, .. }
             | Action::AbortTransfer { id, .. } => *id,
-            Action::Save(_) | Action::Load(_) => return self.copies.start(action),
+            Action::Save(_) | Action::CancelSaves { .. } | Action::Load(_) => {
+                return self.copies.start(action);
+            }
         };
         let tracked = self.sequences.get_mut(&id).expect("actions name known sequences");
         if let Action::AbortTransfer { .. } = action {
@@ -404,9 +406,10 @@ impl Node {
                 assert!(!under_way || tracked.abort_received || tracked.received.is_empty());
                 tracked.end = Some(End::Failed(failure));
             }
-            Action::AbortTransfer { .. } | Action::Save(_) | Action::Load(_) => {
-                unreachable!("handled above")
-            }
+            Action::AbortTransfer { .. }
+            | Action::Save(_)
+            | Action::CancelSaves { .. }
+            | Action::Load(_) => unreachable!("handled above"),
         }
     }
 

@@ -24,6 +24,8 @@ pub struct TierCopies {
 enum Job {
     /// The copy reads the block when it ends, so that a block that is reused too early is noticed.
     Copying(SaveJob),
+    /// The save was cancelled before its copy.
+    Cancelled(SaveJob),
     Writing(SaveJob, SimBlock),
     Loading(LoadJob),
 }
@@ -52,6 +54,16 @@ impl TierCopies {
                 self.slots.remove(&(save.tier, save.slot));
                 self.jobs.push_back(Job::Copying(save));
             }
+            Action::CancelSaves { last } => {
+                let is_cancelled =
+                    |job: &&mut Job| matches!(job, Job::Copying(save) if save.job <= last);
+                // The oldest copy has begun.
+                for job in self.jobs.iter_mut().filter(is_cancelled).skip(1) {
+                    if let Job::Copying(save) = *job {
+                        *job = Job::Cancelled(save);
+                    }
+                }
+            }
             Action::Load(load) => {
                 // A block that is used before its load has ended has wrong contents.
                 load.blocks.iter().for_each(|it| self.arena.write(it.block, [0xbad; BLOCK_TOKENS]));
@@ -71,6 +83,7 @@ impl TierCopies {
             Job::Copying(SaveJob { job, .. }) | Job::Writing(SaveJob { job, .. }, _) if fails => {
                 TierEvent::SaveFailed { job }
             }
+            Job::Cancelled(SaveJob { job, .. }) => TierEvent::SaveFailed { job },
             Job::Copying(save) => {
                 let kv = match save.source {
                     SaveSource::Block(block) => self.arena.read(block),

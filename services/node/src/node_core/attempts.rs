@@ -302,6 +302,7 @@ impl Attempts {
             Action::Failed { id, failure } => self.on_failed(id, failure),
             Action::AbortTransfer { id, reason } => self.abort_transfer(id, reason),
             Action::Save(job) => self.outputs.push_back(Output::Save(job)),
+            Action::CancelSaves { last } => self.outputs.push_back(Output::CancelSaves { last }),
             Action::Load(load) => {
                 self.loads.insert(load.job, load.id);
                 if let Some(record) = self.records.get_mut(&load.id) {

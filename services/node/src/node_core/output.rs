@@ -5,7 +5,7 @@ use std::{collections::VecDeque, time::Duration};
 use engine::{
     Speculated, StepRecord,
     event::{FinishReason, Load, NewSequence, SequenceId},
-    tiers::{LoadJob, SaveJob, Tier, TierStats},
+    tiers::{JobId, LoadJob, SaveJob, Tier, TierStats},
 };
 use kernels::sampling::SampledToken;
 use kv_transfer::api::{self as transfer, Epoch, PeerAddress, TransferStats};
@@ -82,6 +82,10 @@ pub enum Output {
     },
     /// The KV tiers copy a block to a tier.
     Save(SaveJob),
+    /// The KV tiers fail the saves up to this one whose copies have not begun.
+    CancelSaves {
+        last: JobId,
+    },
     /// The KV tiers copy blocks from a tier.
     Load(LoadJob),
     Metric(Metric),

@@ -297,6 +297,13 @@ impl Saver {
                 }
             }
             batch.extend(jobs.try_iter().take(SAVE_BATCH - batch.len()));
+            batch.retain(|job| {
+                let is_cancelled = self.events.is_cancelled(job.job);
+                if is_cancelled {
+                    self.events.send(TierEvent::SaveFailed { job: job.job });
+                }
+                !is_cancelled
+            });
             let has_started = !batch.is_empty();
             if has_started {
                 self.start(batch);

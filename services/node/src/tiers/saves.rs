@@ -141,6 +141,12 @@ fn copy_blocks(
     // Buffer of a failed copy, for the next copy.
     let mut unused = None;
     for job in jobs {
+        if events.is_cancelled(job.job) {
+            if !events.send(TierEvent::SaveFailed { job: job.job }) {
+                break;
+            }
+            continue;
+        }
         let Some(mut buffer) = unused.take().or_else(|| free.recv().ok()) else { break };
         let copy = sources.copy(&job, buffer.block_mut());
         let id = job.job;

@@ -130,7 +130,8 @@ fn device_with(pins: Receiver<()>) -> Arc<KvArena> {
 
 fn events() -> (Events, Receiver<TierEvent>) {
     let (queue, events) = bounded(256);
-    (Events { queue, waker: CollectWaker::default() }, events)
+    let cancelled = Arc::new(AtomicU64::new(0));
+    (Events { queue, waker: CollectWaker::default(), cancelled }, events)
 }
 
 fn memory(arena: &Arc<KvArena>) -> HostMemory {
@@ -142,6 +143,8 @@ struct Node {
     memory: HostMemory,
     tier: HostTier,
     events: Receiver<TierEvent>,
+    /// See [`Events::cancelled`].
+    cancelled: Arc<AtomicU64>,
 }
 
 impl Node {
@@ -149,7 +152,7 @@ impl Node {
         let (memory, (sender, events)) = (memory(&arena), events());
         let stopping = Arc::new(AtomicBool::new(false));
         let tier = HostTier::start(&memory, limits, &arena, &sender, &stopping).unwrap();
-        Self { arena, memory, tier, events }
+        Self { arena, memory, tier, events, cancelled: sender.cancelled }
     }
 
     /// Starts a tier, and saves the first blocks to slots in the opposite order.
@@ -166,12 +169,17 @@ impl Node {
 
     /// Fills a block, and saves it to a slot.
     fn save(&self, block: u32, slot: SlotIndex) {
+        let job = self.start_save(block, slot);
+        assert_eq!(self.event(), TierEvent::Saved { job });
+    }
+
+    fn start_save(&self, block: u32, slot: SlotIndex) -> JobId {
         self.arena.write(BlockId(block)).unwrap().copy_from_host(&kv(block)).unwrap();
         let (tier, source) = (Tier::Host, SaveSource::Block(BlockId(block)));
         let job = JobId(block.into());
         let save = SaveJob { job, tier, slot, source, contents: contents(block) };
         assert!(self.tier.save(save));
-        assert_eq!(self.event(), TierEvent::Saved { job });
+        job
     }
 
     /// Loads all saved blocks, and returns how many of them are intact.
@@ -265,6 +273,18 @@ fn tier_without_streams_is_left_out() {
     let (admission, pin_limits) = (TierAdmission::Always, LIMITS);
     let tiers = OpenTiers { host, disk: None, admission, sessions: true, pin_limits };
     assert!(TierCopies::start(tiers, &arena, CollectWaker::default()).is_none());
+}
+
+#[test]
+fn cancelled_save_fails_before_its_copy_and_later_saves_succeed() {
+    let node = Node::start(device(1), LIMITS);
+    assert_eq!(node.event(), TierEvent::Grown { tier: Tier::Host, slots: BLOCKS });
+    node.cancelled.store(4, Ordering::Relaxed);
+    let job = node.start_save(3, 3);
+    assert_eq!(node.event(), TierEvent::SaveFailed { job });
+    node.save(4, 4);
+    assert_eq!(node.load_slots([(3, 3)]), 0);
+    assert_eq!(node.load_slots([(4, 4)]), 1);
 }
 
 #[test]
