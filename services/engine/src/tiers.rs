@@ -21,6 +21,7 @@
 //!
 //! A load waits for nothing but its copies, so there is no circular wait between loads, reservations and sends.
 
+mod admission;
 mod rates;
 pub(crate) mod sessions;
 mod store;
@@ -31,6 +32,7 @@ use std::{
     time::{Duration, Instant},
 };
 
+use admission::AdmittedPrefix;
 use foldhash::HashMap;
 use kernels::{BLOCK_TOKENS, BlockId};
 use rates::{LoadRate, PrefillRate, choose, measure};
@@ -54,10 +56,6 @@ pub const COPYING_MAX: usize = 4;
 pub const SAVES_MAX: usize = 16;
 /// Maximum number of loads in flight. Further sequences compute their KV.
 pub const LOADS_MAX: usize = 64;
-/// Maximum number of blocks of admitted prompts that are not counted yet. A prompt of a million tokens has 65,536 blocks.
-const UNCOUNTED_MAX: usize = 65_536;
-/// Maximum number of these blocks that are counted at a time.
-const COUNTED_MAX: usize = 256;
 /// A load is late after twice its predicted time plus the time-out of loads divided by this number.
 const LATE_PART: u32 = 8;
 /// Maximum number of blocks in one recovery event.
@@ -259,17 +257,6 @@ pub(crate) struct LoadInFlight {
     slots: Vec<(Tier, SlotIndex)>,
 }
 
-/// Cached or loaded blocks of an admitted prompt. A prompt of 140,000 tokens has 8,750 blocks: counting all of them at
-/// its admission would delay the step that admits it.
-#[derive(Debug)]
-struct AdmittedPrefix {
-    keys: Vec<BlockHash>,
-    /// Number of leading blocks that were in the prefix cache.
-    resident: usize,
-    /// Number of leading blocks whose occurrence is counted.
-    counted: usize,
-}
-
 /// Result of a load for its sequence.
 #[derive(Debug)]
 pub(crate) struct FinishedLoad {
@@ -357,72 +344,6 @@ impl Tiers {
 
     pub fn add_prefill(&mut self, tokens: u32, busy: Duration) {
         self.prefill.add(tokens, busy);
-    }
-
-    /// Records that a prompt was admitted whose first blocks `keys` are cached or loaded; the first `resident` of them are
-    /// in the prefix cache. [`count_admitted`](Self::count_admitted) counts the blocks later.
-    pub fn prefix_admitted(&mut self, keys: &[BlockHash], resident: usize) {
-        // Beyond the bound, the tail of the prefix is not counted.
-        let keys = &keys[..keys.len().min(UNCOUNTED_MAX - self.uncounted)];
-        if !keys.is_empty() {
-            self.uncounted += keys.len();
-            self.admitted.push_back(AdmittedPrefix { keys: keys.to_vec(), resident, counted: 0 });
-        }
-    }
-
-    /// Counts the next blocks of admitted prompts, at most [`COUNTED_MAX`], and offers those that were resident and are
-    /// worth a save.
-    pub fn count_admitted(&mut self) {
-        let mut left = COUNTED_MAX;
-        while left > 0
-            && let Some(mut prefix) = self.admitted.pop_front()
-        {
-            let end = prefix.keys.len().min(prefix.counted + left);
-            left -= end - prefix.counted;
-            self.uncounted -= end - prefix.counted;
-            let before = prefix.counted.checked_sub(1).map(|index| prefix.keys[index]);
-            let mut slots = self.tiers.each_ref().map(|tier| tier.as_ref()?.store.slot(before?));
-            for index in prefix.counted..end {
-                let key = prefix.keys[index];
-                for (tier, slot) in self.tiers.iter_mut().zip(&mut slots) {
-                    let touched = tier.as_mut().and_then(|tier| tier.store.touch(key, *slot));
-                    *slot = touched.or(*slot);
-                }
-                if self.count(key) && index < prefix.resident {
-                    self.offer(key);
-                }
-            }
-            prefix.counted = end;
-            if end < prefix.keys.len() {
-                self.admitted.push_front(prefix);
-            }
-        }
-    }
-
-    /// Counts the occurrence in a request of a block that the request has computed, after the block `parent`. Call it at
-    /// most once per request and block. Returns whether the block is worth a save.
-    pub fn touch(&mut self, key: BlockHash, parent: BlockHash) -> bool {
-        for tier in self.tiers.iter_mut().flatten().filter(|it| it.store.is_known(key)) {
-            let parent = tier.store.slot(parent);
-            tier.store.touch(key, parent);
-        }
-        self.count(key)
-    }
-
-    /// Counts the block's occurrence in a request. Returns whether the block is worth a save.
-    fn count(&mut self, key: BlockHash) -> bool {
-        match self.config.admission {
-            TierAdmission::Always => true,
-            TierAdmission::SecondTouch => self.touches.touch(key),
-        }
-    }
-
-    /// Returns whether a counted block is worth a save.
-    pub fn admits(&self, key: BlockHash) -> bool {
-        match self.config.admission {
-            TierAdmission::Always => true,
-            TierAdmission::SecondTouch => self.touches.is_second(key),
-        }
     }
 
     /// Records the launch of a step of a node with speculative decoding. The step writes KV from the last verified
@@ -787,7 +708,7 @@ mod tests {
     use super::*;
 
     /// Returns the tiers of a node with a disk of this many slots and without host memory.
-    fn with_disk(disk_slots: u32) -> Tiers {
+    pub(super) fn with_disk(disk_slots: u32) -> Tiers {
         let config = TierConfig {
             admission: TierAdmission::Always,
             host: false,
@@ -811,48 +732,6 @@ mod tests {
         assert_eq!(tiers.restore_time(10), Duration::from_millis(10), "from the disk");
         tiers.grow(Tier::Host, 1);
         assert_eq!(tiers.restore_time(10), Duration::from_millis(160), "no load is measured");
-    }
-
-    fn keys(range: std::ops::RangeInclusive<u128>) -> Vec<BlockHash> {
-        range.map(BlockHash).collect()
-    }
-
-    #[test]
-    fn blocks_of_a_long_prefix_are_counted_and_offered_a_few_at_a_time() {
-        let mut tiers = with_disk(10);
-        tiers.prefix_admitted(&keys(1..=600), 600);
-        tiers.prefix_admitted(&keys(1001..=1100), 10);
-        for offered in [0, 256, 512, 610, 610] {
-            assert_eq!(tiers.state(Tier::Disk).queued.len(), offered);
-            tiers.count_admitted();
-        }
-        assert_eq!((tiers.uncounted, tiers.admitted.len()), (0, 0));
-    }
-
-    #[test]
-    fn tail_of_a_counted_prefix_is_overwritten_before_its_head() {
-        let mut tiers = with_disk(1000);
-        let slots = keys(1..=1000).into_iter().enumerate().map(|(slot, key)| (slot as u32, key));
-        tiers.recover(Tier::Disk, &slots.collect::<Vec<_>>(), true);
-        tiers.prefix_admitted(&keys(1..=600), 0);
-        (0..3).for_each(|_| tiers.count_admitted());
-        let used_last = [keys(1..=600), vec![BlockHash(1000)]].concat();
-        assert_eq!(tiers.keys(Tier::Disk, 601), used_last);
-        // A block that a request computes follows the block before it.
-        tiers.touch(BlockHash(601), BlockHash(600));
-        assert_eq!(tiers.keys(Tier::Disk, 601), keys(1..=601));
-        tiers.check();
-    }
-
-    #[test]
-    fn blocks_that_wait_to_be_counted_are_bounded() {
-        let mut tiers = with_disk(10);
-        tiers.prefix_admitted(&keys(1..=UNCOUNTED_MAX as u128 - 1), 0);
-        tiers.prefix_admitted(&keys(1..=3), 3);
-        tiers.prefix_admitted(&keys(1..=3), 3);
-        assert_eq!((tiers.uncounted, tiers.admitted.len()), (UNCOUNTED_MAX, 2));
-        (0..UNCOUNTED_MAX / COUNTED_MAX).for_each(|_| tiers.count_admitted());
-        assert_eq!((tiers.uncounted, tiers.admitted.len()), (0, 0));
     }
 
     #[test]

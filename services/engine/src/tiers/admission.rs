@@ -1,0 +1,138 @@
+//! Admission to the tiers: which blocks are worth a save, by their occurrences in requests.
+
+use super::{TierAdmission, Tiers};
+use crate::event::BlockHash;
+
+/// Maximum number of blocks of admitted prompts that are not counted yet. A prompt of a million tokens has 65,536 blocks.
+const UNCOUNTED_MAX: usize = 65_536;
+/// Maximum number of these blocks that are counted at a time.
+const COUNTED_MAX: usize = 256;
+
+/// Cached or loaded blocks of an admitted prompt. A prompt of 140,000 tokens has 8,750 blocks: counting all of them at
+/// its admission would delay the step that admits it.
+#[derive(Debug)]
+pub(super) struct AdmittedPrefix {
+    keys: Vec<BlockHash>,
+    /// Number of leading blocks that were in the prefix cache.
+    resident: usize,
+    /// Number of leading blocks whose occurrence is counted.
+    counted: usize,
+}
+
+impl Tiers {
+    /// Records that a prompt was admitted whose first blocks `keys` are cached or loaded; the first `resident` of them are
+    /// in the prefix cache. [`count_admitted`](Self::count_admitted) counts the blocks later.
+    pub fn prefix_admitted(&mut self, keys: &[BlockHash], resident: usize) {
+        // Beyond the bound, the tail of the prefix is not counted.
+        let keys = &keys[..keys.len().min(UNCOUNTED_MAX - self.uncounted)];
+        if !keys.is_empty() {
+            self.uncounted += keys.len();
+            self.admitted.push_back(AdmittedPrefix { keys: keys.to_vec(), resident, counted: 0 });
+        }
+    }
+
+    /// Counts the next blocks of admitted prompts, at most [`COUNTED_MAX`], and offers those that were resident and are
+    /// worth a save.
+    pub fn count_admitted(&mut self) {
+        let mut left = COUNTED_MAX;
+        while left > 0
+            && let Some(mut prefix) = self.admitted.pop_front()
+        {
+            let end = prefix.keys.len().min(prefix.counted + left);
+            left -= end - prefix.counted;
+            self.uncounted -= end - prefix.counted;
+            let before = prefix.counted.checked_sub(1).map(|index| prefix.keys[index]);
+            let mut slots = self.tiers.each_ref().map(|tier| tier.as_ref()?.store.slot(before?));
+            for index in prefix.counted..end {
+                let key = prefix.keys[index];
+                for (tier, slot) in self.tiers.iter_mut().zip(&mut slots) {
+                    let touched = tier.as_mut().and_then(|tier| tier.store.touch(key, *slot));
+                    *slot = touched.or(*slot);
+                }
+                if self.count(key) && index < prefix.resident {
+                    self.offer(key);
+                }
+            }
+            prefix.counted = end;
+            if end < prefix.keys.len() {
+                self.admitted.push_front(prefix);
+            }
+        }
+    }
+
+    /// Counts the occurrence in a request of a block that the request has computed, after the block `parent`. Call it at
+    /// most once per request and block. Returns whether the block is worth a save.
+    pub fn touch(&mut self, key: BlockHash, parent: BlockHash) -> bool {
+        for tier in self.tiers.iter_mut().flatten().filter(|it| it.store.is_known(key)) {
+            let parent = tier.store.slot(parent);
+            tier.store.touch(key, parent);
+        }
+        self.count(key)
+    }
+
+    /// Counts the block's occurrence in a request. Returns whether the block is worth a save.
+    fn count(&mut self, key: BlockHash) -> bool {
+        match self.config.admission {
+            TierAdmission::Always => true,
+            TierAdmission::SecondTouch => self.touches.touch(key),
+        }
+    }
+
+    /// Returns whether a counted block is worth a save.
+    pub fn admits(&self, key: BlockHash) -> bool {
+        match self.config.admission {
+            TierAdmission::Always => true,
+            TierAdmission::SecondTouch => self.touches.is_second(key),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::ops::RangeInclusive;
+
+    use super::*;
+    use crate::tiers::{Tier, tests::with_disk};
+
+    fn keys(range: RangeInclusive<u128>) -> Vec<BlockHash> {
+        range.map(BlockHash).collect()
+    }
+
+    #[test]
+    fn blocks_of_a_long_prefix_are_counted_and_offered_a_few_at_a_time() {
+        let mut tiers = with_disk(10);
+        tiers.prefix_admitted(&keys(1..=600), 600);
+        tiers.prefix_admitted(&keys(1001..=1100), 10);
+        for offered in [0, 256, 512, 610, 610] {
+            assert_eq!(tiers.state(Tier::Disk).queued.len(), offered);
+            tiers.count_admitted();
+        }
+        assert_eq!((tiers.uncounted, tiers.admitted.len()), (0, 0));
+    }
+
+    #[test]
+    fn tail_of_a_counted_prefix_is_overwritten_before_its_head() {
+        let mut tiers = with_disk(1000);
+        let slots = keys(1..=1000).into_iter().enumerate().map(|(slot, key)| (slot as u32, key));
+        tiers.recover(Tier::Disk, &slots.collect::<Vec<_>>(), true);
+        tiers.prefix_admitted(&keys(1..=600), 0);
+        (0..3).for_each(|_| tiers.count_admitted());
+        let used_last = [keys(1..=600), vec![BlockHash(1000)]].concat();
+        assert_eq!(tiers.keys(Tier::Disk, 601), used_last);
+        // A block that a request computes follows the block before it.
+        tiers.touch(BlockHash(601), BlockHash(600));
+        assert_eq!(tiers.keys(Tier::Disk, 601), keys(1..=601));
+        tiers.check();
+    }
+
+    #[test]
+    fn blocks_that_wait_to_be_counted_are_bounded() {
+        let mut tiers = with_disk(10);
+        tiers.prefix_admitted(&keys(1..=UNCOUNTED_MAX as u128 - 1), 0);
+        tiers.prefix_admitted(&keys(1..=3), 3);
+        tiers.prefix_admitted(&keys(1..=3), 3);
+        assert_eq!((tiers.uncounted, tiers.admitted.len()), (UNCOUNTED_MAX, 2));
+        (0..UNCOUNTED_MAX / COUNTED_MAX).for_each(|_| tiers.count_admitted());
+        assert_eq!((tiers.uncounted, tiers.admitted.len()), (0, 0));
+    }
+}
