@@ -32,7 +32,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use admission::AdmittedPrefix;
+use admission::{AdmittedPrefix, WrittenBlock};
 use foldhash::HashMap;
 use kernels::{BLOCK_TOKENS, BlockId};
 use rates::{LoadRate, PrefillRate, choose, measure};
@@ -276,6 +276,8 @@ pub(crate) struct Tiers {
     /// Prefixes of admitted prompts with blocks that are not counted, oldest first, and the number of these blocks.
     admitted: VecDeque<AdmittedPrefix>,
     uncounted: usize,
+    /// Blocks written since the last [`Self::count_written`].
+    written: Vec<WrittenBlock>,
     /// The last launched step, while it is in flight and may write blocks that an earlier step in flight completes.
     last_step: Option<StepId>,
     /// Blocks to queue when the step has been collected; ascending by step.
@@ -312,6 +314,7 @@ impl Tiers {
             touches: Touches::new(2 * keys),
             admitted: VecDeque::new(),
             uncounted: 0,
+            written: Vec::new(),
             last_step: None,
             unverified: VecDeque::new(),
             host_contents: HashMap::default(),

@@ -58,11 +58,12 @@ impl Scheduler {
         self.start_queued_saves(now, actions);
     }
 
-    /// Starts queued saves, as many as may be in flight.
+    /// Counts and offers the blocks that were written, and starts queued saves, as many as may be in flight.
     pub(super) fn start_queued_saves(&mut self, now: Instant, actions: &mut Vec<Action>) {
         let needed = self.awaited_blocks();
         let Some(tiers) = &mut self.tiers else { return };
         tiers.set_now(now);
+        tiers.count_written();
         let resident = |kv: &KvBlocks, key| {
             let (block, contents) = kv.cache.get(key).ok_or(NoSource::Evicted)?;
             let is_cached = kv.pool.state(block) == BlockState::Cached;
@@ -252,8 +253,8 @@ impl Scheduler {
     }
 }
 
-/// Adds block `index` of the sequence, whose KV is written, to the prefix cache, and offers it to the tiers, unless the
-/// KV depends on other weights.
+/// Adds block `index` of the sequence, whose KV is written, to the prefix cache, and to the blocks that the tiers count and
+/// offer, unless the KV depends on other weights.
 pub(super) fn publish(
     kv: &mut KvBlocks,
     tiers: &mut Option<Tiers>,
@@ -266,14 +267,8 @@ pub(super) fn publish(
     }
     kv.publish(&sequence.chain, &sequence.tokens, index, block);
     let Some(tiers) = tiers else { return };
-    let key = sequence.chain.hashes()[index];
-    let is_admitted = if index < sequence.touched {
-        tiers.admits(key)
-    } else {
-        sequence.touched = index + 1;
-        tiers.touch(key, sequence.chain.parent(index))
-    };
-    if is_admitted || sequence.continues {
-        tiers.offer(key);
-    }
+    let (key, parent) = (sequence.chain.hashes()[index], sequence.chain.parent(index));
+    let is_counted = index < sequence.touched;
+    sequence.touched = sequence.touched.max(index + 1);
+    tiers.block_written(key, parent, is_counted, sequence.continues);
 }

@@ -1,5 +1,7 @@
 //! Admission to the tiers: which blocks are worth a save, by their occurrences in requests.
 
+use std::mem;
+
 use super::{TierAdmission, Tiers};
 use crate::event::BlockHash;
 
@@ -17,6 +19,18 @@ pub(super) struct AdmittedPrefix {
     resident: usize,
     /// Number of leading blocks whose occurrence is counted.
     counted: usize,
+}
+
+/// A block that a request has computed or received.
+#[derive(Debug)]
+pub(super) struct WrittenBlock {
+    key: BlockHash,
+    /// Key of the block before it.
+    parent: BlockHash,
+    /// Whether its occurrence in the request is counted already.
+    is_counted: bool,
+    /// Whether the prompt of its request began with a hit.
+    continues: bool,
 }
 
 impl Tiers {
@@ -60,9 +74,36 @@ impl Tiers {
         }
     }
 
-    /// Counts the occurrence in a request of a block that the request has computed, after the block `parent`. Call it at
-    /// most once per request and block. Returns whether the block is worth a save.
-    pub fn touch(&mut self, key: BlockHash, parent: BlockHash) -> bool {
+    /// Records that a request has written a block after the block `parent`. [`count_written`](Self::count_written) counts
+    /// and offers the block later, because a step may wait to be launched. `is_counted`: its occurrence in the request
+    /// was counted before. `continues`: the prompt of the request began with a hit.
+    pub fn block_written(
+        &mut self,
+        key: BlockHash,
+        parent: BlockHash,
+        is_counted: bool,
+        continues: bool,
+    ) {
+        self.written.push(WrittenBlock { key, parent, is_counted, continues });
+    }
+
+    /// Counts the blocks written since the last call, and offers those that are worth a save.
+    pub fn count_written(&mut self) {
+        let mut written = mem::take(&mut self.written);
+        for WrittenBlock { key, parent, is_counted, continues } in written.drain(..) {
+            let is_admitted = match is_counted {
+                true => self.admits(key),
+                false => self.touch(key, parent),
+            };
+            if is_admitted || continues {
+                self.offer(key);
+            }
+        }
+        self.written = written;
+    }
+
+    /// Counts the occurrence of a written block. Returns whether the block is worth a save.
+    fn touch(&mut self, key: BlockHash, parent: BlockHash) -> bool {
         for tier in self.tiers.iter_mut().flatten().filter(|it| it.store.is_known(key)) {
             let parent = tier.store.slot(parent);
             tier.store.touch(key, parent);
@@ -79,7 +120,7 @@ impl Tiers {
     }
 
     /// Returns whether a counted block is worth a save.
-    pub fn admits(&self, key: BlockHash) -> bool {
+    fn admits(&self, key: BlockHash) -> bool {
         match self.config.admission {
             TierAdmission::Always => true,
             TierAdmission::SecondTouch => self.touches.is_second(key),
@@ -123,6 +164,22 @@ mod tests {
         tiers.touch(BlockHash(601), BlockHash(600));
         assert_eq!(tiers.keys(Tier::Disk, 601), keys(1..=601));
         tiers.check();
+    }
+
+    #[test]
+    fn written_blocks_are_offered_when_they_are_counted() {
+        let mut tiers = with_disk(10);
+        tiers.config.admission = TierAdmission::SecondTouch;
+        let mut offered = |key, is_counted, continues| {
+            tiers.block_written(BlockHash(key), BlockHash(0), is_counted, continues);
+            let before = tiers.state(Tier::Disk).queued.len();
+            tiers.count_written();
+            (before, tiers.state(Tier::Disk).queued.len())
+        };
+        assert_eq!(offered(1, false, false), (0, 0), "the first occurrence");
+        assert_eq!(offered(1, true, false), (0, 0), "written again by the same request");
+        assert_eq!(offered(1, false, false), (0, 1), "the second occurrence");
+        assert_eq!(offered(2, false, true), (1, 2), "the prompt began with a hit");
     }
 
     #[test]
