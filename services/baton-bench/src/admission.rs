@@ -1,9 +1,9 @@
-//! `baton-bench admission`: time of the scheduler for a turn of a long conversation whose KV is in the prefix cache, with
-//! and without KV tiers; no model, no copies.
+//! `baton-bench admission`: time of the scheduler for a turn of a long conversation whose KV is in the prefix cache, and
+//! for a prefill step, with and without KV tiers; no model, no copies.
 
 use std::time::{Duration, Instant};
 
-use anyhow::{Result, ensure};
+use anyhow::{Result, bail, ensure};
 use baton::bench::stats::Percentiles;
 use clap::Args;
 use engine::{
@@ -24,7 +24,7 @@ const STEP_TOKENS: u32 = 8192;
 /// Tokens that each turn generates, one a step.
 const OUTPUT_TOKENS: u32 = 64;
 const VOCABULARY: u32 = 50_000;
-/// Turns of each conversation before the measured turns. The tiers save a long prompt over several turns.
+/// Turns of each conversation, and new prompts, that are not measured. The tiers save a long prompt over several turns.
 const WARM_UP: u32 = 10;
 const DEADLINE: Duration = Duration::from_secs(3600);
 
@@ -51,7 +51,7 @@ struct Report {
     with_tiers_us: TurnTimes,
 }
 
-/// Times of the engine thread in a turn, in µs.
+/// Times of the engine thread, in µs.
 #[derive(Debug, Serialize)]
 struct TurnTimes {
     /// The request enters the queue.
@@ -62,6 +62,9 @@ struct TurnTimes {
     step: Percentiles,
     /// The last step is collected, and the sequence releases its blocks.
     end: Percentiles,
+    /// A step that computed the tokens of a new prompt is collected, before the next step is launched. The tiers save every
+    /// block.
+    prefill: Percentiles,
 }
 
 pub fn run(args: AdmissionArgs) -> Result<()> {
@@ -74,22 +77,26 @@ pub fn run(args: AdmissionArgs) -> Result<()> {
         println!("{}", serde_json::to_string_pretty(&report)?);
         return Ok(());
     }
-    println!("engine thread in a turn with {} cached blocks, µs:", report.blocks);
+    println!("times of the engine thread with {} cached blocks, µs:", report.blocks);
     for (tiers, times) in [("off", &report.without_tiers_us), ("on", &report.with_tiers_us)] {
         println!("  tiers {tiers}");
-        let TurnTimes { arrival, admission, step, end } = times;
-        for (part, it) in
-            [("arrival", arrival), ("admission", admission), ("largest step", step), ("end", end)]
-        {
+        let TurnTimes { arrival, admission, step, end, prefill } = times;
+        for (part, it) in [
+            ("arrival", arrival),
+            ("admission", admission),
+            ("largest step", step),
+            ("end", end),
+            ("prefill step", prefill),
+        ] {
             println!("    {part:<12} p50 {:8.1}  p90 {:8.1}  max {:8.1}", it.p50, it.p90, it.max);
         }
     }
     Ok(())
 }
 
-/// Measures every turn after the warm-up. All prompts stay in the prefix cache.
+/// Measures turns whose prompts stay in the prefix cache, and then new prompts.
 fn measure(args: &AdmissionArgs, has_tiers: bool) -> Result<TurnTimes> {
-    let mut node = Node::new(args, has_tiers)?;
+    let mut node = Node::new(args, has_tiers.then_some(TierAdmission::SecondTouch))?;
     let mut samples: [Vec<f64>; 4] = Default::default();
     for turn in 0..WARM_UP + args.turns {
         for conversation in 0..args.conversations {
@@ -103,8 +110,12 @@ fn measure(args: &AdmissionArgs, has_tiers: bool) -> Result<TurnTimes> {
     let saved = node.scheduler.tier_stats(Tier::Host).map(|stats| stats.saved);
     let blocks = u64::from(args.blocks * args.conversations);
     ensure!(saved.is_none_or(|saved| saved >= blocks), "the tiers did not save {blocks} blocks");
+    let mut node = Node::new(args, has_tiers.then_some(TierAdmission::Always))?;
+    let prompts = (0..WARM_UP + args.turns).map(|number| node.prefill(number));
+    let times = prompts.collect::<Result<Vec<_>>>()?.split_off(WARM_UP as usize);
+    let prefill = times.into_iter().map(|time| time.as_secs_f64() * 1e6).collect();
     let [arrival, admission, step, end] = samples.map(Percentiles::of);
-    Ok(TurnTimes { arrival, admission, step, end })
+    Ok(TurnTimes { arrival, admission, step, end, prefill: Percentiles::of(prefill) })
 }
 
 /// A scheduler whose steps and copies end at once.
@@ -115,7 +126,7 @@ struct Node {
 }
 
 impl Node {
-    fn new(args: &AdmissionArgs, has_tiers: bool) -> Result<Self> {
+    fn new(args: &AdmissionArgs, tiers: Option<TierAdmission>) -> Result<Self> {
         let blocks = args.conversations * (args.blocks + 2 * OUTPUT_TOKENS);
         let limits = ExecutorLimits {
             slots: 1,
@@ -128,9 +139,9 @@ impl Node {
         };
         let seeds = CacheSeeds { model_fingerprint: 1, weight_version: 1 };
         let mut scheduler = Scheduler::new(SchedulerConfig::new(limits), seeds)?;
-        if has_tiers {
+        if let Some(admission) = tiers {
             let config = TierConfig {
-                admission: TierAdmission::SecondTouch,
+                admission,
                 host: true,
                 disk_slots: 4 * blocks,
                 sessions: true,
@@ -179,6 +190,26 @@ impl Node {
         self.play(actions);
         ensure!(self.scheduler.is_idle(), "the turn did not finish");
         Ok([arrival, admission, step, end])
+    }
+
+    /// Computes a new prompt in one step. Returns the time to collect the step.
+    fn prefill(&mut self, number: u32) -> Result<Duration> {
+        let mut request = self.request(0);
+        request.tokens.truncate(STEP_TOKENS as usize);
+        request.prompt_len = request.tokens.len() as u32;
+        request.max_tokens = 1;
+        request.cache_salt = number.to_string();
+        let mut actions = Vec::new();
+        self.scheduler.handle(Instant::now(), Input::Arrived(request), &mut actions);
+        let Some(step) = self.scheduler.plan(&mut actions) else { bail!("no step is planned") };
+        let result = result_of(&step);
+        let begin = Instant::now();
+        self.scheduler.complete(result, &mut actions);
+        let took = begin.elapsed();
+        self.scheduler.start_saves(begin, &mut actions);
+        self.play(actions);
+        ensure!(self.scheduler.is_idle(), "the prompt needs more than a step");
+        Ok(took)
     }
 
     fn request(&mut self, conversation: u32) -> NewSequence {
@@ -236,9 +267,10 @@ mod tests {
     fn turns_of_cached_conversations_are_measured_with_and_without_tiers() -> Result<()> {
         let args = AdmissionArgs { blocks: 30, conversations: 2, turns: 3, json: false };
         for has_tiers in [false, true] {
-            let TurnTimes { arrival, admission, step, end } = measure(&args, has_tiers)?;
-            for times in [arrival, admission, step, end] {
-                assert_eq!(times.count, 6);
+            let TurnTimes { arrival, admission, step, end, prefill } = measure(&args, has_tiers)?;
+            for (times, count) in [(arrival, 6), (admission, 6), (step, 6), (end, 6), (prefill, 3)]
+            {
+                assert_eq!(times.count, count);
                 assert!(times.max > 0.0);
             }
         }
