@@ -80,7 +80,7 @@ pub(crate) fn parsed_schema(text: &str) -> Result<(Value, SchemaParts), GrammarE
     };
     let parts = SchemaParts::of(&schema)?;
     parts.check(1)?;
-    adapt(&mut schema);
+    adapt(&mut schema, text.contains("/oneOf/"));
     // llguidance reads options from the schema, so this overwrites options of the client.
     let options = JsonCompileOptions {
         whitespace_pattern: Some(JSON_WHITE_SPACE.to_owned()),
@@ -95,41 +95,49 @@ const FORMATS_KNOWN: [&str; 10] =
     ["date-time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "time", "uri", "uuid"];
 
 /// Removes unknown formats, which are annotations in JSON Schema and errors in llguidance, and requires the tags of
-/// tagged unions. Only subschemas are changed, not values or names of properties.
-fn adapt(schema: &mut Value) {
-    let mut tagged = Vec::new();
-    adapt_subschema(schema, &mut tagged);
-    for (pointer, tag) in tagged {
+/// tagged unions. Only subschemas are changed, not values or names of properties. `keeps_one_of`: references may lead into
+/// `oneOf`.
+fn adapt(schema: &mut Value, keeps_one_of: bool) {
+    let mut unions = TaggedUnions { references: Vec::new(), keeps_one_of };
+    adapt_subschema(schema, &mut unions);
+    for (pointer, tag) in unions.references {
         if let Some(Value::Object(definition)) = schema.pointer_mut(&pointer) {
             require_tag(definition, &tag);
         }
     }
 }
 
-/// Adds to `tagged` the references that are alternatives of tagged unions, each with the name of the tag.
-fn adapt_subschema(schema: &mut Value, tagged: &mut Vec<(String, String)>) {
+/// The tagged unions of a schema.
+struct TaggedUnions {
+    /// References that are alternatives, each with the name of the tag.
+    references: Vec<(String, String)>,
+    /// Whether unions stay in `oneOf`.
+    keeps_one_of: bool,
+}
+
+fn adapt_subschema(schema: &mut Value, unions: &mut TaggedUnions) {
     let Value::Object(keywords) = schema else { return };
     let format = keywords.get("format").and_then(Value::as_str);
     if format.is_some_and(|format| !FORMATS_KNOWN.contains(&format)) {
         keywords.shift_remove("format");
     }
-    adapt_tagged_union(keywords, tagged);
+    adapt_tagged_union(keywords, unions);
     for (keyword, value) in keywords {
         match (keyword.as_str(), value) {
             (
                 "properties" | "patternProperties" | "$defs" | "definitions",
                 Value::Object(schemas),
-            ) => schemas.values_mut().for_each(|schema| adapt_subschema(schema, tagged)),
+            ) => schemas.values_mut().for_each(|schema| adapt_subschema(schema, unions)),
             ("anyOf" | "oneOf" | "allOf" | "prefixItems" | "items", Value::Array(schemas)) => {
-                schemas.iter_mut().for_each(|schema| adapt_subschema(schema, tagged));
+                schemas.iter_mut().for_each(|schema| adapt_subschema(schema, unions));
             }
             ("items" | "additionalItems" | "additionalProperties", schema) => {
-                adapt_subschema(schema, tagged);
+                adapt_subschema(schema, unions);
             }
             // OpenAPI keeps its definitions in `components.schemas`.
             ("components", Value::Object(groups)) => {
                 if let Some(Value::Object(schemas)) = groups.get_mut("schemas") {
-                    schemas.values_mut().for_each(|schema| adapt_subschema(schema, tagged));
+                    schemas.values_mut().for_each(|schema| adapt_subschema(schema, unions));
                 }
             }
             _ => {}
@@ -141,7 +149,7 @@ fn adapt_subschema(schema: &mut Value, tagged: &mut Vec<(String, String)>) {
 /// default as required, but refuses a value without the tag. The tag distinguishes the alternatives, so `anyOf` replaces
 /// `oneOf`: llguidance compares no numbers in `oneOf`. llguidance also copies the target of a reference that has sibling
 /// keywords, so the definition requires the tag, and `discriminator` is removed.
-fn adapt_tagged_union(schema: &mut Map<String, Value>, tagged: &mut Vec<(String, String)>) {
+fn adapt_tagged_union(schema: &mut Map<String, Value>, unions: &mut TaggedUnions) {
     let discriminator = schema.get("discriminator").and_then(|it| it.get("propertyName"));
     let tag = discriminator.and_then(Value::as_str).filter(|tag| tag.len() <= TAG_BYTES_MAX);
     let Some(tag) = tag.map(str::to_owned) else { return };
@@ -149,11 +157,12 @@ fn adapt_tagged_union(schema: &mut Map<String, Value>, tagged: &mut Vec<(String,
     for alternative in alternatives.iter_mut().filter_map(Value::as_object_mut) {
         let reference = alternative.get("$ref").and_then(Value::as_str);
         match reference.and_then(|reference| reference.strip_prefix('#')) {
-            Some(pointer) => tagged.push((pointer.to_owned(), tag.clone())),
+            Some(pointer) => unions.references.push((pointer.to_owned(), tag.clone())),
             None => require_tag(alternative, &tag),
         }
     }
-    if !schema.contains_key("anyOf")
+    if !unions.keeps_one_of
+        && !schema.contains_key("anyOf")
         && let Some(alternatives) = schema.shift_remove("oneOf")
     {
         schema.shift_remove("discriminator");

@@ -226,6 +226,29 @@ fn tag_of_composed_alternatives_is_required() {
     }
 }
 
+#[test]
+fn reference_may_lead_into_a_tagged_union() {
+    let animal = |kind: &str| json!({"type": "object", "properties": {"kind": {"const": kind}}});
+    let grammar = schema(json!({
+        "type": "object",
+        "properties": {
+            "pet": {
+                "oneOf": [animal("cat"), animal("dog")],
+                "discriminator": {"propertyName": "kind"},
+            },
+            "other": {"$ref": "#/properties/pet/oneOf/0"},
+        },
+        "required": ["pet", "other"],
+    }));
+    assert!(matches(&grammar, r#"{"pet": {"kind": "dog"}, "other": {"kind": "cat"}}"#));
+    for text in [
+        r#"{"pet": {"kind": "dog"}, "other": {"kind": "dog"}}"#,
+        r#"{"pet": {}, "other": {"kind": "cat"}}"#,
+    ] {
+        assert!(!matches(&grammar, text), "{text}");
+    }
+}
+
 /// Returns a tagged union of these definitions, as Pydantic writes it.
 fn tagged_union(definitions: &[String]) -> Value {
     let alternatives: Vec<Value> =
