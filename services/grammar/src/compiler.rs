@@ -118,8 +118,8 @@ impl Compiler {
 
     /// Returns the matcher and the fuel that its lexer took.
     fn compile_whole(&self, grammar: &Grammar, fuel: u64) -> Result<(Matcher, u64), GrammarError> {
-        let parsed = grammar.parsed()?;
         let (matcher, fuel_spent) = on_compiler_thread(|| {
+            let parsed = grammar.parsed()?;
             let limits = ParserLimits { initial_lexer_fuel: fuel, ..parser_limits() };
             let tokens = Some(self.factory.tok_env().clone());
             let (grammar, lexer) = GrammarInit::Serialized(parsed)

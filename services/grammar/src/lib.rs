@@ -13,6 +13,7 @@
 #![forbid(unsafe_code)]
 
 mod compiler;
+mod copies;
 mod error;
 pub mod limits;
 mod matcher;

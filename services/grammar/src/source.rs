@@ -10,13 +10,14 @@ use regex_syntax::{
 use serde_json::{Map, Number, Value};
 
 use crate::{
+    copies::copied_subschemas,
     error::{GrammarError, one_line},
     limits::{
         CASE_INSENSITIVE_CLASS_WEIGHT, JSON_WHITE_SPACE, MULTIPLE_OF_COEFFICIENT_MAX,
         MULTIPLE_OF_MAX, MULTIPLE_OF_PLACES_MAX, REGEX_BYTES_MAX, REGEX_DEPTH_MAX,
-        SCHEMA_ALTERNATIVES_MAX, SCHEMA_BYTES_MAX, SCHEMA_DEPTH_MAX, SCHEMA_FORMATS_MAX,
-        SCHEMA_OBJECTS_MAX, SCHEMA_PROPERTIES_MAX, SCHEMA_VALUES_MAX, TAG_BYTES_MAX,
-        UNICODE_CLASSES_MAX,
+        SCHEMA_ALTERNATIVES_MAX, SCHEMA_BYTES_MAX, SCHEMA_COPIES_MAX, SCHEMA_DEPTH_MAX,
+        SCHEMA_FORMATS_MAX, SCHEMA_OBJECTS_MAX, SCHEMA_PROPERTIES_MAX, SCHEMA_VALUES_MAX,
+        TAG_BYTES_MAX, UNICODE_CLASSES_MAX,
     },
     tool_calls::ToolCalls,
 };
@@ -78,9 +79,11 @@ pub(crate) fn parsed_schema(text: &str) -> Result<(Value, SchemaParts), GrammarE
         // Do not quote the value, which may be long.
         other => return Err(not_a_schema(format!("{} is not an object", type_name(&other)))),
     };
-    let parts = SchemaParts::of(&schema)?;
+    let mut parts = SchemaParts::of(&schema)?;
     parts.check(1)?;
     adapt(&mut schema, text.contains("/oneOf/"));
+    parts.0[COPIES] = copied_subschemas(&schema);
+    parts.check(1)?;
     // llguidance reads options from the schema, so this overwrites options of the client.
     let options = JsonCompileOptions {
         whitespace_pattern: Some(JSON_WHITE_SPACE.to_owned()),
@@ -217,13 +220,14 @@ pub(crate) fn check_regex(text: &str) -> Result<(), GrammarError> {
 }
 
 /// Parts that make a schema expensive to compile: their name in errors, and how many one schema may have.
-const PARTS: [(&str, usize); 6] = [
+const PARTS: [(&str, usize); 7] = [
     ("properties", SCHEMA_PROPERTIES_MAX),
     ("values in enums", SCHEMA_VALUES_MAX),
     ("parts in anyOf, oneOf and allOf", SCHEMA_ALTERNATIVES_MAX),
     ("values of format", SCHEMA_FORMATS_MAX),
     ("objects", SCHEMA_OBJECTS_MAX),
     ("non-ASCII character classes (a case-insensitive one counts 20)", UNICODE_CLASSES_MAX),
+    ("subschemas in copies of references that have other keywords beside them", SCHEMA_COPIES_MAX),
 ];
 const PROPERTIES: usize = 0;
 const ENUM_VALUES: usize = 1;
@@ -231,6 +235,7 @@ const ALTERNATIVES: usize = 2;
 const FORMATS: usize = 3;
 const OBJECTS: usize = 4;
 const UNICODE_CLASSES: usize = 5;
+const COPIES: usize = 6;
 
 /// Counts of [`PARTS`] in a schema. Keywords count wherever they occur: a property may be called `const`, and `$ref`
 /// may lead into a value.

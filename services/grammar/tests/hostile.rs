@@ -134,6 +134,70 @@ fn references_and_combined_schemas_are_checked_in_bounded_time() {
     ]);
 }
 
+/// Returns a schema of definitions, each with two properties. `property` makes a property of a reference to the next
+/// definition, and `definition` a definition of its number and properties.
+fn doubling(
+    levels: usize,
+    property: impl Fn(Value) -> Value,
+    definition: impl Fn(usize, Value) -> Value,
+) -> Value {
+    let mut definitions = many(levels, |level| {
+        let next = property(json!({"$ref": format!("#/$defs/d{}", level + 1)}));
+        (format!("d{level}"), definition(level, json!({"a": next, "b": next})))
+    });
+    definitions[format!("d{levels}")] = json!({"type": "object"});
+    json!({"$ref": "#/$defs/d0", "$defs": definitions})
+}
+
+fn beside(mut reference: Value, keyword: &str, value: Value) -> Value {
+    reference[keyword] = value;
+    reference
+}
+
+#[test]
+fn references_with_sibling_keywords_are_rejected_before_their_copies_multiply() {
+    let object = |_: usize, properties: Value| json!({"type": "object", "properties": properties});
+    let sibling = |reference: Value| beside(reference, "required", json!([]));
+    let all_of = |reference: Value| json!({"allOf": [reference, {"required": []}]});
+    let same = |reference: Value| reference;
+    // The other part of `allOf` has the same properties.
+    let merged = |_: usize, properties: Value| {
+        let any = json!({"required": []});
+        json!({"allOf": [{"properties": properties}, {"properties": {"a": any, "b": any}}]})
+    };
+    let with_patterns = |_: usize, properties: Value| {
+        json!({"type": "object", "properties": properties,
+            "patternProperties": {"^[ab]$": {"required": []}}})
+    };
+    let compiler = Compiler::for_bytes();
+    for schema in [
+        doubling(17, sibling, object),
+        doubling(17, all_of, object),
+        doubling(17, same, merged),
+        doubling(17, same, with_patterns),
+        doubling(100, sibling, object),
+    ] {
+        let text = schema.to_string();
+        let error = compiler.check(&Grammar::JsonSchema(text.clone())).unwrap_err().to_string();
+        let expected = " subschemas in copies of references that have other keywords beside them; \
+                        allowed: at most 10000";
+        assert!(error.ends_with(expected), "{text:.200}: {error}");
+    }
+    let with_default = |reference: Value| beside(reference, "default", json!({"a": null}));
+    let described = |reference: Value| beside(reference, "description", json!("the next one"));
+    let wrapped =
+        |reference: Value| json!({"allOf": [reference], "title": "Next", "default": null});
+    let optional =
+        |reference: Value| json!({"anyOf": [reference, {"type": "null"}], "default": null});
+    check_schemas([
+        (doubling(17, with_default, object), ACCEPTED),
+        (doubling(17, described, object), ACCEPTED),
+        (doubling(17, wrapped, object), ACCEPTED),
+        (doubling(17, optional, object), ACCEPTED),
+        (doubling(6, sibling, object), ACCEPTED),
+    ]);
+}
+
 #[test]
 fn patterns_are_checked_in_bounded_time() {
     let patterns = many(300, |i| (format!("^a{i}.*(x|y){{0,50}}"), json!({"type": "string"})));

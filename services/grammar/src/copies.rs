@@ -1,0 +1,307 @@
+//! Bound on the copies that llguidance makes of referenced schemas.
+//!
+//! A `$ref` alone stays a reference. But llguidance copies the referenced schema where it intersects the schema with
+//! another one: with keywords beside `$ref`, or with another part of `allOf`. The copy includes the copies inside, so
+//! copies may multiply from definition to definition. llguidance bounds its intersections, but not the size of copies.
+//!
+//! [`copied_subschemas`] computes the size without a copy. It may count too many: if an intersection has several parts
+//! with properties or items, it counts their references as copied, although llguidance copies those of common properties
+//! only.
+
+use std::collections::HashMap;
+
+use serde_json::{Map, Value};
+
+/// Keywords that llguidance ignores beside others.
+const ANNOTATIONS: [&str; 15] = [
+    "$anchor",
+    "$comment",
+    "$defs",
+    "$id",
+    "$schema",
+    "contentEncoding",
+    "contentMediaType",
+    "default",
+    "definitions",
+    "description",
+    "examples",
+    "id",
+    "readOnly",
+    "title",
+    "writeOnly",
+];
+
+/// Returns the number of subschemas in all copies of referenced schemas.
+pub(crate) fn copied_subschemas(root: &Value) -> usize {
+    let mut sizes = Sizes { root, of_references: HashMap::new() };
+    let mut copied = 0_usize;
+    let mut rest = vec![root];
+    while let Some(value) = rest.pop() {
+        if intersects(value) && has_reference(value) {
+            copied = copied.saturating_add(sizes.of(value, Copied::None).total());
+        }
+        rest.extend(children(value));
+    }
+    copied
+}
+
+/// References that an intersection copies.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+enum Copied {
+    None,
+    /// References that are parts of the intersection.
+    Parts,
+    /// References in properties and items of the parts, too.
+    All,
+}
+
+/// Size of a schema with its copies.
+#[derive(Clone, Copy, Debug)]
+struct Size {
+    /// Alternatives of `anyOf`, `oneOf` and `enum`.
+    alternatives: usize,
+    /// Subschemas in properties and items of all alternatives.
+    nested: usize,
+}
+
+impl Size {
+    const ONE: Self = Self { alternatives: 1, nested: 0 };
+
+    fn total(self) -> usize {
+        self.alternatives.saturating_add(self.nested)
+    }
+
+    /// Returns the size of an intersection: each alternative is intersected with each one of `other`.
+    fn intersected(self, other: Self) -> Self {
+        let nested = self.nested.saturating_mul(other.alternatives);
+        let of_other = other.nested.saturating_mul(self.alternatives);
+        Self {
+            alternatives: self.alternatives.saturating_mul(other.alternatives),
+            nested: nested.saturating_add(of_other),
+        }
+    }
+}
+
+/// A part of a schema that llguidance intersects with the other parts.
+#[derive(Clone, Copy)]
+enum Part<'a> {
+    Reference(&'a str),
+    /// An element of `allOf`.
+    Schema(&'a Value),
+    /// `anyOf` or `oneOf`.
+    Union(&'a [Value]),
+    /// `enum` or `const`, with the number of its values.
+    Values(usize),
+    /// All other keywords.
+    Keywords(&'a Map<String, Value>),
+}
+
+impl<'a> Part<'a> {
+    fn of(keywords: &'a Map<String, Value>) -> Vec<Self> {
+        let mut parts = Vec::new();
+        let mut has_others = false;
+        for (keyword, value) in keywords {
+            match (keyword.as_str(), value) {
+                ("$ref", Value::String(reference)) => parts.push(Self::Reference(reference)),
+                ("allOf", Value::Array(all)) => parts.extend(all.iter().map(Self::Schema)),
+                ("anyOf" | "oneOf", Value::Array(all)) => parts.push(Self::Union(all)),
+                ("enum", Value::Array(all)) => parts.push(Self::Values(all.len())),
+                ("const", _) => parts.push(Self::Values(1)),
+                (keyword, _) => has_others |= !ANNOTATIONS.contains(&keyword),
+            }
+        }
+        if has_others {
+            parts.push(Self::Keywords(keywords));
+        }
+        parts
+    }
+
+    /// Returns the reference of a part that is nothing else.
+    fn reference(self) -> Option<&'a str> {
+        match self {
+            Self::Reference(reference) => Some(reference),
+            Self::Schema(Value::Object(keywords)) if keywords.len() == 1 => {
+                keywords.get("$ref")?.as_str()
+            }
+            _ => None,
+        }
+    }
+}
+
+/// Sizes of schemas in a document.
+struct Sizes<'a> {
+    root: &'a Value,
+    of_references: HashMap<(&'a str, Copied), Size>,
+}
+
+impl<'a> Sizes<'a> {
+    fn of(&mut self, schema: &'a Value, copied: Copied) -> Size {
+        let Value::Object(keywords) = schema else { return Size::ONE };
+        let parts = Part::of(keywords);
+        let [first, others @ ..] = &parts[..] else { return Size::ONE };
+        if others.is_empty() {
+            return self.of_part(*first, copied);
+        }
+        let copied = copied.max(Copied::Parts);
+        let mut sizes = self.of_parts(&parts, copied);
+        if copied == Copied::Parts && sizes.iter().filter(|size| size.nested > 0).count() > 1 {
+            sizes = self.of_parts(&parts, Copied::All);
+        }
+        let mut references = Vec::new();
+        for (part, size) in parts.iter().zip(&mut sizes) {
+            // Two copies of one object are merged into one.
+            if let Some(reference) = part.reference() {
+                if references.contains(&reference) {
+                    size.nested = 0;
+                }
+                references.push(reference);
+            }
+        }
+        sizes.into_iter().fold(Size::ONE, Size::intersected)
+    }
+
+    fn of_parts(&mut self, parts: &[Part<'a>], copied: Copied) -> Vec<Size> {
+        parts.iter().map(|part| self.of_part(*part, copied)).collect()
+    }
+
+    fn of_part(&mut self, part: Part<'a>, copied: Copied) -> Size {
+        match part {
+            Part::Reference(_) if copied == Copied::None => Size::ONE,
+            Part::Reference(reference) => self.of_reference(reference, copied),
+            Part::Schema(schema) => self.of(schema, copied),
+            Part::Values(count) => Size { alternatives: count.max(1), nested: 0 },
+            Part::Union(all) => {
+                let mut union = Size { alternatives: 0, nested: 0 };
+                for schema in all {
+                    let Size { alternatives, nested } = self.of(schema, copied);
+                    union.alternatives = union.alternatives.saturating_add(alternatives);
+                    union.nested = union.nested.saturating_add(nested);
+                }
+                Size { alternatives: union.alternatives.max(1), ..union }
+            }
+            Part::Keywords(keywords) => {
+                let copies_nested = copied == Copied::All || intersects_properties(keywords);
+                let copied = if copies_nested { Copied::All } else { Copied::None };
+                let mut size = Size::ONE;
+                for schema in nested(keywords) {
+                    size.nested = size.nested.saturating_add(self.of(schema, copied).total());
+                }
+                size
+            }
+        }
+    }
+
+    fn of_reference(&mut self, reference: &'a str, copied: Copied) -> Size {
+        let key = (reference, copied);
+        if let Some(size) = self.of_references.get(&key) {
+            return *size;
+        }
+        // A schema is not copied into itself.
+        self.of_references.insert(key, Size::ONE);
+        let size = match referenced(self.root, reference) {
+            Some(schema) => self.of(schema, copied),
+            None => Size::ONE,
+        };
+        self.of_references.insert(key, size);
+        size
+    }
+}
+
+/// Returns the schema that llguidance finds under a reference.
+fn referenced<'a>(root: &'a Value, reference: &str) -> Option<&'a Value> {
+    let path = reference.strip_prefix('#')?.strip_prefix('/').unwrap_or_default();
+    if path.is_empty() {
+        return Some(root);
+    }
+    path.split('/').try_fold(root, |value, segment| match value {
+        Value::Array(all) => all.get(segment.parse::<usize>().ok()?),
+        value => value.get(segment),
+    })
+}
+
+/// Returns whether llguidance intersects parts of this schema.
+fn intersects(schema: &Value) -> bool {
+    let Value::Object(keywords) = schema else { return false };
+    Part::of(keywords).len() > 1 || intersects_properties(keywords)
+}
+
+/// Returns whether llguidance intersects properties with pattern properties.
+fn intersects_properties(keywords: &Map<String, Value>) -> bool {
+    keywords.contains_key("properties") && keywords.contains_key("patternProperties")
+}
+
+fn has_reference(value: &Value) -> bool {
+    value.get("$ref").is_some() || children(value).any(has_reference)
+}
+
+fn children(value: &Value) -> impl Iterator<Item = &Value> {
+    let properties = value.as_object().into_iter().flat_map(|keywords| keywords.values());
+    value.as_array().into_iter().flatten().chain(properties)
+}
+
+/// Returns the schemas of properties and items.
+fn nested(keywords: &Map<String, Value>) -> Vec<&Value> {
+    let mut all = Vec::new();
+    for (keyword, value) in keywords {
+        match (keyword.as_str(), value) {
+            ("properties" | "patternProperties", Value::Object(schemas)) => {
+                all.extend(schemas.values());
+            }
+            ("items" | "prefixItems", Value::Array(schemas)) => all.extend(schemas),
+            ("items" | "additionalItems" | "additionalProperties", Value::Object(_)) => {
+                all.push(value);
+            }
+            _ => {}
+        }
+    }
+    all
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    /// Returns the copies in a schema with a definition `A` of two properties, one of which refers to `B`.
+    fn copies(schema: Value) -> usize {
+        let text = json!({"type": "string"});
+        copied_subschemas(&json!({"properties": {"it": schema}, "$defs": {
+            "A": {"type": "object", "properties": {"a": text, "b": {"$ref": "#/$defs/B"}}},
+            "B": {"type": "object", "properties": {"a": text, "b": text, "c": text}},
+            "Many": {"anyOf": [text, text, text]},
+        }}))
+    }
+
+    #[test]
+    fn references_that_stay_references_are_no_copies() {
+        let a = json!({"$ref": "#/$defs/A"});
+        for schema in [
+            a.clone(),
+            json!({"$ref": "#/$defs/A", "description": "it", "default": {"a": "x"}}),
+            json!({"allOf": [a], "title": "It"}),
+            json!({"anyOf": [a, {"type": "null"}], "default": null}),
+            json!({"type": "array", "items": a}),
+            json!({"type": "object", "allOf": [{"required": ["a"]}]}),
+        ] {
+            assert_eq!(copies(schema.clone()), 0, "{schema}");
+        }
+    }
+
+    #[test]
+    fn intersected_references_are_copies_of_their_schemas() {
+        let (a, b) = (json!({"$ref": "#/$defs/A"}), json!({"$ref": "#/$defs/B"}));
+        for (schema, count) in [
+            (json!({"$ref": "#/$defs/A", "required": ["a"]}), 3),
+            (json!({"allOf": [a, {"required": ["a"]}]}), 3),
+            (json!({"type": "object", "anyOf": [a, b]}), 7),
+            (json!({"allOf": [b, b]}), 4),
+            (json!({"allOf": [b, {"$ref": "#/$defs/Many"}]}), 12),
+            // The properties of both may be intersected, so `B` in `A` counts as a copy.
+            (json!({"allOf": [a, {"properties": {"c": {"type": "null"}}}]}), 7),
+            (json!({"properties": {"a": b}, "patternProperties": {"^a": {"type": "null"}}}), 6),
+        ] {
+            assert_eq!(copies(schema.clone()), count, "{schema}");
+        }
+    }
+}
