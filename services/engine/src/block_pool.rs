@@ -19,13 +19,9 @@
 
 mod testing;
 
-use std::{
-    cmp::Reverse,
-    collections::{BTreeMap, BTreeSet},
-    iter,
-    time::Instant,
-};
+use std::{cmp::Reverse, collections::BTreeSet, iter, time::Instant};
 
+use foldhash::HashMap;
 use kernels::BlockId;
 
 use crate::event::SequenceId;
@@ -107,10 +103,9 @@ pub struct BlockPool {
     free: Vec<BlockId>,
     /// Cached blocks that are not kept.
     cached: CachedList,
-    /// Blocks that are kept, in the order of eviction. Every group has a block, so there are at most as many groups as
-    /// blocks.
-    kept: BTreeMap<KeptGroup, Group>,
-    /// The groups of `kept` that have a cached block.
+    /// Blocks that are kept. Every group has a block, so there are at most as many groups as blocks.
+    kept: HashMap<KeptGroup, Group>,
+    /// The groups of `kept` that have a cached block, in the order of eviction.
     evictable_groups: BTreeSet<KeptGroup>,
     /// Cached blocks of all groups.
     kept_blocks: u32,
@@ -138,7 +133,7 @@ impl BlockPool {
             blocks: vec![block; block_count as usize],
             free: (0..block_count).rev().map(BlockId).collect(),
             cached: CachedList::default(),
-            kept: BTreeMap::new(),
+            kept: HashMap::default(),
             evictable_groups: BTreeSet::new(),
             kept_blocks: 0,
             kept_until: BTreeSet::new(),

@@ -1,5 +1,7 @@
 //! Check of the block pool's invariants, for tests and the simulation.
 
+use std::collections::BTreeSet;
+
 use super::{BlockCounts, BlockPool, BlockState};
 
 impl BlockPool {
@@ -52,8 +54,8 @@ impl BlockPool {
         assert_eq!(walked, counts.cached);
         assert_eq!(self.kept_blocks, walked - self.cached.len);
         let evictable = self.kept.iter().filter(|(_, kept)| kept.cached.len > 0);
-        let evictable = evictable.map(|(group, _)| group);
-        assert!(self.evictable_groups.iter().eq(evictable), "groups with cached blocks are known");
+        let evictable: BTreeSet<_> = evictable.map(|(&group, _)| group).collect();
+        assert_eq!(self.evictable_groups, evictable, "groups with cached blocks are known");
         assert_eq!(self.kept_until.len(), self.kept.len(), "every kept group has one time");
         for (&key, group) in &self.kept {
             assert!(self.kept_until.contains(&(group.until, key)));
