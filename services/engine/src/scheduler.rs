@@ -172,7 +172,7 @@ impl Scheduler {
             Input::Tier(event) => self.handle_tier(event, actions),
         }
         self.admit_receives(actions);
-        if self.frames.is_empty() {
+        if self.frames.is_empty() && self.ready.is_empty() {
             // No step follows that would count blocks.
             self.start_saves(now, actions);
         } else {

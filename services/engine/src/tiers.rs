@@ -521,13 +521,15 @@ impl Tiers {
         let save = self.saves.remove(&job)?;
         let now = self.now;
         let state = self.state(save.tier);
+        // The queue stays in the order of its times.
+        let since = state.queued.front().map_or(now, |&(since, _)| since);
         state.saves -= 1;
         state.store.end_save(save.slot, is_saved);
         match is_saved {
             true => state.stats.saved += 1,
             false if has_begun => state.stats.failed += 1,
             // The block is saved later, unless it is evicted before.
-            false => state.queued.push_front((now, save.contents.key)),
+            false => state.queued.push_front((since, save.contents.key)),
         }
         if is_saved && save.tier == Tier::Host {
             self.host_contents.insert(save.slot, save.contents);
@@ -735,6 +737,18 @@ mod tests {
         assert_eq!(tiers.restore_time(10), Duration::from_millis(10), "from the disk");
         tiers.grow(Tier::Host, 1);
         assert_eq!(tiers.restore_time(10), Duration::from_millis(160), "no load is measured");
+    }
+
+    #[test]
+    fn cancelled_save_does_not_lower_the_age_of_the_queue() {
+        let mut tiers = with_disk(10);
+        tiers.recover(Tier::Disk, &[], true);
+        (1..=2).for_each(|key| tiers.offer(BlockHash(key)));
+        let save = tiers.next_save(resident).expect("the queue has two saves");
+        assert_eq!(tiers.cancel_saves(|_| true), Some(save.job));
+        tiers.set_now(tiers.now() + Duration::from_secs(3));
+        tiers.end_save(save.job, false);
+        assert_eq!(tiers.stats(Tier::Disk).unwrap().queue_age, Duration::from_secs(3));
     }
 
     #[test]

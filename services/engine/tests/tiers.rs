@@ -199,6 +199,20 @@ fn step_times_do_not_move_while_a_load_does_not_end() {
 }
 
 #[test]
+fn kv_that_arrives_is_offered_to_the_tiers_after_the_launch_of_the_next_step() {
+    let mut node = node(20, config(20));
+    let receive = new(1, SequenceKind::Receive, 1, 70);
+    node.arrive(NewSequence { max_tokens: 4, ignore_stop_tokens: true, ..receive });
+    node.run();
+    node.kv_arrives(SequenceId(1));
+    assert!(!node.copy(0, false), "a step waits to be launched");
+    node.turn();
+    assert!(node.copy(0, false));
+    run(&mut node);
+    node.assert_all_returned();
+}
+
+#[test]
 fn load_that_takes_too_long_is_given_up_and_its_blocks_stay_reserved() {
     let load_timeout = Duration::from_secs(2);
     let mut node = node(13, TierConfig { load_timeout, ..config(20) });

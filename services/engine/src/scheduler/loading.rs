@@ -50,20 +50,22 @@ impl Scheduler {
         }
     }
 
-    /// Counts blocks of admitted prompts, and starts queued saves, as many as may be in flight. Call it after each step.
+    /// Counts and offers blocks of admitted prompts and written blocks, and starts queued saves, as many as may be in
+    /// flight. Call it after each step.
     pub fn start_saves(&mut self, now: Instant, actions: &mut Vec<Action>) {
         if let Some(tiers) = &mut self.tiers {
+            tiers.set_now(now);
             tiers.count_admitted();
+            tiers.count_written();
         }
         self.start_queued_saves(now, actions);
     }
 
-    /// Counts and offers the blocks that were written, and starts queued saves, as many as may be in flight.
+    /// Starts queued saves, as many as may be in flight.
     pub(super) fn start_queued_saves(&mut self, now: Instant, actions: &mut Vec<Action>) {
         let needed = self.awaited_blocks();
         let Some(tiers) = &mut self.tiers else { return };
         tiers.set_now(now);
-        tiers.count_written();
         let resident = |kv: &KvBlocks, key| {
             let (block, contents) = kv.cache.get(key).ok_or(NoSource::Evicted)?;
             let is_cached = kv.pool.state(block) == BlockState::Cached;
@@ -246,10 +248,13 @@ impl Scheduler {
         }
     }
 
-    /// Offers the blocks of a sequence that will return to the tiers.
+    /// Lets the tiers offer the blocks of a preempted sequence, which will return, after the launch of the step.
     pub(super) fn offer_preempted(&mut self, id: SequenceId, published: usize) {
         let Some(tiers) = &mut self.tiers else { return };
-        self.sequences[&id].chain.hashes()[..published].iter().for_each(|&key| tiers.offer(key));
+        let chain = &self.sequences[&id].chain;
+        for index in 0..published {
+            tiers.block_written(chain.hashes()[index], chain.parent(index), true, true);
+        }
     }
 }
 

@@ -7,8 +7,10 @@ use crate::event::BlockHash;
 
 /// Maximum number of blocks of admitted prompts that are not counted yet. A prompt of a million tokens has 65,536 blocks.
 const UNCOUNTED_MAX: usize = 65_536;
-/// Maximum number of these blocks that are counted at a time.
-const COUNTED_MAX: usize = 256;
+/// Number of these blocks that are counted at a time: this number, or the backlog divided by `BACKLOG_PART`. A prefill
+/// step may admit many prompts, so a fixed number would not keep up.
+const COUNTED_MIN: usize = 256;
+const BACKLOG_PART: usize = 8;
 
 /// Cached or loaded blocks of an admitted prompt. A prompt of 140,000 tokens has 8,750 blocks: counting all of them at
 /// its admission would delay the step that admits it.
@@ -37,6 +39,10 @@ impl Tiers {
     /// Records that a prompt was admitted whose first blocks `keys` are cached or loaded; the first `resident` of them are
     /// in the prefix cache. [`count_admitted`](Self::count_admitted) counts the blocks later.
     pub fn prefix_admitted(&mut self, keys: &[BlockHash], resident: usize) {
+        // A block that the request writes before the prefix is counted takes the time of the prefix's last block.
+        if let Some(&last) = keys.last() {
+            self.tiers.iter_mut().flatten().for_each(|tier| _ = tier.store.touch(last, None));
+        }
         // Beyond the bound, the tail of the prefix is not counted.
         let keys = &keys[..keys.len().min(UNCOUNTED_MAX - self.uncounted)];
         if !keys.is_empty() {
@@ -45,10 +51,10 @@ impl Tiers {
         }
     }
 
-    /// Counts the next blocks of admitted prompts, at most [`COUNTED_MAX`], and offers those that were resident and are
+    /// Counts the next blocks of admitted prompts, and offers those that were resident and are
     /// worth a save.
     pub fn count_admitted(&mut self) {
-        let mut left = COUNTED_MAX;
+        let mut left = COUNTED_MIN.max(self.uncounted / BACKLOG_PART);
         while left > 0
             && let Some(mut prefix) = self.admitted.pop_front()
         {
@@ -132,8 +138,10 @@ impl Tiers {
 mod tests {
     use std::ops::RangeInclusive;
 
+    use kernels::{BLOCK_TOKENS, BlockId};
+
     use super::*;
-    use crate::tiers::{Tier, tests::with_disk};
+    use crate::tiers::{BlockContents, Tier, tests::with_disk};
 
     fn keys(range: RangeInclusive<u128>) -> Vec<BlockHash> {
         range.map(BlockHash).collect()
@@ -167,6 +175,61 @@ mod tests {
     }
 
     #[test]
+    fn block_that_is_written_while_its_prefix_is_not_counted_is_overwritten_just_before_it() {
+        let mut tiers = with_disk(1001);
+        let slots = keys(1..=1000).into_iter().enumerate().map(|(slot, key)| (slot as u32, key));
+        tiers.recover(Tier::Disk, &slots.collect::<Vec<_>>(), true);
+        tiers.prefix_admitted(&keys(1..=600), 600);
+        tiers.count_admitted();
+        // The turn's new block is saved before the rest of its prefix is counted.
+        tiers.block_written(BlockHash(2001), BlockHash(600), false, true);
+        tiers.count_written();
+        let contents = BlockContents {
+            key: BlockHash(2001),
+            parent: BlockHash(600),
+            tokens: [0; BLOCK_TOKENS],
+        };
+        let save = tiers.next_save(|_| Ok((BlockId(0), contents))).expect("a slot is free");
+        tiers.end_save(save.job, true);
+        (0..2).for_each(|_| tiers.count_admitted());
+        let used_last = [keys(1..=600), vec![BlockHash(2001)]].concat();
+        assert_eq!(tiers.keys(Tier::Disk, 601), used_last);
+        tiers.check();
+    }
+
+    #[test]
+    fn block_of_the_conversation_that_was_used_longest_ago_is_saved_to_a_full_tier() {
+        let mut tiers = with_disk(1000);
+        let slots = keys(1..=1000).into_iter().enumerate().map(|(slot, key)| (slot as u32, key));
+        tiers.recover(Tier::Disk, &slots.collect::<Vec<_>>(), true);
+        for conversation in [1..=600, 601..=1000] {
+            tiers.prefix_admitted(&keys(conversation), 0);
+            (0..3).for_each(|_| tiers.count_admitted());
+        }
+        tiers.prefix_admitted(&keys(1..=600), 600);
+        tiers.count_admitted();
+        tiers.block_written(BlockHash(2001), BlockHash(600), false, true);
+        tiers.count_written();
+        let contents = BlockContents {
+            key: BlockHash(2001),
+            parent: BlockHash(600),
+            tokens: [0; BLOCK_TOKENS],
+        };
+        assert!(tiers.next_save(|_| Ok((BlockId(0), contents))).is_some());
+        assert_eq!(tiers.stats(Tier::Disk).unwrap().dropped, 0);
+    }
+
+    #[test]
+    fn backlog_of_prefixes_that_are_admitted_at_every_step_does_not_grow() {
+        let mut tiers = with_disk(10);
+        for turn in 0..200 {
+            tiers.prefix_admitted(&keys(1000 * turn + 1..=1000 * turn + 1000), 0);
+            tiers.count_admitted();
+        }
+        assert!(tiers.uncounted <= 8000, "{} blocks wait", tiers.uncounted);
+    }
+
+    #[test]
     fn written_blocks_are_offered_when_they_are_counted() {
         let mut tiers = with_disk(10);
         tiers.config.admission = TierAdmission::SecondTouch;
@@ -189,7 +252,7 @@ mod tests {
         tiers.prefix_admitted(&keys(1..=3), 3);
         tiers.prefix_admitted(&keys(1..=3), 3);
         assert_eq!((tiers.uncounted, tiers.admitted.len()), (UNCOUNTED_MAX, 2));
-        (0..UNCOUNTED_MAX / COUNTED_MAX).for_each(|_| tiers.count_admitted());
+        (0..UNCOUNTED_MAX / COUNTED_MIN).for_each(|_| tiers.count_admitted());
         assert_eq!((tiers.uncounted, tiers.admitted.len()), (0, 0));
     }
 }
