@@ -1,8 +1,10 @@
-//! Bound on the copies that llguidance makes of referenced schemas.
+//! Bound on the copies that llguidance makes of schemas.
 //!
 //! A `$ref` alone stays a reference. But llguidance copies the referenced schema where it intersects the schema with
 //! another one: with keywords beside `$ref`, or with another part of `allOf`. The copy includes the copies inside, so
-//! copies may multiply from definition to definition. llguidance bounds its intersections, but not the size of copies.
+//! copies may multiply from definition to definition. Schemas without references are copied, too: one part of an
+//! intersection for each alternative of another part, `patternProperties` and `additionalProperties` for each property,
+//! and `items` for each item of `prefixItems`. llguidance bounds its intersections, but not the size of copies.
 //!
 //! [`copied_subschemas`] computes the size without a copy. It may count too many: if an intersection has several parts
 //! with properties or items, it counts their references as copied, although llguidance copies those of common properties
@@ -31,14 +33,16 @@ const ANNOTATIONS: [&str; 15] = [
     "writeOnly",
 ];
 
-/// Returns the number of subschemas in all copies of referenced schemas.
+/// Returns the number of subschemas in all copies.
 pub(crate) fn copied_subschemas(root: &Value) -> usize {
-    let mut sizes = Sizes { root, of_references: HashMap::new() };
+    let mut sizes = Sizes { root, written: subschemas_in(root), of_references: HashMap::new() };
     let mut copied = 0_usize;
     let mut rest = vec![root];
     while let Some(value) = rest.pop() {
-        if intersects(value) && has_reference(value) {
-            copied = copied.saturating_add(sizes.of(value, Copied::None).total());
+        if intersects(value) {
+            let written = if has_reference(value) { 0 } else { values_in(value) };
+            let size = sizes.of(value, Copied::None).total();
+            copied = copied.saturating_add(size.saturating_sub(written));
         }
         rest.extend(children(value));
     }
@@ -62,10 +66,16 @@ struct Size {
     alternatives: usize,
     /// Subschemas in properties and items of all alternatives.
     nested: usize,
+    /// Properties and `prefixItems` of all alternatives.
+    names: usize,
+    /// Subschemas that apply to other names of all alternatives: patterns, additional properties and items.
+    rest: usize,
+    /// Whether a copied reference leads back to itself.
+    is_recursive: bool,
 }
 
 impl Size {
-    const ONE: Self = Self { alternatives: 1, nested: 0 };
+    const ONE: Self = Self { alternatives: 1, nested: 0, names: 0, rest: 0, is_recursive: false };
 
     fn total(self) -> usize {
         self.alternatives.saturating_add(self.nested)
@@ -73,11 +83,19 @@ impl Size {
 
     /// Returns the size of an intersection: each alternative is intersected with each one of `other`.
     fn intersected(self, other: Self) -> Self {
-        let nested = self.nested.saturating_mul(other.alternatives);
-        let of_other = other.nested.saturating_mul(self.alternatives);
+        let of_both = |part: fn(&Self) -> usize| {
+            let of_self = part(&self).saturating_mul(other.alternatives);
+            of_self.saturating_add(part(&other).saturating_mul(self.alternatives))
+        };
+        // The rest of one schema is copied for each name of the other one.
+        let rests = self.names.saturating_mul(other.rest);
+        let rests = rests.saturating_add(other.names.saturating_mul(self.rest));
         Self {
             alternatives: self.alternatives.saturating_mul(other.alternatives),
-            nested: nested.saturating_add(of_other),
+            nested: of_both(|size| size.nested).saturating_add(rests),
+            names: of_both(|size| size.names),
+            rest: of_both(|size| size.rest),
+            is_recursive: self.is_recursive || other.is_recursive,
         }
     }
 }
@@ -90,8 +108,8 @@ enum Part<'a> {
     Schema(&'a Value),
     /// `anyOf` or `oneOf`.
     Union(&'a [Value]),
-    /// `enum` or `const`, with the number of its values.
-    Values(usize),
+    /// Values of `enum`.
+    Values(&'a [Value]),
     /// All other keywords.
     Keywords(&'a Map<String, Value>),
 }
@@ -105,8 +123,8 @@ impl<'a> Part<'a> {
                 ("$ref", Value::String(reference)) => parts.push(Self::Reference(reference)),
                 ("allOf", Value::Array(all)) => parts.extend(all.iter().map(Self::Schema)),
                 ("anyOf" | "oneOf", Value::Array(all)) => parts.push(Self::Union(all)),
-                ("enum", Value::Array(all)) => parts.push(Self::Values(all.len())),
-                ("const", _) => parts.push(Self::Values(1)),
+                ("enum", Value::Array(all)) => parts.push(Self::Values(all)),
+                ("const", value) => parts.push(Self::Values(std::slice::from_ref(value))),
                 (keyword, _) => has_others |= !ANNOTATIONS.contains(&keyword),
             }
         }
@@ -131,7 +149,10 @@ impl<'a> Part<'a> {
 /// Sizes of schemas in a document.
 struct Sizes<'a> {
     root: &'a Value,
-    of_references: HashMap<(&'a str, Copied), Size>,
+    /// Number of subschemas in the document.
+    written: usize,
+    /// `None` while the size is computed.
+    of_references: HashMap<(&'a str, Copied), Option<Size>>,
 }
 
 impl<'a> Sizes<'a> {
@@ -157,7 +178,15 @@ impl<'a> Sizes<'a> {
                 references.push(reference);
             }
         }
-        sizes.into_iter().fold(Size::ONE, Size::intersected)
+        // A recursive part is copied along all subschemas of the other parts, which are finite: llguidance rejects
+        // intersections of recursive parts only.
+        let finite = sizes.iter().filter(|size| !size.is_recursive);
+        let along = finite.fold(1_usize, |product, size| product.saturating_mul(size.total()));
+        let mut whole = sizes.iter().copied().fold(Size::ONE, Size::intersected);
+        if whole.is_recursive {
+            whole.nested = whole.nested.max(along.saturating_mul(self.written));
+        }
+        whole
     }
 
     fn of_parts(&mut self, parts: &[Part<'a>], copied: Copied) -> Vec<Size> {
@@ -169,13 +198,22 @@ impl<'a> Sizes<'a> {
             Part::Reference(_) if copied == Copied::None => Size::ONE,
             Part::Reference(reference) => self.of_reference(reference, copied),
             Part::Schema(schema) => self.of(schema, copied),
-            Part::Values(count) => Size { alternatives: count.max(1), nested: 0 },
+            Part::Values(all) => Size {
+                alternatives: all.len().max(1),
+                nested: all.iter().map(|value| values_in(value) - 1).sum(),
+                names: all.iter().map(|value| children(value).count()).sum(),
+                ..Size::ONE
+            },
             Part::Union(all) => {
-                let mut union = Size { alternatives: 0, nested: 0 };
+                let mut union = Size { alternatives: 0, ..Size::ONE };
                 for schema in all {
-                    let Size { alternatives, nested } = self.of(schema, copied);
+                    let Size { alternatives, nested, names, rest, is_recursive } =
+                        self.of(schema, copied);
+                    union.is_recursive |= is_recursive;
                     union.alternatives = union.alternatives.saturating_add(alternatives);
                     union.nested = union.nested.saturating_add(nested);
+                    union.names = union.names.saturating_add(names);
+                    union.rest = union.rest.saturating_add(rest);
                 }
                 Size { alternatives: union.alternatives.max(1), ..union }
             }
@@ -183,8 +221,18 @@ impl<'a> Sizes<'a> {
                 let copies_nested = copied == Copied::All || intersects_properties(keywords);
                 let copied = if copies_nested { Copied::All } else { Copied::None };
                 let mut size = Size::ONE;
-                for schema in nested(keywords) {
-                    size.nested = size.nested.saturating_add(self.of(schema, copied).total());
+                for (schema, is_named) in nested(keywords) {
+                    let size_of_one = self.of(schema, copied);
+                    let total = size_of_one.total();
+                    size.is_recursive |= size_of_one.is_recursive;
+                    size.nested = size.nested.saturating_add(total);
+                    match is_named {
+                        true => size.names += 1,
+                        false => size.rest = size.rest.saturating_add(total),
+                    }
+                }
+                if intersects_properties(keywords) {
+                    size.nested = size.nested.saturating_add(size.names.saturating_mul(size.rest));
                 }
                 size
             }
@@ -194,15 +242,14 @@ impl<'a> Sizes<'a> {
     fn of_reference(&mut self, reference: &'a str, copied: Copied) -> Size {
         let key = (reference, copied);
         if let Some(size) = self.of_references.get(&key) {
-            return *size;
+            return size.unwrap_or(Size { is_recursive: copied == Copied::All, ..Size::ONE });
         }
-        // A schema is not copied into itself.
-        self.of_references.insert(key, Size::ONE);
+        self.of_references.insert(key, None);
         let size = match referenced(self.root, reference) {
             Some(schema) => self.of(schema, copied),
             None => Size::ONE,
         };
-        self.of_references.insert(key, size);
+        self.of_references.insert(key, Some(size));
         size
     }
 }
@@ -239,17 +286,40 @@ fn children(value: &Value) -> impl Iterator<Item = &Value> {
     value.as_array().into_iter().flatten().chain(properties)
 }
 
-/// Returns the schemas of properties and items.
-fn nested(keywords: &Map<String, Value>) -> Vec<&Value> {
+/// Returns the number of values in a value, itself included.
+fn values_in(value: &Value) -> usize {
+    1 + children(value).map(values_in).sum::<usize>()
+}
+
+/// Returns the number of subschemas and values in a schema.
+fn subschemas_in(schema: &Value) -> usize {
+    let of_member = |(keyword, value): (&String, &Value)| match keyword.as_str() {
+        "const" | "enum" => values_in(value),
+        _ => usize::from(value.is_object()) + subschemas_in(value),
+    };
+    match schema {
+        Value::Array(all) => all.iter().map(|one| 1 + subschemas_in(one)).sum(),
+        Value::Object(keywords) => keywords.iter().map(of_member).sum(),
+        _ => 0,
+    }
+}
+
+/// Returns the schemas of properties and items, each with whether its property or item is named.
+fn nested(keywords: &Map<String, Value>) -> Vec<(&Value, bool)> {
     let mut all = Vec::new();
     for (keyword, value) in keywords {
         match (keyword.as_str(), value) {
-            ("properties" | "patternProperties", Value::Object(schemas)) => {
-                all.extend(schemas.values());
+            ("properties", Value::Object(schemas)) => {
+                all.extend(schemas.values().map(|schema| (schema, true)));
             }
-            ("items" | "prefixItems", Value::Array(schemas)) => all.extend(schemas),
+            ("patternProperties", Value::Object(schemas)) => {
+                all.extend(schemas.values().map(|schema| (schema, false)));
+            }
+            ("items" | "prefixItems", Value::Array(schemas)) => {
+                all.extend(schemas.iter().map(|schema| (schema, true)));
+            }
             ("items" | "additionalItems" | "additionalProperties", Value::Object(_)) => {
-                all.push(value);
+                all.push((value, false));
             }
             _ => {}
         }
@@ -299,7 +369,7 @@ mod tests {
             (json!({"allOf": [b, {"$ref": "#/$defs/Many"}]}), 12),
             // The properties of both may be intersected, so `B` in `A` counts as a copy.
             (json!({"allOf": [a, {"properties": {"c": {"type": "null"}}}]}), 7),
-            (json!({"properties": {"a": b}, "patternProperties": {"^a": {"type": "null"}}}), 6),
+            (json!({"properties": {"a": b}, "patternProperties": {"^a": {"type": "null"}}}), 7),
         ] {
             assert_eq!(copies(schema.clone()), count, "{schema}");
         }

@@ -81,7 +81,8 @@ pub(crate) fn parsed_schema(text: &str) -> Result<(Value, SchemaParts), GrammarE
     };
     let mut parts = SchemaParts::of(&schema)?;
     parts.check(1)?;
-    adapt(&mut schema, text.contains("/oneOf/"));
+    let keeps_one_of = refers_into_one_of(&schema);
+    adapt(&mut schema, keeps_one_of);
     parts.0[COPIES] = copied_subschemas(&schema);
     parts.check(1)?;
     // llguidance reads options from the schema, so this overwrites options of the client.
@@ -107,6 +108,19 @@ fn adapt(schema: &mut Value, keeps_one_of: bool) {
         if let Some(Value::Object(definition)) = schema.pointer_mut(&pointer) {
             require_tag(definition, &tag);
         }
+    }
+}
+
+/// Returns whether a reference leads into `oneOf`.
+fn refers_into_one_of(value: &Value) -> bool {
+    match value {
+        Value::Object(keywords) => {
+            let reference = keywords.get("$ref").and_then(Value::as_str);
+            reference.is_some_and(|reference| reference.contains("/oneOf/"))
+                || keywords.values().any(refers_into_one_of)
+        }
+        Value::Array(all) => all.iter().any(refers_into_one_of),
+        _ => false,
     }
 }
 
@@ -227,7 +241,7 @@ const PARTS: [(&str, usize); 7] = [
     ("values of format", SCHEMA_FORMATS_MAX),
     ("objects", SCHEMA_OBJECTS_MAX),
     ("non-ASCII character classes (a case-insensitive one counts 20)", UNICODE_CLASSES_MAX),
-    ("subschemas in copies of references that have other keywords beside them", SCHEMA_COPIES_MAX),
+    ("subschemas in copies of schemas that are combined with others", SCHEMA_COPIES_MAX),
 ];
 const PROPERTIES: usize = 0;
 const ENUM_VALUES: usize = 1;

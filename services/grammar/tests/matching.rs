@@ -249,6 +249,29 @@ fn reference_may_lead_into_a_tagged_union() {
     }
 }
 
+#[test]
+fn only_references_decide_whether_a_tagged_union_stays_in_one_of() {
+    let animal = |kind: &str| json!({"type": "object", "properties": {"kind": {"const": kind}}});
+    let escaped = json!({
+        "type": "object",
+        "properties": {
+            "pet": {"oneOf": [animal("cat"), animal("dog")], "discriminator": {"propertyName": "kind"}},
+            "other": {"$ref": "#/properties/pet/oneOf/0"},
+        },
+    });
+    let numbered = |kind: u32| json!({"type": "object", "properties": {"kind": {"const": kind}}});
+    let described = json!({
+        "oneOf": [{"$ref": "#/$defs/A"}, {"$ref": "#/$defs/B"}],
+        "discriminator": {"propertyName": "kind"},
+        "description": "one of anyOf/oneOf/allOf",
+        "$defs": {"A": numbered(0), "B": numbered(1)},
+    });
+    for text in [escaped.to_string().replace('/', r"\/"), described.to_string()] {
+        let checked = Compiler::for_bytes().check(&Grammar::JsonSchema(text.clone()));
+        assert!(checked.is_ok(), "{text}: {checked:?}");
+    }
+}
+
 /// Returns a tagged union of these definitions, as Pydantic writes it.
 fn tagged_union(definitions: &[String]) -> Value {
     let alternatives: Vec<Value> =
