@@ -16,7 +16,8 @@
 //! predicted output length is the mean of the flow's last answers. Within a flow the request with the earliest start
 //! deadline comes first; a later turn of a session has the start deadline of the session's first turn ([`Sessions`]).
 //! Flows of a higher priority come first. One of [`TURNS_PER_FAIR_TURN`] turns ignores priorities, and one of as many
-//! starts of a flow ignores sessions.
+//! starts of a flow ignores sessions. A flow also ignores sessions while its first request by arrival has waited for half
+//! of the time until it must start.
 //!
 //! Life of a waiting request:
 //! 1. [`FairQueue::join`], which refuses it if its predicted waiting time is too long.
@@ -170,6 +171,9 @@ struct FlowState<Id> {
 struct Queued<Id> {
     id: Id,
     session_place: SessionPlace,
+    /// When half of the time until the request must start has passed. From then on, later turns of sessions no longer
+    /// come first, because the predicted wait of the request leaves them out.
+    urgent_at: Instant,
     cost: f64,
     /// Why the turn of the request has passed, until [`FairQueue::retry_passed`].
     passed: Option<Pass>,
@@ -235,8 +239,10 @@ impl<Id> FlowState<Id> {
     }
 
     /// Returns the queued requests, the one that starts next first.
-    fn in_order(&self) -> impl Iterator<Item = &Queued<Id>> {
-        let ignores_sessions = is_fair_turn(self.starts);
+    fn in_order(&self, now: Instant) -> impl Iterator<Item = &Queued<Id>> {
+        let first = self.queue.values().next();
+        let is_urgent = first.is_some_and(|first| first.urgent_at <= now);
+        let ignores_sessions = is_urgent || is_fair_turn(self.starts);
         let all_if = |included| if included { usize::MAX } else { 0 };
         let by_session = self.by_session.values().map(move |place| &self.queue[place]);
         let by_arrival = self.queue.values();
@@ -301,7 +307,9 @@ impl<Id: Copy + Eq + Hash> FairQueue<Id> {
         let place = (start.by, self.joined);
         let session_place = (start.may_wait, start.by_of_session, self.joined);
         self.change_active(now, flow, |state| {
-            let queued = Queued { id, session_place, cost, passed: None, passed_at: None };
+            let urgent_at = now + start.by.saturating_duration_since(now) / 2;
+            let queued =
+                Queued { id, session_place, urgent_at, cost, passed: None, passed_at: None };
             state.queue.insert(place, queued);
             state.by_session.insert(session_place, place);
             state.queued_cost += cost;
@@ -394,7 +402,7 @@ impl<Id: Copy + Eq + Hash> FairQueue<Id> {
             if flow.turn.is_some() {
                 continue;
             }
-            let others = flow.in_order().filter(|it| it.passed != Some(Pass::ByChoice));
+            let others = flow.in_order(now).filter(|it| it.passed != Some(Pass::ByChoice));
             for (position, queued) in others.take(TURNS_MAX.0).enumerate() {
                 if queued.passed.is_none() {
                     return Some(queued.id);

@@ -123,3 +123,26 @@ fn sessions_take_no_share_of_another_flow() {
     let of_other = scene.served[1..].iter().filter(|id| scene.flows[*id] == other).count();
     assert!((49..=51).contains(&of_other), "{of_other}");
 }
+
+#[test]
+fn later_turns_make_no_request_late() {
+    let flow = key("a");
+    let mut scene = Scene::new(&flow);
+    let since = scene.now;
+    scene.now += SERVICE;
+    let wait_max = 30 * SERVICE;
+    let mut turns = vec![scene.join(&flow, Some(since), wait_max)];
+    for second in 0..200 {
+        // A session always has one turn in the queue, and new requests need a quarter of the capacity.
+        if scene.served.contains(turns.last().unwrap()) {
+            turns.push(scene.join(&flow, Some(since), wait_max));
+        }
+        if second % 4 == 0 {
+            scene.join(&flow, None, wait_max);
+        }
+        scene.step();
+        assert_eq!(scene.queue.take_late(scene.now), None, "after {second} s");
+    }
+    let served = scene.served.iter().filter(|id| turns.contains(id)).count();
+    assert!(served > 100, "{served} turns");
+}
