@@ -27,6 +27,8 @@
 //! 4. [`FairQueue::take_late`] returns it when it could no longer complete before its deadline.
 //! 5. [`FairQueue::ended`] when the attempt has ended.
 
+#[cfg(test)]
+mod deadline_tests;
 mod flow_limit;
 mod order;
 mod predict;

@@ -19,8 +19,11 @@ pub(super) const OUTPUT_SHARE: f64 = 1.0 / 8.0;
 /// Weight of an ended attempt in the service rate.
 pub(super) const RATE_SHARE: f64 = 1.0 / 32.0;
 /// Safety margin on the predicted service time, in mean relative errors: about 95 % of requests take no longer if errors
-/// are normally distributed.
+/// are normally distributed, unless their mean is close to [`ERROR_MAX`].
 const SERVICE_TIME_RESERVE: f64 = 2.0;
+/// Maximum relative error of one request. A request whose predicted time is some milliseconds may take a hundred times
+/// as long, because its fixed times are not predicted. Other requests do not take a hundred times as long.
+const ERROR_MAX: f64 = 1.0;
 
 /// Requests are refused for their predicted wait only after requests have waited for this fraction of the allowed wait.
 /// Reason: a service rate that was measured with few short requests overestimates the wait of a burst. This delays no
@@ -123,7 +126,7 @@ impl ServiceRate {
     /// Adds a completed request. `running`: running requests at its end, itself included.
     pub(super) fn add(&mut self, cost: f64, seconds: f64, running: u32) {
         if let Some(predicted) = self.service_seconds(cost).filter(|predicted| *predicted > 0.0) {
-            let error = (seconds / predicted - 1.0).abs();
+            let error = (seconds / predicted - 1.0).abs().min(ERROR_MAX);
             self.error += (error - self.error) * RATE_SHARE;
         }
         self.cost += cost - self.cost * RATE_SHARE;

@@ -1,0 +1,139 @@
+//! Refusals of requests that cannot complete before their deadlines, in virtual time.
+
+use super::*;
+
+const TICK: Duration = Duration::from_millis(100);
+/// Default of `router.timeout`.
+const DEADLINE: Duration = Duration::from_secs(600);
+/// Tokens of long prompts.
+const LONG: u32 = 8192;
+
+/// A node that always has free slots.
+struct Scene {
+    queue: FairQueue<u32>,
+    flow: Flow,
+    now: Instant,
+    running: Vec<(Instant, Charge)>,
+    joined: u32,
+}
+
+impl Scene {
+    fn new() -> Self {
+        Self {
+            queue: FairQueue::default(),
+            flow: Flow::new(FlowName::Shared),
+            now: Instant::now(),
+            running: Vec::new(),
+            joined: 0,
+        }
+    }
+
+    fn limits(&self, deadline: Duration) -> WaitLimits {
+        WaitLimits { wait_max: Duration::from_secs(30), deadline: self.now + deadline }
+    }
+
+    /// Adds a request to the queue.
+    fn join(
+        &mut self,
+        prompt_tokens: u32,
+        output_tokens_max: u32,
+        deadline: Duration,
+    ) -> Result<u32, TooLate> {
+        self.joined += 1;
+        let request = WaitRequest {
+            flow: self.flow.clone(),
+            prompt_tokens,
+            output_tokens_max,
+            limits: self.limits(deadline),
+            has_begun: false,
+            session_since: None,
+        };
+        self.queue.join(self.now, self.joined, &request).map(|()| self.joined)
+    }
+
+    /// Starts a request, which ends after this time.
+    fn start(&mut self, prompt: StartedPrompt, output_tokens: u32, time: Duration) {
+        let mut charge = self.queue.start(self.now, &self.flow, prompt, output_tokens);
+        charge.emitted(output_tokens);
+        self.running.push((self.now + time, charge));
+    }
+
+    /// Starts a request without a cached prefix, which ends after this time.
+    fn start_uncached(&mut self, prompt_tokens: u32, output_tokens: u32, time: Duration) {
+        let prompt = StartedPrompt { tokens: prompt_tokens, uncached_tokens: prompt_tokens };
+        self.start(prompt, output_tokens, time);
+    }
+
+    /// Moves by this time, and ends the requests whose time is over.
+    fn pass(&mut self, time: Duration) {
+        self.now += time;
+        self.running.sort_by_key(|(end, _)| *end);
+        let ended = self.running.partition_point(|(end, _)| *end <= self.now);
+        for (end, charge) in self.running.drain(..ended) {
+            self.queue.ended(end, &charge, AttemptEnd::Complete);
+        }
+    }
+
+    /// Adds a prompt with one output token to the empty queue, which gives it a turn at once.
+    fn prompt(&mut self, uncached_tokens: u32, time: Duration) {
+        let id = self.join(LONG, 1, DEADLINE).unwrap();
+        let soon = self.now + Duration::from_millis(1);
+        assert_eq!(self.queue.take_late(soon), None, "request {id} may wait for 30 s");
+        self.queue.leave(id);
+        self.start(StartedPrompt { tokens: LONG, uncached_tokens }, 1, time);
+    }
+
+    /// Runs streams and, beside them, prompts with one output token, most of them cached. Prompts take far more time
+    /// than their costs tell, or far less.
+    fn run_mix(&mut self, rounds: u32) {
+        for _ in 0..rounds {
+            for _ in 0..16 {
+                self.start_uncached(1024, 800, TICK * 110);
+            }
+            for tick in 0..110 {
+                match tick % 4 {
+                    0 => self.prompt(LONG, Duration::from_millis(340)),
+                    _ => self.prompt(1, Duration::from_millis(140)),
+                }
+                self.pass(TICK);
+            }
+        }
+    }
+}
+
+#[test]
+fn prompts_with_one_output_token_are_not_late_beside_long_answers() {
+    let mut scene = Scene::new();
+    scene.run_mix(4);
+    // A prompt that waits makes no other prompt late.
+    scene.join(LONG, 1, DEADLINE).unwrap();
+    scene.join(LONG, 1, DEADLINE).unwrap();
+}
+
+#[test]
+fn deadline_below_the_service_time_is_refused_in_a_mix_of_requests() {
+    let mut scene = Scene::new();
+    scene.run_mix(4);
+    let at_once = Duration::from_millis(1);
+    let late = scene.join(LONG, 1, at_once).unwrap();
+    assert_eq!(scene.queue.take_late(scene.now + at_once), Some(late));
+    // Behind another request it does not queue.
+    scene.join(LONG, 1, DEADLINE).unwrap();
+    assert_eq!(scene.join(LONG, 1, at_once).unwrap_err().wait_max, Duration::ZERO);
+}
+
+#[test]
+fn request_that_cannot_complete_before_its_deadline_is_refused() {
+    let mut scene = Scene::new();
+    let second = Duration::from_secs(1);
+    for _ in 0..100 {
+        scene.start_uncached(100, 50, second);
+        scene.pass(second);
+    }
+    scene.start_uncached(100, 50, second);
+    scene.join(100, 50, DEADLINE).unwrap();
+    // Each request takes a second.
+    let refused = scene.join(100, 50, second * 9 / 10).unwrap_err();
+    assert_eq!(refused.wait_max, Duration::ZERO);
+    scene.join(100, 50, 3 * second).unwrap();
+}
