@@ -114,9 +114,16 @@ impl WaitQueue {
 
     /// Fails if an answer of the flow could not start in time. Called before the prompt is tokenized, because a refusal
     /// must be cheap.
-    pub fn check(&self, flow: &Flow, limits: WaitLimits) -> Result<(), Overload> {
+    pub fn check(
+        &self,
+        flow: &Flow,
+        output_tokens_max: u32,
+        limits: WaitLimits,
+    ) -> Result<(), Overload> {
         let Turns { queue, .. } = &*lock(&self.turns);
-        queue.check(Instant::now(), flow, limits).map_err(|late| too_late(queue, late, &flow.name))
+        queue
+            .check(Instant::now(), flow, output_tokens_max, limits)
+            .map_err(|late| too_late(queue, late, &flow.name))
     }
 
     /// Returns the overload with the predicted time after which the caller may retry.
@@ -375,9 +382,9 @@ mod tests {
         assert!((3..=4).contains(&refused.retry_after_s), "{refused}");
         assert!(!refused.full.is_of_caller());
         let soon = within(Duration::from_secs(2));
-        assert!((3..=4).contains(&queue.check(&flow, soon).unwrap_err().retry_after_s));
-        queue.check(&flow, within(LONG)).unwrap();
-        queue.check(&tenant("b"), soon).unwrap();
+        assert!((3..=4).contains(&queue.check(&flow, 1, soon).unwrap_err().retry_after_s));
+        queue.check(&flow, 1, within(LONG)).unwrap();
+        queue.check(&tenant("b"), 1, soon).unwrap();
         // An answer takes a second, so that it must start before its deadline.
         let deadline = Instant::now() + Duration::from_millis(5500);
         let limits = WaitLimits { wait_max: LONG, deadline };

@@ -137,3 +137,20 @@ fn request_that_cannot_complete_before_its_deadline_is_refused() {
     assert_eq!(refused.wait_max, Duration::ZERO);
     scene.join(100, 50, 3 * second).unwrap();
 }
+
+#[test]
+fn early_check_counts_no_more_output_than_the_request_allows() {
+    let mut scene = Scene::new();
+    let second = Duration::from_secs(1);
+    for _ in 0..100 {
+        scene.start_uncached(10, 1000, 10 * second);
+        scene.pass(10 * second);
+    }
+    scene.start_uncached(10, 1000, 10 * second);
+    scene.join(10, 1000, DEADLINE).unwrap();
+    let Scene { queue, flow, now, .. } = &scene;
+    let check =
+        |output_tokens_max| queue.check(*now, flow, output_tokens_max, scene.limits(5 * second));
+    check(1).unwrap();
+    assert_eq!(check(1000).unwrap_err().wait_max, Duration::ZERO, "an answer takes 10 s");
+}

@@ -166,11 +166,17 @@ impl<Id: Copy + Eq + Hash> FairQueue<Id> {
 
     /// Fails if a request of the flow could not start in time, whatever its prompt. Called before the prompt is
     /// tokenized, because a refusal must be cheap.
-    pub fn check(&self, now: Instant, flow: &Flow, limits: WaitLimits) -> Result<(), TooLate> {
+    pub fn check(
+        &self,
+        now: Instant,
+        flow: &Flow,
+        output_tokens_max: u32,
+        limits: WaitLimits,
+    ) -> Result<(), TooLate> {
         if self.is_empty() {
             return Ok(());
         }
-        let cost = self.cost(&flow.name, 0, u32::MAX);
+        let cost = self.cost(&flow.name, 0, output_tokens_max);
         self.check_start(now, flow, self.start_by(now, limits, cost))
     }
 

@@ -90,6 +90,15 @@ impl Options {
         }
     }
 
+    /// Returns the maximum number of output tokens of an answer, as far as the client or the API limits it.
+    pub fn output_tokens_max(&self, default_length: DefaultLength) -> u32 {
+        let default = match default_length {
+            DefaultLength::Rest => u32::MAX,
+            DefaultLength::Tokens(count) => count,
+        };
+        self.max_tokens.unwrap_or(default)
+    }
+
     /// Returns a node's options with all defaults filled in. `seed` applies if the client set none; `end_tokens`
     /// are the model's end-of-sequence tokens; `max_tokens_name` is the client's field for errors.
     pub fn sampling(
@@ -382,6 +391,16 @@ mod tests {
 
     fn sampling(options: &Options, prompt_tokens: u32) -> Result<Sampling, FieldError> {
         options.sampling(prompt_tokens, &LIMITS, DefaultLength::Rest, &[2, 0], 77, "max_tokens")
+    }
+
+    #[test]
+    fn output_tokens_are_known_before_the_prompt_is_tokenized() {
+        let asked = Options { max_tokens: Some(1), ..Options::default() };
+        let default = DefaultLength::Tokens(16);
+        assert_eq!(asked.output_tokens_max(DefaultLength::Rest), 1);
+        assert_eq!(asked.output_tokens_max(default), 1);
+        assert_eq!(Options::default().output_tokens_max(default), 16);
+        assert_eq!(Options::default().output_tokens_max(DefaultLength::Rest), u32::MAX);
     }
 
     #[test]

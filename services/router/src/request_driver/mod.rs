@@ -185,7 +185,9 @@ async fn prepare(
         .admit(&flow, answer_count as u32)
         .map_err(|full| model.waiting.overload(full, &flow.name))?;
     let wait_max = front.settings.router.waiting_timeout;
-    model.waiting.check(&flow, WaitLimits { wait_max, deadline: deadline.at.into_std() })?;
+    let wait_limits = WaitLimits { wait_max, deadline: deadline.at.into_std() };
+    let output_tokens_max = options.output_tokens_max(fields.default_length);
+    model.waiting.check(&flow, output_tokens_max, wait_limits)?;
     let none = RequestError::NoDecodeNode { waited: Duration::ZERO };
     // While no node is up, the limits of the last known nodes apply, and the request waits for a node in its core.
     let limits = front.nodes.last_limits(&model.name).ok_or(none)?;
