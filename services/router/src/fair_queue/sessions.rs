@@ -22,6 +22,9 @@ use super::FlowName;
 const PLACE_MAX: Duration = Duration::from_secs(300);
 /// Maximum number of sessions in one generation.
 const SESSIONS_MAX: usize = 8192;
+/// Maximum number of blocks of a prompt that are searched for the end of an earlier turn, from the prompt's end: 65,536
+/// tokens, which take 0.1 ms. The end of the last turn is that far back only if the new turn is longer.
+const SEARCHED_BLOCKS_MAX: usize = 4096;
 
 /// The part of a request that tells its session.
 #[derive(Clone, Copy, Debug)]
@@ -92,7 +95,8 @@ impl Sessions {
         let (continued, known) = match named {
             Some(key) => (None, self.take(key)),
             None => {
-                let mut newest = blocks.iter().map(|block| key_of_block(flow, *block)).rev();
+                let newest = blocks.iter().rev().take(SEARCHED_BLOCKS_MAX);
+                let mut newest = newest.map(|block| key_of_block(flow, *block));
                 newest.find_map(|key| Some((key, self.take(key)?))).unzip()
             }
         };
@@ -206,6 +210,17 @@ mod tests {
         assert_eq!(places, [Some(2), Some(1), None]);
         assert_eq!(scene.turn(6, UNNAMED, BLOCKS[2]), None, "no turn has ended");
         assert_eq!(scene.turn(7, UNNAMED, BLOCKS[2]), Some(6));
+    }
+
+    #[test]
+    fn search_for_the_end_of_a_turn_is_bounded() {
+        let mut scene = Scene::new();
+        let none = SessionMarks { blocks: &[], ..UNNAMED };
+        assert_eq!(scene.turn(1, none, 0), None);
+        let blocks: Vec<u128> = (0..=SEARCHED_BLOCKS_MAX as u128).collect();
+        assert_eq!(scene.turn(2, SessionMarks { blocks: &blocks, ..UNNAMED }, 9_999), None, "far");
+        let blocks = &blocks[..SEARCHED_BLOCKS_MAX];
+        assert_eq!(scene.turn(3, SessionMarks { blocks, ..UNNAMED }, 9_998), Some(1));
     }
 
     #[test]
