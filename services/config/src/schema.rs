@@ -129,7 +129,7 @@ section! {
             0..=1_000_000;
         /// Maximum time that a request waits for a node with free capacity; then the router answers 503. A request
         /// that would wait longer, by prediction, gets this answer at once, if requests have waited without a break for an
-        /// eighth of this time.
+        /// eighth of this time. An answer that has begun waits until its deadline.
         waiting_timeout: Duration = secs(30),
             "Most clients give up after a minute; half of a minute leaves time for the answer.",
             secs(0)..=secs(3600);

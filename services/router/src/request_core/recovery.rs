@@ -7,8 +7,9 @@
 //! * After a second lost node in a row the next attempt waits, longer each time. If the router itself was suspended or
 //!   disconnected, it thus detects its dead connections instead of spending an attempt on each.
 //! * The budget renews whenever an attempt emitted tokens, so it bounds attempts without progress.
-//! * Busy nodes cost no attempt: the request waits for a bounded time. Requests that found every node busy pick
-//!   again in the order of a [`FairQueue`](crate::fair_queue::FairQueue).
+//! * Busy nodes cost no attempt: the request waits for a bounded time, and until its deadline once it has emitted
+//!   tokens. Requests that found every node busy pick again in the order of a
+//!   [`FairQueue`](crate::fair_queue::FairQueue).
 //! * While no decode node is up, the request waits until its deadline.
 
 use std::{
@@ -33,6 +34,8 @@ const LOCAL_PREFILL_AFTER: u32 = 3;
 #[derive(Debug)]
 pub struct Recovery {
     policy: RecoveryPolicy,
+    /// Whether an attempt has emitted tokens.
+    has_begun: bool,
     /// Failed attempts of the whole request, without busy refusals.
     failed_total: u32,
     /// Failed attempts since the last one that emitted tokens.
@@ -94,6 +97,7 @@ impl Recovery {
     pub fn new(policy: RecoveryPolicy) -> Self {
         Self {
             policy,
+            has_begun: false,
             failed_total: 0,
             failed: 0,
             transfers_failed: 0,
@@ -134,6 +138,7 @@ impl Recovery {
     /// Renews the budget after the attempt emitted tokens. Failed transfers stay counted: each of
     /// them may have emitted a token 0.
     pub fn progressed(&mut self) {
+        self.has_begun = true;
         self.failed = 0;
         self.avoid_prefill.clear();
         self.avoid_decode.clear();
@@ -221,8 +226,10 @@ impl Recovery {
     pub fn all_busy(&mut self, now: Instant) -> NextStep {
         let waited = self.wait(WaitReason::Busy, now);
         match self.policy.busy_timeout.checked_sub(waited) {
-            None | Some(Duration::ZERO) => NextStep::GiveUp(GiveUp::Busy { waited }),
-            Some(_) => NextStep::WaitForTurn,
+            None | Some(Duration::ZERO) if !self.has_begun => {
+                NextStep::GiveUp(GiveUp::Busy { waited })
+            }
+            _ => NextStep::WaitForTurn,
         }
     }
 
@@ -231,9 +238,10 @@ impl Recovery {
         self.waiting.map(|waiting| waiting.since)
     }
 
-    /// Returns when the wait for a busy node ends.
+    /// Returns when the wait for a busy node ends. `None`: at the deadline.
     pub fn busy_until(&self) -> Option<Instant> {
-        self.waiting.map(|waiting| waiting.since + self.policy.busy_timeout)
+        let waiting = self.waiting.filter(|_| !self.has_begun)?;
+        Some(waiting.since + self.policy.busy_timeout)
     }
 
     /// Handles a deadline that passed while the request waited for a node.

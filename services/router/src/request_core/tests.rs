@@ -343,6 +343,27 @@ fn waiting_for_a_busy_cluster_is_bounded_and_in_turns() {
 }
 
 #[test]
+fn a_begun_answer_waits_for_busy_nodes_until_its_deadline() {
+    let mut owner = Owner::started();
+    owner.picked(false);
+    owner.reserved();
+    owner.tokens(1);
+    assert_eq!(owner.loses_decode()[1..], [Output::Pick]);
+    assert_eq!(owner.no_node(&BUSY), [Output::WaitForTurn]);
+    let end = loop {
+        let outputs = owner.deadline();
+        if outputs != [Output::RetryPassed] {
+            break outputs;
+        }
+        owner.core.handle_turn();
+        assert_eq!(owner.outputs(), [Output::Pick]);
+        assert_eq!(owner.no_node(&BUSY), [Output::WaitForTurn]);
+    };
+    assert_eq!(end, [Output::Fail(GiveUp::Deadline)]);
+    assert_eq!(owner.elapsed(), TIMEOUT);
+}
+
+#[test]
 fn a_request_without_any_node_releases_its_turn() {
     let mut owner = Owner::started();
     owner.no_node(&BUSY);
@@ -451,6 +472,7 @@ fn a_client_that_does_not_read_holds_no_node_and_continues_at_its_next_read() {
     owner.received.push(2);
     owner.core.handle_emitted(owner.now, None);
     assert_eq!(owner.outputs(), [Output::WaitForTurn]);
+    assert_eq!(owner.core.next_deadline(), Some(owner.start + TIMEOUT));
     // The next attempt must be able to start, as that of a new request.
     assert_eq!(owner.core.wanted().room, Room::Start { headroom: false });
     owner.core.handle_turn();
