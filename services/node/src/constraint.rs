@@ -71,13 +71,9 @@ impl GrammarVocabulary {
             })?;
         }
         if matcher.is_complete() {
-            // The earlier attempt ended before it reported the end of the answer. Only a stop token can
-            // follow, so it ends the answer even where stop tokens are ignored.
-            sequence.sampling.min_tokens = 0;
-            sequence.ignore_stop_tokens = false;
-            if sequence.sampling.stop_token_ids.is_empty() {
-                return Err(Refusal::AnswerComplete);
-            }
+            // The earlier attempt ended before it reported the end of the answer. A stop token would be a token that
+            // the answer does not have.
+            return Err(Refusal::AnswerComplete);
         }
         let stop_tokens = match sequence.ignore_stop_tokens {
             true => Vec::new(),
@@ -179,7 +175,7 @@ mod tests {
     use super::*;
 
     /// Constrains a sequence whose earlier attempt emitted a complete answer.
-    fn constrain_complete(stop_token_ids: Vec<u32>) -> Result<NewSequence, Refusal> {
+    fn constrain_complete(stop_token_ids: Vec<u32>, ignore_stop_tokens: bool) -> Refusal {
         let tokens: [&[u8]; 2] = [b"a", b"b"];
         let stop = Token::Silent;
         let compiler = Compiler::new(tokens.into_iter().map(Token::Text).chain([stop]));
@@ -192,29 +188,24 @@ mod tests {
             prompt_len: 1,
             sampling: Sampling { stop_token_ids, ..Sampling::greedy() },
             max_tokens: 5,
-            ignore_stop_tokens: true,
+            ignore_stop_tokens,
             cache_salt: String::new(),
             session: Default::default(),
             constraint: None,
             deadline: Instant::now(),
         };
         let grammar = Grammar::Regex("a".into());
-        vocabulary.constrain(&mut sequence, &grammar, Arc::new(|_, _| {}))?;
-        Ok(sequence)
+        vocabulary.constrain(&mut sequence, &grammar, Arc::new(|_, _| {})).unwrap_err()
     }
 
     #[test]
-    fn complete_answer_without_stop_tokens_is_reported_as_complete() {
-        assert_eq!(constrain_complete(vec![]).unwrap_err(), Refusal::AnswerComplete);
-    }
-
-    #[test]
-    fn complete_answer_ends_with_a_stop_token_although_stop_tokens_are_ignored() {
-        let sequence = constrain_complete(vec![2]).unwrap();
-        assert!(!sequence.ignore_stop_tokens);
-        let constraint = sequence.constraint.expect("the sequence has a constraint");
-        let allowed: Vec<u32> = (0..3).filter(|id| constraint.allowed().allows(*id)).collect();
-        assert_eq!(allowed, [2]);
+    fn complete_answer_is_reported_as_complete_with_and_without_stop_tokens() {
+        for (stop_token_ids, ignore_stop_tokens) in
+            [(vec![], true), (vec![2], true), (vec![2], false)]
+        {
+            let refusal = constrain_complete(stop_token_ids, ignore_stop_tokens);
+            assert_eq!(refusal, Refusal::AnswerComplete);
+        }
     }
 
     #[test]

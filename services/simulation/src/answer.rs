@@ -21,7 +21,6 @@ pub struct Client {
     /// are not checked.
     answer: Option<(Vec<u32>, AnswerEnd)>,
     received: usize,
-    stop_token_ids: Vec<u32>,
     /// The number of tokens after which a stop string is complete.
     stops_at: Option<usize>,
     stop: Option<Stop>,
@@ -39,8 +38,7 @@ impl Client {
     pub fn new(plan: &RequestPlan, is_checked: bool) -> Self {
         let answer = is_checked.then(|| expected_answer(plan));
         let stops_at = plan.stops_at.map(|count| count as usize);
-        let stop_token_ids = plan.sampling.stop_token_ids.clone();
-        Self { answer, received: 0, stop_token_ids, stops_at, stop: None }
+        Self { answer, received: 0, stops_at, stop: None }
     }
 
     /// Receives tokens `first_index..`. Returns the stop condition that they complete.
@@ -53,22 +51,12 @@ impl Client {
         };
         for token in tokens {
             let expected = answer.get(self.received);
-            // A node that continues a complete grammar can only sample a stop token.
-            let ends_grammar = expected.is_none()
-                && *end == AnswerEnd::Grammar
-                && self.stop.is_none()
-                && self.stop_token_ids.contains(&token.id);
-            assert!(
-                expected == Some(&token.id) || ends_grammar,
-                "wrong token {} at index {}; expected {expected:?}",
-                token.id,
-                self.received
-            );
+            assert_eq!(Some(&token.id), expected, "wrong token at index {}", self.received);
             self.received += 1;
             let is_last = self.received == answer.len();
             if self.stops_at == Some(self.received) {
                 self.stop = Some(Stop::Text);
-            } else if ends_grammar || is_last && *end == AnswerEnd::StopToken {
+            } else if is_last && *end == AnswerEnd::StopToken {
                 self.stop.get_or_insert(Stop::Token);
             }
         }
@@ -85,7 +73,7 @@ impl Client {
             // An update of the weights ended the answer.
             return;
         }
-        assert!(self.received >= answer.len(), "the answer is truncated");
+        assert_eq!(self.received, answer.len(), "the answer is truncated");
         let expected = match end {
             AnswerEnd::StopToken | AnswerEnd::Grammar => v1::FinishReason::Stop,
             AnswerEnd::Length => v1::FinishReason::Length,

@@ -176,8 +176,7 @@ pub enum Refusal {
     /// The sequence can never run on this node.
     #[error("{reason}")]
     Invalid { reason: String },
-    /// The emitted tokens complete the grammar, and no stop token can follow. The earlier attempt ended
-    /// before it reported the end of the answer.
+    /// The emitted tokens complete the grammar. The earlier attempt ended before it reported the end of the answer.
     #[error("the answer is complete: its grammar allows no further token")]
     AnswerComplete,
     /// A queue is full, or the blocks cannot be reserved now.

@@ -554,7 +554,7 @@ fn a_complete_structured_answer_finishes_although_its_last_event_is_lost() {
         owner.reserved();
         owner.tokens(3);
         owner.loses_decode();
-        // The model has no stop token, so no node can add a token to the answer.
+        // The grammar allows no further token, so the node refuses to continue the answer.
         owner.picked(true);
         let complete = Status::out_of_range("the answer is complete");
         match side {
