@@ -678,6 +678,28 @@ fn last_turn_of_a_conversation_with_a_new_place_ends_the_keep_time() {
 }
 
 #[test]
+fn kv_of_earlier_weights_is_not_kept_for_the_next_turn() {
+    let mut node = node(15, TierConfig { host: true, sessions: true, ..config(0) });
+    let session = SessionHint { session: Some(7), keep: Some(Duration::from_secs(600)) };
+    let turn = new(1, COMPUTE, 1, 90);
+    node.arrive(NewSequence { session, max_tokens: 50, ignore_stop_tokens: true, ..turn });
+    while node.received(SequenceId(1)) == 0 {
+        node.turn();
+    }
+    node.engine.set_held(true);
+    while node.engine.steps_in_flight() > 0 {
+        node.turn();
+    }
+    node.change_weights(2, InFlight::KeepKv);
+    node.engine.set_held(false);
+    run(&mut node);
+    assert!(node.finished(SequenceId(1)));
+    assert_eq!(node.engine.scheduler().preemptions(), 0, "the turn ends on its old KV");
+    assert_eq!(node.engine.scheduler().load().blocks_kept, 0);
+    node.assert_all_returned();
+}
+
+#[test]
 fn last_turn_of_a_conversation_ends_the_keep_time_of_blocks_beyond_a_branch() {
     let mut node = node(15, TierConfig { host: true, sessions: true, ..config(0) });
     let turn = |id, len, seconds| {

@@ -243,7 +243,8 @@ impl Scheduler {
         for kept_place in kept_places {
             self.kv.pool.stop_keeping(blocks, kept_place);
         }
-        if !keep.is_zero() {
+        // The next turn cannot use KV of earlier weights.
+        if !keep.is_zero() && !sequence.has_old_kv {
             self.kv.pool.keep(blocks, tiers.now() + keep, place);
         }
     }
