@@ -57,6 +57,9 @@ pub trait Matcher: Debug + Send {
     fn boxed_clone(&self) -> Box<dyn Matcher>;
 }
 
+/// Time-out of the compilation of a grammar, including the wait for its start. Both nodes of a pair compile the grammar.
+pub const COMPILE_TIMEOUT: Duration = Duration::from_secs(10);
+
 /// Reason why a constrained sequence has no next token.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum ConstraintFailure {

@@ -5,10 +5,12 @@ mod common;
 use std::time::{Duration, Instant};
 
 use common::{
-    SEEDS, VOCABULARY, family_tokens, limits, node::Node, scheduler, sequence, sim, unbounded_waits,
+    SEEDS, VOCABULARY, family_tokens, grammar::HashGrammar, limits, node::Node, scheduler,
+    sequence, sim, unbounded_waits,
 };
 use engine::{
     ItlLimit, Scheduler, SchedulerConfig, SchedulerConfigError, StepKind, StepLoop, Turn,
+    constraint::COMPILE_TIMEOUT,
     event::{
         Action, CacheChange, InFlight, Input, NewSequence, SequenceFailure, SequenceId,
         SequenceKind,
@@ -423,6 +425,29 @@ fn a_send_without_a_reservation_times_out_and_ends_its_transfer() {
     assert_eq!(node.failure(SequenceId(1)), Some(&SequenceFailure::TransferFailed));
     assert_eq!(node.transfers_to_end(), [SequenceId(1)]);
     node.transfer_ends(SequenceId(1));
+    node.assert_all_returned();
+}
+
+#[test]
+fn a_send_with_a_grammar_waits_until_its_receiver_has_compiled_the_grammar() {
+    let ready_timeout = Duration::from_secs(2);
+    let config = SchedulerConfig { ready_timeout, ..unbounded_waits(limits(4, 64, 6, 2)) };
+    let mut node = Node::new(config);
+    for id in [1, 2] {
+        let constraint = Some(HashGrammar::new(1, 5).constraint());
+        node.arrive(NewSequence { constraint, ..new(id, SEND, 40, 2) });
+    }
+    node.advance(COMPILE_TIMEOUT);
+    node.turn();
+    assert_eq!(node.failure(SequenceId(1)), None);
+    node.transfer_ready(SequenceId(1), 0);
+    node.run();
+    assert!(node.finished(SequenceId(1)));
+    node.transfer_ends(SequenceId(1));
+    node.advance(ready_timeout);
+    node.turn();
+    assert_eq!(node.failure(SequenceId(2)), Some(&SequenceFailure::TransferFailed));
+    node.transfer_ends(SequenceId(2));
     node.assert_all_returned();
 }
 

@@ -7,9 +7,10 @@
 use std::{
     path::PathBuf,
     sync::{Arc, OnceLock},
-    time::{Duration, Instant},
+    time::Instant,
 };
 
+use engine::constraint::COMPILE_TIMEOUT;
 use grammar::{Compiler, Grammar, Token};
 use telemetry::NodeMetrics;
 use text::{TokenTable, ToolFormat};
@@ -26,8 +27,6 @@ use crate::{
 const COMPILING_MAX: usize = 2;
 /// Maximum number of compilations that wait to start. Typical grammars compile in milliseconds.
 const WAITING_MAX: usize = 256;
-/// Time-out of a compilation, including the wait for its start.
-const CONSTRAIN_WITHIN: Duration = Duration::from_secs(10);
 
 /// Compiler of constraints for the vocabulary of one model.
 #[derive(Debug)]
@@ -62,7 +61,7 @@ impl Grammars {
     /// of earlier attempts.
     pub async fn constrained(&self, mut attempt: NewAttempt) -> Result<NewAttempt, Refusal> {
         let Some(grammar) = attempt.grammar.take() else { return Ok(attempt) };
-        let deadline = attempt.sequence.deadline.min(Instant::now() + CONSTRAIN_WITHIN);
+        let deadline = attempt.sequence.deadline.min(Instant::now() + COMPILE_TIMEOUT);
         let work = self.constrain(attempt, grammar);
         match tokio::time::timeout_at(deadline.into(), work).await {
             Ok(done) => done,
@@ -134,6 +133,8 @@ impl Shared {
 
 #[cfg(test)]
 mod tests {
+    use std::time::Duration;
+
     use engine::event::{NewSequence, SequenceId, SequenceKind};
     use kernels::sampling::Sampling;
 

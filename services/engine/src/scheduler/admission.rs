@@ -10,6 +10,7 @@ use super::{
     sequence::{Arrival, Phase, Row, Sequence, Table},
 };
 use crate::{
+    constraint::COMPILE_TIMEOUT,
     event::{Action, NewSequence, SequenceFailure, SequenceId, SequenceKind},
     kv_blocks::blocks_for,
     tiers::Tiers,
@@ -22,6 +23,7 @@ const CATCH_UP_RESULTS: u32 = 2;
 impl Scheduler {
     pub(super) fn arrived(&mut self, now: Instant, new: NewSequence, actions: &mut Vec<Action>) {
         let (id, kind) = (new.id, new.kind);
+        let compile_time = if new.constraint.is_some() { COMPILE_TIMEOUT } else { Duration::ZERO };
         let length_max = match self.accept(now, &new) {
             Ok(length_max) => length_max,
             Err(failure) => return actions.push(Action::Failed { id, failure }),
@@ -46,7 +48,8 @@ impl Scheduler {
             }
             SequenceKind::Send => {
                 self.transfers.expect_outgoing(id);
-                self.set_alarm(id, now + self.config.ready_timeout);
+                // The receiver compiles the grammar before it reserves blocks.
+                self.set_alarm(id, now + self.config.ready_timeout + compile_time);
             }
         }
     }
