@@ -492,8 +492,9 @@ impl Tiers {
         self.tiers[tier.index()].as_mut().expect("a tier with copies exists")
     }
 
-    /// Cancels the saves whose copies have not begun, if one of them keeps a block that `is_awaited`. Returns the last of
-    /// these saves for [`Action::CancelSaves`](crate::event::Action::CancelSaves), once for each wait.
+    /// Asks the shell to cancel the saves in flight whose copies have not begun, if one of them keeps a block that
+    /// `is_awaited`. Returns the last job so far for [`Action::CancelSaves`](crate::event::Action::CancelSaves), or `None`
+    /// if no such save is left, or the shell was asked before.
     pub fn cancel_saves(&mut self, is_awaited: impl Fn(BlockId) -> bool) -> Option<JobId> {
         let copying = self.saves.values().filter(|save| !save.is_copied && !save.is_cancelled);
         let keeps =

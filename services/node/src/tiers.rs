@@ -305,7 +305,7 @@ impl Drop for TierCopies {
 fn enqueue<T>(queue: Option<&Sender<T>>, job: T) -> bool {
     let is_queued = queue.is_some_and(|queue| queue.try_send(job).is_ok());
     if !is_queued {
-        error!("cannot queue a copy of the KV tiers: the threads that copy have ended");
+        error!("cannot queue a copy of the KV tiers: the queue is full, or its threads have ended");
     }
     is_queued
 }

@@ -47,7 +47,7 @@ pub(super) struct Sequence {
     /// Tokens at arrival.
     pub(super) given_len: usize,
     pub(super) chain: HashChain,
-    /// Full blocks whose occurrence the KV tiers have counted.
+    /// Number of leading full blocks that the KV tiers count or have counted for this sequence.
     pub(super) touched: usize,
     pub(super) sampling: Sampling,
     /// Place in the queue: the order of arrival of the sequence, or of the conversation that it continues.

@@ -82,7 +82,7 @@ pub enum Output {
     },
     /// The KV tiers copy a block to a tier.
     Save(SaveJob),
-    /// The KV tiers fail the saves up to this one whose copies have not begun.
+    /// The KV tiers fail the saves up to this job whose copies have not begun.
     CancelSaves {
         last: JobId,
     },
