@@ -197,9 +197,7 @@ fn assert_digests(text: &str, count: usize) -> Result<()> {
 
 fn trainer_client_has_the_terms_of_the_nodes_digests() -> Result<()> {
     let script = r#"
-import json, random, struct, sys
-sys.path.insert(0, sys.argv[1])
-import baton_weights
+import random, struct
 numbers = random.Random(7)
 for count in range(40):
     data = numbers.randbytes(8 * count)
@@ -217,8 +215,7 @@ fn trainer_client_has_the_digests_of_the_nodes() -> Result<()> {
         test_harness::skip("python3 has no torch");
     }
     let script = r#"
-import json, random, sys
-sys.path.insert(0, sys.argv[1])
+import random
 import torch
 from baton_weights import terms, words_of
 numbers, places = random.Random(7), torch.arange(1 << 10)

@@ -124,11 +124,11 @@ async fn wait_phase(admin: &Client, phase: &str) -> Result<Value> {
     wait_report(admin, |report| report["update"]["phase"] == phase).await
 }
 
-/// Waits until this field of every node that the router sees has this value.
+/// Waits until the router sees nodes, and this field of each has this value.
 async fn wait_field(cluster: &Cluster, field: &str, value: &Value) -> Result<()> {
     let is_met = |report: &Value| {
         let nodes = report["nodes"].as_array();
-        nodes.is_some_and(|nodes| nodes.iter().all(|node| node[field] == *value))
+        nodes.is_some_and(|it| !it.is_empty() && it.iter().all(|node| node[field] == *value))
     };
     wait_report(&admin(cluster), is_met).await.map(drop)
 }
