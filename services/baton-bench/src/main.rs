@@ -22,7 +22,8 @@ use clap::Parser;
 #[derive(Parser)]
 #[command(name = "baton-bench", version, arg_required_else_help = true)]
 enum Cli {
-    /// Time of the scheduler for a turn of a long cached conversation, with and without KV tiers; no model.
+    /// Time of the scheduler for a turn of a long cached conversation and for a prefill step, with and without KV
+    /// tiers; no model.
     Admission(admission::AdmissionArgs),
     /// Writes the certificate of a CA and a certificate for measurements with TLS.
     Certificates(certificates::CertificatesArgs),

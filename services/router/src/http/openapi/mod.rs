@@ -201,7 +201,9 @@ fn tenant_header() -> Value {
 fn session_header() -> Value {
     json!({"name": "x-baton-session", "in": "header",
         "schema": {"type": "string", "maxLength": 256},
-        "description": "Session that the request is a turn of. Nodes keep its KV for the next turn."})
+        "description": "Id of the session (conversation) to which the request belongs. Later turns have the first \
+                        turn's position in the router's queue. With KV tiers nodes keep the session's KV for the \
+                        next turn."})
 }
 
 fn keep_header() -> Value {
