@@ -358,6 +358,16 @@ mod tests {
         }
     }
 
+    #[test]
+    fn built_in_models_have_the_kv_bytes_of_their_sizes() {
+        // K and V in bf16, blocks of 16 tokens.
+        let block_bytes =
+            |layers: u64, heads: u64, head_size: u64| 2 * 2 * 16 * layers * heads * head_size;
+        let [(small, _), (large, _)] = CostModel::built_in().unwrap();
+        assert_eq!(small.links.block_bytes, block_bytes(32, 8, 128), "Llama-3.1-8B");
+        assert_eq!(large.links.block_bytes, block_bytes(64, 8, 128), "Qwen3-32B");
+    }
+
     fn engine(rows: &str) -> Result<EngineResult> {
         parse(
             &format!(
