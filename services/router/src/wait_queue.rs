@@ -290,7 +290,7 @@ pub struct Charge {
 impl Charge {
     /// Counts tokens that the attempt emitted.
     pub fn emitted(&mut self, count: u32) {
-        self.charge.emitted(count);
+        self.charge.emitted(Instant::now(), count);
     }
 
     /// Records how the attempt ended.
@@ -370,7 +370,7 @@ mod tests {
         // One attempt runs, and attempts took a second for 102 tokens.
         let a_second_ago = Instant::now() - Duration::from_secs(1);
         let mut charge = lock(&queue.turns).queue.start(a_second_ago, &flow, PROMPT, 1);
-        charge.emitted(1);
+        charge.emitted(Instant::now(), 1);
         drop(Charge { turns: queue.turns.clone(), charge, end: AttemptEnd::Complete });
         let _running = queue.start(&flow, PROMPT, 1);
         // Requests wait since then.

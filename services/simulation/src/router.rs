@@ -469,7 +469,7 @@ impl Router {
                         }
                     }
                     if let Some(charge) = &mut answer.charge {
-                        charge.emitted(tokens.len() as u32);
+                        charge.emitted(now, tokens.len() as u32);
                     }
                     let gap = answer.emitted_at.replace(now).map(|at| now - at);
                     let stop = answer.client.receive(first_index, &tokens);

@@ -51,10 +51,10 @@ impl Scene {
         self.queue.join(self.now, self.joined, &request).map(|()| self.joined)
     }
 
-    /// Starts a request, which ends after this time.
+    /// Starts a request, which ends after this time. Each token takes the same part of it.
     fn start(&mut self, prompt: StartedPrompt, output_tokens: u32, time: Duration) {
         let mut charge = self.queue.start(self.now, &self.flow, prompt, output_tokens);
-        charge.emitted(output_tokens);
+        charge.emitted(self.now + time / output_tokens, output_tokens);
         self.running.push((self.now + time, charge));
     }
 
@@ -75,16 +75,21 @@ impl Scene {
     }
 
     /// Adds a prompt with one output token to the empty queue, which gives it a turn at once.
-    fn prompt(&mut self, uncached_tokens: u32, time: Duration) {
-        let id = self.join(LONG, 1, DEADLINE).unwrap();
+    fn assert_is_not_late(&mut self, prompt_tokens: u32, deadline: Duration) {
+        let id = self.join(prompt_tokens, 1, deadline).unwrap();
         let soon = self.now + Duration::from_millis(1);
-        assert_eq!(self.queue.take_late(soon), None, "request {id} may wait for 30 s");
+        assert_eq!(self.queue.take_late(soon), None, "request {id} has {deadline:?}");
         self.queue.leave(id);
+    }
+
+    /// Runs a prompt with one output token.
+    fn prompt(&mut self, uncached_tokens: u32, time: Duration) {
+        self.assert_is_not_late(LONG, DEADLINE);
         self.start(StartedPrompt { tokens: LONG, uncached_tokens }, 1, time);
     }
 
-    /// Runs streams and, beside them, prompts with one output token, most of them cached. Prompts take far more time
-    /// than their costs tell, or far less.
+    /// Runs streams and, beside them, prompts with one output token, most of them cached. For their costs cached
+    /// prompts take far more time than streams, and uncached ones far less.
     fn run_mix(&mut self, rounds: u32) {
         for _ in 0..rounds {
             for _ in 0..16 {
@@ -108,6 +113,15 @@ fn prompts_with_one_output_token_are_not_late_beside_long_answers() {
     // A prompt that waits makes no other prompt late.
     scene.join(LONG, 1, DEADLINE).unwrap();
     scene.join(LONG, 1, DEADLINE).unwrap();
+}
+
+#[test]
+fn prompts_beside_long_answers_may_have_short_deadlines() {
+    let mut scene = Scene::new();
+    scene.run_mix(4);
+    for (prompt_tokens, seconds) in [(LONG, 2), (16 * LONG, 60)] {
+        scene.assert_is_not_late(prompt_tokens, Duration::from_secs(seconds));
+    }
 }
 
 #[test]

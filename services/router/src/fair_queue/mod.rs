@@ -32,6 +32,7 @@ mod deadline_tests;
 mod flow_limit;
 mod order;
 mod predict;
+mod service_time;
 #[cfg(test)]
 mod session_tests;
 mod sessions;
@@ -51,8 +52,9 @@ use std::{
 use cluster::NoNode;
 pub use flow_limit::{FlowLimit, LimitReached};
 use order::{Order, Rank};
-use predict::{CachedShare, OUTPUT_SHARE, OUTPUT_TOKEN_COST, ServiceRate, cost};
+use predict::{CachedShare, CountedTokens, OUTPUT_SHARE, OUTPUT_TOKEN_COST, ServiceRate};
 pub use predict::{StartedPrompt, TooLate, WaitLimits, WaitRequest};
+use service_time::ServiceTime;
 pub use sessions::{SessionMarks, SessionTurn, Sessions};
 
 /// Maximum credit of a flow, in requests of mean cost.
@@ -122,6 +124,7 @@ pub struct FairQueue<Id> {
     /// Virtual time of the flow that was served last.
     last_served: f64,
     rate: ServiceRate,
+    service_time: ServiceTime,
 }
 
 /// Place in the queue of one flow: the time by which the request must start, and the number of its arrival.
@@ -271,6 +274,7 @@ impl<Id> Default for FairQueue<Id> {
             starts: 0,
             last_served: 0.0,
             rate: ServiceRate::default(),
+            service_time: ServiceTime::default(),
         }
     }
 }
@@ -284,8 +288,8 @@ impl<Id: Copy + Eq + Hash> FairQueue<Id> {
     pub fn join(&mut self, now: Instant, id: Id, request: &WaitRequest) -> Result<(), TooLate> {
         let WaitRequest { flow, prompt_tokens, output_tokens_max, limits, .. } = request;
         let uncached_tokens = self.uncached_tokens(&flow.name, *prompt_tokens);
-        let cost = self.cost(&flow.name, uncached_tokens, *output_tokens_max);
-        let by = self.start_by(now, *limits, cost);
+        let tokens = self.tokens(&flow.name, uncached_tokens, *output_tokens_max);
+        let by = self.start_by(now, *limits, tokens);
         if !request.has_begun {
             self.check_start(now, flow, by)?;
         }
@@ -297,7 +301,7 @@ impl<Id: Copy + Eq + Hash> FairQueue<Id> {
                 .session_since
                 .map_or(by, |since| by.min(since + limits.wait_max)),
         };
-        self.insert(now, id, flow, cost, start);
+        self.insert(now, id, flow, tokens.cost(), start);
         Ok(())
     }
 
@@ -441,16 +445,24 @@ impl<Id: Copy + Eq + Hash> FairQueue<Id> {
         self.last_served = self.last_served.max(begin);
         let flow = flow.name.clone();
         let prompt_tokens = prompt.uncached_tokens;
-        Charge { flow, charged, prompt_tokens, output_tokens: 0, started: now }
+        Charge {
+            flow,
+            charged,
+            prompt_tokens,
+            output_tokens: 0,
+            started: now,
+            first_token_at: None,
+        }
     }
 
     /// Handles the end of an attempt: charges the flow for what the attempt used.
     pub fn ended(&mut self, now: Instant, charge: &Charge, end: AttemptEnd) {
         let output_tokens = f64::from(charge.output_tokens);
+        let tokens = CountedTokens { uncached: charge.prompt_tokens, output: output_tokens };
         let used = match end {
             // A draining node may have sent tokens earlier.
             AttemptEnd::Refused => OUTPUT_TOKEN_COST * output_tokens,
-            AttemptEnd::Complete | AttemptEnd::Cut => cost(charge.prompt_tokens, output_tokens),
+            AttemptEnd::Complete | AttemptEnd::Cut => tokens.cost(),
         };
         let (is_complete, running) = (end == AttemptEnd::Complete, self.running());
         self.change(&charge.flow, |state| {
@@ -463,8 +475,11 @@ impl<Id: Copy + Eq + Hash> FairQueue<Id> {
             }
         });
         if is_complete {
-            let taken = now.saturating_duration_since(charge.started).as_secs_f64();
-            self.rate.add(used, taken, running);
+            let since_start =
+                |at: Instant| at.saturating_duration_since(charge.started).as_secs_f64();
+            let first_token_s = since_start(charge.first_token_at.unwrap_or(now));
+            self.service_time.add(tokens, first_token_s, since_start(now));
+            self.rate.add(used, since_start(now), running);
         }
     }
 
@@ -533,11 +548,13 @@ pub struct Charge {
     prompt_tokens: u32,
     output_tokens: u32,
     started: Instant,
+    first_token_at: Option<Instant>,
 }
 
 impl Charge {
     /// Counts tokens that the attempt emitted.
-    pub fn emitted(&mut self, count: u32) {
+    pub fn emitted(&mut self, now: Instant, count: u32) {
+        self.first_token_at.get_or_insert(now);
         self.output_tokens += count;
     }
 }

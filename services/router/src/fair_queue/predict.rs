@@ -1,4 +1,4 @@
-//! Predictions of the fair queue: costs, service times and waiting times, and the refusals that follow from them.
+//! Predictions of the fair queue: costs and waiting times, and the refusals that follow from them.
 
 use std::{
     cmp::Ordering,
@@ -16,14 +16,8 @@ pub(super) const OUTPUT_TOKEN_COST: f64 = 2.0;
 pub(super) const OUTPUT_TOKENS_FIRST: f64 = 256.0;
 /// Weight of a finished answer in the mean output length of its flow.
 pub(super) const OUTPUT_SHARE: f64 = 1.0 / 8.0;
-/// Weight of an ended attempt in the service rate.
+/// Weight of an ended attempt in the service rate and in the service times.
 pub(super) const RATE_SHARE: f64 = 1.0 / 32.0;
-/// Safety margin on the predicted service time, in mean relative errors: about 95 % of requests take no longer if errors
-/// are normally distributed, unless their mean is close to [`ERROR_MAX`].
-const SERVICE_TIME_RESERVE: f64 = 2.0;
-/// Maximum relative error of one request. A request whose predicted time is some milliseconds may take a hundred times
-/// as long, because its fixed times are not predicted. Other requests do not take a hundred times as long.
-const ERROR_MAX: f64 = 1.0;
 
 /// Requests are refused for their predicted wait only after requests have waited for this fraction of the allowed wait.
 /// Reason: a service rate that was measured with few short requests overestimates the wait of a burst. This delays no
@@ -105,6 +99,20 @@ impl CachedShare {
     }
 }
 
+/// Tokens of a request that the nodes compute.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct CountedTokens {
+    /// Uncached prompt tokens.
+    pub(super) uncached: u32,
+    pub(super) output: f64,
+}
+
+impl CountedTokens {
+    pub(super) fn cost(self) -> f64 {
+        cost(self.uncached, self.output)
+    }
+}
+
 /// Sums over the last ended attempts, for the rate at which all running requests together are served.
 #[derive(Debug, Default)]
 pub(super) struct ServiceRate {
@@ -112,23 +120,11 @@ pub(super) struct ServiceRate {
     seconds: f64,
     /// Mean number of running requests when one ends, itself included.
     running: f64,
-    /// Mean relative error of the predicted service times. An absolute error would be dominated by long requests and
-    /// refuse short ones.
-    error: f64,
 }
 
 impl ServiceRate {
-    /// Returns the predicted seconds from the start of a request to its end.
-    fn service_seconds(&self, cost: f64) -> Option<f64> {
-        (self.cost > 0.0).then(|| cost * self.seconds / self.cost)
-    }
-
     /// Adds a completed request. `running`: running requests at its end, itself included.
     pub(super) fn add(&mut self, cost: f64, seconds: f64, running: u32) {
-        if let Some(predicted) = self.service_seconds(cost).filter(|predicted| *predicted > 0.0) {
-            let error = (seconds / predicted - 1.0).abs().min(ERROR_MAX);
-            self.error += (error - self.error) * RATE_SHARE;
-        }
         self.cost += cost - self.cost * RATE_SHARE;
         self.seconds += seconds - self.seconds * RATE_SHARE;
         let running = f64::from(running);
@@ -140,9 +136,19 @@ impl ServiceRate {
 impl<Id: Copy + Eq + Hash> FairQueue<Id> {
     /// Returns the predicted cost of an answer. `prompt_tokens`: uncached prompt tokens.
     pub(super) fn cost(&self, flow: &FlowName, prompt_tokens: u32, output_tokens_max: u32) -> f64 {
+        self.tokens(flow, prompt_tokens, output_tokens_max).cost()
+    }
+
+    /// Returns the predicted tokens of an answer and its prompt, of which `uncached` are prompt tokens.
+    pub(super) fn tokens(
+        &self,
+        flow: &FlowName,
+        uncached: u32,
+        output_tokens_max: u32,
+    ) -> CountedTokens {
         let mean = self.flows.get(flow).and_then(|flow| flow.output_tokens);
-        let output_tokens = mean.unwrap_or(OUTPUT_TOKENS_FIRST).min(output_tokens_max.into());
-        cost(prompt_tokens, output_tokens)
+        let output = mean.unwrap_or(OUTPUT_TOKENS_FIRST).min(output_tokens_max.into());
+        CountedTokens { uncached, output }
     }
 
     /// Returns the predicted uncached tokens of a prompt of the flow. The measured rate of service counts uncached tokens
@@ -152,15 +158,15 @@ impl<Id: Copy + Eq + Hash> FairQueue<Id> {
         flow.map_or(prompt_tokens, |flow| flow.cached.uncached_tokens(prompt_tokens))
     }
 
-    /// Returns the time from the start of a request to its end that few requests exceed; zero without measurements.
-    pub(super) fn service_time_max(&self, cost: f64) -> Duration {
-        let factor = 1.0 + SERVICE_TIME_RESERVE * self.rate.error;
-        self.rate.service_seconds(cost).map_or(Duration::ZERO, |mean| seconds(mean * factor))
-    }
-
-    /// Returns the time by which a request of this cost must start.
-    pub(super) fn start_by(&self, now: Instant, limits: WaitLimits, cost: f64) -> Instant {
-        let deadline = limits.deadline.checked_sub(self.service_time_max(cost)).unwrap_or(now);
+    /// Returns the time by which a request must start.
+    pub(super) fn start_by(
+        &self,
+        now: Instant,
+        limits: WaitLimits,
+        tokens: CountedTokens,
+    ) -> Instant {
+        let service_time = self.service_time.with_reserve(tokens);
+        let deadline = limits.deadline.checked_sub(service_time).unwrap_or(now);
         (now + limits.wait_max).min(deadline.max(now))
     }
 
@@ -176,8 +182,8 @@ impl<Id: Copy + Eq + Hash> FairQueue<Id> {
         if self.is_empty() {
             return Ok(());
         }
-        let cost = self.cost(&flow.name, 0, output_tokens_max);
-        self.check_start(now, flow, self.start_by(now, limits, cost))
+        let tokens = self.tokens(&flow.name, 0, output_tokens_max);
+        self.check_start(now, flow, self.start_by(now, limits, tokens))
     }
 
     /// Fails if a request of the flow could not start by this time.
@@ -253,7 +259,7 @@ pub(super) fn cost(prompt_tokens: u32, output_tokens: f64) -> f64 {
     (f64::from(prompt_tokens) + OUTPUT_TOKEN_COST * output_tokens).max(1.0)
 }
 
-fn seconds(seconds: f64) -> Duration {
+pub(super) fn seconds(seconds: f64) -> Duration {
     // A day is longer than any deadline.
     Duration::from_secs_f64(seconds.clamp(0.0, 86_400.0))
 }

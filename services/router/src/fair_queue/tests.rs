@@ -1,6 +1,9 @@
 use proptest::prelude::*;
 
-use super::{predict::OUTPUT_TOKENS_FIRST, *};
+use super::{
+    predict::{OUTPUT_TOKENS_FIRST, cost},
+    *,
+};
 
 fn key(name: &str) -> Flow {
     Flow::new(FlowName::Key(name.into()))
@@ -215,11 +218,10 @@ fn charge_is_corrected_by_the_tokens_that_were_used() {
     assert_eq!(charged, 10.0 + 2.0 * OUTPUT_TOKENS_FIRST);
     let mut charge = queue.start(now, &flow, uncached(10), 4096);
     assert_eq!(queue.flows[&flow.name].virtual_time, charged);
-    charge.emitted(5);
+    charge.emitted(now, 5);
     queue.ended(now + SERVICE, &charge, AttemptEnd::Complete);
     assert_eq!(queue.flows[&flow.name].virtual_time, 20.0);
     assert_eq!(queue.cost(&flow.name, 10, 4096), 20.0, "answers of this flow have 5 tokens");
-    assert_eq!(queue.service_time_max(40.0), 2 * SERVICE);
 }
 
 #[test]
@@ -234,7 +236,7 @@ fn attempt_that_a_node_refused_costs_nothing() {
     ] {
         let before = queue.flows.get(&flow.name).map_or(0.0, |flow| flow.virtual_time);
         let mut charge = queue.start(now, &flow, uncached(100), 4096);
-        charge.emitted(emitted);
+        charge.emitted(now, emitted);
         queue.ended(now, &charge, end);
         assert_eq!(queue.flows[&flow.name].virtual_time - before, cost, "{end:?}");
     }
@@ -244,19 +246,21 @@ fn attempt_that_a_node_refused_costs_nothing() {
 fn reserve_of_the_service_time_grows_with_its_variation() {
     let mut queue = FairQueue::<u32>::default();
     let (now, flow) = (Instant::now(), key("a"));
-    assert_eq!(queue.service_time_max(20.0), Duration::ZERO, "nothing was measured");
+    let tokens = CountedTokens { uncached: 10, output: 5.0 };
+    let none = queue.service_time.with_reserve(tokens);
+    assert_eq!(none, Duration::ZERO, "nothing was measured");
     let mut ended = |milliseconds: u64| {
         let mut charge = queue.start(now, &flow, uncached(10), 5);
-        charge.emitted(5);
+        charge.emitted(now, 5);
         queue.ended(now + Duration::from_millis(milliseconds), &charge, AttemptEnd::Complete);
-        queue.service_time_max(20.0)
+        queue.service_time.with_reserve(tokens)
     };
     let steady = (0..100).map(|_| ended(1000)).last().unwrap();
     assert_eq!(steady.as_millis(), 1000);
     let varied =
         (0..100).map(|index| ended(if index % 2 == 0 { 500 } else { 1500 })).last().unwrap();
     assert!((1800..2200).contains(&varied.as_millis()), "{varied:?}");
-    let short = queue.service_time_max(2.0);
+    let short = queue.service_time.with_reserve(CountedTokens { output: 1.4, ..tokens });
     assert!(
         (180..220).contains(&short.as_millis()),
         "errors of long answers leave short ones: {short:?}"

@@ -1,6 +1,9 @@
 //! Predicted against actual waits in virtual time. Nodes share their rate among their running requests.
 
-use super::{predict::WaitLimits, *};
+use super::{
+    predict::{WaitLimits, cost},
+    *,
+};
 
 /// Step of the virtual clock.
 const TICK: Duration = Duration::from_millis(10);
@@ -114,7 +117,7 @@ impl Cluster {
             ended.extend(node.extract_if(.., |running| running.left <= 0.0));
         }
         for mut running in ended {
-            running.charge.emitted(self.requests[running.id].output_tokens);
+            running.charge.emitted(self.now, self.requests[running.id].output_tokens);
             self.queue.ended(self.now, &running.charge, AttemptEnd::Complete);
             self.complete += 1;
         }
