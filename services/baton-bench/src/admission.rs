@@ -54,16 +54,15 @@ struct Report {
 /// Times of the engine thread, in µs.
 #[derive(Debug, Serialize)]
 struct TurnTimes {
-    /// The request enters the queue.
+    /// Putting the request into the queue.
     arrival: Percentiles,
-    /// The step that admits the prompt is planned: the device may wait for this.
+    /// Planning the step that admits the prompt. The device may wait for this.
     admission: Percentiles,
-    /// A later step is collected; the largest of the turn.
+    /// Collecting a later step: the longest time of the turn.
     step: Percentiles,
-    /// The last step is collected, and the sequence releases its blocks.
+    /// Collecting the last step, after which the sequence releases its blocks.
     end: Percentiles,
-    /// A step that computed the tokens of a new prompt is collected, before the next step is launched. The tiers save every
-    /// block.
+    /// Collecting a step that computed a new prompt, before the next step is launched. The tiers save every block.
     prefill: Percentiles,
 }
 

@@ -120,7 +120,7 @@ pub enum Action {
     AbortTransfer { id: SequenceId, reason: String },
     /// A block is to be copied to a KV tier. [`TierEvent::Saved`] or [`TierEvent::SaveFailed`] follows.
     Save(SaveJob),
-    /// A sequence waits for blocks of saves. Saves up to this job whose copies have not begun are to fail at once.
+    /// A sequence waits for blocks that saves keep. All saves up to this job whose copies have not begun must fail at once.
     CancelSaves { last: JobId },
     /// Blocks are to be copied from KV tiers. [`TierEvent::Loaded`] follows.
     Load(LoadJob),

@@ -493,7 +493,7 @@ impl Tiers {
     }
 
     /// Asks the shell to cancel the saves in flight whose copies have not begun, if one of them keeps a block that
-    /// `is_awaited`. Returns the last job so far for [`Action::CancelSaves`](crate::event::Action::CancelSaves), or `None`
+    /// `is_awaited`. Returns the newest job, for [`Action::CancelSaves`](crate::event::Action::CancelSaves), or `None`
     /// if no such save is left, or the shell was asked before.
     pub fn cancel_saves(&mut self, is_awaited: impl Fn(BlockId) -> bool) -> Option<JobId> {
         let copying = self.saves.values().filter(|save| !save.is_copied && !save.is_cancelled);
@@ -522,7 +522,7 @@ impl Tiers {
         let save = self.saves.remove(&job)?;
         let now = self.now;
         let state = self.state(save.tier);
-        // The queue stays in the order of its times.
+        // Keeps the queue in the order of its times.
         let since = state.queued.front().map_or(now, |&(since, _)| since);
         state.saves -= 1;
         state.store.end_save(save.slot, is_saved);

@@ -197,8 +197,8 @@ fn combined_schemas_are_rejected_before_their_copies_multiply() {
     ]);
 }
 
-/// Returns a schema of definitions, each with two properties. `property` makes a property of a reference to the next
-/// definition, and `definition` a definition of its number and properties.
+/// Returns a schema of definitions, each with two properties. `property` turns a reference to the next definition into a
+/// property. `definition` builds a definition from its number and its properties.
 fn doubling(
     levels: usize,
     property: impl Fn(Value) -> Value,

@@ -71,8 +71,8 @@ impl GrammarVocabulary {
             })?;
         }
         if matcher.is_complete() {
-            // The earlier attempt ended before it reported the end of the answer. A stop token would be a token that
-            // the answer does not have.
+            // The earlier attempt ended before it reported the end of the answer. This attempt would sample a stop token,
+            // which the answer does not have.
             return Err(Refusal::AnswerComplete);
         }
         let stop_tokens = match sequence.ignore_stop_tokens {

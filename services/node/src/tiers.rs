@@ -159,7 +159,7 @@ fn open_within(
 struct Events {
     queue: Sender<TierEvent>,
     waker: CollectWaker,
-    /// The engine thread has cancelled the saves before this job whose copies have not begun.
+    /// Saves with a smaller job number are cancelled if their copies have not begun. The engine thread sets the number.
     cancelled: Arc<AtomicU64>,
 }
 
@@ -305,7 +305,9 @@ impl Drop for TierCopies {
 fn enqueue<T>(queue: Option<&Sender<T>>, job: T) -> bool {
     let is_queued = queue.is_some_and(|queue| queue.try_send(job).is_ok());
     if !is_queued {
-        error!("cannot queue a copy of the KV tiers: the queue is full, or its threads have ended");
+        error!(
+            "cannot queue a copy of the KV tiers: the queue is full, or the copying threads have ended"
+        );
     }
     is_queued
 }

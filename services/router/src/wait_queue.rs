@@ -92,12 +92,12 @@ impl WaitQueue {
         Self { turns: Arc::default(), sessions: Arc::default(), places }
     }
 
-    /// Handles the arrival of an answer, a turn of its session. The owner calls [`Self::turn_ended`] at its end.
+    /// Records the arrival of an answer as a turn of its session. The owner calls [`Self::turn_ended`] when the answer ends.
     pub fn turn_arrived(&self, flow: &FlowName, marks: SessionMarks<'_>) -> SessionTurn {
         lock(&self.sessions).arrived(Instant::now(), flow, marks)
     }
 
-    /// Handles the end of an answer with its last full block; `None` if the answer is not complete.
+    /// Records the end of an answer with its last full block; `None` if the answer is not complete.
     pub fn turn_ended(&self, turn: &SessionTurn, last_block: Option<u128>) {
         lock(&self.sessions).ended(turn, last_block);
     }

@@ -6,8 +6,8 @@
 //! Routers and nodes exchange the shipped gRPC messages, and nodes check them as the service does.
 //! Network, clock, threads, etcd and faults are simulated: messages are lost, delayed, duplicated and
 //! reordered, chunks are corrupted, processes are killed, paused and drained, ranks die, nodes are
-//! partitioned, etcd is unreachable, routers restart, clients disconnect. Updates of the weights run meanwhile, whose
-//! trainers die.
+//! partitioned, etcd is unreachable, routers restart, clients disconnect. Weight updates run meanwhile, and
+//! their trainers die.
 //!
 //! After every event the simulation asserts the invariants of the process concerned. It compares
 //! every token with the expected answer, and the KV that a step reads with that of the weights in use. No two nodes use

@@ -33,13 +33,14 @@ use crate::{
 const TICK: Duration = Duration::from_millis(25);
 /// Time-out of a call.
 const CALL_MAX: Duration = Duration::from_secs(2);
-/// Time by which the nodes' deadline is later than the coordinator's.
+/// Time from the coordinator's deadline to the nodes' deadline.
 const NODE_GRACE: Duration = Duration::from_secs(5);
 const CATCH_UP_INTERVAL: Duration = Duration::from_secs(1);
 const CATCH_UP_TIMEOUT: Duration = Duration::from_secs(3);
-/// No catch-up begins later, so that every node has weights when the run ends.
+/// Time after which no catch-up begins, so that every node has weights when the run ends.
 const CATCH_UPS_END: Duration = Duration::from_secs(10);
-/// Maximum delay of a message where every request must complete: nodes change their weights almost at once.
+/// Maximum delay of a message in runs in which every request must complete, so that nodes change their weights at almost the
+/// same time.
 const MILD_DELAY_MAX: Duration = Duration::from_millis(10);
 
 /// A call of a coordinator to a node.
@@ -88,12 +89,12 @@ struct Update {
     called_at: Vec<Option<Instant>>,
     /// Number of calls that began or committed the update.
     decisive_calls: u32,
-    /// A catch-up: commits only these weights.
+    /// The only weights that a catch-up commits; `None` for an operator's update.
     expected: Option<WeightVersion>,
 }
 
 impl Update {
-    /// Carries out what is due: the deadline and the operator's decision.
+    /// Acts on an expired deadline and on the operator's decision once it is due.
     fn advance(&mut self, now: Instant) {
         if self.coordinator.next_deadline().is_some_and(|at| at <= now) {
             self.coordinator.on_deadline(now);

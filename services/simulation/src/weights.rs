@@ -1,6 +1,6 @@
 //! The part of a node in updates of the weights: the shipped `Participant`, and the work that it requests.
 //!
-//! A node receives weights in virtual time, beside the weights in use or over them. The weights in use change in the
+//! A node receives weights in virtual time, into a second copy or over the weights in use. The weights in use change in the
 //! shipped node core.
 
 use std::time::{Duration, Instant};
@@ -69,7 +69,7 @@ pub enum WeightsInput {
 /// A message of the node's part in updates.
 #[derive(Debug)]
 pub enum WeightsOutput {
-    /// The answer to call `node` of the coordinator.
+    /// The answer to the coordinator's call of node `node`.
     Reply {
         id: UpdateId,
         node: usize,

@@ -38,8 +38,8 @@ pub fn request_ended(
     }
 }
 
-/// Returns an integer as the type that is exported as a number. Unsigned fields of spans and log lines are exported as
-/// text.
+/// Converts an integer to the type that is exported as a number. Unsigned fields of spans and log lines would be exported
+/// as text.
 pub fn integer(value: impl TryInto<i64>) -> i64 {
     value.try_into().unwrap_or(i64::MAX)
 }

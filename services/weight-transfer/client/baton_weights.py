@@ -229,7 +229,7 @@ class WeightUpdater:
 
 
 class Chunks:
-    """A state dict on GPUs, cut into chunks. The digests are computed beside the transfer."""
+    """A state dict on GPUs, cut into chunks. The digests are computed during the transfer."""
 
     def __init__(self, state_dict, chunk_bytes):
         import torch
@@ -260,11 +260,11 @@ class Chunks:
 
 
 class Digests:
-    """Digests of whole tensors by the formula of kernels/src/digest.rs. Nodes compare them with those of what arrived."""
+    """Digests of whole tensors by the formula of kernels/src/digest.rs. Nodes compare them with those of the received tensors."""
 
     def __init__(self, sources):
         """Launches the work before the update begins, because launches hold Python's global lock, which would delay chunks.
-        Nothing else runs on the current streams. On other streams, PyTorch would keep the memory of the work for these."""
+        Uses the current streams, on which nothing else runs: PyTorch's allocator would keep memory of other streams for them."""
         import torch
 
         self.count, self.enqueued = len(sources), []
@@ -291,7 +291,7 @@ class Digests:
 
 
 def words_of(source, piece_bytes):
-    """Yields the place of the first word, and the 8-byte words of each piece of a tensor's bytes."""
+    """Yields each piece of a tensor's bytes as the place of its first word, and its 8-byte words."""
     import torch
 
     for begin in range(0, max(source.numel(), 1), piece_bytes):
@@ -319,7 +319,7 @@ def shifted(words, bits):
 
 
 def fastest_terms(device):
-    """Returns `terms` as one kernel, and the bytes of a piece. Where PyTorch compiles no kernels, returns the operations above,
+    """Returns `terms` as one kernel, and the size of a piece in bytes. Where PyTorch compiles no kernels, returns the operations above,
     which take several times as long, and memory for four pieces instead of two."""
     import torch
 

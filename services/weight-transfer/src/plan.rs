@@ -128,7 +128,7 @@ impl Plan {
     }
 
     /// Returns the hash by which a node recognizes the same plan of a trainer: the first 128 bits of SHA-256 over a line
-    /// for each tensor and one for each chunk. xxh3 is not part of Python.
+    /// for each tensor and one for each chunk. Python's standard library has no xxh3.
     pub fn trainer_hash(&self) -> u128 {
         let mut hash = Context::new(&SHA256);
         for Tensor { name, dtype, shape, .. } in &self.tensors {

@@ -13,7 +13,7 @@ use super::{Fixture, lacks, run_on, tiers};
 
 /// Source of a library that writes driver calls to a file.
 const SOURCE: &str = include_str!("driver_calls.c");
-/// Functions that the library writes although they never wait.
+/// Functions that the library logs although they never wait.
 const ENQUEUING: [&str; 2] = ["cuEventRecord", "cuGraphLaunch"];
 const ENGINE_THREAD: &str = "baton-engine";
 

@@ -34,8 +34,8 @@ pub struct SchedulerConfig {
     /// Time a `Receive` may wait for blocks before it fails as `Busy`. Short, because another node may have
     /// free blocks and the client waits.
     pub reserve_timeout: Duration,
-    /// Time a `Send` may wait for the receiver's reservation: the lease. With a grammar the receiver has
-    /// [`COMPILE_TIMEOUT`](crate::constraint::COMPILE_TIMEOUT) more.
+    /// Time a `Send` may wait for the receiver's reservation: the lease. With a grammar the time is longer by
+    /// [`COMPILE_TIMEOUT`](crate::constraint::COMPILE_TIMEOUT), because the receiver compiles the grammar first.
     pub ready_timeout: Duration,
 }
 

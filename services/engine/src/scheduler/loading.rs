@@ -249,7 +249,8 @@ impl Scheduler {
         }
     }
 
-    /// Lets the tiers offer the blocks of a preempted sequence, which will return, after the launch of the step.
+    /// Lets the tiers offer the blocks of a preempted sequence after the launch of the step, because the sequence will
+    /// return.
     pub(super) fn offer_preempted(&mut self, id: SequenceId, published: usize) {
         let Some(tiers) = &mut self.tiers else { return };
         let chain = &self.sequences[&id].chain;
@@ -259,8 +260,8 @@ impl Scheduler {
     }
 }
 
-/// Adds block `index` of the sequence, whose KV is written, to the prefix cache, and to the blocks that the tiers count and
-/// offer, unless the KV depends on other weights.
+/// Adds block `index` of the sequence, whose KV is written, to the prefix cache and to the written blocks of the tiers. Does
+/// nothing if the KV depends on earlier weights.
 pub(super) fn publish(
     kv: &mut KvBlocks,
     tiers: &mut Option<Tiers>,

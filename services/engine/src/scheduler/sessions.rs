@@ -41,7 +41,7 @@ struct Conversation {
     arrival: Arrival,
     /// When the conversation got this place.
     since: Instant,
-    /// The last places, the newest first. KV is kept for at most 600 s, so it is kept under these places.
+    /// The last three places, the newest first: those of the last 600 s, which is the longest time for which KV is kept.
     kept_places: [Arrival; 3],
     own: Returns,
     /// When the last turn ended; `None` before.

@@ -7,8 +7,8 @@ use crate::event::BlockHash;
 
 /// Maximum number of blocks of admitted prompts that are not counted yet. A prompt of a million tokens has 65,536 blocks.
 const UNCOUNTED_MAX: usize = 65_536;
-/// Number of these blocks that are counted at a time: this number, or the backlog divided by `BACKLOG_PART`. A prefill
-/// step may admit many prompts, so a fixed number would not keep up.
+/// Minimum number of these blocks that are counted at a time. If the backlog divided by `BACKLOG_PART` is larger, that many
+/// are counted: a prefill step may admit many prompts, so a fixed number would not keep up.
 const COUNTED_MIN: usize = 256;
 const BACKLOG_PART: usize = 8;
 
@@ -39,7 +39,8 @@ impl Tiers {
     /// Records that a prompt was admitted whose first blocks `keys` are cached or loaded; the first `resident` of them are
     /// in the prefix cache. [`count_admitted`](Self::count_admitted) counts the blocks later.
     pub fn prefix_admitted(&mut self, keys: &[BlockHash], resident: usize) {
-        // A block that the request writes before the prefix is counted takes the time of the prefix's last block.
+        // A block that the request writes before the prefix is counted takes the LRU time of the prefix's last block. So
+        // this time must be that of the admission.
         if let Some(&last) = keys.last() {
             self.tiers.iter_mut().flatten().for_each(|tier| _ = tier.store.touch(last, None));
         }

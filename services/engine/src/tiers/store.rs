@@ -104,8 +104,8 @@ impl Store {
         self.index.contains_key(&key)
     }
 
-    /// Makes the block the one that was used last, or, after the block in slot `parent`, the one that is overwritten just
-    /// before that block. Returns the block's slot if the block is known.
+    /// Makes the block the most recently used one. With `parent`, moves the block in the LRU order so that it is overwritten
+    /// just before the block in slot `parent`. Returns the block's slot if the block is known.
     pub fn touch(&mut self, key: BlockHash, parent: Option<SlotIndex>) -> Option<SlotIndex> {
         let index = self.slot(key)?;
         if self.slots[index as usize].state == State::Stored {

@@ -196,8 +196,8 @@ impl Reader {
         if let Err(error) = &read {
             warn!(slot = block.slot, %error, "a block of the disk tier is computed again");
         }
-        // The block may be saved again to another slot. A later start must find that slot only. No save writes the slot
-        // before the load has ended.
+        // The block may be saved again to another slot, and a later start must find only that other slot. No save writes
+        // this slot before the load has ended.
         if matches!(read, Err(SlotError::Damaged))
             && let Err(error) = self.disk.erase(block.slot, &mut self.buffer)
         {

@@ -13,7 +13,7 @@
 //!    the trainer, rank 0, broadcasts all chunks in order.
 //! 4. The node copies a chunk to its place while the next ones arrive.
 //! 5. The trainer sends the digest of each declared tensor (8 bytes, little endian): by `ipc` when the node requests chunk 2⁶⁴ - 1,
-//!    by `nccl` after the last broadcast. The node compares them with the digests of what arrived
+//!    by `nccl` after the last broadcast. The node compares them with the digests of the received tensors
 //!    ([`kernels::digest::of_weight`]).
 //! 6. `ipc`: The node closes the connection when it no longer uses the trainer's memory. `nccl`: The node keeps connection and
 //!    communicator for the next update, until the trainer closes the connection, another trainer comes, or an update fails.
@@ -288,8 +288,8 @@ impl ChunkTransfer<'_, '_> {
         self.limited(at_most, |receiver, limit| receiver.wait(buffer, limit))
     }
 
-    /// Waits for all copies. Fails if the trainer has closed the connection before, or if other bytes arrived than the
-    /// trainer has.
+    /// Waits for all copies. Fails if the trainer has closed the connection before, or if the received bytes differ from the
+    /// trainer's.
     fn finish(&mut self, tensors: &[Tensor]) -> Result<ReceivedWeights, ReceiveError> {
         let received = self.limited(CHUNK_MAX, |receiver, limit| receiver.finish(limit))?;
         self.connection.check()?;

@@ -51,7 +51,7 @@ impl Scene {
         self.queue.join(self.now, self.joined, &request).map(|()| self.joined)
     }
 
-    /// Starts a request, which ends after this time. Each token takes the same part of it.
+    /// Starts a request, which ends after this time. Each token takes the same share of this time.
     fn start(&mut self, prompt: StartedPrompt, output_tokens: u32, time: Duration) {
         let mut charge = self.queue.start(self.now, &self.flow, prompt, output_tokens);
         charge.emitted(self.now + time / output_tokens, output_tokens);
@@ -64,7 +64,7 @@ impl Scene {
         self.start(prompt, output_tokens, time);
     }
 
-    /// Moves by this time, and ends the requests whose time is over.
+    /// Advances the clock by this time, and ends the requests whose time is over.
     fn pass(&mut self, time: Duration) {
         self.now += time;
         self.running.sort_by_key(|(end, _)| *end);
@@ -88,8 +88,8 @@ impl Scene {
         self.start(StartedPrompt { tokens: LONG, uncached_tokens }, 1, time);
     }
 
-    /// Runs streams and, beside them, prompts with one output token, most of them cached. For their costs cached
-    /// prompts take far more time than streams, and uncached ones far less.
+    /// Runs streams and, at the same time, prompts with one output token, most of them cached. In proportion to their
+    /// costs, cached prompts take far more time than streams, and uncached prompts far less.
     fn run_mix(&mut self, rounds: u32) {
         for _ in 0..rounds {
             for _ in 0..16 {

@@ -141,9 +141,9 @@ struct Start {
     by: Instant,
     /// Whether the request is rejected after that time.
     may_be_late: bool,
-    /// Whether the request may wait. Others come first.
+    /// Whether the request may wait. Requests that may not wait come first.
     may_wait: bool,
-    /// `by` of a request that arrived with the first turn of the session.
+    /// `by` that the request would have if it had arrived with the first turn of its session.
     by_of_session: Instant,
 }
 
@@ -177,7 +177,7 @@ struct Queued<Id> {
     id: Id,
     session_place: SessionPlace,
     /// When half of the time until the request must start has passed. From then on, later turns of sessions no longer
-    /// come first, because the predicted wait of the request leaves them out.
+    /// come first, because the predicted wait of the request excludes them.
     urgent_at: Instant,
     cost: f64,
     /// Why the turn of the request has passed, until [`FairQueue::retry_passed`].

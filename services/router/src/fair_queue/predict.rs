@@ -139,7 +139,7 @@ impl<Id: Copy + Eq + Hash> FairQueue<Id> {
         self.tokens(flow, prompt_tokens, output_tokens_max).cost()
     }
 
-    /// Returns the predicted tokens of an answer and its prompt, of which `uncached` are prompt tokens.
+    /// Returns the tokens that nodes are predicted to compute: `uncached` prompt tokens and the tokens of the answer.
     pub(super) fn tokens(
         &self,
         flow: &FlowName,

@@ -23,10 +23,10 @@ const PLACE_MAX: Duration = Duration::from_secs(300);
 /// Maximum number of sessions in one generation.
 const SESSIONS_MAX: usize = 8192;
 /// Maximum number of blocks of a prompt that are searched for the end of an earlier turn, from the prompt's end: 65,536
-/// tokens, which take 0.1 ms. The end of the last turn is that far back only if the new turn is longer.
+/// tokens, which take 0.1 ms. The end of the last turn lies farther back only if the new turn adds more tokens.
 const SEARCHED_BLOCKS_MAX: usize = 4096;
 
-/// The part of a request that tells its session.
+/// The part of a request that identifies its session.
 #[derive(Clone, Copy, Debug)]
 pub struct SessionMarks<'a> {
     /// Name of the session; empty if the client names none.
@@ -56,7 +56,7 @@ pub struct SessionTurn {
     session: Session,
     /// Key of a named session.
     named: Option<u128>,
-    /// Key of the end that an unnamed turn continues.
+    /// Key of the last turn's end, which an unnamed turn continues.
     continued: Option<u128>,
     since: Option<Instant>,
 }
@@ -114,8 +114,8 @@ impl Sessions {
         SessionTurn { flow, session, named, continued, since: follows.then_some(session.since) }
     }
 
-    /// Records the end of a turn whose last full block is `last`. Without it the turn failed, and its request may arrive
-    /// again as the same turn.
+    /// Records the end of a turn whose last full block is `last`. `None`: the turn failed, and its request may arrive again
+    /// as the same turn.
     pub fn ended(&mut self, turn: &SessionTurn, last: Option<u128>) {
         let Some(named) = turn.named else {
             let end = last.map(|block| key_of_block(turn.flow, block));

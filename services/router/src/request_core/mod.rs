@@ -96,7 +96,7 @@ pub struct AnswerSpec {
 }
 
 impl AnswerSpec {
-    /// Returns the part of the request that tells its session.
+    /// Returns the part of the request that identifies its session.
     pub fn session_marks(&self) -> SessionMarks<'_> {
         SessionMarks {
             name: &self.session.name,
@@ -352,8 +352,8 @@ impl RequestCore {
         self.emitted.ids()
     }
 
-    /// Returns the cache key of the last full block of the prompt and the emitted tokens. No node has computed the KV of
-    /// the last token.
+    /// Returns the cache key of the last full block of the prompt and the emitted tokens, without the last token, whose KV
+    /// no node has computed.
     pub fn last_block(&self) -> Option<u128> {
         let output = self.emitted.ids();
         let computed = &output[..output.len().saturating_sub(1)];

@@ -7,7 +7,7 @@
 //! * After a second lost node in a row the next attempt waits, longer each time. If the router itself was suspended or
 //!   disconnected, it thus detects its dead connections instead of spending an attempt on each.
 //! * The budget renews whenever an attempt emitted tokens, so it bounds attempts without progress.
-//! * Busy nodes cost no attempt: the request waits for a bounded time, and until its deadline once it has emitted
+//! * Busy nodes cost no attempt: the request waits for a bounded time, or until its deadline if it has emitted
 //!   tokens. Requests that found every node busy pick again in the order of a
 //!   [`FairQueue`](crate::fair_queue::FairQueue).
 //! * While no decode node is up, the request waits until its deadline.

@@ -141,7 +141,7 @@ impl<'a> AnswerDriver<'a> {
                     Output::Finish(finished) => {
                         let end = self.text.finish(self.choice, finished);
                         self.record.answer_ended(&end);
-                        // The client may send the next turn as soon as it has the end.
+                        // The client may send the next turn as soon as it receives the end of this one.
                         self.end_turn(self.core.last_block());
                         return deadline.limit(self.events.send(Event::Finished(end))).await?;
                     }

@@ -1,4 +1,4 @@
-//! The updates of a seed.
+//! The weight updates that a seed determines.
 
 use std::time::Duration;
 
@@ -41,8 +41,8 @@ pub enum Decision {
     Abort { after: Duration },
 }
 
-/// Returns the updates of a seed. Where every request must complete, every node gets the commit, and requests do not
-/// end early.
+/// Returns the updates of a seed. If every request must complete, every node receives the commit, and no request ends
+/// early.
 pub fn of_seed(
     seed: u64,
     severity: Severity,

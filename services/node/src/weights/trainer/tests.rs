@@ -244,7 +244,7 @@ fn train(
             }
             let index = u64::from_le_bytes(request);
             if index == DIGESTS {
-                // The node may have left.
+                // The node may have closed the connection.
                 let _ = stream.write_all(&digests());
                 continue;
             }
