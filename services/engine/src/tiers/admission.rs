@@ -39,13 +39,13 @@ impl Tiers {
     /// Records that a prompt was admitted whose first blocks `keys` are cached or loaded; the first `resident` of them are
     /// in the prefix cache. [`count_admitted`](Self::count_admitted) counts the blocks later.
     pub fn prefix_admitted(&mut self, keys: &[BlockHash], resident: usize) {
+        // Beyond the bound, the tail of the prefix is not counted.
+        let keys = &keys[..keys.len().min(UNCOUNTED_MAX - self.uncounted)];
         // A block that the request writes before the prefix is counted takes the LRU time of the prefix's last block. So
         // this time must be that of the admission.
         if let Some(&last) = keys.last() {
             self.tiers.iter_mut().flatten().for_each(|tier| _ = tier.store.touch(last, None));
         }
-        // Beyond the bound, the tail of the prefix is not counted.
-        let keys = &keys[..keys.len().min(UNCOUNTED_MAX - self.uncounted)];
         if !keys.is_empty() {
             self.uncounted += keys.len();
             self.admitted.push_back(AdmittedPrefix { keys: keys.to_vec(), resident, counted: 0 });
@@ -173,6 +173,21 @@ mod tests {
         tiers.touch(BlockHash(601), BlockHash(600));
         assert_eq!(tiers.keys(Tier::Disk, 601), keys(1..=601));
         tiers.check();
+    }
+
+    #[test]
+    fn tail_that_is_not_counted_is_not_used_last() {
+        let mut tiers = with_disk(10);
+        let slots = keys(1..=6).into_iter().enumerate().map(|(slot, key)| (slot as u32, key));
+        tiers.recover(Tier::Disk, &slots.collect::<Vec<_>>(), true);
+        tiers.prefix_admitted(&keys(1001..=1000 + UNCOUNTED_MAX as u128 - 2), 0);
+        tiers.prefix_admitted(&keys(1..=4), 0);
+        while tiers.uncounted > 0 {
+            tiers.count_admitted();
+        }
+        let used_last = tiers.keys(Tier::Disk, 3);
+        assert_eq!(used_last[..2], keys(1..=2));
+        assert_ne!(used_last[2], BlockHash(4));
     }
 
     #[test]
