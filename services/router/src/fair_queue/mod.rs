@@ -177,8 +177,8 @@ struct Queued<Id> {
     id: Id,
     session_place: SessionPlace,
     /// When half of the time until the request must start has passed. From then on, later turns of sessions no longer
-    /// come first, because the predicted wait of the request excludes them.
-    urgent_at: Instant,
+    /// come first, because the predicted wait of the request excludes them. `None`: the request is never rejected.
+    urgent_at: Option<Instant>,
     cost: f64,
     /// Why the turn of the request has passed, until [`FairQueue::retry_passed`].
     passed: Option<Pass>,
@@ -245,8 +245,8 @@ impl<Id> FlowState<Id> {
 
     /// Returns the queued requests, the one that starts next first.
     fn in_order(&self, now: Instant) -> impl Iterator<Item = &Queued<Id>> {
-        let first = self.queue.values().next();
-        let is_urgent = first.is_some_and(|first| first.urgent_at <= now);
+        let first = self.queue.values().find_map(|queued| queued.urgent_at);
+        let is_urgent = first.is_some_and(|urgent_at| urgent_at <= now);
         let ignores_sessions = is_urgent || is_fair_turn(self.starts);
         let all_if = |included| if included { usize::MAX } else { 0 };
         let by_session = self.by_session.values().map(move |place| &self.queue[place]);
@@ -313,7 +313,8 @@ impl<Id: Copy + Eq + Hash> FairQueue<Id> {
         let place = (start.by, self.joined);
         let session_place = (start.may_wait, start.by_of_session, self.joined);
         self.change_active(now, flow, |state| {
-            let urgent_at = now + start.by.saturating_duration_since(now) / 2;
+            let half = start.by.saturating_duration_since(now) / 2;
+            let urgent_at = start.may_be_late.then(|| now + half);
             let queued =
                 Queued { id, session_place, urgent_at, cost, passed: None, passed_at: None };
             state.queue.insert(place, queued);

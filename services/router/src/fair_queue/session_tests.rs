@@ -146,3 +146,17 @@ fn later_turns_make_no_request_late() {
     let served = scene.served.iter().filter(|id| turns.contains(id)).count();
     assert!(served > 100, "{served} turns");
 }
+
+#[test]
+fn begun_answer_that_no_node_takes_leaves_sessions_their_places() {
+    let flow = key("a");
+    let mut scene = Scene::new(&flow);
+    let since = scene.now;
+    scene.now += SERVICE;
+    scene.join(&flow, None, WAIT_MAX);
+    let turn = scene.join(&flow, Some(since), WAIT_MAX);
+    let begun = scene.join(&flow, None, Duration::ZERO);
+    assert_eq!(scene.queue.next_turn(scene.now), Some(begun));
+    scene.queue.passed(scene.now, begun, Pass::NoNode);
+    assert_eq!(scene.queue.next_turn(scene.now), Some(turn));
+}
