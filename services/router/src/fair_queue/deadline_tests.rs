@@ -168,3 +168,30 @@ fn early_check_counts_no_more_output_than_the_request_allows() {
     check(1).unwrap();
     assert_eq!(check(1000).unwrap_err().wait_max, Duration::ZERO, "an answer takes 10 s");
 }
+
+#[test]
+fn long_prompt_of_another_flow_is_not_late_beside_cached_prompts() {
+    for seed in 0..20_u64 {
+        let mut random = seed * 7919 + 1;
+        let mut next = |most: u64| {
+            random = random
+                .wrapping_mul(6_364_136_223_846_793_005)
+                .wrapping_add(1_442_695_040_888_963_407);
+            (random >> 33) % most
+        };
+        let mut scene = Scene::new();
+        for _ in 0..200 {
+            let uncached_tokens = 1 + next(16) as u32;
+            let time = Duration::from_millis(50 + next(600));
+            scene.start(StartedPrompt { tokens: LONG, uncached_tokens }, 1, time);
+            scene.pass(time);
+        }
+        scene.flow = Flow::new(FlowName::Tenant("new".into()));
+        for (tokens, deadline) in [(LONG, DEADLINE / 10), (12 * LONG, DEADLINE)] {
+            let id = scene.join(tokens, 1, deadline).unwrap();
+            let soon = scene.now + Duration::from_millis(1);
+            assert_eq!(scene.queue.take_late(soon), None, "seed {seed}, {tokens} tokens");
+            scene.queue.leave(id);
+        }
+    }
+}

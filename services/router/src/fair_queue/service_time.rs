@@ -13,6 +13,9 @@ const ERROR_MAX: f64 = 1.0;
 /// Variation of prompt lengths (squared coefficient of variation) below which times to first token count as
 /// independent of the length. Reason: the time per token of prompts of nearly equal lengths is noise.
 const VARIATION_MIN: f64 = 0.01;
+/// Standard errors by which the time per token is reduced. Reason: for prompts far longer than the measured ones it would
+/// otherwise be noise. A prediction that is too low refuses nothing.
+const SLOPE_ERRORS: f64 = 2.0;
 
 /// Sums over the last completed requests, for their service times.
 #[derive(Debug, Default)]
@@ -66,6 +69,7 @@ struct FirstTokenTime {
     tokens: f64,
     seconds: f64,
     tokens_squared: f64,
+    seconds_squared: f64,
     tokens_by_seconds: f64,
 }
 
@@ -76,6 +80,7 @@ impl FirstTokenTime {
             (&mut self.tokens, tokens),
             (&mut self.seconds, seconds),
             (&mut self.tokens_squared, tokens * tokens),
+            (&mut self.seconds_squared, seconds * seconds),
             (&mut self.tokens_by_seconds, tokens * seconds),
         ] {
             *sum += value - *sum * RATE_SHARE;
@@ -89,11 +94,15 @@ impl FirstTokenTime {
         let mean_tokens = (self.tokens / self.count).max(1.0);
         let mean_s = self.seconds / self.count;
         let square = mean_tokens * mean_tokens;
-        let variance = self.tokens_squared / self.count - square;
+        let variance = (self.tokens_squared / self.count - square).max(0.0);
         let covariance = self.tokens_by_seconds / self.count - mean_tokens * mean_s;
-        let slope = covariance / (variance.max(0.0) + VARIATION_MIN * square);
+        let regular = variance + VARIATION_MIN * square;
+        let slope = covariance / regular;
+        let variance_s = self.seconds_squared / self.count - mean_s * mean_s;
+        let unexplained = variance_s + slope * (slope * variance - 2.0 * covariance);
+        let slope_error = (unexplained.max(0.0) / (regular * self.count)).sqrt();
         // Neither the time per token nor the fixed time is negative.
-        let token_s = slope.clamp(0.0, mean_s / mean_tokens);
+        let token_s = (slope - SLOPE_ERRORS * slope_error).clamp(0.0, mean_s / mean_tokens);
         Some(mean_s + token_s * (tokens - mean_tokens))
     }
 }
