@@ -10,14 +10,14 @@ use regex_syntax::{
 use serde_json::{Map, Number, Value};
 
 use crate::{
-    copies::copied_subschemas,
+    copies::{copied_subschemas, pattern_pairs},
     error::{GrammarError, one_line},
     limits::{
         CASE_INSENSITIVE_CLASS_WEIGHT, JSON_WHITE_SPACE, MULTIPLE_OF_COEFFICIENT_MAX,
         MULTIPLE_OF_MAX, MULTIPLE_OF_PLACES_MAX, REGEX_BYTES_MAX, REGEX_DEPTH_MAX,
         SCHEMA_ALTERNATIVES_MAX, SCHEMA_BYTES_MAX, SCHEMA_COPIES_MAX, SCHEMA_DEPTH_MAX,
-        SCHEMA_FORMATS_MAX, SCHEMA_OBJECTS_MAX, SCHEMA_PROPERTIES_MAX, SCHEMA_VALUES_MAX,
-        TAG_BYTES_MAX, UNICODE_CLASSES_MAX,
+        SCHEMA_FORMATS_MAX, SCHEMA_OBJECTS_MAX, SCHEMA_PATTERN_PAIRS_MAX, SCHEMA_PROPERTIES_MAX,
+        SCHEMA_VALUES_MAX, TAG_BYTES_MAX, UNICODE_CLASSES_MAX,
     },
     tool_calls::ToolCalls,
 };
@@ -234,7 +234,7 @@ pub(crate) fn check_regex(text: &str) -> Result<(), GrammarError> {
 }
 
 /// Parts that make a schema expensive to compile: their name in errors, and how many one schema may have.
-const PARTS: [(&str, usize); 7] = [
+const PARTS: [(&str, usize); 8] = [
     ("properties", SCHEMA_PROPERTIES_MAX),
     ("values in enums", SCHEMA_VALUES_MAX),
     ("parts in anyOf, oneOf and allOf", SCHEMA_ALTERNATIVES_MAX),
@@ -242,6 +242,10 @@ const PARTS: [(&str, usize); 7] = [
     ("objects", SCHEMA_OBJECTS_MAX),
     ("non-ASCII character classes (a case-insensitive one counts 20)", UNICODE_CLASSES_MAX),
     ("subschemas in copies of schemas that are combined with others", SCHEMA_COPIES_MAX),
+    (
+        "pairs of different patterns, counted once for each patternProperties",
+        SCHEMA_PATTERN_PAIRS_MAX,
+    ),
 ];
 const PROPERTIES: usize = 0;
 const ENUM_VALUES: usize = 1;
@@ -250,6 +254,7 @@ const FORMATS: usize = 3;
 const OBJECTS: usize = 4;
 const UNICODE_CLASSES: usize = 5;
 const COPIES: usize = 6;
+const PATTERN_PAIRS: usize = 7;
 
 /// Counts of [`PARTS`] in a schema. Keywords count wherever they occur: a property may be called `const`, and `$ref`
 /// may lead into a value.
@@ -274,6 +279,7 @@ impl SchemaParts {
                     ("properties", Value::Object(all)) => parts.0[PROPERTIES] += all.len(),
                     ("patternProperties", Value::Object(all)) => {
                         parts.0[PROPERTIES] += all.len();
+                        parts.0[PATTERN_PAIRS] += usize::from(!all.is_empty());
                         parts.0[UNICODE_CLASSES] +=
                             all.keys().map(|pattern| unicode_classes(pattern)).sum::<usize>();
                     }
@@ -297,6 +303,7 @@ impl SchemaParts {
                 rest.push(value);
             }
         }
+        parts.0[PATTERN_PAIRS] *= pattern_pairs(schema);
         if merges_subschemas && !Multiple::have_small_common_multiple(&multiples) {
             return Err(GrammarError::CommonMultiple { max: MULTIPLE_OF_MAX });
         }

@@ -160,8 +160,16 @@ fn combined_schemas_are_rejected_before_their_copies_multiply() {
         definitions["A"] = json!({"type": "object", "properties": properties});
         json!({"allOf": [of("A"), of("K0")], "$defs": definitions})
     };
+    let repeated = json!({"type": vec!["object"; 7]});
     let compiler = Compiler::for_bytes();
     for schema in [
+        json!({"allOf": [repeated, repeated, repeated, repeated, large(1000)]}),
+        json!({"type": vec!["object"; 1000], "allOf": [large(1000)]}),
+        // Three groups of keywords have all types.
+        json!({"type": vec!["object"; 14], "anyOf": [{}], "required": [], "allOf": [{}],
+            "properties": large(10)["properties"]}),
+        json!({"type": vec!["object"; 60], "properties": {"x": {"type": vec!["object"; 60],
+            "properties": {"y": large(10)}}}}),
         json!({"type": "object", "properties": properties(900), "patternProperties": {"^a": large(1000)}}),
         json!({"type": "object", "properties": properties(900), "patternProperties": {"^a": b},
             "$defs": definitions(1000)}),
@@ -183,7 +191,12 @@ fn combined_schemas_are_rejected_before_their_copies_multiply() {
         "type": {"const": "group"}, "name": {"type": "string"}}}], "$defs": {"Node": {"type": "object",
         "properties": {"type": {"type": "string"},
             "children": {"type": "array", "items": {"$ref": "#/$defs/Node"}}}}}});
+    let types = ["object", "array", "string", "number", "integer", "boolean", "null"];
+    let any = json!({"type": types});
     check_schemas([
+        (json!({"allOf": [any, any, any, any, large(1000)]}), ACCEPTED),
+        (json!({"default": {"type": vec!["a"; 1000], "x": 1}}), ACCEPTED),
+        (json!({"const": {"type": ["a", "a"], "x": 1}}), ACCEPTED),
         (extended, ACCEPTED),
         (
             json!({"type": "object", "properties": properties(20), "patternProperties": {"^a": large(20)}}),
@@ -261,12 +274,38 @@ fn references_with_sibling_keywords_are_rejected_before_their_copies_multiply() 
 
 #[test]
 fn patterns_are_checked_in_bounded_time() {
-    let patterns = many(300, |i| (format!("^a{i}.*(x|y){{0,50}}"), json!({"type": "string"})));
+    // No string matches two of them.
+    let disjoint = |from: usize, count: usize| {
+        many(count, |i| (format!("^[ab]{{100}}a{}$", from + i), json!({"type": "string"})))
+    };
+    let object = |patterns: Value| json!({"type": "object", "patternProperties": patterns});
+    let objects = |count: usize| vec![json!({"type": "object"}); count];
+    let one_each = |count: usize| (0..count).map(|i| object(disjoint(i, 1))).collect::<Vec<_>>();
+    let items = vec![json!({"minLength": 1}); 1000];
+    let closed = json!({"type": "object", "additionalProperties": {"prefixItems": items}});
+    let compiler = Compiler::for_bytes();
+    for schema in [
+        beside(object(disjoint(0, 60)), "anyOf", objects(30).into()),
+        json!({"allOf": one_each(16), "anyOf": objects(20)}),
+        json!({"allOf": [object(disjoint(0, 60)), closed]}),
+    ] {
+        let text = schema.to_string();
+        let error = compiler.check(&Grammar::JsonSchema(text.clone())).unwrap_err().to_string();
+        assert!(error.ends_with(TOO_MANY_COPIES), "{text:.200}: {error}");
+    }
     check_schemas([
+        (object(disjoint(0, 300)), "has 44850 pairs of different patterns"),
+        (object(disjoint(0, 63)), ACCEPTED),
+        (
+            json!({"prefixItems": (0..15).map(|_| object(disjoint(0, 60))).collect::<Vec<_>>()}),
+            "has 26550 pairs of different patterns",
+        ),
+        (json!({"allOf": one_each(64)}), "has 129024 pairs of different patterns"),
+        (json!({"allOf": one_each(5), "anyOf": objects(3)}), ACCEPTED),
         (json!({"type": "string", "pattern": "((a{100}){100}){100}"}), ACCEPTED),
         (json!({"type": "string", "pattern": "^(a+)+$"}), ACCEPTED),
         (json!({"type": "string", "pattern": "(a|b)*a(a|b){1000}"}), ACCEPTED),
-        (json!({"type": "object", "patternProperties": patterns}), "is not supported"),
+        (object(json!({"^a1.*(x|y){0,50}": {}, "^a10": {}})), "is not supported"),
         // Only `x` matches both patterns. A proof that nothing else does needs 2^1000 states.
         (
             json!({"type": "string", "allOf": [
