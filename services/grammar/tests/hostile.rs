@@ -191,6 +191,20 @@ fn combined_schemas_are_rejected_before_their_copies_multiply() {
         "type": {"const": "group"}, "name": {"type": "string"}}}], "$defs": {"Node": {"type": "object",
         "properties": {"type": {"type": "string"},
             "children": {"type": "array", "items": {"$ref": "#/$defs/Node"}}}}}});
+    // Each of 12 classes extends a recursive one.
+    let text = json!({"type": "string"});
+    let inherited = {
+        let base = json!({"$ref": "#/$defs/Component"});
+        let mut definitions = many(12, |class| {
+            let own = many(8, |index| (format!("p{class}_{index}"), text.clone()));
+            let part = json!({"type": "object", "properties": own});
+            (format!("Class{class}"), json!({"allOf": [base, part]}))
+        });
+        definitions["Component"] = json!({"type": "object", "properties": {"type": text, "id": text,
+            "children": {"type": "array", "items": base}}});
+        let any = |class: usize| json!({"$ref": format!("#/$defs/Class{class}")});
+        json!({"anyOf": (0..12).map(any).collect::<Vec<_>>(), "$defs": definitions})
+    };
     let types = ["object", "array", "string", "number", "integer", "boolean", "null"];
     let any = json!({"type": types});
     check_schemas([
@@ -198,6 +212,7 @@ fn combined_schemas_are_rejected_before_their_copies_multiply() {
         (json!({"default": {"type": vec!["a"; 1000], "x": 1}}), ACCEPTED),
         (json!({"const": {"type": ["a", "a"], "x": 1}}), ACCEPTED),
         (extended, ACCEPTED),
+        (inherited, ACCEPTED),
         (
             json!({"type": "object", "properties": properties(20), "patternProperties": {"^a": large(20)}}),
             ACCEPTED,
