@@ -160,6 +160,29 @@ fn combined_schemas_are_rejected_before_their_copies_multiply() {
         definitions["A"] = json!({"type": "object", "properties": properties});
         json!({"allOf": [of("A"), of("K0")], "$defs": definitions})
     };
+    // `A` has two alternatives, which multiply along the chain of the definitions `K`.
+    let branching = |levels: usize, count: usize, along: &str| {
+        let of = |name: &str| json!({"$ref": format!("#/$defs/{name}")});
+        let mut definitions = many(levels, |level| {
+            let properties = json!({"x": of(&format!("K{}", level + 1))});
+            (format!("K{level}"), json!({"type": "object", "properties": properties}))
+        });
+        definitions[format!("K{levels}")] = json!({"type": "object"});
+        let one = json!({"type": "object", "properties": {"x": of("A"), "p": large(count)}});
+        definitions["A"] = json!({"anyOf": [one, one]});
+        let value = (0..levels).fold(json!({}), |inside, _| json!({"x": inside}));
+        definitions["Value"] = json!({"const": value});
+        json!({"allOf": [of("A"), of(along)], "$defs": definitions})
+    };
+    // An expression of ten operators, and one of which the left side is an expression with a name.
+    let expression = {
+        let any = json!({"$ref": "#/$defs/Any"});
+        let operator = |index: usize| json!({"type": "object", "properties": {"kind": {"const": index.to_string()}, "left": any, "right": any}});
+        let operators: Vec<Value> = (0..10).map(operator).collect();
+        let named = json!({"type": "object", "properties": {"name": {"type": "string"}}});
+        let left = json!({"type": "object", "properties": {"left": named}});
+        json!({"allOf": [any, left], "$defs": {"Any": {"anyOf": operators}}})
+    };
     let repeated = json!({"type": vec!["object"; 7]});
     let compiler = Compiler::for_bytes();
     for schema in [
@@ -182,6 +205,8 @@ fn combined_schemas_are_rejected_before_their_copies_multiply() {
         json!({"allOf": [{"const": vec![1; 3000]}, {"type": "array", "items": large(1000)}]}),
         json!({"anyOf": vec![object.clone(); 400], "const": {"a": vec![1; 3000]}}),
         recursive(11, 500),
+        branching(12, 300, "K0"),
+        branching(12, 300, "Value"),
     ] {
         let text = schema.to_string();
         let error = compiler.check(&Grammar::JsonSchema(text.clone())).unwrap_err().to_string();
@@ -213,6 +238,7 @@ fn combined_schemas_are_rejected_before_their_copies_multiply() {
         (json!({"const": {"type": ["a", "a"], "x": 1}}), ACCEPTED),
         (extended, ACCEPTED),
         (inherited, ACCEPTED),
+        (expression, ACCEPTED),
         (
             json!({"type": "object", "properties": properties(20), "patternProperties": {"^a": large(20)}}),
             ACCEPTED,
