@@ -171,7 +171,8 @@ fn early_check_counts_no_more_output_than_the_request_allows() {
 
 #[test]
 fn long_prompt_of_another_flow_is_not_late_beside_cached_prompts() {
-    for seed in 0..20_u64 {
+    let runs = (0..20_u64).flat_map(|seed| [2, 5, 200].map(|requests| (seed, requests)));
+    for (seed, requests) in runs {
         let mut random = seed * 7919 + 1;
         let mut next = |most: u64| {
             random = random
@@ -180,7 +181,7 @@ fn long_prompt_of_another_flow_is_not_late_beside_cached_prompts() {
             (random >> 33) % most
         };
         let mut scene = Scene::new();
-        for _ in 0..200 {
+        for _ in 0..requests {
             let uncached_tokens = 1 + next(16) as u32;
             let time = Duration::from_millis(50 + next(600));
             scene.start(StartedPrompt { tokens: LONG, uncached_tokens }, 1, time);
@@ -190,7 +191,11 @@ fn long_prompt_of_another_flow_is_not_late_beside_cached_prompts() {
         for (tokens, deadline) in [(LONG, DEADLINE / 10), (12 * LONG, DEADLINE)] {
             let id = scene.join(tokens, 1, deadline).unwrap();
             let soon = scene.now + Duration::from_millis(1);
-            assert_eq!(scene.queue.take_late(soon), None, "seed {seed}, {tokens} tokens");
+            assert_eq!(
+                scene.queue.take_late(soon),
+                None,
+                "seed {seed}, {requests} requests, {tokens} tokens"
+            );
             scene.queue.leave(id);
         }
     }

@@ -16,8 +16,8 @@
 //! predicted output length is the mean of the flow's last answers. Within a flow the request with the earliest start
 //! deadline comes first; a later turn of a session has the start deadline of the session's first turn ([`Sessions`]).
 //! Flows of a higher priority come first. One of [`TURNS_PER_FAIR_TURN`] turns ignores priorities, and one of as many
-//! starts of a flow ignores sessions. A flow also ignores sessions while its first request by arrival has waited for half
-//! of the time until it must start.
+//! starts of a flow ignores sessions. A flow also ignores sessions while the first of its requests that may be
+//! rejected has waited for half of the time until it must start.
 //!
 //! Life of a waiting request:
 //! 1. [`FairQueue::join`], which refuses it if its predicted waiting time is too long.
@@ -177,7 +177,7 @@ struct Queued<Id> {
     id: Id,
     session_place: SessionPlace,
     /// When half of the time until the request must start has passed. From then on, later turns of sessions no longer
-    /// come first, because the predicted wait of the request excludes them. `None`: the request is never rejected.
+    /// come first, because the wait that was predicted at the arrival excludes turns that arrive later. `None`: the request is never rejected.
     urgent_at: Option<Instant>,
     cost: f64,
     /// Why the turn of the request has passed, until [`FairQueue::retry_passed`].

@@ -15,7 +15,10 @@ const ERROR_MAX: f64 = 1.0;
 const VARIATION_MIN: f64 = 0.01;
 /// Standard errors by which the time per token is reduced. Reason: for prompts far longer than the measured ones it would
 /// otherwise be noise. A prediction that is too low refuses nothing.
-const SLOPE_ERRORS: f64 = 2.0;
+const SLOPE_ERRORS: f64 = 3.0;
+/// Number of completed requests, older ones counted less, below which times to first token count as independent of the
+/// length. Reason: two requests lie on a line, whatever took their time.
+const SLOPE_COUNT_MIN: f64 = 8.0;
 
 /// Sums over the last completed requests, for their service times.
 #[derive(Debug, Default)]
@@ -100,7 +103,11 @@ impl FirstTokenTime {
         let slope = covariance / regular;
         let variance_s = self.seconds_squared / self.count - mean_s * mean_s;
         let unexplained = variance_s + slope * (slope * variance - 2.0 * covariance);
-        let slope_error = (unexplained.max(0.0) / (regular * self.count)).sqrt();
+        if self.count < SLOPE_COUNT_MIN {
+            return Some(mean_s);
+        }
+        // Two of the requests determine the line.
+        let slope_error = (unexplained.max(0.0) / (regular * (self.count - 2.0))).sqrt();
         // Neither the time per token nor the fixed time is negative.
         let token_s = (slope - SLOPE_ERRORS * slope_error).clamp(0.0, mean_s / mean_tokens);
         Some(mean_s + token_s * (tokens - mean_tokens))
