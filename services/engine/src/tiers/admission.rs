@@ -52,8 +52,7 @@ impl Tiers {
         }
     }
 
-    /// Counts the next blocks of admitted prompts, and offers those that were resident and are
-    /// worth a save.
+    /// Counts the next blocks of admitted prompts, and offers those that were resident and are worth a save.
     pub fn count_admitted(&mut self) {
         let mut left = COUNTED_MIN.max(self.uncounted / BACKLOG_PART);
         while left > 0
