@@ -14,6 +14,8 @@ use std::collections::{HashMap, HashSet};
 
 use serde_json::{Map, Value};
 
+use crate::references::{children, referenced};
+
 /// Keywords that llguidance ignores beside others.
 const ANNOTATIONS: [&str; 15] = [
     "$anchor",
@@ -422,18 +424,6 @@ impl<'a> Sizes<'a> {
     }
 }
 
-/// Returns the schema that llguidance finds under a reference.
-fn referenced<'a>(root: &'a Value, reference: &str) -> Option<&'a Value> {
-    let path = reference.strip_prefix('#')?.strip_prefix('/').unwrap_or_default();
-    if path.is_empty() {
-        return Some(root);
-    }
-    path.split('/').try_fold(root, |value, segment| match value {
-        Value::Array(all) => all.get(segment.parse::<usize>().ok()?),
-        value => value.get(segment),
-    })
-}
-
 /// Returns whether llguidance intersects parts of this schema.
 fn intersects(schema: &Value) -> bool {
     let Value::Object(keywords) = schema else { return false };
@@ -462,11 +452,6 @@ fn intersects_properties(keywords: &Map<String, Value>) -> bool {
 
 fn has_reference(value: &Value) -> bool {
     value.get("$ref").is_some() || children(value).any(has_reference)
-}
-
-fn children(value: &Value) -> impl Iterator<Item = &Value> {
-    let properties = value.as_object().into_iter().flat_map(|keywords| keywords.values());
-    value.as_array().into_iter().flatten().chain(properties)
 }
 
 /// Returns the number of values in a value, itself included.

@@ -9,6 +9,9 @@ pub const SCHEMA_DEPTH_MAX: usize = 32;
 /// JSON objects in a schema, outside of values. Each `$ref` and each level of nesting is one: a chain of
 /// 3,000 compiles in 0.1 to 0.35 s.
 pub const SCHEMA_OBJECTS_MAX: usize = 3000;
+/// Levels of JSON objects of all schemas to which different references lead. llguidance compiles a referenced schema inside the
+/// one that refers to it, so this many levels may nest. References that do not overlap have at most [`SCHEMA_OBJECTS_MAX`].
+pub const SCHEMA_REFERENCED_LEVELS_MAX: usize = 5000;
 /// Properties and pattern properties of all objects of a schema. The time to compile an object grows with
 /// the square of its properties. OpenAI's bound is 5,000.
 pub const SCHEMA_PROPERTIES_MAX: usize = 1000;
@@ -76,8 +79,8 @@ pub(crate) const ITEM_WORK: u64 = 16;
 /// Fuel to build the lexer of a grammar and the transitions of its start state: 20 to 70 ms of CPU time,
 /// less than 10 MB.
 pub(crate) const LEXER_FUEL: u64 = 1_000_000;
-/// Stack of the thread that compiles. llguidance recurses into subschemas and references: a chain of
-/// [`SCHEMA_OBJECTS_MAX`] takes a third of this stack.
+/// Stack of the thread that compiles. llguidance recurses into subschemas and references:
+/// [`SCHEMA_REFERENCED_LEVELS_MAX`] levels take a third of it.
 pub(crate) const COMPILER_STACK_BYTES: usize = 64 << 20;
 /// Fuel to compile the arguments of all tools of a request one by one.
 pub(crate) const TOOLS_LEXER_FUEL: u64 = 4 * LEXER_FUEL;

@@ -17,8 +17,9 @@ use crate::{
         MULTIPLE_OF_MAX, MULTIPLE_OF_PLACES_MAX, REGEX_BYTES_MAX, REGEX_DEPTH_MAX,
         SCHEMA_ALTERNATIVES_MAX, SCHEMA_BYTES_MAX, SCHEMA_COPIES_MAX, SCHEMA_DEPTH_MAX,
         SCHEMA_FORMATS_MAX, SCHEMA_OBJECTS_MAX, SCHEMA_PATTERN_PAIRS_MAX, SCHEMA_PROPERTIES_MAX,
-        SCHEMA_VALUES_MAX, TAG_BYTES_MAX, UNICODE_CLASSES_MAX,
+        SCHEMA_REFERENCED_LEVELS_MAX, SCHEMA_VALUES_MAX, TAG_BYTES_MAX, UNICODE_CLASSES_MAX,
     },
+    references::referenced_levels,
     tool_calls::ToolCalls,
 };
 
@@ -83,6 +84,9 @@ pub(crate) fn parsed_schema(text: &str) -> Result<(Value, SchemaParts), GrammarE
     parts.check(1)?;
     let keeps_one_of = refers_into_one_of(&schema);
     adapt(&mut schema, keeps_one_of);
+    parts.0[REFERENCED_LEVELS] = referenced_levels(&schema);
+    // The count of copies recurses along the references, too.
+    parts.check(1)?;
     parts.0[COPIES] = copied_subschemas(&schema);
     parts.check(1)?;
     // llguidance reads options from the schema, so this overwrites options of the client.
@@ -234,7 +238,7 @@ pub(crate) fn check_regex(text: &str) -> Result<(), GrammarError> {
 }
 
 /// Parts that make a schema expensive to compile: their name in errors, and how many one schema may have.
-const PARTS: [(&str, usize); 8] = [
+const PARTS: [(&str, usize); 9] = [
     ("properties", SCHEMA_PROPERTIES_MAX),
     ("values in enums", SCHEMA_VALUES_MAX),
     ("parts in anyOf, oneOf and allOf", SCHEMA_ALTERNATIVES_MAX),
@@ -246,6 +250,7 @@ const PARTS: [(&str, usize); 8] = [
         "pairs of different patterns, counted once for each patternProperties",
         SCHEMA_PATTERN_PAIRS_MAX,
     ),
+    ("levels of schemas to which references lead", SCHEMA_REFERENCED_LEVELS_MAX),
 ];
 const PROPERTIES: usize = 0;
 const ENUM_VALUES: usize = 1;
@@ -255,6 +260,7 @@ const OBJECTS: usize = 4;
 const UNICODE_CLASSES: usize = 5;
 const COPIES: usize = 6;
 const PATTERN_PAIRS: usize = 7;
+const REFERENCED_LEVELS: usize = 8;
 
 /// Counts of [`PARTS`] in a schema. Keywords count wherever they occur: a property may be called `const`, and `$ref`
 /// may lead into a value.

@@ -134,6 +134,35 @@ fn references_and_combined_schemas_are_checked_in_bounded_time() {
     ]);
 }
 
+/// Returns groups of references to one deep list. An index may be written in several ways, and llguidance compiles the target
+/// of each reference inside the one before.
+fn overlapping(groups: usize, levels: usize) -> Value {
+    const INDICES: [&str; 4] = ["0", "00", "+0", "+00"];
+    let reference = |group: usize, alias: usize| {
+        let (first, second) = (INDICES[alias % 4], INDICES[alias / 4]);
+        json!({"$ref": format!("#/$defs/{group}/{first}/{second}")})
+    };
+    let group = |group: usize| {
+        let all = (0..16).map(|alias| reference(group, alias)).chain([reference(group + 1, 0)]);
+        let last = json!({"type": "array", "prefixItems": all.collect::<Vec<_>>()});
+        json!([[(0..levels).fold(last, |inner, _| json!({"type": "array", "items": inner}))]])
+    };
+    let definitions: Vec<Value> = (0..groups).map(group).chain([json!([[{}]])]).collect();
+    json!({"$ref": "#/$defs/0/0/0", "$defs": definitions})
+}
+
+#[test]
+fn references_that_overlap_are_rejected_before_they_overflow_the_stack() {
+    check_schemas([
+        (
+            overlapping(51, 25),
+            "has 22033 levels of schemas to which references lead; allowed: at most 5000",
+        ),
+        // Takes most of the allowed levels.
+        (overlapping(11, 25), ACCEPTED),
+    ]);
+}
+
 const TOO_MANY_COPIES: &str =
     " subschemas in copies of schemas that are combined with others; allowed: at most 10000";
 
