@@ -34,11 +34,10 @@ fn object_levels(value: &Value) -> usize {
 
 /// Returns the schema that llguidance finds under a reference.
 pub(crate) fn referenced<'a>(root: &'a Value, reference: &str) -> Option<&'a Value> {
-    let path = reference.strip_prefix('#')?.strip_prefix('/').unwrap_or_default();
-    if path.is_empty() {
+    if matches!(reference, "#" | "#/") {
         return Some(root);
     }
-    path.split('/').try_fold(root, |value, segment| match value {
+    reference.strip_prefix("#/")?.split('/').try_fold(root, |value, segment| match value {
         Value::Array(all) => all.get(segment.parse::<usize>().ok()?),
         value => value.get(segment),
     })
