@@ -6,9 +6,9 @@
 //! intersection for each alternative of another part, `patternProperties` and `additionalProperties` for each property,
 //! and `items` for each item of `prefixItems`. llguidance bounds its intersections, but not the size of copies.
 //!
-//! [`copied_subschemas`] computes the size without a copy. It may count too many: if an intersection has several parts
-//! with properties or items, it counts their references as copied, although llguidance copies those of common properties
-//! only.
+//! [`copied_subschemas`] computes the size without a copy. It may count too many: if parts of an intersection have a common
+//! property with a reference, or schemas for other names or items, it counts the references in all of their properties as
+//! copied.
 
 use std::collections::{HashMap, HashSet};
 
@@ -42,7 +42,7 @@ const COMBINING: [&str; 6] = ["$ref", "allOf", "anyOf", "oneOf", "enum", "const"
 /// each intersection of objects, in 7 µs to 0.4 ms each; a copied subschema takes 30 µs.
 const PATTERN_PAIR_WEIGHT: usize = 2;
 
-/// Values and references that are visited to find out what recursive parts reach: 10 ms.
+/// Values and references that are visited to find out what intersections copy: 10 ms.
 const VISITS_MAX: usize = 100_000;
 
 /// Returns the number of pairs of different patterns in all `patternProperties`: objects that llguidance merges have no more.
@@ -241,7 +241,7 @@ struct Sizes<'a> {
     root: &'a Value,
     /// Number of subschemas in the document.
     written: usize,
-    /// Values that [`Sizes::reached`] may still visit.
+    /// Values that [`Sizes::may_copy_nested`] and [`Sizes::reached`] may still visit.
     visits_left: usize,
     /// Size of each definition, and the references in it.
     definitions: HashMap<&'a str, (usize, Vec<&'a str>)>,
@@ -261,7 +261,10 @@ impl<'a> Sizes<'a> {
         }
         let copied = copied.max(Copied::Parts);
         let mut sizes = self.of_parts(&parts, copied);
-        if copied == Copied::Parts && sizes.iter().filter(|size| size.nested > 0).count() > 1 {
+        if copied == Copied::Parts
+            && sizes.iter().filter(|size| size.nested > 0).count() > 1
+            && self.may_copy_nested(&parts)
+        {
             sizes = self.of_parts(&parts, Copied::All);
         }
         let mut references = Vec::new();
@@ -296,6 +299,57 @@ impl<'a> Sizes<'a> {
             whole.nested = whole.nested.max(along.saturating_mul(self.reached(&parts)));
         }
         whole
+    }
+
+    /// Returns whether an intersection of these parts may copy references in their properties and items: if two parts have a
+    /// property of the same name and one of them has a reference in it, or if a part has a schema for other names or for
+    /// items. After [`VISITS_MAX`] it may.
+    fn may_copy_nested(&mut self, parts: &[Part<'a>]) -> bool {
+        let mut properties = HashMap::<&str, Vec<(usize, &Value)>>::new();
+        for (index, part) in parts.iter().enumerate() {
+            let (mut rest, mut seen) = (vec![*part], HashSet::new());
+            while let Some(part) = rest.pop()
+                && self.visits_left > 0
+            {
+                self.visits_left -= 1;
+                match part {
+                    Part::Reference(reference) => {
+                        if seen.insert(reference) {
+                            rest.extend(referenced(self.root, reference).map(Part::Schema));
+                        }
+                    }
+                    Part::Schema(Value::Object(keywords)) => {
+                        self.visits_left = self.visits_left.saturating_sub(keywords.len());
+                        rest.extend(Part::of(keywords));
+                    }
+                    Part::Schema(_) => {}
+                    Part::Union(all) => rest.extend(all.iter().map(Part::Schema)),
+                    Part::Values(all) => {
+                        if all.iter().any(|value| children(value).next().is_some()) {
+                            return true;
+                        }
+                    }
+                    Part::Keywords(keywords) => {
+                        let own = keywords.get("properties").and_then(Value::as_object);
+                        let own_count = own.map_or(0, Map::len);
+                        if nested(keywords).len() > own_count {
+                            return true;
+                        }
+                        self.visits_left = self.visits_left.saturating_sub(own_count);
+                        for (name, schema) in own.into_iter().flatten() {
+                            properties.entry(name).or_default().push((index, schema));
+                        }
+                    }
+                }
+            }
+        }
+        let mut references = Vec::new();
+        for schemas in properties.values() {
+            if schemas.iter().any(|(index, _)| *index != schemas[0].0) {
+                schemas.iter().for_each(|(_, schema)| self.add_references(schema, &mut references));
+            }
+        }
+        !references.is_empty() || self.visits_left == 0
     }
 
     /// Returns the number of subschemas in the definitions to which references in these parts lead. After [`VISITS_MAX`] it is
@@ -540,8 +594,11 @@ mod tests {
             (json!({"type": "object", "anyOf": [a, b]}), 7),
             (json!({"allOf": [b, b]}), 4),
             (json!({"allOf": [b, {"$ref": "#/$defs/Many"}]}), 12),
-            // The properties of both may be intersected, so `B` in `A` counts as a copy.
-            (json!({"allOf": [a, {"properties": {"c": {"type": "null"}}}]}), 7),
+            // `B` in `A` stays a reference.
+            (json!({"allOf": [a, {"properties": {"c": {"type": "null"}}}]}), 4),
+            // The property `b` of `A` is intersected, so `B` is copied, too.
+            (json!({"allOf": [a, {"properties": {"b": {"type": "null"}}}]}), 7),
+            (json!({"allOf": [a, {"additionalProperties": {"type": "null"}}]}), 9),
             (json!({"properties": {"a": b}, "patternProperties": {"^a": {"type": "null"}}}), 7),
         ] {
             assert_eq!(copies(schema.clone()), count, "{schema}");

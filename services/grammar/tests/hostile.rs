@@ -268,6 +268,26 @@ fn combined_schemas_are_rejected_before_their_copies_multiply() {
         let any = |class: usize| json!({"$ref": format!("#/$defs/Class{class}")});
         json!({"anyOf": (0..12).map(any).collect::<Vec<_>>(), "$defs": definitions})
     };
+    // Classes of a syntax tree: each extends `Node` and has properties of any class.
+    let tree = |classes: usize| {
+        let (any, node) = (json!({"$ref": "#/$defs/Any"}), json!({"$ref": "#/$defs/Node"}));
+        let mut definitions = many(classes, |class| {
+            let own = json!({"type": {"const": class.to_string()}, "left": any, "right": any,
+                "list": {"type": "array", "items": any}});
+            (
+                format!("Class{class}"),
+                json!({"allOf": [node, {"type": "object", "properties": own}]}),
+            )
+        });
+        let number = json!({"type": "integer"});
+        let place = json!({"type": "object", "properties": {"line": number, "column": number}});
+        let span = json!({"type": "object", "properties": {"start": place, "end": place}});
+        let own = json!({"type": text, "span": span});
+        definitions["Node"] = json!({"type": "object", "properties": own});
+        let class = |class: usize| json!({"$ref": format!("#/$defs/Class{class}")});
+        definitions["Any"] = json!({"anyOf": (0..classes).map(class).collect::<Vec<_>>()});
+        json!({"$ref": "#/$defs/Any", "$defs": definitions})
+    };
     let types = ["object", "array", "string", "number", "integer", "boolean", "null"];
     let any = json!({"type": types});
     check_schemas([
@@ -276,6 +296,8 @@ fn combined_schemas_are_rejected_before_their_copies_multiply() {
         (json!({"const": {"type": ["a", "a"], "x": 1}}), ACCEPTED),
         (extended, ACCEPTED),
         (inherited, ACCEPTED),
+        (tree(8), ACCEPTED),
+        (tree(20), ACCEPTED),
         (expression, ACCEPTED),
         (
             json!({"type": "object", "properties": properties(20), "patternProperties": {"^a": large(20)}}),
