@@ -147,6 +147,20 @@ mod tests {
         range.map(BlockHash).collect()
     }
 
+    /// Lets the disk have the blocks 1 to `count` from an earlier start.
+    fn recover(tiers: &mut Tiers, count: u128) {
+        let slots = keys(1..=count).into_iter().enumerate().map(|(slot, key)| (slot as u32, key));
+        tiers.recover(Tier::Disk, &slots.collect::<Vec<_>>(), true);
+    }
+
+    /// Writes and offers block 2001 of a turn, which follows block 600.
+    fn write_after_600(tiers: &mut Tiers) -> BlockContents {
+        let (key, parent) = (BlockHash(2001), BlockHash(600));
+        tiers.block_written(key, parent, false, true);
+        tiers.count_written();
+        BlockContents { key, parent, tokens: [0; BLOCK_TOKENS] }
+    }
+
     #[test]
     fn blocks_of_a_long_prefix_are_counted_and_offered_a_few_at_a_time() {
         let mut tiers = with_disk(10);
@@ -162,8 +176,7 @@ mod tests {
     #[test]
     fn tail_of_a_counted_prefix_is_overwritten_before_its_head() {
         let mut tiers = with_disk(1000);
-        let slots = keys(1..=1000).into_iter().enumerate().map(|(slot, key)| (slot as u32, key));
-        tiers.recover(Tier::Disk, &slots.collect::<Vec<_>>(), true);
+        recover(&mut tiers, 1000);
         tiers.prefix_admitted(&keys(1..=600), 0);
         (0..3).for_each(|_| tiers.count_admitted());
         let used_last = [keys(1..=600), vec![BlockHash(1000)]].concat();
@@ -177,8 +190,7 @@ mod tests {
     #[test]
     fn tail_that_is_not_counted_is_not_used_last() {
         let mut tiers = with_disk(10);
-        let slots = keys(1..=6).into_iter().enumerate().map(|(slot, key)| (slot as u32, key));
-        tiers.recover(Tier::Disk, &slots.collect::<Vec<_>>(), true);
+        recover(&mut tiers, 6);
         tiers.prefix_admitted(&keys(1001..=1000 + UNCOUNTED_MAX as u128 - 2), 0);
         tiers.prefix_admitted(&keys(1..=4), 0);
         while tiers.uncounted > 0 {
@@ -192,18 +204,11 @@ mod tests {
     #[test]
     fn block_that_is_written_while_its_prefix_is_not_counted_is_overwritten_just_before_it() {
         let mut tiers = with_disk(1001);
-        let slots = keys(1..=1000).into_iter().enumerate().map(|(slot, key)| (slot as u32, key));
-        tiers.recover(Tier::Disk, &slots.collect::<Vec<_>>(), true);
+        recover(&mut tiers, 1000);
         tiers.prefix_admitted(&keys(1..=600), 600);
         tiers.count_admitted();
         // The turn's new block is saved before the rest of its prefix is counted.
-        tiers.block_written(BlockHash(2001), BlockHash(600), false, true);
-        tiers.count_written();
-        let contents = BlockContents {
-            key: BlockHash(2001),
-            parent: BlockHash(600),
-            tokens: [0; BLOCK_TOKENS],
-        };
+        let contents = write_after_600(&mut tiers);
         let save = tiers.next_save(|_| Ok((BlockId(0), contents))).expect("a slot is free");
         tiers.end_save(save.job, true);
         (0..2).for_each(|_| tiers.count_admitted());
@@ -215,21 +220,14 @@ mod tests {
     #[test]
     fn block_of_the_conversation_that_was_used_longest_ago_is_saved_to_a_full_tier() {
         let mut tiers = with_disk(1000);
-        let slots = keys(1..=1000).into_iter().enumerate().map(|(slot, key)| (slot as u32, key));
-        tiers.recover(Tier::Disk, &slots.collect::<Vec<_>>(), true);
+        recover(&mut tiers, 1000);
         for conversation in [1..=600, 601..=1000] {
             tiers.prefix_admitted(&keys(conversation), 0);
             (0..3).for_each(|_| tiers.count_admitted());
         }
         tiers.prefix_admitted(&keys(1..=600), 600);
         tiers.count_admitted();
-        tiers.block_written(BlockHash(2001), BlockHash(600), false, true);
-        tiers.count_written();
-        let contents = BlockContents {
-            key: BlockHash(2001),
-            parent: BlockHash(600),
-            tokens: [0; BLOCK_TOKENS],
-        };
+        let contents = write_after_600(&mut tiers);
         assert!(tiers.next_save(|_| Ok((BlockId(0), contents))).is_some());
         assert_eq!(tiers.stats(Tier::Disk).unwrap().dropped, 0);
     }

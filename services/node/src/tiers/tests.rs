@@ -141,16 +141,21 @@ fn save_and_load(arena: &Arc<KvArena>) {
     }
 }
 
+/// Saves blocks 0 and 1 under the keys 10 and 11.
+fn save_two(copies: &TierCopies, events: &Receiver<TierEvent>) {
+    for block in 0..2 {
+        assert_eq!(copies.save(save(block.into(), u128::from(block) + 10, block)), None);
+        (0..2).for_each(|_| _ = events.recv_timeout(WITHIN).unwrap());
+    }
+}
+
 #[test]
 fn load_ends_before_the_first_block_that_the_tier_does_not_have() {
     let folder = tempfile::tempdir().unwrap();
     let (path, arena) = (folder.path().join("kv"), arena());
     let (copies, events) = start(&path, &arena);
     recovered(&events);
-    for block in 0..2 {
-        assert_eq!(copies.save(save(block.into(), u128::from(block) + 10, block)), None);
-        (0..2).for_each(|_| _ = events.recv_timeout(WITHIN).unwrap());
-    }
+    save_two(&copies, &events);
     assert_eq!(copies.load(load(9, &[(0, 10), (1, 99), (0, 10)])), None);
     let event = events.recv_timeout(WITHIN).unwrap();
     assert!(matches!(event, TierEvent::Loaded { intact: 1, .. }), "{event:?}");
@@ -162,10 +167,7 @@ fn block_that_a_load_found_damaged_is_not_found_after_a_restart() {
     let (path, arena) = (folder.path().join("kv"), arena());
     let (copies, events) = start(&path, &arena);
     recovered(&events);
-    for block in 0..2 {
-        assert_eq!(copies.save(save(block.into(), u128::from(block) + 10, block)), None);
-        (0..2).for_each(|_| _ = events.recv_timeout(WITHIN).unwrap());
-    }
+    save_two(&copies, &events);
     // The first page of the file and the header of the first slot come before its block.
     let (mut byte, at) = ([0], 2 * 4096);
     let file = OpenOptions::new().read(true).write(true).open(&path).unwrap();
