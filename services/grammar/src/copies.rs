@@ -255,9 +255,10 @@ impl<'a> Sizes<'a> {
     fn of(&mut self, schema: &'a Value, copied: Copied) -> Size {
         let Value::Object(keywords) = schema else { return Size::ONE };
         let parts = Part::of(keywords);
-        let [first, others @ ..] = &parts[..] else { return Size::ONE };
-        if others.is_empty() {
-            return self.of_part(*first, copied);
+        match parts[..] {
+            [] => return Size::ONE,
+            [part] => return self.of_part(part, copied),
+            _ => {}
         }
         let copied = copied.max(Copied::Parts);
         let mut sizes = self.of_parts(&parts, copied);
