@@ -1,6 +1,6 @@
 //! Checks that digests of KV blocks and weights on the GPU equal the CPU's, and reports the bandwidth of those of blocks.
 
-use std::{sync::Arc, time::Instant};
+use std::{sync::Arc, thread, time::Instant};
 
 use kernels::{
     BlockId, BlockRead, Dtype, KvArena, KvLayout,
@@ -98,7 +98,7 @@ pub fn block_digests_match_cpu_for_any_layout_and_rank_count() {
             for (list, expected) in lists.iter().zip(&expected) {
                 assert_eq!(memory.digest(list), Ok(*expected), "{what}, {} blocks", list.len());
             }
-            // Takes more digests than one download has.
+            // Takes more digests than one call computes.
             let each = ids((0..300).map(|at| at * 7 % BLOCKS));
             let alone = |block: &BlockId| {
                 digest::of_block(&Heads::all(layout), 0, &contents[block.index()])
@@ -117,6 +117,41 @@ pub fn block_digests_match_cpu_for_any_layout_and_rank_count() {
             arena.write(BlockId(4)).unwrap().copy_from_host(&contents[4]).unwrap();
             assert_eq!(BlockRead::digest(&guards()).unwrap(), before, "{what}");
         }
+    }
+}
+
+pub fn digests_of_several_threads_match_cpu() {
+    let gpu = gpu();
+    let layout = KvLayout { layer_count: 4, kv_head_count: 4, head_dim: 64, dtype: Dtype::Bf16 };
+    let rounds = if short() { 5 } else { 200 };
+    for ranks in [1, 2] {
+        let kv = ranked(&gpu, layout, ranks, BLOCKS, true);
+        let arena = KvArena::remote(kv.clone()).unwrap();
+        let terms: Vec<_> = (0..BLOCKS)
+            .map(|block| {
+                let bytes = random(block.into(), layout.block_bytes());
+                arena.write(BlockId(block)).unwrap().copy_from_host(&bytes).unwrap();
+                let term = |index: usize| digest::of_block(&Heads::all(layout), index, &bytes);
+                [term(0), term(1)]
+            })
+            .collect();
+        // More threads than there are lanes.
+        thread::scope(|scope| {
+            for thread in 0..8 {
+                let (kv, terms) = (&kv, &terms);
+                scope.spawn(move || {
+                    for round in 0..rounds {
+                        let at = |step: u32| (thread * 5 + round * 7 + step * 3) % BLOCKS;
+                        let each = ids((0..1 + round % BLOCKS).map(at));
+                        let expected = each.iter().map(|block| terms[block.index()][0]).collect();
+                        assert_eq!(kv.digests(&each), Ok(expected), "{ranks} ranks");
+                        let pair = [at(0), at(1)].map(|block| terms[block as usize]);
+                        let expected = pair[0][0].wrapping_add(pair[1][1]);
+                        assert_eq!(kv.digest(&ids([at(0), at(1)])), Ok(expected), "{ranks} ranks");
+                    }
+                });
+            }
+        });
     }
 }
 

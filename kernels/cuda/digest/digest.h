@@ -9,12 +9,17 @@
 
 #include "baton_kernels.h"
 
-/* *sum = the digest of these parts of blocks; the list's first block is the first block of the digest. All byte counts
- * are multiples of 16, as is `arena`, where block b begins at b * block_bytes bytes. `blocks` is in host memory and
- * is read before the call returns; `sum` is device memory. */
-BATON_API int32_t baton_digest_blocks(const void *arena, int64_t block_bytes, int64_t run_bytes, int64_t run_stride,
-                                      int64_t first_bytes, int64_t whole_bytes, const int32_t *blocks, int32_t count,
-                                      uint64_t *sum, void *stream);
+/* Largest number of digests of one call. */
+#define BATON_DIGESTS_MAX 128
+
+/* is_each = 0: results_host[0] = the digest of these parts of blocks; the list's first block is the first block of the
+ * digest. is_each = 1: results_host[i] = the digest of blocks[i] alone, for 1 to BATON_DIGESTS_MAX blocks. All byte
+ * counts are multiples of 16, as is `arena`, where block b begins at b * block_bytes bytes. `blocks` is in host memory and
+ * is read before the call returns. `sums` is device memory for one more number than there are digests. Its numbers are 0
+ * before the call and after its work. The kernel writes `results_host`, pinned host memory, so no copy engine is used. */
+BATON_API int32_t baton_digest_lists(const void *arena, int64_t block_bytes, int64_t run_bytes, int64_t run_stride,
+                                     int64_t first_bytes, int64_t whole_bytes, const int32_t *blocks, int32_t count,
+                                     int32_t is_each, uint64_t *sums, uint64_t *results_host, void *stream);
 
 /* sums[0] = the digest of a part of a weight, sums[1] = its elements that are infinite or NaN. The part is contiguous:
  * `runs` runs of run_bytes. Run r begins first_bytes + r * run_stride bytes into the whole weight, so the digests of all

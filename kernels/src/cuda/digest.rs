@@ -1,66 +1,87 @@
 //! Computes digests of KV blocks and weights on the GPU that has them.
 
-use std::{
-    slice,
-    sync::{Arc, Mutex, MutexGuard, PoisonError},
-};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError};
 
 use super::{
     attention::dtype_code,
-    context::{Context, DeviceToHost, Event, Role, Stream},
+    context::{Compute, Context, Event, Role, Stream},
     error::CudaError,
-    ffi::{DigestBlocks, DigestWeight},
+    ffi::{self, DigestLists, DigestWeight},
     library::KernelLibrary,
-    memory::{DeviceMemory, InFlight, Pinned, Range},
+    memory::{DeviceMemory, Pinned, Range},
+    stream_progress::{Mark, StreamProgress},
 };
 use crate::{
     digest::{Heads, WeightRuns},
     layout::{BlockId, Dtype},
 };
 
-/// Digests of one download.
-const DIGESTS_MAX: usize = 128;
 /// Numbers that the kernel writes for a part of a weight: the digest, and the elements that are not finite.
 pub(super) const SUMS: usize = 2;
+/// Calls in flight on one GPU: those of the threads that save to and load from host memory, and a transfer's.
+const LANES: usize = 3;
 
-/// Buffers of the digest kernel on one GPU, for one download of digests at a time.
+/// Computes digests of blocks on one GPU. The kernel stores them into host memory: a copy to the host would queue behind
+/// the copies of blocks to the host.
 #[derive(Debug)]
 pub(super) struct Digester {
     library: Arc<KernelLibrary>,
-    digest_blocks: DigestBlocks,
+    digest_lists: DigestLists,
     context: Arc<Context>,
-    stream: Stream<DeviceToHost>,
-    /// Device memory in which the digests are accumulated.
+    lanes: [Mutex<Lane>; LANES],
+}
+
+/// Stream and memory of one call at a time.
+#[derive(Debug)]
+struct Lane {
+    stream: Stream<Compute>,
+    progress: StreamProgress,
+    done: Event,
+    /// Device memory in which the digests are accumulated, and the number of CTAs that have added theirs. The kernel
+    /// leaves zeros.
     sums: Range,
-    /// Host memory and event of the results' download. `None` after an error.
-    download: Mutex<Option<(Pinned<u64>, Event)>>,
+    /// The kernel writes them. They are read after the call's mark.
+    results: Pinned<u64>,
 }
 
 /// Digests that the GPU is computing.
-pub(super) struct DigestInFlight<'a> {
+pub(super) struct DigestsInFlight<'a> {
     count: usize,
-    // `finish` waits for the copy before it releases the lock.
-    copy: InFlight<u64>,
-    download: MutexGuard<'a, Option<(Pinned<u64>, Event)>>,
+    /// `None` after the wait.
+    mark: Option<Mark>,
+    lane: MutexGuard<'a, Lane>,
+}
+
+impl Lane {
+    fn new(context: &Arc<Context>) -> Result<Self, CudaError> {
+        let bytes = (ffi::DIGESTS_MAX + 1) * size_of::<u64>();
+        let (stream, sums) =
+            (Stream::new(context)?, DeviceMemory::new(context, "digests", bytes)?.cut(bytes)?);
+        sums.fill(0, &stream)?;
+        Ok(Self {
+            stream,
+            progress: StreamProgress::new(context)?,
+            done: Event::new(context)?,
+            sums,
+            results: Pinned::zeroed(context, "digests", ffi::DIGESTS_MAX)?,
+        })
+    }
+
+    /// Marks the end of the work in the stream so far.
+    fn mark(&mut self) -> Result<Mark, CudaError> {
+        self.done.record(&self.stream)?;
+        self.progress.mark(&self.stream)
+    }
 }
 
 impl Digester {
     /// # Errors
     /// When the library has no digest kernel, or memory is exhausted.
     pub fn new(context: &Arc<Context>, library: Arc<KernelLibrary>) -> Result<Self, CudaError> {
-        let digest_blocks = library.digest_blocks()?;
-        let bytes = DIGESTS_MAX * size_of::<u64>();
-        let memory = DeviceMemory::new(context, "digests", bytes)?;
-        let pinned = Pinned::zeroed(context, "the download of digests", DIGESTS_MAX)?;
-        let download = (pinned, Event::new(context)?);
-        Ok(Self {
-            digest_blocks,
-            library,
-            context: Arc::clone(context),
-            stream: Stream::new(context)?,
-            sums: memory.cut(bytes)?,
-            download: Mutex::new(Some(download)),
-        })
+        let digest_lists = library.digest_lists()?;
+        let lane = || Lane::new(context).map(Mutex::new);
+        let lanes = [lane()?, lane()?, lane()?];
+        Ok(Self { digest_lists, library, context: Arc::clone(context), lanes })
     }
 
     /// Launches the digest of `heads` of `blocks`; a block of `data` has these heads only. The blocks must be
@@ -70,61 +91,67 @@ impl Digester {
         data: &Range,
         heads: &Heads,
         blocks: &[BlockId],
-    ) -> Result<DigestInFlight<'_>, CudaError> {
-        self.start_lists(data, heads, &[blocks])
+    ) -> Result<DigestsInFlight<'_>, CudaError> {
+        self.start_call(data, heads, blocks, false)
     }
 
     /// Launches a digest for each block by itself. See [`start`](Self::start).
     ///
-    /// # Panics
-    /// When there are more than [`Self::BLOCKS_MAX`] blocks.
+    /// # Errors
+    /// When there are no blocks, or more than [`Self::BLOCKS_MAX`].
     pub fn start_each(
         &self,
         data: &Range,
         heads: &Heads,
         blocks: &[BlockId],
-    ) -> Result<DigestInFlight<'_>, CudaError> {
-        let lists: Vec<_> = blocks.iter().map(slice::from_ref).collect();
-        self.start_lists(data, heads, &lists)
+    ) -> Result<DigestsInFlight<'_>, CudaError> {
+        self.start_call(data, heads, blocks, true)
     }
 
     /// Blocks whose own digests are computed at a time.
-    pub const BLOCKS_MAX: usize = DIGESTS_MAX;
+    pub const BLOCKS_MAX: usize = ffi::DIGESTS_MAX;
 
-    fn start_lists(
+    fn start_call(
         &self,
         data: &Range,
         heads: &Heads,
-        lists: &[&[BlockId]],
-    ) -> Result<DigestInFlight<'_>, CudaError> {
-        assert!(
-            lists.len() <= DIGESTS_MAX,
-            "{} digests; expected at most {DIGESTS_MAX}",
-            lists.len()
-        );
-        let mut download = self.download.lock().unwrap_or_else(PoisonError::into_inner);
+        blocks: &[BlockId],
+        is_each: bool,
+    ) -> Result<DigestsInFlight<'_>, CudaError> {
+        let mut lane = self.lane();
         self.context.bind()?;
-        let (pinned, done) = download.take().ok_or(CudaError::EarlierCallFailed)?;
-        for (index, blocks) in lists.iter().enumerate() {
-            if let Err(error) = self.launch(data, heads, blocks, index) {
-                // A refused launch. The next digest may start once the earlier launches have ended.
-                let _ = self.stream.synchronize();
-                *download = Some((pinned, done));
-                return Err(error);
+        let launched = self.launch(data, heads, blocks, is_each, &lane);
+        match launched.and_then(|()| lane.mark()) {
+            Ok(mark) => {
+                let count = if is_each { blocks.len() } else { 1 };
+                Ok(DigestsInFlight { count, mark: Some(mark), lane })
+            }
+            Err(error) => {
+                // Earlier launches of this call must end before the next call begins, and may leave sums.
+                let _ = lane.sums.fill(0, &lane.stream);
+                let _ = lane.stream.synchronize();
+                Err(error)
             }
         }
-        let count = lists.len();
-        let copy = pinned.download(count, &self.sums, 0, &self.stream, done)?;
-        Ok(DigestInFlight { count, copy, download })
     }
 
-    /// Launches the digest of a list of blocks into the sum at `index`.
+    /// Returns an idle lane, or waits for the first.
+    fn lane(&self) -> MutexGuard<'_, Lane> {
+        let idle = self.lanes.iter().find_map(|lane| match lane.try_lock() {
+            Ok(lane) => Some(lane),
+            Err(TryLockError::Poisoned(error)) => Some(error.into_inner()),
+            Err(TryLockError::WouldBlock) => None,
+        });
+        idle.unwrap_or_else(|| self.lanes[0].lock().unwrap_or_else(PoisonError::into_inner))
+    }
+
     fn launch(
         &self,
         data: &Range,
         heads: &Heads,
         blocks: &[BlockId],
-        index: usize,
+        is_each: bool,
+        lane: &Lane,
     ) -> Result<(), CudaError> {
         let block_bytes = heads.own().block_bytes();
         let ids: Vec<i32> = blocks.iter().map(|block| block.0 as i32).collect();
@@ -132,10 +159,11 @@ impl Digester {
         // Checks that the blocks are inside the range.
         let arena = data.part(0, end * block_bytes);
         let (run_bytes, run_stride, first_bytes) = heads.runs();
-        // SAFETY: the blocks are inside their range, by the layout of `heads`. The caller holds the lock, which
-        // protects the sum. The list is read before the call returns.
+        // SAFETY: the blocks are inside their range, by the layout of `heads`. The caller holds the lane's lock until
+        // the stream's work is complete, so nothing else accesses sums and results, which hold the largest number of
+        // digests. Pinned memory has one address for host and GPU. The list is read before the call returns.
         let code = unsafe {
-            (self.digest_blocks)(
+            (self.digest_lists)(
                 arena,
                 block_bytes as i64,
                 run_bytes as i64,
@@ -144,21 +172,32 @@ impl Digester {
                 heads.whole_bytes() as i64,
                 ids.as_ptr(),
                 ids.len() as i32,
-                self.sums.part(index * size_of::<u64>(), size_of::<u64>()),
-                self.stream.raw().cast(),
+                i32::from(is_each),
+                lane.sums.address(),
+                lane.results.base(),
+                lane.stream.raw().cast(),
             )
         };
-        self.library.check("baton_digest_blocks", code)
+        self.library.check("baton_digest_lists", code)
     }
 }
 
-impl DigestInFlight<'_> {
-    /// Returns the digests, one for each list or block.
+impl DigestsInFlight<'_> {
+    /// Returns the digests, one for the list or for each block.
     pub fn finish(mut self) -> Result<Vec<u64>, CudaError> {
-        let (pinned, done) = self.copy.finish()?;
-        let digests = pinned[..self.count].to_vec();
-        *self.download = Some((pinned, done));
-        Ok(digests)
+        self.wait()?;
+        Ok(self.lane.results[..self.count].to_vec())
+    }
+
+    fn wait(&mut self) -> Result<(), CudaError> {
+        self.mark.take().map_or(Ok(()), |mark| mark.wait(&self.lane.done))
+    }
+}
+
+impl Drop for DigestsInFlight<'_> {
+    fn drop(&mut self) {
+        // The next call uses the lane, and the blocks may be written.
+        let _ = self.wait();
     }
 }
 

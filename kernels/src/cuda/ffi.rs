@@ -371,9 +371,12 @@ structs! {
     }
 }
 
-/// `baton_digest_blocks` of `kernels/cuda/digest/digest.h`. It is not in the function table, because only
-/// verified transfers need it and a library may lack it.
-pub type DigestBlocks = unsafe extern "C" fn(
+/// `BATON_DIGESTS_MAX` of `kernels/cuda/digest/digest.h`.
+pub const DIGESTS_MAX: usize = 128;
+
+/// `baton_digest_lists` of the same header. It is not in the function table, because only verified transfers and KV
+/// tiers need it and a library may lack it.
+pub type DigestLists = unsafe extern "C" fn(
     Address,
     i64,
     i64,
@@ -382,7 +385,9 @@ pub type DigestBlocks = unsafe extern "C" fn(
     i64,
     *const i32,
     i32,
+    i32,
     Address,
+    *mut u64,
     RawStream,
 ) -> i32;
 

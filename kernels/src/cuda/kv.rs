@@ -5,7 +5,7 @@ use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use super::{
     channel::NcclChannels,
     context::{Context, DeviceToHost, Event, HostToDevice, Role, Stream},
-    digest::{DigestInFlight, Digester},
+    digest::{Digester, DigestsInFlight},
     driver::Driver,
     error::CudaError,
     ipc::{Export, IpcMemory, Part},
@@ -209,7 +209,7 @@ impl RemoteBlocks for DeviceKv {
     fn digest(&self, blocks: &[BlockId]) -> Result<u64, String> {
         let Some(digester) = self.digester.get() else { return digest_of_copies(self, blocks) };
         let digest = digester.start(&self.data, &Heads::all(self.layout), blocks);
-        let digest = digest.and_then(DigestInFlight::finish);
+        let digest = digest.and_then(DigestsInFlight::finish);
         digest.map(|digests| digests[0]).map_err(|error| error.to_string())
     }
 
@@ -219,7 +219,7 @@ impl RemoteBlocks for DeviceKv {
         let mut digests = Vec::with_capacity(blocks.len());
         for blocks in blocks.chunks(Digester::BLOCKS_MAX) {
             let started = digester.start_each(&self.data, &heads, blocks);
-            let finished = started.and_then(DigestInFlight::finish);
+            let finished = started.and_then(DigestsInFlight::finish);
             digests.extend(finished.map_err(|error| error.to_string())?);
         }
         Ok(digests)
@@ -286,7 +286,7 @@ impl RankedKv {
     /// Adds up the digests that `start` launches for each rank. Returns `None` when a rank has no digest kernel.
     fn digest_parts<'a>(
         &'a self,
-        start: impl Fn(&'a Digester, &'a Range, &Heads) -> Result<DigestInFlight<'a>, CudaError>,
+        start: impl Fn(&'a Digester, &'a Range, &Heads) -> Result<DigestsInFlight<'a>, CudaError>,
     ) -> Option<Result<Vec<u64>, String>> {
         let digesters = self.parts.iter().map(|part| part.digester.get());
         let digesters = digesters.collect::<Option<Vec<_>>>()?;
@@ -301,7 +301,7 @@ impl RankedKv {
         let started: Vec<_> = started.collect();
         // Every digest is waited for, even if one fails.
         let parts: Vec<_> =
-            started.into_iter().map(|part| part.and_then(DigestInFlight::finish)).collect();
+            started.into_iter().map(|part| part.and_then(DigestsInFlight::finish)).collect();
         let sums = parts.into_iter().reduce(|sums, part| {
             let (sums, part) = (sums?, part?);
             Ok(sums.iter().zip(part).map(|(sum, part)| sum.wrapping_add(part)).collect())

@@ -108,9 +108,9 @@ impl KernelLibrary {
     }
 
     /// Returns the digest function of blocks, which must not be called after this library is dropped.
-    pub(super) fn digest_blocks(&self) -> Result<ffi::DigestBlocks, CudaError> {
+    pub(super) fn digest_lists(&self) -> Result<ffi::DigestLists, CudaError> {
         // SAFETY: the function has this signature in this version.
-        unsafe { self.optional(b"baton_digest_blocks\0") }
+        unsafe { self.optional(b"baton_digest_lists\0") }
     }
 
     /// Returns the digest function of weights, which must not be called after this library is dropped.

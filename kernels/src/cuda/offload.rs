@@ -2,7 +2,7 @@
 //!
 //! A block in host memory has all heads, with any number of ranks. Each rank's GPU copies its heads.
 
-use std::{any::Any, sync::Arc, thread, time::Duration};
+use std::{any::Any, sync::Arc};
 
 use cudarc::driver::sys;
 
@@ -28,12 +28,6 @@ use crate::{
 enum Offload {}
 
 impl Role for Offload {}
-
-/// Pause between polls for the end of copies: 16 blocks of 2 MiB take 0.6 ms.
-const PAUSE: Duration = Duration::from_micros(20);
-/// Number of polls of the marks between two queries of the events. Only a query shows that the context has failed, in
-/// which case no mark is ever reached.
-const POLLS_PER_QUERY: u32 = 1000;
 
 /// The blocks of one GPU, or of the ranks' GPUs.
 pub(super) struct CudaOffload {
@@ -221,20 +215,11 @@ impl CudaOffloadCopy {
         self.marks.iter().all(|(mark, _)| mark.is_reached())
     }
 
-    /// Waits for the copies. After an error of the context no copy is in flight. There is no deadline, because the
-    /// blocks cannot be used while a copy may write them. If the device hangs, steps hang too, and the engine thread
-    /// reports it.
+    /// Waits for the copies of all ranks. There is no deadline, because the blocks cannot be used while a copy may write
+    /// them. If the device hangs, steps hang too, and the engine thread reports it.
     fn wait(&self) -> Result<(), CudaError> {
-        let mut polls: u32 = 0;
-        // Most polls make no driver call, because another thread's call may hold the context's lock.
-        while !self.is_done() {
-            thread::sleep(PAUSE);
-            polls += 1;
-            if polls.is_multiple_of(POLLS_PER_QUERY) {
-                self.marks.iter().try_for_each(|(_, event)| event.is_done().map(drop))?;
-            }
-        }
-        Ok(())
+        let waits: Vec<_> = self.marks.iter().map(|(mark, done)| mark.wait(done)).collect();
+        waits.into_iter().collect()
     }
 }
 
