@@ -15,7 +15,7 @@ use tokio::{
 };
 
 use crate::{
-    fair_queue::{Flow, FlowLimit, FlowName, LimitReached},
+    fair_queue::{Flow, FlowLimit, FlowName, LimitReached, TooLate},
     lock::lock,
 };
 
@@ -36,20 +36,8 @@ pub enum Full {
          requests at a time"
     )]
     ShareWaiting { max: u32 },
-    #[error(
-        "the request cannot start in time: it would wait {} ms for a node, and at most {} ms are \
-         allowed",
-        wait.as_millis(),
-        wait_max.as_millis()
-    )]
-    Late { wait: Duration, wait_max: Duration },
-    #[error(
-        "the request cannot start in time: behind other requests of the caller it would wait {} ms \
-         for a node, and at most {} ms are allowed",
-        wait.as_millis(),
-        wait_max.as_millis()
-    )]
-    ShareLate { wait: Duration, wait_max: Duration },
+    #[error("{0}")]
+    Late(TooLate),
     #[error(
         "cannot read the request body: all bodies being read may hold at most {bytes_max} bytes"
     )]
@@ -61,10 +49,11 @@ pub enum Full {
 impl Full {
     /// Returns whether the bound is the caller's share, not a bound on all callers.
     pub fn is_of_caller(self) -> bool {
-        matches!(
-            self,
-            Self::ShareInFlight { .. } | Self::ShareWaiting { .. } | Self::ShareLate { .. }
-        )
+        match self {
+            Self::ShareInFlight { .. } | Self::ShareWaiting { .. } => true,
+            Self::Late(late) => late.is_over_share,
+            _ => false,
+        }
     }
 }
 

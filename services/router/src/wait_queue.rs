@@ -19,7 +19,7 @@ use crate::{
     admission::Full,
     fair_queue::{
         self, AttemptEnd, FairQueue, Flow, FlowLimit, FlowName, LimitReached, Pass, SessionMarks,
-        SessionTurn, Sessions, StartedPrompt, TooLate, WaitLimits, WaitRequest,
+        SessionTurn, Sessions, StartLimit, StartedPrompt, WaitLimits, WaitRequest,
     },
     lock::lock,
     request::error::{Overload, RETRY_AFTER_S},
@@ -65,8 +65,8 @@ struct TurnSignal {
 pub enum Turn {
     /// Pick nodes.
     Pick,
-    /// The answer could no longer complete before its deadline.
-    Late,
+    /// The answer could no longer start within this limit, which applied when it joined the queue.
+    Late(StartLimit),
 }
 
 impl Turns {
@@ -123,7 +123,7 @@ impl WaitQueue {
         let Turns { queue, .. } = &*lock(&self.turns);
         queue
             .check(Instant::now(), flow, output_tokens_max, limits)
-            .map_err(|late| too_late(queue, late, &flow.name))
+            .map_err(|late| overload(queue, Full::Late(late), &flow.name))
     }
 
     /// Returns the overload with the predicted time after which the caller may retry.
@@ -178,18 +178,9 @@ impl WaitQueue {
     }
 }
 
-fn too_late(queue: &FairQueue<u64>, late: TooLate, flow: &FlowName) -> Overload {
-    let TooLate { wait, wait_max, is_over_share } = late;
-    let full = match is_over_share {
-        true => Full::ShareLate { wait, wait_max },
-        false => Full::Late { wait, wait_max },
-    };
-    overload(queue, full, flow)
-}
-
 fn overload(queue: &FairQueue<u64>, full: Full, flow: &FlowName) -> Overload {
     let after = match full {
-        Full::Late { wait, wait_max } | Full::ShareLate { wait, wait_max } => Some(wait - wait_max),
+        Full::Late(late) => Some(late.excess()),
         _ if full.is_of_caller() => queue.drain_time(Some(flow)),
         _ => queue.drain_time(None),
     };
@@ -222,10 +213,11 @@ impl Waiting {
         } else {
             let (id, signal) = (turns.next_id, Arc::new(TurnSignal::default()));
             let joined = turns.queue.join(now, id, &self.request);
-            joined.map_err(|late| too_late(&turns.queue, late, &self.request.flow.name))?;
+            let flow = &self.request.flow.name;
+            let limit = joined.map_err(|late| overload(&turns.queue, Full::Late(late), flow))?;
             turns.next_id += 1;
             turns.waiting.insert(id, signal.clone());
-            self.queued = Some(Queued { turns: self.queue.turns.clone(), id, signal });
+            self.queued = Some(Queued { turns: self.queue.turns.clone(), id, signal, limit });
         }
         turns.notify_next();
         Ok(())
@@ -246,9 +238,11 @@ impl Waiting {
     /// Blocks until it is the turn of this answer. Blocks forever outside of the queue. Cancel-safe.
     pub async fn turn(waiting: &Option<Self>) -> Turn {
         let queued = waiting.as_ref().and_then(|waiting| waiting.queued.as_ref());
-        let Some(Queued { signal, .. }) = queued else { return std::future::pending().await };
+        let Some(Queued { signal, limit, .. }) = queued else {
+            return std::future::pending().await;
+        };
         signal.notify.notified().await;
-        if signal.is_late.load(Ordering::Relaxed) { Turn::Late } else { Turn::Pick }
+        if signal.is_late.load(Ordering::Relaxed) { Turn::Late(*limit) } else { Turn::Pick }
     }
 }
 
@@ -257,6 +251,7 @@ struct Queued {
     turns: Arc<Mutex<Turns>>,
     id: u64,
     signal: Arc<TurnSignal>,
+    limit: StartLimit,
 }
 
 impl Drop for Queued {
@@ -378,7 +373,7 @@ mod tests {
         lock(&queue.turns).queue.join(a_second_ago, u64::MAX, &first).unwrap();
         let _waiting: Vec<_> = (0..4).map(|_| waiting(&queue, &flow, LONG).unwrap()).collect();
         let refused = waiting(&queue, &flow, Duration::from_secs(2)).err().unwrap();
-        assert!(matches!(refused.full, Full::Late { .. }), "{refused}");
+        assert!(matches!(refused.full, Full::Late(_)), "{refused}");
         assert!((3..=4).contains(&refused.retry_after_s), "{refused}");
         assert!(!refused.full.is_of_caller());
         let soon = within(Duration::from_secs(2));
@@ -395,7 +390,38 @@ mod tests {
         // Another flow makes it the caller's own limit.
         let _other = waiting(&queue, &tenant("b"), LONG).unwrap();
         let refused = waiting(&queue, &flow, Duration::from_secs(2)).err().unwrap();
-        assert!(matches!(refused.full, Full::ShareLate { .. }), "{refused}");
+        assert!(matches!(refused.full, Full::Late(_)) && refused.full.is_of_caller(), "{refused}");
+    }
+
+    #[tokio::test]
+    async fn refusal_for_a_short_deadline_tells_service_time_and_deadline() {
+        let (queue, flow) = (queue(8), tenant("a"));
+        // The last request took five seconds, and the queue is empty.
+        let started = Instant::now() - Duration::from_secs(5);
+        let mut charge = lock(&queue.turns).queue.start(started, &flow, PROMPT, 1);
+        charge.emitted(Instant::now(), 1);
+        drop(Charge { turns: queue.turns.clone(), charge, end: AttemptEnd::Complete });
+        let deadline = Instant::now() + Duration::from_secs(2);
+        let limits = WaitLimits { wait_max: LONG, deadline };
+        let short = WaitRequest { limits, ..request(&flow, LONG) };
+        let mut waiting = queue.enter(short, &test_metrics(), None).unwrap();
+        let refused = waiting.queue(Pass::NoNode).unwrap_err();
+        let Full::Late(late) = refused.full else { panic!("{refused}") };
+        let StartLimit::Deadline { time_left, service_time } = late.limit else {
+            panic!("{refused}");
+        };
+        assert!(time_left <= Duration::from_secs(2), "{refused}");
+        assert!(service_time >= Duration::from_secs(5), "{refused}");
+        let said = format!(
+            "the request cannot complete before its deadline in {} ms: after a wait of 0 ms for a node it would take \
+             up to {} ms; expected a later deadline, a shorter prompt or fewer output tokens; retry after {} s",
+            time_left.as_millis(),
+            service_time.as_millis(),
+            refused.retry_after_s
+        );
+        assert_eq!(refused.to_string(), said);
+        assert!(refused.retry_after_s >= 3, "{refused}");
+        assert!(!queue.has_queue() && !refused.full.is_of_caller());
     }
 
     #[tokio::test]

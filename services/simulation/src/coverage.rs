@@ -78,7 +78,7 @@ impl Coverage {
             End::Failed(GiveUp::AttemptsSpent { .. }) => "attempts spent",
             // The deadline passed at the router or at a node.
             End::Failed(GiveUp::Deadline | GiveUp::Final(_)) => "deadline",
-            End::Failed(GiveUp::Busy { .. }) => "busy",
+            End::Failed(GiveUp::Busy { .. } | GiveUp::Late(_)) => "busy",
             End::Failed(GiveUp::NoDecodeNode { .. }) => "no decode node",
             End::Refused => "refused",
         });

@@ -16,8 +16,8 @@ use proto::{
 };
 use router::{
     fair_queue::{
-        Charge, FairQueue, Flow, Pass, SessionTurn, Sessions, StartedPrompt, WaitLimits,
-        WaitRequest,
+        Charge, FairQueue, Flow, Pass, SessionTurn, Sessions, StartLimit, StartedPrompt,
+        WaitLimits, WaitRequest,
     },
     request_core::{
         AnswerSpec, AttemptOutcome, Blame, EndedAttempt, GiveUp, NodeFeedback, Output,
@@ -140,7 +140,8 @@ struct Answer {
     attempts: u32,
     flow: Flow,
     turn: SessionTurn,
-    is_queued: bool,
+    /// Limit of the request while it is in the queue.
+    queued: Option<StartLimit>,
     /// Reason to report if the next turn passes to other requests.
     pass: Pass,
     /// Charge of the open attempt.
@@ -264,7 +265,7 @@ impl Router {
             attempts: 0,
             flow,
             turn,
-            is_queued: false,
+            queued: None,
             pass: Pass::default(),
             charge: None,
             stalled: None,
@@ -545,7 +546,7 @@ impl Router {
     fn queue(&mut self, now: Instant, id: usize) {
         let answer = self.answers.get_mut(&id).expect("requests are kept");
         let queue = self.waiting.entry(answer.model.clone()).or_default();
-        if std::mem::replace(&mut answer.is_queued, true) {
+        if answer.queued.is_some() {
             let pass = std::mem::take(&mut answer.pass);
             return queue.passed(now, id, pass);
         }
@@ -558,14 +559,16 @@ impl Router {
             has_begun: !answer.core.emitted().is_empty(),
             session_since: answer.turn.since(),
         };
-        if queue.join(now, id, &request).is_err() {
-            self.end(now, id, End::Refused);
+        match queue.join(now, id, &request) {
+            Ok(limit) => answer.queued = Some(limit),
+            Err(_) => self.end(now, id, End::Refused),
         }
     }
 
     fn leave_queue(&mut self, id: usize) {
         let answer = self.answer(id);
-        let (model, _) = (answer.model.clone(), std::mem::take(&mut answer.is_queued));
+        answer.queued = None;
+        let model = answer.model.clone();
         if let Some(queue) = self.waiting.get_mut(&model) {
             queue.leave(id);
         }
@@ -575,7 +578,9 @@ impl Router {
         for model in self.waiting.keys().cloned().collect::<Vec<_>>() {
             while let Some(id) = self.waiting.get_mut(&model).and_then(|queue| queue.take_late(now))
             {
-                self.answer(id).core.handle_late_turn(now);
+                let answer = self.answer(id);
+                let limit = answer.queued.expect("a late request is in the queue");
+                answer.core.handle_late_turn(now, limit);
                 self.perform(now, id);
             }
             while let Some(id) = self.waiting.get_mut(&model).and_then(|queue| queue.next_turn(now))
@@ -613,7 +618,7 @@ impl Router {
         let prompt = StartedPrompt { tokens, uncached_tokens };
         let charge = queue.start(now, &answer.flow, prompt, output_tokens_max);
         queue.leave(id);
-        answer.is_queued = false;
+        answer.queued = None;
         answer.charge = Some(charge);
         self.picks.extend(self.stats.is_none().then(|| Pick {
             request: id,

@@ -48,7 +48,7 @@ impl Scene {
             has_begun: false,
             session_since: None,
         };
-        self.queue.join(self.now, self.joined, &request).map(|()| self.joined)
+        self.queue.join(self.now, self.joined, &request).map(|_| self.joined)
     }
 
     /// Starts a request, which ends after this time. Each token takes the same share of this time.
@@ -129,11 +129,17 @@ fn deadline_below_the_service_time_is_refused_in_a_mix_of_requests() {
     let mut scene = Scene::new();
     scene.run_mix(4);
     let at_once = Duration::from_millis(1);
-    let late = scene.join(LONG, 1, at_once).unwrap();
-    assert_eq!(scene.queue.take_late(scene.now + at_once), Some(late));
-    // Behind another request it does not queue.
-    scene.join(LONG, 1, DEADLINE).unwrap();
-    assert_eq!(scene.join(LONG, 1, at_once).unwrap_err().wait_max, Duration::ZERO);
+    for _ in 0..2 {
+        let StartLimit::Deadline { time_left, service_time } =
+            scene.join(LONG, 1, at_once).unwrap_err().limit
+        else {
+            panic!("router.waiting_timeout is longer than the deadline");
+        };
+        assert_eq!(time_left, at_once);
+        assert!(service_time > at_once, "{service_time:?}");
+        // Behind another request it is refused, too.
+        scene.join(LONG, 1, DEADLINE).unwrap();
+    }
 }
 
 #[test]
@@ -148,7 +154,7 @@ fn request_that_cannot_complete_before_its_deadline_is_refused() {
     scene.join(100, 50, DEADLINE).unwrap();
     // Each request takes a second.
     let refused = scene.join(100, 50, second * 9 / 10).unwrap_err();
-    assert_eq!(refused.wait_max, Duration::ZERO);
+    assert_eq!(refused.limit.wait_max(), Duration::ZERO);
     scene.join(100, 50, 3 * second).unwrap();
 }
 
@@ -166,7 +172,7 @@ fn early_check_counts_no_more_output_than_the_request_allows() {
     let check =
         |output_tokens_max| queue.check(*now, flow, output_tokens_max, scene.limits(5 * second));
     check(1).unwrap();
-    assert_eq!(check(1000).unwrap_err().wait_max, Duration::ZERO, "an answer takes 10 s");
+    assert_eq!(check(1000).unwrap_err().limit.wait_max(), Duration::ZERO, "an answer takes 10 s");
 }
 
 #[test]

@@ -20,7 +20,7 @@
 //! rejected has waited for half of the time until it must start.
 //!
 //! Life of a waiting request:
-//! 1. [`FairQueue::join`], which refuses it if its predicted waiting time is too long.
+//! 1. [`FairQueue::join`], which refuses it if its predicted wait is too long, or its deadline too short.
 //! 2. [`FairQueue::next_turn`] returns it: the owner picks nodes for it.
 //! 3. [`FairQueue::start`] and [`FairQueue::leave`] if nodes take the request. Otherwise [`FairQueue::passed`]: the turn
 //!    goes to other requests, until the owner calls [`FairQueue::retry_passed`], because nodes may have capacity again.
@@ -53,7 +53,7 @@ use cluster::NoNode;
 pub use flow_limit::{FlowLimit, LimitReached};
 use order::{Order, Rank};
 use predict::{CachedShare, CountedTokens, OUTPUT_SHARE, OUTPUT_TOKEN_COST, ServiceRate};
-pub use predict::{StartedPrompt, TooLate, WaitLimits, WaitRequest};
+pub use predict::{StartLimit, StartedPrompt, TooLate, WaitLimits, WaitRequest};
 use service_time::ServiceTime;
 pub use sessions::{SessionMarks, SessionTurn, Sessions};
 
@@ -285,15 +285,21 @@ impl<Id: Copy + Eq + Hash> FairQueue<Id> {
         self.places.is_empty()
     }
 
-    /// Adds a request, unless a new request could not start in time.
-    pub fn join(&mut self, now: Instant, id: Id, request: &WaitRequest) -> Result<(), TooLate> {
+    /// Adds a request, unless a new request could not start in time. Returns the limit that applies.
+    pub fn join(
+        &mut self,
+        now: Instant,
+        id: Id,
+        request: &WaitRequest,
+    ) -> Result<StartLimit, TooLate> {
         let WaitRequest { flow, prompt_tokens, output_tokens_max, limits, .. } = request;
         let uncached_tokens = self.uncached_tokens(&flow.name, *prompt_tokens);
         let tokens = self.tokens(&flow.name, uncached_tokens, *output_tokens_max);
-        let by = self.start_by(now, *limits, tokens);
+        let limit = self.start_limit(now, *limits, tokens);
         if !request.has_begun {
-            self.check_start(now, flow, by)?;
+            self.check_start(now, flow, limit)?;
         }
+        let by = now + limit.wait_max();
         let start = Start {
             by,
             may_be_late: !request.has_begun,
@@ -303,7 +309,7 @@ impl<Id: Copy + Eq + Hash> FairQueue<Id> {
                 .map_or(by, |since| by.min(since + limits.wait_max)),
         };
         self.insert(now, id, flow, tokens.cost(), start);
-        Ok(())
+        Ok(limit)
     }
 
     /// Adds a request.

@@ -2,6 +2,7 @@
 
 use std::{
     cmp::Ordering,
+    fmt,
     hash::Hash,
     time::{Duration, Instant},
 };
@@ -58,13 +59,78 @@ impl WaitLimits {
     }
 }
 
-/// Reason why a request is refused before it queues: it would wait for longer than it may.
+/// Limit that determines by when a request must start.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum StartLimit {
+    /// Maximum wait, `router.waiting_timeout`.
+    Wait(Duration),
+    /// The request must complete before its deadline.
+    Deadline {
+        /// Time until the deadline.
+        time_left: Duration,
+        /// Predicted time from the start of the request to its end, with reserve.
+        service_time: Duration,
+    },
+}
+
+impl StartLimit {
+    /// Returns for how long the request may wait.
+    pub fn wait_max(self) -> Duration {
+        match self {
+            Self::Wait(wait_max) => wait_max,
+            Self::Deadline { time_left, service_time } => time_left.saturating_sub(service_time),
+        }
+    }
+
+    /// Returns whether the request could not complete before its deadline even if it started at once.
+    fn is_missed(self) -> bool {
+        matches!(self, Self::Deadline { time_left, service_time } if time_left < service_time)
+    }
+}
+
+/// Reason why a request is refused before it starts: it would start too late.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct TooLate {
+    /// Predicted wait for a node; after a late turn, the time that the request has waited.
     pub wait: Duration,
-    pub wait_max: Duration,
+    pub limit: StartLimit,
     /// Whether the request waits because its flow was served more than its share.
     pub is_over_share: bool,
+}
+
+impl TooLate {
+    /// Returns the time by which the request would start or complete too late.
+    pub fn excess(&self) -> Duration {
+        match self.limit {
+            StartLimit::Wait(wait_max) => self.wait.saturating_sub(wait_max),
+            StartLimit::Deadline { time_left, service_time } => {
+                (self.wait + service_time).saturating_sub(time_left)
+            }
+        }
+    }
+}
+
+impl fmt::Display for TooLate {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let wait_ms = self.wait.as_millis();
+        let behind = if self.is_over_share { " behind other requests of the caller" } else { "" };
+        match self.limit {
+            StartLimit::Wait(wait_max) => write!(
+                f,
+                "the request cannot start in time: it would wait {wait_ms} ms for a node{behind}, and at most {} ms \
+                 are allowed (router.waiting_timeout)",
+                wait_max.as_millis()
+            ),
+            StartLimit::Deadline { time_left, service_time } => write!(
+                f,
+                "the request cannot complete before its deadline in {} ms: after a wait of {wait_ms} ms for a \
+                 node{behind} it would take up to {} ms; expected a later deadline, a shorter prompt or fewer output \
+                 tokens",
+                time_left.as_millis(),
+                service_time.as_millis()
+            ),
+        }
+    }
 }
 
 /// Prompt of a request that starts.
@@ -158,16 +224,20 @@ impl<Id: Copy + Eq + Hash> FairQueue<Id> {
         flow.map_or(prompt_tokens, |flow| flow.cached.uncached_tokens(prompt_tokens))
     }
 
-    /// Returns the time by which a request must start.
-    pub(super) fn start_by(
+    /// Returns the limit that determines by when a request must start.
+    pub(super) fn start_limit(
         &self,
         now: Instant,
         limits: WaitLimits,
         tokens: CountedTokens,
-    ) -> Instant {
+    ) -> StartLimit {
         let service_time = self.service_time.with_reserve(tokens);
-        let deadline = limits.deadline.checked_sub(service_time).unwrap_or(now);
-        (now + limits.wait_max).min(deadline.max(now))
+        let time_left = limits.deadline.saturating_duration_since(now);
+        let by_deadline = StartLimit::Deadline { time_left, service_time };
+        match by_deadline.wait_max() < limits.wait_max {
+            true => by_deadline,
+            false => StartLimit::Wait(limits.wait_max),
+        }
     }
 
     /// Fails if a request of the flow could not start in time, whatever its prompt. Called before the prompt is
@@ -183,29 +253,28 @@ impl<Id: Copy + Eq + Hash> FairQueue<Id> {
             return Ok(());
         }
         let tokens = self.tokens(&flow.name, 0, output_tokens_max);
-        self.check_start(now, flow, self.start_by(now, limits, tokens))
+        self.check_start(now, flow, self.start_limit(now, limits, tokens))
     }
 
-    /// Fails if a request of the flow could not start by this time.
+    /// Fails if a request of the flow could not start within this limit.
     pub(super) fn check_start(
         &self,
         now: Instant,
         flow: &Flow,
-        start_by: Instant,
+        limit: StartLimit,
     ) -> Result<(), TooLate> {
-        let wait_max = start_by.saturating_duration_since(now);
+        let (is_missed, wait_max) = (limit.is_missed(), limit.wait_max());
         let waited =
             self.waiting_since.map_or(Duration::ZERO, |at| now.saturating_duration_since(at));
-        if waited < wait_max.mul_f64(WAITED_MIN) {
+        if !is_missed && waited < wait_max.mul_f64(WAITED_MIN) {
             return Ok(());
         }
-        match self.wait(flow).filter(|wait| *wait > wait_max) {
-            None => Ok(()),
-            Some(wait) => {
-                let is_over_share = self.is_over_share(now, &flow.name);
-                Err(TooLate { wait, wait_max, is_over_share })
-            }
+        let wait = self.wait(flow).unwrap_or_default();
+        if !is_missed && wait <= wait_max {
+            return Ok(());
         }
+        let is_over_share = !is_missed && self.is_over_share(now, &flow.name);
+        Err(TooLate { wait, limit, is_over_share })
     }
 
     /// Predicts how long a new request of the flow would wait for its turn. `None` without measurements.

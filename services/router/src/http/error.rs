@@ -113,7 +113,13 @@ mod tests {
     use tonic::Code;
 
     use super::*;
-    use crate::{admission::Full, grpc, keys::Exceeded, request::error::Overload};
+    use crate::{
+        admission::Full,
+        fair_queue::{StartLimit, TooLate},
+        grpc,
+        keys::Exceeded,
+        request::error::Overload,
+    };
 
     /// All pairs of status and code.
     const CODES: [(u16, &str); 23] = [
@@ -177,6 +183,7 @@ mod tests {
     fn errors() -> Vec<RequestError> {
         let waited = Duration::from_secs(1);
         let reason = || "why".to_owned();
+        let limit = StartLimit::Wait(waited);
         let exceeded = Exceeded { limit: KeyLimit::Streams, max: 1, retry_after: waited };
         let all = vec![
             RequestError::Field(FieldError::new("n", "is 0")),
@@ -188,8 +195,8 @@ mod tests {
             Full::Waiting { max: 1 }.into(),
             Full::ShareInFlight { max: 1 }.into(),
             Full::ShareWaiting { max: 1 }.into(),
-            Full::Late { wait: waited, wait_max: waited }.into(),
-            Full::ShareLate { wait: waited, wait_max: waited }.into(),
+            Full::Late(TooLate { wait: waited, limit, is_over_share: false }).into(),
+            Full::Late(TooLate { wait: waited, limit, is_over_share: true }).into(),
             Full::Bodies { bytes_max: 1 }.into(),
             Full::Stopping.into(),
             RequestError::Busy { waited, retry_after_s: 1 },
@@ -218,8 +225,7 @@ mod tests {
                         | Full::Waiting { .. }
                         | Full::ShareInFlight { .. }
                         | Full::ShareWaiting { .. }
-                        | Full::Late { .. }
-                        | Full::ShareLate { .. }
+                        | Full::Late(_)
                         | Full::Bodies { .. }
                         | Full::Stopping,
                     ..

@@ -172,6 +172,7 @@ impl RequestError {
                 Self::AttemptsSpent { attempts, last: last.to_string() }
             }
             GiveUp::Busy { waited } => Self::Busy { waited, retry_after_s },
+            GiveUp::Late(late) => Overload { full: Full::Late(late), retry_after_s }.into(),
             GiveUp::NoDecodeNode { waited } => Self::NoDecodeNode { waited },
             GiveUp::Deadline => Self::Deadline { timeout },
             GiveUp::Final(failure) => match failure.cause {
@@ -195,9 +196,9 @@ impl RequestError {
             Self::Overload(overload) => match overload.full {
                 Full::InFlight { .. } => Some(Refusal::InFlight),
                 Full::Waiting { .. } => Some(Refusal::Waiting),
-                Full::Late { .. } => Some(Refusal::Late),
+                Full::Late(late) if late.is_over_share => Some(Refusal::ShareLate),
+                Full::Late(_) => Some(Refusal::Late),
                 Full::ShareInFlight { .. } | Full::ShareWaiting { .. } => Some(Refusal::Share),
-                Full::ShareLate { .. } => Some(Refusal::ShareLate),
                 Full::Bodies { .. } | Full::Stopping => None,
             },
             _ => None,

@@ -55,7 +55,7 @@ use schemars::JsonSchema;
 use serde::Serialize;
 use tonic::Status;
 
-use crate::fair_queue::{AttemptEnd, SessionMarks};
+use crate::fair_queue::{AttemptEnd, SessionMarks, StartLimit, TooLate};
 pub use crate::request::options::Session;
 use attempt::{AttemptAction, AttemptState, LAST_EVENT_MAX, TOKEN_0_MAX};
 pub use attempt::{AttemptStats, NodeStats};
@@ -568,12 +568,23 @@ impl RequestCore {
         }
     }
 
-    /// Handles a turn that comes too late: the request could not complete within its deadline.
-    pub fn handle_late_turn(&mut self, now: Instant) {
-        if let State::WaitingForTurn { .. } = self.state {
-            let waited = self.recovery.waited(now);
-            self.fail(GiveUp::Busy { waited });
+    /// Handles a turn that comes too late: the request could no longer start within this limit.
+    pub fn handle_late_turn(&mut self, now: Instant, limit: StartLimit) {
+        if !self.expects_turn() {
+            return;
         }
+        if now >= self.spec.deadline {
+            return self.expire(now);
+        }
+        let waited = self.recovery.waited(now);
+        self.fail(match limit {
+            StartLimit::Wait(_) => GiveUp::Busy { waited },
+            StartLimit::Deadline { service_time, .. } => {
+                let time_left = self.spec.deadline.saturating_duration_since(now);
+                let limit = StartLimit::Deadline { time_left, service_time };
+                GiveUp::Late(TooLate { wait: waited, limit, is_over_share: false })
+            }
+        });
     }
 
     /// Handles a change of a node's health.

@@ -22,6 +22,7 @@ use proto::v1::{Failure, FailureKind};
 use tonic::{Code, Status};
 
 use super::{RecoveryPolicy, emitted::EmissionError};
+use crate::fair_queue::TooLate;
 
 /// Maximum bytes of a peer's message that the router copies into a log or an error body.
 const MESSAGE_BYTES_MAX: usize = 300;
@@ -87,6 +88,8 @@ pub enum GiveUp {
     Final(AttemptFailure),
     /// Every decode node was busy for this time.
     Busy { waited: Duration },
+    /// The request could no longer complete before its deadline.
+    Late(TooLate),
     /// No decode node was available for this time.
     NoDecodeNode { waited: Duration },
     /// The request's deadline passed while nodes were available.

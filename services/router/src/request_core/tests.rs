@@ -343,6 +343,25 @@ fn waiting_for_a_busy_cluster_is_bounded_and_in_turns() {
 }
 
 #[test]
+fn late_turn_tells_the_limit_that_the_request_exceeds() {
+    let (waited, service_time) = (Duration::from_secs(11), Duration::from_secs(590));
+    let late_after = |limit: StartLimit, waited: Duration| {
+        let mut owner = Owner::new();
+        owner.core.start(owner.now, true);
+        assert_eq!(owner.outputs(), [Output::WaitForTurn]);
+        owner.now += waited;
+        owner.core.handle_late_turn(owner.now, limit);
+        gave_up(&owner.outputs()).clone()
+    };
+    let by_deadline = |time_left: Duration| StartLimit::Deadline { time_left, service_time };
+    let limit = by_deadline(TIMEOUT - waited);
+    let late = TooLate { wait: waited, limit, is_over_share: false };
+    assert_eq!(late_after(by_deadline(TIMEOUT), waited), GiveUp::Late(late));
+    assert_eq!(late_after(StartLimit::Wait(waited), waited), GiveUp::Busy { waited });
+    assert_eq!(late_after(by_deadline(TIMEOUT), TIMEOUT), GiveUp::Deadline);
+}
+
+#[test]
 fn a_begun_answer_waits_for_busy_nodes_until_its_deadline() {
     let mut owner = Owner::started();
     owner.picked(false);

@@ -179,7 +179,7 @@ impl<'a> AnswerDriver<'a> {
             }
             turn = Waiting::turn(waiting), if core.expects_turn() => match turn {
                 Turn::Pick => core.handle_turn(),
-                Turn::Late => core.handle_late_turn(Instant::now()),
+                Turn::Late(limit) => core.handle_late_turn(Instant::now(), limit),
             },
             // Fails only if the sender was dropped, but `front` holds the sender.
             _ = node_changes.changed(), if core.expects_node() => {
