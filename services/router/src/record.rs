@@ -262,7 +262,7 @@ impl RequestRecord {
             self.model.metrics.transfer_delivered(ended.stats.kv_bytes, duration);
         }
         let end = match &ended.outcome {
-            AttemptOutcome::Complete => AttemptEnd::Complete,
+            AttemptOutcome::Complete | AttemptOutcome::AlreadyComplete => AttemptEnd::Complete,
             AttemptOutcome::Cancelled => AttemptEnd::Cancelled,
             AttemptOutcome::Paused => AttemptEnd::Paused,
             AttemptOutcome::Failed(failure) => match (failure.cause, failure.side) {
@@ -295,9 +295,10 @@ impl RequestRecord {
         if let Some(attempt) = lock(&self.entry).open_attempt(choice) {
             let failure = match &ended.outcome {
                 AttemptOutcome::Failed(failure) => Some(bounded(failure.to_string())),
-                AttemptOutcome::Complete | AttemptOutcome::Paused | AttemptOutcome::Cancelled => {
-                    None
-                }
+                AttemptOutcome::Complete
+                | AttemptOutcome::AlreadyComplete
+                | AttemptOutcome::Paused
+                | AttemptOutcome::Cancelled => None,
             };
             let (outcome, stats) = (end.as_str().into(), ended.stats);
             attempt.end = Some(AttemptEntryEnd { at, outcome, failure, stats });

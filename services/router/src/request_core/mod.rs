@@ -183,6 +183,8 @@ pub struct EndedAttempt {
 #[derive(Debug, PartialEq)]
 pub enum AttemptOutcome {
     Complete,
+    /// A node refused the attempt, because earlier attempts had completed the answer.
+    AlreadyComplete,
     Failed(AttemptFailure),
     /// The client did not read, so the attempt ended to release its slot and KV.
     Paused,
@@ -195,6 +197,7 @@ impl AttemptOutcome {
     pub fn charged_end(&self) -> AttemptEnd {
         match self {
             Self::Complete => AttemptEnd::Complete,
+            Self::AlreadyComplete => AttemptEnd::Refused,
             Self::Failed(failure) if failure.is_refusal() => AttemptEnd::Refused,
             Self::Failed(_) | Self::Paused | Self::Cancelled => AttemptEnd::Cut,
         }
@@ -744,7 +747,7 @@ impl RequestCore {
                         && self.spec.grammar.is_some()
                         && self.emitted.next_index() > 0 =>
                 {
-                    return self.complete(FinishReason::Stop);
+                    return self.finish(AttemptOutcome::AlreadyComplete, FinishReason::Stop);
                 }
                 Some(AttemptAction::Fail(failure)) => return self.fail_attempt(now, failure),
             }
@@ -798,7 +801,11 @@ impl RequestCore {
     }
 
     fn complete(&mut self, reason: FinishReason) {
-        self.end_attempt(AttemptOutcome::Complete);
+        self.finish(AttemptOutcome::Complete, reason);
+    }
+
+    fn finish(&mut self, outcome: AttemptOutcome, reason: FinishReason) {
+        self.end_attempt(outcome);
         self.state = State::Ended;
         self.outputs.push_back(Output::Finish(FinishedAnswer {
             reason,

@@ -581,11 +581,13 @@ fn a_complete_structured_answer_finishes_although_its_last_event_is_lost() {
             Side::Prefill => owner.core.handle_prefill(owner.now, Err(complete)),
         }
         let outputs = owner.outputs();
-        let [Output::EndAttempt(_), Output::Finish(finished)] = &outputs[..] else {
+        let [Output::EndAttempt(ended), Output::Finish(finished)] = &outputs[..] else {
             panic!("{outputs:?}");
         };
         assert_eq!(finished.reason, FinishReason::Stop);
         assert_eq!(owner.received, [0, 1, 2]);
+        // The attempt is no answer without tokens for the flow's mean output length.
+        assert_eq!(ended.outcome.charged_end(), AttemptEnd::Refused);
     }
 }
 
