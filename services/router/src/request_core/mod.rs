@@ -115,8 +115,8 @@ impl AnswerSpec {
 pub struct RecoveryPolicy {
     /// Maximum number of attempts in a row without a token, the first included. Busy refusals do not count.
     pub attempts_max: u32,
-    /// Maximum time that a request waits while decode nodes are up and none of them takes the request. Busy nodes do not
-    /// end an answer that has emitted tokens.
+    /// Maximum time that a request waits while decode nodes are up and none of them takes the request. An answer that has
+    /// emitted tokens waits until its deadline.
     pub busy_timeout: Duration,
     /// Maximum time that the nodes of an attempt may be silent.
     pub idle_timeout: Duration,

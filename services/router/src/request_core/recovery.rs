@@ -10,7 +10,8 @@
 //! * Busy nodes cost no attempt: the request waits for a bounded time, or until its deadline if it has emitted
 //!   tokens. Requests that found every node busy pick again in the order of a
 //!   [`FairQueue`](crate::fair_queue::FairQueue).
-//! * While no decode node is up, the request waits until its deadline.
+//! * While no decode node is up, the request waits until its deadline. While no node that is up fits, a request that has
+//!   emitted no token waits for a bounded time, and any other request until its deadline: a node that joins may fit.
 
 use std::{
     error::Error as _,
@@ -57,7 +58,7 @@ struct Waiting {
 enum WaitReason {
     /// Every decode node is busy.
     Busy,
-    /// Decode nodes are up, and none of them fits the request: other weights, or too short sequences.
+    /// Decode nodes are up, and none of them fits the request: another model, an older release, or too short sequences.
     Unfit,
     /// No decode node is up.
     Absent,
@@ -219,7 +220,8 @@ impl Recovery {
         // A node that failed may have recovered: the budget bounds how often it is tried.
         self.avoid_decode.clear();
         let waited = self.wait(wait_reason, now);
-        if wait_reason == WaitReason::Unfit && waited >= self.policy.busy_timeout {
+        let is_bounded = wait_reason == WaitReason::Unfit && !self.has_begun;
+        if is_bounded && waited >= self.policy.busy_timeout {
             return NextStep::GiveUp(GiveUp::NoDecodeNode { waited });
         }
         NextStep::WaitForNode { waited }

@@ -383,6 +383,35 @@ fn a_begun_answer_waits_for_busy_nodes_until_its_deadline() {
 }
 
 #[test]
+fn a_begun_answer_waits_for_a_node_that_fits_until_its_deadline() {
+    let role = Role::Decode;
+    for reason in [
+        NoNode::NoneFits { role },
+        NoNode::NoGrammar { role, version: 1 },
+        NoNode::TooLong { role, tokens: 65, tokens_max: 64 },
+    ] {
+        let mut owner = Owner::started();
+        owner.picked(false);
+        owner.reserved();
+        owner.tokens(1);
+        owner.loses_decode();
+        let end = loop {
+            let mut outputs = owner.no_node(&reason);
+            // Nodes of other weights would fit, too.
+            if outputs == [Output::Pick] {
+                outputs = owner.no_node(&reason);
+            }
+            assert_eq!(outputs, [Output::WaitForNode], "{reason}");
+            outputs = owner.deadline();
+            if outputs != [Output::Pick] {
+                break outputs;
+            }
+        };
+        assert_eq!(end, [Output::Fail(GiveUp::NoDecodeNode { waited: TIMEOUT })], "{reason}");
+    }
+}
+
+#[test]
 fn a_request_without_any_node_releases_its_turn() {
     let mut owner = Owner::started();
     owner.no_node(&BUSY);
