@@ -32,10 +32,10 @@ fn readme() -> String {
     page("README.md")
 }
 
-/// Returns README.md, CONTRIBUTING.md and the pages of docs/.
+/// Returns README.md, CONTRIBUTING.md and the pages of docs/ and its folders.
 fn pages() -> Vec<String> {
     let mut pages = vec!["README.md".to_owned(), "CONTRIBUTING.md".to_owned()];
-    for folder in ["docs", "docs/benchmarks"] {
+    for folder in ["docs", "docs/benchmarks", "docs/operations", "docs/runbooks"] {
         let entries = std::fs::read_dir(root().join(folder)).into_iter().flatten();
         let names = entries.map(|entry| entry.expect("a readable folder").file_name());
         let names = names.map(|name| format!("{folder}/{}", name.display()));
