@@ -54,7 +54,7 @@ const DIGESTS: u64 = u64::MAX;
 const JOIN_MAX: Duration = Duration::from_secs(60);
 /// Rate at which chunks are copied from a trainer (`ipc`) while the node serves, in bytes per second. The copies raise
 /// the p99 of the inter-token latency of an 8B model on an H200 to 1.09 times the p99 without an update; at 330 GB/s, the
-/// rate of the copy engines, to 1.18 times (docs/benchmarks.md, "Beside serving").
+/// rate of the copy engines, to 1.18 times (docs/benchmarks/weight-updates.md).
 const SERVING_RATE: f64 = 130e9;
 
 /// Address of a trainer.
