@@ -89,7 +89,7 @@ fn free_ports<const COUNT: usize>() -> Result<[u16; COUNT]> {
 /// Runs the documented commands with other ports, a secret and one model under both names.
 #[tokio::test]
 async fn two_models_start_as_documented() -> Result<()> {
-    let blocks = fences(&page("docs/operations.md"));
+    let blocks = fences(&page("docs/operations/start.md"));
     let block =
         blocks.into_iter().find(|(_, text)| text.starts_with("export BATON_CLUSTER_SECRET"));
     let (_, mut text) = block.context("no block starts two models")?;
