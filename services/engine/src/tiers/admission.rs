@@ -141,7 +141,7 @@ mod tests {
     use kernels::{BLOCK_TOKENS, BlockId};
 
     use super::*;
-    use crate::tiers::{BlockContents, Tier, tests::with_disk};
+    use crate::tiers::{BlockContents, Tier, testing::with_disk};
 
     fn keys(range: RangeInclusive<u128>) -> Vec<BlockHash> {
         range.map(BlockHash).collect()
