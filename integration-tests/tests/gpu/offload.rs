@@ -116,27 +116,31 @@ enum Work {
     Load,
 }
 
-/// Copies batches of blocks for a while, two batches at a time, and returns the bytes per second.
+/// Blocks that each direction uses, one after the other.
+const DIRECTION_BLOCKS: u32 = 128;
+/// Blocks of 2 MiB in a batch of a load: 32 MiB.
+const LOAD_BATCH: u32 = 16;
+
+/// Copies batches of `batch` blocks for a while, two batches at a time, and returns the gigabytes per second.
 fn rate(
     stream: &mut dyn OffloadStream,
     (from, to): (&Arc<KvArena>, &Arc<KvArena>),
     work: Work,
-    first: u32,
+    batch: u32,
 ) -> f64 {
-    const BATCH: u32 = 16;
-    let batches = 8;
+    let first = if from.offload().is_some() { 0 } else { DIRECTION_BLOCKS };
     let within = Duration::from_millis(if short() { 50 } else { 500 });
     let (started, mut bytes) = (Instant::now(), 0);
     let mut in_flight = VecDeque::new();
-    for batch in 0.. {
-        let ids: Vec<u32> = (0..BATCH).map(|at| first + batch % batches * BATCH + at).collect();
+    for at in (0..DIRECTION_BLOCKS).step_by(batch as usize).cycle() {
+        let ids: Vec<u32> = (first + at..first + at + batch).collect();
         if in_flight.len() == 2 {
             let done: Box<dyn kernels::peer::TransferInFlight<_>> =
                 in_flight.pop_front().expect("two batches are in flight");
             let copied = done.finish().unwrap();
             bytes += copied.len() * from.block_bytes();
             if work == Work::Load {
-                assert_eq!(loaded_digests(copied).len(), BATCH as usize);
+                assert_eq!(loaded_digests(copied).len(), batch as usize);
             }
         }
         if started.elapsed() >= within {
@@ -144,7 +148,7 @@ fn rate(
         }
         let sources = reads(from, &ids);
         if work == Work::Save {
-            assert_eq!(BlockRead::digests(&sources).unwrap().len(), BATCH as usize);
+            assert_eq!(BlockRead::digests(&sources).unwrap().len(), batch as usize);
         }
         in_flight.push_back(stream.copy(sources, writes(to, &ids)).unwrap());
     }
@@ -157,30 +161,36 @@ pub fn offload_bandwidth_is_reported() {
     let gpu = gpu();
     // Blocks of an 8B model: 2 MiB.
     let layout = KvLayout { layer_count: 32, kv_head_count: 8, head_dim: 128, dtype: Dtype::Bf16 };
+    let blocks = 2 * DIRECTION_BLOCKS;
     for ranks in [1, 2] {
-        let (device, host) = (arena(&gpu, layout, ranks, 256), KvArena::host(layout, 256).unwrap());
+        let (device, host) =
+            (arena(&gpu, layout, ranks, blocks), KvArena::host(layout, blocks).unwrap());
         let offload = device.offload().unwrap();
         let started = Instant::now();
-        let _pinned = offload.pin(&host, 0, 256).unwrap();
+        let _pinned = offload.pin(&host, 0, blocks).unwrap();
         let pin_seconds = started.elapsed().as_secs_f64();
         println!("{ranks} ranks on one GPU: pinning 512 MiB took {pin_seconds:.2} s");
         let (mut down, mut up) = (offload.stream().unwrap(), offload.stream().unwrap());
         let (saves, loads) = ((&device, &host), (&host, &device));
+        println!(
+            "GB/s, {ranks} ranks on one GPU | blocks of a save batch | save | load | both ways: save | load | sum"
+        );
         let works =
             [("copies", Work::Copy, Work::Copy), ("copies with digests", Work::Save, Work::Load)];
         for (name, save_work, load_work) in works {
-            let save = rate(&mut *down, saves, save_work, 0);
-            let load = rate(&mut *up, loads, load_work, 128);
-            let (both_save, both_load) = thread::scope(|scope| {
-                let save = scope.spawn(|| rate(&mut *down, saves, save_work, 0));
-                let load = scope.spawn(|| rate(&mut *up, loads, load_work, 128));
-                (save.join().unwrap(), load.join().unwrap())
-            });
-            println!(
-                "{ranks} ranks on one GPU, {name}: save {save:.1} GB/s, load {load:.1} GB/s, both ways \
-                 {:.1} GB/s ({both_save:.1} + {both_load:.1})",
-                both_save + both_load
-            );
+            let load = rate(&mut *up, loads, load_work, LOAD_BATCH);
+            for batch in [16, 8, 4, 2] {
+                let save = rate(&mut *down, saves, save_work, batch);
+                let (both_save, both_load) = thread::scope(|scope| {
+                    let save = scope.spawn(|| rate(&mut *down, saves, save_work, batch));
+                    let load = scope.spawn(|| rate(&mut *up, loads, load_work, LOAD_BATCH));
+                    (save.join().unwrap(), load.join().unwrap())
+                });
+                println!(
+                    "{name} | {batch} | {save:.1} | {load:.1} | {both_save:.1} | {both_load:.1} | {:.1}",
+                    both_save + both_load
+                );
+            }
         }
     }
 }

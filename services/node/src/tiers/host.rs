@@ -40,8 +40,9 @@ const SLICE_BYTES: usize = 1 << 30;
 const RESERVE_BYTES: u64 = 2 << 30;
 /// Batches in flight.
 const BATCHES: usize = 2;
-/// Blocks of one batch of saves.
-const SAVE_BATCH: usize = HOST_SAVES_MAX / BATCHES;
+/// Maximum number of blocks in one batch of saves. A sequence that needs a block waits for the copies of up to
+/// [`BATCHES`] batches, because a batch that has begun cannot be cancelled.
+const SAVE_BATCH: usize = 16;
 /// Bytes of one batch of a load. The copy takes 0.6 ms, longer than the digests of the previous batch.
 const LOAD_BATCH_BYTES: usize = 32 << 20;
 /// Maximum number of blocks in one batch of a load.
@@ -289,21 +290,17 @@ struct SavesInFlight {
 impl Saver {
     fn run(&mut self, jobs: &Receiver<SaveJob>) {
         loop {
-            let mut batch = Vec::new();
+            let mut first = None;
             if self.in_flight.is_empty() {
                 match jobs.recv() {
-                    Ok(job) => batch.push(job),
+                    Ok(job) => first = Some(job),
                     Err(_) => return,
                 }
             }
-            batch.extend(jobs.try_iter().take(SAVE_BATCH - batch.len()));
-            batch.retain(|job| {
-                let is_cancelled = self.events.is_cancelled(job.job);
-                if is_cancelled {
-                    self.events.send(TierEvent::SaveFailed { job: job.job });
-                }
-                !is_cancelled
-            });
+            let queued = first.into_iter().chain(jobs.try_iter());
+            // Cancelled saves do not wait for the copies of a batch.
+            let wanted = queued.filter(|job| !self.fail_cancelled(job));
+            let batch: Vec<_> = wanted.take(SAVE_BATCH).collect();
             let has_started = !batch.is_empty();
             if has_started {
                 self.start(batch);
@@ -312,6 +309,15 @@ impl Saver {
                 return;
             }
         }
+    }
+
+    /// Reports a cancelled save as failed. Returns whether the save is cancelled.
+    fn fail_cancelled(&self, job: &SaveJob) -> bool {
+        let is_cancelled = self.events.is_cancelled(job.job);
+        if is_cancelled {
+            self.events.send(TierEvent::SaveFailed { job: job.job });
+        }
+        is_cancelled
     }
 
     fn start(&mut self, batch: Vec<SaveJob>) {

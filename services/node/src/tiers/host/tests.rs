@@ -26,7 +26,7 @@ const LIMITS: PinLimits =
 /// Blocks that are reached by copies only.
 struct DeviceBlocks {
     bytes: Mutex<Vec<u8>>,
-    pins: Receiver<()>,
+    copies: Copies,
 }
 
 impl RemoteBlocks for DeviceBlocks {
@@ -49,13 +49,23 @@ impl RemoteBlocks for DeviceBlocks {
     }
 
     fn offload(self: Arc<Self>) -> Option<Arc<dyn BlockOffload>> {
-        Some(Arc::new(Copies { pins: self.pins.clone() }))
+        Some(Arc::new(self.copies.clone()))
     }
 }
 
+#[derive(Clone)]
 struct Copies {
     /// Receives a permit for each slice that can be pinned. Without a sender nothing more can be pinned.
     pins: Receiver<()>,
+    /// `None`: copies end at once.
+    gate: Option<Gate>,
+}
+
+/// Reports when the copies of a batch begin, and receives a permit for each batch whose copies may end.
+#[derive(Clone)]
+struct Gate {
+    begun: Sender<()>,
+    ends: Receiver<()>,
 }
 
 impl BlockOffload for Copies {
@@ -67,7 +77,7 @@ impl BlockOffload for Copies {
     }
 
     fn stream(&self) -> Result<Box<dyn OffloadStream>, String> {
-        Ok(Box::new(Self { pins: self.pins.clone() }))
+        Ok(Box::new(self.clone()))
     }
 }
 
@@ -78,7 +88,11 @@ impl OffloadStream for Copies {
             from.copy_to_host(&mut bytes).map_err(|error| error.to_string())?;
             to.copy_from_host(&bytes).map_err(|error| error.to_string())?;
         }
-        Ok(Box::new(Copied(from.into_iter().zip(to).collect())))
+        let ends = self.gate.as_ref().map(|gate| {
+            gate.begun.send(()).unwrap();
+            gate.ends.clone()
+        });
+        Ok(Box::new(Copied { blocks: from.into_iter().zip(to).collect(), ends }))
     }
 }
 
@@ -95,7 +109,10 @@ impl BlockOffload for NoStreams {
     }
 }
 
-struct Copied(Vec<CopiedBlocks>);
+struct Copied {
+    blocks: Vec<CopiedBlocks>,
+    ends: Option<Receiver<()>>,
+}
 
 impl TransferInFlight<CopiedBlocks> for Copied {
     fn is_done(&mut self) -> Result<bool, String> {
@@ -103,7 +120,10 @@ impl TransferInFlight<CopiedBlocks> for Copied {
     }
 
     fn finish(self: Box<Self>) -> Result<Vec<CopiedBlocks>, String> {
-        Ok(self.0)
+        match self.ends.map(|ends| ends.recv_timeout(WITHIN)) {
+            None | Some(Ok(())) => Ok(self.blocks),
+            Some(Err(error)) => Err(error.to_string()),
+        }
     }
 }
 
@@ -120,12 +140,12 @@ fn kv(block: u32) -> Vec<u8> {
 fn device(slices: usize) -> Arc<KvArena> {
     let (permits, pins) = bounded(slices);
     (0..slices).for_each(|_| permits.send(()).unwrap());
-    device_with(pins)
+    device_with(pins, None)
 }
 
-fn device_with(pins: Receiver<()>) -> Arc<KvArena> {
+fn device_with(pins: Receiver<()>, gate: Option<Gate>) -> Arc<KvArena> {
     let bytes = Mutex::new(vec![0; 2 * BLOCKS as usize * LAYOUT.block_bytes()]);
-    KvArena::remote(Arc::new(DeviceBlocks { bytes, pins })).unwrap()
+    KvArena::remote(Arc::new(DeviceBlocks { bytes, copies: Copies { pins, gate } })).unwrap()
 }
 
 fn events() -> (Events, Receiver<TierEvent>) {
@@ -230,7 +250,7 @@ fn slots_of_pinned_slices_are_used_while_other_slices_wait_or_fail() {
     let slots = BLOCKS / 3;
     let limits = PinLimits { slice_bytes: slots as usize * LAYOUT.block_bytes(), ..LIMITS };
     // The start does not wait for the first slice.
-    let node = Node::start(device_with(pins), limits);
+    let node = Node::start(device_with(pins, None), limits);
     assert!(node.events.try_recv().is_err(), "no slice is pinned");
     permits.send(()).unwrap();
     assert_eq!(node.event(), TierEvent::Grown { tier: Tier::Host, slots });
@@ -285,6 +305,37 @@ fn cancelled_save_fails_before_its_copy_and_later_saves_succeed() {
     node.save(4, 4);
     assert_eq!(node.load_slots([(3, 3)]), 0);
     assert_eq!(node.load_slots([(4, 4)]), 1);
+}
+
+#[test]
+fn cancelled_saves_wait_for_the_oldest_batch_of_copies_only() {
+    let (permits, pins) = bounded(1);
+    permits.send(()).unwrap();
+    let ((begun, begins), (end, ends)) = (bounded(BATCHES), bounded(BATCHES));
+    let node = Node::start(device_with(pins, Some(Gate { begun, ends })), LIMITS);
+    assert_eq!(node.event(), TierEvent::Grown { tier: Tier::Host, slots: BLOCKS });
+    // With the largest number of batches in flight, the thread waits for the oldest.
+    let copying: Vec<_> = (0..BATCHES as u32)
+        .map(|block| {
+            let job = node.start_save(block, block);
+            begins.recv_timeout(WITHIN).unwrap();
+            job
+        })
+        .collect();
+    // More saves than a batch has.
+    let blocks = BATCHES as u32..HOST_SAVES_MAX as u32;
+    assert!(blocks.len() > SAVE_BATCH);
+    let queued: Vec<_> = blocks.map(|block| node.start_save(block, block)).collect();
+    node.cancelled.store(HOST_SAVES_MAX as u64, Ordering::Relaxed);
+    end.send(()).unwrap();
+    assert_eq!(node.event(), TierEvent::Saved { job: copying[0] });
+    for job in queued {
+        assert_eq!(node.event(), TierEvent::SaveFailed { job });
+    }
+    for &job in &copying[1..] {
+        end.send(()).unwrap();
+        assert_eq!(node.event(), TierEvent::Saved { job });
+    }
 }
 
 #[test]
