@@ -1,28 +1,25 @@
 //! A router: its shipped directory and request cores, with calls and timers of the simulation.
 
+mod answers;
+mod arrivals;
+mod attempts;
+mod queue;
+
 use std::{
     collections::{BTreeMap, BTreeSet},
     sync::Arc,
     time::{Duration, Instant},
 };
 
-use cluster::{
-    BreakerReason, CacheIdentity, MemberChange, NodeAddress, PrefixKeys, Room, Selection, StreamId,
-};
-use grammar::Grammar;
+pub use attempts::Pick;
+use cluster::{MemberChange, NodeAddress, Selection, StreamId};
 use proto::{
-    ids::{RequestId, TransferId},
+    ids::TransferId,
     v1::{self, DecodeEvent, DecodeRequest, ObserveEvent, PrefillEvent, PrefillRequest},
 };
 use router::{
-    fair_queue::{
-        Charge, FairQueue, Flow, Pass, SessionTurn, Sessions, StartLimit, StartedPrompt,
-        WaitLimits, WaitRequest,
-    },
-    request_core::{
-        AnswerSpec, AttemptOutcome, Blame, EndedAttempt, GiveUp, NodeFeedback, Output,
-        RecoveryPolicy, RequestCore, Side, Stop,
-    },
+    fair_queue::{Charge, FairQueue, Flow, Pass, SessionTurn, Sessions, StartLimit},
+    request_core::{GiveUp, Output, RecoveryPolicy, RequestCore, Side, Stop},
 };
 use simulation_base::Random;
 use tonic::Status;
@@ -30,9 +27,9 @@ use tonic::Status;
 use crate::{
     answer::Client,
     coverage::Coverage,
-    nodes::{Assigned, Connection, Nodes, NodesAction, PickedNodes},
-    scenario::{RequestPlan, VOCABULARY},
-    stats::{ReplayStats, ServedRequest},
+    nodes::{Assigned, Connection, Nodes, NodesAction},
+    scenario::RequestPlan,
+    stats::ReplayStats,
 };
 
 /// Id of one call of an attempt.
@@ -105,20 +102,6 @@ pub struct Router {
     /// Request and time of each gap that `longest_decode_gap` covers.
     #[cfg(test)]
     pub decode_gaps: Vec<(usize, Duration)>,
-}
-
-/// The nodes of an attempt.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Pick {
-    pub request: usize,
-    /// Host of the decode node.
-    pub decode: usize,
-    /// Host of the prefill node; `None` when the decode node prefilled.
-    pub prefill: Option<usize>,
-    /// Predicted time to first token.
-    pub predicted: Option<Duration>,
-    /// Time from the pick to the first token.
-    pub ttft: Option<Duration>,
 }
 
 struct OpenCall {
@@ -218,73 +201,6 @@ impl Router {
     }
 
     // Inputs.
-
-    /// `is_checked`: the client knows the expected tokens.
-    pub fn request(
-        &mut self,
-        now: Instant,
-        id: usize,
-        model: Arc<str>,
-        mut plan: RequestPlan,
-        is_checked: bool,
-    ) {
-        let deadline = now + plan.timeout;
-        let client = Client::new(&plan, is_checked);
-        let prefix = self.nodes.cache_identity(&model).map(|identity| {
-            let identity = CacheIdentity::of(identity);
-            PrefixKeys::new(identity, &plan.cache_salt, &plan.prompt)
-        });
-        let session = plan.session();
-        let spec = AnswerSpec {
-            request_id: RequestId(id as u128 + 1),
-            model: model.clone(),
-            prompt: std::mem::take(&mut plan.prompt).into(),
-            prefix: prefix.into_iter().collect(),
-            sampling: wire_sampling(&plan),
-            grammar: plan.grammar.as_ref().map(|grammar| Arc::new(wire_grammar(grammar))),
-            grammar_version: u32::from(plan.grammar.is_some()),
-            cache_salt: plan.cache_salt.as_str().into(),
-            session,
-            vocabulary_size: VOCABULARY,
-            deadline,
-        };
-        let flow = plan.flow();
-        let sessions = self.sessions.entry(model.clone()).or_default();
-        let turn = sessions.arrived(now, &flow.name, spec.session_marks());
-        let mut core = RequestCore::new(spec, self.policy);
-        let is_queued = self.waiting.get(&model).is_some_and(|queue| !queue.is_empty());
-        core.start(now, is_queued);
-        let answer = Answer {
-            plan,
-            model,
-            deadline,
-            core,
-            client,
-            nodes: None,
-            transfer: None,
-            attempts: 0,
-            flow,
-            turn,
-            queued: None,
-            pass: Pass::default(),
-            charge: None,
-            stalled: None,
-            arrived_at: now,
-            due: None,
-            picked_at: None,
-            first_emitted_at: None,
-            emitted_at: None,
-            pause: Duration::ZERO,
-            cached_tokens: None,
-            end: None,
-        };
-        if let Some(stats) = &mut self.stats {
-            stats.first_arrival.get_or_insert(now);
-        }
-        self.answers.insert(id, answer);
-        self.open.insert(id);
-        self.perform(now, id);
-    }
 
     /// Returns the longest time between two tokens of each request.
     pub fn pauses(&self) -> impl Iterator<Item = Duration> {
@@ -437,6 +353,7 @@ impl Router {
         self.answers.get_mut(&id)?.core.poll_output()
     }
 
+    /// Performs the outputs of the request's core until the core waits for an input.
     fn perform(&mut self, now: Instant, id: usize) {
         while let Some(output) = self.poll_output(id) {
             match output {
@@ -456,42 +373,7 @@ impl Router {
                 }
                 Output::EndAttempt(ended) => self.end_attempt(now, id, &ended),
                 Output::Emit { first_index, tokens, .. } => {
-                    let answer = self.answers.get_mut(&id).expect("requests are kept");
-                    if first_index == 0
-                        && let Some((decode, _)) = &answer.nodes
-                    {
-                        self.nodes.first_token(now, decode);
-                        answer.first_emitted_at = Some(now);
-                        if self.stats.is_none() {
-                            let pick = self.picks.iter_mut().rfind(|pick| pick.request == id);
-                            let pick = pick.expect("tokens come from an attempt");
-                            pick.ttft = answer.picked_at.map(|at| now - at);
-                            self.first_tokens.insert(id, now - answer.arrived_at);
-                        }
-                    }
-                    if let Some(charge) = &mut answer.charge {
-                        charge.emitted(now, tokens.len() as u32);
-                    }
-                    let gap = answer.emitted_at.replace(now).map(|at| now - at);
-                    let stop = answer.client.receive(first_index, &tokens);
-                    match answer.stalls(first_index, tokens.len() as u32) {
-                        Some(time) => {
-                            answer.stalled = Some((now + time, stop));
-                            answer.core.handle_client_stalled();
-                        }
-                        None => answer.core.handle_emitted(now, stop),
-                    }
-                    if let (Some(stats), Some(gap)) = (&mut self.stats, gap) {
-                        stats.inter_token.add(gap);
-                    }
-                    let gap = gap.unwrap_or_default();
-                    answer.pause = answer.pause.max(gap);
-                    self.longest_gap = self.longest_gap.max(gap);
-                    if first_index > 1 {
-                        self.longest_decode_gap = self.longest_decode_gap.max(gap);
-                        #[cfg(test)]
-                        self.decode_gaps.push((id, gap));
-                    }
+                    self.emit(now, id, first_index, &tokens);
                 }
                 Output::WaitForTurn => self.queue(now, id),
                 Output::RetryPassed => {
@@ -526,270 +408,4 @@ impl Router {
             self.due.extend(answer.due.map(|at| (at, id)));
         }
     }
-
-    /// Records a complete request of a replay.
-    fn count_request(&mut self, now: Instant, id: usize) {
-        let (Some(stats), Some(answer)) = (&mut self.stats, self.answers.get(&id)) else { return };
-        stats.requests.push(ServedRequest {
-            request: id,
-            prompt_tokens: answer.core.wanted().prompt_tokens,
-            cached_tokens: answer.cached_tokens.unwrap_or(0),
-            output_tokens: answer.core.emitted().len() as u32,
-            ttft: answer.first_emitted_at.map_or(Duration::ZERO, |at| at - answer.arrived_at),
-            duration: now - answer.arrived_at,
-            longest_gap: answer.pause,
-            attempts: answer.attempts,
-        });
-    }
-
-    /// Joins the queue, or passes the turn.
-    fn queue(&mut self, now: Instant, id: usize) {
-        let answer = self.answers.get_mut(&id).expect("requests are kept");
-        let queue = self.waiting.entry(answer.model.clone()).or_default();
-        if answer.queued.is_some() {
-            let pass = std::mem::take(&mut answer.pass);
-            return queue.passed(now, id, pass);
-        }
-        let wanted = answer.core.wanted();
-        let request = WaitRequest {
-            flow: answer.flow.clone(),
-            prompt_tokens: wanted.tokens,
-            output_tokens_max: wanted.new_tokens_max,
-            limits: WaitLimits::new(wanted.room, self.policy.busy_timeout, answer.deadline),
-            has_begun: !answer.core.emitted().is_empty(),
-            session_since: answer.turn.since(),
-        };
-        match queue.join(now, id, &request) {
-            Ok(limit) => answer.queued = Some(limit),
-            Err(_) => self.end(now, id, End::Refused),
-        }
-    }
-
-    fn leave_queue(&mut self, id: usize) {
-        let answer = self.answer(id);
-        answer.queued = None;
-        let model = answer.model.clone();
-        if let Some(queue) = self.waiting.get_mut(&model) {
-            queue.leave(id);
-        }
-    }
-
-    fn give_turns(&mut self, now: Instant) {
-        for model in self.waiting.keys().cloned().collect::<Vec<_>>() {
-            while let Some(id) = self.waiting.get_mut(&model).and_then(|queue| queue.take_late(now))
-            {
-                let answer = self.answer(id);
-                let limit = answer.queued.expect("a late request is in the queue");
-                answer.core.handle_late_turn(now, limit);
-                self.perform(now, id);
-            }
-            while let Some(id) = self.waiting.get_mut(&model).and_then(|queue| queue.next_turn(now))
-            {
-                self.coverage.count("turns");
-                self.answer(id).core.handle_turn();
-                self.perform(now, id);
-            }
-        }
-    }
-
-    /// Picks nodes and opens the calls of an attempt.
-    fn pick(&mut self, now: Instant, id: usize) {
-        let answer = self.answers.get_mut(&id).expect("requests are kept");
-        let transfer = TransferId(self.random.id());
-        let queue = self.waiting.entry(answer.model.clone()).or_default();
-        let mut wanted = answer.core.wanted();
-        if let Room::Start { headroom } = &mut wanted.room {
-            *headroom = queue.is_over_share(now, &answer.flow.name);
-        }
-        let (tokens, output_tokens_max) = (wanted.tokens, wanted.new_tokens_max);
-        let started = self.stats.is_some().then(Instant::now);
-        let picked = self.nodes.pick(now, transfer, &wanted);
-        if let (Some(stats), Some(started)) = (&mut self.stats, started) {
-            stats.pick_time += started.elapsed();
-        }
-        let picked = match picked {
-            Ok(picked) => picked,
-            Err(reason) => {
-                answer.pass = Pass::of(&reason);
-                return answer.core.handle_no_node(now, &reason);
-            }
-        };
-        let PickedNodes { decode, prefill, ttft, uncached_tokens } = picked;
-        let prompt = StartedPrompt { tokens, uncached_tokens };
-        let charge = queue.start(now, &answer.flow, prompt, output_tokens_max);
-        queue.leave(id);
-        answer.queued = None;
-        answer.charge = Some(charge);
-        self.picks.extend(self.stats.is_none().then(|| Pick {
-            request: id,
-            decode: decode.host,
-            prefill: prefill.as_ref().map(|node| node.host),
-            predicted: ttft,
-            ttft: None,
-        }));
-        if ttft.is_some() {
-            self.coverage.count(match prefill {
-                Some(_) => "predicted hand-over",
-                None => "predicted local prefill",
-            });
-        }
-        let records = (decode.record.clone(), prefill.as_ref().map(|node| node.record.clone()));
-        answer.picked_at = Some(now);
-        answer.nodes = Some((decode.clone(), prefill.clone()));
-        let calls = answer.core.handle_picked(now, transfer, records.0, records.1);
-        (answer.transfer, answer.attempts) = (Some(transfer), calls.number);
-        self.coverage.count("attempts");
-        if calls.number > 1 && answer.plan.grammar.is_some() {
-            self.coverage.count("structured output migrated");
-        }
-        let key = CallKey { transfer, side: Side::Decode };
-        self.open_call(id, key, &decode, NodeCall::Decode(calls.decode));
-        if let (Some(prefill), Some(call)) = (prefill, calls.prefill) {
-            let key = CallKey { transfer, side: Side::Prefill };
-            self.open_call(id, key, &prefill, NodeCall::Prefill(call));
-        }
-    }
-
-    fn drop_prefill_call(&mut self, id: usize) {
-        let answer = self.answer(id);
-        let prefill = answer.nodes.as_mut().and_then(|(_, prefill)| prefill.take());
-        let transfer = answer.transfer;
-        if let (Some(prefill), Some(transfer)) = (prefill, transfer) {
-            self.drop_call(CallKey { transfer, side: Side::Prefill });
-            self.nodes.release(&prefill);
-        }
-    }
-
-    fn open_call(&mut self, request: usize, key: CallKey, node: &Assigned, call: NodeCall) {
-        let connection = self.nodes.connection(node.host);
-        self.calls.insert(key, OpenCall { request, connection });
-        self.actions.push(RouterAction::Call { connection, key, call: Box::new(call) });
-    }
-
-    /// Drops the calls of the attempt and releases its nodes.
-    fn end_attempt(&mut self, now: Instant, id: usize, ended: &EndedAttempt) {
-        let answer = self.answer(id);
-        let transfer = answer.transfer.take();
-        let Some((decode, prefill)) = answer.nodes.take() else { return };
-        if let Some(transfer) = transfer {
-            self.drop_call(CallKey { transfer, side: Side::Decode });
-            self.drop_call(CallKey { transfer, side: Side::Prefill });
-        }
-        // The prefix hits of the prefill node, or of the decode node if it prefilled. A retry finds the KV that its
-        // request computed before, so the first report counts.
-        let stats = &ended.stats;
-        let local = stats.decode.cached_tokens.filter(|_| stats.local_prefill);
-        let cached = stats.prefill.cached_tokens.or(local);
-        let answer = self.answer(id);
-        answer.cached_tokens = answer.cached_tokens.or(cached);
-        self.nodes.decoded(now, &decode, ended.stats.decoded_tokens, ended.stats.decode_wait);
-        if let AttemptOutcome::Failed(failure) = &ended.outcome {
-            self.coverage.count_failure(failure);
-            let node = match (failure.side, &prefill) {
-                (Side::Prefill, Some(prefill)) => prefill,
-                (Side::Prefill, None) | (Side::Decode, _) => &decode,
-            };
-            match (failure.blame(), &prefill) {
-                (Some(Blame::Node), _) => self.nodes.failed(now, node),
-                (Some(Blame::Pair), Some(prefill)) => {
-                    self.nodes.transfer_failed(now, prefill, &decode);
-                }
-                _ => {}
-            }
-            match failure.node_feedback() {
-                Some(NodeFeedback::Busy) => self.nodes.busy(now, node),
-                Some(NodeFeedback::Lost) => {
-                    self.nodes.call_lost(now, node, failure.message.clone());
-                }
-                None => {}
-            }
-        }
-        for node in [Some(decode), prefill].into_iter().flatten() {
-            self.nodes.release(&node);
-        }
-        for change in self.nodes.take_opened() {
-            self.coverage.count(match (change.partner, change.opened) {
-                (Some(_), _) => "breaker of a pair opened",
-                (None, Some(BreakerReason::Slow)) => "slow node excluded",
-                (None, _) => "breaker of a node opened",
-            });
-        }
-        let answer = self.answers.get_mut(&id).expect("requests are kept");
-        let charge = answer.charge.take().expect("an attempt is charged");
-        let queue = self.waiting.get_mut(&answer.model).expect("the attempt was charged");
-        queue.ended(now, &charge, ended.outcome.charged_end());
-        queue.retry_passed();
-        if ended.outcome == AttemptOutcome::Paused {
-            self.coverage.count("paused");
-        }
-    }
-
-    fn end(&mut self, now: Instant, id: usize, end: End) {
-        let answer = self.answers.get_mut(&id).expect("requests are kept");
-        assert!(answer.end.is_none(), "request {id} ends twice");
-        assert!(now <= answer.deadline, "request {id} ends after its deadline");
-        let last_block = answer.core.last_block().filter(|_| end == End::Complete);
-        let sessions = self.sessions.get_mut(&answer.model).expect("the turn has arrived");
-        sessions.ended(&answer.turn, last_block);
-        let attempts = answer.attempts;
-        answer.end = Some(end.clone());
-        self.open.remove(&id);
-        self.set_due(id);
-        self.coverage.count_end(&end, attempts);
-        self.leave_queue(id);
-        if let Some(stats) = &mut self.stats {
-            stats.failed += u64::from(matches!(end, End::Failed(_) | End::Refused));
-            stats.last_end = Some(now);
-            self.answers.remove(&id);
-        }
-    }
-
-    fn drop_call(&mut self, key: CallKey) {
-        if let Some(OpenCall { connection, .. }) = self.calls.remove(&key) {
-            self.actions.push(RouterAction::Cancel { connection, key });
-        }
-    }
-}
-
-impl Answer {
-    /// Returns how long the client reads nothing after these tokens.
-    fn stalls(&self, first_index: u32, count: u32) -> Option<Duration> {
-        let (after, time) = self.plan.stalls?;
-        (first_index..first_index + count).contains(&after).then_some(time)
-    }
-
-    fn node(&self, side: Side) -> Option<&Assigned> {
-        match (side, self.nodes.as_ref()?) {
-            (Side::Decode, (decode, _)) => Some(decode),
-            (Side::Prefill, (_, prefill)) => prefill.as_ref(),
-        }
-    }
-}
-
-fn wire_sampling(plan: &RequestPlan) -> v1::Sampling {
-    let sampling = &plan.sampling;
-    v1::Sampling {
-        temperature: sampling.temperature,
-        top_k: sampling.top_k,
-        top_p: sampling.top_p,
-        min_p: sampling.min_p,
-        seed: sampling.seed,
-        repetition_penalty: sampling.repetition_penalty,
-        presence_penalty: sampling.presence_penalty,
-        frequency_penalty: sampling.frequency_penalty,
-        stop_token_ids: sampling.stop_token_ids.clone(),
-        min_tokens: sampling.min_tokens,
-        logprobs: sampling.logprobs,
-        max_tokens: plan.max_tokens,
-        ignore_stop_tokens: plan.ignore_stop_tokens,
-    }
-}
-
-fn wire_grammar(grammar: &Grammar) -> v1::Grammar {
-    let kind = match grammar {
-        Grammar::Regex(text) => v1::grammar::Kind::Regex(text.clone()),
-        Grammar::JsonSchema(text) => v1::grammar::Kind::JsonSchema(text.clone()),
-        Grammar::ToolCalls(_) => unreachable!("no request calls tools"),
-    };
-    v1::Grammar { kind: Some(kind) }
 }
