@@ -3,21 +3,26 @@
 //! [`Process::handle`] takes one input and returns the outputs that follow. The
 //! [event loop](crate::event_loop) delivers them.
 
+mod calls;
+mod checks;
+mod engine_thread;
+mod tiers;
+mod transfer_thread;
+
 use std::{
     collections::{BTreeMap, VecDeque},
     time::{Duration, Instant},
 };
 
-use cluster::{NodeId, NodeRecord, Role};
+use cluster::{NodeId, NodeRecord};
 use engine::{
-    Scheduler, StepLoop, Turn,
+    Scheduler, StepLoop,
     event::Load,
-    executor::ExecutorError,
     tiers::{Tier, TierEvent},
 };
-use kernels::{BlockId, Dtype, KvLayout, WeightFormat};
+use kernels::{Dtype, KvLayout, WeightFormat};
 use kv_transfer::{
-    EventSink, TransferLimits,
+    TransferLimits,
     api::{self as transfer, Command, Epoch, Peer, TransferId},
     control::ControlMessage,
     driver::{Input as TransferInput, TransferDriver},
@@ -25,27 +30,23 @@ use kv_transfer::{
     transport::TransportEvent,
 };
 use node::{
-    attempt::{AttemptLimits, NewAttempt},
+    attempt::AttemptLimits,
     constraint::GRAMMAR_VERSION,
     identity,
-    node_core::{
-        Call, CallId, CloseReason, Metric, NodeCore, ObserverId, Output as CoreOutput, Reply,
-        STALL_AFTER,
-    },
-    wire,
+    node_core::{CallId, CloseReason, NodeCore, ObserverId, STALL_AFTER},
 };
 use proto::v1;
-use router::request_core::Side;
 use simulation_base::Random;
+use transfer_thread::EventQueue;
+pub use transfer_thread::TransferHold;
 
 use crate::{
     coverage::Coverage,
     device::Device,
-    grammars,
     nodes::{Connection, Stream},
     router::{CallKey, NodeCall, NodeMessage},
     scenario::{BLOCK_BYTES, ModelPlan, NodePlan, VOCABULARY},
-    tiers::{Disk, TierCopies, TierPlan},
+    tiers::{TierCopies, TierPlan},
     transport::{SimLinks, SimTransport},
     weights::{NodeWeights, WeightsInput, WeightsOutput},
 };
@@ -155,15 +156,6 @@ pub enum Output {
     Drained,
     /// The executor failed, so the process exits.
     EngineFailed,
-}
-
-/// Blocks of the scheduler that a transfer holds.
-#[derive(Clone, Debug)]
-pub struct TransferHold {
-    pub peer: Epoch,
-    pub since: Instant,
-    /// Blocks that are reserved for an incoming transfer.
-    reserved: Vec<BlockId>,
 }
 
 pub struct Process {
@@ -297,25 +289,6 @@ impl Process {
         }
     }
 
-    /// Takes the blocks on the disk of the KV tier. The process has ended.
-    pub fn take_disk(&mut self) -> Disk {
-        self.tiers.as_mut().map(TierCopies::take_disk).unwrap_or_default()
-    }
-
-    /// Finds the blocks that an earlier process has left on the disk of the KV tier.
-    pub fn recover_disk(&mut self, disk: Disk) {
-        let Some(tiers) = &mut self.tiers else { return };
-        let blocks: Vec<_> =
-            disk.iter().map(|(&slot, (contents, _))| (slot, contents.key)).collect();
-        self.coverage.add("blocks recovered", blocks.len() as u64);
-        tiers.put_disk(disk);
-        let tier = Tier::Disk;
-        for (blocks, is_complete) in [(blocks, false), (Vec::new(), true)] {
-            let recovered = TierEvent::Recovered { tier, blocks, is_complete };
-            self.core.handle_tier_event(recovered, self.now);
-        }
-    }
-
     pub fn source(&self) -> Peer {
         Peer { node_id: self.name.clone(), epoch: self.epoch }
     }
@@ -377,10 +350,7 @@ impl Process {
                     self.core.handle_observe_ended(observer);
                 }
             }
-            Input::Transfer(event) => {
-                self.events.in_flight -= 1;
-                self.transfer_event(event, outputs);
-            }
+            Input::Transfer(event) => self.transfer_event(event, outputs),
             Input::Drain { grace } => {
                 self.is_draining = true;
                 self.core.handle_draining(true, Some(grace), now);
@@ -418,326 +388,8 @@ impl Process {
         }
         self.run_engine(outputs);
     }
-
-    /// Checks the call as the gRPC service does, then gives it to the core.
-    fn call(
-        &mut self,
-        connection: Connection,
-        key: CallKey,
-        call: NodeCall,
-        outputs: &mut Vec<Output>,
-    ) {
-        let traceparent = String::new();
-        let (role, attempt) = match call {
-            NodeCall::Prefill(request) => {
-                let attempt = NewAttempt::send(request, traceparent, &self.limits, self.now);
-                (Role::Prefill, attempt)
-            }
-            NodeCall::Decode(request) => {
-                let attempt =
-                    NewAttempt::receive_or_compute(request, traceparent, &self.limits, self.now);
-                (Role::Decode, attempt)
-            }
-        };
-        assert_eq!(self.record.role, role, "the router called a node of another role");
-        let constrained = attempt.and_then(|mut attempt| {
-            if let Some(grammar) = attempt.grammar.take() {
-                grammars::constrain(&mut attempt.sequence, &grammar)?;
-            }
-            Ok(attempt)
-        });
-        let attempt = match constrained {
-            Ok(attempt) => attempt,
-            Err(refusal) => {
-                let message = NodeMessage::Rejected(refusal.into());
-                return outputs.push(Output::Message { connection, key, message });
-            }
-        };
-        self.calls_begun += 1;
-        let number = self.calls_begun;
-        let call = Call {
-            number,
-            weight_version: attempt.weight_version,
-            prompt_hash: attempt.prompt_hash(),
-            peer: attempt.peer,
-            sequence: attempt.sequence,
-        };
-        self.transfers.transport.expect_prompt(
-            key.transfer,
-            &call.sequence.tokens,
-            call.weight_version,
-        );
-        if let Some(peer) = &call.peer {
-            self.peers.insert(key.transfer, peer.epoch);
-        }
-        self.calls.insert(number, OpenCall { connection, key, call: call.id() });
-        self.core.handle_call(call, self.now);
-    }
-
-    fn transfer_event(&mut self, event: transfer::Event, outputs: &mut Vec<Output>) {
-        let ended = match &event {
-            transfer::Event::Ready { transfer, .. } => {
-                self.begin_hold(*transfer, Vec::new());
-                None
-            }
-            transfer::Event::Arrived { transfer, .. }
-            | transfer::Event::ReceiveFailed { transfer, .. }
-            | transfer::Event::Delivered { transfer, .. }
-            | transfer::Event::SendFailed { transfer, .. } => Some(*transfer),
-        };
-        self.core.handle_transfer_event(event, self.now);
-        if let Some(transfer) = ended
-            && let Some(hold) = self.holds.remove(&transfer)
-        {
-            outputs.push(Output::HoldEnded { transfer, hold });
-        }
-    }
-
-    fn begin_hold(&mut self, transfer: TransferId, reserved: Vec<BlockId>) {
-        if let Some(peer) = self.peers.get(&transfer) {
-            let hold = TransferHold { peer: *peer, since: self.now, reserved };
-            self.holds.insert(transfer, hold);
-        }
-    }
-
-    /// Runs the transfer thread: the input, then queued commands while it takes commands.
-    fn run_transfers(&mut self, input: Option<TransferInput>, outputs: &mut Vec<Output>) {
-        if let Some(input) = input {
-            self.transfers.handle(self.now, input);
-        }
-        self.follow_transfers(outputs);
-        while self.transfers.takes_commands()
-            && let Some(command) = self.arrived_commands.pop_front()
-        {
-            self.commands -= 1;
-            self.transfers.transport.on_command(&command);
-            self.transfers.handle(self.now, TransferInput::Command(command));
-            self.follow_transfers(outputs);
-        }
-    }
-
-    fn follow_transfers(&mut self, outputs: &mut Vec<Output>) {
-        outputs.append(&mut self.transfers.links.outputs);
-        outputs.append(&mut self.transfers.transport.outputs);
-        for event in self.transfers.events() {
-            if let transfer::Event::Arrived { transfer, .. } = event {
-                outputs.push(Output::Arrived(*transfer));
-            }
-        }
-        self.transfers.offer_events(&mut self.events);
-        for event in self.events.accepted.drain(..) {
-            self.transfers.transport.on_event(&event);
-            outputs.push(Output::TransferEvent(event));
-        }
-    }
-
-    /// Aborts every transfer, as a process does before it exits.
-    pub fn stop(&mut self, now: Instant, outputs: &mut Vec<Output>) {
-        self.transfers.abort_all(now, "the node stops");
-        self.follow_transfers(outputs);
-    }
-
-    /// Gives the core the results of the copies that are due.
-    fn finish_copies(&mut self) {
-        let Some(tiers) = &mut self.tiers else { return };
-        while let Some(event) = tiers.take_due(self.now) {
-            match &event {
-                TierEvent::Loaded { .. } => self.coverage.count("loads from tiers"),
-                TierEvent::Saved { .. } => self.coverage.count("saves to tiers"),
-                _ => {}
-            }
-            self.core.handle_tier_event(event, self.now);
-        }
-    }
-
-    /// Runs the core until it waits for an input, a step or a deadline.
-    fn run_engine(&mut self, outputs: &mut Vec<Output>) {
-        loop {
-            self.carry_out(outputs);
-            match self.core.step(Duration::ZERO) {
-                Ok(Turn::Idle) => break,
-                Ok(Turn::Pending) if !self.core.has_actions() => break,
-                Ok(Turn::Pending | Turn::Stepped) => self.check(),
-                Err(error) => return self.engine_failed(&error, outputs),
-            }
-        }
-        self.carry_out(outputs);
-        self.core.handle_deadline(self.now);
-        self.carry_out(outputs);
-        self.check();
-        self.check_reserved();
-        if self.is_checked && self.load().blocks_kept > 0 {
-            self.coverage.count("blocks kept");
-        }
-        if self.is_draining && self.core.is_empty() {
-            outputs.push(Output::Drained);
-        }
-    }
-
-    fn engine_failed(&mut self, error: &ExecutorError, outputs: &mut Vec<Output>) {
-        self.core.handle_close(&CloseReason::EngineFailed { reason: error.to_string() });
-        self.carry_out(outputs);
-        outputs.push(Output::EngineFailed);
-    }
-
-    fn carry_out(&mut self, outputs: &mut Vec<Output>) {
-        while let Some(output) = self.core.poll_output() {
-            match output {
-                CoreOutput::Reply { call, reply } => self.reply(call, reply, outputs),
-                CoreOutput::Forgotten { call } => {
-                    self.calls.remove(&call.number);
-                }
-                CoreOutput::Transfer { call, command } => {
-                    self.command_transfers(call, command, outputs);
-                }
-                CoreOutput::Observe { observer, event } => {
-                    if let Some(&stream) = self.observers.get(&observer) {
-                        outputs.push(Output::Observed { stream, event: Some(event) });
-                    }
-                }
-                CoreOutput::ObserveStalled { observer } => {
-                    if let Some(stream) = self.observers.remove(&observer) {
-                        outputs.push(Output::Observed { stream, event: None });
-                    }
-                }
-                CoreOutput::Metric(Metric::Preempted(count)) => {
-                    self.coverage.add("preemptions", count);
-                }
-                CoreOutput::Stalled { .. } => self.coverage.count("stalls"),
-                CoreOutput::Save(job) => {
-                    if let Some(tiers) = &mut self.tiers {
-                        tiers.save(self.now, job);
-                    }
-                }
-                CoreOutput::CancelSaves { last } => {
-                    self.coverage.count("saves cancelled for an admission");
-                    if let Some(tiers) = &mut self.tiers {
-                        tiers.cancel_saves(self.now, last);
-                    }
-                }
-                CoreOutput::Load(job) => {
-                    if let Some(tiers) = &mut self.tiers {
-                        tiers.load(self.now, job);
-                    }
-                }
-                CoreOutput::WeightsReleased => self.weights.released(self.now),
-                CoreOutput::WeightsChanged { .. } => {
-                    self.weights.changed(self.now, &mut self.core, outputs);
-                }
-                CoreOutput::Metric(_)
-                | CoreOutput::Stage { .. }
-                | CoreOutput::PauseChanged { .. }
-                | CoreOutput::Recovered => {}
-            }
-        }
-    }
-
-    /// Sends a reply as the gRPC service does.
-    fn reply(&mut self, call: CallId, reply: Reply, outputs: &mut Vec<Output>) {
-        let Some(open) = self.calls.get(&call.number) else { return };
-        let (connection, key) = (open.connection, open.key);
-        let mut send = |message| outputs.push(Output::Message { connection, key, message });
-        if let Reply::Rejected(refusal) = reply {
-            return send(NodeMessage::Rejected(refusal.into()));
-        }
-        if reply == Reply::Accepted {
-            return send(NodeMessage::Accepted);
-        }
-        let is_last = reply.is_last();
-        let message = match key.side {
-            Side::Prefill => wire::prefill_event(reply).map(NodeMessage::Prefill),
-            Side::Decode => wire::decode_event(reply).map(NodeMessage::Decode),
-        };
-        message.into_iter().for_each(&mut send);
-        if is_last {
-            send(NodeMessage::End);
-        }
-    }
-
-    fn command_transfers(
-        &mut self,
-        call: Option<CallId>,
-        command: Command,
-        outputs: &mut Vec<Output>,
-    ) {
-        self.is_command_waiting = false;
-        if self.commands >= self.transfer_limits.queued_max(&command) {
-            self.coverage.count("transfer queue full");
-            let reason = "the transfer queue is full".to_owned();
-            self.is_command_waiting =
-                self.core.handle_transfer_queue_full(call, command, reason, self.now);
-            return;
-        }
-        if let Command::Receive { transfer, blocks, .. } = &command {
-            self.begin_hold(*transfer, blocks.clone());
-        }
-        self.commands += 1;
-        outputs.push(Output::Command(command));
-    }
-
-    /// Checks the scheduler after every step.
-    fn check(&self) {
-        if !self.is_checked {
-            return;
-        }
-        self.core.scheduler().check();
-        let load = self.load();
-        let total = load.blocks_free + load.blocks_cached + load.blocks_held + load.blocks_reserved;
-        assert_eq!(total, self.record.block_count, "{}: the counts add up", self.name);
-    }
-
-    /// Checks that every reserved block belongs to a transfer or to a load from a tier.
-    fn check_reserved(&self) {
-        if self.is_checked && !self.is_command_waiting {
-            let reserved: usize = self.holds.values().map(|hold| hold.reserved.len()).sum();
-            // A load also reserves the blocks behind its own: its sequence will compute them.
-            let is_loading = self.tiers.as_ref().is_some_and(TierCopies::is_loading);
-            let found = self.load().blocks_reserved as usize;
-            assert!(found == reserved || is_loading && found > reserved, "{}: {found}", self.name);
-        }
-    }
-
-    /// Checks that no resource of any request or transfer is left.
-    pub fn check_idle(&self) {
-        let (name, load) = (&self.name, self.load());
-        assert!(self.core.scheduler().is_idle(), "{name}: the scheduler is not idle, {load:?}");
-        assert_eq!((load.blocks_held, load.blocks_reserved), (0, 0), "{name}: {load:?}");
-        assert!(self.core.is_empty(), "{name}: attempts are in flight");
-        assert!(self.calls.is_empty(), "{name}: calls are open");
-        assert!(self.holds.is_empty(), "{name}: {:?}", self.holds);
-        assert_eq!(self.commands, 0, "{name}: commands are queued");
-        assert_eq!(self.transfers.core.active_count(), 0, "{name}: transfers are active");
-        let (transfers, early, _) = self.transfers.core.table_sizes();
-        assert_eq!((transfers, early), (0, 0), "{name}: transfers are known");
-        self.transfers.transport.check_idle();
-        self.weights.check_idle(name);
-    }
 }
 
 pub fn control_endpoint(host: usize) -> String {
     format!("tcp://127.0.0.1:{}", 10_000 + host)
-}
-
-/// The queue of events from the transfer thread to the engine thread.
-struct EventQueue {
-    accepted: Vec<transfer::Event>,
-    in_flight: usize,
-    max: usize,
-}
-
-impl EventQueue {
-    fn new(max: usize) -> Self {
-        Self { accepted: Vec::new(), in_flight: 0, max }
-    }
-}
-
-impl EventSink for EventQueue {
-    fn offer(&mut self, event: transfer::Event) -> Result<(), transfer::Event> {
-        if self.in_flight == self.max {
-            return Err(event);
-        }
-        self.in_flight += 1;
-        self.accepted.push(event);
-        Ok(())
-    }
 }
