@@ -1,111 +1,36 @@
-//! Random runs of coordinators and several participants: messages are lost, repeated and reordered, nodes receive damaged
-//! bytes, and nodes, coordinators and trainers die at any message. Two updates of operators run at a time, and nodes
-//! catch up. Some nodes overwrite their weights in place, and some updates have a seed node.
+//! Several nodes and the coordinators of their updates, with messages in flight and the invariants of all nodes.
 
 use std::{
     collections::{HashMap, HashSet},
     time::{Duration, Instant},
 };
 
-use proptest::prelude::*;
 use weight_transfer::{
     BeginError, CommitError, Coordinator, CoordinatorCall, CoordinatorPhase, NodeReply,
-    Participant, ParticipantAction, ParticipantInput, Phase, Plan, Proposal, Tensor, UpdateEnd,
-    UpdateId, UpdateReport, UpdateState, WeightVersion, digest,
+    ParticipantAction, ParticipantInput, Proposal, UpdateEnd, UpdateId, UpdateState, WeightVersion,
+};
+
+use crate::{
+    events::Event,
+    node::{Bytes, Node, version_of},
 };
 
 /// The ids of updates are above and below this one.
-const FIRST_ID: u128 = 1000;
-
-/// The bytes of weights.
-type Bytes = Vec<u8>;
-type Weights = (WeightVersion, Bytes);
-
-fn version_of(bytes: &Bytes) -> WeightVersion {
-    let tensor = Tensor {
-        name: "weights".into(),
-        dtype: "U8".into(),
-        shape: vec![bytes.len() as u64],
-        bytes: bytes.len() as u64,
-    };
-    let plan = Plan::new(vec![tensor], 4).unwrap();
-    let digests: Vec<u128> = bytes.chunks(4).map(|chunk| digest([chunk])).collect();
-    WeightVersion::of_content(&plan, &digests)
-}
-
-/// A node: what it serves and what it has prepared.
-struct Node {
-    participant: Participant,
-    /// `None`: an update in place has overwritten the weights.
-    serves: Option<Weights>,
-    /// The weights to restore.
-    last_served: Weights,
-    prepared: Option<(UpdateId, Bytes)>,
-    is_in_place: bool,
-    /// The update in place that overwrites the weights.
-    overwriting: Option<UpdateId>,
-    /// Number of restarts. A new process loads the first weights.
-    epoch: u32,
-    is_reachable: bool,
-}
-
-impl Node {
-    fn new(is_in_place: bool) -> Self {
-        let loaded = (WeightVersion::LOADED, vec![0; 8]);
-        Self {
-            participant: Participant::default(),
-            serves: Some(loaded.clone()),
-            last_served: loaded,
-            prepared: None,
-            is_in_place,
-            overwriting: None,
-            epoch: 0,
-            is_reachable: true,
-        }
-    }
-
-    fn version(&self) -> WeightVersion {
-        self.serves.as_ref().map_or(WeightVersion::NONE, |(version, _)| *version)
-    }
-
-    /// Restores overwritten weights unless an update brings weights.
-    fn restore(&mut self) {
-        if self.overwriting.is_none() {
-            self.serves = Some(self.last_served.clone());
-        }
-    }
-
-    /// Returns the bytes of an update that this node has received.
-    fn bytes_of(&self, id: UpdateId) -> Option<Bytes> {
-        let prepared = self.prepared.as_ref().filter(|(prepared, _)| *prepared == id);
-        prepared.map(|(_, bytes)| bytes.clone())
-    }
-
-    fn check(&self) {
-        match self.participant.report() {
-            Some(UpdateReport { id, state: UpdateState::Receiving | UpdateState::Prepared(_) }) => {
-                assert_eq!(self.overwriting, self.is_in_place.then_some(id));
-            }
-            _ => assert_eq!(self.overwriting, None, "nobody told the node to discard or install"),
-        }
-        let serves = self.serves.is_some();
-        assert!(!serves || self.overwriting.is_none(), "it serves overwritten weights");
-    }
-}
+pub const FIRST_ID: u128 = 1000;
 
 /// A running update as its coordinator knows it.
-struct Update {
-    id: UpdateId,
-    coordinator: Coordinator,
+pub struct Update {
+    pub id: UpdateId,
+    pub coordinator: Coordinator,
     /// Indices of the nodes that take part: all nodes, or the one that catches up.
-    nodes: Vec<usize>,
-    epochs: Vec<u32>,
-    deadline: Instant,
+    pub nodes: Vec<usize>,
+    pub epochs: Vec<u32>,
+    pub deadline: Instant,
 }
 
 /// A call on its way to a node.
 #[derive(Clone, Copy)]
-struct CallInFlight {
+pub struct CallInFlight {
     id: UpdateId,
     /// Index of the node in the update.
     at: usize,
@@ -114,91 +39,30 @@ struct CallInFlight {
     call: CoordinatorCall,
 }
 
-struct World {
-    now: Instant,
-    nodes: Vec<Node>,
+/// All nodes, updates and messages.
+pub struct World {
+    pub now: Instant,
+    pub nodes: Vec<Node>,
     /// Running updates, each of its own coordinator.
-    updates: Vec<Update>,
+    pub updates: Vec<Update>,
     /// Calls and replies in flight: any of them may be next, lost or repeated.
-    calls: Vec<CallInFlight>,
-    replies: Vec<(UpdateId, usize, NodeReply)>,
-    receiving: Vec<(usize, UpdateId)>,
+    pub calls: Vec<CallInFlight>,
+    pub replies: Vec<(UpdateId, usize, NodeReply)>,
+    pub receiving: Vec<(usize, UpdateId)>,
     /// Updates whose trainer has died.
-    without_trainer: HashSet<UpdateId>,
+    pub without_trainer: HashSet<UpdateId>,
     /// The seed node of an update, and whether it has been prepared.
-    seeds: HashMap<UpdateId, (usize, bool)>,
-    begun: u128,
+    pub seeds: HashMap<UpdateId, (usize, bool)>,
+    pub begun: u128,
     /// The bytes that each version has had anywhere.
-    seen: HashMap<WeightVersion, Bytes>,
+    pub seen: HashMap<WeightVersion, Bytes>,
     /// Updates whose coordinator decided to commit, with the version.
-    decided: HashMap<UpdateId, WeightVersion>,
-}
-
-#[derive(Clone, Debug)]
-enum Event {
-    /// `lower`: with a lower id than every earlier update, otherwise with a higher one. `seed`: the node from which the
-    /// others copy.
-    Begin {
-        commits_at_once: bool,
-        lower: bool,
-        seed: Option<usize>,
-    },
-    CatchUp(usize),
-    Commit(usize),
-    AbortUpdate(usize),
-    CoordinatorDies(usize),
-    NodeDies(usize),
-    /// The trainer of an update that a node receives.
-    TrainerDies(usize),
-    Restore(usize),
-    Partition(usize),
-    Heal(usize),
-    Call(usize),
-    DeliverCall {
-        index: usize,
-        keep: bool,
-    },
-    DeliverReply {
-        index: usize,
-        keep: bool,
-    },
-    LoseCall(usize),
-    Receive {
-        index: usize,
-        damaged: bool,
-    },
-    FailReceive(usize),
-    Advance(u64),
-}
-
-fn event() -> impl Strategy<Value = Event> {
-    let index = any::<usize>;
-    prop_oneof![
-        2 => (any::<bool>(), any::<bool>(), prop::option::of(index()))
-            .prop_map(|(commits_at_once, lower, seed)| Event::Begin { commits_at_once, lower, seed }),
-        1 => index().prop_map(Event::CatchUp),
-        1 => index().prop_map(Event::Commit),
-        1 => index().prop_map(Event::AbortUpdate),
-        1 => index().prop_map(Event::CoordinatorDies),
-        1 => index().prop_map(Event::NodeDies),
-        1 => index().prop_map(Event::TrainerDies),
-        2 => index().prop_map(Event::Restore),
-        1 => index().prop_map(Event::Partition),
-        2 => index().prop_map(Event::Heal),
-        12 => index().prop_map(Event::Call),
-        12 => (index(), any::<bool>()).prop_map(|(index, keep)| Event::DeliverCall { index, keep }),
-        12 => (index(), any::<bool>()).prop_map(|(index, keep)| Event::DeliverReply { index, keep }),
-        2 => index().prop_map(Event::LoseCall),
-        8 => (index(), prop::bool::weighted(0.05))
-            .prop_map(|(index, damaged)| Event::Receive { index, damaged }),
-        1 => index().prop_map(Event::FailReceive),
-        4 => (1u64..4000).prop_map(Event::Advance),
-    ]
+    pub decided: HashMap<UpdateId, WeightVersion>,
 }
 
 impl World {
     /// `in_place`: a bit for each node.
-    fn new(nodes: usize, in_place: u8) -> Self {
+    pub fn new(nodes: usize, in_place: u8) -> Self {
         let node = |index: usize| Node::new((in_place >> index) & 1 == 1);
         Self {
             now: Instant::now(),
@@ -215,7 +79,7 @@ impl World {
         }
     }
 
-    fn apply(&mut self, event: Event) {
+    pub fn apply(&mut self, event: Event) {
         let pick = |index: usize, len: usize| (len > 0).then(|| index % len);
         match event {
             Event::Begin { commits_at_once, lower, seed } => {
@@ -348,7 +212,7 @@ impl World {
     }
 
     /// Fails every receive of this update in flight.
-    fn trainer_dies(&mut self, id: UpdateId) {
+    pub fn trainer_dies(&mut self, id: UpdateId) {
         self.without_trainer.insert(id);
         while let Some(index) = self.receiving.iter().position(|(_, received)| *received == id) {
             let (node, _) = self.receiving.swap_remove(index);
@@ -421,11 +285,11 @@ impl World {
     }
 
     /// Delivers every message in a random order, and loses none.
-    fn run_fairly(&mut self, order: u64) {
+    pub fn run_fairly(&mut self, order: u64) {
         self.run_fairly_for(order, 1000);
     }
 
-    fn run_fairly_for(&mut self, order: u64, rounds: usize) {
+    pub fn run_fairly_for(&mut self, order: u64, rounds: usize) {
         let mut random = order;
         for _ in 0..rounds {
             random = random.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
@@ -438,7 +302,7 @@ impl World {
     }
 
     /// Carries out what is due, and checks the invariants.
-    fn settle(&mut self) {
+    pub fn settle(&mut self) {
         let now = self.now;
         for update in &mut self.updates {
             if update.coordinator.next_deadline().is_some_and(|due| due <= now) {
@@ -514,113 +378,6 @@ impl World {
                     self.nodes[index].participant.handle(input);
                 }
             }
-        }
-    }
-}
-
-proptest! {
-    #![proptest_config(ProptestConfig { cases: 300, ..ProptestConfig::default() })]
-
-    #[test]
-    fn no_two_nodes_serve_different_bytes_under_one_version(
-        nodes in 1usize..5,
-        in_place in any::<u8>(),
-        events in prop::collection::vec(event(), 1..250),
-    ) {
-        let mut world = World::new(nodes, in_place);
-        events.into_iter().for_each(|event| world.apply(event));
-        // Without further messages every node serves again after its deadline.
-        world.updates.clear();
-        world.calls.clear();
-        world.apply(Event::Advance(60_000));
-        world.settle();
-        world.nodes.iter_mut().for_each(Node::restore);
-        for node in &world.nodes {
-            prop_assert!(matches!(node.participant.phase(), Phase::Serving));
-            prop_assert!(node.serves.is_some());
-        }
-    }
-
-    #[test]
-    fn every_reachable_node_takes_up_a_committed_update(
-        nodes in 1usize..5,
-        in_place in any::<u8>(),
-        seed in prop::option::of(0usize..5),
-        order in any::<u64>(),
-    ) {
-        let mut world = World::new(nodes, in_place);
-        world.apply(Event::Begin { commits_at_once: true, lower: false, seed });
-        world.run_fairly(order);
-        let version = version_of(&vec![(FIRST_ID + 1) as u8; 8]);
-        for node in &world.nodes {
-            prop_assert_eq!(node.version(), version);
-        }
-    }
-
-    /// The update commits only if every node had received the weights.
-    #[test]
-    fn death_of_the_trainer_leaves_every_node_with_the_same_weights(
-        nodes in 1usize..5,
-        in_place in any::<u8>(),
-        seed in prop::option::of(0usize..5),
-        rounds in 0usize..80,
-        order in any::<u64>(),
-    ) {
-        let mut world = World::new(nodes, in_place);
-        world.apply(Event::Begin { commits_at_once: true, lower: false, seed });
-        let id = world.updates[0].id;
-        world.run_fairly_for(order, rounds);
-        world.trainer_dies(id);
-        world.run_fairly(order);
-        prop_assert!(world.updates.is_empty());
-        let version = world.decided.get(&id).copied().unwrap_or(WeightVersion::LOADED);
-        world.nodes.iter_mut().for_each(Node::restore);
-        for node in &world.nodes {
-            prop_assert_eq!(node.version(), version);
-        }
-    }
-
-    /// The routers of the catch-ups have died, so no call ends the catch-ups.
-    #[test]
-    fn update_of_an_operator_commits_although_nodes_catch_up(
-        nodes in 1usize..5,
-        in_place in any::<u8>(),
-        order in any::<u64>(),
-    ) {
-        let mut world = World::new(nodes, in_place);
-        for node in 0..nodes {
-            world.apply(Event::CatchUp(node));
-            world.apply(Event::Call(0));
-            world.apply(Event::DeliverCall { index: 0, keep: false });
-            world.apply(Event::CoordinatorDies(0));
-        }
-        prop_assert_eq!(world.receiving.len(), nodes);
-        world.apply(Event::Begin { commits_at_once: true, lower: false, seed: None });
-        world.run_fairly(order);
-        prop_assert!(world.updates.is_empty());
-        let version = version_of(&vec![(FIRST_ID + world.begun) as u8; 8]);
-        for node in &world.nodes {
-            prop_assert_eq!(node.version(), version);
-        }
-    }
-
-    #[test]
-    fn at_least_one_of_two_updates_that_begin_at_once_commits_on_every_node(
-        nodes in 1usize..5,
-        in_place in any::<u8>(),
-        order in any::<u64>(),
-        first_is_lower in any::<bool>(),
-    ) {
-        let mut world = World::new(nodes, in_place);
-        world.apply(Event::Begin { commits_at_once: true, lower: first_is_lower, seed: None });
-        world.apply(Event::Begin { commits_at_once: true, lower: !first_is_lower, seed: None });
-        world.run_fairly(order);
-        prop_assert!(world.updates.is_empty());
-        // The other one runs after it, or aborts. Then nodes in place restore what they served.
-        world.nodes.iter_mut().for_each(Node::restore);
-        for node in &world.nodes {
-            prop_assert_ne!(node.version(), WeightVersion::LOADED);
-            prop_assert_eq!(node.version(), world.nodes[0].version());
         }
     }
 }
