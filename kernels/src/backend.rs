@@ -146,8 +146,18 @@ pub trait Backend: Send + 'static {
     fn sampled_rows(&self, step: &Self::Step) -> usize;
     fn kv_layout(&self, step: &Self::Step) -> KvLayout;
 
-    /// Computes `out[row] = table[token of row]`; `out` is wide.
-    fn embed(&mut self, table: &Self::Matrix, step: &Self::Step, out: &mut Self::Buffer);
+    /// Computes `out[row] = table[token of row]`; `out` is wide. The whole table has a row for each token of the
+    /// `vocabulary`.
+    ///
+    /// A rank's table has the rows of the rank's [tokens](Shard::tokens), and other tokens get zeros.
+    /// [`Self::all_reduce`] then sums to the row of the rank that has it, without rounding.
+    fn embed(
+        &mut self,
+        table: &Self::Matrix,
+        vocabulary: usize,
+        step: &Self::Step,
+        out: &mut Self::Buffer,
+    );
     /// Computes `out = x / rms(x) * weight`; `x` is wide.
     fn rms_norm(
         &mut self,
@@ -198,8 +208,8 @@ pub trait Backend: Send + 'static {
     );
     /// Computes `out[row][i] = silu(gate_up[row][i]) * gate_up[row][width + i]`.
     fn silu_mul(&mut self, rows: usize, gate_up: &Self::Buffer, out: &mut Self::Buffer);
-    /// All-reduces `x` over the ranks. Terms are added in rank order, so that all ranks have the same
-    /// bits. Does nothing on a single rank.
+    /// All-reduces `x`, which may be wide, over the ranks. Terms are added in rank order, so that all ranks have
+    /// the same bits. Does nothing on a single rank.
     ///
     /// Operations return no errors. After a failure of the group, results are undefined; the executor
     /// checks the backend for a failure before it uses a result.

@@ -15,8 +15,8 @@ const RUNS_MIN: usize = 3;
 /// Rank `rank` of `of` tensor-parallel ranks.
 ///
 /// Query, key and value heads, the intermediate rows of the feed-forward and the tokens of the vocabulary
-/// are sharded in rank order. The two GEMMs that write to the residual stream give partial sums, which the
-/// ranks all-reduce.
+/// are sharded in rank order. The embedding and the two GEMMs that write to the residual stream give partial sums,
+/// which the ranks all-reduce.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Shard {
     rank: usize,
@@ -63,7 +63,8 @@ impl Shard {
         self.rank * each..(self.rank + 1) * each
     }
 
-    /// Returns the tokens whose logits this rank computes. Shards are as even as whole runs allow.
+    /// Returns the tokens whose embeddings this rank has and whose logits it computes. Shards are as even as
+    /// whole runs allow.
     pub fn tokens(self, vocabulary: usize) -> Range<usize> {
         let border = |rank: usize| {
             let even = rank * vocabulary / self.of;

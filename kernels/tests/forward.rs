@@ -109,7 +109,7 @@ impl Model {
         let (mut residual, mut x, mut y) = (buffer(WIDTH), buffer(WIDTH), buffer(WIDTH));
         let (mut qkv, mut heads) = (buffer(SHAPE.qkv_width()), buffer(SHAPE.query_width()));
         let (mut gate_up, mut inner) = (buffer(2 * INNER), buffer(INNER));
-        backend.embed(&self.embedding, &step, &mut residual);
+        backend.embed(&self.embedding, VOCABULARY, &step, &mut residual);
         for (index, layer) in self.layers.iter().enumerate() {
             match index {
                 0 => backend.rms_norm(rows, &residual, &layer.norm, 1e-5, &mut x),

@@ -30,7 +30,7 @@
 #endif
 
 /* Increases with every incompatible change of this file. */
-#define BATON_ABI_VERSION 6
+#define BATON_ABI_VERSION 7
 
 /* Tokens per KV block. */
 #define BATON_BLOCK_TOKENS 16
@@ -76,9 +76,11 @@ BATON_API int32_t baton_struct_sizes(uint32_t *sizes_host, int32_t capacity);
 
 /* ---- Rows: embedding, norms, activations ----------------------------------------------------------- */
 
-/* residual[row][width] (f32) = table[tokens[row]] (T). Ids must be below the table's rows; they are not checked. */
-BATON_API int32_t baton_embed(int32_t dtype, const void *table, const int32_t *tokens, float *residual,
-                              int32_t rows, int32_t width, void *stream);
+/* residual[row][width] (f32) = table[tokens[row] - first] (T). A token outside of the table's `count` rows gives zeros:
+ * another rank has its row. */
+BATON_API int32_t baton_embed(int32_t dtype, const void *table, int32_t first, int32_t count,
+                              const int32_t *tokens, float *residual, int32_t rows, int32_t width,
+                              void *stream);
 
 /* out[row] (T) = x / sqrt(mean(x^2) + eps) * weight, where x = residual[row]. Rows are at most 32768 wide. */
 BATON_API int32_t baton_rms_norm(int32_t dtype, const float *residual, const float *weight, float eps,

@@ -14,13 +14,16 @@ constexpr int ROW_MAX = 32768;  // widest row that a norm holds in registers
 constexpr int NORM_THREADS = 1024;
 
 template <class T>
-__global__ void embed_kernel(const T* table, const int32_t* tokens, float* residual, int width) {
+__global__ void embed_kernel(const T* table, int first, int count, const int32_t* tokens, float* residual,
+                             int width) {
   pdl_wait_and_release();
-  const T* from = table + static_cast<int64_t>(tokens[blockIdx.x]) * width;
+  const int row = tokens[blockIdx.x] - first;
+  const bool is_own = row >= 0 && row < count;
+  const T* from = table + static_cast<int64_t>(row) * width;
   float* to = residual + static_cast<int64_t>(blockIdx.x) * width;
   for (int i = (blockIdx.y * blockDim.x + threadIdx.x) * 8; i < width; i += gridDim.y * blockDim.x * 8) {
-    float values[8];
-    load8(from + i, values);
+    float values[8] = {};
+    if (is_own) load8(from + i, values);
     store8(to + i, values);
   }
 }
@@ -152,15 +155,17 @@ int32_t load_rows() {
 
 using namespace baton;
 
-BATON_API int32_t baton_embed(int32_t dtype, const void* table, const int32_t* tokens, float* residual,
-                              int32_t rows, int32_t width, void* stream) {
+BATON_API int32_t baton_embed(int32_t dtype, const void* table, int32_t first, int32_t count,
+                              const int32_t* tokens, float* residual, int32_t rows, int32_t width,
+                              void* stream) {
   return guarded([&] {
     BATON_TRY(check_rows(rows, width));
+    BATON_REQUIRE(first >= 0 && count >= 0, "first is %d and count %d; expected 0 or more", first, count);
     if (rows == 0) return static_cast<int32_t>(BATON_OK);
     return with_dtype(dtype, [&](auto element) {
       using T = decltype(element);
       return launch("embed", embed_kernel<T>, row_grid(rows, width), dim3(FLAT), 0, as_stream(stream),
-                    static_cast<const T*>(table), tokens, residual, width);
+                    static_cast<const T*>(table), first, count, tokens, residual, width);
     });
   });
 }

@@ -65,7 +65,7 @@ STRUCTS = [Kv, RopeArgs, Sampling, Slot, Pool, PlanHeader, PlanSequence, PlanAdm
 
 ARGUMENTS = {
     "initialise": [],
-    "embed": [I32, P, P, P, I32, I32],
+    "embed": [I32, P, I32, I32, P, P, I32, I32],
     "rms_norm": [I32, P, P, F32, P, I32, I32],
     "add_rms_norm": [I32, P, P, P, F32, P, P, I32, I32],
     "silu_mul": [I32, P, P, I32, I32],

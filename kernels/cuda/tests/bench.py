@@ -58,7 +58,7 @@ def small(lib, batch):
     times["silu_mul"] = microseconds(lambda i: lib.silu_mul(1, gate_up, inner, batch, INNER))
     table = torch.zeros(VOCABULARY, HIDDEN, dtype=bf16, device="cuda")
     ids = torch.randint(0, VOCABULARY, (batch,), dtype=torch.int32, device="cuda")
-    times["embed"] = microseconds(lambda i: lib.embed(1, table, ids, residual, batch, HIDDEN))
+    times["embed"] = microseconds(lambda i: lib.embed(1, table, 0, VOCABULARY, ids, residual, batch, HIDDEN))
     del table
     arena, kv = check.kv_arena(batch + 1, LAYERS, KV_HEADS, DIM, bf16, 0)
     qkv, queries = rand(batch, (HEADS + 2 * KV_HEADS) * DIM, dtype=bf16), torch.empty(batch, HEADS * DIM, dtype=bf16, device="cuda")

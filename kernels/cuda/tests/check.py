@@ -76,10 +76,13 @@ def check_rows():
     for (dtype, tolerance), (rows, width) in few(itertools.product(TYPES, SIZES), 8):
         code, what = DTYPES[dtype], f"{dtype} {rows}x{width}"
         table, ids = rand(77, width, dtype=dtype), torch.randint(0, 77, (rows,), device="cuda", dtype=torch.int32)
-        out = poisoned(rows, width, torch.float32)
-        lib.embed(code, table, ids, out, rows, width)
-        equal(out[:rows], table[ids.long()].float(), f"embed {what}")
-        untouched_end(out, "embed")
+        # The whole table, and the parts of three ranks.
+        for first, end in ((0, 77), (0, 30), (30, 31), (31, 77)):
+            out = poisoned(rows, width, torch.float32)
+            lib.embed(code, table[first:end], first, end - first, ids, out, rows, width)
+            is_own = ((ids >= first) & (ids < end))[:, None]
+            equal(out[:rows], table[ids.long()].float() * is_own, f"embed {what} {first}..{end}")
+            untouched_end(out, "embed")
 
         weight, residual, delta = rand(width), rand(rows, width, scale=3), rand(rows, width, dtype=dtype)
         norm = lambda x: x * torch.rsqrt((x * x).mean(-1, keepdim=True) + 1e-5) * weight
@@ -108,6 +111,7 @@ def check_rows():
         gate, up = gate_up.float().chunk(2, -1)
         near(out[:rows], torch.nn.functional.silu(gate.double()) * up, 2 * tolerance, f"silu_mul {what}")
         untouched_end(out, "silu_mul")
+    expect_error(1, "first is -1", lambda: lib.embed(0, rand(8), -1, 1, rand(8), rand(8), 1, 8))
     expect_error(1, "width is 12", lambda: lib.rms_norm(0, rand(8), rand(8), 1e-5, rand(8), 1, 12))
     expect_error(1, "dtype is 7", lambda: lib.rms_norm(7, rand(8), rand(8), 1e-5, rand(8), 1, 8))
     return f"worst {worst:.1e}"

@@ -1,16 +1,30 @@
 //! Embedding lookup.
 
 use super::{matmul::CpuMatrix, threads::ThreadPool};
+use crate::shard::Shard;
 
-/// Computes `out[row] = table[tokens[row]]`. Panics when an id is not below the table's rows.
-pub(crate) fn embed(pool: &mut ThreadPool, table: &CpuMatrix, tokens: &[u32], out: &mut [f32]) {
-    let width = table.cols();
+/// Writes the row of every token to `out`, or zeros when another rank has the row. Panics when an id is not below
+/// `vocabulary`.
+pub(crate) fn embed(
+    pool: &mut ThreadPool,
+    table: &CpuMatrix,
+    shard: Shard,
+    vocabulary: usize,
+    tokens: &[u32],
+    out: &mut [f32],
+) {
+    let (own, width) = (shard.tokens(vocabulary), table.cols());
+    assert_eq!(table.rows(), own.len(), "embed: the table has a row for each token of the rank");
     let task_rows = pool.rows_per_task(tokens.len(), width);
     pool.for_each_piece(out, task_rows * width, |_, task, piece| {
         let tokens = &tokens[task * task_rows..];
         for (out, &token) in piece.chunks_exact_mut(width).zip(tokens) {
-            assert!((token as usize) < table.rows(), "token {token} is outside the vocabulary");
-            table.copy_row(token as usize, out);
+            let token = token as usize;
+            assert!(token < vocabulary, "token {token} is outside the vocabulary");
+            match own.contains(&token) {
+                true => table.copy_row(token - own.start, out),
+                false => out.fill(0.0),
+            }
         }
     });
 }
@@ -37,11 +51,41 @@ mod tests {
                 for count in [0, 1, 40, 1000] {
                     let tokens: Vec<u32> = (0..count).map(|i| i * 31 % 77).collect();
                     let mut out = vec![f32::NAN; tokens.len() * 33];
-                    embed(&mut pool, &table, &tokens, &mut out);
+                    embed(&mut pool, &table, Shard::WHOLE, 77, &tokens, &mut out);
                     for (out, &token) in out.chunks_exact(33).zip(&tokens) {
                         let mut want = [f32::NAN; 33];
                         table.copy_row(token as usize, &mut want);
                         assert_eq!(out, want);
+                    }
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn a_rank_has_zeros_for_tokens_of_other_ranks() {
+        let mut pool = ThreadPool::new(2, "test").unwrap();
+        let values = numbers(1, 77 * 33);
+        let tokens: Vec<u32> = (0..100).map(|i| i * 31 % 77).collect();
+        for format in [WeightFormat::F32, WeightFormat::Bf16, WeightFormat::Q8] {
+            let mut looked_up = |shard: Shard| {
+                let own = shard.tokens(77);
+                let values = values[own.start * 33..own.end * 33].to_vec();
+                let source = Plain { rows: own.len(), cols: 33, values };
+                let table = pack(&mut pool, &mut Slab::default(), format, &source);
+                let mut out = vec![f32::NAN; tokens.len() * 33];
+                embed(&mut pool, &table, shard, 77, &tokens, &mut out);
+                out
+            };
+            let whole = looked_up(Shard::WHOLE);
+            for of in [2, 3, 4] {
+                for shard in Shard::new(0, of).unwrap().all() {
+                    let (own, part) = (shard.tokens(77), looked_up(shard));
+                    let rows = part.chunks_exact(33).zip(whole.chunks_exact(33));
+                    for ((found, row), &token) in rows.zip(&tokens) {
+                        let zeros = [0.0; 33];
+                        let want = if own.contains(&(token as usize)) { row } else { &zeros };
+                        assert_eq!(found, want, "{format}, {shard}, token {token}");
                     }
                 }
             }
@@ -58,6 +102,6 @@ mod tests {
             WeightFormat::F32,
             &Plain { rows: 77, cols: 2, values: numbers(1, 154) },
         );
-        embed(&mut pool, &table, &[77], &mut [0.0; 2]);
+        embed(&mut pool, &table, Shard::WHOLE, 77, &[77], &mut [0.0; 2]);
     }
 }

@@ -235,9 +235,10 @@ impl Backend for CpuBackend {
         step.layout()
     }
 
-    fn embed(&mut self, table: &CpuMatrix, step: &CpuStep, out: &mut CpuBuffer) {
+    fn embed(&mut self, table: &CpuMatrix, vocabulary: usize, step: &CpuStep, out: &mut CpuBuffer) {
         assert_eq!(out.width(), table.cols(), "embed: a row of the table is a row of the buffer");
-        embed::embed(self.pool(), table, &step.tokens, out.rows_mut(step.rows()));
+        let (shard, out) = (self.shard, out.rows_mut(step.rows()));
+        embed::embed(self.pool(), table, shard, vocabulary, &step.tokens, out);
     }
 
     fn rms_norm(

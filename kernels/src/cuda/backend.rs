@@ -365,18 +365,32 @@ impl Backend for CudaBackend {
         step.kv_layout()
     }
 
-    fn embed(&mut self, table: &CudaMatrix, step: &CudaStep, out: &mut CudaBuffer) {
+    fn embed(
+        &mut self,
+        table: &CudaMatrix,
+        vocabulary: usize,
+        step: &CudaStep,
+        out: &mut CudaBuffer,
+    ) {
+        let own = self.shard().tokens(vocabulary);
+        assert_eq!(table.rows, own.len(), "embed: the table has a row for each token of the rank");
         assert_eq!(out.width, table.cols, "embed: widths differ");
         wide(out);
         let (rows, width) = (step.rows(), out.width);
         let to = out.data.part(0, out.bytes(rows));
         self.use_dependent_launch();
         let (dtype, rows, width) = (dtype_code(self.dtype), rows as i32, width as i32);
+        let (first, count) = (own.start as i32, own.len() as i32);
         self.run(|library, stream| {
             let (table, tokens) = (table.data.address(), step.arrays().row_tokens);
-            // SAFETY: the step has this many tokens and the buffer this many rows; token ids are below the
-            // vocabulary size, as admission checks.
-            unsafe { launch!(library, stream, baton_embed(dtype, table, tokens, to, rows, width)) }
+            // SAFETY: the step has this many tokens, the buffer this many rows, and the table `count` rows.
+            unsafe {
+                launch!(
+                    library,
+                    stream,
+                    baton_embed(dtype, table, first, count, tokens, to, rows, width)
+                )
+            }
         });
     }
 

@@ -7,7 +7,7 @@ use std::ffi::{c_char, c_void};
 use cudarc::driver::sys::CUdeviceptr;
 
 /// `BATON_ABI_VERSION`.
-pub const ABI_VERSION: i32 = 6;
+pub const ABI_VERSION: i32 = 7;
 /// `BATON_INVALID`.
 pub const INVALID: i32 = 1;
 /// `BATON_UNSUPPORTED`.
@@ -401,7 +401,7 @@ functions! {
     baton_initialise: fn() -> i32;
     baton_programmatic_launch: fn(i32) -> ();
     baton_struct_sizes: fn(*mut u32, i32) -> i32;
-    baton_embed: fn(i32, Address, Address, Address, i32, i32, RawStream) -> i32;
+    baton_embed: fn(i32, Address, i32, i32, Address, Address, i32, i32, RawStream) -> i32;
     baton_rms_norm: fn(i32, Address, Address, f32, Address, i32, i32, RawStream) -> i32;
     baton_add_rms_norm:
         fn(i32, Address, Address, Address, f32, Address, Address, i32, i32, RawStream) -> i32;

@@ -280,12 +280,9 @@ impl ModelConfig {
         Weight::all(self).map(|weight| weight.shape(self).elements()).sum()
     }
 
-    /// Returns the number of elements of the weights that a rank holds. With several ranks a tied output
-    /// counts too: each rank stores its part of the output separately from the embedding.
+    /// Returns the number of elements of the weights that a rank holds. A tied output counts once.
     pub fn parameter_count_of(&self, shard: Shard) -> u64 {
-        let tied = self.tied_output && !shard.is_whole();
-        let weights = Weight::all(self).chain(tied.then_some(Weight::Output));
-        weights.map(|weight| weight.part(self, shard).elements()).sum()
+        Weight::all(self).map(|weight| weight.part(self, shard).elements()).sum()
     }
 
     /// Returns the number of elements of the weights that every forward pass reads in full. An embedding

@@ -33,10 +33,11 @@ pub struct Llama<B: Backend> {
 
 /// Packed weights of a model, or of one rank's shard of it.
 pub struct LlamaWeights<M, V> {
+    /// `[tokens of the rank][hidden]`.
     embedding: M,
     layers: Vec<Layer<M, V>>,
     output_norm: V,
-    /// Output projection; `None` when it is the embedding, which is possible on a single rank only.
+    /// Output projection, of the shape of `embedding`; `None` when it is the embedding.
     output: Option<M>,
 }
 
@@ -122,13 +123,12 @@ impl<M, V> LlamaWeights<M, V> {
             parameters_total: config.parameter_count_of(shard),
             progress,
         };
-        Self::in_order(config, shard, &mut packer)
+        Self::in_order(config, &mut packer)
     }
 
     /// Makes every matrix and vector, in memory order.
     pub(crate) fn in_order<S: PackedSource<Matrix = M, Vector = V>>(
         config: &ModelConfig,
-        shard: Shard,
         source: &mut S,
     ) -> Result<Self, S::Error> {
         let embedding = source.matrix(&[Weight::Embedding])?;
@@ -168,8 +168,7 @@ impl<M, V> LlamaWeights<M, V> {
             .collect::<Result<Vec<_>, S::Error>>()?;
         let output_norm = source.vector(&[Weight::OutputNorm])?;
         let output = match config.tied_output {
-            true if shard.is_whole() => None,
-            true => Some(source.tied_output()?),
+            true => None,
             false => Some(source.matrix(&[Weight::Output])?),
         };
         Ok(Self { embedding, layers, output_norm, output })
@@ -187,9 +186,6 @@ pub(crate) trait PackedSource {
 
     /// Concatenates the rank's parts of `weights`.
     fn vector(&mut self, weights: &[Weight]) -> Result<Self::Vector, Self::Error>;
-
-    /// Makes the output projection from the rank's rows of the embedding.
-    fn tied_output(&mut self) -> Result<Self::Matrix, Self::Error>;
 }
 
 impl<B: Backend> Llama<B> {
@@ -297,7 +293,8 @@ impl<B: Backend> Llama<B> {
         );
         assert_eq!(layout, config.kv_layout_of(layout.dtype, *shard));
 
-        backend.embed(&weights.embedding, step, residual);
+        backend.embed(&weights.embedding, config.vocab_size, step, residual);
+        backend.all_reduce(rows, residual);
         let first_norm = &weights.layers.first().expect("a model has layers").attention_norm;
         backend.rms_norm(rows, residual, first_norm, eps, normed);
         for (index, layer) in weights.layers.iter().enumerate() {
@@ -354,16 +351,9 @@ impl<P: Packer> PackedSource for CheckpointPacker<'_, P> {
     type Error = ModelError;
 
     fn matrix(&mut self, weights: &[Weight]) -> Result<P::Matrix, ModelError> {
-        let parts = weights
-            .iter()
-            .map(|&weight| self.part(weight, weight))
-            .collect::<Result<Vec<_>, _>>()?;
+        let parts =
+            weights.iter().map(|&weight| self.part(weight)).collect::<Result<Vec<_>, _>>()?;
         self.pack(weights, parts)
-    }
-
-    fn tied_output(&mut self) -> Result<P::Matrix, ModelError> {
-        let part = self.part(Weight::Embedding, Weight::Output)?;
-        self.pack(&[Weight::Embedding], vec![part])
     }
 
     fn vector(&mut self, weights: &[Weight]) -> Result<P::Vector, ModelError> {
@@ -378,9 +368,9 @@ impl<P: Packer> PackedSource for CheckpointPacker<'_, P> {
 }
 
 impl<'a, P: Packer> CheckpointPacker<'a, P> {
-    /// Returns the part of `weight` that has the range of the rank's part of `like`, a weight of the same shape.
-    fn part(&self, weight: Weight, like: Weight) -> Result<MatrixSource<'a>, ModelError> {
-        let WeightPart { rows, cols } = like.part(self.checkpoint.config(), self.shard);
+    /// Returns the rank's part of `weight`.
+    fn part(&self, weight: Weight) -> Result<MatrixSource<'a>, ModelError> {
+        let WeightPart { rows, cols } = weight.part(self.checkpoint.config(), self.shard);
         Ok(self.checkpoint.matrix(weight)?.part(rows, cols))
     }
 

@@ -46,7 +46,7 @@ impl PackedWeight {
 /// When the model cannot be sharded over these ranks; see [`Weight::part`].
 pub fn packing_order(config: &ModelConfig, shard: Shard) -> Vec<PackedWeight> {
     let mut order = Order { config, shard, packed: Vec::new() };
-    let Ok(LlamaWeights::<(), ()> { .. }) = LlamaWeights::in_order(config, shard, &mut order);
+    let Ok(LlamaWeights::<(), ()> { .. }) = LlamaWeights::in_order(config, &mut order);
     order.packed
 }
 
@@ -57,9 +57,9 @@ struct Order<'a> {
 }
 
 impl Order<'_> {
-    /// Returns the part of `weight` that has the range of the rank's part of `like`, a weight of the same shape.
-    fn part(&self, weight: Weight, like: Weight) -> PackedPart {
-        let WeightPart { rows, cols } = like.part(self.config, self.shard);
+    /// Returns the rank's part of `weight`.
+    fn part(&self, weight: Weight) -> PackedPart {
+        let WeightPart { rows, cols } = weight.part(self.config, self.shard);
         let stored_cols = match weight.shape(self.config) {
             WeightShape::Vector { len } => len,
             WeightShape::Matrix { cols, .. } => cols,
@@ -68,7 +68,7 @@ impl Order<'_> {
     }
 
     fn push(&mut self, is_vector: bool, weights: &[Weight]) {
-        let parts = weights.iter().map(|&weight| self.part(weight, weight)).collect();
+        let parts = weights.iter().map(|&weight| self.part(weight)).collect();
         self.packed.push(PackedWeight { is_vector, parts });
     }
 }
@@ -85,12 +85,6 @@ impl PackedSource for Order<'_> {
 
     fn vector(&mut self, weights: &[Weight]) -> Result<(), Infallible> {
         self.push(true, weights);
-        Ok(())
-    }
-
-    fn tied_output(&mut self) -> Result<(), Infallible> {
-        let parts = vec![self.part(Weight::Embedding, Weight::Output)];
-        self.packed.push(PackedWeight { is_vector: false, parts });
         Ok(())
     }
 }

@@ -189,21 +189,15 @@ impl Weight {
         }
     }
 
-    /// Returns the part of the weight that a rank loads.
-    ///
-    /// The embedding is replicated: a lookup reads only the rows of its tokens, so sharding would only
-    /// save memory, and would cost one more all-reduce per step.
+    /// Returns the part of the weight that a rank loads. The parts of the embedding and of the output have the
+    /// same rows.
     ///
     /// # Panics
     /// When the model cannot be sharded over these ranks; [`ModelConfig::check_shard`] rejects this
     /// earlier.
     pub fn part(self, config: &ModelConfig, shard: Shard) -> WeightPart {
         let (rows, cols) = self.axes();
-        let rows = match self {
-            Weight::Embedding => 0..rows.len(config),
-            _ => rows.part(config, shard),
-        };
-        WeightPart { rows, cols: cols.part(config, shard) }
+        WeightPart { rows: rows.part(config, shard), cols: cols.part(config, shard) }
     }
 
     /// Returns the tensor's name in a GGUF file.

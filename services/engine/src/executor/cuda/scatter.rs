@@ -27,7 +27,8 @@ pub(super) struct Scatter {
 struct Placed {
     name: String,
     bytes: usize,
-    destinations: Vec<Destination>,
+    /// `None`: a repeated tied output, which is not used.
+    destination: Option<Destination>,
 }
 
 /// A part of a tensor, and its destination. All sizes are in bytes.
@@ -43,9 +44,9 @@ struct Destination {
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Memory {
-    /// The packed weights. `digest`: the index of its digest; a weight that is packed twice has one.
+    /// The packed weights. `digest`: the index of the digest.
     Device {
-        digest: Option<usize>,
+        digest: usize,
     },
     Host,
 }
@@ -80,7 +81,7 @@ impl Scatter {
                     let part = Destination::new(part, stored, host_bytes, Memory::Host);
                     host_bytes += part.runs().bytes();
                     vector.parts.push((index, stored));
-                    tensors[index].destinations.push(part);
+                    tensors[index].destination = Some(part);
                 }
                 vectors.push(vector);
                 continue;
@@ -88,12 +89,11 @@ impl Scatter {
             let mut to = place(packed.elements() * dtype.bytes())?;
             for part in &packed.parts {
                 let tensor = &mut tensors[known[&part.weight]];
-                let is_first = tensor.destinations.is_empty();
-                let digest = is_first.then_some(digest_count);
-                digest_count += usize::from(is_first);
-                let part = Destination::new(part, dtype, to, Memory::Device { digest });
+                let memory = Memory::Device { digest: digest_count };
+                let part = Destination::new(part, dtype, to, memory);
+                digest_count += 1;
                 to += part.runs().bytes();
-                tensor.destinations.push(part);
+                tensor.destination = Some(part);
             }
         }
         Ok(Self { tensors, vectors, host_bytes, digest_count })
@@ -110,7 +110,7 @@ impl Scatter {
 
     /// Returns the bytes that are copied out of all chunks.
     pub fn bytes(&self) -> u64 {
-        let parts = self.tensors.iter().flat_map(|tensor| &tensor.destinations);
+        let parts = self.tensors.iter().filter_map(|tensor| tensor.destination.as_ref());
         parts.map(|part| part.runs().bytes() as u64).sum()
     }
 
@@ -119,15 +119,13 @@ impl Scatter {
         let mut work = ChunkWork::default();
         for piece in pieces {
             let tensor = &self.tensors[piece.tensor];
-            for destination in &tensor.destinations {
-                match destination.memory {
-                    Memory::Host => destination.copies(piece, &mut work.to_host),
-                    Memory::Device { digest } => {
-                        destination.copies(piece, &mut work.to_device);
-                        let is_complete = piece.range.end == tensor.bytes;
-                        if let Some(digest) = digest.filter(|_| is_complete) {
-                            work.complete.push((digest, destination.to, destination.runs()));
-                        }
+            let Some(destination) = &tensor.destination else { continue };
+            match destination.memory {
+                Memory::Host => destination.copies(piece, &mut work.to_host),
+                Memory::Device { digest } => {
+                    destination.copies(piece, &mut work.to_device);
+                    if piece.range.end == tensor.bytes {
+                        work.complete.push((digest, destination.to, destination.runs()));
                     }
                 }
             }
@@ -150,7 +148,8 @@ impl Scatter {
             let mut values = Vec::new();
             for (index, dtype) in &vector.parts {
                 let tensor = &self.tensors[*index];
-                let part = widened(tensor.destinations[0].host(&copied.host), *dtype);
+                let part = tensor.destination.as_ref().expect("a part of a vector is copied");
+                let part = widened(part.host(&copied.host), *dtype);
                 let count = part.iter().filter(|value| !value.is_finite()).count() as u64;
                 if count > 0 {
                     return Err(not_finite(tensor, count));
@@ -160,13 +159,12 @@ impl Scatter {
             upload(&values, vector.to)?;
         }
         let digest = |tensor: &Placed| {
-            // A repeated tied output is not used.
-            let Some(part) = tensor.destinations.first() else {
+            let Some(part) = &tensor.destination else {
                 return Ok(None);
             };
             let runs = part.runs();
             let (value, count) = match part.memory {
-                Memory::Device { digest } => copied.digests[digest.expect("the first has one")],
+                Memory::Device { digest } => copied.digests[digest],
                 Memory::Host => (of_weight(&runs, part.host(&copied.host)), 0),
             };
             match count {
@@ -183,7 +181,7 @@ impl Placed {
         Self {
             name: tensor.name.clone(),
             bytes: tensor.bytes().expect("the shapes were checked") as usize,
-            destinations: Vec::new(),
+            destination: None,
         }
     }
 }

@@ -3,18 +3,21 @@ use std::sync::Mutex;
 use kernels::{Packer, RowSource, digest::of_weight};
 use model::{Checkpoint, LlamaWeights, LoadFormat};
 use proptest::prelude::*;
-use serde_json::json;
+use serde_json::{Value, json};
 
 use super::*;
 
 fn checkpoint(architecture: &str, name: &str, tied: bool) -> Checkpoint {
-    let folder = tempfile::tempdir().unwrap();
-    let config = json!({
+    dummy(&json!({
         "architectures": [architecture], "model_type": name, "tie_word_embeddings": tied,
         "hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8,
         "intermediate_size": 48, "num_hidden_layers": 2, "vocab_size": 2100, "rms_norm_eps": 1e-6,
         "max_position_embeddings": 64, "rope_theta": 10000.0, "hidden_act": "silu"
-    });
+    }))
+}
+
+fn dummy(config: &Value) -> Checkpoint {
+    let folder = tempfile::tempdir().unwrap();
     std::fs::write(folder.path().join("config.json"), config.to_string()).unwrap();
     Checkpoint::open(folder.path(), LoadFormat::Dummy { seed: 7 }).unwrap()
 }
@@ -191,6 +194,31 @@ proptest! {
                 }
             }
         }
+    }
+}
+
+#[test]
+fn a_rank_of_two_copies_half_of_the_bytes_of_an_8b_model() {
+    let checkpoint = dummy(&json!({
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "tie_word_embeddings": false,
+        "hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128,
+        "intermediate_size": 14336, "num_hidden_layers": 32, "vocab_size": 128_256, "rms_norm_eps": 1e-5,
+        "max_position_embeddings": 131_072, "rope_theta": 500_000.0, "hidden_act": "silu"
+    }));
+    let config = checkpoint.config();
+    let declared = |weight: Weight| DeclaredTensor {
+        name: weight.hugging_face_name(),
+        dtype: "BF16".into(),
+        shape: weight.shape(config).dims(),
+    };
+    let declared: Vec<DeclaredTensor> = Weight::all(config).map(declared).collect();
+    let all: u64 = declared.iter().map(|tensor| tensor.bytes().unwrap()).sum();
+    for rank in 0..2 {
+        let shard = Shard::new(rank, 2).unwrap();
+        let place = |_: usize| Ok::<_, DeclaredError>(0);
+        let scatter = Scatter::new(config, shard, Dtype::Bf16, &declared, place).unwrap();
+        let share = scatter.bytes() as f64 / all as f64;
+        assert!((0.49..0.51).contains(&share), "{shard}: {share}");
     }
 }
 
