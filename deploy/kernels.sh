@@ -108,7 +108,6 @@ for name in all_reduce gather; do unit $name collective/$name.cu; done
 for name in digest weights; do unit $name digest/$name.cu; done
 unit ranges trace/ranges.cu "-I$nvtx/nvidia/cu13/include"
 for dim in 64 128; do
-    unit flash_decode_$dim src/flash_decode.cu -DBATON_HEAD_DIM=$dim
     unit flash_prefill_$dim src/flash_prefill.cu -DBATON_HEAD_DIM=$dim
     [[ -z $has_hopper ]] || unit flash_hopper_$dim src/flash_hopper.cu -DBATON_HEAD_DIM=$dim
 done

@@ -345,9 +345,8 @@ BATON_API int32_t baton_step_supply(const baton_pool *pool, const void *words, c
 typedef enum {
   BATON_ATTENTION_AUTO = 0,   /* the fastest kernel that supports the shape */
   BATON_ATTENTION_PLAIN = 1,  /* Baton's: any dtype, head_dim <= 256, group; a row's result does not depend on batch or chunk */
-  BATON_ATTENTION_DECODE = 2, /* FlashInfer decode: bf16, one row a sequence, groups 1, 2, 3, 4, 8, dims 64, 128 */
-  BATON_ATTENTION_FA2 = 3,    /* FlashInfer FA2: bf16, any rows and group, dims 64, 128 */
-  BATON_ATTENTION_FA3 = 4     /* FlashInfer FA3: as FA2, no window, compute capability 9.0, not in a graph */
+  BATON_ATTENTION_FA2 = 2,    /* FlashInfer FA2: bf16, any rows and group, dims 64, 128 */
+  BATON_ATTENTION_FA3 = 3     /* FlashInfer FA3: as FA2, no window, compute capability 9.0 */
 } baton_attention_kind;
 
 typedef struct {
@@ -366,8 +365,6 @@ typedef struct {
   const int32_t *kv_lengths_host;  /* [sequences]; equal to the device's, which are 0 for padding */
   int32_t sequences;               /* padding included (1 row, 1 page, here of length 1) */
   int32_t rows;
-  int32_t is_graph; /* 1: run will be captured, or has been: grid and offsets depend on shapes alone */
-  int32_t reserved;
 } baton_attention_batch;
 
 /* Workspace of attention, allocated once. Two plans in flight need two `pinned_host` (and two of `ints` unless
@@ -380,8 +377,7 @@ typedef struct {
   void *pinned_host; /* page-locked, as large as `ints` */
 } baton_attention_workspace;
 
-/* A plain value. Words not used are 0, so two plans are equal when their bytes are. A captured run may be
- * replayed with a new plan only if the two are equal. */
+/* A plain value. A captured run of FA2 or FA3 may be replayed only with the plan of its capture. */
 typedef struct {
   int32_t kind; /* never AUTO */
   int32_t word_count;

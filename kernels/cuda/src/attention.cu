@@ -139,8 +139,6 @@ int32_t check_shape(const baton_attention_shape& shape) {
   return BATON_OK;
 }
 
-bool has_decode(int group) { return group <= 4 || group == 8; }
-
 bool has_hopper(const Device& device) {
 #ifdef BATON_HAS_HOPPER
   return device.major == 9 && device.minor == 0;
@@ -156,11 +154,8 @@ constexpr int HOPPER_ROWS = 512;
 int32_t choose(const baton_attention_shape& shape, const baton_attention_batch& batch, const Device& device) {
   const bool is_served = shape.dtype == BATON_BF16 && (shape.head_dim == 64 || shape.head_dim == 128);
   if (!is_served || batch.sequences == 0 || batch.rows == 0) return BATON_ATTENTION_PLAIN;
-  const int group = shape.query_heads / shape.kv_heads;
-  // For groups of 3 and more FA2's tensor cores are faster at every length (measured in README.md).
-  if (batch.rows == batch.sequences && group < 3) return BATON_ATTENTION_DECODE;
   const bool fills_tiles = batch.rows >= static_cast<int64_t>(HOPPER_ROWS) * batch.sequences;
-  if (has_hopper(device) && shape.window == 0 && !batch.is_graph && fills_tiles) return BATON_ATTENTION_FA3;
+  if (has_hopper(device) && shape.window == 0 && fills_tiles) return BATON_ATTENTION_FA3;
   return BATON_ATTENTION_FA2;
 }
 
@@ -228,7 +223,6 @@ BATON_API int32_t baton_attention_prepare(int32_t kind, const baton_attention_sh
                   batch->rows, batch->sequences);
     Device device;
     BATON_TRY(current_device(device));
-    const int group = shape->query_heads / shape->kv_heads;
     if (kind == BATON_ATTENTION_AUTO) kind = choose(*shape, *batch, device);
     if (kind == BATON_ATTENTION_PLAIN) {
       *plan_host = {};
@@ -246,22 +240,14 @@ BATON_API int32_t baton_attention_prepare(int32_t kind, const baton_attention_sh
                   "an array of batch is null");
     const FlashPrepare in = {shape, batch, workspace, plan_host, as_stream(stream)};
     switch (kind) {
-      case BATON_ATTENTION_DECODE:
-        if (batch->rows != batch->sequences || !has_decode(group)) {
-          return fail(BATON_UNSUPPORTED,
-                      "decode attention takes one row a sequence and groups 1, 2, 3, 4, 8; there are %d rows of %d "
-                      "sequences in groups of %d",
-                      batch->rows, batch->sequences, group);
-        }
-        return prepare_by_dim<FlashDecode>(in);
       case BATON_ATTENTION_FA2: return prepare_by_dim<FlashPrefill>(in);
       case BATON_ATTENTION_FA3:
 #ifdef BATON_HAS_HOPPER
-        if (has_hopper(device) && shape->window == 0 && !batch->is_graph) return prepare_by_dim<FlashHopper>(in);
+        if (has_hopper(device) && shape->window == 0) return prepare_by_dim<FlashHopper>(in);
 #endif
-        return fail(BATON_UNSUPPORTED, "FA3 takes sm_90 (this is sm_%d%d), no window (%d) and no graph (%d)",
-                    device.major, device.minor, shape->window, batch->is_graph);
-      default: return fail(BATON_INVALID, "kind is %d; expected 0 to 4", kind);
+        return fail(BATON_UNSUPPORTED, "FA3 takes sm_90 (this is sm_%d%d) and no window (%d)", device.major,
+                    device.minor, shape->window);
+      default: return fail(BATON_INVALID, "kind is %d; expected 0 to 3", kind);
     }
   });
 }
@@ -292,12 +278,11 @@ BATON_API int32_t baton_attention_run(const baton_attention_plan* plan_host, con
     BATON_REQUIRE(workspace && workspace->floats && workspace->ints, "attention kind %d needs a workspace",
                   plan_host->kind);
     switch (plan_host->kind) {
-      case BATON_ATTENTION_DECODE: return run_by_dim<FlashDecode>(in);
       case BATON_ATTENTION_FA2: return run_by_dim<FlashPrefill>(in);
 #ifdef BATON_HAS_HOPPER
       case BATON_ATTENTION_FA3: return run_by_dim<FlashHopper>(in);
 #endif
-      default: return fail(BATON_INVALID, "plan_host.kind is %d; expected 1 to 4", plan_host->kind);
+      default: return fail(BATON_INVALID, "plan_host.kind is %d; expected 1 to 3", plan_host->kind);
     }
   });
 }

@@ -37,7 +37,6 @@ struct FlashPrepare {
     static int32_t prepare(const FlashPrepare& in); \
     static int32_t run(const FlashRun& in);         \
   };
-BATON_FLASH_KIND(FlashDecode)
 BATON_FLASH_KIND(FlashPrefill)
 BATON_FLASH_KIND(FlashHopper)
 #undef BATON_FLASH_KIND

@@ -43,7 +43,7 @@ int32_t FlashPrefill<DIM>::prepare(const FlashPrepare& in) {
       work.floats, work.float_bytes, work.ints, work.pinned_host, work.int_bytes, info,
       const_cast<int32_t*>(in.batch->row_indptr_host), const_cast<int32_t*>(in.batch->page_indptr_host),
       in.batch->rows, in.batch->sequences, shape.query_heads, shape.kv_heads, DIM, DIM, BATON_BLOCK_TOKENS,
-      in.batch->is_graph != 0, sizeof(Element), /*window_left=*/shape.window - 1, /*fixed_split_size=*/-1,
+      /*enable_cuda_graph=*/false, sizeof(Element), /*window_left=*/shape.window - 1, /*fixed_split_size=*/-1,
       /*disable_split_kv=*/false, /*num_colocated_ctas=*/0, in.stream);
   BATON_TRY(check(error, "planning FA2 attention"));
   return keep_plan(info.ToVector(), BATON_ATTENTION_FA2, *in.plan);
@@ -86,14 +86,6 @@ int32_t FlashPrefill<DIM>::run(const FlashRun& in) {
     params.merge_indptr = ints(info.merge_indptr_offset);
     partial_values = fi::GetPtrFromBaseOffset<Element>(in.workspace->floats, info.v_offset);
     partial_sums = fi::GetPtrFromBaseOffset<float>(in.workspace->floats, info.s_offset);
-    if (info.enable_cuda_graph) {
-      params.block_valid_mask =
-          fi::GetPtrFromBaseOffset<bool>(in.workspace->ints, info.block_valid_mask_offset);
-    }
-  }
-  if (info.enable_cuda_graph) {
-    params.total_num_rows =
-        fi::GetPtrFromBaseOffset<uint32_t>(in.workspace->ints, info.total_num_rows_offset);
   }
   const cudaError_t error = in.shape->window > 0
                                 ? launch<DIM, true>(info, params, partial_values, partial_sums, in.stream)

@@ -6,7 +6,7 @@ import torch
 
 P, I32, I64, U32, U64, F32 = c.c_void_p, c.c_int32, c.c_int64, c.c_uint32, c.c_uint64, c.c_float
 DTYPES = {torch.float32: 0, torch.bfloat16: 1}
-AUTO, PLAIN, DECODE, FA2, FA3 = range(5)
+AUTO, PLAIN, FA2, FA3 = range(4)
 TOP_MAX = 32
 
 
@@ -35,8 +35,7 @@ STEP_ARRAYS = ("row_tokens row_positions row_destinations row_sequences row_indp
 Step = struct("Step", **{name: P for name in STEP_ARRAYS}, rows_max=I32, sequences_max=I32, pages_max=I32,
               samples_max=I32)
 Shape = struct("Shape", query_heads=I32, kv_heads=I32, head_dim=I32, dtype=I32, window=I32, scale=F32)
-Batch = struct("Batch", row_indptr=P, page_indptr=P, kv_lengths=P, sequences=I32, rows=I32, is_graph=I32,
-               reserved=I32)
+Batch = struct("Batch", row_indptr=P, page_indptr=P, kv_lengths=P, sequences=I32, rows=I32)
 Workspace = struct("Workspace", floats=P, float_bytes=U64, ints=P, int_bytes=U64, pinned=P)
 AttentionPlan = struct("AttentionPlan", kind=I32, word_count=I32, words=I64 * 22)
 SampleResult = struct("SampleResult", status=I32, token=I32, slot=I32, position=I32, logprob=F32, top_count=I32,
@@ -209,5 +208,5 @@ class Sequences:
         arrays.fill(**self.step_values)
         return arrays
 
-    def batch(self, is_graph=0):
-        return Batch(*[tensor.data_ptr() for tensor in self.host], self.count, self.rows, is_graph, 0)
+    def batch(self):
+        return Batch(*[tensor.data_ptr() for tensor in self.host], self.count, self.rows)

@@ -111,10 +111,10 @@ def decode(lib, batch, length, heads=HEADS):
     arrays, shape = sequences.step(), Shape(heads, KV_HEADS, DIM, 1, 0, DIM**-0.5)
     queries = rand(batch, heads, DIM, dtype=torch.bfloat16)
     out, found = torch.empty_like(queries), []
-    for kind in (DECODE, FA2, PLAIN) if batch * length < 100_000 else (DECODE, FA2):
+    for kind in (FA2, PLAIN) if batch * length < 100_000 else (FA2,):
         plan = AttentionPlan()
         torch.cuda.synchronize()
-        lib.attention_prepare(kind, shape, sequences.batch(1), check.memory.struct, plan)
+        lib.attention_prepare(kind, shape, sequences.batch(), check.memory.struct, plan)
         torch.cuda.synchronize()
         time = microseconds(lambda i: lib.attention_run(plan, shape, check.memory.struct, kv, i % layers, queries,
                                                         heads * DIM, arrays.struct, out, batch, batch), layers, 3)
@@ -134,7 +134,7 @@ def prefill(lib, shapes):
     for kind in (FA2, FA3):
         plan = AttentionPlan()
         torch.cuda.synchronize()
-        lib.attention_prepare(kind, shape, sequences.batch(0), check.memory.struct, plan)
+        lib.attention_prepare(kind, shape, sequences.batch(), check.memory.struct, plan)
         torch.cuda.synchronize()
         time = microseconds(lambda i: lib.attention_run(plan, shape, check.memory.struct, kv, i % 2, queries, HEADS * DIM,
                                                         arrays.struct, out, sequences.count, sequences.rows), 4, 2)

@@ -215,8 +215,6 @@ structs! {
         pub kv_lengths_host: *const i32,
         pub sequences: i32,
         pub rows: i32,
-        pub is_graph: i32,
-        pub reserved: i32,
     }
 
     pub struct AttentionWorkspace {
@@ -227,7 +225,7 @@ structs! {
         pub pinned_host: *mut c_void,
     }
 
-    #[derive(Default, PartialEq, Eq)]
+    #[derive(Default)]
     pub struct AttentionPlan {
         pub kind: i32,
         pub word_count: i32,

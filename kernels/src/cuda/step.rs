@@ -138,8 +138,6 @@ impl CudaStep {
             kv_lengths_host: self.kv_lengths.as_ptr(),
             sequences: self.sequences() as i32,
             rows: self.rows as i32,
-            is_graph: 0,
-            reserved: 0,
         }
     }
 }
