@@ -45,9 +45,9 @@ struct Params {
   const int32_t* positions;
   float* partial;
   int32_t* counters;
-  int64_t q_stride, out_stride, table_stride;
+  int64_t q_stride, out_stride;
   int64_t stride_block, stride_head, stride_token;
-  int32_t rows, kv_heads, group, window, least_pages;
+  int32_t rows, kv_heads, group, window;
   // Query tokens of a sequence; parts of a sequence, which are the rows, and query tokens of a part.
   int32_t tokens, parts, part_tokens;
   float scale_log2;
@@ -199,7 +199,8 @@ struct Merge {
   }
 };
 
-// Variants of rows with several query tokens: one CTA of eight warps per SM, or two of four warps.
+// Variants 41, 44 and 81 have one query token per row: warps per CTA times 10, plus KV heads per CTA. Variants of rows with
+// several query tokens: one CTA of eight warps per SM, or two of four warps.
 constexpr int kVerifyFew = 812;
 constexpr int kVerifyMany = 422;
 
@@ -221,6 +222,7 @@ __global__ void __launch_bounds__(WARPS * 32) decode_attention_kernel(const __gr
   constexpr int TILE_BYTES = kPage * HD * 2;  // of K; V likewise
   constexpr int COPIES = kPage * CHUNKS / 32;
   constexpr int KS = HD / 16;
+  constexpr int LEAST_PAGES = WARPS * 4;  // per CTA, where an average row has as many
   constexpr int ROW_F = HD + 4;  // floats of a head in the merge area: O, m, l and padding
   extern __shared__ __align__(128) char smem[];
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
@@ -281,7 +283,7 @@ __global__ void __launch_bounds__(WARPS * 32) decode_attention_kernel(const __gr
     Piece piece{0, 0, 0, kNoPieces, 0};
     if (sum > 0 && p.rows * groups <= (int)gridDim.x) {
       const int share = (sum * groups + (int)gridDim.x - 1) / (int)gridDim.x;
-      const int least = min(p.least_pages, (sum + p.rows - 1) / p.rows);
+      const int least = min(LEAST_PAGES, (sum + p.rows - 1) / p.rows);
       // With few rows, pieces may have any size: each row takes long compared with a merge, or all rows are short.
       const int size_max = p.rows <= WARP ? 0x7fffffff : share + share / kPieceSlack;
       piece = own_piece(first, p.rows, groups, max(max(share, least), 1), size_max);
@@ -292,9 +294,9 @@ __global__ void __launch_bounds__(WARPS * 32) decode_attention_kernel(const __gr
 
   const bool has_pieces = own->first_block != kNoPieces;
   const int total = first[p.rows] * groups;
-  // A share has at least least_pages pages, or the pages of an average row if these are fewer. Smaller shares would
+  // A share has at least LEAST_PAGES pages, or the pages of an average row if these are fewer. Smaller shares would
   // split a short row between CTAs, which then wait to merge their results.
-  const int least = min(p.least_pages, (first[p.rows] + p.rows - 1) / p.rows);
+  const int least = min(LEAST_PAGES, (first[p.rows] + p.rows - 1) / p.rows);
   const int per_block = max(max((total + (int)gridDim.x - 1) / (int)gridDim.x, least), 1);
   Walk walk;
   walk.pos = min(total, (int)blockIdx.x * per_block);
@@ -319,9 +321,7 @@ __global__ void __launch_bounds__(WARPS * 32) decode_attention_kernel(const __gr
   bool ahead_ok = next_piece(ahead, first, groups);
   int ahead_page = split, ahead_batch = 0, ahead_ids = 0;
   bool waited = false;
-  auto row_pages = [&](int r) {
-    return p.page_indptr ? (int64_t)p.page_indptr[sequence_of(r)] : sequence_of(r) * p.table_stride;
-  };
+  auto row_pages = [&](int r) { return (int64_t)p.page_indptr[sequence_of(r)]; };
   auto load_tile = [&](int stage) {
     while (ahead_ok && ahead_page >= ahead.pages) {
       ahead_ok = next_piece(ahead, first, groups);
@@ -646,17 +646,15 @@ int shared_bytes(int columns, int rows) {
   return ring_bytes<HD, WARPS, STAGES, HEADS>() + WARPS * columns * (HD + 4) * 4 + queries + (2 * rows + 8) * 4;
 }
 
-// Calls body(kernel, shared bytes for these columns and rows) for a variant. Returns false for an unknown variant.
+// Calls body(kernel, shared bytes for these columns and rows) for a variant.
 template <int HD, class Body>
-bool with_variant(int variant, int columns, int rows, Body&& body) {
+void with_variant(int variant, int columns, int rows, Body&& body) {
   switch (variant) {
-    case 41: body(decode_attention_kernel<HD, 4, 3, 1, 0>, shared_bytes<HD, 4, 3, 1, 0>(columns, rows)); return true;
-    case 44: body(decode_attention_kernel<HD, 4, 3, 4, 0>, shared_bytes<HD, 4, 3, 4, 0>(columns, rows)); return true;
-    case 81: body(decode_attention_kernel<HD, 8, 3, 1, 0>, shared_bytes<HD, 8, 3, 1, 0>(columns, rows)); return true;
-    case 88: body(decode_attention_kernel<HD, 8, 3, 8, 0>, shared_bytes<HD, 8, 3, 8, 0>(columns, rows)); return true;
-    case kVerifyFew: body(decode_attention_kernel<HD, 8, 2, 1, 2>, shared_bytes<HD, 8, 2, 1, 2>(columns, rows)); return true;
-    case kVerifyMany: body(decode_attention_kernel<HD, 4, 2, 1, 2>, shared_bytes<HD, 4, 2, 1, 2>(columns, rows)); return true;
-    default: return false;
+    case 41: return body(decode_attention_kernel<HD, 4, 3, 1, 0>, shared_bytes<HD, 4, 3, 1, 0>(columns, rows));
+    case 44: return body(decode_attention_kernel<HD, 4, 3, 4, 0>, shared_bytes<HD, 4, 3, 4, 0>(columns, rows));
+    case 81: return body(decode_attention_kernel<HD, 8, 3, 1, 0>, shared_bytes<HD, 8, 3, 1, 0>(columns, rows));
+    case kVerifyFew: return body(decode_attention_kernel<HD, 8, 2, 1, 2>, shared_bytes<HD, 8, 2, 1, 2>(columns, rows));
+    case kVerifyMany: return body(decode_attention_kernel<HD, 4, 2, 1, 2>, shared_bytes<HD, 4, 2, 1, 2>(columns, rows));
   }
 }
 
@@ -692,8 +690,8 @@ int32_t check_arguments(const baton_decode_attention_args& in) {
   }
   BATON_REQUIRE(in.window >= 0, "window is %d; expected 0 or more", in.window);
   BATON_REQUIRE(in.sms >= 0, "sms is %d; expected 0 or more", in.sms);
-  BATON_REQUIRE(in.q && in.k && in.v && in.pages && in.kv_len && in.out && in.partial && in.counters,
-                "an address other than page_indptr is null");
+  BATON_REQUIRE(in.q && in.k && in.v && in.pages && in.page_indptr && in.kv_len && in.out && in.partial && in.counters,
+                "an address is null");
   return BATON_OK;
 }
 
@@ -704,7 +702,7 @@ int32_t load_decode_attention() {
   BATON_TRY(any_device(device));
   auto all = [&](auto dim) {
     int32_t code = BATON_OK;
-    for (int variant : {41, 44, 81, 88, kVerifyFew, kVerifyMany}) {
+    for (int variant : {41, 44, 81, kVerifyFew, kVerifyMany}) {
       const int columns = variant == kVerifyFew || variant == kVerifyMany ? kMaxColumns : kMaxGroup;
       with_variant<decltype(dim)::value>(variant, columns, kMaxRows, [&](auto* kernel, int most) {
         // The largest group and the most rows together exceed the shared memory of a Hopper CTA; each alone fits.
@@ -731,8 +729,8 @@ BATON_API int64_t baton_decode_attention_workspace(int32_t sms, int32_t kv_heads
       BATON_TRY(any_device(device));
       sms = device->sm_count;
     }
-    // Two pieces per CTA, and per SM two CTAs of four heads or of the columns of draft tokens, or one CTA of eight heads.
-    const int64_t heads = (kv_heads < 8 ? kv_heads : 8) * group;
+    // Two pieces per CTA, and per SM two CTAs of four heads or of the columns of draft tokens.
+    const int64_t heads = (kv_heads < 4 ? kv_heads : 4) * group;
     bytes = int64_t{sms} * 2 * 2 * (heads < kMaxColumns ? kMaxColumns : heads) * (head_dim + 4) * 4;
     return BATON_OK;
   });
@@ -756,17 +754,18 @@ BATON_API int32_t baton_decode_attention(const baton_decode_attention_args* args
       p.part_tokens = divide_up(in.tokens, p.parts);
     }
     const int columns = p.part_tokens * in.group, rows = in.rows * p.parts;
-    int variant = in.tokens > 1 ? kVerifyMany : in.variant;
-    if (in.tokens > 1 && rows * in.kv_heads <= sms) {
-      with_variant<128>(kVerifyFew, columns, rows, [&](auto*, int bytes) {
-        if (bytes <= device->shared_bytes) variant = kVerifyFew;
-      });
-    }
     // Four heads of every row per CTA where that just fits: rows of equal length then need no merge.
     const int blocks_of_four = in.rows * (in.kv_heads / 4);
     const bool fits_four = in.kv_heads % 4 == 0 && blocks_of_four <= 2 * sms && blocks_of_four * 9 >= 2 * sms * 8;
-    if (variant == 0) variant = in.rows < 16 ? 81 : fits_four && in.rows > WARP ? 44 : 41;
-    if (in.tokens <= 1 && in.kv_heads % (variant % 10 > 0 ? variant % 10 : 1) != 0) variant = variant / 10 * 10 + 1;
+    int variant = in.rows < 16 ? 81 : fits_four && in.rows > WARP ? 44 : 41;
+    if (in.tokens > 1) {
+      variant = kVerifyMany;
+      if (rows * in.kv_heads <= sms) {
+        with_variant<128>(kVerifyFew, columns, rows, [&](auto*, int bytes) {
+          if (bytes <= device->shared_bytes) variant = kVerifyFew;
+        });
+      }
+    }
     p.q = static_cast<const bf16*>(in.q);
     p.k = static_cast<const bf16*>(in.k);
     p.v = static_cast<const bf16*>(in.v);
@@ -779,7 +778,6 @@ BATON_API int32_t baton_decode_attention(const baton_decode_attention_args* args
     p.counters = in.counters;
     p.q_stride = in.q_stride;
     p.out_stride = in.out_stride;
-    p.table_stride = in.table_stride;
     p.stride_block = in.stride_block;
     p.stride_head = in.stride_head;
     p.stride_token = in.stride_token;
@@ -787,8 +785,7 @@ BATON_API int32_t baton_decode_attention(const baton_decode_attention_args* args
     p.kv_heads = in.kv_heads;
     p.group = in.group;
     p.window = in.window;
-    const int warps = variant == 81 || variant == 88 || variant == kVerifyFew ? 8 : 4;
-    p.least_pages = in.least_pages > 0 ? in.least_pages : warps * 4;
+    const int warps = variant == 81 || variant == kVerifyFew ? 8 : 4;
     p.scale_log2 = in.scale * 1.4426950408889634f;
     int32_t code = BATON_OK;
     auto start = [&](auto* kernel, int bytes) {
@@ -801,9 +798,11 @@ BATON_API int32_t baton_decode_attention(const baton_decode_attention_args* args
       code = launch_as(in.pdl != 0, "decode attention", kernel, dim3(ctas), dim3(warps * WARP),
                        bytes, as_stream(stream), p);
     };
-    const bool is_known = in.head_dim == 64 ? with_variant<64>(variant, columns, rows, start)
-                                            : with_variant<128>(variant, columns, rows, start);
-    BATON_REQUIRE(is_known, "variant is %d; expected 0, 41, 44, 81 or 88", in.variant);
+    if (in.head_dim == 64) {
+      with_variant<64>(variant, columns, rows, start);
+    } else {
+      with_variant<128>(variant, columns, rows, start);
+    }
     return code;
   });
 }

@@ -2,9 +2,9 @@
 silu, down + residual for every layer; norm + lm_head), with and without programmatic dependent launch. Compares the time with the
 memory-bound minimum. Omits embedding, sampling, and the copy of tokens to the host.
 
-Needs libbaton_kernels.so in BATON_KERNELS_DIR. Writes chain.json to OUT. Arguments: the peak read bandwidth in TB/s, attention cases
-(variant x minimum of pages, separated by commas), models, and --rows separated by commas. Each model has a process of its own,
-because a captured PyTorch GEMM refers to a workspace that PyTorch frees with the cached memory.
+Needs libbaton_kernels.so in BATON_KERNELS_DIR. Writes chain.json to OUT. Arguments: the peak read bandwidth in TB/s, models, and --rows
+separated by commas. Each model has a process of its own, because a captured PyTorch GEMM refers to a workspace that PyTorch frees with
+the cached memory.
 """
 import ctypes
 import math
@@ -42,6 +42,7 @@ class Step:
         self.m, self.rows = m, rows
         pages = (length + PAGE - 1) // PAGE
         self.table = torch.randperm(m.kv.shape[0])[:rows * pages].int().view(rows, pages).cuda()
+        self.indptr = torch.arange(0, (rows + 1) * pages, pages, dtype=torch.int32, device="cuda")
         self.lens = torch.full((rows,), length, dtype=torch.int32, device="cuda")
         self.pos = self.lens - 1
         self.dest = (self.table[:, (length - 1) // PAGE] * PAGE + (length - 1) % PAGE).contiguous()
@@ -53,7 +54,7 @@ class Step:
         self.squares = torch.empty(rows, 4096, device="cuda")
         self.part = torch.empty(1 << 24, device="cuda")
 
-    def run(self, pdl, variant, least, tiles, parts="qkv attn o gate_up down head"):
+    def run(self, pdl, tiles, parts="qkv attn o gate_up down head"):
         m = self.m
         self.residual.copy_(self.start)
         kv, t = m.kv, tiles
@@ -75,9 +76,9 @@ class Step:
                     head_dim=m.dim)
             if "attn" in parts:
                 args = DecodeArgs(self.q.data_ptr(), self.q.stride(0), k.data_ptr(), v.data_ptr(), kv.stride(0), kv.stride(3), kv.stride(4),
-                                  self.table.data_ptr(), None, self.table.stride(0), self.lens.data_ptr(), self.a.data_ptr(), self.a.stride(0),
+                                  self.table.data_ptr(), self.indptr.data_ptr(), self.lens.data_ptr(), self.a.data_ptr(), self.a.stride(0),
                                   self.part.data_ptr(), self.counters.data_ptr(), self.rows, m.kv_heads, m.heads // m.kv_heads, m.dim, 0,
-                                  1 / math.sqrt(m.dim), 0, least, variant, pdl)
+                                  1 / math.sqrt(m.dim), 0, pdl)
                 check(kernels.baton_decode_attention(ctypes.byref(args), stream()), "attention", kernels)
             if "o" in parts.split():
                 add(w["o"], self.a, t["o"], w["norm2"])
@@ -112,13 +113,12 @@ def main():
         batches = [int(rows) for rows in sys.argv[at + 1].split(",")]
         del sys.argv[at:at + 2]
     best = float(sys.argv[1]) if len(sys.argv) > 1 else 4.3
-    variants = [tuple(map(int, v.split("x"))) for v in (sys.argv[2].split(",") if len(sys.argv) > 2 else ("0x0",))]
-    results = Results("chain-" + "-".join(sys.argv[3:] or MODELS) + ".json")
+    results = Results("chain-" + "-".join(sys.argv[2:] or MODELS) + ".json")
     def tiles(qkv, o, gate_up, down, head):
         return {"qkv": qkv, "o": o, "gate_up": gate_up, "down": down, "head": head}
     sets = {",".join(map(str, t)): tiles(*t) for t in ((0, 0, 0, 0, 0), (32, 32, 64, 16, 64), (32, 32, 32, 32, 32))}
     mixed = sets["0,0,0,0,0"]
-    for name in sys.argv[3:] or MODELS:
+    for name in sys.argv[2:] or MODELS:
         m, keep = Model(name, 4096), []
         for rows, length in ((rows, 512) for rows in batches):
             s = Step(m, rows, length)
@@ -126,16 +126,14 @@ def main():
             peer = peer_products(m, rows)
             graphs = {"cuBLAS products alone": capture(peer)}
             for label, tile_set in sets.items() if rows <= 16 else [("0,0,0,0,0", mixed)]:
-                for variant, least in variants:
-                    for pdl in (0, 1):
-                        graphs[f"{label} attention {variant}x{least} pdl {pdl}"] = capture(lambda: s.run(pdl, variant, least, tile_set))
-            v0, l0 = variants[0]
+                for pdl in (0, 1):
+                    graphs[f"{label} step pdl {pdl}"] = capture(lambda: s.run(pdl, tile_set))
             for part in ("nothing", "qkv", "attn", "o", "gate_up", "down", "head"):
                 for pdl in (0, 1):
-                    graphs[f"only {part} pdl {pdl}"] = capture(lambda: s.run(pdl, v0, l0, mixed, part))
+                    graphs[f"only {part} pdl {pdl}"] = capture(lambda: s.run(pdl, mixed, part))
             logits = {}
             for case, graph in graphs.items():
-                if "attention" in case:
+                if "step" in case:
                     graph.replay()
                     torch.cuda.synchronize()
                     logits[case] = s.logits.clone()
@@ -147,7 +145,7 @@ def main():
                 assert base.isfinite().all()
             timed = alternate(graphs, 15)
             keep.append((graphs, peer, s))
-            print(f"{name} {rows} x {length}: floor {floor:.0f} us; logits of the variants differ by {worst:.1e}")
+            print(f"{name} {rows} x {length}: floor {floor:.0f} us; logits of the cases differ by {worst:.1e}")
             for case, (mid, lo, hi) in timed.items():
                 results.add(model=name, rows=rows, length=length, case=case, us=mid, low=lo, high=hi, floor=floor, fraction_of_peak=floor / mid, differ=worst)
                 print(f"  {case:34s} {mid:8.1f} us  {100 * floor / mid:5.1f} %")

@@ -406,7 +406,7 @@ BATON_API int32_t baton_attention_run(const baton_attention_plan *plan_host,
 /* Baton's decode attention: one query token per row, bf16, any mix of lengths, no host plan. A captured launch follows
  * the lengths in device memory. With `tokens` above 1, every row has this many query tokens, which verify draft tokens:
  * query token t of row r is row r * tokens + t of `q` and `out`, and sees the first positions[r * tokens] + 1 + t tokens,
- * at most kv_len[r]. 176 bytes. */
+ * at most kv_len[r]. 160 bytes. */
 typedef struct {
   const void *q;    /* [rows][kv_heads * group][head_dim], rows q_stride apart */
   int64_t q_stride; /* at least kv_heads * group * head_dim, a multiple of 8 */
@@ -415,9 +415,8 @@ typedef struct {
   int64_t stride_block; /* strides of a baton_kv: block_elements, 16 * head_dim, head_dim; multiples of 8 */
   int64_t stride_head;
   int64_t stride_token;
-  const int32_t *pages;       /* the blocks of row r: pages[page_indptr[r]..] or, */
-  const int32_t *page_indptr; /* [rows + 1]; if null, pages[r * table_stride..] */
-  int64_t table_stride;
+  const int32_t *pages;       /* the blocks of row r: pages[page_indptr[r]..] */
+  const int32_t *page_indptr; /* [rows + 1] */
   const int32_t *kv_len; /* [rows]: tokens, those being decoded included; 0 yields zeros (1 at least if tokens > 1) */
   void *out;             /* as q, rows out_stride apart */
   int64_t out_stride;
@@ -430,9 +429,7 @@ typedef struct {
   int32_t head_dim; /* 64 or 128 */
   int32_t window;   /* tokens attended to; 0: all */
   float scale;      /* of the scores, usually 1 / sqrt(head_dim) */
-  int32_t sms;         /* SMs to use; 0: all */
-  int32_t least_pages; /* minimum pages of a head per CTA, or an average row's pages where these are fewer; 0: automatic */
-  int32_t variant;     /* 0: automatic; else warps per CTA * 10 + KV heads per CTA: 41, 44, 81, 88 */
+  int32_t sms;      /* SMs to use; 0: all */
   /* 1: may start before the preceding kernel of the stream has completed. Until then it reads kv_len, page_indptr,
    * pages, and all KV but the last page of a row. The preceding kernel must not write these, except this step's
    * tokens, and must release its successor only after its own wait, as every kernel of this library does. Use 0

@@ -49,9 +49,9 @@ SkinnyArgs = struct("SkinnyArgs", weight=P, x=P, x_stride=I64, squares=P, bias=P
                     epilogue=I32, query_heads=I32, kv_heads=I32, head_dim=I32, grid=I32, tile=I32, pdl=I32,
                     squares_count=I32)
 DecodeArgs = struct("DecodeArgs", q=P, q_stride=I64, k=P, v=P, stride_block=I64, stride_head=I64, stride_token=I64,
-                    pages=P, page_indptr=P, table_stride=I64, kv_len=P, out=P, out_stride=I64, partial=P, counters=P,
-                    rows=I32, kv_heads=I32, group=I32, head_dim=I32, window=I32, scale=F32, sms=I32, least_pages=I32,
-                    variant=I32, pdl=I32, tokens=I32, reserved=I32, positions=P)
+                    pages=P, page_indptr=P, kv_len=P, out=P, out_stride=I64, partial=P, counters=P, rows=I32,
+                    kv_heads=I32, group=I32, head_dim=I32, window=I32, scale=F32, sms=I32, pdl=I32, tokens=I32,
+                    reserved=I32, positions=P)
 Group = struct("Group", arenas=P * 8, arena_bytes=I64, fault=P, timeout_ns=I64, rank=I32, ranks=I32)
 AllReduceArgs = struct("AllReduceArgs", x=P, out=P, residual=P, weight=P, eps=F32, dtype=I32, rows=I32, width=I32,
                        algorithm=I32, blocks=I32, threads=I32, pdl=I32)

@@ -636,7 +636,7 @@ def check_errors():
 
     def decode(code, text, **changed):
         fields = dict(q=at, q_stride=512, k=at, v=at, stride_block=8192, stride_head=1024, stride_token=64, pages=at,
-                      table_stride=1, kv_len=at, out=at, out_stride=512, partial=at, counters=at, rows=1, kv_heads=2,
+                      page_indptr=at, kv_len=at, out=at, out_stride=512, partial=at, counters=at, rows=1, kv_heads=2,
                       group=4, head_dim=64, scale=1.0) | changed
         expect_error(code, text, lambda: lib.decode_attention(DecodeArgs(**fields)))
 
@@ -645,9 +645,8 @@ def check_errors():
     decode(2, "head_dim is 96; expected 64 or 128", head_dim=96)
     decode(1, "q_stride is 508; expected multiples of 8 from 512 on", q_stride=508)
     decode(1, "stride_token is 56", stride_token=56)
-    decode(1, "variant is 42; expected 0, 41, 44, 81 or 88", variant=42)
-    decode(1, "an address other than page_indptr is null", pages=None)
-    assert lib.raw.baton_decode_attention_workspace(0, 8, 4, 128) >= 132 * 4 * 32 * 132 * 4
+    decode(1, "an address is null", pages=None)
+    assert lib.raw.baton_decode_attention_workspace(0, 8, 4, 128) >= 132 * 4 * 16 * 132 * 4
     assert lib.raw.baton_decode_attention_workspace(0, 8, 4, 96) == 0
     return ""
 
@@ -692,7 +691,7 @@ def check_dependent_launch():
                         arrays.row_positions.data_ptr(), arrays.row_destinations.data_ptr(), 1e-6, heads, layer, count))
                 lib.decode_attention(DecodeArgs(
                     q.data_ptr(), heads * dim, keys.data_ptr(), values.data_ptr(), *strides, arrays.page_indices.data_ptr(),
-                    arrays.page_indptr.data_ptr(), 0, arrays.kv_lengths.data_ptr(), out.data_ptr(), heads * dim,
+                    arrays.page_indptr.data_ptr(), arrays.kv_lengths.data_ptr(), out.data_ptr(), heads * dim,
                     partial.data_ptr(), counters.data_ptr(), count, kv_heads, heads // kv_heads, dim, 0, dim**-0.5, pdl=pdl))
                 outs.append(out.clone())
             return torch.stack(outs)
