@@ -335,19 +335,18 @@ int32_t all_reduce(const baton_group& group, const baton_all_reduce_args& args, 
     if (args.algorithm == BATON_ALL_REDUCE_TWO_SHOT) return fail(BATON_UNSUPPORTED, "a norm requires one-shot");
     if (!one_fits) return too_small();
     const int groups = args.width / WIDTH;
-    const int blocks = std::min(args.rows, args.blocks ? std::min(args.blocks, most) : most);
+    const int blocks = std::min(args.rows, most);
     const auto run = [&](auto count) {
       constexpr int ITEMS = decltype(count)::value;
       const int threads = divide_up(divide_up(groups, ITEMS), WARP) * WARP;
       return launch_as(args.pdl, "all reduce and norm", one_shot_norm_kernel<T, N, ITEMS>, dim3(blocks), dim3(threads), 0,
                        stream, to, x, args.residual, args.weight, args.eps, out, args.rows, args.width);
     };
-    const int threads = args.threads ? args.threads : THREADS_MAX;
     // Measured: few CTAs are faster with more work per thread, many CTAs with more threads.
-    const int widest = args.threads ? args.threads : args.rows < 16 ? THREADS_MAX : NORM_THREADS<N, 1>;
+    const int widest = args.rows < 16 ? THREADS_MAX : NORM_THREADS<N, 1>;
     if (groups <= widest) return run(std::integral_constant<int, 1>());
-    if (groups <= 2 * threads) return run(std::integral_constant<int, 2>());
-    if (groups <= 4 * threads) return run(std::integral_constant<int, 4>());
+    if (groups <= 2 * THREADS_MAX) return run(std::integral_constant<int, 2>());
+    if (groups <= 4 * THREADS_MAX) return run(std::integral_constant<int, 4>());
     return run(std::integral_constant<int, 8>());
   }
   // Measured for 2 and 4 ranks.
@@ -356,8 +355,8 @@ int32_t all_reduce(const baton_group& group, const baton_all_reduce_args& args, 
                       (args.algorithm == BATON_ALL_REDUCE_AUTO && (!one_fits || bytes > ONE_SHOT_MOST));
   if (is_two ? !two_fits : !one_fits) return too_small();
   const int64_t work = is_two ? divide_up(items, N) : items;
-  const int threads = args.threads ? args.threads : work <= 64 * 128 ? 128 : work <= 128 * 256 ? 256 : 512;
-  const int blocks = std::min(divide_up(work, threads), std::min(args.blocks ? args.blocks : 128, most));
+  const int threads = work <= 64 * 128 ? 128 : work <= 128 * 256 ? 256 : 512;
+  const int blocks = std::min(divide_up(work, threads), std::min(128, most));
   if (is_two) {
     return launch_as(args.pdl, "all reduce in two shots", two_shot_kernel<T, N>, dim3(blocks), dim3(threads), 0, stream,
                      to, x, out, items);
@@ -429,9 +428,6 @@ BATON_API int32_t baton_all_reduce(const baton_group* group, const baton_all_red
     BATON_REQUIRE(args->rows >= 0 && args->width > 0 && args->width % 8 == 0,
                   "rows are %d of width %d; expected widths that are multiples of 8", args->rows, args->width);
     BATON_REQUIRE(args->algorithm >= 0 && args->algorithm <= 2, "algorithm is %d; expected 0 to 2", args->algorithm);
-    BATON_REQUIRE(args->blocks >= 0 && args->threads >= 0 && args->threads <= THREADS_MAX && args->threads % WARP == 0,
-                  "blocks are %d of %d threads; expected multiples of 32 up to %d, and 0", args->blocks, args->threads,
-                  THREADS_MAX);
     if (args->rows == 0) return static_cast<int32_t>(BATON_OK);
     return with_ranks(group->ranks, [&](auto count) {
       return with_dtype(args->dtype, [&](auto element) {

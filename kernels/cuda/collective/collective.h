@@ -38,7 +38,7 @@ typedef enum {
   BATON_ALL_REDUCE_TWO_SHOT = 2  /* reduce-scatter, then all-gather; without a norm */
 } baton_all_reduce_algorithm;
 
-/* 64 bytes. */
+/* 56 bytes. */
 typedef struct {
   const void *x;       /* T [rows][width] */
   void *out;           /* T [rows][width]; may be x */
@@ -49,9 +49,7 @@ typedef struct {
   int32_t rows;
   int32_t width; /* a multiple of 8 */
   int32_t algorithm;
-  int32_t blocks;  /* CTAs; 0: automatic */
-  int32_t threads; /* per CTA; 0: automatic */
-  int32_t pdl;     /* 1: may start before the preceding kernel of the stream has completed, and waits for it */
+  int32_t pdl;   /* 1: may start before the preceding kernel of the stream has completed, and waits for it */
 } baton_all_reduce_args;
 
 /* Returns the bytes of an arena for messages of up to `message_bytes` of x. */

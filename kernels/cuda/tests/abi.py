@@ -54,7 +54,7 @@ DecodeArgs = struct("DecodeArgs", q=P, q_stride=I64, k=P, v=P, stride_block=I64,
                     reserved=I32, positions=P)
 Group = struct("Group", arenas=P * 8, arena_bytes=I64, fault=P, timeout_ns=I64, rank=I32, ranks=I32)
 AllReduceArgs = struct("AllReduceArgs", x=P, out=P, residual=P, weight=P, eps=F32, dtype=I32, rows=I32, width=I32,
-                       algorithm=I32, blocks=I32, threads=I32, pdl=I32)
+                       algorithm=I32, pdl=I32)
 GatherArgs = struct("GatherArgs", x=P, x_stride=I64, out=P, out_stride=I64, firsts=I32 * 9, rows=I32,
                     reserved=I32 * 2)
 NEEDS_DRAW, NEEDS_CUT, NEEDS_LOGPROBS, NEEDS_PENALTIES, NEEDS_ALL = 1, 2, 4, 8, 15

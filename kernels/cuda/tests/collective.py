@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Collectives between this machine's GPUs, one process per GPU: collective.py LIBRARY [--ranks N] [--calls N] [--bench] [--sweep] [--json FILE]
+"""Collectives between this machine's GPUs, one process per GPU: collective.py LIBRARY [--ranks N] [--calls N] [--bench] [--json FILE]
 
 Checks that every result is bit-equal to the sum in rank order, with randomly delayed ranks, eagerly and in replayed graphs.
 Then checks the behaviour when a rank skips a call, the host stops the group, or a rank is killed. --bench times calls in graphs
@@ -78,10 +78,10 @@ class Rank:
         self.fault.zero_()
         self.exchange(None)
 
-    def all_reduce(self, x, out, rows, width, algorithm=0, residual=None, weight=None, eps=1e-5, blocks=0, threads=0, pdl=0):
+    def all_reduce(self, x, out, rows, width, algorithm=0, residual=None, weight=None, eps=1e-5, pdl=0):
         pointer = lambda tensor: None if tensor is None else tensor.data_ptr()
         args = AllReduceArgs(pointer(x), pointer(out), pointer(residual), pointer(weight), eps, DTYPES[x.dtype], rows,
-                             width, algorithm, blocks, threads, pdl)
+                             width, algorithm, pdl)
         self.check(self.lib.baton_all_reduce(ctypes.byref(self.group), ctypes.byref(args), self.stream()))
 
 
@@ -149,8 +149,7 @@ class Checker:
         algorithm = ONE if has_norm else draw.choice((0, ONE, TWO))
         if algorithm == ONE and count * x.element_size() * rank.ranks > 2 * MESSAGE_BYTES:
             algorithm = 0
-        choice = dict(algorithm=algorithm, blocks=draw.choice((0, 0, 1, 7, 64, 132)), threads=draw.choice((0, 0, 128, 512)),
-                      pdl=draw.choice((0, 1)))
+        choice = dict(algorithm=algorithm, pdl=draw.choice((0, 1)))
         late, is_any_late = draw.randrange(rank.ranks), draw.random() < 0.3
         if may_sleep and is_any_late and late == rank.rank:
             torch.cuda._sleep(self.mine.randint(1, 40_000))
@@ -336,7 +335,7 @@ def graph_us(call, calls=60, replays=10, rounds=5):
     return statistics.median(times)
 
 
-def bench(rank, is_sweep, path):
+def bench(rank, path):
     import torch.distributed as nccl
     nccl.init_process_group("nccl", rank=rank.rank, world_size=rank.ranks, device_id=torch.device("cuda", rank.rank))
     found = []
@@ -351,29 +350,15 @@ def bench(rank, is_sweep, path):
         x = torch.ones(size // 2, dtype=torch.bfloat16, device="cuda") * 0
         theirs = graph_us(lambda: nccl.all_reduce(x))
         rank.exchange(None)
-        best = {}
+        times = {}
         for algorithm in (ONE, TWO):
             if algorithm == ONE and size * rank.ranks > 2 * MESSAGE_BYTES:
                 continue
-            shapes = [(0, 0)]
-            if is_sweep and size <= 4 << 20:
-                shapes += [(blocks, threads) for threads in (128, 256, 512) for blocks in (8, 16, 32, 48, 64, 96, 132)]
             for pdl in (0, 1):
-                for blocks, threads in shapes:
-                    # More CTAs than work gives no new case.
-                    work = size // 16 // (1 if algorithm == ONE else rank.ranks)
-                    if blocks and (blocks - 16) * threads >= work and blocks > 8:
-                        continue
-                    us = graph_us(lambda: rank.all_reduce(x, x, 1, size // 2, algorithm, blocks=blocks, threads=threads, pdl=pdl),
-                                  calls=40, replays=5 if is_sweep else 10, rounds=3 if is_sweep else 5)
-                    found.append(dict(size=size, algorithm=algorithm, blocks=blocks, threads=threads, pdl=pdl, us=us))
-                    kind = (algorithm, pdl)
-                    if kind not in best or us < best[kind][0]:
-                        best[kind] = (us, blocks, threads)
-                    if (blocks, threads) == (0, 0):
-                        best[kind + ("auto",)] = (us, 0, 0)
-        words = "; ".join(f"{'one' if kind[0] == ONE else 'two'}{' pdl' if kind[1] else ''}{' auto' if len(kind) > 2 else ''} {us:.2f} ({b}x{t})"
-                          for kind, (us, b, t) in best.items())
+                us = graph_us(lambda: rank.all_reduce(x, x, 1, size // 2, algorithm, pdl=pdl), calls=40, replays=10, rounds=5)
+                found.append(dict(size=size, algorithm=algorithm, pdl=pdl, us=us))
+                times[f"{'one' if algorithm == ONE else 'two'}{' pdl' if pdl else ''}"] = us
+        words = "; ".join(f"{name} {us:.2f}" for name, us in times.items())
         say(f"{rank.ranks} ranks {size >> 10:6} KiB: nccl {theirs:.2f} us; {words}", size=size, nccl=theirs)
         assert rank.fault[0].item() == 0
     for width in (4096, 8192):
@@ -396,9 +381,8 @@ def bench(rank, is_sweep, path):
             for pdl in (0, 1):
                 rank.lib.baton_programmatic_launch(pdl)
                 times[f"apart{' pdl' if pdl else ''}"] = graph_us(lambda: separate(pdl))
-                for threads in (128, 256, 512) if is_sweep else (0,):
-                    times[f"fused {threads}{' pdl' if pdl else ''}"] = graph_us(
-                        lambda: rank.all_reduce(x, out, rows, width, residual=residual, weight=weight, pdl=pdl, threads=threads))
+                times[f"fused{' pdl' if pdl else ''}"] = graph_us(
+                    lambda: rank.all_reduce(x, out, rows, width, residual=residual, weight=weight, pdl=pdl))
             rank.lib.baton_programmatic_launch(0)
             say(f"{rank.ranks} ranks norm {rows}x{width}: nccl and norm {theirs:.2f} us; " +
                 "; ".join(f"{name} {us:.2f}" for name, us in times.items()), rows=rows, width=width, nccl=theirs, **times)
@@ -433,8 +417,8 @@ def run(index, options, gate, slots, failed):
             check_graphs(rank, numbers, options.calls, options.seed + 1)
             check_faults(rank)
             rank.group.timeout_ns = 10_000_000_000
-        if options.bench or options.sweep:
-            bench(rank, options.sweep, options.json)
+        if options.bench:
+            bench(rank, options.json)
         if options.calls:
             check_killed(rank)
     except BaseException as error:
@@ -452,7 +436,6 @@ def main():
     parser.add_argument("--calls", type=int, default=100_000)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--bench", action="store_true")
-    parser.add_argument("--sweep", action="store_true")
     parser.add_argument("--json")
     options = parser.parse_args()
     os.environ["NCCL_NVLS_ENABLE"] = "0"

@@ -349,8 +349,6 @@ structs! {
         pub rows: i32,
         pub width: i32,
         pub algorithm: i32,
-        pub blocks: i32,
-        pub threads: i32,
         pub pdl: i32,
     }
 
