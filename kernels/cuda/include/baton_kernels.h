@@ -86,12 +86,10 @@ BATON_API int32_t baton_embed(int32_t dtype, const void *table, int32_t first, i
 BATON_API int32_t baton_rms_norm(int32_t dtype, const float *residual, const float *weight, float eps,
                                  void *out, int32_t rows, int32_t width, void *stream);
 
-/* residual[row] += delta[row] (T), then as baton_rms_norm.
- * With `gather` (device, [rows]; null: none) output row i uses input row gather[i] of residual and
- * delta, and residual is unchanged: the last norm, of sampled rows only. */
+/* residual[row] += delta[row] (T), then as baton_rms_norm. */
 BATON_API int32_t baton_add_rms_norm(int32_t dtype, float *residual, const void *delta,
-                                     const float *weight, float eps, void *out, const int32_t *gather,
-                                     int32_t rows, int32_t width, void *stream);
+                                     const float *weight, float eps, void *out, int32_t rows,
+                                     int32_t width, void *stream);
 
 /* out[row][i] = silu(gate_up[row][i]) * gate_up[row][width + i]; gate_up is [rows][2 * width]. */
 BATON_API int32_t baton_silu_mul(int32_t dtype, const void *gate_up, void *out, int32_t rows,

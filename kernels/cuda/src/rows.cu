@@ -1,6 +1,5 @@
-// Row-wise operations on activations: embedding, norms, biases, gated activation, gathers, conversions. They are
-// bound by memory bandwidth (large batches) or latency (small ones): 16-byte loads, one CTA per row for reductions,
-// else flat.
+// Row-wise operations on activations: embedding, norms, gated activation, gather. They are bound by memory bandwidth
+// (large batches) or latency (small ones): 16-byte loads, one CTA per row for reductions, else flat.
 #include <initializer_list>
 #include <utility>
 
@@ -30,14 +29,13 @@ __global__ void embed_kernel(const T* table, int first, int count, const int32_t
 
 // One CTA per row; a thread holds ITEMS groups of 8, `blockDim.x` groups apart.
 template <class T, int ITEMS, bool ADD>
-__global__ void norm_kernel(float* residual, const T* delta, const float* weight, float eps, T* out,
-                            const int32_t* gather, int width) {
+__global__ void norm_kernel(float* residual, const T* delta, const float* weight, float eps, T* out, int width) {
   __shared__ float shared[WARP];
   pdl_wait_and_release();
-  const int64_t source = gather ? gather[blockIdx.x] : static_cast<int64_t>(blockIdx.x);
-  residual += source * width;
-  if constexpr (ADD) delta += source * width;
-  out += static_cast<int64_t>(blockIdx.x) * width;
+  const int64_t begin = static_cast<int64_t>(blockIdx.x) * width;
+  residual += begin;
+  if constexpr (ADD) delta += begin;
+  out += begin;
 
   float values[ITEMS][8];
   float sum = 0.f;
@@ -51,7 +49,7 @@ __global__ void norm_kernel(float* residual, const T* delta, const float* weight
       load8(delta + at, added);
 #pragma unroll
       for (int i = 0; i < 8; ++i) values[item][i] += added[i];
-      if (!gather) store8(residual + at, values[item]);
+      store8(residual + at, values[item]);
     }
 #pragma unroll
     for (int i = 0; i < 8; ++i) sum += values[item][i] * values[item][i];
@@ -115,8 +113,8 @@ dim3 row_grid(int32_t rows, int32_t width) {
 }
 
 template <class T, bool ADD>
-int32_t norm(float* residual, const void* delta, const float* weight, float eps, void* out,
-             const int32_t* gather, int32_t rows, int32_t width, cudaStream_t stream) {
+int32_t norm(float* residual, const void* delta, const float* weight, float eps, void* out, int32_t rows,
+             int32_t width, cudaStream_t stream) {
   BATON_TRY(check_rows(rows, width));
   BATON_REQUIRE(width <= ROW_MAX, "width is %d; expected at most %d", width, ROW_MAX);
   if (rows == 0) return BATON_OK;
@@ -125,7 +123,7 @@ int32_t norm(float* residual, const void* delta, const float* weight, float eps,
   const int items = divide_up(groups, threads);
   auto run = [&](auto kernel) {
     return launch("rms norm", kernel, dim3(rows), dim3(threads), 0, stream, residual,
-                  static_cast<const T*>(delta), weight, eps, static_cast<T*>(out), gather, width);
+                  static_cast<const T*>(delta), weight, eps, static_cast<T*>(out), width);
   };
   if (items == 1) return run(norm_kernel<T, 1, ADD>);
   if (items == 2) return run(norm_kernel<T, 2, ADD>);
@@ -174,19 +172,17 @@ BATON_API int32_t baton_rms_norm(int32_t dtype, const float* residual, const flo
                                  void* out, int32_t rows, int32_t width, void* stream) {
   return guarded([&] {
     return with_dtype(dtype, [&](auto element) {
-      return norm<decltype(element), false>(const_cast<float*>(residual), nullptr, weight, eps, out, nullptr,
-                                            rows, width, as_stream(stream));
+      return norm<decltype(element), false>(const_cast<float*>(residual), nullptr, weight, eps, out, rows, width,
+                                            as_stream(stream));
     });
   });
 }
 
 BATON_API int32_t baton_add_rms_norm(int32_t dtype, float* residual, const void* delta, const float* weight,
-                                     float eps, void* out, const int32_t* gather, int32_t rows, int32_t width,
-                                     void* stream) {
+                                     float eps, void* out, int32_t rows, int32_t width, void* stream) {
   return guarded([&] {
     return with_dtype(dtype, [&](auto element) {
-      return norm<decltype(element), true>(residual, delta, weight, eps, out, gather, rows, width,
-                                           as_stream(stream));
+      return norm<decltype(element), true>(residual, delta, weight, eps, out, rows, width, as_stream(stream));
     });
   });
 }

@@ -66,7 +66,7 @@ ARGUMENTS = {
     "initialise": [],
     "embed": [I32, P, I32, I32, P, P, I32, I32],
     "rms_norm": [I32, P, P, F32, P, I32, I32],
-    "add_rms_norm": [I32, P, P, P, F32, P, P, I32, I32],
+    "add_rms_norm": [I32, P, P, P, F32, P, I32, I32],
     "silu_mul": [I32, P, P, I32, I32],
     "gather_rows": [I32, P, P, P, I32, I32],
     "rope_store_kv": [P, P],

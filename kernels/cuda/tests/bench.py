@@ -53,7 +53,7 @@ def small(lib, batch):
     bf16 = torch.bfloat16
     residual, delta = rand(batch, HIDDEN), rand(batch, HIDDEN, dtype=bf16, scale=0.01)
     weight, out = rand(HIDDEN), torch.empty(batch, HIDDEN, dtype=bf16, device="cuda")
-    times["add_rms_norm"] = microseconds(lambda i: lib.add_rms_norm(1, residual, delta, weight, 1e-5, out, None, batch, HIDDEN))
+    times["add_rms_norm"] = microseconds(lambda i: lib.add_rms_norm(1, residual, delta, weight, 1e-5, out, batch, HIDDEN))
     gate_up, inner = rand(batch, 2 * INNER, dtype=bf16), torch.empty(batch, INNER, dtype=bf16, device="cuda")
     times["silu_mul"] = microseconds(lambda i: lib.silu_mul(1, gate_up, inner, batch, INNER))
     table = torch.zeros(VOCABULARY, HIDDEN, dtype=bf16, device="cuda")

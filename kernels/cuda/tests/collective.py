@@ -373,7 +373,7 @@ def bench(rank, path):
                 else:
                     rank.all_reduce(x, x, rows, width, pdl=pdl)
                 rank.check(rank.lib.baton_add_rms_norm(1, pointer(residual), pointer(x), pointer(weight), ctypes.c_float(1e-5),
-                                                       pointer(out), None, rows, width, rank.stream()))
+                                                       pointer(out), rows, width, rank.stream()))
 
             theirs = graph_us(lambda: separate(0, True))
             rank.exchange(None)

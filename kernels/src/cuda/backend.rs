@@ -443,7 +443,7 @@ impl Backend for CudaBackend {
                 launch!(
                     library,
                     stream,
-                    baton_add_rms_norm(dtype, sum, from, norm, eps, to, 0, rows, width)
+                    baton_add_rms_norm(dtype, sum, from, norm, eps, to, rows, width)
                 )
             }
         });

@@ -397,7 +397,7 @@ functions! {
     baton_embed: fn(i32, Address, i32, i32, Address, Address, i32, i32, RawStream) -> i32;
     baton_rms_norm: fn(i32, Address, Address, f32, Address, i32, i32, RawStream) -> i32;
     baton_add_rms_norm:
-        fn(i32, Address, Address, Address, f32, Address, Address, i32, i32, RawStream) -> i32;
+        fn(i32, Address, Address, Address, f32, Address, i32, i32, RawStream) -> i32;
     baton_silu_mul: fn(i32, Address, Address, i32, i32, RawStream) -> i32;
     baton_gather_rows: fn(i32, Address, Address, Address, i32, i32, RawStream) -> i32;
     baton_rope_store_kv: fn(*const Kv, *const RopeArgs, RawStream) -> i32;
