@@ -529,12 +529,8 @@ BATON_API int32_t baton_accept(const baton_pool *pool, const baton_step *step, i
 
 /* Keeps the stream busy for this time. */
 BATON_API int32_t baton_delay(int64_t nanoseconds, void *stream);
-/* Reads `bytes` (a multiple of 16) once and xors all words into `sink` [1]; `blocks` CTAs of 512 threads; 0: two per
- * SM, the fastest. */
-BATON_API int32_t baton_read_stream(const void *from, uint64_t bytes, uint32_t *sink, int32_t blocks,
-                                    void *stream);
-/* to[i] = uniform in [-scale, scale) by a hash of (seed, i): random weights without an upload. */
-BATON_API int32_t baton_fill_random(int32_t dtype, void *to, int64_t count, uint64_t seed, float scale,
-                                    void *stream);
+/* Reads `bytes` (a multiple of 16) once and xors all words into `sink` [1], with two CTAs of 512 threads per SM, the
+ * fastest. */
+BATON_API int32_t baton_read_stream(const void *from, uint64_t bytes, uint32_t *sink, void *stream);
 
 #endif /* BATON_KERNELS_H */

@@ -1,4 +1,4 @@
-// For tests and benchmarks: delay, bandwidth probe, random fill.
+// For tests and benchmarks: delay, bandwidth probe.
 #include <utility>
 
 #include "device.cuh"
@@ -46,29 +46,11 @@ __global__ void __launch_bounds__(READ_THREADS) read_kernel(const uint4* from, u
   if (threadIdx.x % WARP == 0 && mixed) atomicXor(sink, mixed);
 }
 
-__device__ inline uint32_t mix(uint64_t x) {
-  x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9ull;
-  x = (x ^ (x >> 27)) * 0x94d049bb133111ebull;
-  return static_cast<uint32_t>(x >> 32);
-}
-
-template <class T>
-__global__ void fill_kernel(T* to, int64_t count, uint64_t seed, float scale) {
-  pdl_wait_and_release();
-  const int64_t stride = static_cast<int64_t>(gridDim.x) * blockDim.x;
-  for (int64_t i = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x; i < count; i += stride) {
-    const float unit = static_cast<float>(mix(seed * 0x9e3779b97f4a7c15ull + i) >> 8) * (1.f / 8388608.f);
-    to[i] = narrow<T>((unit - 1.f) * scale);
-  }
-}
-
 }  // namespace
 
 int32_t load_probe() {
   BATON_TRY(load(delay_kernel));
-  BATON_TRY(load(read_kernel));
-  BATON_TRY(load(fill_kernel<float>));
-  return load(fill_kernel<bf16>);
+  return load(read_kernel);
 }
 
 }  // namespace baton
@@ -83,30 +65,14 @@ BATON_API int32_t baton_delay(int64_t nanoseconds, void* stream) {
   });
 }
 
-BATON_API int32_t baton_read_stream(const void* from, uint64_t bytes, uint32_t* sink, int32_t blocks,
-                                    void* stream) {
+BATON_API int32_t baton_read_stream(const void* from, uint64_t bytes, uint32_t* sink, void* stream) {
   return guarded([&] {
     BATON_REQUIRE(bytes % 16 == 0, "bytes is %llu; expected multiples of 16",
                   static_cast<unsigned long long>(bytes));
     Device device;
     BATON_TRY(current_device(device));
     if (bytes == 0) return static_cast<int32_t>(BATON_OK);
-    const int grid = blocks > 0 ? blocks : 2 * device.sm_count;
-    return launch("read stream", read_kernel, dim3(grid), dim3(READ_THREADS), 0, as_stream(stream),
+    return launch("read stream", read_kernel, dim3(2 * device.sm_count), dim3(READ_THREADS), 0, as_stream(stream),
                   static_cast<const uint4*>(from), bytes / 16, sink);
-  });
-}
-
-BATON_API int32_t baton_fill_random(int32_t dtype, void* to, int64_t count, uint64_t seed, float scale,
-                                    void* stream) {
-  return guarded([&] {
-    BATON_REQUIRE(count >= 0, "count is %lld; expected 0 or more", static_cast<long long>(count));
-    if (count == 0) return static_cast<int32_t>(BATON_OK);
-    return with_dtype(dtype, [&](auto element) {
-      using T = decltype(element);
-      const int64_t blocks = (count + 255) / 256;
-      return launch("fill random", fill_kernel<T>, dim3(blocks < 8192 ? blocks : 8192), dim3(256), 0,
-                    as_stream(stream), static_cast<T*>(to), count, seed, scale);
-    });
   });
 }

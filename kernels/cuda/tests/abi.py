@@ -78,8 +78,7 @@ ARGUMENTS = {
     "skinny_gemm": [P],
     "decode_attention": [P],
     "delay": [I64],
-    "read_stream": [P, U64, P, I32],
-    "fill_random": [I32, P, I64, U64, F32],
+    "read_stream": [P, U64, P],
 }
 
 

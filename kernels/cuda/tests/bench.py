@@ -37,12 +37,10 @@ def microseconds(call, repeats=32, replays=8):
 
 def bandwidth(lib):
     gigabytes = 8
-    source = torch.empty(gigabytes << 28, dtype=torch.float32, device="cuda")
-    lib.fill_random(0, source, source.numel(), 1, 1.0)
+    source = torch.empty(gigabytes << 28, dtype=torch.float32, device="cuda").uniform_(-1, 1)
     sink = torch.zeros(1, dtype=torch.int32, device="cuda")
-    for blocks in (0, 132, 264, 396):
-        time = microseconds(lambda i: lib.read_stream(source, source.numel() * 4, sink, blocks), 2, 3)
-        print(f"read stream, {gigabytes} GiB, {blocks or 'default'} blocks: {source.numel() * 4 / time / 1e3:.0f} GB/s")
+    time = microseconds(lambda i: lib.read_stream(source, source.numel() * 4, sink), 2, 3)
+    print(f"read stream, {gigabytes} GiB: {source.numel() * 4 / time / 1e3:.0f} GB/s")
     other = torch.empty_like(source[: source.numel() // 2])
     time = microseconds(lambda i: other.copy_(source[: other.numel()]), 2, 3)
     print(f"copy, 4 GiB, both ways counted: {other.numel() * 8 / time / 1e3:.0f} GB/s")
@@ -106,7 +104,7 @@ def decode(lib, batch, length, heads=HEADS):
     layers = LAYERS if batch * length < 200_000 else 8
     pages = batch * (length // 16)
     arena, kv = check.kv_arena(pages + 1, layers, KV_HEADS, DIM, torch.bfloat16, 0)
-    lib.fill_random(1, arena, arena.numel(), 3, 1.0)
+    arena.uniform_(-1, 1)
     sequences = Sequences([(1, length)] * batch, range(pages), trash=pages)
     arrays, shape = sequences.step(), Shape(heads, KV_HEADS, DIM, 1, 0, DIM**-0.5)
     queries = rand(batch, heads, DIM, dtype=torch.bfloat16)
@@ -126,7 +124,7 @@ def decode(lib, batch, length, heads=HEADS):
 def prefill(lib, shapes):
     pages = sum((length + 15) // 16 for _, length in shapes)
     arena, kv = check.kv_arena(pages + 1, 2, KV_HEADS, DIM, torch.bfloat16, 0)
-    lib.fill_random(1, arena, arena.numel(), 3, 1.0)
+    arena.uniform_(-1, 1)
     sequences = Sequences(shapes, range(pages), trash=pages)
     arrays, shape = sequences.step(), Shape(HEADS, KV_HEADS, DIM, 1, 0, DIM**-0.5)
     queries = rand(sequences.rows, HEADS, DIM, dtype=torch.bfloat16)

@@ -713,7 +713,7 @@ def check_probe():
     sink = torch.zeros(1, dtype=torch.int32, device="cuda")
     for count in (4, 1000, 1_000_004):
         sink.zero_()
-        lib.read_stream(x, count * 4, sink, 0)
+        lib.read_stream(x, count * 4, sink)
         want = np.bitwise_xor.reduce(x[:count].cpu().numpy())
         assert sink.item() == want, f"read_stream of {count}"
     begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
@@ -722,11 +722,6 @@ def check_probe():
     end.record()
     end.synchronize()
     assert 2.9 < begin.elapsed_time(end) < 20, "delay"
-    for dtype in DTYPES:
-        out = torch.full((100_001,), NAN, dtype=dtype, device="cuda")
-        lib.fill_random(DTYPES[dtype], out, 100_000, 5, 0.5)
-        y = out[:-1].float()
-        assert y.abs().max() <= 0.5 and abs(y.mean()) < 0.01 and abs(y.std() - 0.2887) < 0.01 and torch.isnan(out[-1])
     return ""
 
 

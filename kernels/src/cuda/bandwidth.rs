@@ -31,7 +31,7 @@ impl CudaBackend {
             // SAFETY: the range has `bytes` bytes, and `memory` outlives the wait below.
             unsafe {
                 let (from, sink) = (from.address(), sink.address());
-                launch!(self.library(), stream, baton_read_stream(from, bytes, sink, 0))
+                launch!(self.library(), stream, baton_read_stream(from, bytes, sink))
             }?;
             end.record(stream)?;
             end.synchronize()?;

@@ -452,8 +452,7 @@ functions! {
             RawStream,
         ) -> i32;
     baton_delay: fn(i64, RawStream) -> i32;
-    baton_read_stream: fn(Address, u64, Address, i32, RawStream) -> i32;
-    baton_fill_random: fn(i32, Address, i64, u64, f32, RawStream) -> i32;
+    baton_read_stream: fn(Address, u64, Address, RawStream) -> i32;
     baton_group_arena_bytes: fn(i32, i64) -> i64;
     baton_group_reset: fn(*const Group, RawStream) -> i32;
     baton_group_stop: fn(*const Group, RawStream) -> i32;

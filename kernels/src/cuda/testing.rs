@@ -57,12 +57,12 @@ impl Delays {
 }
 
 impl KernelLibrary {
-    /// Launches a kernel that writes to an unmapped address. From then on every call in this context fails,
+    /// Launches a kernel that reads an unmapped address. From then on every call in this context fails,
     /// until the process ends.
     pub fn fault<R: Role>(&self, stream: &Stream<R>) -> Result<(), CudaError> {
         const NOWHERE: u64 = 256;
-        // SAFETY: the driver never allocates this address; the write is meant to fail.
-        unsafe { launch!(self, stream, baton_fill_random(0, NOWHERE, 1, 0, 1.0)) }
+        // SAFETY: the driver never allocates this address; the read is meant to fail.
+        unsafe { launch!(self, stream, baton_read_stream(NOWHERE, 16, NOWHERE)) }
     }
 }
 
