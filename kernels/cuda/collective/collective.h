@@ -69,7 +69,8 @@ BATON_API int32_t baton_all_reduce(const baton_group *group, const baton_all_red
  * does. */
 BATON_API int32_t baton_group_gather(const baton_group *group, const baton_gather_args *args, void *stream);
 
-/* Returns the bytes of scratch for baton_group_sample. */
+/* Returns the bytes of scratch for this number of padded samples: of baton_sample with 1 rank, else of
+ * baton_group_sample. */
 BATON_API uint64_t baton_group_sample_scratch_bytes(int32_t ranks, int32_t samples_max, int32_t vocabulary);
 /* baton_sample with logits sharded over the ranks of a group: `args->logits` has this rank's tokens; rank r has the tokens
  * from firsts[r] up to firsts[r + 1] (ranks + 1 numbers in host memory; whole runs of 1,024 but for the end), `args->vocabulary`

@@ -485,16 +485,13 @@ typedef struct {
   const uint32_t *masks; /* [mask rows][ceil(vocabulary / 32)]; null when no sequence has a mask */
   baton_sample_result *results;  /* [samples_max] */
   baton_token_logprob *top;      /* [samples_max][BATON_TOP_LOGPROBS_MAX], best first */
-  void *scratch;                 /* baton_sample_scratch_bytes(step.samples_max, vocabulary); zeroed once */
+  void *scratch;                 /* baton_group_sample_scratch_bytes of one rank for step.samples_max; zeroed once */
   uint64_t scratch_bytes;
   int32_t vocabulary;
   int32_t samples; /* padded */
   int32_t needs;   /* bits of baton_sample_needs, which select the kernels: 0 launches one kernel, ALL five */
   int32_t verifies; /* 1: the samples verify draft tokens; the slots are left to baton_accept */
 } baton_sample_args;
-
-/* Returns the bytes of scratch for this number of padded samples. */
-BATON_API uint64_t baton_sample_scratch_bytes(int32_t samples_max, int32_t vocabulary);
 
 /* Chooses a token for every sample of `step` by its slot's baton_sampling, with the rules, tie-breaks and
  * random numbers of the CPU. The token becomes tokens[slot][position + 1] and the slot's length grows by one

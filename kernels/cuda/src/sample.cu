@@ -282,10 +282,6 @@ int32_t load_sample() {
 using namespace baton;
 using namespace baton::sampling;
 
-BATON_API uint64_t baton_sample_scratch_bytes(int32_t samples_max, int32_t vocabulary) {
-  return scratch_bytes(1, samples_max, vocabulary);
-}
-
 BATON_API int32_t baton_sample(const baton_pool* pool, const baton_step* step, const baton_sample_args* args,
                                void* stream) {
   return guarded([&]() -> int32_t {

@@ -94,7 +94,7 @@ class Library:
     def __init__(self, path):
         self.raw = c.CDLL(path)
         self.raw.baton_build_info.restype = self.raw.baton_last_error.restype = c.c_char_p
-        self.raw.baton_sample_scratch_bytes.restype = U64
+        self.raw.baton_group_sample_scratch_bytes.restype = U64
         self.raw.baton_decode_attention_workspace.restype = I64
         for name, kinds in ARGUMENTS.items():
             function = getattr(self.raw, f"baton_{name}")

@@ -77,7 +77,7 @@ def small(lib, batch):
     plan = host.write(0, [], [(slot, 1, 1, -1) for slot in slots])
     buffer[: len(plan)] = plan.cuda()
     times["step_prepare"] = microseconds(lambda i: lib.step_prepare(host.pool, buffer, arrays.struct, batch, batch, batch, 0), 8, 1)
-    scratch = torch.zeros(lib.raw.baton_sample_scratch_bytes(batch, VOCABULARY) // 4, dtype=torch.int32, device="cuda")
+    scratch = torch.zeros(lib.raw.baton_group_sample_scratch_bytes(1, batch, VOCABULARY) // 4, dtype=torch.int32, device="cuda")
     results = torch.zeros(batch, 8, dtype=torch.int32, device="cuda")
     top = torch.zeros(batch, TOP_MAX, 2, dtype=torch.int32, device="cuda")
     arrays.fill(row_positions=[512] * batch, sampled_rows=slots, sample_slots=slots, sample_masks=[-1] * batch)

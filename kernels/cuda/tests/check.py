@@ -476,7 +476,7 @@ def check_sample():
             width = 96
             host = Host(64, width, 8, stop_width=6)
             arrays = StepArrays(64, 64, 1, 64)
-            scratch = torch.zeros(lib.raw.baton_sample_scratch_bytes(64, vocabulary) // 4, dtype=torch.int32,
+            scratch = torch.zeros(lib.raw.baton_group_sample_scratch_bytes(1, 64, vocabulary) // 4, dtype=torch.int32,
                                   device="cuda")
             results = torch.full((64, 8), -99, dtype=torch.int32, device="cuda")
             top = torch.full((64, TOP_MAX, 2), -99, dtype=torch.int32, device="cuda")
@@ -571,7 +571,7 @@ def check_step_graph():
     arrays = StepArrays(bucket, bucket, 64, bucket)
     buffer = torch.zeros(4096, dtype=torch.int32, device="cuda")
     table = torch.randn(vocabulary, vocabulary, device="cuda")  # logits of the next token, by token
-    scratch = torch.zeros(lib.raw.baton_sample_scratch_bytes(bucket, vocabulary) // 4, dtype=torch.int32, device="cuda")
+    scratch = torch.zeros(lib.raw.baton_group_sample_scratch_bytes(1, bucket, vocabulary) // 4, dtype=torch.int32, device="cuda")
     results = torch.zeros(bucket, 8, dtype=torch.int32, device="cuda")
     logits = torch.zeros(bucket, vocabulary, device="cuda")
     args = SampleArgs(logits.data_ptr(), vocabulary, None, results.data_ptr(), None, scratch.data_ptr(),
