@@ -26,6 +26,7 @@ use kv_transfer::{
     ClusterSecret, TransferConfig, TransferKind, TransferLimits, Transfers, TransportChoice,
     TransportConfig,
     api::{self, Epoch, Event, Identity, PeerAddress, TransferId},
+    config::LEASE,
     control,
 };
 use ranks::RankGroup;
@@ -350,6 +351,7 @@ impl Node {
             prompt_hash: 1,
             first_block: 0,
             blocks: blocks.to_vec(),
+            answer_timeout: LEASE,
             deadline: TIMEOUT,
             traceparent: String::new(),
         };

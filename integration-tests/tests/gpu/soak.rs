@@ -24,6 +24,7 @@ use kernels::{
 use kv_transfer::{
     TransferKind,
     api::{self, Epoch, Event, PeerAddress, TransferId},
+    config::LEASE,
 };
 use serde_json::{Value, json};
 
@@ -214,6 +215,7 @@ impl<'a> Side<'a> {
                 prompt_hash,
                 first_block,
                 blocks,
+                answer_timeout: LEASE,
                 deadline,
                 traceparent,
             }

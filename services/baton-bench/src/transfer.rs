@@ -34,6 +34,7 @@ use kv_transfer::{
     ClusterSecret, TransferConfig, TransferKind, TransferLimits, Transfers, TransportChoice,
     TransportConfig,
     api::{self, Epoch, Event, Identity, PeerAddress, TransferId},
+    config::LEASE,
     control,
 };
 use serde::Serialize;
@@ -535,6 +536,7 @@ impl Run<'_> {
             prompt_hash: transfer.0,
             first_block: 0,
             blocks: self.places[place].clone(),
+            answer_timeout: LEASE,
             deadline: TIMEOUT,
             traceparent: String::new(),
         })?)

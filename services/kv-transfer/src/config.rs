@@ -14,6 +14,9 @@ use crate::{
 /// Failure time-out: a transfer whose peer has not named it for this long is aborted.
 pub const LEASE: Duration = Duration::from_secs(2);
 
+/// Longest wait for a sender whose process is alive and whose node has not started the transfer.
+pub const ANSWER_TIMEOUT_MAX: Duration = Duration::from_secs(15);
+
 /// Interval at which a pair with work names its transfers: four heartbeats fit into one lease.
 pub const HEARTBEAT: Duration = Duration::from_millis(500);
 

@@ -16,6 +16,7 @@ use super::{
 };
 use crate::{
     api::{Command, Epoch, Peer, TransferFailure, TransferId},
+    config::ANSWER_TIMEOUT_MAX,
     control::{AbortCause, Body, ControlMessage, Reserve},
 };
 
@@ -62,6 +63,7 @@ impl Core {
                 prompt_hash,
                 first_block,
                 blocks,
+                answer_timeout,
                 deadline,
                 traceparent,
             } => {
@@ -85,6 +87,9 @@ impl Core {
                 let phase = Phase::Connecting { reserve };
                 if self.admit(transfer, &peer, Side::Receiver) {
                     self.begin(transfer, peer.peer(), deadline, traceparent, phase);
+                    self.with_transfer(transfer, |incoming, turn| {
+                        incoming.lease = turn.now + answer_timeout.min(ANSWER_TIMEOUT_MAX);
+                    });
                     if self.pairs.get(&peer.epoch).is_some_and(Pair::is_up) {
                         self.with_transfer(transfer, Transfer::on_pair_up);
                     }

@@ -23,7 +23,7 @@ use super::{
 };
 use crate::{
     api::{Event, Peer, TransferFailure, TransferStats},
-    config::LEASE,
+    config::{ANSWER_TIMEOUT_MAX, LEASE},
     control::{Body, Done, Reserve},
 };
 
@@ -36,12 +36,12 @@ pub struct Sending {
 }
 
 impl Transfer {
-    /// Starts a transfer whose `RESERVE` arrived before `Expect`. It is kept for one lease and not
+    /// Starts a transfer whose `RESERVE` arrived before `Expect`. It is kept while the receiver names it, and not
     /// acknowledged: the heartbeat that acknowledges `RESERVE` would renew the receiver's lease, although
     /// this node may never expect the transfer.
     pub fn early(turn: &Turn, peer: Peer, reserve: Reserve, traceparent: String) -> Self {
         let (id, phase) = (reserve.transfer, Phase::Early { reserve });
-        let begun = Self::begin(turn, id, peer, LEASE, traceparent, phase);
+        let begun = Self::begin(turn, id, peer, ANSWER_TIMEOUT_MAX, traceparent, phase);
         Self { is_begun: false, ..begun }
     }
 

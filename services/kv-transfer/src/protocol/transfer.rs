@@ -43,7 +43,8 @@ pub struct Transfer {
     pub is_begun: bool,
     /// Deadline of the whole transfer, set by the node.
     pub deadline: Instant,
-    /// End of the lease. Messages and heartbeats of the peer that name the transfer renew the lease.
+    /// End of the lease. Messages and heartbeats of the peer that name the transfer renew the lease. The first lease of a
+    /// receiver lasts until the sender's node must have started the transfer.
     pub lease: Instant,
     /// Retransmission timer of unanswered messages.
     pub retry: Retry,
@@ -171,10 +172,8 @@ impl Transfer {
             );
         }
         if self.is_leased() && turn.now >= self.lease {
-            let reason = format!(
-                "the peer has not named the transfer in a heartbeat for {} s",
-                LEASE.as_secs()
-            );
+            let reason =
+                "the peer has not named the transfer in a heartbeat within its lease".to_owned();
             return self.fail(turn, self.peer.lost(reason), self.abort_message());
         }
         if self.awaits_answer() && self.retry.is_due(turn.now) {

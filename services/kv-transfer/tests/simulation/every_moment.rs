@@ -186,6 +186,60 @@ fn late_sender_finds_the_reservation_or_holds_no_block() {
     }
 }
 
+/// A sender whose node compiles a grammar may start after the lease. A dead sender is still lost after the lease.
+#[test]
+fn receiver_waits_for_a_live_sender_until_its_answer_timeout() {
+    let within = 6 * LEASE;
+    for late in (0..15).map(Duration::from_secs) {
+        let (mut world, plan) = one_sided_within(within, late.as_secs());
+        let expect = world.expect_command(&plan);
+        world.at(world.start() + late, SENDER, Step::Command(expect));
+        world.run_until(world.start() + Duration::from_secs(40));
+        let (ended, succeeded) = world.end_of(RECEIVER, plan.transfer).expect("the transfer ended");
+        if late < within {
+            assert!(succeeded, "begun {late:?} late");
+        } else if late > within {
+            assert!(!succeeded, "begun {late:?} late");
+            assert!(
+                ended <= world.start() + within + BLOCKS_FREE_MAX,
+                "{:?}",
+                ended - world.start()
+            );
+        }
+        assert_eq!(world.nodes[RECEIVER].free_count(), 40);
+        assert_eq!(world.nodes[SENDER].free_count(), 40);
+    }
+    for killed in moments() {
+        let (mut world, plan) = one_sided_within(within, killed.as_micros() as u64);
+        world.run_until(world.start() + killed);
+        world.kill(SENDER, false);
+        world.run_until(world.start() + Duration::from_secs(20));
+        assert_freed(&world, &plan, RECEIVER, killed);
+    }
+}
+
+/// Returns a transfer whose sender gets no command, and whose receiver waits for the sender's node for `within`.
+fn one_sided_within(within: Duration, seed: u64) -> (World, TransferPlan) {
+    let mut world = World::new(seed, 2, 40, SLOW);
+    world.release_delay_max = RELEASE_DELAY_MAX;
+    let plan = TransferPlan {
+        transfer: TransferId(9),
+        sender: SENDER,
+        receiver: RECEIVER,
+        block_count: 12,
+        cached: 2,
+        deadline: Duration::from_secs(20),
+    };
+    world.plan(plan.clone(), None, None);
+    let reserved = world.nodes[RECEIVER].take(plan.transfer, plan.block_count - plan.cached);
+    let mut receive = world.receive_command(&plan, reserved.expect("the receiver has blocks"));
+    if let Command::Receive { answer_timeout, .. } = &mut receive {
+        *answer_timeout = within;
+    }
+    world.at(world.start(), RECEIVER, Step::Command(receive));
+    (world, plan)
+}
+
 /// Returns a transfer whose sender gets no command.
 fn one_sided(faults: NetworkFaults, seed: u64) -> (World, TransferPlan) {
     let mut world = World::new(seed, 2, 40, faults);

@@ -5,6 +5,7 @@ use std::time::{Duration, Instant};
 use kernels::{BlockId, sampling::SampledToken};
 use kv_transfer::{
     api::{Command, Event, Identity, Peer, TransferFailure, TransferId},
+    config::LEASE,
     control::{AbortCause, Body, Chunk, ControlMessage, Done, Hello, HelloOk, Reserve},
     protocol::{Action, Core, DataEvent, Local},
 };
@@ -84,6 +85,7 @@ fn begun(receives: bool) -> (Core, Peer, Instant) {
                 prompt_hash,
                 first_block,
                 blocks,
+                answer_timeout: LEASE,
                 deadline,
                 traceparent,
             }
@@ -352,6 +354,7 @@ proptest! {
                         prompt_hash: 0,
                         first_block: 2,
                         blocks: vec![BlockId(100), BlockId(101), BlockId(102)],
+                        answer_timeout: LEASE,
                         deadline: Duration::from_secs(60),
                         traceparent: String::new(),
                     });

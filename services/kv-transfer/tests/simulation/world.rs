@@ -12,6 +12,7 @@ use kernels::{BlockId, sampling::SampledToken};
 use kv_transfer::{
     TransferLimits,
     api::{Command, Epoch, Event, Peer, PeerAddress, TransferId},
+    config::LEASE,
     control::{Body, ControlMessage},
     protocol::{Action, DataEvent},
 };
@@ -186,6 +187,7 @@ impl World {
             prompt_hash: plan.transfer.0,
             first_block: plan.cached,
             blocks,
+            answer_timeout: LEASE,
             deadline: plan.deadline,
             traceparent: format!("receive-{}", plan.transfer),
         }

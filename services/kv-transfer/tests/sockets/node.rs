@@ -19,6 +19,7 @@ use kernels::{
 use kv_transfer::{
     ClusterSecret, TransferConfig, TransferLimits, Transfers, TransportConfig,
     api::{Command, Epoch, Event, Identity, PeerAddress, TransferId},
+    config::LEASE,
 };
 
 pub const SECRET: &str = "the secret of these tests";
@@ -484,6 +485,7 @@ impl Node {
             prompt_hash: transfer.0,
             first_block,
             blocks: blocks.to_vec(),
+            answer_timeout: LEASE,
             deadline: WAIT_TIMEOUT,
             traceparent: "00-receive".to_owned(),
         };

@@ -15,11 +15,15 @@ use std::{
 };
 
 use engine::{
+    constraint::COMPILE_TIMEOUT,
     event::{Action, FinishReason, Input, SequenceFailure, SequenceId, SequenceKind},
     tiers::JobId,
 };
 use kernels::{BLOCK_TOKENS, sampling::SampledToken};
-use kv_transfer::api::{self as transfer, PeerAddress, TransferFailure, TransferId, TransferStats};
+use kv_transfer::{
+    api::{self as transfer, PeerAddress, TransferFailure, TransferId, TransferStats},
+    config::LEASE,
+};
 use proto::v1::{FailureKind, StageTimes};
 use telemetry::metrics::{SequenceEnd, TransferEnd, TransferSide};
 
@@ -57,6 +61,8 @@ struct AttemptRecord {
     prompt_hash: u128,
     prompt_tokens: u32,
     deadline: Instant,
+    /// Time in which the other node of the pair compiles the grammar.
+    compile_time: Duration,
     transfer: TransferState,
     /// Prefill: first index, token 0 and cached tokens, until `Finished` says whether token 0 is the
     /// last one.
@@ -158,6 +164,7 @@ impl Attempts {
             return self.outputs.push_back(Output::Forgotten { call: call_id });
         }
         self.known.insert(id);
+        let has_grammar = call.sequence.constraint.is_some();
         let mut record = AttemptRecord {
             call: call_id,
             caller: CallerState::Waiting,
@@ -166,6 +173,7 @@ impl Attempts {
             prompt_hash: call.prompt_hash,
             prompt_tokens: call.sequence.tokens.len() as u32,
             deadline: call.sequence.deadline,
+            compile_time: if has_grammar { COMPILE_TIMEOUT } else { Duration::ZERO },
             transfer: TransferState::NotBegun,
             token_0: None,
             received: TransferStats::default(),
@@ -262,6 +270,7 @@ impl Attempts {
                     prompt_hash: record.prompt_hash,
                     first_block,
                     blocks,
+                    answer_timeout: LEASE + record.compile_time,
                     deadline: record.deadline.saturating_duration_since(now),
                     traceparent: String::new(),
                 };

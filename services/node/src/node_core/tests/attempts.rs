@@ -1,6 +1,13 @@
 //! Calls and their attempts, action by action.
 
+use std::sync::Arc;
+
+use engine::constraint::COMPILE_TIMEOUT;
+use grammar::{Compiler, Grammar, Token};
+use kv_transfer::config::LEASE;
+
 use super::*;
+use crate::constraint::GrammarVocabulary;
 
 #[test]
 fn prefill_sends_token_0_and_ends_with_delivered() {
@@ -32,6 +39,27 @@ fn prefill_sends_token_0_and_ends_with_delivered() {
     assert_eq!(scene.replies(), [Reply::Ended(AttemptEnd::Delivered(STATS))]);
     scene.assert_quiet();
     scene.assert_forgotten();
+}
+
+#[test]
+fn reservation_for_a_grammar_waits_until_its_sender_has_compiled_the_grammar() {
+    let texts: [&[u8]; 2] = [b"a", b"b"];
+    let compiler = Compiler::new(texts.map(Token::Text));
+    let vocabulary = GrammarVocabulary::new(compiler, Vec::new(), 2);
+    let grammar = Grammar::Regex("ab".into());
+    for (grammar, expected) in [(None, LEASE), (Some(grammar), LEASE + COMPILE_TIMEOUT)] {
+        let mut scene = Scene::new();
+        let mut arrival = call(ID.0, 1, SequenceKind::Receive, scene.now);
+        if let Some(grammar) = &grammar {
+            vocabulary.constrain(&mut arrival.sequence, grammar, Arc::new(|_, _| {})).unwrap();
+        }
+        scene.attempts.call(arrival, scene.now);
+        scene.act(Action::Reserve { id: ID, first_block: 0, blocks: vec![BlockId(3)] });
+        let transfer::Command::Receive { answer_timeout, .. } = scene.command() else {
+            panic!("no reservation");
+        };
+        assert_eq!(answer_timeout, expected);
+    }
 }
 
 #[test]
