@@ -21,7 +21,7 @@ use serde::{Deserialize, Serialize};
 
 use super::{
     emitted::EmittedTokens,
-    recovery::{AttemptFailure, Cause, Side},
+    failure::{AttemptFailure, Cause, Side},
 };
 
 /// Maximum time that a complete answer waits for the decode node's last event, which only adds statistics.

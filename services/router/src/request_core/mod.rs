@@ -32,6 +32,7 @@
 
 mod attempt;
 mod emitted;
+mod failure;
 mod recovery;
 #[cfg(test)]
 mod tests;
@@ -60,7 +61,8 @@ pub use crate::request::options::Session;
 use attempt::{AttemptAction, AttemptState, LAST_EVENT_MAX, TOKEN_0_MAX};
 pub use attempt::{AttemptStats, NodeStats};
 use emitted::EmittedTokens;
-pub use recovery::{AttemptFailure, Blame, Cause, GiveUp, NodeFeedback, Side};
+pub use failure::{AttemptFailure, Blame, Cause, NodeFeedback, Side};
+pub use recovery::GiveUp;
 use recovery::{NextStep, Recovery};
 
 /// Minimum and maximum time until requests whose turn has passed get another turn. The maximum is one or two steps of a

@@ -1,0 +1,271 @@
+//! The failure of an attempt: its cause, and the nodes that may be at fault.
+
+use std::{error::Error as _, time::Duration};
+
+use proto::v1::{Failure, FailureKind};
+use tonic::{Code, Status};
+
+use super::emitted::EmissionError;
+
+/// Maximum bytes of a peer's message that the router copies into a log or an error body.
+const MESSAGE_BYTES_MAX: usize = 300;
+
+/// The prefill or the decode node of an attempt.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, thiserror::Error)]
+pub enum Side {
+    #[error("prefill")]
+    Prefill,
+    #[error("decode")]
+    Decode,
+}
+
+/// Cause of a failed attempt; decides which nodes the next attempt avoids.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum Cause {
+    /// The node's queue is full, or the node has too few free KV blocks.
+    #[error("busy")]
+    Busy,
+    /// The node is draining.
+    #[error("draining")]
+    Draining,
+    /// The node drains, and would abort the answer before its end.
+    #[error("migrated")]
+    Migrated,
+    /// The connection failed, or the node is silent.
+    #[error("lost")]
+    Lost,
+    /// The KV did not arrive completely.
+    #[error("transfer_failed")]
+    TransferFailed,
+    /// The request's deadline passed at the node.
+    #[error("deadline")]
+    Deadline,
+    /// The node aborted the stream, because the client and therefore the router did not read.
+    #[error("slow_reader")]
+    SlowReader,
+    /// The two nodes have different models, weights or layouts.
+    #[error("mismatch")]
+    Mismatch,
+    /// The node is another process than the router expected, or rejects the router's token.
+    #[error("stale")]
+    Stale,
+    /// The node has other weights than the router expected. The node's report of the change is in flight.
+    #[error("other_weights")]
+    OtherWeights,
+    /// The node's weights changed during the attempt.
+    #[error("weights_changed")]
+    WeightsChanged,
+    /// The node knows this transfer id already.
+    #[error("duplicate")]
+    Duplicate,
+    /// The emitted tokens complete the answer's grammar, so no token can follow.
+    #[error("answer_complete")]
+    AnswerComplete,
+    /// The node cannot follow grammars now. It serves other requests.
+    #[error("no_grammar")]
+    NoGrammar,
+    /// A bug in the node.
+    #[error("internal")]
+    Internal,
+    /// The node can never serve this request.
+    #[error("invalid")]
+    Invalid,
+    /// The node violated the protocol.
+    #[error("violation")]
+    Violation,
+    /// The node sent another value for a token that the router has already emitted.
+    #[error("contradiction")]
+    Contradiction,
+}
+
+impl Cause {
+    fn of_kind(kind: FailureKind) -> Self {
+        match kind {
+            FailureKind::Busy => Self::Busy,
+            FailureKind::TransferFailed => Self::TransferFailed,
+            FailureKind::Deadline => Self::Deadline,
+            FailureKind::Draining => Self::Draining,
+            FailureKind::SlowReader => Self::SlowReader,
+            FailureKind::Mismatch => Self::Mismatch,
+            FailureKind::Internal | FailureKind::Unspecified => Self::Internal,
+            FailureKind::Invalid => Self::Invalid,
+            FailureKind::WeightsChanged => Self::WeightsChanged,
+        }
+    }
+}
+
+/// A report to the directory about the node of a failed attempt.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum NodeFeedback {
+    Busy,
+    /// The connection broke, or another process answered.
+    Lost,
+}
+
+/// The nodes that may be at fault for a failed attempt.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Blame {
+    /// The node of the failure's side.
+    Node,
+    /// The prefill node, the decode node, or their link.
+    Pair,
+}
+
+/// The failure of one attempt.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("{side} node: {cause}: {message}")]
+pub struct AttemptFailure {
+    pub side: Side,
+    pub cause: Cause,
+    /// Message on one line.
+    pub message: String,
+}
+
+impl AttemptFailure {
+    /// Converts the node's Failure event.
+    pub fn reported(side: Side, failure: Failure) -> Self {
+        Self { side, cause: Cause::of_kind(failure.kind()), message: one_line(&failure.message) }
+    }
+
+    /// Converts the status of a refused call or a broken stream.
+    fn status(side: Side, status: &Status) -> Self {
+        // tonic sets a source if the connection failed; a status from the node has none.
+        let broken = status.source().is_some();
+        let cause = match status.code() {
+            Code::ResourceExhausted => Cause::Busy,
+            Code::Unavailable if broken => Cause::Lost,
+            Code::Unavailable => Cause::Draining,
+            Code::InvalidArgument => Cause::Invalid,
+            Code::OutOfRange => Cause::AnswerComplete,
+            Code::AlreadyExists => Cause::Duplicate,
+            Code::Aborted => Cause::OtherWeights,
+            Code::Unimplemented if !broken => Cause::NoGrammar,
+            Code::FailedPrecondition | Code::Unauthenticated => Cause::Stale,
+            Code::DeadlineExceeded => Cause::Deadline,
+            _ if broken => Cause::Lost,
+            _ => Cause::Internal,
+        };
+        let mut message = one_line(status.message());
+        if message.is_empty() {
+            message = status.code().description().to_owned();
+        }
+        Self { side, cause, message }
+    }
+
+    /// Converts the end of a stream that broke or had no final event.
+    pub fn stream_end(side: Side, error: Option<Status>) -> Self {
+        if let Some(status) = error {
+            return Self::status(side, &status);
+        }
+        let message = "the stream ended without a final event".to_owned();
+        Self { side, cause: Cause::Lost, message }
+    }
+
+    /// Returns the failure of a node that sent no event for the time `silence`.
+    pub fn silent(side: Side, silence: Duration) -> Self {
+        let message = format!("no event for {silence:?} (router.idle_timeout)");
+        Self { side, cause: Cause::Lost, message }
+    }
+
+    /// Returns the failure of an attempt whose decode node drains for less time than the answer needs.
+    pub fn migrated(grace: Duration, needed: Duration) -> Self {
+        let message = format!(
+            "the node drains for another {:.1} s, and the answer may take {:.1} s",
+            grace.as_secs_f64(),
+            needed.as_secs_f64()
+        );
+        Self { side: Side::Decode, cause: Cause::Migrated, message }
+    }
+
+    /// Returns the report about the node of [`Self::side`], if the failure says anything about it.
+    pub fn node_feedback(&self) -> Option<NodeFeedback> {
+        match self.cause {
+            Cause::Busy | Cause::OtherWeights => Some(NodeFeedback::Busy),
+            Cause::Lost | Cause::Stale => Some(NodeFeedback::Lost),
+            _ => None,
+        }
+    }
+
+    /// Returns whether the node refused the attempt, so that the caller does not pay for the prompt.
+    pub fn is_refusal(&self) -> bool {
+        matches!(
+            self.cause,
+            Cause::Busy
+                | Cause::Draining
+                | Cause::Stale
+                | Cause::OtherWeights
+                | Cause::Duplicate
+                | Cause::NoGrammar
+        )
+    }
+
+    /// Returns the nodes that may be at fault, for the circuit breakers; `None` for a busy or draining node, a node
+    /// that cannot follow grammars, or a node that received an invalid request.
+    pub fn blame(&self) -> Option<Blame> {
+        match self.cause {
+            Cause::Lost | Cause::Internal | Cause::Violation | Cause::Contradiction => {
+                Some(Blame::Node)
+            }
+            Cause::TransferFailed => Some(Blame::Pair),
+            _ => None,
+        }
+    }
+
+    pub fn violation(side: Side, message: impl Into<String>) -> Self {
+        Self { side, cause: Cause::Violation, message: message.into() }
+    }
+
+    pub fn emission(side: Side, error: &EmissionError) -> Self {
+        let cause = match error {
+            EmissionError::Contradiction { .. } => Cause::Contradiction,
+            EmissionError::Gap { .. }
+            | EmissionError::TooMany { .. }
+            | EmissionError::OutsideVocabulary { .. }
+            | EmissionError::Empty { .. } => Cause::Violation,
+        };
+        Self { side, cause, message: error.to_string() }
+    }
+}
+
+/// Returns a peer's text as one bounded line.
+fn one_line(text: &str) -> String {
+    let mut line: String =
+        text.chars().map(|char| if char.is_control() { ' ' } else { char }).collect();
+    if line.len() > MESSAGE_BYTES_MAX {
+        let end = (0..=MESSAGE_BYTES_MAX).rev().find(|&end| line.is_char_boundary(end));
+        line.truncate(end.expect("0 is a boundary"));
+        line.push('…');
+    }
+    line
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_refused_call_differs_from_a_broken_connection() {
+        let refused = AttemptFailure::status(Side::Decode, &Status::unavailable("draining"));
+        assert_eq!(refused.cause, Cause::Draining);
+        let mut broken = Status::unavailable("tcp connect error");
+        broken.set_source(std::sync::Arc::new(std::io::Error::other("refused")));
+        assert_eq!(AttemptFailure::status(Side::Decode, &broken).cause, Cause::Lost);
+        let busy = AttemptFailure::status(Side::Prefill, &Status::resource_exhausted("full"));
+        assert_eq!((busy.cause, busy.side), (Cause::Busy, Side::Prefill));
+        assert!(busy.is_refusal() && refused.is_refusal());
+        assert!(!AttemptFailure::status(Side::Decode, &broken).is_refusal());
+        // The router observes the node again, and logs why the node rejects its tokens.
+        let unread = AttemptFailure::status(Side::Decode, &Status::unimplemented("no tokenizer"));
+        assert_eq!((unread.cause, unread.blame()), (Cause::NoGrammar, None));
+        let rejected = AttemptFailure::status(Side::Decode, &Status::unauthenticated("expired"));
+        assert_eq!(rejected.node_feedback(), Some(NodeFeedback::Lost));
+    }
+
+    #[test]
+    fn a_peers_message_is_one_bounded_line() {
+        let failure = Failure { kind: 99, message: format!("a\nb{}", "ü".repeat(500)) };
+        let failure = AttemptFailure::reported(Side::Decode, failure);
+        assert_eq!(failure.cause, Cause::Internal);
+        assert!(failure.message.starts_with("a b") && failure.message.len() < 310);
+    }
+}
