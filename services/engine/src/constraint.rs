@@ -119,12 +119,15 @@ pub(crate) struct ActiveConstraint {
     job: u64,
     /// Time that the last job took.
     job_time: Duration,
+    /// Tokens of the sequence at the last search for draft tokens. Empty while a job owns them.
+    history: Vec<u32>,
 }
 
 impl From<Constraint> for ActiveConstraint {
     fn from(new: Constraint) -> Self {
         let ahead = Ahead { masks: [new.allowed].into(), drafts: VecDeque::new() };
-        Self { matcher: Some(new.matcher), ahead, job: 0, job_time: Duration::ZERO }
+        let (matcher, job_time) = (Some(new.matcher), Duration::ZERO);
+        Self { matcher, ahead, job: 0, job_time, history: Vec::new() }
     }
 }
 
@@ -156,11 +159,12 @@ impl ActiveConstraint {
     }
 
     /// Returns the computation of the next bitmask, numbered `job`, unless the bitmask is known or being
-    /// computed.
+    /// computed. `tokens`: tokens of the sequence. Copies only those that the last search for draft tokens did not have.
     pub fn mask_job(
         &mut self,
         id: SequenceId,
         job: u64,
+        tokens: &[u32],
         drafting: impl FnOnce() -> Option<Drafting>,
     ) -> Option<MaskJob> {
         if self.allowed().is_some() {
@@ -168,15 +172,20 @@ impl ActiveConstraint {
         }
         let matcher = self.matcher.take()?;
         self.job = job;
-        Some(MaskJob { id, job, matcher, drafting: drafting(), expected_time: self.job_time })
+        let drafting = drafting();
+        if drafting.is_some() {
+            self.history.extend_from_slice(&tokens[self.history.len()..]);
+        }
+        let history = std::mem::take(&mut self.history);
+        Some(MaskJob { id, job, matcher, history, drafting, expected_time: self.job_time })
     }
 
     /// Takes the result of the last job. Ignores results of earlier jobs.
     pub fn take_mask(&mut self, computed: ComputedMask) -> Result<(), ConstraintFailure> {
         if computed.job == self.job && self.matcher.is_none() {
             self.job_time = computed.time;
-            let (matcher, ahead) = computed.outcome?;
-            (self.matcher, self.ahead) = (Some(matcher), ahead);
+            let MaskOutcome { matcher, history, ahead } = computed.outcome?;
+            (self.matcher, self.history, self.ahead) = (Some(matcher), history, ahead);
         }
         Ok(())
     }
@@ -201,11 +210,9 @@ impl Ahead {
     }
 }
 
-/// Input of the search for draft tokens.
+/// Limits of the search for draft tokens.
 #[derive(Debug)]
 pub(crate) struct Drafting {
-    /// Tokens of the sequence.
-    pub tokens: Vec<u32>,
     /// Maximum number of draft tokens.
     pub drafts_max: usize,
     /// Maximum number of draft tokens that no grammar forces.
@@ -216,12 +223,14 @@ pub(crate) struct Drafting {
 /// A job stops looking for draft tokens after this time, so that the bitmask of the next token is not late.
 const DRAFTING_MAX: Duration = Duration::from_micros(500);
 
-/// Computation of the next bitmask, and of draft tokens. Owns the matcher until the bitmask is computed.
+/// Computation of the next bitmask, and of draft tokens. Owns the matcher and the history until the bitmask is computed.
 #[derive(Debug)]
 pub struct MaskJob {
     id: SequenceId,
     job: u64,
     matcher: Box<dyn Matcher>,
+    /// With `drafting`, all tokens of the sequence.
+    history: Vec<u32>,
     drafting: Option<Drafting>,
     /// Time that the previous job of the sequence took; zero for the first job.
     expected_time: Duration,
@@ -235,7 +244,7 @@ impl MaskJob {
         matcher: Box<dyn Matcher>,
         expected_time: Duration,
     ) -> Self {
-        Self { id, job, matcher, drafting: None, expected_time }
+        Self { id, job, matcher, history: Vec::new(), drafting: None, expected_time }
     }
 
     pub(crate) fn expected_time(&self) -> Duration {
@@ -244,23 +253,25 @@ impl MaskJob {
 
     /// Computes the bitmask. A panic of the matcher fails this sequence only.
     pub fn run(mut self) -> ComputedMask {
-        let started = Instant::now();
+        let (started, id, job) = (Instant::now(), self.id, self.job);
         let outcome = catch_unwind(AssertUnwindSafe(|| self.compute(started)));
         let outcome = outcome.unwrap_or_else(|panic| {
             Err(ConstraintFailure::Broken { reason: panic_message(panic.as_ref()) })
         });
-        let outcome = outcome.map(|ahead| (self.matcher, ahead));
-        ComputedMask { id: self.id, job: self.job, outcome, time: started.elapsed() }
+        let outcome = outcome.map(|ahead| {
+            let Self { matcher, history, .. } = self;
+            MaskOutcome { matcher, history, ahead }
+        });
+        ComputedMask { id, job, outcome, time: started.elapsed() }
     }
 
     fn compute(&mut self, started: Instant) -> Result<Ahead, ConstraintFailure> {
         let mut allowed = Arc::new(self.matcher.allowed()?);
         let mut ahead = Ahead { masks: [Arc::clone(&allowed)].into(), drafts: VecDeque::new() };
-        let Some(Drafting { mut tokens, drafts_max, ngram_drafts_max, rules }) =
-            self.drafting.take()
-        else {
+        let Some(Drafting { drafts_max, ngram_drafts_max, rules }) = self.drafting.take() else {
             return Ok(ahead);
         };
+        let token_count = self.history.len();
         // An error along the draft tokens does not fail the answer: the model may sample other tokens.
         let mut matcher = self.matcher.boxed_clone();
         let mut proposed = VecDeque::from(matcher.forced());
@@ -270,7 +281,7 @@ impl MaskJob {
                 if !std::mem::take(&mut proposes_ngrams) {
                     break;
                 }
-                proposed = ngram::draft(&tokens, ngram_drafts_max, &rules).into();
+                proposed = ngram::draft(&self.history, ngram_drafts_max, &rules).into();
                 continue;
             };
             if !allowed.allows(token) || matcher.accept(token).is_err() || matcher.is_complete() {
@@ -280,10 +291,19 @@ impl MaskJob {
             allowed = Arc::new(mask);
             ahead.masks.push_back(Arc::clone(&allowed));
             ahead.drafts.push_back(token);
-            tokens.push(token);
+            self.history.push(token);
         }
+        self.history.truncate(token_count);
         Ok(ahead)
     }
+}
+
+/// What a successful [`MaskJob`] gives back to its sequence.
+#[derive(Debug)]
+struct MaskOutcome {
+    matcher: Box<dyn Matcher>,
+    history: Vec<u32>,
+    ahead: Ahead,
 }
 
 /// The result of a [`MaskJob`].
@@ -291,6 +311,58 @@ impl MaskJob {
 pub struct ComputedMask {
     pub id: SequenceId,
     job: u64,
-    outcome: Result<(Box<dyn Matcher>, Ahead), ConstraintFailure>,
+    outcome: Result<MaskOutcome, ConstraintFailure>,
     time: Duration,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A matcher that allows the tokens 0 to 31 everywhere.
+    #[derive(Debug)]
+    struct AllowsAll;
+
+    impl Matcher for AllowsAll {
+        fn accept(&mut self, _: u32) -> Result<(), ConstraintFailure> {
+            Ok(())
+        }
+
+        fn allowed(&mut self) -> Result<TokenMask, ConstraintFailure> {
+            Ok(TokenMask::new(vec![u32::MAX], 32))
+        }
+
+        fn is_complete(&self) -> bool {
+            false
+        }
+
+        fn boxed_clone(&self) -> Box<dyn Matcher> {
+            Box::new(Self)
+        }
+    }
+
+    #[test]
+    fn job_copies_only_tokens_that_the_job_before_did_not_have() {
+        let rules = Speculation {
+            row_drafts: 8,
+            step_tokens: 64,
+            ngram_min: 1,
+            ngram_max: 3,
+            uniform: false,
+        };
+        let drafting = || Some(Drafting { drafts_max: 4, ngram_drafts_max: 4, rules });
+        let mut constraint = ActiveConstraint::from(Constraint::new(Box::new(AllowsAll)).unwrap());
+        let mut next_job = |job: u64, token: u32, tokens: &[u32]| {
+            // No draft token predicts the token, so the next bitmask is not computed yet.
+            constraint.accept(token).unwrap();
+            let job = constraint.mask_job(SequenceId(1), job, tokens, drafting).unwrap();
+            let history = job.history.clone();
+            constraint.take_mask(job.run()).unwrap();
+            assert_eq!(constraint.history, history, "draft tokens are not kept");
+            history
+        };
+        assert_eq!(next_job(1, 2, &[1, 2, 1, 2]), [1, 2, 1, 2]);
+        // Other values of the known tokens show that the job does not copy them.
+        assert_eq!(next_job(2, 31, &[0, 0, 0, 0, 31]), [1, 2, 1, 2, 31]);
+    }
 }

@@ -82,14 +82,13 @@ impl Scheduler {
             let share = (rules.step_tokens / rows).saturating_sub(1).min(rules.row_drafts);
             let most = limits.row_drafts(rows, share);
             (most > 0).then(|| Drafting {
-                tokens: sequence.tokens.clone(),
                 // One more draft token predicts the token of the step in flight.
                 drafts_max: 1 + most as usize,
                 ngram_drafts_max: 1 + ngram_drafts.min(most) as usize,
                 rules,
             })
         };
-        if let Some(job) = constraint.mask_job(id, self.next_mask_job, drafting) {
+        if let Some(job) = constraint.mask_job(id, self.next_mask_job, &sequence.tokens, drafting) {
             self.next_mask_job += 1;
             self.mask_jobs.push(job);
         }
