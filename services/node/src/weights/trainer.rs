@@ -26,7 +26,6 @@ mod kept;
 use std::{
     fmt, io,
     path::PathBuf,
-    thread,
     time::{Duration, Instant},
 };
 
@@ -231,7 +230,7 @@ impl ChunkTransfer<'_, '_> {
             if let Some(before) = index.checked_sub(1)
                 && is_serving()
             {
-                thread::sleep(rest_of_copy(self.chunks[before].bytes, begun.elapsed()));
+                self.connection.pause(rest_of_copy(self.chunks[before].bytes, begun.elapsed()))?;
             }
             begun = Instant::now();
             self.receiver.scatter(index % buffers, &pieces(&self.chunks[index]))?;

@@ -195,6 +195,19 @@ impl<'a> Connection<'a> {
         }
     }
 
+    /// Sleeps for `duration`. Fails early if the update is cancelled or the trainer closes the connection.
+    pub fn pause(&self, duration: Duration) -> Result<(), ReceiveError> {
+        let until = Instant::now() + duration;
+        loop {
+            self.check()?;
+            let rest = until.saturating_duration_since(Instant::now());
+            if rest.is_zero() {
+                return Ok(());
+            }
+            thread::sleep(rest.min(CANCEL_POLL_INTERVAL));
+        }
+    }
+
     /// Returns whether the update is cancelled or the trainer has closed the connection.
     pub fn is_over(&self) -> bool {
         self.check().is_err()
@@ -228,5 +241,33 @@ async fn connect(address: &TrainerAddress) -> io::Result<Stream> {
             let stream = tokio::net::TcpStream::connect(host).await?;
             Ok(Stream::Tcp(stream.into_std()?))
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn pause_ends_when_the_update_is_cancelled_or_the_trainer_leaves() {
+        const DAY: Duration = Duration::from_secs(86_400);
+        let cancelled = CancellationToken::new();
+        let (node, trainer) = UnixStream::pair().unwrap();
+        let connection = Connection::new(Stream::Unix(node), &cancelled);
+        connection.pause(Duration::from_micros(1)).unwrap();
+        let paused = thread::scope(|scope| {
+            let paused = scope.spawn(|| connection.pause(DAY));
+            drop(trainer);
+            paused.join().unwrap()
+        });
+        assert!(paused.unwrap_err().to_string().contains("the trainer closed the connection"));
+        let (node, _trainer) = UnixStream::pair().unwrap();
+        let connection = Connection::new(Stream::Unix(node), &cancelled);
+        let paused = thread::scope(|scope| {
+            let paused = scope.spawn(|| connection.pause(DAY));
+            cancelled.cancel();
+            paused.join().unwrap()
+        });
+        assert!(matches!(paused, Err(ReceiveError::Cancelled)));
     }
 }
