@@ -50,7 +50,7 @@ if [[ $kind == gpu ]]; then
     kernels=$target/kernels/libbaton_kernels.so
     [[ -e $kernels ]] || { echo "cannot pack $kernels: no such file; run make kernels" >&2; exit 1; }
     install -D -m 644 "$kernels" "$root/usr/bin/libbaton_kernels.so"
-    # The same CUDA release as deploy/kernels.sh, and the NCCL of docs/benchmarks.md.
+    # The same CUDA release as deploy/kernels.sh, and the NCCL of docs/benchmarks.
     python3 -m pip install --quiet --disable-pip-version-check --no-deps --upgrade --target "$out/cuda" \
         'nvidia-cublas==13.0.2.14' 'nvidia-nccl-cu13==2.28.9'
     libraries+=("$out"/cuda/nvidia/cu13/lib/libcublasLt.so.13 "$out"/cuda/nvidia/nccl/lib/libnccl.so.2)
