@@ -35,7 +35,7 @@ use crate::{
     callers::Callers,
     hang::StepInFlight,
     inbox::{Command, CommandReceiver},
-    node_core::{CloseReason, Metric, NodeCore, Output},
+    node_core::{ChangePending, CloseReason, Metric, NodeCore, Output},
     observe::Observers,
     stream::QueueFull,
     tiers::{TierCopies, TierMetrics},
@@ -113,9 +113,9 @@ pub(crate) struct Engine<E> {
     /// Whether the node is paused, for its readiness.
     is_paused: Arc<AtomicBool>,
     /// Caller that waits for the change of weights.
-    weights_changed: Option<oneshot::Sender<Duration>>,
+    weights_changed: Option<oneshot::Sender<Result<Duration, ChangePending>>>,
     /// Caller that waits for the release of the weights.
-    weights_released: Option<oneshot::Sender<()>>,
+    weights_released: Option<oneshot::Sender<Result<(), ChangePending>>>,
     /// Copies of the KV tiers; `None` without tiers.
     tiers: Option<TierThreads>,
     recorder: Recorder,
@@ -288,12 +288,20 @@ impl<E: Executor> Engine<E> {
                 changed,
                 _permit,
             } => {
-                self.weights_changed = Some(changed);
-                self.core.handle_change_weights(weight_version, label, in_flight, waits, now);
+                let begun =
+                    self.core.handle_change_weights(weight_version, label, in_flight, waits, now);
+                match begun {
+                    Ok(()) => self.weights_changed = Some(changed),
+                    // The caller may be gone.
+                    Err(pending) => _ = changed.send(Err(pending)),
+                }
             }
             Command::ReleaseWeights { waits, released, _permit } => {
-                self.weights_released = Some(released);
-                self.core.handle_release_weights(waits, now);
+                match self.core.handle_release_weights(waits, now) {
+                    Ok(()) => self.weights_released = Some(released),
+                    // The caller may be gone.
+                    Err(pending) => _ = released.send(Err(pending)),
+                }
             }
             Command::LoseWeights { lost, _permit } => {
                 self.weights_released = None;
@@ -377,13 +385,13 @@ impl<E: Executor> Engine<E> {
                     self.recorder.weights_changed(paused);
                     if let Some(changed) = self.weights_changed.take() {
                         // The caller may be gone.
-                        let _ = changed.send(paused);
+                        let _ = changed.send(Ok(paused));
                     }
                 }
                 Output::WeightsReleased => {
                     if let Some(released) = self.weights_released.take() {
                         // The caller may be gone.
-                        let _ = released.send(());
+                        let _ = released.send(Ok(()));
                     }
                 }
                 Output::PauseChanged { state } => {

@@ -21,7 +21,7 @@ use tokio::sync::{OwnedSemaphorePermit, Semaphore, oneshot};
 
 use crate::{
     attempt::NewAttempt,
-    node_core::{CallId, Refusal, Reply},
+    node_core::{CallId, ChangePending, Refusal, Reply},
     observe::ObserverSender,
     stream::{AttemptPermit, AttemptStream, ReplySender, attempt_stream},
     trace::TraceRequest,
@@ -80,7 +80,7 @@ pub(crate) enum Command {
         /// Whether running sequences may finish before.
         waits: bool,
         /// Receives the time for which no step ran.
-        changed: oneshot::Sender<Duration>,
+        changed: oneshot::Sender<Result<Duration, ChangePending>>,
         /// Held until the engine thread has taken the command.
         _permit: OwnedSemaphorePermit,
     },
@@ -89,7 +89,7 @@ pub(crate) enum Command {
         /// Whether running sequences may finish before.
         waits: bool,
         /// Notified when the weights are released.
-        released: oneshot::Sender<()>,
+        released: oneshot::Sender<Result<(), ChangePending>>,
         /// Held until the engine thread has taken the command.
         _permit: OwnedSemaphorePermit,
     },

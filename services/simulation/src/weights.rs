@@ -24,6 +24,8 @@ use crate::{
 
 /// Longest time to read weights again that an aborted update has overwritten.
 const RESTORE_MAX: Duration = Duration::from_millis(400);
+/// Reason why the core accepts each change of the weights.
+const ONE_CHANGE: &str = "updates and restorations change the weights one at a time";
 
 /// The bytes of weights, and the version that names them.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -171,7 +173,8 @@ impl NodeWeights {
             let version = self.weights.version.0;
             core.executor_mut().prepare_weights(version, InFlight::Recompute);
             let label = String::new();
-            core.handle_change_weights(version, label, InFlight::Recompute, false, now);
+            let begun = core.handle_change_weights(version, label, InFlight::Recompute, false, now);
+            begun.expect(ONE_CHANGE);
         }
         self.act(now, core, outputs);
     }
@@ -287,7 +290,7 @@ impl NodeWeights {
         let UpdatePlan { in_place_percent, waits, .. } = running.call.plan;
         if self.is_overwritten || self.random.chance(in_place_percent) {
             running.releases = true;
-            core.handle_release_weights(waits, now);
+            core.handle_release_weights(waits, now).expect(ONE_CHANGE);
         } else {
             self.receive_from(now);
         }
@@ -348,7 +351,8 @@ impl NodeWeights {
             self.coverage.count("KV kept");
         }
         core.executor_mut().prepare_weights(version.0, in_flight);
-        core.handle_change_weights(version.0, String::new(), in_flight, waits, now);
+        let begun = core.handle_change_weights(version.0, String::new(), in_flight, waits, now);
+        begun.expect(ONE_CHANGE);
     }
 
     /// Handles the core's change to other weights: those of the update, or restored ones.

@@ -48,6 +48,7 @@ pub use output::{
     AttemptEnd, AttemptEvent, Call, CallId, CloseReason, Metric, ObserverId, Output, Refusal,
     Reply, Stage, StageAttributes, StageChange,
 };
+pub use weight_change::ChangePending;
 
 use attempts::Attempts;
 use observers::Observers;

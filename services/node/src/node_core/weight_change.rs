@@ -18,6 +18,11 @@ use super::{NodeCore, Output};
 /// Time for running sequences to finish before a change of the weights: half of the time that a router gives a commit.
 pub(super) const FINISH_WITHIN: Duration = Duration::from_secs(30);
 
+/// An earlier change or release of the weights has not taken place yet.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("an earlier change of the weights is pending; expected one change at a time")]
+pub struct ChangePending;
+
 /// The change of the weights at the next step boundary.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct WeightChange {
@@ -47,18 +52,30 @@ impl<E: Executor> NodeCore<E> {
         in_flight: InFlight,
         waits: bool,
         now: Instant,
-    ) {
-        self.begin_change(Change::Use { version, label, in_flight }, waits, now);
+    ) -> Result<(), ChangePending> {
+        self.begin_change(Change::Use { version, label, in_flight }, waits, now)
     }
 
     /// Releases the weights in use at the next step boundary, then emits [`Output::WeightsReleased`]. Launches no step
     /// until [`Self::handle_change_weights`], which describes `waits`.
-    pub fn handle_release_weights(&mut self, waits: bool, now: Instant) {
-        self.begin_change(Change::Release, waits, now);
+    pub fn handle_release_weights(
+        &mut self,
+        waits: bool,
+        now: Instant,
+    ) -> Result<(), ChangePending> {
+        self.begin_change(Change::Release, waits, now)
     }
 
-    fn begin_change(&mut self, kind: Change, waits: bool, now: Instant) {
+    fn begin_change(
+        &mut self,
+        kind: Change,
+        waits: bool,
+        now: Instant,
+    ) -> Result<(), ChangePending> {
         self.now = now;
+        if self.weight_change.is_some() {
+            return Err(ChangePending);
+        }
         // Without weights nothing finishes.
         let waits = waits && self.released_at.is_none();
         let wait_until = waits.then(|| now + FINISH_WITHIN);
@@ -67,6 +84,7 @@ impl<E: Executor> NodeCore<E> {
         if waits {
             self.stop_admitting();
         }
+        Ok(())
     }
 
     /// Handles the abort of an update that has requested the release of the weights. Returns whether the node has no

@@ -425,7 +425,7 @@ mod tests {
                 Command::ChangeWeights { changed, .. } => {
                     // A new update stops the restoration while the engine changes the weights.
                     drop(restoring);
-                    changed.send(Duration::ZERO).unwrap();
+                    changed.send(Ok(Duration::ZERO)).unwrap();
                 }
                 command => panic!("{command:?}"),
             }

@@ -8,21 +8,30 @@ use weight_transfer::WeightVersion;
 
 use crate::{
     inbox::{Command, Inbox},
-    node_core::Refusal,
+    node_core::{ChangePending, Refusal},
 };
 
 /// Delay before a command is offered again to a full queue of the engine thread.
 const RETRY_AFTER: Duration = Duration::from_millis(5);
 
-/// Lets the engine thread use the prepared weights. Returns the time for which no step ran; `None` if the engine has
-/// ended, which also ends the node.
+/// Reason why the engine thread does not change or release the weights.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+pub(super) enum ChangeError {
+    /// The engine has ended, which also ends the node.
+    #[error("the engine has ended")]
+    Ended,
+    #[error(transparent)]
+    Pending(#[from] ChangePending),
+}
+
+/// Lets the engine thread use the prepared weights. Returns the time for which no step ran.
 pub(super) async fn change_weights(
     inbox: &Inbox,
     version: WeightVersion,
     label: &str,
     in_flight: InFlight,
     waits: bool,
-) -> Option<Duration> {
+) -> Result<Duration, ChangeError> {
     let change = |changed, _permit| Command::ChangeWeights {
         weight_version: version.0,
         label: label.to_owned(),
@@ -31,14 +40,14 @@ pub(super) async fn change_weights(
         changed,
         _permit,
     };
-    call(inbox, change).await
+    Ok(call(inbox, change).await.ok_or(ChangeError::Ended)??)
 }
 
 /// Releases the weights in use, so that new weights can overwrite them. `waits`: lets running sequences finish first.
-/// Returns `None` if the engine has ended or the update was aborted.
-pub(super) async fn release_weights(inbox: &Inbox, waits: bool) -> Option<()> {
+/// Returns [`ChangeError::Ended`] also if the update was aborted.
+pub(super) async fn release_weights(inbox: &Inbox, waits: bool) -> Result<(), ChangeError> {
     let release = |released, _permit| Command::ReleaseWeights { waits, released, _permit };
-    call(inbox, release).await
+    Ok(call(inbox, release).await.ok_or(ChangeError::Ended)??)
 }
 
 /// Ends an update that may have released the weights. Returns whether the node has no valid weights now.

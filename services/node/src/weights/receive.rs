@@ -12,7 +12,7 @@ use model::{Checkpoint, LoadFormat, ModelConfig, ModelError, StoredWeight};
 use tokio_util::sync::CancellationToken;
 use weight_transfer::{CHUNK_BYTES, Plan, PlanError, Tensor, WeightVersion, digest};
 
-use super::{standby::CANCELLED, trainer::TrainerError};
+use super::{engine::ChangeError, standby::CANCELLED, trainer::TrainerError};
 use crate::{
     memory_limit::{self, HostBytes, MemoryShare},
     settings::SettingsError,
@@ -36,7 +36,7 @@ pub(super) enum ReceiveError {
     #[error(transparent)]
     Trainer(#[from] TrainerError),
     #[error("cannot stop the steps before the weights change: {0}")]
-    Release(&'static str),
+    Release(ChangeError),
     #[error("{CANCELLED}")]
     Cancelled,
 }

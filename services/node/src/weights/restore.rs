@@ -72,5 +72,5 @@ pub(super) fn restore(
         // The engine thread answers at the next step boundary, and no step runs.
         false => runtime::Handle::current().block_on(change),
     };
-    changed.map(|_| version).ok_or_else(|| "the engine has ended".to_owned())
+    changed.map(|_| version).map_err(|error| error.to_string())
 }

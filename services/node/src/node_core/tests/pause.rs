@@ -76,7 +76,9 @@ fn weights_change_during_a_pause_and_the_pause_goes_on() {
     for waits in [false, true] {
         let (mut node, mut outputs) = node_with_running_sequence();
         outputs.extend(node.pause(InFlight::KeepKv, false));
-        node.core.handle_change_weights(7, String::new(), InFlight::Recompute, waits, node.now);
+        node.core
+            .handle_change_weights(7, String::new(), InFlight::Recompute, waits, node.now)
+            .unwrap();
         outputs.extend(node.run());
         outputs.extend(node.outputs());
         let versions = versions_of(&outputs, 1);

@@ -28,7 +28,9 @@ fn weights_change_at_a_step_boundary_and_no_kv_survives() {
     let old = node.core.scheduler().cached_hashes();
     assert!(!old.is_empty());
 
-    node.core.handle_change_weights(7, "step 100".into(), InFlight::Recompute, false, node.now);
+    node.core
+        .handle_change_weights(7, "step 100".into(), InFlight::Recompute, false, node.now)
+        .unwrap();
     let mut outputs = Vec::new();
     while !outputs.iter().any(|output| matches!(output, Output::WeightsChanged { .. })) {
         node.core.step(Duration::ZERO).unwrap();
@@ -80,7 +82,9 @@ fn weights_change_at_a_step_boundary_and_no_kv_survives() {
 #[test]
 fn call_for_other_weights_is_rejected() {
     let mut node = Node::new();
-    node.core.handle_change_weights(7, String::new(), InFlight::Recompute, false, node.now);
+    node.core
+        .handle_change_weights(7, String::new(), InFlight::Recompute, false, node.now)
+        .unwrap();
     node.run();
     node.call(1, SequenceKind::Compute);
     let refusal = Refusal::OtherWeights { named: 1, own: 7 };
@@ -92,7 +96,7 @@ fn sequence_that_keeps_its_kv_continues_and_shares_no_block() {
     let (mut node, mut outputs) = node_with_running_sequence();
     let old = node.core.scheduler().cached_hashes();
     assert_eq!(old.len(), 1);
-    node.core.handle_change_weights(7, String::new(), InFlight::KeepKv, false, node.now);
+    node.core.handle_change_weights(7, String::new(), InFlight::KeepKv, false, node.now).unwrap();
     outputs.extend(node.run());
     let versions = versions_of(&outputs, 1);
     let before = versions.iter().take_while(|version| **version == 1).count();
@@ -125,7 +129,7 @@ fn sequence_without_output_is_recomputed_although_others_keep_their_kv() {
     let mut outputs = node.outputs();
     // Steps of 32 tokens are in flight: the rest of the first prompt, and a part of the second one.
     node.core.step(Duration::ZERO).unwrap();
-    node.core.handle_change_weights(7, String::new(), InFlight::KeepKv, false, node.now);
+    node.core.handle_change_weights(7, String::new(), InFlight::KeepKv, false, node.now).unwrap();
     outputs.extend(node.run());
     assert_eq!(versions_of(&outputs, 1), [1, 1, 0, 7, 7]);
     assert_eq!(versions_of(&outputs, 2), [0, 7, 7, 7, 7]);
@@ -142,7 +146,7 @@ fn sequence_without_output_is_recomputed_although_others_keep_their_kv() {
 #[test]
 fn running_sequence_finishes_before_the_weights_change_and_others_begin_after() {
     let (mut node, mut outputs) = node_with_running_sequence();
-    node.core.handle_change_weights(7, String::new(), InFlight::Recompute, true, node.now);
+    node.core.handle_change_weights(7, String::new(), InFlight::Recompute, true, node.now).unwrap();
     node.call(2, SequenceKind::Compute);
     outputs.extend(node.run());
     assert_eq!(versions_of(&outputs, 1), [vec![1; 40], vec![0]].concat());
@@ -165,7 +169,7 @@ fn weights_change_without_waiting_for_senders_that_are_not_admitted() {
     node.outputs();
     node.core.handle_transfer_event(ready(2), node.now);
     let mut outputs = node.outputs();
-    node.core.handle_change_weights(7, String::new(), InFlight::Recompute, true, node.now);
+    node.core.handle_change_weights(7, String::new(), InFlight::Recompute, true, node.now).unwrap();
     outputs.extend(node.outputs());
     let failed = || {
         let message = SequenceFailure::WeightsChanged.to_string();
@@ -200,7 +204,7 @@ fn weights_change_after_an_admitted_sender_has_delivered_its_kv() {
     node.core.handle_transfer_event(ready, node.now);
     node.outputs();
     node.core.step(Duration::ZERO).unwrap();
-    node.core.handle_change_weights(7, String::new(), InFlight::Recompute, true, node.now);
+    node.core.handle_change_weights(7, String::new(), InFlight::Recompute, true, node.now).unwrap();
     let changes = |node: &mut Node| {
         let mut outputs = node.run();
         outputs.extend(node.outputs());
@@ -218,7 +222,7 @@ fn aborted_sequence_ends_at_the_change_and_one_without_output_begins_after() {
     let (mut node, mut outputs) = node_with_running_sequence();
     node.call(2, SequenceKind::Compute);
     outputs.extend(node.outputs());
-    node.core.handle_change_weights(7, String::new(), InFlight::Abort, false, node.now);
+    node.core.handle_change_weights(7, String::new(), InFlight::Abort, false, node.now).unwrap();
     outputs.extend(node.run());
     let versions = versions_of(&outputs, 1);
     let tokens = versions.iter().filter(|version| **version == 1).count();
@@ -237,7 +241,7 @@ fn aborted_sequence_ends_at_the_change_and_one_without_output_begins_after() {
 #[test]
 fn weights_change_when_a_running_sequence_does_not_finish_in_time() {
     let (mut node, mut outputs) = node_with_running_sequence();
-    node.core.handle_change_weights(7, String::new(), InFlight::Recompute, true, node.now);
+    node.core.handle_change_weights(7, String::new(), InFlight::Recompute, true, node.now).unwrap();
     assert!(node.core.next_deadline().unwrap() <= node.now + FINISH_WITHIN);
     node.core.step(Duration::ZERO).unwrap();
     outputs.extend(node.outputs());
@@ -250,6 +254,30 @@ fn weights_change_when_a_running_sequence_does_not_finish_in_time() {
     assert_eq!(versions[before..], [vec![0], vec![7; 40 - before]].concat());
 }
 
+#[test]
+fn change_of_the_weights_is_refused_while_another_one_is_pending() {
+    let (mut node, mut outputs) = node_with_running_sequence();
+    let change = |node: &mut Node, version: u64, waits: bool| {
+        let (label, now) = (String::new(), node.now);
+        node.core.handle_change_weights(version, label, InFlight::Recompute, waits, now)
+    };
+    assert_eq!(change(&mut node, 7, true), Ok(()));
+    assert_eq!(change(&mut node, 8, false), Err(ChangePending));
+    assert_eq!(node.core.handle_release_weights(false, node.now), Err(ChangePending));
+    outputs.extend(node.run());
+    outputs.extend(node.outputs());
+    let changes = outputs.iter().filter(|it| matches!(it, Output::WeightsChanged { .. }));
+    assert_eq!(changes.count(), 1);
+    assert_eq!(versions_of(&outputs, 1), [vec![1; 40], vec![0]].concat(), "it may finish");
+    assert!(!is_released(&outputs));
+
+    assert_eq!(change(&mut node, 8, false), Ok(()));
+    node.run();
+    node.call(2, SequenceKind::Compute);
+    let refusal = Refusal::OtherWeights { named: 1, own: 8 };
+    assert_eq!(replies(node.outputs()), [Reply::Rejected(refusal)]);
+}
+
 fn is_released(outputs: &[Output]) -> bool {
     outputs.iter().any(|output| matches!(output, Output::WeightsReleased))
 }
@@ -257,7 +285,7 @@ fn is_released(outputs: &[Output]) -> bool {
 #[test]
 fn released_weights_hold_sequences_where_they_are_until_the_change() {
     let (mut node, mut outputs) = node_with_running_sequence();
-    node.core.handle_release_weights(false, node.now);
+    node.core.handle_release_weights(false, node.now).unwrap();
     node.call(2, SequenceKind::Compute);
     outputs.extend(node.run());
     outputs.extend(node.outputs());
@@ -267,7 +295,7 @@ fn released_weights_hold_sequences_where_they_are_until_the_change() {
     outputs.extend(node.run());
     assert_eq!((versions_of(&outputs, 1).len(), versions_of(&outputs, 2).len()), (tokens, 0));
 
-    node.core.handle_change_weights(7, String::new(), InFlight::KeepKv, true, node.now);
+    node.core.handle_change_weights(7, String::new(), InFlight::KeepKv, true, node.now).unwrap();
     outputs.extend(node.run());
     outputs.extend(node.outputs());
     let paused = outputs.iter().find_map(|output| match output {
@@ -284,7 +312,7 @@ fn released_weights_hold_sequences_where_they_are_until_the_change() {
 fn node_without_weights_fails_every_sequence_and_refuses_calls_until_it_has_some() {
     let (mut node, _) = node_with_running_sequence();
     node.core.handle_observe(ObserverId(1), node.now);
-    node.core.handle_release_weights(false, node.now);
+    node.core.handle_release_weights(false, node.now).unwrap();
     node.call(2, SequenceKind::Compute);
     node.run();
     node.outputs();
@@ -313,7 +341,9 @@ fn node_without_weights_fails_every_sequence_and_refuses_calls_until_it_has_some
         assert_eq!(replies(node.outputs()), [Reply::Rejected(refusal)]);
     }
 
-    node.core.handle_change_weights(1, String::new(), InFlight::Recompute, false, node.now);
+    node.core
+        .handle_change_weights(1, String::new(), InFlight::Recompute, false, node.now)
+        .unwrap();
     node.run();
     assert_eq!(deltas(node.outputs()).last_chunk(), Some(&[(Some(1), None), (None, Some(false))]));
     node.call(4, SequenceKind::Compute);
@@ -325,7 +355,7 @@ fn node_without_weights_fails_every_sequence_and_refuses_calls_until_it_has_some
 fn update_that_is_aborted_before_the_release_loses_nothing() {
     for waits in [false, true] {
         let (mut node, mut outputs) = node_with_running_sequence();
-        node.core.handle_release_weights(waits, node.now);
+        node.core.handle_release_weights(waits, node.now).unwrap();
         assert!(!node.core.handle_lost_weights(node.now));
         node.call(2, SequenceKind::Compute);
         outputs.extend(node.run());

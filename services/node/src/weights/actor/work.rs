@@ -18,7 +18,7 @@ use crate::{
     weights::{
         calls::{CallError, FileParts, Origin},
         copy::{self, PARTS_MAX, SILENCE_MAX, WeightFiles},
-        engine::{change_weights, lose_weights, release_weights},
+        engine::{ChangeError, change_weights, lose_weights, release_weights},
         of_requests_in_flight,
         peers::PeerCredentials,
         receive::{ReceiveError, Received, receive},
@@ -177,8 +177,12 @@ impl Actor {
         let inbox = self.settings.inbox.clone();
         self.work.spawn(async move {
             match change_weights(&inbox, version, &label, in_flight, waits).await {
-                Some(paused) => Done::Installed { id, paused },
-                None => Done::Quiet,
+                Ok(paused) => Done::Installed { id, paused },
+                Err(ChangeError::Ended) => Done::Quiet,
+                Err(error @ ChangeError::Pending(_)) => {
+                    tracing::error!(update = %id, %error, "cannot use the new weights");
+                    Done::Quiet
+                }
             }
         });
     }
@@ -266,7 +270,7 @@ fn release(
     let runtime = runtime::Handle::current();
     *released(is_released) = Some(id);
     let release = cancelled.run_until_cancelled(release_weights(inbox, waits));
-    let is_done = runtime.block_on(release).flatten().is_some();
+    let outcome = runtime.block_on(release);
     if cancelled.is_cancelled() {
         // The abort may have told the engine before the release was sent.
         if runtime.block_on(lose_weights(inbox)) {
@@ -274,10 +278,7 @@ fn release(
         }
         return Err(ReceiveError::Cancelled);
     }
-    match is_done {
-        true => Ok(()),
-        false => Err(ReceiveError::Release("the engine has ended")),
-    }
+    outcome.unwrap_or(Err(ChangeError::Ended)).map_err(ReceiveError::Release)
 }
 
 pub(super) fn released(released: &Mutex<Option<UpdateId>>) -> MutexGuard<'_, Option<UpdateId>> {
