@@ -45,15 +45,35 @@ const PATTERN_PAIR_WEIGHT: usize = 2;
 /// Values and references that are visited to find out what intersections copy: 10 ms.
 const VISITS_MAX: usize = 100_000;
 
+/// Returns the number of pairs of different patterns that llguidance may compare: the pairs of each object. If it intersects
+/// schemas, it may merge objects. Then each object counts [all pairs](pattern_pairs).
+pub(crate) fn compared_pattern_pairs(root: &Value) -> usize {
+    let (mut objects, mut pairs_in_objects, mut may_merge) = (0, 0, false);
+    let mut to_visit = vec![root];
+    while let Some(value) = to_visit.pop() {
+        may_merge |= intersects(value);
+        let patterns = pattern_count(value);
+        objects += usize::from(patterns > 0);
+        pairs_in_objects += pairs(patterns);
+        to_visit.extend(children(value));
+    }
+    if may_merge { objects * pattern_pairs(root) } else { pairs_in_objects }
+}
+
+/// Returns the number of `patternProperties` directly in a schema.
+fn pattern_count(schema: &Value) -> usize {
+    schema.get("patternProperties").and_then(Value::as_object).map_or(0, Map::len)
+}
+
 /// Returns the number of pairs of different patterns in all `patternProperties`: objects that llguidance merges have no more.
-pub(crate) fn pattern_pairs(root: &Value) -> usize {
+fn pattern_pairs(root: &Value) -> usize {
     let mut patterns = HashSet::new();
-    let mut rest = vec![root];
-    while let Some(value) = rest.pop() {
+    let mut to_visit = vec![root];
+    while let Some(value) = to_visit.pop() {
         if let Some(all) = value.get("patternProperties").and_then(Value::as_object) {
             patterns.extend(all.keys());
         }
-        rest.extend(children(value));
+        to_visit.extend(children(value));
     }
     pairs(patterns.len())
 }

@@ -15,8 +15,9 @@ pub const SCHEMA_REFERENCED_LEVELS_MAX: usize = 5000;
 /// Properties and pattern properties of all objects of a schema. The time to compile an object grows with
 /// the square of its properties. OpenAI's bound is 5,000.
 pub const SCHEMA_PROPERTIES_MAX: usize = 1000;
-/// Pairs of different patterns of a schema, times its `patternProperties`. llguidance compares all pairs of patterns of an
-/// object and of objects that it merges. 2,000 pairs (63 patterns) take 15 ms to 0.9 s.
+/// Pairs of different patterns in each object of a schema. llguidance compares all pairs of patterns of an object and of objects
+/// that it merges. So each object of a schema that combines schemas counts the pairs of all patterns of the schema. 2,000 pairs
+/// (63 patterns) take 15 ms to 0.9 s.
 pub const SCHEMA_PATTERN_PAIRS_MAX: usize = 2000;
 /// Values of all `enum`s of a schema. OpenAI has the same bound.
 pub const SCHEMA_VALUES_MAX: usize = 1000;

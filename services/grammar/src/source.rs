@@ -10,7 +10,7 @@ use regex_syntax::{
 use serde_json::{Map, Number, Value};
 
 use crate::{
-    copies::{copied_subschemas, pattern_pairs},
+    copies::{compared_pattern_pairs, copied_subschemas},
     error::{GrammarError, one_line},
     limits::{
         CASE_INSENSITIVE_CLASS_WEIGHT, JSON_WHITE_SPACE, MULTIPLE_OF_COEFFICIENT_MAX,
@@ -84,6 +84,7 @@ pub(crate) fn parsed_schema(text: &str) -> Result<(Value, SchemaParts), GrammarE
     parts.check(1)?;
     let keeps_one_of = refers_into_one_of(&schema);
     adapt(&mut schema, keeps_one_of);
+    parts.0[PATTERN_PAIRS] = compared_pattern_pairs(&schema);
     parts.0[REFERENCED_LEVELS] = referenced_levels(&schema);
     // The count of copies recurses along the references, too.
     parts.check(1)?;
@@ -247,7 +248,7 @@ const PARTS: [(&str, usize); 9] = [
     ("non-ASCII character classes (a case-insensitive one counts 20)", UNICODE_CLASSES_MAX),
     ("subschemas in copies of schemas that are combined with others", SCHEMA_COPIES_MAX),
     (
-        "pairs of different patterns, counted once for each patternProperties",
+        "pairs of different patterns in one object, or in all objects if schemas are combined",
         SCHEMA_PATTERN_PAIRS_MAX,
     ),
     ("levels of schemas to which references lead", SCHEMA_REFERENCED_LEVELS_MAX),
@@ -285,7 +286,6 @@ impl SchemaParts {
                     ("properties", Value::Object(all)) => parts.0[PROPERTIES] += all.len(),
                     ("patternProperties", Value::Object(all)) => {
                         parts.0[PROPERTIES] += all.len();
-                        parts.0[PATTERN_PAIRS] += usize::from(!all.is_empty());
                         parts.0[UNICODE_CLASSES] +=
                             all.keys().map(|pattern| unicode_classes(pattern)).sum::<usize>();
                     }
@@ -309,7 +309,6 @@ impl SchemaParts {
                 rest.push(value);
             }
         }
-        parts.0[PATTERN_PAIRS] *= pattern_pairs(schema);
         if merges_subschemas && !Multiple::have_small_common_multiple(&multiples) {
             return Err(GrammarError::CommonMultiple { max: MULTIPLE_OF_MAX });
         }
