@@ -86,21 +86,21 @@ fn pairs(count: usize) -> usize {
 pub(crate) fn copied_subschemas(root: &Value) -> usize {
     let mut sizes = Sizes {
         root,
-        written: subschemas_in(root),
+        subschema_count: subschemas_in(root),
         visits_left: VISITS_MAX,
         definitions: HashMap::new(),
         pattern_pairs: pattern_pairs(root),
         of_references: HashMap::new(),
     };
     let mut copied = 0_usize;
-    let mut rest = vec![root];
-    while let Some(value) = rest.pop() {
+    let mut to_visit = vec![root];
+    while let Some(value) = to_visit.pop() {
         if intersects(value) {
-            let written = if has_reference(value) { 0 } else { values_in(value) };
+            let originals = if has_reference(value) { 0 } else { values_in(value) };
             let size = sizes.of(value, Copied::None).total();
-            copied = copied.saturating_add(size.saturating_sub(written));
+            copied = copied.saturating_add(size.saturating_sub(originals));
         }
-        rest.extend(children(value));
+        to_visit.extend(children(value));
     }
     copied
 }
@@ -125,7 +125,7 @@ struct Size {
     /// Properties and `prefixItems` of all alternatives.
     names: usize,
     /// Subschemas that apply to other names of all alternatives: patterns, additional properties and items.
-    rest: usize,
+    unnamed: usize,
     /// Objects with `patternProperties`, in all alternatives and their subschemas.
     with_patterns: usize,
     /// Objects with `patternProperties` of several parts of an intersection.
@@ -141,7 +141,7 @@ impl Size {
         alternatives: 1,
         nested: 0,
         names: 0,
-        rest: 0,
+        unnamed: 0,
         with_patterns: 0,
         merged_patterns: 0,
         recursive: 0,
@@ -158,7 +158,7 @@ impl Size {
             alternatives: self.alternatives.saturating_add(other.alternatives),
             nested: self.nested.saturating_add(other.nested),
             names: self.names.saturating_add(other.names),
-            rest: self.rest.saturating_add(other.rest),
+            unnamed: self.unnamed.saturating_add(other.unnamed),
             with_patterns: self.with_patterns.saturating_add(other.with_patterns),
             merged_patterns: self.merged_patterns.saturating_add(other.merged_patterns),
             recursive: self.recursive.saturating_add(other.recursive),
@@ -172,7 +172,7 @@ impl Size {
             alternatives: self.alternatives.saturating_mul(count),
             nested: self.nested.saturating_mul(count),
             names: self.names.saturating_mul(count),
-            rest: self.rest.saturating_mul(count),
+            unnamed: self.unnamed.saturating_mul(count),
             with_patterns: self.with_patterns.saturating_mul(count),
             merged_patterns: self.merged_patterns.saturating_mul(count),
             recursive: self.recursive.saturating_mul(count),
@@ -194,14 +194,14 @@ impl Size {
                 of_self.min(other.with_patterns.saturating_mul(self.alternatives))
             }
         };
-        // The rest of one schema is copied for each name of the other one.
-        let rests = self.names.saturating_mul(other.rest);
-        let rests = rests.saturating_add(other.names.saturating_mul(self.rest));
+        // Subschemas for unnamed properties and items of one schema are copied for each name of the other one.
+        let for_names = self.names.saturating_mul(other.unnamed);
+        let for_names = for_names.saturating_add(other.names.saturating_mul(self.unnamed));
         Self {
             alternatives: self.alternatives.saturating_mul(other.alternatives),
-            nested: of_both(|size| size.nested).saturating_add(rests),
+            nested: of_both(|size| size.nested).saturating_add(for_names),
             names: of_both(|size| size.names),
-            rest: of_both(|size| size.rest),
+            unnamed: of_both(|size| size.unnamed),
             with_patterns: of_both(|size| size.with_patterns),
             merged_patterns: of_both(|size| size.merged_patterns).saturating_add(merged),
             recursive: of_both(|size| size.recursive),
@@ -227,7 +227,7 @@ enum Part<'a> {
 impl<'a> Part<'a> {
     fn of(keywords: &'a Map<String, Value>) -> Vec<Self> {
         let mut parts = Vec::new();
-        let mut has_others = false;
+        let mut has_other_keywords = false;
         for (keyword, value) in keywords {
             match (keyword.as_str(), value) {
                 ("$ref", Value::String(reference)) => parts.push(Self::Reference(reference)),
@@ -235,10 +235,10 @@ impl<'a> Part<'a> {
                 ("anyOf" | "oneOf", Value::Array(all)) => parts.push(Self::Union(all)),
                 ("enum", Value::Array(all)) => parts.push(Self::Values(all)),
                 ("const", value) => parts.push(Self::Values(std::slice::from_ref(value))),
-                (keyword, _) => has_others |= !ANNOTATIONS.contains(&keyword),
+                (keyword, _) => has_other_keywords |= !ANNOTATIONS.contains(&keyword),
             }
         }
-        if has_others {
+        if has_other_keywords {
             parts.push(Self::Keywords(keywords));
         }
         parts
@@ -260,7 +260,7 @@ impl<'a> Part<'a> {
 struct Sizes<'a> {
     root: &'a Value,
     /// Number of subschemas in the document.
-    written: usize,
+    subschema_count: usize,
     /// Values that [`Sizes::may_copy_nested`] and [`Sizes::reached`] may still visit.
     visits_left: usize,
     /// Size of each definition, and the references in it.
@@ -328,23 +328,23 @@ impl<'a> Sizes<'a> {
     fn may_copy_nested(&mut self, parts: &[Part<'a>]) -> bool {
         let mut properties = HashMap::<&str, Vec<(usize, &Value)>>::new();
         for (index, part) in parts.iter().enumerate() {
-            let (mut rest, mut seen) = (vec![*part], HashSet::new());
-            while let Some(part) = rest.pop()
+            let (mut to_visit, mut seen) = (vec![*part], HashSet::new());
+            while let Some(part) = to_visit.pop()
                 && self.visits_left > 0
             {
                 self.visits_left -= 1;
                 match part {
                     Part::Reference(reference) => {
                         if seen.insert(reference) {
-                            rest.extend(referenced(self.root, reference).map(Part::Schema));
+                            to_visit.extend(referenced(self.root, reference).map(Part::Schema));
                         }
                     }
                     Part::Schema(Value::Object(keywords)) => {
                         self.visits_left = self.visits_left.saturating_sub(keywords.len());
-                        rest.extend(Part::of(keywords));
+                        to_visit.extend(Part::of(keywords));
                     }
                     Part::Schema(_) => {}
-                    Part::Union(all) => rest.extend(all.iter().map(Part::Schema)),
+                    Part::Union(all) => to_visit.extend(all.iter().map(Part::Schema)),
                     Part::Values(all) => {
                         if all.iter().any(|value| children(value).next().is_some()) {
                             return true;
@@ -412,18 +412,18 @@ impl<'a> Sizes<'a> {
             count = count.saturating_add(*size);
             references.extend(inside);
         }
-        if self.visits_left == 0 { self.written } else { count.min(self.written) }
+        if self.visits_left == 0 { self.subschema_count } else { count.min(self.subschema_count) }
     }
 
     /// Adds the references in a schema, until no visits are left.
     fn add_references(&mut self, schema: &'a Value, references: &mut Vec<&'a str>) {
-        let mut rest = vec![schema];
-        while let Some(value) = rest.pop()
+        let mut to_visit = vec![schema];
+        while let Some(value) = to_visit.pop()
             && self.visits_left > 0
         {
             self.visits_left -= 1;
             references.extend(value.get("$ref").and_then(Value::as_str));
-            rest.extend(children(value));
+            to_visit.extend(children(value));
         }
     }
 
@@ -464,13 +464,14 @@ impl<'a> Sizes<'a> {
                         size.with_patterns.saturating_add(size_of_one.with_patterns);
                     match is_named {
                         true => size.names += 1,
-                        false => size.rest = size.rest.saturating_add(total),
+                        false => size.unnamed = size.unnamed.saturating_add(total),
                     }
                 }
                 if intersects_properties(keywords) {
-                    size.nested = size.nested.saturating_add(size.names.saturating_mul(size.rest));
+                    size.nested =
+                        size.nested.saturating_add(size.names.saturating_mul(size.unnamed));
                 }
-                // llguidance copies the rest of other parts for each pattern.
+                // llguidance copies the unnamed subschemas of other parts for each pattern.
                 let patterns = keywords.get("patternProperties").and_then(Value::as_object);
                 if let Some(patterns) = patterns.filter(|patterns| !patterns.is_empty()) {
                     size.names = size.names.saturating_add(patterns.len());
