@@ -138,11 +138,11 @@ impl Scheduler {
         let keys = &sequence.chain.hashes()[resident..blocks_max.max(resident)];
         let slots = if sequence.may_load { tiers.choose_load(keys, most) } else { Vec::new() };
         let count = slots.len();
-        if sequence.touched == 0 {
+        if sequence.counted_blocks == 0 {
             // The other blocks are counted when they are computed.
-            sequence.touched = resident + count;
-            sequence.continues = sequence.touched > 0;
-            tiers.prefix_admitted(&sequence.chain.hashes()[..sequence.touched], resident);
+            sequence.counted_blocks = resident + count;
+            sequence.continues = sequence.counted_blocks > 0;
+            tiers.prefix_admitted(&sequence.chain.hashes()[..sequence.counted_blocks], resident);
         }
         if count == 0 {
             return Some(prefix);
@@ -275,7 +275,7 @@ pub(super) fn publish(
     kv.publish(&sequence.chain, &sequence.tokens, index, block);
     let Some(tiers) = tiers else { return };
     let (key, parent) = (sequence.chain.hashes()[index], sequence.chain.parent(index));
-    let is_counted = index < sequence.touched;
-    sequence.touched = sequence.touched.max(index + 1);
+    let is_counted = index < sequence.counted_blocks;
+    sequence.counted_blocks = sequence.counted_blocks.max(index + 1);
     tiers.block_written(key, parent, is_counted, sequence.continues);
 }

@@ -48,7 +48,7 @@ pub(super) struct Sequence {
     pub(super) given_len: usize,
     pub(super) chain: HashChain,
     /// Number of leading full blocks that the KV tiers count or have counted for this sequence.
-    pub(super) touched: usize,
+    pub(super) counted_blocks: usize,
     pub(super) sampling: Sampling,
     /// Place in the queue: the order of arrival of the sequence, or of the conversation that it continues.
     pub(super) arrival: Arrival,
@@ -168,7 +168,7 @@ impl Sequence {
             ignore_stop_tokens: new.ignore_stop_tokens,
             constraint: new.constraint.map(ActiveConstraint::from),
             chain,
-            touched: 0,
+            counted_blocks: 0,
             may_load: true,
             has_old_kv: false,
             continues: false,

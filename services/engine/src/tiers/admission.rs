@@ -44,7 +44,7 @@ impl Tiers {
         // A block that the request writes before the prefix is counted takes the LRU time of the prefix's last block. So
         // this time must be that of the admission.
         if let Some(&last) = keys.last() {
-            self.tiers.iter_mut().flatten().for_each(|tier| _ = tier.store.touch(last, None));
+            self.tiers.iter_mut().flatten().for_each(|tier| _ = tier.store.mark_used(last, None));
         }
         if !keys.is_empty() {
             self.uncounted += keys.len();
@@ -66,8 +66,8 @@ impl Tiers {
             for index in prefix.counted..end {
                 let key = prefix.keys[index];
                 for (tier, slot) in self.tiers.iter_mut().zip(&mut slots) {
-                    let touched = tier.as_mut().and_then(|tier| tier.store.touch(key, *slot));
-                    *slot = touched.or(*slot);
+                    let used = tier.as_mut().and_then(|tier| tier.store.mark_used(key, *slot));
+                    *slot = used.or(*slot);
                 }
                 if self.count(key) && index < prefix.resident {
                     self.offer(key);
@@ -99,7 +99,7 @@ impl Tiers {
         for WrittenBlock { key, parent, is_counted, continues } in written.drain(..) {
             let is_admitted = match is_counted {
                 true => self.admits(key),
-                false => self.touch(key, parent),
+                false => self.count_written_block(key, parent),
             };
             if is_admitted || continues {
                 self.offer(key);
@@ -109,10 +109,10 @@ impl Tiers {
     }
 
     /// Counts the occurrence of a written block. Returns whether the block is worth a save.
-    fn touch(&mut self, key: BlockHash, parent: BlockHash) -> bool {
+    fn count_written_block(&mut self, key: BlockHash, parent: BlockHash) -> bool {
         for tier in self.tiers.iter_mut().flatten().filter(|it| it.store.is_known(key)) {
             let parent = tier.store.slot(parent);
-            tier.store.touch(key, parent);
+            tier.store.mark_used(key, parent);
         }
         self.count(key)
     }
@@ -121,7 +121,7 @@ impl Tiers {
     fn count(&mut self, key: BlockHash) -> bool {
         match self.config.admission {
             TierAdmission::Always => true,
-            TierAdmission::SecondTouch => self.touches.touch(key),
+            TierAdmission::SecondTouch => self.touches.add(key),
         }
     }
 
@@ -182,7 +182,7 @@ mod tests {
         let used_last = [keys(1..=600), vec![BlockHash(1000)]].concat();
         assert_eq!(tiers.keys(Tier::Disk, 601), used_last);
         // A block that a request computes follows the block before it.
-        tiers.touch(BlockHash(601), BlockHash(600));
+        tiers.count_written_block(BlockHash(601), BlockHash(600));
         assert_eq!(tiers.keys(Tier::Disk, 601), keys(1..=601));
         tiers.check();
     }

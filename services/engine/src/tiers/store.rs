@@ -106,7 +106,7 @@ impl Store {
 
     /// Makes the block the most recently used one. With `parent`, moves the block in the LRU order so that it is overwritten
     /// just before the block in slot `parent`. Returns the block's slot if the block is known.
-    pub fn touch(&mut self, key: BlockHash, parent: Option<SlotIndex>) -> Option<SlotIndex> {
+    pub fn mark_used(&mut self, key: BlockHash, parent: Option<SlotIndex>) -> Option<SlotIndex> {
         let index = self.slot(key)?;
         if self.slots[index as usize].state == State::Stored {
             let used = match parent {
@@ -352,7 +352,7 @@ mod tests {
         // A prompt that is longer than the tier leaves its head.
         let saved: Vec<_> = (31..40).map(|key| save(key, key - 1)).collect();
         assert_eq!(saved[8], [31, 32, 33, 34, 35].map(BlockHash));
-        store.touch(BlockHash(33), None);
+        store.mark_used(BlockHash(33), None);
         assert_eq!(store.keys(1), [BlockHash(33)]);
         store.check();
     }
@@ -362,7 +362,7 @@ mod tests {
         let mut store = Store::new(2);
         let first = save(&mut store, 1);
         save(&mut store, 2);
-        store.touch(BlockHash(1), None);
+        store.mark_used(BlockHash(1), None);
         save(&mut store, 3);
         assert!(store.is_stored(BlockHash(1)) && !store.is_stored(BlockHash(2)));
         let read = store.begin_load(BlockHash(1)).unwrap();
@@ -388,7 +388,7 @@ mod tests {
             (1..=8).flat_map(|conversation| (1..=100).map(move |it| 1000 * conversation + it));
         keys.for_each(|key| save(&mut store, key));
         let mut parent = None;
-        (1001..=1100).for_each(|key| parent = store.touch(BlockHash(key), parent));
+        (1001..=1100).for_each(|key| parent = store.mark_used(BlockHash(key), parent));
         (1101..=1120).for_each(|key| save(&mut store, key));
         store.check();
         let is_stored = |key: u128| store.is_stored(BlockHash(key));
@@ -408,7 +408,7 @@ mod tests {
             for _ in 0..key % 7 {
                 number = number.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
                 let touched = used.remove((number >> 33) as usize % used.len());
-                store.touch(BlockHash(touched), None);
+                store.mark_used(BlockHash(touched), None);
                 used.push(touched);
             }
             save(&mut store, key);
@@ -463,7 +463,7 @@ mod tests {
     fn keys_are_those_of_the_blocks_that_were_used_last() {
         let mut store = Store::new(3);
         (1..=3).for_each(|key| _ = save(&mut store, key));
-        store.touch(BlockHash(1), None);
+        store.mark_used(BlockHash(1), None);
         assert_eq!(store.keys(2), [BlockHash(1), BlockHash(3)]);
     }
 

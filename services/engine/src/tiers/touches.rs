@@ -23,8 +23,8 @@ impl Touches {
         Self { recent: HashMap::default(), older: HashMap::default(), keys_max: keys_max.max(1) }
     }
 
-    /// Counts a touch, and returns whether it is not the first. A request touches a block at most once.
-    pub fn touch(&mut self, key: BlockHash) -> bool {
+    /// Counts a touch of the block, and returns whether it is not the first. A request touches a block at most once.
+    pub fn add(&mut self, key: BlockHash) -> bool {
         if let Some(is_second) = self.recent.get_mut(&key) {
             *is_second = true;
             return true;
@@ -50,26 +50,26 @@ mod tests {
     #[test]
     fn second_touch_is_told_from_the_first() {
         let mut touches = Touches::new(10);
-        assert!(!touches.touch(BlockHash(1)));
+        assert!(!touches.add(BlockHash(1)));
         assert!(!touches.is_second(BlockHash(1)) && !touches.is_second(BlockHash(2)));
-        assert!(touches.touch(BlockHash(1)));
+        assert!(touches.add(BlockHash(1)));
         assert!(touches.is_second(BlockHash(1)));
     }
 
     #[test]
     fn memory_is_bounded_and_a_key_is_known_for_a_generation() {
         let mut touches = Touches::new(4);
-        touches.touch(BlockHash(1000));
+        touches.add(BlockHash(1000));
         for key in 0..4 {
-            touches.touch(BlockHash(key));
+            touches.add(BlockHash(key));
         }
-        touches.touch(BlockHash(1000));
+        touches.add(BlockHash(1000));
         assert!(touches.is_second(BlockHash(1000)));
         for key in 0..100 {
-            touches.touch(BlockHash(key));
+            touches.add(BlockHash(key));
             assert!(touches.recent.len() <= 4 && touches.older.len() <= 4);
         }
-        touches.touch(BlockHash(1000));
+        touches.add(BlockHash(1000));
         assert!(!touches.is_second(BlockHash(1000)), "the key was dropped meanwhile");
     }
 }
