@@ -200,7 +200,7 @@ mod tests {
             Full::Bodies { bytes_max: 1 }.into(),
             Full::Stopping.into(),
             RequestError::Busy { waited, retry_after_s: 1 },
-            RequestError::NoDecodeNode { waited },
+            RequestError::NoDecodeNode { waited, reason: reason() },
             RequestError::NoGrammar { field: "regex" },
             RequestError::AttemptsSpent { attempts: 1, last: reason() },
             RequestError::Refused { reason: reason() },

@@ -113,8 +113,8 @@ pub enum RequestError {
     Overload(#[from] Overload),
     #[error("all nodes are busy, for {} ms now; retry after {retry_after_s} s", waited.as_millis())]
     Busy { waited: Duration, retry_after_s: u32 },
-    #[error("no decode node was available for {} ms", waited.as_millis())]
-    NoDecodeNode { waited: Duration },
+    #[error("no decode node was available for {} ms: {reason}", waited.as_millis())]
+    NoDecodeNode { waited: Duration, reason: String },
     #[error(
         "{field} cannot be served now: no decode node of the model supports this grammar, because all are of an \
          older release"
@@ -173,7 +173,9 @@ impl RequestError {
             }
             GiveUp::Busy { waited } => Self::Busy { waited, retry_after_s },
             GiveUp::Late(late) => Overload { full: Full::Late(late), retry_after_s }.into(),
-            GiveUp::NoDecodeNode { waited } => Self::NoDecodeNode { waited },
+            GiveUp::NoDecodeNode { waited, reason } => {
+                Self::NoDecodeNode { waited, reason: reason.to_string() }
+            }
             GiveUp::Deadline => Self::Deadline { timeout },
             GiveUp::Final(failure) => match failure.cause {
                 Cause::Deadline => Self::Deadline { timeout },

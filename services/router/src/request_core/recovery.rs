@@ -42,6 +42,8 @@ pub struct Recovery {
     avoid_prefill: Vec<Epoch>,
     avoid_decode: Vec<Epoch>,
     waiting: Option<Waiting>,
+    /// Why the last pick found no decode node, unless the nodes were busy.
+    no_node: Option<NoNode>,
 }
 
 #[derive(Clone, Copy, Debug)]
@@ -87,8 +89,8 @@ pub enum GiveUp {
     Busy { waited: Duration },
     /// The request could no longer complete before its deadline.
     Late(TooLate),
-    /// No decode node was available for this time.
-    NoDecodeNode { waited: Duration },
+    /// No decode node was available for this time; why the last pick found none.
+    NoDecodeNode { waited: Duration, reason: NoNode },
     /// The request's deadline passed while nodes were available.
     Deadline,
 }
@@ -104,6 +106,7 @@ impl Recovery {
             avoid_prefill: Vec::new(),
             avoid_decode: Vec::new(),
             waiting: None,
+            no_node: None,
         }
     }
 
@@ -218,8 +221,10 @@ impl Recovery {
         let waited = self.wait(wait_reason, now);
         let is_bounded = wait_reason == WaitReason::Unfit && !self.has_begun;
         if is_bounded && waited >= self.policy.busy_timeout {
-            return NextStep::GiveUp(GiveUp::NoDecodeNode { waited });
+            let reason = reason.clone();
+            return NextStep::GiveUp(GiveUp::NoDecodeNode { waited, reason });
         }
+        self.no_node = Some(reason.clone());
         NextStep::WaitForNode { waited }
     }
 
@@ -247,7 +252,8 @@ impl Recovery {
 
     /// Handles a deadline that passed while the request waited for a node.
     pub fn no_decode_node(&mut self, now: Instant) -> GiveUp {
-        GiveUp::NoDecodeNode { waited: self.waited(now) }
+        let reason = self.no_node.take().expect("the request waits because of a pick");
+        GiveUp::NoDecodeNode { waited: self.waited(now), reason }
     }
 
     /// Returns how long the request has waited.
@@ -459,7 +465,7 @@ mod tests {
         let waited = POLICY.busy_timeout;
         assert_eq!(
             recovery.no_node(&unfit, start + waited),
-            NextStep::GiveUp(GiveUp::NoDecodeNode { waited })
+            NextStep::GiveUp(GiveUp::NoDecodeNode { waited, reason: unfit })
         );
     }
 

@@ -224,7 +224,8 @@ fn the_error_at_the_deadline_says_that_no_decode_node_was_available() {
         }
     }
     assert_eq!(owner.elapsed(), TIMEOUT);
-    assert_eq!(outputs, [Output::Fail(GiveUp::NoDecodeNode { waited: TIMEOUT })]);
+    let (waited, reason) = (TIMEOUT, NONE_UP);
+    assert_eq!(outputs, [Output::Fail(GiveUp::NoDecodeNode { waited, reason })]);
     // Picking backs off to once a second.
     assert!(picks < 700, "{picks} picks");
 }
@@ -407,7 +408,7 @@ fn a_begun_answer_waits_for_a_node_that_fits_until_its_deadline() {
                 break outputs;
             }
         };
-        assert_eq!(end, [Output::Fail(GiveUp::NoDecodeNode { waited: TIMEOUT })], "{reason}");
+        assert_eq!(end, [Output::Fail(GiveUp::NoDecodeNode { waited: TIMEOUT, reason })]);
     }
 }
 

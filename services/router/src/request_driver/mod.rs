@@ -188,9 +188,12 @@ async fn prepare(
     let wait_limits = WaitLimits { wait_max, deadline: deadline.at.into_std() };
     let output_tokens_max = options.output_tokens_max(fields.default_length);
     model.waiting.check(&flow, output_tokens_max, wait_limits)?;
-    let none = RequestError::NoDecodeNode { waited: Duration::ZERO };
+    let none = || {
+        let reason = "no node has served the model yet".to_owned();
+        RequestError::NoDecodeNode { waited: Duration::ZERO, reason }
+    };
     // While no node is up, the limits of the last known nodes apply, and the request waits for a node in its core.
-    let limits = front.nodes.last_limits(&model.name).ok_or(none)?;
+    let limits = front.nodes.last_limits(&model.name).ok_or_else(none)?;
 
     let grammar_version = options.grammar.as_ref().map_or(0, RequestedGrammar::version);
     let grammar = match options.grammar.take() {
