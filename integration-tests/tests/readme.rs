@@ -323,21 +323,57 @@ fn every_documented_command_has_valid_flags() -> Result<()> {
     Ok(())
 }
 
+/// Returns the anchors that GitHub gives the headings of a page.
+fn anchors(page: &str) -> Vec<String> {
+    let outside_fences: Vec<&str> = page.split("```").step_by(2).collect();
+    let text = outside_fences.join("\n");
+    let headings = text.lines().filter(|line| line.starts_with('#'));
+    let titles = headings.map(|heading| heading.trim_start_matches('#').trim().to_lowercase());
+    let anchor = |title: String| title.replace(' ', "-").replace(is_dropped_from_anchors, "");
+    titles.map(anchor).collect()
+}
+
+fn is_dropped_from_anchors(c: char) -> bool {
+    !(c.is_alphanumeric() || c == '-' || c == '_')
+}
+
+/// Returns the pages of the folders of the code.
+fn readmes() -> Vec<String> {
+    let mut readmes = Vec::new();
+    for parent in [".", "services", "kernels", "kernels/cuda"] {
+        for entry in std::fs::read_dir(root().join(parent)).expect("a readable folder") {
+            let folder = entry.expect("a readable folder").file_name();
+            let readme = format!("{parent}/{}/README.md", folder.display());
+            if root().join(&readme).exists() {
+                readmes.push(readme);
+            }
+        }
+    }
+    readmes
+}
+
 #[test]
-fn every_link_of_the_pages_leads_to_a_file() {
-    let mut count = 0;
-    for name in pages() {
+fn every_link_of_the_pages_leads_to_a_file_and_a_heading() {
+    let (mut files, mut headings) = (0, 0);
+    for name in pages().into_iter().chain(readmes()) {
         let text = page(&name);
         let folder = root().join(&name).parent().expect("a page lies in a folder").to_owned();
         let links = text.split("](").skip(1);
         let links = links.map(|rest| rest.split(')').next().unwrap_or_default());
-        for link in links.filter(|link| !link.contains("://") && !link.starts_with('#')) {
-            let file = link.split_once('#').map_or(link, |(file, _)| file);
-            assert!(folder.join(file).exists(), "{name}: {link} is not there");
-            count += 1;
+        for link in links.filter(|link| !link.contains("://")) {
+            let (file, anchor) = link.split_once('#').unwrap_or((link, ""));
+            let target = if file.is_empty() { root().join(&name) } else { folder.join(file) };
+            assert!(target.exists(), "{name}: {link} is not there");
+            files += 1;
+            if !anchor.is_empty() {
+                let linked = std::fs::read_to_string(&target).expect("a readable page");
+                let is_there = anchors(&linked).iter().any(|found| found == anchor);
+                assert!(is_there, "{name}: {link} has no such heading");
+                headings += 1;
+            }
         }
     }
-    assert!(count > 30, "{count}");
+    assert!(files > 200 && headings > 50, "{files} links, {headings} of them to headings");
 }
 
 #[test]
