@@ -60,12 +60,19 @@ impl Server {
         })
     }
 
-    /// Requests a greedy answer of `output_tokens` tokens, ignoring EOS. An answer by a schema may be shorter.
-    pub async fn ask(&self, prompt: &[u32], output_tokens: u32) -> Result<Measured> {
+    /// Requests a greedy answer of `output_tokens` tokens, ignoring EOS. An answer by a schema may be shorter. With
+    /// `returns_ids` the answer has token ids. The server then also returns the prompt's ids, before the first token,
+    /// which takes a while for a long prompt.
+    pub async fn ask(
+        &self,
+        prompt: &[u32],
+        output_tokens: u32,
+        returns_ids: bool,
+    ) -> Result<Measured> {
         let mut body = json!({
             "model": self.model, "prompt": prompt, "max_tokens": output_tokens, "stream": true,
-            "ignore_eos": true, "temperature": 0.0, "return_token_ids": true,
-            "stream_options": {"include_usage": true},
+            "ignore_eos": true, "temperature": 0.0, "return_token_ids": returns_ids,
+            "stream_options": {"include_usage": true, "continuous_usage_stats": true},
         });
         let mut output_min = output_tokens as usize;
         if let Some(schema) = &self.schema {
@@ -75,7 +82,7 @@ impl Server {
         }
         let sent = Instant::now();
         let url = format!("{}/v1/completions", self.url);
-        let mut answer = Answer::default();
+        let mut answer = Answer { tokens_max: output_tokens as usize, ..Answer::default() };
         let on_event = |event: &str| answer.take(event, sent.elapsed().as_secs_f64());
         self.client.post_for_events(&url, &[], &body, on_event).await?;
         let output = output_min..=output_tokens as usize;
@@ -86,6 +93,7 @@ impl Server {
 /// State of one stream.
 #[derive(Default)]
 struct Answer {
+    tokens_max: usize,
     token_times: Vec<f64>,
     token_ids: Option<Vec<u32>>,
     counted: Option<usize>,
@@ -111,14 +119,17 @@ impl Answer {
             self.cached_tokens = cached as usize;
         }
         let choice = &event["choices"][0];
+        let is_chunk = choice["text"].is_string();
         if let Some(ids) = choice["token_ids"].as_array() {
             let ids = ids.iter().filter_map(|id| u32::try_from(id.as_u64()?).ok());
             let known = self.token_ids.get_or_insert_default();
             known.extend(ids);
             self.token_times.resize(known.len(), now);
-        } else if choice["text"].is_string() && self.token_ids.is_none() {
+        } else if is_chunk && let Some(counted) = usage["completion_tokens"].as_u64() {
+            self.token_times.resize((counted as usize).min(self.tokens_max), now);
+        } else if is_chunk && self.token_ids.is_none() {
             // A token whose text is held back has an empty chunk, and the chunk with the finish reason has no
-            // token: the usage has the exact number.
+            // token: the usage at the end has the exact number.
             self.token_times.push(now);
         }
         Ok(())
@@ -166,7 +177,7 @@ mod tests {
     use super::*;
 
     fn answer(events: &[(&str, f64)], wanted: usize) -> Result<Measured> {
-        let mut answer = Answer::default();
+        let mut answer = Answer { tokens_max: wanted, ..Answer::default() };
         for (event, now) in events {
             answer.take(event, *now)?;
         }
@@ -188,6 +199,15 @@ mod tests {
         assert_eq!(measured.token_ids, Some(vec![1, 2, 3]));
         assert_eq!((measured.prompt_tokens, measured.cached_tokens), (5, 4));
         assert_eq!((measured.ttft(), measured.tpot()), (1.0, 0.5));
+    }
+
+    #[test]
+    fn tokens_are_counted_by_the_usage_of_each_chunk() {
+        let two = r#"{"choices":[{"text":"ab"}],"usage":{"completion_tokens":2}}"#;
+        let end = r#"{"choices":[{"text":"c","finish_reason":"length"}],"usage":{"completion_tokens":3}}"#;
+        let usage = r#"{"choices":[],"usage":{"completion_tokens":3}}"#;
+        let measured = answer(&[(two, 0.1), (end, 0.3), (usage, 0.4), ("[DONE]", 0.5)], 3).unwrap();
+        assert_eq!((measured.token_times, measured.token_ids), (vec![0.1, 0.1, 0.3], None));
     }
 
     #[test]

@@ -412,10 +412,13 @@ async fn converse(
 ) -> Outcome {
     let started = Instant::now();
     let (mut prompt, mut turns, mut error) = (Vec::new(), Vec::new(), None);
+    let mut turns_left = conversation.turns.len();
     for turn in conversation.turns {
+        turns_left -= 1;
         tokio::time::sleep(Duration::from_secs_f64(turn.pause)).await;
         prompt.extend_from_slice(&turn.new_tokens);
-        let answer = tokio::time::timeout(timeout, server.ask(&prompt, turn.output_tokens)).await;
+        let asked = server.ask(&prompt, turn.output_tokens, turns_left > 0);
+        let answer = tokio::time::timeout(timeout, asked).await;
         bar.inc(1);
         match answer {
             Ok(Ok(measured)) => {
