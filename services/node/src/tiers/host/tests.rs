@@ -61,10 +61,12 @@ struct Copies {
     gate: Option<Gate>,
 }
 
-/// Reports when the copies of a batch begin, and receives a permit for each batch whose copies may end.
+/// Reports each call that starts the copies of a batch, and receives a permit for its return and one for the end of the
+/// copies.
 #[derive(Clone)]
 struct Gate {
     begun: Sender<()>,
+    returns: Receiver<()>,
     ends: Receiver<()>,
 }
 
@@ -90,6 +92,7 @@ impl OffloadStream for Copies {
         }
         let ends = self.gate.as_ref().map(|gate| {
             gate.begun.send(()).unwrap();
+            gate.returns.recv_timeout(WITHIN).unwrap();
             gate.ends.clone()
         });
         Ok(Box::new(Copied { blocks: from.into_iter().zip(to).collect(), ends }))
@@ -312,21 +315,23 @@ fn cancelled_saves_wait_for_the_oldest_batch_of_copies_only() {
     let (permits, pins) = bounded(1);
     permits.send(()).unwrap();
     let ((begun, begins), (end, ends)) = (bounded(BATCHES), bounded(BATCHES));
-    let node = Node::start(device_with(pins, Some(Gate { begun, ends })), LIMITS);
+    let (may_return, returns) = bounded(1);
+    let node = Node::start(device_with(pins, Some(Gate { begun, returns, ends })), LIMITS);
     assert_eq!(node.event(), TierEvent::Grown { tier: Tier::Host, slots: BLOCKS });
-    // With the largest number of batches in flight, the thread waits for the oldest.
-    let copying: Vec<_> = (0..BATCHES as u32)
-        .map(|block| {
-            let job = node.start_save(block, block);
-            begins.recv_timeout(WITHIN).unwrap();
-            job
-        })
-        .collect();
+    // Each save is queued before the thread looks for more work, so that every batch in flight has one save.
+    let mut copying = vec![node.start_save(0, 0)];
+    for block in 1..BATCHES as u32 {
+        begins.recv_timeout(WITHIN).unwrap();
+        copying.push(node.start_save(block, block));
+        may_return.send(()).unwrap();
+    }
+    begins.recv_timeout(WITHIN).unwrap();
     // More saves than a batch has.
     let blocks = BATCHES as u32..HOST_SAVES_MAX as u32;
     assert!(blocks.len() > SAVE_BATCH);
     let queued: Vec<_> = blocks.map(|block| node.start_save(block, block)).collect();
     node.cancelled.store(HOST_SAVES_MAX as u64, Ordering::Relaxed);
+    may_return.send(()).unwrap();
     end.send(()).unwrap();
     assert_eq!(node.event(), TierEvent::Saved { job: copying[0] });
     for job in queued {
