@@ -198,22 +198,20 @@ pub(crate) fn memory<'a>(
     Ok(NodeDevice::Gpu { memory_bytes: memory_bytes.saturating_sub(reserve(config)) })
 }
 
-/// Loads the kernels that gather blocks and, with `verify`, those that hash KV, on the ranks' GPUs. The node's process
+/// Loads the kernels that gather blocks and those that compute digests of KV on the ranks' GPUs. The node's process
 /// needs no other kernel.
-pub(crate) fn load_transfer_kernels(node: &config::Node, kv: &RankedKv, verify: bool) {
+pub(crate) fn load_kv_kernels(node: &config::Node, kv: &RankedKv) {
     let library = KernelLibrary::open(kernels(node).as_deref()).map(Arc::new);
     if let Err(error) = library.as_ref().map_err(Clone::clone).and_then(|it| kv.move_with(it)) {
         warn!(%error, "KV for nccl is gathered by copies instead of a kernel");
     }
-    if verify {
-        warn_of_host_digests(library.and_then(|library| kv.digest_with(&library)));
-    }
+    warn_of_host_digests(library.and_then(|library| kv.digest_with(&library)));
 }
 
-/// Warns that the host computes integrity values, because the GPU cannot.
+/// Warns that the host computes the digests of KV, because the GPU cannot.
 fn warn_of_host_digests(digested: Result<(), CudaError>) {
     if let Err(error) = digested {
-        warn!(%error, "KV is verified on the host instead of the GPU");
+        warn!(%error, "digests of KV are computed on the host instead of the GPU");
     }
 }
 
@@ -290,7 +288,8 @@ pub(crate) fn start_gpu(
     let limits = limits_of(rank.map_or(Ok(fitting), |rank| rank.least(fitting))?)?;
     let kv = DeviceKv::new(&context, own_layout, limits.blocks).map_err(CudaExecutorError::from)?;
     if !is_rank {
-        // Peers may require integrity values. With ranks, the node process computes them and moves the blocks.
+        // Peers may require integrity values, and the host tier needs digests. With ranks, the node process loads these
+        // kernels.
         warn_of_host_digests(kv.digest_with(Arc::clone(&library)));
         kv.move_with(library).map_err(CudaExecutorError::from)?;
     }

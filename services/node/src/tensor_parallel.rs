@@ -136,7 +136,7 @@ pub(crate) fn start(
             group.set_polling(config.node.gpu_poll);
             let kv = RankedKv::imported(layout, &group.ready_messages())
                 .map_err(StartError::RankedKv)?;
-            device::load_transfer_kernels(&config.node, &kv, config.transfer.verify);
+            device::load_kv_kernels(&config.node, &kv);
             (group, KvArena::remote(kv)?)
         }
     };
