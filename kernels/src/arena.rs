@@ -34,7 +34,7 @@ pub use slices::BlockSlices;
 pub use stream::{RowBlocks, StreamAccess, StreamStep};
 
 use crate::{
-    digest::{self, Heads},
+    digest::{self, DigestPurpose, Heads},
     layout::{BlockId, KvLayout},
     offload::BlockOffload,
     peer::{PeerChannels, PeerMemory},
@@ -117,12 +117,12 @@ pub trait RemoteBlocks: Send + Sync {
     fn read(&self, offset: usize, host: &mut [u8]) -> Result<(), String>;
     /// Copies bytes to `offset`.
     fn write(&self, offset: usize, host: &[u8]) -> Result<(), String>;
-    /// Computes the [`digest`] of these blocks, by default over copies in host memory.
+    /// Computes the [`digest`] of these blocks for a transfer, by default over copies in host memory.
     fn digest(&self, blocks: &[BlockId]) -> Result<u64, String> {
         digest_of_copies(self, blocks)
     }
     /// Computes the [`digest`] of each block by itself, by default over copies in host memory.
-    fn digests(&self, blocks: &[BlockId]) -> Result<Vec<u64>, String> {
+    fn digests(&self, blocks: &[BlockId], _: DigestPurpose) -> Result<Vec<u64>, String> {
         digests_of_copies(self, blocks)
     }
     /// Returns the interface by which processes of this host read each other's blocks on the device.
@@ -385,11 +385,12 @@ impl KvArena {
     fn digests(
         &self,
         blocks: &[BlockId],
+        purpose: DigestPurpose,
         mut in_host_memory: impl FnMut(usize, &Heads) -> u64,
     ) -> Result<Vec<u64>, ArenaError> {
         if let Some(remote) = self.remote_blocks() {
             let failed = |reason| ArenaError::Digest { blocks: blocks.len(), reason };
-            return remote.digests(blocks).map_err(failed);
+            return remote.digests(blocks, purpose).map_err(failed);
         }
         let heads = Heads::all(self.layout);
         Ok((0..blocks.len()).map(|index| in_host_memory(index, &heads)).collect())

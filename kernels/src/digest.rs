@@ -24,6 +24,14 @@ use crate::layout::KvLayout;
 const STEP: u64 = 0x9e37_79b9_7f4a_7c15;
 const WORD_BYTES: usize = 8;
 
+/// Purpose of digests. Digests of one purpose do not wait for those of another.
+#[derive(Clone, Copy, Debug)]
+pub enum DigestPurpose {
+    Transfer,
+    SaveToHost,
+    LoadFromHost,
+}
+
 /// The heads of whole blocks that one rank holds.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Heads {

@@ -6,7 +6,7 @@ use kernels::{
     BlockId, BlockRead, Dtype, KvArena, KvLayout,
     arena::RemoteBlocks,
     cuda::{DeviceKv, RankedKv, weight_digest},
-    digest::{self, Heads, WeightRuns},
+    digest::{self, DigestPurpose, Heads, WeightRuns},
 };
 
 use test_harness::skip;
@@ -103,8 +103,10 @@ pub fn block_digests_match_cpu_for_any_layout_and_rank_count() {
             let alone = |block: &BlockId| {
                 digest::of_block(&Heads::all(layout), 0, &contents[block.index()])
             };
-            assert_eq!(memory.digests(&each), Ok(each.iter().map(alone).collect()), "{what}");
-            assert_eq!(memory.digests(&[]), Ok(Vec::new()), "{what}");
+            let expected = each.iter().map(alone).collect();
+            let purpose = DigestPurpose::SaveToHost;
+            assert_eq!(memory.digests(&each, purpose), Ok(expected), "{what}");
+            assert_eq!(memory.digests(&[], purpose), Ok(Vec::new()), "{what}");
             // Changes one byte and restores it.
             let guards =
                 || ids([9, 4]).iter().map(|id| arena.read(*id).unwrap()).collect::<Vec<_>>();
@@ -135,16 +137,20 @@ pub fn digests_of_several_threads_match_cpu() {
                 [term(0), term(1)]
             })
             .collect();
-        // More threads than there are lanes.
+        // Several threads of each purpose.
         thread::scope(|scope| {
             for thread in 0..8 {
                 let (kv, terms) = (&kv, &terms);
+                let purpose = match thread % 2 {
+                    0 => DigestPurpose::SaveToHost,
+                    _ => DigestPurpose::LoadFromHost,
+                };
                 scope.spawn(move || {
                     for round in 0..rounds {
                         let at = |step: u32| (thread * 5 + round * 7 + step * 3) % BLOCKS;
                         let each = ids((0..1 + round % BLOCKS).map(at));
                         let expected = each.iter().map(|block| terms[block.index()][0]).collect();
-                        assert_eq!(kv.digests(&each), Ok(expected), "{ranks} ranks");
+                        assert_eq!(kv.digests(&each, purpose), Ok(expected), "{ranks} ranks");
                         let pair = [at(0), at(1)].map(|block| terms[block as usize]);
                         let expected = pair[0][0].wrapping_add(pair[1][1]);
                         assert_eq!(kv.digest(&ids([at(0), at(1)])), Ok(expected), "{ranks} ranks");

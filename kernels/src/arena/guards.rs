@@ -3,7 +3,10 @@
 use std::{fmt, ptr::NonNull, slice, sync::Arc};
 
 use super::{ArenaError, KvArena, RemoteBlocks};
-use crate::{digest, layout::BlockId};
+use crate::{
+    digest::{self, DigestPurpose},
+    layout::BlockId,
+};
 
 impl KvArena {
     /// Borrows a block for reading; other readers may hold it too.
@@ -65,7 +68,7 @@ impl BlockRead {
         }
     }
 
-    /// Computes the [`digest`] of blocks of one arena, in this order.
+    /// Computes the [`digest`] of blocks of one arena, in this order, for a transfer.
     ///
     /// # Panics
     /// When the blocks belong to several arenas.
@@ -79,7 +82,7 @@ impl BlockRead {
         })
     }
 
-    /// Computes the [`digest`] of each of these blocks of one arena by itself.
+    /// Computes the [`digest`] of each of these blocks of one arena by itself, for a save to host memory.
     ///
     /// # Panics
     /// When the blocks belong to several arenas.
@@ -87,7 +90,7 @@ impl BlockRead {
         let Some(first) = blocks.first() else { return Ok(Vec::new()) };
         assert!(blocks.iter().all(|block| Arc::ptr_eq(&block.arena, &first.arena)), "one arena");
         let ids: Vec<BlockId> = blocks.iter().map(Self::block).collect();
-        first.arena.digests(&ids, |index, heads| {
+        first.arena.digests(&ids, DigestPurpose::SaveToHost, |index, heads| {
             let view = blocks[index].host_view().expect("blocks in host memory have a view");
             digest::of_block(heads, 0, view)
         })
@@ -169,13 +172,13 @@ impl BlockWrite {
         })
     }
 
-    /// Computes the digests as [`BlockRead::digests`] does.
+    /// Computes the digests as [`BlockRead::digests`] does, for a load from host memory.
     pub fn digests(blocks: &mut [Self]) -> Result<Vec<u64>, ArenaError> {
         let Some(first) = blocks.first() else { return Ok(Vec::new()) };
         let arena = Arc::clone(&first.arena);
         assert!(blocks.iter().all(|block| Arc::ptr_eq(&block.arena, &arena)), "one arena");
         let ids: Vec<BlockId> = blocks.iter().map(Self::block).collect();
-        arena.digests(&ids, |index, heads| {
+        arena.digests(&ids, DigestPurpose::LoadFromHost, |index, heads| {
             let view = blocks[index].host_view_mut().expect("blocks in host memory have a view");
             digest::of_block(heads, 0, view)
         })

@@ -1,6 +1,6 @@
 //! Computes digests of KV blocks and weights on the GPU that has them.
 
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use super::{
     attention::dtype_code,
@@ -12,14 +12,12 @@ use super::{
     stream_progress::{Mark, StreamProgress},
 };
 use crate::{
-    digest::{Heads, WeightRuns},
+    digest::{DigestPurpose, Heads, WeightRuns},
     layout::{BlockId, Dtype},
 };
 
 /// Numbers that the kernel writes for a part of a weight: the digest, and the elements that are not finite.
 pub(super) const SUMS: usize = 2;
-/// Calls in flight on one GPU: those of the threads that save to and load from host memory, and a transfer's.
-const LANES: usize = 3;
 
 /// Computes digests of blocks on one GPU. The kernel stores them into host memory: a copy to the host would queue behind
 /// the copies of blocks to the host.
@@ -28,17 +26,20 @@ pub(super) struct Digester {
     library: Arc<KernelLibrary>,
     digest_lists: DigestLists,
     context: Arc<Context>,
-    lanes: [Mutex<Lane>; LANES],
+    transfers: Mutex<DigestLane>,
+    /// One thread saves and one loads, so neither waits for another call.
+    saves: Mutex<DigestLane>,
+    loads: Mutex<DigestLane>,
 }
 
 /// Stream and memory of one call at a time.
 #[derive(Debug)]
-struct Lane {
+struct DigestLane {
     stream: Stream<Compute>,
     progress: StreamProgress,
     done: Event,
-    /// Device memory in which the digests are accumulated, and the number of CTAs that have added theirs. The kernel
-    /// leaves zeros.
+    /// Device memory in which the digests are accumulated, and the number of CTAs that have added their sums. The
+    /// kernel leaves zeros.
     sums: Range,
     /// The kernel writes them. They are read after the call's mark.
     results: Pinned<u64>,
@@ -49,10 +50,10 @@ pub(super) struct DigestsInFlight<'a> {
     count: usize,
     /// `None` after the wait.
     mark: Option<Mark>,
-    lane: MutexGuard<'a, Lane>,
+    lane: MutexGuard<'a, DigestLane>,
 }
 
-impl Lane {
+impl DigestLane {
     fn new(context: &Arc<Context>) -> Result<Self, CudaError> {
         let bytes = (ffi::DIGESTS_MAX + 1) * size_of::<u64>();
         let (stream, sums) =
@@ -79,20 +80,21 @@ impl Digester {
     /// When the library has no digest kernel, or memory is exhausted.
     pub fn new(context: &Arc<Context>, library: Arc<KernelLibrary>) -> Result<Self, CudaError> {
         let digest_lists = library.digest_lists()?;
-        let lane = || Lane::new(context).map(Mutex::new);
-        let lanes = [lane()?, lane()?, lane()?];
-        Ok(Self { digest_lists, library, context: Arc::clone(context), lanes })
+        let lane = || DigestLane::new(context).map(Mutex::new);
+        let (transfers, saves, loads) = (lane()?, lane()?, lane()?);
+        let context = Arc::clone(context);
+        Ok(Self { digest_lists, library, context, transfers, saves, loads })
     }
 
-    /// Launches the digest of `heads` of `blocks`; a block of `data` has these heads only. The blocks must be
-    /// written already and stay unchanged until the digest completes.
+    /// Launches the digest of `heads` of `blocks` for a transfer; a block of `data` has these heads only. The blocks must
+    /// be written already and stay unchanged until the digest completes.
     pub fn start(
         &self,
         data: &Range,
         heads: &Heads,
         blocks: &[BlockId],
     ) -> Result<DigestsInFlight<'_>, CudaError> {
-        self.start_call(data, heads, blocks, false)
+        self.start_call(data, heads, blocks, (false, DigestPurpose::Transfer))
     }
 
     /// Launches a digest for each block by itself. See [`start`](Self::start).
@@ -104,8 +106,9 @@ impl Digester {
         data: &Range,
         heads: &Heads,
         blocks: &[BlockId],
+        purpose: DigestPurpose,
     ) -> Result<DigestsInFlight<'_>, CudaError> {
-        self.start_call(data, heads, blocks, true)
+        self.start_call(data, heads, blocks, (true, purpose))
     }
 
     /// Blocks whose own digests are computed at a time.
@@ -116,9 +119,9 @@ impl Digester {
         data: &Range,
         heads: &Heads,
         blocks: &[BlockId],
-        is_each: bool,
+        (is_each, purpose): (bool, DigestPurpose),
     ) -> Result<DigestsInFlight<'_>, CudaError> {
-        let mut lane = self.lane();
+        let mut lane = self.lane(purpose);
         self.context.bind()?;
         let launched = self.launch(data, heads, blocks, is_each, &lane);
         match launched.and_then(|()| lane.mark()) {
@@ -135,14 +138,14 @@ impl Digester {
         }
     }
 
-    /// Returns an idle lane, or waits for the first.
-    fn lane(&self) -> MutexGuard<'_, Lane> {
-        let idle = self.lanes.iter().find_map(|lane| match lane.try_lock() {
-            Ok(lane) => Some(lane),
-            Err(TryLockError::Poisoned(error)) => Some(error.into_inner()),
-            Err(TryLockError::WouldBlock) => None,
-        });
-        idle.unwrap_or_else(|| self.lanes[0].lock().unwrap_or_else(PoisonError::into_inner))
+    /// Waits until the earlier call of this purpose is complete.
+    fn lane(&self, purpose: DigestPurpose) -> MutexGuard<'_, DigestLane> {
+        let lane = match purpose {
+            DigestPurpose::Transfer => &self.transfers,
+            DigestPurpose::SaveToHost => &self.saves,
+            DigestPurpose::LoadFromHost => &self.loads,
+        };
+        lane.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     fn launch(
@@ -151,7 +154,7 @@ impl Digester {
         heads: &Heads,
         blocks: &[BlockId],
         is_each: bool,
-        lane: &Lane,
+        lane: &DigestLane,
     ) -> Result<(), CudaError> {
         let block_bytes = heads.own().block_bytes();
         let ids: Vec<i32> = blocks.iter().map(|block| block.0 as i32).collect();

@@ -16,7 +16,7 @@ use super::{
 };
 use crate::{
     arena::{BlockSlices, RemoteBlocks, digest_of_copies, digests_of_copies},
-    digest::Heads,
+    digest::{DigestPurpose, Heads},
     layout::{BlockId, KvLayout},
     offload::BlockOffload,
     peer::{PeerChannels, PeerMemory},
@@ -213,12 +213,12 @@ impl RemoteBlocks for DeviceKv {
         digest.map(|digests| digests[0]).map_err(|error| error.to_string())
     }
 
-    fn digests(&self, blocks: &[BlockId]) -> Result<Vec<u64>, String> {
+    fn digests(&self, blocks: &[BlockId], purpose: DigestPurpose) -> Result<Vec<u64>, String> {
         let Some(digester) = self.digester.get() else { return digests_of_copies(self, blocks) };
         let heads = Heads::all(self.layout);
         let mut digests = Vec::with_capacity(blocks.len());
         for blocks in blocks.chunks(Digester::BLOCKS_MAX) {
-            let started = digester.start_each(&self.data, &heads, blocks);
+            let started = digester.start_each(&self.data, &heads, blocks, purpose);
             let finished = started.and_then(DigestsInFlight::finish);
             digests.extend(finished.map_err(|error| error.to_string())?);
         }
@@ -345,11 +345,12 @@ impl RemoteBlocks for RankedKv {
         }
     }
 
-    fn digests(&self, blocks: &[BlockId]) -> Result<Vec<u64>, String> {
+    fn digests(&self, blocks: &[BlockId], purpose: DigestPurpose) -> Result<Vec<u64>, String> {
         let mut digests = Vec::with_capacity(blocks.len());
         for some in blocks.chunks(Digester::BLOCKS_MAX) {
-            let parts =
-                self.digest_parts(|digester, data, heads| digester.start_each(data, heads, some));
+            let parts = self.digest_parts(|digester, data, heads| {
+                digester.start_each(data, heads, some, purpose)
+            });
             match parts {
                 Some(part) => digests.extend(part?),
                 None => return digests_of_copies(self, blocks),
