@@ -87,6 +87,7 @@ fn main() -> ExitCode {
             gpu::collective::mismatched_ipc_handles_are_rejected_by_rank,
             gpu::digest::block_digests_match_cpu_for_any_layout_and_rank_count,
             gpu::digest::digests_of_several_threads_match_cpu,
+            gpu::digest::digests_after_a_rejected_call_match_cpu,
             gpu::digest::weight_digests_match_cpu_and_count_values_that_are_not_finite,
             gpu::digest::digest_bandwidth_is_reported,
             gpu::offload::blocks_return_from_host_memory_for_any_layout_and_rank_count,

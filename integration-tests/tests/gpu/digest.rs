@@ -161,6 +161,25 @@ pub fn digests_of_several_threads_match_cpu() {
     }
 }
 
+pub fn digests_after_a_rejected_call_match_cpu() {
+    let gpu = gpu();
+    let layout = KvLayout { layer_count: 4, kv_head_count: 4, head_dim: 64, dtype: Dtype::Bf16 };
+    let kv = DeviceKv::new(&gpu.context, layout, BLOCKS).unwrap();
+    kv.digest_with(gpu.library.clone()).unwrap();
+    let arena = KvArena::remote(kv.clone()).unwrap();
+    let expected = (0..BLOCKS).map(|block| {
+        let bytes = random(block.into(), layout.block_bytes());
+        arena.write(BlockId(block)).unwrap().copy_from_host(&bytes).unwrap();
+        digest::of_block(&Heads::all(layout), 0, &bytes)
+    });
+    let expected: Vec<_> = expected.collect();
+    for _ in 0..2 {
+        let error = kv.digests_by_one_call(&ids((0..129).map(|at| at % BLOCKS))).unwrap_err();
+        assert!(error.to_string().contains("129 digests; expected 1 to 128"), "{error}");
+        assert_eq!(kv.digests_by_one_call(&ids(0..BLOCKS)), Ok(expected.clone()));
+    }
+}
+
 pub fn weight_digests_match_cpu_and_count_values_that_are_not_finite() {
     let gpu = gpu();
     // A warp takes 1,024 words of 16 bytes. Of random elements, one in 256 is infinite or NaN.

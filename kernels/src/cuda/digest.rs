@@ -41,11 +41,14 @@ struct DigestLane {
     /// Device memory in which the digests are accumulated, and the number of CTAs that have added their sums. The
     /// kernel leaves zeros.
     sums: Range,
+    /// Whether the sums are zeros once the work in the stream is complete.
+    is_cleared: bool,
     /// The kernel writes them. They are read after the call's mark.
     results: Pinned<u64>,
 }
 
-/// Digests that the GPU is computing.
+/// Digests that the GPU is computing. The wait for the digests has no deadline, because the blocks must not be written
+/// while the kernel may read them. If the device hangs, steps hang too, and the engine thread reports it.
 pub(super) struct DigestsInFlight<'a> {
     count: usize,
     /// `None` after the wait.
@@ -58,14 +61,23 @@ impl DigestLane {
         let bytes = (ffi::DIGESTS_MAX + 1) * size_of::<u64>();
         let (stream, sums) =
             (Stream::new(context)?, DeviceMemory::new(context, "digests", bytes)?.cut(bytes)?);
-        sums.fill(0, &stream)?;
         Ok(Self {
             stream,
             progress: StreamProgress::new(context)?,
             done: Event::new(context)?,
             sums,
+            is_cleared: false,
             results: Pinned::zeroed(context, "digests", ffi::DIGESTS_MAX)?,
         })
+    }
+
+    /// Clears the sums unless they are zeros already.
+    fn clear(&mut self) -> Result<(), CudaError> {
+        if !self.is_cleared {
+            self.sums.fill(0, &self.stream)?;
+            self.is_cleared = true;
+        }
+        Ok(())
     }
 
     /// Marks the end of the work in the stream so far.
@@ -123,6 +135,7 @@ impl Digester {
     ) -> Result<DigestsInFlight<'_>, CudaError> {
         let mut lane = self.lane(purpose);
         self.context.bind()?;
+        lane.clear()?;
         let launched = self.launch(data, heads, blocks, is_each, &lane);
         match launched.and_then(|()| lane.mark()) {
             Ok(mark) => {
@@ -130,8 +143,8 @@ impl Digester {
                 Ok(DigestsInFlight { count, mark: Some(mark), lane })
             }
             Err(error) => {
-                // Earlier launches of this call must end before the next call begins, and may leave sums.
-                let _ = lane.sums.fill(0, &lane.stream);
+                // Earlier launches of this call may leave sums. They must end before the blocks are written.
+                lane.is_cleared = false;
                 let _ = lane.stream.synchronize();
                 Err(error)
             }

@@ -160,6 +160,10 @@ impl DeviceKv {
         Ok(())
     }
 
+    pub(super) fn digester(&self) -> Option<&Digester> {
+        self.digester.get()
+    }
+
     pub(super) fn library(&self) -> Option<&KernelLibrary> {
         self.library.get().map(|library| &**library)
     }
@@ -207,14 +211,14 @@ impl RemoteBlocks for DeviceKv {
     }
 
     fn digest(&self, blocks: &[BlockId]) -> Result<u64, String> {
-        let Some(digester) = self.digester.get() else { return digest_of_copies(self, blocks) };
+        let Some(digester) = self.digester() else { return digest_of_copies(self, blocks) };
         let digest = digester.start(&self.data, &Heads::all(self.layout), blocks);
         let digest = digest.and_then(DigestsInFlight::finish);
         digest.map(|digests| digests[0]).map_err(|error| error.to_string())
     }
 
     fn digests(&self, blocks: &[BlockId], purpose: DigestPurpose) -> Result<Vec<u64>, String> {
-        let Some(digester) = self.digester.get() else { return digests_of_copies(self, blocks) };
+        let Some(digester) = self.digester() else { return digests_of_copies(self, blocks) };
         let heads = Heads::all(self.layout);
         let mut digests = Vec::with_capacity(blocks.len());
         for blocks in blocks.chunks(Digester::BLOCKS_MAX) {
@@ -288,7 +292,7 @@ impl RankedKv {
         &'a self,
         start: impl Fn(&'a Digester, &'a Range, &Heads) -> Result<DigestsInFlight<'a>, CudaError>,
     ) -> Option<Result<Vec<u64>, String>> {
-        let digesters = self.parts.iter().map(|part| part.digester.get());
+        let digesters = self.parts.iter().map(|part| part.digester());
         let digesters = digesters.collect::<Option<Vec<_>>>()?;
         let whole = self.layout();
         let own_heads = whole.kv_head_count / self.parts.len();

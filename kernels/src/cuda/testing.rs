@@ -25,7 +25,7 @@ use super::{
     staging::StagingCopies,
 };
 use crate::{
-    digest::WeightRuns,
+    digest::{DigestPurpose, Heads, WeightRuns},
     layout::{BlockId, Dtype, KvLayout},
 };
 
@@ -85,6 +85,17 @@ pub fn weight_digest(
     stream.synchronize()?;
     sums.read(0, &mut found)?;
     Ok(found.into())
+}
+
+impl DeviceKv {
+    /// Returns the digest of each block, computed by a single call of the kernel.
+    ///
+    /// # Panics
+    /// When no library computes digests ([`Self::digest_with`]).
+    pub fn digests_by_one_call(&self, blocks: &[BlockId]) -> Result<Vec<u64>, CudaError> {
+        let (digester, heads) = (self.digester().expect("a library"), Heads::all(self.layout()));
+        digester.start_each(self.data(), &heads, blocks, DigestPurpose::SaveToHost)?.finish()
+    }
 }
 
 impl CudaBackend {
