@@ -364,7 +364,8 @@ structs! {
     }
 }
 
-/// `BATON_DIGESTS_MAX` of `kernels/cuda/digest/digest.h`.
+/// `BATON_DIGESTS_MAX` of `kernels/cuda/digest/digest.h`. [`DeviceKv::digest_with`](super::DeviceKv::digest_with)
+/// rejects a library with a smaller one.
 pub const DIGESTS_MAX: usize = 128;
 
 /// `baton_digest_lists` of the same header. It is not in the function table, because only verified transfers and KV

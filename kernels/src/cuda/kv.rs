@@ -172,10 +172,12 @@ impl DeviceKv {
     /// has an effect.
     ///
     /// # Errors
-    /// When the library has no digest kernel for this GPU.
+    /// When the library has no digest kernel for this GPU, or its kernel computes fewer digests in a call.
     pub fn digest_with(&self, library: Arc<KernelLibrary>) -> Result<(), CudaError> {
         let digester = Digester::new(&self.context, library)?;
-        digester.start(&self.data, &Heads::all(self.layout), &[BlockId(0)])?.finish()?;
+        // A library that computes fewer digests in a call returns an error.
+        let (heads, blocks) = (Heads::all(self.layout), [BlockId(0); Digester::BLOCKS_MAX]);
+        digester.start_each(&self.data, &heads, &blocks, DigestPurpose::Transfer)?.finish()?;
         let _ = self.digester.set(digester);
         Ok(())
     }
