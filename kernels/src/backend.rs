@@ -151,6 +151,9 @@ pub trait Backend: Send + 'static {
     ///
     /// A rank's table has the rows of the rank's [tokens](Shard::tokens), and other tokens get zeros.
     /// [`Self::all_reduce`] then sums to the row of the rank that has it, without rounding.
+    ///
+    /// Admission rejects tokens outside the vocabulary. Such a token here is a bug of the caller: the CPU panics, CUDA
+    /// gives zeros.
     fn embed(
         &mut self,
         table: &Self::Matrix,

@@ -383,7 +383,8 @@ impl Backend for CudaBackend {
         let (first, count) = (own.start as i32, own.len() as i32);
         self.run(|library, stream| {
             let (table, tokens) = (table.data.address(), step.arrays().row_tokens);
-            // SAFETY: the step has this many tokens, the buffer this many rows, and the table `count` rows.
+            // SAFETY: the step has this many tokens, the buffer this many rows, and the table `count` rows. The kernel
+            // reads no row for a token outside the table.
             unsafe {
                 launch!(
                     library,

@@ -294,6 +294,7 @@ impl<B: Backend> Llama<B> {
         assert_eq!(layout, config.kv_layout_of(layout.dtype, *shard));
 
         backend.embed(&weights.embedding, config.vocab_size, step, residual);
+        // In f32, although rows in bf16 would be exact too: this needs no second buffer, and a token's row is small.
         backend.all_reduce(rows, residual);
         let first_norm = &weights.layers.first().expect("a model has layers").attention_norm;
         backend.rms_norm(rows, residual, first_norm, eps, normed);
