@@ -26,7 +26,7 @@ const LIMITS: PinLimits =
 /// Blocks that are reached by copies only.
 struct DeviceBlocks {
     bytes: Mutex<Vec<u8>>,
-    copies: Copies,
+    copies: FakeCopies,
 }
 
 impl RemoteBlocks for DeviceBlocks {
@@ -54,7 +54,7 @@ impl RemoteBlocks for DeviceBlocks {
 }
 
 #[derive(Clone)]
-struct Copies {
+struct FakeCopies {
     /// Receives a permit for each slice that can be pinned. Without a sender nothing more can be pinned.
     pins: Receiver<()>,
     /// `None`: copies end at once.
@@ -70,7 +70,7 @@ struct Gate {
     ends: Receiver<()>,
 }
 
-impl BlockOffload for Copies {
+impl BlockOffload for FakeCopies {
     fn pin(&self, _: &Arc<KvArena>, _: u32, _: u32) -> Result<Box<dyn Any + Send>, String> {
         match self.pins.recv_timeout(WITHIN) {
             Ok(()) => Ok(Box::new(())),
@@ -83,7 +83,7 @@ impl BlockOffload for Copies {
     }
 }
 
-impl OffloadStream for Copies {
+impl OffloadStream for FakeCopies {
     fn copy(&mut self, from: Vec<BlockRead>, mut to: Vec<BlockWrite>) -> Result<Copy, String> {
         let mut bytes = vec![0; LAYOUT.block_bytes()];
         for (from, to) in from.iter().zip(&mut to) {
@@ -148,7 +148,7 @@ fn device(slices: usize) -> Arc<KvArena> {
 
 fn device_with(pins: Receiver<()>, gate: Option<Gate>) -> Arc<KvArena> {
     let bytes = Mutex::new(vec![0; 2 * BLOCKS as usize * LAYOUT.block_bytes()]);
-    KvArena::remote(Arc::new(DeviceBlocks { bytes, copies: Copies { pins, gate } })).unwrap()
+    KvArena::remote(Arc::new(DeviceBlocks { bytes, copies: FakeCopies { pins, gate } })).unwrap()
 }
 
 fn events() -> (Events, Receiver<TierEvent>) {
