@@ -118,6 +118,8 @@ enum Work {
 
 /// Blocks that each direction uses, one after the other.
 const DIRECTION_BLOCKS: u32 = 128;
+/// Blocks of 2 MiB in a batch of saves of a node: 4 MiB.
+const SAVE_BATCH: u32 = 2;
 /// Blocks of 2 MiB in a batch of a load: 32 MiB.
 const LOAD_BATCH: u32 = 16;
 
@@ -179,7 +181,7 @@ pub fn offload_bandwidth_is_reported() {
             [("copies", Work::Copy, Work::Copy), ("copies with digests", Work::Save, Work::Load)];
         for (name, save_work, load_work) in works {
             let load = rate(&mut *up, loads, load_work, LOAD_BATCH);
-            for batch in [16, 8, 4, 2] {
+            for batch in [SAVE_BATCH, SAVE_BATCH / 2] {
                 let save = rate(&mut *down, saves, save_work, batch);
                 let (both_save, both_load) = thread::scope(|scope| {
                     let save = scope.spawn(|| rate(&mut *down, saves, save_work, batch));

@@ -40,9 +40,11 @@ const SLICE_BYTES: usize = 1 << 30;
 const RESERVE_BYTES: u64 = 2 << 30;
 /// Batches in flight.
 const BATCHES: usize = 2;
-/// Maximum number of blocks in one batch of saves. A sequence that needs a block waits for the copies of up to
-/// [`BATCHES`] batches, because a batch that has begun cannot be cancelled.
-const SAVE_BATCH: usize = 16;
+/// Least bytes of one batch of saves. A sequence that needs a block waits for the copies of up to [`BATCHES`] batches,
+/// because a batch that has begun cannot be cancelled. Batches of 32 MiB are copied only 4 % faster.
+const SAVE_BATCH_BYTES: usize = 4 << 20;
+/// Maximum number of blocks in one batch of saves: [`BATCHES`] batches can be queued at a time.
+const SAVE_BATCH_MAX: usize = HOST_SAVES_MAX / BATCHES;
 /// Bytes of one batch of a load. The copy takes 0.6 ms, longer than the digests of the previous batch.
 const LOAD_BATCH_BYTES: usize = 32 << 20;
 /// Maximum number of blocks in one batch of a load.
@@ -279,6 +281,11 @@ struct Saver {
     in_flight: VecDeque<SavesInFlight>,
 }
 
+/// Returns the maximum number of blocks in one batch of saves.
+fn save_batch(block_bytes: usize) -> usize {
+    SAVE_BATCH_BYTES.div_ceil(block_bytes).min(SAVE_BATCH_MAX)
+}
+
 /// Saves of one batch, in the order of its blocks.
 struct SavesInFlight {
     jobs: Vec<SaveJob>,
@@ -289,6 +296,7 @@ struct SavesInFlight {
 
 impl Saver {
     fn run(&mut self, jobs: &Receiver<SaveJob>) {
+        let batch_max = save_batch(self.arena.block_bytes());
         loop {
             let mut first = None;
             if self.in_flight.is_empty() {
@@ -300,7 +308,7 @@ impl Saver {
             let queued = first.into_iter().chain(jobs.try_iter());
             // Cancelled saves do not wait for the copies of a batch.
             let wanted = queued.filter(|job| !self.fail_cancelled(job));
-            let batch: Vec<_> = wanted.take(SAVE_BATCH).collect();
+            let batch: Vec<_> = wanted.take(batch_max).collect();
             let has_started = !batch.is_empty();
             if has_started {
                 self.start(batch);

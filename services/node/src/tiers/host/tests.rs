@@ -328,7 +328,7 @@ fn cancelled_saves_wait_for_the_oldest_batch_of_copies_only() {
     begins.recv_timeout(WITHIN).unwrap();
     // More saves than a batch has.
     let blocks = BATCHES as u32..HOST_SAVES_MAX as u32;
-    assert!(blocks.len() > SAVE_BATCH);
+    assert!(blocks.len() > save_batch(LAYOUT.block_bytes()));
     let queued: Vec<_> = blocks.map(|block| node.start_save(block, block)).collect();
     node.cancelled.store(HOST_SAVES_MAX as u64, Ordering::Relaxed);
     may_return.send(()).unwrap();
@@ -340,6 +340,15 @@ fn cancelled_saves_wait_for_the_oldest_batch_of_copies_only() {
     for &job in &copying[1..] {
         end.send(()).unwrap();
         assert_eq!(node.event(), TierEvent::Saved { job });
+    }
+}
+
+#[test]
+fn batch_of_saves_has_4_mib_if_its_blocks_fit_the_queue() {
+    for (block_bytes, blocks) in
+        [(5 << 20, 1), (4 << 20, 1), (3 << 20, 2), (2 << 20, 2), (512 << 10, 8), (16 << 10, 16)]
+    {
+        assert_eq!(save_batch(block_bytes), blocks, "{block_bytes} bytes");
     }
 }
 
