@@ -54,17 +54,20 @@ enum RankTask {
         weights: WeightFormat,
         graphs: bool,
     },
+    /// A model in f32 with CUDA graphs, whose output is its embedding.
+    TiedModel,
     /// A model in bf16 with CUDA graphs, whose weights can be updated.
     Updatable(Place),
 }
 
 impl RankTask {
-    const ALL: [Self; 7] = [
+    const ALL: [Self; 8] = [
         Self::Kv,
         Self::Model { weights: WeightFormat::F32, graphs: true },
         Self::Model { weights: WeightFormat::F32, graphs: false },
         Self::Model { weights: WeightFormat::Bf16, graphs: true },
         Self::Model { weights: WeightFormat::Bf16, graphs: false },
+        Self::TiedModel,
         Self::Updatable(Place::Shadow),
         Self::Updatable(Place::InPlace),
     ];
@@ -76,8 +79,14 @@ impl RankTask {
     fn options(self) -> CudaOptions {
         match self {
             Self::Model { weights, graphs } => options(weights, graphs),
+            Self::TiedModel => options(WeightFormat::F32, true),
             Self::Kv | Self::Updatable(_) => options(WeightFormat::Bf16, true),
         }
+    }
+
+    /// Returns the model with random weights.
+    fn model(self) -> Checkpoint {
+        model(self == Self::TiedModel)
     }
 }
 
@@ -85,23 +94,24 @@ fn options(weights: WeightFormat, graphs: bool) -> CudaOptions {
     CudaOptions { graphs, ..CudaOptions::new(weights) }
 }
 
-/// Writes the configuration of a model with four KV heads and a vocabulary that is split unevenly over ranks.
-pub fn write_config(folder: &Path) {
+/// Writes the configuration of a model with four KV heads and a vocabulary that is split unevenly over ranks. `is_tied`:
+/// the model's output is its embedding.
+pub fn write_config(folder: &Path, is_tied: bool) {
     let config = serde_json::json!({
         "architectures": ["LlamaForCausalLM"], "model_type": "llama",
         "hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 3,
         "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64,
         "vocab_size": 13_000, "max_position_embeddings": 4096, "rms_norm_eps": 1e-5,
-        "rope_theta": 10000.0, "tie_word_embeddings": false, "hidden_act": "silu",
+        "rope_theta": 10000.0, "tie_word_embeddings": is_tied, "hidden_act": "silu",
         "bos_token_id": 1, "eos_token_id": 2
     });
     fs::write(folder.join("config.json"), config.to_string()).unwrap();
 }
 
 /// Returns the model with random weights.
-fn model() -> Checkpoint {
+fn model(is_tied: bool) -> Checkpoint {
     let folder = tempfile::tempdir().unwrap();
-    write_config(folder.path());
+    write_config(folder.path(), is_tied);
     Checkpoint::open(folder.path(), LoadFormat::Dummy { seed: 11 }).unwrap()
 }
 
@@ -141,7 +151,7 @@ pub fn run_rank_process() {
         let context = Context::new(driver, device).unwrap();
         let checkpoint = match env::var_os(RANK_MODEL) {
             Some(folder) => Checkpoint::open(folder, LoadFormat::Auto).unwrap(),
-            None => model(),
+            None => part.model(),
         };
         let dtype = layout(&checkpoint, part).dtype;
         let layout = KvLayout { layer_count, kv_head_count, head_dim, dtype };
@@ -154,7 +164,7 @@ pub fn run_rank_process() {
                 std::mem::forget(kv.clone());
                 (Box::new(SimExecutor::new(limits, CostModel::default(), Instant::now())), kv)
             }
-            RankTask::Model { .. } | RankTask::Updatable(_) => {
+            RankTask::Model { .. } | RankTask::TiedModel | RankTask::Updatable(_) => {
                 let path = env::var_os("BATON_TEST_KERNELS").map(std::path::PathBuf::from);
                 let library = Arc::new(KernelLibrary::open(path.as_deref()).unwrap());
                 let backend = CudaBackend::new(&context, library, part.options());
@@ -195,13 +205,13 @@ fn epoch() -> u128 {
 
 fn group(ranks: u32, part: RankTask) -> RankGroup {
     let gpus: Vec<usize> = (0..ranks as usize).collect();
-    group_on(&gpus, part, layout(&model(), part), BLOCKS, None)
+    group_on(&gpus, part, layout(&part.model(), part), BLOCKS, None)
 }
 
 /// Returns two ranks that load the model in `folder`, and whose weights can be updated.
 pub fn updatable_group(folder: &Path, place: Place) -> RankGroup {
     let part = RankTask::Updatable(place);
-    group_on(&[0, 1], part, layout(&model(), part), BLOCKS, Some(folder))
+    group_on(&[0, 1], part, layout(&part.model(), part), BLOCKS, Some(folder))
 }
 
 /// Returns ranks that only allocate KV memory, one on each of these GPUs.
@@ -313,32 +323,47 @@ fn same(found: &Outcomes, wanted: &Outcomes, what: &str) {
     }
 }
 
+/// Asserts that most greedy sequences begin with the same token. In bf16, sums in another order change some tokens.
+fn begin_alike(found: &Outcomes, wanted: &Outcomes, what: &str) {
+    let greedy: Vec<_> = wanted.iter().filter(|(id, _)| id.0 % 4 != 3).collect();
+    let is_alike = |id: &SequenceId, wanted: &Outcome| found[id].ids()[0] == wanted.ids()[0];
+    let alike = greedy.iter().filter(|(id, wanted)| is_alike(id, wanted)).count();
+    assert!(2 * alike > greedy.len(), "{what}: {alike} of {} begin alike", greedy.len());
+}
+
+/// Returns the outcomes of one GPU.
+fn on_one_gpu(gpu: &Gpu, part: RankTask) -> Outcomes {
+    let checkpoint = part.model();
+    let config = SchedulerConfig { waiting_max: 1000, ..SchedulerConfig::new(limits(&checkpoint)) };
+    let (mut one, _arena) = on_gpu(gpu, &checkpoint, part.options(), config, |_| ());
+    run(&mut one)
+}
+
 /// Compares the tokens of `ranks` ranks with one GPU's. The group itself checks in every step that
 /// all ranks sampled the same tokens.
 fn check_tokens_of(ranks: u32) {
     let gpu = gpus(ranks);
-    let checkpoint = model();
-    let config = SchedulerConfig { waiting_max: 1000, ..SchedulerConfig::new(limits(&checkpoint)) };
-    let weights = WeightFormat::F32;
-    let (mut one, _arena) = on_gpu(&gpu, &checkpoint, options(weights, true), config, |_| ());
-    let wanted = run(&mut one);
-    drop(one);
+    let task = |weights, graphs| RankTask::Model { weights, graphs };
+    let run_group = |part| run(&mut step_loop(group(ranks, part)));
     let what = format!("{ranks} ranks");
+    let recorded_task = task(WeightFormat::F32, true);
+    let wanted = on_one_gpu(&gpu, recorded_task);
     let recorded = {
-        let mut engine = step_loop(group(ranks, RankTask::Model { weights, graphs: true }));
+        let mut engine = step_loop(group(ranks, recorded_task));
         let first = run(&mut engine);
         // Repeats the requests with a filled prefix cache.
         compare(&run(&mut engine), &wanted, &format!("{what}, again"));
         first
     };
     compare(&recorded, &wanted, &what);
-    let mut eager = step_loop(group(ranks, RankTask::Model { weights, graphs: false }));
-    same(&run(&mut eager), &recorded, &format!("{what}, eager"));
-    drop(eager);
-    let [recorded, eager] = [true, false].map(|graphs| {
-        run(&mut step_loop(group(ranks, RankTask::Model { weights: WeightFormat::Bf16, graphs })))
-    });
-    same(&eager, &recorded, &format!("{what}, bf16"));
+    same(&run_group(task(WeightFormat::F32, false)), &recorded, &format!("{what}, eager"));
+    let tied = RankTask::TiedModel;
+    compare(&run_group(tied), &on_one_gpu(&gpu, tied), &format!("{what}, tied"));
+    let [recorded_task, eager_task] = [true, false].map(|graphs| task(WeightFormat::Bf16, graphs));
+    let what = format!("{what}, bf16");
+    let recorded = run_group(recorded_task);
+    begin_alike(&recorded, &on_one_gpu(&gpu, recorded_task), &what);
+    same(&run_group(eager_task), &recorded, &what);
 }
 
 pub fn two_ranks_generate_the_tokens_of_one() {
@@ -394,7 +419,7 @@ fn pattern(layout: KvLayout, block: u32, seed: u32) -> Vec<u8> {
 pub fn kv_moves_between_any_two_rank_counts() {
     let gpu = gpus(1);
     let found = gpu.context.driver().devices().unwrap().len() as u32;
-    let layout = layout(&model(), RankTask::Kv);
+    let layout = layout(&RankTask::Kv.model(), RankTask::Kv);
     let counts: Vec<u32> = [1, 2, 4].into_iter().filter(|ranks| *ranks <= found).collect();
     for from in &counts {
         for to in &counts {

@@ -49,7 +49,7 @@ impl Place {
 /// Writes a model with random weights in bf16.
 fn write_model(folder: &Path, seed: u64) {
     std::fs::create_dir(folder).unwrap();
-    write_config(folder);
+    write_config(folder, false);
     let random = Checkpoint::open(folder, LoadFormat::Dummy { seed }).unwrap();
     let config = random.config();
     let stored = |weight: Weight| {
