@@ -13,7 +13,7 @@ constexpr int LIST_MAX = 512;
 // Sizes in 16-byte words. The grid has a row of CTAs for each digest.
 struct Digest {
   const char* arena;
-  unsigned long long* sums;     // of the digests, then the number of CTAs that have added theirs
+  unsigned long long* sums;     // of the digests, then the number of CTAs that have added their sums
   unsigned long long* results;  // host memory; null if a later launch adds to the sums
   int64_t block;
   int64_t run_stride;
