@@ -2,7 +2,7 @@
 """Weight updates from a trainer's GPU to real nodes: weight_updates.py check|bench|load --bin FOLDER [options].
 
 check  Compares greedy answers before and after updates from the trainer, and back, with those of nodes that read the weights from disk.
-       Kills a trainer at several chunks, damages a chunk, and offers invalid weights. With --transport disk only compares answers.
+       Kills a trainer at several chunks, stops one, damages a chunk, and offers invalid weights. With --transport disk only compares answers.
 bench  Prints time, pause and bandwidth of updates for several numbers of buffers and chunk sizes (random weights).
 load   Updates under --streams streams: inter-token latency between updates, while chunks arrive, and with commits, which
        recompute the sequences; failed requests. With --check-versions the streams ask for the version of each token: every
@@ -58,9 +58,10 @@ def arguments():
     parser.add_argument("--in-flight", default="recompute", choices=["recompute", "keep_kv"], help="in_flight of each commit (load)")
     parser.add_argument("--output-tokens", type=int, default=512, help="output tokens of each request (load); long outputs have few prefills")
     parser.add_argument("--check-versions", action="store_true", help="check the weight versions of all tokens (load)")
-    # Of the mode trainer, which `check` starts to kill it.
+    # Of the mode trainer, which `check` starts.
     parser.add_argument("--socket")
-    parser.add_argument("--die-at", type=int, default=-1)
+    parser.add_argument("--end-at", type=int, default=-1)
+    parser.add_argument("--end-by", default="SIGKILL", choices=["SIGKILL", "SIGSTOP"])
     return parser.parse_args()
 
 
@@ -182,16 +183,19 @@ class Cluster:
         return found
 
 
-def offer_dying(die_at):
-    """Makes this process kill itself when a node asks for a chunk."""
-    class Dying(list):
+def end_at_chunk(number, by):
+    """Makes this process send itself a signal when a node asks for a chunk. A process that continues goes on with the chunk."""
+    sent = []
+
+    class Ending(list):
         def __getitem__(self, index):
-            if index >= die_at:
-                os.kill(os.getpid(), signal.SIGKILL)
+            if index >= number and not sent:
+                sent.append(by)
+                os.kill(os.getpid(), by)
             return super().__getitem__(index)
 
     make = baton_weights.cut
-    baton_weights.cut = lambda *arguments: Dying(make(*arguments))
+    baton_weights.cut = lambda *arguments: Ending(make(*arguments))
 
 
 def new_updater(options, socket, **more):
@@ -205,11 +209,11 @@ def new_updater(options, socket, **more):
 
 
 def run_trainer(options):
-    """A trainer that dies at a chunk."""
+    """A trainer that is killed or stopped at a chunk."""
     import torch
 
     config = json.loads((pathlib.Path(options.bin) / "config.json").read_text())
-    offer_dying(options.die_at)
+    end_at_chunk(options.end_at, signal.Signals[options.end_by])
     weights = random_weights(config, 3, torch.device("cuda", options.trainer_gpu))
     new_updater(options, options.socket, chunk_bytes=16 * MIB).push(weights)
 
@@ -243,11 +247,14 @@ def check(options, folder):
         expected_new = cluster.answers()
     socket = str(folder / "trainer.sock")
     updater = lambda **more: new_updater(options, socket, **({"chunk_bytes": 16 * MIB, "timeout": 60} | more))
-    with Cluster(options, base) as cluster:
+    with Cluster(options, base) as cluster, contextlib.ExitStack() as cleanup:
         expected_base = cluster.answers()
         assert expected_base != expected_new
+        stopped = None
         if options.transport != "disk":
             check_failures(options, cluster, base, socket, updater, weights["new"], expected_base)
+            chunk = bytes_of(weights["new"]) // (32 * MIB)
+            stopped = check_stopped(options, cluster, cleanup, base, socket, chunk, expected_base)
         versions = {}
         for buffers, chunk in [(1, 16 * MIB), (2, 16 * MIB), (3, 5 * MIB + 96), (8, 3 * MIB), (2, 256 * MIB)]:
             client = updater(buffers=buffers, chunk_bytes=chunk)
@@ -264,28 +271,70 @@ def check(options, folder):
             print(f"  {buffers} buffers of {chunk} bytes: answers equal those from disk, and the old ones after the update back; "
                   f"a rank received {logged(line, 'rank_bytes') / logged(line, 'bytes'):.3f} of the bytes")
         assert versions["new"] != versions["base"], "other weights have the same version"
+        if stopped is not None:
+            check_continued(stopped)
+            assert cluster.answers() == expected_base, "answers changed after a stopped trainer continued"
     print("check passed")
+
+
+def bytes_of(weights):
+    return sum(value.nbytes for value in weights.values())
+
+
+def start_trainer(options, base, socket, end_at, end_by):
+    return subprocess.Popen([
+        sys.executable, __file__, "trainer", "--bin", base, "--socket", socket, "--end-at", str(end_at), "--end-by", end_by,
+        "--trainer-gpu", str(options.trainer_gpu), "--transport", options.transport])
+
+
+def wait_serving(cluster, expected_base):
+    """Waits until the last update is aborted, and compares answers with those before."""
+    begin = time.monotonic()
+    cluster.wait_ready()
+    while json.loads(call(ADMIN, "/v1/weights"))["update"]["phase"] != "aborted":
+        assert time.monotonic() - begin < READY_SECONDS, "the update is not aborted"
+        time.sleep(0.05)
+    assert cluster.answers() == expected_base, "answers changed after an update was aborted"
+
+
+def check_stopped(options, cluster, cleanup, base, socket, chunk, expected_base):
+    """Stops a trainer at a chunk. The node gives the update up and serves on. Returns the trainer, which is still stopped."""
+    since = len(cluster.lines)
+    trainer = start_trainer(options, base, socket, chunk, "SIGSTOP")
+    cleanup.callback(trainer.kill)
+    # The trainer has 120 s to start and to stop itself.
+    deadline, status = time.monotonic() + 120, None
+    while status is None or status == (0, 0):
+        assert time.monotonic() < deadline, "the trainer has not reached the chunk"
+        time.sleep(0.01)
+        status = os.waitpid(trainer.pid, os.WUNTRACED | os.WNOHANG)
+    assert os.WIFSTOPPED(status[1]), f"the trainer ended with status {status[1]}"
+    stopped = time.monotonic()
+    line = cluster.wait_line("the weight update was aborted", since, 30)
+    assert line, "the node waits for a stopped trainer"
+    print(f"  trainer stopped at chunk {chunk}: reported {time.monotonic() - stopped:.2f} s later")
+    wait_serving(cluster, expected_base)
+    return trainer
+
+
+def check_continued(trainer):
+    """Lets a stopped trainer continue: its update has failed meanwhile, and it must end."""
+    trainer.send_signal(signal.SIGCONT)
+    assert trainer.wait(120) == 1, f"the trainer ended with {trainer.returncode}; expected an error of its update"
 
 
 def check_failures(options, cluster, base, socket, updater, valid, expected_base):
     """Kills trainers, damages a chunk, and offers invalid weights: the node keeps its weights."""
     assert baton_weights.fastest_terms(next(iter(valid.values())).device)[0] is not baton_weights.terms, "PyTorch compiles no kernels"
-    bytes_total = sum(value.nbytes for value in valid.values())
-    chunks = -(-bytes_total // (16 * MIB))
+    chunks = -(-bytes_of(valid) // (16 * MIB))
     for die_at in [0, 1, chunks // 2, chunks - 1]:
         since = len(cluster.lines)
-        trainer = [sys.executable, __file__, "trainer", "--bin", base, "--socket", socket, "--die-at", str(die_at),
-                   "--trainer-gpu", str(options.trainer_gpu), "--transport", options.transport]
-        assert subprocess.run(trainer, timeout=120).returncode == -signal.SIGKILL
+        assert start_trainer(options, base, socket, die_at, "SIGKILL").wait(120) == -signal.SIGKILL
         died = time.monotonic()
         line = cluster.wait_line("the weight update was aborted", since, 5)
         assert line and "the trainer closed the connection" in line, line
         print(f"  trainer killed at chunk {die_at} of {chunks}: reported {time.monotonic() - died:.2f} s later")
-        cluster.wait_ready()
-        while json.loads(call(ADMIN, "/v1/weights"))["update"]["phase"] != "aborted":
-            assert time.monotonic() - died < READY_SECONDS, "the update of a dead trainer is not aborted"
-            time.sleep(0.05)
-        assert cluster.answers() == expected_base, "answers changed after a trainer was killed"
+        wait_serving(cluster, expected_base)
     name = "model.layers.1.mlp.up_proj.weight"
     up = valid[name]
     other = {**valid, name: up.clone()}
