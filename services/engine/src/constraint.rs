@@ -298,7 +298,7 @@ impl MaskJob {
     }
 }
 
-/// What a successful [`MaskJob`] gives back to its sequence.
+/// Parts of a successful [`MaskJob`] that return to its sequence.
 #[derive(Debug)]
 struct MaskOutcome {
     matcher: Box<dyn Matcher>,

@@ -78,8 +78,8 @@ pub enum Command {
         first_block: u32,
         blocks: Vec<BlockId>,
         /// Time within which the sender's node must start the transfer, at most
-        /// [`ANSWER_TIMEOUT_MAX`](crate::config::ANSWER_TIMEOUT_MAX). A sender whose process is silent for a lease is lost
-        /// before.
+        /// [`ANSWER_TIMEOUT_MAX`](crate::config::ANSWER_TIMEOUT_MAX). A sender whose process is silent for a lease counts
+        /// as lost earlier.
         answer_timeout: Duration,
         deadline: Duration,
         traceparent: String,

@@ -276,7 +276,7 @@ impl<E: Executor> Engine<E> {
                 self.core.handle_draining(draining, None, now);
             }
             Command::ResetPrefixCache { dropped, _permit } => {
-                // The caller may be gone.
+                // The caller may have stopped waiting.
                 let _ = dropped.send(self.core.handle_reset_prefix_cache());
             }
             Command::Trace { request, _permit } => self.recorder.start(request),
@@ -292,20 +292,20 @@ impl<E: Executor> Engine<E> {
                     self.core.handle_change_weights(weight_version, label, in_flight, waits, now);
                 match begun {
                     Ok(()) => self.weights_changed = Some(changed),
-                    // The caller may be gone.
+                    // The caller may have stopped waiting.
                     Err(pending) => _ = changed.send(Err(pending)),
                 }
             }
             Command::ReleaseWeights { waits, released, _permit } => {
                 match self.core.handle_release_weights(waits, now) {
                     Ok(()) => self.weights_released = Some(released),
-                    // The caller may be gone.
+                    // The caller may have stopped waiting.
                     Err(pending) => _ = released.send(Err(pending)),
                 }
             }
             Command::LoseWeights { lost, _permit } => {
                 self.weights_released = None;
-                // The caller may be gone.
+                // The caller may have stopped waiting.
                 let _ = lost.send(self.core.handle_lost_weights(now));
             }
             Command::Pause { in_flight, waits, at_most, _permit } => {
@@ -384,13 +384,13 @@ impl<E: Executor> Engine<E> {
                 Output::WeightsChanged { paused } => {
                     self.recorder.weights_changed(paused);
                     if let Some(changed) = self.weights_changed.take() {
-                        // The caller may be gone.
+                        // The caller may have stopped waiting.
                         let _ = changed.send(Ok(paused));
                     }
                 }
                 Output::WeightsReleased => {
                     if let Some(released) = self.weights_released.take() {
-                        // The caller may be gone.
+                        // The caller may have stopped waiting.
                         let _ = released.send(Ok(()));
                     }
                 }

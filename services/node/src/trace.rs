@@ -203,7 +203,7 @@ impl Recording {
         });
         // The next trace may follow the reply at once.
         drop(permit);
-        // The caller may be gone.
+        // The caller may have stopped waiting.
         let _ = recorded.send(trace);
     }
 }

@@ -345,7 +345,7 @@ impl Task {
                 Some((request, reply)) = requests.recv() => {
                     let id = request.update();
                     let outcome = self.handle(Instant::now(), request);
-                    // The caller may be gone.
+                    // The caller may have stopped waiting.
                     let _ = reply.send(outcome.map(|()| self.report(id)));
                 }
                 Some(answered) = self.calls.join_next() => {

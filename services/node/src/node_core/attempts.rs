@@ -61,7 +61,7 @@ struct AttemptRecord {
     prompt_hash: u128,
     prompt_tokens: u32,
     deadline: Instant,
-    /// Time in which the other node of the pair compiles the grammar.
+    /// Maximum time that the other node of the pair takes to compile the grammar.
     compile_time: Duration,
     transfer: TransferState,
     /// Prefill: first index, token 0 and cached tokens, until `Finished` says whether token 0 is the

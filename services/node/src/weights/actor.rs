@@ -200,7 +200,7 @@ impl Actor {
                     Message::Call(call, reply) => {
                         let outcome = self.call(call);
                         self.act();
-                        // The caller may be gone.
+                        // The caller may have stopped waiting.
                         let _ = reply.send(outcome.map(|()| self.weights()));
                     }
                     Message::Copy(version, reply) => {
