@@ -1,4 +1,4 @@
-//! The order of eviction: blocks that are not kept by time of release, then the groups of kept blocks.
+//! The order of eviction: first the blocks that are not kept, by their time of release, then the groups of kept blocks.
 
 use std::{cmp::Reverse, iter, time::Instant};
 
@@ -32,7 +32,7 @@ impl BlockPool {
         }
     }
 
-    /// Stops keeping the held blocks that no owner at another place keeps.
+    /// Stops keeping those of the held blocks that no owner at another place in the queue keeps.
     pub fn stop_keeping(&mut self, blocks: &[BlockId], place: u64) {
         for &block in blocks {
             let Block { state, kept, is_shared, .. } = self.blocks[block.index()];

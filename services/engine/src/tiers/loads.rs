@@ -12,7 +12,7 @@ use crate::event::{BlockHash, SequenceId};
 
 /// Maximum number of loads in flight. Further sequences compute their KV.
 pub const LOADS_MAX: usize = 64;
-/// A load is late after twice its predicted time plus the time-out of loads divided by this number.
+/// A load is late once it has taken twice its predicted time, plus this part (1/n) of the time-out of loads.
 const LATE_PART: u32 = 8;
 
 /// One block of a load.

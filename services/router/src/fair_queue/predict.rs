@@ -68,7 +68,7 @@ pub enum StartLimit {
     Deadline {
         /// Time until the deadline.
         time_left: Duration,
-        /// Predicted time from the start of the request to its end, with reserve.
+        /// Predicted time from the start of the request to its end, with a margin for prediction errors.
         service_time: Duration,
     },
 }
@@ -91,7 +91,7 @@ impl StartLimit {
 /// Reason why a request is refused before it starts: it would start too late.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct TooLate {
-    /// Predicted wait for a node; after a late turn, the time that the request has waited.
+    /// Predicted wait for a node. If the request got its turn too late: the time that it has waited.
     pub wait: Duration,
     pub limit: StartLimit,
     /// Whether the request waits because its flow was served more than its share.

@@ -5,7 +5,7 @@
 //! * After a second failed transfer, a third failed attempt, and on the last attempt of the budget, no prefill node is
 //!   picked: the attempt needs no transfer.
 //! * After a second lost node in a row the next attempt waits, longer each time. If the router itself was suspended or
-//!   disconnected, it thus detects its dead connections instead of spending an attempt on each.
+//!   disconnected, it detects its dead connections during this wait, instead of spending an attempt on each of them.
 //! * The budget renews whenever an attempt emitted tokens, so it bounds attempts without progress.
 //! * Busy nodes cost no attempt: the request waits for a bounded time, or until its deadline if it has emitted
 //!   tokens. Requests that found every node busy pick again in the order of a

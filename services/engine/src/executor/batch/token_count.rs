@@ -45,7 +45,8 @@ impl Batch<TokenCount> {
         row.position += scheduled.draft_count;
     }
 
-    /// Records how many draft tokens of a row the device accepted. Does nothing when the occupant has left.
+    /// Records how many draft tokens of a row the device accepted. Does nothing if the sequence
+    /// has left its slot.
     pub fn drafts_accepted(&mut self, scheduled: &ScheduledRow, accepted: usize) {
         let ScheduledRow { slot, generation, draft_count, is_late, .. } = *scheduled;
         if is_late {
