@@ -25,7 +25,8 @@ fn begin(seed: u64) -> (World, TransferPlan) {
     begin_in(SLOW, seed)
 }
 
-fn begin_in(faults: NetworkFaults, seed: u64) -> (World, TransferPlan) {
+/// Returns two nodes and a transfer that neither has been told of.
+fn two_nodes(faults: NetworkFaults, seed: u64) -> (World, TransferPlan) {
     let mut world = World::new(seed, 2, 40, faults);
     world.release_delay_max = RELEASE_DELAY_MAX;
     let plan = TransferPlan {
@@ -36,6 +37,11 @@ fn begin_in(faults: NetworkFaults, seed: u64) -> (World, TransferPlan) {
         cached: 2,
         deadline: Duration::from_secs(20),
     };
+    (world, plan)
+}
+
+fn begin_in(faults: NetworkFaults, seed: u64) -> (World, TransferPlan) {
+    let (mut world, plan) = two_nodes(faults, seed);
     let start = world.start();
     // The receiver begins first for even seeds, the sender for odd ones.
     let (first, second) = (Some(start), Some(start + Duration::from_millis(5)));
@@ -220,16 +226,7 @@ fn receiver_waits_for_a_live_sender_until_its_answer_timeout() {
 
 /// Returns a transfer whose sender gets no command, and whose receiver waits for the sender's node for `within`.
 fn one_sided_within(within: Duration, seed: u64) -> (World, TransferPlan) {
-    let mut world = World::new(seed, 2, 40, SLOW);
-    world.release_delay_max = RELEASE_DELAY_MAX;
-    let plan = TransferPlan {
-        transfer: TransferId(9),
-        sender: SENDER,
-        receiver: RECEIVER,
-        block_count: 12,
-        cached: 2,
-        deadline: Duration::from_secs(20),
-    };
+    let (mut world, plan) = two_nodes(SLOW, seed);
     world.plan(plan.clone(), None, None);
     let reserved = world.nodes[RECEIVER].take(plan.transfer, plan.block_count - plan.cached);
     let mut receive = world.receive_command(&plan, reserved.expect("the receiver has blocks"));
@@ -242,16 +239,7 @@ fn one_sided_within(within: Duration, seed: u64) -> (World, TransferPlan) {
 
 /// Returns a transfer whose sender gets no command.
 fn one_sided(faults: NetworkFaults, seed: u64) -> (World, TransferPlan) {
-    let mut world = World::new(seed, 2, 40, faults);
-    world.release_delay_max = RELEASE_DELAY_MAX;
-    let plan = TransferPlan {
-        transfer: TransferId(9),
-        sender: SENDER,
-        receiver: RECEIVER,
-        block_count: 12,
-        cached: 2,
-        deadline: Duration::from_secs(20),
-    };
+    let (mut world, plan) = two_nodes(faults, seed);
     let start = world.start();
     world.plan(plan.clone(), Some(start), None);
     (world, plan)
