@@ -262,7 +262,9 @@ impl RequestRecord {
             self.model.metrics.transfer_delivered(ended.stats.kv_bytes, duration);
         }
         let end = match &ended.outcome {
-            AttemptOutcome::Complete | AttemptOutcome::AlreadyComplete => AttemptEnd::Complete,
+            AttemptOutcome::Complete
+            | AttemptOutcome::AlreadyComplete
+            | AttemptOutcome::Aborted => AttemptEnd::Complete,
             AttemptOutcome::Cancelled => AttemptEnd::Cancelled,
             AttemptOutcome::Paused => AttemptEnd::Paused,
             AttemptOutcome::Failed(failure) => match (failure.cause, failure.side) {
@@ -297,6 +299,7 @@ impl RequestRecord {
                 AttemptOutcome::Failed(failure) => Some(bounded(failure.to_string())),
                 AttemptOutcome::Complete
                 | AttemptOutcome::AlreadyComplete
+                | AttemptOutcome::Aborted
                 | AttemptOutcome::Paused
                 | AttemptOutcome::Cancelled => None,
             };

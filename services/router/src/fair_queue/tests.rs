@@ -222,6 +222,11 @@ fn charge_is_corrected_by_the_tokens_that_were_used() {
     queue.ended(now + SERVICE, &charge, AttemptEnd::Complete);
     assert_eq!(queue.flows[&flow.name].virtual_time, 20.0);
     assert_eq!(queue.cost(&flow.name, 10, 4096), 20.0, "answers of this flow have 5 tokens");
+    for end in [AttemptEnd::Cut, AttemptEnd::Refused] {
+        let charge = queue.start(now, &flow, uncached(10), 4096);
+        queue.ended(now + SERVICE, &charge, end);
+        assert_eq!(queue.cost(&flow.name, 10, 4096), 20.0, "{end:?} is no complete answer");
+    }
 }
 
 #[test]

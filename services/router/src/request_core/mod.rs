@@ -187,6 +187,8 @@ pub enum AttemptOutcome {
     Complete,
     /// A node refused the attempt, because earlier attempts had completed the answer.
     AlreadyComplete,
+    /// A weight update ended the answer, maybe before the attempt's first token.
+    Aborted,
     Failed(AttemptFailure),
     /// The client did not read, so the attempt ended to release its slot and KV.
     Paused,
@@ -201,7 +203,7 @@ impl AttemptOutcome {
             Self::Complete => AttemptEnd::Complete,
             Self::AlreadyComplete => AttemptEnd::Refused,
             Self::Failed(failure) if failure.is_refusal() => AttemptEnd::Refused,
-            Self::Failed(_) | Self::Paused | Self::Cancelled => AttemptEnd::Cut,
+            Self::Aborted | Self::Failed(_) | Self::Paused | Self::Cancelled => AttemptEnd::Cut,
         }
     }
 }
@@ -803,7 +805,11 @@ impl RequestCore {
     }
 
     fn complete(&mut self, reason: FinishReason) {
-        self.finish(AttemptOutcome::Complete, reason);
+        let outcome = match reason {
+            FinishReason::Abort => AttemptOutcome::Aborted,
+            _ => AttemptOutcome::Complete,
+        };
+        self.finish(outcome, reason);
     }
 
     fn finish(&mut self, outcome: AttemptOutcome, reason: FinishReason) {

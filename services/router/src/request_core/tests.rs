@@ -621,6 +621,31 @@ fn a_complete_structured_answer_finishes_although_its_last_event_is_lost() {
     }
 }
 
+#[test]
+fn an_answer_that_a_weight_update_ends_does_not_count_as_complete() {
+    for tokens_of_attempt in [0, 2] {
+        let mut owner = Owner::started();
+        owner.picked(false);
+        owner.reserved();
+        owner.tokens(3);
+        owner.loses_decode();
+        owner.picked(false);
+        owner.reserved();
+        if tokens_of_attempt > 0 {
+            owner.tokens(tokens_of_attempt);
+        }
+        let reason = FinishReason::Abort.into();
+        let event = DecodeFinished { reason, ..DecodeFinished::default() };
+        let outputs = owner.decode_sends(Event::Finished(event));
+        let [Output::EndAttempt(ended), Output::Finish(finished)] = &outputs[..] else {
+            panic!("{outputs:?}");
+        };
+        assert_eq!(finished.reason, FinishReason::Abort);
+        // The flow's mean output length counts complete answers only.
+        assert_eq!(ended.outcome.charged_end(), AttemptEnd::Cut);
+    }
+}
+
 /// Decodes this many tokens, 100 ms apart, on a node that prefilled the prompt.
 fn decoding(tokens: u32) -> Owner {
     let mut owner = Owner::started();
