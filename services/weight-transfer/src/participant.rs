@@ -1,8 +1,9 @@
 //! State machine of a node that takes part in updates.
 //!
 //! `Serving → Receiving → Prepared → Installing → Serving`. An abort leads back to `Serving` from `Receiving` and
-//! `Prepared`. `Installing` begins with the decision to commit and cannot be aborted. Every method may be called
-//! again with the same arguments: messages are lost and repeated.
+//! `Prepared`. `Installing` begins with the decision to commit and cannot be aborted: if the node cannot switch to the new
+//! weights, it has missed the update and catches up. Every method may be called again with the same arguments: messages
+//! are lost and repeated.
 
 use std::{
     collections::VecDeque,
@@ -102,6 +103,8 @@ pub enum ParticipantInput {
     Received { id: UpdateId, outcome: Result<WeightVersion, String> },
     /// [`ParticipantAction::Install`] ended.
     Installed { id: UpdateId },
+    /// [`ParticipantAction::Install`] failed: the new weights are not in use, for this reason.
+    InstallFailed { id: UpdateId, reason: String },
     /// A peer has committed the update with this version.
     PeerCommitted { id: UpdateId, version: WeightVersion },
 }
@@ -112,7 +115,8 @@ pub enum ParticipantAction {
     Receive { id: UpdateId },
     /// Stop receiving, and free the prepared weights.
     Discard { id: UpdateId },
-    /// Switch to the new weights at a step boundary and answer [`ParticipantInput::Installed`].
+    /// Switch to the new weights at a step boundary and answer [`ParticipantInput::Installed`] or
+    /// [`ParticipantInput::InstallFailed`].
     Install { id: UpdateId, version: WeightVersion },
     /// Ask the peers whether they have committed the update.
     AskPeers { id: UpdateId },
@@ -259,6 +263,12 @@ impl Participant {
                 self.actions.push_back(ParticipantAction::Discard { id });
                 self.end(id, UpdateEnd::Committed(version));
             }
+            (ParticipantInput::InstallFailed { id, reason }, Phase::Installing(running, _))
+                if running.id == id =>
+            {
+                self.actions.push_back(ParticipantAction::Discard { id });
+                self.end(id, UpdateEnd::Aborted { reason });
+            }
             (ParticipantInput::PeerCommitted { id, version }, Phase::Prepared(..)) => {
                 // A peer cannot have committed another version of the update.
                 let _ = self.commit(id, version);
@@ -373,6 +383,27 @@ mod tests {
         node.participant.commit(ID, NEW).unwrap();
         assert_eq!(node.actions(), []);
         assert_eq!(node.state(), UpdateState::Ended(UpdateEnd::Committed(NEW)));
+    }
+
+    #[test]
+    fn node_that_cannot_switch_to_the_new_weights_misses_the_update() {
+        let mut node = Node::prepared();
+        let reason = "a change is pending".to_owned();
+        let failed = |id| ParticipantInput::InstallFailed { id, reason: reason.clone() };
+        node.participant.handle(failed(ID));
+        assert_eq!(node.state(), UpdateState::Prepared(NEW), "the commit comes first");
+        node.participant.commit(ID, NEW).unwrap();
+        assert_eq!(node.actions(), [ParticipantAction::Install { id: ID, version: NEW }]);
+        node.participant.handle(failed(UpdateId(8)));
+        assert_eq!(node.state(), UpdateState::Installing(NEW));
+        node.participant.handle(failed(ID));
+        assert_eq!(node.actions(), [ParticipantAction::Discard { id: ID }]);
+        assert_eq!(node.state(), UpdateState::Ended(UpdateEnd::Aborted { reason: reason.clone() }));
+        let error = node.participant.commit(ID, NEW).unwrap_err();
+        assert_eq!(error, CommitError::Aborted { id: ID, reason });
+        let deadline = node.now + Duration::from_secs(60);
+        let next = Proposal { id: UpdateId(8), deadline };
+        assert!(node.participant.begin(node.now, next).unwrap());
     }
 
     #[test]

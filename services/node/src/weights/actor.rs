@@ -354,7 +354,7 @@ mod tests {
     use proto::{auth::ClusterSecret, v1};
 
     use super::*;
-    use crate::{inbox::Command, weights::calls::Origin};
+    use crate::{inbox::Command, node_core::ChangePending, weights::calls::Origin};
 
     struct Device;
 
@@ -463,6 +463,37 @@ mod tests {
             peers: Vec::new(),
             in_flight: v1::InFlight::Recompute,
         }
+    }
+
+    #[tokio::test]
+    async fn committed_update_fails_if_the_engine_refuses_the_change() {
+        let (inbox, commands) = Inbox::new(1, CollectWaker::default());
+        let loaded =
+            LoadedModel { path: "/removed".into(), format: LoadFormat::Auto, fingerprint: 1 };
+        let mut actor = actor_with(loaded, inbox);
+        let (id, version) = (UpdateId::of_operator(7), WeightVersion(70));
+        actor.call(Call::Begin(begin_of(id))).unwrap();
+        assert_eq!(actor.participant.poll_action(), Some(ParticipantAction::Receive { id }));
+        actor.done(Done::Received { id, outcome: Ok(Prepared { version, files: None }) });
+        actor.call(Call::Commit { id, version }).unwrap();
+        actor.act();
+        let engine = tokio::task::spawn_blocking(move || {
+            match commands.recv_timeout(Duration::from_secs(60)).unwrap() {
+                Command::ChangeWeights { changed, .. } => {
+                    changed.send(Err(ChangePending)).unwrap();
+                }
+                command => panic!("{command:?}"),
+            }
+        });
+        let done = actor.work.join_next().await.unwrap().unwrap();
+        engine.await.unwrap();
+        actor.done(done);
+        actor.act();
+        let reason = format!("cannot use the new weights: {ChangePending}");
+        let state = actor.participant.report().unwrap().state;
+        assert_eq!(state, UpdateState::Ended(UpdateEnd::Aborted { reason }));
+        assert!(actor.running.is_none() && actor.prepared.is_none());
+        assert_eq!(actor.serving.version, WeightVersion::LOADED);
     }
 
     #[tokio::test]

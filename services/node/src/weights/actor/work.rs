@@ -180,8 +180,8 @@ impl Actor {
                 Ok(paused) => Done::Installed { id, paused },
                 Err(ChangeError::Ended) => Done::Quiet,
                 Err(error @ ChangeError::Pending(_)) => {
-                    tracing::error!(update = %id, %error, "cannot use the new weights");
-                    Done::Quiet
+                    let reason = format!("cannot use the new weights: {error}");
+                    Done::Input(ParticipantInput::InstallFailed { id, reason })
                 }
             }
         });
