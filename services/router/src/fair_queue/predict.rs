@@ -91,8 +91,10 @@ impl StartLimit {
 /// Reason why a request is refused before it starts: it would start too late.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct TooLate {
-    /// Predicted wait for a node. If the request got its turn too late: the time that it has waited.
+    /// Predicted wait for a node from now on. Zero if the request got its turn too late.
     pub wait: Duration,
+    /// Time that the request has waited for a turn that came too late. Zero if the request is refused before it queues.
+    pub waited: Duration,
     pub limit: StartLimit,
     /// Whether the request waits because its flow was served more than its share.
     pub is_over_share: bool,
@@ -121,14 +123,22 @@ impl fmt::Display for TooLate {
                  are allowed (router.waiting_timeout)",
                 wait_max.as_millis()
             ),
-            StartLimit::Deadline { time_left, service_time } => write!(
-                f,
-                "the request cannot complete before its deadline in {} ms: after a wait of {wait_ms} ms for a \
-                 node{behind} it would take up to {} ms; expected a later deadline, a shorter prompt or fewer output \
-                 tokens",
-                time_left.as_millis(),
-                service_time.as_millis()
-            ),
+            StartLimit::Deadline { time_left, service_time } => {
+                let (left_ms, service_ms) = (time_left.as_millis(), service_time.as_millis());
+                write!(f, "the request cannot complete before its deadline in {left_ms} ms: ")?;
+                match self.waited {
+                    Duration::ZERO => write!(
+                        f,
+                        "after a wait of {wait_ms} ms for a node{behind} it would take up to {service_ms} ms"
+                    )?,
+                    waited => write!(
+                        f,
+                        "it has waited {} ms for a node and would take up to {service_ms} ms",
+                        waited.as_millis()
+                    )?,
+                }
+                write!(f, "; expected a later deadline, a shorter prompt or fewer output tokens")
+            }
         }
     }
 }
@@ -274,7 +284,7 @@ impl<Id: Copy + Eq + Hash> FairQueue<Id> {
             return Ok(());
         }
         let is_over_share = !is_missed && self.is_over_share(now, &flow.name);
-        Err(TooLate { wait, limit, is_over_share })
+        Err(TooLate { wait, waited: Duration::ZERO, limit, is_over_share })
     }
 
     /// Predicts how long a new request of the flow would wait for its turn. `None` without measurements.

@@ -184,6 +184,7 @@ mod tests {
         let waited = Duration::from_secs(1);
         let reason = || "why".to_owned();
         let limit = StartLimit::Wait(waited);
+        let late = TooLate { wait: waited, waited: Duration::ZERO, limit, is_over_share: false };
         let exceeded = Exceeded { limit: KeyLimit::Streams, max: 1, retry_after: waited };
         let all = vec![
             RequestError::Field(FieldError::new("n", "is 0")),
@@ -195,8 +196,8 @@ mod tests {
             Full::Waiting { max: 1 }.into(),
             Full::ShareInFlight { max: 1 }.into(),
             Full::ShareWaiting { max: 1 }.into(),
-            Full::Late(TooLate { wait: waited, limit, is_over_share: false }).into(),
-            Full::Late(TooLate { wait: waited, limit, is_over_share: true }).into(),
+            Full::Late(late).into(),
+            Full::Late(TooLate { is_over_share: true, ..late }).into(),
             Full::Bodies { bytes_max: 1 }.into(),
             Full::Stopping.into(),
             RequestError::Busy { waited, retry_after_s: 1 },

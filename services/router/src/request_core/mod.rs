@@ -589,7 +589,8 @@ impl RequestCore {
             StartLimit::Deadline { service_time, .. } => {
                 let time_left = self.spec.deadline.saturating_duration_since(now);
                 let limit = StartLimit::Deadline { time_left, service_time };
-                GiveUp::Late(TooLate { wait: waited, limit, is_over_share: false })
+                let wait = Duration::ZERO;
+                GiveUp::Late(TooLate { wait, waited, limit, is_over_share: false })
             }
         });
     }

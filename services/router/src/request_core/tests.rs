@@ -356,7 +356,13 @@ fn late_turn_tells_the_limit_that_the_request_exceeds() {
     };
     let by_deadline = |time_left: Duration| StartLimit::Deadline { time_left, service_time };
     let limit = by_deadline(TIMEOUT - waited);
-    let late = TooLate { wait: waited, limit, is_over_share: false };
+    let late = TooLate { wait: Duration::ZERO, waited, limit, is_over_share: false };
+    assert_eq!(late.excess(), Duration::from_secs(1));
+    assert_eq!(
+        late.to_string(),
+        "the request cannot complete before its deadline in 589000 ms: it has waited 11000 ms for a node and would \
+         take up to 590000 ms; expected a later deadline, a shorter prompt or fewer output tokens"
+    );
     assert_eq!(late_after(by_deadline(TIMEOUT), waited), GiveUp::Late(late));
     assert_eq!(late_after(StartLimit::Wait(waited), waited), GiveUp::Busy { waited });
     assert_eq!(late_after(by_deadline(TIMEOUT), TIMEOUT), GiveUp::Deadline);
