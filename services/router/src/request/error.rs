@@ -82,6 +82,14 @@ pub fn without_string(reason: &str) -> String {
     }
 }
 
+/// Returns a wait for an error message: nothing if the request did not wait.
+fn for_time(waited: Duration) -> String {
+    match waited.as_millis() {
+        0 => String::new(),
+        ms => format!(" for {ms} ms"),
+    }
+}
+
 /// A request that is refused because of load, and the time after which the caller may retry.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("{full}; retry after {retry_after_s} s")]
@@ -113,7 +121,7 @@ pub enum RequestError {
     Overload(#[from] Overload),
     #[error("all nodes are busy, for {} ms now; retry after {retry_after_s} s", waited.as_millis())]
     Busy { waited: Duration, retry_after_s: u32 },
-    #[error("no decode node was available for {} ms: {reason}", waited.as_millis())]
+    #[error("no decode node was available{}: {reason}", for_time(*waited))]
     NoDecodeNode { waited: Duration, reason: String },
     #[error(
         "{field} cannot be served now: no decode node of the model supports this grammar, because all are of an \
@@ -301,5 +309,14 @@ mod tests {
         }
         let said = refused("stop", &long_list, "x").to_string();
         assert!(said.len() < 120 && said.contains("… (303 bytes)"), "{said}");
+    }
+
+    #[test]
+    fn missing_decode_node_tells_the_wait_if_there_was_one() {
+        let after = |waited| RequestError::NoDecodeNode { waited, reason: "none is up".into() };
+        let at_once = "no decode node was available: none is up";
+        assert_eq!(after(Duration::ZERO).to_string(), at_once);
+        let waited = "no decode node was available for 1500 ms: none is up";
+        assert_eq!(after(Duration::from_millis(1500)).to_string(), waited);
     }
 }

@@ -42,7 +42,7 @@ pub struct Recovery {
     avoid_prefill: Vec<Epoch>,
     avoid_decode: Vec<Epoch>,
     waiting: Option<Waiting>,
-    /// Why the last pick found no decode node, unless the nodes were busy.
+    /// Why the last pick found no decode node. Picks for which the nodes were busy do not change it.
     no_node: Option<NoNode>,
 }
 
