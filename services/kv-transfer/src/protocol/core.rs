@@ -88,7 +88,7 @@ impl Core {
                 if self.admit(transfer, &peer, Side::Receiver) {
                     self.begin(transfer, peer.peer(), deadline, traceparent, phase);
                     self.with_transfer(transfer, |incoming, turn| {
-                        incoming.lease = turn.now + answer_timeout.min(ANSWER_TIMEOUT_MAX);
+                        incoming.begin_lease(turn.now, answer_timeout.min(ANSWER_TIMEOUT_MAX));
                     });
                     if self.pairs.get(&peer.epoch).is_some_and(Pair::is_up) {
                         self.with_transfer(transfer, Transfer::on_pair_up);

@@ -107,7 +107,7 @@ impl Transfer {
             first_given: None,
         });
         self.retry = Retry::start(turn.now);
-        self.lease = turn.now + LEASE;
+        self.begin_lease(turn.now, LEASE);
         turn.emit(Event::Ready {
             transfer: self.id,
             first_block,

@@ -46,6 +46,8 @@ pub struct Transfer {
     /// End of the lease. Messages and heartbeats of the peer that name the transfer renew the lease. The first lease of a
     /// receiver lasts until the sender's node must have started the transfer.
     pub lease: Instant,
+    /// Duration of the lease, for the error text at its end.
+    pub lease_time: Duration,
     /// Retransmission timer of unanswered messages.
     pub retry: Retry,
     pub phase: Phase,
@@ -90,6 +92,7 @@ impl Transfer {
             is_begun: true,
             deadline: turn.now + deadline,
             lease: turn.now + LEASE,
+            lease_time: LEASE,
             retry: Retry::start(turn.now),
             phase,
         }
@@ -138,10 +141,15 @@ impl Transfer {
         self.fail(turn, TransferFailure::Protocol { peer, detail }, AbortMessage::Abort);
     }
 
+    /// Begins a lease of this duration.
+    pub fn begin_lease(&mut self, now: Instant, duration: Duration) {
+        (self.lease, self.lease_time) = (now + duration, duration);
+    }
+
     /// Renews the lease: the peer has named the transfer or sent a message about it. A sender that names
     /// the transfer has received `RESERVE`.
     pub fn renew(&mut self, now: Instant) {
-        self.lease = now + LEASE;
+        self.begin_lease(now, LEASE);
         if let Phase::Receiving(receiving) = &mut self.phase {
             receiving.is_named = true;
         }
@@ -172,8 +180,10 @@ impl Transfer {
             );
         }
         if self.is_leased() && turn.now >= self.lease {
-            let reason =
-                "the peer has not named the transfer in a heartbeat within its lease".to_owned();
+            let reason = format!(
+                "the peer has not named the transfer in a heartbeat for {} s",
+                self.lease_time.as_secs()
+            );
             return self.fail(turn, self.peer.lost(reason), self.abort_message());
         }
         if self.awaits_answer() && self.retry.is_due(turn.now) {

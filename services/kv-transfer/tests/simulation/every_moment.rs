@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use kv_transfer::{
-    api::{Command, TransferId},
+    api::{Command, Event, TransferId},
     config::LEASE,
 };
 
@@ -211,6 +211,14 @@ fn receiver_waits_for_a_live_sender_until_its_answer_timeout() {
                 "{:?}",
                 ended - world.start()
             );
+            let events = &world.nodes[RECEIVER].events;
+            let failure = events.iter().find_map(|(_, event)| match event {
+                Event::ReceiveFailed { failure, .. } => Some(failure.to_string()),
+                _ => None,
+            });
+            let failure = failure.expect("the transfer failed");
+            let words = "has not named the transfer in a heartbeat for 12 s";
+            assert!(failure.contains(words), "{failure}");
         }
         assert_eq!(world.nodes[RECEIVER].free_count(), 40);
         assert_eq!(world.nodes[SENDER].free_count(), 40);
