@@ -248,26 +248,32 @@ async fn connect(address: &TrainerAddress) -> io::Result<Stream> {
 mod tests {
     use super::*;
 
+    /// Calls `end` while the connection pauses. Checks that the pause ends early.
+    fn pause_until(connection: &Connection<'_>, end: impl FnOnce()) -> Result<(), ReceiveError> {
+        const PAUSE: Duration = Duration::from_secs(30);
+        let begun = Instant::now();
+        thread::scope(|scope| {
+            let pausing = scope.spawn(|| connection.pause(PAUSE));
+            // By then the pause has made its first check, as a rule. If not, this check ends the pause.
+            thread::sleep(2 * CANCEL_POLL_INTERVAL);
+            end();
+            let paused = pausing.join().unwrap();
+            assert!(begun.elapsed() < PAUSE, "the pause did not end early");
+            paused
+        })
+    }
+
     #[test]
     fn pause_ends_when_the_update_is_cancelled_or_the_trainer_leaves() {
-        const DAY: Duration = Duration::from_secs(86_400);
         let cancelled = CancellationToken::new();
         let (node, trainer) = UnixStream::pair().unwrap();
         let connection = Connection::new(Stream::Unix(node), &cancelled);
         connection.pause(Duration::from_micros(1)).unwrap();
-        let paused = thread::scope(|scope| {
-            let paused = scope.spawn(|| connection.pause(DAY));
-            drop(trainer);
-            paused.join().unwrap()
-        });
-        assert!(paused.unwrap_err().to_string().contains("the trainer closed the connection"));
+        let left = pause_until(&connection, || drop(trainer)).unwrap_err();
+        assert!(left.to_string().contains("the trainer closed the connection"), "{left}");
         let (node, _trainer) = UnixStream::pair().unwrap();
         let connection = Connection::new(Stream::Unix(node), &cancelled);
-        let paused = thread::scope(|scope| {
-            let paused = scope.spawn(|| connection.pause(DAY));
-            cancelled.cancel();
-            paused.join().unwrap()
-        });
+        let paused = pause_until(&connection, || cancelled.cancel());
         assert!(matches!(paused, Err(ReceiveError::Cancelled)));
     }
 }
