@@ -8,6 +8,7 @@ use kv_transfer::{
     api::{Command, Epoch, Event, Peer, TransferFailure, TransferId},
     config::LEASE,
     control::{Body, ControlMessage, Hello, Reserve},
+    protocol::Action,
 };
 
 use crate::{
@@ -82,6 +83,27 @@ fn early_reservations_are_bounded_and_expire_after_the_lease() {
     world.run_until(world.now() + Duration::from_secs(5));
     assert_eq!(world.nodes[0].core.table_sizes().1, 0);
     assert!(world.nodes[0].events.is_empty());
+}
+
+#[test]
+fn reservation_over_the_limit_of_early_ones_is_rejected_with_the_limit() {
+    let mut world = world(2);
+    let (now, peer) = (world.now(), source(&world, 1));
+    let core = &mut world.nodes[0].core;
+    core.handle_control(now, &peer, ControlMessage::untraced(hello(1)));
+    for transfer in 0..=LIMITS.early_max as u128 {
+        core.handle_control(now, &peer, ControlMessage::untraced(reserve(transfer)));
+    }
+    let actions = std::iter::from_fn(|| core.poll_action());
+    let reason_of = |action: Action| match action {
+        Action::SendControl { message, .. } => match message.body {
+            Body::Abort { reason, .. } => Some(reason),
+            _ => None,
+        },
+        _ => None,
+    };
+    let reasons: Vec<String> = actions.filter_map(reason_of).collect();
+    assert_eq!(reasons, ["4 RESERVEs wait for their Prefill calls, the maximum"]);
 }
 
 #[test]

@@ -126,8 +126,9 @@ impl Core {
                 Some(Tombstone::Complete) => return,
                 Some(failed) => failed.answer(id),
                 None => {
-                    let (known, limits) = (self.transfers.len(), self.turn.local.limits);
-                    if self.early_count() < limits.early_max && known < limits.transfers_max {
+                    let (known, early) = (self.transfers.len(), self.early_count());
+                    let limits = self.turn.local.limits;
+                    if early < limits.early_max && known < limits.transfers_max {
                         let peer = from.clone();
                         return self.insert(Transfer::early(
                             &self.turn,
@@ -136,7 +137,13 @@ impl Core {
                             traceparent,
                         ));
                     }
-                    Body::give_up(id, format!("{known} transfers are known, the maximum"))
+                    let reason = match known < limits.transfers_max {
+                        true => {
+                            format!("{early} RESERVEs wait for their Prefill calls, the maximum")
+                        }
+                        false => format!("{known} transfers are known, the maximum"),
+                    };
+                    Body::give_up(id, reason)
                 }
             },
         };
