@@ -71,9 +71,12 @@ impl Server {
     ) -> Result<Measured> {
         let mut body = json!({
             "model": self.model, "prompt": prompt, "max_tokens": output_tokens, "stream": true,
-            "ignore_eos": true, "temperature": 0.0, "return_token_ids": returns_ids,
+            "ignore_eos": true, "temperature": 0.0,
             "stream_options": {"include_usage": true, "continuous_usage_stats": true},
         });
+        if returns_ids {
+            body["return_token_ids"] = true.into();
+        }
         let mut output_min = output_tokens as usize;
         if let Some(schema) = &self.schema {
             let named = json!({"name": "answer", "schema": schema});
