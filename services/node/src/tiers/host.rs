@@ -40,7 +40,7 @@ const SLICE_BYTES: usize = 1 << 30;
 const RESERVE_BYTES: u64 = 2 << 30;
 /// Batches in flight.
 const BATCHES: usize = 2;
-/// Least bytes of one batch of saves. A sequence that needs a block waits for the copies of up to [`BATCHES`] batches,
+/// Bytes of one batch of saves, rounded up to whole blocks and limited by [`SAVE_BATCH_MAX`]. A sequence that needs a block waits for the copies of up to [`BATCHES`] batches,
 /// because a batch that has begun cannot be cancelled. Batches of 32 MiB are copied only 4 % faster.
 const SAVE_BATCH_BYTES: usize = 4 << 20;
 /// Maximum number of blocks in one batch of saves: [`BATCHES`] batches can be queued at a time.
