@@ -16,7 +16,7 @@ use proto::{
     v1::{self, observe_event::Event as Observed, weights_client::WeightsClient},
 };
 use serde_json::{Value, json};
-use tonic::transport::Channel;
+use tonic::{Code, transport::Channel};
 
 use crate::{
     COMMITTED_WITHIN, TOKENS, admin, admin_of, committed, name_model, report, trained, update_with,
@@ -57,11 +57,13 @@ async fn routers_do_not_replace_the_weights_of_each_other() -> Result<()> {
     cluster.stop()
 }
 
-/// The router dies after one of two nodes has committed. An abort at another router changes nothing.
+/// The router dies after one of two nodes has committed, and this node begins another update. An abort at another router
+/// changes nothing.
 #[tokio::test]
 async fn prepared_node_without_a_router_commits_as_its_peer_did() -> Result<()> {
     let folder = tempfile::tempdir()?;
     let new = trained(folder.path(), "new", 0x11);
+    let other = trained(folder.path(), "other", 0x22);
     let (cluster, _) =
         Cluster::start_with_client(name_model(ClusterSpec::smollm2().nodes(0, 2))).await?;
     let mut second = cluster.start_router("second", "127.0.0.1:0")?;
@@ -86,8 +88,23 @@ async fn prepared_node_without_a_router_commits_as_its_peer_did() -> Result<()> 
     let signer = CallSigner::new(&ClusterSecret::new(SECRET)?)?;
     let signer = signer.to(Epoch::from_bytes(&node_epoch)?);
     let update_id = id.to_be_bytes().to_vec().into();
-    let commit = v1::CommitWeightsRequest { node_epoch, update_id, weight_version };
-    WeightsClient::with_interceptor(channel, signer).commit(commit).await?;
+    let commit =
+        v1::CommitWeightsRequest { node_epoch: node_epoch.clone(), update_id, weight_version };
+    let mut client = WeightsClient::with_interceptor(channel, signer);
+    client.commit(commit).await?;
+    let begin = v1::BeginWeightsRequest {
+        node_epoch,
+        update_id: 7u128.to_be_bytes().to_vec().into(),
+        path: other.to_str().context("a path in UTF-8")?.to_owned(),
+        remaining_ms: 60_000,
+        ..Default::default()
+    };
+    let deadline = Instant::now() + COMMITTED_WITHIN;
+    while let Err(status) = client.begin(begin.clone()).await {
+        // The node changes its weights at the end of a step.
+        ensure!(status.code() == Code::Aborted && Instant::now() < deadline, "{status}");
+        tokio::time::sleep(Duration::from_millis(1)).await;
+    }
     let abort = format!("/v1/weights/{shown_id}/abort");
     let aborted = admin_of(&cluster.router).post(&abort, &json!({})).await?;
     assert_eq!(aborted.status, 409, "{}", String::from_utf8_lossy(&aborted.body));

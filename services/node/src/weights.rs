@@ -135,7 +135,7 @@ impl weights_server::Weights for WeightsService {
         let at_most = Duration::from_millis(remaining_ms);
         let pause = |_permit| Command::Pause { in_flight, waits, at_most, _permit };
         self.inbox.send_for_router(pause)?;
-        self.answer(Call::Status { of: None }).await
+        self.answer(Call::Status { coordinated: None, asked: None }).await
     }
 
     async fn resume(
@@ -144,7 +144,7 @@ impl weights_server::Weights for WeightsService {
     ) -> Result<Response<v1::WeightsStatus>, Status> {
         attempt::check_epoch(&request.into_inner().node_epoch, &self.limits)?;
         self.inbox.send_for_router(|_permit| Command::Resume { _permit })?;
-        self.answer(Call::Status { of: None }).await
+        self.answer(Call::Status { coordinated: None, asked: None }).await
     }
 
     async fn status(
@@ -152,16 +152,22 @@ impl weights_server::Weights for WeightsService {
         request: Request<v1::WeightsStatusRequest>,
     ) -> Result<Response<v1::WeightsStatus>, Status> {
         let proof = request.extensions().get().cloned();
-        let v1::WeightsStatusRequest { node_epoch, update_id } = request.into_inner();
+        let v1::WeightsStatusRequest { node_epoch, update_id, asked_update_id } =
+            request.into_inner();
         attempt::check_epoch(&node_epoch, &self.limits)?;
-        let of = (!update_id.is_empty()).then(|| update(&update_id)).transpose()?;
-        let answer = self.answer(Call::Status { of }).await?;
+        let coordinated = optional_update("update_id", &update_id)?;
+        let asked = optional_update("asked_update_id", &asked_update_id)?;
+        let answer = self.answer(Call::Status { coordinated, asked }).await?;
         Ok(Proof::add(proof, answer))
     }
 }
 
 fn update(bytes: &[u8]) -> Result<UpdateId, Refusal> {
     attempt::id("update_id", bytes).map(UpdateId)
+}
+
+fn optional_update(field: &str, bytes: &[u8]) -> Result<Option<UpdateId>, Refusal> {
+    if bytes.is_empty() { Ok(None) } else { attempt::id(field, bytes).map(UpdateId).map(Some) }
 }
 
 /// Returns a caller's text as one bounded line.
@@ -285,7 +291,9 @@ fn status(weights: NodeWeights) -> v1::WeightsStatus {
             state: state.into(),
             weight_version: version.map_or(0, |version| version.0),
             reason,
-            paused_us: paused.map_or(0, |paused| paused.as_micros() as u64),
+            paused_us: paused
+                .filter(|(committed, _)| *committed == report.id)
+                .map_or(0, |(_, paused)| paused.as_micros() as u64),
         }
     });
     v1::WeightsStatus { weight_version: version.0, label, update }

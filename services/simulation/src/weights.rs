@@ -192,7 +192,7 @@ impl NodeWeights {
                 let (id, node) = (call.id, call.node);
                 let outcome = self.call(now, call, is_draining, core);
                 let reply = match outcome {
-                    Ok(()) => NodeReply::State(self.state(id)),
+                    Ok(()) => NodeReply::State(self.participant.state_of(id)),
                     Err(reply) => reply,
                 };
                 outputs.push(Output::Weights(WeightsOutput::Reply { id, node, reply }));
@@ -201,7 +201,7 @@ impl NodeWeights {
                 if let Some(
                     UpdateState::Installing(version)
                     | UpdateState::Ended(UpdateEnd::Committed(version)),
-                ) = self.state(id)
+                ) = self.participant.state_of(id)
                 {
                     let committed = WeightsOutput::Committed { to: from, id, version };
                     outputs.push(Output::Weights(committed));
@@ -216,11 +216,6 @@ impl NodeWeights {
             }
         }
         self.act(now, core, outputs);
-    }
-
-    fn state(&self, id: UpdateId) -> Option<UpdateState> {
-        let report = self.participant.report().filter(|report| report.id == id)?;
-        Some(report.state)
     }
 
     fn call(

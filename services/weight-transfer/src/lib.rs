@@ -12,9 +12,9 @@
 //! A version is the content's hash, so a node that installs weights computes the version from the bytes that it has.
 //! A coordinator decides to commit only after every participant is prepared with one version, and a participant
 //! installs only weights whose version the commit names. A prepared participant that loses its coordinator asks its
-//! peers and commits if one of them has committed. Otherwise it aborts at its deadline and keeps its old weights under
-//! their old version. Peers of different versions are never paired, so such a node serves correct answers alone until
-//! it catches up.
+//! peers and commits if one of them has committed, also if that peer has begun a later update since. Otherwise it aborts
+//! at its deadline and keeps its old weights under their old version. Peers of different versions are never paired, so
+//! such a node serves correct answers alone until it catches up.
 
 #![forbid(unsafe_code)]
 

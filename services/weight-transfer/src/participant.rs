@@ -4,6 +4,12 @@
 //! `Prepared`. `Installing` begins with the decision to commit and cannot be aborted: if the node cannot switch to the new
 //! weights, it has missed the update and catches up. Every method may be called again with the same arguments: messages
 //! are lost and repeated.
+//!
+//! A node remembers how its last updates ended and answers by the id of the update. So a prepared node that has lost its
+//! coordinator learns of a peer's commit although the peer takes part in a later update. The node then commits, too, even if
+//! the peer already serves the weights of a later update: a decided update is never aborted. Until then the node is busy, so
+//! it prepares no other update beside the prepared one. Afterwards it is a node that has missed the later update. It serves
+//! alone, because nodes of different versions are never paired, and catches up.
 
 use std::{
     collections::VecDeque,
@@ -17,6 +23,8 @@ use crate::WeightVersion;
 const SILENCE_MAX: Duration = Duration::from_secs(2);
 /// Time between two rounds of questions to the peers.
 const ASK_INTERVAL: Duration = Duration::from_secs(1);
+/// Number of ended updates that a node remembers.
+const ENDS_MAX: usize = 16;
 
 /// Id of one update, chosen by its coordinator.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -143,13 +151,14 @@ pub enum CommitError {
 #[derive(Debug)]
 pub struct Participant {
     phase: Phase,
-    last: Option<(UpdateId, UpdateEnd)>,
+    /// The updates that ended, the last one at the back.
+    ends: VecDeque<(UpdateId, UpdateEnd)>,
     actions: VecDeque<ParticipantAction>,
 }
 
 impl Default for Participant {
     fn default() -> Self {
-        Self { phase: Phase::Serving, last: None, actions: VecDeque::new() }
+        Self { phase: Phase::Serving, ends: VecDeque::new(), actions: VecDeque::new() }
     }
 }
 
@@ -163,7 +172,7 @@ impl Participant {
         let report = |running: Running, state| Some(UpdateReport { id: running.id, state });
         match self.phase {
             Phase::Serving => {
-                let (id, end) = self.last.clone()?;
+                let (id, end) = self.ends.back().cloned()?;
                 Some(UpdateReport { id, state: UpdateState::Ended(end) })
             }
             Phase::Receiving(running) => report(running, UpdateState::Receiving),
@@ -174,14 +183,22 @@ impl Participant {
         }
     }
 
+    /// Returns the state of an update that runs or is remembered.
+    pub fn state_of(&self, id: UpdateId) -> Option<UpdateState> {
+        let running = self.report().filter(|report| report.id == id).map(|report| report.state);
+        running.or_else(|| self.end_of(id).cloned().map(UpdateState::Ended))
+    }
+
     /// Begins to receive an update. Returns whether the update is new. A repeated call changes nothing;
-    /// [`report`](Self::report) has the state of the update. An operator's update aborts a catch-up that is not committed:
-    /// no other node takes part in the catch-up.
+    /// [`state_of`](Self::state_of) has the state of the update. An operator's update aborts a catch-up that is not
+    /// committed: no other node takes part in the catch-up.
     pub fn begin(&mut self, now: Instant, proposal: Proposal) -> Result<bool, BeginError> {
         let id = proposal.id;
-        match (self.running(), &self.last) {
-            (Some(running), _) if running.id == id => Ok(false),
-            (Some(running), _)
+        if self.state_of(id).is_some() {
+            return Ok(false);
+        }
+        match self.running() {
+            Some(running)
                 if running.id.is_catch_up()
                     && !id.is_catch_up()
                     && !matches!(self.phase, Phase::Installing(..)) =>
@@ -189,9 +206,8 @@ impl Participant {
                 self.abort(running.id, "an operator began another update");
                 self.begin(now, proposal)
             }
-            (Some(running), _) => Err(BeginError::Running { id, running: running.id }),
-            (None, Some((last, _))) if *last == id => Ok(false),
-            (None, _) => {
+            Some(running) => Err(BeginError::Running { id, running: running.id }),
+            None => {
                 let ask_at = now + SILENCE_MAX;
                 self.phase = Phase::Receiving(Running { id, deadline: proposal.deadline, ask_at });
                 self.actions.push_back(ParticipantAction::Receive { id });
@@ -222,15 +238,15 @@ impl Participant {
                 Ok(())
             }
             Phase::Installing(running, _) if running.id == id => Ok(()),
-            _ => match &self.last {
-                Some((last, UpdateEnd::Committed(own))) if *last == id && *own == named => Ok(()),
-                Some((last, UpdateEnd::Committed(own))) if *last == id => {
+            _ => match self.end_of(id) {
+                Some(UpdateEnd::Committed(own)) if *own == named => Ok(()),
+                Some(UpdateEnd::Committed(own)) => {
                     Err(CommitError::OtherVersion { id, named, own: *own })
                 }
-                Some((last, UpdateEnd::Aborted { reason })) if *last == id => {
+                Some(UpdateEnd::Aborted { reason }) => {
                     Err(CommitError::Aborted { id, reason: reason.clone() })
                 }
-                _ => Err(CommitError::Unknown { id, known: self.known() }),
+                None => Err(CommitError::Unknown { id, known: self.known() }),
             },
         }
     }
@@ -322,9 +338,19 @@ impl Participant {
         }
     }
 
+    fn end_of(&self, id: UpdateId) -> Option<&UpdateEnd> {
+        self.ends.iter().find(|(ended, _)| *ended == id).map(|(_, end)| end)
+    }
+
     fn end(&mut self, id: UpdateId, end: UpdateEnd) {
         self.phase = Phase::Serving;
-        self.last = Some((id, end));
+        if self.ends.len() == ENDS_MAX {
+            // Peers ask for commits, so failed attempts of the next update displace none.
+            let is_aborted = |end: &UpdateEnd| matches!(end, UpdateEnd::Aborted { .. });
+            let displaced = self.ends.iter().position(|(_, end)| is_aborted(end)).unwrap_or(0);
+            self.ends.remove(displaced);
+        }
+        self.ends.push_back((id, end));
     }
 
     fn known(&self) -> String {
@@ -351,11 +377,29 @@ mod tests {
         /// Returns a node that has prepared the update.
         fn prepared() -> Self {
             let mut node = Self { participant: Participant::default(), now: Instant::now() };
-            let deadline = node.now + Duration::from_secs(60);
-            node.participant.begin(node.now, Proposal { id: ID, deadline }).unwrap();
-            node.participant.handle(ParticipantInput::Received { id: ID, outcome: Ok(NEW) });
+            node.prepare(ID);
             assert_eq!(node.actions(), [ParticipantAction::Receive { id: ID }]);
             node
+        }
+
+        /// Returns a node that has committed the update.
+        fn committed() -> Self {
+            let mut node = Self { participant: Participant::default(), now: Instant::now() };
+            node.commit(ID);
+            node.actions();
+            node
+        }
+
+        fn prepare(&mut self, id: UpdateId) {
+            let deadline = self.now + Duration::from_secs(60);
+            self.participant.begin(self.now, Proposal { id, deadline }).unwrap();
+            self.participant.handle(ParticipantInput::Received { id, outcome: Ok(NEW) });
+        }
+
+        fn commit(&mut self, id: UpdateId) {
+            self.prepare(id);
+            self.participant.commit(id, NEW).unwrap();
+            self.participant.handle(ParticipantInput::Installed { id });
         }
 
         fn actions(&mut self) -> Vec<ParticipantAction> {
@@ -456,12 +500,13 @@ mod tests {
             node.participant.commit(catch_up, NEW),
             Err(CommitError::Aborted { id, .. }) if id == catch_up
         ));
-        assert!(node.participant.begin(node.now, proposal(catch_up)).is_err());
+        assert!(!node.participant.begin(node.now, proposal(catch_up)).unwrap());
 
         node.participant.abort(id, "");
         assert!(node.participant.begin(node.now, proposal(other)).unwrap());
         node.participant.handle(ParticipantInput::Received { id: other, outcome: Ok(NEW) });
         node.participant.commit(other, NEW).unwrap();
+        let id = UpdateId::of_operator(9);
         let error = node.participant.begin(node.now, proposal(id)).unwrap_err();
         assert_eq!(error, BeginError::Running { id, running: other });
     }
@@ -476,6 +521,51 @@ mod tests {
         assert_eq!(node.actions(), []);
         let reason = "wrong shape".to_owned();
         assert_eq!(node.state(), UpdateState::Ended(UpdateEnd::Aborted { reason }));
+    }
+
+    #[test]
+    fn committed_update_stays_committed_after_later_updates() {
+        let mut node = Node::committed();
+        let committed = Some(UpdateState::Ended(UpdateEnd::Committed(NEW)));
+        for (id, is_running) in [(8, true), (8, false), (9, true), (9, false)] {
+            let deadline = node.now + Duration::from_secs(60);
+            let later = Proposal { id: UpdateId(id), deadline };
+            node.participant.begin(node.now, later).unwrap();
+            if !is_running {
+                node.participant.abort(later.id, "");
+            }
+            node.actions();
+            assert!(!node.participant.begin(node.now, Proposal { id: ID, deadline }).unwrap());
+            node.participant.commit(ID, NEW).unwrap();
+            assert!(matches!(
+                node.participant.commit(ID, WeightVersion(71)),
+                Err(CommitError::OtherVersion { own: NEW, .. })
+            ));
+            node.participant.abort(ID, "too late");
+            assert_eq!(node.participant.state_of(ID), committed);
+            assert_eq!(node.actions(), []);
+            assert_eq!(node.participant.report().unwrap().id, later.id);
+        }
+    }
+
+    #[test]
+    fn remembered_ends_are_bounded_and_keep_commits_longer_than_aborts() {
+        let mut node = Node::committed();
+        let deadline = node.now + Duration::from_secs(60);
+        let mut ids = (8..).map(UpdateId);
+        for id in ids.by_ref().take(2 * ENDS_MAX) {
+            node.participant.begin(node.now, Proposal { id, deadline }).unwrap();
+            node.participant.abort(id, "");
+            assert_eq!(node.participant.report().unwrap().id, id);
+            assert!(node.participant.ends.len() <= ENDS_MAX);
+        }
+        let committed = UpdateState::Ended(UpdateEnd::Committed(NEW));
+        assert_eq!(node.participant.state_of(ID), Some(committed));
+        for id in ids.take(ENDS_MAX) {
+            node.commit(id);
+            assert!(node.participant.ends.len() <= ENDS_MAX);
+        }
+        assert_eq!(node.participant.state_of(ID), None);
     }
 
     #[test]

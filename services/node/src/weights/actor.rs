@@ -16,8 +16,8 @@ use tokio::{
 };
 use tokio_util::sync::{CancellationToken, DropGuard};
 use weight_transfer::{
-    Participant, ParticipantAction, ParticipantInput, Proposal, UpdateEnd, UpdateId, UpdateState,
-    WeightVersion,
+    Participant, ParticipantAction, ParticipantInput, Proposal, UpdateEnd, UpdateId, UpdateReport,
+    UpdateState, WeightVersion,
 };
 
 use self::work::released;
@@ -198,10 +198,11 @@ impl Actor {
                 () = stop.cancelled() => break,
                 Some(message) = messages.recv() => match message {
                     Message::Call(call, reply) => {
+                        let update = call.update();
                         let outcome = self.call(call);
                         self.act();
                         // The caller may have stopped waiting.
-                        let _ = reply.send(outcome.map(|()| self.weights()));
+                        let _ = reply.send(outcome.map(|()| self.weights(update)));
                     }
                     Message::Copy(version, reply) => {
                         let _ = reply.send(self.copy(version));
@@ -219,8 +220,13 @@ impl Actor {
         self.work.shutdown().await;
     }
 
-    fn weights(&self) -> NodeWeights {
-        NodeWeights { report: self.participant.report(), ..self.serving.clone() }
+    /// Returns the weights in use with the state of this update, or of the running or last one.
+    fn weights(&self, update: Option<UpdateId>) -> NodeWeights {
+        let report = match update {
+            Some(id) => self.participant.state_of(id).map(|state| UpdateReport { id, state }),
+            None => self.participant.report(),
+        };
+        NodeWeights { report, ..self.serving.clone() }
     }
 
     fn call(&mut self, call: Call) -> Result<(), CallError> {
@@ -235,9 +241,7 @@ impl Actor {
                 self.participant.heard(now, begin.id);
                 if is_new {
                     if let Some(replaced) = self.running.as_ref().map(|it| it.begin.id) {
-                        // An operator's update replaces a catch-up, whose end the participant no longer reports.
-                        let reason = "an operator began another update";
-                        tracing::warn!(update = %replaced, by = %begin.id, reason, "the weight update was aborted");
+                        // An operator's update replaces a catch-up.
                         self.discard(replaced);
                     }
                     self.restoring = None;
@@ -251,8 +255,8 @@ impl Actor {
             Call::Abort { id, reason } => {
                 self.participant.abort(id, &reason);
             }
-            Call::Status { of } => {
-                if let Some(id) = of {
+            Call::Status { coordinated, .. } => {
+                if let Some(id) = coordinated {
                     self.participant.heard(now, id);
                 }
             }
@@ -308,7 +312,7 @@ impl Actor {
                 if let Some(running) = self.running.take().filter(|it| it.begin.id == id) {
                     self.serving.label.clone_from(&running.begin.label);
                 }
-                self.serving.paused = Some(paused);
+                self.serving.paused = Some((id, paused));
                 self.committed = self.prepared.take();
                 self.participant.handle(ParticipantInput::Installed { id });
                 if let Some(UpdateState::Ended(UpdateEnd::Committed(version))) =
@@ -494,6 +498,33 @@ mod tests {
         assert_eq!(state, UpdateState::Ended(UpdateEnd::Aborted { reason }));
         assert!(actor.running.is_none() && actor.prepared.is_none());
         assert_eq!(actor.serving.version, WeightVersion::LOADED);
+    }
+
+    #[tokio::test]
+    async fn committed_update_is_reported_by_its_id_while_another_runs() {
+        let mut actor = actor();
+        let (id, version) = (UpdateId::of_operator(7), WeightVersion(70));
+        actor.call(Call::Begin(begin_of(id))).unwrap();
+        actor.done(Done::Received { id, outcome: Ok(Prepared { version, files: None }) });
+        actor.call(Call::Commit { id, version }).unwrap();
+        let paused = Duration::from_millis(3);
+        actor.done(Done::Installed { id, paused });
+        let other = UpdateId::of_operator(8);
+        actor.call(Call::Begin(begin_of(other))).unwrap();
+        for call in [
+            Call::Status { coordinated: None, asked: Some(id) },
+            Call::Abort { id, reason: String::new() },
+            Call::Commit { id, version },
+        ] {
+            let update = call.update();
+            actor.call(call).unwrap();
+            let weights = actor.weights(update);
+            let state = UpdateState::Ended(UpdateEnd::Committed(version));
+            assert_eq!(weights.report, Some(UpdateReport { id, state }));
+            assert_eq!(weights.paused, Some((id, paused)));
+        }
+        let report = UpdateReport { id: other, state: UpdateState::Receiving };
+        assert_eq!(actor.weights(None).report, Some(report));
     }
 
     #[tokio::test]

@@ -46,10 +46,22 @@ pub(super) enum Call {
         id: UpdateId,
         reason: String,
     },
-    /// `of`: the update whose coordinator calls.
+    /// `coordinated`: the update whose coordinator calls. `asked`: the update that another caller asks for.
     Status {
-        of: Option<UpdateId>,
+        coordinated: Option<UpdateId>,
+        asked: Option<UpdateId>,
     },
+}
+
+impl Call {
+    /// Returns the update whose state the answer has; `None`: the running update, or the last one.
+    pub fn update(&self) -> Option<UpdateId> {
+        match self {
+            Self::Begin(begin) => Some(begin.id),
+            Self::Commit { id, .. } | Self::Abort { id, .. } => Some(*id),
+            Self::Status { coordinated, asked } => coordinated.or(*asked),
+        }
+    }
 }
 
 #[derive(Debug, thiserror::Error)]
@@ -72,14 +84,14 @@ pub(super) enum CallError {
     Stopped,
 }
 
-/// The weights in use, and the update that runs or ran last.
+/// The weights in use, and the update that the call names.
 #[derive(Clone, Debug)]
 pub(super) struct NodeWeights {
     pub version: WeightVersion,
     pub label: String,
     pub report: Option<UpdateReport>,
-    /// Time for which no step ran during the last commit.
-    pub paused: Option<Duration>,
+    /// The last committed update, and the time for which no step ran during its commit.
+    pub paused: Option<(UpdateId, Duration)>,
 }
 
 pub(super) type Reply = oneshot::Sender<Result<NodeWeights, CallError>>;

@@ -36,7 +36,9 @@ impl PeerCredentials {
         id: UpdateId,
     ) -> Result<Option<WeightVersion>, String> {
         let node_epoch = peer.epoch.to_bytes().to_vec().into();
-        let request = v1::WeightsStatusRequest { node_epoch, ..Default::default() };
+        let asked_update_id = id.0.to_be_bytes().to_vec().into();
+        let request =
+            v1::WeightsStatusRequest { node_epoch, asked_update_id, ..Default::default() };
         let status = self
             .call(peer, WEIGHTS_STATUS, request, async |client, request| {
                 client.status(request).await
@@ -170,6 +172,7 @@ mod tests {
             &self,
             request: Request<v1::WeightsStatusRequest>,
         ) -> Result<Response<v1::WeightsStatus>, Status> {
+            assert_eq!(*request.get_ref().asked_update_id, ID.0.to_be_bytes());
             let update = Some(v1::UpdateStatus {
                 update_id: ID.0.to_be_bytes().to_vec().into(),
                 state: v1::UpdateState::Committed.into(),

@@ -170,8 +170,13 @@ impl Nodes {
                 CoordinatorCall::Status => {
                     // While the coordinator of the named update calls, a prepared node does not ask its peers.
                     let is_coordinator = !remaining.is_zero();
-                    let update_id = if is_coordinator { update_id } else { Default::default() };
-                    client.status(v1::WeightsStatusRequest { node_epoch, update_id }).await
+                    let (update_id, asked_update_id) = match is_coordinator {
+                        true => (update_id, Default::default()),
+                        false => (Default::default(), update_id),
+                    };
+                    let request =
+                        v1::WeightsStatusRequest { node_epoch, update_id, asked_update_id };
+                    client.status(request).await
                 }
                 CoordinatorCall::Commit { version } => {
                     let weight_version = version.0;

@@ -32,6 +32,8 @@ pub struct Node {
     pub is_in_place: bool,
     /// The update in place that overwrites the weights.
     pub overwriting: Option<UpdateId>,
+    /// The updates that this process has installed.
+    pub installed: Vec<UpdateId>,
     /// Number of restarts. A new process loads the first weights.
     pub epoch: u32,
     pub is_reachable: bool,
@@ -47,6 +49,7 @@ impl Node {
             prepared: None,
             is_in_place,
             overwriting: None,
+            installed: Vec::new(),
             epoch: 0,
             is_reachable: true,
         }

@@ -276,9 +276,8 @@ impl World {
             CoordinatorCall::Status => Ok(()),
         };
         participant.heard(now, id);
-        let report = participant.report().filter(|report| report.id == id);
         let reply = match outcome {
-            Ok(()) => NodeReply::State(report.map(|report| report.state)),
+            Ok(()) => NodeReply::State(participant.state_of(id)),
             Err(reply) => reply,
         };
         self.replies.push((id, at, reply));
@@ -332,6 +331,16 @@ impl World {
         }
     }
 
+    /// Returns the version with which a reachable node has committed the update.
+    fn committed(&self, id: UpdateId) -> Option<WeightVersion> {
+        let mut reachable = self.nodes.iter().filter(|node| node.is_reachable);
+        reachable.find_map(|node| match node.participant.state_of(id)? {
+            UpdateState::Ended(UpdateEnd::Committed(version))
+            | UpdateState::Installing(version) => Some(version),
+            _ => None,
+        })
+    }
+
     fn act(&mut self, index: usize, action: ParticipantAction) {
         match action {
             ParticipantAction::Receive { id } => {
@@ -358,22 +367,14 @@ impl World {
                 assert_eq!(node.overwriting, node.is_in_place.then_some(id));
                 (node.last_served, node.overwriting) = ((version, bytes), None);
                 node.serves = Some(node.last_served.clone());
+                node.installed.push(id);
                 node.participant.handle(ParticipantInput::Installed { id });
             }
             ParticipantAction::AskPeers { id } => {
                 if !self.nodes[index].is_reachable {
                     return;
                 }
-                let committed =
-                    self.nodes.iter().filter(|node| node.is_reachable).find_map(|node| {
-                        let report = node.participant.report().filter(|report| report.id == id)?;
-                        match report.state {
-                            UpdateState::Ended(UpdateEnd::Committed(version))
-                            | UpdateState::Installing(version) => Some(version),
-                            _ => None,
-                        }
-                    });
-                if let Some(version) = committed {
+                if let Some(version) = self.committed(id) {
                     let input = ParticipantInput::PeerCommitted { id, version };
                     self.nodes[index].participant.handle(input);
                 }

@@ -150,14 +150,13 @@ impl Actor {
 
     /// Frees the weights that are not in use.
     pub(super) fn discard(&mut self, id: UpdateId) {
-        if let Some(report) = self.participant.report()
-            && report.id == id
-            && let UpdateState::Ended(UpdateEnd::Aborted { reason }) = report.state
-        {
-            tracing::warn!(update = %id, reason, "the weight update was aborted");
-        }
         // Cancels the work of this update. The work of a committed update has finished.
         if self.running.take_if(|running| running.begin.id == id).is_some() {
+            if let Some(UpdateState::Ended(UpdateEnd::Aborted { reason })) =
+                self.participant.state_of(id)
+            {
+                tracing::warn!(update = %id, reason, "the weight update was aborted");
+            }
             self.prepared = None;
             self.lose_if_released(id);
         }
