@@ -26,7 +26,7 @@ use super::{
     copy::WeightFiles,
     peers::{Peer, PeerCredentials},
     restore::LoadedModel,
-    standby::{CANCELLED, Standby},
+    standby::Standby,
     trainer::KeptTrainer,
 };
 use crate::{
@@ -152,9 +152,9 @@ enum Done {
     },
     /// An update in place ended without a commit. Whether the node has no valid weights now.
     Lost(bool),
-    /// The weights from before an aborted update in place are in use again, or the reason why not.
+    /// The weights from before an aborted update in place are in use again. `None`: the restoration was cancelled.
     Restored {
-        outcome: Result<WeightVersion, String>,
+        version: Option<WeightVersion>,
         cancelled: CancellationToken,
     },
     /// The kept trainer has left.
@@ -291,20 +291,14 @@ impl Actor {
                 self.serving.version = WeightVersion::NONE;
                 self.restore();
             }
-            Done::Restored { outcome, cancelled } => {
+            Done::Restored { version, cancelled } => {
                 // The guard of a cancelled restoration was dropped. `restoring` may have the guard of the next one.
                 if !cancelled.is_cancelled() {
                     self.restoring = None;
                 }
-                match outcome {
-                    Ok(version) => {
-                        self.serving.version = version;
-                        tracing::info!(weight_version = %version, "restored the weights");
-                    }
-                    Err(reason) if reason == CANCELLED => {}
-                    Err(reason) => tracing::error!(
-                        "cannot restore the weights: {reason}; the node serves after the next update or a restart"
-                    ),
+                if let Some(version) = version {
+                    self.serving.version = version;
+                    tracing::info!(weight_version = %version, "restored the weights");
                 }
             }
             Done::Installed { id, paused } => {
@@ -350,7 +344,10 @@ impl Actor {
 
 #[cfg(test)]
 mod tests {
-    use std::path::Path;
+    use std::{
+        path::Path,
+        sync::atomic::{AtomicUsize, Ordering},
+    };
 
     use ::engine::executor::{CollectWaker, PrepareError};
     use cluster::Epoch;
@@ -358,9 +355,17 @@ mod tests {
     use proto::{auth::ClusterSecret, v1};
 
     use super::*;
-    use crate::{inbox::Command, node_core::ChangePending, weights::calls::Origin};
+    use crate::{
+        inbox::Command,
+        node_core::ChangePending,
+        weights::{calls::Origin, standby::CANCELLED},
+    };
 
-    struct Device;
+    #[derive(Default)]
+    struct Device {
+        /// Number of calls of `prepare` that fail.
+        failures: AtomicUsize,
+    }
 
     impl WeightUpdate for Device {
         fn is_in_place(&self) -> bool {
@@ -368,7 +373,12 @@ mod tests {
         }
 
         fn prepare(&self, _: &Path, _: &Checkpoint) -> Result<(), PrepareError> {
-            Ok(())
+            let failures = self.failures.load(Ordering::Relaxed);
+            if failures == 0 {
+                return Ok(());
+            }
+            self.failures.store(failures - 1, Ordering::Relaxed);
+            Err(PrepareError::Device("input/output error".to_owned()))
         }
 
         fn discard(&self) {}
@@ -382,6 +392,10 @@ mod tests {
     }
 
     fn actor_with(loaded: LoadedModel, inbox: Inbox) -> Actor {
+        actor_on(Device::default(), loaded, inbox)
+    }
+
+    fn actor_on(device: Device, loaded: LoadedModel, inbox: Inbox) -> Actor {
         let model = ModelConfig {
             architecture: Architecture::Llama,
             hidden_size: 64,
@@ -406,21 +420,26 @@ mod tests {
             loaded,
             host_bytes: HostBytes::default(),
             share: None,
-            update: Some(Arc::new(Device)),
+            update: Some(Arc::new(device)),
             inbox,
             credentials: PeerCredentials { secret, tls: None },
             folder: "/removed".into(),
         })
     }
 
-    #[tokio::test]
-    async fn restored_weights_count_although_an_update_begins_at_that_moment() {
+    /// Returns a model of random weights.
+    fn random_model() -> LoadedModel {
         let path = Path::new(env!("CARGO_MANIFEST_DIR"))
             .join("../model/tests/fixtures/tiny_llama3/config.json");
         let format = LoadFormat::Dummy { seed: 7 };
         let fingerprint = Checkpoint::open(&path, format).unwrap().model_fingerprint();
+        LoadedModel { path, format, fingerprint }
+    }
+
+    #[tokio::test]
+    async fn restored_weights_count_although_an_update_begins_at_that_moment() {
         let (inbox, commands) = Inbox::new(1, CollectWaker::default());
-        let mut actor = actor_with(LoadedModel { path, format, fingerprint }, inbox);
+        let mut actor = actor_with(random_model(), inbox);
         actor.done(Done::Lost(true));
         assert_eq!(actor.serving.version, WeightVersion::NONE);
         let restoring = actor.restoring.take().unwrap();
@@ -448,14 +467,34 @@ mod tests {
         let outcome = Err(CANCELLED.to_owned());
         actor.done(Done::Received { id: UpdateId(7), outcome });
         assert_eq!(actor.work.len(), 1);
+        // Another update begins.
+        actor.restoring = None;
         let restored = actor.work.join_next().await.unwrap().unwrap();
-        assert!(matches!(
-            &restored,
-            Done::Restored { outcome: Err(reason), .. } if reason != CANCELLED
-        ));
+        assert!(matches!(restored, Done::Restored { version: None, .. }));
         actor.done(restored);
+        assert_eq!(actor.serving.version, WeightVersion::NONE);
         actor.done(Done::Lost(true));
-        assert_eq!(actor.work.len(), 1, "a failed restoration can be repeated");
+        assert_eq!(actor.work.len(), 1, "the end of this update begins another restoration");
+    }
+
+    #[tokio::test]
+    async fn failed_restoration_is_repeated() {
+        let (inbox, commands) = Inbox::new(1, CollectWaker::default());
+        let device = Device { failures: AtomicUsize::new(1) };
+        let mut actor = actor_on(device, random_model(), inbox);
+        actor.done(Done::Lost(true));
+        let engine = tokio::task::spawn_blocking(move || {
+            match commands.recv_timeout(Duration::from_secs(60)).unwrap() {
+                Command::ChangeWeights { changed, .. } => changed.send(Ok(Duration::ZERO)).unwrap(),
+                command => panic!("{command:?}"),
+            }
+        });
+        let done = actor.work.join_next().await.unwrap().unwrap();
+        assert!(matches!(done, Done::Restored { version: Some(WeightVersion::LOADED), .. }));
+        actor.done(done);
+        engine.await.unwrap();
+        assert_eq!(actor.serving.version, WeightVersion::LOADED);
+        assert!(actor.restoring.is_none());
     }
 
     fn begin_of(id: UpdateId) -> Begin {

@@ -32,6 +32,9 @@ use crate::{
 const ASK_MAX: Duration = Duration::from_secs(1);
 /// Interval of the check whether a kept trainer has left.
 const TRAINER_CHECK_INTERVAL: Duration = Duration::from_secs(1);
+/// Delay before a failed restoration is repeated: doubles with each try.
+const RESTORE_RETRY_MIN: Duration = Duration::from_secs(1);
+const RESTORE_RETRY_MAX: Duration = Duration::from_secs(30);
 /// Owner of the prepared weights while they are restored. Coordinators choose ids at random.
 const RESTORE: UpdateId = UpdateId(0);
 
@@ -197,7 +200,7 @@ impl Actor {
     }
 
     /// Restores the weights from before an aborted update in place, unless another update brings weights or a
-    /// restoration runs.
+    /// restoration runs. Repeats a failed restoration until another update begins or the node stops.
     pub(super) fn restore(&mut self) {
         if self.running.is_some() || self.restoring.is_some() {
             return;
@@ -223,17 +226,34 @@ impl Actor {
         let WeightSettings { host_bytes, share, .. } = self.settings;
         let model = self.settings.model.clone();
         self.work.spawn(async move {
-            // Set once the restored weights are in use, even if an update cancels the restoration at that moment.
-            let restored = Arc::new(OnceLock::new());
-            let changed = restored.clone();
-            // The aborted update may still write: the weights have one owner at a time.
-            let restore = move |update: &dyn WeightUpdate, cancelled: &CancellationToken| {
-                let outcome = restore(lost, (&model, host_bytes, share), update, &inbox, cancelled);
-                outcome.inspect(|version| _ = changed.set(*version))
+            let mut retry_after = RESTORE_RETRY_MIN;
+            let version = loop {
+                // Set once the restored weights are in use, even if an update cancels the restoration at that moment.
+                let restored = Arc::new(OnceLock::new());
+                let changed = restored.clone();
+                let (lost, model, inbox) = (lost.clone(), model.clone(), inbox.clone());
+                // The aborted update may still write: the weights have one owner at a time.
+                let restore = move |update: &dyn WeightUpdate, cancelled: &CancellationToken| {
+                    let settings = (&model, host_bytes, share);
+                    let outcome = restore(lost, settings, update, &inbox, cancelled);
+                    outcome.inspect(|version| _ = changed.set(*version))
+                };
+                let outcome = standby.prepare(RESTORE, cancelled.clone(), restore).await;
+                match restored.get().copied().map_or(outcome, Ok) {
+                    Ok(version) => break Some(version),
+                    Err(_) if cancelled.is_cancelled() => break None,
+                    Err(reason) => tracing::error!(
+                        "cannot restore the weights: {reason}; the next try follows after {} s, unless an update begins",
+                        retry_after.as_secs()
+                    ),
+                }
+                let delay = tokio::time::sleep(retry_after);
+                if cancelled.run_until_cancelled(delay).await.is_none() {
+                    break None;
+                }
+                retry_after = (2 * retry_after).min(RESTORE_RETRY_MAX);
             };
-            let outcome = standby.prepare(RESTORE, cancelled.clone(), restore).await;
-            let outcome = restored.get().copied().map_or(outcome, Ok);
-            Done::Restored { outcome, cancelled }
+            Done::Restored { version, cancelled }
         });
     }
 
