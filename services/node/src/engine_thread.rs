@@ -30,6 +30,7 @@ use telemetry::{
 };
 use tokio::sync::oneshot;
 use tracing::{info, warn};
+use weight_transfer::UpdateId;
 
 use crate::{
     callers::Callers,
@@ -114,6 +115,8 @@ pub(crate) struct Engine<E> {
     is_paused: Arc<AtomicBool>,
     /// Caller that waits for the change of weights.
     weights_changed: Option<oneshot::Sender<Result<Duration, ChangePending>>>,
+    /// The last update that released the weights or will release them.
+    releasing: Option<UpdateId>,
     /// Caller that waits for the release of the weights.
     weights_released: Option<oneshot::Sender<Result<(), ChangePending>>>,
     /// Copies of the KV tiers; `None` without tiers.
@@ -150,6 +153,7 @@ impl<E: Executor> Engine<E> {
             step_in_flight,
             is_paused,
             weights_changed: None,
+            releasing: None,
             weights_released: None,
             tiers: None,
             recorder: Recorder::default(),
@@ -296,17 +300,24 @@ impl<E: Executor> Engine<E> {
                     Err(pending) => _ = changed.send(Err(pending)),
                 }
             }
-            Command::ReleaseWeights { waits, released, _permit } => {
+            Command::ReleaseWeights { update, waits, released, _permit } => {
                 match self.core.handle_release_weights(waits, now) {
-                    Ok(()) => self.weights_released = Some(released),
+                    Ok(()) => {
+                        self.releasing = Some(update);
+                        self.weights_released = Some(released);
+                    }
                     // The caller may have stopped waiting.
                     Err(pending) => _ = released.send(Err(pending)),
                 }
             }
-            Command::LoseWeights { lost, _permit } => {
-                self.weights_released = None;
+            Command::LoseWeights { update, lost, _permit } => {
+                // The release by the next update may have overtaken this command.
+                let is_lost = self.releasing == Some(update) && {
+                    self.weights_released = None;
+                    self.core.handle_lost_weights(now)
+                };
                 // The caller may have stopped waiting.
-                let _ = lost.send(self.core.handle_lost_weights(now));
+                let _ = lost.send(is_lost);
             }
             Command::Pause { in_flight, waits, at_most, _permit } => {
                 self.core.handle_pause(in_flight, waits, now + at_most, now);

@@ -18,6 +18,7 @@ use engine::{event::InFlight, executor::CollectWaker};
 use futures_util::StreamExt;
 use kv_transfer::{EventSink, api as transfer};
 use tokio::sync::{OwnedSemaphorePermit, Semaphore, oneshot};
+use weight_transfer::UpdateId;
 
 use crate::{
     attempt::NewAttempt,
@@ -86,6 +87,7 @@ pub(crate) enum Command {
     },
     /// Release the weights in use at the next step boundary, and launch no step until [`Command::ChangeWeights`].
     ReleaseWeights {
+        update: UpdateId,
         /// Whether running sequences may finish before.
         waits: bool,
         /// Notified when the weights are released.
@@ -93,8 +95,9 @@ pub(crate) enum Command {
         /// Held until the engine thread has taken the command.
         _permit: OwnedSemaphorePermit,
     },
-    /// The update that released the weights was aborted.
+    /// The update that released the weights was aborted. No effect after the release by another update.
     LoseWeights {
+        update: UpdateId,
         /// Receives whether the node has no valid weights now.
         lost: oneshot::Sender<bool>,
         /// Held until the engine thread has taken the command.

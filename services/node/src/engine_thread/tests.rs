@@ -61,6 +61,35 @@ impl Executor for BrokenDevice {
     }
 }
 
+/// A device that new weights may overwrite.
+struct InPlaceDevice;
+
+impl Executor for InPlaceDevice {
+    fn launch(&mut self, plan: StepPlan) -> Result<(), ExecutorError> {
+        BrokenDevice.launch(plan)
+    }
+
+    fn supply(&mut self, step_id: StepId, masks: Vec<RowMask>) -> Result<(), ExecutorError> {
+        BrokenDevice.supply(step_id, masks)
+    }
+
+    fn masks_are_due(&self) -> bool {
+        BrokenDevice.masks_are_due()
+    }
+
+    fn collect(&mut self, timeout: Duration) -> Result<Option<StepResult>, ExecutorError> {
+        BrokenDevice.collect(timeout)
+    }
+
+    fn limits(&self) -> ExecutorLimits {
+        LIMITS
+    }
+
+    fn release_weights(&mut self) -> Result<(), ExecutorError> {
+        Ok(())
+    }
+}
+
 /// A device whose first launch fails, and whose drop blocks until it is released.
 struct ClingingDevice {
     released: Receiver<()>,
@@ -290,6 +319,33 @@ async fn stalled_node_ends_observers_until_a_step_finishes() {
     assert!(matches!(heard.last(), Some(Reply::Ended(AttemptEnd::Finished { .. }))), "{heard:?}");
     let back = async { while first_observed(&inbox).await.1.is_err() {} };
     tokio::time::timeout(WITHIN, back).await.expect("the node can be observed again");
+    inbox.send(Command::Stop).unwrap();
+    tokio::task::spawn_blocking(|| engine.join().0).await.unwrap().unwrap();
+}
+
+async fn release(inbox: &Inbox, update: UpdateId) {
+    let (released, answer) = oneshot::channel();
+    let command = |_permit| Command::ReleaseWeights { update, waits: false, released, _permit };
+    inbox.send_for_router(command).unwrap();
+    tokio::time::timeout(WITHIN, answer).await.unwrap().unwrap().unwrap();
+}
+
+async fn lose(inbox: &Inbox, update: UpdateId) -> bool {
+    let (lost, answer) = oneshot::channel();
+    inbox.send_for_router(|_permit| Command::LoseWeights { update, lost, _permit }).unwrap();
+    tokio::time::timeout(WITHIN, answer).await.unwrap().unwrap()
+}
+
+#[tokio::test]
+async fn abort_that_the_next_update_has_overtaken_loses_no_weights() {
+    let (engine, inbox) = engine(InPlaceDevice);
+    let engine = EngineThread::start(engine).unwrap();
+    let (first, next) = (UpdateId(1), UpdateId(2));
+    assert!(!lose(&inbox, first).await, "nothing was released");
+    release(&inbox, first).await;
+    release(&inbox, next).await;
+    assert!(!lose(&inbox, first).await, "the next update brings weights");
+    assert!(lose(&inbox, next).await);
     inbox.send(Command::Stop).unwrap();
     tokio::task::spawn_blocking(|| engine.join().0).await.unwrap().unwrap();
 }

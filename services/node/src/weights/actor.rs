@@ -150,7 +150,7 @@ enum Done {
         id: UpdateId,
         paused: Duration,
     },
-    /// An update in place ended without a commit. Whether the node has no valid weights now.
+    /// An update in place ended without a commit. Whether the node lost its weights by this update.
     Lost(bool),
     /// The weights from before an aborted update in place are in use again. `None`: the restoration was cancelled.
     Restored {
@@ -285,11 +285,15 @@ impl Actor {
                     self.lose_if_released(id);
                 }
             }
-            Done::Lost(false) => {}
-            Done::Lost(true) => {
-                tracing::warn!("the node has no valid weights: an update in place was aborted");
-                self.serving.version = WeightVersion::NONE;
-                self.restore();
+            Done::Lost(is_lost) => {
+                if is_lost {
+                    tracing::warn!("the node has no valid weights: an update in place was aborted");
+                    self.serving.version = WeightVersion::NONE;
+                }
+                // An earlier update may have lost the weights.
+                if self.serving.version == WeightVersion::NONE {
+                    self.restore();
+                }
             }
             Done::Restored { version, cancelled } => {
                 // The guard of a cancelled restoration was dropped. `restoring` may have the guard of the next one.
@@ -475,6 +479,16 @@ mod tests {
         assert_eq!(actor.serving.version, WeightVersion::NONE);
         actor.done(Done::Lost(true));
         assert_eq!(actor.work.len(), 1, "the end of this update begins another restoration");
+    }
+
+    #[tokio::test]
+    async fn node_without_weights_restores_them_after_an_update_that_released_nothing() {
+        let mut actor = actor();
+        actor.done(Done::Lost(false));
+        assert!(actor.restoring.is_none(), "the node has its weights");
+        actor.serving.version = WeightVersion::NONE;
+        actor.done(Done::Lost(false));
+        assert!(actor.restoring.is_some());
     }
 
     #[tokio::test]

@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use engine::event::InFlight;
 use tokio::sync::{OwnedSemaphorePermit, oneshot};
-use weight_transfer::WeightVersion;
+use weight_transfer::{UpdateId, WeightVersion};
 
 use crate::{
     inbox::{Command, Inbox},
@@ -45,14 +45,19 @@ pub(super) async fn change_weights(
 
 /// Releases the weights in use, so that new weights can overwrite them. `waits`: lets running sequences finish first.
 /// Returns [`ChangeError::Ended`] also if the update was aborted.
-pub(super) async fn release_weights(inbox: &Inbox, waits: bool) -> Result<(), ChangeError> {
-    let release = |released, _permit| Command::ReleaseWeights { waits, released, _permit };
+pub(super) async fn release_weights(
+    inbox: &Inbox,
+    update: UpdateId,
+    waits: bool,
+) -> Result<(), ChangeError> {
+    let release = |released, _permit| Command::ReleaseWeights { update, waits, released, _permit };
     Ok(call(inbox, release).await.ok_or(ChangeError::Ended)??)
 }
 
-/// Ends an update that may have released the weights. Returns whether the node has no valid weights now.
-pub(super) async fn lose_weights(inbox: &Inbox) -> bool {
-    let lose = |lost, _permit| Command::LoseWeights { lost, _permit };
+/// Ends an update that may have released the weights. Returns whether the node has no valid weights now; `false` also if
+/// the update did not release them, or another update has done so since.
+pub(super) async fn lose_weights(inbox: &Inbox, update: UpdateId) -> bool {
+    let lose = |lost, _permit| Command::LoseWeights { update, lost, _permit };
     call(inbox, lose).await.unwrap_or(false)
 }
 

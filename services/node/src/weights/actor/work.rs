@@ -193,7 +193,7 @@ impl Actor {
     pub(super) fn lose_if_released(&mut self, id: UpdateId) {
         if released(&self.released).take_if(|released| *released == id).is_some() {
             let inbox = self.settings.inbox.clone();
-            self.work.spawn(async move { Done::Lost(lose_weights(&inbox).await) });
+            self.work.spawn(async move { Done::Lost(lose_weights(&inbox, id).await) });
         } else if self.serving.version == WeightVersion::NONE {
             self.restore();
         }
@@ -288,11 +288,11 @@ fn release(
 ) -> Result<(), ReceiveError> {
     let runtime = runtime::Handle::current();
     *released(is_released) = Some(id);
-    let release = cancelled.run_until_cancelled(release_weights(inbox, waits));
+    let release = cancelled.run_until_cancelled(release_weights(inbox, id, waits));
     let outcome = runtime.block_on(release);
     if cancelled.is_cancelled() {
         // The abort may have told the engine before the release was sent.
-        if runtime.block_on(lose_weights(inbox)) {
+        if runtime.block_on(lose_weights(inbox, id)) {
             *released(is_released) = Some(id);
         }
         return Err(ReceiveError::Cancelled);
@@ -349,11 +349,11 @@ mod tests {
             let is_released = is_released.clone();
             spawn_blocking(move || {
                 let release = commands.recv_timeout(WITHIN).unwrap();
-                assert!(matches!(release, Command::ReleaseWeights { .. }));
+                assert!(matches!(release, Command::ReleaseWeights { update: ID, .. }));
                 assert_eq!(released(&is_released).take(), Some(ID));
                 cancelled.cancel();
                 match commands.recv_timeout(WITHIN).unwrap() {
-                    Command::LoseWeights { lost, .. } => lost.send(true).unwrap(),
+                    Command::LoseWeights { update: ID, lost, .. } => lost.send(true).unwrap(),
                     command => panic!("{command:?}"),
                 }
             })
