@@ -24,7 +24,7 @@ use std::{
 };
 
 use config::{Config, TierAdmission};
-use crossbeam_channel::{Receiver, Sender, bounded};
+use crossbeam_channel::{Receiver, RecvTimeoutError, Sender, bounded};
 use engine::{
     event::BlockHash,
     executor::CollectWaker,
@@ -48,6 +48,8 @@ const RECOVERY_THREADS: u32 = 8;
 /// Maximum number of headers that a recovery thread may fail to read. A disk that fails everywhere must not delay the
 /// tier for each slot.
 const RECOVERY_ERRORS_MAX: usize = 8;
+/// Time after which the node reports that headers are still read. No block is saved to the disk before all are read.
+const RECOVERY_REPORTED_AFTER: Duration = Duration::from_secs(60);
 /// Time-out for opening the file of the disk tier. Allocating the file may take seconds.
 const OPEN_WITHIN: Duration = Duration::from_secs(60);
 /// Time-out of a load, after which the sequence computes its KV instead. A load that is predicted to take more than
@@ -318,7 +320,8 @@ fn join(thread: JoinHandle<()>) {
     }
 }
 
-/// Starts threads that read all headers and report the blocks. The last of them reports the end.
+/// Starts threads that read all headers and report the blocks. The last of them reports the end. A further thread logs
+/// that they take long: a file system that hangs ends no read.
 fn recover(
     disk: &Arc<DiskFile>,
     events: &Events,
@@ -330,11 +333,13 @@ fn recover(
     let share = slots.div_ceil(RECOVERY_THREADS).max(1);
     let starts = (0..slots).step_by(share as usize);
     let reading = Arc::new(AtomicUsize::new(starts.len()));
+    let (reader, all_have_ended) = bounded(0);
     for first in starts {
         let (disk, events, is_stopping) = (Arc::clone(disk), events.clone(), is_stopping.clone());
-        let reading = Arc::clone(&reading);
+        let (reading, reader) = (Arc::clone(&reading), reader.clone());
         let name = "baton-tier-scan".to_owned();
         threads.push(thread::Builder::new().name(name).spawn(move || {
+            let _reader = reader;
             let slots = first..(first + share).min(slots);
             if let Err(error) = recover_slots(&disk, slots, &events, &is_stopping) {
                 warn!(%error, "cannot read headers of the disk tier: their blocks are not used");
@@ -348,7 +353,24 @@ fn recover(
             }
         })?);
     }
+    drop(reader);
+    let watch = thread::Builder::new().name("baton-tier-wait".to_owned());
+    threads.push(watch.spawn(move || {
+        report_if_slow(&all_have_ended, RECOVERY_REPORTED_AFTER, || {
+            warn!(
+                "reading the headers of the disk tier takes more than {} s: until it ends, blocks are not saved to the disk; check the file system of tier.disk_path",
+                RECOVERY_REPORTED_AFTER.as_secs()
+            );
+        });
+    })?);
     Ok(())
+}
+
+/// Calls `report` if a thread still holds a sender after `time`.
+fn report_if_slow(all_have_ended: &Receiver<()>, time: Duration, report: impl FnOnce()) {
+    if all_have_ended.recv_timeout(time) == Err(RecvTimeoutError::Timeout) {
+        report();
+    }
 }
 
 fn recover_slots(

@@ -288,6 +288,16 @@ fn opening_on_a_hung_file_system_times_out() {
     drop(resume);
 }
 
+#[test]
+fn headers_that_are_read_for_long_are_reported() {
+    let (reader, all_have_ended) = bounded(0);
+    let mut is_reported = false;
+    report_if_slow(&all_have_ended, Duration::ZERO, || is_reported = true);
+    assert!(is_reported, "a thread reads");
+    drop(reader);
+    report_if_slow(&all_have_ended, WITHIN, || panic!("all threads have ended"));
+}
+
 /// Starts the tiers with a changed disk.
 fn start_with(
     path: &std::path::Path,
