@@ -271,6 +271,14 @@ impl Tiers {
         }
     }
 
+    /// Drops every block whose save has not started. Copies in flight end as usual.
+    pub fn drop_pending(&mut self) {
+        self.admitted.clear();
+        self.uncounted = 0;
+        self.written.clear();
+        self.tiers.iter_mut().flatten().for_each(|tier| tier.queued.clear());
+    }
+
     pub fn recover(&mut self, tier: Tier, blocks: &[(SlotIndex, BlockHash)], is_complete: bool) {
         if let Some(state) = &mut self.tiers[tier.index()] {
             state.is_recovered |= is_complete;

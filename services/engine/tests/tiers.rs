@@ -677,21 +677,26 @@ fn last_turn_of_a_conversation_with_a_new_place_ends_the_keep_time() {
     }
 }
 
-#[test]
-fn kv_of_earlier_weights_is_not_kept_for_the_next_turn() {
-    let mut node = node(15, TierConfig { host: true, sessions: true, ..config(0) });
-    let session = SessionHint { session: Some(7), keep: Some(Duration::from_secs(600)) };
-    let turn = new(1, COMPUTE, 1, 90);
-    node.arrive(NewSequence { session, max_tokens: 50, ignore_stop_tokens: true, ..turn });
-    while node.received(SequenceId(1)) == 0 {
+/// Changes the weights once the sequence has output.
+fn change_weights_after_output(node: &mut Node, id: SequenceId, in_flight: InFlight) {
+    while node.received(id) == 0 {
         node.turn();
     }
     node.engine.set_held(true);
     while node.engine.steps_in_flight() > 0 {
         node.turn();
     }
-    node.change_weights(2, InFlight::KeepKv);
+    node.change_weights(2, in_flight);
     node.engine.set_held(false);
+}
+
+#[test]
+fn kv_of_earlier_weights_is_not_kept_for_the_next_turn() {
+    let mut node = node(15, TierConfig { host: true, sessions: true, ..config(0) });
+    let session = SessionHint { session: Some(7), keep: Some(Duration::from_secs(600)) };
+    let turn = new(1, COMPUTE, 1, 90);
+    node.arrive(NewSequence { session, max_tokens: 50, ignore_stop_tokens: true, ..turn });
+    change_weights_after_output(&mut node, SequenceId(1), InFlight::KeepKv);
     run(&mut node);
     assert!(node.finished(SequenceId(1)));
     assert_eq!(node.engine.scheduler().preemptions(), 0, "the turn ends on its old KV");
@@ -847,5 +852,20 @@ fn change_of_weights_returns_the_blocks_of_a_load_in_flight() {
         node.copy_all();
         node.assert_all_returned();
         assert_eq!(compute(&mut node, 4, 1, 70), 6, "its blocks are hit");
+    }
+}
+
+#[test]
+fn change_of_weights_offers_no_block_of_the_old_weights() {
+    for admission in [TierAdmission::Always, TierAdmission::SecondTouch] {
+        let mut node = node(40, TierConfig { admission, ..config(60) });
+        let row = new(1, COMPUTE, 1, 200);
+        node.arrive(NewSequence { max_tokens: 20, ignore_stop_tokens: true, ..row });
+        change_weights_after_output(&mut node, SequenceId(1), InFlight::Recompute);
+        run(&mut node);
+        assert!(node.finished(SequenceId(1)));
+        let stats = node.tier_stats();
+        assert_eq!((stats.dropped, stats.cancelled), (0, 0), "{admission:?}");
+        node.assert_all_returned();
     }
 }

@@ -60,7 +60,8 @@ impl Scheduler {
 
     /// Changes to the cache keys of new weights. Sequences that this node computes alone are recomputed over all their
     /// tokens, or keep their KV if they run, have output and `in_flight` is `KeepKv`. Sequences of transfers fail, and
-    /// every transfer is aborted: the peer may have the old weights. Drops cached blocks. Admits waiting sequences again.
+    /// every transfer is aborted: the peer may have the old weights. Drops cached blocks and queued saves. Admits waiting
+    /// sequences again.
     ///
     /// # Panics
     /// When a step is in flight.
@@ -74,6 +75,10 @@ impl Scheduler {
         self.seeds = seeds;
         self.is_admitting = true;
         self.empty_batch(in_flight, actions);
+        // No sequence looks up blocks of the old weights, and the prefix cache is about to drop them.
+        if let Some(tiers) = &mut self.tiers {
+            tiers.drop_pending();
+        }
         for sequence in self.sequences.values_mut() {
             sequence.chain.reseed(seeds, &sequence.tokens);
         }
