@@ -153,7 +153,7 @@ async fn a_conversation_is_rendered_by_the_models_template() {
     let (ids, text, finished) = collect(stream).await.unwrap();
     assert_eq!((ids, text.as_str()), (expected(), ANSWER));
     let attempt = &cluster.decode[0].calls()[0].attempt;
-    assert_eq!(attempt.cache_salt, "mine");
+    assert_eq!(attempt.cache_salt, "/mine");
     // The default is the rest of the context, as over HTTP.
     let rest = 2048 - finished.prompt_tokens;
     assert_eq!(attempt.sampling.as_ref().unwrap().max_tokens, rest);

@@ -175,7 +175,7 @@ async fn sampling_options_reach_both_nodes_with_defaults_filled_in() {
     let (prefill, decode) = (cluster.prefill[0].calls(), cluster.decode[0].calls());
     assert_eq!(prefill[0].attempt.sampling, decode[0].attempt.sampling);
     assert_eq!(prefill[0].attempt.transfer_id, decode[0].attempt.transfer_id);
-    assert_eq!(decode[0].attempt.cache_salt, "tenant");
+    assert_eq!(decode[0].attempt.cache_salt, "/tenant");
     let sampling = decode[0].attempt.sampling.clone().unwrap();
     assert_eq!(
         (sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p, sampling.seed),
@@ -579,7 +579,7 @@ async fn a_tenant_named_by_a_header_has_salts_of_its_own() {
     }
     let salts: Vec<String> =
         cluster.decode[0].calls().into_iter().map(|call| call.attempt.cache_salt).collect();
-    assert_eq!(salts, ["team-7/mine", "team-7/", "mine"]);
+    assert_eq!(salts, ["team-7/mine", "team-7/", "/mine"]);
 
     let nobody = [("x-baton-tenant", "a/b")];
     let answer = cluster.client.post_with("/v1/completions", &nobody, &salted).await;

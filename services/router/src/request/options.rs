@@ -284,11 +284,13 @@ pub fn check_salt(field: &str, salt: String) -> Result<String, FieldError> {
     Ok(salt)
 }
 
-/// Returns the salt for nodes. A tenant name has no slash, so different pairs yield different salts.
+/// Returns the salt for nodes: the tenant, which has no slash and is not empty, a slash and the client's salt. Without a
+/// tenant and a salt it is empty. So different pairs yield different salts.
 pub fn salt_for_nodes(tenant: Option<&Tenant>, salt: String) -> String {
     match tenant {
         Some(Tenant(tenant)) => format!("{tenant}/{salt}"),
-        None => salt,
+        None if salt.is_empty() => salt,
+        None => format!("/{salt}"),
     }
 }
 
@@ -502,6 +504,9 @@ mod tests {
             (tenant("a"), "b/c"),
             (tenant("b"), "b"),
             (None, "b"),
+            (None, "a/b"),
+            (None, "/b"),
+            (None, "/"),
             (None, ""),
         ]
         .map(|(tenant, salt)| salt_for_nodes(tenant.as_ref(), salt.to_owned()));
