@@ -869,3 +869,20 @@ fn change_of_weights_offers_no_block_of_the_old_weights() {
         node.assert_all_returned();
     }
 }
+
+#[test]
+fn blocks_of_a_request_count_anew_at_new_weights() {
+    let second_touch = TierConfig { admission: TierAdmission::SecondTouch, ..config(40) };
+    let mut node = node(30, second_touch);
+    compute(&mut node, 1, 1, 70);
+    let hit = new(2, COMPUTE, 1, 70);
+    node.arrive(NewSequence { max_tokens: 8, ignore_stop_tokens: true, ..hit });
+    change_weights_after_output(&mut node, SequenceId(2), InFlight::Recompute);
+    run(&mut node);
+    assert!(node.finished(SequenceId(2)));
+    let before = node.tier_stats().saved;
+    assert!(before <= 4, "the recomputed blocks occurred once: {before} are saved");
+    assert_eq!(compute(&mut node, 3, 1, 70), 6, "its blocks are hit");
+    assert_eq!(node.tier_stats().saved, before + 4, "and occur for the second time");
+    node.assert_all_returned();
+}

@@ -81,6 +81,9 @@ impl Scheduler {
         }
         for sequence in self.sequences.values_mut() {
             sequence.chain.reseed(seeds, &sequence.tokens);
+            // The blocks of the new keys have not occurred in this request.
+            sequence.counted_blocks = 0;
+            sequence.continues = false;
         }
         // Transfers that are being aborted still hold blocks. Their keys are those of the old weights, so no lookup
         // finds them.
