@@ -88,6 +88,8 @@ pub struct Scheduler {
     /// The last sequence that could not be admitted for lack of blocks, and the number of available blocks that it
     /// needs.
     lacking: Option<(SequenceId, u32)>,
+    /// Available blocks that a running row needed in the last plan and that saves keep; 0 without such a row.
+    row_lacks: u32,
     slots: Slots,
     frames: Frames,
     /// The last launched step, if its sampling awaits token bitmasks.
@@ -126,6 +128,7 @@ impl Scheduler {
             ready: Vec::new(),
             running: Vec::new(),
             lacking: None,
+            row_lacks: 0,
             slots: Slots::new(config.limits.slots),
             frames: Frames::default(),
             awaited: None,

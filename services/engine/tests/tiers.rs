@@ -324,6 +324,26 @@ fn admission_cancels_saves_whose_copies_have_not_begun_and_waits_for_one_copy() 
 }
 
 #[test]
+fn running_row_that_needs_a_block_cancels_saves_whose_copies_have_not_begun() {
+    let mut node = node(6, config(20));
+    node.arrive(new(1, COMPUTE, 1, 95));
+    node.run();
+    // One of five full blocks is being copied, the copies of three follow. The row takes the other two blocks of the node
+    // and needs a third one.
+    let row = new(2, COMPUTE, 2, 15);
+    node.arrive(NewSequence { max_tokens: 20, ignore_stop_tokens: true, ..row });
+    node.run();
+    assert!(!node.finished(SequenceId(2)), "the row waits for the copies");
+    assert!(node.copy(1, false), "a save ends without a copy");
+    node.run();
+    assert!(node.finished(SequenceId(2)), "no other save takes the block");
+    let stats = node.tier_stats();
+    assert_eq!((stats.cancelled, stats.failed), (2, 0), "the row took two cached blocks");
+    run(&mut node);
+    node.assert_all_returned();
+}
+
+#[test]
 fn saves_wait_for_an_admission_that_keeps_their_blocks() {
     let mut node = node(12, config(40));
     node.arrive(new(1, COMPUTE, 1, 165));

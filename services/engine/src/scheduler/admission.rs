@@ -381,12 +381,15 @@ impl Scheduler {
         self.slots.free_count() - claimed
     }
 
-    /// Returns the available blocks that a waiting sequence needs; 0 when no sequence waits for blocks.
-    pub(super) fn awaited_blocks(&self) -> u32 {
+    /// Returns the available blocks that a running row needs, and those that a waiting sequence needs; 0 when none waits
+    /// for blocks.
+    pub(super) fn awaited_blocks(&self) -> [u32; 2] {
         let waits =
             |id| self.sequences.get(&id).is_some_and(|it| matches!(it.phase, Phase::Waiting));
         let lacking = self.lacking.filter(|&(id, _)| waits(id) && self.unclaimed_slots() > 0);
-        lacking.map_or(0, |(_, needed)| needed)
+        // The row may have ended since the last plan.
+        let row_lacks = if self.running.is_empty() { 0 } else { self.row_lacks };
+        [row_lacks, lacking.map_or(0, |(_, needed)| needed)]
     }
 
     /// Returns the blocks to leave for the batch: one for each row, so that a new row is not preempted in the

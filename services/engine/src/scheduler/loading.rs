@@ -63,14 +63,16 @@ impl Scheduler {
 
     /// Starts queued saves, as many as may be in flight.
     pub(super) fn start_queued_saves(&mut self, now: Instant, actions: &mut Vec<Action>) {
-        let needed = self.awaited_blocks();
+        let awaited = self.awaited_blocks();
         let Some(tiers) = &mut self.tiers else { return };
         tiers.set_now(now);
         let resident = |kv: &KvBlocks, key| {
             let (block, contents) = kv.cache.get(key).ok_or(NoSource::Evicted)?;
             let is_cached = kv.pool.state(block) == BlockState::Cached;
             // Start no further copies while a sequence waits for blocks that the copies in flight will release.
-            let waits = needed >= kv.pool.available() && needed <= kv.pool.evictable();
+            let copies_keep =
+                |needed: u32| needed >= kv.pool.available() && needed <= kv.pool.evictable();
+            let waits = awaited.into_iter().any(copies_keep);
             if is_cached && waits { Err(NoSource::Awaited) } else { Ok((block, contents)) }
         };
         while let Some(save) = tiers.next_save(|key| resident(&self.kv, key)) {
@@ -85,6 +87,11 @@ impl Scheduler {
     /// copies have not begun.
     pub(super) fn lacks_blocks(&mut self, id: SequenceId, needed: u32, actions: &mut Vec<Action>) {
         self.lacking = Some((id, needed));
+        self.cancel_awaited_saves(needed, actions);
+    }
+
+    /// If saves keep some of the `needed` blocks, cancels the saves whose copies have not begun.
+    pub(super) fn cancel_awaited_saves(&mut self, needed: u32, actions: &mut Vec<Action>) {
         let pool = &self.kv.pool;
         let is_awaited = |block| pool.state(block) == BlockState::Cached;
         if needed <= pool.evictable()

@@ -67,7 +67,7 @@ impl Scheduler {
         let mut builder = PlanBuilder { budget: self.config.step_tokens, ..PlanBuilder::default() };
         builder.plan.rows.reserve(self.running.len());
         builder.sequences.reserve(self.running.len());
-        self.advance_running(&mut builder);
+        self.advance_running(&mut builder, actions);
         if !self.ends_split_prompt(&builder) {
             self.advance_newcomers(&mut builder, actions);
         }
@@ -95,8 +95,9 @@ impl Scheduler {
     }
 
     /// Plans the tokens of every running row, oldest row first.
-    fn advance_running(&mut self, builder: &mut PlanBuilder) {
+    fn advance_running(&mut self, builder: &mut PlanBuilder, actions: &mut Vec<Action>) {
         let step_id = self.frames.next_step();
+        self.row_lacks = 0;
         let mut index = 0;
         while let Some(&(_, id)) = self.running.get(index) {
             // Reserves one token for each younger row, so that a long prompt does not delay decode rows.
@@ -126,7 +127,7 @@ impl Scheduler {
             // Admission allocates the blocks of all given tokens, so only a decode row grows. Its token takes no
             // prefill budget.
             debug_assert!(count == 1 && sequence.decodes());
-            match self.grow(index, id, missing, builder) {
+            match self.grow(index, id, missing, builder, actions) {
                 Growth::Done => {
                     self.advance(id, count, builder);
                     index += 1;
@@ -209,6 +210,7 @@ impl Scheduler {
         id: SequenceId,
         missing: u32,
         builder: &mut PlanBuilder,
+        actions: &mut Vec<Action>,
     ) -> Growth {
         loop {
             if let Some(blocks) = self.kv.allocate(missing) {
@@ -216,7 +218,12 @@ impl Scheduler {
                 return Growth::Done;
             }
             // Do not preempt yet: blocks of steps in flight and of saves may suffice.
-            if self.frames.has_deferred() || self.kv.pool.evictable() >= missing {
+            if self.frames.has_deferred() {
+                return Growth::Wait;
+            }
+            if self.kv.pool.evictable() >= missing {
+                self.row_lacks = missing;
+                self.cancel_awaited_saves(missing, actions);
                 return Growth::Wait;
             }
             match self.victim(index) {

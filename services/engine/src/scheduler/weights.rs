@@ -97,6 +97,7 @@ impl Scheduler {
     /// When a step is in flight.
     pub fn empty_batch(&mut self, in_flight: InFlight, actions: &mut Vec<Action>) {
         assert!(self.frames.is_empty(), "sequences leave the batch between steps");
+        self.row_lacks = 0;
         let is_transferred = |sequence: &Sequence| {
             matches!(sequence.kind, SequenceKind::Send | SequenceKind::Receive)
         };

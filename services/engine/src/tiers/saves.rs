@@ -7,8 +7,8 @@ use crate::{event::BlockHash, plan::StepId};
 
 /// Maximum number of queued saves of each tier. A prefill step of 8,192 tokens has 512 blocks.
 const QUEUED_MAX: usize = 2048;
-/// Maximum number of saves to host memory in flight. The shell copies them in batches. An admission waits for the batches
-/// that have begun, and cancels the other saves.
+/// Maximum number of saves to host memory in flight. The shell copies them in batches. An admission or a row that
+/// needs a block waits for the batches that have begun, and cancels the other saves.
 pub const HOST_SAVES_MAX: usize = 32;
 /// Maximum number of blocks that saves to the disk pin at a time. They are copied one after another.
 pub const COPYING_MAX: usize = 4;
