@@ -189,7 +189,7 @@ async fn write(
     bytes_max: u64,
 ) -> Result<(), String> {
     let (mut count, mut total) = (0, 0u64);
-    let mut open: Option<(tokio::fs::File, u64)> = None;
+    let mut open: Option<CopiedFile> = None;
     while let Some(part) = timed(parts.message()).await? {
         match part.part {
             Some(Part::File(v1::WeightsFile { name, bytes })) => {
@@ -205,15 +205,13 @@ async fn write(
                         "{count} files of {total} bytes; expected at most {FILES_MAX} files of {bytes_max} bytes"
                     ));
                 }
-                let file = tokio::fs::File::create_new(folder.join(&name)).await;
-                open = Some((file.map_err(|error| format!("{name}: {error}"))?, bytes));
+                open = Some(CopiedFile::create(folder.join(&name), bytes).await?);
             }
             Some(Part::Bytes(bytes)) => {
-                let Some((file, left)) = &mut open else {
+                let Some(file) = &mut open else {
                     return Err("bytes without a file".to_owned());
                 };
-                *left = left.checked_sub(bytes.len() as u64).ok_or("more bytes than announced")?;
-                file.write_all(&bytes).await.map_err(|error| error.to_string())?;
+                file.add(&bytes).await?;
             }
             None => return Err("an empty message".to_owned()),
         }
@@ -221,12 +219,48 @@ async fn write(
     finish(open).await
 }
 
-async fn finish(open: Option<(tokio::fs::File, u64)>) -> Result<(), String> {
+async fn finish(open: Option<CopiedFile>) -> Result<(), String> {
     match open {
         None => Ok(()),
-        Some((mut file, 0)) => file.flush().await.map_err(|error| error.to_string()),
-        Some((_, left)) => Err(format!("{left} bytes of a file are missing")),
+        Some(file) => file.finish().await,
     }
+}
+
+/// A file while it is copied.
+struct CopiedFile {
+    file: tokio::fs::File,
+    path: PathBuf,
+    bytes: u64,
+    /// Bytes that have not arrived.
+    left: u64,
+}
+
+impl CopiedFile {
+    async fn create(path: PathBuf, bytes: u64) -> Result<Self, String> {
+        match tokio::fs::File::create_new(&path).await {
+            Ok(file) => Ok(Self { file, path, bytes, left: bytes }),
+            Err(error) => Err(cannot_write(&path, bytes, &error)),
+        }
+    }
+
+    async fn add(&mut self, part: &[u8]) -> Result<(), String> {
+        self.left = self.left.checked_sub(part.len() as u64).ok_or("more bytes than announced")?;
+        let written = self.file.write_all(part).await;
+        written.map_err(|error| cannot_write(&self.path, self.bytes, &error))
+    }
+
+    async fn finish(mut self) -> Result<(), String> {
+        if self.left > 0 {
+            return Err(format!("{} bytes of a file are missing", self.left));
+        }
+        let written = self.file.flush().await;
+        written.map_err(|error| cannot_write(&self.path, self.bytes, &error))
+    }
+}
+
+/// Names the place on this host, because the rest of the message names the peer.
+fn cannot_write(path: &Path, bytes: u64, error: &io::Error) -> String {
+    format!("this node cannot write {}, a file of {bytes} bytes: {error}", path.display())
 }
 
 async fn timed<T>(call: impl Future<Output = Result<T, Status>>) -> Result<T, String> {
@@ -289,6 +323,22 @@ mod tests {
         assert!(!leftover.exists());
         assert!(folder.path().join("other").exists());
         assert!(folder.path().join("baton-weights-x").exists(), "its process locks it in a moment");
+    }
+
+    #[test]
+    fn full_disk_is_reported_with_the_file_that_does_not_fit() {
+        let error = runtime().block_on(async {
+            let full = tokio::fs::OpenOptions::new().write(true).open("/dev/full").await.unwrap();
+            let path = PathBuf::from("/cache/a.gguf");
+            let mut file = CopiedFile { file: full, path, bytes: 3, left: 3 };
+            // The write may report its error only when the file ends.
+            match file.add(b"abc").await {
+                Ok(()) => file.finish().await.unwrap_err(),
+                Err(error) => error,
+            }
+        });
+        let expected = "this node cannot write /cache/a.gguf, a file of 3 bytes: No space left";
+        assert!(error.starts_with(expected), "{error}");
     }
 
     #[test]
