@@ -148,7 +148,10 @@ pub struct TierStats {
     pub stored: u32,
     pub slots: u32,
     pub saved: u64,
+    /// Intact blocks that loads have read.
     pub loaded: u64,
+    /// Loaded blocks that a sequence took instead of computing them. A sequence may end or give up a load before.
+    pub hits: u64,
     /// Saves dropped because the queue was full or no slot was idle.
     pub dropped: u64,
     /// Queued saves whose block was evicted before the copy.

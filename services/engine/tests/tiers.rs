@@ -61,7 +61,7 @@ fn evicted_prefix_is_loaded_instead_of_computed() {
     assert_eq!(compute(&mut node, 2, 2, 90), 90, "evicts the first prompt");
     assert_eq!(compute(&mut node, 3, 1, 70), 6, "four blocks are loaded");
     let stats = node.tier_stats();
-    assert_eq!((stats.saved, stats.loaded, stats.stored), (9, 4, 9));
+    assert_eq!((stats.saved, stats.loaded, stats.hits, stats.stored), (9, 4, 4, 9));
     assert_eq!((stats.dropped, stats.cancelled, stats.failed, stats.damaged), (0, 0, 0, 0));
     node.assert_all_returned();
 }
@@ -226,6 +226,8 @@ fn load_that_takes_too_long_is_given_up_and_its_blocks_stay_reserved() {
     assert_eq!(node.engine.take_records().iter().map(|it| it.tokens).sum::<u32>(), 70);
     assert_eq!(node.engine.scheduler().load().blocks_reserved, 5);
     node.copy_all();
+    let stats = node.tier_stats();
+    assert_eq!((stats.loaded, stats.hits), (4, 0), "no sequence takes the blocks");
     node.assert_all_returned();
 }
 
@@ -296,6 +298,7 @@ fn cancelled_sequence_frees_its_blocks_when_its_load_ends() {
     node.abort(SequenceId(3));
     assert_eq!(node.engine.scheduler().load().blocks_reserved, 5);
     run(&mut node);
+    assert_eq!((node.tier_stats().loaded, node.tier_stats().hits), (4, 0));
     node.assert_all_returned();
 }
 

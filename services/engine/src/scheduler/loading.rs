@@ -181,6 +181,9 @@ impl Scheduler {
             unreachable!("the phase was checked");
         };
         self.loading_count -= 1;
+        if let Some(tiers) = &mut self.tiers {
+            tiers.count_hits(&load, intact);
+        }
         let (written, rest) = load.blocks.split_at(intact);
         self.kv.accept(written, id);
         for (index, &block) in (prefix.len()..).zip(written) {

@@ -160,6 +160,13 @@ impl Tiers {
         Some(FinishedLoad { load, intact })
     }
 
+    /// Counts the `intact` blocks of a load, which its sequence takes.
+    pub fn count_hits(&mut self, load: &LoadInFlight, intact: usize) {
+        for &(tier, _) in &load.slots[..intact] {
+            self.state(tier).stats.hits += 1;
+        }
+    }
+
     /// Returns whether a load of this sequence is in flight.
     pub fn is_loading(&self, id: SequenceId) -> bool {
         self.loads.values().any(|load| load.id == id)

@@ -65,7 +65,7 @@ impl TierMetrics {
         counter("baton.tier.saved_bytes", "KV bytes saved, by tier", bytes, |it| it.saved);
         counter("baton.tier.loaded_bytes", "KV bytes loaded, by tier", bytes, |it| it.loaded);
         counter("baton.tier.hits", "KV blocks loaded instead of computed, by tier", 1, |it| {
-            it.loaded
+            it.hits
         });
         let dropped = "Saves dropped because the queue was full or every slot was in use, by tier";
         counter("baton.tier.saves_dropped", dropped, 1, |it| it.dropped);
@@ -146,6 +146,7 @@ mod tests {
             slots: base as u32 + 2,
             saved: base + 3,
             loaded: base + 4,
+            hits: base + 10,
             dropped: base + 5,
             cancelled: base + 6,
             failed: base + 7,
@@ -165,7 +166,7 @@ mod tests {
                 ("baton_tier_slots", base + 2),
                 ("baton_tier_saved_bytes_total", (base + 3) * 1000),
                 ("baton_tier_loaded_bytes_total", (base + 4) * 1000),
-                ("baton_tier_hits_total", base + 4),
+                ("baton_tier_hits_total", base + 10),
                 ("baton_tier_saves_dropped_total", base + 5),
                 ("baton_tier_saves_cancelled_total", base + 6),
                 ("baton_tier_saves_failed_total", base + 7),
