@@ -41,7 +41,7 @@ pub(super) struct Attempts {
     weight_version: u64,
     records: HashMap<SequenceId, AttemptRecord>,
     known: KnownIds,
-    /// Loads from the KV tiers in flight.
+    /// The last load of each sequence from the KV tiers, while it is in flight.
     loads: HashMap<JobId, SequenceId>,
     /// Inputs for the scheduler, in order.
     inputs: VecDeque<Input>,
@@ -313,6 +313,8 @@ impl Attempts {
             Action::Save(job) => self.outputs.push_back(Output::Save(job)),
             Action::CancelSaves { last } => self.outputs.push_back(Output::CancelSaves { last }),
             Action::Load(load) => {
+                // The sequence has left an earlier load, whose blocks it does not get.
+                self.loads.retain(|_, id| *id != load.id);
                 self.loads.insert(load.job, load.id);
                 if let Some(record) = self.records.get_mut(&load.id) {
                     record.begin(Stage::Load, &mut self.outputs);

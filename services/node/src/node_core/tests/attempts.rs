@@ -106,9 +106,12 @@ fn load_from_a_tier_is_a_stage_of_its_attempt() {
         scene.attempts.outputs.drain(..).filter_map(change).collect()
     };
     stages(&mut scene);
-    let load = LoadJob { job: JobId(5), id: ID, blocks: Vec::new() };
-    scene.act(Action::Load(load));
+    let load = |job| Action::Load(LoadJob { job: JobId(job), id: ID, blocks: Vec::new() });
+    // The sequence leaves the first load at a change of weights.
+    scene.act(load(4));
     assert_eq!(stages(&mut scene), [StageChange::Began(Stage::Load)]);
+    scene.act(load(5));
+    scene.attempts.loaded(JobId(3), 9);
     scene.attempts.loaded(JobId(4), 9);
     assert_eq!(stages(&mut scene), []);
     scene.attempts.loaded(JobId(5), 2);
