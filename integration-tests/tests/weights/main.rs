@@ -3,6 +3,7 @@
 
 mod in_flight;
 mod routers;
+mod tiers;
 mod updates;
 
 use std::{
