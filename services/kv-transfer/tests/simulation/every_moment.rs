@@ -25,7 +25,7 @@ fn begin(seed: u64) -> (World, TransferPlan) {
     begin_in(SLOW, seed)
 }
 
-/// Returns two nodes and a transfer that neither has been told of.
+/// Returns two nodes and a transfer for which neither has a command.
 fn two_nodes(faults: NetworkFaults, seed: u64) -> (World, TransferPlan) {
     let mut world = World::new(seed, 2, 40, faults);
     world.release_delay_max = RELEASE_DELAY_MAX;
