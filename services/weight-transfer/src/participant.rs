@@ -345,7 +345,7 @@ impl Participant {
     fn end(&mut self, id: UpdateId, end: UpdateEnd) {
         self.phase = Phase::Serving;
         if self.ends.len() == ENDS_MAX {
-            // Peers ask for commits, so failed attempts of the next update displace none.
+            // Peers ask for commits, so failed attempts of later updates displace at most one.
             let is_aborted = |end: &UpdateEnd| matches!(end, UpdateEnd::Aborted { .. });
             let displaced = self.ends.iter().position(|(_, end)| is_aborted(end)).unwrap_or(0);
             self.ends.remove(displaced);
