@@ -2,11 +2,12 @@
 
 use cluster::{Epoch, NodeId, Role};
 use proto::v1::{
-    DecodeFinished, DecodeTokens, Failure, FailureKind, PrefillToken, Reserved,
+    DecodeFinished, DecodeTokens, Failure, FailureKind, PrefillToken, Reserved, Token,
     decode_event::Event, grammar, prefill_event,
 };
 
 use super::*;
+use crate::fair_queue::AttemptEnd;
 
 const MAX_TOKENS: u32 = 100;
 const TIMEOUT: Duration = Duration::from_secs(600);
