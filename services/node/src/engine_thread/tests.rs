@@ -36,8 +36,12 @@ const LIMITS: ExecutorLimits = ExecutorLimits {
     speculation: None,
 };
 
-/// A device whose first launch fails.
-struct BrokenDevice;
+/// A device whose first launch fails, and whose weights new ones may overwrite.
+#[derive(Default)]
+struct BrokenDevice {
+    /// Blocks the drop until the other end is dropped or sends.
+    released: Option<Receiver<()>>,
+}
 
 impl Executor for BrokenDevice {
     fn launch(&mut self, _plan: StepPlan) -> Result<(), ExecutorError> {
@@ -59,67 +63,15 @@ impl Executor for BrokenDevice {
     fn limits(&self) -> ExecutorLimits {
         LIMITS
     }
-}
-
-/// A device that new weights may overwrite.
-struct InPlaceDevice;
-
-impl Executor for InPlaceDevice {
-    fn launch(&mut self, plan: StepPlan) -> Result<(), ExecutorError> {
-        BrokenDevice.launch(plan)
-    }
-
-    fn supply(&mut self, step_id: StepId, masks: Vec<RowMask>) -> Result<(), ExecutorError> {
-        BrokenDevice.supply(step_id, masks)
-    }
-
-    fn masks_are_due(&self) -> bool {
-        BrokenDevice.masks_are_due()
-    }
-
-    fn collect(&mut self, timeout: Duration) -> Result<Option<StepResult>, ExecutorError> {
-        BrokenDevice.collect(timeout)
-    }
-
-    fn limits(&self) -> ExecutorLimits {
-        LIMITS
-    }
 
     fn release_weights(&mut self) -> Result<(), ExecutorError> {
         Ok(())
     }
 }
 
-/// A device whose first launch fails, and whose drop blocks until it is released.
-struct ClingingDevice {
-    released: Receiver<()>,
-}
-
-impl Executor for ClingingDevice {
-    fn launch(&mut self, plan: StepPlan) -> Result<(), ExecutorError> {
-        BrokenDevice.launch(plan)
-    }
-
-    fn supply(&mut self, step_id: StepId, masks: Vec<RowMask>) -> Result<(), ExecutorError> {
-        BrokenDevice.supply(step_id, masks)
-    }
-
-    fn masks_are_due(&self) -> bool {
-        BrokenDevice.masks_are_due()
-    }
-
-    fn collect(&mut self, timeout: Duration) -> Result<Option<StepResult>, ExecutorError> {
-        BrokenDevice.collect(timeout)
-    }
-
-    fn limits(&self) -> ExecutorLimits {
-        LIMITS
-    }
-}
-
-impl Drop for ClingingDevice {
+impl Drop for BrokenDevice {
     fn drop(&mut self) {
-        let _ = self.released.recv();
+        let _ = self.released.as_ref().map(Receiver::recv);
     }
 }
 
@@ -226,7 +178,7 @@ fn attempt(id: u128) -> NewAttempt {
 
 #[tokio::test]
 async fn failed_device_fails_every_attempt_and_ends_the_thread() {
-    let (engine, inbox) = engine(BrokenDevice);
+    let (engine, inbox) = engine(BrokenDevice::default());
     let mut engine = EngineThread::start(engine).unwrap();
     // Rejected when the device fails before the call is accepted, else failed.
     let kind = match inbox.begin(attempt(1)).await {
@@ -253,7 +205,7 @@ async fn failed_device_fails_every_attempt_and_ends_the_thread() {
 #[tokio::test]
 async fn device_that_blocks_when_dropped_delays_no_caller() {
     let (release, released) = crossbeam_channel::bounded(0);
-    let (engine, inbox) = engine(ClingingDevice { released });
+    let (engine, inbox) = engine(BrokenDevice { released: Some(released) });
     let mut engine = EngineThread::start(engine).unwrap();
     let end = async {
         // Rejected when the device fails before the call is accepted, else failed.
@@ -338,7 +290,7 @@ async fn lose(inbox: &Inbox, update: UpdateId) -> bool {
 
 #[tokio::test]
 async fn abort_that_the_next_update_has_overtaken_loses_no_weights() {
-    let (engine, inbox) = engine(InPlaceDevice);
+    let (engine, inbox) = engine(BrokenDevice::default());
     let engine = EngineThread::start(engine).unwrap();
     let (first, next) = (UpdateId(1), UpdateId(2));
     assert!(!lose(&inbox, first).await, "nothing was released");
@@ -353,7 +305,7 @@ async fn abort_that_the_next_update_has_overtaken_loses_no_weights() {
 #[tokio::test]
 async fn idle_thread_stops_on_command_and_when_every_sender_is_dropped() {
     for tell in [true, false] {
-        let (engine, inbox) = engine(BrokenDevice);
+        let (engine, inbox) = engine(BrokenDevice::default());
         let mut engine = EngineThread::start(engine).unwrap();
         if tell {
             inbox.send(Command::Stop).unwrap();
