@@ -106,7 +106,7 @@ impl Digester {
         heads: &Heads,
         blocks: &[BlockId],
     ) -> Result<DigestsInFlight<'_>, CudaError> {
-        self.start_call(data, heads, blocks, (false, DigestPurpose::Transfer))
+        self.start_call(data, heads, blocks, false, DigestPurpose::Transfer)
     }
 
     /// Launches a digest for each block by itself. See [`start`](Self::start).
@@ -120,7 +120,7 @@ impl Digester {
         blocks: &[BlockId],
         purpose: DigestPurpose,
     ) -> Result<DigestsInFlight<'_>, CudaError> {
-        self.start_call(data, heads, blocks, (true, purpose))
+        self.start_call(data, heads, blocks, true, purpose)
     }
 
     /// Blocks whose own digests are computed at a time.
@@ -131,7 +131,8 @@ impl Digester {
         data: &Range,
         heads: &Heads,
         blocks: &[BlockId],
-        (is_each, purpose): (bool, DigestPurpose),
+        is_each: bool,
+        purpose: DigestPurpose,
     ) -> Result<DigestsInFlight<'_>, CudaError> {
         let mut lane = self.lane(purpose);
         self.context.bind()?;

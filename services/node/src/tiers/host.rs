@@ -40,8 +40,9 @@ const SLICE_BYTES: usize = 1 << 30;
 const RESERVE_BYTES: u64 = 2 << 30;
 /// Batches in flight.
 const BATCHES: usize = 2;
-/// Bytes of one batch of saves, rounded up to whole blocks and limited by [`SAVE_BATCH_MAX`]. A sequence that needs a block waits for the copies of up to [`BATCHES`] batches,
-/// because a batch that has begun cannot be cancelled. Batches of 32 MiB are copied only 4 % faster.
+/// Bytes of one batch of saves, rounded up to whole blocks and limited by [`SAVE_BATCH_MAX`]. A sequence that needs a
+/// block waits for the copies of up to [`BATCHES`] batches, because a batch that has begun cannot be cancelled. Batches
+/// of 32 MiB are copied only 4 % faster.
 const SAVE_BATCH_BYTES: usize = 4 << 20;
 /// Maximum number of blocks in one batch of saves: [`BATCHES`] batches can be queued at a time.
 const SAVE_BATCH_MAX: usize = HOST_SAVES_MAX / BATCHES;
