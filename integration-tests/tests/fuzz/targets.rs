@@ -11,7 +11,7 @@ use std::{
     time::SystemTime,
 };
 
-use cluster::{NodeRecord, etcd::NodeEntry};
+use cluster::NodeRecord;
 use config::{Config, LoadInput};
 use gguf::{Header, TensorKind};
 use kernels::RowSource;
@@ -21,6 +21,7 @@ use kv_transfer::{
     control::{Keys, Opener},
     testing::frame,
 };
+use membership::etcd::NodeEntry;
 use model::{Checkpoint, LoadFormat, Weight, WeightShape};
 use prost::Message;
 use proto::v1;

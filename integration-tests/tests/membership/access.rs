@@ -3,12 +3,12 @@
 use std::{collections::BTreeMap, net::TcpListener, path::Path};
 
 use anyhow::{Context, Result};
-use cluster::etcd::EtcdSettings;
 use etcd_client::{Permission, PermissionType};
 use integration_tests::{
     cluster::{SECRET, Service, smollm2},
     etcd::{Etcd, EtcdTls},
 };
+use membership::etcd::EtcdSettings;
 use rcgen::{BasicConstraints, CertificateParams, CertifiedIssuer, IsCa, KeyPair};
 
 use crate::{DEADLINE, PREFIX, at, entry, follow, joined, known, next, register, settings};

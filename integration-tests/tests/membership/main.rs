@@ -9,12 +9,13 @@ mod records;
 use std::time::Duration;
 
 use anyhow::{Context, Result};
-use cluster::{
-    Epoch, MemberChange, MemberWatch, Membership, NodeAddress, NodeId, Role,
-    etcd::{EtcdError, EtcdSettings, NodeEntry, Registrar, Registration},
-};
+use cluster::{Epoch, MemberChange, NodeAddress, NodeId, Role};
 use config::{Config, LoadInput};
 use futures_util::FutureExt;
+use membership::{
+    MemberWatch, Membership,
+    etcd::{EtcdError, EtcdSettings, NodeEntry, Registrar, Registration},
+};
 
 const DEADLINE: Duration = Duration::from_secs(60);
 const PREFIX: &str = "/baton/test";

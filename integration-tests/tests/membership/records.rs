@@ -105,7 +105,7 @@ pub async fn new_process_at_a_known_address_is_a_new_node() -> Result<()> {
     Ok(())
 }
 
-async fn drop_registered(etcd: &Etcd, node: &cluster::etcd::NodeEntry) -> Result<()> {
+async fn drop_registered(etcd: &Etcd, node: &membership::etcd::NodeEntry) -> Result<()> {
     let registration = register(at(&etcd.url()), node).await?;
     etcd.wait_leases(PREFIX, |keys| keys.len() == 1).await?;
     drop(registration);

@@ -3,10 +3,10 @@
 use std::time::Duration;
 
 /// Deterministic random numbers (splitmix64): equal seeds yield equal runs.
-pub(crate) struct Jitter(u64);
+pub struct Jitter(u64);
 
 impl Jitter {
-    pub(crate) fn new(seed: u64) -> Self {
+    pub fn new(seed: u64) -> Self {
         Self(seed)
     }
 
@@ -19,59 +19,15 @@ impl Jitter {
     }
 
     /// Returns a random duration between half of `duration` and `duration`.
-    pub(crate) fn spread(&mut self, duration: Duration) -> Duration {
+    pub fn spread(&mut self, duration: Duration) -> Duration {
         let fraction = (self.next() >> 11) as f64 / (1u64 << 53) as f64;
         duration / 2 + (duration / 2).mul_f64(fraction)
     }
 }
 
 /// Returns `first` doubled with each earlier failure, at most `longest`.
-pub(crate) fn doubled(first: Duration, failures: u32, longest: Duration) -> Duration {
+pub fn doubled(first: Duration, failures: u32, longest: Duration) -> Duration {
     first.saturating_mul(1u32.checked_shl(failures).unwrap_or(u32::MAX)).min(longest)
-}
-
-const RETRY_DELAY_FIRST: Duration = Duration::from_millis(100);
-/// Maximum delay, and thus the maximum time to detect that etcd has recovered.
-const RETRY_DELAY_MAX: Duration = Duration::from_secs(2);
-
-/// Back-off after failed calls to etcd, and suppression of repeated log lines.
-pub(crate) struct Retry {
-    failures: u32,
-    jitter: Jitter,
-    reason: Option<String>,
-}
-
-impl Retry {
-    /// Creates the state. `seed` spreads the calls of several processes; any number is valid.
-    pub(crate) fn new(seed: u64) -> Self {
-        Self { failures: 0, jitter: Jitter::new(seed), reason: None }
-    }
-
-    /// Returns the delay after this failure.
-    pub(crate) fn delay(&mut self) -> Duration {
-        let delay = self.jitter.spread(doubled(RETRY_DELAY_FIRST, self.failures, RETRY_DELAY_MAX));
-        self.failures = self.failures.saturating_add(1);
-        delay
-    }
-
-    /// Returns whether to log this failure: only if its reason differs from the last logged reason.
-    pub(crate) fn is_news(&mut self, reason: &str) -> bool {
-        let news = self.reason.as_deref() != Some(reason);
-        if news {
-            self.reason = Some(reason.to_owned());
-        }
-        news
-    }
-
-    /// Handles a success. Returns whether failures were logged before.
-    pub(crate) fn succeeded(&mut self) -> bool {
-        self.reason.take().is_some()
-    }
-
-    /// Resets the back-off after lasting success.
-    pub(crate) fn stable(&mut self) {
-        self.failures = 0;
-    }
 }
 
 #[cfg(test)]

@@ -1,4 +1,4 @@
-//! Cluster membership, node records and health, and the selection of a node for each request.
+//! Node records and health, and the selection of a node for each request. Pure: no I/O, no clock, no task.
 //!
 //! * [`Epoch`] and [`NodeId`] name a process and a node.
 //! * [`NodeRecord`], [`ModelIdentity`] and [`Load`] are a node's validated reports about itself. All data of a
@@ -8,39 +8,27 @@
 //! * [`predict`] fits the step times of nodes and predicts the waiting time of clients from them.
 //! * [`PrefixKeys`] are the cache keys of a prompt's blocks, by which the router knows the cached blocks of each
 //!   node.
-//! * [`Membership`] is the source of addresses: a static list, the addresses of [`DnsName`]s, or [`etcd`], where nodes
-//!   register.
 //!
-//! [`Tls`] has the certificates of the cluster, and [`connect`] opens connections with them.
-//!
-//! The crate makes no RPC to nodes: the router opens the `Observe` streams that a [`Directory`] requests and passes
-//! their events to the directory.
+//! The router opens the `Observe` streams that a [`Directory`] requests and passes their events to the directory. Crate
+//! `membership` has the sources of addresses.
 
 #![forbid(unsafe_code)]
 
-mod backoff;
+mod address;
+pub mod backoff;
 pub mod directory;
-mod dns;
-pub mod etcd;
-mod membership;
 pub mod predict;
 mod prefix;
 mod record;
-mod tls;
 
+pub use address::{MemberChange, Members, NodeAddress};
 pub use directory::{
     AssignmentId, BreakerChange, BreakerReason, Considered, ConsideredOption, Directory,
     DirectoryAction, DirectoryInput, Failed, Health, IneligibleNode, Member, NoNode, NodeChoice,
     NodeKey, Picked, Placement, Room, Selection, StreamId, Wanted,
 };
-pub use dns::DnsName;
-pub use membership::{
-    Backend, MemberChange, MemberList, MemberWatch, Members, Membership, MembershipError,
-    NodeAddress,
-};
 pub use prefix::{CacheIdentity, PrefixKeys};
 pub use proto::ids::{Epoch, EpochError, ModelIdentity, NodeId, NodeIdError};
 /// Load of a node. A load that the node cannot have excludes the node.
 pub use proto::v1::NodeLoad as Load;
-pub use record::{NodeRecord, RecordError, Role, TEXT_BYTES_MAX};
-pub use tls::{NodeStream, Tls, connect, read_tls};
+pub use record::{NodeRecord, RecordError, Role, TEXT_BYTES_MAX, parse_url};

@@ -155,7 +155,11 @@ impl TryFrom<v1::NodeRecord> for NodeRecord {
             node_id: NodeId::parse(&wire.node_id)?,
             epoch: Epoch::from_bytes(&wire.epoch)?,
             role,
-            control_endpoint: url("control_endpoint", "tcp://host:port", wire.control_endpoint)?,
+            control_endpoint: parse_url(
+                "control_endpoint",
+                "tcp://host:port",
+                wire.control_endpoint,
+            )?,
             model: text("model", wire.model)?,
             identity: model_identity(identity)?,
             prompt_tokens_max: range("prompt_tokens_max", wire.prompt_tokens_max, 1, tokens_max)?,
@@ -223,7 +227,7 @@ fn text(field: &'static str, value: String) -> Result<String, RecordError> {
 }
 
 /// Checks that the value has the form of `allowed`: a scheme, then `host:port`.
-pub(crate) fn url(
+pub fn parse_url(
     field: &'static str,
     allowed: &'static str,
     value: String,

@@ -16,12 +16,12 @@ use std::{
     time::Duration,
 };
 
-use cluster::Tls;
 use futures_util::{
     Stream, StreamExt,
     future::BoxFuture,
     stream::{self, FuturesUnordered},
 };
+use membership::Tls;
 use tokio::{
     io::{AsyncRead, AsyncWrite, ReadBuf},
     net::TcpListener,

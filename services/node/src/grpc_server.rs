@@ -2,7 +2,7 @@
 
 use std::{io, net::SocketAddr, time::Duration};
 
-use cluster::Tls;
+use membership::Tls;
 use proto::{
     TimedBody,
     v1::{node_server::NodeServer, weights_server::WeightsServer},

@@ -15,7 +15,6 @@ use std::{
 use axum::{Router, http::StatusCode, routing::get};
 use cluster::{
     Epoch, EpochError, ModelIdentity, NodeAddress, NodeId, NodeIdError, NodeRecord, Role,
-    etcd::{EtcdError, EtcdSettings, NodeEntry, Registrar, Registration},
 };
 use config::{Config, hub};
 use credentials::{Reload, ReloadTask};
@@ -32,6 +31,7 @@ use kernels::{
     cuda::CudaError,
 };
 use kv_transfer::{TransferConfig, Transfers};
+use membership::etcd::{EtcdError, EtcdSettings, NodeEntry, Registrar, Registration};
 use model::{Checkpoint, ModelConfig, ModelError};
 use proto::{auth::CallVerifier, v1};
 use telemetry::{Metrics, MetricsServer, NodeMetrics, TelemetryError};
@@ -196,7 +196,7 @@ impl Node {
     ) -> Result<Self, StartError> {
         // Settings are checked before the model is read.
         let secret = settings::secret(&config.cluster)?;
-        let tls = cluster::read_tls(&config.cluster).map_err(StartError::Tls)?;
+        let tls = membership::read_tls(&config.cluster).map_err(StartError::Tls)?;
         let served_name = config.model.served_name()?;
         let epoch = Epoch::mint()?;
         let node = &config.node;

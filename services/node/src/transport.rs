@@ -8,7 +8,7 @@ use std::{
     task::{Context, Poll, ready},
 };
 
-use cluster::Tls;
+use membership::Tls;
 use tokio::{
     io::{AsyncRead, AsyncWrite, ReadBuf},
     net::TcpStream,

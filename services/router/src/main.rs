@@ -13,11 +13,12 @@ use std::{
 
 use anyhow::{Context, Result, bail};
 use clap::{Arg, Command};
-use cluster::{DnsName, Membership, Role, etcd::EtcdSettings};
+use cluster::Role;
 use config::{
     Config, ModelPath, NodeUrl, Pair, Section,
     hub::{Hub, Parts},
 };
+use membership::{DnsName, Membership, etcd::EtcdSettings};
 use proto::auth::ClusterSecret;
 use router::{ModelSource, RouterSettings, RunningRouter};
 use telemetry::{MetricsServer, Resource, Telemetry, TelemetryConfig};
@@ -187,7 +188,7 @@ impl Setup {
             .context("cannot raise the limit on open files")?;
         let secret = ClusterSecret::new(config.cluster.required_secret()?.reveal())?;
         let mut settings = RouterSettings::new(config.router.clone(), secret, open_files_max);
-        settings.nodes.tls = cluster::read_tls(&config.cluster).map_err(anyhow::Error::msg)?;
+        settings.nodes.tls = membership::read_tls(&config.cluster).map_err(anyhow::Error::msg)?;
         let members = Members::new(&config.cluster)?;
         Ok(Self { config, models, settings, members })
     }

@@ -2,8 +2,9 @@
 
 use std::{io, net::SocketAddr, path::PathBuf, sync::Arc, time::Duration};
 
-use cluster::{Membership, MembershipError, Selection};
+use cluster::Selection;
 use credentials::{Reload, ReloadTask};
+use membership::{Membership, MembershipError};
 use proto::ids::NoRandomness;
 use telemetry::{Metrics, RouterMetrics, metrics::ApiKeyMetrics};
 use tokio::task::{JoinError, JoinHandle};

@@ -65,7 +65,7 @@ async fn process_that_takes_over_an_address_gets_no_prompt() {
     nodes[1].know("the secret of another cluster");
     let (address, streams) = relay(nodes[0].address, nodes[1].address);
     let members =
-        cluster::Membership::listed([] as [&str; 0], [format!("http://{address}")]).unwrap();
+        membership::Membership::listed([] as [&str; 0], [format!("http://{address}")]).unwrap();
     let model = router::ModelSource { name: MODEL.to_owned(), text: common::model_text() };
     let cluster = Cluster::begin_with(settings(), vec![model], members, vec![], nodes);
     cluster.wait_nodes(0, 1).await;

@@ -9,7 +9,8 @@ use std::{
     time::Duration,
 };
 
-use cluster::{MemberChange, MemberList, MemberWatch, Members};
+use cluster::{MemberChange, Members};
+use membership::{MemberList, MemberWatch};
 
 use crate::{
     event_loop::{Order, SimEvent, Simulation},

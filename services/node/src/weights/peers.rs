@@ -1,8 +1,9 @@
 //! Calls to the other nodes of an update. An answer counts only with a proof that the peer knows the cluster secret.
 
-use cluster::{Epoch, Tls};
+use cluster::Epoch;
 use http::Uri;
 use hyper_util::rt::TokioIo;
+use membership::Tls;
 use proto::{
     auth::{CallSigner, ClusterSecret, WEIGHTS_PULL, WEIGHTS_STATUS},
     v1::{self, weights_client::WeightsClient},
@@ -79,7 +80,7 @@ impl PeerCredentials {
         let tls = self.tls.clone();
         let connect = move |url: Uri| {
             let tls = tls.clone();
-            async move { cluster::connect(&url, tls.as_ref()).await.map(TokioIo::new) }
+            async move { membership::connect(&url, tls.as_ref()).await.map(TokioIo::new) }
         };
         let channel = endpoint.connect_with_connector(tower::service_fn(connect)).await;
         let channel = channel.map_err(|error| error.to_string())?;

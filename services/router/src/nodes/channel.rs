@@ -12,9 +12,9 @@ use std::{
     time::Duration,
 };
 
-use cluster::{NodeStream, Tls};
 use http::Uri;
 use hyper_util::rt::TokioIo;
+use membership::{NodeStream, Tls};
 use proto::{
     auth::{CallSigner, ClusterSecret, InvalidProof, OBSERVE},
     ids::{Epoch, NoRandomness},
@@ -128,5 +128,5 @@ async fn connect_once(
     if is_used.swap(true, Ordering::Relaxed) {
         return Err(io::Error::new(io::ErrorKind::NotConnected, "the connection was lost"));
     }
-    cluster::connect(&url, tls.as_ref()).await.map(TokioIo::new)
+    membership::connect(&url, tls.as_ref()).await.map(TokioIo::new)
 }

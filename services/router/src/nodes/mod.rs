@@ -19,8 +19,9 @@ use std::{
 
 use cluster::{
     BreakerChange, BreakerReason, CacheIdentity, Considered, Directory, DirectoryInput, Failed,
-    Health, Member, Membership, NoNode, NodeChoice, NodeRecord, Role, Selection, Wanted,
+    Health, Member, NoNode, NodeChoice, NodeRecord, Role, Selection, Wanted,
 };
+use membership::Membership;
 use proto::{
     ids::{NoRandomness, TransferId, random_bits},
     v1::{DecodeEvent, DecodeRequest, PrefillEvent, PrefillRequest},

@@ -7,7 +7,8 @@ use std::{
     time::{Duration, Instant},
 };
 
-use cluster::{DirectoryAction, DirectoryInput, Health, MemberWatch, NodeAddress, Role, StreamId};
+use cluster::{DirectoryAction, DirectoryInput, Health, NodeAddress, Role, StreamId};
+use membership::MemberWatch;
 use proto::{
     ids::Epoch,
     v1::{ObserveEvent, observe_event::Event},
@@ -311,7 +312,7 @@ mod tests {
 
     /// Returns a watch that the test drives, and the nodes' own watch, which is idle.
     fn watch() -> (Watch, OwnedTask) {
-        let members = cluster::Membership::listed(["http://p"; 0], ["http://d"; 0]).unwrap();
+        let members = membership::Membership::listed(["http://p"; 0], ["http://d"; 0]).unwrap();
         let served = Arc::new([]);
         let (nodes, task) =
             Nodes::watch(&members, served.clone(), SELECTION, metrics(), credentials()).unwrap();

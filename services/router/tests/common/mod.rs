@@ -11,7 +11,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use cluster::Membership;
+use membership::Membership;
 use proto::{auth::ClusterSecret, v1::Role};
 use router::{ModelSource, RouterSettings, RunningRouter};
 use serde_json::{Value, json};

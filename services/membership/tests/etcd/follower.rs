@@ -5,12 +5,10 @@ use std::{
     time::{Duration, Instant},
 };
 
-use cluster::{
-    Epoch, Members, NodeAddress, Role,
-    etcd::follower::{
-        Change, Follower, FollowerAction, FollowerInput, FollowerReport, IGNORED_SHOWN_MAX,
-        RECORDS_MAX, Record, Records,
-    },
+use cluster::{Epoch, Members, NodeAddress, Role};
+use membership::etcd::follower::{
+    Change, Follower, FollowerAction, FollowerInput, FollowerReport, IGNORED_SHOWN_MAX,
+    RECORDS_MAX, Record, Records,
 };
 use proptest::prelude::*;
 

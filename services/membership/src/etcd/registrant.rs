@@ -13,7 +13,7 @@
 
 use std::time::{Duration, Instant};
 
-use crate::backoff::Retry;
+use crate::retry::Retry;
 
 /// Time-out of a call: connect, authenticate, two round trips.
 const WRITE_WITHIN: Duration = Duration::from_secs(3);

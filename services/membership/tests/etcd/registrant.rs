@@ -5,7 +5,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use cluster::etcd::registrant::{
+use membership::etcd::registrant::{
     Call, LeaseId, Registrant, RegistrantAction, RegistrantInput, RegistrantReport,
 };
 use proptest::prelude::*;

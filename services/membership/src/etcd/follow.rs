@@ -2,6 +2,7 @@
 
 use std::{sync::Arc, time::Instant};
 
+use cluster::Members;
 use etcd_client::WatchResponse;
 use tokio::sync::oneshot;
 use tokio_util::sync::CancellationToken;
@@ -12,7 +13,7 @@ use super::{
     session::{CallError, OpenWatch, Session},
     settings::{EtcdError, EtcdSettings},
 };
-use crate::{Backend, MemberList, Members, Membership};
+use crate::{Backend, MemberList, Membership};
 
 impl Membership {
     /// Follows the nodes that are registered in etcd: reads all records once and watches them from then on. If etcd

@@ -6,6 +6,7 @@
 
 use std::{collections::BTreeSet, io, net::SocketAddr, time::Duration};
 
+use cluster::{Members, NodeAddress, Role};
 use tokio::{
     sync::mpsc,
     task::JoinSet,
@@ -13,7 +14,7 @@ use tokio::{
 };
 use tokio_util::sync::CancellationToken;
 
-use crate::{Backend, MemberList, Members, Membership, NodeAddress, Role};
+use crate::{Backend, MemberList, Membership};
 
 /// Time from the start of a lookup to the next one.
 const EVERY: Duration = Duration::from_secs(1);
@@ -182,8 +183,10 @@ async fn look_up<F, L>(
 mod tests {
     use std::sync::{Arc, Mutex};
 
+    use cluster::MemberChange;
+
     use super::*;
-    use crate::{MemberChange, MemberWatch};
+    use crate::MemberWatch;
 
     fn name(authority: &str) -> DnsName {
         DnsName { role: Role::Decode, authority: authority.to_owned() }

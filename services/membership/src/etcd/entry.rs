@@ -4,9 +4,8 @@
 //! key, and registering again writes the same key. The value is a line of JSON with the node's address. Routers learn
 //! everything else from the node's `Observe` stream.
 
+use cluster::{Epoch, EpochError, NodeAddress, NodeId, NodeIdError, RecordError, Role, parse_url};
 use serde::{Deserialize, Serialize};
-
-use crate::{Epoch, EpochError, NodeAddress, NodeId, NodeIdError, RecordError, Role, record};
 
 /// Version of the format; it grows when the meaning of a field changes or a required field is added.
 const VERSION: u32 = 1;
@@ -107,10 +106,7 @@ impl NodeEntry {
         Ok(Self {
             node_id: NodeId::parse(&value.node_id)?,
             epoch: Epoch::parse(&value.epoch)?,
-            address: NodeAddress {
-                role,
-                grpc: record::url("grpc", "http://host:port", value.grpc)?,
-            },
+            address: NodeAddress { role, grpc: parse_url("grpc", "http://host:port", value.grpc)? },
         })
     }
 }

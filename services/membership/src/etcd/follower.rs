@@ -16,8 +16,10 @@ use std::{
     time::{Duration, Instant},
 };
 
+use cluster::Members;
+
 use super::entry::NodeEntry;
-use crate::{Members, backoff::Retry};
+use crate::retry::Retry;
 
 /// Maximum number of records; further records are ignored.
 pub const RECORDS_MAX: usize = 4096;
