@@ -12,7 +12,7 @@ use text::ModelText;
 use tokio_util::sync::CancellationToken;
 
 use crate::{
-    admission::{Admission, BodyBudget},
+    admission::BodyBudget,
     history::SharedHistory,
     keys::{Caller, Keys},
     nodes::{NodeCredentials, Nodes},
@@ -20,7 +20,7 @@ use crate::{
         error::RequestError,
         text_workers::{TextPermits, TextWorkers},
     },
-    wait_queue::{WaitLimit, WaitQueue},
+    shared_router::SharedRouter,
 };
 
 /// Interval of SSE keep-alives: less than the idle limits of common proxies (60 s).
@@ -72,7 +72,7 @@ pub struct Front {
     pub models: Models,
     pub nodes: Nodes,
     pub bodies: BodyBudget,
-    pub admission: Admission,
+    pub router: SharedRouter,
     pub history: SharedHistory,
     /// API keys of clients, if they need one.
     pub keys: Option<Arc<Keys>>,
@@ -86,14 +86,15 @@ impl Front {
     pub fn new(
         settings: RouterSettings,
         models: Models,
+        router: SharedRouter,
         nodes: Nodes,
         keys: Option<Arc<Keys>>,
     ) -> Self {
         Self {
             bodies: BodyBudget::new(settings.bodies_bytes_max),
-            admission: Admission::new(settings.router.requests_max),
             history: SharedHistory::new(Instant::now()),
             models,
+            router,
             nodes,
             keys,
             leaving: CancellationToken::new(),
@@ -128,8 +129,6 @@ pub struct ServedModel {
     pub name: Arc<str>,
     pub text: TextWorkers,
     pub metrics: RouterMetrics,
-    /// Queue of waiting requests, one per model: while the nodes of one model are busy, those of another may be free.
-    pub waiting: WaitQueue,
 }
 
 /// A model and the name that a request used for it.
@@ -157,14 +156,12 @@ impl Models {
         settings: &config::Router,
         metrics: &RouterMetrics,
     ) -> Self {
-        let places = Arc::new(WaitLimit::new(settings.waiting_max));
         let threads = std::thread::available_parallelism().map_or(2, usize::from);
         let permits = TextPermits::new(threads);
         let serve = |source: ModelSource| {
             Arc::new(ServedModel {
                 metrics: metrics.of_model(&source.name),
                 text: TextWorkers::new(source.text, permits.clone()),
-                waiting: WaitQueue::new(places.clone()),
                 name: source.name.into(),
             })
         };

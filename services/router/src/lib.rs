@@ -2,12 +2,12 @@
 //!
 //! Path of a request, module by module:
 //! 1. `http` or `grpc` parses and checks the request's fields; `request` has the code that both share.
-//! 2. `request_driver` tokenizes the prompt and runs one driver for each answer. The driver does the I/O
-//!    for [`request_core`], which is pure: it owns the list of emitted tokens, decides which nodes to pick,
-//!    and what follows each event and failure.
-//!    `wait_queue` holds back answers that no node can start; [`fair_queue`] is its order.
-//! 3. `nodes` holds the directory of nodes, kept up to date by `Observe` streams, and the connections.
-//! 4. The driver returns the answers as bounded events, which `http` and `grpc` write.
+//! 2. `request_driver` tokenizes the prompt and runs one driver for each answer. The driver does the I/O for an
+//!    [`AnswerCore`](router_core::AnswerCore).
+//! 3. `shared_router` is the lock of the [`RouterCore`](router_core::RouterCore) that all answers share. Both cores are
+//!    pure and make every decision.
+//! 4. `nodes` holds the connections to nodes and their `Observe` streams, which keep the core's directory up to date.
+//! 5. The driver returns the answers as bounded events, which `http` and `grpc` write.
 //!
 //! [`start`] serves both APIs; the binary reads the configuration and waits for signals. Tokenization is in
 //! `text`, node selection in `cluster`.
@@ -16,7 +16,6 @@
 
 mod admin;
 mod admission;
-pub mod fair_queue;
 mod front;
 mod grpc;
 mod history;
@@ -34,10 +33,9 @@ mod request {
     pub mod tokenization;
     pub mod tools;
 }
-pub mod request_core;
 mod request_driver;
 mod serve;
-mod wait_queue;
+mod shared_router;
 mod wake;
 mod weights;
 

@@ -7,6 +7,7 @@ use std::{
 
 use cluster::{Considered, NoNode, Placement};
 use proto::{ids::RequestId, v1::FinishReason};
+use router_core::{AttemptOutcome, Cause, EndedAttempt, HandOverStats, Side};
 use telemetry::{
     metrics::{
         AttemptEnd, FinishedRequest, InFlightRequest, NodeRole, Operation, Pick, RequestEnd,
@@ -25,7 +26,6 @@ use crate::{
     lock::lock,
     net::ConnectionState,
     request::error::RequestError,
-    request_core::{AttemptOutcome, Cause, EndedAttempt, HandOverStats, Side},
     request_driver::AnswerEnd,
 };
 

@@ -5,19 +5,20 @@ use std::{io, net::SocketAddr, path::PathBuf, sync::Arc, time::Duration};
 use cluster::Selection;
 use credentials::{Reload, ReloadTask};
 use membership::{Membership, MembershipError};
-use proto::ids::NoRandomness;
+use proto::ids::{NoRandomness, random_bits};
+use router_core::{RouterCore, RouterLimits};
 use telemetry::{Metrics, RouterMetrics, metrics::ApiKeyMetrics};
 use tokio::task::{JoinError, JoinHandle};
 use tokio_util::sync::{CancellationToken, DropGuard};
 
 use crate::{
     admin,
-    admission::Admission,
     front::{Front, ModelSource, Models, RouterSettings},
     grpc, http,
     keys::{Keys, Purpose},
     net::{self, Protocol},
     nodes::{Nodes, OwnedTask, Served},
+    shared_router::SharedRouter,
     weights::Weights,
 };
 
@@ -117,9 +118,13 @@ pub fn start(
     let config::Router { disaggregate, policy, .. } = settings.router;
     let credentials = settings.nodes.clone();
     let selection = Selection { disaggregate, policy };
+    // A random seed spreads the probes of several routers.
+    let seed = random_bits()? as u64;
+    let limits = RouterLimits::from(&settings.router);
+    let router = SharedRouter::new(RouterCore::new(seed, selection, limits));
     let (nodes, watch) =
-        Nodes::watch(&membership, served.collect(), selection, router_metrics, credentials)?;
-    let front = Arc::new(Front::new(settings, models, nodes, keys));
+        Nodes::watch(&membership, served.collect(), router.clone(), router_metrics, credentials);
+    let front = Arc::new(Front::new(settings, models, router, nodes, keys));
 
     let (draining, stop) = (CancellationToken::new(), CancellationToken::new());
     let (health, health_service) = grpc::serve_health(front.clone());
@@ -209,13 +214,13 @@ impl RunningRouter {
         self.front.leaving.cancel();
         self.metrics.set_draining(true);
         tracing::info!(?delay, "shutting down: not ready, but accepts requests for `delay`");
-        let (cut, admission) = (self.front.cut.clone(), &self.front.admission);
+        let (cut, router) = (self.front.cut.clone(), &self.front.router);
         if tokio::time::timeout(delay, cut.cancelled()).await.is_ok() {
             return;
         }
         tokio::select! {
             () = cut.cancelled() => {}
-            _ = tokio::time::timeout(delay, admission.quiet_for(QUIET_MIN)) => {}
+            _ = tokio::time::timeout(delay, router.quiet_for(QUIET_MIN)) => {}
         }
     }
 
@@ -224,13 +229,13 @@ impl RunningRouter {
     /// router left gets one more request, whose response closes the connection. Returns when every task has ended.
     pub async fn shutdown(self) -> Result<(), StopError> {
         self.front.leaving.cancel();
-        let admission = &self.front.admission;
+        let router = &self.front.router;
         let drain_timeout = self.front.settings.router.drain_timeout;
-        let in_flight = admission.in_flight();
+        let in_flight = router.in_flight();
         self.draining.cancel();
         tracing::info!(in_flight, "draining");
         let idle_min = if in_flight > 0 { NEXT_REQUEST_MAX } else { Duration::ZERO };
-        let drain = drain(admission, &self.front.cut, drain_timeout, idle_min);
+        let drain = drain(router, &self.front.cut, drain_timeout, idle_min);
         // Nodes in an update in place serve the requests in flight only after the update has ended.
         let ((), weights) = tokio::join!(drain, self.weights.shutdown());
         drop(self.stop);
@@ -253,35 +258,37 @@ impl RunningRouter {
 
 /// Waits until the requests in flight have finished, and ends those that are in flight after the drain time-out.
 async fn drain(
-    admission: &Admission,
+    router: &SharedRouter,
     cut: &CancellationToken,
     drain_timeout: Duration,
     idle_min: Duration,
 ) {
-    let drained = tokio::time::timeout(drain_timeout, admission.idle_for(idle_min)).await;
-    if drained.is_err() && admission.in_flight() > 0 {
+    let drained = tokio::time::timeout(drain_timeout, router.idle_for(idle_min)).await;
+    if drained.is_err() && router.in_flight() > 0 {
         tracing::warn!(
-            in_flight = admission.in_flight(),
+            in_flight = router.in_flight(),
             after = ?drain_timeout,
             "cancelling requests that are still in flight after the drain time-out"
         );
         cut.cancel();
     }
-    admission.close();
+    router.with(RouterCore::close);
     // Requests that do not end in time are dropped with their connections.
-    let _ = tokio::time::timeout(CUT_MAX, admission.idle_for(Duration::ZERO)).await;
+    let _ = tokio::time::timeout(CUT_MAX, router.idle_for(Duration::ZERO)).await;
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::fair_queue::{Flow, FlowName};
+    use router_core::{Flow, FlowName};
+
+    use crate::shared_router::tests::router;
 
     #[tokio::test]
     async fn requests_end_at_the_drain_timeout_while_an_update_waits_for_its_nodes() {
-        let (admission, cut) = (Admission::new(1), CancellationToken::new());
-        let request = admission.admit(&Flow::new(FlowName::Shared), 1).unwrap();
-        let drain = drain(&admission, &cut, Duration::from_millis(1), Duration::ZERO);
+        let (router, cut) = (router(1), CancellationToken::new());
+        let request = router.admit_work(&Flow::new(FlowName::Shared)).unwrap();
+        let drain = drain(&router, &cut, Duration::from_millis(1), Duration::ZERO);
         // The update ends only after the requests.
         let update = async {
             cut.cancelled().await;
@@ -290,6 +297,6 @@ mod tests {
         let stopped = async { tokio::join!(drain, update) };
         let stopped = tokio::time::timeout(Duration::from_secs(60), stopped).await;
         assert!(stopped.is_ok(), "the router waits for the update before it ends requests");
-        assert_eq!(admission.in_flight(), 0);
+        assert_eq!(router.in_flight(), 0);
     }
 }

@@ -8,7 +8,7 @@ use engine::{
     executor::sim::next_token,
 };
 use proto::v1;
-use router::request_core::Stop;
+use router_core::Stop;
 
 use crate::{
     grammars,

@@ -2,8 +2,9 @@
 
 use std::{collections::BTreeMap, fmt};
 
+use cluster::{BreakerChange, BreakerReason};
 use proto::v1::{decode_event, prefill_event};
-use router::request_core::{AttemptFailure, Cause, GiveUp};
+use router_core::{AttemptFailure, Cause, Full, GiveUp, Overload};
 
 use crate::router::End;
 
@@ -80,7 +81,24 @@ impl Coverage {
             End::Failed(GiveUp::Deadline | GiveUp::Final(_)) => "deadline",
             End::Failed(GiveUp::Busy { .. } | GiveUp::Late(_)) => "busy",
             End::Failed(GiveUp::NoDecodeNode { .. }) => "no decode node",
-            End::Refused => "refused",
+            End::Refused(Overload {
+                full: Full::InFlight { .. } | Full::ShareInFlight { .. },
+                ..
+            }) => "refused, in flight",
+            End::Refused(Overload {
+                full: Full::Waiting { .. } | Full::ShareWaiting { .. },
+                ..
+            }) => "refused, waiting",
+            End::Refused(_) => "refused",
+        });
+    }
+
+    pub(crate) fn count_breaker(&mut self, change: &BreakerChange) {
+        let Some(opened) = change.opened else { return };
+        self.count(match (&change.partner, opened) {
+            (Some(_), _) => "breaker of a pair opened",
+            (None, BreakerReason::Slow) => "slow node excluded",
+            (None, _) => "breaker of a node opened",
         });
     }
 }

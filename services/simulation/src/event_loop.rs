@@ -183,7 +183,10 @@ impl Simulation {
         let mut random = Random::new(seed ^ 0x5eed);
         let addresses: Vec<NodeAddress> = scenario.addresses();
         let routers = (0..scenario.router_count)
-            .map(|router| Router::new(router, addresses.clone(), scenario.selection, random.fork()))
+            .map(|router| {
+                let Scenario { selection, limits, .. } = scenario;
+                Router::new(router, &addresses, selection, limits, random.fork())
+            })
             .collect();
         let mut simulation = Self {
             clock: Clock::default(),

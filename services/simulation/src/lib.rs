@@ -1,7 +1,7 @@
 //! Simulates a whole cluster in one thread, in virtual time, from a seed.
 //!
 //! The simulation runs the shipped cores: on each node `NodeCore` with the `sim` executor and
-//! `TransferDriver` with the transfer protocol, on each router `RequestCore` and the directory of nodes.
+//! `TransferDriver` with the transfer protocol, on each router `RouterCore` and an `AnswerCore` for each request.
 //! `Coordinator` and `Participant` update the weights.
 //! Routers and nodes exchange the shipped gRPC messages, and nodes check them as the service does.
 //! Network, clock, threads, etcd and faults are simulated: messages are lost, delayed, duplicated and

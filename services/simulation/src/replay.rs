@@ -167,7 +167,7 @@ fn replay_scenario(
 }
 
 fn index_bytes(simulation: &Simulation) -> usize {
-    simulation.routers.iter().map(|router| router.nodes.cached_bytes()).sum()
+    simulation.routers.iter().map(|router| router.cached_bytes()).sum()
 }
 
 fn busy(simulation: &Simulation) -> Vec<Duration> {

@@ -1,33 +1,33 @@
-//! A router: its shipped directory and request cores, with calls and timers of the simulation.
+//! A router: the shipped router core and answer cores, with calls and timers of the simulation. It holds no rule.
 
 mod answers;
 mod arrivals;
 mod attempts;
-mod queue;
 
 use std::{
     collections::{BTreeMap, BTreeSet},
-    sync::Arc,
     time::{Duration, Instant},
 };
 
 pub use attempts::Pick;
-use cluster::{MemberChange, NodeAddress, Selection, StreamId};
+use cluster::{DirectoryInput, Health, Member, MemberChange, NodeAddress, Selection, StreamId};
+use kv_transfer::api::Epoch;
 use proto::{
     ids::TransferId,
-    v1::{self, DecodeEvent, DecodeRequest, ObserveEvent, PrefillEvent, PrefillRequest},
+    v1::{DecodeEvent, DecodeRequest, ObserveEvent, PrefillEvent, PrefillRequest},
 };
-use router::{
-    fair_queue::{Charge, FairQueue, Flow, Pass, SessionTurn, Sessions, StartLimit},
-    request_core::{GiveUp, Output, RecoveryPolicy, RequestCore, Side, Stop},
+use router_core::{
+    AnswerCore, AnswerId, CallError, GiveUp, GrpcCode, Overload, RecoveryPolicy, RouterCore,
+    RouterLimits, RouterOutput, Side, Stop,
 };
 use simulation_base::Random;
 use tonic::Status;
+use weight_transfer::WeightVersion;
 
 use crate::{
     answer::Client,
     coverage::Coverage,
-    nodes::{Assigned, Connection, Nodes, NodesAction},
+    nodes::{Connection, NodeConnections, NodesAction},
     scenario::RequestPlan,
     stats::ReplayStats,
 };
@@ -75,17 +75,28 @@ pub enum RouterAction {
     Nodes(NodesAction),
 }
 
+/// A node that takes part in an update of the weights.
+#[derive(Clone, Copy, Debug)]
+pub struct UpdatedNode {
+    pub host: usize,
+    pub epoch: Epoch,
+    pub version: WeightVersion,
+}
+
 pub struct Router {
-    pub nodes: Nodes,
+    core: RouterCore,
+    pub nodes: NodeConnections,
+    selection: Selection,
+    limits: RouterLimits,
     policy: RecoveryPolicy,
     answers: BTreeMap<usize, Answer>,
+    /// Request of each answer that has not ended.
+    requests: BTreeMap<AnswerId, usize>,
     /// Requests that have not ended.
     open: BTreeSet<usize>,
     /// Deadlines of the open requests.
     due: BTreeSet<(Instant, usize)>,
     calls: BTreeMap<CallKey, OpenCall>,
-    waiting: BTreeMap<Arc<str>, FairQueue<usize>>,
-    sessions: BTreeMap<Arc<str>, Sessions>,
     random: Random,
     actions: Vec<RouterAction>,
     pub coverage: Coverage,
@@ -112,23 +123,12 @@ struct OpenCall {
 /// One request.
 struct Answer {
     plan: RequestPlan,
-    model: Arc<str>,
     deadline: Instant,
-    core: RequestCore,
+    core: AnswerCore,
     client: Client,
-    /// The picked nodes, until the attempt ends.
-    nodes: Option<(Assigned, Option<Assigned>)>,
     /// The transfer id of the open attempt.
     transfer: Option<TransferId>,
     attempts: u32,
-    flow: Flow,
-    turn: SessionTurn,
-    /// Limit of the request while it is in the queue.
-    queued: Option<StartLimit>,
-    /// Reason to report if the next turn passes to other requests.
-    pass: Pass,
-    /// Charge of the open attempt.
-    charge: Option<Charge>,
     /// When the client reads again, and the stop condition in the tokens that it has not read.
     stalled: Option<(Instant, Option<Stop>)>,
     arrived_at: Instant,
@@ -141,7 +141,7 @@ struct Answer {
     pause: Duration,
     /// Prefix hits of the first node that prefilled the prompt.
     cached_tokens: Option<u32>,
-    end: Option<End>,
+    has_ended: bool,
 }
 
 /// Outcome of a request.
@@ -150,26 +150,29 @@ pub enum End {
     Complete,
     ClientLeft,
     Failed(GiveUp),
-    /// The request could not start in time.
-    Refused,
+    /// The request was not admitted, or could not start in time.
+    Refused(Overload),
 }
 
 impl Router {
     pub fn new(
         index: usize,
-        addresses: Vec<NodeAddress>,
+        addresses: &[NodeAddress],
         selection: Selection,
+        limits: RouterLimits,
         mut random: Random,
     ) -> Self {
         Self {
-            nodes: Nodes::new(index, addresses, selection, random.next()),
+            core: RouterCore::new(random.next(), selection, limits),
+            nodes: NodeConnections::new(index, addresses),
+            selection,
+            limits,
             policy: RecoveryPolicy::from(&config::Router::default()),
             answers: BTreeMap::new(),
+            requests: BTreeMap::new(),
             open: BTreeSet::new(),
             due: BTreeSet::new(),
             calls: BTreeMap::new(),
-            waiting: BTreeMap::new(),
-            sessions: BTreeMap::new(),
             random,
             actions: Vec::new(),
             coverage: Coverage::default(),
@@ -184,61 +187,78 @@ impl Router {
     }
 
     pub fn take_actions(&mut self) -> Vec<RouterAction> {
-        let mut actions = std::mem::take(&mut self.actions);
-        actions.extend(self.nodes.take_actions().into_iter().map(RouterAction::Nodes));
-        actions
+        std::mem::take(&mut self.actions)
     }
 
     pub fn all_ended(&self) -> bool {
         self.open.is_empty()
     }
 
-    /// Checks that no resource of a request is left.
+    /// Checks that no resource of a request is left, and that every node is up.
     pub fn check_idle(&self) {
-        self.nodes.check_idle();
         assert!(self.calls.is_empty(), "calls are open");
-        assert!(self.waiting.values().all(FairQueue::is_empty), "requests are queued");
+        self.core.check_idle();
+        for node in self.core.directory().nodes() {
+            assert_eq!(node.health, Health::Up, "{node:?}");
+            assert!(!node.load().draining, "{node:?}");
+        }
     }
 
-    // Inputs.
+    /// Returns the bytes that the directory keeps of the nodes' cached blocks.
+    pub fn cached_bytes(&self) -> usize {
+        self.core.directory().nodes().map(Member::cached_bytes).sum()
+    }
+
+    /// Returns the nodes of the model that take part in an update of the weights.
+    pub fn weight_nodes(&self, model: &str) -> Vec<UpdatedNode> {
+        let of_model = self.core.weight_nodes().filter(|(_, record)| record.model == model);
+        let nodes = of_model.map(|(member, record)| UpdatedNode {
+            host: self.nodes.host_of(&member.address),
+            epoch: record.epoch,
+            version: WeightVersion(record.identity.weight_version),
+        });
+        nodes.collect()
+    }
 
     /// Returns the longest time between two tokens of each request.
     pub fn pauses(&self) -> impl Iterator<Item = Duration> {
         self.answers.values().map(|answer| answer.pause)
     }
 
+    // Inputs.
+
     pub fn client_left(&mut self, now: Instant, id: usize) {
         let Some(answer) = self.answers.get_mut(&id) else { return };
-        if answer.end.is_none() {
+        if !answer.has_ended {
             answer.core.handle_client_left();
             self.perform(now, id);
             self.end(now, id, End::ClientLeft);
+            self.follow(now);
         }
     }
 
     /// Handles a node's message of a call.
     pub fn message(&mut self, now: Instant, key: CallKey, message: NodeMessage) {
+        self.call_message(now, key, message);
+        self.follow(now);
+    }
+
+    fn call_message(&mut self, now: Instant, key: CallKey, message: NodeMessage) {
         let Some(call) = self.calls.get(&key) else { return };
         let id = call.request;
         if matches!(message, NodeMessage::Rejected(_) | NodeMessage::End) {
             self.calls.remove(&key);
         }
-        let answer = self.answers.get_mut(&id).expect("a call belongs to a request");
-        let core = &mut answer.core;
+        let core = &mut self.answers.get_mut(&id).expect("a call belongs to a request").core;
         let is_expected = match key.side {
-            Side::Decode => core.expects_decode(),
-            Side::Prefill => core.expects_prefill(),
+            Side::Decode => core.request().expects_decode(),
+            Side::Prefill => core.request().expects_prefill(),
         };
         if !is_expected {
             return;
         }
-        let core = &mut answer.core;
         match (key.side, message) {
-            (_, NodeMessage::Accepted) => {
-                if let Some(node) = answer.node(key.side) {
-                    self.nodes.accepted(node);
-                }
-            }
+            (side, NodeMessage::Accepted) => core.handle_accepted(&mut self.core, side),
             (_, NodeMessage::Decode(event)) => {
                 self.coverage.count_decode_event(&event.event);
                 core.handle_decode(now, Ok(Some(event)));
@@ -247,10 +267,13 @@ impl Router {
                 self.coverage.count_prefill_event(&event.event);
                 core.handle_prefill(now, Ok(Some(event)));
             }
-            (Side::Decode, NodeMessage::Rejected(status)) => core.handle_decode(now, Err(status)),
-            (Side::Decode, NodeMessage::End) => core.handle_decode(now, Ok(None)),
-            (Side::Prefill, NodeMessage::Rejected(status)) => core.handle_prefill(now, Err(status)),
-            (Side::Prefill, NodeMessage::End) => core.handle_prefill(now, Ok(None)),
+            (side, NodeMessage::Rejected(status)) => {
+                let code = GrpcCode(status.code().into());
+                let message = status.message().to_owned();
+                let error = CallError { code, is_broken: false, message };
+                end_call(core, now, side, Err(error));
+            }
+            (side, NodeMessage::End) => end_call(core, now, side, Ok(())),
         }
         self.perform(now, id);
     }
@@ -258,154 +281,131 @@ impl Router {
     /// Handles the end of a connection to a node, with every stream on it.
     pub fn connection_lost(&mut self, now: Instant, host: usize) {
         let ended = self.nodes.connection(host);
-        self.nodes.connection_lost(now, host);
+        for stream in self.nodes.close(host) {
+            let reason = "the connection ended".to_owned();
+            self.core.handle_node_event(now, DirectoryInput::StreamEnded { stream, reason });
+        }
         let calls = self.calls.iter().filter(|(_, call)| call.connection == ended);
         for key in calls.map(|(key, _)| *key).collect::<Vec<_>>() {
-            // tonic sets a source when the connection breaks.
-            let broken = std::io::Error::from(std::io::ErrorKind::ConnectionReset);
-            let status = Status::from_error(Box::new(broken));
-            self.message(now, key, NodeMessage::Rejected(status));
+            self.call_lost(now, key);
         }
-        self.notify_waiting(now);
+        self.follow(now);
+    }
+
+    /// Handles a call whose connection broke.
+    fn call_lost(&mut self, now: Instant, key: CallKey) {
+        let Some(OpenCall { request, .. }) = self.calls.remove(&key) else { return };
+        let core = &mut self.answers.get_mut(&request).expect("a call belongs to a request").core;
+        let is_expected = match key.side {
+            Side::Decode => core.request().expects_decode(),
+            Side::Prefill => core.request().expects_prefill(),
+        };
+        if is_expected {
+            let message = "connection reset".to_owned();
+            let error = CallError { code: GrpcCode::UNKNOWN, is_broken: true, message };
+            end_call(core, now, key.side, Err(error));
+            self.perform(now, request);
+        }
     }
 
     pub fn observed(&mut self, now: Instant, stream: StreamId, event: Option<ObserveEvent>) {
         match event {
-            Some(event) => self.nodes.observed(now, stream, event),
-            None => self.nodes.stream_ended(now, stream, "the node is stalled"),
+            Some(event) => {
+                self.core.handle_node_event(now, DirectoryInput::Observed { stream, event });
+            }
+            None if self.nodes.end_stream(stream) => {
+                let reason = "the node is stalled".to_owned();
+                self.core.handle_node_event(now, DirectoryInput::StreamEnded { stream, reason });
+            }
+            None => {}
         }
-        self.notify_waiting(now);
+        self.follow(now);
     }
 
     pub fn member(&mut self, now: Instant, change: MemberChange) {
-        self.nodes.member(now, change);
-        self.notify_waiting(now);
+        self.core.handle_node_event(now, DirectoryInput::Member(change));
+        self.follow(now);
     }
 
     /// Starts another router process. The clients of the old process are lost.
     pub fn restart(&mut self) {
-        for answer in self.answers.values_mut().filter(|answer| answer.end.is_none()) {
+        for answer in self.answers.values_mut().filter(|answer| !answer.has_ended) {
             self.coverage.count("client left");
             answer.core.handle_client_left();
-            answer.end = Some(End::ClientLeft);
+            answer.has_ended = true;
         }
         self.open.clear();
         self.due.clear();
         self.calls.clear();
-        self.waiting.clear();
-        self.sessions.clear();
+        self.requests.clear();
         self.actions.clear();
-        self.nodes.restart(self.random.next());
+        self.nodes.restart();
+        self.core = RouterCore::new(self.random.next(), self.selection, self.limits);
     }
 
     pub fn next_deadline(&self) -> Option<Instant> {
         let requests = self.due.first().map(|(at, _)| *at);
-        requests.into_iter().chain(self.nodes.next_deadline()).min()
+        requests.into_iter().chain(self.core.next_deadline()).min()
     }
 
     pub fn on_deadline(&mut self, now: Instant) {
-        if self.nodes.next_deadline().is_some_and(|at| at <= now) {
-            self.nodes.on_deadline(now);
-            self.notify_waiting(now);
+        if self.core.next_deadline().is_some_and(|at| at <= now) {
+            self.core.handle_deadline(now);
+            self.follow(now);
         }
         while let Some(&(_, id)) = self.due.first().filter(|(at, _)| *at <= now) {
             let answer = self.answers.get_mut(&id).expect("requests are kept");
             if let Some((_, stop)) = answer.stalled.take_if(|(reads_at, _)| *reads_at <= now) {
                 answer.core.handle_emitted(now, stop);
-                self.perform(now, id);
-                continue;
+            } else {
+                answer.core.handle_deadline(now, &mut self.core);
             }
-            let picked = answer.nodes.as_ref();
-            if answer.core.drain_check_is_due(now) {
-                let grace = picked.and_then(|(decode, _)| {
-                    self.nodes.grace_left(now, decode, &answer.core.wanted())
-                });
-                answer.core.handle_drain_check(now, grace);
-            }
-            answer.core.handle_deadline(now, |side| {
-                let (decode, prefill) = picked?;
-                let node = if side == Side::Decode { decode } else { prefill.as_ref()? };
-                self.nodes.changed_at(node)
-            });
             self.perform(now, id);
+            self.follow(now);
         }
     }
 
-    /// Requests that wait for a node pick again when the health of a node has changed.
-    fn notify_waiting(&mut self, now: Instant) {
-        if !self.nodes.take_changed() {
-            return;
-        }
-        let waits = |id: &&usize| self.answers[id].core.expects_node();
-        for id in self.open.iter().filter(waits).copied().collect::<Vec<_>>() {
-            self.answer(id).core.handle_nodes_changed();
-            self.perform(now, id);
-        }
-    }
-
-    // Outputs of the request cores.
+    // Outputs.
 
     fn answer(&mut self, id: usize) -> &mut Answer {
         self.answers.get_mut(&id).expect("requests are kept")
     }
 
-    fn poll_output(&mut self, id: usize) -> Option<Output> {
-        self.answers.get_mut(&id)?.core.poll_output()
-    }
-
-    /// Performs the outputs of the request's core until the core waits for an input.
-    fn perform(&mut self, now: Instant, id: usize) {
-        while let Some(output) = self.poll_output(id) {
+    /// Performs the outputs of the router core, which may concern other requests.
+    fn follow(&mut self, now: Instant) {
+        while let Some(output) = self.core.poll_output() {
             match output {
-                Output::Pick => self.pick(now, id),
-                Output::DropPrefillCall => self.drop_prefill_call(id),
-                Output::Delivered { elapsed } => {
-                    let answer = self.answers.get_mut(&id).expect("requests are kept");
-                    if let Some((decode, Some(prefill))) = &answer.nodes {
-                        self.nodes.delivered(now, prefill, decode, elapsed);
+                RouterOutput::Wake(answer) => {
+                    self.coverage.count("turns");
+                    if let Some(&id) = self.requests.get(&answer) {
+                        let answer = self.answers.get_mut(&id).expect("requests are kept");
+                        answer.core.handle_wake(now, &mut self.core);
+                        self.perform(now, id);
                     }
                 }
-                Output::Served => {
-                    let answer = self.answers.get_mut(&id).expect("requests are kept");
-                    if let Some((decode, _)) = &answer.nodes {
-                        self.nodes.served(decode);
+                RouterOutput::Nodes(action) => {
+                    let action = self.nodes.follow(action);
+                    self.actions.extend(action.map(RouterAction::Nodes));
+                }
+                RouterOutput::Breaker(change) => self.coverage.count_breaker(&change),
+                RouterOutput::NodesChanged => {
+                    for id in self.open.iter().copied().collect::<Vec<_>>() {
+                        if self.answers[&id].core.request().expects_node() {
+                            self.answer(id).core.handle_nodes_changed();
+                            self.perform(now, id);
+                        }
                     }
                 }
-                Output::EndAttempt(ended) => self.end_attempt(now, id, &ended),
-                Output::Emit { first_index, tokens, .. } => {
-                    self.emit(now, id, first_index, &tokens);
-                }
-                Output::WaitForTurn => self.queue(now, id),
-                Output::RetryPassed => {
-                    let model = self.answer(id).model.clone();
-                    self.waiting.entry(model).or_default().retry_passed();
-                }
-                Output::WaitForNode | Output::StopWaiting => self.leave_queue(id),
-                Output::Finish(finished) => {
-                    if finished.reason == v1::FinishReason::Abort {
-                        self.coverage.count("ended by an update");
-                    }
-                    self.answer(id).client.check_complete(finished.reason);
-                    self.count_request(now, id);
-                    self.end(now, id, End::Complete);
-                }
-                Output::Fail(reason) => self.end(now, id, End::Failed(reason)),
             }
         }
-        self.set_due(id);
-        self.give_turns(now);
+        assert!(self.core.in_flight() <= self.limits.requests_max, "too many answers in flight");
     }
+}
 
-    /// Updates the deadline of a request.
-    fn set_due(&mut self, id: usize) {
-        let Some(answer) = self.answers.get_mut(&id) else { return };
-        if let Some(at) = answer.due.take() {
-            self.due.remove(&(at, id));
-        }
-        if answer.end.is_none() {
-            let reads_at = answer.stalled.map(|(at, _)| at);
-            answer.due = answer.core.next_deadline().into_iter().chain(reads_at).min();
-            self.due.extend(answer.due.map(|at| (at, id)));
-        }
+/// Ends the call of this side.
+fn end_call(core: &mut AnswerCore, now: Instant, side: Side, end: Result<(), CallError>) {
+    match side {
+        Side::Decode => core.handle_decode(now, end.map(|()| None)),
+        Side::Prefill => core.handle_prefill(now, end.map(|()| None)),
     }
 }

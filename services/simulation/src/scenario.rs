@@ -12,11 +12,8 @@ use grammar::Grammar;
 use kernels::{BLOCK_TOKENS, sampling::Sampling};
 use kv_transfer::TransferLimits;
 
-use router::{
-    fair_queue::{Flow, FlowName},
-    request_core::Session,
-};
-use simulation_base::{NetworkFaults, Random};
+use router_core::{Flow, FlowName, RouterLimits, Session};
+use simulation_base::{NetworkFaults, Random, mix};
 
 use crate::{
     device::StepCost,
@@ -50,6 +47,8 @@ pub struct Scenario {
     pub has_etcd: bool,
     /// How routers choose nodes.
     pub selection: Selection,
+    /// Bounds on the requests of each router.
+    pub limits: RouterLimits,
     pub models: Vec<ModelPlan>,
     pub nodes: Vec<NodePlan>,
     pub requests: Vec<RequestPlan>,
@@ -314,6 +313,7 @@ impl Scenario {
             router_count: router_count as usize,
             has_etcd,
             selection,
+            limits: router_limits(seed, severity),
             models,
             nodes,
             requests,
@@ -342,6 +342,7 @@ impl Scenario {
             router_count: 1,
             has_etcd: false,
             selection,
+            limits: RouterLimits::from(&config::Router::default()),
             models: vec![ModelPlan { name: "model-0".into(), fingerprint: 1, tp: 1 }],
             nodes,
             requests,
@@ -357,6 +358,16 @@ impl Scenario {
         };
         self.nodes.iter().enumerate().map(address).collect()
     }
+}
+
+/// Returns small bounds for a part of the seeds whose requests need not complete. The random numbers of the rest of the
+/// scenario do not depend on them.
+fn router_limits(seed: u64, severity: Severity) -> RouterLimits {
+    let mut random = Random::new(mix(seed));
+    if severity.must_complete() || !random.chance(40) {
+        return RouterLimits::from(&config::Router::default());
+    }
+    RouterLimits { requests_max: random.within(1..=12), waiting_max: random.within(1..=4) }
 }
 
 fn models(random: &mut Random) -> Vec<ModelPlan> {

@@ -23,8 +23,8 @@ use weight_transfer::{
 use crate::{
     event_loop::{SimEvent, Simulation},
     faults::FaultStep,
-    nodes::WeightNode,
     process::{Input, ProcessState},
+    router::UpdatedNode,
     scenario::{Fault, Scenario},
     weights::{Weights, WeightsInput, WeightsOutput},
 };
@@ -82,7 +82,7 @@ pub enum UpdateEvent {
 struct Update {
     id: UpdateId,
     plan: UpdatePlan,
-    nodes: Vec<WeightNode>,
+    nodes: Vec<UpdatedNode>,
     coordinator: Coordinator,
     began: Instant,
     /// When the call in flight to each node was made.
@@ -134,7 +134,7 @@ impl Update {
     }
 
     fn call(&self, now: Instant, node: usize, call: CoordinatorCall) -> UpdateCall {
-        let WeightNode { host, epoch, .. } = self.nodes[node];
+        let UpdatedNode { host, epoch, .. } = self.nodes[node];
         let deadline = self.began + self.plan.timeout;
         let epochs = self.nodes.iter().map(|node| node.epoch);
         UpdateCall {
@@ -196,7 +196,7 @@ impl Simulation {
     pub fn begin_update(&mut self, plan: UpdatePlan) {
         let is_running = |it: &Update| it.plan.router == plan.router && it.expected.is_none();
         let model = &self.scenario.models[plan.model].name;
-        let nodes = self.routers[plan.router].nodes.weight_nodes(model);
+        let nodes = self.routers[plan.router].weight_nodes(model);
         if !nodes.is_empty() && !self.updates.running.iter().any(is_running) {
             let id = UpdateId::of_operator(self.updates.random.id());
             self.start_update(id, plan, nodes, None);
@@ -207,7 +207,7 @@ impl Simulation {
         &mut self,
         id: UpdateId,
         plan: UpdatePlan,
-        nodes: Vec<WeightNode>,
+        nodes: Vec<UpdatedNode>,
         expected: Option<WeightVersion>,
     ) {
         let now = self.clock.now();
@@ -319,7 +319,7 @@ impl Simulation {
             router_dies_after: None,
             ..plan
         };
-        let nodes = self.routers[router].nodes.weight_nodes(&self.scenario.models[model].name);
+        let nodes = self.routers[router].weight_nodes(&self.scenario.models[model].name);
         for node in nodes.into_iter().filter(|node| node.version != version) {
             // A node takes part in one update at a time, and an operator's update comes first.
             let is_of_node = |it: &Update| it.nodes.iter().any(|other| other.epoch == node.epoch);

@@ -12,8 +12,8 @@ use crate::{
         error::FieldError,
         options::{
             LOGPROBS, MIN_P, Options, PENALTY, REPETITION_PENALTY, RequestedGrammar,
-            STOP_TOKENS_MAX, Session, TEMPERATURE, TENANT_HEADER, TOKENS, TOP_P, Tenant,
-            check_salt,
+            STOP_TOKENS_MAX, TEMPERATURE, TENANT_HEADER, TOKENS, TOP_P, Tenant, check_salt,
+            checked_session,
         },
     },
 };
@@ -46,7 +46,7 @@ pub fn options(wire: GenerateOptions) -> Result<Options, FieldError> {
         ignore_eos: wire.ignore_eos.unwrap_or(false),
         logprobs: within("options.logprobs", wire.logprobs, &LOGPROBS)?,
         cache_salt: check_salt("options.cache_salt", wire.cache_salt)?,
-        session: Session::checked(
+        session: checked_session(
             ("options.session", &wire.session),
             ("options.keep_ms", wire.keep_ms),
         )?,

@@ -20,7 +20,9 @@ use serde::{Deserialize, Serialize};
 
 use self::ended::{CopiedEntries, EndedEntries};
 
-use crate::{lock::lock, request_core::AttemptStats};
+use router_core::AttemptStats;
+
+use crate::lock::lock;
 pub use report::Report;
 
 /// Maximum number of attempts in one entry. A request that emits tokens may have any number of attempts.

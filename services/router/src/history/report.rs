@@ -10,10 +10,9 @@ use proto::v1::StageTimes;
 use serde::Serialize;
 
 use super::{AttemptEntry, Considered, RequestEntry};
-use crate::{
-    record::milliseconds,
-    request_core::{AttemptStats, NodeStats},
-};
+use router_core::{AttemptStats, NodeStats};
+
+use crate::record::milliseconds;
 
 /// The router's knowledge of one request. An absent number is unknown.
 #[derive(Debug, Serialize)]

@@ -2,7 +2,7 @@ use cluster::{ConsideredOption, NodeId, Placement, predict::Prediction};
 use proto::v1::StageTimes;
 
 use super::*;
-use crate::request_core::NodeStats;
+use router_core::NodeStats;
 
 /// Times since the start of the history.
 const RECEIVED: Duration = Duration::from_secs(60);

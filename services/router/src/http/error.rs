@@ -109,17 +109,12 @@ impl IntoResponse for ApiError {
 mod tests {
     use std::collections::BTreeSet;
 
+    use router_core::{Full, Overload, StartLimit, TooLate};
     use telemetry::metrics::KeyLimit;
     use tonic::Code;
 
     use super::*;
-    use crate::{
-        admission::Full,
-        fair_queue::{StartLimit, TooLate},
-        grpc,
-        keys::Exceeded,
-        request::error::Overload,
-    };
+    use crate::{grpc, keys::Exceeded};
 
     /// All pairs of status and code.
     const CODES: [(u16, &str); 23] = [

@@ -35,6 +35,8 @@ use super::{
         Usage, chat_chunks, chat_end, chat_role, text_end,
     },
 };
+use router_core::HandOverStats;
+
 use crate::{
     front::{Front, NamedModel},
     record::RequestRecord,
@@ -42,7 +44,6 @@ use crate::{
         error::RequestError,
         tools::{AnswerPiece, CallReader, Calls},
     },
-    request_core::HandOverStats,
     request_driver::{
         self, AnswerEnd, AnswerTokens, Event, GenerationFields, ParsedRequest, RunningRequest,
     },

@@ -119,7 +119,7 @@ pub async fn health(State(front): State<Arc<Front>>) -> Response {
         prefill_nodes: models.iter().map(|model| model.prefill_nodes).sum(),
         decode_nodes,
         models,
-        requests_running: front.admission.in_flight(),
+        requests_running: front.router.in_flight(),
         cpu_fallbacks: front
             .nodes
             .cpu_fallbacks()

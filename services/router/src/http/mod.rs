@@ -30,6 +30,7 @@ use http::{
 };
 use http_body_util::BodyExt;
 use proto::ids::RequestId;
+use router_core::Session;
 use telemetry::{Metrics, propagation};
 use tokio::sync::OwnedSemaphorePermit;
 use tracing::Span;
@@ -40,7 +41,7 @@ use crate::{
     record::label,
     request::{
         error::{FieldError, RequestError, refused},
-        options::{KEEP_HEADER, SESSION_HEADER, Session, TENANT_HEADER, Tenant},
+        options::{KEEP_HEADER, SESSION_HEADER, TENANT_HEADER, Tenant, session_of_headers},
     },
 };
 pub use error::ApiError;
@@ -216,7 +217,7 @@ impl RequestContext {
         let tenant =
             headers.get(TENANT_HEADER).map(|name| Tenant::parse(name.as_bytes())).transpose();
         let bytes = |name| headers.get(name).map(HeaderValue::as_bytes);
-        let session = Session::parse(bytes(SESSION_HEADER), bytes(KEEP_HEADER));
+        let session = session_of_headers(bytes(SESSION_HEADER), bytes(KEEP_HEADER));
         let deadline_ms = headers.get(X_BATON_DEADLINE_MS).cloned();
         Ok(Self { request_id, label, span, wants_stats, tenant, session, deadline_ms })
     }

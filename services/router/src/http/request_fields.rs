@@ -4,6 +4,8 @@ use serde::Deserialize;
 use serde_json::{Map, Value, value::RawValue};
 
 use super::{fields::Fields, grammar_fields};
+use router_core::Session;
+
 use crate::{
     front::Front,
     front::NamedModel,
@@ -12,7 +14,7 @@ use crate::{
         error::{FieldError, RequestError, kind, refused},
         options::{
             CHOICES, COMPLETION_TOKENS_DEFAULT, DefaultLength, LOGPROBS, MIN_P, Options, PENALTY,
-            REPETITION_PENALTY, SEED, STOP_TOKENS_MAX, Session, TEMPERATURE, TOKENS, TOP_K, TOP_P,
+            REPETITION_PENALTY, SEED, STOP_TOKENS_MAX, TEMPERATURE, TOKENS, TOP_K, TOP_P,
             check_salt,
         },
         text_workers::{ChatSource, PromptSource, check_variables},

@@ -6,6 +6,7 @@
 use std::{cell::Cell, collections::HashMap, sync::Arc};
 
 use proto::v1::{FinishReason, Token, TokenLogprobs};
+use router_core::HandOverStats;
 use schemars::JsonSchema;
 use serde::{Serialize, Serializer, ser::SerializeMap};
 use text::{Detokenizer, DetokenizerOptions, Tokenizer, ToolCall};
@@ -13,7 +14,6 @@ use weight_transfer::WeightVersion;
 
 use crate::{
     request::tools::{AnswerPiece, CallReader, Calls},
-    request_core::HandOverStats,
     request_driver::{AnswerEnd, StopReason},
 };
 

@@ -17,10 +17,10 @@ use std::{
 use credentials::{Reload, Reloaded, SettingFile};
 use http::{HeaderMap, header};
 use ring::digest::{SHA256, digest};
+use router_core::{Flow, FlowName};
 use telemetry::metrics::{ApiKeyMetrics, FinishedRequest, KeyMetrics, KeyRejection, KeyWaiting};
 
 use crate::{
-    fair_queue::{Flow, FlowName},
     lock::lock,
     request::{error::RequestError, options::Tenant},
 };

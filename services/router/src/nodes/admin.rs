@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use bytes::Bytes;
-use cluster::Epoch;
+use cluster::{Directory, Epoch};
 use proto::v1::{ResetPrefixCacheRequest, SetDrainingRequest, TraceRequest};
 use serde::Serialize;
 use tonic::{Code, Request, Status};
@@ -76,7 +76,6 @@ fn rejected(node: &str, status: Status) -> AdminError {
 impl Nodes {
     /// Returns all members in the order of joining.
     pub fn list(&self) -> Vec<NodeState> {
-        let directory = self.directory();
         let state = |member: &cluster::Member| {
             let (record, load) = (member.record(), member.load());
             NodeState {
@@ -90,7 +89,7 @@ impl Nodes {
                 waiting: load.waiting,
             }
         };
-        directory.nodes().map(state).collect()
+        self.directory(|directory| directory.nodes().map(state).collect())
     }
 
     /// Sends a call to the node with this id or URL.
@@ -140,28 +139,29 @@ impl Nodes {
         answer.map_err(|status| rejected(node, status))
     }
 
-    /// Returns URL and epoch of the only node with this id or URL. Nodes of different hosts may have the same id.
     fn find(&self, node: &str) -> Result<(String, Epoch), AdminError> {
-        let directory = self.directory();
-        let known = || directory.nodes().filter_map(|member| Some((member, member.record()?)));
-        let named: Vec<_> = known()
-            .filter(|(member, record)| {
-                record.node_id.as_str() == node || member.address.grpc == node
-            })
-            .collect();
-        match named.as_slice() {
-            [(member, record)] => Ok((member.address.grpc.clone(), record.epoch)),
-            [] => {
-                let node = node.chars().take(100).collect();
-                let ids: Vec<_> = known().map(|(_, record)| record.node_id.to_string()).collect();
-                let known = if ids.is_empty() { "none".to_owned() } else { ids.join(", ") };
-                Err(AdminError::UnknownNode { node, known })
-            }
-            several => {
-                let urls: Vec<_> =
-                    several.iter().map(|(member, _)| member.address.grpc.as_str()).collect();
-                Err(AdminError::AmbiguousNode { node: node.to_owned(), urls: urls.join(", ") })
-            }
+        self.directory(|directory| find(directory, node))
+    }
+}
+
+/// Returns URL and epoch of the only node with this id or URL. Nodes of different hosts may have the same id.
+fn find(directory: &Directory, node: &str) -> Result<(String, Epoch), AdminError> {
+    let known = || directory.nodes().filter_map(|member| Some((member, member.record()?)));
+    let named: Vec<_> = known()
+        .filter(|(member, record)| record.node_id.as_str() == node || member.address.grpc == node)
+        .collect();
+    match named.as_slice() {
+        [(member, record)] => Ok((member.address.grpc.clone(), record.epoch)),
+        [] => {
+            let node = node.chars().take(100).collect();
+            let ids: Vec<_> = known().map(|(_, record)| record.node_id.to_string()).collect();
+            let known = if ids.is_empty() { "none".to_owned() } else { ids.join(", ") };
+            Err(AdminError::UnknownNode { node, known })
+        }
+        several => {
+            let urls: Vec<_> =
+                several.iter().map(|(member, _)| member.address.grpc.as_str()).collect();
+            Err(AdminError::AmbiguousNode { node: node.to_owned(), urls: urls.join(", ") })
         }
     }
 }

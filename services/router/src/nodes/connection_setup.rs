@@ -11,7 +11,7 @@ use proto::v1::{MeetRequest, Peer};
 use tonic::Request;
 
 use super::Nodes;
-use crate::request_core::peer;
+use router_core::peer;
 
 /// Interval of rounds. Nodes close the connection of a pair that is idle for a minute.
 const EVERY: Duration = Duration::from_secs(20);

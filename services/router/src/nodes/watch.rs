@@ -13,6 +13,7 @@ use proto::{
     ids::Epoch,
     v1::{ObserveEvent, observe_event::Event},
 };
+use router_core::RouterOutput;
 use telemetry::metrics::Exclusion;
 use tokio::{
     sync::mpsc,
@@ -102,7 +103,7 @@ impl Watch {
         self.nodes.count_nodes();
         let mut members_end = false;
         loop {
-            let deadline = self.nodes.directory().next_deadline();
+            let deadline = self.nodes.0.router.with(|core| core.next_deadline());
             let due = async {
                 match deadline {
                     Some(at) => tokio::time::sleep_until(at.into()).await,
@@ -110,26 +111,22 @@ impl Watch {
                 }
             };
             let next_round = tokio::time::sleep_until(self.rounds.next().into());
-            let mut actions = Vec::new();
             tokio::select! {
                 () = stop.cancelled() => break,
                 change = members.next(), if !members_end => match change {
-                    Some(change) => self.handle(DirectoryInput::Member(change), &mut actions),
+                    Some(change) => self.handle(DirectoryInput::Member(change)),
                     None => members_end = true,
                 },
                 // `self.nodes` holds a sender, so the channel never ends.
                 Some(input) = self.inputs.recv() => {
-                    self.handle(input, &mut actions);
+                    self.handle(input);
                     self.nodes.count_cached_blocks();
                 }
                 () = next_round => self.set_up_connections(),
-                () = due => {
-                    self.nodes.directory().on_deadline(Instant::now(), &mut actions);
-                }
+                () = due => self.nodes.0.router.with(|core| core.handle_deadline(Instant::now())),
+                () = self.nodes.0.router.node_outputs() => {}
             }
-            for action in actions {
-                self.act(action);
-            }
+            self.perform();
             while self.streams.try_join_next().is_some() {}
             while self.connect_calls.try_join_next().is_some() {}
         }
@@ -137,8 +134,23 @@ impl Watch {
         self.streams.shutdown().await;
     }
 
-    fn handle(&self, input: DirectoryInput, actions: &mut Vec<DirectoryAction>) {
-        self.nodes.directory().handle(Instant::now(), input, actions);
+    fn handle(&self, input: DirectoryInput) {
+        self.nodes.0.router.with(|core| core.handle_node_event(Instant::now(), input));
+    }
+
+    /// Performs the outputs of the router core about nodes.
+    fn perform(&mut self) {
+        for output in self.nodes.0.router.take_node_outputs() {
+            match output {
+                RouterOutput::Nodes(action) => self.act(action),
+                RouterOutput::Breaker(change) => self.nodes.breaker_changed(change),
+                RouterOutput::NodesChanged => {
+                    self.nodes.count_nodes();
+                    self.nodes.changed();
+                }
+                RouterOutput::Wake(_) => unreachable!("the shared router wakes answers"),
+            }
+        }
     }
 
     fn act(&mut self, action: DirectoryAction) {
@@ -159,7 +171,6 @@ impl Watch {
                     node = %address, from = from.as_str(), to = to.as_str(), reason,
                     "node health changed"
                 );
-                self.changed();
                 let settles_in = match self.first {
                     Some(_) if self.is_one_to_come() => Some(WAIT_MAX),
                     Some(_) => Some(Duration::ZERO),
@@ -169,8 +180,7 @@ impl Watch {
                     self.rounds.on_change(Instant::now(), settles_in);
                 }
             }
-            // Waiting requests pick again.
-            DirectoryAction::ServingChanged { .. } => self.nodes.changed(),
+            DirectoryAction::ServingChanged { .. } => {}
             DirectoryAction::Rejected { address, reason } => {
                 tracing::warn!(node = %address, reason, "node excluded: its report is invalid");
                 let role = role_label(address.role);
@@ -179,12 +189,12 @@ impl Watch {
             DirectoryAction::Forgotten { address, .. } => {
                 tracing::info!(node = %address, "node left");
                 // A member of the other role may have the same URL.
-                let is_used =
-                    self.nodes.directory().nodes().any(|it| it.address.grpc == address.grpc);
+                let is_used = self.nodes.directory(|directory| {
+                    directory.nodes().any(|it| it.address.grpc == address.grpc)
+                });
                 if !is_used {
                     self.nodes.channels().remove(&address.grpc);
                 }
-                self.changed();
             }
         }
     }
@@ -192,15 +202,13 @@ impl Watch {
     /// Starts a round of Meet calls to the nodes that are up.
     fn set_up_connections(&mut self) {
         let deadline = self.rounds.on_start(Instant::now());
-        let directory = self.nodes.directory();
-        let serving: Vec<_> = directory
-            .nodes()
-            .filter(|node| node.health == Health::Up)
-            .filter_map(|node| {
+        let serving: Vec<_> = self.nodes.directory(|directory| {
+            let up = directory.nodes().filter(|node| node.health == Health::Up);
+            up.filter_map(|node| {
                 Some((node.address.grpc.clone(), node.address.role, node.record()?.clone()))
             })
-            .collect();
-        drop(directory);
+            .collect()
+        });
         let is_served = serving.iter().any(|(_, role, _)| *role == Role::Decode);
         let first = self.first.take_if(|_| is_served);
         for call in connection_setup::connect_calls(&serving) {
@@ -211,15 +219,11 @@ impl Watch {
 
     /// Returns whether a listed node that is not up yet may come up soon and complete a pair.
     fn is_one_to_come(&self) -> bool {
-        let directory = self.nodes.directory();
-        let is_listed = |role| directory.nodes().any(|node| node.address.role == role);
-        Role::ALL.into_iter().all(is_listed)
-            && directory.nodes().any(|node| node.health == Health::Unknown)
-    }
-
-    fn changed(&self) {
-        self.nodes.count_nodes();
-        self.nodes.changed();
+        self.nodes.directory(|directory| {
+            let is_listed = |role| directory.nodes().any(|node| node.address.role == role);
+            Role::ALL.into_iter().all(is_listed)
+                && directory.nodes().any(|node| node.health == Health::Unknown)
+        })
     }
 }
 
@@ -297,7 +301,7 @@ impl Served {
 
 #[cfg(test)]
 mod tests {
-    use cluster::MemberChange;
+    use cluster::{Directory, MemberChange};
     use proto::{
         auth::CallSigner,
         v1::{NodeDelta, NodeLoad, NodeRecord, NodeSnapshot},
@@ -307,24 +311,27 @@ mod tests {
     use super::*;
     use crate::nodes::{
         connection_setup::tests::record,
-        tests::{SELECTION, credentials, metrics},
+        tests::{credentials, metrics},
     };
+    use crate::shared_router::tests::router;
 
     /// Returns a watch that the test drives, and the nodes' own watch, which is idle.
     fn watch() -> (Watch, OwnedTask) {
         let members = membership::Membership::listed(["http://p"; 0], ["http://d"; 0]).unwrap();
         let served = Arc::new([]);
         let (nodes, task) =
-            Nodes::watch(&members, served.clone(), SELECTION, metrics(), credentials()).unwrap();
+            Nodes::watch(&members, served.clone(), router(1), metrics(), credentials());
         (Watch::new(nodes, mpsc::channel(1).1, served), task)
     }
 
     /// Adds a member and returns its Observe stream.
     fn joins(watch: &mut Watch, role: Role, grpc: &str) -> StreamId {
         let address = NodeAddress { role, grpc: grpc.to_owned() };
-        let mut actions = Vec::new();
-        watch.handle(DirectoryInput::Member(MemberChange::Joined(address)), &mut actions);
-        let [DirectoryAction::Observe { stream, .. }] = actions[..] else { panic!("{actions:?}") };
+        watch.handle(DirectoryInput::Member(MemberChange::Joined(address)));
+        let outputs = watch.nodes.0.router.take_node_outputs();
+        let [RouterOutput::Nodes(DirectoryAction::Observe { stream, .. })] = outputs[..] else {
+            panic!("{outputs:?}")
+        };
         stream
     }
 
@@ -333,39 +340,33 @@ mod tests {
         let snapshot =
             NodeSnapshot { record, load: Some(NodeLoad::default()), ..Default::default() };
         let event = ObserveEvent { sequence: 0, event: Some(Event::Snapshot(snapshot)) };
-        let mut actions = Vec::new();
-        watch.handle(DirectoryInput::Observed { stream, event }, &mut actions);
-        let is_up = |action: &DirectoryAction| {
-            matches!(action, DirectoryAction::HealthChanged { to: Health::Up, .. })
+        watch.handle(DirectoryInput::Observed { stream, event });
+        watch.perform();
+        let is_up = |directory: &Directory| {
+            let mut nodes = directory.nodes();
+            nodes.any(|node| node.record().is_some_and(|record| record.epoch.0 == epoch))
         };
-        assert!(actions.iter().any(is_up), "{actions:?}");
-        for action in actions {
-            watch.act(action);
-        }
+        assert!(watch.nodes.directory(is_up), "node {epoch} is not up");
     }
 
     fn is_lost(watch: &mut Watch, stream: StreamId) {
-        let mut actions = Vec::new();
-        watch.handle(DirectoryInput::StreamEnded { stream, reason: "a test".into() }, &mut actions);
-        let changes =
-            |action: &DirectoryAction| matches!(action, DirectoryAction::HealthChanged { .. });
-        for action in actions.into_iter().filter(changes) {
-            watch.act(action);
+        watch.handle(DirectoryInput::StreamEnded { stream, reason: "a test".into() });
+        // The test opens no stream for the probe that follows.
+        for output in watch.nodes.0.router.take_node_outputs() {
+            if let RouterOutput::Nodes(action @ DirectoryAction::HealthChanged { .. }) = output {
+                watch.act(action);
+            }
         }
     }
 
     /// Removes a member that is not up.
     fn leaves(watch: &mut Watch, role: Role, grpc: &str, stream: StreamId) {
         let address = NodeAddress { role, grpc: grpc.to_owned() };
-        let mut actions = Vec::new();
-        watch.handle(DirectoryInput::Member(MemberChange::Left(address)), &mut actions);
-        watch.handle(DirectoryInput::StreamEnded { stream, reason: "a test".into() }, &mut actions);
-        let is_forgotten =
-            |action: &DirectoryAction| matches!(action, DirectoryAction::Forgotten { .. });
-        assert!(actions.iter().any(is_forgotten), "{actions:?}");
-        for action in actions {
-            watch.act(action);
-        }
+        watch.handle(DirectoryInput::Member(MemberChange::Left(address.clone())));
+        watch.handle(DirectoryInput::StreamEnded { stream, reason: "a test".into() });
+        watch.perform();
+        let is_known = |directory: &Directory| directory.nodes().any(|it| it.address == address);
+        assert!(!watch.nodes.directory(is_known), "{address} is not forgotten");
     }
 
     /// Begins the round that is due.
@@ -498,15 +499,16 @@ mod tests {
         let stream = joins(&mut watch, Role::Decode, "http://127.0.0.1:1");
         comes_up(&mut watch, Role::Decode, 1, stream);
         let mut changes = watch.nodes.changes();
-        let serving = |watch: &Watch| watch.nodes.directory().serving(Role::Decode).count();
+        let serving = |watch: &Watch| {
+            watch.nodes.directory(|directory| directory.serving(Role::Decode).count())
+        };
         for (sequence, draining, told) in [(1, true, true), (2, true, false), (3, false, true)] {
             let load = Some(NodeLoad { draining, ..Default::default() });
             let delta = NodeDelta { load, ..Default::default() };
             let event = ObserveEvent { sequence, event: Some(Event::Delta(delta)) };
-            let mut actions = Vec::new();
             changes.mark_unchanged();
-            watch.handle(DirectoryInput::Observed { stream, event }, &mut actions);
-            actions.into_iter().for_each(|action| watch.act(action));
+            watch.handle(DirectoryInput::Observed { stream, event });
+            watch.perform();
             assert_eq!(changes.has_changed().unwrap(), told, "event {sequence}");
             assert_eq!(serving(&watch), usize::from(!draining));
         }

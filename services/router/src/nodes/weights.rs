@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use cluster::{Epoch, Health, Member, NodeRecord};
+use cluster::{Epoch, Member, NodeRecord};
 use proto::{
     ids::bits,
     v1::{self, weights_client::WeightsClient},
@@ -54,30 +54,18 @@ pub struct WeightsAnswer {
 }
 
 impl Nodes {
-    /// Returns the nodes that are up and not draining, in the order of joining. A node that has lost its weights counts as
-    /// draining, but needs weights.
+    /// Returns the nodes that take part in an update of the weights, in the order of joining.
     pub fn weight_nodes(&self) -> Vec<WeightNode> {
-        let directory = self.directory();
-        let takes_part = |member: &Member| {
-            let lost = |record: &NodeRecord| {
-                WeightVersion(record.identity.weight_version) == WeightVersion::NONE
-            };
-            !member.load().draining || member.record().is_some_and(lost)
+        let node = |(member, record): (&Member, &NodeRecord)| WeightNode {
+            id: record.node_id.to_string(),
+            role: member.address.role.as_str(),
+            epoch: record.epoch,
+            grpc: member.address.grpc.clone(),
+            model: record.model.clone(),
+            version: WeightVersion(record.identity.weight_version),
+            pause: member.load().pause(),
         };
-        let serving = |member: &&Member| member.health == Health::Up && takes_part(member);
-        let nodes = directory.nodes().filter(serving).filter_map(|member| {
-            let record = member.record()?;
-            Some(WeightNode {
-                id: record.node_id.to_string(),
-                role: member.address.role.as_str(),
-                epoch: record.epoch,
-                grpc: member.address.grpc.clone(),
-                model: record.model.clone(),
-                version: WeightVersion(record.identity.weight_version),
-                pause: member.load().pause(),
-            })
-        });
-        nodes.collect()
+        self.0.router.with(|core| core.weight_nodes().map(node).collect())
     }
 
     /// Pauses a node, or resumes it if `pause` is `None`. `pause`: the treatment of running sequences, and the maximum

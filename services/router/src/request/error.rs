@@ -7,14 +7,11 @@ use proto::ids::NoRandomness;
 use telemetry::metrics::{Refusal, RequestEnd};
 use tonic::Code;
 
-use crate::{
-    admission::Full,
-    keys::Exceeded,
-    request_core::{Cause, GiveUp},
-};
+pub use router_core::RETRY_AFTER_S;
+use router_core::{Cause, Full, GiveUp, Overload};
 
-/// `Retry-After` of rejected requests, in seconds: a few requests finish in this time.
-pub const RETRY_AFTER_S: u32 = 1;
+use crate::keys::Exceeded;
+
 /// Maximum number of characters that an error shows of an invalid value.
 const SHOWN_CHARS_MAX: usize = 64;
 /// Maximum length of a string in bytes that may be a name.
@@ -87,20 +84,6 @@ fn for_time(waited: Duration) -> String {
     match waited.as_millis() {
         0 => String::new(),
         ms => format!(" for {ms} ms"),
-    }
-}
-
-/// A request that is refused because of load, and the time after which the caller may retry.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("{full}; retry after {retry_after_s} s")]
-pub struct Overload {
-    pub full: Full,
-    pub retry_after_s: u32,
-}
-
-impl From<Full> for Overload {
-    fn from(full: Full) -> Self {
-        Self { full, retry_after_s: RETRY_AFTER_S }
     }
 }
 

@@ -1,7 +1,8 @@
 //! Options of a request (sampling, lengths, stop conditions, grammar): fields, limits and defaults for HTTP and
 //! gRPC, and their conversion into a node's request.
+use router_core::Session;
 
-use std::{ops::RangeInclusive, sync::Arc};
+use std::ops::RangeInclusive;
 
 use grammar::{Alternative, Grammar, GrammarError};
 use proto::v1::{self, Sampling};
@@ -230,43 +231,33 @@ pub const KEEP_HEADER: &str = "x-baton-keep-ms";
 const SESSION_BYTES_MAX: usize = 256;
 const KEEP_MS_MAX: u64 = 600_000;
 
-/// Client hints about the conversation of a request.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Session {
-    /// Empty if the client names none.
-    pub name: Arc<str>,
-    pub keep_ms: Option<u64>,
+/// Reads the HTTP headers of a session.
+pub fn session_of_headers(name: Option<&[u8]>, keep: Option<&[u8]>) -> Result<Session, FieldError> {
+    let name = name.unwrap_or_default();
+    let Ok(text) = std::str::from_utf8(name) else {
+        return Err(FieldError::new(SESSION_HEADER, "is not UTF-8; allowed: UTF-8"));
+    };
+    let keep_ms = keep.map(|value| {
+        let text = String::from_utf8_lossy(value);
+        let number = text.parse();
+        number.map_err(|_| FieldError::new(KEEP_HEADER, keep_problem(&shown(&text))))
+    });
+    checked_session((SESSION_HEADER, text), (KEEP_HEADER, keep_ms.transpose()?))
 }
 
-impl Session {
-    /// Reads the HTTP headers.
-    pub fn parse(name: Option<&[u8]>, keep: Option<&[u8]>) -> Result<Self, FieldError> {
-        let name = name.unwrap_or_default();
-        let Ok(text) = std::str::from_utf8(name) else {
-            return Err(FieldError::new(SESSION_HEADER, "is not UTF-8; allowed: UTF-8"));
-        };
-        let keep_ms = keep.map(|value| {
-            let text = String::from_utf8_lossy(value);
-            let number = text.parse();
-            number.map_err(|_| FieldError::new(KEEP_HEADER, keep_problem(&shown(&text))))
-        });
-        Self::checked((SESSION_HEADER, text), (KEEP_HEADER, keep_ms.transpose()?))
+/// Checks the fields of a session, each given with its name in the request.
+pub fn checked_session(
+    (name_field, name): (&str, &str),
+    (keep_field, keep_ms): (&str, Option<u64>),
+) -> Result<Session, FieldError> {
+    if name.len() > SESSION_BYTES_MAX {
+        let bytes = name.len();
+        let problem = format!("has {bytes} bytes; allowed: at most {SESSION_BYTES_MAX}");
+        return Err(FieldError::new(name_field, problem));
     }
-
-    /// Checks the fields, each given with its name in the request.
-    pub fn checked(
-        (name_field, name): (&str, &str),
-        (keep_field, keep_ms): (&str, Option<u64>),
-    ) -> Result<Self, FieldError> {
-        if name.len() > SESSION_BYTES_MAX {
-            let bytes = name.len();
-            let problem = format!("has {bytes} bytes; allowed: at most {SESSION_BYTES_MAX}");
-            return Err(FieldError::new(name_field, problem));
-        }
-        match keep_ms.filter(|ms| *ms > KEEP_MS_MAX) {
-            Some(ms) => Err(FieldError::new(keep_field, keep_problem(&ms))),
-            None => Ok(Self { name: name.into(), keep_ms }),
-        }
+    match keep_ms.filter(|ms| *ms > KEEP_MS_MAX) {
+        Some(ms) => Err(FieldError::new(keep_field, keep_problem(&ms))),
+        None => Ok(Session { name: name.into(), keep_ms }),
     }
 }
 

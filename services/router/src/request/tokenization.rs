@@ -26,7 +26,7 @@ pub async fn tokenize(
         let problem = format!("has {bytes} bytes; allowed: at most {BYTES_MAX} to be tokenized");
         return Err(FieldError::new(source.field(), problem).into());
     }
-    let _admitted = front.admission.admit(&caller.flow(None), 1)?;
+    let _admitted = front.router.admit_work(&caller.flow(None))?;
     let deadline = Deadline::after(front.settings.router.timeout);
     deadline.limit(model.text.tokens(source, BYTES_MAX)).await?
 }
@@ -47,7 +47,7 @@ pub async fn detokenize(
         let problem = format!("has {bytes} bytes of text; allowed: at most {BYTES_MAX}");
         return Err(FieldError::new(field, problem).into());
     }
-    let _admitted = front.admission.admit(&caller.flow(None), 1)?;
+    let _admitted = front.router.admit_work(&caller.flow(None))?;
     let deadline = Deadline::after(front.settings.router.timeout);
     deadline.limit(model.text.text_of(tokens)).await?
 }

@@ -1,21 +1,30 @@
-//! Drives the request core of one answer with tonic streams, tokio timers, spans and metrics.
+//! Drives the core of one answer with tonic streams, tokio timers, spans and metrics.
 //!
-//! [`AnswerDriver::run`] performs the core's outputs and passes it the next input, until the answer is
-//! complete or failed. The core makes every decision.
+//! [`AnswerDriver::run`] performs the core's outputs and passes it the next input, until the answer is complete or
+//! failed. The core makes every decision.
 
 use std::{
     sync::Arc,
     time::{Duration, Instant},
 };
 
-use cluster::Room;
 use proto::{
     ids::TransferId,
     v1::{DecodeEvent, FinishReason, PrefillEvent, Sampling, Token},
 };
-use telemetry::spans;
+use router_core::{
+    AnswerCore, AnswerOutput, AnswerSpec, AttemptOutcome, Cause, EndedAttempt, FinishedAnswer,
+    NodeFeedback, RecoveryPolicy, Side, StartedAttempt, Stop,
+};
+use telemetry::{
+    metrics::{InFlightRequest, KeyWaiting},
+    spans,
+};
 use text::{TextStream, TextStreamOptions, Tokenizer};
-use tokio::{sync::watch, time::timeout_at};
+use tokio::{
+    sync::{Notify, watch},
+    time::timeout_at,
+};
 use tracing::{Span, field};
 
 use super::{
@@ -23,16 +32,10 @@ use super::{
     events::{AnswerEnd, AnswerTokens, Event, EventSender, StopReason},
 };
 use crate::{
-    fair_queue::{Pass, SessionTurn, StartedPrompt, WaitLimits, WaitRequest},
     front::Front,
-    nodes::{Assigned, NodeCall, PickedNodes, next_message},
+    nodes::{CallMessage, NodeCall, next_message},
     record::RequestRecord,
     request::error::RequestError,
-    request_core::{
-        AnswerSpec, AttemptOutcome, Blame, Cause, EndedAttempt, FinishedAnswer, NodeFeedback,
-        Output, RecoveryPolicy, RequestCore, Side, Stop,
-    },
-    wait_queue::{Charge, Turn, Waiting},
     wake::MovingTimer,
 };
 
@@ -47,14 +50,13 @@ pub struct AnswerDriver<'a> {
     choice: u32,
     events: &'a EventSender,
     record: &'a RequestRecord,
-    core: RequestCore,
+    core: AnswerCore,
     text: AnswerText,
     attempt: Option<OpenAttempt>,
-    /// The turn of the session, until the answer ends.
-    turn: Option<SessionTurn>,
-    waiting: Option<Waiting>,
-    /// Reason to report if the next turn passes to other answers.
-    pass: Pass,
+    /// Counts the answer among those that wait for a node.
+    waiting: Option<(InFlightRequest, Option<KeyWaiting>)>,
+    /// Wakes the answer, for example when its turn has come.
+    woken: Arc<Notify>,
     node_changes: watch::Receiver<u64>,
     timer: MovingTimer,
 }
@@ -66,7 +68,6 @@ struct OpenAttempt {
     /// Whether the client received a token of this attempt.
     has_token: bool,
     span: Span,
-    charge: Charge,
 }
 
 impl<'a> AnswerDriver<'a> {
@@ -78,15 +79,16 @@ impl<'a> AnswerDriver<'a> {
         events: &'a EventSender,
         record: &'a RequestRecord,
     ) -> Self {
-        let queue = &request.model.waiting;
-        let turn = queue.turn_arrived(&request.flow.name, answer.session_marks());
+        let text = AnswerText::new(request, &answer.sampling);
+        let policy = RecoveryPolicy::from(&front.settings.router);
+        let (flow, mut router) = (request.flow.clone(), &front.router);
+        let core = AnswerCore::start(Instant::now(), &mut router, flow, answer, policy);
         Self {
-            text: AnswerText::new(request, &answer.sampling),
-            core: RequestCore::new(answer, RecoveryPolicy::from(&front.settings.router)),
+            text,
             attempt: None,
-            turn: Some(turn),
             waiting: None,
-            pass: Pass::default(),
+            woken: front.router.register(core.id()),
+            core,
             node_changes: front.nodes.changes(),
             timer: MovingTimer::new(request.deadline.at),
             front,
@@ -98,105 +100,87 @@ impl<'a> AnswerDriver<'a> {
     }
 
     pub async fn run(mut self) -> Result<(), RequestError> {
-        let deadline = self.request.deadline;
-        self.core.start(Instant::now(), self.request.model.waiting.has_queue());
         loop {
-            while let Some(output) = self.core.poll_output() {
+            while let Some(output) = self.poll_output() {
                 match output {
-                    Output::Pick => self.pick()?,
-                    Output::DropPrefillCall => {
+                    AnswerOutput::Pick => self.pick()?,
+                    AnswerOutput::DropPrefillCall => {
                         if let Some(attempt) = &mut self.attempt {
                             attempt.prefill = None;
                         }
                     }
-                    Output::Delivered { elapsed } => self.delivered(elapsed),
-                    Output::Served => {
-                        if let Some(attempt) = &self.attempt {
-                            attempt.decode.node.served();
-                        }
+                    AnswerOutput::EndAttempt { ended, failed_node, has_prefill } => {
+                        let node = failed_node.as_deref().map(|node| node.node_id.to_string());
+                        self.end_attempt(&ended, node, has_prefill);
                     }
-                    Output::EndAttempt(ended) => self.end_attempt(&ended),
-                    Output::Emit { first_index, tokens, hand_over_gap } => {
-                        if let Some(attempt) = &mut self.attempt
-                            && !std::mem::replace(&mut attempt.has_token, true)
-                        {
-                            self.record.attempt_began(self.choice);
-                            if first_index == 0 {
-                                attempt.decode.node.first_token();
-                            }
-                        }
-                        if let Some(gap) = hand_over_gap {
-                            self.request.model.metrics.hand_over(gap);
-                            self.record.handed_over(self.choice, gap);
-                        }
+                    AnswerOutput::Emit { first_index, tokens, hand_over_gap } => {
+                        self.begin_emit(hand_over_gap);
                         self.emit(first_index, tokens).await?;
                     }
-                    Output::WaitForTurn => {
-                        let pass = std::mem::take(&mut self.pass);
-                        self.waiting_place()?.queue(pass)?;
-                    }
-                    Output::RetryPassed => self.waiting_place()?.retry_passed(),
-                    Output::WaitForNode => self.waiting_place()?.leave_queue(),
-                    Output::StopWaiting => self.waiting = None,
-                    Output::Finish(finished) => {
+                    AnswerOutput::Finish(finished) => {
                         let end = self.text.finish(self.choice, finished);
                         self.record.answer_ended(&end);
-                        // The client may send the next turn as soon as it receives the end of this one.
-                        self.end_turn(self.core.last_block());
+                        let deadline = self.request.deadline;
                         return deadline.limit(self.events.send(Event::Finished(end))).await?;
                     }
-                    Output::Fail(reason) => {
-                        let slow_client_timeout = self.front.settings.router.slow_client_timeout;
+                    AnswerOutput::Fail { reason, retry_after_s } => {
                         return Err(RequestError::gave_up(
                             reason,
-                            deadline.timeout,
-                            slow_client_timeout,
-                            self.request.model.waiting.retry_after_s(),
+                            self.request.deadline.timeout,
+                            self.front.settings.router.slow_client_timeout,
+                            retry_after_s,
                         ));
                     }
+                    AnswerOutput::Refuse(overload) => return Err(overload.into()),
                 }
             }
+            self.count_waiting();
             self.next_input().await;
+        }
+    }
+
+    fn poll_output(&mut self) -> Option<AnswerOutput> {
+        self.core.poll_output(Instant::now(), &mut &self.front.router)
+    }
+
+    /// Counts the answer in the metrics of waiting answers while it has a place among them.
+    fn count_waiting(&mut self) {
+        if self.core.is_waiting() != self.waiting.is_some() {
+            let counted = || {
+                let metrics = &self.request.model.metrics;
+                (metrics.request_waiting(), self.record.caller().waiting())
+            };
+            self.waiting = self.core.is_waiting().then(counted);
         }
     }
 
     /// Waits for the next input of the core.
     async fn next_input(&mut self) {
-        let Self { core, attempt, waiting, node_changes, timer, .. } = self;
+        let Self { core, attempt, woken, node_changes, timer, front, .. } = self;
         let (mut decode, mut prefill) = match attempt {
             Some(attempt) => (Some(&mut attempt.decode), attempt.prefill.as_mut()),
             None => (None, None),
         };
+        let router = &mut &front.router;
         let deadline = core.next_deadline().expect("a request that has not ended has a deadline");
+        let request = core.request();
         tokio::select! {
             // Poll the decode node first: once it sends tokens, the prefill node no longer matters.
             biased;
-            message = next_message(&mut decode), if core.expects_decode() => {
-                core.handle_decode(Instant::now(), message);
-            }
-            message = next_message(&mut prefill), if core.expects_prefill() => {
-                core.handle_prefill(Instant::now(), message);
-            }
-            turn = Waiting::turn(waiting), if core.expects_turn() => match turn {
-                Turn::Pick => core.handle_turn(),
-                Turn::Late(limit) => core.handle_late_turn(Instant::now(), limit),
+            message = next_message(&mut decode), if request.expects_decode() => match message {
+                CallMessage::Accepted => core.handle_accepted(router, Side::Decode),
+                CallMessage::Event(event) => core.handle_decode(Instant::now(), event),
             },
+            message = next_message(&mut prefill), if request.expects_prefill() => match message {
+                CallMessage::Accepted => core.handle_accepted(router, Side::Prefill),
+                CallMessage::Event(event) => core.handle_prefill(Instant::now(), event),
+            },
+            () = woken.notified(), if request.expects_turn() => {
+                core.handle_wake(Instant::now(), router);
+            }
             // Fails only if the sender was dropped, but `front` holds the sender.
-            _ = node_changes.changed(), if core.expects_node() => {
-                core.handle_nodes_changed();
-            }
-            () = timer.reached(deadline.into()) => {
-                let now = Instant::now();
-                if core.drain_check_is_due(now) {
-                    let grace =
-                        decode.as_ref().and_then(|call| call.node.grace_left(&core.wanted()));
-                    core.handle_drain_check(now, grace);
-                }
-                core.handle_deadline(now, |side| match side {
-                    Side::Decode => decode?.node.changed_at(),
-                    Side::Prefill => prefill?.node.changed_at(),
-                });
-            }
+            _ = node_changes.changed(), if request.expects_node() => core.handle_nodes_changed(),
+            () = timer.reached(deadline.into()) => core.handle_deadline(Instant::now(), router),
         }
     }
 
@@ -204,28 +188,16 @@ impl<'a> AnswerDriver<'a> {
     fn pick(&mut self) -> Result<(), RequestError> {
         // A change from here on ends the wait for a node.
         self.node_changes.mark_unchanged();
-        let nodes = &self.front.nodes;
         let transfer_id = TransferId::mint()?;
-        let mut wanted = self.core.wanted();
-        let (tokens, output_tokens_max) = (wanted.tokens, wanted.new_tokens_max);
-        let queue = &self.request.model.waiting;
-        if let Room::Start { headroom } = &mut wanted.room {
-            *headroom = queue.leaves_headroom(&self.request.flow.name);
-        }
-        let picked = nodes.pick(transfer_id, &wanted);
-        let PickedNodes { decode, prefill, ttft, uncached_tokens, considered } = match picked {
-            Ok(picked) => picked,
+        let picked = self.core.pick(Instant::now(), &mut &self.front.router, transfer_id);
+        let StartedAttempt { calls, decode, prefill, ttft, considered } = match picked {
+            Ok(started) => started,
             Err(reason) => {
                 tracing::debug!(parent: self.record.span(), %reason, "no decode node for the request");
-                self.pass = Pass::of(&reason);
-                self.core.handle_no_node(Instant::now(), &reason);
                 self.record.no_node(reason);
                 return Ok(());
             }
         };
-        let cached = (prefill.as_ref().map(Assigned::cached_tokens), decode.cached_tokens());
-        let records = (decode.record().clone(), prefill.as_ref().map(|node| node.record().clone()));
-        let calls = self.core.handle_picked(Instant::now(), transfer_id, records.0, records.1);
         let span = tracing::info_span!(
             parent: self.record.span(),
             "attempt",
@@ -233,26 +205,35 @@ impl<'a> AnswerDriver<'a> {
             choice = spans::integer(self.choice),
             number = spans::integer(calls.number),
             %transfer_id,
-            decode_node = %decode.record().node_id,
-            prefill_node = prefill.as_ref().map(|node| field::display(&node.record().node_id)),
+            decode_node = %decode.record.node_id,
+            prefill_node = prefill.as_ref().map(|node| field::display(&node.record.node_id)),
             outcome = field::Empty,
         );
+        let cached = (prefill.as_ref().map(|node| node.cached_tokens), decode.cached_tokens);
         self.record.picked(self.choice, calls.number, considered, ttft, cached);
-        let prompt = StartedPrompt { tokens, uncached_tokens };
-        let charge = queue.start(&self.request.flow, prompt, output_tokens_max);
-        if let Some(waiting) = &mut self.waiting {
-            waiting.leave_queue();
-        }
+        let nodes = &self.front.nodes;
         self.attempt = Some(OpenAttempt {
-            decode: NodeCall::decode(decode, calls.decode, &span),
+            decode: NodeCall::decode(nodes, decode, calls.decode, &span),
             prefill: prefill
                 .zip(calls.prefill)
-                .map(|(node, request)| NodeCall::prefill(node, request, &span)),
+                .map(|(node, request)| NodeCall::prefill(nodes, node, request, &span)),
             has_token: false,
             span,
-            charge,
         });
         Ok(())
+    }
+
+    /// Records the first token of an attempt, and the hand-over gap.
+    fn begin_emit(&mut self, hand_over_gap: Option<Duration>) {
+        if let Some(attempt) = &mut self.attempt
+            && !std::mem::replace(&mut attempt.has_token, true)
+        {
+            self.record.attempt_began(self.choice);
+        }
+        if let Some(gap) = hand_over_gap {
+            self.request.model.metrics.hand_over(gap);
+            self.record.handed_over(self.choice, gap);
+        }
     }
 
     /// Sends tokens that belong to the answer, and their text, to the client.
@@ -260,15 +241,14 @@ impl<'a> AnswerDriver<'a> {
         let (tokens, text) = self.text.push(tokens);
         if !tokens.is_empty() {
             self.record.emitted(tokens.len() as u32);
-            if let Some(attempt) = &mut self.attempt {
-                attempt.charge.emitted(tokens.len() as u32);
-            }
+            self.core.charge_tokens(Instant::now(), tokens.len() as u32);
             let event = AnswerTokens { choice: self.choice, first_index, tokens, text };
             if let Some(event) = self.events.try_send(Event::Tokens(event))? {
                 match timeout_at(self.request.deadline.at, self.send(event)).await {
                     Ok(sent) => sent?,
                     Err(_) => {
-                        self.core.handle_deadline(Instant::now(), |_| None);
+                        let now = Instant::now();
+                        self.core.handle_deadline(now, &mut &self.front.router);
                         return Ok(());
                     }
                 }
@@ -288,105 +268,45 @@ impl<'a> AnswerDriver<'a> {
             return sent;
         }
         self.core.handle_client_stalled();
-        while let Some(output) = self.core.poll_output() {
-            if let Output::EndAttempt(ended) = output {
-                self.end_attempt(&ended);
-            }
-        }
+        self.end_open_attempt();
         sent.await?;
         events.half_read().await
     }
 
-    fn delivered(&self, elapsed: Duration) {
-        let Some(OpenAttempt { decode, prefill: Some(prefill), .. }) = &self.attempt else {
-            return;
-        };
-        prefill.node.delivered(&decode.node, elapsed);
+    /// Ends the attempt that the core has given up while no other output may follow.
+    fn end_open_attempt(&mut self) {
+        while let Some(output) = self.poll_output() {
+            if let AnswerOutput::EndAttempt { ended, has_prefill, .. } = output {
+                self.end_attempt(&ended, None, has_prefill);
+            }
+        }
     }
 
-    /// Counts the attempt, reports a failure to the directory, drops the calls and releases the nodes.
-    fn end_attempt(&mut self, ended: &EndedAttempt) {
-        let Some(attempt) = self.attempt.take() else { return };
-        let OpenAttempt { decode, prefill, span, mut charge, .. } = attempt;
-        charge.ended(ended.outcome.charged_end());
-        self.report_attempt(ended, &decode.node, prefill.as_ref().map(|call| &call.node), &span);
-        // The charge ends last: the next request then finds the nodes released.
-        drop((decode, prefill));
-        drop(charge);
-    }
-
-    /// Counts the attempt and reports its failure to the directory.
-    fn report_attempt(
-        &self,
+    /// Drops the calls of the attempt, counts the attempt and logs its failure. `failed_node`: the node on the side of
+    /// the failure.
+    fn end_attempt(
+        &mut self,
         ended: &EndedAttempt,
-        decode: &Assigned,
-        prefill: Option<&Assigned>,
-        span: &Span,
+        failed_node: Option<String>,
+        has_prefill: bool,
     ) {
-        let end = self.record.attempt_ended(self.choice, ended, prefill.is_some());
-        decode.decoded(ended.stats.decoded_tokens, ended.stats.decode_wait);
+        let Some(OpenAttempt { span, .. }) = self.attempt.take() else { return };
+        let end = self.record.attempt_ended(self.choice, ended, has_prefill);
         let AttemptOutcome::Failed(failure) = &ended.outcome else {
             // No log line follows. A recorded field would be formatted for log lines.
-            return spans::attempt_ended(span, end.as_str());
+            return spans::attempt_ended(&span, end.as_str());
         };
         span.record("outcome", end.as_str());
-        spans::failed(span, end.as_str());
-        let node = match (failure.side, prefill) {
-            (Side::Prefill, Some(prefill)) => prefill,
-            (Side::Prefill, None) | (Side::Decode, _) => decode,
-        };
+        spans::failed(&span, end.as_str());
         let _entered = span.enter();
-        match (failure.blame(), prefill) {
-            (Some(Blame::Node), _) => node.failed(),
-            (Some(Blame::Pair), Some(prefill)) => prefill.transfer_failed(decode),
-            _ => {}
-        }
-        let (node_id, report) = (&node.record().node_id, failure.node_feedback());
-        match report {
-            Some(NodeFeedback::Busy) => node.busy(),
-            Some(NodeFeedback::Lost) => node.lost(failure.message.clone()),
-            None => {}
-        }
-        if report == Some(NodeFeedback::Busy) {
-            tracing::debug!(%node_id, reason = failure.message, "node is busy");
+        let (node_id, request_id) = (failed_node.unwrap_or_default(), self.record.request_id());
+        if failure.node_feedback() == Some(NodeFeedback::Busy) {
+            tracing::debug!(node_id, reason = failure.message, "node is busy");
         } else if failure.cause == Cause::Migrated {
-            let request_id = self.record.request_id();
-            tracing::info!(%request_id, %node_id, reason = failure.message, "attempt migrates");
+            tracing::info!(%request_id, node_id, reason = failure.message, "attempt migrates");
         } else {
-            let request_id = self.record.request_id();
-            tracing::warn!(%request_id, %node_id, %failure, "attempt failed");
+            tracing::warn!(%request_id, node_id, %failure, "attempt failed");
         }
-    }
-
-    /// Ends the turn of the session, if it has not ended.
-    fn end_turn(&mut self, last_block: Option<u128>) {
-        if let Some(turn) = self.turn.take() {
-            self.request.model.waiting.turn_ended(&turn, last_block);
-        }
-    }
-
-    /// Returns the request's place in the queue of waiting requests. A request that has emitted tokens always finds a
-    /// place: it is bounded by the requests in flight, and rejecting it would cut its answer.
-    fn waiting_place(&mut self) -> Result<&mut Waiting, RequestError> {
-        let model = &self.request.model;
-        Ok(match &mut self.waiting {
-            Some(waiting) => waiting,
-            none => {
-                let wanted = self.core.wanted();
-                let wait_max = self.front.settings.router.waiting_timeout;
-                let deadline = self.request.deadline.at.into_std();
-                let request = WaitRequest {
-                    flow: self.request.flow.clone(),
-                    prompt_tokens: wanted.tokens,
-                    output_tokens_max: wanted.new_tokens_max,
-                    limits: WaitLimits::new(wanted.room, wait_max, deadline),
-                    has_begun: !self.core.emitted().is_empty(),
-                    session_since: self.turn.as_ref().and_then(SessionTurn::since),
-                };
-                let of_key = self.record.caller().waiting();
-                none.insert(model.waiting.enter(request, &model.metrics, of_key)?)
-            }
-        })
     }
 }
 
@@ -394,12 +314,9 @@ impl<'a> AnswerDriver<'a> {
 impl Drop for AnswerDriver<'_> {
     fn drop(&mut self) {
         self.core.handle_client_left();
-        while let Some(output) = self.core.poll_output() {
-            if let Output::EndAttempt(ended) = output {
-                self.end_attempt(&ended);
-            }
-        }
-        self.end_turn(None);
+        self.end_open_attempt();
+        self.core.end(Instant::now(), &mut &self.front.router);
+        self.front.router.forget(self.core.id());
     }
 }
 

@@ -17,7 +17,9 @@ use schemars::JsonSchema;
 use serde::Serialize;
 use tokio::sync::Notify;
 
-use crate::{lock::lock, request::error::RequestError, request_core::HandOverStats};
+use router_core::HandOverStats;
+
+use crate::{lock::lock, request::error::RequestError};
 
 /// An event of one of the request's answers.
 #[derive(Clone, Debug, PartialEq)]

@@ -2,10 +2,9 @@
 //!
 //! A request passes these stages:
 //! 1. [`ParsedRequest`]: `http` or `grpc` parsed and checked its fields.
-//! 2. [`PreparedRequest`]: it is admitted and tokenized, with one
-//!    [`AnswerSpec`](crate::request_core::AnswerSpec) for each choice.
+//! 2. [`PreparedRequest`]: it is admitted and tokenized, with one [`AnswerSpec`] for each choice.
 //! 3. [`RunningRequest`]: one task runs an [`AnswerDriver`] for each answer, until all are finished or one
-//!    fails. The driver performs the outputs of its [`RequestCore`](crate::request_core::RequestCore).
+//!    fails. The driver performs the outputs of its [`AnswerCore`](router_core::AnswerCore).
 
 mod answer_driver;
 mod events;
@@ -14,15 +13,14 @@ use std::{sync::Arc, time::Duration};
 
 use futures_util::future::try_join_all;
 use proto::ids::{RequestId, random_bits};
+use router_core::{AnswerSpec, ArrivedRequest, Flow, Full, WaitLimits};
 use text::StopStrings;
 use tokio::{task::JoinHandle, time::Instant};
 use tracing::{Instrument, Span};
 
 use crate::{
-    admission::{Admitted, Full},
-    fair_queue::{Flow, WaitLimits},
     front::{Front, ServedModel},
-    keys::OpenStreams,
+    keys::{Caller, OpenStreams},
     record::RequestRecord,
     request::{
         error::{FieldError, RequestError},
@@ -33,7 +31,7 @@ use crate::{
         text_workers::{CacheKeying, PromptSource, TokenizedPrompt},
         tools::{CallReader, CallReading, OfferedTools},
     },
-    request_core::AnswerSpec,
+    shared_router::Admitted,
     wake::when_woken,
 };
 use answer_driver::AnswerDriver;
@@ -151,68 +149,36 @@ async fn prepare(
     record: &RequestRecord,
 ) -> Result<(PreparedRequest, Vec<AnswerSpec>), RequestError> {
     let deadline = Deadline::after(parsed.timeout);
-    let model = parsed.model;
-    let mut fields = parsed.fields;
-    let caller = record.caller();
-    let admitted_max = front.admission.max().min(caller.streams_max().unwrap_or(u32::MAX));
-    let answers_max = CHOICES_PER_REQUEST_MAX.min(admitted_max as usize);
-    let answer_count = fields.prompts.len().saturating_mul(fields.choices as usize);
-    if answer_count > answers_max {
-        let (field, what) = match fields.prompts.len() {
-            1 => ("n", format!("is {}", fields.choices)),
-            prompts => ("prompt", format!("has {prompts} prompts, with n {}", fields.choices)),
-        };
-        let problem = format!("{what}; allowed: at most {answers_max} answers to one request");
-        return Err(FieldError::new(field, problem).into());
-    }
+    let ParsedRequest { request_id, tenant, model, mut fields, with_text, .. } = parsed;
+    let answer_count = check_answer_count(front, record.caller(), &fields)?;
     let mut options = fields.options.or(model.text.sampling_defaults());
-    let mut calls = None;
-    if let (Some(tools), Some(format)) = (&mut fields.tools, model.text.tool_format()) {
-        // The template would reject an answer with several calls in the next request.
-        tools.parallel &= model.text.takes_parallel_calls();
-        options.grammar = tools.grammar(format, options.grammar.take())?;
-        calls = Some(CallReading::new(tools, format, parsed.request_id));
-    }
+    let calls = offer_tools(&mut fields.tools, &mut options, &model, request_id)?;
     let stops = StopStrings::new(&options.stop, options.include_stop)
         .map_err(|error| stop_refused(&error))?;
     if record.connection().is_late {
         return Err(Full::Stopping.into());
     }
-    let flow = caller.flow(parsed.tenant.as_ref());
-    let streams = caller.open_streams(answer_count as u32)?;
-    let admitted = front
-        .admission
-        .admit(&flow, answer_count as u32)
-        .map_err(|full| model.waiting.overload(full, &flow.name))?;
+    let flow = record.caller().flow(tenant.as_ref());
+    let streams = record.caller().open_streams(answer_count)?;
     let wait_max = front.settings.router.waiting_timeout;
-    let wait_limits = WaitLimits { wait_max, deadline: deadline.at.into_std() };
-    let output_tokens_max = options.output_tokens_max(fields.default_length);
-    model.waiting.check(&flow, output_tokens_max, wait_limits)?;
+    let admitted = front.router.admit(&ArrivedRequest {
+        flow: &flow,
+        model: &model.name,
+        answers: answer_count,
+        output_tokens_max: options.output_tokens_max(fields.default_length),
+        limits: WaitLimits { wait_max, deadline: deadline.at.into_std() },
+    })?;
     let none = || {
         let reason = "no node has served the model yet".to_owned();
         RequestError::NoDecodeNode { waited: Duration::ZERO, reason }
     };
     // While no node is up, the limits of the last known nodes apply, and the request waits for a node in its core.
     let limits = front.nodes.last_limits(&model.name).ok_or_else(none)?;
-
     let grammar_version = options.grammar.as_ref().map_or(0, RequestedGrammar::version);
-    let grammar = match options.grammar.take() {
-        Some(asked) => {
-            deadline.limit(model.text.check_grammar(&asked)).await??;
-            // Without a node the version is unknown, and the request waits for a node in its core.
-            let newest = front.nodes.grammar_version(&model.name);
-            if newest.is_some_and(|newest| newest < grammar_version) {
-                return Err(RequestError::NoGrammar { field: asked.field });
-            }
-            Some(Arc::new(asked.for_nodes()))
-        }
-        None => None,
-    };
+    let grammar = check_grammar(front, &model, options.grammar.take(), deadline).await?;
 
     let seed = random_bits()? as u64;
-    let tokenizer = model.text.tokenizer();
-    let cache_salt =
-        salt_for_nodes(parsed.tenant.as_ref(), std::mem::take(&mut options.cache_salt));
+    let cache_salt = salt_for_nodes(tenant.as_ref(), std::mem::take(&mut options.cache_salt));
     let keying = Arc::new(CacheKeying {
         identities: front.nodes.cache_identities(&model.name),
         salt: cache_salt.clone(),
@@ -228,13 +194,13 @@ async fn prepare(
             tokens.len() as u32,
             &limits,
             fields.default_length,
-            tokenizer.eos_ids(),
+            model.text.tokenizer().eos_ids(),
             seed,
             fields.max_tokens_name,
         )?;
         prompt_tokens += tokens.len() as u32;
         let answer = AnswerSpec {
-            request_id: parsed.request_id,
+            request_id,
             model: model.name.clone(),
             prompt: tokens.into(),
             prefix: prefix.into(),
@@ -246,20 +212,20 @@ async fn prepare(
             vocabulary_size: limits.vocabulary_size,
             deadline: deadline.at.into_std(),
         };
-        for copy in 0..fields.choices {
+        answers.extend((0..fields.choices).map(|copy| {
             let mut answer = answer.clone();
             // Each answer has a seed of its own, whether or not the client named one.
             answer.sampling.seed = answer.sampling.seed.wrapping_add(u64::from(copy));
-            answers.push(answer);
-        }
+            answer
+        }));
     }
-    record.prepared(answer_count as u32, prompt_tokens);
+    record.prepared(answer_count, prompt_tokens);
     let request = PreparedRequest {
         model,
         stops,
         stop_texts: options.stop.into(),
         skip_special: options.skip_special_tokens.unwrap_or(true),
-        with_text: parsed.with_text,
+        with_text,
         calls,
         deadline,
         flow,
@@ -267,6 +233,59 @@ async fn prepare(
         _streams: streams,
     };
     Ok((request, answers))
+}
+
+/// Returns the number of answers that a request asks for, unless no router state would admit so many.
+fn check_answer_count(
+    front: &Front,
+    caller: &Caller,
+    fields: &GenerationFields,
+) -> Result<u32, FieldError> {
+    let admitted_max = front.router.with(|core| core.in_flight_max());
+    let admitted_max = admitted_max.min(caller.streams_max().unwrap_or(u32::MAX));
+    let answers_max = CHOICES_PER_REQUEST_MAX.min(admitted_max as usize);
+    let answer_count = fields.prompts.len().saturating_mul(fields.choices as usize);
+    if answer_count <= answers_max {
+        return Ok(answer_count as u32);
+    }
+    let (field, what) = match fields.prompts.len() {
+        1 => ("n", format!("is {}", fields.choices)),
+        prompts => ("prompt", format!("has {prompts} prompts, with n {}", fields.choices)),
+    };
+    let problem = format!("{what}; allowed: at most {answers_max} answers to one request");
+    Err(FieldError::new(field, problem))
+}
+
+/// Adds the grammar of the offered tools to the options. Returns the settings for parsing tool calls; `None` without
+/// tools.
+fn offer_tools(
+    tools: &mut Option<OfferedTools>,
+    options: &mut Options,
+    model: &ServedModel,
+    request_id: RequestId,
+) -> Result<Option<CallReading>, RequestError> {
+    let (Some(tools), Some(format)) = (tools, model.text.tool_format()) else { return Ok(None) };
+    // The template would reject an answer with several calls in the next request.
+    tools.parallel &= model.text.takes_parallel_calls();
+    options.grammar = tools.grammar(format, options.grammar.take())?;
+    Ok(Some(CallReading::new(tools, format, request_id)))
+}
+
+/// Compiles the grammar that the answers must match, and returns the grammar as nodes receive it.
+async fn check_grammar(
+    front: &Front,
+    model: &ServedModel,
+    grammar: Option<RequestedGrammar>,
+    deadline: Deadline,
+) -> Result<Option<Arc<proto::v1::Grammar>>, RequestError> {
+    let Some(asked) = grammar else { return Ok(None) };
+    deadline.limit(model.text.check_grammar(&asked)).await??;
+    // Without a node the version is unknown, and the request waits for a node in its core.
+    let newest = front.nodes.grammar_version(&model.name);
+    if newest.is_some_and(|newest| newest < asked.version()) {
+        return Err(RequestError::NoGrammar { field: asked.field });
+    }
+    Ok(Some(Arc::new(asked.for_nodes())))
 }
 
 fn stop_refused(error: &text::StopStringError) -> FieldError {

@@ -6,7 +6,7 @@ use node::{
     node_core::{Call, CallId, Reply},
     wire,
 };
-use router::request_core::Side;
+use router_core::Side;
 
 use super::{OpenCall, Output, Process};
 use crate::{

@@ -2,20 +2,16 @@
 
 use std::time::{Duration, Instant};
 
-use proto::v1;
-use router::request_core::Side;
+use proto::v1::{self, FinishReason};
 
 use super::{Answer, End, Router};
-use crate::{nodes::Assigned, stats::ServedRequest};
+use crate::stats::ServedRequest;
 
 impl Router {
     /// Gives tokens of the answer to the client.
     pub(super) fn emit(&mut self, now: Instant, id: usize, first_index: u32, tokens: &[v1::Token]) {
         let answer = self.answers.get_mut(&id).expect("requests are kept");
-        if first_index == 0
-            && let Some((decode, _)) = &answer.nodes
-        {
-            self.nodes.first_token(now, decode);
+        if first_index == 0 {
             answer.first_emitted_at = Some(now);
             if self.stats.is_none() {
                 let pick = self.picks.iter_mut().rfind(|pick| pick.request == id);
@@ -24,9 +20,7 @@ impl Router {
                 self.first_tokens.insert(id, now - answer.arrived_at);
             }
         }
-        if let Some(charge) = &mut answer.charge {
-            charge.emitted(now, tokens.len() as u32);
-        }
+        answer.core.charge_tokens(now, tokens.len() as u32);
         let gap = answer.emitted_at.replace(now).map(|at| now - at);
         let stop = answer.client.receive(first_index, tokens);
         match answer.stalls(first_index, tokens.len() as u32) {
@@ -49,14 +43,24 @@ impl Router {
         }
     }
 
+    /// Ends a complete request.
+    pub(super) fn finish(&mut self, now: Instant, id: usize, reason: FinishReason) {
+        if reason == FinishReason::Abort {
+            self.coverage.count("ended by an update");
+        }
+        self.answer(id).client.check_complete(reason);
+        self.count_request(now, id);
+        self.end(now, id, End::Complete);
+    }
+
     /// Records a complete request of a replay.
     pub(super) fn count_request(&mut self, now: Instant, id: usize) {
         let (Some(stats), Some(answer)) = (&mut self.stats, self.answers.get(&id)) else { return };
         stats.requests.push(ServedRequest {
             request: id,
-            prompt_tokens: answer.core.wanted().prompt_tokens,
+            prompt_tokens: answer.core.request().wanted().prompt_tokens,
             cached_tokens: answer.cached_tokens.unwrap_or(0),
-            output_tokens: answer.core.emitted().len() as u32,
+            output_tokens: answer.core.request().emitted().len() as u32,
             ttft: answer.first_emitted_at.map_or(Duration::ZERO, |at| at - answer.arrived_at),
             duration: now - answer.arrived_at,
             longest_gap: answer.pause,
@@ -64,24 +68,42 @@ impl Router {
         });
     }
 
-    /// Ends the request, and removes it from the queue and the deadlines.
+    /// Ends the request, and returns what it holds of the router core.
     pub(super) fn end(&mut self, now: Instant, id: usize, end: End) {
         let answer = self.answers.get_mut(&id).expect("requests are kept");
-        assert!(answer.end.is_none(), "request {id} ends twice");
+        assert!(!answer.has_ended, "request {id} ends twice");
         assert!(now <= answer.deadline, "request {id} ends after its deadline");
-        let last_block = answer.core.last_block().filter(|_| end == End::Complete);
-        let sessions = self.sessions.get_mut(&answer.model).expect("the turn has arrived");
-        sessions.ended(&answer.turn, last_block);
+        answer.has_ended = true;
+        answer.core.end(now, &mut self.core);
+        self.core.handle_request_ended(&answer.plan.flow().name, 1);
+        self.requests.remove(&answer.core.id());
         let attempts = answer.attempts;
-        answer.end = Some(end.clone());
         self.open.remove(&id);
         self.set_due(id);
-        self.coverage.count_end(&end, attempts);
-        self.leave_queue(id);
-        if let Some(stats) = &mut self.stats {
-            stats.failed += u64::from(matches!(end, End::Failed(_) | End::Refused));
-            stats.last_end = Some(now);
+        self.count_end(now, &end, attempts);
+        if self.stats.is_some() {
             self.answers.remove(&id);
+        }
+    }
+
+    pub(super) fn count_end(&mut self, now: Instant, end: &End, attempts: u32) {
+        self.coverage.count_end(end, attempts);
+        if let Some(stats) = &mut self.stats {
+            stats.failed += u64::from(matches!(end, End::Failed(_) | End::Refused(_)));
+            stats.last_end = Some(now);
+        }
+    }
+
+    /// Updates the deadline of a request.
+    pub(super) fn set_due(&mut self, id: usize) {
+        let Some(answer) = self.answers.get_mut(&id) else { return };
+        if let Some(at) = answer.due.take() {
+            self.due.remove(&(at, id));
+        }
+        if !answer.has_ended {
+            let reads_at = answer.stalled.map(|(at, _)| at);
+            answer.due = answer.core.next_deadline().into_iter().chain(reads_at).min();
+            self.due.extend(answer.due.map(|at| (at, id)));
         }
     }
 }
@@ -91,12 +113,5 @@ impl Answer {
     fn stalls(&self, first_index: u32, count: u32) -> Option<Duration> {
         let (after, time) = self.plan.stalls?;
         (first_index..first_index + count).contains(&after).then_some(time)
-    }
-
-    pub(super) fn node(&self, side: Side) -> Option<&Assigned> {
-        match (side, self.nodes.as_ref()?) {
-            (Side::Decode, (decode, _)) => Some(decode),
-            (Side::Prefill, (_, prefill)) => prefill.as_ref(),
-        }
     }
 }

@@ -5,15 +5,12 @@ use std::{
     time::{Duration, Instant},
 };
 
-use cluster::{CacheIdentity, PrefixKeys};
+use cluster::{CacheIdentity, ModelIdentity, PrefixKeys, Role};
 use grammar::Grammar;
 use proto::{ids::RequestId, v1};
-use router::{
-    fair_queue::Pass,
-    request_core::{AnswerSpec, RequestCore},
-};
+use router_core::{AnswerCore, AnswerSpec, ArrivedRequest, RouterCore, WaitLimits};
 
-use super::{Answer, Router};
+use super::{Answer, End, Router};
 use crate::{
     answer::Client,
     scenario::{RequestPlan, VOCABULARY},
@@ -30,8 +27,26 @@ impl Router {
         is_checked: bool,
     ) {
         let deadline = now + plan.timeout;
+        if let Some(stats) = &mut self.stats {
+            stats.first_arrival.get_or_insert(now);
+        }
         let client = Client::new(&plan, is_checked);
-        let prefix = self.nodes.cache_identity(&model).map(|identity| {
+        let flow = plan.flow();
+        let admitted = self.core.handle_request(
+            now,
+            &ArrivedRequest {
+                flow: &flow,
+                model: &model,
+                answers: 1,
+                output_tokens_max: plan.max_tokens,
+                limits: WaitLimits { wait_max: self.policy.busy_timeout, deadline },
+            },
+        );
+        if let Err(overload) = admitted {
+            self.count_end(now, &End::Refused(overload), 0);
+            return;
+        }
+        let prefix = cache_identity(&self.core, &model).map(|identity| {
             let identity = CacheIdentity::of(identity);
             PrefixKeys::new(identity, &plan.cache_salt, &plan.prompt)
         });
@@ -49,26 +64,15 @@ impl Router {
             vocabulary_size: VOCABULARY,
             deadline,
         };
-        let flow = plan.flow();
-        let sessions = self.sessions.entry(model.clone()).or_default();
-        let turn = sessions.arrived(now, &flow.name, spec.session_marks());
-        let mut core = RequestCore::new(spec, self.policy);
-        let is_queued = self.waiting.get(&model).is_some_and(|queue| !queue.is_empty());
-        core.start(now, is_queued);
+        let core = AnswerCore::start(now, &mut self.core, flow, spec, self.policy);
+        self.requests.insert(core.id(), id);
         let answer = Answer {
             plan,
-            model,
             deadline,
             core,
             client,
-            nodes: None,
             transfer: None,
             attempts: 0,
-            flow,
-            turn,
-            queued: None,
-            pass: Pass::default(),
-            charge: None,
             stalled: None,
             arrived_at: now,
             due: None,
@@ -77,15 +81,19 @@ impl Router {
             emitted_at: None,
             pause: Duration::ZERO,
             cached_tokens: None,
-            end: None,
+            has_ended: false,
         };
-        if let Some(stats) = &mut self.stats {
-            stats.first_arrival.get_or_insert(now);
-        }
         self.answers.insert(id, answer);
         self.open.insert(id);
         self.perform(now, id);
+        self.follow(now);
     }
+}
+
+/// Returns the identity of the nodes that serve the model.
+fn cache_identity<'a>(core: &'a RouterCore, model: &str) -> Option<&'a ModelIdentity> {
+    let mut records = core.directory().serving(Role::Decode);
+    records.find(|record| record.model == model).map(|record| &record.identity)
 }
 
 fn wire_sampling(plan: &RequestPlan) -> v1::Sampling {

@@ -40,6 +40,11 @@ impl FlowLimit {
         self.max
     }
 
+    /// Returns the number of taken places.
+    pub fn total(&self) -> u32 {
+        self.total
+    }
+
     /// Takes all of these places, or none.
     pub fn take(&mut self, flow: &Flow, count: u32) -> Result<(), LimitReached> {
         let total = self.total.saturating_add(count);

@@ -1,14 +1,40 @@
 //! The failure of an attempt: its cause, and the nodes that may be at fault.
 
-use std::{error::Error as _, time::Duration};
+use std::time::Duration;
 
 use proto::v1::{Failure, FailureKind};
-use tonic::{Code, Status};
 
 use super::emitted::EmissionError;
 
 /// Maximum bytes of a peer's message that the router copies into a log or an error body.
 const MESSAGE_BYTES_MAX: usize = 300;
+
+/// A status code of gRPC by its number.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct GrpcCode(pub i32);
+
+impl GrpcCode {
+    pub const UNKNOWN: Self = Self(2);
+    pub const INVALID_ARGUMENT: Self = Self(3);
+    pub const DEADLINE_EXCEEDED: Self = Self(4);
+    pub const ALREADY_EXISTS: Self = Self(6);
+    pub const RESOURCE_EXHAUSTED: Self = Self(8);
+    pub const FAILED_PRECONDITION: Self = Self(9);
+    pub const ABORTED: Self = Self(10);
+    pub const OUT_OF_RANGE: Self = Self(11);
+    pub const UNIMPLEMENTED: Self = Self(12);
+    pub const UNAVAILABLE: Self = Self(14);
+    pub const UNAUTHENTICATED: Self = Self(16);
+}
+
+/// A call that a node refused, or whose stream broke.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct CallError {
+    pub code: GrpcCode,
+    /// Whether the connection failed. Otherwise the node sent the code.
+    pub is_broken: bool,
+    pub message: String,
+}
 
 /// The prefill or the decode node of an attempt.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, thiserror::Error)]
@@ -127,35 +153,30 @@ impl AttemptFailure {
         Self { side, cause: Cause::of_kind(failure.kind()), message: one_line(&failure.message) }
     }
 
-    /// Converts the status of a refused call or a broken stream.
-    fn status(side: Side, status: &Status) -> Self {
-        // tonic sets a source if the connection failed; a status from the node has none.
-        let broken = status.source().is_some();
-        let cause = match status.code() {
-            Code::ResourceExhausted => Cause::Busy,
-            Code::Unavailable if broken => Cause::Lost,
-            Code::Unavailable => Cause::Draining,
-            Code::InvalidArgument => Cause::Invalid,
-            Code::OutOfRange => Cause::AnswerComplete,
-            Code::AlreadyExists => Cause::Duplicate,
-            Code::Aborted => Cause::OtherWeights,
-            Code::Unimplemented if !broken => Cause::NoGrammar,
-            Code::FailedPrecondition | Code::Unauthenticated => Cause::Stale,
-            Code::DeadlineExceeded => Cause::Deadline,
-            _ if broken => Cause::Lost,
+    /// Converts a refused call or a broken stream.
+    fn call(side: Side, error: &CallError) -> Self {
+        let is_broken = error.is_broken;
+        let cause = match error.code {
+            GrpcCode::RESOURCE_EXHAUSTED => Cause::Busy,
+            GrpcCode::UNAVAILABLE if is_broken => Cause::Lost,
+            GrpcCode::UNAVAILABLE => Cause::Draining,
+            GrpcCode::INVALID_ARGUMENT => Cause::Invalid,
+            GrpcCode::OUT_OF_RANGE => Cause::AnswerComplete,
+            GrpcCode::ALREADY_EXISTS => Cause::Duplicate,
+            GrpcCode::ABORTED => Cause::OtherWeights,
+            GrpcCode::UNIMPLEMENTED if !is_broken => Cause::NoGrammar,
+            GrpcCode::FAILED_PRECONDITION | GrpcCode::UNAUTHENTICATED => Cause::Stale,
+            GrpcCode::DEADLINE_EXCEEDED => Cause::Deadline,
+            _ if is_broken => Cause::Lost,
             _ => Cause::Internal,
         };
-        let mut message = one_line(status.message());
-        if message.is_empty() {
-            message = status.code().description().to_owned();
-        }
-        Self { side, cause, message }
+        Self { side, cause, message: one_line(&error.message) }
     }
 
     /// Converts the end of a stream that broke or had no final event.
-    pub fn stream_end(side: Side, error: Option<Status>) -> Self {
-        if let Some(status) = error {
-            return Self::status(side, &status);
+    pub fn stream_end(side: Side, error: Option<CallError>) -> Self {
+        if let Some(error) = error {
+            return Self::call(side, &error);
         }
         let message = "the stream ended without a final event".to_owned();
         Self { side, cause: Cause::Lost, message }
@@ -245,19 +266,20 @@ mod tests {
 
     #[test]
     fn a_refused_call_differs_from_a_broken_connection() {
-        let refused = AttemptFailure::status(Side::Decode, &Status::unavailable("draining"));
+        let failure = |side, code, is_broken| {
+            AttemptFailure::call(side, &CallError { code, is_broken, message: "a test".into() })
+        };
+        let refused = failure(Side::Decode, GrpcCode::UNAVAILABLE, false);
         assert_eq!(refused.cause, Cause::Draining);
-        let mut broken = Status::unavailable("tcp connect error");
-        broken.set_source(std::sync::Arc::new(std::io::Error::other("refused")));
-        assert_eq!(AttemptFailure::status(Side::Decode, &broken).cause, Cause::Lost);
-        let busy = AttemptFailure::status(Side::Prefill, &Status::resource_exhausted("full"));
+        let broken = failure(Side::Decode, GrpcCode::UNAVAILABLE, true);
+        assert_eq!(broken.cause, Cause::Lost);
+        let busy = failure(Side::Prefill, GrpcCode::RESOURCE_EXHAUSTED, false);
         assert_eq!((busy.cause, busy.side), (Cause::Busy, Side::Prefill));
-        assert!(busy.is_refusal() && refused.is_refusal());
-        assert!(!AttemptFailure::status(Side::Decode, &broken).is_refusal());
+        assert!(busy.is_refusal() && refused.is_refusal() && !broken.is_refusal());
         // The router observes the node again, and logs why the node rejects its tokens.
-        let unread = AttemptFailure::status(Side::Decode, &Status::unimplemented("no tokenizer"));
+        let unread = failure(Side::Decode, GrpcCode::UNIMPLEMENTED, false);
         assert_eq!((unread.cause, unread.blame()), (Cause::NoGrammar, None));
-        let rejected = AttemptFailure::status(Side::Decode, &Status::unauthenticated("expired"));
+        let rejected = failure(Side::Decode, GrpcCode::UNAUTHENTICATED, false);
         assert_eq!(rejected.node_feedback(), Some(NodeFeedback::Lost));
     }
 

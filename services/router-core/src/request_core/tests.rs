@@ -612,7 +612,9 @@ fn a_complete_structured_answer_finishes_although_its_last_event_is_lost() {
         owner.loses_decode();
         // The grammar allows no further token, so the node refuses to continue the answer.
         owner.picked(true);
-        let complete = Status::out_of_range("the answer is complete");
+        let message = "the answer is complete".to_owned();
+        let code = GrpcCode::OUT_OF_RANGE;
+        let complete = CallError { code, is_broken: false, message };
         match side {
             Side::Decode => owner.core.handle_decode(owner.now, Err(complete)),
             Side::Prefill => owner.core.handle_prefill(owner.now, Err(complete)),

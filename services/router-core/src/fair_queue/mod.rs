@@ -373,6 +373,12 @@ impl<Id: Copy + Eq + Hash> FairQueue<Id> {
         }
     }
 
+    /// Returns whether a request has the turn; `None` if the request is not in the queue.
+    pub fn has_turn(&self, id: Id) -> Option<bool> {
+        let (name, _) = self.places.get(&id)?;
+        Some(self.flows[name].turn == Some(id))
+    }
+
     /// Makes the requests whose turn has passed eligible again.
     pub fn retry_passed(&mut self) {
         for (id, _) in std::mem::take(&mut self.passed) {

@@ -132,6 +132,13 @@ impl Sessions {
         self.insert(named, session);
     }
 
+    /// Panics if a named session has a turn that has not ended.
+    pub fn check_idle(&self) {
+        for session in self.recent.values().chain(self.older.values()) {
+            assert_eq!(session.running, 0, "turns of a session have not ended");
+        }
+    }
+
     fn take(&mut self, key: u128) -> Option<Session> {
         self.recent.remove(&key).or_else(|| self.older.remove(&key))
     }

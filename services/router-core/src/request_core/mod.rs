@@ -1,8 +1,6 @@
 //! The router's request core: every decision about one answer, without I/O.
 //!
-//! A request with `n` choices has `n` cores. The router drives a core with tonic streams and tokio
-//! timers; the cluster simulation drives the same core with a simulated network and clock. The core
-//! reads no clock and no socket, draws no random number and records no metric.
+//! A request with `n` choices has `n` cores, each owned by an [`AnswerCore`](crate::AnswerCore).
 //!
 //! Life of a [`RequestCore`], as its owner sees it:
 //! 1. [`RequestCore::start`] begins the request.
@@ -53,14 +51,12 @@ use proto::{
         PrefillRequest, Sampling,
     },
 };
-use tonic::Status;
 
 use crate::fair_queue::{SessionMarks, StartLimit, TooLate};
-pub use crate::request::options::Session;
 use attempt::{AttemptAction, AttemptState, LAST_EVENT_MAX, TOKEN_0_MAX};
 pub use attempt::{AttemptStats, NodeStats};
 use emitted::EmittedTokens;
-pub use failure::{AttemptFailure, Blame, Cause, NodeFeedback, Side};
+pub use failure::{AttemptFailure, Blame, CallError, Cause, GrpcCode, NodeFeedback, Side};
 pub use output::{
     AttemptCalls, AttemptOutcome, EndedAttempt, FinishedAnswer, HandOverStats, Output,
 };
@@ -78,6 +74,15 @@ const DRAIN_TOKENS_MIN: u32 = 8;
 /// health ends the wait at once. Only a new pick finds a node that stopped draining, or one that failed this
 /// request before.
 const PICK_AGAIN_ABSENT: (Duration, Duration) = (Duration::from_millis(50), Duration::from_secs(1));
+
+/// Client hints about the conversation of a request.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Session {
+    /// Empty if the client names none.
+    pub name: Arc<str>,
+    /// Time in milliseconds for which nodes keep the KV of the request for the next turn.
+    pub keep_ms: Option<u64>,
+}
 
 /// One answer of a request, as nodes receive it.
 #[derive(Clone, Debug)]
@@ -388,7 +393,7 @@ impl RequestCore {
 
     /// Handles a message of the Decode call: an event, the end of the stream, or an error. The
     /// owner calls this only while [`Self::expects_decode`].
-    pub fn handle_decode(&mut self, now: Instant, message: Result<Option<DecodeEvent>, Status>) {
+    pub fn handle_decode(&mut self, now: Instant, message: Result<Option<DecodeEvent>, CallError>) {
         let State::Attempting(attempt) = &mut self.state else { return };
         let actions = match message {
             Ok(Some(event)) => {
@@ -409,7 +414,11 @@ impl RequestCore {
     }
 
     /// Handles a message of the Prefill call. See [`Self::handle_decode`].
-    pub fn handle_prefill(&mut self, now: Instant, message: Result<Option<PrefillEvent>, Status>) {
+    pub fn handle_prefill(
+        &mut self,
+        now: Instant,
+        message: Result<Option<PrefillEvent>, CallError>,
+    ) {
         let State::Attempting(attempt) = &mut self.state else { return };
         let actions = match message {
             Ok(Some(event)) => {
