@@ -35,7 +35,7 @@ mod loading;
 mod masks;
 mod running;
 mod sequence;
-mod sessions;
+mod sequence_sessions;
 mod testing;
 mod transfers;
 mod waiting;
@@ -52,7 +52,7 @@ use foldhash::HashMap;
 use masks::AwaitedMask;
 use running::attention_pairs;
 use sequence::{Arrival, Phase, Row, Sequence};
-use sessions::Sessions;
+use sequence_sessions::SequenceSessions;
 use transfers::Transfers;
 use waiting::Waiting;
 
@@ -101,7 +101,7 @@ pub struct Scheduler {
     /// KV tiers; `None` when they are off.
     tiers: Option<Tiers>,
     /// Conversations whose later turns keep their place; `None` when each turn has a place of its own.
-    sessions: Option<Sessions>,
+    sessions: Option<SequenceSessions>,
     /// `(Sequence::alarm, id)` of every sequence.
     alarms: BTreeSet<(Instant, SequenceId)>,
     next_arrival: Arrival,
@@ -305,8 +305,8 @@ impl Scheduler {
     /// arrive again.
     fn remove(&mut self, id: SequenceId) -> Option<Sequence> {
         let mut sequence = self.sequences.remove(&id)?;
-        if let (Some(sessions), Some(turn)) = (&mut self.sessions, sequence.conversation.take()) {
-            sessions.put_back(turn, sequence.session);
+        if let (Some(sessions), Some(turn)) = (&mut self.sessions, sequence.turn.take()) {
+            sessions.put_back(turn);
         }
         self.alarms.remove(&(sequence.alarm, id));
         let entry = (sequence.arrival, id);

@@ -131,7 +131,7 @@ pub struct AnswerCore {
     deadline: Instant,
     request: RequestCore,
     /// The turn of the session, until the answer ends.
-    turn: Option<SessionTurn>,
+    turn: Option<SessionTurn<()>>,
     place: Option<WaitingPlace>,
     /// Reason to report if the next turn passes to other answers.
     pass: Pass,
@@ -341,7 +341,7 @@ impl AnswerCore {
             output_tokens_max: wanted.new_tokens_max,
             limits: WaitLimits::new(wanted.room, self.wait_max, self.deadline),
             has_begun: !self.request.emitted().is_empty(),
-            session_since: self.turn.as_ref().and_then(SessionTurn::since),
+            session_since: self.turn.as_ref().and_then(SessionTurn::place).map(|place| place.at),
         };
         let pass = std::mem::take(&mut self.pass);
         let place = self.place.as_mut().expect("a place was taken above");
@@ -363,7 +363,7 @@ impl AnswerCore {
 
     fn end_turn(&mut self, shared: &mut impl SharedCore, last_block: Option<u128>) {
         if let Some(turn) = self.turn.take() {
-            shared.with(|router| router.end_turn(&self.model, &turn, last_block));
+            shared.with(|router| router.end_turn(&self.model, &self.flow.name, turn, last_block));
         }
     }
 

@@ -31,7 +31,7 @@ pub use admission::{Full, Overload, RETRY_AFTER_S};
 pub use answer::{AnswerCore, AnswerOutput, PickedNode, SharedCore, StartedAttempt};
 pub use fair_queue::{
     AttemptEnd, Charge, FairQueue, Flow, FlowLimit, FlowName, LimitReached, Pass, SessionMarks,
-    SessionTurn, Sessions, StartLimit, StartedPrompt, TooLate, WaitLimits, WaitRequest,
+    SessionTurn, StartLimit, StartedPrompt, TooLate, WaitLimits, WaitRequest,
 };
 pub use request_core::{
     AnswerSpec, AttemptCalls, AttemptFailure, AttemptOutcome, AttemptStats, Blame, CallError,

@@ -20,8 +20,8 @@ use crate::{
     admission::{Full, Overload, retry_after_s},
     answer::{AttemptNodes, WaitingPlace},
     fair_queue::{
-        AttemptEnd, Charge, FairQueue, Flow, FlowLimit, FlowName, LimitReached, Pass, SessionMarks,
-        SessionTurn, Sessions, StartedPrompt, WaitLimits, WaitRequest,
+        AttemptEnd, Charge, FairQueue, Flow, FlowLimit, FlowName, FlowSessions, LimitReached, Pass,
+        SessionMarks, SessionTurn, StartedPrompt, WaitLimits, WaitRequest,
     },
     request_core::{AttemptFailure, AttemptStats, Blame, NodeFeedback, Side},
 };
@@ -72,7 +72,7 @@ pub enum RouterOutput {
 #[derive(Default)]
 struct ModelQueue {
     queue: FairQueue<AnswerId>,
-    sessions: Sessions,
+    sessions: FlowSessions,
 }
 
 /// The state that all requests of a router share. See the crate's description for the life of an answer.
@@ -245,7 +245,7 @@ impl RouterCore {
         model: &Arc<str>,
         flow: &FlowName,
         marks: SessionMarks<'_>,
-    ) -> (AnswerId, SessionTurn, bool) {
+    ) -> (AnswerId, SessionTurn<()>, bool) {
         self.answers += 1;
         let id = AnswerId(self.answers);
         let ModelQueue { queue, sessions } = self.model(model);
@@ -256,10 +256,11 @@ impl RouterCore {
     pub(crate) fn end_turn(
         &mut self,
         model: &Arc<str>,
-        turn: &SessionTurn,
+        flow: &FlowName,
+        turn: SessionTurn<()>,
         last_block: Option<u128>,
     ) {
-        self.model(model).sessions.ended(turn, last_block);
+        self.model(model).sessions.ended(turn, flow, last_block);
     }
 
     /// Joins the queue, unless the answer could not start in time. An answer in the queue keeps its place, and its turn

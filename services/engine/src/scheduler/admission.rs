@@ -34,8 +34,8 @@ impl Scheduler {
         if let Some(sessions) = &mut self.sessions {
             let blocks = sequence.chain.hashes();
             let turn = sessions.arrived(now, arrival, sequence.session, blocks);
-            sequence.arrival = turn.arrival;
-            sequence.conversation = Some(turn);
+            sequence.arrival = turn.place().unwrap_or(arrival);
+            sequence.turn = Some(turn);
         }
         let arrival = sequence.arrival;
         self.alarms.insert((sequence.alarm, id));

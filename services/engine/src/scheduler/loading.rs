@@ -8,7 +8,7 @@ use super::{
     Scheduler,
     admission::insert,
     sequence::{Phase, Sequence, Table},
-    sessions::Sessions,
+    sequence_sessions::SequenceSessions,
 };
 use crate::{
     block_pool::BlockState,
@@ -23,7 +23,7 @@ impl Scheduler {
     /// Turns the tiers on. Without them the scheduler emits no [`Action::Save`] and no [`Action::Load`].
     pub fn with_tiers(mut self, config: TierConfig, now: Instant) -> Self {
         self.tiers = Some(Tiers::new(config, self.config.limits.blocks, now));
-        self.sessions = config.sessions.then(Sessions::default);
+        self.sessions = config.sessions.then(SequenceSessions::default);
         self
     }
 
@@ -231,12 +231,12 @@ impl Scheduler {
         self.set_alarm(id, deadline);
     }
 
-    /// Keeps the queue place and the KV of a finished turn for the next turn of its conversation. Call it before the
+    /// Keeps the queue place and the KV of a finished turn for the next turn of its session. Call it before the
     /// sequence releases its blocks.
     pub(super) fn end_turn(&mut self, id: SequenceId) {
         let (Some(sessions), Some(tiers)) = (&mut self.sessions, &self.tiers) else { return };
         let sequence = self.sequences.get_mut(&id).expect("the caller looked it up");
-        let Some(turn) = sequence.conversation.take() else { return };
+        let Some(turn) = sequence.turn.take() else { return };
         let last = sequence.chain.hashes().last().copied();
         let blocks: &[BlockId] = match &sequence.phase {
             Phase::Running(row) => &row.blocks,
@@ -245,8 +245,8 @@ impl Scheduler {
         };
         let share = blocks.len() as f32 / self.config.limits.blocks as f32;
         let cost = (tiers.restore_time(blocks.len()), share);
-        let place = turn.place();
-        let mut kept_places = sessions.kept_places(&turn, sequence.session).to_vec();
+        let place = turn.session_place();
+        let mut kept_places = sessions.kept_places(&turn).to_vec();
         kept_places.dedup();
         let keep = sessions.ended(tiers.now(), turn, sequence.session, last, cost);
         // This turn ended the keep time of the previous turns.

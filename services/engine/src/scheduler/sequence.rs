@@ -7,7 +7,7 @@ use kernels::{
     sampling::{SampledToken, Sampling},
 };
 
-use super::{draft_budget::RowDrafts, sessions::ConversationTurn};
+use super::{draft_budget::RowDrafts, sequence_sessions::SequenceTurn};
 use crate::{
     constraint::{ActiveConstraint, ConstraintFailure},
     event::{FinishReason, NewSequence, SequenceKind, SessionHint},
@@ -17,7 +17,7 @@ use crate::{
     tiers::JobId,
 };
 
-/// Order of arrival; a preempted sequence keeps its place, and a turn may have the place of its conversation.
+/// Order of arrival; a preempted sequence keeps its place, and a turn may have the place of its session.
 pub(super) type Arrival = u64;
 
 /// State of a sequence. The fields that every step reads come first and share cache lines: with hundreds of
@@ -50,14 +50,14 @@ pub(super) struct Sequence {
     /// Number of leading full blocks that the KV tiers count or have counted for this sequence.
     pub(super) counted_blocks: usize,
     pub(super) sampling: Sampling,
-    /// Place in the queue: the order of arrival of the sequence, or of the conversation that it continues.
+    /// Place in the queue: the order of arrival of the sequence, or of the session that it continues.
     pub(super) arrival: Arrival,
     pub(super) deadline: Instant,
     /// Deadline of the sequence, or the earlier deadline of its current wait.
     pub(super) alarm: Instant,
     pub(super) session: SessionHint,
-    /// The turn of its conversation; `None` when conversations are not followed, and after the end of the turn.
-    pub(super) conversation: Option<ConversationTurn>,
+    /// The turn of its session; `None` when sessions are not followed, and after the end of the turn.
+    pub(super) turn: Option<SequenceTurn>,
 }
 
 #[derive(Debug)]
@@ -176,7 +176,7 @@ impl Sequence {
             deadline: new.deadline,
             alarm: new.deadline,
             session: new.session,
-            conversation: None,
+            turn: None,
             phase,
         }
     }

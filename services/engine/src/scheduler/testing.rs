@@ -81,7 +81,7 @@ impl Scheduler {
         assert_eq!(loading, self.loading_count);
         self.check_tiers();
         if let Some(sessions) = &self.sessions {
-            let turns = self.sequences.values().filter(|it| it.conversation.is_some());
+            let turns = self.sequences.values().filter(|it| it.turn.is_some());
             sessions.check(turns.filter_map(|it| it.session.session));
         }
         assert_eq!(self.slots.free_count() as usize + running, self.slots.total() as usize);

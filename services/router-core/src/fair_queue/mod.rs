@@ -14,7 +14,7 @@
 //!
 //! A flow is charged the predicted cost when its request starts, and the rest or the excess when the attempt ends. The
 //! predicted output length is the mean of the flow's last answers. Within a flow the request with the earliest start
-//! deadline comes first; a later turn of a session has the start deadline of the session's first turn ([`Sessions`]).
+//! deadline comes first; a later turn of a session has the start deadline of the session's first turn ([`FlowSessions`]).
 //! Flows of a higher priority come first. One of [`TURNS_PER_FAIR_TURN`] turns ignores priorities, and one of as many
 //! starts of a flow ignores sessions. A flow also ignores sessions while the first of its requests that may be
 //! rejected has waited for half of the time until it must start.
@@ -30,12 +30,12 @@
 #[cfg(test)]
 mod deadline_tests;
 mod flow_limit;
+mod flow_sessions;
 mod order;
 mod predict;
 mod service_time;
 #[cfg(test)]
 mod session_tests;
-mod sessions;
 mod share;
 #[cfg(test)]
 mod tests;
@@ -51,11 +51,11 @@ use std::{
 
 use cluster::NoNode;
 pub use flow_limit::{FlowLimit, LimitReached};
+pub use flow_sessions::{FlowSessions, SessionMarks, SessionTurn};
 use order::{Order, Rank};
 use predict::{CachedShare, CountedTokens, OUTPUT_SHARE, OUTPUT_TOKEN_COST, ServiceRate};
 pub use predict::{StartLimit, StartedPrompt, TooLate, WaitLimits, WaitRequest};
 use service_time::ServiceTime;
-pub use sessions::{SessionMarks, SessionTurn, Sessions};
 
 /// Maximum credit of a flow, in requests of mean cost.
 const CREDIT_REQUESTS: f64 = 16.0;
