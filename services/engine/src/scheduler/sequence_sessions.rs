@@ -15,7 +15,7 @@ use crate::{
 const OWN_GAPS_MAX: usize = 8;
 const ALL_GAPS_MAX: usize = 64;
 
-/// What a scheduler keeps of a session.
+/// KV places and gaps of one session.
 #[derive(Clone, Debug, PartialEq)]
 pub(super) struct SessionKv {
     /// The last three places, the newest first: those of the last 600 s, which is the longest time for which KV is kept.
