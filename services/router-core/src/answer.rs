@@ -11,7 +11,7 @@ use proto::{
 use crate::{
     admission::Overload,
     fair_queue::{
-        AttemptEnd, Charge, Flow, Pass, SessionTurn, StartLimit, WaitLimits, WaitRequest,
+        AttemptEnd, Charge, Flow, PassReason, SessionTurn, StartLimit, WaitLimits, WaitRequest,
     },
     request_core::{
         AnswerSpec, AttemptCalls, AttemptOutcome, CallError, EndedAttempt, FinishedAnswer, GiveUp,
@@ -134,7 +134,7 @@ pub struct AnswerCore {
     turn: Option<SessionTurn<()>>,
     place: Option<WaitingPlace>,
     /// Reason to report if the next turn passes to other answers.
-    pass: Pass,
+    pass: PassReason,
     attempt: Option<OpenAttempt>,
     /// The ended attempt, until the owner has dropped its calls.
     ended_attempt: Option<(OpenAttempt, AttemptEnd)>,
@@ -164,7 +164,7 @@ impl AnswerCore {
             request,
             turn: Some(turn),
             place: None,
-            pass: Pass::default(),
+            pass: PassReason::default(),
             attempt: None,
             ended_attempt: None,
         }
@@ -277,7 +277,7 @@ impl AnswerCore {
         let (picked, charge) = match picked {
             Ok(picked) => picked,
             Err(reason) => {
-                self.pass = Pass::of(&reason);
+                self.pass = PassReason::of(&reason);
                 self.request.handle_no_node(now, &reason);
                 return Err(reason);
             }

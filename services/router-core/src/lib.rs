@@ -30,8 +30,8 @@ mod router;
 pub use admission::{Full, Overload, RETRY_AFTER_S};
 pub use answer::{AnswerCore, AnswerOutput, PickedNode, SharedCore, StartedAttempt};
 pub use fair_queue::{
-    AttemptEnd, Charge, FairQueue, Flow, FlowLimit, FlowName, LimitReached, Pass, SessionMarks,
-    SessionTurn, StartLimit, StartedPrompt, TooLate, WaitLimits, WaitRequest,
+    AttemptEnd, Charge, FairQueue, Flow, FlowLimit, FlowName, LimitReached, PassReason,
+    SessionMarks, SessionTurn, StartLimit, StartedPrompt, TooLate, WaitLimits, WaitRequest,
 };
 pub use request_core::{
     AnswerSpec, AttemptCalls, AttemptFailure, AttemptOutcome, AttemptStats, Blame, CallError,

@@ -20,8 +20,8 @@ use crate::{
     admission::{Full, Overload, retry_after_s},
     answer::{AttemptNodes, WaitingPlace},
     fair_queue::{
-        AttemptEnd, Charge, FairQueue, Flow, FlowLimit, FlowName, FlowSessions, LimitReached, Pass,
-        SessionMarks, SessionTurn, StartedPrompt, WaitLimits, WaitRequest,
+        AttemptEnd, Charge, FairQueue, Flow, FlowLimit, FlowName, FlowSessions, LimitReached,
+        PassReason, SessionMarks, SessionTurn, StartedPrompt, WaitLimits, WaitRequest,
     },
     request_core::{AttemptFailure, AttemptStats, Blame, NodeFeedback, Side},
 };
@@ -271,11 +271,11 @@ impl RouterCore {
         model: &Arc<str>,
         place: &mut WaitingPlace,
         request: &WaitRequest,
-        pass: Pass,
+        pass: PassReason,
     ) -> Result<(), Overload> {
         let queue = &mut self.model(model).queue;
         if place.queued.is_some() {
-            queue.passed(now, place.id, pass);
+            queue.passed(place.id, pass);
         } else {
             match queue.join(now, place.id, request) {
                 Ok(limit) => place.queued = Some(limit),

@@ -159,6 +159,30 @@ fn nothing_is_refused_while_a_cluster_grows_to_fit_its_load() {
     assert_eq!((run.complete, run.refused, run.late), (count, 0, 0));
 }
 
+/// Small requests at 1.5 times the capacity take each KV block that becomes free. A request of the same flow that needs
+/// most of the blocks starts all the same.
+#[test]
+fn large_request_starts_beside_a_flood_of_small_requests() {
+    let timeout = Duration::from_secs(60);
+    let mut requests = load(9, FLOOD, 6.0, timeout, timeout);
+    let large = RequestPlan::new(prompt(380, 1_000_000), OUTPUT_TOKENS, timeout);
+    requests.push(RequestPlan { at: Duration::from_secs(5), ..large });
+    requests.iter_mut().for_each(|plan| plan.key = None);
+    requests.sort_by_key(|plan| plan.at);
+    let large = requests.iter().position(|plan| plan.prompt.len() == 380);
+    let mut scenario = scenario(1, requests);
+    for node in &mut scenario.nodes {
+        node.scheduler.limits.blocks = 40;
+    }
+    let mut simulation = Simulation::new(1, scenario, false);
+    simulation.run();
+    let router = &simulation.routers[0];
+    assert!(router.coverage.get("refused") + router.coverage.get("busy") > 0, "no overload");
+    let ttft = router.first_tokens.get(&large.expect("it was added above"));
+    eprintln!("TTFT of the large request {ttft:?}");
+    assert!(ttft.is_some(), "the large request is refused");
+}
+
 /// Time of a step that prefills one prompt.
 fn prompt_step() -> Duration {
     STEP + TOKEN * PROMPT_TOKENS

@@ -70,11 +70,8 @@ const TURNS_PER_FAIR_TURN: u64 = 8;
 /// [`FairQueue::retry_passed`]. More than one, because a request that failed on an idle node may wait for a busy node.
 /// Few, because each turn costs a pick of nodes.
 const TURNS_MAX: (usize, usize) = (4, 16);
-/// Maximum number for all flows, including requests that wait for a node by choice ([`Pass::ByChoice`]).
+/// Maximum number for all flows, including requests that wait for a node by choice ([`PassReason::ByChoice`]).
 const TURNS_BY_CHOICE_MAX: usize = 64;
-/// When no node can start the first request, it holds back all other requests for this time, then lets them pass for
-/// this time, and so on. Otherwise smaller requests would take each KV block that becomes free.
-const HOLD_BACK: Duration = Duration::from_secs(4);
 
 /// Name of a flow.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -115,7 +112,7 @@ pub struct FairQueue<Id> {
     /// Number of requests that have a turn.
     turns: usize,
     /// Requests whose turn has passed since [`Self::retry_passed`].
-    passed: Vec<(Id, Pass)>,
+    passed: Vec<(Id, PassReason)>,
     joined: u64,
     /// Since when requests have been waiting without a break.
     waiting_since: Option<Instant>,
@@ -182,36 +179,26 @@ struct Queued<Id> {
     urgent_at: Option<Instant>,
     cost: f64,
     /// Why the turn of the request has passed, until [`FairQueue::retry_passed`].
-    passed: Option<Pass>,
-    /// First time at which no node could start this request.
-    passed_at: Option<Instant>,
+    passed: Option<PassReason>,
 }
 
 /// Reason why the turn of a request passes to other requests.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum Pass {
+pub enum PassReason {
     /// No node can start the request.
     #[default]
     NoNode,
-    /// The request waits for one node, although other nodes could start it. So it holds back no other request.
+    /// The request waits for one node, although other nodes could start it.
     ByChoice,
 }
 
-impl Pass {
+impl PassReason {
     /// Returns the pass after a pick without nodes.
     pub fn of(reason: &NoNode) -> Self {
         match reason {
             NoNode::Busy { by_choice: true, .. } => Self::ByChoice,
             _ => Self::NoNode,
         }
-    }
-}
-
-impl<Id> Queued<Id> {
-    fn holds_back(&self, now: Instant) -> bool {
-        let passed_for =
-            self.passed_at.map_or(Duration::ZERO, |at| now.saturating_duration_since(at));
-        passed_for.as_secs() / HOLD_BACK.as_secs() % 2 == 1
     }
 }
 
@@ -322,8 +309,7 @@ impl<Id: Copy + Eq + Hash> FairQueue<Id> {
         self.change_active(now, flow, |state| {
             let half = start.by.saturating_duration_since(now) / 2;
             let urgent_at = start.may_be_late.then(|| now + half);
-            let queued =
-                Queued { id, session_place, urgent_at, cost, passed: None, passed_at: None };
+            let queued = Queued { id, session_place, urgent_at, cost, passed: None };
             state.queue.insert(place, queued);
             state.by_session.insert(session_place, place);
             state.queued_cost += cost;
@@ -360,14 +346,10 @@ impl<Id: Copy + Eq + Hash> FairQueue<Id> {
     }
 
     /// Handles a turn in which the request did not start. The request keeps its place.
-    pub fn passed(&mut self, now: Instant, id: Id, pass: Pass) {
+    pub fn passed(&mut self, id: Id, pass: PassReason) {
         let Some((name, place)) = self.places.get(&id).cloned() else { return };
         self.end_turn(&name, id);
         let queued = self.flow(&name).queue.get_mut(&place).expect("every place has a request");
-        queued.passed_at = match pass {
-            Pass::NoNode => queued.passed_at.or(Some(now)),
-            Pass::ByChoice => None,
-        };
         if queued.passed.replace(pass).is_none() {
             self.passed.push((id, pass));
         }
@@ -411,29 +393,22 @@ impl<Id: Copy + Eq + Hash> FairQueue<Id> {
     /// Returns the first request in the order of service that may have a turn. Visits few flows: each earlier flow has
     /// a turn, or requests whose turn has passed.
     fn find_turn(&self, now: Instant) -> Option<Id> {
-        let by_choice = self.passed.iter().filter(|(_, pass)| *pass == Pass::ByChoice).count();
+        let by_choice =
+            self.passed.iter().filter(|(_, pass)| *pass == PassReason::ByChoice).count();
         let turns = self.turns + self.passed.len();
         if turns >= TURNS_BY_CHOICE_MAX || turns - by_choice >= TURNS_MAX.1 {
             return None;
         }
-        for (index, name) in self.order.flows(is_fair_turn(self.starts)).enumerate() {
+        self.order.flows(is_fair_turn(self.starts)).find_map(|name| {
             let flow = &self.flows[name];
             // A flow is charged when its request starts, so it gets one turn at a time.
             if flow.turn.is_some() {
-                continue;
+                return None;
             }
-            let others = flow.in_order(now).filter(|it| it.passed != Some(Pass::ByChoice));
-            for (position, queued) in others.take(TURNS_MAX.0).enumerate() {
-                if queued.passed.is_none() {
-                    return Some(queued.id);
-                }
-                let is_first = index == 0 && position == 0;
-                if is_first && queued.holds_back(now) && !self.is_over_share(now, name) {
-                    return None;
-                }
-            }
-        }
-        None
+            let others = flow.in_order(now).filter(|it| it.passed != Some(PassReason::ByChoice));
+            let next = others.take(TURNS_MAX.0).find(|queued| queued.passed.is_none());
+            next.map(|queued| queued.id)
+        })
     }
 
     /// Charges a flow for a request that starts on nodes.

@@ -157,6 +157,6 @@ fn begun_answer_that_no_node_takes_leaves_sessions_their_places() {
     let turn = scene.join(&flow, Some(since), WAIT_MAX);
     let begun = scene.join(&flow, None, Duration::ZERO);
     assert_eq!(scene.queue.next_turn(scene.now), Some(begun));
-    scene.queue.passed(scene.now, begun, Pass::NoNode);
+    scene.queue.passed(begun, PassReason::NoNode);
     assert_eq!(scene.queue.next_turn(scene.now), Some(turn));
 }

@@ -65,7 +65,7 @@ impl Scene {
     fn give_turns(&mut self) {
         while let Some(id) = self.queue.next_turn(self.now) {
             if self.running.len() == self.slots {
-                self.queue.passed(self.now, id, Pass::NoNode);
+                self.queue.passed(id, PassReason::NoNode);
                 continue;
             }
             let (flow, prompt_tokens) = self.flows[&id].clone();
@@ -201,7 +201,7 @@ fn turns_at_the_same_time_are_bounded() {
     let first = give(&mut queue);
     assert_eq!(first.len(), TURNS_MAX.1);
     // A passed turn counts until the owner asks again; a request that leaves makes place for another one.
-    queue.passed(now, first[0], Pass::NoNode);
+    queue.passed(first[0], PassReason::NoNode);
     assert!(give(&mut queue).is_empty());
     queue.leave(first[1]);
     assert_eq!(give(&mut queue).len(), 1);
@@ -431,53 +431,47 @@ fn new_flow_is_over_its_share_only_after_it_was_served() {
 }
 
 #[test]
-fn turn_passes_to_other_requests_and_a_large_first_request_holds_them_back_at_times() {
+fn turn_passes_to_other_requests_until_nodes_may_have_capacity_again() {
     let mut queue = FairQueue::<u32>::default();
     let (start, flow) = (Instant::now(), key("a"));
     let start_by = start + Duration::from_secs(60);
     (0..9).for_each(|id| queue.insert(start, id, &flow, 1.0, must_start(start_by, true)));
-    let turns = |queue: &mut FairQueue<u32>, seconds| {
-        let now = start + Duration::from_secs(seconds);
+    let turns = |queue: &mut FairQueue<u32>| {
         queue.retry_passed();
         let mut turns = Vec::new();
-        while let Some(id) = queue.next_turn(now) {
-            assert_eq!(queue.next_turn(now), None, "one turn of a flow at a time");
-            queue.passed(now, id, Pass::NoNode);
+        while let Some(id) = queue.next_turn(start) {
+            assert_eq!(queue.next_turn(start), None, "one turn of a flow at a time");
+            queue.passed(id, PassReason::NoNode);
             turns.push(id);
         }
         turns
     };
-    assert_eq!(turns(&mut queue, 0), [0, 1, 2, 3]);
-    assert_eq!(turns(&mut queue, 3), [0, 1, 2, 3]);
-    assert_eq!(turns(&mut queue, 5), [0]);
-    assert_eq!(turns(&mut queue, 9), [0, 1, 2, 3]);
+    assert_eq!(turns(&mut queue), [0, 1, 2, 3]);
+    assert_eq!(queue.next_turn(start), None);
+    assert_eq!(turns(&mut queue), [0, 1, 2, 3]);
     queue.leave(0);
-    assert_eq!(turns(&mut queue, 9), [1, 2, 3, 4]);
+    assert_eq!(turns(&mut queue), [1, 2, 3, 4]);
 }
 
 /// Requests 0 to 4 wait for the node with their prefix. Each other request starts elsewhere.
 #[test]
-fn requests_that_wait_by_choice_hold_back_no_other_request() {
+fn requests_that_wait_by_choice_take_no_turn_of_other_requests() {
     let mut queue = FairQueue::<u32>::default();
     let (start, flow) = (Instant::now(), key("a"));
     let start_by = start + Duration::from_secs(60);
     (0..8).for_each(|id| queue.insert(start, id, &flow, 1.0, must_start(start_by, true)));
-    for seconds in [0, 5, 9] {
-        let now = start + Duration::from_secs(seconds);
-        queue.retry_passed();
-        let mut turns = Vec::new();
-        while let Some(id) = queue.next_turn(now) {
-            queue.passed(now, id, if id < 5 { Pass::ByChoice } else { Pass::NoNode });
-            turns.push(id);
-        }
-        assert_eq!(turns, if seconds == 5 { vec![0, 1, 2, 3, 4, 5] } else { (0..8).collect() });
+    let mut turns = Vec::new();
+    while let Some(id) = queue.next_turn(start) {
+        queue.passed(id, if id < 5 { PassReason::ByChoice } else { PassReason::NoNode });
+        turns.push(id);
     }
+    assert_eq!(turns, [0, 1, 2, 3, 4, 5, 6, 7]);
     // Their turns are bounded, too.
     (8..200).for_each(|id| queue.insert(start, id, &flow, 1.0, must_start(start_by, true)));
     queue.retry_passed();
     let mut turns = 0;
     while let Some(id) = queue.next_turn(start) {
-        queue.passed(start, id, Pass::ByChoice);
+        queue.passed(id, PassReason::ByChoice);
         turns += 1;
     }
     assert_eq!(turns, TURNS_BY_CHOICE_MAX);

@@ -155,7 +155,7 @@ impl Cluster {
         while let Some(id) = self.queue.next_turn(self.now) {
             let free = self.nodes.iter_mut().filter(|node| node.len() < SLOTS);
             let Some(node) = free.min_by_key(|node| node.len()) else {
-                self.queue.passed(self.now, id, Pass::NoNode);
+                self.queue.passed(id, PassReason::NoNode);
                 continue;
             };
             let Request { prompt_tokens, output_tokens, arrival, predicted } = self.requests[id];

@@ -60,7 +60,7 @@ impl Scene {
             has_begun: false,
             session_since: None,
         };
-        self.router.wait_for_turn(self.now, &self.model, place, &request, Pass::NoNode)
+        self.router.wait_for_turn(self.now, &self.model, place, &request, PassReason::NoNode)
     }
 
     fn leaves(&mut self, place: WaitingPlace, flow: &Flow) {
