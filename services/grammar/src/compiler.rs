@@ -5,7 +5,7 @@ use std::{sync::Arc, thread::Builder};
 use llguidance::{
     ParserFactory,
     api::{GrammarInit, ParserLimits},
-    earley::lexerspec::LexerSpec,
+    earley::{lexerspec::LexerSpec, regexvec::LexemeSet},
     toktrie::{ApproximateTokEnv, INVALID_TOKEN, TokEnv, TokRxInfo, TokTrie},
 };
 
@@ -13,6 +13,7 @@ use crate::{
     error::{GrammarError, MatchError, unsupported},
     limits::{COMPILER_STACK_BYTES, LEXER_FUEL, TOOLS_LEXER_FUEL, parser_limits},
     matcher::Matcher,
+    productive::without_dead_ends,
     source::Grammar,
     tool_calls::ToolCalls,
 };
@@ -125,13 +126,14 @@ impl Compiler {
             let (grammar, lexer) = GrammarInit::Serialized(parsed)
                 .to_internal(tokens, limits)
                 .map_err(|error| unsupported(&error.to_string()))?;
-            let fuel_spent =
-                check_first_bytes(&lexer, fuel).map_err(|error| unsupported(&error))?;
+            let start = check_first_bytes(&lexer, fuel).map_err(|error| unsupported(&error))?;
+            let grammar =
+                without_dead_ends(grammar.optimize(), &lexer, &start.matchable, &parser_limits())?;
             let parser = self
                 .factory
                 .create_parser_from_init_default(GrammarInit::Internal(grammar, lexer))
                 .map_err(|error| unsupported(&error.to_string()))?;
-            Ok((llguidance::Matcher::new(Ok(parser)), fuel_spent))
+            Ok((llguidance::Matcher::new(Ok(parser)), start.fuel_spent))
         })?;
         match matcher.get_error() {
             Some(error) => Err(unsupported(&error)),
@@ -154,12 +156,20 @@ fn on_compiler_thread<T: Send>(
     })
 }
 
-/// Returns the fuel that the lexer takes up to the transitions of its start state.
+/// Start state of a lexer.
+struct LexerStart {
+    /// Lexemes that a string matches.
+    matchable: LexemeSet,
+    /// Fuel that the lexer takes up to the transitions of the start state.
+    fuel_spent: u64,
+}
+
+/// Computes the start state of the lexer and its transitions.
 ///
 /// llguidance's parser computes these transitions when it is constructed, before it sets a fuel limit:
 /// `{"type":"integer","multipleOf":9999991}` takes minutes and gigabytes there. This function computes
 /// the same transitions first, with a limit.
-fn check_first_bytes(lexer: &LexerSpec, fuel: u64) -> Result<u64, String> {
+fn check_first_bytes(lexer: &LexerSpec, fuel: u64) -> Result<LexerStart, String> {
     let mut limits = ParserLimits { initial_lexer_fuel: fuel, ..parser_limits() };
     let mut dfa = lexer.to_regex_vec(&mut limits).map_err(|error| error.to_string())?;
     dfa.set_fuel(limits.initial_lexer_fuel);
@@ -170,7 +180,8 @@ fn check_first_bytes(lexer: &LexerSpec, fuel: u64) -> Result<u64, String> {
             return Err(error);
         }
     }
-    Ok(dfa.total_fuel_spent())
+    let matchable = dfa.state_desc(start).possible.clone();
+    Ok(LexerStart { matchable, fuel_spent: dfa.total_fuel_spent() })
 }
 
 impl std::fmt::Debug for Compiler {

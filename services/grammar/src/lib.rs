@@ -17,6 +17,7 @@ mod copies;
 mod error;
 pub mod limits;
 mod matcher;
+mod productive;
 mod references;
 mod source;
 mod tool_calls;
