@@ -55,13 +55,45 @@ pub enum MatchError {
     Bug { reason: String },
 }
 
+/// Words of llguidance, and the reason that a client reads instead: llguidance names its options, features and bounds.
+const REASONS: [(&[&str], &str); 5] = [
+    (&["oneOf constraints"], "oneOf with alternatives that may overlap; expected anyOf"),
+    (&["lookaround"], "look-around inside an expression"),
+    (&["Only absolute $ref"], "$ref to another document or to an anchor; expected #/ and a path"),
+    (
+        &["min/maxProperties only"],
+        "minProperties or maxProperties beside optional properties, except minProperties 1",
+    ),
+    (
+        &[
+            "fuel exhausted",
+            "too many expressions",
+            "too many states",
+            "schema too large",
+            "stack level exceeded",
+            "limit for this grammar",
+            "precomputation failed",
+            "Unable to determine if regex",
+        ],
+        "it is too complex",
+    ),
+];
+
+/// Returns the error for a grammar that llguidance rejects.
 pub(crate) fn unsupported(reason: &str) -> GrammarError {
-    // llguidance suggests an option that a client cannot set.
-    let reason = match reason.contains("oneOf constraints are not supported") {
-        true => "oneOf with alternatives that may overlap; expected anyOf",
-        false => reason,
+    let known = || REASONS.iter().find(|(words, _)| words.iter().any(|it| reason.contains(it)));
+    let reason = match reason.strip_prefix("Unsatisfiable schema: ") {
+        // llguidance shows its syntax tree of the expressions.
+        Some(cause) if cause.starts_with("Regex is empty") => {
+            "no output matches it: pattern, format and lengths exclude each other".to_owned()
+        }
+        Some(cause) => format!("no output matches it: {cause}"),
+        None => match known() {
+            Some((_, known)) => (*known).to_owned(),
+            None => reason.replace("Unimplemented keys: ", "keywords "),
+        },
     };
-    GrammarError::Unsupported { reason: one_line(reason) }
+    GrammarError::Unsupported { reason: one_line(&reason) }
 }
 
 /// Returns the first line of an llguidance message without its markup, cut to the length of a log field.

@@ -75,18 +75,18 @@ impl Matcher {
 
     fn error(&self, error: &impl ToString) -> MatchError {
         let reason = one_line(&error.to_string());
-        match self.inner.stop_reason() {
-            StopReason::LexerTooComplex | StopReason::ParserTooComplex => {
-                MatchError::TooComplex { reason }
-            }
+        let exceeds_bound = match self.inner.stop_reason() {
+            StopReason::LexerTooComplex | StopReason::ParserTooComplex => true,
             // llguidance reports some bounds only in the text of an error.
-            _ if ["too complex", "too many", "exceeded", "limit"]
+            _ => ["too complex", "too many", "exceeded", "limit"]
                 .iter()
-                .any(|said| reason.contains(said)) =>
-            {
-                MatchError::TooComplex { reason }
+                .any(|words| reason.contains(words)),
+        };
+        match exceeds_bound {
+            true => {
+                MatchError::TooComplex { reason: "a bitmask exceeds its bound of work".to_owned() }
             }
-            _ => MatchError::Bug { reason },
+            false => MatchError::Bug { reason },
         }
     }
 }

@@ -363,8 +363,8 @@ fn unsupported_grammars_are_rejected_with_the_reason() {
         (schema(json!({"not": {"type": "string"}})), "not"),
         (schema(json!({"type": "weird"})), "weird"),
         (schema(json!({"$ref": "#/$defs/nothing"})), "nothing"),
-        (schema(json!({"$ref": "https://example.com/x.json"})), "example.com"),
-        (schema(json!({"type": "integer", "minimum": 5, "maximum": 4})), "nsatisfiable"),
+        (schema(json!({"$ref": "https://example.com/x.json"})), "another document"),
+        (schema(json!({"type": "integer", "minimum": 5, "maximum": 4})), "no output matches it"),
         (schema(json!({"type": "string", "pattern": "(?<=a)b"})), "look"),
         (
             schema(json!({"oneOf": [
