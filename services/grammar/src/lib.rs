@@ -12,9 +12,11 @@
 //! tokens.
 #![forbid(unsafe_code)]
 
+mod adapt;
 mod compiler;
 mod copies;
 mod error;
+mod keywords;
 pub mod limits;
 mod matcher;
 mod productive;

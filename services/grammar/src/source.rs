@@ -2,7 +2,7 @@
 
 use std::{convert::Infallible, fmt::Display, ops::AddAssign};
 
-use llguidance::{JsonCompileOptions, api::TopLevelGrammar};
+use llguidance::{JsonCompileOptions, api::TopLevelGrammar, regex_to_lark};
 use regex_syntax::{
     ParserBuilder,
     ast::{self, Ast, ClassPerl, ClassPerlKind, ClassSetItem},
@@ -10,6 +10,7 @@ use regex_syntax::{
 use serde_json::{Map, Number, Value};
 
 use crate::{
+    adapt::adapt,
     copies::{compared_pattern_pairs, copied_subschemas},
     error::{GrammarError, one_line},
     limits::{
@@ -17,7 +18,7 @@ use crate::{
         MULTIPLE_OF_MAX, MULTIPLE_OF_PLACES_MAX, REGEX_BYTES_MAX, REGEX_DEPTH_MAX,
         SCHEMA_ALTERNATIVES_MAX, SCHEMA_BYTES_MAX, SCHEMA_COPIES_MAX, SCHEMA_DEPTH_MAX,
         SCHEMA_FORMATS_MAX, SCHEMA_OBJECTS_MAX, SCHEMA_PATTERN_PAIRS_MAX, SCHEMA_PROPERTIES_MAX,
-        SCHEMA_REFERENCED_LEVELS_MAX, SCHEMA_VALUES_MAX, TAG_BYTES_MAX, UNICODE_CLASSES_MAX,
+        SCHEMA_REFERENCED_LEVELS_MAX, SCHEMA_VALUES_MAX, UNICODE_CLASSES_MAX,
     },
     references::referenced_levels,
     tool_calls::ToolCalls,
@@ -48,7 +49,8 @@ impl Grammar {
             }
             Self::Regex(text) => {
                 check_regex(text)?;
-                Ok(TopLevelGrammar::from_regex(text))
+                let expression = lark_expression(text);
+                Ok(TopLevelGrammar::from_lark(format!("start: /{expression}/")))
             }
             Self::ToolCalls(calls) => calls.parsed(),
         }
@@ -80,10 +82,9 @@ pub(crate) fn parsed_schema(text: &str) -> Result<(Value, SchemaParts), GrammarE
         // Do not quote the value, which may be long.
         other => return Err(not_a_schema(format!("{} is not an object", type_name(&other)))),
     };
+    adapt(&mut schema)?;
     let mut parts = SchemaParts::of(&schema)?;
     parts.check(1)?;
-    let keeps_one_of = refers_into_one_of(&schema);
-    adapt(&mut schema, keeps_one_of);
     parts.0[PATTERN_PAIRS] = compared_pattern_pairs(&schema);
     parts.0[REFERENCED_LEVELS] = referenced_levels(&schema);
     // The count of copies recurses along the references, too.
@@ -99,112 +100,9 @@ pub(crate) fn parsed_schema(text: &str) -> Result<(Value, SchemaParts), GrammarE
     Ok((schema, parts))
 }
 
-/// Formats of strings that llguidance knows.
-const FORMATS_KNOWN: [&str; 10] =
-    ["date-time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "time", "uri", "uuid"];
-
-/// Removes unknown formats, which are annotations in JSON Schema and errors in llguidance, and requires the tags of
-/// tagged unions. Only subschemas are changed, not values or names of properties. `keeps_one_of`: references may lead into
-/// `oneOf`.
-fn adapt(schema: &mut Value, keeps_one_of: bool) {
-    let mut unions = TaggedUnions { references: Vec::new(), keeps_one_of };
-    adapt_subschema(schema, &mut unions);
-    for (pointer, tag) in unions.references {
-        if let Some(Value::Object(definition)) = schema.pointer_mut(&pointer) {
-            require_tag(definition, &tag);
-        }
-    }
-}
-
-/// Returns whether a reference leads into `oneOf`.
-fn refers_into_one_of(value: &Value) -> bool {
-    match value {
-        Value::Object(keywords) => {
-            let reference = keywords.get("$ref").and_then(Value::as_str);
-            reference.is_some_and(|reference| reference.contains("/oneOf/"))
-                || keywords.values().any(refers_into_one_of)
-        }
-        Value::Array(all) => all.iter().any(refers_into_one_of),
-        _ => false,
-    }
-}
-
-/// The tagged unions of a schema.
-struct TaggedUnions {
-    /// References that are alternatives, each with the name of the tag.
-    references: Vec<(String, String)>,
-    /// Whether unions stay in `oneOf`.
-    keeps_one_of: bool,
-}
-
-fn adapt_subschema(schema: &mut Value, unions: &mut TaggedUnions) {
-    let Value::Object(keywords) = schema else { return };
-    let format = keywords.get("format").and_then(Value::as_str);
-    if format.is_some_and(|format| !FORMATS_KNOWN.contains(&format)) {
-        keywords.shift_remove("format");
-    }
-    adapt_tagged_union(keywords, unions);
-    for (keyword, value) in keywords {
-        match (keyword.as_str(), value) {
-            (
-                "properties" | "patternProperties" | "$defs" | "definitions",
-                Value::Object(schemas),
-            ) => schemas.values_mut().for_each(|schema| adapt_subschema(schema, unions)),
-            ("anyOf" | "oneOf" | "allOf" | "prefixItems" | "items", Value::Array(schemas)) => {
-                schemas.iter_mut().for_each(|schema| adapt_subschema(schema, unions));
-            }
-            ("items" | "additionalItems" | "additionalProperties", schema) => {
-                adapt_subschema(schema, unions);
-            }
-            // OpenAPI keeps its definitions in `components.schemas`.
-            ("components", Value::Object(groups)) => {
-                if let Some(Value::Object(schemas)) = groups.get_mut("schemas") {
-                    schemas.values_mut().for_each(|schema| adapt_subschema(schema, unions));
-                }
-            }
-            _ => {}
-        }
-    }
-}
-
-/// Requires the property that `discriminator` names in each alternative of `oneOf`. Pydantic does not list a tag with a
-/// default as required, but refuses a value without the tag. The tag distinguishes the alternatives, so `anyOf` replaces
-/// `oneOf`: llguidance compares no numbers in `oneOf`. llguidance also copies the target of a reference that has sibling
-/// keywords, so the definition requires the tag, and `discriminator` is removed.
-fn adapt_tagged_union(schema: &mut Map<String, Value>, unions: &mut TaggedUnions) {
-    let discriminator = schema.get("discriminator").and_then(|it| it.get("propertyName"));
-    let tag = discriminator.and_then(Value::as_str).filter(|tag| tag.len() <= TAG_BYTES_MAX);
-    let Some(tag) = tag.map(str::to_owned) else { return };
-    let Some(Value::Array(alternatives)) = schema.get_mut("oneOf") else { return };
-    for alternative in alternatives.iter_mut().filter_map(Value::as_object_mut) {
-        let reference = alternative.get("$ref").and_then(Value::as_str);
-        match reference.and_then(|reference| reference.strip_prefix('#')) {
-            Some(pointer) => unions.references.push((pointer.to_owned(), tag.clone())),
-            None => require_tag(alternative, &tag),
-        }
-    }
-    if !unions.keeps_one_of
-        && !schema.contains_key("anyOf")
-        && let Some(alternatives) = schema.shift_remove("oneOf")
-    {
-        schema.shift_remove("discriminator");
-        schema.insert("anyOf".to_owned(), alternatives);
-    }
-}
-
-/// Requires the tag in an alternative. A nested union without properties requires its own tag.
-fn require_tag(schema: &mut Map<String, Value>, tag: &str) {
-    let is_union = schema.contains_key("oneOf") || schema.contains_key("anyOf");
-    if is_union && !schema.contains_key("properties") {
-        return;
-    }
-    let required = schema.entry("required").or_insert_with(|| Value::Array(Vec::new()));
-    let tag = Value::from(tag);
-    if let Value::Array(required) = required
-        && !required.contains(&tag)
-    {
-        required.push(tag);
-    }
+/// Returns an expression in the syntax of Lark. `\d` is an ASCII digit, as in `pattern`.
+pub(crate) fn lark_expression(text: &str) -> String {
+    regex_to_lark(text, "d")
 }
 
 fn type_name(value: &Value) -> &'static str {

@@ -11,7 +11,7 @@ use regex_syntax::escape;
 use crate::{
     error::{GrammarError, unsupported},
     limits::{LITERAL_BYTES_MAX, NAME_BYTES_MAX, TOOLS_BYTES_MAX, TOOLS_MAX, TOOLS_PARTS_FACTOR},
-    source::{Grammar, SchemaParts, check_regex, parsed_schema},
+    source::{Grammar, SchemaParts, check_regex, lark_expression, parsed_schema},
 };
 
 /// Any JSON object.
@@ -209,7 +209,7 @@ impl ToolCalls {
         let begins = match &free_text.never_begins {
             None => String::new(),
             Some(expression) => {
-                format!(" & ~/{}/", regex_to_lark(&format!("({expression}){any}"), ""))
+                format!(" & ~/{}/", lark_expression(&format!("({expression}){any}")))
             }
         };
         let with_mark = regex_to_lark(&format!("{any}{mark}{any}"), "");
@@ -239,7 +239,7 @@ impl ToolCalls {
 /// Returns the Lark grammar of text that matches the expression and does not contain the mark: the mark would
 /// start a call that no schema constrains.
 fn without_mark(expression: &str, mark: &str) -> String {
-    let expression = regex_to_lark(expression, "");
+    let expression = lark_expression(expression);
     if mark.is_empty() {
         return format!("start: /{expression}/\n");
     }

@@ -76,7 +76,11 @@ fn lengths_and_counts_of_any_size_are_accepted_in_bounded_time() {
         (json!({"type": "string", "minLength": 10_000_000}), ACCEPTED),
         (json!({"type": "string", "maxLength": 1e20}), "is not supported: Expected positive"),
         (json!({"type": "object", "minProperties": 1_000_000}), ACCEPTED),
-        (json!({"type": "integer", "minimum": -1e300}), "is not supported"),
+        (json!({"type": "integer", "minimum": -1e300}), ACCEPTED),
+        (
+            json!({"type": "integer", "minimum": 1e300}),
+            "is not supported: minimum 1e+300; expected",
+        ),
     ]);
 }
 
@@ -479,7 +483,10 @@ fn multiples_are_bounded_alone_and_together() {
             "has multipleOf 9999991; allowed: a whole number up to 5000, times a power of ten",
         ),
         // The factor 4999 is within the bound, but the automaton has too many remainders.
-        (json!({"type": "integer", "multipleOf": 49_990_000}), "is not supported: it is too complex"),
+        (
+            json!({"type": "integer", "multipleOf": 49_990_000}),
+            "is not supported: it is too complex",
+        ),
         (json!({"type": "integer", "allOf": [{"multipleOf": 7}, {"multipleOf": 11}]}), ACCEPTED),
         (
             json!({"type": "integer", "allOf": [{"multipleOf": 4999}, {"multipleOf": 4993}]}),
