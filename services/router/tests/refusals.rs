@@ -205,6 +205,7 @@ async fn invalid_bodies_are_rejected_with_the_position() {
             (b"", "empty"),
             (b"{\"prompt\": \"hi\"} trailing", "JSON"),
             (b"\x00\x01\x02", "JSON"),
+            (b"\xef\xbb\xbf{\"prompt\": \"hi\"}", "byte order mark"),
         ] {
             let answer = cluster.client.post_bytes(path, body).await;
             check(&answer, 400, None, &[words]);
@@ -222,6 +223,63 @@ async fn invalid_bodies_are_rejected_with_the_position() {
     let answer = cluster.client.get("/v1/completions").await;
     assert_eq!((answer.status.as_u16(), answer.message().contains("POST")), (405, true));
     assert_eq!(answer.headers["allow"], "POST");
+}
+
+#[tokio::test]
+async fn invalid_parts_of_a_body_are_rejected_with_their_path_and_cause() {
+    let cluster = Cluster::start(1, 1, ANSWER).await;
+    let deep = format!("{}{}", "[".repeat(130), "]".repeat(130));
+    let message = |content: &str| {
+        format!(r#"{{"messages": [{{"role": "user", "content": {content}}}], "max_tokens": 2}}"#)
+    };
+    let with =
+        |field: &str| format!(r#"{{"messages": [{{"role": "user", "content": "x"}}], {field}}}"#);
+    let long = "x".repeat(2000);
+    for (body, param, words) in [
+        (
+            message(r#""cut emoji \ud83d here""#),
+            "messages",
+            &["messages[0].content", "hex escape"][..],
+        ),
+        (message(r#""\udc00""#), "messages", &["messages[0].content", "surrogate"]),
+        (message(&deep), "messages", &["messages[0].content[0]", "127 levels"]),
+        (with(&format!(r#""tools": {deep}"#)), "tools", &["tools[0]", "127 levels"]),
+        (with(r#""stop": "\ud83d""#), "stop", &["hex escape"]),
+        (
+            with(&format!(r#""stop": ["{long}", 1]"#)),
+            "stop",
+            &["stop[1]", "integer `1`", "a list of strings"],
+        ),
+        (
+            with(&format!(
+                r#""stream": true, "stream_options": {{"x": "{long}", "include_usage": 1}}"#
+            )),
+            "stream_options",
+            &["stream_options.include_usage", "integer `1`"],
+        ),
+        (
+            with(&format!(r#""response_format": {{"type": "yaml", "json_schema": "{long}"}}"#)),
+            "response_format",
+            &["type that is \"yaml\""],
+        ),
+        (
+            with(&format!(r#""response_format": {{"typ": "text", "json_schema": "{long}"}}"#)),
+            "response_format",
+            &["missing field `type`"],
+        ),
+        (
+            with(&format!(r#""structured_outputs": {{"regex": "{long}", "choice": []}}"#)),
+            "structured_outputs",
+            &["unknown field `choice`"],
+        ),
+    ] {
+        let answer = cluster.client.post_bytes(PATHS[1], body).await;
+        check(&answer, 400, Some(param), words);
+        assert!(answer.message().len() < 500, "{}", answer.message());
+    }
+    let prompts = format!(r#"{{"prompt": ["{long}", "\ud83d"]}}"#);
+    let answer = cluster.client.post_bytes(PATHS[0], prompts).await;
+    check(&answer, 400, Some("prompt"), &["prompt[1]", "hex escape"]);
 }
 
 #[tokio::test]

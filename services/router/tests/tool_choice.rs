@@ -435,10 +435,7 @@ async fn grpc_rejects_invalid_tools_and_tool_choices_by_field() {
     let with_grammar = GenerateOptions { grammar: Some(calls_grammar), ..Default::default() };
     for (request, words) in [
         (with(vec![grpc_tool("", "", false)], None), "tools[0].name is \"\"; allowed: 1 to 256"),
-        (
-            with(vec![grpc_tool("f", "[]", false)], None),
-            "tools[0].parameters_json is invalid; allowed",
-        ),
+        (with(vec![grpc_tool("f", "[]", false)], None), "tools[0].parameters_json is invalid: "),
         (
             with(vec![grpc_tool("f", "{\"type\":\"x\"}", true)], None),
             "tools[0].parameters_json.type of the function \"f\" is \"x\"; allowed: object",
@@ -465,7 +462,7 @@ async fn grpc_rejects_invalid_tools_and_tool_choices_by_field() {
                 conversation: Some(Conversation { messages, ..Default::default() }),
                 ..grpc_chat()
             },
-            "conversation.messages[0].tool_calls[0].arguments_json is invalid; allowed: a JSON object",
+            "conversation.messages[0].tool_calls[0].arguments_json is invalid: ",
         ),
     ] {
         let status = grpc_answer(&cluster, request).await.unwrap_err();

@@ -4,7 +4,7 @@ use proto::v1::{ChatMessage, Conversation, ToolCall, generate_request, tokenize_
 use serde_json::{Map, Value, json};
 
 use crate::request::{
-    error::FieldError,
+    error::{FieldError, parse_json},
     text_workers::{ChatSource, PromptSource, check_variables},
     tools::OfferedTools,
 };
@@ -54,8 +54,9 @@ pub fn of_chat(
     let name = "conversation.template_kwargs_json";
     let template_kwargs: Map<String, Value> = match text.is_empty() {
         true => Map::new(),
-        false => serde_json::from_str(&text).map_err(|_| {
-            FieldError::new(name, "is invalid; allowed: a JSON object of template variables")
+        false => parse_json(&text).map_err(|error| {
+            let allowed = "a JSON object of template variables";
+            FieldError::new(name, format!("is invalid: {error}; allowed: {allowed}"))
         })?,
     };
     check_variables(name, &template_kwargs)?;
@@ -98,11 +99,11 @@ fn message((index, message): (usize, ChatMessage)) -> Result<Value, FieldError> 
     }
     let mut calls = Vec::new();
     for (call_index, call) in message.tool_calls.into_iter().enumerate() {
-        if serde_json::from_str::<Map<String, Value>>(&call.arguments_json).is_err() {
+        parse_json::<Map<String, Value>>(&call.arguments_json).map_err(|error| {
             let field =
                 format!("conversation.messages[{index}].tool_calls[{call_index}].arguments_json");
-            return Err(FieldError::new(field, "is invalid; allowed: a JSON object"));
-        }
+            FieldError::new(field, format!("is invalid: {error}; allowed: a JSON object"))
+        })?;
         let function = json!({"name": call.name, "arguments": call.arguments_json});
         calls.push(json!({"id": call.id, "type": "function", "function": function}));
     }

@@ -4,7 +4,7 @@ use proto::v1::{self, ToolChoiceMode, tool_choice::Choice};
 use serde_json::{Map, Value, json};
 
 use crate::request::{
-    error::{FieldError, refused},
+    error::{FieldError, parse_json, refused},
     tools::{
         AnswerPiece, OfferedFunction, OfferedTools, TOOL_CHOICE, ToolChoice, check_count,
         check_name,
@@ -51,8 +51,9 @@ fn offered(index: usize, tool: v1::Tool) -> Result<(Value, OfferedFunction), Fie
     let field = format!("tools[{index}].parameters_json");
     let parameters: Option<Map<String, Value>> = match parameters_json.as_str() {
         "" => None,
-        text => Some(serde_json::from_str(text).map_err(|_| {
-            FieldError::new(&field, "is invalid; allowed: a JSON schema of an object, or nothing")
+        text => Some(parse_json(text).map_err(|error| {
+            let allowed = "a JSON schema of an object, or nothing";
+            FieldError::new(&field, format!("is invalid: {error}; allowed: {allowed}"))
         })?),
     };
     let mut function = json!({"name": name});

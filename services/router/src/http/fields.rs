@@ -7,10 +7,10 @@
 
 use std::{collections::HashMap, ops::RangeInclusive};
 
-use serde::de::DeserializeOwned;
+use serde::Deserialize;
 use serde_json::{Value, value::RawValue};
 
-use crate::request::error::{FieldError, refused, without_string};
+use crate::request::error::{FieldError, parse_field, reason_of, refused};
 
 /// A body that is not one JSON object.
 #[derive(Debug, PartialEq, Eq, thiserror::Error)]
@@ -19,6 +19,8 @@ pub enum BodyError {
     NotUtf8 { offset: usize },
     #[error("the body is not valid JSON: {reason} (line {line}, column {column})")]
     NotJson { reason: String, line: usize, column: usize },
+    #[error("the body begins with a byte order mark (U+FEFF); allowed: a JSON object without it")]
+    ByteOrderMark,
     #[error("the body is empty; allowed: a JSON object")]
     Empty,
 }
@@ -37,19 +39,15 @@ impl<'a> Fields<'a> {
     pub fn parse(body: &'a [u8]) -> Result<Self, BodyError> {
         let text = std::str::from_utf8(body)
             .map_err(|error| BodyError::NotUtf8 { offset: error.valid_up_to() })?;
+        if text.starts_with('\u{feff}') {
+            return Err(BodyError::ByteOrderMark);
+        }
         if text.trim_ascii().is_empty() {
             return Err(BodyError::Empty);
         }
         let by_name = serde_json::from_str(text).map_err(|error| {
-            let reason = without_string(&error.to_string());
-            let reason = reason.replace("expected a map", "expected a JSON object");
-            // Remove serde_json's position: the error has fields for it.
-            let reason = reason.rsplit_once(" at line ").map_or(reason.as_str(), |(what, _)| what);
-            BodyError::NotJson {
-                reason: reason.to_owned(),
-                line: error.line(),
-                column: error.column(),
-            }
+            let reason = reason_of(&error).replace("expected a map", "expected a JSON object");
+            BodyError::NotJson { reason, line: error.line(), column: error.column() }
         })?;
         Ok(Self {
             by_name,
@@ -66,14 +64,12 @@ impl<'a> Fields<'a> {
     }
 
     /// Parses the field as any type; `allowed` ends the sentence "allowed: ...".
-    pub fn value<T: DeserializeOwned>(
+    pub fn value<T: Deserialize<'a>>(
         &self,
         name: &str,
         allowed: &str,
     ) -> Result<Option<T>, FieldError> {
-        self.raw(name)
-            .map(|text| serde_json::from_str(text).map_err(|_| refused(name, text, allowed)))
-            .transpose()
+        self.raw(name).map(|text| parse_field(name, text, allowed)).transpose()
     }
 
     pub fn boolean(&self, name: &str) -> Result<Option<bool>, FieldError> {
@@ -191,6 +187,30 @@ mod tests {
     }
 
     #[test]
+    fn errors_of_long_values_tell_the_path_and_the_cause() {
+        let said = |error: FieldError| error.to_string();
+        let list = format!(r#"{{"l": [{}-3], "k": "\ud83d"}}"#, "1,".repeat(100));
+        with(&list, |fields| {
+            let shown = said(fields.value::<Vec<u32>>("l", "token ids").unwrap_err());
+            let words = "… (204 bytes), invalid at l[100]: invalid value: integer `-3`, expected u32; \
+                         allowed: token ids";
+            assert!(shown.starts_with("l is [1,1,") && shown.ends_with(words), "{shown}");
+            assert_eq!(
+                said(fields.string("k").unwrap_err()),
+                "k is not valid JSON at k: unexpected end of hex escape; allowed: a string"
+            );
+        });
+        // Only names are shown of keys.
+        let private =
+            format!(r#"{{"o": {{"Jane Doe": {{"a": {{"b": 1}}}}, "{}": 0}}}}"#, "x".repeat(99));
+        with(&private, |fields| {
+            type Nested = HashMap<String, HashMap<String, HashMap<String, bool>>>;
+            let said = said(fields.value::<Nested>("o", "x").unwrap_err());
+            assert!(said.contains("invalid at o.?.a.b: invalid type: integer `1`"), "{said}");
+        });
+    }
+
+    #[test]
     fn a_body_must_be_an_object() {
         let said = Fields::parse(b"[1]").unwrap_err().to_string();
         assert_eq!(
@@ -225,7 +245,10 @@ mod tests {
         let deep = format!("{{\"a\": {}1{}}}", "[".repeat(100_000), "]".repeat(100_000));
         // Parsing keeps the field as text without recursion, so deep nesting does not overflow the stack.
         with(&deep, |fields| {
-            assert!(fields.value::<serde_json::Value>("a", "less depth").is_err());
+            let error = fields.value::<Value>("a", "less depth").unwrap_err().to_string();
+            let words = "a is not valid JSON at a[0][0]";
+            assert!(error.starts_with(words) && error.len() < 260, "{error}");
+            assert!(error.contains("more than 127 levels of lists and objects"), "{error}");
         });
     }
 

@@ -9,7 +9,7 @@ use serde_json::{Map, Value, value::RawValue};
 
 use super::fields::Fields;
 use crate::request::{
-    error::{FieldError, refused, without_string},
+    error::{FieldError, JsonError, parse_field, refused},
     options::RequestedGrammar,
     tools::{
         OfferedFunction, OfferedTools, TOOL_CHOICE, TOOLS, ToolChoice, check_count, check_name,
@@ -45,7 +45,7 @@ pub fn grammar(fields: &Fields<'_>) -> Result<Option<RequestedGrammar>, FieldErr
 fn response_format(fields: &Fields<'_>) -> Result<Option<RequestedGrammar>, FieldError> {
     #[derive(Deserialize)]
     struct Format<'a> {
-        r#type: String,
+        r#type: Value,
         #[serde(borrow)]
         json_schema: Option<&'a RawValue>,
     }
@@ -55,21 +55,26 @@ fn response_format(fields: &Fields<'_>) -> Result<Option<RequestedGrammar>, Fiel
         schema: Option<&'a RawValue>,
     }
     let Some(text) = fields.raw(FORMAT) else { return Ok(None) };
-    let format: Format<'_> = object(text).ok_or_else(|| refused(FORMAT, text, FORMAT_ALLOWED))?;
+    let format: Format<'_> = object(FORMAT, text, FORMAT_ALLOWED)?;
     let grammar = match format.r#type.as_str() {
-        "text" => return Ok(None),
-        "json_object" => return Ok(Some(RequestedGrammar::new(FORMAT, Grammar::json_object()))),
-        "json_schema" => {
+        Some("text") => return Ok(None),
+        Some("json_object") => {
+            return Ok(Some(RequestedGrammar::new(FORMAT, Grammar::json_object())));
+        }
+        Some("json_schema") => {
             let missing = || {
                 FieldError::new(SCHEMA, "is missing; allowed: a JSON schema with type json_schema")
             };
             let named = format.json_schema.ok_or_else(missing)?.get();
-            let named: Named<'_> = object(named).ok_or_else(|| {
-                refused("response_format.json_schema", named, "an object with name and schema")
-            })?;
+            let allowed = "an object with name and schema";
+            let named: Named<'_> = object("response_format.json_schema", named, allowed)?;
             Grammar::JsonSchema(named.schema.ok_or_else(missing)?.get().to_owned())
         }
-        _ => return Err(refused(FORMAT, text, FORMAT_ALLOWED)),
+        _ => {
+            let kind = format.r#type.to_string();
+            let FieldError { problem, .. } = refused(FORMAT, &kind, FORMAT_ALLOWED);
+            return Err(FieldError::new(FORMAT, format!("has a type that {problem}")));
+        }
     };
     Ok(Some(RequestedGrammar::new(SCHEMA, grammar)))
 }
@@ -97,28 +102,41 @@ fn structured_outputs(fields: &Fields<'_>) -> Result<Option<RequestedGrammar>, F
         json_object: Option<bool>,
     }
     let Some(text) = fields.raw(OUTPUTS) else { return Ok(None) };
-    let other = || refused(OUTPUTS, text, OUTPUTS_ALLOWED);
-    let outputs: Outputs<'_> = object(text).ok_or_else(other)?;
+    let outputs: Outputs<'_> = object(OUTPUTS, text, OUTPUTS_ALLOWED)?;
     let grammar = match (outputs.json, outputs.regex, outputs.json_object.unwrap_or(false)) {
         (None, None, false) => return Ok(None),
         (Some(json), None, false) => schema_or_its_text(OUTPUTS, json.get())?,
         (None, Some(regex), false) => Grammar::Regex(regex),
         (None, None, true) => Grammar::json_object(),
-        _ => return Err(other()),
+        _ => {
+            let problem = "has more than one of json, regex and json_object; allowed: one of them";
+            return Err(FieldError::new(OUTPUTS, problem));
+        }
     };
     Ok(Some(RequestedGrammar::new(OUTPUTS, grammar)))
 }
 
 /// Parses a JSON object. The check is needed because serde also reads an array as a struct.
-fn object<'a, T: Deserialize<'a>>(text: &'a str) -> Option<T> {
-    text.starts_with('{').then(|| serde_json::from_str(text).ok())?
+fn object<'a, T: Deserialize<'a>>(
+    field: &str,
+    text: &'a str,
+    allowed: &str,
+) -> Result<T, FieldError> {
+    match text.starts_with('{') {
+        true => parse_field(field, text, allowed),
+        false => Err(refused(field, text, allowed)),
+    }
+}
+
+/// Converts a parsed value; the error tells the path to its invalid part.
+fn from_value<'a, T: Deserialize<'a>>(value: &'a Value) -> Result<T, JsonError> {
+    Ok(serde_path_to_error::deserialize(value)?)
 }
 
 /// Reads a schema given as JSON or as a string with JSON.
 fn schema_or_its_text(name: &str, text: &str) -> Result<Grammar, FieldError> {
     let schema = match text.starts_with('"') {
-        true => serde_json::from_str(text)
-            .map_err(|_| refused(name, text, "a JSON schema, or its text"))?,
+        true => parse_field(name, text, "a JSON schema, or its text")?,
         false => text.to_owned(),
     };
     Ok(Grammar::JsonSchema(schema))
@@ -160,11 +178,14 @@ fn tool_choice(fields: &Fields<'_>) -> Result<Option<ToolChoice>, FieldError> {
         },
         // serde also reads an array as a struct.
         Value::Object(object) if !object.get("function").is_some_and(Value::is_array) => {
-            let named = Named::deserialize(&choice).map_err(|_| other())?;
-            if named.r#type != "function" {
+            let Named { r#type, function } = from_value(&choice).map_err(|error| {
+                let problem = format!("is invalid: {error}; allowed: {allowed}");
+                FieldError::new(TOOL_CHOICE, problem)
+            })?;
+            if r#type != "function" {
                 return Err(other());
             }
-            Some(ToolChoice::Named(named.function.name))
+            Some(ToolChoice::Named(function.name))
         }
         _ => return Err(other()),
     })
@@ -189,8 +210,7 @@ struct Function {
 fn offered(fields: &Fields<'_>) -> Result<Option<(Value, Vec<OfferedFunction>)>, FieldError> {
     let allowed = "a list of tools, each with type function and a function with a name";
     let Some(text) = fields.raw(TOOLS) else { return Ok(None) };
-    let definitions: Value =
-        serde_json::from_str(text).map_err(|_| refused(TOOLS, text, allowed))?;
+    let definitions: Value = parse_field(TOOLS, text, allowed)?;
     let list = definitions.as_array().ok_or_else(|| refused(TOOLS, text, allowed))?;
     if list.is_empty() {
         return Ok(None);
@@ -202,9 +222,8 @@ fn offered(fields: &Fields<'_>) -> Result<Option<(Value, Vec<OfferedFunction>)>,
         if tool.is_array() || tool["function"].is_array() {
             return Err(refused(&field, &tool.to_string(), allowed));
         }
-        let read = Tool::deserialize(tool).map_err(|error| {
-            let reason = without_string(&error.to_string());
-            FieldError::new(&field, format!("is not a tool: {reason}; allowed: {allowed}"))
+        let read: Tool = from_value(tool).map_err(|error| {
+            FieldError::new(&field, format!("is not a tool: {error}; allowed: {allowed}"))
         })?;
         let Function { name, strict, parameters, .. } = read.function;
         if read.r#type != "function" {
@@ -290,7 +309,7 @@ mod tests {
         for (body, said) in [
             (
                 r#"{"response_format": {"type": "yaml"}}"#,
-                r#"response_format is {"type": "yaml"}; allowed: an object with type text, json_object or json_schema"#,
+                r#"response_format has a type that is "yaml"; allowed: an object with type text, json_object or json_schema"#,
             ),
             (r#"{"response_format": ["text", null]}"#, "response_format is [\"text\", null]"),
             (
@@ -318,7 +337,7 @@ mod tests {
             ),
             (
                 r#"{"structured_outputs": {"regex": "a", "json_object": true}}"#,
-                "structured_outputs is",
+                "structured_outputs has more than one of json, regex and json_object",
             ),
             (
                 r#"{"regex": "a", "response_format": {"type": "json_object"}}"#,
@@ -381,7 +400,11 @@ mod tests {
             (json!({"tool_choice": named("f")}), "tool_choice is \"f\"; allowed: the name of a"),
             (with(named("g")), "tool_choice is \"g\"; allowed: the name of a function in tools"),
             (with(json!("any")), "tool_choice is \"any\"; allowed: auto, none, required"),
-            (with(json!({"type": "function"})), "tool_choice is {\"type\":\"function\"}; allowed"),
+            (with(json!({"type": "function"})), "tool_choice is invalid: missing field `function`"),
+            (
+                with(json!({"type": "function", "function": {"name": 1}, "x": "y".repeat(99)})),
+                "tool_choice is invalid: function.name: invalid type: integer `1`, expected a string",
+            ),
             (with(json!({"type": "x", "function": {"name": "f"}})), "tool_choice is {\"type\":"),
             (with(json!({"type": "function", "function": ["f"]})), "tool_choice is {\"type\":"),
             (with(json!(7)), "tool_choice is 7"),
@@ -399,12 +422,12 @@ mod tests {
             ),
             (
                 json!({"tools": [{"type": "function", "function": {"name": "f", "strict": 1}}]}),
-                "tools[0] is not a tool: invalid type",
+                "tools[0] is not a tool: function.strict: invalid type: integer `1`, expected a boolean",
             ),
             (json!({"parallel_tool_calls": 1}), "parallel_tool_calls is 1"),
             (
                 json!({"tools": [{"type": "function", "function": "x".repeat(1 << 20)}]}),
-                "tools[0] is not a tool: invalid type: string, expected struct Function; allowed",
+                "tools[0] is not a tool: function: invalid type: string, expected struct Function",
             ),
         ] {
             let said = tools_of(body).unwrap_err();

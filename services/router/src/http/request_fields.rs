@@ -11,7 +11,7 @@ use crate::{
     front::NamedModel,
     keys::Caller,
     request::{
-        error::{FieldError, RequestError, kind, refused},
+        error::{FieldError, RequestError, kind, parse_field, parse_json, refused},
         options::{
             CHOICES, COMPLETION_TOKENS_DEFAULT, DefaultLength, LOGPROBS, MIN_P, Options, PENALTY,
             REPETITION_PENALTY, SEED, STOP_TOKENS_MAX, TEMPERATURE, TOKENS, TOP_K, TOP_P,
@@ -136,17 +136,12 @@ pub fn options(fields: &Fields<'_>) -> Result<Options, FieldError> {
 
 /// Reads `stop`: a string or a list of strings. The text stream checks their number and lengths.
 fn stop(fields: &Fields<'_>) -> Result<Vec<String>, FieldError> {
-    #[derive(Deserialize)]
-    #[serde(untagged)]
-    enum Stop {
-        One(String),
-        Many(Vec<String>),
+    let allowed = "a string or a list of strings";
+    match fields.raw("stop") {
+        None => Ok(Vec::new()),
+        Some(text) if text.starts_with('"') => Ok(vec![parse_field("stop", text, allowed)?]),
+        Some(text) => parse_field("stop", text, allowed),
     }
-    Ok(match fields.value("stop", "a string or a list of strings")? {
-        None => Vec::new(),
-        Some(Stop::One(text)) => vec![text],
-        Some(Stop::Many(texts)) => texts,
-    })
 }
 
 fn stop_token_ids(fields: &Fields<'_>) -> Result<Vec<u32>, FieldError> {
@@ -214,7 +209,7 @@ pub fn chat_source(
         return Err(FieldError::new("messages", format!("is missing; allowed: {allowed}")));
     };
     let other = || refused("messages", &kind(text), allowed);
-    let messages: Value = serde_json::from_str(text).map_err(|_| other())?;
+    let messages: Value = parse_field("messages", text, allowed)?;
     match messages.as_array() {
         Some(messages) if !messages.is_empty() => {}
         Some(_) => return Err(FieldError::new("messages", "is empty; allowed: at least one")),
@@ -290,34 +285,37 @@ pub fn prompts(fields: &Fields<'_>) -> Result<Vec<Prompt>, FieldError> {
     let inner = text.strip_prefix('[').map(str::trim_ascii_start);
     match inner {
         Some(inner) if inner.starts_with(['"', '[']) => {
-            json::<Vec<&RawValue>>(text)?.into_iter().map(|one| prompt(one.get())).collect()
+            let list = json::<Vec<&RawValue>>(text, None)?.into_iter().enumerate();
+            list.map(|(index, one)| prompt(one.get(), Some(index))).collect()
         }
         Some("]") => Err(FieldError::new("prompt", "is empty; allowed: at least one token")),
-        _ => prompt(text).map(|prompt| vec![prompt]),
+        _ => prompt(text, None).map(|prompt| vec![prompt]),
     }
 }
 
-fn prompt(text: &str) -> Result<Prompt, FieldError> {
+/// Parses one prompt; `index` is its position in a list of prompts.
+fn prompt(text: &str, index: Option<usize>) -> Result<Prompt, FieldError> {
     match text.as_bytes().first() {
-        Some(b'"') => json(text).map(Prompt::Text),
-        Some(b'[') => json(text).map(Prompt::Tokens),
+        Some(b'"') => json(text, index).map(Prompt::Text),
+        Some(b'[') => json(text, index).map(Prompt::Tokens),
         _ => {
             let problem = "allowed: a text, token ids, or a list of either";
-            Err(FieldError::new("prompt", format!("has {}; {problem}", kind(text))))
+            let at = index.map_or(String::new(), |index| format!(" at index {index}"));
+            Err(FieldError::new("prompt", format!("has {}{at}; {problem}", kind(text))))
         }
     }
 }
 
 /// Parses a part of the prompt. The error names the type found, or the number, and the expected type.
-fn json<'a, T: Deserialize<'a>>(text: &'a str) -> Result<T, FieldError> {
-    serde_json::from_str(text).map_err(|error| {
-        let reason = error.to_string();
-        let reason = reason.rsplit_once(" at line ").map_or(reason.as_str(), |(what, _)| what);
-        let reason = match reason.split_once("string \"") {
+fn json<'a, T: Deserialize<'a>>(text: &'a str, index: Option<usize>) -> Result<T, FieldError> {
+    parse_json(text).map_err(|error| {
+        let index = index.map_or(String::new(), |index| format!("[{index}]"));
+        let path = format!("prompt{index}{}", error.path);
+        let reason = match error.reason.split_once("string, expected") {
             Some((before, _)) => format!("{before}string, expected a token id"),
-            None => reason.replace("expected u32", "expected a token id"),
+            None => error.reason.replace("expected u32", "expected a token id"),
         };
-        FieldError::new("prompt", format!("is invalid: {reason}"))
+        FieldError::new("prompt", format!("is invalid at {path}: {reason}"))
     })
 }
 
@@ -425,7 +423,7 @@ mod tests {
             ("7", "has 7; allowed: a text, token ids"),
             ("{\"a\": 1}", "has an object; allowed"),
             ("[1, \"a\"]", "invalid type: string, expected a token id"),
-            ("[\"a\", 1]", "has 1; allowed"),
+            ("[\"a\", 1]", "has 1 at index 1; allowed"),
             ("[-1]", "integer `-1`, expected a token id"),
             ("[[1, -2]]", "integer `-2`, expected a token id"),
             ("[4294967296]", "integer `4294967296`, expected a token id"),

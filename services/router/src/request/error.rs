@@ -4,6 +4,8 @@ use std::time::Duration;
 
 use http::StatusCode;
 use proto::ids::NoRandomness;
+use serde::Deserialize;
+use serde_path_to_error::{Path, Segment};
 use telemetry::metrics::{Refusal, RequestEnd};
 use tonic::Code;
 
@@ -16,6 +18,8 @@ use crate::keys::Exceeded;
 const SHOWN_CHARS_MAX: usize = 64;
 /// Maximum length of a string in bytes that may be a name.
 const NAME_BYTES_MAX: usize = 24;
+/// Length in bytes after which the path to a value is truncated.
+const PATH_BYTES_MAX: usize = 128;
 
 /// Error with the field's name, its problem and the allowed values in one line.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
@@ -41,8 +45,6 @@ pub fn refused(field: &str, text: &str, allowed: &str) -> FieldError {
 /// Returns a JSON value for an error message. Errors go into logs, so the error shows text only if it looks like a
 /// name such as `"auto"`; other text is described by its type and size.
 fn without_text(value: &str) -> String {
-    let plain = |byte: u8| byte.is_ascii_alphanumeric() || b"._-".contains(&byte);
-    let is_name = |text: &str| text.len() <= NAME_BYTES_MAX && text.bytes().all(plain);
     // Without escapes, every second part is the content of a string.
     let is_quotable = !value.contains('\\') && value.split('"').skip(1).step_by(2).all(is_name);
     match value.as_bytes().first() {
@@ -51,6 +53,11 @@ fn without_text(value: &str) -> String {
         }
         _ => shown(value),
     }
+}
+
+fn is_name(text: &str) -> bool {
+    let plain = |byte: u8| byte.is_ascii_alphanumeric() || b"._-".contains(&byte);
+    text.len() <= NAME_BYTES_MAX && text.bytes().all(plain)
 }
 
 /// Describes a JSON value, and shows it only if it is a number, a boolean or null.
@@ -71,11 +78,100 @@ pub fn shown(text: &str) -> String {
     }
 }
 
-/// Removes the string from an error text of serde, which quotes the whole string.
-pub fn without_string(reason: &str) -> String {
-    match (reason.split_once("string \""), reason.rsplit_once("\", expected ")) {
-        (Some((before, _)), Some((_, after))) => format!("{before}string, expected {after}"),
-        _ => reason.to_owned(),
+/// Error of a value's JSON: where in the value, and why.
+#[derive(Debug, PartialEq, Eq)]
+pub struct JsonError {
+    /// Path from the value to its invalid part, such as `[0].content`; empty for the value itself.
+    pub path: String,
+    pub reason: String,
+    /// Whether the text is JSON, but not of the expected type.
+    pub is_type: bool,
+}
+
+impl std::fmt::Display for JsonError {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self.path.trim_start_matches('.') {
+            "" => f.write_str(&self.reason),
+            path => write!(f, "{path}: {}", self.reason),
+        }
+    }
+}
+
+impl From<serde_path_to_error::Error<serde_json::Error>> for JsonError {
+    fn from(error: serde_path_to_error::Error<serde_json::Error>) -> Self {
+        let path = shown_path(error.path());
+        let error = error.into_inner();
+        Self { path, reason: reason_of(&error), is_type: error.is_data() }
+    }
+}
+
+/// Parses JSON; the error tells the path to the invalid part.
+pub fn parse_json<'a, T: Deserialize<'a>>(text: &'a str) -> Result<T, JsonError> {
+    let mut json = serde_json::Deserializer::from_str(text);
+    let parsed = serde_path_to_error::deserialize(&mut json)?;
+    let at_end = json.end();
+    at_end.map(|()| parsed).map_err(|error| JsonError {
+        path: String::new(),
+        reason: reason_of(&error),
+        is_type: false,
+    })
+}
+
+/// Parses the JSON text of a field. The error shows the value, or else tells the path to its invalid part.
+pub fn parse_field<'a, T: Deserialize<'a>>(
+    field: &str,
+    text: &'a str,
+    allowed: &str,
+) -> Result<T, FieldError> {
+    parse_json(text).map_err(|JsonError { path, reason, is_type }| {
+        let found = without_text(text);
+        let is_shown = found == text || !text.starts_with(['[', '{']);
+        let problem = match (is_type, is_shown) {
+            (true, true) => format!("is {found}"),
+            (true, false) => format!("is {found}, invalid at {field}{path}: {reason}"),
+            (false, _) => format!("is not valid JSON at {field}{path}: {reason}"),
+        };
+        FieldError::new(field, format!("{problem}; allowed: {allowed}"))
+    })
+}
+
+/// Returns a path as text. A key is shown only if it looks like a name, because errors go into logs.
+fn shown_path(path: &Path) -> String {
+    let mut shown = String::new();
+    for segment in path {
+        if shown.len() > PATH_BYTES_MAX {
+            shown.push('…');
+            break;
+        }
+        match segment {
+            Segment::Seq { index } => shown.push_str(&format!("[{index}]")),
+            Segment::Map { key } | Segment::Enum { variant: key } if is_name(key) => {
+                shown.push_str(&format!(".{key}"));
+            }
+            Segment::Map { .. } | Segment::Enum { .. } | Segment::Unknown => shown.push_str(".?"),
+        }
+    }
+    shown
+}
+
+/// Returns an error of serde without its position, and without the client's text that it quotes.
+pub fn reason_of(error: &serde_json::Error) -> String {
+    let text = error.to_string();
+    let text = text.rsplit_once(" at line ").map_or(text.as_str(), |(what, _)| what);
+    if text == "recursion limit exceeded" {
+        return "more than 127 levels of lists and objects".to_owned();
+    }
+    if let (Some((before, _)), Some((_, after))) =
+        (text.split_once("string \""), text.rsplit_once("\", expected "))
+    {
+        return format!("{before}string, expected {after}");
+    }
+    match (text.strip_prefix("unknown field `"), text.rsplit_once("`, expected ")) {
+        (Some(rest), Some((_, after))) => match rest.split_once('`') {
+            Some((key, _)) if is_name(key) => text.to_owned(),
+            _ => format!("unknown field, expected {after}"),
+        },
+        _ => text.to_owned(),
     }
 }
 

@@ -91,7 +91,8 @@ impl Client {
         whole(self.send(Method::POST, path, headers, body.to_string()).await).await
     }
 
-    pub async fn post_bytes(&self, path: &str, body: &'static [u8]) -> Answer {
+    pub async fn post_bytes(&self, path: &str, body: impl AsRef<[u8]>) -> Answer {
+        let body = Bytes::copy_from_slice(body.as_ref());
         whole(self.send(Method::POST, path, &[], body).await).await
     }
 
