@@ -345,6 +345,9 @@ struct Chunks {
     head: Vec<u8>,
     /// Events that no call of [`Self::next`] has returned.
     out: Vec<u8>,
+    /// Tokens of a completion whose chunk is not written: the next event may end their answer, and then both have one
+    /// chunk. Clients count the chunks of completions as tokens.
+    held: Option<AnswerTokens>,
     /// Number of answers that have not finished.
     answers_left: usize,
     is_over: bool,
@@ -358,6 +361,8 @@ struct AnswerProgress {
     reader: Option<CallReader>,
     text_offset: TextOffset,
     completion_tokens: u64,
+    /// The last tokens of a completion, until their answer's end arrives.
+    last: Option<AnswerTokens>,
 }
 
 impl Chunks {
@@ -376,6 +381,7 @@ impl Chunks {
             answers,
             head,
             out: Vec::new(),
+            held: None,
             answers_left: answer_count,
             is_over: false,
         }
@@ -403,6 +409,11 @@ impl Chunks {
                 // An error event ends the stream; no [DONE] follows.
                 Some(Err(error)) => {
                     self.is_over = true;
+                    for choice in 0..self.answers.len() {
+                        if let Some(last) = self.answers[choice].last.take() {
+                            self.write_completion(last, None, &mut out);
+                        }
+                    }
                     write_event(&ErrorBody { error: ApiError::from(error).content }, &mut out);
                 }
                 None => {
@@ -415,11 +426,21 @@ impl Chunks {
             {
                 self.write(event, &mut out);
             }
+            if let Some(held) = self.held.take() {
+                self.write_completion(held, None, &mut out);
+            }
             self.out = out;
         }
     }
 
     fn write(&mut self, event: Event, out: &mut Vec<u8>) {
+        let is_end_of = |held: &AnswerTokens| matches!(&event, Event::Finished(end) if end.choice == held.choice);
+        if let Some(held) = self.held.take() {
+            match is_end_of(&held) {
+                true => self.hold_last(held),
+                false => self.write_completion(held, None, out),
+            }
+        }
         match event {
             Event::Tokens(shown) => self.write_tokens(shown, out),
             Event::Finished(end) => {
@@ -428,7 +449,10 @@ impl Chunks {
                 self.introduce(end.choice, out);
                 match self.reply.view.api {
                     Api::Chat => self.write_chat_end(&end, out),
-                    Api::Text => self.write_chunk(end.choice, text_end(&end), out),
+                    Api::Text => match self.answers[end.choice as usize].last.take() {
+                        Some(last) => self.write_completion(last, Some(&end), out),
+                        None => self.write_chunk(end.choice, text_end(&end), out),
+                    },
                 }
             }
         }
@@ -436,39 +460,59 @@ impl Chunks {
 
     fn write_tokens(&mut self, shown: AnswerTokens, out: &mut Vec<u8>) {
         self.totals.tokens(shown.tokens.len());
-        self.introduce(shown.choice, out);
-        let progress = &mut self.answers[shown.choice as usize];
-        progress.completion_tokens += shown.tokens.len() as u64;
-        let (reply, view) = (&self.reply, &self.reply.view);
-        match view.api {
-            Api::Chat => {
-                let AnswerTokens { choice, tokens, text, .. } = shown;
-                let (content, pieces) = match &mut progress.reader {
-                    Some(reader) => (None, reader.push(&text)),
-                    None => (Some(AnswerPiece::Content(text)), Vec::new()),
-                };
-                let pieces = content.into_iter().chain(pieces);
-                chat_chunks(view, choice, &tokens, pieces, |chunk| {
-                    self.write_chunk(choice, chunk, out);
-                });
+        if self.reply.view.api == Api::Text {
+            match shown.is_last {
+                true => self.hold_last(shown),
+                false => self.held = Some(shown),
             }
-            Api::Text => {
-                let first = !std::mem::replace(&mut progress.introduced, true);
-                let mut logprobs = TextLogprobs::default();
-                view.text_logprobs(&shown.tokens, &mut progress.text_offset, &mut logprobs);
-                let prompt = reply.prompt(&self.started.prompts, shown.choice);
-                let choice = TextChoice {
-                    index: shown.choice,
-                    text: shown.text,
-                    logprobs: view.logprobs.map(|_| logprobs),
-                    prompt_token_ids: (first && view.token_ids).then_some(prompt),
-                    token_ids: view.ids(&shown.tokens),
-                    weight_versions: view.versions(&shown.tokens),
-                    ..Default::default()
-                };
-                self.write_chunk(shown.choice, choice, out);
-            }
+            return;
         }
+        self.introduce(shown.choice, out);
+        let AnswerTokens { choice, tokens, text, .. } = shown;
+        let progress = &mut self.answers[choice as usize];
+        progress.completion_tokens += tokens.len() as u64;
+        let (content, pieces) = match &mut progress.reader {
+            Some(reader) => (None, reader.push(&text)),
+            None => (Some(AnswerPiece::Content(text)), Vec::new()),
+        };
+        let pieces = content.into_iter().chain(pieces);
+        chat_chunks(&self.reply.view, choice, &tokens, pieces, |chunk| {
+            self.write_chunk(choice, chunk, out);
+        });
+    }
+
+    /// Keeps the last tokens of a completion until their answer's end.
+    fn hold_last(&mut self, tokens: AnswerTokens) {
+        let choice = tokens.choice as usize;
+        self.answers[choice].last = Some(tokens);
+    }
+
+    /// Writes the chunk of a completion's tokens, with the end of their answer if they are the last ones.
+    fn write_completion(
+        &mut self,
+        shown: AnswerTokens,
+        end: Option<&AnswerEnd>,
+        out: &mut Vec<u8>,
+    ) {
+        let AnswerTokens { choice, tokens, text, .. } = shown;
+        let progress = &mut self.answers[choice as usize];
+        progress.completion_tokens += tokens.len() as u64;
+        let first = !std::mem::replace(&mut progress.introduced, true);
+        let (reply, view) = (&self.reply, &self.reply.view);
+        let mut logprobs = TextLogprobs::default();
+        view.text_logprobs(&tokens, &mut progress.text_offset, &mut logprobs);
+        let prompt = reply.prompt(&self.started.prompts, choice);
+        let end = end.map(text_end).unwrap_or_default();
+        let content = TextChoice {
+            index: choice,
+            text: text + &end.text,
+            logprobs: view.logprobs.map(|_| logprobs),
+            prompt_token_ids: (first && view.token_ids).then_some(prompt),
+            token_ids: view.ids(&tokens),
+            weight_versions: view.versions(&tokens),
+            ..end
+        };
+        self.write_chunk(choice, content, out);
     }
 
     /// Sends the role at the beginning of a chat answer.

@@ -242,7 +242,8 @@ impl<'a> AnswerDriver<'a> {
         if !tokens.is_empty() {
             self.record.emitted(tokens.len() as u32);
             self.core.charge_tokens(Instant::now(), tokens.len() as u32);
-            let event = AnswerTokens { choice: self.choice, first_index, tokens, text };
+            let is_last = self.text.is_complete();
+            let event = AnswerTokens { choice: self.choice, first_index, tokens, text, is_last };
             if let Some(event) = self.events.try_send(Event::Tokens(event))? {
                 match timeout_at(self.request.deadline.at, self.send(event)).await {
                     Ok(sent) => sent?,
@@ -328,6 +329,7 @@ struct AnswerText {
     stop_token_ids: Vec<u32>,
     tokenizer: Arc<Tokenizer>,
     min_tokens: u32,
+    max_tokens: u32,
     token_count: u32,
     ended: Option<Ended>,
 }
@@ -365,9 +367,15 @@ impl AnswerText {
             stop_token_ids,
             tokenizer: tokenizer.clone(),
             min_tokens: sampling.min_tokens,
+            max_tokens: sampling.max_tokens,
             token_count: 0,
             ended: None,
         }
+    }
+
+    /// Returns whether the answer has all its tokens. A node may also end an answer before that.
+    fn is_complete(&self) -> bool {
+        self.ended.is_some() || self.token_count >= self.max_tokens
     }
 
     /// Returns the stop condition that ended the answer, if any.

@@ -38,6 +38,8 @@ pub struct AnswerTokens {
     pub tokens: Vec<Token>,
     /// Empty while a character, or a possible stop string, is incomplete.
     pub text: String,
+    /// Whether a stop or the limit of tokens is reached: then only the end of the answer follows.
+    pub is_last: bool,
 }
 
 /// The end of a complete answer.
@@ -267,7 +269,13 @@ mod tests {
     use super::*;
 
     fn event(choice: u32) -> Event {
-        Event::Tokens(AnswerTokens { choice, first_index: 0, tokens: vec![], text: "t".into() })
+        Event::Tokens(AnswerTokens {
+            choice,
+            first_index: 0,
+            tokens: vec![],
+            text: "t".into(),
+            is_last: false,
+        })
     }
 
     const SLOW: Result<(), RequestError> = Err(RequestError::SlowClient { waited: SHORT });

@@ -392,7 +392,13 @@ mod tests {
     const WAIT_MAX: Duration = Duration::from_millis(20);
 
     fn tokens(choice: u32) -> Event {
-        Event::Tokens(AnswerTokens { choice, first_index: 0, tokens: vec![], text: "t".into() })
+        Event::Tokens(AnswerTokens {
+            choice,
+            first_index: 0,
+            tokens: vec![],
+            text: "t".into(),
+            is_last: false,
+        })
     }
 
     #[tokio::test(start_paused = true)]

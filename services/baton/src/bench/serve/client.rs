@@ -131,7 +131,7 @@ impl Answer {
         } else if is_chunk && let Some(counted) = usage["completion_tokens"].as_u64() {
             self.token_times.resize((counted as usize).min(self.tokens_max), now);
         } else if is_chunk && self.token_ids.is_none() {
-            // A token whose text is held back has an empty chunk, and the chunk with the finish reason has no
+            // A token whose text is held back has an empty chunk, and the chunk with the finish reason may have no
             // token: the usage at the end has the exact number.
             self.token_times.push(now);
         }
