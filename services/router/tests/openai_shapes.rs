@@ -139,6 +139,61 @@ async fn completion_has_openai_format_streamed_and_not() {
 }
 
 #[tokio::test]
+async fn chunk_of_a_completion_has_tokens_and_the_last_one_the_finish_reason() {
+    let cluster = Cluster::start(1, 1, ANSWER).await;
+    let all = encode(ANSWER).len() as u64 + 1;
+    for (extra, tokens, reason) in [
+        (json!({}), all, "stop"),
+        (json!({"max_tokens": 4}), 4, "length"),
+        (json!({"max_tokens": 1}), 1, "length"),
+        (json!({"stop": "capital"}), 4, "stop"),
+        (json!({"ignore_eos": true, "stop": " Wine", "n": 2}), 2 * (all - 4), "stop"),
+    ] {
+        let mut body = completion(extra.clone());
+        body["stream"] = true.into();
+        body["return_token_ids"] = true.into();
+        body["stream_options"] = json!({"include_usage": true});
+        let chunks = cluster.client.stream("/v1/completions", &body).await.chunks().await;
+        let (usage, chunks) = chunks.split_last().unwrap();
+        assert_eq!(usage["usage"]["completion_tokens"], tokens, "{extra}");
+        let ids = |chunk: &Value| chunk["choices"][0]["token_ids"].as_array().unwrap().len() as u64;
+        assert!(chunks.iter().all(|chunk| ids(chunk) > 0), "{extra}: {chunks:?}");
+        assert_eq!(chunks.iter().map(ids).sum::<u64>(), tokens, "{extra}");
+        let choices = body["n"].as_u64().unwrap_or(1);
+        for choice in 0..choices {
+            let own = |chunk: &&Value| chunk["choices"][0]["index"] == choice;
+            let mut reasons = chunks.iter().filter(own).rev();
+            let last = reasons.next().unwrap();
+            assert_eq!(last["choices"][0]["finish_reason"], reason, "{extra}");
+            assert!(reasons.all(|chunk| chunk["choices"][0]["finish_reason"].is_null()));
+            let whole = cluster.client.post("/v1/completions", &completion(extra.clone())).await;
+            let index = choice as usize;
+            assert_eq!(whole.json()["choices"][index]["text"], text_of(chunks, choice));
+        }
+    }
+}
+
+#[tokio::test]
+async fn log_probabilities_of_a_completion_tell_parts_of_characters_apart() {
+    let cluster = Cluster::start(0, 1, "👍").await;
+    let body = completion(json!({"logprobs": 20}));
+    let answer = cluster.client.post("/v1/completions", &body).await.json();
+    let logprobs = &answer["choices"][0]["logprobs"];
+    let tokens = logprobs["tokens"].as_array().unwrap();
+    let (_, parts) = tokens.split_last().unwrap();
+    assert!(parts.len() > 1, "{tokens:?}");
+    let mut bytes = String::new();
+    for (token, top) in tokens.iter().zip(logprobs["top_logprobs"].as_array().unwrap()) {
+        assert_eq!(top[token.as_str().unwrap()], -0.25, "{top}");
+        assert_eq!(top.as_object().unwrap().len(), 20, "{top}");
+    }
+    for part in parts {
+        bytes += part.as_str().unwrap().strip_prefix("bytes:").unwrap();
+    }
+    assert_eq!(bytes, r"\xf0\x9f\x91\x8d");
+}
+
+#[tokio::test]
 async fn max_tokens_ends_an_answer_and_has_a_default() {
     let cluster = Cluster::start(1, 1, &ANSWER.repeat(10)).await;
     let body = json!({"prompt": long_prompt()});

@@ -204,7 +204,7 @@ impl Serialize for TopLogprobs {
     fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
         let mut map = serializer.serialize_map(None)?;
         for (index, (token, logprob)) in self.0.iter().enumerate() {
-            // Several tokens may have the same text, such as parts of characters; keep the best one.
+            // Several tokens may have the same text, such as a special token and an ordinary one; keep the best one.
             if !self.0[..index].iter().any(|(earlier, _)| earlier == token) {
                 map.serialize_entry(token, &clamped(*logprob))?;
             }
@@ -351,10 +351,10 @@ impl TokenView {
         let Some(count) = self.logprobs else { return };
         for token in tokens {
             let (chosen, top) = self.logprobs_of(token, count);
-            let text = self.text_of(token.id);
+            let text = self.key_of(token.id);
             // As in OpenAI's API, the sampled token is always included.
             let mut shown: Vec<(String, f32)> =
-                top.iter().map(|&(id, logprob)| (self.text_of(id), logprob)).collect();
+                top.iter().map(|&(id, logprob)| (self.key_of(id), logprob)).collect();
             if !top.iter().any(|&(id, _)| id == token.id) {
                 shown.push((text.clone(), chosen));
             }
@@ -387,6 +387,18 @@ impl TokenView {
     fn token(&self, id: u32, logprob: f32) -> TokenLogprob {
         let bytes = self.tokenizer.token_bytes(id).unwrap_or_default().to_vec();
         TokenLogprob { token: self.text_of(id), logprob, bytes }
+    }
+
+    /// Returns a token's text or, as in OpenAI's API, the bytes of a token that is a part of a character
+    /// (`bytes:\\xf0\\x9f`): the text of all such tokens would be the same.
+    fn key_of(&self, id: u32) -> String {
+        let bytes = self.tokenizer.token_bytes(id).unwrap_or_default();
+        match std::str::from_utf8(bytes) {
+            Ok(_) => self.text_of(id),
+            Err(_) => {
+                bytes.iter().fold("bytes:".to_owned(), |key, byte| key + &format!("\\x{byte:02x}"))
+            }
+        }
     }
 
     fn text_of(&self, id: u32) -> String {
