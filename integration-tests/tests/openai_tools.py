@@ -122,13 +122,14 @@ for temperature, seed, is_streamed in [(0, 1, True), (1.5, 2, False), (1.5, 3, F
         check(named.message.tool_calls[0].function)
     some = ask(tool_choice="required", **drawn)
     assert some.finish_reason in ["tool_calls", "length"] and some.message.tool_calls, some
-    for call in some.message.tool_calls:
+    # `max_tokens` may have cut the last call.
+    for call in some.message.tool_calls[:-1 if some.finish_reason == "length" else None]:
         check(call.function)
 
 # Calls of a strict function match its schema even when the model decides whether to call.
 strict = {**trip, "function": {**trip["function"], "strict": True}}
 free = both_ways(tools=[strict])
-if free.message.tool_calls:
+if free.message.tool_calls and free.finish_reason != "length":
     for call in free.message.tool_calls:
         check(call.function)
 assert free.finish_reason in ["stop", "length", "tool_calls"], free

@@ -204,14 +204,57 @@ async fn text_answer(cluster: &Cluster, mut body: Value, stream: bool) -> (Strin
 }
 
 #[tokio::test]
-async fn incomplete_call_is_returned_as_text() {
+async fn cut_call_is_an_incomplete_call_and_no_content() {
+    let bare = "{\"name\": \"weather\", \"parameters\": {\"city\": \"Köln\"}}; \
+                {\"name\": \"clock\", \"parameters\": {}}";
+    let (_, marked) = TWO_CALLS.split_once('\n').unwrap();
+    for (template, written, choice) in
+        [(HERMES, TWO_CALLS, "auto"), (HERMES, marked, "required"), (LLAMA, bare, "required")]
+    {
+        let cluster = Cluster::start_with_template(template, written).await;
+        let mut incomplete = 0;
+        for max_tokens in 1..encode(written).len() {
+            let body = chat(json!({"max_tokens": max_tokens, "tool_choice": choice}));
+            let whole = parts_of(&cluster, body.clone(), false).await;
+            let (content, calls, reason) = &whole;
+            assert!(!content.contains("<tool_call>") && !content.contains('{'), "{whole:?}");
+            assert!(choice == "auto" || content.is_empty(), "{whole:?}");
+            assert_eq!(reason, "length", "{whole:?}");
+            let whole_calls = [("weather", "{\"city\": \"Köln\"}"), ("clock", "{}")];
+            for (call, (name, arguments)) in calls.as_array().unwrap().iter().zip(whole_calls) {
+                let function = &call["function"];
+                let so_far = function["arguments"].as_str().unwrap();
+                assert_eq!(function["name"], name, "{whole:?}");
+                assert!(arguments.starts_with(so_far), "{whole:?}");
+                incomplete += u32::from(so_far != arguments);
+            }
+            let streamed = parts_of(&cluster, body, true).await;
+            assert_eq!((&streamed.0, &streamed.2), (content, reason), "{whole:?}");
+            let functions = |calls: &Value| {
+                let calls = calls.as_array().unwrap();
+                calls.iter().map(|call| call["function"].clone()).collect::<Vec<_>>()
+            };
+            assert_eq!(functions(&streamed.1), functions(calls), "{whole:?}");
+        }
+        assert!(incomplete > 5, "{incomplete} cuts are in a call");
+    }
+    // A stop string of the client cuts a call too.
     let cluster = Cluster::start_with_template(HERMES, TWO_CALLS).await;
-    let cut = encode(TWO_CALLS).len() as u64 / 4;
+    let (content, calls, reason) = parts_of(&cluster, chat(json!({"stop": "ln"})), false).await;
+    assert_eq!((content.as_str(), reason.as_str()), ("I look.", "stop"));
+    assert_eq!(calls[0]["function"], json!({"name": "weather", "arguments": "{\"city\": \"Kö"}));
+}
+
+#[tokio::test]
+async fn call_that_the_model_leaves_incomplete_is_text() {
+    let (written, _) = TWO_CALLS.split_once("\"}}").unwrap();
+    let cluster = Cluster::start_with_template(HERMES, written).await;
     for stream in [false, true] {
-        let body = chat(json!({"max_tokens": cut}));
-        let (text, reason) = text_answer(&cluster, body, stream).await;
-        assert_eq!(reason, "length");
-        assert!(text.contains("<tool_call>") && TWO_CALLS.starts_with(&text), "{text:?}");
+        let expected = (written.to_owned(), "stop".to_owned());
+        assert_eq!(text_answer(&cluster, chat(json!({})), stream).await, expected);
+    }
+    cluster.decode[0].answer_with(&encode(TWO_CALLS));
+    for stream in [false, true] {
         // Without allowed calls the output is not parsed for calls.
         let body = chat(json!({"tool_choice": "none"}));
         let expected = (TWO_CALLS.to_owned(), "stop".to_owned());

@@ -253,7 +253,7 @@ fn responses(
             Event::Finished(end) => {
                 let (text, tool_calls, calls) = match reader.take() {
                     Some(reader) => {
-                        let (pieces, calls) = reader.finish(&end.text);
+                        let (pieces, calls) = reader.finish(&end.text, end.is_cut());
                         let (text, tool_calls) = tools::to_wire(pieces);
                         (text, tool_calls, calls)
                     }

@@ -533,7 +533,7 @@ impl Chunks {
     fn write_chat_end(&mut self, end: &AnswerEnd, out: &mut Vec<u8>) {
         // Send text that was held back.
         let (pieces, calls) = match self.answers[end.choice as usize].reader.take() {
-            Some(reader) => reader.finish(&end.text),
+            Some(reader) => reader.finish(&end.text, end.is_cut()),
             None if end.text.is_empty() => (Vec::new(), Calls::None),
             None => (vec![AnswerPiece::Content(end.text.clone())], Calls::None),
         };

@@ -430,7 +430,7 @@ impl Collected {
         reader: Option<CallReader>,
     ) -> ChatChoice {
         let (pieces, calls) = match reader {
-            Some(reader) => reader.finish(&self.text),
+            Some(reader) => reader.finish(&self.text, end.is_cut()),
             None => (vec![AnswerPiece::Content(self.text)], Calls::None),
         };
         let (mut content, mut tool_calls) = (String::new(), Vec::new());

@@ -203,6 +203,8 @@ pub struct CallReading {
     pub parallel: bool,
     /// Whether the client named the function.
     pub is_named: bool,
+    /// Whether an answer consists of calls only.
+    pub is_required: bool,
     /// Prefix of the calls' ids.
     pub id: String,
 }
@@ -214,6 +216,7 @@ impl CallReading {
             names: tools.callable().map(|function| function.name.clone()).collect(),
             parallel: tools.parallel,
             is_named: matches!(tools.choice, ToolChoice::Named(_)),
+            is_required: tools.choice != ToolChoice::Auto,
             id: format!("call_{request_id}"),
         }
     }
@@ -223,7 +226,12 @@ impl CallReading {
 #[derive(Debug, PartialEq)]
 pub enum AnswerPiece {
     Content(String),
-    Call { index: u32, id: String, call: ToolCall },
+    /// A call. If the answer was cut within its last call, the call is incomplete.
+    Call {
+        index: u32,
+        id: String,
+        call: ToolCall,
+    },
 }
 
 /// Parser of the calls in one answer.
@@ -232,12 +240,14 @@ pub struct CallReader {
     reading: CallReading,
     choice: u32,
     calls: u32,
+    /// Whether the last call is incomplete.
+    last_is_cut: bool,
 }
 
 impl CallReader {
     pub fn new(reading: &CallReading, choice: u32) -> Self {
         let parser = ToolParser::new(reading.format, reading.names.clone());
-        Self { parser, reading: reading.clone(), choice, calls: 0 }
+        Self { parser, reading: reading.clone(), choice, calls: 0, last_is_cut: false }
     }
 
     pub fn push(&mut self, text: &str) -> Vec<AnswerPiece> {
@@ -246,14 +256,23 @@ impl CallReader {
         self.numbered(pieces)
     }
 
-    /// Returns the remaining pieces, and whether the answer ends with calls.
-    pub fn finish(mut self, text: &str) -> (Vec<AnswerPiece>, Calls) {
+    /// Returns the remaining pieces, and whether the answer ends with calls. `is_cut` means that the model did not
+    /// end the answer.
+    pub fn finish(mut self, text: &str, is_cut: bool) -> (Vec<AnswerPiece>, Calls) {
         let mut pieces = Vec::new();
         self.parser.push(text, &mut pieces);
-        self.parser.clone().finish(&mut pieces);
+        match is_cut {
+            true => self.parser.clone().finish_cut(&mut pieces),
+            false => self.parser.clone().finish(&mut pieces),
+        }
+        if is_cut && self.reading.is_required {
+            // The beginning of a call that has no name yet.
+            pieces.retain(|piece| !matches!(piece, ToolPiece::Content(_)));
+        }
         let pieces = self.numbered(pieces);
         let calls = match (self.calls, self.reading.parallel) {
             (0, _) => Calls::None,
+            _ if self.last_is_cut => Calls::Cut,
             _ if self.reading.is_named => Calls::Named,
             (_, true) => Calls::Some,
             (_, false) => Calls::OnlyOne,
@@ -270,7 +289,9 @@ impl CallReader {
             }
             numbered.push(match piece {
                 ToolPiece::Content(text) => AnswerPiece::Content(text),
-                ToolPiece::Call(call) => {
+                ToolPiece::Call(ref call) | ToolPiece::CutCall(ref call) => {
+                    self.last_is_cut = matches!(piece, ToolPiece::CutCall(_));
+                    let call = call.clone();
                     let index = self.calls;
                     self.calls += 1;
                     let id = format!("{}_{}_{index}", self.reading.id, self.choice);
@@ -291,6 +312,8 @@ pub enum Calls {
     OnlyOne,
     /// The client named the called function.
     Named,
+    /// The last call is incomplete.
+    Cut,
 }
 
 impl Calls {
@@ -315,10 +338,11 @@ mod tests {
             let names = Arc::new(["f".to_owned()]);
             let id = "call_1".to_owned();
             let format = ToolFormat::Hermes;
-            let reading = CallReading { format, names, parallel, is_named, id };
+            let is_required = false;
+            let reading = CallReading { format, names, parallel, is_named, is_required, id };
             let mut reader = CallReader::new(&reading, 2);
             let mut pieces = reader.push(&text[..40]);
-            let (rest, calls) = reader.finish(&text[40..]);
+            let (rest, calls) = reader.finish(&text[40..], false);
             pieces.extend(rest);
             (pieces, calls)
         };
@@ -356,6 +380,7 @@ mod tests {
             (Calls::Some, ToolCalls, Length),
             (Calls::OnlyOne, ToolCalls, ToolCalls),
             (Calls::Named, Stop, Length),
+            (Calls::Cut, Stop, Length),
         ] {
             assert_eq!(
                 (calls.finish_reason(Stop), calls.finish_reason(Length)),

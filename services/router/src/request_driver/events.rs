@@ -57,6 +57,13 @@ pub struct AnswerEnd {
     pub hand_over: HandOverStats,
 }
 
+impl AnswerEnd {
+    /// Returns whether something else than the model ended the answer: a limit, a stop of the client, or an abort.
+    pub fn is_cut(&self) -> bool {
+        self.reason != FinishReason::Stop || self.stop_reason.is_some()
+    }
+}
+
 /// The stop token or the stop string of the client that ended the answer.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, JsonSchema)]
 #[serde(untagged)]

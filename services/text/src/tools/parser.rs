@@ -3,8 +3,9 @@
 //! Text arrives in pieces of any size, which do not affect the result. Content is emitted at once, except
 //! text that may still belong to a call: white space, the beginning of a mark, or a JSON object whose keys
 //! and name match a call so far. A call is emitted when its object is complete. Text that turns out not to
-//! be a call (broken JSON, a function that was not offered, an answer that ends within a call) is emitted
-//! unchanged as content. White space directly before and after a call belongs to the call.
+//! be a call (broken JSON, a function that was not offered, an answer that the model ends within a call) is
+//! emitted unchanged as content. If something else cuts the answer within a call, the incomplete call is emitted.
+//! White space directly before and after a call belongs to the call.
 
 use std::sync::Arc;
 
@@ -29,6 +30,8 @@ pub struct ToolCall {
 pub enum ToolPiece {
     Content(String),
     Call(ToolCall),
+    /// A call within which the answer was cut: its arguments are the beginning of a JSON object, or empty.
+    CutCall(ToolCall),
 }
 
 /// Parser of one answer.
@@ -59,7 +62,16 @@ enum State {
     /// After a mark: white space until the object begins.
     Marked,
     /// Inside an object that begins at `start`. `in_name` says that the last key was `name`.
-    Object { start: usize, in_name: bool, json: JsonObject },
+    Object { start: usize, in_name: bool, json: JsonObject, found: FoundParts },
+}
+
+/// Parts of an incomplete object.
+#[derive(Clone, Debug, Default)]
+struct FoundParts {
+    /// Name of the function.
+    name: Option<String>,
+    /// End of the key of the arguments in the object.
+    arguments_key_end: Option<usize>,
 }
 
 /// Result of adding a character to the held text.
@@ -96,6 +108,20 @@ impl ToolParser {
                 }
                 Outcome::RejectedWithIt => self.emit_content(out),
             }
+        }
+    }
+
+    /// Ends an answer that was cut, for example by its maximum length. Within a call the call is emitted as far as it
+    /// goes. Without the name of its function nothing of it is emitted, unless the text may also be an answer in JSON.
+    pub fn finish_cut(self, out: &mut Vec<ToolPiece>) {
+        match &self.state {
+            State::Marked => {}
+            State::Object { start, found, .. } => match cut_call(&self.held[*start..], found) {
+                Some(call) => out.push(ToolPiece::CutCall(call)),
+                None if self.held[..*start].contains(self.format.marks().0) => {}
+                None => self.finish(out),
+            },
+            State::Text | State::Mark { .. } => self.finish(out),
         }
     }
 
@@ -169,13 +195,14 @@ impl ToolParser {
     fn begin_object(&mut self) -> Outcome {
         let mut json = JsonObject::default();
         json.feed(b'{');
-        self.state = State::Object { start: self.held.len(), in_name: false, json };
+        let found = FoundParts::default();
+        self.state = State::Object { start: self.held.len(), in_name: false, json, found };
         self.held.push('{');
         Outcome::Accepted
     }
 
     fn take_json(&mut self, char: char, out: &mut Vec<ToolPiece>) -> Outcome {
-        let State::Object { start, in_name, json } = &mut self.state else {
+        let State::Object { start, in_name, json, found } = &mut self.state else {
             return Outcome::Rejected;
         };
         let mut bytes = [0; 4];
@@ -191,11 +218,14 @@ impl ToolParser {
             Step::Key(from, to) => {
                 let key = &object[from + 1..to - 1];
                 *in_name = key == "name";
+                if ["arguments", "parameters"].contains(&key) {
+                    found.arguments_key_end = Some(to);
+                }
                 ["name", "arguments", "parameters", "type", "id"].contains(&key)
             }
             Step::Text(from, to) if *in_name => {
-                let name = serde_json::from_str::<String>(&object[from..to]);
-                name.is_ok_and(|name| self.names.contains(&name))
+                found.name = serde_json::from_str::<String>(&object[from..to]).ok();
+                found.name.as_ref().is_some_and(|name| self.names.contains(name))
             }
             Step::Complete => {
                 let call = call(object).filter(|call| self.names.contains(&call.name));
@@ -252,6 +282,31 @@ fn call(object: &str) -> Option<ToolCall> {
         }
     };
     Some(ToolCall { name: call.name, arguments })
+}
+
+/// Returns the call that an object begins; `None` without a name, or if the arguments are no object.
+fn cut_call(object: &str, found: &FoundParts) -> Option<ToolCall> {
+    let name = found.name.clone()?;
+    let text = found.arguments_key_end.map_or("", |end| &object[end..]);
+    let text = text.trim_start().strip_prefix(':').unwrap_or_default().trim_start();
+    // Other keys may follow the arguments.
+    let whole = serde_json::Deserializer::from_str(text).into_iter::<&RawValue>().next();
+    let text = whole.and_then(Result::ok).map_or(text, RawValue::get);
+    let arguments = match text.as_bytes().first() {
+        Some(b'"') => string_so_far(text),
+        _ => text.to_owned(),
+    };
+    (arguments.is_empty() || arguments.starts_with('{')).then_some(ToolCall { name, arguments })
+}
+
+/// Decodes the beginning of a JSON string, without an escape that is incomplete.
+fn string_so_far(text: &str) -> String {
+    /// Bytes of the longest incomplete escape: half a surrogate pair and most of the second half.
+    const ESCAPE_BYTES_MAX: usize = 11;
+    let closed = |end| serde_json::from_str(&format!("{}\"", &text[..end])).ok();
+    let ends = (text.len().saturating_sub(ESCAPE_BYTES_MAX)..=text.len()).rev();
+    let cut = || ends.filter(|end| text.is_char_boundary(*end)).find_map(closed);
+    serde_json::from_str(text).ok().or_else(cut).unwrap_or_default()
 }
 
 #[cfg(test)]
@@ -365,6 +420,67 @@ mod tests {
     }
 
     #[test]
+    fn cut_call_is_emitted_as_far_as_it_goes() {
+        let read = |format, text: &str| {
+            let (mut parser, mut out) = (parser(format), Vec::new());
+            parser.push(text, &mut out);
+            parser.finish_cut(&mut out);
+            out
+        };
+        let cut = |name: &str, arguments: &str| {
+            ToolPiece::CutCall(ToolCall { name: name.into(), arguments: arguments.into() })
+        };
+        use ToolFormat::{Hermes, Llama3};
+        for (format, text, expected) in [
+            (Hermes, "<tool_call>{\"name\": \"f\"", vec![cut("f", "")]),
+            (Hermes, "<tool_call>{\"name\": \"f\", \"arguments\"", vec![cut("f", "")]),
+            (Hermes, "<tool_call>{\"name\": \"f\", \"arguments\": ", vec![cut("f", "")]),
+            (
+                Hermes,
+                "a <tool_call>\n{\"name\": \"f\", \"arguments\": {\"a\": \"b",
+                vec![content("a"), cut("f", "{\"a\": \"b")],
+            ),
+            (
+                Hermes,
+                "<tool_call>{\"arguments\": {\"a\": {}}, \"name\": \"f\", \"id\": ",
+                vec![cut("f", "{\"a\": {}}")],
+            ),
+            (
+                Hermes,
+                r#"<tool_call>{"name": "f", "arguments": "{\"a\": \"\ud83d\udc4"#,
+                vec![cut("f", r#"{"a": ""#)],
+            ),
+            (
+                Hermes,
+                "<tool_call>{\"name\": \"f\"}</tool_call>\n<tool_call>{\"name\": \"weather\", ",
+                vec![call("f", "{}"), cut("weather", "")],
+            ),
+            // The name is incomplete.
+            (Hermes, "a <tool_call>", vec![content("a")]),
+            (Hermes, "a\n<tool_call>\n{\"name\": \"we", vec![content("a")]),
+            (Llama3, "a <|python_tag|>{\"nam", vec![content("a")]),
+            (Llama3, "{\"name\": \"f\", \"parameters\": {\"a\": [1", vec![cut("f", "{\"a\": [1")]),
+            (
+                Llama3,
+                "{\"name\": \"f\"}; {\"name\": \"weather\", \"parameters\": {",
+                vec![call("f", "{}"), cut("weather", "{")],
+            ),
+            // These may be content.
+            (Llama3, "{\"name\": \"Bo", vec![content("{\"name\": \"Bo")]),
+            (Hermes, "a <tool", vec![content("a <tool")]),
+            (
+                Hermes,
+                "<tool_call>{\"name\": \"g\", \"arguments\": {",
+                vec![content("<tool_call>{\"name\": \"g\", \"arguments\": {")],
+            ),
+            // A complete call, with or without a part of its closing mark.
+            (Hermes, "<tool_call>{\"name\": \"f\"}\n</tool", vec![call("f", "{}")]),
+        ] {
+            assert_eq!(joined(read(format, text)), expected, "{text}");
+        }
+    }
+
+    #[test]
     fn arguments_encoded_as_a_json_string_are_decoded() {
         assert_eq!(
             read(ToolFormat::Hermes, &[r#"<tool_call>{"name": "f", "arguments": "{\"a\": 1}"}"#]),
@@ -455,6 +571,7 @@ mod tests {
             let format = if llama { ToolFormat::Llama3 } else { ToolFormat::Hermes };
             let written = |piece: ToolPiece| match piece {
                 ToolPiece::Content(text) => text,
+                ToolPiece::CutCall(call) => panic!("the answer is not cut: {call:?}"),
                 ToolPiece::Call(ToolCall { name, arguments }) => match name.as_str() {
                     "weather" => format!("{{\"name\":\"weather\",\"parameters\":{arguments}}}"),
                     _ => format!("{{\"name\":\"f\",\"arguments\":{arguments}}}"),
