@@ -30,7 +30,24 @@ async fn tokenized_text_matches_the_prompt_of_a_completion() {
     // The router also tokenizes a text that exceeds the context.
     assert_eq!(answer["count"], encode(&long).len());
     let strings = answer["token_strs"].as_array().unwrap().iter();
-    assert_eq!(strings.map(|text| text.as_str().unwrap()).collect::<String>(), long);
+    let strings: String = strings.map(|text| text.as_str().unwrap()).collect();
+    assert_eq!(strings, long.replace(' ', "Ġ"));
+}
+
+#[tokio::test]
+async fn token_strings_are_those_of_the_vocabulary() {
+    let cluster = Cluster::start(0, 1, " ok").await;
+    let body = json!({"prompt": "Größe\n of<|im_end|>", "return_token_strs": true});
+    let answer = cluster.client.post("/tokenize", &body).await.json();
+    let strings: Vec<&str> = answer["token_strs"]
+        .as_array()
+        .unwrap()
+        .iter()
+        .map(|text| text.as_str().unwrap())
+        .collect();
+    // As `convert_ids_to_tokens` of transformers writes them, which vLLM returns.
+    assert_eq!(strings.concat(), "GrÃ¶ÃŁeĊĠof<|im_end|>");
+    assert_eq!(strings.last(), Some(&"<|im_end|>"));
 }
 
 #[tokio::test]

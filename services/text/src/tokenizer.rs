@@ -351,6 +351,11 @@ impl Tokenizer {
         self.bytes.get(id)
     }
 
+    /// Returns a token as the vocabulary writes it, such as `Ġthe`. `None` for holes and outside the vocabulary.
+    pub fn token_string(&self, id: u32) -> Option<&str> {
+        self.vocabulary.string(id)
+    }
+
     /// Returns the id of a token by its string in the vocabulary, such as `<|im_end|>`.
     pub fn token_id(&self, token: &str) -> Option<u32> {
         self.vocabulary.id(token)

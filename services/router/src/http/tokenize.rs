@@ -34,7 +34,7 @@ pub async fn tokenize(State(front): State<Arc<Front>>, request: Request<Body>) -
         let with_strings = fields.boolean("return_token_strs")?.unwrap_or(false);
         let tokens = tokenization::tokenize(&front, &caller, &model, source).await?;
         let tokenizer = model.text.tokenizer();
-        let string = |id: &u32| tokenizer.token_text(*id).unwrap_or_default();
+        let string = |id: &u32| tokenizer.token_string(*id).unwrap_or_default().to_owned();
         Ok(Json(Tokenized {
             count: tokens.len(),
             max_model_len: front.nodes.serving(&model.name).limits.map(|l| l.sequence_tokens_max),

@@ -254,7 +254,7 @@ pub struct Tokenized {
     /// Maximum number of tokens of prompt and answer together; `null` while no decode node is known.
     pub max_model_len: Option<u32>,
     pub tokens: Vec<u32>,
-    /// Text of each token, with `return_token_strs`.
+    /// String of each token in the vocabulary, such as `Ġthe`, with `return_token_strs`.
     pub token_strs: Option<Vec<String>>,
 }
 
