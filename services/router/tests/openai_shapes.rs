@@ -517,6 +517,46 @@ async fn the_final_message_can_be_continued() {
 }
 
 #[tokio::test]
+async fn templates_of_transformers_render_their_prompt() {
+    let parts = json!([{"type": "text", "text": "Say"}, {"type": "text", "text": " hi"}]);
+    for (template, content, expected) in [
+        (
+            "{%- if tools is iterable and tools | length > 0 %}tools{% endif %}\
+             {% for m in messages %}{{ m.role }}: {{ m.content }}{% endfor %}",
+            json!("Hi"),
+            "user: Hi",
+        ),
+        (
+            "{% for m in messages %}{% if m.tool_calls | length > 0 %}calls{% endif %}\
+             {{ m.content }}{% endfor %}",
+            json!("Hi"),
+            "Hi",
+        ),
+        // This template renders parts, so that nothing is added between them.
+        (
+            "{% for m in messages %}[{{ m.role }}]{% if m.content is string %}{{ m.content }}\
+             {% else %}{% for p in m.content %}{{ p.text }}{% endfor %}{% endif %}{% endfor %}",
+            parts.clone(),
+            "[user]Say hi",
+        ),
+        // This one renders nothing else.
+        (
+            "{% for m in messages %}{% for p in m.content %}<{{ p.text }}>{% endfor %}{% endfor %}",
+            json!("Hi"),
+            "<Hi>",
+        ),
+        ("{% for m in messages %}{{ m.content }}{% endfor %}", parts, "Say\n hi"),
+    ] {
+        let cluster = Cluster::start_with_template(template, ANSWER).await;
+        let body = json!({"messages": [{"role": "user", "content": content}], "max_tokens": 4});
+        let answer = cluster.client.post("/v1/chat/completions", &body).await;
+        assert_eq!(answer.status, 200, "{answer:?}");
+        let prompt = &cluster.decode[0].calls()[0].attempt.tokens;
+        assert_eq!(model_text().tokenizer().decode(prompt, false), expected, "{template}");
+    }
+}
+
+#[tokio::test]
 async fn every_answer_carries_the_clients_label_or_an_id() {
     let cluster = Cluster::start(0, 1, ANSWER).await;
     for (method, path, status) in [

@@ -1,10 +1,10 @@
 //! Conversion of messages to the form that templates expect.
 //!
-//! Templates are written for `content` as one string. As in vLLM, lists of text parts are joined by line
-//! ends, a missing content becomes the empty string, and the arguments of tool calls, which the API carries
-//! as JSON text, become objects.
+//! Most templates are written for `content` as one string. As in vLLM, lists of text parts are joined by line
+//! ends unless the template renders lists ([`ContentForms`]), a missing content becomes the empty string, and the
+//! arguments of tool calls, which the API carries as JSON text, become objects.
 
-use serde_json::{Map, Value};
+use serde_json::{Map, Value, json};
 
 use super::TemplateError;
 
@@ -29,17 +29,71 @@ pub(super) fn substitutes<'a>(
     SUBSTITUTES.into_iter().filter(|(role, _)| is_unnamed(role)).collect()
 }
 
+/// Forms of `content` that a template renders in the messages of each role.
+#[derive(Debug, Default)]
+pub(super) struct ContentForms(Vec<(&'static str, ContentForm)>);
+
+/// Form of `content` that a template renders, where it renders not only text.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum ContentForm {
+    TextOrParts,
+    /// A string would not be rendered.
+    PartsOnly,
+}
+
+impl ContentForms {
+    /// Finds the forms by rendering conversations; `render` returns `None` where the template fails.
+    pub(super) fn of(render: impl Fn(&Value) -> Option<String>) -> Self {
+        const TEXTS: [&str; 2] = ["first part", "second part"];
+        const KEY: &str = "key of a part";
+        let render = |role: &str, content: Value| {
+            let (message, user) = (
+                json!({"role": role, "content": content}),
+                json!({"role": "user", "content": "Hi"}),
+            );
+            let call = json!({"role": "assistant", "content": "", "tool_calls": [
+                {"type": "function", "function": {"name": "f", "arguments": {}}},
+            ]});
+            render(&match role {
+                "user" => json!([message]),
+                "assistant" => json!([user, message, user]),
+                "tool" => json!([user, call, message]),
+                _ => json!([message, user]),
+            })
+        };
+        let form = |role: &'static str| {
+            let part = |text| json!({"type": "text", "text": text, KEY: true});
+            let rendered = render(role, json!(TEXTS.map(part)))?;
+            // A template that writes the list itself writes all its keys.
+            let renders_parts =
+                TEXTS.iter().all(|text| rendered.contains(text)) && !rendered.contains(KEY);
+            let renders_text =
+                || render(role, json!(TEXTS[0])).is_some_and(|text| text.contains(TEXTS[0]));
+            renders_parts.then(|| match renders_text() {
+                true => (role, ContentForm::TextOrParts),
+                false => (role, ContentForm::PartsOnly),
+            })
+        };
+        Self(ROLES.into_iter().filter_map(form).collect())
+    }
+
+    fn form(&self, role: &str) -> Option<ContentForm> {
+        self.0.iter().find(|(other, _)| *other == role).map(|(_, form)| *form)
+    }
+}
+
 /// Converts a request's messages, and replaces roles by their substitutes.
 pub(super) fn normalise(
     messages: &Value,
     substitutes: &[(&str, &str)],
+    forms: &ContentForms,
 ) -> Result<Value, TemplateError> {
     let list = messages.as_array().ok_or(TemplateError::NoList { found: type_name(messages) })?;
     if list.is_empty() {
         return Err(TemplateError::NoMessages);
     }
     let normalised = list.iter().enumerate().map(|(index, message)| {
-        Message { index }.normalise(message, substitutes).map(Value::Object)
+        Message { index }.normalise(message, substitutes, forms).map(Value::Object)
     });
     Ok(Value::Array(normalised.collect::<Result<_, _>>()?))
 }
@@ -54,6 +108,7 @@ impl Message {
         &self,
         message: &Value,
         substitutes: &[(&str, &str)],
+        forms: &ContentForms,
     ) -> Result<Map<String, Value>, TemplateError> {
         let mut fields = message
             .as_object()
@@ -95,10 +150,14 @@ impl Message {
         Ok(fields)
     }
 
-    fn content(&self, content: &Value) -> Result<String, TemplateError> {
+    fn content(&self, content: &Value, form: Option<ContentForm>) -> Result<Value, TemplateError> {
         let parts = match content {
-            Value::Null => return Ok(String::new()),
-            Value::String(text) => return Ok(text.clone()),
+            Value::Null if form == Some(ContentForm::PartsOnly) => return Ok(json!([])),
+            Value::Null => return Ok(Value::String(String::new())),
+            Value::String(text) if form == Some(ContentForm::PartsOnly) => {
+                return Ok(json!([{"type": "text", "text": text}]));
+            }
+            Value::String(_) => return Ok(content.clone()),
             Value::Array(parts) => parts,
             other => {
                 let found = type_name(other);
@@ -122,7 +181,10 @@ impl Message {
             })?;
             texts.push(text.as_str());
         }
-        Ok(texts.join("\n"))
+        if form.is_none() {
+            return Ok(Value::String(texts.join("\n")));
+        }
+        Ok(texts.iter().map(|text| json!({"type": "text", "text": text})).collect())
     }
 
     /// Checks a tool call, which templates read without checks, and parses its arguments. Missing arguments are empty.
@@ -181,7 +243,7 @@ mod tests {
     use super::*;
 
     fn normalise(messages: &Value) -> Result<Value, TemplateError> {
-        super::normalise(messages, &[])
+        super::normalise(messages, &[], &ContentForms::default())
     }
 
     fn problem(messages: Value) -> String {

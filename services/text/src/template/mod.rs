@@ -9,6 +9,7 @@
 mod clock;
 mod json;
 mod messages;
+mod python;
 
 use std::{
     borrow::Cow,
@@ -26,6 +27,7 @@ use minijinja::{
 
 use regex::{Captures, Regex};
 
+use self::messages::ContentForms;
 use crate::{source::TemplateSources, tokenizer::Tokenizer};
 
 /// Maximum steps of one rendering. A thousand messages need about 50,000.
@@ -118,6 +120,8 @@ pub struct ChatTemplate {
     special_tokens: BTreeMap<String, String>,
     /// Whether the template renders a plain conversation; set when a rendering fails.
     works: OnceLock<bool>,
+    /// Contents that the templates [`DEFAULT`] and [`TOOL_USE`] render; set when they render first.
+    content_forms: [OnceLock<ContentForms>; 2],
 }
 
 impl ChatTemplate {
@@ -145,9 +149,15 @@ impl ChatTemplate {
             messages::substitutes(templates.iter().filter_map(|(_, source)| source.as_deref()));
         for (name, source) in templates {
             let Some(source) = source else { continue };
-            environment.add_template_owned(name, without_generation_tags(&source)).map_err(
-                |error| TemplateError::Syntax { name: name.to_owned(), reason: reason_of(&error) },
-            )?;
+            environment
+                .add_template_owned(
+                    name,
+                    python::with_percent_as_filter(&without_generation_tags(&source)),
+                )
+                .map_err(|error| TemplateError::Syntax {
+                    name: name.to_owned(),
+                    reason: reason_of(&error),
+                })?;
         }
         let takes_tools = has_tool_use
             || environment
@@ -160,6 +170,7 @@ impl ChatTemplate {
             substitutes,
             special_tokens: sources.special_tokens,
             works: OnceLock::new(),
+            content_forms: Default::default(),
         })
     }
 
@@ -199,34 +210,54 @@ impl ChatTemplate {
     fn render_once(&self, request: &RenderRequest<'_>) -> Result<String, TemplateError> {
         let spellings = request.literal.and_then(Tokenizer::spellings);
         let marked = |value| spellings.map_or(Cow::Borrowed(value), |it| it.marked_value(value));
-        let normalised = messages::normalise(request.messages, &self.substitutes)?;
-        let (messages, tools) = (marked(&normalised), marked(request.tools));
         let with_tools = request.tools.as_array().is_some_and(|tools| !tools.is_empty());
         let name = if with_tools && self.has_tool_use { TOOL_USE } else { DEFAULT };
+        let forms = &self.content_forms[usize::from(name == TOOL_USE)];
+        let forms = forms.get_or_init(|| ContentForms::of(|messages| self.probe(name, messages)));
+        let normalised = messages::normalise(request.messages, &self.substitutes, forms)?;
+        let (messages, tools) = (marked(&normalised), marked(request.tools));
         let tools = if with_tools { Value::from(Serde(&*tools)) } else { Value::from(()) };
 
-        let mut variables: BTreeMap<&str, Value> = BTreeMap::new();
-        for (token, text) in &self.special_tokens {
-            variables.insert(token, Value::from(text.as_str()));
-        }
-        variables.insert("messages", Value::from(Serde(&*messages)));
-        variables.insert("tools", tools);
-        variables.insert("documents", Value::from(()));
+        let mut variables = self.variables(&messages, tools);
         variables.insert("add_generation_prompt", Value::from(request.add_generation_prompt));
         let now = request.now.duration_since(UNIX_EPOCH).unwrap_or_default().as_secs();
-        variables.insert(
-            "strftime_now",
-            Value::from_function(move |format: &str| {
-                clock::format_utc(now, format)
-                    .map_err(|reason| Error::new(ErrorKind::InvalidOperation, reason))
-            }),
-        );
+        variables.insert("strftime_now", strftime(now));
         let extra: Vec<_> =
             request.extra.iter().map(|(name, value)| (name, marked(value))).collect();
         for (name, value) in &extra {
             variables.insert(name, Value::from(Serde(&**value)));
         }
+        let rendered = self.run(name, variables)?;
+        match spellings.is_none_or(|it| it.are_whole(&rendered)) {
+            true => Ok(rendered),
+            false => Err(TemplateError::TornSpecialToken),
+        }
+    }
 
+    /// Returns the variables of a rendering that do not depend on the options of a request.
+    fn variables<'a>(
+        &'a self,
+        messages: &'a serde_json::Value,
+        tools: Value,
+    ) -> BTreeMap<&'a str, Value> {
+        let tokens = self.special_tokens.iter();
+        let mut variables: BTreeMap<&str, Value> =
+            tokens.map(|(token, text)| (token.as_str(), Value::from(text.as_str()))).collect();
+        variables.insert("messages", Value::from(Serde(messages)));
+        variables.insert("tools", tools);
+        variables.insert("documents", Value::from(()));
+        variables
+    }
+
+    /// Renders messages as they are; returns `None` where the template fails.
+    fn probe(&self, name: &str, messages: &serde_json::Value) -> Option<String> {
+        let mut variables = self.variables(messages, Value::from(()));
+        variables.insert("add_generation_prompt", Value::from(true));
+        variables.insert("strftime_now", strftime(0));
+        self.run(name, variables).ok()
+    }
+
+    fn run(&self, name: &str, variables: BTreeMap<&str, Value>) -> Result<String, TemplateError> {
         let template = self.environment.get_template(name).map_err(|error| failure(&error))?;
         let mut output = BoundedOutput::default();
         let context = Value::from_pairs(variables);
@@ -235,16 +266,18 @@ impl ChatTemplate {
             _ if output.overflowed => Err(TemplateError::TooLong { limit: RENDERED_BYTES_MAX }),
             Err(error) => Err(failure(&error)),
             // The template engine writes whole strings only.
-            Ok(()) => {
-                let rendered = String::from_utf8(output.bytes)
-                    .map_err(|error| TemplateError::Failed { reason: error.to_string() })?;
-                match spellings.is_none_or(|it| it.are_whole(&rendered)) {
-                    true => Ok(rendered),
-                    false => Err(TemplateError::TornSpecialToken),
-                }
-            }
+            Ok(()) => String::from_utf8(output.bytes)
+                .map_err(|error| TemplateError::Failed { reason: error.to_string() }),
         }
     }
+}
+
+/// Returns the function `strftime_now` of templates. `now` is in seconds since 1970.
+fn strftime(now: u64) -> Value {
+    Value::from_function(move |format: &str| {
+        clock::format_utc(now, format)
+            .map_err(|reason| Error::new(ErrorKind::InvalidOperation, reason))
+    })
 }
 
 impl std::fmt::Debug for ChatTemplate {
@@ -261,9 +294,9 @@ fn environment() -> Environment<'static> {
     let syntax = SyntaxConfig::builder().trim_blocks(true).lstrip_blocks(true).build();
     environment.set_syntax(syntax.expect("only flags differ from the default"));
     environment.set_auto_escape_callback(|_| minijinja::AutoEscape::None);
-    environment.set_unknown_method_callback(minijinja_contrib::pycompat::unknown_method_callback);
     environment.set_fuel(Some(TEMPLATE_FUEL));
     environment.set_recursion_limit(RECURSION_MAX);
+    python::add_to(&mut environment);
     environment.add_filter("tojson", json::tojson);
     environment.add_function("raise_exception", raise_exception);
     environment
