@@ -203,6 +203,45 @@ async fn text_answer(cluster: &Cluster, mut body: Value, stream: bool) -> (Strin
     (text, choice["finish_reason"].as_str().unwrap().to_owned())
 }
 
+/// Returns content, calls and finish reason of an answer.
+async fn parts_of(cluster: &Cluster, mut body: Value, stream: bool) -> (String, Value, String) {
+    if stream {
+        body["stream"] = true.into();
+        let chunks = cluster.client.stream(PATH, &body).await.chunks().await;
+        let [reason] = finish_reasons(&chunks)[..] else { panic!("{chunks:?}") };
+        return (text_of(&chunks, 0), calls_of(&chunks, 0), reason.to_owned());
+    }
+    let answer = cluster.client.post(PATH, &body).await.json();
+    let choice = &answer["choices"][0];
+    let message = &choice["message"];
+    let content = message["content"].as_str().unwrap_or_default().to_owned();
+    let calls = message.get("tool_calls").cloned().unwrap_or_else(|| json!([]));
+    (content, calls, choice["finish_reason"].as_str().unwrap().to_owned())
+}
+
+#[tokio::test]
+async fn legacy_function_call_reaches_the_template_as_a_tool_call() {
+    let cluster = Cluster::start_with_template(HERMES, "It rains.").await;
+    let function = json!({"name": "weather", "arguments": "{\"city\": \"Köln\"}"});
+    let answered = |assistant: Value| {
+        chat(json!({"tools": null, "messages": [
+            {"role": "user", "content": "Weather?"},
+            assistant,
+            {"role": "function", "name": "weather", "content": "rain"},
+        ]}))
+    };
+    let legacy = json!({"role": "assistant", "content": null, "function_call": function});
+    let call = json!({"type": "function", "function": function});
+    let current = json!({"role": "assistant", "content": null, "tool_calls": [call]});
+    for body in [answered(legacy), answered(current)] {
+        assert_eq!(cluster.client.post(PATH, &body).await.status, 200);
+    }
+    let calls = cluster.decode[0].calls();
+    assert_eq!(calls[0].attempt.tokens, calls[1].attempt.tokens);
+    let prompt = common::model_text().tokenizer().decode(&calls[0].attempt.tokens, false);
+    assert!(prompt.contains("<tool_call>\n{\"name\": \"weather\", \"arguments\": "), "{prompt}");
+}
+
 #[tokio::test]
 async fn cut_call_is_an_incomplete_call_and_no_content() {
     let bare = "{\"name\": \"weather\", \"parameters\": {\"city\": \"Köln\"}}; \

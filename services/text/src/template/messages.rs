@@ -129,13 +129,16 @@ impl Message {
         {
             *role = (*known).to_owned();
         }
-        let content = self.content(fields.get("content").unwrap_or(&Value::Null))?;
-        fields.insert("content".to_owned(), Value::String(content));
+        let form = fields.get("role").and_then(Value::as_str).and_then(|role| forms.form(role));
+        let content = self.content(fields.get("content").unwrap_or(&Value::Null), form)?;
+        fields.insert("content".to_owned(), content);
+        self.adopt_function_call(&mut fields)?;
         match fields.get_mut("tool_calls") {
             None => {}
             Some(Value::Array(calls)) if !calls.is_empty() => {
                 for (call_index, call) in calls.iter_mut().enumerate() {
-                    self.parse_arguments(call_index, call)?;
+                    let field = format!(".tool_calls[{call_index}].function");
+                    self.parse_arguments(&field, call.get_mut("function"))?;
                 }
             }
             // Some templates test only whether the field exists.
@@ -187,28 +190,48 @@ impl Message {
         Ok(texts.iter().map(|text| json!({"type": "text", "text": text})).collect())
     }
 
-    /// Checks a tool call, which templates read without checks, and parses its arguments. Missing arguments are empty.
-    fn parse_arguments(&self, call_index: usize, call: &mut Value) -> Result<(), TemplateError> {
-        let bad = |field: &str, problem: String| {
-            self.bad(&format!(".tool_calls[{call_index}]{field}"), problem)
+    /// Moves the call of the legacy field `function_call` to `tool_calls`, which templates render.
+    fn adopt_function_call(&self, fields: &mut Map<String, Value>) -> Result<(), TemplateError> {
+        let Some(mut function) = fields.shift_remove("function_call").filter(|it| !it.is_null())
+        else {
+            return Ok(());
         };
-        let Some(Value::Object(function)) = call.get_mut("function") else {
-            return Err(bad(".function", "must be an object".to_owned()));
+        let calls = fields.get("tool_calls").and_then(Value::as_array);
+        if calls.is_some_and(|calls| !calls.is_empty()) {
+            let problem = "is set together with tool_calls; expected one of them".to_owned();
+            return Err(self.bad(".function_call", problem));
+        }
+        self.parse_arguments(".function_call", Some(&mut function))?;
+        let calls = json!([{"type": "function", "function": function}]);
+        fields.insert("tool_calls".to_owned(), calls);
+        Ok(())
+    }
+
+    /// Checks a called function, which templates read without checks, and parses its arguments. Missing arguments are
+    /// empty. `path` is the path of the function in the message.
+    fn parse_arguments(
+        &self,
+        path: &str,
+        function: Option<&mut Value>,
+    ) -> Result<(), TemplateError> {
+        let bad = |field: &str, problem: String| self.bad(&format!("{path}{field}"), problem);
+        let Some(Value::Object(function)) = function else {
+            return Err(bad("", "must be an object".to_owned()));
         };
         if !function.get("name").is_some_and(Value::is_string) {
-            return Err(bad(".function.name", "must be a string".to_owned()));
+            return Err(bad(".name", "must be a string".to_owned()));
         }
         let arguments = function.entry("arguments").or_insert(Value::Null);
         let parsed = match arguments {
             Value::Null => Value::Object(Map::new()),
             Value::String(text) if text.trim().is_empty() => Value::Object(Map::new()),
             Value::String(text) => serde_json::from_str(text)
-                .map_err(|error| bad(".function.arguments", format!("is not JSON: {error}")))?,
+                .map_err(|error| bad(".arguments", format!("is not JSON: {error}")))?,
             _ => arguments.take(),
         };
         if !parsed.is_object() {
             let problem = format!("must be a JSON object, not {}", type_name(&parsed));
-            return Err(bad(".function.arguments", problem));
+            return Err(bad(".arguments", problem));
         }
         *arguments = parsed;
         Ok(())
@@ -287,6 +310,42 @@ mod tests {
             message.starts_with("messages[0].tool_calls[0].function.arguments: is not JSON"),
             "{message}"
         );
+    }
+
+    #[test]
+    fn legacy_function_call_becomes_a_tool_call() {
+        let function = json!({"name": "f", "arguments": "{\"a\": 1}"});
+        let legacy = json!([{"role": "assistant", "content": null, "function_call": function}]);
+        let expected = json!([{"role": "assistant", "content": "", "tool_calls": [
+            {"type": "function", "function": {"name": "f", "arguments": {"a": 1}}},
+        ]}]);
+        assert_eq!(normalise(&legacy).unwrap(), expected);
+        let calls = json!([{"type": "function", "function": function}]);
+        for absent in [
+            json!({"function_call": null, "tool_calls": calls}),
+            json!({"function_call": function, "tool_calls": []}),
+        ] {
+            let mut message = json!({"role": "assistant", "content": ""});
+            message.as_object_mut().unwrap().extend(absent.as_object().unwrap().clone());
+            assert_eq!(normalise(&json!([message])).unwrap(), expected);
+        }
+        for (call, problem_of) in [
+            (json!({"function_call": "f"}), ".function_call: must be an object"),
+            (json!({"function_call": {"name": 1}}), ".function_call.name: must be a string"),
+            (
+                json!({"function_call": {"name": "f", "arguments": "{"}}),
+                ".function_call.arguments: is not JSON",
+            ),
+            (
+                json!({"function_call": function, "tool_calls": calls}),
+                ".function_call: is set together with tool_calls",
+            ),
+        ] {
+            let mut message = json!({"role": "assistant"});
+            message.as_object_mut().unwrap().extend(call.as_object().unwrap().clone());
+            let said = problem(json!([message]));
+            assert!(said.starts_with(&format!("messages[0]{problem_of}")), "{said}");
+        }
     }
 
     #[test]
