@@ -116,7 +116,7 @@ async fn every_invalid_request_is_rejected_with_its_field() -> Result<()> {
     refused(&client, json!({"prompt": [-1]}), 400, &["-1"]).await?;
     refused(&client, json!({"prompt": {"a": 1}}), 400, &["prompt"]).await?;
     for (field, value) in [
-        ("max_tokens", json!(-1)),
+        ("max_tokens", json!(-2)),
         ("max_tokens", json!(0)),
         ("max_tokens", json!("many")),
         ("max_tokens", json!(1e30)),

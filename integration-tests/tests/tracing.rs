@@ -289,7 +289,7 @@ async fn send_planted(client: &Client, key: &str) -> Result<Vec<String>> {
     for (path, body, status) in [
         ("/v1/completions", json!({"prompt": {"text": PROMPT}}), 400),
         ("/v1/completions", json!({"prompt": [1, PROMPT]}), 400),
-        ("/v1/completions", json!({"prompt": PROMPT, "max_tokens": -1}), 400),
+        ("/v1/completions", json!({"prompt": PROMPT, "max_tokens": -2}), 400),
         ("/v1/completions", json!({"prompt": PROMPT, "model": "other"}), 404),
         ("/v1/completions", json!({"prompt": PROMPT.repeat(4000)}), 400),
         ("/v1/completions", json!(PROMPT), 400),

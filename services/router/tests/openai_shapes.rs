@@ -208,6 +208,15 @@ async fn max_tokens_ends_an_answer_and_has_a_default() {
         cluster.client.post("/v1/completions", &completion(json!({"max_tokens": 1}))).await.json();
     assert_eq!(answer["usage"]["completion_tokens"], 1);
     assert_eq!(answer["choices"][0]["finish_reason"], "length");
+    for body in [completion(json!({"max_tokens": -1})), chat(json!({"max_tokens": -1}))] {
+        let path = if body.get("prompt").is_some() { "completions" } else { "chat/completions" };
+        let cluster = Cluster::start(0, 1, ANSWER).await;
+        let answer = cluster.client.post(&format!("/v1/{path}"), &body).await;
+        assert_eq!(answer.json()["choices"][0]["finish_reason"], "stop", "{answer:?}");
+        let attempt = &cluster.decode[0].calls()[0].attempt;
+        let rest = common::node::SEQUENCE_MAX - attempt.prompt_len;
+        assert_eq!(attempt.sampling.as_ref().unwrap().max_tokens, rest);
+    }
     let chat_default = &cluster.decode[0].calls()[1].attempt;
     assert_eq!(chat_default.sampling.as_ref().unwrap().max_tokens, 5);
     cluster.client.post("/v1/chat/completions", &chat(json!({}))).await;

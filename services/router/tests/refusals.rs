@@ -48,7 +48,7 @@ fn check(answer: &Answer, status: u16, param: Option<&str>, words: &[&str]) {
 async fn invalid_field_is_rejected_with_its_value_and_the_allowed_ones() {
     let cluster = Cluster::start(1, 1, ANSWER).await;
     for (field, value, words) in [
-        ("max_tokens", json!(-1), &["-1", "1 to 2147483647"][..]),
+        ("max_tokens", json!(-2), &["-2", "1 to 2147483647"][..]),
         ("max_tokens", json!(0), &["is 0"]),
         ("max_tokens", json!("many"), &["\"many\""]),
         ("max_tokens", json!(1e30), &["1e+30", "whole number"]),

@@ -155,6 +155,14 @@ fn stop_token_ids(fields: &Fields<'_>) -> Result<Vec<u32>, FieldError> {
     Ok(ids)
 }
 
+/// Reads the maximum number of output tokens; `Some(None)` for -1, which means no limit, as in llama.cpp.
+fn length_limit(fields: &Fields<'_>, name: &str) -> Result<Option<Option<u32>>, FieldError> {
+    match fields.integer(name, -1..=-1) {
+        Ok(Some(_)) => Ok(Some(None)),
+        _ => Ok(fields.count(name, TOKENS)?.map(Some)),
+    }
+}
+
 /// Unsupported fields of chat requests.
 pub const CHAT_UNSUPPORTED: [Unsupported; 5] = [
     ("functions", &["[]"]),
@@ -172,9 +180,9 @@ pub fn read_chat(fields: &Fields<'_>) -> Result<(GenerationFields, Delivery), Fi
     check_unsupported(fields, &UNSUPPORTED)?;
     check_unsupported(fields, &CHAT_UNSUPPORTED)?;
     let mut options = options(fields)?;
-    let max_tokens = fields.count("max_tokens", TOKENS)?;
-    let max_completion_tokens = fields.count("max_completion_tokens", TOKENS)?;
-    options.max_tokens = max_completion_tokens.or(max_tokens);
+    let max_tokens = length_limit(fields, "max_tokens")?;
+    let max_completion_tokens = length_limit(fields, "max_completion_tokens")?;
+    options.max_tokens = max_completion_tokens.or(max_tokens).flatten();
     let max_tokens_name = match max_completion_tokens {
         Some(_) => "max_completion_tokens",
         None => "max_tokens",
@@ -255,13 +263,17 @@ pub fn read_completion(fields: &Fields<'_>) -> Result<(GenerationFields, Deliver
         Prompt::Text(text) => PromptSource::Text { text, add_special_tokens },
     };
     let mut options = options(fields)?;
-    options.max_tokens = fields.count("max_tokens", TOKENS)?;
+    let max_tokens = length_limit(fields, "max_tokens")?;
+    options.max_tokens = max_tokens.flatten();
     options.logprobs = fields.count("logprobs", LOGPROBS)?;
     let parsed = GenerationFields {
         prompts: prompts(fields)?.into_iter().map(source).collect(),
         choices: choices(fields)?,
         options,
-        default_length: DefaultLength::Tokens(COMPLETION_TOKENS_DEFAULT),
+        default_length: match max_tokens {
+            Some(None) => DefaultLength::Rest,
+            _ => DefaultLength::Tokens(COMPLETION_TOKENS_DEFAULT),
+        },
         max_tokens_name: "max_tokens",
         tools: None,
     };

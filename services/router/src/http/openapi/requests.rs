@@ -217,12 +217,12 @@ struct ChatCompletionRequest {
     /// The conversation.
     #[schemars(length(min = 1))]
     messages: Vec<Message>,
-    /// Maximum number of generated tokens; the default is the rest of the model's context.
-    #[schemars(range(min = *TOKENS.start(), max = *TOKENS.end()))]
-    max_completion_tokens: Option<u32>,
+    /// Maximum number of generated tokens; the default, and -1, is the rest of the model's context.
+    #[schemars(range(min = -1, max = *TOKENS.end()), extend("not" = {"const": 0}))]
+    max_completion_tokens: Option<i32>,
     /// Older name of `max_completion_tokens`.
-    #[schemars(range(min = *TOKENS.start(), max = *TOKENS.end()))]
-    max_tokens: Option<u32>,
+    #[schemars(range(min = -1, max = *TOKENS.end()), extend("not" = {"const": 0}))]
+    max_tokens: Option<i32>,
     /// Return log-probabilities.
     logprobs: Option<bool>,
     /// Number of top tokens; only with `logprobs`.
@@ -239,9 +239,9 @@ struct CompletionRequest {
     generation: Generation,
     /// A text or token ids, or a list of either.
     prompt: Prompt,
-    /// Maximum number of generated tokens; the default is 16.
-    #[schemars(range(min = *TOKENS.start(), max = *TOKENS.end()))]
-    max_tokens: Option<u32>,
+    /// Maximum number of generated tokens; the default is 16, and -1 is the rest of the model's context.
+    #[schemars(range(min = -1, max = *TOKENS.end()), extend("not" = {"const": 0}))]
+    max_tokens: Option<i32>,
     /// Return log-probabilities of this number of top tokens.
     #[schemars(range(min = *LOGPROBS.start(), max = *LOGPROBS.end()))]
     logprobs: Option<u32>,
