@@ -115,6 +115,56 @@ async fn every_http_request_except_probes_needs_a_key() {
     assert_eq!(requests["requests"].as_array().unwrap().len(), 1, "{requests}");
 }
 
+/// Returns the response to a browser's preflight request.
+async fn preflight(client: &Client, origin: &str) -> http::Response<hyper::body::Incoming> {
+    let headers = [
+        ("origin", origin),
+        ("access-control-request-method", "POST"),
+        ("access-control-request-headers", "content-type, authorization"),
+    ];
+    client.send(http::Method::OPTIONS, "/v1/chat/completions", &headers, "").await
+}
+
+#[tokio::test]
+async fn web_pages_may_call_the_api_with_a_key_or_from_the_routers_machine() {
+    let (_folder, settings) = with_keys(&[("a", "alpha", "")]);
+    let keyed = Cluster::start_with(settings, 0, 1, ANSWER).await;
+    let open = Cluster::start(0, 1, ANSWER).await;
+    const OWN: &str = "http://localhost:3000";
+    for (cluster, key, origin) in [
+        (&keyed, "alpha", "https://chat.example.com"),
+        (&keyed, "alpha", OWN),
+        (&open, "", OWN),
+        (&open, "", "http://127.0.0.1"),
+        (&open, "", "http://[::1]:8080"),
+    ] {
+        let response = preflight(&cluster.client, origin).await;
+        let header = |name: &str| response.headers()[name].to_str().unwrap();
+        assert_eq!(response.status(), 204, "{origin}");
+        assert_eq!(header("access-control-allow-origin"), origin);
+        assert_eq!(header("access-control-allow-methods"), "GET, POST");
+        assert_eq!(header("access-control-allow-headers"), "content-type, authorization");
+        let authorization = format!("Bearer {key}");
+        let headers = [("origin", origin), ("authorization", &authorization)];
+        let body = json!({"prompt": long_prompt(), "max_tokens": 2});
+        let answer = cluster.client.post_with("/v1/completions", &headers, &body).await;
+        assert_eq!(answer.status, 200, "{answer:?}");
+        assert_eq!(answer.headers["access-control-allow-origin"], origin);
+        // A page can read errors too.
+        let answer = cluster.client.get_with("/v1/models/other", &headers).await;
+        assert_eq!(answer.headers["access-control-allow-origin"], origin, "{answer:?}");
+    }
+    let answer = keyed.client.get_with("/v1/models", &[("origin", OWN)]).await;
+    assert_eq!(answer.status, 401);
+    for origin in ["https://chat.example.com", "http://localhost.example.com", "null"] {
+        let response = preflight(&open.client, origin).await;
+        assert_eq!(response.status(), 405, "{origin}");
+        assert!(!response.headers().contains_key("access-control-allow-origin"), "{origin}");
+        let answer = open.client.get_with("/v1/models", &[("origin", origin)]).await;
+        assert!(!answer.headers.contains_key("access-control-allow-origin"), "{origin}");
+    }
+}
+
 #[tokio::test]
 async fn every_grpc_call_except_a_health_check_needs_a_key() {
     let (_folder, settings) = with_keys(&[("a", "key-a", "")]);

@@ -6,6 +6,7 @@ mod generate;
 mod grammar_fields;
 mod info;
 mod openapi;
+mod pages;
 mod request_fields;
 mod tokenize;
 mod wire;
@@ -68,8 +69,9 @@ pub fn routes(front: Arc<Front>, metrics: Metrics, started: u64) -> Router {
         router = router.route(path, only(method, handler));
     }
     let keys = front.keys.clone();
+    let pages = middleware::from_fn_with_state(keys.is_some(), pages::allow_pages);
     let router = router.fallback(async |uri: Uri| no_such_path(&uri)).with_state(front);
-    with_keys(router, keys).layer(middleware::from_fn(with_request_id))
+    with_keys(router, keys).layer(pages).layer(middleware::from_fn(with_request_id))
 }
 
 /// Adds the check of API keys, if the port has any.
@@ -287,7 +289,8 @@ impl ReadBody {
 }
 
 /// Rejects a body that is compressed or whose content type is not JSON. A web page can make a browser post
-/// forms and plain text to a router on the loopback interface, but not JSON unless its domain resolves to that interface.
+/// forms and plain text to a router on the loopback interface, but not JSON unless its domain resolves to that interface
+/// or [`pages`] allows its origin.
 fn check_body_headers(headers: &HeaderMap) -> Result<(), ApiError> {
     let shown = |value: &HeaderValue| String::from_utf8_lossy(value.as_bytes()).into_owned();
     for encoding in headers.get_all(header::CONTENT_ENCODING) {

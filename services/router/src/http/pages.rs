@@ -1,0 +1,49 @@
+//! Web pages as clients (CORS): which pages of another origin a browser lets read the responses.
+//!
+//! A page needs an API key like every client. On a router without keys any page could use the models of its visitor's
+//! machine, so there only pages that this machine serves are allowed.
+
+use axum::{
+    extract::{Request, State},
+    middleware::Next,
+    response::{IntoResponse, Response},
+};
+use http::{HeaderValue, Method, StatusCode, Uri, header};
+
+/// Time in seconds for which a browser remembers the response to a preflight request.
+const PREFLIGHT_MAX_AGE_S: u32 = 600;
+
+/// Answers preflight requests of allowed origins, and allows these origins to read the responses.
+pub async fn allow_pages(State(needs_keys): State<bool>, request: Request, next: Next) -> Response {
+    let headers = request.headers();
+    let origin = headers.get(header::ORIGIN).filter(|it| needs_keys || is_loopback(it)).cloned();
+    let Some(origin) = origin else { return next.run(request).await };
+    let is_preflight = request.method() == Method::OPTIONS
+        && headers.contains_key(header::ACCESS_CONTROL_REQUEST_METHOD);
+    let mut response = match is_preflight {
+        true => {
+            let wanted = headers.get(header::ACCESS_CONTROL_REQUEST_HEADERS).cloned();
+            let mut response = StatusCode::NO_CONTENT.into_response();
+            let allow = response.headers_mut();
+            let methods = HeaderValue::from_static("GET, POST");
+            allow.insert(header::ACCESS_CONTROL_ALLOW_METHODS, methods);
+            allow.insert(header::ACCESS_CONTROL_MAX_AGE, PREFLIGHT_MAX_AGE_S.into());
+            allow.extend(wanted.map(|wanted| (header::ACCESS_CONTROL_ALLOW_HEADERS, wanted)));
+            response
+        }
+        false => next.run(request).await,
+    };
+    let allow = response.headers_mut();
+    allow.insert(header::ACCESS_CONTROL_ALLOW_ORIGIN, origin);
+    allow.append(header::VARY, HeaderValue::from_static("origin"));
+    let exposed = HeaderValue::from_static("retry-after, x-request-id");
+    allow.insert(header::ACCESS_CONTROL_EXPOSE_HEADERS, exposed);
+    response
+}
+
+/// Returns whether the origin is this machine.
+fn is_loopback(origin: &HeaderValue) -> bool {
+    let uri = origin.to_str().ok().and_then(|origin| origin.parse::<Uri>().ok());
+    let host = uri.as_ref().and_then(Uri::host);
+    host.is_some_and(|host| ["localhost", "127.0.0.1", "[::1]"].contains(&host))
+}
