@@ -33,41 +33,45 @@ pub fn document() -> Value {
     })
 }
 
+/// Returns a path with a body.
+fn post(id: &str, about: &str, request: &str, answers: Value) -> Value {
+    let mut parameters = vec![label_header()];
+    if id.starts_with("create") {
+        parameters.extend([stats_header(), tenant_header(), session_header(), keep_header()]);
+    }
+    let content = json!({"schema": reference(request), "example": requests::example(request)});
+    let body = json!({"required": true, "content": {"application/json": content}});
+    json!({"post": {
+        "operationId": id, "summary": about, "parameters": parameters, "requestBody": body,
+        "responses": answers,
+    }})
+}
+
+/// Returns the responses of a generation, whole or as a stream of chunks.
+fn generated(whole: &str, chunk: &str) -> Value {
+    let mut ok = json_answer("The answer, or the stream of its chunks.", whole);
+    // OpenAPI 3.1 has no other place for the schema of one event.
+    let content = json!({"anyOf": [reference(chunk), reference("Error")]});
+    ok["content"]["text/event-stream"] = json!({"schema": {
+        "type": "object",
+        "required": ["data"],
+        "properties": {"data": {"anyOf": [
+            {"const": "[DONE]"},
+            {"type": "string", "contentMediaType": "application/json", "contentSchema": content},
+        ]}},
+        "description": "One event. A complete stream ends with `[DONE]`, a failed stream with an \
+            Error.",
+    }});
+    with_errors(ok, &[400, 401, 404, 408, 413, 415, 429, 500, 501, 502, 503, 504])
+}
+
 fn paths() -> Value {
-    let post = |id: &str, about: &str, request: &str, answers: Value| {
-        let mut parameters = vec![label_header()];
-        if id.starts_with("create") {
-            parameters.extend([stats_header(), tenant_header(), session_header(), keep_header()]);
-        }
-        let content = json!({"schema": reference(request), "example": requests::example(request)});
-        let body = json!({"required": true, "content": {"application/json": content}});
-        json!({"post": {
-            "operationId": id, "summary": about, "parameters": parameters, "requestBody": body,
-            "responses": answers,
-        }})
-    };
     let get = |id: &str, about: &str, parameters: Value, answers: Value| {
         json!({"get": {
             "operationId": id, "summary": about, "parameters": parameters, "responses": answers,
         }})
     };
     let label = || json!([label_header()]);
-    let generated = |whole: &str, chunk: &str| {
-        let mut ok = json_answer("The answer, or the stream of its chunks.", whole);
-        // OpenAPI 3.1 has no other place for the schema of one event.
-        let content = json!({"anyOf": [reference(chunk), reference("Error")]});
-        ok["content"]["text/event-stream"] = json!({"schema": {
-            "type": "object",
-            "required": ["data"],
-            "properties": {"data": {"anyOf": [
-                {"const": "[DONE]"},
-                {"type": "string", "contentMediaType": "application/json", "contentSchema": content},
-            ]}},
-            "description": "One event. A complete stream ends with `[DONE]`, a failed stream with an \
-                Error.",
-        }});
-        with_errors(ok, &[400, 401, 404, 408, 413, 415, 429, 500, 501, 502, 503, 504])
-    };
     let text_errors = &[400, 401, 404, 408, 413, 415, 429, 500, 503, 504];
     let id = json!({
         "name": "id", "in": "path", "required": true, "schema": {"type": "string", "minLength": 1},
