@@ -88,7 +88,11 @@ impl Checkpoint {
                 (gguf_file::open(&file)?.0, Weights::Dummy(DummyWeights { seed }))
             }
             (Location::Folder { config }, LoadFormat::Auto) => {
-                (read_config(&config)?, Weights::Stored(folder::open(path)?))
+                let (mut config, weights) = (read_config(&config)?, folder::open(path)?);
+                // As in transformers, an output in the files counts more than `tie_word_embeddings`.
+                config.tied_output &= weights.output_is_embedding();
+                weights.forget_pages();
+                (config, Weights::Stored(weights))
             }
             (
                 Location::Folder { config } | Location::ConfigAlone { config },

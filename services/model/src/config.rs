@@ -37,7 +37,8 @@ pub struct ModelConfig {
     pub rope_scaling: RopeScaling,
     /// `None` when every layer attends to the whole sequence.
     pub sliding_window: Option<SlidingWindow>,
-    /// Whether the output projection shares the weights of the embedding.
+    /// Whether the output projection shares the weights of the embedding. A folder with a different output is not tied,
+    /// whatever its configuration says.
     pub tied_output: bool,
     pub bos_token_id: Option<u32>,
     /// End-of-sequence tokens.

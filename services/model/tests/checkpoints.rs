@@ -79,6 +79,39 @@ fn opening_the_real_model_does_not_read_its_weights() {
     assert_ne!(dummy.model_fingerprint(), checkpoint.model_fingerprint());
 }
 
+#[test]
+fn tied_model_with_an_output_of_its_own_uses_this_output() {
+    let dummy = common::tiny_llama3();
+    let folder = tempfile::tempdir().unwrap();
+    let config = fs::read_to_string(common::fixture("tiny_llama3/config.json")).unwrap();
+    let tied = config.replace("\"tie_word_embeddings\": false", "\"tie_word_embeddings\": true");
+    assert_ne!(tied, config);
+    let open_with = |tensors: &[Tensor], shards| {
+        common::write_folder(folder.path(), tensors, shards);
+        fs::write(folder.path().join("config.json"), &tied).unwrap();
+        open(folder.path()).unwrap()
+    };
+    let mut tensors = common::hugging_face_tensors(&dummy, Element::F32);
+    let separate = open_with(&tensors, 1);
+    assert!(!separate.config().tied_output);
+    assert_same_weights(&separate, &dummy, Element::F32);
+    assert_ne!(
+        common::elements(&separate, Weight::Output),
+        common::elements(&separate, Weight::Embedding)
+    );
+
+    // An output that repeats the embedding, or none, is tied.
+    let embedding = tensors.iter().position(|it| it.name == "model.embed_tokens.weight").unwrap();
+    let output = tensors.iter().position(|it| it.name == "lm_head.weight").unwrap();
+    tensors[output].bytes = tensors[embedding].bytes.clone();
+    assert!(open_with(&tensors, 1).config().tied_output);
+    // The last byte of the last row differs.
+    *tensors[output].bytes.last_mut().unwrap() ^= 0x40;
+    assert!(!open_with(&tensors, 1).config().tied_output);
+    tensors.remove(output);
+    assert!(open_with(&tensors, 1).config().tied_output);
+}
+
 /// Turns the configuration into a Mistral configuration.
 fn make_mistral(config: &mut String, window: &str) {
     let class = format!("\"MistralForCausalLM\"], \"sliding_window\": {window}");

@@ -108,6 +108,20 @@ impl StoredWeights {
         }
     }
 
+    /// Returns whether the output projection is the embedding: the files have no output, or one with the bytes of the
+    /// embedding. Reads both if they are equal.
+    pub fn output_is_embedding(&self) -> bool {
+        let entry = |weight| self.tensors.get(&self.name_of(weight));
+        let bytes = |entry: &Entry| &self.files[entry.file].mapped.bytes()[entry.range.clone()];
+        match (entry(Weight::Output), entry(Weight::Embedding)) {
+            (Some(output), Some(embedding)) => {
+                (&output.dims, &output.encoding) == (&embedding.dims, &embedding.encoding)
+                    && bytes(output) == bytes(embedding)
+            }
+            _ => true,
+        }
+    }
+
     pub fn tensor(
         &self,
         weight: Weight,
