@@ -189,6 +189,29 @@ fn generation_config_adds_end_tokens() {
 }
 
 #[test]
+fn configurations_that_transformers_loads_are_read() {
+    let plain = open(json!({})).unwrap();
+    for changes in [
+        json!({"vocab_size": 96.0, "hidden_size": 32.0, "num_hidden_layers": 3.0}),
+        json!({"max_position_embeddings": plain.context_tokens as f64, "rope_theta": 10_000}),
+        json!({"eos_token_id": [2.0, 3.0], "bos_token_id": 1.0}),
+        json!({"eos_token_id": [2, null, 3, -1], "bos_token_id": [1]}),
+        json!({"architectures": "LlamaForCausalLM", "hidden_act": "swish"}),
+        json!({"architectures": [], "model_type": "llama"}),
+        json!({"architectures": ["Custom", "LlamaForCausalLM"], "sliding_window": "unknown"}),
+    ] {
+        let read = open(changes.clone()).unwrap_or_else(|error| panic!("{changes}: {error}"));
+        assert_eq!(read.difference(&plain), None, "{changes}");
+    }
+    let none = open(json!({"eos_token_id": -1, "bos_token_id": -1})).unwrap();
+    assert_eq!((none.bos_token_id, none.eos_token_ids), (None, vec![]));
+    assert_eq!(
+        refusal(json!({"hidden_size": 32.5})),
+        "key \"hidden_size\": invalid type: floating point `32.5`, expected usize"
+    );
+}
+
+#[test]
 fn unsupported_features_are_rejected_by_name() {
     let supported_rope = "expected \"default\", \"linear\" or \"llama3\"";
     for kind in ["dynamic", "yarn", "longrope"] {

@@ -514,7 +514,16 @@ fn eos_ids_come_from_all_configurations() {
         ),
         "{error:?}"
     );
-    for broken in [r#"{"eos_token_id": -1}"#, r#"{"eos_token_id": "x"}"#, "["] {
+    // Files that transformers loads.
+    for (id, expected) in
+        [("2.0", vec![2]), ("[2.0, null, 0]", vec![0, 2]), ("-1", vec![]), ("[-1, 1]", vec![1])]
+    {
+        let file = format!(r#"{{"eos_token_id": {id}}}"#);
+        for name in ["generation_config.json", "config.json"] {
+            assert_eq!(eos(&[(name, &file)]), expected, "{name}: {id}");
+        }
+    }
+    for broken in [r#"{"eos_token_id": 1.5}"#, r#"{"eos_token_id": "x"}"#, "["] {
         let error = open_json(&good, &[("generation_config.json", broken)]).unwrap_err();
         assert!(error.to_string().contains("generation_config.json"), "{error}");
     }
@@ -591,6 +600,9 @@ fn generation_config_gives_the_sampling_defaults() {
     };
     assert_eq!(defaults(all).unwrap(), expected);
     assert_eq!(defaults(r#"{"top_k": -1, "top_p": null}"#).unwrap().top_k, Some(0));
+    let floats = r#"{"temperature": null, "top_k": 50.0, "top_p": 1, "eos_token_id": [3]}"#;
+    let expected = SamplingDefaults { top_k: Some(50), top_p: Some(1.0), ..Default::default() };
+    assert_eq!(defaults(floats).unwrap(), expected);
 
     let mut metadata = tiny();
     metadata.insert("general.sampling.temp".into(), Value::F32(0.7));
@@ -603,6 +615,7 @@ fn generation_config_gives_the_sampling_defaults() {
     for (bad, problem) in [
         (r#"{"temperature": 3}"#, "generation_config.json: temperature: is 3; allowed: 0 to 2"),
         (r#"{"top_p": 0}"#, "generation_config.json: top_p: is 0; allowed: 0.000001 to 1"),
+        (r#"{"top_k": 1.5}"#, "generation_config.json: top_k: is 1.5; allowed: whole numbers"),
         (r#"{"top_k": -2}"#, "generation_config.json: top_k: is -2; allowed: -1 to 2147483647"),
     ] {
         let error = defaults(bad).unwrap_err().to_string();
@@ -618,6 +631,7 @@ fn a_tokenizer_with_more_ids_than_the_embedding_has_rows_is_refused() {
     let with = |config: &str| open_json(&good, &[("config.json", config)]).map(drop);
     with(r#"{"vocab_size": 4}"#).unwrap();
     with(r#"{"vocab_size": 64}"#).unwrap();
+    with(r#"{"vocab_size": 64.0}"#).unwrap();
     let error = with(r#"{"vocab_size": 3}"#).unwrap_err().to_string();
     let problem = "config.json: vocab_size: is 3, but tokenizer.json has token id 3: they are of \
                    different models";

@@ -57,7 +57,7 @@ pub(crate) fn from_hugging_face(
         rope_scaling,
         sliding_window: sliding_window(&fields, architecture, layer_count)?,
         tied_output: fields.get("tie_word_embeddings")?.unwrap_or(false),
-        bos_token_id: fields.get("bos_token_id")?,
+        bos_token_id: fields.token_ids("bos_token_id")?.first().copied(),
         eos_token_ids,
     }
     .validate(&config.path)
@@ -76,14 +76,21 @@ fn defaults(architecture: Architecture) -> (Option<usize>, Option<usize>, usize)
 }
 
 fn architecture(fields: &Fields<'_>) -> Result<Architecture, ModelError> {
-    let (known, found) = match fields.get::<Vec<String>>("architectures")?.as_deref() {
-        Some([class]) => (Architecture::of_class(class), format!("{class:?}")),
-        Some(others) => (None, format!("{others:?}")),
+    let classes = match fields.object.get("architectures") {
+        Some(Value::String(class)) => vec![class.clone()],
+        _ => fields.get::<Vec<String>>("architectures")?.unwrap_or_default(),
+    };
+    let (known, found) = match classes.as_slice() {
+        [class] => (Architecture::of_class(class), format!("{class:?}")),
         // Older files name the model family only.
-        None => {
+        [] => {
             let family = fields.get::<String>("model_type")?;
             let known = family.as_deref().and_then(Architecture::of_model_type);
             (known, format!("(none), model_type {family:?}"))
+        }
+        several => {
+            let known = several.iter().find_map(|class| Architecture::of_class(class));
+            (known, format!("{several:?}"))
         }
     };
     known.ok_or_else(|| {
@@ -133,7 +140,7 @@ enum LayerType {
 /// Rejects keys that would change the arithmetic.
 fn check_supported(fields: &Fields<'_>, architecture: Architecture) -> Result<(), ModelError> {
     if let Some(activation) = fields.get::<String>("hidden_act")?
-        && activation != "silu"
+        && !["silu", "swish"].contains(&activation.as_str())
     {
         return Err(fields.unsupported("hidden_act", format!("{activation:?}"), "\"silu\""));
     }
@@ -196,6 +203,18 @@ fn rope(fields: &Fields<'_>) -> Result<(f32, RopeScaling), ModelError> {
     Ok((theta, scaling))
 }
 
+/// Returns a whole number as an integer: some tools write integers as floats.
+fn whole(value: &Value) -> Value {
+    /// Up to here a float has every whole number.
+    const MAX: f64 = (1_u64 << 53) as f64;
+    match value.as_f64() {
+        Some(number) if value.is_f64() && number.fract() == 0.0 && number.abs() <= MAX => {
+            (number as i64).into()
+        }
+        _ => value.clone(),
+    }
+}
+
 /// Parsed JSON file and its path.
 pub(crate) struct JsonFile {
     pub path: PathBuf,
@@ -225,7 +244,7 @@ impl Fields<'_> {
     fn get<T: DeserializeOwned>(&self, key: &str) -> Result<Option<T>, ModelError> {
         match self.object.get(key) {
             None | Some(Value::Null) => Ok(None),
-            Some(value) => serde_json::from_value(value.clone())
+            Some(value) => serde_json::from_value(whole(value))
                 .map(Some)
                 .map_err(|error| self.bad(key, error.to_string())),
         }
@@ -244,12 +263,17 @@ impl Fields<'_> {
         self.get(key)?.ok_or_else(|| self.bad(key, "is missing".into()))
     }
 
-    /// Returns the ids of a key that holds one id, a list, or nothing.
+    /// Returns the ids of a key that holds one id, a list, or nothing. A null or negative id means none.
     fn token_ids(&self, key: &str) -> Result<Vec<u32>, ModelError> {
-        match self.object.get(key) {
-            Some(Value::Array(_)) => self.require(key),
-            _ => Ok(self.get::<u32>(key)?.into_iter().collect()),
-        }
+        let ids = match self.object.get(key) {
+            Some(Value::Array(ids)) => ids.as_slice(),
+            Some(id) => std::slice::from_ref(id),
+            None => &[],
+        };
+        let is_absent = |id: &Value| id.is_null() || id.as_f64().is_some_and(|id| id < 0.0);
+        let id = |id| serde_json::from_value(whole(id));
+        let ids = ids.iter().filter(|id| !is_absent(id)).map(id);
+        ids.collect::<Result<_, _>>().map_err(|error| self.bad(key, error.to_string()))
     }
 
     /// Rejects partial rotary embeddings: heads are rotated as a whole.

@@ -220,7 +220,7 @@ impl File<'_> {
         const TOP_K: &str = "general.sampling.top_k";
         let unchecked = UncheckedDefaults {
             temperature: number("general.sampling.temp")?,
-            top_k: (TOP_K, self.get(TOP_K)?),
+            top_k: (TOP_K, self.get::<i64>(TOP_K)?.map(|top_k| top_k as f64)),
             top_p: number("general.sampling.top_p")?,
             min_p: number("general.sampling.min_p")?,
             repetition_penalty: number("general.sampling.penalty_repeat")?,

@@ -58,9 +58,9 @@ pub(crate) fn read(folder: &Path) -> Result<Source, LoadError> {
     let model_path = folder.join("config.json");
     let model: Option<ModelConfig> = read_json(&model_path, CONFIG_BYTES_MAX)?;
     if let Some(size) = model.as_ref().and_then(|model| model.vocab_size) {
-        check_embedding(&parts, size, &model_path)?;
+        check_embedding(&parts, size as u64, &model_path)?;
     }
-    let (sampling_defaults, ends) = generation(folder, model)?;
+    let (sampling_defaults, ends) = generation(folder, model, &model_path)?;
     parts.eos_ids.extend(ends);
     add_templates(folder, config.chat_template, &mut templates)?;
     let origin = Origin { file: path, keys: ["model.vocab", "model.merges"] };
@@ -85,14 +85,19 @@ fn check_embedding(parts: &TokenizerParts, rows: u64, path: &Path) -> Result<(),
 fn generation(
     folder: &Path,
     model: Option<ModelConfig>,
+    model_path: &Path,
 ) -> Result<(SamplingDefaults, Vec<u32>), LoadError> {
     let path = folder.join("generation_config.json");
     let generation: GenerationConfig = read_json(&path, CONFIG_BYTES_MAX)?.unwrap_or_default();
     let defaults = generation
         .sampling_defaults()
         .map_err(|(key, problem)| LoadError::invalid(&path, key, problem))?;
-    let ends = generation.eos_token_id.or_else(|| model?.eos_token_id);
-    Ok((defaults, ends.map(OneOrMany::ids).unwrap_or_default()))
+    let (ends, path) = match generation.eos_token_id {
+        Some(ends) => (Some(ends), path.as_path()),
+        None => (model.and_then(|model| model.eos_token_id), model_path),
+    };
+    let ends = ends.map_or(Ok(Vec::new()), OneOrMany::ids);
+    Ok((defaults, ends.map_err(|problem| LoadError::invalid(path, "eos_token_id", problem))?))
 }
 
 /// Adds the templates of `tokenizer_config.json`, and those of separate files, which newer tools write and
@@ -156,7 +161,7 @@ fn add_configured_tokens(
     path: &Path,
     parts: &mut TokenizerParts,
 ) -> Result<(), LoadError> {
-    for (&id, entry) in &config.added_tokens_decoder {
+    for (&id, entry) in config.added_tokens_decoder.iter().flatten() {
         if parts.added.iter().any(|(_, token)| token.content == entry.content) {
             continue;
         }

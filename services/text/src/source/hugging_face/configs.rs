@@ -1,6 +1,7 @@
 //! The configuration files of a Hugging Face folder, with the keys that this crate reads.
 
 use serde::Deserialize;
+use serde_json::Number;
 
 use crate::sampling_defaults::{BadDefault, SamplingDefaults, UncheckedDefaults};
 
@@ -12,8 +13,7 @@ pub struct TokenizerConfig {
     pub chat_template: Option<ChatTemplates>,
     pub add_bos_token: Option<bool>,
     pub add_eos_token: Option<bool>,
-    #[serde(default)]
-    pub added_tokens_decoder: std::collections::BTreeMap<u32, AddedTokenConfig>,
+    pub added_tokens_decoder: Option<std::collections::BTreeMap<u32, AddedTokenConfig>>,
 }
 
 /// Names of special tokens, in `tokenizer_config.json` or `special_tokens_map.json`.
@@ -97,8 +97,8 @@ pub struct AddedTokenConfig {
 /// `config.json`.
 #[derive(Deserialize)]
 pub struct ModelConfig {
-    /// Number of rows of the embedding.
-    pub vocab_size: Option<u64>,
+    /// Number of rows of the embedding. Some tools write integers as floats.
+    pub vocab_size: Option<f64>,
     pub eos_token_id: Option<OneOrMany>,
 }
 
@@ -108,7 +108,7 @@ pub struct ModelConfig {
 pub struct GenerationConfig {
     pub eos_token_id: Option<OneOrMany>,
     temperature: Option<f64>,
-    top_k: Option<i64>,
+    top_k: Option<f64>,
     top_p: Option<f64>,
     min_p: Option<f64>,
     repetition_penalty: Option<f64>,
@@ -130,15 +130,22 @@ impl GenerationConfig {
 #[derive(Deserialize)]
 #[serde(untagged)]
 pub enum OneOrMany {
-    One(u32),
-    Many(Vec<u32>),
+    One(Number),
+    Many(Vec<Option<Number>>),
 }
 
 impl OneOrMany {
-    pub fn ids(self) -> Vec<u32> {
-        match self {
-            OneOrMany::One(id) => vec![id],
+    /// Returns the ids. A null or negative id means none. The error is the problem of an id that is not whole.
+    pub fn ids(self) -> Result<Vec<u32>, String> {
+        let ids = match self {
+            OneOrMany::One(id) => vec![Some(id)],
             OneOrMany::Many(ids) => ids,
-        }
+        };
+        let numbers = ids.into_iter().flatten().filter_map(|id| id.as_f64());
+        let id = |id: f64| match id.fract() == 0.0 && id <= f64::from(u32::MAX) {
+            true => Ok(id as u32),
+            false => Err(format!("has {id}; allowed: token ids")),
+        };
+        numbers.filter(|id| *id >= 0.0).map(id).collect()
     }
 }
