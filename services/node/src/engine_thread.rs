@@ -1,8 +1,13 @@
 //! The thread that drives the [`NodeCore`].
 //!
-//! The loop gives the core commands of callers and events of transfers and KV tiers, carries out the core's outputs,
-//! and runs the device one step at a time. It sleeps while the core has no work. It waits only for the
-//! device; a command, and an event of transfers or of the KV tiers, wakes it.
+//! The loop gives the core commands of callers and events of transfers and KV tiers, then lets the core
+//! [take a turn](node_core::take_turn). It sleeps while the core has no work. It waits only for the device; a command,
+//! and an event of transfers or of the KV tiers, wakes it.
+
+mod metrics;
+#[cfg(test)]
+mod tests;
+mod weight_calls;
 
 use std::{
     any::Any,
@@ -17,26 +22,22 @@ use std::{
 
 use crossbeam_channel::{Receiver, TryRecvError, never, select};
 use engine::{
-    Speculated, StepRecord, Turn,
+    Turn,
     executor::{Executor, ExecutorError, panic_message},
-    plan::Dispatch,
     tiers::TierEvent,
 };
 use kv_transfer::{Transfers, api as transfer};
 use proto::v1;
-use telemetry::{
-    NodeMetrics,
-    metrics::{LoadStats, StepDispatch, StepStats},
-};
+use telemetry::NodeMetrics;
 use tokio::sync::oneshot;
 use tracing::{info, warn};
-use weight_transfer::UpdateId;
+use weight_calls::WeightCalls;
 
 use crate::{
     callers::Callers,
     hang::StepInFlight,
     inbox::{Command, CommandReceiver},
-    node_core::{ChangePending, CloseReason, Metric, NodeCore, Output},
+    node_core::{self, CallId, CloseReason, Metric, NodeCore, NodeShell, Output},
     observe::Observers,
     stream::QueueFull,
     tiers::{TierCopies, TierMetrics},
@@ -113,12 +114,7 @@ pub(crate) struct Engine<E> {
     step_in_flight: Arc<StepInFlight>,
     /// Whether the node is paused, for its readiness.
     is_paused: Arc<AtomicBool>,
-    /// Caller that waits for the change of weights.
-    weights_changed: Option<oneshot::Sender<Result<Duration, ChangePending>>>,
-    /// The last update that released the weights or will release them.
-    releasing: Option<UpdateId>,
-    /// Caller that waits for the release of the weights.
-    weights_released: Option<oneshot::Sender<Result<(), ChangePending>>>,
+    weight_calls: WeightCalls,
     /// Copies of the KV tiers; `None` without tiers.
     tiers: Option<TierThreads>,
     recorder: Recorder,
@@ -152,9 +148,7 @@ impl<E: Executor> Engine<E> {
             metrics,
             step_in_flight,
             is_paused,
-            weights_changed: None,
-            releasing: None,
-            weights_released: None,
+            weight_calls: WeightCalls::default(),
             tiers: None,
             recorder: Recorder::default(),
             is_stopping: false,
@@ -166,34 +160,24 @@ impl<E: Executor> Engine<E> {
         self
     }
 
-    /// Runs until the stop command or a failure of the device. A failure ends every attempt.
+    /// Runs until the stop command or a failure of the device, and then ends every attempt.
     fn run(&mut self) -> Result<(), EngineError> {
         let ended = self.step_until_stopped();
-        if let Err(error) = &ended {
-            self.core.handle_close(&CloseReason::EngineFailed { reason: error.to_string() });
-            self.carry_out();
-        }
+        let reason = match &ended {
+            Ok(()) => CloseReason::Stopped,
+            Err(error) => CloseReason::EngineFailed { reason: error.to_string() },
+        };
+        node_core::close(self, &reason);
         ended
     }
 
     fn step_until_stopped(&mut self) -> Result<(), EngineError> {
         loop {
             self.take_queued()?;
-            self.step_in_flight.begin_turn(Instant::now());
-            let launched = self.core.launch_arrived_kv();
-            self.step_in_flight.end_turn(Instant::now(), self.core.step_age());
-            launched?;
-            self.carry_out();
             if self.is_stopping {
                 return Ok(());
             }
-            self.step_in_flight.begin_turn(Instant::now());
-            let turn = self.core.step(self.time_until_due());
-            self.step_in_flight.end_turn(Instant::now(), self.core.step_age());
-            let turn = turn?;
-            self.carry_out();
-            self.core.handle_deadline(Instant::now());
-            self.carry_out();
+            let turn = node_core::take_turn(self)?;
             self.recorder.finish_if_due();
             if turn == Turn::Idle {
                 self.sleep()?;
@@ -210,12 +194,11 @@ impl<E: Executor> Engine<E> {
                 Err(TryRecvError::Disconnected) => return Err(EngineError::TransfersStopped),
             }
         }
-        if let Some(tiers) = &self.tiers {
+        for _ in 0..TAKEN_PER_STEP_MAX {
             // The threads of the tiers outlive the engine thread, so the queue is never closed.
-            for event in tiers.events.try_iter().take(TAKEN_PER_STEP_MAX) {
-                self.recorder.tier_event(&event);
-                self.core.handle_tier_event(event, Instant::now());
-            }
+            let event = self.tiers.as_ref().and_then(|tiers| tiers.events.try_recv().ok());
+            let Some(event) = event else { break };
+            self.on_tier_event(event);
         }
         for _ in 0..TAKEN_PER_STEP_MAX {
             match self.commands.try_recv() {
@@ -235,8 +218,7 @@ impl<E: Executor> Engine<E> {
         let tier_events = self.tiers.as_ref().map_or_else(never, |tiers| tiers.events.clone());
         select! {
             recv(tier_events) -> event => if let Ok(event) = event {
-                self.recorder.tier_event(&event);
-                self.core.handle_tier_event(event, Instant::now());
+                self.on_tier_event(event);
             },
             recv(*self.commands) -> command => match command {
                 Ok(command) => self.handle(command),
@@ -247,14 +229,14 @@ impl<E: Executor> Engine<E> {
                 let event = event.map_err(|_| EngineError::TransfersStopped)?;
                 self.core.handle_transfer_event(event, Instant::now());
             },
-            default(self.time_until_due()) => {}
+            default(self.wait_max(self.core.next_deadline())) => {}
         }
         Ok(())
     }
 
-    fn time_until_due(&self) -> Duration {
-        let due = self.core.next_deadline().into_iter().chain(self.recorder.deadline()).min();
-        due.map_or(SLEEP_MAX, |due| due.saturating_duration_since(Instant::now())).min(SLEEP_MAX)
+    fn on_tier_event(&mut self, event: TierEvent) {
+        self.recorder.tier_event(&event);
+        self.core.handle_tier_event(event, Instant::now());
     }
 
     fn handle(&mut self, command: Command) {
@@ -294,28 +276,14 @@ impl<E: Executor> Engine<E> {
             } => {
                 let begun =
                     self.core.handle_change_weights(weight_version, label, in_flight, waits, now);
-                match begun {
-                    Ok(()) => self.weights_changed = Some(changed),
-                    // The caller may have stopped waiting.
-                    Err(pending) => _ = changed.send(Err(pending)),
-                }
+                self.weight_calls.await_change(begun, changed);
             }
             Command::ReleaseWeights { update, waits, released, _permit } => {
-                match self.core.handle_release_weights(waits, now) {
-                    Ok(()) => {
-                        self.releasing = Some(update);
-                        self.weights_released = Some(released);
-                    }
-                    // The caller may have stopped waiting.
-                    Err(pending) => _ = released.send(Err(pending)),
-                }
+                let begun = self.core.handle_release_weights(waits, now);
+                self.weight_calls.await_release(update, begun, released);
             }
             Command::LoseWeights { update, lost, _permit } => {
-                // The release by the next update may have overtaken this command.
-                let is_lost = self.releasing == Some(update) && {
-                    self.weights_released = None;
-                    self.core.handle_lost_weights(now)
-                };
+                let is_lost = self.weight_calls.lose(update) && self.core.handle_lost_weights(now);
                 // The caller may have stopped waiting.
                 let _ = lost.send(is_lost);
             }
@@ -324,157 +292,117 @@ impl<E: Executor> Engine<E> {
             }
             Command::Resume { _permit } => self.core.handle_resume(now),
             Command::EndAll => self.core.handle_close(&CloseReason::DrainTimeout),
-            Command::Stop => {
-                self.core.handle_close(&CloseReason::Stopped);
-                self.is_stopping = true;
-            }
+            Command::Stop => self.is_stopping = true,
         }
     }
 
-    /// Carries out the core's outputs until it has none.
-    fn carry_out(&mut self) {
-        while let Some(output) = self.core.poll_output() {
-            match output {
-                Output::Reply { call, reply } => {
-                    if let Err(QueueFull) = self.callers.reply(call, reply) {
-                        self.core.handle_slow_reader(call);
-                    }
-                }
-                Output::Forgotten { call } => self.callers.remove(call),
-                Output::Transfer { call, mut command } => {
-                    if let Some(call) = call {
-                        self.callers.set_traceparent(call, &mut command);
-                    }
-                    if let Err(full) = self.transfers.command(command.clone()) {
-                        let (reason, now) = (full.to_string(), Instant::now());
-                        self.core.handle_transfer_queue_full(call, command, reason, now);
-                    }
-                }
-                Output::Stage { call, change } => {
-                    self.recorder.stage(call, &change);
-                    self.callers.change_stage(call, change);
-                }
-                Output::Observe { observer, event } => {
-                    if !self.observers.send(observer, event) {
-                        self.core.handle_observe_ended(observer);
-                    }
-                }
-                Output::ObserveStalled { observer } => self.observers.stalled(observer),
-                Output::Save(job) => {
-                    self.recorder.save_began(&job);
-                    let failed = self.tiers.as_ref().and_then(|tiers| tiers.copies.save(job));
-                    if let Some(event) = failed {
-                        self.recorder.tier_event(&event);
-                        self.core.handle_tier_event(event, Instant::now());
-                    }
-                }
-                Output::CancelSaves { last } => {
-                    if let Some(tiers) = &self.tiers {
-                        tiers.copies.cancel_saves(last);
-                    }
-                }
-                Output::Load(job) => {
-                    self.recorder.load_began(&job);
-                    let failed = self.tiers.as_ref().and_then(|tiers| tiers.copies.load(job));
-                    if let Some(event) = failed {
-                        self.recorder.tier_event(&event);
-                        self.core.handle_tier_event(event, Instant::now());
-                    }
-                }
-                Output::Metric(Metric::Tier(tier, stats)) => {
-                    if let Some(tiers) = &self.tiers {
-                        tiers.metrics.set(tier, stats);
-                    }
-                }
-                Output::Metric(metric) => {
-                    if let Metric::Step(step) = &metric {
-                        self.recorder.add_step(step);
-                    }
-                    record(&self.metrics, &metric);
-                }
-                Output::WeightsChanged { paused } => {
-                    self.recorder.weights_changed(paused);
-                    if let Some(changed) = self.weights_changed.take() {
-                        // The caller may have stopped waiting.
-                        let _ = changed.send(Ok(paused));
-                    }
-                }
-                Output::WeightsReleased => {
-                    if let Some(released) = self.weights_released.take() {
-                        // The caller may have stopped waiting.
-                        let _ = released.send(Ok(()));
-                    }
-                }
-                Output::PauseChanged { state } => {
-                    info!(
-                        "{}",
-                        match state {
-                            v1::PauseState::None => "the node serves again after a pause",
-                            v1::PauseState::Pausing => "the node pauses: it admits nothing",
-                            v1::PauseState::Paused => "the node is paused: nothing runs",
-                        }
-                    );
-                    self.is_paused.store(state != v1::PauseState::None, Ordering::Release);
-                }
-                Output::Stalled { after } => {
-                    let seconds = after.as_secs_f64();
-                    warn!("the node is stalled: no step has finished for {seconds} s");
-                }
-                Output::Recovered => info!("the node recovered: steps finish again"),
-            }
+    fn command_transfers(&mut self, call: Option<CallId>, mut command: transfer::Command) {
+        if let Some(call) = call {
+            self.callers.set_traceparent(call, &mut command);
         }
+        if let Err(full) = self.transfers.command(command.clone()) {
+            let (reason, now) = (full.to_string(), Instant::now());
+            self.core.handle_transfer_queue_full(call, command, reason, now);
+        }
+    }
+
+    fn measure(&mut self, metric: Metric) {
+        if let Metric::Step(step) = &metric {
+            self.recorder.add_step(step);
+        }
+        match (metric, &self.tiers) {
+            (Metric::Tier(tier, stats), Some(tiers)) => tiers.metrics.set(tier, stats),
+            (metric, _) => metrics::record(&self.metrics, metric),
+        }
+    }
+
+    fn pause_changed(&self, state: v1::PauseState) {
+        info!(
+            "{}",
+            match state {
+                v1::PauseState::None => "the node serves again after a pause",
+                v1::PauseState::Pausing => "the node pauses: it admits nothing",
+                v1::PauseState::Paused => "the node is paused: nothing runs",
+            }
+        );
+        self.is_paused.store(state != v1::PauseState::None, Ordering::Release);
+    }
+}
+
+impl<E: Executor> NodeShell for Engine<E> {
+    type Executor = E;
+
+    fn core(&mut self) -> &mut NodeCore<E> {
+        &mut self.core
+    }
+
+    fn now(&self) -> Instant {
+        Instant::now()
+    }
+
+    fn wait_max(&self, due: Option<Instant>) -> Duration {
+        let due = due.into_iter().chain(self.recorder.deadline()).min();
+        due.map_or(SLEEP_MAX, |due| due.saturating_duration_since(Instant::now())).min(SLEEP_MAX)
+    }
+
+    fn device_call_begins(&mut self) {
+        self.step_in_flight.begin_turn(Instant::now());
+    }
+
+    fn device_call_ends(&mut self) {
+        self.step_in_flight.end_turn(Instant::now(), self.core.step_age());
+    }
+
+    fn carry_out(&mut self, output: Output) {
+        match output {
+            Output::Reply { call, reply } => {
+                if let Err(QueueFull) = self.callers.reply(call, reply) {
+                    self.core.handle_slow_reader(call);
+                }
+            }
+            Output::Forgotten { call } => self.callers.remove(call),
+            Output::Transfer { call, command } => self.command_transfers(call, command),
+            Output::Stage { call, change } => {
+                self.recorder.stage(call, &change);
+                self.callers.change_stage(call, change);
+            }
+            Output::Observe { observer, event } => {
+                if !self.observers.send(observer, event) {
+                    self.core.handle_observe_ended(observer);
+                }
+            }
+            Output::ObserveStalled { observer } => self.observers.stalled(observer),
+            Output::Save(job) => {
+                self.recorder.save_began(&job);
+                let failed = self.tiers.as_ref().and_then(|tiers| tiers.copies.save(job));
+                failed.into_iter().for_each(|event| self.on_tier_event(event));
+            }
+            Output::CancelSaves { last } => {
+                if let Some(tiers) = &self.tiers {
+                    tiers.copies.cancel_saves(last);
+                }
+            }
+            Output::Load(job) => {
+                self.recorder.load_began(&job);
+                let failed = self.tiers.as_ref().and_then(|tiers| tiers.copies.load(job));
+                failed.into_iter().for_each(|event| self.on_tier_event(event));
+            }
+            Output::Metric(metric) => self.measure(metric),
+            Output::WeightsChanged { paused } => {
+                self.recorder.weights_changed(paused);
+                self.weight_calls.changed(paused);
+            }
+            Output::WeightsReleased => self.weight_calls.released(),
+            Output::PauseChanged { state } => self.pause_changed(state),
+            Output::Stalled { after } => {
+                let seconds = after.as_secs_f64();
+                warn!("the node is stalled: no step has finished for {seconds} s");
+            }
+            Output::Recovered => info!("the node recovered: steps finish again"),
+        }
+    }
+
+    fn flush(&mut self) {
         self.callers.wake();
     }
 }
-
-/// Records a measurement of the core in the node's instruments.
-fn record(metrics: &NodeMetrics, metric: &Metric) {
-    match metric {
-        Metric::QueueTime(waited) => metrics.queued(*waited),
-        Metric::PrefillTime(took) => metrics.prefilled(*took),
-        Metric::PrefixLookup { prompt_tokens, cached_tokens } => {
-            metrics.prefix_lookup((*prompt_tokens).into(), (*cached_tokens).into());
-        }
-        Metric::SequenceFinished(end) => metrics.sequence_ended(*end),
-        Metric::TransferFinished { side, end, stats } => {
-            metrics.transfer_ended(*side, *end, stats.bytes, stats.elapsed);
-        }
-        Metric::Step(step) => metrics.step(&step_stats(step)),
-        Metric::Speculated(Speculated { rows, drafted, accepted, accepted_at }) => {
-            metrics.speculated(*rows, *drafted, *accepted, accepted_at);
-        }
-        Metric::Preempted(count) => metrics.preempted(*count),
-        Metric::Load(load) => metrics.set_load(&LoadStats {
-            running: load.running,
-            waiting: load.waiting,
-            pending_prompt_tokens: load.pending_prompt_tokens,
-            blocks_free: load.blocks_free,
-            blocks_cached: load.blocks_cached,
-            blocks_kept: load.blocks_kept,
-            blocks_held: load.blocks_held,
-            blocks_reserved: load.blocks_reserved,
-        }),
-        // `TierMetrics` exports these statistics.
-        Metric::Tier(..) => {}
-    }
-}
-
-fn step_stats(step: &StepRecord) -> StepStats {
-    StepStats {
-        rows: step.rows,
-        tokens: step.tokens,
-        padding_rows: step.padding_rows(),
-        dispatch: match step.dispatch {
-            Dispatch::Eager => StepDispatch::Eager,
-            Dispatch::Graph { rows } => StepDispatch::Graph { rows },
-            Dispatch::Fallback => StepDispatch::Fallback,
-        },
-        busy: step.busy,
-        plan: step.plan.duration(),
-        launch: step.launch.duration(),
-        collect: step.collect.duration(),
-    }
-}
-
-#[cfg(test)]
-mod tests;

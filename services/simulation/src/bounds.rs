@@ -78,6 +78,14 @@ fn killed_decode_node_meets_the_bounds_of_recovery_and_block_release() {
     assert!(recovery > LEASE && retried > 100, "the kills interrupted requests");
 }
 
+/// The first token after a hand-over does not wait until the outputs of the arrival are carried out.
+#[test]
+fn kv_that_arrives_at_an_idle_node_is_launched_before_the_outputs_of_its_arrival() {
+    let scenario = Scenario { faults: Vec::new(), ..scenario(Duration::ZERO, true) };
+    let coverage = run_scenario(0, scenario, false).coverage;
+    assert!(coverage.get("arrived KV launched at once") > 0, "{coverage}");
+}
+
 fn run_with(bug: PlantedBug) {
     for step in 0..40 {
         let killed_at = Duration::from_millis(5 * step);

@@ -398,15 +398,17 @@ impl Simulation {
             ProcessState::Paused => return node.backlog.push(input),
             ProcessState::Running => {}
         }
-        let mut outputs = Vec::new();
-        node.handle(now, input, &mut outputs);
+        let outputs = node.handle(now, input);
         let deadline = node.next_deadline();
         self.set_deadline(process, deadline);
         if self.scenario.is_checked {
             self.check_weights(process);
         }
         #[cfg(test)]
-        self.planted.inspect(|bug| bug.mutate(&mut outputs));
+        let outputs = match self.planted {
+            Some(bug) => bug.mutate(outputs),
+            None => outputs,
+        };
         self.follow(process, outputs);
     }
 

@@ -264,8 +264,7 @@ impl Simulation {
 
     fn exit(&mut self, process: usize) {
         if self.processes[process].state == ProcessState::Running {
-            let mut outputs = Vec::new();
-            self.processes[process].stop(self.clock.now(), &mut outputs);
+            let outputs = self.processes[process].stop(self.clock.now());
             self.follow(process, outputs);
             self.deregister(process);
             self.kill(process, true);

@@ -17,8 +17,8 @@ pub enum PlantedBug {
 }
 
 impl PlantedBug {
-    pub fn mutate(self, outputs: &mut Vec<Output>) {
-        for output in &mut *outputs {
+    pub fn mutate(self, mut outputs: Vec<Output>) -> Vec<Output> {
+        for output in &mut outputs {
             if let (Self::FailsAttempts { host }, Output::Message { connection, message, .. }) =
                 (self, &mut *output)
                 && connection.host == host
@@ -42,5 +42,6 @@ impl PlantedBug {
         if self == Self::NeverReleases {
             outputs.retain(|output| !matches!(output, Output::Release { .. }));
         }
+        outputs
     }
 }

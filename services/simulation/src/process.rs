@@ -1,7 +1,7 @@
 //! One node process: the shipped node core and transfer protocol, and the queues between them.
 //!
-//! [`Process::handle`] takes one input and returns the outputs that follow. The
-//! [event loop](crate::event_loop) delivers them.
+//! [`Process::handle`] takes one input and returns the outputs that follow. The [event loop](crate::event_loop) delivers
+//! them.
 
 mod calls;
 mod checks;
@@ -11,6 +11,7 @@ mod transfer_thread;
 
 use std::{
     collections::{BTreeMap, VecDeque},
+    mem,
     time::{Duration, Instant},
 };
 
@@ -190,7 +191,11 @@ pub struct Process {
     is_command_waiting: bool,
     is_draining: bool,
     is_checked: bool,
+    /// Whether KV has arrived while no step was in flight, and no output has followed.
+    has_kv_arrived: bool,
     now: Instant,
+    /// Outputs of the input in progress.
+    outputs: Vec<Output>,
 }
 
 struct OpenCall {
@@ -285,7 +290,9 @@ impl Process {
             is_command_waiting: false,
             is_draining: false,
             is_checked,
+            has_kv_arrived: false,
             now,
+            outputs: Vec::new(),
         }
     }
 
@@ -317,12 +324,17 @@ impl Process {
         deadlines.into_iter().flatten().min()
     }
 
-    pub fn handle(&mut self, now: Instant, input: Input, outputs: &mut Vec<Output>) {
+    pub fn handle(&mut self, now: Instant, input: Input) -> Vec<Output> {
+        self.take(now, input);
+        mem::take(&mut self.outputs)
+    }
+
+    fn take(&mut self, now: Instant, input: Input) {
         self.now = now;
         self.core.executor_mut().set_now(now);
         self.finish_copies();
         match input {
-            Input::Call { connection, key, call } => self.call(connection, key, *call, outputs),
+            Input::Call { connection, key, call } => self.call(connection, key, *call),
             Input::Cancel(key) => {
                 let call = self.calls.values().find(|open| open.key == key);
                 if let Some(call) = call.map(|open| open.call) {
@@ -350,43 +362,44 @@ impl Process {
                     self.core.handle_observe_ended(observer);
                 }
             }
-            Input::Transfer(event) => self.transfer_event(event, outputs),
+            Input::Transfer(event) => self.transfer_event(event),
             Input::Drain { grace } => {
                 self.is_draining = true;
                 self.core.handle_draining(true, Some(grace), now);
             }
             Input::Weights(input) => {
-                self.weights.handle(now, input, self.is_draining, &mut self.core, outputs);
+                let (core, outputs) = (&mut self.core, &mut self.outputs);
+                self.weights.handle(now, input, self.is_draining, core, outputs);
             }
             Input::EndAll => self.core.handle_close(&CloseReason::DrainTimeout),
             Input::RankLost => self.core.executor_mut().lose_rank(),
             Input::Command(command) => {
                 self.arrived_commands.push_back(command);
-                return self.run_transfers(None, outputs);
+                return self.run_transfers(None);
             }
             Input::ControlMessage(from, message) => {
-                return self.run_transfers(Some(TransferInput::Control { from, message }), outputs);
+                return self.run_transfers(Some(TransferInput::Control { from, message }));
             }
             Input::Data(event) => {
                 let input = TransferInput::Transport(TransportEvent::Data(event));
-                return self.run_transfers(Some(input), outputs);
+                return self.run_transfers(Some(input));
             }
             Input::PeerFailed { peer, reason } => {
                 let input = TransferInput::PeerFailed { peer, reason: reason.to_owned() };
-                return self.run_transfers(Some(input), outputs);
+                return self.run_transfers(Some(input));
             }
             Input::Closed { peer, connection, reason } => {
                 let reason = reason.to_owned();
                 let event = TransportEvent::Closed { peer, connection, reason };
-                return self.run_transfers(Some(TransferInput::Transport(event)), outputs);
+                return self.run_transfers(Some(TransferInput::Transport(event)));
             }
             Input::Deadline => {
-                self.weights.on_deadline(now, &mut self.core, outputs);
+                self.weights.on_deadline(now, &mut self.core, &mut self.outputs);
                 self.transfers.handle_deadline(now);
-                self.run_transfers(None, outputs);
+                self.run_transfers(None);
             }
         }
-        self.run_engine(outputs);
+        self.run_engine();
     }
 }
 

@@ -14,6 +14,7 @@ use kernels::{Dtype, KvArena, KvLayout, WeightFormat, sampling::Sampling};
 use kv_transfer::{ClusterSecret, TransferConfig, TransferLimits, TransportConfig};
 use proto::v1::{FailureKind, ObserveEvent};
 use tonic::Code;
+use weight_transfer::UpdateId;
 
 use super::*;
 use crate::{

@@ -8,15 +8,11 @@
 //! In the shell (`engine_thread`, or a simulation) are: channels to callers and observers, the transfer
 //! queue, spans, metrics, logs, the clock, and waiting. The core names a caller by [`CallId`] and an
 //! observer by [`ObserverId`]. The executor is the seam to the device: `cpu` and `cuda` compute, `sim`
-//! runs in virtual time. [`NodeCore::step`] calls the executor and is the only method that may block.
+//! runs in virtual time. Only [`take_turn`] calls the executor, which may block.
 //!
-//! The shell repeats:
-//! 1. Give the core its inputs: `handle_call`, `handle_cancel`, `handle_transfer_event`, …
-//! 2. Carry out [`NodeCore::poll_output`] until it returns `None`.
-//! 3. [`NodeCore::step`], then 2 again.
-//! 4. [`NodeCore::handle_deadline`], then 2 again.
-//! 5. When the step returned [`Turn::Idle`], wait for an input, at most until
-//!    [`NodeCore::next_deadline`].
+//! The shell gives the core its inputs (`handle_call`, `handle_cancel`, `handle_transfer_event`, …), then calls
+//! [`take_turn`], which carries out the core's outputs and runs the device. When the turn returns [`Turn::Idle`], the
+//! shell waits for an input, at most until [`NodeCore::next_deadline`].
 //!
 //! The core handles one scheduler action, scheduler input or transfer command per poll. So a full
 //! queue that the shell reports takes effect before the next output is made.
@@ -27,6 +23,7 @@ mod output;
 mod pause;
 #[cfg(test)]
 mod tests;
+mod turn;
 mod weight_change;
 
 use std::{
@@ -48,6 +45,7 @@ pub use output::{
     AttemptEnd, AttemptEvent, Call, CallId, CloseReason, Metric, ObserverId, Output, Refusal,
     Reply, Stage, StageAttributes, StageChange,
 };
+pub use turn::{NodeShell, close, take_turn};
 pub use weight_change::ChangePending;
 
 use attempts::Attempts;
@@ -197,8 +195,7 @@ impl<E: Executor> NodeCore<E> {
         self.steps.scheduler_mut().reset_prefix_cache()
     }
 
-    /// Fails every attempt and rejects new calls. Tokens of earlier steps still reach their
-    /// callers.
+    /// Fails every attempt and rejects new calls. Tokens of earlier steps still reach their callers.
     pub fn handle_close(&mut self, reason: &CloseReason) {
         while let Some(action) = self.actions.pop_front() {
             self.attempts.on_action(action, self.now);
@@ -207,8 +204,7 @@ impl<E: Executor> NodeCore<E> {
     }
 
     /// Reports finished steps, detects a stall, sends a due delta and lets commands be offered again.
-    /// Call it after each step and at [`next_deadline`](Self::next_deadline).
-    pub fn handle_deadline(&mut self, now: Instant) {
+    fn handle_deadline(&mut self, now: Instant) {
         self.now = now;
         self.report_steps();
         self.detect_stall();
@@ -222,7 +218,7 @@ impl<E: Executor> NodeCore<E> {
 
     /// Launches a step with KV that has arrived, if the device is idle. Without this call the node would first carry
     /// out the outputs of the arrival, which would delay the first token after a hand-over.
-    pub fn launch_arrived_kv(&mut self) -> Result<(), ExecutorError> {
+    fn launch_arrived_kv(&mut self) -> Result<(), ExecutorError> {
         if self.steps.steps_in_flight() > 0 || self.has_actions() || self.weight_change.is_some() {
             return Ok(());
         }
@@ -239,10 +235,9 @@ impl<E: Executor> NodeCore<E> {
         launched
     }
 
-    /// Launches every step that can be launched, then waits up to `timeout` for the oldest step in
-    /// flight. [`Turn::Idle`]: no step is in flight and no output is due. After an error the executor
-    /// is unusable.
-    pub fn step(&mut self, timeout: Duration) -> Result<Turn, ExecutorError> {
+    /// Launches every step that can be launched, then waits up to `timeout` for the oldest step in flight.
+    /// [`Turn::Stepped`]: another step may be due at once. [`Turn::Idle`]: no step is in flight and no output is due.
+    fn step(&mut self, timeout: Duration) -> Result<Turn, ExecutorError> {
         // `handle_deadline` must not end the pause: the shell may sleep after it, and the steps would not be launched.
         self.end_pause_if_due();
         self.end_wait_if_due();
@@ -253,14 +248,15 @@ impl<E: Executor> NodeCore<E> {
         self.now = self.steps.executor().now();
         Ok(match turn? {
             // A handled action may let the scheduler plan a step. Without a step in flight the weights change.
-            Turn::Idle if self.has_actions() || self.may_change_weights() => Turn::Pending,
+            Turn::Idle | Turn::Pending if self.has_actions() || self.may_change_weights() => {
+                Turn::Stepped
+            }
             turn => turn,
         })
     }
 
-    /// Returns the next output, in order. `None` means that the core waits for an input, a step or
-    /// a deadline.
-    pub fn poll_output(&mut self) -> Option<Output> {
+    /// Returns the next output, in order. `None` means that the core waits for an input, a step or a deadline.
+    fn poll_output(&mut self) -> Option<Output> {
         loop {
             // Sends of KV and token 0 come before replies: the receiving node waits longer for them than callers for
             // events.
@@ -287,8 +283,7 @@ impl<E: Executor> NodeCore<E> {
         }
     }
 
-    /// Returns when [`handle_deadline`](Self::handle_deadline) and [`step`](Self::step) are due if
-    /// no input comes before.
+    /// Returns when the next turn is due if no input comes before.
     pub fn next_deadline(&self) -> Option<Instant> {
         let observers = self.observers.due(self.now);
         let wait_until = self.weight_change.as_ref().and_then(|change| change.wait_until);
@@ -304,7 +299,7 @@ impl<E: Executor> NodeCore<E> {
     }
 
     /// Returns whether actions of the scheduler wait for [`poll_output`](Self::poll_output).
-    pub fn has_actions(&self) -> bool {
+    fn has_actions(&self) -> bool {
         !self.actions.is_empty()
     }
 

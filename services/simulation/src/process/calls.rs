@@ -17,13 +17,7 @@ use crate::{
 
 impl Process {
     /// Checks the call as the gRPC service does, then gives it to the core.
-    pub(super) fn call(
-        &mut self,
-        connection: Connection,
-        key: CallKey,
-        call: NodeCall,
-        outputs: &mut Vec<Output>,
-    ) {
+    pub(super) fn call(&mut self, connection: Connection, key: CallKey, call: NodeCall) {
         let traceparent = String::new();
         let (role, attempt) = match call {
             NodeCall::Prefill(request) => {
@@ -47,7 +41,7 @@ impl Process {
             Ok(attempt) => attempt,
             Err(refusal) => {
                 let message = NodeMessage::Rejected(refusal.into());
-                return outputs.push(Output::Message { connection, key, message });
+                return self.outputs.push(Output::Message { connection, key, message });
             }
         };
         self.calls_begun += 1;
@@ -72,10 +66,10 @@ impl Process {
     }
 
     /// Sends a reply as the gRPC service does.
-    pub(super) fn reply(&mut self, call: CallId, reply: Reply, outputs: &mut Vec<Output>) {
+    pub(super) fn reply(&mut self, call: CallId, reply: Reply) {
         let Some(open) = self.calls.get(&call.number) else { return };
         let (connection, key) = (open.connection, open.key);
-        let mut send = |message| outputs.push(Output::Message { connection, key, message });
+        let mut send = |message| self.outputs.push(Output::Message { connection, key, message });
         if let Reply::Rejected(refusal) = reply {
             return send(NodeMessage::Rejected(refusal.into()));
         }

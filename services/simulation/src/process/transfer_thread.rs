@@ -1,6 +1,6 @@
 //! The transfer thread of a process, and the queues between it and the engine thread.
 
-use std::time::Instant;
+use std::{mem, time::Instant};
 
 use kernels::BlockId;
 use kv_transfer::{
@@ -47,7 +47,7 @@ impl EventSink for EventQueue {
 
 impl Process {
     /// Takes an event from the queue and gives it to the core. Begins or ends the hold of its transfer.
-    pub(super) fn transfer_event(&mut self, event: transfer::Event, outputs: &mut Vec<Output>) {
+    pub(super) fn transfer_event(&mut self, event: transfer::Event) {
         self.events.in_flight -= 1;
         let ended = match &event {
             transfer::Event::Ready { transfer, .. } => {
@@ -59,11 +59,13 @@ impl Process {
             | transfer::Event::Delivered { transfer, .. }
             | transfer::Event::SendFailed { transfer, .. } => Some(*transfer),
         };
+        self.has_kv_arrived =
+            matches!(event, transfer::Event::Arrived { .. }) && self.core.step_age().is_none();
         self.core.handle_transfer_event(event, self.now);
         if let Some(transfer) = ended
             && let Some(hold) = self.holds.remove(&transfer)
         {
-            outputs.push(Output::HoldEnded { transfer, hold });
+            self.outputs.push(Output::HoldEnded { transfer, hold });
         }
     }
 
@@ -76,48 +78,39 @@ impl Process {
     }
 
     /// Runs the transfer thread: the input, then queued commands while it takes commands.
-    pub(super) fn run_transfers(
-        &mut self,
-        input: Option<TransferInput>,
-        outputs: &mut Vec<Output>,
-    ) {
+    pub(super) fn run_transfers(&mut self, input: Option<TransferInput>) {
         if let Some(input) = input {
             self.transfers.handle(self.now, input);
         }
-        self.follow_transfers(outputs);
+        self.follow_transfers();
         while self.transfers.takes_commands()
             && let Some(command) = self.arrived_commands.pop_front()
         {
             self.commands -= 1;
             self.transfers.transport.on_command(&command);
             self.transfers.handle(self.now, TransferInput::Command(command));
-            self.follow_transfers(outputs);
+            self.follow_transfers();
         }
     }
 
     /// Takes the outputs of the transfer thread, and offers its events to the engine thread.
-    fn follow_transfers(&mut self, outputs: &mut Vec<Output>) {
-        outputs.append(&mut self.transfers.links.outputs);
-        outputs.append(&mut self.transfers.transport.outputs);
+    fn follow_transfers(&mut self) {
+        self.outputs.append(&mut self.transfers.links.outputs);
+        self.outputs.append(&mut self.transfers.transport.outputs);
         for event in self.transfers.events() {
             if let transfer::Event::Arrived { transfer, .. } = event {
-                outputs.push(Output::Arrived(*transfer));
+                self.outputs.push(Output::Arrived(*transfer));
             }
         }
         self.transfers.offer_events(&mut self.events);
         for event in self.events.accepted.drain(..) {
             self.transfers.transport.on_event(&event);
-            outputs.push(Output::TransferEvent(event));
+            self.outputs.push(Output::TransferEvent(event));
         }
     }
 
     /// Queues a command for the transfer thread, or tells the core that the queue is full.
-    pub(super) fn command_transfers(
-        &mut self,
-        call: Option<CallId>,
-        command: Command,
-        outputs: &mut Vec<Output>,
-    ) {
+    pub(super) fn command_transfers(&mut self, call: Option<CallId>, command: Command) {
         self.is_command_waiting = false;
         if self.commands >= self.transfer_limits.queued_max(&command) {
             self.coverage.count("transfer queue full");
@@ -130,12 +123,13 @@ impl Process {
             self.begin_hold(*transfer, blocks.clone());
         }
         self.commands += 1;
-        outputs.push(Output::Command(command));
+        self.outputs.push(Output::Command(command));
     }
 
     /// Aborts every transfer, as a process does before it exits.
-    pub fn stop(&mut self, now: Instant, outputs: &mut Vec<Output>) {
+    pub fn stop(&mut self, now: Instant) -> Vec<Output> {
         self.transfers.abort_all(now, "the node stops");
-        self.follow_transfers(outputs);
+        self.follow_transfers();
+        mem::take(&mut self.outputs)
     }
 }
