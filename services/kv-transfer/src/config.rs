@@ -1,15 +1,8 @@
-//! Configuration of the transfers of one node.
+//! Times and limits of the transfers of one node.
 
-use std::{net::SocketAddr, sync::Arc, time::Duration};
+use std::time::Duration;
 
-use credentials::{ClusterTls, Reloaded};
-
-pub use proto::auth::{ClusterSecret, SecretTooShort};
-
-use crate::{
-    api::{Command, Epoch, Identity},
-    transfer_kind::TransportChoice,
-};
+use crate::api::Command;
 
 /// Failure time-out: a transfer whose peer has not named it for this long is aborted.
 pub const LEASE: Duration = Duration::from_secs(2);
@@ -26,41 +19,6 @@ pub const PRECONNECTED_PAIRS_MAX: usize = 4;
 
 /// Longest wait for two nodes to connect before the first request.
 pub const CONNECT_TIMEOUT: Duration = Duration::from_secs(2);
-
-/// Configuration for `Transfers::start`.
-#[derive(Clone)]
-pub struct TransferConfig {
-    pub node_id: String,
-    /// Epoch of this process. The router gives it to peers.
-    pub epoch: Epoch,
-    pub identity: Identity,
-    pub secret: ClusterSecret,
-    /// Listen address for control messages; port 0 takes a free port.
-    pub control_bind: SocketAddr,
-    /// Listen address for KV; port 0 takes a free port.
-    pub data_bind: SocketAddr,
-    /// Host name or address under which peers reach both listeners.
-    pub advertise_host: String,
-    pub limits: TransferLimits,
-    pub transport: TransportConfig,
-    /// Id of this host ([`host_id`](crate::host_id)). `ipc` is offered only to peers with
-    /// the same id, and so is `nccl` unless it is the set transport.
-    pub host: Option<String>,
-    /// Encrypts KV that is sent by `tcp`, if the cluster has certificates.
-    pub tls: Option<Arc<Reloaded<ClusterTls>>>,
-}
-
-/// Transports that this node may use.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct TransportConfig {
-    pub choice: TransportChoice,
-    /// Whether both ends hash chunks that move from GPU to GPU: by a kernel where the node has one,
-    /// otherwise through slow copies in host memory. Chunks sent by `tcp` are always hashed.
-    pub verify: bool,
-    /// Maximum number of CTAs (one per SM) that NCCL uses for one pair while it moves KV; unset
-    /// leaves the number to NCCL.
-    pub nccl_max_ctas: Option<u32>,
-}
 
 /// Bounds on the state that one node keeps for its transfers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -17,7 +17,6 @@ use crate::{
     api::{Command, Epoch, Event, Peer, PeerAddress, TransferId},
     control::ControlMessage,
     protocol::{Action, Core, DataEvent},
-    shell::EventSink,
     transfer_kind::TransferKind,
     transport::{ChunkId, DataError, Released, Transport, TransportEvent},
 };
@@ -32,6 +31,21 @@ pub trait ControlLinks {
 
     /// Closes the queue. Messages in the queue may still be sent.
     fn close(&mut self, peer: Epoch);
+}
+
+/// Consumer of events. Called on the driver thread; must not block.
+pub trait EventSink: Send + 'static {
+    /// Takes the event, or returns it if the sink is full. The driver offers it again, in order,
+    /// and accepts no commands meanwhile, so a blocked sink leads to [`Overloaded`](crate::Overloaded).
+    fn offer(&mut self, event: Event) -> Result<(), Event>;
+}
+
+/// A function that always accepts, such as one that sends to an unbounded channel.
+impl<F: FnMut(Event) + Send + 'static> EventSink for F {
+    fn offer(&mut self, event: Event) -> Result<(), Event> {
+        self(event);
+        Ok(())
+    }
 }
 
 #[derive(Clone, Debug)]

@@ -25,6 +25,7 @@ pub mod protocol;
 mod resolve;
 mod shell;
 mod threads;
+mod transfer_config;
 mod transfer_kind;
 pub mod transport;
 
@@ -33,10 +34,12 @@ pub mod testing {
     pub use crate::data::tcp::frame;
 }
 
-pub use config::{
-    CONNECT_TIMEOUT, ClusterSecret, PRECONNECTED_PAIRS_MAX, SecretTooShort, TransferConfig,
-    TransferLimits, TransportConfig,
+pub use config::{CONNECT_TIMEOUT, PRECONNECTED_PAIRS_MAX, TransferLimits};
+pub use control::CONTROL_REFUSALS;
+pub use driver::EventSink;
+pub use metrics::{DATA_REFUSALS, MetricsReader, PeerMetrics, TransferMetrics};
+pub use shell::{Overloaded, ShutdownError, StartError, Transfers};
+pub use transfer_config::{
+    ClusterSecret, SecretTooShort, TransferConfig, TransportConfig, host_id,
 };
-pub use metrics::{CONTROL_REFUSALS, DATA_REFUSALS, MetricsReader, PeerMetrics, TransferMetrics};
-pub use shell::{EventSink, Overloaded, ShutdownError, StartError, Transfers};
-pub use transfer_kind::{TransferKind, TransportChoice, host_id};
+pub use transfer_kind::{TransferKind, TransportChoice};

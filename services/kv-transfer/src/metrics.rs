@@ -8,30 +8,12 @@ use std::{
 
 use crate::{
     api::Epoch,
+    control::CONTROL_REFUSALS,
     protocol::{Core, Counters},
     threads::locked,
     transfer_kind::TransferKind,
 };
 
-/// Reasons for which a control message is rejected.
-pub const CONTROL_REFUSALS: [&str; 16] = [
-    "driver_busy",
-    "epoch",
-    "frames",
-    "malformed",
-    "no_room_in_advance",
-    "not_its_peer",
-    "own_epoch",
-    "pair_not_up",
-    "pairs_full",
-    "protocol",
-    "replayed",
-    "size",
-    "tag",
-    "transfer_unknown",
-    "wrong_side",
-    "zap_auth",
-];
 /// Reasons for which a data connection or a data frame is rejected.
 pub const DATA_REFUSALS: [&str; 12] = [
     "connections_full",

@@ -4,9 +4,7 @@
 //! host is listed as `name@host`. Nodes on different hosts, and nodes that cannot tell their host,
 //! therefore share only `tcp`, and `nccl` if both are set to it.
 
-use std::{fmt, fs};
-
-use xxhash_rust::xxh3::xxh3_64;
+use std::fmt;
 
 /// Transport of KV between two nodes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -82,13 +80,6 @@ pub fn offers(choice: TransportChoice, can: &[TransferKind], host: Option<&str>)
     host.into_iter().flat_map(local).chain(anywhere).collect()
 }
 
-/// Returns an id of this boot of the host, equal in all its containers; `None` if the system has no
-/// boot id.
-pub fn host_id() -> Option<String> {
-    let boot_id = fs::read_to_string("/proc/sys/kernel/random/boot_id").ok()?;
-    Some(format!("{:016x}", xxh3_64(boot_id.trim().as_bytes())))
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -116,12 +107,5 @@ mod tests {
         }
         assert_eq!(TransferKind::from_offer("pigeon@here"), None);
         assert_eq!(TransferKind::from_offer(""), None);
-    }
-
-    #[test]
-    fn host_id_is_stable() {
-        let name = host_id();
-        assert_eq!(name, host_id());
-        assert!(name.is_none_or(|name| name.len() == 16), "fits into HELLO");
     }
 }

@@ -3,12 +3,13 @@
 
 use std::fmt::Write;
 
+use proto::auth::ClusterSecret;
 use ring::{
     aead::{AES_256_GCM, LessSafeKey, UnboundKey},
     hmac,
 };
 
-use crate::{api::Epoch, config::ClusterSecret};
+use crate::api::Epoch;
 
 /// Length of a tag.
 pub const TAG_BYTES: usize = 32;

@@ -1,10 +1,31 @@
 //! Control messages with validated fields.
 
 use kernels::{BlockId, sampling::SampledToken};
+
 /// Cause of an `ABORT`: `Unspecified` if the transfer was cancelled or has failed.
 pub use proto::v1::AbortCause;
 
 use crate::api::{Identity, TransferId};
+
+/// Reasons for which a control message is rejected.
+pub const CONTROL_REFUSALS: [&str; 16] = [
+    "driver_busy",
+    "epoch",
+    "frames",
+    "malformed",
+    "no_room_in_advance",
+    "not_its_peer",
+    "own_epoch",
+    "pair_not_up",
+    "pairs_full",
+    "protocol",
+    "replayed",
+    "size",
+    "tag",
+    "transfer_unknown",
+    "wrong_side",
+    "zap_auth",
+];
 
 #[derive(Clone, Debug, PartialEq)]
 pub struct ControlMessage {

@@ -13,7 +13,9 @@ mod sealing;
 
 pub use codec::{identity_from_wire, token_to_wire};
 pub use keys::{Credential, Keys};
-pub use message::{AbortCause, Body, Chunk, ControlMessage, Done, Hello, HelloOk, Reserve};
+pub use message::{
+    AbortCause, Body, CONTROL_REFUSALS, Chunk, ControlMessage, Done, Hello, HelloOk, Reserve,
+};
 pub use sealing::{InvalidMessage, Opener, SealedMessage, Sealer};
 
 /// Oldest protocol version that this release accepts. Version 3 encrypts control messages.

@@ -232,8 +232,8 @@ mod tests {
 
     use super::*;
     use crate::{
+        ClusterSecret,
         api::{Identity, TransferId, test_identity},
-        config::ClusterSecret,
         control::{AbortCause, Body, Chunk, Done, Hello, HelloOk, Reserve},
     };
 

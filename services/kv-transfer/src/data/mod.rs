@@ -46,12 +46,12 @@ use kernels::{
 
 use crate::{
     api::{Epoch, TransferId},
-    config::TransportConfig,
     control::Keys,
     metrics::Metrics,
     protocol::DataEvent,
     resolve::Resolver,
     threads::Threads,
+    transfer_config::TransportConfig,
     transfer_kind::TransferKind,
     transport::{ChunkId, DataError, Released, Transport, TransportEvent},
 };

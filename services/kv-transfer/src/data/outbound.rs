@@ -150,9 +150,8 @@ mod tests {
     use crossbeam_channel::bounded;
 
     use super::*;
-    use crate::TransportConfig;
     use crate::{
-        config::ClusterSecret, control::Keys, resolve::Resolver, transport::TransportEvent,
+        ClusterSecret, TransportConfig, control::Keys, resolve::Resolver, transport::TransportEvent,
     };
 
     #[test]

@@ -43,7 +43,7 @@ pub use self::core::Core;
 use crate::{
     api::{Epoch, Event, Identity, Peer, PeerAddress, TransferFailure, TransferId},
     config::TransferLimits,
-    control::{AbortCause, Body, ControlMessage},
+    control::{AbortCause, Body, CONTROL_REFUSALS, ControlMessage},
 };
 
 /// Delay before the first retransmission: far longer than a round trip within a cluster, so that slow answers cause no
@@ -197,7 +197,7 @@ impl Turn {
     }
 
     fn refuse(&mut self, reason: &'static str) {
-        debug_assert!(crate::metrics::CONTROL_REFUSALS.contains(&reason), "{reason} is not listed");
+        debug_assert!(CONTROL_REFUSALS.contains(&reason), "{reason} is not listed");
         *self.counters.control_refused.entry(reason).or_default() += 1;
     }
 }

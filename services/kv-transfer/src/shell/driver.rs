@@ -7,11 +7,11 @@ use std::{
 
 use crossbeam_channel::{Receiver, never, select};
 
-use super::{EventSink, outbound::OutboundQueues};
+use super::outbound::OutboundQueues;
 use crate::{
     api::{Command, ConnectGuard, Epoch},
     config::CONNECT_TIMEOUT,
-    driver::{Input, TransferDriver},
+    driver::{EventSink, Input, TransferDriver},
     metrics::Metrics,
     threads::locked,
     transport::{Transport, TransportEvent},

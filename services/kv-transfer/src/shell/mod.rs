@@ -26,14 +26,15 @@ use kernels::{KvArena, peer::PeerChannels};
 
 use crate::{
     api::{Command, Event, Peer},
-    config::{TransferConfig, TransferLimits},
+    config::TransferLimits,
     control::{Keys, Sealer},
     data::{self, DataConnections},
-    driver::TransferDriver,
+    driver::{EventSink, TransferDriver},
     metrics::{Metrics, MetricsReader, TransferMetrics},
     protocol::{Core, Local},
     resolve::Resolver,
     threads::{Threads, locked},
+    transfer_config::TransferConfig,
     transfer_kind::{self, TransferKind, TransportChoice},
 };
 use driver::{DriverThread, Inputs};
@@ -50,13 +51,6 @@ const SHUTDOWN_TIMEOUT: Duration = Duration::from_secs(3);
 /// Additional time for the driver to react to the shutdown.
 const SHUTDOWN_SLACK: Duration = Duration::from_millis(500);
 
-/// Consumer of events. Called on the driver thread; must not block.
-pub trait EventSink: Send + 'static {
-    /// Takes the event, or returns it if the sink is full. The driver offers it again, in order,
-    /// and accepts no commands meanwhile, so a blocked sink leads to [`Overloaded`].
-    fn offer(&mut self, event: Event) -> Result<(), Event>;
-}
-
 impl EventSink for Sender<Event> {
     fn offer(&mut self, event: Event) -> Result<(), Event> {
         match self.try_send(event) {
@@ -64,14 +58,6 @@ impl EventSink for Sender<Event> {
             // The node is shutting down.
             Ok(()) | Err(TrySendError::Disconnected(_)) => Ok(()),
         }
-    }
-}
-
-/// A function that always accepts, such as one that sends to an unbounded channel.
-impl<F: FnMut(Event) + Send + 'static> EventSink for F {
-    fn offer(&mut self, event: Event) -> Result<(), Event> {
-        self(event);
-        Ok(())
     }
 }
 

@@ -266,8 +266,8 @@ mod tests {
 
     use super::*;
     use crate::{
+        ClusterSecret,
         api::{Peer, TransferId},
-        config::ClusterSecret,
         control::{Body, Keys},
         shell::listener::Listener,
         threads::locked,

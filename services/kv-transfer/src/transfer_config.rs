@@ -1,0 +1,68 @@
+//! Configuration of the transfers of one node.
+
+use std::{fs, net::SocketAddr, sync::Arc};
+
+use credentials::{ClusterTls, Reloaded};
+use xxhash_rust::xxh3::xxh3_64;
+
+pub use proto::auth::{ClusterSecret, SecretTooShort};
+
+use crate::{
+    api::{Epoch, Identity},
+    config::TransferLimits,
+    transfer_kind::TransportChoice,
+};
+
+/// Configuration for `Transfers::start`.
+#[derive(Clone)]
+pub struct TransferConfig {
+    pub node_id: String,
+    /// Epoch of this process. The router gives it to peers.
+    pub epoch: Epoch,
+    pub identity: Identity,
+    pub secret: ClusterSecret,
+    /// Listen address for control messages; port 0 takes a free port.
+    pub control_bind: SocketAddr,
+    /// Listen address for KV; port 0 takes a free port.
+    pub data_bind: SocketAddr,
+    /// Host name or address under which peers reach both listeners.
+    pub advertise_host: String,
+    pub limits: TransferLimits,
+    pub transport: TransportConfig,
+    /// Id of this host ([`host_id`](crate::host_id)). `ipc` is offered only to peers with
+    /// the same id, and so is `nccl` unless it is the set transport.
+    pub host: Option<String>,
+    /// Encrypts KV that is sent by `tcp`, if the cluster has certificates.
+    pub tls: Option<Arc<Reloaded<ClusterTls>>>,
+}
+
+/// Transports that this node may use.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct TransportConfig {
+    pub choice: TransportChoice,
+    /// Whether both ends hash chunks that move from GPU to GPU: by a kernel where the node has one,
+    /// otherwise through slow copies in host memory. Chunks sent by `tcp` are always hashed.
+    pub verify: bool,
+    /// Maximum number of CTAs (one per SM) that NCCL uses for one pair while it moves KV; unset
+    /// leaves the number to NCCL.
+    pub nccl_max_ctas: Option<u32>,
+}
+
+/// Returns an id of this boot of the host, equal in all its containers; `None` if the system has no
+/// boot id.
+pub fn host_id() -> Option<String> {
+    let boot_id = fs::read_to_string("/proc/sys/kernel/random/boot_id").ok()?;
+    Some(format!("{:016x}", xxh3_64(boot_id.trim().as_bytes())))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn host_id_is_stable() {
+        let name = host_id();
+        assert_eq!(name, host_id());
+        assert!(name.is_none_or(|name| name.len() == 16), "fits into HELLO");
+    }
+}
