@@ -10,9 +10,9 @@
 use std::time::Instant;
 
 use super::{
-    Action, Retry, Turn,
     tombstone::Tombstone,
     transfer::{Phase, Transfer},
+    turn::{Action, Retry, Turn},
 };
 use crate::{
     api::{Event, TransferFailure},

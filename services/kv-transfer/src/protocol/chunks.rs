@@ -4,7 +4,7 @@ use std::ops::Range;
 
 use kernels::BlockId;
 
-use super::Local;
+use super::turn::Local;
 use crate::{api::TransferId, control};
 
 /// Maximum number of chunks of a transfer that are announced but not yet given to the transport. A step

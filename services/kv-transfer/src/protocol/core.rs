@@ -9,10 +9,10 @@ use std::{
 };
 
 use super::{
-    Action, Counters, DataEvent, Local, Turn,
     pair::{Close, Pair},
     tombstone::{Tombstone, Tombstones},
     transfer::{Phase, Side, Transfer},
+    turn::{Action, Counters, DataEvent, Local, RESERVED_BLOCKS_MAX, Turn},
 };
 use crate::{
     api::{Command, Epoch, Peer, TransferFailure, TransferId},
@@ -22,10 +22,6 @@ use crate::{
 
 /// Longest deadline, so that adding it to a time cannot overflow.
 const DEADLINE_MAX: Duration = Duration::from_secs(24 * 60 * 60);
-
-/// Blocks per reservation, so that `RESERVE` and `DONE` fit into a control message: 1.6 million
-/// tokens.
-pub const RESERVED_BLOCKS_MAX: usize = 100_000;
 
 /// All pairs and transfers of one process.
 pub struct Core {

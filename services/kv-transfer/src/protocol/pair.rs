@@ -11,7 +11,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use super::{Action, Local, Retry, Turn};
+use super::turn::{Action, Local, Retry, Turn};
 use crate::{
     api::{Epoch, Identity, Peer, PeerAddress, TransferId},
     config::{HEARTBEAT, LEASE},

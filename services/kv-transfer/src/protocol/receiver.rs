@@ -10,9 +10,9 @@
 use std::{collections::BTreeMap, time::Instant};
 
 use super::{
-    Action, Retry, Turn,
     abort::AbortMessage,
     transfer::{Phase, Transfer},
+    turn::{Action, Retry, Turn},
 };
 use crate::{
     api::{Event, TransferFailure, TransferStats},

@@ -15,11 +15,10 @@ use std::time::{Duration, Instant};
 use kernels::{BlockId, sampling::SampledToken};
 
 use super::{
-    Action, Retry, Turn,
     abort::AbortMessage,
     chunks::Chunks,
-    core::RESERVED_BLOCKS_MAX,
     transfer::{Phase, Transfer},
+    turn::{Action, RESERVED_BLOCKS_MAX, Retry, Turn},
 };
 use crate::{
     api::{Event, Peer, TransferFailure, TransferStats},

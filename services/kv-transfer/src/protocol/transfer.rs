@@ -4,11 +4,11 @@
 use std::time::{Duration, Instant};
 
 use super::{
-    Retry, Turn,
     abort::{AbortMessage, Aborting},
     receiver::Receiving,
     sender::Sending,
     tombstone::Tombstone,
+    turn::{Retry, Turn},
 };
 use crate::{
     api::{Event, Peer, TransferFailure, TransferId},

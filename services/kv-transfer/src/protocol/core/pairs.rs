@@ -8,10 +8,10 @@ use crate::{
     config::PRECONNECTED_PAIRS_MAX,
     control::{Body, Hello},
     protocol::{
-        Action, Turn,
         pair::{Change, Pair},
         tombstone::Tombstone,
         transfer::{Side, Transfer},
+        turn::{Action, Turn},
     },
 };
 
