@@ -29,13 +29,14 @@ use crate::{
     config::TransferLimits,
     control::{Keys, Sealer},
     data::{self, DataConnections},
-    driver::{EventSink, TransferDriver},
+    driver::{EventSink, Input, TransferDriver},
     metrics::{Metrics, MetricsReader, TransferMetrics},
     protocol::{Core, Local},
     resolve::Resolver,
     threads::{Threads, locked},
     transfer_config::TransferConfig,
     transfer_kind::{self, TransferKind, TransportChoice},
+    transport::TransportEvent,
 };
 use driver::{DriverThread, Inputs};
 use listener::Listener;
@@ -116,47 +117,26 @@ impl Transfers {
         events: impl EventSink,
     ) -> Result<Self, StartError> {
         check(&config)?;
-        let keys = Keys::derive(&config.secret);
         let limits = config.limits;
-        let (command_sender, commands) = bounded(limits.commands_max);
-        let (control_sender, messages) = bounded(CONTROL_QUEUE_MAX);
-        let (data_sender, data) = bounded(DATA_EVENTS_MAX);
-        let (failure_sender, failures) = bounded(limits.pairs_max);
-        let (stop, stopped) = bounded(0);
-        let metrics = Arc::new(Metrics::default());
-        let resolver = Resolver::system();
         let block_bytes = arena.block_bytes();
+        let shared = SharedParts {
+            keys: Keys::derive(&config.secret),
+            resolver: Resolver::system(),
+            metrics: Arc::default(),
+        };
         let channels = arena.peer_channels();
         let offers = offers(&config, &arena, channels.as_deref());
-        let shared = data::Shared {
-            me: config.epoch,
-            keys: keys.clone(),
-            events: data_sender,
-            resolver: resolver.clone(),
-            metrics: Arc::clone(&metrics),
-            connections: AtomicU64::new(0),
-            memory: arena.peer_memory(),
-            channels,
-            offered: offers.iter().filter_map(|offer| TransferKind::from_offer(offer)).collect(),
-            transport: config.transport,
-            tls: config.tls,
-        };
-        // A replaced connection may still be closing.
-        let connections_max = 2 * limits.pairs_max;
-        let connections = DataConnections::start(shared, config.data_bind, arena, connections_max)
-            .map_err(|source| StartError::DataBind { address: config.data_bind, source })?;
+        let (data_sender, data) = bounded(DATA_EVENTS_MAX);
+        let connections =
+            shared.data_connections(&config, arena, channels, &offers, data_sender)?;
         let data_endpoint = endpoint(&config.advertise_host, connections.address().port());
         let context = zmq::Context::new();
-        let listener = Listener::start(
-            &context,
-            config.control_bind,
-            keys.clone(),
-            config.epoch,
-            control_sender,
-            Arc::clone(&metrics),
-        )?;
+        let (control_sender, messages) = bounded(CONTROL_QUEUE_MAX);
+        let listener = shared.listener(&context, &config, control_sender)?;
         let control_endpoint = endpoint(&config.advertise_host, listener.port);
-        let source = Peer { node_id: config.node_id.clone(), epoch: config.epoch };
+        let (failure_sender, failures) = bounded(limits.pairs_max);
+        let source = Peer { node_id: config.node_id, epoch: config.epoch };
+        let links = shared.outbound_queues(context, source, failure_sender);
         let core = Core::new(
             Instant::now(),
             Local {
@@ -170,19 +150,10 @@ impl Transfers {
                 limits,
             },
         );
+        let (command_sender, commands) = bounded(limits.commands_max);
+        let (stop, stopped) = bounded(0);
         let unfinished = Arc::default();
-        let links = OutboundQueues {
-            context: OutboundContext {
-                context,
-                sealer: Sealer::new(keys, source),
-                resolver,
-                metrics: Arc::clone(&metrics),
-                failures: failure_sender,
-                monitors: Arc::default(),
-            },
-            queues: BTreeMap::new(),
-            senders: Threads::default(),
-        };
+        let metrics = shared.metrics;
         let driver = DriverThread {
             driver: TransferDriver::new(core, connections, links),
             metrics: Arc::clone(&metrics),
@@ -248,6 +219,74 @@ impl Transfers {
         threads.append(&mut locked(&self.unfinished));
         threads.extend(listener.shutdown(deadline));
         if threads.is_empty() { Ok(()) } else { Err(ShutdownError { threads }) }
+    }
+}
+
+/// Parts that the threads of the transfers have in common.
+struct SharedParts {
+    keys: Keys,
+    resolver: Resolver,
+    metrics: Arc<Metrics>,
+}
+
+impl SharedParts {
+    /// Binds the listener for KV.
+    fn data_connections(
+        &self,
+        config: &TransferConfig,
+        arena: Arc<KvArena>,
+        channels: Option<Arc<dyn PeerChannels>>,
+        offers: &[String],
+        events: Sender<TransportEvent>,
+    ) -> Result<DataConnections, StartError> {
+        let shared = data::Shared {
+            me: config.epoch,
+            keys: self.keys.clone(),
+            events,
+            resolver: self.resolver.clone(),
+            metrics: Arc::clone(&self.metrics),
+            connections: AtomicU64::new(0),
+            memory: arena.peer_memory(),
+            channels,
+            offered: offers.iter().filter_map(|offer| TransferKind::from_offer(offer)).collect(),
+            transport: config.transport,
+            tls: config.tls.clone(),
+        };
+        // A replaced connection may still be closing.
+        let connections_max = 2 * config.limits.pairs_max;
+        DataConnections::start(shared, config.data_bind, arena, connections_max)
+            .map_err(|source| StartError::DataBind { address: config.data_bind, source })
+    }
+
+    /// Binds the listener for control messages.
+    fn listener(
+        &self,
+        context: &zmq::Context,
+        config: &TransferConfig,
+        messages: Sender<Input>,
+    ) -> Result<Listener, StartError> {
+        let (keys, metrics) = (self.keys.clone(), Arc::clone(&self.metrics));
+        Listener::start(context, config.control_bind, keys, config.epoch, messages, metrics)
+    }
+
+    fn outbound_queues(
+        &self,
+        context: zmq::Context,
+        source: Peer,
+        failures: Sender<Input>,
+    ) -> OutboundQueues {
+        OutboundQueues {
+            context: OutboundContext {
+                context,
+                sealer: Sealer::new(self.keys.clone(), source),
+                resolver: self.resolver.clone(),
+                metrics: Arc::clone(&self.metrics),
+                failures,
+                monitors: Arc::default(),
+            },
+            queues: BTreeMap::new(),
+            senders: Threads::default(),
+        }
     }
 }
 
