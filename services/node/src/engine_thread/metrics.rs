@@ -1,12 +1,18 @@
 //! Records the measurements of the core in the node's instruments.
 
-use engine::{Speculated, StepRecord, event::Load, plan::Dispatch};
+use engine::{
+    Speculated, StepRecord,
+    event::{FinishReason, Load},
+    plan::Dispatch,
+};
+use kv_transfer::api::{TransferFailure, TransferStats};
+use proto::v1::FailureKind;
 use telemetry::{
     NodeMetrics,
-    metrics::{LoadStats, StepDispatch, StepStats},
+    metrics::{LoadStats, SequenceEnd, StepDispatch, StepStats, TransferEnd, TransferSide},
 };
 
-use crate::node_core::Metric;
+use crate::node_core::{Metric, SequenceOutcome};
 
 /// Records a measurement that is not of a KV tier.
 pub(super) fn record(metrics: &NodeMetrics, metric: Metric) {
@@ -16,10 +22,9 @@ pub(super) fn record(metrics: &NodeMetrics, metric: Metric) {
         Metric::PrefixLookup { prompt_tokens, cached_tokens } => {
             metrics.prefix_lookup(prompt_tokens.into(), cached_tokens.into());
         }
-        Metric::SequenceFinished(end) => metrics.sequence_ended(end),
-        Metric::TransferFinished { side, end, stats } => {
-            metrics.transfer_ended(side, end, stats.bytes, stats.elapsed);
-        }
+        Metric::SequenceFinished(outcome) => metrics.sequence_ended(sequence_end(outcome)),
+        Metric::Sent(ended) => record_transfer(metrics, TransferSide::Sender, &ended),
+        Metric::Received(ended) => record_transfer(metrics, TransferSide::Receiver, &ended),
         Metric::Step(step) => metrics.step(&step_stats(&step)),
         Metric::Speculated(Speculated { rows, drafted, accepted, accepted_at }) => {
             metrics.speculated(rows, drafted, accepted, &accepted_at);
@@ -28,6 +33,46 @@ pub(super) fn record(metrics: &NodeMetrics, metric: Metric) {
         Metric::Load(load) => metrics.set_load(&load_stats(&load)),
         // `TierMetrics` exports these statistics.
         Metric::Tier(..) => {}
+    }
+}
+
+fn record_transfer(
+    metrics: &NodeMetrics,
+    side: TransferSide,
+    ended: &Result<TransferStats, TransferFailure>,
+) {
+    let end = match ended {
+        Ok(_) => TransferEnd::Complete,
+        Err(TransferFailure::Refused { .. }) => TransferEnd::Refused,
+        Err(TransferFailure::PeerLost { .. }) => TransferEnd::PeerLost,
+        Err(TransferFailure::PeerAborted { .. } | TransferFailure::Aborted { .. }) => {
+            TransferEnd::Aborted
+        }
+        Err(TransferFailure::Deadline { .. }) => TransferEnd::Deadline,
+        Err(TransferFailure::Damaged { .. }) => TransferEnd::Damaged,
+        Err(TransferFailure::Protocol { .. }) => TransferEnd::Protocol,
+    };
+    let stats = ended.as_ref().copied().unwrap_or_default();
+    metrics.transfer_ended(side, end, stats.bytes, stats.elapsed);
+}
+
+fn sequence_end(outcome: SequenceOutcome) -> SequenceEnd {
+    match outcome {
+        SequenceOutcome::Finished(FinishReason::Stop) => SequenceEnd::Stop,
+        SequenceOutcome::Finished(FinishReason::Length) => SequenceEnd::Length,
+        SequenceOutcome::Finished(FinishReason::Abort) => SequenceEnd::WeightsChanged,
+        SequenceOutcome::HandedOver => SequenceEnd::HandedOver,
+        SequenceOutcome::Cancelled => SequenceEnd::Cancelled,
+        SequenceOutcome::Failed(kind) => match kind {
+            FailureKind::Busy => SequenceEnd::Busy,
+            FailureKind::TransferFailed | FailureKind::Mismatch => SequenceEnd::TransferFailed,
+            FailureKind::Deadline => SequenceEnd::Deadline,
+            FailureKind::Invalid => SequenceEnd::Invalid,
+            FailureKind::SlowReader => SequenceEnd::SlowReader,
+            FailureKind::WeightsChanged => SequenceEnd::WeightsChanged,
+            FailureKind::Draining => SequenceEnd::Cancelled,
+            FailureKind::Internal | FailureKind::Unspecified => SequenceEnd::Internal,
+        },
     }
 }
 

@@ -25,11 +25,10 @@ use kv_transfer::{
     config::LEASE,
 };
 use proto::v1::{FailureKind, StageTimes};
-use telemetry::metrics::{SequenceEnd, TransferEnd, TransferSide};
 
 use super::output::{
     AttemptEnd, AttemptEvent, Call, CallId, CloseReason, Metric, Output, Outputs, Refusal, Reply,
-    Stage, StageAttributes, StageChange,
+    SequenceOutcome, Stage, StageAttributes, StageChange,
 };
 
 /// Ids of recent attempts: a few minutes of calls on a busy node.
@@ -249,7 +248,7 @@ impl Attempts {
         // an action, which may have been handled before the refusal. A second report is ignored.
         self.inputs.push_back(Input::Abort { id });
         self.inputs.push_back(Input::TransferEnded { id });
-        self.fail(id, SequenceEnd::Busy, FailureKind::Busy, reason);
+        self.fail(id, FailureKind::Busy, reason);
     }
 
     /// Handles an action of the scheduler.
@@ -400,11 +399,12 @@ impl Attempts {
                 };
                 // Token 0 ended the request: nothing is delivered, and the scheduler has aborted the
                 // transfer.
-                self.end(id, sequence_end(reason), AttemptEnd::Complete);
+                self.end(id, SequenceOutcome::Finished(reason), AttemptEnd::Complete);
             }
             (SequenceKind::Compute | SequenceKind::Receive, Some(reason)) => {
                 let received = record.received;
-                self.end(id, sequence_end(reason), AttemptEnd::Finished { reason, received });
+                let outcome = SequenceOutcome::Finished(reason);
+                self.end(id, outcome, AttemptEnd::Finished { reason, received });
             }
             (SequenceKind::Compute | SequenceKind::Receive, None) => {
                 self.fail_as_bug(id, "the sequence finished without a reason");
@@ -416,36 +416,27 @@ impl Attempts {
         let Some(record) = self.records.get(&id) else { return };
         let is_waiting = record.caller == CallerState::Waiting;
         let message = failure.to_string();
-        let (end, kind, refusal) = match failure {
-            SequenceFailure::Busy { reason } => {
-                (SequenceEnd::Busy, FailureKind::Busy, Refusal::Busy { reason })
-            }
+        let (kind, refusal) = match failure {
+            SequenceFailure::Busy { reason } => (FailureKind::Busy, Refusal::Busy { reason }),
             SequenceFailure::Invalid { reason } => {
-                (SequenceEnd::Invalid, FailureKind::Invalid, Refusal::Invalid { reason })
+                (FailureKind::Invalid, Refusal::Invalid { reason })
             }
             // Rejects the arrival only: the known sequence continues.
-            SequenceFailure::Duplicate => {
-                (SequenceEnd::Invalid, FailureKind::Invalid, Refusal::Duplicate { id: id.0 })
-            }
-            SequenceFailure::Deadline => {
-                (SequenceEnd::Deadline, FailureKind::Deadline, Refusal::Deadline)
-            }
+            SequenceFailure::Duplicate => (FailureKind::Invalid, Refusal::Duplicate { id: id.0 }),
+            SequenceFailure::Deadline => (FailureKind::Deadline, Refusal::Deadline),
             SequenceFailure::TransferFailed => {
-                let refusal = Refusal::Internal { reason: message.clone() };
-                (SequenceEnd::TransferFailed, FailureKind::TransferFailed, refusal)
+                (FailureKind::TransferFailed, Refusal::Internal { reason: message.clone() })
             }
             SequenceFailure::WeightsChanged => {
-                let refusal = Refusal::WeightsChanged;
-                (SequenceEnd::WeightsChanged, FailureKind::WeightsChanged, refusal)
+                (FailureKind::WeightsChanged, Refusal::WeightsChanged)
             }
             SequenceFailure::Internal { .. } => {
-                let refusal = Refusal::Internal { reason: message.clone() };
-                (SequenceEnd::Internal, FailureKind::Internal, refusal)
+                (FailureKind::Internal, Refusal::Internal { reason: message.clone() })
             }
         };
         match is_waiting {
-            true => self.reject(id, end, refusal),
-            false => self.fail(id, end, kind, message),
+            true => self.reject(id, kind, refusal),
+            false => self.fail(id, kind, message),
         }
     }
 
@@ -486,24 +477,22 @@ impl Attempts {
                 if let Some(record) = self.records.get_mut(&id) {
                     record.received = stats;
                 }
-                let end = TransferEnd::Complete;
-                self.transfer_ended(id, TransferSide::Receiver, end, stats, None);
+                self.transfer_ended(id, Metric::Received, Ok(stats));
                 self.inputs.push_back(Input::KvArrived { id, first_index, token });
                 self.forget_if_over(id);
             }
             transfer::Event::ReceiveFailed { transfer, failure } => {
-                self.on_transfer_failed(transfer, TransferSide::Receiver, failure);
+                self.on_transfer_failed(transfer, Metric::Received, failure);
             }
             // On P: D has every block, so P may release its reference on the blocks.
             transfer::Event::Delivered { transfer, stats } => {
                 let id = SequenceId(transfer.0);
-                let end = TransferEnd::Complete;
-                self.transfer_ended(id, TransferSide::Sender, end, stats, None);
+                self.transfer_ended(id, Metric::Sent, Ok(stats));
                 self.inputs.push_back(Input::TransferEnded { id });
-                self.end(id, SequenceEnd::HandedOver, AttemptEnd::Delivered(stats));
+                self.end(id, SequenceOutcome::HandedOver, AttemptEnd::Delivered(stats));
             }
             transfer::Event::SendFailed { transfer, failure } => {
-                self.on_transfer_failed(transfer, TransferSide::Sender, failure);
+                self.on_transfer_failed(transfer, Metric::Sent, failure);
             }
         }
     }
@@ -512,29 +501,18 @@ impl Attempts {
     fn on_transfer_failed(
         &mut self,
         transfer: TransferId,
-        side: TransferSide,
+        metric: fn(Result<TransferStats, TransferFailure>) -> Metric,
         failure: TransferFailure,
     ) {
         let id = SequenceId(transfer.0);
-        let end = match &failure {
-            TransferFailure::Refused { .. } => TransferEnd::Refused,
-            TransferFailure::PeerLost { .. } => TransferEnd::PeerLost,
-            TransferFailure::PeerAborted { .. } | TransferFailure::Aborted { .. } => {
-                TransferEnd::Aborted
-            }
-            TransferFailure::Deadline { .. } => TransferEnd::Deadline,
-            TransferFailure::Damaged { .. } => TransferEnd::Damaged,
-            TransferFailure::Protocol { .. } => TransferEnd::Protocol,
-        };
-        let kind = match end {
-            TransferEnd::Refused => FailureKind::Mismatch,
+        let kind = match failure {
+            TransferFailure::Refused { .. } => FailureKind::Mismatch,
             _ => FailureKind::TransferFailed,
         };
         let message = failure.to_string();
-        let error = Some(message.clone());
-        self.transfer_ended(id, side, end, TransferStats::default(), error);
+        self.transfer_ended(id, metric, Err(failure));
         self.inputs.push_back(Input::TransferEnded { id });
-        self.fail(id, SequenceEnd::TransferFailed, kind, message);
+        self.fail(id, kind, message);
         self.forget_if_over(id);
     }
 
@@ -547,7 +525,7 @@ impl Attempts {
         let caller = std::mem::replace(&mut record.caller, CallerState::Gone);
         record.fail_stages("cancelled", &mut self.outputs);
         if caller != CallerState::Gone {
-            let metric = Metric::SequenceFinished(SequenceEnd::Cancelled);
+            let metric = Metric::SequenceFinished(SequenceOutcome::Cancelled);
             self.outputs.push_back(Output::Metric(metric));
             self.inputs.push_back(Input::Abort { id });
         }
@@ -562,35 +540,33 @@ impl Attempts {
         }
         self.inputs.push_back(Input::Abort { id });
         let message = "the caller did not read its stream for too long";
-        self.fail(id, SequenceEnd::SlowReader, FailureKind::SlowReader, message.to_owned());
+        self.fail(id, FailureKind::SlowReader, message.to_owned());
     }
 
     /// Ends every attempt now and rejects new calls.
     pub fn close(&mut self, reason: &CloseReason) {
         self.is_draining = true;
-        let (end, kind) = match reason {
-            CloseReason::DrainTimeout | CloseReason::Stopped => {
-                (SequenceEnd::Cancelled, FailureKind::Draining)
-            }
-            CloseReason::EngineFailed { .. } => (SequenceEnd::Internal, FailureKind::Internal),
+        let kind = match reason {
+            CloseReason::DrainTimeout | CloseReason::Stopped => FailureKind::Draining,
+            CloseReason::EngineFailed { .. } => FailureKind::Internal,
         };
         let mut ids: Vec<SequenceId> = self.records.keys().copied().collect();
         // Sorted, so that equal inputs give equal outputs.
         ids.sort_unstable();
         for id in ids {
             self.inputs.push_back(Input::Abort { id });
-            self.fail(id, end, kind, reason.to_string());
+            self.fail(id, kind, reason.to_string());
         }
     }
 
     /// Fails an attempt because the scheduler's actions contradict each other.
     fn fail_as_bug(&mut self, id: SequenceId, message: &str) {
         self.inputs.push_back(Input::Abort { id });
-        self.fail(id, SequenceEnd::Internal, FailureKind::Internal, message.to_owned());
+        self.fail(id, FailureKind::Internal, message.to_owned());
     }
 
     /// Ends the stream, or rejects a call that is not accepted yet.
-    fn fail(&mut self, id: SequenceId, end: SequenceEnd, kind: FailureKind, message: String) {
+    fn fail(&mut self, id: SequenceId, kind: FailureKind, message: String) {
         let Some(record) = self.records.get_mut(&id) else { return };
         record.fail_stages(&message, &mut self.outputs);
         if record.caller == CallerState::Waiting {
@@ -598,26 +574,27 @@ impl Attempts {
                 FailureKind::Draining => Refusal::Draining,
                 _ => Refusal::Internal { reason: message },
             };
-            return self.reject(id, end, refusal);
+            return self.reject(id, kind, refusal);
         }
-        self.end(id, end, AttemptEnd::Failed { kind, message });
+        self.end(id, SequenceOutcome::Failed(kind), AttemptEnd::Failed { kind, message });
     }
 
-    fn reject(&mut self, id: SequenceId, end: SequenceEnd, refusal: Refusal) {
+    fn reject(&mut self, id: SequenceId, kind: FailureKind, refusal: Refusal) {
         let Some(record) = self.records.get_mut(&id) else { return };
         record.fail_stages(&refusal.to_string(), &mut self.outputs);
         record.caller = CallerState::Gone;
-        self.outputs.push_back(Output::Metric(Metric::SequenceFinished(end)));
+        let outcome = SequenceOutcome::Failed(kind);
+        self.outputs.push_back(Output::Metric(Metric::SequenceFinished(outcome)));
         let reply = Reply::Rejected(refusal);
         self.outputs.push_back(Output::Reply { call: record.call, reply });
         self.forget_if_over(id);
     }
 
     /// Ends the stream, unless the caller got its last reply before.
-    fn end(&mut self, id: SequenceId, end: SequenceEnd, last: AttemptEnd) {
+    fn end(&mut self, id: SequenceId, outcome: SequenceOutcome, last: AttemptEnd) {
         let Some(record) = self.records.get_mut(&id) else { return };
         if std::mem::replace(&mut record.caller, CallerState::Gone) != CallerState::Gone {
-            self.outputs.push_back(Output::Metric(Metric::SequenceFinished(end)));
+            self.outputs.push_back(Output::Metric(Metric::SequenceFinished(outcome)));
             let reply = Reply::Ended(last);
             self.outputs.push_back(Output::Reply { call: record.call, reply });
         }
@@ -627,15 +604,17 @@ impl Attempts {
     fn transfer_ended(
         &mut self,
         id: SequenceId,
-        side: TransferSide,
-        end: TransferEnd,
-        stats: TransferStats,
-        error: Option<String>,
+        metric: fn(Result<TransferStats, TransferFailure>) -> Metric,
+        ended: Result<TransferStats, TransferFailure>,
     ) {
-        self.outputs.push_back(Output::Metric(Metric::TransferFinished { side, end, stats }));
+        let attributes = StageAttributes {
+            transferred: Some(ended.as_ref().copied().unwrap_or_default()),
+            error: ended.as_ref().err().map(ToString::to_string),
+            ..Default::default()
+        };
+        self.outputs.push_back(Output::Metric(metric(ended)));
         let Some(record) = self.records.get_mut(&id) else { return };
         record.transfer = TransferState::Ended;
-        let attributes = StageAttributes { transferred: Some(stats), error, ..Default::default() };
         record.end(Stage::Transfer, attributes, &mut self.outputs);
     }
 
@@ -712,14 +691,6 @@ impl AttemptRecord {
             let change = StageChange::Failed { error: error.to_owned() };
             outputs.push_back(Output::Stage { call: self.call, change });
         }
-    }
-}
-
-fn sequence_end(reason: FinishReason) -> SequenceEnd {
-    match reason {
-        FinishReason::Stop => SequenceEnd::Stop,
-        FinishReason::Length => SequenceEnd::Length,
-        FinishReason::Abort => SequenceEnd::WeightsChanged,
     }
 }
 

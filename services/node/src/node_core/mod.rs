@@ -43,7 +43,7 @@ use proto::v1;
 
 pub use output::{
     AttemptEnd, AttemptEvent, Call, CallId, CloseReason, Metric, ObserverId, Output, Refusal,
-    Reply, Stage, StageAttributes, StageChange,
+    Reply, SequenceOutcome, Stage, StageAttributes, StageChange,
 };
 pub use turn::{NodeShell, close, take_turn};
 pub use weight_change::ChangePending;

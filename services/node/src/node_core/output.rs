@@ -8,9 +8,8 @@ use engine::{
     tiers::{JobId, LoadJob, SaveJob, Tier, TierStats},
 };
 use kernels::sampling::SampledToken;
-use kv_transfer::api::{self as transfer, Epoch, PeerAddress, TransferStats};
+use kv_transfer::api::{self as transfer, Epoch, PeerAddress, TransferFailure, TransferStats};
 use proto::v1::{self, FailureKind};
-use telemetry::metrics::{SequenceEnd, TransferEnd, TransferSide};
 
 /// Id of one `Prefill` or `Decode` call. `number` differs between calls that name the same sequence.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -256,6 +255,17 @@ pub struct StageAttributes {
     pub error: Option<String>,
 }
 
+/// Outcome of a sequence at this node.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum SequenceOutcome {
+    Finished(FinishReason),
+    /// The prefill node sampled token 0 and transferred the KV.
+    HandedOver,
+    /// The router dropped the stream.
+    Cancelled,
+    Failed(FailureKind),
+}
+
 /// One measurement for the node's metrics.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Metric {
@@ -267,12 +277,11 @@ pub enum Metric {
         prompt_tokens: u32,
         cached_tokens: u32,
     },
-    SequenceFinished(SequenceEnd),
-    TransferFinished {
-        side: TransferSide,
-        end: TransferEnd,
-        stats: TransferStats,
-    },
+    SequenceFinished(SequenceOutcome),
+    /// This node was the sender, which computed the KV.
+    Sent(Result<TransferStats, TransferFailure>),
+    /// This node was the receiver.
+    Received(Result<TransferStats, TransferFailure>),
     Step(StepRecord),
     Speculated(Speculated),
     Preempted(u64),
