@@ -6,9 +6,9 @@
 //! index: at start the node reads the headers.
 
 use std::{
-    fs::{File, OpenOptions, TryLockError},
+    fs::{File, OpenOptions, Permissions, TryLockError},
     io::{self, IoSliceMut},
-    os::unix::fs::{FileExt, OpenOptionsExt},
+    os::unix::fs::{FileExt, OpenOptionsExt, PermissionsExt},
     path::Path,
 };
 
@@ -47,6 +47,8 @@ pub(crate) enum DiskError {
     OtherContents { found: String, wanted: String },
     #[error("cannot read or write its first page: {0}")]
     FirstPage(io::Error),
+    #[error("cannot set its mode to 0600: {0}; expected a file of the node's user")]
+    Mode(io::Error),
 }
 
 /// Reason why a slot does not have the wanted block.
@@ -104,6 +106,7 @@ impl DiskFile {
         // Do not resize or write a file that has other contents.
         match this.file.metadata().map_err(DiskError::Open)?.len() {
             0 => {
+                this.restrict()?;
                 let created = this.write_first_page(&wanted).and_then(|()| this.allocate());
                 if created.is_err() {
                     // Empty a file that could not be allocated, so that it takes no space.
@@ -113,10 +116,20 @@ impl DiskFile {
             }
             before => {
                 this.check_first_page(&wanted)?;
+                this.restrict()?;
                 this.allocate().inspect_err(|_| _ = this.file.set_len(before))?;
             }
         }
         Ok(this)
+    }
+
+    /// Takes the file from other users: its blocks tell the prompts of all callers.
+    fn restrict(&self) -> Result<(), DiskError> {
+        let mode = self.file.metadata().map_err(DiskError::Mode)?.permissions().mode();
+        if mode & 0o077 == 0 {
+            return Ok(());
+        }
+        self.file.set_permissions(Permissions::from_mode(0o600)).map_err(DiskError::Mode)
     }
 
     pub fn slot_count(&self) -> u32 {
@@ -384,12 +397,28 @@ mod tests {
     }
 
     #[test]
-    fn only_its_user_may_read_a_created_file() {
-        use std::os::unix::fs::PermissionsExt;
+    fn only_its_user_may_read_the_file_whoever_created_it() {
         let folder = folder();
         let path = folder.path().join("kv");
+        let mode = || std::fs::metadata(&path).unwrap().permissions().mode() & 0o777;
+        let widen = || {
+            let permissions = Permissions::from_mode(0o666);
+            std::fs::set_permissions(&path, permissions).unwrap();
+        };
         open(&path, SIZE).unwrap();
-        assert_eq!(std::fs::metadata(&path).unwrap().permissions().mode() & 0o777, 0o600);
+        assert_eq!(mode(), 0o600, "created by the node");
+        widen();
+        open(&path, SIZE).unwrap();
+        assert_eq!(mode(), 0o600, "with blocks of an earlier start");
+        std::fs::write(&path, "").unwrap();
+        widen();
+        open(&path, SIZE).unwrap();
+        assert_eq!(mode(), 0o600, "empty, created by an operator");
+        std::fs::write(&path, "a file of somebody else, longer than its first page".repeat(100))
+            .unwrap();
+        widen();
+        open(&path, SIZE).unwrap_err();
+        assert_eq!(mode(), 0o666, "other contents are left alone");
     }
 
     #[test]
