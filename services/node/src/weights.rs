@@ -34,7 +34,7 @@ pub(crate) use self::{
 use self::{
     calls::{Begin, Call, CallError, Handle, NodeWeights, Origin},
     peers::Peer,
-    trainer::TrainerAddress,
+    trainer::address::TrainerAddress,
 };
 use crate::{
     attempt::{self, AttemptLimits, invalid, shown, within},

@@ -7,7 +7,7 @@ use tokio::sync::{mpsc, oneshot};
 use tonic::Status;
 use weight_transfer::{BeginError, CommitError, UpdateId, UpdateReport, WeightVersion};
 
-use super::{peers::Peer, trainer::TrainerAddress};
+use super::{peers::Peer, trainer::address::TrainerAddress};
 
 /// Maximum number of queued calls of coordinators and peers.
 pub(super) const CALLS_MAX: usize = 64;

@@ -12,7 +12,7 @@ use model::{Checkpoint, LoadFormat, ModelConfig, ModelError, StoredWeight};
 use tokio_util::sync::CancellationToken;
 use weight_transfer::{CHUNK_BYTES, Plan, PlanError, Tensor, WeightVersion, digest};
 
-use super::{engine::ChangeError, standby::CANCELLED, trainer::TrainerError};
+use super::{engine::ChangeError, standby::CANCELLED, trainer::address::TrainerError};
 use crate::{
     memory_limit::{self, HostBytes, MemoryShare},
     settings::SettingsError,

@@ -19,15 +19,12 @@
 //!    communicator for the next update, until the trainer closes the connection, another trainer comes, or an update fails.
 //!    If the trainer closes the connection before the update is prepared, the update is aborted.
 
+pub(super) mod address;
 mod connection;
 mod declaration;
 mod kept;
 
-use std::{
-    fmt, io,
-    path::PathBuf,
-    time::{Duration, Instant},
-};
+use std::time::{Duration, Instant};
 
 use engine::executor::{ChunkReceiver, PrepareError, ReceivedWeights, TensorDigest, WeightUpdate};
 use kernels::peer::WaitLimit;
@@ -36,6 +33,7 @@ use weight_transfer::{Chunk, Tensor, WeightVersion};
 
 pub(super) use self::kept::KeptTrainer;
 use self::{
+    address::{TrainerAddress, TrainerError},
     connection::Connection,
     declaration::{Declaration, TrainerBuffers, pieces},
 };
@@ -55,76 +53,6 @@ const JOIN_MAX: Duration = Duration::from_secs(60);
 /// the p99 of the inter-token latency of an 8B model on an H200 to 1.09 times the p99 without an update; at 330 GB/s, the
 /// rate of the copy engines, to 1.18 times (docs/benchmarks/weight-updates.md).
 const SERVING_RATE: f64 = 130e9;
-
-/// Address of a trainer.
-#[derive(Clone, PartialEq, Eq)]
-pub(crate) enum TrainerAddress {
-    /// Unix socket.
-    Ipc(PathBuf),
-    Nccl {
-        host: String,
-        /// Secret of this update, which the node sends first. Logs do not show it.
-        token: String,
-    },
-}
-
-impl TrainerAddress {
-    /// Parses `host:port/token`.
-    pub fn nccl(text: &str) -> Option<Self> {
-        let (host, token) = weight_transfer::trainer_address(text)?;
-        Some(Self::Nccl { host: host.to_owned(), token: token.to_owned() })
-    }
-
-    /// Returns what must listen at the address, for errors.
-    fn expected(&self) -> &'static str {
-        match self {
-            Self::Ipc(_) => "the Unix socket of a trainer on this host",
-            Self::Nccl { .. } => "a trainer that waits there",
-        }
-    }
-}
-
-impl fmt::Display for TrainerAddress {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Self::Ipc(socket) => socket.display().fmt(f),
-            Self::Nccl { host, .. } => f.write_str(host),
-        }
-    }
-}
-
-impl fmt::Debug for TrainerAddress {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        fmt::Display::fmt(self, f)
-    }
-}
-
-/// Reason why a trainer's weights did not arrive.
-#[derive(Debug, thiserror::Error)]
-pub(super) enum TrainerError {
-    #[error("cannot connect to a trainer at {address}: {cause}; expected {}", address.expected())]
-    Connect { address: TrainerAddress, cause: String },
-    #[error("cannot read the trainer's declaration: {reason}")]
-    Declaration { reason: String },
-    #[error("the trainer closed the connection before the update was prepared")]
-    Closed,
-    #[error("cannot receive from the trainer: no answer within {0:?}")]
-    Silent(Duration),
-    #[error("cannot receive from the trainer: {0}")]
-    Io(io::Error),
-    #[error(
-        "the trainer packed {found_bytes} bytes as chunk {found}; expected {bytes} bytes as chunk {index}"
-    )]
-    Chunk { found: u64, found_bytes: u64, index: u64, bytes: u64 },
-    #[error(
-        "cannot receive from the trainer: trainer and node cut the tensors differently: the hash of the trainer's plan is {found:032x}; expected {expected:032x}"
-    )]
-    Plan { found: u128, expected: u128 },
-    #[error(
-        "cannot use the trainer's weights: tensor {name:?} arrived with digest {found:016x}; expected {expected:016x}, the trainer's digest"
-    )]
-    Digest { name: String, found: u64, expected: u64 },
-}
 
 /// Prepares the weights of a trainer beside the weights in use, or in place after `release`. Blocks. Stops early once
 /// `cancelled` is cancelled.

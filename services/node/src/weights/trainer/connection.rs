@@ -12,7 +12,7 @@ use serde::de::DeserializeOwned;
 use tokio::runtime;
 use tokio_util::sync::CancellationToken;
 
-use super::{TrainerAddress, TrainerError};
+use super::address::{TrainerAddress, TrainerError};
 use crate::weights::receive::ReceiveError;
 
 /// Time-out of a connection.

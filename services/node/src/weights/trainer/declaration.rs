@@ -8,7 +8,7 @@ use kernels::{
 use serde::Deserialize;
 use weight_transfer::{Chunk, Plan, Tensor};
 
-use super::{TrainerAddress, TrainerError};
+use super::address::{TrainerAddress, TrainerError};
 use crate::weights::receive::ReceiveError;
 
 const BUFFERS_MAX: usize = 16;

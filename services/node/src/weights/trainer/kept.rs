@@ -3,7 +3,7 @@
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-use super::{TrainerAddress, connection::Stream};
+use super::{address::TrainerAddress, connection::Stream};
 
 /// The trainer of the last update, unless its connection was closed.
 #[derive(Debug, Default)]
