@@ -91,14 +91,28 @@ impl NodeService {
         Ok(())
     }
 
-    /// Begins the attempt and streams its replies as messages.
-    async fn begin<T>(
+    /// Takes a `Prefill` or `Decode` call through its stages. Before them, `grpc_server` limits the connection and
+    /// `authentication` checks the call's token.
+    async fn attempt<R, T>(
         &self,
-        attempt: NewAttempt,
+        (role, method): (Role, &'static str),
+        (field, peer): (&'static str, Option<v1::Peer>),
+        request: Request<R>,
+        checked: fn(R, String, &AttemptLimits, Instant) -> Result<NewAttempt, Refusal>,
         message: fn(Reply) -> Option<T>,
     ) -> Result<Response<MessageStream<T>>, Status> {
+        // 1. The node serves this method, and the peer of the transfer is a member.
+        self.check_open(role, method)?;
+        self.check_member(field, peer.as_ref())?;
+        // 2. Every field is valid.
+        let traceparent = traceparent(request.metadata());
+        let attempt = checked(request.into_inner(), traceparent, &self.limits, Instant::now())?;
+        // 3. The grammar is compiled.
         let attempt = self.grammars.constrained(attempt).await?;
+        // 4. The engine thread gives the attempt to `NodeCore`, which accepts it. From here on `node_core::take_turn`
+        //    shows the order: scheduler, device, transfers, replies.
         let replies = self.inbox.begin(attempt).await?;
+        // 5. Each reply becomes a message. Dropping the stream cancels the attempt.
         Ok(Response::new(MessageStream { replies, message }))
     }
 }
@@ -113,28 +127,18 @@ impl node_server::Node for NodeService {
         &self,
         request: Request<v1::PrefillRequest>,
     ) -> Result<Response<Self::PrefillStream>, Status> {
-        self.check_open(Role::Prefill, "Prefill")?;
-        self.check_member("decode", request.get_ref().decode.as_ref())?;
-        let traceparent = traceparent(request.metadata());
-        let attempt =
-            NewAttempt::send(request.into_inner(), traceparent, &self.limits, Instant::now())?;
-        self.begin(attempt, wire::prefill_event).await
+        let peer = ("decode", request.get_ref().decode.clone());
+        let checked = NewAttempt::send;
+        self.attempt((Role::Prefill, "Prefill"), peer, request, checked, wire::prefill_event).await
     }
 
     async fn decode(
         &self,
         request: Request<v1::DecodeRequest>,
     ) -> Result<Response<Self::DecodeStream>, Status> {
-        self.check_open(Role::Decode, "Decode")?;
-        self.check_member("prefill", request.get_ref().prefill.as_ref())?;
-        let traceparent = traceparent(request.metadata());
-        let attempt = NewAttempt::receive_or_compute(
-            request.into_inner(),
-            traceparent,
-            &self.limits,
-            Instant::now(),
-        )?;
-        self.begin(attempt, wire::decode_event).await
+        let peer = ("prefill", request.get_ref().prefill.clone());
+        let checked = NewAttempt::receive_or_compute;
+        self.attempt((Role::Decode, "Decode"), peer, request, checked, wire::decode_event).await
     }
 
     async fn meet(
