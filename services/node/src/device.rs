@@ -29,8 +29,8 @@ use model::{Checkpoint, LoadProgress};
 use tracing::{info, warn};
 
 use crate::{
-    node::StartError,
     settings::{self, BatchSizes, SettingsError},
+    start_error::StartError,
     tensor_parallel::RANKS_ON_GPUS,
 };
 

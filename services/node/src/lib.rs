@@ -4,11 +4,12 @@
 //! * [`Node`] is a running node inside another program, such as a test.
 //! * [`node_core::NodeCore`] holds the rules of a node, without I/O.
 //!
-//! The path of a request through the files: `service` (the call) → `attempt` (its fields are checked) →
-//! `grammars` (its grammar is compiled) → `inbox` (bounded queue) → `engine_thread` → `node_core` →
-//! `callers` and `stream` (the caller's channels) → `wire` (messages to the caller). Other files:
-//! `observe` streams load and cached prefixes to routers, `grpc_server` and `node` start and stop the
-//! node, `tensor_parallel` starts ranks, `weights` takes part in live weight updates.
+//! `NodeService::attempt` shows the stages of a call in order, and [`node_core::take_turn`] the order within the engine
+//! thread. The files on the way: `service` (the call) → `attempt` (its fields are checked) → `grammars` (its grammar is
+//! compiled) → `inbox` (bounded queue) → `engine_thread` → `node_core` → `callers` and `stream` (the caller's channels) →
+//! `wire` (messages to the caller). Other files: `observe` streams load and cached prefixes to routers, `node` starts
+//! and stops the node, `model_load` opens the model, `tensor_parallel` starts ranks, `grpc_server` and `probes` listen,
+//! `weights` takes part in live weight updates.
 //!
 //! Not in this crate: scheduling and the forward pass (crate `engine`), KV transfer (crate `kv-transfer`), text
 //! processing (crate `text`), and recovery: a node reports a failure, and the router retries.
@@ -28,13 +29,16 @@ mod hang;
 pub mod identity;
 mod inbox;
 mod memory_limit;
+mod model_load;
 mod node;
 pub mod node_core;
 mod observe;
 mod populate;
+mod probes;
 mod run;
 mod service;
 mod settings;
+mod start_error;
 mod stream;
 mod tensor_parallel;
 #[cfg(test)]
@@ -48,6 +52,7 @@ pub mod wire;
 
 pub use cluster::Role;
 pub use engine_thread::EngineError;
-pub use node::{Addresses, Node, NodeFailure, StartError};
+pub use node::{Addresses, Node, NodeFailure};
 pub use run::{run, run_on};
 pub use settings::{SECTIONS, SettingsError};
+pub use start_error::StartError;

@@ -38,8 +38,8 @@ use tracing::{info, warn};
 
 use crate::{
     device::{self, ReadyGpu},
-    node::StartError,
     settings::{self, BatchSizes, SettingsError},
+    start_error::StartError,
 };
 
 /// The purpose in the name of the region for KV and all-reduce buffers.

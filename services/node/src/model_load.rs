@@ -1,0 +1,211 @@
+//! Opens the model of a node, and packs its weights on the device.
+
+use std::{
+    path::{Path, PathBuf},
+    sync::Arc,
+    thread,
+    time::{Duration, Instant},
+};
+
+use cluster::{Epoch, ModelIdentity, Role};
+use config::{Config, hub};
+use engine::{
+    defaults::{self, Defaults, NodeDevice, NodeTraits},
+    executor::{Executor, StepTimes},
+};
+use kernels::{KvArena, cpu::affinity};
+use model::{Checkpoint, ModelConfig};
+use telemetry::Metrics;
+use tracing::info;
+
+use crate::{
+    device::{self, Chosen, ReadyGpu},
+    identity,
+    memory_limit::{self, HostBytes, MemoryShare},
+    settings::{self, BatchSizes, SettingsError},
+    start_error::StartError,
+    tensor_parallel,
+};
+
+/// Time-out of fetching and loading the model. `/live` answers meanwhile, so no probe ends a load that hangs.
+const LOAD_MAX: Duration = Duration::from_secs(3600);
+
+/// An opened model.
+pub(crate) struct Loaded {
+    pub path: PathBuf,
+    pub model: ModelConfig,
+    pub host_bytes: HostBytes,
+    pub arena: Arc<KvArena>,
+    pub identity: ModelIdentity,
+    pub defaults: Defaults,
+    /// CPUs of the compute threads; empty means any CPU.
+    pub cpus: Vec<u32>,
+    /// Reason why the CPU serves although the host has a GPU.
+    pub cpu_fallback: Option<String>,
+}
+
+/// Fetches, opens and packs the model within [`LOAD_MAX`], and exports how long that took. Returns the device beside it.
+pub(crate) async fn load(
+    role: Role,
+    config: &Config,
+    epoch: Epoch,
+    metrics: &Metrics,
+) -> Result<(Loaded, Box<dyn Executor>), StartError> {
+    let began = Instant::now();
+    let loading = tokio::time::timeout(LOAD_MAX, load_off_thread(role, config.clone(), epoch.0));
+    let loaded = loading.await.map_err(|_| StartError::LoadTimeout { within: LOAD_MAX })??;
+    let duration = metrics.meter().f64_gauge("baton.model.load.duration").with_unit("s");
+    let duration = duration.with_description("Time to fetch, read and pack the model");
+    duration.build().record(began.elapsed().as_secs_f64(), &[]);
+    Ok(loaded)
+}
+
+/// Opens and packs the model, off the async threads.
+async fn load_off_thread(
+    role: Role,
+    config: Config,
+    epoch: u128,
+) -> Result<(Loaded, Box<dyn Executor>), StartError> {
+    // Checked before a download that may take hours.
+    let threads = settings::threads(&config.node)?;
+    let path = config.hub.obtain(config.model.required_path()?, hub::Parts::All).await?;
+    tokio::task::spawn_blocking(move || load_blocking(role, &config, epoch, &path, threads))
+        .await
+        .map_err(StartError::Load)?
+}
+
+fn load_blocking(
+    role: Role,
+    config: &Config,
+    epoch: u128,
+    path: &Path,
+    (threads, cpus): (usize, Vec<u32>),
+) -> Result<(Loaded, Box<dyn Executor>), StartError> {
+    // This thread packs the weights, and the compute thread inherits its CPU: pages that forward passes read are
+    // first touched on that NUMA node. Rank processes would inherit the CPU too, so each pins itself.
+    let own_cpu = cpus.first().filter(|_| config.node.tp == 1);
+    let confined = own_cpu.map(|cpu| affinity::confine(&[*cpu])).transpose();
+    let _confined = confined.map_err(StartError::Affinity)?;
+    let checkpoint = Checkpoint::open(path, settings::load_format(config.model.load_format))?;
+    let checkpoint = checkpoint.hashing_packed();
+    let model = checkpoint.config();
+    info!(
+        path = %path.display(),
+        format = checkpoint.description(),
+        parameters = model.parameter_count(),
+        layers = model.layer_count,
+        vocabulary = model.vocab_size,
+        context_tokens = model.context_tokens,
+        "opened the model"
+    );
+    thread::scope(|scope| {
+        // Packing hashes the weights. This process packs none for ranks, so it hashes them while the ranks load.
+        let beside_ranks = (config.node.tp > 1).then(|| {
+            scope.spawn(|| {
+                let _confined = (!cpus.is_empty()).then(|| affinity::confine(&cpus));
+                checkpoint.model_fingerprint()
+            })
+        });
+        let fingerprint = || match beside_ranks {
+            Some(fingerprint) => fingerprint.join().expect("hashing does not panic"),
+            None => checkpoint.model_fingerprint(),
+        };
+        load_weights(role, config, epoch, path, (threads, cpus.clone()), &checkpoint, fingerprint)
+    })
+}
+
+/// Packs the weights on the device that the settings name, and measures its steps.
+fn load_weights(
+    role: Role,
+    config: &Config,
+    epoch: u128,
+    path: &Path,
+    (threads, cpus): (usize, Vec<u32>),
+    checkpoint: &Checkpoint,
+    fingerprint: impl FnOnce() -> u128,
+) -> Result<(Loaded, Box<dyn Executor>), StartError> {
+    let started = Instant::now();
+    let model = checkpoint.config();
+    let weights = settings::weight_format(config.model.dtype);
+    let layout = model.kv_layout(weights.kv_dtype());
+    let tp = config.node.tp;
+    let kv_bytes = |blocks: u32| u64::from(blocks) * layout.block_bytes() as u64;
+    let share = MemoryShare::of_node(config.node.nodes_per_container);
+    let traits = |device| settings::node_traits(config, role, model, device);
+    let (mut executor, arena, traits, cpus, cpu_fallback): (Box<dyn Executor>, _, _, _, _) = if tp
+        > 1
+    {
+        tensor_parallel::check(checkpoint, &config.node)?;
+        let (gpus, cpu_fallback) = match device::gpus_of_ranks(config, weights)? {
+            Chosen::Gpu(gpus) => (Some(gpus), None),
+            Chosen::Cpu { fallback } => (None, fallback),
+        };
+        // This process's CUDA contexts take memory too, so they exist before the ranks measure the memory left for
+        // KV.
+        let contexts = gpus.as_deref().map(device::contexts).transpose()?;
+        let traits = traits(match &contexts {
+            Some(contexts) => device::memory(config, contexts)?,
+            None => NodeDevice::Cpu,
+        })?;
+        let sizes = batch_sizes(&traits)?;
+        if gpus.is_none() {
+            let blocks = settings::block_count(&config.node, layout)?;
+            memory_limit::check(share, u64::from(tp) * traits.model.weights, kv_bytes(blocks))?;
+        }
+        let (executor, arena) =
+            tensor_parallel::start(config, epoch, path, checkpoint, gpus, sizes)?;
+        (Box::new(executor), arena, traits, Vec::new(), cpu_fallback)
+    } else {
+        match device::gpu(config, weights)? {
+            Chosen::Gpu(backend) => {
+                let traits = traits(device::memory(config, [backend.context()])?)?;
+                let sizes = batch_sizes(&traits)?;
+                let ReadyGpu { executor, arena, .. } =
+                    device::start_gpu(backend, config, checkpoint, layout, sizes, None)?;
+                (Box::new(executor), arena, traits, Vec::new(), None)
+            }
+            Chosen::Cpu { fallback } => {
+                let traits = traits(NodeDevice::Cpu)?;
+                let sizes = batch_sizes(&traits)?;
+                let blocks = settings::block_count(&config.node, layout)?;
+                memory_limit::check(share, traits.model.weights, kv_bytes(blocks))?;
+                let arena = KvArena::host(layout, blocks)?;
+                let threads = (threads, &cpus[..]);
+                let executor = device::start_cpu(config, checkpoint, threads, &arena, sizes, None)?;
+                (Box::new(executor), arena, traits, cpus, fallback)
+            }
+        }
+    };
+    let fingerprint = fingerprint();
+    info!(
+        dtype = %weights,
+        fingerprint = format_args!("{fingerprint:032x}"),
+        ranks = tp,
+        blocks = arena.block_count(),
+        block_bytes = layout.block_bytes(),
+        seconds = format_args!("{:.3}", started.elapsed().as_secs_f64()),
+        "loaded the weights"
+    );
+    let times =
+        traits.needs_step_times().then(|| StepTimes::measure(&mut *executor)).transpose()?;
+    let defaults = defaults::derive(&traits, times.as_ref()).map_err(SettingsError::from)?;
+    let reasons: Vec<String> = defaults.reasons.iter().map(ToString::to_string).collect();
+    info!("derived the settings that are auto: {}", reasons.join("; "));
+    let identity = identity::model_identity(fingerprint, weights, layout);
+    let path = path.to_owned();
+    let model = checkpoint.config().clone();
+    let host_bytes = match traits.device {
+        NodeDevice::Cpu => HostBytes {
+            weights: u64::from(tp) * traits.model.weights,
+            kv: kv_bytes(arena.block_count()),
+        },
+        NodeDevice::Gpu { .. } => HostBytes::default(),
+    };
+    let loaded = Loaded { path, model, host_bytes, arena, identity, defaults, cpus, cpu_fallback };
+    Ok((loaded, executor))
+}
+
+/// Returns the batch for which the executor allocates memory.
+fn batch_sizes(traits: &NodeTraits) -> Result<BatchSizes, SettingsError> {
+    Ok(BatchSizes::from(&defaults::derive(traits, None)?))
+}
