@@ -3,7 +3,7 @@
 use kernels::{BLOCK_TOKENS, BlockId};
 
 use super::{Batch, BatchRow, ScheduledRow, Tokens};
-use crate::plan::{AdmittedRow, RowFailure, Slot, StepPlan};
+use crate::plan::{AdmittedRow, RowFailure, RowPlan, Slot, StepPlan};
 
 impl<T: Tokens> Batch<T> {
     /// Applies the diff: released, admitted and extended rows.
@@ -39,27 +39,7 @@ impl<T: Tokens> Batch<T> {
         plan: &StepPlan,
         mut draft: impl FnMut(&BatchRow<T>, usize) -> Vec<u32>,
     ) -> Result<Vec<ScheduledRow>, String> {
-        let tokens: usize = plan.rows.iter().map(|row| row.token_count as usize).sum();
-        let drafts_left = plan.drafts_max as usize;
-        let is_empty = plan.rows.is_empty() && plan.released.is_empty();
-        if is_empty || tokens + drafts_left > self.limits.step_tokens as usize {
-            return Err(format!(
-                "the step has {} rows with {tokens} tokens and {drafts_left} draft tokens; expected 1 to {} tokens",
-                plan.rows.len(),
-                self.limits.step_tokens
-            ));
-        }
-        if drafts_left > 0 && self.limits.speculation.is_none() {
-            return Err(format!(
-                "{drafts_left} draft tokens are planned, but speculative decoding is off"
-            ));
-        }
-        let known: usize = plan.drafts.iter().map(|(_, drafts)| drafts.len()).sum();
-        let Some(mut drafts_left) = drafts_left.checked_sub(known) else {
-            return Err(format!(
-                "the plan has {known} draft tokens; expected at most {drafts_left}"
-            ));
-        };
+        let mut drafts_left = self.unknown_drafts_max(plan)?;
         let mut known = plan.drafts.iter().peekable();
         let plans = self.plans;
         let mut scheduled: Vec<ScheduledRow> = Vec::with_capacity(plan.rows.len());
@@ -84,43 +64,12 @@ impl<T: Tokens> Batch<T> {
                 scheduled.push(ScheduledRow::skipped(planned, row));
                 continue;
             }
+            row.check(planned, known, plan.awaits_masks, vocabulary)?;
             let (start, token_count) = (row.position, planned.token_count as usize);
-            let end = start + token_count;
-            let length = row.tokens.count();
-            if token_count == 0 || end > length {
-                return Err(format!("slot {slot} plans tokens {start}..{end} of {length}"));
-            }
-            if planned.samples != (end == length) {
-                return Err(format!("slot {slot} must sample after its last token and only there"));
-            }
-            if planned.samples && row.constrained && !plan.awaits_masks {
-                return Err(format!("slot {slot} is constrained, but the step awaits no bitmasks"));
-            }
-            let drafts_max = planned.drafts_max as usize;
-            let known_count = known.map_or(0, Vec::len);
-            let expected = if row.constrained { drafts_max } else { 0 };
-            if known_count != expected {
-                return Err(format!(
-                    "slot {slot} has {known_count} draft tokens in the plan; expected {expected}"
-                ));
-            }
-            if let Some(token) = known.into_iter().flatten().find(|token| **token >= vocabulary) {
-                return Err(format!("slot {slot} has draft token {token}, outside the vocabulary"));
-            }
-            if drafts_max > 0 && !planned.samples {
-                return Err(format!(
-                    "slot {slot} has {drafts_max} draft tokens and does not sample"
-                ));
-            }
-            let upper = end + drafts_max;
-            if upper > row.blocks.len() * BLOCK_TOKENS {
-                let blocks = row.blocks.len();
-                return Err(format!("slot {slot} plans to position {upper} with {blocks} blocks"));
-            }
             let drafts = match known {
                 Some(known) => known.clone(),
                 None => {
-                    let most = drafts_max.min(drafts_left);
+                    let most = (planned.drafts_max as usize).min(drafts_left);
                     let mut found = if most > 0 { draft(row, most) } else { Vec::new() };
                     found.truncate(most);
                     drafts_left -= found.len();
@@ -128,7 +77,7 @@ impl<T: Tokens> Batch<T> {
                 }
             };
             row.tokens.join(&drafts);
-            row.position = end + drafts.len();
+            row.position = start + token_count + drafts.len();
             scheduled.push(ScheduledRow {
                 slot: planned.slot,
                 generation: planned.generation,
@@ -143,6 +92,29 @@ impl<T: Tokens> Batch<T> {
             Some((slot, _)) => Err(format!("slot {} has draft tokens, but no row", slot.0)),
             None => Ok(scheduled),
         }
+    }
+
+    /// Checks the sums of a plan. Returns the maximum number of draft tokens that the plan leaves to the executor.
+    fn unknown_drafts_max(&self, plan: &StepPlan) -> Result<usize, String> {
+        let tokens: usize = plan.rows.iter().map(|row| row.token_count as usize).sum();
+        let drafts_max = plan.drafts_max as usize;
+        let is_empty = plan.rows.is_empty() && plan.released.is_empty();
+        if is_empty || tokens + drafts_max > self.limits.step_tokens as usize {
+            return Err(format!(
+                "the step has {} rows with {tokens} tokens and {drafts_max} draft tokens; expected 1 to {} tokens",
+                plan.rows.len(),
+                self.limits.step_tokens
+            ));
+        }
+        if drafts_max > 0 && self.limits.speculation.is_none() {
+            return Err(format!(
+                "{drafts_max} draft tokens are planned, but speculative decoding is off"
+            ));
+        }
+        let known: usize = plan.drafts.iter().map(|(_, drafts)| drafts.len()).sum();
+        drafts_max.checked_sub(known).ok_or_else(|| {
+            format!("the plan has {known} draft tokens; expected at most {drafts_max}")
+        })
     }
 
     fn admit(&mut self, admitted: &AdmittedRow, failure: Option<RowFailure>) -> Result<(), String> {
@@ -192,5 +164,50 @@ impl<T: Tokens> Batch<T> {
             }
             None => Ok(()),
         }
+    }
+}
+
+impl<T: Tokens> BatchRow<T> {
+    /// Checks the planned work of this row. `known` are the draft tokens that the plan names.
+    fn check(
+        &self,
+        planned: &RowPlan,
+        known: Option<&Vec<u32>>,
+        awaits_masks: bool,
+        vocabulary: u32,
+    ) -> Result<(), String> {
+        let slot = planned.slot.0;
+        let (start, token_count) = (self.position, planned.token_count as usize);
+        let end = start + token_count;
+        let length = self.tokens.count();
+        if token_count == 0 || end > length {
+            return Err(format!("slot {slot} plans tokens {start}..{end} of {length}"));
+        }
+        if planned.samples != (end == length) {
+            return Err(format!("slot {slot} must sample after its last token and only there"));
+        }
+        if planned.samples && self.constrained && !awaits_masks {
+            return Err(format!("slot {slot} is constrained, but the step awaits no bitmasks"));
+        }
+        let drafts_max = planned.drafts_max as usize;
+        let known_count = known.map_or(0, Vec::len);
+        let expected = if self.constrained { drafts_max } else { 0 };
+        if known_count != expected {
+            return Err(format!(
+                "slot {slot} has {known_count} draft tokens in the plan; expected {expected}"
+            ));
+        }
+        if let Some(token) = known.into_iter().flatten().find(|token| **token >= vocabulary) {
+            return Err(format!("slot {slot} has draft token {token}, outside the vocabulary"));
+        }
+        if drafts_max > 0 && !planned.samples {
+            return Err(format!("slot {slot} has {drafts_max} draft tokens and does not sample"));
+        }
+        let upper = end + drafts_max;
+        if upper > self.blocks.len() * BLOCK_TOKENS {
+            let blocks = self.blocks.len();
+            return Err(format!("slot {slot} plans to position {upper} with {blocks} blocks"));
+        }
+        Ok(())
     }
 }
