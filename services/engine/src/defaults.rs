@@ -223,25 +223,7 @@ pub fn derive(node: &NodeTraits, times: Option<&StepTimes>) -> Result<Defaults, 
         _ => None,
     };
     if node.decodes {
-        let (value, why) = match (&itl, set.itl_max, node.device) {
-            (_, Some(max), _) => (milliseconds(max), String::new()),
-            (_, None, NodeDevice::Cpu) => {
-                ("off".to_owned(), "node.chunk_tokens bounds the step of a CPU".to_owned())
-            }
-            (Some(itl), ..) => (
-                milliseconds(itl.max),
-                format!(
-                    "the longer of {} and {GPU_ITL_STEPS} decode steps of {}; {} prompt tokens fit into a step with one row",
-                    milliseconds(GPU_ITL_MAX),
-                    milliseconds(itl.decode),
-                    itl.prefill_tokens(Duration::ZERO),
-                ),
-            ),
-            (None, ..) => (
-                format!("at least {}", milliseconds(GPU_ITL_MAX)),
-                format!("the longer of it and {GPU_ITL_STEPS} decode steps, measured at start"),
-            ),
-        };
+        let (value, why) = itl_reason(itl.as_ref(), node);
         note("node.itl_max", &value, set.itl_max.is_some(), why);
     }
 
@@ -269,6 +251,29 @@ pub fn derive(node: &NodeTraits, times: Option<&StepTimes>) -> Result<Defaults, 
         transfer_bytes,
         reasons,
     })
+}
+
+/// Returns the value of `node.itl_max`, and why it is not set.
+fn itl_reason(itl: Option<&ItlLimit>, node: &NodeTraits) -> (String, String) {
+    match (itl, node.set.itl_max, node.device) {
+        (_, Some(max), _) => (milliseconds(max), String::new()),
+        (_, None, NodeDevice::Cpu) => {
+            ("off".to_owned(), "node.chunk_tokens bounds the step of a CPU".to_owned())
+        }
+        (Some(itl), ..) => (
+            milliseconds(itl.max),
+            format!(
+                "the longer of {} and {GPU_ITL_STEPS} decode steps of {}; {} prompt tokens fit into a step with one row",
+                milliseconds(GPU_ITL_MAX),
+                milliseconds(itl.decode),
+                itl.prefill_tokens(Duration::ZERO),
+            ),
+        ),
+        (None, ..) => (
+            format!("at least {}", milliseconds(GPU_ITL_MAX)),
+            format!("the longer of it and {GPU_ITL_STEPS} decode steps, measured at start"),
+        ),
+    }
 }
 
 /// Returns the largest step that the device should run, and why.
