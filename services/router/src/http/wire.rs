@@ -91,7 +91,7 @@ pub struct ToolCallWhole {
 #[derive(Serialize, JsonSchema)]
 pub struct FunctionCall {
     pub name: String,
-    /// A JSON object as text.
+    /// A JSON object as text; its beginning if the answer was cut within the call.
     #[schemars(extend("contentMediaType" = "application/json"))]
     pub arguments: String,
 }
