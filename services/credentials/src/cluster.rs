@@ -77,6 +77,8 @@ impl ClusterTls {
             .map_err(supported)?
             .with_client_cert_verifier(verifier)
             .with_cert_resolver(certified.clone());
+        // Some gRPC clients accept only a server that offers HTTP/2. Clients of other protocols name none.
+        server.alpn_protocols = vec![b"h2".to_vec()];
         // Every connection checks the certificates, and a server sends nothing of its own accord.
         server.session_storage = Arc::new(NoServerSessionStorage {});
         server.send_tls13_tickets = 0;

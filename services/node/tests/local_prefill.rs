@@ -501,6 +501,15 @@ async fn garbage_and_silence_on_the_grpc_port_disturb_no_request() {
 }
 
 #[tokio::test]
+async fn grpc_client_that_demands_alpn_calls_a_node_with_certificates() {
+    let (model, folder) = (dummy_model(), tempfile::tempdir().unwrap());
+    let flags = with_tls(dummy_settings(model.path(), &[]), folder.path());
+    let node = TestNode::start(Role::Decode, flags).await;
+    assert_eq!(node.side().local_prefill(&attempt(&dummy_prompt(20, 1), 5)).await.ids.len(), 5);
+    node.stop().await;
+}
+
+#[tokio::test]
 async fn a_request_that_is_never_complete_ends_in_time() {
     let (node, _side, _model) = decode_node(&[]).await;
     let client = Client::builder(TokioExecutor::new()).http2_only(true).build(HttpConnector::new());

@@ -17,10 +17,13 @@ use proto::{
     ids::Epoch,
     v1::{self, decode_event, node_client::NodeClient, observe_event, prefill_event},
 };
+use rcgen::{BasicConstraints, CertificateParams, CertifiedIssuer, IsCa, KeyPair};
 use telemetry::{LogSink, Resource, Telemetry, TelemetryConfig};
 use tempfile::TempDir;
 use tonic::{
-    Code, Status, Streaming, service::interceptor::InterceptedService, transport::Channel,
+    Code, Status, Streaming,
+    service::interceptor::InterceptedService,
+    transport::{Certificate, Channel, ClientTlsConfig, Identity},
 };
 
 /// Time-out of every wait in these tests.
@@ -127,11 +130,13 @@ impl TestNode {
             Resource { service: "test".into(), instance: "test".into() },
         )
         .unwrap();
+        let tls = client_tls(&flags);
         let config = Config::load(LoadInput { flags, ..Default::default() })
             .unwrap_or_else(|error| panic!("{error}"));
         let node = Node::start(role, &config, &telemetry.metrics(), |device| device).await?;
         let record = node.record();
-        let client = connect(&node.addresses().grpc.to_string(), record.epoch).await;
+        let address = node.addresses().grpc.to_string();
+        let client = connect_with(&address, record.epoch, tls).await.unwrap();
         let epoch: bytes::Bytes = record.epoch.to_bytes().to_vec().into();
         let peer = v1::Peer {
             node_id: record.node_id.to_string(),
@@ -174,8 +179,45 @@ pub fn signer() -> CallSigner {
 }
 
 pub async fn connect(address: &str, node: Epoch) -> Caller {
-    let endpoint = Channel::from_shared(format!("http://{address}")).unwrap();
-    NodeClient::with_interceptor(endpoint.connect().await.unwrap(), signer().to(node))
+    connect_with(address, node, None).await.unwrap()
+}
+
+/// Connects with certificates, if there are any. With certificates the client demands a server that offers HTTP/2 by ALPN.
+pub async fn connect_with(
+    address: &str,
+    node: Epoch,
+    tls: Option<ClientTlsConfig>,
+) -> Result<Caller, tonic::transport::Error> {
+    let endpoint = match tls {
+        Some(tls) => Channel::from_shared(format!("https://{address}")).unwrap().tls_config(tls)?,
+        None => Channel::from_shared(format!("http://{address}")).unwrap(),
+    };
+    Ok(NodeClient::with_interceptor(endpoint.connect().await?, signer().to(node)))
+}
+
+/// Returns settings with certificates in this folder.
+pub fn with_tls(mut flags: Flags, folder: &Path) -> Flags {
+    let mut params = CertificateParams::default();
+    params.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
+    let authority = CertifiedIssuer::self_signed(params, KeyPair::generate().unwrap()).unwrap();
+    let key = KeyPair::generate().unwrap();
+    let cert = CertificateParams::new(["baton".to_owned()]).unwrap();
+    let cert = cert.signed_by(&key, &authority).unwrap();
+    let files = [("cert", cert.pem()), ("key", key.serialize_pem()), ("ca", authority.pem())];
+    for (name, pem) in files {
+        let path = folder.join(name);
+        std::fs::write(&path, pem).unwrap();
+        flags.insert(format!("cluster.tls_{name}"), path.display().to_string());
+    }
+    flags
+}
+
+/// Returns the certificates of a client of the node with these settings, if the node has certificates.
+pub fn client_tls(flags: &Flags) -> Option<ClientTlsConfig> {
+    let pem = |setting: &str| Some(std::fs::read_to_string(flags.get(setting)?).unwrap());
+    let identity = Identity::from_pem(pem("cluster.tls_cert")?, pem("cluster.tls_key")?);
+    let authority = Certificate::from_pem(pem("cluster.tls_ca")?);
+    Some(ClientTlsConfig::new().domain_name("baton").ca_certificate(authority).identity(identity))
 }
 
 /// Returns 16 bytes that are unique in this process.
