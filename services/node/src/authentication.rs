@@ -7,6 +7,7 @@ use std::{
 };
 
 use futures_util::future::{Either, Ready, ready};
+use listener::SlotHandle;
 use proto::auth::{
     CallVerifier, InvalidToken, OBSERVE, PROOF_KEY, TOKEN_KEY, WEIGHTS_PULL, WEIGHTS_STATUS,
 };
@@ -17,6 +18,8 @@ use tonic::{
     metadata::{Binary, MetadataMap, MetadataValue},
 };
 use tower::{Layer, Service};
+
+use crate::connection::keep_authenticated;
 
 /// Path prefix of health checks, which need no token.
 const HEALTH: &str = "/grpc.health.v1.Health/";
@@ -40,16 +43,16 @@ impl Proof {
 
 /// Layer that rejects calls without a valid token, except health checks.
 #[derive(Clone)]
-pub(crate) struct AuthenticateLayer(Arc<Guard>);
+pub(crate) struct AuthenticateLayer(Arc<CallAuthenticator>);
 
-struct Guard {
+struct CallAuthenticator {
     verifier: CallVerifier,
     metrics: NodeMetrics,
 }
 
 impl AuthenticateLayer {
     pub fn new(verifier: CallVerifier, metrics: NodeMetrics) -> Self {
-        Self(Arc::new(Guard { verifier, metrics }))
+        Self(Arc::new(CallAuthenticator { verifier, metrics }))
     }
 }
 
@@ -57,14 +60,14 @@ impl<S> Layer<S> for AuthenticateLayer {
     type Service = Authenticate<S>;
 
     fn layer(&self, inner: S) -> Authenticate<S> {
-        Authenticate { inner, guard: self.0.clone() }
+        Authenticate { inner, authenticator: self.0.clone() }
     }
 }
 
 #[derive(Clone)]
 pub(crate) struct Authenticate<S> {
     inner: S,
-    guard: Arc<Guard>,
+    authenticator: Arc<CallAuthenticator>,
 }
 
 impl<S> Service<http::Request<Body>> for Authenticate<S>
@@ -80,14 +83,14 @@ where
     }
 
     fn call(&mut self, mut request: http::Request<Body>) -> Self::Future {
-        match self.guard.admit(&mut request) {
+        match self.authenticator.admit(&mut request) {
             Ok(()) => Either::Left(self.inner.call(request)),
             Err(status) => Either::Right(ready(Ok(status.into_http()))),
         }
     }
 }
 
-impl Guard {
+impl CallAuthenticator {
     fn admit(&self, request: &mut http::Request<Body>) -> Result<(), Status> {
         if request.uri().path().starts_with(HEALTH) {
             return Ok(());
@@ -109,6 +112,9 @@ impl Guard {
             };
             Status::new(code, error.to_string())
         })?;
+        if let Some(slot) = request.extensions().get::<SlotHandle>() {
+            keep_authenticated(slot);
+        }
         if PROVED.contains(&path)
             && let Some(token) = token
         {

@@ -1,17 +1,17 @@
-//! Connections of gRPC callers: their maximum number, and the time-out of the HTTP/2 preface.
+//! Connections of gRPC callers: their maximum number, the TLS handshake, and the time-out of the HTTP/2 preface.
 //!
-//! HTTP/2 keep-alive detects a dead caller only after the preface. So a connection that does not send
-//! its preface within the time-out is closed. With certificates the time-out includes the TLS handshake.
+//! A caller is a stranger until its certificate or the token of a call is verified. Strangers give way to new connections
+//! ([`PortListener`]). HTTP/2 keep-alive detects a dead caller only after the preface, so a connection that does not send
+//! its preface within the time-out is closed. The TLS handshake has a time-out of its own: an HTTP/2 server writes before
+//! it reads, and would wait for a handshake without looking at the time-out of the preface.
 //!
 //! A step yields tokens for many calls of one connection. A write waits until every task that is ready
 //! has run, so that one system call sends the tokens of all of them.
 
 use std::{
-    future::Future,
+    future::{Future, ready},
     io,
-    net::SocketAddr,
     pin::Pin,
-    sync::Arc,
     task::{Context, Poll, ready},
     time::Duration,
 };
@@ -21,68 +21,78 @@ use futures_util::{
     future::BoxFuture,
     stream::{self, FuturesUnordered},
 };
+use listener::{
+    ClientStream, Closing, HANDSHAKE_MAX, PortListener, Slot, SlotHandle, SlotLimits, handshake,
+};
 use membership::Tls;
 use tokio::{
     io::{AsyncRead, AsyncWrite, ReadBuf},
-    net::TcpListener,
-    sync::{OwnedSemaphorePermit, Semaphore},
+    net::{TcpListener, TcpStream},
     task::yield_now,
     time::{Sleep, sleep},
 };
+use tokio_util::either::Either;
 use tonic::transport::server::Connected;
-use tracing::warn;
 
-use crate::transport::Transport;
-
-/// Maximum number of connections: a few per router. Further connections wait in the kernel's accept queue.
-const CONNECTIONS_MAX: usize = 256;
+/// A few connections per router. A router keeps its connection, so there is no reserve: beyond, further connections wait
+/// in the kernel's accept queue.
+const LIMITS: SlotLimits =
+    SlotLimits { ordinary_max: 256, reserved_max: 0, closing_max: 64, authenticates: true };
 /// Time-out of the HTTP/2 connection preface, as long as the time-out of a peer's ZeroMQ handshake.
 const PREFACE_TIMEOUT: Duration = Duration::from_secs(5);
 /// Length of the HTTP/2 connection preface, `PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n`.
 const PREFACE_BYTES: usize = 24;
-/// Pause after a failed accept: most likely no file descriptor is free.
-const ACCEPT_AGAIN_AFTER: Duration = Duration::from_millis(100);
+/// Answer to a caller that does not speak TLS: empty SETTINGS of HTTP/2, and GOAWAY with the error
+/// INADEQUATE_SECURITY.
+const INADEQUATE_SECURITY: [u8; 26] =
+    [0, 0, 0, 4, 0, 0, 0, 0, 0, 0, 0, 8, 7, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 12];
 
-/// Returns an endless stream of accepted connections.
+/// Returns an endless stream of accepted connections, after their TLS handshakes.
 pub(crate) fn incoming(
     listener: TcpListener,
     tls: Option<Tls>,
 ) -> impl Stream<Item = io::Result<Connection>> {
-    let permits = Arc::new(Semaphore::new(CONNECTIONS_MAX));
-    stream::unfold((listener, tls, permits), |(listener, tls, permits)| async move {
-        let connection = accept(&listener, tls.as_ref(), &permits).await;
-        Some((Ok(connection), (listener, tls, permits)))
-    })
+    let accepted = stream::unfold(PortListener::new(listener, LIMITS), |listener| async {
+        Some((listener.accept().await, listener))
+    });
+    accepted
+        .map(move |(stream, slot)| open(stream, slot, tls.clone()))
+        .buffer_unordered(LIMITS.ordinary_max)
+        .filter_map(|opened| ready(opened.map(Ok)))
 }
 
-async fn accept(listener: &TcpListener, tls: Option<&Tls>, permits: &Arc<Semaphore>) -> Connection {
-    let permit = permits.clone().acquire_owned().await.expect("the semaphore is never closed");
-    loop {
-        match listener.accept().await {
-            Ok((stream, _)) => {
-                // Tokens are small and must not wait for more bytes. A closed connection fails when
-                // it is read.
-                let _ = stream.set_nodelay(true);
-                return Connection::new(Transport::new(stream, tls), permit);
-            }
-            Err(error) => {
-                warn!(%error, "cannot accept a gRPC connection");
-                sleep(ACCEPT_AGAIN_AFTER).await;
-            }
-        }
+/// Performs the TLS handshake, if there are certificates. Returns `None` if the connection has ended.
+async fn open(stream: TcpStream, slot: Slot, tls: Option<Tls>) -> Option<Connection> {
+    let Some(tls) = tls else { return Some(Connection::new(Either::Left(stream), slot)) };
+    let config = tls.current().server.clone();
+    let stream = tokio::select! {
+        _ = slot.closing() => return None,
+        stream = handshake(config, stream, HANDSHAKE_MAX, &INADEQUATE_SECURITY) => stream?,
+    };
+    // The handshake verified the certificate of a member.
+    keep_authenticated(&slot);
+    Some(Connection::new(stream, slot))
+}
+
+/// Keeps the connection of an authenticated caller: its streams last, so it never counts as idle.
+pub(crate) fn keep_authenticated(slot: &SlotHandle) {
+    if slot.authenticate() {
+        slot.begin_request(false);
     }
 }
 
 /// One caller's connection.
 pub(crate) struct Connection {
-    stream: Transport,
+    stream: ClientStream,
+    slot: Slot,
+    /// Completes when the connection must close.
+    closing: BoxFuture<'static, Closing>,
     preface: Option<Preface>,
     /// Completes when the runtime has run every ready task. A set of one future, so that other events that wake the
     /// connection do not poll it.
-    turn: FuturesUnordered<BoxFuture<'static, ()>>,
-    /// `turn` has completed since the last flush, so bytes may be written.
+    ready_tasks: FuturesUnordered<BoxFuture<'static, ()>>,
+    /// `ready_tasks` has completed since the last flush, so bytes may be written.
     may_write: bool,
-    _permit: OwnedSemaphorePermit,
 }
 
 /// A preface that is not complete yet.
@@ -92,28 +102,44 @@ struct Preface {
 }
 
 impl Connection {
-    fn new(stream: Transport, permit: OwnedSemaphorePermit) -> Self {
+    fn new(stream: ClientStream, slot: Slot) -> Self {
         let deadline = Box::pin(sleep(PREFACE_TIMEOUT));
         let preface = Preface { bytes_missing: PREFACE_BYTES, deadline };
         Self {
             stream,
+            closing: Box::pin(slot.closing()),
+            slot,
             preface: Some(preface),
-            turn: FuturesUnordered::new(),
+            ready_tasks: FuturesUnordered::new(),
             may_write: false,
-            _permit: permit,
         }
     }
 
     /// Completes when every ready task has run, and from then on until the next flush.
-    fn poll_turn(&mut self, context: &mut Context<'_>) -> Poll<()> {
+    fn poll_ready_tasks(&mut self, context: &mut Context<'_>) -> Poll<()> {
         if !self.may_write {
-            if self.turn.is_empty() {
-                self.turn.push(Box::pin(yield_now()));
+            if self.ready_tasks.is_empty() {
+                self.ready_tasks.push(Box::pin(yield_now()));
             }
-            ready!(self.turn.poll_next_unpin(context));
+            ready!(self.ready_tasks.poll_next_unpin(context));
             self.may_write = true;
         }
         Poll::Ready(())
+    }
+
+    /// Fails when the connection must close.
+    fn check_time(&mut self, context: &mut Context<'_>) -> io::Result<()> {
+        if self.closing.as_mut().poll(context).is_ready() {
+            let closed = "the port has too many connections";
+            return Err(io::Error::new(io::ErrorKind::ConnectionAborted, closed));
+        }
+        if let Some(preface) = &mut self.preface
+            && preface.deadline.as_mut().poll(context).is_ready()
+        {
+            let silent = "no HTTP/2 preface in time";
+            return Err(io::Error::new(io::ErrorKind::TimedOut, silent));
+        }
+        Ok(())
     }
 }
 
@@ -131,11 +157,9 @@ impl AsyncRead for Connection {
             preface.bytes_missing = preface.bytes_missing.saturating_sub(count);
             if preface.bytes_missing == 0 {
                 this.preface = None;
-            } else if preface.deadline.as_mut().poll(context).is_ready() {
-                let silent = "no HTTP/2 preface in time";
-                return Poll::Ready(Err(io::Error::new(io::ErrorKind::TimedOut, silent)));
             }
         }
+        this.check_time(context)?;
         read
     }
 }
@@ -146,17 +170,17 @@ impl AsyncWrite for Connection {
         context: &mut Context<'_>,
         bytes: &[u8],
     ) -> Poll<io::Result<usize>> {
-        ready!(self.poll_turn(context));
+        ready!(self.poll_ready_tasks(context));
         Pin::new(&mut self.stream).poll_write(context, bytes)
     }
 
     fn poll_write_vectored(
         mut self: Pin<&mut Self>,
         context: &mut Context<'_>,
-        parts: &[io::IoSlice<'_>],
+        slices: &[io::IoSlice<'_>],
     ) -> Poll<io::Result<usize>> {
-        ready!(self.poll_turn(context));
-        Pin::new(&mut self.stream).poll_write_vectored(context, parts)
+        ready!(self.poll_ready_tasks(context));
+        Pin::new(&mut self.stream).poll_write_vectored(context, slices)
     }
 
     fn is_write_vectored(&self) -> bool {
@@ -174,85 +198,25 @@ impl AsyncWrite for Connection {
 }
 
 impl Connected for Connection {
-    type ConnectInfo = Option<SocketAddr>;
+    type ConnectInfo = SlotHandle;
 
-    fn connect_info(&self) -> Self::ConnectInfo {
-        self.stream.peer_address()
+    /// Returns the connection's slot, for [`AuthenticateLayer`](crate::authentication::AuthenticateLayer).
+    fn connect_info(&self) -> SlotHandle {
+        self.slot.handle()
     }
 }
 
 #[cfg(test)]
 mod tests {
-    use rcgen::{BasicConstraints, CertificateParams, CertifiedIssuer, IsCa, KeyPair};
-    use tokio::{
-        io::{AsyncReadExt, AsyncWriteExt},
-        net::TcpStream,
-    };
+    use tokio::io::{AsyncReadExt, AsyncWriteExt};
 
     use super::*;
 
     async fn pair() -> (TcpStream, Connection) {
-        pair_with(None).await
-    }
-
-    async fn pair_with(tls: Option<&Tls>) -> (TcpStream, Connection) {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let client = TcpStream::connect(listener.local_addr().unwrap()).await.unwrap();
-        let permits = Arc::new(Semaphore::new(1));
-        (client, accept(&listener, tls, &permits).await)
-    }
-
-    /// Returns the certificate of a cluster of one service.
-    fn certificate() -> Tls {
-        let folder = tempfile::tempdir().unwrap();
-        let file = |name: &str, pem: String| {
-            std::fs::write(folder.path().join(name), pem).unwrap();
-            folder.path().join(name)
-        };
-        let key = KeyPair::generate().unwrap();
-        let mut params = CertificateParams::new(["baton".to_owned()]).unwrap();
-        params.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
-        let authority = CertifiedIssuer::self_signed(params, KeyPair::generate().unwrap()).unwrap();
-        let cert = CertificateParams::new(["baton".to_owned()]).unwrap();
-        let cert = file("crt", cert.signed_by(&key, &authority).unwrap().pem());
-        let (key, ca) = (file("key", key.serialize_pem()), file("ca", authority.pem()));
-        Arc::new(credentials::ClusterTls::read(&cert, &key, &ca, "baton").unwrap())
-    }
-
-    #[tokio::test]
-    async fn caller_without_tls_is_told_and_disconnected() {
-        let (mut client, mut connection) = pair_with(Some(&certificate())).await;
-        client.write_all(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n").await.unwrap();
-        let error = connection.read_u8().await.unwrap_err();
-        assert!(error.to_string().contains("does not speak TLS"), "{error}");
-        drop(connection);
-        let mut answer = Vec::new();
-        client.read_to_end(&mut answer).await.unwrap();
-        // GOAWAY with INADEQUATE_SECURITY.
-        assert_eq!((answer.len(), answer[12], answer[25]), (26, 7, 12), "{answer:?}");
-    }
-
-    #[tokio::test]
-    async fn garbage_in_place_of_a_handshake_is_rejected() {
-        // A record of TLS 1.0 with an unknown handshake message.
-        let garbage = [&[22, 3, 1, 0, 4][..], &[1, 2, 3, 4]].concat();
-        let (mut client, mut connection) = pair_with(Some(&certificate())).await;
-        client.write_all(&garbage).await.unwrap();
-        client.shutdown().await.unwrap();
-        connection.read_u8().await.unwrap_err();
-    }
-
-    #[tokio::test]
-    async fn tls_handshake_counts_against_the_time_out_of_the_preface() {
-        for sent in [&[][..], &[22], &[22, 3, 1, 2, 0]] {
-            let (mut client, mut connection) = pair_with(Some(&certificate())).await;
-            client.write_all(sent).await.unwrap();
-            // The paused clock jumps to the deadline.
-            tokio::time::pause();
-            let error = connection.read_u8().await.unwrap_err();
-            assert_eq!(error.kind(), io::ErrorKind::TimedOut, "after {sent:?}");
-            tokio::time::resume();
-        }
+        let mut incoming = Box::pin(incoming(listener, None));
+        (client, incoming.next().await.unwrap().unwrap())
     }
 
     #[tokio::test]

@@ -46,7 +46,6 @@ mod testing;
 mod tiers;
 mod trace;
 mod transfer_metrics;
-mod transport;
 mod weights;
 pub mod wire;
 
