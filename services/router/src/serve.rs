@@ -135,32 +135,48 @@ pub fn start(
     let weights_stop_max = front.settings.router.drain_timeout + CUT_MAX;
     let (weights, weights_task) = Weights::start(front.nodes.clone(), weights_stop_max);
     let is_loopback = admin_address.ip().is_loopback();
+    let needs_operator = admin_keys.is_some();
     let admin_routes = admin::routes(front.clone(), weights, admin_keys, is_loopback);
-    let bounds = net::Bounds::new(
-        net::ConnectionLimits::new(front.settings.open_files_max),
-        front.settings.request_read_max,
-        front.settings.router.slow_client_timeout,
-        front.settings.router.connection_age_max,
-    );
+    let limits = |slots| {
+        net::PortLimits::new(
+            slots,
+            front.settings.request_read_max,
+            front.settings.router.slow_client_timeout,
+            front.settings.router.connection_age_max,
+        )
+    };
+    let client_limits =
+        limits(net::client_slots(front.settings.open_files_max, front.keys.is_some()));
     let shutdown = net::Shutdown {
         leaving: front.leaving.clone(),
         draining: draining.clone(),
         stop: stop.clone(),
     };
-    let admin_bounds = bounds.with_connections(net::ConnectionLimits::ADMIN);
-    let serve = |listener, protocol, tls, routes, bounds| {
-        let serve = net::serve(listener, protocol, tls, routes, bounds, shutdown.clone());
-        tokio::spawn(serve)
+    let serve = |listener, port| tokio::spawn(net::serve(listener, port, shutdown.clone()));
+    let http_port = net::Port {
+        protocol: Protocol::Http,
+        tls: tls.clone(),
+        routes: http_routes,
+        limits: client_limits,
+        reserve_is_for_operators: false,
     };
-    // The keys of operators must not cross a network unencrypted.
-    let admin_tls = tls.clone().filter(|_| !is_loopback);
+    let grpc_port =
+        net::Port { protocol: Protocol::Grpc, tls: tls.clone(), routes: grpc_routes, ..http_port };
+    let admin_port = net::Port {
+        protocol: Protocol::Http,
+        // The keys of operators must not cross a network unencrypted.
+        tls: tls.filter(|_| !is_loopback),
+        routes: admin_routes,
+        limits: limits(net::operator_slots(needs_operator)),
+        reserve_is_for_operators: needs_operator,
+    };
     Ok(RunningRouter {
         http: http_address,
         grpc: grpc_address,
         admin: admin_address,
-        http_task: serve(http_listener, Protocol::Http, tls.clone(), http_routes, bounds),
-        grpc_task: serve(grpc_listener, Protocol::Grpc, tls, grpc_routes, bounds),
-        admin_task: serve(admin_listener, Protocol::Http, admin_tls, admin_routes, admin_bounds),
+        http_task: serve(http_listener, http_port),
+        grpc_task: serve(grpc_listener, grpc_port),
+        admin_task: serve(admin_listener, admin_port),
         front,
         draining,
         stop: stop.drop_guard(),

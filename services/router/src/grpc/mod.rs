@@ -7,7 +7,7 @@ mod options;
 mod prompt;
 mod tools;
 
-use std::{sync::Arc, time::Instant};
+use std::sync::Arc;
 
 use axum::{
     body::Body,
@@ -15,7 +15,7 @@ use axum::{
     middleware::{self, Next},
     response::Response,
 };
-use http::{Request, header};
+use http::Request;
 use proto::v1::inference_server::InferenceServer;
 use tonic::{Status, metadata::MetadataValue, service::Routes};
 use tonic_health::{pb::health_server::HealthServer, server::HealthService};
@@ -70,12 +70,8 @@ async fn authenticate(
     if request.uri().path() == "/grpc.health.v1.Health/Check" {
         return next.run(request).await;
     }
-    match keys.admit(request.headers(), Instant::now()) {
-        Ok(caller) => {
-            request.headers_mut().remove(header::AUTHORIZATION);
-            request.extensions_mut().insert(caller);
-            next.run(request).await
-        }
+    match keys.authenticate(&mut request) {
+        Ok(()) => next.run(request).await,
         Err(error) => status(error).into_http(),
     }
 }

@@ -11,11 +11,7 @@ mod request_fields;
 mod tokenize;
 mod wire;
 
-use std::{
-    ops::Deref,
-    sync::Arc,
-    time::{Duration, Instant},
-};
+use std::{ops::Deref, sync::Arc, time::Duration};
 
 use axum::{
     Router,
@@ -57,11 +53,6 @@ const X_BATON_STATS: HeaderName = HeaderName::from_static("x-baton-stats");
 /// Old name of [`X_BATON_STATS`], accepted until the next minor version.
 const X_BATON_FIGURES: HeaderName = HeaderName::from_static("x-baton-figures");
 
-/// Maximum number of bytes read from a rejected body. Without reading, a client that is still sending would see
-/// a broken connection instead of the error.
-const DISCARD_BYTES_MAX: usize = 64 << 20;
-const DISCARD_MAX: Duration = Duration::from_secs(5);
-
 /// Returns all HTTP routes. `started` is the start of the process in seconds since 1970.
 pub fn routes(front: Arc<Front>, metrics: Metrics, started: u64) -> Router {
     let mut router = Router::new();
@@ -87,16 +78,9 @@ async fn authenticate(State(keys): State<Arc<Keys>>, mut request: Request, next:
     if matches!(request.uri().path(), "/live" | "/ready" | "/health") {
         return next.run(request).await;
     }
-    match keys.admit(request.headers(), Instant::now()) {
-        Ok(caller) => {
-            request.headers_mut().remove(header::AUTHORIZATION);
-            request.extensions_mut().insert(caller);
-            next.run(request).await
-        }
-        Err(error) => {
-            discard(request.body_mut()).await;
-            ApiError::from(error).into_response()
-        }
+    match keys.authenticate(&mut request) {
+        Ok(()) => next.run(request).await,
+        Err(error) => ApiError::from(error).into_response(),
     }
 }
 
@@ -324,17 +308,13 @@ pub async fn read_body(
     headers: &HeaderMap,
     mut body: Body,
 ) -> Result<ReadBody, ApiError> {
-    if let Err(error) = check_body_headers(headers) {
-        discard(&mut body).await;
-        return Err(error);
-    }
+    check_body_headers(headers)?;
     let limit = front.settings.router.body_bytes_max.bytes();
     let read_max = front.settings.request_read_max;
     let announced = headers
         .get(header::CONTENT_LENGTH)
         .and_then(|value| value.to_str().ok()?.parse::<u64>().ok());
     if announced.is_some_and(|bytes| bytes > limit) {
-        discard(&mut body).await;
         return Err(ApiError::body_too_large(limit));
     }
     let mut whole = ReadBody { bytes: BytesMut::new(), room: None };
@@ -350,32 +330,8 @@ pub async fn read_body(
         Ok(())
     };
     let read = tokio::time::timeout(read_max, read).await;
-    match read.unwrap_or_else(|_| Err(ApiError::body_timeout(read_max))) {
-        Ok(()) => Ok(whole),
-        Err(error) => {
-            drop(whole);
-            if [StatusCode::PAYLOAD_TOO_LARGE, StatusCode::SERVICE_UNAVAILABLE]
-                .contains(&error.status)
-            {
-                discard(&mut body).await;
-            }
-            Err(error)
-        }
-    }
-}
-
-/// Reads and discards the rest of a body, within limits.
-async fn discard(body: &mut Body) {
-    let all = async {
-        let mut bytes = 0;
-        while let Some(Ok(frame)) = body.frame().await {
-            bytes += frame.data_ref().map_or(0, Bytes::len);
-            if bytes > DISCARD_BYTES_MAX {
-                break;
-            }
-        }
-    };
-    let _ = tokio::time::timeout(DISCARD_MAX, all).await;
+    read.unwrap_or_else(|_| Err(ApiError::body_timeout(read_max)))?;
+    Ok(whole)
 }
 
 /// Parses a body as each endpoint does and discards the result. Fuzz targets call this without a server.

@@ -15,13 +15,14 @@ use std::{
 };
 
 use credentials::{Reload, Reloaded, SettingFile};
-use http::{HeaderMap, header};
+use http::{HeaderMap, Request, header};
 use ring::digest::{SHA256, digest};
 use router_core::{Flow, FlowName};
 use telemetry::metrics::{ApiKeyMetrics, FinishedRequest, KeyMetrics, KeyRejection, KeyWaiting};
 
 use crate::{
     lock::lock,
+    net::ConnectionState,
     request::{error::RequestError, options::Tenant},
 };
 pub use limits::Exceeded;
@@ -70,8 +71,23 @@ impl Keys {
         self.current.clone()
     }
 
+    /// Admits a request with a valid key: counts the request, and replaces the key by its [`Caller`].
+    pub fn authenticate<B>(&self, request: &mut Request<B>) -> Result<(), RequestError> {
+        let admitted = self.admit(request.headers(), Instant::now());
+        let is_unknown =
+            matches!(admitted, Err(RequestError::MissingKey | RequestError::UnknownKey));
+        if let Some(connection) = request.extensions().get::<ConnectionState>()
+            && !is_unknown
+        {
+            connection.authenticate();
+        }
+        request.headers_mut().remove(header::AUTHORIZATION);
+        request.extensions_mut().insert(admitted?);
+        Ok(())
+    }
+
     /// Returns the caller of a request, and counts the request.
-    pub fn admit(&self, headers: &HeaderMap, now: Instant) -> Result<Caller, RequestError> {
+    fn admit(&self, headers: &HeaderMap, now: Instant) -> Result<Caller, RequestError> {
         let Some(presented) = bearer(headers) else {
             self.metrics.rejected(KeyRejection::Missing);
             return Err(RequestError::MissingKey);

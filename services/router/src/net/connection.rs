@@ -15,16 +15,14 @@ use std::{
 
 use axum::body::{Body, Bytes};
 use hyper::body::{Frame, SizeHint};
+use listener::{ClientStream, Slot, SlotHandle, Verdict};
 use tokio::{
     io::{AsyncRead, AsyncWrite, ReadBuf},
-    net::TcpStream,
     sync::watch,
     time::{Instant, Sleep, sleep, sleep_until},
 };
-use tokio_rustls::server::TlsStream;
-use tokio_util::either::Either;
 
-use super::slots::{Slot, Verdict};
+use super::request_body::Discards;
 
 /// The bytes that open an HTTP/2 connection.
 const PREFACE: &[u8] = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n";
@@ -35,11 +33,19 @@ pub struct ConnectionState {
     /// The router was draining already when it accepted the connection.
     pub is_late: bool,
     unread: Arc<AtomicBool>,
+    slot: Option<SlotHandle>,
 }
 
 impl ConnectionState {
-    pub fn new(is_late: bool) -> Self {
-        Self { is_late, unread: Arc::default() }
+    pub fn new(is_late: bool, slot: SlotHandle) -> Self {
+        Self { is_late, unread: Arc::default(), slot: Some(slot) }
+    }
+
+    /// Records that the client has presented a valid key, so that its connection does not give way to strangers.
+    pub fn authenticate(&self) {
+        if let Some(slot) = &self.slot {
+            slot.authenticate();
+        }
     }
 
     /// Returns whether the connection ended because the client did not read, which a dropped request cannot
@@ -64,21 +70,18 @@ pub struct TimeLimits {
     pub write_max: Duration,
 }
 
-/// A client's connection without or with TLS, after the handshake.
-pub type ClientStream = Either<TcpStream, Box<TlsStream<TcpStream>>>;
-
 pub struct ClientConnection {
     stream: ClientStream,
     state: ConnectionState,
     requests: Arc<RequestCount>,
     limits: TimeLimits,
-    reading: Reading,
+    phase: ProtocolPhase,
     /// Timer of a write that waits for the client.
     write: Option<Pin<Box<Sleep>>>,
 }
 
 /// The part of the protocol that the client's next bytes belong to.
-enum Reading {
+enum ProtocolPhase {
     /// No bytes have arrived, or a proper prefix of the HTTP/2 preface.
     Opening { preface_bytes: usize, timer: Pin<Box<Sleep>> },
     /// HTTP/1.1, with a timer from the first byte of a request head on.
@@ -101,47 +104,50 @@ impl ClientConnection {
         requests: Arc<RequestCount>,
     ) -> Self {
         let timer = Box::pin(sleep(limits.opening_max));
-        let reading = Reading::Opening { preface_bytes: 0, timer };
-        Self { stream, state, requests, limits, reading, write: None }
+        let phase = ProtocolPhase::Opening { preface_bytes: 0, timer };
+        Self { stream, state, requests, limits, phase, write: None }
     }
 
     /// Handles received bytes.
     fn received(&mut self, bytes: &[u8]) {
         let head_max = self.limits.head_max;
         let begun = self.requests.begun();
-        match &mut self.reading {
-            Reading::Opening { preface_bytes, timer } => {
+        match &mut self.phase {
+            ProtocolPhase::Opening { preface_bytes, timer } => {
                 let rest = &PREFACE[*preface_bytes..];
                 if bytes.starts_with(rest) {
                     self.requests.http2.store(true, Ordering::Relaxed);
-                    self.reading = Reading::Http2;
+                    self.phase = ProtocolPhase::Http2;
                 } else if rest.starts_with(bytes) {
                     *preface_bytes += bytes.len();
                 } else {
                     let timer = std::mem::replace(timer, Box::pin(sleep(head_max)));
-                    self.reading = Reading::Http1 { head: Some(HeadTimer { timer, begun }) };
+                    self.phase = ProtocolPhase::Http1 { head: Some(HeadTimer { timer, begun }) };
                 }
             }
-            Reading::Http1 { head } => {
+            ProtocolPhase::Http1 { head } => {
                 if head.as_ref().is_some_and(|head| head.begun != begun) {
                     *head = None;
                 }
-                if self.requests.is_idle() && head.is_none() {
+                // The rest of a body may follow its request.
+                let is_between_requests =
+                    self.requests.is_idle() && !self.requests.discards.is_reading();
+                if is_between_requests && head.is_none() {
                     *head = Some(HeadTimer { timer: Box::pin(sleep(head_max)), begun });
                 }
             }
-            Reading::Http2 => {}
+            ProtocolPhase::Http2 => {}
         }
     }
 
     /// Completes when the time limit of a request head has passed.
     fn poll_timeout(&mut self, cx: &mut Context<'_>) -> Poll<()> {
-        match &mut self.reading {
-            Reading::Opening { timer, .. } => timer.as_mut().poll(cx),
-            Reading::Http1 { head: Some(head) } if head.begun == self.requests.begun() => {
+        match &mut self.phase {
+            ProtocolPhase::Opening { timer, .. } => timer.as_mut().poll(cx),
+            ProtocolPhase::Http1 { head: Some(head) } if head.begun == self.requests.begun() => {
                 head.timer.as_mut().poll(cx)
             }
-            Reading::Http1 { .. } | Reading::Http2 => Poll::Pending,
+            ProtocolPhase::Http1 { .. } | ProtocolPhase::Http2 => Poll::Pending,
         }
     }
 
@@ -224,6 +230,8 @@ pub struct RequestCount {
     steps: AtomicU64,
     http2: AtomicBool,
     slot: Slot,
+    /// Rests of rejected bodies, which are read between requests.
+    discards: Discards,
 }
 
 /// Guard of a request in progress.
@@ -242,16 +250,18 @@ impl RequestCount {
             steps: AtomicU64::new(0),
             http2: AtomicBool::new(false),
             slot,
+            discards: Discards::default(),
         })
     }
 
     /// Counts a request after its head has arrived, and returns whether the router may serve it.
-    pub fn begin(self: &Arc<Self>, is_probe: bool) -> (RequestInProgress, Verdict) {
+    /// `may_use_reserve`: whether the router serves the request on a reserved connection.
+    pub fn begin(self: &Arc<Self>, may_use_reserve: bool) -> (RequestInProgress, Verdict) {
         self.begun.fetch_add(1, Ordering::Relaxed);
         self.unanswered.fetch_add(1, Ordering::Relaxed);
         self.in_progress.send_modify(|count| *count += 1);
         let request = RequestInProgress { count: self.clone(), is_unanswered: true };
-        (request, self.slot.begin_request(is_probe))
+        (request, self.slot.begin_request(may_use_reserve))
     }
 
     pub fn begun(&self) -> u64 {
@@ -269,6 +279,10 @@ impl RequestCount {
 
     pub fn slot(&self) -> &Slot {
         &self.slot
+    }
+
+    pub fn discards(&self) -> Discards {
+        self.discards.clone()
     }
 
     /// Returns once no request is in progress.
@@ -369,18 +383,20 @@ impl hyper::body::Body for CountedBody {
 
 #[cfg(test)]
 mod tests {
+    use listener::PortListener;
     use tokio::{
         io::{AsyncReadExt, AsyncWriteExt},
-        net::TcpListener,
+        net::{TcpListener, TcpStream},
     };
+    use tokio_util::either::Either;
 
-    use super::{super::slots::Slots, *};
+    use super::{super::limits::operator_slots, *};
 
     async fn pair(limits: TimeLimits) -> (ClientConnection, TcpStream) {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let client = TcpStream::connect(listener.local_addr().unwrap()).await.unwrap();
-        let (server, _) = listener.accept().await.unwrap();
-        let requests = RequestCount::new(Slots::new(1, 1).admit());
+        let (server, slot) = PortListener::new(listener, operator_slots(false)).accept().await;
+        let requests = RequestCount::new(slot);
         let server = Either::Left(server);
         (ClientConnection::new(server, limits, ConnectionState::default(), requests), client)
     }

@@ -1,11 +1,12 @@
-//! Connections of HTTP and gRPC clients: accepting, limits, deadlines and shutdown.
+//! Connections of HTTP and gRPC clients: limits, deadlines and shutdown.
 
 mod connection;
+mod limits;
+mod request_body;
 mod server;
-mod slots;
 mod tls;
 
 pub use connection::ConnectionState;
-pub use server::{Bounds, Protocol, Shutdown, bind, serve};
-pub use slots::ConnectionLimits;
+pub use limits::{client_slots, operator_slots};
+pub use server::{Port, PortLimits, Protocol, Shutdown, bind, serve};
 pub use tls::{Tls, read_tls};

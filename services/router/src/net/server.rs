@@ -9,19 +9,22 @@ use hyper_util::{
     rt::{TokioExecutor, TokioIo, TokioTimer},
     server::conn::auto,
 };
+use listener::{
+    ClientStream, Closing, HANDSHAKE_MAX, PortListener, Slot, SlotLimits, Verdict, handshake,
+};
 use proto::TimedBody;
 use tokio::{
     net::{TcpListener, TcpSocket, TcpStream},
     task::JoinSet,
-    time::{Instant, sleep_until, timeout},
+    time::{Instant, sleep, sleep_until, timeout},
 };
 use tokio_util::{either::Either, sync::CancellationToken};
 use tower::ServiceExt;
 
 use super::{
     connection::{ClientConnection, ConnectionState, CountedBody, RequestCount, TimeLimits},
-    slots::{ConnectionLimits, Slot, Slots, Verdict},
-    tls::{Tls, handshake},
+    request_body::RequestBody,
+    tls::{PLAIN_HTTP, Tls},
 };
 use crate::{request::error::RETRY_AFTER_S, wake::when_woken};
 
@@ -34,8 +37,10 @@ const BACKLOG: u32 = 4096;
 const SEND_BUFFER_BYTES: u32 = 32 << 10;
 /// Time-out of a request head, from connecting or from the first byte of a later head.
 const HEAD_MAX: Duration = Duration::from_secs(10);
-/// Time-out of a request head on a reserved connection.
-const RESERVED_HEAD_MAX: Duration = Duration::from_secs(2);
+/// Maximum size of an HTTP/1.1 request head, and of the buffer for it.
+const HEAD_BYTES_MAX: usize = 64 << 10;
+/// Time-out of a request head on a reserved connection, and of the response to a client that has not authenticated.
+const RESERVED_MAX: Duration = Duration::from_secs(2);
 /// Time-out of an idle HTTP/1.1 or HTTP/2 connection. Pings do not count as activity.
 const IDLE_MAX: Duration = Duration::from_secs(75);
 /// Maximum number of concurrent HTTP/2 requests per connection.
@@ -62,10 +67,20 @@ pub enum Protocol {
     Grpc,
 }
 
+/// A port that the router serves.
+pub struct Port {
+    pub protocol: Protocol,
+    pub tls: Option<Arc<Tls>>,
+    pub routes: Router,
+    pub limits: PortLimits,
+    /// Whether the reserve is for operators with a key, not for probes.
+    pub reserve_is_for_operators: bool,
+}
+
 /// Limits on the clients of a port.
 #[derive(Clone, Copy, Debug)]
-pub struct Bounds {
-    connections: ConnectionLimits,
+pub struct PortLimits {
+    slots: SlotLimits,
     /// Maximum time of a request, from its head to its last byte.
     read_max: Duration,
     /// Maximum time of a write to a client that does not read.
@@ -77,20 +92,15 @@ pub struct Bounds {
     age_max: Duration,
 }
 
-impl Bounds {
+impl PortLimits {
     pub fn new(
-        connections: ConnectionLimits,
+        slots: SlotLimits,
         read_max: Duration,
         write_max: Duration,
         age_max: Duration,
     ) -> Self {
         let (head_max, idle_max) = (HEAD_MAX, IDLE_MAX);
-        Self { connections, read_max, write_max, head_max, idle_max, age_max }
-    }
-
-    /// Returns the same bounds with other numbers of connections.
-    pub fn with_connections(self, connections: ConnectionLimits) -> Self {
-        Self { connections, ..self }
+        Self { slots, read_max, write_max, head_max, idle_max, age_max }
     }
 }
 
@@ -116,171 +126,222 @@ pub fn bind(address: SocketAddr) -> io::Result<TcpListener> {
 }
 
 /// Serves until [`Shutdown::stop`], then closes every connection gracefully and drops the rest after [`LEAVE_MAX`].
-pub async fn serve(
-    listener: TcpListener,
-    protocol: Protocol,
-    tls: Option<Arc<Tls>>,
-    routes: Router,
-    bounds: Bounds,
-    shutdown: Shutdown,
-) {
-    let ConnectionLimits { ordinary_max, reserved_max } = bounds.connections;
-    let slots = Slots::new(ordinary_max, reserved_max);
+pub async fn serve(socket: TcpListener, port: Port, shutdown: Shutdown) {
+    let listener = PortListener::new(socket, port.limits.slots);
+    let port = Arc::new(port);
     let mut connections = JoinSet::new();
     loop {
-        let accept = async {
-            slots.has_descriptor().await;
-            listener.accept().await
-        };
-        let accepted = tokio::select! {
+        let (stream, slot) = tokio::select! {
             () = shutdown.stop.cancelled() => break,
-            accepted = accept => accepted,
+            accepted = listener.accept() => accepted,
         };
-        match accepted {
-            Ok((stream, _)) => {
-                let (routes, shutdown, slot) = (routes.clone(), shutdown.clone(), slots.admit());
-                let tls = tls.clone();
-                connections
-                    .spawn(connection(stream, protocol, tls, routes, bounds, shutdown, slot));
-            }
-            // Probably no descriptor is free: wait until other connections close.
-            Err(error) => {
-                tracing::warn!(%error, "cannot accept a connection");
-                tokio::time::sleep(Duration::from_millis(50)).await;
-            }
-        }
+        connections.spawn(serve_client(stream, slot, port.clone(), shutdown.clone()));
         while connections.try_join_next().is_some() {}
     }
     drop(listener);
     let left = async { while connections.join_next().await.is_some() {} };
-    if tokio::time::timeout(LEAVE_MAX, left).await.is_err() {
+    if timeout(LEAVE_MAX, left).await.is_err() {
         connections.shutdown().await;
     }
 }
 
-async fn connection(
-    stream: TcpStream,
-    protocol: Protocol,
-    tls: Option<Arc<Tls>>,
-    routes: Router,
-    bounds: Bounds,
-    shutdown: Shutdown,
-    slot: Slot,
-) {
-    // Send each token at once as a small packet.
-    if let Err(error) = stream.set_nodelay(true) {
-        tracing::debug!(%error, "a client disconnected at once");
-        return;
-    }
-    let opening_max = if slot.is_reserved() { RESERVED_HEAD_MAX } else { bounds.head_max };
-    let opened = Instant::now();
-    let ages_at = Instant::now() + jittered(bounds.age_max, slot.id());
+/// Serves a connection from its TLS handshake until it closes.
+async fn serve_client(stream: TcpStream, slot: Slot, port: Arc<Port>, shutdown: Shutdown) {
+    let opening_max = if slot.is_reserved() { RESERVED_MAX } else { port.limits.head_max };
+    let ages_at = Instant::now() + jittered(port.limits.age_max, slot.id());
     let requests = RequestCount::new(slot);
-    let stream = match tls {
-        None => Either::Left(stream),
-        Some(tls) => {
-            let accepted = tokio::select! {
-                () = shutdown.stop.cancelled() => return,
-                () = requests.slot().closing() => return,
-                accepted = timeout(opening_max, handshake(&tls, stream)) => accepted,
-            };
-            let Ok(Some(stream)) = accepted else { return };
-            Either::Right(Box::new(stream))
-        }
+    let stream = tokio::select! {
+        () = shutdown.stop.cancelled() => return,
+        _ = requests.slot().closing() => return,
+        stream = port.open(stream, opening_max) => stream,
     };
-    let limits = TimeLimits {
-        // The handshake took a part of the time.
-        opening_max: opening_max.saturating_sub(opened.elapsed()),
-        head_max: bounds.head_max,
-        write_max: bounds.write_max,
-    };
-    let (opened_late, is_late) =
-        (shutdown.leaving.is_cancelled(), shutdown.draining.is_cancelled());
-    let state = ConnectionState::new(is_late);
-    let io = ClientConnection::new(stream, limits, state.clone(), requests.clone());
-    let (counted, unread) = (requests.clone(), state.clone());
-    let leaving = shutdown.leaving.clone();
-    let service = service_fn(move |mut request: Request<Incoming>| {
-        let (in_progress, verdict) = counted.begin(is_probe(request.uri().path()));
-        let routes = routes.clone();
-        let leaving = leaving.clone();
-        let is_http1 = request.version() < Version::HTTP_2;
-        request.extensions_mut().insert(state.clone());
-        async move {
-            let mut response = match verdict {
-                Verdict::Refuse => too_many_connections(),
-                Verdict::Serve => {
-                    let request = request.map(|body| match protocol {
-                        // HTTP handlers have deadlines of their own.
-                        Protocol::Http => Body::new(body),
-                        Protocol::Grpc => Body::new(TimedBody::new(body, bounds.read_max)),
-                    });
-                    routes.oneshot(request).await.unwrap_or_else(|never| match never {})
-                }
-            };
-            if is_http1 && (leaving.is_cancelled() || Instant::now() >= ages_at) {
-                response.headers_mut().insert(header::CONNECTION, CLOSE);
-            }
-            Ok::<_, Infallible>(response.map(|body| CountedBody::new(body, in_progress)))
-        }
-    });
-    let mut builder = auto::Builder::new(TokioExecutor::new());
-    builder.http1().timer(TokioTimer::new()).header_read_timeout(bounds.idle_max);
-    builder
-        .http2()
-        .timer(TokioTimer::new())
-        .max_concurrent_streams(STREAMS_MAX)
-        .keep_alive_interval(PING_INTERVAL)
-        .keep_alive_timeout(PING_TIMEOUT);
-    if protocol == Protocol::Grpc {
-        builder = builder.http2_only();
-    }
+    let Some(stream) = stream else { return };
+    let client = ConnectedClient::new(port, shutdown, requests, ages_at);
+    let io = client.connection(stream, opening_max);
+    let (builder, serving) = (client.port.http(), client.clone());
+    let service = service_fn(move |request| serving.clone().respond(request));
     let connection = builder.serve_connection(TokioIo::new(io), service);
     tokio::pin!(connection);
-    let goes_away = async {
-        tokio::select! {
-            () = sleep_until(ages_at) => {}
-            () = shutdown.leaving.cancelled(), if !opened_late => {}
-            // A client that connects during the drain has a first request on its way, such as a probe.
-            () = shutdown.draining.cancelled(), if !is_late => {}
-        }
-        // Closing an idle HTTP/1.1 connection could lose a request that is on its way, which GOAWAY cannot.
-        if !requests.is_http2() {
-            std::future::pending::<()>().await;
-        }
-    };
-    let closes = when_woken(async {
-        tokio::select! {
-            () = shutdown.stop.cancelled() => LEAVE_MAX,
-            () = goes_away => LEAVE_MAX,
-            () = requests.idle_for(bounds.idle_max) => LEAVE_MAX,
-            () = requests.slot().closing() => CLOSE_MAX,
-        }
-    });
-    let stalled = when_woken(requests.stalled_for(bounds.write_max.saturating_mul(STALLED_WRITES)));
+    let stalled = when_woken(client.stalled());
     tokio::pin!(stalled);
-    let cut_after = tokio::select! {
+    let end = tokio::select! {
         biased;
         // An error concerns only this client.
         _ = connection.as_mut() => return,
-        () = stalled.as_mut() => {
-            unread.set_unread();
-            return;
-        }
-        cut_after = closes => cut_after,
+        () = stalled.as_mut() => return,
+        end = when_woken(client.end()) => end,
     };
+    let Some(idle_max) = end.idle_max() else { return };
     connection.as_mut().graceful_shutdown();
-    let cut = async {
-        requests.idle().await;
-        // A client that has sent no complete request head expects no response. With HTTP/2, the head may be on its way.
-        if requests.begun() > 0 || requests.is_http2() {
-            tokio::time::sleep(cut_after).await;
-        }
-    };
     tokio::select! {
         _ = connection => {}
-        () = stalled => unread.set_unread(),
-        () = cut => {}
+        () = stalled => {}
+        () = client.idle_for(idle_max) => {}
+        () = client.used_reserve(), if end == ConnectionEnd::Displaced => {}
+    }
+}
+
+impl Port {
+    /// Performs the TLS handshake, if the port speaks TLS.
+    async fn open(&self, stream: TcpStream, opening_max: Duration) -> Option<ClientStream> {
+        let Some(tls) = &self.tls else { return Some(Either::Left(stream)) };
+        handshake(tls.current(), stream, opening_max.min(HANDSHAKE_MAX), PLAIN_HTTP).await
+    }
+
+    fn http(&self) -> auto::Builder<TokioExecutor> {
+        let mut builder = auto::Builder::new(TokioExecutor::new());
+        builder
+            .http1()
+            .timer(TokioTimer::new())
+            .header_read_timeout(self.limits.idle_max)
+            .max_buf_size(HEAD_BYTES_MAX);
+        builder
+            .http2()
+            .timer(TokioTimer::new())
+            .max_concurrent_streams(STREAMS_MAX)
+            .keep_alive_interval(PING_INTERVAL)
+            .keep_alive_timeout(PING_TIMEOUT);
+        match self.protocol {
+            Protocol::Http => builder,
+            Protocol::Grpc => builder.http2_only(),
+        }
+    }
+}
+
+/// Reason why a connection closes while its client is connected.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum ConnectionEnd {
+    /// The router leaves, or the connection is old or idle.
+    Leaving,
+    /// Another connection took its slot, or the connection has used the reserve.
+    Displaced,
+    /// Another connection took the slot of a client that has not authenticated.
+    Cut,
+}
+
+impl ConnectionEnd {
+    /// Returns the maximum idle time until the connection is dropped; `None` if it is dropped at once.
+    fn idle_max(self) -> Option<Duration> {
+        match self {
+            Self::Leaving => Some(LEAVE_MAX),
+            Self::Displaced => Some(CLOSE_MAX),
+            Self::Cut => None,
+        }
+    }
+}
+
+/// A client after its TLS handshake.
+#[derive(Clone)]
+struct ConnectedClient {
+    port: Arc<Port>,
+    shutdown: Shutdown,
+    requests: Arc<RequestCount>,
+    state: ConnectionState,
+    ages_at: Instant,
+    /// The client connected while the router left.
+    opened_late: bool,
+}
+
+impl ConnectedClient {
+    fn new(
+        port: Arc<Port>,
+        shutdown: Shutdown,
+        requests: Arc<RequestCount>,
+        ages_at: Instant,
+    ) -> Self {
+        let is_late = shutdown.draining.is_cancelled();
+        let state = ConnectionState::new(is_late, requests.slot().handle());
+        let opened_late = shutdown.leaving.is_cancelled();
+        Self { port, shutdown, requests, state, ages_at, opened_late }
+    }
+
+    /// Returns the client's connection with its deadlines.
+    fn connection(&self, stream: ClientStream, opening_max: Duration) -> ClientConnection {
+        let PortLimits { head_max, write_max, .. } = self.port.limits;
+        let limits = TimeLimits { opening_max, head_max, write_max };
+        ClientConnection::new(stream, limits, self.state.clone(), self.requests.clone())
+    }
+
+    /// Returns the response to a request.
+    async fn respond(
+        self,
+        mut request: Request<Incoming>,
+    ) -> Result<Response<CountedBody>, Infallible> {
+        let may_use_reserve = self.port.reserve_is_for_operators || is_probe(request.uri().path());
+        let (in_progress, verdict) = self.requests.begin(may_use_reserve);
+        let is_http1 = request.version() < Version::HTTP_2;
+        request.extensions_mut().insert(self.state.clone());
+        let mut response = match verdict {
+            Verdict::Refuse => too_many_connections(),
+            Verdict::Serve => {
+                let request = match self.port.protocol {
+                    // HTTP handlers have deadlines of their own.
+                    Protocol::Http => {
+                        RequestBody::of(request, self.requests.discards()).map(Body::new)
+                    }
+                    Protocol::Grpc => request
+                        .map(|body| Body::new(TimedBody::new(body, self.port.limits.read_max))),
+                };
+                let response = self.port.routes.clone().oneshot(request).await;
+                response.unwrap_or_else(|never| match never {})
+            }
+        };
+        let closes = self.shutdown.leaving.is_cancelled() || Instant::now() >= self.ages_at;
+        if is_http1 && closes {
+            response.headers_mut().insert(header::CONNECTION, CLOSE);
+        }
+        Ok(response.map(|body| CountedBody::new(body, in_progress)))
+    }
+
+    /// Waits until the connection must close.
+    async fn end(&self) -> ConnectionEnd {
+        tokio::select! {
+            () = self.shutdown.stop.cancelled() => ConnectionEnd::Leaving,
+            () = self.goes_away() => ConnectionEnd::Leaving,
+            () = self.requests.idle_for(self.port.limits.idle_max) => ConnectionEnd::Leaving,
+            closing = self.requests.slot().closing() => match closing {
+                Closing::Gracefully => ConnectionEnd::Displaced,
+                Closing::AtOnce => ConnectionEnd::Cut,
+            },
+        }
+    }
+
+    /// Waits until the client should connect elsewhere.
+    async fn goes_away(&self) {
+        tokio::select! {
+            () = sleep_until(self.ages_at) => {}
+            () = self.shutdown.leaving.cancelled(), if !self.opened_late => {}
+            // A client that connects during the drain has a first request on its way, such as a probe.
+            () = self.shutdown.draining.cancelled(), if !self.state.is_late => {}
+        }
+        // Closing an idle HTTP/1.1 connection could lose a request that is on its way, which GOAWAY cannot.
+        if !self.requests.is_http2() {
+            std::future::pending::<()>().await;
+        }
+    }
+
+    /// Waits until the client has read nothing for too long, and records this.
+    async fn stalled(&self) {
+        let stall_max = self.port.limits.write_max.saturating_mul(STALLED_WRITES);
+        self.requests.stalled_for(stall_max).await;
+        self.state.set_unread();
+    }
+
+    /// Waits until a closing connection has been idle for this time.
+    async fn idle_for(&self, idle_max: Duration) {
+        self.requests.idle().await;
+        // A client that has sent no complete request head expects no response. With HTTP/2, the head may be on its way.
+        if self.requests.begun() > 0 || self.requests.is_http2() {
+            sleep(idle_max).await;
+        }
+    }
+
+    /// Waits for the time in which a client that has not authenticated may use the reserve.
+    async fn used_reserve(&self) {
+        sleep(RESERVED_MAX).await;
+        if self.requests.slot().is_authenticated() {
+            std::future::pending::<()>().await;
+        }
     }
 }
 
@@ -333,7 +394,7 @@ mod tests {
     const DEADLINE: Duration = Duration::from_secs(20);
 
     /// Starts a port with one ordinary connection.
-    fn port(protocol: Protocol, head_max: Duration, idle_max: Duration) -> Port {
+    fn port(protocol: Protocol, head_max: Duration, idle_max: Duration) -> TestPort {
         port_of(protocol, head_max, idle_max, 100 * LONG, 1)
     }
 
@@ -343,7 +404,7 @@ mod tests {
         idle_max: Duration,
         age_max: Duration,
         ordinary_max: usize,
-    ) -> Port {
+    ) -> TestPort {
         port_with(None, protocol, head_max, idle_max, age_max, ordinary_max)
     }
 
@@ -354,7 +415,7 @@ mod tests {
         idle_max: Duration,
         age_max: Duration,
         ordinary_max: usize,
-    ) -> Port {
+    ) -> TestPort {
         let listener = bind("127.0.0.1:0".parse().unwrap()).unwrap();
         let address = listener.local_addr().unwrap();
         let (arrived, go_on) = (Arc::new(Notify::new()), Arc::new(Notify::new()));
@@ -366,14 +427,17 @@ mod tests {
         };
         let routes = Router::new().route("/", get(async || "here")).route("/slow", get(slow));
         let routes = routes.route("/live", get(async || "live"));
-        let connections = ConnectionLimits { ordinary_max, reserved_max: 1 };
-        let bounds = Bounds { head_max, idle_max, ..Bounds::new(connections, LONG, LONG, age_max) };
+        let (reserved_max, closing_max, authenticates) = (1, 1, false);
+        let slots = SlotLimits { ordinary_max, reserved_max, closing_max, authenticates };
+        let limits =
+            PortLimits { head_max, idle_max, ..PortLimits::new(slots, LONG, LONG, age_max) };
         let shutdown = Shutdown::default();
-        let task = tokio::spawn(serve(listener, protocol, tls, routes, bounds, shutdown.clone()));
-        Port { address, shutdown, task, arrived, go_on }
+        let port = Port { protocol, tls, routes, limits, reserve_is_for_operators: false };
+        let task = tokio::spawn(serve(listener, port, shutdown.clone()));
+        TestPort { address, shutdown, task, arrived, go_on }
     }
 
-    struct Port {
+    struct TestPort {
         address: SocketAddr,
         shutdown: Shutdown,
         task: tokio::task::JoinHandle<()>,
@@ -383,7 +447,7 @@ mod tests {
         go_on: Arc<Notify>,
     }
 
-    impl Port {
+    impl TestPort {
         async fn connect(&self) -> TcpStream {
             TcpStream::connect(self.address).await.unwrap()
         }
@@ -537,7 +601,7 @@ mod tests {
     }
 
     /// Returns an open HTTP/2 connection without requests.
-    async fn http2(port: &Port) -> TcpStream {
+    async fn http2(port: &TestPort) -> TcpStream {
         let mut raw = port.connect().await;
         raw.write_all(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n").await.unwrap();
         raw.write_all(&[0, 0, 0, 4, 0, 0, 0, 0, 0]).await.unwrap();
