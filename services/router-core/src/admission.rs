@@ -31,7 +31,12 @@ pub enum Full {
     #[error(
         "cannot read the request body: all bodies being read may hold at most {bytes_max} bytes"
     )]
-    Bodies { bytes_max: u64 },
+    Bodies { bytes_max: u32 },
+    #[error(
+        "the caller has its share of the {bytes_max} bytes that all request bodies being read may hold; expected \
+         fewer requests at a time"
+    )]
+    ShareBodies { bytes_max: u32 },
     #[error("the router is stopping")]
     Stopping,
 }
@@ -40,7 +45,9 @@ impl Full {
     /// Returns whether the bound is the caller's share, not a bound on all callers.
     pub fn is_of_caller(self) -> bool {
         match self {
-            Self::ShareInFlight { .. } | Self::ShareWaiting { .. } => true,
+            Self::ShareInFlight { .. } | Self::ShareWaiting { .. } | Self::ShareBodies { .. } => {
+                true
+            }
             Self::Late(late) => late.is_over_share,
             _ => false,
         }

@@ -1,28 +1,54 @@
 //! Bound on the bytes of request bodies that are being read. The router core bounds the answers.
 
-use std::sync::Arc;
+use std::sync::{Arc, Mutex};
 
-use router_core::Full;
-use tokio::sync::{OwnedSemaphorePermit, Semaphore};
+use router_core::{Flow, FlowLimit, Full, LimitReached};
 
-/// Bound on the bytes of request bodies before admission. Only received bytes count: a client that announces a large
-/// body and sends nothing takes no bytes.
+use crate::lock::lock;
+
+/// Bound on the bytes of request bodies before admission, shared by the keys. Only received bytes count: a client that
+/// announces a large body and sends nothing takes no bytes.
 #[derive(Clone)]
-pub struct BodyBudget {
-    free: Arc<Semaphore>,
-    bytes_max: u64,
+pub struct BodyBudget(Arc<Mutex<FlowLimit>>);
+
+/// The bytes of one body, until dropped.
+pub struct ReservedBytes {
+    budget: BodyBudget,
+    flow: Flow,
+    count: u32,
 }
 
 impl BodyBudget {
     pub fn new(bytes_max: u64) -> Self {
-        let permits = usize::try_from(bytes_max).unwrap_or(usize::MAX);
-        Self { free: Arc::new(Semaphore::new(permits.min(Semaphore::MAX_PERMITS))), bytes_max }
+        let limit = FlowLimit::new(u32::try_from(bytes_max).unwrap_or(u32::MAX));
+        Self(Arc::new(Mutex::new(limit)))
     }
 
-    /// Reserves these bytes for one body, or fails at once. Dropping the permit releases them.
-    pub fn take(&self, bytes: usize) -> Result<OwnedSemaphorePermit, Full> {
-        let full = Full::Bodies { bytes_max: self.bytes_max };
-        let permits = u32::try_from(bytes).map_err(|_| full)?;
-        self.free.clone().try_acquire_many_owned(permits).map_err(|_| full)
+    /// Begins the count of a body of this flow, at 0 bytes.
+    pub fn reserve(&self, flow: Flow) -> ReservedBytes {
+        ReservedBytes { budget: self.clone(), flow, count: 0 }
+    }
+}
+
+impl ReservedBytes {
+    /// Reserves these bytes too, or fails at once.
+    pub fn add(&mut self, bytes: usize) -> Result<(), Full> {
+        let mut limit = lock(&self.budget.0);
+        let bytes_max = limit.max();
+        let bytes = u32::try_from(bytes).map_err(|_| Full::Bodies { bytes_max })?;
+        limit.take(&self.flow, bytes).map_err(|reached| match reached {
+            LimitReached::All => Full::Bodies { bytes_max },
+            LimitReached::Share => Full::ShareBodies { bytes_max },
+        })?;
+        self.count += bytes;
+        Ok(())
+    }
+}
+
+impl Drop for ReservedBytes {
+    fn drop(&mut self) {
+        if self.count > 0 {
+            lock(&self.budget.0).release(&self.flow.name, self.count);
+        }
     }
 }

@@ -57,8 +57,8 @@ impl RouterSettings {
         Self {
             nodes: NodeCredentials { secret, tls: None },
             open_files_max,
-            // One body of the maximum size must fit.
-            bodies_bytes_max: BODIES_BYTES_MAX.max(router.body_bytes_max.bytes()),
+            // One body of the maximum size must fit into the share of a key, 7/8.
+            bodies_bytes_max: BODIES_BYTES_MAX.max(router.body_bytes_max.bytes() / 7 * 8 + 8),
             request_read_max: REQUEST_READ_MAX,
             keep_alive: KEEP_ALIVE,
             router,

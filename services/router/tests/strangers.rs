@@ -1,4 +1,4 @@
-//! Clients without a valid key who hold connections: clients with a key are served.
+//! Clients without a valid key who hold connections, and a key that sends bodies slowly: other keys are served.
 
 mod common;
 
@@ -11,10 +11,11 @@ use std::{
 use common::{
     Cluster,
     client::{DEADLINE, eventually},
-    settings,
+    long_prompt, settings,
 };
 use ring::digest::{SHA256, digest};
 use router::RouterSettings;
+use serde_json::json;
 use tempfile::TempDir;
 use tokio::{
     io::{AsyncReadExt, AsyncWriteExt},
@@ -199,4 +200,42 @@ async fn request_head_that_is_too_large_is_rejected() {
     timeout(DEADLINE, stream.read_exact(&mut status)).await.unwrap().unwrap();
     assert_eq!(&status, b"HTTP/1.1 431");
     assert_eq!(cluster.client.get("/live").await.status, 200);
+}
+
+#[tokio::test]
+async fn unfinished_bodies_of_a_key_leave_room_to_another_key() {
+    const BODY: usize = 1 << 20;
+    const BODIES: usize = 12;
+    let (_folder, mut settings) = with_keys(&[("slow", "streams_max = 2"), ("other", "")]);
+    settings.bodies_bytes_max = 8 * BODY as u64;
+    let cluster = Cluster::start_with(settings, 0, 1, ANSWER).await;
+    let mut slow = JoinSet::new();
+    for _ in 0..BODIES {
+        let mut stream = TcpStream::connect(cluster.router.http).await.unwrap();
+        slow.spawn(async move {
+            let head = head("POST", "/v1/completions", "slow", 2 * BODY);
+            stream.write_all(head.as_bytes()).await.unwrap();
+            // The router may reject the request before the last byte.
+            let _ = stream.write_all(&vec![b' '; BODY]).await;
+            let (status, body) = response(&mut stream).await.expect("the body has a time-out");
+            assert_eq!(status, 429, "{body}");
+            body
+        });
+    }
+    let mut rejected = Vec::new();
+    for _ in 0..BODIES - 2 {
+        let next = timeout(DEADLINE, slow.join_next()).await.expect("the body counts as a stream");
+        rejected.push(next.unwrap().unwrap());
+        let prompt = json!({"prompt": long_prompt(), "max_tokens": 3}).to_string();
+        let headers = [("authorization", "Bearer other")];
+        let answer = cluster.client.send(http::Method::POST, "/v1/completions", &headers, prompt);
+        assert_eq!(answer.await.status(), 200, "another key is served");
+    }
+    let of_share = rejected.iter().filter(|body| body.contains("share")).count();
+    let of_streams = rejected.iter().filter(|body| body.contains("2 streams at a time")).count();
+    // The share of the key is seven bodies of twelve, and only two of them may go on.
+    assert!(of_share > 0 && of_streams > 0, "{rejected:?}");
+    assert_eq!(of_share + of_streams, BODIES - 2, "{rejected:?}");
+    let unfinished = timeout(Duration::from_millis(200), slow.join_next()).await;
+    assert!(unfinished.is_err(), "{unfinished:?}");
 }

@@ -142,7 +142,10 @@ async fn begin(State(updates): State<Updates>, request: Request) -> Response {
     let body = match tokio::time::timeout(read_max, Bytes::from_request(request, &())).await {
         Ok(Ok(body)) => body,
         Ok(Err(error)) => return unread_body(&error).into_response(),
-        Err(_) => return ApiError::body_timeout(read_max).into_response(),
+        Err(_) => {
+            let late = format!("the body did not arrive within {} s", read_max.as_secs());
+            return ApiError::body_timeout(&late).into_response();
+        }
     };
     match checked(&updates.front, &body) {
         Ok(update) => reply(updates.weights.begin(update).await),

@@ -20,20 +20,25 @@ use axum::{
 use hyper::body::{Frame, SizeHint};
 use proto::{ids::RequestId, v1::inference_server::SERVICE_NAME};
 use telemetry::metrics::{Operation, RequestEnd};
-use tokio::sync::OwnedSemaphorePermit;
+use tokio::time::{Sleep, sleep};
 use tonic::{Code, Status};
 
 use super::status;
 use crate::{
-    admission::BodyBudget, front::Front, lock::lock, record::RequestRecord,
+    admission::{BodyBudget, ReservedBytes},
+    front::Front,
+    http::BODY_COUNTS_AFTER,
+    keys::{Caller, OpenStreams},
+    lock::lock,
+    record::RequestRecord,
     request::error::RequestError,
 };
 
 /// Record of a request whose message is being read.
 #[derive(Clone)]
-pub struct Arrived(Arc<Reading>);
+pub struct Arrived(Arc<ArrivedState>);
 
-struct Reading {
+struct ArrivedState {
     record: Mutex<Option<RequestRecord>>,
     broke_off: AtomicBool,
 }
@@ -41,7 +46,7 @@ struct Reading {
 impl Arrived {
     fn new(record: RequestRecord) -> Self {
         let (record, broke_off) = (Mutex::new(Some(record)), AtomicBool::new(false));
-        Self(Arc::new(Reading { record, broke_off }))
+        Self(Arc::new(ArrivedState { record, broke_off }))
     }
 
     /// Takes the record once the message was read. The caller finishes the record.
@@ -101,25 +106,32 @@ fn operation(path: &str) -> Option<Operation> {
 type BoxError = Box<dyn std::error::Error + Send + Sync>;
 
 /// A request body that reserves its bytes until dropped: tonic drops the body once the message is
-/// decoded.
+/// decoded. The body of a generation request that takes long counts as a stream of its key.
 pub struct BoundedBody {
     body: Body,
-    budget: BodyBudget,
-    held: Option<OwnedSemaphorePermit>,
-    /// Record to notify when the body breaks off.
+    reserved: ReservedBytes,
+    caller: Caller,
+    /// Record of a generation request, to notify when the body breaks off.
     arrived: Option<Arrived>,
+    /// Timer until the body of a generation request counts as a stream.
+    counts_after: Option<Pin<Box<Sleep>>>,
+    stream: Option<OpenStreams>,
 }
 
 impl BoundedBody {
-    pub fn new(body: Body, budget: BodyBudget, arrived: Option<Arrived>) -> Self {
-        Self { body, budget, held: None, arrived }
+    pub fn new(body: Body, budget: &BodyBudget, caller: Caller, arrived: Option<Arrived>) -> Self {
+        let reserved = budget.reserve(caller.flow(None));
+        let counts_after = arrived.is_some().then(|| Box::pin(sleep(BODY_COUNTS_AFTER)));
+        Self { body, reserved, caller, arrived, counts_after, stream: None }
     }
 
-    fn hold(&mut self, bytes: usize) -> Result<(), Status> {
-        let more = self.budget.take(bytes).map_err(|full| status(RequestError::from(full)))?;
-        match &mut self.held {
-            Some(held) => held.merge(more),
-            None => self.held = Some(more),
+    /// Counts a body that has taken long as a stream.
+    fn count_stream(&mut self, context: &mut Context<'_>) -> Result<(), RequestError> {
+        if let Some(timer) = &mut self.counts_after
+            && timer.as_mut().poll(context).is_ready()
+        {
+            self.counts_after = None;
+            self.stream = Some(self.caller.open_streams(1)?);
         }
         Ok(())
     }
@@ -133,6 +145,10 @@ impl hyper::body::Body for BoundedBody {
         mut self: Pin<&mut Self>,
         context: &mut Context<'_>,
     ) -> Poll<Option<Result<Frame<Bytes>, BoxError>>> {
+        let rejected = |error: RequestError| Poll::Ready(Some(Err(status(error).into())));
+        if let Err(error) = self.count_stream(context) {
+            return rejected(error);
+        }
         let frame = match ready!(Pin::new(&mut self.body).poll_frame(context)) {
             Some(Ok(frame)) => frame,
             Some(Err(error)) => {
@@ -147,8 +163,10 @@ impl hyper::body::Body for BoundedBody {
             }
             None => return Poll::Ready(None),
         };
-        let held = self.hold(frame.data_ref().map_or(0, Bytes::len));
-        Poll::Ready(Some(held.map(|()| frame).map_err(BoxError::from)))
+        match self.reserved.add(frame.data_ref().map_or(0, Bytes::len)) {
+            Ok(()) => Poll::Ready(Some(Ok(frame))),
+            Err(full) => rejected(full.into()),
+        }
     }
 
     fn is_end_stream(&self) -> bool {

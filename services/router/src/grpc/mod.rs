@@ -21,7 +21,11 @@ use tonic::{Status, metadata::MetadataValue, service::Routes};
 use tonic_health::{pb::health_server::HealthServer, server::HealthService};
 use tower::util::MapRequestLayer;
 
-use crate::{front::Front, keys::Keys, request::error::RequestError};
+use crate::{
+    front::Front,
+    keys::{Caller, Keys},
+    request::error::RequestError,
+};
 use arrived::BoundedBody;
 pub use health::serve_health;
 use inference::InferenceService;
@@ -50,8 +54,9 @@ pub fn routes(
         // The version of reflection that older clients use.
         .add_service(reflection().build_v1alpha()?);
     let bounded = MapRequestLayer::new(move |request: Request<Body>| {
+        let caller: Caller = request.extensions().get().cloned().unwrap_or_default();
         let arrived = request.extensions().get().cloned();
-        request.map(|body| Body::new(BoundedBody::new(body, budget.clone(), arrived)))
+        request.map(|body| Body::new(BoundedBody::new(body, &budget, caller, arrived)))
     });
     let routes = routes.prepare().into_axum_router().layer(bounded).layer(counted);
     Ok(match keys {

@@ -1,7 +1,5 @@
 //! Conversion of errors into an HTTP status and OpenAI's error object.
 
-use std::time::Duration;
-
 use axum::{
     Json,
     response::{IntoResponse, Response},
@@ -39,9 +37,8 @@ impl ApiError {
         )
     }
 
-    pub fn body_timeout(read_max: Duration) -> Self {
-        let message = format!("the body did not arrive within {} s", read_max.as_secs());
-        Self::invalid(StatusCode::REQUEST_TIMEOUT, "body_timeout", message)
+    pub fn body_timeout(reason: &str) -> Self {
+        Self::invalid(StatusCode::REQUEST_TIMEOUT, "body_timeout", reason.to_owned())
     }
 
     /// Returns the error for an unsupported body. `header` describes the body; `value` is `None` without the header.
@@ -107,7 +104,7 @@ impl IntoResponse for ApiError {
 
 #[cfg(test)]
 mod tests {
-    use std::collections::BTreeSet;
+    use std::{collections::BTreeSet, time::Duration};
 
     use router_core::{Full, Overload, StartLimit, TooLate};
     use telemetry::metrics::KeyLimit;
@@ -194,6 +191,7 @@ mod tests {
             Full::Late(late).into(),
             Full::Late(TooLate { is_over_share: true, ..late }).into(),
             Full::Bodies { bytes_max: 1 }.into(),
+            Full::ShareBodies { bytes_max: 1 }.into(),
             Full::Stopping.into(),
             RequestError::Busy { waited, retry_after_s: 1 },
             RequestError::NoDecodeNode { waited, reason: reason() },
@@ -223,6 +221,7 @@ mod tests {
                         | Full::ShareWaiting { .. }
                         | Full::Late(_)
                         | Full::Bodies { .. }
+                        | Full::ShareBodies { .. }
                         | Full::Stopping,
                     ..
                 })

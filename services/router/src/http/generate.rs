@@ -28,7 +28,7 @@ use super::{
     RequestContext, X_REQUEST_ID, caller_of,
     error::ApiError,
     fields::Fields,
-    read_body,
+    read_generation_body,
     request_fields::{Delivery, named_model, read_chat, read_completion},
     wire::{
         Api, Collected, Completion, ErrorBody, TextChoice, TextLogprobs, TextOffset, TokenView,
@@ -105,7 +105,7 @@ async fn answer(
     mut record: RequestRecord,
 ) -> Result<Response, ApiError> {
     let read = async {
-        let body = read_body(front, headers, body).await?;
+        let body = read_generation_body(front, headers, body, record.caller()).await?;
         let fields = Fields::parse(&body)?;
         let named = named_model(&fields, front, record.caller())?;
         // The metrics count a rejected request for its model too.

@@ -11,7 +11,7 @@ mod request_fields;
 mod tokenize;
 mod wire;
 
-use std::{ops::Deref, sync::Arc, time::Duration};
+use std::{ops::Deref, pin::pin, sync::Arc, time::Duration};
 
 use axum::{
     Router,
@@ -26,13 +26,14 @@ use http::{
     Extensions, HeaderMap, HeaderName, HeaderValue, Method, StatusCode, Uri, header, request::Parts,
 };
 use http_body_util::BodyExt;
-use proto::ids::RequestId;
+use proto::{TimedBody, ids::RequestId};
 use router_core::Session;
 use telemetry::{Metrics, propagation};
-use tokio::sync::OwnedSemaphorePermit;
+use tonic::Status;
 use tracing::Span;
 
 use crate::{
+    admission::ReservedBytes,
     front::Front,
     keys::{Caller, Keys},
     record::label,
@@ -52,6 +53,9 @@ const X_BATON_DEADLINE_MS: HeaderName = HeaderName::from_static("x-baton-deadlin
 const X_BATON_STATS: HeaderName = HeaderName::from_static("x-baton-stats");
 /// Old name of [`X_BATON_STATS`], accepted until the next minor version.
 const X_BATON_FIGURES: HeaderName = HeaderName::from_static("x-baton-figures");
+
+/// Time after which a body that is still being read counts as a stream of its key.
+pub const BODY_COUNTS_AFTER: Duration = Duration::from_secs(1);
 
 /// Returns all HTTP routes. `started` is the start of the process in seconds since 1970.
 pub fn routes(front: Arc<Front>, metrics: Metrics, started: u64) -> Router {
@@ -242,32 +246,27 @@ pub fn echo(client_label: Option<&str>, request_id: RequestId) -> HeaderValue {
     HeaderValue::try_from(text).unwrap_or_else(|_| HeaderValue::from_static("invalid"))
 }
 
-/// A body and its permit for memory.
+/// A body, and its bytes of the limit on all bodies.
 pub struct ReadBody {
-    bytes: BytesMut,
-    room: Option<OwnedSemaphorePermit>,
+    content: BytesMut,
+    reserved: ReservedBytes,
 }
 
 impl Deref for ReadBody {
     type Target = [u8];
 
     fn deref(&self) -> &[u8] {
-        &self.bytes
+        &self.content
     }
 }
 
 impl ReadBody {
-    fn extend(&mut self, data: &[u8], front: &Front) -> Result<(), ApiError> {
-        let limit = front.settings.router.body_bytes_max.bytes();
-        if (self.bytes.len() + data.len()) as u64 > limit {
+    fn extend(&mut self, data: &[u8], limit: u64) -> Result<(), ApiError> {
+        if (self.content.len() + data.len()) as u64 > limit {
             return Err(ApiError::body_too_large(limit));
         }
-        let more = front.bodies.take(data.len()).map_err(RequestError::from)?;
-        match &mut self.room {
-            Some(room) => room.merge(more),
-            None => self.room = Some(more),
-        }
-        self.bytes.extend_from_slice(data);
+        self.reserved.add(data.len()).map_err(RequestError::from)?;
+        self.content.extend_from_slice(data);
         Ok(())
     }
 }
@@ -302,35 +301,50 @@ fn is_json(content_type: &str) -> bool {
     subtype.is_some_and(|subtype| subtype == "json" || subtype.ends_with("+json"))
 }
 
-/// Reads the whole body, within the limits on one body and on all bodies.
-pub async fn read_body(
+/// Reads the body of a generation request. A body that takes long counts as a stream of the caller's key.
+async fn read_generation_body(
     front: &Front,
     headers: &HeaderMap,
-    mut body: Body,
+    body: Body,
+    caller: &Caller,
+) -> Result<ReadBody, ApiError> {
+    let mut read = pin!(read_body(front, headers, body, caller));
+    if let Ok(read) = tokio::time::timeout(BODY_COUNTS_AFTER, read.as_mut()).await {
+        return read;
+    }
+    let _stream = caller.open_streams(1).map_err(RequestError::from)?;
+    read.await
+}
+
+/// Reads the whole body, within the limits on one body and on all bodies.
+async fn read_body(
+    front: &Front,
+    headers: &HeaderMap,
+    body: Body,
+    caller: &Caller,
 ) -> Result<ReadBody, ApiError> {
     check_body_headers(headers)?;
     let limit = front.settings.router.body_bytes_max.bytes();
-    let read_max = front.settings.request_read_max;
     let announced = headers
         .get(header::CONTENT_LENGTH)
         .and_then(|value| value.to_str().ok()?.parse::<u64>().ok());
     if announced.is_some_and(|bytes| bytes > limit) {
         return Err(ApiError::body_too_large(limit));
     }
-    let mut whole = ReadBody { bytes: BytesMut::new(), room: None };
-    let read = async {
-        while let Some(frame) = body.frame().await {
-            let frame = frame.map_err(|error| {
+    let mut body = TimedBody::new(body, front.settings.request_read_max);
+    let reserved = front.bodies.reserve(caller.flow(None));
+    let mut whole = ReadBody { content: BytesMut::new(), reserved };
+    while let Some(frame) = body.frame().await {
+        let frame = frame.map_err(|error| match error.downcast_ref::<Status>() {
+            Some(late) => ApiError::body_timeout(late.message()),
+            None => {
                 let message = format!("cannot read the body: {error}");
                 ApiError::invalid(StatusCode::BAD_REQUEST, "body_broken", message)
-            })?;
-            let Ok(data) = frame.into_data() else { continue };
-            whole.extend(&data, front)?;
-        }
-        Ok(())
-    };
-    let read = tokio::time::timeout(read_max, read).await;
-    read.unwrap_or_else(|_| Err(ApiError::body_timeout(read_max)))?;
+            }
+        })?;
+        let Ok(data) = frame.into_data() else { continue };
+        whole.extend(&data, limit)?;
+    }
     Ok(whole)
 }
 

@@ -26,9 +26,9 @@ use crate::{
 pub async fn tokenize(State(front): State<Arc<Front>>, request: Request<Body>) -> Response {
     let tokenized = async {
         let (parts, body) = request.into_parts();
-        let body = read_body(&front, &parts.headers, body).await?;
-        let fields = Fields::parse(&body)?;
         let caller = caller_of(&parts.extensions);
+        let body = read_body(&front, &parts.headers, body, &caller).await?;
+        let fields = Fields::parse(&body)?;
         let model = named_model(&fields, &front, &caller)?.model;
         let source = prompt_source(&fields)?;
         let with_strings = fields.boolean("return_token_strs")?.unwrap_or(false);
@@ -48,9 +48,9 @@ pub async fn tokenize(State(front): State<Arc<Front>>, request: Request<Body>) -
 pub async fn detokenize(State(front): State<Arc<Front>>, request: Request<Body>) -> Response {
     let detokenized = async {
         let (parts, body) = request.into_parts();
-        let body = read_body(&front, &parts.headers, body).await?;
-        let fields = Fields::parse(&body)?;
         let caller = caller_of(&parts.extensions);
+        let body = read_body(&front, &parts.headers, body, &caller).await?;
+        let fields = Fields::parse(&body)?;
         let model = named_model(&fields, &front, &caller)?.model;
         let tokens: Option<Vec<u32>> = fields.value("tokens", "a list of token ids")?;
         let tokens = tokens

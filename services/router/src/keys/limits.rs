@@ -6,7 +6,7 @@ use telemetry::metrics::KeyLimit;
 
 use crate::request::error::RETRY_AFTER_S;
 
-/// Rounding errors of [`Used`], far below one request or token.
+/// Rounding errors of [`MinuteUse`], far below one request or token.
 const ROUNDING: f64 = 1e-6;
 
 /// Limits of a key; `None` is no limit.
@@ -15,7 +15,7 @@ pub struct KeyLimits {
     pub requests_per_minute: Option<u32>,
     /// Prompt and completion tokens.
     pub tokens_per_minute: Option<u32>,
-    /// Maximum number of answers in flight.
+    /// Maximum number of answers in flight, and of request bodies that take long.
     pub streams_max: Option<u32>,
 }
 
@@ -48,8 +48,8 @@ fn unit(limit: KeyLimit) -> &'static str {
 /// Use of the limits of one key.
 #[derive(Debug, Default)]
 pub struct Usage {
-    requests: Used,
-    tokens: Used,
+    requests: MinuteUse,
+    tokens: MinuteUse,
     streams: u32,
 }
 
@@ -98,15 +98,15 @@ impl Usage {
     }
 }
 
-/// Use of a limit per minute. The amount decays by the whole limit in a minute, so an idle key may use the whole limit
+/// The use of a limit per minute. The amount decays by the whole limit in a minute, so an idle key may use the whole limit
 /// at once.
 #[derive(Debug, Default)]
-struct Used {
+struct MinuteUse {
     amount: f64,
     since: Option<Instant>,
 }
 
-impl Used {
+impl MinuteUse {
     fn decay(&mut self, max: u32, now: Instant) {
         let since = self.since.replace(now).unwrap_or(now);
         let decayed = now.saturating_duration_since(since).as_secs_f64() * f64::from(max) / 60.0;

@@ -288,7 +288,7 @@ impl RequestError {
                 Full::Late(late) if late.is_over_share => Some(Refusal::ShareLate),
                 Full::Late(_) => Some(Refusal::Late),
                 Full::ShareInFlight { .. } | Full::ShareWaiting { .. } => Some(Refusal::Share),
-                Full::Bodies { .. } | Full::Stopping => None,
+                Full::Bodies { .. } | Full::ShareBodies { .. } | Full::Stopping => None,
             },
             _ => None,
         }
