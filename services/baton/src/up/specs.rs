@@ -47,33 +47,10 @@ impl Common {
         model: FoundModel,
         console: &Console,
     ) -> Result<Self> {
-        let bin_dir = match &args.bin_dir {
-            Some(folder) => folder.clone(),
-            None => std::env::current_exe()?
-                .parent()
-                .ok_or_else(|| anyhow!("cannot find the folder of baton"))?
-                .to_owned(),
-        };
-        let nodes_only = ["baton-prefill-node", "baton-decode-node"];
-        let router = (!args.no_router).then_some("baton-router");
-        for program in nodes_only.into_iter().chain(router) {
-            let path = bin_dir.join(program);
-            ensure!(
-                path.exists(),
-                "{} is missing: build it (cargo build --release), or set --bin-dir to its folder",
-                path.display()
-            );
-        }
-        let http = args.http.unwrap_or(config.router.http);
-        let mut apis = vec![("--http", http), ("--grpc", args.grpc.unwrap_or(config.router.grpc))];
-        let moves_admin = moves_admin(http, config);
-        if !moves_admin {
-            apis.push(("router.admin", config.router.admin));
-        }
-        for (name, address) in apis.into_iter().filter(|_| !args.no_router) {
-            // Fail now rather than after all nodes have loaded.
-            TcpListener::bind(address)
-                .with_context(|| format!("cannot listen on {address} ({name})"))?;
+        let bin_dir = bin_dir(args)?;
+        let moves_admin = moves_admin(args.http.unwrap_or(config.router.http), config);
+        if !args.no_router {
+            check_router_ports(args, config, moves_admin)?;
         }
         let nodes = args.prefill + args.decode;
         let gpus = match &args.gpus {
@@ -284,6 +261,40 @@ impl NodeAddresses {
 /// Returns whether listeners on both addresses would compete for equal ports.
 fn is_same_host(one: SocketAddr, other: SocketAddr) -> bool {
     one.ip() == other.ip() || one.ip().is_unspecified() || other.ip().is_unspecified()
+}
+
+/// Returns the folder of the services' programs, which must be there.
+fn bin_dir(args: &UpArgs) -> Result<PathBuf> {
+    let bin_dir = match &args.bin_dir {
+        Some(folder) => folder.clone(),
+        None => std::env::current_exe()?
+            .parent()
+            .ok_or_else(|| anyhow!("cannot find the folder of baton"))?
+            .to_owned(),
+    };
+    let nodes_only = ["baton-prefill-node", "baton-decode-node"];
+    let router = (!args.no_router).then_some("baton-router");
+    for program in nodes_only.into_iter().chain(router) {
+        let path = bin_dir.join(program);
+        ensure!(
+            path.exists(),
+            "{} is missing: build it (cargo build --release), or set --bin-dir to its folder",
+            path.display()
+        );
+    }
+    Ok(bin_dir)
+}
+
+/// Checks that the router can listen on its ports: fails now rather than after all nodes have loaded.
+fn check_router_ports(args: &UpArgs, config: &Config, moves_admin: bool) -> Result<()> {
+    let http = args.http.unwrap_or(config.router.http);
+    let grpc = args.grpc.unwrap_or(config.router.grpc);
+    let admin = (!moves_admin).then_some(("router.admin", config.router.admin));
+    for (name, address) in [("--http", http), ("--grpc", grpc)].into_iter().chain(admin) {
+        TcpListener::bind(address)
+            .with_context(|| format!("cannot listen on {address} ({name})"))?;
+    }
+    Ok(())
 }
 
 /// Returns whether the operator's API moves to a free port: clusters on one machine have different HTTP ports, and need
