@@ -20,6 +20,12 @@ pub trait RowSource: Sync {
     fn cols(&self) -> usize;
     /// Writes row `row` (`cols` elements) to `out`.
     fn read_row(&self, row: usize, out: &mut [f32]);
+    /// Writes rows from `first` on to `out`, as many as it takes.
+    fn read_values(&self, first: usize, out: &mut [f32]) {
+        for (row, out) in out.chunks_exact_mut(self.cols().max(1)).enumerate() {
+            self.read_row(first + row, out);
+        }
+    }
     /// Fills `out` with rows from `first` on, in `dtype` and native byte order. Sources stored in
     /// `dtype` override this to skip the conversion through f32.
     fn read_rows(&self, first: usize, dtype: Dtype, out: &mut [u8]) {
@@ -33,12 +39,17 @@ pub fn convert_rows<S: RowSource + ?Sized>(source: &S, first: usize, dtype: Dtyp
     let row_bytes = (values.len() * dtype.bytes()).max(1);
     for (row, out) in out.chunks_exact_mut(row_bytes).enumerate() {
         source.read_row(first + row, &mut values);
-        match dtype {
-            Dtype::F32 => out.copy_from_slice(bytemuck::cast_slice(&values)),
-            Dtype::Bf16 => {
-                for (out, value) in out.as_chunks_mut().0.iter_mut().zip(&values) {
-                    *out = to_bf16_bits(*value).to_ne_bytes();
-                }
+        store_row(&values, dtype, out);
+    }
+}
+
+/// Writes a row to `out` in `dtype` and native byte order.
+pub fn store_row(values: &[f32], dtype: Dtype, out: &mut [u8]) {
+    match dtype {
+        Dtype::F32 => out.copy_from_slice(bytemuck::cast_slice(values)),
+        Dtype::Bf16 => {
+            for (out, value) in out.as_chunks_mut().0.iter_mut().zip(values) {
+                *out = to_bf16_bits(*value).to_ne_bytes();
             }
         }
     }

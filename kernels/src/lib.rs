@@ -18,7 +18,6 @@ pub mod cpu;
 pub mod cuda;
 pub mod digest;
 pub mod layout;
-pub mod mmap;
 pub mod offload;
 pub mod peer;
 pub mod sampling;

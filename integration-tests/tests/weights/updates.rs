@@ -80,6 +80,49 @@ fn damaged(folder: &Path) -> PathBuf {
     path
 }
 
+/// Waits until every node has the file open, so that it reads or is about to read the file.
+async fn wait_opened(cluster: &Cluster, file: &Path) -> Result<()> {
+    let deadline = Instant::now() + COMMITTED_WITHIN;
+    for node in cluster.prefill.iter().chain(&cluster.decode) {
+        let has_file = || {
+            let files = std::fs::read_dir(format!("/proc/{}/fd", node.id()));
+            let mut files = files.into_iter().flatten().flatten();
+            files.any(|open| std::fs::read_link(open.path()).is_ok_and(|path| path == file))
+        };
+        while !has_file() {
+            ensure!(Instant::now() < deadline, "the node does not open the file: {}", node.log());
+            tokio::time::sleep(Duration::from_millis(1)).await;
+        }
+    }
+    Ok(())
+}
+
+#[tokio::test]
+async fn weights_truncated_while_nodes_read_them_abort_the_update_and_end_no_node() -> Result<()> {
+    let folder = tempfile::tempdir()?;
+    let spec = name_model(ClusterSpec::smollm2().nodes(1, 1));
+    let (cluster, client) = Cluster::start_with_client(spec).await?;
+    let old_tokens = all_tokens(&client).await?;
+    let new = trained(folder.path(), "new", 0x11);
+    let file = new.join("model.gguf").canonicalize()?;
+    let bytes = std::fs::metadata(&file)?.len();
+
+    let truncate = async {
+        wait_opened(&cluster, &file).await?;
+        std::fs::File::options().write(true).open(&file)?.set_len(bytes / 2)?;
+        anyhow::Ok(())
+    };
+    let (report, truncated) = tokio::join!(update(&cluster, &new), truncate);
+    truncated?;
+    let report = report?;
+    assert_eq!(report["update"]["phase"], "aborted", "{report}");
+    let reason = report["update"]["reason"].as_str().unwrap_or_default();
+    assert!(reason.contains("model.gguf"), "{report}");
+    wait_version(&cluster, &json!("loaded")).await?;
+    assert_eq!(all_tokens(&client).await?, old_tokens);
+    cluster.stop()
+}
+
 #[tokio::test]
 async fn weights_change_in_place_and_are_restored_after_an_abort() -> Result<()> {
     let folder = tempfile::tempdir()?;

@@ -243,7 +243,8 @@ fn start(
         }),
     };
     let layout = config.kv_layout(args.dtype.kv_dtype());
-    let seeds = CacheSeeds { model_fingerprint: checkpoint.model_fingerprint(), weight_version: 0 };
+    let seeds =
+        CacheSeeds { model_fingerprint: checkpoint.model_fingerprint()?, weight_version: 0 };
     let executor: Box<dyn Executor> = if args.device == "cuda" {
         let options = CudaOptions::new(args.dtype);
         let backend = CudaBackend::open(None, args.kernels.path().as_deref(), options)?;

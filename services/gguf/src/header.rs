@@ -52,7 +52,7 @@ pub struct Header {
 }
 
 impl Header {
-    /// Parses the header at the start of `file`, which must be the whole file (mapped, for example).
+    /// Parses the header at the start of `file`, which must be the whole file.
     pub fn parse(file: &[u8]) -> Result<Self, GgufError> {
         // Lengths are checked before a slice is read, so reading cannot end early.
         read_header(Path::new("(memory)"), file, file.len() as u64)
@@ -71,6 +71,11 @@ impl Header {
         }
         let file = File::open(path).map_err(io_error("open"))?;
         let file_bytes = file.metadata().map_err(io_error("stat"))?.len();
+        Self::read(path, &file, file_bytes)
+    }
+
+    /// Reads only the header of an open file of `file_bytes` bytes. `path` is for errors.
+    pub fn read(path: &Path, file: &File, file_bytes: u64) -> Result<Self, GgufError> {
         read_header(path, BufReader::with_capacity(256 << 10, file), file_bytes)
     }
 

@@ -2,7 +2,7 @@
 //!
 //! [`Header`] is read from a file or from its bytes. Every count, length and offset is checked against the
 //! file's real size before use, so a hostile file causes a typed error, never a panic or a disproportionate
-//! allocation. [`Split`] finds the other files of a split model. Other crates map files and decode tensors
+//! allocation. [`Split`] finds the other files of a split model. Other crates read and decode tensors
 //! (`model`), and interpret the metadata (`model` and `text`).
 //!
 //! ```no_run

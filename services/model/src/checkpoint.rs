@@ -1,6 +1,7 @@
 //! Checkpoints: weights on disk in any format.
 
 pub(crate) mod dummy;
+mod file;
 mod folder;
 mod gguf_file;
 mod stored;
@@ -12,14 +13,16 @@ use std::{
     sync::{Mutex, PoisonError},
 };
 
-use kernels::mmap::FileIdentity;
 use serde::{Deserialize, Serialize};
 
-pub(crate) use self::stored::StoredTensor;
+#[cfg(test)]
+pub(crate) use self::file::CheckpointFile;
+pub use self::file::FileIdentity;
 use self::{
     dummy::DummyWeights,
     stored::{Format, StoredWeights},
 };
+pub(crate) use self::{file::TensorBytes, stored::StoredTensor};
 use crate::{
     config::{JsonFile, ModelConfig, from_hugging_face},
     error::ModelError,
@@ -47,7 +50,6 @@ pub enum LoadFormat {
 pub struct Checkpoint {
     config: ModelConfig,
     weights: Weights,
-    keeps_pages: bool,
     hashes_packed: bool,
     /// Hashes of the weights that were packed.
     hashes: Mutex<HashMap<Weight, u128>>,
@@ -62,7 +64,22 @@ pub struct StoredWeight<'a> {
     pub encoding: &'static str,
     /// Dimensions, slowest first.
     pub dims: Vec<u64>,
-    pub bytes: &'a [u8],
+    bytes: TensorBytes<'a>,
+}
+
+impl StoredWeight<'_> {
+    /// Returns the number of bytes.
+    pub fn bytes(&self) -> u64 {
+        self.bytes.len() as u64
+    }
+
+    /// Fills `out` with the bytes from `begin` on. [`Checkpoint::check_unchanged`] fails if the read failed.
+    ///
+    /// # Panics
+    /// When `out` exceeds the weight.
+    pub fn read(&self, begin: u64, out: &mut [u8]) {
+        self.bytes.read(begin as usize, out);
+    }
 }
 
 enum Weights {
@@ -76,7 +93,7 @@ impl Checkpoint {
     /// [`LoadFormat::Dummy`] the configuration is enough: a `config.json`, a folder that holds one, or
     /// a GGUF file.
     ///
-    /// Maps files and reads headers. A backend reads the weights when it packs them.
+    /// Opens files and reads headers. A backend reads the weights when it packs them.
     pub fn open(path: impl AsRef<Path>, format: LoadFormat) -> Result<Self, ModelError> {
         let path = path.as_ref();
         let (config, weights) = match (Location::of(path)?, format) {
@@ -91,7 +108,7 @@ impl Checkpoint {
                 let (mut config, weights) = (read_config(&config)?, folder::open(path)?);
                 // As in transformers, an output in the files counts more than `tie_word_embeddings`.
                 config.tied_output &= weights.output_is_embedding();
-                weights.forget_pages();
+                weights.check_reads()?;
                 (config, Weights::Stored(weights))
             }
             (
@@ -106,13 +123,7 @@ impl Checkpoint {
                 });
             }
         };
-        let checkpoint = Self {
-            config,
-            weights,
-            keeps_pages: false,
-            hashes_packed: false,
-            hashes: Mutex::default(),
-        };
+        let checkpoint = Self { config, weights, hashes_packed: false, hashes: Mutex::default() };
         checkpoint.directory()?;
         Ok(checkpoint)
     }
@@ -126,7 +137,10 @@ impl Checkpoint {
     /// hashed while they were packed.
     ///
     /// The same weights in another file format are another model: they may round differently.
-    pub fn model_fingerprint(&self) -> u128 {
+    ///
+    /// # Errors
+    /// When a file cannot be read, or became shorter.
+    pub fn model_fingerprint(&self) -> Result<u128, ModelError> {
         let seed = match &self.weights {
             Weights::Dummy(DummyWeights { seed }) => Some(*seed),
             Weights::Stored(_) => None,
@@ -140,8 +154,7 @@ impl Checkpoint {
             Weight::all(&self.config).map(|weight| hashes.get(&weight).copied()).collect()
         };
         let fingerprint = fingerprint::of(&self.config, seed, &directory, &known, threads);
-        self.forget_pages();
-        fingerprint
+        self.check_reads().map(|()| fingerprint)
     }
 
     /// Returns the stored weights in the order of the forward pass. Dummy weights are not stored: returns an empty
@@ -206,6 +219,7 @@ impl Checkpoint {
             Weights::Dummy(dummy) => dummy.rows(weight, &self.config).read_part(0, 0, &mut values),
             _ => self.checked(weight)?.read_vector(&mut values)?,
         }
+        self.check_reads()?;
         Ok(values)
     }
 
@@ -217,7 +231,7 @@ impl Checkpoint {
         }
     }
 
-    /// Returns the identities of the mapped files.
+    /// Returns the identities of the open files.
     pub fn files(&self) -> Vec<FileIdentity> {
         match &self.weights {
             Weights::Dummy(_) => Vec::new(),
@@ -225,24 +239,21 @@ impl Checkpoint {
         }
     }
 
-    /// Fails if one of the files was written since it was opened. Then two reads of the weights may have found different
-    /// bytes.
+    /// Fails if a read of the weights failed.
+    pub(crate) fn check_reads(&self) -> Result<(), ModelError> {
+        match &self.weights {
+            Weights::Dummy(_) => Ok(()),
+            Weights::Stored(stored) => stored.check_reads(),
+        }
+    }
+
+    /// Fails if a read of the weights failed, or if one of the files was written since it was opened. Then two reads of
+    /// the weights may have found different bytes.
     pub fn check_unchanged(&self) -> Result<(), ModelError> {
         match &self.weights {
             Weights::Dummy(_) => Ok(()),
             Weights::Stored(stored) => stored.check_unchanged(),
         }
-    }
-
-    /// Keeps the pages of the weights resident until the checkpoint is dropped, for callers that read weights on
-    /// several threads. Otherwise a thread that has read a weight would drop pages that other threads still read.
-    #[must_use]
-    pub fn keeping_pages(self) -> Self {
-        Self { keeps_pages: true, ..self }
-    }
-
-    pub fn keeps_pages(&self) -> bool {
-        self.keeps_pages
     }
 
     /// Hashes whole matrices while they are packed, so that the fingerprint does not need to read them again. Rows that
@@ -259,16 +270,6 @@ impl Checkpoint {
     /// Keeps the hash of a weight for the fingerprint.
     pub(crate) fn keep_hash(&self, weight: Weight, hash: u128) {
         self.hashes.lock().unwrap_or_else(PoisonError::into_inner).insert(weight, hash);
-    }
-
-    /// Drops the pages read so far from this process's resident memory, unless they are kept. Otherwise the weights would
-    /// be resident twice after packing.
-    pub(crate) fn forget_pages(&self) {
-        if let Weights::Stored(stored) = &self.weights
-            && !self.keeps_pages
-        {
-            stored.forget_pages();
-        }
     }
 
     /// Returns a stored weight after checking its shape against the configuration.

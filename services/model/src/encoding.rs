@@ -2,6 +2,8 @@
 
 mod blocks;
 
+use std::ops::Range;
+
 use gguf::TensorKind;
 use half::{bf16, f16};
 use kernels::Dtype;
@@ -56,6 +58,14 @@ impl Encoding {
 
     pub fn name(self) -> &'static str {
         self.0.name().expect("an encoding is a supported kind")
+    }
+
+    /// Returns the range of a row's bytes that has these columns in whole blocks, and the number of elements of the first
+    /// block before the first column.
+    pub fn bytes_of(self, cols: Range<usize>) -> (Range<usize>, usize) {
+        let (elements, bytes) = self.block();
+        let begin = cols.start / elements;
+        (begin * bytes..cols.end.div_ceil(elements) * bytes, cols.start - begin * elements)
     }
 
     /// Decodes the elements of `row` from column `first` on, as many as `out` takes.

@@ -8,12 +8,13 @@ use std::{
 use xxhash_rust::xxh3::{Xxh3, xxh3_128};
 
 use crate::{
-    checkpoint::StoredTensor,
+    checkpoint::{StoredTensor, TensorBytes},
     config::{ModelConfig, RopeScaling, SlidingWindow},
 };
 
-/// Bytes that a thread hashes at a time: small against a large tensor, so that all threads have work.
-const BATCH_BYTES: usize = 4 << 20;
+/// Bytes that a thread reads and hashes at a time: small enough for the CPU's cache, and against a large tensor, so that
+/// all threads have work.
+const BATCH_BYTES: usize = 256 << 10;
 
 /// Returns the xxh3-128 hash of the configuration, the seed of dummy weights, and each tensor's name, encoding,
 /// dimensions and [`RowHashes`]. `known` has the hashes of tensors that were hashed before, in the order of
@@ -82,7 +83,7 @@ impl RowHashes {
 
 /// The rows of a tensor as the file stores them.
 struct Rows<'a> {
-    bytes: &'a [u8],
+    bytes: TensorBytes<'a>,
     row_count: usize,
 }
 
@@ -93,30 +94,56 @@ impl<'a> Rows<'a> {
             tensor.dims.split_last().map_or(1, |(_, rows)| rows.iter().product::<u64>());
         Self { bytes: tensor.bytes, row_count: row_count as usize }
     }
+
+    fn batches<'h>(&self, hashes: &'h RowHashes) -> impl Iterator<Item = RowBatch<'h>>
+    where
+        'a: 'h,
+    {
+        let tensor = self.bytes;
+        let row_bytes = (tensor.len() / self.row_count.max(1)).max(1);
+        let batch_bytes = (BATCH_BYTES / row_bytes).max(1) * row_bytes;
+        (0..tensor.len()).step_by(batch_bytes).map(move |begin| RowBatch {
+            hashes,
+            tensor,
+            row_bytes,
+            begin,
+            bytes: batch_bytes.min(tensor.len() - begin),
+        })
+    }
+}
+
+/// Consecutive rows of a tensor that one thread hashes.
+struct RowBatch<'a> {
+    hashes: &'a RowHashes,
+    tensor: TensorBytes<'a>,
+    row_bytes: usize,
+    /// Offset of the first row in the tensor, in bytes.
+    begin: usize,
+    bytes: usize,
+}
+
+impl RowBatch<'_> {
+    fn hash(&self, buffer: &mut Vec<u8>) {
+        buffer.resize(self.bytes, 0);
+        self.tensor.read(self.begin, buffer);
+        let first = self.begin / self.row_bytes;
+        for (row, bytes) in buffer.chunks(self.row_bytes).enumerate() {
+            self.hashes.add(first + row, bytes);
+        }
+    }
 }
 
 /// Returns the hash of the rows of each tensor, in order.
 fn hash_rows(tensors: &[Rows<'_>], threads: usize) -> Vec<u128> {
     let hashes: Vec<RowHashes> =
         tensors.iter().map(|tensor| RowHashes::new(tensor.row_count)).collect();
-    let batches: Vec<(&RowHashes, usize, usize, &[u8])> = tensors
-        .iter()
-        .zip(&hashes)
-        .flat_map(|(tensor, hashes)| {
-            let row_bytes = (tensor.bytes.len() / tensor.row_count.max(1)).max(1);
-            let batch_rows = (BATCH_BYTES / row_bytes).max(1);
-            let batches = tensor.bytes.chunks(batch_rows * row_bytes).enumerate();
-            batches.map(move |(batch, bytes)| (hashes, batch * batch_rows, row_bytes, bytes))
-        })
-        .collect();
+    let batches: Vec<RowBatch<'_>> =
+        tensors.iter().zip(&hashes).flat_map(|(tensor, hashes)| tensor.batches(hashes)).collect();
     let next = AtomicUsize::new(0);
     let work = || {
-        while let Some((hashes, first, row_bytes, bytes)) =
-            batches.get(next.fetch_add(1, Ordering::Relaxed))
-        {
-            for (row, bytes) in bytes.chunks(*row_bytes).enumerate() {
-                hashes.add(first + row, bytes);
-            }
+        let mut buffer = Vec::new();
+        while let Some(batch) = batches.get(next.fetch_add(1, Ordering::Relaxed)) {
+            batch.hash(&mut buffer);
         }
     };
     thread::scope(|scope| {
@@ -225,18 +252,18 @@ impl Hash {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::checkpoint::CheckpointFile;
 
     #[test]
     fn hash_of_rows_does_not_depend_on_threads_or_on_the_order_of_reading() {
         let bytes: Vec<u8> = (0..10_000_000_u32).map(|index| (index * 7 / 3) as u8).collect();
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("tensors");
+        std::fs::write(&path, &bytes).unwrap();
+        let file = CheckpointFile::open(&path).unwrap();
         let tensors = || {
-            let cut = |bytes, row_count| Rows { bytes, row_count };
-            vec![
-                cut(&bytes[..9_000_000], 1000),
-                cut(&bytes[..9_000_000], 3),
-                cut(&bytes[1..], 1),
-                cut(&bytes[..0], 1),
-            ]
+            let cut = |range, row_count| Rows { bytes: TensorBytes::new(&file, range), row_count };
+            vec![cut(0..9_000_000, 1000), cut(0..9_000_000, 3), cut(1..10_000_000, 1), cut(0..0, 1)]
         };
         let hashes = hash_rows(&tensors(), 1);
         for threads in [2, 3, 8] {

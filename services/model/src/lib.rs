@@ -23,7 +23,7 @@ mod packing;
 mod rope;
 mod weight;
 
-pub use checkpoint::{Checkpoint, LoadFormat, StoredWeight};
+pub use checkpoint::{Checkpoint, FileIdentity, LoadFormat, StoredWeight};
 pub use config::{Architecture, ModelConfig, RopeScaling, SlidingWindow};
 pub use error::ModelError;
 pub use llama::{Limits, Llama, LlamaWeights, LoadProgress};

@@ -387,10 +387,10 @@ impl<'a, P: Packer> CheckpointPacker<'a, P> {
         let parts = parts.map(|(part, hashes)| part.hashing(hashes.as_ref())).collect();
         let source = StackedRows::new(parts);
         let matrix = self.packer.pack_matrix(&source);
+        self.checkpoint.check_reads()?;
         if let Some(NotFinite { part, element, found }) = source.not_finite() {
             return Err(self.checkpoint.not_finite(weights[part], element, found));
         }
-        self.checkpoint.forget_pages();
         self.count((source.rows() * source.cols()) as u64);
         for (weight, hashes) in weights.iter().zip(hashes) {
             if let Some(hash) = hashes.and_then(RowHashes::finish_read) {

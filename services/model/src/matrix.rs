@@ -1,13 +1,21 @@
 //! Weight matrices as row sources that a backend packs.
 
 use std::{
+    cell::Cell,
     ops::Range,
     sync::atomic::{AtomicUsize, Ordering},
 };
 
-use kernels::{Dtype, RowSource, backend::convert_rows};
+use kernels::{
+    Dtype, RowSource,
+    backend::{convert_rows, store_row},
+};
 
-use crate::{checkpoint::dummy::RandomRows, encoding::Encoding, fingerprint::RowHashes};
+use crate::{
+    checkpoint::{TensorBytes, dummy::RandomRows},
+    encoding::Encoding,
+    fingerprint::RowHashes,
+};
 
 /// Matrix of a checkpoint, or a part of it, decoded to f32 row by row, in Hugging Face's row order.
 #[derive(Clone, Debug)]
@@ -28,11 +36,16 @@ pub struct MatrixSource<'a> {
 pub(crate) enum MatrixData<'a> {
     Stored {
         /// `rows * row_bytes(cols)` bytes.
-        bytes: &'a [u8],
+        bytes: TensorBytes<'a>,
         encoding: Encoding,
         order: RowOrder,
     },
     Random(RandomRows),
+}
+
+thread_local! {
+    /// Rows as the file stores them, while they are decoded: a buffer that is not zeroed for every read.
+    static SPAN: Cell<Vec<u8>> = const { Cell::new(Vec::new()) };
 }
 
 /// Order in which a file stores the rows of a query or key projection.
@@ -92,6 +105,45 @@ impl<'a> MatrixSource<'a> {
         };
         stored_row * self.stored_cols + self.cols.start + column
     }
+
+    /// Reads stored rows and calls `each` with each row's index, with bytes that have its columns, and with the number of
+    /// elements before its first column. Hashes whole rows.
+    ///
+    /// # Panics
+    /// When the matrix is not stored.
+    fn each_stored_row(&self, rows: Range<usize>, mut each: impl FnMut(usize, &[u8], usize)) {
+        let MatrixData::Stored { bytes, encoding, order } = &self.data else {
+            panic!("random rows are not stored");
+        };
+        let row_bytes = bytes.len() / self.stored_rows.max(1);
+        let stored_row = |row| order.stored_row(self.rows.start + row);
+        if self.cols.len() < self.stored_cols && self.hashes.is_none() {
+            // Other ranks have the other columns.
+            let (range, skipped) = encoding.bytes_of(self.cols.clone());
+            let mut part = vec![0; range.len()];
+            for row in rows {
+                bytes.read(stored_row(row) * row_bytes + range.start, &mut part);
+                each(row, &part, skipped);
+            }
+            return;
+        }
+        // Rows that follow one another are stored in few heads, so one read gets all of them.
+        let Some(begin) = rows.clone().map(stored_row).min() else { return };
+        let end = rows.clone().map(stored_row).max().map_or(begin, |last| last + 1);
+        let mut span = SPAN.take();
+        span.resize((end - begin) * row_bytes, 0);
+        bytes.read(begin * row_bytes, &mut span);
+        for row in rows {
+            let stored_row = stored_row(row);
+            let bytes = &span[(stored_row - begin) * row_bytes..][..row_bytes];
+            if let Some(hashes) = self.hashes {
+                hashes.add(stored_row, bytes);
+            }
+            let (range, skipped) = encoding.bytes_of(self.cols.clone());
+            each(row, &bytes[range], skipped);
+        }
+        SPAN.set(span);
+    }
 }
 
 impl RowSource for MatrixSource<'_> {
@@ -105,18 +157,23 @@ impl RowSource for MatrixSource<'_> {
 
     fn read_row(&self, row: usize, out: &mut [f32]) {
         assert!(row < self.rows.len() && out.len() == self.cols.len());
-        let row = self.rows.start + row;
+        self.read_values(row, out);
+    }
+
+    fn read_values(&self, first: usize, out: &mut [f32]) {
+        let cols = self.cols.len().max(1);
+        let rows = first..first + out.len() / cols;
         match &self.data {
-            MatrixData::Stored { bytes, encoding, order } => {
-                let row_bytes = bytes.len() / self.stored_rows;
-                let stored_row = order.stored_row(row);
-                let bytes = &bytes[stored_row * row_bytes..][..row_bytes];
-                if let Some(hashes) = self.hashes {
-                    hashes.add(stored_row, bytes);
-                }
-                encoding.decode_part(bytes, self.cols.start, out);
+            MatrixData::Stored { encoding, .. } => {
+                self.each_stored_row(rows, |row, bytes, skipped| {
+                    encoding.decode_part(bytes, skipped, &mut out[(row - first) * cols..][..cols]);
+                });
             }
-            MatrixData::Random(random) => random.read_part(row, self.cols.start, out),
+            MatrixData::Random(random) => {
+                for (row, out) in rows.zip(out.chunks_exact_mut(cols)) {
+                    random.read_part(self.rows.start + row, self.cols.start, out);
+                }
+            }
         }
     }
 
@@ -125,25 +182,27 @@ impl RowSource for MatrixSource<'_> {
         let MatrixData::Stored { bytes, encoding, order } = &self.data else {
             return convert_rows(self, first, dtype, out);
         };
+        let row_bytes = (self.cols.len() * dtype.bytes()).max(1);
+        let rows = first..first + out.len() / row_bytes;
         if !encoding.is(dtype) {
-            return convert_rows(self, first, dtype, out);
+            let mut values = vec![0.0; self.cols.len()];
+            return self.each_stored_row(rows, |row, bytes, skipped| {
+                encoding.decode_part(bytes, skipped, &mut values);
+                store_row(&values, dtype, &mut out[(row - first) * row_bytes..][..row_bytes]);
+            });
         }
-        let (row_bytes, stored_bytes) =
-            (self.cols.len() * dtype.bytes(), self.stored_cols * dtype.bytes());
-        let (first, skipped) = (self.rows.start + first, self.cols.start * dtype.bytes());
-        if *order == RowOrder::Halves && row_bytes == stored_bytes && self.hashes.is_none() {
-            let begin = first * row_bytes;
-            return out.copy_from_slice(&bytes[begin..begin + out.len()]);
-        }
-        for (row, out) in out.chunks_exact_mut(row_bytes.max(1)).enumerate() {
-            let stored_row = order.stored_row(first + row);
-            let bytes = &bytes[stored_row * stored_bytes..][..stored_bytes];
-            out.copy_from_slice(&bytes[skipped..skipped + row_bytes]);
-            // A copy is faster than a hash at bringing the row into the cache.
+        if *order == RowOrder::Halves && self.cols.len() == self.stored_cols {
+            let begin = self.rows.start + first;
+            bytes.read(begin * row_bytes, out);
             if let Some(hashes) = self.hashes {
-                hashes.add(stored_row, bytes);
+                let rows = out.chunks_exact(row_bytes).enumerate();
+                rows.for_each(|(row, bytes)| hashes.add(begin + row, bytes));
             }
+            return;
         }
+        self.each_stored_row(rows, |row, bytes, _| {
+            out[(row - first) * row_bytes..][..row_bytes].copy_from_slice(&bytes[..row_bytes]);
+        });
     }
 }
 
@@ -185,6 +244,27 @@ impl<'a> StackedRows<'a> {
         None
     }
 
+    /// Divides `out`, the rows from `first` on with `row_len` elements each, between the parts. Calls `read` for each with
+    /// the index of its first row.
+    fn split<T>(
+        &self,
+        mut first: usize,
+        row_len: usize,
+        mut out: &mut [T],
+        read: impl Fn(&MatrixSource<'a>, usize, &mut [T]),
+    ) {
+        for part in &self.parts {
+            if first < part.rows() {
+                let rows = (part.rows() - first).min(out.len() / row_len.max(1));
+                let (here, after) = out.split_at_mut(rows * row_len);
+                read(part, first, here);
+                (first, out) = (part.rows(), after);
+            }
+            first -= part.rows();
+        }
+        assert!(out.is_empty(), "rows past the last of {}", self.rows());
+    }
+
     /// Returns the first non-finite element found so far.
     pub fn not_finite(&self) -> Option<NotFinite> {
         let (part, row) = self.locate(self.first_bad.load(Ordering::Relaxed))?;
@@ -207,12 +287,18 @@ impl RowSource for StackedRows<'_> {
     }
 
     fn read_row(&self, row: usize, out: &mut [f32]) {
-        let (part, row_of_part) = self.locate(row).expect("the backend reads rows of the stack");
-        self.parts[part].read_row(row_of_part, out);
-        // Without a branch per element, so that the check is negligible compared with the decoding.
-        let all_finite = out.iter().fold(true, |finite, value| finite & value.is_finite());
-        if !all_finite {
-            self.first_bad.fetch_min(row, Ordering::Relaxed);
+        self.read_values(row, out);
+    }
+
+    fn read_values(&self, first: usize, out: &mut [f32]) {
+        let cols = self.cols();
+        self.split(first, cols, out, |part, first, out| part.read_values(first, out));
+        for (row, values) in out.chunks_exact(cols.max(1)).enumerate() {
+            // Without a branch per element, so that the check is negligible compared with the decoding.
+            let all_finite = values.iter().fold(true, |finite, value| finite & value.is_finite());
+            if !all_finite {
+                self.first_bad.fetch_min(first + row, Ordering::Relaxed);
+            }
         }
     }
 
@@ -221,17 +307,7 @@ impl RowSource for StackedRows<'_> {
         if out.is_empty() || row_bytes == 0 {
             return;
         }
-        let (mut part_first, mut rest) = (first, &mut *out);
-        for part in &self.parts {
-            if part_first < part.rows() {
-                let rows = (part.rows() - part_first).min(rest.len() / row_bytes);
-                let (here, after) = rest.split_at_mut(rows * row_bytes);
-                part.read_rows(part_first, dtype, here);
-                (part_first, rest) = (part.rows(), after);
-            }
-            part_first -= part.rows();
-        }
-        assert!(rest.is_empty(), "rows past the last of {}", self.rows());
+        self.split(first, row_bytes, out, |part, first, out| part.read_rows(first, dtype, out));
         if !are_finite(dtype, out) {
             // Checks the stored values: a finite f32 may be outside bf16's range.
             let mut values = vec![0.0; self.cols()];
@@ -262,6 +338,18 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
+    use crate::checkpoint::CheckpointFile;
+
+    /// Returns a file with these bytes. The file has no name any more.
+    fn file_of(bytes: &[u8]) -> CheckpointFile {
+        let file = tempfile::NamedTempFile::new().unwrap();
+        std::fs::write(file.path(), bytes).unwrap();
+        CheckpointFile::open(file.path()).unwrap()
+    }
+
+    fn tensor(file: &CheckpointFile) -> TensorBytes<'_> {
+        TensorBytes::new(file, 0..file.bytes())
+    }
 
     /// Computes the converter's permutation from its definition: a head's rows `[2][dim/2]` transposed.
     fn permute(rows: &[u32], head_dim: usize) -> Vec<u32> {
@@ -282,7 +370,8 @@ mod tests {
             let stored = permute(&rows, head_dim);
             let bytes: Vec<u8> = stored.iter().flat_map(|&row| (row as f32).to_le_bytes()).collect();
             let order = RowOrder::Pairs { head_dim };
-            let data = MatrixData::Stored { bytes: &bytes, encoding: Encoding::F32, order };
+            let file = file_of(&bytes);
+            let data = MatrixData::Stored { bytes: tensor(&file), encoding: Encoding::F32, order };
             let matrix = MatrixSource::new(rows.len(), 1, data);
             for &row in &rows {
                 let mut out = [f32::NAN];
@@ -300,10 +389,11 @@ mod tests {
         let in_bf16: Vec<u8> =
             values.iter().flat_map(|&value| bf16::from_f32(value).to_le_bytes()).collect();
         for (encoding, bytes) in [(Encoding::F32, &in_f32), (Encoding::BF16, &in_bf16)] {
+            let file = file_of(bytes);
             for order in [RowOrder::Halves, RowOrder::Pairs { head_dim: 6 }] {
                 let part = |rows: Range<usize>| {
-                    let at = |row| row * bytes.len() / 18;
-                    let bytes = &bytes[at(rows.start)..at(rows.end)];
+                    let at = |row| (row * bytes.len() / 18) as u64;
+                    let bytes = TensorBytes::new(&file, at(rows.start)..at(rows.end));
                     MatrixSource::new(rows.len(), 6, MatrixData::Stored { bytes, encoding, order })
                 };
                 let rows = StackedRows::new(vec![part(0..6), part(6..12), part(12..18)]);
@@ -332,11 +422,12 @@ mod tests {
             rows.enumerate().for_each(|(row, bytes)| hashes.add(row, bytes));
             hashes.finish_read()
         };
+        let file = file_of(&bytes);
         for (encoding, row_bytes) in [(Encoding::F32, 24), (Encoding::BF16, 12)] {
             for order in [RowOrder::Halves, RowOrder::Pairs { head_dim: 6 }] {
                 for dtype in [Dtype::F32, Dtype::Bf16] {
                     let hashes = RowHashes::new(12);
-                    let bytes = &bytes[..12 * row_bytes];
+                    let bytes = TensorBytes::new(&file, 0..12 * row_bytes as u64);
                     let data = MatrixData::Stored { bytes, encoding, order };
                     let matrix = MatrixSource::new(12, 6, data).hashing(Some(&hashes));
                     matrix.read_rows(7, dtype, &mut vec![0; 5 * 6 * dtype.bytes()]);
@@ -366,9 +457,10 @@ mod tests {
             let in_bf16: Vec<u8> =
                 values.iter().flat_map(|&value| bf16::from_f32(value).to_le_bytes()).collect();
             for (encoding, bytes) in [(Encoding::F32, &in_f32), (Encoding::BF16, &in_bf16)] {
+                let file = file_of(bytes);
                 for dtype in [Dtype::F32, Dtype::Bf16] {
                     let order = RowOrder::Halves;
-                    let data = MatrixData::Stored { bytes, encoding, order };
+                    let data = MatrixData::Stored { bytes: tensor(&file), encoding, order };
                     let matrix = MatrixSource::new(40, 33, data);
                     let rows = StackedRows::new(vec![matrix]);
                     let mut out = vec![0; 20 * 33 * dtype.bytes()];
@@ -393,8 +485,9 @@ mod tests {
         for encoding in Encoding::all() {
             let cols = 512;
             let bytes: Vec<u8> = (0..ROWS * encoding.row_bytes(cols).unwrap()).map(noise).collect();
+            let file = file_of(&bytes);
             for order in [RowOrder::Halves, RowOrder::Pairs { head_dim: 6 }] {
-                let data = MatrixData::Stored { bytes: &bytes, encoding, order };
+                let data = MatrixData::Stored { bytes: tensor(&file), encoding, order };
                 let whole = MatrixSource::new(ROWS, cols, data);
                 for (rows, cols) in [
                     (0..6, 0..512),
@@ -434,13 +527,13 @@ mod tests {
 
     #[test]
     fn stacked_matrices_concatenate_their_rows() {
-        let bytes: Vec<Vec<u8>> = [&[1.0f32, 2.0][..], &[3.0, 4.0, 5.0, 6.0]]
-            .iter()
-            .map(|values| values.iter().flat_map(|v| v.to_le_bytes()).collect())
-            .collect();
+        let files = [&[1.0f32, 2.0][..], &[3.0, 4.0, 5.0, 6.0]].map(|values| {
+            file_of(&values.iter().flat_map(|value| value.to_le_bytes()).collect::<Vec<_>>())
+        });
         let (encoding, order) = (Encoding::F32, RowOrder::Halves);
-        let parts = bytes.iter().map(|bytes| {
-            MatrixSource::new(bytes.len() / 8, 2, MatrixData::Stored { bytes, encoding, order })
+        let parts = files.iter().map(|file| {
+            let data = MatrixData::Stored { bytes: tensor(file), encoding, order };
+            MatrixSource::new(file.bytes() as usize / 8, 2, data)
         });
         let stacked = StackedRows::new(parts.collect());
         assert_eq!((stacked.rows(), stacked.cols()), (3, 2));

@@ -72,11 +72,11 @@ fn opening_the_real_model_does_not_read_its_weights() {
     assert_eq!(config.parameter_count(), 134_515_008);
     assert_eq!(checkpoint.description(), "GGUF, F32 + Q4_1 + Q8_0");
     let again = open(&common::smollm2_path()).unwrap();
-    assert_eq!(checkpoint.model_fingerprint(), again.model_fingerprint());
+    assert_eq!(checkpoint.model_fingerprint().unwrap(), again.model_fingerprint().unwrap());
     // A model with equal shapes and other weights has another fingerprint.
     let dummy = Checkpoint::open(common::smollm2_path(), LoadFormat::Dummy { seed: 1 }).unwrap();
     assert_eq!(dummy.config(), config);
-    assert_ne!(dummy.model_fingerprint(), checkpoint.model_fingerprint());
+    assert_ne!(dummy.model_fingerprint().unwrap(), checkpoint.model_fingerprint().unwrap());
 }
 
 #[test]
@@ -128,7 +128,7 @@ fn fingerprints_differ_between_different_models() {
         change(&mut tensors, &mut config);
         common::write_folder(folder.path(), &tensors, shards);
         fs::write(folder.path().join("config.json"), config).unwrap();
-        open(folder.path()).unwrap().model_fingerprint()
+        open(folder.path()).unwrap().model_fingerprint().unwrap()
     };
     let plain = fingerprint(1, Element::F32, &|_, _| {});
     let variants = [
@@ -147,7 +147,7 @@ fn fingerprints_differ_between_different_models() {
         fingerprint(1, Element::F32, &|_, config| {
             *config = config.replace("\"rope_theta\": 10000.0", "\"rope_theta\": 10001.0");
         }),
-        dummy.model_fingerprint(),
+        dummy.model_fingerprint().unwrap(),
     ];
     let mut distinct: Vec<u128> = variants.iter().copied().chain([plain]).collect();
     distinct.sort_unstable();
@@ -159,6 +159,7 @@ fn fingerprints_differ_between_different_models() {
         Checkpoint::open(common::fixture("tiny_llama3"), LoadFormat::Dummy { seed })
             .unwrap()
             .model_fingerprint()
+            .unwrap()
     };
     assert_eq!(seed(1), seed(1));
     assert_ne!(seed(1), seed(2));
@@ -173,21 +174,21 @@ fn fingerprint_uses_the_hashes_of_packed_weights() {
     for element in [Element::F32, Element::F16, Element::Bf16] {
         let tensors = common::gguf_tensors(&dummy, element);
         fs::write(&path, common::gguf(dummy.config(), &tensors)).unwrap();
-        let expected = open(&path).unwrap().model_fingerprint();
+        let expected = open(&path).unwrap().model_fingerprint().unwrap();
         for weights in [WeightFormat::F32, WeightFormat::Bf16, WeightFormat::Q8] {
             let (packed, plain) = (open(&path).unwrap().hashing_packed(), open(&path).unwrap());
             load(&packed, weights).unwrap();
             load(&plain, weights).unwrap();
-            // The bytes of both mappings change.
+            // The bytes of both checkpoints change.
             let file = fs::OpenOptions::new().read(true).write(true).open(&path).unwrap();
             let at = stored_at(&path, &tensors);
             let mut byte = [0];
             file.read_exact_at(&mut byte, at).unwrap();
             file.write_all_at(&[byte[0] ^ 1], at).unwrap();
-            assert_eq!(packed.model_fingerprint(), expected, "{element:?} {weights}");
-            assert_ne!(plain.model_fingerprint(), expected, "{element:?} {weights}");
+            assert_eq!(packed.model_fingerprint().unwrap(), expected, "{element:?} {weights}");
+            assert_ne!(plain.model_fingerprint().unwrap(), expected, "{element:?} {weights}");
             file.write_all_at(&byte, at).unwrap();
-            assert_eq!(plain.model_fingerprint(), expected, "{element:?} {weights}");
+            assert_eq!(plain.model_fingerprint().unwrap(), expected, "{element:?} {weights}");
         }
     }
 }
@@ -272,7 +273,10 @@ fn a_folder_with_one_gguf_file_is_opened_as_that_file() {
     let file = folder.path().join("tiny.gguf");
     fs::write(&file, &bytes).unwrap();
     let by_folder = open(folder.path()).unwrap();
-    assert_eq!(by_folder.model_fingerprint(), open(&file).unwrap().model_fingerprint());
+    assert_eq!(
+        by_folder.model_fingerprint().unwrap(),
+        open(&file).unwrap().model_fingerprint().unwrap()
+    );
     fs::write(folder.path().join("other.gguf"), &bytes).unwrap();
     let error = open(folder.path()).unwrap_err().to_string();
     assert!(error.contains("exactly one GGUF file"), "{error}");
@@ -369,6 +373,41 @@ fn non_finite_matrices_are_rejected_during_packing() {
     refused(&path, "blk.0.attn_q.weight", 100);
 }
 
+/// A file that is mapped instead of read would end this process by SIGBUS.
+#[test]
+fn file_truncated_while_it_is_open_fails_the_load() {
+    let dummy = common::tiny_llama3();
+    let folder = tempfile::tempdir().unwrap();
+    let gguf = folder.path().join("tiny.gguf");
+    let cut = |path: &Path, read: &dyn Fn(&Checkpoint) -> Result<(), ModelError>| {
+        let tensors = common::hugging_face_tensors(&dummy, Element::Bf16);
+        common::write_folder(folder.path(), &tensors, 1);
+        let tensors = common::gguf_tensors(&dummy, Element::F32);
+        fs::write(&gguf, common::gguf(dummy.config(), &tensors)).unwrap();
+        let checkpoint = open(path).unwrap();
+        let file = match path.is_dir() {
+            true => path.join("model.safetensors"),
+            false => path.to_owned(),
+        };
+        let file = fs::OpenOptions::new().write(true).open(file).unwrap();
+        file.set_len(1).unwrap();
+        let error = read(&checkpoint).unwrap_err();
+        assert!(matches!(error, ModelError::Changed { .. }), "{error}");
+    };
+    for path in [folder.path(), &gguf] {
+        for weights in [WeightFormat::F32, WeightFormat::Bf16, WeightFormat::Q8] {
+            cut(path, &|checkpoint| load(checkpoint, weights));
+        }
+        cut(path, &|checkpoint| checkpoint.model_fingerprint().map(drop));
+        cut(path, &|checkpoint| checkpoint.vector(Weight::OutputNorm).map(drop));
+        cut(path, &|checkpoint| {
+            let weights = checkpoint.stored_weights()?;
+            weights[0].read(0, &mut vec![0; weights[0].bytes() as usize]);
+            checkpoint.check_unchanged()
+        });
+    }
+}
+
 #[test]
 fn a_truncated_safetensors_file_names_tensor_and_offset() {
     let folder = tempfile::tempdir().unwrap();
@@ -402,7 +441,7 @@ fn an_invalid_shard_index_is_rejected() {
     }
     assert!(message(json!({"t": 3})).ends_with("tensor \"t\" has file 3; expected a string"));
     assert!(message(json!([])).ends_with("has no object weight_map"));
-    assert!(message(json!({"t": "absent.safetensors"})).contains("cannot map"));
+    assert!(message(json!({"t": "absent.safetensors"})).contains("cannot open"));
     let shard = "model-00001-of-00002.safetensors";
     assert!(message(json!({ "t": shard })).contains("tensor \"t\" is not in"));
     let missing = message(json!({}));

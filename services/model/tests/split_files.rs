@@ -58,7 +58,7 @@ fn all_parts_form_the_whole_model() {
     let whole = open(&whole).unwrap();
     assert_eq!(split.config(), whole.config());
     // The split into files does not affect the fingerprint.
-    assert_eq!(split.model_fingerprint(), whole.model_fingerprint());
+    assert_eq!(split.model_fingerprint().unwrap(), whole.model_fingerprint().unwrap());
     for weight in model::Weight::all(whole.config()) {
         assert_eq!(common::elements(&split, weight), common::elements(&whole, weight));
     }

@@ -14,7 +14,7 @@ use engine::{
     executor::{Executor, StepTimes},
 };
 use kernels::{KvArena, cpu::affinity};
-use model::{Checkpoint, ModelConfig};
+use model::{Checkpoint, ModelConfig, ModelError};
 use telemetry::Metrics;
 use tracing::info;
 
@@ -122,7 +122,7 @@ fn load_weights(
     path: &Path,
     (threads, cpus): (usize, Vec<u32>),
     checkpoint: &Checkpoint,
-    fingerprint: impl FnOnce() -> u128,
+    fingerprint: impl FnOnce() -> Result<u128, ModelError>,
 ) -> Result<(Loaded, Box<dyn Executor>), StartError> {
     let started = Instant::now();
     let model = checkpoint.config();
@@ -176,7 +176,9 @@ fn load_weights(
             }
         }
     };
-    let fingerprint = fingerprint();
+    let fingerprint = fingerprint()?;
+    // The weights are those of one version of the files.
+    checkpoint.check_unchanged()?;
     info!(
         dtype = %weights,
         fingerprint = format_args!("{fingerprint:032x}"),

@@ -5,8 +5,8 @@
 use std::time::Duration;
 
 use engine::executor::{DeclaredTensor, ReceivedWeights, TensorPiece};
-use kernels::{cuda::ExportedMemory, mmap::FileIdentity};
-use model::LoadFormat;
+use kernels::cuda::ExportedMemory;
+use model::{FileIdentity, LoadFormat};
 use serde::{Deserialize, Serialize};
 
 /// Message from the node to its ranks.
@@ -34,7 +34,6 @@ pub(crate) struct ModelFiles {
     /// The path's bytes, which need not be UTF-8.
     pub path: Vec<u8>,
     pub format: LoadFormat,
-    pub keeps_pages: bool,
     pub files: Vec<FileIdentity>,
 }
 

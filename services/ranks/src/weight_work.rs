@@ -45,13 +45,10 @@ fn carry_out_next<'a>(
     let spin = if receiver.is_some() { SPIN } else { Duration::ZERO };
     let Some(message) = orders.read(WAIT_MAX, spin)? else { return Ok(()) };
     let order = codec::decode(message)?;
-    let mut opened = None;
-    let answer = outcome(order, orders, update, receiver, &mut opened);
+    let answer = outcome(order, orders, update, receiver);
     let answer = postcard::to_stdvec(&answer).expect("a vector takes every answer");
     // No deadline: the node reads answers as long as it lives, and the rank dies with the node.
     answers.write(&answer, Duration::MAX, || false)?;
-    // Unmapping gigabytes takes a while.
-    drop(opened);
     Ok(())
 }
 
@@ -60,13 +57,12 @@ fn outcome<'a>(
     orders: &RingReader,
     update: &'a dyn WeightUpdate,
     receiver: &mut Option<Box<dyn ChunkReceiver + 'a>>,
-    opened: &mut Option<Checkpoint>,
 ) -> WeightAnswer {
     let is_superseded = || orders.has_news();
     let limit = |within| WaitLimit { deadline: Instant::now() + within, cancelled: &is_superseded };
     let running = "cannot copy a chunk: no transfer is open";
     match order {
-        WeightOrder::Prepare(files) => prepare(files, update, opened)?,
+        WeightOrder::Prepare(files) => prepare(files, update)?,
         WeightOrder::Receive { tensors, buffers } => {
             // The previous receiver must unmap its buffers first.
             *receiver = None;
@@ -93,12 +89,8 @@ fn outcome<'a>(
     Ok(None)
 }
 
-/// Packs a model. Leaves its mapped files in `opened`.
-fn prepare(
-    files: ModelFiles,
-    update: &dyn WeightUpdate,
-    opened: &mut Option<Checkpoint>,
-) -> Result<(), String> {
+/// Packs a model.
+fn prepare(files: ModelFiles, update: &dyn WeightUpdate) -> Result<(), String> {
     let path = PathBuf::from(OsString::from_vec(files.path));
     let checkpoint = Checkpoint::open(&path, files.format).map_err(|error| error.to_string())?;
     if checkpoint.files() != files.files {
@@ -107,10 +99,5 @@ fn prepare(
             "cannot use the weights of {path}: the files changed while they were read"
         ));
     }
-    let checkpoint = match files.keeps_pages {
-        true => checkpoint.keeping_pages(),
-        false => checkpoint,
-    };
-    let prepared = update.prepare(&path, opened.insert(checkpoint));
-    prepared.map_err(|error| error.to_string())
+    update.prepare(&path, &checkpoint).map_err(|error| error.to_string())
 }

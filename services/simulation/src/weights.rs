@@ -10,9 +10,9 @@ use kv_transfer::api::Epoch;
 use node::node_core::NodeCore;
 use simulation_base::Random;
 use weight_transfer::{
-    BeginError, CommitError, CoordinatorCall, NodeReply, Participant, ParticipantAction,
-    ParticipantInput, Phase, Plan, Proposal, Tensor, UpdateEnd, UpdateId, UpdateState,
-    WeightVersion, digest,
+    BeginError, ChunkDigest, CommitError, CoordinatorCall, NodeReply, Participant,
+    ParticipantAction, ParticipantInput, Phase, Plan, Proposal, Tensor, UpdateEnd, UpdateId,
+    UpdateState, WeightVersion,
 };
 
 use crate::{
@@ -48,7 +48,8 @@ impl Weights {
             bytes: bytes.len() as u64,
         };
         let plan = Plan::new(vec![tensor], 4).expect("the tensor is valid");
-        let digests: Vec<u128> = bytes.chunks(4).map(|chunk| digest([chunk])).collect();
+        let digests: Vec<u128> =
+            bytes.chunks(4).map(|chunk| ChunkDigest::default().update(chunk).finish()).collect();
         Self { version: WeightVersion::of_content(&plan, &digests), bytes }
     }
 }

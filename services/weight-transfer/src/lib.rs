@@ -33,4 +33,4 @@ pub use participant::{
     Running, UpdateEnd, UpdateId, UpdateReport, UpdateState,
 };
 pub use plan::{CHUNK_BYTES, Chunk, Piece, Plan, PlanError, Tensor};
-pub use version::{WeightVersion, digest};
+pub use version::{ChunkDigest, WeightVersion};

@@ -2,7 +2,7 @@
 
 use std::fmt;
 
-use xxhash_rust::xxh3::{Xxh3, xxh3_128};
+use xxhash_rust::xxh3::Xxh3;
 
 use crate::{Plan, Tensor};
 
@@ -54,16 +54,20 @@ impl fmt::Display for WeightVersion {
     }
 }
 
-/// Returns the digest of the bytes of a chunk, given as consecutive pieces.
-pub fn digest<'a>(pieces: impl IntoIterator<Item = &'a [u8]>) -> u128 {
-    let mut pieces = pieces.into_iter();
-    let (first, second) = (pieces.next().unwrap_or_default(), pieces.next());
-    let Some(second) = second else { return xxh3_128(first) };
-    let mut hash = Xxh3::new();
-    hash.update(first);
-    hash.update(second);
-    pieces.for_each(|piece| hash.update(piece));
-    hash.digest128()
+/// Digest of the bytes of a chunk, however they are divided into pieces.
+#[derive(Clone, Default)]
+pub struct ChunkDigest(Xxh3);
+
+impl ChunkDigest {
+    /// Adds the next bytes of the chunk.
+    pub fn update(&mut self, bytes: &[u8]) -> &mut Self {
+        self.0.update(bytes);
+        self
+    }
+
+    pub fn finish(&self) -> u128 {
+        self.0.digest128()
+    }
 }
 
 #[cfg(test)]
@@ -113,10 +117,15 @@ mod tests {
 
     #[test]
     fn digest_does_not_depend_on_the_cuts_of_a_chunk() {
-        let whole = digest([&b"abcdef"[..]]);
-        assert_eq!(digest([&b"abc"[..], b"def"]), whole);
-        assert_eq!(digest([&b"a"[..], b"", b"bcde", b"f"]), whole);
-        assert_ne!(digest([&b"abcdeg"[..]]), whole);
-        assert_eq!(digest([]), digest([&b""[..]]));
+        let digest = |pieces: &[&[u8]]| {
+            let mut digest = ChunkDigest::default();
+            pieces.iter().for_each(|piece| _ = digest.update(piece));
+            digest.finish()
+        };
+        let whole = digest(&[b"abcdef"]);
+        assert_eq!(digest(&[b"abc", b"def"]), whole);
+        assert_eq!(digest(&[b"a", b"", b"bcde", b"f"]), whole);
+        assert_ne!(digest(&[b"abcdeg"]), whole);
+        assert_eq!(digest(&[]), digest(&[b""]));
     }
 }

@@ -134,16 +134,19 @@ pub(crate) fn pack(
     pool.run(rows.div_ceil(PANEL), &|_, panel| {
         let first = panel * PANEL;
         let lanes = PANEL.min(rows - first);
+        let mut plain = vec![0.0_f32; cols * lanes];
+        source.read_values(first, &mut plain);
         // Pads with zeros to whole blocks and pairs.
-        let padded = cols.next_multiple_of(INPUTS_STEP);
-        let mut plain = vec![0.0_f32; padded * lanes];
-        for (lane, row) in plain.chunks_exact_mut(padded.max(1)).enumerate() {
-            source.read_row(first + lane, &mut row[..cols]);
-        }
+        let mut padded = vec![0.0; cols.next_multiple_of(INPUTS_STEP)];
         // SAFETY: every panel is packed by one task and panels do not overlap.
         let panel = unsafe { parts.slice(panel * panel_words, panel_words) };
-        for (lane, row) in plain.chunks_exact(padded.max(1)).enumerate() {
-            pack_row(format, lane, row, panel);
+        for (lane, row) in plain.chunks_exact(cols.max(1)).enumerate() {
+            if padded.len() == cols {
+                pack_row(format, lane, row, panel);
+            } else {
+                padded[..cols].copy_from_slice(row);
+                pack_row(format, lane, &padded, panel);
+            }
         }
     });
     CpuMatrix { format, rows, cols, words }

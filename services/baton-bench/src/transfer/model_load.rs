@@ -283,7 +283,8 @@ fn engine(
     let arena = KvArena::remote(kv.clone())?;
     let mut executor = CudaExecutor::start(model, kv, &arena, shape.limits)?;
     executor.set_polling(true);
-    let seeds = CacheSeeds { model_fingerprint: checkpoint.model_fingerprint(), weight_version: 0 };
+    let seeds =
+        CacheSeeds { model_fingerprint: checkpoint.model_fingerprint()?, weight_version: 0 };
     let scheduler = Scheduler::new(SchedulerConfig::new(shape.limits), seeds)?;
     Ok(StepLoop::new(scheduler, Box::new(executor)))
 }

@@ -281,7 +281,7 @@ impl Bench {
                 _ => on_cpu(args, &checkpoint, threads, weight_bytes, limits)?,
             };
         let seeds =
-            CacheSeeds { model_fingerprint: checkpoint.model_fingerprint(), weight_version: 0 };
+            CacheSeeds { model_fingerprint: checkpoint.model_fingerprint()?, weight_version: 0 };
         let scheduler = Scheduler::new(SchedulerConfig::new(limits), seeds)?;
         let load = started.elapsed();
         // A node does not measure the memory bandwidth when it starts.

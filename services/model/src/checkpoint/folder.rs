@@ -2,13 +2,14 @@
 
 use std::{
     collections::BTreeMap,
+    io::Read,
     path::{Path, PathBuf},
 };
 
-use kernels::mmap::MappedFile;
 use safetensors::{SafeTensorError, SafeTensors, tensor::Metadata};
 
 use super::{
+    file::CheckpointFile,
     io_error, read_json,
     stored::{Entry, Format, StoredWeights},
 };
@@ -17,7 +18,9 @@ use crate::{encoding::Encoding, error::ModelError};
 const SINGLE: &str = "model.safetensors";
 const INDEX: &str = "model.safetensors.index.json";
 /// Bytes of the header length, with which every safetensors file begins.
-const LENGTH_BYTES: usize = 8;
+const LENGTH_BYTES: u64 = 8;
+/// Maximum number of bytes of a header, as in crate safetensors.
+const HEADER_BYTES_MAX: u64 = 100_000_000;
 
 pub fn open(folder: &Path) -> Result<StoredWeights, ModelError> {
     let (single, index) = (folder.join(SINGLE), folder.join(INDEX));
@@ -68,24 +71,16 @@ fn add_shard(
     path: PathBuf,
     names: Option<Vec<String>>,
 ) -> Result<Option<String>, ModelError> {
-    let mapped = MappedFile::open(&path).map_err(io_error(&path, "map"))?;
-    let (header_bytes, metadata) =
-        SafeTensors::read_metadata(mapped.bytes()).map_err(|source| {
-            let truncated = match source {
-                SafeTensorError::MetadataIncompleteBuffer => first_truncated(&path, mapped.bytes()),
-                _ => None,
-            };
-            truncated.unwrap_or(ModelError::Safetensors { path: path.clone(), source })
-        })?;
-    let file = weights.add_file(path, mapped);
+    let file = CheckpointFile::open(&path)?;
+    let (data_offset, metadata) = read_header(&file)?;
+    let file = weights.add_file(file);
     for name in names.unwrap_or_else(|| metadata.offset_keys()) {
         let Some(info) = metadata.info(&name) else { return Ok(Some(name)) };
-        // `read_metadata` checked that the tensors cover the file exactly.
+        // `read_header` checked that the tensors cover the file exactly.
         let (begin, end) = info.data_offsets;
-        let data_offset = LENGTH_BYTES + header_bytes;
         let entry = Entry {
             file,
-            range: data_offset + begin..data_offset + end,
+            range: data_offset + begin as u64..data_offset + end as u64,
             dims: info.shape.iter().map(|&dim| dim as u64).collect(),
             encoding: Encoding::of_safetensors(info.dtype)
                 .ok_or_else(|| format!("{:?}", info.dtype)),
@@ -95,20 +90,50 @@ fn add_shard(
     Ok(None)
 }
 
+/// Returns the offset of the tensors' data in the file, and the tensors. They cover the rest of the file exactly.
+fn read_header(file: &CheckpointFile) -> Result<(u64, Metadata), ModelError> {
+    let path = file.path();
+    let invalid = |source| ModelError::Safetensors { path: path.into(), source };
+    let read = |bytes: u64| {
+        let mut prefix = Vec::new();
+        let read = file.reader().take(bytes).read_to_end(&mut prefix);
+        read.map_err(io_error(path, "read")).map(|_| prefix)
+    };
+    let mut header = read(LENGTH_BYTES)?;
+    let length = header.first_chunk().map_or(0, |length| u64::from_le_bytes(*length));
+    if length <= HEADER_BYTES_MAX {
+        header.append(&mut read(length)?);
+    }
+    // The crate checks the whole file, of which only the header is in memory: a valid header lacks its data.
+    match SafeTensors::read_metadata(&header) {
+        Ok(_) | Err(SafeTensorError::MetadataIncompleteBuffer) => {}
+        Err(source) => return Err(invalid(source)),
+    }
+    let metadata: Metadata = serde_json::from_slice(&header[LENGTH_BYTES as usize..])
+        .map_err(|source| invalid(SafeTensorError::InvalidHeaderDeserialization(source)))?;
+    let data_offset = header.len() as u64;
+    let data_bytes = file.bytes().saturating_sub(data_offset);
+    match metadata.data_len() as u64 == data_bytes {
+        true => Ok((data_offset, metadata)),
+        false => Err(first_truncated(file, data_offset, &metadata)
+            .unwrap_or_else(|| invalid(SafeTensorError::MetadataIncompleteBuffer))),
+    }
+}
+
 /// Returns an error for the first tensor that is not completely in the file.
-fn first_truncated(path: &Path, file: &[u8]) -> Option<ModelError> {
-    let (length, rest) = file.split_first_chunk::<LENGTH_BYTES>()?;
-    let header_bytes = usize::try_from(u64::from_le_bytes(*length)).ok()?;
-    let metadata: Metadata = serde_json::from_slice(rest.get(..header_bytes)?).ok()?;
-    let data_bytes = rest.len() - header_bytes;
+fn first_truncated(
+    file: &CheckpointFile,
+    data_offset: u64,
+    metadata: &Metadata,
+) -> Option<ModelError> {
     metadata.offset_keys().into_iter().find_map(|tensor| {
         let (begin, end) = metadata.info(&tensor)?.data_offsets;
-        (end > data_bytes).then(|| ModelError::TensorTruncated {
-            path: path.into(),
+        (data_offset + end as u64 > file.bytes()).then(|| ModelError::TensorTruncated {
+            path: file.path().into(),
             tensor,
-            offset: (LENGTH_BYTES + header_bytes + begin) as u64,
+            offset: data_offset + begin as u64,
             bytes: (end - begin) as u64,
-            file_bytes: file.len() as u64,
+            file_bytes: file.bytes(),
         })
     })
 }

@@ -3,10 +3,9 @@
 use std::path::Path;
 
 use gguf::{GgufError, Header, Split};
-use kernels::mmap::MappedFile;
 
 use super::{
-    io_error,
+    file::CheckpointFile,
     stored::{Entry, Format, ROPE_DIVISORS, StoredWeights},
 };
 use crate::{
@@ -40,15 +39,14 @@ pub fn open(path: &Path) -> Result<(ModelConfig, StoredWeights), ModelError> {
 
 /// Adds a file and its tensors.
 fn add_part(weights: &mut StoredWeights, path: &Path) -> Result<Header, ModelError> {
-    let mapped = MappedFile::open(path).map_err(io_error(path, "map"))?;
-    let header = Header::parse(mapped.bytes()).map_err(gguf_error(path))?;
-    let file = weights.add_file(path.into(), mapped);
+    let file = CheckpointFile::open(path)?;
+    let header = Header::read(path, file.reader(), file.bytes()).map_err(gguf_error(path))?;
+    let file = weights.add_file(file);
     for tensor in header.tensors() {
-        let begin = tensor.offset as usize;
         let entry = Entry {
             file,
             // The header was checked against this file.
-            range: begin..begin + tensor.bytes.unwrap_or(0) as usize,
+            range: tensor.offset..tensor.offset + tensor.bytes.unwrap_or(0),
             dims: tensor.dims.iter().rev().copied().collect(),
             encoding: Encoding::of_gguf(tensor.kind).ok_or_else(|| tensor.kind.to_string()),
         };

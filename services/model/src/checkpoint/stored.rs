@@ -1,13 +1,12 @@
-//! Weights in memory-mapped files of either format.
+//! Weights in files of either format.
 
 use std::{
     collections::{HashMap, HashSet},
     ops::Range,
-    path::{Path, PathBuf},
+    path::Path,
 };
 
-use kernels::mmap::{FileIdentity, MappedFile};
-
+use super::file::{CheckpointFile, FileIdentity, TensorBytes};
 use crate::{
     config::ModelConfig,
     encoding::Encoding,
@@ -30,13 +29,8 @@ pub enum Format {
 /// The files of a model and the directory of their tensors.
 pub struct StoredWeights {
     pub format: Format,
-    files: Vec<StoredFile>,
+    files: Vec<CheckpointFile>,
     tensors: HashMap<String, Entry>,
-}
-
-struct StoredFile {
-    path: PathBuf,
-    mapped: MappedFile,
 }
 
 /// Tensor of the directory.
@@ -44,7 +38,7 @@ pub struct Entry {
     /// Index of the file.
     pub file: usize,
     /// Bytes in the file; checked to be in the file.
-    pub range: Range<usize>,
+    pub range: Range<u64>,
     /// Dimensions, slowest first.
     pub dims: Vec<u64>,
     /// Encoding, or the name of an unsupported kind.
@@ -60,7 +54,7 @@ pub(crate) struct StoredTensor<'a> {
     /// Dimensions, slowest first.
     pub dims: Vec<u64>,
     pub encoding: Encoding,
-    pub bytes: &'a [u8],
+    pub bytes: TensorBytes<'a>,
     pub order: RowOrder,
 }
 
@@ -70,8 +64,8 @@ impl StoredWeights {
     }
 
     /// Adds a file and returns its index.
-    pub fn add_file(&mut self, path: PathBuf, mapped: MappedFile) -> usize {
-        self.files.push(StoredFile { path, mapped });
+    pub fn add_file(&mut self, file: CheckpointFile) -> usize {
+        self.files.push(file);
         self.files.len() - 1
     }
 
@@ -82,19 +76,17 @@ impl StoredWeights {
 
     /// Returns the identities of the files, in the order in which they were opened.
     pub fn files(&self) -> Vec<FileIdentity> {
-        self.files.iter().map(|file| file.mapped.identity()).collect()
+        self.files.iter().map(CheckpointFile::identity).collect()
     }
 
-    /// Fails if one of the files was written since it was opened.
+    /// Fails if a read of one of the files failed.
+    pub fn check_reads(&self) -> Result<(), ModelError> {
+        self.files.iter().try_for_each(CheckpointFile::check_reads)
+    }
+
+    /// Fails if a read of one of the files failed, or if one was written since it was opened.
     pub fn check_unchanged(&self) -> Result<(), ModelError> {
-        match self.files.iter().find(|file| !file.mapped.is_unchanged()) {
-            None => Ok(()),
-            Some(file) => Err(ModelError::Changed { path: file.path.clone() }),
-        }
-    }
-
-    pub fn forget_pages(&self) {
-        self.files.iter().for_each(|file| file.mapped.forget_pages());
+        self.files.iter().try_for_each(CheckpointFile::check_unchanged)
     }
 
     pub fn has(&self, tensor: &str) -> bool {
@@ -112,11 +104,11 @@ impl StoredWeights {
     /// embedding. Reads both if they are equal.
     pub fn output_is_embedding(&self) -> bool {
         let entry = |weight| self.tensors.get(&self.name_of(weight));
-        let bytes = |entry: &Entry| &self.files[entry.file].mapped.bytes()[entry.range.clone()];
+        let bytes = |entry: &Entry| TensorBytes::new(&self.files[entry.file], entry.range.clone());
         match (entry(Weight::Output), entry(Weight::Embedding)) {
             (Some(output), Some(embedding)) => {
                 (&output.dims, &output.encoding) == (&embedding.dims, &embedding.encoding)
-                    && bytes(output) == bytes(embedding)
+                    && bytes(output).equals(bytes(embedding))
             }
             _ => true,
         }
@@ -130,7 +122,7 @@ impl StoredWeights {
         let name = self.name_of(weight);
         if !self.has(&name) {
             // An opened model has at least one file; an empty index has none.
-            let path = self.files.first().map_or(Path::new(""), |file| &file.path);
+            let path = self.files.first().map_or(Path::new(""), CheckpointFile::path);
             let wanted = weight.shape(config).dims();
             return Err(ModelError::MissingTensor { path: path.into(), tensor: name, wanted });
         }
@@ -147,8 +139,8 @@ impl StoredWeights {
     /// Returns a tensor that the directory has.
     pub fn named(&self, name: String, order: RowOrder) -> Result<StoredTensor<'_>, ModelError> {
         let Entry { file, range, dims, encoding } = &self.tensors[&name];
-        let StoredFile { path, mapped } = &self.files[*file];
-        let offset = range.start as u64;
+        let file = &self.files[*file];
+        let (path, offset) = (file.path(), range.start);
         let encoding = match encoding {
             Ok(encoding) => *encoding,
             Err(found) => {
@@ -156,7 +148,7 @@ impl StoredWeights {
                     Format::Gguf => format!("one of {}", gguf::TensorKind::supported_names()),
                     Format::Safetensors => "F32, F16 or BF16".into(),
                 };
-                let (path, found) = (path.clone(), found.clone());
+                let (path, found) = (path.into(), found.clone());
                 return Err(ModelError::TensorKind {
                     path,
                     tensor: name,
@@ -166,7 +158,7 @@ impl StoredWeights {
                 });
             }
         };
-        let (bytes, dims) = (&mapped.bytes()[range.clone()], dims.clone());
+        let (bytes, dims) = (TensorBytes::new(file, range.clone()), dims.clone());
         Ok(StoredTensor { path, name, offset, dims, encoding, bytes, order })
     }
 
@@ -185,9 +177,9 @@ impl StoredWeights {
         match unknown.min_by_key(|(name, _)| *name) {
             None => Ok(()),
             Some((name, entry)) => Err(ModelError::UnknownTensor {
-                path: self.files[entry.file].path.clone(),
+                path: self.files[entry.file].path().into(),
                 tensor: name.clone(),
-                offset: entry.range.start as u64,
+                offset: entry.range.start,
                 architecture: config.architecture.name(),
             }),
         }
@@ -197,7 +189,9 @@ impl StoredWeights {
 impl StoredTensor<'_> {
     /// Decodes all elements; rejects non-finite ones.
     pub fn read_vector(&self, out: &mut [f32]) -> Result<(), ModelError> {
-        self.encoding.decode_row(self.bytes, out);
+        let mut bytes = vec![0; self.bytes.len()];
+        self.bytes.read(0, &mut bytes);
+        self.encoding.decode_row(&bytes, out);
         match out.iter().position(|value| !value.is_finite()) {
             None => Ok(()),
             Some(element) => Err(self.not_finite(element, out[element])),

@@ -9,7 +9,7 @@ use std::{
 };
 
 use ::engine::executor::WeightUpdate;
-use model::{Checkpoint, ModelConfig};
+use model::ModelConfig;
 use tokio::{
     sync::mpsc,
     task::{JoinHandle, JoinSet},
@@ -108,10 +108,10 @@ struct Actor {
 /// Version and files of weights; no files if a trainer sent the weights.
 type Obtained = (WeightVersion, Option<Arc<WeightFiles>>);
 
-/// Prepared weights, and the files that are still mapped.
+/// Prepared weights, and their files unless a trainer sent the weights.
 struct Prepared {
     version: WeightVersion,
-    files: Option<(WeightFiles, Checkpoint)>,
+    files: Option<WeightFiles>,
 }
 
 struct RunningUpdate {
@@ -269,12 +269,8 @@ impl Actor {
             Done::Input(input) => self.participant.handle(input),
             Done::Received { id, outcome } => {
                 let outcome = outcome.map(|Prepared { version, files }| {
-                    let source = files.map(|(source, checkpoint)| {
-                        self.unmap(checkpoint);
-                        Arc::new(source)
-                    });
                     if self.running.as_ref().is_some_and(|running| running.begin.id == id) {
-                        self.prepared = Some((version, source));
+                        self.prepared = Some((version, files.map(Arc::new)));
                     }
                     version
                 });
@@ -355,7 +351,7 @@ mod tests {
 
     use ::engine::executor::{CollectWaker, PrepareError};
     use cluster::Epoch;
-    use model::{Architecture, LoadFormat, RopeScaling};
+    use model::{Architecture, Checkpoint, LoadFormat, RopeScaling};
     use proto::{auth::ClusterSecret, v1};
 
     use super::*;
@@ -436,7 +432,7 @@ mod tests {
         let path = Path::new(env!("CARGO_MANIFEST_DIR"))
             .join("../model/tests/fixtures/tiny_llama3/config.json");
         let format = LoadFormat::Dummy { seed: 7 };
-        let fingerprint = Checkpoint::open(&path, format).unwrap().model_fingerprint();
+        let fingerprint = Checkpoint::open(&path, format).unwrap().model_fingerprint().unwrap();
         LoadedModel { path, format, fingerprint }
     }
 

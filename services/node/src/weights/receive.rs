@@ -10,13 +10,16 @@ use std::{
 use engine::executor::{PrepareError, WeightUpdate};
 use model::{Checkpoint, LoadFormat, ModelConfig, ModelError, StoredWeight};
 use tokio_util::sync::CancellationToken;
-use weight_transfer::{CHUNK_BYTES, Plan, PlanError, Tensor, WeightVersion, digest};
+use weight_transfer::{CHUNK_BYTES, ChunkDigest, Plan, PlanError, Tensor, WeightVersion};
 
 use super::{engine::ChangeError, standby::CANCELLED, trainer::address::TrainerError};
 use crate::{
     memory_limit::{self, HostBytes, MemoryShare},
     settings::SettingsError,
 };
+
+/// Bytes that a thread reads and hashes at a time, few enough for the CPU's cache.
+const READ_BYTES: usize = 256 << 10;
 
 /// Reason why new weights cannot be used. The weights in use are unchanged.
 #[derive(Debug, thiserror::Error)]
@@ -41,22 +44,16 @@ pub(super) enum ReceiveError {
     Cancelled,
 }
 
-/// Prepared weights.
-pub(super) struct Received {
-    pub version: WeightVersion,
-    /// The files, which are still mapped. Unmapping gigabytes takes a while, so the caller drops them beside the update.
-    pub checkpoint: Checkpoint,
-}
-
-/// Prepares the weights at `path` beside the weights in use, or in place after `release`. A second copy must fit into
-/// the node's `share` of host memory beside `host_bytes`. Blocks. Stops early once `cancelled` is cancelled.
+/// Prepares the weights at `path`, beside the weights in use or in place after `release`, and returns their version. A
+/// second copy must fit into the node's `share` of host memory beside `host_bytes`. Blocks. Stops early once `cancelled`
+/// is cancelled.
 pub(super) fn receive(
     path: &Path,
     (model, host_bytes, share): (&ModelConfig, HostBytes, Option<MemoryShare>),
     update: &dyn WeightUpdate,
     release: &dyn Fn() -> Result<(), ReceiveError>,
     cancelled: &CancellationToken,
-) -> Result<Received, ReceiveError> {
+) -> Result<WeightVersion, ReceiveError> {
     let check = || match cancelled.is_cancelled() {
         true => Err(ReceiveError::Cancelled),
         false => Ok(()),
@@ -71,11 +68,6 @@ pub(super) fn receive(
     if !update.is_in_place() {
         memory_limit::check_second_copy(share, host_bytes)?;
     }
-    // A copy in host memory takes the place of the pages.
-    let checkpoint = match host_bytes.weights {
-        0 => checkpoint.keeping_pages(),
-        _ => checkpoint,
-    };
     let weights = checkpoint.stored_weights()?;
     let plan = plan(&weights)?;
     if update.is_in_place() {
@@ -83,7 +75,7 @@ pub(super) fn receive(
         check()?;
     }
     let opened = began.elapsed();
-    // The digests read the same pages as the copy, so they are computed beside it.
+    // The digests read the same bytes as the copy, so they are computed beside it while the page cache has them.
     let stop = cancelled.child_token();
     let next = AtomicUsize::new(0);
     let mut packed = Duration::ZERO;
@@ -116,8 +108,7 @@ pub(super) fn receive(
         received_ms = began.elapsed().as_secs_f64() * 1e3,
         "read weights from files"
     );
-    drop(weights);
-    Ok(Received { version, checkpoint })
+    Ok(version)
 }
 
 /// Returns the number of threads that hash: one if the CPUs compute steps. On a GPU node, half of the CPUs upload the
@@ -137,14 +128,19 @@ fn digests(
     stop: &CancellationToken,
 ) -> Vec<(usize, u128)> {
     let mut digests = Vec::new();
+    let mut buffer = vec![0; READ_BYTES];
     while !stop.is_cancelled() {
         let index = next.fetch_add(1, Ordering::Relaxed);
         let Some(chunk) = plan.chunks().get(index) else { break };
-        let pieces = chunk.pieces.iter().map(|piece| {
-            let range = piece.range.start as usize..piece.range.end as usize;
-            &weights[piece.tensor].bytes[range]
-        });
-        digests.push((index, digest(pieces)));
+        let mut digest = ChunkDigest::default();
+        for piece in &chunk.pieces {
+            for begin in piece.range.clone().step_by(READ_BYTES) {
+                let bytes = (piece.range.end - begin).min(READ_BYTES as u64) as usize;
+                weights[piece.tensor].read(begin, &mut buffer[..bytes]);
+                digest.update(&buffer[..bytes]);
+            }
+        }
+        digests.push((index, digest.finish()));
     }
     digests
 }
@@ -154,7 +150,7 @@ fn plan(weights: &[StoredWeight<'_>]) -> Result<Plan, PlanError> {
         name: weight.name.clone(),
         dtype: weight.encoding.to_owned(),
         shape: weight.dims.clone(),
-        bytes: weight.bytes.len() as u64,
+        bytes: weight.bytes(),
     };
     Plan::new(weights.iter().map(tensor).collect(), CHUNK_BYTES)
 }
@@ -233,7 +229,7 @@ mod tests {
             )
         };
         assert!(outcome(false).is_ok());
-        let error = outcome(true).map(|received| received.version).unwrap_err().to_string();
+        let error = outcome(true).unwrap_err().to_string();
         assert!(error.contains("model.safetensors: the file changed"), "{error}");
     }
 }

@@ -8,12 +8,7 @@ use tokio::runtime;
 use tokio_util::sync::CancellationToken;
 use weight_transfer::WeightVersion;
 
-use super::{
-    copy::WeightFiles,
-    engine::change_weights,
-    receive::{Received, receive},
-    standby::CANCELLED,
-};
+use super::{copy::WeightFiles, engine::change_weights, receive::receive, standby::CANCELLED};
 use crate::{
     inbox::Inbox,
     memory_limit::{HostBytes, MemoryShare},
@@ -46,7 +41,8 @@ pub(super) fn restore(
         LostWeights::Loaded(loaded) => {
             let checkpoint = Checkpoint::open(&loaded.path, loaded.format);
             let checkpoint = checkpoint.map_err(|error| error.to_string())?;
-            if checkpoint.model_fingerprint() != loaded.fingerprint {
+            let fingerprint = checkpoint.model_fingerprint();
+            if fingerprint.map_err(|error| error.to_string())? != loaded.fingerprint {
                 let path = loaded.path.display();
                 return Err(format!("the model at {path} is not the one of the node's start"));
             }
@@ -58,7 +54,7 @@ pub(super) fn restore(
         LostWeights::Updated { version, label, source } => {
             let received =
                 receive(&source.path, (model, host_bytes, share), update, &|| Ok(()), cancelled);
-            let Received { version: found, .. } = received.map_err(|error| error.to_string())?;
+            let found = received.map_err(|error| error.to_string())?;
             if found != version {
                 let path = source.path.display();
                 return Err(format!("weight_version of {path} is {found}; expected {version}"));

@@ -209,7 +209,6 @@ impl WeightUpdate for RankedUpdate {
         let order = WeightOrder::Prepare(ModelFiles {
             path: path.as_os_str().as_encoded_bytes().to_vec(),
             format: checkpoint.load_format(),
-            keeps_pages: checkpoint.keeps_pages(),
             files: checkpoint.files(),
         });
         let limit = WaitLimit { deadline: Instant::now() + PREPARE_MAX, cancelled: &|| false };

@@ -1,7 +1,7 @@
 //! A node: the participant, and the weights that it serves and prepares.
 
 use weight_transfer::{
-    Participant, Plan, Tensor, UpdateId, UpdateReport, UpdateState, WeightVersion, digest,
+    ChunkDigest, Participant, Plan, Tensor, UpdateId, UpdateReport, UpdateState, WeightVersion,
 };
 
 /// The bytes of weights.
@@ -17,7 +17,8 @@ pub fn version_of(bytes: &Bytes) -> WeightVersion {
         bytes: bytes.len() as u64,
     };
     let plan = Plan::new(vec![tensor], 4).unwrap();
-    let digests: Vec<u128> = bytes.chunks(4).map(|chunk| digest([chunk])).collect();
+    let digests: Vec<u128> =
+        bytes.chunks(4).map(|chunk| ChunkDigest::default().update(chunk).finish()).collect();
     WeightVersion::of_content(&plan, &digests)
 }
 

@@ -7,7 +7,7 @@ use std::{
 };
 
 use ::engine::executor::WeightUpdate;
-use model::{Checkpoint, ModelConfig};
+use model::ModelConfig;
 use tokio::{runtime, sync::mpsc};
 use tokio_util::sync::CancellationToken;
 use weight_transfer::{ParticipantInput, UpdateEnd, UpdateId, UpdateState, WeightVersion};
@@ -21,7 +21,7 @@ use crate::{
         engine::{ChangeError, change_weights, lose_weights, release_weights},
         of_requests_in_flight,
         peers::PeerCredentials,
-        receive::{ReceiveError, Received, receive},
+        receive::{ReceiveError, receive},
         restore::{LostWeights, restore},
         standby::CANCELLED,
         trainer,
@@ -69,15 +69,6 @@ impl Actor {
                 standby.between_updates(leave).await;
             }
             Done::TrainerLeft
-        });
-    }
-
-    /// Unmaps files of weights that were prepared.
-    pub(super) fn unmap(&mut self, checkpoint: Checkpoint) {
-        self.work.spawn(async move {
-            // Dropping does not panic.
-            let _ = tokio::task::spawn_blocking(move || drop(checkpoint)).await;
-            Done::Quiet
         });
     }
 
@@ -136,14 +127,14 @@ impl Actor {
                 Err(reason) => return Done::Received { id, outcome: Err(reason) },
             };
             let prepare = move |update: &dyn WeightUpdate, cancelled: &CancellationToken| {
-                let Received { version, checkpoint } =
+                let version =
                     receive(&source.path, (&model, host_bytes, share), update, &release, cancelled)
                         .map_err(|error| error.to_string())?;
                 match expected.filter(|expected| *expected != version) {
                     Some(expected) => Err(format!(
                         "the copy has weight_version {version}; expected {expected}, the peer's version"
                     )),
-                    None => Ok(Prepared { version, files: Some((source, checkpoint)) }),
+                    None => Ok(Prepared { version, files: Some(source) }),
                 }
             };
             let outcome = standby.prepare(id, cancelled, prepare).await;

@@ -187,7 +187,7 @@ fn plan_hash(chunk_bytes: usize) -> String {
 }
 
 fn digest_of(bytes: &[u8]) -> u64 {
-    weight_transfer::digest([bytes]) as u64
+    weight_transfer::ChunkDigest::default().update(bytes).finish() as u64
 }
 
 /// Returns the digests that the trainer sends.
