@@ -32,7 +32,10 @@ use kv_transfer::{
 use ranks::RankGroup;
 use test_harness::KilledOnDrop;
 
-use super::{bench::require_gpus, tp::kv_group};
+use super::{
+    bench::{lacks, require_gpus},
+    tp::kv_group,
+};
 
 /// Time-out of every wait.
 pub const TIMEOUT: Duration = Duration::from_secs(60);
@@ -59,7 +62,7 @@ pub fn gpus() -> (usize, MutexGuard<'static, ()>) {
 }
 
 /// Returns the GPUs of sender and receiver: every pair that the transport supports, pairs of two
-/// GPUs last.
+/// GPUs last. Skips the running test if there is no pair.
 pub fn pairs(transport: TransferKind, gpus: usize) -> Vec<(usize, usize)> {
     let all = (0..gpus).flat_map(|from| (0..gpus).map(move |to| (from, to)));
     // NCCL rejects two ranks on one GPU.
@@ -67,9 +70,14 @@ pub fn pairs(transport: TransferKind, gpus: usize) -> Vec<(usize, usize)> {
     let mut pairs: Vec<_> = all.filter(works).collect();
     pairs.sort_by_key(|(from, to)| from != to);
     if pairs.is_empty() {
-        eprintln!("skipped: {transport} needs two GPUs");
+        lacks(2, &format!("{transport} needs 2 GPUs, found {gpus}"));
     }
     pairs
+}
+
+/// Returns the last of these [`pairs`].
+pub fn last_pair(transport: TransferKind, gpus: usize) -> (usize, usize) {
+    pairs(transport, gpus).pop().expect("a test without a pair is skipped")
 }
 
 pub fn pattern(block: BlockId, block_bytes: usize) -> Vec<u8> {
