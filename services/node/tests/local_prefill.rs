@@ -2,7 +2,10 @@
 
 mod common;
 
-use std::time::{Duration, Instant, SystemTime};
+use std::{
+    path::Path,
+    time::{Duration, Instant, SystemTime},
+};
 
 use bytes::Bytes;
 use common::*;
@@ -17,7 +20,7 @@ use node::Role;
 use proto::{
     auth::{CallSigner, ClusterSecret, OBSERVE, TOKEN_KEY},
     ids::Epoch,
-    v1::{self, FailureKind, FinishReason, node_client::NodeClient},
+    v1::{self, FailureKind, FinishReason, node_client::NodeClient, weights_client::WeightsClient},
 };
 use serde_json::Value;
 use test_harness::assert_median;
@@ -563,7 +566,9 @@ async fn stranger_learns_and_changes_nothing() {
     let secret = ClusterSecret::new("the secret of another cluster").unwrap();
     let other = CallSigner::new(&secret).unwrap();
     let mut stranger = NodeClient::new(channel.clone());
+    let mut stranger_weights = WeightsClient::new(channel.clone());
     let mut impostor = NodeClient::with_interceptor(channel.clone(), other.to(own));
+    let mut impostor_weights = WeightsClient::with_interceptor(channel.clone(), other.to(own));
     let node_epoch = side.peer.epoch.clone();
     let drain = v1::SetDrainingRequest { node_epoch: node_epoch.clone(), draining: true };
     let reset = v1::ResetPrefixCacheRequest { node_epoch: node_epoch.clone() };
@@ -573,19 +578,39 @@ async fn stranger_learns_and_changes_nothing() {
     let peer = v1::Peer { control_endpoint, ..side.peer.clone() };
     let attempt = side.addressed(&attempt(&dummy_prompt(20, 1), 5));
     let decode = v1::DecodeRequest { attempt: Some(attempt), prefill: Some(peer.clone()) };
-    let meet = v1::MeetRequest { node_epoch, peers: vec![peer] };
+    let meet = v1::MeetRequest { node_epoch: node_epoch.clone(), peers: vec![peer] };
     let prefill = v1::PrefillRequest::default();
+    let pause = v1::PauseWeightsRequest { node_epoch, ..Default::default() };
+
+    // The calls that node.proto and weights.proto declare.
+    let protos = ["node", "weights"].map(|name| {
+        let file = format!("../../proto/baton/v1/{name}.proto");
+        std::fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join(file)).unwrap()
+    });
+    let calls = protos.iter().flat_map(|proto| proto.lines());
+    let calls = calls.filter(|line| line.trim_start().starts_with("rpc ")).count();
 
     macro_rules! rejected {
-        ($client:ident, $words:literal) => {
-            for answer in [
+        ($client:ident, $weights:ident, $words:literal) => {
+            let answers = [
                 $client.observe(v1::ObserveRequest {}).await.err(),
                 $client.prefill(prefill.clone()).await.err(),
                 $client.decode(decode.clone()).await.err(),
                 $client.meet(meet.clone()).await.err(),
                 $client.set_draining(drain.clone()).await.err(),
                 $client.reset_prefix_cache(reset.clone()).await.err(),
-            ] {
+                $client.trace(v1::TraceRequest::default()).await.err(),
+                $weights.begin(v1::BeginWeightsRequest::default()).await.err(),
+                $weights.commit(v1::CommitWeightsRequest::default()).await.err(),
+                $weights.abort(v1::AbortWeightsRequest::default()).await.err(),
+                $weights.status(v1::WeightsStatusRequest::default()).await.err(),
+                $weights.pause(pause.clone()).await.err(),
+                $weights.resume(v1::ResumeWeightsRequest::default()).await.err(),
+                $weights.pull(v1::PullWeightsRequest::default()).await.err(),
+            ];
+            // Every call of the node's services.
+            assert_eq!(answers.len(), calls);
+            for answer in answers {
                 let status = answer.expect("the call is rejected");
                 assert_eq!(status.code(), Code::Unauthenticated, "{status}");
                 assert!(status.message().contains($words), "{status}");
@@ -594,8 +619,8 @@ async fn stranger_learns_and_changes_nothing() {
             }
         };
     }
-    rejected!(stranger, "no token");
-    rejected!(impostor, "another cluster.secret");
+    rejected!(stranger, stranger_weights, "no token");
+    rejected!(impostor, impostor_weights, "another cluster.secret");
 
     // Tokens of a router: for another process, expired, malformed, and sent twice.
     let signed = |token: &[u8]| NodeClient::with_interceptor(channel.clone(), with_token(token));
@@ -624,8 +649,8 @@ async fn stranger_learns_and_changes_nothing() {
 
     let metrics = node.telemetry.metrics().render_prometheus();
     for (reason, count) in [
-        ("missing", 6),
-        ("secret", 6),
+        ("missing", calls),
+        ("secret", calls),
         ("other_node", 1),
         ("expired", 1),
         ("malformed", 1),
