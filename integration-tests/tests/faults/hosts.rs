@@ -18,9 +18,6 @@ use crate::network::{Drops, address, namespace_of, set_drops};
 pub const ROUTER: usize = 6;
 pub const ETCD: usize = 7;
 
-/// Two cores prefill the prompts of all streams in tens of seconds, so the router would refuse some at its default of
-/// 30 s.
-pub const WAITING_TIMEOUT: &str = "120s";
 const READY_WITHIN: Duration = Duration::from_secs(90);
 
 pub struct HostCluster {
@@ -54,7 +51,6 @@ impl HostCluster {
                 ("BATON_CLUSTER_SECRET", SECRET.to_owned()),
                 ("BATON_CLUSTER_ETCD", etcd.url()),
                 ("BATON_CLUSTER_ETCD_TTL", "5s".to_owned()),
-                ("BATON_ROUTER_WAITING_TIMEOUT", WAITING_TIMEOUT.to_owned()),
             ];
             let settings = common.iter().chain(own);
             let settings: BTreeMap<String, String> =

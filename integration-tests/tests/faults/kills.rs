@@ -8,10 +8,7 @@ use std::{
 use anyhow::{Result, ensure};
 use integration_tests::cluster::{Cluster, ClusterSpec};
 
-use crate::{
-    hosts::WAITING_TIMEOUT,
-    load::{Reference, Report},
-};
+use crate::load::{Reference, Report};
 
 const KILLS: usize = 20;
 /// Tokens of all streams before a kill, fewer than one answer has.
@@ -29,10 +26,7 @@ pub async fn hundred_streams_while_a_decode_node_is_killed_twenty_times() -> Res
 
 /// Runs this many streams on two pairs and kills one decode node, twenty times.
 async fn decode_node_killed(streams: usize) -> Result<()> {
-    let spec = ClusterSpec::smollm2()
-        .nodes(2, 2)
-        .set("BATON_NODE_KV_MEMORY", "768MiB")
-        .set("BATON_ROUTER_WAITING_TIMEOUT", WAITING_TIMEOUT);
+    let spec = ClusterSpec::smollm2().nodes(2, 2).set("BATON_NODE_KV_MEMORY", "768MiB");
     let (mut cluster, client) = Cluster::start_with_client(spec).await?;
     let reference = Reference::new();
     Report::print_head();
@@ -52,7 +46,7 @@ async fn decode_node_killed(streams: usize) -> Result<()> {
         cluster.wait_nodes(2, 2).await?;
     }
     all.print(&format!("D killed {KILLS} times"));
-    ensure!(all.failures.is_empty(), "{:#?}", all.failures);
+    all.ensure_whole()?;
     cluster.stop()
 }
 
@@ -66,10 +60,7 @@ pub async fn only_decode_node_killed_five_times() -> Result<()> {
 
 /// Runs this many clients on 1P1D, and kills and restarts the decode node this many times.
 async fn only_decode_node_killed(clients: usize, kills: usize) -> Result<()> {
-    let spec = ClusterSpec::smollm2()
-        .nodes(1, 1)
-        .set("BATON_NODE_KV_MEMORY", "768MiB")
-        .set("BATON_ROUTER_WAITING_TIMEOUT", WAITING_TIMEOUT);
+    let spec = ClusterSpec::smollm2().nodes(1, 1).set("BATON_NODE_KV_MEMORY", "768MiB");
     let (mut cluster, client) = Cluster::start_with_client(spec).await?;
     let reference = Arc::new(Reference::new());
     let mut all = Report::default();
@@ -89,7 +80,7 @@ async fn only_decode_node_killed(clients: usize, kills: usize) -> Result<()> {
     Report::print_head();
     all.print(&format!("1P1D: D killed {kills} times"));
     ensure!(all.streams >= clients * kills, "only {} requests", all.streams);
-    ensure!(all.failures.is_empty(), "{:#?}", all.failures);
+    all.ensure_whole()?;
     cluster.stop()
 }
 
@@ -105,8 +96,7 @@ pub async fn nodes_killed_every_few_seconds() -> Result<()> {
     let spec = ClusterSpec::smollm2()
         .nodes(2, 2)
         .set("BATON_NODE_KV_MEMORY", "512MiB")
-        .set("BATON_ROUTER_TIMEOUT", "120s")
-        .set("BATON_ROUTER_WAITING_TIMEOUT", WAITING_TIMEOUT);
+        .set("BATON_ROUTER_TIMEOUT", "120s");
     let (mut cluster, client) = Cluster::start_with_client(spec).await?;
     let reference = Arc::new(Reference::new());
     let seconds = std::env::var(SECONDS).map_or(SECONDS_DEFAULT, |seconds| {
@@ -134,7 +124,7 @@ pub async fn nodes_killed_every_few_seconds() -> Result<()> {
     }
     Report::print_head();
     all.print(&format!("{kills} kills of nodes in {seconds} s"));
-    ensure!(all.failures.is_empty(), "{:#?}", all.failures);
+    all.ensure_whole()?;
     ensure!(
         kills >= KILLS_MIN,
         "only {kills} kills of nodes; expected at least {KILLS_MIN}, so set {SECONDS} above {seconds}"

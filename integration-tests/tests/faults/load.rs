@@ -34,6 +34,8 @@ struct Streamed {
     /// The error of a failed stream, or what differs.
     failure: Option<String>,
     is_different: bool,
+    /// The router refused the request before it began, because it could not start within `router.waiting_timeout`.
+    is_refused: bool,
     first: Duration,
     /// Longest time between two events.
     pause: Duration,
@@ -45,6 +47,7 @@ pub struct Report {
     pub streams: usize,
     pub failed: usize,
     pub different: usize,
+    pub refused: usize,
     pub failures: Vec<String>,
     pub pauses: Vec<Duration>,
     pub firsts: Vec<Duration>,
@@ -111,10 +114,12 @@ impl Reference {
         let mut streamed = Streamed {
             failure: None,
             is_different: false,
+            is_refused: false,
             first: Duration::ZERO,
             pause: Duration::ZERO,
         };
         match read(client, &body, &mut streamed, &self.tokens).await {
+            _ if streamed.is_refused => {}
             Ok(tokens) if tokens == run.output_ids => {}
             Ok(tokens) => {
                 streamed.is_different = true;
@@ -132,7 +137,14 @@ async fn read(
     streamed: &mut Streamed,
     read: &AtomicUsize,
 ) -> Result<Vec<u32>> {
-    let mut stream = client.stream("/v1/completions", body).await?;
+    let mut stream = match client.try_stream("/v1/completions", body, &[]).await? {
+        Ok(stream) => stream,
+        Err(answer) => {
+            streamed.is_refused =
+                answer.status == 503 && answer.json()["error"]["code"] == "overloaded";
+            anyhow::bail!("{}: {}", answer.status, String::from_utf8_lossy(&answer.body));
+        }
+    };
     let (mut tokens, mut last) = (Vec::new(), None);
     while let Some(event) = stream.next().await? {
         if event.is_done() {
@@ -160,6 +172,10 @@ impl Report {
         self.different += usize::from(streamed.is_different);
         self.failed += usize::from(streamed.failure.is_some() && !streamed.is_different);
         self.failures.extend(streamed.failure);
+        if streamed.is_refused {
+            self.refused += 1;
+            return;
+        }
         self.pauses.push(streamed.pause);
         self.firsts.push(streamed.first);
     }
@@ -168,18 +184,27 @@ impl Report {
         self.streams += other.streams;
         self.failed += other.failed;
         self.different += other.different;
+        self.refused += other.refused;
         self.failures.extend(other.failures);
         self.pauses.extend(other.pauses);
         self.firsts.extend(other.firsts);
     }
 
-    /// Prints a row of the table: failed, different, and the pauses and times to first token in seconds.
+    /// Fails if an answer that began failed or differs, or if a quarter of the requests were refused: such a run tests too
+    /// little.
+    pub fn ensure_whole(&self) -> Result<()> {
+        ensure!(self.failures.is_empty(), "{:#?}", self.failures);
+        ensure!(4 * self.refused < self.streams, "{} of {} refused", self.refused, self.streams);
+        Ok(())
+    }
+
+    /// Prints a row of the table: failed, different, refused, and the pauses and times to first token in seconds.
     pub fn print(&self, case: &str) {
         let [p50, p99, max] = percentiles(&self.pauses);
         let [first_p50, _, first_max] = percentiles(&self.firsts);
         println!(
-            "| {case} | {} | {} | {} | {p50:.2} | {p99:.2} | {max:.2} | {first_p50:.2} | {first_max:.2} |",
-            self.streams, self.failed, self.different
+            "| {case} | {} | {} | {} | {} | {p50:.2} | {p99:.2} | {max:.2} | {first_p50:.2} | {first_max:.2} |",
+            self.streams, self.failed, self.different, self.refused
         );
         for failure in self.failures.iter().take(3) {
             println!("  {failure}");
@@ -189,9 +214,9 @@ impl Report {
     /// Prints the head of the table.
     pub fn print_head() {
         println!(
-            "| fault | streams | failed | different | pause p50 (s) | p99 (s) | longest (s) | TTFT p50 (s) | longest (s) |"
+            "| fault | streams | failed | different | refused | pause p50 (s) | p99 (s) | longest (s) | TTFT p50 (s) | longest (s) |"
         );
-        println!("| --- | --- | --- | --- | --- | --- | --- | --- | --- |");
+        println!("| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |");
     }
 }
 

@@ -24,7 +24,9 @@ fn main() -> ExitCode {
     tests.extend(test_harness::multi_thread_tests![
         kills::requests_finish_when_the_only_decode_node_is_back,
         resources::full_disk_of_the_log_disturbs_no_request,
+        resources::full_disk_of_the_log_of_a_node_disturbs_no_request,
         resources::limit_of_open_files_rejects_connections_and_recovers,
+        resources::limit_of_open_files_of_a_node_disturbs_no_request_in_flight,
         resources::node_whose_disk_tier_is_read_only_serves_without_it,
     ]);
     let wanted = std::env::var(LONG).unwrap_or_default();
