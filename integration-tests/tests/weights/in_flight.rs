@@ -9,7 +9,7 @@ use std::{
 use anyhow::{Context, Result, ensure};
 use futures_util::future::join_all;
 use integration_tests::{
-    client::{Client, greedy_body, salted_body},
+    client::{Client, Event, greedy_body, salted_body},
     cluster::{Cluster, ClusterSpec, smollm2},
     golden::{longest, run_named},
 };
@@ -130,7 +130,7 @@ async fn paused_nodes_serve_nothing_until_they_resume() -> Result<()> {
     let (paused_for, (_, took)) = tokio::try_join!(resume, request)?;
     assert!(took >= Duration::from_millis(500) && paused_for <= took, "{took:?}");
     events.extend(stream.all().await?);
-    let tokens: Vec<u32> = events.iter().flat_map(|event| event.token_ids()).collect();
+    let tokens: Vec<u32> = events.iter().flat_map(Event::token_ids).collect();
     assert_eq!(tokens, expected, "the stream continues where it stopped");
     wait_field(&cluster, "pause", &Value::Null).await?;
     assert_eq!(ready().await?, (200, 200));
@@ -151,6 +151,35 @@ async fn paused_nodes_serve_nothing_until_they_resume() -> Result<()> {
         assert!(answer.status == 400 && text.contains(words), "{text}");
     }
     cluster.stop()
+}
+
+#[tokio::test]
+async fn pause_with_abort_ends_running_requests_and_later_requests_are_served() -> Result<()> {
+    let spec = name_model(ClusterSpec::smollm2().nodes(0, 1));
+    let (cluster, client) = Cluster::start_with_client(spec).await?;
+    let admin = admin(&cluster);
+    let prompt = run_named("code").prompt_ids.clone();
+    let expected = client.greedy(&prompt, STREAMED).await?;
+    let mut stream = client.stream("/v1/completions", &greedy_body(&prompt, STREAMED)).await?;
+    let mut events = vec![stream.next().await?.context("the first token")?];
+    let paused = admin.post("/v1/weights/pause?mode=abort&timeout_s=45", &json!({})).await?;
+    assert_eq!(paused.status, 200, "{}", String::from_utf8_lossy(&paused.body));
+    events.extend(stream.all().await?);
+    assert_eq!(finish_reason(&events), "abort");
+    let tokens: Vec<u32> = events.iter().flat_map(Event::token_ids).collect();
+    assert!(!tokens.is_empty() && tokens.len() < STREAMED, "{tokens:?}");
+    assert_eq!(tokens, expected[..tokens.len()]);
+    wait_field(&cluster, "pause", &json!("paused")).await?;
+    admin.post("/v1/weights/resume", &json!({})).await?;
+    assert_eq!(client.greedy(&prompt, STREAMED).await?, expected);
+    cluster.stop()
+}
+
+/// Returns the last finish reason of a stream.
+fn finish_reason(events: &[Event]) -> Value {
+    let events = events.iter().filter(|event| !event.is_done());
+    let mut reasons = events.map(|event| event.json()["choices"][0]["finish_reason"].clone());
+    reasons.rfind(|reason| !reason.is_null()).unwrap_or_default()
 }
 
 /// Commits a prepared update while a stream runs. Returns the tokens of the stream, the weight version of each, and the
@@ -180,9 +209,7 @@ async fn stream_over_update(
     let report = wait_phase(&admin, "committed").await?;
     wait_version(cluster, &report["update"]["weight_version"]).await?;
     let (tokens, versions) = labelled_tokens(&events);
-    let reasons = events.iter().filter(|event| !event.is_done());
-    let mut reasons = reasons.map(|event| event.json()["choices"][0]["finish_reason"].clone());
-    let finish = reasons.rfind(|reason| !reason.is_null()).unwrap_or_default();
+    let finish = finish_reason(&events);
     ensure!(tokens.len() == versions.len(), "{tokens:?} {versions:?}");
     Ok((tokens, versions, finish))
 }
