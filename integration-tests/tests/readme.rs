@@ -1,6 +1,7 @@
 //! The commands, requests and links of README.md and docs/ work as written, except for addresses.
 
 use std::{
+    collections::BTreeSet,
     net::TcpListener,
     os::unix::process::CommandExt,
     path::{Path, PathBuf},
@@ -382,36 +383,83 @@ fn readme_is_short() {
     assert!(lines <= 150, "README.md has {lines} lines; expected at most 150");
 }
 
-/// Returns the sources that contain tests.
-fn test_sources() -> String {
+/// Returns the sources that contain tests, by file.
+fn test_sources() -> Vec<String> {
     let mut folders = vec![root().join("integration-tests"), root().join("services")];
     folders.push(root().join("kernels"));
-    let mut sources = String::new();
+    let mut sources = Vec::new();
     while let Some(folder) = folders.pop() {
         for entry in std::fs::read_dir(&folder).expect("a readable folder") {
             let path = entry.expect("a readable folder").path();
             if path.is_dir() {
                 folders.push(path);
             } else if path.extension().is_some_and(|extension| extension == "rs") {
-                sources.push_str(&std::fs::read_to_string(path).expect("a readable file"));
+                sources.push(std::fs::read_to_string(path).expect("a readable file"));
             }
         }
     }
     sources
 }
 
+/// Returns the names of the tests that a source gives to a harness: functions with a test attribute that are not ignored,
+/// and functions in the lists of crate `test-harness`.
+fn tests_of(source: &str) -> BTreeSet<String> {
+    let mut tests = BTreeSet::new();
+    for list in source.split("tests![").skip(1) {
+        let list = list.split(']').next().unwrap_or_default();
+        let names = list.split(',').filter_map(|path| path.trim().rsplit("::").next());
+        tests.extend(names.map(str::to_owned));
+    }
+    let (mut is_test, mut is_ignored) = (false, false);
+    for line in source.lines().map(str::trim_start) {
+        is_test |= line.starts_with("#[test]") || line.starts_with("#[tokio::test");
+        is_ignored |= line.starts_with("#[ignore");
+        let function = line.trim_start_matches("async ").strip_prefix("fn ");
+        if let Some((name, _)) = function.and_then(|function| function.split_once('(')) {
+            if is_test && !is_ignored {
+                tests.insert(name.to_owned());
+            }
+            (is_test, is_ignored) = (false, false);
+        }
+    }
+    tests
+}
+
 #[test]
-fn failure_contract_names_existing_tests() {
+fn comments_helpers_and_ignored_functions_are_no_tests() {
+    let source = "
+        // fn commented() {}
+        #[tokio::test(flavor = \"multi_thread\")]
+        async fn asynchronous() {}
+        fn helper() {}
+        #[test]
+        #[should_panic]
+        fn panics() {}
+        #[test]
+        #[ignore = \"a child process\"]
+        fn child() {}
+        fn main() { test_harness::tests![module::listed, other] }";
+    let expected = ["asynchronous", "listed", "other", "panics"].map(str::to_owned);
+    assert_eq!(tests_of(source), BTreeSet::from(expected));
+}
+
+#[test]
+fn pages_name_tests_that_run() {
     let sources = test_sources();
-    let contract = page("docs/failure-contract.md");
-    let rows: Vec<&str> = contract.lines().filter(|line| line.starts_with("| ")).skip(2).collect();
-    assert!(rows.len() > 10, "{rows:?}");
-    for row in rows {
-        let cells: Vec<&str> = row.split(" | ").collect();
-        let tests = code_spans(cells.last().expect("a row has cells"));
-        assert!(!tests.is_empty(), "no test in {row}");
-        for test in tests {
-            assert!(sources.contains(&format!("fn {test}(")), "there is no test {test}");
+    let tests: BTreeSet<String> = sources.iter().flat_map(|source| tests_of(source)).collect();
+    for (name, rows_min) in [("docs/failure-contract.md", 25), ("docs/reported-failures.md", 25)] {
+        let page = page(name);
+        let is_head = |cell: &str| matches!(cell, "tests" | "---");
+        let rows = page.lines().filter_map(|line| line.strip_prefix("| ")?.strip_suffix(" |"));
+        let last_cells = rows.filter_map(|row| Some((row, row.rsplit_once(" | ")?.1)));
+        let rows: Vec<_> = last_cells.filter(|(_, cell)| !is_head(cell)).collect();
+        assert!(rows.len() >= rows_min, "{name}: {rows:?}");
+        for (row, cell) in rows {
+            let named = code_spans(cell);
+            assert!(!named.is_empty(), "{name}: no test in {row}");
+            for test in named {
+                assert!(tests.contains(&test), "{name}: no test {test} runs");
+            }
         }
     }
 }
