@@ -5,7 +5,7 @@ use std::{ffi::c_void, num::NonZeroUsize, sync::Arc};
 use super::{
     context::{Compute, Context, Event, Stream},
     error::CudaError,
-    ffi,
+    ffi::{self, dtype_code},
     library::KernelLibrary,
     memory::{ALIGNMENT, DeviceMemory, Pinned, Range},
     step::CudaStep,
@@ -319,12 +319,5 @@ impl Decode {
         // SAFETY: the step's arrays and KV blocks were allocated for its rows; the caller has checked the
         // sizes of queries and output; the workspace fits the largest shape and belongs to this stream.
         unsafe { launch!(library, stream, baton_decode_attention(&args)) }
-    }
-}
-
-pub(super) fn dtype_code(dtype: Dtype) -> i32 {
-    match dtype {
-        Dtype::F32 => 0,
-        Dtype::Bf16 => 1,
     }
 }

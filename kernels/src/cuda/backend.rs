@@ -12,18 +12,17 @@ use std::{
 };
 
 use super::{
-    attention::{Attention, AttentionKind, dtype_code},
+    attention::{Attention, AttentionKind},
     buffer::{CudaBuffer, CudaMatrix, CudaVector, row_stride},
     collective::{AllReduceNorm, AllReduceShape, Group},
     context::{Compute, Context, Stream},
     driver::Driver,
     error::CudaError,
-    ffi,
+    ffi::{self, dtype_code},
     gemm::{Gemm, GemmShape, WORKSPACE_BYTES},
     graph::Graph,
     library::KernelLibrary,
     memory::{DeviceMemory, Range},
-    packer::CudaPacker,
     skinny::Skinny,
     step::CudaStep,
     tune::{Tuned, Tuning},
@@ -174,13 +173,6 @@ impl CudaBackend {
     pub fn finish_loading(&self) -> Result<(), CudaError> {
         self.check()?;
         self.uploads().take().map_or(Ok(()), |mut uploads| uploads.finish())
-    }
-
-    /// Enqueues a copy of packed weights over the weights in use, after the work enqueued so far. The addresses of the
-    /// weights stay, so captured graphs stay valid.
-    pub fn replace_weights(&self, packer: &CudaPacker) -> Result<(), CudaError> {
-        let (to, from) = (self.weights.everything(), packer.everything());
-        to.copy(0, &from, 0, from.bytes(), &self.compute)
     }
 
     pub(super) fn weights_memory(&self) -> &DeviceMemory {

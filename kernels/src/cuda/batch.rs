@@ -22,6 +22,7 @@ use sizes::{Sizes, input_words, lay_out, plan_words};
 
 use super::{
     backend::CudaBackend,
+    batch_memory::{BatchLimits, BatchMemory},
     buffer::CudaBuffer,
     context::{DeviceToHost, Event, HostToDevice, Role, Stream},
     error::CudaError,
@@ -32,41 +33,9 @@ use super::{
     plan::{self, Admission, Extension, KnownDrafts, StepRows},
     sample::{self, Sampler},
     step::CudaStep,
-    testing::Delays,
+    stream_delays::Delays,
 };
-use crate::{layout::KvLayout, sampling::TokenMask};
-
-/// Capacity of a batch.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct BatchLimits {
-    pub slots: u32,
-    /// Tokens of the longest sequence, including those that a step in flight adds.
-    pub sequence_tokens: u32,
-    /// Maximum token rows of one step.
-    pub rows: u32,
-    pub samples: u32,
-    /// Maximum stop tokens of one slot.
-    pub stops: u32,
-    pub vocabulary: u32,
-    /// Maximum number of steps in flight.
-    pub depth: u32,
-}
-
-/// GPU memory of the batch. The addresses in `pool`, `step` and `kv` point into the other fields' memory.
-#[derive(Debug)]
-pub(super) struct BatchMemory {
-    pub kv: ffi::Kv,
-    pub pool: ffi::Pool,
-    pub step: ffi::Step,
-    blocks: Arc<DeviceKv>,
-    _ranges: Vec<Range>,
-}
-
-impl BatchMemory {
-    pub fn kv_layout(&self) -> KvLayout {
-        self.blocks.layout()
-    }
-}
+use crate::sampling::TokenMask;
 
 /// Input of a step.
 #[derive(Clone, Copy, Debug)]

@@ -2,7 +2,7 @@
 
 use std::cell::Cell;
 
-use super::{memory::Range, skinny::Pending};
+use super::{ffi::Address, memory::Range};
 use crate::layout::Dtype;
 
 /// A weight matrix `[rows][cols]`, row-major and contiguous.
@@ -30,7 +30,20 @@ pub struct CudaBuffer {
     pub(super) stride: usize,
     pub(super) dtype: Dtype,
     /// The deferred norm of the rows, if any.
-    pub(super) pending: Cell<Option<Pending>>,
+    pub(super) pending: Cell<Option<DeferredNorm>>,
+}
+
+/// A deferred RMS norm: each row of a buffer is still to be divided by the root of the mean of its
+/// squares plus `eps`.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(super) struct DeferredNorm {
+    /// Number of partial sums of squares per row.
+    pub count: usize,
+    pub eps: f32,
+    /// Address of the rows before the norm.
+    pub residual: Address,
+    /// Address of the norm's weight. The rows are already multiplied by this weight.
+    pub norm: Address,
 }
 
 /// Returns the elements from one row to the next: rows are aligned for 16-byte loads.

@@ -20,11 +20,10 @@ use std::{
 };
 
 use super::{
-    attention::dtype_code,
     context::{Compute, Context, HostToDevice, Stream},
     error::CudaError,
-    ffi,
-    ipc::{Part, take},
+    export::{IpcRange, take},
+    ffi::{self, dtype_code},
     library::KernelLibrary,
     memory::{DeviceMemory, Pinned, Range},
 };
@@ -42,11 +41,11 @@ pub struct GroupHandle {
     rank: u32,
     ranks: u32,
     arena_bytes: u64,
-    memory: Part,
+    memory: IpcRange,
 }
 
 impl GroupHandle {
-    pub const BYTES: usize = MAGIC.len() + 2 * 4 + 8 + Part::BYTES;
+    pub const BYTES: usize = MAGIC.len() + 2 * 4 + 8 + IpcRange::BYTES;
 
     pub fn to_bytes(&self) -> [u8; Self::BYTES] {
         let fields: [&[u8]; 5] = [
@@ -68,7 +67,7 @@ impl GroupHandle {
             rank: u32::from_le_bytes(take(&mut bytes)?),
             ranks: u32::from_le_bytes(take(&mut bytes)?),
             arena_bytes: u64::from_le_bytes(take(&mut bytes)?),
-            memory: Part::take(&mut bytes)?,
+            memory: IpcRange::take(&mut bytes)?,
         };
         bytes.is_empty().then_some(handle)
     }
@@ -120,7 +119,7 @@ impl GroupArena {
             rank: rank as u32,
             ranks: ranks as u32,
             arena_bytes: bytes as u64,
-            memory: Part::of(context, &data)?,
+            memory: IpcRange::of(context, &data)?,
         };
         let (context, library) = (Arc::clone(context), Arc::clone(library));
         Ok(Self { data, message_bytes, handle, context, library })
@@ -459,7 +458,7 @@ impl Drop for Group {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::cuda::ipc::tests::part;
+    use crate::cuda::export::tests::part;
 
     fn handle() -> GroupHandle {
         GroupHandle { rank: 1, ranks: 4, arena_bytes: 1 << 40, memory: part(3) }

@@ -3,10 +3,9 @@
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use super::{
-    attention::dtype_code,
     context::{Compute, Context, Event, Role, Stream},
     error::CudaError,
-    ffi::{self, DigestLists, DigestWeight},
+    ffi::{self, DigestLists, DigestWeight, dtype_code},
     library::KernelLibrary,
     memory::{DeviceMemory, Pinned, Range},
     stream_progress::{Mark, StreamProgress},

@@ -6,6 +6,8 @@ use std::ffi::{c_char, c_void};
 
 use cudarc::driver::sys::CUdeviceptr;
 
+use crate::layout::Dtype;
+
 /// `BATON_ABI_VERSION`.
 pub const ABI_VERSION: i32 = 7;
 /// `BATON_INVALID`.
@@ -23,6 +25,14 @@ pub const SEQUENCES_MAX: usize = 4096;
 pub type Address = CUdeviceptr;
 /// A `cudaStream_t`.
 pub type RawStream = *mut c_void;
+
+/// Returns the `baton_dtype` of a type.
+pub fn dtype_code(dtype: Dtype) -> i32 {
+    match dtype {
+        Dtype::F32 => 0,
+        Dtype::Bf16 => 1,
+    }
+}
 
 /// `baton_run_target`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -8,13 +8,11 @@
 
 use std::sync::Arc;
 
-use cudarc::driver::sys;
-
 use super::{
-    context::{Context, Event, Role, Stream},
+    context::{Event, Role, Stream},
     copies::Copies,
-    driver::Link,
-    error::{CudaError, Named},
+    error::CudaError,
+    export::KvExport,
     kv::DeviceKv,
     memory::Range,
     moves::copy_rows,
@@ -24,7 +22,6 @@ use crate::{
     arena::{BlockWrite, RemoteBlocks},
     layout::{BlockId, KvLayout},
     peer::{PeerBlocks, PeerMemory, Run, TransferInFlight, runs},
-    shard::RANKS_MAX,
 };
 
 /// Copies from another GPU, or from another process's memory on this GPU.
@@ -35,157 +32,6 @@ impl Role for PeerToDevice {}
 
 /// Streams per peer part, used in turn, so that one copy is in flight while another ends.
 const STREAMS: usize = 2;
-
-/// Bytes of a CUDA IPC handle.
-pub const HANDLE_BYTES: usize = 64;
-const UUID_BYTES: usize = 40;
-
-/// GPU memory that processes of this host may map: one rank's heads of all blocks, or an all-reduce arena.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) struct Part {
-    handle: [u8; HANDLE_BYTES],
-    /// Offset of the memory in its allocation, in bytes.
-    offset: u64,
-    pub uuid: String,
-}
-
-/// Export of a process's KV memory.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) struct Export {
-    /// Bytes of a block of all heads.
-    pub block_bytes: u64,
-    pub block_count: u32,
-    /// Parts in rank order.
-    pub parts: Vec<Part>,
-}
-
-/// Prefix of every export, with the version of the format.
-const MAGIC: [u8; 8] = *b"BATONIP4";
-
-impl Export {
-    fn to_bytes(&self) -> Vec<u8> {
-        let mut bytes = Vec::new();
-        bytes.extend_from_slice(&MAGIC);
-        bytes.extend_from_slice(&self.block_bytes.to_le_bytes());
-        bytes.extend_from_slice(&self.block_count.to_le_bytes());
-        for part in &self.parts {
-            bytes.extend_from_slice(&part.to_bytes());
-        }
-        bytes
-    }
-
-    /// Parses an export. Returns `None` for another version or other bytes.
-    pub fn from_bytes(mut bytes: &[u8]) -> Option<Self> {
-        if take(&mut bytes)? != MAGIC {
-            return None;
-        }
-        let block_bytes = u64::from_le_bytes(take(&mut bytes)?);
-        let block_count = u32::from_le_bytes(take(&mut bytes)?);
-        let mut parts = Vec::new();
-        while !bytes.is_empty() && parts.len() < RANKS_MAX {
-            parts.push(Part::take(&mut bytes)?);
-        }
-        let is_whole = bytes.is_empty() && !parts.is_empty();
-        is_whole.then_some(Self { block_bytes, block_count, parts })
-    }
-}
-
-/// Takes the next `N` bytes of a message, or returns `None` if fewer are left.
-pub(super) fn take<const N: usize>(bytes: &mut &[u8]) -> Option<[u8; N]> {
-    let (taken, rest) = bytes.split_first_chunk()?;
-    *bytes = rest;
-    Some(*taken)
-}
-
-impl Part {
-    pub const BYTES: usize = HANDLE_BYTES + 8 + UUID_BYTES;
-
-    pub fn to_bytes(&self) -> [u8; Self::BYTES] {
-        let mut uuid = [0; UUID_BYTES];
-        uuid[..self.uuid.len()].copy_from_slice(self.uuid.as_bytes());
-        let fields: [&[u8]; 3] = [&self.handle, &self.offset.to_le_bytes(), &uuid];
-        fields.concat().try_into().expect("the fields have the sum of these lengths")
-    }
-
-    /// Parses a part from the front of a message.
-    pub fn take(bytes: &mut &[u8]) -> Option<Self> {
-        Some(Self {
-            handle: take(bytes)?,
-            offset: u64::from_le_bytes(take(bytes)?),
-            uuid: {
-                let padded: [u8; UUID_BYTES] = take(bytes)?;
-                str::from_utf8(&padded).ok()?.trim_end_matches('\0').to_owned()
-            },
-        })
-    }
-
-    /// Exports memory that this process has allocated.
-    pub fn of(context: &Context, data: &Range) -> Result<Self, CudaError> {
-        context.bind()?;
-        let address = data.address();
-        let (mut base, mut bytes) = (0, 0);
-        // SAFETY: the address is that of a live allocation; two numbers are written.
-        unsafe { sys::cuMemGetAddressRange_v2(&mut base, &mut bytes, address) }
-            .named("cuMemGetAddressRange")?;
-        let mut handle = sys::CUipcMemHandle { reserved: [0; HANDLE_BYTES] };
-        // SAFETY: as above; one handle is written. It lets processes of this host map the memory until this
-        // process frees it.
-        unsafe { sys::cuIpcGetMemHandle(&mut handle, base) }.named("cuIpcGetMemHandle")?;
-        Ok(Self {
-            handle: handle.reserved.map(|byte| byte as u8),
-            offset: address - base,
-            uuid: context.device().uuid.clone(),
-        })
-    }
-
-    /// Maps `bytes` bytes of the memory for this GPU; `what` names the memory in errors.
-    pub fn map(
-        &self,
-        context: &Arc<Context>,
-        what: &'static str,
-        bytes: u64,
-    ) -> Result<Range, String> {
-        let memory = ExportedMemory {
-            uuid: self.uuid.clone(),
-            handle: self.handle,
-            offset: self.offset,
-            bytes,
-        };
-        memory.map(context, what)
-    }
-}
-
-/// GPU memory that another process of this host has exported.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct ExportedMemory {
-    /// GPU that has the memory.
-    pub uuid: String,
-    /// CUDA IPC handle of the memory's allocation.
-    pub handle: [u8; HANDLE_BYTES],
-    /// Offset of the memory in its allocation, in bytes.
-    pub offset: u64,
-    pub bytes: u64,
-}
-
-impl ExportedMemory {
-    /// Maps the memory for this GPU; `what` names the memory in errors.
-    pub(super) fn map(&self, context: &Arc<Context>, what: &'static str) -> Result<Range, String> {
-        let (own, theirs) = (&context.device().uuid, &self.uuid);
-        if own != theirs {
-            let named = |error: CudaError| error.to_string();
-            let devices = context.driver().devices().map_err(named)?;
-            let Some(peer) = devices.iter().find(|device| device.uuid == *theirs) else {
-                return Err(format!("GPU {theirs} is not visible to this process"));
-            };
-            if context.driver().link(context.device(), peer).map_err(named)? == Link::None {
-                return Err(format!("GPU {own} has no peer access to GPU {theirs}"));
-            }
-        }
-        let handle = sys::CUipcMemHandle { reserved: self.handle.map(|byte| byte as _) };
-        Range::mapped(context, what, handle, (self.offset, self.bytes))
-            .map_err(|error| format!("GPU {own} cannot map the memory of GPU {theirs}: {error}"))
-    }
-}
 
 /// An arena's blocks, exported to the processes of this host.
 pub struct IpcMemory {
@@ -206,15 +52,15 @@ impl IpcMemory {
         Self { blocks, parts }
     }
 
-    fn exported(&self) -> Result<Export, CudaError> {
-        Ok(Export {
+    fn exported(&self) -> Result<KvExport, CudaError> {
+        Ok(KvExport {
             block_bytes: self.blocks.layout().block_bytes() as u64,
             block_count: self.blocks.block_count(),
             parts: self.parts.iter().map(|part| part.part()).collect::<Result<_, _>>()?,
         })
     }
 
-    fn imported(&self, export: &Export) -> Result<CudaPeerBlocks, String> {
+    fn imported(&self, export: &KvExport) -> Result<CudaPeerBlocks, String> {
         let layout = self.blocks.layout();
         let block_bytes = layout.block_bytes() as u64;
         if export.block_bytes != block_bytes {
@@ -237,7 +83,7 @@ impl IpcMemory {
     }
 
     /// Maps the heads that one of our parts receives from all peer parts.
-    fn end(&self, export: &Export, rank: usize) -> Result<ReceivingEnd, String> {
+    fn end(&self, export: &KvExport, rank: usize) -> Result<ReceivingEnd, String> {
         let (layout, kv) = (self.blocks.layout(), &self.parts[rank]);
         let (ours, theirs) = (self.parts.len(), export.parts.len());
         let bytes = export.block_bytes / theirs as u64 * u64::from(export.block_count);
@@ -261,7 +107,7 @@ impl PeerMemory for IpcMemory {
     }
 
     fn import(&self, export: &[u8]) -> Result<Box<dyn PeerBlocks>, String> {
-        let export = Export::from_bytes(export)
+        let export = KvExport::from_bytes(export)
             .ok_or("unknown export format; expected an export of the same build")?;
         Ok(Box::new(self.imported(&export)?))
     }
@@ -449,39 +295,9 @@ impl Drop for CudaPull {
 }
 
 #[cfg(test)]
-pub(super) mod tests {
+mod tests {
     use super::*;
     use crate::layout::Dtype;
-
-    pub fn part(number: u8) -> Part {
-        Part {
-            handle: std::array::from_fn(|index| index as u8 + number),
-            offset: 512,
-            uuid: "GPU-1f2e3d4c-0506-0708-090a-0b0c0d0e0fff".to_owned(),
-        }
-    }
-
-    #[test]
-    fn export_round_trips_and_other_bytes_are_rejected() {
-        for ranks in [1, 2, RANKS_MAX as u8] {
-            let parts = (0..ranks).map(part).collect();
-            let export = Export { block_bytes: 2 << 20, block_count: 99, parts };
-            let bytes = export.to_bytes();
-            assert!(bytes.len() <= crate::peer::EXPORT_BYTES_MAX);
-            assert_eq!(Export::from_bytes(&bytes), Some(export));
-            let part_bytes = (bytes.len() - 20) / usize::from(ranks);
-            for length in 0..bytes.len() {
-                let is_shorter_group = length > 20 && (length - 20).is_multiple_of(part_bytes);
-                assert_eq!(Export::from_bytes(&bytes[..length]).is_some(), is_shorter_group);
-            }
-            let mut other = bytes.clone();
-            other[7] += 1;
-            assert_eq!(Export::from_bytes(&other), None);
-        }
-        let parts = (0..=RANKS_MAX as u8).map(part).collect();
-        let export = Export { block_bytes: 2 << 20, block_count: 99, parts };
-        assert_eq!(Export::from_bytes(&export.to_bytes()), None);
-    }
 
     /// Copies as the driver does, row by row.
     #[test]

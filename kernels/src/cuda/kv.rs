@@ -3,23 +3,18 @@
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
 use super::{
-    channel::NcclChannels,
     context::{Context, DeviceToHost, Event, HostToDevice, Role, Stream},
-    digest::{Digester, DigestsInFlight},
+    digest::Digester,
     driver::Driver,
     error::CudaError,
-    ipc::{Export, IpcMemory, Part},
+    export::{IpcRange, KvExport},
     library::KernelLibrary,
     memory::{DeviceMemory, Pinned, Range},
-    offload::CudaOffload,
-    testing::Delays,
+    stream_delays::Delays,
 };
 use crate::{
-    arena::{BlockSlices, RemoteBlocks, digest_of_copies, digests_of_copies},
     digest::{DigestPurpose, Heads},
     layout::{BlockId, KvLayout},
-    offload::BlockOffload,
-    peer::{PeerChannels, PeerMemory},
 };
 
 /// The memory of an arena's KV blocks, and one extra block that padding rows write to.
@@ -29,9 +24,9 @@ pub struct DeviceKv {
     blocks: u32,
     data: Range,
     /// Exported memory of the owning process, for imported blocks.
-    part: Option<Part>,
+    part: Option<IpcRange>,
     context: Arc<Context>,
-    copies: Mutex<Copies>,
+    copies: Mutex<HostCopies>,
     /// Library whose kernel gathers and scatters blocks; without it the copy engines do.
     library: OnceLock<Arc<KernelLibrary>>,
     /// GPU digest; without it blocks are copied to the host.
@@ -40,9 +35,9 @@ pub struct DeviceKv {
     delays: OnceLock<Delays>,
 }
 
-/// Copies of single blocks, for network transfers.
+/// HostCopies of single blocks, for network transfers.
 #[derive(Debug)]
-struct Copies {
+struct HostCopies {
     context: Arc<Context>,
     up: Stream<HostToDevice>,
     down: Stream<DeviceToHost>,
@@ -75,7 +70,7 @@ impl DeviceKv {
     /// # Errors
     /// A message for operators.
     pub fn imported(layout: KvLayout, export: &[u8]) -> Result<Arc<Self>, String> {
-        let export = Export::from_bytes(export).ok_or("unknown export format")?;
+        let export = KvExport::from_bytes(export).ok_or("unknown export format")?;
         let [part] = &export.parts[..] else {
             return Err("the export has several ranks; expected one".into());
         };
@@ -98,9 +93,9 @@ impl DeviceKv {
         layout: KvLayout,
         blocks: u32,
         data: Range,
-        part: Option<Part>,
+        part: Option<IpcRange>,
     ) -> Result<Arc<Self>, CudaError> {
-        let copies = Copies {
+        let copies = HostCopies {
             context: Arc::clone(context),
             up: Stream::new(context)?,
             down: Stream::new(context)?,
@@ -125,10 +120,10 @@ impl DeviceKv {
     }
 
     /// Returns the memory's export for other processes.
-    pub(super) fn part(&self) -> Result<Part, CudaError> {
+    pub(super) fn part(&self) -> Result<IpcRange, CudaError> {
         match &self.part {
             Some(part) => Ok(part.clone()),
-            None => Part::of(&self.context, &self.data),
+            None => IpcRange::of(&self.context, &self.data),
         }
     }
 
@@ -188,200 +183,24 @@ impl DeviceKv {
         let _ = self.delays.set(delays);
     }
 
+    /// Copies bytes at an offset in the blocks to the host.
+    pub(super) fn copy_to_host(&self, offset: usize, host: &mut [u8]) -> Result<(), CudaError> {
+        let mut copies = self.copies.lock().unwrap_or_else(PoisonError::into_inner);
+        copies.read(&self.data, offset, host)
+    }
+
+    /// Copies bytes of the host to an offset in the blocks.
+    pub(super) fn copy_from_host(&self, offset: usize, host: &[u8]) -> Result<(), CudaError> {
+        let mut copies = self.copies.lock().unwrap_or_else(PoisonError::into_inner);
+        copies.write(&self.data, offset, host)
+    }
+
     pub(super) fn pass_time<R: Role>(&self, stream: &Stream<R>) -> Result<(), CudaError> {
         self.delays.get().map_or(Ok(()), |delays| delays.pass(stream))
     }
 }
 
-impl RemoteBlocks for DeviceKv {
-    fn layout(&self) -> KvLayout {
-        self.layout
-    }
-
-    fn block_count(&self) -> u32 {
-        self.blocks
-    }
-
-    fn read(&self, offset: usize, host: &mut [u8]) -> Result<(), String> {
-        let mut copies = self.copies.lock().unwrap_or_else(PoisonError::into_inner);
-        copies.read(&self.data, offset, host).map_err(|error| error.to_string())
-    }
-
-    fn write(&self, offset: usize, host: &[u8]) -> Result<(), String> {
-        let mut copies = self.copies.lock().unwrap_or_else(PoisonError::into_inner);
-        copies.write(&self.data, offset, host).map_err(|error| error.to_string())
-    }
-
-    fn digest(&self, blocks: &[BlockId]) -> Result<u64, String> {
-        let Some(digester) = self.digester() else { return digest_of_copies(self, blocks) };
-        let digest = digester.start(&self.data, &Heads::all(self.layout), blocks);
-        let digest = digest.and_then(DigestsInFlight::finish);
-        digest.map(|digests| digests[0]).map_err(|error| error.to_string())
-    }
-
-    fn digests(&self, blocks: &[BlockId], purpose: DigestPurpose) -> Result<Vec<u64>, String> {
-        let Some(digester) = self.digester() else { return digests_of_copies(self, blocks) };
-        let heads = Heads::all(self.layout);
-        let mut digests = Vec::with_capacity(blocks.len());
-        for blocks in blocks.chunks(Digester::BLOCKS_MAX) {
-            let started = digester.start_each(&self.data, &heads, blocks, purpose);
-            let finished = started.and_then(DigestsInFlight::finish);
-            digests.extend(finished.map_err(|error| error.to_string())?);
-        }
-        Ok(digests)
-    }
-
-    fn peer_memory(self: Arc<Self>) -> Option<Arc<dyn PeerMemory>> {
-        Some(Arc::new(IpcMemory::new(self)))
-    }
-
-    fn peer_channels(self: Arc<Self>) -> Option<Arc<dyn PeerChannels>> {
-        Some(Arc::new(NcclChannels::new(self.clone(), vec![self])))
-    }
-
-    fn offload(self: Arc<Self>) -> Option<Arc<dyn BlockOffload>> {
-        Some(Arc::new(CudaOffload::new(self.clone(), vec![self])))
-    }
-}
-
-/// The KV blocks of a tensor-parallel node: each rank has its heads of every block on its own GPU.
-#[derive(Debug)]
-pub struct RankedKv {
-    blocks: BlockSlices,
-    parts: Vec<Arc<DeviceKv>>,
-}
-
-impl RankedKv {
-    /// Maps the blocks that the ranks have [exported](DeviceKv::imported), in rank order; a block of all heads
-    /// has `layout`.
-    ///
-    /// # Errors
-    /// A message for operators.
-    pub fn imported(layout: KvLayout, exports: &[Vec<u8>]) -> Result<Arc<Self>, String> {
-        let own = layout.with_heads(layout.kv_head_count / exports.len().max(1));
-        let parts = exports.iter().zip(0..).map(|(export, rank): (_, usize)| {
-            DeviceKv::imported(own, export)
-                .map_err(|error| format!("cannot map the KV of rank {rank}: {error}"))
-        });
-        Self::of(parts.collect::<Result<Vec<_>, _>>()?)
-    }
-
-    /// Combines the ranks' blocks, in rank order. All ranks have equal layouts.
-    ///
-    /// # Errors
-    /// A message for operators.
-    pub fn of(parts: Vec<Arc<DeviceKv>>) -> Result<Arc<Self>, String> {
-        let first = parts.first().ok_or("no ranks; expected at least one")?.block_count();
-        if let Some(other) = parts.iter().map(|part| part.block_count()).find(|&it| it != first) {
-            return Err(format!(
-                "the ranks have {first} and {other} blocks; expected equal counts"
-            ));
-        }
-        let slices = parts.iter().map(|part| Arc::clone(part) as Arc<dyn RemoteBlocks>);
-        Ok(Arc::new(Self { blocks: BlockSlices::new(slices.collect()), parts }))
-    }
-
-    /// Calls [`DeviceKv::digest_with`] for every rank.
-    ///
-    /// # Errors
-    /// See [`DeviceKv::digest_with`].
-    pub fn digest_with(&self, library: &Arc<KernelLibrary>) -> Result<(), CudaError> {
-        self.parts.iter().try_for_each(|part| part.digest_with(Arc::clone(library)))
-    }
-
-    /// Adds up the digests that `start` launches for each rank. Returns `None` when a rank has no digest kernel.
-    fn digest_parts<'a>(
-        &'a self,
-        start: impl Fn(&'a Digester, &'a Range, &Heads) -> Result<DigestsInFlight<'a>, CudaError>,
-    ) -> Option<Result<Vec<u64>, String>> {
-        let digesters = self.parts.iter().map(|part| part.digester());
-        let digesters = digesters.collect::<Option<Vec<_>>>()?;
-        let whole = self.layout();
-        let own_heads = whole.kv_head_count / self.parts.len();
-        let started =
-            self.parts.iter().zip(digesters).enumerate().map(|(rank, (part, digester))| {
-                let heads = Heads::some(whole, rank * own_heads, own_heads);
-                start(digester, &part.data, &heads)
-            });
-        // All ranks' digests run concurrently.
-        let started: Vec<_> = started.collect();
-        // Every digest is waited for, even if one fails.
-        let parts: Vec<_> =
-            started.into_iter().map(|part| part.and_then(DigestsInFlight::finish)).collect();
-        let sums = parts.into_iter().reduce(|sums, part| {
-            let (sums, part) = (sums?, part?);
-            Ok(sums.iter().zip(part).map(|(sum, part)| sum.wrapping_add(part)).collect())
-        });
-        let sums = sums.expect("a node has ranks");
-        Some(sums.map_err(|error| error.to_string()))
-    }
-
-    /// Calls [`DeviceKv::move_with`] for every rank.
-    pub fn move_with(&self, library: &Arc<KernelLibrary>) -> Result<(), CudaError> {
-        self.parts.iter().try_for_each(|part| part.move_with(Arc::clone(library)))
-    }
-
-    /// Calls [`DeviceKv::delay_streams`] for every rank.
-    pub fn delay_streams(&self, mut delays: impl FnMut() -> Delays) {
-        self.parts.iter().for_each(|part| part.delay_streams(delays()));
-    }
-}
-
-impl RemoteBlocks for RankedKv {
-    fn layout(&self) -> KvLayout {
-        self.blocks.layout()
-    }
-
-    fn block_count(&self) -> u32 {
-        self.blocks.block_count()
-    }
-
-    fn read(&self, offset: usize, host: &mut [u8]) -> Result<(), String> {
-        self.blocks.read(offset, host)
-    }
-
-    fn write(&self, offset: usize, host: &[u8]) -> Result<(), String> {
-        self.blocks.write(offset, host)
-    }
-
-    fn digest(&self, blocks: &[BlockId]) -> Result<u64, String> {
-        match self.digest_parts(|digester, data, heads| digester.start(data, heads, blocks)) {
-            Some(digests) => Ok(digests?[0]),
-            None => digest_of_copies(self, blocks),
-        }
-    }
-
-    fn digests(&self, blocks: &[BlockId], purpose: DigestPurpose) -> Result<Vec<u64>, String> {
-        let mut digests = Vec::with_capacity(blocks.len());
-        for some in blocks.chunks(Digester::BLOCKS_MAX) {
-            let parts = self.digest_parts(|digester, data, heads| {
-                digester.start_each(data, heads, some, purpose)
-            });
-            match parts {
-                Some(part) => digests.extend(part?),
-                None => return digests_of_copies(self, blocks),
-            }
-        }
-        Ok(digests)
-    }
-
-    fn peer_memory(self: Arc<Self>) -> Option<Arc<dyn PeerMemory>> {
-        let parts = self.parts.clone();
-        Some(Arc::new(IpcMemory::of_parts(self, parts)))
-    }
-
-    fn peer_channels(self: Arc<Self>) -> Option<Arc<dyn PeerChannels>> {
-        let parts = self.parts.clone();
-        Some(Arc::new(NcclChannels::new(self, parts)))
-    }
-
-    fn offload(self: Arc<Self>) -> Option<Arc<dyn BlockOffload>> {
-        let parts = self.parts.clone();
-        Some(Arc::new(CudaOffload::new(self, parts)))
-    }
-}
-
-impl Copies {
+impl HostCopies {
     fn read(&mut self, data: &Range, offset: usize, host: &mut [u8]) -> Result<(), CudaError> {
         self.context.bind()?;
         let (pinned, done) = self.staging.take().ok_or(CudaError::EarlierCallFailed)?;

@@ -52,6 +52,7 @@ mod attention;
 mod backend;
 mod bandwidth;
 mod batch;
+mod batch_memory;
 mod buffer;
 mod captured;
 mod channel;
@@ -63,6 +64,7 @@ mod digest;
 mod driver;
 mod driver_calls;
 mod error;
+mod export;
 #[allow(dead_code)] // The whole header, called or not.
 mod ffi;
 mod gemm;
@@ -78,10 +80,12 @@ mod offload;
 mod packer;
 mod parallel;
 mod plan;
+mod remote_kv;
 mod sample;
 mod skinny;
 mod staging;
 mod step;
+mod stream_delays;
 mod stream_progress;
 mod testing;
 mod tune;
@@ -90,7 +94,8 @@ mod weight_chunks;
 
 pub use attention::AttentionKind;
 pub use backend::{CudaBackend, CudaOptions};
-pub use batch::{BatchLimits, CudaFrame, DeviceBatch, Drafts, Finished, Output, StepInput};
+pub use batch::{CudaFrame, DeviceBatch, Drafts, Finished, Output, StepInput};
+pub use batch_memory::BatchLimits;
 pub use buffer::{CudaBuffer, CudaMatrix, CudaVector};
 pub use channel::{NcclChannels, PeerExchange, nccl_link_bytes, nccl_reserved_sms};
 pub use clock::DeviceClock;
@@ -100,10 +105,11 @@ pub use collective::{
 pub use context::{Compute, Context, DeviceToHost, Event, HostToDevice, Role, Stream};
 pub use driver::{CUDA_NEEDED, Device, Driver, Link, has_cublaslt, has_nccl};
 pub use error::{CudaError, CudaVersion};
+pub use export::{ExportedMemory, HANDLE_BYTES};
 pub use gemm::{Gemm, GemmShape, WORKSPACE_BYTES};
 pub use graph::Graph;
-pub use ipc::{ExportedMemory, HANDLE_BYTES, IpcMemory, PeerToDevice};
-pub use kv::{DeviceKv, RankedKv};
+pub use ipc::{IpcMemory, PeerToDevice};
+pub use kv::DeviceKv;
 pub use library::{KernelLibrary, TimeRange};
 pub use links::{CopySubmission, LinkRate, pull_rate};
 pub use memory::{ALIGNMENT, DeviceMemory, InFlight, Pinned, Range};
@@ -113,9 +119,11 @@ pub use nccl::{
 };
 pub use packer::CudaPacker;
 pub use plan::{Admission, Extension, KnownDrafts, StepRows};
+pub use remote_kv::RankedKv;
 pub use sample::SampleOutcome;
 pub use step::CudaStep;
-pub use testing::{Delays, weight_digest};
+pub use stream_delays::Delays;
+pub use testing::weight_digest;
 pub use tune::{Tuned, TunedTime, Tuning, row_steps};
 pub use weight_chunks::{
     Broadcast, ChunkCopies, ChunkSource, ChunkWork, CopiedWeights, NcclGroup, RowCopy,

@@ -178,6 +178,15 @@ impl CudaPacker {
     }
 }
 
+impl CudaBackend {
+    /// Enqueues a copy of packed weights over the weights in use, after the work enqueued so far. The addresses of the
+    /// weights stay, so captured graphs stay valid.
+    pub fn replace_weights(&self, packer: &CudaPacker) -> Result<(), CudaError> {
+        let (to, from) = (self.weights_memory().everything(), packer.everything());
+        to.copy(0, &from, 0, from.bytes(), self.compute())
+    }
+}
+
 impl Packer for CudaPacker {
     type Matrix = CudaMatrix;
     type Vector = CudaVector;

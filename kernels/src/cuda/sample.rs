@@ -9,7 +9,7 @@ use std::ops;
 
 use super::{
     backend::CudaBackend,
-    batch::BatchLimits,
+    batch_memory::BatchLimits,
     buffer::{CudaBuffer, row_stride},
     context::{HostToDevice, Stream},
     error::CudaError,

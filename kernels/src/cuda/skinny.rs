@@ -3,16 +3,15 @@
 //! A decode step of few rows is bound by reading its weights, and every kernel between two GEMMs leaves
 //! memory bandwidth unused. So the GEMM's epilogue does the next operation: RoPE and the KV store, SiLU and
 //! multiply, or the residual add. An RMS norm is split into two factors. The producing GEMM multiplies its
-//! output by the norm's weight and stores partial sums of squares ([`Pending`]); the consuming GEMM scales
+//! output by the norm's weight and stores partial sums of squares ([`DeferredNorm`]); the consuming GEMM scales
 //! its accumulators by the row's factor. When cuBLASLt runs a GEMM, separate kernels do these
 //! operations.
 
 use super::{
-    attention::dtype_code,
     backend::CudaBackend,
-    buffer::{CudaBuffer, CudaMatrix, CudaVector},
+    buffer::{CudaBuffer, CudaMatrix, CudaVector, DeferredNorm},
     error::CudaError,
-    ffi,
+    ffi::{self, dtype_code},
     library::KernelLibrary,
     memory::{DeviceMemory, Range},
     step::{CudaStep, LayerAddresses},
@@ -26,19 +25,6 @@ use crate::{
 const TILE_MIN: usize = 16;
 /// Outputs of the widest GEMM that adds to the residual stream.
 const WIDTH_MAX: usize = 1 << 16;
-
-/// A deferred RMS norm: each row of a buffer is still to be divided by the root of the mean of its
-/// squares plus `eps`.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub(super) struct Pending {
-    /// Number of partial sums of squares per row.
-    count: usize,
-    eps: f32,
-    /// Address of the rows before the norm.
-    residual: ffi::Address,
-    /// Address of the norm's weight. The rows are already multiplied by this weight.
-    norm: ffi::Address,
-}
 
 /// State that all skinny GEMMs of a backend share.
 pub(super) struct Skinny {
@@ -150,7 +136,7 @@ impl CudaBackend {
         let epilogue = Epilogue::Residual { residual, norm };
         let Some(tile) = self.skinny(rows, operands, epilogue, out) else { return false };
         let count = width.div_ceil(tile.max(TILE_MIN));
-        out.pending.set(Some(Pending { count, eps, residual: from, norm: weight }));
+        out.pending.set(Some(DeferredNorm { count, eps, residual: from, norm: weight }));
         true
     }
 
@@ -166,7 +152,7 @@ impl CudaBackend {
 
     /// Applies the deferred norm to a buffer's rows, for a consumer that does not apply it itself.
     pub(super) fn finish_rows(&self, rows: usize, x: &CudaBuffer) {
-        let Some(Pending { eps, residual, norm, .. }) = x.pending.take() else { return };
+        let Some(DeferredNorm { eps, residual, norm, .. }) = x.pending.take() else { return };
         let to = x.data.part(0, x.bytes(rows));
         let (dtype, rows, width) = (dtype_code(x.dtype), rows as i32, x.width as i32);
         self.run(|library, stream| {
@@ -212,7 +198,7 @@ impl CudaBackend {
             pdl: skinny.starts_early.into(),
             ..ffi::SkinnyGemmArgs::default()
         };
-        if let Some(Pending { count, eps, .. }) = x.pending.get() {
+        if let Some(DeferredNorm { count, eps, .. }) = x.pending.get() {
             args.squares = skinny.squares.part(0, rows * count * size_of::<f32>());
             args.squares_count = count as i32;
             args.eps = eps;

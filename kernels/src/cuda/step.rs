@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use super::{batch::BatchMemory, ffi, plan::StepRows};
+use super::{batch_memory::BatchMemory, ffi, plan::StepRows};
 use crate::layout::{BLOCK_TOKENS, KvLayout};
 
 /// One forward pass: addresses and sizes of the arrays that its kernels read.

@@ -1,14 +1,6 @@
-//! Entry points of GPU tests: buffers and blocks in host memory, random stream delays, and an error that ends the
-//! context.
+//! Entry points of GPU tests: buffers and blocks in host memory, and an error that ends the context.
 
-use std::{
-    ops::Range as Indices,
-    sync::{
-        Arc,
-        atomic::{AtomicU64, Ordering},
-    },
-    time::Duration,
-};
+use std::{ops::Range as Indices, sync::Arc};
 
 use half::bf16;
 
@@ -28,33 +20,6 @@ use crate::{
     digest::{DigestPurpose, Heads, WeightRuns},
     layout::{BlockId, Dtype, KvLayout},
 };
-
-/// Source of random delays between the work of streams, so that missing waits become visible.
-#[derive(Debug)]
-pub struct Delays {
-    library: Arc<KernelLibrary>,
-    longest: Duration,
-    state: AtomicU64,
-}
-
-impl Delays {
-    /// Creates delays of up to `longest`, seeded with `seed`.
-    pub fn new(library: Arc<KernelLibrary>, longest: Duration, seed: u64) -> Self {
-        Self { library, longest, state: AtomicU64::new(seed) }
-    }
-
-    /// Enqueues a delay, every other time.
-    pub(super) fn pass<R: Role>(&self, stream: &Stream<R>) -> Result<(), CudaError> {
-        let count = self.state.fetch_add(1, Ordering::Relaxed);
-        let random = (count ^ 0x9e37_79b9).wrapping_mul(0xbf58_476d_1ce4_e5b9) >> 32;
-        if random & 1 == 0 {
-            return Ok(());
-        }
-        let nanoseconds = self.longest.as_nanos() as u64 * (random >> 1) / (1 << 31);
-        // SAFETY: the stream is alive, and no memory is accessed.
-        unsafe { launch!(&self.library, stream, baton_delay(nanoseconds as i64)) }
-    }
-}
 
 impl KernelLibrary {
     /// Launches a kernel that reads an unmapped address. From then on every call in this context fails,

@@ -1,8 +1,9 @@
 //! Check of a step's input.
 
-use super::{BatchLimits, DeviceBatch, StepInput};
+use super::{DeviceBatch, StepInput};
 use crate::{
     cuda::{
+        batch_memory::BatchLimits,
         error::CudaError,
         plan::{Admission, KnownDrafts, StepRows},
     },

@@ -2,13 +2,12 @@
 
 use std::sync::Arc;
 
-use super::{BatchLimits, BatchMemory};
 use crate::{
     cuda::{
-        attention::dtype_code,
         backend::CudaBackend,
+        batch_memory::{BatchLimits, BatchMemory},
         error::CudaError,
-        ffi,
+        ffi::{self, dtype_code},
         kv::DeviceKv,
         memory::{DeviceMemory, Range},
         plan,

@@ -1,0 +1,38 @@
+//! Capacity of the running batch, and its memory on the GPU.
+
+use std::sync::Arc;
+
+use super::{ffi, kv::DeviceKv, memory::Range};
+use crate::layout::KvLayout;
+
+/// Capacity of a batch.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct BatchLimits {
+    pub slots: u32,
+    /// Tokens of the longest sequence, including those that a step in flight adds.
+    pub sequence_tokens: u32,
+    /// Maximum token rows of one step.
+    pub rows: u32,
+    pub samples: u32,
+    /// Maximum stop tokens of one slot.
+    pub stops: u32,
+    pub vocabulary: u32,
+    /// Maximum number of steps in flight.
+    pub depth: u32,
+}
+
+/// GPU memory of the batch. The addresses in `pool`, `step` and `kv` point into the other fields' memory.
+#[derive(Debug)]
+pub(super) struct BatchMemory {
+    pub kv: ffi::Kv,
+    pub pool: ffi::Pool,
+    pub step: ffi::Step,
+    pub blocks: Arc<DeviceKv>,
+    pub _ranges: Vec<Range>,
+}
+
+impl BatchMemory {
+    pub fn kv_layout(&self) -> KvLayout {
+        self.blocks.layout()
+    }
+}
