@@ -170,10 +170,10 @@ pub struct KvArena {
     base: NonNull<u8>,
     /// Borrow state of each block: 0, the number of readers, or [`WRITTEN`]. Only guards change it.
     borrows: Box<[AtomicU32]>,
-    memory: Memory,
+    memory: ArenaMemory,
 }
 
-enum Memory {
+enum ArenaMemory {
     /// Owns the range that `base` points to.
     Host(MmapMut),
     /// Keeps the region alive that `base` points into.
@@ -201,7 +201,7 @@ impl KvArena {
         #[cfg(target_os = "linux")]
         let _ = memory.advise(memmap2::Advice::HugePage);
         let base = NonNull::new(memory.as_mut_ptr()).expect("a mapping is not at address 0");
-        Ok(Self::over(layout, block_count, base, Memory::Host(memory)))
+        Ok(Self::over(layout, block_count, base, ArenaMemory::Host(memory)))
     }
 
     /// Creates an arena of `block_count` blocks in memory that the ranks of a node and the node process have
@@ -222,11 +222,16 @@ impl KvArena {
         let bytes = arena_bytes(layout, block_count)?;
         assert!(offset.is_multiple_of(64), "offset {offset} is not a multiple of 64");
         let base = region.bytes(offset, bytes);
-        let memory = Memory::Shared { _region: Arc::clone(region) };
+        let memory = ArenaMemory::Shared { _region: Arc::clone(region) };
         Ok(Self::over(layout, block_count, base, memory))
     }
 
-    fn over(layout: KvLayout, block_count: u32, base: NonNull<u8>, memory: Memory) -> Arc<Self> {
+    fn over(
+        layout: KvLayout,
+        block_count: u32,
+        base: NonNull<u8>,
+        memory: ArenaMemory,
+    ) -> Arc<Self> {
         let borrows = (0..block_count).map(|_| AtomicU32::new(0)).collect();
         let block_bytes = layout.block_bytes();
         Arc::new(Self { layout, block_count, block_bytes, base, borrows, memory })
@@ -236,7 +241,7 @@ impl KvArena {
     pub fn remote(blocks: Arc<dyn RemoteBlocks>) -> Result<Arc<Self>, ArenaError> {
         let (layout, block_count) = (blocks.layout(), blocks.block_count());
         arena_bytes(layout, block_count)?;
-        Ok(Self::over(layout, block_count, NonNull::dangling(), Memory::Remote(blocks)))
+        Ok(Self::over(layout, block_count, NonNull::dangling(), ArenaMemory::Remote(blocks)))
     }
 
     /// Returns whether blocks are in host memory.
@@ -261,8 +266,8 @@ impl KvArena {
 
     fn remote_blocks(&self) -> Option<&Arc<dyn RemoteBlocks>> {
         match &self.memory {
-            Memory::Host(_) | Memory::Shared { .. } => None,
-            Memory::Remote(blocks) => Some(blocks),
+            ArenaMemory::Host(_) | ArenaMemory::Shared { .. } => None,
+            ArenaMemory::Remote(blocks) => Some(blocks),
         }
     }
 
@@ -291,7 +296,7 @@ impl KvArena {
             self.block_count
         );
         // A region reserves its memory when it is created.
-        let Memory::Host(memory) = &self.memory else { return Ok(()) };
+        let ArenaMemory::Host(memory) = &self.memory else { return Ok(()) };
         let offset = first as usize * self.block_bytes;
         #[cfg(target_os = "linux")]
         return memory.advise_range(

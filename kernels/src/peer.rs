@@ -118,15 +118,15 @@ pub trait PeerChannel: Send + Sync {
 
 /// A range of blocks that is contiguous in both memories.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Run {
+pub struct BlockRun {
     pub from: BlockId,
     pub to: BlockId,
     pub count: u32,
 }
 
 /// Returns the fewest runs that cover the pairs in order.
-pub fn runs(pairs: impl IntoIterator<Item = (BlockId, BlockId)>) -> Vec<Run> {
-    let mut runs: Vec<Run> = Vec::new();
+pub fn runs(pairs: impl IntoIterator<Item = (BlockId, BlockId)>) -> Vec<BlockRun> {
+    let mut runs: Vec<BlockRun> = Vec::new();
     for (from, to) in pairs {
         if let Some(last) = runs.last_mut() {
             let next = |first: BlockId| first.0.checked_add(last.count);
@@ -135,7 +135,7 @@ pub fn runs(pairs: impl IntoIterator<Item = (BlockId, BlockId)>) -> Vec<Run> {
                 continue;
             }
         }
-        runs.push(Run { from, to, count: 1 });
+        runs.push(BlockRun { from, to, count: 1 });
     }
     runs
 }

@@ -117,11 +117,11 @@ pub struct SharedRegion {
     /// This process created the file and has not unlinked it.
     is_named: AtomicBool,
     /// Claimed ranges. No byte of this mapping is claimed as two kinds.
-    claims: Mutex<Vec<(Range<usize>, Kind)>>,
+    claims: Mutex<Vec<(Range<usize>, ClaimKind)>>,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Kind {
+enum ClaimKind {
     Words,
     Longs,
     Bytes,
@@ -213,7 +213,7 @@ impl SharedRegion {
     /// # Panics
     /// When the words are outside the region, misaligned, or claimed as another kind.
     pub fn words(self: &Arc<Self>, offset: usize, count: usize) -> Atomics<AtomicU32> {
-        self.atomics(offset, count, Kind::Words)
+        self.atomics(offset, count, ClaimKind::Words)
     }
 
     /// Returns `count` 64-bit words from byte `offset` on.
@@ -221,7 +221,7 @@ impl SharedRegion {
     /// # Panics
     /// As [`words`](Self::words).
     pub fn longs(self: &Arc<Self>, offset: usize, count: usize) -> Atomics<AtomicU64> {
-        self.atomics(offset, count, Kind::Longs)
+        self.atomics(offset, count, ClaimKind::Longs)
     }
 
     /// Returns the address of `count` bytes from `offset` on, valid as long as the region lives. The
@@ -230,23 +230,23 @@ impl SharedRegion {
     /// # Panics
     /// When the bytes are outside the region, or were claimed as atomics.
     pub fn bytes(&self, offset: usize, count: usize) -> NonNull<u8> {
-        self.claim(offset, count, Kind::Bytes)
+        self.claim(offset, count, ClaimKind::Bytes)
     }
 
-    fn atomics<T>(self: &Arc<Self>, offset: usize, count: usize, kind: Kind) -> Atomics<T> {
+    fn atomics<T>(self: &Arc<Self>, offset: usize, count: usize, kind: ClaimKind) -> Atomics<T> {
         assert!(offset.is_multiple_of(align_of::<T>()), "offset {offset} is aligned");
         let bytes = count.checked_mul(size_of::<T>()).expect("a region's bytes fit an isize");
         let first = self.claim(offset, bytes, kind).cast();
         Atomics { region: Arc::clone(self), first, count }
     }
 
-    fn claim(&self, offset: usize, count: usize, kind: Kind) -> NonNull<u8> {
+    fn claim(&self, offset: usize, count: usize, kind: ClaimKind) -> NonNull<u8> {
         let end = offset.checked_add(count).filter(|end| *end <= self.byte_count());
         let end = end.unwrap_or_else(|| {
             panic!("cannot claim {count} bytes at {offset}: the region has {}", self.byte_count())
         });
         let mut claims = self.claims.lock().unwrap_or_else(PoisonError::into_inner);
-        let disturbs = |(held, other): &&(Range<usize>, Kind)| {
+        let disturbs = |(held, other): &&(Range<usize>, ClaimKind)| {
             *other != kind && held.start < end && offset < held.end
         };
         if let Some((held, other)) = claims.iter().find(disturbs) {

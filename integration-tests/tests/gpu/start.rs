@@ -3,7 +3,7 @@
 use kernels::WeightFormat;
 use kernels::cuda::{
     Compute, CudaBackend, CudaError, CudaOptions, DeviceMemory, DeviceToHost, Event, HostToDevice,
-    Pinned, Stream,
+    PinnedMemory, Stream,
 };
 
 use super::bench::gpu;
@@ -47,8 +47,8 @@ pub fn event_orders_a_write_before_a_read_on_another_stream() {
     let words = 8 << 20;
     let memory = DeviceMemory::new(context, "a test", 4 * words).unwrap();
     let range = memory.cut(4 * words).unwrap();
-    let mut from = Pinned::<u32>::zeroed(context, "a test", words).unwrap();
-    let mut to = Pinned::<u32>::zeroed(context, "a test", words).unwrap();
+    let mut from = PinnedMemory::<u32>::zeroed(context, "a test", words).unwrap();
+    let mut to = PinnedMemory::<u32>::zeroed(context, "a test", words).unwrap();
     for round in 1..20u32 {
         from.iter_mut().enumerate().for_each(|(i, word)| *word = i as u32 ^ (round << 20));
         let event = || Event::new(context).unwrap();

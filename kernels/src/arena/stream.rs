@@ -17,7 +17,7 @@ pub struct StreamAccess {
     /// Uses of each block, by block index.
     uses: Vec<Uses>,
     /// Occupants with steps in flight, by slot; rarely more than one per slot.
-    rows: Vec<Vec<Row>>,
+    rows: Vec<Vec<SlotSequence>>,
     /// Number of steps so far.
     steps: u64,
 }
@@ -35,7 +35,7 @@ struct Uses {
 
 /// A sequence that occupies a slot.
 #[derive(Debug)]
-struct Row {
+struct SlotSequence {
     generation: u32,
     steps: u32,
     /// Front of the block table, as far as steps in flight use it.
@@ -113,7 +113,7 @@ impl StreamAccess {
         let place = match occupants.iter().position(|row| row.generation == generation) {
             Some(place) => place,
             None => {
-                occupants.push(Row { generation, steps: 0, blocks: Vec::new() });
+                occupants.push(SlotSequence { generation, steps: 0, blocks: Vec::new() });
                 occupants.len() - 1
             }
         };

@@ -24,12 +24,12 @@ const HUGE_PAGE: usize = 2 << 20;
 pub(crate) struct Aligned<T: Pod> {
     start: NonNull<T>,
     length: usize,
-    memory: Memory,
+    memory: AlignedMemory,
     _owns: PhantomData<T>,
 }
 
 /// Memory that holds the numbers.
-enum Memory {
+enum AlignedMemory {
     Nothing,
     Heap(Layout),
     /// Range of a mapping. Ranges of different values do not overlap.
@@ -49,16 +49,16 @@ impl<T: Pod> Aligned<T> {
         let bytes = length.checked_mul(size_of::<T>()).expect("a buffer fits the address space");
         let layout = Layout::from_size_align(bytes, LINE).expect("a buffer fits the address space");
         let (start, memory) = if bytes == 0 {
-            (NonNull::dangling(), Memory::Nothing)
+            (NonNull::dangling(), AlignedMemory::Nothing)
         } else if let Some(pages) =
             (bytes >= 2 * HUGE_PAGE).then(|| HugePages::map(bytes)).flatten()
         {
-            (pages.start.cast(), Memory::Map { _owner: pages.map })
+            (pages.start.cast(), AlignedMemory::Map { _owner: pages.map })
         } else {
             // SAFETY: the size is not 0.
             let raw = unsafe { alloc_zeroed(layout) };
             let Some(start) = NonNull::new(raw) else { handle_alloc_error(layout) };
-            (start.cast(), Memory::Heap(layout))
+            (start.cast(), AlignedMemory::Heap(layout))
         };
         Self { start, length, memory, _owns: PhantomData }
     }
@@ -86,7 +86,7 @@ impl Slab {
             Some(HugePages { map, start, .. }) => Aligned {
                 start: start.cast(),
                 length,
-                memory: Memory::Map { _owner: map },
+                memory: AlignedMemory::Map { _owner: map },
                 _owns: PhantomData,
             },
             None => Aligned::zeroed(length),
@@ -150,7 +150,7 @@ impl<T: Pod> DerefMut for Aligned<T> {
 
 impl<T: Pod> Drop for Aligned<T> {
     fn drop(&mut self) {
-        if let Memory::Heap(layout) = self.memory {
+        if let AlignedMemory::Heap(layout) = self.memory {
             // SAFETY: allocated by `zeroed` with this layout.
             unsafe { dealloc(self.start.as_ptr().cast(), layout) };
         }

@@ -50,18 +50,18 @@ const TILE_ELEMENTS: usize = 3072;
 const SHARED_WORK_MIN: usize = 200_000;
 
 /// Memory that attention reuses: one tile per thread.
-pub(crate) struct Scratch {
+pub(crate) struct AttentionScratch {
     tiles: Vec<Mutex<TileMemory>>,
     #[cfg(target_arch = "x86_64")]
-    pairs: pairs::Scratch,
+    pairs: pairs::PairsScratch,
 }
 
-impl Scratch {
+impl AttentionScratch {
     pub fn new(threads: usize) -> Self {
         Self {
             tiles: (0..threads).map(|_| Mutex::default()).collect(),
             #[cfg(target_arch = "x86_64")]
-            pairs: pairs::Scratch::new(threads),
+            pairs: pairs::PairsScratch::new(threads),
         }
     }
 }
@@ -104,7 +104,7 @@ fn row_tiles(step: &CpuStep, tile_rows: usize) -> Vec<RowTile<'_>> {
 
 /// Inputs that all tasks of one call share.
 #[derive(Clone, Copy)]
-struct Pass<'a> {
+struct AttentionCall<'a> {
     layer: usize,
     shape: HeadShape,
     scale: f32,
@@ -114,18 +114,18 @@ struct Pass<'a> {
 }
 
 /// KV element type and its conversion to f32.
-trait Kv: Element {
+trait KvElement: Element {
     fn widen(self) -> f32;
 }
 
-impl Kv for f32 {
+impl KvElement for f32 {
     #[inline(always)]
     fn widen(self) -> f32 {
         self
     }
 }
 
-impl Kv for bf16 {
+impl KvElement for bf16 {
     #[inline(always)]
     fn widen(self) -> f32 {
         from_bf16(self)
@@ -136,7 +136,7 @@ impl Kv for bf16 {
 pub(crate) fn attention(
     level: Level,
     pool: &mut ThreadPool,
-    scratch: &mut Scratch,
+    scratch: &mut AttentionScratch,
     layer: usize,
     shape: HeadShape,
     scale: f32,
@@ -146,7 +146,7 @@ pub(crate) fn attention(
     out: &mut [f32],
 ) {
     let window = window.map_or(usize::MAX, NonZeroUsize::get);
-    let pass = Pass { layer, shape, scale, window, qkv, step };
+    let pass = AttentionCall { layer, shape, scale, window, qkv, step };
     if level == Level::Reference {
         return reference::attention(pass, out);
     }
@@ -162,14 +162,14 @@ pub(crate) fn attention(
     tiles(level, pool, scratch, pass, out);
 }
 
-fn tiles<T: Kv>(
+fn tiles<T: KvElement>(
     level: Level,
     pool: &mut ThreadPool,
-    scratch: &mut Scratch,
-    pass: Pass<'_>,
+    scratch: &mut AttentionScratch,
+    pass: AttentionCall<'_>,
     out: &mut [f32],
 ) {
-    let Pass { layer, shape, scale, window, qkv, step } = pass;
+    let AttentionCall { layer, shape, scale, window, qkv, step } = pass;
     let group = shape.query_heads / shape.kv_heads;
     let tiles = row_tiles(step, (TILE_ELEMENTS / (group * shape.head_dim)).max(1));
     // If there are fewer pairs of row tile and KV head than threads, the query heads of a KV head are split
@@ -313,7 +313,7 @@ mod tests {
             .collect();
         let frequencies = numbers(9, shape.head_dim / 2);
         let mut out = vec![f32::NAN; step.rows() * shape.query_width()];
-        let mut scratch = Scratch::new(threads);
+        let mut scratch = AttentionScratch::new(threads);
         let scale = 1.0 / (shape.head_dim as f32).sqrt();
         for layer in 0..2 {
             rope::rope_store_kv(level, &mut pool, layer, shape, &frequencies, &mut qkv, &mut step);

@@ -66,19 +66,19 @@ pub enum GroupError {
 
 /// Kind of an exchange, which must be equal on all ranks.
 #[derive(Clone, Copy, PartialEq, Eq)]
-struct Kind {
-    operation: Operation,
+struct ExchangeKind {
+    operation: CollectiveOperation,
     /// Bytes of the piece.
     bytes: usize,
 }
 
 #[derive(Clone, Copy, PartialEq, Eq)]
-enum Operation {
+enum CollectiveOperation {
     Reduce = 1,
     Gather = 2,
 }
 
-impl Kind {
+impl ExchangeKind {
     fn word(self) -> u64 {
         (self.operation as u64) << 56 | self.bytes as u64
     }
@@ -148,7 +148,8 @@ impl Group {
             return Ok(());
         }
         for piece in x.chunks_mut(PIECE_BYTES / 4) {
-            let kind = Kind { operation: Operation::Reduce, bytes: size_of_val(piece) };
+            let kind =
+                ExchangeKind { operation: CollectiveOperation::Reduce, bytes: size_of_val(piece) };
             self.publish(kind, bytemuck::cast_slice(piece))?;
             for rank in 0..self.shard.rank_count() {
                 let theirs: &[f32] = bytemuck::cast_slice(self.read(kind, rank)?);
@@ -165,7 +166,7 @@ impl Group {
     pub fn all_gather(&mut self, mine: &[u8]) -> Result<Vec<u8>, GroupError> {
         let mut all = vec![0; self.shard.rank_count() * mine.len()];
         for (number, piece) in mine.chunks(PIECE_BYTES).enumerate() {
-            let kind = Kind { operation: Operation::Gather, bytes: piece.len() };
+            let kind = ExchangeKind { operation: CollectiveOperation::Gather, bytes: piece.len() };
             self.publish(kind, piece)?;
             for rank in 0..self.shard.rank_count() {
                 let begin = rank * mine.len() + number * PIECE_BYTES;
@@ -197,8 +198,8 @@ impl Group {
                 let begin = (range.start + begin).min(range.end);
                 begin..(begin + PIECE).min(range.end)
             };
-            let gather = |part: &Range<usize>| Kind {
-                operation: Operation::Gather,
+            let gather = |part: &Range<usize>| ExchangeKind {
+                operation: CollectiveOperation::Gather,
                 bytes: part.len() * size_of::<f32>(),
             };
             let part = piece(own);
@@ -214,7 +215,7 @@ impl Group {
     }
 
     /// Publishes this rank's piece of the next exchange.
-    fn publish(&mut self, kind: Kind, piece: &[u8]) -> Result<(), GroupError> {
+    fn publish(&mut self, kind: ExchangeKind, piece: &[u8]) -> Result<(), GroupError> {
         if let Some(fault) = &self.fault {
             return Err(fault.clone());
         }
@@ -239,7 +240,7 @@ impl Group {
     }
 
     /// Returns the piece of a rank in the exchange that this rank published last.
-    fn read(&mut self, kind: Kind, rank: usize) -> Result<&[u8], GroupError> {
+    fn read(&mut self, kind: ExchangeKind, rank: usize) -> Result<&[u8], GroupError> {
         if let Err(error) = self.wait(kind, rank) {
             self.leave();
             self.fault = Some(error.clone());
@@ -250,7 +251,7 @@ impl Group {
         Ok(unsafe { slice::from_raw_parts(self.slot(rank).as_ptr(), kind.bytes) })
     }
 
-    fn wait(&self, kind: Kind, rank: usize) -> Result<(), GroupError> {
+    fn wait(&self, kind: ExchangeKind, rank: usize) -> Result<(), GroupError> {
         let (of, exchange) = (self.shard.rank_count(), self.exchanges);
         if rank == self.shard.rank() {
             return Ok(());
@@ -491,7 +492,7 @@ mod tests {
         let mut groups: Vec<_> =
             shards(3).into_iter().map(|shard| Group::new(&region, 0, shard, timeout)).collect();
         let mut third = groups.pop().unwrap();
-        let kind = Kind { operation: Operation::Reduce, bytes: 4 };
+        let kind = ExchangeKind { operation: CollectiveOperation::Reduce, bytes: 4 };
         for group in &mut groups {
             group.publish(kind, &1.0_f32.to_ne_bytes()).unwrap();
         }

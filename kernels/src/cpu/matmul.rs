@@ -26,7 +26,7 @@ pub(crate) use pack::pack;
 
 use self::{
     pack::PANEL,
-    rows::{RowBlocks, RowFormat},
+    rows::{PackedRows, RowFormat},
 };
 use super::{disjoint_slice::DisjointSlice, isa::Level, threads::ThreadPool};
 use crate::layout::WeightFormat;
@@ -40,14 +40,14 @@ const TASKS_PER_THREAD: usize = 4;
 
 /// Memory that GEMMs reuse.
 #[derive(Default)]
-pub(crate) struct Scratch {
-    blocks: RowBlocks,
+pub(crate) struct MatmulScratch {
+    blocks: PackedRows,
     #[cfg(target_arch = "x86_64")]
     tiles: amx::RowTiles,
 }
 
 /// One row block and consecutive panels.
-struct Tile<'a> {
+struct MatmulTile<'a> {
     /// `[group][row_count]` in the kernel's row format.
     x: &'a [u32],
     format: RowFormat,
@@ -62,12 +62,12 @@ struct Tile<'a> {
 }
 
 /// Destination of a tile's results: `[row_count][columns]` in rows that are `stride` elements apart.
-struct Target {
+struct TileOutput {
     start: *mut f32,
     stride: usize,
 }
 
-impl Target {
+impl TileOutput {
     /// Returns the address of an element, which may be outside the results.
     #[inline(always)]
     fn at(&self, row: usize, column: usize) -> *mut f32 {
@@ -79,7 +79,7 @@ impl Target {
 pub(crate) fn matmul(
     level: Level,
     pool: &mut ThreadPool,
-    scratch: &mut Scratch,
+    scratch: &mut MatmulScratch,
     x: &[f32],
     w: &CpuMatrix,
     out: &mut [f32],
@@ -96,7 +96,7 @@ fn multiply(
     level: Level,
     fetch_ahead: bool,
     pool: &mut ThreadPool,
-    scratch: &mut Scratch,
+    scratch: &mut MatmulScratch,
     x: &[f32],
     w: &CpuMatrix,
     out: &mut [f32],
@@ -128,7 +128,7 @@ fn multiply(
         while panel < panels.end {
             let panel_count = panels_max.min(panels.end - panel);
             for block in group * group_len..block_end {
-                let tile = Tile {
+                let tile = MatmulTile {
                     x: blocks.block(block),
                     format: kernel.rows,
                     row_count: blocks.rows_in(block),
@@ -139,7 +139,7 @@ fn multiply(
                 };
                 let start = blocks.first_row(block) * n + panel * PANEL;
                 let length = (tile.row_count - 1) * n + tile.columns;
-                let target = Target { start: sums.range_ptr(start, length), stride: n };
+                let target = TileOutput { start: sums.range_ptr(start, length), stride: n };
                 // SAFETY: the range is inside the output. The task touches only its tile's
                 // elements, and no other task has this block and these panels.
                 unsafe { (kernel.tile)(&tile, &target, panel_count) };
@@ -191,7 +191,7 @@ struct Kernel {
     ///
     /// # Safety
     /// The target may be written in the tile's rows and columns; the kernel came from [`Kernel::of`].
-    tile: unsafe fn(&Tile<'_>, &Target, usize),
+    tile: unsafe fn(&MatmulTile<'_>, &TileOutput, usize),
 }
 
 impl Kernel {
@@ -201,7 +201,7 @@ impl Kernel {
             return kernel;
         }
         let _ = level;
-        let (rows, tile): (_, unsafe fn(&Tile<'_>, &Target, usize)) = match format {
+        let (rows, tile): (_, unsafe fn(&MatmulTile<'_>, &TileOutput, usize)) = match format {
             WeightFormat::F32 => (RowFormat::F32, portable::tile),
             WeightFormat::Bf16 => (RowFormat::Rounded, portable::tile),
             WeightFormat::Q8 => (RowFormat::Q8, q8::portable::tile),
@@ -292,7 +292,7 @@ mod tests {
         let mut pool = ThreadPool::new(threads, "test").unwrap();
         let [one, other] = [false, true].map(|fetch_ahead| {
             let mut out = vec![f32::NAN; x.len() / w.cols() * w.rows()];
-            multiply(level, fetch_ahead, &mut pool, &mut Scratch::default(), x, w, &mut out);
+            multiply(level, fetch_ahead, &mut pool, &mut MatmulScratch::default(), x, w, &mut out);
             out
         });
         assert_eq!(bits(&one), bits(&other), "{}", level.name());
@@ -358,7 +358,7 @@ mod tests {
                 WeightFormat::F32,
                 &Plain { rows: 0, cols: 2, values: vec![] },
             );
-            matmul(level, &mut pool, &mut Scratch::default(), &[1.0, 2.0], &w, &mut []);
+            matmul(level, &mut pool, &mut MatmulScratch::default(), &[1.0, 2.0], &w, &mut []);
             let w = pack(
                 &mut pool,
                 &mut Slab::default(),
@@ -366,7 +366,7 @@ mod tests {
                 &Plain { rows: 2, cols: 0, values: vec![] },
             );
             let mut out = [7.0; 4];
-            matmul(level, &mut pool, &mut Scratch::default(), &[], &w, &mut out);
+            matmul(level, &mut pool, &mut MatmulScratch::default(), &[], &w, &mut out);
             assert_eq!(out, [0.0; 4]);
         }
     }

@@ -87,10 +87,10 @@ pub struct CpuBackend {
     pool: Mutex<ThreadPool>,
     /// Memory of small packed matrices.
     slab: Mutex<Slab>,
-    gemms: matmul::Scratch,
-    tiles: attention::Scratch,
+    gemms: matmul::MatmulScratch,
+    tiles: attention::AttentionScratch,
     /// Sampling memory, one per thread.
-    draws: Vec<Mutex<sample::Scratch>>,
+    draws: Vec<Mutex<sample::SampleScratch>>,
     /// The shard of a model that the backend packs and computes.
     shard: Shard,
     /// `None`: the backend computes whole models, or only packs weights.
@@ -123,8 +123,8 @@ impl CpuBackend {
             level,
             pool,
             slab: Mutex::default(),
-            gemms: matmul::Scratch::default(),
-            tiles: attention::Scratch::new(threads),
+            gemms: matmul::MatmulScratch::default(),
+            tiles: attention::AttentionScratch::new(threads),
             draws: (0..threads).map(|_| Mutex::default()).collect(),
             shard: Shard::WHOLE,
             group: None,
@@ -140,8 +140,8 @@ impl CpuBackend {
             level: self.level,
             pool,
             slab: Mutex::default(),
-            gemms: matmul::Scratch::default(),
-            tiles: attention::Scratch::new(1),
+            gemms: matmul::MatmulScratch::default(),
+            tiles: attention::AttentionScratch::new(1),
             draws: Vec::new(),
             shard: self.shard,
             group: None,

@@ -67,7 +67,7 @@ pub enum SampleError {
 
 /// Sampling memory that one thread reuses.
 #[derive(Default)]
-pub(crate) struct Scratch {
+pub(crate) struct SampleScratch {
     logits: Vec<f32>,
     probabilities: Vec<f32>,
     /// All zero between samples.
@@ -77,12 +77,12 @@ pub(crate) struct Scratch {
 /// Samples the next token from raw `logits`, one per token of the vocabulary.
 pub fn sample(logits: &[f32], row: &SampleRow<'_>) -> Result<SampledToken, SampleError> {
     let level = Level::find(Isa::Auto).unwrap_or(Level::Baseline);
-    sample_with(level, &mut Scratch::default(), logits, row)
+    sample_with(level, &mut SampleScratch::default(), logits, row)
 }
 
 pub(crate) fn sample_with(
     level: Level,
-    scratch: &mut Scratch,
+    scratch: &mut SampleScratch,
     logits: &[f32],
     row: &SampleRow<'_>,
 ) -> Result<SampledToken, SampleError> {
@@ -112,7 +112,7 @@ pub(crate) fn sample_with(
         let probabilities = &mut scratch.probabilities;
         probabilities.resize(adjusted.len(), 0.0);
         weigh(level, adjusted, best_logit, sampling.temperature, probabilities);
-        let key = draw::Key::new(sampling.seed, output.len() as u64);
+        let key = draw::DrawKey::new(sampling.seed, output.len() as u64);
         match keep::candidates(level, probabilities, sampling) {
             None => draw::among_all(level, key, best_id, probabilities),
             Some(kept) => draw::among(key, &kept),
@@ -127,7 +127,7 @@ pub(crate) fn sample_with(
 pub(crate) fn sample_rows<'a>(
     level: Level,
     pool: &mut ThreadPool,
-    scratches: &[Mutex<Scratch>],
+    scratches: &[Mutex<SampleScratch>],
     logits: impl Fn(usize) -> &'a [f32] + Sync,
     rows: &[SampleRow<'_>],
 ) -> Vec<Result<SampledToken, SampleError>> {
@@ -386,7 +386,7 @@ mod tests {
 
     #[test]
     fn every_level_chooses_the_same_token_with_the_same_logprobs() {
-        let (mut scratch, logits) = (Scratch::default(), numbers(7, 3_001));
+        let (mut scratch, logits) = (SampleScratch::default(), numbers(7, 3_001));
         for seed in 0..200 {
             let sampling = Sampling {
                 temperature: 0.3 + (seed % 5) as f32,

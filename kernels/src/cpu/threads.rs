@@ -31,7 +31,7 @@ use super::{affinity, disjoint_slice::DisjointSlice};
 /// a forward pass, and short enough to be negligible when several processes share the cores.
 const SPIN: Duration = Duration::from_micros(30);
 
-/// Bits of `Shared::state`: the number of workers inside, whether the job is open, and the job's number.
+/// Bits of `PoolControl::state`: the number of workers inside, whether the job is open, and the job's number.
 const INSIDE: u64 = (1 << 16) - 1;
 const OPEN: u64 = 1 << 16;
 const NUMBER_ONE: u64 = 1 << 17;
@@ -44,17 +44,17 @@ pub const THREADS_MAX: usize = 1024;
 
 /// Job of one region: `run(thread, task)` for every task below `tasks`.
 #[derive(Clone, Copy)]
-struct Job {
+struct RegionJob {
     run: *const (dyn Fn(usize, usize) + Sync),
     tasks: usize,
 }
 
-struct Shared {
+struct PoolControl {
     state: AtomicU64,
     /// The next task to claim.
     next: AtomicUsize,
     /// Written by the caller while the job is closed and no worker is inside; read by workers inside.
-    job: UnsafeCell<Option<Job>>,
+    job: UnsafeCell<Option<RegionJob>>,
     /// Per worker: true while it sleeps or is about to sleep.
     parked: Box<[AtomicBool]>,
     /// The caller's thread while it is parked. The last worker that leaves wakes it.
@@ -68,13 +68,13 @@ struct Shared {
 // SAFETY: `job` is the only part that is not Sync by itself. It is written only while no worker is
 // inside and none can enter (`state` says closed and 0 inside), and read only between entering and
 // leaving; both edges are acquire/release operations on `state`. The closure it points to is Sync.
-unsafe impl Sync for Shared {}
+unsafe impl Sync for PoolControl {}
 // SAFETY: as above; the pointer is dangling outside a region, where nothing reads it.
-unsafe impl Send for Shared {}
+unsafe impl Send for PoolControl {}
 
 /// Pool of `threads - 1` named workers in addition to the calling thread. Dropping it stops and joins them.
 pub struct ThreadPool {
-    shared: Arc<Shared>,
+    shared: Arc<PoolControl>,
     workers: Vec<JoinHandle<()>>,
 }
 
@@ -89,7 +89,7 @@ impl ThreadPool {
     /// is not pinned here. With an empty list no worker is pinned.
     pub fn on(threads: usize, name: &str, cpus: &[u32]) -> io::Result<Self> {
         let worker_count = threads.clamp(1, THREADS_MAX) - 1;
-        let shared = Arc::new(Shared {
+        let shared = Arc::new(PoolControl {
             state: AtomicU64::new(0),
             next: AtomicUsize::new(0),
             job: UnsafeCell::new(None),
@@ -147,7 +147,7 @@ impl ThreadPool {
         };
         // SAFETY: the previous region was closed and all workers had left before its `run`
         // returned, and `&mut self` excludes another region.
-        unsafe { *shared.job.get() = Some(Job { run, tasks }) };
+        unsafe { *shared.job.get() = Some(RegionJob { run, tasks }) };
         shared.next.store(0, Ordering::Relaxed);
         let closed = shared.state.load(Ordering::Relaxed);
         debug_assert_eq!(closed & (OPEN | INSIDE), 0, "the last region is over");
@@ -195,7 +195,7 @@ impl ThreadPool {
     }
 }
 
-impl Shared {
+impl PoolControl {
     /// Runs a worker's loop.
     fn work(&self, worker: usize) {
         let mut last_seen = 0;

@@ -7,7 +7,7 @@ use super::{
     error::CudaError,
     ffi::{self, dtype_code},
     library::KernelLibrary,
-    memory::{ALIGNMENT, DeviceMemory, Pinned, Range},
+    memory::{ALIGNMENT, DeviceMemory, PinnedMemory, Range},
     step::CudaStep,
 };
 use crate::{backend::HeadShape, layout::Dtype};
@@ -38,7 +38,7 @@ pub enum AttentionKind {
 /// Attention of one stream.
 pub(super) struct Attention {
     kind: AttentionKind,
-    decode: Option<Decode>,
+    decode: Option<DecodeAttention>,
     floats: Range,
     buffers: Vec<PlanBuffer>,
     /// Index of the next entry of `buffers` to use.
@@ -49,7 +49,7 @@ pub(super) struct Attention {
 }
 
 /// Buffers of Baton's decode attention, which has no host plan: its CTAs split the pages on the device.
-struct Decode {
+struct DecodeAttention {
     partial: Range,
     /// Zero between launches.
     counters: Range,
@@ -60,7 +60,7 @@ struct Decode {
 /// Buffers of one plan.
 struct PlanBuffer {
     ints: Range,
-    pinned: Pinned<u8>,
+    pinned: PinnedMemory<u8>,
     /// Recorded when the copy from `pinned` has completed.
     copied: Event,
 }
@@ -84,14 +84,14 @@ impl Attention {
             AttentionKind::Plain => (0, 0),
         };
         let decode = match kind {
-            AttentionKind::Auto => Some(Decode::new(context, library, stream, sms)?),
+            AttentionKind::Auto => Some(DecodeAttention::new(context, library, stream, sms)?),
             AttentionKind::Flash | AttentionKind::Plain => None,
         };
         let memory =
             DeviceMemory::new(context, "attention's workspace", floats + PLAN_BUFFERS * ints)?;
         let floats = memory.cut(floats)?;
         let buffer = |_| {
-            let pinned = Pinned::zeroed(context, "attention's plans", ints)?;
+            let pinned = PinnedMemory::zeroed(context, "attention's plans", ints)?;
             Ok(PlanBuffer { ints: memory.cut(ints)?, pinned, copied: Event::new(context)? })
         };
         let buffers = (0..PLAN_BUFFERS).map(buffer).collect::<Result<_, CudaError>>()?;
@@ -101,7 +101,7 @@ impl Attention {
     /// Returns whether a decode step's attention can be captured: it has no host plan.
     pub fn can_be_captured(&self, heads: HeadShape, dtype: Dtype) -> bool {
         match self.kind_of(dtype) {
-            AttentionKind::Auto => Decode::serves(heads, dtype),
+            AttentionKind::Auto => DecodeAttention::serves(heads, dtype),
             AttentionKind::Plain => true,
             AttentionKind::Flash => false,
         }
@@ -131,7 +131,7 @@ impl Attention {
         if let Some(decode) = &self.decode
             && (step.is_decode() || step.verified() > 0)
             && step.rows() <= DECODE_ROWS_MAX
-            && Decode::serves(heads, step.kv_layout().dtype)
+            && DecodeAttention::serves(heads, step.kv_layout().dtype)
         {
             let head = (heads, scale, window);
             let queries = (queries, query_stride);
@@ -242,7 +242,7 @@ impl Attention {
     }
 }
 
-impl Decode {
+impl DecodeAttention {
     fn new(
         context: &Arc<Context>,
         library: &KernelLibrary,

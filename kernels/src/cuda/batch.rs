@@ -17,19 +17,19 @@ use std::{
     time::Instant,
 };
 
-pub use frame::{CudaFrame, Finished, Output};
-use sizes::{Sizes, input_words, lay_out, plan_words};
+pub use frame::{CudaFrame, DownloadBuffers, Finished};
+use sizes::{BatchArraySizes, input_words, lay_out, plan_words};
 
 use super::{
     backend::CudaBackend,
     batch_memory::{BatchLimits, BatchMemory},
     buffer::CudaBuffer,
-    context::{DeviceToHost, Event, HostToDevice, Role, Stream},
+    context::{DeviceToHost, Event, HostToDevice, Stream, StreamRole},
     error::CudaError,
     ffi,
     kv::DeviceKv,
     library::KernelLibrary,
-    memory::{DeviceMemory, InFlight, Pinned, Range},
+    memory::{CopyInFlight, DeviceMemory, PinnedMemory, Range},
     plan::{self, Admission, Extension, KnownDrafts, StepRows},
     sample::{self, Sampler},
     step::CudaStep,
@@ -73,15 +73,15 @@ pub struct DeviceBatch {
     up: Stream<HostToDevice>,
     down: Stream<DeviceToHost>,
     plan_words: usize,
-    inputs: VecDeque<Input>,
+    inputs: VecDeque<UploadBuffer>,
     sampler: Sampler,
     /// Recorded when the compute stream has written the results.
     sampled: Event,
     /// Recorded when the results were downloaded.
     downloaded: Event,
-    outputs: Vec<Output>,
+    outputs: Vec<DownloadBuffers>,
     /// Output buffers of the step between `begin` and `end`.
-    output: Option<Output>,
+    output: Option<DownloadBuffers>,
     uploaded_bytes: u64,
     /// For each slot, the sampling kernels that its sequence needs.
     needs: Vec<i32>,
@@ -93,7 +93,7 @@ pub struct DeviceBatch {
 
 /// An upload buffer: pinned memory and its device copy.
 #[derive(Debug)]
-struct Input {
+struct UploadBuffer {
     pinned: InputState,
     device: Range,
     /// Recorded when the kernels that read `device` have run.
@@ -102,8 +102,8 @@ struct Input {
 
 #[derive(Debug)]
 enum InputState {
-    Free(Pinned<u32>, Event),
-    InFlight(InFlight<u32>),
+    Free(PinnedMemory<u32>, Event),
+    InFlight(CopyInFlight<u32>),
     /// An error lost the pinned memory.
     Lost,
 }
@@ -125,7 +125,7 @@ impl DeviceBatch {
                 allowed: "up to 4,096",
             });
         }
-        let sizes = Sizes::of(&limits);
+        let sizes = BatchArraySizes::of(&limits);
         let (plan_words, input_words, samples) =
             (plan_words(&limits), input_words(&limits), limits.samples as usize);
         let memory = DeviceMemory::new(context, "the batch", Self::bytes(backend, &limits))?;
@@ -138,16 +138,16 @@ impl DeviceBatch {
         up.synchronize()?;
         let mut inputs = VecDeque::new();
         for device in devices {
-            inputs.push_back(Input {
+            inputs.push_back(UploadBuffer {
                 pinned: InputState::Free(
-                    Pinned::zeroed(context, "a step's plan", input_words)?,
+                    PinnedMemory::zeroed(context, "a step's plan", input_words)?,
                     Event::new(context)?,
                 ),
                 device,
                 consumed: Event::new(context)?,
             });
         }
-        let outputs = (0..limits.depth.max(1)).map(|_| Output::new(context, samples));
+        let outputs = (0..limits.depth.max(1)).map(|_| DownloadBuffers::new(context, samples));
         Ok(Self {
             limits,
             memory: Arc::new(sizes.memory(&limits, ranges, kv)),
@@ -173,7 +173,7 @@ impl DeviceBatch {
         self.delays = Some(delays);
     }
 
-    fn pass<R: Role>(&self, stream: &Stream<R>) -> Result<(), CudaError> {
+    fn pass<R: StreamRole>(&self, stream: &Stream<R>) -> Result<(), CudaError> {
         self.delays.as_ref().map_or(Ok(()), |delays| delays.pass(stream))
     }
 
@@ -346,7 +346,7 @@ impl DeviceBatch {
     /// Returns the number of uploaded words.
     fn upload_through(
         &self,
-        input: &mut Input,
+        input: &mut UploadBuffer,
         backend: &CudaBackend,
         words: &[u32],
         masks: &[&TokenMask],
@@ -457,7 +457,7 @@ impl DeviceBatch {
         self.sampled.record(compute)?;
         self.down.wait(&self.sampled)?;
         self.pass(&self.down)?;
-        let Output {
+        let DownloadBuffers {
             results: (results, done),
             top: (top, top_done),
             begin,
@@ -491,7 +491,7 @@ impl DeviceBatch {
     }
 
     /// Takes back the download buffers of a finished frame.
-    pub fn recycle(&mut self, output: Output) {
+    pub fn recycle(&mut self, output: DownloadBuffers) {
         self.sampler.add_gathered(output.rows_gathered, output.samples);
         self.outputs.push(output);
     }

@@ -25,8 +25,8 @@ pub struct BatchLimits {
 #[derive(Debug)]
 pub(super) struct BatchMemory {
     pub kv: ffi::Kv,
-    pub pool: ffi::Pool,
-    pub step: ffi::Step,
+    pub pool: ffi::SlotPool,
+    pub step: ffi::StepArrays,
     pub blocks: Arc<DeviceKv>,
     pub _ranges: Vec<Range>,
 }

@@ -8,7 +8,7 @@
 //! blocks, because they write blocks.
 //!
 //! A node with tensor parallelism keeps its blocks in one part per rank, each part with the rank's heads on a
-//! GPU of its own. A [`Link`] connects two parts, one at each end, that have KV heads in common. An operation
+//! GPU of its own. A [`NcclLink`] connects two parts, one at each end, that have KV heads in common. An operation
 //! is complete when it is complete on all links. A node without ranks has one part.
 
 mod invitation;
@@ -22,15 +22,15 @@ use std::{
 };
 
 use self::{
-    invitation::{Answer, COMMUNICATORS_MAX, Invitation, agreed_ctas},
-    link::{Gpu, Link, LinkEnd},
+    invitation::{COMMUNICATORS_MAX, Invitation, InvitationAnswer, agreed_ctas},
+    link::{LinkEnd, LinkGpu, NcclLink},
     operations::{Cuts, NcclChannel},
 };
 use super::{
-    context::Role,
+    context::StreamRole,
     ipc::shared_heads,
     kv::DeviceKv,
-    moves::{Direction, Rows},
+    moves::{BlockRows, Direction},
     nccl::{Communicator, CommunicatorOptions, Nccl, NcclVersion, UniqueId},
     parallel::in_parallel,
 };
@@ -44,7 +44,7 @@ use crate::{
 #[derive(Debug)]
 pub enum PeerExchange {}
 
-impl Role for PeerExchange {}
+impl StreamRole for PeerExchange {}
 
 /// Size of a slot, or of one block where a block is larger. The host spends 100 to 150 µs on an operation, and
 /// NVLink moves 32 to 50 MiB in that time: shorter operations leave the link idle.
@@ -94,7 +94,7 @@ pub struct NcclChannels {
     /// Blocks with all heads; `parts` hold the heads of each rank.
     blocks: Arc<dyn RemoteBlocks>,
     /// In order of rank.
-    parts: Vec<(Arc<DeviceKv>, Arc<Gpu>)>,
+    parts: Vec<(Arc<DeviceKv>, Arc<LinkGpu>)>,
     /// Opened on first use.
     nccl: Mutex<Option<Arc<Nccl>>>,
 }
@@ -109,13 +109,13 @@ fn words(error: impl ToString) -> String {
 
 /// Two parts with KV heads in common, by rank, and the bytes of those heads in their blocks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-struct Pair {
-    from: (usize, Rows),
-    to: (usize, Rows),
+struct PartPair {
+    from: (usize, BlockRows),
+    to: (usize, BlockRows),
 }
 
-impl Pair {
-    fn own(&self, end: End) -> (usize, Rows) {
+impl PartPair {
+    fn own(&self, end: End) -> (usize, BlockRows) {
         match end {
             End::Sender => self.from,
             End::Receiver => self.to,
@@ -124,19 +124,19 @@ impl Pair {
 }
 
 /// Returns the pairs of parts, in the same order at both ends.
-fn pairs(layout: KvLayout, from_of: usize, to_of: usize) -> Vec<Pair> {
+fn pairs(layout: KvLayout, from_of: usize, to_of: usize) -> Vec<PartPair> {
     let all = (0..from_of).flat_map(|from| (0..to_of).map(move |to| (from, to)));
     let pair = |(from, to)| {
         let strides = shared_heads(layout, (from, from_of), (to, to_of))?;
         let rows =
-            |(pitch, first)| Rows { pitch, first, width: strides.bytes, count: strides.runs };
-        Some(Pair { from: (from, rows(strides.from)), to: (to, rows(strides.to)) })
+            |(pitch, first)| BlockRows { pitch, first, width: strides.bytes, count: strides.runs };
+        Some(PartPair { from: (from, rows(strides.from)), to: (to, rows(strides.to)) })
     };
     all.filter_map(pair).collect()
 }
 
 /// Returns the bytes of a block that one link moves; the largest where links differ.
-fn moved_bytes(pairs: &[Pair]) -> usize {
+fn moved_bytes(pairs: &[PartPair]) -> usize {
     pairs.iter().map(|pair| pair.from.1.bytes()).max().unwrap_or(1).max(1)
 }
 
@@ -189,7 +189,7 @@ impl NcclChannels {
     }
 
     /// Returns the pairs for a sender with `from_of` parts and a receiver with `to_of` parts.
-    fn pairs(&self, from_of: usize, to_of: usize) -> Result<Vec<Pair>, String> {
+    fn pairs(&self, from_of: usize, to_of: usize) -> Result<Vec<PartPair>, String> {
         let layout = self.blocks.layout();
         for parts in [from_of, to_of] {
             if !layout.kv_head_count.is_multiple_of(parts) {
@@ -229,12 +229,12 @@ impl NcclChannels {
     /// Joins all links in parallel: each one takes 0.1 s. If one fails, dropping the other links aborts them.
     fn join_links(
         &self,
-        pairs: &[Pair],
+        pairs: &[PartPair],
         options: &[Vec<CommunicatorOptions>],
         end: End,
         scatter: Direction,
         limit: WaitLimit<'_>,
-    ) -> Result<Vec<Link>, String> {
+    ) -> Result<Vec<NcclLink>, String> {
         let nccl = self.opened()?;
         in_parallel("nccl-join", pairs.iter().zip(options), |(pair, options), has_failed| {
             let (rank, rows) = pair.own(end);
@@ -242,7 +242,7 @@ impl NcclChannels {
             let own = LinkEnd { kv: Arc::clone(kv), gpu: Arc::clone(gpu), rows, end, scatter };
             let cancelled = || has_failed.load(Ordering::Relaxed) || (limit.cancelled)();
             let limit = WaitLimit { deadline: limit.deadline, cancelled: &cancelled };
-            Link::join(own, &nccl, options, limit)
+            NcclLink::join(own, &nccl, options, limit)
         })
     }
 }
@@ -288,7 +288,7 @@ impl PeerChannels for NcclChannels {
         self.checked(&invitation, &nccl)?;
         let uuids = self.uuids();
         let pairs = self.pairs(invitation.uuids.len(), uuids.len())?;
-        for Pair { from: (from, _), to: (to, _) } in &pairs {
+        for PartPair { from: (from, _), to: (to, _) } in &pairs {
             if invitation.uuids[*from] == uuids[*to] {
                 return Err(format!(
                     "the peer's rank {from} and our rank {to} are on one GPU, {}; expected two GPUs, because \
@@ -308,7 +308,7 @@ impl PeerChannels for NcclChannels {
         }
         let id = |_| nccl.unique_id().map(|id| bytemuck::cast(id.0));
         let ids = (0..communicators).map(id).collect::<Result<Vec<_>, _>>();
-        Ok(Answer { max_ctas, uuids, ids: ids.map_err(words)? }.to_bytes())
+        Ok(InvitationAnswer { max_ctas, uuids, ids: ids.map_err(words)? }.to_bytes())
     }
 
     fn join(
@@ -321,7 +321,7 @@ impl PeerChannels for NcclChannels {
         let (from_of, lanes) = (invitation.uuids.len(), invitation.lanes);
         let pairs_to = |to_of| self.pairs(from_of, to_of);
         let ids = |to_of| pairs_to(to_of).map_or(0, |pairs| lanes * pairs.len());
-        let answer = Answer::from_bytes(answer, ids)?;
+        let answer = InvitationAnswer::from_bytes(answer, ids)?;
         let to_of = answer.uuids.len();
         let pairs = pairs_to(to_of)?;
         let own = if end == End::Sender { from_of } else { to_of };

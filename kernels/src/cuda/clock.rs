@@ -6,7 +6,7 @@ use std::{
 };
 
 use super::{
-    context::{Context, Event, Role, Stream},
+    context::{Context, Event, Stream, StreamRole},
     error::CudaError,
 };
 
@@ -25,7 +25,10 @@ pub struct DeviceClock {
 
 impl DeviceClock {
     /// Creates the clock. Synchronizes the stream a few times, so it is called at start only.
-    pub fn start<R: Role>(context: &Arc<Context>, stream: &Stream<R>) -> Result<Self, CudaError> {
+    pub fn start<R: StreamRole>(
+        context: &Arc<Context>,
+        stream: &Stream<R>,
+    ) -> Result<Self, CudaError> {
         let mut best: Option<(Duration, Event, Instant)> = None;
         for _ in 0..TRIES {
             let event = Event::timed(context)?;

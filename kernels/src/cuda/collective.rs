@@ -25,7 +25,7 @@ use super::{
     export::{IpcRange, take},
     ffi::{self, dtype_code},
     library::KernelLibrary,
-    memory::{DeviceMemory, Pinned, Range},
+    memory::{DeviceMemory, PinnedMemory, Range},
 };
 use crate::layout::Dtype;
 
@@ -171,10 +171,10 @@ pub struct AllReduceNorm<'a> {
 /// This rank's side of a group of ranks.
 #[derive(Debug)]
 pub struct Group {
-    raw: ffi::Group,
+    raw: ffi::RawGroup,
     timeout: Duration,
     message_bytes: usize,
-    fault: Pinned<u32>,
+    fault: PinnedMemory<u32>,
     context: Arc<Context>,
     library: Arc<KernelLibrary>,
     /// Stream of `stop`, which must not queue behind the waiting kernels.
@@ -218,8 +218,8 @@ impl Group {
                 address
             };
         }
-        let fault = Pinned::zeroed(&context, "the group's fault flag", 1)?;
-        let raw = ffi::Group {
+        let fault = PinnedMemory::zeroed(&context, "the group's fault flag", 1)?;
+        let raw = ffi::RawGroup {
             arenas,
             arena_bytes: own.arena_bytes as i64,
             fault: fault.base(),
@@ -396,7 +396,7 @@ impl Group {
     pub(super) unsafe fn sample(
         &self,
         tokens: &[ops::Range<usize>],
-        (pool, step): (&ffi::Pool, &ffi::Step),
+        (pool, step): (&ffi::SlotPool, &ffi::StepArrays),
         args: &ffi::SampleArgs,
         stream: &Stream<Compute>,
     ) -> Result<(), CudaError> {
@@ -478,7 +478,7 @@ mod tests {
 
     #[test]
     fn struct_sizes_match_the_header() {
-        assert_eq!((size_of::<ffi::Group>(), size_of::<ffi::AllReduceArgs>()), (96, 56));
+        assert_eq!((size_of::<ffi::RawGroup>(), size_of::<ffi::AllReduceArgs>()), (96, 56));
         assert_eq!(size_of::<ffi::GatherArgs>(), 80);
     }
 }

@@ -136,7 +136,7 @@ impl Drop for Context {
 }
 
 /// The use of a stream.
-pub trait Role: 'static {}
+pub trait StreamRole: 'static {}
 
 /// Copies from host to device.
 #[derive(Debug)]
@@ -148,24 +148,24 @@ pub enum Compute {}
 #[derive(Debug)]
 pub enum DeviceToHost {}
 
-impl Role for HostToDevice {}
-impl Role for Compute {}
-impl Role for DeviceToHost {}
+impl StreamRole for HostToDevice {}
+impl StreamRole for Compute {}
+impl StreamRole for DeviceToHost {}
 
 /// A CUDA stream, never the default stream, which synchronizes with all others.
 #[derive(Debug)]
-pub struct Stream<R: Role> {
+pub struct Stream<R: StreamRole> {
     raw: sys::CUstream,
     context: Arc<Context>,
     role: PhantomData<fn() -> R>,
 }
 
 // SAFETY: the driver allows a stream on every thread.
-unsafe impl<R: Role> Send for Stream<R> {}
+unsafe impl<R: StreamRole> Send for Stream<R> {}
 // SAFETY: as above.
-unsafe impl<R: Role> Sync for Stream<R> {}
+unsafe impl<R: StreamRole> Sync for Stream<R> {}
 
-impl<R: Role> Stream<R> {
+impl<R: StreamRole> Stream<R> {
     pub fn new(context: &Arc<Context>) -> Result<Self, CudaError> {
         context.bind()?;
         let kind = result::stream::StreamKind::NonBlocking;
@@ -222,7 +222,7 @@ impl<R: Role> Stream<R> {
     }
 }
 
-impl<R: Role> Drop for Stream<R> {
+impl<R: StreamRole> Drop for Stream<R> {
     fn drop(&mut self) {
         // SAFETY: the stream is destroyed once; the driver completes its work first. A failure means that an
         // error has ended the context, and nothing can be released.
@@ -260,7 +260,7 @@ impl Event {
     }
 
     /// Records the event after all work enqueued on the stream so far.
-    pub fn record<R: Role>(&self, stream: &Stream<R>) -> Result<(), CudaError> {
+    pub fn record<R: StreamRole>(&self, stream: &Stream<R>) -> Result<(), CudaError> {
         // SAFETY: both are alive.
         unsafe { result::event::record(self.raw, stream.raw) }.named("cuEventRecord")
     }

@@ -6,7 +6,7 @@
 use cudarc::driver::sys;
 
 use super::{
-    context::{Role, Stream},
+    context::{Stream, StreamRole},
     error::{CudaError, Named},
 };
 
@@ -30,7 +30,7 @@ impl Copies {
     /// # Safety
     /// Every source and destination is mapped in the stream's context until the copies complete, and
     /// nothing else writes the destinations.
-    pub unsafe fn put<R: Role>(&mut self, stream: &Stream<R>) -> Result<(), CudaError> {
+    pub unsafe fn put<R: StreamRole>(&mut self, stream: &Stream<R>) -> Result<(), CudaError> {
         if self.bytes.len() < 2 {
             // SAFETY: guaranteed by the caller.
             return unsafe { self.enqueue_one_by_one(stream) };
@@ -73,7 +73,10 @@ impl Copies {
     ///
     /// # Safety
     /// See [`put`](Self::put).
-    pub unsafe fn enqueue_one_by_one<R: Role>(&self, stream: &Stream<R>) -> Result<(), CudaError> {
+    pub unsafe fn enqueue_one_by_one<R: StreamRole>(
+        &self,
+        stream: &Stream<R>,
+    ) -> Result<(), CudaError> {
         for ((to, from), bytes) in self.to.iter().zip(&self.from).zip(&self.bytes) {
             // SAFETY: guaranteed by the caller.
             unsafe { sys::cuMemcpyAsync(*to, *from, *bytes, stream.raw()) }

@@ -3,11 +3,11 @@
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use super::{
-    context::{Compute, Context, Event, Role, Stream},
+    context::{Compute, Context, Event, Stream, StreamRole},
     error::CudaError,
     ffi::{self, DigestLists, DigestWeight, dtype_code},
     library::KernelLibrary,
-    memory::{DeviceMemory, Pinned, Range},
+    memory::{DeviceMemory, PinnedMemory, Range},
     stream_progress::{Mark, StreamProgress},
 };
 use crate::{
@@ -43,7 +43,7 @@ struct DigestLane {
     /// Whether the sums are zeros once the work in the stream is complete.
     is_cleared: bool,
     /// The kernel writes them. They are read after the call's mark.
-    results: Pinned<u64>,
+    results: PinnedMemory<u64>,
 }
 
 /// Digests that the GPU is computing. The wait for the digests has no deadline, because the blocks must not be written
@@ -66,7 +66,7 @@ impl DigestLane {
             done: Event::new(context)?,
             sums,
             is_cleared: false,
-            results: Pinned::zeroed(context, "digests", ffi::DIGESTS_MAX)?,
+            results: PinnedMemory::zeroed(context, "digests", ffi::DIGESTS_MAX)?,
         })
     }
 
@@ -230,7 +230,7 @@ impl WeightDigests {
 
     /// Enqueues the digest of the part at an offset of `memory`. The kernel writes the [`SUMS`] numbers with this
     /// index.
-    pub fn enqueue<R: Role>(
+    pub fn enqueue<R: StreamRole>(
         &self,
         dtype: Dtype,
         (memory, offset, runs): (&Range, usize, &WeightRuns),

@@ -134,7 +134,7 @@ structs! {
         pub drafts: i32,
     }
 
-    pub struct Pool {
+    pub struct SlotPool {
         pub slots: Address,
         pub sampling: Address,
         pub tokens: Address,
@@ -188,7 +188,7 @@ structs! {
         pub at: u32,
     }
 
-    pub struct Step {
+    pub struct StepArrays {
         pub row_tokens: Address,
         pub row_positions: Address,
         pub row_destinations: Address,
@@ -256,7 +256,7 @@ structs! {
     }
 
     #[derive(Default, PartialEq, bytemuck::Pod, bytemuck::Zeroable)]
-    pub struct TokenLogprob {
+    pub struct TopToken {
         pub token: i32,
         pub logprob: f32,
     }
@@ -339,7 +339,7 @@ structs! {
         pub positions: Address,
     }
 
-    pub struct Group {
+    pub struct RawGroup {
         pub arenas: [Address; GROUP_RANKS_MAX],
         pub arena_bytes: i64,
         pub fault: *mut u32,
@@ -413,8 +413,8 @@ functions! {
     baton_gather_rows: fn(i32, Address, Address, Address, i32, i32, RawStream) -> i32;
     baton_rope_store_kv: fn(*const Kv, *const RopeArgs, RawStream) -> i32;
     baton_step_prepare:
-        fn(*const Pool, Address, *const Step, i32, i32, i32, i32, RawStream) -> i32;
-    baton_step_supply: fn(*const Pool, Address, *const Step, i32, RawStream) -> i32;
+        fn(*const SlotPool, Address, *const StepArrays, i32, i32, i32, i32, RawStream) -> i32;
+    baton_step_supply: fn(*const SlotPool, Address, *const StepArrays, i32, RawStream) -> i32;
     baton_attention_prepare:
         fn(
             i32,
@@ -433,7 +433,7 @@ functions! {
             i32,
             Address,
             i64,
-            *const Step,
+            *const StepArrays,
             Address,
             i32,
             i32,
@@ -444,9 +444,9 @@ functions! {
     baton_skinny_gemm: fn(*const SkinnyGemmArgs, RawStream) -> i32;
     baton_skinny_gemm_rows_max: fn() -> i32;
     baton_skinny_gemm_tile: fn(*const SkinnyGemmArgs) -> i32;
-    baton_sample: fn(*const Pool, *const Step, *const SampleArgs, RawStream) -> i32;
-    baton_draft: fn(*const Pool, *const Step, i32, i32, i32, i32, RawStream) -> i32;
-    baton_accept: fn(*const Pool, *const Step, i32, i32, Address, RawStream) -> i32;
+    baton_sample: fn(*const SlotPool, *const StepArrays, *const SampleArgs, RawStream) -> i32;
+    baton_draft: fn(*const SlotPool, *const StepArrays, i32, i32, i32, i32, RawStream) -> i32;
+    baton_accept: fn(*const SlotPool, *const StepArrays, i32, i32, Address, RawStream) -> i32;
     baton_load_moves: fn() -> i32;
     baton_move_rows:
         fn(
@@ -465,16 +465,16 @@ functions! {
     baton_delay: fn(i64, RawStream) -> i32;
     baton_read_stream: fn(Address, u64, Address, RawStream) -> i32;
     baton_group_arena_bytes: fn(i32, i64) -> i64;
-    baton_group_reset: fn(*const Group, RawStream) -> i32;
-    baton_group_stop: fn(*const Group, RawStream) -> i32;
-    baton_all_reduce: fn(*const Group, *const AllReduceArgs, RawStream) -> i32;
-    baton_group_gather: fn(*const Group, *const GatherArgs, RawStream) -> i32;
+    baton_group_reset: fn(*const RawGroup, RawStream) -> i32;
+    baton_group_stop: fn(*const RawGroup, RawStream) -> i32;
+    baton_all_reduce: fn(*const RawGroup, *const AllReduceArgs, RawStream) -> i32;
+    baton_group_gather: fn(*const RawGroup, *const GatherArgs, RawStream) -> i32;
     baton_group_sample_scratch_bytes: fn(i32, i32, i32) -> u64;
     baton_group_sample:
         fn(
-            *const Group,
-            *const Pool,
-            *const Step,
+            *const RawGroup,
+            *const SlotPool,
+            *const StepArrays,
             *const SampleArgs,
             *const i32,
             RawStream,

@@ -20,7 +20,7 @@ use super::{
     error::{CudaError, Named},
     ffi::Address,
     memory::{ALIGNMENT, Range},
-    tune::{self, Algorithm, Table, Tuned, Tuning},
+    tune::{self, Algorithm, Tuned, Tuning, TuningTable},
 };
 use crate::layout::Dtype;
 
@@ -69,8 +69,8 @@ impl GemmShape {
 pub struct Gemm {
     handle: Owned<sys::cublasLtHandle_t>,
     workspace: Range,
-    plans: HashMap<GemmShape, Plan>,
-    tuned: Table,
+    plans: HashMap<GemmShape, GemmPlan>,
+    tuned: TuningTable,
 }
 
 // SAFETY: cuBLASLt handles are thread-safe; descriptors are only reached through `&mut self`.
@@ -94,7 +94,7 @@ impl Gemm {
             "{}, sm_{}, {} SMs, driver {driver}, cuBLASLt {version}",
             device.name, device.compute, device.sm_count
         );
-        Ok(Self { handle, workspace, plans: HashMap::new(), tuned: Table::new(machine) })
+        Ok(Self { handle, workspace, plans: HashMap::new(), tuned: TuningTable::new(machine) })
     }
 
     /// Launches one GEMM on `stream`.
@@ -124,7 +124,7 @@ impl Gemm {
             let plan = self.plan(shape)?;
             self.plans.insert(shape, plan);
         }
-        let Plan { descriptors, algorithm } = &self.plans[&shape];
+        let GemmPlan { descriptors, algorithm } = &self.plans[&shape];
         // SAFETY: the three ranges hold the shape's matrices, as `part` has checked.
         unsafe { self.launch(descriptors, algorithm, x, w, out, stream) }
     }
@@ -145,7 +145,7 @@ impl Gemm {
         assert!(self.plans.is_empty(), "tuning precedes the first GEMM");
         let events = [Event::timed(stream.context())?, Event::timed(stream.context())?];
         // The closure below borrows `self`, so the table is moved out.
-        let mut table = mem::replace(&mut self.tuned, Table::new(String::new()));
+        let mut table = mem::replace(&mut self.tuned, TuningTable::new(String::new()));
         let outcome = tune::tune(&mut table, shapes, tuning, |shape| {
             self.time(shape, weights, out, stream, &events)
         });
@@ -172,7 +172,7 @@ impl Gemm {
         let descriptors = Descriptors::new(shape)?;
         let algorithms =
             descriptors.algorithms::<CANDIDATES>(self.handle.raw, self.workspace.bytes())?;
-        let mut timed = Timed {
+        let mut timed = TimedGemm {
             gemm: self,
             shape,
             descriptors,
@@ -188,7 +188,7 @@ impl Gemm {
         Ok(chosen.map(|(best, time, first)| (timed.algorithms[best].data, time, first)))
     }
 
-    fn plan(&self, shape: GemmShape) -> Result<Plan, CudaError> {
+    fn plan(&self, shape: GemmShape) -> Result<GemmPlan, CudaError> {
         let descriptors = Descriptors::new(shape)?;
         let (handle, workspace) = (self.handle.raw, self.workspace.bytes());
         // A tuned algorithm may come from a file or from another row count, so cuBLASLt checks it first.
@@ -205,7 +205,7 @@ impl Gemm {
                     })?
                 }
             };
-        Ok(Plan { descriptors, algorithm })
+        Ok(GemmPlan { descriptors, algorithm })
     }
 
     /// # Safety
@@ -256,7 +256,7 @@ const LAUNCHES: usize = 3;
 const LAUNCHES_ROWS_MAX: usize = 512;
 
 /// The candidate algorithms of one shape, timed on the model's weights.
-struct Timed<'a> {
+struct TimedGemm<'a> {
     gemm: &'a Gemm,
     shape: GemmShape,
     descriptors: Descriptors,
@@ -270,7 +270,7 @@ struct Timed<'a> {
     has_run: [bool; CANDIDATES],
 }
 
-impl Timed<'_> {
+impl TimedGemm<'_> {
     /// Returns the next weight range, so that the weights are not in the L2 cache.
     fn next_w(&mut self) -> Address {
         let bytes = self.shape.w_bytes();
@@ -313,7 +313,7 @@ impl Timed<'_> {
 
 /// Descriptors and algorithm of one shape.
 #[derive(Debug)]
-struct Plan {
+struct GemmPlan {
     descriptors: Descriptors,
     algorithm: sys::cublasLtMatmulAlgo_t,
 }

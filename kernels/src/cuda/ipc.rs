@@ -9,7 +9,7 @@
 use std::sync::Arc;
 
 use super::{
-    context::{Event, Role, Stream},
+    context::{Event, Stream, StreamRole},
     copies::Copies,
     error::CudaError,
     export::KvExport,
@@ -21,14 +21,14 @@ use super::{
 use crate::{
     arena::{BlockWrite, RemoteBlocks},
     layout::{BlockId, KvLayout},
-    peer::{PeerBlocks, PeerMemory, Run, TransferInFlight, runs},
+    peer::{BlockRun, PeerBlocks, PeerMemory, TransferInFlight, runs},
 };
 
 /// Copies from another GPU, or from another process's memory on this GPU.
 #[derive(Debug)]
 pub enum PeerToDevice {}
 
-impl Role for PeerToDevice {}
+impl StreamRole for PeerToDevice {}
 
 /// Streams per peer part, used in turn, so that one copy is in flight while another ends.
 const STREAMS: usize = 2;
@@ -92,7 +92,7 @@ impl IpcMemory {
             let shared = shared_heads(layout, (their_rank, theirs), (rank, ours));
             let Some(strides) = shared else { continue };
             let memory = part.map(kv.context(), "the peer's KV", bytes)?;
-            pieces.push(Piece { memory, strides });
+            pieces.push(PeerPart { memory, strides });
         }
         let stream = |_| Stream::new(kv.context());
         let streams = (0..STREAMS).map(stream).collect::<Result<Vec<_>, _>>();
@@ -151,17 +151,17 @@ pub(super) fn shared_heads(
 
 /// Copies from one mapped peer part to one of our parts.
 #[derive(Debug)]
-struct Piece {
+struct PeerPart {
     memory: Range,
     strides: Strides,
 }
 
-impl Piece {
+impl PeerPart {
     /// # Safety
     /// See [`Copies::put`]: nothing else accesses the destination blocks until the copies complete.
-    unsafe fn put<R: Role>(
+    unsafe fn put<R: StreamRole>(
         &self,
-        runs: &[Run],
+        runs: &[BlockRun],
         to: &Range,
         stream: &Stream<R>,
     ) -> Result<(), CudaError> {
@@ -199,7 +199,7 @@ impl Piece {
 #[derive(Debug)]
 struct ReceivingEnd {
     kv: Arc<DeviceKv>,
-    pieces: Vec<Piece>,
+    pieces: Vec<PeerPart>,
     streams: Vec<Stream<PeerToDevice>>,
 }
 
@@ -213,7 +213,7 @@ struct CudaPeerBlocks {
 
 impl CudaPeerBlocks {
     /// Enqueues the copies and returns one event per part.
-    fn start(&mut self, runs: &[Run]) -> Result<Vec<Event>, CudaError> {
+    fn start(&mut self, runs: &[BlockRun]) -> Result<Vec<Event>, CudaError> {
         let turn = self.next_stream;
         self.next_stream += 1;
         let start = |end: &ReceivingEnd| {

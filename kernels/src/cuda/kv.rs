@@ -3,13 +3,13 @@
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
 use super::{
-    context::{Context, DeviceToHost, Event, HostToDevice, Role, Stream},
+    context::{Context, DeviceToHost, Event, HostToDevice, Stream, StreamRole},
     digest::Digester,
     driver::Driver,
     error::CudaError,
     export::{IpcRange, KvExport},
     library::KernelLibrary,
-    memory::{DeviceMemory, Pinned, Range},
+    memory::{DeviceMemory, PinnedMemory, Range},
     stream_delays::Delays,
 };
 use crate::{
@@ -42,7 +42,7 @@ struct HostCopies {
     up: Stream<HostToDevice>,
     down: Stream<DeviceToHost>,
     /// `None` after an error.
-    staging: Option<(Pinned<u8>, Event)>,
+    staging: Option<(PinnedMemory<u8>, Event)>,
 }
 
 impl DeviceKv {
@@ -100,7 +100,7 @@ impl DeviceKv {
             up: Stream::new(context)?,
             down: Stream::new(context)?,
             staging: Some((
-                Pinned::zeroed(context, "a block's copy", layout.block_bytes())?,
+                PinnedMemory::zeroed(context, "a block's copy", layout.block_bytes())?,
                 Event::new(context)?,
             )),
         };
@@ -195,7 +195,7 @@ impl DeviceKv {
         copies.write(&self.data, offset, host)
     }
 
-    pub(super) fn pass_time<R: Role>(&self, stream: &Stream<R>) -> Result<(), CudaError> {
+    pub(super) fn pass_time<R: StreamRole>(&self, stream: &Stream<R>) -> Result<(), CudaError> {
         self.delays.get().map_or(Ok(()), |delays| delays.pass(stream))
     }
 }

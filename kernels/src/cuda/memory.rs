@@ -16,7 +16,7 @@ use bytemuck::Pod;
 use cudarc::driver::{result, sys};
 
 use super::{
-    context::{Context, DeviceToHost, Event, HostToDevice, Role, Stream},
+    context::{Context, DeviceToHost, Event, HostToDevice, Stream, StreamRole},
     driver_calls::FREE_USUAL,
     error::{CudaError, Named},
 };
@@ -199,14 +199,14 @@ impl Range {
     }
 
     /// Enqueues a memset of every byte.
-    pub fn fill<R: Role>(&self, byte: u8, stream: &Stream<R>) -> Result<(), CudaError> {
+    pub fn fill<R: StreamRole>(&self, byte: u8, stream: &Stream<R>) -> Result<(), CudaError> {
         // SAFETY: the range keeps its allocation alive, and freeing the allocation waits for this memset.
         unsafe { result::memset_d8_async(self.address(), byte, self.bytes, stream.raw()) }
             .named("cuMemsetD8Async")
     }
 
     /// Enqueues a copy of `bytes` bytes from another range.
-    pub(super) fn copy<R: Role>(
+    pub(super) fn copy<R: StreamRole>(
         &self,
         offset: usize,
         from: &Range,
@@ -256,21 +256,21 @@ impl Range {
     }
 }
 
-/// Pinned (page-locked) host memory for asynchronous copies. During a copy the memory is an [`InFlight`] and
+/// Pinned (page-locked) host memory for asynchronous copies. During a copy the memory is a [`CopyInFlight`] and
 /// inaccessible.
 #[derive(Debug)]
-pub struct Pinned<T: Pod> {
+pub struct PinnedMemory<T: Pod> {
     base: *mut T,
     len: usize,
     context: Arc<Context>,
 }
 
 // SAFETY: the value owns its memory, as a `Box<[T]>` does.
-unsafe impl<T: Pod + Send> Send for Pinned<T> {}
+unsafe impl<T: Pod + Send> Send for PinnedMemory<T> {}
 // SAFETY: as above.
-unsafe impl<T: Pod + Sync> Sync for Pinned<T> {}
+unsafe impl<T: Pod + Sync> Sync for PinnedMemory<T> {}
 
-impl<T: Pod> Pinned<T> {
+impl<T: Pod> PinnedMemory<T> {
     /// Allocates zeroed memory. It is not write-combined, which the host would read slowly.
     pub fn zeroed(
         context: &Arc<Context>,
@@ -304,16 +304,16 @@ impl<T: Pod> Pinned<T> {
         offset: usize,
         stream: &Stream<HostToDevice>,
         done: Event,
-    ) -> Result<InFlight<T>, CudaError> {
+    ) -> Result<CopyInFlight<T>, CudaError> {
         let bytes: &[u8] = bytemuck::cast_slice(&self[..len]);
         let address = to.part(offset, bytes.len());
         if !bytes.is_empty() {
-            // SAFETY: the bytes are inside the range. `InFlight` keeps the host memory allocated and
+            // SAFETY: the bytes are inside the range. `CopyInFlight` keeps the host memory allocated and
             // unchanged until `done`.
             unsafe { result::memcpy_htod_async(address, bytes, stream.raw()) }
                 .named("cuMemcpyHtoDAsync")?;
         }
-        InFlight::until(self, done, stream)
+        CopyInFlight::until(self, done, stream)
     }
 
     /// Enqueues a copy of `len` elements from `offset` bytes into `from`.
@@ -324,7 +324,7 @@ impl<T: Pod> Pinned<T> {
         offset: usize,
         stream: &Stream<DeviceToHost>,
         done: Event,
-    ) -> Result<InFlight<T>, CudaError> {
+    ) -> Result<CopyInFlight<T>, CudaError> {
         let bytes: &mut [u8] = bytemuck::cast_slice_mut(&mut self[..len]);
         let address = from.part(offset, bytes.len());
         if !bytes.is_empty() {
@@ -332,28 +332,28 @@ impl<T: Pod> Pinned<T> {
             unsafe { result::memcpy_dtoh_async(bytes, address, stream.raw()) }
                 .named("cuMemcpyDtoHAsync")?;
         }
-        InFlight::until(self, done, stream)
+        CopyInFlight::until(self, done, stream)
     }
 }
 
-impl<T: Pod> Deref for Pinned<T> {
+impl<T: Pod> Deref for PinnedMemory<T> {
     type Target = [T];
 
     fn deref(&self) -> &[T] {
         // SAFETY: this value owns `len` initialized elements at `base`, and the GPU only writes memory
-        // that is an `InFlight`.
+        // that is a `CopyInFlight`.
         unsafe { std::slice::from_raw_parts(self.base, self.len) }
     }
 }
 
-impl<T: Pod> DerefMut for Pinned<T> {
+impl<T: Pod> DerefMut for PinnedMemory<T> {
     fn deref_mut(&mut self) -> &mut [T] {
         // SAFETY: as above, and `&mut self` makes this the only slice.
         unsafe { std::slice::from_raw_parts_mut(self.base, self.len) }
     }
 }
 
-impl<T: Pod> Drop for Pinned<T> {
+impl<T: Pod> Drop for PinnedMemory<T> {
     fn drop(&mut self) {
         // As with device memory, freeing may block.
         let _call = self.context.calls().begin(FREE_USUAL);
@@ -365,14 +365,14 @@ impl<T: Pod> Drop for Pinned<T> {
 
 /// Pinned memory that an asynchronous copy reads or writes.
 #[derive(Debug)]
-pub struct InFlight<T: Pod> {
+pub struct CopyInFlight<T: Pod> {
     /// `None` after [`Self::finish`].
-    copy: Option<(Pinned<T>, Event)>,
+    copy: Option<(PinnedMemory<T>, Event)>,
 }
 
-impl<T: Pod> InFlight<T> {
-    fn until<R: Role>(
-        pinned: Pinned<T>,
+impl<T: Pod> CopyInFlight<T> {
+    fn until<R: StreamRole>(
+        pinned: PinnedMemory<T>,
         done: Event,
         stream: &Stream<R>,
     ) -> Result<Self, CudaError> {
@@ -397,7 +397,7 @@ impl<T: Pod> InFlight<T> {
     }
 
     /// Waits for the copy and returns memory and event.
-    pub fn finish(mut self) -> Result<(Pinned<T>, Event), CudaError> {
+    pub fn finish(mut self) -> Result<(PinnedMemory<T>, Event), CudaError> {
         // A completed copy needs no blocking call.
         if !self.is_done()? {
             self.event().synchronize()?;
@@ -406,7 +406,7 @@ impl<T: Pod> InFlight<T> {
     }
 }
 
-impl<T: Pod> Drop for InFlight<T> {
+impl<T: Pod> Drop for CopyInFlight<T> {
     fn drop(&mut self) {
         if let Some((_, done)) = &self.copy {
             // The GPU must not access freed memory. After an error it no longer accesses it.

@@ -6,7 +6,7 @@
 //!
 //! * [`Driver`] enumerates [`Device`]s; a [`Context`] initializes one; [`Stream`]s and [`Event`]s
 //!   order its work.
-//! * [`DeviceMemory`] is allocated once at start and cut into [`Range`]s; [`Pinned`] is page-locked host
+//! * [`DeviceMemory`] is allocated once at start and cut into [`Range`]s; [`PinnedMemory`] is page-locked host
 //!   memory for copies.
 //! * [`Nccl`] creates [`Communicator`]s between the GPUs of several processes. A [`Group`] runs all-reduces
 //!   through peer memory, without NCCL.
@@ -94,7 +94,7 @@ mod weight_chunks;
 
 pub use attention::AttentionKind;
 pub use backend::{CudaBackend, CudaOptions};
-pub use batch::{CudaFrame, DeviceBatch, Drafts, Finished, Output, StepInput};
+pub use batch::{CudaFrame, DeviceBatch, DownloadBuffers, Drafts, Finished, StepInput};
 pub use batch_memory::BatchLimits;
 pub use buffer::{CudaBuffer, CudaMatrix, CudaVector};
 pub use channel::{NcclChannels, PeerExchange, nccl_link_bytes, nccl_reserved_sms};
@@ -102,7 +102,7 @@ pub use clock::DeviceClock;
 pub use collective::{
     AllReduceAlgorithm, AllReduceNorm, AllReduceShape, Group, GroupArena, GroupHandle,
 };
-pub use context::{Compute, Context, DeviceToHost, Event, HostToDevice, Role, Stream};
+pub use context::{Compute, Context, DeviceToHost, Event, HostToDevice, Stream, StreamRole};
 pub use driver::{CUDA_NEEDED, Device, Driver, Link, has_cublaslt, has_nccl};
 pub use error::{CudaError, CudaVersion};
 pub use export::{ExportedMemory, HANDLE_BYTES};
@@ -112,7 +112,7 @@ pub use ipc::{IpcMemory, PeerToDevice};
 pub use kv::DeviceKv;
 pub use library::{KernelLibrary, TimeRange};
 pub use links::{CopySubmission, LinkRate, pull_rate};
-pub use memory::{ALIGNMENT, DeviceMemory, InFlight, Pinned, Range};
+pub use memory::{ALIGNMENT, CopyInFlight, DeviceMemory, PinnedMemory, Range};
 pub use nccl::{
     Communicator, CommunicatorOptions, NCCL_ENVIRONMENT, Nccl, NcclError, NcclVersion, Piece,
     SendOrReceive, UniqueId, set_nccl_environment,

@@ -6,7 +6,7 @@
 use cudarc::driver::sys;
 
 use super::{
-    context::{Role, Stream},
+    context::{Stream, StreamRole},
     copies::Copies,
     error::{CudaError, Named},
     kv::DeviceKv,
@@ -22,7 +22,7 @@ const VECTOR_BYTES: usize = 16;
 
 /// The bytes that are moved of each row of a block; a row has a layer's keys or values.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Rows {
+pub(super) struct BlockRows {
     /// Bytes from one row to the next.
     pub pitch: usize,
     /// First byte within a row.
@@ -32,7 +32,7 @@ pub(super) struct Rows {
     pub count: usize,
 }
 
-impl Rows {
+impl BlockRows {
     /// Returns the bytes of a whole block.
     pub fn block_bytes(&self) -> usize {
         self.pitch * self.count
@@ -60,7 +60,7 @@ pub(super) enum Direction {
 }
 
 impl Direction {
-    fn by_copies(self, rows: &Rows) -> bool {
+    fn by_copies(self, rows: &BlockRows) -> bool {
         self == Self::ScatterByCopies && rows.are_whole()
     }
 }
@@ -78,9 +78,9 @@ pub(super) fn places_of(
 ///
 /// # Safety
 /// Nothing else writes the source, or accesses the destination, until the work completes.
-pub(super) unsafe fn move_blocks<R: Role>(
+pub(super) unsafe fn move_blocks<R: StreamRole>(
     kv: &DeviceKv,
-    rows: &Rows,
+    rows: &BlockRows,
     ids: &[BlockId],
     (staging, place): (&Range, usize),
     direction: Direction,
@@ -100,10 +100,10 @@ pub(super) unsafe fn move_blocks<R: Role>(
 
 /// # Safety
 /// See [`move_blocks`].
-unsafe fn by_kernel<R: Role>(
+unsafe fn by_kernel<R: StreamRole>(
     library: &KernelLibrary,
     kv: &DeviceKv,
-    rows: &Rows,
+    rows: &BlockRows,
     ids: &[BlockId],
     (staging, place): (&Range, usize),
     direction: Direction,
@@ -138,9 +138,9 @@ unsafe fn by_kernel<R: Role>(
 
 /// # Safety
 /// See [`move_blocks`].
-unsafe fn by_copies<R: Role>(
+unsafe fn by_copies<R: StreamRole>(
     kv: &DeviceKv,
-    rows: &Rows,
+    rows: &BlockRows,
     ids: &[BlockId],
     (staging, mut place): (&Range, usize),
     direction: Direction,
@@ -178,7 +178,7 @@ unsafe fn by_copies<R: Role>(
 ///
 /// # Safety
 /// See [`move_blocks`]; the rows are in mapped memory.
-pub(super) unsafe fn copy_rows<R: Role>(
+pub(super) unsafe fn copy_rows<R: StreamRole>(
     (from, from_pitch, from_first): (sys::CUdeviceptr, usize, usize),
     (to, to_pitch, to_first): (sys::CUdeviceptr, usize, usize),
     width: usize,

@@ -28,7 +28,7 @@ const FOLDERS: [&str; 5] = [
     "/usr/local/cuda/lib64",
     "/usr/local/nvidia/lib64",
 ];
-/// The oldest version that accepts all of [`Config`].
+/// The oldest version that accepts all of [`NcclConfig`].
 const OLDEST: NcclVersion = NcclVersion(21800);
 /// Newest supported major version. Later versions may have other functions.
 const NEWEST_MAJOR: i32 = 2;
@@ -157,7 +157,7 @@ impl fmt::Debug for UniqueId {
 /// `ncclConfig_t` of [`OLDEST`]. Newer versions have more fields at the end and detect by version and size that they
 /// are missing.
 #[repr(C)]
-pub(super) struct Config {
+pub(super) struct NcclConfig {
     size: usize,
     magic: u32,
     version: u32,
@@ -175,7 +175,7 @@ const UNDEFINED: c_int = c_int::MIN;
 functions! {
     ncclGetUniqueId: fn(*mut UniqueId) -> c_int;
     ncclCommInitRankConfig:
-        fn(*mut RawCommunicator, c_int, UniqueId, c_int, *mut Config) -> c_int;
+        fn(*mut RawCommunicator, c_int, UniqueId, c_int, *mut NcclConfig) -> c_int;
     ncclCommGetAsyncError: fn(RawCommunicator, *mut c_int) -> c_int;
     ncclCommAbort: fn(RawCommunicator) -> c_int;
     ncclGetErrorString: fn(c_int) -> *const c_char;

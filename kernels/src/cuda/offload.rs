@@ -7,7 +7,7 @@ use std::{any::Any, sync::Arc};
 use cudarc::driver::sys;
 
 use super::{
-    context::{Context, Event, Role, Stream},
+    context::{Context, Event, Stream, StreamRole},
     copies::Copies,
     driver_calls::FREE_USUAL,
     error::{CudaError, Named},
@@ -27,7 +27,7 @@ use crate::{
 #[derive(Debug)]
 enum Offload {}
 
-impl Role for Offload {}
+impl StreamRole for Offload {}
 
 /// The blocks of one GPU, or of the ranks' GPUs.
 pub(super) struct CudaOffload {
@@ -51,7 +51,7 @@ impl BlockOffload for CudaOffload {
         count: u32,
     ) -> Result<Box<dyn Any + Send>, String> {
         let context = Arc::clone(self.parts.first().expect("a group has ranks").context());
-        let pinned = Pinned::new(context, host, first, count);
+        let pinned = RegisteredHost::new(context, host, first, count);
         pinned.map(|it| Box::new(it) as Box<_>).map_err(|error| error.to_string())
     }
 
@@ -74,7 +74,7 @@ impl BlockOffload for CudaOffload {
 }
 
 /// A range of host memory that every GPU of this process may copy from and to.
-struct Pinned {
+struct RegisteredHost {
     context: Arc<Context>,
     base: *mut u8,
     /// Keeps the memory mapped.
@@ -82,9 +82,9 @@ struct Pinned {
 }
 
 // SAFETY: the driver allows the calls on every thread, and the pointer is not dereferenced.
-unsafe impl Send for Pinned {}
+unsafe impl Send for RegisteredHost {}
 
-impl Pinned {
+impl RegisteredHost {
     fn new(
         context: Arc<Context>,
         host: &Arc<KvArena>,
@@ -101,7 +101,7 @@ impl Pinned {
     }
 }
 
-impl Drop for Pinned {
+impl Drop for RegisteredHost {
     fn drop(&mut self) {
         let _call = self.context.calls().begin(FREE_USUAL);
         let _ = self.context.bind();

@@ -13,7 +13,7 @@ use super::{
     buffer::{CudaBuffer, row_stride},
     context::{HostToDevice, Stream},
     error::CudaError,
-    ffi::{self, SampleResult, TokenLogprob},
+    ffi::{self, SampleResult, TopToken},
     library::KernelLibrary,
     memory::{DeviceMemory, Range},
     step::CudaStep,
@@ -85,7 +85,7 @@ impl Sampler {
             vocabulary,
             masks: memory.cut(4 * samples * mask_words(limits))?,
             results: memory.cut(samples * size_of::<SampleResult>())?,
-            top: memory.cut(samples * ffi::TOP_LOGPROBS_MAX * size_of::<TokenLogprob>())?,
+            top: memory.cut(samples * ffi::TOP_LOGPROBS_MAX * size_of::<TopToken>())?,
             scratch: memory.cut(scratch_bytes)?,
             whole: is_gathered.then(|| memory.cut(whole_bytes)).transpose()?,
             tokens: shard.all().map(|shard| shard.tokens(vocabulary)).collect(),
@@ -199,7 +199,7 @@ pub(super) fn needs(sampling: &Sampling) -> i32 {
 /// Converts a downloaded sample.
 pub(super) fn outcome(
     result: &SampleResult,
-    top: &[TokenLogprob],
+    top: &[TopToken],
     wants_logprobs: bool,
 ) -> SampleOutcome {
     match result.status {

@@ -52,7 +52,7 @@ enum Epilogue<'a> {
         bias: Option<&'a CudaVector>,
         frequencies: &'a CudaVector,
         addresses: LayerAddresses,
-        arrays: &'a ffi::Step,
+        arrays: &'a ffi::StepArrays,
     },
 }
 

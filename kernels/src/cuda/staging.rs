@@ -12,11 +12,11 @@ use std::{
 };
 
 use super::{
-    context::{Event, Role, Stream},
+    context::{Event, Stream, StreamRole},
     error::CudaError,
     kv::DeviceKv,
     memory::{DeviceMemory, Range},
-    moves::{Direction, Rows, move_blocks},
+    moves::{BlockRows, Direction, move_blocks},
     stream_progress::{Mark, StreamProgress},
 };
 use crate::layout::BlockId;
@@ -25,14 +25,14 @@ use crate::layout::BlockId;
 #[derive(Debug)]
 pub(super) enum StagingCopies {}
 
-impl Role for StagingCopies {}
+impl StreamRole for StagingCopies {}
 
 /// Pause between polls for the end of copies.
 const PAUSE: Duration = Duration::from_micros(50);
 
 /// The blocks of a chunk that one NCCL operation moves.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) struct Operation {
+pub(super) struct ChannelOperation {
     /// Indices into the chunk's blocks.
     pub blocks: Indices<usize>,
     /// Whether the blocks go through a slot. Otherwise they are contiguous on both sides.
@@ -42,9 +42,13 @@ pub(super) struct Operation {
 /// Cuts a chunk of these runs into operations, identically at both ends. A run of at least `direct_min` blocks needs no
 /// staging, nor does a run alone in its operation. No operation is larger than a slot, because NCCL uses more SMs for
 /// larger ones.
-pub(super) fn operations(runs: &[u32], slot_blocks: usize, direct_min: usize) -> Vec<Operation> {
+pub(super) fn operations(
+    runs: &[u32],
+    slot_blocks: usize,
+    direct_min: usize,
+) -> Vec<ChannelOperation> {
     assert!(slot_blocks > 0, "a slot holds at least one block");
-    let mut operations: Vec<Operation> = Vec::new();
+    let mut operations: Vec<ChannelOperation> = Vec::new();
     let mut end = 0;
     for run in runs {
         let blocks = end..end + *run as usize;
@@ -52,10 +56,10 @@ pub(super) fn operations(runs: &[u32], slot_blocks: usize, direct_min: usize) ->
         let is_staged = blocks.len() < direct_min;
         match operations.last_mut() {
             Some(last) if is_staged && last.is_staged => last.blocks.end = blocks.end,
-            _ => operations.push(Operation { blocks, is_staged }),
+            _ => operations.push(ChannelOperation { blocks, is_staged }),
         }
     }
-    let is_alone = |operation: &Operation| {
+    let is_alone = |operation: &ChannelOperation| {
         let mut start = 0;
         runs.iter().any(|run| {
             let blocks = start..start + *run as usize;
@@ -70,7 +74,7 @@ pub(super) fn operations(runs: &[u32], slot_blocks: usize, direct_min: usize) ->
             let Indices { start, end } = operation.blocks;
             (start..end).step_by(slot_blocks).map(move |first| {
                 let blocks = first..end.min(first + slot_blocks);
-                Operation { blocks, is_staged }
+                ChannelOperation { blocks, is_staged }
             })
         })
         .collect()
@@ -79,10 +83,10 @@ pub(super) fn operations(runs: &[u32], slot_blocks: usize, direct_min: usize) ->
 /// Slots and the stream of their copies. A staging outlives its channel and serves the next one: freeing its memory
 /// would wait for an operation that is stuck on the GPU.
 #[derive(Debug)]
-pub(super) struct Staging {
+pub(super) struct StagingMemory {
     memory: Range,
     slot_bytes: usize,
-    slots: Vec<Slot>,
+    slots: Vec<StagingSlot>,
     next: usize,
     /// High priority: the peer's kernel occupies SMs while it waits for these copies.
     copies: Stream<StagingCopies>,
@@ -94,7 +98,7 @@ pub(super) struct Staging {
 }
 
 #[derive(Debug)]
-struct Slot {
+struct StagingSlot {
     /// Recorded when the slot is full; its reader waits for it.
     filled: Event,
     /// Recorded when the slot is free; its writer waits for it.
@@ -104,7 +108,7 @@ struct Slot {
 /// Offset in a range, and length, in bytes.
 pub(super) type SlotRange = (usize, usize);
 
-impl Staging {
+impl StagingMemory {
     /// Allocates the slots. `lanes` is the largest number of communicators per link.
     pub fn new(
         kv: &DeviceKv,
@@ -118,7 +122,7 @@ impl Staging {
         let memory = DeviceMemory::new(context, "staging slots for NCCL", bytes)?.cut(bytes)?;
         let copies = Stream::urgent(context)?;
         let event = || Event::new(context);
-        let slot = |_| Ok(Slot { filled: event()?, emptied: event()? });
+        let slot = |_| Ok(StagingSlot { filled: event()?, emptied: event()? });
         let slots = (0..slots).map(slot).collect::<Result<Vec<_>, CudaError>>()?;
         kv.pass_time(&copies)?;
         // The first message of a connection sends this memory before anything has written it.
@@ -138,7 +142,7 @@ impl Staging {
     }
 
     /// Makes `stream` wait until all slots are free.
-    pub fn await_all<R: Role>(&self, stream: &Stream<R>) -> Result<(), CudaError> {
+    pub fn await_all<R: StreamRole>(&self, stream: &Stream<R>) -> Result<(), CudaError> {
         self.slots.iter().try_for_each(|slot| stream.wait(&slot.emptied))
     }
 
@@ -147,10 +151,10 @@ impl Staging {
     ///
     /// # Safety
     /// Nothing writes the blocks before that operation is complete.
-    pub unsafe fn send<R: Role, E: From<CudaError>>(
+    pub unsafe fn send<R: StreamRole, E: From<CudaError>>(
         &mut self,
         kv: &DeviceKv,
-        rows: &Rows,
+        rows: &BlockRows,
         ids: &[BlockId],
         stream: &Stream<R>,
         send: impl FnOnce(&Range, SlotRange) -> Result<(), E>,
@@ -173,10 +177,10 @@ impl Staging {
     ///
     /// # Safety
     /// Nothing else reads or writes the blocks until that mark is reached, or [`drain`](Self::drain) has returned.
-    pub unsafe fn receive<R: Role, E: From<CudaError>>(
+    pub unsafe fn receive<R: StreamRole, E: From<CudaError>>(
         &mut self,
         kv: &DeviceKv,
-        rows: &Rows,
+        rows: &BlockRows,
         ids: &[BlockId],
         direction: Direction,
         stream: &Stream<R>,
@@ -199,7 +203,7 @@ impl Staging {
     }
 
     /// Marks the end of all work so far on the stream of a lane. Within a channel a lane always has the same stream.
-    pub fn mark_lane<R: Role>(
+    pub fn mark_lane<R: StreamRole>(
         &mut self,
         lane: usize,
         stream: &Stream<R>,
@@ -212,7 +216,7 @@ impl Staging {
         self.copied.mark(&self.copies)
     }
 
-    fn take_slot(&mut self, rows: &Rows, ids: &[BlockId]) -> (usize, SlotRange) {
+    fn take_slot(&mut self, rows: &BlockRows, ids: &[BlockId]) -> (usize, SlotRange) {
         let index = self.next;
         self.next = (index + 1) % self.slots.len();
         let bytes = ids.len() * rows.bytes();
@@ -221,7 +225,7 @@ impl Staging {
     }
 
     /// Waits until the copies and the communicators' streams are idle.
-    pub fn drain<R: Role>(
+    pub fn drain<R: StreamRole>(
         &mut self,
         streams: &[Stream<R>],
         time_out: Duration,
@@ -251,7 +255,7 @@ mod tests {
     fn found(runs: &[u32], slot_blocks: usize, direct_min: usize) -> Vec<(usize, usize, bool)> {
         operations(runs, slot_blocks, direct_min)
             .into_iter()
-            .map(|Operation { blocks, is_staged }| (blocks.start, blocks.len(), is_staged))
+            .map(|ChannelOperation { blocks, is_staged }| (blocks.start, blocks.len(), is_staged))
             .collect()
     }
 
@@ -278,7 +282,7 @@ mod tests {
             let runs: Vec<u32> = (0..next(9)).map(|_| 1 + next(12)).collect();
             let (slot, direct) = (1 + next(8) as usize, 1 + next(8) as usize);
             let mut end = 0;
-            for Operation { blocks, .. } in operations(&runs, slot, direct) {
+            for ChannelOperation { blocks, .. } in operations(&runs, slot, direct) {
                 assert!(blocks.start == end && blocks.end > end);
                 assert!(blocks.len() <= slot);
                 end = blocks.end;

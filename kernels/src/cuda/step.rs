@@ -101,11 +101,11 @@ impl CudaStep {
         &self.memory.kv
     }
 
-    pub(super) fn pool(&self) -> &ffi::Pool {
+    pub(super) fn pool(&self) -> &ffi::SlotPool {
         &self.memory.pool
     }
 
-    pub(super) fn arrays(&self) -> &ffi::Step {
+    pub(super) fn arrays(&self) -> &ffi::StepArrays {
         &self.memory.step
     }
 

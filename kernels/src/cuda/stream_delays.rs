@@ -9,7 +9,7 @@ use std::{
 };
 
 use super::{
-    context::{Role, Stream},
+    context::{Stream, StreamRole},
     error::CudaError,
     library::KernelLibrary,
 };
@@ -29,7 +29,7 @@ impl Delays {
     }
 
     /// Enqueues a delay, every other time.
-    pub(super) fn pass<R: Role>(&self, stream: &Stream<R>) -> Result<(), CudaError> {
+    pub(super) fn pass<R: StreamRole>(&self, stream: &Stream<R>) -> Result<(), CudaError> {
         let count = self.state.fetch_add(1, Ordering::Relaxed);
         let random = (count ^ 0x9e37_79b9).wrapping_mul(0xbf58_476d_1ce4_e5b9) >> 32;
         if random & 1 == 0 {

@@ -16,9 +16,9 @@ use std::{
 use cudarc::driver::sys;
 
 use super::{
-    context::{Context, Event, Role, Stream},
+    context::{Context, Event, Stream, StreamRole},
     error::{CudaError, Named},
-    memory::Pinned,
+    memory::PinnedMemory,
 };
 
 /// Time after which a wait sleeps between its polls. The digests of a batch of blocks, or the copy of two blocks of
@@ -38,7 +38,7 @@ pub(super) struct StreamProgress {
 }
 
 #[derive(Debug)]
-struct Reached(Pinned<u64>);
+struct Reached(PinnedMemory<u64>);
 
 impl Reached {
     fn number(&self) -> u64 {
@@ -57,13 +57,14 @@ pub(super) struct Mark {
 
 impl StreamProgress {
     pub fn new(context: &Arc<Context>) -> Result<Self, CudaError> {
-        let reached = Arc::new(Reached(Pinned::zeroed(context, "the progress of a stream", 1)?));
+        let reached =
+            Arc::new(Reached(PinnedMemory::zeroed(context, "the progress of a stream", 1)?));
         Ok(Self { reached, marks: 0 })
     }
 
     /// Marks the end of all work in the stream so far. Every call must pass the same stream, or another
     /// stream once the work of the earlier stream is complete.
-    pub fn mark<R: Role>(&mut self, stream: &Stream<R>) -> Result<Mark, CudaError> {
+    pub fn mark<R: StreamRole>(&mut self, stream: &Stream<R>) -> Result<Mark, CudaError> {
         self.marks += 1;
         let (number, address) = (self.marks, self.reached.0.base() as sys::CUdeviceptr);
         let barrier = sys::CUstreamWriteValue_flags::CU_STREAM_WRITE_VALUE_DEFAULT as u32;

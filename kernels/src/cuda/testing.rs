@@ -7,13 +7,13 @@ use half::bf16;
 use super::{
     backend::CudaBackend,
     buffer::CudaBuffer,
-    context::{Compute, Context, Role, Stream},
+    context::{Compute, Context, Stream, StreamRole},
     digest::{SUMS, WeightDigests},
     error::CudaError,
     kv::DeviceKv,
     library::KernelLibrary,
     memory::{DeviceMemory, Range},
-    moves::{Direction, Rows, move_blocks},
+    moves::{BlockRows, Direction, move_blocks},
     staging::StagingCopies,
 };
 use crate::{
@@ -24,7 +24,7 @@ use crate::{
 impl KernelLibrary {
     /// Launches a kernel that reads an unmapped address. From then on every call in this context fails,
     /// until the process ends.
-    pub fn fault<R: Role>(&self, stream: &Stream<R>) -> Result<(), CudaError> {
+    pub fn fault<R: StreamRole>(&self, stream: &Stream<R>) -> Result<(), CudaError> {
         const NOWHERE: u64 = 256;
         // SAFETY: the driver never allocates this address; the read is meant to fail.
         unsafe { launch!(self, stream, baton_read_stream(NOWHERE, 16, NOWHERE)) }
@@ -133,7 +133,7 @@ impl DeviceKv {
     /// Runs a gather or scatter on staging memory of these initial bytes, and returns its final bytes.
     fn moved(
         &self,
-        rows: &Rows,
+        rows: &BlockRows,
         ids: &[BlockId],
         bytes: &[u8],
         direction: Direction,
@@ -153,9 +153,9 @@ impl DeviceKv {
 }
 
 /// Returns the bytes of these heads in blocks of `layout`.
-fn rows_of_heads(layout: KvLayout, heads: Indices<usize>) -> Rows {
+fn rows_of_heads(layout: KvLayout, heads: Indices<usize>) -> BlockRows {
     let head_bytes = layout.head_elements() * layout.dtype.bytes();
-    Rows {
+    BlockRows {
         pitch: layout.kv_head_count * head_bytes,
         first: heads.start * head_bytes,
         width: heads.len() * head_bytes,

@@ -77,7 +77,7 @@ pub fn row_steps(rows_max: usize) -> Vec<usize> {
 
 /// Tuned algorithms of one machine.
 #[derive(Debug)]
-pub(super) struct Table {
+pub(super) struct TuningTable {
     /// GPU, driver and cuBLASLt version; an algorithm is valid for this combination only.
     machine: String,
     algorithms: HashMap<GemmShape, Algorithm>,
@@ -88,7 +88,7 @@ const HEADING: &str = "baton gemms 1";
 /// Maximum size of a file, which has about 200 bytes per shape.
 const FILE_BYTES_MAX: u64 = 16 << 20;
 
-impl Table {
+impl TuningTable {
     pub fn new(machine: String) -> Self {
         Self { machine, algorithms: HashMap::new() }
     }
@@ -272,7 +272,7 @@ fn median(times: &[Duration]) -> Option<Duration> {
 
 /// Tunes the shapes that have no algorithm yet, in this order, within the time budget.
 pub(super) fn tune<E>(
-    table: &mut Table,
+    table: &mut TuningTable,
     shapes: impl Iterator<Item = GemmShape>,
     tuning: &Tuning,
     mut time: impl FnMut(GemmShape) -> Result<Option<(Algorithm, Duration, Duration)>, E>,
@@ -356,7 +356,7 @@ mod tests {
         let time = |shape: GemmShape| {
             Ok::<_, Infallible>(Some(([shape.rows as u64; 8], milliseconds(2), milliseconds(3))))
         };
-        let mut table = Table::new(MACHINE.into());
+        let mut table = TuningTable::new(MACHINE.into());
         let tuned = tune(&mut table, shapes(), &tuning(folder), time).unwrap();
         assert_eq!(
             (tuned.known, tuned.times.len(), tuned.left, &tuned.faults[..]),
@@ -366,7 +366,7 @@ mod tests {
         let (heuristic, chosen) = (milliseconds(3), milliseconds(2));
         assert_eq!(found, TunedTime { shape: shape(8), heuristic, chosen });
 
-        let mut table = Table::new(MACHINE.into());
+        let mut table = TuningTable::new(MACHINE.into());
         let never = |shape| -> Result<_, Infallible> { panic!("{shape:?} is known") };
         let tuned = tune(&mut table, shapes(), &tuning(folder), never).unwrap();
         assert_eq!((tuned.known, tuned.times.len(), tuned.faults.len()), (3, 0, 0));
@@ -376,7 +376,7 @@ mod tests {
         assert_eq!(table.get(&GemmShape { to: Dtype::Bf16, ..shape(8) }), None);
 
         // With another driver nothing is tuned, and the file of the first driver stays.
-        let mut table = Table::new("a GPU, driver 13.1".into());
+        let mut table = TuningTable::new("a GPU, driver 13.1".into());
         assert_eq!(tune(&mut table, shapes(), &tuning(folder), time).unwrap().times.len(), 3);
         assert_eq!(fs::read_dir(folder).unwrap().count(), 2, "no half-written file is left");
     }
@@ -384,7 +384,7 @@ mod tests {
     #[test]
     fn shapes_beyond_the_time_budget_are_left_untimed() {
         let tuning = Tuning { folder: None, within: Duration::ZERO };
-        let mut table = Table::new(MACHINE.into());
+        let mut table = TuningTable::new(MACHINE.into());
         table.insert(shape(8), [1; 8]);
         let never = |shape| -> Result<_, Infallible> { panic!("{shape:?} is timed") };
         let tuned = tune(&mut table, [1, 8].map(shape).into_iter(), &tuning, never).unwrap();
@@ -394,7 +394,7 @@ mod tests {
     #[test]
     fn concurrent_ranks_merge_their_shapes() {
         let folder = tempfile::tempdir().unwrap();
-        let mut ranks = [Table::new(MACHINE.into()), Table::new(MACHINE.into())];
+        let mut ranks = [TuningTable::new(MACHINE.into()), TuningTable::new(MACHINE.into())];
         for table in &mut ranks {
             table.read(folder.path()).unwrap();
         }
@@ -404,7 +404,7 @@ mod tests {
         for table in &mut ranks {
             table.write(folder.path()).unwrap();
         }
-        let mut next = Table::new(MACHINE.into());
+        let mut next = TuningTable::new(MACHINE.into());
         next.read(folder.path()).unwrap();
         let found = [8, 1].map(|rows| next.get(&shape(rows)));
         assert_eq!(found, [Some([3; 8]), Some([2; 8])]);
@@ -414,12 +414,13 @@ mod tests {
     fn truncated_corrupt_or_foreign_file_is_ignored_and_replaced() {
         let folder = tempfile::tempdir().unwrap();
         let folder = folder.path();
-        let mut table = Table::new(MACHINE.into());
+        let mut table = TuningTable::new(MACHINE.into());
         table.insert(shape(8), [7; 8]);
         table.write(folder).unwrap();
         let path = table.path(folder);
         let good = fs::read(&path).unwrap();
-        let foreign = Table { machine: "another".into(), algorithms: table.algorithms.clone() };
+        let foreign =
+            TuningTable { machine: "another".into(), algorithms: table.algorithms.clone() };
         let foreign = foreign.text();
         let changed = String::from_utf8(good.clone()).unwrap().replace("4096", "4097");
         let bad: [(&[u8], &str); 6] = [
@@ -432,14 +433,14 @@ mod tests {
         ];
         for (bytes, word) in bad {
             fs::write(&path, bytes).unwrap();
-            let mut table = Table::new(MACHINE.into());
+            let mut table = TuningTable::new(MACHINE.into());
             let error = table.read(folder).unwrap_err();
             assert!(error.contains(word) && error.contains("gemms-"), "{error:?}: {word}");
             assert!(table.algorithms.is_empty());
             let time = |_| Ok::<_, Infallible>(Some(([1; 8], milliseconds(1), milliseconds(1))));
             let tuned = tune(&mut table, [shape(8)].into_iter(), &tuning(folder), time).unwrap();
             assert_eq!((tuned.times.len(), tuned.faults.len()), (1, 1));
-            Table::new(MACHINE.into()).read(folder).unwrap();
+            TuningTable::new(MACHINE.into()).read(folder).unwrap();
         }
         let nowhere = Path::new("/proc/nowhere");
         assert!(table.write(nowhere).unwrap_err().contains("/proc/nowhere/gemms-"));

@@ -6,7 +6,7 @@ use std::{collections::VecDeque, sync::Arc, thread};
 use super::{
     context::{Context, Event, HostToDevice, Stream},
     error::CudaError,
-    memory::{InFlight, Pinned, Range},
+    memory::{CopyInFlight, PinnedMemory, Range},
 };
 use crate::{backend::RowSource, cpu::threads::ThreadPool, layout::Dtype};
 
@@ -23,7 +23,7 @@ const READERS_MAX: usize = 32;
 pub(super) struct Uploads {
     context: Arc<Context>,
     stream: Stream<HostToDevice>,
-    buffers: Buffers<(Pinned<u8>, Event), InFlight<u8>>,
+    buffers: Buffers<(PinnedMemory<u8>, Event), CopyInFlight<u8>>,
     readers: ThreadPool,
 }
 
@@ -60,8 +60,8 @@ impl<B, C> Buffers<B, C> {
     }
 }
 
-fn new_buffer(context: &Arc<Context>) -> Result<(Pinned<u8>, Event), CudaError> {
-    let pinned = Pinned::zeroed(context, "the weights' uploads", BUFFER_BYTES)?;
+fn new_buffer(context: &Arc<Context>) -> Result<(PinnedMemory<u8>, Event), CudaError> {
+    let pinned = PinnedMemory::zeroed(context, "the weights' uploads", BUFFER_BYTES)?;
     Ok((pinned, Event::new(context)?))
 }
 
@@ -96,7 +96,7 @@ impl Uploads {
 
     /// Waits for the copies in flight.
     pub fn finish(&mut self) -> Result<(), CudaError> {
-        self.buffers.finish(InFlight::finish)
+        self.buffers.finish(CopyInFlight::finish)
     }
 
     /// Enqueues a copy of `bytes`.
@@ -110,8 +110,8 @@ impl Uploads {
         Ok(())
     }
 
-    fn buffer(&mut self) -> Result<(Pinned<u8>, Event), CudaError> {
-        self.buffers.take(|| new_buffer(&self.context), InFlight::finish)
+    fn buffer(&mut self) -> Result<(PinnedMemory<u8>, Event), CudaError> {
+        self.buffers.take(|| new_buffer(&self.context), CopyInFlight::finish)
     }
 
     /// Reads a matrix and enqueues its copies. The last copies may be in flight on return.

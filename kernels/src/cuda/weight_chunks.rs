@@ -29,13 +29,13 @@ use std::{
 use cudarc::driver::sys;
 
 use super::{
-    context::{DeviceToHost, Event, Role, Stream},
+    context::{DeviceToHost, Event, Stream, StreamRole},
     copies::Copies,
     digest::{SUMS, WeightDigests},
     error::{CudaError, Named},
     export::ExportedMemory,
     ipc::PeerToDevice,
-    memory::{DeviceMemory, Pinned, Range},
+    memory::{DeviceMemory, PinnedMemory, Range},
     moves::copy_rows,
     nccl::{Communicator, CommunicatorOptions, Nccl, NcclError, Piece, UniqueId},
     packer::CudaPacker,
@@ -46,7 +46,7 @@ use crate::{digest::WeightRuns, peer::WaitLimit};
 #[derive(Debug)]
 pub enum Broadcast {}
 
-impl Role for Broadcast {}
+impl StreamRole for Broadcast {}
 
 /// Buffers of chunks.
 #[derive(Clone, Copy)]
@@ -120,10 +120,10 @@ pub struct ChunkWork {
 /// Host and device buffers that all updates of a node reuse.
 #[derive(Debug)]
 pub(super) struct ChunkStaging {
-    host: Pinned<u8>,
+    host: PinnedMemory<u8>,
     /// Device memory of the digests.
     sums: Range,
-    downloaded: Option<(Pinned<u64>, Event)>,
+    downloaded: Option<(PinnedMemory<u64>, Event)>,
 }
 
 /// Results of all chunks.
@@ -279,10 +279,10 @@ impl<'a> ChunkCopies<'a> {
             let sums = (digest_count * SUMS).max(1);
             let memory = DeviceMemory::new(context, "digests of weights", sums * size_of::<u64>())?;
             *staging = Some(ChunkStaging {
-                host: Pinned::zeroed(context, "the vectors of an update", host_bytes)?,
+                host: PinnedMemory::zeroed(context, "the vectors of an update", host_bytes)?,
                 sums: memory.cut(sums * size_of::<u64>())?,
                 downloaded: Some((
-                    Pinned::zeroed(context, "the digests of weights", sums)?,
+                    PinnedMemory::zeroed(context, "the digests of weights", sums)?,
                     Event::new(context)?,
                 )),
             });
@@ -433,7 +433,7 @@ impl Drop for ChunkCopies<'_> {
 }
 
 /// Waits for all work of a stream, at most [`ABORT_MAX`].
-fn drain<R: Role>(stream: &Stream<R>) -> Result<(), CudaError> {
+fn drain<R: StreamRole>(stream: &Stream<R>) -> Result<(), CudaError> {
     let end = Event::new(stream.context())?;
     end.record(stream)?;
     wait(&end, WaitLimit { deadline: Instant::now() + ABORT_MAX, cancelled: &|| false })

@@ -10,8 +10,8 @@ use std::arch::x86_64::{
 };
 
 use super::{
-    Kv,
-    tile::{BLOCKS_TOGETHER, FEW_QUERIES, GROUP, Seen, TileMemory},
+    KvElement,
+    tile::{BLOCKS_TOGETHER, FEW_QUERIES, GROUP, SeenTokens, TileMemory},
 };
 use crate::{
     cpu::{
@@ -25,14 +25,14 @@ use crate::{
 const VECTORS: usize = 4;
 /// Queries that share a load of values.
 const TOGETHER: usize = 4;
-const WHOLE_BLOCK: Seen = Seen { begin: 0, end: BLOCK_TOKENS };
+const WHOLE_BLOCK: SeenTokens = SeenTokens { begin: 0, end: BLOCK_TOKENS };
 
 /// Attends over one block; `keys` and `values` are `[token][dim]`.
 ///
 /// # Safety
 /// The machine has AVX-512F and DQ; `tile.dim` is a multiple of 16.
 #[target_feature(enable = "avx512f,avx512dq,avx512vl")]
-pub(super) unsafe fn add_block<T: Kv>(tile: &mut TileMemory, keys: &[T], values: &[T]) {
+pub(super) unsafe fn add_block<T: KvElement>(tile: &mut TileMemory, keys: &[T], values: &[T]) {
     let (dim, count) = (tile.dim, tile.query_count);
     assert!(dim.is_multiple_of(LANES) && keys.len() == dim * BLOCK_TOKENS);
     assert_eq!(values.len(), keys.len());
@@ -94,7 +94,11 @@ pub(super) unsafe fn add_block<T: Kv>(tile: &mut TileMemory, keys: &[T], values:
 /// # Safety
 /// As [`add_block`]; the tile has at most [`FEW_QUERIES`] queries.
 #[target_feature(enable = "avx512f,avx512dq,avx512vl")]
-pub(super) unsafe fn add_few<T: Kv>(tile: &mut TileMemory, first: usize, blocks: &[(&[T], &[T])]) {
+pub(super) unsafe fn add_few<T: KvElement>(
+    tile: &mut TileMemory,
+    first: usize,
+    blocks: &[(&[T], &[T])],
+) {
     let (dim, count) = (tile.dim, tile.query_count);
     let head = dim * BLOCK_TOKENS;
     assert!(dim.is_multiple_of(LANES) && count <= FEW_QUERIES && blocks.len() <= BLOCKS_TOGETHER);
@@ -190,7 +194,7 @@ unsafe fn few_scores<const Q: usize, const B: usize>(tile: &mut TileMemory) {
 /// `from` points to 16 elements.
 #[inline]
 #[target_feature(enable = "avx512f")]
-unsafe fn load<T: Kv>(from: *const T) -> __m512 {
+unsafe fn load<T: KvElement>(from: *const T) -> __m512 {
     match T::DTYPE {
         // SAFETY: 16 f32, or 16 bf16 in 32 bytes, as the caller promised.
         Dtype::F32 => unsafe { _mm512_loadu_ps(from.cast()) },
@@ -208,7 +212,7 @@ unsafe fn load<T: Kv>(from: *const T) -> __m512 {
 /// `from` points to 16 elements in each of 16 rows, `stride` apart; `to` to 256 elements.
 #[inline]
 #[target_feature(enable = "avx512f")]
-unsafe fn transpose<T: Kv>(from: *const T, stride: usize, to: *mut f32) {
+unsafe fn transpose<T: KvElement>(from: *const T, stride: usize, to: *mut f32) {
     let mut rows = [_mm512_setzero_ps(); LANES];
     for (token, row) in rows.iter_mut().enumerate() {
         // SAFETY: row `token` is inside, as promised.
@@ -256,7 +260,7 @@ unsafe fn scores<const Q: usize>(tile: &mut TileMemory, first: usize) {
 #[inline]
 #[target_feature(enable = "avx512f,avx512dq,avx512vl")]
 unsafe fn softmax(tile: &mut TileMemory, query: usize, at: usize) {
-    let Seen { begin, end } = tile.seen[query];
+    let SeenTokens { begin, end } = tile.seen[query];
     let seen = ((1_u32 << end) - (1_u32 << begin)) as u16;
     // SAFETY: as promised.
     let at = unsafe { tile.weights.as_mut_ptr().add(at * BLOCK_TOKENS) };
@@ -305,12 +309,12 @@ fn exp_lanes(x: __m512) -> __m512 {
 /// Queries, weights and values exist.
 #[inline]
 #[target_feature(enable = "avx512f")]
-unsafe fn accumulate<const Q: usize, T: Kv>(
+unsafe fn accumulate<const Q: usize, T: KvElement>(
     tile: &mut TileMemory,
     values: *const T,
     first: usize,
     at: usize,
-    tokens: Seen,
+    tokens: SeenTokens,
 ) {
     let dim = tile.dim;
     for start in (0..dim).step_by(VECTORS * LANES) {
@@ -332,12 +336,12 @@ unsafe fn accumulate<const Q: usize, T: Kv>(
 /// As [`accumulate`]; the dimensions exist.
 #[inline]
 #[target_feature(enable = "avx512f")]
-unsafe fn columns<const Q: usize, const V: usize, T: Kv>(
+unsafe fn columns<const Q: usize, const V: usize, T: KvElement>(
     tile: &mut TileMemory,
     values: *const T,
     first: usize,
     at: usize,
-    tokens: Seen,
+    tokens: SeenTokens,
     start: usize,
 ) {
     let dim = tile.dim;

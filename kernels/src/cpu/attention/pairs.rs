@@ -18,9 +18,9 @@ use std::{
 
 use self::{
     kernel::SpanParts,
-    tile::{SEGMENT_BLOCKS, SPAN_BLOCKS, STRIP, Tile},
+    tile::{PairsTile, SEGMENT_BLOCKS, SPAN_BLOCKS, STRIP},
 };
-use super::{Pass, RowTile, SHARED_WORK_MIN, row_tiles, tile_work};
+use super::{AttentionCall, RowTile, SHARED_WORK_MIN, row_tiles, tile_work};
 use crate::{
     backend::HeadShape,
     cpu::{disjoint_slice::DisjointSlice, threads::ThreadPool},
@@ -34,27 +34,27 @@ const TILE_QUERIES_MAX: usize = 96;
 const TASKS_PER_THREAD: usize = 4;
 
 /// Memory that all calls reuse: one tile per thread, and partial results.
-pub(super) struct Scratch {
-    tiles: Vec<Mutex<Tile>>,
+pub(super) struct PairsScratch {
+    tiles: Vec<Mutex<PairsTile>>,
     /// Partial results per segment, for tiles that are split by segments.
     partial: Vec<f32>,
 }
 
-impl Scratch {
+impl PairsScratch {
     pub fn new(threads: usize) -> Self {
         Self { tiles: (0..threads).map(|_| Mutex::default()).collect(), partial: Vec::new() }
     }
 }
 
 /// Queries of one tile and one KV head.
-struct Work<'a> {
+struct TileWork<'a> {
     tile: &'a RowTile<'a>,
     kv_head: usize,
     /// Indices of the sequence's blocks that the queries see.
     blocks: Range<usize>,
 }
 
-impl Work<'_> {
+impl TileWork<'_> {
     /// Returns the segments that the queries see.
     fn segments(&self) -> Range<usize> {
         self.blocks.start / SEGMENT_BLOCKS..self.blocks.end.div_ceil(SEGMENT_BLOCKS)
@@ -72,22 +72,26 @@ pub(super) fn fits(shape: HeadShape) -> bool {
 /// The machine has AVX-512 (F, BW, DQ, VL) and AVX-512-BF16; [`fits`] holds.
 pub(super) unsafe fn attention(
     pool: &mut ThreadPool,
-    scratch: &mut Scratch,
-    pass: Pass<'_>,
+    scratch: &mut PairsScratch,
+    pass: AttentionCall<'_>,
     out: &mut [f32],
 ) {
-    let Pass { shape, window, step, .. } = pass;
+    let AttentionCall { shape, window, step, .. } = pass;
     let group = shape.query_heads / shape.kv_heads;
     let tile_queries = tile_queries(pool, step.rows() * shape.query_heads);
     let rows = row_tiles(step, (tile_queries / group).max(1));
-    let works: Vec<Work<'_>> = rows
+    let works: Vec<TileWork<'_>> = rows
         .iter()
         .flat_map(|tile| {
             let blocks = tile.visible_blocks(window);
-            (0..shape.kv_heads).map(move |kv_head| Work { tile, kv_head, blocks: blocks.clone() })
+            (0..shape.kv_heads).map(move |kv_head| TileWork {
+                tile,
+                kv_head,
+                blocks: blocks.clone(),
+            })
         })
         .collect();
-    let Scratch { tiles, partial } = scratch;
+    let PairsScratch { tiles, partial } = scratch;
     let out = DisjointSlice::new(out);
     let threads = pool.threads();
     let multiply_adds = tile_work(&rows, step, window) * (group + 4) * shape.kv_heads;
@@ -155,14 +159,14 @@ pub(super) unsafe fn attention(
     });
 }
 
-impl Pass<'_> {
+impl AttentionCall<'_> {
     /// Returns the query heads per KV head.
     fn group(&self) -> usize {
         self.shape.query_heads / self.shape.kv_heads
     }
 
     /// Loads the queries and clears the previous tile's result.
-    fn begin(&self, work: &Work<'_>, tile: &mut Tile) {
+    fn begin(&self, work: &TileWork<'_>, tile: &mut PairsTile) {
         let (group, dim) = (self.group(), self.shape.head_dim);
         tile.begin(work.tile.row_count, group, dim, self.scale);
         for row in 0..work.tile.row_count {
@@ -178,7 +182,7 @@ impl Pass<'_> {
     ///
     /// # Safety
     /// As [`attention`].
-    unsafe fn segment(&self, work: &Work<'_>, segment: usize, tile: &mut Tile) {
+    unsafe fn segment(&self, work: &TileWork<'_>, segment: usize, tile: &mut PairsTile) {
         let blocks = work.blocks.start.max(segment * SEGMENT_BLOCKS)
             ..work.blocks.end.min((segment + 1) * SEGMENT_BLOCKS);
         let table = &self.step.tables[work.tile.sequence.table.clone()];
@@ -209,7 +213,12 @@ impl Pass<'_> {
     ///
     /// # Safety
     /// As [`attention`]; rows and heads belong to this task alone.
-    unsafe fn finish(&self, work: &Work<'_>, tile: &mut Tile, out: &DisjointSlice<'_, f32>) {
+    unsafe fn finish(
+        &self,
+        work: &TileWork<'_>,
+        tile: &mut PairsTile,
+        out: &DisjointSlice<'_, f32>,
+    ) {
         let (group, dim) = (self.group(), self.shape.head_dim);
         for row in 0..work.tile.row_count {
             let start =

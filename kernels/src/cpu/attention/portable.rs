@@ -1,8 +1,8 @@
 //! Attention of a tile over one KV block in plain Rust. The compiler vectorizes it for each level.
 
 use super::{
-    Kv,
-    tile::{GROUP, Seen, TileMemory},
+    KvElement,
+    tile::{GROUP, SeenTokens, TileMemory},
 };
 use crate::{
     cpu::{
@@ -16,7 +16,12 @@ use crate::{
 const TOGETHER: usize = 4;
 
 /// Attends over one block; `keys` and `values` are `[token][dim]`.
-pub(super) fn add_block<T: Kv>(level: Level, tile: &mut TileMemory, keys: &[T], values: &[T]) {
+pub(super) fn add_block<T: KvElement>(
+    level: Level,
+    tile: &mut TileMemory,
+    keys: &[T],
+    values: &[T],
+) {
     match level {
         Level::Reference | Level::Baseline => {
             add::<T, BASELINE_FUSES>(tile, keys, values);
@@ -34,18 +39,18 @@ pub(super) fn add_block<T: Kv>(level: Level, tile: &mut TileMemory, keys: &[T], 
 
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx2,fma")]
-fn avx2_add<T: Kv>(tile: &mut TileMemory, keys: &[T], values: &[T]) {
+fn avx2_add<T: KvElement>(tile: &mut TileMemory, keys: &[T], values: &[T]) {
     add::<T, true>(tile, keys, values);
 }
 
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx2,fma,avx512f,avx512bw,avx512dq,avx512vl")]
-fn avx512_add<T: Kv>(tile: &mut TileMemory, keys: &[T], values: &[T]) {
+fn avx512_add<T: KvElement>(tile: &mut TileMemory, keys: &[T], values: &[T]) {
     add::<T, true>(tile, keys, values);
 }
 
 #[inline(always)]
-fn add<T: Kv, const FUSED: bool>(tile: &mut TileMemory, keys: &[T], values: &[T]) {
+fn add<T: KvElement, const FUSED: bool>(tile: &mut TileMemory, keys: &[T], values: &[T]) {
     let dim = tile.dim;
     let turned = &mut tile.keys[..dim * BLOCK_TOKENS];
     for (token, key) in keys.chunks_exact(dim).enumerate() {
@@ -91,7 +96,7 @@ fn scores<const FUSED: bool>(tile: &mut TileMemory, first: usize) {
 fn softmax(tile: &mut TileMemory, query: usize) {
     let weights: &mut [f32; BLOCK_TOKENS] =
         (&mut tile.weights[query * BLOCK_TOKENS..][..BLOCK_TOKENS]).try_into().expect("16 tokens");
-    let Seen { begin, end } = tile.seen[query];
+    let SeenTokens { begin, end } = tile.seen[query];
     weights[..begin].fill(f32::NEG_INFINITY);
     weights[end..].fill(f32::NEG_INFINITY);
     let before = tile.maxima[query];
@@ -113,7 +118,7 @@ fn accumulate<const FUSED: bool>(tile: &mut TileMemory, query: usize) {
     for weighted in weighted.iter_mut() {
         *weighted *= tile.corrections[query];
     }
-    let Seen { begin, end } = tile.seen[query];
+    let SeenTokens { begin, end } = tile.seen[query];
     let weights = &tile.weights[query * BLOCK_TOKENS..][begin..end];
     let values = &tile.values[begin * tile.dim..end * tile.dim];
     for (&weight, values) in weights.iter().zip(values.chunks_exact(tile.dim)) {

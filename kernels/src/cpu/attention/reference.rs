@@ -4,22 +4,22 @@ use std::ops::Range;
 
 use half::bf16;
 
-use super::{Kv, Pass};
+use super::{AttentionCall, KvElement};
 use crate::{
     cpu::arithmetic::{exp, sum_lanes},
     layout::{BLOCK_TOKENS, Dtype, KvHalf},
 };
 
 /// Computes attention of every row of `qkv` (`[rows][qkv_width]`) into `out` (`[rows][query_width]`).
-pub(super) fn attention(pass: Pass<'_>, out: &mut [f32]) {
+pub(super) fn attention(pass: AttentionCall<'_>, out: &mut [f32]) {
     match pass.step.layout().dtype {
         Dtype::F32 => all_queries::<f32>(pass, out),
         Dtype::Bf16 => all_queries::<bf16>(pass, out),
     }
 }
 
-fn all_queries<T: Kv>(pass: Pass<'_>, out: &mut [f32]) {
-    let Pass { layer, shape, scale, window, qkv, step } = pass;
+fn all_queries<T: KvElement>(pass: AttentionCall<'_>, out: &mut [f32]) {
+    let AttentionCall { layer, shape, scale, window, qkv, step } = pass;
     let dim = shape.head_dim;
     for sequence in &step.sequences {
         for row in sequence.rows.clone() {
@@ -61,7 +61,7 @@ impl Softmax {
 
     /// Adds some tokens of a block. Dot products with keys run over the dimensions in order, weighted
     /// values over the tokens in order, each step one fused multiply-add.
-    fn add_block<T: Kv>(
+    fn add_block<T: KvElement>(
         &mut self,
         query: &[f32],
         scale: f32,

@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use super::{Kv, portable};
+use super::{KvElement, portable};
 use crate::{
     cpu::{
         aligned::Aligned,
@@ -42,7 +42,7 @@ pub(super) struct TileMemory {
     /// Factor for the accumulators from before the current block, per query.
     pub corrections: Vec<f32>,
     /// Tokens of the current block that each query sees.
-    pub seen: Vec<Seen>,
+    pub seen: Vec<SeenTokens>,
     /// `[dim][token]` of the current block, or `[block][dim][token]`.
     pub keys: Aligned<f32>,
     /// `[token][dim]` of the current block.
@@ -51,18 +51,18 @@ pub(super) struct TileMemory {
 
 /// Range of tokens of a block; may be empty.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(super) struct Seen {
+pub(super) struct SeenTokens {
     pub begin: usize,
     pub end: usize,
 }
 
-impl Seen {
+impl SeenTokens {
     pub fn is_empty(self) -> bool {
         self.begin >= self.end
     }
 
     pub fn is_whole(self) -> bool {
-        self == Seen { begin: 0, end: BLOCK_TOKENS }
+        self == SeenTokens { begin: 0, end: BLOCK_TOKENS }
     }
 }
 
@@ -118,7 +118,7 @@ impl TileMemory {
             values.resize(query_count, first);
         }
         self.seen.clear();
-        self.seen.resize(query_count, Seen::default());
+        self.seen.resize(query_count, SeenTokens::default());
         (self.dim, self.query_count) = (dim, query_count);
         (self.head_count, self.first_position, self.window) = (head_count, first_position, window);
     }
@@ -132,7 +132,12 @@ impl TileMemory {
 
     /// Processes the sequence's blocks from index `first` on, as far as each query sees them. Each is
     /// (keys, values), `[token][dim]`; at most [`BLOCKS_TOGETHER`].
-    pub fn add_blocks<T: Kv>(&mut self, level: Level, first: usize, blocks: &[(&[T], &[T])]) {
+    pub fn add_blocks<T: KvElement>(
+        &mut self,
+        level: Level,
+        first: usize,
+        blocks: &[(&[T], &[T])],
+    ) {
         #[cfg(target_arch = "x86_64")]
         if matches!(level, Level::Avx512 | Level::Avx512Bf16 | Level::Amx)
             && self.dim.is_multiple_of(16)
@@ -163,7 +168,7 @@ impl TileMemory {
         for (query, seen) in self.seen.iter_mut().enumerate() {
             let end = self.first_position + query / self.head_count + 1;
             let begin = end.saturating_sub(self.window);
-            *seen = Seen { begin: in_block(begin), end: in_block(end) };
+            *seen = SeenTokens { begin: in_block(begin), end: in_block(end) };
         }
     }
 

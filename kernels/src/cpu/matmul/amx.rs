@@ -16,7 +16,7 @@ use super::{
         disjoint_slice::DisjointSlice,
         isa::{Level, per_level},
     },
-    CpuMatrix, Target, grid,
+    CpuMatrix, TileOutput, grid,
     pack::{INPUTS_STEP, PANEL},
 };
 use crate::{cpu::threads::ThreadPool, layout::to_bf16_bits};
@@ -146,9 +146,9 @@ pub(super) unsafe fn matmul(
                     let columns = (panel_count * PANEL).min(n - panel * PANEL);
                     let start = first_row * n + panel * PANEL;
                     let length = (pass_rows - 1) * n + columns;
-                    let target = Target { start: sums.range_ptr(start, length), stride: n };
+                    let target = TileOutput { start: sums.range_ptr(start, length), stride: n };
                     let b = w.panels(panel, panel_count);
-                    let pass = Pass { steps, a, b, rows: pass_rows, panel_count };
+                    let pass = AmxBlock { steps, a, b, rows: pass_rows, panel_count };
                     // SAFETY: the tiles are shaped for `pass_rows`. The target is
                     // inside the output, and these rows and panels belong to this task
                     // alone.
@@ -231,7 +231,7 @@ impl Drop for TileShapes {
 }
 
 /// Up to 32 rows times one panel, or up to 16 rows times two.
-struct Pass<'a> {
+struct AmxBlock<'a> {
     /// Steps of 32 inputs.
     steps: usize,
     a: &'a [u32],
@@ -240,13 +240,13 @@ struct Pass<'a> {
     panel_count: usize,
 }
 
-impl Pass<'_> {
+impl AmxBlock<'_> {
     /// Computes the pass into `target`.
     ///
     /// # Safety
     /// This thread's tiles are shaped for the pass's rows; `target` may be written in as many rows,
     /// `columns` elements each.
-    unsafe fn run(&self, columns: usize, target: &Target) {
+    unsafe fn run(&self, columns: usize, target: &TileOutput) {
         let width = self.panel_count * PANEL;
         assert!(self.a.len() >= self.rows.div_ceil(TILE_ROWS) * self.steps * TILE_WORDS);
         assert_eq!(self.b.len(), self.panel_count * self.steps * PANEL * TILE_ROWS);
@@ -256,7 +256,7 @@ impl Pass<'_> {
         }
         // A partial last panel goes through a buffer.
         let mut buffer = [0.0_f32; PASS_ROWS * PANEL];
-        let whole = Target { start: buffer.as_mut_ptr(), stride: width };
+        let whole = TileOutput { start: buffer.as_mut_ptr(), stride: width };
         // SAFETY: as above; the buffer has 32 rows of one panel, or 16 of two.
         unsafe { self.multiply(&whole) };
         for (row, sums) in buffer.chunks_exact(width).take(self.rows).enumerate() {
@@ -269,7 +269,7 @@ impl Pass<'_> {
     ///
     /// # Safety
     /// As [`Self::run`]; the target is whole panels wide, and `a` and `b` have the lengths that `run` checks.
-    unsafe fn multiply(&self, target: &Target) {
+    unsafe fn multiply(&self, target: &TileOutput) {
         // SAFETY: the caller's promise.
         unsafe {
             match (self.rows > TILE_ROWS, self.panel_count) {
@@ -284,7 +284,7 @@ impl Pass<'_> {
     ///
     /// # Safety
     /// As [`Self::multiply`], for more than 16 rows and one panel.
-    unsafe fn two_tiles_one_panel(&self, target: &Target) {
+    unsafe fn two_tiles_one_panel(&self, target: &TileOutput) {
         // SAFETY: the loop reads `steps` times 1 KiB of each A tile and 2 KiB of the panel; the
         // stores write the shaped rows of 64 bytes. Nothing else changes.
         unsafe {
@@ -331,7 +331,7 @@ impl Pass<'_> {
     ///
     /// # Safety
     /// As [`Self::multiply`], for up to 16 rows and two panels.
-    unsafe fn one_tile_two_panels(&self, target: &Target) {
+    unsafe fn one_tile_two_panels(&self, target: &TileOutput) {
         // SAFETY: as above, with one A tile and 2 KiB of each panel.
         unsafe {
             asm!(
@@ -377,7 +377,7 @@ impl Pass<'_> {
     ///
     /// # Safety
     /// As [`Self::multiply`], for up to 16 rows and one panel.
-    unsafe fn one_tile_one_panel(&self, target: &Target) {
+    unsafe fn one_tile_one_panel(&self, target: &TileOutput) {
         // SAFETY: as above, with one A tile and one panel.
         unsafe {
             asm!(

@@ -10,7 +10,7 @@ use std::arch::x86_64::{
     _mm256_setzero_ps, _mm256_slli_epi32, _mm256_storeu_ps,
 };
 
-use super::{Target, Tile, pack::PANEL, rows::RowFormat};
+use super::{MatmulTile, TileOutput, pack::PANEL, rows::RowFormat};
 
 /// Maximum rows of a block: 6 rows of half a panel are 12 vectors of accumulators.
 pub(super) const BLOCK_ROWS_MAX: usize = 6;
@@ -30,28 +30,28 @@ pub(super) fn panels_for(rows: usize, _fetch_ahead: bool) -> usize {
 /// # Safety
 /// The machine has AVX2 and FMA. `target` may be written in every row of the block, `tile.columns`
 /// elements each.
-pub(super) unsafe fn tile(tile: &Tile<'_>, target: &Target, panel_count: usize) {
+pub(super) unsafe fn tile(tile: &MatmulTile<'_>, target: &TileOutput, panel_count: usize) {
     assert_eq!(tile.x.len(), tile.row_count * tile.k, "a block is [k][rows]");
     // SAFETY: the weights' lengths are checked where they are made; the caller promises the rest.
     unsafe {
         if tile.format == RowFormat::F32 {
             let panels: &[f32] = bytemuck::cast_slice(tile.panels);
-            with_rows(tile, target, Weights::new(panels, panel_count, tile.k));
+            with_rows(tile, target, WeightPanels::new(panels, panel_count, tile.k));
         } else {
             let groups = tile.k.div_ceil(2);
-            with_rows(tile, target, Weights::new(tile.panels, panel_count, groups));
+            with_rows(tile, target, WeightPanels::new(tile.panels, panel_count, groups));
         }
     }
 }
 
 /// Adjacent panels.
 #[derive(Clone, Copy)]
-struct Weights<'a, T> {
+struct WeightPanels<'a, T> {
     panels: &'a [T],
     count: usize,
 }
 
-impl<'a, T> Weights<'a, T> {
+impl<'a, T> WeightPanels<'a, T> {
     fn new(panels: &'a [T], count: usize, groups: usize) -> Self {
         assert!(count > 0 && panels.len() / count >= groups * PANEL, "a panel has all groups");
         Self { panels, count }
@@ -116,7 +116,11 @@ impl Element for u32 {
 /// # Safety
 /// As [`tile`]; `weights` are the tile's.
 #[target_feature(enable = "avx2,fma")]
-unsafe fn with_rows<T: Element>(tile: &Tile<'_>, target: &Target, weights: Weights<'_, T>) {
+unsafe fn with_rows<T: Element>(
+    tile: &MatmulTile<'_>,
+    target: &TileOutput,
+    weights: WeightPanels<'_, T>,
+) {
     // SAFETY: the caller's promise.
     unsafe {
         match (tile.row_count, weights.count) {
@@ -139,9 +143,9 @@ unsafe fn with_rows<T: Element>(tile: &Tile<'_>, target: &Target, weights: Weigh
 #[inline]
 #[target_feature(enable = "avx2,fma")]
 unsafe fn parts<const M: usize, const V: usize, T: Element>(
-    tile: &Tile<'_>,
-    target: &Target,
-    weights: Weights<'_, T>,
+    tile: &MatmulTile<'_>,
+    target: &TileOutput,
+    weights: WeightPanels<'_, T>,
 ) {
     for first in (0..weights.count * VECTORS).step_by(V) {
         if first * LANES >= tile.columns {
@@ -162,8 +166,8 @@ unsafe fn parts<const M: usize, const V: usize, T: Element>(
 #[inline]
 #[target_feature(enable = "avx2,fma")]
 unsafe fn sums<const M: usize, const V: usize, T: Element>(
-    tile: &Tile<'_>,
-    weights: Weights<'_, T>,
+    tile: &MatmulTile<'_>,
+    weights: WeightPanels<'_, T>,
     first: usize,
 ) -> [[__m256; V]; M] {
     let mut sums = [[_mm256_setzero_ps(); V]; M];
@@ -204,8 +208,8 @@ unsafe fn sums<const M: usize, const V: usize, T: Element>(
 #[target_feature(enable = "avx2,fma")]
 unsafe fn last_input<const M: usize, const V: usize, T: Element>(
     mut sums: [[__m256; V]; M],
-    tile: &Tile<'_>,
-    weights: Weights<'_, T>,
+    tile: &MatmulTile<'_>,
+    weights: WeightPanels<'_, T>,
     first: usize,
 ) -> [[__m256; V]; M] {
     let last = tile.k - 1;
@@ -227,7 +231,7 @@ unsafe fn last_input<const M: usize, const V: usize, T: Element>(
 #[inline]
 #[target_feature(enable = "avx2,fma")]
 unsafe fn prefetch<const M: usize, const V: usize, T: Element>(
-    weights: Weights<'_, T>,
+    weights: WeightPanels<'_, T>,
     group: usize,
     first: usize,
 ) {
@@ -248,8 +252,8 @@ unsafe fn prefetch<const M: usize, const V: usize, T: Element>(
 #[target_feature(enable = "avx2,fma")]
 unsafe fn store<const M: usize, const V: usize>(
     sums: &[[__m256; V]; M],
-    tile: &Tile<'_>,
-    target: &Target,
+    tile: &MatmulTile<'_>,
+    target: &TileOutput,
     first: usize,
 ) {
     let columns = tile.columns - first;

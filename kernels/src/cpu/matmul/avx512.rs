@@ -16,7 +16,7 @@ use std::arch::x86_64::{
 };
 
 use super::{
-    Target, Tile,
+    MatmulTile, TileOutput,
     pack::{INPUTS_STEP, PANEL},
     rows::RowFormat,
 };
@@ -44,7 +44,7 @@ pub(super) fn panels_for(rows: usize, fetch_ahead: bool) -> usize {
 /// # Safety
 /// The machine has AVX-512F, and AVX-512-BF16 for [`RowFormat::Pairs`]. `target` may be written in
 /// every row of the block, `tile.columns` elements each.
-pub(super) unsafe fn tile(tile: &Tile<'_>, target: &Target, panel_count: usize) {
+pub(super) unsafe fn tile(tile: &MatmulTile<'_>, target: &TileOutput, panel_count: usize) {
     let inputs = tile.format.groups(tile.k);
     assert_eq!(tile.x.len(), tile.row_count * inputs, "a block is [group][rows]");
     let groups = match tile.format {
@@ -100,8 +100,8 @@ pub(super) type Sums<const M: usize, const P: usize> = [[[__m512; 2]; P]; M];
 /// `tile.x` is `[k][M]`, its panels are `P` of `panel_words` f32, and as [`tile`].
 #[target_feature(enable = "avx512f")]
 unsafe fn f32_tile<const M: usize, const P: usize>(
-    tile: &Tile<'_>,
-    target: &Target,
+    tile: &MatmulTile<'_>,
+    target: &TileOutput,
     panel_words: usize,
 ) {
     let mut sums: Sums<M, P> = [[[_mm512_setzero_ps(); 2]; P]; M];
@@ -127,8 +127,8 @@ unsafe fn f32_tile<const M: usize, const P: usize>(
 /// `tile.x` is `[k][M]`, its panels are `P` of `panel_words` words, and as [`tile`].
 #[target_feature(enable = "avx512f")]
 unsafe fn widened_tile<const M: usize, const P: usize>(
-    tile: &Tile<'_>,
-    target: &Target,
+    tile: &MatmulTile<'_>,
+    target: &TileOutput,
     panel_words: usize,
 ) {
     let mut sums: Sums<M, P> = [[[_mm512_setzero_ps(); 2]; P]; M];
@@ -172,7 +172,11 @@ unsafe fn widened_tile<const M: usize, const P: usize>(
 /// # Safety
 /// `tile.x` is `[k]` padded to whole steps, its panels are `P` of `panel_words` words, and as [`tile`].
 #[target_feature(enable = "avx512f")]
-unsafe fn stepped_tile<const P: usize>(tile: &Tile<'_>, target: &Target, panel_words: usize) {
+unsafe fn stepped_tile<const P: usize>(
+    tile: &MatmulTile<'_>,
+    target: &TileOutput,
+    panel_words: usize,
+) {
     let mut sums: Sums<1, P> = [[[_mm512_setzero_ps(); 2]; P]; 1];
     let odd_mask = _mm512_set1_epi32(0xffff_0000_u32.cast_signed());
     for (step, x) in tile.x.as_chunks::<INPUTS_STEP>().0.iter().enumerate() {
@@ -209,8 +213,8 @@ unsafe fn stepped_tile<const P: usize>(tile: &Tile<'_>, target: &Target, panel_w
 /// `tile.x` is `[k / 2][M]`, its panels are `P` of `panel_words` words, and as [`tile`].
 #[target_feature(enable = "avx512f,avx512bf16")]
 unsafe fn pairs_tile<const M: usize, const P: usize>(
-    tile: &Tile<'_>,
-    target: &Target,
+    tile: &MatmulTile<'_>,
+    target: &TileOutput,
     panel_words: usize,
 ) {
     let mut sums: Sums<M, P> = [[[_mm512_setzero_ps(); 2]; P]; M];
@@ -240,7 +244,7 @@ unsafe fn pairs_tile<const M: usize, const P: usize>(
 /// `group` points to 32 words.
 #[inline]
 #[target_feature(enable = "avx512f")]
-unsafe fn load_words<const M: usize>(tile: &Tile<'_>, group: *const u32) -> [__m512i; 2] {
+unsafe fn load_words<const M: usize>(tile: &MatmulTile<'_>, group: *const u32) -> [__m512i; 2] {
     prefetch_few::<M>(tile, group.cast());
     // SAFETY: as promised.
     unsafe { [_mm512_loadu_si512(group.cast()), _mm512_loadu_si512(group.add(LANES).cast())] }
@@ -275,8 +279,8 @@ unsafe fn accumulate<const M: usize, const P: usize>(
 #[target_feature(enable = "avx512f")]
 pub(super) unsafe fn store<const M: usize, const P: usize>(
     sums: &Sums<M, P>,
-    tile: &Tile<'_>,
-    target: &Target,
+    tile: &MatmulTile<'_>,
+    target: &TileOutput,
 ) {
     for (row, sums) in sums.iter().enumerate() {
         for (vector, sums) in sums.as_flattened().iter().enumerate() {
@@ -293,7 +297,7 @@ pub(super) unsafe fn store<const M: usize, const P: usize>(
 /// longer per line.
 #[inline]
 #[target_feature(enable = "avx512f")]
-fn prefetch_few<const M: usize>(tile: &Tile<'_>, group: *const u8) {
+fn prefetch_few<const M: usize>(tile: &MatmulTile<'_>, group: *const u8) {
     if M <= 8 && tile.fetch_ahead {
         prefetch::<PREFETCH_BYTES>(group);
     }

@@ -1,6 +1,6 @@
 //! GEMM tiles in plain Rust, which the compiler vectorizes for its target.
 
-use super::{Target, Tile, rows::RowFormat};
+use super::{MatmulTile, TileOutput, rows::RowFormat};
 use crate::cpu::{
     arithmetic::{LANES, multiply_add},
     isa::BASELINE_FUSES,
@@ -14,7 +14,7 @@ pub(super) const BLOCK_ROWS_MAX: usize = 4;
 ///
 /// # Safety
 /// `target` may be written in the tile's rows and columns.
-pub(super) unsafe fn tile(tile: &Tile<'_>, target: &Target, _panel_count: usize) {
+pub(super) unsafe fn tile(tile: &MatmulTile<'_>, target: &TileOutput, _panel_count: usize) {
     // SAFETY: the caller's promise.
     unsafe {
         match tile.row_count {
@@ -32,7 +32,7 @@ pub(super) unsafe fn tile(tile: &Tile<'_>, target: &Target, _panel_count: usize)
 /// # Safety
 /// As [`tile`].
 #[inline(always)]
-unsafe fn halves<const M: usize>(tile: &Tile<'_>, target: &Target) {
+unsafe fn halves<const M: usize>(tile: &MatmulTile<'_>, target: &TileOutput) {
     let (x, rest) = tile.x.as_chunks::<M>();
     assert!(x.len() == tile.k && rest.is_empty(), "a block is [k][rows]");
     for first in (0..PANEL).step_by(LANES) {

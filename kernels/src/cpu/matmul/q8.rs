@@ -73,14 +73,14 @@ pub(super) fn weights_of(block: &[u32; PANEL_BLOCK_WORDS], lane: usize) -> ([i8;
 
 /// Block of inputs, each rounded to an integer multiple of the scale.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Inputs {
+pub(super) struct Q8Inputs {
     pub numbers: [i32; BLOCK],
     pub scale: f32,
 }
 
 /// Quantizes a block of inputs. The scale is NaN when an input is NaN or infinite.
 #[inline(always)]
-pub(super) fn quantise_inputs(inputs: &[f32; BLOCK]) -> Inputs {
+pub(super) fn quantise_inputs(inputs: &[f32; BLOCK]) -> Q8Inputs {
     let mut lanes = [0.0_f32; LANES];
     let mut poison = [0.0_f32; LANES];
     for half in inputs.as_chunks::<LANES>().0 {
@@ -109,13 +109,13 @@ pub(super) fn quantise_inputs(inputs: &[f32; BLOCK]) -> Inputs {
         let shifted = input * inverse + ROUND;
         *number = shifted.to_bits().wrapping_sub(ROUND.to_bits()).cast_signed();
     }
-    Inputs { numbers, scale: greatest / NUMBER_MAX + poison[0] }
+    Q8Inputs { numbers, scale: greatest / NUMBER_MAX + poison[0] }
 }
 
 /// Packs one block of one row for the kernels: `INPUT_WORDS` words.
 #[inline(always)]
 pub(super) fn pack_inputs(inputs: &[f32; BLOCK]) -> [u32; INPUT_WORDS] {
-    let Inputs { numbers, scale } = quantise_inputs(inputs);
+    let Q8Inputs { numbers, scale } = quantise_inputs(inputs);
     let mut words = [0; INPUT_WORDS];
     for (word, group) in words.iter_mut().zip(numbers.as_chunks::<GROUP>().0) {
         let [a, b, c, d] = group.map(|number| number as u32 & 0xff);

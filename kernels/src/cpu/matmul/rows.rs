@@ -41,7 +41,7 @@ impl RowFormat {
 
 /// Row blocks as `[block][group][rows of the block]`, where a group is one word of a row: an input, a pair of
 /// inputs, or a word of a Q8 block. All blocks but the last have equally many rows.
-pub(super) struct RowBlocks {
+pub(super) struct PackedRows {
     /// f32 bits, bf16 pairs or words of Q8 blocks.
     words: Aligned<u32>,
     row_count: usize,
@@ -49,13 +49,13 @@ pub(super) struct RowBlocks {
     groups: usize,
 }
 
-impl Default for RowBlocks {
+impl Default for PackedRows {
     fn default() -> Self {
         Self { words: Aligned::zeroed(0), row_count: 0, block_rows: 1, groups: 0 }
     }
 }
 
-impl RowBlocks {
+impl PackedRows {
     /// Packs `x` (`[rows][k]`, at least one row) in blocks of at most `block_rows_max` rows.
     pub fn pack(
         &mut self,

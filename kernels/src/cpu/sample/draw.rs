@@ -21,12 +21,12 @@ use super::super::{
 
 /// Mixed seed and output index.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Key {
+pub(super) struct DrawKey {
     low: u32,
     high: u32,
 }
 
-impl Key {
+impl DrawKey {
     pub fn new(seed: u64, index: u64) -> Self {
         let key = splitmix64(splitmix64(seed).wrapping_add(index));
         Self { low: key as u32, high: (key >> 32) as u32 }
@@ -83,7 +83,7 @@ impl Winner {
 ///
 /// Since -ln(1 - v) ≥ v, a token with v > p · (arrival of the winner so far) has lost. This comparison
 /// rejects all tokens but a few; starting with the most likely token makes the bound tight.
-pub(super) fn among_all(level: Level, key: Key, best: u32, weights: &[f32]) -> u32 {
+pub(super) fn among_all(level: Level, key: DrawKey, best: u32, weights: &[f32]) -> u32 {
     let mut winner = Winner::NONE;
     winner.offer(best, key.arrival(best, weights[best as usize]));
     for (run, weights) in weights.chunks(4 * LANES).enumerate() {
@@ -101,7 +101,7 @@ pub(super) fn among_all(level: Level, key: Key, best: u32, weights: &[f32]) -> u
 
 per_level! {
     /// Returns whether one of the tokens from `first` on could arrive before `bound`.
-    fn may_win(key: Key, first: u32, weights: &[f32], bound: f32) -> bool {
+    fn may_win(key: DrawKey, first: u32, weights: &[f32], bound: f32) -> bool {
         let mut may_win = false;
         for (token, &p) in (first..).zip(weights) {
             let v = (key.bits(token) >> 8) as i32 as f32 * (1.0 / 16_777_216.0);
@@ -112,7 +112,7 @@ per_level! {
 }
 
 /// Draws one of `candidates` (id, weight > 0), which are at least one, in any order.
-pub(super) fn among(key: Key, candidates: &[(u32, f32)]) -> u32 {
+pub(super) fn among(key: DrawKey, candidates: &[(u32, f32)]) -> u32 {
     let mut winner = Winner::NONE;
     for &(token, p) in candidates {
         winner.offer(token, key.arrival(token, p));
@@ -153,7 +153,7 @@ mod tests {
     fn the_documented_hash_does_not_change() {
         assert_eq!(splitmix64(0), 0xe220_a839_7b1d_cdaf);
         // An independent program computed these numbers from the formula above.
-        let bits = [0, 1, 2].map(|token| Key::new(42, 7).bits(token));
+        let bits = [0, 1, 2].map(|token| DrawKey::new(42, 7).bits(token));
         assert_eq!(bits, [500_478_835, 4_053_914_327, 3_711_117_863]);
     }
 
@@ -164,7 +164,7 @@ mod tests {
         for seed in [0, 1, 0xdead_beef] {
             let mut counts = [0_u32; 10];
             for index in 0..200_000 {
-                let token = among(Key::new(seed, index), &kept);
+                let token = among(DrawKey::new(seed, index), &kept);
                 counts[token as usize] += 1;
             }
             assert_eq!(counts[6], 0);
@@ -180,7 +180,7 @@ mod tests {
         let weights = numbers(3, 64).iter().map(|x| (x * 3.0).exp()).collect::<Vec<f32>>();
         let mut counts = [0_u32; 64];
         for seed in 0..200_000 {
-            counts[among_all(Level::Baseline, Key::new(seed, 5), 0, &weights) as usize] += 1;
+            counts[among_all(Level::Baseline, DrawKey::new(seed, 5), 0, &weights) as usize] += 1;
         }
         let statistic = chi_square(&counts, &shares(&weights));
         assert!(statistic < limit(63), "{statistic}");
@@ -193,8 +193,9 @@ mod tests {
         let shares = shares(&weights);
         let pairs: Vec<f64> =
             shares.iter().flat_map(|a| shares.iter().map(move |b| a * b)).collect();
-        let draw =
-            |seed, index| among_all(Level::Baseline, Key::new(seed, index), 0, &weights) as usize;
+        let draw = |seed, index| {
+            among_all(Level::Baseline, DrawKey::new(seed, index), 0, &weights) as usize
+        };
         let (mut by_index, mut by_seed) = ([0_u32; 16], [0_u32; 16]);
         for i in 0..100_000 {
             by_index[draw(9, 2 * i) * 4 + draw(9, 2 * i + 1)] += 1;
@@ -211,9 +212,9 @@ mod tests {
     fn random_bits_are_uniform_over_seeds_indices_and_tokens() {
         type Bits = fn(u32) -> u32;
         let directions: [(&str, Bits); 3] = [
-            ("token", |i| Key::new(1, 1).bits(i)),
-            ("index", |i| Key::new(1, u64::from(i)).bits(100)),
-            ("seed", |i| Key::new(u64::from(i), 1).bits(100)),
+            ("token", |i| DrawKey::new(1, 1).bits(i)),
+            ("index", |i| DrawKey::new(1, u64::from(i)).bits(100)),
+            ("seed", |i| DrawKey::new(u64::from(i), 1).bits(100)),
         ];
         for (name, bits) in directions {
             let (mut high, mut low, mut pairs) = ([0_u32; 256], [0_u32; 256], [0_u32; 256]);
@@ -248,7 +249,7 @@ mod tests {
             else {
                 continue;
             };
-            let key = Key::new(u64::from(case), 11);
+            let key = DrawKey::new(u64::from(case), 11);
             let kept: Vec<(u32, f32)> =
                 (0..).zip(weights.iter().copied()).filter(|&(_, p)| p > 0.0).collect();
             let want = among(key, &kept);

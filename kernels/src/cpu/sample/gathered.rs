@@ -10,7 +10,7 @@ use super::{
         collective::{Group, GroupError},
         threads::ThreadPool,
     },
-    SampleError, SampleRow, Scratch, sample_rows,
+    SampleError, SampleRow, SampleScratch, sample_rows,
 };
 use crate::{cpu::isa::Level, sampling::SampledToken};
 
@@ -21,7 +21,7 @@ const ROWS_AT_ONCE: usize = 16;
 pub(crate) fn sample_gathered(
     level: Level,
     pool: &mut ThreadPool,
-    scratches: &[Mutex<Scratch>],
+    scratches: &[Mutex<SampleScratch>],
     group: &mut Group,
     logits: &CpuBuffer,
     vocabulary: usize,

@@ -9,16 +9,16 @@ use crate::cuda::{
     clock::DeviceClock,
     context::{Context, Event},
     error::CudaError,
-    ffi::{self, SampleResult, TokenLogprob},
-    memory::{InFlight, Pinned},
+    ffi::{self, SampleResult, TopToken},
+    memory::{CopyInFlight, PinnedMemory},
     sample::{self, SampleOutcome},
 };
 
 /// Download buffers of one frame.
 #[derive(Debug)]
-pub struct Output {
-    pub(super) results: (Pinned<SampleResult>, Event),
-    pub(super) top: (Pinned<TokenLogprob>, Event),
+pub struct DownloadBuffers {
+    pub(super) results: (PinnedMemory<SampleResult>, Event),
+    pub(super) top: (PinnedMemory<TopToken>, Event),
     pub(super) begin: Event,
     pub(super) end: Event,
     pub(super) mask_wait: MaskWait,
@@ -55,8 +55,8 @@ pub struct CudaFrame {
     pub(super) step_id: u64,
     /// Whether each sample wants log-probabilities.
     pub(super) wants_logprobs: Vec<bool>,
-    pub(super) results: InFlight<SampleResult>,
-    pub(super) top: Result<InFlight<TokenLogprob>, (Pinned<TokenLogprob>, Event)>,
+    pub(super) results: CopyInFlight<SampleResult>,
+    pub(super) top: Result<CopyInFlight<TopToken>, (PinnedMemory<TopToken>, Event)>,
     pub(super) begin: Event,
     pub(super) end: Event,
     pub(super) mask_wait: MaskWait,
@@ -79,7 +79,7 @@ pub struct Finished {
     /// Bytes of the step's plan and masks.
     pub uploaded_bytes: u64,
     /// Buffers to pass to [`DeviceBatch::recycle`](super::DeviceBatch::recycle).
-    pub output: Output,
+    pub output: DownloadBuffers,
 }
 
 impl Finished {
@@ -89,13 +89,16 @@ impl Finished {
     }
 }
 
-impl Output {
+impl DownloadBuffers {
     pub(super) fn new(context: &Arc<Context>, samples: usize) -> Result<Self, CudaError> {
         let top = samples * ffi::TOP_LOGPROBS_MAX;
         Ok(Self {
-            results: (Pinned::zeroed(context, "a step's results", samples)?, Event::new(context)?),
+            results: (
+                PinnedMemory::zeroed(context, "a step's results", samples)?,
+                Event::new(context)?,
+            ),
             top: (
-                Pinned::zeroed(context, "a step's log-probabilities", top)?,
+                PinnedMemory::zeroed(context, "a step's log-probabilities", top)?,
                 Event::new(context)?,
             ),
             begin: Event::timed(context)?,
@@ -143,8 +146,16 @@ impl CudaFrame {
         let gathered = results.0.iter().take(wants_logprobs.len());
         let rows_gathered = gathered.filter(|result| result.is_gathered == 1).count() as u64;
         let waited = mask_wait.duration()?;
-        let output =
-            Output { results, top, begin, end, mask_wait, launched_at, rows_gathered, samples };
+        let output = DownloadBuffers {
+            results,
+            top,
+            begin,
+            end,
+            mask_wait,
+            launched_at,
+            rows_gathered,
+            samples,
+        };
         Ok(Finished {
             outcomes,
             began_at,

@@ -28,7 +28,7 @@ pub(super) fn input_words(limits: &BatchLimits) -> usize {
     plan_words(limits) + 4 + limits.samples as usize * sample::mask_words(limits)
 }
 
-/// The ranges of [`Sizes`], the device copies of the upload buffers, and the sampler.
+/// The ranges of [`BatchArraySizes`], the device copies of the upload buffers, and the sampler.
 type Ranges = (Vec<Range>, [Range; 2], Sampler);
 
 pub(super) fn lay_out(
@@ -37,7 +37,7 @@ pub(super) fn lay_out(
     limits: &BatchLimits,
 ) -> Result<Ranges, CudaError> {
     let input_words = input_words(limits);
-    let ranges = Sizes::of(limits).all().into_iter().map(|bytes| memory.cut(bytes));
+    let ranges = BatchArraySizes::of(limits).all().into_iter().map(|bytes| memory.cut(bytes));
     Ok((
         ranges.collect::<Result<_, _>>()?,
         [memory.cut(4 * input_words)?, memory.cut(4 * input_words)?],
@@ -46,14 +46,14 @@ pub(super) fn lay_out(
 }
 
 /// Byte sizes of the arrays of pool and step, in the order of their structs.
-pub(super) struct Sizes {
+pub(super) struct BatchArraySizes {
     pool: [usize; 5],
     step: [usize; 14],
     table_width: usize,
     pages: usize,
 }
 
-impl Sizes {
+impl BatchArraySizes {
     pub(super) fn of(limits: &BatchLimits) -> Self {
         let (slots, rows) = (limits.slots as usize, limits.rows as usize);
         let samples = limits.samples as usize;
@@ -111,7 +111,7 @@ impl Sizes {
             dtype: dtype_code(layout.dtype),
             reserved: 0,
         };
-        let pool = ffi::Pool {
+        let pool = ffi::SlotPool {
             slots: at[0],
             sampling: at[1],
             tokens: at[2],
@@ -124,7 +124,7 @@ impl Sizes {
             trash_block: blocks.block_count() as i32,
             reserved: 0,
         };
-        let step = ffi::Step {
+        let step = ffi::StepArrays {
             row_tokens: at[5],
             row_positions: at[6],
             row_destinations: at[7],

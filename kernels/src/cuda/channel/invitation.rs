@@ -33,7 +33,7 @@ pub(super) struct Invitation {
 
 /// The receiver's half of the handshake.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub(super) struct Answer {
+pub(super) struct InvitationAnswer {
     /// The CTAs that the receiver allows the channel on each GPU; `None` means no limit.
     pub max_ctas: Option<u32>,
     /// The GPUs of the receiver's parts, in order of rank.
@@ -60,7 +60,7 @@ impl Invitation {
     }
 }
 
-impl Answer {
+impl InvitationAnswer {
     pub fn to_bytes(&self) -> Vec<u8> {
         encode(self)
     }
@@ -158,18 +158,18 @@ mod tests {
     #[test]
     fn answer_contains_an_id_for_each_communicator() {
         let ids = (0..4).map(id).collect();
-        let answer = Answer { max_ctas: Some(7), uuids: uuids(2), ids };
+        let answer = InvitationAnswer { max_ctas: Some(7), uuids: uuids(2), ids };
         let bytes = answer.to_bytes();
-        assert_eq!(Answer::from_bytes(&bytes, |parts| 2 * parts), Ok(answer));
+        assert_eq!(InvitationAnswer::from_bytes(&bytes, |parts| 2 * parts), Ok(answer));
         for (per_part, expected) in [(3, 6), (1, 2)] {
-            let error = Answer::from_bytes(&bytes, |parts| per_part * parts).unwrap_err();
+            let error = InvitationAnswer::from_bytes(&bytes, |parts| per_part * parts).unwrap_err();
             assert!(error.contains(&format!("4 communicator ids; expected {expected}")), "{error}");
         }
         for length in 0..bytes.len() {
-            assert!(Answer::from_bytes(&bytes[..length], |parts| 2 * parts).is_err());
+            assert!(InvitationAnswer::from_bytes(&bytes[..length], |parts| 2 * parts).is_err());
         }
         let (ids, uuids) = (vec![id(1); COMMUNICATORS_MAX], uuids(PARTS_MAX));
-        let answer = Answer { max_ctas: Some(7), uuids, ids };
+        let answer = InvitationAnswer { max_ctas: Some(7), uuids, ids };
         assert!(answer.to_bytes().len() <= EXPORT_BYTES_MAX);
     }
 

@@ -16,10 +16,10 @@ use super::{
         context::{Context, Stream},
         kv::DeviceKv,
         memory::Range,
-        moves::{Direction, Rows, places_of},
+        moves::{BlockRows, Direction, places_of},
         nccl::{Communicator, CommunicatorOptions, Nccl, NcclError, Piece, SendOrReceive},
         parallel::in_parallel,
-        staging::{SlotRange, Staging},
+        staging::{SlotRange, StagingMemory},
     },
     PeerExchange, SLOT_BYTES, SLOTS,
     invitation::LANES_MAX,
@@ -55,17 +55,17 @@ const STAGINGS_MAX: usize = 16;
 
 /// State shared by all links of a GPU.
 #[derive(Debug, Default)]
-pub(super) struct Gpu {
+pub(super) struct LinkGpu {
     /// Held while an operation of any channel is launched, never while waiting for a peer.
     launching: Mutex<()>,
     /// Staging memory of channels that have ended.
-    spare: Mutex<Vec<Staging>>,
+    spare: Mutex<Vec<StagingMemory>>,
     /// Number of allocated stagings: in use, spare, or lost to an abort that hung.
     stagings: AtomicUsize,
 }
 
-impl Gpu {
-    fn staging(&self, kv: &DeviceKv) -> Result<Staging, String> {
+impl LinkGpu {
+    fn staging(&self, kv: &DeviceKv) -> Result<StagingMemory, String> {
         if let Some(staging) = locked(&self.spare).pop() {
             return Ok(staging);
         }
@@ -76,7 +76,7 @@ impl Gpu {
         })?;
         // Large enough for any later channel, which may move other parts of a block.
         let bytes = SLOT_BYTES.max(kv.layout().block_bytes()).max(2 * CONNECT_BYTES);
-        Staging::new(kv, SLOTS, bytes, LANES_MAX).map_err(|error| {
+        StagingMemory::new(kv, SLOTS, bytes, LANES_MAX).map_err(|error| {
             stagings.fetch_sub(1, Ordering::Relaxed);
             words(error)
         })
@@ -87,8 +87,8 @@ impl Gpu {
 #[derive(Debug)]
 pub(super) struct LinkEnd {
     pub kv: Arc<DeviceKv>,
-    pub gpu: Arc<Gpu>,
-    pub rows: Rows,
+    pub gpu: Arc<LinkGpu>,
+    pub rows: BlockRows,
     pub end: End,
     /// How received blocks are scattered.
     pub scatter: Direction,
@@ -104,7 +104,7 @@ struct UnmarkedStreams {
 /// Connection of one of our parts with one of the peer's. Both ends launch the same operations in the same order,
 /// each on the next lane (a communicator and its stream).
 #[derive(Debug)]
-pub(super) struct Link {
+pub(super) struct NcclLink {
     own: LinkEnd,
     communicators: Arc<Communicators>,
     /// One per communicator, with high priority: an operation occupies SMs of one GPU until it has also started on
@@ -114,7 +114,7 @@ pub(super) struct Link {
     /// Streams whose last work has no mark yet.
     unmarked: UnmarkedStreams,
     /// `None` once it was returned.
-    staging: Option<Staging>,
+    staging: Option<StagingMemory>,
 }
 
 /// The communicators of a link; empty once they were aborted. They have a lock of their own, because an abort must
@@ -139,7 +139,7 @@ impl Communicators {
 
 const LIVES: &str = "only an abort takes the staging";
 
-impl Link {
+impl NcclLink {
     /// Creates a communicator for each of `options`, together with the peer.
     pub fn join(
         own: LinkEnd,
@@ -173,7 +173,7 @@ impl Link {
     /// Exchanges a few bytes over another communicator, which makes NCCL connect. No other thread uses the link yet,
     /// so no shared lock is held while waiting for the peer.
     ///
-    /// [`Gpu::launching`] is not held either. So the peer may connect two channels in another order. This is safe:
+    /// [`LinkGpu::launching`] is not held either. So the peer may connect two channels in another order. This is safe:
     /// each exchange has its own stream with nothing after it, and its kernel fits on the GPU with the others.
     fn add_lane(&mut self, communicator: Communicator, limit: WaitLimit<'_>) -> Result<(), String> {
         let stream = Stream::urgent(self.own.kv.context()).map_err(words)?;
@@ -350,7 +350,7 @@ impl Link {
     }
 }
 
-impl Drop for Link {
+impl Drop for NcclLink {
     fn drop(&mut self) {
         // There is no caller to which an error could be returned.
         let ended = Communicators::abort_all(slice::from_ref(&self.communicators));

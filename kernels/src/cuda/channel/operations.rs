@@ -12,7 +12,7 @@ use std::{
 
 use super::{
     super::{context::Context, nccl::NcclError, staging::operations, stream_progress::Mark},
-    link::{Communicators, Link},
+    link::{Communicators, NcclLink},
     locked,
     watchdog::{Oldest, Watchdog},
     words,
@@ -25,7 +25,7 @@ use crate::{
 
 /// One end of a channel.
 pub(super) struct NcclChannel {
-    shared: Arc<Shared>,
+    shared: Arc<ChannelControl>,
     _watch: Watchdog,
 }
 
@@ -39,13 +39,13 @@ pub(super) struct Cuts {
 
 impl NcclChannel {
     pub fn new(
-        links: Vec<Link>,
+        links: Vec<NcclLink>,
         cuts: Cuts,
         blocks: Arc<dyn RemoteBlocks>,
     ) -> Result<Self, String> {
         let communicators = links.iter().map(|link| Arc::clone(link.communicators())).collect();
         let contexts = links.iter().map(|link| Arc::clone(link.context())).collect();
-        let shared = Arc::new(Shared {
+        let shared = Arc::new(ChannelControl {
             links: Mutex::new(Some(links)),
             communicators,
             contexts,
@@ -69,7 +69,7 @@ impl NcclChannel {
         let ids: Vec<BlockId> = blocks.iter().map(block).collect();
         self.shared.check(runs, &ids)?;
         let shared = Arc::clone(&self.shared);
-        let mut in_flight = InFlight { marks: None, blocks: Some(blocks), shared };
+        let mut in_flight = OperationInFlight { marks: None, blocks: Some(blocks), shared };
         in_flight.marks = Some(self.shared.launch(runs, &ids)?);
         Ok(Box::new(in_flight))
     }
@@ -113,9 +113,9 @@ impl Operations {
 /// Marks after an operation on each link.
 pub(super) type Marks = Vec<Mark>;
 
-pub(super) struct Shared {
+pub(super) struct ChannelControl {
     /// Held while an operation is launched. `None` after an abort.
-    links: Mutex<Option<Vec<Link>>>,
+    links: Mutex<Option<Vec<NcclLink>>>,
     communicators: Vec<Arc<Communicators>>,
     /// Contexts of the GPUs that the links use.
     contexts: Vec<Arc<Context>>,
@@ -132,7 +132,7 @@ pub(super) struct Shared {
     blocks: Arc<dyn RemoteBlocks>,
 }
 
-impl Shared {
+impl ChannelControl {
     /// Checks that `runs` describe the blocks.
     fn check(&self, runs: &[u32], ids: &[BlockId]) -> Result<(), String> {
         let mut rest = ids;
@@ -172,7 +172,7 @@ impl Shared {
 
     fn launch_on(
         &self,
-        links: &mut [Link],
+        links: &mut [NcclLink],
         runs: &[u32],
         ids: &[BlockId],
     ) -> Result<Marks, NcclError> {
@@ -222,7 +222,7 @@ impl Shared {
         // and the driver on these communicators.
         let ended = Communicators::abort_all(&self.communicators);
         if let Some(mut links) = locked(&self.links).take()
-            && let Err(reason) = Link::drain_all(&mut links, ended)
+            && let Err(reason) = NcclLink::drain_all(&mut links, ended)
         {
             self.stuck.store(true, Ordering::Release);
             return Err(reason);
@@ -235,7 +235,7 @@ impl Shared {
     }
 }
 
-impl Drop for Shared {
+impl Drop for ChannelControl {
     fn drop(&mut self) {
         // No caller is left to report an error to.
         let _ = self.abort();
@@ -271,14 +271,14 @@ impl PeerChannel for NcclChannel {
 }
 
 /// A launched operation and the blocks that it reads or writes.
-struct InFlight<B> {
+struct OperationInFlight<B> {
     /// `None` if the launch failed.
     marks: Option<Marks>,
     blocks: Option<Vec<B>>,
-    shared: Arc<Shared>,
+    shared: Arc<ChannelControl>,
 }
 
-impl<B: Send + 'static> TransferInFlight<B> for InFlight<B> {
+impl<B: Send + 'static> TransferInFlight<B> for OperationInFlight<B> {
     fn is_done(&mut self) -> Result<bool, String> {
         let done = self.marks.iter().flatten().all(Mark::is_reached);
         // Checked after the marks: an abort sets the flag before it makes marks reached.
@@ -296,7 +296,7 @@ impl<B: Send + 'static> TransferInFlight<B> for InFlight<B> {
     }
 }
 
-impl<B> Drop for InFlight<B> {
+impl<B> Drop for OperationInFlight<B> {
     fn drop(&mut self) {
         let Some(blocks) = self.blocks.take() else { return };
         let has_ended = match &self.marks {

@@ -9,7 +9,7 @@ use std::{
     time::Duration,
 };
 
-use super::{operations::Shared, words};
+use super::{operations::ChannelControl, words};
 
 /// Interval between two polls. Time is counted in polls, so that a pause of this process or machine counts as one
 /// poll.
@@ -37,7 +37,7 @@ pub(super) struct Watchdog {
 }
 
 impl Watchdog {
-    pub fn start(shared: &Arc<Shared>) -> Result<Self, String> {
+    pub fn start(shared: &Arc<ChannelControl>) -> Result<Self, String> {
         let (stop, stopped) = mpsc::channel();
         let shared = Arc::downgrade(shared);
         let named = thread::Builder::new().name("nccl-watchdog".to_owned());
@@ -56,7 +56,7 @@ impl Drop for Watchdog {
     }
 }
 
-fn watch(shared: &Weak<Shared>, stopped: &mpsc::Receiver<()>) {
+fn watch(shared: &Weak<ChannelControl>, stopped: &mpsc::Receiver<()>) {
     let mut detector = StuckDetector::new(OPERATION);
     while stopped.recv_timeout(POLL_INTERVAL) == Err(RecvTimeoutError::Timeout) {
         let Some(shared) = shared.upgrade() else { return };

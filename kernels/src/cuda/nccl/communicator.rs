@@ -20,13 +20,13 @@ use std::{
 
 use super::{
     super::{
-        context::{Context, Role, Stream},
+        context::{Context, Stream, StreamRole},
         driver_calls::FREE_USUAL,
         error::CudaError,
         memory::Range,
     },
-    BFLOAT16, Config, FLOAT32, Functions, IN_PROGRESS, Nccl, NcclError, OLDEST, RawCommunicator,
-    SUCCESS, SUM, UINT8, UNDEFINED, UniqueId,
+    BFLOAT16, FLOAT32, Functions, IN_PROGRESS, Nccl, NcclConfig, NcclError, OLDEST,
+    RawCommunicator, SUCCESS, SUM, UINT8, UNDEFINED, UniqueId,
 };
 use crate::{layout::Dtype, peer::WaitLimit};
 
@@ -152,8 +152,8 @@ impl Communicator {
         };
         context.bind()?;
         let before = context.free_bytes()?;
-        let mut config = Config {
-            size: size_of::<Config>(),
+        let mut config = NcclConfig {
+            size: size_of::<NcclConfig>(),
             magic: 0xcafe_beef,
             version: OLDEST.0 as u32,
             blocking: 0,
@@ -214,7 +214,7 @@ impl Communicator {
     /// within the limit.
     ///
     /// The memory must not be used until the operation is complete on the stream, or an abort has returned.
-    pub fn exchange<'a, R: Role>(
+    pub fn exchange<'a, R: StreamRole>(
         &mut self,
         sends: &[SendOrReceive<'_>],
         receives: &[SendOrReceive<'_>],
@@ -260,7 +260,7 @@ impl Communicator {
     ///
     /// # Panics
     /// If the pieces differ in length or do not contain whole elements.
-    pub fn all_reduce<R: Role>(
+    pub fn all_reduce<R: StreamRole>(
         &mut self,
         from: Piece<'_>,
         to: Piece<'_>,
@@ -293,7 +293,7 @@ impl Communicator {
     }
 
     /// Launches a broadcast of the bytes of rank `root` into the piece of every other rank.
-    pub fn broadcast<'a, R: Role>(
+    pub fn broadcast<'a, R: StreamRole>(
         &mut self,
         piece: Piece<'_>,
         root: u32,

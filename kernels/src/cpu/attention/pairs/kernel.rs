@@ -12,7 +12,7 @@ use std::arch::x86_64::{
 
 use half::bf16;
 
-use super::tile::{SPAN, SPAN_BLOCKS, STRIP, Tile, sums_len};
+use super::tile::{PairsTile, SPAN, SPAN_BLOCKS, STRIP, sums_len};
 use crate::{
     cpu::{
         arithmetic::LANES,
@@ -34,7 +34,7 @@ pub(super) type SpanParts<'a> = [(&'a [bf16], &'a [bf16]); SPAN_BLOCKS];
 /// # Safety
 /// The machine has AVX-512 (F, BW, DQ, VL) and AVX-512-BF16; `tile.dim` is a multiple of 16.
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512bf16")]
-pub(super) unsafe fn add_span(tile: &mut Tile, blocks: &SpanParts<'_>) {
+pub(super) unsafe fn add_span(tile: &mut PairsTile, blocks: &SpanParts<'_>) {
     let (dim, count) = (tile.dim, tile.query_count);
     let head = dim * BLOCK_TOKENS;
     assert!(dim.is_multiple_of(LANES));
@@ -84,7 +84,7 @@ pub(super) unsafe fn add_span(tile: &mut Tile, blocks: &SpanParts<'_>) {
 /// # Safety
 /// The lengths are as [`add_span`] checks them.
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
-unsafe fn turn_keys(tile: &mut Tile, block: usize, keys: &[bf16]) {
+unsafe fn turn_keys(tile: &mut PairsTile, block: usize, keys: &[bf16]) {
     let words = tile.dim / 2;
     let from = keys.as_ptr().cast::<f32>();
     for first in (0..words).step_by(LANES) {
@@ -108,7 +108,7 @@ unsafe fn turn_keys(tile: &mut Tile, block: usize, keys: &[bf16]) {
 /// # Safety
 /// The lengths are as [`add_span`] checks them.
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
-unsafe fn pair_values(tile: &mut Tile, block: usize, values: &[bf16]) {
+unsafe fn pair_values(tile: &mut PairsTile, block: usize, values: &[bf16]) {
     let dim = tile.dim;
     for pair in 0..BLOCK_TOKENS / 2 {
         for first in (0..dim).step_by(LANES) {
@@ -140,7 +140,7 @@ unsafe fn load_halves(from: *const bf16) -> __m512i {
 /// # Safety
 /// The lengths are as [`add_span`] checks them.
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512bf16")]
-unsafe fn strip<const Q: usize>(tile: &mut Tile, first: usize) {
+unsafe fn strip<const Q: usize>(tile: &mut PairsTile, first: usize) {
     let seen: [u64; Q] = tile.seen[first..][..Q].try_into().expect("Q queries");
     let all_seen = seen.iter().fold(0, |all, seen| all | seen);
     if all_seen == 0 {
@@ -172,7 +172,7 @@ unsafe fn strip<const Q: usize>(tile: &mut Tile, first: usize) {
 /// As [`strip`].
 #[inline]
 #[target_feature(enable = "avx512f,avx512bf16")]
-unsafe fn scores<const Q: usize>(tile: &Tile, first: usize) -> [[__m512; SCORES]; Q] {
+unsafe fn scores<const Q: usize>(tile: &PairsTile, first: usize) -> [[__m512; SCORES]; Q] {
     let mut sums = [[_mm512_setzero_ps(); SCORES]; Q];
     let words = tile.dim / 2;
     // SAFETY: strips are contiguous, `[dim / 2][STRIP]` each; keys are `[dim / 2][SPAN]`.
@@ -215,7 +215,11 @@ fn mask<const Q: usize>(scores: &mut [[__m512; SCORES]; Q], seen: &[u64; Q]) {
 /// As [`strip`].
 #[inline]
 #[target_feature(enable = "avx512f,avx512dq,avx512vl,avx512bf16")]
-unsafe fn softmax<const Q: usize>(tile: &mut Tile, first: usize, scores: [[__m512; SCORES]; Q]) {
+unsafe fn softmax<const Q: usize>(
+    tile: &mut PairsTile,
+    first: usize,
+    scores: [[__m512; SCORES]; Q],
+) {
     let scale = _mm512_set1_ps(tile.log2_scale);
     let maxima: &mut [f32; Q] = (&mut tile.maxima[first..][..Q]).try_into().expect("Q queries");
     let before = *maxima;
@@ -277,7 +281,7 @@ unsafe fn scale_all(start: *mut f32, length: usize, by: __m512) {
 #[inline]
 #[target_feature(enable = "avx512f,avx512bf16")]
 unsafe fn accumulate<const Q: usize, const V: usize>(
-    tile: &mut Tile,
+    tile: &mut PairsTile,
     first: usize,
     pairs: usize,
     start: usize,
@@ -318,7 +322,7 @@ unsafe fn accumulate<const Q: usize, const V: usize>(
 /// # Safety
 /// As [`add_span`].
 #[target_feature(enable = "avx512f,avx512dq,avx512vl")]
-pub(super) unsafe fn write_sums(tile: &Tile, out: &mut [f32]) {
+pub(super) unsafe fn write_sums(tile: &PairsTile, out: &mut [f32]) {
     for (query, out) in out.chunks_exact_mut(sums_len(tile.dim)).enumerate() {
         out[0] = tile.maxima[query];
         out[1] = segment_sum(tile, query);
@@ -331,7 +335,7 @@ pub(super) unsafe fn write_sums(tile: &Tile, out: &mut [f32]) {
 /// # Safety
 /// As [`add_span`].
 #[target_feature(enable = "avx512f,avx512dq,avx512vl")]
-pub(super) unsafe fn merge(tile: &mut Tile, segment: &[f32]) {
+pub(super) unsafe fn merge(tile: &mut PairsTile, segment: &[f32]) {
     let (dim, length) = (tile.dim, sums_len(tile.dim));
     let merged = tile.merged.chunks_exact_mut(length);
     for (merged, segment) in merged.zip(segment.chunks_exact(length)) {
@@ -345,7 +349,7 @@ pub(super) unsafe fn merge(tile: &mut Tile, segment: &[f32]) {
 /// # Safety
 /// As [`add_span`].
 #[target_feature(enable = "avx512f,avx512dq,avx512vl")]
-pub(super) unsafe fn merge_own(tile: &mut Tile) {
+pub(super) unsafe fn merge_own(tile: &mut PairsTile) {
     let (dim, length) = (tile.dim, sums_len(tile.dim));
     for query in 0..tile.query_count {
         let (maximum, sum) = (tile.maxima[query], segment_sum(tile, query));
@@ -382,7 +386,7 @@ fn merge_query(log2_scale: f32, merged: &mut [f32], maximum: f32, sum: f32, weig
 /// # Safety
 /// As [`add_span`].
 #[target_feature(enable = "avx512f,avx512dq,avx512vl")]
-pub(super) unsafe fn finish(tile: &Tile, query: usize, out: &mut [f32]) {
+pub(super) unsafe fn finish(tile: &PairsTile, query: usize, out: &mut [f32]) {
     let length = sums_len(tile.dim);
     let merged = &tile.merged[query * length..][..length];
     let sum = _mm512_set1_ps(merged[1]);
@@ -399,7 +403,7 @@ pub(super) unsafe fn finish(tile: &Tile, query: usize, out: &mut [f32]) {
 /// Returns the sum of a query's weights in the current segment.
 #[inline]
 #[target_feature(enable = "avx512f,avx512dq,avx512vl")]
-fn segment_sum(tile: &Tile, query: usize) -> f32 {
+fn segment_sum(tile: &PairsTile, query: usize) -> f32 {
     let lanes = &tile.sums[query * LANES..][..LANES];
     // SAFETY: 16 floats.
     sum_lanes(unsafe { _mm512_loadu_ps(lanes.as_ptr()) })

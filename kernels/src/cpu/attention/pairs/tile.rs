@@ -24,7 +24,7 @@ pub(super) fn sums_len(dim: usize) -> usize {
 
 /// Memory of one tile, reused for the next tile. Queries are numbered row by row, and within a row head by
 /// head, so their positions do not decrease.
-pub(super) struct Tile {
+pub(super) struct PairsTile {
     pub dim: usize,
     pub query_count: usize,
     /// Query heads of one row.
@@ -53,7 +53,7 @@ pub(super) struct Tile {
     pub merged: Aligned<f32>,
 }
 
-impl Default for Tile {
+impl Default for PairsTile {
     fn default() -> Self {
         Self {
             dim: 0,
@@ -74,7 +74,7 @@ impl Default for Tile {
     }
 }
 
-impl Tile {
+impl PairsTile {
     /// Makes room for `row_count` rows of `head_count` queries and clears the last tile.
     pub fn begin(&mut self, row_count: usize, head_count: usize, dim: usize, scale: f32) {
         let query_count = row_count * head_count;

@@ -9,7 +9,7 @@ use std::arch::x86_64::{
 };
 
 use super::{
-    super::{Target, Tile},
+    super::{MatmulTile, TileOutput},
     BLOCK, GROUP, INPUT_WORDS, NUMBER_WORDS, PANEL_BLOCK_WORDS,
 };
 use crate::cpu::matmul::pack::PANEL;
@@ -26,7 +26,11 @@ const GROUPS: usize = BLOCK / GROUP;
 ///
 /// # Safety
 /// The machine has AVX2, FMA and F16C. `target` may be written in the tile's rows and columns.
-pub(in crate::cpu::matmul) unsafe fn tile(tile: &Tile<'_>, target: &Target, _panel_count: usize) {
+pub(in crate::cpu::matmul) unsafe fn tile(
+    tile: &MatmulTile<'_>,
+    target: &TileOutput,
+    _panel_count: usize,
+) {
     let blocks = tile.k.div_ceil(BLOCK);
     assert_eq!(tile.x.len(), tile.row_count * blocks * INPUT_WORDS, "a block is [group][rows]");
     assert_eq!(tile.panels.len(), blocks * PANEL_BLOCK_WORDS);
@@ -45,7 +49,7 @@ pub(in crate::cpu::matmul) unsafe fn tile(tile: &Tile<'_>, target: &Target, _pan
 /// # Safety
 /// `tile.x` is `[blocks][INPUT_WORDS][M]`, its panel is `[blocks][PANEL_BLOCK_WORDS]`, and as [`tile`].
 #[target_feature(enable = "avx2,fma,f16c")]
-unsafe fn sized<const M: usize>(tile: &Tile<'_>, target: &Target, blocks: usize) {
+unsafe fn sized<const M: usize>(tile: &MatmulTile<'_>, target: &TileOutput, blocks: usize) {
     let mut sums = [[_mm256_setzero_ps(); VECTORS]; M];
     for block in 0..blocks {
         // SAFETY: the block is inside, as promised.

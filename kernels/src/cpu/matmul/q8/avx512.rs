@@ -8,7 +8,7 @@ use std::arch::x86_64::{
 
 use super::{
     super::{
-        Target, Tile,
+        MatmulTile, TileOutput,
         avx512::{Sums, prefetch, store},
     },
     BLOCK, GROUP, INPUT_WORDS, NUMBER_WORDS, PANEL_BLOCK_WORDS,
@@ -36,7 +36,11 @@ pub(in crate::cpu::matmul) fn panels_for(rows: usize, fetch_ahead: bool) -> usiz
 /// # Safety
 /// The machine has AVX-512 (F, BW) and AVX-512-VNNI. `target` may be written in every row of the
 /// block, `tile.columns` elements each.
-pub(in crate::cpu::matmul) unsafe fn tile(tile: &Tile<'_>, target: &Target, panel_count: usize) {
+pub(in crate::cpu::matmul) unsafe fn tile(
+    tile: &MatmulTile<'_>,
+    target: &TileOutput,
+    panel_count: usize,
+) {
     let blocks = tile.k.div_ceil(BLOCK);
     assert_eq!(tile.x.len(), tile.row_count * blocks * INPUT_WORDS, "a block is [group][rows]");
     assert_eq!(tile.panels.len(), panel_count * blocks * PANEL_BLOCK_WORDS);
@@ -59,7 +63,11 @@ pub(in crate::cpu::matmul) unsafe fn tile(tile: &Tile<'_>, target: &Target, pane
 /// As for [`tile`]; `tile.x` is `[blocks][INPUT_WORDS][M]` and `tile.panels` is
 /// `[P][blocks][PANEL_BLOCK_WORDS]`.
 #[target_feature(enable = "avx512f,avx512bw,avx512vnni")]
-unsafe fn sized<const M: usize, const P: usize>(tile: &Tile<'_>, target: &Target, blocks: usize) {
+unsafe fn sized<const M: usize, const P: usize>(
+    tile: &MatmulTile<'_>,
+    target: &TileOutput,
+    blocks: usize,
+) {
     let mut sums = [[[_mm512_setzero_ps(); 2]; P]; M];
     for block in 0..blocks {
         for p in 0..P {

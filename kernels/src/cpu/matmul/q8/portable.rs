@@ -3,7 +3,7 @@
 use half::f16;
 
 use super::{
-    super::{Target, Tile},
+    super::{MatmulTile, TileOutput},
     BLOCK, GROUP, INPUT_WORDS, NUMBER_WORDS, PANEL_BLOCK_WORDS,
 };
 use crate::cpu::{arithmetic::multiply_add, isa::BASELINE_FUSES, matmul::pack::PANEL};
@@ -12,7 +12,11 @@ use crate::cpu::{arithmetic::multiply_add, isa::BASELINE_FUSES, matmul::pack::PA
 ///
 /// # Safety
 /// `target` may be written in the tile's rows and columns.
-pub(in crate::cpu::matmul) unsafe fn tile(tile: &Tile<'_>, target: &Target, _panel_count: usize) {
+pub(in crate::cpu::matmul) unsafe fn tile(
+    tile: &MatmulTile<'_>,
+    target: &TileOutput,
+    _panel_count: usize,
+) {
     let rows = tile.row_count;
     assert_eq!(tile.x.len(), rows * tile.k.div_ceil(BLOCK) * INPUT_WORDS);
     for row in 0..rows {
