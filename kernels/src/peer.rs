@@ -48,7 +48,7 @@ pub trait TransferInFlight<B>: Send {
 
 /// Side of a channel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum End {
+pub enum ChannelEnd {
     Sender,
     Receiver,
 }
@@ -88,7 +88,7 @@ pub trait PeerChannels: Send + Sync {
     fn join(
         &self,
         handshake: (&[u8], &[u8]),
-        end: End,
+        end: ChannelEnd,
         limit: WaitLimit<'_>,
     ) -> Result<Arc<dyn PeerChannel>, String>;
 }

@@ -8,7 +8,7 @@ use kernels::{
     Backend, Dtype, RowSource, Shard, WeightFormat,
     cuda::{
         AllReduceAlgorithm, AllReduceNorm, AllReduceShape, Compute, CudaBackend, CudaError,
-        CudaOptions, DeviceMemory, Graph, Group, GroupArena, GroupHandle, Range, Stream,
+        CudaGroup, CudaOptions, DeviceMemory, Graph, GroupArena, GroupHandle, Range, Stream,
     },
 };
 
@@ -20,17 +20,17 @@ use super::{
 const MESSAGE_BYTES: usize = 1 << 20;
 pub const TIMEOUT: Duration = Duration::from_secs(30);
 
-pub fn group(rank: &Rank, timeout: Duration) -> Group {
+pub fn group(rank: &Rank, timeout: Duration) -> CudaGroup {
     group_for(rank, timeout, MESSAGE_BYTES)
 }
 
-fn group_for(rank: &Rank, timeout: Duration, bytes: usize) -> Group {
+fn group_for(rank: &Rank, timeout: Duration, bytes: usize) -> CudaGroup {
     let place = (rank.rank, rank.ranks);
     let arena = GroupArena::new(&rank.context, &rank.library, place, bytes).unwrap();
     let received = rank.exchange(&arena.handle().to_bytes());
     let handles: Vec<_> =
         received.iter().map(|received| GroupHandle::from_bytes(received).unwrap()).collect();
-    let group = Group::new(arena, &handles, timeout).unwrap();
+    let group = CudaGroup::new(arena, &handles, timeout).unwrap();
     rank.barrier();
     group
 }
@@ -481,7 +481,7 @@ pub fn mismatched_ipc_handles_are_rejected_by_rank() {
             .map(|received| GroupHandle::from_bytes(received).unwrap())
             .collect();
         let refused = |arena, handles: &[GroupHandle], words: &str| {
-            let error = Group::new(arena, handles, TIMEOUT).unwrap_err().to_string();
+            let error = CudaGroup::new(arena, handles, TIMEOUT).unwrap_err().to_string();
             assert!(error.contains("the arena of rank") && error.contains(words), "{error}");
         };
         // The error names the first mismatched rank.

@@ -9,9 +9,9 @@ use kernels::{
     Backend, BlockId, Dtype, KvLayout, WeightFormat,
     cpu::{SampleError, SampleRow, sample},
     cuda::{
-        Admission, BatchLimits, Context, CudaBackend, CudaBuffer, CudaError, CudaOptions, CudaStep,
-        DeviceBatch, DeviceClock, DeviceKv, Graph, Group, KernelLibrary, SampleOutcome, StepInput,
-        StepRows,
+        Admission, BatchLimits, Context, CudaBackend, CudaBuffer, CudaError, CudaGroup,
+        CudaOptions, CudaStep, DeviceBatch, DeviceClock, DeviceKv, Graph, KernelLibrary,
+        SampleOutcome, StepInput, StepRows,
     },
     sampling::{SampledToken, Sampling, TokenLogprobs, TokenMask},
     shard::cuts_between_runs,
@@ -43,7 +43,7 @@ const MANY_ROWS: u32 = 4 * 34;
 /// Returns a sampler over the whole vocabulary, or over a rank's vocabulary shard if there is a `group`.
 fn sampler(
     (context, library): (&Arc<Context>, &Arc<KernelLibrary>),
-    group: Option<Group>,
+    group: Option<CudaGroup>,
     vocabulary: u32,
     rows: u32,
 ) -> Sampler {

@@ -17,7 +17,7 @@ use half::bf16;
 use kernels::{
     BlockId, Dtype,
     cuda::{
-        AllReduceAlgorithm, AllReduceShape, Compute, DeviceMemory, Graph, Group, Range, Stream,
+        AllReduceAlgorithm, AllReduceShape, Compute, CudaGroup, DeviceMemory, Graph, Range, Stream,
     },
     sampling::SampledToken,
 };
@@ -324,7 +324,7 @@ impl<'a> Side<'a> {
 
 /// Result of the all-reduce task. Keeps its memory allocated.
 struct Reduced {
-    _group: Group,
+    _group: CudaGroup,
     _memory: [Range; 2],
     count: u64,
     /// All-reduces that this rank joined late on purpose.

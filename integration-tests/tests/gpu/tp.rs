@@ -22,7 +22,7 @@ use engine::{
 use kernels::{
     BlockId, KvArena, KvLayout, Shard, WeightFormat,
     arena::BlockWrite,
-    cpu::Group,
+    cpu::CpuGroup,
     cuda::{
         Context, CudaBackend, CudaOptions, DeviceKv, Driver, IpcMemory, KernelLibrary, RankedKv,
     },
@@ -190,11 +190,11 @@ pub fn run_rank_process() {
     std::process::exit(i32::from(outcome.is_err()));
 }
 
-fn exchange(region: &str, spec: &RankSpec) -> Group {
+fn exchange(region: &str, spec: &RankSpec) -> CpuGroup {
     let (rank, of) = (spec.rank as usize, spec.of as usize);
     let name = RegionName::parse(region).unwrap();
-    let region = SharedRegion::open(&name, Group::region_bytes(of)).unwrap();
-    Group::new(&region, 0, Shard::new(rank, of).unwrap(), TIMEOUT)
+    let region = SharedRegion::open(&name, CpuGroup::region_bytes(of)).unwrap();
+    CpuGroup::new(&region, 0, Shard::new(rank, of).unwrap(), TIMEOUT)
 }
 
 fn epoch() -> u128 {
@@ -229,7 +229,7 @@ fn group_on(
     let ranks = gpus.len() as u32;
     let epoch = epoch();
     let name = RegionName::own(epoch, "test_kv");
-    let region = SharedRegion::create(&name, Group::region_bytes(ranks as usize)).unwrap();
+    let region = SharedRegion::create(&name, CpuGroup::region_bytes(ranks as usize)).unwrap();
     let KvLayout { layer_count, kv_head_count, head_dim, .. } = layout;
     let gpus: Vec<String> = gpus.iter().map(usize::to_string).collect();
     let told = format!(

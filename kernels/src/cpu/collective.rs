@@ -11,7 +11,7 @@
 //! into pieces.
 //!
 //! A wait spins briefly and then sleeps on the other rank's number until the group's time-out. Every
-//! failure is a [`GroupError`]. It ends this rank's part in the group: every later exchange fails with the
+//! failure is a [`CpuGroupError`]. It ends this rank's part in the group: every later exchange fails with the
 //! same error, and the other ranks see the failure at their next wait. The output of a failed exchange is undefined.
 //!
 //! An all-reduce adds in rank order, element by element, so that all ranks have the same bits.
@@ -54,7 +54,7 @@ const LEFT_CHECK_INTERVAL: Duration = Duration::from_millis(50);
 
 /// Failure of a group of CPU ranks.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-pub enum GroupError {
+pub enum CpuGroupError {
     #[error("rank {rank} of {of} did not reach exchange {exchange} within {timeout:?}")]
     Late { rank: usize, of: usize, exchange: u64, timeout: Duration },
     #[error("rank {rank} of {of} has left the group before exchange {exchange}")]
@@ -95,7 +95,7 @@ fn describe(word: u64) -> String {
 }
 
 /// One rank's end of a group.
-pub struct Group {
+pub struct CpuGroup {
     shard: Shard,
     timeout: Duration,
     words: Atomics<AtomicU32>,
@@ -104,16 +104,16 @@ pub struct Group {
     slots: NonNull<u8>,
     /// Number of exchanges started; each piece is one exchange.
     exchanges: u64,
-    fault: Option<GroupError>,
+    fault: Option<CpuGroupError>,
 }
 
 // SAFETY: `slots` points into the region that the atomics keep, and is accessed through `&mut self`. The
 // exchange numbers order accesses of other ranks.
-unsafe impl Send for Group {}
+unsafe impl Send for CpuGroup {}
 // SAFETY: a shared reference accesses only the atomics and the failure.
-unsafe impl Sync for Group {}
+unsafe impl Sync for CpuGroup {}
 
-impl Group {
+impl CpuGroup {
     /// Returns the bytes of a region for a group of `of` ranks. They must be zero at the start.
     pub fn region_bytes(of: usize) -> usize {
         of * (2 * LINE_BYTES + SLOTS * PIECE_BYTES)
@@ -138,12 +138,12 @@ impl Group {
     }
 
     /// Returns the failure of the group, if it failed.
-    pub fn fault(&self) -> Option<&GroupError> {
+    pub fn fault(&self) -> Option<&CpuGroupError> {
         self.fault.as_ref()
     }
 
     /// All-reduces `x`, which has the same length on all ranks. All ranks get the same bits.
-    pub fn all_reduce(&mut self, x: &mut [f32]) -> Result<(), GroupError> {
+    pub fn all_reduce(&mut self, x: &mut [f32]) -> Result<(), CpuGroupError> {
         if self.shard.is_whole() {
             return Ok(());
         }
@@ -163,7 +163,7 @@ impl Group {
     }
 
     /// All-gathers `mine`, which has the same length on all ranks, in rank order.
-    pub fn all_gather(&mut self, mine: &[u8]) -> Result<Vec<u8>, GroupError> {
+    pub fn all_gather(&mut self, mine: &[u8]) -> Result<Vec<u8>, CpuGroupError> {
         let mut all = vec![0; self.shard.rank_count() * mine.len()];
         for (number, piece) in mine.chunks(PIECE_BYTES).enumerate() {
             let kind = ExchangeKind { operation: CollectiveOperation::Gather, bytes: piece.len() };
@@ -183,7 +183,7 @@ impl Group {
         mine: &[f32],
         ranges: &[Range<usize>],
         row: &mut [f32],
-    ) -> Result<(), GroupError> {
+    ) -> Result<(), CpuGroupError> {
         const PIECE: usize = PIECE_BYTES / 4;
         let own = &ranges[self.shard.rank()];
         assert_eq!(
@@ -215,7 +215,7 @@ impl Group {
     }
 
     /// Publishes this rank's piece of the next exchange.
-    fn publish(&mut self, kind: ExchangeKind, piece: &[u8]) -> Result<(), GroupError> {
+    fn publish(&mut self, kind: ExchangeKind, piece: &[u8]) -> Result<(), CpuGroupError> {
         if let Some(fault) = &self.fault {
             return Err(fault.clone());
         }
@@ -240,7 +240,7 @@ impl Group {
     }
 
     /// Returns the piece of a rank in the exchange that this rank published last.
-    fn read(&mut self, kind: ExchangeKind, rank: usize) -> Result<&[u8], GroupError> {
+    fn read(&mut self, kind: ExchangeKind, rank: usize) -> Result<&[u8], CpuGroupError> {
         if let Err(error) = self.wait(kind, rank) {
             self.leave();
             self.fault = Some(error.clone());
@@ -251,7 +251,7 @@ impl Group {
         Ok(unsafe { slice::from_raw_parts(self.slot(rank).as_ptr(), kind.bytes) })
     }
 
-    fn wait(&self, kind: ExchangeKind, rank: usize) -> Result<(), GroupError> {
+    fn wait(&self, kind: ExchangeKind, rank: usize) -> Result<(), CpuGroupError> {
         let (of, exchange) = (self.shard.rank_count(), self.exchanges);
         if rank == self.shard.rank() {
             return Ok(());
@@ -281,11 +281,11 @@ impl Group {
             }
             // A rank publishes before it leaves, and the number was read after the leave mark.
             if has_left {
-                return Err(GroupError::Left { rank, of, exchange });
+                return Err(CpuGroupError::Left { rank, of, exchange });
             }
             if left.is_zero() {
                 let timeout = self.timeout;
-                return Err(GroupError::Late { rank, of, exchange, timeout });
+                return Err(CpuGroupError::Late { rank, of, exchange, timeout });
             }
         }
         let theirs = self.kind_of(rank).load(Ordering::Relaxed);
@@ -295,7 +295,7 @@ impl Group {
                 _ => format!("exchange {}", exchange + ahead as u64),
             };
             let ours = describe(kind.word());
-            return Err(GroupError::Mismatch { rank, of, exchange, theirs, ours });
+            return Err(CpuGroupError::Mismatch { rank, of, exchange, theirs, ours });
         }
         Ok(())
     }
@@ -332,15 +332,15 @@ impl Group {
     }
 }
 
-impl Drop for Group {
+impl Drop for CpuGroup {
     fn drop(&mut self) {
         self.leave();
     }
 }
 
-impl fmt::Debug for Group {
+impl fmt::Debug for CpuGroup {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Group")
+        f.debug_struct("CpuGroup")
             .field("shard", &self.shard)
             .field("exchanges", &self.exchanges)
             .field("fault", &self.fault)
@@ -368,16 +368,16 @@ mod tests {
     fn together<T: Send>(
         of: usize,
         timeout: Duration,
-        run: impl Fn(&mut Group) -> T + Sync,
+        run: impl Fn(&mut CpuGroup) -> T + Sync,
     ) -> Vec<T> {
         // At an offset, as in a node's region.
-        let region = region(64 + Group::region_bytes(of));
+        let region = region(64 + CpuGroup::region_bytes(of));
         thread::scope(|scope| {
             let threads: Vec<_> = shards(of)
                 .into_iter()
                 .map(|shard| {
                     let (region, run) = (&region, &run);
-                    scope.spawn(move || run(&mut Group::new(region, 64, shard, timeout)))
+                    scope.spawn(move || run(&mut CpuGroup::new(region, 64, shard, timeout)))
                 })
                 .collect();
             threads.into_iter().map(|thread| thread.join().unwrap()).collect()
@@ -459,13 +459,13 @@ mod tests {
 
     #[test]
     fn exchange_numbers_wrap() {
-        let region = region(Group::region_bytes(2));
+        let region = region(CpuGroup::region_bytes(2));
         let near_the_end = u64::from(u32::MAX) - 5;
         thread::scope(|scope| {
             for shard in shards(2) {
                 let region = &region;
                 scope.spawn(move || {
-                    let mut group = Group::new(region, 0, shard, TIMEOUT);
+                    let mut group = CpuGroup::new(region, 0, shard, TIMEOUT);
                     group.exchanges = near_the_end;
                     group.number(shard.rank()).store(near_the_end as u32, Ordering::SeqCst);
                     // Both ranks have their numbers before one waits for the other's.
@@ -488,16 +488,16 @@ mod tests {
     #[test]
     fn late_rank_is_named_and_fails_the_group() {
         let timeout = Duration::from_millis(200);
-        let region = region(Group::region_bytes(3));
+        let region = region(CpuGroup::region_bytes(3));
         let mut groups: Vec<_> =
-            shards(3).into_iter().map(|shard| Group::new(&region, 0, shard, timeout)).collect();
+            shards(3).into_iter().map(|shard| CpuGroup::new(&region, 0, shard, timeout)).collect();
         let mut third = groups.pop().unwrap();
         let kind = ExchangeKind { operation: CollectiveOperation::Reduce, bytes: 4 };
         for group in &mut groups {
             group.publish(kind, &1.0_f32.to_ne_bytes()).unwrap();
         }
         let begun = Instant::now();
-        let late = GroupError::Late { rank: 2, of: 3, exchange: 1, timeout };
+        let late = CpuGroupError::Late { rank: 2, of: 3, exchange: 1, timeout };
         for group in &mut groups {
             for rank in 0..2 {
                 assert_eq!(group.read(kind, rank), Ok(&1.0_f32.to_ne_bytes()[..]));
@@ -514,14 +514,14 @@ mod tests {
         let mut x = [1.0];
         assert_eq!((third.all_reduce(&mut x), x), (Ok(()), [3.0]));
         let error = third.all_reduce(&mut x).unwrap_err();
-        assert_eq!(error, GroupError::Left { rank: 0, of: 3, exchange: 2 });
+        assert_eq!(error, CpuGroupError::Left { rank: 0, of: 3, exchange: 2 });
     }
 
     #[test]
     fn rank_that_leaves_wakes_waiting_ranks_and_its_last_exchange_counts() {
-        let region = region(Group::region_bytes(2));
+        let region = region(CpuGroup::region_bytes(2));
         let mut groups: Vec<_> =
-            shards(2).into_iter().map(|shard| Group::new(&region, 0, shard, TIMEOUT)).collect();
+            shards(2).into_iter().map(|shard| CpuGroup::new(&region, 0, shard, TIMEOUT)).collect();
         let (mut second, mut first) = (groups.pop().unwrap(), groups.pop().unwrap());
         let (told, tells) = mpsc::channel();
         let waiting = thread::spawn(move || {
@@ -537,7 +537,7 @@ mod tests {
         let left = Instant::now();
         drop(second);
         let (error, seen) = waiting.join().unwrap();
-        assert_eq!(error, GroupError::Left { rank: 1, of: 2, exchange: 2 });
+        assert_eq!(error, CpuGroupError::Left { rank: 1, of: 2, exchange: 2 });
         assert!(seen.saturating_duration_since(left) < TIMEOUT / 2);
     }
 
@@ -565,6 +565,8 @@ mod tests {
             0 => group.all_reduce(&mut [1.0]),
             _ => group.all_gather(&[]).and_then(|_| group.all_gather(&[7])).map(drop),
         });
-        assert!(outcomes.iter().all(|outcome| matches!(outcome, Err(GroupError::Mismatch { .. }))));
+        assert!(
+            outcomes.iter().all(|outcome| matches!(outcome, Err(CpuGroupError::Mismatch { .. })))
+        );
     }
 }

@@ -40,7 +40,7 @@ use std::{
 };
 
 pub use buffer::{CpuBuffer, CpuVector};
-pub use collective::{Group, GroupError};
+pub use collective::{CpuGroup, CpuGroupError};
 pub use isa::Isa;
 pub use matmul::CpuMatrix;
 pub use sample::{SampleError, SampleRow, sample};
@@ -94,7 +94,7 @@ pub struct CpuBackend {
     /// The shard of a model that the backend packs and computes.
     shard: Shard,
     /// `None`: the backend computes whole models, or only packs weights.
-    group: Option<Group>,
+    group: Option<CpuGroup>,
     /// Logits gathered from all ranks of the group.
     gathered: Vec<f32>,
 }
@@ -150,7 +150,7 @@ impl CpuBackend {
     }
 
     /// Turns this backend into one rank of a group, which computes its shard of a model.
-    pub fn in_group(self, group: Group) -> Self {
+    pub fn in_group(self, group: CpuGroup) -> Self {
         Self { shard: group.shard(), group: Some(group), ..self }
     }
 
@@ -180,7 +180,7 @@ impl CpuBackend {
         logits: &CpuBuffer,
         vocabulary: usize,
         rows: &[SampleRow<'_>],
-    ) -> Result<Vec<Result<SampledToken, SampleError>>, GroupError> {
+    ) -> Result<Vec<Result<SampledToken, SampleError>>, CpuGroupError> {
         let Some(group) = self.group.as_mut().filter(|group| !group.shard().is_whole()) else {
             return Ok(self.sample(logits, rows));
         };

@@ -14,7 +14,7 @@ use std::{
 use super::{
     attention::{Attention, AttentionKind},
     buffer::{CudaBuffer, CudaMatrix, CudaVector, row_stride},
-    collective::{AllReduceNorm, AllReduceShape, Group},
+    collective::{AllReduceNorm, AllReduceShape, CudaGroup},
     context::{Compute, Context, Stream},
     driver::Driver,
     error::CudaError,
@@ -86,7 +86,7 @@ pub struct CudaBackend {
     /// `Some` while weights are loaded.
     uploads: Mutex<Option<Uploads>>,
     fault: Mutex<Option<CudaError>>,
-    group: Option<Group>,
+    group: Option<CudaGroup>,
 }
 
 impl CudaBackend {
@@ -149,11 +149,11 @@ impl CudaBackend {
     }
 
     /// Makes this backend one rank of a tensor-parallel group.
-    pub fn in_group(self, group: Group) -> Self {
+    pub fn in_group(self, group: CudaGroup) -> Self {
         Self { group: Some(group), ..self }
     }
 
-    pub fn group(&self) -> Option<&Group> {
+    pub fn group(&self) -> Option<&CudaGroup> {
         self.group.as_ref()
     }
 
@@ -195,7 +195,7 @@ impl CudaBackend {
     pub fn check(&self) -> Result<(), CudaError> {
         let fault = self.fault.lock().unwrap_or_else(PoisonError::into_inner);
         fault.clone().map_or(Ok(()), Err)?;
-        self.group.as_ref().map_or(Ok(()), Group::check)
+        self.group.as_ref().map_or(Ok(()), CudaGroup::check)
     }
 
     pub fn context(&self) -> &Arc<Context> {
@@ -253,7 +253,12 @@ impl CudaBackend {
     }
 
     /// Launches in-place all-reduces of the first rows of `x`.
-    fn all_reduce_rows(&self, group: &Group, rows: usize, x: &CudaBuffer) -> Result<(), CudaError> {
+    fn all_reduce_rows(
+        &self,
+        group: &CudaGroup,
+        rows: usize,
+        x: &CudaBuffer,
+    ) -> Result<(), CudaError> {
         let row_bytes = x.stride * x.dtype.bytes();
         // The arenas hold this many rows at a time.
         let rows_most = group.message_bytes() / row_bytes;
@@ -561,7 +566,7 @@ impl Backend for CudaBackend {
     }
 
     fn shard(&self) -> Shard {
-        let shard = |group: &Group| Shard::new(group.rank(), group.ranks());
+        let shard = |group: &CudaGroup| Shard::new(group.rank(), group.ranks());
         self.group.as_ref().and_then(shard).unwrap_or(Shard::WHOLE)
     }
 

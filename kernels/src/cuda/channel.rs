@@ -37,7 +37,7 @@ use super::{
 use crate::{
     arena::RemoteBlocks,
     layout::KvLayout,
-    peer::{End, PeerChannel, PeerChannels, WaitLimit},
+    peer::{ChannelEnd, PeerChannel, PeerChannels, WaitLimit},
 };
 
 /// KV from or to another GPU, by kernels.
@@ -115,10 +115,10 @@ struct PartPair {
 }
 
 impl PartPair {
-    fn own(&self, end: End) -> (usize, BlockRows) {
+    fn own(&self, end: ChannelEnd) -> (usize, BlockRows) {
         match end {
-            End::Sender => self.from,
-            End::Receiver => self.to,
+            ChannelEnd::Sender => self.from,
+            ChannelEnd::Receiver => self.to,
         }
     }
 }
@@ -231,7 +231,7 @@ impl NcclChannels {
         &self,
         pairs: &[PartPair],
         options: &[Vec<CommunicatorOptions>],
-        end: End,
+        end: ChannelEnd,
         scatter: Direction,
         limit: WaitLimit<'_>,
     ) -> Result<Vec<NcclLink>, String> {
@@ -247,10 +247,10 @@ impl NcclChannels {
     }
 }
 
-fn rank(end: End) -> u32 {
+fn rank(end: ChannelEnd) -> u32 {
     match end {
-        End::Sender => 0,
-        End::Receiver => 1,
+        ChannelEnd::Sender => 0,
+        ChannelEnd::Receiver => 1,
     }
 }
 
@@ -314,7 +314,7 @@ impl PeerChannels for NcclChannels {
     fn join(
         &self,
         (invitation, answer): (&[u8], &[u8]),
-        end: End,
+        end: ChannelEnd,
         limit: WaitLimit<'_>,
     ) -> Result<Arc<dyn PeerChannel>, String> {
         let invitation = Invitation::from_bytes(invitation)?;
@@ -324,7 +324,7 @@ impl PeerChannels for NcclChannels {
         let answer = InvitationAnswer::from_bytes(answer, ids)?;
         let to_of = answer.uuids.len();
         let pairs = pairs_to(to_of)?;
-        let own = if end == End::Sender { from_of } else { to_of };
+        let own = if end == ChannelEnd::Sender { from_of } else { to_of };
         assert_eq!(own, self.parts.len(), "one part per own rank");
         let share = |all| CtaShare::of(all, pairs.len(), (from_of, to_of), lanes);
         let share = agreed_ctas(invitation.max_ctas, answer.max_ctas).map(share);
@@ -375,7 +375,7 @@ mod tests {
             assert_eq!(pairs.len(), from.max(to));
             assert_eq!(moved_bytes(&pairs), block_bytes / from.max(to));
             for pair in &pairs {
-                for (end, parts) in [(End::Sender, from), (End::Receiver, to)] {
+                for (end, parts) in [(ChannelEnd::Sender, from), (ChannelEnd::Receiver, to)] {
                     let (_, rows) = pair.own(end);
                     assert_eq!(rows.block_bytes(), block_bytes / parts);
                     assert_eq!(rows.bytes(), block_bytes / from.max(to));

@@ -2,13 +2,13 @@
 //!
 //! 1. Every rank allocates a [`GroupArena`], which the other ranks will write into, and sends its
 //!    [`GroupHandle`] as bytes to the other ranks.
-//! 2. With the handles of all ranks, the arena becomes a [`Group`]. All ranks must have created their group
+//! 2. With the handles of all ranks, the arena becomes a [`CudaGroup`]. All ranks must have created their group
 //!    before the first all-reduce.
 //! 3. All ranks launch the same all-reduces, eagerly or in a CUDA graph. Addresses never change, and the
 //!    result is bitwise equal on all ranks.
-//! 4. No kernel waits forever: after the group's time-out, or after [`Group::stop`], all-reduces return at
-//!    once with undefined results, and [`Group::check`] returns an error. To recover, every rank synchronizes
-//!    its streams, passes a barrier, calls [`Group::reset`], and passes another barrier.
+//! 4. No kernel waits forever: after the group's time-out, or after [`CudaGroup::stop`], all-reduces return at
+//!    once with undefined results, and [`CudaGroup::check`] returns an error. To recover, every rank synchronizes
+//!    its streams, passes a barrier, calls [`CudaGroup::reset`], and passes another barrier.
 
 use std::{
     ops,
@@ -87,7 +87,7 @@ impl GroupHandle {
     }
 }
 
-/// Memory of this rank that the other ranks will write into. [`Group::new`] turns it into a [`Group`].
+/// Memory of this rank that the other ranks will write into. [`CudaGroup::new`] turns it into a [`CudaGroup`].
 #[derive(Debug)]
 pub struct GroupArena {
     data: Range,
@@ -170,7 +170,7 @@ pub struct AllReduceNorm<'a> {
 
 /// This rank's side of a group of ranks.
 #[derive(Debug)]
-pub struct Group {
+pub struct CudaGroup {
     raw: ffi::RawGroup,
     timeout: Duration,
     message_bytes: usize,
@@ -185,11 +185,11 @@ pub struct Group {
 }
 
 // SAFETY: the raw addresses are only passed to kernels; the host memory among them belongs to `fault`.
-unsafe impl Send for Group {}
+unsafe impl Send for CudaGroup {}
 // SAFETY: as above; the only shared mutable state is an atomic.
-unsafe impl Sync for Group {}
+unsafe impl Sync for CudaGroup {}
 
-impl Group {
+impl CudaGroup {
     /// Maps the other ranks' arenas; `handles` has all ranks in order. No kernel waits for longer than
     /// `timeout`.
     pub fn new(
@@ -447,7 +447,7 @@ fn shape(rows: AllReduceShape, is_dependent: bool) -> ffi::AllReduceArgs {
     }
 }
 
-impl Drop for Group {
+impl Drop for CudaGroup {
     fn drop(&mut self) {
         // Stops kernels that wait for dead ranks, so that they do not wait for the time-out.
         let _ = self.stop();

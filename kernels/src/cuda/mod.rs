@@ -8,7 +8,7 @@
 //!   order its work.
 //! * [`DeviceMemory`] is allocated once at start and cut into [`Range`]s; [`PinnedMemory`] is page-locked host
 //!   memory for copies.
-//! * [`Nccl`] creates [`Communicator`]s between the GPUs of several processes. A [`Group`] runs all-reduces
+//! * [`Nccl`] creates [`Communicator`]s between the GPUs of several processes. A [`CudaGroup`] runs all-reduces
 //!   through peer memory, without NCCL.
 //! * [`KernelLibrary`] holds Baton's own kernels; [`Gemm`] runs GEMMs on cuBLASLt.
 //! * [`CudaBackend`] runs forward passes. [`DeviceKv`] holds the KV cache and [`DeviceBatch`] the running
@@ -100,7 +100,7 @@ pub use buffer::{CudaBuffer, CudaMatrix, CudaVector};
 pub use channel::{NcclChannels, PeerExchange, nccl_link_bytes, nccl_reserved_sms};
 pub use clock::DeviceClock;
 pub use collective::{
-    AllReduceAlgorithm, AllReduceNorm, AllReduceShape, Group, GroupArena, GroupHandle,
+    AllReduceAlgorithm, AllReduceNorm, AllReduceShape, CudaGroup, GroupArena, GroupHandle,
 };
 pub use context::{Compute, Context, DeviceToHost, Event, HostToDevice, Stream, StreamRole};
 pub use driver::{CUDA_NEEDED, Device, Driver, Link, has_cublaslt, has_nccl};

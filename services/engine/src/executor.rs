@@ -19,7 +19,7 @@ use std::{
 };
 
 use crossbeam_channel::{Receiver, bounded};
-use kernels::{KvLayout, cpu::GroupError, cuda::ChunkSource};
+use kernels::{KvLayout, cpu::CpuGroupError, cuda::ChunkSource};
 use model::{Checkpoint, ModelConfig, ModelError};
 use serde::{Deserialize, Serialize};
 
@@ -311,7 +311,7 @@ pub enum ExecutorError {
     /// A rank of the tensor-parallel group ended, timed out, or runs another step. The step has no result,
     /// and no step follows.
     #[error("step {step_id} ended: {source}")]
-    Group { step_id: u64, source: GroupError },
+    Group { step_id: u64, source: CpuGroupError },
 }
 
 /// Handle that makes the current or the next `collect` return early. A thread that queues work for the engine thread

@@ -22,7 +22,7 @@ use engine::{
 };
 use kernels::{
     BlockId,
-    cpu::GroupError,
+    cpu::CpuGroupError,
     sampling::{SampledToken, Sampling},
 };
 use model::Checkpoint;
@@ -269,7 +269,7 @@ fn first_step(token_count: u32) -> StepPlan {
 
 const WAIT: Duration = Duration::from_secs(60);
 
-fn fault(outcome: Result<Option<engine::plan::StepResult>, ExecutorError>) -> GroupError {
+fn fault(outcome: Result<Option<engine::plan::StepResult>, ExecutorError>) -> CpuGroupError {
     match outcome {
         Err(ExecutorError::Group { step_id: 0, source }) => source,
         other => panic!("{other:?}"),
@@ -286,7 +286,7 @@ fn a_dead_late_or_diverged_rank_fails_the_step_of_the_others() {
     ranks[0].launch(first_step(10)).expect("launching waits for nobody");
     drop(ranks.pop());
     let error = fault(ranks[0].collect(WAIT));
-    assert_eq!(error, GroupError::Left { rank: 1, of: 2, exchange: 1 });
+    assert_eq!(error, CpuGroupError::Left { rank: 1, of: 2, exchange: 1 });
     // A later call returns the error instead of blocking.
     assert!(matches!(ranks[0].collect(WAIT), Err(ExecutorError::Stopped { .. })));
 
@@ -294,11 +294,11 @@ fn a_dead_late_or_diverged_rank_fails_the_step_of_the_others() {
     let mut ranks = start(timeout);
     ranks[0].launch(first_step(10)).expect("launching waits for nobody");
     let error = fault(ranks[0].collect(WAIT));
-    assert_eq!(error, GroupError::Late { rank: 1, of: 2, exchange: 1, timeout });
+    assert_eq!(error, CpuGroupError::Late { rank: 1, of: 2, exchange: 1, timeout });
     // The late rank detects in its next exchange that the other rank has left.
     ranks[1].launch(first_step(10)).expect("launching waits for nobody");
     let error = fault(ranks[1].collect(WAIT));
-    assert_eq!(error, GroupError::Left { rank: 0, of: 2, exchange: 2 });
+    assert_eq!(error, CpuGroupError::Left { rank: 0, of: 2, exchange: 2 });
 
     let mut ranks = start(WAIT);
     for (rank, tokens) in ranks.iter_mut().zip([10, 9]) {
@@ -306,7 +306,7 @@ fn a_dead_late_or_diverged_rank_fails_the_step_of_the_others() {
     }
     for (number, rank) in ranks.iter_mut().enumerate() {
         let error = fault(rank.collect(WAIT));
-        let is_mismatch = matches!(error, GroupError::Mismatch { rank, .. } if rank != number);
+        let is_mismatch = matches!(error, CpuGroupError::Mismatch { rank, .. } if rank != number);
         assert!(is_mismatch, "{error}");
     }
 }

@@ -16,7 +16,7 @@ use std::{
 use common::sequence::{BLOCKS, Runner};
 use kernels::{
     BlockId, KvArena, Shard, WeightFormat,
-    cpu::{CpuBackend, CpuOptions, Group, Isa},
+    cpu::{CpuBackend, CpuGroup, CpuOptions, Isa},
     shared::{RegionName, SharedRegion},
 };
 use model::{Checkpoint, Limits, Llama, LoadFormat, LoadProgress, ModelError, Weight, WeightShape};
@@ -41,14 +41,14 @@ fn together<T: Send>(
     run: impl Fn(&mut Runner) -> T + Sync,
 ) -> (Vec<T>, Arc<KvArena>) {
     let layout = checkpoint.config().kv_layout(weights.kv_dtype());
-    let group_bytes = Group::region_bytes(of).next_multiple_of(64);
+    let group_bytes = CpuGroup::region_bytes(of).next_multiple_of(64);
     let bytes = group_bytes + layout.block_bytes() * BLOCKS as usize;
     let region = region(purpose, bytes);
     let arena = || KvArena::shared(layout, BLOCKS, &region, group_bytes).unwrap();
     let brought = thread::scope(|scope| {
         let ranks: Vec<_> = shards(of)
             .map(|shard| {
-                let group = Group::new(&region, 0, shard, Duration::from_secs(120));
+                let group = CpuGroup::new(&region, 0, shard, Duration::from_secs(120));
                 let (run, arena) = (&run, arena());
                 scope.spawn(move || {
                     let mut runner = Runner::rank(checkpoint, weights, group, arena, 64);
@@ -194,11 +194,11 @@ fn a_rank_may_keep_its_heads_in_memory_of_its_own() {
     let (shared, _) = together(&checkpoint, WeightFormat::F32, 2, "shared_kv", |runner| {
         all_logits(runner, &tokens)
     });
-    let region = region("own_kv", Group::region_bytes(2));
+    let region = region("own_kv", CpuGroup::region_bytes(2));
     thread::scope(|scope| {
         let ranks: Vec<_> = shards(2)
             .map(|shard| {
-                let group = Group::new(&region, 0, shard, Duration::from_secs(120));
+                let group = CpuGroup::new(&region, 0, shard, Duration::from_secs(120));
                 let (checkpoint, tokens) = (&checkpoint, &tokens);
                 scope.spawn(move || {
                     let layout = config.kv_layout_of(kernels::Dtype::F32, shard);
@@ -221,8 +221,8 @@ fn unsupported_rank_counts_are_rejected_with_the_supported_ones() {
     let load = |checkpoint: &Checkpoint, shard: Shard, progress: &mut dyn FnMut(LoadProgress)| {
         let options = CpuOptions { weights: WeightFormat::F32, threads: 1, isa: Isa::Auto };
         // No collective runs, so the other ranks are not needed.
-        let region = region("refused", Group::region_bytes(shard.rank_count()));
-        let group = Group::new(&region, 0, shard, Duration::from_secs(1));
+        let region = region("refused", CpuGroup::region_bytes(shard.rank_count()));
+        let group = CpuGroup::new(&region, 0, shard, Duration::from_secs(1));
         let backend = CpuBackend::new(options).unwrap().in_group(group);
         let limits = Limits { rows_max: 1, sampled_max: 1 };
         Llama::load(checkpoint, &backend, limits, progress).map(drop)

@@ -18,7 +18,7 @@ use engine::{
 };
 use kernels::{
     KvArena, KvLayout, WeightFormat,
-    cpu::{CpuBackend, CpuOptions, Group},
+    cpu::{CpuBackend, CpuGroup, CpuOptions},
     cuda::{
         Context, CudaBackend, CudaError, CudaOptions, DeviceKv, Driver, KernelLibrary, Link,
         RankedKv, Tuned, Tuning, nccl_link_bytes, nccl_reserved_sms,
@@ -321,7 +321,7 @@ pub(crate) fn start_cpu(
     (threads, cpus): (usize, &[u32]),
     arena: &Arc<KvArena>,
     sizes: BatchSizes,
-    group: Option<Group>,
+    group: Option<CpuGroup>,
 ) -> Result<CpuExecutor, StartError> {
     let node = &config.node;
     let blocks = arena.block_count();

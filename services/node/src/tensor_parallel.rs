@@ -26,7 +26,7 @@ use engine::executor::{
 };
 use kernels::{
     KvArena, KvLayout, Shard,
-    cpu::{Group, affinity},
+    cpu::{CpuGroup, affinity},
     cuda::{IpcMemory, RankedKv},
     peer::PeerMemory,
     shared::{RegionName, SharedRegion, sweep},
@@ -79,7 +79,7 @@ impl RankStart {
 
 /// Returns the arena's offset in the region.
 fn arena_at(ranks: u32) -> usize {
-    Group::region_bytes(ranks as usize).next_multiple_of(PAGE)
+    CpuGroup::region_bytes(ranks as usize).next_multiple_of(PAGE)
 }
 
 fn region_bytes(layout: KvLayout, blocks: u32, ranks: u32) -> usize {
@@ -227,7 +227,7 @@ fn on_cpu(
     let bytes = region_bytes(layout, start.blocks, spec.of);
     let region = SharedRegion::open(region, bytes)?;
     let arena = KvArena::shared(layout, start.blocks, &region, arena_at(spec.of))?;
-    let group = Group::new(&region, 0, shard(spec), EXCHANGE_TIMEOUT);
+    let group = CpuGroup::new(&region, 0, shard(spec), EXCHANGE_TIMEOUT);
     let cpus = (threads, &cpus[..]);
     let executor = device::start_cpu(config, &checkpoint, cpus, &arena, start.sizes, Some(group))?;
     info!(rank = spec.rank, of = spec.of, "loaded the rank's part of the weights");

@@ -7,7 +7,7 @@ use std::{ops::Range, sync::Mutex};
 use super::{
     super::{
         buffer::CpuBuffer,
-        collective::{Group, GroupError},
+        collective::{CpuGroup, CpuGroupError},
         threads::ThreadPool,
     },
     SampleError, SampleRow, SampleScratch, sample_rows,
@@ -22,12 +22,12 @@ pub(crate) fn sample_gathered(
     level: Level,
     pool: &mut ThreadPool,
     scratches: &[Mutex<SampleScratch>],
-    group: &mut Group,
+    group: &mut CpuGroup,
     logits: &CpuBuffer,
     vocabulary: usize,
     rows: &[SampleRow<'_>],
     whole: &mut Vec<f32>,
-) -> Result<Vec<Result<SampledToken, SampleError>>, GroupError> {
+) -> Result<Vec<Result<SampledToken, SampleError>>, CpuGroupError> {
     let shard = group.shard();
     assert_eq!(logits.width(), shard.tokens(vocabulary).len(), "a row has the tokens of the rank");
     let ranges: Vec<Range<usize>> = shard.all().map(|shard| shard.tokens(vocabulary)).collect();
@@ -66,10 +66,10 @@ mod tests {
     /// Returns the tokens that each of `of` ranks samples from rows of whole logits.
     fn on_ranks(of: usize, logits: &[Vec<f32>], rows: &[SampleRow<'_>]) -> Vec<Vec<Outcome>> {
         let vocabulary = logits[0].len();
-        let region = region(Group::region_bytes(of));
+        let region = region(CpuGroup::region_bytes(of));
         let run = |shard: Shard| {
             let options = CpuOptions { weights: WeightFormat::F32, threads: 2, isa: Isa::Auto };
-            let group = Group::new(&region, 0, shard, Duration::from_secs(60));
+            let group = CpuGroup::new(&region, 0, shard, Duration::from_secs(60));
             let mut backend = CpuBackend::new(options).unwrap().in_group(group);
             let own = shard.tokens(vocabulary);
             let mut buffer = backend.buffer(rows.len(), own.len());

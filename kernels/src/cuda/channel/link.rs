@@ -30,7 +30,7 @@ use super::{
 };
 use crate::{
     layout::BlockId,
-    peer::{End, WaitLimit},
+    peer::{ChannelEnd, WaitLimit},
 };
 
 /// Time-out for launching an operation. A launch takes microseconds. But while another channel is aborted, the driver
@@ -89,7 +89,7 @@ pub(super) struct LinkEnd {
     pub kv: Arc<DeviceKv>,
     pub gpu: Arc<LinkGpu>,
     pub rows: BlockRows,
-    pub end: End,
+    pub end: ChannelEnd,
     /// How received blocks are scattered.
     pub scatter: Direction,
 }
@@ -270,8 +270,8 @@ impl NcclLink {
             let peer = 1 - communicator.rank();
             let piece = [SendOrReceive { peer, piece: Piece::new(range, offset, bytes) }];
             let (sends, receives): (&[_], &[_]) = match *end {
-                End::Sender => (&piece, &[]),
-                End::Receiver => (&[], &piece),
+                ChannelEnd::Sender => (&piece, &[]),
+                ChannelEnd::Receiver => (&[], &piece),
             };
             let cancelled = || communicators.aborting.load(Ordering::Acquire);
             let limit = WaitLimit { deadline: Instant::now() + LAUNCH_MAX, cancelled: &cancelled };
@@ -281,7 +281,7 @@ impl NcclLink {
         let is_staged = is_staged || !rows.are_whole();
         // A staged receive ends with the copies that follow it.
         match (is_staged, *end) {
-            (true, End::Receiver) => unmarked.copies = true,
+            (true, ChannelEnd::Receiver) => unmarked.copies = true,
             _ if unmarked.lanes.contains(&lane) => {}
             _ => unmarked.lanes.push(lane),
         }
@@ -293,9 +293,9 @@ impl NcclLink {
                 exchange(kv.data(), place)
             }
             // SAFETY: as the caller promises.
-            (true, End::Sender) => unsafe { staging.send(kv, rows, ids, stream, exchange) },
+            (true, ChannelEnd::Sender) => unsafe { staging.send(kv, rows, ids, stream, exchange) },
             // SAFETY: as above.
-            (true, End::Receiver) => unsafe {
+            (true, ChannelEnd::Receiver) => unsafe {
                 staging.receive(kv, rows, ids, *scatter, stream, exchange)
             },
         }

@@ -11,7 +11,7 @@ use kernels::{
     Dtype,
     cuda::{
         AllReduceAlgorithm, AllReduceShape, Communicator, CommunicatorOptions, Compute, Context,
-        CudaError, DeviceMemory, Driver, Event, Graph, Group, GroupArena, GroupHandle,
+        CudaError, CudaGroup, DeviceMemory, Driver, Event, Graph, GroupArena, GroupHandle,
         KernelLibrary, Nccl, NcclError, Piece, Range, Stream, UniqueId,
     },
 };
@@ -72,7 +72,7 @@ struct Bench {
     rounds: u32,
     ranks: usize,
     /// Group of the all-reduce over `x`.
-    group: Group,
+    group: CudaGroup,
     x: Range,
     stream: Stream<Compute>,
     begin: Event,
@@ -96,7 +96,7 @@ impl Bench {
             .iter()
             .map(|said| GroupHandle::from_bytes(&from_hex(said)?).context("malformed group handle"))
             .collect::<Result<Vec<_>>>()?;
-        let group = Group::new(arena, &handles, KERNEL_TIMEOUT)?;
+        let group = CudaGroup::new(arena, &handles, KERNEL_TIMEOUT)?;
         exchange(ranks, "-")?;
         let x = DeviceMemory::new(&context, "the message", most)?.cut(most)?;
         let stream = Stream::new(&context)?;

@@ -20,7 +20,7 @@ use std::{
 use kernels::{
     Backend, KvArena,
     cpu::{
-        CpuBackend, CpuError, CpuMatrix, CpuStep, CpuVector, GroupError, SampleError, SampleRow,
+        CpuBackend, CpuError, CpuGroupError, CpuMatrix, CpuStep, CpuVector, SampleError, SampleRow,
         StepSequence,
     },
 };
@@ -333,7 +333,7 @@ impl Runner {
         Ok(Done::Step(StepResult { step_id, rows, busy: busy + (end - started), run }))
     }
 
-    fn sampled(&mut self, scheduled: &[ScheduledRow]) -> Result<Vec<RowResult>, GroupError> {
+    fn sampled(&mut self, scheduled: &[ScheduledRow]) -> Result<Vec<RowResult>, CpuGroupError> {
         if scheduled.iter().all(|row| row.token_count == 0) {
             return Ok(scheduled.iter().map(|row| self.batch.unsampled(row)).collect());
         }

@@ -17,7 +17,7 @@ use engine::{
 use kernels::{
     BlockId, KvArena, KvLayout, Shard, WeightFormat,
     arena::{BlockSlices, RemoteBlocks},
-    cpu::{CpuBackend, CpuOptions, Group, Isa},
+    cpu::{CpuBackend, CpuGroup, CpuOptions, Isa},
     shared::{RegionName, SharedRegion},
 };
 use model::Checkpoint;
@@ -96,7 +96,7 @@ impl AllRanks {
         let weights = WeightFormat::F32;
         let (config, dtype) = (checkpoint.config(), weights.kv_dtype());
         let layout = config.kv_layout(dtype);
-        let group_bytes = Group::region_bytes(of).next_multiple_of(64);
+        let group_bytes = CpuGroup::region_bytes(of).next_multiple_of(64);
         let bytes = group_bytes + layout.block_bytes() * limits.blocks as usize;
         let epoch = u128::from(MADE.fetch_add(1, Ordering::Relaxed));
         let name = RegionName::own(epoch, "engine_test");
@@ -122,7 +122,7 @@ impl AllRanks {
         };
         let ranks = shards.into_iter().zip(arenas).map(|(shard, arena)| {
             let options = CpuOptions { weights, threads: 1, isa: Isa::Auto };
-            let group = Group::new(&region, 0, shard, timeout);
+            let group = CpuGroup::new(&region, 0, shard, timeout);
             let backend = CpuBackend::new(options).expect("the options fit this machine");
             CpuExecutor::start(checkpoint, backend.in_group(group), arena, limits, &mut |_| {})
                 .expect("model, arena and limits agree")

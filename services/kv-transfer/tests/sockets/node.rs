@@ -13,7 +13,9 @@ use crossbeam_channel::{Receiver, unbounded};
 use kernels::{
     BlockId, BlockRead, BlockWrite, Dtype, KvArena, KvLayout,
     arena::RemoteBlocks,
-    peer::{End, PeerBlocks, PeerChannel, PeerChannels, PeerMemory, TransferInFlight, WaitLimit},
+    peer::{
+        ChannelEnd, PeerBlocks, PeerChannel, PeerChannels, PeerMemory, TransferInFlight, WaitLimit,
+    },
     sampling::SampledToken,
 };
 use kv_transfer::{
@@ -197,7 +199,7 @@ impl PeerChannels for Joining {
     fn join(
         &self,
         (invitation, answer): (&[u8], &[u8]),
-        _: End,
+        _: ChannelEnd,
         limit: WaitLimit<'_>,
     ) -> Result<Arc<dyn PeerChannel>, String> {
         self.reach.joining.fetch_add(1, Ordering::AcqRel);

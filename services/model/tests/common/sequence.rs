@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use kernels::{
     Backend, BlockId, KvArena, Shard, WeightFormat,
-    cpu::{CpuBackend, CpuOptions, CpuStep, Group, Isa, StepSequence},
+    cpu::{CpuBackend, CpuGroup, CpuOptions, CpuStep, Isa, StepSequence},
 };
 use model::{Checkpoint, Limits, Llama};
 
@@ -43,7 +43,7 @@ impl Runner {
     pub fn rank(
         checkpoint: &Checkpoint,
         weights: impl Into<WeightFormat>,
-        group: Group,
+        group: CpuGroup,
         arena: Arc<KvArena>,
         rows_max: usize,
     ) -> Self {

@@ -7,8 +7,8 @@ use std::{mem::ManuallyDrop, time::Duration};
 
 use kernels::{
     Shard,
-    cpu::{Group as Exchange, GroupError},
-    cuda::{CudaBackend, Group, GroupArena, GroupHandle},
+    cpu::{CpuGroup, CpuGroupError},
+    cuda::{CudaBackend, CudaGroup, GroupArena, GroupHandle},
     shared::{RegionName, SharedError, SharedRegion},
 };
 
@@ -26,23 +26,23 @@ const LOAD_TIMEOUT: Duration = Duration::from_secs(1800);
 
 /// One GPU rank of a node.
 pub struct CudaRank {
-    exchange: Exchange,
+    exchange: CpuGroup,
 }
 
 impl CudaRank {
-    pub fn new(exchange: Exchange) -> Self {
+    pub fn new(exchange: CpuGroup) -> Self {
         Self { exchange }
     }
 
     /// Creates the rank in shared memory that the node has created.
     pub fn open(region: &RegionName, shard: Shard) -> Result<Self, SharedError> {
         let region = SharedRegion::open(region, Self::region_bytes(shard.rank_count()))?;
-        Ok(Self::new(Exchange::new(&region, 0, shard, LOAD_TIMEOUT)))
+        Ok(Self::new(CpuGroup::new(&region, 0, shard, LOAD_TIMEOUT)))
     }
 
     /// Returns the bytes of the collective over shared host memory.
     pub fn region_bytes(ranks: usize) -> usize {
-        Exchange::region_bytes(ranks)
+        CpuGroup::region_bytes(ranks)
     }
 
     /// Creates this rank's executor with `make`. After an error the rank stays in the exchange; otherwise the other
@@ -66,7 +66,7 @@ impl CudaRank {
 
     /// Returns the minimum of `own` over all ranks.
     pub fn least(&mut self, own: u32) -> Result<u32, CudaExecutorError> {
-        let failed = |error: GroupError| CudaExecutorError::Connect(error.to_string());
+        let failed = |error: CpuGroupError| CudaExecutorError::Connect(error.to_string());
         let all = self.exchange.all_gather(&own.to_le_bytes()).map_err(failed)?;
         let numbers = all.as_chunks().0.iter().map(|bytes| u32::from_le_bytes(*bytes));
         Ok(numbers.min().unwrap_or(own))
@@ -86,7 +86,7 @@ pub fn join(
     let handles = handles.collect::<Option<Vec<_>>>().ok_or_else(|| {
         CudaExecutorError::Connect("a rank is of another build than this one".to_owned())
     })?;
-    let group = Group::new(arena, &handles, ALL_REDUCE_TIMEOUT)?;
+    let group = CudaGroup::new(arena, &handles, ALL_REDUCE_TIMEOUT)?;
     // No rank writes into the memory of another before that rank has prepared it.
     exchange(&[0]).map_err(CudaExecutorError::Connect)?;
     Ok(backend.in_group(group))

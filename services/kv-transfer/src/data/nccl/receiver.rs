@@ -9,7 +9,7 @@ use std::{
 
 use kernels::{
     BlockWrite,
-    peer::{End, PeerChannel, TransferInFlight, WaitLimit, runs},
+    peer::{ChannelEnd, PeerChannel, TransferInFlight, WaitLimit, runs},
 };
 
 use super::{
@@ -51,7 +51,7 @@ pub(in crate::data) fn receive_chunks(
             let cancelled = || !incoming.is_current() || messages.has_input_or_closed();
             let deadline = Instant::now() + JOIN_TIMEOUT;
             let limit = WaitLimit { deadline, cancelled: &cancelled };
-            channels.join((&invitation, &answer), End::Receiver, limit)
+            channels.join((&invitation, &answer), ChannelEnd::Receiver, limit)
         }
         Err(reason) => Err(reason),
     };

@@ -10,7 +10,7 @@ use std::{
 use crossbeam_channel::{Receiver, bounded};
 use kernels::{
     BlockRead,
-    peer::{End, PeerChannel, TransferInFlight, WaitLimit},
+    peer::{ChannelEnd, PeerChannel, TransferInFlight, WaitLimit},
 };
 
 use super::{
@@ -47,7 +47,7 @@ pub(in crate::data) fn send_chunks(
     answers.set_poll_timeout(JOIN_POLL)?;
     let cancelled = || outbox.is_closed() || answers.is_rejected_or_closed();
     let limit = WaitLimit { deadline, cancelled: &cancelled };
-    let joined = channels.join((&invitation, &accepted), End::Sender, limit);
+    let joined = channels.join((&invitation, &accepted), ChannelEnd::Sender, limit);
     answers.set_poll_timeout(POLL)?;
     let channel = match joined {
         Ok(channel) => channel,
