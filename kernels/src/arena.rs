@@ -186,7 +186,8 @@ enum ArenaMemory {
 // and never read. Code reaches the bytes behind `base` through guards only. `borrows` makes each guard exclusive or
 // shared, with acquire ordering when it borrows and release ordering when it drops.
 unsafe impl Send for KvArena {}
-// SAFETY: as above; every method takes `&self` and goes through `borrows`.
+// SAFETY: every method takes `&self` and goes through `borrows`, whose atomics admit one writer or
+// several readers of a block at a time.
 unsafe impl Sync for KvArena {}
 
 impl KvArena {

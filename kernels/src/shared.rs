@@ -280,7 +280,7 @@ pub struct Atomics<T> {
 
 // SAFETY: the value is a shared reference to atomics, and it keeps their memory alive.
 unsafe impl<T: Sync> Send for Atomics<T> {}
-// SAFETY: as above.
+// SAFETY: `&Atomics` gives out only `&[T]`, and `T` is Sync.
 unsafe impl<T: Sync> Sync for Atomics<T> {}
 
 impl<T> Deref for Atomics<T> {

@@ -52,19 +52,19 @@ unsafe impl GlobalAlloc for Counting {
 
     unsafe fn alloc_zeroed(&self, layout: Layout) -> *mut u8 {
         add(layout.size() as isize);
-        // SAFETY: as above.
+        // SAFETY: the caller keeps the promises of `alloc_zeroed`.
         unsafe { System.alloc_zeroed(layout) }
     }
 
     unsafe fn realloc(&self, pointer: *mut u8, layout: Layout, bytes: usize) -> *mut u8 {
         add(bytes as isize - layout.size() as isize);
-        // SAFETY: as above.
+        // SAFETY: the caller keeps the promises of `realloc`.
         unsafe { System.realloc(pointer, layout, bytes) }
     }
 
     unsafe fn dealloc(&self, pointer: *mut u8, layout: Layout) {
         add(-(layout.size() as isize));
-        // SAFETY: as above.
+        // SAFETY: `alloc`, `alloc_zeroed` or `realloc` got the pointer from the system's allocator.
         unsafe { System.dealloc(pointer, layout) }
     }
 }

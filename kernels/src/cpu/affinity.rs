@@ -72,7 +72,7 @@ fn get() -> io::Result<Mask> {
 
 #[cfg(target_os = "linux")]
 fn set(mask: &Mask) -> io::Result<()> {
-    // SAFETY: as above; the mask is only read.
+    // SAFETY: the mask has the length that is passed and is only read. 0 is the calling thread.
     let status = unsafe {
         libc::sched_setaffinity(0, size_of::<Mask>(), mask.as_ptr().cast::<libc::cpu_set_t>())
     };

@@ -40,7 +40,7 @@ enum AlignedMemory {
 
 // SAFETY: owns its memory like a Box<[T]>.
 unsafe impl<T: Pod + Send> Send for Aligned<T> {}
-// SAFETY: as above.
+// SAFETY: `&Aligned` gives out only `&[T]`, like a `&Box<[T]>`.
 unsafe impl<T: Pod + Sync> Sync for Aligned<T> {}
 
 impl<T: Pod> Aligned<T> {

@@ -12,7 +12,7 @@ pub(crate) struct DisjointSlice<'a, T> {
 // SAFETY: disjoint parts of a `&mut [T]` may be used on several threads when T is Send. The callers of `slice`
 // promise that the parts are disjoint.
 unsafe impl<T: Send> Sync for DisjointSlice<'_, T> {}
-// SAFETY: as above.
+// SAFETY: the value is a `&mut [T]` in parts, which may move to another thread when T is Send.
 unsafe impl<T: Send> Send for DisjointSlice<'_, T> {}
 
 impl<'a, T> DisjointSlice<'a, T> {
@@ -26,7 +26,8 @@ impl<'a, T> DisjointSlice<'a, T> {
     /// Slices that are alive at the same time must not overlap.
     #[allow(clippy::mut_from_ref)] // `self` holds the exclusive borrow; see `# Safety`.
     pub unsafe fn slice(&self, start: usize, length: usize) -> &mut [T] {
-        // SAFETY: inside the borrowed slice, as checked; disjoint, as the caller promised.
+        // SAFETY: `range_ptr` has checked that the elements are inside the borrowed slice. No slice
+        // that is alive overlaps them (`# Safety`).
         unsafe { std::slice::from_raw_parts_mut(self.range_ptr(start, length), length) }
     }
 

@@ -155,7 +155,8 @@ macro_rules! per_level {
                 // this machine.
                 #[cfg(target_arch = "x86_64")]
                 Level::Avx2 => unsafe { avx2($($argument),*) },
-                // SAFETY: as above.
+                // SAFETY: only `find` makes a `Level`, after it found these features on this
+                // machine.
                 #[cfg(target_arch = "x86_64")]
                 Level::Avx512 | Level::Avx512Bf16 | Level::Amx => unsafe {
                     avx512($($argument),*)

@@ -69,7 +69,8 @@ struct PoolControl {
 // inside and none can enter (`state` says closed and 0 inside), and read only between entering and
 // leaving; both edges are acquire/release operations on `state`. The closure it points to is Sync.
 unsafe impl Sync for PoolControl {}
-// SAFETY: as above; the pointer is dangling outside a region, where nothing reads it.
+// SAFETY: the closure that `job` points to is Sync, so any thread may call it. The pointer is
+// dangling outside a region, where nothing reads it.
 unsafe impl Send for PoolControl {}
 
 /// Pool of `threads - 1` named workers in addition to the calling thread. Dropping it stops and joins them.

@@ -37,7 +37,8 @@ impl Captured {
                 sys::CUgraphNodeType::CU_GRAPH_NODE_TYPE_KERNEL => each_word(node, &mut note)?,
                 sys::CUgraphNodeType::CU_GRAPH_NODE_TYPE_MEMSET => {
                     let mut params = MaybeUninit::uninit();
-                    // SAFETY: as above; the node is a memset node.
+                    // SAFETY: the graph of the node is alive, the node is a memset node, and
+                    // `params` is writable.
                     unsafe { sys::cuGraphMemsetNodeGetParams(node, params.as_mut_ptr()) }
                         .named("cuGraphMemsetNodeGetParams")?;
                     // SAFETY: the call succeeded and initialized `params`.
@@ -45,7 +46,8 @@ impl Captured {
                 }
                 sys::CUgraphNodeType::CU_GRAPH_NODE_TYPE_MEMCPY => {
                     let mut params = MaybeUninit::uninit();
-                    // SAFETY: as above; the node is a memcpy node.
+                    // SAFETY: the graph of the node is alive, the node is a memcpy node, and
+                    // `params` is writable.
                     unsafe { sys::cuGraphMemcpyNodeGetParams(node, params.as_mut_ptr()) }
                         .named("cuGraphMemcpyNodeGetParams")?;
                     // SAFETY: the call succeeded and initialized `params`.

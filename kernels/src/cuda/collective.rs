@@ -186,7 +186,8 @@ pub struct CudaGroup {
 
 // SAFETY: the raw addresses are only passed to kernels; the host memory among them belongs to `fault`.
 unsafe impl Send for CudaGroup {}
-// SAFETY: as above; the only shared mutable state is an atomic.
+// SAFETY: `&self` only reads the raw addresses and passes them to kernels; `fault`, which the GPU
+// writes, is read and written as an atomic.
 unsafe impl Sync for CudaGroup {}
 
 impl CudaGroup {
@@ -275,7 +276,8 @@ impl CudaGroup {
     pub fn stop(&self) -> Result<(), CudaError> {
         self.fault_word().store(1, Ordering::Relaxed);
         self.context.bind()?;
-        // SAFETY: as above.
+        // SAFETY: the arenas of all ranks are mapped as long as this group lives, and `aside` is not
+        // the stream of the calls that it aborts.
         unsafe { launch!(&self.library, self.aside, baton_group_stop(&self.raw)) }
     }
 
@@ -403,7 +405,9 @@ impl CudaGroup {
         let firsts = self.firsts(tokens);
         stream.context().bind()?;
         let (library, firsts) = (&self.library, firsts.as_ptr());
-        // SAFETY: guaranteed by the caller; the arenas are as for an all-reduce.
+        // SAFETY: the ranges in `args` have the sizes of pool and step, and the scratch memory is
+        // for this number of ranks (`# Safety`). The arenas of all ranks are mapped as long as this
+        // group lives.
         unsafe { launch!(library, stream, baton_group_sample(&self.raw, pool, step, args, firsts)) }
     }
 

@@ -39,7 +39,8 @@ pub struct Context {
 
 // SAFETY: the driver allows a context on every thread; the handle is never dereferenced.
 unsafe impl Send for Context {}
-// SAFETY: as above.
+// SAFETY: `&Context` passes the handle to the driver, whose calls are thread-safe; the other fields
+// are Sync.
 unsafe impl Sync for Context {}
 
 impl Context {
@@ -162,7 +163,7 @@ pub struct Stream<R: StreamRole> {
 
 // SAFETY: the driver allows a stream on every thread.
 unsafe impl<R: StreamRole> Send for Stream<R> {}
-// SAFETY: as above.
+// SAFETY: `&Stream` passes the handle to the driver, whose calls are thread-safe.
 unsafe impl<R: StreamRole> Sync for Stream<R> {}
 
 impl<R: StreamRole> Stream<R> {
@@ -239,7 +240,7 @@ pub struct Event {
 
 // SAFETY: the driver allows an event on every thread.
 unsafe impl Send for Event {}
-// SAFETY: as above.
+// SAFETY: `&Event` passes the handle to the driver, whose calls are thread-safe.
 unsafe impl Sync for Event {}
 
 impl Event {

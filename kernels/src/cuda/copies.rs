@@ -32,7 +32,8 @@ impl Copies {
     /// nothing else writes the destinations.
     pub unsafe fn put<R: StreamRole>(&mut self, stream: &Stream<R>) -> Result<(), CudaError> {
         if self.bytes.len() < 2 {
-            // SAFETY: guaranteed by the caller.
+            // SAFETY: every source and destination is mapped until the copies complete, and nothing
+            // else writes the destinations (`# Safety`).
             return unsafe { self.enqueue_one_by_one(stream) };
         }
         let nowhere = sys::CUmemLocation {
@@ -62,7 +63,8 @@ impl Copies {
         match batch {
             // The batch call does not support this kind of memory: enqueue single copies, which are slower.
             sys::CUresult::CUDA_ERROR_NOT_SUPPORTED | sys::CUresult::CUDA_ERROR_INVALID_VALUE => {
-                // SAFETY: guaranteed by the caller.
+                // SAFETY: every source and destination is mapped until the copies complete, and
+                // nothing else writes the destinations (`# Safety`).
                 unsafe { self.enqueue_one_by_one(stream) }
             }
             code => code.named("cuMemcpyBatchAsync"),
@@ -78,7 +80,8 @@ impl Copies {
         stream: &Stream<R>,
     ) -> Result<(), CudaError> {
         for ((to, from), bytes) in self.to.iter().zip(&self.from).zip(&self.bytes) {
-            // SAFETY: guaranteed by the caller.
+            // SAFETY: source and destination are mapped until the copy completes, and nothing else
+            // writes the destination (`# Safety`).
             unsafe { sys::cuMemcpyAsync(*to, *from, *bytes, stream.raw()) }
                 .named("cuMemcpyAsync")?;
         }

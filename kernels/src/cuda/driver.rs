@@ -136,7 +136,7 @@ fn device(ordinal: i32) -> Result<Device, CudaError> {
     };
     let major = attribute(Attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)?;
     let minor = attribute(Attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)?;
-    // SAFETY: as above.
+    // SAFETY: the driver has just enumerated `raw`; one number is written.
     let memory = unsafe { result::device::total_mem(raw) }.named("cuDeviceTotalMem")?;
     Ok(Device {
         raw,

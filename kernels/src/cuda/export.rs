@@ -105,8 +105,8 @@ impl IpcRange {
         unsafe { sys::cuMemGetAddressRange_v2(&mut base, &mut bytes, address) }
             .named("cuMemGetAddressRange")?;
         let mut handle = sys::CUipcMemHandle { reserved: [0; HANDLE_BYTES] };
-        // SAFETY: as above; one handle is written. It lets processes of this host map the memory until this
-        // process frees it.
+        // SAFETY: `base` is the start of a live allocation; one handle is written. The handle lets
+        // processes of this host map the memory until this process frees it.
         unsafe { sys::cuIpcGetMemHandle(&mut handle, base) }.named("cuIpcGetMemHandle")?;
         Ok(Self {
             handle: handle.reserved.map(|byte| byte as u8),

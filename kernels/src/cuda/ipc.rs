@@ -188,7 +188,8 @@ impl PeerPart {
             unsafe { copy_rows(from, to, strides.bytes, count * strides.runs, stream) }?;
         }
         if strides.is_contiguous() {
-            // SAFETY: as above.
+            // SAFETY: the copies are inside the checked parts of both memories, which stay mapped.
+            // Nothing else accesses the destination blocks until the copies complete (`# Safety`).
             unsafe { copies.put(stream) }?;
         }
         Ok(())

@@ -115,7 +115,7 @@ impl KernelLibrary {
 
     /// Returns the digest function of weights, which must not be called after this library is dropped.
     pub(super) fn digest_weight(&self) -> Result<ffi::DigestWeight, CudaError> {
-        // SAFETY: as above.
+        // SAFETY: the function has this signature in this version.
         unsafe { self.optional(b"baton_digest_weight\0") }
     }
 
@@ -124,7 +124,7 @@ impl KernelLibrary {
     /// # Safety
     /// `F` is the signature of the function with this name.
     unsafe fn optional<F: Copy>(&self, name: &'static [u8]) -> Result<F, CudaError> {
-        // SAFETY: guaranteed by the caller.
+        // SAFETY: `F` is the signature of the function with this name (`# Safety`).
         let found = unsafe { self.library.get::<F>(name) };
         found.map(|function| *function).map_err(|error| CudaError::KernelsNotOpened {
             path: self.path.clone(),
@@ -190,7 +190,8 @@ pub(super) unsafe fn text(string: *const c_char) -> String {
     if string.is_null() {
         return String::new();
     }
-    // SAFETY: guaranteed by the caller.
+    // SAFETY: the string is not null, ends with a zero and does not change during the call (`#
+    // Safety`).
     unsafe { CStr::from_ptr(string) }.to_string_lossy().into_owned()
 }
 

@@ -267,7 +267,7 @@ pub struct PinnedMemory<T: Pod> {
 
 // SAFETY: the value owns its memory, as a `Box<[T]>` does.
 unsafe impl<T: Pod + Send> Send for PinnedMemory<T> {}
-// SAFETY: as above.
+// SAFETY: `&PinnedMemory` gives out only `&[T]`, as `&Box<[T]>` does.
 unsafe impl<T: Pod + Sync> Sync for PinnedMemory<T> {}
 
 impl<T: Pod> PinnedMemory<T> {
@@ -348,7 +348,8 @@ impl<T: Pod> Deref for PinnedMemory<T> {
 
 impl<T: Pod> DerefMut for PinnedMemory<T> {
     fn deref_mut(&mut self) -> &mut [T] {
-        // SAFETY: as above, and `&mut self` makes this the only slice.
+        // SAFETY: this value owns `len` initialized elements at `base`, the GPU only writes memory
+        // that is a `CopyInFlight`, and `&mut self` makes this the only slice.
         unsafe { std::slice::from_raw_parts_mut(self.base, self.len) }
     }
 }

@@ -28,7 +28,8 @@ macro_rules! functions {
             /// The library's functions have these signatures, and the library stays open during their calls.
             pub unsafe fn load(library: &libloading::Library) -> Result<Self, libloading::Error> {
                 Ok(Self {
-                    // SAFETY: guaranteed by the caller.
+                    // SAFETY: the function has this signature, and the library stays open during
+                    // its calls (`# Safety`).
                     $($name: unsafe {
                         *library.get(concat!(stringify!($name), "\0").as_bytes())?
                     },)*

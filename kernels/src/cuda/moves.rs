@@ -91,10 +91,12 @@ pub(super) unsafe fn move_blocks<R: StreamRole>(
         && fit
         && !direction.by_copies(rows)
     {
-        // SAFETY: guaranteed by the caller.
+        // SAFETY: nothing else writes the source or accesses the destination until the work
+        // completes (`# Safety`).
         return unsafe { by_kernel(library, kv, rows, ids, (staging, place), direction, stream) };
     }
-    // SAFETY: guaranteed by the caller.
+    // SAFETY: nothing else writes the source or accesses the destination until the work completes
+    // (`# Safety`).
     unsafe { by_copies(kv, rows, ids, (staging, place), direction, stream) }
 }
 
@@ -170,7 +172,9 @@ unsafe fn by_copies<R: StreamRole>(
             }
         }
     }
-    // SAFETY: as above.
+    // SAFETY: the copies are inside the parts of blocks and staging memory that `part` has checked.
+    // Nothing else writes the source or accesses the destination until the work completes (`#
+    // Safety`).
     unsafe { whole.put(stream) }
 }
 
@@ -204,6 +208,8 @@ pub(super) unsafe fn copy_rows<R: StreamRole>(
         WidthInBytes: width,
         Height: height,
     };
-    // SAFETY: guaranteed by the caller; the description is read before the call returns.
+    // SAFETY: the rows of both are in mapped memory, and nothing else writes the source or accesses
+    // the destination until the copy completes (`# Safety`). The description is read before the
+    // call returns.
     unsafe { sys::cuMemcpy2DAsync_v2(&copy, stream.raw()) }.named("cuMemcpy2DAsync")
 }

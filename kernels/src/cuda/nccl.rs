@@ -62,7 +62,8 @@ pub fn set_nccl_environment(has_queues: bool) -> Result<(), NcclError> {
     // SAFETY: no other thread exists that could read the environment.
     unsafe { env::set_var(name, value) };
     if wants_queues {
-        // SAFETY: as above.
+        // SAFETY: no other thread exists that could read the environment; `set_var` above has
+        // started none.
         unsafe { env::set_var(QUEUES.0, QUEUES.1) };
     }
     Ok(())

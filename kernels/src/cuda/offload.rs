@@ -148,7 +148,8 @@ impl Lane {
             unsafe { copy_rows(from, to, strides.bytes, strides.runs, &self.stream) }?;
         }
         if strides.is_contiguous() {
-            // SAFETY: as above.
+            // SAFETY: the copies are inside their blocks. Nothing else writes the sources or
+            // accesses the destinations until the mark is reached (`# Safety`).
             unsafe { copies.put(&self.stream) }?;
         }
         let done = Event::new(self.kv.context())?;

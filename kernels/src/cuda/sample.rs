@@ -154,7 +154,7 @@ impl Sampler {
             // SAFETY: every range was allocated for the limits that the step is within.
             return unsafe { group.sample(&self.tokens, places, &args, backend.compute()) };
         }
-        // SAFETY: as above.
+        // SAFETY: every range was allocated for the limits that the step is within.
         unsafe {
             launch!(
                 backend.library(),

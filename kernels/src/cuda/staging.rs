@@ -162,7 +162,8 @@ impl StagingMemory {
         let (index, place) = self.take_slot(rows, ids);
         let slot = &self.slots[index];
         self.copies.wait(&slot.emptied)?;
-        // SAFETY: nothing else uses the slot until `emptied` is recorded; the caller promises the rest.
+        // SAFETY: nothing else uses the slot until `emptied` is recorded, and nothing writes the
+        // blocks before the operation is complete (`# Safety`).
         unsafe {
             move_blocks(kv, rows, ids, (&self.memory, place.0), Direction::Gather, &self.copies)
         }?;
@@ -192,7 +193,8 @@ impl StagingMemory {
         receive(&self.memory, place)?;
         slot.filled.record(stream)?;
         self.copies.wait(&slot.filled)?;
-        // SAFETY: as above.
+        // SAFETY: nothing else uses the slot until `emptied` is recorded, and nothing else accesses
+        // the blocks until the copies are complete (`# Safety`).
         unsafe { move_blocks(kv, rows, ids, (&self.memory, place.0), direction, &self.copies) }?;
         Ok(slot.emptied.record(&self.copies)?)
     }

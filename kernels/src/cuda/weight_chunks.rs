@@ -347,7 +347,9 @@ impl<'a> ChunkCopies<'a> {
             // packed weights: the packer prepares one update at a time, and `drop` waits for the copies.
             unsafe { copy_rows(source, place, row.width, row.height, &self.copies) }?;
         }
-        // SAFETY: as above.
+        // SAFETY: the copies are inside the buffer and the packed weights, as `part` has checked.
+        // Nothing else writes the packed weights: the packer prepares one update at a time, and
+        // `drop` waits for the copies.
         unsafe {
             match self.is_local {
                 // Within a GPU its SMs copy several times as fast as its copy engines.

@@ -196,9 +196,9 @@ unsafe fn few_scores<const Q: usize, const B: usize>(tile: &mut TileMemory) {
 #[target_feature(enable = "avx512f")]
 unsafe fn load<T: KvElement>(from: *const T) -> __m512 {
     match T::DTYPE {
-        // SAFETY: 16 f32, or 16 bf16 in 32 bytes, as the caller promised.
+        // SAFETY: `from` points to 16 f32 (`# Safety`).
         Dtype::F32 => unsafe { _mm512_loadu_ps(from.cast()) },
-        // SAFETY: as above.
+        // SAFETY: `from` points to 16 bf16, which are 32 bytes (`# Safety`).
         Dtype::Bf16 => unsafe {
             let halves = _mm256_loadu_si256(from.cast());
             _mm512_castsi512_ps(_mm512_slli_epi32::<16>(_mm512_cvtepu16_epi32(halves)))
@@ -215,7 +215,8 @@ unsafe fn load<T: KvElement>(from: *const T) -> __m512 {
 unsafe fn transpose<T: KvElement>(from: *const T, stride: usize, to: *mut f32) {
     let mut rows = [_mm512_setzero_ps(); LANES];
     for (token, row) in rows.iter_mut().enumerate() {
-        // SAFETY: row `token` is inside, as promised.
+        // SAFETY: `from` points to 16 elements in each of 16 rows, and `token` is one of these
+        // rows.
         *row = unsafe { load(from.add(token * stride)) };
     }
     for (dimension, column) in transpose_vectors(rows).into_iter().enumerate() {
@@ -262,7 +263,7 @@ unsafe fn scores<const Q: usize>(tile: &mut TileMemory, first: usize) {
 unsafe fn softmax(tile: &mut TileMemory, query: usize, at: usize) {
     let SeenTokens { begin, end } = tile.seen[query];
     let seen = ((1_u32 << end) - (1_u32 << begin)) as u16;
-    // SAFETY: as promised.
+    // SAFETY: scores exist at index `at` (`# Safety`).
     let at = unsafe { tile.weights.as_mut_ptr().add(at * BLOCK_TOKENS) };
     // SAFETY: there are 16 scores at `at`.
     let scores = unsafe { _mm512_loadu_ps(at) };
@@ -270,7 +271,7 @@ unsafe fn softmax(tile: &mut TileMemory, query: usize, at: usize) {
     let before = tile.maxima[query];
     let maximum = before.max(_mm512_reduce_max_ps(scores));
     let weights = exp_lanes(_mm512_sub_ps(scores, _mm512_set1_ps(maximum)));
-    // SAFETY: as above.
+    // SAFETY: there are 16 scores at `at`, and `tile` is borrowed exclusively.
     unsafe { _mm512_storeu_ps(at, weights) };
     // Usually the maximum does not change, and exp(0) is 1.
     let correction = if maximum == before { 1.0 } else { exp(before - maximum) };
@@ -349,7 +350,8 @@ unsafe fn columns<const Q: usize, const V: usize, T: KvElement>(
     for (query, sums) in sums.iter_mut().enumerate() {
         let correction = _mm512_set1_ps(tile.corrections[first + query]);
         for (vector, sum) in sums.iter_mut().enumerate() {
-            // SAFETY: as promised.
+            // SAFETY: the vector is inside `dim` of query `first + query`, which exists (`#
+            // Safety`).
             *sum = unsafe {
                 let at = (first + query) * dim + start + vector * LANES;
                 _mm512_mul_ps(_mm512_loadu_ps(tile.weighted.as_ptr().add(at)), correction)
@@ -360,11 +362,12 @@ unsafe fn columns<const Q: usize, const V: usize, T: KvElement>(
         let mut vectors = [_mm512_setzero_ps(); V];
         for (vector, value) in vectors.iter_mut().enumerate() {
             let from = token * dim + start + vector * LANES;
-            // SAFETY: as promised.
+            // SAFETY: the vector is inside `dim` of `token`, one of the block's values, which exist
+            // (`# Safety`).
             *value = unsafe { load(values.add(from)) };
         }
         for (query, sums) in sums.iter_mut().enumerate() {
-            // SAFETY: as promised.
+            // SAFETY: the weights of all tokens exist for this query (`# Safety`).
             let weight = unsafe { *tile.weights.as_ptr().add((at + query) * BLOCK_TOKENS + token) };
             let weight = _mm512_set1_ps(weight);
             for (sum, value) in sums.iter_mut().zip(vectors) {
@@ -375,7 +378,8 @@ unsafe fn columns<const Q: usize, const V: usize, T: KvElement>(
     for (query, sums) in sums.into_iter().enumerate() {
         for (vector, sum) in sums.into_iter().enumerate() {
             let at = (first + query) * dim + start + vector * LANES;
-            // SAFETY: as promised.
+            // SAFETY: the vector is inside `dim` of query `first + query`, which exists (`#
+            // Safety`).
             unsafe { _mm512_storeu_ps(tile.weighted.as_mut_ptr().add(at), sum) };
         }
     }

@@ -136,7 +136,8 @@ pub(super) unsafe fn attention(
         let (index, segment) = pieces[number];
         let (work, mut tile) = (&works[index], memory(thread));
         let length = work.tile.row_count * group * query_floats;
-        // SAFETY: as above; every piece has its own range.
+        // SAFETY: the machine has the features and `fits` holds (`# Safety`); every piece has a
+        // range of its own in `parts`.
         unsafe {
             pass.begin(work, &mut tile);
             pass.segment(work, segment, &mut tile);
@@ -148,13 +149,14 @@ pub(super) unsafe fn attention(
         let length = work.tile.row_count * group * query_floats;
         tile.begin(work.tile.row_count, group, shape.head_dim, pass.scale);
         for (number, _) in pieces.iter().enumerate().filter(|(_, piece)| piece.0 == index) {
-            // SAFETY: as above; the previous parallel region wrote the pieces, and the merge
-            // only reads them.
+            // SAFETY: the machine has the features (`# Safety`). The previous parallel region wrote
+            // the pieces, and the merges only read them.
             unsafe {
                 kernel::merge(&mut tile, parts.slice(number * piece_floats, length));
             }
         }
-        // SAFETY: as above.
+        // SAFETY: the machine has the features and `fits` holds (`# Safety`); rows and heads belong
+        // to this task alone.
         unsafe { pass.finish(work, &mut tile, &out) };
     });
 }
@@ -204,7 +206,8 @@ impl AttentionCall<'_> {
             let parts = span_parts(span);
             let first_token = span * SPAN_BLOCKS * BLOCK_TOKENS;
             tile.set_visible(first_token, first_position, self.window);
-            // SAFETY: the caller's promise.
+            // SAFETY: the machine has the features, and `fits` makes `tile.dim` a multiple of 16
+            // (`# Safety`).
             unsafe { kernel::add_span(tile, &parts) };
         }
     }
@@ -223,10 +226,11 @@ impl AttentionCall<'_> {
         for row in 0..work.tile.row_count {
             let start =
                 (work.tile.first_row + row) * self.shape.query_width() + work.kv_head * group * dim;
-            // SAFETY: the caller's promise.
+            // SAFETY: these heads of the row belong to this task alone (`# Safety`).
             let out = unsafe { out.slice(start, group * dim) };
             for (head, out) in out.chunks_exact_mut(dim).enumerate() {
-                // SAFETY: the caller's promise.
+                // SAFETY: the machine has the features, and `fits` makes `tile.dim` a multiple of
+                // 16 (`# Safety`).
                 unsafe { kernel::finish(tile, row * group + head, out) };
             }
         }

@@ -29,7 +29,7 @@ pub(super) fn add_block<T: KvElement>(
         // SAFETY: the level was found on this machine.
         #[cfg(target_arch = "x86_64")]
         Level::Avx2 => unsafe { avx2_add(tile, keys, values) },
-        // SAFETY: as above.
+        // SAFETY: the level was found on this machine, so the machine has its features.
         #[cfg(target_arch = "x86_64")]
         Level::Avx512 | Level::Avx512Bf16 | Level::Amx => unsafe {
             avx512_add(tile, keys, values);

@@ -149,7 +149,7 @@ impl TileMemory {
             }
             for (index, (keys, values)) in (first..).zip(blocks) {
                 self.set_visible(index);
-                // SAFETY: as above.
+                // SAFETY: the level was found on this machine, and `dim` is a multiple of 16.
                 unsafe { super::avx512::add_block(self, keys, values) };
             }
             return;

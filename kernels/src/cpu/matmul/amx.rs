@@ -136,7 +136,7 @@ pub(super) unsafe fn matmul(
             for pass in 0..passes {
                 let first_row = pass * PASS_ROWS;
                 let pass_rows = PASS_ROWS.min(rows - first_row);
-                // SAFETY: the caller's promise.
+                // SAFETY: [`request`] returned true (`# Safety`); a pass has 1 to `PASS_ROWS` rows.
                 unsafe { shapes.set(pass_rows) };
                 let a = &tiles.words[2 * pass * steps * TILE_WORDS..];
                 let panels_max = if pass_rows > TILE_ROWS { 1 } else { 2 };
@@ -257,7 +257,8 @@ impl AmxBlock<'_> {
         // A partial last panel goes through a buffer.
         let mut buffer = [0.0_f32; PASS_ROWS * PANEL];
         let whole = TileOutput { start: buffer.as_mut_ptr(), stride: width };
-        // SAFETY: as above; the buffer has 32 rows of one panel, or 16 of two.
+        // SAFETY: `run` has checked the lengths of `a` and `b`. The buffer has 32 rows of one
+        // panel, or 16 of two.
         unsafe { self.multiply(&whole) };
         for (row, sums) in buffer.chunks_exact(width).take(self.rows).enumerate() {
             // SAFETY: these columns are in the target, and the buffer does not overlap it.
@@ -270,7 +271,8 @@ impl AmxBlock<'_> {
     /// # Safety
     /// As [`Self::run`]; the target is whole panels wide, and `a` and `b` have the lengths that `run` checks.
     unsafe fn multiply(&self, target: &TileOutput) {
-        // SAFETY: the caller's promise.
+        // SAFETY: `run` has checked the lengths of `a` and `b`; the target is whole panels wide,
+        // and the rows and panels are those of the arrangement.
         unsafe {
             match (self.rows > TILE_ROWS, self.panel_count) {
                 (true, _) => self.two_tiles_one_panel(target),
@@ -332,7 +334,8 @@ impl AmxBlock<'_> {
     /// # Safety
     /// As [`Self::multiply`], for up to 16 rows and two panels.
     unsafe fn one_tile_two_panels(&self, target: &TileOutput) {
-        // SAFETY: as above, with one A tile and 2 KiB of each panel.
+        // SAFETY: the loop reads `steps` times 1 KiB of the A tile and 2 KiB of each panel; the
+        // stores write the shaped rows of 128 bytes of each panel. Nothing else changes.
         unsafe {
             asm!(
                 "tilezero tmm0",
@@ -378,7 +381,8 @@ impl AmxBlock<'_> {
     /// # Safety
     /// As [`Self::multiply`], for up to 16 rows and one panel.
     unsafe fn one_tile_one_panel(&self, target: &TileOutput) {
-        // SAFETY: as above, with one A tile and one panel.
+        // SAFETY: the loop reads `steps` times 1 KiB of the A tile and 2 KiB of the panel; the
+        // stores write the shaped rows of 128 bytes. Nothing else changes.
         unsafe {
             asm!(
                 "tilezero tmm0",

@@ -32,7 +32,8 @@ pub(super) fn panels_for(rows: usize, _fetch_ahead: bool) -> usize {
 /// elements each.
 pub(super) unsafe fn tile(tile: &MatmulTile<'_>, target: &TileOutput, panel_count: usize) {
     assert_eq!(tile.x.len(), tile.row_count * tile.k, "a block is [k][rows]");
-    // SAFETY: the weights' lengths are checked where they are made; the caller promises the rest.
+    // SAFETY: `WeightPanels::new` checks the weights' lengths. The machine has AVX2 and FMA, and
+    // the target may be written in the tile's rows and columns (`# Safety`).
     unsafe {
         if tile.format == RowFormat::F32 {
             let panels: &[f32] = bytemuck::cast_slice(tile.panels);
@@ -66,7 +67,8 @@ impl<'a, T> WeightPanels<'a, T> {
     unsafe fn vector(self, group: usize, vector: usize) -> *const T {
         let panel_len = self.panels.len() / self.count;
         let (panel, vector) = (vector / VECTORS, vector % VECTORS);
-        // SAFETY: as promised.
+        // SAFETY: the group is below the count that `new` has checked, and the vector is in one of
+        // the panels (`# Safety`).
         unsafe { self.panels.as_ptr().add(panel * panel_len + group * PANEL + vector * LANES) }
     }
 }
@@ -89,7 +91,7 @@ impl Element for f32 {
     #[inline]
     #[target_feature(enable = "avx2,fma")]
     unsafe fn load(from: *const f32, _input: usize) -> __m256 {
-        // SAFETY: as promised.
+        // SAFETY: `from` points to eight elements (`# Safety`).
         unsafe { _mm256_loadu_ps(from) }
     }
 }
@@ -101,7 +103,7 @@ impl Element for u32 {
     #[inline]
     #[target_feature(enable = "avx2,fma")]
     unsafe fn load(from: *const u32, input: usize) -> __m256 {
-        // SAFETY: as promised.
+        // SAFETY: `from` points to eight elements (`# Safety`).
         let words: __m256i = unsafe { _mm256_loadu_si256(from.cast()) };
         _mm256_castsi256_ps(if input == 0 {
             _mm256_slli_epi32::<16>(words)
@@ -121,7 +123,8 @@ unsafe fn with_rows<T: Element>(
     target: &TileOutput,
     weights: WeightPanels<'_, T>,
 ) {
-    // SAFETY: the caller's promise.
+    // SAFETY: the weights are the tile's, the block has the matched number of rows, and the target
+    // may be written in the tile's rows and columns (`# Safety`).
     unsafe {
         match (tile.row_count, weights.count) {
             (1, 1) => parts::<1, 4, T>(tile, target, weights),
@@ -151,7 +154,8 @@ unsafe fn parts<const M: usize, const V: usize, T: Element>(
         if first * LANES >= tile.columns {
             break;
         }
-        // SAFETY: `V` divides the vectors; the rest is the caller's promise.
+        // SAFETY: `V` divides the vectors, so all `V` from `first` on exist. The target may be
+        // written in `M` rows, `tile.columns` elements each (`# Safety`).
         unsafe {
             let sums = sums::<M, V, T>(tile, weights, first);
             store(&sums, tile, target, first * LANES);
@@ -214,7 +218,8 @@ unsafe fn last_input<const M: usize, const V: usize, T: Element>(
 ) -> [[__m256; V]; M] {
     let last = tile.k - 1;
     for v in 0..V {
-        // SAFETY: as promised.
+        // SAFETY: the weights have `V` vectors from `first` on, and the last group has an even
+        // input (`# Safety`).
         let weights = unsafe { T::load(weights.vector(last / T::INPUTS, first + v), 0) };
         for (m, sums) in sums.iter_mut().enumerate() {
             let x = _mm256_set1_ps(f32::from_bits(tile.x[last * M + m]));
@@ -237,7 +242,8 @@ unsafe fn prefetch<const M: usize, const V: usize, T: Element>(
 ) {
     if M <= 3 {
         for vector in (0..V).step_by(2) {
-            // SAFETY: as promised; the prefetched address may be outside.
+            // SAFETY: the weights have `V` vectors from `first` on (`# Safety`). Only the
+            // prefetched address may be outside.
             let here = unsafe { weights.vector(group, first + vector) };
             _mm_prefetch::<_MM_HINT_T0>(here.cast::<i8>().wrapping_add(PREFETCH_BYTES));
         }

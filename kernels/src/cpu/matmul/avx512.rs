@@ -56,7 +56,8 @@ pub(super) unsafe fn tile(tile: &MatmulTile<'_>, target: &TileOutput, panel_coun
     assert!(panel_words >= groups * PANEL, "a panel has all of the groups");
     if tile.format == RowFormat::Stepped {
         assert_eq!(tile.row_count, 1, "one row is summed in steps");
-        // SAFETY: the lengths were checked above; the caller promises the rest.
+        // SAFETY: the lengths were checked above. The machine has AVX-512F, and the target may be
+        // written in the tile's row and columns (`# Safety`).
         return unsafe {
             match panel_count {
                 1 => stepped_tile::<1>(tile, target, panel_words),
@@ -70,8 +71,9 @@ pub(super) unsafe fn tile(tile: &MatmulTile<'_>, target: &TileOutput, panel_coun
     macro_rules! choose {
         ($($p:literal: $($m:literal)+;)+) => {
             match (tile.row_count, panel_count) {
-                // SAFETY: the lengths were checked above for this many rows and panels; the
-                // caller promises the rest.
+                // SAFETY: the lengths were checked above for this many rows and panels. The machine
+                // has the features, and the target may be written in the tile's rows and columns
+                // (`# Safety`).
                 $($(($m, $p) => unsafe {
                     match tile.format {
                         RowFormat::F32 => f32_tile::<$m, $p>(tile, target, panel_words),
@@ -107,7 +109,8 @@ unsafe fn f32_tile<const M: usize, const P: usize>(
     let mut sums: Sums<M, P> = [[[_mm512_setzero_ps(); 2]; P]; M];
     for k in 0..tile.k {
         for p in 0..P {
-            // SAFETY: group `k` of panel `p` and of the block are inside, as promised.
+            // SAFETY: group `k` is inside panel `p` of `panel_words` f32, and input `k` inside
+            // `tile.x`, `[k][M]` (`# Safety`).
             unsafe {
                 let group = tile.panels.as_ptr().add(p * panel_words + k * PANEL);
                 prefetch_few::<M>(tile, group.cast());
@@ -117,7 +120,8 @@ unsafe fn f32_tile<const M: usize, const P: usize>(
             }
         }
     }
-    // SAFETY: the caller's promise.
+    // SAFETY: the target may be written in every row of the tile, `tile.columns` elements each (`#
+    // Safety`).
     unsafe { store(&sums, tile, target) };
 }
 
@@ -135,7 +139,8 @@ unsafe fn widened_tile<const M: usize, const P: usize>(
     let odd = _mm512_set1_epi32(0xffff_0000_u32.cast_signed());
     for pair in 0..tile.k / 2 {
         for p in 0..P {
-            // SAFETY: the pair is inside panel `p`, and both of its inputs in the block, as promised.
+            // SAFETY: the pair is inside panel `p` of `panel_words` words, and both of its inputs
+            // inside `tile.x`, `[k][M]` (`# Safety`).
             unsafe {
                 let words =
                     load_words::<M>(tile, tile.panels.as_ptr().add(p * panel_words + pair * PANEL));
@@ -162,7 +167,8 @@ unsafe fn widened_tile<const M: usize, const P: usize>(
             }
         }
     }
-    // SAFETY: the caller's promise.
+    // SAFETY: the target may be written in every row of the tile, `tile.columns` elements each (`#
+    // Safety`).
     unsafe { store(&sums, tile, target) };
 }
 
@@ -186,7 +192,8 @@ unsafe fn stepped_tile<const P: usize>(
             let [even_x, odd_x] = x.map(|x| _mm512_set1_ps(f32::from_bits(x)));
             let group = (step * INPUTS_STEP / 2 + pair) * PANEL;
             for (p, (even_sums, odd_sums)) in even_sums.iter_mut().zip(&mut odd_sums).enumerate() {
-                // SAFETY: the group is inside panel `p`, as promised.
+                // SAFETY: the group is inside panel `p` of `panel_words` words, which has all steps
+                // of `tile.x` (`# Safety`).
                 let words = unsafe {
                     load_words::<1>(tile, tile.panels.as_ptr().add(p * panel_words + group))
                 };
@@ -203,7 +210,8 @@ unsafe fn stepped_tile<const P: usize>(
             *sum = _mm512_add_ps(*sum, _mm512_add_ps(even, odd));
         }
     }
-    // SAFETY: the caller's promise.
+    // SAFETY: the target may be written in every row of the tile, `tile.columns` elements each (`#
+    // Safety`).
     unsafe { store(&sums, tile, target) };
 }
 
@@ -220,7 +228,8 @@ unsafe fn pairs_tile<const M: usize, const P: usize>(
     let mut sums: Sums<M, P> = [[[_mm512_setzero_ps(); 2]; P]; M];
     for pair in 0..tile.k.div_ceil(2) {
         for p in 0..P {
-            // SAFETY: the pair is inside panel `p` and the block, as promised.
+            // SAFETY: the pair is inside panel `p` of `panel_words` words, and inside `tile.x`, `[k
+            // / 2][M]` (`# Safety`).
             unsafe {
                 let words =
                     load_words::<M>(tile, tile.panels.as_ptr().add(p * panel_words + pair * PANEL));
@@ -234,7 +243,8 @@ unsafe fn pairs_tile<const M: usize, const P: usize>(
             }
         }
     }
-    // SAFETY: the caller's promise.
+    // SAFETY: the target may be written in every row of the tile, `tile.columns` elements each (`#
+    // Safety`).
     unsafe { store(&sums, tile, target) };
 }
 
@@ -246,7 +256,7 @@ unsafe fn pairs_tile<const M: usize, const P: usize>(
 #[target_feature(enable = "avx512f")]
 unsafe fn load_words<const M: usize>(tile: &MatmulTile<'_>, group: *const u32) -> [__m512i; 2] {
     prefetch_few::<M>(tile, group.cast());
-    // SAFETY: as promised.
+    // SAFETY: `group` points to 32 words (`# Safety`).
     unsafe { [_mm512_loadu_si512(group.cast()), _mm512_loadu_si512(group.add(LANES).cast())] }
 }
 

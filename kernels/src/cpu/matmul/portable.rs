@@ -15,7 +15,7 @@ pub(super) const BLOCK_ROWS_MAX: usize = 4;
 /// # Safety
 /// `target` may be written in the tile's rows and columns.
 pub(super) unsafe fn tile(tile: &MatmulTile<'_>, target: &TileOutput, _panel_count: usize) {
-    // SAFETY: the caller's promise.
+    // SAFETY: the target may be written in the tile's rows and columns (`# Safety`).
     unsafe {
         match tile.row_count {
             1 => halves::<1>(tile, target),

@@ -292,9 +292,11 @@ impl NcclLink {
                 assert!(places.next().is_none(), "blocks that are not staged are contiguous");
                 exchange(kv.data(), place)
             }
-            // SAFETY: as the caller promises.
+            // SAFETY: the blocks are borrowed until the mark is reached, so nothing writes them
+            // before (`# Safety`).
             (true, ChannelEnd::Sender) => unsafe { staging.send(kv, rows, ids, stream, exchange) },
-            // SAFETY: as above.
+            // SAFETY: the blocks are borrowed for writing until the mark is reached, so nothing
+            // else accesses them before (`# Safety`).
             (true, ChannelEnd::Receiver) => unsafe {
                 staging.receive(kv, rows, ids, *scatter, stream, exchange)
             },

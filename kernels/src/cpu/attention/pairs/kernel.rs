@@ -131,7 +131,7 @@ unsafe fn pair_values(tile: &mut PairsTile, block: usize, values: &[bf16]) {
 #[inline]
 #[target_feature(enable = "avx512f")]
 unsafe fn load_halves(from: *const bf16) -> __m512i {
-    // SAFETY: 32 bytes, as promised.
+    // SAFETY: `from` points to 16 elements, which are 32 bytes (`# Safety`).
     _mm512_cvtepu16_epi32(unsafe { _mm256_loadu_si256(from.cast()) })
 }
 
@@ -266,7 +266,8 @@ unsafe fn softmax<const Q: usize>(
 #[target_feature(enable = "avx512f")]
 unsafe fn scale_all(start: *mut f32, length: usize, by: __m512) {
     for offset in (0..length).step_by(LANES) {
-        // SAFETY: as promised.
+        // SAFETY: `length` is a multiple of the vector length, so the vector is inside the floats,
+        // which may be written (`# Safety`).
         unsafe {
             let at = start.add(offset);
             _mm512_storeu_ps(at, _mm512_mul_ps(_mm512_loadu_ps(at), by));
@@ -287,7 +288,8 @@ unsafe fn accumulate<const Q: usize, const V: usize>(
     start: usize,
 ) {
     let dim = tile.dim;
-    // SAFETY: as promised.
+    // SAFETY: [`add_span`] has checked that queries, weights, values and weighted values have `dim`
+    // dimensions each, and the `V` vectors from `start` on are inside `dim` (`# Safety`).
     unsafe {
         let weighted = tile.weighted.as_mut_ptr().add(first * dim + start);
         let weights = tile.weights.as_ptr();

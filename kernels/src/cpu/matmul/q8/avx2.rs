@@ -34,7 +34,8 @@ pub(in crate::cpu::matmul) unsafe fn tile(
     let blocks = tile.k.div_ceil(BLOCK);
     assert_eq!(tile.x.len(), tile.row_count * blocks * INPUT_WORDS, "a block is [group][rows]");
     assert_eq!(tile.panels.len(), blocks * PANEL_BLOCK_WORDS);
-    // SAFETY: the lengths were checked; the rest is the caller's promise.
+    // SAFETY: the lengths were checked above. The machine has the features, and the target may be
+    // written in the tile's rows and columns (`# Safety`).
     unsafe {
         match tile.row_count {
             1 => sized::<1>(tile, target, blocks),
@@ -52,7 +53,7 @@ pub(in crate::cpu::matmul) unsafe fn tile(
 unsafe fn sized<const M: usize>(tile: &MatmulTile<'_>, target: &TileOutput, blocks: usize) {
     let mut sums = [[_mm256_setzero_ps(); VECTORS]; M];
     for block in 0..blocks {
-        // SAFETY: the block is inside, as promised.
+        // SAFETY: the block is one of `blocks`, which `tile.x` and the panel have (`# Safety`).
         unsafe {
             let x = tile.x.as_ptr().add(block * INPUT_WORDS * M);
             add_block::<M>(&mut sums, x, tile.panels.as_ptr().add(block * PANEL_BLOCK_WORDS));
@@ -80,7 +81,8 @@ unsafe fn add_block<const M: usize>(
     x: *const u32,
     weights: *const u32,
 ) {
-    // SAFETY: as promised.
+    // SAFETY: `x` points to `[INPUT_WORDS][M]` words, and `weights` to a panel's block (`#
+    // Safety`).
     unsafe {
         let word = |group: usize, m: usize| (*x.add(group * M + m)).cast_signed();
         let mut whole = [[_mm256_set1_epi32(0); VECTORS]; M];

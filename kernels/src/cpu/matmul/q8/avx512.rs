@@ -47,8 +47,9 @@ pub(in crate::cpu::matmul) unsafe fn tile(
     macro_rules! choose {
         ($(($m:literal, $p:literal)),+) => {
             match (tile.row_count, panel_count) {
-                // SAFETY: the lengths were checked above for this many rows and panels; the
-                // caller promises the rest.
+                // SAFETY: the lengths were checked above for this many rows and panels. The machine
+                // has the features, and the target may be written in the tile's rows and columns
+                // (`# Safety`).
                 $(($m, $p) => unsafe { sized::<$m, $p>(tile, target, blocks) },)+
                 (rows, panels) => unreachable!("no tile of {rows} rows and {panels} panels"),
             }
@@ -71,7 +72,8 @@ unsafe fn sized<const M: usize, const P: usize>(
     let mut sums = [[[_mm512_setzero_ps(); 2]; P]; M];
     for block in 0..blocks {
         for p in 0..P {
-            // SAFETY: block and panel are within the slices' lengths, as the caller promises.
+            // SAFETY: the block is one of `blocks`, which `tile.x` and all `P` panels have (`#
+            // Safety`).
             unsafe {
                 let x = tile.x.as_ptr().add(block * INPUT_WORDS * M);
                 let weights = tile.panels.as_ptr().add((p * blocks + block) * PANEL_BLOCK_WORDS);
@@ -79,7 +81,8 @@ unsafe fn sized<const M: usize, const P: usize>(
             }
         }
     }
-    // SAFETY: the caller's promise.
+    // SAFETY: the target may be written in every row of the tile, `tile.columns` elements each (`#
+    // Safety`).
     unsafe { store(&sums, tile, target) };
 }
 
@@ -96,7 +99,8 @@ unsafe fn add_block<const M: usize, const P: usize>(
     weights: *const u32,
     fetch_ahead: bool,
 ) {
-    // SAFETY: as promised.
+    // SAFETY: `x` points to `[INPUT_WORDS][M]` words, and `weights` to a panel's block (`#
+    // Safety`).
     unsafe {
         let word = |group: usize, m: usize| (*x.add(group * M + m)).cast_signed();
         let mut whole: [[__m512i; 2]; M] =
