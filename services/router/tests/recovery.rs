@@ -694,3 +694,16 @@ async fn gap_in_node_events_restarts_the_observation() {
     cluster.wait_nodes(1, 1).await;
     complete(&cluster).await;
 }
+
+#[tokio::test]
+async fn failed_matcher_of_a_grammar_is_an_internal_error_without_a_retry() {
+    let cluster = Cluster::start(0, 2, ANSWER).await;
+    for node in &cluster.decode {
+        node.behave(Behaviour::Refuse(Code::DataLoss, "the matcher failed"));
+    }
+    let body = json!({"prompt": long_prompt(), "max_tokens": 5});
+    let answer = cluster.client.post("/v1/completions", &body).await;
+    assert_eq!((answer.status.as_u16(), &answer.error()["code"]), (500, &json!("internal")));
+    let calls: usize = cluster.decode.iter().map(|node| node.calls().len()).sum();
+    assert_eq!(calls, 1);
+}

@@ -66,6 +66,7 @@ impl Coverage {
             | Cause::Invalid
             | Cause::Violation
             | Cause::AnswerComplete
+            | Cause::MatcherFailed
             | Cause::NoGrammar
             | Cause::Contradiction => panic!("{failure}"),
         });

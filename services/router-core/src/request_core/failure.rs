@@ -24,6 +24,7 @@ impl GrpcCode {
     pub const OUT_OF_RANGE: Self = Self(11);
     pub const UNIMPLEMENTED: Self = Self(12);
     pub const UNAVAILABLE: Self = Self(14);
+    pub const DATA_LOSS: Self = Self(15);
     pub const UNAUTHENTICATED: Self = Self(16);
 }
 
@@ -87,6 +88,9 @@ pub enum Cause {
     /// The emitted tokens complete the answer's grammar, so no token can follow.
     #[error("answer_complete")]
     AnswerComplete,
+    /// The matcher of the answer's grammar failed on the emitted tokens: a bug, which every node has.
+    #[error("matcher_failed")]
+    MatcherFailed,
     /// The node cannot follow grammars now. It serves other requests.
     #[error("no_grammar")]
     NoGrammar,
@@ -164,6 +168,7 @@ impl AttemptFailure {
             GrpcCode::OUT_OF_RANGE => Cause::AnswerComplete,
             GrpcCode::ALREADY_EXISTS => Cause::Duplicate,
             GrpcCode::ABORTED => Cause::OtherWeights,
+            GrpcCode::DATA_LOSS if !is_broken => Cause::MatcherFailed,
             GrpcCode::UNIMPLEMENTED if !is_broken => Cause::NoGrammar,
             GrpcCode::FAILED_PRECONDITION | GrpcCode::UNAUTHENTICATED => Cause::Stale,
             GrpcCode::DEADLINE_EXCEEDED => Cause::Deadline,
@@ -279,6 +284,9 @@ mod tests {
         // The router observes the node again, and logs why the node rejects its tokens.
         let unread = failure(Side::Decode, GrpcCode::UNIMPLEMENTED, false);
         assert_eq!((unread.cause, unread.blame()), (Cause::NoGrammar, None));
+        let failed = failure(Side::Decode, GrpcCode::DATA_LOSS, false);
+        assert_eq!((failed.cause, failed.blame()), (Cause::MatcherFailed, None));
+        assert!(!failed.is_refusal());
         let rejected = failure(Side::Decode, GrpcCode::UNAUTHENTICATED, false);
         assert_eq!(rejected.node_feedback(), Some(NodeFeedback::Lost));
     }

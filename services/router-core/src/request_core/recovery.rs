@@ -156,7 +156,11 @@ impl Recovery {
         now: Instant,
     ) -> NextStep {
         match failure.cause {
-            Cause::Deadline | Cause::SlowReader | Cause::Invalid | Cause::Contradiction => {
+            Cause::Deadline
+            | Cause::SlowReader
+            | Cause::Invalid
+            | Cause::MatcherFailed
+            | Cause::Contradiction => {
                 return NextStep::GiveUp(GiveUp::Final(failure));
             }
             // The router itself ended the attempt, so no node is at fault.

@@ -269,6 +269,7 @@ impl RequestError {
                 // The client did not read, so the router's queue became full, and then the node's queue.
                 Cause::SlowReader => Self::SlowClient { waited: slow_client_timeout },
                 Cause::Contradiction => Self::Contradiction { reason: failure.message },
+                Cause::MatcherFailed => Self::Internal { reason: failure.message },
                 _ => Self::Refused { reason: failure.message },
             },
         }
