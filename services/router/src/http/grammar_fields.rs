@@ -48,35 +48,51 @@ fn response_format(fields: &Fields<'_>) -> Result<Option<RequestedGrammar>, Fiel
         r#type: Value,
         #[serde(borrow)]
         json_schema: Option<&'a RawValue>,
+        #[serde(borrow)]
+        schema: Option<&'a RawValue>,
     }
     #[derive(Deserialize)]
     struct Named<'a> {
         #[serde(borrow)]
         schema: Option<&'a RawValue>,
     }
+    const OF_OBJECT: &str = "response_format.schema";
     let Some(text) = fields.raw(FORMAT) else { return Ok(None) };
     let format: Format<'_> = object(FORMAT, text, FORMAT_ALLOWED)?;
-    let grammar = match format.r#type.as_str() {
-        Some("text") => return Ok(None),
-        Some("json_object") => {
-            return Ok(Some(RequestedGrammar::new(FORMAT, Grammar::json_object())));
+    // A schema that no type reads would be ignored.
+    let misplaced = |field: &'static str, kind: &str| {
+        Err(FieldError::new(field, format!("is given; allowed: only with type {kind}")))
+    };
+    Ok(match (format.r#type.as_str(), format.json_schema, format.schema) {
+        (Some("text" | "json_object"), Some(_), _) => {
+            return misplaced("response_format.json_schema", "json_schema");
         }
-        Some("json_schema") => {
+        (Some("text" | "json_schema"), _, Some(_)) => return misplaced(OF_OBJECT, "json_object"),
+        (Some("text"), None, None) => None,
+        (Some("json_object"), None, None) => {
+            Some(RequestedGrammar::new(FORMAT, Grammar::json_object()))
+        }
+        // As in llama.cpp.
+        (Some("json_object"), None, Some(schema)) => {
+            let grammar = Grammar::JsonSchema(schema.get().to_owned());
+            Some(RequestedGrammar::new(OF_OBJECT, grammar))
+        }
+        (Some("json_schema"), named, None) => {
             let missing = || {
                 FieldError::new(SCHEMA, "is missing; allowed: a JSON schema with type json_schema")
             };
-            let named = format.json_schema.ok_or_else(missing)?.get();
+            let named = named.ok_or_else(missing)?.get();
             let allowed = "an object with name and schema";
             let named: Named<'_> = object("response_format.json_schema", named, allowed)?;
-            Grammar::JsonSchema(named.schema.ok_or_else(missing)?.get().to_owned())
+            let schema = named.schema.ok_or_else(missing)?.get().to_owned();
+            Some(RequestedGrammar::new(SCHEMA, Grammar::JsonSchema(schema)))
         }
         _ => {
             let kind = format.r#type.to_string();
             let FieldError { problem, .. } = refused(FORMAT, &kind, FORMAT_ALLOWED);
             return Err(FieldError::new(FORMAT, format!("has a type that {problem}")));
         }
-    };
-    Ok(Some(RequestedGrammar::new(SCHEMA, grammar)))
+    })
 }
 
 fn regex(fields: &Fields<'_>, name: &'static str) -> Result<Option<RequestedGrammar>, FieldError> {
@@ -270,6 +286,10 @@ mod tests {
                     {"name": "n", "strict": true, "schema": {"type": "integer"}}}}"#,
                 ("response_format.json_schema.schema", schema()),
             ),
+            (
+                r#"{"response_format": {"type": "json_object", "schema": {"type": "integer"}}}"#,
+                ("response_format.schema", schema()),
+            ),
             (r#"{"regex": "\\d+"}"#, ("regex", regex())),
             (r#"{"guided_regex": "\\d+"}"#, ("guided_regex", regex())),
             (r#"{"guided_json": {"type": "integer"}}"#, ("guided_json", schema())),
@@ -329,6 +349,14 @@ mod tests {
             (
                 r#"{"response_format": {"type": "json_schema", "json_schema": 7}}"#,
                 "response_format.json_schema is 7; allowed: an object with name and schema",
+            ),
+            (
+                r#"{"response_format": {"type": "json_object", "json_schema": {"schema": {}}}}"#,
+                "response_format.json_schema is given; allowed: only with type json_schema",
+            ),
+            (
+                r#"{"response_format": {"type": "json_schema", "schema": {}}}"#,
+                "response_format.schema is given; allowed: only with type json_object",
             ),
             (r#"{"regex": 7}"#, "regex is 7; allowed: a string"),
             (

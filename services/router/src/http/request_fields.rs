@@ -41,7 +41,7 @@ pub type Unsupported = (&'static str, &'static [&'static str]);
 
 /// Unsupported fields of other servers that would change the answer, in every request. The router rejects
 /// other values than the listed ones instead of ignoring them.
-pub const UNSUPPORTED: [Unsupported; 14] = [
+pub const UNSUPPORTED: [Unsupported; 27] = [
     ("logit_bias", &["{}"]),
     ("bad_words", &["[]"]),
     ("allowed_token_ids", &["[]"]),
@@ -56,6 +56,20 @@ pub const UNSUPPORTED: [Unsupported; 14] = [
     ("prompt_embeds", &[]),
     ("echo", &["false"]),
     ("thinking_token_budget", &["-1"]),
+    // Of llama.cpp, SGLang, Ollama and text-generation-inference.
+    ("grammar", &["\"\""]),
+    ("ebnf", &["\"\""]),
+    ("json_schema", &["{}"]),
+    ("structural_tag", &[]),
+    ("format", &["\"\""]),
+    ("repeat_penalty", &["1", "1.0"]),
+    ("mirostat", &["0"]),
+    ("typical_p", &["1", "1.0"]),
+    ("dry_multiplier", &["0", "0.0"]),
+    ("xtc_probability", &["0", "0.0"]),
+    ("stop_sequences", &["[]"]),
+    ("max_new_tokens", &[]),
+    ("n_predict", &["-1"]),
 ];
 
 /// Returns the model that a request names.
@@ -354,10 +368,26 @@ mod tests {
         with(r#"{"logit_bias": {}, "echo": false, "unheard_of": 7}"#, |fields| {
             assert_eq!(check_unsupported(fields, &UNSUPPORTED), Ok(()));
         });
-        with(r#"{"echo": true}"#, |fields| {
-            let said = check_unsupported(fields, &UNSUPPORTED).unwrap_err().to_string();
-            assert_eq!(said, "echo is not supported; leave it out");
+        with(r#"{"repeat_penalty": 1, "mirostat": 0, "stop_sequences": []}"#, |fields| {
+            assert_eq!(check_unsupported(fields, &UNSUPPORTED), Ok(()));
         });
+        for (body, name) in [
+            (r#"{"echo": true}"#, "echo"),
+            (r#"{"json_schema": {"type": "object"}}"#, "json_schema"),
+            (r#"{"grammar": "root ::= \"zzz\""}"#, "grammar"),
+            (r#"{"ebnf": "root ::= \"zzz\""}"#, "ebnf"),
+            (r#"{"format": "json"}"#, "format"),
+            (r#"{"repeat_penalty": 1.5}"#, "repeat_penalty"),
+            (r#"{"mirostat": 2}"#, "mirostat"),
+            (r#"{"typical_p": 0.5}"#, "typical_p"),
+            (r#"{"stop_sequences": ["."]}"#, "stop_sequences"),
+            (r#"{"max_new_tokens": 2}"#, "max_new_tokens"),
+        ] {
+            with(body, |fields| {
+                let said = check_unsupported(fields, &UNSUPPORTED).unwrap_err().to_string();
+                assert_eq!(said, format!("{name} is not supported; leave it out"));
+            });
+        }
     }
 
     #[test]

@@ -166,8 +166,13 @@ enum Stop {
 #[serde(tag = "type", rename_all = "snake_case")]
 enum ResponseFormat {
     Text,
-    JsonObject,
-    JsonSchema { json_schema: NamedSchema },
+    JsonObject {
+        #[schemars(extend("anyOf" = [{"type": "object"}, {"const": true}, {"type": "null"}]))]
+        schema: Option<Value>,
+    },
+    JsonSchema {
+        json_schema: NamedSchema,
+    },
 }
 
 #[derive(JsonSchema)]
