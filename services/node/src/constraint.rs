@@ -66,9 +66,7 @@ impl GrammarVocabulary {
             .map_err(|error| Refusal::Invalid { reason: format!("attempt.grammar {error}") })?;
         let silent = silent_marks(&self.tool_call_tokens, grammar);
         for &token in &sequence.tokens[sequence.prompt_len as usize..] {
-            matcher.accept(token).map_err(|error| Refusal::Invalid {
-                reason: format!("attempt.tokens: {error} of this attempt"),
-            })?;
+            matcher.accept(token).map_err(|error| refusal(failure(error)))?;
         }
         if matcher.is_complete() {
             // The earlier attempt ended before it reported the end of the answer. This attempt would sample a stop token,
@@ -81,9 +79,7 @@ impl GrammarVocabulary {
         };
         let matcher_with_timer =
             GrammarMatcher { matcher, stop_tokens, silent, vocabulary: self.size, timer };
-        let constraint = Constraint::new(Box::new(matcher_with_timer)).map_err(|failure| {
-            Refusal::Invalid { reason: format!("attempt.grammar: {failure}") }
-        })?;
+        let constraint = Constraint::new(Box::new(matcher_with_timer)).map_err(refusal)?;
         sequence.constraint = Some(constraint);
         Ok(())
     }
@@ -165,6 +161,17 @@ fn failure(error: MatchError) -> ConstraintFailure {
     }
 }
 
+/// Returns the refusal of an attempt whose grammar compiles, but whose matcher fails. Only a bound is the client's fault: the
+/// emitted tokens matched the grammar on another node.
+fn refusal(failure: ConstraintFailure) -> Refusal {
+    match failure {
+        ConstraintFailure::TooComplex { reason } => {
+            Refusal::Invalid { reason: format!("attempt.grammar: {reason}") }
+        }
+        ConstraintFailure::Broken { reason } => Refusal::MatcherFailed { reason },
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use engine::event::{SequenceId, SequenceKind};
@@ -176,6 +183,11 @@ mod tests {
 
     /// Constrains a sequence whose earlier attempt emitted a complete answer.
     fn constrain_complete(stop_token_ids: Vec<u32>, ignore_stop_tokens: bool) -> Refusal {
+        constrain(Grammar::Regex("a".into()), stop_token_ids, ignore_stop_tokens)
+    }
+
+    /// Constrains a sequence whose earlier attempt emitted `a`, on a node that has the tokens `a`, `b` and a stop token.
+    fn constrain(grammar: Grammar, stop_token_ids: Vec<u32>, ignore_stop_tokens: bool) -> Refusal {
         let tokens: [&[u8]; 2] = [b"a", b"b"];
         let stop = Token::Silent;
         let compiler = Compiler::new(tokens.into_iter().map(Token::Text).chain([stop]));
@@ -194,8 +206,18 @@ mod tests {
             constraint: None,
             deadline: Instant::now(),
         };
-        let grammar = Grammar::Regex("a".into());
         vocabulary.constrain(&mut sequence, &grammar, Arc::new(|_, _| {})).unwrap_err()
+    }
+
+    #[test]
+    fn failed_matcher_is_the_nodes_fault() {
+        // The tokens of another node do not match, and no token can follow.
+        for expression in ["b+", "ac"] {
+            let refusal = constrain(Grammar::Regex(expression.into()), vec![2], false);
+            assert!(matches!(refusal, Refusal::MatcherFailed { .. }), "{expression}: {refusal:?}");
+        }
+        let refusal = constrain(Grammar::Regex("a(".into()), vec![2], false);
+        assert!(matches!(refusal, Refusal::Invalid { .. }), "{refusal:?}");
     }
 
     #[test]

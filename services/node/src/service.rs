@@ -254,6 +254,7 @@ impl From<Refusal> for Status {
             Refusal::Duplicate { .. } => Code::AlreadyExists,
             Refusal::OtherEpoch { .. } | Refusal::OtherRole { .. } => Code::FailedPrecondition,
             Refusal::OtherWeights { .. } | Refusal::WeightsChanged => Code::Aborted,
+            Refusal::MatcherFailed { .. } => Code::DataLoss,
             Refusal::NoGrammar { .. } => Code::Unimplemented,
             Refusal::Deadline => Code::DeadlineExceeded,
             Refusal::Internal { .. } | Refusal::Stopped => Code::Internal,

@@ -195,6 +195,9 @@ pub enum Refusal {
     OtherRole { own: &'static str, method: &'static str },
     #[error("the request's deadline passed before the request began")]
     Deadline,
+    /// The matcher of the grammar failed: a bug, which another node has, too.
+    #[error("{reason}")]
+    MatcherFailed { reason: String },
     /// The node cannot read its tokenizer. It serves sequences without a grammar.
     #[error("this node cannot follow a grammar: {reason}")]
     NoGrammar { reason: String },
