@@ -82,8 +82,8 @@ section! {
         tls_key: Option<PathBuf> = None,
             "Required with router.tls_cert.";
         /// TOML file with the API keys of clients. Each [[key]] has name and sha256, as baton keys new prints them,
-        /// and optionally models, priority, weight, requests_per_minute, tokens_per_minute and streams_max. The
-        /// router reads a changed file again within about 2 s.
+        /// and optionally models, priority, weight, requests_per_minute, tokens_per_minute, streams_max, cache_group
+        /// and gateway. The router reads a changed file again within about 2 s.
         keys: Option<PathBuf> = None,
             "Without keys every client that reaches the router may use it.";
         /// TOML file with the API keys of operators for router.admin; each [[key]] has name and sha256.

@@ -2,7 +2,7 @@
 
 mod common;
 
-use std::{fmt::Write, path::Path, time::Duration};
+use std::{collections::BTreeSet, fmt::Write, path::Path, time::Duration};
 
 use common::{
     Cluster,
@@ -227,6 +227,66 @@ async fn key_sees_only_its_models() {
     assert_eq!(status.code(), Code::NotFound);
     let listed = client.list_models(keyed("key-two", ListModelsRequest {})).await.unwrap();
     assert_eq!(listed.into_inner().models.len(), 2);
+}
+
+#[tokio::test]
+async fn cached_kv_is_separate_by_key_and_only_gateways_name_tenants() {
+    let (_folder, settings) = with_keys(&[
+        ("a", "key-a", ""),
+        ("b", "key-b", ""),
+        ("c", "key-c", "cache_group = \"a\""),
+        ("d", "key-d", "cache_group = \"a\""),
+        ("gateway", "key-gateway", "gateway = true"),
+    ]);
+    let cluster = Cluster::start_with(settings, 0, 1, ANSWER).await;
+    let mut inference = InferenceClient::new(grpc_channel(&cluster).await);
+    // Returns the salt that nodes get from this caller, over HTTP and gRPC.
+    let mut salt = async |key: &str, tenant: &str, salt: &str| {
+        let tenants: Vec<&str> = Some(tenant).filter(|it| !it.is_empty()).into_iter().collect();
+        let authorization = format!("Bearer {key}");
+        let mut headers = vec![("authorization", &authorization[..])];
+        headers.extend(tenants.iter().map(|tenant| ("x-baton-tenant", *tenant)));
+        let body = json!({"prompt": long_prompt(), "max_tokens": 3, "cache_salt": salt});
+        let answer = cluster.client.post_with("/v1/completions", &headers, &body).await;
+        assert_eq!(answer.status, 200, "{}", answer.message());
+        let mut request = generate("");
+        request.options.as_mut().unwrap().cache_salt = salt.to_owned();
+        let mut request = keyed(key, request);
+        for tenant in &tenants {
+            request.metadata_mut().insert("x-baton-tenant", tenant.parse().unwrap());
+        }
+        let mut stream = inference.generate(request).await.unwrap().into_inner();
+        while stream.message().await.unwrap().is_some() {}
+        let calls = cluster.decode[0].calls();
+        let [.., http, grpc] = &calls[..] else { panic!("{calls:?}") };
+        assert_eq!(http.attempt.cache_salt, grpc.attempt.cache_salt);
+        http.attempt.cache_salt.clone()
+    };
+    let a = salt("key-a", "", "").await;
+    // The key has no tenants. An invalid name is ignored too.
+    for tenant in ["t", "gateway", "a/b"] {
+        assert_eq!(salt("key-a", tenant, "").await, a, "{tenant}");
+    }
+    let team = salt("key-c", "", "").await;
+    assert_eq!(salt("key-d", "t", "").await, team);
+    let apart = [
+        a,
+        team,
+        salt("key-b", "", "").await,
+        salt("key-a", "", "mine").await,
+        salt("key-gateway", "", "").await,
+        salt("key-gateway", "t", "").await,
+        salt("key-gateway", "u", "").await,
+        salt("key-gateway", "t", "mine").await,
+    ];
+    assert_eq!(BTreeSet::from_iter(&apart).len(), apart.len(), "{apart:?}");
+    // Nodes take at most 256 bytes.
+    let longest = salt("key-gateway", &"t".repeat(64), &"s".repeat(128)).await;
+    assert!(longest.len() <= 256, "{longest}");
+    let headers = [("authorization", "Bearer key-gateway"), ("x-baton-tenant", "a/b")];
+    let body = json!({"prompt": long_prompt()});
+    let answer = cluster.client.post_with("/v1/completions", &headers, &body).await;
+    assert_eq!((answer.status.as_u16(), &answer.error()["param"]), (400, &json!("x-baton-tenant")));
 }
 
 #[tokio::test]

@@ -3,32 +3,31 @@
 use std::{pin::Pin, sync::Arc};
 
 use futures_util::Stream;
-use proto::{
-    ids::RequestId,
-    v1::{
-        ChatRequest, DetokenizeRequest, DetokenizeResponse, Finished, GenerateOptions,
-        GenerateRequest, GenerateResponse, GeneratedTokens, ListModelsRequest, ListModelsResponse,
-        ModelInfo, TokenizeRequest, TokenizeResponse, generate_response,
-        inference_server::Inference,
-    },
+use proto::v1::{
+    ChatRequest, DetokenizeRequest, DetokenizeResponse, Finished, GenerateOptions, GenerateRequest,
+    GenerateResponse, GeneratedTokens, ListModelsRequest, ListModelsResponse, ModelInfo,
+    TokenizeRequest, TokenizeResponse, generate_response, inference_server::Inference,
 };
 use telemetry::{metrics::Operation, propagation};
-use tonic::{Extensions, Request, Response, Status, metadata::MetadataMap};
+use tonic::{
+    Extensions, Request, Response, Status,
+    metadata::{MetadataMap, MetadataValue},
+};
 use tracing::Instrument;
 
 use super::{
     arrived::Arrived,
-    options::{options, tenant, timeout},
+    options::{options, timeout},
     prompt, status, tools,
 };
 use crate::{
     front::Front,
     front::NamedModel,
     keys::Caller,
-    record::label,
+    record::{RequestRecord, label},
     request::{
         error::{FieldError, RequestError},
-        options::{COMPLETION_TOKENS_DEFAULT, DefaultLength},
+        options::{COMPLETION_TOKENS_DEFAULT, DefaultLength, TENANT_HEADER},
         text_workers::PromptSource,
         tokenization,
         tools::{CallReader, Calls, OfferedTools},
@@ -86,7 +85,7 @@ impl InferenceService {
         }
 
         let tokens_only = call.options.tokens_only;
-        let parsed = match read(front, request_id, metadata, named, call) {
+        let parsed = match read(front, &record, metadata, named, call) {
             Ok(read) => read,
             Err(error) => {
                 record.failed(&error);
@@ -202,7 +201,7 @@ fn caller_of(extensions: &Extensions) -> Caller {
 
 fn read(
     front: &Front,
-    request_id: RequestId,
+    record: &RequestRecord,
     metadata: &MetadataMap,
     named: Result<NamedModel, RequestError>,
     call: GenerationCall,
@@ -214,7 +213,8 @@ fn read(
         return Err(FieldError::new("options.tokens_only", problem).into());
     }
     let with_text = !wire.tokens_only || !wire.stop.is_empty();
-    let tenant = tenant(metadata)?;
+    let tenant = metadata.get(TENANT_HEADER).map(MetadataValue::as_bytes);
+    let (request_id, tenant) = (record.request_id(), record.caller().tenant(tenant)?);
     let model = named?.model;
     let fields = GenerationFields {
         prompts: vec![call.prompt?],

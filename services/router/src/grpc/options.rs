@@ -12,8 +12,7 @@ use crate::{
         error::FieldError,
         options::{
             LOGPROBS, MIN_P, Options, PENALTY, REPETITION_PENALTY, RequestedGrammar,
-            STOP_TOKENS_MAX, TEMPERATURE, TENANT_HEADER, TOKENS, TOP_P, Tenant, check_salt,
-            checked_session,
+            STOP_TOKENS_MAX, TEMPERATURE, TOKENS, TOP_P, check_salt, checked_session,
         },
     },
 };
@@ -71,10 +70,6 @@ fn requested_grammar(wire: v1::Grammar) -> Result<RequestedGrammar, FieldError> 
             Err(FieldError::new("options.grammar", problem))
         }
     }
-}
-
-pub fn tenant(metadata: &MetadataMap) -> Result<Option<Tenant>, FieldError> {
-    metadata.get(TENANT_HEADER).map(|name| Tenant::parse(name.as_bytes())).transpose()
 }
 
 type Range<T> = std::ops::RangeInclusive<T>;

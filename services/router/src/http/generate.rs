@@ -117,7 +117,7 @@ async fn answer(
         fields.options.session = context.session.clone()?;
         let parsed = ParsedRequest {
             request_id: context.request_id,
-            tenant: context.tenant.clone()?,
+            tenant: record.caller().tenant(context.tenant.as_ref().map(HeaderValue::as_bytes))?,
             model: named.model.clone(),
             fields,
             timeout: context.timeout(front)?,

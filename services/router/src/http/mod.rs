@@ -39,7 +39,7 @@ use crate::{
     record::label,
     request::{
         error::{FieldError, RequestError, refused},
-        options::{KEEP_HEADER, SESSION_HEADER, TENANT_HEADER, Tenant, session_of_headers},
+        options::{KEEP_HEADER, SESSION_HEADER, TENANT_HEADER, session_of_headers},
     },
 };
 pub use error::ApiError;
@@ -181,8 +181,8 @@ pub struct RequestContext {
     pub label: Option<String>,
     pub span: Span,
     pub wants_stats: bool,
-    /// The tenant. An invalid tenant is reported with the other errors of the request.
-    pub tenant: Result<Option<Tenant>, FieldError>,
+    /// The header of the tenant.
+    pub tenant: Option<HeaderValue>,
     /// The conversation. Invalid headers are reported with the other errors of the request.
     pub session: Result<Session, FieldError>,
     /// The header [`X_BATON_DEADLINE_MS`].
@@ -204,8 +204,7 @@ impl RequestContext {
         propagation::set_parent_from_http(&span, headers);
         let wants_stats =
             [X_BATON_STATS, X_BATON_FIGURES].iter().any(|name| text(name) == Some("1"));
-        let tenant =
-            headers.get(TENANT_HEADER).map(|name| Tenant::parse(name.as_bytes())).transpose();
+        let tenant = headers.get(TENANT_HEADER).cloned();
         let bytes = |name| headers.get(name).map(HeaderValue::as_bytes);
         let session = session_of_headers(bytes(SESSION_HEADER), bytes(KEEP_HEADER));
         let deadline_ms = headers.get(X_BATON_DEADLINE_MS).cloned();

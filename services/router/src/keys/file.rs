@@ -9,14 +9,15 @@ use toml::{Table, Value};
 use super::limits::KeyLimits;
 
 const NAME_CHARS_MAX: usize = 64;
-const FIELDS: &str =
-    "name, sha256, models, priority, weight, requests_per_minute, tokens_per_minute or streams_max";
+const NAME_ALLOWED: &str = "1 to 64 letters, digits, '.', '_' and '-'";
+const FIELDS: &str = "name, sha256, models, priority, weight, requests_per_minute, tokens_per_minute, streams_max, \
+                      cache_group or gateway";
 /// Largest `priority` and `weight`. Larger ratios of weights would starve the lighter key.
 const PRIORITY_MAX: u32 = 9;
 const WEIGHT_MAX: u32 = 100;
 
 /// One `[[key]]` of the file.
-#[derive(Debug, PartialEq, Eq)]
+#[derive(Debug, Default, PartialEq, Eq)]
 pub struct Entry {
     pub name: String,
     /// SHA-256 hash of the key's text.
@@ -28,6 +29,10 @@ pub struct Entry {
     /// Share relative to other keys; unset is 1.
     pub weight: Option<u32>,
     pub limits: KeyLimits,
+    /// Keys of one group share cached KV; `None`: the key shares cached KV with no other key.
+    pub cache_group: Option<String>,
+    /// Whether requests of the key name their tenants.
+    pub gateway: bool,
 }
 
 /// Reads all entries; names and hashes are unique.
@@ -100,9 +105,20 @@ fn read_entry(entry: &Table) -> Result<Entry, String> {
             Some(names.ok_or("invalid models; expected a list of at least one name of a model")?)
         }
     };
+    let cache_group = match entry.get("cache_group") {
+        None => None,
+        Some(group) => {
+            let group = group.as_str().filter(|group| is_name(group));
+            Some(group.ok_or_else(|| format!("invalid cache_group; expected {NAME_ALLOWED}"))?)
+        }
+    };
+    let gateway = match entry.get("gateway") {
+        None => false,
+        Some(gateway) => gateway.as_bool().ok_or("invalid gateway; expected true or false")?,
+    };
     Ok(Entry {
         name: name
-            .ok_or("name is missing or invalid; expected 1 to 64 letters, digits, '.', '_' and '-'")?
+            .ok_or_else(|| format!("name is missing or invalid; expected {NAME_ALLOWED}"))?
             .to_owned(),
         sha256: sha256
             .ok_or("sha256 is missing or invalid; expected 64 hexadecimal digits, as `baton keys new` prints them")?,
@@ -114,6 +130,8 @@ fn read_entry(entry: &Table) -> Result<Entry, String> {
             tokens_per_minute: limit("tokens_per_minute")?,
             streams_max: limit("streams_max")?,
         },
+        cache_group: cache_group.map(str::to_owned),
+        gateway,
     })
 }
 
@@ -150,6 +168,7 @@ mod tests {
         let text = format!(
             "[[key]]\nname = \"team-a\"\nsha256 = \"{HASH}\"\nmodels = [\"one\"]\n\
              priority = 2\nweight = 3\nrequests_per_minute = 60\ntokens_per_minute = 1000\nstreams_max = 4\n\
+             cache_group = \"team\"\ngateway = true\n\
              [[key]]\nname = \"b\"\nsha256 = \"{}\"\n",
             HASH.replace("00", "FF")
         );
@@ -163,6 +182,8 @@ mod tests {
         assert_eq!(entries[0].models, Some(vec!["one".to_owned()]));
         assert_eq!((entries[0].priority, entries[0].weight), (Some(2), Some(3)));
         assert_eq!((entries[1].priority, entries[1].weight), (None, None));
+        assert_eq!((entries[0].cache_group.as_deref(), entries[0].gateway), (Some("team"), true));
+        assert_eq!((entries[1].cache_group.as_deref(), entries[1].gateway), (None, false));
         assert_eq!(entries[0].sha256[..3], [0, 0x11, 0x22]);
         assert_eq!((entries[1].limits, entries[1].sha256[0]), (KeyLimits::default(), 0xff));
     }
@@ -197,6 +218,12 @@ mod tests {
             (entry("weight = 0"), "key a: invalid weight: 0; expected 1 to 100"),
             (entry("models = []"), "key a: invalid models; expected a list"),
             (entry("models = [1]"), "key a: invalid models"),
+            (
+                entry("cache_group = \"a/b\""),
+                "key a: invalid cache_group; expected 1 to 64 letters",
+            ),
+            (entry("cache_group = 1"), "key a: invalid cache_group"),
+            (entry("gateway = \"yes\""), "key a: invalid gateway; expected true or false"),
             (entry("") + &entry(""), "two keys have the name a"),
             (entry("") + &entry("").replace("\"a\"", "\"b\""), "key b: another key has the same"),
         ] {

@@ -10,7 +10,7 @@ mod limits;
 use std::{
     collections::{BTreeMap, BTreeSet, HashMap},
     path::Path,
-    sync::{Arc, Mutex, MutexGuard},
+    sync::{Arc, Mutex, MutexGuard, Once},
     time::Instant,
 };
 
@@ -23,7 +23,10 @@ use telemetry::metrics::{ApiKeyMetrics, FinishedRequest, KeyMetrics, KeyRejectio
 use crate::{
     lock::lock,
     net::ConnectionState,
-    request::{error::RequestError, options::Tenant},
+    request::{
+        error::{FieldError, RequestError},
+        options::{TENANT_HEADER, Tenant, salt_for_nodes},
+    },
 };
 pub use limits::Exceeded;
 use limits::{KeyLimits, Usage};
@@ -122,31 +125,38 @@ fn keys(
     let key = |entry: file::Entry| {
         let models = match purpose {
             Purpose::Clients(served) => allowed_models(&entry, served)?,
-            Purpose::Operators
-                if entry.models.is_none()
-                    && (entry.priority, entry.weight) == (None, None)
-                    && entry.limits == KeyLimits::default() =>
-            {
-                None
-            }
             Purpose::Operators => {
-                return Err(format!(
-                    "key {}: keys of operators have no models, shares and limits; expected name and \
-                     sha256",
-                    entry.name
-                ));
+                let plain = file::Entry {
+                    name: entry.name.clone(),
+                    sha256: entry.sha256,
+                    ..file::Entry::default()
+                };
+                if entry != plain {
+                    return Err(format!(
+                        "key {}: keys of operators have no models, shares, limits and caches; expected name and \
+                         sha256",
+                        entry.name
+                    ));
+                }
+                None
             }
         };
         let earlier = before.and_then(|keys| keys.values().find(|key| *key.name == entry.name));
-        let new = || Shared { usage: Mutex::default(), metrics: metrics.of_key(&entry.name) };
+        let new = || Shared {
+            usage: Mutex::default(),
+            metrics: metrics.of_key(&entry.name),
+            tenant_ignored: Once::new(),
+        };
         let shared = earlier.map_or_else(|| Arc::new(new()), |key| key.shared.clone());
+        let cache_scope = cache_scope(&entry);
         let name: Arc<str> = entry.name.into();
         let flow = Flow {
             name: FlowName::Key(name.clone()),
             weight: entry.weight.unwrap_or(1),
             priority: entry.priority.unwrap_or(0),
         };
-        let key = Key { name, models, flow, limits: entry.limits, shared };
+        let (limits, gateway) = (entry.limits, entry.gateway);
+        let key = Key { name, models, flow, limits, cache_scope, gateway, shared };
         Ok((entry.sha256, Arc::new(key)))
     };
     file::parse(content)?.into_iter().map(key).collect()
@@ -170,12 +180,27 @@ fn allowed_models(
     models.iter().map(model).collect::<Result<_, _>>().map(Some)
 }
 
+/// Returns the start of the salts of a key: a hash of its group, or of its own name without a group. The hash keeps
+/// salts within the nodes' limit.
+fn cache_scope(entry: &file::Entry) -> String {
+    let scope = match &entry.cache_group {
+        Some(group) => format!("group {group}"),
+        None => format!("key {}", entry.name),
+    };
+    let hash = digest(&SHA256, scope.as_bytes());
+    hash.as_ref()[..16].iter().map(|byte| format!("{byte:02x}")).collect()
+}
+
 struct Key {
     name: Arc<str>,
     /// Names of the allowed models, without aliases; `None` is all models.
     models: Option<BTreeSet<Arc<str>>>,
     flow: Flow,
     limits: KeyLimits,
+    /// Keys of equal scopes share cached KV.
+    cache_scope: String,
+    /// Whether the tenant header of the key's requests counts.
+    gateway: bool,
     shared: Arc<Shared>,
 }
 
@@ -183,6 +208,8 @@ struct Key {
 struct Shared {
     usage: Mutex<Usage>,
     metrics: KeyMetrics,
+    /// Whether the log says that requests of the key name a tenant although the key is no gateway.
+    tenant_ignored: Once,
 }
 
 impl Key {
@@ -210,6 +237,28 @@ impl Caller {
     pub fn may_use(&self, model: &str) -> bool {
         let models = self.0.as_deref().and_then(|key| key.models.as_ref());
         models.is_none_or(|models| models.contains(model))
+    }
+
+    /// Returns the tenant that a gateway names in the header [`TENANT_HEADER`]. The header of a key that is no gateway is
+    /// ignored: the client could name any tenant. Without keys every client counts as a gateway.
+    pub fn tenant(&self, header: Option<&[u8]>) -> Result<Option<Tenant>, FieldError> {
+        let Some(header) = header else { return Ok(None) };
+        if let Some(key) = self.0.as_deref().filter(|key| !key.gateway) {
+            key.shared.tenant_ignored.call_once(|| {
+                tracing::warn!(
+                    key = &*key.name,
+                    "ignoring the header {TENANT_HEADER}: the API key lacks gateway = true"
+                );
+            });
+            return Ok(None);
+        }
+        Tenant::parse(header).map(Some)
+    }
+
+    /// Returns the salt for nodes, which separates the prefix caches of keys, their tenants and their salts.
+    pub fn salt_for_nodes(&self, tenant: Option<&Tenant>, salt: &str) -> String {
+        let scope = self.0.as_deref().map(|key| &*key.cache_scope);
+        salt_for_nodes(scope, tenant, salt)
     }
 
     /// Returns the flow of the key; without a key of the tenant, or the flow of all other callers.
@@ -383,13 +432,50 @@ mod tests {
     }
 
     #[tokio::test]
+    async fn keys_share_salts_by_group_and_only_gateways_name_tenants() {
+        let metrics = metrics();
+        let caller = |name, fields| {
+            let keys = keys(entry(name, name, fields).as_bytes(), &served(), &metrics, None);
+            Caller(keys.unwrap().into_values().next())
+        };
+        let salt = |caller: &Caller, tenant: Option<&[u8]>| {
+            caller.salt_for_nodes(caller.tenant(tenant).unwrap().as_ref(), "")
+        };
+        let (group, gateway) = ("cache_group = \"a\"", "gateway = true");
+        let [a, b] = ["a", "b"].map(|name| caller(name, ""));
+        let [c, d] = ["c", "d"].map(|name| caller(name, group));
+        let gateway = caller("e", gateway);
+        assert_eq!(salt(&c, None), salt(&d, None));
+        let apart = [
+            salt(&Caller::default(), None),
+            salt(&Caller::default(), Some(b"t")),
+            salt(&a, None),
+            salt(&b, None),
+            salt(&c, None),
+            salt(&gateway, None),
+            salt(&gateway, Some(b"t")),
+        ];
+        assert_eq!(BTreeSet::from_iter(&apart).len(), apart.len(), "{apart:?}");
+        for ignored in [&b"t"[..], b"not valid"] {
+            assert_eq!(salt(&a, Some(ignored)), salt(&a, None));
+        }
+        assert!(gateway.tenant(Some(b"not valid")).is_err());
+    }
+
+    #[tokio::test]
     async fn keys_of_operators_have_no_limits() {
         let metrics = metrics();
         let read = |fields| {
             keys(entry("a", "x", fields).as_bytes(), &Purpose::Operators, &metrics, None).err()
         };
         assert_eq!(read(""), None);
-        for fields in ["models = [\"one\"]", "streams_max = 1", "weight = 1"] {
+        for fields in [
+            "models = [\"one\"]",
+            "streams_max = 1",
+            "weight = 1",
+            "gateway = true",
+            "cache_group = \"a\"",
+        ] {
             assert!(read(fields).unwrap().contains("expected name and sha256"), "{fields}");
         }
     }

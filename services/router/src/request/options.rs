@@ -193,11 +193,11 @@ pub fn check_prompt(field: &str, tokens: &[u32], limits: &ModelLimits) -> Result
 }
 
 /// Header and gRPC metadata key of a request's tenant, which a gateway sets. Requests share cached KV only with
-/// the same tenant and the same salt: the latency of a response shows whether its prompt was cached, and so
-/// reveals prompts of other clients.
+/// the same cache group, tenant and salt: usage and latency show whether a prompt was cached, and so reveal prompts of
+/// other clients.
 pub const TENANT_HEADER: &str = "x-baton-tenant";
 const TENANT_CHARS_MAX: usize = 64;
-/// Maximum length of a salt in bytes. Salt and tenant together stay below the limit of the nodes.
+/// Maximum length of a salt in bytes. Cache scope, tenant and salt together stay below the limit of the nodes.
 pub const CACHE_SALT_BYTES_MAX: usize = 128;
 
 /// A validated tenant name.
@@ -275,13 +275,15 @@ pub fn check_salt(field: &str, salt: String) -> Result<String, FieldError> {
     Ok(salt)
 }
 
-/// Returns the salt for nodes: the tenant, which has no slash and is not empty, a slash and the client's salt. Without a
-/// tenant and a salt it is empty. So different pairs yield different salts.
-pub fn salt_for_nodes(tenant: Option<&Tenant>, salt: String) -> String {
-    match tenant {
-        Some(Tenant(tenant)) => format!("{tenant}/{salt}"),
-        None if salt.is_empty() => salt,
-        None => format!("/{salt}"),
+/// Returns the salt for nodes: the cache scope of the caller's key after an `@`, the tenant, and the client's salt, with
+/// slashes between them. Without a key, a tenant and a salt it is empty. Scopes and tenants have no slash and no `@`, so
+/// different callers yield different salts.
+pub fn salt_for_nodes(scope: Option<&str>, tenant: Option<&Tenant>, salt: &str) -> String {
+    let named = tenant.map_or("", Tenant::as_str);
+    match (scope, tenant) {
+        (Some(scope), _) => format!("@{scope}/{named}/{salt}"),
+        (None, None) if salt.is_empty() => String::new(),
+        (None, _) => format!("{named}/{salt}"),
     }
 }
 
@@ -486,21 +488,27 @@ mod tests {
     }
 
     #[test]
-    fn tenant_and_salt_pairs_are_distinct() {
+    fn salts_of_scopes_tenants_and_clients_are_distinct() {
         let tenant = |name: &str| Some(Tenant::parse(name.as_bytes()).unwrap());
         let salts = [
-            (tenant("a"), "b"),
-            (tenant("ab"), ""),
-            (tenant("a"), ""),
-            (tenant("a"), "b/c"),
-            (tenant("b"), "b"),
-            (None, "b"),
-            (None, "a/b"),
-            (None, "/b"),
-            (None, "/"),
-            (None, ""),
+            (None, tenant("a"), "b"),
+            (None, tenant("ab"), ""),
+            (None, tenant("a"), ""),
+            (None, tenant("a"), "b/c"),
+            (None, tenant("b"), "b"),
+            (None, None, "b"),
+            (None, None, "a/b"),
+            (None, None, "/b"),
+            (None, None, "/"),
+            (None, None, "@a//b"),
+            (None, None, ""),
+            (Some("a"), None, ""),
+            (Some("a"), None, "b"),
+            (Some("a"), None, "a/b"),
+            (Some("a"), tenant("a"), "b"),
+            (Some("b"), tenant("a"), "b"),
         ]
-        .map(|(tenant, salt)| salt_for_nodes(tenant.as_ref(), salt.to_owned()));
+        .map(|(scope, tenant, salt)| salt_for_nodes(scope, tenant.as_ref(), salt));
         for (index, salt) in salts.iter().enumerate() {
             assert!(!salts[..index].contains(salt), "{salt}");
         }

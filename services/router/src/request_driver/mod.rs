@@ -25,8 +25,7 @@ use crate::{
     request::{
         error::{FieldError, RequestError},
         options::{
-            CHOICES_PER_REQUEST_MAX, DefaultLength, Options, RequestedGrammar, Tenant,
-            check_prompt, salt_for_nodes,
+            CHOICES_PER_REQUEST_MAX, DefaultLength, Options, RequestedGrammar, Tenant, check_prompt,
         },
         text_workers::{CacheKeying, PromptSource, TokenizedPrompt},
         tools::{CallReader, CallReading, OfferedTools},
@@ -178,7 +177,7 @@ async fn prepare(
     let grammar = check_grammar(front, &model, options.grammar.take(), deadline).await?;
 
     let seed = random_bits()? as u64;
-    let cache_salt = salt_for_nodes(tenant.as_ref(), std::mem::take(&mut options.cache_salt));
+    let cache_salt = record.caller().salt_for_nodes(tenant.as_ref(), &options.cache_salt);
     let keying = Arc::new(CacheKeying {
         identities: front.nodes.cache_identities(&model.name),
         salt: cache_salt.clone(),

@@ -199,7 +199,8 @@ fn stats_header() -> Value {
 fn tenant_header() -> Value {
     json!({"name": "x-baton-tenant", "in": "header",
         "schema": {"type": "string", "pattern": "^[A-Za-z0-9._-]{1,64}$"},
-        "description": "Set by a gateway: prefix caches are shared only within a tenant."})
+        "description": "Set by a gateway: prefix caches are shared only within a tenant. Ignored if the request has an \
+                        API key that is not marked as a gateway."})
 }
 
 fn session_header() -> Value {
