@@ -349,12 +349,20 @@ async fn while_all_decode_nodes_restart_new_and_running_requests_wait_and_comple
     for node in &cluster.decode {
         node.behave(Behaviour::HangAfter(3));
     }
-    let mut running = Vec::new();
+    let (mut running, mut fingerprint) = (Vec::new(), Value::Null);
     for _ in 0..4 {
         let mut stream = cluster.client.stream("/v1/completions", &streamed()).await;
         let first: Value = serde_json::from_str(&stream.next().await.unwrap()).unwrap();
+        fingerprint = first["system_fingerprint"].clone();
         running.push((stream, ids_of(&[first], 0)));
     }
+    let lengths = async |cluster: &Cluster| {
+        let models = cluster.client.get("/v1/models").await.json();
+        let tokenize = json!({"prompt": "x"});
+        let tokenized = cluster.client.post("/tokenize", &tokenize).await.json();
+        [models["data"][0]["max_model_len"].clone(), tokenized["max_model_len"].clone()]
+    };
+    let lengths_before = lengths(&cluster).await;
     cluster.decode.iter_mut().for_each(ScriptedNode::kill);
     cluster.wait_nodes(1, 0).await;
     let ask = |client: common::client::Client| async move {
@@ -366,6 +374,7 @@ async fn while_all_decode_nodes_restart_new_and_running_requests_wait_and_comple
     })
     .await;
     assert_eq!(cluster.client.get("/health").await.status, 503);
+    assert_eq!(lengths(&cluster).await, lengths_before);
     // Longer than any probe interval of the directory.
     tokio::time::sleep(Duration::from_secs(3)).await;
     restart_decode(&mut cluster, 0);
@@ -374,6 +383,7 @@ async fn while_all_decode_nodes_restart_new_and_running_requests_wait_and_comple
         let answer = answer.await.unwrap();
         assert_eq!(answer.status, 200, "{}", answer.message());
         assert_eq!(answer.json()["choices"][0]["text"], ANSWER);
+        assert_eq!(answer.json()["system_fingerprint"], fingerprint);
     }
     for (mut stream, mut ids) in running {
         ids.extend(ids_of(&stream.chunks().await, 0));

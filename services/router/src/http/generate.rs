@@ -159,7 +159,8 @@ fn reply(
         Api::Chat => "chatcmpl",
         Api::Text => "cmpl",
     };
-    let fingerprint = front.nodes.serving(&named.model.name).model_fingerprint;
+    // Without a fingerprint no node has ever served the model, and the request is refused.
+    let fingerprint = front.nodes.serving(&named.model.name).model_fingerprint.unwrap_or_default();
     Reply {
         id: format!("{prefix}-{}", context.request_id),
         created: SystemTime::UNIX_EPOCH.elapsed().map_or(0, |since| since.as_secs()),

@@ -61,39 +61,42 @@ struct Shared {
     /// Number of changes of health, plus one for the end of the first connection setup.
     changes: latest::Sender<u64>,
     connected: AtomicBool,
-    /// Last known limits of each model, by model name.
-    last_limits: Mutex<HashMap<String, ModelLimits>>,
+    /// Limits and fingerprint of each model when a decode node last served it, by model name.
+    last_served: Mutex<HashMap<String, (ModelLimits, u128)>>,
     served: Arc<[Served]>,
     metrics: RouterMetrics,
 }
 
-/// Current nodes and limits of a model.
+/// Current nodes of a model, and its limits and fingerprint now or when a decode node last served it.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Serving {
     pub prefill_nodes: usize,
     pub decode_nodes: usize,
-    /// Limits that every decode node supports; `None` without a decode node.
+    /// Limits that every decode node supports; `None` if no decode node ever served the model.
     pub limits: Option<ModelLimits>,
-    /// Fingerprint of the first listed decode node.
-    pub model_fingerprint: u128,
+    /// Fingerprint of the first listed decode node; `None` if no decode node ever served the model.
+    pub model_fingerprint: Option<u128>,
 }
 
-fn serving(directory: &Directory, model: &str) -> Serving {
+/// Returns what is known about a model. `last`: its limits and fingerprint when a decode node last served it.
+fn serving(directory: &Directory, model: &str, last: Option<(ModelLimits, u128)>) -> Serving {
     let of_role = |role| directory.serving(role).filter(|record| record.model == model);
     let records: Vec<&NodeRecord> = of_role(Role::Decode).collect();
     let least = |of: fn(&NodeRecord) -> u32| records.iter().map(|record| of(record)).min();
-    let limits = || {
-        Some(ModelLimits {
+    let current = || {
+        let limits = ModelLimits {
             prompt_tokens_max: least(|record| record.prompt_tokens_max)?,
             sequence_tokens_max: least(|record| record.sequence_tokens_max)?,
             vocabulary_size: least(|record| record.vocabulary_size)?,
-        })
+        };
+        Some((limits, records.first()?.identity.model_fingerprint))
     };
+    let (limits, model_fingerprint) = current().or(last).unzip();
     Serving {
         prefill_nodes: of_role(Role::Prefill).count(),
         decode_nodes: records.len(),
-        limits: limits(),
-        model_fingerprint: records.first().map_or(0, |record| record.identity.model_fingerprint),
+        limits,
+        model_fingerprint,
     }
 }
 
@@ -114,7 +117,7 @@ impl Nodes {
             inputs,
             changes: latest::Sender::new(0),
             connected: AtomicBool::new(false),
-            last_limits: Mutex::default(),
+            last_served: Mutex::default(),
             served: served.clone(),
             metrics,
         }));
@@ -122,26 +125,19 @@ impl Nodes {
         (nodes, watch)
     }
 
-    /// Returns the current nodes and limits of this model.
+    /// Returns what is known about this model and its nodes.
     pub fn serving(&self, model: &str) -> Serving {
-        self.directory(|directory| serving(directory, model))
+        let last = lock(&self.0.last_served).get(model).copied();
+        self.directory(|directory| serving(directory, model, last))
     }
 
-    /// Returns the limits of this model, now or when a decode node last served it; `None` if none ever did.
-    pub fn last_limits(&self, model: &str) -> Option<ModelLimits> {
-        self.serving(model).limits.or_else(|| self.limits_memory().get(model).cloned())
-    }
-
-    fn remember_limits(&self) {
+    fn remember_served(&self) {
         for served in self.0.served.iter() {
-            if let Some(limits) = self.serving(&served.model).limits {
-                self.limits_memory().insert(served.model.to_string(), limits);
+            let Serving { limits, model_fingerprint, .. } = self.serving(&served.model);
+            if let Some(known) = limits.zip(model_fingerprint) {
+                lock(&self.0.last_served).insert(served.model.to_string(), known);
             }
         }
-    }
-
-    fn limits_memory(&self) -> MutexGuard<'_, HashMap<String, ModelLimits>> {
-        lock(&self.0.last_limits)
     }
 
     /// Returns the nodes that compute on the CPU although their host has a GPU, with the reason: at most
@@ -192,7 +188,7 @@ impl Nodes {
     }
 
     fn changed(&self) {
-        self.remember_limits();
+        self.remember_served();
         self.0.changes.send_modify(|count| *count += 1);
     }
 

@@ -172,7 +172,7 @@ async fn prepare(
         RequestError::NoDecodeNode { waited: Duration::ZERO, reason }
     };
     // While no node is up, the limits of the last known nodes apply, and the request waits for a node in its core.
-    let limits = front.nodes.last_limits(&model.name).ok_or_else(none)?;
+    let limits = front.nodes.serving(&model.name).limits.ok_or_else(none)?;
     let grammar_version = options.grammar.as_ref().map_or(0, RequestedGrammar::version);
     let grammar = check_grammar(front, &model, options.grammar.take(), deadline).await?;
 
