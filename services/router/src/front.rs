@@ -109,9 +109,9 @@ impl Front {
         self.nodes.are_connected() && !self.leaving.is_cancelled()
     }
 
-    /// Returns whether the nodes are connected and at least one model has a decode node.
+    /// Returns whether the nodes are connected and at least one model has a decode node that is not paused.
     pub fn serves(&self) -> bool {
-        let is_served = |name| self.nodes.serving(name).decode_nodes > 0;
+        let is_served = |name| self.nodes.serving(name).running_decode_nodes > 0;
         self.nodes.are_connected() && self.models.all().iter().any(|model| is_served(&model.name))
     }
 }

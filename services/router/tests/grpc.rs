@@ -21,7 +21,7 @@ use hyper_util::{
 };
 use proto::v1::{
     ChatMessage, ChatRequest, Conversation, FinishReason, Finished, GenerateOptions,
-    GenerateRequest, GenerateResponse, TokenIds, generate_request::Prompt,
+    GenerateRequest, GenerateResponse, NodeLoad, PauseState, TokenIds, generate_request::Prompt,
     generate_response::Event, inference_client::InferenceClient,
 };
 use router::ModelSource;
@@ -580,6 +580,43 @@ async fn missing_peer_connections_delay_readiness_only_briefly() {
     // Waits until the router is ready.
     let cluster = Cluster::start_over(settings(), prefill, decode).await;
     collect(generate(&cluster, request(options())).await.unwrap()).await.unwrap();
+}
+
+#[tokio::test]
+async fn router_is_unhealthy_while_every_decode_node_is_paused() {
+    let cluster = Cluster::start(1, 2, ANSWER).await;
+    let channel = channel(&cluster).await;
+    let admin = common::client::Client::new(format!("http://{}", cluster.router.admin));
+    let is_healthy = async || {
+        let answer = cluster.client.get("/health").await;
+        let request = HealthCheckRequest { service: "baton.v1.Inference".into() };
+        let checked = HealthClient::new(channel.clone()).check(request).await.unwrap();
+        let serves = checked.into_inner().status() == ServingStatus::Serving;
+        (answer.status.as_u16(), answer.json()["status"].as_str().unwrap().to_owned(), serves)
+    };
+    let pause = |index: usize, pause: PauseState| {
+        cluster.decode[index].report(NodeLoad { pause: pause.into(), ..Default::default() });
+    };
+    let (ready, paused) =
+        ((200, "ready".to_owned(), true), (503, "nodes paused".to_owned(), false));
+    let are_paused = async |count: usize| {
+        eventually(&format!("{count} nodes are paused"), async || {
+            let weights = admin.get("/v1/weights").await.json();
+            weights.to_string().matches("\"pause\"").count() == count
+        })
+        .await;
+    };
+    for state in [PauseState::Pausing, PauseState::Paused] {
+        pause(0, state);
+        are_paused(1).await;
+        eventually("the other node serves", async || is_healthy().await == ready).await;
+        pause(1, state);
+        eventually("both are paused", async || is_healthy().await == paused).await;
+        pause(0, PauseState::None);
+        eventually("one node serves", async || is_healthy().await == ready).await;
+        pause(1, PauseState::None);
+        are_paused(0).await;
+    }
 }
 
 #[tokio::test]

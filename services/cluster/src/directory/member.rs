@@ -96,6 +96,13 @@ pub(super) struct Seen {
     pub(super) tiers: Tiers,
 }
 
+impl Seen {
+    /// Returns whether the process admits nothing until a pause ends.
+    pub(super) fn is_paused(&self) -> bool {
+        self.load.pause() != v1::PauseState::None
+    }
+}
+
 /// Blocks in a node's KV tiers.
 #[derive(Debug, Default)]
 pub(super) struct Tiers {

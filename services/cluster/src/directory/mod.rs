@@ -43,7 +43,7 @@ use proto::v1;
 use crate::{Epoch, MemberChange, NodeAddress, NodeRecord, RecordError, Role, backoff::Jitter};
 use breaker::Breaker;
 use index::Index;
-use member::Stream;
+use member::{Seen, Stream};
 use transfers::TransferTimes;
 
 pub use breaker::BreakerReason;
@@ -122,7 +122,7 @@ pub enum DirectoryAction {
     StopObserving { stream: StreamId },
     /// Log and count this change.
     HealthChanged { node: NodeKey, address: NodeAddress, from: Health, to: Health, reason: String },
-    /// The node began or stopped draining, or has other weights, so other requests can use it.
+    /// The node began or stopped draining, was paused or resumed, or has other weights, so other requests can use it.
     ServingChanged { node: NodeKey },
     /// Log that the node's report is impossible. The node is not used.
     Rejected { address: NodeAddress, reason: String },
@@ -258,6 +258,15 @@ impl Directory {
         })
     }
 
+    /// Returns the number of decode nodes of this model that can be picked and are not paused.
+    pub fn running_decode_nodes(&self, model: &str) -> usize {
+        let runs = |member: &&Member| {
+            let serves = |seen: &Seen| seen.record.model == model && !seen.is_paused();
+            member.address.role == Role::Decode && member.serving().is_some_and(serves)
+        };
+        self.members.values().filter(runs).count()
+    }
+
     fn joined(&mut self, now: Instant, address: NodeAddress, actions: &mut Vec<DirectoryAction>) {
         let known = self.members.iter_mut().find(|(_, member)| member.address == address);
         if let Some((key, member)) = known {
@@ -323,10 +332,11 @@ impl Directory {
         }
     }
 
-    /// Returns the member's health, and the weights with which it accepts requests.
-    fn serves(&self, key: NodeKey) -> Option<(Health, Option<u64>)> {
+    /// Returns the member's health, and the weights with which it accepts requests and whether it is paused.
+    fn serves(&self, key: NodeKey) -> Option<(Health, Option<(u64, bool)>)> {
         let member = self.members.get(&key)?;
-        Some((member.health, member.serving().map(|seen| seen.record.identity.weight_version)))
+        let accepts = |seen: &Seen| (seen.record.identity.weight_version, seen.is_paused());
+        Some((member.health, member.serving().map(accepts)))
     }
 
     /// Handles the end of a member's stream: probes a stable node at once, others after a delay.

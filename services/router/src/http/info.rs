@@ -61,7 +61,7 @@ fn card(front: &Front, named: NamedModel, started: u64) -> ModelCard {
 #[derive(Serialize, JsonSchema)]
 pub struct Health<'a> {
     /// `nodes connecting`: the connection setup between the first nodes has not finished.
-    #[schemars(extend("enum" = ["ready", "no decode node", "nodes connecting", "stopping"]))]
+    #[schemars(extend("enum" = ["ready", "no decode node", "nodes paused", "nodes connecting", "stopping"]))]
     status: &'static str,
     /// At least one model has no prefill node or no decode node.
     degraded: bool,
@@ -110,6 +110,7 @@ pub async fn health(State(front): State<Arc<Front>>) -> Response {
         (false, _) if !front.nodes.are_connected() => {
             (StatusCode::SERVICE_UNAVAILABLE, "nodes connecting")
         }
+        (false, _) if !front.serves() => (StatusCode::SERVICE_UNAVAILABLE, "nodes paused"),
         (false, _) => (StatusCode::OK, "ready"),
     };
     let health = Health {

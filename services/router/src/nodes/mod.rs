@@ -72,6 +72,8 @@ struct Shared {
 pub struct Serving {
     pub prefill_nodes: usize,
     pub decode_nodes: usize,
+    /// Number of decode nodes that are not paused.
+    pub running_decode_nodes: usize,
     /// Limits that every decode node supports; `None` if no decode node ever served the model.
     pub limits: Option<ModelLimits>,
     /// Fingerprint of the first listed decode node; `None` if no decode node ever served the model.
@@ -95,6 +97,7 @@ fn serving(directory: &Directory, model: &str, last: Option<(ModelLimits, u128)>
     Serving {
         prefill_nodes: of_role(Role::Prefill).count(),
         decode_nodes: records.len(),
+        running_decode_nodes: directory.running_decode_nodes(model),
         limits,
         model_fingerprint,
     }
