@@ -230,6 +230,56 @@ async fn key_sees_only_its_models() {
 }
 
 #[tokio::test]
+async fn health_and_metrics_show_only_the_models_of_the_caller() {
+    let (_folder, settings) = with_keys(&[
+        ("all", "key-all", ""),
+        ("one", "key-one", &format!("models = [\"{MODEL}\"]")),
+        ("two", "key-two", "models = [\"two\"]"),
+    ]);
+    let decode = [MODEL, "two"].map(|model| {
+        let node = ScriptedNode::start_for(model, Role::Decode, &format!("decode-{model}"));
+        node.announce_cpu_fallback("no driver");
+        node
+    });
+    let cluster = Cluster::start_models(settings, &[MODEL, "two"], vec![], decode.into()).await;
+    for (key, models, metrics_of) in [
+        ("key-all", &[MODEL, "two"][..], &["all", "one", "two"][..]),
+        ("key-one", &[MODEL], &["one"]),
+        ("key-two", &["two"], &["two"]),
+        ("wrong", &[], &[]),
+        ("", &[], &[]),
+    ] {
+        let answer = get(&cluster.client, "/health", key).await;
+        assert_eq!(answer.status, 200);
+        let health = answer.json();
+        let shown: Vec<_> =
+            health["models"].as_array().unwrap().iter().map(|it| &it["name"]).collect();
+        assert_eq!(shown, models, "{health}");
+        assert_eq!(health["model"].as_str(), models.first().copied());
+        assert_eq!(health["decode_nodes"], 2);
+        let fallbacks = health["cpu_fallbacks"].as_array().map_or(0, Vec::len);
+        assert_eq!(fallbacks, models.len(), "{health}");
+        if models.is_empty() {
+            continue;
+        }
+        let answer = get(&cluster.client, "/metrics", key).await;
+        let metrics = String::from_utf8(answer.body.to_vec()).unwrap();
+        for model in [MODEL, "two"] {
+            let is_shown = models.contains(&model);
+            for label in ["gen_ai_request_model", "model_name"] {
+                let label = format!("{label}=\"{model}\"");
+                assert_eq!(metrics.contains(&label), is_shown, "{key} {label}");
+            }
+        }
+        for name in ["all", "one", "two"] {
+            let label = format!("key=\"{name}\"");
+            assert_eq!(metrics.contains(&label), metrics_of.contains(&name), "{key} {label}");
+        }
+        assert!(metrics.contains("process_cpu_time_seconds_total"));
+    }
+}
+
+#[tokio::test]
 async fn cached_kv_is_separate_by_key_and_only_gateways_name_tenants() {
     let (_folder, settings) = with_keys(&[
         ("a", "key-a", ""),

@@ -8,7 +8,7 @@ use axum::{
     extract::State,
     response::{IntoResponse, Response},
 };
-use http::{Extensions, StatusCode, header};
+use http::{Extensions, HeaderMap, StatusCode, header};
 use schemars::JsonSchema;
 use serde::Serialize;
 use telemetry::Metrics;
@@ -20,6 +20,7 @@ use super::{
 };
 use crate::{
     front::{Front, NamedModel},
+    keys::Caller,
     nodes::Serving,
 };
 
@@ -65,8 +66,10 @@ pub struct Health<'a> {
     status: &'static str,
     /// At least one model has no prefill node or no decode node.
     degraded: bool,
-    /// Name of the default model.
-    model: &'a str,
+    /// Name of the caller's default model; absent without a valid key where the router needs keys.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    model: Option<&'a str>,
+    /// The models that the caller may use.
     models: Vec<ModelHealth<'a>>,
     /// Number of healthy prefill nodes of all models.
     prefill_nodes: usize,
@@ -93,37 +96,41 @@ struct ModelHealth<'a> {
     decode_nodes: usize,
 }
 
-pub async fn health(State(front): State<Arc<Front>>) -> Response {
-    let models: Vec<ModelHealth<'_>> = front
-        .models
-        .all()
-        .iter()
-        .map(|model| {
-            let Serving { prefill_nodes, decode_nodes, .. } = front.nodes.serving(&model.name);
-            ModelHealth { name: &model.name, prefill_nodes, decode_nodes }
-        })
-        .collect();
-    let decode_nodes = models.iter().map(|model| model.decode_nodes).sum();
-    let (code, status) = match (front.leaving.is_cancelled(), decode_nodes) {
-        (true, _) => (StatusCode::SERVICE_UNAVAILABLE, "stopping"),
-        (false, 0) => (StatusCode::SERVICE_UNAVAILABLE, "no decode node"),
-        (false, _) if !front.nodes.are_connected() => {
-            (StatusCode::SERVICE_UNAVAILABLE, "nodes connecting")
-        }
-        (false, _) if !front.serves() => (StatusCode::SERVICE_UNAVAILABLE, "nodes paused"),
-        (false, _) => (StatusCode::OK, "ready"),
+pub async fn health(State(front): State<Arc<Front>>, headers: HeaderMap) -> Response {
+    let caller = match &front.keys {
+        Some(keys) => keys.caller(&headers),
+        None => Some(Caller::default()),
     };
+    let shows = |model: &str| caller.as_ref().is_some_and(|caller| caller.may_use(model));
+    let all =
+        front.models.all().iter().map(|model| (&*model.name, front.nodes.serving(&model.name)));
+    let all: Vec<(&str, Serving)> = all.collect();
+    let count = |of: fn(&Serving) -> usize| all.iter().map(|(_, serving)| of(serving)).sum();
+    let (prefill_nodes, decode_nodes) = (count(|it| it.prefill_nodes), count(|it| it.decode_nodes));
+    let status = match () {
+        () if front.leaving.is_cancelled() => "stopping",
+        () if decode_nodes == 0 => "no decode node",
+        () if !front.nodes.are_connected() => "nodes connecting",
+        () if !front.serves() => "nodes paused",
+        () => "ready",
+    };
+    let code = if status == "ready" { StatusCode::OK } else { StatusCode::SERVICE_UNAVAILABLE };
+    let models = all.iter().filter(|(name, _)| shows(name)).map(|(name, serving)| {
+        let &Serving { prefill_nodes, decode_nodes, .. } = serving;
+        ModelHealth { name, prefill_nodes, decode_nodes }
+    });
+    let models: Vec<ModelHealth<'_>> = models.collect();
     let health = Health {
         status,
-        degraded: models.iter().any(|model| model.prefill_nodes == 0 || model.decode_nodes == 0),
-        model: &front.models.default_model().name,
-        prefill_nodes: models.iter().map(|model| model.prefill_nodes).sum(),
+        degraded: all.iter().any(|(_, it)| it.prefill_nodes == 0 || it.decode_nodes == 0),
+        model: models.first().map(|model| model.name),
+        prefill_nodes,
         decode_nodes,
         models,
         requests_running: front.router.in_flight(),
         cpu_fallbacks: front
             .nodes
-            .cpu_fallbacks()
+            .cpu_fallbacks(shows)
             .into_iter()
             .map(|(node, reason)| CpuFallback { node, reason })
             .collect(),
@@ -142,7 +149,9 @@ pub async fn live() -> &'static str {
     "live\n"
 }
 
-pub fn metrics(metrics: &Metrics) -> Response<Body> {
+pub fn metrics(metrics: &Metrics, extensions: &Extensions) -> Response<Body> {
     let kind = "text/plain; version=0.0.4; charset=utf-8";
-    ([(header::CONTENT_TYPE, kind)], metrics.render_prometheus()).into_response()
+    let caller = caller_of(extensions);
+    let text = metrics.render_prometheus_of(|label, value| caller.may_read(label, value));
+    ([(header::CONTENT_TYPE, kind)], text).into_response()
 }

@@ -120,7 +120,10 @@ fn table(metrics: Metrics, started: u64) -> Vec<Route> {
         get("/health", routing::get(info::health)),
         get("/ready", routing::get(info::ready)),
         get("/live", routing::get(info::live)),
-        get("/metrics", routing::get(async move || info::metrics(&metrics))),
+        get(
+            "/metrics",
+            routing::get(async move |caller: Extensions| info::metrics(&metrics, &caller)),
+        ),
         get("/openapi.json", routing::get(openapi)),
     ]
 }

@@ -18,7 +18,9 @@ use credentials::{Reload, Reloaded, SettingFile};
 use http::{HeaderMap, Request, header};
 use ring::digest::{SHA256, digest};
 use router_core::{Flow, FlowName};
-use telemetry::metrics::{ApiKeyMetrics, FinishedRequest, KeyMetrics, KeyRejection, KeyWaiting};
+use telemetry::metrics::{
+    ApiKeyMetrics, FinishedRequest, KEY_LABEL, KeyMetrics, KeyRejection, KeyWaiting, MODEL_LABEL,
+};
 
 use crate::{
     lock::lock,
@@ -89,14 +91,23 @@ impl Keys {
         Ok(())
     }
 
+    fn find(&self, presented: &[u8]) -> Option<Arc<Key>> {
+        let hash = digest(&SHA256, presented);
+        self.current.current().get::<[u8]>(hash.as_ref()).cloned()
+    }
+
+    /// Returns the caller of a probe, which needs no key and counts against no limit.
+    pub fn caller(&self, headers: &HeaderMap) -> Option<Caller> {
+        Some(Caller(Some(self.find(bearer(headers)?)?)))
+    }
+
     /// Returns the caller of a request, and counts the request.
     fn admit(&self, headers: &HeaderMap, now: Instant) -> Result<Caller, RequestError> {
         let Some(presented) = bearer(headers) else {
             self.metrics.rejected(KeyRejection::Missing);
             return Err(RequestError::MissingKey);
         };
-        let hash = digest(&SHA256, presented);
-        let Some(key) = self.current.current().get::<[u8]>(hash.as_ref()).cloned() else {
+        let Some(key) = self.find(presented) else {
             self.metrics.rejected(KeyRejection::Unknown);
             return Err(RequestError::UnknownKey);
         };
@@ -237,6 +248,17 @@ impl Caller {
     pub fn may_use(&self, model: &str) -> bool {
         let models = self.0.as_deref().and_then(|key| key.models.as_ref());
         models.is_none_or(|models| models.contains(model))
+    }
+
+    /// Returns whether the caller may read series of metrics with this label. A key of some models sees no series of other
+    /// models and of other keys.
+    pub fn may_read(&self, label: &str, value: &str) -> bool {
+        let Some(key) = self.0.as_deref().filter(|key| key.models.is_some()) else { return true };
+        match label {
+            MODEL_LABEL => self.may_use(value),
+            KEY_LABEL => value == &*key.name,
+            _ => true,
+        }
     }
 
     /// Returns the tenant that a gateway names in the header [`TENANT_HEADER`]. The header of a key that is no gateway is

@@ -143,12 +143,12 @@ impl Nodes {
         }
     }
 
-    /// Returns the nodes that compute on the CPU although their host has a GPU, with the reason: at most
+    /// Returns the nodes of these models that compute on the CPU although their host has a GPU, with the reason: at most
     /// [`CPU_FALLBACKS_MAX`].
-    pub fn cpu_fallbacks(&self) -> Vec<(String, String)> {
+    pub fn cpu_fallbacks(&self, of_model: impl Fn(&str) -> bool) -> Vec<(String, String)> {
         self.directory(|directory| {
             let records = Role::ALL.into_iter().flat_map(|role| directory.serving(role));
-            let reasons = records.filter_map(|record| {
+            let reasons = records.filter(|record| of_model(&record.model)).filter_map(|record| {
                 Some((record.node_id.to_string(), record.cpu_fallback.clone()?))
             });
             reasons.take(CPU_FALLBACKS_MAX).collect()

@@ -22,7 +22,7 @@ use opentelemetry::{
 };
 use opentelemetry_otlp::MetricExporter;
 use opentelemetry_sdk::metrics::{PeriodicReader, SdkMeterProvider};
-use prometheus::{Registry, TextEncoder};
+use prometheus::{Registry, TextEncoder, proto::LabelPair};
 use tracing_appender::non_blocking::ErrorCounter;
 
 use crate::{
@@ -41,6 +41,11 @@ pub use router::{
     AttemptEnd, Exclusion, FinishedRequest, InFlightRequest, NodeRole, Operation, Pick, Refusal,
     RequestEnd, RouterMetrics,
 };
+
+/// Label of a model's served name in the Prometheus text.
+pub const MODEL_LABEL: &str = "gen_ai_request_model";
+/// Label of an API key's name.
+pub const KEY_LABEL: &str = "key";
 
 /// Interval of pushes. Dashboards rarely show a finer resolution.
 const PUSH_INTERVAL: Duration = Duration::from_secs(10);
@@ -198,7 +203,17 @@ impl Metrics {
 
     /// Renders every instrument and alias in Prometheus' text format 0.0.4.
     pub fn render_prometheus(&self) -> String {
+        self.render_prometheus_of(|_, _| true)
+    }
+
+    /// Renders the series of which `shows` accepts every label, each by name and value.
+    pub fn render_prometheus_of(&self, shows: impl Fn(&str, &str) -> bool) -> String {
         let mut families = self.registry.gather();
+        families.retain_mut(|family| {
+            let shown = |pair: &LabelPair| shows(pair.name(), pair.value());
+            family.mut_metric().retain(|series| series.get_label().iter().all(shown));
+            !family.get_metric().is_empty()
+        });
         alias::add(&mut families);
         let mut text = String::new();
         // Fails only for a family without a name or a metric; the registry gathers none of these.
