@@ -665,10 +665,11 @@ async fn reflection_lists_the_services() {
     let Some(MessageResponse::ListServicesResponse(list)) = answer.message_response else {
         panic!("no list");
     };
-    let names: Vec<String> = list.service.into_iter().map(|service| service.name).collect();
-    for name in ["baton.v1.Inference", "grpc.health.v1.Health"] {
-        assert!(names.iter().any(|found| found == name), "{names:?}");
-    }
+    let mut names: Vec<String> = list.service.into_iter().map(|service| service.name).collect();
+    names.sort_unstable();
+    let served =
+        ["baton.v1.Inference", "grpc.health.v1.Health", "grpc.reflection.v1.ServerReflection"];
+    assert_eq!(names, served);
 }
 
 #[tokio::test]

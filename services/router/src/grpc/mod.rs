@@ -16,9 +16,13 @@ use axum::{
     response::Response,
 };
 use http::Request;
-use proto::v1::inference_server::InferenceServer;
+use proto::v1::inference_server::{self, InferenceServer};
 use tonic::{Status, metadata::MetadataValue, service::Routes};
-use tonic_health::{pb::health_server::HealthServer, server::HealthService};
+use tonic_health::{
+    pb::health_server::{self, HealthServer},
+    server::HealthService,
+};
+use tonic_reflection::pb::{v1, v1alpha};
 use tower::util::MapRequestLayer;
 
 use crate::{
@@ -38,10 +42,14 @@ pub fn routes(
 ) -> Result<axum::Router, tonic_reflection::server::Error> {
     let body_bytes_max =
         usize::try_from(front.settings.router.body_bytes_max.bytes()).unwrap_or(usize::MAX);
-    let reflection = || {
+    // The descriptors also have the services of nodes, which the router does not serve.
+    let reflection = |own_name| {
         tonic_reflection::server::Builder::configure()
             .register_encoded_file_descriptor_set(proto::DESCRIPTORS)
             .register_encoded_file_descriptor_set(tonic_health::pb::FILE_DESCRIPTOR_SET)
+            .with_service_name(inference_server::SERVICE_NAME)
+            .with_service_name(health_server::SERVICE_NAME)
+            .with_service_name(own_name)
     };
     let budget = front.bodies.clone();
     let counted = middleware::from_fn_with_state(front.clone(), arrived::count);
@@ -50,9 +58,9 @@ pub fn routes(
         .max_decoding_message_size(body_bytes_max);
     let routes = Routes::new(inference)
         .add_service(health)
-        .add_service(reflection().build_v1()?)
+        .add_service(reflection(v1::server_reflection_server::SERVICE_NAME).build_v1()?)
         // The version of reflection that older clients use.
-        .add_service(reflection().build_v1alpha()?);
+        .add_service(reflection(v1alpha::server_reflection_server::SERVICE_NAME).build_v1alpha()?);
     let bounded = MapRequestLayer::new(move |request: Request<Body>| {
         let caller: Caller = request.extensions().get().cloned().unwrap_or_default();
         let arrived = request.extensions().get().cloned();
