@@ -133,13 +133,13 @@ spec:
     - name: cache
       {{- toYaml ($.Values.modelCache.volume | default (dict "emptyDir" dict)) | nindent 6 }}
     {{- range $name, $secret := dict "tls" $values.tlsSecret "keys" $values.keysSecret }}{{- with $secret }}
-    - {name: {{ $name }}, secret: {secretName: {{ . | quote }}}}
+    - {name: {{ $name }}, secret: {secretName: {{ . | quote }}, defaultMode: 0440}}
     {{- end }}{{- end }}
     {{- with $.Values.clusterTls.secret }}
-    - {name: cluster-tls, secret: {secretName: {{ . | quote }}}}
+    - {name: cluster-tls, secret: {secretName: {{ . | quote }}, defaultMode: 0440}}
     {{- end }}
     {{- with $.Values.etcd.tlsSecret }}
-    - {name: etcd-tls, secret: {secretName: {{ . | quote }}}}
+    - {name: etcd-tls, secret: {secretName: {{ . | quote }}, defaultMode: 0440}}
     {{- end }}
     {{- with $values.shm }}
     - {name: shm, emptyDir: {medium: Memory, sizeLimit: {{ . | quote }}}}

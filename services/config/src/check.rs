@@ -1,6 +1,6 @@
 //! Checks of several settings together, and values that derive from several settings.
 
-use std::{fs, net::IpAddr};
+use std::{fs, net::IpAddr, os::unix::fs::MetadataExt};
 
 use crate::{
     error::{ConfigError, Problem, Source},
@@ -27,8 +27,9 @@ impl Config {
         problems.extend(details.into_iter().map(|detail| Problem::Conflict { detail }));
     }
 
-    /// Returns a warning for each secret that crosses a network unencrypted.
-    pub(crate) fn unencrypted_secrets(&self) -> Vec<String> {
+    /// Returns a warning for each secret that crosses a network unencrypted, and for each file with a secret that every
+    /// user of the machine can read or change.
+    pub(crate) fn exposed_secrets(&self) -> Vec<String> {
         let (router, cluster) = (&self.router, &self.cluster);
         let mut warnings = Vec::new();
         let is_remote = !router.admin.ip().is_loopback();
@@ -46,6 +47,24 @@ impl Config {
                 "{} has {url}, which is not https: cluster.etcd_password crosses the network unencrypted",
                 self.at("cluster.etcd"),
             ));
+        }
+        for (key, path) in [
+            ("cluster.secret_file", &cluster.secret_file),
+            ("cluster.tls_key", &cluster.tls_key),
+            ("cluster.etcd_key", &cluster.etcd_key),
+            ("router.tls_key", &router.tls_key),
+        ] {
+            let Some(path) = path else { continue };
+            // The reader of the file reports that the file is missing.
+            let Ok(metadata) = fs::metadata(path) else { continue };
+            let mode = metadata.mode() & 0o777;
+            if mode & 0o006 != 0 {
+                warnings.push(format!(
+                    "{} = {} has mode {mode:04o}: every user of the machine can use the file; expected 0600 or 0640",
+                    self.at(key),
+                    path.display(),
+                ));
+            }
         }
         warnings
     }

@@ -11,7 +11,7 @@
 //! An unknown key is an error that names the nearest valid key. An invalid value is an error with key,
 //! value, allowed values and source. All problems are reported at once. A renamed setting keeps its former
 //! name until the next minor version; [`Config::warnings`] lists the uses of former names, and
-//! secrets that cross a network unencrypted.
+//! secrets that cross a network unencrypted or that every user of the machine can read.
 //!
 //! * `main` calls [`from_process`], the only function that reads the process's arguments and environment.
 //! * All other callers, such as tests, call [`Config::load`] with maps.

@@ -143,14 +143,14 @@ impl Config {
         // Invalid values were replaced by their defaults, so checks of combinations would mislead.
         if problems.is_empty() {
             config.check_combinations(&mut problems);
-            let unencrypted = config.unencrypted_secrets();
-            config.warnings.extend(unencrypted);
+            let exposed = config.exposed_secrets();
+            config.warnings.extend(exposed);
         }
         if problems.is_empty() { Ok(config) } else { Err(ConfigError { problems }) }
     }
 
-    /// Returns one warning per use of a setting's former name, and per secret that crosses a network unencrypted. `main`
-    /// logs the warnings once logging works.
+    /// Returns one warning per use of a setting's former name, and per secret that crosses a network unencrypted or is in a
+    /// file for every user. `main` logs the warnings once logging works.
     pub fn warnings(&self) -> &[String] {
         &self.warnings
     }

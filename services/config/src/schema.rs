@@ -452,7 +452,7 @@ section! {
         /// to each other. Prefer secret_file or the environment: every user of the machine can see flags.
         secret was "transfer.secret": Option<Secret> = None,
             "Required: a default secret would be known to everybody. Generate one: openssl rand -hex 32.";
-        /// File that contains the secret.
+        /// File that contains the secret. A service warns at its start if every user of the machine can use the file.
         secret_file was "transfer.secret_file": Option<PathBuf> = None,
             "Kubernetes and Docker mount secrets as files; set either secret or secret_file.";
         /// PEM file with the certificate chain of this service, its own certificate first. Then the services of the

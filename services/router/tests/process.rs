@@ -1,8 +1,10 @@
 //! The router's binary: exit codes and signals.
 
 use std::{
+    fs::Permissions,
     io::{Read, Write},
     net::{SocketAddr, TcpStream},
+    os::unix::fs::PermissionsExt,
     process::{Child, Command, ExitStatus, Stdio},
     time::{Duration, Instant},
 };
@@ -74,6 +76,24 @@ fn missing_chat_template_is_reported_with_its_setting() {
         assert_eq!(code, Some(1), "{said}");
         assert!(said.contains(key) && said.contains("/nowhere/t.jinja"), "{said}");
         assert_eq!(said.lines().count(), 1, "{said}");
+    }
+}
+
+#[test]
+fn secret_file_that_every_user_can_read_is_reported_at_start() {
+    let file = tempfile::NamedTempFile::new().unwrap();
+    std::fs::write(file.path(), SECRET).unwrap();
+    for (mode, warnings) in [(0o644, 1), (0o640, 0)] {
+        std::fs::set_permissions(file.path(), Permissions::from_mode(mode)).unwrap();
+        let mut command = router(&["--model-path", "/nowhere/model.gguf"]);
+        command.env_remove("BATON_CLUSTER_SECRET").arg("--cluster-secret-file").arg(file.path());
+        let mut child = command.spawn().unwrap();
+        assert_eq!(wait(&mut child).code(), Some(1));
+        let said = said_by(&mut child);
+        let path = file.path().to_str().unwrap();
+        let warns = |line: &&str| line.contains("has mode 0644") && line.contains(path);
+        assert_eq!(said.lines().filter(warns).count(), warnings, "{said}");
+        assert!(!said.contains(SECRET), "{said}");
     }
 }
 
