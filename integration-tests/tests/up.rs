@@ -28,9 +28,14 @@ const MODEL_NAME: &str = "SmolLM2-135M-Instruct.Q4_1";
 
 /// Starts `baton up` with the real model on free ports.
 fn start(args: &[&str]) -> Result<Up> {
+    start_with(args, &BTreeMap::new())
+}
+
+/// Starts `baton up` as [`start`] does, with these variables.
+fn start_with(args: &[&str], settings: &BTreeMap<String, String>) -> Result<Up> {
     let model = smollm2().display().to_string();
     let common = ["--http", "127.0.0.1:0", "--grpc", "127.0.0.1:0", "--model", &model];
-    Up::start(&[&common, args].concat(), &BTreeMap::new())
+    Up::start(&[&common, args].concat(), settings)
 }
 
 /// Kills the child that runs this program.
@@ -58,6 +63,17 @@ fn cpus_for_several_nodes_are_refused_in_one_line() -> Result<()> {
             assert!(said.contains(word), "{said:?} lacks {word:?}");
         }
     }
+    Ok(())
+}
+
+#[test]
+fn alias_of_an_unknown_model_is_refused_before_any_node_starts() -> Result<()> {
+    let mut command = Command::new(bin_dir().join("baton"));
+    command.args(["up", "--http", "127.0.0.1:0", "--grpc", "127.0.0.1:0", "--model"]);
+    let output = command::output(command.arg(smollm2()).env("BATON_ROUTER_ALIASES", "a=b"))?;
+    let said = String::from_utf8(output.stderr)?;
+    assert_eq!((output.status.code(), said.lines().count()), (Some(1), 1), "{said}");
+    assert!(said.contains(&format!("there is no model \"b\"; allowed: {MODEL_NAME}")), "{said}");
     Ok(())
 }
 
@@ -119,8 +135,11 @@ fn check_fails_if_no_prefill_node_prefills() -> Result<()> {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn requested_node_counts_and_dtype_are_used() -> Result<()> {
-    let mut up = start(&["--prefill", "2", "--decode", "2", "--dtype", "f32"])?;
+    let alias = format!("latest={MODEL_NAME}");
+    let args = ["--prefill", "2", "--decode", "2", "--dtype", "f32"];
+    let mut up = start_with(&args, &BTreeMap::from([("BATON_ROUTER_ALIASES".to_owned(), alias)]))?;
     let client = up.client()?;
+    assert_eq!(client.get_json("/v1/models/latest").await?.1["root"], MODEL_NAME);
     let loaded = up.lines.seen().iter().filter(|line| line.contains("loaded the weights"));
     let formats: Vec<bool> = loaded.map(|line| line.contains("dtype=f32")).collect();
     assert_eq!(formats, [true; 4], "{:#?}", up.lines.seen());

@@ -188,7 +188,8 @@ impl Config {
         let aliases_at = self.at("router.aliases");
         let models = names.clone();
         for pair @ Pair { name: alias, value: name } in &router.aliases {
-            if !models.contains(&name.as_str()) {
+            // The first model may still be unknown: `baton up` finds it after it has read the settings.
+            if first.is_some() && !models.contains(&name.as_str()) {
                 conflicts.push(format!(
                     "{aliases_at} has {pair}: there is no model {name:?}; allowed: {}",
                     models.join(", "),

@@ -127,7 +127,7 @@ fn coloured(name: &str) -> String {
 }
 
 pub fn run(args: UpArgs) -> Result<()> {
-    let config = configuration(&args)?;
+    let config = configuration(&args, &[])?;
     // Use a single thread, because the kernel kills a child when the thread that spawned it ends.
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
     let outcome = runtime.block_on(up(args, config));
@@ -195,9 +195,11 @@ impl Cluster {
     }
 }
 
-/// Loads the configuration as the services will load it, to report errors once and before any start.
-fn configuration(args: &UpArgs) -> Result<Config> {
-    let environment = config::environment_of(std::env::vars_os())?;
+/// Loads the configuration as the services will load it, to report errors once and before any start. `model`: variables
+/// that tell the services about the model.
+fn configuration(args: &UpArgs, model: &[(String, String)]) -> Result<Config> {
+    let mut environment = config::environment_of(std::env::vars_os())?;
+    environment.extend(model.iter().cloned());
     let etcd = args.etcd.iter().map(|etcd| ("cluster.etcd".to_owned(), etcd.clone()));
     let tp = args.tp.iter().map(|tp| ("node.tp".to_owned(), tp.to_string()));
     let flags = etcd.chain(tp).collect();
@@ -260,12 +262,13 @@ fn find_model(args: &UpArgs, config: &Config) -> Result<FoundModel> {
 async fn up(args: UpArgs, config: Config) -> Result<()> {
     // Installed before the download: without a handler, the first process of a container ignores signals.
     let mut signals = [signal(SignalKind::terminate())?, signal(SignalKind::interrupt())?];
-    let find = move || find_model(&args, &config).map(|model| (args, config, model));
+    let find = move || find_model(&args, &config).map(|model| (args, model));
     let found = tokio::select! {
         found = tokio::task::spawn_blocking(find) => found.context("the search for the model panicked")?,
         () = stopped(&mut signals) => return Ok(()),
     };
-    let (args, config, model) = found?;
+    let (args, model) = found?;
+    let config = configuration(&args, &model.envs)?;
     let (console, last_lines) = Console::start()?;
     let outcome = serve_until_signal(args, config, model, console, signals).await;
     last_lines.wait();

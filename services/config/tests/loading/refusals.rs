@@ -192,6 +192,8 @@ fn values_that_do_not_fit_each_other_are_refused_with_their_sources() {
 #[test]
 fn duplicate_and_unknown_model_names_are_rejected() {
     let models = [("model.path", "m/first.gguf"), ("router.models", "second=m/2.gguf,third=m/3")];
+    // `baton up` finds the first model after it has read the settings.
+    load("", &[], &[("router.aliases", "latest=first")]).unwrap();
     let with = |key, value| [&models[..], &[(key, value)]].concat();
     let config = load("", &[], &with("router.aliases", "latest=second,best=first")).unwrap();
     assert_eq!((config.router.models.len(), config.router.aliases.len()), (2, 2));
