@@ -56,6 +56,7 @@ bench: build ## Engine speed on this machine, as a table.
 
 docs: model ## Regenerate the lists of settings, metrics and chart values, the dashboards, and the values' schema.
 	$(CARGO) build --locked --workspace --bins
+	BATON_WRITE_DOCS=1 $(CARGO) test --locked -p telemetry --test telemetry metrics_page
 	BATON_WRITE_DOCS=1 $(CARGO) test --locked -p integration-tests --test docs
 	deploy/dashboards.py helm/baton/files/dashboards
 	deploy/chart-tools.sh

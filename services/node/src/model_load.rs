@@ -54,9 +54,8 @@ pub(crate) async fn load(
     let began = Instant::now();
     let loading = tokio::time::timeout(LOAD_MAX, load_off_thread(role, config.clone(), epoch.0));
     let loaded = loading.await.map_err(|_| StartError::LoadTimeout { within: LOAD_MAX })??;
-    let duration = metrics.meter().f64_gauge("baton.model.load.duration").with_unit("s");
-    let duration = duration.with_description("Time to fetch, read and pack the model");
-    duration.build().record(began.elapsed().as_secs_f64(), &[]);
+    let load_time = began.elapsed().as_secs_f64();
+    metrics.observe_f64("baton.model.load.duration", move |it| it.observe(load_time, &[]));
     Ok(loaded)
 }
 

@@ -42,13 +42,10 @@ impl Liveness {
 
 /// Exports whether a step hangs, as the liveness probe reports it.
 fn observe_hang(metrics: &Metrics, step_in_flight: Arc<StepInFlight>, hang_restart: Duration) {
-    let hung = metrics.meter().u64_observable_gauge("baton.step.hung");
-    hung.with_description("1 while a launched step has not finished within node.hang_restart")
-        .with_callback(move |hung| {
-            let age = step_in_flight.hung_for(Instant::now(), hang_restart);
-            hung.observe(u64::from(age.is_some()), &[]);
-        })
-        .build();
+    metrics.observe("baton.step.hung", move |hung| {
+        let age = step_in_flight.hung_for(Instant::now(), hang_restart);
+        hung.observe(u64::from(age.is_some()), &[]);
+    });
 }
 
 /// Serves `/live` until a step hangs and `/ready` while the node accepts requests.

@@ -5,71 +5,44 @@ use std::collections::BTreeMap;
 use kv_transfer::{
     CONTROL_REFUSALS, DATA_REFUSALS, MetricsReader, TransferKind, TransferMetrics, Transfers,
 };
-use opentelemetry::{
-    KeyValue,
-    metrics::{AsyncInstrument, Meter},
-};
+use opentelemetry::{KeyValue, metrics::AsyncInstrument};
+use telemetry::Metrics;
 
 /// Registers the instruments. They report nothing after the transfers have shut down. A scrape reads
 /// them on its own thread and waits for no transfer.
-pub(crate) fn register(meter: &Meter, transfers: &Transfers) {
+pub(crate) fn register(metrics: &Metrics, transfers: &Transfers) {
     let stats = transfers.metrics_reader();
-    type Read = fn(&TransferMetrics, &dyn AsyncInstrument<u64>);
-    let observe = |read: Read| {
+    let observe = |name: &str, read: fn(&TransferMetrics, &dyn AsyncInstrument<u64>)| {
         let stats: MetricsReader = stats.clone();
-        move |instrument: &dyn AsyncInstrument<u64>| {
+        metrics.observe(name, move |instrument| {
             if let Some(stats) = stats.read() {
                 read(&stats, instrument);
             }
+        });
+    };
+    observe("baton.kv_transfer.control_messages", |stats, instrument| {
+        instrument.observe(stats.control_sent, &[direction("sent")]);
+        instrument.observe(stats.control_received, &[direction("received")]);
+        instrument.observe(stats.protocol.control_resent, &[direction("resent")]);
+    });
+    observe("baton.kv_transfer.chunks", |stats, instrument| {
+        instrument.observe(stats.chunks_sent, &[direction("sent")]);
+        instrument.observe(stats.chunks_received, &[direction("received")]);
+    });
+    observe("baton.kv_transfer.refused", |stats, instrument| {
+        refused(instrument, "control", &CONTROL_REFUSALS, &stats.control_refused);
+        refused(instrument, "data", &DATA_REFUSALS, &stats.data_refused);
+    });
+    observe("baton.kv_transfer.fallbacks", |stats, instrument| {
+        for wanted in TransferKind::ALL.map(TransferKind::name) {
+            let count = stats.fallbacks.get(wanted).copied().unwrap_or_default();
+            instrument.observe(count, &[KeyValue::new("wanted", wanted)]);
         }
-    };
-    let counter = |name: &'static str, description: &'static str, read: Read| {
-        let counter = meter.u64_observable_counter(name).with_description(description);
-        counter.with_callback(observe(read)).build();
-    };
-    let gauge = |name: &'static str, description: &'static str, read: Read| {
-        let gauge = meter.u64_observable_gauge(name).with_description(description);
-        gauge.with_callback(observe(read)).build();
-    };
-    counter(
-        "baton.kv_transfer.control_messages",
-        "Control messages between nodes, by direction; a resent message also counts as sent",
-        |stats, instrument| {
-            instrument.observe(stats.control_sent, &[direction("sent")]);
-            instrument.observe(stats.control_received, &[direction("received")]);
-            instrument.observe(stats.protocol.control_resent, &[direction("resent")]);
-        },
-    );
-    counter(
-        "baton.kv_transfer.chunks",
-        "Transferred chunks of KV, by direction",
-        |stats, instrument| {
-            instrument.observe(stats.chunks_sent, &[direction("sent")]);
-            instrument.observe(stats.chunks_received, &[direction("received")]);
-        },
-    );
-    counter(
-        "baton.kv_transfer.refused",
-        "Control messages and data frames that this node rejected, by reason",
-        |stats, instrument| {
-            refused(instrument, "control", &CONTROL_REFUSALS, &stats.control_refused);
-            refused(instrument, "data", &DATA_REFUSALS, &stats.data_refused);
-        },
-    );
-    counter(
-        "baton.kv_transfer.fallbacks",
-        "Connections that fell back to another transport, by the transport that was wanted",
-        |stats, instrument| {
-            for wanted in TransferKind::ALL.map(TransferKind::name) {
-                let count = stats.fallbacks.get(wanted).copied().unwrap_or_default();
-                instrument.observe(count, &[KeyValue::new("wanted", wanted)]);
-            }
-        },
-    );
-    gauge("baton.kv_transfer.active", "KV transfers in progress", |stats, instrument| {
+    });
+    observe("baton.kv_transfer.active", |stats, instrument| {
         instrument.observe(stats.transfers_active as u64, &[]);
     });
-    gauge("baton.kv_transfer.peers", "Connected nodes, by transport path", |stats, instrument| {
+    observe("baton.kv_transfer.peers", |stats, instrument| {
         let mut peers: BTreeMap<&str, u64> = BTreeMap::new();
         for peer in &stats.peers {
             let path = if peer.path.is_empty() { "connecting" } else { peer.path.as_str() };

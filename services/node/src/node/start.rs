@@ -83,7 +83,7 @@ impl Node {
         let node_metrics = NodeMetrics::new(metrics, &checked.served_name, drafts_max);
         let tier_copies = tier_copies.map(Arc::new);
         let tier_threads = tier_copies.clone().zip(tier_events).map(|(copies, events)| {
-            let metrics = TierMetrics::register(metrics.meter(), loaded.arena.block_bytes());
+            let metrics = TierMetrics::register(metrics, loaded.arena.block_bytes());
             TierThreads { copies, events, metrics }
         });
         let engine = Engine::new(
@@ -347,7 +347,7 @@ fn start_transfers<E: Executor>(
 ) -> Result<(Arc<Transfers>, Receiver<Event>), StartError> {
     let (sink, events) = TransferEvents::new(config.limits.transfers_max, steps.waker());
     let transfers = Arc::new(Transfers::start(config, arena.clone(), sink)?);
-    transfer_metrics::register(metrics.meter(), &transfers);
+    transfer_metrics::register(metrics, &transfers);
     Ok((transfers, events))
 }
 

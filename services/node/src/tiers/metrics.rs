@@ -6,10 +6,8 @@ use std::{
 };
 
 use engine::tiers::{Tier, TierStats};
-use opentelemetry::{
-    KeyValue,
-    metrics::{AsyncInstrument, Meter},
-};
+use opentelemetry::KeyValue;
+use telemetry::Metrics;
 
 /// The latest statistics of each tier. The engine thread sets them, and a scrape reads them.
 #[derive(Clone, Debug, Default)]
@@ -36,56 +34,34 @@ impl Latest {
 
 impl TierMetrics {
     /// Registers the instruments. A block has `block_bytes` bytes.
-    pub fn register(meter: &Meter, block_bytes: usize) -> Self {
+    pub fn register(metrics: &Metrics, block_bytes: usize) -> Self {
         let this = Self::default();
-        type Read = fn(&TierStats) -> u64;
-        let observe = |unit: u64, read: Read| {
+        let observe = |name: &str, unit: u64, read: fn(&TierStats) -> u64| {
             let this = this.clone();
-            move |instrument: &dyn AsyncInstrument<u64>| {
+            metrics.observe(name, move |instrument| {
                 for Latest { tier, stats, .. } in this.lock().iter() {
                     instrument.observe(read(stats) * unit, &[KeyValue::new("tier", tier.name())]);
                 }
-            }
-        };
-        let counter = |name: &'static str, description: &'static str, unit: u64, read: Read| {
-            let counter = meter.u64_observable_counter(name).with_description(description);
-            counter.with_callback(observe(unit, read)).build();
-        };
-        let gauge = |name: &'static str, description: &'static str, unit: u64, read: Read| {
-            let gauge = meter.u64_observable_gauge(name).with_description(description);
-            gauge.with_callback(observe(unit, read)).build();
+            });
         };
         let bytes = block_bytes as u64;
-        gauge("baton.tier.blocks", "KV blocks that a tier holds, by tier", 1, |it| {
-            it.stored.into()
-        });
-        gauge("baton.tier.slots", "KV blocks that fit into a tier, by tier", 1, |it| {
-            it.slots.into()
-        });
-        counter("baton.tier.saved_bytes", "KV bytes saved, by tier", bytes, |it| it.saved);
-        counter("baton.tier.loaded_bytes", "KV bytes loaded, by tier", bytes, |it| it.loaded);
-        counter("baton.tier.hits", "KV blocks loaded instead of computed, by tier", 1, |it| {
-            it.hits
-        });
-        let dropped = "Saves dropped because the queue was full or every slot was in use, by tier";
-        counter("baton.tier.saves_dropped", dropped, 1, |it| it.dropped);
-        let cancelled = "Queued saves whose block was evicted before its copy, by tier";
-        counter("baton.tier.saves_cancelled", cancelled, 1, |it| it.cancelled);
-        counter("baton.tier.saves_failed", "Saves that failed, by tier", 1, |it| it.failed);
-        let damaged = "KV blocks found damaged or missing by a load, by tier";
-        counter("baton.tier.damaged", damaged, 1, |it| it.damaged);
-        let refused = "KV blocks computed because loading was predicted to be slower, by tier";
-        counter("baton.tier.loads_refused", refused, 1, |it| it.refused);
+        observe("baton.tier.blocks", 1, |it| it.stored.into());
+        observe("baton.tier.slots", 1, |it| it.slots.into());
+        observe("baton.tier.saved_bytes", bytes, |it| it.saved);
+        observe("baton.tier.loaded_bytes", bytes, |it| it.loaded);
+        observe("baton.tier.hits", 1, |it| it.hits);
+        observe("baton.tier.saves_dropped", 1, |it| it.dropped);
+        observe("baton.tier.saves_cancelled", 1, |it| it.cancelled);
+        observe("baton.tier.saves_failed", 1, |it| it.failed);
+        observe("baton.tier.damaged", 1, |it| it.damaged);
+        observe("baton.tier.loads_refused", 1, |it| it.refused);
         let ages = this.clone();
-        let age = meter.f64_observable_gauge("baton.tier.queue_age").with_unit("s");
-        age.with_description("Age of the oldest queued save, by tier")
-            .with_callback(move |instrument| {
-                for latest in ages.lock().iter() {
-                    let tier = KeyValue::new("tier", latest.tier.name());
-                    instrument.observe(latest.queue_age(), &[tier]);
-                }
-            })
-            .build();
+        metrics.observe_f64("baton.tier.queue_age", move |instrument| {
+            for latest in ages.lock().iter() {
+                let tier = KeyValue::new("tier", latest.tier.name());
+                instrument.observe(latest.queue_age(), &[tier]);
+            }
+        });
         this
     }
 
@@ -123,7 +99,7 @@ mod tests {
     fn queued_save_grows_older_while_no_statistics_are_set() {
         let telemetry = testing::telemetry();
         let metrics = telemetry.metrics();
-        let tiers = TierMetrics::register(metrics.meter(), 1000);
+        let tiers = TierMetrics::register(&metrics, 1000);
         let age = || values(&metrics.render_prometheus(), QUEUE_AGE, r#"tier="disk""#)[0];
         tiers.set(Tier::Disk, TierStats::default());
         assert_eq!(age(), 0.0, "no save is queued");
@@ -140,7 +116,7 @@ mod tests {
     fn each_statistic_of_each_tier_has_a_series_of_its_own() {
         let telemetry = testing::telemetry();
         let metrics = telemetry.metrics();
-        let tiers = TierMetrics::register(metrics.meter(), 1000);
+        let tiers = TierMetrics::register(&metrics, 1000);
         let stats = |base: u64| TierStats {
             stored: base as u32 + 1,
             slots: base as u32 + 2,

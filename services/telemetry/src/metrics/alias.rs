@@ -73,6 +73,17 @@ const ALIASES: [(&str, &str, Part); 26] = [
     ("baton_sequence_prefill_time_seconds", "vllm:request_prefill_time_seconds", Part::All),
 ];
 
+/// Returns the aliases of the family with this name.
+pub(super) fn of(name: String) -> impl Iterator<Item = &'static str> {
+    ALIASES.iter().filter(move |(ours, ..)| *ours == name).map(|(_, alias, _)| *alias)
+}
+
+/// Returns the names of the families that have aliases.
+#[cfg(test)]
+pub(super) fn repeated() -> impl Iterator<Item = &'static str> {
+    ALIASES.iter().map(|(ours, ..)| *ours)
+}
+
 /// Appends the aliases of every family in the list.
 pub(super) fn add(families: &mut Vec<MetricFamily>) {
     let mut added = Vec::new();

@@ -8,7 +8,9 @@ use opentelemetry::{
 };
 use opentelemetry_sdk::metrics::{Instrument, Stream};
 
-use super::{FIRST_TOKEN_SECONDS, FinishedRequest, Metrics, labels::Series, router::TokenType};
+use super::{
+    FIRST_TOKEN_SECONDS, FinishedRequest, KEY_LABEL, MetricRow, Metrics, router::TokenType,
+};
 
 /// Maximum number of API keys of a router. Beyond it the metrics would no longer name each key.
 pub const KEYS_MAX: usize = 10_000;
@@ -40,107 +42,85 @@ labels! {
     }
 }
 
+instruments! {
+    struct AllKeysInstruments [] {
+        rejected: Counter<u64>, KeyRejection => "baton.api_key.rejected", "Requests without a valid API key, by reason";
+    }
+}
+
+instruments! {
+    struct KeyInstruments ["key"] {
+        requests: Counter<u64>, () => "baton.api_key.requests", "Requests of an API key within its limits per minute";
+        limited: Counter<u64>, KeyLimit => "baton.api_key.limited",
+            "Requests of an API key that one of its limits rejected, by limit";
+        tokens: Counter<u64>, TokenType => "baton.api_key.tokens", "Tokens of an API key's finished requests, by type";
+        waiting: UpDownCounter<i64>, () => "baton.api_key.waiting", "Requests of an API key that wait for a node";
+        queue_time: Histogram<f64>, (), FIRST_TOKEN_SECONDS => "baton.api_key.queue_time" "s",
+            "Time a request of an API key waited in the router for a node";
+    }
+}
+
+pub(super) fn rows() -> Vec<MetricRow> {
+    [AllKeysInstruments::rows(), KeyInstruments::rows()].concat()
+}
+
 /// The instruments of all keys.
 #[derive(Clone)]
 pub struct ApiKeyMetrics {
     factory: Metrics,
-    rejected: Series<Counter<u64>, KeyRejection>,
+    of_all: Arc<AllKeysInstruments>,
 }
 
 impl ApiKeyMetrics {
     pub fn new(metrics: &Metrics) -> Self {
-        let about = "Requests without a valid API key, by reason";
-        let rejected = metrics.counter("baton.api_key.rejected", about, &[]);
-        Self { factory: metrics.clone(), rejected }
+        let of_all = Arc::new(AllKeysInstruments::new(metrics, &[]));
+        Self { factory: metrics.clone(), of_all }
     }
 
     pub fn rejected(&self, reason: KeyRejection) {
-        self.rejected.add(1, reason);
+        self.of_all.rejected.record(1, reason);
     }
 
     pub fn of_key(&self, name: &str) -> KeyMetrics {
-        let key = KeyValue::new("key", name.to_owned());
-        let of_key = std::slice::from_ref(&key);
-        let queue = QueueMetrics {
-            waiting: self.factory.up_down_counter(
-                "baton.api_key.waiting",
-                "Requests of an API key that wait for a node",
-                of_key,
-            ),
-            queue_time: self.factory.seconds(
-                "baton.api_key.queue_time",
-                "Time a request of an API key waited in the router for a node",
-                &FIRST_TOKEN_SECONDS,
-            ),
-            key: key.clone(),
-        };
-        KeyMetrics {
-            queue: Arc::new(queue),
-            requests: self.factory.counter(
-                "baton.api_key.requests",
-                "Requests of an API key within its limits per minute",
-                of_key,
-            ),
-            limited: self.factory.counter(
-                "baton.api_key.limited",
-                "Requests of an API key that one of its limits rejected, by limit",
-                of_key,
-            ),
-            tokens: self.factory.counter(
-                "baton.api_key.tokens",
-                "Tokens of an API key's finished requests, by type",
-                of_key,
-            ),
-        }
+        let key = KeyValue::new(KEY_LABEL, name.to_owned());
+        KeyMetrics(Arc::new(KeyInstruments::new(&self.factory, &[key])))
     }
 }
 
 /// The instruments of one key.
-pub struct KeyMetrics {
-    requests: Series<Counter<u64>, ()>,
-    limited: Series<Counter<u64>, KeyLimit>,
-    tokens: Series<Counter<u64>, TokenType>,
-    queue: Arc<QueueMetrics>,
-}
-
-struct QueueMetrics {
-    waiting: Series<UpDownCounter<i64>, ()>,
-    queue_time: Histogram<f64>,
-    key: KeyValue,
-}
+pub struct KeyMetrics(Arc<KeyInstruments>);
 
 /// Guard of a key's request that waits for a node. The guard records the time.
 pub struct KeyWaiting {
-    queue: Arc<QueueMetrics>,
+    key: Arc<KeyInstruments>,
     since: Instant,
 }
 
 impl Drop for KeyWaiting {
     fn drop(&mut self) {
-        let QueueMetrics { waiting, queue_time, key } = &*self.queue;
-        waiting.add(-1, ());
-        queue_time.record(self.since.elapsed().as_secs_f64(), std::slice::from_ref(key));
+        self.key.waiting.record(-1, ());
+        self.key.queue_time.record(self.since.elapsed().as_secs_f64(), ());
     }
 }
 
 impl KeyMetrics {
     /// Counts a request as waiting for a node until the guard is dropped.
     pub fn waiting(&self) -> KeyWaiting {
-        self.queue.waiting.add(1, ());
-        KeyWaiting { queue: self.queue.clone(), since: Instant::now() }
+        self.0.waiting.record(1, ());
+        KeyWaiting { key: self.0.clone(), since: Instant::now() }
     }
 
     pub fn request(&self) {
-        self.requests.add(1, ());
+        self.0.requests.record(1, ());
     }
 
     pub fn limited(&self, limit: KeyLimit) {
-        self.limited.add(1, limit);
+        self.0.limited.record(1, limit);
     }
 
     pub fn request_ended(&self, request: &FinishedRequest) {
         for (of_type, tokens) in request.tokens() {
-            self.tokens.add(tokens, of_type);
+            self.0.tokens.record(tokens, of_type);
         }
     }
 }

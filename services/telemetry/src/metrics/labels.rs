@@ -2,15 +2,17 @@
 
 use std::{marker::PhantomData, sync::Arc};
 
-use opentelemetry::{
-    KeyValue,
-    metrics::{Counter, UpDownCounter},
-};
+use opentelemetry::{KeyValue, metrics::Meter};
+
+use super::table::{Instrument, MetricRow};
 
 /// Any number of labels, each with a closed set of values.
 pub trait Labels: Copy {
     /// Number of combinations of values.
     const COUNT: usize;
+
+    /// Returns the names of the labels.
+    fn keys() -> Vec<&'static str>;
 
     /// Returns the index of this combination, below [`Self::COUNT`].
     fn index(self) -> usize;
@@ -21,6 +23,10 @@ pub trait Labels: Copy {
 
 impl Labels for () {
     const COUNT: usize = 1;
+
+    fn keys() -> Vec<&'static str> {
+        Vec::new()
+    }
 
     fn index(self) -> usize {
         0
@@ -33,6 +39,10 @@ impl Labels for () {
 
 impl<A: Labels, B: Labels> Labels for (A, B) {
     const COUNT: usize = A::COUNT * B::COUNT;
+
+    fn keys() -> Vec<&'static str> {
+        [A::keys(), B::keys()].concat()
+    }
 
     fn index(self) -> usize {
         self.0.index() * B::COUNT + self.1.index()
@@ -69,6 +79,10 @@ macro_rules! labels {
         impl $crate::metrics::labels::Labels for $name {
             const COUNT: usize = Self::VALUES.len();
 
+            fn keys() -> Vec<&'static str> {
+                vec![$($key),+]
+            }
+
             fn index(self) -> usize {
                 self as usize
             }
@@ -90,46 +104,26 @@ pub(super) struct Series<I, L> {
     labels: PhantomData<L>,
 }
 
-impl<I, L: Labels> Series<I, L> {
-    fn new(instrument: I, constants: &[KeyValue]) -> Self {
+impl<I: Instrument, L: Labels> Series<I, L> {
+    /// Creates the instrument of a row. `constants`: attributes that every series has.
+    pub fn new(meter: &Meter, row: &MetricRow, constants: &[KeyValue]) -> Self {
+        let instrument = I::build(meter, row);
         let attributes = (0..L::COUNT).map(|index| [constants, &L::attributes(index)].concat());
-        Self { instrument, attributes: attributes.collect(), labels: PhantomData }
+        let attributes: Arc<[Vec<KeyValue>]> = attributes.collect();
+        if let Some(start) = I::START {
+            attributes.iter().for_each(|attributes| instrument.record(start, attributes));
+        }
+        Self { instrument, attributes, labels: PhantomData }
     }
 
-    fn attributes(&self, labels: L) -> &[KeyValue] {
-        &self.attributes[labels.index()]
-    }
-}
-
-impl<L: Labels> Series<Counter<u64>, L> {
-    /// Creates every series with the value 0: `increase()` and `rate()` do not see the first increment of a series
-    /// that begins with it.
-    pub fn counter(instrument: Counter<u64>, constants: &[KeyValue]) -> Self {
-        let series = Self::new(instrument, constants);
-        series.attributes.iter().for_each(|attributes| series.instrument.add(0, attributes));
-        series
+    /// Adds the value to a counter, or records it.
+    pub fn record(&self, value: I::Value, labels: L) {
+        self.instrument.record(value, &self.attributes[labels.index()]);
     }
 
-    pub fn add(&self, count: u64, labels: L) {
-        self.instrument.add(count, self.attributes(labels));
-    }
-
-    /// Adds to a series with a further label whose values are not known at the start.
-    pub fn add_with(&self, count: u64, labels: L, further: KeyValue) {
-        self.instrument.add(count, &[self.attributes(labels), &[further]].concat());
-    }
-}
-
-impl<L: Labels> Series<UpDownCounter<i64>, L> {
-    /// Creates every series with the value 0.
-    pub fn up_down_counter(instrument: UpDownCounter<i64>, constants: &[KeyValue]) -> Self {
-        let series = Self::new(instrument, constants);
-        series.attributes.iter().for_each(|attributes| series.instrument.add(0, attributes));
-        series
-    }
-
-    pub fn add(&self, change: i64, labels: L) {
-        self.instrument.add(change, self.attributes(labels));
+    /// Records the value with further labels whose values are not known at the start.
+    pub fn record_with(&self, value: I::Value, labels: L, further: &[KeyValue]) {
+        self.instrument.record(value, &[&self.attributes[labels.index()], further].concat());
     }
 }
 

@@ -8,6 +8,8 @@
 
 #[macro_use]
 mod labels;
+#[macro_use]
+mod table;
 mod alias;
 mod keys;
 mod node;
@@ -18,7 +20,7 @@ use std::time::Duration;
 
 use opentelemetry::{
     KeyValue,
-    metrics::{Counter, Gauge, Histogram, Meter, MeterProvider, UpDownCounter},
+    metrics::{Meter, MeterProvider},
 };
 use opentelemetry_otlp::MetricExporter;
 use opentelemetry_sdk::metrics::{PeriodicReader, SdkMeterProvider};
@@ -30,8 +32,6 @@ use crate::{
     traces::{SpanQueue, bad_endpoint, exporter_to},
 };
 
-use labels::{Labels, Series};
-
 pub use keys::{ApiKeyMetrics, KEYS_MAX, KeyLimit, KeyMetrics, KeyRejection, KeyWaiting};
 pub use node::{
     LoadStats, NodeMetrics, SequenceEnd, StepDispatch, StepStats, TokenRejection, TransferEnd,
@@ -41,6 +41,7 @@ pub use router::{
     AttemptEnd, Exclusion, FinishedRequest, InFlightRequest, NodeRole, Operation, Pick, Refusal,
     RequestEnd, RouterMetrics,
 };
+pub use table::{MetricKind, MetricRow, node_rows, router_rows};
 
 /// Label of a model's served name in the Prometheus text.
 pub const MODEL_LABEL: &str = "gen_ai_request_model";
@@ -105,23 +106,19 @@ impl Meters {
             builder = builder.with_reader(push);
         }
         let provider = builder.build();
-        process::register(&provider.meter("baton"));
-        Ok(Self { provider, registry })
+        let meters = Self { provider, registry };
+        process::register(&meters.metrics());
+        Ok(meters)
     }
 
     /// Counts the spans and log lines that were dropped.
     pub(crate) fn observe_dropped(&self, spans: SpanQueue, lines: ErrorCounter) {
-        let meter = self.provider.meter("baton");
-        meter
-            .u64_observable_counter("baton.telemetry.spans_dropped")
-            .with_description("Spans that were not exported: the collector was unreachable or slow")
-            .with_callback(move |dropped| dropped.observe(spans.dropped(), &[]))
-            .build();
-        meter
-            .u64_observable_counter("baton.telemetry.log_lines_dropped")
-            .with_description("Log lines that were not written: the log was not read in time")
-            .with_callback(move |dropped| dropped.observe(lines.dropped_lines() as u64, &[]))
-            .build();
+        let metrics = self.metrics();
+        metrics
+            .observe("baton.telemetry.spans_dropped", move |it| it.observe(spans.dropped(), &[]));
+        metrics.observe("baton.telemetry.log_lines_dropped", move |it| {
+            it.observe(lines.dropped_lines() as u64, &[]);
+        });
     }
 
     pub(crate) fn metrics(&self) -> Metrics {
@@ -141,64 +138,15 @@ pub struct Metrics {
 }
 
 impl Metrics {
-    /// Returns the meter for instruments beyond [`RouterMetrics`] and [`NodeMetrics`]. Keep attributes
-    /// bounded.
-    pub fn meter(&self) -> &Meter {
-        &self.meter
-    }
-
-    /// Sets whether the process drains.
-    pub fn set_draining(&self, draining: bool) {
-        self.gauge("baton.draining", "1 while the process drains, otherwise 0")
-            .record(u64::from(draining), &[]);
-    }
-
     /// Exports whether the service behind the member list answers.
     pub fn observe_membership(
         &self,
         backend: &'static str,
         is_connected: impl Fn() -> bool + Send + Sync + 'static,
     ) {
-        self.meter
-            .u64_observable_gauge("baton.membership.connected")
-            .with_description(
-                "1 while etcd or DNS answers, otherwise 0: the last known nodes are used",
-            )
-            .with_callback(move |connected| {
-                let backend = KeyValue::new("backend", backend);
-                connected.observe(u64::from(is_connected()), &[backend]);
-            })
-            .build();
-    }
-
-    fn seconds(&self, name: &'static str, about: &'static str, bounds: &[f64]) -> Histogram<f64> {
-        let histogram = self.meter.f64_histogram(name).with_unit("s").with_description(about);
-        histogram.with_boundaries(bounds.to_vec()).build()
-    }
-
-    /// Creates a counter whose series all exist as 0 from the start. `constants`: attributes that every series has.
-    fn counter<L: Labels>(
-        &self,
-        name: &'static str,
-        about: &'static str,
-        constants: &[KeyValue],
-    ) -> Series<Counter<u64>, L> {
-        let counter = self.meter.u64_counter(name).with_description(about).build();
-        Series::counter(counter, constants)
-    }
-
-    fn up_down_counter<L: Labels>(
-        &self,
-        name: &'static str,
-        about: &'static str,
-        constants: &[KeyValue],
-    ) -> Series<UpDownCounter<i64>, L> {
-        let counter = self.meter.i64_up_down_counter(name).with_description(about).build();
-        Series::up_down_counter(counter, constants)
-    }
-
-    fn gauge(&self, name: &'static str, about: &'static str) -> Gauge<u64> {
-        self.meter.u64_gauge(name).with_description(about).build()
+        self.observe("baton.membership.connected", move |connected| {
+            connected.observe(u64::from(is_connected()), &[KeyValue::new("backend", backend)]);
+        });
     }
 
     /// Renders every instrument and alias in Prometheus' text format 0.0.4.

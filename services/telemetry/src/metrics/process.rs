@@ -2,43 +2,29 @@
 
 use std::fs;
 
-use opentelemetry::metrics::Meter;
+use super::Metrics;
 
 /// Clock ticks a second in `/proc`, a constant of the kernel's interface.
 const TICKS_PER_SECOND: f64 = 100.0;
 
-pub(super) fn register(meter: &Meter) {
-    meter
-        .f64_observable_counter("process.cpu.time")
-        .with_unit("s")
-        .with_description("CPU time of the process")
-        .with_callback(|time| {
-            if let Some(seconds) = fs::read_to_string("/proc/self/stat").ok().and_then(cpu_seconds)
-            {
-                time.observe(seconds, &[]);
-            }
-        })
-        .build();
-    meter
-        .u64_observable_gauge("process.memory.usage")
-        .with_unit("By")
-        .with_description("Resident memory of the process")
-        .with_callback(|memory| {
-            let status = fs::read_to_string("/proc/self/status");
-            if let Some(bytes) = status.ok().and_then(resident_bytes) {
-                memory.observe(bytes, &[]);
-            }
-        })
-        .build();
-    meter
-        .u64_observable_gauge("process.open_file_descriptor.count")
-        .with_description("Open files and sockets of the process")
-        .with_callback(|count| {
-            if let Ok(files) = fs::read_dir("/proc/self/fd") {
-                count.observe(files.count() as u64, &[]);
-            }
-        })
-        .build();
+pub(super) fn register(metrics: &Metrics) {
+    metrics.observe_f64("process.cpu.time", |time| {
+        let stat = fs::read_to_string("/proc/self/stat");
+        if let Some(seconds) = stat.ok().and_then(cpu_seconds) {
+            time.observe(seconds, &[]);
+        }
+    });
+    metrics.observe("process.memory.usage", |memory| {
+        let status = fs::read_to_string("/proc/self/status");
+        if let Some(bytes) = status.ok().and_then(resident_bytes) {
+            memory.observe(bytes, &[]);
+        }
+    });
+    metrics.observe("process.open_file_descriptor.count", |count| {
+        if let Ok(files) = fs::read_dir("/proc/self/fd") {
+            count.observe(files.count() as u64, &[]);
+        }
+    });
 }
 
 /// Reads user and system time from `/proc/self/stat`: fields 14 and 15. The program's name before them may have spaces.

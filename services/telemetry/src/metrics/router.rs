@@ -1,6 +1,9 @@
 //! Metrics of a router.
 
-use std::time::{Duration, Instant};
+use std::{
+    sync::Arc,
+    time::{Duration, Instant},
+};
 
 use opentelemetry::{
     KeyValue,
@@ -8,8 +11,8 @@ use opentelemetry::{
 };
 
 use super::{
-    ERROR_FRACTIONS, FIRST_TOKEN_SECONDS, Metrics, OUTPUT_TOKEN_SECONDS, REQUEST_SECONDS,
-    STEP_SECONDS, TOKENS, labels::Series,
+    ERROR_FRACTIONS, FIRST_TOKEN_SECONDS, MetricRow, Metrics, OUTPUT_TOKEN_SECONDS,
+    REQUEST_SECONDS, STEP_SECONDS, TOKENS,
 };
 
 labels! {
@@ -152,7 +155,7 @@ labels! {
 }
 
 labels! {
-    /// State of a request in flight.
+    /// State of a request in flight, or of a sequence on a node.
     pub enum RequestState("state") {
         Running = "running",
         /// For a node.
@@ -186,142 +189,75 @@ impl FinishedRequest {
     }
 }
 
+instruments! {
+    /// The instruments of one model.
+    struct ModelInstruments ["gen_ai.request.model"] {
+        time_to_first_token: Histogram<f64>, Operation, FIRST_TOKEN_SECONDS =>
+            "gen_ai.server.time_to_first_token" "s", "Time from a request's arrival to its first token";
+        ttft_prediction_error: Histogram<f64>, (), ERROR_FRACTIONS => "baton.time_to_first_token.prediction_error",
+            "Absolute error of the predicted time to first token, as a fraction of the measured time";
+        time_per_output_token: Histogram<f64>, Operation, OUTPUT_TOKEN_SECONDS =>
+            "gen_ai.server.time_per_output_token" "s", "Mean time between the tokens of a request after the first";
+        inter_token_latency: Histogram<f64>, (), OUTPUT_TOKEN_SECONDS => "baton.inter_token_latency" "s",
+            "Time between two events of a request, each with one or more tokens";
+        request_duration: Histogram<f64>, Operation, + "error.type", REQUEST_SECONDS =>
+            "gen_ai.server.request.duration" "s", "Time from a request's arrival to its end";
+        queue_time: Histogram<f64>, (), FIRST_TOKEN_SECONDS => "baton.request.queue_time" "s",
+            "Time a request waited in the router for a node";
+        token_usage: Histogram<u64>, (Operation, TokenType), TOKENS => "gen_ai.client.token.usage" "{token}",
+            "Tokens of a request, by type";
+        tokens: Counter<u64>, (Operation, TokenType) => "baton.tokens", "Tokens served, by type";
+        finished: Counter<u64>, (Operation, RequestEnd) => "baton.requests.finished", "Finished requests, by reason";
+        refused: Counter<u64>, Refusal => "baton.requests.refused",
+            "Requests that the router refused because of load, by reason";
+        requests: UpDownCounter<i64>, RequestState => "baton.requests", "In-flight requests, by state";
+        attempts: Counter<u64>, AttemptEnd => "baton.attempts", "Finished attempts, by outcome";
+        node_attempts: Counter<u64>, (NodeRole, AttemptEnd) => "baton.node_attempts",
+            "Finished attempts on nodes, by role of the node and by outcome";
+        picks: Counter<u64>, Pick => "baton.picks",
+            "Picks of nodes, by decision and its reason; local: the decode node prefills the prompt";
+        hand_over: Histogram<f64>, (), STEP_SECONDS => "baton.hand_over.gap" "s",
+            "Time from token 0 (prefill node) to token 1 (decode node), a decode step included";
+        transfer_bytes: Counter<u64>, () => "baton.kv_transfer.bytes", "KV bytes transferred between nodes";
+        transfer_duration: Histogram<f64>, (), STEP_SECONDS => "baton.kv_transfer.duration" "s",
+            "Time from RESERVE to the last block written, of transfers with KV";
+    }
+}
+
+instruments! {
+    /// The instruments of the nodes of all models.
+    struct NodesInstruments [] {
+        nodes: Gauge<u64>, (), + "role", + "health", + "gen_ai.request.model" => "baton.nodes",
+            "Nodes known to this router, by role, health and model; without a model: nodes that never answered and nodes of other models";
+        excluded: Gauge<u64>, (), + "role" => "baton.nodes.excluded",
+            "Nodes whose circuit breaker is open or half-open, by role";
+        exclusions: Counter<u64>, (NodeRole, Exclusion) => "baton.nodes.exclusions",
+            "Exclusions of nodes by this router, by role and reason";
+        cached_blocks: Gauge<u64>, (), + "role" => "baton.nodes.cached_blocks",
+            "Cached KV blocks known to this router, by role";
+    }
+}
+
+pub(super) fn rows() -> Vec<MetricRow> {
+    [ModelInstruments::rows(), NodesInstruments::rows()].concat()
+}
+
 /// The instruments of a router. Cheap to clone.
 #[derive(Clone)]
 pub struct RouterMetrics {
     factory: Metrics,
-    model: KeyValue,
-    time_to_first_token: Histogram<f64>,
-    ttft_prediction_error: Histogram<f64>,
-    time_per_output_token: Histogram<f64>,
-    inter_token_latency: Histogram<f64>,
-    request_duration: Histogram<f64>,
-    queue_time: Histogram<f64>,
-    token_usage: Histogram<u64>,
-    tokens: Series<Counter<u64>, (Operation, TokenType)>,
-    finished: Series<Counter<u64>, (Operation, RequestEnd)>,
-    refused: Series<Counter<u64>, Refusal>,
-    requests: Series<UpDownCounter<i64>, RequestState>,
-    attempts: Series<Counter<u64>, AttemptEnd>,
-    node_attempts: Series<Counter<u64>, (NodeRole, AttemptEnd)>,
-    picks: Series<Counter<u64>, Pick>,
-    nodes: Gauge<u64>,
-    excluded_nodes: Gauge<u64>,
-    exclusions: Series<Counter<u64>, (NodeRole, Exclusion)>,
-    cached_blocks: Gauge<u64>,
-    hand_over: Histogram<f64>,
-    transfer_bytes: Series<Counter<u64>, ()>,
-    transfer_duration: Histogram<f64>,
+    of_model: Arc<ModelInstruments>,
+    of_nodes: Arc<NodesInstruments>,
 }
 
 impl RouterMetrics {
     /// Creates the instruments for a model by its served name.
     pub fn new(metrics: &Metrics, model: &str) -> Self {
         let model = KeyValue::new("gen_ai.request.model", model.to_owned());
-        let of_model = std::slice::from_ref(&model);
         Self {
             factory: metrics.clone(),
-            time_to_first_token: metrics.seconds(
-                "gen_ai.server.time_to_first_token",
-                "Time from a request's arrival to its first token",
-                &FIRST_TOKEN_SECONDS,
-            ),
-            ttft_prediction_error: metrics
-                .meter
-                .f64_histogram("baton.time_to_first_token.prediction_error")
-                .with_description(
-                    "Absolute error of the predicted time to first token, as a fraction of the measured time",
-                )
-                .with_boundaries(ERROR_FRACTIONS.to_vec())
-                .build(),
-            time_per_output_token: metrics.seconds(
-                "gen_ai.server.time_per_output_token",
-                "Mean time between the tokens of a request after the first",
-                &OUTPUT_TOKEN_SECONDS,
-            ),
-            inter_token_latency: metrics.seconds(
-                "baton.inter_token_latency",
-                "Time between two events of a request, each with one or more tokens",
-                &OUTPUT_TOKEN_SECONDS,
-            ),
-            request_duration: metrics.seconds(
-                "gen_ai.server.request.duration",
-                "Time from a request's arrival to its end",
-                &REQUEST_SECONDS,
-            ),
-            queue_time: metrics.seconds(
-                "baton.request.queue_time",
-                "Time a request waited in the router for a node",
-                &FIRST_TOKEN_SECONDS,
-            ),
-            token_usage: metrics
-                .meter
-                .u64_histogram("gen_ai.client.token.usage")
-                .with_unit("{token}")
-                .with_description("Tokens of a request, by type")
-                .with_boundaries(TOKENS.to_vec())
-                .build(),
-            tokens: metrics.counter("baton.tokens", "Tokens served, by type", of_model),
-            finished: metrics.counter(
-                "baton.requests.finished",
-                "Finished requests, by reason",
-                of_model,
-            ),
-            refused: metrics.counter(
-                "baton.requests.refused",
-                "Requests that the router refused because of load, by reason",
-                of_model,
-            ),
-            requests: metrics.up_down_counter(
-                "baton.requests",
-                "In-flight requests, by state",
-                of_model,
-            ),
-            attempts: metrics.counter("baton.attempts", "Finished attempts, by outcome", of_model),
-            node_attempts: metrics.counter(
-                "baton.node_attempts",
-                "Finished attempts on nodes, by role of the node and by outcome",
-                of_model,
-            ),
-            picks: metrics.counter(
-                "baton.picks",
-                "Picks of nodes, by decision and its reason; local: the decode node prefills the prompt",
-                of_model,
-            ),
-            nodes: metrics.gauge(
-                "baton.nodes",
-                "Nodes known to this router, by role, health and model; without a model: nodes that never answered \
-                 and nodes of other models",
-            ),
-            excluded_nodes: metrics.gauge(
-                "baton.nodes.excluded",
-                "Nodes whose circuit breaker is open or half-open, by role",
-            ),
-            exclusions: metrics.counter(
-                "baton.nodes.exclusions",
-                "Exclusions of nodes by this router, by role and reason",
-                &[],
-            ),
-            cached_blocks: metrics.gauge(
-                "baton.nodes.cached_blocks",
-                "Cached KV blocks known to this router, by role",
-            ),
-            hand_over: metrics.seconds(
-                "baton.hand_over.gap",
-                "Time from token 0 (prefill node) to token 1 (decode node), a decode step included",
-                &STEP_SECONDS,
-            ),
-            transfer_bytes: metrics.counter(
-                "baton.kv_transfer.bytes",
-                "KV bytes transferred between nodes",
-                of_model,
-            ),
-            transfer_duration: metrics.seconds(
-                "baton.kv_transfer.duration",
-                "Time from RESERVE to the last block written, of transfers with KV",
-                &STEP_SECONDS,
-            ),
-            model,
+            of_model: Arc::new(ModelInstruments::new(metrics, &[model])),
+            of_nodes: Arc::new(NodesInstruments::new(metrics, &[])),
         }
     }
 
@@ -342,59 +278,55 @@ impl RouterMetrics {
 
     /// Records the time from a request's arrival to its first token.
     pub fn first_token(&self, operation: Operation, after: Duration) {
-        self.time_to_first_token.record(after.as_secs_f64(), &self.of(operation));
+        self.of_model.time_to_first_token.record(after.as_secs_f64(), operation);
     }
 
     /// Records the relative error of the predicted time to first token.
     pub fn ttft_predicted(&self, predicted: Duration, measured: Duration) {
         let error = predicted.abs_diff(measured).as_secs_f64() / measured.as_secs_f64().max(1e-6);
-        self.ttft_prediction_error.record(error, self.model());
+        self.of_model.ttft_prediction_error.record(error, ());
     }
 
     /// Records the time between two events of a request.
     pub fn next_tokens(&self, after: Duration) {
-        self.inter_token_latency.record(after.as_secs_f64(), self.model());
+        self.of_model.inter_token_latency.record(after.as_secs_f64(), ());
     }
 
     pub fn request_ended(&self, request: &FinishedRequest) {
-        let [operation, model] = self.of(request.operation);
+        let &FinishedRequest { operation, end, duration, .. } = request;
         let count = u64::from(request.completion_tokens);
-        let duration = request.duration.as_secs_f64();
-        let mut attributes = vec![operation.clone(), model.clone()];
-        if !matches!(request.end, RequestEnd::Stop | RequestEnd::Length) {
-            attributes.push(KeyValue::new("error.type", request.end.as_str()));
-        }
-        self.request_duration.record(duration, &attributes);
-        self.finished.add(1, (request.operation, request.end));
+        let is_complete = matches!(end, RequestEnd::Stop | RequestEnd::Length);
+        let error = (!is_complete).then(|| KeyValue::new("error.type", end.as_str()));
+        let of_model = &self.of_model;
+        of_model.request_duration.record_with(duration.as_secs_f64(), operation, error.as_slice());
+        of_model.finished.record(1, (operation, end));
         if let Some(first) = request.time_to_first_token.filter(|_| count > 1) {
-            let rest = request.duration.saturating_sub(first).as_secs_f64();
-            let mean = rest / (count - 1) as f64;
-            self.time_per_output_token.record(mean, &[operation.clone(), model.clone()]);
+            let rest = duration.saturating_sub(first).as_secs_f64();
+            of_model.time_per_output_token.record(rest / (count - 1) as f64, operation);
         }
         for (of_type, tokens) in request.tokens() {
-            self.tokens.add(tokens, (request.operation, of_type));
+            of_model.tokens.record(tokens, (operation, of_type));
             if of_type != TokenType::InputCached {
-                let of_type = KeyValue::new("gen_ai.token.type", of_type.as_str());
-                self.token_usage.record(tokens, &[operation.clone(), model.clone(), of_type]);
+                of_model.token_usage.record(tokens, (operation, of_type));
             }
         }
     }
 
     pub fn refused(&self, reason: Refusal) {
-        self.refused.add(1, reason);
+        self.of_model.refused.record(1, reason);
     }
 
     pub fn attempt_ended(&self, end: AttemptEnd) {
-        self.attempts.add(1, end);
+        self.of_model.attempts.record(1, end);
     }
 
     /// Records the outcome of an attempt for one of its nodes.
     pub fn node_attempt_ended(&self, role: NodeRole, end: AttemptEnd) {
-        self.node_attempts.add(1, (role, end));
+        self.of_model.node_attempts.record(1, (role, end));
     }
 
     pub fn picked(&self, pick: Pick) {
-        self.picks.add(1, pick);
+        self.of_model.picks.record(1, pick);
     }
 
     /// Sets the number of nodes of a role, health and model. Call it for every combination at each change, also
@@ -409,60 +341,52 @@ impl RouterMetrics {
         let mut attributes = vec![KeyValue::new("role", role), KeyValue::new("health", health)];
         attributes
             .extend(model.map(|model| KeyValue::new("gen_ai.request.model", model.to_owned())));
-        self.nodes.record(count as u64, &attributes);
+        self.of_nodes.nodes.record_with(count as u64, (), &attributes);
     }
 
     pub fn set_excluded_nodes(&self, role: &'static str, count: usize) {
-        self.excluded_nodes.record(count as u64, &[KeyValue::new("role", role)]);
+        self.of_nodes.excluded.record_with(count as u64, (), &[KeyValue::new("role", role)]);
     }
 
     pub fn node_excluded(&self, role: NodeRole, reason: Exclusion) {
-        self.exclusions.add(1, (role, reason));
+        self.of_nodes.exclusions.record(1, (role, reason));
     }
 
     pub fn set_cached_blocks(&self, role: &'static str, count: usize) {
-        self.cached_blocks.record(count as u64, &[KeyValue::new("role", role)]);
+        self.of_nodes.cached_blocks.record_with(count as u64, (), &[KeyValue::new("role", role)]);
     }
 
     /// Records the time from the prefill node's token to the decode node's first token.
     pub fn hand_over(&self, gap: Duration) {
-        self.hand_over.record(gap.as_secs_f64(), self.model());
+        self.of_model.hand_over.record(gap.as_secs_f64(), ());
     }
 
     pub fn transfer_delivered(&self, bytes: u64, duration: Duration) {
-        self.transfer_bytes.add(bytes, ());
-        self.transfer_duration.record(duration.as_secs_f64(), self.model());
-    }
-
-    fn model(&self) -> &[KeyValue] {
-        std::slice::from_ref(&self.model)
-    }
-
-    fn of(&self, operation: Operation) -> [KeyValue; 2] {
-        [KeyValue::new("gen_ai.operation.name", operation.as_str()), self.model.clone()]
+        self.of_model.transfer_bytes.record(bytes, ());
+        self.of_model.transfer_duration.record(duration.as_secs_f64(), ());
     }
 }
 
 /// Guard of a request that runs or waits for a node.
 pub struct InFlightRequest {
-    metrics: RouterMetrics,
+    metrics: Arc<ModelInstruments>,
     state: RequestState,
     since: Instant,
 }
 
 impl InFlightRequest {
     fn new(metrics: &RouterMetrics, state: RequestState) -> Self {
-        metrics.requests.add(1, state);
-        Self { metrics: metrics.clone(), state, since: Instant::now() }
+        metrics.of_model.requests.record(1, state);
+        Self { metrics: metrics.of_model.clone(), state, since: Instant::now() }
     }
 }
 
 impl Drop for InFlightRequest {
     fn drop(&mut self) {
         let Self { metrics, state, since } = self;
-        metrics.requests.add(-1, *state);
+        metrics.requests.record(-1, *state);
         if *state == RequestState::Waiting {
-            metrics.queue_time.record(since.elapsed().as_secs_f64(), metrics.model());
+            metrics.queue_time.record(since.elapsed().as_secs_f64(), ());
         }
     }
 }

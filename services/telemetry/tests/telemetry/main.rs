@@ -4,6 +4,7 @@ mod collector;
 mod export;
 mod logs;
 mod metrics;
+mod page;
 mod propagation;
 mod server;
 
