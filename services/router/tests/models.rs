@@ -183,7 +183,7 @@ async fn requests_waiting_for_one_model_do_not_delay_another() {
 #[tokio::test]
 async fn rejected_request_is_counted_for_its_model() {
     let cluster = two_models().await;
-    let body = completion_of(&json!("latest"), json!({"max_tokens": -1}));
+    let body = completion_of(&json!("latest"), json!({"max_tokens": -2}));
     assert_eq!(cluster.client.post("/v1/completions", &body).await.status, 400);
     let request = GenerateRequest { model: "latest".into(), ..Default::default() };
     let mut client = InferenceClient::new(grpc_channel(&cluster).await);

@@ -318,7 +318,7 @@ fn request_log_line_has_one_request_id_and_at_most_three_decimals() {
     let router = Serving::start("ulimit -n 256");
     let request = "POST /v1/completions HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\
                    content-type: application/json\r\ncontent-length: 34\r\n\r\n\
-                   {\"prompt\": \"hi\", \"max_tokens\": -1}";
+                   {\"prompt\": \"hi\", \"max_tokens\": -2}";
     let mut response = String::new();
     router.connect(request.as_bytes()).read_to_string(&mut response).unwrap();
     assert!(response.starts_with("HTTP/1.1 400"), "{response}");
