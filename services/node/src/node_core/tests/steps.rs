@@ -208,6 +208,8 @@ fn stalled_step_ends_the_observers_until_a_step_finishes() {
     node.core.executor_mut().is_hung = true;
     node.call(1, SequenceKind::Compute);
     node.outputs();
+    assert_eq!(node.core.step(Duration::ZERO).unwrap(), Turn::Stepped, "the launch has outputs");
+    node.outputs();
     assert_eq!(node.core.step(Duration::ZERO).unwrap(), Turn::Pending);
     node.advance(STALL_AFTER - Duration::from_millis(1));
     let stalled = |outputs: Vec<Output>| {
