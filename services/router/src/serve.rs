@@ -92,40 +92,8 @@ pub fn start(
     let (grpc_address, grpc_listener) = listen("router.grpc", settings.router.grpc)?;
     let (admin_address, admin_listener) = listen("router.admin", settings.router.admin)?;
 
-    let mut models = models.into_iter();
-    let first = models.next().ok_or(StartError::NoModel)?;
-    metrics.set_draining(false);
-    if let Some(backend) = membership.backend() {
-        let backend = backend.clone();
-        metrics.observe_membership(backend.name, move || backend.is_connected());
-    }
-    let router_metrics = RouterMetrics::new(&metrics, &first.name);
-    let models = Models::new(first, models.collect(), &settings.router, &router_metrics);
-    let [keys, admin_keys] = read_keys(&settings.router, &models, &metrics)?;
-    let tls = read_tls(&settings.router)?;
-    let mut reloaded: Vec<Arc<dyn Reload>> =
-        [&keys, &admin_keys].into_iter().flatten().map(|it| it.reload()).collect();
-    if let Some(tls) = &tls {
-        reloaded.push(tls.clone());
-    }
-    if let Some(tls) = &settings.nodes.tls {
-        reloaded.push(tls.clone());
-    }
-    let served = models.all().iter().map(|model| Served {
-        model: model.name.clone(),
-        vocabulary_size: model.text.tokenizer().vocabulary_size(),
-    });
-    let config::Router { disaggregate, policy, .. } = settings.router;
-    let credentials = settings.nodes.clone();
-    let selection = Selection { disaggregate, policy };
-    // A random seed spreads the probes of several routers.
-    let seed = random_bits()? as u64;
-    let limits = RouterLimits::from(&settings.router);
-    let router = SharedRouter::new(RouterCore::new(seed, selection, limits));
-    let (nodes, watch) =
-        Nodes::watch(&membership, served.collect(), router.clone(), router_metrics, credentials);
-    let front = Arc::new(Front::new(settings, models, router, nodes, keys));
-
+    let StartedFront { front, watch, admin_keys, tls, reloaded } =
+        start_front(settings, models, &membership, &metrics)?;
     let (draining, stop) = (CancellationToken::new(), CancellationToken::new());
     let (health, health_service) = grpc::serve_health(front.clone());
     let started = std::time::SystemTime::UNIX_EPOCH.elapsed().map_or(0, |since| since.as_secs());
@@ -187,6 +155,59 @@ pub fn start(
         membership,
         metrics,
     })
+}
+
+/// The state of all requests, and what only the ports and the reload task need.
+struct StartedFront {
+    front: Arc<Front>,
+    watch: OwnedTask,
+    admin_keys: Option<Arc<Keys>>,
+    tls: Option<Arc<net::Tls>>,
+    /// Values that are read again when their files change.
+    reloaded: Vec<Arc<dyn Reload>>,
+}
+
+/// Reads keys and certificates, and starts watching the nodes.
+fn start_front(
+    settings: RouterSettings,
+    models: Vec<ModelSource>,
+    membership: &Membership,
+    metrics: &Metrics,
+) -> Result<StartedFront, StartError> {
+    let mut models = models.into_iter();
+    let first = models.next().ok_or(StartError::NoModel)?;
+    metrics.set_draining(false);
+    if let Some(backend) = membership.backend() {
+        let backend = backend.clone();
+        metrics.observe_membership(backend.name, move || backend.is_connected());
+    }
+    let router_metrics = RouterMetrics::new(metrics, &first.name);
+    let models = Models::new(first, models.collect(), &settings.router, &router_metrics);
+    let [keys, admin_keys] = read_keys(&settings.router, &models, metrics)?;
+    let tls = read_tls(&settings.router)?;
+    let mut reloaded: Vec<Arc<dyn Reload>> =
+        [&keys, &admin_keys].into_iter().flatten().map(|it| it.reload()).collect();
+    if let Some(tls) = &tls {
+        reloaded.push(tls.clone());
+    }
+    if let Some(tls) = &settings.nodes.tls {
+        reloaded.push(tls.clone());
+    }
+    let served = models.all().iter().map(|model| Served {
+        model: model.name.clone(),
+        vocabulary_size: model.text.tokenizer().vocabulary_size(),
+    });
+    let config::Router { disaggregate, policy, .. } = settings.router;
+    let credentials = settings.nodes.clone();
+    let selection = Selection { disaggregate, policy };
+    // A random seed spreads the probes of several routers.
+    let seed = random_bits()? as u64;
+    let limits = RouterLimits::from(&settings.router);
+    let router = SharedRouter::new(RouterCore::new(seed, selection, limits));
+    let (nodes, watch) =
+        Nodes::watch(membership, served.collect(), router.clone(), router_metrics, credentials);
+    let front = Arc::new(Front::new(settings, models, router, nodes, keys));
+    Ok(StartedFront { front, watch, admin_keys, tls, reloaded })
 }
 
 /// Reads the certificate of the ports of clients.
