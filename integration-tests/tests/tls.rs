@@ -1,6 +1,11 @@
 //! TLS: clients of the router, and the services among themselves.
 
-use std::{collections::BTreeMap, fs, process::Command};
+use std::{
+    collections::BTreeMap,
+    fs::{self, Permissions},
+    os::unix::fs::PermissionsExt,
+    process::Command,
+};
 
 use anyhow::{Context, Result};
 use integration_tests::{
@@ -40,7 +45,10 @@ impl Authority {
         change(&mut params);
         let cert = params.signed_by(&key, &self.issuer)?;
         fs::write(self.path(&format!("{file}.crt")), cert.pem())?;
-        Ok(fs::write(self.path(&format!("{file}.key")), key.serialize_pem())?)
+        let path = self.path(&format!("{file}.key"));
+        fs::write(&path, key.serialize_pem())?;
+        // Services warn of a key that every user can read.
+        Ok(fs::set_permissions(path, Permissions::from_mode(0o600))?)
     }
 
     /// Returns the settings of a service with this certificate.
