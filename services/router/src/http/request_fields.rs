@@ -56,7 +56,7 @@ pub const UNSUPPORTED: [Unsupported; 27] = [
     ("prompt_embeds", &[]),
     ("echo", &["false"]),
     ("thinking_token_budget", &["-1"]),
-    // Of llama.cpp, SGLang, Ollama and text-generation-inference.
+    // Fields of llama.cpp, SGLang, Ollama and text-generation-inference.
     ("grammar", &["\"\""]),
     ("ebnf", &["\"\""]),
     ("json_schema", &["{}"]),
