@@ -12,7 +12,7 @@ use kernels::{
     },
     sampling::Sampling,
 };
-use model::{Checkpoint, Limits, Llama, LoadFormat};
+use model::{Checkpoint, Limits, LoadFormat, Transformer};
 
 use super::bench::{Bench, assert_near, cpu, gpu};
 
@@ -51,7 +51,7 @@ fn table(sequence: usize) -> Vec<BlockId> {
 fn by_cpu(checkpoint: &Checkpoint, weights: WeightFormat) -> Vec<(Vec<u32>, Vec<f32>)> {
     let mut cpu = cpu(weights);
     let limits = Limits { rows_max: ROWS, sampled_max: 4 };
-    let mut llama = Llama::load(checkpoint, &cpu, limits, &mut |_| ()).unwrap();
+    let mut llama = Transformer::load(checkpoint, &cpu, limits, &mut |_| ()).unwrap();
     let layout = checkpoint.config().kv_layout(weights.kv_dtype());
     let arena: Arc<KvArena> = KvArena::host(layout, 48).unwrap();
     let mut known = prompts();
@@ -97,7 +97,7 @@ fn by_gpu(
     let weights = options.weights;
     let limits = Limits { rows_max: ROWS, sampled_max: 4 };
     let (mut cuda, mut llama) = gpu.backend_with(options, |backend| {
-        Llama::load(checkpoint, backend, limits, &mut |_| ()).unwrap()
+        Transformer::load(checkpoint, backend, limits, &mut |_| ()).unwrap()
     });
     let mut graph = None;
     let (kv, _) = gpu.kv(checkpoint.config().kv_layout(weights.kv_dtype()), 48);

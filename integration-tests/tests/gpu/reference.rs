@@ -13,7 +13,7 @@ use kernels::{
     },
     sampling::Sampling,
 };
-use model::{Checkpoint, Limits, Llama, LoadFormat};
+use model::{Checkpoint, Limits, LoadFormat, Transformer};
 use safetensors::SafeTensors;
 
 use test_harness::skip;
@@ -64,7 +64,7 @@ fn logits(
     let rows: usize = references.iter().map(|reference| reference.prompt_len).sum();
     let limits = Limits { rows_max: rows, sampled_max: 4 };
     let (mut cuda, mut llama) = gpu.backend_with(options, |backend| {
-        Llama::load(checkpoint, backend, limits, &mut |_| ()).unwrap()
+        Transformer::load(checkpoint, backend, limits, &mut |_| ()).unwrap()
     });
     let layout = checkpoint.config().kv_layout(options.weights.kv_dtype());
     let (kv, _) = gpu.kv(layout, PROMPTS as u32 * BLOCKS);

@@ -1,6 +1,5 @@
 //! Model configuration, independent of the checkpoint format.
 
-mod architecture;
 mod gguf_metadata;
 mod hugging_face;
 
@@ -8,17 +7,16 @@ use std::{num::NonZeroUsize, ops::RangeInclusive, path::Path};
 
 use kernels::{Dtype, KvLayout, Shard, backend::HeadShape, shard::RANKS_MAX};
 
-pub use self::architecture::Architecture;
 pub(crate) use self::{
     gguf_metadata::from_gguf,
-    hugging_face::{JsonFile, from_hugging_face},
+    hugging_face::{Fields, JsonFile, from_hugging_face},
 };
-use crate::{error::ModelError, rope, weight::Weight};
+use crate::{error::ModelError, families::Family, layer::LayerSpec, rope, weight::Weight};
 
 /// Validated hyperparameters of a model: all sizes are bounded, and head counts divide without remainder.
 #[derive(Clone, Debug, PartialEq)]
 pub struct ModelConfig {
-    pub architecture: Architecture,
+    pub family: &'static Family,
     /// Width of the residual stream.
     pub hidden_size: usize,
     pub layer_count: usize,
@@ -35,8 +33,8 @@ pub struct ModelConfig {
     pub rms_eps: f32,
     pub rope_theta: f32,
     pub rope_scaling: RopeScaling,
-    /// `None` when every layer attends to the whole sequence.
-    pub sliding_window: Option<SlidingWindow>,
+    /// `layer_count` descriptions.
+    pub layers: Vec<LayerSpec>,
     /// Whether the output projection shares the weights of the embedding. A folder with a different output is not tied,
     /// whatever its configuration says.
     pub tied_output: bool,
@@ -65,30 +63,6 @@ pub enum RopeScaling {
     Divisors(Vec<f32>),
 }
 
-/// Sliding-window attention: some or all layers attend only to the last tokens of a sequence.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct SlidingWindow {
-    /// Number of tokens that a token attends to, including itself.
-    pub tokens: NonZeroUsize,
-    /// Whether each layer has the window; at least one entry is true.
-    pub layers: Vec<bool>,
-}
-
-impl SlidingWindow {
-    /// Creates a window for the layers that `has_window` selects; returns `None` when no layer or 0
-    /// tokens are selected.
-    fn of_layers(
-        tokens: usize,
-        layer_count: usize,
-        has_window: impl Fn(usize) -> bool,
-    ) -> Option<Self> {
-        let tokens = NonZeroUsize::new(tokens)?;
-        // `ModelConfig::validate` rejects a count above the limit later. Do not allocate that many here.
-        let layers: Vec<bool> = (0..layer_count.min(LAYERS_MAX)).map(has_window).collect();
-        layers.contains(&true).then_some(Self { tokens, layers })
-    }
-}
-
 impl ModelConfig {
     /// Returns the first difference to the configuration of other weights of this model: the field, its value here
     /// and its value there. Weights of two configurations cannot replace each other.
@@ -103,8 +77,8 @@ impl ModelConfig {
                 })*
             };
         }
-        compare!(architecture hidden_size layer_count query_head_count kv_head_count head_dim ffn_size vocab_size
-            context_tokens rms_eps rope_theta rope_scaling sliding_window tied_output bos_token_id eos_token_ids);
+        compare!(family hidden_size layer_count query_head_count kv_head_count head_dim ffn_size vocab_size
+            context_tokens rms_eps rope_theta rope_scaling layers tied_output bos_token_id eos_token_ids);
         None
     }
 }
@@ -199,11 +173,9 @@ impl ModelConfig {
                 }
             }
         }
-        if let Some(window) = &self.sliding_window
-            && window.layers.len() != self.layer_count
-        {
+        if self.layers.len() != self.layer_count {
             let allowed = format!("{} (one for each layer)", self.layer_count);
-            bad("number of layer types", window.layers.len().to_string(), allowed)?;
+            bad("number of layer types", self.layers.len().to_string(), allowed)?;
         }
         let ids = self.bos_token_id.iter().chain(&self.eos_token_ids);
         if let Some(id) = ids.into_iter().find(|&&id| id as usize >= self.vocab_size) {
@@ -266,8 +238,7 @@ impl ModelConfig {
 
     /// Returns the number of tokens that a layer attends to, if bounded.
     pub fn window(&self, layer: usize) -> Option<NonZeroUsize> {
-        let window = self.sliding_window.as_ref()?;
-        window.layers[layer].then_some(window.tokens)
+        self.layers[layer].window()
     }
 
     /// Returns the radians per position of each of the `head_dim / 2` rotary pairs, with scaling

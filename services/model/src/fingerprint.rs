@@ -9,7 +9,7 @@ use xxhash_rust::xxh3::{Xxh3, xxh3_128};
 
 use crate::{
     checkpoint::{StoredTensor, TensorBytes},
-    config::{ModelConfig, RopeScaling, SlidingWindow},
+    config::{ModelConfig, RopeScaling},
 };
 
 /// Bytes that a thread reads and hashes at a time: small enough for the CPU's cache, and against a large tensor, so that
@@ -180,7 +180,7 @@ impl Hash {
     fn config(&mut self, config: &ModelConfig) {
         // Destructured, so that a new field cannot be forgotten here.
         let ModelConfig {
-            architecture,
+            family,
             hidden_size,
             layer_count,
             query_head_count,
@@ -192,12 +192,12 @@ impl Hash {
             rms_eps,
             rope_theta,
             rope_scaling,
-            sliding_window,
+            layers,
             tied_output,
             bos_token_id,
             eos_token_ids,
         } = config;
-        self.bytes(architecture.name().as_bytes());
+        self.bytes(family.name().as_bytes());
         let sizes = [
             hidden_size,
             layer_count,
@@ -235,12 +235,16 @@ impl Hash {
                 self.floats(divisors);
             }
         }
-        match sliding_window {
-            None => self.bytes(b"full"),
-            Some(SlidingWindow { tokens, layers }) => {
+        // The family determines the rest of the description.
+        let windows = layers.iter().map(|layer| layer.window().map_or(0, |it| it.get() as u64));
+        match windows.clone().max() {
+            None | Some(0) => self.bytes(b"full"),
+            Some(widest) => {
                 self.bytes(b"window");
-                self.numbers(&[tokens.get() as u64]);
-                self.numbers(&layers.iter().map(|&layer| layer.into()).collect::<Vec<_>>());
+                self.numbers(&[widest]);
+                let other = |window| if window == 0 { 0 } else { window + 1 };
+                let window = |window| if window == widest { 1 } else { other(window) };
+                self.numbers(&windows.map(window).collect::<Vec<_>>());
             }
         }
         self.numbers(&[(*tied_output).into()]);

@@ -4,8 +4,9 @@
 //!   `config.json` alone. It checks that every weight exists with the right shape, and provides weights row
 //!   by row in f32, in Hugging Face's order.
 //! * [`ModelConfig`] is the validated configuration, from either format.
-//! * [`Llama`] packs the weights for a backend of crate `kernels` and runs the forward pass of every
-//!   [`Architecture`].
+//! * [`Family`] describes the layers of its checkpoints: each is a mixer and a feed-forward network.
+//! * [`Transformer`] packs the weights for a backend of crate `kernels` and runs the forward pass of every
+//!   description.
 //!
 //! Other crates have tokenizers and templates (`text`), batching and sampling (`engine`), and arithmetic
 //! (`kernels`).
@@ -16,17 +17,21 @@ pub mod checkpoint;
 pub mod config;
 mod encoding;
 mod error;
+mod families;
 mod fingerprint;
-pub mod llama;
+mod layer;
 mod matrix;
 mod packing;
 mod rope;
+pub mod transformer;
 mod weight;
 
 pub use checkpoint::{Checkpoint, FileIdentity, LoadFormat, StoredWeight};
-pub use config::{Architecture, ModelConfig, RopeScaling, SlidingWindow};
+pub use config::{ModelConfig, RopeScaling};
 pub use error::ModelError;
-pub use llama::{Limits, Llama, LlamaWeights, LoadProgress};
+pub use families::Family;
+pub use layer::{AttentionSpec, FeedForward, LayerSpec, Mixer};
 pub use matrix::MatrixSource;
 pub use packing::{PackedPart, PackedWeight, packing_order};
+pub use transformer::{Limits, LoadProgress, Transformer, TransformerWeights};
 pub use weight::{LayerWeight, Weight, WeightPart, WeightShape};

@@ -6,7 +6,7 @@ use kernels::Shard;
 
 use crate::{
     config::ModelConfig,
-    llama::{LlamaWeights, PackedSource},
+    transformer::{PackedSource, TransformerWeights},
     weight::{Weight, WeightPart, WeightShape},
 };
 
@@ -40,13 +40,13 @@ impl PackedWeight {
     }
 }
 
-/// Returns what [`LlamaWeights::pack`] packs for a rank, in the same order.
+/// Returns what [`TransformerWeights::pack`] packs for a rank, in the same order.
 ///
 /// # Panics
 /// When the model cannot be sharded over these ranks; see [`Weight::part`].
 pub fn packing_order(config: &ModelConfig, shard: Shard) -> Vec<PackedWeight> {
     let mut order = Order { config, shard, packed: Vec::new() };
-    let Ok(LlamaWeights::<(), ()> { .. }) = LlamaWeights::in_order(config, &mut order);
+    let Ok(TransformerWeights::<(), ()> { .. }) = TransformerWeights::in_order(config, &mut order);
     order.packed
 }
 

@@ -4,7 +4,10 @@ use std::ops::Range;
 
 use kernels::Shard;
 
-use crate::config::{Architecture, ModelConfig};
+use crate::{
+    config::ModelConfig,
+    layer::{LayerSpec, Mixer},
+};
 
 /// One weight of a model.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -137,13 +140,14 @@ const LAYER_WEIGHTS: [(LayerWeight, &str, &str, Axis, Axis); 14] = {
 };
 
 impl LayerWeight {
-    /// Returns the weights of a layer of `architecture`, in the order of the forward pass.
-    pub fn of(architecture: Architecture) -> impl Iterator<Item = LayerWeight> {
+    /// Returns the weights of a layer, in the order of the forward pass.
+    pub fn of(layer: LayerSpec) -> impl Iterator<Item = LayerWeight> {
+        let Mixer::Attention(attention) = layer.mixer;
         LAYER_WEIGHTS.into_iter().map(|row| row.0).filter(move |weight| match weight {
             LayerWeight::QueryBias | LayerWeight::KeyBias | LayerWeight::ValueBias => {
-                architecture.has_qkv_bias()
+                attention.has_bias
             }
-            LayerWeight::QueryNorm | LayerWeight::KeyNorm => architecture.has_head_norms(),
+            LayerWeight::QueryNorm | LayerWeight::KeyNorm => attention.has_head_norms,
             _ => true,
         })
     }
@@ -160,9 +164,9 @@ impl LayerWeight {
 impl Weight {
     /// Returns every weight of a model, in the order of the forward pass.
     pub fn all(config: &ModelConfig) -> impl Iterator<Item = Weight> + use<> {
-        let architecture = config.architecture;
-        let layers = (0..config.layer_count).flat_map(move |layer| {
-            LayerWeight::of(architecture).map(move |weight| Weight::Layer(layer, weight))
+        let layers = config.layers.clone().into_iter().enumerate();
+        let layers = layers.flat_map(|(index, layer)| {
+            LayerWeight::of(layer).map(move |weight| Weight::Layer(index, weight))
         });
         let output = (!config.tied_output).then_some(Weight::Output);
         std::iter::once(Weight::Embedding)

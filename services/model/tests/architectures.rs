@@ -7,7 +7,7 @@ use std::{num::NonZeroUsize, path::PathBuf};
 
 use common::sequence::Runner;
 use kernels::{Dtype, cpu::Isa};
-use model::{Architecture, Checkpoint, LoadFormat, SlidingWindow};
+use model::{Checkpoint, Family, LoadFormat, ModelConfig};
 use serde::Deserialize;
 
 #[derive(Deserialize)]
@@ -94,36 +94,33 @@ fn chunks_and_single_tokens_change_no_bit_of_any_architecture() {
 }
 
 #[test]
-fn configurations_name_architecture_window_and_width() {
+fn configurations_name_family_window_and_width() {
     let config = |name: &str| open(&files(name)[0]).config().clone();
-    let window = |layers: &[bool]| {
-        Some(SlidingWindow { tokens: NonZeroUsize::new(7).unwrap(), layers: layers.into() })
+    let windows = |config: &ModelConfig| -> Vec<usize> {
+        config.layers.iter().map(|layer| layer.window().map_or(0, NonZeroUsize::get)).collect()
     };
-    let llama = config("llama3");
-    assert_eq!((llama.architecture, llama.tied_output), (Architecture::Llama, true));
-    assert_eq!(llama.sliding_window, None);
-    let mistral = config("mistral");
-    assert_eq!(mistral.architecture, Architecture::Mistral);
-    assert_eq!(mistral.sliding_window, window(&[true, true]));
-    assert_eq!(mistral.window(0), NonZeroUsize::new(7));
-    let qwen2 = config("qwen2_window");
-    assert_eq!(qwen2.architecture, Architecture::Qwen2);
-    assert_eq!(qwen2.sliding_window, window(&[false, true]));
-    assert_eq!((qwen2.window(0), qwen2.window(1)), (None, NonZeroUsize::new(7)));
-    assert_eq!(config("qwen2").sliding_window, None);
-    let qwen3 = config("qwen3");
-    assert_eq!((qwen3.architecture, qwen3.head_dim), (Architecture::Qwen3, 16));
+    for (name, family, windows_of_layers) in [
+        ("llama3", "llama", [0, 0]),
+        ("mistral", "mistral", [7, 7]),
+        ("qwen2_window", "qwen2", [0, 7]),
+        ("qwen2", "qwen2", [0, 0]),
+        ("qwen3", "qwen3", [0, 0]),
+    ] {
+        let config = config(name);
+        assert_eq!(Some(config.family), Family::named(family));
+        assert_eq!(windows(&config), windows_of_layers, "{name}");
+        assert_eq!(config.window(1).map_or(0, NonZeroUsize::get), windows_of_layers[1]);
+    }
+    assert!(config("llama3").tied_output);
+    assert_eq!(config("qwen3").head_dim, 16);
 
     // Converters write Mistral's models as Llama's; everything else is equal in both formats.
     for name in ["llama3", "mistral", "qwen2", "qwen3"] {
         let (folder, gguf) = (config(name), open(&files(name)[1]).config().clone());
-        let architecture = match folder.architecture {
-            Architecture::Mistral => Architecture::Llama,
-            other => other,
-        };
-        assert_eq!(gguf.architecture, architecture);
+        let family = if name == "mistral" { "llama" } else { folder.family.name() };
+        assert_eq!(gguf.family.name(), family);
         assert_eq!(gguf.head_dim, folder.head_dim);
-        assert_eq!(gguf.sliding_window, folder.sliding_window);
+        assert_eq!(windows(&gguf), windows(&folder));
         assert_eq!(gguf.tied_output, folder.tied_output);
         assert_eq!(gguf.parameter_count(), folder.parameter_count());
     }

@@ -9,7 +9,7 @@ use kernels::{
     WeightFormat,
     cpu::{CpuBackend, CpuOptions, Isa},
 };
-use model::{Checkpoint, Limits, Llama, LoadFormat, ModelError, Weight};
+use model::{Checkpoint, Limits, LoadFormat, ModelError, Transformer, Weight};
 use proptest::prelude::*;
 use serde_json::json;
 
@@ -333,7 +333,7 @@ fn load(checkpoint: &Checkpoint, weights: WeightFormat) -> Result<(), ModelError
     let options = CpuOptions { weights, threads: 2, isa: Isa::Auto };
     let backend = CpuBackend::new(options).unwrap();
     let limits = Limits { rows_max: 1, sampled_max: 1 };
-    Llama::load(checkpoint, &backend, limits, &mut |_| ()).map(drop)
+    Transformer::load(checkpoint, &backend, limits, &mut |_| ()).map(drop)
 }
 
 #[test]

@@ -6,7 +6,7 @@ use std::{fs, num::NonZeroUsize};
 
 use common::Entry;
 use model::{
-    Architecture, Checkpoint, LoadFormat, ModelConfig, ModelError, RopeScaling, SlidingWindow,
+    AttentionSpec, Checkpoint, Family, LoadFormat, Mixer, ModelConfig, ModelError, RopeScaling,
 };
 use serde_json::{Value, json};
 
@@ -61,7 +61,7 @@ fn first_difference_of_two_configurations_is_named() {
     assert_eq!(config.difference(&config), None);
     type Change = fn(&mut ModelConfig);
     let changes: [(&str, Change); 16] = [
-        ("architecture", |it| it.architecture = Architecture::Qwen3),
+        ("family", |it| it.family = Family::named("qwen3").unwrap()),
         ("hidden_size", |it| it.hidden_size += 1),
         ("layer_count", |it| it.layer_count += 1),
         ("query_head_count", |it| it.query_head_count += 1),
@@ -73,9 +73,10 @@ fn first_difference_of_two_configurations_is_named() {
         ("rms_eps", |it| it.rms_eps *= 2.0),
         ("rope_theta", |it| it.rope_theta *= 2.0),
         ("rope_scaling", |it| it.rope_scaling = RopeScaling::None),
-        ("sliding_window", |it| {
-            let layers = vec![true; it.layer_count];
-            it.sliding_window = Some(SlidingWindow { tokens: NonZeroUsize::MIN, layers });
+        ("layers", |it| {
+            let Mixer::Attention(attention) = it.layers[2].mixer;
+            let window = Some(NonZeroUsize::MIN);
+            it.layers[2].mixer = Mixer::Attention(AttentionSpec { window, ..attention });
         }),
         ("tied_output", |it| it.tied_output = true),
         ("bos_token_id", |it| it.bos_token_id = None),
@@ -136,20 +137,21 @@ fn absent_keys_have_the_defaults_of_each_architecture() {
 
     let window = |class: &str, changes: Value| {
         let config = open(class, changes).unwrap();
-        config.sliding_window.map(|window| (window.tokens.get(), window.layers))
+        let windows = config.layers.iter().map(|layer| layer.window().map_or(0, NonZeroUsize::get));
+        <[usize; 3]>::try_from(windows.collect::<Vec<_>>()).unwrap()
     };
     // An absent key means the default, null means none.
-    assert_eq!(window("MistralForCausalLM", json!({})), Some((4096, vec![true; 3])));
-    assert_eq!(window("MistralForCausalLM", json!({"sliding_window": null})), None);
-    assert_eq!(window("LlamaForCausalLM", json!({"sliding_window": 5})), None);
-    assert_eq!(window("Qwen2ForCausalLM", json!({"sliding_window": 5})), None);
+    assert_eq!(window("MistralForCausalLM", json!({})), [4096; 3]);
+    assert_eq!(window("MistralForCausalLM", json!({"sliding_window": null})), [0; 3]);
+    assert_eq!(window("LlamaForCausalLM", json!({"sliding_window": 5})), [0; 3]);
+    assert_eq!(window("Qwen2ForCausalLM", json!({"sliding_window": 5})), [0; 3]);
     let on = json!({"use_sliding_window": true, "sliding_window": 5, "max_window_layers": 2});
-    assert_eq!(window("Qwen2ForCausalLM", on), Some((5, vec![false, false, true])));
+    assert_eq!(window("Qwen2ForCausalLM", on), [0, 0, 5]);
     let all_full = json!({"use_sliding_window": true, "max_window_layers": 3});
-    assert_eq!(window("Qwen3ForCausalLM", all_full), None);
+    assert_eq!(window("Qwen3ForCausalLM", all_full), [0; 3]);
     let types = json!({"use_sliding_window": true, "sliding_window": 5,
         "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]});
-    assert_eq!(window("Qwen3ForCausalLM", types), Some((5, vec![true, false, true])));
+    assert_eq!(window("Qwen3ForCausalLM", types), [5, 0, 5]);
 
     let refusal = |changes| open("Qwen3ForCausalLM", changes).unwrap_err().to_string();
     let few = json!({"use_sliding_window": true, "layer_types": ["sliding_attention"]});

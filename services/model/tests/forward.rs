@@ -10,7 +10,7 @@ use common::{
     sequence::{Runner, Sequence},
 };
 use kernels::{WeightFormat, cpu::Isa};
-use model::{Checkpoint, Limits, Llama, LoadFormat, LoadProgress};
+use model::{Checkpoint, Limits, LoadFormat, LoadProgress, Transformer};
 
 /// Returns the reference's tokens, and (position, logits) of some of them.
 fn reference() -> (Vec<u32>, Vec<(usize, Vec<f32>)>) {
@@ -142,7 +142,7 @@ fn progress_counts_every_parameter_once() {
     .unwrap();
     let mut seen: Vec<LoadProgress> = Vec::new();
     let limits = Limits { rows_max: 1, sampled_max: 1 };
-    Llama::load(&checkpoint, &backend, limits, &mut |progress| seen.push(progress)).unwrap();
+    Transformer::load(&checkpoint, &backend, limits, &mut |progress| seen.push(progress)).unwrap();
     let total = checkpoint.config().parameter_count();
     assert!(seen.iter().all(|progress| progress.parameters_total == total));
     assert!(seen.is_sorted_by(|a, b| a.parameters_done < b.parameters_done));

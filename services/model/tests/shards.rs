@@ -19,7 +19,9 @@ use kernels::{
     cpu::{CpuBackend, CpuGroup, CpuOptions, Isa},
     shared::{RegionName, SharedRegion},
 };
-use model::{Checkpoint, Limits, Llama, LoadFormat, LoadProgress, ModelError, Weight, WeightShape};
+use model::{
+    Checkpoint, Limits, LoadFormat, LoadProgress, ModelError, Transformer, Weight, WeightShape,
+};
 use serde_json::{Value, json};
 
 fn shards(of: usize) -> impl Iterator<Item = Shard> {
@@ -225,7 +227,7 @@ fn unsupported_rank_counts_are_rejected_with_the_supported_ones() {
         let group = CpuGroup::new(&region, 0, shard, Duration::from_secs(1));
         let backend = CpuBackend::new(options).unwrap().in_group(group);
         let limits = Limits { rows_max: 1, sampled_max: 1 };
-        Llama::load(checkpoint, &backend, limits, progress).map(drop)
+        Transformer::load(checkpoint, &backend, limits, progress).map(drop)
     };
     let three = dummy(folder.path(), json!({"num_attention_heads": 9, "num_key_value_heads": 3}));
     let error = load(&three, Shard::new(1, 2).unwrap(), &mut |_| ()).unwrap_err();

@@ -24,7 +24,7 @@ use kernels::{
         StepSequence,
     },
 };
-use model::{Checkpoint, Limits, Llama, LlamaWeights, LoadProgress, ModelError};
+use model::{Checkpoint, Limits, LoadProgress, ModelError, Transformer, TransformerWeights};
 
 use super::{
     CollectWaker, Executor, ExecutorError, ExecutorLimits, Misfit, PrepareError, WeightUpdate,
@@ -81,7 +81,7 @@ enum Done {
 /// Time-out of the swap of weights, which only swaps pointers or frees memory.
 const COMMIT_MAX: Duration = Duration::from_secs(10);
 
-type CpuWeights = LlamaWeights<CpuMatrix, CpuVector>;
+type CpuWeights = TransformerWeights<CpuMatrix, CpuVector>;
 
 /// The weights that are not in use: prepared, or replaced by a commit.
 struct Shadow {
@@ -104,7 +104,7 @@ impl WeightUpdate for Shadow {
 
     fn prepare(&self, _path: &Path, checkpoint: &Checkpoint) -> Result<(), PrepareError> {
         self.discard();
-        let weights = LlamaWeights::pack(checkpoint, &self.packer, &mut |_| ())?;
+        let weights = TransformerWeights::pack(checkpoint, &self.packer, &mut |_| ())?;
         *self.weights() = Some(weights);
         Ok(())
     }
@@ -135,7 +135,7 @@ impl CpuExecutor {
             rows_max: limits.step_tokens as usize,
             sampled_max: limits.samples_max() as usize,
         };
-        let model = Llama::load(checkpoint, &backend, largest_step, progress)?;
+        let model = Transformer::load(checkpoint, &backend, largest_step, progress)?;
         let batch = Batch::new(limits);
         let packer = backend.packer()?;
         let shadow = Shadow { packer, is_in_place: false.into(), weights: Mutex::default() };
@@ -239,7 +239,7 @@ impl Executor for CpuExecutor {
 
 /// State owned by the compute thread.
 struct Runner {
-    model: Llama<CpuBackend>,
+    model: Transformer<CpuBackend>,
     backend: CpuBackend,
     arena: Arc<KvArena>,
     /// The arena's heads that this rank computes.

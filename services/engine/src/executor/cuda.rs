@@ -30,7 +30,7 @@ use kernels::{
     },
     sampling::STOP_TOKENS_MAX,
 };
-use model::{Checkpoint, Limits, Llama, LoadProgress, ModelConfig, ModelError};
+use model::{Checkpoint, Limits, LoadProgress, ModelConfig, ModelError, Transformer};
 
 use self::graphs::{Graphs, Parts};
 pub use self::kv_size::{KvRoom, KvShare, kv_blocks};
@@ -68,7 +68,7 @@ pub enum CudaExecutorError {
 
 /// Model whose weights are on the GPU.
 pub struct CudaModel {
-    model: Llama<CudaBackend>,
+    model: Transformer<CudaBackend>,
     backend: CudaBackend,
     times: LoadTimes,
     shadow: Option<Arc<Shadow>>,
@@ -103,10 +103,10 @@ impl CudaModel {
         };
         let started = Instant::now();
         // Only computes the memory: no weight is read.
-        drop(Llama::load(checkpoint, &backend, largest_step, &mut |_| ())?);
+        drop(Transformer::load(checkpoint, &backend, largest_step, &mut |_| ())?);
         backend.place()?;
         let place = started.elapsed();
-        let model = Llama::load(checkpoint, &backend, largest_step, progress)?;
+        let model = Transformer::load(checkpoint, &backend, largest_step, progress)?;
         backend.finish_loading()?;
         let times = LoadTimes { place, weights: started.elapsed() - place };
         Ok(Self { model, backend, times, shadow: None })
@@ -176,7 +176,7 @@ const COMMIT_MAX: Duration = Duration::from_secs(10);
 
 pub struct CudaExecutor {
     limits: ExecutorLimits,
-    model: Llama<CudaBackend>,
+    model: Transformer<CudaBackend>,
     backend: CudaBackend,
     batch: DeviceBatch,
     graphs: Graphs,

@@ -128,7 +128,7 @@ impl StoredWeights {
         }
         let is_paired = matches!(weight, Weight::Layer(_, LayerWeight::Query | LayerWeight::Key))
             && self.format == Format::Gguf
-            && config.architecture.pairs_rows_in_gguf();
+            && config.family.pairs_rows_in_gguf();
         let order = match is_paired {
             true => RowOrder::Pairs { head_dim: config.head_dim },
             false => RowOrder::Halves,
@@ -180,7 +180,7 @@ impl StoredWeights {
                 path: self.files[entry.file].path().into(),
                 tensor: name.clone(),
                 offset: entry.range.start,
-                architecture: config.architecture.name(),
+                architecture: config.family.name(),
             }),
         }
     }

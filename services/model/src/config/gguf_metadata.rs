@@ -1,11 +1,11 @@
 //! Model configuration from a GGUF file's metadata.
 
-use std::path::Path;
+use std::{num::NonZeroUsize, path::Path};
 
 use gguf::{FromValue, GgufError, Header};
 
-use super::{Architecture, ModelConfig, RopeScaling, SlidingWindow, default_head_dim};
-use crate::error::ModelError;
+use super::{LAYERS_MAX, ModelConfig, RopeScaling, default_head_dim};
+use crate::{error::ModelError, families::Family};
 
 /// Reads the configuration. `has_output` says whether the file has an output projection. `rope_divisors`
 /// are the elements of `rope_freqs.weight`, if the file has this tensor.
@@ -17,12 +17,12 @@ pub(crate) fn from_gguf(
 ) -> Result<ModelConfig, ModelError> {
     let name = header.metadata.require::<&str>("general.architecture");
     let name = name.map_err(|source| ModelError::Gguf { path: path.into(), source })?;
-    let architecture = Architecture::of_gguf(name).ok_or_else(|| ModelError::Architecture {
+    let family = Family::of_gguf(name).ok_or_else(|| ModelError::Architecture {
         path: path.into(),
         found: format!("{name:?}"),
-        supported: Architecture::gguf_names(),
+        supported: Family::gguf_names(),
     })?;
-    let metadata = Metadata { path, header, architecture };
+    let metadata = Metadata { path, header, family };
     if let Some(experts) = metadata.of_model::<u32>("expert_count")?
         && experts > 0
     {
@@ -61,7 +61,9 @@ pub(crate) fn from_gguf(
             return Err(metadata.error(GgufError::MissingKey { key, wanted }));
         }
     };
-    let layer_count = metadata.require("block_count")?;
+    let layer_count = metadata.require::<usize>("block_count")?;
+    let window = metadata.of_model::<usize>("attention.sliding_window")?;
+    let window = window.and_then(NonZeroUsize::new);
     // Some writers store −1 in 32 bits for "none".
     let token_id =
         |key: &str| Ok::<_, ModelError>(metadata.get::<u32>(key)?.filter(|&id| id != u32::MAX));
@@ -75,7 +77,7 @@ pub(crate) fn from_gguf(
     }
 
     ModelConfig {
-        architecture,
+        family,
         hidden_size,
         layer_count,
         query_head_count,
@@ -87,10 +89,8 @@ pub(crate) fn from_gguf(
         rms_eps: metadata.require("attention.layer_norm_rms_epsilon")?,
         rope_theta: metadata.of_model("rope.freq_base")?.unwrap_or(10_000.0),
         rope_scaling: rope_scaling(&metadata, rope_divisors)?,
-        // No known file of these architectures limits the window to some layers, so all layers have it.
-        sliding_window: metadata
-            .of_model::<usize>("attention.sliding_window")?
-            .and_then(|tokens| SlidingWindow::of_layers(tokens, layer_count, |_| true)),
+        // No known file of these families limits the window to some layers, so all layers have it.
+        layers: vec![family.layer().with_window(window); layer_count.min(LAYERS_MAX)],
         tied_output: !has_output,
         bos_token_id: token_id("tokenizer.ggml.bos_token_id")?,
         eos_token_ids,
@@ -131,11 +131,11 @@ fn rope_scaling(
     }
 }
 
-/// Metadata of a file. Errors name the file. Methods with a `key` prefix it with the architecture's name.
+/// Metadata of a file. Errors name the file. Methods with a `key` prefix it with the family's name.
 struct Metadata<'a> {
     path: &'a Path,
     header: &'a Header,
-    architecture: Architecture,
+    family: &'static Family,
 }
 
 impl<'a> Metadata<'a> {
@@ -152,7 +152,7 @@ impl<'a> Metadata<'a> {
     }
 
     fn full_key(&self, key: &str) -> String {
-        format!("{}.{key}", self.architecture.name())
+        format!("{}.{key}", self.family.name())
     }
 
     fn error(&self, source: GgufError) -> ModelError {

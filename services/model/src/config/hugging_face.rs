@@ -1,12 +1,15 @@
 //! Model configuration from a Hugging Face `config.json` (and `generation_config.json`).
 
-use std::path::{Path, PathBuf};
+use std::{
+    num::NonZeroUsize,
+    path::{Path, PathBuf},
+};
 
-use serde::{Deserialize, de::DeserializeOwned};
+use serde::de::DeserializeOwned;
 use serde_json::{Map, Value};
 
-use super::{Architecture, ModelConfig, RopeScaling, SlidingWindow, default_head_dim};
-use crate::error::ModelError;
+use super::{LAYERS_MAX, ModelConfig, RopeScaling, default_head_dim};
+use crate::{error::ModelError, families::Family};
 
 const SUPPORTED_ROPE: &str = "\"default\", \"linear\" or \"llama3\"";
 
@@ -17,13 +20,13 @@ pub(crate) fn from_hugging_face(
     generation: Option<&JsonFile>,
 ) -> Result<ModelConfig, ModelError> {
     let fields = config.fields()?;
-    let architecture = architecture(&fields)?;
-    check_supported(&fields, architecture)?;
-    let (kv_head_count, head_dim, context_tokens) = defaults(architecture);
+    let family = family(&fields)?;
+    check_supported(&fields, family)?;
+    let absent = family.absent();
 
     let hidden_size = fields.require::<usize>("hidden_size")?;
     let query_head_count = fields.require::<usize>("num_attention_heads")?;
-    let head_dim = match fields.get_or("head_dim", head_dim)? {
+    let head_dim = match fields.get_or("head_dim", absent.head_dim)? {
         Some(head_dim) => head_dim,
         None => {
             default_head_dim(&config.path, "num_attention_heads", query_head_count, hidden_size)?
@@ -41,21 +44,22 @@ pub(crate) fn from_hugging_face(
 
     let layer_count = fields.require("num_hidden_layers")?;
     ModelConfig {
-        architecture,
+        family,
         hidden_size,
         layer_count,
         query_head_count,
         kv_head_count: fields
-            .get_or("num_key_value_heads", kv_head_count)?
+            .get_or("num_key_value_heads", absent.kv_head_count)?
             .unwrap_or(query_head_count),
         head_dim,
         ffn_size: fields.require("intermediate_size")?,
         vocab_size: fields.require("vocab_size")?,
-        context_tokens: fields.get("max_position_embeddings")?.unwrap_or(context_tokens),
+        context_tokens: fields.get("max_position_embeddings")?.unwrap_or(absent.context_tokens),
         rms_eps: fields.get("rms_norm_eps")?.unwrap_or(1e-6),
         rope_theta,
         rope_scaling,
-        sliding_window: sliding_window(&fields, architecture, layer_count)?,
+        // `ModelConfig::validate` rejects a count above the limit.
+        layers: family.layers(&fields, layer_count.min(LAYERS_MAX))?,
         tied_output: fields.get("tie_word_embeddings")?.unwrap_or(false),
         bos_token_id: fields.token_ids("bos_token_id")?.first().copied(),
         eos_token_ids,
@@ -63,94 +67,39 @@ pub(crate) fn from_hugging_face(
     .validate(&config.path)
 }
 
-/// Returns the values of absent keys as the configuration classes of transformers define them: the number of KV heads
-/// (`None` means as many as query heads), the head size (`None` means the hidden size divided by the number of query
-/// heads), and the context length. A null means "none", not "absent".
-fn defaults(architecture: Architecture) -> (Option<usize>, Option<usize>, usize) {
-    match architecture {
-        Architecture::Llama => (None, None, 2048),
-        Architecture::Mistral => (Some(8), None, 131_072),
-        Architecture::Qwen2 => (Some(32), None, 32_768),
-        Architecture::Qwen3 => (Some(32), Some(128), 32_768),
-    }
-}
-
-fn architecture(fields: &Fields<'_>) -> Result<Architecture, ModelError> {
+fn family(fields: &Fields<'_>) -> Result<&'static Family, ModelError> {
     let classes = match fields.object.get("architectures") {
         Some(Value::String(class)) => vec![class.clone()],
         _ => fields.get::<Vec<String>>("architectures")?.unwrap_or_default(),
     };
     let (known, found) = match classes.as_slice() {
-        [class] => (Architecture::of_class(class), format!("{class:?}")),
+        [class] => (Family::of_class(class), format!("{class:?}")),
         // Older files name the model family only.
         [] => {
-            let family = fields.get::<String>("model_type")?;
-            let known = family.as_deref().and_then(Architecture::of_model_type);
-            (known, format!("(none), model_type {family:?}"))
+            let name = fields.get::<String>("model_type")?;
+            let known = name.as_deref().and_then(Family::named);
+            (known, format!("(none), model_type {name:?}"))
         }
         several => {
-            let known = several.iter().find_map(|class| Architecture::of_class(class));
+            let known = several.iter().find_map(|class| Family::of_class(class));
             (known, format!("{several:?}"))
         }
     };
     known.ok_or_else(|| {
-        let supported = Architecture::classes();
+        let supported = Family::classes();
         ModelError::Architecture { path: fields.path.into(), found, supported }
     })
 }
 
-/// Returns which layers have a sliding window, and its size.
-fn sliding_window(
-    fields: &Fields<'_>,
-    architecture: Architecture,
-    layer_count: usize,
-) -> Result<Option<SlidingWindow>, ModelError> {
-    const TOKENS_DEFAULT: usize = 4096;
-    const FULL_LAYERS_DEFAULT: usize = 28;
-    let tokens = || fields.get_or::<usize>("sliding_window", Some(TOKENS_DEFAULT));
-    match architecture {
-        Architecture::Llama => Ok(None),
-        Architecture::Mistral => {
-            Ok(tokens()?.and_then(|tokens| SlidingWindow::of_layers(tokens, layer_count, |_| true)))
-        }
-        Architecture::Qwen2 | Architecture::Qwen3 => {
-            if fields.get("use_sliding_window")? != Some(true) {
-                return Ok(None);
-            }
-            let Some(tokens) = tokens()? else { return Ok(None) };
-            let Some(types) = fields.get::<Vec<LayerType>>("layer_types")? else {
-                let full = fields.get("max_window_layers")?.unwrap_or(FULL_LAYERS_DEFAULT);
-                return Ok(SlidingWindow::of_layers(tokens, layer_count, |layer| layer >= full));
-            };
-            // The number of layers is validated with the rest of the configuration.
-            Ok(SlidingWindow::of_layers(tokens, types.len(), |layer| {
-                types[layer] == LayerType::SlidingAttention
-            }))
-        }
-    }
-}
-
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
-#[serde(rename_all = "snake_case")]
-enum LayerType {
-    FullAttention,
-    SlidingAttention,
-}
-
 /// Rejects keys that would change the arithmetic.
-fn check_supported(fields: &Fields<'_>, architecture: Architecture) -> Result<(), ModelError> {
+fn check_supported(fields: &Fields<'_>, family: &Family) -> Result<(), ModelError> {
     if let Some(activation) = fields.get::<String>("hidden_act")?
         && !["silu", "swish"].contains(&activation.as_str())
     {
         return Err(fields.unsupported("hidden_act", format!("{activation:?}"), "\"silu\""));
     }
-    // Transformers uses these keys for some architectures only and ignores them for others.
-    let biases: &[&str] = match architecture {
-        Architecture::Llama => &["attention_bias", "mlp_bias"],
-        Architecture::Qwen3 => &["attention_bias"],
-        Architecture::Mistral | Architecture::Qwen2 => &[],
-    };
-    for &key in biases {
+    // Transformers uses these keys for some families only and ignores them for others.
+    for &key in family.refused() {
         if fields.get(key)? == Some(true) {
             return Err(fields.unsupported(key, "true".into(), "false"));
         }
@@ -232,7 +181,7 @@ impl JsonFile {
 }
 
 /// Keys of one object, with errors that name file and key.
-struct Fields<'a> {
+pub(crate) struct Fields<'a> {
     path: &'a Path,
     object: &'a Map<String, Value>,
     /// Key of the object in its parent.
@@ -241,7 +190,7 @@ struct Fields<'a> {
 
 impl Fields<'_> {
     /// Returns the value of `key`. A null counts as absent.
-    fn get<T: DeserializeOwned>(&self, key: &str) -> Result<Option<T>, ModelError> {
+    pub(crate) fn get<T: DeserializeOwned>(&self, key: &str) -> Result<Option<T>, ModelError> {
         match self.object.get(key) {
             None | Some(Value::Null) => Ok(None),
             Some(value) => serde_json::from_value(whole(value))
@@ -257,6 +206,13 @@ impl Fields<'_> {
         absent: Option<T>,
     ) -> Result<Option<T>, ModelError> {
         if self.object.contains_key(key) { self.get(key) } else { Ok(absent) }
+    }
+
+    /// Returns the size of the sliding window in tokens; `None`: 0 or null.
+    pub(crate) fn sliding_window(&self) -> Result<Option<NonZeroUsize>, ModelError> {
+        const TOKENS_DEFAULT: usize = 4096;
+        let tokens = self.get_or::<usize>("sliding_window", Some(TOKENS_DEFAULT))?;
+        Ok(tokens.and_then(NonZeroUsize::new))
     }
 
     fn require<T: DeserializeOwned>(&self, key: &str) -> Result<T, ModelError> {

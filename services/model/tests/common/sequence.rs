@@ -6,7 +6,7 @@ use kernels::{
     Backend, BlockId, KvArena, Shard, WeightFormat,
     cpu::{CpuBackend, CpuGroup, CpuOptions, CpuStep, Isa, StepSequence},
 };
-use model::{Checkpoint, Limits, Llama};
+use model::{Checkpoint, Limits, Transformer};
 
 /// Blocks of a runner's arena.
 pub const BLOCKS: u32 = 512;
@@ -14,7 +14,7 @@ pub const BLOCKS: u32 = 512;
 /// Loaded model or one rank's shard of it, the arena for its KV, and a counter that allocates blocks.
 pub struct Runner {
     backend: CpuBackend,
-    llama: Llama<CpuBackend>,
+    llama: Transformer<CpuBackend>,
     arena: Arc<KvArena>,
     next_block: u32,
 }
@@ -59,7 +59,7 @@ impl Runner {
         rows_max: usize,
     ) -> Self {
         let limits = Limits { rows_max, sampled_max: rows_max };
-        let llama = Llama::load(checkpoint, &backend, limits, &mut |_| ()).unwrap();
+        let llama = Transformer::load(checkpoint, &backend, limits, &mut |_| ()).unwrap();
         Self { backend, llama, arena, next_block: 0 }
     }
 

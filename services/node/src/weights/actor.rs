@@ -351,7 +351,7 @@ mod tests {
 
     use ::engine::executor::{CollectWaker, PrepareError};
     use cluster::Epoch;
-    use model::{Architecture, Checkpoint, LoadFormat, RopeScaling};
+    use model::{Checkpoint, Family, LoadFormat, RopeScaling};
     use proto::{auth::ClusterSecret, v1};
 
     use super::*;
@@ -397,7 +397,7 @@ mod tests {
 
     fn actor_on(device: Device, loaded: LoadedModel, inbox: Inbox) -> Actor {
         let model = ModelConfig {
-            architecture: Architecture::Llama,
+            family: Family::named("llama").unwrap(),
             hidden_size: 64,
             layer_count: 1,
             query_head_count: 1,
@@ -409,7 +409,7 @@ mod tests {
             rms_eps: 1e-6,
             rope_theta: 1e4,
             rope_scaling: RopeScaling::None,
-            sliding_window: None,
+            layers: Vec::new(),
             tied_output: true,
             bos_token_id: None,
             eos_token_ids: Vec::new(),

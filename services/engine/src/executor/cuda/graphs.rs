@@ -17,7 +17,7 @@ use kernels::{
     },
     sampling::Sampling,
 };
-use model::Llama;
+use model::Transformer;
 
 use super::super::ExecutorLimits;
 use crate::plan::{Dispatch, StepPlan};
@@ -40,7 +40,7 @@ pub struct Graphs {
 
 /// Model, backend and batch that run the forward passes of a capture.
 pub struct Parts<'a> {
-    pub model: &'a mut Llama<CudaBackend>,
+    pub model: &'a mut Transformer<CudaBackend>,
     pub backend: &'a mut CudaBackend,
     pub batch: &'a mut DeviceBatch,
     pub clock: &'a mut DeviceClock,

@@ -306,7 +306,7 @@ fn check(
         }
         known.insert(weight, index);
     }
-    let architecture = config.architecture.name();
+    let architecture = config.family.name();
     match names.into_values().min() {
         None => Ok(known),
         Some(index) => {

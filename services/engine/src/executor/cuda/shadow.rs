@@ -13,7 +13,7 @@ use kernels::{
     cuda::{ChunkCopies, ChunkSource, CudaBackend, CudaError, CudaPacker},
     peer::WaitLimit,
 };
-use model::{Checkpoint, LlamaWeights, ModelConfig};
+use model::{Checkpoint, ModelConfig, TransformerWeights};
 
 use super::{
     super::{
@@ -73,7 +73,7 @@ impl WeightUpdate for Shadow {
     fn prepare(&self, _path: &Path, checkpoint: &Checkpoint) -> Result<(), PrepareError> {
         self.discard();
         self.packer.begin().map_err(failed)?;
-        let packed = LlamaWeights::pack(checkpoint, &self.packer, &mut |_| ());
+        let packed = TransformerWeights::pack(checkpoint, &self.packer, &mut |_| ());
         // Wait for the uploads even if a weight could not be read.
         let finished = self.packer.finish();
         packed?;

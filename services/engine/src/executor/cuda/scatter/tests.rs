@@ -1,7 +1,7 @@
 use std::sync::Mutex;
 
 use kernels::{Packer, RowSource, digest::of_weight};
-use model::{Checkpoint, LlamaWeights, LoadFormat};
+use model::{Checkpoint, LoadFormat, TransformerWeights};
 use proptest::prelude::*;
 use serde_json::{Value, json};
 
@@ -22,7 +22,7 @@ fn dummy(config: &Value) -> Checkpoint {
     Checkpoint::open(folder.path(), LoadFormat::Dummy { seed: 7 }).unwrap()
 }
 
-/// Packs into host memory as [`LlamaWeights::pack`] orders.
+/// Packs into host memory as [`TransformerWeights::pack`] orders.
 struct HostPacker {
     shard: Shard,
     dtype: Dtype,
@@ -51,7 +51,7 @@ impl Packer for HostPacker {
 
 fn packed(checkpoint: &Checkpoint, shard: Shard, dtype: Dtype) -> Vec<u8> {
     let packer = HostPacker { shard, dtype, bytes: Mutex::default() };
-    LlamaWeights::pack(checkpoint, &packer, &mut |_| ()).unwrap();
+    TransformerWeights::pack(checkpoint, &packer, &mut |_| ()).unwrap();
     packer.bytes.into_inner().unwrap()
 }
 

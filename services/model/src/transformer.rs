@@ -1,5 +1,4 @@
-//! Packs a model's weights and runs its forward pass. The code follows Llama; comments name the differences
-//! of other architectures.
+//! Packs a model's weights and runs its forward pass: once for all families, over the description of the layers.
 
 use std::num::NonZeroUsize;
 
@@ -13,13 +12,14 @@ use crate::{
     config::ModelConfig,
     error::ModelError,
     fingerprint::RowHashes,
+    layer::{AttentionSpec, FeedForward, LayerSpec, Mixer},
     matrix::{MatrixSource, NotFinite, StackedRows},
     weight::{LayerWeight, Weight, WeightPart},
 };
 
 /// Loaded model, or one rank's shard of it: packed weights and the activations of one step. The backend
 /// performs the collectives of the ranks.
-pub struct Llama<B: Backend> {
+pub struct Transformer<B: Backend> {
     config: ModelConfig,
     shard: Shard,
     limits: Limits,
@@ -27,12 +27,12 @@ pub struct Llama<B: Backend> {
     heads: HeadShape,
     rope_frequencies: B::Vector,
     /// `None` while other weights are packed in their place.
-    weights: Option<LlamaWeights<B::Matrix, B::Vector>>,
+    weights: Option<TransformerWeights<B::Matrix, B::Vector>>,
     activations: Activations<B>,
 }
 
 /// Packed weights of a model, or of one rank's shard of it.
-pub struct LlamaWeights<M, V> {
+pub struct TransformerWeights<M, V> {
     /// `[tokens of the rank][hidden]`.
     embedding: M,
     layers: Vec<Layer<M, V>>,
@@ -42,27 +42,34 @@ pub struct LlamaWeights<M, V> {
 }
 
 struct Layer<M, V> {
-    attention_norm: V,
-    /// Queries, keys, values: `[qkv_width][hidden]`.
-    qkv: M,
-    /// Bias of `qkv`, `[qkv_width]`: Qwen2.
-    qkv_bias: Option<V>,
-    /// Norms of query heads and key heads: Qwen3.
-    head_norms: Option<HeadNorms<V>>,
-    /// Size of the sliding window in tokens: Mistral, and some layers of Qwen.
-    window: Option<NonZeroUsize>,
-    /// `[hidden][query_width]`.
-    attention_output: M,
-    ffn_norm: V,
-    /// Gate, then up: `[2 * ffn][hidden]`.
-    gate_up: M,
-    /// `[hidden][ffn]`.
-    down: M,
+    mixer_norm: V,
+    mixer: MixerWeights<M, V>,
+    feed_forward_norm: V,
+    feed_forward: FeedForwardWeights<M>,
 }
 
-struct HeadNorms<V> {
-    query: V,
-    key: V,
+enum MixerWeights<M, V> {
+    Attention {
+        /// Queries, keys, values: `[qkv_width][hidden]`.
+        qkv: M,
+        /// Bias of `qkv`, `[qkv_width]`.
+        bias: Option<V>,
+        /// Norms of query heads and of key heads.
+        head_norms: Option<(V, V)>,
+        /// Size of the sliding window in tokens.
+        window: Option<NonZeroUsize>,
+        /// `[hidden][query_width]`.
+        output: M,
+    },
+}
+
+enum FeedForwardWeights<M> {
+    Gated {
+        /// Gate, then up: `[2 * ffn][hidden]`.
+        gate_up: M,
+        /// `[hidden][ffn]`.
+        down: M,
+    },
 }
 
 /// Activations, reused by every layer of every step.
@@ -105,7 +112,7 @@ pub struct LoadProgress {
     pub parameters_total: u64,
 }
 
-impl<M, V> LlamaWeights<M, V> {
+impl<M, V> TransformerWeights<M, V> {
     /// Packs every weight, or the part in [`Packer::pack_shard`]. Calls `progress` after every matrix and vector.
     pub fn pack<P: Packer<Matrix = M, Vector = V>>(
         checkpoint: &Checkpoint,
@@ -132,46 +139,53 @@ impl<M, V> LlamaWeights<M, V> {
         source: &mut S,
     ) -> Result<Self, S::Error> {
         let embedding = source.matrix(&[Weight::Embedding])?;
-        let layers = (0..config.layer_count)
-            .map(|layer| {
-                let weight = |weight| Weight::Layer(layer, weight);
-                Ok(Layer {
-                    attention_norm: source.vector(&[weight(LayerWeight::AttentionNorm)])?,
-                    qkv: source.matrix(&[
-                        weight(LayerWeight::Query),
-                        weight(LayerWeight::Key),
-                        weight(LayerWeight::Value),
-                    ])?,
-                    qkv_bias: match config.architecture.has_qkv_bias() {
-                        false => None,
-                        true => Some(source.vector(&[
-                            weight(LayerWeight::QueryBias),
-                            weight(LayerWeight::KeyBias),
-                            weight(LayerWeight::ValueBias),
-                        ])?),
-                    },
-                    head_norms: match config.architecture.has_head_norms() {
-                        false => None,
-                        true => Some(HeadNorms {
-                            query: source.vector(&[weight(LayerWeight::QueryNorm)])?,
-                            key: source.vector(&[weight(LayerWeight::KeyNorm)])?,
-                        }),
-                    },
-                    window: config.window(layer),
-                    attention_output: source.matrix(&[weight(LayerWeight::AttentionOutput)])?,
-                    ffn_norm: source.vector(&[weight(LayerWeight::FfnNorm)])?,
-                    gate_up: source
-                        .matrix(&[weight(LayerWeight::Gate), weight(LayerWeight::Up)])?,
-                    down: source.matrix(&[weight(LayerWeight::Down)])?,
-                })
-            })
-            .collect::<Result<Vec<_>, S::Error>>()?;
+        let layers = config.layers.iter().enumerate();
+        let layers = layers.map(|(index, layer)| Layer::in_order(index, layer, source));
+        let layers = layers.collect::<Result<Vec<_>, S::Error>>()?;
         let output_norm = source.vector(&[Weight::OutputNorm])?;
         let output = match config.tied_output {
             true => None,
             false => Some(source.matrix(&[Weight::Output])?),
         };
         Ok(Self { embedding, layers, output_norm, output })
+    }
+}
+
+impl<M, V> Layer<M, V> {
+    /// Makes every matrix and vector of layer `index`, in memory order.
+    fn in_order<S: PackedSource<Matrix = M, Vector = V>>(
+        index: usize,
+        layer: &LayerSpec,
+        source: &mut S,
+    ) -> Result<Self, S::Error> {
+        use LayerWeight as W;
+        let weight = |weight| Weight::Layer(index, weight);
+        let mixer_norm = source.vector(&[weight(W::AttentionNorm)])?;
+        let Mixer::Attention(AttentionSpec { has_bias, has_head_norms, window }) = layer.mixer;
+        let mixer = MixerWeights::Attention {
+            qkv: source.matrix(&[W::Query, W::Key, W::Value].map(weight))?,
+            bias: match has_bias {
+                false => None,
+                true => Some(source.vector(&[W::QueryBias, W::KeyBias, W::ValueBias].map(weight))?),
+            },
+            head_norms: match has_head_norms {
+                false => None,
+                true => Some((
+                    source.vector(&[weight(W::QueryNorm)])?,
+                    source.vector(&[weight(W::KeyNorm)])?,
+                )),
+            },
+            window,
+            output: source.matrix(&[weight(W::AttentionOutput)])?,
+        };
+        let feed_forward_norm = source.vector(&[weight(W::FfnNorm)])?;
+        let feed_forward = match layer.feed_forward {
+            FeedForward::Gated => FeedForwardWeights::Gated {
+                gate_up: source.matrix(&[W::Gate, W::Up].map(weight))?,
+                down: source.matrix(&[weight(W::Down)])?,
+            },
+        };
+        Ok(Self { mixer_norm, mixer, feed_forward_norm, feed_forward })
     }
 }
 
@@ -188,8 +202,8 @@ pub(crate) trait PackedSource {
     fn vector(&mut self, weights: &[Weight]) -> Result<Self::Vector, Self::Error>;
 }
 
-impl<B: Backend> Llama<B> {
-    /// Packs the weights as [`LlamaWeights::pack`] does, and allocates the activations of the largest step.
+impl<B: Backend> Transformer<B> {
+    /// Packs the weights as [`TransformerWeights::pack`] does, and allocates the activations of the largest step.
     pub fn load(
         checkpoint: &Checkpoint,
         backend: &B,
@@ -198,7 +212,7 @@ impl<B: Backend> Llama<B> {
     ) -> Result<Self, ModelError> {
         let config = checkpoint.config().clone();
         let shard = backend.shard();
-        let weights = LlamaWeights::pack(checkpoint, backend, progress)?;
+        let weights = TransformerWeights::pack(checkpoint, backend, progress)?;
         let heads = config.head_shape_of(shard);
         let ffn_size = shard.part(config.ffn_size).len();
 
@@ -229,14 +243,14 @@ impl<B: Backend> Llama<B> {
     /// Replaces the weights with weights packed from a checkpoint of the same configuration. Returns the old weights.
     pub fn replace_weights(
         &mut self,
-        weights: LlamaWeights<B::Matrix, B::Vector>,
-    ) -> Option<LlamaWeights<B::Matrix, B::Vector>> {
+        weights: TransformerWeights<B::Matrix, B::Vector>,
+    ) -> Option<TransformerWeights<B::Matrix, B::Vector>> {
         assert_eq!(weights.layers.len(), self.config.layer_count, "one configuration");
         self.weights.replace(weights)
     }
 
     /// Takes the weights out of the model. No forward pass may run before [`Self::replace_weights`].
-    pub fn take_weights(&mut self) -> Option<LlamaWeights<B::Matrix, B::Vector>> {
+    pub fn take_weights(&mut self) -> Option<TransformerWeights<B::Matrix, B::Vector>> {
         self.weights.take()
     }
 
@@ -296,23 +310,28 @@ impl<B: Backend> Llama<B> {
         backend.embed(&weights.embedding, config.vocab_size, step, residual);
         // In f32, although rows in bf16 would be exact too: this needs no second buffer, and a token's row is small.
         backend.all_reduce(rows, residual);
-        let first_norm = &weights.layers.first().expect("a model has layers").attention_norm;
+        let first_norm = &weights.layers.first().expect("a model has layers").mixer_norm;
         backend.rms_norm(rows, residual, first_norm, eps, normed);
         for (index, layer) in weights.layers.iter().enumerate() {
-            let head_weights = HeadWeights {
-                bias: layer.qkv_bias.as_ref(),
-                norms: layer.head_norms.as_ref().map(|norms| (&norms.query, &norms.key)),
-                eps,
-            };
-            let frequencies = &*rope_frequencies;
-            let normed_qkv = (&*normed, &layer.qkv);
-            backend.project_heads(index, heads, normed_qkv, head_weights, frequencies, qkv, step);
             let next = weights.layers.get(index + 1);
+            let MixerWeights::Attention { qkv: w, bias, head_norms, window, output } = &layer.mixer;
+            let norms = head_norms.as_ref().map(|(query, key)| (query, key));
+            let head_weights = HeadWeights { bias: bias.as_ref(), norms, eps };
+            let frequencies = &*rope_frequencies;
+            backend.project_heads(
+                index,
+                heads,
+                (&*normed, w),
+                head_weights,
+                frequencies,
+                qkv,
+                step,
+            );
             // A prefill chunk that does not end its prompt only stores its KV.
             if next.is_none() && sampled_rows == 0 {
                 return logits;
             }
-            backend.attention(index, heads, scale, layer.window, qkv, step, attended);
+            backend.attention(index, heads, scale, *window, qkv, step, attended);
             let (mut rows, mut attended, mut residual) = (rows, &*attended, &mut *residual);
             if next.is_none() && sampled_rows < rows {
                 // After the last attention, only the sampled rows are needed.
@@ -321,14 +340,17 @@ impl<B: Backend> Llama<B> {
                 (rows, attended) = (sampled_rows, &*sampled_attended);
                 residual = &mut *sampled_residual;
             }
-            let product = (attended, &layer.attention_output);
-            let norm = (&layer.ffn_norm, eps);
-            backend.project_onto_residual(rows, product, delta, residual, norm, normed);
+            let norm = (&layer.feed_forward_norm, eps);
+            backend.project_onto_residual(rows, (attended, output), delta, residual, norm, normed);
 
-            backend.project_gated(rows, (normed, &layer.gate_up), gate_up, activated);
-            let norm = (next.map_or(&weights.output_norm, |next| &next.attention_norm), eps);
-            let product = (&*activated, &layer.down);
-            backend.project_onto_residual(rows, product, delta, residual, norm, normed);
+            let norm = (next.map_or(&weights.output_norm, |next| &next.mixer_norm), eps);
+            match &layer.feed_forward {
+                FeedForwardWeights::Gated { gate_up: w, down } => {
+                    backend.project_gated(rows, (normed, w), gate_up, activated);
+                    let product = (&*activated, down);
+                    backend.project_onto_residual(rows, product, delta, residual, norm, normed);
+                }
+            }
         }
         let output = weights.output.as_ref().unwrap_or(&weights.embedding);
         backend.matmul(sampled_rows, normed, output, logits);

@@ -1,0 +1,122 @@
+//! Model families, one file each. A family maps the configuration of its checkpoints to a description of layers;
+//! [`Transformer`](crate::Transformer) runs the forward pass of every description.
+
+mod llama;
+mod mistral;
+mod qwen2;
+mod qwen3;
+
+use std::fmt;
+
+use crate::{config::Fields, error::ModelError, layer::LayerSpec};
+
+/// Every family.
+const FAMILIES: [&Family; 4] = [&llama::FAMILY, &mistral::FAMILY, &qwen2::FAMILY, &qwen3::FAMILY];
+
+/// A model family. All are pre-norm decoders with RMS norms.
+pub struct Family {
+    /// `model_type` in Hugging Face's configurations, and `general.architecture` in GGUF files.
+    name: &'static str,
+    /// Class in transformers.
+    class: &'static str,
+    /// `None`: no GGUF file has the family's name.
+    gguf: Option<GgufRows>,
+    absent: AbsentKeys,
+    /// Keys that change the arithmetic of the family's class if they are true.
+    refused: &'static [&'static str],
+    /// Layer without a sliding window.
+    layer: LayerSpec,
+    layers: DescribeLayers,
+}
+
+/// Returns the description of a number of layers, given the keys of `config.json` and the family's layer.
+type DescribeLayers = fn(&Fields<'_>, LayerSpec, usize) -> Result<Vec<LayerSpec>, ModelError>;
+
+/// Order of the rows of query and key projections in a family's GGUF files.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum GgufRows {
+    /// Order of Hugging Face's checkpoints.
+    Halves,
+    /// Rotary pairs are adjacent.
+    Pairs,
+}
+
+/// Values of absent keys, as the configuration classes of transformers define them. A null means "none", not "absent".
+pub(crate) struct AbsentKeys {
+    /// `None`: as many as query heads.
+    pub kv_head_count: Option<usize>,
+    /// `None`: the hidden size divided by the number of query heads.
+    pub head_dim: Option<usize>,
+    pub context_tokens: usize,
+}
+
+impl Family {
+    /// Returns the family with this `model_type`.
+    pub fn named(name: &str) -> Option<&'static Self> {
+        FAMILIES.into_iter().find(|family| family.name == name)
+    }
+
+    pub(crate) fn of_class(class: &str) -> Option<&'static Self> {
+        FAMILIES.into_iter().find(|family| family.class == class)
+    }
+
+    /// Returns the family whose GGUF files have this `general.architecture`.
+    pub(crate) fn of_gguf(name: &str) -> Option<&'static Self> {
+        Self::named(name).filter(|family| family.gguf.is_some())
+    }
+
+    /// Returns all class names, for error messages.
+    pub(crate) fn classes() -> String {
+        FAMILIES.map(|family| format!("{:?}", family.class)).join(", ")
+    }
+
+    /// Returns all GGUF names, for error messages.
+    pub(crate) fn gguf_names() -> String {
+        let families = FAMILIES.into_iter().filter(|family| family.gguf.is_some());
+        families.map(|family| format!("{:?}", family.name)).collect::<Vec<_>>().join(", ")
+    }
+
+    pub fn name(&self) -> &'static str {
+        self.name
+    }
+
+    pub(crate) fn absent(&self) -> &AbsentKeys {
+        &self.absent
+    }
+
+    pub(crate) fn refused(&self) -> &'static [&'static str] {
+        self.refused
+    }
+
+    /// Returns the family's layer without a sliding window.
+    pub(crate) fn layer(&self) -> LayerSpec {
+        self.layer
+    }
+
+    /// Describes `layer_count` layers of a `config.json`, or as many as a list in this file has.
+    pub(crate) fn layers(
+        &self,
+        fields: &Fields<'_>,
+        layer_count: usize,
+    ) -> Result<Vec<LayerSpec>, ModelError> {
+        (self.layers)(fields, self.layer, layer_count)
+    }
+
+    /// Returns whether GGUF files store the rows of query and key projections with rotary pairs adjacent.
+    pub(crate) fn pairs_rows_in_gguf(&self) -> bool {
+        self.gguf == Some(GgufRows::Pairs)
+    }
+}
+
+/// Families are equal if they have the same name.
+impl PartialEq for Family {
+    fn eq(&self, other: &Self) -> bool {
+        self.name == other.name
+    }
+}
+
+impl fmt::Debug for Family {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name)
+    }
+}

@@ -1,0 +1,21 @@
+//! Qwen3: norms of query and key heads, and a sliding window in some layers.
+
+use super::{AbsentKeys, Family, GgufRows, qwen2::layers_with_windows};
+use crate::layer::{AttentionSpec, LayerSpec, Mixer};
+
+pub(super) static FAMILY: Family = Family {
+    name: "qwen3",
+    class: "Qwen3ForCausalLM",
+    gguf: Some(GgufRows::Halves),
+    absent: AbsentKeys { kv_head_count: Some(32), head_dim: Some(128), context_tokens: 32_768 },
+    refused: &["attention_bias"],
+    layer: LayerSpec {
+        mixer: Mixer::Attention(AttentionSpec {
+            has_bias: false,
+            has_head_norms: true,
+            window: None,
+        }),
+        ..LayerSpec::LLAMA
+    },
+    layers: layers_with_windows,
+};
