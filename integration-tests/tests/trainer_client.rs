@@ -6,7 +6,7 @@ use std::process::{Command, ExitCode};
 use anyhow::Result;
 use integration_tests::command::output;
 use kernels::digest::{WeightRuns, of_weight};
-use weight_transfer::{Chunk, Plan, Tensor};
+use weight_transfer::{Plan, Tensor, WeightChunk};
 
 /// Name, element type, shape and bytes of a tensor.
 type Declared = (String, String, Vec<u64>, u64);
@@ -172,7 +172,7 @@ for case in range(500):
             serde_json::from_str(line)?;
         let tensor = |(name, dtype, shape, bytes): Declared| Tensor { name, dtype, shape, bytes };
         let plan = Plan::new(tensors.into_iter().map(tensor).collect(), chunk_bytes)?;
-        let pieces = |chunk: &Chunk| -> Pieces {
+        let pieces = |chunk: &WeightChunk| -> Pieces {
             let pieces = chunk.pieces.iter();
             pieces.map(|it| (it.tensor, it.range.start, it.range.end - it.range.start)).collect()
         };

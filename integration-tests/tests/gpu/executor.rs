@@ -8,7 +8,7 @@ use std::{
 };
 
 use engine::{
-    CacheSeeds, Scheduler, SchedulerConfig, StepLoop, Turn,
+    CacheSeeds, LoopOutcome, Scheduler, SchedulerConfig, StepLoop,
     constraint::{Constraint, ConstraintFailure, Matcher},
     event::{Action, FinishReason, Input, NewSequence, SequenceId, SequenceKind},
     executor::{
@@ -152,7 +152,7 @@ pub fn run_arriving<E: Executor>(
         for id in aborted {
             engine.handle(Input::Abort { id }, &mut actions);
         }
-        if turn == Turn::Idle && arriving.is_empty() {
+        if turn == LoopOutcome::Idle && arriving.is_empty() {
             let load = engine.scheduler().load();
             assert_eq!((load.blocks_held, load.blocks_reserved), (0, 0));
             return outcomes;

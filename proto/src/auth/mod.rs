@@ -96,13 +96,13 @@ pub struct SecretTooShort {
 /// Adds a token to each call of one channel.
 #[derive(Clone)]
 pub struct CallSigner {
-    session: Arc<Session>,
+    session: Arc<AuthSession>,
     /// Epoch of the node that the calls address.
     to: u128,
 }
 
 /// State of one channel. Each channel has its own session, so that each node sees nearly consecutive sequence numbers.
-struct Session {
+struct AuthSession {
     key: hmac::Key,
     proof_key: hmac::Key,
     id: u128,
@@ -112,7 +112,7 @@ struct Session {
 impl CallSigner {
     /// Returns a signer that addresses no node: only `Observe` accepts its tokens.
     pub fn new(secret: &ClusterSecret) -> Result<Self, NoRandomness> {
-        let session = Session {
+        let session = AuthSession {
             key: secret.call_key(),
             proof_key: secret.proof_key(),
             id: random_bits()?,
@@ -128,7 +128,7 @@ impl CallSigner {
 
     /// Returns a new token for a call of `path`.
     pub fn token(&self, now: SystemTime, path: &str) -> [u8; TOKEN_BYTES] {
-        let Session { key, id, sequence, .. } = &*self.session;
+        let AuthSession { key, id, sequence, .. } = &*self.session;
         let mut token = [0; TOKEN_BYTES];
         let (fields, tag) = token.split_at_mut(FIELDS_BYTES);
         fields[..16].copy_from_slice(&id.to_be_bytes());

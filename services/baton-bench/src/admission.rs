@@ -45,7 +45,7 @@ pub struct AdmissionArgs {
 }
 
 #[derive(Debug, Serialize)]
-struct Report {
+struct AdmissionReport {
     blocks: u32,
     without_tiers_us: TurnTimes,
     with_tiers_us: TurnTimes,
@@ -67,7 +67,7 @@ struct TurnTimes {
 }
 
 pub fn run(args: AdmissionArgs) -> Result<()> {
-    let report = Report {
+    let report = AdmissionReport {
         blocks: args.blocks,
         without_tiers_us: measure(&args, false)?,
         with_tiers_us: measure(&args, true)?,
@@ -95,7 +95,7 @@ pub fn run(args: AdmissionArgs) -> Result<()> {
 
 /// Measures turns whose prompts stay in the prefix cache, and then new prompts.
 fn measure(args: &AdmissionArgs, has_tiers: bool) -> Result<TurnTimes> {
-    let mut node = Node::new(args, has_tiers.then_some(TierAdmission::SecondTouch))?;
+    let mut node = InstantNode::new(args, has_tiers.then_some(TierAdmission::SecondTouch))?;
     let mut samples: [Vec<f64>; 4] = Default::default();
     for turn in 0..WARM_UP + args.turns {
         for conversation in 0..args.conversations {
@@ -109,7 +109,7 @@ fn measure(args: &AdmissionArgs, has_tiers: bool) -> Result<TurnTimes> {
     let saved = node.scheduler.tier_stats(Tier::Host).map(|stats| stats.saved);
     let blocks = u64::from(args.blocks * args.conversations);
     ensure!(saved.is_none_or(|saved| saved >= blocks), "the tiers did not save {blocks} blocks");
-    let mut node = Node::new(args, has_tiers.then_some(TierAdmission::Always))?;
+    let mut node = InstantNode::new(args, has_tiers.then_some(TierAdmission::Always))?;
     let prompts = (0..WARM_UP + args.turns).map(|number| node.prefill(number));
     let times = prompts.collect::<Result<Vec<_>>>()?.split_off(WARM_UP as usize);
     let prefill = times.into_iter().map(|time| time.as_secs_f64() * 1e6).collect();
@@ -118,13 +118,13 @@ fn measure(args: &AdmissionArgs, has_tiers: bool) -> Result<TurnTimes> {
 }
 
 /// A scheduler whose steps and copies end at once.
-struct Node {
+struct InstantNode {
     scheduler: Scheduler,
     blocks: u32,
     turns: u128,
 }
 
-impl Node {
+impl InstantNode {
     fn new(args: &AdmissionArgs, tiers: Option<TierAdmission>) -> Result<Self> {
         let blocks = args.conversations * (args.blocks + 2 * OUTPUT_TOKENS);
         let limits = ExecutorLimits {

@@ -58,7 +58,7 @@ pub struct CollectivesArgs {
 
 /// Latency of one all-reduce over all ranks, in µs.
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
-struct Row {
+struct AllReduceLatency {
     bytes: usize,
     one_shot_graph_us: Option<f64>,
     two_shot_graph_us: Option<f64>,
@@ -70,13 +70,13 @@ struct Row {
 }
 
 #[derive(Clone, Debug, Serialize)]
-struct Report {
+struct CollectivesReport {
     ranks: usize,
     /// Bandwidth of a plain copy between the first two GPUs.
     link_gb_per_s: f64,
     /// Reason why NCCL was not measured.
     nccl_error: Option<String>,
-    rows: Vec<Row>,
+    rows: Vec<AllReduceLatency>,
 }
 
 pub fn run(args: CollectivesArgs) -> Result<()> {
@@ -103,12 +103,12 @@ fn check(args: &CollectivesArgs) -> Result<()> {
     bad.map_or(Ok(()), |size| bail!("invalid --sizes: {size}; expected 1 to 65536"))
 }
 
-fn measure(args: &CollectivesArgs) -> Result<Report> {
+fn measure(args: &CollectivesArgs) -> Result<CollectivesReport> {
     let link_gb_per_s = link(&args.gpus[0], &args.gpus[1])?;
     let mut ranks = Ranks::start(args.gpus.len())?;
     let (rows, nccl_error) = ranks.serve()?;
     ranks.finish()?;
-    Ok(Report { ranks: args.gpus.len(), link_gb_per_s, nccl_error, rows })
+    Ok(CollectivesReport { ranks: args.gpus.len(), link_gb_per_s, nccl_error, rows })
 }
 
 fn link(one: &str, other: &str) -> Result<f64> {
@@ -158,7 +158,7 @@ impl Ranks {
     }
 
     /// Relays messages between the ranks until rank 0 has reported all results.
-    fn serve(&mut self) -> Result<(Vec<Row>, Option<String>)> {
+    fn serve(&mut self) -> Result<(Vec<AllReduceLatency>, Option<String>)> {
         let mut messages: Vec<Option<String>> = vec![None; self.children.len()];
         let (mut rows, mut nccl_error) = (Vec::new(), None);
         loop {
@@ -212,16 +212,16 @@ impl Drop for Ranks {
     }
 }
 
-impl Report {
+impl CollectivesReport {
     /// Returns the minimum latency at link bandwidth: each of n ranks sends and receives 2 (n − 1) / n of
     /// the message.
-    fn limit_us(&self, row: &Row) -> f64 {
+    fn limit_us(&self, row: &AllReduceLatency) -> f64 {
         let sent = 2.0 * (self.ranks as f64 - 1.0) / self.ranks as f64 * row.bytes as f64;
         sent / self.link_gb_per_s / 1e3
     }
 }
 
-impl fmt::Display for Report {
+impl fmt::Display for CollectivesReport {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Self { ranks, link_gb_per_s, nccl_error, rows } = self;
         writeln!(f, "{ranks} ranks, bf16, plain copy between two GPUs: {link_gb_per_s:.0} GB/s")?;
@@ -294,9 +294,10 @@ mod tests {
 
     #[test]
     fn bandwidth_limit_grows_with_the_ranks() {
-        let row = Row { bytes: 1 << 20, ..Row::default() };
+        let row = AllReduceLatency { bytes: 1 << 20, ..AllReduceLatency::default() };
         let limit = |ranks| {
-            let report = Report { ranks, link_gb_per_s: 400.0, nccl_error: None, rows: vec![] };
+            let report =
+                CollectivesReport { ranks, link_gb_per_s: 400.0, nccl_error: None, rows: vec![] };
             report.limit_us(&row)
         };
         assert!((limit(2) - 2.62).abs() < 0.01 && (limit(4) - 3.93).abs() < 0.01);
@@ -304,8 +305,13 @@ mod tests {
 
     #[test]
     fn report_without_nccl_has_the_reason() {
-        let rows = vec![Row { bytes: 65_536, graph_us: 2.5, eager_us: 5.0, ..Row::default() }];
-        let report = Report {
+        let rows = vec![AllReduceLatency {
+            bytes: 65_536,
+            graph_us: 2.5,
+            eager_us: 5.0,
+            ..AllReduceLatency::default()
+        }];
+        let report = CollectivesReport {
             ranks: 2,
             link_gb_per_s: 393.0,
             nccl_error: Some("no such file".into()),

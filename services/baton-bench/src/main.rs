@@ -21,7 +21,7 @@ use clap::Parser;
 /// Benchmarks for developers of Baton.
 #[derive(Parser)]
 #[command(name = "baton-bench", version, arg_required_else_help = true)]
-enum Cli {
+enum BenchCli {
     /// Time of the scheduler for a turn of a long cached conversation and for a prefill step, with and without KV
     /// tiers; no model.
     Admission(admission::AdmissionArgs),
@@ -42,15 +42,15 @@ enum Cli {
 }
 
 fn main() -> ExitCode {
-    let outcome = match Cli::parse() {
-        Cli::Admission(args) => admission::run(args),
-        Cli::Certificates(args) => certificates::run(args),
-        Cli::Collectives(args) => collectives::run(args),
-        Cli::Engine(args) => engine::run(args),
-        Cli::Ring(args) => ring::run(args),
-        Cli::Router(args) => router::run(args),
-        Cli::Speculate(args) => speculate::run(args),
-        Cli::Transfer(args) => transfer::run(args),
+    let outcome = match BenchCli::parse() {
+        BenchCli::Admission(args) => admission::run(args),
+        BenchCli::Certificates(args) => certificates::run(args),
+        BenchCli::Collectives(args) => collectives::run(args),
+        BenchCli::Engine(args) => engine::run(args),
+        BenchCli::Ring(args) => ring::run(args),
+        BenchCli::Router(args) => router::run(args),
+        BenchCli::Speculate(args) => speculate::run(args),
+        BenchCli::Transfer(args) => transfer::run(args),
     };
     match outcome {
         Ok(()) => ExitCode::SUCCESS,

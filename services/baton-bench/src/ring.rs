@@ -56,7 +56,7 @@ pub struct RingArgs {
 }
 
 #[derive(Debug, Serialize)]
-struct Report {
+struct RingReport {
     cpus: usize,
     readers: u32,
     rows: u32,
@@ -101,7 +101,8 @@ pub fn run(args: RingArgs) -> Result<()> {
     let spinning_us = measure(&args, 10 * args.gap_us + 1_000)?;
     let asleep_us = measure(&args, 0)?;
     let RingArgs { readers, rows, .. } = args;
-    let report = Report { cpus, readers, rows, plan_bytes, steady_bytes, spinning_us, asleep_us };
+    let report =
+        RingReport { cpus, readers, rows, plan_bytes, steady_bytes, spinning_us, asleep_us };
     if args.json {
         println!("{}", serde_json::to_string_pretty(&report)?);
         return Ok(());
@@ -142,7 +143,7 @@ fn plan(rows: u32, step_id: u64) -> StepPlan {
 
 /// Returns the bytes of the first plan with these rows and of the next one.
 fn plan_bytes(rows: u32) -> [usize; 2] {
-    let (mut history, mut bytes) = (codec::History::default(), Vec::new());
+    let (mut history, mut bytes) = (codec::PlanHistory::default(), Vec::new());
     [1 << 40, (1 << 40) + 1].map(|step| {
         codec::encode_plan(&plan(rows, step), &mut history, &mut bytes);
         bytes.len()
@@ -150,9 +151,9 @@ fn plan_bytes(rows: u32) -> [usize; 2] {
 }
 
 /// Rank processes; dropping them kills them.
-struct Readers(Vec<Child>);
+struct ReaderProcesses(Vec<Child>);
 
-impl Drop for Readers {
+impl Drop for ReaderProcesses {
     fn drop(&mut self) {
         for child in &mut self.0 {
             let _ = child.kill();
@@ -170,7 +171,7 @@ fn measure(args: &RingArgs, spin_us: u64) -> Result<PlanLatency> {
     let mut plans = RingWriter::new(region.plans());
     let ranks = 0..args.readers as usize;
     let mut answers: Vec<_> = ranks.map(|rank| RingReader::new(region.results(rank), 0)).collect();
-    let mut readers = Readers(Vec::new());
+    let mut readers = ReaderProcesses(Vec::new());
     for rank in 0..args.readers {
         let mut command = Command::new(env::current_exe()?);
         command.args(["ring", "--spec", &spec(rank).to_string()]);
@@ -178,7 +179,7 @@ fn measure(args: &RingArgs, spin_us: u64) -> Result<PlanLatency> {
         readers.0.push(command.spawn().context("cannot start a rank")?);
     }
     let mut samples = Vec::new();
-    let (mut history, mut message) = (codec::History::default(), Vec::new());
+    let (mut history, mut message) = (codec::PlanHistory::default(), Vec::new());
     for step in 0..u64::from(WARM_UP + args.plans) {
         let plan = plan(args.rows, step);
         let began = clock_nanos();
@@ -214,13 +215,13 @@ fn read(spec: &RankSpec, spin: Duration) -> Result<()> {
     let rank = spec.rank as usize;
     let (mut plans, mut answers) =
         (RingReader::new(region.plans(), rank), RingWriter::new(region.results(rank)));
-    let mut history = codec::History::default();
+    let mut history = codec::PlanHistory::default();
     loop {
         let Some(message) = plans.read(TIMEOUT, spin)? else { bail!("no plan arrived in time") };
         let seen = clock_nanos();
         let order = codec::decode_order(message, &mut history)?;
         let decoded = clock_nanos();
-        let codec::Order::Plan { state, found, .. } = &order else { return Ok(()) };
+        let codec::RankOrder::Plan { state, found, .. } = &order else { return Ok(()) };
         ensure!(state == found, "a plan was lost");
         let moments = [seen.to_le_bytes(), decoded.to_le_bytes()];
         answers.write(moments.as_flattened(), TIMEOUT, || false)?;

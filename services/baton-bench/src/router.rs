@@ -85,7 +85,7 @@ const API_KEY: &str = "baton-of-one-benchmark-run";
 
 /// CPU time of the router, in µs.
 #[derive(Debug, Serialize)]
-struct Report {
+struct RouterReport {
     /// A streamed chat request with one output token.
     chat_request_us: f64,
     /// The same request with token ids instead of messages: without chat template and tokenizer.
@@ -97,24 +97,24 @@ struct Report {
 pub fn run(args: RouterArgs) -> Result<()> {
     let certificates = args.certificates.as_deref();
     let node = StandIn::start(ClusterSecret::new(SECRET)?, certificates)?;
-    let router = Router::start(&args.router, &args.model, &node, certificates)?;
+    let router = RouterProcess::start(&args.router, &args.model, &node, certificates)?;
     let tls = certificates.map(|folder| {
         let ca = SettingFile::new("--certificates", &files(folder)[0]);
         client_config(Some(&ca)).map(|tls| TlsConnector::from(Arc::new(tls))).map_err(Error::msg)
     });
     let tls = tls.transpose()?;
     let runtime = Builder::new_current_thread().enable_all().build()?;
-    let clients = |count, rounds, request: &Request| {
+    let clients = |count, rounds, request: &HttpRequest| {
         runtime.block_on(run_clients(router.http, tls.as_ref(), count, rounds, request))
     };
-    let short = |request: &Request| -> Result<f64> {
+    let short = |request: &HttpRequest| -> Result<f64> {
         let rounds = (args.requests / CLIENTS).max(1);
         let before = router.cpu_us()?;
         clients(CLIENTS, rounds, request)?;
         Ok((router.cpu_us()? - before) / f64::from(CLIENTS * rounds))
     };
     node.step(SHORT_STEP);
-    let (chat, ids) = (Request::chat(1), Request::ids(1));
+    let (chat, ids) = (HttpRequest::chat(1), HttpRequest::ids(1));
     for request in [&chat, &ids] {
         clients(CLIENTS, WARM_UP / CLIENTS, request)?;
     }
@@ -122,10 +122,10 @@ pub fn run(args: RouterArgs) -> Result<()> {
     let ids_request_us = short(&ids)?;
     node.step(Duration::from_millis(args.step_ms));
     let before = router.cpu_us()?;
-    clients(args.streams, args.rounds, &Request::chat(args.tokens))?;
+    clients(args.streams, args.rounds, &HttpRequest::chat(args.tokens))?;
     let token_count = f64::from(args.streams * args.rounds) * f64::from(args.tokens);
     let token_us = (router.cpu_us()? - before) / token_count;
-    let report = Report { chat_request_us, ids_request_us, token_us };
+    let report = RouterReport { chat_request_us, ids_request_us, token_us };
     if args.json {
         println!("{}", serde_json::to_string_pretty(&report)?);
         return Ok(());
@@ -144,7 +144,7 @@ pub fn run(args: RouterArgs) -> Result<()> {
 }
 
 /// A router process.
-struct Router {
+struct RouterProcess {
     child: Child,
     http: SocketAddr,
     _folder: tempfile::TempDir,
@@ -152,11 +152,11 @@ struct Router {
 
 /// The line in the file that the router writes once its ports are open.
 #[derive(Deserialize)]
-struct Ready {
+struct RouterReady {
     http: SocketAddr,
 }
 
-impl Router {
+impl RouterProcess {
     fn start(
         program: &Path,
         model: &Path,
@@ -203,7 +203,7 @@ impl Router {
             ensure!(Instant::now() < deadline, "the router is not ready within {TIMEOUT:?}");
             thread::sleep(Duration::from_millis(10));
         }
-        let Ready { http } = serde_json::from_slice(&fs::read(&ready_file)?)?;
+        let RouterReady { http } = serde_json::from_slice(&fs::read(&ready_file)?)?;
         Ok(Self { child, http, _folder: folder })
     }
 
@@ -218,7 +218,7 @@ impl Router {
     }
 }
 
-impl Drop for Router {
+impl Drop for RouterProcess {
     fn drop(&mut self) {
         // Fails only if the router has exited.
         let _ = self.child.kill();
@@ -227,9 +227,9 @@ impl Drop for Router {
 }
 
 /// A streamed request, as bytes of HTTP/1.1.
-struct Request(Vec<u8>);
+struct HttpRequest(Vec<u8>);
 
-impl Request {
+impl HttpRequest {
     fn chat(tokens: u32) -> Self {
         let messages = json!([{"role": "user", "content": CONTENT}]);
         Self::new("chat/completions", json!({"messages": messages, "max_tokens": tokens}))
@@ -259,7 +259,7 @@ async fn run_clients(
     tls: Option<&TlsConnector>,
     count: u32,
     rounds: u32,
-    request: &Request,
+    request: &HttpRequest,
 ) -> Result<()> {
     let mut clients = JoinSet::new();
     for _ in 0..count {
@@ -267,7 +267,7 @@ async fn run_clients(
         clients.spawn(async move {
             let stream = TcpStream::connect(http).await?;
             stream.set_nodelay(true)?;
-            let mut stream: Box<dyn Stream> = match tls {
+            let mut stream: Box<dyn HttpStream> = match tls {
                 Some(tls) => {
                     let name = ServerName::try_from(NAMES[0])?;
                     Box::new(tls.connect(name, stream).await?)
@@ -287,9 +287,9 @@ async fn run_clients(
     Ok(())
 }
 
-trait Stream: AsyncRead + AsyncWrite + Send + Unpin {}
+trait HttpStream: AsyncRead + AsyncWrite + Send + Unpin {}
 
-impl<T: AsyncRead + AsyncWrite + Send + Unpin> Stream for T {}
+impl<T: AsyncRead + AsyncWrite + Send + Unpin> HttpStream for T {}
 
 /// Reads a response up to its last chunk.
 async fn read_stream(stream: &mut (impl AsyncRead + Unpin)) -> Result<()> {

@@ -42,8 +42,8 @@ use serde::Serialize;
 use crate::certificates::cluster_tls;
 
 use self::{
-    model_load::{ModelLoad, ModelLoadArgs, Windows, Work},
-    report::{InterferenceRow, PlainCopy, Report, Row},
+    model_load::{ForwardKind, ModelLoad, ModelLoadArgs, Windows},
+    report::{InterferenceRow, PlainCopy, SettingResult, TransferReport},
 };
 use baton::{
     bench::stats::{Percentiles, WorkloadRng},
@@ -63,7 +63,7 @@ const WARM_UP: usize = 3;
 pub struct TransferArgs {
     /// Transports to measure.
     #[arg(long, value_enum, default_value = "auto", value_delimiter = ',')]
-    transport: Vec<Transport>,
+    transport: Vec<TransportArg>,
     /// Index or UUID of the sender's and of the receiver's GPU [default: KV in host memory].
     #[arg(long, value_delimiter = ',', value_name = "FROM,TO")]
     gpus: Vec<String>,
@@ -111,14 +111,14 @@ pub struct TransferArgs {
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-enum Transport {
+enum TransportArg {
     Auto,
     Tcp,
     Ipc,
     Nccl,
 }
 
-impl Transport {
+impl TransportArg {
     fn choice(self) -> TransportChoice {
         match self {
             Self::Auto => TransportChoice::Auto,
@@ -151,7 +151,7 @@ pub fn run(args: TransferArgs) -> Result<()> {
     check(&args)?;
     if !args.gpus.is_empty() {
         // Before the first thread, because it changes the environment; the sender does the same.
-        set_nccl_environment(args.transport.contains(&Transport::Nccl))?;
+        set_nccl_environment(args.transport.contains(&TransportArg::Nccl))?;
     }
     if args.sender {
         return sender::run(&args);
@@ -271,13 +271,13 @@ fn pattern(block: BlockId, bytes: usize) -> Vec<u8> {
 }
 
 /// One side of the transfers, for one setting.
-struct Node {
+struct TransferNode {
     transfers: Transfers,
     arena: Arc<KvArena>,
     address: PeerAddress,
 }
 
-impl Node {
+impl TransferNode {
     fn start(
         args: &TransferArgs,
         name: &str,
@@ -329,7 +329,7 @@ impl Node {
     }
 }
 
-fn measure(args: &TransferArgs) -> Result<Report> {
+fn measure(args: &TransferArgs) -> Result<TransferReport> {
     let gpus: Vec<Option<&str>> = match &args.gpus[..] {
         [from, to] => vec![Some(from), Some(to)],
         _ => vec![None, None],
@@ -342,14 +342,14 @@ fn measure(args: &TransferArgs) -> Result<Report> {
     let (arena, gather) = arena_and_gather(args, gpus[1])?;
     let mut sender = Sender::start()?;
     let mut model_load = match (&args.load.model, gpus[1]) {
-        (Some(_), Some(gpu)) => Some(ModelLoad::start(args, gpu, Work::Decode)?),
+        (Some(_), Some(gpu)) => Some(ModelLoad::start(args, gpu, ForwardKind::Decode)?),
         _ => None,
     };
     let mut rows = Vec::new();
     for &transport in &args.transport {
         for &chunk_blocks in &args.chunk_blocks {
             for &blocks in &args.blocks {
-                let setting = Setting { transport, blocks, chunk_blocks };
+                let setting = TransferSetting { transport, blocks, chunk_blocks };
                 let row = measure_one(args, &arena, &mut sender, model_load.as_mut(), setting);
                 rows.push(row.with_context(|| {
                     format!("{} of {blocks} blocks by {chunk_blocks}", transport.name())
@@ -358,7 +358,7 @@ fn measure(args: &TransferArgs) -> Result<Report> {
         }
     }
     let (block_bytes, in_flight) = (arena.block_bytes(), args.in_flight);
-    Ok(Report { block_bytes, in_flight, gather, plain_copies, rows })
+    Ok(TransferReport { block_bytes, in_flight, gather, plain_copies, rows })
 }
 
 fn plain_copies(args: &TransferArgs, from: &str, to: &str) -> Result<Vec<PlainCopy>> {
@@ -379,8 +379,8 @@ fn plain_copies(args: &TransferArgs, from: &str, to: &str) -> Result<Vec<PlainCo
 
 /// One row of the table.
 #[derive(Clone, Copy)]
-struct Setting {
-    transport: Transport,
+struct TransferSetting {
+    transport: TransportArg,
     blocks: u32,
     chunk_blocks: u32,
 }
@@ -390,8 +390,8 @@ fn measure_one(
     arena: &Arc<KvArena>,
     sender: &mut Sender,
     model_load: Option<&mut ModelLoad>,
-    Setting { transport, blocks, chunk_blocks }: Setting,
-) -> Result<Row> {
+    TransferSetting { transport, blocks, chunk_blocks }: TransferSetting,
+) -> Result<SettingResult> {
     let places = places(args, blocks, RECEIVER_SEED);
     // The blocks may hold the bytes of a previous setting.
     let zeros = vec![0; arena.block_bytes()];
@@ -399,13 +399,19 @@ fn measure_one(
         arena.write(block)?.copy_from_host(&zeros)?;
     }
     let (sink, events) = channel();
-    let node =
-        Node::start(args, "receiver", arena, transport.choice(), chunk_blocks, move |event| {
+    let node = TransferNode::start(
+        args,
+        "receiver",
+        arena,
+        transport.choice(),
+        chunk_blocks,
+        move |event| {
             // Fails when the receiver is dropped.
             let _ = sink.send(event);
-        })?;
+        },
+    )?;
     let peer = sender.become_node(transport, blocks, chunk_blocks, &node.address)?;
-    let run = Run { node: &node, peer: &peer, places: &places, events: &events };
+    let run = TransferRun { node: &node, peer: &peer, places: &places, events: &events };
     let mut next = 0_u128;
     let begin = Instant::now();
     run.transfer(sender, &mut next, 1, 1)?;
@@ -424,7 +430,7 @@ fn measure_one(
     node.transfers.shutdown()?;
     let bytes = f64::from(blocks) * arena.block_bytes() as f64;
     let alone_us = Percentiles::of(alone.iter().map(|time| time.as_secs_f64() * 1e6).collect());
-    Ok(Row {
+    Ok(SettingResult {
         transport: path,
         blocks,
         chunk_blocks,
@@ -438,14 +444,14 @@ fn measure_one(
 }
 
 /// The measurement of one setting.
-struct Run<'a> {
-    node: &'a Node,
+struct TransferRun<'a> {
+    node: &'a TransferNode,
     peer: &'a PeerAddress,
     places: &'a [Vec<BlockId>],
     events: &'a Receiver<Event>,
 }
 
-impl Run<'_> {
+impl TransferRun<'_> {
     /// Runs `count` transfers, at most `together` concurrently, and returns their durations.
     fn transfer(
         &self,
@@ -611,7 +617,7 @@ impl Sender {
     /// Starts the sender's node for this setting and returns its address.
     fn become_node(
         &mut self,
-        transport: Transport,
+        transport: TransportArg,
         blocks: u32,
         chunk_blocks: u32,
         us: &PeerAddress,

@@ -55,7 +55,7 @@ impl Connector {
         Self { address: Some(address), ..self }
     }
 
-    async fn connect(self, uri: Uri) -> io::Result<Stream> {
+    async fn connect(self, uri: Uri) -> io::Result<ConnectorStream> {
         let invalid = |problem: String| io::Error::new(io::ErrorKind::InvalidInput, problem);
         let is_https = match uri.scheme_str() {
             Some("https") => true,
@@ -76,13 +76,13 @@ impl Connector {
             };
             stream.set_nodelay(true)?;
             if !is_https {
-                return Ok(Stream::new(stream));
+                return Ok(ConnectorStream::new(stream));
             }
             let name = ServerName::try_from(host.to_owned()).map_err(|_| {
                 invalid(format!("invalid host {host:?}; expected a DNS name or an IP address"))
             })?;
             let stream = TlsConnector::from(self.tls).connect(name, stream).await;
-            stream.map(Stream::new).map_err(|error| io::Error::other(tls_problem(&error)))
+            stream.map(ConnectorStream::new).map_err(|error| io::Error::other(tls_problem(&error)))
         };
         tokio::time::timeout(self.connect_timeout, open).await.map_err(|_| {
             let problem = format!("no connection within {:?}", self.connect_timeout);
@@ -107,9 +107,9 @@ fn tls_problem(error: &io::Error) -> String {
 }
 
 impl Service<Uri> for Connector {
-    type Response = Stream;
+    type Response = ConnectorStream;
     type Error = io::Error;
-    type Future = Pin<Box<dyn Future<Output = io::Result<Stream>> + Send>>;
+    type Future = Pin<Box<dyn Future<Output = io::Result<ConnectorStream>> + Send>>;
 
     fn poll_ready(&mut self, _: &mut Context<'_>) -> Poll<io::Result<()>> {
         Poll::Ready(Ok(()))
@@ -125,21 +125,21 @@ trait Io: AsyncRead + AsyncWrite + Send + Unpin {}
 impl<T: AsyncRead + AsyncWrite + Send + Unpin> Io for T {}
 
 /// A connection, with or without TLS.
-pub struct Stream(TokioIo<Box<dyn Io>>);
+pub struct ConnectorStream(TokioIo<Box<dyn Io>>);
 
-impl Stream {
+impl ConnectorStream {
     fn new(stream: impl Io + 'static) -> Self {
         Self(TokioIo::new(Box::new(stream)))
     }
 }
 
-impl Connection for Stream {
+impl Connection for ConnectorStream {
     fn connected(&self) -> Connected {
         Connected::new()
     }
 }
 
-impl Read for Stream {
+impl Read for ConnectorStream {
     fn poll_read(
         mut self: Pin<&mut Self>,
         context: &mut Context<'_>,
@@ -149,7 +149,7 @@ impl Read for Stream {
     }
 }
 
-impl Write for Stream {
+impl Write for ConnectorStream {
     fn poll_write(
         mut self: Pin<&mut Self>,
         context: &mut Context<'_>,

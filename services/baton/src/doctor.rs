@@ -1,6 +1,6 @@
 //! `baton doctor`: reports GPUs, driver and libraries of this machine, missing parts and their remedies.
 //!
-//! [`Report::of_this_machine`] queries the driver and the libraries; the other functions only format the report.
+//! [`DoctorReport::of_this_machine`] queries the driver and the libraries; the other functions only format the report.
 
 use std::{
     env, fmt,
@@ -50,7 +50,7 @@ pub struct DoctorArgs {
 /// Prints the report. A machine without a GPU is not a fault, because the CPU can serve.
 pub fn run(args: DoctorArgs) -> Result<()> {
     let model = args.model.as_deref().map(model_sizes).transpose()?;
-    let report = Report::of_this_machine(args.kernels.path(), model);
+    let report = DoctorReport::of_this_machine(args.kernels.path(), model);
     if args.json {
         println!("{}", serde_json::to_string_pretty(&report)?);
     } else {
@@ -72,14 +72,14 @@ fn model_sizes(path: &Path) -> Result<ModelSizes> {
 }
 
 #[derive(Debug, Default, Serialize)]
-struct Report {
+struct DoctorReport {
     /// `cuda` if a GPU can serve, otherwise `cpu`.
     serves_on: &'static str,
     cpus: usize,
-    driver: Part,
+    driver: InstalledLibrary,
     libraries: Vec<Library>,
     gpus: Vec<Gpu>,
-    links: Vec<Link>,
+    links: Vec<GpuLink>,
     /// Settings that a node derives at start, for each role.
     defaults: Vec<RoleDefaults>,
     /// Reasons why a present GPU cannot serve, each with its remedy.
@@ -90,7 +90,7 @@ struct Report {
 
 /// Presence and version of a driver or library.
 #[derive(Debug, Default, Serialize)]
-struct Part {
+struct InstalledLibrary {
     found: bool,
     version: Option<String>,
     reason: Option<String>,
@@ -101,7 +101,7 @@ struct Library {
     name: &'static str,
     needed_for: &'static str,
     #[serde(flatten)]
-    part: Part,
+    part: InstalledLibrary,
 }
 
 #[derive(Debug, Serialize)]
@@ -124,7 +124,7 @@ struct RoleDefaults {
 }
 
 #[derive(Debug, Serialize)]
-struct Link {
+struct GpuLink {
     from: String,
     to: String,
     way: String,
@@ -152,7 +152,7 @@ fn rate(driver: Driver, from: &Device, to: &Device) -> Result<Rate, CudaError> {
     Ok(Rate { gb_per_s, latency_us: latency.as_secs_f64() * 1e6 })
 }
 
-impl Part {
+impl InstalledLibrary {
     fn of<T>(found: &Result<T, CudaError>, version: impl FnOnce(&T) -> Option<String>) -> Self {
         match found {
             Ok(part) => Self { found: true, version: version(part), reason: None },
@@ -161,7 +161,7 @@ impl Part {
     }
 }
 
-impl Report {
+impl DoctorReport {
     fn of_this_machine(kernels: Option<PathBuf>, model: Option<ModelSizes>) -> Self {
         let driver = Driver::open();
         let kernels = KernelLibrary::open(kernels.as_deref());
@@ -174,18 +174,20 @@ impl Report {
         let library = |name, needed_for, part| Library { name, needed_for, part };
         let mut report = Self {
             cpus: available_parallelism().map_or(1, usize::from),
-            driver: Part::of(&driver, |driver| Some(format!("CUDA {}", driver.version()))),
+            driver: InstalledLibrary::of(&driver, |driver| {
+                Some(format!("CUDA {}", driver.version()))
+            }),
             libraries: vec![
-                library("cublasLt", "GEMMs", Part::of(&cublas, |()| None)),
+                library("cublasLt", "GEMMs", InstalledLibrary::of(&cublas, |()| None)),
                 library(
                     "kernels",
                     "all other kernels",
-                    Part::of(&kernels, |kernels| Some(kernels.build().to_owned())),
+                    InstalledLibrary::of(&kernels, |kernels| Some(kernels.build().to_owned())),
                 ),
                 library(
                     "nccl",
                     "KV transfer between GPUs of two nodes",
-                    Part::of(&nccl, |()| None),
+                    InstalledLibrary::of(&nccl, |()| None),
                 ),
             ],
             ..Self::default()
@@ -263,7 +265,7 @@ impl Report {
         }
     }
 
-    fn link(&mut self, driver: Driver, from: &Device, to: &Device) -> Link {
+    fn link(&mut self, driver: Driver, from: &Device, to: &Device) -> GpuLink {
         let way = driver.link(from, to);
         let reaches = way.as_ref().is_ok_and(|way| *way != Way::None);
         let rate = if reaches { rate(driver, from, to).map(Some) } else { Ok(None) };
@@ -272,7 +274,7 @@ impl Report {
             self.notes.push(format!("GPU {to} cannot copy from GPU {from}: {error}"));
             None
         });
-        Link {
+        GpuLink {
             from: from.uuid.clone(),
             to: to.uuid.clone(),
             way: way.map_or_else(|error| error.to_string(), |way| way.to_string()),
@@ -305,7 +307,7 @@ fn node_memory(gpu: &Gpu) -> u64 {
     memory.saturating_sub(node.gpu_reserve.bytes())
 }
 
-impl fmt::Display for Report {
+impl fmt::Display for DoctorReport {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         writeln!(f, "serves on  {} ({} CPUs)", self.serves_on, self.cpus)?;
         writeln!(f, "driver     {}", self.driver)?;
@@ -328,7 +330,7 @@ impl fmt::Display for Report {
                 gpu.pci
             )?;
         }
-        for Link { from, to, way, rate, transport } in &self.links {
+        for GpuLink { from, to, way, rate, transport } in &self.links {
             write!(f, "link       {from} {to} {way}")?;
             if let Some(Rate { gb_per_s, latency_us }) = rate {
                 write!(f, ", {gb_per_s:.0} GB/s, {latency_us:.0} us")?;
@@ -350,7 +352,7 @@ impl fmt::Display for Report {
     }
 }
 
-impl fmt::Display for Part {
+impl fmt::Display for InstalledLibrary {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match (self.found, &self.version) {
             (true, Some(version)) => f.write_str(version),
@@ -371,7 +373,7 @@ mod tests {
     #[test]
     fn defaults_of_a_gpu_need_the_model_and_fail_where_it_does_not_fit() {
         let added = |gpu_memory, model| {
-            let mut report = Report::default();
+            let mut report = DoctorReport::default();
             report.add_defaults(gpu_memory, model);
             report
         };
@@ -394,11 +396,15 @@ mod tests {
 
     #[test]
     fn report_lists_parts_links_and_faults() {
-        let part = |found| Part { found, version: None, reason: None };
-        let report = Report {
+        let part = |found| InstalledLibrary { found, version: None, reason: None };
+        let report = DoctorReport {
             serves_on: "cpu",
             cpus: 4,
-            driver: Part { found: true, version: Some("CUDA 13.0".into()), reason: None },
+            driver: InstalledLibrary {
+                found: true,
+                version: Some("CUDA 13.0".into()),
+                reason: None,
+            },
             libraries: vec![
                 Library { name: "cublasLt", needed_for: "GEMMs", part: part(true) },
                 Library { name: "nccl", needed_for: "KV", part: part(false) },
@@ -413,14 +419,14 @@ mod tests {
                 pci: "0000:01:00.0".into(),
             }],
             links: vec![
-                Link {
+                GpuLink {
                     from: "GPU-1".into(),
                     to: "GPU-2".into(),
                     way: "nvlink".into(),
                     rate: Some(Rate { gb_per_s: 390.6, latency_us: 8.2 }),
                     transport: "ipc",
                 },
-                Link {
+                GpuLink {
                     from: "GPU-1".into(),
                     to: "GPU-3".into(),
                     way: "none".into(),

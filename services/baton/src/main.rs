@@ -12,11 +12,11 @@ use clap::{Parser, Subcommand};
 #[command(name = "baton", version, about, arg_required_else_help = true)]
 struct Cli {
     #[command(subcommand)]
-    command: Command,
+    command: CliCommand,
 }
 
 #[derive(Subcommand)]
-enum Command {
+enum CliCommand {
     /// Starts a router, prefill nodes and decode nodes on this machine, and restarts those that die.
     Up(up::UpArgs),
     /// Sends one request over HTTP and one over gRPC to a running cluster, and reads its metrics.
@@ -50,18 +50,18 @@ enum Command {
 
 fn main() -> ExitCode {
     let outcome = match Cli::parse().command {
-        Command::Up(args) => up::run(args),
-        Command::Check(args) => check::run(args),
-        Command::Bench(command) => bench::run(command),
-        Command::Keys(command) => keys::run(command),
-        Command::Model(command) => model_store::run(command),
-        Command::Node(command) => node::run(command),
-        Command::Weights(command) => weights::run(command),
-        Command::Doctor(args) => doctor::run(args),
-        Command::Explain(args) => explain::run(args),
-        Command::Replay(args) => replay::run(args),
-        Command::BreakEven(args) => replay::break_even::run(args),
-        Command::Sim(args) => sim::run(args),
+        CliCommand::Up(args) => up::run(args),
+        CliCommand::Check(args) => check::run(args),
+        CliCommand::Bench(command) => bench::run(command),
+        CliCommand::Keys(command) => keys::run(command),
+        CliCommand::Model(command) => model_store::run(command),
+        CliCommand::Node(command) => node::run(command),
+        CliCommand::Weights(command) => weights::run(command),
+        CliCommand::Doctor(args) => doctor::run(args),
+        CliCommand::Explain(args) => explain::run(args),
+        CliCommand::Replay(args) => replay::run(args),
+        CliCommand::BreakEven(args) => replay::break_even::run(args),
+        CliCommand::Sim(args) => sim::run(args),
     };
     match outcome {
         Ok(()) => ExitCode::SUCCESS,

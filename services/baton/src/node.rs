@@ -22,7 +22,7 @@ const CONNECT_MAX: Duration = Duration::from_secs(2);
 #[derive(Subcommand)]
 pub enum NodeCommand {
     /// Lists the nodes with role, health and load.
-    List(Admin),
+    List(NodeAdminArgs),
     /// Makes a node finish its requests and reject new ones.
     Drain(NodeArgs),
     /// Lets a drained node accept requests again.
@@ -35,7 +35,7 @@ pub enum NodeCommand {
 }
 
 #[derive(Args)]
-pub struct Admin {
+pub struct NodeAdminArgs {
     /// Address of the router's admin API (`router.admin`).
     #[arg(long, default_value = "http://127.0.0.1:8002", value_name = "URL")]
     admin: String,
@@ -48,7 +48,7 @@ pub struct NodeArgs {
     /// Id or URL of the node, as `baton node list` prints them.
     node: String,
     #[command(flatten)]
-    admin: Admin,
+    admin: NodeAdminArgs,
 }
 
 #[derive(Args)]
@@ -112,7 +112,7 @@ impl TraceArgs {
     }
 }
 
-impl Admin {
+impl NodeAdminArgs {
     async fn call(&self, method: &str, path: &str) -> Result<Value> {
         let (url, body) = self.body(method, path, GET_WITHIN).await?;
         json_answer(&url, &body)

@@ -29,7 +29,7 @@ const LINE_BYTES_MAX: u64 = 1 << 20;
 
 /// A recorded request.
 #[derive(Clone, Debug, PartialEq)]
-pub struct Row {
+pub struct RecordedRequest {
     /// Seconds since the first request of the trace.
     pub arrives_at: f64,
     pub input_tokens: u32,
@@ -37,7 +37,7 @@ pub struct Row {
     pub hash_ids: Vec<u64>,
 }
 
-impl Row {
+impl RecordedRequest {
     /// Returns the prompt. Under one seed, equal `hash_ids` give equal tokens; `rng` draws the tokens after those of
     /// the last id.
     pub fn prompt(
@@ -62,8 +62,8 @@ impl Row {
 
 /// The first requests of a trace.
 #[derive(Clone, Debug)]
-pub struct Trace {
-    rows: Vec<Row>,
+pub struct RequestTrace {
+    rows: Vec<RecordedRequest>,
     /// Requests that were left out because the model's context is shorter.
     pub too_long: usize,
 }
@@ -78,7 +78,7 @@ struct MooncakeRow {
     hash_ids: Vec<u64>,
 }
 
-impl Trace {
+impl RequestTrace {
     /// Reads the first `count` requests. Errors name file and line.
     pub fn read(path: &Path, count: u32) -> Result<Self> {
         let name = || format!("cannot read the trace {}", path.display());
@@ -106,7 +106,7 @@ impl Trace {
             let row = if is_csv { azure_row(&line) } else { mooncake_row(&line) };
             let mut row = row.with_context(|| format!("line {number}"))?;
             row.arrives_at -= *first_arrival.get_or_insert(row.arrives_at);
-            let previous = trace.rows.last().map_or(0.0, |row: &Row| row.arrives_at);
+            let previous = trace.rows.last().map_or(0.0, |row: &RecordedRequest| row.arrives_at);
             ensure!(
                 row.arrives_at >= previous,
                 "line {number}: the request arrives before that of an earlier line"
@@ -142,13 +142,13 @@ impl Trace {
     }
 
     /// Returns the requests in the order of their arrival.
-    pub fn rows(&self) -> &[Row] {
+    pub fn rows(&self) -> &[RecordedRequest] {
         &self.rows
     }
 
     /// Returns the mean lengths of prompts and answers in tokens.
     pub fn mean_tokens(&self) -> (f64, f64) {
-        let mean = |tokens: fn(&Row) -> u32| {
+        let mean = |tokens: fn(&RecordedRequest) -> u32| {
             let sum: f64 = self.rows.iter().map(|row| f64::from(tokens(row))).sum();
             sum / self.rows.len() as f64
         };
@@ -165,11 +165,11 @@ fn read_line(file: &mut impl BufRead) -> Result<Option<String>> {
     Ok((bytes > 0).then_some(line))
 }
 
-fn mooncake_row(line: &str) -> Result<Row> {
+fn mooncake_row(line: &str) -> Result<RecordedRequest> {
     let row: MooncakeRow = serde_json::from_str(line).with_context(|| {
         format!("is neither a Mooncake request nor the CSV header {CSV_HEADER}")
     })?;
-    Ok(Row {
+    Ok(RecordedRequest {
         arrives_at: row.timestamp / 1e3,
         input_tokens: tokens("input_length", &row.input_length.to_string())?,
         output_tokens: tokens("output_length", &row.output_length.to_string())?,
@@ -177,11 +177,11 @@ fn mooncake_row(line: &str) -> Result<Row> {
     })
 }
 
-fn azure_row(line: &str) -> Result<Row> {
+fn azure_row(line: &str) -> Result<RecordedRequest> {
     let mut fields = line.split(',').map(str::trim);
     let mut next = || fields.next().unwrap_or_default();
     let (timestamp, input, output) = (next(), next(), next());
-    Ok(Row {
+    Ok(RecordedRequest {
         arrives_at: seconds(timestamp).ok_or_else(|| {
             anyhow!("TIMESTAMP is {timestamp:?}; expected YYYY-MM-DD HH:MM:SS.FRACTION in UTC")
         })?,
@@ -219,14 +219,19 @@ mod tests {
     const AZURE: &str = "TIMESTAMP,ContextTokens,GeneratedTokens\n\
         2023-11-16 23:59:59.5000000,480,10\n2023-11-17 00:00:01,3180,8\n";
 
-    fn parse(text: &str) -> Result<Trace> {
-        let mut trace = Trace::parse(text.as_bytes(), 100)?;
+    fn parse(text: &str) -> Result<RequestTrace> {
+        let mut trace = RequestTrace::parse(text.as_bytes(), 100)?;
         trace.fit(8192)?;
         Ok(trace)
     }
 
-    fn row(arrives_at: f64, input_tokens: u32, output_tokens: u32, hash_ids: &[u64]) -> Row {
-        Row { arrives_at, input_tokens, output_tokens, hash_ids: hash_ids.to_vec() }
+    fn row(
+        arrives_at: f64,
+        input_tokens: u32,
+        output_tokens: u32,
+        hash_ids: &[u64],
+    ) -> RecordedRequest {
+        RecordedRequest { arrives_at, input_tokens, output_tokens, hash_ids: hash_ids.to_vec() }
     }
 
     #[test]
@@ -246,7 +251,7 @@ mod tests {
         let trace = parse(mooncake).unwrap();
         assert_eq!(trace.rows, [row(0.0, 600, 5, &[7, 9]), row(1.0, 700, 6, &[])]);
         assert_eq!(trace.too_long, 1, "a prompt of 9000 tokens");
-        assert_eq!(Trace::parse(mooncake.as_bytes(), 1).unwrap().len(), 1);
+        assert_eq!(RequestTrace::parse(mooncake.as_bytes(), 1).unwrap().len(), 1);
     }
 
     #[test]

@@ -21,13 +21,13 @@ pub enum WeightsCommand {
     /// Loads the weights at a path into every node of a model, and commits them on all nodes or none.
     Push(PushArgs),
     /// Shows the weights of every node, and the running or last update.
-    Status(Admin),
+    Status(WeightsAdminArgs),
     /// Aborts an update that is not committed.
     Abort(AbortArgs),
 }
 
 #[derive(Args)]
-pub struct Admin {
+pub struct WeightsAdminArgs {
     /// Address of the router's admin API (`router.admin`).
     #[arg(long = "to", default_value = "http://127.0.0.1:8002", value_name = "URL")]
     to: String,
@@ -59,7 +59,7 @@ pub struct PushArgs {
     #[arg(long, default_value_t = 300, value_name = "SECONDS", value_parser = clap::value_parser!(u32).range(1..=3600))]
     timeout: u32,
     #[command(flatten)]
-    admin: Admin,
+    admin: WeightsAdminArgs,
 }
 
 #[derive(Args)]
@@ -67,7 +67,7 @@ pub struct AbortArgs {
     /// Id of the update, as `baton weights status` prints it.
     id: String,
     #[command(flatten)]
-    admin: Admin,
+    admin: WeightsAdminArgs,
 }
 
 pub fn run(command: WeightsCommand) -> Result<()> {
@@ -147,7 +147,7 @@ impl PushArgs {
     }
 }
 
-impl Admin {
+impl WeightsAdminArgs {
     async fn call(&self, method: &str, path: &str, body: Option<&Value>) -> Result<Value> {
         let url = format!("{}/v1/weights{path}", self.to.trim_end_matches('/'));
         let client = self.client.client(CONNECT_MAX)?;
@@ -249,7 +249,7 @@ mod tests {
             node: None,
             in_flight: "recompute".into(),
             timeout: 60,
-            admin: Admin { to, client: ClientArgs::default() },
+            admin: WeightsAdminArgs { to, client: ClientArgs::default() },
         };
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
         runtime.block_on(push.run())

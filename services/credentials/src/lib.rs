@@ -15,4 +15,4 @@ mod reload;
 pub use certificate::server_config;
 pub use client::{client_config, client_config_for};
 pub use cluster::ClusterTls;
-pub use reload::{Outcome, Reload, ReloadTask, Reloaded, SettingFile};
+pub use reload::{Reload, ReloadOutcome, ReloadTask, Reloaded, SettingFile};

@@ -102,7 +102,7 @@ fn read_all(files: &[SettingFile]) -> Contents {
 
 /// Outcome of [`Reload::reload`].
 #[derive(Debug, PartialEq, Eq)]
-pub enum Outcome {
+pub enum ReloadOutcome {
     Unchanged,
     Replaced,
     /// The files are invalid: the previous value stays. Returned once for each error.
@@ -111,18 +111,18 @@ pub enum Outcome {
 
 pub trait Reload: Send + Sync {
     /// Reads the files and replaces the value if their contents have changed.
-    fn reload(&self) -> Outcome;
+    fn reload(&self) -> ReloadOutcome;
 
     fn settings(&self) -> String;
 }
 
 impl<T: Send + Sync> Reload for Reloaded<T> {
-    fn reload(&self) -> Outcome {
+    fn reload(&self) -> ReloadOutcome {
         let contents = read_all(&self.files);
         let mut last = self.last.lock().unwrap_or_else(PoisonError::into_inner);
         // Invalid files are parsed again: a certificate becomes valid without a change.
         if last.error.is_none() && last.contents == contents {
-            return Outcome::Unchanged;
+            return ReloadOutcome::Unchanged;
         }
         let parsed = match &contents {
             Ok(contents) => (self.parse)(&self.files, contents, Some(&self.current())),
@@ -135,10 +135,10 @@ impl<T: Send + Sync> Reload for Reloaded<T> {
             Ok(value) => {
                 let mut current = self.current.write().unwrap_or_else(PoisonError::into_inner);
                 *current = Arc::new(value);
-                Outcome::Replaced
+                ReloadOutcome::Replaced
             }
-            Err(error) if is_new => Outcome::Kept(error),
-            Err(_) => Outcome::Unchanged,
+            Err(error) if is_new => ReloadOutcome::Kept(error),
+            Err(_) => ReloadOutcome::Unchanged,
         }
     }
 
@@ -182,9 +182,9 @@ async fn watch(values: Vec<Arc<dyn Reload>>, stop: CancellationToken) {
             };
             let Ok((settings, outcome)) = read else { continue };
             match outcome {
-                Outcome::Unchanged => {}
-                Outcome::Replaced => tracing::info!(settings, "reloaded files"),
-                Outcome::Kept(error) => {
+                ReloadOutcome::Unchanged => {}
+                ReloadOutcome::Replaced => tracing::info!(settings, "reloaded files"),
+                ReloadOutcome::Kept(error) => {
                     tracing::warn!(settings, "{error}; the previous content stays in use");
                 }
             }
@@ -223,17 +223,19 @@ mod tests {
         std::fs::write(&path, "1").unwrap();
 
         let value = Reloaded::read(file(), number).unwrap();
-        assert_eq!((value.reload(), *value.current()), (Outcome::Unchanged, 1));
+        assert_eq!((value.reload(), *value.current()), (ReloadOutcome::Unchanged, 1));
         std::fs::write(&path, "2").unwrap();
-        assert_eq!((value.reload(), *value.current()), (Outcome::Replaced, 1002));
+        assert_eq!((value.reload(), *value.current()), (ReloadOutcome::Replaced, 1002));
         std::fs::write(&path, "x").unwrap();
-        assert_eq!(value.reload(), Outcome::Kept("x is no number".into()));
-        assert_eq!((value.reload(), *value.current()), (Outcome::Unchanged, 1002));
+        assert_eq!(value.reload(), ReloadOutcome::Kept("x is no number".into()));
+        assert_eq!((value.reload(), *value.current()), (ReloadOutcome::Unchanged, 1002));
         std::fs::remove_file(&path).unwrap();
-        assert!(matches!(value.reload(), Outcome::Kept(error) if error.starts_with(&missing)));
-        assert_eq!((value.reload(), *value.current()), (Outcome::Unchanged, 1002));
+        assert!(
+            matches!(value.reload(), ReloadOutcome::Kept(error) if error.starts_with(&missing))
+        );
+        assert_eq!((value.reload(), *value.current()), (ReloadOutcome::Unchanged, 1002));
         std::fs::write(&path, "3").unwrap();
-        assert_eq!(value.reload(), Outcome::Replaced);
+        assert_eq!(value.reload(), ReloadOutcome::Replaced);
         let error = Reloaded::read(vec![SettingFile::new("router.number", folder.path())], number);
         assert!(error.err().unwrap().ends_with("expected a regular file"));
     }
@@ -254,9 +256,9 @@ mod tests {
         let value = Reloaded::read(vec![SettingFile::new("router.number", &path)], parse).unwrap();
         is_valid.store(false, Ordering::Relaxed);
         std::fs::write(&path, "2").unwrap();
-        assert_eq!(value.reload(), Outcome::Kept("not valid yet".into()));
-        assert_eq!((value.reload(), *value.current()), (Outcome::Unchanged, 1));
+        assert_eq!(value.reload(), ReloadOutcome::Kept("not valid yet".into()));
+        assert_eq!((value.reload(), *value.current()), (ReloadOutcome::Unchanged, 1));
         is_valid.store(true, Ordering::Relaxed);
-        assert_eq!((value.reload(), *value.current()), (Outcome::Replaced, 1002));
+        assert_eq!((value.reload(), *value.current()), (ReloadOutcome::Replaced, 1002));
     }
 }

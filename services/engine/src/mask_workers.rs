@@ -38,23 +38,23 @@ pub(crate) struct MaskWorkers {
 
 #[derive(Debug)]
 struct Pool {
-    shared: Arc<Shared>,
+    shared: Arc<SharedMaskQueue>,
     results: Receiver<ComputedMask>,
     threads: Vec<JoinHandle<()>>,
 }
 
 /// State shared by the engine thread and the workers.
 #[derive(Debug)]
-struct Shared {
-    queue: Mutex<Queue>,
+struct SharedMaskQueue {
+    queue: Mutex<MaskQueue>,
     /// Notified when a job can be taken or the queue is closed.
     changed: Condvar,
 }
 
 #[derive(Debug)]
-struct Queue {
+struct MaskQueue {
     /// Fast jobs and slow jobs.
-    waiting: [BinaryHeap<Reverse<Waiting>>; 2],
+    waiting: [BinaryHeap<Reverse<QueuedMaskJob>>; 2],
     slow_running: usize,
     slow_running_max: usize,
     is_closed: bool,
@@ -63,36 +63,36 @@ struct Queue {
 /// A queued job. Jobs are ordered by arrival time plus expected time (shortest job first with aging), so no job
 /// starves.
 #[derive(Debug)]
-struct Waiting {
+struct QueuedMaskJob {
     due: Instant,
     job: MaskJob,
 }
 
-impl Ord for Waiting {
+impl Ord for QueuedMaskJob {
     fn cmp(&self, other: &Self) -> std::cmp::Ordering {
         self.due.cmp(&other.due)
     }
 }
 
-impl PartialOrd for Waiting {
+impl PartialOrd for QueuedMaskJob {
     fn partial_cmp(&self, other: &Self) -> Option<std::cmp::Ordering> {
         Some(self.cmp(other))
     }
 }
 
-impl PartialEq for Waiting {
+impl PartialEq for QueuedMaskJob {
     fn eq(&self, other: &Self) -> bool {
         self.due == other.due
     }
 }
 
-impl Eq for Waiting {}
+impl Eq for QueuedMaskJob {}
 
 fn is_slow(job: &MaskJob) -> bool {
     job.expected_time() >= SLOW
 }
 
-impl Queue {
+impl MaskQueue {
     /// Takes the next job that may run now.
     fn take(&mut self) -> Option<MaskJob> {
         let is_next = |index: &usize| *index == 0 || self.slow_running < self.slow_running_max;
@@ -104,8 +104,8 @@ impl Queue {
     }
 }
 
-impl Shared {
-    fn lock(&self) -> MutexGuard<'_, Queue> {
+impl SharedMaskQueue {
+    fn lock(&self) -> MutexGuard<'_, MaskQueue> {
         // No code that holds the lock panics half-way through a change.
         self.queue.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -117,7 +117,7 @@ impl Shared {
             return Some(job);
         }
         let due = Instant::now() + job.expected_time();
-        queue.waiting[usize::from(is_slow(&job))].push(Reverse(Waiting { due, job }));
+        queue.waiting[usize::from(is_slow(&job))].push(Reverse(QueuedMaskJob { due, job }));
         self.changed.notify_one();
         None
     }
@@ -160,13 +160,14 @@ impl Shared {
 impl MaskWorkers {
     /// Starts `threads` threads, which call `waker` when results can be polled.
     pub fn start(threads: usize, waker: &CollectWaker) -> io::Result<Self> {
-        let queue = Queue {
+        let queue = MaskQueue {
             waiting: Default::default(),
             slow_running: 0,
             slow_running_max: threads.saturating_sub(1).max(1),
             is_closed: false,
         };
-        let shared = Arc::new(Shared { queue: Mutex::new(queue), changed: Condvar::new() });
+        let shared =
+            Arc::new(SharedMaskQueue { queue: Mutex::new(queue), changed: Condvar::new() });
         let (done, results) = bounded(WAITING_MAX + threads);
         let mut pool = Pool { shared, results, threads: Vec::new() };
         for index in 0..threads {

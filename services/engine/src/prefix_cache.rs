@@ -78,7 +78,7 @@ fn block_tokens(tokens: &[u32], index: usize) -> &[u32; BLOCK_TOKENS] {
 }
 
 #[derive(Debug)]
-struct Entry {
+struct PrefixEntry {
     block: BlockId,
     parent: BlockHash,
     tokens: [u32; BLOCK_TOKENS],
@@ -87,7 +87,7 @@ struct Entry {
 /// Prefix cache of one arena.
 #[derive(Debug, Default)]
 pub struct PrefixCache {
-    entries: HashMap<BlockHash, Entry>,
+    entries: HashMap<BlockHash, PrefixEntry>,
     keys: HashMap<BlockId, BlockHash>,
     /// Changes since the last [`Self::take_changes`]: at most one per key, which bounds the map when no
     /// caller takes them. Ordered, so that equal inputs give equal outputs.
@@ -129,7 +129,7 @@ impl PrefixCache {
         }
         let parent = chain.parent(index);
         let tokens = *block_tokens(tokens, index);
-        self.entries.insert(hash, Entry { block, parent, tokens });
+        self.entries.insert(hash, PrefixEntry { block, parent, tokens });
         let before = self.keys.insert(block, hash);
         debug_assert_eq!(before, None, "block {} already had contents", block.0);
         self.note(hash, CacheChange::Added(hash));

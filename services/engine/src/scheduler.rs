@@ -51,10 +51,10 @@ use draft_budget::DraftTimes;
 use foldhash::HashMap;
 use masks::AwaitedMask;
 use running::attention_pairs;
-use sequence::{Arrival, Phase, Row, Sequence};
+use sequence::{Arrival, Row, Sequence, SequencePhase};
 use sequence_sessions::SequenceSessions;
-use transfers::Transfers;
-use waiting::Waiting;
+use transfers::SequenceTransfers;
+use waiting::WaitingSequences;
 
 use crate::{
     block_pool::BlockCounts,
@@ -67,7 +67,7 @@ use crate::{
     plan::StepId,
     prefix_cache::CacheSeeds,
     step_record::StepWork,
-    tiers::Tiers,
+    tiers::TierStores,
 };
 
 #[derive(Debug)]
@@ -76,7 +76,7 @@ pub struct Scheduler {
     seeds: CacheSeeds,
     kv: KvBlocks,
     sequences: HashMap<SequenceId, Sequence>,
-    waiting: Waiting,
+    waiting: WaitingSequences,
     /// Number of sequences in phase `Reserved`; each has a claim to a slot.
     reserved_count: u32,
     /// Number of sequences in phase `Loading`; each has a claim to a slot.
@@ -97,9 +97,9 @@ pub struct Scheduler {
     mask_jobs: Vec<MaskJob>,
     next_mask_job: u64,
     draft_times: DraftTimes,
-    transfers: Transfers,
+    transfers: SequenceTransfers,
     /// KV tiers; `None` when they are off.
-    tiers: Option<Tiers>,
+    tiers: Option<TierStores>,
     /// Conversations whose later turns keep their place; `None` when each turn has a place of its own.
     sessions: Option<SequenceSessions>,
     /// `(Sequence::alarm, id)` of every sequence.
@@ -122,7 +122,7 @@ impl Scheduler {
             seeds,
             kv: KvBlocks::new(config.limits.blocks, config.prefix_cache),
             sequences: HashMap::default(),
-            waiting: Waiting::default(),
+            waiting: WaitingSequences::default(),
             reserved_count: 0,
             loading_count: 0,
             ready: Vec::new(),
@@ -135,7 +135,7 @@ impl Scheduler {
             mask_jobs: Vec::new(),
             next_mask_job: 0,
             draft_times: DraftTimes::default(),
-            transfers: Transfers::default(),
+            transfers: SequenceTransfers::default(),
             tiers: None,
             sessions: None,
             alarms: BTreeSet::new(),
@@ -197,9 +197,9 @@ impl Scheduler {
             let sequence = &self.sequences[&id];
             let failure = if sequence.deadline <= now {
                 SequenceFailure::Deadline
-            } else if matches!(sequence.phase, Phase::AwaitingReady) {
+            } else if matches!(sequence.phase, SequencePhase::AwaitingReady) {
                 SequenceFailure::TransferFailed
-            } else if matches!(sequence.phase, Phase::Loading { .. }) {
+            } else if matches!(sequence.phase, SequencePhase::Loading { .. }) {
                 self.give_up_load(now, id);
                 continue;
             } else {
@@ -222,13 +222,13 @@ impl Scheduler {
         let (mut prefilling, mut context_tokens) = (0, 0);
         for sequence in self.sequences.values() {
             let computed = match &sequence.phase {
-                Phase::Reserved { .. } => sequence.given_len,
-                Phase::Loading { prefix, count, .. } => {
+                SequencePhase::Reserved { .. } => sequence.given_len,
+                SequencePhase::Loading { prefix, count, .. } => {
                     (prefix.len() + count) * kernels::BLOCK_TOKENS
                 }
-                Phase::AwaitingReady | Phase::Waiting => 0,
-                Phase::Ready(table) => table.computed,
-                Phase::Running(row) => {
+                SequencePhase::AwaitingReady | SequencePhase::Waiting => 0,
+                SequencePhase::Ready(table) => table.computed,
+                SequencePhase::Running(row) => {
                     match sequence.decodes() {
                         true => context_tokens += row.computed as u64,
                         false => prefilling += 1,
@@ -283,7 +283,7 @@ impl Scheduler {
 
     /// Returns whether no sequence, transfer, step, save or load is left.
     pub fn is_idle(&self) -> bool {
-        let has_no_copy = self.tiers.as_ref().is_none_or(Tiers::is_idle);
+        let has_no_copy = self.tiers.as_ref().is_none_or(TierStores::is_idle);
         self.sequences.is_empty()
             && self.transfers.len() == 0
             && self.frames.is_empty()
@@ -310,22 +310,22 @@ impl Scheduler {
         }
         self.alarms.remove(&(sequence.alarm, id));
         let entry = (sequence.arrival, id);
-        match std::mem::replace(&mut sequence.phase, Phase::Waiting) {
-            Phase::AwaitingReady => {}
-            Phase::Waiting => self.waiting.remove(sequence.arrival, id),
-            Phase::Reserved { prefix } => {
+        match std::mem::replace(&mut sequence.phase, SequencePhase::Waiting) {
+            SequencePhase::AwaitingReady => {}
+            SequencePhase::Waiting => self.waiting.remove(sequence.arrival, id),
+            SequencePhase::Reserved { prefix } => {
                 self.reserved_count -= 1;
                 self.kv.release(&prefix);
             }
-            Phase::Loading { prefix, .. } => {
+            SequencePhase::Loading { prefix, .. } => {
                 self.loading_count -= 1;
                 self.kv.release(&prefix);
             }
-            Phase::Ready(table) => {
+            SequencePhase::Ready(table) => {
                 self.ready.retain(|&other| other != entry);
                 self.kv.release(&table.blocks);
             }
-            Phase::Running(row) => {
+            SequencePhase::Running(row) => {
                 self.running.retain(|&other| other != entry);
                 self.vacate(row);
             }

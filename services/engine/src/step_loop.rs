@@ -26,7 +26,7 @@ const LAUNCH_AHEAD: Duration = Duration::from_micros(200);
 
 /// Outcome of a turn.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Turn {
+pub enum LoopOutcome {
     /// The loop collected the result of a step.
     Stepped,
     /// Steps or bitmasks are in flight, and no step finished within the timeout or a waker ended the wait.
@@ -140,7 +140,7 @@ impl<E: Executor> StepLoop<E> {
         &mut self,
         timeout: Duration,
         actions: &mut Vec<Action>,
-    ) -> Result<Turn, ExecutorError> {
+    ) -> Result<LoopOutcome, ExecutorError> {
         let now = self.executor.now();
         if self.next_deadline().is_some_and(|deadline| deadline <= now) {
             self.scheduler.on_deadline(now, actions);
@@ -148,13 +148,13 @@ impl<E: Executor> StepLoop<E> {
         self.launch_planned(actions)?;
         if self.launched.is_empty() && !self.mask_workers.is_busy() {
             self.executor.check()?;
-            return Ok(Turn::Idle);
+            return Ok(LoopOutcome::Idle);
         }
         // A launch that is due but cannot be planned waits for a result.
         let due = self.launch_due().filter(|due| *due > now);
         let timeout = due.map_or(timeout, |due| due.duration_since(now).min(timeout));
         let Some(result) = self.executor.collect(timeout)? else {
-            return Ok(Turn::Pending);
+            return Ok(LoopOutcome::Pending);
         };
         let mut record = self.launched.pop_front().expect("a result belongs to a launched step");
         let collected_at = self.executor.now();
@@ -178,7 +178,7 @@ impl<E: Executor> StepLoop<E> {
         // Launches before the caller handles the actions, so that the device stays busy.
         self.launch_planned(actions)?;
         self.scheduler.start_saves(collected_at, actions);
-        Ok(Turn::Stepped)
+        Ok(LoopOutcome::Stepped)
     }
 
     /// Launches the steps that can be planned, and waits for none.

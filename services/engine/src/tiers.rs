@@ -184,7 +184,7 @@ struct TierState {
 
 /// The tiers of one engine.
 #[derive(Debug)]
-pub(crate) struct Tiers {
+pub(crate) struct TierStores {
     config: TierConfig,
     tiers: [Option<TierState>; TIERS],
     rates: [LoadRate; TIERS],
@@ -208,7 +208,7 @@ pub(crate) struct Tiers {
     now: Instant,
 }
 
-impl Tiers {
+impl TierStores {
     /// `block_count`: blocks of the arena.
     pub fn new(config: TierConfig, block_count: u32, now: Instant) -> Self {
         let tier = |slots: u32, is_recovered: bool| TierState {

@@ -18,7 +18,7 @@ use common::{
 };
 use crossbeam_channel::{Receiver, Sender, unbounded};
 use engine::{
-    Speculated, StepLoop, Turn,
+    LoopOutcome, Speculated, StepLoop,
     constraint::{Constraint, ConstraintFailure, MaskJob, Matcher},
     event::{Action, FinishReason, Input, NewSequence, SequenceFailure, SequenceId, SequenceKind},
     executor::{Executor, ExecutorLimits, Speculation, cpu::CpuExecutor},
@@ -287,7 +287,7 @@ fn a_blocked_mask_worker_holds_up_its_own_row_only() {
             let _ = turns.send(());
         }
         let turn = engine.turn(Duration::from_millis(50), &mut actions).expect("sound steps");
-        assert_ne!(turn, Turn::Idle, "rows are left");
+        assert_ne!(turn, LoopOutcome::Idle, "rows are left");
         for action in actions.drain(..) {
             match action {
                 Action::Tokens { id, tokens: new, .. } => tokens.entry(id).or_default().extend(new),
@@ -324,7 +324,7 @@ fn a_mask_worker_that_panics_fails_its_own_sequence() {
                 _ => {}
             }
         }
-        if turn == Turn::Idle {
+        if turn == LoopOutcome::Idle {
             break;
         }
     }

@@ -14,7 +14,7 @@ use common::{
     sequence, unbounded_waits,
 };
 use engine::{
-    SchedulerConfig, Turn,
+    LoopOutcome, SchedulerConfig,
     event::{Action, FinishReason, Input, NewSequence, SequenceId, SequenceKind},
     executor::{
         Executor, ExecutorError, StepTimes,
@@ -144,7 +144,7 @@ fn live_alone(config: SchedulerConfig, events: Vec<Event>) {
             Event::Turns(turns) => {
                 for _ in 0..turns {
                     let turn = engine.turn(Duration::from_secs(60), &mut actions);
-                    if turn.expect("steps succeed") == Turn::Idle && winding_down {
+                    if turn.expect("steps succeed") == LoopOutcome::Idle && winding_down {
                         assert!(open.is_empty(), "{open:?} never ended");
                         assert!(engine.scheduler().is_idle());
                         let load = engine.scheduler().load();

@@ -10,7 +10,7 @@ use common::{
     unbounded_waits,
 };
 use engine::{
-    SchedulerConfig, StepLoop, StepRecord, Turn,
+    LoopOutcome, SchedulerConfig, StepLoop, StepRecord,
     event::{NewSequence, SequenceId, SequenceKind},
     executor::sim::SimExecutor,
 };
@@ -177,7 +177,7 @@ fn last_part_of_a_prompt_waits_for_no_other_prompt() {
 /// Runs turns until the node has collected a step.
 fn collect_step(node: &mut Node) -> StepRecord {
     for _ in 0..10 {
-        if node.turn() == Turn::Stepped {
+        if node.turn() == LoopOutcome::Stepped {
             return node.engine.take_records().pop().expect("the step has a record");
         }
     }

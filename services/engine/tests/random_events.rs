@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use common::{VOCABULARY, family_tokens, grammar::HashGrammar, limits, node::Node, speculation};
 use engine::{
-    ItlLimit, SchedulerConfig, Turn,
+    ItlLimit, LoopOutcome, SchedulerConfig,
     event::{NewSequence, SequenceId, SequenceKind, SessionHint},
     executor::ExecutorLimits,
     tiers::{TierAdmission, TierConfig},
@@ -206,7 +206,8 @@ fn wind_down(node: &mut Node) {
             node.transfer_ends(id);
         }
         node.copy_all();
-        if turn == Turn::Idle && node.unfinished().is_empty() && node.receiving().is_empty() {
+        if turn == LoopOutcome::Idle && node.unfinished().is_empty() && node.receiving().is_empty()
+        {
             return;
         }
     }

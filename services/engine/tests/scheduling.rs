@@ -9,7 +9,7 @@ use common::{
     sequence, sim, unbounded_waits,
 };
 use engine::{
-    ItlLimit, Scheduler, SchedulerConfig, SchedulerConfigError, StepKind, StepLoop, Turn,
+    ItlLimit, LoopOutcome, Scheduler, SchedulerConfig, SchedulerConfigError, StepKind, StepLoop,
     constraint::COMPILE_TIMEOUT,
     event::{
         Action, CacheChange, InFlight, Input, NewSequence, SequenceFailure, SequenceId,
@@ -358,7 +358,7 @@ fn an_aborted_receive_keeps_its_blocks_until_the_transfer_ends() {
     node.abort(SequenceId(1));
     assert_eq!(node.engine.scheduler().load().blocks_reserved, 6);
     node.arrive(new(2, COMPUTE, 30, 2));
-    assert_eq!(node.turn(), Turn::Idle, "no block for anyone else");
+    assert_eq!(node.turn(), LoopOutcome::Idle, "no block for anyone else");
     node.transfer_ends(SequenceId(1));
     node.run();
     assert!(node.finished(SequenceId(2)));
@@ -567,7 +567,9 @@ fn a_row_without_an_allowed_token_fails_alone() {
     let mut seen = Vec::new();
     engine.handle(Input::Arrived(NewSequence { sampling, ..new(1, COMPUTE, 20, 9) }), &mut seen);
     engine.handle(Input::Arrived(new(2, COMPUTE, 20, 9)), &mut seen);
-    while engine.turn(Duration::from_secs(1), &mut seen).expect("sound plans") != Turn::Idle {}
+    while engine.turn(Duration::from_secs(1), &mut seen).expect("sound plans") != LoopOutcome::Idle
+    {
+    }
     let failure = SequenceFailure::Invalid {
         reason: "no token can be chosen: every token is masked".to_owned(),
     };
@@ -807,13 +809,13 @@ fn step_loop_returns_idle_pending_or_stepped_and_keeps_records() {
     let mut engine = StepLoop::new(scheduler(unbounded_waits(limits)), sim(limits, Instant::now()));
     let mut actions = Vec::new();
     let second = Duration::from_secs(1);
-    assert_eq!(engine.turn(second, &mut actions).expect("nothing to do"), Turn::Idle);
+    assert_eq!(engine.turn(second, &mut actions).expect("nothing to do"), LoopOutcome::Idle);
     engine.handle(Input::Arrived(new(1, COMPUTE, 40, 3)), &mut actions);
     let glance = engine.turn(Duration::from_micros(1), &mut actions);
-    assert_eq!(glance.expect("a sound plan"), Turn::Pending);
+    assert_eq!(glance.expect("a sound plan"), LoopOutcome::Pending);
     assert_eq!(engine.steps_in_flight(), 2);
-    assert_eq!(engine.turn(second, &mut actions).expect("a sound plan"), Turn::Stepped);
-    while engine.turn(second, &mut actions).expect("a sound plan") != Turn::Idle {}
+    assert_eq!(engine.turn(second, &mut actions).expect("a sound plan"), LoopOutcome::Stepped);
+    while engine.turn(second, &mut actions).expect("a sound plan") != LoopOutcome::Idle {}
     let records = engine.take_records();
     assert_eq!(records.len(), 3);
     assert_eq!((records[0].rows, records[0].tokens, records[0].sampled), (1, 40, 1));

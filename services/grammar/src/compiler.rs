@@ -12,7 +12,7 @@ use llguidance::{
 use crate::{
     error::{GrammarError, MatchError, unsupported},
     limits::{COMPILER_STACK_BYTES, LEXER_FUEL, TOOLS_LEXER_FUEL, parser_limits},
-    matcher::Matcher,
+    matcher::OutputMatcher,
     productive::without_dead_ends,
     source::Grammar,
     tool_calls::ToolCalls,
@@ -64,7 +64,7 @@ impl Compiler {
 
     /// Returns a matcher at the start of the output. Takes up to 200 ms of CPU time: do not call it on a
     /// thread that serves other requests.
-    pub fn compile(&self, grammar: &Grammar) -> Result<Matcher, GrammarError> {
+    pub fn compile(&self, grammar: &Grammar) -> Result<OutputMatcher, GrammarError> {
         let compiled = self.compile_whole(grammar, LEXER_FUEL).map(|(matcher, _)| matcher);
         match (grammar, &compiled) {
             // Finding the tool at fault costs time only when there is an error.
@@ -91,7 +91,7 @@ impl Compiler {
     fn compile_each_tool(
         &self,
         calls: &ToolCalls,
-        check: impl Fn(Matcher) -> Result<(), GrammarError>,
+        check: impl Fn(OutputMatcher) -> Result<(), GrammarError>,
     ) -> Result<(), GrammarError> {
         let mut fuel_left = TOOLS_LEXER_FUEL;
         for (index, arguments) in calls.arguments_alone() {
@@ -106,7 +106,7 @@ impl Compiler {
         Ok(())
     }
 
-    fn check_first_mask(mut matcher: Matcher) -> Result<(), GrammarError> {
+    fn check_first_mask(mut matcher: OutputMatcher) -> Result<(), GrammarError> {
         let reason = match matcher.allowed() {
             Ok(_) => return Ok(()),
             Err(error @ MatchError::TooComplex { .. }) => error.to_string(),
@@ -118,7 +118,11 @@ impl Compiler {
     }
 
     /// Returns the matcher and the fuel that its lexer took.
-    fn compile_whole(&self, grammar: &Grammar, fuel: u64) -> Result<(Matcher, u64), GrammarError> {
+    fn compile_whole(
+        &self,
+        grammar: &Grammar,
+        fuel: u64,
+    ) -> Result<(OutputMatcher, u64), GrammarError> {
         let (matcher, fuel_spent) = on_compiler_thread(|| {
             let parsed = grammar.parsed()?;
             let limits = ParserLimits { initial_lexer_fuel: fuel, ..parser_limits() };
@@ -137,7 +141,7 @@ impl Compiler {
         })?;
         match matcher.get_error() {
             Some(error) => Err(unsupported(&error)),
-            None => Ok((Matcher::new(matcher), fuel_spent)),
+            None => Ok((OutputMatcher::new(matcher), fuel_spent)),
         }
     }
 }

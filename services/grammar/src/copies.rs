@@ -97,7 +97,7 @@ pub(crate) fn copied_subschemas(root: &Value) -> usize {
     while let Some(value) = to_visit.pop() {
         if intersects(value) {
             let originals = if has_reference(value) { 0 } else { values_in(value) };
-            let size = sizes.of(value, Copied::None).total();
+            let size = sizes.of(value, CopiedReferences::None).total();
             copied = copied.saturating_add(size.saturating_sub(originals));
         }
         to_visit.extend(children(value));
@@ -107,7 +107,7 @@ pub(crate) fn copied_subschemas(root: &Value) -> usize {
 
 /// References that an intersection copies.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
-enum Copied {
+enum CopiedReferences {
     None,
     /// References that are parts of the intersection.
     Parts,
@@ -212,7 +212,7 @@ impl Size {
 
 /// A part of a schema that llguidance intersects with the other parts.
 #[derive(Clone, Copy)]
-enum Part<'a> {
+enum SchemaPart<'a> {
     Reference(&'a str),
     /// An element of `allOf`.
     Schema(&'a Value),
@@ -224,7 +224,7 @@ enum Part<'a> {
     Keywords(&'a Map<String, Value>),
 }
 
-impl<'a> Part<'a> {
+impl<'a> SchemaPart<'a> {
     fn of(keywords: &'a Map<String, Value>) -> Vec<Self> {
         let mut parts = Vec::new();
         let mut has_other_keywords = false;
@@ -268,25 +268,25 @@ struct Sizes<'a> {
     /// Number of pairs of patterns in the document.
     pattern_pairs: usize,
     /// `None` while the size is computed.
-    of_references: HashMap<(&'a str, Copied), Option<Size>>,
+    of_references: HashMap<(&'a str, CopiedReferences), Option<Size>>,
 }
 
 impl<'a> Sizes<'a> {
-    fn of(&mut self, schema: &'a Value, copied: Copied) -> Size {
+    fn of(&mut self, schema: &'a Value, copied: CopiedReferences) -> Size {
         let Value::Object(keywords) = schema else { return Size::ONE };
-        let parts = Part::of(keywords);
+        let parts = SchemaPart::of(keywords);
         match parts[..] {
             [] => return Size::ONE,
             [part] => return self.of_part(part, copied),
             _ => {}
         }
-        let copied = copied.max(Copied::Parts);
+        let copied = copied.max(CopiedReferences::Parts);
         let mut sizes = self.of_parts(&parts, copied);
-        if copied == Copied::Parts
+        if copied == CopiedReferences::Parts
             && sizes.iter().filter(|size| size.nested > 0).count() > 1
             && self.may_copy_nested(&parts)
         {
-            sizes = self.of_parts(&parts, Copied::All);
+            sizes = self.of_parts(&parts, CopiedReferences::All);
         }
         let mut references = Vec::new();
         for (part, size) in parts.iter().zip(&mut sizes) {
@@ -325,7 +325,7 @@ impl<'a> Sizes<'a> {
     /// Returns whether an intersection of these parts may copy references in their properties and items: if two parts have a
     /// property of the same name and one of them has a reference in it, or if a part has a schema for other names or for
     /// items. After [`VISITS_MAX`] it may.
-    fn may_copy_nested(&mut self, parts: &[Part<'a>]) -> bool {
+    fn may_copy_nested(&mut self, parts: &[SchemaPart<'a>]) -> bool {
         let mut properties = HashMap::<&str, Vec<(usize, &Value)>>::new();
         for (index, part) in parts.iter().enumerate() {
             let (mut to_visit, mut seen) = (vec![*part], HashSet::new());
@@ -334,23 +334,24 @@ impl<'a> Sizes<'a> {
             {
                 self.visits_left -= 1;
                 match part {
-                    Part::Reference(reference) => {
+                    SchemaPart::Reference(reference) => {
                         if seen.insert(reference) {
-                            to_visit.extend(referenced(self.root, reference).map(Part::Schema));
+                            to_visit
+                                .extend(referenced(self.root, reference).map(SchemaPart::Schema));
                         }
                     }
-                    Part::Schema(Value::Object(keywords)) => {
+                    SchemaPart::Schema(Value::Object(keywords)) => {
                         self.visits_left = self.visits_left.saturating_sub(keywords.len());
-                        to_visit.extend(Part::of(keywords));
+                        to_visit.extend(SchemaPart::of(keywords));
                     }
-                    Part::Schema(_) => {}
-                    Part::Union(all) => to_visit.extend(all.iter().map(Part::Schema)),
-                    Part::Values(all) => {
+                    SchemaPart::Schema(_) => {}
+                    SchemaPart::Union(all) => to_visit.extend(all.iter().map(SchemaPart::Schema)),
+                    SchemaPart::Values(all) => {
                         if all.iter().any(|value| children(value).next().is_some()) {
                             return true;
                         }
                     }
-                    Part::Keywords(keywords) => {
+                    SchemaPart::Keywords(keywords) => {
                         let own = keywords.get("properties").and_then(Value::as_object);
                         let own_count = own.map_or(0, Map::len);
                         if nested(keywords).len() > own_count {
@@ -375,17 +376,17 @@ impl<'a> Sizes<'a> {
 
     /// Returns the number of subschemas in the definitions to which references in these parts lead. After [`VISITS_MAX`] it is
     /// the number in the document.
-    fn reached(&mut self, parts: &[Part<'a>]) -> usize {
+    fn reached(&mut self, parts: &[SchemaPart<'a>]) -> usize {
         let mut references = Vec::new();
         for part in parts {
             match *part {
-                Part::Reference(reference) => references.push(reference),
-                Part::Schema(schema) => self.add_references(schema, &mut references),
-                Part::Union(all) => {
+                SchemaPart::Reference(reference) => references.push(reference),
+                SchemaPart::Schema(schema) => self.add_references(schema, &mut references),
+                SchemaPart::Union(all) => {
                     all.iter().for_each(|schema| self.add_references(schema, &mut references));
                 }
-                Part::Values(_) => {}
-                Part::Keywords(keywords) => {
+                SchemaPart::Values(_) => {}
+                SchemaPart::Keywords(keywords) => {
                     for (schema, _) in nested(keywords) {
                         self.add_references(schema, &mut references);
                     }
@@ -427,32 +428,34 @@ impl<'a> Sizes<'a> {
         }
     }
 
-    fn of_parts(&mut self, parts: &[Part<'a>], copied: Copied) -> Vec<Size> {
+    fn of_parts(&mut self, parts: &[SchemaPart<'a>], copied: CopiedReferences) -> Vec<Size> {
         parts.iter().map(|part| self.of_part(*part, copied)).collect()
     }
 
-    fn of_part(&mut self, part: Part<'a>, copied: Copied) -> Size {
+    fn of_part(&mut self, part: SchemaPart<'a>, copied: CopiedReferences) -> Size {
         match part {
-            Part::Reference(_) if copied == Copied::None => Size::ONE,
-            Part::Reference(reference) => self.of_reference(reference, copied),
-            Part::Schema(schema) => self.of(schema, copied),
-            Part::Values(all) => Size {
+            SchemaPart::Reference(_) if copied == CopiedReferences::None => Size::ONE,
+            SchemaPart::Reference(reference) => self.of_reference(reference, copied),
+            SchemaPart::Schema(schema) => self.of(schema, copied),
+            SchemaPart::Values(all) => Size {
                 alternatives: all.len().max(1),
                 nested: all.iter().map(|value| values_in(value) - 1).sum(),
                 names: all.iter().map(|value| children(value).count()).sum(),
                 depth: all.iter().map(levels_in).max().unwrap_or(0),
                 ..Size::ONE
             },
-            Part::Union(all) => {
+            SchemaPart::Union(all) => {
                 let mut union = Size { alternatives: 0, ..Size::ONE };
                 for schema in all {
                     union = union.or(self.of(schema, copied));
                 }
                 Size { alternatives: union.alternatives.max(1), ..union }
             }
-            Part::Keywords(keywords) => {
-                let copies_nested = copied == Copied::All || intersects_properties(keywords);
-                let copied = if copies_nested { Copied::All } else { Copied::None };
+            SchemaPart::Keywords(keywords) => {
+                let copies_nested =
+                    copied == CopiedReferences::All || intersects_properties(keywords);
+                let copied =
+                    if copies_nested { CopiedReferences::All } else { CopiedReferences::None };
                 let mut size = Size::ONE;
                 for (schema, is_named) in nested(keywords) {
                     let size_of_one = self.of(schema, copied);
@@ -484,11 +487,13 @@ impl<'a> Sizes<'a> {
         }
     }
 
-    fn of_reference(&mut self, reference: &'a str, copied: Copied) -> Size {
+    fn of_reference(&mut self, reference: &'a str, copied: CopiedReferences) -> Size {
         let key = (reference, copied);
         if let Some(size) = self.of_references.get(&key) {
-            return size
-                .unwrap_or(Size { recursive: usize::from(copied == Copied::All), ..Size::ONE });
+            return size.unwrap_or(Size {
+                recursive: usize::from(copied == CopiedReferences::All),
+                ..Size::ONE
+            });
         }
         self.of_references.insert(key, None);
         let size = match referenced(self.root, reference) {
@@ -503,7 +508,7 @@ impl<'a> Sizes<'a> {
 /// Returns whether llguidance intersects parts of this schema.
 fn intersects(schema: &Value) -> bool {
     let Value::Object(keywords) = schema else { return false };
-    Part::of(keywords).len() > 1
+    SchemaPart::of(keywords).len() > 1
         || intersects_properties(keywords)
         || alternatives_of_types(keywords) > 1
 }

@@ -2,9 +2,9 @@
 //!
 //! * A [`Grammar`] comes from the client. The router validates a grammar without a model, with
 //!   [`Compiler::for_bytes`].
-//! * A [`Compiler`] over a model's vocabulary compiles a grammar to a [`Matcher`]. Nodes do this outside
+//! * A [`Compiler`] over a model's vocabulary compiles a grammar to an [`OutputMatcher`]. Nodes do this outside
 //!   the engine thread.
-//! * A [`Matcher`] tracks one output. It computes the token bitmask of the next step, accepts the sampled
+//! * An [`OutputMatcher`] tracks one output. It computes the token bitmask of the next step, accepts the sampled
 //!   token and reports when the output is complete.
 //!
 //! [`limits`] bounds the work of a grammar. A grammar beyond a bound gives an error, never a token that
@@ -26,6 +26,6 @@ mod tool_calls;
 
 pub use compiler::{Compiler, Token};
 pub use error::{GrammarError, MatchError};
-pub use matcher::Matcher;
+pub use matcher::OutputMatcher;
 pub use source::Grammar;
 pub use tool_calls::{Alternative, CallSyntax, CallableTool, FreeText, ToolCalls};

@@ -8,7 +8,7 @@ use crate::{
 };
 
 /// The state of one output in its grammar. Do not use a matcher after an error other than a mismatch.
-pub struct Matcher {
+pub struct OutputMatcher {
     inner: llguidance::Matcher,
     /// Fuel that all bitmasks have taken.
     work_done: u64,
@@ -16,7 +16,7 @@ pub struct Matcher {
     work_allowed: u64,
 }
 
-impl Matcher {
+impl OutputMatcher {
     pub(crate) fn new(inner: llguidance::Matcher) -> Self {
         Self { inner, work_done: 0, work_allowed: MASK_WORK_BASE }
     }
@@ -91,15 +91,17 @@ impl Matcher {
     }
 }
 
-impl Clone for Matcher {
+impl Clone for OutputMatcher {
     /// Copies the state: both matchers continue independently. They share the lexer's cache.
     fn clone(&self) -> Self {
         Self { inner: self.inner.clone(), ..*self }
     }
 }
 
-impl std::fmt::Debug for Matcher {
+impl std::fmt::Debug for OutputMatcher {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Matcher").field("is_complete", &self.is_complete()).finish_non_exhaustive()
+        f.debug_struct("OutputMatcher")
+            .field("is_complete", &self.is_complete())
+            .finish_non_exhaustive()
     }
 }

@@ -3,7 +3,8 @@
 use std::sync::LazyLock;
 
 use grammar::{
-    Alternative, CallSyntax, CallableTool, Compiler, FreeText, Grammar, Matcher, Token, ToolCalls,
+    Alternative, CallSyntax, CallableTool, Compiler, FreeText, Grammar, OutputMatcher, Token,
+    ToolCalls,
 };
 use proptest::prelude::*;
 use serde_json::{Map, Value, json};
@@ -27,7 +28,7 @@ fn rejection(grammar: &Grammar) -> String {
     COMPILER.check(grammar).expect_err(&format!("{grammar:?}")).to_string()
 }
 
-fn allowed(matcher: &mut Matcher) -> Vec<u32> {
+fn allowed(matcher: &mut OutputMatcher) -> Vec<u32> {
     let words = matcher.allowed().unwrap_or_else(|error| panic!("{error}"));
     (0..32 * words.len() as u32)
         .filter(|id| words[*id as usize / 32] >> (id % 32) & 1 == 1)
@@ -43,7 +44,11 @@ fn matches(grammar: &Grammar, text: &str) -> bool {
 }
 
 /// Walks along tokens that `pick` chooses, for at most `steps`. Panics at a dead end.
-fn walk(matcher: &mut Matcher, steps: usize, mut pick: impl FnMut(usize) -> usize) -> Vec<u32> {
+fn walk(
+    matcher: &mut OutputMatcher,
+    steps: usize,
+    mut pick: impl FnMut(usize) -> usize,
+) -> Vec<u32> {
     let mut output = Vec::new();
     while output.len() < steps && !matcher.is_complete() {
         let tokens = allowed(matcher);

@@ -2,7 +2,7 @@
 
 use std::sync::LazyLock;
 
-use grammar::{Compiler, Grammar, GrammarError, Matcher, Token};
+use grammar::{Compiler, Grammar, GrammarError, OutputMatcher, Token};
 use proptest::prelude::*;
 use serde_json::{Value, json};
 
@@ -27,7 +27,7 @@ static COMPILER: LazyLock<Compiler> = LazyLock::new(|| {
     }))
 });
 
-fn compile(grammar: &Grammar) -> Matcher {
+fn compile(grammar: &Grammar) -> OutputMatcher {
     COMPILER.compile(grammar).unwrap_or_else(|error| panic!("{grammar:?} {error}"))
 }
 
@@ -39,7 +39,7 @@ fn regex(regex: &str) -> Grammar {
     Grammar::Regex(regex.to_owned())
 }
 
-fn allowed(matcher: &mut Matcher) -> Vec<u32> {
+fn allowed(matcher: &mut OutputMatcher) -> Vec<u32> {
     let words = matcher.allowed().unwrap();
     assert_eq!(words.len(), TOKENS.len().div_ceil(32));
     (0..TOKENS.len() as u32).filter(|id| words[*id as usize / 32] >> (id % 32) & 1 == 1).collect()

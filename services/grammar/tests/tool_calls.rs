@@ -1,8 +1,8 @@
 //! Function calls: which output is allowed.
 
 use grammar::{
-    Alternative, CallSyntax, CallableTool, Compiler, FreeText, Grammar, GrammarError, Matcher,
-    Token, ToolCalls, limits::TOOLS_BYTES_MAX,
+    Alternative, CallSyntax, CallableTool, Compiler, FreeText, Grammar, GrammarError,
+    OutputMatcher, Token, ToolCalls, limits::TOOLS_BYTES_MAX,
 };
 use serde_json::json;
 
@@ -77,7 +77,7 @@ fn llama_free_text() -> Alternative {
 }
 
 /// Feeds bytes; returns how many were accepted, and whether the answer may end there.
-fn taken(matcher: &mut Matcher, text: &str) -> (usize, bool) {
+fn taken(matcher: &mut OutputMatcher, text: &str) -> (usize, bool) {
     for (at, byte) in text.bytes().enumerate() {
         let words = matcher.allowed().unwrap();
         let is_allowed = words[usize::from(byte) / 32] >> (byte % 32) & 1 == 1;

@@ -8,7 +8,7 @@ use tokio::{
 };
 
 use crate::{
-    slots::{Slot, Slots},
+    slots::{ConnectionSlot, ConnectionSlots},
     table::SlotLimits,
 };
 
@@ -19,16 +19,16 @@ const ACCEPT_AGAIN_AFTER: Duration = Duration::from_millis(50);
 #[derive(Debug)]
 pub struct PortListener {
     socket: TcpListener,
-    slots: Slots,
+    slots: ConnectionSlots,
 }
 
 impl PortListener {
     pub fn new(socket: TcpListener, limits: SlotLimits) -> Self {
-        Self { socket, slots: Slots::new(limits) }
+        Self { socket, slots: ConnectionSlots::new(limits) }
     }
 
     /// Waits for a connection and its slot. Connections that are not accepted yet wait in the kernel's queue.
-    pub async fn accept(&self) -> (TcpStream, Slot) {
+    pub async fn accept(&self) -> (TcpStream, ConnectionSlot) {
         loop {
             match self.socket.accept().await {
                 Ok((stream, peer)) => {

@@ -1,6 +1,6 @@
 //! Accepts the connections of a port.
 //!
-//! [`PortListener`] gives each connection a [`Slot`]. The slots bound the number of connections and decide which connection
+//! [`PortListener`] gives each connection a [`ConnectionSlot`]. The slots bound the number of connections and decide which connection
 //! closes for a new one: clients that have not authenticated give way first. [`handshake`] performs the TLS handshake of a
 //! connection. HTTP, tokens and API keys are left to the callers, which report an authenticated client by
 //! [`SlotHandle::authenticate`].
@@ -14,5 +14,5 @@ mod table;
 
 pub use accept::PortListener;
 pub use handshake::{ClientStream, HANDSHAKE_MAX, handshake};
-pub use slots::{Slot, SlotHandle};
+pub use slots::{ConnectionSlot, SlotHandle};
 pub use table::{Closing, SlotLimits, Verdict};

@@ -16,7 +16,7 @@ use crate::table::{Blocked, Closing, SlotLimits, SlotTable, Verdict};
 
 /// The slots of one port. Clones share their state.
 #[derive(Clone, Debug)]
-pub(crate) struct Slots {
+pub(crate) struct ConnectionSlots {
     table: Arc<Mutex<SlotTable>>,
     /// Notified whenever a connection ends.
     freed: Arc<Notify>,
@@ -24,30 +24,30 @@ pub(crate) struct Slots {
 
 /// Guard of a connection's slot.
 #[derive(Debug)]
-pub struct Slot(SlotHandle);
+pub struct ConnectionSlot(SlotHandle);
 
 /// A connection's slot, for the requests of the connection. Without effect after the connection has ended.
 #[derive(Clone, Debug)]
 pub struct SlotHandle {
     id: u64,
-    slots: Slots,
+    slots: ConnectionSlots,
     close: CancellationToken,
 }
 
-impl Slots {
+impl ConnectionSlots {
     pub(crate) fn new(limits: SlotLimits) -> Self {
         Self { table: Arc::new(Mutex::new(SlotTable::new(limits))), freed: Arc::default() }
     }
 
     /// Waits until the port has a slot for a connection from this address, and takes the slot. The table may close
     /// another connection for it.
-    pub(crate) async fn admit(&self, address: IpAddr) -> Slot {
+    pub(crate) async fn admit(&self, address: IpAddr) -> ConnectionSlot {
         let close = CancellationToken::new();
         loop {
             let freed = self.freed.notified();
             let admitted = self.lock().admit(Instant::now().into_std(), address, close.clone());
             match admitted {
-                Ok(id) => return Slot(SlotHandle { id, slots: self.clone(), close }),
+                Ok(id) => return ConnectionSlot(SlotHandle { id, slots: self.clone(), close }),
                 Err(Blocked::UntilFreed) => freed.await,
                 Err(Blocked::Until(at)) => tokio::select! {
                     () = freed => {}
@@ -62,13 +62,13 @@ impl Slots {
     }
 }
 
-impl Slot {
+impl ConnectionSlot {
     pub fn handle(&self) -> SlotHandle {
         self.0.clone()
     }
 }
 
-impl Deref for Slot {
+impl Deref for ConnectionSlot {
     type Target = SlotHandle;
 
     fn deref(&self) -> &SlotHandle {
@@ -76,7 +76,7 @@ impl Deref for Slot {
     }
 }
 
-impl Drop for Slot {
+impl Drop for ConnectionSlot {
     fn drop(&mut self) {
         self.slots.lock().remove(self.id);
         self.slots.freed.notify_waiters();

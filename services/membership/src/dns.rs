@@ -14,7 +14,7 @@ use tokio::{
 };
 use tokio_util::sync::CancellationToken;
 
-use crate::{Backend, MemberList, Membership};
+use crate::{MemberList, Membership, MembershipBackend};
 
 /// Time from the start of a lookup to the next one.
 const EVERY: Duration = Duration::from_secs(1);
@@ -109,7 +109,7 @@ impl Membership {
             return self;
         }
         let (list, stop) = (self.list, CancellationToken::new());
-        let backend = Backend::new("dns");
+        let backend = MembershipBackend::new("dns");
         let follow = follow(list.clone(), names, lookup, backend.clone());
         let stopped = stop.clone();
         let task = tokio::spawn(async move {
@@ -123,7 +123,7 @@ impl Membership {
 }
 
 /// Looks all names up until dropped, and replaces the list when an answer changes it.
-async fn follow<F, L>(list: MemberList, names: Vec<DnsName>, lookup: F, backend: Backend)
+async fn follow<F, L>(list: MemberList, names: Vec<DnsName>, lookup: F, backend: MembershipBackend)
 where
     F: Fn(String) -> L + Clone + Send + 'static,
     L: Future<Output = io::Result<Vec<SocketAddr>>> + Send + 'static,

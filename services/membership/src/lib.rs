@@ -14,5 +14,5 @@ mod retry;
 mod tls;
 
 pub use dns::DnsName;
-pub use membership::{Backend, MemberList, MemberWatch, Membership, MembershipError};
+pub use membership::{MemberList, MemberWatch, Membership, MembershipBackend, MembershipError};
 pub use tls::{NodeStream, Tls, connect, read_tls};

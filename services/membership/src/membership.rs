@@ -28,18 +28,18 @@ pub struct Membership {
     pub(crate) list: MemberList,
     /// The task that replaces the list; a static list has none. Dropping the guard stops the task without waiting.
     pub(crate) task: Option<(DropGuard, JoinHandle<()>)>,
-    pub(crate) backend: Option<Backend>,
+    pub(crate) backend: Option<MembershipBackend>,
 }
 
 /// The service that a member list comes from, and whether that service answers; clones share the state.
 #[derive(Clone, Debug)]
-pub struct Backend {
+pub struct MembershipBackend {
     /// `etcd` or `dns`.
     pub name: &'static str,
     is_connected: Arc<AtomicBool>,
 }
 
-impl Backend {
+impl MembershipBackend {
     pub(crate) fn new(name: &'static str) -> Self {
         Self { name, is_connected: Arc::default() }
     }
@@ -78,7 +78,7 @@ impl Membership {
     }
 
     /// Returns the service behind the list; `None` for a static list.
-    pub fn backend(&self) -> Option<&Backend> {
+    pub fn backend(&self) -> Option<&MembershipBackend> {
         self.backend.as_ref()
     }
 

@@ -9,13 +9,13 @@ const RETRY_DELAY_FIRST: Duration = Duration::from_millis(100);
 const RETRY_DELAY_MAX: Duration = Duration::from_secs(2);
 
 /// Back-off after failed calls to etcd, and suppression of repeated log lines.
-pub(crate) struct Retry {
+pub(crate) struct RetryBackoff {
     failures: u32,
     jitter: Jitter,
     reason: Option<String>,
 }
 
-impl Retry {
+impl RetryBackoff {
     /// Creates the state. `seed` spreads the calls of several processes; any number is valid.
     pub fn new(seed: u64) -> Self {
         Self { failures: 0, jitter: Jitter::new(seed), reason: None }

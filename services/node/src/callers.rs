@@ -16,13 +16,13 @@ use crate::{
 /// Channels and open spans of each call, by the call's number.
 #[derive(Debug, Default)]
 pub(crate) struct Callers {
-    callers: HashMap<u64, Caller>,
+    callers: HashMap<u64, AttemptCaller>,
     /// Readers of replies that [`Callers::wake`] has not woken yet.
     readers: Readers,
 }
 
 #[derive(Debug)]
-struct Caller {
+struct AttemptCaller {
     request_id: u128,
     replies: ReplySender,
     stages: Stages,
@@ -41,7 +41,7 @@ impl Callers {
             sequence: attempt.sequence,
         };
         let (request_id, transfer_id) = (attempt.request_id, call.sequence.id.0);
-        let caller = Caller {
+        let caller = AttemptCaller {
             request_id,
             replies,
             stages: Stages::new(attempt.traceparent, request_id, transfer_id),
@@ -91,7 +91,7 @@ impl Callers {
 
 /// Logs a failed attempt in one line. A failure that a client or a full node causes is not logged as a
 /// warning.
-fn log_failure(caller: &Caller, call: CallId, kind: FailureKind, message: &str) {
+fn log_failure(caller: &AttemptCaller, call: CallId, kind: FailureKind, message: &str) {
     // The spans of the call's stages have ended, so the line names the caller's span.
     let (trace_id, span_id) = propagation::ids(&caller.stages.traceparent).unzip();
     macro_rules! log {

@@ -22,7 +22,8 @@ use futures_util::{
     stream::{self, FuturesUnordered},
 };
 use listener::{
-    ClientStream, Closing, HANDSHAKE_MAX, PortListener, Slot, SlotHandle, SlotLimits, handshake,
+    ClientStream, Closing, ConnectionSlot, HANDSHAKE_MAX, PortListener, SlotHandle, SlotLimits,
+    handshake,
 };
 use membership::Tls;
 use tokio::{
@@ -51,7 +52,7 @@ const INADEQUATE_SECURITY: [u8; 26] =
 pub(crate) fn incoming(
     listener: TcpListener,
     tls: Option<Tls>,
-) -> impl Stream<Item = io::Result<Connection>> {
+) -> impl Stream<Item = io::Result<CallerConnection>> {
     let accepted = stream::unfold(PortListener::new(listener, LIMITS), |listener| async {
         Some((listener.accept().await, listener))
     });
@@ -62,8 +63,12 @@ pub(crate) fn incoming(
 }
 
 /// Performs the TLS handshake, if there are certificates. Returns `None` if the connection has ended.
-async fn open(stream: TcpStream, slot: Slot, tls: Option<Tls>) -> Option<Connection> {
-    let Some(tls) = tls else { return Some(Connection::new(Either::Left(stream), slot)) };
+async fn open(
+    stream: TcpStream,
+    slot: ConnectionSlot,
+    tls: Option<Tls>,
+) -> Option<CallerConnection> {
+    let Some(tls) = tls else { return Some(CallerConnection::new(Either::Left(stream), slot)) };
     let config = tls.current().server.clone();
     let stream = tokio::select! {
         _ = slot.closing() => return None,
@@ -71,7 +76,7 @@ async fn open(stream: TcpStream, slot: Slot, tls: Option<Tls>) -> Option<Connect
     };
     // The handshake verified the certificate of a member.
     keep_authenticated(&slot);
-    Some(Connection::new(stream, slot))
+    Some(CallerConnection::new(stream, slot))
 }
 
 /// Keeps the connection of an authenticated caller: its streams last, so it never counts as idle.
@@ -82,9 +87,9 @@ pub(crate) fn keep_authenticated(slot: &SlotHandle) {
 }
 
 /// One caller's connection.
-pub(crate) struct Connection {
+pub(crate) struct CallerConnection {
     stream: ClientStream,
-    slot: Slot,
+    slot: ConnectionSlot,
     /// Completes when the connection must close.
     closing: BoxFuture<'static, Closing>,
     preface: Option<Preface>,
@@ -101,8 +106,8 @@ struct Preface {
     deadline: Pin<Box<Sleep>>,
 }
 
-impl Connection {
-    fn new(stream: ClientStream, slot: Slot) -> Self {
+impl CallerConnection {
+    fn new(stream: ClientStream, slot: ConnectionSlot) -> Self {
         let deadline = Box::pin(sleep(PREFACE_TIMEOUT));
         let preface = Preface { bytes_missing: PREFACE_BYTES, deadline };
         Self {
@@ -143,7 +148,7 @@ impl Connection {
     }
 }
 
-impl AsyncRead for Connection {
+impl AsyncRead for CallerConnection {
     fn poll_read(
         mut self: Pin<&mut Self>,
         context: &mut Context<'_>,
@@ -164,7 +169,7 @@ impl AsyncRead for Connection {
     }
 }
 
-impl AsyncWrite for Connection {
+impl AsyncWrite for CallerConnection {
     fn poll_write(
         mut self: Pin<&mut Self>,
         context: &mut Context<'_>,
@@ -197,7 +202,7 @@ impl AsyncWrite for Connection {
     }
 }
 
-impl Connected for Connection {
+impl Connected for CallerConnection {
     type ConnectInfo = SlotHandle;
 
     /// Returns the connection's slot, for [`AuthenticateLayer`](crate::authentication::AuthenticateLayer).
@@ -212,7 +217,7 @@ mod tests {
 
     use super::*;
 
-    async fn pair() -> (TcpStream, Connection) {
+    async fn pair() -> (TcpStream, CallerConnection) {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let client = TcpStream::connect(listener.local_addr().unwrap()).await.unwrap();
         let mut incoming = Box::pin(incoming(listener, None));

@@ -97,7 +97,7 @@ fn silent_marks(tool_call_tokens: &[ToolCallToken], grammar: &Grammar) -> Arc<[u
 /// A grammar matcher behind the engine's constraint seam.
 #[derive(Clone)]
 struct GrammarMatcher {
-    matcher: grammar::Matcher,
+    matcher: grammar::OutputMatcher,
     /// Tokens that end the answer where the grammar lets it end.
     stop_tokens: Vec<u32>,
     /// Tokens that are never allowed.

@@ -30,7 +30,7 @@ use tracing::{info, warn};
 
 use crate::{
     settings::{self, BatchSizes, SettingsError},
-    start_error::StartError,
+    start_error::NodeStartError,
     tensor_parallel::RANKS_ON_GPUS,
 };
 
@@ -53,12 +53,12 @@ impl<T> Chosen<T> {
     /// Chooses by `node.device` and `opened`, the result of opening the GPUs. An invalid setting is always an error.
     fn by(
         device: Device,
-        opened: Result<T, StartError>,
+        opened: Result<T, NodeStartError>,
         host_has_gpu: bool,
-    ) -> Result<Self, StartError> {
+    ) -> Result<Self, NodeStartError> {
         match opened {
             Ok(gpu) => Ok(Self::Gpu(gpu)),
-            Err(error @ StartError::Settings(_)) => Err(error),
+            Err(error @ NodeStartError::Settings(_)) => Err(error),
             Err(error) if device != Device::Auto => Err(error),
             Err(_) if !host_has_gpu => Ok(Self::Cpu { fallback: None }),
             Err(error) => Ok(Self::Cpu { fallback: Some(one_line(&error.to_string())) }),
@@ -69,8 +69,8 @@ impl<T> Chosen<T> {
 /// Opens the GPUs unless the CPU is set, chooses as [`Chosen::by`] does, and warns of a fallback.
 fn choose<T>(
     device: Device,
-    open: impl FnOnce() -> Result<T, StartError>,
-) -> Result<Chosen<T>, StartError> {
+    open: impl FnOnce() -> Result<T, NodeStartError>,
+) -> Result<Chosen<T>, NodeStartError> {
     if device == Device::Cpu {
         return Ok(Chosen::Cpu { fallback: None });
     }
@@ -108,7 +108,7 @@ pub(crate) struct ReadyGpu {
 pub(crate) fn gpu(
     config: &Config,
     weights: WeightFormat,
-) -> Result<Chosen<CudaBackend>, StartError> {
+) -> Result<Chosen<CudaBackend>, NodeStartError> {
     choose(config.node.device, || {
         let gpu = settings::gpus(&config.node)?.and_then(|names| names.first().copied());
         Ok(open_gpu(config, weights, gpu)?)
@@ -122,12 +122,12 @@ pub(crate) fn gpu(
 pub(crate) fn gpus_of_ranks(
     config: &Config,
     weights: WeightFormat,
-) -> Result<Chosen<Vec<String>>, StartError> {
+) -> Result<Chosen<Vec<String>>, NodeStartError> {
     choose(config.node.device, || find_for_ranks(config, weights))
 }
 
 /// Checks the GPUs here, so that one message reports a problem instead of one per rank.
-fn find_for_ranks(config: &Config, weights: WeightFormat) -> Result<Vec<String>, StartError> {
+fn find_for_ranks(config: &Config, weights: WeightFormat) -> Result<Vec<String>, NodeStartError> {
     let node = &config.node;
     let unsupported = |what, value, allowed| CudaError::Unsupported { what, value, allowed }.into();
     if weights == WeightFormat::Q8 {
@@ -244,7 +244,7 @@ pub(crate) fn start_gpu(
     layout: KvLayout,
     sizes: BatchSizes,
     mut rank: Option<&mut CudaRank>,
-) -> Result<ReadyGpu, StartError> {
+) -> Result<ReadyGpu, NodeStartError> {
     let node = &config.node;
     let backend = match &mut rank {
         Some(rank) => rank.join(backend)?,
@@ -322,7 +322,7 @@ pub(crate) fn start_cpu(
     arena: &Arc<KvArena>,
     sizes: BatchSizes,
     group: Option<CpuGroup>,
-) -> Result<CpuExecutor, StartError> {
+) -> Result<CpuExecutor, NodeStartError> {
     let node = &config.node;
     let blocks = arena.block_count();
     let limits = settings::executor_limits(node, sizes, checkpoint.config(), blocks)?;

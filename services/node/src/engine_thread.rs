@@ -22,7 +22,7 @@ use std::{
 
 use crossbeam_channel::{Receiver, TryRecvError, never, select};
 use engine::{
-    Turn,
+    LoopOutcome,
     executor::{Executor, ExecutorError, panic_message},
     tiers::TierEvent,
 };
@@ -36,9 +36,9 @@ use weight_calls::WeightCalls;
 use crate::{
     callers::Callers,
     hang::StepInFlight,
-    inbox::{Command, CommandReceiver},
-    node_core::{self, CallId, CloseReason, Metric, NodeCore, NodeShell, Output},
-    observe::Observers,
+    inbox::{CommandReceiver, EngineCommand},
+    node_core::{self, CallId, CloseReason, Metric, NodeCore, NodeOutput, NodeShell},
+    observe::ObserverSenders,
     stream::QueueFull,
     tiers::{TierCopies, TierMetrics},
     trace::Recorder,
@@ -64,7 +64,7 @@ pub enum EngineError {
 /// after them. Dropping a broken device may block.
 pub(crate) type Device = Option<Box<dyn Any + Send>>;
 
-/// A running engine thread. End it with [`Command::Stop`], then [`EngineThread::join`].
+/// A running engine thread. End it with [`EngineCommand::Stop`], then [`EngineThread::join`].
 #[derive(Debug)]
 pub(crate) struct EngineThread {
     thread: JoinHandle<(Result<(), EngineError>, Device)>,
@@ -106,7 +106,7 @@ impl EngineThread {
 pub(crate) struct Engine<E> {
     core: NodeCore<E>,
     callers: Callers,
-    observers: Observers,
+    observers: ObserverSenders,
     transfers: Arc<Transfers>,
     commands: CommandReceiver,
     events: Receiver<transfer::Event>,
@@ -141,7 +141,7 @@ impl<E: Executor> Engine<E> {
         Self {
             core,
             callers: Callers::default(),
-            observers: Observers::default(),
+            observers: ObserverSenders::default(),
             transfers,
             commands,
             events,
@@ -179,7 +179,7 @@ impl<E: Executor> Engine<E> {
             }
             let turn = node_core::take_turn(self)?;
             self.recorder.finish_if_due();
-            if turn == Turn::Idle {
+            if turn == LoopOutcome::Idle {
                 self.sleep()?;
             }
         }
@@ -239,34 +239,34 @@ impl<E: Executor> Engine<E> {
         self.core.handle_tier_event(event, Instant::now());
     }
 
-    fn handle(&mut self, command: Command) {
+    fn handle(&mut self, command: EngineCommand) {
         let now = Instant::now();
         match command {
-            Command::Begin(arrival) => self.core.handle_call(self.callers.add(*arrival), now),
-            Command::Cancel { call, _permit } => self.core.handle_cancel(call),
-            Command::Observe { observer, _permit } => {
+            EngineCommand::Begin(arrival) => self.core.handle_call(self.callers.add(*arrival), now),
+            EngineCommand::Cancel { call, _permit } => self.core.handle_cancel(call),
+            EngineCommand::Observe { observer, _permit } => {
                 // On an idle node no event finds the dropped streams.
                 for closed in self.observers.take_closed() {
                     self.core.handle_observe_ended(closed);
                 }
                 self.core.handle_observe(self.observers.add(observer), now);
             }
-            Command::Connect { commands, _permit } => {
+            EngineCommand::Connect { commands, _permit } => {
                 for command in commands {
                     // A full queue drops the command; routers repeat it.
                     let _ = self.transfers.command(command);
                 }
             }
-            Command::Drain { grace } => self.core.handle_draining(true, Some(grace), now),
-            Command::SetDraining { draining, _permit } => {
+            EngineCommand::Drain { grace } => self.core.handle_draining(true, Some(grace), now),
+            EngineCommand::SetDraining { draining, _permit } => {
                 self.core.handle_draining(draining, None, now);
             }
-            Command::ResetPrefixCache { dropped, _permit } => {
+            EngineCommand::ResetPrefixCache { dropped, _permit } => {
                 // The caller may have stopped waiting.
                 let _ = dropped.send(self.core.handle_reset_prefix_cache());
             }
-            Command::Trace { request, _permit } => self.recorder.start(request),
-            Command::ChangeWeights {
+            EngineCommand::Trace { request, _permit } => self.recorder.start(request),
+            EngineCommand::ChangeWeights {
                 weight_version,
                 label,
                 in_flight,
@@ -278,21 +278,21 @@ impl<E: Executor> Engine<E> {
                     self.core.handle_change_weights(weight_version, label, in_flight, waits, now);
                 self.weight_calls.await_change(begun, changed);
             }
-            Command::ReleaseWeights { update, waits, released, _permit } => {
+            EngineCommand::ReleaseWeights { update, waits, released, _permit } => {
                 let begun = self.core.handle_release_weights(waits, now);
                 self.weight_calls.await_release(update, begun, released);
             }
-            Command::LoseWeights { update, lost, _permit } => {
+            EngineCommand::LoseWeights { update, lost, _permit } => {
                 let is_lost = self.weight_calls.lose(update) && self.core.handle_lost_weights(now);
                 // The caller may have stopped waiting.
                 let _ = lost.send(is_lost);
             }
-            Command::Pause { in_flight, waits, at_most, _permit } => {
+            EngineCommand::Pause { in_flight, waits, at_most, _permit } => {
                 self.core.handle_pause(in_flight, waits, now + at_most, now);
             }
-            Command::Resume { _permit } => self.core.handle_resume(now),
-            Command::EndAll => self.core.handle_close(&CloseReason::DrainTimeout),
-            Command::Stop => self.is_stopping = true,
+            EngineCommand::Resume { _permit } => self.core.handle_resume(now),
+            EngineCommand::EndAll => self.core.handle_close(&CloseReason::DrainTimeout),
+            EngineCommand::Stop => self.is_stopping = true,
         }
     }
 
@@ -353,52 +353,52 @@ impl<E: Executor> NodeShell for Engine<E> {
         self.step_in_flight.end_turn(Instant::now(), self.core.step_age());
     }
 
-    fn carry_out(&mut self, output: Output) {
+    fn carry_out(&mut self, output: NodeOutput) {
         match output {
-            Output::Reply { call, reply } => {
+            NodeOutput::Reply { call, reply } => {
                 if let Err(QueueFull) = self.callers.reply(call, reply) {
                     self.core.handle_slow_reader(call);
                 }
             }
-            Output::Forgotten { call } => self.callers.remove(call),
-            Output::Transfer { call, command } => self.command_transfers(call, command),
-            Output::Stage { call, change } => {
+            NodeOutput::Forgotten { call } => self.callers.remove(call),
+            NodeOutput::Transfer { call, command } => self.command_transfers(call, command),
+            NodeOutput::Stage { call, change } => {
                 self.recorder.stage(call, &change);
                 self.callers.change_stage(call, change);
             }
-            Output::Observe { observer, event } => {
+            NodeOutput::Observe { observer, event } => {
                 if !self.observers.send(observer, event) {
                     self.core.handle_observe_ended(observer);
                 }
             }
-            Output::ObserveStalled { observer } => self.observers.stalled(observer),
-            Output::Save(job) => {
+            NodeOutput::ObserveStalled { observer } => self.observers.stalled(observer),
+            NodeOutput::Save(job) => {
                 self.recorder.save_began(&job);
                 let failed = self.tiers.as_ref().and_then(|tiers| tiers.copies.save(job));
                 failed.into_iter().for_each(|event| self.on_tier_event(event));
             }
-            Output::CancelSaves { last } => {
+            NodeOutput::CancelSaves { last } => {
                 if let Some(tiers) = &self.tiers {
                     tiers.copies.cancel_saves(last);
                 }
             }
-            Output::Load(job) => {
+            NodeOutput::Load(job) => {
                 self.recorder.load_began(&job);
                 let failed = self.tiers.as_ref().and_then(|tiers| tiers.copies.load(job));
                 failed.into_iter().for_each(|event| self.on_tier_event(event));
             }
-            Output::Metric(metric) => self.measure(metric),
-            Output::WeightsChanged { paused } => {
+            NodeOutput::Metric(metric) => self.measure(metric),
+            NodeOutput::WeightsChanged { paused } => {
                 self.recorder.weights_changed(paused);
                 self.weight_calls.changed(paused);
             }
-            Output::WeightsReleased => self.weight_calls.released(),
-            Output::PauseChanged { state } => self.pause_changed(state),
-            Output::Stalled { after } => {
+            NodeOutput::WeightsReleased => self.weight_calls.released(),
+            NodeOutput::PauseChanged { state } => self.pause_changed(state),
+            NodeOutput::Stalled { after } => {
                 let seconds = after.as_secs_f64();
                 warn!("the node is stalled: no step has finished for {seconds} s");
             }
-            Output::Recovered => info!("the node recovered: steps finish again"),
+            NodeOutput::Recovered => info!("the node recovered: steps finish again"),
         }
     }
 

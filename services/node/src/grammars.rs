@@ -31,13 +31,13 @@ const WAITING_MAX: usize = 256;
 /// Compiler of constraints for the vocabulary of one model.
 #[derive(Debug)]
 pub(crate) struct Grammars {
-    shared: Arc<Shared>,
+    shared: Arc<GrammarCompiler>,
     permits: Arc<Semaphore>,
     compiling: Arc<Semaphore>,
 }
 
 #[derive(Debug)]
-struct Shared {
+struct GrammarCompiler {
     model_path: PathBuf,
     /// Rows of the model's logits; its tokenizer may know fewer tokens, or more.
     vocabulary: u32,
@@ -49,7 +49,7 @@ struct Shared {
 impl Grammars {
     pub fn new(model_path: PathBuf, vocabulary: u32, metrics: NodeMetrics) -> Self {
         let vocabulary_read = OnceLock::new();
-        let shared = Arc::new(Shared { model_path, vocabulary, vocabulary_read, metrics });
+        let shared = Arc::new(GrammarCompiler { model_path, vocabulary, vocabulary_read, metrics });
         Self {
             shared,
             permits: Arc::new(Semaphore::new(COMPILING_MAX + WAITING_MAX)),
@@ -92,7 +92,7 @@ impl Grammars {
     }
 }
 
-impl Shared {
+impl GrammarCompiler {
     fn constrain(&self, attempt: &mut NewAttempt, grammar: &Grammar) -> Result<(), Refusal> {
         // The fault is the node's, so the router tries another node.
         let vocabulary = self.vocabulary().map_err(|reason| Refusal::NoGrammar { reason })?;

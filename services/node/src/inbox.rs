@@ -25,17 +25,17 @@ use crate::{
     node_core::{CallId, ChangePending, Refusal, Reply},
     observe::ObserverSender,
     stream::{AttemptPermit, AttemptStream, ReplySender, attempt_stream},
-    trace::TraceRequest,
+    trace::StepTraceRequest,
 };
 
 /// Queued commands of routers that belong to no attempt: new observers, peers to connect to, calls of operators.
 const ROUTER_COMMANDS_MAX: usize = 64;
-/// Commands that the node sends once each: [`Command::Drain`], [`Command::EndAll`], [`Command::Stop`].
+/// Commands that the node sends once each: [`EngineCommand::Drain`], [`EngineCommand::EndAll`], [`EngineCommand::Stop`].
 const NODE_COMMANDS_MAX: usize = 3;
 
 /// One command to the engine thread.
 #[derive(Debug)]
-pub(crate) enum Command {
+pub(crate) enum EngineCommand {
     Begin(Box<Arrival>),
     /// The caller dropped its call.
     Cancel {
@@ -69,7 +69,7 @@ pub(crate) enum Command {
     },
     /// Record a trace.
     Trace {
-        request: TraceRequest,
+        request: StepTraceRequest,
         /// Held until the engine thread has taken the command.
         _permit: OwnedSemaphorePermit,
     },
@@ -85,7 +85,7 @@ pub(crate) enum Command {
         /// Held until the engine thread has taken the command.
         _permit: OwnedSemaphorePermit,
     },
-    /// Release the weights in use at the next step boundary, and launch no step until [`Command::ChangeWeights`].
+    /// Release the weights in use at the next step boundary, and launch no step until [`EngineCommand::ChangeWeights`].
     ReleaseWeights {
         update: UpdateId,
         /// Whether running sequences may finish before.
@@ -103,7 +103,7 @@ pub(crate) enum Command {
         /// Held until the engine thread has taken the command.
         _permit: OwnedSemaphorePermit,
     },
-    /// Serve nothing until [`Command::Resume`].
+    /// Serve nothing until [`EngineCommand::Resume`].
     Pause {
         in_flight: InFlight,
         /// Whether running sequences may finish.
@@ -120,7 +120,7 @@ pub(crate) enum Command {
     },
     /// Reject new calls and tell observers.
     Drain {
-        /// Time until [`Command::EndAll`].
+        /// Time until [`EngineCommand::EndAll`].
         grace: Duration,
     },
     /// End every attempt with the failure `DRAINING`.
@@ -141,7 +141,7 @@ pub(crate) struct Arrival {
 
 /// The callers' end of the engine thread. Cheap to clone.
 #[derive(Clone, Debug)]
-pub(crate) struct Inbox {
+pub(crate) struct EngineInbox {
     commands: CommandSender,
     permits: Arc<Semaphore>,
     attempts_max: u32,
@@ -152,7 +152,7 @@ pub(crate) struct Inbox {
 /// Sender of commands, which wakes the engine thread.
 #[derive(Clone, Debug)]
 pub(crate) struct CommandSender {
-    queue: Sender<Command>,
+    queue: Sender<EngineCommand>,
     closed: Arc<RwLock<bool>>,
     waker: CollectWaker,
 }
@@ -161,7 +161,7 @@ pub(crate) struct CommandSender {
 /// arrivals; the queue itself would keep them as long as a sender lives.
 #[derive(Debug)]
 pub(crate) struct CommandReceiver {
-    queue: Receiver<Command>,
+    queue: Receiver<EngineCommand>,
     closed: Arc<RwLock<bool>>,
 }
 
@@ -174,7 +174,7 @@ impl CommandSender {
     }
 
     /// Sends a command to the engine thread. Never waits.
-    pub fn send(&self, command: Command) -> Result<(), TrySendError<Command>> {
+    pub fn send(&self, command: EngineCommand) -> Result<(), TrySendError<EngineCommand>> {
         let closed = self.closed.read().unwrap_or_else(PoisonError::into_inner);
         if *closed {
             return Err(TrySendError::Disconnected(command));
@@ -187,7 +187,7 @@ impl CommandSender {
 }
 
 impl Deref for CommandReceiver {
-    type Target = Receiver<Command>;
+    type Target = Receiver<EngineCommand>;
 
     fn deref(&self) -> &Self::Target {
         &self.queue
@@ -201,7 +201,7 @@ impl Drop for CommandReceiver {
     }
 }
 
-impl Inbox {
+impl EngineInbox {
     /// Returns a queue for at most `attempts_max` attempts at a time.
     pub fn new(attempts_max: u32, waker: CollectWaker) -> (Self, CommandReceiver) {
         let commands_max = 2 * attempts_max as usize + ROUTER_COMMANDS_MAX + NODE_COMMANDS_MAX;
@@ -228,7 +228,7 @@ impl Inbox {
         let call = CallId { sequence: attempt.id(), number: call_number };
         let (replies, mut stream) = attempt_stream(call, self.commands.clone(), permit.clone());
         let arrival = Box::new(Arrival { call_number, attempt, replies, permit });
-        if let Err(error) = self.send(Command::Begin(arrival)) {
+        if let Err(error) = self.send(EngineCommand::Begin(arrival)) {
             stream.discard();
             return Err(error);
         }
@@ -246,7 +246,7 @@ impl Inbox {
     /// Sends a command of a router that belongs to no attempt.
     pub fn send_for_router(
         &self,
-        command: impl FnOnce(OwnedSemaphorePermit) -> Command,
+        command: impl FnOnce(OwnedSemaphorePermit) -> EngineCommand,
     ) -> Result<(), Refusal> {
         let permit = self.router_permits.clone().try_acquire_owned().map_err(|_| {
             let reason = format!("{ROUTER_COMMANDS_MAX} commands of routers are queued");
@@ -255,7 +255,7 @@ impl Inbox {
         self.send(command(permit))
     }
 
-    pub fn send(&self, command: Command) -> Result<(), Refusal> {
+    pub fn send(&self, command: EngineCommand) -> Result<(), Refusal> {
         self.commands.send(command).map_err(|error| match error {
             TrySendError::Full(_) => {
                 Refusal::Busy { reason: "the engine thread's queue is full".into() }
@@ -338,9 +338,10 @@ mod tests {
     /// lost.
     #[tokio::test]
     async fn queued_commands_of_routers_leave_room_for_attempts_and_their_cancels() {
-        let (inbox, commands) = Inbox::new(1, CollectWaker::default());
-        let connect =
-            || inbox.send_for_router(|_permit| Command::Connect { commands: vec![], _permit });
+        let (inbox, commands) = EngineInbox::new(1, CollectWaker::default());
+        let connect = || {
+            inbox.send_for_router(|_permit| EngineCommand::Connect { commands: vec![], _permit })
+        };
         for _ in 0..ROUTER_COMMANDS_MAX {
             connect().unwrap();
         }
@@ -350,13 +351,18 @@ mod tests {
             let mut context = Context::from_waker(Waker::noop());
             assert!(begin.as_mut().poll(&mut context).is_pending());
         }
-        for command in [Command::Drain { grace: Duration::ZERO }, Command::EndAll, Command::Stop] {
+        for command in [
+            EngineCommand::Drain { grace: Duration::ZERO },
+            EngineCommand::EndAll,
+            EngineCommand::Stop,
+        ] {
             inbox.send(command).unwrap();
         }
-        let queued: Vec<Command> = std::iter::from_fn(|| commands.try_recv().ok()).collect();
-        let count = |is_kind: fn(&Command) -> bool| queued.iter().filter(|it| is_kind(it)).count();
-        assert_eq!(count(|it| matches!(it, Command::Cancel { .. })), 1);
-        assert_eq!(count(|it| matches!(it, Command::Stop)), 1);
+        let queued: Vec<EngineCommand> = std::iter::from_fn(|| commands.try_recv().ok()).collect();
+        let count =
+            |is_kind: fn(&EngineCommand) -> bool| queued.iter().filter(|it| is_kind(it)).count();
+        assert_eq!(count(|it| matches!(it, EngineCommand::Cancel { .. })), 1);
+        assert_eq!(count(|it| matches!(it, EngineCommand::Stop)), 1);
         drop(queued);
         connect().unwrap();
     }

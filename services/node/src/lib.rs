@@ -54,4 +54,4 @@ pub use engine_thread::EngineError;
 pub use node::{Addresses, Node, NodeFailure};
 pub use run::{run, run_on};
 pub use settings::{SECTIONS, SettingsError};
-pub use start_error::StartError;
+pub use start_error::NodeStartError;

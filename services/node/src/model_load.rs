@@ -23,7 +23,7 @@ use crate::{
     identity,
     memory_limit::{self, HostBytes, MemoryShare},
     settings::{self, BatchSizes, SettingsError},
-    start_error::StartError,
+    start_error::NodeStartError,
     tensor_parallel,
 };
 
@@ -50,10 +50,10 @@ pub(crate) async fn load(
     config: &Config,
     epoch: Epoch,
     metrics: &Metrics,
-) -> Result<(Loaded, Box<dyn Executor>), StartError> {
+) -> Result<(Loaded, Box<dyn Executor>), NodeStartError> {
     let began = Instant::now();
     let loading = tokio::time::timeout(LOAD_MAX, load_off_thread(role, config.clone(), epoch.0));
-    let loaded = loading.await.map_err(|_| StartError::LoadTimeout { within: LOAD_MAX })??;
+    let loaded = loading.await.map_err(|_| NodeStartError::LoadTimeout { within: LOAD_MAX })??;
     let load_time = began.elapsed().as_secs_f64();
     metrics.observe_f64("baton.model.load.duration", move |it| it.observe(load_time, &[]));
     Ok(loaded)
@@ -64,13 +64,13 @@ async fn load_off_thread(
     role: Role,
     config: Config,
     epoch: u128,
-) -> Result<(Loaded, Box<dyn Executor>), StartError> {
+) -> Result<(Loaded, Box<dyn Executor>), NodeStartError> {
     // Checked before a download that may take hours.
     let threads = settings::threads(&config.node)?;
     let path = config.hub.obtain(config.model.required_path()?, hub::Parts::All).await?;
     tokio::task::spawn_blocking(move || load_blocking(role, &config, epoch, &path, threads))
         .await
-        .map_err(StartError::Load)?
+        .map_err(NodeStartError::Load)?
 }
 
 fn load_blocking(
@@ -79,12 +79,12 @@ fn load_blocking(
     epoch: u128,
     path: &Path,
     (threads, cpus): (usize, Vec<u32>),
-) -> Result<(Loaded, Box<dyn Executor>), StartError> {
+) -> Result<(Loaded, Box<dyn Executor>), NodeStartError> {
     // This thread packs the weights, and the compute thread inherits its CPU: pages that forward passes read are
     // first touched on that NUMA node. Rank processes would inherit the CPU too, so each pins itself.
     let own_cpu = cpus.first().filter(|_| config.node.tp == 1);
     let confined = own_cpu.map(|cpu| affinity::confine(&[*cpu])).transpose();
-    let _confined = confined.map_err(StartError::Affinity)?;
+    let _confined = confined.map_err(NodeStartError::Affinity)?;
     let checkpoint = Checkpoint::open(path, settings::load_format(config.model.load_format))?;
     let checkpoint = checkpoint.hashing_packed();
     let model = checkpoint.config();
@@ -122,7 +122,7 @@ fn load_weights(
     (threads, cpus): (usize, Vec<u32>),
     checkpoint: &Checkpoint,
     fingerprint: impl FnOnce() -> Result<u128, ModelError>,
-) -> Result<(Loaded, Box<dyn Executor>), StartError> {
+) -> Result<(Loaded, Box<dyn Executor>), NodeStartError> {
     let started = Instant::now();
     let model = checkpoint.config();
     let weights = settings::weight_format(config.model.dtype);

@@ -16,7 +16,7 @@ use tracing::{info, warn};
 use crate::{
     engine_thread::{Device, EngineError, EngineThread},
     grpc_server::GrpcServer,
-    inbox::{Command, Inbox},
+    inbox::{EngineCommand, EngineInbox},
     populate::Populate,
     probes::Liveness,
     tiers::TierCopies,
@@ -61,7 +61,7 @@ pub struct Node {
     record: NodeRecord,
     addresses: Addresses,
     metrics: Metrics,
-    inbox: Inbox,
+    inbox: EngineInbox,
     draining: CancellationToken,
     liveness: Liveness,
     server: GrpcServer,
@@ -122,7 +122,7 @@ impl Node {
         server.set_status(ServingStatus::NotServing).await;
         info!(attempts = inbox.attempt_count(), "{name} drains");
         // Fails only when the engine thread has ended or hangs, which its join reports below.
-        let _ = inbox.send(Command::Drain { grace: drain_timeout });
+        let _ = inbox.send(EngineCommand::Drain { grace: drain_timeout });
         let leave = async {
             if let Some(registration) = registration {
                 registration.leave(LEAVE_WITHIN).await;
@@ -134,7 +134,7 @@ impl Node {
             }
             let seconds = drain_timeout.as_secs_f64();
             warn!("{name} aborts its in-flight requests after {seconds} s");
-            let _ = inbox.send(Command::EndAll);
+            let _ = inbox.send(EngineCommand::EndAll);
             if tokio::time::timeout(END_WITHIN, inbox.idle()).await.is_err() {
                 warn!("{name} stops although callers have not read their streams");
             }
@@ -143,7 +143,7 @@ impl Node {
         // It holds an inbox.
         weights.shutdown().await;
         // Ends the observers' streams. The server waits for them.
-        let _ = inbox.send(Command::Stop);
+        let _ = inbox.send(EngineCommand::Stop);
         drop(inbox);
         if !server.shutdown(SERVER_STOP_WITHIN).await {
             info!("{name} closed connections that were still open");

@@ -71,12 +71,12 @@ impl Stream for ObserveStream {
 
 /// The engine thread's ends of all observers.
 #[derive(Debug, Default)]
-pub(crate) struct Observers {
+pub(crate) struct ObserverSenders {
     senders: HashMap<ObserverId, ObserverSender>,
     next: u64,
 }
 
-impl Observers {
+impl ObserverSenders {
     pub fn add(&mut self, sender: ObserverSender) -> ObserverId {
         let id = ObserverId(self.next);
         self.next += 1;
@@ -121,7 +121,7 @@ mod tests {
 
     use super::*;
 
-    fn add(observers: &mut Observers) -> (ObserverId, ObserveStream) {
+    fn add(observers: &mut ObserverSenders) -> (ObserverId, ObserveStream) {
         let (sender, stream) = observer(permits().try_acquire_owned().unwrap());
         (observers.add(sender), stream)
     }
@@ -136,7 +136,7 @@ mod tests {
 
     #[test]
     fn lagging_observer_is_ended_and_other_observers_continue() {
-        let mut observers = Observers::default();
+        let mut observers = ObserverSenders::default();
         let (lagging, mut lagging_stream) = add(&mut observers);
         let (reading, mut reading_stream) = add(&mut observers);
         for sequence in 0..=EVENTS_MAX as u64 {
@@ -155,7 +155,7 @@ mod tests {
 
     #[test]
     fn dropped_observer_is_removed_and_a_stop_ends_the_others() {
-        let mut observers = Observers::default();
+        let mut observers = ObserverSenders::default();
         let (dropped, stream) = add(&mut observers);
         drop(stream);
         let (_, mut stream) = add(&mut observers);

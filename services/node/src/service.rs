@@ -26,11 +26,11 @@ use crate::{
     attempt::{self, AttemptLimits, NewAttempt},
     authentication::Proof,
     grammars::Grammars,
-    inbox::{Command, Inbox},
+    inbox::{EngineCommand, EngineInbox},
     node_core::{Refusal, Reply},
     observe,
     stream::MessageStream,
-    trace::{self, TraceRequest},
+    trace::{self, StepTraceRequest},
     wire,
 };
 
@@ -43,7 +43,7 @@ pub(crate) struct NodeService {
     role: Role,
     limits: AttemptLimits,
     grammars: Grammars,
-    inbox: Inbox,
+    inbox: EngineInbox,
     /// Checks the tags of peers.
     secret: ClusterSecret,
     observer_permits: Arc<Semaphore>,
@@ -58,7 +58,7 @@ impl NodeService {
         role: Role,
         limits: AttemptLimits,
         grammars: Grammars,
-        inbox: Inbox,
+        inbox: EngineInbox,
         secret: ClusterSecret,
         draining: CancellationToken,
     ) -> Self {
@@ -154,7 +154,7 @@ impl node_server::Node for NodeService {
         let guard: ConnectGuard = Arc::new(guard);
         let connect = |peer| transfer::Command::Connect { peer, sends, guard: Some(guard.clone()) };
         let commands = peers.into_iter().map(connect).collect();
-        self.inbox.send_for_router(|_permit| Command::Connect { commands, _permit })?;
+        self.inbox.send_for_router(|_permit| EngineCommand::Connect { commands, _permit })?;
         drop(guard);
         // Nothing is ever sent: `recv` returns when every clone of the guard is dropped.
         tokio::select! {
@@ -175,7 +175,7 @@ impl node_server::Node for NodeService {
         if self.draining.is_cancelled() {
             return Err(Refusal::Draining.into());
         }
-        self.inbox.send_for_router(|_permit| Command::SetDraining { draining, _permit })?;
+        self.inbox.send_for_router(|_permit| EngineCommand::SetDraining { draining, _permit })?;
         tracing::info!(draining, "an operator changed whether the node accepts requests");
         Ok(Response::new(v1::SetDrainingReply { attempts: self.inbox.attempt_count() }))
     }
@@ -186,7 +186,8 @@ impl node_server::Node for NodeService {
     ) -> Result<Response<v1::ResetPrefixCacheReply>, Status> {
         attempt::check_epoch(&request.into_inner().node_epoch, &self.limits)?;
         let (dropped, received) = oneshot::channel();
-        self.inbox.send_for_router(|_permit| Command::ResetPrefixCache { dropped, _permit })?;
+        self.inbox
+            .send_for_router(|_permit| EngineCommand::ResetPrefixCache { dropped, _permit })?;
         let blocks = received.await.map_err(|_| Refusal::Stopped)?;
         tracing::info!(blocks, "an operator reset the prefix cache");
         Ok(Response::new(v1::ResetPrefixCacheReply { blocks }))
@@ -211,8 +212,9 @@ impl node_server::Node for NodeService {
             Refusal::Busy { reason: reason.to_owned() }
         })?;
         let (recorded, received) = oneshot::channel();
-        let request = TraceRequest { time: Duration::from_secs(seconds.into()), recorded, permit };
-        self.inbox.send_for_router(|_permit| Command::Trace { request, _permit })?;
+        let request =
+            StepTraceRequest { time: Duration::from_secs(seconds.into()), recorded, permit };
+        self.inbox.send_for_router(|_permit| EngineCommand::Trace { request, _permit })?;
         tracing::info!(seconds, "an operator records a trace");
         let trace = tokio::select! {
             trace = received => trace.map_err(|_| Refusal::Stopped)?,
@@ -238,7 +240,7 @@ impl node_server::Node for NodeService {
             Refusal::Busy { reason }
         })?;
         let (observer, stream) = observe::observer(place);
-        self.inbox.send_for_router(|_permit| Command::Observe { observer, _permit })?;
+        self.inbox.send_for_router(|_permit| EngineCommand::Observe { observer, _permit })?;
         Ok(Proof::add(request.extensions().get().cloned(), Response::new(stream)))
     }
 }
@@ -296,7 +298,7 @@ mod tests {
     /// Tokio's paused clock advances only while every task waits.
     #[tokio::test(start_paused = true)]
     async fn meet_returns_when_every_guard_is_dropped_or_the_node_drains_or_the_time_out_passes() {
-        let (inbox, commands) = Inbox::new(4, CollectWaker::default());
+        let (inbox, commands) = EngineInbox::new(4, CollectWaker::default());
         let grammars = Grammars::new("nowhere".into(), 100, testing::metrics());
         let draining = CancellationToken::new();
         let secret = ClusterSecret::new("a secret of the cluster").unwrap();
@@ -324,7 +326,7 @@ mod tests {
             node_server::Node::meet(&service, Request::new(request))
         };
         let guards = || match commands.try_recv() {
-            Ok(Command::Connect { commands, .. }) if commands.len() == 2 => {
+            Ok(EngineCommand::Connect { commands, .. }) if commands.len() == 2 => {
                 commands.into_iter().map(|command| match command {
                     transfer::Command::Connect { sends: true, guard, .. } => guard,
                     other => panic!("{other:?}"),

@@ -18,7 +18,7 @@ use crate::settings::SettingsError;
 
 /// Reason why a node cannot start.
 #[derive(Debug, thiserror::Error)]
-pub enum StartError {
+pub enum NodeStartError {
     #[error(transparent)]
     Settings(#[from] SettingsError),
     #[error("node.id = {id:?}: {source}")]
@@ -73,7 +73,7 @@ pub enum StartError {
     Load(JoinError),
 }
 
-impl From<config::ConfigError> for StartError {
+impl From<config::ConfigError> for NodeStartError {
     fn from(error: config::ConfigError) -> Self {
         Self::Settings(error.into())
     }

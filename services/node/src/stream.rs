@@ -20,7 +20,7 @@ use tokio::{runtime::Handle, sync::OwnedSemaphorePermit};
 use tonic::Status;
 
 use crate::{
-    inbox::{Command, CommandSender},
+    inbox::{CommandSender, EngineCommand},
     node_core::{AttemptEnd, CallId, Reply},
 };
 
@@ -33,7 +33,7 @@ pub(crate) type AttemptPermit = Arc<OwnedSemaphorePermit>;
 
 /// The queue of one attempt.
 #[derive(Debug, Default)]
-struct Queue {
+struct ReplyQueue {
     replies: VecDeque<Reply>,
     /// The reader that waits for a reply.
     reader: Option<Waker>,
@@ -42,10 +42,10 @@ struct Queue {
 }
 
 #[derive(Clone, Debug, Default)]
-struct SharedQueue(Arc<Mutex<Queue>>);
+struct SharedQueue(Arc<Mutex<ReplyQueue>>);
 
 impl SharedQueue {
-    fn lock(&self) -> MutexGuard<'_, Queue> {
+    fn lock(&self) -> MutexGuard<'_, ReplyQueue> {
         // Nothing panics while it holds the lock.
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -200,7 +200,7 @@ impl Drop for AttemptStream {
         let unread = std::mem::take(&mut queue.replies);
         drop((queue, unread));
         if !self.is_over {
-            let command = Command::Cancel { call: self.call, _permit: self.permit.clone() };
+            let command = EngineCommand::Cancel { call: self.call, _permit: self.permit.clone() };
             // The number of permits bounds the queue, so it is never full. Disconnected: the engine
             // thread has ended.
             let sent = self.cancel.send(command);
@@ -298,7 +298,7 @@ mod tests {
         let (_sender, stream, commands) = pair();
         drop(stream);
         let command = commands.try_recv().unwrap();
-        assert!(matches!(command, Command::Cancel { call: CALL, .. }));
+        assert!(matches!(command, EngineCommand::Cancel { call: CALL, .. }));
         assert!(commands.is_empty());
     }
 

@@ -39,7 +39,7 @@ use tracing::{info, warn};
 use crate::{
     device::{self, ReadyGpu},
     settings::{self, BatchSizes, SettingsError},
-    start_error::StartError,
+    start_error::NodeStartError,
 };
 
 /// The purpose in the name of the region for KV and all-reduce buffers.
@@ -97,7 +97,7 @@ pub(crate) fn start(
     checkpoint: &Checkpoint,
     gpus: Option<Vec<String>>,
     sizes: BatchSizes,
-) -> Result<(RankGroup, Arc<KvArena>), StartError> {
+) -> Result<(RankGroup, Arc<KvArena>), NodeStartError> {
     let (model, of) = (checkpoint.config(), config.node.tp);
     let layout = model.kv_layout(settings::weight_format(config.model.dtype).kv_dtype());
     // On GPUs the default is as many blocks as fit.
@@ -135,7 +135,7 @@ pub(crate) fn start(
             region.unlink();
             group.set_polling(config.node.gpu_poll);
             let kv = RankedKv::imported(layout, &group.ready_messages())
-                .map_err(StartError::RankedKv)?;
+                .map_err(NodeStartError::RankedKv)?;
             device::load_kv_kernels(&config.node, &kv);
             (group, KvArena::remote(kv)?)
         }
@@ -167,7 +167,7 @@ pub(crate) fn run(spec: &RankSpec, config: &Config) -> Result<(), ranks::RankErr
     run_rank(spec, |start| {
         let (start, region) = RankStart::decode(start)
             .ok_or("invalid start message of a rank; expected one of this program's version")?;
-        let made: Result<(Box<dyn Executor>, _), StartError> =
+        let made: Result<(Box<dyn Executor>, _), NodeStartError> =
             match start.gpus.get(spec.rank as usize) {
                 Some(gpu) => on_gpu(spec, config, &start, &region, gpu),
                 None => on_cpu(spec, config, &start, &region)
@@ -184,7 +184,7 @@ fn on_gpu(
     start: &RankStart,
     region: &RegionName,
     gpu: &str,
-) -> Result<(Box<dyn Executor>, Vec<u8>), StartError> {
+) -> Result<(Box<dyn Executor>, Vec<u8>), NodeStartError> {
     let checkpoint = opened(config, start)?;
     let weights = settings::weight_format(config.model.dtype);
     let layout = checkpoint.config().kv_layout(weights.kv_dtype());
@@ -202,7 +202,7 @@ fn shard(spec: &RankSpec) -> Shard {
     Shard::new(spec.rank as usize, spec.of as usize).expect("the model allows so many")
 }
 
-fn opened(config: &Config, start: &RankStart) -> Result<Checkpoint, StartError> {
+fn opened(config: &Config, start: &RankStart) -> Result<Checkpoint, NodeStartError> {
     let load_format = settings::load_format(config.model.load_format);
     let model = PathBuf::from(OsString::from_vec(start.model.clone()));
     let checkpoint = Checkpoint::open(&model, load_format)?;
@@ -215,12 +215,12 @@ fn on_cpu(
     config: &Config,
     start: &RankStart,
     region: &RegionName,
-) -> Result<CpuExecutor, StartError> {
+) -> Result<CpuExecutor, NodeStartError> {
     let (threads, cpus) = settings::threads(&config.node)?;
     let (threads, cpus) = share(threads, &cpus, spec);
     // As in a node without ranks: the CPUs that read the weights pack them.
     let confined = cpus.first().map(|cpu| affinity::confine(&[*cpu])).transpose();
-    let _confined = confined.map_err(StartError::Affinity)?;
+    let _confined = confined.map_err(NodeStartError::Affinity)?;
     let checkpoint = opened(config, start)?;
     let weights = settings::weight_format(config.model.dtype);
     let layout = checkpoint.config().kv_layout(weights.kv_dtype());

@@ -37,7 +37,7 @@ use crate::{memory_limit::MemoryShare, settings};
 
 use disk_file::{DiskError, DiskFile};
 use host::{HostMemory, HostTier, PinLimits};
-use loads::{Job, Loads};
+use loads::{Loads, SharedLoad};
 pub(crate) use metrics::TierMetrics;
 use saves::Saves;
 
@@ -284,7 +284,7 @@ impl TierCopies {
     /// Queues a load. Returns the result if no thread will report one, because the core holds the blocks until it gets
     /// one.
     pub fn load(&self, job: LoadJob) -> Option<TierEvent> {
-        let job = Arc::new(Job::new(job));
+        let job = Arc::new(SharedLoad::new(job));
         let disk = self.disk.as_ref().filter(|_| job.has_disk());
         let host = self.host.as_ref().filter(|_| job.has_host());
         let on_disk = disk.and_then(|disk| disk.loads.start_job(&job));

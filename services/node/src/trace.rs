@@ -28,7 +28,7 @@ const WEIGHTS: &str = "weight update";
 
 /// An operator's request for a trace.
 #[derive(Debug)]
-pub(crate) struct TraceRequest {
+pub(crate) struct StepTraceRequest {
     pub time: Duration,
     /// Receives the trace. It ends early when the receiver is dropped.
     pub recorded: oneshot::Sender<Trace>,
@@ -48,11 +48,11 @@ struct Recording {
     /// Spans that have begun, by track and id.
     open: HashMap<(&'static str, u64), (Instant, Value)>,
     weight_updates: u64,
-    request: TraceRequest,
+    request: StepTraceRequest,
 }
 
 impl Recorder {
-    pub fn start(&mut self, request: TraceRequest) {
+    pub fn start(&mut self, request: StepTraceRequest) {
         let since = Instant::now();
         let (trace, open) = Default::default();
         let until = since + request.time;
@@ -195,7 +195,8 @@ impl Recording {
         for (track, id) in open {
             self.end(track, id, json!({ "unfinished": true }));
         }
-        let Self { since, mut trace, request: TraceRequest { recorded, permit, .. }, .. } = self;
+        let Self { since, mut trace, request: StepTraceRequest { recorded, permit, .. }, .. } =
+            self;
         trace.about = json!({
             "seconds": since.elapsed().as_secs_f64(),
             "steps": trace.steps.len(),
@@ -231,7 +232,7 @@ mod tests {
         let (recorded, received) = oneshot::channel();
         let permit = permits.clone().try_acquire_owned().unwrap();
         let mut recorder = Recorder::default();
-        recorder.start(TraceRequest { time: Duration::from_secs(60), recorded, permit });
+        recorder.start(StepTraceRequest { time: Duration::from_secs(60), recorded, permit });
         (recorder, received, permits)
     }
 

@@ -32,14 +32,14 @@ pub(crate) use self::{
     restore::LoadedModel,
 };
 use self::{
-    calls::{Begin, Call, CallError, Handle, NodeWeights, Origin},
-    peers::Peer,
+    calls::{Begin, Handle, WeightsCall, WeightsCallError, WeightsOrigin, WeightsStatus},
+    peers::UpdatePeer,
     trainer::address::TrainerAddress,
 };
 use crate::{
     attempt::{self, AttemptLimits, invalid, shown, within},
     authentication::Proof,
-    inbox::{Command, Inbox},
+    inbox::{EngineCommand, EngineInbox},
     node_core::Refusal,
 };
 
@@ -55,7 +55,7 @@ const REMAINING_MS_MAX: u64 = 86_400_000;
 pub(crate) struct WeightsService {
     limits: AttemptLimits,
     actor: Handle,
-    inbox: Inbox,
+    inbox: EngineInbox,
     /// Cancelled from SIGTERM on.
     draining: CancellationToken,
 }
@@ -64,13 +64,13 @@ impl WeightsService {
     pub fn new(
         limits: AttemptLimits,
         actor: Handle,
-        inbox: Inbox,
+        inbox: EngineInbox,
         draining: CancellationToken,
     ) -> Self {
         Self { limits, actor, inbox, draining }
     }
 
-    async fn answer(&self, call: Call) -> Result<Response<v1::WeightsStatus>, Status> {
+    async fn answer(&self, call: WeightsCall) -> Result<Response<v1::WeightsStatus>, Status> {
         let weights = self.actor.call(call).await?;
         Ok(Response::new(status(weights)))
     }
@@ -100,7 +100,7 @@ impl weights_server::Weights for WeightsService {
         if self.draining.is_cancelled() {
             return Err(Refusal::Draining.into());
         }
-        self.answer(Call::Begin(begin)).await
+        self.answer(WeightsCall::Begin(begin)).await
     }
 
     async fn commit(
@@ -111,7 +111,7 @@ impl weights_server::Weights for WeightsService {
             request.into_inner();
         attempt::check_epoch(&node_epoch, &self.limits)?;
         let (id, version) = (update(&update_id)?, WeightVersion(weight_version));
-        self.answer(Call::Commit { id, version }).await
+        self.answer(WeightsCall::Commit { id, version }).await
     }
 
     async fn abort(
@@ -121,7 +121,7 @@ impl weights_server::Weights for WeightsService {
         let v1::AbortWeightsRequest { node_epoch, update_id, reason } = request.into_inner();
         attempt::check_epoch(&node_epoch, &self.limits)?;
         let reason = one_line(&reason);
-        self.answer(Call::Abort { id: update(&update_id)?, reason }).await
+        self.answer(WeightsCall::Abort { id: update(&update_id)?, reason }).await
     }
 
     async fn pause(
@@ -133,9 +133,9 @@ impl weights_server::Weights for WeightsService {
         within("remaining_ms", remaining_ms, 1, REMAINING_MS_MAX)?;
         let (in_flight, waits) = of_requests_in_flight(checked_in_flight(in_flight)?);
         let at_most = Duration::from_millis(remaining_ms);
-        let pause = |_permit| Command::Pause { in_flight, waits, at_most, _permit };
+        let pause = |_permit| EngineCommand::Pause { in_flight, waits, at_most, _permit };
         self.inbox.send_for_router(pause)?;
-        self.answer(Call::Status { coordinated: None, asked: None }).await
+        self.answer(WeightsCall::Status { coordinated: None, asked: None }).await
     }
 
     async fn resume(
@@ -143,8 +143,8 @@ impl weights_server::Weights for WeightsService {
         request: Request<v1::ResumeWeightsRequest>,
     ) -> Result<Response<v1::WeightsStatus>, Status> {
         attempt::check_epoch(&request.into_inner().node_epoch, &self.limits)?;
-        self.inbox.send_for_router(|_permit| Command::Resume { _permit })?;
-        self.answer(Call::Status { coordinated: None, asked: None }).await
+        self.inbox.send_for_router(|_permit| EngineCommand::Resume { _permit })?;
+        self.answer(WeightsCall::Status { coordinated: None, asked: None }).await
     }
 
     async fn status(
@@ -157,7 +157,7 @@ impl weights_server::Weights for WeightsService {
         attempt::check_epoch(&node_epoch, &self.limits)?;
         let coordinated = optional_update("update_id", &update_id)?;
         let asked = optional_update("asked_update_id", &asked_update_id)?;
-        let answer = self.answer(Call::Status { coordinated, asked }).await?;
+        let answer = self.answer(WeightsCall::Status { coordinated, asked }).await?;
         Ok(Proof::add(proof, answer))
     }
 }
@@ -199,12 +199,14 @@ fn checked_begin(
             let path = PathBuf::from(&request.path);
             let transport = v1::WeightsTransport::try_from(request.transport);
             match (transport, path.is_absolute()) {
-                (Ok(v1::WeightsTransport::Files), true) => Origin::Path(path),
-                (Ok(v1::WeightsTransport::Ipc), true) => Origin::Trainer(TrainerAddress::Ipc(path)),
+                (Ok(v1::WeightsTransport::Files), true) => WeightsOrigin::Path(path),
+                (Ok(v1::WeightsTransport::Ipc), true) => {
+                    WeightsOrigin::Trainer(TrainerAddress::Ipc(path))
+                }
                 (Ok(v1::WeightsTransport::Nccl), _) => {
-                    Origin::Trainer(TrainerAddress::nccl(&request.path).ok_or_else(|| {
-                        invalid("path", shown(&request.path), "host:port/token of a trainer")
-                    })?)
+                    WeightsOrigin::Trainer(TrainerAddress::nccl(&request.path).ok_or_else(
+                        || invalid("path", shown(&request.path), "host:port/token of a trainer"),
+                    )?)
                 }
                 (Ok(_), false) => {
                     return Err(invalid("path", shown(&request.path), "an absolute path"));
@@ -212,7 +214,7 @@ fn checked_begin(
                 (Err(_), _) => return Err(invalid("transport", request.transport, "0 to 2")),
             }
         }
-        Some(v1::WeightsSource { peer, weight_version }) => Origin::Peer {
+        Some(v1::WeightsSource { peer, weight_version }) => WeightsOrigin::Peer {
             peer: checked_peer("from.peer", peer.unwrap_or_default())?,
             version: WeightVersion(weight_version),
         },
@@ -241,30 +243,29 @@ fn of_requests_in_flight(in_flight: v1::InFlight) -> (InFlight, bool) {
     }
 }
 
-fn checked_peer(field: &str, peer: v1::WeightsPeer) -> Result<Peer, Refusal> {
+fn checked_peer(field: &str, peer: v1::WeightsPeer) -> Result<UpdatePeer, Refusal> {
     let epoch = Epoch(attempt::id(&format!("{field}.epoch"), &peer.epoch)?);
     if peer.grpc.len() > URL_BYTES_MAX {
         let expected = format!("at most {URL_BYTES_MAX} bytes");
         return Err(invalid(&format!("{field}.grpc"), shown(&peer.grpc), expected));
     }
-    Ok(Peer { epoch, grpc: peer.grpc })
+    Ok(UpdatePeer { epoch, grpc: peer.grpc })
 }
 
-impl From<CallError> for Status {
+impl From<WeightsCallError> for Status {
     /// Maps errors as `weights.proto` documents.
-    fn from(error: CallError) -> Self {
+    fn from(error: WeightsCallError) -> Self {
         let code = match &error {
-            CallError::Unsupported => Code::Unimplemented,
-            CallError::Commit(CommitError::Unknown { .. }) | CallError::NoSource { .. } => {
-                Code::NotFound
-            }
+            WeightsCallError::Unsupported => Code::Unimplemented,
+            WeightsCallError::Commit(CommitError::Unknown { .. })
+            | WeightsCallError::NoSource { .. } => Code::NotFound,
             // FAILED_PRECONDITION means another process.
-            CallError::Begin(_) | CallError::Commit(_) => Code::Aborted,
-            CallError::Busy => Code::ResourceExhausted,
-            CallError::Stopped => Code::Unavailable,
+            WeightsCallError::Begin(_) | WeightsCallError::Commit(_) => Code::Aborted,
+            WeightsCallError::Busy => Code::ResourceExhausted,
+            WeightsCallError::Stopped => Code::Unavailable,
         };
         let running = match &error {
-            CallError::Begin(BeginError::Running { running, .. }) => {
+            WeightsCallError::Begin(BeginError::Running { running, .. }) => {
                 running.0.to_be_bytes().to_vec()
             }
             _ => Vec::new(),
@@ -273,8 +274,8 @@ impl From<CallError> for Status {
     }
 }
 
-fn status(weights: NodeWeights) -> v1::WeightsStatus {
-    let NodeWeights { version, label, report, paused } = weights;
+fn status(weights: WeightsStatus) -> v1::WeightsStatus {
+    let WeightsStatus { version, label, report, paused } = weights;
     let update = report.map(|report| {
         use v1::UpdateState as State;
         let (state, version, reason) = match report.state {

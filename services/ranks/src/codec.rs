@@ -28,7 +28,7 @@ pub enum DecodeError {
 
 /// Message from the node to its ranks.
 #[derive(Clone, Debug, PartialEq)]
-pub enum Order {
+pub enum RankOrder {
     /// First message: the rank's configuration, as bytes that the node and the rank agree on.
     Start(Vec<u8>),
     /// `state` is the writer's running hash of all plans and bitmasks, this plan included; `found` is the reader's.
@@ -52,7 +52,7 @@ pub enum WeightChange {
 
 /// Message from a rank to the node.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-pub enum Answer {
+pub enum RankAnswer {
     /// Limits of the rank's executor, and bytes that the node and the rank agree on.
     ///
     /// `updates_in_place`: whether updates overwrite the weights in use; `None`: the weights cannot change.
@@ -110,14 +110,14 @@ impl From<&ExecutorError> for Failure {
 
 /// State that writer and reader each keep of the plans and bitmasks so far. Equal after the same messages.
 #[derive(Clone, Debug, Default, PartialEq)]
-pub struct History {
+pub struct PlanHistory {
     /// Running hash of all plans and bitmasks.
     state: u64,
     /// Rows of the last plan.
     rows: Vec<RowPlan>,
 }
 
-impl History {
+impl PlanHistory {
     pub fn state(&self) -> u64 {
         self.state
     }
@@ -152,7 +152,7 @@ pub fn encode_stop() -> Vec<u8> {
 }
 
 /// Encodes a plan into `bytes`, replacing their contents. Adds the plan to the history.
-pub fn encode_plan(plan: &StepPlan, history: &mut History, bytes: &mut Vec<u8>) {
+pub fn encode_plan(plan: &StepPlan, history: &mut PlanHistory, bytes: &mut Vec<u8>) {
     let is_repeated = are_same(&plan.rows, &history.rows);
     let wire = WirePlan {
         step_id: plan.step_id,
@@ -174,19 +174,24 @@ pub fn encode_plan(plan: &StepPlan, history: &mut History, bytes: &mut Vec<u8>) 
 pub fn encode_masks(
     step_id: StepId,
     masks: &[RowMask],
-    history: &mut History,
+    history: &mut PlanHistory,
     bytes: &mut Vec<u8>,
 ) {
     encode_hashed(MASKS, &(step_id, masks), history, bytes);
 }
 
 /// Encodes a change of the weights into `bytes`, replacing their contents. Adds the change to the history.
-pub fn encode_weight_change(change: WeightChange, history: &mut History, bytes: &mut Vec<u8>) {
+pub fn encode_weight_change(change: WeightChange, history: &mut PlanHistory, bytes: &mut Vec<u8>) {
     encode_hashed(WEIGHTS, &change, history, bytes);
 }
 
 /// Encodes the kind, the running hash of the history with this message, and the message.
-fn encode_hashed(kind: u8, message: &impl Serialize, history: &mut History, bytes: &mut Vec<u8>) {
+fn encode_hashed(
+    kind: u8,
+    message: &impl Serialize,
+    history: &mut PlanHistory,
+    bytes: &mut Vec<u8>,
+) {
     let mut buffer = std::mem::take(bytes);
     buffer.clear();
     // The hash follows once the message is encoded.
@@ -197,11 +202,11 @@ fn encode_hashed(kind: u8, message: &impl Serialize, history: &mut History, byte
 }
 
 /// Decodes an order. Adds plans and bitmasks to the history.
-pub fn decode_order(bytes: &[u8], history: &mut History) -> Result<Order, DecodeError> {
+pub fn decode_order(bytes: &[u8], history: &mut PlanHistory) -> Result<RankOrder, DecodeError> {
     let end = || DecodeError::Malformed(postcard::Error::DeserializeUnexpectedEnd);
     let (kind, bytes) = bytes.split_first().ok_or_else(end)?;
     match *kind {
-        START => Ok(Order::Start(bytes.to_vec())),
+        START => Ok(RankOrder::Start(bytes.to_vec())),
         PLAN => {
             let (state, bytes) = bytes.split_first_chunk().ok_or_else(end)?;
             let wire: WirePlan<'_> = decode(bytes)?;
@@ -220,33 +225,33 @@ pub fn decode_order(bytes: &[u8], history: &mut History) -> Result<Order, Decode
             };
             history.state = next_state(history.state, bytes);
             let state = u64::from_le_bytes(*state);
-            Ok(Order::Plan { plan, state, found: history.state })
+            Ok(RankOrder::Plan { plan, state, found: history.state })
         }
         MASKS => {
             let (state, bytes) = bytes.split_first_chunk().ok_or_else(end)?;
             let (step_id, masks) = decode(bytes)?;
             history.state = next_state(history.state, bytes);
             let state = u64::from_le_bytes(*state);
-            Ok(Order::Masks { step_id, masks, state, found: history.state })
+            Ok(RankOrder::Masks { step_id, masks, state, found: history.state })
         }
         WEIGHTS => {
             let (state, bytes) = bytes.split_first_chunk().ok_or_else(end)?;
             let change = decode(bytes)?;
             history.state = next_state(history.state, bytes);
             let state = u64::from_le_bytes(*state);
-            Ok(Order::Weights { change, state, found: history.state })
+            Ok(RankOrder::Weights { change, state, found: history.state })
         }
-        STOP if bytes.is_empty() => Ok(Order::Stop),
+        STOP if bytes.is_empty() => Ok(RankOrder::Stop),
         STOP => Err(DecodeError::TrailingBytes { bytes: bytes.len() }),
         kind => Err(DecodeError::Kind { kind }),
     }
 }
 
-pub fn encode_answer(answer: &Answer) -> Vec<u8> {
+pub fn encode_answer(answer: &RankAnswer) -> Vec<u8> {
     postcard::to_stdvec(answer).expect("a vector takes every answer")
 }
 
-pub fn decode_answer(bytes: &[u8]) -> Result<Answer, DecodeError> {
+pub fn decode_answer(bytes: &[u8]) -> Result<RankAnswer, DecodeError> {
     decode(bytes)
 }
 

@@ -32,12 +32,12 @@ use tracing::warn;
 pub use self::failure::{GroupError, RankFailure};
 use self::{
     failure::RankName,
-    watch::{Watch, lock, watch_heartbeats},
-    weights::{Link, RankedUpdate},
+    watch::{GroupWatch, lock, watch_heartbeats},
+    weights::{RankedUpdate, WeightsLink},
 };
 use crate::{
-    codec::{self, Answer, Failure, StepAnswer, WeightChange, WireResult},
-    process::Clock,
+    codec::{self, Failure, RankAnswer, StepAnswer, WeightChange, WireResult},
+    process::SharedClock,
     rank_spec::RankSpec,
     region::{GroupRegion, PURPOSE, build},
     ring::{Bell, RingReader, RingWriter},
@@ -86,7 +86,7 @@ impl GroupSettings {
 
 /// The node's side of one rank.
 #[derive(Debug)]
-struct Member {
+struct GroupRank {
     results: RingReader,
     /// Answers that are not compared with those of the other ranks yet.
     answers: VecDeque<StepAnswer>,
@@ -104,22 +104,22 @@ struct Member {
 /// The executor of a node with ranks. Dropping it ends the ranks.
 #[derive(Debug)]
 pub struct RankGroup {
-    watch: Arc<Watch>,
+    watch: Arc<GroupWatch>,
     /// `None` until all ranks are ready.
     limits: Option<ExecutorLimits>,
     /// `None`: the weights cannot change.
     weight_update: Option<Arc<RankedUpdate>>,
     plans: RingWriter,
-    members: Vec<Member>,
+    members: Vec<GroupRank>,
     results_bell: Bell,
     /// Steps in flight with the state hash of each.
     in_flight: VecDeque<(StepId, u64)>,
     /// The step launched last, until its token bitmasks are supplied.
     awaiting: Option<StepId>,
-    history: codec::History,
+    history: codec::PlanHistory,
     /// Reused by every plan.
     message: Vec<u8>,
-    clock: Clock,
+    clock: SharedClock,
     waker: CollectWaker,
     woken: Arc<AtomicBool>,
     polls: bool,
@@ -162,7 +162,7 @@ impl RankGroup {
         group.wait_ready()?;
         if let Some(is_in_place) = group.members[0].updates_in_place {
             let (watch, unread_max) = (group.watch.clone(), group.settings.unread_max);
-            let link = Link::new(&region, watch, of as usize, unread_max);
+            let link = WeightsLink::new(&region, watch, of as usize, unread_max);
             group.weight_update = Some(RankedUpdate::new(link, is_in_place));
         }
         region.unlink();
@@ -186,7 +186,7 @@ impl RankGroup {
 
     fn new(settings: GroupSettings, region: &GroupRegion) -> Self {
         let results_bell = region.results_bell();
-        let member = |rank| Member {
+        let member = |rank| GroupRank {
             results: RingReader::new(region.results(rank), 0),
             answers: VecDeque::new(),
             masks_due: None,
@@ -197,7 +197,7 @@ impl RankGroup {
             keeper: None,
         };
         let ranks = settings.ranks as usize;
-        let watch = Watch {
+        let watch = GroupWatch {
             failure: OnceLock::new(),
             stopping: AtomicBool::new(false),
             processes: Mutex::new((0..ranks).map(|_| None).collect()),
@@ -220,9 +220,9 @@ impl RankGroup {
             results_bell,
             in_flight: VecDeque::new(),
             awaiting: None,
-            history: codec::History::default(),
+            history: codec::PlanHistory::default(),
             message: Vec::new(),
-            clock: Clock::new(),
+            clock: SharedClock::new(),
             waker,
             woken,
             polls: false,
@@ -378,32 +378,32 @@ impl RankGroup {
     }
 }
 
-impl Member {
+impl GroupRank {
     /// Takes the answers of this rank. At most `answers_max` may wait: one for each step in flight.
     fn take_answers(&mut self, name: RankName, answers_max: usize) -> Result<(), RankFailure> {
         while let Some(message) = self.results.poll()? {
             let answer =
                 codec::decode_answer(message).map_err(|error| name.sent(error.to_string()))?;
             match answer {
-                Answer::Ready { limits, updates_in_place, ready_message }
+                RankAnswer::Ready { limits, updates_in_place, ready_message }
                     if self.limits.is_none() =>
                 {
                     (self.limits, self.ready_message) = (Some(limits), ready_message);
                     self.updates_in_place = updates_in_place;
                 }
-                Answer::Ready { .. } => return Err(name.sent("a second ready message")),
-                Answer::Step(answer) if self.answers.len() < answers_max => {
+                RankAnswer::Ready { .. } => return Err(name.sent("a second ready message")),
+                RankAnswer::Step(answer) if self.answers.len() < answers_max => {
                     self.answers.push_back(answer);
                 }
-                Answer::MasksDue { step_id } => self.masks_due = Some(step_id),
-                Answer::WeightsChanged { state } => self.weights_changed = Some(state),
-                Answer::Step(answer) => {
+                RankAnswer::MasksDue { step_id } => self.masks_due = Some(step_id),
+                RankAnswer::WeightsChanged { state } => self.weights_changed = Some(state),
+                RankAnswer::Step(answer) => {
                     return Err(name.sent(format!("a result of step {}", answer.step_id)));
                 }
-                Answer::Failed(Failure::Stopped { reason }) => {
+                RankAnswer::Failed(Failure::Stopped { reason }) => {
                     return Err(RankFailure::Reported { name, reason });
                 }
-                Answer::Failed(Failure::BadPlan { step_id, reason }) => {
+                RankAnswer::Failed(Failure::BadPlan { step_id, reason }) => {
                     return Err(RankFailure::BadPlan { name, step_id, reason });
                 }
             }

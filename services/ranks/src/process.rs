@@ -9,11 +9,11 @@ use std::{
 
 /// Handle of a process (pidfd), which stays valid when the process id is reused.
 #[derive(Debug)]
-pub struct Process {
+pub struct ProcessHandle {
     descriptor: OwnedFd,
 }
 
-impl Process {
+impl ProcessHandle {
     /// Opens the handle of a child. The child must not have been waited for, or its id may be reused.
     pub fn of_child(id: u32) -> io::Result<Self> {
         let id =
@@ -88,12 +88,12 @@ pub fn clock_nanos() -> u64 {
 
 /// Converter between [`Instant`] and [`clock_nanos`], so that another process can convert back.
 #[derive(Clone, Copy, Debug)]
-pub struct Clock {
+pub struct SharedClock {
     instant: Instant,
     nanos: u64,
 }
 
-impl Clock {
+impl SharedClock {
     pub fn new() -> Self {
         Self { instant: Instant::now(), nanos: clock_nanos() }
     }
@@ -105,7 +105,7 @@ impl Clock {
         }
     }
 
-    /// Converts nanoseconds to an `Instant`. Values out of range become the time of [`Clock::new`].
+    /// Converts nanoseconds to an `Instant`. Values out of range become the time of [`SharedClock::new`].
     pub fn instant(&self, nanos: u64) -> Instant {
         let moment = match nanos.checked_sub(self.nanos) {
             Some(later) => self.instant.checked_add(Duration::from_nanos(later)),
@@ -124,7 +124,7 @@ mod tests {
     #[test]
     fn kill_ends_a_child_and_has_no_effect_on_an_ended_child() {
         let mut child = Command::new("sleep").arg("3600").stdin(Stdio::null()).spawn().unwrap();
-        let process = Process::of_child(child.id()).unwrap();
+        let process = ProcessHandle::of_child(child.id()).unwrap();
         process.kill();
         assert!(!child.wait().unwrap().success());
         process.kill();
@@ -132,7 +132,7 @@ mod tests {
 
     #[test]
     fn instants_round_trip_through_the_common_clock() {
-        let (here, there) = (Clock::new(), Clock::new());
+        let (here, there) = (SharedClock::new(), SharedClock::new());
         let now = Instant::now();
         for at in [now, now - Duration::from_millis(5), now + Duration::from_secs(60)] {
             let back = there.instant(here.nanos(at));

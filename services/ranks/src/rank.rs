@@ -20,8 +20,10 @@ use engine::{
 use tracing::debug;
 
 use crate::{
-    codec::{self, Answer, DecodeError, Failure, Order, StepAnswer, WeightChange, WireResult},
-    process::{self, Clock},
+    codec::{
+        self, DecodeError, Failure, RankAnswer, RankOrder, StepAnswer, WeightChange, WireResult,
+    },
+    process::{self, SharedClock},
     rank_spec::RankSpec,
     region::{GroupRegion, JoinError, build},
     ring::{RingError, RingReader, RingWriter},
@@ -83,10 +85,10 @@ pub fn run_rank<E: Executor>(
     let mut answers = RingWriter::new(region.results(rank));
     let start_message = loop {
         let Some(message) = orders.read(WAIT_MAX, Duration::ZERO)? else { continue };
-        match codec::decode_order(message, &mut codec::History::default())? {
-            Order::Start(message) => break message,
-            Order::Stop => return Ok(()),
-            Order::Plan { .. } | Order::Masks { .. } | Order::Weights { .. } => {
+        match codec::decode_order(message, &mut codec::PlanHistory::default())? {
+            RankOrder::Start(message) => break message,
+            RankOrder::Stop => return Ok(()),
+            RankOrder::Plan { .. } | RankOrder::Masks { .. } | RankOrder::Weights { .. } => {
                 return Err(RankError::NoStart);
             }
         }
@@ -98,7 +100,7 @@ pub fn run_rank<E: Executor>(
                 executor,
                 answers: &mut answers,
                 sends_results: rank == 0,
-                clock: Clock::new(),
+                clock: SharedClock::new(),
                 in_flight: VecDeque::new(),
                 awaiting: None,
                 tokens: 0,
@@ -117,7 +119,7 @@ pub fn run_rank<E: Executor>(
             other => Failure::Stopped { reason: other.to_string() },
         };
         // The node detects the end of this process; the message carries the reason.
-        let _ = send(&mut answers, &Answer::Failed(failure));
+        let _ = send(&mut answers, &RankAnswer::Failed(failure));
     }
     outcome
 }
@@ -134,21 +136,21 @@ fn start_heartbeat(region: &GroupRegion, rank: usize) -> Result<(), RankError> {
     thread.map(drop).map_err(RankError::Thread)
 }
 
-fn send(answers: &mut RingWriter, answer: &Answer) -> Result<(), RingError> {
+fn send(answers: &mut RingWriter, answer: &RankAnswer) -> Result<(), RingError> {
     let message = codec::encode_answer(answer);
     // No deadline: the node reads answers as long as it lives, and the rank dies with the node.
     answers.write(&message, Duration::MAX, || false)
 }
 
 /// Message of the thread that reads plans.
-type Planned = Result<Order, RankError>;
+type Planned = Result<RankOrder, RankError>;
 
 struct Rank<'a, E> {
     executor: E,
     answers: &'a mut RingWriter,
     /// Whether this rank sends results. Only one rank does; all ranks send hashes.
     sends_results: bool,
-    clock: Clock,
+    clock: SharedClock,
     /// Steps in flight: id and state hash.
     in_flight: VecDeque<(StepId, u64)>,
     /// The step launched last, until its token bitmasks arrive, and whether the node knows that they are
@@ -167,7 +169,7 @@ impl<E: Executor> Rank<'_, E> {
         let limits = self.executor.limits();
         let update = self.executor.weight_update();
         let updates_in_place = update.as_ref().map(|update| update.is_in_place());
-        send(self.answers, &Answer::Ready { limits, updates_in_place, ready_message })?;
+        send(self.answers, &RankAnswer::Ready { limits, updates_in_place, ready_message })?;
         let depth = limits.depth as usize;
         // Each plan may be followed by its bitmasks.
         let (planned, plans) = bounded(2 * depth + 1);
@@ -195,21 +197,21 @@ impl<E: Executor> Rank<'_, E> {
             while !stopping && (self.in_flight.len() < depth || self.awaiting.is_some()) {
                 let Some(order) = self.next_order(&plans)? else { break };
                 match order {
-                    Order::Plan { plan, state, .. } => self.launch(plan, state)?,
-                    Order::Masks { step_id, masks, .. } => {
+                    RankOrder::Plan { plan, state, .. } => self.launch(plan, state)?,
+                    RankOrder::Masks { step_id, masks, .. } => {
                         self.awaiting = None;
                         self.executor.supply(step_id, masks)?;
                     }
-                    Order::Weights { change, state, .. } => {
+                    RankOrder::Weights { change, state, .. } => {
                         debug_assert!(self.in_flight.is_empty(), "weights change between steps");
                         match change {
                             WeightChange::Release => self.executor.release_weights()?,
                             WeightChange::Commit => self.executor.commit_weights()?,
                         }
-                        send(self.answers, &Answer::WeightsChanged { state })?;
+                        send(self.answers, &RankAnswer::WeightsChanged { state })?;
                     }
-                    Order::Stop => stopping = true,
-                    Order::Start(_) => return Err(RankError::NoStart),
+                    RankOrder::Stop => stopping = true,
+                    RankOrder::Start(_) => return Err(RankError::NoStart),
                 }
             }
             if self.in_flight.is_empty() {
@@ -230,13 +232,13 @@ impl<E: Executor> Rank<'_, E> {
             && is_due
         {
             *is_told = true;
-            send(self.answers, &Answer::MasksDue { step_id: *step_id })?;
+            send(self.answers, &RankAnswer::MasksDue { step_id: *step_id })?;
         }
         Ok(())
     }
 
     /// Returns the next order. Waits for it when no step is in flight.
-    fn next_order(&self, plans: &Receiver<Planned>) -> Result<Option<Order>, RankError> {
+    fn next_order(&self, plans: &Receiver<Planned>) -> Result<Option<RankOrder>, RankError> {
         let order = if self.in_flight.is_empty() {
             plans.recv().map_err(|_| TryRecvError::Disconnected)
         } else {
@@ -246,7 +248,7 @@ impl<E: Executor> Rank<'_, E> {
             Ok(order) => order.map(Some),
             Err(TryRecvError::Empty) => Ok(None),
             // The reader ends after it has passed on Stop or an error.
-            Err(TryRecvError::Disconnected) => Ok(Some(Order::Stop)),
+            Err(TryRecvError::Disconnected) => Ok(Some(RankOrder::Stop)),
         }
     }
 
@@ -275,21 +277,23 @@ impl<E: Executor> Rank<'_, E> {
             }
         });
         let answer = StepAnswer { step_id, state, tokens: self.tokens, result };
-        Ok(send(self.answers, &Answer::Step(answer))?)
+        Ok(send(self.answers, &RankAnswer::Step(answer))?)
     }
 }
 
 /// Reads orders and passes them on until Stop or an error, which it passes on as well.
 fn read_orders(mut orders: RingReader, planned: &Sender<Planned>, waker: &CollectWaker) {
-    let mut history = codec::History::default();
+    let mut history = codec::PlanHistory::default();
     loop {
         let order = match orders.read(WAIT_MAX, SPIN) {
             Ok(None) => continue,
             Ok(Some(message)) => checked_order(message, &mut history),
             Err(error) => Err(error.into()),
         };
-        let is_last =
-            !matches!(order, Ok(Order::Plan { .. } | Order::Masks { .. } | Order::Weights { .. }));
+        let is_last = !matches!(
+            order,
+            Ok(RankOrder::Plan { .. } | RankOrder::Masks { .. } | RankOrder::Weights { .. })
+        );
         if planned.send(order).is_err() || is_last {
             waker.wake();
             return;
@@ -298,16 +302,16 @@ fn read_orders(mut orders: RingReader, planned: &Sender<Planned>, waker: &Collec
     }
 }
 
-fn checked_order(message: &[u8], history: &mut codec::History) -> Result<Order, RankError> {
+fn checked_order(message: &[u8], history: &mut codec::PlanHistory) -> Result<RankOrder, RankError> {
     let order = codec::decode_order(message, history)?;
     match &order {
-        Order::Plan { plan, state, found } if state != found => {
+        RankOrder::Plan { plan, state, found } if state != found => {
             Err(RankError::State { step_id: plan.step_id })
         }
-        Order::Masks { step_id, state, found, .. } if state != found => {
+        RankOrder::Masks { step_id, state, found, .. } if state != found => {
             Err(RankError::State { step_id: *step_id })
         }
-        Order::Weights { state, found, .. } if state != found => Err(RankError::Weights),
+        RankOrder::Weights { state, found, .. } if state != found => Err(RankError::Weights),
         _ => Ok(order),
     }
 }

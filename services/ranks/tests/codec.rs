@@ -12,8 +12,9 @@ use kernels::{
 };
 use proptest::{collection::vec, option, prelude::*};
 use ranks::codec::{
-    Answer, DecodeError, Failure, History, Order, StepAnswer, WireResult, decode_answer,
-    decode_order, encode_answer, encode_masks, encode_plan, encode_start, encode_stop,
+    DecodeError, Failure, PlanHistory, RankAnswer, RankOrder, StepAnswer, WireResult,
+    decode_answer, decode_order, encode_answer, encode_masks, encode_plan, encode_start,
+    encode_stop,
 };
 
 fn sampling() -> impl Strategy<Value = Sampling> {
@@ -106,7 +107,7 @@ fn token() -> impl Strategy<Value = SampledToken> {
     (any::<u32>(), option::of(logprobs)).prop_map(|(id, logprobs)| SampledToken { id, logprobs })
 }
 
-fn answer() -> impl Strategy<Value = Answer> {
+fn answer() -> impl Strategy<Value = RankAnswer> {
     let row = (any::<u32>(), any::<u32>(), vec(token(), 0..4), any::<u32>(), option::of(failure()))
         .prop_map(|(slot, generation, tokens, drafted, failure)| RowResult {
             slot: Slot(slot),
@@ -160,28 +161,28 @@ fn answer() -> impl Strategy<Value = Answer> {
                     vocabulary: it[5],
                     speculation,
                 };
-                Answer::Ready { limits, updates_in_place, ready_message }
+                RankAnswer::Ready { limits, updates_in_place, ready_message }
             }),
         (any::<[u64; 3]>(), option::of(result)).prop_map(|(it, result)| {
-            Answer::Step(StepAnswer { step_id: it[0], state: it[1], tokens: it[2], result })
+            RankAnswer::Step(StepAnswer { step_id: it[0], state: it[1], tokens: it[2], result })
         }),
-        any::<u64>().prop_map(|step_id| Answer::MasksDue { step_id }),
-        any::<u64>().prop_map(|state| Answer::WeightsChanged { state }),
-        ".{0,40}".prop_map(|reason| Answer::Failed(Failure::Stopped { reason })),
+        any::<u64>().prop_map(|step_id| RankAnswer::MasksDue { step_id }),
+        any::<u64>().prop_map(|state| RankAnswer::WeightsChanged { state }),
+        ".{0,40}".prop_map(|reason| RankAnswer::Failed(Failure::Stopped { reason })),
         (any::<u64>(), ".{0,40}")
-            .prop_map(|(step_id, reason)| Answer::Failed(Failure::BadPlan { step_id, reason })),
+            .prop_map(|(step_id, reason)| RankAnswer::Failed(Failure::BadPlan { step_id, reason })),
     ]
 }
 
 /// Decodes `bytes` as the first message of a group.
-fn decoded(bytes: &[u8]) -> Result<Order, DecodeError> {
-    decode_order(bytes, &mut History::default())
+fn decoded(bytes: &[u8]) -> Result<RankOrder, DecodeError> {
+    decode_order(bytes, &mut PlanHistory::default())
 }
 
 proptest! {
     #[test]
     fn plan_round_trip_preserves_plan_and_hash(plans in vec((plan(), any::<bool>()), 1..5)) {
-        let (mut writer, mut reader) = (History::default(), History::default());
+        let (mut writer, mut reader) = (PlanHistory::default(), PlanHistory::default());
         let (mut bytes, mut rows) = (vec![7; 3], Vec::new());
         for (mut plan, repeats) in plans {
             if repeats {
@@ -192,12 +193,12 @@ proptest! {
             encode_plan(&plan, &mut writer, &mut bytes);
             let state = writer.state();
             let order = decode_order(&bytes, &mut reader).unwrap();
-            prop_assert_eq!(order, Order::Plan { plan, state, found: state });
+            prop_assert_eq!(order, RankOrder::Plan { plan, state, found: state });
             prop_assert_eq!(&reader, &writer);
             // A plan that is read twice or after another history has another hash.
-            for mut other in [reader.clone(), History::default()] {
+            for mut other in [reader.clone(), PlanHistory::default()] {
                 if other != before {
-                    let Ok(Order::Plan { found, .. }) = decode_order(&bytes, &mut other) else {
+                    let Ok(RankOrder::Plan { found, .. }) = decode_order(&bytes, &mut other) else {
                         panic!("a plan decodes after any history")
                     };
                     prop_assert_ne!(found, state);
@@ -212,16 +213,16 @@ proptest! {
         masks in vec(mask(), 0..3),
         step_id in any::<u64>(),
     ) {
-        let (mut writer, mut reader) = (History::default(), History::default());
+        let (mut writer, mut reader) = (PlanHistory::default(), PlanHistory::default());
         let mut bytes = Vec::new();
         encode_plan(&plan, &mut writer, &mut bytes);
         prop_assert!(decode_order(&bytes, &mut reader).is_ok());
         encode_masks(step_id, &masks, &mut writer, &mut bytes);
         let state = writer.state();
         let order = decode_order(&bytes, &mut reader).unwrap();
-        prop_assert_eq!(order, Order::Masks { step_id, masks, state, found: state });
+        prop_assert_eq!(order, RankOrder::Masks { step_id, masks, state, found: state });
         prop_assert_eq!(&reader, &writer);
-        let Ok(Order::Masks { found, .. }) = decoded(&bytes) else {
+        let Ok(RankOrder::Masks { found, .. }) = decoded(&bytes) else {
             panic!("masks decode after any history")
         };
         prop_assert_ne!(found, state);
@@ -245,7 +246,7 @@ proptest! {
         change in 1..=u8::MAX,
     ) {
         let mut order = Vec::new();
-        let mut history = History::default();
+        let mut history = PlanHistory::default();
         encode_plan(&plan, &mut history, &mut order);
         let state = history.state();
         let answer = encode_answer(&answer);
@@ -259,7 +260,7 @@ proptest! {
             let mut changed = bytes.clone();
             changed[at] ^= change;
             let _ = decode(&changed);
-            if let Ok(Order::Plan { state: stated, found, .. }) = decoded(&changed) {
+            if let Ok(RankOrder::Plan { state: stated, found, .. }) = decoded(&changed) {
                 prop_assert!(stated != found || stated == state);
             }
         }
@@ -268,8 +269,8 @@ proptest! {
 
 #[test]
 fn start_and_stop_round_trip_and_an_unknown_kind_is_rejected() {
-    assert_eq!(decoded(&encode_start(b"told")), Ok(Order::Start(b"told".to_vec())));
-    assert_eq!(decoded(&encode_stop()), Ok(Order::Stop));
+    assert_eq!(decoded(&encode_start(b"told")), Ok(RankOrder::Start(b"told".to_vec())));
+    assert_eq!(decoded(&encode_stop()), Ok(RankOrder::Stop));
     let error = decoded(&[9]).unwrap_err();
     assert_eq!(error, DecodeError::Kind { kind: 9 });
     assert_eq!(error.to_string(), "unknown message kind: 9");
@@ -317,13 +318,13 @@ fn decode_step_of_256_rows_takes_at_most_300_bytes_with_the_rows_of_the_step_bef
         ..StepPlan::default()
     };
     let mut bytes = Vec::new();
-    let mut history = History::default();
+    let mut history = PlanHistory::default();
     encode_plan(&plan, &mut history, &mut bytes);
     assert!(bytes.len() <= 4_200, "{}", bytes.len());
     encode_plan(&plan, &mut history, &mut bytes);
     assert!(bytes.len() <= 300, "repeated rows: {}", bytes.len());
     // Every row begins a block.
     let extended = (0..256).map(|slot| (Slot(slot), vec![BlockId(slot)])).collect();
-    encode_plan(&StepPlan { extended, ..plan }, &mut History::default(), &mut bytes);
+    encode_plan(&StepPlan { extended, ..plan }, &mut PlanHistory::default(), &mut bytes);
     assert!(bytes.len() <= 2 * 4_200, "{}", bytes.len());
 }

@@ -11,11 +11,11 @@ use proto::{
 use crate::{
     admission::Overload,
     fair_queue::{
-        AttemptEnd, Charge, Flow, PassReason, SessionTurn, StartLimit, WaitLimits, WaitRequest,
+        Charge, ChargeEnd, Flow, PassReason, SessionTurn, StartLimit, WaitLimits, WaitRequest,
     },
     request_core::{
-        AnswerSpec, AttemptCalls, AttemptOutcome, CallError, EndedAttempt, FinishedAnswer, GiveUp,
-        Output, RecoveryPolicy, RequestCore, Side, Stop,
+        AnswerSpec, AttemptCalls, AttemptOutcome, AttemptSide, CallError, EndedAttempt,
+        FinishedAnswer, GiveUp, RecoveryPolicy, RequestCore, RequestOutput, StopCause,
     },
     router::{AnswerId, RouterCore},
 };
@@ -41,10 +41,10 @@ pub(crate) struct AttemptNodes {
 
 impl AttemptNodes {
     /// Returns the node of a failure's side: the decode node, too, if it prefilled the prompt.
-    pub(crate) fn of(&self, side: Side) -> &NodeChoice {
+    pub(crate) fn of(&self, side: AttemptSide) -> &NodeChoice {
         match (side, &self.prefill) {
-            (Side::Prefill, Some(prefill)) => prefill,
-            (Side::Prefill, None) | (Side::Decode, _) => &self.decode,
+            (AttemptSide::Prefill, Some(prefill)) => prefill,
+            (AttemptSide::Prefill, None) | (AttemptSide::Decode, _) => &self.decode,
         }
     }
 }
@@ -114,7 +114,7 @@ pub enum AnswerOutput {
 
 /// The open attempt of an answer.
 #[derive(Debug)]
-struct OpenAttempt {
+struct ChargedAttempt {
     nodes: AttemptNodes,
     charge: Charge,
 }
@@ -135,9 +135,9 @@ pub struct AnswerCore {
     place: Option<WaitingPlace>,
     /// Reason to report if the next turn passes to other answers.
     pass: PassReason,
-    attempt: Option<OpenAttempt>,
+    attempt: Option<ChargedAttempt>,
     /// The ended attempt, until the owner has dropped its calls.
-    ended_attempt: Option<(OpenAttempt, AttemptEnd)>,
+    ended_attempt: Option<(ChargedAttempt, ChargeEnd)>,
 }
 
 impl AnswerCore {
@@ -191,7 +191,7 @@ impl AnswerCore {
         shared: &mut impl SharedCore,
     ) -> Option<AnswerOutput> {
         // The calls of the ended attempt are dropped, so the next answer finds the nodes free.
-        if let Some((OpenAttempt { nodes, charge }, end)) = self.ended_attempt.take() {
+        if let Some((ChargedAttempt { nodes, charge }, end)) = self.ended_attempt.take() {
             shared.with(|router| router.release_attempt(now, &self.model, &nodes, &charge, end));
         }
         while let Some(output) = self.request.poll_output() {
@@ -208,55 +208,57 @@ impl AnswerCore {
         &mut self,
         now: Instant,
         shared: &mut impl SharedCore,
-        output: Output,
+        output: RequestOutput,
     ) -> Option<AnswerOutput> {
         match output {
-            Output::Pick => return Some(AnswerOutput::Pick),
-            Output::DropPrefillCall => {
+            RequestOutput::Pick => return Some(AnswerOutput::Pick),
+            RequestOutput::DropPrefillCall => {
                 let nodes = self.attempt.as_mut().map(|attempt| &mut attempt.nodes);
                 if let Some(prefill) = nodes.and_then(|nodes| nodes.prefill.take()) {
                     shared.with(|router| router.release(&prefill));
                 }
                 return Some(AnswerOutput::DropPrefillCall);
             }
-            Output::Delivered { elapsed } => {
-                if let Some(OpenAttempt { nodes, .. }) = &self.attempt {
+            RequestOutput::Delivered { elapsed } => {
+                if let Some(ChargedAttempt { nodes, .. }) = &self.attempt {
                     shared.with(|router| router.handle_delivered(now, nodes, elapsed));
                 }
             }
-            Output::Served => {
-                if let Some(OpenAttempt { nodes, .. }) = &self.attempt {
+            RequestOutput::Served => {
+                if let Some(ChargedAttempt { nodes, .. }) = &self.attempt {
                     shared.with(|router| router.handle_served(nodes));
                 }
             }
-            Output::EndAttempt(ended) => return self.end_attempt(now, shared, ended),
-            Output::Emit { first_index, tokens, hand_over_gap } => {
-                if let (0, Some(OpenAttempt { nodes, .. })) = (first_index, &self.attempt) {
+            RequestOutput::EndAttempt(ended) => return self.end_attempt(now, shared, ended),
+            RequestOutput::Emit { first_index, tokens, hand_over_gap } => {
+                if let (0, Some(ChargedAttempt { nodes, .. })) = (first_index, &self.attempt) {
                     shared.with(|router| router.handle_first_token(now, nodes));
                 }
                 return Some(AnswerOutput::Emit { first_index, tokens, hand_over_gap });
             }
-            Output::WaitForTurn => {
+            RequestOutput::WaitForTurn => {
                 if let Err(overload) = self.wait_for_turn(now, shared) {
                     self.request.handle_client_left();
                     return Some(AnswerOutput::Refuse(overload));
                 }
             }
-            Output::RetryPassed => shared.with(|router| router.retry_passed(now, &self.model)),
-            Output::WaitForNode => {
+            RequestOutput::RetryPassed => {
+                shared.with(|router| router.retry_passed(now, &self.model))
+            }
+            RequestOutput::WaitForNode => {
                 if let Err(overload) = self.take_place(shared) {
                     self.request.handle_client_left();
                     return Some(AnswerOutput::Refuse(overload));
                 }
                 self.leave_queue(now, shared);
             }
-            Output::StopWaiting => self.release_place(now, shared),
-            Output::Finish(finished) => {
+            RequestOutput::StopWaiting => self.release_place(now, shared),
+            RequestOutput::Finish(finished) => {
                 // The client may send the next turn as soon as it receives the end of this one.
                 self.end_turn(shared, self.request.last_block());
                 return Some(AnswerOutput::Finish(finished));
             }
-            Output::Fail(reason) => {
+            RequestOutput::Fail(reason) => {
                 let retry_after_s = shared.with(|router| router.retry_after_s(&self.model));
                 return Some(AnswerOutput::Fail { reason, retry_after_s });
             }
@@ -293,7 +295,7 @@ impl AnswerCore {
             considered,
         };
         let nodes = AttemptNodes { decode, prefill };
-        self.attempt = Some(OpenAttempt { nodes, charge });
+        self.attempt = Some(ChargedAttempt { nodes, charge });
         Ok(started)
     }
 
@@ -390,8 +392,8 @@ impl AnswerCore {
     }
 
     /// Handles a call that the node of this side accepted: the stream is open.
-    pub fn handle_accepted(&mut self, shared: &mut impl SharedCore, side: Side) {
-        if let Some(OpenAttempt { nodes, .. }) = &self.attempt {
+    pub fn handle_accepted(&mut self, shared: &mut impl SharedCore, side: AttemptSide) {
+        if let Some(ChargedAttempt { nodes, .. }) = &self.attempt {
             shared.with(|router| router.handle_accepted(nodes.of(side)));
         }
     }
@@ -419,7 +421,7 @@ impl AnswerCore {
 
     /// Handles the delivery of the tokens of the last [`AnswerOutput::Emit`]. `stop` is the stop condition in them, if
     /// any.
-    pub fn handle_emitted(&mut self, now: Instant, stop: Option<Stop>) {
+    pub fn handle_emitted(&mut self, now: Instant, stop: Option<StopCause>) {
         self.request.handle_emitted(now, stop);
     }
 

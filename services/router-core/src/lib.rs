@@ -30,12 +30,12 @@ mod router;
 pub use admission::{Full, Overload, RETRY_AFTER_S};
 pub use answer::{AnswerCore, AnswerOutput, PickedNode, SharedCore, StartedAttempt};
 pub use fair_queue::{
-    AttemptEnd, Charge, FairQueue, Flow, FlowLimit, FlowName, LimitReached, PassReason,
+    Charge, ChargeEnd, FairQueue, Flow, FlowLimit, FlowName, LimitReached, PassReason,
     SessionMarks, SessionTurn, StartLimit, StartedPrompt, TooLate, WaitLimits, WaitRequest,
 };
 pub use request_core::{
-    AnswerSpec, AttemptCalls, AttemptFailure, AttemptOutcome, AttemptStats, Blame, CallError,
-    Cause, EndedAttempt, FinishedAnswer, GiveUp, GrpcCode, HandOverStats, NodeFeedback, NodeStats,
-    RecoveryPolicy, RequestCore, Session, Side, Stop, peer,
+    AnswerSpec, AttemptCalls, AttemptFailure, AttemptOutcome, AttemptSide, AttemptStats, Blame,
+    CallError, Cause, EndedAttempt, FinishedAnswer, GiveUp, GrpcCode, HandOverStats, NodeFeedback,
+    NodeStats, RecoveryPolicy, RequestCore, RequestSession, StopCause, peer,
 };
 pub use router::{AnswerId, ArrivedRequest, RouterCore, RouterLimits, RouterOutput};

@@ -20,10 +20,10 @@ use crate::{
     admission::{Full, Overload, retry_after_s},
     answer::{AttemptNodes, WaitingPlace},
     fair_queue::{
-        AttemptEnd, Charge, FairQueue, Flow, FlowLimit, FlowName, FlowSessions, LimitReached,
+        Charge, ChargeEnd, FairQueue, Flow, FlowLimit, FlowName, FlowSessions, LimitReached,
         PassReason, SessionMarks, SessionTurn, StartedPrompt, WaitLimits, WaitRequest,
     },
-    request_core::{AttemptFailure, AttemptStats, Blame, NodeFeedback, Side},
+    request_core::{AttemptFailure, AttemptSide, AttemptStats, Blame, NodeFeedback},
 };
 
 /// Id of an answer; never reused by a router process.
@@ -455,7 +455,7 @@ impl RouterCore {
         model: &Arc<str>,
         nodes: &AttemptNodes,
         charge: &Charge,
-        end: AttemptEnd,
+        end: ChargeEnd,
     ) {
         for node in [Some(&nodes.decode), nodes.prefill.as_ref()].into_iter().flatten() {
             self.release(node);
@@ -466,10 +466,10 @@ impl RouterCore {
     }
 
     /// Returns when the attempt's node on this side last reported a change of its load or cache.
-    pub(crate) fn changed_at(&self, nodes: &AttemptNodes, side: Side) -> Option<Instant> {
+    pub(crate) fn changed_at(&self, nodes: &AttemptNodes, side: AttemptSide) -> Option<Instant> {
         let node = match side {
-            Side::Decode => &nodes.decode,
-            Side::Prefill => nodes.prefill.as_ref()?,
+            AttemptSide::Decode => &nodes.decode,
+            AttemptSide::Prefill => nodes.prefill.as_ref()?,
         };
         self.directory.changed_at(node.assignment)
     }

@@ -19,17 +19,17 @@ use serde_json::json;
 use crate::{
     front::Front,
     http::{ApiError, PathParameter, with_keys},
-    keys::Keys,
+    keys::ApiKeys,
     nodes::{AdminCall, AdminError},
-    weights::Weights,
+    weights::WeightUpdates,
 };
 
 /// Returns the routes of `router.admin`. `keys`: the operators' API keys; `None` accepts every request. `is_loopback`:
 /// whether the port has a loopback address.
 pub fn routes(
     front: Arc<Front>,
-    weights: Weights,
-    keys: Option<Arc<Keys>>,
+    weights: WeightUpdates,
+    keys: Option<Arc<ApiKeys>>,
     is_loopback: bool,
 ) -> Router {
     let checks_host = is_loopback && keys.is_none();

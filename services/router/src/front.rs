@@ -14,7 +14,7 @@ use tokio_util::sync::CancellationToken;
 use crate::{
     admission::BodyBudget,
     history::SharedHistory,
-    keys::{Caller, Keys},
+    keys::{ApiKeys, Caller},
     nodes::{NodeCredentials, Nodes},
     request::{
         error::RequestError,
@@ -75,7 +75,7 @@ pub struct Front {
     pub router: SharedRouter,
     pub history: SharedHistory,
     /// API keys of clients, if they need one.
-    pub keys: Option<Arc<Keys>>,
+    pub keys: Option<Arc<ApiKeys>>,
     /// Cancelled when the router becomes unready, before it rejects requests.
     pub leaving: CancellationToken,
     /// Cancelled after the drain time-out. Ends the requests that are still in flight.
@@ -88,7 +88,7 @@ impl Front {
         models: Models,
         router: SharedRouter,
         nodes: Nodes,
-        keys: Option<Arc<Keys>>,
+        keys: Option<Arc<ApiKeys>>,
     ) -> Self {
         Self {
             bodies: BodyBudget::new(settings.bodies_bytes_max),

@@ -43,4 +43,4 @@ pub use front::{ModelSource, RouterSettings};
 #[doc(hidden)]
 pub use http::read_bodies;
 pub use nodes::NodeCredentials;
-pub use serve::{RunningRouter, StartError, StopError, start};
+pub use serve::{RouterStartError, RunningRouter, StopError, start};

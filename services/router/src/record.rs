@@ -7,10 +7,11 @@ use std::{
 
 use cluster::{Considered, NoNode, Placement};
 use proto::{ids::RequestId, v1::FinishReason};
-use router_core::{AttemptOutcome, Cause, EndedAttempt, HandOverStats, Side};
+use router_core::{AttemptOutcome, AttemptSide, Cause, EndedAttempt, HandOverStats};
 use telemetry::{
     metrics::{
-        AttemptEnd, FinishedRequest, InFlightRequest, NodeRole, Operation, Pick, RequestEnd,
+        AttemptEndLabel, FinishedRequest, InFlightRequest, NodeRole, Operation, PickDecision,
+        RequestEnd,
     },
     propagation, spans,
 };
@@ -42,7 +43,7 @@ pub struct RequestRecord {
     /// The client's label for the request.
     label: Option<String>,
     received: Instant,
-    state: Mutex<State>,
+    state: Mutex<RecordState>,
     entry: SharedEntry,
     history: SharedHistory,
     span: Span,
@@ -53,7 +54,7 @@ pub struct RequestRecord {
 }
 
 #[derive(Default)]
-struct State {
+struct RecordState {
     first_token: Option<Duration>,
     /// Predicted time from the request's arrival to the first token.
     predicted: Option<Duration>,
@@ -256,7 +257,7 @@ impl RequestRecord {
         choice: u32,
         ended: &EndedAttempt,
         has_prefill: bool,
-    ) -> AttemptEnd {
+    ) -> AttemptEndLabel {
         if ended.stats.kv_bytes > 0 {
             let duration = Duration::from_micros(ended.stats.transfer_us);
             self.model.metrics.transfer_delivered(ended.stats.kv_bytes, duration);
@@ -264,31 +265,35 @@ impl RequestRecord {
         let end = match &ended.outcome {
             AttemptOutcome::Complete
             | AttemptOutcome::AlreadyComplete
-            | AttemptOutcome::Aborted => AttemptEnd::Complete,
-            AttemptOutcome::Cancelled => AttemptEnd::Cancelled,
-            AttemptOutcome::Paused => AttemptEnd::Paused,
+            | AttemptOutcome::Aborted => AttemptEndLabel::Complete,
+            AttemptOutcome::Cancelled => AttemptEndLabel::Cancelled,
+            AttemptOutcome::Paused => AttemptEndLabel::Paused,
             AttemptOutcome::Failed(failure) => match (failure.cause, failure.side) {
-                (Cause::Busy, _) => AttemptEnd::Busy,
-                (Cause::Lost | Cause::Draining, Side::Prefill) => AttemptEnd::PrefillLost,
-                (Cause::Lost | Cause::Draining, Side::Decode) => AttemptEnd::DecodeLost,
-                (Cause::TransferFailed, _) => AttemptEnd::TransferFailed,
+                (Cause::Busy, _) => AttemptEndLabel::Busy,
+                (Cause::Lost | Cause::Draining, AttemptSide::Prefill) => {
+                    AttemptEndLabel::PrefillLost
+                }
+                (Cause::Lost | Cause::Draining, AttemptSide::Decode) => AttemptEndLabel::DecodeLost,
+                (Cause::TransferFailed, _) => AttemptEndLabel::TransferFailed,
                 (
                     Cause::Mismatch | Cause::Stale | Cause::OtherWeights | Cause::WeightsChanged,
                     _,
-                ) => AttemptEnd::Mismatch,
-                (Cause::Migrated, _) => AttemptEnd::Migrated,
-                (Cause::Deadline, _) => AttemptEnd::Deadline,
-                (Cause::SlowReader, _) => AttemptEnd::Cancelled,
-                _ => AttemptEnd::Internal,
+                ) => AttemptEndLabel::Mismatch,
+                (Cause::Migrated, _) => AttemptEndLabel::Migrated,
+                (Cause::Deadline, _) => AttemptEndLabel::Deadline,
+                (Cause::SlowReader, _) => AttemptEndLabel::Cancelled,
+                _ => AttemptEndLabel::Internal,
             },
         };
         self.model.metrics.attempt_ended(end);
-        let decode = (NodeRole::Decode, Side::Decode);
-        let prefill = has_prefill.then_some((NodeRole::Prefill, Side::Prefill));
+        let decode = (NodeRole::Decode, AttemptSide::Decode);
+        let prefill = has_prefill.then_some((NodeRole::Prefill, AttemptSide::Prefill));
         for (role, side) in [decode].into_iter().chain(prefill) {
             // A failure of one node cancels the attempt on the other.
             let of_node = match &ended.outcome {
-                AttemptOutcome::Failed(failure) if failure.side != side => AttemptEnd::Cancelled,
+                AttemptOutcome::Failed(failure) if failure.side != side => {
+                    AttemptEndLabel::Cancelled
+                }
                 _ => end,
             };
             self.model.metrics.node_attempt_ended(role, of_node);
@@ -322,7 +327,7 @@ impl RequestRecord {
         self.state().error = Some((end, bounded(reason.to_owned())));
     }
 
-    fn state(&self) -> MutexGuard<'_, State> {
+    fn state(&self) -> MutexGuard<'_, RecordState> {
         lock(&self.state)
     }
 }
@@ -395,40 +400,40 @@ impl Drop for RequestRecord {
 }
 
 /// Returns the metric's label of a pick.
-fn pick(considered: &Considered) -> Pick {
+fn pick(considered: &Considered) -> PickDecision {
     let is_disaggregated =
         considered.options.first().is_some_and(|chosen| chosen.prefill.is_some());
     match &considered.placement {
-        Placement::Always => Pick::DisaggregatedAlways,
-        Placement::Headroom => Pick::DisaggregatedHeadroom,
-        Placement::Unmeasured => Pick::DisaggregatedUnmeasured,
-        Placement::Predicted { .. } if is_disaggregated => Pick::DisaggregatedPredicted,
-        Placement::Predicted { .. } => Pick::LocalPredicted,
-        Placement::Never => Pick::LocalNever,
-        Placement::AfterFailure => Pick::LocalAfterFailure,
-        Placement::ShortPrompt { .. } => Pick::LocalShortPrompt,
+        Placement::Always => PickDecision::DisaggregatedAlways,
+        Placement::Headroom => PickDecision::DisaggregatedHeadroom,
+        Placement::Unmeasured => PickDecision::DisaggregatedUnmeasured,
+        Placement::Predicted { .. } if is_disaggregated => PickDecision::DisaggregatedPredicted,
+        Placement::Predicted { .. } => PickDecision::LocalPredicted,
+        Placement::Never => PickDecision::LocalNever,
+        Placement::AfterFailure => PickDecision::LocalAfterFailure,
+        Placement::ShortPrompt { .. } => PickDecision::LocalShortPrompt,
         Placement::NoPartner | Placement::NoPrefillNode(NoNode::NoneFits { .. }) => {
-            Pick::LocalNoPartner
+            PickDecision::LocalNoPartner
         }
-        Placement::NoPrefillNode(NoNode::Busy { .. }) => Pick::LocalBusy,
+        Placement::NoPrefillNode(NoNode::Busy { .. }) => PickDecision::LocalBusy,
         Placement::TransfersFail | Placement::NoPrefillNode(NoNode::Broken { .. }) => {
-            Pick::LocalCircuitBreaker
+            PickDecision::LocalCircuitBreaker
         }
-        Placement::NoPrefillNode(_) => Pick::LocalNoPrefillNode,
+        Placement::NoPrefillNode(_) => PickDecision::LocalNoPrefillNode,
     }
 }
 
 /// Returns the metric's label of a pick that found no decode node.
-fn no_pick(reason: &NoNode) -> Pick {
+fn no_pick(reason: &NoNode) -> PickDecision {
     match reason {
-        NoNode::Busy { .. } => Pick::NoneBusy,
-        NoNode::NoneFits { .. } => Pick::NoneNoPartner,
-        NoNode::Excluded { .. } | NoNode::Broken { .. } => Pick::NoneExcluded,
-        NoNode::TooLong { .. } | NoNode::NoGrammar { .. } => Pick::NoneUnfit,
+        NoNode::Busy { .. } => PickDecision::NoneBusy,
+        NoNode::NoneFits { .. } => PickDecision::NoneNoPartner,
+        NoNode::Excluded { .. } | NoNode::Broken { .. } => PickDecision::NoneExcluded,
+        NoNode::TooLong { .. } | NoNode::NoGrammar { .. } => PickDecision::NoneUnfit,
         NoNode::NoneListed { .. }
         | NoNode::OtherModel { .. }
         | NoNode::NoneUp { .. }
-        | NoNode::Draining { .. } => Pick::NoneNoDecodeNode,
+        | NoNode::Draining { .. } => PickDecision::NoneNoDecodeNode,
     }
 }
 
@@ -460,11 +465,11 @@ mod tests {
         };
         let role = cluster::Role::Prefill;
         let none_fits = Placement::NoPrefillNode(NoNode::NoneFits { role });
-        assert_eq!(pick(&considered(none_fits)), Pick::LocalNoPartner);
-        assert_eq!(pick(&considered(Placement::NoPartner)), Pick::LocalNoPartner);
+        assert_eq!(pick(&considered(none_fits)), PickDecision::LocalNoPartner);
+        assert_eq!(pick(&considered(Placement::NoPartner)), PickDecision::LocalNoPartner);
         let none_listed = Placement::NoPrefillNode(NoNode::NoneListed { role });
-        assert_eq!(pick(&considered(none_listed)), Pick::LocalNoPrefillNode);
-        assert_eq!(no_pick(&NoNode::NoneFits { role }), Pick::NoneNoPartner);
+        assert_eq!(pick(&considered(none_listed)), PickDecision::LocalNoPrefillNode);
+        assert_eq!(no_pick(&NoNode::NoneFits { role }), PickDecision::NoneNoPartner);
     }
 
     #[test]

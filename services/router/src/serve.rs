@@ -15,11 +15,11 @@ use crate::{
     admin,
     front::{Front, ModelSource, Models, RouterSettings},
     grpc, http,
-    keys::{Keys, Purpose},
+    keys::{ApiKeys, Purpose},
     net::{self, Protocol},
     nodes::{Nodes, OwnedTask, Served},
     shared_router::SharedRouter,
-    weights::Weights,
+    weights::WeightUpdates,
 };
 
 /// Time for requests to end after the router has cancelled them.
@@ -31,7 +31,7 @@ const QUIET_MIN: Duration = Duration::from_secs(1);
 const MEMBERSHIP_MAX: Duration = Duration::from_secs(2);
 
 #[derive(Debug, thiserror::Error)]
-pub enum StartError {
+pub enum RouterStartError {
     #[error("cannot listen on {setting} = {address}: {reason}")]
     Listen { setting: &'static str, address: SocketAddr, reason: io::Error },
     /// A file that a setting names is missing or invalid.
@@ -82,11 +82,11 @@ pub fn start(
     models: Vec<ModelSource>,
     membership: Membership,
     metrics: Metrics,
-) -> Result<RunningRouter, StartError> {
+) -> Result<RunningRouter, RouterStartError> {
     let listen = |setting, address| {
         net::bind(address)
             .and_then(|listener| Ok((listener.local_addr()?, listener)))
-            .map_err(|reason| StartError::Listen { setting, address, reason })
+            .map_err(|reason| RouterStartError::Listen { setting, address, reason })
     };
     let (http_address, http_listener) = listen("router.http", settings.router.http)?;
     let (grpc_address, grpc_listener) = listen("router.grpc", settings.router.grpc)?;
@@ -101,7 +101,7 @@ pub fn start(
     let grpc_routes = grpc::routes(front.clone(), health_service)?;
     // The requests in flight end within the same time.
     let weights_stop_max = front.settings.router.drain_timeout + CUT_MAX;
-    let (weights, weights_task) = Weights::start(front.nodes.clone(), weights_stop_max);
+    let (weights, weights_task) = WeightUpdates::start(front.nodes.clone(), weights_stop_max);
     let is_loopback = admin_address.ip().is_loopback();
     let needs_operator = admin_keys.is_some();
     let admin_routes = admin::routes(front.clone(), weights, admin_keys, is_loopback);
@@ -161,7 +161,7 @@ pub fn start(
 struct StartedFront {
     front: Arc<Front>,
     watch: OwnedTask,
-    admin_keys: Option<Arc<Keys>>,
+    admin_keys: Option<Arc<ApiKeys>>,
     tls: Option<Arc<net::Tls>>,
     /// Values that are read again when their files change.
     reloaded: Vec<Arc<dyn Reload>>,
@@ -173,9 +173,9 @@ fn start_front(
     models: Vec<ModelSource>,
     membership: &Membership,
     metrics: &Metrics,
-) -> Result<StartedFront, StartError> {
+) -> Result<StartedFront, RouterStartError> {
     let mut models = models.into_iter();
-    let first = models.next().ok_or(StartError::NoModel)?;
+    let first = models.next().ok_or(RouterStartError::NoModel)?;
     metrics.set_draining(false);
     if let Some(backend) = membership.backend() {
         let backend = backend.clone();
@@ -211,9 +211,9 @@ fn start_front(
 }
 
 /// Reads the certificate of the ports of clients.
-fn read_tls(settings: &config::Router) -> Result<Option<Arc<net::Tls>>, StartError> {
+fn read_tls(settings: &config::Router) -> Result<Option<Arc<net::Tls>>, RouterStartError> {
     let (Some(cert), Some(key)) = (&settings.tls_cert, &settings.tls_key) else { return Ok(None) };
-    net::read_tls(cert, key).map(|tls| Some(Arc::new(tls))).map_err(StartError::File)
+    net::read_tls(cert, key).map(|tls| Some(Arc::new(tls))).map_err(RouterStartError::File)
 }
 
 /// Reads the keys of clients and of operators, for each port that needs keys.
@@ -221,7 +221,7 @@ fn read_keys(
     settings: &config::Router,
     models: &Models,
     metrics: &Metrics,
-) -> Result<[Option<Arc<Keys>>; 2], StartError> {
+) -> Result<[Option<Arc<ApiKeys>>; 2], RouterStartError> {
     let files = [
         (&settings.keys, Purpose::Clients(models.model_names())),
         (&settings.admin_keys, Purpose::Operators),
@@ -231,11 +231,13 @@ fn read_keys(
     }
     let metrics = ApiKeyMetrics::new(metrics);
     let read = |(path, purpose): (&Option<PathBuf>, Purpose)| match path {
-        Some(path) => Keys::read(path, purpose, metrics.clone()).map(|keys| Some(Arc::new(keys))),
+        Some(path) => {
+            ApiKeys::read(path, purpose, metrics.clone()).map(|keys| Some(Arc::new(keys)))
+        }
         None => Ok(None),
     };
     let [clients, operators] = files.map(read);
-    Ok([clients.map_err(StartError::File)?, operators.map_err(StartError::File)?])
+    Ok([clients.map_err(RouterStartError::File)?, operators.map_err(RouterStartError::File)?])
 }
 
 impl RunningRouter {

@@ -32,7 +32,7 @@ use weight_transfer::{
 
 use self::{
     targets::{CatchUp, Target, Targets},
-    update::{PendingCalls, Update, UpdateSource},
+    update::{ModelUpdate, PendingCalls, UpdateSource},
 };
 use crate::nodes::{Nodes, OwnedTask, WeightNode, WeightsAnswer};
 
@@ -57,13 +57,13 @@ pub struct NewUpdate {
     pub timeout: Duration,
     /// Whether the router commits as soon as every node is prepared.
     pub commits: bool,
-    pub transport: Transport,
+    pub transport: UpdateTransport,
     pub in_flight: InFlight,
 }
 
 /// How the nodes obtain the weights.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Transport {
+pub enum UpdateTransport {
     /// Every node reads the path.
     Disk,
     /// One node reads the path, and the others copy its files. `seed`: its id; the first node if absent.
@@ -75,7 +75,7 @@ pub enum Transport {
 }
 
 #[derive(Debug)]
-enum Request {
+enum WeightsRequest {
     Begin(NewUpdate),
     Commit(UpdateId),
     Abort(UpdateId),
@@ -83,7 +83,7 @@ enum Request {
     Status(Option<UpdateId>),
 }
 
-impl Request {
+impl WeightsRequest {
     /// Returns the id of the update to report; `None` for the running or last update.
     fn update(&self) -> Option<UpdateId> {
         match self {
@@ -175,12 +175,12 @@ type Reply = oneshot::Sender<Result<WeightsReport, UpdateError>>;
 
 /// Sends requests of operators to the task. Cheap to clone.
 #[derive(Clone)]
-pub struct Weights {
+pub struct WeightUpdates {
     nodes: Nodes,
-    requests: mpsc::Sender<(Request, Reply)>,
+    requests: mpsc::Sender<(WeightsRequest, Reply)>,
 }
 
-impl Weights {
+impl WeightUpdates {
     /// Starts the task. `stop_max`: maximum time that the task needs to stop.
     pub fn start(nodes: Nodes, stop_max: Duration) -> (Self, OwnedTask) {
         let (requests, received) = mpsc::channel(REQUESTS_MAX);
@@ -199,16 +199,16 @@ impl Weights {
     }
 
     pub async fn begin(&self, update: NewUpdate) -> Result<WeightsReport, UpdateError> {
-        self.request(Request::Begin(update)).await
+        self.request(WeightsRequest::Begin(update)).await
     }
 
     pub async fn commit(&self, id: UpdateId) -> Result<WeightsReport, UpdateError> {
-        self.request(Request::Commit(id)).await
+        self.request(WeightsRequest::Commit(id)).await
     }
 
     /// Aborts an update of this router, or of a router that has ended.
     pub async fn abort(&self, id: UpdateId) -> Result<WeightsReport, UpdateError> {
-        match self.request(Request::Abort(id)).await {
+        match self.request(WeightsRequest::Abort(id)).await {
             Err(UpdateError::Unknown { id, known }) => self.abort_at_nodes(id, known).await,
             outcome => outcome,
         }
@@ -260,7 +260,7 @@ impl Weights {
 
     /// Reports the update with this id if the router knows the update; without an id, the running or last update.
     pub async fn status(&self, id: Option<UpdateId>) -> Result<WeightsReport, UpdateError> {
-        self.request(Request::Status(id)).await
+        self.request(WeightsRequest::Status(id)).await
     }
 
     /// Pauses every node of the model, or none: after a failed call the other nodes serve again.
@@ -304,7 +304,7 @@ impl Weights {
         join_all(calls).await.into_iter().collect()
     }
 
-    async fn request(&self, request: Request) -> Result<WeightsReport, UpdateError> {
+    async fn request(&self, request: WeightsRequest) -> Result<WeightsReport, UpdateError> {
         let (reply, answer) = oneshot::channel();
         self.requests.try_send((request, reply)).map_err(|error| match error {
             mpsc::error::TrySendError::Full(_) => UpdateError::Busy,
@@ -317,11 +317,11 @@ impl Weights {
 struct Task {
     nodes: Nodes,
     /// The update of an operator.
-    running: Option<Update>,
+    running: Option<ModelUpdate>,
     /// The last updates of operators that ended, of all models.
     ended: VecDeque<UpdateView>,
     /// Updates of one node each.
-    catch_ups: Vec<Update>,
+    catch_ups: Vec<ModelUpdate>,
     targets: Targets,
     catch_up_at: Instant,
     stop_max: Duration,
@@ -333,12 +333,12 @@ struct Task {
 impl Task {
     async fn run(
         mut self,
-        mut requests: mpsc::Receiver<(Request, Reply)>,
+        mut requests: mpsc::Receiver<(WeightsRequest, Reply)>,
         stop: CancellationToken,
     ) {
         while !self.has_stopped(Instant::now()) {
             let wakes_at = self.stops_by.unwrap_or(self.catch_up_at);
-            let due = self.updates().filter_map(Update::next_due).chain([wakes_at]).min();
+            let due = self.updates().filter_map(ModelUpdate::next_due).chain([wakes_at]).min();
             let due = due.expect("the next look for nodes has a time");
             tokio::select! {
                 () = stop.cancelled(), if self.stops_by.is_none() => self.stop(Instant::now()),
@@ -375,27 +375,27 @@ impl Task {
         self.stops_by.is_some_and(|by| now >= by || self.updates().next().is_none())
     }
 
-    fn updates(&self) -> impl Iterator<Item = &Update> {
+    fn updates(&self) -> impl Iterator<Item = &ModelUpdate> {
         self.running.iter().chain(&self.catch_ups)
     }
 
-    fn updates_mut(&mut self) -> impl Iterator<Item = &mut Update> {
+    fn updates_mut(&mut self) -> impl Iterator<Item = &mut ModelUpdate> {
         self.running.iter_mut().chain(&mut self.catch_ups)
     }
 
-    fn handle(&mut self, now: Instant, request: Request) -> Result<(), UpdateError> {
-        let running = |id: UpdateId| move |update: &&mut Update| update.id() == id;
+    fn handle(&mut self, now: Instant, request: WeightsRequest) -> Result<(), UpdateError> {
+        let running = |id: UpdateId| move |update: &&mut ModelUpdate| update.id() == id;
         match request {
-            Request::Begin(new) => self.begin(now, new),
-            Request::Commit(id) => match self.running.as_mut().filter(running(id)) {
+            WeightsRequest::Begin(new) => self.begin(now, new),
+            WeightsRequest::Commit(id) => match self.running.as_mut().filter(running(id)) {
                 Some(update) => Ok(update.commit(now)?),
                 None => self.known(id),
             },
-            Request::Abort(id) => match self.running.as_mut().filter(running(id)) {
+            WeightsRequest::Abort(id) => match self.running.as_mut().filter(running(id)) {
                 Some(update) => Ok(update.abort(now, "an operator aborted it")?),
                 None => self.known(id),
             },
-            Request::Status(_) => Ok(()),
+            WeightsRequest::Status(_) => Ok(()),
         }
     }
 
@@ -423,9 +423,11 @@ impl Task {
             return Err(UpdateError::NoNode { model: new.model.to_string() });
         }
         let source = match &new.transport {
-            Transport::Disk | Transport::Ipc | Transport::Nccl => UpdateSource::Path,
-            Transport::Tcp { seed: None } => UpdateSource::Seed(0),
-            Transport::Tcp { seed: Some(seed) } => {
+            UpdateTransport::Disk | UpdateTransport::Ipc | UpdateTransport::Nccl => {
+                UpdateSource::Path
+            }
+            UpdateTransport::Tcp { seed: None } => UpdateSource::Seed(0),
+            UpdateTransport::Tcp { seed: Some(seed) } => {
                 let is_seed = |node: &WeightNode| node.id == *seed || node.grpc == *seed;
                 let found: Vec<usize> =
                     (0..nodes.len()).filter(|&index| is_seed(&nodes[index])).collect();
@@ -446,7 +448,7 @@ impl Task {
         };
         let id = UpdateId::of_operator(random_bits()?);
         let (model, label) = (new.model.clone(), new.label.clone());
-        let update = Update::new(now, id, new, nodes, source);
+        let update = ModelUpdate::new(now, id, new, nodes, source);
         let (path, nodes) = (update.shown_path(), update.nodes().len());
         tracing::info!(update = %id, label, path, nodes, "began a weight update");
         for catch_up in self.catch_ups.iter_mut().filter(|it| it.model == model) {
@@ -469,7 +471,7 @@ impl Task {
         if let Some(update) = self.running.take_if(|update| update.is_over()) {
             self.end(now, &update);
         }
-        let over = |update: &mut Update| update.is_over();
+        let over = |update: &mut ModelUpdate| update.is_over();
         for update in self.catch_ups.extract_if(.., over).collect::<Vec<_>>() {
             self.end_catch_up(now, &update);
         }
@@ -487,7 +489,7 @@ impl Task {
         }
     }
 
-    fn end(&mut self, now: Instant, update: &Update) {
+    fn end(&mut self, now: Instant, update: &ModelUpdate) {
         let view = update.view();
         let id = &view.id;
         match update.phase() {
@@ -525,7 +527,7 @@ impl Task {
         self.ended.push_back(ended);
     }
 
-    fn end_catch_up(&mut self, now: Instant, update: &Update) {
+    fn end_catch_up(&mut self, now: Instant, update: &ModelUpdate) {
         let node = &update.nodes()[0];
         match update.phase() {
             CoordinatorPhase::Committed { version, missed } if missed.is_empty() => {
@@ -558,7 +560,7 @@ impl Task {
             };
             tracing::info!(update = %id, node = node.id, weight_version = %target.version, "a node catches up");
             let source = from.map_or(UpdateSource::Path, UpdateSource::Peer);
-            let update = Update::catch_up(now, id, model, target, node, source);
+            let update = ModelUpdate::catch_up(now, id, model, target, node, source);
             self.catch_ups.push(update);
         }
     }
@@ -577,7 +579,7 @@ impl Task {
             },
         });
         let ended = self.ended.iter().rev().cloned();
-        let mut updates = self.running.iter().map(Update::view).chain(ended);
+        let mut updates = self.running.iter().map(ModelUpdate::view).chain(ended);
         let update = updates.find(|update| id.is_none_or(|id| update.id == id.to_string()));
         WeightsReport { update, nodes: nodes.collect() }
     }

@@ -8,7 +8,7 @@ use engine::{
     executor::sim::next_token,
 };
 use proto::v1;
-use router_core::Stop;
+use router_core::StopCause;
 
 use crate::{
     grammars,
@@ -23,7 +23,7 @@ pub struct Client {
     received: usize,
     /// The number of tokens after which a stop string is complete.
     stops_at: Option<usize>,
-    stop: Option<Stop>,
+    stop: Option<StopCause>,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -42,7 +42,7 @@ impl Client {
     }
 
     /// Receives tokens `first_index..`. Returns the stop condition that they complete.
-    pub fn receive(&mut self, first_index: u32, tokens: &[v1::Token]) -> Option<Stop> {
+    pub fn receive(&mut self, first_index: u32, tokens: &[v1::Token]) -> Option<StopCause> {
         assert!(!tokens.is_empty(), "an event without tokens");
         assert_eq!(first_index as usize, self.received, "a token is duplicated or lost");
         let Some((answer, end)) = &self.answer else {
@@ -55,9 +55,9 @@ impl Client {
             self.received += 1;
             let is_last = self.received == answer.len();
             if self.stops_at == Some(self.received) {
-                self.stop = Some(Stop::Text);
+                self.stop = Some(StopCause::Text);
             } else if is_last && *end == AnswerEnd::StopToken {
-                self.stop.get_or_insert(Stop::Token);
+                self.stop.get_or_insert(StopCause::Token);
             }
         }
         self.stop
@@ -66,7 +66,7 @@ impl Client {
     /// Checks that a complete answer has all its tokens and the right finish reason.
     pub fn check_complete(&self, reason: v1::FinishReason) {
         let Some((answer, end)) = &self.answer else { return };
-        if self.stop == Some(Stop::Text) {
+        if self.stop == Some(StopCause::Text) {
             return assert_eq!(reason, v1::FinishReason::Stop);
         }
         if reason == v1::FinishReason::Abort {

@@ -17,8 +17,8 @@ use proto::{
     v1::{DecodeEvent, DecodeRequest, ObserveEvent, PrefillEvent, PrefillRequest},
 };
 use router_core::{
-    AnswerCore, AnswerId, CallError, GiveUp, GrpcCode, Overload, RecoveryPolicy, RouterCore,
-    RouterLimits, RouterOutput, Side, Stop,
+    AnswerCore, AnswerId, AttemptSide, CallError, GiveUp, GrpcCode, Overload, RecoveryPolicy,
+    RouterCore, RouterLimits, RouterOutput, StopCause,
 };
 use simulation_base::Random;
 use tonic::Status;
@@ -36,7 +36,7 @@ use crate::{
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct CallKey {
     pub transfer: TransferId,
-    pub side: Side,
+    pub side: AttemptSide,
 }
 
 /// A call on its way to a node.
@@ -130,7 +130,7 @@ struct Answer {
     transfer: Option<TransferId>,
     attempts: u32,
     /// When the client reads again, and the stop condition in the tokens that it has not read.
-    stalled: Option<(Instant, Option<Stop>)>,
+    stalled: Option<(Instant, Option<StopCause>)>,
     arrived_at: Instant,
     /// Entry of the request in [`Router::due`].
     due: Option<Instant>,
@@ -251,8 +251,8 @@ impl Router {
         }
         let core = &mut self.answers.get_mut(&id).expect("a call belongs to a request").core;
         let is_expected = match key.side {
-            Side::Decode => core.request().expects_decode(),
-            Side::Prefill => core.request().expects_prefill(),
+            AttemptSide::Decode => core.request().expects_decode(),
+            AttemptSide::Prefill => core.request().expects_prefill(),
         };
         if !is_expected {
             return;
@@ -297,8 +297,8 @@ impl Router {
         let Some(OpenCall { request, .. }) = self.calls.remove(&key) else { return };
         let core = &mut self.answers.get_mut(&request).expect("a call belongs to a request").core;
         let is_expected = match key.side {
-            Side::Decode => core.request().expects_decode(),
-            Side::Prefill => core.request().expects_prefill(),
+            AttemptSide::Decode => core.request().expects_decode(),
+            AttemptSide::Prefill => core.request().expects_prefill(),
         };
         if is_expected {
             let message = "connection reset".to_owned();
@@ -403,9 +403,9 @@ impl Router {
 }
 
 /// Ends the call of this side.
-fn end_call(core: &mut AnswerCore, now: Instant, side: Side, end: Result<(), CallError>) {
+fn end_call(core: &mut AnswerCore, now: Instant, side: AttemptSide, end: Result<(), CallError>) {
     match side {
-        Side::Decode => core.handle_decode(now, end.map(|()| None)),
-        Side::Prefill => core.handle_prefill(now, end.map(|()| None)),
+        AttemptSide::Decode => core.handle_decode(now, end.map(|()| None)),
+        AttemptSide::Prefill => core.handle_prefill(now, end.map(|()| None)),
     }
 }

@@ -12,7 +12,7 @@ use grammar::Grammar;
 use kernels::{BLOCK_TOKENS, sampling::Sampling};
 use kv_transfer::TransferLimits;
 
-use router_core::{Flow, FlowName, RouterLimits, Session};
+use router_core::{Flow, FlowName, RequestSession, RouterLimits};
 use simulation_base::{NetworkFaults, Random, mix};
 
 use crate::{
@@ -152,11 +152,11 @@ impl RequestPlan {
     }
 
     /// Returns the client's hints about the conversation. Prompts with an equal beginning belong to one session.
-    pub fn session(&self) -> Session {
+    pub fn session(&self) -> RequestSession {
         let is_named = self.prompt.len().is_multiple_of(3);
         let name = self.prompt.first().filter(|_| is_named).map(u32::to_string);
         let keep_ms = self.prompt.len().is_multiple_of(4).then_some(self.max_tokens.into());
-        Session { name: name.unwrap_or_default().into(), keep_ms }
+        RequestSession { name: name.unwrap_or_default().into(), keep_ms }
     }
 
     /// Returns the flow of the client.

@@ -11,8 +11,8 @@ use node::node_core::NodeCore;
 use simulation_base::Random;
 use weight_transfer::{
     BeginError, ChunkDigest, CommitError, CoordinatorCall, NodeReply, Participant,
-    ParticipantAction, ParticipantInput, Phase, Plan, Proposal, Tensor, UpdateEnd, UpdateId,
-    UpdateState, WeightVersion,
+    ParticipantAction, ParticipantInput, ParticipantPhase, Plan, Proposal, Tensor, UpdateEnd,
+    UpdateId, UpdateState, WeightVersion,
 };
 
 use crate::{
@@ -141,11 +141,15 @@ impl NodeWeights {
 
     /// Returns whether the node takes part in an update that has not ended.
     pub fn is_updating(&self) -> bool {
-        self.participant.phase() != Phase::Serving
+        self.participant.phase() != ParticipantPhase::Serving
     }
 
     pub fn check_idle(&self, name: &str) {
-        assert_eq!(self.participant.phase(), Phase::Serving, "{name}: an update has not ended");
+        assert_eq!(
+            self.participant.phase(),
+            ParticipantPhase::Serving,
+            "{name}: an update has not ended"
+        );
         assert!(self.prepared.is_none(), "{name}: weights are prepared");
         assert!(!self.is_overwritten, "{name}: no weights are in use");
     }
@@ -209,9 +213,12 @@ impl NodeWeights {
                 }
             }
             WeightsInput::PeerCommitted { id, version } => {
-                let was_prepared = matches!(self.participant.phase(), Phase::Prepared(..));
+                let was_prepared =
+                    matches!(self.participant.phase(), ParticipantPhase::Prepared(..));
                 self.participant.handle(ParticipantInput::PeerCommitted { id, version });
-                if was_prepared && matches!(self.participant.phase(), Phase::Installing(..)) {
+                if was_prepared
+                    && matches!(self.participant.phase(), ParticipantPhase::Installing(..))
+                {
                     self.coverage.count("commits learned from a peer");
                 }
             }

@@ -20,7 +20,7 @@ pub(crate) struct Symbol {
 /// A merge of the symbol at `left` with its right neighbour. Ordered by priority; at equal priority the leftmost is
 /// the greatest.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-struct Candidate {
+struct MergeCandidate {
     priority: u32,
     left: Reverse<u32>,
     /// Length of both symbols together.
@@ -32,7 +32,7 @@ struct Candidate {
 #[derive(Debug, Default)]
 pub(crate) struct Merging {
     symbols: Vec<Symbol>,
-    queue: BinaryHeap<Candidate>,
+    queue: BinaryHeap<MergeCandidate>,
 }
 
 impl Merging {
@@ -58,7 +58,7 @@ impl Merging {
         for right in 1..self.symbols.len() as u32 {
             self.consider(right - 1, right, &mut merge);
         }
-        while let Some(Candidate { left: Reverse(at), len, id, .. }) = self.queue.pop() {
+        while let Some(MergeCandidate { left: Reverse(at), len, id, .. }) = self.queue.pop() {
             let left = self.symbols[at as usize];
             if left.len == 0 || left.next == NONE {
                 continue;
@@ -89,7 +89,7 @@ impl Merging {
         let (first, second) = (&self.symbols[left as usize], &self.symbols[right as usize]);
         if let Some((priority, id)) = merge(first, second) {
             let len = first.len + second.len;
-            self.queue.push(Candidate { priority, left: Reverse(left), len, id });
+            self.queue.push(MergeCandidate { priority, left: Reverse(left), len, id });
         }
     }
 

@@ -7,7 +7,7 @@ use serde_json::{Map, Value, json};
 use crate::{
     error::LoadError,
     sampling_defaults::SamplingDefaults,
-    source::Source,
+    source::TokenizerSource,
     template::{ChatTemplate, RenderRequest, TemplateError},
     tokenizer::Tokenizer,
     tools::ToolFormat,
@@ -47,8 +47,8 @@ impl ModelText {
     /// A chat template that is missing or does not compile is not an error here, because the model can
     /// still complete plain prompts. [`chat_template`](Self::chat_template) returns the error.
     pub fn open_with(path: impl AsRef<Path>, options: ModelTextOptions) -> Result<Self, LoadError> {
-        let source = Source::read(path.as_ref())?;
-        let Source { parts, mut templates, sampling_defaults, origin } = source;
+        let source = TokenizerSource::read(path.as_ref())?;
+        let TokenizerSource { parts, mut templates, sampling_defaults, origin } = source;
         if let Some(template) = options.chat_template {
             (templates.default, templates.tool_use) = (Some(template), None);
         }

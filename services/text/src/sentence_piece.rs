@@ -110,7 +110,7 @@ impl PieceModel {
             escaped.push(SPACE);
         }
         escaped.extend(text.chars().map(|char| if char == ' ' { SPACE } else { char }));
-        let mut state = State::default();
+        let mut state = EncodingState::default();
         let mut rest = escaped.as_str();
         while !rest.is_empty() {
             let (word, after) = rest.split_at(self.first_word(rest));
@@ -136,8 +136,8 @@ impl PieceModel {
         self.vocabulary.id(text).filter(|id| self.order[*id as usize] != 0)
     }
 
-    fn encode_word(&self, word: &str, state: &mut State, ids: &mut Vec<u32>) {
-        let State { merging, halves, after_unknown } = state;
+    fn encode_word(&self, word: &str, state: &mut EncodingState, ids: &mut Vec<u32>) {
+        let EncodingState { merging, halves, after_unknown } = state;
         merging.clear();
         for (at, char) in word.char_indices() {
             let len = char.len_utf8();
@@ -211,7 +211,7 @@ fn ascending(score: f32) -> u32 {
 
 /// State of encoding one text.
 #[derive(Debug, Default)]
-struct State {
+struct EncodingState {
     merging: Merging,
     /// Bytes of the first half, by unused token.
     halves: HashMap<u32, u32>,

@@ -5,7 +5,7 @@ use std::{collections::HashMap, path::Path};
 use crate::{
     decoding::TokenBytes,
     error::{LoadError, VocabularyError},
-    source::Source,
+    source::TokenizerSource,
     tokenizer::TokenizerParts,
 };
 
@@ -22,7 +22,7 @@ pub struct TokenTable {
 impl TokenTable {
     /// Reads a `.gguf` file or a Hugging Face folder, without the weights.
     pub fn open(path: impl AsRef<Path>) -> Result<Self, LoadError> {
-        let Source { parts, origin, .. } = Source::read(path.as_ref())?;
+        let TokenizerSource { parts, origin, .. } = TokenizerSource::read(path.as_ref())?;
         Self::new(parts).map_err(|error| origin.locate(error))
     }
 

@@ -76,7 +76,7 @@ pub enum CoordinatorError {
 pub struct Coordinator {
     id: UpdateId,
     phase: CoordinatorPhase,
-    nodes: Vec<Node>,
+    nodes: Vec<CoordinatedNode>,
     /// Time at which the update is aborted or, after the decision to commit, at which nodes not reached count as
     /// missed.
     deadline: Instant,
@@ -86,16 +86,16 @@ pub struct Coordinator {
 }
 
 #[derive(Clone, Debug)]
-struct Node {
+struct CoordinatedNode {
     name: String,
-    state: NodeState,
+    state: CoordinatedNodeState,
     heard_at: Instant,
     /// When the node first said that it runs another update.
     busy_since: Option<Instant>,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq)]
-enum NodeState {
+enum CoordinatedNodeState {
     /// No answer yet.
     New,
     Known(UpdateState),
@@ -111,7 +111,12 @@ impl Coordinator {
         deadline: Instant,
         commits_at_once: bool,
     ) -> Self {
-        let node = |name| Node { name, state: NodeState::New, heard_at: now, busy_since: None };
+        let node = |name| CoordinatedNode {
+            name,
+            state: CoordinatedNodeState::New,
+            heard_at: now,
+            busy_since: None,
+        };
         let nodes = names.into_iter().map(node).collect();
         Self {
             id,
@@ -132,7 +137,7 @@ impl Coordinator {
     /// Returns the version that this node has prepared.
     pub fn prepared(&self, node: usize) -> Option<WeightVersion> {
         match self.nodes[node].state {
-            NodeState::Known(UpdateState::Prepared(version)) => Some(version),
+            CoordinatedNodeState::Known(UpdateState::Prepared(version)) => Some(version),
             _ => None,
         }
     }
@@ -144,8 +149,8 @@ impl Coordinator {
     /// Returns the state of each node; `None` before its first answer or after its end.
     pub fn states(&self) -> impl Iterator<Item = (&str, Option<&UpdateState>)> {
         self.nodes.iter().map(|node| match &node.state {
-            NodeState::Known(state) => (node.name.as_str(), Some(state)),
-            NodeState::New | NodeState::Gone => (node.name.as_str(), None),
+            CoordinatedNodeState::Known(state) => (node.name.as_str(), Some(state)),
+            CoordinatedNodeState::New | CoordinatedNodeState::Gone => (node.name.as_str(), None),
         })
     }
 
@@ -165,16 +170,22 @@ impl Coordinator {
         let state = &self.nodes[node].state;
         match self.phase {
             CoordinatorPhase::Preparing | CoordinatorPhase::Prepared(_) => match state {
-                NodeState::New => (!self.waits_for_seed(node)).then_some(CoordinatorCall::Begin),
+                CoordinatedNodeState::New => {
+                    (!self.waits_for_seed(node)).then_some(CoordinatorCall::Begin)
+                }
                 _ => Some(CoordinatorCall::Status),
             },
             CoordinatorPhase::Committing(version) => match state {
-                NodeState::Gone | NodeState::Known(UpdateState::Ended(_)) => None,
+                CoordinatedNodeState::Gone | CoordinatedNodeState::Known(UpdateState::Ended(_)) => {
+                    None
+                }
                 _ => Some(CoordinatorCall::Commit { version }),
             },
             CoordinatorPhase::Committed { .. } => None,
             CoordinatorPhase::Aborted { .. } => match state {
-                NodeState::Gone | NodeState::Known(UpdateState::Ended(_)) => None,
+                CoordinatedNodeState::Gone | CoordinatedNodeState::Known(UpdateState::Ended(_)) => {
+                    None
+                }
                 _ => Some(CoordinatorCall::Abort),
             },
         }
@@ -182,7 +193,7 @@ impl Coordinator {
 
     fn waits_for_seed(&self, node: usize) -> bool {
         let waits = |seed| seed != node && self.prepared(seed).is_none();
-        self.nodes[node].state == NodeState::New && self.seed.is_some_and(waits)
+        self.nodes[node].state == CoordinatedNodeState::New && self.seed.is_some_and(waits)
     }
 
     pub fn handle(&mut self, now: Instant, node: usize, reply: NodeReply) {
@@ -203,7 +214,7 @@ impl Coordinator {
                 if let UpdateState::Ended(UpdateEnd::Aborted { reason }) = &state {
                     self.fail(now, format!("node {name}: {reason}"));
                 }
-                self.nodes[node].state = NodeState::Known(state);
+                self.nodes[node].state = CoordinatedNodeState::Known(state);
             }
             NodeReply::Busy { running } => {
                 self.nodes[node].heard_at = now;
@@ -219,11 +230,11 @@ impl Coordinator {
             }
             NodeReply::Rejected { reason } => {
                 self.nodes[node].heard_at = now;
-                self.nodes[node].state = NodeState::Gone;
+                self.nodes[node].state = CoordinatedNodeState::Gone;
                 self.fail(now, format!("node {name}: {reason}"));
             }
             NodeReply::Gone { reason } => {
-                self.nodes[node].state = NodeState::Gone;
+                self.nodes[node].state = CoordinatedNodeState::Gone;
                 self.fail(now, format!("node {name} ended: {reason}"));
             }
             NodeReply::Unreachable { reason } => {
@@ -279,7 +290,7 @@ impl Coordinator {
         match self.phase {
             CoordinatorPhase::Committing(version) => self.end_commit(version),
             CoordinatorPhase::Aborted { .. } => {
-                self.nodes.iter_mut().for_each(|node| node.state = NodeState::Gone);
+                self.nodes.iter_mut().for_each(|node| node.state = CoordinatedNodeState::Gone);
             }
             CoordinatorPhase::Preparing => {
                 let unprepared = self.unprepared();
@@ -291,9 +302,9 @@ impl Coordinator {
 
     /// Returns the nodes that are not prepared, with their states.
     fn unprepared(&self) -> String {
-        let state = |node: &Node| match node.state {
-            NodeState::New => Some(format!("node {} had not begun", node.name)),
-            NodeState::Known(UpdateState::Prepared(_)) => None,
+        let state = |node: &CoordinatedNode| match node.state {
+            CoordinatedNodeState::New => Some(format!("node {} had not begun", node.name)),
+            CoordinatedNodeState::Known(UpdateState::Prepared(_)) => None,
             _ => Some(format!("node {} received the weights", node.name)),
         };
         let mut all: Vec<_> = self.nodes.iter().filter_map(state).collect();
@@ -327,7 +338,9 @@ impl Coordinator {
     fn check_prepared(&mut self, now: Instant) {
         let mut versions = Vec::with_capacity(self.nodes.len());
         for node in &self.nodes {
-            let NodeState::Known(UpdateState::Prepared(version)) = node.state else { return };
+            let CoordinatedNodeState::Known(UpdateState::Prepared(version)) = node.state else {
+                return;
+            };
             versions.push((node.name.clone(), version));
         }
         let Some((first, version)) = versions.first().cloned() else {
@@ -346,7 +359,8 @@ impl Coordinator {
     }
 
     fn end_commit(&mut self, version: WeightVersion) {
-        let committed = NodeState::Known(UpdateState::Ended(UpdateEnd::Committed(version)));
+        let committed =
+            CoordinatedNodeState::Known(UpdateState::Ended(UpdateEnd::Committed(version)));
         let missed = self.nodes.iter().enumerate();
         let missed = missed.filter(|(_, node)| node.state != committed).map(|(node, _)| node);
         self.phase = CoordinatorPhase::Committed { version, missed: missed.collect() };

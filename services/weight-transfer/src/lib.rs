@@ -29,8 +29,8 @@ pub use coordinator::{
     Coordinator, CoordinatorCall, CoordinatorError, CoordinatorPhase, NodeReply,
 };
 pub use participant::{
-    BeginError, CommitError, Participant, ParticipantAction, ParticipantInput, Phase, Proposal,
-    Running, UpdateEnd, UpdateId, UpdateReport, UpdateState,
+    BeginError, CommitError, Participant, ParticipantAction, ParticipantInput, ParticipantPhase,
+    Proposal, ReceivingUpdate, UpdateEnd, UpdateId, UpdateReport, UpdateState,
 };
-pub use plan::{CHUNK_BYTES, Chunk, Piece, Plan, PlanError, Tensor};
+pub use plan::{CHUNK_BYTES, Plan, PlanError, Tensor, TensorRange, WeightChunk};
 pub use version::{ChunkDigest, WeightVersion};

@@ -89,15 +89,15 @@ pub struct UpdateReport {
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Phase {
+pub enum ParticipantPhase {
     Serving,
-    Receiving(Running),
-    Prepared(Running, WeightVersion),
-    Installing(Running, WeightVersion),
+    Receiving(ReceivingUpdate),
+    Prepared(ReceivingUpdate, WeightVersion),
+    Installing(ReceivingUpdate, WeightVersion),
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Running {
+pub struct ReceivingUpdate {
     id: UpdateId,
     deadline: Instant,
     /// Time at which to ask the peers unless the coordinator calls earlier.
@@ -150,7 +150,7 @@ pub enum CommitError {
 
 #[derive(Debug)]
 pub struct Participant {
-    phase: Phase,
+    phase: ParticipantPhase,
     /// The updates that ended, the last one at the back.
     ends: VecDeque<(UpdateId, UpdateEnd)>,
     actions: VecDeque<ParticipantAction>,
@@ -158,26 +158,28 @@ pub struct Participant {
 
 impl Default for Participant {
     fn default() -> Self {
-        Self { phase: Phase::Serving, ends: VecDeque::new(), actions: VecDeque::new() }
+        Self { phase: ParticipantPhase::Serving, ends: VecDeque::new(), actions: VecDeque::new() }
     }
 }
 
 impl Participant {
-    pub fn phase(&self) -> Phase {
+    pub fn phase(&self) -> ParticipantPhase {
         self.phase
     }
 
     /// Returns the running update, or the last one.
     pub fn report(&self) -> Option<UpdateReport> {
-        let report = |running: Running, state| Some(UpdateReport { id: running.id, state });
+        let report = |running: ReceivingUpdate, state| Some(UpdateReport { id: running.id, state });
         match self.phase {
-            Phase::Serving => {
+            ParticipantPhase::Serving => {
                 let (id, end) = self.ends.back().cloned()?;
                 Some(UpdateReport { id, state: UpdateState::Ended(end) })
             }
-            Phase::Receiving(running) => report(running, UpdateState::Receiving),
-            Phase::Prepared(running, version) => report(running, UpdateState::Prepared(version)),
-            Phase::Installing(running, version) => {
+            ParticipantPhase::Receiving(running) => report(running, UpdateState::Receiving),
+            ParticipantPhase::Prepared(running, version) => {
+                report(running, UpdateState::Prepared(version))
+            }
+            ParticipantPhase::Installing(running, version) => {
                 report(running, UpdateState::Installing(version))
             }
         }
@@ -201,7 +203,7 @@ impl Participant {
             Some(running)
                 if running.id.is_catch_up()
                     && !id.is_catch_up()
-                    && !matches!(self.phase, Phase::Installing(..)) =>
+                    && !matches!(self.phase, ParticipantPhase::Installing(..)) =>
             {
                 self.abort(running.id, "an operator began another update");
                 self.begin(now, proposal)
@@ -209,7 +211,11 @@ impl Participant {
             Some(running) => Err(BeginError::Running { id, running: running.id }),
             None => {
                 let ask_at = now + SILENCE_MAX;
-                self.phase = Phase::Receiving(Running { id, deadline: proposal.deadline, ask_at });
+                self.phase = ParticipantPhase::Receiving(ReceivingUpdate {
+                    id,
+                    deadline: proposal.deadline,
+                    ask_at,
+                });
                 self.actions.push_back(ParticipantAction::Receive { id });
                 Ok(true)
             }
@@ -226,18 +232,21 @@ impl Participant {
     /// Commits the update. Returns `Ok` if the update is already committed.
     pub fn commit(&mut self, id: UpdateId, named: WeightVersion) -> Result<(), CommitError> {
         match self.phase {
-            Phase::Receiving(running) if running.id == id => Err(CommitError::Receiving { id }),
-            Phase::Prepared(running, own) | Phase::Installing(running, own)
+            ParticipantPhase::Receiving(running) if running.id == id => {
+                Err(CommitError::Receiving { id })
+            }
+            ParticipantPhase::Prepared(running, own)
+            | ParticipantPhase::Installing(running, own)
                 if running.id == id && own != named =>
             {
                 Err(CommitError::OtherVersion { id, named, own })
             }
-            Phase::Prepared(running, version) if running.id == id => {
-                self.phase = Phase::Installing(running, version);
+            ParticipantPhase::Prepared(running, version) if running.id == id => {
+                self.phase = ParticipantPhase::Installing(running, version);
                 self.actions.push_back(ParticipantAction::Install { id, version });
                 Ok(())
             }
-            Phase::Installing(running, _) if running.id == id => Ok(()),
+            ParticipantPhase::Installing(running, _) if running.id == id => Ok(()),
             _ => match self.end_of(id) {
                 Some(UpdateEnd::Committed(own)) if *own == named => Ok(()),
                 Some(UpdateEnd::Committed(own)) => {
@@ -254,7 +263,9 @@ impl Participant {
     /// Aborts the update unless it is committed. Ignores an unknown id.
     pub fn abort(&mut self, id: UpdateId, reason: &str) {
         match self.phase {
-            Phase::Receiving(running) | Phase::Prepared(running, _) if running.id == id => {
+            ParticipantPhase::Receiving(running) | ParticipantPhase::Prepared(running, _)
+                if running.id == id =>
+            {
                 self.actions.push_back(ParticipantAction::Discard { id });
                 self.end(id, UpdateEnd::Aborted { reason: reason.to_owned() });
             }
@@ -264,28 +275,30 @@ impl Participant {
 
     pub fn handle(&mut self, input: ParticipantInput) {
         match (input, self.phase) {
-            (ParticipantInput::Received { id, outcome }, Phase::Receiving(running))
+            (ParticipantInput::Received { id, outcome }, ParticipantPhase::Receiving(running))
                 if running.id == id =>
             {
                 match outcome {
-                    Ok(version) => self.phase = Phase::Prepared(running, version),
+                    Ok(version) => self.phase = ParticipantPhase::Prepared(running, version),
                     Err(reason) => self.abort(id, &reason),
                 }
             }
-            (ParticipantInput::Installed { id }, Phase::Installing(running, version))
-                if running.id == id =>
-            {
+            (
+                ParticipantInput::Installed { id },
+                ParticipantPhase::Installing(running, version),
+            ) if running.id == id => {
                 // The replaced weights.
                 self.actions.push_back(ParticipantAction::Discard { id });
                 self.end(id, UpdateEnd::Committed(version));
             }
-            (ParticipantInput::InstallFailed { id, reason }, Phase::Installing(running, _))
-                if running.id == id =>
-            {
+            (
+                ParticipantInput::InstallFailed { id, reason },
+                ParticipantPhase::Installing(running, _),
+            ) if running.id == id => {
                 self.actions.push_back(ParticipantAction::Discard { id });
                 self.end(id, UpdateEnd::Aborted { reason });
             }
-            (ParticipantInput::PeerCommitted { id, version }, Phase::Prepared(..)) => {
+            (ParticipantInput::PeerCommitted { id, version }, ParticipantPhase::Prepared(..)) => {
                 // A peer cannot have committed another version of the update.
                 let _ = self.commit(id, version);
             }
@@ -296,9 +309,9 @@ impl Participant {
     /// Returns when to call [`Self::on_deadline`].
     pub fn next_deadline(&self) -> Option<Instant> {
         match self.phase {
-            Phase::Receiving(running) => Some(running.deadline),
-            Phase::Prepared(running, _) => Some(running.deadline.min(running.ask_at)),
-            Phase::Serving | Phase::Installing(..) => None,
+            ParticipantPhase::Receiving(running) => Some(running.deadline),
+            ParticipantPhase::Prepared(running, _) => Some(running.deadline.min(running.ask_at)),
+            ParticipantPhase::Serving | ParticipantPhase::Installing(..) => None,
         }
     }
 
@@ -307,7 +320,7 @@ impl Participant {
         if now >= running.deadline {
             return self.abort(running.id, "its deadline passed without a commit");
         }
-        if let Phase::Prepared(running, _) = &mut self.phase
+        if let ParticipantPhase::Prepared(running, _) = &mut self.phase
             && now >= running.ask_at
         {
             running.ask_at = now + ASK_INTERVAL;
@@ -320,21 +333,21 @@ impl Participant {
         self.actions.pop_front()
     }
 
-    fn running(&self) -> Option<Running> {
+    fn running(&self) -> Option<ReceivingUpdate> {
         match self.phase {
-            Phase::Serving => None,
-            Phase::Receiving(running)
-            | Phase::Prepared(running, _)
-            | Phase::Installing(running, _) => Some(running),
+            ParticipantPhase::Serving => None,
+            ParticipantPhase::Receiving(running)
+            | ParticipantPhase::Prepared(running, _)
+            | ParticipantPhase::Installing(running, _) => Some(running),
         }
     }
 
-    fn running_mut(&mut self) -> Option<&mut Running> {
+    fn running_mut(&mut self) -> Option<&mut ReceivingUpdate> {
         match &mut self.phase {
-            Phase::Serving => None,
-            Phase::Receiving(running)
-            | Phase::Prepared(running, _)
-            | Phase::Installing(running, _) => Some(running),
+            ParticipantPhase::Serving => None,
+            ParticipantPhase::Receiving(running)
+            | ParticipantPhase::Prepared(running, _)
+            | ParticipantPhase::Installing(running, _) => Some(running),
         }
     }
 
@@ -343,7 +356,7 @@ impl Participant {
     }
 
     fn end(&mut self, id: UpdateId, end: UpdateEnd) {
-        self.phase = Phase::Serving;
+        self.phase = ParticipantPhase::Serving;
         if self.ends.len() == ENDS_MAX {
             // Peers ask for commits, so failed attempts of later updates displace at most one.
             let is_aborted = |end: &UpdateEnd| matches!(end, UpdateEnd::Aborted { .. });

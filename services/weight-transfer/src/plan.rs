@@ -29,21 +29,21 @@ const CHUNKS_MAX: u64 = 1 << 20;
 pub struct Plan {
     tensors: Vec<Tensor>,
     chunk_bytes: u64,
-    chunks: Vec<Chunk>,
+    chunks: Vec<WeightChunk>,
 }
 
 /// Bytes that are transferred and hashed together.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Chunk {
+pub struct WeightChunk {
     /// Consecutive parts, at least one.
-    pub pieces: Vec<Piece>,
+    pub pieces: Vec<TensorRange>,
     /// Sum of the pieces' bytes, at most the plan's `chunk_bytes`.
     pub bytes: u64,
 }
 
 /// Range of a tensor's bytes.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Piece {
+pub struct TensorRange {
     /// Index of the tensor in the plan.
     pub tensor: usize,
     pub range: Range<u64>,
@@ -84,17 +84,17 @@ impl Plan {
         if bytes.div_ceil(chunk_bytes) > CHUNKS_MAX {
             return Err(PlanError::TooManyChunks { chunk_bytes, bytes });
         }
-        let mut chunks: Vec<Chunk> = Vec::new();
+        let mut chunks: Vec<WeightChunk> = Vec::new();
         for (index, tensor) in tensors.iter().enumerate() {
             let mut start = 0;
             while start < tensor.bytes {
                 if chunks.last().is_none_or(|chunk| chunk.bytes == chunk_bytes) {
-                    chunks.push(Chunk { pieces: Vec::new(), bytes: 0 });
+                    chunks.push(WeightChunk { pieces: Vec::new(), bytes: 0 });
                 }
                 let chunk = chunks.last_mut().expect("a chunk was pushed");
                 let end = tensor.bytes.min(start + (chunk_bytes - chunk.bytes));
                 chunk.bytes += end - start;
-                chunk.pieces.push(Piece { tensor: index, range: start..end });
+                chunk.pieces.push(TensorRange { tensor: index, range: start..end });
                 start = end;
             }
         }
@@ -105,7 +105,7 @@ impl Plan {
         &self.tensors
     }
 
-    pub fn chunks(&self) -> &[Chunk] {
+    pub fn chunks(&self) -> &[WeightChunk] {
         &self.chunks
     }
 
@@ -136,7 +136,7 @@ impl Plan {
             hash.update(format!("{name}\t{dtype}\t{}\n", dims.join(",")).as_bytes());
         }
         for chunk in &self.chunks {
-            let piece = |Piece { tensor, range }: &Piece| {
+            let piece = |TensorRange { tensor, range }: &TensorRange| {
                 format!("{tensor}:{}:{}", range.start, range.end - range.start)
             };
             let pieces: Vec<String> = chunk.pieces.iter().map(piece).collect();

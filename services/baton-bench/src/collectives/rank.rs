@@ -16,7 +16,7 @@ use kernels::{
     },
 };
 
-use super::{BROADCAST, CollectivesArgs, FOUND, RANK_TIMEOUT, Row};
+use super::{AllReduceLatency, BROADCAST, CollectivesArgs, FOUND, RANK_TIMEOUT};
 use baton::bench::stats::median;
 
 /// Time-out of a kernel that waits for the other ranks.
@@ -25,7 +25,7 @@ const KERNEL_TIMEOUT: Duration = Duration::from_secs(20);
 const REPLAYS: u32 = 5;
 
 pub fn run(args: &CollectivesArgs, rank: usize) -> Result<()> {
-    let bench = Bench::start(args, rank)?;
+    let bench = RankBench::start(args, rank)?;
     let mut nccl = bench.nccl(args)?;
     for size in &args.sizes {
         let row = bench.row(*size as usize * 1024, nccl.as_mut())?;
@@ -67,7 +67,7 @@ fn from_hex(text: &str) -> Result<Vec<u8>> {
     pairs.map(|pair| Ok(u8::from_str_radix(str::from_utf8(pair)?, 16)?)).collect()
 }
 
-struct Bench {
+struct RankBench {
     calls: u32,
     rounds: u32,
     ranks: usize,
@@ -80,7 +80,7 @@ struct Bench {
     context: Arc<Context>,
 }
 
-impl Bench {
+impl RankBench {
     fn start(args: &CollectivesArgs, rank: usize) -> Result<Self> {
         let ranks = args.gpus.len();
         let driver = Driver::open()?;
@@ -132,18 +132,18 @@ impl Bench {
         Ok(Some(Communicator::new(&opened?, &self.context, options, deadline)?))
     }
 
-    fn row(&self, bytes: usize, nccl: Option<&mut Communicator>) -> Result<Row> {
+    fn row(&self, bytes: usize, nccl: Option<&mut Communicator>) -> Result<AllReduceLatency> {
         let shape =
             AllReduceShape { dtype: Dtype::Bf16, rows: 1, width: bytes / Dtype::Bf16.bytes() };
         let ours =
             |way| move || self.group.all_reduce(shape, &self.x, &self.x, way, true, &self.stream);
-        let mut row = Row {
+        let mut row = AllReduceLatency {
             bytes,
             one_shot_graph_us: Some(self.graph_us(ours(AllReduceAlgorithm::OneShot))?),
             two_shot_graph_us: Some(self.graph_us(ours(AllReduceAlgorithm::TwoShot))?),
             graph_us: self.graph_us(ours(AllReduceAlgorithm::Auto))?,
             eager_us: self.eager_us(ours(AllReduceAlgorithm::Auto))?,
-            ..Row::default()
+            ..AllReduceLatency::default()
         };
         if let Some(communicator) = nccl {
             let piece = Piece::new(&self.x, 0, bytes);

@@ -98,13 +98,13 @@ impl StandIn {
 }
 
 /// An attempt that decodes.
-struct Running {
+struct DecodingAttempt {
     next_index: u32,
     count: u32,
     events: mpsc::UnboundedSender<decode_event::Event>,
 }
 
-impl Running {
+impl DecodingAttempt {
     /// Sends the next token. Returns whether the attempt goes on.
     fn advance(&mut self) -> bool {
         let index = self.next_index;
@@ -123,19 +123,22 @@ impl Running {
     }
 }
 
-async fn run_steps(running: Arc<Mutex<Vec<Running>>>, mut steps: watch::Receiver<Duration>) {
+async fn run_steps(
+    running: Arc<Mutex<Vec<DecodingAttempt>>>,
+    mut steps: watch::Receiver<Duration>,
+) {
     loop {
         let step = *steps.borrow_and_update();
         let mut interval = tokio::time::interval(step);
         while !steps.has_changed().unwrap_or(false) {
             interval.tick().await;
-            running.lock().expect("no step panics").retain_mut(Running::advance);
+            running.lock().expect("no step panics").retain_mut(DecodingAttempt::advance);
         }
     }
 }
 
 struct Service {
-    running: Arc<Mutex<Vec<Running>>>,
+    running: Arc<Mutex<Vec<DecodingAttempt>>>,
     is_observed: Arc<AtomicBool>,
     secret: ClusterSecret,
 }
@@ -165,7 +168,11 @@ impl node_server::Node for Service {
         let reserved = Reserved { cached_tokens: 0, local_prefill: true };
         // The receiver is open.
         let _ = events.send(decode_event::Event::Reserved(reserved));
-        self.running.lock().expect("no step panics").push(Running { next_index: 0, count, events });
+        self.running.lock().expect("no step panics").push(DecodingAttempt {
+            next_index: 0,
+            count,
+            events,
+        });
         let received = stream::poll_fn(move |cx: &mut Context<'_>| -> Poll<Option<_>> {
             received.poll_recv(cx).map(|event| {
                 event.map(|event| Ok(DecodeEvent { event: Some(event), stages: None }))

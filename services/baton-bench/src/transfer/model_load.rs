@@ -18,7 +18,7 @@ use std::{
 use anyhow::{Context as _, Result, bail, ensure};
 use clap::Args;
 use engine::{
-    CacheSeeds, Scheduler, SchedulerConfig, StepKind, StepLoop, Turn,
+    CacheSeeds, LoopOutcome, Scheduler, SchedulerConfig, StepKind, StepLoop,
     event::{Action, Input, SequenceId},
     executor::{
         Executor, ExecutorLimits,
@@ -32,7 +32,7 @@ use kernels::{
 use model::{Checkpoint, LoadFormat};
 use serde::{Deserialize, Serialize};
 
-use super::{TransferArgs, Transport};
+use super::{TransferArgs, TransportArg};
 use baton::{
     bench::{
         engine::random_sequence,
@@ -80,14 +80,14 @@ pub struct ModelLoadArgs {
 
 /// Forward passes of a GPU during transfers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Work {
+pub enum ForwardKind {
     Prefill,
     Decode,
 }
 
 /// One step, timed from the end of the previous step to its own end.
 #[derive(Clone, Copy, Debug)]
-struct Step {
+struct TimedStep {
     begin: Instant,
     end: Instant,
     tokens: u32,
@@ -95,7 +95,7 @@ struct Step {
 
 /// Step times and throughput in the windows of one kind.
 #[derive(Clone, Copy, Debug, Default, Serialize, Deserialize)]
-pub struct StepStats {
+pub struct ComputeStats {
     /// Step times in ms.
     pub step_ms: Percentiles,
     pub tokens_per_s: f64,
@@ -121,24 +121,24 @@ impl Windows {
 /// Statistics of one GPU without transfers (`quiet`) and with transfers (`busy`).
 #[derive(Clone, Copy, Debug, Serialize, Deserialize)]
 pub struct WindowStats {
-    pub quiet: StepStats,
-    pub busy: StepStats,
+    pub quiet: ComputeStats,
+    pub busy: ComputeStats,
 }
 
 /// A model that runs forward passes until it is dropped.
 pub struct ModelLoad {
     stop: Arc<AtomicBool>,
-    steps: Arc<Mutex<Vec<Step>>>,
+    steps: Arc<Mutex<Vec<TimedStep>>>,
     thread: Option<JoinHandle<Result<()>>>,
 }
 
 impl ModelLoad {
     /// Starts the model on this GPU and waits for its first step.
-    pub fn start(all: &TransferArgs, gpu: &str, work: Work) -> Result<Self> {
+    pub fn start(all: &TransferArgs, gpu: &str, work: ForwardKind) -> Result<Self> {
         let (args, kernels) = (&all.load, &all.kernels);
         let folder = args.model.as_deref().context("--model is missing")?;
         let checkpoint = Checkpoint::open(folder, LoadFormat::Dummy { seed: 0 })?;
-        let shape = Shape::of(args, work, reserved_sms(all), &checkpoint)?;
+        let shape = BatchShape::of(args, work, reserved_sms(all), &checkpoint)?;
         let engine = engine(&checkpoint, kernels, gpu, &shape)?;
         let (stop, steps) = (Arc::new(AtomicBool::new(false)), Arc::default());
         let busy = Busy {
@@ -164,7 +164,7 @@ impl ModelLoad {
         Ok(model_load)
     }
 
-    fn steps(&self) -> Vec<Step> {
+    fn steps(&self) -> Vec<TimedStep> {
         self.steps.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
@@ -191,17 +191,17 @@ impl ModelLoad {
 }
 
 /// Returns the statistics of the steps that are completely within these windows.
-fn step_stats(steps: &[Step], windows: &Windows) -> Result<StepStats> {
-    let within = |step: &&Step| {
+fn step_stats(steps: &[TimedStep], windows: &Windows) -> Result<ComputeStats> {
+    let within = |step: &&TimedStep| {
         windows.0.iter().any(|(begin, end)| *begin <= step.begin && step.end <= *end)
     };
-    let within: Vec<&Step> = steps.iter().filter(within).collect();
+    let within: Vec<&TimedStep> = steps.iter().filter(within).collect();
     ensure!(!within.is_empty(), "no step is within a window: --window-s is too short");
-    let seconds = |step: &&Step| (step.end - step.begin).as_secs_f64();
+    let seconds = |step: &&TimedStep| (step.end - step.begin).as_secs_f64();
     let tokens: u32 = within.iter().map(|step| step.tokens).sum();
     let tokens_per_s = f64::from(tokens) / within.iter().map(seconds).sum::<f64>();
     let step_ms = within.iter().map(|step| seconds(step) * 1e3).collect();
-    Ok(StepStats { step_ms: Percentiles::of(step_ms), tokens_per_s })
+    Ok(ComputeStats { step_ms: Percentiles::of(step_ms), tokens_per_s })
 }
 
 impl Drop for ModelLoad {
@@ -216,14 +216,14 @@ impl Drop for ModelLoad {
 
 /// Returns the SMs that steps leave free for transfers.
 fn reserved_sms(args: &TransferArgs) -> u32 {
-    let by_nccl = args.transport.contains(&Transport::Nccl) && args.ctas > 0;
+    let by_nccl = args.transport.contains(&TransportArg::Nccl) && args.ctas > 0;
     let as_nodes = if by_nccl { nccl_reserved_sms(args.ctas) } else { 0 };
     args.load.model_reserved_sms.unwrap_or(as_nodes)
 }
 
 /// Shape of the batch that the engine repeats.
-struct Shape {
-    work: Work,
+struct BatchShape {
+    work: ForwardKind,
     sequences: u32,
     prompt_tokens: u32,
     answer_tokens: u32,
@@ -232,10 +232,10 @@ struct Shape {
     limits: ExecutorLimits,
 }
 
-impl Shape {
+impl BatchShape {
     fn of(
         args: &ModelLoadArgs,
-        work: Work,
+        work: ForwardKind,
         reserved_sms: u32,
         checkpoint: &Checkpoint,
     ) -> Result<Self> {
@@ -243,8 +243,8 @@ impl Shape {
         let longest = config.context_tokens as u32;
         // Two prompts at a time, so that one is always waiting.
         let (sequences, prompt_tokens, answer_tokens) = match work {
-            Work::Prefill => (2, args.model_prompt, 1),
-            Work::Decode => (args.model_batch, args.model_context, ANSWER_TOKENS),
+            ForwardKind::Prefill => (2, args.model_prompt, 1),
+            ForwardKind::Decode => (args.model_batch, args.model_context, ANSWER_TOKENS),
         };
         let room = longest.saturating_sub(prompt_tokens + BLOCK_TOKENS as u32);
         let answer_tokens = answer_tokens.min(room);
@@ -270,7 +270,7 @@ fn engine(
     checkpoint: &Checkpoint,
     kernels: &KernelsArg,
     gpu: &str,
-    shape: &Shape,
+    shape: &BatchShape,
 ) -> Result<StepLoop<Box<dyn Executor>>> {
     let weights = WeightFormat::Bf16;
     let device = Driver::open()?.device_named(gpu)?;
@@ -292,12 +292,12 @@ fn engine(
 /// The thread that runs forward passes.
 struct Busy {
     engine: StepLoop<Box<dyn Executor>>,
-    shape: Shape,
+    shape: BatchShape,
     vocabulary: u32,
     rng: WorkloadRng,
     next_id: u128,
     stop: Arc<AtomicBool>,
-    steps: Arc<Mutex<Vec<Step>>>,
+    steps: Arc<Mutex<Vec<TimedStep>>>,
 }
 
 impl Busy {
@@ -307,25 +307,25 @@ impl Busy {
         while !self.stop.load(Ordering::Acquire) {
             // Prompts are submitted one by one, a batch that decodes all at once.
             let wanted = match self.shape.work {
-                Work::Prefill => self.shape.sequences - under_way,
-                Work::Decode if under_way == 0 => self.shape.sequences,
-                Work::Decode => 0,
+                ForwardKind::Prefill => self.shape.sequences - under_way,
+                ForwardKind::Decode if under_way == 0 => self.shape.sequences,
+                ForwardKind::Decode => 0,
             };
             for _ in 0..wanted {
                 self.submit(&mut actions);
                 under_way += 1;
             }
             match self.engine.turn(Duration::from_secs(1), &mut actions)? {
-                Turn::Stepped => progress = Instant::now(),
-                Turn::Pending | Turn::Idle => {
+                LoopOutcome::Stepped => progress = Instant::now(),
+                LoopOutcome::Pending | LoopOutcome::Idle => {
                     ensure!(progress.elapsed() < STALL_MAX, "no step for {STALL_MAX:?}");
                 }
             }
             for step in self.engine.take_records() {
                 let end = step.collect.end;
                 let counts = match self.shape.work {
-                    Work::Prefill => step.kind == StepKind::Prefill,
-                    Work::Decode => {
+                    ForwardKind::Prefill => step.kind == StepKind::Prefill,
+                    ForwardKind::Decode => {
                         step.kind == StepKind::Decode && step.rows == self.shape.sequences
                     }
                 };
@@ -333,7 +333,7 @@ impl Busy {
                 if let (true, Some(begin)) = (counts, before) {
                     let tokens = step.tokens;
                     let mut steps = self.steps.lock().unwrap_or_else(PoisonError::into_inner);
-                    steps.push(Step { begin, end, tokens });
+                    steps.push(TimedStep { begin, end, tokens });
                 }
                 before = counts.then_some(end);
             }
@@ -366,10 +366,10 @@ mod tests {
     fn statistics_cover_only_steps_completely_within_a_window() {
         let start = Instant::now();
         let at = |ms| start + Duration::from_millis(ms);
-        let step = |begin, end| Step { begin: at(begin), end: at(end), tokens: 10 };
+        let step = |begin, end| TimedStep { begin: at(begin), end: at(end), tokens: 10 };
         let steps = [step(0, 10), step(10, 20), step(20, 40), step(95, 105), step(110, 120)];
         let windows = Windows(vec![(at(10), at(45)), (at(100), at(120))]);
-        let StepStats { step_ms, tokens_per_s } = step_stats(&steps, &windows).unwrap();
+        let ComputeStats { step_ms, tokens_per_s } = step_stats(&steps, &windows).unwrap();
         assert_eq!((step_ms.count, step_ms.p50, step_ms.max), (3, 10.0, 20.0));
         assert_eq!(tokens_per_s.round(), 750.0);
         let error = step_stats(&steps, &Windows(vec![(at(96), at(104))])).unwrap_err();

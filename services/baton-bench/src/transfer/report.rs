@@ -6,13 +6,13 @@ use serde::Serialize;
 
 use super::{
     Gather,
-    model_load::{StepStats, WindowStats},
+    model_load::{ComputeStats, WindowStats},
 };
 use baton::bench::stats::Percentiles;
 
 /// Result of one setting.
 #[derive(Clone, Debug, Serialize)]
-pub struct Row {
+pub struct SettingResult {
     /// Transport in use.
     pub transport: String,
     pub blocks: u32,
@@ -43,7 +43,7 @@ pub struct InterferenceRow {
 }
 
 #[derive(Clone, Debug, Serialize)]
-pub struct Report {
+pub struct TransferReport {
     pub block_bytes: usize,
     pub in_flight: u32,
     /// Gather of scattered blocks for nccl; `None` in host memory.
@@ -51,7 +51,7 @@ pub struct Report {
     pub gather: Option<Gather>,
     /// Plain copies between the two GPUs.
     pub plain_copies: Vec<PlainCopy>,
-    pub rows: Vec<Row>,
+    pub rows: Vec<SettingResult>,
 }
 
 /// A copy of 256 MiB in pieces.
@@ -65,7 +65,7 @@ pub struct PlainCopy {
     pub latency_us: f64,
 }
 
-impl fmt::Display for Report {
+impl fmt::Display for TransferReport {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         for PlainCopy { piece_bytes, together, gb_per_s, latency_us } in &self.plain_copies {
             writeln!(
@@ -128,7 +128,7 @@ impl fmt::Display for Report {
             )?;
             for (what, WindowStats { quiet, busy }) in [("prefill", prompts), ("decode", decoding)]
             {
-                let columns = |stats: &StepStats| {
+                let columns = |stats: &ComputeStats| {
                     let Percentiles { mean, p50, p90, p99, .. } = stats.step_ms;
                     [mean, p50, p90, p99, stats.tokens_per_s]
                 };
@@ -162,7 +162,8 @@ mod tests {
             (None, "2 transfers together\n", None),
         ] {
             let (plain_copies, rows) = (Vec::new(), Vec::new());
-            let report = Report { block_bytes: 4096, in_flight: 2, gather, plain_copies, rows };
+            let report =
+                TransferReport { block_bytes: 4096, in_flight: 2, gather, plain_copies, rows };
             let table = report.to_string();
             assert!(table.contains(words), "{table}");
             let json = serde_json::to_value(&report).unwrap();

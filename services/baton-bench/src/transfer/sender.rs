@@ -22,12 +22,12 @@ use kernels::{BlockId, KvArena, sampling::SampledToken};
 use kv_transfer::api::{Command, Epoch, Event, PeerAddress, TransferId};
 
 use super::{
-    ANSWER, Node, SENDER_SEED, TIMEOUT, TransferArgs, Transport, arena,
-    model_load::{ModelLoad, Windows, Work},
+    ANSWER, SENDER_SEED, TIMEOUT, TransferArgs, TransferNode, TransportArg, arena,
+    model_load::{ForwardKind, ModelLoad, Windows},
     pattern, places, pool_blocks,
 };
 
-enum Input {
+enum SenderInput {
     Line(String),
     End,
     Event(Event),
@@ -43,34 +43,34 @@ pub fn run(args: &TransferArgs) -> Result<()> {
     // The thread ends with the input.
     thread::spawn(move || {
         for line in stdin().lock().lines().map_while(Result::ok) {
-            if lines.send(Input::Line(line)).is_err() {
+            if lines.send(SenderInput::Line(line)).is_err() {
                 return;
             }
         }
-        let _ = lines.send(Input::End);
+        let _ = lines.send(SenderInput::End);
     });
-    let mut sending: Option<Sending> = None;
+    let mut sending: Option<SenderSetup> = None;
     let mut model_load = match (&args.load.model, args.gpus.first()) {
-        (Some(_), Some(gpu)) => Some(ModelLoad::start(args, gpu, Work::Prefill)?),
+        (Some(_), Some(gpu)) => Some(ModelLoad::start(args, gpu, ForwardKind::Prefill)?),
         _ => None,
     };
     let mut windows = <[Windows; 2]>::default();
     for input in inputs {
         match input {
-            Input::End => break,
-            Input::Event(event) => {
+            SenderInput::End => break,
+            SenderInput::Event(event) => {
                 // Without a node the event belongs to the previous node.
                 if let Some(sending) = &sending {
                     sending.on_event(event)?;
                 }
             }
-            Input::Line(line) => {
+            SenderInput::Line(line) => {
                 let words: Vec<&str> = line.split_whitespace().collect();
                 let answer = match (&words[..], &sending) {
                     (["node", rest @ ..], _) => {
                         // Stops the previous node first.
                         drop(sending.take());
-                        let started = Sending::start(args, &arena, rest, &sender)?;
+                        let started = SenderSetup::start(args, &arena, rest, &sender)?;
                         let PeerAddress { epoch, control_endpoint, .. } = &started.node.address;
                         let answer = format!("node {epoch} {control_endpoint}");
                         sending = Some(started);
@@ -114,23 +114,23 @@ fn of_kind<'a>([quiet, busy]: &'a mut [Windows; 2], kind: &str) -> Result<&'a mu
 }
 
 /// The sender's node for one setting.
-struct Sending {
-    node: Node,
+struct SenderSetup {
+    node: TransferNode,
     receiver: PeerAddress,
     places: Vec<Vec<BlockId>>,
 }
 
-impl Sending {
+impl SenderSetup {
     fn start(
         args: &TransferArgs,
         arena: &Arc<KvArena>,
         words: &[&str],
-        inputs: &Sender<Input>,
+        inputs: &Sender<SenderInput>,
     ) -> Result<Self> {
         let [transport, blocks, chunk_blocks, epoch, endpoint] = words else {
             bail!("malformed node command: {words:?}; expected five words")
         };
-        let transport = Transport::from_str(transport, false).map_err(anyhow::Error::msg)?;
+        let transport = TransportArg::from_str(transport, false).map_err(anyhow::Error::msg)?;
         let receiver = PeerAddress {
             node_id: "receiver".to_owned(),
             epoch: Epoch(u128::from_str_radix(epoch, 16)?),
@@ -139,10 +139,11 @@ impl Sending {
         let inputs = inputs.clone();
         let sink = move |event| {
             // Fails when this process exits.
-            let _ = inputs.send(Input::Event(event));
+            let _ = inputs.send(SenderInput::Event(event));
         };
         let chunk_blocks = chunk_blocks.parse()?;
-        let node = Node::start(args, "sender", arena, transport.choice(), chunk_blocks, sink)?;
+        let node =
+            TransferNode::start(args, "sender", arena, transport.choice(), chunk_blocks, sink)?;
         let places = places(args, blocks.parse()?, SENDER_SEED);
         Ok(Self { node, receiver, places })
     }

@@ -18,7 +18,7 @@ use std::{
 use anyhow::{Context, Result, bail, ensure};
 use clap::Args;
 use engine::{
-    CacheSeeds, Scheduler, SchedulerConfig, StepLoop, StepRecord, Turn,
+    CacheSeeds, LoopOutcome, Scheduler, SchedulerConfig, StepLoop, StepRecord,
     event::{Action, Input, NewSequence, SequenceId, SequenceKind},
     executor::{
         Executor, ExecutorLimits,
@@ -39,7 +39,9 @@ use model::{Checkpoint, LoadFormat, LoadProgress, ModelConfig};
 
 use self::{
     read_stream::ReadStream,
-    report::{Report, Row, Run, StartPart, decode_row, prefill_row, print_table},
+    report::{
+        EngineMeasurement, EngineReport, EngineRun, StartPart, decode_row, prefill_row, print_table,
+    },
 };
 use super::{
     output_file,
@@ -183,7 +185,7 @@ pub fn run(args: EngineArgs) -> Result<()> {
         Some(threads) => threads,
         None => std::thread::available_parallelism()?.get(),
     };
-    let (mut bench, mut report, mut read_stream) = Bench::start(&args, &path, threads)?;
+    let (mut bench, mut report, mut read_stream) = EngineBench::start(&args, &path, threads)?;
     if let Some(read_stream) = &mut read_stream {
         read_stream.measure();
     }
@@ -230,7 +232,7 @@ pub fn run(args: EngineArgs) -> Result<()> {
                             / 1e9
                             / report.weight_read_gb_per_s
                     });
-                    Row { share_of_weight_read, ..row }
+                    EngineMeasurement { share_of_weight_read, ..row }
                 }
             });
         }
@@ -255,19 +257,19 @@ fn measurement_span(name: String, id: usize, steps: &[StepRecord]) -> TraceSpan 
     TraceSpan { track: "measurement", name: name.into(), id: id as u64, span, args }
 }
 
-struct Bench {
+struct EngineBench {
     engine: StepLoop<Box<dyn Executor>>,
     rng: WorkloadRng,
     config: ModelConfig,
     next_id: u128,
 }
 
-impl Bench {
+impl EngineBench {
     fn start(
         args: &EngineArgs,
         path: &std::path::Path,
         threads: usize,
-    ) -> Result<(Self, Report, Option<ReadStream>)> {
+    ) -> Result<(Self, EngineReport, Option<ReadStream>)> {
         let started = Instant::now();
         let checkpoint = Checkpoint::open(path, args.load_format)?;
         let opened = StartPart::new("open", started.elapsed());
@@ -286,7 +288,7 @@ impl Bench {
         let load = started.elapsed();
         // A node does not measure the memory bandwidth when it starts.
         let bandwidth = parts.iter().find(|part| part.what == "bandwidth");
-        let report = Report {
+        let report = EngineReport {
             model: args.model.clone(),
             dtype: args.dtype.to_string(),
             isa,
@@ -312,7 +314,7 @@ impl Bench {
     }
 
     /// Returns the bytes that a decode step reads at least: weights and the KV of all sequences half-way.
-    fn decode_bytes(&self, args: &EngineArgs, report: &Report, batch: u32) -> u64 {
+    fn decode_bytes(&self, args: &EngineArgs, report: &EngineReport, batch: u32) -> u64 {
         let tokens = args.context_tokens + args.decode_tokens / 2;
         let kv = self.config.kv_read_bytes(tokens as usize, args.dtype.kv_dtype());
         report.weight_bytes + u64::from(batch) * kv
@@ -333,7 +335,7 @@ impl Bench {
 
     /// Submits a batch of prompts at once and runs it until every sequence has decoded `tokens_each` tokens in
     /// steps of the whole batch.
-    fn run(&mut self, batch: u32, prompt_tokens: u32, tokens_each: u32) -> Result<Run> {
+    fn run(&mut self, batch: u32, prompt_tokens: u32, tokens_each: u32) -> Result<EngineRun> {
         let started = Instant::now();
         let step_tokens = self.engine.executor().limits().step_tokens;
         let overlap = match tokens_each {
@@ -346,8 +348,8 @@ impl Bench {
         let mut actions = Vec::new();
         while steps.len() <= last {
             match self.engine.turn(Duration::from_secs(1), &mut actions)? {
-                Turn::Stepped => progress = Instant::now(),
-                Turn::Pending | Turn::Idle => {
+                LoopOutcome::Stepped => progress = Instant::now(),
+                LoopOutcome::Pending | LoopOutcome::Idle => {
                     ensure!(progress.elapsed() < STALL_MAX, "no step for {STALL_MAX:?}");
                 }
             }
@@ -374,7 +376,7 @@ impl Bench {
             self.engine.turn(Duration::from_secs(1), &mut Vec::new())?;
             steps.extend(self.engine.take_records());
         }
-        Ok(Run { started, steps, firsts, last })
+        Ok(EngineRun { started, steps, firsts, last })
     }
 }
 

@@ -25,12 +25,12 @@ pub struct Dispatches {
 
 #[derive(Clone, Debug, Serialize)]
 pub struct DecodeStats {
-    /// Mean step time of each run over its [`Decoding`] part.
+    /// Mean step time of each run over its [`DecodeSteps`].
     pub step_ms_all: Vec<f64>,
     pub step_ms_median: f64,
     pub host_us: HostTimes,
     pub device_busy_us: Percentiles,
-    /// Fraction of the time in which the device is idle, over the [`Decoding`] part. Median of the runs.
+    /// Fraction of the time in which the device is idle, over the [`DecodeSteps`]. Median of the runs.
     pub device_idle_share: Option<f64>,
     pub dispatches: Dispatches,
     /// Median of the bytes sent to the device for a step.
@@ -43,13 +43,13 @@ pub struct DecodeStats {
 /// The part of a run in which every sequence decodes: from the end of the first step, which gives the last sequence its
 /// first token, to the end of the last step.
 #[derive(Clone, Debug)]
-pub struct Decoding {
+pub struct DecodeSteps {
     pub steps: Vec<StepRecord>,
     /// Tokens that each sequence has after its first.
     pub tokens_after_first: u32,
 }
 
-impl Decoding {
+impl DecodeSteps {
     fn step_ms(&self) -> f64 {
         let [first, .., last] = &self.steps[..] else { return 0.0 };
         let wall = last.collect.end.saturating_duration_since(first.collect.end);
@@ -71,7 +71,7 @@ impl Decoding {
 }
 
 impl DecodeStats {
-    pub fn of(runs: &[Decoding], floor_ms: Option<f64>) -> Self {
+    pub fn of(runs: &[DecodeSteps], floor_ms: Option<f64>) -> Self {
         let steps = || runs.iter().flat_map(|run| &run.steps[run.steps.len().min(1)..]);
         let spread =
             |value: &dyn Fn(&StepRecord) -> f64| Percentiles::of(steps().map(value).collect());
@@ -87,9 +87,9 @@ impl DecodeStats {
                 Dispatch::Fallback => dispatches.fallback += 1,
             }
         }
-        let step_ms_all: Vec<f64> = runs.iter().map(Decoding::step_ms).collect();
+        let step_ms_all: Vec<f64> = runs.iter().map(DecodeSteps::step_ms).collect();
         let step_ms_median = median(&step_ms_all);
-        let idle: Option<Vec<f64>> = runs.iter().map(Decoding::idle_share).collect();
+        let idle: Option<Vec<f64>> = runs.iter().map(DecodeSteps::idle_share).collect();
         Self {
             step_ms_all,
             step_ms_median,
@@ -145,7 +145,7 @@ mod tests {
         let origin = Instant::now();
         // 1 ms idle before the last step; the first step does not count.
         let steps = [(0, 9), (9, 13), (14, 19)].map(|(begin, end)| step(origin, begin, end));
-        let run = Decoding { steps: steps.into(), tokens_after_first: 2 };
+        let run = DecodeSteps { steps: steps.into(), tokens_after_first: 2 };
         let stats = DecodeStats::of(&[run.clone(), run], Some(2.0));
         assert_eq!(stats.step_ms_all, [5.0, 5.0]);
         assert_eq!(stats.share_of_floor, Some(0.4));
@@ -161,7 +161,7 @@ mod tests {
 
     #[test]
     fn run_without_steps_has_no_statistics() {
-        let run = Decoding { steps: Vec::new(), tokens_after_first: 1 };
+        let run = DecodeSteps { steps: Vec::new(), tokens_after_first: 1 };
         let stats = DecodeStats::of(&[run], None);
         assert_eq!((stats.step_ms_median, stats.device_idle_share), (0.0, None));
     }

@@ -14,7 +14,7 @@ use simulation::{ReplayConfig, Replayed, ServedRequest, TraceRequest};
 
 use super::{
     BLOCK_TOKENS,
-    cost::{CostModel, KV_TOKENS},
+    cost::{KV_TOKENS, ReplayCostModel},
 };
 use crate::bench::stats::{Percentiles, WorkloadRng};
 
@@ -52,9 +52,9 @@ const NETWORKS: [(&str, Option<f64>); 3] =
 
 pub fn run(args: BreakEvenArgs) -> Result<()> {
     let models = match args.engine.as_slice() {
-        [] => CostModel::built_in()?.to_vec(),
+        [] => ReplayCostModel::built_in()?.to_vec(),
         files => {
-            let cost = CostModel::read(files, args.transfer.as_deref())?;
+            let cost = ReplayCostModel::read(files, args.transfer.as_deref())?;
             vec![(cost, args.kv_tokens.unwrap_or(KV_TOKENS))]
         }
     };
@@ -80,7 +80,7 @@ pub fn run(args: BreakEvenArgs) -> Result<()> {
 }
 
 /// Returns the section of a model before its tables.
-fn model_head((cost, kv_tokens): &(CostModel, u32)) -> String {
+fn model_head((cost, kv_tokens): &(ReplayCostModel, u32)) -> String {
     format!(
         "\n## {}\n\nEach node has {kv_tokens} tokens of KV.\n\n```text\n{cost}\n```\n",
         cost.name
@@ -157,7 +157,7 @@ impl Cell {
 }
 
 fn write_tables(
-    (cost, kv_tokens): &(CostModel, u32),
+    (cost, kv_tokens): &(ReplayCostModel, u32),
     page: &mut String,
     bar: &ProgressBar,
 ) -> std::fmt::Result {
@@ -173,7 +173,7 @@ fn write_tables(
         for (index, (prompt, percent)) in cells.enumerate() {
             let cached = prompt * percent / 100;
             let rate = rate(&cost, prompt, cached);
-            let load = Load { prompt, cached, rate };
+            let load = CellLoad { prompt, cached, rate };
             let way = |disaggregate| Cell::of(&simulate(&cost, *kv_tokens, disaggregate, load));
             // Without transfers the network makes no difference.
             if aggregated.len() == index {
@@ -204,7 +204,7 @@ const TABLE_HEADER: &str = "\
 | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |";
 
 /// Returns the arrivals per second.
-fn rate(cost: &CostModel, prompt: u32, cached: u32) -> f64 {
+fn rate(cost: &ReplayCostModel, prompt: u32, cached: u32) -> f64 {
     let (prompt, cached) = (f64::from(prompt), f64::from(cached));
     let prefill = PREFILL_LOAD / cost.prompt_s(cached, prompt - cached);
     let step_s = cost.decode_s(DECODE_ROWS, prompt + f64::from(OUTPUT_TOKENS) / 2.0);
@@ -213,7 +213,7 @@ fn rate(cost: &CostModel, prompt: u32, cached: u32) -> f64 {
 
 /// The requests of a cell.
 #[derive(Clone, Copy)]
-struct Load {
+struct CellLoad {
     /// Tokens of a prompt, and how many of them are cached.
     prompt: u32,
     cached: u32,
@@ -222,10 +222,10 @@ struct Load {
 }
 
 fn simulate(
-    cost: &CostModel,
+    cost: &ReplayCostModel,
     kv_tokens: u32,
     disaggregate: Disaggregate,
-    Load { prompt, cached, rate }: Load,
+    CellLoad { prompt, cached, rate }: CellLoad,
 ) -> Replayed {
     let (prefill, decode) = if disaggregate == Disaggregate::Never { (0, 2) } else { (1, 1) };
     let config = ReplayConfig {
@@ -272,7 +272,7 @@ mod tests {
     #[test]
     fn page_has_the_text_the_cost_models_and_the_rates_of_the_command() {
         let mut page = PAGE.strip_prefix(HEADER).expect("the page begins with the header");
-        for model in CostModel::built_in().unwrap() {
+        for model in ReplayCostModel::built_in().unwrap() {
             let head = model_head(&model);
             page = page.strip_prefix(&head).unwrap_or_else(|| panic!("expected {head}"));
             let cost = &model.0;

@@ -100,7 +100,7 @@ impl fmt::Display for FitError {
 
 /// The fitted model.
 #[derive(Clone, Debug)]
-pub struct CostModel {
+pub struct ReplayCostModel {
     pub name: String,
     pub steps: StepCost,
     pub step_error: FitError,
@@ -111,7 +111,7 @@ pub struct CostModel {
     pub chunk_blocks: usize,
 }
 
-impl CostModel {
+impl ReplayCostModel {
     /// Fits the model to the results in these files; without files to the built-in measurements.
     pub fn read(engine: &[impl AsRef<Path>], transfer: Option<&Path>) -> Result<Self> {
         let engine = match engine {
@@ -172,7 +172,7 @@ impl CostModel {
     }
 }
 
-impl fmt::Display for CostModel {
+impl fmt::Display for ReplayCostModel {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let StepCost { prefill, decode, .. } = &self.steps;
         writeln!(
@@ -347,7 +347,7 @@ mod tests {
 
     #[test]
     fn built_in_figures_fit_within_ten_percent() {
-        let model = CostModel::read(&[] as &[&Path], None).unwrap();
+        let model = ReplayCostModel::read(&[] as &[&Path], None).unwrap();
         assert!(model.step_error.root_mean_square < 0.1, "{model}");
         assert!(model.link_error.max < 0.25, "{model}");
         for (tokens, ms) in [(256.0, 9.1), (1024.0, 24.4), (8192.0, 214.9)] {
@@ -363,7 +363,7 @@ mod tests {
         // K and V in bf16, blocks of 16 tokens.
         let block_bytes =
             |layers: u64, heads: u64, head_size: u64| 2 * 2 * 16 * layers * heads * head_size;
-        let [(small, _), (large, _)] = CostModel::built_in().unwrap();
+        let [(small, _), (large, _)] = ReplayCostModel::built_in().unwrap();
         assert_eq!(small.links.block_bytes, block_bytes(32, 8, 128), "Llama-3.1-8B");
         assert_eq!(large.links.block_bytes, block_bytes(64, 8, 128), "Qwen3-32B");
     }
@@ -399,7 +399,7 @@ mod tests {
                 "1e-300 tokens/s; expected steps of 0.000001 to 1000000000 ms",
             ),
         ] {
-            let error = CostModel::fit(&[engine(rows).unwrap()], &transfer).unwrap_err();
+            let error = ReplayCostModel::fit(&[engine(rows).unwrap()], &transfer).unwrap_err();
             assert!(format!("{error:#}").contains(words), "{error:#}");
         }
         let mut slow = transfer.clone();

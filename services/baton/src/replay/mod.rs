@@ -24,9 +24,9 @@ use serde::Serialize;
 use simulation::{ReplayConfig, Replayed, TraceRequest};
 
 use self::{
-    cost::CostModel,
+    cost::ReplayCostModel,
     lru::Lru,
-    report::{Cost, Point},
+    report::{Cost, PolicyPoint},
 };
 use crate::{
     bench::{
@@ -34,7 +34,7 @@ use crate::{
         serve::{GoodputLimits, parse_rate},
         stats::WorkloadRng,
     },
-    request_trace::{HASHED_TOKENS, Row, SPAN_DAYS_MAX, Trace},
+    request_trace::{HASHED_TOKENS, RecordedRequest, RequestTrace, SPAN_DAYS_MAX},
 };
 
 /// Tokens of a KV block.
@@ -128,24 +128,24 @@ fn parse_disaggregate(text: &str) -> Result<Disaggregate, String> {
 
 /// The whole result.
 #[derive(Serialize)]
-struct Report {
+struct ReplayReport {
     trace: String,
     cost_model: String,
     prefill: u16,
     decode: u16,
     kv_tokens: u32,
     goodput_limits: Option<GoodputLimits>,
-    points: Vec<Point>,
+    points: Vec<PolicyPoint>,
 }
 
 pub fn run(args: ReplayArgs) -> Result<()> {
     let json = output_file("--json", args.json.as_deref())?;
     let plot = output_file("--plot", args.plot.as_deref())?;
     let cost = args.cost_model()?;
-    let mut trace = Trace::read(&args.trace, args.requests)?;
+    let mut trace = RequestTrace::read(&args.trace, args.requests)?;
     trace.fit(args.sequence_tokens_max())?;
     args.check_size(&trace)?;
-    let workload = Workload::new(&args, trace);
+    let workload = ReplayWorkload::new(&args, trace);
     let described = workload.describe();
     println!("{described}");
     println!("{}P{}D, {} KV tokens a node", args.prefill, args.decode, args.kv_tokens);
@@ -153,7 +153,7 @@ pub fn run(args: ReplayArgs) -> Result<()> {
     let mut policies = vec![args.policy];
     policies.extend(args.compare.iter().filter(|policy| **policy != args.policy));
     let (points, outcomes) = simulate(&args, &workload, &cost, &policies)?;
-    points.iter().for_each(Point::print);
+    points.iter().for_each(PolicyPoint::print);
     report::print_comparison(&points);
     if let Some(file) = plot {
         let outcomes: Vec<_> = policies.iter().copied().zip(&outcomes).collect();
@@ -168,11 +168,11 @@ pub fn run(args: ReplayArgs) -> Result<()> {
 fn write_json(
     args: &ReplayArgs,
     trace: String,
-    cost: &CostModel,
-    points: Vec<Point>,
+    cost: &ReplayCostModel,
+    points: Vec<PolicyPoint>,
     file: File,
 ) -> Result<()> {
-    let report = Report {
+    let report = ReplayReport {
         trace,
         cost_model: cost.to_string(),
         prefill: args.prefill,
@@ -187,17 +187,17 @@ fn write_json(
 /// Simulates each policy in its own thread.
 fn simulate(
     args: &ReplayArgs,
-    workload: &Workload,
-    cost: &CostModel,
+    workload: &ReplayWorkload,
+    cost: &ReplayCostModel,
     policies: &[NodePolicy],
-) -> Result<(Vec<Point>, Vec<Replayed>)> {
+) -> Result<(Vec<PolicyPoint>, Vec<Replayed>)> {
     let count = (workload.arrivals.len() * policies.len()) as u64;
     let bar = ProgressBar::new(count).with_style(
         ProgressStyle::with_template("{pos}/{len} requests {wide_bar} {elapsed} {msg}")
             .expect("the template is constant"),
     );
     let lru = workload.lru_hit_rates(args);
-    let results: Vec<Result<(Point, Replayed)>> = std::thread::scope(|scope| {
+    let results: Vec<Result<(PolicyPoint, Replayed)>> = std::thread::scope(|scope| {
         let threads: Vec<_> = policies
             .iter()
             .map(|policy| {
@@ -216,7 +216,7 @@ fn simulate(
     for result in results {
         let (point, replayed) = result?;
         let [all, prefill] = lru.map_or([None; 2], |rates| rates.map(Some));
-        points.push(Point { lru_hit_rate: all, lru_prefill_hit_rate: prefill, ..point });
+        points.push(PolicyPoint { lru_hit_rate: all, lru_prefill_hit_rate: prefill, ..point });
         outcomes.push(replayed);
     }
     Ok((points, outcomes))
@@ -224,11 +224,11 @@ fn simulate(
 
 fn simulate_one(
     args: &ReplayArgs,
-    workload: &Workload,
-    cost: &CostModel,
+    workload: &ReplayWorkload,
+    cost: &ReplayCostModel,
     policy: NodePolicy,
     bar: &ProgressBar,
-) -> (Point, Replayed) {
+) -> (PolicyPoint, Replayed) {
     let (started, cpu_started) = (Instant::now(), thread_cpu_time());
     let config = args.config(workload, cost, policy);
     let mut arrived = 0;
@@ -241,7 +241,7 @@ fn simulate_one(
     let cpu = cpu_started.and_then(|before| thread_cpu_time()?.checked_sub(before));
     let cost = Cost { wall, cpu: cpu.unwrap_or(wall) };
     let prefill = args.prefill.into();
-    let point = Point::new(policy, args.rate_scale, &replayed, prefill, args.goodput, cost);
+    let point = PolicyPoint::new(policy, args.rate_scale, &replayed, prefill, args.goodput, cost);
     (point, replayed)
 }
 
@@ -252,10 +252,10 @@ fn thread_cpu_time() -> Option<Duration> {
 }
 
 impl ReplayArgs {
-    fn cost_model(&self) -> Result<CostModel> {
+    fn cost_model(&self) -> Result<ReplayCostModel> {
         let nodes = u32::from(self.prefill) + u32::from(self.decode);
         ensure!(nodes <= 1000, "invalid --prefill and --decode: {nodes} nodes; expected 1 to 1000");
-        let mut cost = CostModel::read(&self.engine, self.transfer.as_deref())?;
+        let mut cost = ReplayCostModel::read(&self.engine, self.transfer.as_deref())?;
         if let Some(gb_per_s) = self.link_gb_per_s {
             cost.links.bytes_per_s = gb_per_s * 1e9;
         }
@@ -263,7 +263,7 @@ impl ReplayArgs {
     }
 
     /// Rejects replays that need too much memory or virtual time.
-    fn check_size(&self, trace: &Trace) -> Result<()> {
+    fn check_size(&self, trace: &RequestTrace) -> Result<()> {
         let requests = trace.len() as u64 * u64::from(self.copies) * u64::from(self.repeat);
         ensure!(
             requests <= REQUESTS_MAX,
@@ -282,7 +282,12 @@ impl ReplayArgs {
         self.sequence_tokens.min(self.kv_tokens)
     }
 
-    fn config(&self, workload: &Workload, cost: &CostModel, policy: NodePolicy) -> ReplayConfig {
+    fn config(
+        &self,
+        workload: &ReplayWorkload,
+        cost: &ReplayCostModel,
+        policy: NodePolicy,
+    ) -> ReplayConfig {
         ReplayConfig {
             prefill: self.prefill.into(),
             decode: self.decode.into(),
@@ -304,16 +309,16 @@ impl ReplayArgs {
 }
 
 /// The requests of a replay.
-struct Workload {
-    trace: std::sync::Arc<Trace>,
+struct ReplayWorkload {
+    trace: std::sync::Arc<RequestTrace>,
     /// Arrival in seconds, row of the trace, and number of the copy.
     arrivals: std::sync::Arc<[(f64, u32, u32)]>,
     /// Arrival of the last request.
     duration: Duration,
 }
 
-impl Workload {
-    fn new(args: &ReplayArgs, trace: Trace) -> Self {
+impl ReplayWorkload {
+    fn new(args: &ReplayArgs, trace: RequestTrace) -> Self {
         let rows = trace.rows();
         let mean_gap = rows.last().map_or(0.0, |row| row.arrives_at) / rows.len() as f64;
         // The first request of a repetition follows the last one of the repetition before.
@@ -388,7 +393,7 @@ impl Workload {
 }
 
 /// Returns the chunks of the recorded prefix.
-fn chunks(row: &Row, copy: u32) -> Vec<lru::Chunk> {
+fn chunks(row: &RecordedRequest, copy: u32) -> Vec<lru::Chunk> {
     let tokens = (0..row.input_tokens).step_by(HASHED_TOKENS);
     let ids = row.hash_ids.iter().zip(tokens);
     let chunk = |(id, before): (&u64, u32)| {
@@ -514,8 +519,8 @@ mod tests {
         let path = trace.path().to_str().unwrap();
         let workload = |flags: &[&str]| {
             let args = args(path, flags).unwrap();
-            let trace = Trace::read(&args.trace, args.requests).unwrap();
-            Workload::new(&args, trace)
+            let trace = RequestTrace::read(&args.trace, args.requests).unwrap();
+            ReplayWorkload::new(&args, trace)
         };
         let scaled = workload(&["--rate-scale", "2"]);
         assert_eq!(

@@ -11,7 +11,7 @@ use crate::bench::{serve::GoodputLimits, stats::Percentiles};
 
 /// Results of one policy.
 #[derive(Clone, Debug, Serialize)]
-pub struct Point {
+pub struct PolicyPoint {
     pub policy: &'static str,
     pub rate_scale: f64,
     pub arrived: usize,
@@ -103,7 +103,7 @@ pub struct Cost {
     pub cpu: Duration,
 }
 
-impl Point {
+impl PolicyPoint {
     pub fn new(
         policy: NodePolicy,
         rate_scale: f64,
@@ -233,14 +233,14 @@ impl Point {
 }
 
 /// Prints the main statistics of several policies side by side.
-pub fn print_comparison(points: &[Point]) {
+pub fn print_comparison(points: &[PolicyPoint]) {
     let [first, _, ..] = points else { return };
     println!("\nratios are to {}", first.policy);
     println!(
         "{:<14} {:>17} {:>17} {:>17} {:>17} {:>10} {:>8}",
         "", "TTFT p50, ms", "TTFT p90, ms", "TPOT p50, ms", "TPOT p99, ms", "hit rate", "÷ LRU"
     );
-    let columns = |point: &Point| {
+    let columns = |point: &PolicyPoint| {
         [point.ttft_ms.p50, point.ttft_ms.p90, point.tpot_ms.p50, point.tpot_ms.p99]
     };
     for point in points {

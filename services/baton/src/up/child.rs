@@ -36,7 +36,7 @@ pub struct ChildSpec {
     pub args: Vec<OsString>,
     pub envs: Vec<(String, String)>,
     /// Returns arguments that keep the addresses of the first start across restarts.
-    pub sticky: fn(&Ready) -> Vec<OsString>,
+    pub sticky: fn(&ReadyFile) -> Vec<OsString>,
     pub ready_file: PathBuf,
     /// Time-out of a start.
     pub ready_within: Duration,
@@ -46,7 +46,7 @@ pub struct ChildSpec {
 
 /// Addresses that a service writes to its ready file.
 #[derive(Clone, Debug, Deserialize)]
-pub struct Ready {
+pub struct ReadyFile {
     #[serde(default)]
     pub grpc: String,
     #[serde(default)]
@@ -61,7 +61,7 @@ pub struct Ready {
 #[derive(Clone, Debug)]
 pub enum ChildState {
     Starting,
-    Ready(Ready),
+    Ready(ReadyFile),
     /// The first start failed; there is no restart.
     Failed(String),
     Stopped,
@@ -70,7 +70,7 @@ pub enum ChildState {
 /// Runs the child until `stop`. Restarts it with back-off if it dies after it was ready once.
 pub async fn supervise(spec: ChildSpec, stop: CancellationToken, state: watch::Sender<ChildState>) {
     let mut backoff = Backoff::default();
-    let mut known: Option<Ready> = None;
+    let mut known: Option<ReadyFile> = None;
     loop {
         let exit = match start(&spec, known.as_ref()) {
             Ok(running) => run_until_exit(&spec, running, &stop, &state, &mut known).await,
@@ -111,7 +111,7 @@ struct RunningChild {
     lines: JoinSet<()>,
 }
 
-fn start(spec: &ChildSpec, known: Option<&Ready>) -> Result<RunningChild> {
+fn start(spec: &ChildSpec, known: Option<&ReadyFile>) -> Result<RunningChild> {
     let _ = std::fs::remove_file(&spec.ready_file);
     let mut command = Command::new(&spec.program);
     command
@@ -152,7 +152,7 @@ async fn run_until_exit(
     mut running: RunningChild,
     stop: &CancellationToken,
     state: &watch::Sender<ChildState>,
-    known: &mut Option<Ready>,
+    known: &mut Option<ReadyFile>,
 ) -> Result<Exit> {
     let started = Instant::now();
     let mut next_line = LOADING_LINE_EVERY;
@@ -203,7 +203,7 @@ async fn terminate(child: &mut Child, spec: &ChildSpec) -> Result<ExitStatus> {
     }
 }
 
-fn read_ready(path: &Path) -> Result<Option<Ready>> {
+fn read_ready(path: &Path) -> Result<Option<ReadyFile>> {
     match std::fs::read(path) {
         // Services rename the file into place, so an existing file is complete.
         Ok(bytes) => serde_json::from_slice(&bytes)

@@ -22,9 +22,9 @@ const WRITTEN_WITHIN: Duration = Duration::from_millis(500);
 
 /// Queue of lines for standard error, which can be held while an answer streams.
 #[derive(Clone)]
-pub struct Console(Arc<Mutex<State>>);
+pub struct Console(Arc<Mutex<ConsoleState>>);
 
-struct State {
+struct ConsoleState {
     /// Lines that are held while an answer streams.
     held: Option<Vec<String>>,
     queue: SyncSender<Item>,
@@ -50,7 +50,7 @@ impl Console {
             write_all(&lines);
             drop::<SyncSender<()>>(ended);
         })?;
-        let state = State { held: None, queue, lost: 0 };
+        let state = ConsoleState { held: None, queue, lost: 0 };
         Ok((Self(Arc::new(Mutex::new(state))), LastLines(end)))
     }
 
@@ -78,12 +78,12 @@ impl Console {
         Held(self)
     }
 
-    fn lock(&self) -> MutexGuard<'_, State> {
+    fn lock(&self) -> MutexGuard<'_, ConsoleState> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
-impl State {
+impl ConsoleState {
     fn release(&mut self) {
         for line in self.held.take().unwrap_or_default() {
             self.write(line);
@@ -144,7 +144,7 @@ mod tests {
     /// Returns a console without a writer thread, and its queue.
     fn unread(room: usize) -> (Console, Receiver<Item>) {
         let (queue, lines) = sync_channel(room);
-        let state = State { held: None, queue, lost: 0 };
+        let state = ConsoleState { held: None, queue, lost: 0 };
         (Console(Arc::new(Mutex::new(state))), lines)
     }
 

@@ -27,12 +27,12 @@ const ANSWER_WITHIN: Duration = Duration::from_secs(3);
 type Node = (String, watch::Receiver<ChildState>);
 
 /// Server of `/ready` and `/live`.
-pub struct Health {
+pub struct HealthServer {
     ready: Arc<AtomicBool>,
     server: MetricsServer,
 }
 
-impl Health {
+impl HealthServer {
     pub async fn start(address: SocketAddr, nodes: Vec<Node>) -> Result<Self> {
         let ready = Arc::new(AtomicBool::new(false));
         let (is_ready, nodes) = (ready.clone(), Arc::new(nodes));
@@ -81,7 +81,7 @@ async fn problem(client: &HttpClient, (name, state): &Node) -> Option<String> {
 
 #[cfg(test)]
 mod tests {
-    use super::{super::child::Ready, *};
+    use super::{super::child::ReadyFile, *};
 
     async fn node(status: StatusCode, text: &'static str) -> (MetricsServer, ChildState) {
         let routes = Router::new().route("/live", get(async move || (status, text)));
@@ -89,7 +89,7 @@ mod tests {
         let server = MetricsServer::start_routes(any, routes).await.unwrap();
         let metrics = server.address().to_string();
         let ready =
-            Ready { grpc: String::new(), http: String::new(), metrics, admin: String::new() };
+            ReadyFile { grpc: String::new(), http: String::new(), metrics, admin: String::new() };
         (server, ChildState::Ready(ready))
     }
 
@@ -98,8 +98,12 @@ mod tests {
         let silent = || {
             let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
             let metrics = listener.local_addr().unwrap().to_string();
-            let ready =
-                Ready { grpc: String::new(), http: String::new(), metrics, admin: String::new() };
+            let ready = ReadyFile {
+                grpc: String::new(),
+                http: String::new(),
+                metrics,
+                admin: String::new(),
+            };
             (listener, watch::channel(ChildState::Ready(ready)).1)
         };
         let (silent, nodes): (Vec<_>, Vec<_>) = (0..4)
@@ -121,7 +125,7 @@ mod tests {
         let nodes =
             vec![("prefill-0".to_owned(), watch::channel(live).1), ("decode-0".to_owned(), state)];
         let any = SocketAddr::from(([127, 0, 0, 1], 0));
-        let health = Health::start(any, nodes).await.unwrap();
+        let health = HealthServer::start(any, nodes).await.unwrap();
         let client = HttpClient::new(Connector::new(CONNECT_WITHIN));
         let ask = async |path: &str| {
             let url = format!("http://{}{path}", health.address());

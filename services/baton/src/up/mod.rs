@@ -34,9 +34,9 @@ use tokio::{
 use tokio_util::sync::CancellationToken;
 
 use self::{
-    child::{ChildSpec, ChildState, Ready, supervise},
+    child::{ChildSpec, ChildState, ReadyFile, supervise},
     console::Console,
-    health::Health,
+    health::HealthServer,
     process::{die_with_parent, send_terminate},
     specs::Common,
 };
@@ -153,7 +153,7 @@ impl Supervised {
     }
 
     /// Waits for the first start to succeed or fail.
-    async fn ready(&mut self) -> Result<Ready> {
+    async fn ready(&mut self) -> Result<ReadyFile> {
         let state = self
             .state
             .wait_for(|state| !matches!(state, ChildState::Starting))
@@ -171,13 +171,13 @@ impl Supervised {
 
 /// All started children, in the order of their start.
 #[derive(Default)]
-struct Cluster {
+struct StartedCluster {
     nodes: Vec<Supervised>,
     router: Option<Supervised>,
-    health: Option<Health>,
+    health: Option<HealthServer>,
 }
 
-impl Cluster {
+impl StartedCluster {
     async fn stop(self) {
         if let Some(health) = &self.health {
             health.set_ready(false);
@@ -291,7 +291,7 @@ async fn serve_until_signal(
     mut signals: [Signal; 2],
 ) -> Result<()> {
     let started = Instant::now();
-    let mut cluster = Cluster::default();
+    let mut cluster = StartedCluster::default();
     let outcome = tokio::select! {
         outcome = serve(&args, (&config, model), started, &console, &mut cluster) => outcome,
         () = stopped(&mut signals) => Ok(()),
@@ -315,7 +315,7 @@ async fn serve(
     (config, model): (&Config, FoundModel),
     started: Instant,
     console: &Console,
-    cluster: &mut Cluster,
+    cluster: &mut StartedCluster,
 ) -> Result<()> {
     let common = Common::new(args, config, model, console)?;
     for (role, count) in [("prefill", args.prefill), ("decode", args.decode)] {
@@ -326,7 +326,7 @@ async fn serve(
     }
     if let Some(address) = args.health {
         let nodes = cluster.nodes.iter().map(|node| (node.name.clone(), node.state.clone()));
-        cluster.health = Some(Health::start(address, nodes.collect()).await?);
+        cluster.health = Some(HealthServer::start(address, nodes.collect()).await?);
     }
     let (mut prefill, mut decode) = (Vec::new(), Vec::new());
     // The first node that fails ends the wait for the others, which may load for an hour.
@@ -375,7 +375,7 @@ async fn serve(
 }
 
 /// Returns a client of the started router, and the URL of the router's HTTP API.
-fn api_client(config: &Config, ready: &Ready) -> Result<(HttpClient, String)> {
+fn api_client(config: &Config, ready: &ReadyFile) -> Result<(HttpClient, String)> {
     let connector = Connector::new(Duration::from_secs(1));
     let Some(cert) = &config.router.tls_cert else {
         return Ok((HttpClient::new(connector), format!("http://{}", ready.http)));

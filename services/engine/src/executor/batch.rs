@@ -27,7 +27,7 @@ use crate::plan::{
 };
 
 /// Tokens of a row on the host: the ids, or only their number.
-pub trait Tokens {
+pub trait RowTokens {
     fn admitted(tokens: &[u32]) -> Self;
     fn count(&self) -> usize;
     /// Appends draft tokens.
@@ -36,7 +36,7 @@ pub trait Tokens {
     fn retract(&mut self, count: usize);
 }
 
-impl Tokens for Vec<u32> {
+impl RowTokens for Vec<u32> {
     fn admitted(tokens: &[u32]) -> Self {
         tokens.to_vec()
     }
@@ -125,7 +125,7 @@ pub struct Batch<T = Vec<u32>> {
     plans: u64,
 }
 
-impl<T: Tokens> Batch<T> {
+impl<T: RowTokens> Batch<T> {
     pub fn new(limits: ExecutorLimits) -> Self {
         Self { rows: (0..limits.slots).map(|_| None).collect(), limits, plans: 0 }
     }

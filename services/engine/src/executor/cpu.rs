@@ -49,8 +49,8 @@ pub enum CpuExecutorError {
 
 pub struct CpuExecutor {
     limits: ExecutorLimits,
-    shadow: Arc<Shadow>,
-    worker: Worker<Job, Done, ExecutorError>,
+    shadow: Arc<CpuShadow>,
+    worker: Worker<ComputeJob, ComputeResult, ExecutorError>,
     in_flight: u32,
     /// The step launched last, until its token bitmasks are supplied.
     awaiting: Option<StepId>,
@@ -59,7 +59,7 @@ pub struct CpuExecutor {
 
 /// Work of the compute thread.
 #[derive(Debug)]
-enum Job {
+enum ComputeJob {
     Step(StepPlan),
     /// The token bitmasks of the step launched last.
     Masks(StepId, Vec<RowMask>),
@@ -70,7 +70,7 @@ enum Job {
 }
 
 #[derive(Debug)]
-enum Done {
+enum ComputeResult {
     /// The forward pass of a step that awaits its token bitmasks.
     Forward(StepId),
     Step(StepResult),
@@ -84,20 +84,20 @@ const COMMIT_MAX: Duration = Duration::from_secs(10);
 type CpuWeights = TransformerWeights<CpuMatrix, CpuVector>;
 
 /// The weights that are not in use: prepared, or replaced by a commit.
-struct Shadow {
+struct CpuShadow {
     /// Backend that packs weights on one thread while steps run.
     packer: CpuBackend,
     is_in_place: AtomicBool,
     weights: Mutex<Option<CpuWeights>>,
 }
 
-impl Shadow {
+impl CpuShadow {
     fn weights(&self) -> MutexGuard<'_, Option<CpuWeights>> {
         self.weights.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
-impl WeightUpdate for Shadow {
+impl WeightUpdate for CpuShadow {
     fn is_in_place(&self) -> bool {
         self.is_in_place.load(Ordering::Relaxed)
     }
@@ -138,9 +138,9 @@ impl CpuExecutor {
         let model = Transformer::load(checkpoint, &backend, largest_step, progress)?;
         let batch = Batch::new(limits);
         let packer = backend.packer()?;
-        let shadow = Shadow { packer, is_in_place: false.into(), weights: Mutex::default() };
+        let shadow = CpuShadow { packer, is_in_place: false.into(), weights: Mutex::default() };
         let shadow = Arc::new(shadow);
-        let mut runner = Runner {
+        let mut runner = CpuRunner {
             model,
             backend,
             arena,
@@ -164,13 +164,13 @@ impl CpuExecutor {
     }
 
     /// Runs a job that changes the weights, and waits for its end.
-    fn change_weights(&mut self, job: Job) -> Result<(), ExecutorError> {
+    fn change_weights(&mut self, job: ComputeJob) -> Result<(), ExecutorError> {
         assert_eq!(self.in_flight, 0, "weights change between steps");
         self.worker.send(job)?;
         let deadline = Instant::now() + COMMIT_MAX;
         while Instant::now() < deadline {
             // A wake-up ends the wait early.
-            if let Some(Done::WeightsChanged) = self.worker.receive(COMMIT_MAX)? {
+            if let Some(ComputeResult::WeightsChanged) = self.worker.receive(COMMIT_MAX)? {
                 return Ok(());
             }
         }
@@ -186,13 +186,13 @@ impl Executor for CpuExecutor {
             return Err(ExecutorError::BadPlan { step_id: plan.step_id, reason });
         }
         self.awaiting = plan.awaits_masks.then_some(plan.step_id);
-        self.worker.send(Job::Step(plan))?;
+        self.worker.send(ComputeJob::Step(plan))?;
         self.in_flight += 1;
         Ok(())
     }
 
     fn supply(&mut self, step_id: StepId, masks: Vec<RowMask>) -> Result<(), ExecutorError> {
-        self.worker.send(Job::Masks(step_id, masks))?;
+        self.worker.send(ComputeJob::Masks(step_id, masks))?;
         (self.awaiting, self.masks_are_due) = (None, false);
         Ok(())
     }
@@ -204,12 +204,12 @@ impl Executor for CpuExecutor {
     fn collect(&mut self, timeout: Duration) -> Result<Option<StepResult>, ExecutorError> {
         let mut result = match self.worker.receive(timeout)? {
             None => return Ok(None),
-            Some(Done::Forward(step_id)) => {
+            Some(ComputeResult::Forward(step_id)) => {
                 self.masks_are_due |= self.awaiting == Some(step_id);
                 return Ok(None);
             }
-            Some(Done::Step(result)) => result,
-            Some(Done::WeightsChanged) => return Ok(None),
+            Some(ComputeResult::Step(result)) => result,
+            Some(ComputeResult::WeightsChanged) => return Ok(None),
         };
         self.in_flight -= 1;
         result.run.collected_at = Some(Instant::now());
@@ -229,16 +229,16 @@ impl Executor for CpuExecutor {
     }
 
     fn commit_weights(&mut self) -> Result<(), ExecutorError> {
-        self.change_weights(Job::CommitWeights)
+        self.change_weights(ComputeJob::CommitWeights)
     }
 
     fn release_weights(&mut self) -> Result<(), ExecutorError> {
-        self.change_weights(Job::ReleaseWeights)
+        self.change_weights(ComputeJob::ReleaseWeights)
     }
 }
 
 /// State owned by the compute thread.
-struct Runner {
+struct CpuRunner {
     model: Transformer<CpuBackend>,
     backend: CpuBackend,
     arena: Arc<KvArena>,
@@ -248,7 +248,7 @@ struct Runner {
     batch: Batch,
     /// The step whose token bitmasks come with the next job.
     awaiting: Option<Forwarded>,
-    shadow: Arc<Shadow>,
+    shadow: Arc<CpuShadow>,
 }
 
 /// A step between its forward pass and its sampling.
@@ -259,36 +259,36 @@ struct Forwarded {
     scheduled: Vec<ScheduledRow>,
 }
 
-impl Runner {
-    fn run(&mut self, job: Job) -> Result<Done, ExecutorError> {
+impl CpuRunner {
+    fn run(&mut self, job: ComputeJob) -> Result<ComputeResult, ExecutorError> {
         match job {
-            Job::Step(plan) => {
+            ComputeJob::Step(plan) => {
                 let step = self.forward(&plan)?;
                 if plan.awaits_masks {
                     self.awaiting = Some(step);
-                    return Ok(Done::Forward(plan.step_id));
+                    return Ok(ComputeResult::Forward(plan.step_id));
                 }
                 self.sample(step)
             }
-            Job::Masks(step_id, masks) => {
+            ComputeJob::Masks(step_id, masks) => {
                 let bad = |reason: String| ExecutorError::BadPlan { step_id, reason };
                 let step = self.awaiting.take().filter(|step| step.step_id == step_id);
                 let mut step = step.ok_or_else(|| bad("the step awaits no bitmasks".to_owned()))?;
                 self.batch.supply(&mut step.scheduled, masks).map_err(bad)?;
                 self.sample(step)
             }
-            Job::ReleaseWeights => {
+            ComputeJob::ReleaseWeights => {
                 drop(self.model.take_weights());
-                Ok(Done::WeightsChanged)
+                Ok(ComputeResult::WeightsChanged)
             }
-            Job::CommitWeights => {
+            ComputeJob::CommitWeights => {
                 let mut shadow = self.shadow.weights();
                 let Some(weights) = shadow.take() else {
                     let reason = "no weights are prepared".to_owned();
                     return Err(ExecutorError::Stopped { reason });
                 };
                 *shadow = self.model.replace_weights(weights);
-                Ok(Done::WeightsChanged)
+                Ok(ComputeResult::WeightsChanged)
             }
         }
     }
@@ -322,7 +322,7 @@ impl Runner {
         Ok(Forwarded { step_id, begin, busy: begin.elapsed(), scheduled })
     }
 
-    fn sample(&mut self, step: Forwarded) -> Result<Done, ExecutorError> {
+    fn sample(&mut self, step: Forwarded) -> Result<ComputeResult, ExecutorError> {
         let Forwarded { step_id, begin, busy, scheduled } = step;
         let started = Instant::now();
         let sampled = self.sampled(&scheduled);
@@ -330,7 +330,7 @@ impl Runner {
         let end = Instant::now();
         let (device, results_at) = (Some(Span { begin, end }), Some(end));
         let run = StepRun { device, results_at, ..StepRun::default() };
-        Ok(Done::Step(StepResult { step_id, rows, busy: busy + (end - started), run }))
+        Ok(ComputeResult::Step(StepResult { step_id, rows, busy: busy + (end - started), run }))
     }
 
     fn sampled(&mut self, scheduled: &[ScheduledRow]) -> Result<Vec<RowResult>, CpuGroupError> {

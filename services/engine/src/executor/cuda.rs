@@ -32,10 +32,10 @@ use kernels::{
 };
 use model::{Checkpoint, Limits, LoadProgress, ModelConfig, ModelError, Transformer};
 
-use self::graphs::{Graphs, Parts};
+use self::graphs::{CaptureTarget, Graphs};
 pub use self::kv_size::{KvRoom, KvShare, kv_blocks};
 pub use self::rank::{CudaRank, join};
-use self::{rows::Rows, shadow::Shadow};
+use self::{rows::DeviceRows, shadow::CudaShadow};
 use super::{
     CollectWaker, Executor, ExecutorError, ExecutorLimits, Misfit, POLL_MAX, Speculation,
     WeightUpdate, batch::ScheduledRow, poll, worker::Worker,
@@ -71,7 +71,7 @@ pub struct CudaModel {
     model: Transformer<CudaBackend>,
     backend: CudaBackend,
     times: LoadTimes,
-    shadow: Option<Arc<Shadow>>,
+    shadow: Option<Arc<CudaShadow>>,
 }
 
 /// Duration of each stage of loading.
@@ -115,14 +115,14 @@ impl CudaModel {
     /// Allocates memory for a second copy of the weights, so that the weights can be updated while steps run.
     /// `chunks`: number and bytes of the buffers that a trainer's broadcasts fill.
     pub fn allocate_shadow(&mut self, chunks: (usize, usize)) -> Result<(), CudaExecutorError> {
-        self.shadow = Some(Shadow::new(self.model.config(), &self.backend, chunks)?);
+        self.shadow = Some(CudaShadow::new(self.model.config(), &self.backend, chunks)?);
         Ok(())
     }
 
     /// Lets the weights be updated in place, while no step runs.
     /// `chunks`: as for [`Self::allocate_shadow`].
     pub fn update_in_place(&mut self, chunks: (usize, usize)) -> Result<(), CudaExecutorError> {
-        self.shadow = Some(Shadow::in_place(self.model.config(), &self.backend, chunks)?);
+        self.shadow = Some(CudaShadow::in_place(self.model.config(), &self.backend, chunks)?);
         Ok(())
     }
 
@@ -181,8 +181,8 @@ pub struct CudaExecutor {
     batch: DeviceBatch,
     graphs: Graphs,
     access: StreamAccess,
-    rows: Rows,
-    launched: VecDeque<Launched>,
+    rows: DeviceRows,
+    launched: VecDeque<LaunchedStep>,
     /// Results that `launch` has collected, until `collect` returns them.
     collected: VecDeque<StepResult>,
     /// Step launched last, while it awaits its token bitmasks.
@@ -191,15 +191,15 @@ pub struct CudaExecutor {
     /// Events recorded after the forward passes of steps that await bitmasks, one for each step in flight.
     forwarded: Vec<Event>,
     /// Waits for the GPU. Closed before the other fields are dropped.
-    worker: Worker<Job, Done, CudaError>,
+    worker: Worker<GpuJob, GpuResult, CudaError>,
     /// Whether `collect` polls instead of sleeping.
     polls: bool,
     /// `None`: the weights cannot change.
-    shadow: Option<Arc<Shadow>>,
+    shadow: Option<Arc<CudaShadow>>,
 }
 
 /// Host state of a step in flight.
-struct Launched {
+struct LaunchedStep {
     step_id: u64,
     scheduled: Vec<ScheduledRow>,
     /// Number of samples of each row that samples.
@@ -218,12 +218,12 @@ struct Awaiting {
 }
 
 /// Work of the GPU that the worker waits for.
-enum Job {
+enum GpuJob {
     Forward(StepId, Event),
     Frame(CudaFrame),
 }
 
-enum Done {
+enum GpuResult {
     Forward(StepId, Event),
     Frame(Finished),
 }
@@ -247,7 +247,7 @@ impl CudaExecutor {
         check(model.config(), model.shard(), &kv, arena, limits)?;
         let mut batch = DeviceBatch::new(&backend, kv, batch_limits(&limits))?;
         let mut clock = DeviceClock::start(backend.context(), backend.compute())?;
-        let parts = Parts {
+        let parts = CaptureTarget {
             model: &mut model,
             backend: &mut backend,
             batch: &mut batch,
@@ -256,14 +256,14 @@ impl CudaExecutor {
         let graphs = Graphs::capture(parts, &limits)?;
         let context = Arc::clone(backend.context());
         let mut bound = None;
-        let wait = move |job: Job| {
+        let wait = move |job: GpuJob| {
             bound.get_or_insert_with(|| context.bind()).clone()?;
             Ok(match job {
-                Job::Forward(step_id, event) => {
+                GpuJob::Forward(step_id, event) => {
                     event.synchronize()?;
-                    Done::Forward(step_id, event)
+                    GpuResult::Forward(step_id, event)
                 }
-                Job::Frame(frame) => Done::Frame(frame.finish(&mut clock)?),
+                GpuJob::Frame(frame) => GpuResult::Frame(frame.finish(&mut clock)?),
             })
         };
         // A step has a second job if it awaits bitmasks.
@@ -277,7 +277,7 @@ impl CudaExecutor {
             batch,
             graphs,
             access: StreamAccess::new(arena),
-            rows: Rows::new(limits),
+            rows: DeviceRows::new(limits),
             launched: VecDeque::new(),
             collected: VecDeque::new(),
             awaiting: None,
@@ -354,7 +354,7 @@ impl CudaExecutor {
         let results = step.scheduled.iter().map(|row| self.rows.unsampled(row)).collect();
         let scheduled = step.scheduled;
         let row_samples = verified.max(1) as usize;
-        self.launched.push_back(Launched {
+        self.launched.push_back(LaunchedStep {
             step_id,
             scheduled,
             row_samples,
@@ -380,9 +380,9 @@ impl CudaExecutor {
                 event.record(backend.compute())?;
                 self.batch.await_masks(backend)?;
                 self.awaiting = Some(Awaiting { step_id, prepared, wants_logprobs });
-                return Ok(Job::Forward(step_id, event));
+                return Ok(GpuJob::Forward(step_id, event));
             }
-            self.sample(&prepared, step_id, wants_logprobs).map(Job::Frame)
+            self.sample(&prepared, step_id, wants_logprobs).map(GpuJob::Frame)
         })();
         self.worker.send(job.map_err(|error: CudaError| ExecutorError::from(error))?)
     }
@@ -420,8 +420,8 @@ impl CudaExecutor {
     /// Waits for the worker's next message. Returns a result if the message is a finished step.
     fn receive(&mut self, timeout: Duration) -> Result<Option<StepResult>, ExecutorError> {
         match self.worker.receive(timeout)? {
-            Some(Done::Frame(finished)) => self.result(finished).map(Some),
-            Some(Done::Forward(step_id, event)) => {
+            Some(GpuResult::Frame(finished)) => self.result(finished).map(Some),
+            Some(GpuResult::Forward(step_id, event)) => {
                 self.forwarded.push(event);
                 let awaiting = self.awaiting.as_ref();
                 self.masks_are_due |= awaiting.is_some_and(|awaiting| awaiting.step_id == step_id);
@@ -502,7 +502,7 @@ impl Executor for CudaExecutor {
         let Awaiting { prepared, wants_logprobs, .. } = awaiting;
         self.batch.supply(&self.backend, &prepared, &masks)?;
         let frame = self.sample(&prepared, step_id, wants_logprobs)?;
-        self.worker.send(Job::Frame(frame))
+        self.worker.send(GpuJob::Frame(frame))
     }
 
     fn masks_are_due(&self) -> bool {

@@ -167,7 +167,7 @@ fn mix(mut value: u64) -> u64 {
 }
 
 #[derive(Debug)]
-struct Launched {
+struct SimulatedStep {
     at: Instant,
     plan: StepPlan,
     /// `None` until the step is supplied with its token bitmasks.
@@ -187,7 +187,7 @@ pub struct SimExecutor {
     prepared: Option<(u64, bool)>,
     /// KV of earlier weights that each slot's row has kept: first position after it, and weight version.
     kept_kv: Vec<Vec<(usize, u64)>>,
-    launched: VecDeque<Launched>,
+    launched: VecDeque<SimulatedStep>,
     /// Whether the oldest step waits for its token bitmasks only.
     masks_are_due: bool,
     /// The oldest step, computed but not due yet.
@@ -355,7 +355,7 @@ impl Executor for SimExecutor {
             return Err(ExecutorError::BadPlan { step_id: plan.step_id, reason });
         }
         let masks = (!plan.awaits_masks).then(Vec::new);
-        self.launched.push_back(Launched { at: self.now, plan, masks });
+        self.launched.push_back(SimulatedStep { at: self.now, plan, masks });
         Ok(())
     }
 
@@ -379,10 +379,10 @@ impl Executor for SimExecutor {
     /// Advances virtual time to the end of the oldest step, or by `timeout` if that comes first.
     fn collect(&mut self, timeout: Duration) -> Result<Option<StepResult>, ExecutorError> {
         if self.computed.is_none()
-            && let Some(Launched { at, plan, masks }) = self.launched.pop_front()
+            && let Some(SimulatedStep { at, plan, masks }) = self.launched.pop_front()
         {
             let Some(masks) = masks else {
-                self.launched.push_front(Launched { at, plan, masks });
+                self.launched.push_front(SimulatedStep { at, plan, masks });
                 self.masks_are_due = true;
                 return Ok(None);
             };

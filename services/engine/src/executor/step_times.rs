@@ -46,7 +46,7 @@ impl StepTimes {
         let pool = limits.blocks.saturating_mul(BLOCK_TOKENS as u32);
         // A row that does not sample must be followed by at least one more prompt token.
         let context_tokens = limits.step_tokens.min(limits.sequence_tokens - 1).min(pool);
-        let mut runner = Runner { executor, steps: 0, occupied: false };
+        let mut runner = StepTimer { executor, steps: 0, occupied: false };
 
         runner.prefill(0, DECODE_PROMPT.min(context_tokens), true)?;
         let mut decode = Duration::MAX;
@@ -82,14 +82,14 @@ fn row_sizes(longest: u32) -> Vec<u32> {
     sizes
 }
 
-struct Runner<'a> {
+struct StepTimer<'a> {
     executor: &'a mut dyn Executor,
     steps: u64,
     /// Whether slot 0 has a row.
     occupied: bool,
 }
 
-impl Runner<'_> {
+impl StepTimer<'_> {
     fn fastest(&mut self, position: u32, tokens: u32) -> Result<Duration, ExecutorError> {
         let mut fastest = Duration::MAX;
         for _ in 0..RUNS {

@@ -7,13 +7,13 @@ use kernels::{BLOCK_TOKENS, BlockId, sampling::SampledToken};
 use super::{
     Scheduler,
     loading::publish,
-    sequence::{Arrival, Phase, Row, Sequence, Table},
+    sequence::{Arrival, Row, Sequence, SequencePhase, Table},
 };
 use crate::{
     constraint::COMPILE_TIMEOUT,
     event::{Action, NewSequence, SequenceFailure, SequenceId, SequenceKind},
     kv_blocks::blocks_for,
-    tiers::Tiers,
+    tiers::TierStores,
 };
 
 /// Number of a row's results after its hand-over for which steps prefill less. With two steps in flight these are three
@@ -56,7 +56,7 @@ impl Scheduler {
 
     /// Returns the length at which a new sequence ends, or why it is rejected.
     fn accept(&self, now: Instant, new: &NewSequence) -> Result<usize, SequenceFailure> {
-        let is_loading = |tiers: &Tiers| tiers.is_loading(new.id);
+        let is_loading = |tiers: &TierStores| tiers.is_loading(new.id);
         if self.sequences.contains_key(&new.id)
             || self.transfers.contains(new.id)
             || self.tiers.as_ref().is_some_and(is_loading)
@@ -129,7 +129,7 @@ impl Scheduler {
         actions: &mut Vec<Action>,
     ) {
         let Some(sequence) = self.sequences.get_mut(&id) else { return };
-        if !matches!(sequence.phase, Phase::AwaitingReady) {
+        if !matches!(sequence.phase, SequencePhase::AwaitingReady) {
             return;
         }
         if first_block >= blocks_for(sequence.tokens.len()) {
@@ -140,7 +140,7 @@ impl Scheduler {
         if !self.is_admitting {
             return self.fail(id, SequenceFailure::WeightsChanged, actions);
         }
-        sequence.phase = Phase::Waiting;
+        sequence.phase = SequencePhase::Waiting;
         let (arrival, deadline) = (sequence.arrival, sequence.deadline);
         self.transfers.set_first_block(id, first_block);
         self.waiting.push_compute(arrival, id);
@@ -167,7 +167,7 @@ impl Scheduler {
             return;
         };
         self.kv.accept(&reserved, id);
-        let Phase::Reserved { prefix } = &mut sequence.phase else {
+        let SequencePhase::Reserved { prefix } = &mut sequence.phase else {
             unreachable!("a sequence with an incoming transfer is reserved");
         };
         let mut blocks = std::mem::take(prefix);
@@ -178,7 +178,7 @@ impl Scheduler {
         }
         sequence.kind = SequenceKind::Compute;
         let finish = sequence.take_token(token.id);
-        sequence.phase = Phase::Ready(Table { blocks, computed });
+        sequence.phase = SequencePhase::Ready(Table { blocks, computed });
         self.reserved_count -= 1;
         insert(&mut self.ready, (sequence.arrival, id));
         let finish = match finish {
@@ -206,7 +206,7 @@ impl Scheduler {
         self.transfers.ended(id, &mut self.kv);
         // A `Receive` that outlives its transfer has become a `Compute`.
         let waits = |sequence: &Sequence| match sequence.phase {
-            Phase::Reserved { .. } => true,
+            SequencePhase::Reserved { .. } => true,
             _ => sequence.kind == SequenceKind::Send,
         };
         if self.sequences.get(&id).is_some_and(waits) {
@@ -268,11 +268,11 @@ impl Scheduler {
             self.kv.accept(&rest, id);
             prefix.extend(rest);
             sequence.kind = SequenceKind::Compute;
-            sequence.phase = Phase::Ready(Table { blocks: prefix, computed });
+            sequence.phase = SequencePhase::Ready(Table { blocks: prefix, computed });
             insert(&mut self.ready, (sequence.arrival, id));
         } else {
             let first_block = prefix.len() as u32;
-            sequence.phase = Phase::Reserved { prefix };
+            sequence.phase = SequencePhase::Reserved { prefix };
             self.reserved_count += 1;
             self.transfers.start_incoming(id, rest.clone());
             actions.push(Action::Reserve { id, first_block, blocks: rest });
@@ -287,14 +287,16 @@ impl Scheduler {
         for (arrival, id) in std::mem::take(&mut self.ready) {
             let (slot, generation) = self.slots.occupy().expect("its slot was claimed");
             let sequence = self.sequences.get_mut(&id).expect("a ready sequence is known");
-            let Phase::Ready(table) = std::mem::replace(&mut sequence.phase, Phase::Waiting) else {
+            let SequencePhase::Ready(table) =
+                std::mem::replace(&mut sequence.phase, SequencePhase::Waiting)
+            else {
                 unreachable!("a sequence in `ready` is ready");
             };
             let mut row = Row::new(slot, generation, table, sequence.tokens.len());
             // Only token 0, which the prefill peer sampled, is not computed.
             let is_handed_over = row.length > sequence.given_len && row.computed + 1 == row.length;
             row.catch_up = if is_handed_over { CATCH_UP_RESULTS } else { 0 };
-            sequence.phase = Phase::Running(row);
+            sequence.phase = SequencePhase::Running(row);
             insert(&mut self.running, (arrival, id));
         }
     }
@@ -345,7 +347,7 @@ impl Scheduler {
             let table = Table { blocks, computed: cached * BLOCK_TOKENS };
             let sequence = self.sequences.get_mut(&id).expect("a queued sequence is known");
             sequence.phase =
-                Phase::Running(Row::new(slot, generation, table, sequence.tokens.len()));
+                SequencePhase::Running(Row::new(slot, generation, table, sequence.tokens.len()));
             insert(&mut self.running, (arrival, id));
             return Some(id);
         }
@@ -384,8 +386,9 @@ impl Scheduler {
     /// Returns the available blocks that a running row needs, and those that a waiting sequence needs; 0 when none waits
     /// for blocks.
     pub(super) fn awaited_blocks(&self) -> [u32; 2] {
-        let waits =
-            |id| self.sequences.get(&id).is_some_and(|it| matches!(it.phase, Phase::Waiting));
+        let waits = |id| {
+            self.sequences.get(&id).is_some_and(|it| matches!(it.phase, SequencePhase::Waiting))
+        };
         let lacking = self.lacking.filter(|&(id, _)| waits(id) && self.unclaimed_slots() > 0);
         // The row may have ended since the last plan.
         let row_lacks = if self.running.is_empty() { 0 } else { self.row_lacks };

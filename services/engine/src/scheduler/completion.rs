@@ -2,7 +2,7 @@
 
 use kernels::{BLOCK_TOKENS, sampling::SampledToken};
 
-use super::{Scheduler, loading::publish, sequence::Phase};
+use super::{Scheduler, loading::publish, sequence::SequencePhase};
 use crate::{
     constraint::ConstraintFailure,
     event::{Action, SequenceFailure, SequenceId, SequenceKind},
@@ -67,7 +67,7 @@ impl Scheduler {
             Ok(finish) => finish,
             Err(failure) => return self.fail(id, failure.into(), actions),
         };
-        let Phase::Running(row) = &mut sequence.phase else {
+        let SequencePhase::Running(row) = &mut sequence.phase else {
             unreachable!("a current row's sequence runs");
         };
         // The samples were withdrawn, so the row computes its last token again.
@@ -115,7 +115,7 @@ impl Scheduler {
     /// Emits [`Action::KvWritten`] for a sender's full blocks as they complete, and for the partial last
     /// block once the `whole` prompt is computed.
     fn hand_over_written(&mut self, id: SequenceId, whole: bool, actions: &mut Vec<Action>) {
-        let Phase::Running(row) = &self.sequences[&id].phase else { return };
+        let SequencePhase::Running(row) = &self.sequences[&id].phase else { return };
         let written = if whole { row.blocks.len() } else { row.computed / BLOCK_TOKENS };
         if let Some((first_block, blocks)) =
             self.transfers.hand_over(id, &row.blocks, written, &mut self.kv)

@@ -7,7 +7,7 @@ use kernels::{BLOCK_TOKENS, BlockId};
 use super::{
     Scheduler,
     admission::insert,
-    sequence::{Phase, Sequence, Table},
+    sequence::{Sequence, SequencePhase, Table},
     sequence_sessions::SequenceSessions,
 };
 use crate::{
@@ -15,14 +15,15 @@ use crate::{
     event::{Action, BlockHash, CacheChange, SequenceId, SequenceKind},
     kv_blocks::{KvBlocks, blocks_for},
     tiers::{
-        FinishedLoad, JobId, NoSource, SaveSource, Tier, TierConfig, TierEvent, TierStats, Tiers,
+        FinishedLoad, JobId, NoSource, SaveSource, Tier, TierConfig, TierEvent, TierStats,
+        TierStores,
     },
 };
 
 impl Scheduler {
     /// Turns the tiers on. Without them the scheduler emits no [`Action::Save`] and no [`Action::Load`].
     pub fn with_tiers(mut self, config: TierConfig, now: Instant) -> Self {
-        self.tiers = Some(Tiers::new(config, self.config.limits.blocks, now));
+        self.tiers = Some(TierStores::new(config, self.config.limits.blocks, now));
         self.sessions = config.sessions.then(SequenceSessions::default);
         self
     }
@@ -159,7 +160,7 @@ impl Scheduler {
         let (chain, tokens) = (&sequence.chain, &sequence.tokens);
         let contents = (resident..).map(|index| chain.contents(tokens, index));
         let load = tiers.start_load(id, slots, contents, reserved);
-        sequence.phase = Phase::Loading { prefix, count, job: load.job };
+        sequence.phase = SequencePhase::Loading { prefix, count, job: load.job };
         self.loading_count += 1;
         let alarm = tiers.load_deadline(most);
         self.set_alarm(id, alarm);
@@ -171,12 +172,12 @@ impl Scheduler {
         let FinishedLoad { load, intact } = finished;
         let id = load.id;
         let sequence = self.sequences.get_mut(&id);
-        let waits = |sequence: &&mut Sequence| matches!(sequence.phase, Phase::Loading { job: awaited, .. } if awaited == job);
+        let waits = |sequence: &&mut Sequence| matches!(sequence.phase, SequencePhase::Loading { job: awaited, .. } if awaited == job);
         let Some(sequence) = sequence.filter(waits) else {
             return self.kv.cancel_reservation(&load.blocks, id);
         };
-        let Phase::Loading { mut prefix, .. } =
-            std::mem::replace(&mut sequence.phase, Phase::Waiting)
+        let SequencePhase::Loading { mut prefix, .. } =
+            std::mem::replace(&mut sequence.phase, SequencePhase::Waiting)
         else {
             unreachable!("the phase was checked");
         };
@@ -200,7 +201,8 @@ impl Scheduler {
         self.report_admission(id, &prefix, cached, actions);
         self.set_alarm(id, deadline);
         let sequence = self.sequences.get_mut(&id).expect("just looked up");
-        sequence.phase = Phase::Ready(Table { blocks: prefix, computed: cached * BLOCK_TOKENS });
+        sequence.phase =
+            SequencePhase::Ready(Table { blocks: prefix, computed: cached * BLOCK_TOKENS });
         insert(&mut self.ready, (arrival, id));
     }
 
@@ -217,7 +219,8 @@ impl Scheduler {
     /// Returns a sequence to its queue. Its load keeps its blocks until it ends.
     pub(super) fn leave_load(&mut self, id: SequenceId) {
         let sequence = self.sequences.get_mut(&id).expect("the caller looked it up");
-        let Phase::Loading { prefix, .. } = std::mem::replace(&mut sequence.phase, Phase::Waiting)
+        let SequencePhase::Loading { prefix, .. } =
+            std::mem::replace(&mut sequence.phase, SequencePhase::Waiting)
         else {
             unreachable!("the caller checked the phase");
         };
@@ -239,8 +242,8 @@ impl Scheduler {
         let Some(turn) = sequence.turn.take() else { return };
         let last = sequence.chain.hashes().last().copied();
         let blocks: &[BlockId] = match &sequence.phase {
-            Phase::Running(row) => &row.blocks,
-            Phase::Ready(table) => &table.blocks,
+            SequencePhase::Running(row) => &row.blocks,
+            SequencePhase::Ready(table) => &table.blocks,
             _ => &[],
         };
         let share = blocks.len() as f32 / self.config.limits.blocks as f32;
@@ -274,7 +277,7 @@ impl Scheduler {
 /// nothing if the KV depends on earlier weights.
 pub(super) fn publish(
     kv: &mut KvBlocks,
-    tiers: &mut Option<Tiers>,
+    tiers: &mut Option<TierStores>,
     sequence: &mut Sequence,
     index: usize,
     block: BlockId,

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use kernels::sampling::TokenMask;
 
-use super::{Scheduler, draft_budget::RowDrafts, sequence::Phase};
+use super::{Scheduler, draft_budget::RowDrafts, sequence::SequencePhase};
 use crate::{
     constraint::{ActiveConstraint, ComputedMask, Drafting, MaskJob},
     event::{Action, SequenceId},
@@ -71,7 +71,7 @@ impl Scheduler {
         let sequence = self.sequences.get_mut(&id).expect("the caller looked it up");
         let Some(constraint) = &mut sequence.constraint else { return };
         let ngram_drafts = match &sequence.phase {
-            Phase::Running(row) => row.drafts.most,
+            SequencePhase::Running(row) => row.drafts.most,
             _ => RowDrafts::default().most,
         };
         let limits = &self.config.limits;

@@ -6,7 +6,7 @@ use super::{
     ItlLimit, Scheduler,
     draft_budget::{decodes, probes},
     masks::AwaitedMask,
-    sequence::{Arrival, Phase, Row, Sequence},
+    sequence::{Arrival, Row, Sequence, SequencePhase},
 };
 use crate::{
     event::{Action, SequenceId, SequenceKind},
@@ -365,7 +365,9 @@ impl Scheduler {
         let sequence = self.sequences.get_mut(&id).expect("a running sequence is known");
         let arrival = sequence.arrival;
         let has_old_kv = std::mem::take(&mut sequence.has_old_kv);
-        let Phase::Running(row) = std::mem::replace(&mut sequence.phase, Phase::Waiting) else {
+        let SequencePhase::Running(row) =
+            std::mem::replace(&mut sequence.phase, SequencePhase::Waiting)
+        else {
             unreachable!("only running rows are preempted");
         };
         self.running.retain(|&(_, other)| other != id);
@@ -383,7 +385,7 @@ impl Scheduler {
 
     pub(super) fn row_mut(&mut self, id: SequenceId) -> &mut Row {
         match &mut self.sequences.get_mut(&id).expect("a running sequence is known").phase {
-            Phase::Running(row) => row,
+            SequencePhase::Running(row) => row,
             phase => unreachable!("a sequence of the batch is {phase:?}"),
         }
     }
@@ -401,7 +403,9 @@ pub(super) fn attention_pairs(computed: u64, tokens: u64) -> u64 {
 fn split_last_part(sequence: &mut Sequence, count: u32, tail_tokens: Option<u32>) -> u32 {
     let ends = sequence.kind == SequenceKind::Send && count == sequence.pending();
     let tail = tail_tokens.filter(|&tail| ends && count > tail.saturating_mul(2));
-    let (Some(tail), Phase::Running(row)) = (tail, &mut sequence.phase) else { return count };
+    let (Some(tail), SequencePhase::Running(row)) = (tail, &mut sequence.phase) else {
+        return count;
+    };
     // Blocks are sent when they are full.
     let end = (row.launched + (count - tail) as usize).next_multiple_of(BLOCK_TOKENS);
     let first_part = ((end - row.launched) as u32).min(count);
@@ -417,7 +421,7 @@ fn advance(
     count: u32,
     builder: &mut PlanBuilder,
 ) {
-    let Phase::Running(row) = &mut sequence.phase else {
+    let SequencePhase::Running(row) = &mut sequence.phase else {
         unreachable!("only running rows advance");
     };
     if !row.announced {

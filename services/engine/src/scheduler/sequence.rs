@@ -25,7 +25,7 @@ pub(super) type Arrival = u64;
 #[derive(Debug)]
 #[repr(C)]
 pub(super) struct Sequence {
-    pub(super) phase: Phase,
+    pub(super) phase: SequencePhase,
     /// Kind of the sequence. A `Receive` becomes a `Compute` when its KV has arrived, or when it needs no transfer.
     pub(super) kind: SequenceKind,
     pub(super) ignore_stop_tokens: bool,
@@ -61,7 +61,7 @@ pub(super) struct Sequence {
 }
 
 #[derive(Debug)]
-pub(super) enum Phase {
+pub(super) enum SequencePhase {
     /// `Send`: waits for the receiver's reservation.
     AwaitingReady,
     /// Queued, without blocks.
@@ -154,8 +154,8 @@ impl Sequence {
         let mut chain = HashChain::new(seeds, &new.cache_salt);
         chain.extend(&new.tokens);
         let phase = match new.kind {
-            SequenceKind::Send => Phase::AwaitingReady,
-            SequenceKind::Compute | SequenceKind::Receive => Phase::Waiting,
+            SequenceKind::Send => SequencePhase::AwaitingReady,
+            SequenceKind::Compute | SequenceKind::Receive => SequencePhase::Waiting,
         };
         Self {
             kind: new.kind,
@@ -194,7 +194,7 @@ impl Sequence {
     /// Returns the row of a sequence in the batch.
     pub(super) fn row(&self) -> &Row {
         match &self.phase {
-            Phase::Running(row) => row,
+            SequencePhase::Running(row) => row,
             phase => unreachable!("a sequence of the batch is {phase:?}"),
         }
     }

@@ -3,7 +3,7 @@
 use foldhash::HashMap;
 use kernels::BlockId;
 
-use super::{Scheduler, sequence::Phase};
+use super::{Scheduler, sequence::SequencePhase};
 use crate::{
     block_pool::BlockState::{Cached, Free, Held, Reserved},
     kv_blocks::KvBlocks,
@@ -27,23 +27,23 @@ impl Scheduler {
             assert!(self.alarms.contains(&(sequence.alarm, *id)));
             let entry = (sequence.arrival, *id);
             match &sequence.phase {
-                Phase::AwaitingReady => assert!(self.transfers.contains(*id)),
-                Phase::Waiting => waiting += 1,
-                Phase::Reserved { prefix } => {
+                SequencePhase::AwaitingReady => assert!(self.transfers.contains(*id)),
+                SequencePhase::Waiting => waiting += 1,
+                SequencePhase::Reserved { prefix } => {
                     assert!(self.transfers.contains(*id));
                     count(prefix);
                     reserved += 1;
                 }
-                Phase::Loading { prefix, .. } => {
+                SequencePhase::Loading { prefix, .. } => {
                     count(prefix);
                     loading += 1;
                 }
-                Phase::Ready(table) => {
+                SequencePhase::Ready(table) => {
                     assert!(self.ready.contains(&entry));
                     count(&table.blocks);
                     ready += 1;
                 }
-                Phase::Running(row) => {
+                SequencePhase::Running(row) => {
                     assert!(self.running.contains(&entry));
                     assert!(self.slots.is_current(row.slot, row.generation));
                     assert!(row.computed <= row.launched && row.launched <= row.length);

@@ -11,12 +11,12 @@ use kernels::BlockId;
 use crate::{event::SequenceId, kv_blocks::KvBlocks};
 
 #[derive(Debug, Default)]
-pub(super) struct Transfers {
-    known: BTreeMap<SequenceId, Transfer>,
+pub(super) struct SequenceTransfers {
+    known: BTreeMap<SequenceId, SequenceTransfer>,
 }
 
 #[derive(Debug)]
-struct Transfer {
+struct SequenceTransfer {
     is_incoming: bool,
     /// Outgoing: the first prompt block that the receiver wants.
     first_block: u32,
@@ -27,7 +27,7 @@ struct Transfer {
     abort_sent: bool,
 }
 
-impl Transfers {
+impl SequenceTransfers {
     pub(super) fn len(&self) -> usize {
         self.known.len()
     }
@@ -50,7 +50,7 @@ impl Transfers {
     }
 
     fn insert(&mut self, id: SequenceId, is_incoming: bool, blocks: Vec<BlockId>) {
-        let transfer = Transfer { is_incoming, first_block: 0, blocks, abort_sent: false };
+        let transfer = SequenceTransfer { is_incoming, first_block: 0, blocks, abort_sent: false };
         self.known.insert(id, transfer);
     }
 

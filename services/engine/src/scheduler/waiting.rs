@@ -12,7 +12,7 @@ use super::sequence::Arrival;
 use crate::event::SequenceId;
 
 #[derive(Debug, Default)]
-pub(super) struct Waiting {
+pub(super) struct WaitingSequences {
     receives: Queue,
     computes: Queue,
     /// Whether the first of `computes` could not get blocks.
@@ -22,7 +22,7 @@ pub(super) struct Waiting {
 /// Sequences in order of arrival. Turns of a session have one arrival, so their ids make the order total.
 type Queue = VecDeque<(Arrival, SequenceId)>;
 
-impl Waiting {
+impl WaitingSequences {
     pub(super) fn len(&self) -> usize {
         self.receives.len() + self.computes.len()
     }
@@ -105,7 +105,7 @@ mod tests {
 
     #[test]
     fn a_preempted_sequence_returns_to_its_place() {
-        let mut waiting = Waiting::default();
+        let mut waiting = WaitingSequences::default();
         waiting.push_compute(5, B);
         waiting.push_compute(9, C);
         waiting.push_receive(3, SequenceId(4));
@@ -121,7 +121,7 @@ mod tests {
 
     #[test]
     fn a_receive_overtakes_a_wait_for_budget_but_not_a_wait_for_blocks() {
-        let mut waiting = Waiting::default();
+        let mut waiting = WaitingSequences::default();
         waiting.push_compute(1, A);
         waiting.push_receive(2, B);
         assert_eq!(waiting.next_receive(), Some(B));
@@ -133,7 +133,7 @@ mod tests {
 
     #[test]
     fn turns_of_one_arrival_do_not_wait_for_each_other() {
-        let mut waiting = Waiting::default();
+        let mut waiting = WaitingSequences::default();
         waiting.push_compute(1, B);
         waiting.compute_lacks_blocks();
         waiting.push_receive(1, C);
@@ -149,7 +149,7 @@ mod tests {
 
     #[test]
     fn a_receive_without_blocks_stops_younger_sequences_of_the_other_queue() {
-        let mut waiting = Waiting::default();
+        let mut waiting = WaitingSequences::default();
         waiting.push_receive(1, A);
         waiting.push_compute(2, B);
         assert_eq!(waiting.next_compute(), None);

@@ -2,7 +2,7 @@
 
 use super::{
     Scheduler,
-    sequence::{Arrival, Phase, Sequence},
+    sequence::{Arrival, Sequence, SequencePhase},
 };
 use crate::{
     event::{Action, FinishReason, InFlight, SequenceFailure, SequenceId, SequenceKind},
@@ -16,7 +16,8 @@ impl Scheduler {
     pub fn stop_admitting(&mut self, actions: &mut Vec<Action>) {
         self.is_admitting = false;
         let waits = |sequence: &Sequence| {
-            sequence.kind == SequenceKind::Send && !matches!(sequence.phase, Phase::Running(_))
+            sequence.kind == SequenceKind::Send
+                && !matches!(sequence.phase, SequencePhase::Running(_))
         };
         self.fail_where(waits, actions);
     }
@@ -109,7 +110,8 @@ impl Scheduler {
         if in_flight == InFlight::Abort {
             self.end_with_output(actions);
         }
-        let is_loading = |sequence: &Sequence| matches!(sequence.phase, Phase::Loading { .. });
+        let is_loading =
+            |sequence: &Sequence| matches!(sequence.phase, SequencePhase::Loading { .. });
         let mut loading: Vec<(Arrival, SequenceId)> = self
             .sequences
             .iter()
@@ -122,7 +124,9 @@ impl Scheduler {
         }
         for (_, id) in std::mem::take(&mut self.ready) {
             let sequence = self.sequences.get_mut(&id).expect("a ready sequence is known");
-            let Phase::Ready(table) = std::mem::replace(&mut sequence.phase, Phase::Waiting) else {
+            let SequencePhase::Ready(table) =
+                std::mem::replace(&mut sequence.phase, SequencePhase::Waiting)
+            else {
                 unreachable!("a sequence in `ready` is ready");
             };
             self.kv.release(&table.blocks);

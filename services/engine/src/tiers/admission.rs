@@ -2,7 +2,7 @@
 
 use std::mem;
 
-use super::{TierAdmission, Tiers};
+use super::{TierAdmission, TierStores};
 use crate::event::BlockHash;
 
 /// Maximum number of blocks of admitted prompts that are not counted yet. A prompt of a million tokens has 65,536 blocks.
@@ -35,7 +35,7 @@ pub(super) struct WrittenBlock {
     continues: bool,
 }
 
-impl Tiers {
+impl TierStores {
     /// Records that a prompt was admitted whose first blocks `keys` are cached or loaded; the first `resident` of them are
     /// in the prefix cache. [`count_admitted`](Self::count_admitted) counts the blocks later.
     pub fn prefix_admitted(&mut self, keys: &[BlockHash], resident: usize) {
@@ -148,13 +148,13 @@ mod tests {
     }
 
     /// Lets the disk have the blocks 1 to `count` from an earlier start.
-    fn recover(tiers: &mut Tiers, count: u128) {
+    fn recover(tiers: &mut TierStores, count: u128) {
         let slots = keys(1..=count).into_iter().enumerate().map(|(slot, key)| (slot as u32, key));
         tiers.recover(Tier::Disk, &slots.collect::<Vec<_>>(), true);
     }
 
     /// Writes and offers block 2001 of a turn, which follows block 600.
-    fn write_after_600(tiers: &mut Tiers) -> BlockContents {
+    fn write_after_600(tiers: &mut TierStores) -> BlockContents {
         let (key, parent) = (BlockHash(2001), BlockHash(600));
         tiers.block_written(key, parent, false, true);
         tiers.count_written();

@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 use kernels::BlockId;
 
 use super::{
-    BlockContents, JobId, SlotIndex, TIERS, Tier, Tiers,
+    BlockContents, JobId, SlotIndex, TIERS, Tier, TierStores,
     rates::{choose, measure},
 };
 use crate::event::{BlockHash, SequenceId};
@@ -52,7 +52,7 @@ pub(crate) struct FinishedLoad {
     pub intact: usize,
 }
 
-impl Tiers {
+impl TierStores {
     /// Returns the predicted time to load or compute blocks, whichever is faster; 0 before the first measured prefill.
     pub fn restore_time(&self, blocks: usize) -> Duration {
         let compute = self.prefill.time(blocks).unwrap_or_default();
@@ -193,7 +193,7 @@ mod tests {
     #[test]
     fn time_to_restore_is_that_of_the_fastest_tier_that_has_slots() {
         let config = TierConfig { host: true, ..with_disk(10).config };
-        let mut tiers = Tiers::new(config, 4, Instant::now());
+        let mut tiers = TierStores::new(config, 4, Instant::now());
         tiers.add_prefill(1000, Duration::from_secs(1));
         tiers.rates[Tier::Disk.index()].add(tiers.now, 10, Duration::from_millis(10));
         assert_eq!(tiers.restore_time(10), Duration::from_millis(10), "from the disk");

@@ -2,7 +2,7 @@
 
 use kernels::BlockId;
 
-use super::{BlockContents, JobId, SlotIndex, Tier, TierState, Tiers};
+use super::{BlockContents, JobId, SlotIndex, Tier, TierState, TierStores};
 use crate::{event::BlockHash, plan::StepId};
 
 /// Maximum number of queued saves of each tier. A prefill step of 8,192 tokens has 512 blocks.
@@ -66,7 +66,7 @@ impl Tier {
     }
 }
 
-impl Tiers {
+impl TierStores {
     /// Records the launch of a step of a node with speculative decoding. The step writes KV from the last verified
     /// token of each sequence on, maybe into a block that a step in flight completes.
     pub fn step_launched(&mut self, step: StepId) {
@@ -276,7 +276,7 @@ mod tests {
         Ok((BlockId(0), contents))
     }
 
-    fn dropped(tiers: &Tiers) -> u64 {
+    fn dropped(tiers: &TierStores) -> u64 {
         tiers.stats(Tier::Disk).expect("the disk is on").dropped
     }
 

@@ -21,15 +21,15 @@ pub type SlotIndex = u32;
 const DROPPED_MAX: usize = 65_536;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum State {
+enum TierSlotState {
     Free,
     Writing,
     Stored,
 }
 
 #[derive(Clone, Copy, Debug)]
-struct Slot {
-    state: State,
+struct TierSlot {
+    state: TierSlotState,
     /// Key of the block; meaningless when free.
     key: BlockHash,
     /// Time of the last use. A block that was saved or used after another block of its prompt has the time of that
@@ -44,7 +44,7 @@ struct Slot {
 
 #[derive(Debug, Default)]
 pub(super) struct Store {
-    slots: Vec<Slot>,
+    slots: Vec<TierSlot>,
     /// Slots for the next saves.
     free: BTreeSet<SlotIndex>,
     /// Slots that are Writing or Stored and not found damaged.
@@ -72,8 +72,8 @@ impl Store {
     /// Adds free slots.
     pub fn grow(&mut self, count: u32) {
         let first = self.slots.len() as u32;
-        let (state, key) = (State::Free, BlockHash(0));
-        let slot = Slot { state, key, used: 0, older: None, newer: None, readers: 0 };
+        let (state, key) = (TierSlotState::Free, BlockHash(0));
+        let slot = TierSlot { state, key, used: 0, older: None, newer: None, readers: 0 };
         self.slots.resize(self.slots.len() + count as usize, slot);
         self.free.extend(first..first + count);
     }
@@ -91,7 +91,7 @@ impl Store {
     /// Returns the slot of a block that a load can read.
     pub fn find(&self, key: BlockHash) -> Option<SlotIndex> {
         let slot = *self.index.get(&key)?;
-        (self.slots[slot as usize].state == State::Stored).then_some(slot)
+        (self.slots[slot as usize].state == TierSlotState::Stored).then_some(slot)
     }
 
     /// Returns the slot of a block that is stored or whose save is in flight.
@@ -108,7 +108,7 @@ impl Store {
     /// just before the block in slot `parent`. Returns the block's slot if the block is known.
     pub fn mark_used(&mut self, key: BlockHash, parent: Option<SlotIndex>) -> Option<SlotIndex> {
         let index = self.slot(key)?;
-        if self.slots[index as usize].state == State::Stored {
+        if self.slots[index as usize].state == TierSlotState::Stored {
             let used = match parent {
                 Some(parent) => self.slots[parent as usize].used,
                 None => self.next_time(),
@@ -148,8 +148,14 @@ impl Store {
         // A block after one that was not saved is of no use, and is overwritten first.
         let newer = if time.is_some() { before.or(self.oldest) } else { None };
         let used = time.unwrap_or_else(|| self.next_time());
-        self.slots[index as usize] =
-            Slot { state: State::Writing, key, used, older: None, newer: None, readers: 0 };
+        self.slots[index as usize] = TierSlot {
+            state: TierSlotState::Writing,
+            key,
+            used,
+            older: None,
+            newer: None,
+            readers: 0,
+        };
         self.link(index, newer);
         self.index.insert(key, index);
         Some(index)
@@ -160,7 +166,7 @@ impl Store {
         let mut slots = iter::successors(self.oldest, |&index| self.slots[index as usize].newer);
         slots.find(|&index| {
             let slot = &self.slots[index as usize];
-            slot.state == State::Stored && slot.readers == 0
+            slot.state == TierSlotState::Stored && slot.readers == 0
         })
     }
 
@@ -176,7 +182,7 @@ impl Store {
 
     /// Removes a slot from the LRU order.
     fn unlink(&mut self, index: SlotIndex) {
-        let Slot { older, newer, .. } = self.slots[index as usize];
+        let TierSlot { older, newer, .. } = self.slots[index as usize];
         self.join(older, newer);
     }
 
@@ -195,15 +201,15 @@ impl Store {
     /// Ends a save. A failed save frees its slot.
     pub fn end_save(&mut self, index: SlotIndex, is_saved: bool) {
         let slot = &mut self.slots[index as usize];
-        debug_assert_eq!(slot.state, State::Writing);
+        debug_assert_eq!(slot.state, TierSlotState::Writing);
         if is_saved {
-            slot.state = State::Stored;
+            slot.state = TierSlotState::Stored;
             let key = slot.key;
             self.stored += 1;
             self.note(key, CacheChange::Added(key));
         } else {
             self.index.remove(&slot.key);
-            slot.state = State::Free;
+            slot.state = TierSlotState::Free;
             self.unlink(index);
             self.free.insert(index);
         }
@@ -211,14 +217,15 @@ impl Store {
 
     /// Adds a block that was found in a slot at start. Returns false if the slot or the key is in use already.
     pub fn recover(&mut self, index: SlotIndex, key: BlockHash) -> bool {
-        let is_free = self.slots.get(index as usize).is_some_and(|it| it.state == State::Free);
+        let is_free =
+            self.slots.get(index as usize).is_some_and(|it| it.state == TierSlotState::Free);
         if !is_free || self.is_known(key) {
             return false;
         }
         self.free.remove(&index);
         let used = self.next_time();
         let slot = &mut self.slots[index as usize];
-        (slot.state, slot.key, slot.used) = (State::Stored, key, used);
+        (slot.state, slot.key, slot.used) = (TierSlotState::Stored, key, used);
         self.index.insert(key, index);
         self.link(index, None);
         self.stored += 1;
@@ -235,7 +242,7 @@ impl Store {
 
     /// Begins a load of a slot that [`find`](Self::find) has just returned.
     pub fn begin_load_of(&mut self, index: SlotIndex) {
-        debug_assert_eq!(self.slots[index as usize].state, State::Stored);
+        debug_assert_eq!(self.slots[index as usize].state, TierSlotState::Stored);
         self.slots[index as usize].readers += 1;
     }
 
@@ -247,10 +254,10 @@ impl Store {
         let key = slot.key;
         if !is_intact && self.index.get(&key) == Some(&index) {
             self.forget(index);
-            self.slots[index as usize].state = State::Free;
+            self.slots[index as usize].state = TierSlotState::Free;
         }
         let slot = &self.slots[index as usize];
-        if slot.state == State::Free && slot.readers == 0 {
+        if slot.state == TierSlotState::Free && slot.readers == 0 {
             self.free.insert(index);
         }
     }
@@ -284,7 +291,7 @@ impl Store {
     pub fn keys(&self, most: usize) -> Vec<BlockHash> {
         let newest = iter::successors(self.newest, |&index| self.slots[index as usize].older);
         let slots = newest.map(|index| &self.slots[index as usize]);
-        let stored = slots.filter(|slot| slot.state == State::Stored);
+        let stored = slots.filter(|slot| slot.state == TierSlotState::Stored);
         stored.take(most).map(|slot| slot.key).collect()
     }
 
@@ -296,11 +303,11 @@ impl Store {
     /// Panics when slots, index and lists disagree.
     pub fn check(&self) {
         let count = |state| self.slots.iter().filter(|slot| slot.state == state).count();
-        let reading = |slot: &&Slot| slot.state == State::Free && slot.readers > 0;
+        let reading = |slot: &&TierSlot| slot.state == TierSlotState::Free && slot.readers > 0;
         let kept = self.slots.iter().filter(reading).count();
-        assert_eq!(self.free.len() + kept, count(State::Free));
-        assert_eq!(self.stored as usize, count(State::Stored));
-        assert_eq!(self.index.len(), count(State::Stored) + count(State::Writing));
+        assert_eq!(self.free.len() + kept, count(TierSlotState::Free));
+        assert_eq!(self.stored as usize, count(TierSlotState::Stored));
+        assert_eq!(self.index.len(), count(TierSlotState::Stored) + count(TierSlotState::Writing));
         for (key, &index) in &self.index {
             assert_eq!(self.slots[index as usize].key, *key);
         }
@@ -308,7 +315,7 @@ impl Store {
         let (mut older, mut next) = (None, self.oldest);
         while let Some(index) = next {
             let slot = &self.slots[index as usize];
-            assert!(slot.state != State::Free && slot.older == older);
+            assert!(slot.state != TierSlotState::Free && slot.older == older);
             (older, next) = (Some(index), slot.newer);
             ordered += 1;
         }

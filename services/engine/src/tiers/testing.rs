@@ -2,10 +2,10 @@
 
 use std::time::{Duration, Instant};
 
-use super::{TierAdmission, TierConfig, Tiers};
+use super::{TierAdmission, TierConfig, TierStores};
 
 /// Returns the tiers of a node with a disk of this many slots and without host memory.
-pub(super) fn with_disk(disk_slots: u32) -> Tiers {
+pub(super) fn with_disk(disk_slots: u32) -> TierStores {
     let config = TierConfig {
         admission: TierAdmission::Always,
         host: false,
@@ -13,5 +13,5 @@ pub(super) fn with_disk(disk_slots: u32) -> Tiers {
         sessions: false,
         load_timeout: Duration::from_secs(1),
     };
-    Tiers::new(config, 4, Instant::now())
+    TierStores::new(config, 4, Instant::now())
 }

@@ -8,7 +8,7 @@ use std::{
 };
 
 use engine::{
-    SchedulerConfig, StepLoop, Turn,
+    LoopOutcome, SchedulerConfig, StepLoop,
     event::{Action, FinishReason, Input, NewSequence, SequenceFailure, SequenceId},
     executor::{Executor, ExecutorLimits, cpu::CpuExecutor},
 };
@@ -140,7 +140,7 @@ pub fn run<E: Executor>(
         for action in actions.drain(..) {
             note(&mut outcomes, action);
         }
-        if turn == Turn::Idle {
+        if turn == LoopOutcome::Idle {
             return outcomes;
         }
         assert!(Instant::now() < stalled, "no end: {:?}", engine.scheduler());

@@ -9,7 +9,7 @@ use std::{
 };
 
 use engine::{
-    CacheSeeds, SchedulerConfig, StepLoop, Turn,
+    CacheSeeds, LoopOutcome, SchedulerConfig, StepLoop,
     event::{
         Action, BlockHash, FinishReason, InFlight, Input, NewSequence, SequenceFailure, SequenceId,
         SequenceKind,
@@ -281,11 +281,11 @@ impl Node {
         self.engine.executor_mut().advance(time);
     }
 
-    pub fn turn(&mut self) -> Turn {
+    pub fn turn(&mut self) -> LoopOutcome {
         self.turn_for(Duration::from_secs(10))
     }
 
-    pub fn turn_for(&mut self, timeout: Duration) -> Turn {
+    pub fn turn_for(&mut self, timeout: Duration) -> LoopOutcome {
         let mut actions = Vec::new();
         let turn = self.engine.turn(timeout, &mut actions).expect("every plan is sound");
         self.observe(actions);
@@ -295,7 +295,7 @@ impl Node {
     /// Runs turns until no progress is possible without an input.
     pub fn run(&mut self) {
         for _ in 0..100_000 {
-            if self.turn() == Turn::Idle {
+            if self.turn() == LoopOutcome::Idle {
                 return;
             }
         }

@@ -10,7 +10,7 @@ use std::{
 };
 
 use engine::{
-    StepLoop, Turn,
+    LoopOutcome, StepLoop,
     event::{Action, FinishReason, Input, NewSequence, SequenceFailure, SequenceId, SequenceKind},
     executor::{Executor, sim::SimArena},
 };
@@ -133,7 +133,7 @@ impl<E: Executor> Pair<E> {
         let turn = self.prefill.turn(Duration::from_secs(60), &mut actions);
         let turn = turn.expect("every plan is sound");
         actions.into_iter().for_each(|action| self.prefill_says(action));
-        turn == Turn::Idle
+        turn == LoopOutcome::Idle
     }
 
     pub fn turn_decode(&mut self) -> bool {
@@ -141,7 +141,7 @@ impl<E: Executor> Pair<E> {
         let turn = self.decode.turn(Duration::from_secs(60), &mut actions);
         let turn = turn.expect("every plan is sound");
         actions.into_iter().for_each(|action| self.decode_says(action));
-        turn == Turn::Idle
+        turn == LoopOutcome::Idle
     }
 
     /// Delivers the pending messages that `chosen` selects; returns true when there were any.

@@ -10,7 +10,7 @@ use common::{
     family_tokens, limits, node::Node, scheduler, sequence, speculation, unbounded_waits,
 };
 use engine::{
-    SchedulerConfig, Turn,
+    LoopOutcome, SchedulerConfig,
     event::{Action, InFlight, Input, NewSequence, SequenceId, SequenceKind},
     executor::ExecutorLimits,
     plan::{RowPlan, RowResult, StepPlan, StepResult, StepRun},
@@ -583,7 +583,7 @@ fn node_that_preempts() -> Node {
 #[test]
 fn preempted_sequence_resumes_by_a_load() {
     let mut node = node_that_preempts();
-    while node.turn() != Turn::Idle {
+    while node.turn() != LoopOutcome::Idle {
         node.copy_all();
     }
     assert!(node.engine.scheduler().preemptions() > 0);

@@ -6,7 +6,7 @@ use std::{
     sync::Arc,
 };
 
-use credentials::{ClusterTls, Outcome, Reload, Reloaded};
+use credentials::{ClusterTls, Reload, ReloadOutcome, Reloaded};
 use kernels::KvArena;
 use kv_transfer::{
     TransferConfig,
@@ -46,7 +46,7 @@ impl Certificate {
 
     fn renew(&self, authority: &Authority) {
         write(self.folder.path(), authority);
-        assert_eq!(self.tls.reload(), Outcome::Replaced);
+        assert_eq!(self.tls.reload(), ReloadOutcome::Replaced);
     }
 
     fn node(&self, name: &str) -> Node {

@@ -43,7 +43,7 @@ pub enum EntryError {
 
 #[derive(Deserialize, Serialize)]
 #[serde(deny_unknown_fields)]
-struct Value {
+struct RecordValue {
     version: u32,
     node_id: String,
     epoch: String,
@@ -68,7 +68,7 @@ impl NodeEntry {
     }
 
     pub(super) fn value(&self) -> String {
-        let value = Value {
+        let value = RecordValue {
             version: VERSION,
             node_id: self.node_id.as_str().into(),
             epoch: self.epoch.to_string(),
@@ -93,7 +93,7 @@ impl NodeEntry {
         if version != VERSION {
             return Err(EntryError::Version { found: version });
         }
-        let value: Value = serde_json::from_slice(value).map_err(json)?;
+        let value: RecordValue = serde_json::from_slice(value).map_err(json)?;
         let found = format!("{}/{}", value.node_id, value.epoch);
         if found != name {
             return Err(EntryError::Mismatch { key: name.into(), value: found });

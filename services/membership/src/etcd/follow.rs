@@ -9,11 +9,13 @@ use tokio_util::sync::CancellationToken;
 
 use super::{
     InFlight,
-    follower::{Change, Follower, FollowerAction, FollowerInput, FollowerReport, Record, Records},
-    session::{CallError, OpenWatch, Session},
+    follower::{
+        Follower, FollowerAction, FollowerInput, FollowerReport, Record, RecordChange, Records,
+    },
+    session::{EtcdCallError, EtcdSession, OpenWatch},
     settings::{EtcdError, EtcdSettings},
 };
-use crate::{Backend, MemberList, Membership};
+use crate::{MemberList, Membership, MembershipBackend};
 
 impl Membership {
     /// Follows the nodes that are registered in etcd: reads all records once and watches them from then on. If etcd
@@ -25,7 +27,7 @@ impl Membership {
         let list = MemberList::new(Members::new());
         let stop = CancellationToken::new();
         let (first, first_read) = oneshot::channel();
-        let backend = Backend::new("etcd");
+        let backend = MembershipBackend::new("etcd");
         let follow = Follow {
             follower: Follower::new(Instant::now(), &settings.prefix, super::seed()?),
             settings: Arc::new(settings),
@@ -46,13 +48,13 @@ impl Membership {
     }
 }
 
-type ReadOutcome = Result<(Records, OpenWatch), CallError>;
+type ReadOutcome = Result<(Records, OpenWatch), EtcdCallError>;
 
 struct Follow {
     follower: Follower,
     settings: Arc<EtcdSettings>,
     list: MemberList,
-    backend: Backend,
+    backend: MembershipBackend,
     reading: Option<InFlight<ReadOutcome>>,
     watch: Option<OpenWatch>,
     /// Channel for the outcome of the first read; `None` after it was sent.
@@ -103,7 +105,7 @@ impl Follow {
         match action {
             FollowerAction::Read { within } => {
                 self.watch = None;
-                self.reading = Some(Box::pin(Session::new(self.settings.clone()).read(within)));
+                self.reading = Some(Box::pin(EtcdSession::new(self.settings.clone()).read(within)));
             }
             FollowerAction::AskProgress => {
                 if let Some(watch) = &mut self.watch {
@@ -144,7 +146,7 @@ async fn next_message(watch: &mut Option<OpenWatch>) -> FollowerInput {
     match watch.stream.message().await {
         Ok(Some(response)) => changes(&response),
         Ok(None) => FollowerInput::Failed { reason: "etcd ended the watch".to_owned() },
-        Err(error) => FollowerInput::Failed { reason: CallError::from(error).to_string() },
+        Err(error) => FollowerInput::Failed { reason: EtcdCallError::from(error).to_string() },
     }
 }
 
@@ -162,8 +164,8 @@ fn changes(response: &WatchResponse) -> FollowerInput {
         let (key, modified) = (kv.key().to_vec(), kv.mod_revision());
         // Version 0 marks a deleted key. The event's type does too, but the library panics on unknown types.
         Some(match kv.version() {
-            0 => Change::Removed { key, modified },
-            _ => Change::Written(Record { key, value: kv.value().to_vec(), modified }),
+            0 => RecordChange::Removed { key, modified },
+            _ => RecordChange::Written(Record { key, value: kv.value().to_vec(), modified }),
         })
     });
     FollowerInput::Changed { changes: changes.collect() }

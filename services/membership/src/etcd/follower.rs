@@ -19,7 +19,7 @@ use std::{
 use cluster::Members;
 
 use super::entry::NodeEntry;
-use crate::retry::Retry;
+use crate::retry::RetryBackoff;
 
 /// Maximum number of records; further records are ignored.
 pub const RECORDS_MAX: usize = 4096;
@@ -60,7 +60,7 @@ pub struct Records {
 
 /// An event of a watch.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Change {
+pub enum RecordChange {
     Written(Record),
     Removed { key: Vec<u8>, modified: i64 },
 }
@@ -70,7 +70,7 @@ pub enum FollowerInput {
     /// The records were read, and a watch from the next revision is open.
     Read(Records),
     /// A message of the watch; without changes it is a progress notification.
-    Changed { changes: Vec<Change> },
+    Changed { changes: Vec<RecordChange> },
     /// The read failed, or the watch ended.
     Failed { reason: String },
 }
@@ -105,14 +105,14 @@ pub enum FollowerReport {
     TooMany { found: usize },
 }
 
-enum State {
+enum FollowerState {
     Disconnected { retry_at: Instant },
     Reading,
     Following { since: Instant, last_message: Instant, asked: Option<Instant> },
 }
 
 /// The result of parsing a record.
-struct Known {
+struct ParsedRecord {
     modified: i64,
     /// `None`: the record is ignored and was reported.
     entry: Option<NodeEntry>,
@@ -121,15 +121,15 @@ struct Known {
 pub struct Follower {
     /// Key prefix without a trailing slash.
     prefix: String,
-    state: State,
-    known: BTreeMap<Vec<u8>, Known>,
+    state: FollowerState,
+    known: BTreeMap<Vec<u8>, ParsedRecord>,
     too_many: bool,
     /// Ignored records that are not reported yet.
     ignored_count: usize,
     ignored_first: Vec<String>,
     ignored_reported: Option<Instant>,
     published: Option<Members>,
-    retry: Retry,
+    retry: RetryBackoff,
 }
 
 impl Follower {
@@ -137,14 +137,14 @@ impl Follower {
     pub fn new(now: Instant, prefix: &str, seed: u64) -> Self {
         Self {
             prefix: prefix.to_owned(),
-            state: State::Disconnected { retry_at: now },
+            state: FollowerState::Disconnected { retry_at: now },
             known: BTreeMap::new(),
             too_many: false,
             ignored_count: 0,
             ignored_first: Vec::new(),
             ignored_reported: None,
             published: None,
-            retry: Retry::new(seed),
+            retry: RetryBackoff::new(seed),
         }
     }
 
@@ -156,14 +156,16 @@ impl Follower {
     ) {
         match input {
             FollowerInput::Read(records) => {
-                if let State::Reading = self.state {
+                if let FollowerState::Reading = self.state {
                     self.read(now, records, actions);
                 }
             }
             FollowerInput::Changed { changes } => self.changed(now, changes, actions),
             FollowerInput::Failed { reason } => match self.state {
-                State::Reading | State::Following { .. } => self.failed(now, reason, actions),
-                State::Disconnected { .. } => {}
+                FollowerState::Reading | FollowerState::Following { .. } => {
+                    self.failed(now, reason, actions)
+                }
+                FollowerState::Disconnected { .. } => {}
             },
         }
         self.report_ignored(now, actions);
@@ -173,10 +175,12 @@ impl Follower {
     /// Returns the time of the next call of [`Self::on_deadline`]; `None` while a read is in flight.
     pub fn next_deadline(&self) -> Option<Instant> {
         match self.state {
-            State::Disconnected { retry_at } => Some(retry_at),
-            State::Reading => None,
-            State::Following { asked: Some(asked), .. } => Some(asked + ANSWER_WITHIN),
-            State::Following { asked: None, last_message, .. } => Some(last_message + SILENCE_MAX),
+            FollowerState::Disconnected { retry_at } => Some(retry_at),
+            FollowerState::Reading => None,
+            FollowerState::Following { asked: Some(asked), .. } => Some(asked + ANSWER_WITHIN),
+            FollowerState::Following { asked: None, last_message, .. } => {
+                Some(last_message + SILENCE_MAX)
+            }
         }
     }
 
@@ -186,19 +190,19 @@ impl Follower {
         }
         self.report_ignored(now, actions);
         match &mut self.state {
-            State::Disconnected { .. } => {
-                self.state = State::Reading;
+            FollowerState::Disconnected { .. } => {
+                self.state = FollowerState::Reading;
                 actions.push(FollowerAction::Read { within: READ_WITHIN });
             }
-            State::Following { asked: asked @ None, .. } => {
+            FollowerState::Following { asked: asked @ None, .. } => {
                 *asked = Some(now);
                 actions.push(FollowerAction::AskProgress);
             }
-            State::Following { .. } => {
+            FollowerState::Following { .. } => {
                 let reason = format!("no answer within {ANSWER_WITHIN:?}");
                 self.failed(now, reason, actions);
             }
-            State::Reading => {}
+            FollowerState::Reading => {}
         }
     }
 
@@ -214,23 +218,30 @@ impl Follower {
         }
         let first = self.published.is_none();
         self.publish(actions);
-        self.state = State::Following { since: now, last_message: now, asked: None };
+        self.state = FollowerState::Following { since: now, last_message: now, asked: None };
         if self.retry.succeeded() || first {
             let nodes = self.known.values().filter(|known| known.entry.is_some()).count();
             actions.push(FollowerAction::Report(FollowerReport::Following { nodes }));
         }
     }
 
-    fn changed(&mut self, now: Instant, changes: Vec<Change>, actions: &mut Vec<FollowerAction>) {
-        let State::Following { since, last_message, asked } = &mut self.state else { return };
+    fn changed(
+        &mut self,
+        now: Instant,
+        changes: Vec<RecordChange>,
+        actions: &mut Vec<FollowerAction>,
+    ) {
+        let FollowerState::Following { since, last_message, asked } = &mut self.state else {
+            return;
+        };
         (*last_message, *asked) = (now, None);
         if now.saturating_duration_since(*since) >= STABLE_AFTER {
             self.retry.stable();
         }
         for change in changes {
             match change {
-                Change::Written(record) => self.apply(record, &BTreeMap::new(), actions),
-                Change::Removed { key, modified } => {
+                RecordChange::Written(record) => self.apply(record, &BTreeMap::new(), actions),
+                RecordChange::Removed { key, modified } => {
                     let key = shortened(&key);
                     if self.known.get(key).is_some_and(|known| known.modified <= modified) {
                         self.known.remove(key);
@@ -245,7 +256,7 @@ impl Follower {
     fn apply(
         &mut self,
         record: Record,
-        before: &BTreeMap<Vec<u8>, Known>,
+        before: &BTreeMap<Vec<u8>, ParsedRecord>,
         actions: &mut Vec<FollowerAction>,
     ) {
         let Record { key, value, modified } = record;
@@ -273,7 +284,7 @@ impl Follower {
                 None
             }
         };
-        self.known.insert(short.to_vec(), Known { modified, entry });
+        self.known.insert(short.to_vec(), ParsedRecord { modified, entry });
     }
 
     fn report_too_many(&mut self, found: usize, actions: &mut Vec<FollowerAction>) {
@@ -317,7 +328,7 @@ impl Follower {
 
     fn failed(&mut self, now: Instant, reason: String, actions: &mut Vec<FollowerAction>) {
         actions.push(FollowerAction::Disconnect);
-        self.state = State::Disconnected { retry_at: now + self.retry.delay() };
+        self.state = FollowerState::Disconnected { retry_at: now + self.retry.delay() };
         if self.retry.is_news(&reason) {
             actions.push(FollowerAction::Report(FollowerReport::Unreachable { reason }));
         }

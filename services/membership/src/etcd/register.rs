@@ -11,8 +11,8 @@ use tokio_util::sync::{CancellationToken, DropGuard};
 use super::{
     InFlight,
     entry::NodeEntry,
-    registrant::{Call, Registrant, RegistrantAction, RegistrantInput, RegistrantReport},
-    session::{CallError, Session},
+    registrant::{EtcdCall, Registrant, RegistrantAction, RegistrantInput, RegistrantReport},
+    session::{EtcdCallError, EtcdSession},
     settings::{EtcdError, EtcdSettings},
 };
 
@@ -30,7 +30,7 @@ impl Registrar {
     /// registration retries.
     pub async fn connect(settings: EtcdSettings) -> Result<Self, EtcdError> {
         let settings = Arc::new(settings);
-        if let Err(error) = Session::new(settings.clone()).check(CHECK_WITHIN).await {
+        if let Err(error) = EtcdSession::new(settings.clone()).check(CHECK_WITHIN).await {
             error.refuse_start(&settings)?;
             tracing::warn!(
                 etcd = settings.endpoints(),
@@ -77,7 +77,7 @@ impl Registration {
 }
 
 /// A call owns the connection until it returns.
-type CallOut = InFlight<(Session, RegistrantInput)>;
+type CallOut = InFlight<(EtcdSession, RegistrantInput)>;
 
 struct Register {
     registrant: Registrant,
@@ -89,7 +89,7 @@ struct Register {
 
 impl Register {
     async fn run(mut self, leave: CancellationToken, stop: CancellationToken) {
-        let mut session = Some(Session::new(self.settings.clone()));
+        let mut session = Some(EtcdSession::new(self.settings.clone()));
         let mut leaving = false;
         loop {
             let deadline = self.registrant.next_deadline();
@@ -114,7 +114,7 @@ impl Register {
                     RegistrantAction::Finish => return,
                     RegistrantAction::Report(report) => self.log(report),
                     RegistrantAction::Call { call, within } => {
-                        let fresh = || Session::new(self.settings.clone());
+                        let fresh = || EtcdSession::new(self.settings.clone());
                         let session = session.take().unwrap_or_else(fresh);
                         self.call = Some(self.start(call, within, session));
                     }
@@ -123,24 +123,24 @@ impl Register {
         }
     }
 
-    fn start(&self, call: Call, within: Duration, mut session: Session) -> CallOut {
+    fn start(&self, call: EtcdCall, within: Duration, mut session: EtcdSession) -> CallOut {
         let (key, value) = (self.key.clone(), self.value.clone());
         Box::pin(async move {
             let outcome = match call {
-                Call::Write => session
+                EtcdCall::Write => session
                     .write(key, value, within)
                     .await
                     .map(|(lease, ttl)| RegistrantInput::Written { lease, ttl }),
-                Call::Renew(lease) => session
+                EtcdCall::Renew(lease) => session
                     .renew(lease, key, value, within)
                     .await
                     .map(|restored| RegistrantInput::Renewed { restored }),
-                Call::Remove(lease) => {
+                EtcdCall::Remove(lease) => {
                     session.revoke(lease, within).await.map(|()| RegistrantInput::Removed)
                 }
             };
             let input = outcome.unwrap_or_else(|error| match error {
-                CallError::LeaseExpired => RegistrantInput::Expired,
+                EtcdCallError::LeaseExpired => RegistrantInput::Expired,
                 error => RegistrantInput::Failed { reason: error.to_string() },
             });
             (session, input)

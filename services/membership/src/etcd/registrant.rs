@@ -13,7 +13,7 @@
 
 use std::time::{Duration, Instant};
 
-use crate::retry::Retry;
+use crate::retry::RetryBackoff;
 
 /// Time-out of a call: connect, authenticate, two round trips.
 const WRITE_WITHIN: Duration = Duration::from_secs(3);
@@ -51,7 +51,7 @@ pub enum RegistrantInput {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum RegistrantAction {
     /// Start this call instead of the one in flight. Its outcome returns as a [`RegistrantInput`].
-    Call { call: Call, within: Duration },
+    Call { call: EtcdCall, within: Duration },
     /// The registrant has ended.
     Finish,
     /// Log this event.
@@ -60,7 +60,7 @@ pub enum RegistrantAction {
 
 /// A call to etcd.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Call {
+pub enum EtcdCall {
     /// Create a lease and write the record under it.
     Write,
     /// Renew the lease, and write the record again if it is missing or changed.
@@ -88,7 +88,7 @@ pub enum RegistrantReport {
     NotRemoved { reason: String },
 }
 
-enum State {
+enum RegistrantState {
     Absent { write_at: Instant },
     Writing { since: Instant },
     Present { lease: LeaseId, ttl: Duration, lost_at: Instant, renewal: Renewal },
@@ -102,15 +102,19 @@ enum Renewal {
 }
 
 pub struct Registrant {
-    state: State,
-    retry: Retry,
+    state: RegistrantState,
+    retry: RetryBackoff,
     leaving: bool,
 }
 
 impl Registrant {
     /// Creates a registrant whose first call is due at once.
     pub fn new(now: Instant, seed: u64) -> Self {
-        Self { state: State::Absent { write_at: now }, retry: Retry::new(seed), leaving: false }
+        Self {
+            state: RegistrantState::Absent { write_at: now },
+            retry: RetryBackoff::new(seed),
+            leaving: false,
+        }
     }
 
     pub fn handle(
@@ -124,7 +128,7 @@ impl Registrant {
             RegistrantInput::Renewed { restored } => self.renewed(restored, actions),
             RegistrantInput::Expired => self.expired(now, actions),
             RegistrantInput::Removed => {
-                if let State::Removing = self.state {
+                if let RegistrantState::Removing = self.state {
                     actions.push(RegistrantAction::Report(RegistrantReport::Removed));
                     self.finish(actions);
                 }
@@ -137,9 +141,12 @@ impl Registrant {
     /// Returns the time of the next call of [`Self::on_deadline`]; `None` while a call is in flight, and at the end.
     pub fn next_deadline(&self) -> Option<Instant> {
         match &self.state {
-            State::Absent { write_at } => Some(*write_at),
-            State::Present { renewal: Renewal::Due(at), .. } => Some(*at),
-            State::Present { .. } | State::Writing { .. } | State::Removing | State::Left => None,
+            RegistrantState::Absent { write_at } => Some(*write_at),
+            RegistrantState::Present { renewal: Renewal::Due(at), .. } => Some(*at),
+            RegistrantState::Present { .. }
+            | RegistrantState::Writing { .. }
+            | RegistrantState::Removing
+            | RegistrantState::Left => None,
         }
     }
 
@@ -148,29 +155,30 @@ impl Registrant {
             return;
         }
         match &mut self.state {
-            State::Absent { .. } => self.write(now, actions),
-            State::Present { lease, ttl, lost_at, renewal } if *lost_at > now => {
+            RegistrantState::Absent { .. } => self.write(now, actions),
+            RegistrantState::Present { lease, ttl, lost_at, renewal } if *lost_at > now => {
                 // A renewal starts at one third of the lease time and ends by two thirds.
                 let within = (*ttl / 3).clamp(RENEW_WITHIN_MIN, RENEW_WITHIN_MAX);
                 *renewal = Renewal::InFlight { since: now };
-                actions.push(RegistrantAction::Call { call: Call::Renew(*lease), within });
+                actions.push(RegistrantAction::Call { call: EtcdCall::Renew(*lease), within });
             }
-            State::Present { ttl, .. } => {
+            RegistrantState::Present { ttl, .. } => {
                 let reason = format!("no renewal of the lease succeeded for {ttl:?}");
                 actions.push(RegistrantAction::Report(RegistrantReport::Lost { reason }));
                 self.write(now, actions);
             }
-            State::Writing { .. } | State::Removing | State::Left => {}
+            RegistrantState::Writing { .. } | RegistrantState::Removing | RegistrantState::Left => {
+            }
         }
     }
 
     fn write(&mut self, now: Instant, actions: &mut Vec<RegistrantAction>) {
-        self.state = State::Writing { since: now };
-        actions.push(RegistrantAction::Call { call: Call::Write, within: WRITE_WITHIN });
+        self.state = RegistrantState::Writing { since: now };
+        actions.push(RegistrantAction::Call { call: EtcdCall::Write, within: WRITE_WITHIN });
     }
 
     fn written(&mut self, lease: LeaseId, ttl: Duration, actions: &mut Vec<RegistrantAction>) {
-        let State::Writing { since } = self.state else { return };
+        let RegistrantState::Writing { since } = self.state else { return };
         if self.leaving {
             return self.remove(lease, actions);
         }
@@ -181,7 +189,8 @@ impl Registrant {
     }
 
     fn renewed(&mut self, restored: bool, actions: &mut Vec<RegistrantAction>) {
-        let State::Present { lease, ttl, renewal: Renewal::InFlight { since }, .. } = self.state
+        let RegistrantState::Present { lease, ttl, renewal: Renewal::InFlight { since }, .. } =
+            self.state
         else {
             return;
         };
@@ -198,40 +207,44 @@ impl Registrant {
     fn expired(&mut self, now: Instant, actions: &mut Vec<RegistrantAction>) {
         let reason = "the lease expired".to_owned();
         match self.state {
-            State::Present { renewal: Renewal::InFlight { .. }, .. } => {
+            RegistrantState::Present { renewal: Renewal::InFlight { .. }, .. } => {
                 actions.push(RegistrantAction::Report(RegistrantReport::Lost { reason }));
-                self.state = State::Absent { write_at: now + self.retry.delay() };
+                self.state = RegistrantState::Absent { write_at: now + self.retry.delay() };
             }
             // The lease expired before the record was written, because the process or machine was suspended.
-            State::Writing { .. } => self.failed(now, reason, actions),
-            State::Removing => {
+            RegistrantState::Writing { .. } => self.failed(now, reason, actions),
+            RegistrantState::Removing => {
                 actions.push(RegistrantAction::Report(RegistrantReport::Removed));
                 self.finish(actions);
             }
-            State::Absent { .. } | State::Present { .. } | State::Left => {}
+            RegistrantState::Absent { .. }
+            | RegistrantState::Present { .. }
+            | RegistrantState::Left => {}
         }
     }
 
     /// Computes the expiry from the start of the call: the lease cannot expire earlier.
     fn confirmed(&mut self, lease: LeaseId, ttl: Duration, called: Instant) {
         let renewal = Renewal::Due(called + ttl / 3);
-        self.state = State::Present { lease, ttl, lost_at: called + ttl, renewal };
+        self.state = RegistrantState::Present { lease, ttl, lost_at: called + ttl, renewal };
     }
 
     fn failed(&mut self, now: Instant, reason: String, actions: &mut Vec<RegistrantAction>) {
         match &mut self.state {
-            State::Writing { .. } if self.leaving => return self.finish(actions),
-            State::Writing { .. } => {
-                self.state = State::Absent { write_at: now + self.retry.delay() };
+            RegistrantState::Writing { .. } if self.leaving => return self.finish(actions),
+            RegistrantState::Writing { .. } => {
+                self.state = RegistrantState::Absent { write_at: now + self.retry.delay() };
             }
-            State::Present { renewal: renewal @ Renewal::InFlight { .. }, .. } => {
+            RegistrantState::Present { renewal: renewal @ Renewal::InFlight { .. }, .. } => {
                 *renewal = Renewal::Due(now + self.retry.delay());
             }
-            State::Removing => {
+            RegistrantState::Removing => {
                 actions.push(RegistrantAction::Report(RegistrantReport::NotRemoved { reason }));
                 return self.finish(actions);
             }
-            State::Absent { .. } | State::Present { .. } | State::Left => return,
+            RegistrantState::Absent { .. }
+            | RegistrantState::Present { .. }
+            | RegistrantState::Left => return,
         }
         if self.retry.is_news(&reason) {
             actions.push(RegistrantAction::Report(RegistrantReport::Unreachable { reason }));
@@ -241,20 +254,22 @@ impl Registrant {
     fn leave(&mut self, actions: &mut Vec<RegistrantAction>) {
         self.leaving = true;
         match self.state {
-            State::Absent { .. } => self.finish(actions),
-            State::Present { lease, .. } => self.remove(lease, actions),
+            RegistrantState::Absent { .. } => self.finish(actions),
+            RegistrantState::Present { lease, .. } => self.remove(lease, actions),
             // Wait for the write in flight before revoking its lease.
-            State::Writing { .. } | State::Removing | State::Left => {}
+            RegistrantState::Writing { .. } | RegistrantState::Removing | RegistrantState::Left => {
+            }
         }
     }
 
     fn remove(&mut self, lease: LeaseId, actions: &mut Vec<RegistrantAction>) {
-        self.state = State::Removing;
-        actions.push(RegistrantAction::Call { call: Call::Remove(lease), within: REMOVE_WITHIN });
+        self.state = RegistrantState::Removing;
+        actions
+            .push(RegistrantAction::Call { call: EtcdCall::Remove(lease), within: REMOVE_WITHIN });
     }
 
     fn finish(&mut self, actions: &mut Vec<RegistrantAction>) {
-        self.state = State::Left;
+        self.state = RegistrantState::Left;
         actions.push(RegistrantAction::Finish);
     }
 }

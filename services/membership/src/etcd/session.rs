@@ -30,7 +30,7 @@ const UNTRUSTED: &str = "invalid peer certificate";
 
 /// Reason why a call failed.
 #[derive(Debug, thiserror::Error)]
-pub(super) enum CallError {
+pub(super) enum EtcdCallError {
     /// etcd rejected the user; a retry cannot succeed.
     #[error("{0}")]
     Refused(String),
@@ -47,7 +47,7 @@ pub(super) enum CallError {
     Unreachable(String),
 }
 
-impl CallError {
+impl EtcdCallError {
     /// Returns the error for a starting process: only failures that the operator must fix, no outage.
     pub fn refuse_start(&self, settings: &EtcdSettings) -> Result<(), EtcdError> {
         let (endpoints, reason) = (settings.endpoints(), self.to_string());
@@ -66,7 +66,7 @@ impl CallError {
     }
 }
 
-impl From<Error> for CallError {
+impl From<Error> for EtcdCallError {
     fn from(error: Error) -> Self {
         use tonic::Code::{
             FailedPrecondition, InvalidArgument, NotFound, PermissionDenied, Unauthenticated,
@@ -112,7 +112,7 @@ fn with_causes(status: &tonic::Status) -> String {
 }
 
 /// A connection to etcd that is opened on demand.
-pub(super) struct Session {
+pub(super) struct EtcdSession {
     settings: Arc<EtcdSettings>,
     client: Option<Client>,
 }
@@ -123,13 +123,13 @@ pub(super) struct OpenWatch {
     _client: Client,
 }
 
-impl Session {
+impl EtcdSession {
     pub fn new(settings: Arc<EtcdSettings>) -> Self {
         Self { settings, client: None }
     }
 
     /// Checks the credentials and the read permission.
-    pub async fn check(&mut self, within: Duration) -> Result<(), CallError> {
+    pub async fn check(&mut self, within: Duration) -> Result<(), EtcdCallError> {
         let keys = entry::keys(&self.settings.prefix);
         let options = GetOptions::new().with_prefix().with_count_only();
         let call = async |client: &mut Client| {
@@ -145,7 +145,7 @@ impl Session {
         key: String,
         value: String,
         within: Duration,
-    ) -> Result<(LeaseId, Duration), CallError> {
+    ) -> Result<(LeaseId, Duration), EtcdCallError> {
         // etcd counts whole seconds.
         let seconds = self.settings.ttl.as_secs_f64().ceil() as i64;
         let call = async |client: &mut Client| {
@@ -168,7 +168,7 @@ impl Session {
         key: String,
         value: String,
         within: Duration,
-    ) -> Result<bool, CallError> {
+    ) -> Result<bool, EtcdCallError> {
         let call = async |client: &mut Client| {
             client.lease_keep_alive(lease.0).await?;
             let is_there = [
@@ -183,19 +183,19 @@ impl Session {
     }
 
     /// Revokes the lease, which deletes the record.
-    pub async fn revoke(&mut self, lease: LeaseId, within: Duration) -> Result<(), CallError> {
+    pub async fn revoke(&mut self, lease: LeaseId, within: Duration) -> Result<(), EtcdCallError> {
         let call = async |client: &mut Client| {
             client.lease_revoke(lease.0).await?;
             Ok(())
         };
         match self.call(within, call).await {
-            Err(CallError::LeaseExpired) => Ok(()),
+            Err(EtcdCallError::LeaseExpired) => Ok(()),
             other => other,
         }
     }
 
     /// Reads the records at one revision and opens a watch from the next revision on.
-    pub async fn read(mut self, within: Duration) -> Result<(Records, OpenWatch), CallError> {
+    pub async fn read(mut self, within: Duration) -> Result<(Records, OpenWatch), EtcdCallError> {
         let keys = entry::keys(&self.settings.prefix);
         let call = async |client: &mut Client| {
             let (records, revision) = read_all(client, &keys).await?;
@@ -215,7 +215,7 @@ impl Session {
         &mut self,
         within: Duration,
         call: impl AsyncFnOnce(&mut Client) -> Result<T, Error>,
-    ) -> Result<T, CallError> {
+    ) -> Result<T, EtcdCallError> {
         // Take the connection, so that a failed or dropped call does not leave a broken one.
         let connected = self.client.take();
         let settings = &self.settings;
@@ -229,7 +229,7 @@ impl Session {
         };
         let (client, answer) = tokio::time::timeout(within, whole)
             .await
-            .map_err(|_| CallError::Unreachable(format!("no answer within {within:?}")))??;
+            .map_err(|_| EtcdCallError::Unreachable(format!("no answer within {within:?}")))??;
         self.client = Some(client);
         Ok(answer)
     }

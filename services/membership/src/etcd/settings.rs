@@ -3,7 +3,7 @@
 use std::{path::PathBuf, sync::Arc, time::Duration};
 
 use config::Password;
-use credentials::{Outcome, Reload, Reloaded, SettingFile};
+use credentials::{Reload, ReloadOutcome, Reloaded, SettingFile};
 
 /// Endpoints, credentials and key prefix.
 #[derive(Clone)]
@@ -70,14 +70,14 @@ impl EtcdSettings {
         let tls = self.tls.clone()?;
         let files = tls.clone();
         match tokio::task::spawn_blocking(move || files.reload()).await {
-            Ok(Outcome::Replaced) => {
+            Ok(ReloadOutcome::Replaced) => {
                 tracing::info!(settings = tls.settings(), "reloaded files");
             }
-            Ok(Outcome::Kept(error)) => {
+            Ok(ReloadOutcome::Kept(error)) => {
                 tracing::warn!("{error}; the previous content stays in use");
             }
             // The call fails only if the runtime stops.
-            Ok(Outcome::Unchanged) | Err(_) => {}
+            Ok(ReloadOutcome::Unchanged) | Err(_) => {}
         }
         Some(tls.current())
     }

@@ -7,8 +7,8 @@ use std::{
 
 use cluster::{Epoch, Members, NodeAddress, Role};
 use membership::etcd::follower::{
-    Change, Follower, FollowerAction, FollowerInput, FollowerReport, IGNORED_SHOWN_MAX,
-    RECORDS_MAX, Record, Records,
+    Follower, FollowerAction, FollowerInput, FollowerReport, IGNORED_SHOWN_MAX, RECORDS_MAX,
+    Record, RecordChange, Records,
 };
 use proptest::prelude::*;
 
@@ -81,7 +81,7 @@ struct World {
     nodes: BTreeMap<Vec<u8>, (u16, Epoch)>,
     follower: Follower,
     /// Events that the open watch has not delivered yet; `None` without a watch.
-    watch: Option<VecDeque<Change>>,
+    watch: Option<VecDeque<RecordChange>>,
     /// Time-out of the read in progress.
     reading: Option<Instant>,
     asked: bool,
@@ -141,7 +141,7 @@ impl World {
         assert_eq!(self.follower.next_deadline().is_some(), self.reading.is_none());
     }
 
-    fn change(&mut self, change: Change) {
+    fn change(&mut self, change: RecordChange) {
         if let Some(watch) = &mut self.watch {
             watch.push_back(change);
         }
@@ -152,13 +152,13 @@ impl World {
         self.nodes.remove(&key);
         let record = Record { key: key.clone(), value, modified: self.revision };
         self.records.insert(key, record.clone());
-        self.change(Change::Written(record));
+        self.change(RecordChange::Written(record));
     }
 
     fn remove(&mut self, key: &[u8]) {
         if self.records.remove(key).is_some() {
             self.revision += 1;
-            self.change(Change::Removed { key: key.to_vec(), modified: self.revision });
+            self.change(RecordChange::Removed { key: key.to_vec(), modified: self.revision });
         }
     }
 

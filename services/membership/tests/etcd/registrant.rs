@@ -6,7 +6,7 @@ use std::{
 };
 
 use membership::etcd::registrant::{
-    Call, LeaseId, Registrant, RegistrantAction, RegistrantInput, RegistrantReport,
+    EtcdCall, LeaseId, Registrant, RegistrantAction, RegistrantInput, RegistrantReport,
 };
 use proptest::prelude::*;
 
@@ -61,16 +61,16 @@ impl Etcd {
         self.record = self.record.filter(|lease| self.leases.contains_key(lease));
     }
 
-    fn perform(&mut self, now: Instant, call: Call) -> RegistrantInput {
+    fn perform(&mut self, now: Instant, call: EtcdCall) -> RegistrantInput {
         self.expire(now);
         match call {
-            Call::Write => {
+            EtcdCall::Write => {
                 self.granted += 1;
                 self.leases.insert(self.granted, now + TTL);
                 self.record = Some(self.granted);
                 RegistrantInput::Written { lease: LeaseId(self.granted), ttl: TTL }
             }
-            Call::Renew(lease) => match self.leases.get_mut(&lease.0) {
+            EtcdCall::Renew(lease) => match self.leases.get_mut(&lease.0) {
                 Some(ends) => {
                     *ends = now + TTL;
                     let restored = self.record.replace(lease.0) != Some(lease.0);
@@ -78,7 +78,7 @@ impl Etcd {
                 }
                 None => RegistrantInput::Expired,
             },
-            Call::Remove(lease) => {
+            EtcdCall::Remove(lease) => {
                 self.leases.remove(&lease.0);
                 self.expire(now);
                 RegistrantInput::Removed
@@ -121,7 +121,7 @@ impl World {
             match action {
                 RegistrantAction::Call { call, within } => {
                     assert!(!within.is_zero() && within <= Duration::from_secs(3));
-                    let replaces = matches!(call, Call::Remove(_));
+                    let replaces = matches!(call, EtcdCall::Remove(_));
                     assert!(replaces || self.out.is_none(), "{call:?} while another call is out");
                     self.out = Some(self.call(call, within));
                 }
@@ -137,7 +137,7 @@ impl World {
         assert_eq!(waits, expected, "a call is out, or a deadline is set, or it is over");
     }
 
-    fn call(&mut self, call: Call, within: Duration) -> (Instant, RegistrantInput) {
+    fn call(&mut self, call: EtcdCall, within: Duration) -> (Instant, RegistrantInput) {
         let failed = |reason: &str| RegistrantInput::Failed { reason: reason.into() };
         match self.fate {
             Fate::Answered { after_ms } if Duration::from_millis(after_ms) < within => {
@@ -151,7 +151,7 @@ impl World {
             }
             Fate::Hung => (self.now + within, failed("no answer")),
             Fate::LeaseExpired => {
-                if let Call::Renew(lease) | Call::Remove(lease) = call {
+                if let EtcdCall::Renew(lease) | EtcdCall::Remove(lease) = call {
                     self.etcd.leases.remove(&lease.0);
                     self.etcd.expire(self.now);
                 }

@@ -20,7 +20,7 @@ use super::*;
 use crate::{
     attempt::NewAttempt,
     identity,
-    inbox::{Inbox, TransferEvents},
+    inbox::{EngineInbox, TransferEvents},
     node_core::{AttemptEnd, Refusal, Reply, STALL_AFTER},
     observe::{self, ObserveStream},
     testing,
@@ -108,11 +108,14 @@ impl Executor for HangingDevice {
     }
 }
 
-fn engine<E: Executor>(executor: E) -> (Engine<E>, Inbox) {
+fn engine<E: Executor>(executor: E) -> (Engine<E>, EngineInbox) {
     engine_that_stalls_after(STALL_AFTER, executor)
 }
 
-fn engine_that_stalls_after<E: Executor>(stall_after: Duration, executor: E) -> (Engine<E>, Inbox) {
+fn engine_that_stalls_after<E: Executor>(
+    stall_after: Duration,
+    executor: E,
+) -> (Engine<E>, EngineInbox) {
     let seeds = CacheSeeds { model_fingerprint: 1, weight_version: 1 };
     let scheduler = Scheduler::new(SchedulerConfig::new(LIMITS), seeds).unwrap();
     let layout = KvLayout { layer_count: 1, kv_head_count: 1, head_dim: 2, dtype: Dtype::F32 };
@@ -136,7 +139,7 @@ fn engine_that_stalls_after<E: Executor>(stall_after: Duration, executor: E) -> 
         sink,
     )
     .unwrap();
-    let (inbox, commands) = Inbox::new(4, CollectWaker::default());
+    let (inbox, commands) = EngineInbox::new(4, CollectWaker::default());
     let steps = StepLoop::new(scheduler, executor);
     let core = NodeCore::new(steps, &testing::record(), stall_after);
     let metrics = testing::metrics();
@@ -226,16 +229,16 @@ async fn device_that_blocks_when_dropped_delays_no_caller() {
 
 #[tokio::test]
 async fn queued_arrival_is_rejected_when_the_thread_ends() {
-    let (inbox, commands) = Inbox::new(4, CollectWaker::default());
+    let (inbox, commands) = EngineInbox::new(4, CollectWaker::default());
     let (refusal, ()) = tokio::join!(inbox.begin(attempt(1)), async { drop(commands) });
     assert_eq!(refusal.unwrap_err(), Refusal::Stopped);
     tokio::time::timeout(WITHIN, inbox.idle()).await.expect("no permit is held");
 }
 
 /// Observes the node; the engine thread always answers.
-async fn first_observed(inbox: &Inbox) -> (ObserveStream, Result<ObserveEvent, Code>) {
+async fn first_observed(inbox: &EngineInbox) -> (ObserveStream, Result<ObserveEvent, Code>) {
     let (observer, mut stream) = observe::observer(observe::permits().try_acquire_owned().unwrap());
-    inbox.send_for_router(|_permit| Command::Observe { observer, _permit }).unwrap();
+    inbox.send_for_router(|_permit| EngineCommand::Observe { observer, _permit }).unwrap();
     let first = tokio::time::timeout(WITHIN, stream.next()).await;
     let first = first.expect("an answer in time").expect("an event or an end");
     (stream, first.map_err(|status| status.code()))
@@ -272,20 +275,21 @@ async fn stalled_node_ends_observers_until_a_step_finishes() {
     assert!(matches!(heard.last(), Some(Reply::Ended(AttemptEnd::Finished { .. }))), "{heard:?}");
     let back = async { while first_observed(&inbox).await.1.is_err() {} };
     tokio::time::timeout(WITHIN, back).await.expect("the node can be observed again");
-    inbox.send(Command::Stop).unwrap();
+    inbox.send(EngineCommand::Stop).unwrap();
     tokio::task::spawn_blocking(|| engine.join().0).await.unwrap().unwrap();
 }
 
-async fn release(inbox: &Inbox, update: UpdateId) {
+async fn release(inbox: &EngineInbox, update: UpdateId) {
     let (released, answer) = oneshot::channel();
-    let command = |_permit| Command::ReleaseWeights { update, waits: false, released, _permit };
+    let command =
+        |_permit| EngineCommand::ReleaseWeights { update, waits: false, released, _permit };
     inbox.send_for_router(command).unwrap();
     tokio::time::timeout(WITHIN, answer).await.unwrap().unwrap().unwrap();
 }
 
-async fn lose(inbox: &Inbox, update: UpdateId) -> bool {
+async fn lose(inbox: &EngineInbox, update: UpdateId) -> bool {
     let (lost, answer) = oneshot::channel();
-    inbox.send_for_router(|_permit| Command::LoseWeights { update, lost, _permit }).unwrap();
+    inbox.send_for_router(|_permit| EngineCommand::LoseWeights { update, lost, _permit }).unwrap();
     tokio::time::timeout(WITHIN, answer).await.unwrap().unwrap()
 }
 
@@ -299,7 +303,7 @@ async fn abort_that_the_next_update_has_overtaken_loses_no_weights() {
     release(&inbox, next).await;
     assert!(!lose(&inbox, first).await, "the next update brings weights");
     assert!(lose(&inbox, next).await);
-    inbox.send(Command::Stop).unwrap();
+    inbox.send(EngineCommand::Stop).unwrap();
     tokio::task::spawn_blocking(|| engine.join().0).await.unwrap().unwrap();
 }
 
@@ -309,7 +313,7 @@ async fn idle_thread_stops_on_command_and_when_every_sender_is_dropped() {
         let (engine, inbox) = engine(BrokenDevice::default());
         let mut engine = EngineThread::start(engine).unwrap();
         if tell {
-            inbox.send(Command::Stop).unwrap();
+            inbox.send(EngineCommand::Stop).unwrap();
         }
         drop(inbox);
         engine.ended().await;

@@ -35,7 +35,7 @@ use crate::{
     grammars::Grammars,
     grpc_server::{self, GrpcServer},
     identity,
-    inbox::{Inbox, TransferEvents},
+    inbox::{EngineInbox, TransferEvents},
     memory_limit::MemoryShare,
     model_load::{self, Loaded},
     node_core::{NodeCore, STALL_AFTER},
@@ -43,7 +43,7 @@ use crate::{
     probes::Liveness,
     service::NodeService,
     settings::{self, SettingsError},
-    start_error::StartError,
+    start_error::NodeStartError,
     tiers::{OpenTiers, TierCopies, TierMetrics},
     transfer_metrics,
     weights::{LoadedModel, PeerCredentials, WeightActor, WeightSettings, WeightsService},
@@ -60,7 +60,7 @@ impl Node {
         config: &Config,
         metrics: &Metrics,
         wrap: impl FnOnce(Box<dyn Executor>) -> Box<dyn Executor>,
-    ) -> Result<Self, StartError> {
+    ) -> Result<Self, NodeStartError> {
         let (mut checked, socket) = CheckedSettings::check(role, config)?;
         let liveness = Liveness::default();
         let metrics_server = liveness.serve(&config.node, metrics).await?;
@@ -78,7 +78,7 @@ impl Node {
         let record = checked.record(role, &loaded, steps.scheduler(), &transfers);
 
         let attempts_max = attempts_max(&scheduler_config);
-        let (inbox, commands) = Inbox::new(attempts_max, steps.waker());
+        let (inbox, commands) = EngineInbox::new(attempts_max, steps.waker());
         let drafts_max = scheduler_config.limits.speculation.map_or(0, |it| it.row_drafts);
         let node_metrics = NodeMetrics::new(metrics, &checked.served_name, drafts_max);
         let tier_copies = tier_copies.map(Arc::new);
@@ -96,7 +96,7 @@ impl Node {
             liveness.is_paused.clone(),
         );
         let engine =
-            EngineThread::start(engine.with_tiers(tier_threads)).map_err(StartError::Thread)?;
+            EngineThread::start(engine.with_tiers(tier_threads)).map_err(NodeStartError::Thread)?;
 
         let weight_settings = checked.weight_settings(config, &loaded, weight_update, &inbox);
         let weights = WeightActor::start(weight_settings);
@@ -122,7 +122,8 @@ impl Node {
         let server = server.await.map_err(not_listening(config.node.grpc))?;
         let tls = checked.tls.map(|tls| tls as Arc<dyn Reload>);
         let reload = ReloadTask::start(tls.into_iter().collect());
-        let populate = Populate::start(loaded.arena, loaded.cpus).map_err(StartError::Thread)?;
+        let populate =
+            Populate::start(loaded.arena, loaded.cpus).map_err(NodeStartError::Thread)?;
         server.set_status(ServingStatus::Serving).await;
         liveness.set_ready(true);
         // Last: a router that reads the record finds a serving node.
@@ -167,9 +168,9 @@ struct CheckedSettings {
 
 impl CheckedSettings {
     /// Checks the settings, and reserves the gRPC port with the socket.
-    fn check(role: Role, config: &Config) -> Result<(Self, TcpSocket), StartError> {
+    fn check(role: Role, config: &Config) -> Result<(Self, TcpSocket), NodeStartError> {
         let secret = settings::secret(&config.cluster)?;
-        let tls = membership::read_tls(&config.cluster).map_err(StartError::Tls)?;
+        let tls = membership::read_tls(&config.cluster).map_err(NodeStartError::Tls)?;
         let served_name = config.model.served_name()?;
         let epoch = Epoch::mint()?;
         let not_listening = not_listening(config.node.grpc);
@@ -177,7 +178,7 @@ impl CheckedSettings {
         let grpc = socket.local_addr().map_err(not_listening)?;
         let id = config.node.id.clone();
         let id = id.unwrap_or_else(|| settings::default_node_id(role, grpc.port()));
-        let node_id = NodeId::parse(&id).map_err(|source| StartError::NodeId { id, source })?;
+        let node_id = NodeId::parse(&id).map_err(|source| NodeStartError::NodeId { id, source })?;
         let etcd = EtcdSettings::read(&config.cluster)?;
         Ok((Self { node_id, epoch, served_name, secret, tls, etcd, grpc }, socket))
     }
@@ -200,7 +201,7 @@ impl CheckedSettings {
         config: &Config,
         loaded: &Loaded,
         update: Option<Arc<dyn WeightUpdate>>,
-        inbox: &Inbox,
+        inbox: &EngineInbox,
     ) -> WeightSettings {
         WeightSettings {
             model: loaded.model.clone(),
@@ -267,7 +268,7 @@ impl OpenedEngine {
         config: &Config,
         loaded: &Loaded,
         executor: Box<dyn Executor>,
-    ) -> Result<Self, StartError> {
+    ) -> Result<Self, NodeStartError> {
         let scheduler_config = scheduler_config(config, &loaded.defaults, executor.limits());
         let scheduler = Scheduler::new(scheduler_config, identity::cache_seeds(&loaded.identity))?;
         let (tier_copies, tier_events) =
@@ -278,16 +279,16 @@ impl OpenedEngine {
         };
         let weight_update = executor.weight_update();
         let steps = StepLoop::new(scheduler, executor);
-        let steps = steps.with_mask_threads(mask_threads()).map_err(StartError::Thread)?;
+        let steps = steps.with_mask_threads(mask_threads()).map_err(NodeStartError::Thread)?;
         Ok(Self { scheduler_config, steps, weight_update, tier_events, tier_copies })
     }
 }
 
-fn not_listening(address: SocketAddr) -> impl Fn(io::Error) -> StartError {
-    move |source| StartError::Grpc { address, source }
+fn not_listening(address: SocketAddr) -> impl Fn(io::Error) -> NodeStartError {
+    move |source| NodeStartError::Grpc { address, source }
 }
 
-async fn connect_etcd(settings: Option<EtcdSettings>) -> Result<Option<Registrar>, StartError> {
+async fn connect_etcd(settings: Option<EtcdSettings>) -> Result<Option<Registrar>, NodeStartError> {
     match settings {
         Some(settings) => Ok(Some(Registrar::connect(settings).await?)),
         None => Ok(None),
@@ -312,11 +313,11 @@ async fn start_tiers(
     config: &Config,
     arena: &Arc<KvArena>,
     waker: CollectWaker,
-) -> Result<Option<(TierCopies, Receiver<TierEvent>)>, StartError> {
+) -> Result<Option<(TierCopies, Receiver<TierEvent>)>, NodeStartError> {
     let (config, opened_for) = (config.clone(), arena.clone());
     // Off the async threads: allocating a file may take seconds.
     let opened = tokio::task::spawn_blocking(move || OpenTiers::open(&config, &opened_for)).await;
-    let opened = opened.map_err(StartError::Load)?;
+    let opened = opened.map_err(NodeStartError::Load)?;
     Ok(opened.and_then(|tiers| TierCopies::start(tiers, arena, waker)))
 }
 
@@ -344,7 +345,7 @@ fn start_transfers<E: Executor>(
     arena: &Arc<KvArena>,
     steps: &StepLoop<E>,
     metrics: &Metrics,
-) -> Result<(Arc<Transfers>, Receiver<Event>), StartError> {
+) -> Result<(Arc<Transfers>, Receiver<Event>), NodeStartError> {
     let (sink, events) = TransferEvents::new(config.limits.transfers_max, steps.waker());
     let transfers = Arc::new(Transfers::start(config, arena.clone(), sink)?);
     transfer_metrics::register(metrics, &transfers);

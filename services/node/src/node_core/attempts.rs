@@ -27,8 +27,8 @@ use kv_transfer::{
 use proto::v1::{FailureKind, StageTimes};
 
 use super::output::{
-    AttemptEnd, AttemptEvent, Call, CallId, CloseReason, Metric, Output, Outputs, Refusal, Reply,
-    SequenceOutcome, Stage, StageAttributes, StageChange,
+    AttemptEnd, AttemptEvent, Call, CallId, CloseReason, Metric, NodeOutput, Outputs, Refusal,
+    Reply, SequenceOutcome, Stage, StageAttributes, StageChange,
 };
 
 /// Ids of recent attempts: a few minutes of calls on a busy node.
@@ -159,8 +159,8 @@ impl Attempts {
         };
         if let Some(refusal) = refusal {
             let reply = Reply::Rejected(refusal);
-            self.outputs.push_back(Output::Reply { call: call_id, reply });
-            return self.outputs.push_back(Output::Forgotten { call: call_id });
+            self.outputs.push_back(NodeOutput::Reply { call: call_id, reply });
+            return self.outputs.push_back(NodeOutput::Forgotten { call: call_id });
         }
         self.known.insert(id);
         let has_grammar = call.sequence.constraint.is_some();
@@ -198,7 +198,7 @@ impl Attempts {
             return;
         }
         record.caller = CallerState::Streaming;
-        self.outputs.push_back(Output::Reply { call: record.call, reply: Reply::Accepted });
+        self.outputs.push_back(NodeOutput::Reply { call: record.call, reply: Reply::Accepted });
         // On P the transfers pair this call with D's `RESERVE`. Either may come first.
         if record.kind == SequenceKind::Send
             && let Some(peer) = record.peer.clone()
@@ -309,8 +309,10 @@ impl Attempts {
             Action::Finished { id, reason } => self.on_finished(id, reason),
             Action::Failed { id, failure } => self.on_failed(id, failure),
             Action::AbortTransfer { id, reason } => self.abort_transfer(id, reason),
-            Action::Save(job) => self.outputs.push_back(Output::Save(job)),
-            Action::CancelSaves { last } => self.outputs.push_back(Output::CancelSaves { last }),
+            Action::Save(job) => self.outputs.push_back(NodeOutput::Save(job)),
+            Action::CancelSaves { last } => {
+                self.outputs.push_back(NodeOutput::CancelSaves { last })
+            }
             Action::Load(load) => {
                 // The sequence has left an earlier load, whose blocks it does not get.
                 self.loads.retain(|_, id| *id != load.id);
@@ -318,7 +320,7 @@ impl Attempts {
                 if let Some(record) = self.records.get_mut(&load.id) {
                     record.begin(Stage::Load, &mut self.outputs);
                 }
-                self.outputs.push_back(Output::Load(load));
+                self.outputs.push_back(NodeOutput::Load(load));
             }
         }
     }
@@ -348,7 +350,7 @@ impl Attempts {
         {
             let took = now.saturating_duration_since(admitted_at);
             record.prefill_time = Some(took);
-            self.outputs.push_back(Output::Metric(Metric::PrefillTime(took)));
+            self.outputs.push_back(NodeOutput::Metric(Metric::PrefillTime(took)));
         }
         if record.kind == SequenceKind::Send {
             record.look_up_prefix(cached_tokens, &mut self.outputs);
@@ -466,7 +468,7 @@ impl Attempts {
                     record.end(Stage::Queue, StageAttributes::default(), &mut self.outputs);
                     record.begin(Stage::Prefill, &mut self.outputs);
                     let change = StageChange::TransferParent { traceparent };
-                    self.outputs.push_back(Output::Stage { call, change });
+                    self.outputs.push_back(NodeOutput::Stage { call, change });
                     record.admit(now, &mut self.outputs);
                 }
                 self.inputs.push_back(Input::TransferReady { id, first_block });
@@ -526,7 +528,7 @@ impl Attempts {
         record.fail_stages("cancelled", &mut self.outputs);
         if caller != CallerState::Gone {
             let metric = Metric::SequenceFinished(SequenceOutcome::Cancelled);
-            self.outputs.push_back(Output::Metric(metric));
+            self.outputs.push_back(NodeOutput::Metric(metric));
             self.inputs.push_back(Input::Abort { id });
         }
         self.forget_if_over(id);
@@ -584,9 +586,9 @@ impl Attempts {
         record.fail_stages(&refusal.to_string(), &mut self.outputs);
         record.caller = CallerState::Gone;
         let outcome = SequenceOutcome::Failed(kind);
-        self.outputs.push_back(Output::Metric(Metric::SequenceFinished(outcome)));
+        self.outputs.push_back(NodeOutput::Metric(Metric::SequenceFinished(outcome)));
         let reply = Reply::Rejected(refusal);
-        self.outputs.push_back(Output::Reply { call: record.call, reply });
+        self.outputs.push_back(NodeOutput::Reply { call: record.call, reply });
         self.forget_if_over(id);
     }
 
@@ -594,9 +596,9 @@ impl Attempts {
     fn end(&mut self, id: SequenceId, outcome: SequenceOutcome, last: AttemptEnd) {
         let Some(record) = self.records.get_mut(&id) else { return };
         if std::mem::replace(&mut record.caller, CallerState::Gone) != CallerState::Gone {
-            self.outputs.push_back(Output::Metric(Metric::SequenceFinished(outcome)));
+            self.outputs.push_back(NodeOutput::Metric(Metric::SequenceFinished(outcome)));
             let reply = Reply::Ended(last);
-            self.outputs.push_back(Output::Reply { call: record.call, reply });
+            self.outputs.push_back(NodeOutput::Reply { call: record.call, reply });
         }
         self.forget_if_over(id);
     }
@@ -612,7 +614,7 @@ impl Attempts {
             error: ended.as_ref().err().map(ToString::to_string),
             ..Default::default()
         };
-        self.outputs.push_back(Output::Metric(metric(ended)));
+        self.outputs.push_back(NodeOutput::Metric(metric(ended)));
         let Some(record) = self.records.get_mut(&id) else { return };
         record.transfer = TransferState::Ended;
         record.end(Stage::Transfer, attributes, &mut self.outputs);
@@ -623,7 +625,7 @@ impl Attempts {
             && record.caller == CallerState::Gone
             && !matches!(record.transfer, TransferState::Active { .. })
         {
-            self.outputs.push_back(Output::Forgotten { call: record.call });
+            self.outputs.push_back(NodeOutput::Forgotten { call: record.call });
             self.records.remove(&id);
         }
     }
@@ -637,19 +639,20 @@ impl AttemptRecord {
 
     fn send(&self, event: AttemptEvent, outputs: &mut Outputs) {
         if self.caller != CallerState::Gone {
-            outputs.push_back(Output::Reply { call: self.call, reply: Reply::Event(event) });
+            outputs.push_back(NodeOutput::Reply { call: self.call, reply: Reply::Event(event) });
         }
     }
 
     fn admit(&mut self, now: Instant, outputs: &mut Outputs) {
         self.admitted_at = Some(now);
         let waited = now.saturating_duration_since(self.arrived_at);
-        outputs.push_back(Output::Metric(Metric::QueueTime(waited)));
+        outputs.push_back(NodeOutput::Metric(Metric::QueueTime(waited)));
     }
 
     fn look_up_prefix(&self, cached_tokens: u32, outputs: &mut Outputs) {
         let prompt_tokens = self.prompt_tokens;
-        outputs.push_back(Output::Metric(Metric::PrefixLookup { prompt_tokens, cached_tokens }));
+        outputs
+            .push_back(NodeOutput::Metric(Metric::PrefixLookup { prompt_tokens, cached_tokens }));
     }
 
     /// Returns the times of the stages until the first token.
@@ -669,7 +672,10 @@ impl AttemptRecord {
         let is_new = self.open_stages & (1 << stage as u8) == 0;
         if is_new {
             self.open_stages |= 1 << stage as u8;
-            outputs.push_back(Output::Stage { call: self.call, change: StageChange::Began(stage) });
+            outputs.push_back(NodeOutput::Stage {
+                call: self.call,
+                change: StageChange::Began(stage),
+            });
         }
         is_new
     }
@@ -680,7 +686,7 @@ impl AttemptRecord {
         if is_open {
             self.open_stages &= !(1 << stage as u8);
             let change = StageChange::Ended { stage, attributes };
-            outputs.push_back(Output::Stage { call: self.call, change });
+            outputs.push_back(NodeOutput::Stage { call: self.call, change });
         }
         is_open
     }
@@ -689,7 +695,7 @@ impl AttemptRecord {
     fn fail_stages(&mut self, error: &str, outputs: &mut Outputs) {
         if std::mem::take(&mut self.open_stages) != 0 {
             let change = StageChange::Failed { error: error.to_owned() };
-            outputs.push_back(Output::Stage { call: self.call, change });
+            outputs.push_back(NodeOutput::Stage { call: self.call, change });
         }
     }
 }

@@ -11,7 +11,7 @@
 //! runs in virtual time. Only [`take_turn`] calls the executor, which may block.
 //!
 //! The shell gives the core its inputs (`handle_call`, `handle_cancel`, `handle_transfer_event`, …), then calls
-//! [`take_turn`], which carries out the core's outputs and runs the device. When the turn returns [`Turn::Idle`], the
+//! [`take_turn`], which carries out the core's outputs and runs the device. When the turn returns [`LoopOutcome::Idle`], the
 //! shell waits for an input, at most until [`NodeCore::next_deadline`].
 //!
 //! The core handles one scheduler action, scheduler input or transfer command per poll. So a full
@@ -33,7 +33,7 @@ use std::{
 
 use cluster::NodeRecord;
 use engine::{
-    CacheSeeds, Scheduler, Speculated, StepLoop, Turn,
+    CacheSeeds, LoopOutcome, Scheduler, Speculated, StepLoop,
     event::{Action, Input, SequenceId},
     executor::{Executor, ExecutorError},
     tiers::TierEvent,
@@ -42,16 +42,16 @@ use kv_transfer::api as transfer;
 use proto::v1;
 
 pub use output::{
-    AttemptEnd, AttemptEvent, Call, CallId, CloseReason, Metric, ObserverId, Output, Refusal,
+    AttemptEnd, AttemptEvent, Call, CallId, CloseReason, Metric, NodeOutput, ObserverId, Refusal,
     Reply, SequenceOutcome, Stage, StageAttributes, StageChange,
 };
 pub use turn::{NodeShell, close, take_turn};
 pub use weight_change::ChangePending;
 
 use attempts::Attempts;
-use observers::Observers;
+use observers::LoadObservers;
 use pause::Pause;
-use weight_change::WeightChange;
+use weight_change::PendingWeightChange;
 
 /// Delay before a command is offered again after the transfer queue was full.
 pub const TRANSFER_RETRY_AFTER: Duration = Duration::from_millis(2);
@@ -65,7 +65,7 @@ const STALL_STEPS: u32 = 4;
 pub struct NodeCore<E> {
     steps: StepLoop<E>,
     attempts: Attempts,
-    observers: Observers,
+    observers: LoadObservers,
     /// Actions of the scheduler, in order.
     actions: VecDeque<Action>,
     /// Scratch list that each call of the step loop fills and empties.
@@ -78,7 +78,7 @@ pub struct NodeCore<E> {
     is_stalled: bool,
     seeds: CacheSeeds,
     /// The change of the weights at the next step boundary.
-    weight_change: Option<WeightChange>,
+    weight_change: Option<PendingWeightChange>,
     /// End of the last step before the weights were released; `None` once new weights are in use.
     released_at: Option<Instant>,
     pause: Option<Pause>,
@@ -95,7 +95,7 @@ impl<E: Executor> NodeCore<E> {
     pub fn new(steps: StepLoop<E>, record: &NodeRecord, stall_after: Duration) -> Self {
         Self {
             attempts: Attempts::new(record.identity.weight_version),
-            observers: Observers::new(record),
+            observers: LoadObservers::new(record),
             actions: VecDeque::new(),
             new_actions: Vec::new(),
             arrived: None,
@@ -127,7 +127,7 @@ impl<E: Executor> NodeCore<E> {
         self.attempts.cancel(call);
     }
 
-    /// Handles a caller whose queue was full when the last [`Output::Reply`] was sent.
+    /// Handles a caller whose queue was full when the last [`NodeOutput::Reply`] was sent.
     pub fn handle_slow_reader(&mut self, call: CallId) {
         self.attempts.slow_reader(call);
     }
@@ -146,7 +146,7 @@ impl<E: Executor> NodeCore<E> {
         self.give_to_scheduler(Input::Tier(event));
     }
 
-    /// Handles a full transfer queue that has rejected the last [`Output::Transfer`]. A command that begins a transfer
+    /// Handles a full transfer queue that has rejected the last [`NodeOutput::Transfer`]. A command that begins a transfer
     /// fails, and its caller gets Busy. For any other command returns true, and offers the command again after
     /// [`TRANSFER_RETRY_AFTER`], before all later commands.
     pub fn handle_transfer_queue_full(
@@ -169,7 +169,7 @@ impl<E: Executor> NodeCore<E> {
         self.now = now;
         let outputs = &mut self.attempts.outputs;
         if self.is_stalled {
-            return outputs.push_back(Output::ObserveStalled { observer });
+            return outputs.push_back(NodeOutput::ObserveStalled { observer });
         }
         self.observers.add(observer, now, &mut self.steps, outputs);
     }
@@ -236,8 +236,8 @@ impl<E: Executor> NodeCore<E> {
     }
 
     /// Launches every step that can be launched, then waits up to `timeout` for the oldest step in flight.
-    /// [`Turn::Stepped`]: another step may be due at once. [`Turn::Idle`]: no step is in flight and no output is due.
-    fn step(&mut self, timeout: Duration) -> Result<Turn, ExecutorError> {
+    /// [`LoopOutcome::Stepped`]: another step may be due at once. [`LoopOutcome::Idle`]: no step is in flight and no output is due.
+    fn step(&mut self, timeout: Duration) -> Result<LoopOutcome, ExecutorError> {
         // `handle_deadline` must not end the pause: the shell may sleep after it, and the steps would not be launched.
         self.end_pause_if_due();
         self.end_wait_if_due();
@@ -248,22 +248,24 @@ impl<E: Executor> NodeCore<E> {
         self.now = self.steps.executor().now();
         Ok(match turn? {
             // A handled action may let the scheduler plan a step. Without a step in flight the weights change.
-            Turn::Idle | Turn::Pending if self.has_actions() || self.may_change_weights() => {
-                Turn::Stepped
+            LoopOutcome::Idle | LoopOutcome::Pending
+                if self.has_actions() || self.may_change_weights() =>
+            {
+                LoopOutcome::Stepped
             }
             turn => turn,
         })
     }
 
     /// Returns the next output, in order. `None` means that the core waits for an input, a step or a deadline.
-    fn poll_output(&mut self) -> Option<Output> {
+    fn poll_output(&mut self) -> Option<NodeOutput> {
         loop {
             // Sends of KV and token 0 come before replies: the receiving node waits longer for them than callers for
             // events.
             if self.transfer_retry_at.is_none()
                 && let Some((call, command)) = self.attempts.next_send()
             {
-                return Some(Output::Transfer { call, command });
+                return Some(NodeOutput::Transfer { call, command });
             }
             if let Some(output) = self.attempts.outputs.pop_front() {
                 return Some(output);
@@ -276,7 +278,7 @@ impl<E: Executor> NodeCore<E> {
                 self.give_to_scheduler(input);
             } else if self.transfer_retry_at.is_none() {
                 let (call, command) = self.attempts.next_command()?;
-                return Some(Output::Transfer { call, command });
+                return Some(NodeOutput::Transfer { call, command });
             } else {
                 return None;
             }
@@ -340,16 +342,16 @@ impl<E: Executor> NodeCore<E> {
         for step in self.steps.take_records() {
             self.observers.add_step(&step);
             self.stall_after = self.stall_after.max(STALL_STEPS * step.busy);
-            self.attempts.outputs.push_back(Output::Metric(Metric::Step(step)));
+            self.attempts.outputs.push_back(NodeOutput::Metric(Metric::Step(step)));
         }
         let speculated: Speculated = self.steps.take_speculated();
         if speculated.rows > 0 {
-            self.attempts.outputs.push_back(Output::Metric(Metric::Speculated(speculated)));
+            self.attempts.outputs.push_back(NodeOutput::Metric(Metric::Speculated(speculated)));
         }
         let preemptions = self.steps.scheduler().preemptions();
         if preemptions > self.preemptions {
             let metric = Metric::Preempted(preemptions - self.preemptions);
-            self.attempts.outputs.push_back(Output::Metric(metric));
+            self.attempts.outputs.push_back(NodeOutput::Metric(metric));
             self.preemptions = preemptions;
         }
     }
@@ -364,9 +366,9 @@ impl<E: Executor> NodeCore<E> {
         let outputs = &mut self.attempts.outputs;
         if is_stalled {
             self.observers.stall(outputs);
-            outputs.push_back(Output::Stalled { after: self.stall_after });
+            outputs.push_back(NodeOutput::Stalled { after: self.stall_after });
         } else {
-            outputs.push_back(Output::Recovered);
+            outputs.push_back(NodeOutput::Recovered);
         }
     }
 

@@ -15,7 +15,7 @@ use engine::{
 };
 use proto::v1::{self, observe_event::Event};
 
-use super::output::{Metric, ObserverId, Output, Outputs};
+use super::output::{Metric, NodeOutput, ObserverId, Outputs};
 
 /// Shortest time between two deltas: routers choose nodes by them and need no exact counts.
 pub(crate) const INTERVAL: Duration = Duration::from_millis(50);
@@ -27,7 +27,7 @@ const HASHES_PER_EVENT_MAX: usize = 16_384;
 const TIER_HASHES_MAX: usize = 16 * HASHES_PER_EVENT_MAX;
 
 /// The observers, and the state that they were last sent.
-pub(super) struct Observers {
+pub(super) struct LoadObservers {
     record: v1::NodeRecord,
     observers: Vec<Observer>,
     sent: v1::NodeLoad,
@@ -51,7 +51,7 @@ struct Observer {
     next: u64,
 }
 
-impl Observers {
+impl LoadObservers {
     pub fn new(record: &NodeRecord) -> Self {
         Self {
             record: record.into(),
@@ -154,7 +154,8 @@ impl Observers {
     /// Ends every observer's stream: for routers a stalled node is down until a probe succeeds.
     pub fn stall(&mut self, outputs: &mut Outputs) {
         let stalled = self.observers.drain(..);
-        outputs.extend(stalled.map(|observer| Output::ObserveStalled { observer: observer.id }));
+        outputs
+            .extend(stalled.map(|observer| NodeOutput::ObserveStalled { observer: observer.id }));
     }
 
     /// Sends a snapshot to a new observer. The next delta does not repeat the snapshot.
@@ -217,10 +218,10 @@ impl Observers {
         let step_age = steps.step_age().unwrap_or_default();
         let scheduler = steps.scheduler_mut();
         let load = scheduler.load();
-        outputs.push_back(Output::Metric(Metric::Load(load)));
+        outputs.push_back(NodeOutput::Metric(Metric::Load(load)));
         for tier in Tier::ALL {
             let stats = scheduler.tier_stats(tier).map(|stats| Metric::Tier(tier, stats));
-            outputs.extend(stats.map(Output::Metric));
+            outputs.extend(stats.map(NodeOutput::Metric));
         }
         let config = scheduler.config();
         let step_tokens = config.step_tokens;
@@ -276,10 +277,10 @@ impl Observers {
 }
 
 impl Observer {
-    fn event(&mut self, event: Event) -> Output {
+    fn event(&mut self, event: Event) -> NodeOutput {
         let event = v1::ObserveEvent { sequence: self.next, event: Some(event) };
         self.next += 1;
-        Output::Observe { observer: self.id, event }
+        NodeOutput::Observe { observer: self.id, event }
     }
 }
 
@@ -361,7 +362,7 @@ mod tests {
     fn wait_for_token_bitmasks_is_no_step_time() {
         let start = Instant::now();
         let costs_with_wait = |wait_ms: u64| {
-            let mut observers = Observers::new(&crate::testing::record());
+            let mut observers = LoadObservers::new(&crate::testing::record());
             for step_id in 0..20 {
                 let begin = start + Duration::from_millis(100 * step_id);
                 let end = begin + Duration::from_millis(5 + wait_ms);

@@ -41,11 +41,11 @@ impl Call {
 }
 
 /// Outputs that the shell has not polled yet.
-pub(super) type Outputs = VecDeque<Output>;
+pub(super) type Outputs = VecDeque<NodeOutput>;
 
 /// Work for the shell. Outputs are carried out in order, each before the next one is polled.
 #[derive(Clone, Debug)]
-pub enum Output {
+pub enum NodeOutput {
     /// The caller gets this reply. When the caller's queue is full, call
     /// [`handle_slow_reader`](super::NodeCore::handle_slow_reader).
     Reply {

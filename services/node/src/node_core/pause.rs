@@ -9,7 +9,7 @@ use std::time::Instant;
 use engine::{event::InFlight, executor::Executor};
 use proto::v1;
 
-use super::{NodeCore, Output};
+use super::{NodeCore, NodeOutput};
 
 /// A pause that an operator began.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -39,7 +39,7 @@ impl<E: Executor> NodeCore<E> {
     pub fn handle_resume(&mut self, now: Instant) {
         self.now = now;
         if self.pause.take().is_some() {
-            let waits = |change: &super::WeightChange| change.wait_until.is_some();
+            let waits = |change: &super::PendingWeightChange| change.wait_until.is_some();
             if !self.weight_change.as_ref().is_some_and(waits) {
                 self.admit_unless_paused();
             }
@@ -104,7 +104,7 @@ impl<E: Executor> NodeCore<E> {
             self.pause_state = state;
             let outputs = &mut self.attempts.outputs;
             self.observers.set_pause(state, self.now, &mut self.steps, outputs);
-            outputs.push_back(Output::PauseChanged { state });
+            outputs.push_back(NodeOutput::PauseChanged { state });
         }
     }
 }

@@ -127,9 +127,9 @@ impl Scene {
     }
 }
 
-fn replies(outputs: impl IntoIterator<Item = Output>) -> Vec<Reply> {
+fn replies(outputs: impl IntoIterator<Item = NodeOutput>) -> Vec<Reply> {
     let reply = |output| match output {
-        Output::Reply { reply, .. } => Some(reply),
+        NodeOutput::Reply { reply, .. } => Some(reply),
         _ => None,
     };
     outputs.into_iter().filter_map(reply).collect()
@@ -274,14 +274,14 @@ impl Node {
         self.core.handle_deadline(self.now);
     }
 
-    fn outputs(&mut self) -> Vec<Output> {
+    fn outputs(&mut self) -> Vec<NodeOutput> {
         std::iter::from_fn(|| self.core.poll_output()).collect()
     }
 
     /// Steps until the device has no work.
-    fn run(&mut self) -> Vec<Output> {
+    fn run(&mut self) -> Vec<NodeOutput> {
         let mut outputs = self.outputs();
-        while self.core.step(Duration::ZERO).unwrap() != Turn::Idle {
+        while self.core.step(Duration::ZERO).unwrap() != LoopOutcome::Idle {
             outputs.extend(self.outputs());
             assert!(outputs.len() < 1000, "the core never becomes idle");
         }
@@ -290,23 +290,23 @@ impl Node {
 
     fn commands(&mut self) -> Vec<transfer::Command> {
         let command = |output| match output {
-            Output::Transfer { command, .. } => Some(command),
+            NodeOutput::Transfer { command, .. } => Some(command),
             _ => None,
         };
         self.outputs().into_iter().filter_map(command).collect()
     }
 }
 
-fn observe_events(outputs: impl IntoIterator<Item = Output>) -> Vec<v1::ObserveEvent> {
+fn observe_events(outputs: impl IntoIterator<Item = NodeOutput>) -> Vec<v1::ObserveEvent> {
     let event = |output| match output {
-        Output::Observe { event, .. } => Some(event),
+        NodeOutput::Observe { event, .. } => Some(event),
         _ => None,
     };
     outputs.into_iter().filter_map(event).collect()
 }
 
 /// Starts a sequence of 40 tokens and runs two steps. Returns the node and the outputs.
-fn node_with_running_sequence() -> (Node, Vec<Output>) {
+fn node_with_running_sequence() -> (Node, Vec<NodeOutput>) {
     let mut node = Node::new();
     let mut call = call(1, 1, SequenceKind::Compute, node.now);
     call.sequence.max_tokens = 40;
@@ -320,24 +320,24 @@ fn node_with_running_sequence() -> (Node, Vec<Output>) {
 }
 
 /// Returns the weight version of each token of a sequence, in order, and 0 for the change of the weights.
-fn versions_of(outputs: &[Output], id: u128) -> Vec<u64> {
+fn versions_of(outputs: &[NodeOutput], id: u128) -> Vec<u64> {
     let versions = outputs.iter().flat_map(|output| match output {
-        Output::Reply {
+        NodeOutput::Reply {
             call,
             reply: Reply::Event(AttemptEvent::Tokens { tokens, weight_version, .. }),
         } if call.sequence == SequenceId(id) => {
             vec![*weight_version; tokens.len()]
         }
-        Output::WeightsChanged { .. } => vec![0],
+        NodeOutput::WeightsChanged { .. } => vec![0],
         _ => vec![],
     });
     versions.collect()
 }
 
 /// Returns the states of the pause, in order.
-fn pauses(outputs: &[Output]) -> Vec<v1::PauseState> {
+fn pauses(outputs: &[NodeOutput]) -> Vec<v1::PauseState> {
     let states = outputs.iter().filter_map(|output| match output {
-        Output::PauseChanged { state } => Some(*state),
+        NodeOutput::PauseChanged { state } => Some(*state),
         _ => None,
     });
     states.collect()
@@ -347,7 +347,7 @@ const PAUSE_MAX: Duration = Duration::from_secs(30);
 
 impl Node {
     /// Pauses, runs until nothing runs, and lets a new call arrive.
-    fn pause(&mut self, in_flight: InFlight, waits: bool) -> Vec<Output> {
+    fn pause(&mut self, in_flight: InFlight, waits: bool) -> Vec<NodeOutput> {
         self.core.handle_pause(in_flight, waits, self.now + PAUSE_MAX, self.now);
         let mut outputs = self.run();
         self.advance(Duration::ZERO);

@@ -3,11 +3,11 @@
 use std::time::{Duration, Instant};
 
 use engine::{
-    Turn,
+    LoopOutcome,
     executor::{Executor, ExecutorError},
 };
 
-use super::{CloseReason, NodeCore, Output};
+use super::{CloseReason, NodeCore, NodeOutput};
 
 /// The I/O around a core: the engine thread, or a simulated process.
 pub trait NodeShell {
@@ -21,7 +21,7 @@ pub trait NodeShell {
     fn wait_max(&self, due: Option<Instant>) -> Duration;
 
     /// Carries out one output. It may give the core an input that the output's doc names.
-    fn carry_out(&mut self, output: Output);
+    fn carry_out(&mut self, output: NodeOutput);
 
     /// Ends a sequence of outputs: the core has no further one.
     fn flush(&mut self) {}
@@ -33,9 +33,9 @@ pub trait NodeShell {
     fn device_call_ends(&mut self) {}
 }
 
-/// Runs the core once, after its inputs. [`Turn::Idle`]: wait for an input, at most until
+/// Runs the core once, after its inputs. [`LoopOutcome::Idle`]: wait for an input, at most until
 /// [`NodeCore::next_deadline`]. After an error the executor is unusable: [`close`] the core.
-pub fn take_turn(shell: &mut impl NodeShell) -> Result<Turn, ExecutorError> {
+pub fn take_turn(shell: &mut impl NodeShell) -> Result<LoopOutcome, ExecutorError> {
     call_device(shell, NodeCore::launch_arrived_kv)?;
     carry_out_all(shell);
     let due = shell.core().next_deadline();

@@ -13,7 +13,7 @@ use engine::{
 };
 use proto::v1;
 
-use super::{NodeCore, Output};
+use super::{NodeCore, NodeOutput};
 
 /// Time for running sequences to finish before a change of the weights: half of the time that a router gives a commit.
 pub(super) const FINISH_WITHIN: Duration = Duration::from_secs(30);
@@ -25,8 +25,8 @@ pub struct ChangePending;
 
 /// The change of the weights at the next step boundary.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) struct WeightChange {
-    kind: Change,
+pub(super) struct PendingWeightChange {
+    kind: WeightChangeKind,
     /// Time until which running sequences may finish; `None` once the node has stopped launching steps.
     pub wait_until: Option<Instant>,
     /// When the node stopped launching steps.
@@ -34,7 +34,7 @@ pub(super) struct WeightChange {
 }
 
 #[derive(Clone, Debug, PartialEq, Eq)]
-enum Change {
+enum WeightChangeKind {
     /// Release the weights in use, so that new weights can overwrite them.
     Release,
     /// Use the weights that the executor has prepared.
@@ -42,7 +42,7 @@ enum Change {
 }
 
 impl<E: Executor> NodeCore<E> {
-    /// Switches to the prepared weights at the next step boundary, then emits [`Output::WeightsChanged`]. No step is
+    /// Switches to the prepared weights at the next step boundary, then emits [`NodeOutput::WeightsChanged`]. No step is
     /// launched before. `waits`: lets running sequences finish first, for at most [`FINISH_WITHIN`], and admits no
     /// other sequence meanwhile.
     pub fn handle_change_weights(
@@ -53,22 +53,22 @@ impl<E: Executor> NodeCore<E> {
         waits: bool,
         now: Instant,
     ) -> Result<(), ChangePending> {
-        self.begin_change(Change::Use { version, label, in_flight }, waits, now)
+        self.begin_change(WeightChangeKind::Use { version, label, in_flight }, waits, now)
     }
 
-    /// Releases the weights in use at the next step boundary, then emits [`Output::WeightsReleased`]. Launches no step
+    /// Releases the weights in use at the next step boundary, then emits [`NodeOutput::WeightsReleased`]. Launches no step
     /// until [`Self::handle_change_weights`], which describes `waits`.
     pub fn handle_release_weights(
         &mut self,
         waits: bool,
         now: Instant,
     ) -> Result<(), ChangePending> {
-        self.begin_change(Change::Release, waits, now)
+        self.begin_change(WeightChangeKind::Release, waits, now)
     }
 
     fn begin_change(
         &mut self,
-        kind: Change,
+        kind: WeightChangeKind,
         waits: bool,
         now: Instant,
     ) -> Result<(), ChangePending> {
@@ -79,7 +79,7 @@ impl<E: Executor> NodeCore<E> {
         // Without weights nothing finishes.
         let waits = waits && self.released_at.is_none();
         let wait_until = waits.then(|| now + FINISH_WITHIN);
-        self.weight_change = Some(WeightChange { kind, wait_until, held_at: now });
+        self.weight_change = Some(PendingWeightChange { kind, wait_until, held_at: now });
         self.update_hold();
         if waits {
             self.stop_admitting();
@@ -92,7 +92,7 @@ impl<E: Executor> NodeCore<E> {
     /// release is cancelled.
     pub fn handle_lost_weights(&mut self, now: Instant) -> bool {
         self.now = now;
-        if self.weight_change.take_if(|change| change.kind == Change::Release).is_some()
+        if self.weight_change.take_if(|change| change.kind == WeightChangeKind::Release).is_some()
             && self.released_at.is_none()
         {
             self.admit_unless_paused();
@@ -112,7 +112,7 @@ impl<E: Executor> NodeCore<E> {
         let now = self.steps.executor().now();
         // Nothing finishes during a pause that holds the steps.
         let can_finish = !self.is_held_by_pause() && self.steps.scheduler().has_running();
-        let waits = |change: &&mut WeightChange| {
+        let waits = |change: &&mut PendingWeightChange| {
             change.wait_until.is_some_and(|until| until <= now || !can_finish)
         };
         if let Some(change) = self.weight_change.as_mut().filter(waits) {
@@ -138,12 +138,12 @@ impl<E: Executor> NodeCore<E> {
         // The steps in flight ran on after the hold.
         let stopped_at =
             self.steps.collected_at().map_or(change.held_at, |at| at.max(change.held_at));
-        let Change::Use { version, label, in_flight } = change.kind else {
+        let WeightChangeKind::Use { version, label, in_flight } = change.kind else {
             if self.released_at.is_none() {
                 self.steps.release_weights()?;
                 self.released_at = Some(stopped_at);
             }
-            self.attempts.outputs.push_back(Output::WeightsReleased);
+            self.attempts.outputs.push_back(NodeOutput::WeightsReleased);
             return Ok(());
         };
         self.seeds.weight_version = version;
@@ -157,7 +157,7 @@ impl<E: Executor> NodeCore<E> {
         self.now = self.steps.executor().now();
         self.tell_weights(v1::WeightsChanged { weight_version: version, label });
         let paused = self.now.saturating_duration_since(stopped_at);
-        self.attempts.outputs.push_back(Output::WeightsChanged { paused });
+        self.attempts.outputs.push_back(NodeOutput::WeightsChanged { paused });
         Ok(())
     }
 

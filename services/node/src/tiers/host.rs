@@ -28,7 +28,7 @@ use kernels::{
 use tracing::{info, warn};
 use xxhash_rust::xxh3::xxh3_64_with_seed;
 
-use super::{Events, enqueue, join, loads::Job};
+use super::{Events, enqueue, join, loads::SharedLoad};
 use crate::{
     memory_limit::{self, MemoryShare},
     settings::SettingsError,
@@ -65,7 +65,7 @@ pub(crate) struct HostMemory {
 pub(super) struct HostTier {
     /// `None` once dropped.
     saves: Option<Sender<SaveJob>>,
-    loads: Option<Sender<Arc<Job>>>,
+    loads: Option<Sender<Arc<SharedLoad>>>,
     threads: Vec<JoinHandle<()>>,
     /// Thread that pins the memory. Returns the guards that keep the memory pinned.
     pinning: Option<JoinHandle<Vec<Box<dyn Any + Send>>>>,
@@ -169,7 +169,7 @@ impl HostTier {
         let failed = |error: String| io::Error::other(error);
         // The core starts at most this many saves and loads, so no queue is ever full.
         let (saves, queued) = bounded::<SaveJob>(HOST_SAVES_MAX);
-        let (loads, queued_loads) = bounded::<Arc<Job>>(LOADS_MAX);
+        let (loads, queued_loads) = bounded::<Arc<SharedLoad>>(LOADS_MAX);
         // Declared before the queue, so that it is dropped later: if a thread cannot start, the queue closes before the
         // other threads are joined.
         let mut this =
@@ -218,7 +218,7 @@ impl HostTier {
     }
 
     /// Queues the blocks of a load that this tier holds. Never waits. Returns the load's result if no thread will.
-    pub fn load(&self, job: &Arc<Job>) -> Option<TierEvent> {
+    pub fn load(&self, job: &Arc<SharedLoad>) -> Option<TierEvent> {
         match enqueue(self.loads.as_ref(), Arc::clone(job)) {
             true => None,
             false => job.refuse(Tier::Host),
@@ -390,7 +390,7 @@ struct Loader {
 }
 
 impl Loader {
-    fn work_on(&mut self, job: &Job) {
+    fn work_on(&mut self, job: &SharedLoad) {
         job.begin();
         let blocks = LOAD_BATCH_BYTES / self.arena.block_bytes();
         let mut in_flight: VecDeque<(&[usize], Copy)> = VecDeque::new();
@@ -417,7 +417,7 @@ impl Loader {
         }
     }
 
-    fn start(&mut self, job: &Job, batch: &[usize]) -> Result<Copy, String> {
+    fn start(&mut self, job: &SharedLoad, batch: &[usize]) -> Result<Copy, String> {
         let (mut from, mut to) = (Vec::new(), Vec::new());
         for &index in batch {
             let block = job.block(index);
@@ -429,7 +429,7 @@ impl Loader {
     }
 
     /// Waits for a batch, and compares its blocks with the digests of their saves.
-    fn finish(&self, job: &Job, batch: Option<(&[usize], Copy)>) {
+    fn finish(&self, job: &SharedLoad, batch: Option<(&[usize], Copy)>) {
         let Some((indices, copy)) = batch else { return };
         let digests = copy.finish().and_then(|blocks| {
             let (_, mut written): (Vec<_>, Vec<_>) = blocks.into_iter().unzip();

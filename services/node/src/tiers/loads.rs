@@ -28,12 +28,12 @@ const READERS: usize = 8;
 /// The queue of loads, and its threads.
 pub(super) struct Loads {
     /// `None` once dropped.
-    jobs: Option<Sender<Arc<Job>>>,
+    jobs: Option<Sender<Arc<SharedLoad>>>,
     threads: Vec<JoinHandle<()>>,
 }
 
 /// A load that several threads work on.
-pub(super) struct Job {
+pub(super) struct SharedLoad {
     load: LoadJob,
     /// Indices of the blocks on the disk. Each reader takes the next until none is left.
     on_disk: Vec<usize>,
@@ -45,7 +45,7 @@ pub(super) struct Job {
     started: OnceLock<Instant>,
 }
 
-impl Job {
+impl SharedLoad {
     pub fn new(load: LoadJob) -> Self {
         let on = |tier| load.blocks.iter().enumerate().filter(move |(_, it)| it.tier == tier);
         let on_disk: Vec<usize> = on(Tier::Disk).map(|(index, _)| index).collect();
@@ -111,7 +111,7 @@ impl Job {
     }
 }
 
-struct Reader {
+struct DiskReader {
     disk: Arc<DiskFile>,
     arena: Arc<KvArena>,
     events: Events,
@@ -127,17 +127,17 @@ impl Loads {
         is_stopping: &Arc<AtomicBool>,
     ) -> io::Result<Self> {
         // The core starts at most LOADS_MAX loads, and each is queued once for each thread.
-        let (jobs, queued) = bounded::<Arc<Job>>(LOADS_MAX * READERS);
+        let (jobs, queued) = bounded::<Arc<SharedLoad>>(LOADS_MAX * READERS);
         let mut this = Self { jobs: Some(jobs), threads: Vec::new() };
         for _ in 0..READERS {
-            let mut reader = Reader {
+            let mut reader = DiskReader {
                 disk: Arc::clone(disk),
                 arena: Arc::clone(arena),
                 events: events.clone(),
                 is_stopping: Arc::clone(is_stopping),
                 buffer: disk.buffer()?,
             };
-            let queued: Receiver<Arc<Job>> = queued.clone();
+            let queued: Receiver<Arc<SharedLoad>> = queued.clone();
             let read = move || {
                 for job in queued {
                     reader.work_on(&job);
@@ -150,7 +150,7 @@ impl Loads {
     }
 
     /// Queues the blocks of a load that are on the disk. Never waits. Returns the load's result if no thread will.
-    pub fn start_job(&self, job: &Arc<Job>) -> Option<TierEvent> {
+    pub fn start_job(&self, job: &Arc<SharedLoad>) -> Option<TierEvent> {
         let mut result = None;
         for _ in 0..READERS {
             if !enqueue(self.jobs.as_ref(), Arc::clone(job)) {
@@ -173,8 +173,8 @@ impl Drop for Loads {
     }
 }
 
-impl Reader {
-    fn work_on(&mut self, job: &Job) {
+impl DiskReader {
+    fn work_on(&mut self, job: &SharedLoad) {
         job.begin();
         loop {
             let next = job.next.fetch_add(1, Ordering::Relaxed);

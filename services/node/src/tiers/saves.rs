@@ -33,7 +33,7 @@ pub(super) struct Saves {
 }
 
 /// A block in a buffer, on its way to its slot.
-struct Copied {
+struct BufferedBlock {
     job: SaveJob,
     buffer: SlotBuffer,
 }
@@ -61,10 +61,10 @@ impl Saves {
         for _ in 0..WRITERS {
             let (disk, events, is_failing) =
                 (Arc::clone(disk), events.clone(), Arc::clone(&is_failing));
-            let (to_write, free): (Receiver<Copied>, Sender<SlotBuffer>) =
+            let (to_write, free): (Receiver<BufferedBlock>, Sender<SlotBuffer>) =
                 (to_write.clone(), free.clone());
             let write = move || {
-                for Copied { job, mut buffer } in to_write {
+                for BufferedBlock { job, mut buffer } in to_write {
                     let written = disk.write(job.slot, &job.contents, &mut buffer);
                     report_change(&is_failing, &written);
                     let job = job.job;
@@ -135,7 +135,7 @@ fn copy_blocks(
     sources: &Sources,
     jobs: &Receiver<SaveJob>,
     free: &Receiver<SlotBuffer>,
-    copied: &Sender<Copied>,
+    copied: &Sender<BufferedBlock>,
     events: &Events,
 ) {
     // Buffer of a failed copy, for the next copy.
@@ -152,7 +152,7 @@ fn copy_blocks(
         let id = job.job;
         let (event, is_open) = match copy {
             Ok(()) => {
-                let is_open = copied.send(Copied { job, buffer }).is_ok();
+                let is_open = copied.send(BufferedBlock { job, buffer }).is_ok();
                 (TierEvent::Copied { job: id }, is_open)
             }
             Err(error) => {

@@ -22,15 +22,17 @@ use weight_transfer::{
 
 use self::work::released;
 use super::{
-    calls::{Begin, CALLS_MAX, Call, CallError, Handle, Message, NodeWeights},
+    calls::{
+        Begin, CALLS_MAX, Handle, WeightsCall, WeightsCallError, WeightsMessage, WeightsStatus,
+    },
     copy::WeightFiles,
-    peers::{Peer, PeerCredentials},
+    peers::{PeerCredentials, UpdatePeer},
     restore::LoadedModel,
     standby::Standby,
     trainer::KeptTrainer,
 };
 use crate::{
-    inbox::Inbox,
+    inbox::EngineInbox,
     memory_limit::{HostBytes, MemoryShare},
 };
 
@@ -47,7 +49,7 @@ pub(crate) struct WeightSettings {
     pub share: Option<MemoryShare>,
     /// `None`: the device cannot change its weights.
     pub update: Option<Arc<dyn WeightUpdate>>,
-    pub inbox: Inbox,
+    pub inbox: EngineInbox,
     pub credentials: PeerCredentials,
     /// Folder for weights that are copied from peers.
     pub folder: PathBuf,
@@ -99,8 +101,8 @@ struct Actor {
     /// Weights that peers may copy: the prepared weights, and the weights in use.
     prepared: Option<Obtained>,
     committed: Option<Obtained>,
-    serving: NodeWeights,
-    work: JoinSet<Done>,
+    serving: WeightsStatus,
+    work: JoinSet<ActorTaskOutcome>,
     /// `None`: the device cannot change its weights.
     standby: Option<Standby>,
 }
@@ -130,7 +132,7 @@ impl RunningUpdate {
     }
 
     /// Returns the peers that a round of questions asks.
-    fn peers_to_ask(&mut self) -> Vec<Peer> {
+    fn peers_to_ask(&mut self) -> Vec<UpdatePeer> {
         let peers = &self.begin.peers;
         let asked = peers.iter().cycle().skip(self.next_peer).take(peers.len().min(ASKED_MAX));
         let asked: Vec<_> = asked.cloned().collect();
@@ -140,7 +142,7 @@ impl RunningUpdate {
 }
 
 /// Outcome of work that the actor started.
-enum Done {
+enum ActorTaskOutcome {
     Input(ParticipantInput),
     Received {
         id: UpdateId,
@@ -176,7 +178,7 @@ impl Actor {
             watches_trainer: false,
             prepared: None,
             committed: None,
-            serving: NodeWeights {
+            serving: WeightsStatus {
                 version: WeightVersion::LOADED,
                 label: String::new(),
                 report: None,
@@ -186,7 +188,7 @@ impl Actor {
         }
     }
 
-    async fn run(mut self, mut messages: mpsc::Receiver<Message>, stop: CancellationToken) {
+    async fn run(mut self, mut messages: mpsc::Receiver<WeightsMessage>, stop: CancellationToken) {
         loop {
             let due = async {
                 match self.participant.next_deadline() {
@@ -197,20 +199,20 @@ impl Actor {
             tokio::select! {
                 () = stop.cancelled() => break,
                 Some(message) = messages.recv() => match message {
-                    Message::Call(call, reply) => {
+                    WeightsMessage::Call(call, reply) => {
                         let update = call.update();
                         let outcome = self.call(call);
                         self.act();
                         // The caller may have stopped waiting.
                         let _ = reply.send(outcome.map(|()| self.weights(update)));
                     }
-                    Message::Copy(version, reply) => {
+                    WeightsMessage::Copy(version, reply) => {
                         let _ = reply.send(self.copy(version));
                     }
                 },
                 Some(done) = self.work.join_next() => {
                     // A panic while reading weights counts as a failed read.
-                    self.done(done.unwrap_or(Done::Quiet));
+                    self.done(done.unwrap_or(ActorTaskOutcome::Quiet));
                 }
                 () = due => self.participant.on_deadline(Instant::now()),
             }
@@ -221,20 +223,20 @@ impl Actor {
     }
 
     /// Returns the weights in use with the state of this update, or of the running or last one.
-    fn weights(&self, update: Option<UpdateId>) -> NodeWeights {
+    fn weights(&self, update: Option<UpdateId>) -> WeightsStatus {
         let report = match update {
             Some(id) => self.participant.state_of(id).map(|state| UpdateReport { id, state }),
             None => self.participant.report(),
         };
-        NodeWeights { report, ..self.serving.clone() }
+        WeightsStatus { report, ..self.serving.clone() }
     }
 
-    fn call(&mut self, call: Call) -> Result<(), CallError> {
+    fn call(&mut self, call: WeightsCall) -> Result<(), WeightsCallError> {
         let now = Instant::now();
         match call {
-            Call::Begin(begin) => {
+            WeightsCall::Begin(begin) => {
                 if self.standby.is_none() {
-                    return Err(CallError::Unsupported);
+                    return Err(WeightsCallError::Unsupported);
                 }
                 let proposal = Proposal { id: begin.id, deadline: now + begin.remaining };
                 let is_new = self.participant.begin(now, proposal)?;
@@ -248,14 +250,14 @@ impl Actor {
                     self.running = Some(RunningUpdate::new(begin));
                 }
             }
-            Call::Commit { id, version } => {
+            WeightsCall::Commit { id, version } => {
                 self.participant.heard(now, id);
                 self.participant.commit(id, version)?;
             }
-            Call::Abort { id, reason } => {
+            WeightsCall::Abort { id, reason } => {
                 self.participant.abort(id, &reason);
             }
-            Call::Status { coordinated, .. } => {
+            WeightsCall::Status { coordinated, .. } => {
                 if let Some(id) = coordinated {
                     self.participant.heard(now, id);
                 }
@@ -264,10 +266,10 @@ impl Actor {
         Ok(())
     }
 
-    fn done(&mut self, done: Done) {
+    fn done(&mut self, done: ActorTaskOutcome) {
         match done {
-            Done::Input(input) => self.participant.handle(input),
-            Done::Received { id, outcome } => {
+            ActorTaskOutcome::Input(input) => self.participant.handle(input),
+            ActorTaskOutcome::Received { id, outcome } => {
                 let outcome = outcome.map(|Prepared { version, files }| {
                     if self.running.as_ref().is_some_and(|running| running.begin.id == id) {
                         self.prepared = Some((version, files.map(Arc::new)));
@@ -281,7 +283,7 @@ impl Actor {
                     self.lose_if_released(id);
                 }
             }
-            Done::Lost(is_lost) => {
+            ActorTaskOutcome::Lost(is_lost) => {
                 if is_lost {
                     tracing::warn!("the node has no valid weights: an update in place was aborted");
                     self.serving.version = WeightVersion::NONE;
@@ -291,7 +293,7 @@ impl Actor {
                     self.restore();
                 }
             }
-            Done::Restored { version, cancelled } => {
+            ActorTaskOutcome::Restored { version, cancelled } => {
                 // The guard of a cancelled restoration was dropped. `restoring` may have the guard of the next one.
                 if !cancelled.is_cancelled() {
                     self.restoring = None;
@@ -301,7 +303,7 @@ impl Actor {
                     tracing::info!(weight_version = %version, "restored the weights");
                 }
             }
-            Done::Installed { id, paused } => {
+            ActorTaskOutcome::Installed { id, paused } => {
                 *released(&self.released) = None;
                 if let Some(running) = self.running.take().filter(|it| it.begin.id == id) {
                     self.serving.label.clone_from(&running.begin.label);
@@ -322,11 +324,11 @@ impl Actor {
                     );
                 }
             }
-            Done::TrainerLeft => {
+            ActorTaskOutcome::TrainerLeft => {
                 self.watches_trainer = false;
                 self.watch_trainer();
             }
-            Done::Quiet => {}
+            ActorTaskOutcome::Quiet => {}
         }
     }
 
@@ -356,9 +358,9 @@ mod tests {
 
     use super::*;
     use crate::{
-        inbox::Command,
+        inbox::EngineCommand,
         node_core::ChangePending,
-        weights::{calls::Origin, standby::CANCELLED},
+        weights::{calls::WeightsOrigin, standby::CANCELLED},
     };
 
     #[derive(Default)]
@@ -388,14 +390,14 @@ mod tests {
     fn actor() -> Actor {
         let loaded =
             LoadedModel { path: "/removed".into(), format: LoadFormat::Auto, fingerprint: 1 };
-        actor_with(loaded, Inbox::new(1, CollectWaker::default()).0)
+        actor_with(loaded, EngineInbox::new(1, CollectWaker::default()).0)
     }
 
-    fn actor_with(loaded: LoadedModel, inbox: Inbox) -> Actor {
+    fn actor_with(loaded: LoadedModel, inbox: EngineInbox) -> Actor {
         actor_on(Device::default(), loaded, inbox)
     }
 
-    fn actor_on(device: Device, loaded: LoadedModel, inbox: Inbox) -> Actor {
+    fn actor_on(device: Device, loaded: LoadedModel, inbox: EngineInbox) -> Actor {
         let model = ModelConfig {
             family: Family::named("llama").unwrap(),
             hidden_size: 64,
@@ -438,14 +440,14 @@ mod tests {
 
     #[tokio::test]
     async fn restored_weights_count_although_an_update_begins_at_that_moment() {
-        let (inbox, commands) = Inbox::new(1, CollectWaker::default());
+        let (inbox, commands) = EngineInbox::new(1, CollectWaker::default());
         let mut actor = actor_with(random_model(), inbox);
-        actor.done(Done::Lost(true));
+        actor.done(ActorTaskOutcome::Lost(true));
         assert_eq!(actor.serving.version, WeightVersion::NONE);
         let restoring = actor.restoring.take().unwrap();
         let engine = tokio::task::spawn_blocking(move || {
             match commands.recv_timeout(Duration::from_secs(60)).unwrap() {
-                Command::ChangeWeights { changed, .. } => {
+                EngineCommand::ChangeWeights { changed, .. } => {
                     // A new update stops the restoration while the engine changes the weights.
                     drop(restoring);
                     changed.send(Ok(Duration::ZERO)).unwrap();
@@ -463,44 +465,49 @@ mod tests {
     async fn lost_weights_have_one_restoration_at_a_time() {
         let mut actor = actor();
         // An abort takes effect in the engine before the work of the update ends.
-        actor.done(Done::Lost(true));
+        actor.done(ActorTaskOutcome::Lost(true));
         let outcome = Err(CANCELLED.to_owned());
-        actor.done(Done::Received { id: UpdateId(7), outcome });
+        actor.done(ActorTaskOutcome::Received { id: UpdateId(7), outcome });
         assert_eq!(actor.work.len(), 1);
         // Another update begins.
         actor.restoring = None;
         let restored = actor.work.join_next().await.unwrap().unwrap();
-        assert!(matches!(restored, Done::Restored { version: None, .. }));
+        assert!(matches!(restored, ActorTaskOutcome::Restored { version: None, .. }));
         actor.done(restored);
         assert_eq!(actor.serving.version, WeightVersion::NONE);
-        actor.done(Done::Lost(true));
+        actor.done(ActorTaskOutcome::Lost(true));
         assert_eq!(actor.work.len(), 1, "the end of this update begins another restoration");
     }
 
     #[tokio::test]
     async fn node_without_weights_restores_them_after_an_update_that_released_nothing() {
         let mut actor = actor();
-        actor.done(Done::Lost(false));
+        actor.done(ActorTaskOutcome::Lost(false));
         assert!(actor.restoring.is_none(), "the node has its weights");
         actor.serving.version = WeightVersion::NONE;
-        actor.done(Done::Lost(false));
+        actor.done(ActorTaskOutcome::Lost(false));
         assert!(actor.restoring.is_some());
     }
 
     #[tokio::test]
     async fn failed_restoration_is_repeated() {
-        let (inbox, commands) = Inbox::new(1, CollectWaker::default());
+        let (inbox, commands) = EngineInbox::new(1, CollectWaker::default());
         let device = Device { failures: AtomicUsize::new(1) };
         let mut actor = actor_on(device, random_model(), inbox);
-        actor.done(Done::Lost(true));
+        actor.done(ActorTaskOutcome::Lost(true));
         let engine = tokio::task::spawn_blocking(move || {
             match commands.recv_timeout(Duration::from_secs(60)).unwrap() {
-                Command::ChangeWeights { changed, .. } => changed.send(Ok(Duration::ZERO)).unwrap(),
+                EngineCommand::ChangeWeights { changed, .. } => {
+                    changed.send(Ok(Duration::ZERO)).unwrap()
+                }
                 command => panic!("{command:?}"),
             }
         });
         let done = actor.work.join_next().await.unwrap().unwrap();
-        assert!(matches!(done, Done::Restored { version: Some(WeightVersion::LOADED), .. }));
+        assert!(matches!(
+            done,
+            ActorTaskOutcome::Restored { version: Some(WeightVersion::LOADED), .. }
+        ));
         actor.done(done);
         engine.await.unwrap();
         assert_eq!(actor.serving.version, WeightVersion::LOADED);
@@ -511,7 +518,7 @@ mod tests {
         Begin {
             id,
             label: String::new(),
-            origin: Origin::Path("/new".into()),
+            origin: WeightsOrigin::Path("/new".into()),
             remaining: Duration::from_secs(1),
             peers: Vec::new(),
             in_flight: v1::InFlight::Recompute,
@@ -520,19 +527,22 @@ mod tests {
 
     #[tokio::test]
     async fn committed_update_fails_if_the_engine_refuses_the_change() {
-        let (inbox, commands) = Inbox::new(1, CollectWaker::default());
+        let (inbox, commands) = EngineInbox::new(1, CollectWaker::default());
         let loaded =
             LoadedModel { path: "/removed".into(), format: LoadFormat::Auto, fingerprint: 1 };
         let mut actor = actor_with(loaded, inbox);
         let (id, version) = (UpdateId::of_operator(7), WeightVersion(70));
-        actor.call(Call::Begin(begin_of(id))).unwrap();
+        actor.call(WeightsCall::Begin(begin_of(id))).unwrap();
         assert_eq!(actor.participant.poll_action(), Some(ParticipantAction::Receive { id }));
-        actor.done(Done::Received { id, outcome: Ok(Prepared { version, files: None }) });
-        actor.call(Call::Commit { id, version }).unwrap();
+        actor.done(ActorTaskOutcome::Received {
+            id,
+            outcome: Ok(Prepared { version, files: None }),
+        });
+        actor.call(WeightsCall::Commit { id, version }).unwrap();
         actor.act();
         let engine = tokio::task::spawn_blocking(move || {
             match commands.recv_timeout(Duration::from_secs(60)).unwrap() {
-                Command::ChangeWeights { changed, .. } => {
+                EngineCommand::ChangeWeights { changed, .. } => {
                     changed.send(Err(ChangePending)).unwrap();
                 }
                 command => panic!("{command:?}"),
@@ -553,17 +563,20 @@ mod tests {
     async fn committed_update_is_reported_by_its_id_while_another_runs() {
         let mut actor = actor();
         let (id, version) = (UpdateId::of_operator(7), WeightVersion(70));
-        actor.call(Call::Begin(begin_of(id))).unwrap();
-        actor.done(Done::Received { id, outcome: Ok(Prepared { version, files: None }) });
-        actor.call(Call::Commit { id, version }).unwrap();
+        actor.call(WeightsCall::Begin(begin_of(id))).unwrap();
+        actor.done(ActorTaskOutcome::Received {
+            id,
+            outcome: Ok(Prepared { version, files: None }),
+        });
+        actor.call(WeightsCall::Commit { id, version }).unwrap();
         let paused = Duration::from_millis(3);
-        actor.done(Done::Installed { id, paused });
+        actor.done(ActorTaskOutcome::Installed { id, paused });
         let other = UpdateId::of_operator(8);
-        actor.call(Call::Begin(begin_of(other))).unwrap();
+        actor.call(WeightsCall::Begin(begin_of(other))).unwrap();
         for call in [
-            Call::Status { coordinated: None, asked: Some(id) },
-            Call::Abort { id, reason: String::new() },
-            Call::Commit { id, version },
+            WeightsCall::Status { coordinated: None, asked: Some(id) },
+            WeightsCall::Abort { id, reason: String::new() },
+            WeightsCall::Commit { id, version },
         ] {
             let update = call.update();
             actor.call(call).unwrap();
@@ -580,12 +593,12 @@ mod tests {
     async fn update_of_an_operator_cancels_a_catch_up_in_place() {
         let mut actor = actor();
         let catch_up = UpdateId::of_catch_up(7);
-        actor.call(Call::Begin(begin_of(catch_up))).unwrap();
+        actor.call(WeightsCall::Begin(begin_of(catch_up))).unwrap();
         actor.act();
         *released(&actor.released) = Some(catch_up);
         let cancelled = actor.running.as_ref().unwrap().cancelled.clone();
         let id = UpdateId::of_operator(8);
-        actor.call(Call::Begin(begin_of(id))).unwrap();
+        actor.call(WeightsCall::Begin(begin_of(id))).unwrap();
         actor.act();
         assert!(cancelled.is_cancelled());
         assert_eq!(
@@ -600,7 +613,7 @@ mod tests {
 
     #[test]
     fn rounds_of_questions_ask_every_peer_in_turn() {
-        let peer = |number: u128| Peer { epoch: Epoch(number), grpc: String::new() };
+        let peer = |number: u128| UpdatePeer { epoch: Epoch(number), grpc: String::new() };
         let begin = |peers| Begin { peers, ..begin_of(UpdateId(7)) };
         let mut many = RunningUpdate::new(begin((0..20).map(peer).collect()));
         let mut asked = Vec::new();

@@ -7,7 +7,7 @@ use tokio::sync::{mpsc, oneshot};
 use tonic::Status;
 use weight_transfer::{BeginError, CommitError, UpdateId, UpdateReport, WeightVersion};
 
-use super::{peers::Peer, trainer::address::TrainerAddress};
+use super::{peers::UpdatePeer, trainer::address::TrainerAddress};
 
 /// Maximum number of queued calls of coordinators and peers.
 pub(super) const CALLS_MAX: usize = 64;
@@ -17,26 +17,26 @@ pub(super) const CALLS_MAX: usize = 64;
 pub(super) struct Begin {
     pub id: UpdateId,
     pub label: String,
-    pub origin: Origin,
+    pub origin: WeightsOrigin,
     pub remaining: Duration,
-    pub peers: Vec<Peer>,
+    pub peers: Vec<UpdatePeer>,
     pub in_flight: v1::InFlight,
 }
 
 /// Place of new weights.
 #[derive(Clone, Debug)]
-pub(super) enum Origin {
+pub(super) enum WeightsOrigin {
     Path(PathBuf),
     Trainer(TrainerAddress),
     /// A node that has prepared or committed weights of this version.
     Peer {
-        peer: Peer,
+        peer: UpdatePeer,
         version: WeightVersion,
     },
 }
 
 #[derive(Debug)]
-pub(super) enum Call {
+pub(super) enum WeightsCall {
     Begin(Begin),
     Commit {
         id: UpdateId,
@@ -53,7 +53,7 @@ pub(super) enum Call {
     },
 }
 
-impl Call {
+impl WeightsCall {
     /// Returns the update whose state the answer has; `None`: the running update, or the last one.
     pub fn update(&self) -> Option<UpdateId> {
         match self {
@@ -65,7 +65,7 @@ impl Call {
 }
 
 #[derive(Debug, thiserror::Error)]
-pub(super) enum CallError {
+pub(super) enum WeightsCallError {
     #[error(
         "cannot change the weights: weights.place is auto on a GPU; expected shadow or in_place"
     )]
@@ -86,7 +86,7 @@ pub(super) enum CallError {
 
 /// The weights in use, and the update that the call names.
 #[derive(Clone, Debug)]
-pub(super) struct NodeWeights {
+pub(super) struct WeightsStatus {
     pub version: WeightVersion,
     pub label: String,
     pub report: Option<UpdateReport>,
@@ -94,41 +94,41 @@ pub(super) struct NodeWeights {
     pub paused: Option<(UpdateId, Duration)>,
 }
 
-pub(super) type Reply = oneshot::Sender<Result<NodeWeights, CallError>>;
+pub(super) type Reply = oneshot::Sender<Result<WeightsStatus, WeightsCallError>>;
 /// Files of weights on their way to a peer.
 pub(super) type FileParts = mpsc::Receiver<Result<v1::WeightsPart, Status>>;
 
 #[derive(Debug)]
-pub(super) enum Message {
-    Call(Call, Reply),
+pub(super) enum WeightsMessage {
+    Call(WeightsCall, Reply),
     /// A peer copies weights of this version.
-    Copy(WeightVersion, oneshot::Sender<Result<FileParts, CallError>>),
+    Copy(WeightVersion, oneshot::Sender<Result<FileParts, WeightsCallError>>),
 }
 
 /// Sends calls to the actor.
 #[derive(Clone, Debug)]
 pub(crate) struct Handle {
-    pub(super) messages: mpsc::Sender<Message>,
+    pub(super) messages: mpsc::Sender<WeightsMessage>,
 }
 
 impl Handle {
-    pub(super) async fn call(&self, call: Call) -> Result<NodeWeights, CallError> {
+    pub(super) async fn call(&self, call: WeightsCall) -> Result<WeightsStatus, WeightsCallError> {
         let (reply, answer) = oneshot::channel();
-        self.send(Message::Call(call, reply))?;
-        answer.await.map_err(|_| CallError::Stopped)?
+        self.send(WeightsMessage::Call(call, reply))?;
+        answer.await.map_err(|_| WeightsCallError::Stopped)?
     }
 
     /// Returns the files of weights of this version.
-    pub(super) async fn copy(&self, version: WeightVersion) -> Result<FileParts, CallError> {
+    pub(super) async fn copy(&self, version: WeightVersion) -> Result<FileParts, WeightsCallError> {
         let (reply, answer) = oneshot::channel();
-        self.send(Message::Copy(version, reply))?;
-        answer.await.map_err(|_| CallError::Stopped)?
+        self.send(WeightsMessage::Copy(version, reply))?;
+        answer.await.map_err(|_| WeightsCallError::Stopped)?
     }
 
-    fn send(&self, message: Message) -> Result<(), CallError> {
+    fn send(&self, message: WeightsMessage) -> Result<(), WeightsCallError> {
         self.messages.try_send(message).map_err(|error| match error {
-            mpsc::error::TrySendError::Full(_) => CallError::Busy,
-            mpsc::error::TrySendError::Closed(_) => CallError::Stopped,
+            mpsc::error::TrySendError::Full(_) => WeightsCallError::Busy,
+            mpsc::error::TrySendError::Closed(_) => WeightsCallError::Stopped,
         })
     }
 }

@@ -14,7 +14,7 @@ use tokio::{io::AsyncWriteExt, runtime, sync::mpsc};
 use tonic::Status;
 use weight_transfer::WeightVersion;
 
-use super::peers::{Peer, PeerCredentials};
+use super::peers::{PeerCredentials, UpdatePeer};
 
 /// Bytes of one message.
 const PART_BYTES: usize = 1 << 20;
@@ -34,18 +34,18 @@ const CONFIGURATIONS: [&str; 3] =
 pub(super) struct WeightFiles {
     pub path: PathBuf,
     /// Copied files, which are removed with this value.
-    pub _copy: Option<Copied>,
+    pub _copy: Option<CopiedFiles>,
 }
 
 /// A folder of copied files.
 #[derive(Debug)]
-pub(super) struct Copied {
+pub(super) struct CopiedFiles {
     folder: TempDir,
     /// Locked as long as the process lives, so that other processes can tell the folder from a leftover.
     _lock: fs::File,
 }
 
-impl Copied {
+impl CopiedFiles {
     fn new(folder: &Path) -> io::Result<Self> {
         fs::create_dir_all(folder)?;
         let folder = tempfile::Builder::new().prefix(PREFIX).tempdir_in(folder)?;
@@ -158,7 +158,7 @@ fn is_wanted(name: &str) -> bool {
 
 /// Copies weights of this version from the peer into a new folder in `folder`. Rejects more than `bytes_max` bytes.
 pub(super) async fn pull(
-    peer: &Peer,
+    peer: &UpdatePeer,
     version: WeightVersion,
     credentials: &PeerCredentials,
     folder: &Path,
@@ -166,14 +166,14 @@ pub(super) async fn pull(
 ) -> Result<WeightFiles, String> {
     let failed = |cause: String| format!("cannot copy the weights from {}: {cause}", peer.grpc);
     let copied = async {
-        let copy = Copied::new(folder);
+        let copy = CopiedFiles::new(folder);
         let copy = copy.map_err(|error| format!("{}: {error}", folder.display()))?;
         let parts = tokio::time::timeout(SILENCE_MAX, credentials.pull(peer, version)).await;
         let parts = parts.map_err(|_| format!("no answer within {SILENCE_MAX:?}"))??;
         write(parts, copy.folder.path(), bytes_max).await?;
         Ok(copy)
     };
-    let copy: Copied = copied.await.map_err(failed)?;
+    let copy: CopiedFiles = copied.await.map_err(failed)?;
     // A GGUF file is a model without its folder.
     let files = files(copy.folder.path()).map_err(|error| failed(error.to_string()))?;
     let path = match &files[..] {
@@ -306,7 +306,7 @@ mod tests {
     #[test]
     fn copies_of_dead_processes_are_removed_and_those_in_use_stay() {
         let folder = tempfile::tempdir().unwrap();
-        let used = Copied::new(folder.path()).unwrap();
+        let used = CopiedFiles::new(folder.path()).unwrap();
         let leftover = folder.path().join("baton-weights-left");
         for path in
             [&leftover, &folder.path().join("other"), &folder.path().join("baton-weights-x")]

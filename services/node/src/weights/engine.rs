@@ -7,7 +7,7 @@ use tokio::sync::{OwnedSemaphorePermit, oneshot};
 use weight_transfer::{UpdateId, WeightVersion};
 
 use crate::{
-    inbox::{Command, Inbox},
+    inbox::{EngineCommand, EngineInbox},
     node_core::{ChangePending, Refusal},
 };
 
@@ -26,13 +26,13 @@ pub(super) enum ChangeError {
 
 /// Lets the engine thread use the prepared weights. Returns the time for which no step ran.
 pub(super) async fn change_weights(
-    inbox: &Inbox,
+    inbox: &EngineInbox,
     version: WeightVersion,
     label: &str,
     in_flight: InFlight,
     waits: bool,
 ) -> Result<Duration, ChangeError> {
-    let change = |changed, _permit| Command::ChangeWeights {
+    let change = |changed, _permit| EngineCommand::ChangeWeights {
         weight_version: version.0,
         label: label.to_owned(),
         in_flight,
@@ -46,25 +46,26 @@ pub(super) async fn change_weights(
 /// Releases the weights in use, so that new weights can overwrite them. `waits`: lets running sequences finish first.
 /// Returns [`ChangeError::Ended`] also if the update was aborted.
 pub(super) async fn release_weights(
-    inbox: &Inbox,
+    inbox: &EngineInbox,
     update: UpdateId,
     waits: bool,
 ) -> Result<(), ChangeError> {
-    let release = |released, _permit| Command::ReleaseWeights { update, waits, released, _permit };
+    let release =
+        |released, _permit| EngineCommand::ReleaseWeights { update, waits, released, _permit };
     Ok(call(inbox, release).await.ok_or(ChangeError::Ended)??)
 }
 
 /// Ends an update that may have released the weights. Returns whether the node has no valid weights now; `false` also if
 /// the update did not release them, or another update has done so since.
-pub(super) async fn lose_weights(inbox: &Inbox, update: UpdateId) -> bool {
-    let lose = |lost, _permit| Command::LoseWeights { update, lost, _permit };
+pub(super) async fn lose_weights(inbox: &EngineInbox, update: UpdateId) -> bool {
+    let lose = |lost, _permit| EngineCommand::LoseWeights { update, lost, _permit };
     call(inbox, lose).await.unwrap_or(false)
 }
 
 /// Sends a command and waits for its outcome.
 async fn call<T>(
-    inbox: &Inbox,
-    command: impl Fn(oneshot::Sender<T>, OwnedSemaphorePermit) -> Command,
+    inbox: &EngineInbox,
+    command: impl Fn(oneshot::Sender<T>, OwnedSemaphorePermit) -> EngineCommand,
 ) -> Option<T> {
     loop {
         let (reply, answer) = oneshot::channel();

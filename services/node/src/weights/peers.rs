@@ -16,7 +16,7 @@ use weight_transfer::{UpdateId, WeightVersion};
 
 /// Another node of the update.
 #[derive(Clone, Debug)]
-pub(super) struct Peer {
+pub(super) struct UpdatePeer {
     pub epoch: Epoch,
     pub grpc: String,
 }
@@ -33,7 +33,7 @@ impl PeerCredentials {
     /// Returns the version with which the peer has committed the update, if it has.
     pub(super) async fn committed_by(
         &self,
-        peer: &Peer,
+        peer: &UpdatePeer,
         id: UpdateId,
     ) -> Result<Option<WeightVersion>, String> {
         let node_epoch = peer.epoch.to_bytes().to_vec().into();
@@ -57,7 +57,7 @@ impl PeerCredentials {
     /// Asks the peer for its files of weights of this version.
     pub(super) async fn pull(
         &self,
-        peer: &Peer,
+        peer: &UpdatePeer,
         version: WeightVersion,
     ) -> Result<Streaming<v1::WeightsPart>, String> {
         let node_epoch = peer.epoch.to_bytes().to_vec().into();
@@ -69,7 +69,7 @@ impl PeerCredentials {
     /// Connects to the peer, makes a call of `path`, and checks the proof in the response.
     async fn call<Q, A>(
         &self,
-        peer: &Peer,
+        peer: &UpdatePeer,
         path: &str,
         request: Q,
         call: impl AsyncFnOnce(&mut WeightsClient<Channel>, Request<Q>) -> Result<Response<A>, Status>,
@@ -208,7 +208,7 @@ mod tests {
             let server = Server::builder().add_service(WeightsServer::new(Committed(verifier)));
             let incoming = connection::incoming(listener, None);
             let serving = tokio::spawn(server.serve_with_incoming(incoming));
-            let peer = Peer { epoch: PEER, grpc };
+            let peer = UpdatePeer { epoch: PEER, grpc };
             let outcome = credentials.committed_by(&peer, ID).await;
             let pulled = credentials.pull(&peer, NEW).await.map(drop);
             match expected {

@@ -10,7 +10,7 @@ use weight_transfer::WeightVersion;
 
 use super::{copy::WeightFiles, engine::change_weights, receive::receive, standby::CANCELLED};
 use crate::{
-    inbox::Inbox,
+    inbox::EngineInbox,
     memory_limit::{HostBytes, MemoryShare},
 };
 
@@ -34,7 +34,7 @@ pub(super) fn restore(
     lost: LostWeights,
     (model, host_bytes, share): (&ModelConfig, HostBytes, Option<MemoryShare>),
     update: &dyn WeightUpdate,
-    inbox: &Inbox,
+    inbox: &EngineInbox,
     cancelled: &CancellationToken,
 ) -> Result<WeightVersion, String> {
     let (version, label) = match lost {

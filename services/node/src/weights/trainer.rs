@@ -29,12 +29,12 @@ use std::time::{Duration, Instant};
 use engine::executor::{ChunkReceiver, PrepareError, ReceivedWeights, TensorDigest, WeightUpdate};
 use kernels::peer::WaitLimit;
 use tokio_util::sync::CancellationToken;
-use weight_transfer::{Chunk, Tensor, WeightVersion};
+use weight_transfer::{Tensor, WeightChunk, WeightVersion};
 
 pub(super) use self::kept::KeptTrainer;
 use self::{
     address::{TrainerAddress, TrainerError},
-    connection::Connection,
+    connection::TrainerConnection,
     declaration::{Declaration, TrainerBuffers, pieces},
 };
 use super::receive::ReceiveError;
@@ -65,10 +65,10 @@ pub(super) fn receive(
     cancelled: &CancellationToken,
 ) -> Result<WeightVersion, ReceiveError> {
     let mut connection = match kept.take(address) {
-        Some(stream) => Connection::new(stream, cancelled),
+        Some(stream) => TrainerConnection::new(stream, cancelled),
         None => {
             update.leave_trainer();
-            Connection::open(address, cancelled)?
+            TrainerConnection::open(address, cancelled)?
         }
     };
     let outcome = receive_by(&mut connection, address, update, release, is_serving);
@@ -82,7 +82,7 @@ pub(super) fn receive(
 
 /// Receives the weights by an open connection. Unmaps the trainer's memory before it returns.
 fn receive_by(
-    connection: &mut Connection<'_>,
+    connection: &mut TrainerConnection<'_>,
     address: &TrainerAddress,
     update: &dyn WeightUpdate,
     release: &dyn Fn() -> Result<(), ReceiveError>,
@@ -126,7 +126,7 @@ fn receive_by(
 }
 
 /// Returns the cause of `error`: the end of the trainer or the cancellation, if either has happened.
-fn ended(connection: &Connection<'_>, error: ReceiveError) -> ReceiveError {
+fn ended(connection: &TrainerConnection<'_>, error: ReceiveError) -> ReceiveError {
     connection.check().err().unwrap_or(error)
 }
 
@@ -137,9 +137,9 @@ fn rest_of_copy(bytes: u64, elapsed: Duration) -> Duration {
 
 /// The chunks of one update in flight.
 struct ChunkTransfer<'a, 'b> {
-    connection: &'b mut Connection<'a>,
+    connection: &'b mut TrainerConnection<'a>,
     receiver: &'b mut dyn ChunkReceiver,
-    chunks: &'b [Chunk],
+    chunks: &'b [WeightChunk],
 }
 
 impl ChunkTransfer<'_, '_> {

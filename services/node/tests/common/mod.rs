@@ -11,7 +11,7 @@ use std::{
 };
 
 use config::{Config, Flags, LoadInput};
-use node::{Node, Role, StartError};
+use node::{Node, NodeStartError, Role};
 use proto::{
     auth::{CallSigner, ClusterSecret},
     ids::Epoch,
@@ -120,7 +120,7 @@ impl TestNode {
         Self::try_start(role, flags).await.unwrap_or_else(|error| panic!("{error}"))
     }
 
-    pub async fn try_start(role: Role, flags: Flags) -> Result<Self, StartError> {
+    pub async fn try_start(role: Role, flags: Flags) -> Result<Self, NodeStartError> {
         let telemetry = Telemetry::start(
             &TelemetryConfig {
                 log: "off".into(),

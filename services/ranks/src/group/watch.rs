@@ -15,25 +15,25 @@ use crossbeam_channel::{Receiver, bounded};
 use kernels::shared::Atomics;
 
 use super::failure::{RankFailure, RankName};
-use crate::{process::Process, rank::HEARTBEAT, rank_spec::RankSpec, ring::Bell};
+use crate::{process::ProcessHandle, rank::HEARTBEAT, rank_spec::RankSpec, ring::Bell};
 
 /// Interval of the heartbeat check.
 const WATCH_EVERY: Duration = Duration::from_millis(100);
 
 /// State shared by the threads of a group.
 #[derive(Debug)]
-pub(super) struct Watch {
+pub(super) struct GroupWatch {
     /// The first failure.
     pub failure: OnceLock<RankFailure>,
     /// Whether the group is stopping: then an exit of a process is not a failure.
     pub stopping: AtomicBool,
     /// Process id and handle of each rank; `None` before its start and after its end.
-    pub processes: Mutex<Vec<Option<(u32, Process)>>>,
+    pub processes: Mutex<Vec<Option<(u32, ProcessHandle)>>>,
     /// Bells that a failure rings: the bell of results, and the bell of free plan slots.
     pub bells: [Bell; 2],
 }
 
-impl Watch {
+impl GroupWatch {
     pub fn fail(&self, failure: RankFailure) {
         if self.stopping.load(Ordering::Acquire) || self.failure.set(failure).is_err() {
             return;
@@ -72,7 +72,7 @@ impl Watch {
                 Ok(child) => child,
                 Err(error) => return failed(error.to_string()),
             };
-            match Process::of_child(child.id()) {
+            match ProcessHandle::of_child(child.id()) {
                 Ok(process) => lock(&watch.processes)[rank] = Some((child.id(), process)),
                 Err(error) => {
                     let _ = child.kill();
@@ -120,7 +120,7 @@ fn described(status: ExitStatus) -> String {
 
 /// Watches the heartbeats until the group is dropped or a rank is silent.
 pub(super) fn watch_heartbeats(
-    watch: &Watch,
+    watch: &GroupWatch,
     heartbeats: Vec<Atomics<AtomicU64>>,
     silence_max: Duration,
     stopped: &Receiver<()>,

@@ -19,7 +19,7 @@ use model::Checkpoint;
 use super::{
     RankGroup, SLEEP_MAX,
     failure::{RankFailure, RankName},
-    watch::Watch,
+    watch::GroupWatch,
 };
 use crate::{
     codec::{self, WeightChange},
@@ -47,13 +47,13 @@ const SPIN: Duration = Duration::from_millis(2);
 #[derive(Debug)]
 pub(super) struct RankedUpdate {
     is_in_place: bool,
-    link: Mutex<Link>,
+    link: Mutex<WeightsLink>,
 }
 
 /// Rings of the orders and answers about new weights.
 #[derive(Debug)]
-pub(super) struct Link {
-    watch: Arc<Watch>,
+pub(super) struct WeightsLink {
+    watch: Arc<GroupWatch>,
     orders: RingWriter,
     answers: Vec<RingReader>,
     answers_bell: Bell,
@@ -68,10 +68,10 @@ pub(super) struct Link {
     is_stuck: bool,
 }
 
-impl Link {
+impl WeightsLink {
     pub fn new(
         region: &GroupRegion,
-        watch: Arc<Watch>,
+        watch: Arc<GroupWatch>,
         ranks: usize,
         unread_max: Duration,
     ) -> Self {
@@ -190,11 +190,11 @@ fn failed(reason: &str) -> PrepareError {
 }
 
 impl RankedUpdate {
-    pub fn new(link: Link, is_in_place: bool) -> Arc<Self> {
+    pub fn new(link: WeightsLink, is_in_place: bool) -> Arc<Self> {
         Arc::new(Self { is_in_place, link: Mutex::new(link) })
     }
 
-    fn link(&self) -> MutexGuard<'_, Link> {
+    fn link(&self) -> MutexGuard<'_, WeightsLink> {
         // Every order is counted before its answer, also if a caller panics.
         self.link.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -245,7 +245,7 @@ impl WeightUpdate for RankedUpdate {
 
 /// Weights that all ranks copy out of a trainer's chunks.
 struct RankedReceiver<'a> {
-    link: MutexGuard<'a, Link>,
+    link: MutexGuard<'a, WeightsLink>,
     /// Names of the tensors.
     names: Vec<String>,
 }

@@ -70,7 +70,7 @@ impl Scene {
         self.running.sort_by_key(|(end, _)| *end);
         let ended = self.running.partition_point(|(end, _)| *end <= self.now);
         for (end, charge) in self.running.drain(..ended) {
-            self.queue.ended(end, &charge, AttemptEnd::Complete);
+            self.queue.ended(end, &charge, ChargeEnd::Complete);
         }
     }
 

@@ -13,11 +13,11 @@ const HEADROOM: u32 = 8;
 pub struct FlowLimit {
     max: u32,
     total: u32,
-    taken: HashMap<FlowName, Taken>,
+    taken: HashMap<FlowName, TakenSlots>,
 }
 
 #[derive(Clone, Copy, Debug)]
-struct Taken {
+struct TakenSlots {
     count: u32,
     weight: u32,
 }
@@ -63,7 +63,7 @@ impl FlowLimit {
     /// Takes these places even beyond the bound.
     pub fn add(&mut self, flow: &Flow, count: u32) {
         self.total = self.total.saturating_add(count);
-        let taken = Taken { count: 0, weight: flow.weight };
+        let taken = TakenSlots { count: 0, weight: flow.weight };
         let taken = self.taken.entry(flow.name.clone()).or_insert(taken);
         (taken.count, taken.weight) = (taken.count.saturating_add(count), flow.weight);
     }

@@ -52,7 +52,7 @@ use std::{
 use cluster::NoNode;
 pub use flow_limit::{FlowLimit, LimitReached};
 pub use flow_sessions::{FlowSessions, SessionMarks, SessionTurn};
-use order::{Order, Rank};
+use order::{FlowOrder, FlowRank};
 use predict::{CachedShare, CountedTokens, OUTPUT_SHARE, OUTPUT_TOKEN_COST, ServiceRate};
 pub use predict::{StartLimit, StartedPrompt, TooLate, WaitLimits, WaitRequest};
 use service_time::ServiceTime;
@@ -106,7 +106,7 @@ pub struct FairQueue<Id> {
     flows: BTreeMap<FlowName, FlowState<Id>>,
     places: HashMap<Id, (FlowName, Place)>,
     /// The flows with queued requests.
-    order: Order,
+    order: FlowOrder,
     /// Queued requests that are rejected when their turn comes too late.
     may_be_late: BTreeMap<Place, Id>,
     /// Number of requests that have a turn.
@@ -226,9 +226,9 @@ impl<Id> FlowState<Id> {
         self.queue.is_empty() && self.running == 0
     }
 
-    fn rank(&self) -> Rank {
+    fn rank(&self) -> FlowRank {
         let Self { priority, virtual_time, started, .. } = *self;
-        Rank { priority, virtual_time, started }
+        FlowRank { priority, virtual_time, started }
     }
 
     /// Returns the queued requests, the one that starts next first.
@@ -253,7 +253,7 @@ impl<Id> Default for FairQueue<Id> {
         Self {
             flows: BTreeMap::new(),
             places: HashMap::new(),
-            order: Order::default(),
+            order: FlowOrder::default(),
             may_be_late: BTreeMap::new(),
             turns: 0,
             passed: Vec::new(),
@@ -445,15 +445,15 @@ impl<Id: Copy + Eq + Hash> FairQueue<Id> {
     }
 
     /// Handles the end of an attempt: charges the flow for what the attempt used.
-    pub fn ended(&mut self, now: Instant, charge: &Charge, end: AttemptEnd) {
+    pub fn ended(&mut self, now: Instant, charge: &Charge, end: ChargeEnd) {
         let output_tokens = f64::from(charge.output_tokens);
         let tokens = CountedTokens { uncached: charge.prompt_tokens, output: output_tokens };
         let used = match end {
             // A draining node may have sent tokens earlier.
-            AttemptEnd::Refused => OUTPUT_TOKEN_COST * output_tokens,
-            AttemptEnd::Complete | AttemptEnd::Cut => tokens.cost(),
+            ChargeEnd::Refused => OUTPUT_TOKEN_COST * output_tokens,
+            ChargeEnd::Complete | ChargeEnd::Cut => tokens.cost(),
         };
-        let (is_complete, running) = (end == AttemptEnd::Complete, self.running());
+        let (is_complete, running) = (end == ChargeEnd::Complete, self.running());
         self.change(&charge.flow, |state| {
             state.running -= 1;
             state.active_at = now;
@@ -550,7 +550,7 @@ impl Charge {
 
 /// End of an attempt, for the account of its flow.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum AttemptEnd {
+pub enum ChargeEnd {
     /// The answer is complete. Only complete answers update the flow's mean output length.
     Complete,
     /// The attempt used its prompt tokens and emitted tokens.

@@ -9,7 +9,7 @@ use super::FlowName;
 
 /// Place of a flow in the order of service. Ties go to the flow whose last start is oldest.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Rank {
+pub(super) struct FlowRank {
     pub(super) priority: u32,
     pub(super) virtual_time: f64,
     /// Number of the last start of the flow.
@@ -38,20 +38,20 @@ type ByTime = (Finite, u64, FlowName);
 
 /// Flows in two orders: with and without priorities.
 #[derive(Debug, Default)]
-pub(super) struct Order {
+pub(super) struct FlowOrder {
     by_priority: BTreeSet<(Reverse<u32>, ByTime)>,
     by_time: BTreeSet<ByTime>,
 }
 
-impl Order {
-    pub(super) fn insert(&mut self, name: &FlowName, rank: Rank) {
+impl FlowOrder {
+    pub(super) fn insert(&mut self, name: &FlowName, rank: FlowRank) {
         let by_time = (Finite(rank.virtual_time), rank.started, name.clone());
         self.by_priority.insert((Reverse(rank.priority), by_time.clone()));
         self.by_time.insert(by_time);
     }
 
     /// Removes a flow with the rank that was inserted.
-    pub(super) fn remove(&mut self, name: &FlowName, rank: Rank) {
+    pub(super) fn remove(&mut self, name: &FlowName, rank: FlowRank) {
         let by_time = (Finite(rank.virtual_time), rank.started, name.clone());
         self.by_time.remove(&by_time);
         self.by_priority.remove(&(Reverse(rank.priority), by_time));

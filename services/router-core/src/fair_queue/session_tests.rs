@@ -55,7 +55,7 @@ impl Scene {
     fn step(&mut self) {
         self.now += SERVICE;
         if let Some(charge) = self.running.take() {
-            self.queue.ended(self.now, &charge, AttemptEnd::Complete);
+            self.queue.ended(self.now, &charge, ChargeEnd::Complete);
         }
         let Some(id) = self.queue.next_turn(self.now) else { return };
         let prompt = StartedPrompt { tokens: 100, uncached_tokens: 100 };

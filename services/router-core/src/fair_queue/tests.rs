@@ -81,7 +81,7 @@ impl Scene {
         self.running.sort_by_key(|running| std::cmp::Reverse(running.0));
         let Some((at, charge)) = self.running.pop() else { return };
         self.now = at;
-        self.queue.ended(self.now, &charge, AttemptEnd::Complete);
+        self.queue.ended(self.now, &charge, ChargeEnd::Complete);
         self.queue.retry_passed();
         self.give_turns();
     }
@@ -219,10 +219,10 @@ fn charge_is_corrected_by_the_tokens_that_were_used() {
     let mut charge = queue.start(now, &flow, uncached(10), 4096);
     assert_eq!(queue.flows[&flow.name].virtual_time, charged);
     charge.emitted(now, 5);
-    queue.ended(now + SERVICE, &charge, AttemptEnd::Complete);
+    queue.ended(now + SERVICE, &charge, ChargeEnd::Complete);
     assert_eq!(queue.flows[&flow.name].virtual_time, 20.0);
     assert_eq!(queue.cost(&flow.name, 10, 4096), 20.0, "answers of this flow have 5 tokens");
-    for end in [AttemptEnd::Cut, AttemptEnd::Refused] {
+    for end in [ChargeEnd::Cut, ChargeEnd::Refused] {
         let charge = queue.start(now, &flow, uncached(10), 4096);
         queue.ended(now + SERVICE, &charge, end);
         assert_eq!(queue.cost(&flow.name, 10, 4096), 20.0, "{end:?} is no complete answer");
@@ -234,10 +234,10 @@ fn attempt_that_a_node_refused_costs_nothing() {
     let mut queue = FairQueue::<u32>::default();
     let (now, flow) = (Instant::now(), key("a"));
     for (emitted, end, cost) in [
-        (0, AttemptEnd::Refused, 0.0),
-        (0, AttemptEnd::Cut, 100.0),
-        (5, AttemptEnd::Cut, 110.0),
-        (5, AttemptEnd::Refused, 10.0),
+        (0, ChargeEnd::Refused, 0.0),
+        (0, ChargeEnd::Cut, 100.0),
+        (5, ChargeEnd::Cut, 110.0),
+        (5, ChargeEnd::Refused, 10.0),
     ] {
         let before = queue.flows.get(&flow.name).map_or(0.0, |flow| flow.virtual_time);
         let mut charge = queue.start(now, &flow, uncached(100), 4096);
@@ -257,7 +257,7 @@ fn reserve_of_the_service_time_grows_with_its_variation() {
     let mut ended = |milliseconds: u64| {
         let mut charge = queue.start(now, &flow, uncached(10), 5);
         charge.emitted(now, 5);
-        queue.ended(now + Duration::from_millis(milliseconds), &charge, AttemptEnd::Complete);
+        queue.ended(now + Duration::from_millis(milliseconds), &charge, ChargeEnd::Complete);
         queue.service_time.with_reserve(tokens)
     };
     let steady = (0..100).map(|_| ended(1000)).last().unwrap();
@@ -308,7 +308,7 @@ fn predicted_wait_counts_the_usual_uncached_part_of_prompts() {
     let prompt = StartedPrompt { tokens: 1000, uncached_tokens: 100 };
     for second in 0..50 {
         let charge = queue.start(start + SERVICE * second, &flow, prompt, 0);
-        queue.ended(start + SERVICE * (second + 1), &charge, AttemptEnd::Complete);
+        queue.ended(start + SERVICE * (second + 1), &charge, ChargeEnd::Complete);
     }
     let now = start + SERVICE * 50;
     let _running = queue.start(now, &flow, prompt, 0);
@@ -384,7 +384,7 @@ fn attempts_that_fail_together_do_not_lengthen_the_predicted_wait() {
     (0..200).for_each(|_| scene.step());
     let before = scene.queue.wait(&flow).unwrap();
     for (_, charge) in scene.running.drain(1..) {
-        scene.queue.ended(scene.now, &charge, AttemptEnd::Cut);
+        scene.queue.ended(scene.now, &charge, ChargeEnd::Cut);
     }
     let after = scene.queue.wait(&flow).unwrap();
     assert!(after < before + SERVICE, "{before:?} {after:?}");

@@ -118,7 +118,7 @@ impl Cluster {
         }
         for mut running in ended {
             running.charge.emitted(self.now, self.requests[running.id].output_tokens);
-            self.queue.ended(self.now, &running.charge, AttemptEnd::Complete);
+            self.queue.ended(self.now, &running.charge, ChargeEnd::Complete);
             self.complete += 1;
         }
     }
@@ -178,7 +178,7 @@ impl Cluster {
     /// Ends a node: its requests queue again before all others.
     fn kill_node(&mut self) {
         for running in self.nodes.pop().expect("there is a node") {
-            self.queue.ended(self.now, &running.charge, AttemptEnd::Cut);
+            self.queue.ended(self.now, &running.charge, ChargeEnd::Cut);
             self.requests[running.id].predicted = None;
             let mut request = self.wait_request(running.id, true);
             request.limits.wait_max = Duration::ZERO;

@@ -21,7 +21,7 @@ use serde::{Deserialize, Serialize};
 
 use super::{
     emitted::EmittedTokens,
-    failure::{AttemptFailure, Cause, Side},
+    failure::{AttemptFailure, AttemptSide, Cause},
 };
 
 /// Maximum time that a complete answer waits for the decode node's last event, which only adds statistics.
@@ -91,7 +91,7 @@ pub struct NodeStats {
 #[derive(Debug, PartialEq)]
 pub enum AttemptAction {
     /// Emit these new tokens. `first_index`: index of the first. `by`: the node that sampled them.
-    Emit { by: Side, first_index: u32, tokens: Vec<Token> },
+    Emit { by: AttemptSide, first_index: u32, tokens: Vec<Token> },
     /// The decode node holds a reservation, so it has admitted the request.
     Admitted,
     /// The KV was transferred. `elapsed`: from the first chunk sent to the last one acknowledged.
@@ -127,10 +127,10 @@ impl AttemptState {
     }
 
     /// Handles the stage times in an event of the node on this side.
-    pub fn on_stages(&mut self, side: Side, stages: Option<StageTimes>) {
+    pub fn on_stages(&mut self, side: AttemptSide, stages: Option<StageTimes>) {
         let node = match side {
-            Side::Prefill => &mut self.stats.prefill,
-            Side::Decode => &mut self.stats.decode,
+            AttemptSide::Prefill => &mut self.stats.prefill,
+            AttemptSide::Decode => &mut self.stats.decode,
         };
         node.stages = stages.or(node.stages);
     }
@@ -149,8 +149,9 @@ impl AttemptState {
         event: Option<DecodeEvent>,
         emitted: &mut EmittedTokens,
     ) -> Vec<AttemptAction> {
-        let violation =
-            |what: &str| vec![AttemptAction::Fail(AttemptFailure::violation(Side::Decode, what))];
+        let violation = |what: &str| {
+            vec![AttemptAction::Fail(AttemptFailure::violation(AttemptSide::Decode, what))]
+        };
         match (event, self.decode) {
             (Some(DecodeEvent::Reserved(reserved)), Decode::Opening) => {
                 self.decode = Decode::Reserved;
@@ -169,7 +170,12 @@ impl AttemptState {
                     Prefill::HoldingToken(token) => {
                         self.prefill = Prefill::Transferring;
                         let tokens = vec![token];
-                        next.extend(self.emit(Side::Prefill, self.first_index, tokens, emitted));
+                        next.extend(self.emit(
+                            AttemptSide::Prefill,
+                            self.first_index,
+                            tokens,
+                            emitted,
+                        ));
                     }
                     awaited @ (Prefill::Prefilling | Prefill::Transferring) => {
                         self.prefill = awaited
@@ -197,7 +203,7 @@ impl AttemptState {
                     "Reserved ends it"
                 );
                 self.decode = Decode::Decoding;
-                self.emit(Side::Decode, event.first_index, event.tokens, emitted)
+                self.emit(AttemptSide::Decode, event.first_index, event.tokens, emitted)
             }
             // A weight update ended an answer that earlier attempts had started.
             (Some(DecodeEvent::Finished(event)), Decode::Opening | Decode::Reserved)
@@ -221,7 +227,7 @@ impl AttemptState {
                 }
             }
             (Some(DecodeEvent::Failure(failure)), decode) => {
-                let failure = AttemptFailure::reported(Side::Decode, failure);
+                let failure = AttemptFailure::reported(AttemptSide::Decode, failure);
                 let awaits_token_0 =
                     self.prefill == Prefill::Prefilling && decode != Decode::Decoding;
                 if failure.cause == Cause::TransferFailed && awaits_token_0 {
@@ -252,16 +258,16 @@ impl AttemptState {
                     vec![AttemptAction::Delivered { elapsed }]
                 }
                 Prefill::Prefilling => self.on_prefill_end(AttemptFailure::violation(
-                    Side::Prefill,
+                    AttemptSide::Prefill,
                     "it delivered without a token",
                 )),
                 Prefill::Ended => vec![],
             },
             Some(PrefillEvent::Failure(failure)) => {
-                self.on_prefill_end(AttemptFailure::reported(Side::Prefill, failure))
+                self.on_prefill_end(AttemptFailure::reported(AttemptSide::Prefill, failure))
             }
             None => self.on_prefill_end(AttemptFailure::violation(
-                Side::Prefill,
+                AttemptSide::Prefill,
                 "an event has no known content",
             )),
         }
@@ -273,7 +279,7 @@ impl AttemptState {
         emitted: &mut EmittedTokens,
     ) -> Vec<AttemptAction> {
         let finish = event.finish.map(|_| event.finish());
-        let violation = |what: String| AttemptFailure::violation(Side::Prefill, what);
+        let violation = |what: String| AttemptFailure::violation(AttemptSide::Prefill, what);
         let failure = match (&self.prefill, event.token) {
             (Prefill::Ended, _) => return vec![],
             (Prefill::Prefilling, Some(token)) if event.first_index == self.first_index => {
@@ -286,7 +292,7 @@ impl AttemptState {
                     (Some(reason), _) => {
                         self.prefill = Prefill::Ended;
                         let mut next =
-                            self.emit(Side::Prefill, self.first_index, vec![token], emitted);
+                            self.emit(AttemptSide::Prefill, self.first_index, vec![token], emitted);
                         if !matches!(next.last(), Some(AttemptAction::Fail(_))) {
                             next.push(AttemptAction::Finish(reason));
                         }
@@ -303,7 +309,7 @@ impl AttemptState {
                     (None, Decode::Reserved | Decode::Decoding) => {
                         self.prefill = Prefill::Transferring;
                         let mut next =
-                            self.emit(Side::Prefill, self.first_index, vec![token], emitted);
+                            self.emit(AttemptSide::Prefill, self.first_index, vec![token], emitted);
                         next.extend(self.on_token_0_late());
                         next
                     }
@@ -342,11 +348,11 @@ impl AttemptState {
     }
 
     /// Returns the side whose next event the attempt needs.
-    pub fn awaits(&self) -> Side {
+    pub fn awaits(&self) -> AttemptSide {
         match (self.decode, &self.prefill) {
-            (Decode::Reserved, Prefill::Prefilling) => Side::Prefill,
-            _ if self.transfer_failed.is_some() => Side::Prefill,
-            _ => Side::Decode,
+            (Decode::Reserved, Prefill::Prefilling) => AttemptSide::Prefill,
+            _ if self.transfer_failed.is_some() => AttemptSide::Prefill,
+            _ => AttemptSide::Decode,
         }
     }
 
@@ -367,7 +373,7 @@ impl AttemptState {
 
     fn emit(
         &self,
-        side: Side,
+        side: AttemptSide,
         first_index: u32,
         tokens: Vec<Token>,
         emitted: &mut EmittedTokens,
@@ -431,11 +437,11 @@ mod tests {
     /// The action that follows [`delivered`].
     const DELIVERED: AttemptAction = AttemptAction::Delivered { elapsed: Duration::from_micros(2) };
 
-    fn emit(by: Side, first_index: u32, ids: &[u32]) -> AttemptAction {
+    fn emit(by: AttemptSide, first_index: u32, ids: &[u32]) -> AttemptAction {
         AttemptAction::Emit { by, first_index, tokens: ids.iter().map(|&id| token(id)).collect() }
     }
 
-    fn lost(side: Side) -> AttemptFailure {
+    fn lost(side: AttemptSide) -> AttemptFailure {
         AttemptFailure::stream_end(side, None)
     }
 
@@ -471,12 +477,12 @@ mod tests {
         assert_eq!(attempt.on_prefill_event(first(0, 5, None), &mut emitted), []);
         assert_eq!(
             attempt.on_decode_event(reserved(false), &mut emitted),
-            [AttemptAction::Admitted, emit(Side::Prefill, 0, &[5])]
+            [AttemptAction::Admitted, emit(AttemptSide::Prefill, 0, &[5])]
         );
         assert_eq!(attempt.on_prefill_event(delivered(), &mut emitted), [DELIVERED]);
         assert_eq!(
             attempt.on_decode_event(tokens(0, &[5, 6]), &mut emitted),
-            [emit(Side::Decode, 1, &[6])]
+            [emit(AttemptSide::Decode, 1, &[6])]
         );
         assert_eq!(
             attempt.on_decode_event(finished(), &mut emitted),
@@ -501,7 +507,7 @@ mod tests {
         attempt.on_decode_event(reserved(false), &mut emitted);
         assert_eq!(
             attempt.on_decode_event(tokens(0, &[5]), &mut emitted),
-            [emit(Side::Decode, 0, &[5])]
+            [emit(AttemptSide::Decode, 0, &[5])]
         );
         assert_eq!(attempt.on_prefill_event(first(0, 5, None), &mut emitted), []);
     }
@@ -512,10 +518,10 @@ mod tests {
         attempt.on_prefill_event(first(0, 5, None), &mut emitted);
         assert_eq!(attempt.on_prefill_event(delivered(), &mut emitted), [DELIVERED]);
         assert!(!attempt.expects_prefill());
-        assert_eq!(attempt.on_prefill_end(lost(Side::Prefill)), []);
+        assert_eq!(attempt.on_prefill_end(lost(AttemptSide::Prefill)), []);
         assert_eq!(
             attempt.on_decode_event(reserved(false), &mut emitted),
-            [AttemptAction::Admitted, emit(Side::Prefill, 0, &[5])]
+            [AttemptAction::Admitted, emit(AttemptSide::Prefill, 0, &[5])]
         );
     }
 
@@ -528,10 +534,10 @@ mod tests {
             [AttemptAction::Admitted, AttemptAction::DropPrefill]
         );
         assert!(!attempt.expects_prefill());
-        assert_eq!(attempt.on_prefill_end(lost(Side::Prefill)), []);
+        assert_eq!(attempt.on_prefill_end(lost(AttemptSide::Prefill)), []);
         assert_eq!(
             attempt.on_decode_event(tokens(0, &[6]), &mut emitted),
-            [emit(Side::Decode, 0, &[6])]
+            [emit(AttemptSide::Decode, 0, &[6])]
         );
     }
 
@@ -540,7 +546,7 @@ mod tests {
         let (mut attempt, mut emitted) = pair();
         assert_eq!(
             attempt.on_prefill_event(first(0, 5, Some(FinishReason::Stop)), &mut emitted),
-            [emit(Side::Prefill, 0, &[5]), AttemptAction::Finish(FinishReason::Stop)]
+            [emit(AttemptSide::Prefill, 0, &[5]), AttemptAction::Finish(FinishReason::Stop)]
         );
     }
 
@@ -549,7 +555,7 @@ mod tests {
         let (mut attempt, mut emitted) = pair();
         attempt.on_decode_event(reserved(false), &mut emitted);
         attempt.on_prefill_event(first(0, 5, None), &mut emitted);
-        assert_eq!(causes(&attempt.on_prefill_end(lost(Side::Prefill))), [Cause::Lost]);
+        assert_eq!(causes(&attempt.on_prefill_end(lost(AttemptSide::Prefill))), [Cause::Lost]);
     }
 
     #[test]
@@ -558,7 +564,7 @@ mod tests {
         attempt.on_decode_event(reserved(false), &mut emitted);
         attempt.on_prefill_event(first(0, 5, None), &mut emitted);
         attempt.on_decode_event(tokens(0, &[5]), &mut emitted);
-        assert_eq!(attempt.on_prefill_end(lost(Side::Prefill)), []);
+        assert_eq!(attempt.on_prefill_end(lost(AttemptSide::Prefill)), []);
         assert!(!attempt.expects_prefill());
     }
 
@@ -573,7 +579,7 @@ mod tests {
         );
         assert_eq!(
             attempt.on_decode_event(tokens(2, &[7]), &mut emitted),
-            [emit(Side::Decode, 2, &[7])]
+            [emit(AttemptSide::Decode, 2, &[7])]
         );
     }
 
@@ -646,16 +652,16 @@ mod tests {
         let (mut attempt, mut emitted) = transfer_failed();
         assert_eq!(
             attempt.on_prefill_event(first(0, 5, Some(FinishReason::Stop)), &mut emitted),
-            [emit(Side::Prefill, 0, &[5]), AttemptAction::Finish(FinishReason::Stop)]
+            [emit(AttemptSide::Prefill, 0, &[5]), AttemptAction::Finish(FinishReason::Stop)]
         );
         // A token 0 that does not end the request is emitted, then the transfer has failed.
         let (mut attempt, mut emitted) = transfer_failed();
         let next = attempt.on_prefill_event(first(0, 5, None), &mut emitted);
-        assert_eq!(next[0], emit(Side::Prefill, 0, &[5]));
+        assert_eq!(next[0], emit(AttemptSide::Prefill, 0, &[5]));
         assert_eq!(causes(&next), [Cause::TransferFailed]);
         // The transfer has also failed when the prefill node is lost or late.
         let (mut attempt, _) = transfer_failed();
-        let next = attempt.on_prefill_end(lost(Side::Prefill));
+        let next = attempt.on_prefill_end(lost(AttemptSide::Prefill));
         assert_eq!(causes(&next), [Cause::TransferFailed]);
         let (mut attempt, _) = transfer_failed();
         assert_eq!(causes(&attempt.on_token_0_late()), [Cause::TransferFailed]);

@@ -39,7 +39,7 @@ pub struct CallError {
 
 /// The prefill or the decode node of an attempt.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, thiserror::Error)]
-pub enum Side {
+pub enum AttemptSide {
     #[error("prefill")]
     Prefill,
     #[error("decode")]
@@ -145,7 +145,7 @@ pub enum Blame {
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("{side} node: {cause}: {message}")]
 pub struct AttemptFailure {
-    pub side: Side,
+    pub side: AttemptSide,
     pub cause: Cause,
     /// Message on one line.
     pub message: String,
@@ -153,12 +153,12 @@ pub struct AttemptFailure {
 
 impl AttemptFailure {
     /// Converts the node's Failure event.
-    pub fn reported(side: Side, failure: Failure) -> Self {
+    pub fn reported(side: AttemptSide, failure: Failure) -> Self {
         Self { side, cause: Cause::of_kind(failure.kind()), message: one_line(&failure.message) }
     }
 
     /// Converts a refused call or a broken stream.
-    fn call(side: Side, error: &CallError) -> Self {
+    fn call(side: AttemptSide, error: &CallError) -> Self {
         let is_broken = error.is_broken;
         let cause = match error.code {
             GrpcCode::RESOURCE_EXHAUSTED => Cause::Busy,
@@ -179,7 +179,7 @@ impl AttemptFailure {
     }
 
     /// Converts the end of a stream that broke or had no final event.
-    pub fn stream_end(side: Side, error: Option<CallError>) -> Self {
+    pub fn stream_end(side: AttemptSide, error: Option<CallError>) -> Self {
         if let Some(error) = error {
             return Self::call(side, &error);
         }
@@ -188,7 +188,7 @@ impl AttemptFailure {
     }
 
     /// Returns the failure of a node that sent no event for the time `silence`.
-    pub fn silent(side: Side, silence: Duration) -> Self {
+    pub fn silent(side: AttemptSide, silence: Duration) -> Self {
         let message = format!("no event for {silence:?} (router.idle_timeout)");
         Self { side, cause: Cause::Lost, message }
     }
@@ -200,7 +200,7 @@ impl AttemptFailure {
             grace.as_secs_f64(),
             needed.as_secs_f64()
         );
-        Self { side: Side::Decode, cause: Cause::Migrated, message }
+        Self { side: AttemptSide::Decode, cause: Cause::Migrated, message }
     }
 
     /// Returns the report about the node of [`Self::side`], if the failure says anything about it.
@@ -237,11 +237,11 @@ impl AttemptFailure {
         }
     }
 
-    pub fn violation(side: Side, message: impl Into<String>) -> Self {
+    pub fn violation(side: AttemptSide, message: impl Into<String>) -> Self {
         Self { side, cause: Cause::Violation, message: message.into() }
     }
 
-    pub fn emission(side: Side, error: &EmissionError) -> Self {
+    pub fn emission(side: AttemptSide, error: &EmissionError) -> Self {
         let cause = match error {
             EmissionError::Contradiction { .. } => Cause::Contradiction,
             EmissionError::Gap { .. }
@@ -274,27 +274,27 @@ mod tests {
         let failure = |side, code, is_broken| {
             AttemptFailure::call(side, &CallError { code, is_broken, message: "a test".into() })
         };
-        let refused = failure(Side::Decode, GrpcCode::UNAVAILABLE, false);
+        let refused = failure(AttemptSide::Decode, GrpcCode::UNAVAILABLE, false);
         assert_eq!(refused.cause, Cause::Draining);
-        let broken = failure(Side::Decode, GrpcCode::UNAVAILABLE, true);
+        let broken = failure(AttemptSide::Decode, GrpcCode::UNAVAILABLE, true);
         assert_eq!(broken.cause, Cause::Lost);
-        let busy = failure(Side::Prefill, GrpcCode::RESOURCE_EXHAUSTED, false);
-        assert_eq!((busy.cause, busy.side), (Cause::Busy, Side::Prefill));
+        let busy = failure(AttemptSide::Prefill, GrpcCode::RESOURCE_EXHAUSTED, false);
+        assert_eq!((busy.cause, busy.side), (Cause::Busy, AttemptSide::Prefill));
         assert!(busy.is_refusal() && refused.is_refusal() && !broken.is_refusal());
         // The router observes the node again, and logs why the node rejects its tokens.
-        let unread = failure(Side::Decode, GrpcCode::UNIMPLEMENTED, false);
+        let unread = failure(AttemptSide::Decode, GrpcCode::UNIMPLEMENTED, false);
         assert_eq!((unread.cause, unread.blame()), (Cause::NoGrammar, None));
-        let failed = failure(Side::Decode, GrpcCode::DATA_LOSS, false);
+        let failed = failure(AttemptSide::Decode, GrpcCode::DATA_LOSS, false);
         assert_eq!((failed.cause, failed.blame()), (Cause::MatcherFailed, None));
         assert!(!failed.is_refusal());
-        let rejected = failure(Side::Decode, GrpcCode::UNAUTHENTICATED, false);
+        let rejected = failure(AttemptSide::Decode, GrpcCode::UNAUTHENTICATED, false);
         assert_eq!(rejected.node_feedback(), Some(NodeFeedback::Lost));
     }
 
     #[test]
     fn a_peers_message_is_one_bounded_line() {
         let failure = Failure { kind: 99, message: format!("a\nb{}", "ü".repeat(500)) };
-        let failure = AttemptFailure::reported(Side::Decode, failure);
+        let failure = AttemptFailure::reported(AttemptSide::Decode, failure);
         assert_eq!(failure.cause, Cause::Internal);
         assert!(failure.message.starts_with("a b") && failure.message.len() < 310);
     }

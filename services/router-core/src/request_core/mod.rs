@@ -4,21 +4,21 @@
 //!
 //! Life of a [`RequestCore`], as its owner sees it:
 //! 1. [`RequestCore::start`] begins the request.
-//! 2. The owner performs every [`Output`] that [`RequestCore::poll_output`] returns, in order, before it
+//! 2. The owner performs every [`RequestOutput`] that [`RequestCore::poll_output`] returns, in order, before it
 //!    passes the next input:
-//!    * [`Output::Pick`]: the owner picks nodes by [`RequestCore::wanted`], and calls
+//!    * [`RequestOutput::Pick`]: the owner picks nodes by [`RequestCore::wanted`], and calls
 //!      [`RequestCore::handle_picked`] or [`RequestCore::handle_no_node`]. `handle_picked` returns the calls of
 //!      an attempt. The owner opens the calls and passes their messages to [`RequestCore::handle_decode`] and
 //!      [`RequestCore::handle_prefill`].
-//!    * [`Output::Emit`]: the owner delivers tokens to the client, then calls
+//!    * [`RequestOutput::Emit`]: the owner delivers tokens to the client, then calls
 //!      [`RequestCore::handle_emitted`]. No other output follows until then.
 //!      If the client takes no tokens for a while, the owner calls [`RequestCore::handle_client_stalled`],
 //!      which ends the attempt. The next attempt starts after `handle_emitted`.
-//!    * [`Output::WaitForTurn`] and [`Output::WaitForNode`]: no node takes the request now. The owner
+//!    * [`RequestOutput::WaitForTurn`] and [`RequestOutput::WaitForNode`]: no node takes the request now. The owner
 //!      calls [`RequestCore::handle_turn`], in the order of a [`FairQueue`](crate::fair_queue::FairQueue), or
 //!      [`RequestCore::handle_nodes_changed`].
 //! 3. The owner calls [`RequestCore::handle_deadline`] at [`RequestCore::next_deadline`].
-//! 4. The last output is [`Output::Finish`] or [`Output::Fail`], exactly once. If the client disconnects, the owner
+//! 4. The last output is [`RequestOutput::Finish`] or [`RequestOutput::Fail`], exactly once. If the client disconnects, the owner
 //!    calls [`RequestCore::handle_client_left`] instead, and neither output follows.
 //!
 //! States: `Picking` → `Attempting` → `Ended`. A failed attempt returns to `Picking`, after lost nodes through
@@ -56,9 +56,9 @@ use crate::fair_queue::{SessionMarks, StartLimit, TooLate};
 use attempt::{AttemptAction, AttemptState, LAST_EVENT_MAX, TOKEN_0_MAX};
 pub use attempt::{AttemptStats, NodeStats};
 use emitted::EmittedTokens;
-pub use failure::{AttemptFailure, Blame, CallError, Cause, GrpcCode, NodeFeedback, Side};
+pub use failure::{AttemptFailure, AttemptSide, Blame, CallError, Cause, GrpcCode, NodeFeedback};
 pub use output::{
-    AttemptCalls, AttemptOutcome, EndedAttempt, FinishedAnswer, HandOverStats, Output,
+    AttemptCalls, AttemptOutcome, EndedAttempt, FinishedAnswer, HandOverStats, RequestOutput,
 };
 pub use recovery::GiveUp;
 use recovery::{NextStep, Recovery};
@@ -77,7 +77,7 @@ const PICK_AGAIN_ABSENT: (Duration, Duration) = (Duration::from_millis(50), Dura
 
 /// Client hints about the conversation of a request.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Session {
+pub struct RequestSession {
     /// Empty if the client names none.
     pub name: Arc<str>,
     /// Time in milliseconds for which nodes keep the KV of the request for the next turn.
@@ -98,7 +98,7 @@ pub struct AnswerSpec {
     /// Grammar version that the decode node must support; 0 for none.
     pub grammar_version: u32,
     pub cache_salt: Arc<str>,
-    pub session: Session,
+    pub session: RequestSession,
     pub vocabulary_size: u32,
     /// The request fails if it has not finished by this time.
     pub deadline: Instant,
@@ -143,7 +143,7 @@ impl From<&config::Router> for RecoveryPolicy {
 
 /// A stop condition that the owner found in delivered tokens.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Stop {
+pub enum StopCause {
     /// The last token is a stop token. The decode node ends by itself, and its last event is awaited.
     Token,
     /// A stop string is complete. Nodes do not detect stop strings, so their calls are dropped.
@@ -155,7 +155,7 @@ pub enum Stop {
 pub struct RequestCore {
     spec: AnswerSpec,
     policy: RecoveryPolicy,
-    state: State,
+    state: RequestCoreState,
     emitted: EmittedTokens,
     recovery: Recovery,
     /// Identity of the nodes that computed the first emitted token. Nodes with another identity could
@@ -169,11 +169,11 @@ pub struct RequestCore {
     was_paused: bool,
     stats: HandOverStats,
     cached_tokens: Option<u32>,
-    outputs: VecDeque<Output>,
+    outputs: VecDeque<RequestOutput>,
 }
 
 #[derive(Debug)]
-enum State {
+enum RequestCoreState {
     Picking,
     /// `retry_at`: time to give another turn to passed requests, after a turn that found every node busy.
     WaitingForTurn {
@@ -223,7 +223,7 @@ impl RequestCore {
         Self {
             emitted: EmittedTokens::new(spec.sampling.max_tokens, spec.vocabulary_size),
             recovery: Recovery::new(policy),
-            state: State::Picking,
+            state: RequestCoreState::Picking,
             identity: None,
             any_weights: false,
             has_stopped: false,
@@ -248,7 +248,7 @@ impl RequestCore {
     }
 
     /// Returns the next action. Performing it may add more.
-    pub fn poll_output(&mut self) -> Option<Output> {
+    pub fn poll_output(&mut self) -> Option<RequestOutput> {
         self.outputs.pop_front()
     }
 
@@ -266,27 +266,27 @@ impl RequestCore {
     }
 
     pub fn has_ended(&self) -> bool {
-        matches!(self.state, State::Ended)
+        matches!(self.state, RequestCoreState::Ended)
     }
 
     /// Returns whether an event of the decode node is awaited.
     pub fn expects_decode(&self) -> bool {
-        matches!(&self.state, State::Attempting(attempt) if attempt.state.expects_decode())
+        matches!(&self.state, RequestCoreState::Attempting(attempt) if attempt.state.expects_decode())
     }
 
     /// Returns whether an event of the prefill node is awaited.
     pub fn expects_prefill(&self) -> bool {
-        matches!(&self.state, State::Attempting(attempt) if attempt.state.expects_prefill())
+        matches!(&self.state, RequestCoreState::Attempting(attempt) if attempt.state.expects_prefill())
     }
 
     /// Returns whether [`Self::handle_turn`] is awaited.
     pub fn expects_turn(&self) -> bool {
-        matches!(self.state, State::WaitingForTurn { .. })
+        matches!(self.state, RequestCoreState::WaitingForTurn { .. })
     }
 
     /// Returns whether [`Self::handle_nodes_changed`] is awaited.
     pub fn expects_node(&self) -> bool {
-        matches!(self.state, State::WaitingForNode { .. })
+        matches!(self.state, RequestCoreState::WaitingForNode { .. })
     }
 
     /// Returns the requirements on the nodes of the next attempt.
@@ -322,7 +322,7 @@ impl RequestCore {
         decode: Arc<NodeRecord>,
         prefill: Option<Arc<NodeRecord>>,
     ) -> AttemptCalls {
-        debug_assert!(matches!(self.state, State::Picking));
+        debug_assert!(matches!(self.state, RequestCoreState::Picking));
         self.stats.attempts = self.recovery.attempts();
         self.stats.decode_node = Some(decode.node_id.to_string());
         self.stats.prefill_node = prefill.as_ref().map(|node| node.node_id.to_string());
@@ -337,7 +337,7 @@ impl RequestCore {
                 decode: Some(peer(&decode)),
             }),
         };
-        self.state = State::Attempting(Box::new(OpenAttempt {
+        self.state = RequestCoreState::Attempting(Box::new(OpenAttempt {
             state: AttemptState::new(self.emitted.next_index(), prefill.is_some()),
             decode,
             prefill,
@@ -375,7 +375,7 @@ impl RequestCore {
 
     /// Handles a pick that found no decode node.
     pub fn handle_no_node(&mut self, now: Instant, reason: &NoNode) {
-        debug_assert!(matches!(self.state, State::Picking));
+        debug_assert!(matches!(self.state, RequestCoreState::Picking));
         // A weight update may leave no node of the version that made the first tokens.
         if matches!(reason, NoNode::NoneFits { .. })
             && self.identity.is_some()
@@ -394,21 +394,24 @@ impl RequestCore {
     /// Handles a message of the Decode call: an event, the end of the stream, or an error. The
     /// owner calls this only while [`Self::expects_decode`].
     pub fn handle_decode(&mut self, now: Instant, message: Result<Option<DecodeEvent>, CallError>) {
-        let State::Attempting(attempt) = &mut self.state else { return };
+        let RequestCoreState::Attempting(attempt) = &mut self.state else { return };
         let actions = match message {
             Ok(Some(event)) => {
                 // Measure from the last delivery, so that a slow client is not mistaken for a slow node.
                 let waited = now.saturating_duration_since(attempt.active_at);
                 attempt.state.on_decode_wait(event.event.as_ref(), waited);
                 let was_decoding = attempt.state.is_decoding();
-                attempt.state.on_stages(Side::Decode, event.stages);
+                attempt.state.on_stages(AttemptSide::Decode, event.stages);
                 let actions = attempt.state.on_decode_event(event.event, &mut self.emitted);
                 if attempt.state.is_decoding() && !was_decoding {
-                    self.outputs.push_back(Output::Served);
+                    self.outputs.push_back(RequestOutput::Served);
                 }
                 actions
             }
-            end => vec![AttemptAction::Fail(AttemptFailure::stream_end(Side::Decode, end.err()))],
+            end => vec![AttemptAction::Fail(AttemptFailure::stream_end(
+                AttemptSide::Decode,
+                end.err(),
+            ))],
         };
         self.act(now, actions);
     }
@@ -419,38 +422,40 @@ impl RequestCore {
         now: Instant,
         message: Result<Option<PrefillEvent>, CallError>,
     ) {
-        let State::Attempting(attempt) = &mut self.state else { return };
+        let RequestCoreState::Attempting(attempt) = &mut self.state else { return };
         let actions = match message {
             Ok(Some(event)) => {
-                attempt.state.on_stages(Side::Prefill, event.stages);
+                attempt.state.on_stages(AttemptSide::Prefill, event.stages);
                 attempt.state.on_prefill_event(event.event, &mut self.emitted)
             }
-            end => {
-                attempt.state.on_prefill_end(AttemptFailure::stream_end(Side::Prefill, end.err()))
-            }
+            end => attempt
+                .state
+                .on_prefill_end(AttemptFailure::stream_end(AttemptSide::Prefill, end.err())),
         };
         self.act(now, actions);
     }
 
-    /// Handles the delivery of the tokens of the last [`Output::Emit`]. `stop` is the stop
+    /// Handles the delivery of the tokens of the last [`RequestOutput::Emit`]. `stop` is the stop
     /// condition in them, if any.
-    pub fn handle_emitted(&mut self, now: Instant, stop: Option<Stop>) {
+    pub fn handle_emitted(&mut self, now: Instant, stop: Option<StopCause>) {
         match &mut self.state {
-            State::Attempting(attempt) => {
+            RequestCoreState::Attempting(attempt) => {
                 debug_assert!(attempt.is_emitting);
                 attempt.is_emitting = false;
             }
-            State::Paused => {}
+            RequestCoreState::Paused => {}
             _ => return,
         }
         match stop {
-            Some(Stop::Text) => return self.complete(FinishReason::Stop),
-            Some(Stop::Token) => self.has_stopped = true,
+            Some(StopCause::Text) => return self.complete(FinishReason::Stop),
+            Some(StopCause::Token) => self.has_stopped = true,
             None => {}
         }
         match self.state {
-            State::Paused if self.has_stopped => self.complete(self.reason_without_node()),
-            State::Paused => {
+            RequestCoreState::Paused if self.has_stopped => {
+                self.complete(self.reason_without_node())
+            }
+            RequestCoreState::Paused => {
                 let next = self.recovery.all_busy(now);
                 self.follow(now, next, None);
             }
@@ -458,21 +463,21 @@ impl RequestCore {
         }
     }
 
-    /// Handles a client that does not take the tokens of the last [`Output::Emit`]: ends the attempt, which holds a
+    /// Handles a client that does not take the tokens of the last [`RequestOutput::Emit`]: ends the attempt, which holds a
     /// slot and KV. An attempt whose last token is sampled holds neither and goes on.
     pub fn handle_client_stalled(&mut self) {
         let is_complete = self.is_complete();
-        let State::Attempting(attempt) = &self.state else { return };
+        let RequestCoreState::Attempting(attempt) = &self.state else { return };
         if !is_complete && attempt.is_emitting && attempt.actions.is_empty() {
             self.end_attempt(AttemptOutcome::Paused);
             self.recovery.progressed();
-            (self.state, self.was_paused) = (State::Paused, true);
+            (self.state, self.was_paused) = (RequestCoreState::Paused, true);
         }
     }
 
     /// Handles this request's turn to pick among busy nodes.
     pub fn handle_turn(&mut self) {
-        if let State::WaitingForTurn { .. } = self.state {
+        if let RequestCoreState::WaitingForTurn { .. } = self.state {
             self.pick();
         }
     }
@@ -499,7 +504,7 @@ impl RequestCore {
 
     /// Handles a change of a node's health.
     pub fn handle_nodes_changed(&mut self) {
-        if let State::WaitingForNode { .. } = self.state {
+        if let RequestCoreState::WaitingForNode { .. } = self.state {
             self.pick();
         }
     }
@@ -507,20 +512,21 @@ impl RequestCore {
     /// Handles a client that disconnected, or a router that stops.
     pub fn handle_client_left(&mut self) {
         self.end_attempt(AttemptOutcome::Cancelled);
-        self.state = State::Ended;
+        self.state = RequestCoreState::Ended;
     }
 
     /// Returns when to call [`Self::handle_deadline`] if no other input comes first.
     pub fn next_deadline(&self) -> Option<Instant> {
         let timer = match &self.state {
-            State::Ended => return None,
-            State::Picking | State::Paused => None,
-            State::WaitingForTurn { retry_at } => {
+            RequestCoreState::Ended => return None,
+            RequestCoreState::Picking | RequestCoreState::Paused => None,
+            RequestCoreState::WaitingForTurn { retry_at } => {
                 self.recovery.busy_until().into_iter().chain(*retry_at).min()
             }
-            State::WaitingForNode { pick_at } | State::WaitingToRetry { pick_at } => Some(*pick_at),
-            State::Attempting(attempt) if attempt.is_emitting => None,
-            State::Attempting(attempt) => {
+            RequestCoreState::WaitingForNode { pick_at }
+            | RequestCoreState::WaitingToRetry { pick_at } => Some(*pick_at),
+            RequestCoreState::Attempting(attempt) if attempt.is_emitting => None,
+            RequestCoreState::Attempting(attempt) => {
                 let last_event = self.is_complete().then(|| attempt.active_at + LAST_EVENT_MAX);
                 let token_0 =
                     (!attempt.state.expects_decode()).then(|| attempt.active_at + TOKEN_0_MAX);
@@ -534,7 +540,7 @@ impl RequestCore {
 
     /// Returns whether [`Self::handle_drain_check`] is due. It is not at the deadline, which ends the request.
     pub fn drain_check_is_due(&self, now: Instant) -> bool {
-        let State::Attempting(attempt) = &self.state else { return false };
+        let RequestCoreState::Attempting(attempt) = &self.state else { return false };
         let is_due = attempt.drain_check_at <= now && now < self.spec.deadline;
         is_due && attempt.state.is_decoding() && !attempt.is_emitting
     }
@@ -545,7 +551,7 @@ impl RequestCore {
     pub fn handle_drain_check(&mut self, now: Instant, grace: Option<Duration>) {
         let tokens_left = self.spec.sampling.max_tokens - self.emitted.next_index();
         let is_complete = self.is_complete();
-        let State::Attempting(attempt) = &mut self.state else { return };
+        let RequestCoreState::Attempting(attempt) = &mut self.state else { return };
         attempt.drain_check_at = now + DRAIN_CHECK;
         let stats = attempt.state.stats();
         let Some(grace) = grace.filter(|_| stats.decoded_tokens >= DRAIN_TOKENS_MIN) else {
@@ -566,30 +572,31 @@ impl RequestCore {
     pub fn handle_deadline(
         &mut self,
         now: Instant,
-        last_report: impl FnOnce(Side) -> Option<Instant>,
+        last_report: impl FnOnce(AttemptSide) -> Option<Instant>,
     ) {
         if now >= self.spec.deadline {
             return self.expire(now);
         }
         let is_complete = self.is_complete();
         match &mut self.state {
-            State::Picking | State::Paused | State::Ended => {}
-            State::WaitingForTurn { retry_at } => {
+            RequestCoreState::Picking | RequestCoreState::Paused | RequestCoreState::Ended => {}
+            RequestCoreState::WaitingForTurn { retry_at } => {
                 if self.recovery.busy_until().is_some_and(|until| until <= now) {
                     let next = self.recovery.all_busy(now);
                     self.follow(now, next, None);
                 } else if retry_at.is_some_and(|at| at <= now) {
                     *retry_at = Some(now + RETRY_AFTER.1);
-                    self.outputs.push_back(Output::RetryPassed);
+                    self.outputs.push_back(RequestOutput::RetryPassed);
                 }
             }
-            State::WaitingForNode { pick_at } | State::WaitingToRetry { pick_at } => {
+            RequestCoreState::WaitingForNode { pick_at }
+            | RequestCoreState::WaitingToRetry { pick_at } => {
                 if *pick_at <= now {
                     self.pick();
                 }
             }
-            State::Attempting(attempt) if attempt.is_emitting => {}
-            State::Attempting(attempt) => {
+            RequestCoreState::Attempting(attempt) if attempt.is_emitting => {}
+            RequestCoreState::Attempting(attempt) => {
                 let idle_timeout = self.policy.idle_timeout;
                 if is_complete && now >= attempt.active_at + LAST_EVENT_MAX {
                     self.complete(self.reason_without_node());
@@ -615,7 +622,7 @@ impl RequestCore {
     /// Performs the attempt's actions, up to the next tokens to deliver.
     fn act(&mut self, now: Instant, actions: Vec<AttemptAction>) {
         let is_complete = self.is_complete();
-        let State::Attempting(attempt) = &mut self.state else { return };
+        let RequestCoreState::Attempting(attempt) = &mut self.state else { return };
         attempt.restart_timers(now);
         attempt.actions.extend(actions);
         while !attempt.is_emitting {
@@ -623,25 +630,29 @@ impl RequestCore {
                 None => return,
                 Some(AttemptAction::Admitted) => {
                     if self.recovery.admitted() {
-                        self.outputs.push_back(Output::StopWaiting);
+                        self.outputs.push_back(RequestOutput::StopWaiting);
                     }
                 }
                 Some(AttemptAction::Emit { by, first_index, tokens }) => {
                     let hand_over_gap = match by {
-                        Side::Prefill => {
+                        AttemptSide::Prefill => {
                             attempt.token_0_at = Some(now);
                             None
                         }
-                        Side::Decode => attempt.token_0_at.take().map(|at| now - at),
+                        AttemptSide::Decode => attempt.token_0_at.take().map(|at| now - at),
                     };
                     attempt.is_emitting = true;
-                    self.outputs.push_back(Output::Emit { first_index, tokens, hand_over_gap });
+                    self.outputs.push_back(RequestOutput::Emit {
+                        first_index,
+                        tokens,
+                        hand_over_gap,
+                    });
                 }
                 Some(AttemptAction::Delivered { elapsed }) => {
-                    self.outputs.push_back(Output::Delivered { elapsed });
+                    self.outputs.push_back(RequestOutput::Delivered { elapsed });
                 }
                 Some(AttemptAction::DropPrefill) => {
-                    self.outputs.push_back(Output::DropPrefillCall);
+                    self.outputs.push_back(RequestOutput::DropPrefillCall);
                 }
                 Some(AttemptAction::Finish(reason)) => return self.complete(reason),
                 // The client has every token, so the failure does not matter.
@@ -672,8 +683,8 @@ impl RequestCore {
     }
 
     fn pick(&mut self) {
-        self.state = State::Picking;
-        self.outputs.push_back(Output::Pick);
+        self.state = RequestCoreState::Picking;
+        self.outputs.push_back(RequestOutput::Pick);
     }
 
     fn fail_attempt(&mut self, now: Instant, failure: AttemptFailure) {
@@ -692,16 +703,18 @@ impl RequestCore {
         match next {
             NextStep::Retry => self.pick(),
             NextStep::RetryAfter(wait) => {
-                self.state = State::WaitingToRetry { pick_at: now + wait };
+                self.state = RequestCoreState::WaitingToRetry { pick_at: now + wait };
             }
             NextStep::WaitForTurn => {
-                self.state = State::WaitingForTurn { retry_at };
-                self.outputs.push_back(Output::WaitForTurn);
+                self.state = RequestCoreState::WaitingForTurn { retry_at };
+                self.outputs.push_back(RequestOutput::WaitForTurn);
             }
             NextStep::WaitForNode { waited } => {
                 let (min, max) = PICK_AGAIN_ABSENT;
-                self.state = State::WaitingForNode { pick_at: now + (waited / 4).clamp(min, max) };
-                self.outputs.push_back(Output::WaitForNode);
+                self.state = RequestCoreState::WaitingForNode {
+                    pick_at: now + (waited / 4).clamp(min, max),
+                };
+                self.outputs.push_back(RequestOutput::WaitForNode);
             }
             NextStep::GiveUp(reason) => self.fail(reason),
         }
@@ -717,8 +730,8 @@ impl RequestCore {
 
     fn finish(&mut self, outcome: AttemptOutcome, reason: FinishReason) {
         self.end_attempt(outcome);
-        self.state = State::Ended;
-        self.outputs.push_back(Output::Finish(FinishedAnswer {
+        self.state = RequestCoreState::Ended;
+        self.outputs.push_back(RequestOutput::Finish(FinishedAnswer {
             reason,
             prompt_tokens: self.spec.prompt_tokens(),
             cached_tokens: self.cached_tokens.unwrap_or(0).min(self.spec.prompt_tokens()),
@@ -728,8 +741,8 @@ impl RequestCore {
 
     fn expire(&mut self, now: Instant) {
         let reason = match self.state {
-            State::Ended => return,
-            State::WaitingForNode { .. } => self.recovery.no_decode_node(now),
+            RequestCoreState::Ended => return,
+            RequestCoreState::WaitingForNode { .. } => self.recovery.no_decode_node(now),
             _ => GiveUp::Deadline,
         };
         self.end_attempt(AttemptOutcome::Cancelled);
@@ -737,14 +750,14 @@ impl RequestCore {
     }
 
     fn fail(&mut self, reason: GiveUp) {
-        self.state = State::Ended;
-        self.outputs.push_back(Output::Fail(reason));
+        self.state = RequestCoreState::Ended;
+        self.outputs.push_back(RequestOutput::Fail(reason));
     }
 
     /// Ends the open attempt, if one is open, and returns it.
     fn end_attempt(&mut self, outcome: AttemptOutcome) -> Option<OpenAttempt> {
-        let state = std::mem::replace(&mut self.state, State::Picking);
-        let State::Attempting(attempt) = state else {
+        let state = std::mem::replace(&mut self.state, RequestCoreState::Picking);
+        let RequestCoreState::Attempting(attempt) = state else {
             self.state = state;
             return None;
         };
@@ -760,7 +773,7 @@ impl RequestCore {
         if has_progressed || outcome == AttemptOutcome::Complete {
             self.cached_tokens.get_or_insert(stats.cached_tokens);
         }
-        self.outputs.push_back(Output::EndAttempt(EndedAttempt { outcome, stats }));
+        self.outputs.push_back(RequestOutput::EndAttempt(EndedAttempt { outcome, stats }));
         Some(*attempt)
     }
 }

@@ -7,7 +7,7 @@ use schemars::JsonSchema;
 use serde::Serialize;
 
 use super::{AttemptFailure, AttemptStats, GiveUp};
-use crate::fair_queue::AttemptEnd;
+use crate::fair_queue::ChargeEnd;
 
 /// The calls of one attempt.
 #[derive(Debug)]
@@ -21,7 +21,7 @@ pub struct AttemptCalls {
 
 /// An action that the owner must perform.
 #[derive(Debug, PartialEq)]
-pub enum Output {
+pub enum RequestOutput {
     /// Pick nodes for the next attempt.
     Pick,
     /// Drop the Prefill call, release its node, and keep the Decode call.
@@ -73,12 +73,12 @@ pub enum AttemptOutcome {
 
 impl AttemptOutcome {
     /// Returns how the end of the attempt is charged to its flow.
-    pub fn charged_end(&self) -> AttemptEnd {
+    pub fn charged_end(&self) -> ChargeEnd {
         match self {
-            Self::Complete => AttemptEnd::Complete,
-            Self::AlreadyComplete => AttemptEnd::Refused,
-            Self::Failed(failure) if failure.is_refusal() => AttemptEnd::Refused,
-            Self::Aborted | Self::Failed(_) | Self::Paused | Self::Cancelled => AttemptEnd::Cut,
+            Self::Complete => ChargeEnd::Complete,
+            Self::AlreadyComplete => ChargeEnd::Refused,
+            Self::Failed(failure) if failure.is_refusal() => ChargeEnd::Refused,
+            Self::Aborted | Self::Failed(_) | Self::Paused | Self::Cancelled => ChargeEnd::Cut,
         }
     }
 }

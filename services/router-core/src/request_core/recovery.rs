@@ -19,7 +19,7 @@ use cluster::{Epoch, NoNode};
 
 use super::{
     RecoveryPolicy,
-    failure::{AttemptFailure, Cause, Side},
+    failure::{AttemptFailure, AttemptSide, Cause},
 };
 use crate::fair_queue::TooLate;
 
@@ -41,13 +41,13 @@ pub struct Recovery {
     transfers_failed: u32,
     avoid_prefill: Vec<Epoch>,
     avoid_decode: Vec<Epoch>,
-    waiting: Option<Waiting>,
+    waiting: Option<RecoveryWait>,
     /// Why the last pick found no decode node. Picks for which the nodes were busy do not change it.
     no_node: Option<NoNode>,
 }
 
 #[derive(Clone, Copy, Debug)]
-struct Waiting {
+struct RecoveryWait {
     reason: WaitReason,
     since: Instant,
 }
@@ -185,8 +185,10 @@ impl Recovery {
             | Cause::NoGrammar
             | Cause::Internal
             | Cause::Violation => match (failure.side, prefill) {
-                (Side::Prefill, Some(prefill)) => self.avoid_prefill.push(prefill),
-                (Side::Prefill, None) | (Side::Decode, _) => self.avoid_decode.push(decode),
+                (AttemptSide::Prefill, Some(prefill)) => self.avoid_prefill.push(prefill),
+                (AttemptSide::Prefill, None) | (AttemptSide::Decode, _) => {
+                    self.avoid_decode.push(decode)
+                }
             },
             // The next attempt has another transfer id, and nodes that changed their weights are as good as before.
             Cause::Duplicate | Cause::WeightsChanged => {}
@@ -271,7 +273,7 @@ impl Recovery {
             Some(waiting) if waiting.reason == reason => waiting.since,
             _ => now,
         };
-        self.waiting = Some(Waiting { reason, since });
+        self.waiting = Some(RecoveryWait { reason, since });
         now.saturating_duration_since(since)
     }
 }
@@ -289,7 +291,7 @@ mod tests {
     };
     const NONE_UP: NoNode = NoNode::NoneUp { role: Role::Decode, listed: 1 };
 
-    fn failure(side: Side, cause: Cause) -> AttemptFailure {
+    fn failure(side: AttemptSide, cause: Cause) -> AttemptFailure {
         AttemptFailure { side, cause, message: "why".into() }
     }
 
@@ -307,7 +309,7 @@ mod tests {
         let (mut recovery, now) = (Recovery::new(policy), Instant::now());
         for number in 1..=3 {
             assert!(!recovery.local_prefill());
-            let failure = failure(Side::Prefill, Cause::Duplicate);
+            let failure = failure(AttemptSide::Prefill, Cause::Duplicate);
             recovery.failed(failure, Some(epoch(number)), epoch(101), now);
         }
         assert!(recovery.local_prefill());
@@ -319,7 +321,12 @@ mod tests {
         let (mut recovery, now) = (Recovery::new(policy), Instant::now());
         let mut next = NextStep::Retry;
         for number in 1..=200 {
-            next = recovery.failed(failure(Side::Decode, Cause::Lost), None, epoch(number), now);
+            next = recovery.failed(
+                failure(AttemptSide::Decode, Cause::Lost),
+                None,
+                epoch(number),
+                now,
+            );
         }
         assert_eq!(next, NextStep::RetryAfter(LOST_WAIT_MAX));
     }
@@ -334,17 +341,17 @@ mod tests {
         let now = Instant::now();
         let (prefill, decode) = nodes();
         for (side, cause) in [
-            (Side::Prefill, Cause::Lost),
-            (Side::Prefill, Cause::Draining),
-            (Side::Decode, Cause::Lost),
-            (Side::Decode, Cause::Internal),
-            (Side::Decode, Cause::Stale),
+            (AttemptSide::Prefill, Cause::Lost),
+            (AttemptSide::Prefill, Cause::Draining),
+            (AttemptSide::Decode, Cause::Lost),
+            (AttemptSide::Decode, Cause::Internal),
+            (AttemptSide::Decode, Cause::Stale),
         ] {
             let mut recovery = Recovery::new(POLICY);
             let next = recovery.failed(failure(side, cause), Some(prefill), decode, now);
             assert_eq!(next, NextStep::Retry);
-            assert_eq!(recovery.avoid_prefill().contains(&prefill), side == Side::Prefill);
-            assert_eq!(recovery.avoid_decode().contains(&decode), side == Side::Decode);
+            assert_eq!(recovery.avoid_prefill().contains(&prefill), side == AttemptSide::Prefill);
+            assert_eq!(recovery.avoid_decode().contains(&decode), side == AttemptSide::Decode);
             assert!(!recovery.local_prefill());
         }
     }
@@ -354,7 +361,7 @@ mod tests {
         let now = Instant::now();
         let (prefill, decode) = nodes();
         let mut recovery = Recovery::new(POLICY);
-        let failed = || failure(Side::Decode, Cause::TransferFailed);
+        let failed = || failure(AttemptSide::Decode, Cause::TransferFailed);
         recovery.failed(failed(), Some(prefill), decode, now);
         assert_eq!(recovery.avoid_prefill(), [prefill]);
         assert!(recovery.avoid_decode().is_empty() && !recovery.local_prefill());
@@ -367,7 +374,7 @@ mod tests {
         let now = Instant::now();
         let (_, decode) = nodes();
         let mut recovery = Recovery::new(POLICY);
-        let lost = || failure(Side::Prefill, Cause::Lost);
+        let lost = || failure(AttemptSide::Prefill, Cause::Lost);
         let waits = [NextStep::Retry, retry_after(100), retry_after(200)];
         for (number, next) in (1..).zip(waits) {
             assert!(!recovery.local_prefill());
@@ -385,7 +392,7 @@ mod tests {
         let now = Instant::now();
         let (_, decode) = nodes();
         for cause in [Cause::Deadline, Cause::Invalid, Cause::Contradiction, Cause::SlowReader] {
-            let failure = failure(Side::Decode, cause);
+            let failure = failure(AttemptSide::Decode, cause);
             assert_eq!(
                 Recovery::new(POLICY).failed(failure.clone(), None, decode, now),
                 NextStep::GiveUp(GiveUp::Final(failure))
@@ -397,7 +404,7 @@ mod tests {
     fn an_attempt_that_emitted_tokens_renews_the_budget() {
         let now = Instant::now();
         let mut recovery = Recovery::new(POLICY);
-        let lost = || failure(Side::Decode, Cause::Lost);
+        let lost = || failure(AttemptSide::Decode, Cause::Lost);
         for number in 1..=100 {
             recovery.progressed();
             assert_eq!(recovery.failed(lost(), None, epoch(number), now), NextStep::Retry);
@@ -421,7 +428,7 @@ mod tests {
         for _ in 0..2 {
             assert!(!recovery.local_prefill());
             recovery.progressed();
-            let failure = failure(Side::Decode, Cause::TransferFailed);
+            let failure = failure(AttemptSide::Decode, Cause::TransferFailed);
             recovery.failed(failure, Some(prefill), decode, now);
         }
         assert!(recovery.local_prefill());
@@ -435,7 +442,7 @@ mod tests {
         assert_eq!(recovery.all_busy(start), NextStep::WaitForTurn);
         for second in 0..30 {
             let now = start + Duration::from_secs(second);
-            let busy = failure(Side::Decode, Cause::Busy);
+            let busy = failure(AttemptSide::Decode, Cause::Busy);
             assert_eq!(recovery.failed(busy, Some(prefill), decode, now), NextStep::Retry);
             assert!(recovery.avoid_decode().is_empty() && recovery.attempts() == 1);
             assert_eq!(recovery.all_busy(now), NextStep::WaitForTurn);
@@ -451,7 +458,7 @@ mod tests {
         let start = Instant::now();
         let (_, decode) = nodes();
         let mut recovery = Recovery::new(POLICY);
-        recovery.failed(failure(Side::Decode, Cause::Lost), None, decode, start);
+        recovery.failed(failure(AttemptSide::Decode, Cause::Lost), None, decode, start);
         for waited in [Duration::ZERO, POLICY.busy_timeout, Duration::from_secs(3600)] {
             let next = recovery.no_node(&NONE_UP, start + waited);
             assert_eq!(next, NextStep::WaitForNode { waited });
@@ -487,7 +494,7 @@ mod tests {
 
         let mut recovery = Recovery::new(POLICY);
         recovery.no_node(&NONE_UP, start);
-        recovery.failed(failure(Side::Decode, Cause::Busy), None, decode, start);
+        recovery.failed(failure(AttemptSide::Decode, Cause::Busy), None, decode, start);
         assert_eq!(recovery.no_node(&NONE_UP, later), NextStep::WaitForNode { waited: zero });
 
         let mut recovery = Recovery::new(POLICY);

@@ -7,7 +7,7 @@ use proto::v1::{
 };
 
 use super::*;
-use crate::fair_queue::AttemptEnd;
+use crate::fair_queue::ChargeEnd;
 
 const MAX_TOKENS: u32 = 100;
 const TIMEOUT: Duration = Duration::from_secs(600);
@@ -59,7 +59,7 @@ fn node(role: Role, number: u128) -> Arc<NodeRecord> {
 }
 
 fn lost() -> AttemptFailure {
-    AttemptFailure::stream_end(Side::Decode, None)
+    AttemptFailure::stream_end(AttemptSide::Decode, None)
 }
 
 fn token(id: u32) -> Token {
@@ -78,7 +78,7 @@ impl Owner {
             grammar: None,
             grammar_version: 0,
             cache_salt: "".into(),
-            session: Session::default(),
+            session: RequestSession::default(),
             vocabulary_size: 1000,
             deadline: now + TIMEOUT,
         };
@@ -90,20 +90,21 @@ impl Owner {
     fn started() -> Self {
         let mut owner = Self::new();
         owner.core.start(owner.now, false);
-        assert_eq!(owner.outputs(), [Output::Pick]);
+        assert_eq!(owner.outputs(), [RequestOutput::Pick]);
         owner
     }
 
     /// Returns the next output. Reports about the decode node are left out.
-    fn output(&mut self) -> Option<Output> {
-        std::iter::from_fn(|| self.core.poll_output()).find(|output| *output != Output::Served)
+    fn output(&mut self) -> Option<RequestOutput> {
+        std::iter::from_fn(|| self.core.poll_output())
+            .find(|output| *output != RequestOutput::Served)
     }
 
     /// Returns all outputs. Tokens are delivered at once.
-    fn outputs(&mut self) -> Vec<Output> {
+    fn outputs(&mut self) -> Vec<RequestOutput> {
         let mut outputs = Vec::new();
         while let Some(output) = self.output() {
-            if let Output::Emit { first_index, tokens, .. } = &output {
+            if let RequestOutput::Emit { first_index, tokens, .. } = &output {
                 assert_eq!(*first_index as usize, self.received.len());
                 self.received.extend(tokens.iter().map(|token| token.id));
                 self.core.handle_emitted(self.now, None);
@@ -114,7 +115,7 @@ impl Owner {
         outputs
     }
 
-    fn no_node(&mut self, reason: &NoNode) -> Vec<Output> {
+    fn no_node(&mut self, reason: &NoNode) -> Vec<RequestOutput> {
         self.core.handle_no_node(self.now, reason);
         self.outputs()
     }
@@ -132,31 +133,31 @@ impl Owner {
         assert_eq!(self.outputs(), []);
     }
 
-    fn decode_sends(&mut self, event: Event) -> Vec<Output> {
+    fn decode_sends(&mut self, event: Event) -> Vec<RequestOutput> {
         self.core
             .handle_decode(self.now, Ok(Some(DecodeEvent { event: Some(event), stages: None })));
         self.outputs()
     }
 
-    fn reserved(&mut self) -> Vec<Output> {
+    fn reserved(&mut self) -> Vec<RequestOutput> {
         self.decode_sends(Event::Reserved(Reserved { cached_tokens: 0, local_prefill: false }))
     }
 
     /// Sends the next `count` tokens of the decode node. Token `i` has id `i`.
-    fn tokens(&mut self, count: u32) -> Vec<Output> {
+    fn tokens(&mut self, count: u32) -> Vec<RequestOutput> {
         let first_index = self.received.len() as u32;
         let tokens = (first_index..first_index + count).map(token).collect();
         self.decode_sends(Event::Tokens(DecodeTokens { first_index, tokens }))
     }
 
     /// Ends the stream of the decode node.
-    fn loses_decode(&mut self) -> Vec<Output> {
+    fn loses_decode(&mut self) -> Vec<RequestOutput> {
         self.core.handle_decode(self.now, Ok(None));
         self.outputs()
     }
 
     /// Advances virtual time to the core's next deadline.
-    fn deadline(&mut self) -> Vec<Output> {
+    fn deadline(&mut self) -> Vec<RequestOutput> {
         self.now = self.core.next_deadline().expect("a deadline");
         self.core.handle_deadline(self.now, |_| None);
         self.outputs()
@@ -169,14 +170,14 @@ impl Owner {
     /// Lets every pick find no decode node for `absent`.
     fn stays_absent(&mut self, absent: Duration) {
         let until = self.now + absent;
-        assert_eq!(self.no_node(&NONE_UP), [Output::WaitForNode]);
+        assert_eq!(self.no_node(&NONE_UP), [RequestOutput::WaitForNode]);
         while self.core.next_deadline().unwrap() < until {
-            assert_eq!(self.deadline(), [Output::Pick]);
-            assert_eq!(self.no_node(&NONE_UP), [Output::WaitForNode]);
+            assert_eq!(self.deadline(), [RequestOutput::Pick]);
+            assert_eq!(self.no_node(&NONE_UP), [RequestOutput::WaitForNode]);
         }
         self.now = until;
         self.core.handle_nodes_changed();
-        assert_eq!(self.outputs(), [Output::Pick]);
+        assert_eq!(self.outputs(), [RequestOutput::Pick]);
     }
 
     fn finishes(&mut self) {
@@ -187,8 +188,8 @@ impl Owner {
         assert!(matches!(
             outputs[..],
             [
-                Output::EndAttempt(EndedAttempt { outcome: AttemptOutcome::Complete, .. }),
-                Output::Finish(_)
+                RequestOutput::EndAttempt(EndedAttempt { outcome: AttemptOutcome::Complete, .. }),
+                RequestOutput::Finish(_)
             ]
         ));
         assert_eq!(self.received, (0..MAX_TOKENS).collect::<Vec<_>>());
@@ -196,9 +197,9 @@ impl Owner {
     }
 }
 
-fn gave_up(outputs: &[Output]) -> &GiveUp {
+fn gave_up(outputs: &[RequestOutput]) -> &GiveUp {
     match outputs.last() {
-        Some(Output::Fail(reason)) => reason,
+        Some(RequestOutput::Fail(reason)) => reason,
         _ => panic!("{outputs:?}"),
     }
 }
@@ -208,7 +209,7 @@ fn a_new_request_waits_for_a_node_within_its_deadline() {
     let mut owner = Owner::started();
     owner.stays_absent(Duration::from_secs(5));
     owner.picked(true);
-    assert_eq!(owner.reserved(), [Output::StopWaiting]);
+    assert_eq!(owner.reserved(), [RequestOutput::StopWaiting]);
     owner.finishes();
 }
 
@@ -219,14 +220,14 @@ fn the_error_at_the_deadline_says_that_no_decode_node_was_available() {
     let mut picks = 0;
     while !owner.core.has_ended() {
         outputs = owner.deadline();
-        if outputs == [Output::Pick] {
+        if outputs == [RequestOutput::Pick] {
             picks += 1;
             outputs = owner.no_node(&NONE_UP);
         }
     }
     assert_eq!(owner.elapsed(), TIMEOUT);
     let (waited, reason) = (TIMEOUT, NONE_UP);
-    assert_eq!(outputs, [Output::Fail(GiveUp::NoDecodeNode { waited, reason })]);
+    assert_eq!(outputs, [RequestOutput::Fail(GiveUp::NoDecodeNode { waited, reason })]);
     // Picking backs off to once a second.
     assert!(picks < 700, "{picks} picks");
 }
@@ -240,7 +241,7 @@ fn a_running_request_survives_the_absence_of_all_decode_nodes() {
     let decode = NodeStats { cached_tokens: Some(0), stages: None };
     let stats = AttemptStats { decode, ..AttemptStats::default() };
     let ended = EndedAttempt { outcome: AttemptOutcome::Failed(lost()), stats };
-    assert_eq!(owner.loses_decode(), [Output::EndAttempt(ended), Output::Pick]);
+    assert_eq!(owner.loses_decode(), [RequestOutput::EndAttempt(ended), RequestOutput::Pick]);
     owner.stays_absent(Duration::from_secs(5));
     let wanted = owner.core.wanted();
     assert_eq!((wanted.tokens, wanted.new_tokens_max), (67, 97));
@@ -261,12 +262,12 @@ fn a_running_request_continues_with_other_weights_if_no_node_has_its_own() {
     owner.loses_decode();
     assert!(!owner.core.wanted().any_weights);
     let unfit = NoNode::NoneFits { role: Role::Decode };
-    assert_eq!(owner.no_node(&unfit), [Output::Pick]);
+    assert_eq!(owner.no_node(&unfit), [RequestOutput::Pick]);
     assert!(owner.core.wanted().any_weights);
     // Nodes of another model do not fit either.
-    assert_eq!(owner.no_node(&unfit), [Output::WaitForNode]);
+    assert_eq!(owner.no_node(&unfit), [RequestOutput::WaitForNode]);
     owner.core.handle_nodes_changed();
-    assert_eq!(owner.outputs(), [Output::Pick]);
+    assert_eq!(owner.outputs(), [RequestOutput::Pick]);
     owner.picked(false);
     owner.reserved();
     owner.finishes();
@@ -281,7 +282,7 @@ fn a_request_completes_while_its_nodes_are_killed_every_three_seconds() {
         owner.tokens(1);
         owner.now += Duration::from_secs(3);
         let outputs = owner.loses_decode();
-        assert_eq!(outputs[1..], [Output::Pick], "after {killed} kills");
+        assert_eq!(outputs[1..], [RequestOutput::Pick], "after {killed} kills");
         owner.stays_absent(Duration::from_millis(500));
     }
     owner.picked(true);
@@ -297,12 +298,12 @@ fn attempts_without_a_token_are_bounded() {
         owner.picked(number < 4);
         let outputs = owner.loses_decode();
         match number {
-            1 => assert_eq!(outputs[1..], [Output::Pick]),
+            1 => assert_eq!(outputs[1..], [RequestOutput::Pick]),
             2 | 3 => {
-                assert!(matches!(outputs[..], [Output::EndAttempt(_)]));
+                assert!(matches!(outputs[..], [RequestOutput::EndAttempt(_)]));
                 owner.core.handle_nodes_changed();
                 assert_eq!(owner.outputs(), []);
-                assert_eq!(owner.deadline(), [Output::Pick]);
+                assert_eq!(owner.deadline(), [RequestOutput::Pick]);
             }
             _ => {
                 let spent = GiveUp::AttemptsSpent { attempts: 4, last: lost() };
@@ -317,20 +318,20 @@ fn attempts_without_a_token_are_bounded() {
 #[test]
 fn waiting_for_a_busy_cluster_is_bounded_and_in_turns() {
     let mut owner = Owner::started();
-    assert_eq!(owner.no_node(&BUSY), [Output::WaitForTurn]);
+    assert_eq!(owner.no_node(&BUSY), [RequestOutput::WaitForTurn]);
     assert!(owner.core.expects_turn());
     owner.now += Duration::from_secs(1);
     owner.core.handle_turn();
-    assert_eq!(owner.outputs(), [Output::Pick]);
-    assert_eq!(owner.no_node(&BUSY), [Output::WaitForTurn]);
+    assert_eq!(owner.outputs(), [RequestOutput::Pick]);
+    assert_eq!(owner.no_node(&BUSY), [RequestOutput::WaitForTurn]);
     let end = loop {
         let outputs = owner.deadline();
-        if outputs != [Output::RetryPassed] {
+        if outputs != [RequestOutput::RetryPassed] {
             break outputs;
         }
         owner.core.handle_turn();
-        assert_eq!(owner.outputs(), [Output::Pick]);
-        assert_eq!(owner.no_node(&BUSY), [Output::WaitForTurn]);
+        assert_eq!(owner.outputs(), [RequestOutput::Pick]);
+        assert_eq!(owner.no_node(&BUSY), [RequestOutput::WaitForTurn]);
     };
     assert_eq!(*gave_up(&end), GiveUp::Busy { waited: POLICY.busy_timeout });
     assert_eq!(owner.elapsed(), POLICY.busy_timeout);
@@ -339,9 +340,9 @@ fn waiting_for_a_busy_cluster_is_bounded_and_in_turns() {
     // The same bound holds for a request that never gets its turn.
     let mut owner = Owner::new();
     owner.core.start(owner.now, true);
-    assert_eq!(owner.outputs(), [Output::WaitForTurn]);
+    assert_eq!(owner.outputs(), [RequestOutput::WaitForTurn]);
     let waited = POLICY.busy_timeout;
-    assert_eq!(owner.deadline(), [Output::Fail(GiveUp::Busy { waited })]);
+    assert_eq!(owner.deadline(), [RequestOutput::Fail(GiveUp::Busy { waited })]);
 }
 
 #[test]
@@ -350,7 +351,7 @@ fn late_turn_tells_the_limit_that_the_request_exceeds() {
     let late_after = |limit: StartLimit, waited: Duration| {
         let mut owner = Owner::new();
         owner.core.start(owner.now, true);
-        assert_eq!(owner.outputs(), [Output::WaitForTurn]);
+        assert_eq!(owner.outputs(), [RequestOutput::WaitForTurn]);
         owner.now += waited;
         owner.core.handle_late_turn(owner.now, limit);
         gave_up(&owner.outputs()).clone()
@@ -375,18 +376,18 @@ fn a_begun_answer_waits_for_busy_nodes_until_its_deadline() {
     owner.picked(false);
     owner.reserved();
     owner.tokens(1);
-    assert_eq!(owner.loses_decode()[1..], [Output::Pick]);
-    assert_eq!(owner.no_node(&BUSY), [Output::WaitForTurn]);
+    assert_eq!(owner.loses_decode()[1..], [RequestOutput::Pick]);
+    assert_eq!(owner.no_node(&BUSY), [RequestOutput::WaitForTurn]);
     let end = loop {
         let outputs = owner.deadline();
-        if outputs != [Output::RetryPassed] {
+        if outputs != [RequestOutput::RetryPassed] {
             break outputs;
         }
         owner.core.handle_turn();
-        assert_eq!(owner.outputs(), [Output::Pick]);
-        assert_eq!(owner.no_node(&BUSY), [Output::WaitForTurn]);
+        assert_eq!(owner.outputs(), [RequestOutput::Pick]);
+        assert_eq!(owner.no_node(&BUSY), [RequestOutput::WaitForTurn]);
     };
-    assert_eq!(end, [Output::Fail(GiveUp::Deadline)]);
+    assert_eq!(end, [RequestOutput::Fail(GiveUp::Deadline)]);
     assert_eq!(owner.elapsed(), TIMEOUT);
 }
 
@@ -406,16 +407,16 @@ fn a_begun_answer_waits_for_a_node_that_fits_until_its_deadline() {
         let end = loop {
             let mut outputs = owner.no_node(&reason);
             // Nodes of other weights would fit, too.
-            if outputs == [Output::Pick] {
+            if outputs == [RequestOutput::Pick] {
                 outputs = owner.no_node(&reason);
             }
-            assert_eq!(outputs, [Output::WaitForNode], "{reason}");
+            assert_eq!(outputs, [RequestOutput::WaitForNode], "{reason}");
             outputs = owner.deadline();
-            if outputs != [Output::Pick] {
+            if outputs != [RequestOutput::Pick] {
                 break outputs;
             }
         };
-        assert_eq!(end, [Output::Fail(GiveUp::NoDecodeNode { waited: TIMEOUT, reason })]);
+        assert_eq!(end, [RequestOutput::Fail(GiveUp::NoDecodeNode { waited: TIMEOUT, reason })]);
     }
 }
 
@@ -424,11 +425,11 @@ fn a_request_without_any_node_releases_its_turn() {
     let mut owner = Owner::started();
     owner.no_node(&BUSY);
     owner.core.handle_turn();
-    assert_eq!(owner.outputs(), [Output::Pick]);
-    assert_eq!(owner.no_node(&NONE_UP), [Output::WaitForNode]);
+    assert_eq!(owner.outputs(), [RequestOutput::Pick]);
+    assert_eq!(owner.no_node(&NONE_UP), [RequestOutput::WaitForNode]);
     owner.core.handle_nodes_changed();
-    assert_eq!(owner.outputs(), [Output::Pick]);
-    assert_eq!(owner.no_node(&BUSY), [Output::WaitForTurn]);
+    assert_eq!(owner.outputs(), [RequestOutput::Pick]);
+    assert_eq!(owner.no_node(&BUSY), [RequestOutput::WaitForTurn]);
 }
 
 #[test]
@@ -439,14 +440,16 @@ fn a_silent_node_fails_the_attempt_unless_it_reports_work() {
     // Token 0 is awaited: the report of the prefill node counts.
     owner.now += POLICY.idle_timeout;
     let report = owner.now - Duration::from_secs(1);
-    owner.core.handle_deadline(owner.now, |side| (side == Side::Prefill).then_some(report));
+    owner.core.handle_deadline(owner.now, |side| (side == AttemptSide::Prefill).then_some(report));
     assert_eq!(owner.outputs(), []);
     assert_eq!(owner.core.next_deadline(), Some(report + POLICY.idle_timeout));
     let outputs = owner.deadline();
-    let [Output::EndAttempt(EndedAttempt { outcome, .. }), Output::Pick] = &outputs[..] else {
+    let [RequestOutput::EndAttempt(EndedAttempt { outcome, .. }), RequestOutput::Pick] =
+        &outputs[..]
+    else {
         panic!("{outputs:?}");
     };
-    let silent = AttemptFailure::silent(Side::Prefill, POLICY.idle_timeout);
+    let silent = AttemptFailure::silent(AttemptSide::Prefill, POLICY.idle_timeout);
     assert_eq!(*outcome, AttemptOutcome::Failed(silent));
 
     // Once the decode node sends tokens, only a token ends its silence.
@@ -456,7 +459,7 @@ fn a_silent_node_fails_the_attempt_unless_it_reports_work() {
     owner.now += POLICY.idle_timeout;
     let now = owner.now;
     owner.core.handle_deadline(now, |_| Some(now));
-    assert_eq!(owner.outputs()[1..], [Output::Pick]);
+    assert_eq!(owner.outputs()[1..], [RequestOutput::Pick]);
 }
 
 #[test]
@@ -468,7 +471,7 @@ fn a_complete_answer_finishes_without_the_last_event() {
         assert_eq!(owner.tokens(MAX_TOKENS), []);
         let outputs = if is_lost { owner.loses_decode() } else { owner.deadline() };
         assert_eq!(owner.elapsed(), if is_lost { Duration::ZERO } else { LAST_EVENT_MAX });
-        let [_, Output::Finish(finished)] = &outputs[..] else { panic!("{outputs:?}") };
+        let [_, RequestOutput::Finish(finished)] = &outputs[..] else { panic!("{outputs:?}") };
         assert_eq!(finished.reason, FinishReason::Length);
     }
 }
@@ -480,7 +483,7 @@ fn a_failed_transfer_waits_for_token_0_for_a_bounded_time() {
     let failure = Failure { kind: FailureKind::TransferFailed.into(), message: "lost".into() };
     assert_eq!(owner.decode_sends(Event::Failure(failure)), []);
     assert!(!owner.core.expects_decode() && owner.core.expects_prefill());
-    assert_eq!(owner.deadline()[1..], [Output::Pick]);
+    assert_eq!(owner.deadline()[1..], [RequestOutput::Pick]);
     assert_eq!(owner.elapsed(), TOKEN_0_MAX);
 }
 
@@ -497,12 +500,12 @@ fn a_complete_stop_string_drops_the_calls_and_whatever_follows() {
     };
     let event = PrefillEvent { event: Some(prefill_event::Event::Token(event)), stages: None };
     owner.core.handle_prefill(owner.now, Ok(Some(event)));
-    assert!(matches!(owner.output(), Some(Output::Emit { first_index: 0, .. })));
+    assert!(matches!(owner.output(), Some(RequestOutput::Emit { first_index: 0, .. })));
     // Nothing follows before the tokens are delivered.
     assert_eq!(owner.output(), None);
-    owner.core.handle_emitted(owner.now, Some(Stop::Text));
+    owner.core.handle_emitted(owner.now, Some(StopCause::Text));
     let outputs = owner.outputs();
-    let [Output::EndAttempt(_), Output::Finish(finished)] = &outputs[..] else {
+    let [RequestOutput::EndAttempt(_), RequestOutput::Finish(finished)] = &outputs[..] else {
         panic!("{outputs:?}");
     };
     assert_eq!(finished.reason, FinishReason::Stop);
@@ -517,24 +520,24 @@ fn a_client_that_does_not_read_holds_no_node_and_continues_at_its_next_read() {
     let event = DecodeTokens { first_index: 2, tokens: vec![token(2)] };
     let event = DecodeEvent { event: Some(Event::Tokens(event)), stages: None };
     owner.core.handle_decode(owner.now, Ok(Some(event)));
-    assert!(matches!(owner.core.poll_output(), Some(Output::Emit { .. })));
+    assert!(matches!(owner.core.poll_output(), Some(RequestOutput::Emit { .. })));
     owner.core.handle_client_stalled();
     let outputs = owner.outputs();
-    let [Output::EndAttempt(ended)] = &outputs[..] else { panic!("{outputs:?}") };
+    let [RequestOutput::EndAttempt(ended)] = &outputs[..] else { panic!("{outputs:?}") };
     assert_eq!(ended.outcome, AttemptOutcome::Paused);
     assert!(!owner.core.expects_decode() && !owner.core.expects_prefill());
     assert_eq!(owner.core.next_deadline(), Some(owner.start + TIMEOUT));
     owner.now += Duration::from_secs(20);
     owner.received.push(2);
     owner.core.handle_emitted(owner.now, None);
-    assert_eq!(owner.outputs(), [Output::WaitForTurn]);
+    assert_eq!(owner.outputs(), [RequestOutput::WaitForTurn]);
     assert_eq!(owner.core.next_deadline(), Some(owner.start + TIMEOUT));
     // The next attempt must be able to start, as that of a new request.
     assert_eq!(owner.core.wanted().room, Room::Start { headroom: false });
     owner.core.handle_turn();
-    assert_eq!(owner.outputs(), [Output::Pick]);
+    assert_eq!(owner.outputs(), [RequestOutput::Pick]);
     owner.picked(false);
-    assert_eq!(owner.reserved(), [Output::StopWaiting]);
+    assert_eq!(owner.reserved(), [RequestOutput::StopWaiting]);
     owner.tokens(MAX_TOKENS - 3);
     assert_eq!(owner.core.emitted().len() as u32, MAX_TOKENS);
     // After the last token the nodes hold nothing.
@@ -561,7 +564,7 @@ fn reading_time_of_a_client_does_not_count_as_node_silence() {
     let event = DecodeTokens { first_index: 0, tokens: vec![token(0)] };
     let event = DecodeEvent { event: Some(Event::Tokens(event)), stages: None };
     owner.core.handle_decode(owner.now, Ok(Some(event)));
-    assert!(matches!(owner.output(), Some(Output::Emit { .. })));
+    assert!(matches!(owner.output(), Some(RequestOutput::Emit { .. })));
     assert_eq!(owner.core.next_deadline(), Some(owner.start + TIMEOUT));
     owner.now += 2 * POLICY.idle_timeout;
     owner.core.handle_emitted(owner.now, None);
@@ -583,7 +586,7 @@ fn the_deadline_ends_the_open_attempt() {
     owner.core.handle_deadline(owner.now, |_| None);
     let outputs = owner.outputs();
     let cancelled = AttemptOutcome::Cancelled;
-    assert!(matches!(&outputs[0], Output::EndAttempt(ended) if ended.outcome == cancelled));
+    assert!(matches!(&outputs[0], RequestOutput::EndAttempt(ended) if ended.outcome == cancelled));
     assert_eq!(*gave_up(&outputs), GiveUp::Deadline);
 }
 
@@ -593,14 +596,14 @@ fn a_client_that_leaves_cancels_the_attempt() {
     owner.picked(false);
     owner.core.handle_client_left();
     let outputs = owner.outputs();
-    let [Output::EndAttempt(ended)] = &outputs[..] else { panic!("{outputs:?}") };
+    let [RequestOutput::EndAttempt(ended)] = &outputs[..] else { panic!("{outputs:?}") };
     assert_eq!(ended.outcome, AttemptOutcome::Cancelled);
     assert!(owner.core.has_ended());
 }
 
 #[test]
 fn a_complete_structured_answer_finishes_although_its_last_event_is_lost() {
-    for side in [Side::Decode, Side::Prefill] {
+    for side in [AttemptSide::Decode, AttemptSide::Prefill] {
         let mut owner = Owner::new();
         let kind = Some(grammar::Kind::Regex("abc".into()));
         owner.core.spec.grammar = Some(Arc::new(Grammar { kind }));
@@ -616,17 +619,18 @@ fn a_complete_structured_answer_finishes_although_its_last_event_is_lost() {
         let code = GrpcCode::OUT_OF_RANGE;
         let complete = CallError { code, is_broken: false, message };
         match side {
-            Side::Decode => owner.core.handle_decode(owner.now, Err(complete)),
-            Side::Prefill => owner.core.handle_prefill(owner.now, Err(complete)),
+            AttemptSide::Decode => owner.core.handle_decode(owner.now, Err(complete)),
+            AttemptSide::Prefill => owner.core.handle_prefill(owner.now, Err(complete)),
         }
         let outputs = owner.outputs();
-        let [Output::EndAttempt(ended), Output::Finish(finished)] = &outputs[..] else {
+        let [RequestOutput::EndAttempt(ended), RequestOutput::Finish(finished)] = &outputs[..]
+        else {
             panic!("{outputs:?}");
         };
         assert_eq!(finished.reason, FinishReason::Stop);
         assert_eq!(owner.received, [0, 1, 2]);
         // The attempt is no answer without tokens for the flow's mean output length.
-        assert_eq!(ended.outcome.charged_end(), AttemptEnd::Refused);
+        assert_eq!(ended.outcome.charged_end(), ChargeEnd::Refused);
     }
 }
 
@@ -646,12 +650,13 @@ fn an_answer_that_a_weight_update_ends_does_not_count_as_complete() {
         let reason = FinishReason::Abort.into();
         let event = DecodeFinished { reason, ..DecodeFinished::default() };
         let outputs = owner.decode_sends(Event::Finished(event));
-        let [Output::EndAttempt(ended), Output::Finish(finished)] = &outputs[..] else {
+        let [RequestOutput::EndAttempt(ended), RequestOutput::Finish(finished)] = &outputs[..]
+        else {
             panic!("{outputs:?}");
         };
         assert_eq!(finished.reason, FinishReason::Abort);
         // The flow's mean output length counts complete answers only.
-        assert_eq!(ended.outcome.charged_end(), AttemptEnd::Cut);
+        assert_eq!(ended.outcome.charged_end(), ChargeEnd::Cut);
     }
 }
 
@@ -678,12 +683,12 @@ fn answer_does_not_migrate_at_the_deadline_of_its_request() {
     }
     owner.core.handle_deadline(owner.now, |_| None);
     let outputs = owner.outputs();
-    assert!(!outputs.contains(&Output::Pick), "{outputs:?}");
+    assert!(!outputs.contains(&RequestOutput::Pick), "{outputs:?}");
     assert_eq!(*gave_up(&outputs), GiveUp::Deadline);
 }
 
 /// Checks for a drain as often as it is due during the rest of the grace period. Returns the outputs of a migration.
-fn drains(owner: &mut Owner, mut grace: Duration) -> Vec<Output> {
+fn drains(owner: &mut Owner, mut grace: Duration) -> Vec<RequestOutput> {
     while !grace.is_zero() {
         let due = owner.core.next_deadline().unwrap();
         grace = grace.saturating_sub(due.saturating_duration_since(owner.now));
@@ -705,7 +710,9 @@ fn answer_that_outlasts_the_drain_of_its_node_migrates_without_spending_the_budg
     let mut owner = decoding(20);
     for migration in 0..2 * POLICY.attempts_max {
         let outputs = drains(&mut owner, Duration::from_secs(5));
-        let [Output::EndAttempt(ended), Output::Pick] = &outputs[..] else { panic!("{outputs:?}") };
+        let [RequestOutput::EndAttempt(ended), RequestOutput::Pick] = &outputs[..] else {
+            panic!("{outputs:?}")
+        };
         let AttemptOutcome::Failed(failure) = &ended.outcome else { panic!("{ended:?}") };
         assert_eq!((failure.cause, failure.blame()), (Cause::Migrated, None), "{migration}");
         owner.picked(false);

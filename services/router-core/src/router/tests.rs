@@ -83,7 +83,7 @@ impl Scene {
         let mut charge = queue.start(self.now, flow, PROMPT, 1);
         self.now += duration;
         charge.emitted(self.now, 1);
-        queue.ended(self.now, &charge, AttemptEnd::Complete);
+        queue.ended(self.now, &charge, ChargeEnd::Complete);
     }
 
     fn check(&mut self, flow: &Flow, limits: WaitLimits) -> Result<(), Overload> {

@@ -12,13 +12,13 @@ use serde::Serialize;
 
 use crate::{
     front::Front,
-    history::{Found, Kept, Query, Report},
+    history::{Found, Kept, Query, RequestReport},
     http::{ApiError, PathParameter},
 };
 
 #[derive(Serialize)]
-struct Explained {
-    requests: Vec<Report>,
+struct ExplainedRequests {
+    requests: Vec<RequestReport>,
     /// Number of requests in the history, and the age of the oldest ended request.
     running: usize,
     ended: usize,
@@ -55,13 +55,13 @@ pub async fn explain(State(front): State<Arc<Front>>, RawQuery(query): RawQuery)
 }
 
 /// Decodes the entries on a thread of its own, because thousands of entries take milliseconds.
-async fn find(front: Arc<Front>, query: Query) -> Explained {
+async fn find(front: Arc<Front>, query: Query) -> ExplainedRequests {
     let found = tokio::task::spawn_blocking(move || {
         let now = front.history.time_of(Instant::now());
         let Found { requests, kept: Kept { running, ended, oldest } } =
             front.history.find(now, &query);
-        Explained {
-            requests: requests.iter().map(|entry| Report::new(entry, now)).collect(),
+        ExplainedRequests {
+            requests: requests.iter().map(|entry| RequestReport::new(entry, now)).collect(),
             running,
             ended,
             oldest_s: oldest.map(|oldest| oldest.as_millis() as f64 / 1e3),
@@ -70,9 +70,9 @@ async fn find(front: Arc<Front>, query: Query) -> Explained {
     found.await.expect("a query does not panic")
 }
 
-fn not_found(id: &str, explained: &Explained) -> ApiError {
+fn not_found(id: &str, explained: &ExplainedRequests) -> ApiError {
     let id: String = id.chars().take(200).collect();
-    let Explained { running, ended, oldest_s, .. } = explained;
+    let ExplainedRequests { running, ended, oldest_s, .. } = explained;
     let since = match oldest_s {
         Some(oldest_s) => format!(", the oldest from {} s ago", oldest_s.trunc()),
         None => String::new(),

@@ -20,7 +20,7 @@ use weight_transfer::{UpdateId, trainer_address};
 use crate::{
     front::Front,
     http::{ApiError, PathParameter},
-    weights::{NewUpdate, Transport, UpdateError, Weights, WeightsReport},
+    weights::{NewUpdate, UpdateError, UpdateTransport, WeightUpdates, WeightsReport},
 };
 
 /// Maximum bytes of the body of `POST /v1/weights/begin`.
@@ -108,12 +108,12 @@ enum TransportName {
 }
 
 #[derive(Clone)]
-struct Updates {
-    weights: Weights,
+struct UpdatesApi {
+    weights: WeightUpdates,
     front: Arc<Front>,
 }
 
-pub fn routes(front: Arc<Front>, weights: Weights) -> Router {
+pub fn routes(front: Arc<Front>, weights: WeightUpdates) -> Router {
     Router::new()
         .route("/v1/weights", get(status))
         .route("/v1/weights/begin", post(begin))
@@ -122,11 +122,11 @@ pub fn routes(front: Arc<Front>, weights: Weights) -> Router {
         .route("/v1/weights/{id}/commit", post(commit))
         .route("/v1/weights/{id}/abort", post(abort))
         .layer(DefaultBodyLimit::max(BODY_BYTES_MAX))
-        .with_state(Updates { weights, front })
+        .with_state(UpdatesApi { weights, front })
 }
 
 async fn status(
-    State(updates): State<Updates>,
+    State(updates): State<UpdatesApi>,
     query: Result<Query<StatusQuery>, QueryRejection>,
 ) -> Response {
     let id = query.map_err(|error| invalid_query(&error));
@@ -136,7 +136,7 @@ async fn status(
     }
 }
 
-async fn begin(State(updates): State<Updates>, request: Request) -> Response {
+async fn begin(State(updates): State<UpdatesApi>, request: Request) -> Response {
     // The port has few connections, and sets no deadline for bodies.
     let read_max = updates.front.settings.request_read_max;
     let body = match tokio::time::timeout(read_max, Bytes::from_request(request, &())).await {
@@ -154,7 +154,7 @@ async fn begin(State(updates): State<Updates>, request: Request) -> Response {
 }
 
 async fn pause(
-    State(updates): State<Updates>,
+    State(updates): State<UpdatesApi>,
     query: Result<Query<PauseQuery>, QueryRejection>,
 ) -> Response {
     let checked = query.map_err(|error| invalid_query(&error)).and_then(|Query(query)| {
@@ -168,7 +168,7 @@ async fn pause(
 }
 
 async fn resume(
-    State(updates): State<Updates>,
+    State(updates): State<UpdatesApi>,
     query: Result<Query<ResumeQuery>, QueryRejection>,
 ) -> Response {
     let model = query.map_err(|error| invalid_query(&error));
@@ -178,14 +178,14 @@ async fn resume(
     }
 }
 
-async fn commit(State(updates): State<Updates>, PathParameter(id): PathParameter) -> Response {
+async fn commit(State(updates): State<UpdatesApi>, PathParameter(id): PathParameter) -> Response {
     match update_id(&id) {
         Ok(id) => reply(updates.weights.commit(id).await),
         Err(error) => error.into_response(),
     }
 }
 
-async fn abort(State(updates): State<Updates>, PathParameter(id): PathParameter) -> Response {
+async fn abort(State(updates): State<UpdatesApi>, PathParameter(id): PathParameter) -> Response {
     match update_id(&id) {
         Ok(id) => reply(updates.weights.abort(id).await),
         Err(error) => error.into_response(),
@@ -214,10 +214,10 @@ fn checked(front: &Front, body: &[u8]) -> Result<NewUpdate, ApiError> {
     let timeout = checked_timeout(timeout_s.unwrap_or(TIMEOUT_DEFAULT_S))?;
     let model = checked_model(front, model)?;
     let transport = match (transport, node) {
-        (TransportName::Tcp, seed) => Transport::Tcp { seed },
-        (TransportName::Disk, None) => Transport::Disk,
-        (TransportName::Ipc, None) => Transport::Ipc,
-        (TransportName::Nccl, None) => Transport::Nccl,
+        (TransportName::Tcp, seed) => UpdateTransport::Tcp { seed },
+        (TransportName::Disk, None) => UpdateTransport::Disk,
+        (TransportName::Ipc, None) => UpdateTransport::Ipc,
+        (TransportName::Nccl, None) => UpdateTransport::Nccl,
         (_, Some(node)) => {
             return Err(invalid("node", format!("{:?}", shown(&node)), "transport tcp with it"));
         }

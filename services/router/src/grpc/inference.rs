@@ -32,7 +32,7 @@ use crate::{
         tokenization,
         tools::{CallReader, Calls, OfferedTools},
     },
-    request_driver::{self, Event, GenerationFields, ParsedRequest, RunningRequest},
+    request_driver::{self, AnswerEvent, GenerationFields, ParsedRequest, RunningRequest},
 };
 
 pub struct InferenceService {
@@ -241,7 +241,7 @@ fn responses(
         };
         let text_of = |text: String| if tokens_only { String::new() } else { text };
         let event = match event {
-            Event::Tokens(shown) => {
+            AnswerEvent::Tokens(shown) => {
                 let (text, tool_calls) = match &mut reader {
                     Some(reader) => tools::to_wire(reader.push(&shown.text)),
                     None => (text_of(shown.text), Vec::new()),
@@ -250,7 +250,7 @@ fn responses(
                 let tokens = GeneratedTokens { first_index, tokens, text, tool_calls };
                 generate_response::Event::Tokens(tokens)
             }
-            Event::Finished(end) => {
+            AnswerEvent::Finished(end) => {
                 let (text, tool_calls, calls) = match reader.take() {
                     Some(reader) => {
                         let (pieces, calls) = reader.finish(&end.text, end.is_cut());

@@ -27,7 +27,7 @@ use tower::util::MapRequestLayer;
 
 use crate::{
     front::Front,
-    keys::{Caller, Keys},
+    keys::{ApiKeys, Caller},
     request::error::RequestError,
 };
 use arrived::BoundedBody;
@@ -76,7 +76,7 @@ pub fn routes(
 
 /// Rejects requests without a valid key. A health check needs none, but a watch, which never ends, does.
 async fn authenticate(
-    State(keys): State<Arc<Keys>>,
+    State(keys): State<Arc<ApiKeys>>,
     mut request: Request<Body>,
     next: Next,
 ) -> Response {

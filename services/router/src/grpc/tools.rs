@@ -6,7 +6,7 @@ use serde_json::{Map, Value, json};
 use crate::request::{
     error::{FieldError, parse_json, refused},
     tools::{
-        AnswerPiece, OfferedFunction, OfferedTools, TOOL_CHOICE, ToolChoice, check_count,
+        AnswerPiece, OfferedFunction, OfferedTools, RequestedToolChoice, TOOL_CHOICE, check_count,
         check_name,
     },
 };
@@ -26,11 +26,11 @@ pub fn read(
     }
     let allowed = "a mode, or the name of a function in tools";
     let choice = match choice.map(|choice| choice.choice) {
-        None => ToolChoice::Auto,
-        Some(Some(Choice::Function(name))) => ToolChoice::Named(name),
+        None => RequestedToolChoice::Auto,
+        Some(Some(Choice::Function(name))) => RequestedToolChoice::Named(name),
         Some(Some(Choice::Mode(mode))) => match ToolChoiceMode::try_from(mode) {
-            Ok(ToolChoiceMode::Auto) => ToolChoice::Auto,
-            Ok(ToolChoiceMode::Required) => ToolChoice::Required,
+            Ok(ToolChoiceMode::Auto) => RequestedToolChoice::Auto,
+            Ok(ToolChoiceMode::Required) => RequestedToolChoice::Required,
             Ok(ToolChoiceMode::None) => return Ok(None),
             Ok(ToolChoiceMode::Unspecified) | Err(_) => {
                 let allowed = "1 (auto), 2 (none), 3 (required)";

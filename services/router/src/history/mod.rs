@@ -2,7 +2,7 @@
 //!
 //! An entry holds times, nodes, predictions and causes, but no text and no token ids. [`History`] keeps every
 //! running request, and the last ended requests within the bounds of [`EndedEntries`]. The owner of a request
-//! writes its [`RequestEntry`]; [`Report`] is the entry as JSON for operators.
+//! writes its [`RequestEntry`]; [`RequestReport`] is the entry as JSON for operators.
 
 mod ended;
 mod report;
@@ -23,7 +23,7 @@ use self::ended::{CopiedEntries, EndedEntries};
 use router_core::AttemptStats;
 
 use crate::lock::lock;
-pub use report::Report;
+pub use report::RequestReport;
 
 /// Maximum number of attempts in one entry. A request that emits tokens may have any number of attempts.
 const ATTEMPTS_MAX: usize = 32;

@@ -16,7 +16,7 @@ use crate::record::milliseconds;
 
 /// The router's knowledge of one request. An absent number is unknown.
 #[derive(Debug, Serialize)]
-pub struct Report {
+pub struct RequestReport {
     pub request_id: String,
     pub label: Option<String>,
     pub trace_id: Option<String>,
@@ -126,7 +126,7 @@ pub struct IneligibleReport {
     pub reason: String,
 }
 
-impl Report {
+impl RequestReport {
     /// `now`: time since the start of the history.
     pub fn new(entry: &RequestEntry, now: Duration) -> Self {
         let age = now.saturating_sub(entry.received);

@@ -166,13 +166,13 @@ fn messages_are_bounded() {
 }
 
 /// Returns the stages as name, milliseconds and whether the stage overlaps.
-fn stages(report: &Report) -> Vec<(&'static str, Option<f64>, bool)> {
+fn stages(report: &RequestReport) -> Vec<(&'static str, Option<f64>, bool)> {
     report.stages.iter().map(|stage| (stage.stage, stage.ms, stage.overlaps)).collect()
 }
 
-fn report(attempts: Vec<AttemptEntry>) -> Report {
+fn report(attempts: Vec<AttemptEntry>) -> RequestReport {
     let entry = RequestEntry { attempts, end: Some(end(ms(52), true)), ..entry(7) };
-    Report::new(&entry, entry.received)
+    RequestReport::new(&entry, entry.received)
 }
 
 #[test]
@@ -263,7 +263,7 @@ fn running_request_has_its_stages_until_now() {
     let mut waits = entry(7);
     let role = cluster::Role::Decode;
     waits.waits_for = Some(NoNode::NoneUp { role, listed: 2 });
-    let report = Report::new(&waits, waits.received + ms(100));
+    let report = RequestReport::new(&waits, waits.received + ms(100));
     assert_eq!((&*report.end, report.duration_ms), ("running", 100.0));
     assert_eq!(stages(&report)[2], ("wait", Some(97.0), false));
     assert_eq!(report.waits_for.as_deref(), Some("none of 2 decode nodes is up"));
@@ -276,7 +276,7 @@ fn running_request_has_the_time_to_its_first_token() {
     let waits = AttemptEntry { first_token: None, ..attempt(true) };
     let ttft_ms = |attempts: Vec<AttemptEntry>, attempts_left_out: u32| {
         let streams = RequestEntry { attempts, attempts_left_out, ..entry(7) };
-        Report::new(&streams, streams.received + ms(100)).ttft_ms
+        RequestReport::new(&streams, streams.received + ms(100)).ttft_ms
     };
     assert_eq!(ttft_ms(vec![first.clone(), second.clone()], 0), Some(20.0));
     assert_eq!(ttft_ms(vec![waits], 0), None);

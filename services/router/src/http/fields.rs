@@ -27,14 +27,14 @@ pub enum BodyError {
 
 /// The top-level fields of a request.
 #[derive(Debug)]
-pub struct Fields<'a> {
+pub struct RequestFields<'a> {
     by_name: HashMap<String, &'a RawValue>,
     /// Names that were read; a test compares them with the OpenAPI document.
     #[cfg(test)]
     pub asked: std::sync::Mutex<std::collections::BTreeSet<String>>,
 }
 
-impl<'a> Fields<'a> {
+impl<'a> RequestFields<'a> {
     /// Parses a body. The last value of a repeated field counts, as in most JSON parsers.
     pub fn parse(body: &'a [u8]) -> Result<Self, BodyError> {
         let text = std::str::from_utf8(body)
@@ -142,8 +142,8 @@ fn whole_number(text: &str) -> Option<i128> {
 mod tests {
     use super::*;
 
-    fn with<T>(body: &str, read: impl FnOnce(Fields<'_>) -> T) -> T {
-        read(Fields::parse(body.as_bytes()).unwrap())
+    fn with<T>(body: &str, read: impl FnOnce(RequestFields<'_>) -> T) -> T {
+        read(RequestFields::parse(body.as_bytes()).unwrap())
     }
 
     #[test]
@@ -212,13 +212,14 @@ mod tests {
 
     #[test]
     fn a_body_must_be_an_object() {
-        let said = Fields::parse(b"[1]").unwrap_err().to_string();
+        let said = RequestFields::parse(b"[1]").unwrap_err().to_string();
         assert_eq!(
             said,
             "the body is not valid JSON: invalid type: sequence, expected a JSON object (line 1, column 0)"
         );
         for text in ["x".repeat(1 << 20), "\\\", expected a map".into()] {
-            let said = Fields::parse(format!("\"{text}\"").as_bytes()).unwrap_err().to_string();
+            let said =
+                RequestFields::parse(format!("\"{text}\"").as_bytes()).unwrap_err().to_string();
             let words =
                 "the body is not valid JSON: invalid type: string, expected a JSON object (";
             assert!(said.starts_with(words) && said.len() < 120, "{said}");
@@ -227,15 +228,15 @@ mod tests {
 
     #[test]
     fn a_broken_body_is_refused_with_the_position() {
-        assert_eq!(Fields::parse(b"  ").unwrap_err(), BodyError::Empty);
+        assert_eq!(RequestFields::parse(b"  ").unwrap_err(), BodyError::Empty);
         assert_eq!(
-            Fields::parse(b"{\"a\": \"\xff\"}").unwrap_err(),
+            RequestFields::parse(b"{\"a\": \"\xff\"}").unwrap_err(),
             BodyError::NotUtf8 { offset: 7 }
         );
         for (body, line, column) in
             [("{\"a\": 1", 1, 7), ("{\n\"a\": tru}", 2, 9), ("[1]", 1, 0), ("{} x", 1, 4)]
         {
-            match Fields::parse(body.as_bytes()).unwrap_err() {
+            match RequestFields::parse(body.as_bytes()).unwrap_err() {
                 BodyError::NotJson { line: l, column: c, .. } => {
                     assert_eq!((l, c), (line, column), "{body}");
                 }

@@ -27,7 +27,7 @@ use tracing::Instrument;
 use super::{
     RequestContext, X_REQUEST_ID, caller_of,
     error::ApiError,
-    fields::Fields,
+    fields::RequestFields,
     read_generation_body,
     request_fields::{Delivery, named_model, read_chat, read_completion},
     wire::{
@@ -45,7 +45,7 @@ use crate::{
         tools::{AnswerPiece, CallReader, Calls},
     },
     request_driver::{
-        self, AnswerEnd, AnswerTokens, Event, GenerationFields, ParsedRequest, RunningRequest,
+        self, AnswerEnd, AnswerEvent, AnswerTokens, GenerationFields, ParsedRequest, RunningRequest,
     },
     wake::MovingTimer,
 };
@@ -106,7 +106,7 @@ async fn answer(
 ) -> Result<Response, ApiError> {
     let read = async {
         let body = read_generation_body(front, headers, body, record.caller()).await?;
-        let fields = Fields::parse(&body)?;
+        let fields = RequestFields::parse(&body)?;
         let named = named_model(&fields, front, record.caller())?;
         // The metrics count a rejected request for its model too.
         record.set_model(&named.model);
@@ -154,14 +154,14 @@ fn reply(
     fields: &GenerationFields,
     named: &NamedModel,
     delivery: Delivery,
-) -> Reply {
+) -> ResponseFields {
     let prefix = match api {
         Api::Chat => "chatcmpl",
         Api::Text => "cmpl",
     };
     // Without a fingerprint no node has ever served the model, and the request is refused.
     let fingerprint = front.nodes.serving(&named.model.name).model_fingerprint.unwrap_or_default();
-    Reply {
+    ResponseFields {
         id: format!("{prefix}-{}", context.request_id),
         created: SystemTime::UNIX_EPOCH.elapsed().map_or(0, |since| since.as_secs()),
         model: named.name.clone(),
@@ -182,7 +182,7 @@ fn reply(
 }
 
 /// Fields that all chunks of a response share.
-struct Reply {
+struct ResponseFields {
     id: String,
     /// Creation time in seconds since 1970.
     created: u64,
@@ -226,7 +226,7 @@ impl Totals {
     }
 }
 
-impl Reply {
+impl ResponseFields {
     /// Waits for all answers and returns one JSON body.
     async fn whole(self, mut started: RunningRequest) -> Result<Response, RequestError> {
         let mut totals = Totals::new(&started.prompts);
@@ -234,12 +234,12 @@ impl Reply {
         let mut ends: Vec<AnswerEnd> = Vec::new();
         while let Some(event) = started.next().await {
             match event? {
-                Event::Tokens(shown) => {
+                AnswerEvent::Tokens(shown) => {
                     totals.tokens(shown.tokens.len());
                     let answer = collected.entry(shown.choice).or_default();
                     answer.push(&self.view, &shown.tokens, &shown.text);
                 }
-                Event::Finished(end) => {
+                AnswerEvent::Finished(end) => {
                     totals.ended(&end, self.choices_per_prompt);
                     collected.entry(end.choice).or_default().text.push_str(&end.text);
                     ends.push(end);
@@ -319,7 +319,7 @@ impl Reply {
             Ok(None) | Err(_) => None,
         };
         let keep_alive = self.keep_alive;
-        let mut chunks = Chunks::new(self, started, first);
+        let mut chunks = ResponseChunks::new(self, started, first);
         if chunks.first.is_some() {
             // The head and the first events leave in one write. A time-out leaves the events in `chunks`.
             let _ = tokio::time::timeout(keep_alive, chunks.fill()).await;
@@ -335,10 +335,10 @@ impl Reply {
 }
 
 /// Events of a streamed response, created when the client's connection accepts more data.
-struct Chunks {
-    reply: Reply,
+struct ResponseChunks {
+    reply: ResponseFields,
     started: RunningRequest,
-    first: Option<Event>,
+    first: Option<AnswerEvent>,
     totals: Totals,
     /// By choice.
     answers: Vec<AnswerProgress>,
@@ -366,8 +366,8 @@ struct AnswerProgress {
     last: Option<AnswerTokens>,
 }
 
-impl Chunks {
-    fn new(reply: Reply, started: RunningRequest, first: Option<Event>) -> Self {
+impl ResponseChunks {
+    fn new(reply: ResponseFields, started: RunningRequest, first: Option<AnswerEvent>) -> Self {
         let totals = Totals::new(&started.prompts);
         let answer_count = started.prompts.len() * reply.choices_per_prompt as usize;
         let answers = std::iter::repeat_with(AnswerProgress::default).take(answer_count).collect();
@@ -434,8 +434,8 @@ impl Chunks {
         }
     }
 
-    fn write(&mut self, event: Event, out: &mut Vec<u8>) {
-        let is_end_of = |held: &AnswerTokens| matches!(&event, Event::Finished(end) if end.choice == held.choice);
+    fn write(&mut self, event: AnswerEvent, out: &mut Vec<u8>) {
+        let is_end_of = |held: &AnswerTokens| matches!(&event, AnswerEvent::Finished(end) if end.choice == held.choice);
         if let Some(held) = self.held.take() {
             match is_end_of(&held) {
                 true => self.hold_last(held),
@@ -443,8 +443,8 @@ impl Chunks {
             }
         }
         match event {
-            Event::Tokens(shown) => self.write_tokens(shown, out),
-            Event::Finished(end) => {
+            AnswerEvent::Tokens(shown) => self.write_tokens(shown, out),
+            AnswerEvent::Finished(end) => {
                 self.answers_left -= 1;
                 self.totals.ended(&end, self.reply.choices_per_prompt);
                 self.introduce(end.choice, out);
@@ -550,7 +550,7 @@ impl Chunks {
         self.write_chunk(end.choice, chat_end(end, calls), out);
     }
 
-    /// Appends a chunk with this content of a choice: an event of [`Reply::chunk`] whose constant fields
+    /// Appends a chunk with this content of a choice: an event of [`ResponseFields::chunk`] whose constant fields
     /// are not formatted again.
     fn write_chunk(&self, choice: u32, content: impl Serialize, out: &mut Vec<u8>) {
         out.reserve(self.head.len() + CHOICE_BYTES);
@@ -607,7 +607,7 @@ fn write_json(content: &impl Serialize, out: &mut Vec<u8>) {
 
 /// Returns the stream's bytes on demand. Sends a comment after `keep_alive` without an event.
 fn event_stream(
-    mut chunks: Chunks,
+    mut chunks: ResponseChunks,
     keep_alive: Duration,
 ) -> impl Stream<Item = Result<Bytes, Infallible>> + Send {
     let mut comment_at = Instant::now() + keep_alive;

@@ -7,12 +7,13 @@ use grammar::Grammar;
 use serde::Deserialize;
 use serde_json::{Map, Value, value::RawValue};
 
-use super::fields::Fields;
+use super::fields::RequestFields;
 use crate::request::{
     error::{FieldError, JsonError, parse_field, refused},
     options::RequestedGrammar,
     tools::{
-        OfferedFunction, OfferedTools, TOOL_CHOICE, TOOLS, ToolChoice, check_count, check_name,
+        OfferedFunction, OfferedTools, RequestedToolChoice, TOOL_CHOICE, TOOLS, check_count,
+        check_name,
     },
 };
 
@@ -23,7 +24,7 @@ const OUTPUTS: &str = "structured_outputs";
 const OUTPUTS_ALLOWED: &str = "an object with json, regex or json_object";
 
 /// Reads the grammar that the client requested, if any.
-pub fn grammar(fields: &Fields<'_>) -> Result<Option<RequestedGrammar>, FieldError> {
+pub fn grammar(fields: &RequestFields<'_>) -> Result<Option<RequestedGrammar>, FieldError> {
     let all = [
         response_format(fields)?,
         regex(fields, "regex")?,
@@ -42,9 +43,9 @@ pub fn grammar(fields: &Fields<'_>) -> Result<Option<RequestedGrammar>, FieldErr
     }
 }
 
-fn response_format(fields: &Fields<'_>) -> Result<Option<RequestedGrammar>, FieldError> {
+fn response_format(fields: &RequestFields<'_>) -> Result<Option<RequestedGrammar>, FieldError> {
     #[derive(Deserialize)]
-    struct Format<'a> {
+    struct FormatField<'a> {
         r#type: Value,
         #[serde(borrow)]
         json_schema: Option<&'a RawValue>,
@@ -58,7 +59,7 @@ fn response_format(fields: &Fields<'_>) -> Result<Option<RequestedGrammar>, Fiel
     }
     const OF_OBJECT: &str = "response_format.schema";
     let Some(text) = fields.raw(FORMAT) else { return Ok(None) };
-    let format: Format<'_> = object(FORMAT, text, FORMAT_ALLOWED)?;
+    let format: FormatField<'_> = object(FORMAT, text, FORMAT_ALLOWED)?;
     // A schema that no type reads would be ignored.
     let misplaced = |field: &'static str, kind: &str| {
         Err(FieldError::new(field, format!("is given; allowed: only with type {kind}")))
@@ -95,18 +96,21 @@ fn response_format(fields: &Fields<'_>) -> Result<Option<RequestedGrammar>, Fiel
     })
 }
 
-fn regex(fields: &Fields<'_>, name: &'static str) -> Result<Option<RequestedGrammar>, FieldError> {
+fn regex(
+    fields: &RequestFields<'_>,
+    name: &'static str,
+) -> Result<Option<RequestedGrammar>, FieldError> {
     let regex = fields.string(name)?;
     Ok(regex.map(|regex| RequestedGrammar::new(name, Grammar::Regex(regex))))
 }
 
-fn guided_json(fields: &Fields<'_>) -> Result<Option<RequestedGrammar>, FieldError> {
+fn guided_json(fields: &RequestFields<'_>) -> Result<Option<RequestedGrammar>, FieldError> {
     const NAME: &str = "guided_json";
     let Some(text) = fields.raw(NAME) else { return Ok(None) };
     Ok(Some(RequestedGrammar::new(NAME, schema_or_its_text(NAME, text)?)))
 }
 
-fn structured_outputs(fields: &Fields<'_>) -> Result<Option<RequestedGrammar>, FieldError> {
+fn structured_outputs(fields: &RequestFields<'_>) -> Result<Option<RequestedGrammar>, FieldError> {
     #[derive(Deserialize)]
     #[serde(deny_unknown_fields)]
     struct Outputs<'a> {
@@ -159,7 +163,7 @@ fn schema_or_its_text(name: &str, text: &str) -> Result<Grammar, FieldError> {
 }
 
 /// Reads the tools that the model may call, if any.
-pub fn tools(fields: &Fields<'_>) -> Result<Option<OfferedTools>, FieldError> {
+pub fn tools(fields: &RequestFields<'_>) -> Result<Option<OfferedTools>, FieldError> {
     let offered = offered(fields)?;
     let choice = tool_choice(fields)?;
     let parallel = fields.boolean("parallel_tool_calls")?.unwrap_or(true);
@@ -169,7 +173,7 @@ pub fn tools(fields: &Fields<'_>) -> Result<Option<OfferedTools>, FieldError> {
 }
 
 /// Reads `tool_choice`; `None` if the model may call no tool.
-fn tool_choice(fields: &Fields<'_>) -> Result<Option<ToolChoice>, FieldError> {
+fn tool_choice(fields: &RequestFields<'_>) -> Result<Option<RequestedToolChoice>, FieldError> {
     #[derive(Deserialize)]
     struct Named {
         r#type: String,
@@ -182,14 +186,14 @@ fn tool_choice(fields: &Fields<'_>) -> Result<Option<ToolChoice>, FieldError> {
     let allowed =
         "auto, none, required, or an object with type function and a function with a name";
     let Some(choice) = fields.value::<Value>(TOOL_CHOICE, allowed)? else {
-        return Ok(Some(ToolChoice::Auto));
+        return Ok(Some(RequestedToolChoice::Auto));
     };
     let other = || refused(TOOL_CHOICE, &choice.to_string(), allowed);
     Ok(match &choice {
         Value::String(word) => match word.as_str() {
-            "auto" => Some(ToolChoice::Auto),
+            "auto" => Some(RequestedToolChoice::Auto),
             "none" => None,
-            "required" => Some(ToolChoice::Required),
+            "required" => Some(RequestedToolChoice::Required),
             _ => return Err(other()),
         },
         // serde also reads an array as a struct.
@@ -201,20 +205,20 @@ fn tool_choice(fields: &Fields<'_>) -> Result<Option<ToolChoice>, FieldError> {
             if r#type != "function" {
                 return Err(other());
             }
-            Some(ToolChoice::Named(function.name))
+            Some(RequestedToolChoice::Named(function.name))
         }
         _ => return Err(other()),
     })
 }
 
 #[derive(Deserialize)]
-struct Tool {
+struct ToolField {
     r#type: String,
-    function: Function,
+    function: ToolFunctionField,
 }
 
 #[derive(Deserialize)]
-struct Function {
+struct ToolFunctionField {
     name: String,
     #[serde(rename = "description")]
     _description: Option<String>,
@@ -223,7 +227,9 @@ struct Function {
 }
 
 /// Returns the tools as the client sent them, and their parsed functions; `None` without tools.
-fn offered(fields: &Fields<'_>) -> Result<Option<(Value, Vec<OfferedFunction>)>, FieldError> {
+fn offered(
+    fields: &RequestFields<'_>,
+) -> Result<Option<(Value, Vec<OfferedFunction>)>, FieldError> {
     let allowed = "a list of tools, each with type function and a function with a name";
     let Some(text) = fields.raw(TOOLS) else { return Ok(None) };
     let definitions: Value = parse_field(TOOLS, text, allowed)?;
@@ -238,10 +244,10 @@ fn offered(fields: &Fields<'_>) -> Result<Option<(Value, Vec<OfferedFunction>)>,
         if tool.is_array() || tool["function"].is_array() {
             return Err(refused(&field, &tool.to_string(), allowed));
         }
-        let read: Tool = from_value(tool).map_err(|error| {
+        let read: ToolField = from_value(tool).map_err(|error| {
             FieldError::new(&field, format!("is not a tool: {error}; allowed: {allowed}"))
         })?;
-        let Function { name, strict, parameters, .. } = read.function;
+        let ToolFunctionField { name, strict, parameters, .. } = read.function;
         if read.r#type != "function" {
             return Err(refused(&format!("{field}.type"), &tool["type"].to_string(), "function"));
         }
@@ -264,7 +270,7 @@ mod tests {
     use super::*;
 
     fn asked(body: &str) -> Result<Option<RequestedGrammar>, String> {
-        grammar(&Fields::parse(body.as_bytes()).unwrap()).map_err(|error| error.to_string())
+        grammar(&RequestFields::parse(body.as_bytes()).unwrap()).map_err(|error| error.to_string())
     }
 
     fn found(body: &str) -> (&'static str, Grammar) {
@@ -379,7 +385,7 @@ mod tests {
 
     fn tools_of(body: Value) -> Result<Option<OfferedTools>, String> {
         let body = body.to_string();
-        tools(&Fields::parse(body.as_bytes()).unwrap()).map_err(|error| error.to_string())
+        tools(&RequestFields::parse(body.as_bytes()).unwrap()).map_err(|error| error.to_string())
     }
 
     fn tool(name: &str) -> Value {
@@ -392,13 +398,14 @@ mod tests {
         let offered = tools_of(json!({"tools": tools})).unwrap().unwrap();
         assert_eq!((&offered.definitions, offered.parallel), (&tools, true));
         let names: Vec<&str> = offered.functions.iter().map(|one| one.name.as_str()).collect();
-        assert_eq!((names, offered.choice), (vec!["f", "g"], ToolChoice::Auto));
+        assert_eq!((names, offered.choice), (vec!["f", "g"], RequestedToolChoice::Auto));
         let one = json!({"tools": tools, "tool_choice": "auto", "parallel_tool_calls": false});
         assert!(!tools_of(one).unwrap().unwrap().parallel);
         let named = json!({"type": "function", "function": {"name": "g"}});
-        for (choice, expected) in
-            [(json!("required"), ToolChoice::Required), (named, ToolChoice::Named("g".into()))]
-        {
+        for (choice, expected) in [
+            (json!("required"), RequestedToolChoice::Required),
+            (named, RequestedToolChoice::Named("g".into())),
+        ] {
             let body = json!({"tools": tools, "tool_choice": choice});
             assert_eq!(tools_of(body).unwrap().unwrap().choice, expected);
         }

@@ -27,7 +27,7 @@ use http::{
 };
 use http_body_util::BodyExt;
 use proto::{TimedBody, ids::RequestId};
-use router_core::Session;
+use router_core::RequestSession;
 use telemetry::{Metrics, propagation};
 use tonic::Status;
 use tracing::Span;
@@ -35,7 +35,7 @@ use tracing::Span;
 use crate::{
     admission::ReservedBytes,
     front::Front,
-    keys::{Caller, Keys},
+    keys::{ApiKeys, Caller},
     record::label,
     request::{
         error::{FieldError, RequestError, refused},
@@ -70,7 +70,7 @@ pub fn routes(front: Arc<Front>, metrics: Metrics, started: u64) -> Router {
 }
 
 /// Adds the check of API keys, if the port has any.
-pub fn with_keys(router: Router, keys: Option<Arc<Keys>>) -> Router {
+pub fn with_keys(router: Router, keys: Option<Arc<ApiKeys>>) -> Router {
     match keys {
         Some(keys) => router.layer(middleware::from_fn_with_state(keys, authenticate)),
         None => router,
@@ -78,7 +78,11 @@ pub fn with_keys(router: Router, keys: Option<Arc<Keys>>) -> Router {
 }
 
 /// Rejects requests without a valid key. Probes need none.
-async fn authenticate(State(keys): State<Arc<Keys>>, mut request: Request, next: Next) -> Response {
+async fn authenticate(
+    State(keys): State<Arc<ApiKeys>>,
+    mut request: Request,
+    next: Next,
+) -> Response {
     if matches!(request.uri().path(), "/live" | "/ready" | "/health") {
         return next.run(request).await;
     }
@@ -187,7 +191,7 @@ pub struct RequestContext {
     /// The header of the tenant.
     pub tenant: Option<HeaderValue>,
     /// The conversation. Invalid headers are reported with the other errors of the request.
-    pub session: Result<Session, FieldError>,
+    pub session: Result<RequestSession, FieldError>,
     /// The header [`X_BATON_DEADLINE_MS`].
     deadline_ms: Option<HeaderValue>,
 }
@@ -352,7 +356,7 @@ async fn read_body(
 
 /// Parses a body as each endpoint does and discards the result. Fuzz targets call this without a server.
 pub fn read_bodies(body: &[u8]) {
-    let Ok(fields) = fields::Fields::parse(body) else { return };
+    let Ok(fields) = fields::RequestFields::parse(body) else { return };
     let _ = fields.string("model");
     let _ = request_fields::read_chat(&fields);
     let _ = request_fields::read_completion(&fields);

@@ -3,8 +3,8 @@
 use serde::Deserialize;
 use serde_json::{Map, Value, value::RawValue};
 
-use super::{fields::Fields, grammar_fields};
-use router_core::Session;
+use super::{fields::RequestFields, grammar_fields};
+use router_core::RequestSession;
 
 use crate::{
     front::Front,
@@ -74,26 +74,26 @@ pub const UNSUPPORTED: [Unsupported; 27] = [
 
 /// Returns the model that a request names.
 pub fn named_model(
-    fields: &Fields<'_>,
+    fields: &RequestFields<'_>,
     front: &Front,
     caller: &Caller,
 ) -> Result<NamedModel, RequestError> {
     front.models.find(fields.string("model")?.as_deref(), caller)
 }
 
-fn check_unsupported(fields: &Fields<'_>, all: &[Unsupported]) -> Result<(), FieldError> {
+fn check_unsupported(fields: &RequestFields<'_>, all: &[Unsupported]) -> Result<(), FieldError> {
     all.iter().try_for_each(|(name, neutral)| fields.unsupported(name, neutral))
 }
 
-pub fn delivery(fields: &Fields<'_>) -> Result<Delivery, FieldError> {
+pub fn delivery(fields: &RequestFields<'_>) -> Result<Delivery, FieldError> {
     #[derive(Default, Deserialize)]
     #[serde(default)]
-    struct StreamOptions {
+    struct StreamOptionsField {
         include_usage: Option<bool>,
         continuous_usage_stats: Option<bool>,
     }
     let stream = fields.boolean("stream")?.unwrap_or(false);
-    let options: Option<StreamOptions> =
+    let options: Option<StreamOptionsField> =
         fields.value("stream_options", "an object with include_usage true or false")?;
     if options.is_some() && !stream {
         return Err(FieldError::new("stream_options", "is given; allowed: only with stream true"));
@@ -109,7 +109,7 @@ pub fn delivery(fields: &Fields<'_>) -> Result<Delivery, FieldError> {
 }
 
 /// Reads the number of answers to each prompt.
-pub fn choices(fields: &Fields<'_>) -> Result<u32, FieldError> {
+pub fn choices(fields: &RequestFields<'_>) -> Result<u32, FieldError> {
     let n = fields.count("n", CHOICES)?.unwrap_or(1);
     let best_of = fields.count("best_of", CHOICES)?.unwrap_or(n);
     if best_of != n {
@@ -122,7 +122,7 @@ pub fn choices(fields: &Fields<'_>) -> Result<u32, FieldError> {
 }
 
 /// Reads the options that both APIs share: all except length and log-probabilities.
-pub fn options(fields: &Fields<'_>) -> Result<Options, FieldError> {
+pub fn options(fields: &RequestFields<'_>) -> Result<Options, FieldError> {
     Ok(Options {
         max_tokens: None,
         min_tokens: fields.count("min_tokens", 0..=*TOKENS.end())?.unwrap_or(0),
@@ -144,12 +144,12 @@ pub fn options(fields: &Fields<'_>) -> Result<Options, FieldError> {
         grammar: grammar_fields::grammar(fields)?,
         cache_salt: check_salt("cache_salt", fields.string("cache_salt")?.unwrap_or_default())?,
         // In headers.
-        session: Session::default(),
+        session: RequestSession::default(),
     })
 }
 
 /// Reads `stop`: a string or a list of strings. The text stream checks their number and lengths.
-fn stop(fields: &Fields<'_>) -> Result<Vec<String>, FieldError> {
+fn stop(fields: &RequestFields<'_>) -> Result<Vec<String>, FieldError> {
     let allowed = "a string or a list of strings";
     match fields.raw("stop") {
         None => Ok(Vec::new()),
@@ -158,7 +158,7 @@ fn stop(fields: &Fields<'_>) -> Result<Vec<String>, FieldError> {
     }
 }
 
-fn stop_token_ids(fields: &Fields<'_>) -> Result<Vec<u32>, FieldError> {
+fn stop_token_ids(fields: &RequestFields<'_>) -> Result<Vec<u32>, FieldError> {
     let ids: Vec<u32> = fields.value("stop_token_ids", "a list of token ids")?.unwrap_or_default();
     if ids.len() > STOP_TOKENS_MAX {
         return Err(FieldError::new(
@@ -170,7 +170,7 @@ fn stop_token_ids(fields: &Fields<'_>) -> Result<Vec<u32>, FieldError> {
 }
 
 /// Reads the maximum number of output tokens; `Some(None)` for -1, which means no limit, as in llama.cpp.
-fn length_limit(fields: &Fields<'_>, name: &str) -> Result<Option<Option<u32>>, FieldError> {
+fn length_limit(fields: &RequestFields<'_>, name: &str) -> Result<Option<Option<u32>>, FieldError> {
     match fields.integer(name, -1..=-1) {
         Ok(Some(_)) => Ok(Some(None)),
         _ => Ok(fields.count(name, TOKENS)?.map(Some)),
@@ -190,7 +190,7 @@ pub const CHAT_UNSUPPORTED: [Unsupported; 5] = [
 pub const COMPLETION_UNSUPPORTED: [Unsupported; 1] = [("suffix", &["\"\""])];
 
 /// Reads the fields of `/v1/chat/completions`.
-pub fn read_chat(fields: &Fields<'_>) -> Result<(GenerationFields, Delivery), FieldError> {
+pub fn read_chat(fields: &RequestFields<'_>) -> Result<(GenerationFields, Delivery), FieldError> {
     check_unsupported(fields, &UNSUPPORTED)?;
     check_unsupported(fields, &CHAT_UNSUPPORTED)?;
     let mut options = options(fields)?;
@@ -223,7 +223,7 @@ pub fn read_chat(fields: &Fields<'_>) -> Result<(GenerationFields, Delivery), Fi
 
 /// Reads the conversation and its rendering options.
 pub fn chat_source(
-    fields: &Fields<'_>,
+    fields: &RequestFields<'_>,
     tools: Option<&OfferedTools>,
 ) -> Result<ChatSource, FieldError> {
     let allowed = "a list of messages, each with role and content";
@@ -260,7 +260,7 @@ pub fn chat_source(
     })
 }
 
-fn template_kwargs(fields: &Fields<'_>) -> Result<Map<String, Value>, FieldError> {
+fn template_kwargs(fields: &RequestFields<'_>) -> Result<Map<String, Value>, FieldError> {
     const NAME: &str = "chat_template_kwargs";
     let variables = fields.value(NAME, "an object of template variables")?.unwrap_or_default();
     check_variables(NAME, &variables)?;
@@ -268,13 +268,15 @@ fn template_kwargs(fields: &Fields<'_>) -> Result<Map<String, Value>, FieldError
 }
 
 /// Reads the fields of `/v1/completions`.
-pub fn read_completion(fields: &Fields<'_>) -> Result<(GenerationFields, Delivery), FieldError> {
+pub fn read_completion(
+    fields: &RequestFields<'_>,
+) -> Result<(GenerationFields, Delivery), FieldError> {
     check_unsupported(fields, &UNSUPPORTED)?;
     check_unsupported(fields, &COMPLETION_UNSUPPORTED)?;
     let add_special_tokens = fields.boolean("add_special_tokens")?.unwrap_or(true);
     let source = |prompt| match prompt {
-        Prompt::Tokens(tokens) => PromptSource::Tokens(tokens),
-        Prompt::Text(text) => PromptSource::Text { text, add_special_tokens },
+        CompletionPrompt::Tokens(tokens) => PromptSource::Tokens(tokens),
+        CompletionPrompt::Text(text) => PromptSource::Text { text, add_special_tokens },
     };
     let mut options = options(fields)?;
     let max_tokens = length_limit(fields, "max_tokens")?;
@@ -296,14 +298,14 @@ pub fn read_completion(fields: &Fields<'_>) -> Result<(GenerationFields, Deliver
 
 /// A prompt of `/v1/completions`.
 #[derive(Clone, Debug, PartialEq)]
-pub enum Prompt {
+pub enum CompletionPrompt {
     Text(String),
     Tokens(Vec<u32>),
 }
 
 /// Parses one or several prompts, each a text or token ids. Token ids are parsed directly, because JSON
 /// values would take ten times the memory.
-pub fn prompts(fields: &Fields<'_>) -> Result<Vec<Prompt>, FieldError> {
+pub fn prompts(fields: &RequestFields<'_>) -> Result<Vec<CompletionPrompt>, FieldError> {
     let Some(text) = fields.raw("prompt") else {
         let problem = "is missing; allowed: a text, token ids, or a list of either";
         return Err(FieldError::new("prompt", problem));
@@ -320,10 +322,10 @@ pub fn prompts(fields: &Fields<'_>) -> Result<Vec<Prompt>, FieldError> {
 }
 
 /// Parses one prompt; `index` is its position in a list of prompts.
-fn prompt(text: &str, index: Option<usize>) -> Result<Prompt, FieldError> {
+fn prompt(text: &str, index: Option<usize>) -> Result<CompletionPrompt, FieldError> {
     match text.as_bytes().first() {
-        Some(b'"') => json(text, index).map(Prompt::Text),
-        Some(b'[') => json(text, index).map(Prompt::Tokens),
+        Some(b'"') => json(text, index).map(CompletionPrompt::Text),
+        Some(b'[') => json(text, index).map(CompletionPrompt::Tokens),
         _ => {
             let problem = "allowed: a text, token ids, or a list of either";
             let at = index.map_or(String::new(), |index| format!(" at index {index}"));
@@ -349,8 +351,8 @@ fn json<'a, T: Deserialize<'a>>(text: &'a str, index: Option<usize>) -> Result<T
 mod tests {
     use super::*;
 
-    fn with<T>(body: &str, read: impl FnOnce(&Fields<'_>) -> T) -> T {
-        read(&Fields::parse(body.as_bytes()).unwrap())
+    fn with<T>(body: &str, read: impl FnOnce(&RequestFields<'_>) -> T) -> T {
+        read(&RequestFields::parse(body.as_bytes()).unwrap())
     }
 
     #[test]
@@ -435,26 +437,26 @@ mod tests {
         let messages = r#"[{"role":"user","content":"hi"}]"#;
         let body =
             format!(r#"{{"messages":{messages},"chat_template_kwargs":{{"system":"{long}"}}}}"#);
-        let chat = chat_source(&Fields::parse(body.as_bytes()).unwrap(), None).unwrap();
+        let chat = chat_source(&RequestFields::parse(body.as_bytes()).unwrap(), None).unwrap();
         assert_eq!(chat.bytes, messages.len() + r#"{"system":""}"#.len() + 5000);
     }
 
-    fn prompts_of(prompt: &str) -> Result<Vec<Prompt>, String> {
+    fn prompts_of(prompt: &str) -> Result<Vec<CompletionPrompt>, String> {
         let body = format!(r#"{{"prompt": {prompt}}}"#);
-        prompts(&Fields::parse(body.as_bytes()).unwrap()).map_err(|error| error.to_string())
+        prompts(&RequestFields::parse(body.as_bytes()).unwrap()).map_err(|error| error.to_string())
     }
 
     #[test]
     fn prompts_may_be_strings_or_token_ids_alone_or_in_lists() {
-        let text = |text: &str| Prompt::Text(text.into());
+        let text = |text: &str| CompletionPrompt::Text(text.into());
         assert_eq!(prompts_of(r#""a\n""#), Ok(vec![text("a\n")]));
         assert_eq!(prompts_of(r#"["a", "b"]"#), Ok(vec![text("a"), text("b")]));
-        assert_eq!(prompts_of("[1, 2]"), Ok(vec![Prompt::Tokens(vec![1, 2])]));
+        assert_eq!(prompts_of("[1, 2]"), Ok(vec![CompletionPrompt::Tokens(vec![1, 2])]));
         assert_eq!(
             prompts_of("[[1], [2, 3]]"),
-            Ok(vec![Prompt::Tokens(vec![1]), Prompt::Tokens(vec![2, 3])])
+            Ok(vec![CompletionPrompt::Tokens(vec![1]), CompletionPrompt::Tokens(vec![2, 3])])
         );
-        assert_eq!(prompts_of("[[]]"), Ok(vec![Prompt::Tokens(vec![])]));
+        assert_eq!(prompts_of("[[]]"), Ok(vec![CompletionPrompt::Tokens(vec![])]));
     }
 
     #[test]

@@ -13,7 +13,7 @@ use http::Request;
 use super::{
     caller_of,
     error::ApiError,
-    fields::Fields,
+    fields::RequestFields,
     grammar_fields, read_body,
     request_fields::{chat_source, named_model},
     wire::{Detokenized, Tokenized},
@@ -28,7 +28,7 @@ pub async fn tokenize(State(front): State<Arc<Front>>, request: Request<Body>) -
         let (parts, body) = request.into_parts();
         let caller = caller_of(&parts.extensions);
         let body = read_body(&front, &parts.headers, body, &caller).await?;
-        let fields = Fields::parse(&body)?;
+        let fields = RequestFields::parse(&body)?;
         let model = named_model(&fields, &front, &caller)?.model;
         let source = prompt_source(&fields)?;
         let with_strings = fields.boolean("return_token_strs")?.unwrap_or(false);
@@ -50,7 +50,7 @@ pub async fn detokenize(State(front): State<Arc<Front>>, request: Request<Body>)
         let (parts, body) = request.into_parts();
         let caller = caller_of(&parts.extensions);
         let body = read_body(&front, &parts.headers, body, &caller).await?;
-        let fields = Fields::parse(&body)?;
+        let fields = RequestFields::parse(&body)?;
         let model = named_model(&fields, &front, &caller)?.model;
         let tokens: Option<Vec<u32>> = fields.value("tokens", "a list of token ids")?;
         let tokens = tokens
@@ -62,7 +62,7 @@ pub async fn detokenize(State(front): State<Arc<Front>>, request: Request<Body>)
 }
 
 /// Reads a text, or a conversation that the chat template renders first.
-pub fn prompt_source(fields: &Fields<'_>) -> Result<PromptSource, FieldError> {
+pub fn prompt_source(fields: &RequestFields<'_>) -> Result<PromptSource, FieldError> {
     let Some(text) = fields.string("prompt")? else {
         if fields.raw("messages").is_none() {
             let problem = "is missing; allowed: a text, or messages in its place";

@@ -18,7 +18,7 @@ const WEIGHT_MAX: u32 = 100;
 
 /// One `[[key]]` of the file.
 #[derive(Debug, Default, PartialEq, Eq)]
-pub struct Entry {
+pub struct KeyEntry {
     pub name: String,
     /// SHA-256 hash of the key's text.
     pub sha256: [u8; 32],
@@ -36,7 +36,7 @@ pub struct Entry {
 }
 
 /// Reads all entries; names and hashes are unique.
-pub fn parse(bytes: &[u8]) -> Result<Vec<Entry>, String> {
+pub fn parse(bytes: &[u8]) -> Result<Vec<KeyEntry>, String> {
     let text = std::str::from_utf8(bytes).map_err(|_| "not UTF-8; expected TOML".to_owned())?;
     let file: Table = text.parse().map_err(|error: toml::de::Error| {
         // The error's own text quotes the line.
@@ -76,7 +76,7 @@ pub fn parse(bytes: &[u8]) -> Result<Vec<Entry>, String> {
     entries.iter().enumerate().map(read).collect()
 }
 
-fn read_entry(entry: &Table) -> Result<Entry, String> {
+fn read_entry(entry: &Table) -> Result<KeyEntry, String> {
     let known = |name: &str| FIELDS.split([',', ' ']).any(|field| field == name && name != "or");
     if let Some(other) = entry.keys().find(|name| !known(name)) {
         return Err(format!("unknown field {}; expected {FIELDS}", shown(other)));
@@ -116,7 +116,7 @@ fn read_entry(entry: &Table) -> Result<Entry, String> {
         None => false,
         Some(gateway) => gateway.as_bool().ok_or("invalid gateway; expected true or false")?,
     };
-    Ok(Entry {
+    Ok(KeyEntry {
         name: name
             .ok_or_else(|| format!("name is missing or invalid; expected {NAME_ALLOWED}"))?
             .to_owned(),

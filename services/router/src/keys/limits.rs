@@ -47,13 +47,13 @@ fn unit(limit: KeyLimit) -> &'static str {
 
 /// Use of the limits of one key.
 #[derive(Debug, Default)]
-pub struct Usage {
+pub struct KeyUsage {
     requests: MinuteUse,
     tokens: MinuteUse,
     streams: u32,
 }
 
-impl Usage {
+impl KeyUsage {
     /// Counts a request, unless the key has used up a limit per minute.
     pub fn request(&mut self, limits: &KeyLimits, now: Instant) -> Result<(), Exceeded> {
         for (limit, used, max) in [
@@ -135,7 +135,7 @@ mod tests {
     #[test]
     fn requests_beyond_the_limit_fit_after_the_returned_time() {
         let limits = KeyLimits { requests_per_minute: Some(3), ..KeyLimits::default() };
-        let (mut usage, start) = (Usage::default(), Instant::now());
+        let (mut usage, start) = (KeyUsage::default(), Instant::now());
         for _ in 0..3 {
             usage.request(&limits, start).unwrap();
         }
@@ -150,7 +150,7 @@ mod tests {
     #[test]
     fn tokens_beyond_the_limit_are_paid_back_before_the_next_request() {
         let limits = KeyLimits { tokens_per_minute: Some(60), ..KeyLimits::default() };
-        let (mut usage, start) = (Usage::default(), Instant::now());
+        let (mut usage, start) = (KeyUsage::default(), Instant::now());
         usage.request(&limits, start).unwrap();
         usage.tokens(&limits, 100, start);
         usage.tokens(&limits, 20, start);
@@ -163,7 +163,7 @@ mod tests {
     #[test]
     fn streams_are_limited_while_they_are_open() {
         let limits = KeyLimits { streams_max: Some(2), ..KeyLimits::default() };
-        let mut usage = Usage::default();
+        let mut usage = KeyUsage::default();
         usage.open_streams(&limits, 2).unwrap();
         assert_eq!(usage.open_streams(&limits, 1).unwrap_err().limit, KeyLimit::Streams);
         usage.close_streams(1);
@@ -173,7 +173,7 @@ mod tests {
     #[test]
     fn key_without_limits_is_not_limited() {
         let (limits, now) = (KeyLimits::default(), Instant::now());
-        let mut usage = Usage::default();
+        let mut usage = KeyUsage::default();
         for _ in 0..1000 {
             usage.request(&limits, now).unwrap();
             usage.tokens(&limits, u32::MAX, now);
@@ -188,7 +188,7 @@ mod tests {
             tokens_per_minute: Some(9),
             ..KeyLimits::default()
         };
-        let (mut usage, now) = (Usage::default(), Instant::now());
+        let (mut usage, now) = (KeyUsage::default(), Instant::now());
         for _ in 0..1000 {
             usage.request(&KeyLimits::default(), now).unwrap();
             usage.tokens(&KeyLimits::default(), 100, now);
@@ -201,7 +201,7 @@ mod tests {
     #[test]
     fn raised_limit_applies_to_earlier_use() {
         let limit = |max| KeyLimits { requests_per_minute: Some(max), ..KeyLimits::default() };
-        let (mut usage, now) = (Usage::default(), Instant::now());
+        let (mut usage, now) = (KeyUsage::default(), Instant::now());
         usage.request(&limit(1), now).unwrap();
         assert!(usage.request(&limit(1), now).is_err());
         usage.request(&limit(2), now).unwrap();

@@ -31,7 +31,7 @@ use crate::{
     },
 };
 pub use limits::Exceeded;
-use limits::{KeyLimits, Usage};
+use limits::{KeyLimits, KeyUsage};
 
 /// The port whose clients present the keys.
 pub enum Purpose {
@@ -54,12 +54,12 @@ impl Purpose {
 type KeysByHash = HashMap<[u8; 32], Arc<Key>>;
 
 /// The keys that a port accepts.
-pub struct Keys {
+pub struct ApiKeys {
     current: Arc<Reloaded<KeysByHash>>,
     metrics: ApiKeyMetrics,
 }
 
-impl Keys {
+impl ApiKeys {
     /// Reads the file. The error names the file and its setting.
     pub fn read(path: &Path, purpose: Purpose, metrics: ApiKeyMetrics) -> Result<Self, String> {
         let files = vec![SettingFile::new(purpose.setting(), path)];
@@ -133,14 +133,14 @@ fn keys(
     metrics: &ApiKeyMetrics,
     before: Option<&KeysByHash>,
 ) -> Result<KeysByHash, String> {
-    let key = |entry: file::Entry| {
+    let key = |entry: file::KeyEntry| {
         let models = match purpose {
             Purpose::Clients(served) => allowed_models(&entry, served)?,
             Purpose::Operators => {
-                let plain = file::Entry {
+                let plain = file::KeyEntry {
                     name: entry.name.clone(),
                     sha256: entry.sha256,
-                    ..file::Entry::default()
+                    ..file::KeyEntry::default()
                 };
                 if entry != plain {
                     return Err(format!(
@@ -153,7 +153,7 @@ fn keys(
             }
         };
         let earlier = before.and_then(|keys| keys.values().find(|key| *key.name == entry.name));
-        let new = || Shared {
+        let new = || KeyState {
             usage: Mutex::default(),
             metrics: metrics.of_key(&entry.name),
             tenant_ignored: Once::new(),
@@ -174,7 +174,7 @@ fn keys(
 }
 
 fn allowed_models(
-    entry: &file::Entry,
+    entry: &file::KeyEntry,
     served: &BTreeMap<Arc<str>, Arc<str>>,
 ) -> Result<Option<BTreeSet<Arc<str>>>, String> {
     let Some(models) = &entry.models else { return Ok(None) };
@@ -193,7 +193,7 @@ fn allowed_models(
 
 /// Returns the start of the salts of a key: a hash of its group, or of its own name without a group. The hash keeps
 /// salts within the nodes' limit.
-fn cache_scope(entry: &file::Entry) -> String {
+fn cache_scope(entry: &file::KeyEntry) -> String {
     let scope = match &entry.cache_group {
         Some(group) => format!("group {group}"),
         None => format!("key {}", entry.name),
@@ -212,19 +212,19 @@ struct Key {
     cache_scope: String,
     /// Whether the tenant header of the key's requests counts.
     gateway: bool,
-    shared: Arc<Shared>,
+    shared: Arc<KeyState>,
 }
 
 /// State of a key that outlives changes of the file.
-struct Shared {
-    usage: Mutex<Usage>,
+struct KeyState {
+    usage: Mutex<KeyUsage>,
     metrics: KeyMetrics,
     /// Whether the log says that requests of the key name a tenant although the key is no gateway.
     tenant_ignored: Once,
 }
 
 impl Key {
-    fn usage(&self) -> MutexGuard<'_, Usage> {
+    fn usage(&self) -> MutexGuard<'_, KeyUsage> {
         lock(&self.shared.usage)
     }
 
@@ -341,7 +341,7 @@ impl Drop for OpenStreams {
 
 #[cfg(test)]
 mod tests {
-    use credentials::Outcome;
+    use credentials::ReloadOutcome;
     use telemetry::{Resource, Telemetry, TelemetryConfig, metrics::KEYS_MAX};
 
     use super::*;
@@ -367,7 +367,7 @@ mod tests {
         HeaderMap::from_iter([(header::AUTHORIZATION, authorization.parse().unwrap())])
     }
 
-    fn admit(keys: &Keys, authorization: &str) -> Result<Caller, RequestError> {
+    fn admit(keys: &ApiKeys, authorization: &str) -> Result<Caller, RequestError> {
         keys.admit(&headers(authorization), Instant::now())
     }
 
@@ -376,7 +376,7 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("keys.toml");
         std::fs::write(&path, entry("a", "secret-a", "")).unwrap();
-        let keys = Keys::read(&path, served(), metrics()).unwrap();
+        let keys = ApiKeys::read(&path, served(), metrics()).unwrap();
         for accepted in ["Bearer secret-a", "bearer  secret-a ", "BEARER secret-a"] {
             assert_eq!(admit(&keys, accepted).unwrap().name(), Some("a"), "{accepted}");
         }
@@ -400,7 +400,7 @@ mod tests {
             entry(&format!("team-of-this-name-{index:05}"), &index.to_string(), fields)
         });
         std::fs::write(&path, entries.collect::<String>()).unwrap();
-        let keys = Keys::read(&path, served(), metrics()).unwrap();
+        let keys = ApiKeys::read(&path, served(), metrics()).unwrap();
         let last = format!("Bearer {}", KEYS_MAX - 1);
         assert_eq!(admit(&keys, &last).unwrap().streams_max(), Some(32));
     }
@@ -411,17 +411,19 @@ mod tests {
         let path = folder.path().join("keys.toml");
         let limit = "requests_per_minute = 1";
         std::fs::write(&path, entry("a", "old", limit) + &entry("b", "b", "")).unwrap();
-        let keys = Keys::read(&path, served(), metrics()).unwrap();
+        let keys = ApiKeys::read(&path, served(), metrics()).unwrap();
         admit(&keys, "Bearer old").unwrap();
         admit(&keys, "Bearer b").unwrap();
         std::fs::write(&path, entry("a", "new", limit)).unwrap();
-        assert_eq!(keys.reload().reload(), Outcome::Replaced);
+        assert_eq!(keys.reload().reload(), ReloadOutcome::Replaced);
         for revoked in ["Bearer old", "Bearer b"] {
             assert_eq!(admit(&keys, revoked).err(), Some(RequestError::UnknownKey));
         }
         assert!(matches!(admit(&keys, "Bearer new").err(), Some(RequestError::KeyLimit(_))));
         std::fs::write(&path, "[[key]]").unwrap();
-        let Outcome::Kept(error) = keys.reload().reload() else { panic!("the file is invalid") };
+        let ReloadOutcome::Kept(error) = keys.reload().reload() else {
+            panic!("the file is invalid")
+        };
         let expected = format!("invalid router.keys {}: key number 1: name", path.display());
         assert!(error.starts_with(&expected), "{error}");
         assert!(matches!(admit(&keys, "Bearer new").err(), Some(RequestError::KeyLimit(_))));

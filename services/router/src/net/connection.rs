@@ -15,7 +15,7 @@ use std::{
 
 use axum::body::{Body, Bytes};
 use hyper::body::{Frame, SizeHint};
-use listener::{ClientStream, Slot, SlotHandle, Verdict};
+use listener::{ClientStream, ConnectionSlot, SlotHandle, Verdict};
 use tokio::{
     io::{AsyncRead, AsyncWrite, ReadBuf},
     sync::watch,
@@ -229,7 +229,7 @@ pub struct RequestCount {
     /// Steps of all responses: a response's head and each poll of its body.
     steps: AtomicU64,
     http2: AtomicBool,
-    slot: Slot,
+    slot: ConnectionSlot,
     /// Rests of rejected bodies, which are read between requests.
     discards: Discards,
 }
@@ -242,7 +242,7 @@ pub struct RequestInProgress {
 }
 
 impl RequestCount {
-    pub fn new(slot: Slot) -> Arc<Self> {
+    pub fn new(slot: ConnectionSlot) -> Arc<Self> {
         Arc::new(Self {
             in_progress: watch::Sender::new(0),
             begun: AtomicU64::new(0),
@@ -277,7 +277,7 @@ impl RequestCount {
         *self.in_progress.borrow() == 0
     }
 
-    pub fn slot(&self) -> &Slot {
+    pub fn slot(&self) -> &ConnectionSlot {
         &self.slot
     }
 

@@ -10,7 +10,8 @@ use hyper_util::{
     server::conn::auto,
 };
 use listener::{
-    ClientStream, Closing, HANDSHAKE_MAX, PortListener, Slot, SlotLimits, Verdict, handshake,
+    ClientStream, Closing, ConnectionSlot, HANDSHAKE_MAX, PortListener, SlotLimits, Verdict,
+    handshake,
 };
 use proto::TimedBody;
 use tokio::{
@@ -146,7 +147,12 @@ pub async fn serve(socket: TcpListener, port: Port, shutdown: Shutdown) {
 }
 
 /// Serves a connection from its TLS handshake until it closes.
-async fn serve_client(stream: TcpStream, slot: Slot, port: Arc<Port>, shutdown: Shutdown) {
+async fn serve_client(
+    stream: TcpStream,
+    slot: ConnectionSlot,
+    port: Arc<Port>,
+    shutdown: Shutdown,
+) {
     let opening_max = if slot.is_reserved() { RESERVED_MAX } else { port.limits.head_max };
     let ages_at = Instant::now() + jittered(port.limits.age_max, slot.id());
     let requests = RequestCount::new(slot);

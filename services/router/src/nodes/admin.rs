@@ -41,7 +41,7 @@ pub enum AdminError {
 
 /// The router's view of a member.
 #[derive(Debug, Serialize)]
-pub struct NodeState {
+pub struct NodeSummary {
     /// `None` until the node has reported its record.
     node: Option<String>,
     role: &'static str,
@@ -75,10 +75,10 @@ fn rejected(node: &str, status: Status) -> AdminError {
 
 impl Nodes {
     /// Returns all members in the order of joining.
-    pub fn list(&self) -> Vec<NodeState> {
+    pub fn list(&self) -> Vec<NodeSummary> {
         let state = |member: &cluster::Member| {
             let (record, load) = (member.record(), member.load());
-            NodeState {
+            NodeSummary {
                 node: record.map(|record| record.node_id.to_string()),
                 role: member.address.role.as_str(),
                 grpc: member.address.grpc.clone(),

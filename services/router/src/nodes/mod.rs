@@ -50,9 +50,9 @@ const CACHE_IDENTITIES_MAX: usize = 4;
 
 /// Nodes of all models, and the connections to them. Cheap to clone.
 #[derive(Clone)]
-pub struct Nodes(Arc<Shared>);
+pub struct Nodes(Arc<NodesState>);
 
-struct Shared {
+struct NodesState {
     router: SharedRouter,
     /// Connections to nodes that have proved their knowledge of the secret, by URL.
     channels: Mutex<HashMap<String, NodeChannel>>,
@@ -113,7 +113,7 @@ impl Nodes {
         credentials: NodeCredentials,
     ) -> (Self, OwnedTask) {
         let (inputs, received) = mpsc::channel(INPUTS_MAX);
-        let nodes = Self(Arc::new(Shared {
+        let nodes = Self(Arc::new(NodesState {
             router,
             channels: Mutex::new(HashMap::new()),
             credentials,

@@ -68,11 +68,11 @@ pub(super) fn start(
     inputs: mpsc::Receiver<DirectoryInput>,
     served: Arc<[Served]>,
 ) -> OwnedTask {
-    let watch = Watch::new(nodes, inputs, served);
+    let watch = DirectoryWatch::new(nodes, inputs, served);
     OwnedTask::start(|stop| watch.run(members, stop))
 }
 
-struct Watch {
+struct DirectoryWatch {
     nodes: Nodes,
     inputs: mpsc::Receiver<DirectoryInput>,
     served: Arc<[Served]>,
@@ -85,7 +85,7 @@ struct Watch {
     connect_calls: JoinSet<()>,
 }
 
-impl Watch {
+impl DirectoryWatch {
     fn new(nodes: Nodes, inputs: mpsc::Receiver<DirectoryInput>, served: Arc<[Served]>) -> Self {
         Self {
             first: Some(FirstRound::new(nodes.clone())),
@@ -316,16 +316,16 @@ mod tests {
     use crate::shared_router::tests::router;
 
     /// Returns a watch that the test drives, and the nodes' own watch, which is idle.
-    fn watch() -> (Watch, OwnedTask) {
+    fn watch() -> (DirectoryWatch, OwnedTask) {
         let members = membership::Membership::listed(["http://p"; 0], ["http://d"; 0]).unwrap();
         let served = Arc::new([]);
         let (nodes, task) =
             Nodes::watch(&members, served.clone(), router(1), metrics(), credentials());
-        (Watch::new(nodes, mpsc::channel(1).1, served), task)
+        (DirectoryWatch::new(nodes, mpsc::channel(1).1, served), task)
     }
 
     /// Adds a member and returns its Observe stream.
-    fn joins(watch: &mut Watch, role: Role, grpc: &str) -> StreamId {
+    fn joins(watch: &mut DirectoryWatch, role: Role, grpc: &str) -> StreamId {
         let address = NodeAddress { role, grpc: grpc.to_owned() };
         watch.handle(DirectoryInput::Member(MemberChange::Joined(address)));
         let outputs = watch.nodes.0.router.take_node_outputs();
@@ -335,7 +335,7 @@ mod tests {
         stream
     }
 
-    fn comes_up(watch: &mut Watch, role: Role, epoch: u128, stream: StreamId) {
+    fn comes_up(watch: &mut DirectoryWatch, role: Role, epoch: u128, stream: StreamId) {
         let record = Some(record(&format!("node-{epoch}"), role, epoch, 7));
         let snapshot =
             NodeSnapshot { record, load: Some(NodeLoad::default()), ..Default::default() };
@@ -349,7 +349,7 @@ mod tests {
         assert!(watch.nodes.directory(is_up), "node {epoch} is not up");
     }
 
-    fn is_lost(watch: &mut Watch, stream: StreamId) {
+    fn is_lost(watch: &mut DirectoryWatch, stream: StreamId) {
         watch.handle(DirectoryInput::StreamEnded { stream, reason: "a test".into() });
         // The test opens no stream for the probe that follows.
         for output in watch.nodes.0.router.take_node_outputs() {
@@ -360,7 +360,7 @@ mod tests {
     }
 
     /// Removes a member that is not up.
-    fn leaves(watch: &mut Watch, role: Role, grpc: &str, stream: StreamId) {
+    fn leaves(watch: &mut DirectoryWatch, role: Role, grpc: &str, stream: StreamId) {
         let address = NodeAddress { role, grpc: grpc.to_owned() };
         watch.handle(DirectoryInput::Member(MemberChange::Left(address.clone())));
         watch.handle(DirectoryInput::StreamEnded { stream, reason: "a test".into() });
@@ -370,7 +370,7 @@ mod tests {
     }
 
     /// Begins the round that is due.
-    fn begin_round(watch: &mut Watch) {
+    fn begin_round(watch: &mut DirectoryWatch) {
         assert!(watch.rounds.next() <= Instant::now(), "the round is due");
         watch.set_up_connections();
     }
@@ -413,7 +413,7 @@ mod tests {
     #[tokio::test]
     async fn the_first_round_begins_when_all_are_up_and_is_over_when_all_have_answered() {
         let (mut watch, _task) = watch();
-        let is_ready = |watch: &Watch| watch.nodes.are_connected();
+        let is_ready = |watch: &DirectoryWatch| watch.nodes.are_connected();
         // No call makes progress before the test awaits.
         let url = |port: u16| format!("http://127.0.0.1:{port}");
         let prefill = joins(&mut watch, Role::Prefill, &url(1));
@@ -451,7 +451,7 @@ mod tests {
     #[tokio::test]
     async fn connection_is_kept_while_another_member_has_its_url() {
         let (mut watch, _task) = watch();
-        let connect = |watch: &Watch, url: &'static str| {
+        let connect = |watch: &DirectoryWatch, url: &'static str| {
             let signer = CallSigner::new(&credentials().secret).unwrap();
             let channel =
                 NodeChannel { channel: Endpoint::from_static(url).connect_lazy(), signer };
@@ -499,7 +499,7 @@ mod tests {
         let stream = joins(&mut watch, Role::Decode, "http://127.0.0.1:1");
         comes_up(&mut watch, Role::Decode, 1, stream);
         let mut changes = watch.nodes.changes();
-        let serving = |watch: &Watch| {
+        let serving = |watch: &DirectoryWatch| {
             watch.nodes.directory(|directory| directory.serving(Role::Decode).count())
         };
         for (sequence, draining, told) in [(1, true, true), (2, true, false), (3, false, true)] {

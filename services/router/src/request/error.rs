@@ -6,7 +6,7 @@ use http::StatusCode;
 use proto::ids::NoRandomness;
 use serde::Deserialize;
 use serde_path_to_error::{Path, Segment};
-use telemetry::metrics::{Refusal, RequestEnd};
+use telemetry::metrics::{RefusalReason, RequestEnd};
 use tonic::Code;
 
 pub use router_core::RETRY_AFTER_S;
@@ -280,15 +280,17 @@ impl RequestError {
     }
 
     /// Returns the reason for the metric of refused requests, if the request was refused because of load.
-    pub fn refusal(&self) -> Option<Refusal> {
+    pub fn refusal(&self) -> Option<RefusalReason> {
         match self {
-            Self::Busy { .. } => Some(Refusal::Busy),
+            Self::Busy { .. } => Some(RefusalReason::Busy),
             Self::Overload(overload) => match overload.full {
-                Full::InFlight { .. } => Some(Refusal::InFlight),
-                Full::Waiting { .. } => Some(Refusal::Waiting),
-                Full::Late(late) if late.is_over_share => Some(Refusal::ShareLate),
-                Full::Late(_) => Some(Refusal::Late),
-                Full::ShareInFlight { .. } | Full::ShareWaiting { .. } => Some(Refusal::Share),
+                Full::InFlight { .. } => Some(RefusalReason::InFlight),
+                Full::Waiting { .. } => Some(RefusalReason::Waiting),
+                Full::Late(late) if late.is_over_share => Some(RefusalReason::ShareLate),
+                Full::Late(_) => Some(RefusalReason::Late),
+                Full::ShareInFlight { .. } | Full::ShareWaiting { .. } => {
+                    Some(RefusalReason::Share)
+                }
                 Full::Bodies { .. } | Full::ShareBodies { .. } | Full::Stopping => None,
             },
             _ => None,

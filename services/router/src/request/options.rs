@@ -1,6 +1,6 @@
 //! Options of a request (sampling, lengths, stop conditions, grammar): fields, limits and defaults for HTTP and
 //! gRPC, and their conversion into a node's request.
-use router_core::Session;
+use router_core::RequestSession;
 
 use std::ops::RangeInclusive;
 
@@ -56,7 +56,7 @@ pub struct Options {
     pub ignore_eos: bool,
     pub logprobs: Option<u32>,
     pub cache_salt: String,
-    pub session: Session,
+    pub session: RequestSession,
     /// Grammar of the answer.
     pub grammar: Option<RequestedGrammar>,
 }
@@ -232,7 +232,10 @@ const SESSION_BYTES_MAX: usize = 256;
 const KEEP_MS_MAX: u64 = 600_000;
 
 /// Reads the HTTP headers of a session.
-pub fn session_of_headers(name: Option<&[u8]>, keep: Option<&[u8]>) -> Result<Session, FieldError> {
+pub fn session_of_headers(
+    name: Option<&[u8]>,
+    keep: Option<&[u8]>,
+) -> Result<RequestSession, FieldError> {
     let name = name.unwrap_or_default();
     let Ok(text) = std::str::from_utf8(name) else {
         return Err(FieldError::new(SESSION_HEADER, "is not UTF-8; allowed: UTF-8"));
@@ -249,7 +252,7 @@ pub fn session_of_headers(name: Option<&[u8]>, keep: Option<&[u8]>) -> Result<Se
 pub fn checked_session(
     (name_field, name): (&str, &str),
     (keep_field, keep_ms): (&str, Option<u64>),
-) -> Result<Session, FieldError> {
+) -> Result<RequestSession, FieldError> {
     if name.len() > SESSION_BYTES_MAX {
         let bytes = name.len();
         let problem = format!("has {bytes} bytes; allowed: at most {SESSION_BYTES_MAX}");
@@ -257,7 +260,7 @@ pub fn checked_session(
     }
     match keep_ms.filter(|ms| *ms > KEEP_MS_MAX) {
         Some(ms) => Err(FieldError::new(keep_field, keep_problem(&ms))),
-        None => Ok(Session { name: name.into(), keep_ms }),
+        None => Ok(RequestSession { name: name.into(), keep_ms }),
     }
 }
 

@@ -8,7 +8,7 @@ use super::{
     error::{FieldError, RequestError},
     text_workers::PromptSource,
 };
-use crate::{front::Front, front::ServedModel, keys::Caller, request_driver::Deadline};
+use crate::{front::Front, front::ServedModel, keys::Caller, request_driver::RequestDeadline};
 
 /// Maximum size of a text or conversation in bytes, also of one that is detokenized; 128 Ki tokens take less.
 /// Tokenization takes a hundred times the text's memory.
@@ -27,7 +27,7 @@ pub async fn tokenize(
         return Err(FieldError::new(source.field(), problem).into());
     }
     let _admitted = front.router.admit_work(&caller.flow(None))?;
-    let deadline = Deadline::after(front.settings.router.timeout);
+    let deadline = RequestDeadline::after(front.settings.router.timeout);
     deadline.limit(model.text.tokens(source, BYTES_MAX)).await?
 }
 
@@ -48,7 +48,7 @@ pub async fn detokenize(
         return Err(FieldError::new(field, problem).into());
     }
     let _admitted = front.router.admit_work(&caller.flow(None))?;
-    let deadline = Deadline::after(front.settings.router.timeout);
+    let deadline = RequestDeadline::after(front.settings.router.timeout);
     deadline.limit(model.text.text_of(tokens)).await?
 }
 

@@ -23,7 +23,7 @@ pub struct OfferedTools {
     /// OpenAI's JSON of the tools, for the chat template.
     pub definitions: Value,
     pub functions: Vec<OfferedFunction>,
-    pub choice: ToolChoice,
+    pub choice: RequestedToolChoice,
     /// Whether an answer may have several calls.
     pub parallel: bool,
 }
@@ -41,7 +41,7 @@ pub struct OfferedFunction {
 
 /// Value of `tool_choice`. There is no variant for `none`: such a request offers no tools.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum ToolChoice {
+pub enum RequestedToolChoice {
     Auto,
     /// At least one call.
     Required,
@@ -76,18 +76,18 @@ impl OfferedTools {
     pub fn new(
         definitions: Value,
         functions: Vec<OfferedFunction>,
-        choice: ToolChoice,
+        choice: RequestedToolChoice,
         parallel: bool,
     ) -> Result<Option<Self>, FieldError> {
         match &choice {
-            ToolChoice::Auto if functions.is_empty() => return Ok(None),
-            ToolChoice::Auto => {}
-            ToolChoice::Required if functions.is_empty() => {
+            RequestedToolChoice::Auto if functions.is_empty() => return Ok(None),
+            RequestedToolChoice::Auto => {}
+            RequestedToolChoice::Required if functions.is_empty() => {
                 let problem = "demands a call; allowed: only with tools";
                 return Err(FieldError::new(TOOL_CHOICE, problem));
             }
-            ToolChoice::Required => {}
-            ToolChoice::Named(name) => {
+            RequestedToolChoice::Required => {}
+            RequestedToolChoice::Named(name) => {
                 if !functions.iter().any(|function| function.name == *name) {
                     let allowed = "the name of a function in tools";
                     return Err(refused(TOOL_CHOICE, &json!(name).to_string(), allowed));
@@ -100,8 +100,8 @@ impl OfferedTools {
     /// Returns the functions that the answer may call.
     fn callable(&self) -> impl Iterator<Item = &OfferedFunction> {
         self.functions.iter().filter(|function| match &self.choice {
-            ToolChoice::Named(name) => function.name == *name,
-            ToolChoice::Auto | ToolChoice::Required => true,
+            RequestedToolChoice::Named(name) => function.name == *name,
+            RequestedToolChoice::Auto | RequestedToolChoice::Required => true,
         })
     }
 
@@ -112,10 +112,10 @@ impl OfferedTools {
         content: Option<RequestedGrammar>,
     ) -> Result<Option<RequestedGrammar>, FieldError> {
         let is_strict = self.functions.iter().any(|function| function.strict);
-        if self.choice == ToolChoice::Auto && content.is_none() && !is_strict {
+        if self.choice == RequestedToolChoice::Auto && content.is_none() && !is_strict {
             return Ok(None);
         }
-        let is_auto = self.choice == ToolChoice::Auto;
+        let is_auto = self.choice == RequestedToolChoice::Auto;
         let mut tools = Vec::new();
         let mut fields = Vec::new();
         for function in self.callable() {
@@ -156,7 +156,7 @@ impl OfferedTools {
                 between: syntax.between.to_owned(),
             },
             tools,
-            several: self.parallel && !matches!(self.choice, ToolChoice::Named(_)),
+            several: self.parallel && !matches!(self.choice, RequestedToolChoice::Named(_)),
             alternative,
         };
         Ok(Some(RequestedGrammar {
@@ -215,8 +215,8 @@ impl CallReading {
             format,
             names: tools.callable().map(|function| function.name.clone()).collect(),
             parallel: tools.parallel,
-            is_named: matches!(tools.choice, ToolChoice::Named(_)),
-            is_required: tools.choice != ToolChoice::Auto,
+            is_named: matches!(tools.choice, RequestedToolChoice::Named(_)),
+            is_required: tools.choice != RequestedToolChoice::Auto,
             id: format!("call_{request_id}"),
         }
     }

@@ -13,8 +13,8 @@ use proto::{
     v1::{DecodeEvent, FinishReason, PrefillEvent, Sampling, Token},
 };
 use router_core::{
-    AnswerCore, AnswerOutput, AnswerSpec, AttemptOutcome, Cause, EndedAttempt, FinishedAnswer,
-    NodeFeedback, RecoveryPolicy, Side, StartedAttempt, Stop,
+    AnswerCore, AnswerOutput, AnswerSpec, AttemptOutcome, AttemptSide, Cause, EndedAttempt,
+    FinishedAnswer, NodeFeedback, RecoveryPolicy, StartedAttempt, StopCause,
 };
 use telemetry::{
     metrics::{InFlightRequest, KeyWaiting},
@@ -29,7 +29,7 @@ use tracing::{Span, field};
 
 use super::{
     PreparedRequest,
-    events::{AnswerEnd, AnswerTokens, Event, EventSender, StopReason},
+    events::{AnswerEnd, AnswerEvent, AnswerTokens, EventSender, StopReason},
 };
 use crate::{
     front::Front,
@@ -52,7 +52,7 @@ pub struct AnswerDriver<'a> {
     record: &'a RequestRecord,
     core: AnswerCore,
     text: AnswerText,
-    attempt: Option<OpenAttempt>,
+    attempt: Option<OpenNodeCalls>,
     /// Counts the answer among those that wait for a node.
     waiting: Option<(InFlightRequest, Option<KeyWaiting>)>,
     /// Wakes the answer, for example when its turn has come.
@@ -62,7 +62,7 @@ pub struct AnswerDriver<'a> {
 }
 
 /// The calls of the open attempt.
-struct OpenAttempt {
+struct OpenNodeCalls {
     decode: NodeCall<DecodeEvent>,
     prefill: Option<NodeCall<PrefillEvent>>,
     /// Whether the client received a token of this attempt.
@@ -121,7 +121,9 @@ impl<'a> AnswerDriver<'a> {
                         let end = self.text.finish(self.choice, finished);
                         self.record.answer_ended(&end);
                         let deadline = self.request.deadline;
-                        return deadline.limit(self.events.send(Event::Finished(end))).await?;
+                        return deadline
+                            .limit(self.events.send(AnswerEvent::Finished(end)))
+                            .await?;
                     }
                     AnswerOutput::Fail { reason, retry_after_s } => {
                         return Err(RequestError::gave_up(
@@ -168,11 +170,11 @@ impl<'a> AnswerDriver<'a> {
             // Poll the decode node first: once it sends tokens, the prefill node no longer matters.
             biased;
             message = next_message(&mut decode), if request.expects_decode() => match message {
-                CallMessage::Accepted => core.handle_accepted(router, Side::Decode),
+                CallMessage::Accepted => core.handle_accepted(router, AttemptSide::Decode),
                 CallMessage::Event(event) => core.handle_decode(Instant::now(), event),
             },
             message = next_message(&mut prefill), if request.expects_prefill() => match message {
-                CallMessage::Accepted => core.handle_accepted(router, Side::Prefill),
+                CallMessage::Accepted => core.handle_accepted(router, AttemptSide::Prefill),
                 CallMessage::Event(event) => core.handle_prefill(Instant::now(), event),
             },
             () = woken.notified(), if request.expects_turn() => {
@@ -212,7 +214,7 @@ impl<'a> AnswerDriver<'a> {
         let cached = (prefill.as_ref().map(|node| node.cached_tokens), decode.cached_tokens);
         self.record.picked(self.choice, calls.number, considered, ttft, cached);
         let nodes = &self.front.nodes;
-        self.attempt = Some(OpenAttempt {
+        self.attempt = Some(OpenNodeCalls {
             decode: NodeCall::decode(nodes, decode, calls.decode, &span),
             prefill: prefill
                 .zip(calls.prefill)
@@ -244,7 +246,7 @@ impl<'a> AnswerDriver<'a> {
             self.core.charge_tokens(Instant::now(), tokens.len() as u32);
             let is_last = self.text.is_complete();
             let event = AnswerTokens { choice: self.choice, first_index, tokens, text, is_last };
-            if let Some(event) = self.events.try_send(Event::Tokens(event))? {
+            if let Some(event) = self.events.try_send(AnswerEvent::Tokens(event))? {
                 match timeout_at(self.request.deadline.at, self.send(event)).await {
                     Ok(sent) => sent?,
                     Err(_) => {
@@ -261,7 +263,7 @@ impl<'a> AnswerDriver<'a> {
 
     /// Sends an event to the client. If the client leaves its buffer full, ends the attempt to release its slot and KV.
     /// The answer continues when the client has read half of the buffer.
-    async fn send(&mut self, event: Event) -> Result<(), RequestError> {
+    async fn send(&mut self, event: AnswerEvent) -> Result<(), RequestError> {
         let events = self.events;
         let sent = events.send(event);
         tokio::pin!(sent);
@@ -291,7 +293,7 @@ impl<'a> AnswerDriver<'a> {
         failed_node: Option<String>,
         has_prefill: bool,
     ) {
-        let Some(OpenAttempt { span, .. }) = self.attempt.take() else { return };
+        let Some(OpenNodeCalls { span, .. }) = self.attempt.take() else { return };
         let end = self.record.attempt_ended(self.choice, ended, has_prefill);
         let AttemptOutcome::Failed(failure) = &ended.outcome else {
             // No log line follows. A recorded field would be formatted for log lines.
@@ -331,12 +333,12 @@ struct AnswerText {
     min_tokens: u32,
     max_tokens: u32,
     token_count: u32,
-    ended: Option<Ended>,
+    ended: Option<StopCondition>,
 }
 
 /// Stop condition that ended the answer.
 #[derive(Debug)]
-enum Ended {
+enum StopCondition {
     /// The last token is a stop token; the answer excludes its text.
     StopToken(Option<StopReason>),
     /// A stop string is complete.
@@ -379,10 +381,10 @@ impl AnswerText {
     }
 
     /// Returns the stop condition that ended the answer, if any.
-    fn stop(&self) -> Option<Stop> {
+    fn stop(&self) -> Option<StopCause> {
         match self.ended.as_ref()? {
-            Ended::StopToken(_) => Some(Stop::Token),
-            Ended::StopText(_) => Some(Stop::Text),
+            StopCondition::StopToken(_) => Some(StopCause::Token),
+            StopCondition::StopText(_) => Some(StopCause::Text),
         }
     }
 
@@ -402,14 +404,14 @@ impl AnswerText {
         let count = match (delta.stopped, stop_at) {
             (Some(hit), _) => {
                 let by = StopReason::Text(self.stop_texts[hit.stop_index].clone());
-                self.ended = Some(Ended::StopText(by));
+                self.ended = Some(StopCondition::StopText(by));
                 (hit.token_count - self.token_count) as usize
             }
             (None, Some(at)) => {
                 let id = tokens[at].id;
                 // Only a stop token that the client named is reported to the client.
                 let own = !self.tokenizer.eos_ids().contains(&id);
-                self.ended = Some(Ended::StopToken(own.then_some(StopReason::Token(id))));
+                self.ended = Some(StopCondition::StopToken(own.then_some(StopReason::Token(id))));
                 at + 1
             }
             (None, None) => tokens.len(),
@@ -422,8 +424,8 @@ impl AnswerText {
     /// Ends the answer. A stop found here takes precedence over the node's finish reason.
     fn finish(&mut self, choice: u32, finished: FinishedAnswer) -> AnswerEnd {
         let (reason, stop_reason) = match self.ended.take() {
-            Some(Ended::StopToken(by)) => (FinishReason::Stop, by),
-            Some(Ended::StopText(by)) => (FinishReason::Stop, Some(by)),
+            Some(StopCondition::StopToken(by)) => (FinishReason::Stop, by),
+            Some(StopCondition::StopText(by)) => (FinishReason::Stop, Some(by)),
             None => (finished.reason, None),
         };
         AnswerEnd {

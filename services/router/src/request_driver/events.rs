@@ -23,7 +23,7 @@ use crate::{lock::lock, request::error::RequestError};
 
 /// An event of one of the request's answers.
 #[derive(Clone, Debug, PartialEq)]
-pub enum Event {
+pub enum AnswerEvent {
     Tokens(AnswerTokens),
     Finished(AnswerEnd),
 }
@@ -75,10 +75,10 @@ pub enum StopReason {
 /// Returns sender and receiver of a queue of at most `events_max` events. A send fails if the receiver takes no event
 /// for `wait_max`.
 pub fn event_queue(events_max: usize, wait_max: Duration) -> (EventSender, EventReceiver) {
-    let queue = Arc::new(Queue {
+    let queue = Arc::new(AnswerEventQueue {
         events_max: events_max.max(1),
         wait_max,
-        state: Mutex::new(State {
+        state: Mutex::new(AnswerEventQueueState {
             events: VecDeque::new(),
             taken: 0,
             sender_dropped: false,
@@ -91,17 +91,17 @@ pub fn event_queue(events_max: usize, wait_max: Duration) -> (EventSender, Event
 }
 
 #[derive(Debug)]
-struct Queue {
+struct AnswerEventQueue {
     events_max: usize,
     wait_max: Duration,
-    state: Mutex<State>,
+    state: Mutex<AnswerEventQueueState>,
     /// Notified when an event was taken, or the receiver dropped.
     took: Notify,
 }
 
 #[derive(Debug)]
-struct State {
-    events: VecDeque<Event>,
+struct AnswerEventQueueState {
+    events: VecDeque<AnswerEvent>,
     /// Number of events taken so far.
     taken: u64,
     sender_dropped: bool,
@@ -119,15 +119,15 @@ enum ReceiverState {
     },
 }
 
-impl Queue {
-    fn lock(&self) -> MutexGuard<'_, State> {
+impl AnswerEventQueue {
+    fn lock(&self) -> MutexGuard<'_, AnswerEventQueueState> {
         lock(&self.state)
     }
 
     /// Blocks until `check` returns a result, or the receiver took nothing for `wait_max`.
     async fn wait_until(
         &self,
-        mut check: impl FnMut(&mut State) -> Option<Result<(), RequestError>>,
+        mut check: impl FnMut(&mut AnswerEventQueueState) -> Option<Result<(), RequestError>>,
     ) -> Result<(), RequestError> {
         let mut taken = {
             let mut state = self.lock();
@@ -156,11 +156,11 @@ impl Queue {
 
 /// Sender of the events of a request. A client that does not read blocks its own request only.
 #[derive(Debug)]
-pub struct EventSender(Arc<Queue>);
+pub struct EventSender(Arc<AnswerEventQueue>);
 
 impl EventSender {
     /// Queues an event. Returns the event if the queue is full.
-    pub fn try_send(&self, event: Event) -> Result<Option<Event>, RequestError> {
+    pub fn try_send(&self, event: AnswerEvent) -> Result<Option<AnswerEvent>, RequestError> {
         let mut state = self.0.lock();
         match state.receiver {
             ReceiverState::Dropped { .. } => return Err(RequestError::ClientGone),
@@ -176,9 +176,9 @@ impl EventSender {
     }
 
     /// Queues an event. Blocks while the queue is full.
-    pub async fn send(&self, event: Event) -> Result<(), RequestError> {
+    pub async fn send(&self, event: AnswerEvent) -> Result<(), RequestError> {
         let events_max = self.0.events_max;
-        let has_room = |state: &mut State| match state.receiver {
+        let has_room = |state: &mut AnswerEventQueueState| match state.receiver {
             ReceiverState::Dropped { .. } => Some(Err(RequestError::ClientGone)),
             ReceiverState::Connected => (state.events.len() < events_max).then_some(Ok(())),
         };
@@ -192,7 +192,7 @@ impl EventSender {
 
     /// Blocks until every event was taken.
     pub async fn read_out(&self) -> Result<(), RequestError> {
-        let is_read = |state: &mut State| match state.receiver {
+        let is_read = |state: &mut AnswerEventQueueState| match state.receiver {
             ReceiverState::Dropped { unread: true } => Some(Err(RequestError::ClientGone)),
             ReceiverState::Dropped { unread: false } => Some(Ok(())),
             ReceiverState::Connected => state.events.is_empty().then_some(Ok(())),
@@ -203,7 +203,7 @@ impl EventSender {
     /// Blocks until at most half of the queue is full.
     pub async fn half_read(&self) -> Result<(), RequestError> {
         let events_max = self.0.events_max;
-        let is_read = |state: &mut State| match state.receiver {
+        let is_read = |state: &mut AnswerEventQueueState| match state.receiver {
             ReceiverState::Dropped { .. } => Some(Err(RequestError::ClientGone)),
             ReceiverState::Connected => (state.events.len() <= events_max / 2).then_some(Ok(())),
         };
@@ -228,11 +228,11 @@ impl Drop for EventSender {
 
 /// Receiver of the events of a request.
 #[derive(Debug)]
-pub struct EventReceiver(Arc<Queue>);
+pub struct EventReceiver(Arc<AnswerEventQueue>);
 
 impl EventReceiver {
     /// Returns the next event; `None` when the queue is empty and the sender was dropped. Cancel-safe.
-    pub async fn recv(&mut self) -> Option<Event> {
+    pub async fn recv(&mut self) -> Option<AnswerEvent> {
         poll_fn(|context| {
             let mut state = self.0.lock();
             if state.events.is_empty() && !state.sender_dropped {
@@ -248,11 +248,11 @@ impl EventReceiver {
     }
 
     /// Returns the next event if one is queued.
-    pub fn recv_queued(&mut self) -> Option<Event> {
+    pub fn recv_queued(&mut self) -> Option<AnswerEvent> {
         self.take(self.0.lock())
     }
 
-    fn take(&self, mut state: MutexGuard<'_, State>) -> Option<Event> {
+    fn take(&self, mut state: MutexGuard<'_, AnswerEventQueueState>) -> Option<AnswerEvent> {
         let event = state.events.pop_front()?;
         state.taken += 1;
         drop(state);
@@ -275,8 +275,8 @@ impl Drop for EventReceiver {
 mod tests {
     use super::*;
 
-    fn event(choice: u32) -> Event {
-        Event::Tokens(AnswerTokens {
+    fn event(choice: u32) -> AnswerEvent {
+        AnswerEvent::Tokens(AnswerTokens {
             choice,
             first_index: 0,
             tokens: vec![],

@@ -34,7 +34,7 @@ use crate::{
     wake::when_woken,
 };
 use answer_driver::AnswerDriver;
-pub use events::{AnswerEnd, AnswerTokens, Event, StopReason};
+pub use events::{AnswerEnd, AnswerEvent, AnswerTokens, StopReason};
 use events::{EventReceiver, EventSender, event_queue};
 
 /// Parsed and checked fields of a request.
@@ -72,7 +72,7 @@ pub struct PreparedRequest {
     pub with_text: bool,
     /// Settings for parsing tool calls; `None` without tools.
     pub calls: Option<CallReading>,
-    pub deadline: Deadline,
+    pub deadline: RequestDeadline,
     /// Flow of the caller, for the order in which requests start.
     pub flow: Flow,
     /// The request's share of the requests in flight.
@@ -83,12 +83,12 @@ pub struct PreparedRequest {
 
 /// The deadline of a request, and its time-out for error messages.
 #[derive(Clone, Copy, Debug)]
-pub struct Deadline {
+pub struct RequestDeadline {
     pub at: Instant,
     pub timeout: Duration,
 }
 
-impl Deadline {
+impl RequestDeadline {
     pub fn after(timeout: Duration) -> Self {
         Self { at: Instant::now() + timeout, timeout }
     }
@@ -147,7 +147,7 @@ async fn prepare(
     parsed: ParsedRequest,
     record: &RequestRecord,
 ) -> Result<(PreparedRequest, Vec<AnswerSpec>), RequestError> {
-    let deadline = Deadline::after(parsed.timeout);
+    let deadline = RequestDeadline::after(parsed.timeout);
     let ParsedRequest { request_id, tenant, model, mut fields, with_text, .. } = parsed;
     let answer_count = check_answer_count(front, record.caller(), &fields)?;
     let mut options = fields.options.or(model.text.sampling_defaults());
@@ -275,7 +275,7 @@ async fn check_grammar(
     front: &Front,
     model: &ServedModel,
     grammar: Option<RequestedGrammar>,
-    deadline: Deadline,
+    deadline: RequestDeadline,
 ) -> Result<Option<Arc<proto::v1::Grammar>>, RequestError> {
     let Some(asked) = grammar else { return Ok(None) };
     deadline.limit(model.text.check_grammar(&asked)).await??;
@@ -341,13 +341,13 @@ impl RunningRequest {
     }
 
     /// Returns the next event if one is queued.
-    pub fn next_queued(&mut self) -> Option<Event> {
+    pub fn next_queued(&mut self) -> Option<AnswerEvent> {
         self.events.recv_queued()
     }
 
     /// Returns the next event; at the end `None`, or the one error that the request failed with.
     /// Cancel-safe.
-    pub async fn next(&mut self) -> Option<Result<Event, RequestError>> {
+    pub async fn next(&mut self) -> Option<Result<AnswerEvent, RequestError>> {
         if let Some(event) = self.events.recv().await {
             return Some(Ok(event));
         }
@@ -390,8 +390,8 @@ mod tests {
 
     const WAIT_MAX: Duration = Duration::from_millis(20);
 
-    fn tokens(choice: u32) -> Event {
-        Event::Tokens(AnswerTokens {
+    fn tokens(choice: u32) -> AnswerEvent {
+        AnswerEvent::Tokens(AnswerTokens {
             choice,
             first_index: 0,
             tokens: vec![],

@@ -13,7 +13,7 @@ use weight_transfer::{
     WeightVersion,
 };
 
-use super::{NewUpdate, ParticipantView, Transport, UpdateView, targets::Target};
+use super::{NewUpdate, ParticipantView, UpdateTransport, UpdateView, targets::Target};
 use crate::nodes::{CopyFrom, Nodes, UpdateRequest, WeightNode, WeightsAnswer};
 
 /// Minimum time between two calls to a node whose state has not changed.
@@ -32,7 +32,7 @@ const NODE_GRACE: Duration = Duration::from_secs(10);
 /// Calls to nodes in flight: update, index of the node, and answer.
 pub(super) type PendingCalls = JoinSet<(UpdateId, usize, WeightsAnswer)>;
 
-pub(super) struct Update {
+pub(super) struct ModelUpdate {
     request: Arc<UpdateRequest>,
     pub model: Arc<str>,
     nodes: Arc<[WeightNode]>,
@@ -57,7 +57,7 @@ pub(super) enum UpdateSource {
     Peer(CopyFrom),
 }
 
-impl Update {
+impl ModelUpdate {
     pub fn new(
         now: Instant,
         id: UpdateId,
@@ -75,9 +75,9 @@ impl Update {
                 path: new.path,
                 in_flight: new.in_flight,
                 transport: match new.transport {
-                    Transport::Disk | Transport::Tcp { .. } => WeightsTransport::Files,
-                    Transport::Ipc => WeightsTransport::Ipc,
-                    Transport::Nccl => WeightsTransport::Nccl,
+                    UpdateTransport::Disk | UpdateTransport::Tcp { .. } => WeightsTransport::Files,
+                    UpdateTransport::Ipc => WeightsTransport::Ipc,
+                    UpdateTransport::Nccl => WeightsTransport::Nccl,
                 },
             }),
             model: new.model,
@@ -353,16 +353,17 @@ mod tests {
             in_flight: InFlight::KeepKv,
         };
         let (now, id) = (Instant::now(), UpdateId(7));
-        let update = Update::catch_up(now, id, "m".into(), target, node(1), UpdateSource::Path);
+        let update =
+            ModelUpdate::catch_up(now, id, "m".into(), target, node(1), UpdateSource::Path);
         assert_eq!(update.request.in_flight, InFlight::KeepKv);
     }
 
     #[test]
     fn report_has_the_path_without_the_token_of_a_trainer() {
         for (transport, path, shown) in [
-            (Transport::Nccl, "10.0.0.7:5000/secret", "10.0.0.7:5000"),
-            (Transport::Ipc, "/run/trainer.sock", "/run/trainer.sock"),
-            (Transport::Disk, "/new/model", "/new/model"),
+            (UpdateTransport::Nccl, "10.0.0.7:5000/secret", "10.0.0.7:5000"),
+            (UpdateTransport::Ipc, "/run/trainer.sock", "/run/trainer.sock"),
+            (UpdateTransport::Disk, "/new/model", "/new/model"),
         ] {
             let new = NewUpdate {
                 model: "m".into(),
@@ -374,7 +375,8 @@ mod tests {
                 in_flight: InFlight::Recompute,
             };
             let nodes = vec![node(1)];
-            let update = Update::new(Instant::now(), UpdateId(7), new, nodes, UpdateSource::Path);
+            let update =
+                ModelUpdate::new(Instant::now(), UpdateId(7), new, nodes, UpdateSource::Path);
             assert_eq!(update.view().path, shown);
             assert_eq!(update.request.path, path, "the node gets the token");
         }
@@ -389,11 +391,11 @@ mod tests {
             path: "/new".into(),
             timeout: Duration::from_secs(300),
             commits: true,
-            transport: Transport::Disk,
+            transport: UpdateTransport::Disk,
             in_flight: InFlight::Recompute,
         };
         let source = UpdateSource::Seed(0);
-        let mut update = Update::new(now, UpdateId(7), new, vec![node(1), node(2)], source);
+        let mut update = ModelUpdate::new(now, UpdateId(7), new, vec![node(1), node(2)], source);
         let answer =
             |state| WeightsAnswer { reply: NodeReply::State(Some(state)), paused: Duration::ZERO };
         let mut calls = 0;

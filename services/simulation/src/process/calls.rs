@@ -6,7 +6,7 @@ use node::{
     node_core::{Call, CallId, Reply},
     wire,
 };
-use router_core::Side;
+use router_core::AttemptSide;
 
 use super::{OpenCall, Output, Process};
 use crate::{
@@ -78,8 +78,8 @@ impl Process {
         }
         let is_last = reply.is_last();
         let message = match key.side {
-            Side::Prefill => wire::prefill_event(reply).map(NodeMessage::Prefill),
-            Side::Decode => wire::decode_event(reply).map(NodeMessage::Decode),
+            AttemptSide::Prefill => wire::prefill_event(reply).map(NodeMessage::Prefill),
+            AttemptSide::Decode => wire::decode_event(reply).map(NodeMessage::Decode),
         };
         message.into_iter().for_each(&mut send);
         if is_last {

@@ -5,8 +5,8 @@ use std::{
     time::{Duration, Instant},
 };
 
-use engine::{Turn, executor::ExecutorError};
-use node::node_core::{self, CloseReason, Metric, NodeCore, NodeShell, Output as CoreOutput};
+use engine::{LoopOutcome, executor::ExecutorError};
+use node::node_core::{self, CloseReason, Metric, NodeCore, NodeOutput as CoreOutput, NodeShell};
 
 use super::{Output, Process};
 use crate::device::Device;
@@ -16,8 +16,8 @@ impl Process {
     pub(super) fn run_engine(&mut self) {
         loop {
             match node_core::take_turn(self) {
-                Ok(Turn::Stepped) => self.check(),
-                Ok(Turn::Idle | Turn::Pending) => break,
+                Ok(LoopOutcome::Stepped) => self.check(),
+                Ok(LoopOutcome::Idle | LoopOutcome::Pending) => break,
                 Err(error) => return self.engine_failed(&error),
             }
         }

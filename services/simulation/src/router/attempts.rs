@@ -3,7 +3,9 @@
 use std::time::{Duration, Instant};
 
 use proto::ids::TransferId;
-use router_core::{AnswerOutput, AttemptOutcome, EndedAttempt, PickedNode, Side, StartedAttempt};
+use router_core::{
+    AnswerOutput, AttemptOutcome, AttemptSide, EndedAttempt, PickedNode, StartedAttempt,
+};
 
 use super::{CallKey, End, NodeCall, OpenCall, Router, RouterAction};
 
@@ -29,7 +31,7 @@ impl Router {
                 AnswerOutput::Pick => self.pick(now, id),
                 AnswerOutput::DropPrefillCall => {
                     let transfer = self.answer(id).transfer;
-                    self.drop_call(transfer, Side::Prefill);
+                    self.drop_call(transfer, AttemptSide::Prefill);
                 }
                 AnswerOutput::EndAttempt { ended, .. } => self.end_attempt(id, &ended),
                 AnswerOutput::Emit { first_index, tokens, .. } => {
@@ -77,10 +79,10 @@ impl Router {
         if calls.number > 1 && answer.plan.grammar.is_some() {
             self.coverage.count("structured output migrated");
         }
-        let key = CallKey { transfer, side: Side::Decode };
+        let key = CallKey { transfer, side: AttemptSide::Decode };
         self.open_call(id, key, decode, NodeCall::Decode(calls.decode));
         if let (Some(prefill), Some(call)) = (prefill, calls.prefill) {
-            let key = CallKey { transfer, side: Side::Prefill };
+            let key = CallKey { transfer, side: AttemptSide::Prefill };
             self.open_call(id, key, prefill, NodeCall::Prefill(call));
         }
     }
@@ -94,8 +96,8 @@ impl Router {
     /// Drops the calls of the attempt.
     fn end_attempt(&mut self, id: usize, ended: &EndedAttempt) {
         let transfer = self.answer(id).transfer.take();
-        self.drop_call(transfer, Side::Decode);
-        self.drop_call(transfer, Side::Prefill);
+        self.drop_call(transfer, AttemptSide::Decode);
+        self.drop_call(transfer, AttemptSide::Prefill);
         // The prefix hits of the prefill node, or of the decode node if it prefilled. A retry finds the KV that its
         // request computed before, so the first report counts.
         let stats = &ended.stats;
@@ -110,7 +112,7 @@ impl Router {
         }
     }
 
-    fn drop_call(&mut self, transfer: Option<TransferId>, side: Side) {
+    fn drop_call(&mut self, transfer: Option<TransferId>, side: AttemptSide) {
         let Some(key) = transfer.map(|transfer| CallKey { transfer, side }) else { return };
         if let Some(OpenCall { connection, .. }) = self.calls.remove(&key) {
             self.actions.push(RouterAction::Cancel { connection, key });

@@ -7,70 +7,74 @@ use prometheus::proto::{LabelPair, Metric, MetricFamily};
 
 /// The metrics of a family that an alias repeats.
 #[derive(Clone, Copy)]
-enum Part {
+enum Alias {
     All,
     /// Metrics whose label has one of these values. An alias for a single value drops the label.
     Only(&'static str, &'static [&'static str]),
 }
 
 /// Baton's name of a metric family, its alias, and the metrics that the alias repeats.
-const ALIASES: [(&str, &str, Part); 26] = [
+const ALIASES: [(&str, &str, Alias); 26] = [
     // Router.
-    ("gen_ai_server_time_to_first_token_seconds", "vllm:time_to_first_token_seconds", Part::All),
+    ("gen_ai_server_time_to_first_token_seconds", "vllm:time_to_first_token_seconds", Alias::All),
     (
         "gen_ai_server_time_per_output_token_seconds",
         "vllm:time_per_output_token_seconds",
-        Part::All,
+        Alias::All,
     ),
     (
         "gen_ai_server_time_per_output_token_seconds",
         "vllm:request_time_per_output_token_seconds",
-        Part::All,
+        Alias::All,
     ),
-    ("baton_inter_token_latency_seconds", "vllm:inter_token_latency_seconds", Part::All),
-    ("gen_ai_server_request_duration_seconds", "vllm:e2e_request_latency_seconds", Part::All),
+    ("baton_inter_token_latency_seconds", "vllm:inter_token_latency_seconds", Alias::All),
+    ("gen_ai_server_request_duration_seconds", "vllm:e2e_request_latency_seconds", Alias::All),
     (
         "baton_requests_finished_total",
         "vllm:request_success_total",
-        Part::Only("finished_reason", &["stop", "length"]),
+        Alias::Only("finished_reason", &["stop", "length"]),
     ),
-    ("baton_tokens_total", "vllm:prompt_tokens_total", Part::Only("gen_ai_token_type", &["input"])),
+    (
+        "baton_tokens_total",
+        "vllm:prompt_tokens_total",
+        Alias::Only("gen_ai_token_type", &["input"]),
+    ),
     (
         "baton_tokens_total",
         "vllm:generation_tokens_total",
-        Part::Only("gen_ai_token_type", &["output"]),
+        Alias::Only("gen_ai_token_type", &["output"]),
     ),
     (
         "gen_ai_client_token_usage",
         "vllm:request_prompt_tokens",
-        Part::Only("gen_ai_token_type", &["input"]),
+        Alias::Only("gen_ai_token_type", &["input"]),
     ),
     (
         "gen_ai_client_token_usage",
         "vllm:request_generation_tokens",
-        Part::Only("gen_ai_token_type", &["output"]),
+        Alias::Only("gen_ai_token_type", &["output"]),
     ),
-    ("baton_requests", "vllm:num_requests_running", Part::Only("state", &["running"])),
-    ("baton_requests", "vllm:num_requests_waiting", Part::Only("state", &["waiting"])),
-    ("baton_request_queue_time_seconds", "vllm:request_queue_time_seconds", Part::All),
+    ("baton_requests", "vllm:num_requests_running", Alias::Only("state", &["running"])),
+    ("baton_requests", "vllm:num_requests_waiting", Alias::Only("state", &["waiting"])),
+    ("baton_request_queue_time_seconds", "vllm:request_queue_time_seconds", Alias::All),
     // Node.
-    ("baton_sequences", "vllm:num_requests_running", Part::Only("state", &["running"])),
-    ("baton_sequences", "vllm:num_requests_waiting", Part::Only("state", &["waiting"])),
-    ("baton_kv_transfer_control_messages_total", "baton_kv_transfer_notices_total", Part::All),
-    ("baton_kv_cache_usage", "vllm:kv_cache_usage_perc", Part::All),
-    ("baton_prefix_cache_queries_total", "vllm:prefix_cache_queries_total", Part::All),
-    ("baton_prefix_cache_hits_total", "vllm:prefix_cache_hits_total", Part::All),
-    ("baton_preemptions_total", "vllm:num_preemptions_total", Part::All),
-    ("baton_speculation_rows_total", "vllm:spec_decode_num_drafts_total", Part::All),
-    ("baton_speculation_drafted_total", "vllm:spec_decode_num_draft_tokens_total", Part::All),
-    ("baton_speculation_accepted_total", "vllm:spec_decode_num_accepted_tokens_total", Part::All),
+    ("baton_sequences", "vllm:num_requests_running", Alias::Only("state", &["running"])),
+    ("baton_sequences", "vllm:num_requests_waiting", Alias::Only("state", &["waiting"])),
+    ("baton_kv_transfer_control_messages_total", "baton_kv_transfer_notices_total", Alias::All),
+    ("baton_kv_cache_usage", "vllm:kv_cache_usage_perc", Alias::All),
+    ("baton_prefix_cache_queries_total", "vllm:prefix_cache_queries_total", Alias::All),
+    ("baton_prefix_cache_hits_total", "vllm:prefix_cache_hits_total", Alias::All),
+    ("baton_preemptions_total", "vllm:num_preemptions_total", Alias::All),
+    ("baton_speculation_rows_total", "vllm:spec_decode_num_drafts_total", Alias::All),
+    ("baton_speculation_drafted_total", "vllm:spec_decode_num_draft_tokens_total", Alias::All),
+    ("baton_speculation_accepted_total", "vllm:spec_decode_num_accepted_tokens_total", Alias::All),
     (
         "baton_speculation_accepted_at_total",
         "vllm:spec_decode_num_accepted_tokens_per_pos_total",
-        Part::All,
+        Alias::All,
     ),
-    ("baton_sequence_queue_time_seconds", "vllm:request_queue_time_seconds", Part::All),
-    ("baton_sequence_prefill_time_seconds", "vllm:request_prefill_time_seconds", Part::All),
+    ("baton_sequence_queue_time_seconds", "vllm:request_queue_time_seconds", Alias::All),
+    ("baton_sequence_prefill_time_seconds", "vllm:request_prefill_time_seconds", Alias::All),
 ];
 
 /// Returns the aliases of the family with this name.
@@ -104,13 +108,13 @@ pub(super) fn add(families: &mut Vec<MetricFamily>) {
 }
 
 /// Returns the metric with vLLM's label names; `None` when the alias excludes the metric.
-fn renamed(metric: &Metric, part: Part) -> Option<Metric> {
+fn renamed(metric: &Metric, part: Alias) -> Option<Metric> {
     let value_of = |label: &str| {
         metric.get_label().iter().find(|pair| pair.name() == label).map(LabelPair::value)
     };
     let (belongs, left_out) = match part {
-        Part::All => (true, None),
-        Part::Only(label, values) => (
+        Alias::All => (true, None),
+        Alias::Only(label, values) => (
             value_of(label).is_some_and(|value| values.contains(&value)),
             (values.len() == 1).then_some(label),
         ),

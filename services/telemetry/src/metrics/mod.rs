@@ -38,8 +38,8 @@ pub use node::{
     TransferSide,
 };
 pub use router::{
-    AttemptEnd, Exclusion, FinishedRequest, InFlightRequest, NodeRole, Operation, Pick, Refusal,
-    RequestEnd, RouterMetrics,
+    AttemptEndLabel, Exclusion, FinishedRequest, InFlightRequest, NodeRole, Operation,
+    PickDecision, RefusalReason, RequestEnd, RouterMetrics,
 };
 pub use table::{MetricKind, MetricRow, node_rows, router_rows};
 

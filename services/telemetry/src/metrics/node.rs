@@ -119,7 +119,7 @@ pub struct StepStats {
 
 labels! {
     /// State of a KV block.
-    enum BlockState("state") {
+    enum BlockStateLabel("state") {
         Free = "free",
         Cached = "cached",
         Held = "held",
@@ -142,7 +142,7 @@ instruments! {
         sequences: Gauge<u64>, RequestState => "baton.sequences", "Sequences on this node, by state";
         pending_prompt_tokens: Gauge<u64>, () => "baton.pending_prompt_tokens",
             "Prompt tokens that are not prefilled yet";
-        blocks: Gauge<u64>, BlockState => "baton.kv_blocks", "KV blocks, by state";
+        blocks: Gauge<u64>, BlockStateLabel => "baton.kv_blocks", "KV blocks, by state";
         blocks_kept: Gauge<u64>, () => "baton.kv_blocks.kept",
             "Cached KV blocks that are kept for the next turn of their conversation";
         kv_cache_usage: Gauge<f64>, () => "baton.kv_cache_usage", "Fraction of KV blocks that are held or reserved";
@@ -224,10 +224,10 @@ impl NodeMetrics {
         of_model.sequences.record(load.waiting.into(), RequestState::Waiting);
         of_model.pending_prompt_tokens.record(load.pending_prompt_tokens, ());
         let blocks = [
-            (BlockState::Free, load.blocks_free),
-            (BlockState::Cached, load.blocks_cached),
-            (BlockState::Held, load.blocks_held),
-            (BlockState::Reserved, load.blocks_reserved),
+            (BlockStateLabel::Free, load.blocks_free),
+            (BlockStateLabel::Cached, load.blocks_cached),
+            (BlockStateLabel::Held, load.blocks_held),
+            (BlockStateLabel::Reserved, load.blocks_reserved),
         ];
         for (state, count) in blocks {
             of_model.blocks.record(count.into(), state);

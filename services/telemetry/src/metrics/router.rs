@@ -50,7 +50,7 @@ labels! {
 
 labels! {
     /// Outcome of an attempt.
-    pub enum AttemptEnd("outcome") {
+    pub enum AttemptEndLabel("outcome") {
         Complete = "complete",
         Busy = "busy",
         PrefillLost = "prefill_lost",
@@ -72,7 +72,7 @@ labels! {
 
 labels! {
     /// Reason why the router refused a request because of load.
-    pub enum Refusal("reason") {
+    pub enum RefusalReason("reason") {
         /// `router.requests_max` is reached.
         InFlight = "in_flight",
         /// `router.waiting_max` is reached.
@@ -98,7 +98,7 @@ labels! {
 
 labels! {
     /// Decision of a pick, and its reason. `local`: the decode node prefills the prompt.
-    pub enum Pick("decision" / "reason") {
+    pub enum PickDecision("decision" / "reason") {
         /// `router.disaggregate` is always.
         DisaggregatedAlways = "disaggregated" / "always",
         DisaggregatedPredicted = "disaggregated" / "predicted",
@@ -208,13 +208,13 @@ instruments! {
             "Tokens of a request, by type";
         tokens: Counter<u64>, (Operation, TokenType) => "baton.tokens", "Tokens served, by type";
         finished: Counter<u64>, (Operation, RequestEnd) => "baton.requests.finished", "Finished requests, by reason";
-        refused: Counter<u64>, Refusal => "baton.requests.refused",
+        refused: Counter<u64>, RefusalReason => "baton.requests.refused",
             "Requests that the router refused because of load, by reason";
         requests: UpDownCounter<i64>, RequestState => "baton.requests", "In-flight requests, by state";
-        attempts: Counter<u64>, AttemptEnd => "baton.attempts", "Finished attempts, by outcome";
-        node_attempts: Counter<u64>, (NodeRole, AttemptEnd) => "baton.node_attempts",
+        attempts: Counter<u64>, AttemptEndLabel => "baton.attempts", "Finished attempts, by outcome";
+        node_attempts: Counter<u64>, (NodeRole, AttemptEndLabel) => "baton.node_attempts",
             "Finished attempts on nodes, by role of the node and by outcome";
-        picks: Counter<u64>, Pick => "baton.picks",
+        picks: Counter<u64>, PickDecision => "baton.picks",
             "Picks of nodes, by decision and its reason; local: the decode node prefills the prompt";
         hand_over: Histogram<f64>, (), STEP_SECONDS => "baton.hand_over.gap" "s",
             "Time from token 0 (prefill node) to token 1 (decode node), a decode step included";
@@ -312,20 +312,20 @@ impl RouterMetrics {
         }
     }
 
-    pub fn refused(&self, reason: Refusal) {
+    pub fn refused(&self, reason: RefusalReason) {
         self.of_model.refused.record(1, reason);
     }
 
-    pub fn attempt_ended(&self, end: AttemptEnd) {
+    pub fn attempt_ended(&self, end: AttemptEndLabel) {
         self.of_model.attempts.record(1, end);
     }
 
     /// Records the outcome of an attempt for one of its nodes.
-    pub fn node_attempt_ended(&self, role: NodeRole, end: AttemptEnd) {
+    pub fn node_attempt_ended(&self, role: NodeRole, end: AttemptEndLabel) {
         self.of_model.node_attempts.record(1, (role, end));
     }
 
-    pub fn picked(&self, pick: Pick) {
+    pub fn picked(&self, pick: PickDecision) {
         self.of_model.picks.record(1, pick);
     }
 

@@ -12,7 +12,7 @@ use opentelemetry_proto::tonic::{
 };
 use telemetry::{
     NodeMetrics, RouterMetrics, TelemetryError,
-    metrics::{AttemptEnd, FinishedRequest, LoadStats, Operation, RequestEnd},
+    metrics::{AttemptEndLabel, FinishedRequest, LoadStats, Operation, RequestEnd},
     propagation, spans,
 };
 use tokio::net::TcpListener;
@@ -136,7 +136,7 @@ async fn metrics_are_pushed_at_shutdown_at_the_latest() {
     let collector = Collector::start().await;
     let (telemetry, _) = start("router", Some(collector.url.clone()));
     let metrics = RouterMetrics::new(&telemetry.metrics(), "smollm2");
-    metrics.attempt_ended(AttemptEnd::Complete);
+    metrics.attempt_ended(AttemptEndLabel::Complete);
     assert!(telemetry.metrics().render_prometheus().contains("baton_attempts_total{"));
     telemetry.shutdown(DEADLINE).await.unwrap();
     let (_, metrics) = collector.finish().await;

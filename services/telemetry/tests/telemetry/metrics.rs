@@ -5,8 +5,8 @@ use std::time::Duration;
 use telemetry::{
     NodeMetrics, RouterMetrics,
     metrics::{
-        ApiKeyMetrics, AttemptEnd, FinishedRequest, KEYS_MAX, LoadStats, Operation, RequestEnd,
-        SequenceEnd, StepDispatch, StepStats, TransferEnd, TransferSide,
+        ApiKeyMetrics, AttemptEndLabel, FinishedRequest, KEYS_MAX, LoadStats, Operation,
+        RequestEnd, SequenceEnd, StepDispatch, StepStats, TransferEnd, TransferSide,
     },
 };
 
@@ -183,7 +183,7 @@ fn zeros(text: &str) -> Vec<&str> {
 fn every_series_of_a_router_counter_exists_for_every_model_from_the_start() {
     let (telemetry, _) = start("router", None);
     let metrics = RouterMetrics::new(&telemetry.metrics(), "one");
-    metrics.of_model("two").attempt_ended(AttemptEnd::Busy);
+    metrics.of_model("two").attempt_ended(AttemptEndLabel::Busy);
     let text = telemetry.metrics().render_prometheus();
     let zeros = zeros(&text);
     let count = |name: &str, model: &str| {

@@ -73,13 +73,13 @@ struct ClassifierProcessing {
 
 #[derive(Deserialize)]
 struct TemplateProcessing {
-    single: Vec<Piece>,
+    single: Vec<TemplatePiece>,
     #[serde(default)]
     special_tokens: std::collections::BTreeMap<String, SpecialToken>,
 }
 
 #[derive(Deserialize)]
-enum Piece {
+enum TemplatePiece {
     SpecialToken { id: String },
     Sequence { id: String },
 }
@@ -96,11 +96,11 @@ impl TemplateProcessing {
         let mut texts = 0;
         for piece in &self.single {
             match piece {
-                Piece::Sequence { id } if id == "A" => texts += 1,
-                Piece::Sequence { id } => {
+                TemplatePiece::Sequence { id } if id == "A" => texts += 1,
+                TemplatePiece::Sequence { id } => {
                     return Err(format!("single names text {id:?}, not A"));
                 }
-                Piece::SpecialToken { id } => {
+                TemplatePiece::SpecialToken { id } => {
                     let token = self
                         .special_tokens
                         .get(id)

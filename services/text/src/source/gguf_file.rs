@@ -7,7 +7,7 @@ use std::path::Path;
 use gguf::{GgufError, Header, Metadata, Split};
 use tokenizers::AddedToken;
 
-use super::{Origin, Source, TemplateSources, pre_tokenizer::PreTokenizerKind};
+use super::{TemplateSources, TokenizerSource, VocabularyOrigin, pre_tokenizer::PreTokenizerKind};
 use crate::{
     byte_pair::BytePairOptions,
     decoding::Decoding,
@@ -57,22 +57,22 @@ mod token_type {
 }
 
 /// Reads the header of the file at `path` and no tensors.
-pub(crate) fn read(path: &Path) -> Result<Source, LoadError> {
+pub(crate) fn read(path: &Path) -> Result<TokenizerSource, LoadError> {
     let gguf = |source| LoadError::Gguf { path: path.into(), source };
     let header = Header::read_from(path).map_err(gguf)?;
     // Only the first part of a split model has the tokenizer. Reject the other parts.
     Split::of_first(path, &header).map_err(gguf)?;
-    let file = File { path, metadata: &header.metadata };
+    let file = GgufVocabulary { path, metadata: &header.metadata };
     file.check_embedding(&header)?;
-    Ok(Source {
+    Ok(TokenizerSource {
         parts: file.parts()?,
         templates: file.templates()?,
         sampling_defaults: file.sampling_defaults()?,
-        origin: Origin { file: path.into(), keys: [TOKENS, MERGES] },
+        origin: VocabularyOrigin { file: path.into(), keys: [TOKENS, MERGES] },
     })
 }
 
-struct File<'a> {
+struct GgufVocabulary<'a> {
     path: &'a Path,
     metadata: &'a Metadata,
 }
@@ -86,7 +86,7 @@ enum Kind {
     Pieces,
 }
 
-impl File<'_> {
+impl GgufVocabulary<'_> {
     fn kind(&self) -> Result<Kind, LoadError> {
         match self.require(MODEL)? {
             "gpt2" => {}

@@ -14,11 +14,11 @@ use tokenizers::AddedToken;
 
 use self::{
     configs::{
-        ChatTemplates, GenerationConfig, ModelConfig, NamedTokens, OneOrMany, TokenizerConfig,
+        ChatTemplates, GenerationConfig, ModelConfigFile, NamedTokens, OneOrMany, TokenizerConfig,
     },
     tokenizer_file::{TokenizerFile, parts_of},
 };
-use super::{Origin, Source, TemplateSources};
+use super::{TemplateSources, TokenizerSource, VocabularyOrigin};
 use crate::{error::LoadError, sampling_defaults::SamplingDefaults, tokenizer::TokenizerParts};
 
 const TOKENIZER_FILE: &str = "tokenizer.json";
@@ -27,7 +27,7 @@ const TOKENIZER_BYTES_MAX: u64 = 256 << 20;
 const CONFIG_BYTES_MAX: u64 = 16 << 20;
 
 /// Reads the text files of `folder` and no weights.
-pub(crate) fn read(folder: &Path) -> Result<Source, LoadError> {
+pub(crate) fn read(folder: &Path) -> Result<TokenizerSource, LoadError> {
     let path = folder.join(TOKENIZER_FILE);
     let file: TokenizerFile = read_json(&path, TOKENIZER_BYTES_MAX)?
         .ok_or_else(|| LoadError::NotAModel { path: folder.into() })?;
@@ -56,15 +56,15 @@ pub(crate) fn read(folder: &Path) -> Result<Source, LoadError> {
     parts.bos_id = bos_id;
     parts.eos_ids.extend(eos_id);
     let model_path = folder.join("config.json");
-    let model: Option<ModelConfig> = read_json(&model_path, CONFIG_BYTES_MAX)?;
+    let model: Option<ModelConfigFile> = read_json(&model_path, CONFIG_BYTES_MAX)?;
     if let Some(size) = model.as_ref().and_then(|model| model.vocab_size) {
         check_embedding(&parts, size as u64, &model_path)?;
     }
     let (sampling_defaults, ends) = generation(folder, model, &model_path)?;
     parts.eos_ids.extend(ends);
     add_templates(folder, config.chat_template, &mut templates)?;
-    let origin = Origin { file: path, keys: ["model.vocab", "model.merges"] };
-    Ok(Source { parts, templates, sampling_defaults, origin })
+    let origin = VocabularyOrigin { file: path, keys: ["model.vocab", "model.merges"] };
+    Ok(TokenizerSource { parts, templates, sampling_defaults, origin })
 }
 
 /// Checks that every id of the tokenizer is a row of the model's embedding. Further rows are padding.
@@ -84,7 +84,7 @@ fn check_embedding(parts: &TokenizerParts, rows: u64, path: &Path) -> Result<(),
 /// Reads `generation_config.json`, and the end-of-sequence tokens from it or from `config.json`.
 fn generation(
     folder: &Path,
-    model: Option<ModelConfig>,
+    model: Option<ModelConfigFile>,
     model_path: &Path,
 ) -> Result<(SamplingDefaults, Vec<u32>), LoadError> {
     let path = folder.join("generation_config.json");

@@ -19,21 +19,21 @@ use crate::{
 };
 
 /// Contents of a source.
-pub(crate) struct Source {
+pub(crate) struct TokenizerSource {
     pub parts: TokenizerParts,
     pub templates: TemplateSources,
     pub sampling_defaults: SamplingDefaults,
-    pub origin: Origin,
+    pub origin: VocabularyOrigin,
 }
 
 /// File of the vocabulary, for errors.
-pub(crate) struct Origin {
+pub(crate) struct VocabularyOrigin {
     pub file: PathBuf,
     /// Keys of tokens and merges.
     pub keys: [&'static str; 2],
 }
 
-impl Source {
+impl TokenizerSource {
     /// Reads a `.gguf` file, a folder with one such file, or a Hugging Face folder, without the weights.
     pub fn read(path: &Path) -> Result<Self, LoadError> {
         if let Some(file) = gguf::file_of_folder(path) {
@@ -51,7 +51,7 @@ impl Source {
     }
 }
 
-impl Origin {
+impl VocabularyOrigin {
     /// Adds the file and the key to a vocabulary error.
     pub fn locate(self, source: VocabularyError) -> LoadError {
         let [tokens, merges] = self.keys;

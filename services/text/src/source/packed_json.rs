@@ -19,8 +19,8 @@ pub(super) struct PackedVocabulary {
 
 impl<'de> Deserialize<'de> for PackedVocabulary {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        struct Tokens;
-        impl<'de> Visitor<'de> for Tokens {
+        struct VocabularyVisitor;
+        impl<'de> Visitor<'de> for VocabularyVisitor {
             type Value = PackedVocabulary;
 
             fn expecting(&self, f: &mut fmt::Formatter) -> fmt::Result {
@@ -42,7 +42,7 @@ impl<'de> Deserialize<'de> for PackedVocabulary {
                 Ok(PackedVocabulary::default())
             }
         }
-        deserializer.deserialize_any(Tokens)
+        deserializer.deserialize_any(VocabularyVisitor)
     }
 }
 

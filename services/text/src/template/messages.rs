@@ -93,17 +93,17 @@ pub(super) fn normalise(
         return Err(TemplateError::NoMessages);
     }
     let normalised = list.iter().enumerate().map(|(index, message)| {
-        Message { index }.normalise(message, substitutes, forms).map(Value::Object)
+        IndexedMessage { index }.normalise(message, substitutes, forms).map(Value::Object)
     });
     Ok(Value::Array(normalised.collect::<Result<_, _>>()?))
 }
 
 /// Message with its index in the request.
-struct Message {
+struct IndexedMessage {
     index: usize,
 }
 
-impl Message {
+impl IndexedMessage {
     fn normalise(
         &self,
         message: &Value,

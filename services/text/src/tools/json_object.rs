@@ -7,7 +7,7 @@ const DEPTH_MAX: usize = 64;
 
 /// Result of one byte.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Step {
+pub(super) enum JsonStep {
     More,
     /// A key of the outermost object is complete, between these offsets including quotes.
     Key(usize, usize),
@@ -62,25 +62,25 @@ pub(super) struct JsonObject {
 }
 
 impl JsonObject {
-    pub fn feed(&mut self, byte: u8) -> Step {
+    pub fn feed(&mut self, byte: u8) -> JsonStep {
         let step = self.step(byte);
         self.at += 1;
-        if matches!(step, Step::Complete | Step::Broken) {
+        if matches!(step, JsonStep::Complete | JsonStep::Broken) {
             self.expect = Expect::Nothing;
         }
         step
     }
 
-    fn step(&mut self, byte: u8) -> Step {
+    fn step(&mut self, byte: u8) -> JsonStep {
         match self.expect {
             Expect::Text(state) => return self.in_text(state, byte),
             Expect::Scalar if byte.is_ascii_alphanumeric() || b"+-.".contains(&byte) => {
                 self.scalar.push(byte);
-                return Step::More;
+                return JsonStep::More;
             }
             Expect::Scalar => {
                 if serde_json::from_slice::<IgnoredAny>(&self.scalar).is_err() {
-                    return Step::Broken;
+                    return JsonStep::Broken;
                 }
                 // The byte after a scalar does not belong to it.
                 self.expect = Expect::CommaOrEnd;
@@ -88,7 +88,7 @@ impl JsonObject {
             _ => {}
         }
         if byte.is_ascii_whitespace() && byte != b'\x0c' {
-            return if self.open.is_empty() { Step::Broken } else { Step::More };
+            return if self.open.is_empty() { JsonStep::Broken } else { JsonStep::More };
         }
         match (self.expect, byte) {
             (Expect::Open, b'{') => self.begin(true),
@@ -101,39 +101,39 @@ impl JsonObject {
             (Expect::KeyOrEnd | Expect::CommaOrEnd, b'}') => self.end(true),
             (Expect::ValueOrEnd | Expect::CommaOrEnd, b']') => self.end(false),
             (Expect::Value | Expect::ValueOrEnd, _) => self.begin_value(byte),
-            _ => Step::Broken,
+            _ => JsonStep::Broken,
         }
     }
 
-    fn go_on(&mut self, expect: Expect) -> Step {
+    fn go_on(&mut self, expect: Expect) -> JsonStep {
         self.expect = expect;
-        Step::More
+        JsonStep::More
     }
 
-    fn begin(&mut self, is_object: bool) -> Step {
+    fn begin(&mut self, is_object: bool) -> JsonStep {
         if self.open.len() == DEPTH_MAX {
-            return Step::Broken;
+            return JsonStep::Broken;
         }
         self.open.push(is_object);
         self.go_on(if is_object { Expect::KeyOrEnd } else { Expect::ValueOrEnd })
     }
 
-    fn end(&mut self, is_object: bool) -> Step {
+    fn end(&mut self, is_object: bool) -> JsonStep {
         if self.open.pop() != Some(is_object) {
-            return Step::Broken;
+            return JsonStep::Broken;
         }
         if self.open.is_empty() {
-            return Step::Complete;
+            return JsonStep::Complete;
         }
         self.go_on(Expect::CommaOrEnd)
     }
 
-    fn begin_text(&mut self, is_key: bool) -> Step {
+    fn begin_text(&mut self, is_key: bool) -> JsonStep {
         (self.text_start, self.text_is_key) = (self.at, is_key);
         self.go_on(Expect::Text(InText::Plain))
     }
 
-    fn begin_value(&mut self, byte: u8) -> Step {
+    fn begin_value(&mut self, byte: u8) -> JsonStep {
         match byte {
             b'"' => self.begin_text(false),
             b'{' => self.begin(true),
@@ -142,11 +142,11 @@ impl JsonObject {
                 self.scalar = vec![byte];
                 self.go_on(Expect::Scalar)
             }
-            _ => Step::Broken,
+            _ => JsonStep::Broken,
         }
     }
 
-    fn in_text(&mut self, state: InText, byte: u8) -> Step {
+    fn in_text(&mut self, state: InText, byte: u8) -> JsonStep {
         let next = match (state, byte) {
             (InText::Plain, b'"') => return self.end_text(),
             (InText::Plain, b'\\') => InText::Escape,
@@ -157,19 +157,19 @@ impl JsonObject {
             }
             (InText::Unicode(1), _) if byte.is_ascii_hexdigit() => InText::Plain,
             (InText::Unicode(left), _) if byte.is_ascii_hexdigit() => InText::Unicode(left - 1),
-            _ => return Step::Broken,
+            _ => return JsonStep::Broken,
         };
         self.go_on(Expect::Text(next))
     }
 
-    fn end_text(&mut self) -> Step {
+    fn end_text(&mut self) -> JsonStep {
         let is_outermost = self.open.len() == 1;
         let (start, end) = (self.text_start, self.at + 1);
         self.expect = if self.text_is_key { Expect::Colon } else { Expect::CommaOrEnd };
         match (is_outermost, self.text_is_key) {
-            (true, true) => Step::Key(start, end),
-            (true, false) => Step::Text(start, end),
-            (false, _) => Step::More,
+            (true, true) => JsonStep::Key(start, end),
+            (true, false) => JsonStep::Text(start, end),
+            (false, _) => JsonStep::More,
         }
     }
 }
@@ -182,15 +182,15 @@ mod tests {
     use super::*;
 
     /// Returns the last step and the number of bytes read.
-    fn read(text: &str) -> (Step, usize) {
+    fn read(text: &str) -> (JsonStep, usize) {
         let mut object = JsonObject::default();
         for (at, &byte) in text.as_bytes().iter().enumerate() {
             let step = object.feed(byte);
-            if matches!(step, Step::Complete | Step::Broken) {
+            if matches!(step, JsonStep::Complete | JsonStep::Broken) {
                 return (step, at + 1);
             }
         }
-        (Step::More, text.len())
+        (JsonStep::More, text.len())
     }
 
     fn json() -> impl Strategy<Value = Value> {
@@ -222,7 +222,7 @@ mod tests {
                 true => serde_json::to_string_pretty(&object).unwrap(),
                 false => object.to_string(),
             };
-            prop_assert_eq!(read(&format!("{text}{behind}")), (Step::Complete, text.len()));
+            prop_assert_eq!(read(&format!("{text}{behind}")), (JsonStep::Complete, text.len()));
         }
 
         /// The parser completes exactly the texts that serde_json accepts, and breaks only where no
@@ -231,7 +231,7 @@ mod tests {
         fn json_scanner_agrees_with_serde_json(text in r#"\{[ \n]?("[a\\"u0-9\n]{0,6}"|[-+0-9.eE]{1,6}|[\[\]{},:"tfn ]|true|null){0,10}\}"#) {
             let (step, used) = read(&text);
             let taken = serde_json::from_str::<&serde_json::value::RawValue>(&text[..used]);
-            prop_assert_eq!(step == Step::Complete, taken.is_ok(), "{}", text);
+            prop_assert_eq!(step == JsonStep::Complete, taken.is_ok(), "{}", text);
         }
     }
 
@@ -242,8 +242,8 @@ mod tests {
         let mut told = Vec::new();
         for byte in text.bytes() {
             match object.feed(byte) {
-                Step::Key(start, end) => told.push(("key", &text[start..end])),
-                Step::Text(start, end) => told.push(("text", &text[start..end])),
+                JsonStep::Key(start, end) => told.push(("key", &text[start..end])),
+                JsonStep::Text(start, end) => told.push(("text", &text[start..end])),
                 _ => {}
             }
         }
@@ -253,7 +253,7 @@ mod tests {
     #[test]
     fn json_depth_is_bounded() {
         let deep = |depth: usize| format!("{{\"a\":{}{}}}", "[".repeat(depth), "]".repeat(depth));
-        assert_eq!(read(&deep(DEPTH_MAX - 1)).0, Step::Complete);
-        assert_eq!(read(&deep(DEPTH_MAX)).0, Step::Broken);
+        assert_eq!(read(&deep(DEPTH_MAX - 1)).0, JsonStep::Complete);
+        assert_eq!(read(&deep(DEPTH_MAX)).0, JsonStep::Broken);
     }
 }

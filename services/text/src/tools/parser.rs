@@ -14,7 +14,7 @@ use serde_json::value::RawValue;
 
 use super::{
     ToolFormat,
-    json_object::{JsonObject, Step},
+    json_object::{JsonObject, JsonStep},
 };
 
 /// Call of a function.
@@ -42,7 +42,7 @@ pub struct ToolParser {
     format: ToolFormat,
     /// Functions that may be called.
     names: Arc<[String]>,
-    state: State,
+    state: ParserState,
     /// Text that is held back because it may belong to a call.
     held: String,
     /// Whether a call without a mark may begin: at the start and after a call.
@@ -54,7 +54,7 @@ pub struct ToolParser {
 }
 
 #[derive(Clone, Debug)]
-enum State {
+enum ParserState {
     /// Between calls. The held text is white space and, after a call without a mark, at most one `;`.
     Text,
     /// The held text from `start` on is the beginning of a mark.
@@ -75,7 +75,7 @@ struct FoundParts {
 }
 
 /// Result of adding a character to the held text.
-enum Outcome {
+enum PushOutcome {
     Accepted,
     /// The held text is not a call; the character does not belong to it.
     Rejected,
@@ -88,7 +88,7 @@ impl ToolParser {
         Self {
             format,
             names,
-            state: State::Text,
+            state: ParserState::Text,
             held: String::new(),
             bare: format.takes_bare(),
             after_call: false,
@@ -100,13 +100,13 @@ impl ToolParser {
     pub fn push(&mut self, text: &str, out: &mut Vec<ToolPiece>) {
         for char in text.chars() {
             match self.take(char, out) {
-                Outcome::Accepted => {}
-                Outcome::Rejected => {
+                PushOutcome::Accepted => {}
+                PushOutcome::Rejected => {
                     self.emit_content(out);
                     // In plain text every character is accepted.
                     self.take(char, out);
                 }
-                Outcome::RejectedWithIt => self.emit_content(out),
+                PushOutcome::RejectedWithIt => self.emit_content(out),
             }
         }
     }
@@ -115,13 +115,14 @@ impl ToolParser {
     /// goes. Without the name of its function nothing of it is emitted, unless the text may also be an answer in JSON.
     pub fn finish_cut(self, out: &mut Vec<ToolPiece>) {
         match &self.state {
-            State::Marked => {}
-            State::Object { start, found, .. } => match cut_call(&self.held[*start..], found) {
+            ParserState::Marked => {}
+            ParserState::Object { start, found, .. } => match cut_call(&self.held[*start..], found)
+            {
                 Some(call) => out.push(ToolPiece::CutCall(call)),
                 None if self.held[..*start].contains(self.format.marks().0) => {}
                 None => self.finish(out),
             },
-            State::Text | State::Mark { .. } => self.finish(out),
+            ParserState::Text | ParserState::Mark { .. } => self.finish(out),
         }
     }
 
@@ -130,38 +131,38 @@ impl ToolParser {
     pub fn finish(mut self, out: &mut Vec<ToolPiece>) {
         let ends_a_call = self.after_call
             && match self.state {
-                State::Text => true,
-                State::Mark { start } => self.closes && self.may_close(start),
-                State::Marked | State::Object { .. } => false,
+                ParserState::Text => true,
+                ParserState::Mark { start } => self.closes && self.may_close(start),
+                ParserState::Marked | ParserState::Object { .. } => false,
             };
         if !ends_a_call {
             self.emit_content(out);
         }
     }
 
-    fn take(&mut self, char: char, out: &mut Vec<ToolPiece>) -> Outcome {
+    fn take(&mut self, char: char, out: &mut Vec<ToolPiece>) -> PushOutcome {
         match self.state {
-            State::Text if char.is_whitespace() => self.held.push(char),
-            State::Text if char == '<' => {
-                self.state = State::Mark { start: self.held.len() };
+            ParserState::Text if char.is_whitespace() => self.held.push(char),
+            ParserState::Text if char == '<' => {
+                self.state = ParserState::Mark { start: self.held.len() };
                 self.held.push(char);
             }
-            State::Text if char == '{' && self.bare => return self.begin_object(),
-            State::Text if char == ';' && self.separates() => self.held.push(char),
-            State::Text => {
+            ParserState::Text if char == '{' && self.bare => return self.begin_object(),
+            ParserState::Text if char == ';' && self.separates() => self.held.push(char),
+            ParserState::Text => {
                 self.held.push(char);
                 self.emit_content(out);
             }
-            State::Mark { start } => {
+            ParserState::Mark { start } => {
                 self.held.push(char);
                 return self.take_mark(start);
             }
-            State::Marked if char.is_whitespace() => self.held.push(char),
-            State::Marked if char == '{' => return self.begin_object(),
-            State::Marked => return Outcome::Rejected,
-            State::Object { .. } => return self.take_json(char, out),
+            ParserState::Marked if char.is_whitespace() => self.held.push(char),
+            ParserState::Marked if char == '{' => return self.begin_object(),
+            ParserState::Marked => return PushOutcome::Rejected,
+            ParserState::Object { .. } => return self.take_json(char, out),
         }
-        Outcome::Accepted
+        PushOutcome::Accepted
     }
 
     /// Returns whether a `;` separates two calls without marks.
@@ -175,47 +176,47 @@ impl ToolParser {
     }
 
     /// Checks the held text, whose last character may be part of a mark.
-    fn take_mark(&mut self, start: usize) -> Outcome {
+    fn take_mark(&mut self, start: usize) -> PushOutcome {
         let (begin, end) = self.format.marks();
         let mark = &self.held[start..];
         if mark == begin {
-            self.state = State::Marked;
+            self.state = ParserState::Marked;
         } else if self.closes && Some(mark) == end {
-            (self.state, self.closes) = (State::Text, false);
+            (self.state, self.closes) = (ParserState::Text, false);
             self.held.clear();
         } else if begin.starts_with(mark) || self.closes && self.may_close(start) {
-            return Outcome::Accepted;
+            return PushOutcome::Accepted;
         } else {
             self.held.pop();
-            return Outcome::Rejected;
+            return PushOutcome::Rejected;
         }
-        Outcome::Accepted
+        PushOutcome::Accepted
     }
 
-    fn begin_object(&mut self) -> Outcome {
+    fn begin_object(&mut self) -> PushOutcome {
         let mut json = JsonObject::default();
         json.feed(b'{');
         let found = FoundParts::default();
-        self.state = State::Object { start: self.held.len(), in_name: false, json, found };
+        self.state = ParserState::Object { start: self.held.len(), in_name: false, json, found };
         self.held.push('{');
-        Outcome::Accepted
+        PushOutcome::Accepted
     }
 
-    fn take_json(&mut self, char: char, out: &mut Vec<ToolPiece>) -> Outcome {
-        let State::Object { start, in_name, json, found } = &mut self.state else {
-            return Outcome::Rejected;
+    fn take_json(&mut self, char: char, out: &mut Vec<ToolPiece>) -> PushOutcome {
+        let ParserState::Object { start, in_name, json, found } = &mut self.state else {
+            return PushOutcome::Rejected;
         };
         let mut bytes = [0; 4];
         // Multi-byte characters occur only inside strings, where each of their bytes is accepted.
         let steps = char.encode_utf8(&mut bytes).bytes().map(|byte| json.feed(byte));
-        let step = steps.last().unwrap_or(Step::Broken);
-        if step == Step::Broken {
-            return Outcome::Rejected;
+        let step = steps.last().unwrap_or(JsonStep::Broken);
+        if step == JsonStep::Broken {
+            return PushOutcome::Rejected;
         }
         self.held.push(char);
         let object = &self.held[*start..];
         let is_call_so_far = match step {
-            Step::Key(from, to) => {
+            JsonStep::Key(from, to) => {
                 let key = &object[from + 1..to - 1];
                 *in_name = key == "name";
                 if ["arguments", "parameters"].contains(&key) {
@@ -223,28 +224,28 @@ impl ToolParser {
                 }
                 ["name", "arguments", "parameters", "type", "id"].contains(&key)
             }
-            Step::Text(from, to) if *in_name => {
+            JsonStep::Text(from, to) if *in_name => {
                 found.name = serde_json::from_str::<String>(&object[from..to]).ok();
                 found.name.as_ref().is_some_and(|name| self.names.contains(name))
             }
-            Step::Complete => {
+            JsonStep::Complete => {
                 let call = call(object).filter(|call| self.names.contains(&call.name));
-                let Some(call) = call else { return Outcome::RejectedWithIt };
+                let Some(call) = call else { return PushOutcome::RejectedWithIt };
                 out.push(ToolPiece::Call(call));
                 self.held.clear();
-                self.state = State::Text;
+                self.state = ParserState::Text;
                 (self.bare, self.after_call) = (self.format.takes_bare(), true);
                 self.closes = self.format.marks().1.is_some();
                 true
             }
             _ => true,
         };
-        if is_call_so_far { Outcome::Accepted } else { Outcome::RejectedWithIt }
+        if is_call_so_far { PushOutcome::Accepted } else { PushOutcome::RejectedWithIt }
     }
 
     /// Emits the held text as content.
     fn emit_content(&mut self, out: &mut Vec<ToolPiece>) {
-        self.state = State::Text;
+        self.state = ParserState::Text;
         if self.held.is_empty() {
             return;
         }
@@ -260,13 +261,13 @@ impl ToolParser {
 /// Parses the object as a call.
 fn call(object: &str) -> Option<ToolCall> {
     #[derive(Deserialize)]
-    struct Call<'a> {
+    struct CallObject<'a> {
         name: String,
         #[serde(borrow, alias = "parameters")]
         arguments: Option<&'a RawValue>,
         r#type: Option<String>,
     }
-    let call: Call<'_> = serde_json::from_str(object).ok()?;
+    let call: CallObject<'_> = serde_json::from_str(object).ok()?;
     if call.r#type.is_some_and(|kind| kind != "function") {
         return None;
     }

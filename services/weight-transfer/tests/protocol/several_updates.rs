@@ -1,7 +1,7 @@
 //! Several updates at a time: of two operators, of nodes that catch up, and of coordinators that die.
 
 use proptest::prelude::*;
-use weight_transfer::{Phase, UpdateReport, UpdateState, WeightVersion};
+use weight_transfer::{ParticipantPhase, UpdateReport, UpdateState, WeightVersion};
 
 use crate::{
     events::{Event, event},
@@ -27,7 +27,7 @@ proptest! {
         world.settle();
         world.nodes.iter_mut().for_each(Node::restore);
         for node in &world.nodes {
-            prop_assert!(matches!(node.participant.phase(), Phase::Serving));
+            prop_assert!(matches!(node.participant.phase(), ParticipantPhase::Serving));
             prop_assert!(node.serves.is_some());
         }
     }

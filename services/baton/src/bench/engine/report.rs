@@ -7,12 +7,12 @@ use serde::Serialize;
 
 use super::super::{
     stats::{Percentiles, median},
-    steps::{DecodeStats, Decoding},
+    steps::{DecodeStats, DecodeSteps},
     tune::TunedRows,
 };
 
 #[derive(Serialize)]
-pub(super) struct Report {
+pub(super) struct EngineReport {
     pub(super) model: String,
     pub(super) dtype: String,
     pub(super) isa: String,
@@ -32,7 +32,7 @@ pub(super) struct Report {
     pub(super) ranks: u32,
     /// Largest number of tokens of a step.
     pub(super) step_tokens: u32,
-    pub(super) rows: Vec<Row>,
+    pub(super) rows: Vec<EngineMeasurement>,
 }
 
 #[derive(Serialize)]
@@ -48,7 +48,7 @@ impl StartPart {
 }
 
 #[derive(Serialize)]
-pub(super) struct Row {
+pub(super) struct EngineMeasurement {
     pub(super) what: &'static str,
     pub(super) batch: u32,
     pub(super) tokens_each: u32,
@@ -64,7 +64,7 @@ pub(super) struct Row {
 }
 
 /// One measured run.
-pub(super) struct Run {
+pub(super) struct EngineRun {
     /// Arrival of its sequences.
     pub(super) started: Instant,
     pub(super) steps: Vec<StepRecord>,
@@ -74,7 +74,7 @@ pub(super) struct Run {
     pub(super) last: usize,
 }
 
-impl Run {
+impl EngineRun {
     /// Returns the time from the arrival to the end of a step.
     pub(super) fn seconds_to(&self, step: usize) -> f64 {
         self.steps[step].collect.end.saturating_duration_since(self.started).as_secs_f64()
@@ -85,12 +85,12 @@ impl Run {
     }
 }
 
-pub(super) fn prefill_row(runs: &[Run], batch: u32, prompt_tokens: u32) -> Row {
+pub(super) fn prefill_row(runs: &[EngineRun], batch: u32, prompt_tokens: u32) -> EngineMeasurement {
     let seconds: Vec<f64> = runs.iter().map(|run| run.seconds_to(run.all_begun())).collect();
     let tokens = f64::from(batch * prompt_tokens);
     let all: Vec<f64> = seconds.iter().map(|seconds| tokens / seconds).collect();
     let first: Vec<f64> = runs.iter().map(|run| run.seconds_to(run.firsts[0])).collect();
-    Row {
+    EngineMeasurement {
         what: "prefill",
         batch,
         tokens_each: prompt_tokens,
@@ -106,21 +106,21 @@ pub(super) fn prefill_row(runs: &[Run], batch: u32, prompt_tokens: u32) -> Row {
 /// Returns a row with the throughput of the whole batch from the step in which every sequence
 /// decodes.
 pub(super) fn decode_row(
-    runs: &[Run],
+    runs: &[EngineRun],
     batch: u32,
     (context_tokens, decode_tokens): (u32, u32),
     floor_ms: Option<f64>,
-) -> Row {
-    let per_s = |run: &Run| {
+) -> EngineMeasurement {
+    let per_s = |run: &EngineRun| {
         let seconds = run.seconds_to(run.last) - run.seconds_to(run.all_begun());
         f64::from(batch * (decode_tokens - 1)) / seconds
     };
     let all: Vec<f64> = runs.iter().map(per_s).collect();
-    let decoding = runs.iter().map(|run| Decoding {
+    let decoding = runs.iter().map(|run| DecodeSteps {
         steps: run.steps[run.all_begun()..=run.last].to_vec(),
         tokens_after_first: decode_tokens - 1,
     });
-    Row {
+    EngineMeasurement {
         what: "decode",
         batch,
         tokens_each: decode_tokens,
@@ -133,7 +133,7 @@ pub(super) fn decode_row(
     }
 }
 
-pub(super) fn print_table(report: &Report) {
+pub(super) fn print_table(report: &EngineReport) {
     print!("{}  {}  {}  ", report.model, report.dtype, report.isa);
     match (report.weight_read_gb_per_s, report.peak_gb_per_s) {
         (_, Some(peak)) => {
@@ -166,7 +166,7 @@ pub(super) fn print_table(report: &Report) {
 }
 
 /// Prints host time, device use and the fraction of the memory-bound minimum of decode steps.
-fn print_steps(report: &Report) {
+fn print_steps(report: &EngineReport) {
     println!("\ndecode steps, {} in flight; host times in µs: p50/p99", report.depth);
     println!(concat!(
         " batch        ms          plan        launch",

@@ -11,7 +11,7 @@ use plotters::{
     style::{Color, RGBColor, WHITE},
 };
 
-use super::report::{Load, Point, Report};
+use super::report::{LoadPoint, OfferedLoad, ServeReport};
 use crate::bench::stats::Percentiles;
 
 const SIZE: (u32, u32) = (960, 1020);
@@ -28,14 +28,14 @@ const LINE_WIDTH: u32 = 2;
 const THIN_LINE_WIDTH: u32 = 1;
 
 /// Function that selects the percentiles of a panel.
-type PanelOf = fn(&Point) -> &Percentiles;
+type PanelOf = fn(&LoadPoint) -> &Percentiles;
 /// Function that selects the percentile of a line.
 type PercentileOf = fn(&Percentiles) -> f64;
 
 /// A line of each panel.
 struct Line<'a> {
     label: String,
-    points: Vec<&'a Point>,
+    points: Vec<&'a LoadPoint>,
     percentile: PercentileOf,
     colour: RGBColor,
     width: u32,
@@ -43,12 +43,12 @@ struct Line<'a> {
 
 /// Draws one panel each for time to first token, inter-token latency and request duration. Loads without
 /// a completed request are left out.
-pub fn write(report: &Report, mut file: File) -> Result<()> {
+pub fn write(report: &ServeReport, mut file: File) -> Result<()> {
     let svg = draw(report).map_err(|error| anyhow!("the chart cannot be drawn: {error}"))?;
     file.write_all(svg.as_bytes()).context("cannot write the chart")
 }
 
-fn draw(report: &Report) -> Result<String, Box<dyn std::error::Error>> {
+fn draw(report: &ServeReport) -> Result<String, Box<dyn std::error::Error>> {
     let lines = lines(report);
     let mut svg = String::new();
     {
@@ -93,13 +93,13 @@ fn draw(report: &Report) -> Result<String, Box<dyn std::error::Error>> {
 }
 
 /// Returns the lines of each panel: three percentiles of one server, or median and tail of each of several.
-fn lines(report: &Report) -> Vec<Line<'_>> {
+fn lines(report: &ServeReport) -> Vec<Line<'_>> {
     let percentiles: [(&str, PercentileOf); 3] =
         [("p50", |of| of.p50), ("p99", |of| of.p99), ("p90", |of| of.p90)];
     let is_alone = report.compared.is_empty();
     let mut lines = Vec::new();
     for (server, colour) in report.servers().zip(COLOURS.iter().cycle()) {
-        let mut points: Vec<&Point> =
+        let mut points: Vec<&LoadPoint> =
             server.points.iter().filter(|point| point.completed > 0).collect();
         points.sort_by(|a, b| a.load.value().total_cmp(&b.load.value()));
         for (index, (name, percentile)) in
@@ -128,11 +128,11 @@ fn colour_of_frame() -> RGBColor {
     RGBColor(120, 120, 120)
 }
 
-fn load_name(report: &Report) -> &'static str {
+fn load_name(report: &ServeReport) -> &'static str {
     match report.server.points.first().map(|point| point.load) {
-        Some(Load::Concurrency(_)) => "conversations at once",
-        Some(Load::RateScale(_)) => "arrival rate, as a multiple of the trace's",
-        Some(Load::Rate(_)) | None => "arrivals per second",
+        Some(OfferedLoad::Concurrency(_)) => "conversations at once",
+        Some(OfferedLoad::RateScale(_)) => "arrival rate, as a multiple of the trace's",
+        Some(OfferedLoad::Rate(_)) | None => "arrivals per second",
     }
 }
 
@@ -150,10 +150,10 @@ mod tests {
     use crate::bench::serve::{
         client::Measured,
         length::Length,
-        report::{Outcome, ServerReport},
+        report::{ConversationOutcome, ServerReport},
     };
 
-    fn report(rates: &[f64]) -> Report {
+    fn report(rates: &[f64]) -> ServeReport {
         let point = |&rate: &f64| {
             let measured = Measured {
                 prompt_tokens: 1,
@@ -162,10 +162,11 @@ mod tests {
                 end: rate * 2.0,
                 token_ids: None,
             };
-            let outcome = Outcome { turns: vec![measured], error: None, elapsed_s: 1.0 };
-            Point::of(Load::Rate(rate), &[outcome], 1.0, None)
+            let outcome =
+                ConversationOutcome { turns: vec![measured], error: None, elapsed_s: 1.0 };
+            LoadPoint::of(OfferedLoad::Rate(rate), &[outcome], 1.0, None)
         };
-        Report {
+        ServeReport {
             server: ServerReport {
                 url: "first".to_owned(),
                 model: "a <model> & more".to_owned(),

@@ -85,7 +85,8 @@ impl Server {
         }
         let sent = Instant::now();
         let url = format!("{}/v1/completions", self.url);
-        let mut answer = Answer { tokens_max: output_tokens as usize, ..Answer::default() };
+        let mut answer =
+            AnswerStream { tokens_max: output_tokens as usize, ..AnswerStream::default() };
         let on_event = |event: &str| answer.take(event, sent.elapsed().as_secs_f64());
         self.client.post_for_events(&url, &[], &body, on_event).await?;
         let output = output_min..=output_tokens as usize;
@@ -95,7 +96,7 @@ impl Server {
 
 /// State of one stream.
 #[derive(Default)]
-struct Answer {
+struct AnswerStream {
     tokens_max: usize,
     token_times: Vec<f64>,
     token_ids: Option<Vec<u32>>,
@@ -104,7 +105,7 @@ struct Answer {
     is_done: bool,
 }
 
-impl Answer {
+impl AnswerStream {
     fn take(&mut self, event: &str, now: f64) -> Result<()> {
         if event == "[DONE]" {
             self.is_done = true;
@@ -180,7 +181,7 @@ mod tests {
     use super::*;
 
     fn answer(events: &[(&str, f64)], wanted: usize) -> Result<Measured> {
-        let mut answer = Answer { tokens_max: wanted, ..Answer::default() };
+        let mut answer = AnswerStream { tokens_max: wanted, ..AnswerStream::default() };
         for (event, now) in events {
             answer.take(event, *now)?;
         }

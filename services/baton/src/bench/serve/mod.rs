@@ -27,13 +27,13 @@ use tokio::{sync::Semaphore, task::JoinSet};
 use self::{
     client::Server,
     length::Length,
-    report::{Load, Outcome, Point, Report, ServerReport},
-    workload::{Conversation, Shape, Turn},
+    report::{ConversationOutcome, LoadPoint, OfferedLoad, ServeReport, ServerReport},
+    workload::{Conversation, ConversationTurn, WorkloadShape},
 };
 use super::{output_file, stats::WorkloadRng};
 use crate::{
     client_args::ClientArgs,
-    request_trace::{Row, Trace},
+    request_trace::{RecordedRequest, RequestTrace},
 };
 
 pub use self::{chart::COLOURS, report::GoodputLimits};
@@ -170,8 +170,9 @@ pub fn run(args: ServeArgs) -> Result<()> {
     Ok(())
 }
 
-async fn measure(args: &ServeArgs, in_flight_max: usize) -> Result<Report> {
-    let trace = args.trace.as_deref().map(|path| Trace::read(path, args.requests)).transpose()?;
+async fn measure(args: &ServeArgs, in_flight_max: usize) -> Result<ServeReport> {
+    let trace =
+        args.trace.as_deref().map(|path| RequestTrace::read(path, args.requests)).transpose()?;
     let schema = args.schema.as_deref().map(read_schema).transpose()?;
     let client = args.client.client(CONNECT_TIMEOUT)?;
     let mut servers = Vec::new();
@@ -190,7 +191,7 @@ async fn measure(args: &ServeArgs, in_flight_max: usize) -> Result<Report> {
     let timeout = Duration::from_secs(args.timeout_s);
     if args.warmup > 0 {
         for server in &servers {
-            let (load, seed) = (Load::Concurrency(CONCURRENCY), args.seed.wrapping_sub(1));
+            let (load, seed) = (OfferedLoad::Concurrency(CONCURRENCY), args.seed.wrapping_sub(1));
             let mut requests = workload.conversations(load, seed);
             requests.truncate(args.warmup as usize);
             drive(server, requests, (load, in_flight_max), timeout, "warm-up").await?;
@@ -204,7 +205,7 @@ async fn measure(args: &ServeArgs, in_flight_max: usize) -> Result<Report> {
             let (outcomes, elapsed_s) =
                 drive(server, conversations, (load, in_flight_max), timeout, &load.describe())
                     .await?;
-            let point = Point::of(load, &outcomes, elapsed_s, args.goodput);
+            let point = LoadPoint::of(load, &outcomes, elapsed_s, args.goodput);
             if !args.compare.is_empty() {
                 println!("\n{}", server.url);
             }
@@ -213,7 +214,7 @@ async fn measure(args: &ServeArgs, in_flight_max: usize) -> Result<Report> {
         }
     }
     let mut results = results.into_iter();
-    let report = Report {
+    let report = ServeReport {
         server: results.next().expect("--url is measured"),
         compared: results.collect(),
         workload: workload.describe(),
@@ -233,38 +234,39 @@ fn read_schema(path: &Path) -> Result<Value> {
 }
 
 /// The requests of a run, apart from their arrivals.
-struct Workload {
-    shape: Shape,
-    trace: Option<Trace>,
+struct ServeWorkload {
+    shape: WorkloadShape,
+    trace: Option<RequestTrace>,
     requests: u32,
     sharegpt: bool,
 }
 
-impl Workload {
+impl ServeWorkload {
     /// Returns the conversations of a load; the same seed gives the same conversations.
-    fn conversations(&self, load: Load, seed: u64) -> Vec<Conversation> {
+    fn conversations(&self, load: OfferedLoad, seed: u64) -> Vec<Conversation> {
         let mut rng = WorkloadRng::new(seed);
         let Some(trace) = &self.trace else {
             let rate = match load {
-                Load::Rate(rate) => Some(rate),
-                Load::Concurrency(_) | Load::RateScale(_) => None,
+                OfferedLoad::Rate(rate) => Some(rate),
+                OfferedLoad::Concurrency(_) | OfferedLoad::RateScale(_) => None,
             };
             return self.shape.draw(&mut rng, self.requests, rate);
         };
         let mut prompts = WorkloadRng::new(seed);
         let tokens = 10..=self.shape.vocabulary - 1;
         let mut poisson_arrival = 0.0;
-        let conversation = |row: &Row| {
+        let conversation = |row: &RecordedRequest| {
             let arrives_at = match load {
-                Load::Rate(rate) => {
+                OfferedLoad::Rate(rate) => {
                     poisson_arrival += rng.exponential(rate);
                     Some(poisson_arrival)
                 }
-                Load::RateScale(scale) => Some(row.arrives_at / scale),
-                Load::Concurrency(_) => None,
+                OfferedLoad::RateScale(scale) => Some(row.arrives_at / scale),
+                OfferedLoad::Concurrency(_) => None,
             };
             let new_tokens = row.prompt(seed, &tokens, &mut prompts);
-            let turn = Turn { pause: 0.0, new_tokens, output_tokens: row.output_tokens };
+            let turn =
+                ConversationTurn { pause: 0.0, new_tokens, output_tokens: row.output_tokens };
             Conversation { arrives_at, turns: vec![turn] }
         };
         trace.rows().iter().map(conversation).collect()
@@ -282,7 +284,7 @@ impl Workload {
                 trace.len()
             );
         }
-        let Shape { input, output, turns, .. } = &self.shape;
+        let WorkloadShape { input, output, turns, .. } = &self.shape;
         if self.shape.agents {
             return format!("tool-calling jobs, lengths scaled by {:.2}", self.shape.agent_scale());
         }
@@ -308,17 +310,17 @@ impl ServeArgs {
     }
 
     /// Returns the loads: by default an open loop for jobs and traces, and a closed loop for other workloads.
-    fn loads(&self) -> Vec<Load> {
-        let rates = |rates: &[f64]| rates.iter().map(|&rate| Load::Rate(rate)).collect();
+    fn loads(&self) -> Vec<OfferedLoad> {
+        let rates = |rates: &[f64]| rates.iter().map(|&rate| OfferedLoad::Rate(rate)).collect();
         match (&self.rate[..], &self.concurrency[..]) {
             ([], []) if self.agents => rates(&AGENT_RATES),
             ([], []) if self.trace.is_some() => {
                 let scales = if self.rate_scale.is_empty() { &[1.0] } else { &self.rate_scale[..] };
-                scales.iter().map(|&scale| Load::RateScale(scale)).collect()
+                scales.iter().map(|&scale| OfferedLoad::RateScale(scale)).collect()
             }
-            ([], []) => vec![Load::Concurrency(CONCURRENCY)],
+            ([], []) => vec![OfferedLoad::Concurrency(CONCURRENCY)],
             ([], concurrency) => {
-                concurrency.iter().map(|&count| Load::Concurrency(count)).collect()
+                concurrency.iter().map(|&count| OfferedLoad::Concurrency(count)).collect()
             }
             (given, _) => rates(given),
         }
@@ -326,14 +328,14 @@ impl ServeArgs {
 
     fn workload(
         &self,
-        mut trace: Option<Trace>,
+        mut trace: Option<RequestTrace>,
         sequence_tokens_max: Option<u32>,
-    ) -> Result<Workload> {
+    ) -> Result<ServeWorkload> {
         let (input, output, turns) = match self.sharegpt {
             true => (SHAREGPT_INPUT, SHAREGPT_OUTPUT, SHAREGPT_TURNS),
             false => (self.input_tokens, self.output_tokens, self.turns),
         };
-        let shape = Shape {
+        let shape = WorkloadShape {
             input,
             output,
             turns,
@@ -345,7 +347,7 @@ impl ServeArgs {
         if let (Some(trace), Some(longest)) = (&mut trace, sequence_tokens_max) {
             trace.fit(longest)?;
         }
-        Ok(Workload { shape, trace, requests: self.requests, sharegpt: self.sharegpt })
+        Ok(ServeWorkload { shape, trace, requests: self.requests, sharegpt: self.sharegpt })
     }
 }
 
@@ -353,13 +355,13 @@ impl ServeArgs {
 async fn drive(
     server: &Server,
     conversations: Vec<Conversation>,
-    (load, in_flight_max): (Load, usize),
+    (load, in_flight_max): (OfferedLoad, usize),
     timeout: Duration,
     label: &str,
-) -> Result<(Vec<Outcome>, f64)> {
+) -> Result<(Vec<ConversationOutcome>, f64)> {
     let in_flight = match load {
-        Load::Rate(_) | Load::RateScale(_) => in_flight_max,
-        Load::Concurrency(concurrency) => concurrency as usize,
+        OfferedLoad::Rate(_) | OfferedLoad::RateScale(_) => in_flight_max,
+        OfferedLoad::Concurrency(concurrency) => concurrency as usize,
     };
     let permits = Arc::new(Semaphore::new(in_flight));
     let requests: usize = conversations.iter().map(|conversation| conversation.turns.len()).sum();
@@ -382,7 +384,7 @@ async fn drive(
         };
         let Some(permit) = permit else {
             let error = Some("client full".to_owned());
-            outcomes.push(Outcome { turns: Vec::new(), error, elapsed_s: 0.0 });
+            outcomes.push(ConversationOutcome { turns: Vec::new(), error, elapsed_s: 0.0 });
             continue;
         };
         let (server, bar) = (server.clone(), bar.clone());
@@ -409,7 +411,7 @@ async fn converse(
     conversation: Conversation,
     timeout: Duration,
     bar: &ProgressBar,
-) -> Outcome {
+) -> ConversationOutcome {
     let started = Instant::now();
     let (mut prompt, mut turns, mut error) = (Vec::new(), Vec::new(), None);
     let mut turns_left = conversation.turns.len();
@@ -437,7 +439,7 @@ async fn converse(
             break;
         }
     }
-    Outcome { turns, error, elapsed_s: started.elapsed().as_secs_f64() }
+    ConversationOutcome { turns, error, elapsed_s: started.elapsed().as_secs_f64() }
 }
 
 #[cfg(test)]
@@ -470,21 +472,25 @@ mod tests {
 
     #[test]
     fn default_loads_depend_on_the_workload() {
-        let rates = |rates: &[f64]| rates.iter().map(|&rate| Load::Rate(rate)).collect::<Vec<_>>();
+        let rates =
+            |rates: &[f64]| rates.iter().map(|&rate| OfferedLoad::Rate(rate)).collect::<Vec<_>>();
         for (flags, loads) in [
-            (&[][..], vec![Load::Concurrency(8)]),
-            (&["--sharegpt"], vec![Load::Concurrency(8)]),
+            (&[][..], vec![OfferedLoad::Concurrency(8)]),
+            (&["--sharegpt"], vec![OfferedLoad::Concurrency(8)]),
             (&["--agents"], rates(&[1.0, 3.0, 6.0, 10.0])),
             (&["--agents", "--rate", "2,0.5"], rates(&[2.0, 0.5])),
-            (&["--agents", "--concurrency", "4"], vec![Load::Concurrency(4)]),
-            (&["--trace", "t.csv"], vec![Load::RateScale(1.0)]),
+            (&["--agents", "--concurrency", "4"], vec![OfferedLoad::Concurrency(4)]),
+            (&["--trace", "t.csv"], vec![OfferedLoad::RateScale(1.0)]),
             (
                 &["--trace", "t.csv", "--rate-scale", "0.5,2"],
-                vec![Load::RateScale(0.5), Load::RateScale(2.0)],
+                vec![OfferedLoad::RateScale(0.5), OfferedLoad::RateScale(2.0)],
             ),
             (&["--trace", "t.csv", "--rate", "16"], rates(&[16.0])),
-            (&["--trace", "t.csv", "--concurrency", "4"], vec![Load::Concurrency(4)]),
-            (&["--concurrency", "1,2"], vec![Load::Concurrency(1), Load::Concurrency(2)]),
+            (&["--trace", "t.csv", "--concurrency", "4"], vec![OfferedLoad::Concurrency(4)]),
+            (
+                &["--concurrency", "1,2"],
+                vec![OfferedLoad::Concurrency(1), OfferedLoad::Concurrency(2)],
+            ),
         ] {
             let command = Command::try_parse_from([&["bench"], flags].concat()).unwrap();
             assert_eq!(command.args.loads(), loads, "{flags:?}");

@@ -13,7 +13,7 @@ use crate::bench::stats::{Percentiles, median};
 
 /// Results of one run of the command.
 #[derive(Serialize)]
-pub struct Report {
+pub struct ServeReport {
     #[serde(flatten)]
     pub server: ServerReport,
     /// The servers of `--compare`.
@@ -31,7 +31,7 @@ pub struct Report {
 pub struct ServerReport {
     pub url: String,
     pub model: String,
-    pub points: Vec<Point>,
+    pub points: Vec<LoadPoint>,
 }
 
 impl ServerReport {
@@ -40,7 +40,7 @@ impl ServerReport {
     }
 }
 
-impl Report {
+impl ServeReport {
     pub fn servers(&self) -> impl Iterator<Item = &ServerReport> {
         [&self.server].into_iter().chain(&self.compared)
     }
@@ -71,8 +71,8 @@ impl Report {
 
 /// Results at one rate or one concurrency.
 #[derive(Serialize)]
-pub struct Point {
-    pub load: Load,
+pub struct LoadPoint {
+    pub load: OfferedLoad,
     pub conversations: usize,
     /// Conversations whose turns all completed.
     pub conversations_completed: usize,
@@ -100,7 +100,7 @@ pub struct Point {
 
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
 #[serde(rename_all = "snake_case")]
-pub enum Load {
+pub enum OfferedLoad {
     /// Arrivals per second of a Poisson process.
     Rate(f64),
     /// Arrivals of the trace, faster by this factor.
@@ -109,7 +109,7 @@ pub enum Load {
     Concurrency(u32),
 }
 
-impl Load {
+impl OfferedLoad {
     pub fn value(self) -> f64 {
         match self {
             Self::Rate(rate) => rate,
@@ -168,17 +168,17 @@ impl GoodputLimits {
 }
 
 /// Result of a conversation.
-pub struct Outcome {
+pub struct ConversationOutcome {
     pub turns: Vec<Measured>,
     /// Error of the turn that failed; later turns were not sent.
     pub error: Option<String>,
     pub elapsed_s: f64,
 }
 
-impl Point {
+impl LoadPoint {
     pub fn of(
-        load: Load,
-        outcomes: &[Outcome],
+        load: OfferedLoad,
+        outcomes: &[ConversationOutcome],
         elapsed_s: f64,
         limits: Option<GoodputLimits>,
     ) -> Self {
@@ -186,7 +186,7 @@ impl Point {
         for error in outcomes.iter().filter_map(|outcome| outcome.error.as_ref()) {
             *errors.entry(error.clone()).or_insert(0) += 1;
         }
-        let whole: Vec<&Outcome> =
+        let whole: Vec<&ConversationOutcome> =
             outcomes.iter().filter(|outcome| outcome.error.is_none()).collect();
         let measured: Vec<&Measured> = outcomes.iter().flat_map(|outcome| &outcome.turns).collect();
         let requests = measured.len() + errors.values().sum::<usize>();
@@ -308,12 +308,20 @@ mod tests {
     #[test]
     fn failed_requests_lower_the_goodput() {
         let outcomes = [
-            Outcome { turns: vec![measured(&[0.1, 0.2, 0.3])], error: None, elapsed_s: 0.3 },
-            Outcome { turns: vec![measured(&[0.9, 1.0, 1.1])], error: None, elapsed_s: 1.1 },
-            Outcome { turns: vec![], error: Some("503".into()), elapsed_s: 0.0 },
+            ConversationOutcome {
+                turns: vec![measured(&[0.1, 0.2, 0.3])],
+                error: None,
+                elapsed_s: 0.3,
+            },
+            ConversationOutcome {
+                turns: vec![measured(&[0.9, 1.0, 1.1])],
+                error: None,
+                elapsed_s: 1.1,
+            },
+            ConversationOutcome { turns: vec![], error: Some("503".into()), elapsed_s: 0.0 },
         ];
         let limits = GoodputLimits::parse("ttft:500,tpot:101").unwrap();
-        let point = Point::of(Load::Rate(3.0), &outcomes, 2.0, Some(limits));
+        let point = LoadPoint::of(OfferedLoad::Rate(3.0), &outcomes, 2.0, Some(limits));
         assert_eq!((point.requests, point.completed, point.conversations_completed), (3, 2, 2));
         assert_eq!(point.goodput_share, Some(1.0 / 3.0));
         assert_eq!(point.goodput_per_s, Some(0.5));

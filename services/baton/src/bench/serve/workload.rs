@@ -20,11 +20,11 @@ const AGENT_TOOL_SECONDS: f64 = 0.5;
 pub struct Conversation {
     /// Arrival in seconds after the start, in an open loop.
     pub arrives_at: Option<f64>,
-    pub turns: Vec<Turn>,
+    pub turns: Vec<ConversationTurn>,
 }
 
 #[derive(Clone, Debug, PartialEq)]
-pub struct Turn {
+pub struct ConversationTurn {
     /// Seconds between the previous answer and this turn: the user thinks, or the tool runs.
     pub pause: f64,
     /// Tokens that this turn adds to the prompt.
@@ -34,7 +34,7 @@ pub struct Turn {
 
 /// Distributions of the conversations.
 #[derive(Clone, Debug)]
-pub struct Shape {
+pub struct WorkloadShape {
     pub input: Length,
     pub output: Length,
     pub turns: Length,
@@ -47,7 +47,7 @@ pub struct Shape {
     pub sequence_tokens_max: Option<u32>,
 }
 
-impl Shape {
+impl WorkloadShape {
     /// Returns the factor that scales a tool-calling job down to the context length.
     pub fn agent_scale(&self) -> f64 {
         let outputs: u32 = AGENT_TOOL_OUTPUTS.iter().sum();
@@ -73,7 +73,7 @@ impl Shape {
     }
 
     /// Draws turns up to the context length.
-    fn talk(&self, rng: &mut WorkloadRng) -> Vec<Turn> {
+    fn talk(&self, rng: &mut WorkloadRng) -> Vec<ConversationTurn> {
         let longest = self.sequence_tokens_max.unwrap_or(u32::MAX);
         let mut used: u32 = 0;
         let mut turns = Vec::new();
@@ -94,7 +94,7 @@ impl Shape {
         turns
     }
 
-    fn job(&self, rng: &mut WorkloadRng) -> Vec<Turn> {
+    fn job(&self, rng: &mut WorkloadRng) -> Vec<ConversationTurn> {
         let scale = self.agent_scale();
         let scaled = |tokens: u32| ((f64::from(tokens) * scale) as u32).max(1);
         let mut turns = vec![self.turn(rng, 0.0, scaled(AGENT_INSTRUCTIONS), AGENT_ANSWER)];
@@ -104,9 +104,15 @@ impl Shape {
         turns
     }
 
-    fn turn(&self, rng: &mut WorkloadRng, pause: f64, input: u32, output_tokens: u32) -> Turn {
+    fn turn(
+        &self,
+        rng: &mut WorkloadRng,
+        pause: f64,
+        input: u32,
+        output_tokens: u32,
+    ) -> ConversationTurn {
         let new_tokens = (0..input).map(|_| rng.within(10, self.vocabulary - 1)).collect();
-        Turn { pause, new_tokens, output_tokens }
+        ConversationTurn { pause, new_tokens, output_tokens }
     }
 }
 
@@ -118,8 +124,8 @@ mod tests {
         Length::Uniform { low: tokens, high: tokens }
     }
 
-    fn shape() -> Shape {
-        Shape {
+    fn shape() -> WorkloadShape {
+        WorkloadShape {
             input: fixed(100),
             output: fixed(50),
             turns: fixed(1),
@@ -130,14 +136,15 @@ mod tests {
         }
     }
 
-    fn prompt_of_last_turn(turns: &[Turn]) -> usize {
+    fn prompt_of_last_turn(turns: &[ConversationTurn]) -> usize {
         let answers: u32 = turns[..turns.len() - 1].iter().map(|turn| turn.output_tokens).sum();
         turns.iter().map(|turn| turn.new_tokens.len()).sum::<usize>() + answers as usize
     }
 
     #[test]
     fn one_seed_gives_one_workload() {
-        let shape = Shape { turns: Length::parse("1..5").unwrap(), pause_mean: 1.0, ..shape() };
+        let shape =
+            WorkloadShape { turns: Length::parse("1..5").unwrap(), pause_mean: 1.0, ..shape() };
         let draw = |seed| shape.draw(&mut WorkloadRng::new(seed), 20, Some(2.0));
         assert_eq!(draw(7), draw(7));
         assert_ne!(draw(7), draw(8));
@@ -145,7 +152,7 @@ mod tests {
 
     #[test]
     fn conversation_ends_at_the_context_length() {
-        let shape = Shape { turns: fixed(10), sequence_tokens_max: Some(500), ..shape() };
+        let shape = WorkloadShape { turns: fixed(10), sequence_tokens_max: Some(500), ..shape() };
         let talk = &shape.draw(&mut WorkloadRng::new(0), 1, None)[0];
         assert_eq!(talk.turns.len(), 3);
         assert_eq!(prompt_of_last_turn(&talk.turns), 400);
@@ -164,7 +171,7 @@ mod tests {
     #[test]
     fn job_has_eight_turns_within_the_context_length() {
         let jobs = |longest| {
-            let shape = Shape { agents: true, sequence_tokens_max: longest, ..shape() };
+            let shape = WorkloadShape { agents: true, sequence_tokens_max: longest, ..shape() };
             (shape.agent_scale(), shape.draw(&mut WorkloadRng::new(0), 1, None)[0].turns.clone())
         };
         let (scale, whole) = jobs(None);

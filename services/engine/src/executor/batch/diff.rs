@@ -2,10 +2,10 @@
 
 use kernels::{BLOCK_TOKENS, BlockId};
 
-use super::{Batch, BatchRow, ScheduledRow, Tokens};
+use super::{Batch, BatchRow, RowTokens, ScheduledRow};
 use crate::plan::{AdmittedRow, RowFailure, RowPlan, Slot, StepPlan};
 
-impl<T: Tokens> Batch<T> {
+impl<T: RowTokens> Batch<T> {
     /// Applies the diff: released, admitted and extended rows.
     pub(super) fn change(
         &mut self,
@@ -167,7 +167,7 @@ impl<T: Tokens> Batch<T> {
     }
 }
 
-impl<T: Tokens> BatchRow<T> {
+impl<T: RowTokens> BatchRow<T> {
     /// Checks the planned work of this row. `known` are the draft tokens that the plan names.
     fn check(
         &self,

@@ -1,6 +1,6 @@
 //! Rows whose tokens stay on a device: the host knows their number.
 
-use super::{Batch, ScheduledRow, Tokens};
+use super::{Batch, RowTokens, ScheduledRow};
 use crate::plan::Slot;
 
 /// Number of tokens on the device after the steps launched so far, if every draft token is accepted.
@@ -11,7 +11,7 @@ pub struct TokenCount {
     unknown: usize,
 }
 
-impl Tokens for TokenCount {
+impl RowTokens for TokenCount {
     fn admitted(tokens: &[u32]) -> Self {
         Self { most: tokens.len(), unknown: 0 }
     }

@@ -39,14 +39,14 @@ pub struct Graphs {
 }
 
 /// Model, backend and batch that run the forward passes of a capture.
-pub struct Parts<'a> {
+pub struct CaptureTarget<'a> {
     pub model: &'a mut Transformer<CudaBackend>,
     pub backend: &'a mut CudaBackend,
     pub batch: &'a mut DeviceBatch,
     pub clock: &'a mut DeviceClock,
 }
 
-impl Parts<'_> {
+impl CaptureTarget<'_> {
     /// Prefills one prompt of `tokens` tokens in the first slot.
     fn prefill(&mut self, tokens: u32) -> Result<(), CudaError> {
         let blocks: Vec<_> = (0..tokens.div_ceil(BLOCK_TOKENS as u32)).map(BlockId).collect();
@@ -85,7 +85,10 @@ impl Parts<'_> {
 impl Graphs {
     /// Runs a forward pass of every kind, so that no kernel is loaded or selected while serving, and captures
     /// CUDA graphs of decode steps if enabled and supported. Serving overwrites the KV written here.
-    pub fn capture(mut parts: Parts<'_>, limits: &ExecutorLimits) -> Result<Self, CudaError> {
+    pub fn capture(
+        mut parts: CaptureTarget<'_>,
+        limits: &ExecutorLimits,
+    ) -> Result<Self, CudaError> {
         let started = Instant::now();
         let longest = limits.step_tokens.min(limits.sequence_tokens);
         let longest = longest.min(limits.blocks.saturating_mul(BLOCK_TOKENS as u32));

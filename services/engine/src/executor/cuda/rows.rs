@@ -21,7 +21,7 @@ const LOGPROBS_MAX: u32 = 32;
 
 /// A plan translated for the device.
 #[derive(Debug, Default)]
-pub struct Step {
+pub struct DeviceStep {
     /// The plan's rows, in its order.
     pub scheduled: Vec<ScheduledRow>,
     /// Rows that take part in the forward pass.
@@ -42,20 +42,20 @@ pub struct Step {
 pub type SampleMask = (u32, Option<Arc<TokenMask>>);
 
 #[derive(Debug)]
-pub struct Rows {
+pub struct DeviceRows {
     batch: Batch<TokenCount>,
 }
 
-impl Rows {
+impl DeviceRows {
     pub fn new(limits: ExecutorLimits) -> Self {
         Self { batch: Batch::new(limits) }
     }
 
     /// Applies the diff and advances the rows of the step. With `verified` above 0, the device computes this
     /// many tokens of every row: its last token, draft tokens and padding. After an error the rows are unusable.
-    pub fn apply(&mut self, plan: &StepPlan, verified: u32) -> Result<Step, ExecutorError> {
+    pub fn apply(&mut self, plan: &StepPlan, verified: u32) -> Result<DeviceStep, ExecutorError> {
         let scheduled = self.batch.apply(plan, refusal, |_, _| Vec::new())?;
-        let mut step = Step { scheduled, ..Step::default() };
+        let mut step = DeviceStep { scheduled, ..DeviceStep::default() };
         for (planned, row) in plan.rows.iter().zip(&mut step.scheduled) {
             let is_known = self.batch.row(row.slot).constrained;
             if row.samples && !is_known {
@@ -114,7 +114,7 @@ impl Rows {
     }
 
     /// Returns the block accesses of the rows of the step applied last.
-    pub fn blocks<'a>(&'a self, step: &'a Step) -> impl Iterator<Item = RowBlocks<'a>> {
+    pub fn blocks<'a>(&'a self, step: &'a DeviceStep) -> impl Iterator<Item = RowBlocks<'a>> {
         step.sequences.iter().zip(&step.positions_min).map(|(sequence, position_min)| {
             let row = self.batch.row(Slot(sequence.slot));
             let (start, count) = (sequence.position as usize, sequence.rows as usize);
@@ -240,7 +240,7 @@ mod tests {
     }
 
     /// Returns slot, block table and first block to be written of each row.
-    fn used(rows: &Rows, step: &Step) -> Vec<(u32, Vec<u32>, usize)> {
+    fn used(rows: &DeviceRows, step: &DeviceStep) -> Vec<(u32, Vec<u32>, usize)> {
         let ids = |row: &RowBlocks<'_>| row.table.iter().map(|block| block.0).collect();
         let used = rows.blocks(step);
         used.map(|row| (row.slot, ids(&row), row.first_written)).collect()
@@ -248,7 +248,7 @@ mod tests {
 
     #[test]
     fn steps_are_planned_without_the_sampled_tokens() {
-        let mut rows = Rows::new(LIMITS);
+        let mut rows = DeviceRows::new(LIMITS);
         let first = plan(
             vec![admitted(0, 30, 16, &[3, 1]), admitted(1, 5, 0, &[2])],
             vec![row(0, 14, true), row(1, 3, false)],
@@ -271,7 +271,7 @@ mod tests {
 
     #[test]
     fn lengths_are_upper_bounds_until_the_accepted_draft_tokens_are_known() {
-        let mut rows = Rows::new(ExecutorLimits { speculation: Some(SPECULATION), ..LIMITS });
+        let mut rows = DeviceRows::new(ExecutorLimits { speculation: Some(SPECULATION), ..LIMITS });
         let first = plan(vec![admitted(0, 30, 16, &[3, 1, 5])], vec![row(0, 14, true)]);
         rows.apply(&first, 0).unwrap();
         let drafting = |drafts_max| StepPlan {
@@ -289,7 +289,7 @@ mod tests {
         let third = rows.apply(&drafting(2), 3).unwrap();
         assert_eq!(third.sequences, [part(35, 3)]);
         assert_eq!(used(&rows, &third), [(0, vec![3, 1, 5], 1)]);
-        let collect = |rows: &mut Rows, step: &Step, tokens: usize| {
+        let collect = |rows: &mut DeviceRows, step: &DeviceStep, tokens: usize| {
             let mut result = rows.unsampled(&step.scheduled[0]);
             result.tokens = vec![SampledToken { id: 9, logprobs: None }; tokens];
             rows.collect(&step.scheduled[0], &result);
@@ -317,7 +317,7 @@ mod tests {
 
     #[test]
     fn a_row_that_the_device_cannot_sample_fails_alone() {
-        let mut rows = Rows::new(LIMITS);
+        let mut rows = DeviceRows::new(LIMITS);
         let bad = |sampling| AdmittedRow { sampling, ..admitted(0, 5, 0, &[0]) };
         for sampling in [
             Sampling { temperature: f32::NAN, ..Sampling::greedy() },
@@ -342,13 +342,13 @@ mod tests {
             let again =
                 StepPlan { released, ..plan(vec![admitted(0, 5, 0, &[0])], vec![row(0, 5, true)]) };
             assert_eq!(rows.apply(&again, 0).unwrap().sequences.len(), 1);
-            rows = Rows::new(LIMITS);
+            rows = DeviceRows::new(LIMITS);
         }
     }
 
     #[test]
     fn as_many_stop_tokens_as_a_request_may_have_are_sampled_with() {
-        let mut rows = Rows::new(LIMITS);
+        let mut rows = DeviceRows::new(LIMITS);
         let stop_token_ids = vec![1; STOP_TOKENS_MAX];
         let sampling = Sampling { min_tokens: 1, stop_token_ids, ..Sampling::greedy() };
         let occupant = AdmittedRow { sampling, ..admitted(0, 5, 0, &[0]) };
@@ -358,7 +358,7 @@ mod tests {
 
     #[test]
     fn bitmasks_of_a_failed_row_disturb_no_other_row() {
-        let mut rows = Rows::new(LIMITS);
+        let mut rows = DeviceRows::new(LIMITS);
         let sampling = Sampling { temperature: f32::NAN, ..Sampling::greedy() };
         let failed = AdmittedRow { sampling, constrained: true, ..admitted(0, 5, 0, &[0]) };
         let other = AdmittedRow { constrained: true, ..admitted(1, 5, 0, &[1]) };
@@ -373,17 +373,18 @@ mod tests {
 
     #[test]
     fn a_constrained_row_without_its_bitmask_computes_its_last_token_again() {
-        let mut rows = Rows::new(LIMITS);
+        let mut rows = DeviceRows::new(LIMITS);
         let occupant = AdmittedRow { constrained: true, ..admitted(0, 5, 0, &[0]) };
         let rejected = rows.apply(&plan(vec![occupant.clone()], vec![row(0, 5, true)]), 0);
         assert!(rejected.unwrap_err().to_string().contains("the step awaits no bitmasks"));
 
-        let mut rows = Rows::new(LIMITS);
+        let mut rows = DeviceRows::new(LIMITS);
         let both = vec![occupant, admitted(1, 3, 0, &[1])];
         let both = plan(both, vec![row(0, 5, true), row(1, 3, true)]);
         let mut step = rows.apply(&StepPlan { awaits_masks: true, ..both }, 0).unwrap();
         assert_eq!(rows.supply(&mut step.scheduled, vec![], 1).unwrap(), [(0, None)]);
-        let late = |step: &Step| step.scheduled.iter().map(|row| row.is_late).collect::<Vec<_>>();
+        let late =
+            |step: &DeviceStep| step.scheduled.iter().map(|row| row.is_late).collect::<Vec<_>>();
         assert_eq!(late(&step), [true, false]);
 
         let again = plan(vec![], vec![row(0, 1, true), row(1, 1, true)]);
@@ -405,7 +406,7 @@ mod tests {
 
     #[test]
     fn draft_tokens_of_the_plan_are_verified_up_to_the_last_bitmask() {
-        let mut rows = Rows::new(ExecutorLimits { speculation: Some(SPECULATION), ..LIMITS });
+        let mut rows = DeviceRows::new(ExecutorLimits { speculation: Some(SPECULATION), ..LIMITS });
         let occupant = AdmittedRow { constrained: true, ..admitted(0, 30, 29, &[3, 1, 5]) };
         let drafting = |admitted| StepPlan {
             awaits_masks: true,
@@ -469,7 +470,7 @@ mod tests {
                 "1 draft tokens are planned",
             ),
         ] {
-            let error = Rows::new(LIMITS).apply(&plan, 0).unwrap_err().to_string();
+            let error = DeviceRows::new(LIMITS).apply(&plan, 0).unwrap_err().to_string();
             assert!(error.contains(reason), "{error:?} lacks {reason:?}");
         }
     }

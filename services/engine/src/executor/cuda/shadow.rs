@@ -22,7 +22,7 @@ use super::{
     scatter::Scatter,
 };
 
-pub(super) struct Shadow {
+pub(super) struct CudaShadow {
     packer: CudaPacker,
     config: ModelConfig,
     is_in_place: bool,
@@ -30,7 +30,7 @@ pub(super) struct Shadow {
     is_prepared: AtomicBool,
 }
 
-impl Shadow {
+impl CudaShadow {
     /// Allocates memory for a second copy of the weights of `backend`.
     pub fn new(
         config: &ModelConfig,
@@ -65,7 +65,7 @@ impl Shadow {
     }
 }
 
-impl WeightUpdate for Shadow {
+impl WeightUpdate for CudaShadow {
     fn is_in_place(&self) -> bool {
         self.is_in_place
     }
@@ -114,7 +114,7 @@ fn failed(error: CudaError) -> PrepareError {
 
 /// Weights that arrive in chunks.
 struct ShadowReceiver<'a> {
-    shadow: &'a Shadow,
+    shadow: &'a CudaShadow,
     scatter: Scatter,
     copies: ChunkCopies<'a>,
 }

@@ -100,7 +100,7 @@ fn load_from_a_tier_is_a_stage_of_its_attempt() {
     let mut scene = Scene::accepted(SequenceKind::Compute);
     let stages = |scene: &mut Scene| -> Vec<StageChange> {
         let change = |output| match output {
-            Output::Stage { call: CALL, change } => Some(change),
+            NodeOutput::Stage { call: CALL, change } => Some(change),
             _ => None,
         };
         scene.attempts.outputs.drain(..).filter_map(change).collect()

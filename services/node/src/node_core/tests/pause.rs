@@ -18,9 +18,9 @@ fn paused_node_admits_nothing_until_it_resumes() {
         assert_eq!(pauses(&outputs), [Pausing, Paused]);
         assert_eq!(versions_of(&outputs, 2), [] as [u64; 0], "{in_flight:?}");
         let tokens = versions_of(&outputs, 1).len();
-        let is_done = |outputs: &[Output], id| {
+        let is_done = |outputs: &[NodeOutput], id| {
             outputs.iter().any(|output| {
-                matches!(output, Output::Reply { call, reply: Reply::Ended(_) } if call.sequence == SequenceId(id))
+                matches!(output, NodeOutput::Reply { call, reply: Reply::Ended(_) } if call.sequence == SequenceId(id))
             })
         };
         match (in_flight, waits) {
@@ -59,12 +59,12 @@ fn pause_ends_at_its_deadline() {
     // A second pause replaces the deadline.
     node.core.handle_pause(InFlight::KeepKv, false, node.now + 2 * PAUSE_MAX, node.now);
     node.advance(PAUSE_MAX);
-    assert_eq!(node.core.step(Duration::ZERO).unwrap(), Turn::Idle);
+    assert_eq!(node.core.step(Duration::ZERO).unwrap(), LoopOutcome::Idle);
     assert_eq!(pauses(&node.outputs()), []);
     // The shell sleeps if the step after the deadline is idle.
     node.now += PAUSE_MAX;
     node.core.executor_mut().now = node.now;
-    assert_ne!(node.core.step(Duration::ZERO).unwrap(), Turn::Idle);
+    assert_ne!(node.core.step(Duration::ZERO).unwrap(), LoopOutcome::Idle);
     let mut outputs = node.outputs();
     assert_eq!(pauses(&outputs), [v1::PauseState::None]);
     outputs.extend(node.run());

@@ -28,7 +28,7 @@ fn full_transfer_queue_frees_the_reserved_blocks() {
     node.call(1, SequenceKind::Receive);
     let (call, command) = std::iter::from_fn(|| node.core.poll_output())
         .find_map(|output| match output {
-            Output::Transfer { call, command } => Some((call, command)),
+            NodeOutput::Transfer { call, command } => Some((call, command)),
             _ => None,
         })
         .expect("a Receive command");
@@ -58,7 +58,7 @@ fn commands_keep_their_order_while_the_transfer_queue_is_full() {
     for _ in 0..3 {
         let offered =
             std::iter::from_fn(|| node.core.poll_output()).find_map(|output| match output {
-                Output::Transfer { call, command } => Some((call, command)),
+                NodeOutput::Transfer { call, command } => Some((call, command)),
                 _ => None,
             });
         let (call, command) = offered.expect("an Abort command");
@@ -82,12 +82,12 @@ fn slow_reader_gets_no_reply_after_the_one_that_did_not_fit() {
     loop {
         while let Some(output) = node.core.poll_output() {
             match output {
-                Output::Reply { reply: Reply::Event(AttemptEvent::Tokens { .. }), .. } => {
+                NodeOutput::Reply { reply: Reply::Event(AttemptEvent::Tokens { .. }), .. } => {
                     assert_eq!(after, None, "no token follows");
                     node.core.handle_slow_reader(call);
                     after = Some(Vec::new());
                 }
-                Output::Reply { reply, .. } => {
+                NodeOutput::Reply { reply, .. } => {
                     if let Some(after) = &mut after {
                         after.push(reply);
                     }
@@ -95,7 +95,7 @@ fn slow_reader_gets_no_reply_after_the_one_that_did_not_fit() {
                 _ => {}
             }
         }
-        if node.core.step(Duration::ZERO).unwrap() == Turn::Idle {
+        if node.core.step(Duration::ZERO).unwrap() == LoopOutcome::Idle {
             break;
         }
     }
@@ -208,12 +208,16 @@ fn stalled_step_ends_the_observers_until_a_step_finishes() {
     node.core.executor_mut().is_hung = true;
     node.call(1, SequenceKind::Compute);
     node.outputs();
-    assert_eq!(node.core.step(Duration::ZERO).unwrap(), Turn::Stepped, "the launch has outputs");
+    assert_eq!(
+        node.core.step(Duration::ZERO).unwrap(),
+        LoopOutcome::Stepped,
+        "the launch has outputs"
+    );
     node.outputs();
-    assert_eq!(node.core.step(Duration::ZERO).unwrap(), Turn::Pending);
+    assert_eq!(node.core.step(Duration::ZERO).unwrap(), LoopOutcome::Pending);
     node.advance(STALL_AFTER - Duration::from_millis(1));
-    let stalled = |outputs: Vec<Output>| {
-        let ended = |output: &Output| matches!(output, Output::ObserveStalled { .. });
+    let stalled = |outputs: Vec<NodeOutput>| {
+        let ended = |output: &NodeOutput| matches!(output, NodeOutput::ObserveStalled { .. });
         outputs.iter().filter(|output| ended(output)).count()
     };
     assert_eq!(stalled(node.outputs()), 0);
@@ -228,7 +232,7 @@ fn stalled_step_ends_the_observers_until_a_step_finishes() {
     node.run();
     node.advance(Duration::ZERO);
     let outputs = node.outputs();
-    assert!(outputs.iter().any(|output| matches!(output, Output::Recovered)));
+    assert!(outputs.iter().any(|output| matches!(output, NodeOutput::Recovered)));
     node.core.handle_observe(ObserverId(3), node.now);
     assert_eq!(observe_events(node.outputs()).len(), 1);
 }
@@ -261,9 +265,9 @@ fn kv_and_first_token_are_sent_before_the_caller_gets_the_token() {
     let ready = transfer::Event::Ready { transfer, first_block: 0, block_count: 2, traceparent };
     node.core.handle_transfer_event(ready, node.now);
     let sent = node.run().into_iter().filter_map(|output| match output {
-        Output::Transfer { command: transfer::Command::Written { .. }, .. } => Some("KV"),
-        Output::Transfer { command: transfer::Command::Finish { .. }, .. } => Some("token 0"),
-        Output::Reply { reply: Reply::Event(AttemptEvent::Tokens { .. }), .. } => Some("reply"),
+        NodeOutput::Transfer { command: transfer::Command::Written { .. }, .. } => Some("KV"),
+        NodeOutput::Transfer { command: transfer::Command::Finish { .. }, .. } => Some("token 0"),
+        NodeOutput::Reply { reply: Reply::Event(AttemptEvent::Tokens { .. }), .. } => Some("reply"),
         _ => None,
     });
     assert_eq!(sent.collect::<Vec<_>>(), ["KV", "token 0", "reply"]);

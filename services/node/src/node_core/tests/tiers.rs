@@ -16,7 +16,7 @@ const TIERS: TierConfig = TierConfig {
 };
 
 /// Computes a prompt that shares no block with the prompts of other ids.
-fn compute(node: &mut Node, id: u128, tokens: u32) -> Vec<Output> {
+fn compute(node: &mut Node, id: u128, tokens: u32) -> Vec<NodeOutput> {
     let mut call = call(id, id as u64, SequenceKind::Compute, node.now);
     call.sequence.tokens = vec![1; tokens as usize];
     call.sequence.prompt_len = tokens;
@@ -27,11 +27,11 @@ fn compute(node: &mut Node, id: u128, tokens: u32) -> Vec<Output> {
 }
 
 /// Ends the saves in `outputs`, and the saves that follow. Returns the tier and the key of each.
-fn end_saves(node: &mut Node, mut outputs: Vec<Output>) -> Vec<(Tier, BlockHash)> {
+fn end_saves(node: &mut Node, mut outputs: Vec<NodeOutput>) -> Vec<(Tier, BlockHash)> {
     let mut saved = Vec::new();
     loop {
-        let save = |output: &Output| match output {
-            Output::Save(save) => Some(*save),
+        let save = |output: &NodeOutput| match output {
+            NodeOutput::Save(save) => Some(*save),
             _ => None,
         };
         let saves: Vec<SaveJob> = outputs.iter().filter_map(save).collect();
@@ -50,14 +50,14 @@ fn end_saves(node: &mut Node, mut outputs: Vec<Output>) -> Vec<(Tier, BlockHash)
 fn disk_stats(node: &mut Node) -> TierStats {
     node.advance(observers::INTERVAL);
     let stats = |output| match output {
-        Output::Metric(Metric::Tier(Tier::Disk, stats)) => Some(stats),
+        NodeOutput::Metric(Metric::Tier(Tier::Disk, stats)) => Some(stats),
         _ => None,
     };
     node.outputs().into_iter().filter_map(stats).next_back().expect("a report of the disk tier")
 }
 
 /// Returns the stored and the lost keys of each tier that the events report.
-fn tier_changes(outputs: Vec<Output>) -> Vec<(v1::KvTier, Vec<u128>, Vec<u128>)> {
+fn tier_changes(outputs: Vec<NodeOutput>) -> Vec<(v1::KvTier, Vec<u128>, Vec<u128>)> {
     fn keys(hashes: &[impl AsRef<[u8]>]) -> Vec<u128> {
         let key = |hash: &[u8]| u128::from_be_bytes(hash.try_into().unwrap());
         let mut keys: Vec<u128> = hashes.iter().map(|hash| key(hash.as_ref())).collect();
@@ -84,7 +84,7 @@ fn saves_beyond_the_queue_are_dropped_and_counted() {
     for id in 1..=CALLS {
         let outputs = compute(&mut node, id, 49);
         // The blocks of an earlier start are not known yet.
-        assert!(!outputs.iter().any(|output| matches!(output, Output::Save(_))));
+        assert!(!outputs.iter().any(|output| matches!(output, NodeOutput::Save(_))));
     }
     let stats = disk_stats(&mut node);
     assert_eq!(stats.dropped, CALLS as u64 * BLOCKS - QUEUED);

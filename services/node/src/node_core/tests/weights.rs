@@ -16,8 +16,8 @@ fn weights_change_at_a_step_boundary_and_no_kv_survives() {
         node.core.step(Duration::ZERO).unwrap();
         begun.extend(node.outputs());
     }
-    let commands_begun = |output: &Output| match output {
-        Output::Transfer { command, .. } => {
+    let commands_begun = |output: &NodeOutput| match output {
+        NodeOutput::Transfer { command, .. } => {
             Some(matches!(command, transfer::Command::Receive { .. }))
         }
         _ => None,
@@ -32,13 +32,13 @@ fn weights_change_at_a_step_boundary_and_no_kv_survives() {
         .handle_change_weights(7, "step 100".into(), InFlight::Recompute, false, node.now)
         .unwrap();
     let mut outputs = Vec::new();
-    while !outputs.iter().any(|output| matches!(output, Output::WeightsChanged { .. })) {
+    while !outputs.iter().any(|output| matches!(output, NodeOutput::WeightsChanged { .. })) {
         node.core.step(Duration::ZERO).unwrap();
         outputs.extend(node.outputs());
         assert!(outputs.len() < 1000, "the weights never change");
     }
     let commands = outputs.iter().filter_map(|output| match output {
-        Output::Transfer { command, .. } => Some(command),
+        NodeOutput::Transfer { command, .. } => Some(command),
         _ => None,
     });
     let commands: Vec<_> = commands.collect();
@@ -184,7 +184,7 @@ fn weights_change_without_waiting_for_senders_that_are_not_admitted() {
     assert_eq!(replies(node.outputs()), [failed()], "a ready sender fails during the wait");
     let mut outputs = node.run();
     outputs.extend(node.outputs());
-    assert!(outputs.iter().any(|output| matches!(output, Output::WeightsChanged { .. })));
+    assert!(outputs.iter().any(|output| matches!(output, NodeOutput::WeightsChanged { .. })));
     assert_eq!(replies(outputs), [failed()]);
     node.core.scheduler().check();
 }
@@ -208,7 +208,7 @@ fn weights_change_after_an_admitted_sender_has_delivered_its_kv() {
     let changes = |node: &mut Node| {
         let mut outputs = node.run();
         outputs.extend(node.outputs());
-        outputs.iter().any(|output| matches!(output, Output::WeightsChanged { .. }))
+        outputs.iter().any(|output| matches!(output, NodeOutput::WeightsChanged { .. }))
     };
     assert!(!changes(&mut node));
     let delivered = transfer::Event::Delivered { transfer: TransferId(1), stats: STATS };
@@ -245,7 +245,7 @@ fn weights_change_when_a_running_sequence_does_not_finish_in_time() {
     assert!(node.core.next_deadline().unwrap() <= node.now + FINISH_WITHIN);
     node.core.step(Duration::ZERO).unwrap();
     outputs.extend(node.outputs());
-    assert!(!outputs.iter().any(|output| matches!(output, Output::WeightsChanged { .. })));
+    assert!(!outputs.iter().any(|output| matches!(output, NodeOutput::WeightsChanged { .. })));
     node.advance(FINISH_WITHIN);
     outputs.extend(node.run());
     let versions = versions_of(&outputs, 1);
@@ -266,7 +266,7 @@ fn change_of_the_weights_is_refused_while_another_one_is_pending() {
     assert_eq!(node.core.handle_release_weights(false, node.now), Err(ChangePending));
     outputs.extend(node.run());
     outputs.extend(node.outputs());
-    let changes = outputs.iter().filter(|it| matches!(it, Output::WeightsChanged { .. }));
+    let changes = outputs.iter().filter(|it| matches!(it, NodeOutput::WeightsChanged { .. }));
     assert_eq!(changes.count(), 1);
     assert_eq!(versions_of(&outputs, 1), [vec![1; 40], vec![0]].concat(), "it may finish");
     assert!(!is_released(&outputs));
@@ -278,8 +278,8 @@ fn change_of_the_weights_is_refused_while_another_one_is_pending() {
     assert_eq!(replies(node.outputs()), [Reply::Rejected(refusal)]);
 }
 
-fn is_released(outputs: &[Output]) -> bool {
-    outputs.iter().any(|output| matches!(output, Output::WeightsReleased))
+fn is_released(outputs: &[NodeOutput]) -> bool {
+    outputs.iter().any(|output| matches!(output, NodeOutput::WeightsReleased))
 }
 
 #[test]
@@ -299,7 +299,7 @@ fn released_weights_hold_sequences_where_they_are_until_the_change() {
     outputs.extend(node.run());
     outputs.extend(node.outputs());
     let paused = outputs.iter().find_map(|output| match output {
-        Output::WeightsChanged { paused } => Some(*paused),
+        NodeOutput::WeightsChanged { paused } => Some(*paused),
         _ => None,
     });
     assert!(paused.unwrap() >= Duration::from_secs(1), "from the release on: {paused:?}");
@@ -323,7 +323,7 @@ fn node_without_weights_fails_every_sequence_and_refuses_calls_until_it_has_some
         matches!(reply, Reply::Ended(AttemptEnd::Failed { kind: FailureKind::WeightsChanged, .. }))
     };
     assert_eq!(ended.iter().filter(failed).count(), 2, "{ended:?}");
-    let deltas = |outputs: Vec<Output>| -> Vec<(Option<u64>, Option<bool>)> {
+    let deltas = |outputs: Vec<NodeOutput>| -> Vec<(Option<u64>, Option<bool>)> {
         let delta = |event: v1::ObserveEvent| match event.event {
             Some(ObserveEvent::Delta(delta)) => Some((
                 delta.weights.map(|weights| weights.weight_version),

@@ -222,7 +222,7 @@ impl Node {
             LoadBlock { tier, slot, block, contents }
         });
         let load = LoadJob { job: JobId(1000), id: SequenceId(1), blocks: blocks.collect() };
-        assert_eq!(self.tier.load(&Arc::new(Job::new(load))), None);
+        assert_eq!(self.tier.load(&Arc::new(SharedLoad::new(load))), None);
         let TierEvent::Loaded { intact, .. } = self.event() else { panic!("the load ends") };
         intact
     }

@@ -1,4 +1,4 @@
-//! The work that the actor starts. Each piece of work ends with a [`Done`], which the actor handles.
+//! The work that the actor starts. Each piece of work ends with an [`ActorTaskOutcome`], which the actor handles.
 
 use std::{
     path::Path,
@@ -12,11 +12,11 @@ use tokio::{runtime, sync::mpsc};
 use tokio_util::sync::CancellationToken;
 use weight_transfer::{ParticipantInput, UpdateEnd, UpdateId, UpdateState, WeightVersion};
 
-use super::{Actor, Done, Prepared, RunningUpdate, WeightSettings};
+use super::{Actor, ActorTaskOutcome, Prepared, RunningUpdate, WeightSettings};
 use crate::{
-    inbox::Inbox,
+    inbox::EngineInbox,
     weights::{
-        calls::{CallError, FileParts, Origin},
+        calls::{FileParts, WeightsCallError, WeightsOrigin},
         copy::{self, PARTS_MAX, SILENCE_MAX, WeightFiles},
         engine::{ChangeError, change_weights, lose_weights, release_weights},
         of_requests_in_flight,
@@ -45,7 +45,7 @@ impl Actor {
         self.work.spawn(async move {
             // A panic leaves the copies on the disk.
             let _ = tokio::task::spawn_blocking(move || copy::remove_leftovers(&folder)).await;
-            Done::Quiet
+            ActorTaskOutcome::Quiet
         });
     }
 
@@ -68,23 +68,23 @@ impl Actor {
                 };
                 standby.between_updates(leave).await;
             }
-            Done::TrainerLeft
+            ActorTaskOutcome::TrainerLeft
         });
     }
 
     /// Streams the files of weights to a peer.
-    pub(super) fn copy(&mut self, version: WeightVersion) -> Result<FileParts, CallError> {
+    pub(super) fn copy(&mut self, version: WeightVersion) -> Result<FileParts, WeightsCallError> {
         let sources = [&self.prepared, &self.committed];
         let source = sources.into_iter().flatten().find(|(found, _)| *found == version);
         let source = source.and_then(|(_, source)| source.clone());
-        let source = source.ok_or(CallError::NoSource { version })?;
+        let source = source.ok_or(WeightsCallError::NoSource { version })?;
         let (parts, received) = mpsc::channel(PARTS_MAX);
         self.work.spawn(async move {
             // A panic ends the stream, and the peer fails.
             let runtime = runtime::Handle::current();
             let send = move || copy::send(&source, &parts, &runtime, SILENCE_MAX);
             let _ = tokio::task::spawn_blocking(send).await;
-            Done::Quiet
+            ActorTaskOutcome::Quiet
         });
         Ok(received)
     }
@@ -107,7 +107,7 @@ impl Actor {
         let folder = self.settings.folder.clone();
         let (kept, inbox) = (self.trainer.clone(), self.settings.inbox.clone());
         self.work.spawn(async move {
-            if let Origin::Trainer(address) = origin {
+            if let WeightsOrigin::Trainer(address) = origin {
                 let prepare = move |update: &dyn WeightUpdate, cancelled: &CancellationToken| {
                     let is_serving = || inbox.attempt_count() > 0;
                     let version =
@@ -116,7 +116,7 @@ impl Actor {
                     Ok(Prepared { version, files: None })
                 };
                 let outcome = standby.prepare(id, cancelled, prepare).await;
-                return Done::Received { id, outcome };
+                return ActorTaskOutcome::Received { id, outcome };
             }
             let source = cancelled
                 .run_until_cancelled(obtain(origin, &model, &credentials, &folder))
@@ -124,7 +124,7 @@ impl Actor {
                 .unwrap_or_else(|| Err(CANCELLED.to_owned()));
             let (source, expected) = match source {
                 Ok(source) => source,
-                Err(reason) => return Done::Received { id, outcome: Err(reason) },
+                Err(reason) => return ActorTaskOutcome::Received { id, outcome: Err(reason) },
             };
             let prepare = move |update: &dyn WeightUpdate, cancelled: &CancellationToken| {
                 let version =
@@ -138,7 +138,7 @@ impl Actor {
                 }
             };
             let outcome = standby.prepare(id, cancelled, prepare).await;
-            Done::Received { id, outcome }
+            ActorTaskOutcome::Received { id, outcome }
         });
     }
 
@@ -157,7 +157,7 @@ impl Actor {
         let Some(standby) = self.standby.clone() else { return };
         self.work.spawn(async move {
             standby.discard(id).await;
-            Done::Quiet
+            ActorTaskOutcome::Quiet
         });
     }
 
@@ -170,11 +170,11 @@ impl Actor {
         let inbox = self.settings.inbox.clone();
         self.work.spawn(async move {
             match change_weights(&inbox, version, &label, in_flight, waits).await {
-                Ok(paused) => Done::Installed { id, paused },
-                Err(ChangeError::Ended) => Done::Quiet,
+                Ok(paused) => ActorTaskOutcome::Installed { id, paused },
+                Err(ChangeError::Ended) => ActorTaskOutcome::Quiet,
                 Err(error @ ChangeError::Pending(_)) => {
                     let reason = format!("cannot use the new weights: {error}");
-                    Done::Input(ParticipantInput::InstallFailed { id, reason })
+                    ActorTaskOutcome::Input(ParticipantInput::InstallFailed { id, reason })
                 }
             }
         });
@@ -184,7 +184,7 @@ impl Actor {
     pub(super) fn lose_if_released(&mut self, id: UpdateId) {
         if released(&self.released).take_if(|released| *released == id).is_some() {
             let inbox = self.settings.inbox.clone();
-            self.work.spawn(async move { Done::Lost(lose_weights(&inbox, id).await) });
+            self.work.spawn(async move { ActorTaskOutcome::Lost(lose_weights(&inbox, id).await) });
         } else if self.serving.version == WeightVersion::NONE {
             self.restore();
         }
@@ -244,7 +244,7 @@ impl Actor {
                 }
                 retry_after = (2 * retry_after).min(RESTORE_RETRY_MAX);
             };
-            Done::Restored { version, cancelled }
+            ActorTaskOutcome::Restored { version, cancelled }
         });
     }
 
@@ -255,14 +255,14 @@ impl Actor {
             self.work.spawn(async move {
                 match tokio::time::timeout(ASK_MAX, credentials.committed_by(&peer, id)).await {
                     Ok(Ok(Some(version))) => {
-                        Done::Input(ParticipantInput::PeerCommitted { id, version })
+                        ActorTaskOutcome::Input(ParticipantInput::PeerCommitted { id, version })
                     }
-                    Ok(Ok(None)) => Done::Quiet,
+                    Ok(Ok(None)) => ActorTaskOutcome::Quiet,
                     Ok(Err(error)) => {
                         tracing::debug!(update = %id, peer = peer.grpc, error, "cannot ask a peer");
-                        Done::Quiet
+                        ActorTaskOutcome::Quiet
                     }
-                    Err(_) => Done::Quiet,
+                    Err(_) => ActorTaskOutcome::Quiet,
                 }
             });
         }
@@ -272,7 +272,7 @@ impl Actor {
 /// Releases the weights in use for the update `id`. Blocks. Fails once `cancelled` is cancelled.
 fn release(
     id: UpdateId,
-    inbox: &Inbox,
+    inbox: &EngineInbox,
     waits: bool,
     is_released: &Mutex<Option<UpdateId>>,
     cancelled: &CancellationToken,
@@ -298,15 +298,15 @@ pub(super) fn released(released: &Mutex<Option<UpdateId>>) -> MutexGuard<'_, Opt
 
 /// Returns the place of new weights on this machine, and the version that they must have.
 async fn obtain(
-    origin: Origin,
+    origin: WeightsOrigin,
     model: &ModelConfig,
     credentials: &PeerCredentials,
     folder: &Path,
 ) -> Result<(WeightFiles, Option<WeightVersion>), String> {
     match origin {
-        Origin::Path(path) => Ok((WeightFiles { path, _copy: None }, None)),
-        Origin::Trainer(_) => unreachable!("a trainer sends no files"),
-        Origin::Peer { peer, version } => {
+        WeightsOrigin::Path(path) => Ok((WeightFiles { path, _copy: None }, None)),
+        WeightsOrigin::Trainer(_) => unreachable!("a trainer sends no files"),
+        WeightsOrigin::Peer { peer, version } => {
             // Twice the size of f32 weights, and 64 MiB for the headers of files.
             let bytes_max = 8 * model.parameter_count() + (1 << 26);
             let source = copy::pull(&peer, version, credentials, folder, bytes_max).await?;
@@ -321,7 +321,7 @@ mod tests {
     use tokio::task::spawn_blocking;
 
     use super::*;
-    use crate::inbox::Command;
+    use crate::inbox::EngineCommand;
 
     const ID: UpdateId = UpdateId(7);
     const WITHIN: Duration = Duration::from_secs(10);
@@ -329,7 +329,7 @@ mod tests {
     /// The abort told the engine before the release reached it.
     #[tokio::test]
     async fn release_that_an_abort_overtook_is_followed_by_the_loss_of_the_weights() {
-        let (inbox, commands) = Inbox::new(1, CollectWaker::default());
+        let (inbox, commands) = EngineInbox::new(1, CollectWaker::default());
         let is_released = Arc::new(Mutex::new(None));
         let cancelled = CancellationToken::new();
         let work = {
@@ -340,11 +340,11 @@ mod tests {
             let is_released = is_released.clone();
             spawn_blocking(move || {
                 let release = commands.recv_timeout(WITHIN).unwrap();
-                assert!(matches!(release, Command::ReleaseWeights { update: ID, .. }));
+                assert!(matches!(release, EngineCommand::ReleaseWeights { update: ID, .. }));
                 assert_eq!(released(&is_released).take(), Some(ID));
                 cancelled.cancel();
                 match commands.recv_timeout(WITHIN).unwrap() {
-                    Command::LoseWeights { update: ID, lost, .. } => lost.send(true).unwrap(),
+                    EngineCommand::LoseWeights { update: ID, lost, .. } => lost.send(true).unwrap(),
                     command => panic!("{command:?}"),
                 }
             })

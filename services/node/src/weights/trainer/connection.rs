@@ -24,12 +24,12 @@ const SPIN: Duration = Duration::from_millis(1);
 const LINE_BYTES_MAX: usize = 16 << 20;
 
 #[derive(Debug)]
-pub(super) enum Stream {
+pub(super) enum TrainerStream {
     Unix(UnixStream),
     Tcp(TcpStream),
 }
 
-impl Stream {
+impl TrainerStream {
     fn set_nonblocking(&self, is_nonblocking: bool) -> io::Result<()> {
         match self {
             Self::Unix(stream) => stream.set_nonblocking(is_nonblocking),
@@ -89,12 +89,12 @@ impl Stream {
     }
 }
 
-pub(super) struct Connection<'a> {
-    stream: Stream,
+pub(super) struct TrainerConnection<'a> {
+    stream: TrainerStream,
     cancelled: &'a CancellationToken,
 }
 
-impl<'a> Connection<'a> {
+impl<'a> TrainerConnection<'a> {
     pub fn open(
         address: &TrainerAddress,
         cancelled: &'a CancellationToken,
@@ -116,11 +116,11 @@ impl<'a> Connection<'a> {
     }
 
     /// Uses the stream of an earlier connection.
-    pub fn new(stream: Stream, cancelled: &'a CancellationToken) -> Self {
+    pub fn new(stream: TrainerStream, cancelled: &'a CancellationToken) -> Self {
         Self { stream, cancelled }
     }
 
-    pub fn into_stream(self) -> Stream {
+    pub fn into_stream(self) -> TrainerStream {
         self.stream
     }
 
@@ -231,15 +231,15 @@ impl<'a> Connection<'a> {
     }
 }
 
-async fn connect(address: &TrainerAddress) -> io::Result<Stream> {
+async fn connect(address: &TrainerAddress) -> io::Result<TrainerStream> {
     match address {
         TrainerAddress::Ipc(socket) => {
             let stream = tokio::net::UnixStream::connect(socket).await?;
-            Ok(Stream::Unix(stream.into_std()?))
+            Ok(TrainerStream::Unix(stream.into_std()?))
         }
         TrainerAddress::Nccl { host, .. } => {
             let stream = tokio::net::TcpStream::connect(host).await?;
-            Ok(Stream::Tcp(stream.into_std()?))
+            Ok(TrainerStream::Tcp(stream.into_std()?))
         }
     }
 }
@@ -249,7 +249,10 @@ mod tests {
     use super::*;
 
     /// Calls `end` while the connection pauses. Checks that the pause ends early.
-    fn pause_until(connection: &Connection<'_>, end: impl FnOnce()) -> Result<(), ReceiveError> {
+    fn pause_until(
+        connection: &TrainerConnection<'_>,
+        end: impl FnOnce(),
+    ) -> Result<(), ReceiveError> {
         const PAUSE: Duration = Duration::from_secs(30);
         let begun = Instant::now();
         thread::scope(|scope| {
@@ -267,12 +270,12 @@ mod tests {
     fn pause_ends_when_the_update_is_cancelled_or_the_trainer_leaves() {
         let cancelled = CancellationToken::new();
         let (node, trainer) = UnixStream::pair().unwrap();
-        let connection = Connection::new(Stream::Unix(node), &cancelled);
+        let connection = TrainerConnection::new(TrainerStream::Unix(node), &cancelled);
         connection.pause(Duration::from_micros(1)).unwrap();
         let left = pause_until(&connection, || drop(trainer)).unwrap_err();
         assert!(left.to_string().contains("the trainer closed the connection"), "{left}");
         let (node, _trainer) = UnixStream::pair().unwrap();
-        let connection = Connection::new(Stream::Unix(node), &cancelled);
+        let connection = TrainerConnection::new(TrainerStream::Unix(node), &cancelled);
         let paused = pause_until(&connection, || cancelled.cancel());
         assert!(matches!(paused, Err(ReceiveError::Cancelled)));
     }

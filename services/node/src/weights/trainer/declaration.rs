@@ -6,7 +6,7 @@ use kernels::{
     peer::WaitLimit,
 };
 use serde::Deserialize;
-use weight_transfer::{Chunk, Plan, Tensor};
+use weight_transfer::{Plan, Tensor, WeightChunk};
 
 use super::address::{TrainerAddress, TrainerError};
 use crate::weights::receive::ReceiveError;
@@ -182,9 +182,9 @@ fn bytes_of<const N: usize>(field: &str, text: &str) -> Result<[u8; N], TrainerE
 }
 
 /// Returns the pieces of a chunk, one after the other.
-pub(super) fn pieces(chunk: &Chunk) -> Vec<TensorPiece> {
+pub(super) fn pieces(chunk: &WeightChunk) -> Vec<TensorPiece> {
     let mut at = 0;
-    let piece = |piece: &weight_transfer::Piece| {
+    let piece = |piece: &weight_transfer::TensorRange| {
         let range = piece.range.start as usize..piece.range.end as usize;
         let begin = at;
         at += range.len();

@@ -20,7 +20,7 @@ use tokio::task::spawn_blocking;
 use weight_transfer::Plan;
 
 use super::{
-    connection::{CANCEL_POLL_INTERVAL, Connection},
+    connection::{CANCEL_POLL_INTERVAL, TrainerConnection},
     *,
 };
 use crate::weights::receive::ReceiveError;
@@ -372,7 +372,7 @@ async fn trainer_that_sends_single_bytes_does_not_prolong_the_time_out() {
     });
     let read = spawn_blocking(move || {
         let cancelled = CancellationToken::new();
-        let mut connection = Connection::open(&TrainerAddress::Ipc(socket), &cancelled)?;
+        let mut connection = TrainerConnection::open(&TrainerAddress::Ipc(socket), &cancelled)?;
         connection.line::<Value>(CANCEL_POLL_INTERVAL)
     });
     let error = read.await.unwrap().unwrap_err().to_string();

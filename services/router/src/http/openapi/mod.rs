@@ -225,7 +225,7 @@ mod tests {
 
     use super::*;
     use crate::http::{
-        fields::Fields,
+        fields::RequestFields,
         request_fields::{read_chat, read_completion},
         table,
         tokenize::prompt_source,
@@ -249,10 +249,10 @@ mod tests {
     }
 
     /// Asserts that the handler reads exactly the fields of the schema.
-    fn is_described(schema: &str, bodies: &[&str], read: impl Fn(&Fields<'_>)) {
+    fn is_described(schema: &str, bodies: &[&str], read: impl Fn(&RequestFields<'_>)) {
         let mut asked = BTreeSet::from(["model".to_owned()]);
         for body in bodies {
-            let fields = Fields::parse(body.as_bytes()).unwrap();
+            let fields = RequestFields::parse(body.as_bytes()).unwrap();
             read(&fields);
             asked.extend(std::mem::take(&mut *fields.asked.lock().unwrap()));
         }

@@ -2,7 +2,7 @@
 
 use std::collections::HashMap;
 
-use super::{File, SCORES, TOKENS, token_type};
+use super::{GgufVocabulary, SCORES, TOKENS, token_type};
 use crate::{
     decoding::{Decoding, byte_token},
     error::{LoadError, VocabularyError},
@@ -15,7 +15,7 @@ const UNKNOWN_ID: u32 = 0;
 pub(super) const BOS_ID: u32 = 1;
 pub(super) const EOS_ID: u32 = 2;
 
-impl File<'_> {
+impl GgufVocabulary<'_> {
     pub(super) fn pieces(
         &self,
         tokens: &[String],

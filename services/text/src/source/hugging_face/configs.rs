@@ -96,7 +96,7 @@ pub struct AddedTokenConfig {
 
 /// `config.json`.
 #[derive(Deserialize)]
-pub struct ModelConfig {
+pub struct ModelConfigFile {
     /// Number of rows of the embedding. Some tools write integers as floats.
     pub vocab_size: Option<f64>,
     pub eos_token_id: Option<OneOrMany>,
