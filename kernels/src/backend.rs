@@ -7,11 +7,12 @@
 use std::num::NonZeroUsize;
 
 use crate::{
+    fp8::BlockScales,
     layout::{Dtype, KvLayout, to_bf16_bits},
     shard::Shard,
 };
 
-/// Source of a weight matrix's rows. The model loaders implement it. Concatenations (Q, K and V; gate and
+/// Source of a weight matrix's rows. [`Self::read_row`] is the reference of every stored format. The model loaders implement it. Concatenations (Q, K and V; gate and
 /// up) are sources too, so that a backend packs them as one matrix.
 pub trait RowSource: Sync {
     /// Returns the number of output features.
@@ -30,6 +31,18 @@ pub trait RowSource: Sync {
     /// `dtype` override this to skip the conversion through f32.
     fn read_rows(&self, first: usize, dtype: Dtype, out: &mut [u8]) {
         convert_rows(self, first, dtype, out);
+    }
+    /// Returns the scales of consecutive ranges of rows if all rows are stored in FP8. A fused matrix has an entry for each
+    /// part. A backend without kernels for FP8 reads the other methods, which dequantize.
+    fn fp8_scales(&self) -> Option<Vec<BlockScales>> {
+        None
+    }
+    /// Writes the FP8 numbers of rows from `first` on to `out`, as many rows as it takes.
+    ///
+    /// # Panics
+    /// When [`Self::fp8_scales`] is `None`.
+    fn read_fp8(&self, _first: usize, _out: &mut [u8]) {
+        panic!("the matrix is not stored in FP8");
     }
 }
 

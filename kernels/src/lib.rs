@@ -3,6 +3,7 @@
 //! * [`layout`] defines the KV layout of a block; [`arena`] owns the blocks and lends them as guards.
 //! * [`digest`] checks that transferred blocks are intact.
 //! * [`backend`] is the trait over which every forward pass is written, once for all devices.
+//! * [`fp8`] defines FP8 numbers and the scales of their blocks.
 //! * [`shard`] defines the part of a model that a tensor-parallel rank computes.
 //! * [`sampling`] defines the sampling rules, which are the same on every device.
 //! * [`cpu`] is the backend that runs everywhere, with its plain f32 reference.
@@ -17,6 +18,7 @@ pub mod backend;
 pub mod cpu;
 pub mod cuda;
 pub mod digest;
+pub mod fp8;
 pub mod layout;
 pub mod offload;
 pub mod peer;

@@ -24,7 +24,7 @@ use self::{
 };
 pub(crate) use self::{file::TensorBytes, stored::StoredTensor};
 use crate::{
-    config::{JsonFile, ModelConfig, from_hugging_face},
+    config::{JsonFile, ModelConfig, ScaleStrategy, from_hugging_face, scale_strategy},
     error::ModelError,
     fingerprint,
     matrix::{MatrixData, MatrixSource},
@@ -105,16 +105,17 @@ impl Checkpoint {
                 (gguf_file::open(&file)?.0, Weights::Dummy(DummyWeights { seed }))
             }
             (Location::Folder { config }, LoadFormat::Auto) => {
-                let (mut config, weights) = (read_config(&config)?, folder::open(path)?);
+                let (mut config, strategy) = read_config(&config)?;
+                let mut weights = folder::open(path)?;
                 // As in transformers, an output in the files counts more than `tie_word_embeddings`.
                 config.tied_output &= weights.output_is_embedding();
-                weights.check_reads()?;
+                weights.read_scales(&config, strategy)?;
                 (config, Weights::Stored(weights))
             }
             (
                 Location::Folder { config } | Location::ConfigAlone { config },
                 LoadFormat::Dummy { seed },
-            ) => (read_config(&config)?, Weights::Dummy(DummyWeights { seed })),
+            ) => (read_config(&config)?.0, Weights::Dummy(DummyWeights { seed })),
             (Location::ConfigAlone { .. }, LoadFormat::Auto) => {
                 return Err(ModelError::NotAModel {
                     path: path.into(),
@@ -151,16 +152,18 @@ impl Checkpoint {
         let threads = threads.min(FINGERPRINT_THREADS_MAX);
         let known: Vec<Option<u128>> = {
             let hashes = self.hashes.lock().unwrap_or_else(PoisonError::into_inner);
-            Weight::all(&self.config).map(|weight| hashes.get(&weight).copied()).collect()
+            let weights = directory.iter().map(|(weight, _)| *weight);
+            weights.map(|weight| hashes.get(&weight?).copied()).collect()
         };
+        let directory: Vec<_> = directory.into_iter().map(|(_, tensor)| tensor).collect();
         let fingerprint = fingerprint::of(&self.config, seed, &directory, &known, threads);
         self.check_reads().map(|()| fingerprint)
     }
 
-    /// Returns the stored weights in the order of the forward pass. Dummy weights are not stored: returns an empty
+    /// Returns the stored weights in the order of the forward pass, each with its scales after it. Dummy weights are not stored: returns an empty
     /// list.
     pub fn stored_weights(&self) -> Result<Vec<StoredWeight<'_>>, ModelError> {
-        let stored = self.directory()?.into_iter().map(|tensor| StoredWeight {
+        let stored = self.directory()?.into_iter().map(|(_, tensor)| StoredWeight {
             name: tensor.name,
             encoding: tensor.encoding.name(),
             dims: tensor.dims,
@@ -178,7 +181,7 @@ impl Checkpoint {
         };
         let mut encodings: Vec<&str> = self
             .directory()
-            .map(|directory| directory.iter().map(|tensor| tensor.encoding.name()).collect())
+            .map(|directory| directory.iter().map(|(_, tensor)| tensor.encoding.name()).collect())
             .unwrap_or_default();
         encodings.sort_unstable();
         encodings.dedup();
@@ -196,8 +199,8 @@ impl Checkpoint {
         let data = match &self.weights {
             Weights::Dummy(dummy) => MatrixData::Random(dummy.rows(weight, &self.config)),
             _ => {
-                let StoredTensor { bytes, encoding, order, .. } = self.checked(weight)?;
-                MatrixData::Stored { bytes, encoding, order }
+                let StoredTensor { bytes, encoding, order, scales, .. } = self.checked(weight)?;
+                MatrixData::Stored { bytes, encoding, order, scales }
             }
         };
         Ok(MatrixSource::new(rows, cols, data))
@@ -280,13 +283,7 @@ impl Checkpoint {
         let tensor = stored.tensor(weight, &self.config)?;
         let wanted = weight.shape(&self.config).dims();
         if tensor.dims != wanted {
-            return Err(ModelError::TensorShape {
-                path: tensor.path.into(),
-                tensor: tensor.name,
-                offset: tensor.offset,
-                found: tensor.dims,
-                wanted,
-            });
+            return Err(tensor.wrong_shape(wanted));
         }
         // Files are checked when opened: a tensor has all its bytes, in whole blocks.
         let cols = wanted.last().map_or(0, |&cols| cols as usize);
@@ -308,11 +305,19 @@ impl Checkpoint {
         }
     }
 
-    /// Returns all stored weights after checking them.
-    fn directory(&self) -> Result<Vec<StoredTensor<'_>>, ModelError> {
+    /// Returns all stored weights after checking them, and after each the tensors with its scales, which belong to no
+    /// other weight.
+    fn directory(&self) -> Result<Vec<(Option<Weight>, StoredTensor<'_>)>, ModelError> {
         let Weights::Stored(stored) = &self.weights else { return Ok(Vec::new()) };
         stored.refuse_unknown_tensors(&self.config)?;
-        Weight::all(&self.config).map(|weight| self.checked(weight)).collect()
+        let mut directory = Vec::new();
+        for weight in Weight::all(&self.config) {
+            let tensor = self.checked(weight)?;
+            let scales = stored.scale_tensors(&tensor.name)?;
+            directory.push((Some(weight), tensor));
+            directory.extend(scales.into_iter().map(|tensor| (None, tensor)));
+        }
+        Ok(directory)
     }
 }
 
@@ -360,13 +365,14 @@ impl Location {
     }
 }
 
-/// Reads `config.json` and, if it exists, `generation_config.json` in the same folder.
-fn read_config(path: &Path) -> Result<ModelConfig, ModelError> {
+/// Reads `config.json` and, if it exists, `generation_config.json` in the same folder. Returns how FP8 matrices are
+/// scaled, too.
+fn read_config(path: &Path) -> Result<(ModelConfig, Option<ScaleStrategy>), ModelError> {
     let config = read_json(path)?;
     let generation_path = path.with_file_name("generation_config.json");
     let generation =
         if generation_path.is_file() { Some(read_json(&generation_path)?) } else { None };
-    from_hugging_face(&config, generation.as_ref())
+    Ok((from_hugging_face(&config, generation.as_ref())?, scale_strategy(&config)?))
 }
 
 fn read_json(path: &Path) -> Result<JsonFile, ModelError> {

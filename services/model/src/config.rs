@@ -2,6 +2,7 @@
 
 mod gguf_metadata;
 mod hugging_face;
+mod quantization;
 
 use std::{num::NonZeroUsize, ops::RangeInclusive, path::Path};
 
@@ -10,6 +11,7 @@ use kernels::{Dtype, KvLayout, Shard, backend::HeadShape, shard::RANKS_MAX};
 pub(crate) use self::{
     gguf_metadata::from_gguf,
     hugging_face::{Fields, JsonFile, from_hugging_face},
+    quantization::{ScaleStrategy, scale_strategy},
 };
 use crate::{error::ModelError, families::Family, layer::LayerSpec, rope, weight::Weight};
 

@@ -6,37 +6,44 @@ use std::ops::Range;
 
 use gguf::TensorKind;
 use half::{bf16, f16};
-use kernels::Dtype;
+use kernels::{Dtype, fp8};
 
-/// Encoding of a tensor's elements: one of GGUF's supported kinds.
+/// Encoding of a tensor's elements.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Encoding(TensorKind);
+pub enum Encoding {
+    /// One of GGUF's supported kinds; safetensors have the first three.
+    Gguf(TensorKind),
+    /// FP8, without its scales.
+    F8E4m3,
+}
 
 impl Encoding {
-    pub const F32: Self = Self(TensorKind::F32);
-    pub const BF16: Self = Self(TensorKind::Bf16);
+    pub const F32: Self = Self::Gguf(TensorKind::F32);
+    pub const BF16: Self = Self::Gguf(TensorKind::Bf16);
 
     pub fn of_gguf(kind: TensorKind) -> Option<Self> {
-        kind.block().map(|_| Self(kind))
+        kind.block().map(|_| Self::Gguf(kind))
     }
 
     pub fn of_safetensors(dtype: safetensors::Dtype) -> Option<Self> {
         Some(match dtype {
             safetensors::Dtype::F32 => Self::F32,
-            safetensors::Dtype::F16 => Self(TensorKind::F16),
+            safetensors::Dtype::F16 => Self::Gguf(TensorKind::F16),
             safetensors::Dtype::BF16 => Self::BF16,
+            safetensors::Dtype::F8_E4M3 => Self::F8E4m3,
             _ => return None,
         })
     }
 
     #[cfg(test)]
     pub fn all() -> Vec<Self> {
-        TensorKind::supported().map(Self).collect()
+        TensorKind::supported().map(Self::Gguf).chain([Self::F8E4m3]).collect()
     }
 
     /// Returns elements and bytes of one block.
     fn block(self) -> (usize, usize) {
-        let block = self.0.block().expect("an encoding is a supported kind");
+        let Self::Gguf(kind) = self else { return (1, 1) };
+        let block = kind.block().expect("an encoding is a supported kind");
         (block.elements as usize, block.bytes as usize)
     }
 
@@ -57,7 +64,10 @@ impl Encoding {
     }
 
     pub fn name(self) -> &'static str {
-        self.0.name().expect("an encoding is a supported kind")
+        match self {
+            Self::Gguf(kind) => kind.name().expect("an encoding is a supported kind"),
+            Self::F8E4m3 => "F8_E4M3",
+        }
     }
 
     /// Returns the range of a row's bytes that has these columns in whole blocks, and the number of elements of the first
@@ -83,10 +93,13 @@ impl Encoding {
     }
 
     /// Decodes `row`, the `row_bytes(out.len())` bytes of one row, into `out`. Each multiplication or
-    /// addition rounds once to f32; F32, F16 and BF16 do not round at all. If `row` is shorter, the
+    /// addition rounds once to f32; F32, F16, BF16 and F8_E4M3 do not round at all. If `row` is shorter, the
     /// elements beyond its last whole block stay unchanged; files are checked when they are opened.
     pub fn decode_row(self, row: &[u8], out: &mut [f32]) {
-        match self.0 {
+        let Self::Gguf(kind) = self else {
+            return each(row, out, |[bits], [value]| *value = fp8::decode(*bits));
+        };
+        match kind {
             TensorKind::F32 => each(row, out, |bytes, [value]| *value = f32::from_le_bytes(*bytes)),
             TensorKind::F16 => {
                 each(row, out, |bytes, [value]| *value = f16::from_le_bytes(*bytes).to_f32());
@@ -138,7 +151,7 @@ mod tests {
         let bytes: Vec<u8> = values.iter().flat_map(|v| v.to_le_bytes()).collect();
         assert_eq!(decode(Encoding::F32, &bytes, 4), values);
         let bytes: Vec<u8> = values.iter().flat_map(|&v| f16::from_f32(v).to_le_bytes()).collect();
-        assert_eq!(decode(Encoding(TensorKind::F16), &bytes, 4), values);
+        assert_eq!(decode(Encoding::Gguf(TensorKind::F16), &bytes, 4), values);
         assert_eq!(decode(Encoding::BF16, &[0x80, 0x3f, 0xc0, 0xff], 2)[0], 1.0);
     }
 
@@ -172,10 +185,10 @@ mod tests {
 
     #[test]
     fn rows_of_partial_quantised_blocks_have_no_size() {
-        assert_eq!(Encoding(TensorKind::Q4_1).row_bytes(33), None);
-        assert_eq!(Encoding(TensorKind::Q6K).row_bytes(255), None);
-        assert_eq!(Encoding(TensorKind::Q8_0).row_bytes(64), Some(68));
-        assert_eq!(Encoding(TensorKind::Q4K).row_bytes(512), Some(288));
+        assert_eq!(Encoding::Gguf(TensorKind::Q4_1).row_bytes(33), None);
+        assert_eq!(Encoding::Gguf(TensorKind::Q6K).row_bytes(255), None);
+        assert_eq!(Encoding::Gguf(TensorKind::Q8_0).row_bytes(64), Some(68));
+        assert_eq!(Encoding::Gguf(TensorKind::Q4K).row_bytes(512), Some(288));
     }
 
     proptest! {

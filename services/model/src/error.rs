@@ -64,6 +64,12 @@ pub enum ModelError {
     )]
     NotFinite { path: PathBuf, tensor: String, offset: u64, element: usize, found: f32 },
     #[error(
+        "{}: tensor {tensor:?} at offset {offset} has scale {found} at element {element}; \
+         expected a finite number from 0 on",
+        path.display()
+    )]
+    Scale { path: PathBuf, tensor: String, offset: u64, element: usize, found: f32 },
+    #[error(
         "cannot shard the model's {kv_heads} KV heads and feed-forward size {ffn_size} over {ranks} ranks; \
          expected one of {}",
         allowed.iter().map(|count| count.to_string()).collect::<Vec<_>>().join(", ")

@@ -9,6 +9,7 @@ use std::{
 use kernels::{
     Dtype, RowSource,
     backend::{convert_rows, store_row},
+    fp8::{self, BlockScales},
 };
 
 use crate::{
@@ -39,6 +40,8 @@ pub(crate) enum MatrixData<'a> {
         bytes: TensorBytes<'a>,
         encoding: Encoding,
         order: RowOrder,
+        /// Scales of the whole matrix: with [`Encoding::F8E4m3`].
+        scales: Option<&'a BlockScales>,
     },
     Random(RandomRows),
 }
@@ -106,13 +109,24 @@ impl<'a> MatrixSource<'a> {
         stored_row * self.stored_cols + self.cols.start + column
     }
 
+    /// Decodes a row of this part, of which `bytes` are stored, as [`Encoding::decode_part`] does, and scales it.
+    fn decode(&self, row: usize, bytes: &[u8], skipped: usize, out: &mut [f32]) {
+        let MatrixData::Stored { encoding, scales, .. } = &self.data else {
+            panic!("random rows are not stored");
+        };
+        encoding.decode_part(bytes, skipped, out);
+        if let Some(scales) = scales {
+            scales.apply(self.rows.start + row, self.cols.start, out);
+        }
+    }
+
     /// Reads stored rows and calls `each` with each row's index, with bytes that have its columns, and with the number of
     /// elements before its first column. Hashes whole rows.
     ///
     /// # Panics
     /// When the matrix is not stored.
     fn each_stored_row(&self, rows: Range<usize>, mut each: impl FnMut(usize, &[u8], usize)) {
-        let MatrixData::Stored { bytes, encoding, order } = &self.data else {
+        let MatrixData::Stored { bytes, encoding, order, .. } = &self.data else {
             panic!("random rows are not stored");
         };
         let row_bytes = bytes.len() / self.stored_rows.max(1);
@@ -164,9 +178,10 @@ impl RowSource for MatrixSource<'_> {
         let cols = self.cols.len().max(1);
         let rows = first..first + out.len() / cols;
         match &self.data {
-            MatrixData::Stored { encoding, .. } => {
+            MatrixData::Stored { .. } => {
                 self.each_stored_row(rows, |row, bytes, skipped| {
-                    encoding.decode_part(bytes, skipped, &mut out[(row - first) * cols..][..cols]);
+                    let out = &mut out[(row - first) * cols..][..cols];
+                    self.decode(row, bytes, skipped, out);
                 });
             }
             MatrixData::Random(random) => {
@@ -179,7 +194,7 @@ impl RowSource for MatrixSource<'_> {
 
     /// Copies rows that are stored in the requested type, and converts other rows.
     fn read_rows(&self, first: usize, dtype: Dtype, out: &mut [u8]) {
-        let MatrixData::Stored { bytes, encoding, order } = &self.data else {
+        let MatrixData::Stored { bytes, encoding, order, .. } = &self.data else {
             return convert_rows(self, first, dtype, out);
         };
         let row_bytes = (self.cols.len() * dtype.bytes()).max(1);
@@ -187,7 +202,7 @@ impl RowSource for MatrixSource<'_> {
         if !encoding.is(dtype) {
             let mut values = vec![0.0; self.cols.len()];
             return self.each_stored_row(rows, |row, bytes, skipped| {
-                encoding.decode_part(bytes, skipped, &mut values);
+                self.decode(row, bytes, skipped, &mut values);
                 store_row(&values, dtype, &mut out[(row - first) * row_bytes..][..row_bytes]);
             });
         }
@@ -202,6 +217,21 @@ impl RowSource for MatrixSource<'_> {
         }
         self.each_stored_row(rows, |row, bytes, _| {
             out[(row - first) * row_bytes..][..row_bytes].copy_from_slice(&bytes[..row_bytes]);
+        });
+    }
+
+    fn fp8_scales(&self) -> Option<Vec<BlockScales>> {
+        let MatrixData::Stored { scales, .. } = &self.data else { return None };
+        let part =
+            |scales: &BlockScales| scales.part([self.rows.start, self.cols.start], self.rows.len());
+        scales.map(|scales| vec![part(scales)])
+    }
+
+    fn read_fp8(&self, first: usize, out: &mut [u8]) {
+        assert!(self.fp8_scales().is_some(), "the matrix is stored in FP8");
+        let cols = self.cols.len().max(1);
+        self.each_stored_row(first..first + out.len() / cols, |row, bytes, _| {
+            out[(row - first) * cols..][..cols].copy_from_slice(bytes);
         });
     }
 }
@@ -315,6 +345,21 @@ impl RowSource for StackedRows<'_> {
             (first..first + rows).for_each(|row| self.read_row(row, &mut values));
         }
     }
+
+    fn fp8_scales(&self) -> Option<Vec<BlockScales>> {
+        let scales: Option<Vec<_>> = self.parts.iter().map(MatrixSource::fp8_scales).collect();
+        Some(scales?.into_iter().flatten().collect())
+    }
+
+    fn read_fp8(&self, first: usize, out: &mut [u8]) {
+        let cols = self.cols().max(1);
+        self.split(first, cols, out, |part, first, out| part.read_fp8(first, out));
+        for (row, numbers) in out.chunks_exact(cols).enumerate() {
+            if numbers.iter().fold(false, |found, &bits| found | fp8::is_nan(bits)) {
+                self.first_bad.fetch_min(first + row, Ordering::Relaxed);
+            }
+        }
+    }
 }
 
 /// Returns whether all elements are finite: a non-finite float has all exponent bits set. Without branches,
@@ -371,7 +416,7 @@ mod tests {
             let bytes: Vec<u8> = stored.iter().flat_map(|&row| (row as f32).to_le_bytes()).collect();
             let order = RowOrder::Pairs { head_dim };
             let file = file_of(&bytes);
-            let data = MatrixData::Stored { bytes: tensor(&file), encoding: Encoding::F32, order };
+            let data = MatrixData::Stored { bytes: tensor(&file), encoding: Encoding::F32, order, scales: None };
             let matrix = MatrixSource::new(rows.len(), 1, data);
             for &row in &rows {
                 let mut out = [f32::NAN];
@@ -394,7 +439,11 @@ mod tests {
                 let part = |rows: Range<usize>| {
                     let at = |row| (row * bytes.len() / 18) as u64;
                     let bytes = TensorBytes::new(&file, at(rows.start)..at(rows.end));
-                    MatrixSource::new(rows.len(), 6, MatrixData::Stored { bytes, encoding, order })
+                    MatrixSource::new(
+                        rows.len(),
+                        6,
+                        MatrixData::Stored { bytes, encoding, order, scales: None },
+                    )
                 };
                 let rows = StackedRows::new(vec![part(0..6), part(6..12), part(12..18)]);
 
@@ -428,7 +477,7 @@ mod tests {
                 for dtype in [Dtype::F32, Dtype::Bf16] {
                     let hashes = RowHashes::new(12);
                     let bytes = TensorBytes::new(&file, 0..12 * row_bytes as u64);
-                    let data = MatrixData::Stored { bytes, encoding, order };
+                    let data = MatrixData::Stored { bytes, encoding, order, scales: None };
                     let matrix = MatrixSource::new(12, 6, data).hashing(Some(&hashes));
                     matrix.read_rows(7, dtype, &mut vec![0; 5 * 6 * dtype.bytes()]);
                     matrix.read_rows(2, dtype, &mut vec![0; 6 * 6 * dtype.bytes()]);
@@ -460,7 +509,8 @@ mod tests {
                 let file = file_of(bytes);
                 for dtype in [Dtype::F32, Dtype::Bf16] {
                     let order = RowOrder::Halves;
-                    let data = MatrixData::Stored { bytes: tensor(&file), encoding, order };
+                    let data =
+                        MatrixData::Stored { bytes: tensor(&file), encoding, order, scales: None };
                     let matrix = MatrixSource::new(40, 33, data);
                     let rows = StackedRows::new(vec![matrix]);
                     let mut out = vec![0; 20 * 33 * dtype.bytes()];
@@ -487,7 +537,8 @@ mod tests {
             let bytes: Vec<u8> = (0..ROWS * encoding.row_bytes(cols).unwrap()).map(noise).collect();
             let file = file_of(&bytes);
             for order in [RowOrder::Halves, RowOrder::Pairs { head_dim: 6 }] {
-                let data = MatrixData::Stored { bytes: tensor(&file), encoding, order };
+                let data =
+                    MatrixData::Stored { bytes: tensor(&file), encoding, order, scales: None };
                 let whole = MatrixSource::new(ROWS, cols, data);
                 for (rows, cols) in [
                     (0..6, 0..512),
@@ -532,7 +583,7 @@ mod tests {
         });
         let (encoding, order) = (Encoding::F32, RowOrder::Halves);
         let parts = files.iter().map(|file| {
-            let data = MatrixData::Stored { bytes: tensor(file), encoding, order };
+            let data = MatrixData::Stored { bytes: tensor(file), encoding, order, scales: None };
             MatrixSource::new(file.bytes() as usize / 8, 2, data)
         });
         let stacked = StackedRows::new(parts.collect());

@@ -240,8 +240,8 @@ fn unsupported_features_are_rejected_by_name() {
         (json!({"attention_bias": true}), "unsupported attention_bias: true; expected false"),
         (
             json!({"quantization_config": {"quant_method": "gptq"}}),
-            "unsupported quantization_config: method \"gptq\"; \
-             expected no quantization, or a GGUF file",
+            "unsupported quantization_config.quant_method: \"gptq\"; expected \"fp8\", \
+             \"compressed-tensors\" with FP8 weights, no quantization_config, or a GGUF file",
         ),
     ];
     for (changes, message) in cases {

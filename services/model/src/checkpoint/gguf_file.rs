@@ -65,13 +65,7 @@ fn gguf_error(path: &Path) -> impl Fn(GgufError) -> ModelError {
 fn rope_divisors(weights: &StoredWeights) -> Result<Vec<f32>, ModelError> {
     let tensor = weights.named(ROPE_DIVISORS.into(), RowOrder::Halves)?;
     if tensor.encoding != Encoding::F32 {
-        return Err(ModelError::TensorKind {
-            path: tensor.path.into(),
-            tensor: tensor.name,
-            offset: tensor.offset,
-            found: tensor.encoding.name().into(),
-            supported: "F32".into(),
-        });
+        return Err(tensor.wrong_kind("F32".into()));
     }
     let mut values = vec![0.0; tensor.bytes.len() / 4];
     tensor.read_vector(&mut values)?;

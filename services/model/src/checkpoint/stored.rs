@@ -6,13 +6,15 @@ use std::{
     path::Path,
 };
 
+use kernels::fp8::BlockScales;
+
 use super::file::{CheckpointFile, FileIdentity, TensorBytes};
 use crate::{
-    config::ModelConfig,
+    config::{ModelConfig, ScaleStrategy},
     encoding::Encoding,
     error::ModelError,
     matrix::RowOrder,
-    weight::{LayerWeight, Weight},
+    weight::{LayerWeight, Weight, WeightShape},
 };
 
 /// Divisors of the rope frequencies in GGUF files, which are part of the configuration.
@@ -31,7 +33,22 @@ pub struct StoredWeights {
     pub format: Format,
     files: Vec<CheckpointFile>,
     tensors: HashMap<String, Entry>,
+    /// Scales of FP8 matrices, by the name of the matrix.
+    scales: HashMap<String, MatrixScales>,
 }
+
+struct MatrixScales {
+    scales: BlockScales,
+    /// Names of the tensors with the scales of the matrix and, if they are static, of its inputs.
+    tensors: Vec<String>,
+}
+
+/// Suffixes of the tensor with the scales of a matrix, appended to the name of the matrix. All scales multiply.
+const SCALE_SUFFIXES: [&str; 2] = ["_scale_inv", "_scale"];
+/// Last component of the name of the tensor with the static scale of a matrix's inputs.
+const INPUT_SCALES: [&str; 2] = ["input_scale", "activation_scale"];
+/// Last component of the names of matrices.
+const WEIGHT: &str = "weight";
 
 /// Tensor of the directory.
 pub struct Entry {
@@ -56,11 +73,13 @@ pub(crate) struct StoredTensor<'a> {
     pub encoding: Encoding,
     pub bytes: TensorBytes<'a>,
     pub order: RowOrder,
+    /// With [`Encoding::F8E4m3`], once [`StoredWeights::read_scales`] has found them.
+    pub scales: Option<&'a BlockScales>,
 }
 
 impl StoredWeights {
     pub fn new(format: Format) -> Self {
-        Self { format, files: Vec::new(), tensors: HashMap::new() }
+        Self { format, files: Vec::new(), tensors: HashMap::new(), scales: HashMap::new() }
     }
 
     /// Adds a file and returns its index.
@@ -108,6 +127,8 @@ impl StoredWeights {
         match (entry(Weight::Output), entry(Weight::Embedding)) {
             (Some(output), Some(embedding)) => {
                 (&output.dims, &output.encoding) == (&embedding.dims, &embedding.encoding)
+                    // The scales may differ.
+                    && output.encoding != Ok(Encoding::F8E4m3)
                     && bytes(output).equals(bytes(embedding))
             }
             _ => true,
@@ -146,7 +167,7 @@ impl StoredWeights {
             Err(found) => {
                 let supported = match self.format {
                     Format::Gguf => format!("one of {}", gguf::TensorKind::supported_names()),
-                    Format::Safetensors => "F32, F16 or BF16".into(),
+                    Format::Safetensors => "F32, F16, BF16 or F8_E4M3".into(),
                 };
                 let (path, found) = (path.into(), found.clone());
                 return Err(ModelError::TensorKind {
@@ -159,13 +180,96 @@ impl StoredWeights {
             }
         };
         let (bytes, dims) = (TensorBytes::new(file, range.clone()), dims.clone());
-        Ok(StoredTensor { path, name, offset, dims, encoding, bytes, order })
+        let scales = self.scales.get(&name).map(|it| &it.scales);
+        Ok(StoredTensor { path, name, offset, dims, encoding, bytes, order, scales })
+    }
+
+    /// Reads and checks the scales of all FP8 matrices. `strategy` is that of the configuration.
+    pub fn read_scales(
+        &mut self,
+        config: &ModelConfig,
+        strategy: Option<ScaleStrategy>,
+    ) -> Result<(), ModelError> {
+        for weight in Weight::all(config) {
+            let name = self.name_of(weight);
+            let is_fp8 = |entry: &Entry| entry.encoding == Ok(Encoding::F8E4m3);
+            if !self.tensors.get(&name).is_some_and(is_fp8) {
+                continue;
+            }
+            let matrix = self.named(name.clone(), RowOrder::Halves)?;
+            let shape = weight.shape(config);
+            if matrix.dims != shape.dims() {
+                return Err(matrix.wrong_shape(shape.dims()));
+            }
+            let (WeightShape::Matrix { rows, cols }, Some(strategy)) = (shape, strategy) else {
+                let supported = "F32, F16 or BF16; FP8 is for matrices of a quantization_config";
+                return Err(matrix.wrong_kind(supported.into()));
+            };
+            let scales = self.matrix_scales(&matrix, [rows, cols], strategy)?;
+            self.scales.insert(name, scales);
+        }
+        self.check_reads()
+    }
+
+    fn matrix_scales(
+        &self,
+        matrix: &StoredTensor<'_>,
+        shape: [usize; 2],
+        strategy: ScaleStrategy,
+    ) -> Result<MatrixScales, ModelError> {
+        let names = SCALE_SUFFIXES.map(|suffix| format!("{}{suffix}", matrix.name));
+        let Some(name) = names.iter().find(|name| self.has(name)) else {
+            let wanted = strategy.shapes(shape).swap_remove(0);
+            let [block, other] = names;
+            let tensor = if strategy == ScaleStrategy::Block { block } else { other };
+            return Err(ModelError::MissingTensor { path: matrix.path.into(), tensor, wanted });
+        };
+        let values = self.scale_values(name.clone(), &strategy.shapes(shape))?;
+        let scales = BlockScales::new(shape, strategy.block(shape), values);
+        let mut tensors = vec![name.clone()];
+        let module = matrix.name.strip_suffix(WEIGHT).unwrap_or(&matrix.name);
+        let inputs = INPUT_SCALES.map(|suffix| format!("{module}{suffix}"));
+        if let Some(name) = inputs.into_iter().find(|name| self.has(name)) {
+            self.scale_values(name.clone(), &ScaleStrategy::Tensor.shapes(shape))?;
+            tensors.push(name);
+        }
+        Ok(MatrixScales { scales, tensors })
+    }
+
+    /// Returns the scales of a tensor of the directory.
+    fn scale_values(&self, name: String, shapes: &[Vec<u64>]) -> Result<Vec<f32>, ModelError> {
+        let tensor = self.named(name, RowOrder::Halves)?;
+        if tensor.encoding == Encoding::F8E4m3 {
+            return Err(tensor.wrong_kind("F32, F16 or BF16".into()));
+        }
+        if !shapes.contains(&tensor.dims) {
+            return Err(tensor.wrong_shape(shapes[0].clone()));
+        }
+        let mut values = vec![0.0; tensor.dims.iter().product::<u64>() as usize];
+        tensor.decode(&mut values);
+        match values.iter().position(|scale| !(scale.is_finite() && *scale >= 0.0)) {
+            None => Ok(values),
+            Some(element) => Err(ModelError::Scale {
+                path: tensor.path.into(),
+                tensor: tensor.name,
+                offset: tensor.offset,
+                element,
+                found: values[element],
+            }),
+        }
+    }
+
+    /// Returns the tensors with scales of a matrix and its inputs.
+    pub fn scale_tensors(&self, matrix: &str) -> Result<Vec<StoredTensor<'_>>, ModelError> {
+        let names = self.scales.get(matrix).into_iter().flat_map(|it| &it.tensors);
+        names.map(|name| self.named(name.clone(), RowOrder::Halves)).collect()
     }
 
     pub fn refuse_unknown_tensors(&self, config: &ModelConfig) -> Result<(), ModelError> {
         // Some exports repeat a tied output.
         let weights = Weight::all(config).chain([Weight::Output]);
-        let known: HashSet<String> = weights.map(|weight| self.name_of(weight)).collect();
+        let mut known: HashSet<String> = weights.map(|weight| self.name_of(weight)).collect();
+        known.extend(self.scales.values().flat_map(|it| it.tensors.iter().cloned()));
         let is_known = |name: &str| {
             known.contains(name)
                 || match self.format {
@@ -187,14 +291,34 @@ impl StoredWeights {
 }
 
 impl StoredTensor<'_> {
-    /// Decodes all elements; rejects non-finite ones.
-    pub fn read_vector(&self, out: &mut [f32]) -> Result<(), ModelError> {
+    /// Decodes all elements, without scales.
+    fn decode(&self, out: &mut [f32]) {
         let mut bytes = vec![0; self.bytes.len()];
         self.bytes.read(0, &mut bytes);
         self.encoding.decode_row(&bytes, out);
+    }
+
+    /// Decodes all elements; rejects non-finite ones.
+    pub fn read_vector(&self, out: &mut [f32]) -> Result<(), ModelError> {
+        self.decode(out);
         match out.iter().position(|value| !value.is_finite()) {
             None => Ok(()),
             Some(element) => Err(self.not_finite(element, out[element])),
+        }
+    }
+
+    pub fn wrong_shape(self, wanted: Vec<u64>) -> ModelError {
+        let Self { path, name: tensor, offset, dims: found, .. } = self;
+        ModelError::TensorShape { path: path.into(), tensor, offset, found, wanted }
+    }
+
+    pub fn wrong_kind(&self, supported: String) -> ModelError {
+        ModelError::TensorKind {
+            path: self.path.into(),
+            tensor: self.name.clone(),
+            offset: self.offset,
+            found: self.encoding.name().into(),
+            supported,
         }
     }
 

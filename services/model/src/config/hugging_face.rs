@@ -93,11 +93,7 @@ fn family(fields: &Fields<'_>) -> Result<&'static Family, ModelError> {
 
 /// Rejects keys that would change the arithmetic.
 fn check_supported(fields: &Fields<'_>, family: &Family) -> Result<(), ModelError> {
-    if let Some(activation) = fields.get::<String>("hidden_act")?
-        && !["silu", "swish"].contains(&activation.as_str())
-    {
-        return Err(fields.unsupported("hidden_act", format!("{activation:?}"), "\"silu\""));
-    }
+    fields.check_word("hidden_act", &["silu", "swish"], "\"silu\"")?;
     // Transformers uses these keys for some families only and ignores them for others.
     for &key in family.refused() {
         if fields.get(key)? == Some(true) {
@@ -105,14 +101,6 @@ fn check_supported(fields: &Fields<'_>, family: &Family) -> Result<(), ModelErro
         }
     }
     fields.check_rotary_factor()?;
-    if let Some(quantization) = fields.get::<Map<String, Value>>("quantization_config")? {
-        let found = quantization.get("quant_method").unwrap_or(&Value::Null).to_string();
-        return Err(fields.unsupported(
-            "quantization_config",
-            format!("method {found}"),
-            "no quantization, or a GGUF file",
-        ));
-    }
     Ok(())
 }
 
@@ -171,7 +159,7 @@ pub(crate) struct JsonFile {
 }
 
 impl JsonFile {
-    fn fields(&self) -> Result<Fields<'_>, ModelError> {
+    pub(super) fn fields(&self) -> Result<Fields<'_>, ModelError> {
         let object = self.value.as_object().ok_or_else(|| ModelError::NotAModel {
             path: self.path.clone(),
             reason: "its JSON is not an object".into(),
@@ -182,10 +170,10 @@ impl JsonFile {
 
 /// Keys of one object, with errors that name file and key.
 pub(crate) struct Fields<'a> {
-    path: &'a Path,
-    object: &'a Map<String, Value>,
+    pub(super) path: &'a Path,
+    pub(super) object: &'a Map<String, Value>,
     /// Key of the object in its parent.
-    parent: Option<&'static str>,
+    pub(super) parent: Option<&'static str>,
 }
 
 impl Fields<'_> {
@@ -215,8 +203,23 @@ impl Fields<'_> {
         Ok(tokens.and_then(NonZeroUsize::new))
     }
 
-    fn require<T: DeserializeOwned>(&self, key: &str) -> Result<T, ModelError> {
+    pub(crate) fn require<T: DeserializeOwned>(&self, key: &str) -> Result<T, ModelError> {
         self.get(key)?.ok_or_else(|| self.bad(key, "is missing".into()))
+    }
+
+    /// Rejects a word that is not one of `words`.
+    pub(super) fn check_word(
+        &self,
+        key: &str,
+        words: &[&str],
+        supported: &'static str,
+    ) -> Result<(), ModelError> {
+        match self.get::<String>(key)? {
+            Some(word) if !words.contains(&word.as_str()) => {
+                Err(self.unsupported(key, format!("{word:?}"), supported))
+            }
+            _ => Ok(()),
+        }
     }
 
     /// Returns the ids of a key that holds one id, a list, or nothing. A null or negative id means none.
@@ -248,11 +251,16 @@ impl Fields<'_> {
         }
     }
 
-    fn bad(&self, key: &str, reason: String) -> ModelError {
+    pub(super) fn bad(&self, key: &str, reason: String) -> ModelError {
         ModelError::ConfigKey { path: self.path.into(), key: self.full_key(key), reason }
     }
 
-    fn unsupported(&self, key: &str, found: String, supported: &'static str) -> ModelError {
+    pub(super) fn unsupported(
+        &self,
+        key: &str,
+        found: String,
+        supported: &'static str,
+    ) -> ModelError {
         let key = self.full_key(key);
         ModelError::Unsupported { path: self.path.into(), key, found, supported }
     }

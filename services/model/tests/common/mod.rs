@@ -9,7 +9,7 @@ use std::{
 };
 
 use half::{bf16, f16};
-use kernels::RowSource;
+use kernels::{RowSource, fp8};
 use model::{Checkpoint, LayerWeight, LoadFormat, ModelConfig, RopeScaling, Weight, WeightShape};
 use serde_json::{Value, json};
 
@@ -60,6 +60,8 @@ pub enum Element {
     F32,
     F16,
     Bf16,
+    /// In safetensors only.
+    F8E4m3,
 }
 
 impl Element {
@@ -68,6 +70,7 @@ impl Element {
             Element::F32 => values.iter().flat_map(|v| v.to_le_bytes()).collect(),
             Element::F16 => values.iter().flat_map(|&v| f16::from_f32(v).to_le_bytes()).collect(),
             Element::Bf16 => values.iter().flat_map(|&v| bf16::from_f32(v).to_le_bytes()).collect(),
+            Element::F8E4m3 => values.iter().map(|&v| fp8::encode(v)).collect(),
         }
     }
 
@@ -76,6 +79,7 @@ impl Element {
             Element::F32 => value,
             Element::F16 => f16::from_f32(value).to_f32(),
             Element::Bf16 => bf16::from_f32(value).to_f32(),
+            Element::F8E4m3 => fp8::decode(fp8::encode(value)),
         }
     }
 
@@ -84,6 +88,7 @@ impl Element {
             Element::F32 => "F32",
             Element::F16 => "F16",
             Element::Bf16 => "BF16",
+            Element::F8E4m3 => "F8_E4M3",
         }
     }
 
@@ -92,6 +97,7 @@ impl Element {
             Element::F32 => 0,
             Element::F16 => 1,
             Element::Bf16 => 30,
+            Element::F8E4m3 => unreachable!("GGUF has no FP8"),
         }
     }
 }
