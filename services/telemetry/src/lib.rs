@@ -5,7 +5,8 @@
 //! * [`spans`] sets the attributes and the status of spans.
 //! * [`metrics`] has the typed instruments of router and node, and [`metrics::Metrics`], which renders
 //!   them as Prometheus text under OpenTelemetry's GenAI names and vLLM's names.
-//! * [`MetricsServer`] serves this text, and the probes of a service, on a port of its own.
+//! * [`MetricsPage`] renders this text outside the async threads, and [`MetricsServer`] serves it, and the probes of a
+//!   service, on a port of its own.
 //!
 //! The only global state is the subscriber of `tracing`: `main` calls [`Telemetry::install`]; tests
 //! use [`Telemetry::dispatch`] for a scope instead. OTLP export is off unless an endpoint is given.
@@ -30,7 +31,7 @@ pub use config::LogFormat;
 pub use environment::Otlp;
 pub use logs::LogSink;
 pub use metrics::{Metrics, NodeMetrics, RouterMetrics};
-pub use server::MetricsServer;
+pub use server::{MetricsPage, MetricsServer};
 
 use crate::{logs::LogWriter, metrics::Meters, traces::SpanQueue};
 

@@ -4,14 +4,13 @@ use std::sync::Arc;
 
 use axum::{
     Json,
-    body::Body,
     extract::State,
     response::{IntoResponse, Response},
 };
-use http::{Extensions, HeaderMap, StatusCode, header};
+use http::{Extensions, HeaderMap, StatusCode};
 use schemars::JsonSchema;
 use serde::Serialize;
-use telemetry::Metrics;
+use telemetry::MetricsPage;
 
 use super::{
     PathParameter, caller_of,
@@ -149,9 +148,7 @@ pub async fn live() -> &'static str {
     "live\n"
 }
 
-pub fn metrics(metrics: &Metrics, extensions: &Extensions) -> Response<Body> {
-    let kind = "text/plain; version=0.0.4; charset=utf-8";
-    let caller = caller_of(extensions);
-    let text = metrics.render_prometheus_of(|label, value| caller.may_read(label, value));
-    ([(header::CONTENT_TYPE, kind)], text).into_response()
+pub async fn metrics(page: MetricsPage, extensions: Extensions) -> Response {
+    let caller = caller_of(&extensions);
+    page.respond(move |label, value| caller.may_read(label, value)).await
 }

@@ -28,7 +28,7 @@ use http::{
 use http_body_util::BodyExt;
 use proto::{TimedBody, ids::RequestId};
 use router_core::RequestSession;
-use telemetry::{Metrics, propagation};
+use telemetry::{Metrics, MetricsPage, propagation};
 use tonic::Status;
 use tracing::Span;
 
@@ -108,6 +108,7 @@ struct Route {
 fn table(metrics: Metrics, started: u64) -> Vec<Route> {
     let description: Bytes = openapi::document().to_string().into();
     let openapi = async move || ([(header::CONTENT_TYPE, "application/json")], description.clone());
+    let page = MetricsPage::new(metrics);
     let get = |path, handler| Route { path, method: "GET", handler };
     let post = |path, handler| Route { path, method: "POST", handler };
     vec![
@@ -126,7 +127,7 @@ fn table(metrics: Metrics, started: u64) -> Vec<Route> {
         get("/live", routing::get(info::live)),
         get(
             "/metrics",
-            routing::get(async move |caller: Extensions| info::metrics(&metrics, &caller)),
+            routing::get(async move |caller| info::metrics(page.clone(), caller).await),
         ),
         get("/openapi.json", routing::get(openapi)),
     ]

@@ -1,6 +1,12 @@
 //! Tests of the metrics server.
 
-use std::{net::SocketAddr, time::Duration};
+use std::{
+    io::{Read, Write},
+    net::SocketAddr,
+    sync::mpsc,
+    thread,
+    time::Duration,
+};
 
 use axum::{Router, routing::get};
 use telemetry::{MetricsServer, NodeMetrics, TelemetryError};
@@ -46,6 +52,43 @@ async fn metrics_and_probes_are_served_until_shutdown() {
     assert!(ask(address, &request("/nothing")).await.starts_with("HTTP/1.1 404"));
     server.shutdown(DEADLINE).await.unwrap();
     assert!(TcpStream::connect(address).await.is_err(), "the port is free again");
+}
+
+#[tokio::test]
+async fn page_is_rendered_outside_the_threads_that_serve() {
+    let (telemetry, _) = start("router", None);
+    let (sender, threads) = mpsc::channel();
+    telemetry.metrics().observe_membership("dns", move || {
+        let _ = sender.send(thread::current().name().map(str::to_owned));
+        true
+    });
+    let server =
+        MetricsServer::start(any_port(), telemetry.metrics(), Router::new()).await.unwrap();
+    let answer = ask(server.address(), &request("/metrics")).await;
+    assert!(answer.contains("baton_membership_connected{backend=\"dns\"} 1\n"), "{answer}");
+    let name = threads.try_recv().unwrap().unwrap_or_default();
+    let of_test = thread::current().name().unwrap_or_default().to_owned();
+    assert!(![of_test, "metrics-server".to_owned()].contains(&name), "{name}");
+    server.shutdown(DEADLINE).await.unwrap();
+}
+
+#[tokio::test]
+async fn probe_is_answered_while_the_service_is_busy() {
+    let (telemetry, _) = start("router", None);
+    let probes = Router::new().route("/ready", get(|| async { "ready" }));
+    let server = MetricsServer::start(any_port(), telemetry.metrics(), probes).await.unwrap();
+    let address = server.address();
+    let probe = thread::spawn(move || {
+        let mut stream = std::net::TcpStream::connect(address).unwrap();
+        stream.set_read_timeout(Some(DEADLINE)).unwrap();
+        stream.write_all(&request("/ready")).unwrap();
+        let mut answer = String::new();
+        stream.read_to_string(&mut answer).map(|_| answer)
+    });
+    // The only thread of the test's runtime runs no other task meanwhile.
+    let answer = probe.join().unwrap().unwrap();
+    assert!(answer.ends_with("ready"), "{answer}");
+    server.shutdown(DEADLINE).await.unwrap();
 }
 
 #[tokio::test]
