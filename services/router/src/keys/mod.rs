@@ -133,6 +133,8 @@ fn keys(
     metrics: &ApiKeyMetrics,
     before: Option<&KeysByHash>,
 ) -> Result<KeysByHash, String> {
+    let before: HashMap<&str, &Arc<Key>> =
+        before.into_iter().flat_map(HashMap::values).map(|key| (&*key.name, key)).collect();
     let key = |entry: file::KeyEntry| {
         let models = match purpose {
             Purpose::Clients(served) => allowed_models(&entry, served)?,
@@ -152,7 +154,7 @@ fn keys(
                 None
             }
         };
-        let earlier = before.and_then(|keys| keys.values().find(|key| *key.name == entry.name));
+        let earlier = before.get(&*entry.name);
         let new = || KeyState {
             usage: Mutex::default(),
             metrics: metrics.of_key(&entry.name),
