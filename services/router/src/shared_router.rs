@@ -60,7 +60,7 @@ impl SharedRouter {
     /// names, and the watch of the nodes.
     pub fn with<T>(&self, work: impl FnOnce(&mut RouterCore) -> T) -> T {
         let mut locked = lock(&self.0.locked);
-        let Locked { core, answers, node_outputs, .. } = &mut *locked;
+        let Locked { core, answers, node_outputs, last_admitted } = &mut *locked;
         let before = (node_outputs.len(), core.in_flight());
         let result = work(core);
         while let Some(output) = core.poll_output() {
@@ -74,6 +74,9 @@ impl SharedRouter {
         let after = (node_outputs.len(), core.in_flight());
         if after.0 > before.0 {
             self.0.has_node_outputs.notify_one();
+        }
+        if after.1 > before.1 {
+            *last_admitted = Some(Instant::now());
         }
         if after.1 != before.1 {
             self.0.in_flight.send_replace(after.1);
@@ -116,7 +119,6 @@ impl SharedRouter {
     }
 
     fn admitted(&self, flow: &Flow, answers: u32) -> Admitted {
-        lock(&self.0.locked).last_admitted = Some(Instant::now());
         Admitted { router: self.clone(), flow: flow.name.clone(), answers }
     }
 
