@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use common::{
     Cluster,
-    client::{Answer, eventually},
+    client::{Answer, DEADLINE, eventually},
     long_prompt,
     node::{Behaviour, VOCABULARY},
     settings,
@@ -464,6 +464,34 @@ async fn incomplete_bodies_use_bounded_memory() {
 
     drop(half);
     eventually("memory for bodies is free", async || post().await.status() == 200).await;
+}
+
+#[tokio::test]
+async fn client_that_expects_100_continue_sends_no_body_that_is_too_large() {
+    let cluster = Cluster::start(1, 1, ANSWER).await;
+    let body = good("/v1/chat/completions").to_string();
+    let ask = async |length: usize| {
+        let mut client = TcpStream::connect(cluster.router.http).await.unwrap();
+        let head = format!(
+            "POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n\
+             Content-Length: {length}\r\nExpect: 100-continue\r\nConnection: close\r\n\r\n"
+        );
+        client.write_all(head.as_bytes()).await.unwrap();
+        let mut answer = vec![0; "HTTP/1.1 100 Continue\r\n\r\n".len()];
+        client.read_exact(&mut answer).await.unwrap();
+        if answer.starts_with(b"HTTP/1.1 100") {
+            client.write_all(body.as_bytes()).await.unwrap();
+        }
+        // Ends when the router closes the connection: it does not wait for the body.
+        let read = tokio::time::timeout(DEADLINE, client.read_to_end(&mut answer)).await;
+        read.unwrap().unwrap();
+        String::from_utf8(answer).unwrap()
+    };
+    let refused = ask(52_428_800).await;
+    assert!(refused.starts_with("HTTP/1.1 413 "), "{refused}");
+    assert!(refused.contains(r#""code":"body_too_large""#), "{refused}");
+    let served = ask(body.len()).await;
+    assert!(served.starts_with("HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 200 OK"), "{served}");
 }
 
 #[tokio::test]
