@@ -225,7 +225,7 @@ impl GgufVocabulary<'_> {
             min_p: number("general.sampling.min_p")?,
             repetition_penalty: number("general.sampling.penalty_repeat")?,
         };
-        unchecked.check().map_err(|(key, problem)| self.invalid(key, problem))
+        Ok(unchecked.check(self.path))
     }
 
     /// Returns the id at `key`, or SentencePiece's default ids of BOS and EOS when the file has none.

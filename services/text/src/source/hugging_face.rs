@@ -89,9 +89,7 @@ fn generation(
 ) -> Result<(SamplingDefaults, Vec<u32>), LoadError> {
     let path = folder.join("generation_config.json");
     let generation: GenerationConfig = read_json(&path, CONFIG_BYTES_MAX)?.unwrap_or_default();
-    let defaults = generation
-        .sampling_defaults()
-        .map_err(|(key, problem)| LoadError::invalid(&path, key, problem))?;
+    let defaults = generation.sampling_defaults(&path);
     let (ends, path) = match generation.eos_token_id {
         Some(ends) => (Some(ends), path.as_path()),
         None => (model.and_then(|model| model.eos_token_id), model_path),

@@ -1,9 +1,11 @@
 //! The configuration files of a Hugging Face folder, with the keys that this crate reads.
 
+use std::path::Path;
+
 use serde::Deserialize;
 use serde_json::Number;
 
-use crate::sampling_defaults::{BadDefault, SamplingDefaults, UncheckedDefaults};
+use crate::sampling_defaults::{SamplingDefaults, UncheckedDefaults};
 
 /// `tokenizer_config.json`.
 #[derive(Default, Deserialize)]
@@ -115,7 +117,8 @@ pub struct GenerationConfig {
 }
 
 impl GenerationConfig {
-    pub fn sampling_defaults(&self) -> Result<SamplingDefaults, BadDefault> {
+    /// Returns the sampling defaults of the configuration, which is that of `file`.
+    pub fn sampling_defaults(&self, file: &Path) -> SamplingDefaults {
         UncheckedDefaults {
             temperature: ("temperature", self.temperature),
             top_k: ("top_k", self.top_k),
@@ -123,7 +126,7 @@ impl GenerationConfig {
             min_p: ("min_p", self.min_p),
             repetition_penalty: ("repetition_penalty", self.repetition_penalty),
         }
-        .check()
+        .check(file)
     }
 }
 
