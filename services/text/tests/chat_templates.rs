@@ -136,6 +136,21 @@ fn header_templates_render() {
 }
 
 #[test]
+fn large_integers_in_arguments_of_calls_keep_their_digits() {
+    const INTEGER: &str = "-123456789012345678901234567890123456789012345678901234567890";
+    let arguments = format!("{{\"id\": {INTEGER}, \"text\": \"{INTEGER}\"}}");
+    let messages = json!([{"role": "assistant", "content": "\u{FDD1}1", "tool_calls": [
+        {"type": "function", "function": {"name": "f", "arguments": arguments}},
+    ]}]);
+    let template = "{%- set arguments = messages[0].tool_calls[0].function.arguments -%}
+        {{ arguments|tojson }} {{ arguments.id }} {{ arguments }} {{ [arguments.id]|tojson }}";
+    let python = format!("{{'id': {INTEGER}, 'text': '{INTEGER}'}}");
+    let expected = format!("{arguments} {INTEGER} {python} [{INTEGER}]");
+    let rendered = render_with(template, messages, Value::Null, Value::Null);
+    assert_eq!(rendered.unwrap(), expected);
+}
+
+#[test]
 fn grouping_templates_render() {
     let messages = json!([
         {"role": "system", "content": "S"},

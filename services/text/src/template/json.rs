@@ -8,7 +8,7 @@ use minijinja::{
     value::{Kwargs, ValueKind},
 };
 
-use super::RENDERED_BYTES_MAX;
+use super::{RENDERED_BYTES_MAX, integers};
 use crate::literal::MARK;
 
 /// Maximum depth of values. Requests cannot contain deeper values, so exceeding it is a bug in the
@@ -77,7 +77,13 @@ impl Writer {
             ValueKind::None => self.out.push_str("null"),
             ValueKind::Bool => self.out.push_str(if value.is_true() { "true" } else { "false" }),
             ValueKind::Number => self.number(value)?,
-            ValueKind::String => self.string(value.as_str().unwrap_or_default()),
+            ValueKind::String => {
+                let text = value.as_str().unwrap_or_default();
+                match integers::digits(text) {
+                    Some(digits) => self.out.push_str(digits),
+                    None => self.string(text),
+                }
+            }
             ValueKind::Seq | ValueKind::Iterable => {
                 let items: Vec<Value> = value.try_iter()?.collect();
                 self.container('[', ']', &items, depth, |writer, item| {

@@ -6,7 +6,7 @@
 
 use serde_json::{Map, Value, json};
 
-use super::TemplateError;
+use super::{TemplateError, integers};
 
 /// Roles of a message. Templates write a role unquoted, some between the brackets of a control token
 /// (`<|role|>`), so an arbitrary role could produce any token.
@@ -225,7 +225,7 @@ impl IndexedMessage {
         let parsed = match arguments {
             Value::Null => Value::Object(Map::new()),
             Value::String(text) if text.trim().is_empty() => Value::Object(Map::new()),
-            Value::String(text) => serde_json::from_str(text)
+            Value::String(text) => integers::parse(text)
                 .map_err(|error| bad(".arguments", format!("is not JSON: {error}")))?,
             _ => arguments.take(),
         };

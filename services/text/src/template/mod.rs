@@ -7,6 +7,7 @@
 //! template that doubles a string in a loop can exhaust memory.
 
 mod clock;
+mod integers;
 mod json;
 mod messages;
 mod python;
@@ -229,7 +230,7 @@ impl ChatTemplate {
         }
         let rendered = self.run(name, variables)?;
         match spellings.is_none_or(|it| it.are_whole(&rendered)) {
-            true => Ok(rendered),
+            true => Ok(integers::without_marks(rendered)),
             false => Err(TemplateError::TornSpecialToken),
         }
     }
