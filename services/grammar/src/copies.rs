@@ -14,26 +14,10 @@ use std::collections::{HashMap, HashSet};
 
 use serde_json::{Map, Value};
 
-use crate::references::{children, referenced};
-
-/// Keywords that llguidance ignores beside others.
-const ANNOTATIONS: [&str; 15] = [
-    "$anchor",
-    "$comment",
-    "$defs",
-    "$id",
-    "$schema",
-    "contentEncoding",
-    "contentMediaType",
-    "default",
-    "definitions",
-    "description",
-    "examples",
-    "id",
-    "readOnly",
-    "title",
-    "writeOnly",
-];
+use crate::{
+    keywords::ANNOTATIONS,
+    references::{children, referenced},
+};
 
 /// Keywords that llguidance intersects with the others.
 const COMBINING: [&str; 6] = ["$ref", "allOf", "anyOf", "oneOf", "enum", "const"];

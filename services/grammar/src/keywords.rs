@@ -14,8 +14,8 @@ use crate::error::{GrammarError, unsupported};
 
 type Keywords = Map<String, Value>;
 
-/// Keywords without effect on the values that a schema matches.
-const ANNOTATIONS: [&str; 16] = [
+/// Keywords without effect on the values that a schema matches, which llguidance ignores beside others.
+pub(crate) const ANNOTATIONS: [&str; 15] = [
     "$anchor",
     "$comment",
     "$defs",
@@ -25,7 +25,6 @@ const ANNOTATIONS: [&str; 16] = [
     "contentMediaType",
     "default",
     "definitions",
-    "deprecated",
     "description",
     "examples",
     "id",
@@ -92,13 +91,16 @@ fn require(keywords: &mut Keywords, schema: Value) {
     }
 }
 
+/// Returns whether the keyword has no effect on the values that a schema matches.
+fn is_annotation(keyword: &str) -> bool {
+    keyword == "deprecated" || ANNOTATIONS.contains(&keyword)
+}
+
 /// Returns whether the schema matches every value.
 fn is_any(schema: &Value) -> bool {
     match schema {
         Value::Bool(any) => *any,
-        Value::Object(keywords) => {
-            keywords.keys().all(|keyword| ANNOTATIONS.contains(&keyword.as_str()))
-        }
+        Value::Object(keywords) => keywords.keys().all(|keyword| is_annotation(keyword)),
         _ => false,
     }
 }
@@ -108,7 +110,7 @@ fn constraints(schema: &Value) -> Vec<(&str, &Value)> {
     let keywords = schema.as_object().into_iter().flatten();
     keywords
         .map(|(keyword, value)| (keyword.as_str(), value))
-        .filter(|(keyword, _)| !ANNOTATIONS.contains(keyword))
+        .filter(|(keyword, _)| !is_annotation(keyword))
         .collect()
 }
 
