@@ -338,6 +338,7 @@ impl Node {
                 choice: TransportChoice::Only(transport),
                 verify: kind.verifies(),
                 nccl_max_ctas: Some(kind.nccl_max_ctas()),
+                ..TransportConfig::default()
             },
             host: env::var(NCCL_HOST).ok().or_else(kv_transfer::host_id),
             tls: None,

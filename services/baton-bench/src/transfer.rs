@@ -4,6 +4,7 @@
 //! scattered over both memories. A transfer is timed from the reservation to the arrival of its last
 //! block. Plain copies between the two GPUs give the peak.
 
+mod loopback;
 mod model_load;
 mod report;
 mod sender;
@@ -88,6 +89,9 @@ pub struct TransferArgs {
     /// Maximum CTAs of nccl (`transfer.nccl_max_ctas`); 0: no limit.
     #[arg(long, default_value_t = 4)]
     ctas: u32,
+    /// Maximum number of connections of tcp (`transfer.tcp_connections`).
+    #[arg(long, default_value_t = 8, value_parser = clap::value_parser!(u32).range(1..=16))]
+    tcp_connections: u32,
     /// Gather of scattered blocks for nccl [default: kernel, as in nodes; copies if the kernel library is
     /// missing].
     #[arg(long, value_enum)]
@@ -315,6 +319,7 @@ impl TransferNode {
                 choice: transport,
                 verify: args.verify,
                 nccl_max_ctas: (args.ctas > 0).then_some(args.ctas),
+                tcp_connections: args.tcp_connections,
             },
             host: kv_transfer::host_id(),
             tls: args.certificates.as_deref().map(cluster_tls).transpose()?,
@@ -338,6 +343,10 @@ fn measure(args: &TransferArgs) -> Result<TransferReport> {
         [Some(from), Some(to)] => plain_copies(args, from, to)?,
         _ => Vec::new(),
     };
+    let loopback_gb_per_s = match args.transport.contains(&TransportArg::Tcp) {
+        true => Some(loopback::rate(args.tcp_connections)?),
+        false => None,
+    };
     // The sender has the same arguments and gathers in the same way.
     let (arena, gather) = arena_and_gather(args, gpus[1])?;
     let mut sender = Sender::start()?;
@@ -358,7 +367,7 @@ fn measure(args: &TransferArgs) -> Result<TransferReport> {
         }
     }
     let (block_bytes, in_flight) = (arena.block_bytes(), args.in_flight);
-    Ok(TransferReport { block_bytes, in_flight, gather, plain_copies, rows })
+    Ok(TransferReport { block_bytes, in_flight, gather, plain_copies, loopback_gb_per_s, rows })
 }
 
 fn plain_copies(args: &TransferArgs, from: &str, to: &str) -> Result<Vec<PlainCopy>> {
@@ -469,8 +478,12 @@ impl TransferRun<'_> {
         let mut going: Vec<(TransferId, Instant)> = Vec::new();
         let mut times = Vec::with_capacity(count);
         while times.len() < count {
+            // Transfers may arrive in another order. The next one starts once its blocks are free.
             while going.len() < together as usize
-                && let Some(transfer) = waiting.pop_front()
+                && let Some(index) = waiting.iter().position(|id| {
+                    !going.iter().any(|(other, _)| self.place(*other) == self.place(*id))
+                })
+                && let Some(transfer) = waiting.remove(index)
             {
                 going.push((transfer, Instant::now()));
                 self.receive(transfer)?;
@@ -534,8 +547,13 @@ impl TransferRun<'_> {
         })
     }
 
+    /// Returns the index of the blocks of a transfer, on both sides.
+    fn place(&self, transfer: TransferId) -> usize {
+        transfer.0 as usize % self.places.len()
+    }
+
     fn receive(&self, transfer: TransferId) -> Result<()> {
-        let place = transfer.0 as usize % self.places.len();
+        let place = self.place(transfer);
         Ok(self.node.transfers.command(api::Command::Receive {
             transfer,
             peer: self.peer.clone(),

@@ -372,6 +372,12 @@ section! {
              steps of few sequences leave up to 4 SMs free without becoming slower; with 8 or 16 CTAs concurrent \
              steps take up to 40 % longer.",
             1..=64;
+        /// Maximum number of TCP connections by which this node sends KV to another node. It opens the first for the
+        /// pair, and each further one while more chunks are queued than connections are busy. With TLS it opens up to
+        /// twice as many, at most 16.
+        tcp_connections: u32 = 8,
+            "One connection moves what one core copies and hashes, so several fill a link of 100 Gbit/s.",
+            1..=16;
         /// Enables hashing of KV at both ends of a transfer between GPUs. The tcp transport always hashes KV.
         verify: bool = false,
             "Each GPU reads the KV once more, which takes 0.08 ms for 256 MiB on an H200 and delays each chunk by as much.";
@@ -382,7 +388,7 @@ section! {
         /// these listen on all addresses. With etcd it is also the host of a node.grpc that listens on all addresses.
         advertise: Option<String> = None,
             "Unset means the IP address of transfer.control.";
-        /// Maximum number of KV bytes in one chunk.
+        /// Maximum number of KV bytes in one chunk; by tcp at most 8MiB.
         chunk_bytes: Auto<ByteSize> = Auto::Derived,
             "4MiB on a CPU (2 ms at 2 GB/s) and 32MiB on a GPU (0.1 ms): large enough for full bandwidth, small enough to overlap with computation.",
             ByteSize::kib(4)..=ByteSize::mib(256);

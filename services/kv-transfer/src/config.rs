@@ -17,6 +17,13 @@ pub const HEARTBEAT: Duration = Duration::from_millis(500);
 /// may take GPU memory, about 200 MiB with `nccl`. Further pairs connect at their first transfer.
 pub const PRECONNECTED_PAIRS_MAX: usize = 4;
 
+/// Maximum number of `tcp` connections by which one node sends to another.
+pub const TCP_CONNECTIONS_MAX: usize = 16;
+
+/// Largest chunk in bytes by `tcp`, where each connection sends one chunk at a time: a prompt of 1,024 tokens of an 8B
+/// model has 16 chunks.
+pub const TCP_CHUNK_BYTES_MAX: usize = 8 << 20;
+
 /// Longest wait for two nodes to connect before the first request.
 pub const CONNECT_TIMEOUT: Duration = Duration::from_secs(2);
 
@@ -25,7 +32,8 @@ pub const CONNECT_TIMEOUT: Duration = Duration::from_secs(2);
 pub struct TransferLimits {
     /// Transfers whose final event has not been emitted.
     pub transfers_max: usize,
-    /// Connected peers. Each costs three sockets and four (`tcp`) to six (`nccl`) threads.
+    /// Connected peers. Each costs three sockets and four to seven threads, and with `tcp` up to
+    /// [`TCP_CONNECTIONS_MAX`] further sockets, each with two threads, in either direction.
     pub pairs_max: usize,
     /// `RESERVE`s whose `Expect` has not arrived.
     pub early_max: usize,

@@ -37,7 +37,7 @@ pub struct TransferConfig {
 }
 
 /// Transports that this node may use.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct TransportConfig {
     pub choice: TransportChoice,
     /// Whether both ends hash chunks that move from GPU to GPU: by a kernel where the node has one,
@@ -46,6 +46,20 @@ pub struct TransportConfig {
     /// Maximum number of CTAs (one per SM) that NCCL uses for one pair while it moves KV; unset
     /// leaves the number to NCCL.
     pub nccl_max_ctas: Option<u32>,
+    /// Maximum number of `tcp` connections by which this node sends to one peer, 1 to
+    /// [`TCP_CONNECTIONS_MAX`](crate::config::TCP_CONNECTIONS_MAX).
+    pub tcp_connections: u32,
+}
+
+impl Default for TransportConfig {
+    fn default() -> Self {
+        Self {
+            choice: TransportChoice::default(),
+            verify: false,
+            nccl_max_ctas: None,
+            tcp_connections: 8,
+        }
+    }
 }
 
 /// Returns an id of this boot of the host, equal in all its containers; `None` if the system has no

@@ -392,7 +392,12 @@ pub(crate) fn transfer_config(
         config::Transport::Ipc => TransportChoice::Only(TransferKind::Ipc),
         config::Transport::Nccl => TransportChoice::Only(TransferKind::Nccl),
     };
-    let (verify, nccl_max_ctas) = (transfer.verify, Some(transfer.nccl_max_ctas));
+    let transport = TransportConfig {
+        choice,
+        verify: transfer.verify,
+        nccl_max_ctas: Some(transfer.nccl_max_ctas),
+        tcp_connections: transfer.tcp_connections,
+    };
     Ok(TransferConfig {
         node_id: node_id.as_str().to_owned(),
         epoch,
@@ -402,7 +407,7 @@ pub(crate) fn transfer_config(
         data_bind: transfer.data,
         advertise_host: transfer.advertised_host(),
         limits,
-        transport: TransportConfig { choice, verify, nccl_max_ctas },
+        transport,
         host: kv_transfer::host_id(),
         tls: None,
     })

@@ -51,6 +51,9 @@ pub struct TransferReport {
     pub gather: Option<Gather>,
     /// Plain copies between the two GPUs.
     pub plain_copies: Vec<PlainCopy>,
+    /// Plain copies through as many loopback TCP connections as tcp uses; `None` if tcp is not measured.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub loopback_gb_per_s: Option<f64>,
     pub rows: Vec<SettingResult>,
 }
 
@@ -74,6 +77,9 @@ impl fmt::Display for TransferReport {
                  of 4 KiB: {latency_us:.1} us",
                 *piece_bytes as f64 / f64::from(1 << 20)
             )?;
+        }
+        if let Some(gb_per_s) = self.loopback_gb_per_s {
+            writeln!(f, "plain copies through loopback TCP connections: {gb_per_s:.1} GB/s")?;
         }
         write!(f, "blocks of {} bytes, {} transfers together", self.block_bytes, self.in_flight)?;
         let gathering = match self.gather {
@@ -162,8 +168,14 @@ mod tests {
             (None, "2 transfers together\n", None),
         ] {
             let (plain_copies, rows) = (Vec::new(), Vec::new());
-            let report =
-                TransferReport { block_bytes: 4096, in_flight: 2, gather, plain_copies, rows };
+            let report = TransferReport {
+                block_bytes: 4096,
+                in_flight: 2,
+                gather,
+                plain_copies,
+                loopback_gb_per_s: None,
+                rows,
+            };
             let table = report.to_string();
             assert!(table.contains(words), "{table}");
             let json = serde_json::to_value(&report).unwrap();

@@ -18,10 +18,10 @@ pub use message::{
 };
 pub use sealing::{InvalidMessage, Opener, SealedMessage, Sealer};
 
-/// Oldest protocol version that this release accepts. Version 3 encrypts control messages.
-pub const PROTOCOL_MIN: u32 = 3;
+/// Oldest protocol version that this release accepts. Version 4 sends KV by several `tcp` connections.
+pub const PROTOCOL_MIN: u32 = 4;
 /// Newest protocol version that this release accepts.
-pub const PROTOCOL_MAX: u32 = 3;
+pub const PROTOCOL_MAX: u32 = 4;
 
 /// Maximum size of a message's second frame. A `RESERVE` takes less than 64 KiB for a prompt of 100,000 tokens;
 /// the maximum allows a prompt of a million tokens.

@@ -1,7 +1,7 @@
 //! Authentication handshake of a data connection.
 //!
 //! 1. The listener sends a fresh nonce.
-//! 2. The sender answers with its own nonce, both epochs, and a tag over all of them.
+//! 2. The sender answers with its own nonce, both epochs, the group of the connection, and a tag over all of them.
 //! 3. The listener answers with a tag over the same fields for the other direction.
 //!
 //! The tag also names the transport that the connection carries. If the cluster has certificates, a `tcp` connection
@@ -26,12 +26,13 @@ use crate::{api::Epoch, control::Keys, transfer_kind::TransferKind};
 /// Time-out of a handshake, far longer than two round trips within a cluster.
 pub const DEADLINE: Duration = Duration::from_secs(1);
 
-const MAGIC: [u8; 8] = *b"BATONKV1";
+const MAGIC: [u8; 8] = *b"BATONKV2";
 const NONCE_BYTES: usize = 32;
 const TAG_BYTES: usize = 32;
 const EPOCH_BYTES: usize = 16;
 const CHALLENGE_BYTES: usize = MAGIC.len() + NONCE_BYTES;
-const HELLO_BYTES: usize = NONCE_BYTES + 2 * EPOCH_BYTES + TAG_BYTES;
+const GROUP_BYTES: usize = 8;
+const HELLO_BYTES: usize = NONCE_BYTES + 2 * EPOCH_BYTES + GROUP_BYTES + TAG_BYTES;
 
 /// Reason why a data connection was not opened.
 #[derive(Debug, thiserror::Error)]
@@ -88,15 +89,22 @@ fn directions(kind: TransferKind, is_tls: bool) -> [&'static [u8]; 2] {
     }
 }
 
-/// Runs the sender's side of the handshake with `peer`. Returns the TLS end of a `tcp` connection if the cluster has
-/// certificates.
+/// The sender of a connection, and the fields of its hello.
+#[derive(Clone, Copy, Debug)]
+pub struct Sender {
+    pub me: Epoch,
+    pub peer: Epoch,
+    pub kind: TransferKind,
+    /// Number that the connections of a group share. Later groups of a process have larger numbers.
+    pub group: u64,
+}
+
+/// Runs the sender's side of the handshake. Returns the TLS end of a `tcp` connection if the cluster has certificates.
 pub fn connect(
     stream: &mut TcpStream,
     keys: &Keys,
     tls: Option<&ClusterTls>,
-    me: Epoch,
-    peer: Epoch,
-    kind: TransferKind,
+    Sender { me, peer, kind, group }: Sender,
 ) -> Result<Option<TlsSender>, HandshakeError> {
     let tls = tls.filter(|_| kind == TransferKind::Tcp);
     let [sender, listener] = directions(kind, tls.is_some());
@@ -108,7 +116,8 @@ pub fn connect(
         return Err(HandshakeError::Magic);
     }
     // Both tags cover these fields and the direction.
-    let terms = [listener_nonce, &nonce()?, &me.to_bytes(), &peer.to_bytes()].concat();
+    let (nonce, group) = (nonce()?, group.to_be_bytes());
+    let terms = [listener_nonce, &nonce, &me.to_bytes(), &peer.to_bytes(), &group].concat();
     let hello = [&terms[NONCE_BYTES..], &keys.tag_data(&[sender, &terms])].concat();
     write_all_by(stream, &hello, deadline)?;
     let mut tag = [0; TAG_BYTES];
@@ -131,6 +140,7 @@ pub fn connect(
 pub struct Accepted {
     pub peer: Epoch,
     pub kind: TransferKind,
+    pub group: u64,
     pub tls: Option<Box<TlsReceiver>>,
 }
 
@@ -153,7 +163,8 @@ pub fn accept(
         keys.check_data(&[directions(*kind, *is_tls)[0], &terms], tag)
     };
     let (kind, is_tls) = kinds.into_iter().find(is_signed).ok_or(HandshakeError::Tag)?;
-    let epochs = fields[NONCE_BYTES..].as_chunks::<EPOCH_BYTES>().0;
+    let (epochs, group) = fields[NONCE_BYTES..].as_chunks::<EPOCH_BYTES>();
+    let group = u64::from_be_bytes(group.try_into().expect("a hello has a fixed length"));
     let [peer, to] = [0, 1].map(|index| Epoch(u128::from_be_bytes(epochs[index])));
     if to != me {
         return Err(HandshakeError::Epoch { to });
@@ -166,11 +177,11 @@ pub fn accept(
             let tag = keys.tag_data(&[listener, &terms, &binding]);
             write_all_by(&mut encrypted, &tag, deadline)?;
             tls::flush(&mut encrypted)?;
-            Ok(Accepted { peer, kind, tls: Some(Box::new(encrypted)) })
+            Ok(Accepted { peer, kind, group, tls: Some(Box::new(encrypted)) })
         }
         None if !is_tls => {
             write_all_by(stream, &keys.tag_data(&[listener, &terms]), deadline)?;
-            Ok(Accepted { peer, kind, tls: None })
+            Ok(Accepted { peer, kind, group, tls: None })
         }
         _ => Err(HandshakeError::OneSided { peer }),
     }

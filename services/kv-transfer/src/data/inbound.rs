@@ -152,23 +152,24 @@ impl Acceptor {
 fn read_connection(
     shared: &Shared,
     peers: &Peers,
-    Accepted { peer, kind, tls }: Accepted,
+    Accepted { peer, kind, group, tls }: Accepted,
     mut stream: TcpStream,
 ) {
     let Some(inbox) = peers.inbox(peer) else {
         return shared.metrics.refuse_data("peer_not_admitted");
     };
-    let connection = shared.number_connection();
-    match inbox.enter(connection, &stream) {
-        Ok(true) => {}
-        Ok(false) => return,
+    let reader = match inbox.enter(group, shared.number_connection(), &stream) {
+        Ok(Some(reader)) => reader,
+        Ok(None) => return,
         Err(error) => return tracing::warn!(%error, "cannot use a data connection"),
-    }
+    };
+    let connection = reader.connection;
     let incoming = Incoming { shared, inbox: &inbox, peer, connection };
     let ended = match kind {
         excluded if !shared.offered.contains(&excluded) => refuse(&incoming, excluded, &mut stream),
         TransferKind::Tcp => {
             shared.metrics.set_path(peer, kind);
+            shared.staging.prepare();
             let read = match tls {
                 Some(mut tls) => tcp::read_frames(&incoming, &mut *tls),
                 None => tcp::read_frames(&incoming, &mut stream),
@@ -178,7 +179,7 @@ fn read_connection(
         TransferKind::Ipc => ipc::pull_chunks(&incoming, &mut stream),
         TransferKind::Nccl => nccl::receive_chunks(&incoming, &mut stream),
     };
-    inbox.leave(connection);
+    inbox.leave(reader);
     let reason = match ended {
         Ok(Ended::Closed) => "the peer closed the data connection".to_owned(),
         // The peer knows the reason and reconnects with another transport.

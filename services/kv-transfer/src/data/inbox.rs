@@ -14,7 +14,7 @@ use kernels::BlockWrite;
 use super::in_flight::{GivenBack, InFlight};
 use crate::{
     api::{Epoch, TransferId},
-    config::LEASE,
+    config::{LEASE, TCP_CONNECTIONS_MAX},
     threads::locked,
     transport::{ChunkId, Released},
 };
@@ -37,13 +37,33 @@ struct State {
     posted: HashMap<ChunkId, Vec<BlockWrite>>,
     /// Chunks that are being written.
     taken: InFlight<()>,
-    /// The connection in use, kept to shut it down. A newer connection replaces it.
-    stream: Option<TcpStream>,
-    /// Number of the newest connection, kept after the connection's end.
+    /// Number that the sender gave the newest group of connections, kept after the group's end.
+    group: u64,
+    /// Number that this node gave the group.
     connection: u64,
-    /// Whether a reader thread uses this inbox.
-    occupied: bool,
+    /// Connections of the group, each with its reader's number, kept to shut them down. A newer group replaces them.
+    streams: Vec<(u64, TcpStream)>,
+    /// Group of each reader thread that uses this inbox.
+    readers: Vec<u64>,
     closed: bool,
+}
+
+/// A reader thread of one connection.
+#[derive(Clone, Copy, Debug)]
+pub struct Reader {
+    group: u64,
+    number: u64,
+    /// Number that this node gave the group.
+    pub connection: u64,
+}
+
+impl State {
+    fn shut_down_streams(&self) {
+        for (_, stream) in &self.streams {
+            // Fails only if the connection has already closed.
+            let _ = stream.shutdown(Shutdown::Both);
+        }
+    }
 }
 
 impl Peers {
@@ -88,7 +108,7 @@ impl Inbox {
         state.taken.cancel(transfer)
     }
 
-    /// Returns the number of the newest connection.
+    /// Returns the number that this node gave the newest group of connections.
     pub fn connection(&self) -> u64 {
         self.lock().connection
     }
@@ -97,48 +117,50 @@ impl Inbox {
         let mut state = self.lock();
         state.closed = true;
         state.posted.clear();
-        if let Some(stream) = &state.stream {
-            // Fails only if the connection has already closed.
-            let _ = stream.shutdown(Shutdown::Both);
-        }
+        state.shut_down_streams();
         self.changed.notify_all();
     }
 
-    /// Records that the reader of this connection has ended.
-    pub fn leave(&self, connection: u64) {
+    /// Records that this reader has ended.
+    pub fn leave(&self, Reader { group, number, .. }: Reader) {
         let mut state = self.lock();
-        state.occupied = false;
-        if state.connection == connection {
-            state.stream = None;
+        if let Some(index) = state.readers.iter().position(|of| *of == group) {
+            state.readers.swap_remove(index);
         }
+        state.streams.retain(|(of, _)| *of != number);
         self.changed.notify_all();
     }
 
-    /// Blocks until the reader of the previous connection has left, then makes `connection` the
-    /// current one. Returns false if a newer connection replaces it, the inbox is closed, or the previous
-    /// reader has not left within a lease.
-    pub fn enter(&self, connection: u64, stream: &TcpStream) -> io::Result<bool> {
+    /// Adds a connection to its group. A new group replaces the older one: blocks until the readers of the older group
+    /// have left. `number` is the reader's, and the new group's. Returns `None` if a newer group replaces this one, the
+    /// group has the maximum number of connections, the inbox is closed, or an older reader has not left within a lease.
+    pub fn enter(&self, group: u64, number: u64, stream: &TcpStream) -> io::Result<Option<Reader>> {
         let clone = stream.try_clone()?;
         let mut state = self.lock();
-        if let Some(before) = state.stream.replace(clone) {
-            let _ = before.shutdown(Shutdown::Both);
+        if group > state.group {
+            state.shut_down_streams();
+            state.streams.clear();
+            (state.group, state.connection) = (group, number);
         }
-        state.connection = connection;
+        if group < state.group || state.streams.len() >= TCP_CONNECTIONS_MAX || state.closed {
+            return Ok(None);
+        }
+        state.streams.push((number, clone));
         let deadline = Instant::now() + LEASE;
-        while state.occupied && state.connection == connection && !state.closed {
+        while state.readers.iter().any(|of| *of != group) {
             let rest = deadline.saturating_duration_since(Instant::now());
-            if rest.is_zero() {
-                state.stream = None;
-                return Ok(false);
+            if rest.is_zero() || state.group != group || state.closed {
+                state.streams.retain(|(of, _)| *of != number);
+                return Ok(None);
             }
             (state, _) =
                 self.changed.wait_timeout(state, rest).unwrap_or_else(PoisonError::into_inner);
         }
-        if state.connection != connection || state.closed {
-            return Ok(false);
+        if state.group != group || state.closed {
+            return Ok(None);
         }
-        state.occupied = true;
-        Ok(true)
+        state.readers.push(group);
+        Ok(Some(Reader { group, number, connection: state.connection }))
     }
 
     /// Takes the blocks posted for this chunk.

@@ -1,8 +1,9 @@
 //! The data connections between nodes. They carry the KV itself, or the messages that coordinate
 //! its copy.
 //!
-//! Each pair has one connection per direction, opened by the sender. Both ends prove the cluster
-//! secret by tags over fresh nonces (`handshake`), which also name the transport:
+//! Each pair has one group of connections per direction, opened by the sender: up to `transfer.tcp_connections` for
+//! `tcp`, else one. Both ends prove the cluster secret by tags over fresh nonces (`handshake`), which also name the
+//! transport:
 //!
 //! * [`tcp`]: the blocks themselves, through host memory;
 //! * `ipc`: the ids of the blocks in the sender's GPU memory, from which the receiver copies them;
@@ -22,6 +23,7 @@ mod message;
 mod nccl;
 mod outbound;
 mod outbox;
+mod staging;
 mod stream;
 pub mod tcp;
 mod tls;
@@ -59,6 +61,7 @@ use in_flight::GivenBack;
 use inbound::Inbound;
 use inbox::{Inbox, Peers};
 use outbox::Outbox;
+pub use staging::StagingPool;
 
 /// Time-out of dropping a transport.
 const DROP_MAX: Duration = Duration::from_secs(1);
@@ -79,6 +82,8 @@ pub struct Shared {
     /// Transports that this node offers in `HELLO`.
     pub offered: Vec<TransferKind>,
     pub transport: TransportConfig,
+    /// Pinned memory for `tcp`, if the blocks are on GPUs.
+    pub staging: StagingPool,
     /// Encrypts `tcp` connections, if the cluster has certificates.
     pub tls: Option<Arc<Reloaded<ClusterTls>>>,
 }

@@ -9,8 +9,17 @@ use std::{
     time::{Duration, Instant},
 };
 
-use super::{Ended, Outgoing, Shared, handshake, ipc, nccl, outbox::Outbox, tcp, tls::TlsSender};
-use crate::{api::Epoch, config::LEASE, protocol::DataEvent, transfer_kind::TransferKind};
+use super::{
+    Ended, Outgoing, Shared, handshake, ipc, nccl,
+    outbox::Outbox,
+    tcp::{self, Connected},
+};
+use crate::{
+    api::Epoch,
+    config::{LEASE, TCP_CONNECTIONS_MAX},
+    protocol::DataEvent,
+    transfer_kind::TransferKind,
+};
 
 const CONNECT_TIMEOUT: Duration = Duration::from_millis(500);
 const CONNECT_PAUSE: Duration = Duration::from_millis(50);
@@ -47,20 +56,26 @@ fn carry(
         Err(reason) => fall_back(shared, peer, agreed, &reason, &mut others),
     };
     loop {
-        let connected = connect(shared, outbox, peer, endpoint, kind)
-            .map_err(|error| format!("cannot connect: {error}"))?;
-        let Some((stream, tls)) = connected else { return Ok(()) };
+        let connect = || connect(&outgoing, endpoint, kind);
+        let connected = connect().map_err(|error| format!("cannot connect: {error}"))?;
+        let Some(connected) = connected else { return Ok(()) };
         let ended = match kind {
             TransferKind::Tcp => {
                 shared.metrics.set_path(peer, kind);
-                tcp::send_chunks(&outgoing, stream, tls).map(|()| Ended::Closed)
+                // One core encrypts about half as much as it sends without TLS.
+                let cores = if shared.tls.is_some() { 2 } else { 1 };
+                let connections_max = cores * shared.transport.tcp_connections as usize;
+                let connections_max = connections_max.min(TCP_CONNECTIONS_MAX);
+                tcp::send_chunks(&outgoing, connected, connections_max, connect)
+                    .map(|()| Ended::Closed)
             }
-            TransferKind::Ipc => ipc::lend_chunks(&outgoing, offer, stream),
-            TransferKind::Nccl => nccl::send_chunks(&outgoing, offer, stream),
+            TransferKind::Ipc => ipc::lend_chunks(&outgoing, offer, connected.0),
+            TransferKind::Nccl => nccl::send_chunks(&outgoing, offer, connected.0),
         };
         match ended.map_err(|error| error.to_string())? {
             Ended::Closed => return Ok(()),
             Ended::Refused { reason } => {
+                outbox.disconnected();
                 (kind, offer) = fall_back(shared, peer, kind, &reason, &mut others);
             }
         }
@@ -90,16 +105,15 @@ fn fall_back(
 
 /// Connects, and retries for one lease. Returns `None` if the outbox was closed meanwhile.
 fn connect(
-    shared: &Shared,
-    outbox: &Outbox,
-    peer: Epoch,
+    outgoing: &Outgoing<'_>,
     endpoint: &str,
     kind: TransferKind,
-) -> io::Result<Option<(TcpStream, Option<TlsSender>)>> {
+) -> io::Result<Option<Connected>> {
+    let Outgoing { shared, outbox, .. } = *outgoing;
     let deadline = Instant::now() + LEASE;
     let addresses = shared.resolver.resolve(endpoint).map_err(io::Error::other)?;
     loop {
-        let error = match connect_once(shared, peer, kind, &addresses, deadline) {
+        let error = match connect_once(outgoing, kind, &addresses, deadline) {
             Ok(made) => return Ok(outbox.connected(&made.0)?.then_some(made)),
             Err(error) => error,
         };
@@ -116,19 +130,19 @@ fn connect(
 
 /// Tries each address until `deadline`, and at least the first.
 fn connect_once(
-    shared: &Shared,
-    peer: Epoch,
+    outgoing: &Outgoing<'_>,
     kind: TransferKind,
     addresses: &[SocketAddr],
     deadline: Instant,
-) -> io::Result<(TcpStream, Option<TlsSender>)> {
+) -> io::Result<Connected> {
+    let Outgoing { shared, outbox, peer } = *outgoing;
     let tls = shared.tls.as_ref().map(|tls| tls.current());
+    let sender = handshake::Sender { me: shared.me, peer, kind, group: outbox.connection };
     let mut last = io::Error::new(io::ErrorKind::NotFound, "the host name has no address");
     for address in addresses {
         let made = TcpStream::connect_timeout(address, CONNECT_TIMEOUT).and_then(|mut stream| {
             stream.set_nodelay(true)?;
-            let (keys, me) = (&shared.keys, shared.me);
-            let tls = handshake::connect(&mut stream, keys, tls.as_deref(), me, peer, kind)
+            let tls = handshake::connect(&mut stream, &shared.keys, tls.as_deref(), sender)
                 .map_err(io::Error::other)?;
             Ok((stream, tls))
         });
@@ -148,14 +162,17 @@ mod tests {
     use std::sync::{Arc, atomic::AtomicU64};
 
     use crossbeam_channel::bounded;
+    use kernels::{Dtype, KvArena, KvLayout};
 
     use super::*;
     use crate::{
-        ClusterSecret, TransportConfig, control::Keys, resolve::Resolver, transport::TransportEvent,
+        ClusterSecret, TransportConfig, control::Keys, data::StagingPool, resolve::Resolver,
+        transport::TransportEvent,
     };
 
     #[test]
     fn unresolvable_name_closes_the_connection() {
+        let layout = KvLayout { layer_count: 1, kv_head_count: 1, head_dim: 8, dtype: Dtype::F32 };
         let (events, received) = bounded(4);
         let shared = Shared {
             me: Epoch(1),
@@ -168,6 +185,7 @@ mod tests {
             channels: None,
             offered: vec![TransferKind::Tcp],
             transport: TransportConfig::default(),
+            staging: StagingPool::new(&KvArena::host(layout, 1).unwrap()),
             tls: None,
         };
         let outbox = Outbox::new(shared.number_connection());

@@ -39,8 +39,8 @@ struct State {
     queue: VecDeque<Job>,
     /// Chunks in flight: the writer holds them, or the peer has not answered them.
     taken: InFlight<Taken>,
-    /// Shut down when the outbox is closed, to wake the thread that uses it.
-    stream: Option<TcpStream>,
+    /// Shut down when the outbox is closed, to wake the threads that use them. Several for `tcp`.
+    streams: Vec<TcpStream>,
     /// Whether the connection is no longer needed. The driver sets it.
     closed: bool,
     /// Set by the reading thread: why the connection ended.
@@ -49,6 +49,24 @@ struct State {
     ended: bool,
     /// Whether a kernel that cannot be aborted may still read the chunks being sent. The writer sets it.
     stuck: bool,
+}
+
+impl State {
+    fn take(&mut self, chunk: ChunkId) {
+        self.taken.insert(chunk, Taken { since: Instant::now(), lent: None });
+    }
+
+    /// Returns whether connection `number` is to take a chunk.
+    fn needs_connection(&self, number: usize) -> bool {
+        !self.queue.is_empty() && self.queue.len() + self.taken.chunks.len() > number
+    }
+
+    fn shut_down_streams(&self) {
+        for stream in &self.streams {
+            // Fails only if the connection has already closed.
+            let _ = stream.shutdown(Shutdown::Both);
+        }
+    }
 }
 
 /// One chunk to be sent.
@@ -96,7 +114,8 @@ impl Outbox {
             return Err(DataError::QueueFull { queued: state.queue.len() });
         }
         state.queue.push_back(Job { chunk, blocks });
-        self.changed.notify_one();
+        // Only some of the waiting connections may take the chunk.
+        self.changed.notify_all();
         Ok(())
     }
 
@@ -110,27 +129,43 @@ impl Outbox {
         let mut state = self.lock();
         state.closed = true;
         state.queue.clear();
-        if let Some(stream) = &state.stream {
-            // Fails only if the connection has already closed.
-            let _ = stream.shutdown(Shutdown::Both);
-        }
-        self.changed.notify_one();
+        state.shut_down_streams();
+        self.changed.notify_all();
     }
 
     /// Blocks until fewer than `taken_max` chunks are in flight and returns the next chunk; `None`
     /// once the outbox is closed or the connection has ended.
     pub fn next(&self, taken_max: usize) -> Option<Job> {
+        self.wait_for(|state| {
+            let job = (state.taken.chunks.len() < taken_max).then(|| state.queue.pop_front())?;
+            job.inspect(|job| state.take(job.chunk))
+        })
+    }
+
+    /// As [`Outbox::next`], for the connection with this number. Connection `n` takes a chunk only while `n` others
+    /// are in flight or queued, so that few chunks use few connections.
+    pub fn next_of_connection(&self, number: usize) -> Option<Job> {
+        self.wait_for(|state| {
+            let job = state.needs_connection(number).then(|| state.queue.pop_front())?;
+            job.inspect(|job| state.take(job.chunk))
+        })
+    }
+
+    /// Blocks until [`Outbox::next_of_connection`] would return a chunk. Returns false once the outbox is closed or the
+    /// connection has ended.
+    pub fn await_need(&self, number: usize) -> bool {
+        self.wait_for(|state| state.needs_connection(number).then_some(())).is_some()
+    }
+
+    /// Blocks until `ready` returns a value; `None` once the outbox is closed or the connection has ended.
+    fn wait_for<T>(&self, mut ready: impl FnMut(&mut State) -> Option<T>) -> Option<T> {
         let mut state = self.lock();
         loop {
             if state.closed || state.broken.is_some() {
                 return None;
             }
-            if state.taken.chunks.len() < taken_max
-                && let Some(job) = state.queue.pop_front()
-            {
-                let taken = Taken { since: Instant::now(), lent: None };
-                state.taken.insert(job.chunk, taken);
-                return Some(job);
+            if let Some(value) = ready(&mut state) {
+                return Some(value);
             }
             let (woken, _) =
                 self.changed.wait_timeout(state, IDLE_POLL).unwrap_or_else(PoisonError::into_inner);
@@ -176,10 +211,8 @@ impl Outbox {
     pub fn break_off(&self, reason: String) {
         let mut state = self.lock();
         state.broken.get_or_insert(reason);
-        if let Some(stream) = &state.stream {
-            let _ = stream.shutdown(Shutdown::Both);
-        }
-        self.changed.notify_one();
+        state.shut_down_streams();
+        self.changed.notify_all();
     }
 
     pub fn is_cancelled(&self, transfer: TransferId) -> bool {
@@ -215,17 +248,23 @@ impl Outbox {
             Some(GivenBack::Released) => GivenBack::Released,
             Some(GivenBack::Cancelled) | None => GivenBack::Cancelled,
         };
-        self.changed.notify_one();
+        self.changed.notify_all();
         given_back
     }
 
-    /// Stores the new connection. Returns false if the outbox was closed meanwhile.
+    /// Stores a new connection. Returns false if the outbox was closed or the connection broken meanwhile.
     pub fn connected(&self, stream: &TcpStream) -> io::Result<bool> {
         let mut state = self.lock();
-        if !state.closed {
-            state.stream = Some(stream.try_clone()?);
+        let is_over = state.closed || state.broken.is_some();
+        if !is_over {
+            state.streams.push(stream.try_clone()?);
         }
-        Ok(!state.closed)
+        Ok(!is_over)
+    }
+
+    /// Forgets the connections of a transport that the peer has refused.
+    pub fn disconnected(&self) {
+        self.lock().streams.clear();
     }
 
     /// Sleeps for `pause`. Returns false if the outbox was closed meanwhile.
@@ -249,7 +288,7 @@ impl Outbox {
         let state = &mut *state;
         state.ended = true;
         state.queue.clear();
-        state.stream = None;
+        state.streams.clear();
         let chunks = std::mem::take(&mut state.taken.chunks);
         let (stuck, taken): (Vec<_>, Vec<_>) = chunks
             .into_iter()
@@ -294,6 +333,33 @@ mod tests {
         drop(going);
         assert_eq!(outbox.give_back(chunk(1)), GivenBack::Wanted(Moved { integrity: 5, bytes }));
         assert_eq!(arena.pins(BlockId(0)).unwrap(), 0);
+    }
+
+    #[test]
+    fn further_connections_take_chunks_only_while_others_are_busy() {
+        let layout = KvLayout { layer_count: 1, kv_head_count: 1, head_dim: 8, dtype: Dtype::F32 };
+        let arena = KvArena::host(layout, 1).unwrap();
+        let outbox = Outbox::new(1);
+        let needed = || [0, 1, 2, 3].map(|number| outbox.lock().needs_connection(number));
+        assert_eq!(needed(), [false; 4]);
+        let push = |index| {
+            let chunk = ChunkId { transfer: TransferId(7), index };
+            outbox.push(chunk, vec![arena.read(BlockId(0)).unwrap()]).unwrap();
+            chunk
+        };
+        let first = push(0);
+        assert_eq!(needed(), [true, false, false, false]);
+        push(1);
+        assert_eq!(needed(), [true, true, false, false]);
+        assert_eq!(outbox.next_of_connection(0).unwrap().chunk, first);
+        assert_eq!(needed(), [true, true, false, false], "one is in flight, one queued");
+        assert!(outbox.await_need(1));
+        push(2);
+        assert_eq!(needed(), [true, true, true, false]);
+        outbox.give_back(first);
+        assert_eq!(needed(), [true, true, false, false]);
+        outbox.close();
+        assert!(!outbox.await_need(0) && outbox.next_of_connection(0).is_none());
     }
 
     #[test]

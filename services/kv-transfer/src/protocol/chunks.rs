@@ -4,7 +4,6 @@ use std::ops::Range;
 
 use kernels::BlockId;
 
-use super::turn::Local;
 use crate::{api::TransferId, control};
 
 /// Maximum number of chunks of a transfer that are announced but not yet given to the transport. A step
@@ -62,13 +61,18 @@ enum State {
 }
 
 impl Chunks {
-    /// Splits the reserved blocks of the prompt into chunks.
-    pub fn new(transfer: TransferId, reserved: Range<u32>, local: &Local) -> Self {
-        let chunk_blocks = (local.limits.chunk_bytes_max / local.block_bytes.max(1)).max(1);
+    /// Splits the reserved blocks of the prompt into chunks of at most `chunk_bytes_max`, and at least one block.
+    pub fn new(
+        transfer: TransferId,
+        reserved: Range<u32>,
+        block_bytes: usize,
+        chunk_bytes_max: usize,
+    ) -> Self {
+        let chunk_blocks = (chunk_bytes_max / block_bytes.max(1)).max(1);
         let begins = reserved.clone().step_by(chunk_blocks);
         let chunk = |(chunk, first_block)| {
             let block_count = (chunk_blocks as u32).min(reserved.end - first_block);
-            let bytes = u64::from(block_count) * local.block_bytes as u64;
+            let bytes = u64::from(block_count) * block_bytes as u64;
             Chunk {
                 announcement: control::Chunk { transfer, chunk, first_block, block_count, bytes },
                 blocks: Vec::new(),
@@ -218,17 +222,13 @@ impl Chunks {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::{config::TransferLimits, protocol::test_local};
 
     fn blocks(count: u32) -> Vec<BlockId> {
         (0..count).map(BlockId).collect()
     }
 
     fn chunks(reserved: Range<u32>, chunk_blocks: usize) -> Chunks {
-        let limits =
-            TransferLimits { chunk_bytes_max: 10 * chunk_blocks, ..TransferLimits::default() };
-        let local = Local { block_bytes: 10, limits, ..test_local() };
-        Chunks::new(TransferId(1), reserved, &local)
+        Chunks::new(TransferId(1), reserved, 10, 10 * chunk_blocks)
     }
 
     fn announced(chunks: &mut Chunks) -> Vec<u32> {

@@ -93,9 +93,16 @@ impl Core {
             }
             Command::Expect { transfer, peer, prompt_hash, deadline, traceparent } => {
                 if self.has_reserve(transfer, &peer) {
+                    let chunk_bytes_max = self.chunk_bytes_max(peer.epoch);
                     self.with_transfer(transfer, |outgoing, turn| {
                         let deadline = deadline.min(DEADLINE_MAX);
-                        outgoing.on_expect(turn, prompt_hash, deadline, traceparent);
+                        outgoing.on_expect(
+                            turn,
+                            chunk_bytes_max,
+                            prompt_hash,
+                            deadline,
+                            traceparent,
+                        );
                     });
                 } else if self.admit(transfer, &peer, Side::Sender) {
                     let phase = Phase::Expecting { prompt_hash };

@@ -48,6 +48,7 @@ impl Transfer {
     pub fn on_expect(
         &mut self,
         turn: &mut Turn,
+        chunk_bytes_max: usize,
         prompt_hash: u128,
         deadline: Duration,
         traceparent: String,
@@ -57,7 +58,9 @@ impl Transfer {
         self.deadline = turn.now + deadline;
         let theirs = std::mem::replace(&mut self.traceparent, traceparent);
         match std::mem::replace(&mut self.phase, Phase::Expecting { prompt_hash }) {
-            Phase::Early { reserve } => self.match_reserve(turn, prompt_hash, reserve, theirs),
+            Phase::Early { reserve } => {
+                self.match_reserve(turn, chunk_bytes_max, prompt_hash, reserve, theirs);
+            }
             Phase::Aborting(aborting) => {
                 let failure = self.peer.ended_before(aborting.cause, &aborting.reason);
                 turn.emit(Event::SendFailed { transfer: self.id, failure });
@@ -67,11 +70,17 @@ impl Transfer {
         }
     }
 
-    pub fn on_reserve(&mut self, turn: &mut Turn, reserve: Reserve, traceparent: String) {
+    pub fn on_reserve(
+        &mut self,
+        turn: &mut Turn,
+        chunk_bytes_max: usize,
+        reserve: Reserve,
+        traceparent: String,
+    ) {
         match &self.phase {
             Phase::Expecting { prompt_hash } => {
                 let prompt_hash = *prompt_hash;
-                self.match_reserve(turn, prompt_hash, reserve, traceparent);
+                self.match_reserve(turn, chunk_bytes_max, prompt_hash, reserve, traceparent);
             }
             // Retransmitted: the answer was lost.
             Phase::Sending(_) => self.acknowledge_reserve(turn),
@@ -82,6 +91,7 @@ impl Transfer {
     fn match_reserve(
         &mut self,
         turn: &mut Turn,
+        chunk_bytes_max: usize,
         prompt_hash: u128,
         reserve: Reserve,
         traceparent: String,
@@ -100,7 +110,12 @@ impl Transfer {
         };
         let first_block = reserve.first_block;
         self.phase = Phase::Sending(Sending {
-            chunks: Chunks::new(self.id, first_block..end_block, &turn.local),
+            chunks: Chunks::new(
+                self.id,
+                first_block..end_block,
+                turn.local.block_bytes,
+                chunk_bytes_max,
+            ),
             finish: None,
             done: None,
             first_given: None,

@@ -26,9 +26,9 @@ use kernels::{KvArena, peer::PeerChannels};
 
 use crate::{
     api::{Command, Event, Peer},
-    config::TransferLimits,
+    config::{TCP_CONNECTIONS_MAX, TransferLimits},
     control::{Keys, Sealer},
-    data::{self, DataConnections},
+    data::{self, DataConnections, StagingPool},
     driver::{EventSink, Input, TransferDriver},
     metrics::{Metrics, MetricsReader, TransferMetrics},
     protocol::{Core, Local},
@@ -250,10 +250,11 @@ impl SharedParts {
             channels,
             offered: offers.iter().filter_map(|offer| TransferKind::from_offer(offer)).collect(),
             transport: config.transport,
+            staging: StagingPool::new(&arena),
             tls: config.tls.clone(),
         };
-        // A replaced connection may still be closing.
-        let connections_max = 2 * config.limits.pairs_max;
+        // A replaced group of connections may still be closing.
+        let connections_max = 2 * config.limits.pairs_max * TCP_CONNECTIONS_MAX;
         DataConnections::start(shared, config.data_bind, arena, connections_max)
             .map_err(|source| StartError::DataBind { address: config.data_bind, source })
     }

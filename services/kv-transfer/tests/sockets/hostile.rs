@@ -14,6 +14,7 @@ use std::{
 use kv_transfer::{
     ClusterSecret, TransferKind, TransportChoice, TransportConfig,
     api::{Epoch, Peer, TransferId},
+    config::TCP_CONNECTIONS_MAX,
     control::{Body, ControlMessage, Credential, Hello, Keys, Sealer},
 };
 use test_harness::noise;
@@ -71,7 +72,7 @@ fn attack_until_stopped(
                 1 => [greeting(b"NULL"), huge].concat(),
                 2 => [greeting(b"PLAIN"), huge].concat(),
                 3 => greeting(b"PLAIN")[..20].to_vec(),
-                4 => [b"BATONKV1".to_vec(), noise(count, 400)].concat(),
+                4 => [b"BATONKV2".to_vec(), noise(count, 400)].concat(),
                 _ => Vec::new(),
             };
             // The node may have closed the connection already.
@@ -235,15 +236,20 @@ fn data_connection(to: &Node, from: Epoch, keys: &Keys) -> TcpStream {
 
 /// Opens a data connection for the transport with this handshake label.
 fn data_connection_by(label: &[u8], to: &Node, from: Epoch, keys: &Keys) -> TcpStream {
+    data_connection_in(1, label, to, from, keys)
+}
+
+/// Opens a data connection of this group.
+fn data_connection_in(group: u64, label: &[u8], to: &Node, from: Epoch, keys: &Keys) -> TcpStream {
     let mut stream = TcpStream::connect(host(to.transfers.data_endpoint())).unwrap();
     stream.set_read_timeout(Some(WAIT_TIMEOUT)).unwrap();
     let mut greeting = [0; 40];
     stream.read_exact(&mut greeting).unwrap();
-    assert_eq!(&greeting[..8], b"BATONKV1");
+    assert_eq!(&greeting[..8], b"BATONKV2");
     let nonce = noise(9, 32);
-    let (from, to) = (from.to_bytes(), to.address.epoch.to_bytes());
-    let tag = keys.tag_data(&[label, &greeting[8..], &nonce, &from, &to]);
-    stream.write_all(&[&nonce[..], &from, &to, &tag].concat()).unwrap();
+    let (from, to, group) = (from.to_bytes(), to.address.epoch.to_bytes(), group.to_be_bytes());
+    let tag = keys.tag_data(&[label, &greeting[8..], &nonce, &from, &to, &group]);
+    stream.write_all(&[&nonce[..], &from, &to, &group, &tag].concat()).unwrap();
     stream
 }
 
@@ -296,6 +302,30 @@ pub fn data_connections_authenticate_and_write_only_posted_blocks() {
         let guard = node.arena.read(block).unwrap();
         assert!(guard.host_view().unwrap().iter().all(|byte| *byte == 0));
     }
+}
+
+pub fn group_of_connections_is_bounded_and_ends_when_a_newer_group_begins() {
+    let node = Node::start("node");
+    let peer = Epoch(fresh());
+    let _greeting = send_hello(&node, peer);
+    let connect = |group| {
+        let mut stream = data_connection_in(group, b"s", &node, peer, &keys());
+        stream.read_exact(&mut [0; 32]).unwrap();
+        stream
+    };
+    let is_open = |stream: &mut TcpStream| {
+        stream.set_read_timeout(Some(Duration::from_millis(50))).unwrap();
+        let read = stream.read(&mut [0; 1]);
+        stream.set_read_timeout(Some(WAIT_TIMEOUT)).unwrap();
+        read.is_err_and(|error| error.kind() == std::io::ErrorKind::WouldBlock)
+    };
+    let mut group: Vec<TcpStream> = (0..TCP_CONNECTIONS_MAX).map(|_| connect(2)).collect();
+    assert!(is_closed(&mut connect(2)), "the group has the maximum number of connections");
+    assert!(is_closed(&mut connect(1)), "the group is older");
+    assert!(group.iter_mut().all(is_open));
+    let mut newer = connect(3);
+    assert!(group.iter_mut().all(is_closed));
+    assert!(is_open(&mut newer));
 }
 
 pub fn connection_by_a_transport_that_was_not_offered_is_refused() {

@@ -16,6 +16,7 @@ fn main() -> std::process::ExitCode {
         hostile::recorded_credential_is_rejected,
         hostile::zap_credential_does_not_replace_message_tags,
         hostile::data_connections_authenticate_and_write_only_posted_blocks,
+        hostile::group_of_connections_is_bounded_and_ends_when_a_newer_group_begins,
         hostile::connection_by_a_transport_that_was_not_offered_is_refused,
         hostile::incomplete_handshakes_time_out_and_free_their_slots,
         mismatch::mismatched_nodes_reject_each_other_and_still_serve_matching_nodes,

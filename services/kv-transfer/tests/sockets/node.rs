@@ -1,6 +1,7 @@
 //! Test nodes: transfers, an arena and the received events.
 
 use std::{
+    any::Any,
     collections::BTreeMap,
     sync::{
         Arc, Mutex, Weak,
@@ -13,6 +14,7 @@ use crossbeam_channel::{Receiver, unbounded};
 use kernels::{
     BlockId, BlockRead, BlockWrite, Dtype, KvArena, KvLayout,
     arena::RemoteBlocks,
+    offload::{BlockOffload, CopiedBlocks, OffloadStream},
     peer::{
         ChannelEnd, PeerBlocks, PeerChannel, PeerChannels, PeerMemory, TransferInFlight, WaitLimit,
     },
@@ -148,6 +150,10 @@ impl RemoteBlocks for FakeDeviceMemory {
         Ok(())
     }
 
+    fn offload(self: Arc<Self>) -> Option<Arc<dyn BlockOffload>> {
+        Some(Arc::new(ImmediateCopies))
+    }
+
     fn peer_memory(self: Arc<Self>) -> Option<Arc<dyn PeerMemory>> {
         let reach = self.reach.clone()?;
         Some(Arc::new(Reachable { blocks: self, reach }))
@@ -156,6 +162,46 @@ impl RemoteBlocks for FakeDeviceMemory {
     fn peer_channels(self: Arc<Self>) -> Option<Arc<dyn PeerChannels>> {
         let reach = self.reach.clone().filter(|reach| !reach.channelless)?;
         Some(Arc::new(Joining { reach }))
+    }
+}
+
+/// Copies to and from host memory that end before the call returns.
+struct ImmediateCopies;
+
+impl BlockOffload for ImmediateCopies {
+    fn pin(&self, _: &Arc<KvArena>, _: u32, _: u32) -> Result<Box<dyn Any + Send>, String> {
+        Ok(Box::new(()))
+    }
+
+    fn stream(&self) -> Result<Box<dyn OffloadStream>, String> {
+        Ok(Box::new(ImmediateCopies))
+    }
+}
+
+impl OffloadStream for ImmediateCopies {
+    fn copy(
+        &mut self,
+        from: Vec<BlockRead>,
+        mut to: Vec<BlockWrite>,
+    ) -> Result<Box<dyn TransferInFlight<CopiedBlocks>>, String> {
+        for (from, to) in from.iter().zip(&mut to) {
+            let mut bytes = vec![0; from.byte_count()];
+            from.copy_to_host(&mut bytes).map_err(|error| error.to_string())?;
+            to.copy_from_host(&bytes).map_err(|error| error.to_string())?;
+        }
+        Ok(Box::new(EndedCopy(from.into_iter().zip(to).collect())))
+    }
+}
+
+struct EndedCopy(Vec<CopiedBlocks>);
+
+impl TransferInFlight<CopiedBlocks> for EndedCopy {
+    fn is_done(&mut self) -> Result<bool, String> {
+        Ok(true)
+    }
+
+    fn finish(self: Box<Self>) -> Result<Vec<CopiedBlocks>, String> {
+        Ok(self.0)
     }
 }
 

@@ -18,7 +18,7 @@ use super::{
     Payload,
     frame::{HEADER_BYTES, Header},
 };
-use crate::{config::LEASE, transport::ChunkId};
+use crate::{api::TransferId, config::LEASE, transport::ChunkId};
 
 /// Largest unwanted frame that is skipped; a larger one closes the connection.
 const DRAIN_BYTES_MAX: u64 = 256 << 20;
@@ -51,7 +51,7 @@ pub(in crate::data) fn read_frames(
             continue;
         };
         // `read_payload` drops the guards of the blocks, so that the report may give them another owner.
-        let read = read_payload(inbox, stream, &header, blocks);
+        let read = read_payload(incoming, stream, &header, blocks);
         let written = match &read {
             Ok(Payload::Whole(moved)) => Ok(*moved),
             Ok(Payload::Cut { .. }) => Err("the data connection was closed".to_owned()),
@@ -90,7 +90,7 @@ fn read_header(inbox: &Inbox, stream: &mut (impl Read + SetTimeout)) -> io::Resu
 }
 
 fn read_payload(
-    inbox: &Inbox,
+    incoming: &Incoming<'_>,
     stream: &mut impl Read,
     header: &Header,
     mut blocks: Vec<BlockWrite>,
@@ -103,43 +103,62 @@ fn read_payload(
         );
         return Err(invalid(reason));
     }
-    // Payload for GPU blocks is staged in host memory and copied once complete.
+    let mut frame = Frame {
+        inbox: incoming.inbox,
+        transfer: header.transfer,
+        stream,
+        hash: Xxh3::new(),
+        rest: header.payload_bytes,
+    };
     let is_host = blocks.iter_mut().all(|block| block.host_view_mut().is_some());
-    let mut staged: Vec<Vec<u8>> = match is_host {
-        true => Vec::new(),
-        false => blocks.iter().map(|block| vec![0; block.byte_count()]).collect(),
+    let is_whole = if is_host {
+        let views = blocks.iter_mut().filter_map(BlockWrite::host_view_mut);
+        frame.read(&mut views.collect::<Vec<_>>())?
+    } else {
+        incoming.shared.staging.take()?.receive(blocks, |views| frame.read(views))?
     };
-    let mut views: Vec<&mut [u8]> = match is_host {
-        true => blocks.iter_mut().filter_map(BlockWrite::host_view_mut).collect(),
-        false => staged.iter_mut().map(Vec::as_mut_slice).collect(),
-    };
-    let mut hash = Xxh3::new();
-    let mut rest = header.payload_bytes;
-    let mut progress = Instant::now();
-    for piece in views.iter_mut().flat_map(|view| view.chunks_mut(PIECE_BYTES)) {
-        let mut done = 0;
-        while done < piece.len() {
-            if inbox.is_cancelled(header.transfer) {
-                return Ok(Payload::Cut { rest });
-            }
-            match stream.read(&mut piece[done..]) {
-                Ok(0) => return Err(io::ErrorKind::UnexpectedEof.into()),
-                Ok(count) => {
-                    // Hash the bytes while they are in the CPU cache.
-                    hash.update(&piece[done..done + count]);
-                    done += count;
-                    rest -= count as u64;
-                    progress = Instant::now();
+    if !is_whole {
+        return Ok(Payload::Cut { rest: frame.rest });
+    }
+    Ok(Payload::Whole(Moved { integrity: frame.hash.digest(), bytes: header.payload_bytes }))
+}
+
+/// The payload of a frame that is being read.
+struct Frame<'a, R> {
+    inbox: &'a Inbox,
+    transfer: TransferId,
+    stream: &'a mut R,
+    hash: Xxh3,
+    /// Bytes that are not read yet.
+    rest: u64,
+}
+
+impl<R: Read> Frame<'_, R> {
+    /// Fills the views with the next bytes. Returns false if the transfer was cancelled meanwhile.
+    fn read(&mut self, views: &mut [&mut [u8]]) -> io::Result<bool> {
+        let mut progress = Instant::now();
+        for piece in views.iter_mut().flat_map(|view| view.chunks_mut(PIECE_BYTES)) {
+            let mut done = 0;
+            while done < piece.len() {
+                if self.inbox.is_cancelled(self.transfer) {
+                    return Ok(false);
                 }
-                Err(error) if is_pause(&error) => check_progress(progress, "received no byte")?,
-                Err(error) => return Err(error),
+                match self.stream.read(&mut piece[done..]) {
+                    Ok(0) => return Err(io::ErrorKind::UnexpectedEof.into()),
+                    Ok(count) => {
+                        // Hash the bytes while they are in the CPU cache.
+                        self.hash.update(&piece[done..done + count]);
+                        done += count;
+                        self.rest -= count as u64;
+                        progress = Instant::now();
+                    }
+                    Err(error) if is_pause(&error) => check_progress(progress, "received no byte")?,
+                    Err(error) => return Err(error),
+                }
             }
         }
+        Ok(true)
     }
-    for (block, copy) in blocks.iter_mut().zip(&staged) {
-        block.copy_from_host(copy).map_err(io::Error::other)?;
-    }
-    Ok(Payload::Whole(Moved { integrity: hash.digest(), bytes: header.payload_bytes }))
 }
 
 /// Skips the rest of an unwanted frame.

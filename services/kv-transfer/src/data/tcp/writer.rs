@@ -17,7 +17,7 @@ use super::{
         tls,
     },
     Payload,
-    frame::Header,
+    frame::{HEADER_BYTES, Header},
 };
 use crate::{api::TransferId, transport::ChunkId};
 
@@ -26,12 +26,16 @@ use crate::{api::TransferId, transport::ChunkId};
 const PIECE_SLICES: usize = 16;
 const SLICE_BYTES: usize = 16 << 10;
 
-/// Writes frames until the outbox is closed or the connection ends.
-pub fn write_frames(outgoing: &Outgoing<'_>, stream: &mut impl Write) -> io::Result<()> {
+/// Writes frames until the outbox is closed or the connection ends. `number` is that of the connection in its group.
+pub fn write_frames(
+    outgoing: &Outgoing<'_>,
+    number: usize,
+    stream: &mut impl Write,
+) -> io::Result<()> {
     let outbox = outgoing.outbox;
-    while let Some(job) = outbox.next(1) {
+    while let Some(job) = outbox.next_of_connection(number) {
         let chunk = job.chunk;
-        let written = write_frame(outbox, stream, job);
+        let written = write_frame(outgoing, stream, job);
         // `write_frame` drops the blocks in every case.
         let given_back = match (outbox.give_back(chunk), &written) {
             (GivenBack::Wanted(_), Ok(Payload::Whole(moved))) => GivenBack::Wanted(*moved),
@@ -49,44 +53,59 @@ pub fn write_frames(outgoing: &Outgoing<'_>, stream: &mut impl Write) -> io::Res
 }
 
 /// Writes one frame and releases its blocks.
-fn write_frame(outbox: &Outbox, stream: &mut impl Write, job: Job) -> io::Result<Payload> {
-    let ChunkId { transfer, index } = job.chunk;
-    let payload_bytes: u64 = job.blocks.iter().map(|block| block.byte_count() as u64).sum();
+fn write_frame(outgoing: &Outgoing<'_>, stream: &mut impl Write, job: Job) -> io::Result<Payload> {
+    let Job { chunk: ChunkId { transfer, index }, blocks } = job;
+    let payload_bytes: u64 = blocks.iter().map(|block| block.byte_count() as u64).sum();
     let header = Header { transfer, chunk: index, payload_bytes }.to_bytes();
-    let staged = staged(&job.blocks)?;
-    let views: Vec<&[u8]> = match &staged {
-        None => job.blocks.iter().filter_map(BlockRead::host_view).collect(),
-        Some(copies) => copies.iter().map(Vec::as_slice).collect(),
+    let mut frame = Frame {
+        outbox: outgoing.outbox,
+        transfer,
+        stream,
+        hash: Xxh3::new(),
+        header: Some(header),
+        rest: header.len() as u64 + payload_bytes,
     };
-    let slices = slices(&views);
-    let mut pieces = slices.chunks(PIECE_SLICES);
-    let mut hash = Xxh3::new();
-    let mut rest = header.len() as u64 + payload_bytes;
-    // The header is written together with the first piece.
-    let mut head = Some(&header[..]);
-    while rest > 0 {
-        let piece = pieces.next().unwrap_or_default();
-        piece.iter().for_each(|slice| hash.update(slice));
-        let mut slices: Vec<IoSlice<'_>> =
-            head.take().into_iter().chain(piece.iter().copied()).map(IoSlice::new).collect();
-        if !write_piece(outbox, transfer, stream, &mut slices, &mut rest)? {
-            return Ok(Payload::Cut { rest });
-        }
+    let is_host = blocks.iter().all(|block| block.host_view().is_some());
+    let is_whole = if is_host {
+        frame.write(&blocks.iter().filter_map(BlockRead::host_view).collect::<Vec<_>>())?
+    } else {
+        outgoing.shared.staging.take()?.send(blocks, |views| frame.write(views))?
+    };
+    if !is_whole {
+        return Ok(Payload::Cut { rest: frame.rest });
     }
-    tls::flush(stream)?;
-    Ok(Payload::Whole(Moved { integrity: hash.digest(), bytes: payload_bytes }))
+    tls::flush(frame.stream)?;
+    Ok(Payload::Whole(Moved { integrity: frame.hash.digest(), bytes: payload_bytes }))
 }
 
-/// Copies GPU blocks to host memory; `None` if the blocks are in host memory.
-fn staged(blocks: &[BlockRead]) -> io::Result<Option<Vec<Vec<u8>>>> {
-    if blocks.iter().all(|block| block.host_view().is_some()) {
-        return Ok(None);
+/// A frame that is being written.
+struct Frame<'a, W> {
+    outbox: &'a Outbox,
+    transfer: TransferId,
+    stream: &'a mut W,
+    hash: Xxh3,
+    /// `None` once written together with the first piece.
+    header: Option<[u8; HEADER_BYTES]>,
+    /// Bytes that are not written yet.
+    rest: u64,
+}
+
+impl<W: Write> Frame<'_, W> {
+    /// Writes the next part of the payload. Returns false if the transfer was cancelled meanwhile.
+    fn write(&mut self, views: &[&[u8]]) -> io::Result<bool> {
+        for piece in slices(views).chunks(PIECE_SLICES) {
+            piece.iter().for_each(|slice| self.hash.update(slice));
+            let header = self.header.take();
+            let header = header.as_ref().map(|header| &header[..]);
+            let mut slices: Vec<IoSlice<'_>> =
+                header.into_iter().chain(piece.iter().copied()).map(IoSlice::new).collect();
+            let Self { outbox, transfer, stream, rest, .. } = self;
+            if !write_piece(outbox, *transfer, *stream, &mut slices, rest)? {
+                return Ok(false);
+            }
+        }
+        Ok(true)
     }
-    let copy = |block: &BlockRead| {
-        let mut copy = vec![0; block.byte_count()];
-        block.copy_to_host(&mut copy).map(|()| copy)
-    };
-    blocks.iter().map(copy).collect::<Result<_, _>>().map(Some).map_err(io::Error::other)
 }
 
 /// Returns false if the transfer was cancelled meanwhile.

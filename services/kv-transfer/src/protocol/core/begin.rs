@@ -2,9 +2,10 @@
 
 use std::time::Duration;
 
-use super::{Core, DEADLINE_MAX};
+use super::{Core, DEADLINE_MAX, pairs::TCP};
 use crate::{
-    api::{Peer, PeerAddress, TransferFailure, TransferId},
+    api::{Epoch, Peer, PeerAddress, TransferFailure, TransferId},
+    config::TCP_CHUNK_BYTES_MAX,
     control::{Body, Reserve},
     protocol::{
         pair::Pair,
@@ -115,8 +116,9 @@ impl Core {
         let abort = match self.transfers.get(&id) {
             Some(known) if known.side == Side::Sender && known.peer.epoch == from.epoch => {
                 if self.may_act(from, id, Some(Side::Sender)) {
+                    let chunk_bytes_max = self.chunk_bytes_max(from.epoch);
                     self.with_transfer(id, |side, turn| {
-                        side.on_reserve(turn, reserve, traceparent)
+                        side.on_reserve(turn, chunk_bytes_max, reserve, traceparent)
                     });
                 }
                 return;
@@ -148,6 +150,15 @@ impl Core {
             },
         };
         self.turn.send_traced(from.epoch, abort, &traceparent);
+    }
+
+    /// Returns the maximum size of a chunk for this peer.
+    pub(super) fn chunk_bytes_max(&self, peer: Epoch) -> usize {
+        let set = self.turn.local.limits.chunk_bytes_max;
+        match self.pairs.get(&peer) {
+            Some(pair) if pair.transport() == TCP => set.min(TCP_CHUNK_BYTES_MAX),
+            _ => set,
+        }
     }
 
     pub(super) fn early_count(&self) -> usize {

@@ -16,7 +16,7 @@ use crate::{
 };
 
 /// Name of `tcp` in `HELLO`.
-const TCP: &str = "tcp";
+pub(super) const TCP: &str = "tcp";
 
 impl Core {
     pub(super) fn on_hello(&mut self, from: &Peer, hello: &Hello) {
