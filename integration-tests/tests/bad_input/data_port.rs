@@ -19,6 +19,8 @@ use test_harness::noise;
 
 /// Time-out of every step.
 const TIMEOUT: Duration = Duration::from_secs(20);
+/// Nonce, both epochs, group and tag.
+const HELLO_BYTES: usize = 104;
 const CHALLENGE_BYTES: usize = 40;
 const TAG_BYTES: usize = 32;
 /// Largest frame without a matching transfer that a receiver skips.
@@ -81,7 +83,7 @@ impl Target {
             // A complete handshake with an invalid tag, and then a frame of 2^62 bytes.
             3 => {
                 stream.read_exact(&mut challenge)?;
-                stream.write_all(&noise(round, 96))?;
+                stream.write_all(&noise(round, HELLO_BYTES))?;
                 stream.write_all(&header(1 << 62))?;
                 stream.write_all(&noise(round, 1 << 20))?;
             }
@@ -100,7 +102,7 @@ impl Target {
         stream.set_write_timeout(Some(TIMEOUT))?;
         stream.set_read_timeout(Some(TIMEOUT))?;
         stream.read_exact(&mut [0; CHALLENGE_BYTES])?;
-        stream.write_all(&noise(1, 96))?;
+        stream.write_all(&noise(1, HELLO_BYTES))?;
         ensure!(is_closed(&mut stream), "{} accepts an unauthenticated connection", self.name);
         Ok(())
     }
@@ -163,8 +165,9 @@ impl Target {
             let mut challenge = [0; CHALLENGE_BYTES];
             stream.read_exact(&mut challenge)?;
             let (nonce, from, to) = (noise(9, 32), me.to_bytes(), self.epoch.to_bytes());
-            let tag = keys.tag_data(&[b"s", &challenge[8..], &nonce, &from, &to]);
-            stream.write_all(&[&nonce[..], &from, &to, &tag].concat())?;
+            let group = 1u64.to_be_bytes();
+            let tag = keys.tag_data(&[b"s", &challenge[8..], &nonce, &from, &to, &group]);
+            stream.write_all(&[&nonce[..], &from, &to, &group, &tag].concat())?;
             stream.read_exact(&mut [0; TAG_BYTES])?;
             // The node closes the connection of an unknown peer; to a known one it sends nothing
             // more.
