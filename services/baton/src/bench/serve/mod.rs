@@ -91,6 +91,9 @@ pub struct ServeArgs {
     /// lognormal:MEDIAN:SIGMA.
     #[arg(long, default_value = "128", value_parser = Length::parse)]
     input_tokens: Length,
+    /// Tokens of the first turn of a conversation, in the forms of --input-tokens. [default: as --input-tokens]
+    #[arg(long, value_parser = Length::parse, conflicts_with_all = ["trace", "sharegpt", "agents"])]
+    first_input_tokens: Option<Length>,
     /// Tokens of each answer, in the forms of --input-tokens. EOS is ignored.
     #[arg(long, default_value = "128", value_parser = Length::parse)]
     output_tokens: Length,
@@ -284,12 +287,13 @@ impl ServeWorkload {
                 trace.len()
             );
         }
-        let WorkloadShape { input, output, turns, .. } = &self.shape;
+        let WorkloadShape { input, first_input, output, turns, .. } = &self.shape;
         if self.shape.agents {
             return format!("tool-calling jobs, lengths scaled by {:.2}", self.shape.agent_scale());
         }
         let kind = if self.sharegpt { "ShareGPT-like" } else { "random" };
-        format!("{kind}: input {input}, output {output}, turns {turns}")
+        let first = first_input.map(|first| format!(" (first turn {first})")).unwrap_or_default();
+        format!("{kind}: input {input}{first}, output {output}, turns {turns}")
     }
 }
 
@@ -337,6 +341,7 @@ impl ServeArgs {
         };
         let shape = WorkloadShape {
             input,
+            first_input: self.first_input_tokens,
             output,
             turns,
             pause_mean: self.pause_s,

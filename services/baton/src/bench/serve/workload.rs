@@ -36,6 +36,8 @@ pub struct ConversationTurn {
 #[derive(Clone, Debug)]
 pub struct WorkloadShape {
     pub input: Length,
+    /// Tokens of the first turn, if they differ from those of later turns.
+    pub first_input: Option<Length>,
     pub output: Length,
     pub turns: Length,
     /// Mean of the exponentially distributed pauses, in seconds.
@@ -78,7 +80,8 @@ impl WorkloadShape {
         let mut used: u32 = 0;
         let mut turns = Vec::new();
         for turn in 0..self.turns.draw(rng, 1000) {
-            let (input, output) = (self.input.draw(rng, longest), self.output.draw(rng, longest));
+            let input = if turn == 0 { self.first_input.unwrap_or(self.input) } else { self.input };
+            let (input, output) = (input.draw(rng, longest), self.output.draw(rng, longest));
             let pause = match (turn, self.pause_mean > 0.0) {
                 (0, _) | (_, false) => 0.0,
                 (_, true) => rng.exponential(1.0 / self.pause_mean),
@@ -127,6 +130,7 @@ mod tests {
     fn shape() -> WorkloadShape {
         WorkloadShape {
             input: fixed(100),
+            first_input: None,
             output: fixed(50),
             turns: fixed(1),
             pause_mean: 0.0,
@@ -157,6 +161,14 @@ mod tests {
         assert_eq!(talk.turns.len(), 3);
         assert_eq!(prompt_of_last_turn(&talk.turns), 400);
         assert_eq!(talk.arrives_at, None);
+    }
+
+    #[test]
+    fn first_turn_may_have_another_length() {
+        let shape = WorkloadShape { turns: fixed(3), first_input: Some(fixed(400)), ..shape() };
+        let talk = &shape.draw(&mut WorkloadRng::new(0), 1, None)[0];
+        let lengths: Vec<usize> = talk.turns.iter().map(|turn| turn.new_tokens.len()).collect();
+        assert_eq!(lengths, [400, 100, 100]);
     }
 
     #[test]
