@@ -116,9 +116,22 @@ impl HeadShape {
     }
 }
 
-/// Bias and head norms that some architectures apply before the rotary embedding.
+/// The attention of one layer.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct LayerAttention {
+    pub layer: usize,
+    pub heads: HeadShape,
+    /// Factor of the scores.
+    pub scale: f32,
+    /// Number of tokens that a row attends to, itself included. `None`: all tokens before it, too.
+    pub window: Option<NonZeroUsize>,
+}
+
+/// Frequencies of the rotary embedding, and the bias and head norms that some architectures apply before it.
 #[derive(Debug)]
 pub struct HeadWeights<'a, V> {
+    /// `[head_dim / 2]`, radians per position with scaling already applied.
+    pub frequencies: &'a V,
     /// `[qkv_width]`, added to queries, keys and values.
     pub bias: Option<&'a V>,
     /// Weights `[head_dim]` of the RMS norms that are applied to each query head (first) and each key
@@ -128,10 +141,10 @@ pub struct HeadWeights<'a, V> {
     pub eps: f32,
 }
 
-impl<V> HeadWeights<'_, V> {
+impl<'a, V> HeadWeights<'a, V> {
     /// Returns the weights of Llama: no bias and no norms.
-    pub fn none() -> Self {
-        Self { bias: None, norms: None, eps: 0.0 }
+    pub fn rotary(frequencies: &'a V) -> Self {
+        Self { frequencies, bias: None, norms: None, eps: 0.0 }
     }
 }
 
@@ -208,27 +221,21 @@ pub trait Backend: Send + 'static {
     fn matmul(&mut self, rows: usize, x: &Self::Buffer, w: &Self::Matrix, out: &mut Self::Buffer);
     /// Performs the operations between the QKV GEMM and attention. Adds the bias and norms the heads by
     /// `weights`, rotates queries and keys in `qkv` (half-split pairs: dimension i with i + dim/2, as
-    /// Hugging Face's Llama), then stores keys and values of every row into its block.
-    /// `frequencies[dim/2]` are radians per position with scaling already applied. Only the queries in
+    /// Hugging Face's Llama), then stores keys and values of every row into its block. Only the queries in
     /// `qkv` are valid afterwards.
     fn store_kv(
         &mut self,
         layer: usize,
         shape: HeadShape,
         weights: HeadWeights<'_, Self::Vector>,
-        frequencies: &Self::Vector,
         qkv: &mut Self::Buffer,
         step: &mut Self::Step,
     );
     /// Computes causal attention of every row over its sequence's blocks; `out` is
-    /// `[rows][query_width]`. With a `window` of n, a row attends to itself and the n - 1 tokens before
-    /// it.
+    /// `[rows][query_width]`.
     fn attention(
         &mut self,
-        layer: usize,
-        shape: HeadShape,
-        scale: f32,
-        window: Option<NonZeroUsize>,
+        attention: LayerAttention,
         qkv: &Self::Buffer,
         step: &Self::Step,
         out: &mut Self::Buffer,
@@ -256,12 +263,11 @@ pub trait Backend: Send + 'static {
         shape: HeadShape,
         (x, w): (&Self::Buffer, &Self::Matrix),
         weights: HeadWeights<'_, Self::Vector>,
-        frequencies: &Self::Vector,
         qkv: &mut Self::Buffer,
         step: &mut Self::Step,
     ) {
         self.matmul(self.rows(step), x, w, qkv);
-        self.store_kv(layer, shape, weights, frequencies, qkv, step);
+        self.store_kv(layer, shape, weights, qkv, step);
     }
 
     /// Computes `residual += x · wᵀ`, then `out = rms_norm(residual)`; `delta` is the intermediate

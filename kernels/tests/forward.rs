@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use kernels::{
     Backend, BlockId, KvArena, KvLayout, RowSource, WeightFormat,
-    backend::{HeadShape, HeadWeights},
+    backend::{HeadShape, HeadWeights, LayerAttention},
     cpu::{
         CpuBackend, CpuBuffer, CpuMatrix, CpuOptions, CpuStep, CpuVector, Isa, SampleError,
         SampleRow, StepSequence,
@@ -116,15 +116,11 @@ impl Model {
                 _ => backend.add_rms_norm(rows, &mut residual, &y, &layer.norm, 1e-5, &mut x),
             }
             backend.matmul(rows, &x, &layer.qkv, &mut qkv);
-            backend.store_kv(
-                index,
-                SHAPE,
-                HeadWeights::none(),
-                &self.frequencies,
-                &mut qkv,
-                &mut step,
-            );
-            backend.attention(index, SHAPE, 0.25, None, &qkv, &step, &mut heads);
+            let rotary = HeadWeights::rotary(&self.frequencies);
+            backend.store_kv(index, SHAPE, rotary, &mut qkv, &mut step);
+            let attention =
+                LayerAttention { layer: index, heads: SHAPE, scale: 0.25, window: None };
+            backend.attention(attention, &qkv, &step, &mut heads);
             backend.matmul(rows, &heads, &layer.out, &mut y);
             backend.add_rms_norm(rows, &mut residual, &y, &layer.norm, 1e-5, &mut x);
             backend.matmul(rows, &x, &layer.gate_up, &mut gate_up);

@@ -5,7 +5,7 @@ use std::{num::NonZeroUsize, sync::Arc};
 use half::bf16;
 use kernels::{
     Backend, BlockId, Dtype, KvArena, KvLayout,
-    backend::{HeadShape, HeadWeights},
+    backend::{HeadShape, HeadWeights, LayerAttention},
     cpu::{CpuStep, StepSequence},
     cuda::{
         Admission, AttentionKind, BatchLimits, CudaStep, DeviceBatch, Drafts, StepInput, StepRows,
@@ -50,16 +50,18 @@ fn attended<B: Bench>(
         backend.put(&mut inputs.qkv, &picked.iter().flat_map(of_row).collect::<Vec<_>>());
         backend.poison(&mut inputs.out);
         let (qkv, out) = (&mut inputs.qkv, &mut inputs.out);
-        let weights = weights_of(case, &inputs.bias, &inputs.query_norm, &inputs.key_norm);
-        backend.store_kv(layer, case.shape, weights, &inputs.frequencies, qkv, step);
-        backend.attention(layer, case.shape, scale, case.window, qkv, step, out);
+        let has = case.has_weights;
+        let weights = HeadWeights {
+            frequencies: &inputs.frequencies,
+            bias: has.then_some(&inputs.bias),
+            norms: has.then_some((&inputs.query_norm, &inputs.key_norm)),
+            eps: 1e-6,
+        };
+        backend.store_kv(layer, case.shape, weights, qkv, step);
+        let attention = LayerAttention { layer, heads: case.shape, scale, window: case.window };
+        backend.attention(attention, qkv, step, out);
     }
     backend.get(&inputs.out, rows)
-}
-
-fn weights_of<'a, V>(case: &Case, bias: &'a V, query: &'a V, key: &'a V) -> HeadWeights<'a, V> {
-    let has = case.has_weights;
-    HeadWeights { bias: has.then_some(bias), norms: has.then_some((query, key)), eps: 1e-6 }
 }
 
 struct Inputs<B: Backend> {

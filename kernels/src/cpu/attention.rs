@@ -39,7 +39,7 @@ use super::{
 };
 use crate::{
     arena::Element,
-    backend::HeadShape,
+    backend::{HeadShape, LayerAttention},
     layout::{BLOCK_TOKENS, Dtype, KvHalf},
 };
 
@@ -137,39 +137,37 @@ pub(crate) fn attention(
     level: Level,
     pool: &mut ThreadPool,
     scratch: &mut AttentionScratch,
-    layer: usize,
-    shape: HeadShape,
-    scale: f32,
-    window: Option<NonZeroUsize>,
+    attention: LayerAttention,
     qkv: &[f32],
     step: &CpuStep,
     out: &mut [f32],
 ) {
+    let LayerAttention { layer, heads: shape, scale, window } = attention;
     let window = window.map_or(usize::MAX, NonZeroUsize::get);
-    let pass = AttentionCall { layer, shape, scale, window, qkv, step };
+    let call = AttentionCall { layer, shape, scale, window, qkv, step };
     if level == Level::Reference {
-        return reference::attention(pass, out);
+        return reference::attention(call, out);
     }
     #[cfg(target_arch = "x86_64")]
     if level == Level::Avx512Bf16 && step.layout().dtype == Dtype::Bf16 && pairs::fits(shape) {
         // SAFETY: the level was found on this machine, and the heads fit.
-        return unsafe { pairs::attention(pool, &mut scratch.pairs, pass, out) };
+        return unsafe { pairs::attention(pool, &mut scratch.pairs, call, out) };
     }
     let tiles = match step.layout().dtype {
         Dtype::F32 => tiles::<f32>,
         Dtype::Bf16 => tiles::<bf16>,
     };
-    tiles(level, pool, scratch, pass, out);
+    tiles(level, pool, scratch, call, out);
 }
 
 fn tiles<T: KvElement>(
     level: Level,
     pool: &mut ThreadPool,
     scratch: &mut AttentionScratch,
-    pass: AttentionCall<'_>,
+    call: AttentionCall<'_>,
     out: &mut [f32],
 ) {
-    let AttentionCall { layer, shape, scale, window, qkv, step } = pass;
+    let AttentionCall { layer, shape, scale, window, qkv, step } = call;
     let group = shape.query_heads / shape.kv_heads;
     let tiles = row_tiles(step, (TILE_ELEMENTS / (group * shape.head_dim)).max(1));
     // If there are fewer pairs of row tile and KV head than threads, the query heads of a KV head are split
@@ -317,18 +315,8 @@ mod tests {
         let scale = 1.0 / (shape.head_dim as f32).sqrt();
         for layer in 0..2 {
             rope::rope_store_kv(level, &mut pool, layer, shape, &frequencies, &mut qkv, &mut step);
-            attention(
-                level,
-                &mut pool,
-                &mut scratch,
-                layer,
-                shape,
-                scale,
-                window,
-                &qkv,
-                &step,
-                &mut out,
-            );
+            let layer = LayerAttention { layer, heads: shape, scale, window };
+            attention(level, &mut pool, &mut scratch, layer, &qkv, &step, &mut out);
         }
         out
     }

@@ -35,7 +35,6 @@ mod vectors;
 
 use std::{
     io,
-    num::NonZeroUsize,
     sync::{Mutex, PoisonError},
 };
 
@@ -48,7 +47,7 @@ pub use step::{CpuStep, StepError, StepSequence};
 
 use self::{aligned::Slab, isa::Level, threads::ThreadPool};
 use crate::{
-    backend::{Backend, HeadShape, HeadWeights, RowSource},
+    backend::{Backend, HeadShape, HeadWeights, LayerAttention, RowSource},
     layout::{KvLayout, WeightFormat},
     sampling::SampledToken,
     shard::Shard,
@@ -173,25 +172,6 @@ impl CpuBackend {
         sample::sample_rows(self.level, pool, &self.draws, |row| logits.row(row), rows)
     }
 
-    /// Samples as [`Self::sample`] does, in a group with the logits of all ranks: `logits` has the
-    /// [tokens](Shard::tokens) of this rank.
-    pub fn sample_gathered(
-        &mut self,
-        logits: &CpuBuffer,
-        vocabulary: usize,
-        rows: &[SampleRow<'_>],
-    ) -> Result<Vec<Result<SampledToken, SampleError>>, CpuGroupError> {
-        let Some(group) = self.group.as_mut().filter(|group| !group.shard().is_whole()) else {
-            return Ok(self.sample(logits, rows));
-        };
-        if let Some(fault) = group.fault() {
-            return Err(fault.clone());
-        }
-        let pool = self.pool.get_mut().unwrap_or_else(PoisonError::into_inner);
-        let (draws, whole) = (&self.draws, &mut self.gathered);
-        sample::sample_gathered(self.level, pool, draws, group, logits, vocabulary, rows, whole)
-    }
-
     fn pool(&mut self) -> &mut ThreadPool {
         // A panic during weight packing leaves no unfinished parallel region, so the pool is
         // usable.
@@ -286,12 +266,12 @@ impl Backend for CpuBackend {
         layer: usize,
         shape: HeadShape,
         weights: HeadWeights<'_, CpuVector>,
-        frequencies: &CpuVector,
         qkv: &mut CpuBuffer,
         step: &mut CpuStep,
     ) {
         check_heads(shape, qkv, step);
-        assert_eq!(frequencies.values().len() * 2, shape.head_dim, "one frequency per pair");
+        let frequencies = weights.frequencies.values();
+        assert_eq!(frequencies.len() * 2, shape.head_dim, "one frequency per pair");
         let level = self.level;
         let qkv = qkv.rows_mut(step.rows());
         if let Some(bias) = weights.bias {
@@ -306,27 +286,26 @@ impl Backend for CpuBackend {
             );
             norm::norm_heads(level, self.pool(), shape, query, key, weights.eps, qkv);
         }
-        rope::rope_store_kv(level, self.pool(), layer, shape, frequencies.values(), qkv, step);
+        rope::rope_store_kv(level, self.pool(), layer, shape, frequencies, qkv, step);
     }
 
     fn attention(
         &mut self,
-        layer: usize,
-        shape: HeadShape,
-        scale: f32,
-        window: Option<NonZeroUsize>,
+        attention: LayerAttention,
         qkv: &CpuBuffer,
         step: &CpuStep,
         out: &mut CpuBuffer,
     ) {
-        check_heads(shape, qkv, step);
-        assert_eq!(out.width(), shape.query_width(), "attention: the output holds all queries");
+        check_heads(attention.heads, qkv, step);
+        assert_eq!(
+            out.width(),
+            attention.heads.query_width(),
+            "attention: the output holds all queries"
+        );
         let (qkv, out) = (qkv.rows(step.rows()), out.rows_mut(step.rows()));
         let pool = self.pool.get_mut().unwrap_or_else(PoisonError::into_inner);
         let scratch = &mut self.tiles;
-        attention::attention(
-            self.level, pool, scratch, layer, shape, scale, window, qkv, step, out,
-        );
+        attention::attention(self.level, pool, scratch, attention, qkv, step, out);
     }
 
     fn silu_mul(&mut self, rows: usize, gate_up: &CpuBuffer, out: &mut CpuBuffer) {

@@ -23,7 +23,6 @@ mod logprobs;
 
 use std::sync::{Mutex, PoisonError};
 
-pub(crate) use self::gathered::sample_gathered;
 use super::{
     arithmetic::{LANES, exp, sum_lanes},
     isa::{Isa, Level, per_level},

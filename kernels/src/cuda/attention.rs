@@ -1,6 +1,6 @@
 //! Workspaces of attention, and the attention plans of the current step.
 
-use std::{ffi::c_void, num::NonZeroUsize, sync::Arc};
+use std::{ffi::c_void, sync::Arc};
 
 use super::{
     context::{Compute, Context, Event, Stream},
@@ -10,7 +10,10 @@ use super::{
     memory::{ALIGNMENT, DeviceMemory, PinnedMemory, Range},
     step::CudaStep,
 };
-use crate::{backend::HeadShape, layout::Dtype};
+use crate::{
+    backend::{HeadShape, LayerAttention},
+    layout::Dtype,
+};
 
 const FLOAT_BYTES: usize = 256 << 20;
 const INT_BYTES: usize = 8 << 20;
@@ -55,6 +58,9 @@ struct DecodeAttention {
     counters: Range,
     /// SMs that share the pages.
     sms: i32,
+    /// Whether the kernel may start while its predecessor ends. The predecessor must release the kernel only
+    /// after its own wait.
+    starts_early: bool,
 }
 
 /// Buffers of one plan.
@@ -78,13 +84,16 @@ impl Attention {
         stream: &Stream<Compute>,
         kind: AttentionKind,
         sms: i32,
+        starts_early: bool,
     ) -> Result<Self, CudaError> {
         let (floats, ints) = match kind {
             AttentionKind::Auto | AttentionKind::Flash => (FLOAT_BYTES, INT_BYTES),
             AttentionKind::Plain => (0, 0),
         };
         let decode = match kind {
-            AttentionKind::Auto => Some(DecodeAttention::new(context, library, stream, sms)?),
+            AttentionKind::Auto => {
+                Some(DecodeAttention::new(context, library, stream, sms, starts_early)?)
+            }
             AttentionKind::Flash | AttentionKind::Plain => None,
         };
         let memory =
@@ -115,27 +124,24 @@ impl Attention {
         }
     }
 
-    /// Launches the attention of one layer on `stream`. With `starts_early` the kernel may start while its
-    /// predecessor ends. The predecessor must release the kernel only after its own wait.
+    /// Launches the attention of one layer on `stream`.
     pub fn run(
         &mut self,
         library: &KernelLibrary,
         stream: &Stream<Compute>,
         step: &CudaStep,
-        layer: usize,
-        (heads, scale, window): (HeadShape, f32, Option<NonZeroUsize>),
+        attention: LayerAttention,
         (queries, query_stride): (ffi::Address, usize),
         out: ffi::Address,
-        starts_early: bool,
     ) -> Result<(), CudaError> {
+        let LayerAttention { layer, heads, scale, window } = attention;
         if let Some(decode) = &self.decode
             && (step.is_decode() || step.verified() > 0)
             && step.rows() <= DECODE_ROWS_MAX
             && DecodeAttention::serves(heads, step.kv_layout().dtype)
         {
-            let head = (heads, scale, window);
             let queries = (queries, query_stride);
-            return decode.run(library, stream, step, layer, head, queries, out, starts_early);
+            return decode.run(library, stream, step, attention, queries, out);
         }
         let shape = ffi::AttentionShape {
             query_heads: heads.query_heads as i32,
@@ -248,6 +254,7 @@ impl DecodeAttention {
         library: &KernelLibrary,
         stream: &Stream<Compute>,
         sms: i32,
+        starts_early: bool,
     ) -> Result<Self, CudaError> {
         // SAFETY: the function only computes a size from four numbers. The size grows with each of them.
         let partial = unsafe {
@@ -266,7 +273,7 @@ impl DecodeAttention {
         let memory = DeviceMemory::new(context, "decode attention's workspace", bytes)?;
         let (partial, counters) = (memory.cut(partial)?, memory.cut(counters)?);
         counters.fill(0, stream)?;
-        Ok(Self { partial, counters, sms })
+        Ok(Self { partial, counters, sms, starts_early })
     }
 
     fn serves(heads: HeadShape, dtype: Dtype) -> bool {
@@ -281,12 +288,11 @@ impl DecodeAttention {
         library: &KernelLibrary,
         stream: &Stream<Compute>,
         step: &CudaStep,
-        layer: usize,
-        (heads, scale, window): (HeadShape, f32, Option<NonZeroUsize>),
+        attention: LayerAttention,
         (queries, query_stride): (ffi::Address, usize),
         out: ffi::Address,
-        starts_early: bool,
     ) -> Result<(), CudaError> {
+        let LayerAttention { layer, heads, scale, window } = attention;
         let addresses = step.layer_addresses(layer);
         let arrays = step.arrays();
         let args = ffi::DecodeAttentionArgs {
@@ -313,7 +319,7 @@ impl DecodeAttention {
             window: window.map_or(0, |window| i32::try_from(window.get()).unwrap_or(0)),
             scale,
             sms: self.sms,
-            pdl: starts_early.into(),
+            pdl: self.starts_early.into(),
             ..ffi::DecodeAttentionArgs::default()
         };
         // SAFETY: the step's arrays and KV blocks were allocated for its rows; the caller has checked the

@@ -6,7 +6,6 @@
 
 use std::{
     cell::Cell,
-    num::NonZeroUsize,
     path::Path,
     sync::{Arc, Mutex, MutexGuard, PoisonError},
 };
@@ -29,7 +28,7 @@ use super::{
     upload::{ReaderShare, Uploads},
 };
 use crate::{
-    backend::{Backend, HeadShape, HeadWeights, RowSource},
+    backend::{Backend, HeadShape, HeadWeights, LayerAttention, RowSource},
     layout::{Dtype, KvLayout, WeightFormat},
     shard::Shard,
 };
@@ -139,7 +138,14 @@ impl CudaBackend {
             is_placed: false,
             gemm: Gemm::new(context, workspace.cut(WORKSPACE_BYTES)?)?,
             skinny: Skinny::new(&workspace, &library, options.fused, dependent_launch, shares)?,
-            attention: Attention::new(context, &library, &compute, options.attention, shares)?,
+            attention: Attention::new(
+                context,
+                &library,
+                &compute,
+                options.attention,
+                shares,
+                dependent_launch,
+            )?,
             library,
             compute,
             uploads: Mutex::new(None),
@@ -483,13 +489,12 @@ impl Backend for CudaBackend {
         layer: usize,
         shape: HeadShape,
         weights: HeadWeights<'_, CudaVector>,
-        frequencies: &CudaVector,
         qkv: &mut CudaBuffer,
         step: &mut CudaStep,
     ) {
         self.check_heads(shape, qkv, step);
         assert!(layer < step.kv_layout().layer_count, "the KV cache has no layer {layer}");
-        assert_eq!(frequencies.len * 2, shape.head_dim, "RoPE has one frequency per pair");
+        assert_eq!(weights.frequencies.len * 2, shape.head_dim, "RoPE has one frequency per pair");
         let address = |vector: Option<&CudaVector>, len: usize| {
             vector.map_or(0, |vector| {
                 assert_eq!(vector.len, len, "length of a head weight or bias");
@@ -505,7 +510,7 @@ impl Backend for CudaBackend {
             bias: address(weights.bias, shape.qkv_width()),
             query_norm: address(weights.norms.map(|norms| norms.0), shape.head_dim),
             key_norm: address(weights.norms.map(|norms| norms.1), shape.head_dim),
-            frequencies: frequencies.data.address(),
+            frequencies: weights.frequencies.data.address(),
             positions: step.arrays().row_positions,
             destinations: step.arrays().row_destinations,
             norm_eps: weights.eps,
@@ -522,16 +527,14 @@ impl Backend for CudaBackend {
 
     fn attention(
         &mut self,
-        layer: usize,
-        shape: HeadShape,
-        scale: f32,
-        window: Option<NonZeroUsize>,
+        attention: LayerAttention,
         qkv: &CudaBuffer,
         step: &CudaStep,
         out: &mut CudaBuffer,
     ) {
-        self.check_heads(shape, qkv, step);
-        assert_eq!(out.width, shape.query_width(), "attention: output and query width differ");
+        let LayerAttention { layer, heads, .. } = attention;
+        self.check_heads(heads, qkv, step);
+        assert_eq!(out.width, heads.query_width(), "attention: output and query width differ");
         assert_eq!(out.width, out.stride, "attention: the output is contiguous");
         assert!(layer < step.kv_layout().layer_count, "the KV cache has no layer {layer}");
         if step.rows() == 0 || self.is_faulty() {
@@ -539,16 +542,9 @@ impl Backend for CudaBackend {
         }
         let queries = qkv.data.part(0, qkv.bytes(step.rows()));
         let to = out.data.part(0, out.bytes(step.rows()));
-        let outcome = self.attention.run(
-            &self.library,
-            &self.compute,
-            step,
-            layer,
-            (shape, scale, window),
-            (queries, qkv.stride),
-            to,
-            self.options.dependent_launch,
-        );
+        let queries = (queries, qkv.stride);
+        let outcome =
+            self.attention.run(&self.library, &self.compute, step, attention, queries, to);
         self.note(outcome);
     }
 
@@ -600,14 +596,13 @@ impl Backend for CudaBackend {
         shape: HeadShape,
         (x, w): (&CudaBuffer, &CudaMatrix),
         weights: HeadWeights<'_, CudaVector>,
-        frequencies: &CudaVector,
         qkv: &mut CudaBuffer,
         step: &mut CudaStep,
     ) {
         self.check_heads(shape, qkv, step);
-        if !self.skinny_heads(layer, shape, (x, w), &weights, frequencies, qkv, step) {
+        if !self.skinny_heads(layer, shape, (x, w), &weights, qkv, step) {
             self.matmul(step.rows(), x, w, qkv);
-            self.store_kv(layer, shape, weights, frequencies, qkv, step);
+            self.store_kv(layer, shape, weights, qkv, step);
         }
     }
 

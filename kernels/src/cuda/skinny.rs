@@ -86,13 +86,13 @@ impl CudaBackend {
         shape: HeadShape,
         (x, w): (&CudaBuffer, &CudaMatrix),
         weights: &HeadWeights<'_, CudaVector>,
-        frequencies: &CudaVector,
         qkv: &mut CudaBuffer,
         step: &CudaStep,
     ) -> bool {
         assert!(layer < step.kv_layout().layer_count, "the KV cache has no layer {layer}");
+        let &HeadWeights { frequencies, bias, .. } = weights;
         assert_eq!(frequencies.len * 2, shape.head_dim, "one frequency per pair");
-        let (bias, addresses, arrays) = (weights.bias, step.layer_addresses(layer), step.arrays());
+        let (addresses, arrays) = (step.layer_addresses(layer), step.arrays());
         let epilogue = Epilogue::Heads { shape, bias, frequencies, addresses, arrays };
         // A tile must not span two heads.
         let is_served = weights.norms.is_none() && shape.head_dim.is_multiple_of(TILE_MIN);

@@ -4,7 +4,7 @@ use std::num::NonZeroUsize;
 
 use kernels::{
     Backend, Packer, RowSource, Shard,
-    backend::{HeadShape, HeadWeights},
+    backend::{HeadShape, HeadWeights, LayerAttention},
 };
 
 use crate::{
@@ -316,22 +316,15 @@ impl<B: Backend> Transformer<B> {
             let next = weights.layers.get(index + 1);
             let MixerWeights::Attention { qkv: w, bias, head_norms, window, output } = &layer.mixer;
             let norms = head_norms.as_ref().map(|(query, key)| (query, key));
-            let head_weights = HeadWeights { bias: bias.as_ref(), norms, eps };
             let frequencies = &*rope_frequencies;
-            backend.project_heads(
-                index,
-                heads,
-                (&*normed, w),
-                head_weights,
-                frequencies,
-                qkv,
-                step,
-            );
+            let head_weights = HeadWeights { frequencies, bias: bias.as_ref(), norms, eps };
+            backend.project_heads(index, heads, (&*normed, w), head_weights, qkv, step);
             // A prefill chunk that does not end its prompt only stores its KV.
             if next.is_none() && sampled_rows == 0 {
                 return logits;
             }
-            backend.attention(index, heads, scale, *window, qkv, step, attended);
+            let attention = LayerAttention { layer: index, heads, scale, window: *window };
+            backend.attention(attention, qkv, step, attended);
             let (mut rows, mut attended, mut residual) = (rows, &*attended, &mut *residual);
             if next.is_none() && sampled_rows < rows {
                 // After the last attention, only the sampled rows are needed.

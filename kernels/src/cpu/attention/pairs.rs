@@ -73,10 +73,10 @@ pub(super) fn fits(shape: HeadShape) -> bool {
 pub(super) unsafe fn attention(
     pool: &mut ThreadPool,
     scratch: &mut PairsScratch,
-    pass: AttentionCall<'_>,
+    call: AttentionCall<'_>,
     out: &mut [f32],
 ) {
-    let AttentionCall { shape, window, step, .. } = pass;
+    let AttentionCall { shape, window, step, .. } = call;
     let group = shape.query_heads / shape.kv_heads;
     let tile_queries = tile_queries(pool, step.rows() * shape.query_heads);
     let rows = row_tiles(step, (tile_queries / group).max(1));
@@ -108,13 +108,13 @@ pub(super) unsafe fn attention(
             // SAFETY: the caller promises the features and `fits`; rows and heads belong to
             // this task alone.
             unsafe {
-                pass.begin(work, &mut tile);
+                call.begin(work, &mut tile);
                 let segments = work.segments();
                 for segment in segments {
-                    pass.segment(work, segment, &mut tile);
+                    call.segment(work, segment, &mut tile);
                     kernel::merge_own(&mut tile);
                 }
-                pass.finish(work, &mut tile, &out);
+                call.finish(work, &mut tile, &out);
             }
         });
         return;
@@ -139,15 +139,15 @@ pub(super) unsafe fn attention(
         // SAFETY: the machine has the features and `fits` holds (`# Safety`); every piece has a
         // range of its own in `parts`.
         unsafe {
-            pass.begin(work, &mut tile);
-            pass.segment(work, segment, &mut tile);
+            call.begin(work, &mut tile);
+            call.segment(work, segment, &mut tile);
             kernel::write_sums(&tile, parts.slice(number * piece_floats, length));
         }
     });
     share(works.len(), &|thread, index| {
         let (work, mut tile) = (&works[index], memory(thread));
         let length = work.tile.row_count * group * query_floats;
-        tile.begin(work.tile.row_count, group, shape.head_dim, pass.scale);
+        tile.begin(work.tile.row_count, group, shape.head_dim, call.scale);
         for (number, _) in pieces.iter().enumerate().filter(|(_, piece)| piece.0 == index) {
             // SAFETY: the machine has the features (`# Safety`). The previous parallel region wrote
             // the pieces, and the merges only read them.
@@ -157,7 +157,7 @@ pub(super) unsafe fn attention(
         }
         // SAFETY: the machine has the features and `fits` holds (`# Safety`); rows and heads belong
         // to this task alone.
-        unsafe { pass.finish(work, &mut tile, &out) };
+        unsafe { call.finish(work, &mut tile, &out) };
     });
 }
 

@@ -11,15 +11,15 @@ use crate::{
 };
 
 /// Computes attention of every row of `qkv` (`[rows][qkv_width]`) into `out` (`[rows][query_width]`).
-pub(super) fn attention(pass: AttentionCall<'_>, out: &mut [f32]) {
-    match pass.step.layout().dtype {
-        Dtype::F32 => all_queries::<f32>(pass, out),
-        Dtype::Bf16 => all_queries::<bf16>(pass, out),
+pub(super) fn attention(call: AttentionCall<'_>, out: &mut [f32]) {
+    match call.step.layout().dtype {
+        Dtype::F32 => all_queries::<f32>(call, out),
+        Dtype::Bf16 => all_queries::<bf16>(call, out),
     }
 }
 
-fn all_queries<T: KvElement>(pass: AttentionCall<'_>, out: &mut [f32]) {
-    let AttentionCall { layer, shape, scale, window, qkv, step } = pass;
+fn all_queries<T: KvElement>(call: AttentionCall<'_>, out: &mut [f32]) {
+    let AttentionCall { layer, shape, scale, window, qkv, step } = call;
     let dim = shape.head_dim;
     for sequence in &step.sequences {
         for row in sequence.rows.clone() {

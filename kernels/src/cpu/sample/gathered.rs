@@ -2,45 +2,49 @@
 //! them, and each rank samples every row of the whole vocabulary, so all ranks choose the token that one
 //! rank alone chooses.
 
-use std::{ops::Range, sync::Mutex};
+use std::{ops::Range, sync::PoisonError};
 
 use super::{
-    super::{
-        buffer::CpuBuffer,
-        collective::{CpuGroup, CpuGroupError},
-        threads::ThreadPool,
-    },
-    SampleError, SampleRow, SampleScratch, sample_rows,
+    super::{CpuBackend, buffer::CpuBuffer, collective::CpuGroupError},
+    SampleError, SampleRow, sample_rows,
 };
-use crate::{cpu::isa::Level, sampling::SampledToken};
+use crate::sampling::SampledToken;
 
 /// Rows gathered at a time. The rows of 16 threads take 10 MiB for 152,000 tokens.
 const ROWS_AT_ONCE: usize = 16;
 
-/// Samples one token for each row. `whole` is reused memory for gathered logits.
-pub(crate) fn sample_gathered(
-    level: Level,
-    pool: &mut ThreadPool,
-    scratches: &[Mutex<SampleScratch>],
-    group: &mut CpuGroup,
-    logits: &CpuBuffer,
-    vocabulary: usize,
-    rows: &[SampleRow<'_>],
-    whole: &mut Vec<f32>,
-) -> Result<Vec<Result<SampledToken, SampleError>>, CpuGroupError> {
-    let shard = group.shard();
-    assert_eq!(logits.width(), shard.tokens(vocabulary).len(), "a row has the tokens of the rank");
-    let ranges: Vec<Range<usize>> = shard.all().map(|shard| shard.tokens(vocabulary)).collect();
-    let mut tokens = Vec::with_capacity(rows.len());
-    for (chunk, rows) in rows.chunks(ROWS_AT_ONCE).enumerate() {
-        whole.resize(rows.len() * vocabulary, 0.0);
-        for (row, whole) in whole.chunks_exact_mut(vocabulary).enumerate() {
-            group.all_gather_ranges(logits.row(chunk * ROWS_AT_ONCE + row), &ranges, whole)?;
+impl CpuBackend {
+    /// Samples as [`Self::sample`] does, in a group with the logits of all ranks: `logits` has the
+    /// [tokens](Shard::tokens) of this rank.
+    pub fn sample_gathered(
+        &mut self,
+        logits: &CpuBuffer,
+        vocabulary: usize,
+        rows: &[SampleRow<'_>],
+    ) -> Result<Vec<Result<SampledToken, SampleError>>, CpuGroupError> {
+        let Some(group) = self.group.as_mut().filter(|group| !group.shard().is_whole()) else {
+            return Ok(self.sample(logits, rows));
+        };
+        if let Some(fault) = group.fault() {
+            return Err(fault.clone());
         }
-        let row = |row: usize| &whole[row * vocabulary..][..vocabulary];
-        tokens.extend(sample_rows(level, pool, scratches, row, rows));
+        let pool = self.pool.get_mut().unwrap_or_else(PoisonError::into_inner);
+        let (level, draws, whole) = (self.level, &self.draws, &mut self.gathered);
+        let shard = group.shard();
+        let own = shard.tokens(vocabulary);
+        assert_eq!(logits.width(), own.len(), "a row has the tokens of the rank");
+        let ranges: Vec<Range<usize>> = shard.all().map(|shard| shard.tokens(vocabulary)).collect();
+        let mut tokens = Vec::with_capacity(rows.len());
+        for (chunk, rows) in rows.chunks(ROWS_AT_ONCE).enumerate() {
+            whole.resize(rows.len() * vocabulary, 0.0);
+            for (row, whole) in whole.chunks_exact_mut(vocabulary).enumerate() {
+                group.all_gather_ranges(logits.row(chunk * ROWS_AT_ONCE + row), &ranges, whole)?;
+            }
+            let row = |row: usize| &whole[row * vocabulary..][..vocabulary];
+            tokens.extend(sample_rows(level, pool, draws, row, rows));
+        }
+        Ok(tokens)
     }
-    Ok(tokens)
 }
 
 #[cfg(test)]
@@ -53,7 +57,7 @@ mod tests {
     use crate::{
         backend::Backend,
         cpu::{
-            CpuBackend, CpuOptions, Isa, sample,
+            CpuGroup, CpuOptions, Isa, sample,
             testing::{numbers, region},
         },
         layout::WeightFormat,
