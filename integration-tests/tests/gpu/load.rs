@@ -13,7 +13,9 @@ use engine::executor::{
 };
 use kernels::{
     Backend, Dtype, KvArena, RowSource, WeightFormat,
-    cuda::{AttentionKind, CudaBackend, CudaOptions, DeviceKv, GemmShape, Tuning, row_steps},
+    cuda::{
+        AttentionKind, CudaBackend, CudaOptions, DeviceKv, GemmShape, TuningSettings, row_steps,
+    },
 };
 
 use super::{
@@ -136,7 +138,8 @@ fn gemm_results(gpu: &Gpu, dtype: Dtype, folder: Option<&Path>) -> (Vec<Vec<f32>
     let mut counts = (0, 0);
     if let Some(folder) = folder {
         let shape = |rows| GemmShape::packed(rows, INPUTS, OUTPUTS, dtype, Dtype::F32);
-        let tuning = Tuning { folder: Some(folder.to_owned()), within: Duration::from_secs(3600) };
+        let tuning =
+            TuningSettings { folder: Some(folder.to_owned()), within: Duration::from_secs(3600) };
         let tuned = backend.tune(row_steps(ROWS).into_iter().map(shape), &tuning).unwrap();
         assert_eq!((tuned.left, tuned.faults.len()), (0, 0), "{tuned:?}");
         counts = (tuned.known, tuned.times.len());

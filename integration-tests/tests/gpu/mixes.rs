@@ -16,7 +16,7 @@ use engine::{
 use kernels::{
     WeightFormat,
     cpu::{SampleRow, sample},
-    cuda::{AttentionKind, CudaOptions, Delays},
+    cuda::{AttentionKind, CudaOptions, StreamDelays},
     sampling::{SampledToken, Sampling, TokenLogprobs},
 };
 
@@ -329,7 +329,7 @@ pub fn randomly_delayed_streams_change_no_token() {
         let (mut prompt, _) = on_gpu(&gpu, &checkpoint, options, config, |_| ());
         let longest = Duration::from_micros(300);
         let (mut late, _) = on_gpu(&gpu, &checkpoint, options, config, |executor| {
-            executor.delay_streams(Delays::new(gpu.library.clone(), longest, 1));
+            executor.delay_streams(StreamDelays::new(gpu.library.clone(), longest, 1));
         });
         for seed in 1000..if short() { 1002 } else { 1030 } {
             let wanted = Mix::new(seed, false).run(&mut prompt);

@@ -19,7 +19,7 @@ use std::{
 use kernels::{
     BlockId, Dtype, KvArena, KvLayout,
     arena::RemoteBlocks,
-    cuda::{Context, Delays, DeviceKv, Driver, KernelLibrary, RankedKv},
+    cuda::{Context, DeviceKv, Driver, KernelLibrary, RankedKv, StreamDelays},
     sampling::SampledToken,
 };
 use kv_transfer::{
@@ -266,7 +266,7 @@ impl Node {
         let mut seed = DELAY_SEED + u64::from(name == PEER_NAME);
         let delays = |library: &Arc<KernelLibrary>, seed: u64| {
             println!("{name} delays its streams with seed {seed}");
-            Delays::new(Arc::clone(library), Duration::from_micros(500), seed)
+            StreamDelays::new(Arc::clone(library), Duration::from_micros(500), seed)
         };
         let (blocks, group): (Arc<dyn RemoteBlocks>, _) = if kind.ranks() > 1 {
             let all = driver.devices().unwrap().len();

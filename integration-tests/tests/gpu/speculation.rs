@@ -8,7 +8,7 @@ use std::{
 };
 
 use engine::{
-    Speculated,
+    SpeculationStats,
     event::NewSequence,
     executor::{
         Executor, ExecutorLimits, Speculation,
@@ -21,7 +21,7 @@ use kernels::{
     Backend, BlockId, Dtype, KvLayout, WeightFormat,
     cuda::{
         Admission, AttentionKind, BatchLimits, CudaBackend, CudaBuffer, CudaOptions, DeviceBatch,
-        DeviceClock, Drafts, SampleOutcome, StepInput, StepRows, Tuning,
+        DeviceClock, Drafts, SampleOutcome, StepInput, StepRows, TuningSettings,
     },
     sampling::{SampledToken, Sampling},
 };
@@ -267,7 +267,7 @@ pub fn request_mixes_with_draft_tokens_match_cpu_tokens() {
         }
     }
     for (engine, name) in &mut engines {
-        let Speculated { drafted, accepted, .. } = engine.take_speculated();
+        let SpeculationStats { drafted, accepted, .. } = engine.take_speculated();
         eprintln!("{name}: {accepted} of {drafted} draft tokens accepted");
         assert!(accepted > 20 && accepted < drafted, "{name}: {accepted} of {drafted}");
     }
@@ -299,7 +299,7 @@ fn timed_executor(gpu: &Gpu, checkpoint: &Checkpoint, drafts: bool) -> CudaExecu
     let options = CudaOptions::new(WeightFormat::Bf16);
     let backend = CudaBackend::new(&gpu.context, gpu.library.clone(), options).unwrap();
     let mut model = CudaModel::load(checkpoint, backend, &limits, &mut |_| ()).unwrap();
-    let tuning = Tuning { folder: None, within: Duration::from_secs(20) };
+    let tuning = TuningSettings { folder: None, within: Duration::from_secs(20) };
     model.tune(&limits, &tuning).unwrap();
     let layout = checkpoint.config().kv_layout(options.weights.kv_dtype());
     let (kv, arena) = gpu.kv(layout, limits.blocks);
@@ -423,7 +423,7 @@ pub fn cost_of_draft_tokens_is_reported() {
                 - decoding.iter().map(|record| record.busy).sum::<Duration>().as_secs_f64()
                     / span.as_secs_f64();
             let step = span / decoding.len() as u32;
-            let Speculated { rows, drafted, accepted, .. } = engine.take_speculated();
+            let SpeculationStats { rows, drafted, accepted, .. } = engine.take_speculated();
             eprintln!(
                 "batch {batch}, drafts {drafts}: {} steps of {step:?}, idle {idle:.4}; \
                  {accepted} of {drafted} accepted in {rows} rows",

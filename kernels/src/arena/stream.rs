@@ -15,7 +15,7 @@ use crate::layout::BlockId;
 pub struct StreamAccess {
     arena: Arc<KvArena>,
     /// Uses of each block, by block index.
-    uses: Vec<Uses>,
+    uses: Vec<BlockUses>,
     /// Occupants with steps in flight, by slot; rarely more than one per slot.
     rows: Vec<Vec<SlotSequence>>,
     /// Number of steps so far.
@@ -24,7 +24,7 @@ pub struct StreamAccess {
 
 /// Users of a block.
 #[derive(Clone, Copy, Debug, Default)]
-struct Uses {
+struct BlockUses {
     /// Rows with steps in flight that have the block in their tables.
     rows: u32,
     /// Steps in flight that write the block.
@@ -64,7 +64,7 @@ pub struct StreamStep {
 
 impl StreamAccess {
     pub fn new(arena: &Arc<KvArena>) -> Self {
-        let uses = vec![Uses::default(); arena.block_count() as usize];
+        let uses = vec![BlockUses::default(); arena.block_count() as usize];
         Self { arena: Arc::clone(arena), uses, rows: Vec::new(), steps: 0 }
     }
 
@@ -157,14 +157,14 @@ impl StreamAccess {
         Ok(())
     }
 
-    fn release_block(&mut self, block: BlockId, count: fn(&mut Uses) -> &mut u32) {
+    fn release_block(&mut self, block: BlockId, count: fn(&mut BlockUses) -> &mut u32) {
         let uses = &mut self.uses[block.index()];
         let was_written = uses.writers > 0;
         *count(uses) -= 1;
         match *uses {
-            Uses { rows: 0, writers: 0, .. } if was_written => self.arena.release_write(block),
-            Uses { rows: 0, writers: 0, .. } => self.arena.release_read(block),
-            Uses { writers: 0, .. } if was_written => self.arena.downgrade(block),
+            BlockUses { rows: 0, writers: 0, .. } if was_written => self.arena.release_write(block),
+            BlockUses { rows: 0, writers: 0, .. } => self.arena.release_read(block),
+            BlockUses { writers: 0, .. } if was_written => self.arena.downgrade(block),
             _ => {}
         }
     }

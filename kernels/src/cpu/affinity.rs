@@ -30,7 +30,7 @@ pub fn allowed() -> io::Result<Vec<u32>> {
 /// Guard that confines the calling thread to some CPUs. Dropping it restores the previous CPUs. Threads that
 /// the confined thread starts stay confined.
 #[derive(Debug)]
-pub struct Confined {
+pub struct ConfinedThread {
     before: Box<Mask>,
     /// The guard must not leave its thread.
     _not_send: PhantomData<*const ()>,
@@ -40,10 +40,10 @@ pub struct Confined {
 ///
 /// # Errors
 /// The system's error: none of the CPUs exists or may be used, or this system has no thread affinity.
-pub fn confine(cpus: &[u32]) -> io::Result<Confined> {
+pub fn confine(cpus: &[u32]) -> io::Result<ConfinedThread> {
     let before = Box::new(get()?);
     set(&mask_of(cpus)?)?;
-    Ok(Confined { before, _not_send: PhantomData })
+    Ok(ConfinedThread { before, _not_send: PhantomData })
 }
 
 /// Pins the calling thread to `cpus` permanently.
@@ -51,7 +51,7 @@ pub(crate) fn pin(cpus: &[u32]) -> io::Result<()> {
     set(&mask_of(cpus)?)
 }
 
-impl Drop for Confined {
+impl Drop for ConfinedThread {
     fn drop(&mut self) {
         // The thread could run on these CPUs before. When the system has taken them away meanwhile,
         // the thread keeps its present CPUs.

@@ -66,17 +66,17 @@ pub(crate) fn rope_store_kv(
 }
 
 /// KV element type and its conversion from rows of f32.
-trait Stored: Element {
+trait StoredElement: Element {
     fn store(level: Level, values: &[f32], to: &mut [Self]);
 }
 
-impl Stored for f32 {
+impl StoredElement for f32 {
     fn store(_level: Level, values: &[f32], to: &mut [f32]) {
         to.copy_from_slice(values);
     }
 }
 
-impl Stored for bf16 {
+impl StoredElement for bf16 {
     fn store(level: Level, values: &[f32], to: &mut [bf16]) {
         round(level, values, to);
     }
@@ -90,7 +90,7 @@ per_level! {
     }
 }
 
-fn all_rows<T: Stored>(
+fn all_rows<T: StoredElement>(
     level: Level,
     pool: &mut ThreadPool,
     layer: usize,
@@ -132,7 +132,7 @@ per_level! {
     }
 }
 
-fn store_row<T: Stored>(
+fn store_row<T: StoredElement>(
     level: Level,
     layer: usize,
     dim: usize,

@@ -48,7 +48,7 @@ pub(super) struct Attention {
     next: usize,
     /// Serial number of the step that the plans are for.
     serial: u64,
-    plans: Vec<Planned>,
+    plans: Vec<PlannedAttention>,
 }
 
 /// Buffers of Baton's decode attention, which has no host plan: its CTAs split the pages on the device.
@@ -71,7 +71,7 @@ struct PlanBuffer {
     copied: Event,
 }
 
-struct Planned {
+struct PlannedAttention {
     shape: ffi::AttentionShape,
     plan: ffi::AttentionPlan,
     buffer: usize,
@@ -232,7 +232,7 @@ impl Attention {
         if copies {
             self.buffers[buffer].copied.record(stream)?;
         }
-        self.plans.push(Planned { shape, plan, buffer });
+        self.plans.push(PlannedAttention { shape, plan, buffer });
         Ok(self.plans.len() - 1)
     }
 

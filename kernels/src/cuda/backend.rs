@@ -24,7 +24,7 @@ use super::{
     memory::{DeviceMemory, Range},
     skinny::Skinny,
     step::CudaStep,
-    tune::{Tuned, Tuning},
+    tune::{TuningResult, TuningSettings},
     upload::{ReaderShare, Uploads},
 };
 use crate::{
@@ -190,8 +190,8 @@ impl CudaBackend {
     pub fn tune(
         &mut self,
         shapes: impl Iterator<Item = GemmShape>,
-        tuning: &Tuning,
-    ) -> Result<Tuned, CudaError> {
+        tuning: &TuningSettings,
+    ) -> Result<TuningResult, CudaError> {
         let (weights, out) = (self.weights.everything(), self.activations.everything());
         self.gemm.tune(shapes, tuning, &weights, &out, &self.compute)
     }

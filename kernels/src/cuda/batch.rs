@@ -33,7 +33,7 @@ use super::{
     plan::{self, Admission, Extension, KnownDrafts, StepRows},
     sample::{self, Sampler},
     step::CudaStep,
-    stream_delays::Delays,
+    stream_delays::StreamDelays,
 };
 use crate::sampling::TokenMask;
 
@@ -88,7 +88,7 @@ pub struct DeviceBatch {
     /// Whether the step was supplied with token bitmasks.
     has_masks: bool,
     /// Random delays, in tests only.
-    delays: Option<Delays>,
+    delays: Option<StreamDelays>,
 }
 
 /// An upload buffer: pinned memory and its device copy.
@@ -169,7 +169,7 @@ impl DeviceBatch {
     }
 
     /// Adds random delays between the work of the streams. For tests.
-    pub fn delay_streams(&mut self, delays: Delays) {
+    pub fn delay_streams(&mut self, delays: StreamDelays) {
         self.delays = Some(delays);
     }
 

@@ -24,7 +24,7 @@ use std::{
 use self::{
     invitation::{COMMUNICATORS_MAX, Invitation, InvitationAnswer, agreed_ctas},
     link::{LinkEnd, LinkGpu, NcclLink},
-    operations::{Cuts, NcclChannel},
+    operations::{NcclChannel, OperationSizes},
 };
 use super::{
     context::StreamRole,
@@ -346,7 +346,7 @@ impl PeerChannels for NcclChannels {
         let scatter =
             if uses_reserved_sms { Direction::ScatterByCopies } else { Direction::Scatter };
         let links = self.join_links(&pairs, &options, end, scatter, limit)?;
-        let cuts = Cuts {
+        let cuts = OperationSizes {
             slot_blocks: (SLOT_BYTES / moved_bytes(&pairs)).max(1),
             direct_min: DIRECT_BYTES.div_ceil(moved_bytes(&pairs)),
         };

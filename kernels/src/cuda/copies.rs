@@ -12,13 +12,13 @@ use super::{
 
 /// Copies that may run in any order: no copy writes what another copy reads or writes.
 #[derive(Clone, Debug, Default)]
-pub(super) struct Copies {
+pub(super) struct UnorderedCopies {
     to: Vec<sys::CUdeviceptr>,
     from: Vec<sys::CUdeviceptr>,
     bytes: Vec<usize>,
 }
 
-impl Copies {
+impl UnorderedCopies {
     pub fn add(&mut self, to: sys::CUdeviceptr, from: sys::CUdeviceptr, bytes: usize) {
         self.to.push(to);
         self.from.push(from);

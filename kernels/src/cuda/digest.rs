@@ -8,7 +8,7 @@ use super::{
     ffi::{self, DigestLists, DigestWeight, dtype_code},
     library::KernelLibrary,
     memory::{DeviceMemory, PinnedMemory, Range},
-    stream_progress::{Mark, StreamProgress},
+    stream_progress::{StreamMark, StreamProgress},
 };
 use crate::{
     digest::{DigestPurpose, Heads, WeightRuns},
@@ -51,7 +51,7 @@ struct DigestLane {
 pub(super) struct DigestsInFlight<'a> {
     count: usize,
     /// `None` after the wait.
-    mark: Option<Mark>,
+    mark: Option<StreamMark>,
     lane: MutexGuard<'a, DigestLane>,
 }
 
@@ -80,7 +80,7 @@ impl DigestLane {
     }
 
     /// Marks the end of the work in the stream so far.
-    fn mark(&mut self) -> Result<Mark, CudaError> {
+    fn mark(&mut self) -> Result<StreamMark, CudaError> {
         self.done.record(&self.stream)?;
         self.progress.mark(&self.stream)
     }

@@ -20,7 +20,7 @@ use super::{
     error::{CudaError, Named},
     ffi::Address,
     memory::{ALIGNMENT, Range},
-    tune::{self, Algorithm, Tuned, Tuning, TuningTable},
+    tune::{self, Algorithm, TuningResult, TuningSettings, TuningTable},
 };
 use crate::layout::Dtype;
 
@@ -67,7 +67,7 @@ impl GemmShape {
 /// cuBLASLt for one stream: all GEMMs share one workspace.
 #[derive(Debug)]
 pub struct Gemm {
-    handle: Owned<sys::cublasLtHandle_t>,
+    handle: OwnedHandle<sys::cublasLtHandle_t>,
     workspace: Range,
     plans: HashMap<GemmShape, GemmPlan>,
     tuned: TuningTable,
@@ -86,7 +86,7 @@ impl Gemm {
             return Err(CudaError::LibraryMissing { name: "libcublasLt.so.13" });
         }
         let raw = result::create_handle().named("cublasLtCreate")?;
-        let handle = Owned { raw, destroy: result::destroy_handle };
+        let handle = OwnedHandle { raw, destroy: result::destroy_handle };
         // SAFETY: the library is loaded, and every version of it has this function.
         let version = unsafe { sys::cublasLtGetVersion() };
         let (device, driver) = (context.device(), context.driver().version());
@@ -137,11 +137,11 @@ impl Gemm {
     pub fn tune(
         &mut self,
         shapes: impl Iterator<Item = GemmShape>,
-        tuning: &Tuning,
+        tuning: &TuningSettings,
         weights: &Range,
         out: &Range,
         stream: &Stream<Compute>,
-    ) -> Result<Tuned, CudaError> {
+    ) -> Result<TuningResult, CudaError> {
         assert!(self.plans.is_empty(), "tuning precedes the first GEMM");
         let events = [Event::timed(stream.context())?, Event::timed(stream.context())?];
         // The closure below borrows `self`, so the table is moved out.
@@ -321,10 +321,10 @@ struct GemmPlan {
 /// cuBLASLt descriptors of one shape.
 #[derive(Debug)]
 struct Descriptors {
-    operation: Owned<sys::cublasLtMatmulDesc_t>,
-    w: Owned<sys::cublasLtMatrixLayout_t>,
-    x: Owned<sys::cublasLtMatrixLayout_t>,
-    out: Owned<sys::cublasLtMatrixLayout_t>,
+    operation: OwnedHandle<sys::cublasLtMatmulDesc_t>,
+    w: OwnedHandle<sys::cublasLtMatrixLayout_t>,
+    x: OwnedHandle<sys::cublasLtMatrixLayout_t>,
+    out: OwnedHandle<sys::cublasLtMatrixLayout_t>,
 }
 
 impl Descriptors {
@@ -411,12 +411,12 @@ fn data_type(dtype: Dtype) -> sys::cudaDataType {
 
 /// A cuBLASLt object, which is destroyed once.
 #[derive(Debug)]
-struct Owned<T: Copy> {
+struct OwnedHandle<T: Copy> {
     raw: T,
     destroy: unsafe fn(T) -> Result<(), CublasError>,
 }
 
-impl<T: Copy> Drop for Owned<T> {
+impl<T: Copy> Drop for OwnedHandle<T> {
     fn drop(&mut self) {
         // SAFETY: the object was created with this value, and nothing uses it from now on.
         let _ = unsafe { (self.destroy)(self.raw) };
@@ -424,11 +424,11 @@ impl<T: Copy> Drop for Owned<T> {
 }
 
 /// Creates a descriptor: f32 accumulation, first matrix transposed.
-fn operation() -> Result<Owned<sys::cublasLtMatmulDesc_t>, CudaError> {
+fn operation() -> Result<OwnedHandle<sys::cublasLtMatmulDesc_t>, CudaError> {
     let compute = sys::cublasComputeType_t::CUBLAS_COMPUTE_32F;
     let raw = result::create_matmul_desc(compute, sys::cudaDataType::CUDA_R_32F)
         .named("cublasLtMatmulDescCreate")?;
-    let operation = Owned { raw, destroy: result::destroy_matmul_desc };
+    let operation = OwnedHandle { raw, destroy: result::destroy_matmul_desc };
     // CUBLAS_OP_T.
     let transposed = 1u32;
     let attribute = sys::cublasLtMatmulDescAttributes_t::CUBLASLT_MATMUL_DESC_TRANSA;
@@ -445,17 +445,19 @@ fn layout(
     rows: usize,
     columns: usize,
     stride: usize,
-) -> Result<Owned<sys::cublasLtMatrixLayout_t>, CudaError> {
+) -> Result<OwnedHandle<sys::cublasLtMatrixLayout_t>, CudaError> {
     let raw = result::create_matrix_layout(dtype, rows as u64, columns as u64, stride as i64)
         .named("cublasLtMatrixLayoutCreate")?;
-    Ok(Owned { raw, destroy: result::destroy_matrix_layout })
+    Ok(OwnedHandle { raw, destroy: result::destroy_matrix_layout })
 }
 
 /// Creates a preference for algorithms that need no more workspace.
-fn preference(workspace_bytes: usize) -> Result<Owned<sys::cublasLtMatmulPreference_t>, CudaError> {
+fn preference(
+    workspace_bytes: usize,
+) -> Result<OwnedHandle<sys::cublasLtMatmulPreference_t>, CudaError> {
     use sys::cublasLtMatmulPreferenceAttributes_t::CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES;
     let raw = result::create_matmul_pref().named("cublasLtMatmulPreferenceCreate")?;
-    let preference = Owned { raw, destroy: result::destroy_matmul_pref };
+    let preference = OwnedHandle { raw, destroy: result::destroy_matmul_pref };
     let (value, bytes) = (ptr::from_ref(&workspace_bytes).cast(), size_of::<usize>());
     let attribute = CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES;
     // SAFETY: the attribute is a `size_t` that is read before the call returns.

@@ -10,7 +10,7 @@ use std::sync::Arc;
 
 use super::{
     context::{Event, Stream, StreamRole},
-    copies::Copies,
+    copies::UnorderedCopies,
     error::CudaError,
     export::KvExport,
     kv::DeviceKv,
@@ -158,7 +158,7 @@ struct PeerPart {
 
 impl PeerPart {
     /// # Safety
-    /// See [`Copies::put`]: nothing else accesses the destination blocks until the copies complete.
+    /// See [`UnorderedCopies::put`]: nothing else accesses the destination blocks until the copies complete.
     unsafe fn put<R: StreamRole>(
         &self,
         runs: &[BlockRun],
@@ -167,7 +167,7 @@ impl PeerPart {
     ) -> Result<(), CudaError> {
         let strides = &self.strides;
         let block_bytes = |(stride, _): (usize, usize)| stride * strides.runs;
-        let mut copies = Copies::default();
+        let mut copies = UnorderedCopies::default();
         for run in runs {
             let count = run.count as usize;
             // Both are checked as whole blocks.

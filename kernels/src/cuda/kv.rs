@@ -10,7 +10,7 @@ use super::{
     export::{IpcRange, KvExport},
     library::KernelLibrary,
     memory::{DeviceMemory, PinnedMemory, Range},
-    stream_delays::Delays,
+    stream_delays::StreamDelays,
 };
 use crate::{
     digest::{DigestPurpose, Heads},
@@ -32,7 +32,7 @@ pub struct DeviceKv {
     /// GPU digest; without it blocks are copied to the host.
     digester: OnceLock<Digester>,
     /// Random delays, in tests only.
-    delays: OnceLock<Delays>,
+    delays: OnceLock<StreamDelays>,
 }
 
 /// HostCopies of single blocks, for network transfers.
@@ -179,7 +179,7 @@ impl DeviceKv {
 
     /// Adds random delays to streams that transfer blocks between GPUs, in tests. Only the first call has an
     /// effect.
-    pub fn delay_streams(&self, delays: Delays) {
+    pub fn delay_streams(&self, delays: StreamDelays) {
         let _ = self.delays.set(delays);
     }
 

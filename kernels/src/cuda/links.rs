@@ -8,7 +8,7 @@ use std::{
 
 use super::{
     context::{Context, Event, Stream},
-    copies::Copies,
+    copies::UnorderedCopies,
     error::CudaError,
     ipc::PeerToDevice,
     memory::DeviceMemory,
@@ -68,7 +68,7 @@ pub fn pull_rate(
             CopySubmission::Batch { pieces } => pieces.max(1),
         };
         for (index, pieces) in pieces.chunks(at_once).enumerate() {
-            let mut copies = Copies::default();
+            let mut copies = UnorderedCopies::default();
             for offset in pieces {
                 let length = (bytes - offset).min(piece_bytes);
                 copies.add(target.part(*offset, length), source.part(*offset, length), length);

@@ -123,9 +123,9 @@ pub use plan::{Admission, Extension, KnownDrafts, StepRows};
 pub use remote_kv::RankedKv;
 pub use sample::SampleOutcome;
 pub use step::CudaStep;
-pub use stream_delays::Delays;
+pub use stream_delays::StreamDelays;
 pub use testing::weight_digest;
-pub use tune::{Tuned, TunedTime, Tuning, row_steps};
+pub use tune::{TunedTime, TuningResult, TuningSettings, row_steps};
 pub use weight_chunks::{
     Broadcast, ChunkCopies, ChunkSource, ChunkWork, CopiedWeights, NcclGroup, RowCopy,
 };

@@ -7,7 +7,7 @@ use cudarc::driver::sys;
 
 use super::{
     context::{Stream, StreamRole},
-    copies::Copies,
+    copies::UnorderedCopies,
     error::{CudaError, Named},
     kv::DeviceKv,
     library::KernelLibrary,
@@ -148,7 +148,7 @@ unsafe fn by_copies<R: StreamRole>(
     direction: Direction,
     stream: &Stream<R>,
 ) -> Result<(), CudaError> {
-    let mut whole = Copies::default();
+    let mut whole = UnorderedCopies::default();
     for (offset, bytes) in places_of(ids, rows.block_bytes()) {
         let moved = bytes / rows.block_bytes() * rows.bytes();
         let (block, slot) = (kv.data().part(offset, bytes), staging.part(place, moved));

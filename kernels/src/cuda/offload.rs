@@ -8,13 +8,13 @@ use cudarc::driver::sys;
 
 use super::{
     context::{Context, Event, Stream, StreamRole},
-    copies::Copies,
+    copies::UnorderedCopies,
     driver_calls::FREE_USUAL,
     error::{CudaError, Named},
     ipc::{Strides, shared_heads},
     kv::DeviceKv,
     moves::copy_rows,
-    stream_progress::{Mark, StreamProgress},
+    stream_progress::{StreamMark, StreamProgress},
 };
 use crate::{
     arena::{BlockRead, BlockWrite, KvArena, RemoteBlocks},
@@ -60,7 +60,7 @@ impl BlockOffload for CudaOffload {
         let of = self.parts.len();
         let lanes = self.parts.iter().enumerate().map(|(rank, kv)| {
             let strides = shared_heads(layout, (rank, of), (0, 1));
-            Ok(Lane {
+            Ok(GpuCopies {
                 strides: strides.expect("a rank has heads of the whole block"),
                 stream: Stream::relaxed(kv.context())?,
                 progress: StreamProgress::new(kv.context())?,
@@ -111,7 +111,7 @@ impl Drop for RegisteredHost {
 }
 
 /// Copies of one GPU.
-struct Lane {
+struct GpuCopies {
     kv: Arc<DeviceKv>,
     /// The GPU's heads (from) in a whole block (to).
     strides: Strides,
@@ -119,7 +119,7 @@ struct Lane {
     progress: StreamProgress,
 }
 
-impl Lane {
+impl GpuCopies {
     /// Enqueues the copies of these pairs of a GPU's block and host memory.
     ///
     /// # Safety
@@ -128,12 +128,12 @@ impl Lane {
         &mut self,
         pairs: &[(BlockId, sys::CUdeviceptr)],
         is_save: bool,
-    ) -> Result<(Mark, Event), CudaError> {
+    ) -> Result<(StreamMark, Event), CudaError> {
         self.kv.context().bind()?;
         self.kv.pass_time(&self.stream)?;
         let strides = self.strides;
         let own_bytes = strides.from.0 * strides.runs;
-        let mut copies = Copies::default();
+        let mut copies = UnorderedCopies::default();
         for &(block, host) in pairs {
             let device = self.kv.data().part(block.index() * own_bytes, own_bytes);
             if strides.is_contiguous() {
@@ -160,7 +160,7 @@ impl Lane {
 
 struct CudaOffloadStream {
     blocks: Arc<dyn RemoteBlocks>,
-    lanes: Vec<Lane>,
+    lanes: Vec<GpuCopies>,
 }
 
 impl OffloadStream for CudaOffloadStream {
@@ -207,7 +207,7 @@ impl OffloadStream for CudaOffloadStream {
 
 /// A copy in flight.
 struct CudaOffloadCopy {
-    marks: Vec<(Mark, Event)>,
+    marks: Vec<(StreamMark, Event)>,
     blocks: Option<(Vec<BlockRead>, Vec<BlockWrite>)>,
 }
 

@@ -64,7 +64,7 @@ pub(super) fn words_min(slots: usize) -> usize {
 }
 
 /// Words to be written to a slot's row in one of the pool's arrays.
-struct Write {
+struct SlotWrite {
     target: RunTarget,
     slot: u32,
     first: u32,
@@ -97,7 +97,7 @@ pub(super) fn encode(
             }
             let (now, rest) = words.split_at(words.len().min(left - RUN_WORDS));
             left -= RUN_WORDS + now.len();
-            runs.push(Write { words: now.to_vec(), first, ..write });
+            runs.push(SlotWrite { words: now.to_vec(), first, ..write });
             (first, words) = (first + now.len() as u32, rest);
         }
     }
@@ -140,7 +140,7 @@ fn writes<'a>(
     admissions: &'a [Admission<'_>],
     extensions: &'a [Extension<'_>],
     drafts: &'a [KnownDrafts<'_>],
-) -> impl Iterator<Item = Write> + 'a {
+) -> impl Iterator<Item = SlotWrite> + 'a {
     let ids = |blocks: &[BlockId]| blocks.iter().map(|block| block.0).collect();
     let admitted = admissions.iter().flat_map(move |admission| {
         let stops = match admission.sampling.min_tokens {
@@ -152,15 +152,15 @@ fn writes<'a>(
             (RunTarget::Blocks, ids(admission.blocks)),
             (RunTarget::Stops, stops),
         ]
-        .map(|(target, words)| Write { target, slot: admission.slot, first: 0, words })
+        .map(|(target, words)| SlotWrite { target, slot: admission.slot, first: 0, words })
     });
-    let extended = extensions.iter().map(move |extension| Write {
+    let extended = extensions.iter().map(move |extension| SlotWrite {
         target: RunTarget::Blocks,
         slot: extension.slot,
         first: extension.first,
         words: ids(extension.blocks),
     });
-    let drafted = drafts.iter().map(|drafts| Write {
+    let drafted = drafts.iter().map(|drafts| SlotWrite {
         target: RunTarget::Tokens,
         slot: drafts.slot,
         first: drafts.length,
@@ -174,7 +174,7 @@ fn plan(
     sequences: &[StepRows],
     drafts: &[KnownDrafts<'_>],
     admissions: &[PlanAdmission],
-    runs: &[Write],
+    runs: &[SlotWrite],
 ) -> Vec<u32> {
     let sequences_at = HEADER_WORDS;
     let admissions_at = (sequences_at + sequences.len() * SEQUENCE_WORDS).next_multiple_of(4);

@@ -11,7 +11,7 @@ use super::{
     library::KernelLibrary,
     memory::Range,
     offload::CudaOffload,
-    stream_delays::Delays,
+    stream_delays::StreamDelays,
 };
 use crate::{
     arena::{BlockSlices, RemoteBlocks, digest_of_copies, digests_of_copies},
@@ -148,7 +148,7 @@ impl RankedKv {
     }
 
     /// Calls [`DeviceKv::delay_streams`] for every rank.
-    pub fn delay_streams(&self, mut delays: impl FnMut() -> Delays) {
+    pub fn delay_streams(&self, mut delays: impl FnMut() -> StreamDelays) {
         self.parts.iter().for_each(|part| part.delay_streams(delays()));
     }
 }

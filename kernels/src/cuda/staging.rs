@@ -17,7 +17,7 @@ use super::{
     kv::DeviceKv,
     memory::{DeviceMemory, Range},
     moves::{BlockRows, Direction, move_blocks},
-    stream_progress::{Mark, StreamProgress},
+    stream_progress::{StreamMark, StreamProgress},
 };
 use crate::layout::BlockId;
 
@@ -209,12 +209,12 @@ impl StagingMemory {
         &mut self,
         lane: usize,
         stream: &Stream<R>,
-    ) -> Result<Mark, CudaError> {
+    ) -> Result<StreamMark, CudaError> {
         self.lanes[lane].mark(stream)
     }
 
     /// Marks the end of all copies so far.
-    pub fn mark_copies(&mut self) -> Result<Mark, CudaError> {
+    pub fn mark_copies(&mut self) -> Result<StreamMark, CudaError> {
         self.copied.mark(&self.copies)
     }
 
@@ -237,7 +237,7 @@ impl StagingMemory {
         let last: Result<Vec<_>, _> = last.chain([self.copied.mark(&self.copies)]).collect();
         let last = last.map_err(|error| error.to_string())?;
         let begin = Instant::now();
-        while !last.iter().all(Mark::is_reached) {
+        while !last.iter().all(StreamMark::is_reached) {
             let waited = begin.elapsed();
             if waited >= time_out {
                 return Err(format!(

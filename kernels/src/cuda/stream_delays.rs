@@ -16,13 +16,13 @@ use super::{
 
 /// Source of random delays between the work of streams, so that missing waits become visible.
 #[derive(Debug)]
-pub struct Delays {
+pub struct StreamDelays {
     library: Arc<KernelLibrary>,
     longest: Duration,
     state: AtomicU64,
 }
 
-impl Delays {
+impl StreamDelays {
     /// Creates delays of up to `longest`, seeded with `seed`.
     pub fn new(library: Arc<KernelLibrary>, longest: Duration, seed: u64) -> Self {
         Self { library, longest, state: AtomicU64::new(seed) }

@@ -33,14 +33,14 @@ const PAUSES_PER_QUERY: u32 = 1000;
 /// A counter in host memory that one stream increments.
 #[derive(Debug)]
 pub(super) struct StreamProgress {
-    reached: Arc<Reached>,
+    reached: Arc<ReachedNumber>,
     marks: u64,
 }
 
 #[derive(Debug)]
-struct Reached(PinnedMemory<u64>);
+struct ReachedNumber(PinnedMemory<u64>);
 
-impl Reached {
+impl ReachedNumber {
     fn number(&self) -> u64 {
         // SAFETY: the number lives as long as this value, is aligned, and is accessed only by atomics and by
         // the GPU.
@@ -50,21 +50,21 @@ impl Reached {
 
 /// A position in the stream of a [`StreamProgress`].
 #[derive(Clone, Debug)]
-pub(super) struct Mark {
-    reached: Arc<Reached>,
+pub(super) struct StreamMark {
+    reached: Arc<ReachedNumber>,
     number: u64,
 }
 
 impl StreamProgress {
     pub fn new(context: &Arc<Context>) -> Result<Self, CudaError> {
         let reached =
-            Arc::new(Reached(PinnedMemory::zeroed(context, "the progress of a stream", 1)?));
+            Arc::new(ReachedNumber(PinnedMemory::zeroed(context, "the progress of a stream", 1)?));
         Ok(Self { reached, marks: 0 })
     }
 
     /// Marks the end of all work in the stream so far. Every call must pass the same stream, or another
     /// stream once the work of the earlier stream is complete.
-    pub fn mark<R: StreamRole>(&mut self, stream: &Stream<R>) -> Result<Mark, CudaError> {
+    pub fn mark<R: StreamRole>(&mut self, stream: &Stream<R>) -> Result<StreamMark, CudaError> {
         self.marks += 1;
         let (number, address) = (self.marks, self.reached.0.base() as sys::CUdeviceptr);
         let barrier = sys::CUstreamWriteValue_flags::CU_STREAM_WRITE_VALUE_DEFAULT as u32;
@@ -72,11 +72,11 @@ impl StreamProgress {
         // until the work is complete. The barrier makes the work's writes visible before the number.
         unsafe { sys::cuStreamWriteValue64_v2(stream.raw(), address, number, barrier) }
             .named("cuStreamWriteValue64")?;
-        Ok(Mark { reached: Arc::clone(&self.reached), number })
+        Ok(StreamMark { reached: Arc::clone(&self.reached), number })
     }
 }
 
-impl Mark {
+impl StreamMark {
     /// Returns whether the marked work is complete.
     pub fn is_reached(&self) -> bool {
         self.reached.number() >= self.number

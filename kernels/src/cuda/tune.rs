@@ -17,7 +17,7 @@ use crate::layout::Dtype;
 
 /// Settings of GEMM tuning.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Tuning {
+pub struct TuningSettings {
     /// Folder of the results' file; `None` stores nothing.
     pub folder: Option<PathBuf>,
     /// Time budget. Shapes that remain use the heuristic's algorithm until the next start.
@@ -26,7 +26,7 @@ pub struct Tuning {
 
 /// Result of tuning.
 #[derive(Clone, Debug, Default, PartialEq)]
-pub struct Tuned {
+pub struct TuningResult {
     /// Shapes that an earlier start has timed.
     pub known: usize,
     /// Shapes left untimed because the time budget was used up.
@@ -274,10 +274,10 @@ fn median(times: &[Duration]) -> Option<Duration> {
 pub(super) fn tune<E>(
     table: &mut TuningTable,
     shapes: impl Iterator<Item = GemmShape>,
-    tuning: &Tuning,
+    tuning: &TuningSettings,
     mut time: impl FnMut(GemmShape) -> Result<Option<(Algorithm, Duration, Duration)>, E>,
-) -> Result<Tuned, E> {
-    let (started, mut tuned) = (Instant::now(), Tuned::default());
+) -> Result<TuningResult, E> {
+    let (started, mut tuned) = (Instant::now(), TuningResult::default());
     if let Some(folder) = &tuning.folder {
         tuned.faults.extend(table.read(folder).err());
     }
@@ -312,8 +312,8 @@ mod tests {
         GemmShape::packed(rows, 4096, 6144, Dtype::Bf16, Dtype::F32)
     }
 
-    fn tuning(folder: &Path) -> Tuning {
-        Tuning { folder: Some(folder.to_owned()), within: Duration::from_secs(3600) }
+    fn tuning(folder: &Path) -> TuningSettings {
+        TuningSettings { folder: Some(folder.to_owned()), within: Duration::from_secs(3600) }
     }
 
     fn milliseconds(milliseconds: u64) -> Duration {
@@ -383,7 +383,7 @@ mod tests {
 
     #[test]
     fn shapes_beyond_the_time_budget_are_left_untimed() {
-        let tuning = Tuning { folder: None, within: Duration::ZERO };
+        let tuning = TuningSettings { folder: None, within: Duration::ZERO };
         let mut table = TuningTable::new(MACHINE.into());
         table.insert(shape(8), [1; 8]);
         let never = |shape| -> Result<_, Infallible> { panic!("{shape:?} is timed") };

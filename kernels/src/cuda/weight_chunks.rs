@@ -30,7 +30,7 @@ use cudarc::driver::sys;
 
 use super::{
     context::{DeviceToHost, Event, Stream, StreamRole},
-    copies::Copies,
+    copies::UnorderedCopies,
     digest::{SUMS, WeightDigests},
     error::{CudaError, Named},
     export::ExportedMemory,
@@ -333,7 +333,7 @@ impl<'a> ChunkCopies<'a> {
     pub fn scatter(&mut self, buffer: usize, work: &ChunkWork) -> Result<(), CudaError> {
         self.packer.context().bind()?;
         let (from, to) = (&self.buffers[buffer], self.packer.everything());
-        let mut copies = Copies::default();
+        let mut copies = UnorderedCopies::default();
         for row in &work.to_device {
             let rows = row.height.saturating_sub(1);
             let source = from.part(row.from, rows * row.from_pitch + row.width);

@@ -14,7 +14,7 @@ use std::{
 use anyhow::{Context, Result, anyhow, bail, ensure};
 use clap::Args;
 use engine::{
-    CacheSeeds, Scheduler, SchedulerConfig, Speculated, StepLoop,
+    CacheSeeds, Scheduler, SchedulerConfig, SpeculationStats, StepLoop,
     event::{Action, Input, NewSequence, SequenceId, SequenceKind},
     executor::{
         Executor, ExecutorLimits, Speculation,
@@ -128,7 +128,7 @@ struct RunResult {
     tokens_per_s: f64,
     answers: Vec<Vec<u32>>,
     steps: usize,
-    speculated: Speculated,
+    speculated: SpeculationStats,
 }
 
 pub fn run(args: SpeculateArgs) -> Result<()> {

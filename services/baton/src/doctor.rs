@@ -10,7 +10,7 @@ use std::{
 
 use anyhow::{Context as _, Result, bail};
 use clap::Args;
-use engine::defaults::{self, ModelSizes, NodeDevice, NodeTraits, Reason, SetValues};
+use engine::defaults::{self, DerivedSetting, ModelSizes, NodeDevice, NodeTraits, SetValues};
 use kernels::{
     Shard, WeightFormat,
     cuda::{
@@ -120,7 +120,7 @@ struct Gpu {
 #[derive(Debug, Serialize)]
 struct RoleDefaults {
     role: &'static str,
-    settings: Vec<Reason>,
+    settings: Vec<DerivedSetting>,
 }
 
 #[derive(Debug, Serialize)]
@@ -129,13 +129,13 @@ struct GpuLink {
     to: String,
     way: String,
     /// Rate of copies from the first GPU's memory by the second GPU; `None` without peer access.
-    rate: Option<Rate>,
+    rate: Option<LinkSpeed>,
     /// Transport of KV between nodes on the two GPUs with `transfer.transport = "auto"`.
     transport: &'static str,
 }
 
 #[derive(Clone, Copy, Debug, Serialize)]
-struct Rate {
+struct LinkSpeed {
     gb_per_s: f64,
     /// Latency of a copy of a few KiB, until the host observes its completion.
     latency_us: f64,
@@ -144,12 +144,12 @@ struct Rate {
 /// Bytes of the measured copy.
 const COPY_BYTES: usize = 64 << 20;
 
-fn rate(driver: Driver, from: &Device, to: &Device) -> Result<Rate, CudaError> {
+fn rate(driver: Driver, from: &Device, to: &Device) -> Result<LinkSpeed, CudaError> {
     let from = Context::new(driver, from.clone())?;
     let to = Context::new(driver, to.clone())?;
     let LinkRate { gb_per_s, latency } =
         pull_rate(&from, &to, COPY_BYTES, COPY_BYTES, CopySubmission::Single)?;
-    Ok(Rate { gb_per_s, latency_us: latency.as_secs_f64() * 1e6 })
+    Ok(LinkSpeed { gb_per_s, latency_us: latency.as_secs_f64() * 1e6 })
 }
 
 impl InstalledLibrary {
@@ -332,7 +332,7 @@ impl fmt::Display for DoctorReport {
         }
         for GpuLink { from, to, way, rate, transport } in &self.links {
             write!(f, "link       {from} {to} {way}")?;
-            if let Some(Rate { gb_per_s, latency_us }) = rate {
+            if let Some(LinkSpeed { gb_per_s, latency_us }) = rate {
                 write!(f, ", {gb_per_s:.0} GB/s, {latency_us:.0} us")?;
             }
             writeln!(f, ", KV by {transport}")?;
@@ -423,7 +423,7 @@ mod tests {
                     from: "GPU-1".into(),
                     to: "GPU-2".into(),
                     way: "nvlink".into(),
-                    rate: Some(Rate { gb_per_s: 390.6, latency_us: 8.2 }),
+                    rate: Some(LinkSpeed { gb_per_s: 390.6, latency_us: 8.2 }),
                     transport: "ipc",
                 },
                 GpuLink {
@@ -436,7 +436,7 @@ mod tests {
             ],
             defaults: vec![RoleDefaults {
                 role: "decode",
-                settings: vec![Reason {
+                settings: vec![DerivedSetting {
                     key: "node.slots",
                     value: "64".into(),
                     why: "as many as fit".into(),

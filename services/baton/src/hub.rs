@@ -146,4 +146,4 @@ fn download(settings: &HubSettings, cache: &Path, model: &HubModel, parts: Parts
 }
 
 /// Progress of a download: the bar, and a counter that grows with every file and every downloaded or verified byte.
-type Watched = (ProgressBar, Arc<AtomicU64>);
+type WatchedDownload = (ProgressBar, Arc<AtomicU64>);

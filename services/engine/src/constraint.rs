@@ -114,7 +114,7 @@ impl PartialEq for Constraint {
 pub(crate) struct ActiveConstraint {
     /// `None` while a job owns the matcher.
     matcher: Option<Box<dyn Matcher>>,
-    ahead: Ahead,
+    ahead: MasksAhead,
     /// Number of the last job. An earlier job belongs to an earlier sequence with the same id.
     job: u64,
     /// Time that the last job took.
@@ -125,7 +125,7 @@ pub(crate) struct ActiveConstraint {
 
 impl From<Constraint> for ActiveConstraint {
     fn from(new: Constraint) -> Self {
-        let ahead = Ahead { masks: [new.allowed].into(), drafts: VecDeque::new() };
+        let ahead = MasksAhead { masks: [new.allowed].into(), drafts: VecDeque::new() };
         let (matcher, job_time) = (Some(new.matcher), Duration::ZERO);
         Self { matcher, ahead, job: 0, job_time, history: Vec::new() }
     }
@@ -194,13 +194,13 @@ impl ActiveConstraint {
 /// Bitmasks and draft tokens of the next positions. Empty once the sequence has accepted the last of these tokens,
 /// until the next job ends.
 #[derive(Debug, Default)]
-struct Ahead {
+struct MasksAhead {
     /// Bitmasks of the next token and of the token after each draft token.
     masks: VecDeque<Arc<TokenMask>>,
     drafts: VecDeque<u32>,
 }
 
-impl Ahead {
+impl MasksAhead {
     fn advance(&mut self, token: u32) {
         if self.drafts.pop_front() == Some(token) {
             self.masks.pop_front();
@@ -265,9 +265,10 @@ impl MaskJob {
         ComputedMask { id, job, outcome, time: started.elapsed() }
     }
 
-    fn compute(&mut self, started: Instant) -> Result<Ahead, ConstraintFailure> {
+    fn compute(&mut self, started: Instant) -> Result<MasksAhead, ConstraintFailure> {
         let mut allowed = Arc::new(self.matcher.allowed()?);
-        let mut ahead = Ahead { masks: [Arc::clone(&allowed)].into(), drafts: VecDeque::new() };
+        let mut ahead =
+            MasksAhead { masks: [Arc::clone(&allowed)].into(), drafts: VecDeque::new() };
         let Some(Drafting { drafts_max, ngram_drafts_max, rules }) = self.drafting.take() else {
             return Ok(ahead);
         };
@@ -303,7 +304,7 @@ impl MaskJob {
 struct MaskOutcome {
     matcher: Box<dyn Matcher>,
     history: Vec<u32>,
-    ahead: Ahead,
+    ahead: MasksAhead,
 }
 
 /// The result of a [`MaskJob`].

@@ -123,18 +123,18 @@ pub struct Defaults {
     pub itl: Option<ItlLimit>,
     /// `transfer.chunk_bytes`.
     pub transfer_bytes: u64,
-    pub reasons: Vec<Reason>,
+    pub reasons: Vec<DerivedSetting>,
 }
 
 /// A setting's value and why it has this value.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
-pub struct Reason {
+pub struct DerivedSetting {
     pub key: &'static str,
     pub value: String,
     pub why: String,
 }
 
-impl fmt::Display for Reason {
+impl fmt::Display for DerivedSetting {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{} = {} ({})", self.key, self.value, self.why)
     }
@@ -173,7 +173,7 @@ pub fn derive(node: &NodeTraits, times: Option<&StepTimes>) -> Result<Defaults, 
     let mut reasons = Vec::new();
     let mut note = |key, value: &dyn fmt::Display, is_set: bool, why: String| {
         let why = if is_set { "set".to_owned() } else { why };
-        reasons.push(Reason { key, value: value.to_string(), why });
+        reasons.push(DerivedSetting { key, value: value.to_string(), why });
     };
 
     // Set values of slots and chunk raise the step.
@@ -446,7 +446,7 @@ mod tests {
         }
     }
 
-    fn why<'a>(defaults: &'a Defaults, key: &str) -> &'a Reason {
+    fn why<'a>(defaults: &'a Defaults, key: &str) -> &'a DerivedSetting {
         defaults.reasons.iter().find(|reason| reason.key == key).unwrap()
     }
 

@@ -213,7 +213,7 @@ pub struct ExecutorLimits {
 
 /// Arena or limits do not match the model.
 #[derive(Debug, thiserror::Error)]
-pub enum Misfit {
+pub enum ModelMismatch {
     #[error("the arena's blocks are {found}, the model's KV is {wanted}")]
     Layout { found: KvLayout, wanted: KvLayout },
     #[error("limits.{field} is {value}; model and arena allow {min} to {max}")]
@@ -222,7 +222,7 @@ pub enum Misfit {
 
 impl ExecutorLimits {
     /// Checks the limits against the model and the arena's number of blocks.
-    fn check(&self, config: &ModelConfig, block_count: u32) -> Result<(), Misfit> {
+    fn check(&self, config: &ModelConfig, block_count: u32) -> Result<(), ModelMismatch> {
         let (blocks, vocabulary) = (block_count as usize, config.vocab_size);
         for (field, value, min, max) in [
             ("blocks", self.blocks, blocks, blocks),
@@ -230,7 +230,7 @@ impl ExecutorLimits {
             ("sequence_tokens", self.sequence_tokens, 0, config.context_tokens),
         ] {
             if !(min..=max).contains(&(value as usize)) {
-                return Err(Misfit::Limit { field, value, min, max });
+                return Err(ModelMismatch::Limit { field, value, min, max });
             }
         }
         Ok(())

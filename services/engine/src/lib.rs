@@ -31,5 +31,5 @@ pub mod trace;
 pub use block_pool::BlockCounts;
 pub use prefix_cache::{CacheSeeds, HashChain};
 pub use scheduler::{ItlLimit, Scheduler, SchedulerConfig, SchedulerConfigError};
-pub use step_loop::{LoopOutcome, Speculated, StepLoop};
+pub use step_loop::{LoopOutcome, SpeculationStats, StepLoop};
 pub use step_record::{StepKind, StepRecord, StepWork};

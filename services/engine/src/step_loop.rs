@@ -38,7 +38,7 @@ pub enum LoopOutcome {
 
 /// Statistics of speculative decoding.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Speculated {
+pub struct SpeculationStats {
     /// Rows that had draft tokens, over all steps.
     pub rows: u64,
     /// Draft tokens verified.
@@ -49,7 +49,7 @@ pub struct Speculated {
     pub accepted_at: Vec<u64>,
 }
 
-impl Speculated {
+impl SpeculationStats {
     fn add(&mut self, row: &RowResult) {
         if row.drafted == 0 {
             return;
@@ -79,7 +79,7 @@ pub struct StepLoop<E> {
     collected_at: Option<Instant>,
     /// Measured times of the last collected step, if it only decoded.
     decode_times: Option<DecodeTimes>,
-    speculated: Speculated,
+    speculated: SpeculationStats,
     /// Whether no step is launched until the weights are changed.
     is_held: bool,
 }
@@ -118,7 +118,7 @@ impl<E: Executor> StepLoop<E> {
             records: VecDeque::with_capacity(RECORDS_MAX),
             collected_at: None,
             decode_times: None,
-            speculated: Speculated::default(),
+            speculated: SpeculationStats::default(),
             is_held: false,
         }
     }
@@ -265,7 +265,7 @@ impl<E: Executor> StepLoop<E> {
     }
 
     /// Takes the statistics of speculative decoding since the last call.
-    pub fn take_speculated(&mut self) -> Speculated {
+    pub fn take_speculated(&mut self) -> SpeculationStats {
         std::mem::take(&mut self.speculated)
     }
 

@@ -48,7 +48,7 @@ use saves::SaveInFlight;
 pub use saves::{COPYING_MAX, HOST_SAVES_MAX, SAVES_MAX, SaveJob, SaveSource};
 pub use store::SlotIndex;
 use store::Store;
-use touches::Touches;
+use touches::BlockTouches;
 
 use crate::{
     event::{BlockHash, CacheChange},
@@ -189,7 +189,7 @@ pub(crate) struct TierStores {
     tiers: [Option<TierState>; TIERS],
     rates: [LoadRate; TIERS],
     prefill: PrefillRate,
-    touches: Touches,
+    touches: BlockTouches,
     /// Prefixes of admitted prompts with blocks that are not counted, oldest first, and the number of these blocks.
     admitted: VecDeque<AdmittedPrefix>,
     uncounted: usize,
@@ -228,7 +228,7 @@ impl TierStores {
             tiers: [host, disk],
             rates: Default::default(),
             prefill: PrefillRate::default(),
-            touches: Touches::new(2 * keys),
+            touches: BlockTouches::new(2 * keys),
             admitted: VecDeque::new(),
             uncounted: 0,
             written: Vec::new(),

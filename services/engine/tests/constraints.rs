@@ -18,7 +18,7 @@ use common::{
 };
 use crossbeam_channel::{Receiver, Sender, unbounded};
 use engine::{
-    LoopOutcome, Speculated, StepLoop,
+    LoopOutcome, SpeculationStats, StepLoop,
     constraint::{Constraint, ConstraintFailure, MaskJob, Matcher},
     event::{Action, FinishReason, Input, NewSequence, SequenceFailure, SequenceId, SequenceKind},
     executor::{Executor, ExecutorLimits, Speculation, cpu::CpuExecutor},
@@ -121,7 +121,7 @@ fn tokens_that_the_grammar_forces_save_steps() {
         node.run();
         node.assert_all_returned();
         steps.push(node.engine.take_records().len());
-        let Speculated { drafted, accepted, .. } = node.engine.take_speculated();
+        let SpeculationStats { drafted, accepted, .. } = node.engine.take_speculated();
         if limits.speculation.is_some() {
             assert!(accepted > 20 && accepted < drafted, "{accepted} of {drafted}");
         }

@@ -14,7 +14,7 @@ use common::{
     oracle, sequence, speculation, unbounded_waits,
 };
 use engine::{
-    SchedulerConfig, SchedulerConfigError, Speculated, StepKind,
+    SchedulerConfig, SchedulerConfigError, SpeculationStats, StepKind,
     event::{FinishReason, Input, NewSequence, SequenceId, SequenceKind},
     executor::{ExecutorLimits, Speculation},
     plan::{RowPlan, RowResult, StepResult, StepRun},
@@ -46,7 +46,8 @@ fn speculation_saves_steps_and_counts_draft_tokens() {
         assert!(node.finished(SequenceId(1)));
         node.assert_all_returned();
         steps.push(node.engine.take_records().len());
-        let Speculated { rows, drafted, accepted, accepted_at } = node.engine.take_speculated();
+        let SpeculationStats { rows, drafted, accepted, accepted_at } =
+            node.engine.take_speculated();
         if drafts.is_none() {
             assert_eq!((rows, drafted, accepted), (0, 0, 0));
             continue;
@@ -55,7 +56,7 @@ fn speculation_saves_steps_and_counts_draft_tokens() {
         assert_eq!(accepted_at.iter().sum::<u64>(), accepted);
         assert!(accepted_at.is_sorted_by(|first, second| first >= second), "{accepted_at:?}");
         assert!(accepted_at[0] <= rows && accepted_at.len() <= 6);
-        assert_eq!(node.engine.take_speculated(), Speculated::default(), "taken once");
+        assert_eq!(node.engine.take_speculated(), SpeculationStats::default(), "taken once");
     }
     assert_eq!(steps[0], 120);
     assert!(steps[1] < 80, "{} steps", steps[1]);
@@ -169,7 +170,7 @@ fn a_sender_does_not_speculate_and_its_receiver_does() {
     pair.submit(request(1, Sampling::greedy()));
     pair.run();
     pair.assert_all_returned();
-    assert_eq!(pair.prefill.take_speculated(), Speculated::default());
+    assert_eq!(pair.prefill.take_speculated(), SpeculationStats::default());
     assert!(pair.decode.take_speculated().accepted > 0);
     let alone = run(&mut cpu_engine(None), vec![request(1, Sampling::greedy())]);
     assert_eq!(pair.answers[&SequenceId(1)].tokens, alone[&SequenceId(1)].tokens);
@@ -237,7 +238,7 @@ fn speculation_keeps_tokens_logprobs_penalties_and_stops_bit_equal() {
     for drafts in [1, 3, 8] {
         let mut engine = cpu_engine(Some(speculation(drafts, 128)));
         assert_eq!(run(&mut engine, requests()), plain, "{drafts} drafts");
-        let Speculated { accepted, drafted, .. } = engine.take_speculated();
+        let SpeculationStats { accepted, drafted, .. } = engine.take_speculated();
         assert!(accepted > 20 && accepted < drafted, "{accepted} of {drafted}");
     }
 }
@@ -262,7 +263,7 @@ fn speculation_changes_no_token_in_any_weight_format() {
             assert_eq!(outcomes[id].ids(), outcome.ids(), "{weights:?}, {id:?}");
             assert_eq!(outcomes[id].finish, outcome.finish, "{weights:?}, {id:?}");
         }
-        let Speculated { accepted, .. } = ahead.take_speculated();
+        let SpeculationStats { accepted, .. } = ahead.take_speculated();
         assert!(accepted > 20, "{accepted} in {weights:?}");
     }
 }

@@ -68,7 +68,7 @@ fn pairs(count: usize) -> usize {
 
 /// Returns the number of subschemas in all copies.
 pub(crate) fn copied_subschemas(root: &Value) -> usize {
-    let mut sizes = Sizes {
+    let mut sizes = SchemaSizes {
         root,
         subschema_count: subschemas_in(root),
         visits_left: VISITS_MAX,
@@ -101,7 +101,7 @@ enum CopiedReferences {
 
 /// Size of a schema with its copies.
 #[derive(Clone, Copy, Debug)]
-struct Size {
+struct SchemaSize {
     /// Alternatives of `anyOf`, `oneOf` and `enum`.
     alternatives: usize,
     /// Subschemas in properties and items of all alternatives.
@@ -120,7 +120,7 @@ struct Size {
     depth: usize,
 }
 
-impl Size {
+impl SchemaSize {
     const ONE: Self = Self {
         alternatives: 1,
         nested: 0,
@@ -241,26 +241,26 @@ impl<'a> SchemaPart<'a> {
 }
 
 /// Sizes of schemas in a document.
-struct Sizes<'a> {
+struct SchemaSizes<'a> {
     root: &'a Value,
     /// Number of subschemas in the document.
     subschema_count: usize,
-    /// Values that [`Sizes::may_copy_nested`] and [`Sizes::reached`] may still visit.
+    /// Values that [`SchemaSizes::may_copy_nested`] and [`SchemaSizes::reached`] may still visit.
     visits_left: usize,
     /// Size of each definition, and the references in it.
     definitions: HashMap<&'a str, (usize, Vec<&'a str>)>,
     /// Number of pairs of patterns in the document.
     pattern_pairs: usize,
     /// `None` while the size is computed.
-    of_references: HashMap<(&'a str, CopiedReferences), Option<Size>>,
+    of_references: HashMap<(&'a str, CopiedReferences), Option<SchemaSize>>,
 }
 
-impl<'a> Sizes<'a> {
-    fn of(&mut self, schema: &'a Value, copied: CopiedReferences) -> Size {
-        let Value::Object(keywords) = schema else { return Size::ONE };
+impl<'a> SchemaSizes<'a> {
+    fn of(&mut self, schema: &'a Value, copied: CopiedReferences) -> SchemaSize {
+        let Value::Object(keywords) = schema else { return SchemaSize::ONE };
         let parts = SchemaPart::of(keywords);
         match parts[..] {
-            [] => return Size::ONE,
+            [] => return SchemaSize::ONE,
             [part] => return self.of_part(part, copied),
             _ => {}
         }
@@ -296,10 +296,14 @@ impl<'a> Sizes<'a> {
         // Its alternatives multiply from level to level.
         let levels = depth.saturating_sub(1).min(64) as u32;
         along = along.saturating_mul(recursive.saturating_pow(levels));
-        let mut whole = sizes.iter().copied().fold(Size::ONE, Size::intersected);
+        let mut whole = sizes.iter().copied().fold(SchemaSize::ONE, SchemaSize::intersected);
         let compared = whole.merged_patterns.saturating_mul(self.pattern_pairs);
         let compared = compared.saturating_mul(PATTERN_PAIR_WEIGHT);
-        whole = Size { nested: whole.nested.saturating_add(compared), merged_patterns: 0, ..whole };
+        whole = SchemaSize {
+            nested: whole.nested.saturating_add(compared),
+            merged_patterns: 0,
+            ..whole
+        };
         if whole.recursive > 0 {
             whole.nested = whole.nested.max(along.saturating_mul(self.reached(&parts)));
         }
@@ -412,35 +416,35 @@ impl<'a> Sizes<'a> {
         }
     }
 
-    fn of_parts(&mut self, parts: &[SchemaPart<'a>], copied: CopiedReferences) -> Vec<Size> {
+    fn of_parts(&mut self, parts: &[SchemaPart<'a>], copied: CopiedReferences) -> Vec<SchemaSize> {
         parts.iter().map(|part| self.of_part(*part, copied)).collect()
     }
 
-    fn of_part(&mut self, part: SchemaPart<'a>, copied: CopiedReferences) -> Size {
+    fn of_part(&mut self, part: SchemaPart<'a>, copied: CopiedReferences) -> SchemaSize {
         match part {
-            SchemaPart::Reference(_) if copied == CopiedReferences::None => Size::ONE,
+            SchemaPart::Reference(_) if copied == CopiedReferences::None => SchemaSize::ONE,
             SchemaPart::Reference(reference) => self.of_reference(reference, copied),
             SchemaPart::Schema(schema) => self.of(schema, copied),
-            SchemaPart::Values(all) => Size {
+            SchemaPart::Values(all) => SchemaSize {
                 alternatives: all.len().max(1),
                 nested: all.iter().map(|value| values_in(value) - 1).sum(),
                 names: all.iter().map(|value| children(value).count()).sum(),
                 depth: all.iter().map(levels_in).max().unwrap_or(0),
-                ..Size::ONE
+                ..SchemaSize::ONE
             },
             SchemaPart::Union(all) => {
-                let mut union = Size { alternatives: 0, ..Size::ONE };
+                let mut union = SchemaSize { alternatives: 0, ..SchemaSize::ONE };
                 for schema in all {
                     union = union.or(self.of(schema, copied));
                 }
-                Size { alternatives: union.alternatives.max(1), ..union }
+                SchemaSize { alternatives: union.alternatives.max(1), ..union }
             }
             SchemaPart::Keywords(keywords) => {
                 let copies_nested =
                     copied == CopiedReferences::All || intersects_properties(keywords);
                 let copied =
                     if copies_nested { CopiedReferences::All } else { CopiedReferences::None };
-                let mut size = Size::ONE;
+                let mut size = SchemaSize::ONE;
                 for (schema, is_named) in nested(keywords) {
                     let size_of_one = self.of(schema, copied);
                     let total = size_of_one.total();
@@ -471,18 +475,18 @@ impl<'a> Sizes<'a> {
         }
     }
 
-    fn of_reference(&mut self, reference: &'a str, copied: CopiedReferences) -> Size {
+    fn of_reference(&mut self, reference: &'a str, copied: CopiedReferences) -> SchemaSize {
         let key = (reference, copied);
         if let Some(size) = self.of_references.get(&key) {
-            return size.unwrap_or(Size {
+            return size.unwrap_or(SchemaSize {
                 recursive: usize::from(copied == CopiedReferences::All),
-                ..Size::ONE
+                ..SchemaSize::ONE
             });
         }
         self.of_references.insert(key, None);
         let size = match referenced(self.root, reference) {
             Some(schema) => self.of(schema, copied),
-            None => Size::ONE,
+            None => SchemaSize::ONE,
         };
         self.of_references.insert(key, Some(size));
         size

@@ -15,4 +15,4 @@ mod table;
 pub use accept::PortListener;
 pub use handshake::{ClientStream, HANDSHAKE_MAX, handshake};
 pub use slots::{ConnectionSlot, SlotHandle};
-pub use table::{Closing, SlotLimits, Verdict};
+pub use table::{AdmissionVerdict, ConnectionClose, SlotLimits};

@@ -12,7 +12,7 @@ use tokio::{
 };
 use tokio_util::sync::CancellationToken;
 
-use crate::table::{Blocked, Closing, SlotLimits, SlotTable, Verdict};
+use crate::table::{AdmissionRetry, AdmissionVerdict, ConnectionClose, SlotLimits, SlotTable};
 
 /// The slots of one port. Clones share their state.
 #[derive(Clone, Debug)]
@@ -48,8 +48,8 @@ impl ConnectionSlots {
             let admitted = self.lock().admit(Instant::now().into_std(), address, close.clone());
             match admitted {
                 Ok(id) => return ConnectionSlot(SlotHandle { id, slots: self.clone(), close }),
-                Err(Blocked::UntilFreed) => freed.await,
-                Err(Blocked::Until(at)) => tokio::select! {
+                Err(AdmissionRetry::UntilFreed) => freed.await,
+                Err(AdmissionRetry::Until(at)) => tokio::select! {
                     () = freed => {}
                     () = sleep_until(at.into()) => {}
                 },
@@ -105,7 +105,7 @@ impl SlotHandle {
     }
 
     /// Waits until the connection must close.
-    pub fn closing(&self) -> impl Future<Output = Closing> + Send + use<> {
+    pub fn closing(&self) -> impl Future<Output = ConnectionClose> + Send + use<> {
         let handle = self.clone();
         async move {
             handle.close.cancelled().await;
@@ -115,7 +115,7 @@ impl SlotHandle {
 
     /// Counts a request after its head has arrived. `may_use_reserve`: whether the request is served on a connection in the
     /// reserve. The caller must call [`Self::end_request`] for any verdict.
-    pub fn begin_request(&self, may_use_reserve: bool) -> Verdict {
+    pub fn begin_request(&self, may_use_reserve: bool) -> AdmissionVerdict {
         self.slots.lock().begin_request(self.id, may_use_reserve)
     }
 

@@ -45,7 +45,7 @@ pub struct SlotLimits {
 
 /// Decision about a request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Verdict {
+pub enum AdmissionVerdict {
     Serve,
     /// The port has too many connections.
     Refuse,
@@ -53,7 +53,7 @@ pub enum Verdict {
 
 /// How a connection closes for another one.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Closing {
+pub enum ConnectionClose {
     /// Requests in progress may finish.
     Gracefully,
     AtOnce,
@@ -61,7 +61,7 @@ pub enum Closing {
 
 /// When to try again to admit a connection.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Blocked {
+pub(crate) enum AdmissionRetry {
     /// When a connection has ended.
     UntilFreed,
     /// At this time, or when a connection has ended.
@@ -104,7 +104,7 @@ enum SlotClass {
     Stranger,
     Member,
     Reserved,
-    Closing(Closing),
+    Closing(ConnectionClose),
 }
 
 /// Slot for a new connection.
@@ -136,9 +136,9 @@ impl SlotTable {
         now: Instant,
         address: IpAddr,
         close: CancellationToken,
-    ) -> Result<u64, Blocked> {
+    ) -> Result<u64, AdmissionRetry> {
         if self.closing_count >= self.limits.closing_max {
-            return Err(Blocked::UntilFreed);
+            return Err(AdmissionRetry::UntilFreed);
         }
         let address = of_client(address);
         let class = match self.vacancy(address) {
@@ -149,7 +149,8 @@ impl SlotTable {
             }
             Vacancy::Reserve => {
                 if self.reserved.len() >= self.limits.reserved_max {
-                    let oldest = self.reserved.first().copied().ok_or(Blocked::UntilFreed)?;
+                    let oldest =
+                        self.reserved.first().copied().ok_or(AdmissionRetry::UntilFreed)?;
                     self.displace(now, oldest)?;
                 }
                 SlotClass::Reserved
@@ -193,29 +194,29 @@ impl SlotTable {
     }
 
     /// Closes a connection for a new one, unless its client still has time to authenticate.
-    fn displace(&mut self, now: Instant, id: u64) -> Result<(), Blocked> {
+    fn displace(&mut self, now: Instant, id: u64) -> Result<(), AdmissionRetry> {
         let connection = &self.connections[&id];
         if !self.limits.authenticates || connection.is_authenticated {
-            self.close(id, Closing::Gracefully);
+            self.close(id, ConnectionClose::Gracefully);
             return Ok(());
         }
         let until = connection.opened + AUTHENTICATE_MIN;
         if now < until {
-            return Err(Blocked::Until(until));
+            return Err(AdmissionRetry::Until(until));
         }
-        self.close(id, Closing::AtOnce);
+        self.close(id, ConnectionClose::AtOnce);
         Ok(())
     }
 
-    fn close(&mut self, id: u64, closing: Closing) {
+    fn close(&mut self, id: u64, closing: ConnectionClose) {
         self.change_class(id, SlotClass::Closing(closing));
         self.connections[&id].close.cancel();
     }
 
-    pub(crate) fn closing(&self, id: u64) -> Closing {
+    pub(crate) fn closing(&self, id: u64) -> ConnectionClose {
         match self.connections.get(&id).map(|connection| connection.class) {
             Some(SlotClass::Closing(closing)) => closing,
-            _ => Closing::AtOnce,
+            _ => ConnectionClose::AtOnce,
         }
     }
 
@@ -237,32 +238,38 @@ impl SlotTable {
         is_first
     }
 
-    pub(crate) fn begin_request(&mut self, id: u64, may_use_reserve: bool) -> Verdict {
-        let Some(connection) = self.connections.get_mut(&id) else { return Verdict::Refuse };
+    pub(crate) fn begin_request(&mut self, id: u64, may_use_reserve: bool) -> AdmissionVerdict {
+        let Some(connection) = self.connections.get_mut(&id) else {
+            return AdmissionVerdict::Refuse;
+        };
         connection.requests += 1;
         match connection.class {
-            SlotClass::Stranger => Verdict::Serve,
+            SlotClass::Stranger => AdmissionVerdict::Serve,
             SlotClass::Member => {
                 self.idle.remove(&connection.idle_since);
-                Verdict::Serve
+                AdmissionVerdict::Serve
             }
             SlotClass::Reserved => self.begin_reserved_request(id, may_use_reserve),
-            SlotClass::Closing(_) => Verdict::Refuse,
+            SlotClass::Closing(_) => AdmissionVerdict::Refuse,
         }
     }
 
     /// Moves a reserved connection to an ordinary slot, if one is free or has an idle member. Otherwise the connection
     /// closes after this request.
-    fn begin_reserved_request(&mut self, id: u64, may_use_reserve: bool) -> Verdict {
+    fn begin_reserved_request(&mut self, id: u64, may_use_reserve: bool) -> AdmissionVerdict {
         if self.ordinary_count >= self.limits.ordinary_max {
             let Some((_, idle)) = self.idle.first_key_value() else {
-                self.close(id, Closing::Gracefully);
-                return if may_use_reserve { Verdict::Serve } else { Verdict::Refuse };
+                self.close(id, ConnectionClose::Gracefully);
+                return if may_use_reserve {
+                    AdmissionVerdict::Serve
+                } else {
+                    AdmissionVerdict::Refuse
+                };
             };
-            self.close(*idle, Closing::Gracefully);
+            self.close(*idle, ConnectionClose::Gracefully);
         }
         self.change_class(id, self.class_of_new(self.is_authenticated(id)));
-        Verdict::Serve
+        AdmissionVerdict::Serve
     }
 
     pub(crate) fn end_request(&mut self, id: u64) {
@@ -379,7 +386,7 @@ mod tests {
             Self { table, now: Instant::now(), tokens }
         }
 
-        fn try_admit(&mut self, address: [u8; 4]) -> Result<u64, Blocked> {
+        fn try_admit(&mut self, address: [u8; 4]) -> Result<u64, AdmissionRetry> {
             let token = CancellationToken::new();
             let id = self.table.admit(self.now, address.into(), token.clone())?;
             self.tokens.insert(id, token);
@@ -403,31 +410,35 @@ mod tests {
     fn a_new_connection_at_the_cap_closes_the_longest_idle_one() {
         let mut port = TestSlots::new(3, 1, false);
         let [busy, first, second] = [(); 3].map(|()| port.admit());
-        assert_eq!(port.table.begin_request(busy, false), Verdict::Serve);
+        assert_eq!(port.table.begin_request(busy, false), AdmissionVerdict::Serve);
         // The first connection became idle when its request ended. The second connection has been idle for longer.
-        assert_eq!(port.table.begin_request(first, false), Verdict::Serve);
+        assert_eq!(port.table.begin_request(first, false), AdmissionVerdict::Serve);
         port.table.end_request(first);
         let new = port.admit();
         assert!(!port.table.is_reserved(new));
         assert_eq!([busy, first, second].map(|id| port.is_closing(id)), [false, false, true]);
         // A request that arrives too late is refused.
-        assert_eq!(port.table.begin_request(second, true), Verdict::Refuse);
+        assert_eq!(port.table.begin_request(second, true), AdmissionVerdict::Refuse);
         port.table.end_request(second);
         port.end(second);
-        assert_eq!(port.table.begin_request(new, false), Verdict::Serve);
+        assert_eq!(port.table.begin_request(new, false), AdmissionVerdict::Serve);
     }
 
     #[test]
     fn a_probe_is_served_once_while_every_ordinary_connection_is_busy() {
         let mut port = TestSlots::new(1, 2, false);
         let busy = port.admit();
-        assert_eq!(port.table.begin_request(busy, false), Verdict::Serve);
+        assert_eq!(port.table.begin_request(busy, false), AdmissionVerdict::Serve);
         let [probe, other] = [(); 2].map(|()| port.admit());
         assert!(port.table.is_reserved(probe) && port.table.is_reserved(other));
-        assert_eq!(port.table.begin_request(probe, true), Verdict::Serve);
-        assert_eq!(port.table.begin_request(other, false), Verdict::Refuse);
+        assert_eq!(port.table.begin_request(probe, true), AdmissionVerdict::Serve);
+        assert_eq!(port.table.begin_request(other, false), AdmissionVerdict::Refuse);
         assert!(port.is_closing(probe) && port.is_closing(other));
-        assert_eq!(port.table.begin_request(probe, true), Verdict::Refuse, "it is closing");
+        assert_eq!(
+            port.table.begin_request(probe, true),
+            AdmissionVerdict::Refuse,
+            "it is closing"
+        );
         assert!(!port.is_closing(busy));
     }
 
@@ -435,10 +446,10 @@ mod tests {
     fn a_reserved_connection_becomes_ordinary_once_a_slot_is_free() {
         let mut port = TestSlots::new(1, 1, false);
         let busy = port.admit();
-        assert_eq!(port.table.begin_request(busy, false), Verdict::Serve);
+        assert_eq!(port.table.begin_request(busy, false), AdmissionVerdict::Serve);
         let waiting = port.admit();
         port.table.end_request(busy);
-        assert_eq!(port.table.begin_request(waiting, false), Verdict::Serve);
+        assert_eq!(port.table.begin_request(waiting, false), AdmissionVerdict::Serve);
         assert_eq!([busy, waiting].map(|id| port.is_closing(id)), [true, false]);
     }
 
@@ -446,13 +457,17 @@ mod tests {
     fn a_full_reserve_closes_its_oldest_connection() {
         let mut port = TestSlots::new(1, 1, false);
         let busy = port.admit();
-        assert_eq!(port.table.begin_request(busy, false), Verdict::Serve);
+        assert_eq!(port.table.begin_request(busy, false), AdmissionVerdict::Serve);
         let silent = port.admit();
         let probe = port.admit();
         assert!(port.is_closing(silent));
-        assert_eq!(port.try_admit([10, 0, 0, 1]), Err(Blocked::UntilFreed), "it has not ended");
+        assert_eq!(
+            port.try_admit([10, 0, 0, 1]),
+            Err(AdmissionRetry::UntilFreed),
+            "it has not ended"
+        );
         port.end(silent);
-        assert_eq!(port.table.begin_request(probe, true), Verdict::Serve);
+        assert_eq!(port.table.begin_request(probe, true), AdmissionVerdict::Serve);
         port.end(probe);
         port.admit();
     }
@@ -465,21 +480,21 @@ mod tests {
         assert!(!port.table.authenticate(member), "it has authenticated before");
         let [first, second] = [[10, 0, 0, 2], [10, 0, 0, 3]].map(|it| port.try_admit(it).unwrap());
         // A request without a credential does not protect a connection.
-        assert_eq!(port.table.begin_request(first, false), Verdict::Serve);
+        assert_eq!(port.table.begin_request(first, false), AdmissionVerdict::Serve);
         let until = port.now + AUTHENTICATE_MIN;
-        assert_eq!(port.try_admit([10, 0, 0, 4]), Err(Blocked::Until(until)));
+        assert_eq!(port.try_admit([10, 0, 0, 4]), Err(AdmissionRetry::Until(until)));
         port.now = until;
         let third = port.try_admit([10, 0, 0, 4]).unwrap();
         assert_eq!([member, first, second].map(|id| port.is_closing(id)), [false, true, false]);
-        assert_eq!(port.table.closing(first), Closing::AtOnce);
+        assert_eq!(port.table.closing(first), ConnectionClose::AtOnce);
         port.end(first);
         // Without strangers, an idle member gives way, and may finish.
         for id in [second, third] {
             port.table.authenticate(id);
-            assert_eq!(port.table.begin_request(id, false), Verdict::Serve);
+            assert_eq!(port.table.begin_request(id, false), AdmissionVerdict::Serve);
         }
         port.admit();
-        assert_eq!(port.table.closing(member), Closing::Gracefully);
+        assert_eq!(port.table.closing(member), ConnectionClose::Gracefully);
         assert_eq!([member, second, third].map(|id| port.is_closing(id)), [true, false, false]);
     }
 
@@ -498,7 +513,7 @@ mod tests {
         let mut port = TestSlots::new(4, 1, true);
         let strangers = [(); 2].map(|()| port.admit());
         let until = port.now + AUTHENTICATE_MIN;
-        assert_eq!(port.try_admit([10, 0, 0, 1]), Err(Blocked::Until(until)));
+        assert_eq!(port.try_admit([10, 0, 0, 1]), Err(AdmissionRetry::Until(until)));
         let other = port.try_admit([10, 0, 0, 2]).unwrap();
         port.now = until;
         port.admit();
@@ -517,9 +532,12 @@ mod tests {
         port.table.authenticate(member);
         port.table.begin_request(member, false);
         let reserved = port.admit();
-        assert_eq!(port.try_admit([10, 0, 0, 2]), Err(Blocked::Until(port.now + AUTHENTICATE_MIN)));
-        assert_eq!(port.table.begin_request(reserved, true), Verdict::Serve);
-        assert_eq!(port.table.closing(reserved), Closing::Gracefully);
+        assert_eq!(
+            port.try_admit([10, 0, 0, 2]),
+            Err(AdmissionRetry::Until(port.now + AUTHENTICATE_MIN))
+        );
+        assert_eq!(port.table.begin_request(reserved, true), AdmissionVerdict::Serve);
+        assert_eq!(port.table.closing(reserved), ConnectionClose::Gracefully);
     }
 
     proptest! {
@@ -535,7 +553,7 @@ mod tests {
                 match step {
                     0 => if let Ok(id) = port.try_admit([10, 0, 0, index as u8]) {
                         // A probe on a fresh connection always gets through.
-                        let served = !is_probe || port.table.begin_request(id, true) == Verdict::Serve;
+                        let served = !is_probe || port.table.begin_request(id, true) == AdmissionVerdict::Serve;
                         prop_assert!(served);
                         open.push((id, u32::from(is_probe)));
                     }

@@ -42,14 +42,14 @@ enum DnsReport {
 }
 
 /// A name and its last known addresses.
-struct Resolved {
+struct ResolvedName {
     name: DnsName,
     addresses: BTreeSet<SocketAddr>,
     /// `None` before the first answer.
     has_answer: Option<bool>,
 }
 
-impl Resolved {
+impl ResolvedName {
     /// Takes the outcome of a lookup. Returns a report if lookups began to succeed or to fail.
     fn handle(&mut self, answer: Answer) -> Option<DnsReport> {
         let answer = answer.and_then(|addresses| match addresses.is_empty() {
@@ -83,8 +83,8 @@ impl Resolved {
 }
 
 /// Returns the listed members and the addresses of all names.
-fn members(listed: &Members, names: &[Resolved]) -> Members {
-    let of = |resolved: &Resolved| {
+fn members(listed: &Members, names: &[ResolvedName]) -> Members {
+    let of = |resolved: &ResolvedName| {
         let role = resolved.name.role;
         let address = |at: &SocketAddr| (NodeAddress { role, grpc: format!("http://{at}") }, None);
         resolved.addresses.iter().map(address).collect::<Vec<_>>()
@@ -134,8 +134,8 @@ where
     for (index, name) in names.iter().enumerate() {
         lookups.spawn(look_up(index, name.authority.clone(), lookup.clone(), answers.clone()));
     }
-    let resolved = |name| Resolved { name, addresses: BTreeSet::new(), has_answer: None };
-    let mut names: Vec<Resolved> = names.into_iter().map(resolved).collect();
+    let resolved = |name| ResolvedName { name, addresses: BTreeSet::new(), has_answer: None };
+    let mut names: Vec<ResolvedName> = names.into_iter().map(resolved).collect();
     while let Some((index, answer)) = answered.recv().await {
         let report = names[index].handle(answer);
         if let Some(report) = report {
@@ -271,7 +271,7 @@ mod tests {
     #[test]
     fn outcome_is_reported_when_it_changes() {
         let mut resolved =
-            Resolved { name: name("d:1"), addresses: BTreeSet::new(), has_answer: None };
+            ResolvedName { name: name("d:1"), addresses: BTreeSet::new(), has_answer: None };
         let found = |count: u16| Ok((0..count).map(|port| ([10, 0, 0, 1], port).into()).collect());
         let failed = |reason: &str| Some(DnsReport::Failed { reason: reason.to_owned() });
         assert_eq!(resolved.handle(Ok(Vec::new())), failed("the name has no address"));

@@ -9,7 +9,7 @@ use tracing::{Span, field::Empty, info_span};
 
 use crate::{
     inbox::Arrival,
-    node_core::{AttemptEnd, Call, CallId, Reply, Stage, StageAttributes, StageChange},
+    node_core::{AttemptEnd, AttemptStage, Call, CallId, Reply, StageAttributes, StageChange},
     stream::{AttemptPermit, QueueFull, Readers, ReplySender},
 };
 
@@ -25,7 +25,7 @@ pub(crate) struct Callers {
 struct AttemptCaller {
     request_id: u128,
     replies: ReplySender,
-    stages: Stages,
+    stages: StageSpans,
     _permit: AttemptPermit,
 }
 
@@ -44,7 +44,7 @@ impl Callers {
         let caller = AttemptCaller {
             request_id,
             replies,
-            stages: Stages::new(attempt.traceparent, request_id, transfer_id),
+            stages: StageSpans::new(attempt.traceparent, request_id, transfer_id),
             _permit: permit,
         };
         self.callers.insert(call_number, caller);
@@ -79,8 +79,8 @@ impl Callers {
     /// Fills in the trace context that the peer continues.
     pub fn set_traceparent(&self, call: CallId, command: &mut Command) {
         let (traceparent, stage) = match command {
-            Command::Receive { traceparent, .. } => (traceparent, Stage::Transfer),
-            Command::Expect { traceparent, .. } => (traceparent, Stage::Queue),
+            Command::Receive { traceparent, .. } => (traceparent, AttemptStage::Transfer),
+            Command::Expect { traceparent, .. } => (traceparent, AttemptStage::Queue),
             _ => return,
         };
         if let Some(caller) = self.callers.get(&call.number) {
@@ -120,23 +120,23 @@ fn log_failure(caller: &AttemptCaller, call: CallId, kind: FailureKind, message:
 
 /// The open spans of one attempt's stages, each a child of the caller's span. Dropping it closes them.
 #[derive(Debug)]
-struct Stages {
+struct StageSpans {
     traceparent: String,
     request_id: u128,
     transfer_id: u128,
     /// The receiver's trace context on a prefill node; empty until the `RESERVE` brings it.
     transfer_parent: String,
-    open: [Option<Span>; Stage::COUNT],
+    open: [Option<Span>; AttemptStage::COUNT],
 }
 
-impl Stages {
+impl StageSpans {
     fn new(traceparent: String, request_id: u128, transfer_id: u128) -> Self {
         Self {
             traceparent,
             request_id,
             transfer_id,
             transfer_parent: String::new(),
-            open: [const { None }; Stage::COUNT],
+            open: [const { None }; AttemptStage::COUNT],
         }
     }
 
@@ -154,10 +154,10 @@ impl Stages {
         }
     }
 
-    fn begin(&mut self, stage: Stage) {
+    fn begin(&mut self, stage: AttemptStage) {
         // A decode node requests the transfer from the prefill node; a router requests the other stages.
         let kind = match stage {
-            Stage::Transfer if self.transfer_parent.is_empty() => "client",
+            AttemptStage::Transfer if self.transfer_parent.is_empty() => "client",
             _ => "server",
         };
         macro_rules! stage_span {
@@ -177,22 +177,22 @@ impl Stages {
             };
         }
         let span = match stage {
-            Stage::Queue => stage_span!("queue"),
-            Stage::Prefill => stage_span!("prefill"),
-            Stage::Reserve => stage_span!("reserve"),
-            Stage::Transfer => stage_span!("transfer"),
-            Stage::Load => stage_span!("load"),
-            Stage::Decode => stage_span!("decode"),
+            AttemptStage::Queue => stage_span!("queue"),
+            AttemptStage::Prefill => stage_span!("prefill"),
+            AttemptStage::Reserve => stage_span!("reserve"),
+            AttemptStage::Transfer => stage_span!("transfer"),
+            AttemptStage::Load => stage_span!("load"),
+            AttemptStage::Decode => stage_span!("decode"),
         };
         let parent = match stage {
-            Stage::Transfer if !self.transfer_parent.is_empty() => &self.transfer_parent,
+            AttemptStage::Transfer if !self.transfer_parent.is_empty() => &self.transfer_parent,
             _ => &self.traceparent,
         };
         propagation::set_parent(&span, parent);
         self.open[stage as usize] = Some(span);
     }
 
-    fn end(&mut self, stage: Stage, attributes: &StageAttributes) {
+    fn end(&mut self, stage: AttemptStage, attributes: &StageAttributes) {
         let Some(span) = self.open[stage as usize].take() else { return };
         if let Some(cached_tokens) = attributes.cached_tokens {
             span.record("cached_tokens", spans::integer(cached_tokens));
@@ -211,7 +211,7 @@ impl Stages {
     }
 
     /// Returns the trace context of an open stage, for a peer; else the caller's own.
-    fn traceparent(&self, stage: Stage) -> String {
+    fn traceparent(&self, stage: AttemptStage) -> String {
         let span = self.open[stage as usize].as_ref();
         let own = span.map(propagation::traceparent).filter(|text| !text.is_empty());
         own.unwrap_or_else(|| self.traceparent.clone())

@@ -22,8 +22,8 @@ use futures_util::{
     stream::{self, FuturesUnordered},
 };
 use listener::{
-    ClientStream, Closing, ConnectionSlot, HANDSHAKE_MAX, PortListener, SlotHandle, SlotLimits,
-    handshake,
+    ClientStream, ConnectionClose, ConnectionSlot, HANDSHAKE_MAX, PortListener, SlotHandle,
+    SlotLimits, handshake,
 };
 use membership::Tls;
 use tokio::{
@@ -91,8 +91,8 @@ pub(crate) struct CallerConnection {
     stream: ClientStream,
     slot: ConnectionSlot,
     /// Completes when the connection must close.
-    closing: BoxFuture<'static, Closing>,
-    preface: Option<Preface>,
+    closing: BoxFuture<'static, ConnectionClose>,
+    preface: Option<IncompletePreface>,
     /// Completes when the runtime has run every ready task. A set of one future, so that other events that wake the
     /// connection do not poll it.
     ready_tasks: FuturesUnordered<BoxFuture<'static, ()>>,
@@ -101,7 +101,7 @@ pub(crate) struct CallerConnection {
 }
 
 /// A preface that is not complete yet.
-struct Preface {
+struct IncompletePreface {
     bytes_missing: usize,
     deadline: Pin<Box<Sleep>>,
 }
@@ -109,7 +109,7 @@ struct Preface {
 impl CallerConnection {
     fn new(stream: ClientStream, slot: ConnectionSlot) -> Self {
         let deadline = Box::pin(sleep(PREFACE_TIMEOUT));
-        let preface = Preface { bytes_missing: PREFACE_BYTES, deadline };
+        let preface = IncompletePreface { bytes_missing: PREFACE_BYTES, deadline };
         Self {
             stream,
             closing: Box::pin(slot.closing()),

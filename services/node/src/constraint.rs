@@ -23,10 +23,10 @@ use crate::node_core::Refusal;
 pub const GRAMMAR_VERSION: u32 = 2;
 
 /// Callback that receives the times of the compilation and of each token bitmask.
-pub type Timer = Arc<dyn Fn(Timed, Duration) + Send + Sync>;
+pub type Timer = Arc<dyn Fn(TimedOperation, Duration) + Send + Sync>;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Timed {
+pub enum TimedOperation {
     Compilation,
     Mask,
 }
@@ -61,7 +61,7 @@ impl GrammarVocabulary {
     ) -> Result<(), Refusal> {
         let started = Instant::now();
         let compiled = self.compiler.compile(grammar);
-        timer(Timed::Compilation, started.elapsed());
+        timer(TimedOperation::Compilation, started.elapsed());
         let mut matcher = compiled
             .map_err(|error| Refusal::Invalid { reason: format!("attempt.grammar {error}") })?;
         let silent = silent_marks(&self.tool_call_tokens, grammar);
@@ -120,7 +120,7 @@ impl Matcher for GrammarMatcher {
     fn allowed(&mut self) -> Result<TokenMask, ConstraintFailure> {
         let started = Instant::now();
         let allowed = self.matcher.allowed();
-        (self.timer)(Timed::Mask, started.elapsed());
+        (self.timer)(TimedOperation::Mask, started.elapsed());
         let mut words = allowed.map_err(failure)?;
         words.resize(self.vocabulary.div_ceil(32) as usize, 0);
         for &token in &*self.silent {

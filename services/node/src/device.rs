@@ -21,7 +21,7 @@ use kernels::{
     cpu::{CpuBackend, CpuGroup, CpuOptions},
     cuda::{
         Context, CudaBackend, CudaError, CudaOptions, DeviceKv, Driver, KernelLibrary, Link,
-        RankedKv, Tuned, Tuning, nccl_link_bytes, nccl_reserved_sms,
+        RankedKv, TuningResult, TuningSettings, nccl_link_bytes, nccl_reserved_sms,
     },
 };
 use kv_transfer::PRECONNECTED_PAIRS_MAX;
@@ -41,7 +41,7 @@ const DEVICES: &str = "/dev";
 
 /// The device that a node computes on: a GPU, or one for each rank.
 #[derive(Debug, PartialEq, Eq)]
-pub(crate) enum Chosen<T> {
+pub(crate) enum ChosenDevice<T> {
     Gpu(T),
     /// `fallback`: the reason why the CPU serves although the host has a GPU.
     Cpu {
@@ -49,7 +49,7 @@ pub(crate) enum Chosen<T> {
     },
 }
 
-impl<T> Chosen<T> {
+impl<T> ChosenDevice<T> {
     /// Chooses by `node.device` and `opened`, the result of opening the GPUs. An invalid setting is always an error.
     fn by(
         device: Device,
@@ -66,16 +66,16 @@ impl<T> Chosen<T> {
     }
 }
 
-/// Opens the GPUs unless the CPU is set, chooses as [`Chosen::by`] does, and warns of a fallback.
+/// Opens the GPUs unless the CPU is set, chooses as [`ChosenDevice::by`] does, and warns of a fallback.
 fn choose<T>(
     device: Device,
     open: impl FnOnce() -> Result<T, NodeStartError>,
-) -> Result<Chosen<T>, NodeStartError> {
+) -> Result<ChosenDevice<T>, NodeStartError> {
     if device == Device::Cpu {
-        return Ok(Chosen::Cpu { fallback: None });
+        return Ok(ChosenDevice::Cpu { fallback: None });
     }
-    let chosen = Chosen::by(device, open(), host_has_gpu(Path::new(DEVICES)))?;
-    if let Chosen::Cpu { fallback: Some(reason) } = &chosen {
+    let chosen = ChosenDevice::by(device, open(), host_has_gpu(Path::new(DEVICES)))?;
+    if let ChosenDevice::Cpu { fallback: Some(reason) } = &chosen {
         warn!(reason, "the host has a GPU, but this node computes on the CPU");
     }
     Ok(chosen)
@@ -108,7 +108,7 @@ pub(crate) struct ReadyGpu {
 pub(crate) fn gpu(
     config: &Config,
     weights: WeightFormat,
-) -> Result<Chosen<CudaBackend>, NodeStartError> {
+) -> Result<ChosenDevice<CudaBackend>, NodeStartError> {
     choose(config.node.device, || {
         let gpu = settings::gpus(&config.node)?.and_then(|names| names.first().copied());
         Ok(open_gpu(config, weights, gpu)?)
@@ -122,7 +122,7 @@ pub(crate) fn gpu(
 pub(crate) fn gpus_of_ranks(
     config: &Config,
     weights: WeightFormat,
-) -> Result<Chosen<Vec<String>>, NodeStartError> {
+) -> Result<ChosenDevice<Vec<String>>, NodeStartError> {
     choose(config.node.device, || find_for_ranks(config, weights))
 }
 
@@ -258,10 +258,10 @@ pub(crate) fn start_gpu(
     let limits = limits_of(set.unwrap_or(u32::MAX))?;
     let mut model = CudaModel::load(checkpoint, backend, &limits, &mut load_log())?;
     let times = model.times();
-    let mut tuned = Tuned::default();
+    let mut tuned = TuningResult::default();
     if !node.gpu_tune.is_zero() {
         let folder = node.gpu_tune_dir.clone().or_else(|| config.cache.clone());
-        tuned = model.tune(&limits, &Tuning { folder, within: node.gpu_tune })?;
+        tuned = model.tune(&limits, &TuningSettings { folder, within: node.gpu_tune })?;
         for reason in &tuned.faults {
             warn!(reason, "cannot store the tuned GEMMs");
         }
@@ -430,7 +430,7 @@ mod tests {
         let flags = flags.map(|(key, value)| (key.into(), value.into())).into();
         let config = Config::load(LoadInput { flags, ..LoadInput::default() }).unwrap();
         let gpu = gpu(&config, WeightFormat::Bf16);
-        gpu.map(|chosen| matches!(chosen, Chosen::Gpu(_))).map_err(|error| error.to_string())
+        gpu.map(|chosen| matches!(chosen, ChosenDevice::Gpu(_))).map_err(|error| error.to_string())
     }
 
     /// Without the kernel library no machine has a GPU that can serve.
@@ -449,7 +449,7 @@ mod tests {
             let flags = flags.map(|(key, value)| (key.into(), value.into())).into();
             let config = Config::load(LoadInput { flags, ..LoadInput::default() }).unwrap();
             let chosen = gpus_of_ranks(&config, weights);
-            chosen.map(|it| matches!(it, Chosen::Gpu(_))).map_err(|error| error.to_string())
+            chosen.map(|it| matches!(it, ChosenDevice::Gpu(_))).map_err(|error| error.to_string())
         };
         assert_eq!(chosen("cpu", "2", WeightFormat::Bf16), Ok(false));
         assert_eq!(chosen("auto", "2", WeightFormat::Bf16), Ok(false));
@@ -470,12 +470,13 @@ mod tests {
             Err::<(), _>(CudaError::Unsupported { what, value, allowed: "f32 and bf16" }.into())
         };
         let by = |device, opened, host_has_gpu| {
-            Chosen::by(device, opened, host_has_gpu).map_err(|error| error.to_string())
+            ChosenDevice::by(device, opened, host_has_gpu).map_err(|error| error.to_string())
         };
-        assert_eq!(by(Device::Auto, Ok(()), true), Ok(Chosen::Gpu(())));
-        assert_eq!(by(Device::Auto, missing(), false), Ok(Chosen::Cpu { fallback: None }));
+        assert_eq!(by(Device::Auto, Ok(()), true), Ok(ChosenDevice::Gpu(())));
+        assert_eq!(by(Device::Auto, missing(), false), Ok(ChosenDevice::Cpu { fallback: None }));
         assert!(by(Device::Cuda, missing(), true).is_err());
-        let Ok(Chosen::Cpu { fallback: Some(reason) }) = by(Device::Auto, missing(), true) else {
+        let Ok(ChosenDevice::Cpu { fallback: Some(reason) }) = by(Device::Auto, missing(), true)
+        else {
             panic!("the host has a GPU");
         };
         assert!(reason.contains("q8") && !reason.contains('\n'), "{reason:?}");

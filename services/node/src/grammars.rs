@@ -19,7 +19,7 @@ use tracing::{info, warn};
 
 use crate::{
     attempt::NewAttempt,
-    constraint::{GrammarVocabulary, Timed, ToolCallToken},
+    constraint::{GrammarVocabulary, TimedOperation, ToolCallToken},
     node_core::Refusal,
 };
 
@@ -98,8 +98,8 @@ impl GrammarCompiler {
         let vocabulary = self.vocabulary().map_err(|reason| Refusal::NoGrammar { reason })?;
         let metrics = self.metrics.clone();
         let timer = Arc::new(move |timed, elapsed| match timed {
-            Timed::Compilation => metrics.grammar_compiled(elapsed),
-            Timed::Mask => metrics.mask_computed(elapsed),
+            TimedOperation::Compilation => metrics.grammar_compiled(elapsed),
+            TimedOperation::Mask => metrics.mask_computed(elapsed),
         });
         vocabulary.constrain(&mut attempt.sequence, grammar, timer)
     }

@@ -19,7 +19,7 @@ use telemetry::Metrics;
 use tracing::info;
 
 use crate::{
-    device::{self, Chosen, ReadyGpu},
+    device::{self, ChosenDevice, ReadyGpu},
     identity,
     memory_limit::{self, HostBytes, MemoryShare},
     settings::{self, BatchSizes, SettingsError},
@@ -136,8 +136,8 @@ fn load_weights(
     {
         tensor_parallel::check(checkpoint, &config.node)?;
         let (gpus, cpu_fallback) = match device::gpus_of_ranks(config, weights)? {
-            Chosen::Gpu(gpus) => (Some(gpus), None),
-            Chosen::Cpu { fallback } => (None, fallback),
+            ChosenDevice::Gpu(gpus) => (Some(gpus), None),
+            ChosenDevice::Cpu { fallback } => (None, fallback),
         };
         // This process's CUDA contexts take memory too, so they exist before the ranks measure the memory left for
         // KV.
@@ -156,14 +156,14 @@ fn load_weights(
         (Box::new(executor), arena, traits, Vec::new(), cpu_fallback)
     } else {
         match device::gpu(config, weights)? {
-            Chosen::Gpu(backend) => {
+            ChosenDevice::Gpu(backend) => {
                 let traits = traits(device::memory(config, [backend.context()])?)?;
                 let sizes = batch_sizes(&traits)?;
                 let ReadyGpu { executor, arena, .. } =
                     device::start_gpu(backend, config, checkpoint, layout, sizes, None)?;
                 (Box::new(executor), arena, traits, Vec::new(), None)
             }
-            Chosen::Cpu { fallback } => {
+            ChosenDevice::Cpu { fallback } => {
                 let traits = traits(NodeDevice::Cpu)?;
                 let sizes = batch_sizes(&traits)?;
                 let blocks = settings::block_count(&config.node, layout)?;

@@ -17,7 +17,7 @@ use crate::{
     engine_thread::{Device, EngineError, EngineThread},
     grpc_server::GrpcServer,
     inbox::{EngineCommand, EngineInbox},
-    populate::Populate,
+    populate::PopulateThread,
     probes::Liveness,
     tiers::TierCopies,
     weights::WeightActor,
@@ -70,7 +70,7 @@ pub struct Node {
     transfers: Arc<Transfers>,
     /// Copies of the KV tiers; `None` without tiers.
     tiers: Option<Arc<TierCopies>>,
-    populate: Populate,
+    populate: PopulateThread,
     weights: WeightActor,
     /// The record in etcd; `None` without etcd.
     registration: Option<Registration>,
@@ -164,7 +164,7 @@ async fn stop_threads(
     engine: EngineThread,
     transfers: Arc<Transfers>,
     tiers: Option<Arc<TierCopies>>,
-    populate: Populate,
+    populate: PopulateThread,
 ) -> Result<(), NodeFailure> {
     let joined = tokio::task::spawn_blocking(move || engine.join());
     let (engine, device) = match tokio::time::timeout(ENGINE_STOP_WITHIN, joined).await {

@@ -23,13 +23,13 @@ const REST: u32 = 4;
 
 /// Handle of the thread. Drop stops and joins the thread.
 #[derive(Debug)]
-pub(crate) struct Populate {
+pub(crate) struct PopulateThread {
     /// Dropped to stop the thread; nothing is sent.
     stop: Option<Sender<()>>,
     thread: Option<JoinHandle<()>>,
 }
 
-impl Populate {
+impl PopulateThread {
     /// Starts the thread on `cpus`, so that the memory is on their NUMA node. An empty list allows any CPU.
     pub fn start(arena: Arc<KvArena>, cpus: Vec<u32>) -> io::Result<Self> {
         let (stop, stopped) = bounded::<()>(0);
@@ -46,7 +46,7 @@ impl Populate {
     }
 }
 
-impl Drop for Populate {
+impl Drop for PopulateThread {
     fn drop(&mut self) {
         self.stop = None;
         if let Some(thread) = self.thread.take()
@@ -113,7 +113,7 @@ mod tests {
     #[test]
     fn dropping_populate_stops_it() {
         let arena = arena(4096);
-        let populate = Populate::start(arena.clone(), Vec::new()).unwrap();
+        let populate = PopulateThread::start(arena.clone(), Vec::new()).unwrap();
         drop(populate);
         assert_eq!(Arc::strong_count(&arena), 1, "the thread has ended");
     }

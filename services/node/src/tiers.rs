@@ -37,9 +37,9 @@ use crate::{memory_limit::MemoryShare, settings};
 
 use disk_file::{DiskError, DiskFile};
 use host::{HostMemory, HostTier, PinLimits};
-use loads::{Loads, SharedLoad};
+use loads::{LoadQueue, SharedLoad};
 pub(crate) use metrics::TierMetrics;
-use saves::Saves;
+use saves::SaveQueue;
 
 /// Events that may wait for the engine thread. The copying threads wait when the queue is full.
 const EVENTS_MAX: usize = 256;
@@ -191,8 +191,8 @@ pub(crate) struct TierCopies {
 
 /// The threads of the disk tier. Drop ends and joins them.
 struct DiskTier {
-    saves: Saves,
-    loads: Loads,
+    saves: SaveQueue,
+    loads: LoadQueue,
     recovery: Vec<JoinHandle<()>>,
     is_stopping: Arc<AtomicBool>,
 }
@@ -206,8 +206,8 @@ impl DiskTier {
         events: &Events,
     ) -> io::Result<Self> {
         let is_stopping = Arc::new(AtomicBool::new(false));
-        let saves = Saves::start(disk, arena, host, events)?;
-        let loads = Loads::start(disk, arena, events, &is_stopping)?;
+        let saves = SaveQueue::start(disk, arena, host, events)?;
+        let loads = LoadQueue::start(disk, arena, events, &is_stopping)?;
         let mut this = Self { saves, loads, recovery: Vec::new(), is_stopping };
         recover(disk, events, &this.is_stopping, &mut this.recovery)?;
         Ok(this)

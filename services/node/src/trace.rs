@@ -15,7 +15,7 @@ use engine::{
 use serde_json::{Value, json};
 use tokio::sync::{OwnedSemaphorePermit, oneshot};
 
-use crate::node_core::{CallId, Stage, StageChange};
+use crate::node_core::{AttemptStage, CallId, StageChange};
 
 /// Maximum duration of a trace in seconds.
 pub(crate) const SECONDS_MAX: u32 = 60;
@@ -104,12 +104,12 @@ impl Recorder {
 
     pub fn stage(&mut self, call: CallId, change: &StageChange) {
         match change {
-            StageChange::Began(Stage::Transfer) => {
+            StageChange::Began(AttemptStage::Transfer) => {
                 if let Some(recording) = self.recording() {
                     recording.begin(TRANSFERS, call.number, json!({}));
                 }
             }
-            StageChange::Ended { stage: Stage::Transfer, attributes } => {
+            StageChange::Ended { stage: AttemptStage::Transfer, attributes } => {
                 if let Some(recording) = &mut self.0 {
                     let sent = attributes.transferred.as_ref();
                     let args = json!({
@@ -291,15 +291,15 @@ mod tests {
         recorder.save_began(&save(1, Tier::Host));
         recorder.save_began(&save(2, Tier::Disk));
         recorder.load_began(&LoadJob { job: JobId(4), id: SequenceId(1), blocks: Vec::new() });
-        recorder.stage(call, &StageChange::Began(Stage::Queue));
-        recorder.stage(call, &StageChange::Began(Stage::Transfer));
+        recorder.stage(call, &StageChange::Began(AttemptStage::Queue));
+        recorder.stage(call, &StageChange::Began(AttemptStage::Transfer));
         recorder.tier_event(&TierEvent::Copied { job: JobId(1) });
         recorder.tier_event(&TierEvent::Saved { job: JobId(1) });
         recorder.tier_event(&TierEvent::SaveFailed { job: JobId(2) });
         let took = Duration::from_micros(70);
         recorder.tier_event(&TierEvent::Loaded { job: JobId(4), intact: 0, took });
         let attributes = StageAttributes { error: Some("cut".into()), ..Default::default() };
-        recorder.stage(call, &StageChange::Ended { stage: Stage::Transfer, attributes });
+        recorder.stage(call, &StageChange::Ended { stage: AttemptStage::Transfer, attributes });
         recorder.weights_changed(Duration::from_secs(3600));
         recorder.save_began(&save(5, Tier::Host));
         let recording = recorder.0.as_mut().unwrap();

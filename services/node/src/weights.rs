@@ -32,7 +32,7 @@ pub(crate) use self::{
     restore::LoadedModel,
 };
 use self::{
-    calls::{Begin, Handle, WeightsCall, WeightsCallError, WeightsOrigin, WeightsStatus},
+    calls::{CheckedUpdate, Handle, WeightsCall, WeightsCallError, WeightsOrigin, WeightsStatus},
     peers::UpdatePeer,
     trainer::address::TrainerAddress,
 };
@@ -180,7 +180,7 @@ fn one_line(text: &str) -> String {
 fn checked_begin(
     request: v1::BeginWeightsRequest,
     limits: &AttemptLimits,
-) -> Result<Begin, Refusal> {
+) -> Result<CheckedUpdate, Refusal> {
     attempt::check_epoch(&request.node_epoch, limits)?;
     let label = request.label;
     if label.len() > LABEL_BYTES_MAX || label.chars().any(char::is_control) {
@@ -219,7 +219,7 @@ fn checked_begin(
             version: WeightVersion(weight_version),
         },
     };
-    Ok(Begin {
+    Ok(CheckedUpdate {
         in_flight: checked_in_flight(request.in_flight)?,
         id: update(&request.update_id)?,
         label,

@@ -143,7 +143,7 @@ fn send(answers: &mut RingWriter, answer: &RankAnswer) -> Result<(), RingError> 
 }
 
 /// Message of the thread that reads plans.
-type Planned = Result<RankOrder, RankError>;
+type ReadOrder = Result<RankOrder, RankError>;
 
 struct Rank<'a, E> {
     executor: E,
@@ -238,7 +238,7 @@ impl<E: Executor> Rank<'_, E> {
     }
 
     /// Returns the next order. Waits for it when no step is in flight.
-    fn next_order(&self, plans: &Receiver<Planned>) -> Result<Option<RankOrder>, RankError> {
+    fn next_order(&self, plans: &Receiver<ReadOrder>) -> Result<Option<RankOrder>, RankError> {
         let order = if self.in_flight.is_empty() {
             plans.recv().map_err(|_| TryRecvError::Disconnected)
         } else {
@@ -282,7 +282,7 @@ impl<E: Executor> Rank<'_, E> {
 }
 
 /// Reads orders and passes them on until Stop or an error, which it passes on as well.
-fn read_orders(mut orders: RingReader, planned: &Sender<Planned>, waker: &CollectWaker) {
+fn read_orders(mut orders: RingReader, planned: &Sender<ReadOrder>, waker: &CollectWaker) {
     let mut history = codec::PlanHistory::default();
     loop {
         let order = match orders.read(WAIT_MAX, SPIN) {

@@ -11,7 +11,7 @@ const RETRY_AFTER_MAX_S: u32 = 60;
 
 /// A bound on the load is reached.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
-pub enum Full {
+pub enum LoadBound {
     #[error("the router has {max} requests in flight; at most {max} are allowed")]
     InFlight { max: u32 },
     #[error("{max} requests wait for a node; at most {max} are allowed")]
@@ -41,7 +41,7 @@ pub enum Full {
     Stopping,
 }
 
-impl Full {
+impl LoadBound {
     /// Returns whether the bound is the caller's share, not a bound on all callers.
     pub fn is_of_caller(self) -> bool {
         match self {
@@ -58,12 +58,12 @@ impl Full {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("{full}; retry after {retry_after_s} s")]
 pub struct Overload {
-    pub full: Full,
+    pub full: LoadBound,
     pub retry_after_s: u32,
 }
 
-impl From<Full> for Overload {
-    fn from(full: Full) -> Self {
+impl From<LoadBound> for Overload {
+    fn from(full: LoadBound) -> Self {
         Self { full, retry_after_s: RETRY_AFTER_S }
     }
 }

@@ -27,7 +27,7 @@ mod fair_queue;
 mod request_core;
 mod router;
 
-pub use admission::{Full, Overload, RETRY_AFTER_S};
+pub use admission::{LoadBound, Overload, RETRY_AFTER_S};
 pub use answer::{AnswerCore, AnswerOutput, PickedNode, SharedCore, StartedAttempt};
 pub use fair_queue::{
     Charge, ChargeEnd, FairQueue, Flow, FlowLimit, FlowName, LimitReached, PassReason,
@@ -35,7 +35,7 @@ pub use fair_queue::{
 };
 pub use request_core::{
     AnswerSpec, AttemptCalls, AttemptFailure, AttemptOutcome, AttemptSide, AttemptStats, Blame,
-    CallError, Cause, EndedAttempt, FinishedAnswer, GiveUp, GrpcCode, HandOverStats, NodeFeedback,
-    NodeStats, RecoveryPolicy, RequestCore, RequestSession, StopCause, peer,
+    CallError, EndedAttempt, FailureCause, FinishedAnswer, GiveUp, GrpcCode, HandOverStats,
+    NodeFeedback, NodeStats, RecoveryPolicy, RequestCore, RequestSession, StopCause, peer,
 };
 pub use router::{AnswerId, ArrivedRequest, RouterCore, RouterLimits, RouterOutput};

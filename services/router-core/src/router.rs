@@ -17,7 +17,7 @@ use proto::ids::TransferId;
 use weight_transfer::WeightVersion;
 
 use crate::{
-    admission::{Full, Overload, retry_after_s},
+    admission::{LoadBound, Overload, retry_after_s},
     answer::{AttemptNodes, WaitingPlace},
     fair_queue::{
         Charge, ChargeEnd, FairQueue, Flow, FlowLimit, FlowName, FlowSessions, LimitReached,
@@ -171,19 +171,19 @@ impl RouterCore {
         let queue = &self.model(model).queue;
         queue.check(now, flow, output_tokens_max, limits).map_err(|late| {
             self.handle_request_ended(&flow.name, answers);
-            self.overload(model, Full::Late(late), &flow.name)
+            self.overload(model, LoadBound::Late(late), &flow.name)
         })
     }
 
     /// Admits work that needs no node, or refuses it. Ends as a request does.
-    pub fn admit(&mut self, flow: &Flow, answers: u32) -> Result<(), Full> {
+    pub fn admit(&mut self, flow: &Flow, answers: u32) -> Result<(), LoadBound> {
         if self.is_closed {
-            return Err(Full::Stopping);
+            return Err(LoadBound::Stopping);
         }
         let max = self.in_flight.max();
         self.in_flight.take(flow, answers).map_err(|reached| match reached {
-            LimitReached::All => Full::InFlight { max },
-            LimitReached::Share => Full::ShareInFlight { max },
+            LimitReached::All => LoadBound::InFlight { max },
+            LimitReached::Share => LoadBound::ShareInFlight { max },
         })
     }
 
@@ -218,10 +218,10 @@ impl RouterCore {
     }
 
     /// Returns the refusal with the predicted time after which the caller may retry.
-    fn overload(&mut self, model: &Arc<str>, full: Full, flow: &FlowName) -> Overload {
+    fn overload(&mut self, model: &Arc<str>, full: LoadBound, flow: &FlowName) -> Overload {
         let queue = &self.model(model).queue;
         let after = match full {
-            Full::Late(late) => Some(late.excess()),
+            LoadBound::Late(late) => Some(late.excess()),
             _ if full.is_of_caller() => queue.drain_time(Some(flow)),
             _ => queue.drain_time(None),
         };
@@ -280,7 +280,7 @@ impl RouterCore {
             match queue.join(now, place.id, request) {
                 Ok(limit) => place.queued = Some(limit),
                 Err(late) => {
-                    return Err(self.overload(model, Full::Late(late), &request.flow.name));
+                    return Err(self.overload(model, LoadBound::Late(late), &request.flow.name));
                 }
             }
         }
@@ -302,8 +302,8 @@ impl RouterCore {
             self.waiting.add(flow, 1);
         } else if let Err(reached) = self.waiting.take(flow, 1) {
             let full = match reached {
-                LimitReached::All => Full::Waiting { max },
-                LimitReached::Share => Full::ShareWaiting { max },
+                LimitReached::All => LoadBound::Waiting { max },
+                LimitReached::Share => LoadBound::ShareWaiting { max },
             };
             return Err(self.overload(model, full, &flow.name));
         }

@@ -2,7 +2,7 @@
 
 use std::sync::{Arc, Mutex};
 
-use router_core::{Flow, FlowLimit, Full, LimitReached};
+use router_core::{Flow, FlowLimit, LimitReached, LoadBound};
 
 use crate::lock::lock;
 
@@ -32,13 +32,13 @@ impl BodyBudget {
 
 impl ReservedBytes {
     /// Reserves these bytes too, or fails at once.
-    pub fn add(&mut self, bytes: usize) -> Result<(), Full> {
+    pub fn add(&mut self, bytes: usize) -> Result<(), LoadBound> {
         let mut limit = lock(&self.budget.0);
         let bytes_max = limit.max();
-        let bytes = u32::try_from(bytes).map_err(|_| Full::Bodies { bytes_max })?;
+        let bytes = u32::try_from(bytes).map_err(|_| LoadBound::Bodies { bytes_max })?;
         limit.take(&self.flow, bytes).map_err(|reached| match reached {
-            LimitReached::All => Full::Bodies { bytes_max },
-            LimitReached::Share => Full::ShareBodies { bytes_max },
+            LimitReached::All => LoadBound::Bodies { bytes_max },
+            LimitReached::Share => LoadBound::ShareBodies { bytes_max },
         })?;
         self.count += bytes;
         Ok(())

@@ -50,7 +50,7 @@ fn main() -> ExitCode {
         Ok(started) => started,
         Err(error) => return report(&error, USAGE),
     };
-    let setup = match Setup::new(started.config) {
+    let setup = match RouterSetup::new(started.config) {
         Ok(setup) => setup,
         Err(error) => return report(&error, USAGE),
     };
@@ -77,7 +77,7 @@ fn report(error: &dyn std::fmt::Display, code: u8) -> ExitCode {
 }
 
 /// The checked configuration.
-struct Setup {
+struct RouterSetup {
     config: Config,
     /// The default model first.
     models: Vec<ModelSetup>,
@@ -181,7 +181,7 @@ impl Members {
     }
 }
 
-impl Setup {
+impl RouterSetup {
     fn new(config: Config) -> Result<Self> {
         let models = ModelSetup::all(&config)?;
         let open_files_max = rlimit::increase_nofile_limit(u64::MAX)
@@ -194,7 +194,7 @@ impl Setup {
     }
 }
 
-async fn run(setup: Setup, ready_file: Option<&Path>) -> Result<()> {
+async fn run(setup: RouterSetup, ready_file: Option<&Path>) -> Result<()> {
     // Installed first, so that no signal is missed.
     let mut interrupt = signal(SignalKind::interrupt())?;
     let mut terminate = signal(SignalKind::terminate())?;
@@ -216,13 +216,13 @@ async fn run(setup: Setup, ready_file: Option<&Path>) -> Result<()> {
 
 /// Loads the models' text processing, serves until a signal, and drains.
 async fn serve(
-    setup: Setup,
+    setup: RouterSetup,
     ready_file: Option<&Path>,
     telemetry: &Telemetry,
     interrupt: &mut Signal,
     terminate: &mut Signal,
 ) -> Result<()> {
-    let Setup { config, models, settings, members } = setup;
+    let RouterSetup { config, models, settings, members } = setup;
     let config::Router { drain_delay, metrics, .. } = settings.router;
     let names: Vec<String> = models.iter().map(|model| model.name.clone()).collect();
     let started = async { tokio::try_join!(members.start(), open_all(config.hub, models)) };

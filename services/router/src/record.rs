@@ -7,7 +7,7 @@ use std::{
 
 use cluster::{Considered, NoNode, Placement};
 use proto::{ids::RequestId, v1::FinishReason};
-use router_core::{AttemptOutcome, AttemptSide, Cause, EndedAttempt, HandOverStats};
+use router_core::{AttemptOutcome, AttemptSide, EndedAttempt, FailureCause, HandOverStats};
 use telemetry::{
     metrics::{
         AttemptEndLabel, FinishedRequest, InFlightRequest, NodeRole, Operation, PickDecision,
@@ -269,19 +269,24 @@ impl RequestRecord {
             AttemptOutcome::Cancelled => AttemptEndLabel::Cancelled,
             AttemptOutcome::Paused => AttemptEndLabel::Paused,
             AttemptOutcome::Failed(failure) => match (failure.cause, failure.side) {
-                (Cause::Busy, _) => AttemptEndLabel::Busy,
-                (Cause::Lost | Cause::Draining, AttemptSide::Prefill) => {
+                (FailureCause::Busy, _) => AttemptEndLabel::Busy,
+                (FailureCause::Lost | FailureCause::Draining, AttemptSide::Prefill) => {
                     AttemptEndLabel::PrefillLost
                 }
-                (Cause::Lost | Cause::Draining, AttemptSide::Decode) => AttemptEndLabel::DecodeLost,
-                (Cause::TransferFailed, _) => AttemptEndLabel::TransferFailed,
+                (FailureCause::Lost | FailureCause::Draining, AttemptSide::Decode) => {
+                    AttemptEndLabel::DecodeLost
+                }
+                (FailureCause::TransferFailed, _) => AttemptEndLabel::TransferFailed,
                 (
-                    Cause::Mismatch | Cause::Stale | Cause::OtherWeights | Cause::WeightsChanged,
+                    FailureCause::Mismatch
+                    | FailureCause::Stale
+                    | FailureCause::OtherWeights
+                    | FailureCause::WeightsChanged,
                     _,
                 ) => AttemptEndLabel::Mismatch,
-                (Cause::Migrated, _) => AttemptEndLabel::Migrated,
-                (Cause::Deadline, _) => AttemptEndLabel::Deadline,
-                (Cause::SlowReader, _) => AttemptEndLabel::Cancelled,
+                (FailureCause::Migrated, _) => AttemptEndLabel::Migrated,
+                (FailureCause::Deadline, _) => AttemptEndLabel::Deadline,
+                (FailureCause::SlowReader, _) => AttemptEndLabel::Cancelled,
                 _ => AttemptEndLabel::Internal,
             },
         };

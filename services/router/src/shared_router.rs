@@ -8,7 +8,8 @@ use std::{
 };
 
 use router_core::{
-    AnswerId, ArrivedRequest, Flow, FlowName, Full, Overload, RouterCore, RouterOutput, SharedCore,
+    AnswerId, ArrivedRequest, Flow, FlowName, LoadBound, Overload, RouterCore, RouterOutput,
+    SharedCore,
 };
 use tokio::{
     sync::{Notify, watch},
@@ -19,17 +20,17 @@ use crate::lock::lock;
 
 /// The shared router core; clones share it.
 #[derive(Clone)]
-pub struct SharedRouter(Arc<Inner>);
+pub struct SharedRouter(Arc<SharedRouterState>);
 
-struct Inner {
-    locked: Mutex<Locked>,
+struct SharedRouterState {
+    locked: Mutex<LockedRouter>,
     /// Wakes the task that performs the outputs about nodes.
     has_node_outputs: Notify,
     /// Number of answers in flight, for tasks that wait until it is 0.
     in_flight: watch::Sender<u32>,
 }
 
-struct Locked {
+struct LockedRouter {
     core: RouterCore,
     /// The running answers.
     answers: HashMap<AnswerId, Arc<Notify>>,
@@ -47,9 +48,13 @@ impl SharedCore for &SharedRouter {
 
 impl SharedRouter {
     pub fn new(core: RouterCore) -> Self {
-        let locked =
-            Locked { core, answers: HashMap::new(), node_outputs: Vec::new(), last_admitted: None };
-        Self(Arc::new(Inner {
+        let locked = LockedRouter {
+            core,
+            answers: HashMap::new(),
+            node_outputs: Vec::new(),
+            last_admitted: None,
+        };
+        Self(Arc::new(SharedRouterState {
             locked: Mutex::new(locked),
             has_node_outputs: Notify::new(),
             in_flight: watch::Sender::new(0),
@@ -60,7 +65,7 @@ impl SharedRouter {
     /// names, and the watch of the nodes.
     pub fn with<T>(&self, work: impl FnOnce(&mut RouterCore) -> T) -> T {
         let mut locked = lock(&self.0.locked);
-        let Locked { core, answers, node_outputs, last_admitted } = &mut *locked;
+        let LockedRouter { core, answers, node_outputs, last_admitted } = &mut *locked;
         let before = (node_outputs.len(), core.in_flight());
         let result = work(core);
         while let Some(output) = core.poll_output() {
@@ -107,19 +112,19 @@ impl SharedRouter {
     }
 
     /// Admits a request with all of its answers, or none.
-    pub fn admit(&self, request: &ArrivedRequest<'_>) -> Result<Admitted, Overload> {
+    pub fn admit(&self, request: &ArrivedRequest<'_>) -> Result<AdmittedRequest, Overload> {
         self.with(|core| core.handle_request(Instant::now().into_std(), request))?;
         Ok(self.admitted(request.flow, request.answers))
     }
 
     /// Admits work of one flow that needs no node.
-    pub fn admit_work(&self, flow: &Flow) -> Result<Admitted, Full> {
+    pub fn admit_work(&self, flow: &Flow) -> Result<AdmittedRequest, LoadBound> {
         self.with(|core| core.admit(flow, 1))?;
         Ok(self.admitted(flow, 1))
     }
 
-    fn admitted(&self, flow: &Flow, answers: u32) -> Admitted {
-        Admitted { router: self.clone(), flow: flow.name.clone(), answers }
+    fn admitted(&self, flow: &Flow, answers: u32) -> AdmittedRequest {
+        AdmittedRequest { router: self.clone(), flow: flow.name.clone(), answers }
     }
 
     /// Returns the number of answers in flight.
@@ -150,13 +155,13 @@ impl SharedRouter {
 }
 
 /// The answers of one request in flight, until dropped.
-pub struct Admitted {
+pub struct AdmittedRequest {
     router: SharedRouter,
     flow: FlowName,
     answers: u32,
 }
 
-impl Drop for Admitted {
+impl Drop for AdmittedRequest {
     fn drop(&mut self) {
         self.router.with(|core| core.handle_request_ended(&self.flow, self.answers));
     }
@@ -182,7 +187,7 @@ pub(crate) mod tests {
         let (router, flow) = (router(2), Flow::new(FlowName::Shared));
         let one = router.admit_work(&flow).unwrap();
         let two = router.admit_work(&flow).unwrap();
-        assert_eq!(router.admit_work(&flow).err(), Some(Full::InFlight { max: 2 }));
+        assert_eq!(router.admit_work(&flow).err(), Some(LoadBound::InFlight { max: 2 }));
         assert_eq!(router.in_flight(), 2);
         drop((one, two));
         assert_eq!(router.in_flight(), 0);
@@ -192,7 +197,7 @@ pub(crate) mod tests {
         router.quiet_for(quiet_min).await;
         assert!(admitted.elapsed() >= quiet_min);
         router.with(RouterCore::close);
-        assert_eq!(router.admit_work(&flow).err(), Some(Full::Stopping));
+        assert_eq!(router.admit_work(&flow).err(), Some(LoadBound::Stopping));
         router.idle_for(Duration::ZERO).await;
     }
 }

@@ -31,7 +31,7 @@ use weight_transfer::{
 };
 
 use self::{
-    targets::{CatchUp, Target, Targets},
+    targets::{CatchUp, TargetWeights, Targets},
     update::{ModelUpdate, PendingCalls, UpdateSource},
 };
 use crate::nodes::{Nodes, OwnedTask, WeightNode, WeightsAnswer};
@@ -171,20 +171,20 @@ pub struct NodeView {
     pub catches_up: bool,
 }
 
-type Reply = oneshot::Sender<Result<WeightsReport, UpdateError>>;
+type WeightsReportReply = oneshot::Sender<Result<WeightsReport, UpdateError>>;
 
 /// Sends requests of operators to the task. Cheap to clone.
 #[derive(Clone)]
 pub struct WeightUpdates {
     nodes: Nodes,
-    requests: mpsc::Sender<(WeightsRequest, Reply)>,
+    requests: mpsc::Sender<(WeightsRequest, WeightsReportReply)>,
 }
 
 impl WeightUpdates {
     /// Starts the task. `stop_max`: maximum time that the task needs to stop.
     pub fn start(nodes: Nodes, stop_max: Duration) -> (Self, OwnedTask) {
         let (requests, received) = mpsc::channel(REQUESTS_MAX);
-        let task = Task {
+        let task = UpdateTask {
             nodes: nodes.clone(),
             running: None,
             ended: VecDeque::new(),
@@ -314,7 +314,7 @@ impl WeightUpdates {
     }
 }
 
-struct Task {
+struct UpdateTask {
     nodes: Nodes,
     /// The update of an operator.
     running: Option<ModelUpdate>,
@@ -330,10 +330,10 @@ struct Task {
     calls: PendingCalls,
 }
 
-impl Task {
+impl UpdateTask {
     async fn run(
         mut self,
-        mut requests: mpsc::Receiver<(WeightsRequest, Reply)>,
+        mut requests: mpsc::Receiver<(WeightsRequest, WeightsReportReply)>,
         stop: CancellationToken,
     ) {
         while !self.has_stopped(Instant::now()) {
@@ -502,7 +502,7 @@ impl Task {
                     self.remember(view);
                     return;
                 }
-                let target = Target {
+                let target = TargetWeights {
                     label: view.label.clone(),
                     path: view.path.clone(),
                     version: *version,

@@ -4,7 +4,7 @@ use std::{collections::BTreeMap, fmt};
 
 use cluster::{BreakerChange, BreakerReason};
 use proto::v1::{decode_event, prefill_event};
-use router_core::{AttemptFailure, Cause, Full, GiveUp, Overload};
+use router_core::{AttemptFailure, FailureCause, GiveUp, LoadBound, Overload};
 
 use crate::router::End;
 
@@ -46,29 +46,31 @@ impl Coverage {
 
     pub(crate) fn count_failure(&mut self, failure: &AttemptFailure) {
         self.count(match failure.cause {
-            Cause::Busy => "attempt busy",
-            Cause::Draining => "attempt draining",
-            Cause::Migrated => "attempt migrated",
-            Cause::Lost => "attempt lost",
-            Cause::TransferFailed => "attempt transfer failed",
-            Cause::Deadline => "attempt deadline",
-            Cause::Stale => "attempt stale",
+            FailureCause::Busy => "attempt busy",
+            FailureCause::Draining => "attempt draining",
+            FailureCause::Migrated => "attempt migrated",
+            FailureCause::Lost => "attempt lost",
+            FailureCause::TransferFailed => "attempt transfer failed",
+            FailureCause::Deadline => "attempt deadline",
+            FailureCause::Stale => "attempt stale",
             // A node whose executor failed.
-            Cause::Internal => "attempt internal",
-            Cause::OtherWeights => "attempt other weights",
+            FailureCause::Internal => "attempt internal",
+            FailureCause::OtherWeights => "attempt other weights",
             // Two nodes connected while only one had committed an update.
-            Cause::Mismatch if failure.to_string().contains("weight_version") => "attempt mismatch",
-            Cause::WeightsChanged => "attempt weights changed",
+            FailureCause::Mismatch if failure.to_string().contains("weight_version") => {
+                "attempt mismatch"
+            }
+            FailureCause::WeightsChanged => "attempt weights changed",
             // A shipped node fails like this only because of a bug.
-            Cause::SlowReader
-            | Cause::Mismatch
-            | Cause::Duplicate
-            | Cause::Invalid
-            | Cause::Violation
-            | Cause::AnswerComplete
-            | Cause::MatcherFailed
-            | Cause::NoGrammar
-            | Cause::Contradiction => panic!("{failure}"),
+            FailureCause::SlowReader
+            | FailureCause::Mismatch
+            | FailureCause::Duplicate
+            | FailureCause::Invalid
+            | FailureCause::Violation
+            | FailureCause::AnswerComplete
+            | FailureCause::MatcherFailed
+            | FailureCause::NoGrammar
+            | FailureCause::Contradiction => panic!("{failure}"),
         });
     }
 
@@ -83,11 +85,11 @@ impl Coverage {
             End::Failed(GiveUp::Busy { .. } | GiveUp::Late(_)) => "busy",
             End::Failed(GiveUp::NoDecodeNode { .. }) => "no decode node",
             End::Refused(Overload {
-                full: Full::InFlight { .. } | Full::ShareInFlight { .. },
+                full: LoadBound::InFlight { .. } | LoadBound::ShareInFlight { .. },
                 ..
             }) => "refused, in flight",
             End::Refused(Overload {
-                full: Full::Waiting { .. } | Full::ShareWaiting { .. },
+                full: LoadBound::Waiting { .. } | LoadBound::ShareWaiting { .. },
                 ..
             }) => "refused, waiting",
             End::Refused(_) => "refused",

@@ -100,7 +100,7 @@ pub(crate) fn provider(
         .with_max_export_batch_size(512)
         .with_scheduled_delay(EXPORT_INTERVAL)
         .build();
-    let exporter = Watched { exporter, queue: queue.clone() };
+    let exporter = WatchedExporter { exporter, queue: queue.clone() };
     let batches = BatchSpanProcessor::builder(exporter).with_batch_config(batch).build();
     let processor = BoundedProcessor { batches, queue };
     // The sampler is that of OTEL_TRACES_SAMPLER, by default parentbased_always_on.
@@ -237,12 +237,12 @@ impl SpanProcessor for BoundedProcessor {
 
 /// Exporter that logs once when the collector stops accepting spans, and once when it accepts them again.
 #[derive(Debug)]
-struct Watched<E> {
+struct WatchedExporter<E> {
     exporter: E,
     queue: SpanQueue,
 }
 
-impl<E: SpanExporter> SpanExporter for Watched<E> {
+impl<E: SpanExporter> SpanExporter for WatchedExporter<E> {
     async fn export(&self, batch: Vec<SpanData>) -> OTelSdkResult {
         let spans = batch.len();
         let outcome = self.exporter.export(batch).await;
@@ -305,7 +305,7 @@ mod tests {
         let resource = Resource { service: "node".into(), instance: "0".into() };
         let telemetry = Telemetry::start(&config, resource).unwrap();
         let exporter = Unreachable(AtomicBool::new(false));
-        let watched = Watched { exporter, queue: SpanQueue::default() };
+        let watched = WatchedExporter { exporter, queue: SpanQueue::default() };
         for is_unreachable in [false, true, true, false, false] {
             watched.exporter.0.store(is_unreachable, Ordering::Relaxed);
             let export = || tokio::runtime::Handle::current().block_on(watched.export(Vec::new()));

@@ -27,18 +27,18 @@ pub(super) fn top_ids(logits: &[f32], count: u32) -> Vec<u32> {
     let count = (count as usize).min(logits.len());
     // The heap's top is the worst of the best tokens so far. A separate copy of its logit rejects most
     // tokens quickly.
-    let mut top: BinaryHeap<Reverse<(Ordered, Reverse<u32>)>> = BinaryHeap::new();
+    let mut top: BinaryHeap<Reverse<(OrderedFloat, Reverse<u32>)>> = BinaryHeap::new();
     let mut worst = f32::NEG_INFINITY;
     for (id, &logit) in (0_u32..).zip(logits) {
         // A later token with an equal logit has the higher id and loses.
         if top.len() == count && logit <= worst {
             continue;
         }
-        top.push(Reverse((Ordered(logit), Reverse(id))));
+        top.push(Reverse((OrderedFloat(logit), Reverse(id))));
         if top.len() > count {
             top.pop();
         }
-        if let Some(Reverse((Ordered(logit), _))) = top.peek()
+        if let Some(Reverse((OrderedFloat(logit), _))) = top.peek()
             && top.len() == count
         {
             worst = *logit;
@@ -51,28 +51,28 @@ pub(super) fn top_ids(logits: &[f32], count: u32) -> Vec<u32> {
 
 /// Float that is not NaN, in numeric order.
 #[derive(Clone, Copy, Debug)]
-struct Ordered(f32);
+struct OrderedFloat(f32);
 
-impl Ord for Ordered {
+impl Ord for OrderedFloat {
     fn cmp(&self, other: &Self) -> std::cmp::Ordering {
         // Zeros are equal: adding zero makes both positive.
         (self.0 + 0.0).total_cmp(&(other.0 + 0.0))
     }
 }
 
-impl PartialOrd for Ordered {
+impl PartialOrd for OrderedFloat {
     fn partial_cmp(&self, other: &Self) -> Option<std::cmp::Ordering> {
         Some(self.cmp(other))
     }
 }
 
-impl PartialEq for Ordered {
+impl PartialEq for OrderedFloat {
     fn eq(&self, other: &Self) -> bool {
         self.cmp(other).is_eq()
     }
 }
 
-impl Eq for Ordered {}
+impl Eq for OrderedFloat {}
 
 #[cfg(test)]
 mod tests {

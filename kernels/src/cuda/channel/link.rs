@@ -25,7 +25,7 @@ use super::{
     invitation::LANES_MAX,
     locked,
     operations::Marks,
-    watchdog::{Oldest, POLL_INTERVAL, StuckDetector, StuckLimits},
+    watchdog::{OldestOperation, POLL_INTERVAL, StuckDetector, StuckLimits},
     words,
 };
 use crate::{
@@ -191,7 +191,7 @@ impl NcclLink {
                     return;
                 }
                 let (exchange, mut detector) =
-                    (Oldest { number: 0, is_launched: true }, StuckDetector::new(CONNECT));
+                    (OldestOperation { number: 0, is_launched: true }, StuckDetector::new(CONNECT));
                 let is_blocked = || context.calls().any_is_overdue(Instant::now());
                 while told.recv_timeout(POLL_INTERVAL) == Err(RecvTimeoutError::Timeout) {
                     if detector.is_stuck(Some(exchange), is_blocked).is_some() {

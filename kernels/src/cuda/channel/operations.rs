@@ -11,10 +11,10 @@ use std::{
 };
 
 use super::{
-    super::{context::Context, nccl::NcclError, staging::operations, stream_progress::Mark},
+    super::{context::Context, nccl::NcclError, staging::operations, stream_progress::StreamMark},
     link::{Communicators, NcclLink},
     locked,
-    watchdog::{Oldest, Watchdog},
+    watchdog::{OldestOperation, Watchdog},
     words,
 };
 use crate::{
@@ -30,7 +30,7 @@ pub(super) struct NcclChannel {
 }
 
 /// Sizes by which a chunk is cut into operations, in blocks.
-pub(super) struct Cuts {
+pub(super) struct OperationSizes {
     /// Blocks that fit into a slot.
     pub slot_blocks: usize,
     /// Runs of at least this many contiguous blocks are sent without staging.
@@ -40,7 +40,7 @@ pub(super) struct Cuts {
 impl NcclChannel {
     pub fn new(
         links: Vec<NcclLink>,
-        cuts: Cuts,
+        cuts: OperationSizes,
         blocks: Arc<dyn RemoteBlocks>,
     ) -> Result<Self, String> {
         let communicators = links.iter().map(|link| Arc::clone(link.communicators())).collect();
@@ -85,16 +85,16 @@ struct Operations {
 }
 
 impl Operations {
-    fn oldest(&mut self) -> Option<Oldest> {
+    fn oldest(&mut self) -> Option<OldestOperation> {
         let has_ended = |marks: &Option<Marks>| {
-            marks.as_ref().is_some_and(|marks| marks.iter().all(Mark::is_reached))
+            marks.as_ref().is_some_and(|marks| marks.iter().all(StreamMark::is_reached))
         };
         while self.in_flight.front().is_some_and(has_ended) {
             self.in_flight.pop_front();
             self.first += 1;
         }
         let oldest = self.in_flight.front();
-        oldest.map(|marks| Oldest { number: self.first, is_launched: marks.is_some() })
+        oldest.map(|marks| OldestOperation { number: self.first, is_launched: marks.is_some() })
     }
 
     fn begin(&mut self) -> u64 {
@@ -111,7 +111,7 @@ impl Operations {
 }
 
 /// Marks after an operation on each link.
-pub(super) type Marks = Vec<Mark>;
+pub(super) type Marks = Vec<StreamMark>;
 
 pub(super) struct ChannelControl {
     /// Held while an operation is launched. `None` after an abort.
@@ -128,7 +128,7 @@ pub(super) struct ChannelControl {
     reason: OnceLock<&'static str>,
     /// Whether an abort hung.
     stuck: AtomicBool,
-    cuts: Cuts,
+    cuts: OperationSizes,
     blocks: Arc<dyn RemoteBlocks>,
 }
 
@@ -191,7 +191,7 @@ impl ChannelControl {
     }
 
     /// Returns the oldest operation in flight.
-    pub fn oldest(&self) -> Option<Oldest> {
+    pub fn oldest(&self) -> Option<OldestOperation> {
         locked(&self.in_flight).oldest()
     }
 
@@ -280,7 +280,7 @@ struct OperationInFlight<B> {
 
 impl<B: Send + 'static> TransferInFlight<B> for OperationInFlight<B> {
     fn is_done(&mut self) -> Result<bool, String> {
-        let done = self.marks.iter().flatten().all(Mark::is_reached);
+        let done = self.marks.iter().flatten().all(StreamMark::is_reached);
         // Checked after the marks: an abort sets the flag before it makes marks reached.
         match self.shared.aborted.load(Ordering::SeqCst) {
             true => Err(self.shared.why_aborted()),
@@ -300,7 +300,7 @@ impl<B> Drop for OperationInFlight<B> {
     fn drop(&mut self) {
         let Some(blocks) = self.blocks.take() else { return };
         let has_ended = match &self.marks {
-            Some(marks) => marks.iter().all(Mark::is_reached) || self.shared.abort().is_ok(),
+            Some(marks) => marks.iter().all(StreamMark::is_reached) || self.shared.abort().is_ok(),
             // The launch failed, which aborted the channel.
             None => self.shared.abort().is_ok(),
         };

@@ -70,7 +70,7 @@ fn watch(shared: &Weak<ChannelControl>, stopped: &mpsc::Receiver<()>) {
 
 /// The oldest operation in flight on a channel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Oldest {
+pub(super) struct OldestOperation {
     pub number: u64,
     /// Whether every part of the operation is in its stream.
     pub is_launched: bool,
@@ -79,7 +79,7 @@ pub(super) struct Oldest {
 /// Counter of the polls for which the oldest operation has stayed the same.
 pub(super) struct StuckDetector {
     limits: StuckLimits,
-    oldest: Option<Oldest>,
+    oldest: Option<OldestOperation>,
     polls: u32,
     /// Polls since the operation was launched completely.
     polls_launched: u32,
@@ -93,10 +93,10 @@ impl StuckDetector {
     /// Counts one poll. Returns why the channel must be aborted, if the operation is stuck.
     pub fn is_stuck(
         &mut self,
-        oldest: Option<Oldest>,
+        oldest: Option<OldestOperation>,
         is_blocked: impl Fn() -> bool,
     ) -> Option<&'static str> {
-        let number = |oldest: Option<Oldest>| oldest.map(|oldest| oldest.number);
+        let number = |oldest: Option<OldestOperation>| oldest.map(|oldest| oldest.number);
         let is_same = number(oldest) == number(self.oldest);
         self.polls = if is_same { self.polls.saturating_add(1) } else { 0 };
         self.polls_launched =
@@ -120,7 +120,7 @@ mod tests {
     /// Returns the number of polls until an operation counts as stuck.
     fn polls_until_stuck(is_launched: impl Fn(u32) -> bool, is_blocked: bool) -> u32 {
         let mut detector = StuckDetector::new(OPERATION);
-        let oldest = |poll| Some(Oldest { number: 7, is_launched: is_launched(poll) });
+        let oldest = |poll| Some(OldestOperation { number: 7, is_launched: is_launched(poll) });
         (0..1000).find(|poll| detector.is_stuck(oldest(*poll), || is_blocked).is_some()).unwrap()
     }
 
@@ -141,7 +141,7 @@ mod tests {
         let mut detector = StuckDetector::new(OPERATION);
         for poll in 0..1000 {
             // Another operation at every third poll, and sometimes none.
-            let oldest = Oldest { number: poll / 3, is_launched: true };
+            let oldest = OldestOperation { number: poll / 3, is_launched: true };
             let oldest = (poll % 7 > 0).then_some(oldest);
             assert_eq!(detector.is_stuck(oldest, || true), None, "{poll}");
         }

@@ -89,7 +89,7 @@ pub struct CommunicatorOptions {
 #[derive(Debug)]
 pub struct Communicator {
     /// `None` after an abort.
-    raw: Option<Raw>,
+    raw: Option<OwnedCommunicator>,
     rank: u32,
     ranks: u32,
     /// Number of the last operation.
@@ -99,14 +99,14 @@ pub struct Communicator {
 }
 
 #[derive(Debug)]
-struct Raw {
+struct OwnedCommunicator {
     communicator: RawCommunicator,
     nccl: Arc<Nccl>,
     context: Arc<Context>,
 }
 
 // SAFETY: any thread may use a communicator, one thread at a time, which `&mut self` guarantees.
-unsafe impl Send for Raw {}
+unsafe impl Send for OwnedCommunicator {}
 
 impl Communicator {
     /// Makes NCCL load its kernels to this GPU by creating and destroying a communicator of one rank. The first
@@ -180,7 +180,11 @@ impl Communicator {
             let reason = "NCCL returned no communicator".to_owned();
             return Err(NcclError::Call { call, code, reason });
         }
-        let raw = Raw { communicator, nccl: Arc::clone(nccl), context: Arc::clone(context) };
+        let raw = OwnedCommunicator {
+            communicator,
+            nccl: Arc::clone(nccl),
+            context: Arc::clone(context),
+        };
         let (sequence, is_broken, memory_bytes) = (0, false, 0);
         // Dropping `made` aborts the communicator, also after an error below.
         let mut made = Self { raw: Some(raw), rank, ranks, sequence, is_broken, memory_bytes };
@@ -407,7 +411,7 @@ impl Communicator {
         let (done, ended) = mpsc::sync_channel(1);
         let abort = move || {
             // Owned by this thread, which may outlive the caller.
-            let raw: Raw = raw;
+            let raw: OwnedCommunicator = raw;
             let _call = raw.context.calls().begin(FREE_USUAL);
             let outcome = raw.context.bind().map_err(NcclError::from).and_then(|()| {
                 // SAFETY: the communicator is alive, and no other thread uses it from now on.

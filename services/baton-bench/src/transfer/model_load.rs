@@ -141,7 +141,7 @@ impl ModelLoad {
         let shape = BatchShape::of(args, work, reserved_sms(all), &checkpoint)?;
         let engine = engine(&checkpoint, kernels, gpu, &shape)?;
         let (stop, steps) = (Arc::new(AtomicBool::new(false)), Arc::default());
-        let busy = Busy {
+        let busy = ForwardThread {
             engine,
             shape,
             vocabulary: checkpoint.config().vocab_size as u32,
@@ -290,7 +290,7 @@ fn engine(
 }
 
 /// The thread that runs forward passes.
-struct Busy {
+struct ForwardThread {
     engine: StepLoop<Box<dyn Executor>>,
     shape: BatchShape,
     vocabulary: u32,
@@ -300,7 +300,7 @@ struct Busy {
     steps: Arc<Mutex<Vec<TimedStep>>>,
 }
 
-impl Busy {
+impl ForwardThread {
     fn run(mut self) -> Result<()> {
         let mut actions = Vec::new();
         let (mut under_way, mut progress, mut before) = (0, Instant::now(), None);

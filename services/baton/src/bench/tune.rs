@@ -4,7 +4,7 @@ use std::{collections::BTreeMap, time::Duration};
 
 use anyhow::Result;
 use engine::executor::{ExecutorLimits, cuda::CudaModel};
-use kernels::cuda::Tuning;
+use kernels::cuda::TuningSettings;
 use serde::Serialize;
 
 use super::engine::EngineVariant;
@@ -33,7 +33,7 @@ pub(super) fn tune(
         Some(folder) => Some(folder.clone()),
         None => config::cache_folder(&config::environment_of(std::env::vars_os())?),
     };
-    let tuning = Tuning { folder, within: Duration::from_secs(variant.tune_s) };
+    let tuning = TuningSettings { folder, within: Duration::from_secs(variant.tune_s) };
     let tuned = model.tune(limits, &tuning)?;
     tuned.faults.iter().for_each(|fault| eprintln!("{fault}"));
     let timed = tuned.times.len();

@@ -27,7 +27,7 @@ use hf_hub::{
 };
 use indicatif::ProgressBar;
 
-use super::{HubSettings, Watched, select};
+use super::{HubSettings, WatchedDownload, select};
 use crate::model_store;
 
 /// Number of attempts of a request. A further attempt resumes an interrupted download.
@@ -44,7 +44,7 @@ pub struct Download {
     cache: Cache,
     endpoint: Option<String>,
     has_token: bool,
-    watched: Watched,
+    watched: WatchedDownload,
 }
 
 impl Download {
@@ -52,7 +52,7 @@ impl Download {
         cache: &Path,
         model: HubModel,
         settings: &HubSettings,
-        watched: Watched,
+        watched: WatchedDownload,
     ) -> Result<Self> {
         let cache = Cache::new(cache.to_owned());
         let endpoint = settings.endpoint.clone();

@@ -119,7 +119,7 @@ result on hardware.
 ";
 
 /// Latencies of one configuration in ms.
-struct Cell {
+struct CellLatency {
     ttft: f64,
     gap: f64,
     duration: f64,
@@ -127,7 +127,7 @@ struct Cell {
     failed: u64,
 }
 
-impl Cell {
+impl CellLatency {
     fn of(replayed: &Replayed) -> Self {
         let of = |value: fn(&ServedRequest) -> Duration| {
             let values = replayed.requests.iter().map(|request| value(request).as_secs_f64() * 1e3);
@@ -174,7 +174,8 @@ fn write_tables(
             let cached = prompt * percent / 100;
             let rate = rate(&cost, prompt, cached);
             let load = CellLoad { prompt, cached, rate };
-            let way = |disaggregate| Cell::of(&simulate(&cost, *kv_tokens, disaggregate, load));
+            let way =
+                |disaggregate| CellLatency::of(&simulate(&cost, *kv_tokens, disaggregate, load));
             // Without transfers the network makes no difference.
             if aggregated.len() == index {
                 aggregated.push(way(Disaggregate::Never));
@@ -190,10 +191,14 @@ fn write_tables(
 fn write_row(
     page: &mut String,
     (prompt, percent, rate): (u32, u32, f64),
-    [alone, pair, auto]: [&Cell; 3],
+    [alone, pair, auto]: [&CellLatency; 3],
 ) -> std::fmt::Result {
     write!(page, "| {prompt} | {percent} | {rate:.2} ")?;
-    for of in [|cell: &Cell| cell.ttft, |cell: &Cell| cell.gap, |cell: &Cell| cell.duration] {
+    for of in [
+        |cell: &CellLatency| cell.ttft,
+        |cell: &CellLatency| cell.gap,
+        |cell: &CellLatency| cell.duration,
+    ] {
         write!(page, "| {:.0} | {:.0} | {:.0} ", of(alone), of(pair), of(auto))?;
     }
     writeln!(page, "| {} | {} |", pair.verdict(alone), auto.verdict(alone))
@@ -293,7 +298,7 @@ mod tests {
 
     #[test]
     fn verdict_needs_a_difference_of_ten_percent() {
-        let cell = |ttft, duration| Cell { ttft, gap: 1.0, duration, failed: 0 };
+        let cell = |ttft, duration| CellLatency { ttft, gap: 1.0, duration, failed: 0 };
         let aggregated = cell(100.0, 10.0);
         for (ttft, duration, verdict) in [
             (100.0, 8.0, "**wins**"),
@@ -305,7 +310,7 @@ mod tests {
         ] {
             assert_eq!(cell(ttft, duration).verdict(&aggregated), verdict, "{ttft} {duration}");
         }
-        let failing = Cell { failed: 1, ..cell(50.0, 5.0) };
+        let failing = CellLatency { failed: 1, ..cell(50.0, 5.0) };
         assert_eq!(failing.verdict(&aggregated), "*loses*");
     }
 }

@@ -32,8 +32,8 @@ pub struct PolicyPoint {
     /// prefixes.
     pub lru_hit_rate: Option<f64>,
     pub lru_prefill_hit_rate: Option<f64>,
-    pub prefill_nodes: Balance,
-    pub decode_nodes: Balance,
+    pub prefill_nodes: BusyFractions,
+    pub decode_nodes: BusyFractions,
     pub router: RouterUse,
     pub wall_s: f64,
     /// CPU time of the simulation's thread.
@@ -53,7 +53,7 @@ pub struct Itl {
 
 /// Busy fractions of the devices of a pool.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize)]
-pub struct Balance {
+pub struct BusyFractions {
     pub nodes: usize,
     pub mean: f64,
     pub min: f64,
@@ -62,7 +62,7 @@ pub struct Balance {
     pub variation: f64,
 }
 
-impl Balance {
+impl BusyFractions {
     fn of(busy: &[Duration], elapsed: Duration) -> Self {
         let shares: Vec<f64> =
             busy.iter().map(|busy| busy.as_secs_f64() / elapsed.as_secs_f64().max(1e-9)).collect();
@@ -153,8 +153,8 @@ impl PolicyPoint {
                 / sum(|request| request.prompt_tokens).max(1.0),
             lru_hit_rate: None,
             lru_prefill_hit_rate: None,
-            prefill_nodes: Balance::of(prefill, replayed.elapsed),
-            decode_nodes: Balance::of(decode, replayed.elapsed),
+            prefill_nodes: BusyFractions::of(prefill, replayed.elapsed),
+            decode_nodes: BusyFractions::of(decode, replayed.elapsed),
             router: RouterUse {
                 request_us: router_s * 1e6 / replayed.arrived.max(1) as f64,
                 pick_us: replayed.pick_time.as_secs_f64() * share * 1e6
@@ -209,7 +209,7 @@ impl PolicyPoint {
         for (role, balance) in
             [(Role::Prefill, &self.prefill_nodes), (Role::Decode, &self.decode_nodes)]
         {
-            let Balance { nodes, mean, min, max, variation } = balance;
+            let BusyFractions { nodes, mean, min, max, variation } = balance;
             println!(
                 "{nodes} {role} nodes busy: mean {:.1} %, min {:.1} %, max {:.1} %, variation {variation:.3}",
                 mean * 100.0,
@@ -269,9 +269,9 @@ mod tests {
     #[test]
     fn balance_is_over_the_elapsed_time() {
         let busy = [1, 3].map(Duration::from_secs);
-        let balance = Balance::of(&busy, Duration::from_secs(4));
-        let wanted = Balance { nodes: 2, mean: 0.5, min: 0.25, max: 0.75, variation: 0.5 };
+        let balance = BusyFractions::of(&busy, Duration::from_secs(4));
+        let wanted = BusyFractions { nodes: 2, mean: 0.5, min: 0.25, max: 0.75, variation: 0.5 };
         assert_eq!(balance, wanted);
-        assert_eq!(Balance::of(&[], Duration::ZERO), Balance::default());
+        assert_eq!(BusyFractions::of(&[], Duration::ZERO), BusyFractions::default());
     }
 }

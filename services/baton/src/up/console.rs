@@ -27,12 +27,12 @@ pub struct Console(Arc<Mutex<ConsoleState>>);
 struct ConsoleState {
     /// Lines that are held while an answer streams.
     held: Option<Vec<String>>,
-    queue: SyncSender<Item>,
+    queue: SyncSender<ConsoleItem>,
     /// Number of dropped lines that are not reported yet.
     lost: u64,
 }
 
-enum Item {
+enum ConsoleItem {
     Line(String),
     /// Answered when all earlier items are written.
     Mark(SyncSender<()>),
@@ -68,14 +68,14 @@ impl Console {
 
     /// Holds lines until the guard is dropped, so that no line interrupts an answer. Waits up to
     /// [`WRITTEN_WITHIN`] for earlier lines.
-    pub fn hold(&self) -> Held<'_> {
+    pub fn hold(&self) -> HeldLines<'_> {
         let mut state = self.lock();
         state.held = Some(Vec::new());
         let (written, seen) = sync_channel(1);
-        if state.queue.try_send(Item::Mark(written)).is_ok() {
+        if state.queue.try_send(ConsoleItem::Mark(written)).is_ok() {
             wait(&seen);
         }
-        Held(self)
+        HeldLines(self)
     }
 
     fn lock(&self) -> MutexGuard<'_, ConsoleState> {
@@ -93,12 +93,12 @@ impl ConsoleState {
     fn write(&mut self, line: String) {
         if self.lost > 0 {
             let count = format!("baton: {} lines were dropped: the reader was too slow", self.lost);
-            match self.queue.try_send(Item::Line(count)) {
+            match self.queue.try_send(ConsoleItem::Line(count)) {
                 Ok(()) => self.lost = 0,
                 Err(_) => return self.lost += 1,
             }
         }
-        if let Err(TrySendError::Full(_)) = self.queue.try_send(Item::Line(line)) {
+        if let Err(TrySendError::Full(_)) = self.queue.try_send(ConsoleItem::Line(line)) {
             self.lost += 1;
         }
     }
@@ -119,20 +119,20 @@ fn wait(written: &Receiver<()>) {
 }
 
 /// Guard that queues the held lines when dropped.
-pub struct Held<'a>(&'a Console);
+pub struct HeldLines<'a>(&'a Console);
 
-impl Drop for Held<'_> {
+impl Drop for HeldLines<'_> {
     fn drop(&mut self) {
         self.0.lock().release();
     }
 }
 
 /// Writes all items. Ignores errors, because serving continues without a terminal.
-fn write_all(items: &Receiver<Item>) {
+fn write_all(items: &Receiver<ConsoleItem>) {
     for item in items {
         match item {
-            Item::Line(line) => drop(writeln!(std::io::stderr().lock(), "{line}")),
-            Item::Mark(written) => drop(written.try_send(())),
+            ConsoleItem::Line(line) => drop(writeln!(std::io::stderr().lock(), "{line}")),
+            ConsoleItem::Mark(written) => drop(written.try_send(())),
         }
     }
 }
@@ -142,16 +142,16 @@ mod tests {
     use super::*;
 
     /// Returns a console without a writer thread, and its queue.
-    fn unread(room: usize) -> (Console, Receiver<Item>) {
+    fn unread(room: usize) -> (Console, Receiver<ConsoleItem>) {
         let (queue, lines) = sync_channel(room);
         let state = ConsoleState { held: None, queue, lost: 0 };
         (Console(Arc::new(Mutex::new(state))), lines)
     }
 
-    fn lines(items: &Receiver<Item>) -> Vec<String> {
+    fn lines(items: &Receiver<ConsoleItem>) -> Vec<String> {
         let line = |item| match item {
-            Item::Line(line) => Some(line),
-            Item::Mark(_) => None,
+            ConsoleItem::Line(line) => Some(line),
+            ConsoleItem::Mark(_) => None,
         };
         items.try_iter().filter_map(line).collect()
     }

@@ -38,7 +38,7 @@ use self::{
     console::Console,
     health::HealthServer,
     process::{die_with_parent, send_terminate},
-    specs::Common,
+    specs::ChildSettings,
 };
 use crate::{
     client_args::ClientArgs, connector::Connector, http_client::HttpClient, hub, model_store,
@@ -137,14 +137,14 @@ pub fn run(args: UpArgs) -> Result<()> {
 }
 
 /// A supervised child.
-struct Supervised {
+struct SupervisedChild {
     name: String,
     stop: CancellationToken,
     state: watch::Receiver<ChildState>,
     task: JoinHandle<()>,
 }
 
-impl Supervised {
+impl SupervisedChild {
     fn start(spec: ChildSpec) -> Self {
         let (name, stop) = (spec.name.clone(), CancellationToken::new());
         let (sender, state) = watch::channel(ChildState::Starting);
@@ -172,8 +172,8 @@ impl Supervised {
 /// All started children, in the order of their start.
 #[derive(Default)]
 struct StartedCluster {
-    nodes: Vec<Supervised>,
-    router: Option<Supervised>,
+    nodes: Vec<SupervisedChild>,
+    router: Option<SupervisedChild>,
     health: Option<HealthServer>,
 }
 
@@ -317,11 +317,11 @@ async fn serve(
     console: &Console,
     cluster: &mut StartedCluster,
 ) -> Result<()> {
-    let common = Common::new(args, config, model, console)?;
+    let common = ChildSettings::new(args, config, model, console)?;
     for (role, count) in [("prefill", args.prefill), ("decode", args.decode)] {
         for index in 0..count {
             let spec = common.node(role, index, cluster.nodes.len());
-            cluster.nodes.push(Supervised::start(spec));
+            cluster.nodes.push(SupervisedChild::start(spec));
         }
     }
     if let Some(address) = args.health {
@@ -330,7 +330,7 @@ async fn serve(
     }
     let (mut prefill, mut decode) = (Vec::new(), Vec::new());
     // The first node that fails ends the wait for the others, which may load for an hour.
-    let addresses = try_join_all(cluster.nodes.iter_mut().map(Supervised::ready)).await?;
+    let addresses = try_join_all(cluster.nodes.iter_mut().map(SupervisedChild::ready)).await?;
     for (node, ready) in cluster.nodes.iter().zip(addresses) {
         let url = format!("http://{}", ready.grpc);
         if node.name.starts_with("prefill") { prefill.push(url) } else { decode.push(url) }
@@ -349,7 +349,8 @@ async fn serve(
         console.say(&line);
         return std::future::pending().await;
     }
-    let router = cluster.router.insert(Supervised::start(common.router(args, &prefill, &decode)));
+    let router =
+        cluster.router.insert(SupervisedChild::start(common.router(args, &prefill, &decode)));
     let ready = router.ready().await?;
     let (client, url) = api_client(config, &ready)?;
     wait_healthy(&client, &url, args.prefill, args.decode).await?;
@@ -435,7 +436,7 @@ mod tests {
             let Command { args } = Command::try_parse_from(command).unwrap();
             let config = Config::load(LoadInput::default()).unwrap();
             let model = FoundModel { path: folder.path().join("model.gguf"), envs: Vec::new() };
-            let common = Common::new(&args, &config, model, &console).unwrap();
+            let common = ChildSettings::new(&args, &config, model, &console).unwrap();
             let node = common.node("decode", 0, 1);
             assert_eq!(node.ready_within, Duration::from_secs(3600), "{flags:?}");
         }

@@ -19,7 +19,7 @@ const STOP_MARGIN: Duration = Duration::from_secs(9);
 const TOKENIZER_FILE: &str = "tokenizer.json";
 
 /// Settings that all children share.
-pub(super) struct Common {
+pub(super) struct ChildSettings {
     console: Console,
     bin_dir: PathBuf,
     envs: Vec<(String, String)>,
@@ -40,7 +40,7 @@ pub(super) struct Common {
     ready_dir: tempfile::TempDir,
 }
 
-impl Common {
+impl ChildSettings {
     pub fn new(
         args: &UpArgs,
         config: &Config,

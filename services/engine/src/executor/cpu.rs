@@ -27,7 +27,8 @@ use kernels::{
 use model::{Checkpoint, Limits, LoadProgress, ModelError, Transformer, TransformerWeights};
 
 use super::{
-    CollectWaker, Executor, ExecutorError, ExecutorLimits, Misfit, PrepareError, WeightUpdate,
+    CollectWaker, Executor, ExecutorError, ExecutorLimits, ModelMismatch, PrepareError,
+    WeightUpdate,
     batch::{Batch, ScheduledRow},
     ngram,
     worker::Worker,
@@ -40,7 +41,7 @@ pub enum CpuExecutorError {
     #[error(transparent)]
     Model(#[from] ModelError),
     #[error(transparent)]
-    Misfit(#[from] Misfit),
+    Misfit(#[from] ModelMismatch),
     #[error(transparent)]
     Backend(#[from] CpuError),
     #[error("cannot start the engine's compute thread: {0}")]
@@ -247,12 +248,12 @@ struct CpuRunner {
     limits: ExecutorLimits,
     batch: Batch,
     /// The step whose token bitmasks come with the next job.
-    awaiting: Option<Forwarded>,
+    awaiting: Option<UnsampledStep>,
     shadow: Arc<CpuShadow>,
 }
 
 /// A step between its forward pass and its sampling.
-struct Forwarded {
+struct UnsampledStep {
     step_id: StepId,
     begin: Instant,
     busy: Duration,
@@ -294,7 +295,7 @@ impl CpuRunner {
     }
 
     /// Computes the logits of a step, which stay in the model.
-    fn forward(&mut self, plan: &StepPlan) -> Result<Forwarded, ExecutorError> {
+    fn forward(&mut self, plan: &StepPlan) -> Result<UnsampledStep, ExecutorError> {
         let (step_id, begin) = (plan.step_id, Instant::now());
         if !self.model.has_weights() {
             let reason = "the weights were released".to_owned();
@@ -319,11 +320,11 @@ impl CpuRunner {
         if !sequences.is_empty() {
             self.model.forward(&mut self.backend, &mut step);
         }
-        Ok(Forwarded { step_id, begin, busy: begin.elapsed(), scheduled })
+        Ok(UnsampledStep { step_id, begin, busy: begin.elapsed(), scheduled })
     }
 
-    fn sample(&mut self, step: Forwarded) -> Result<ComputeResult, ExecutorError> {
-        let Forwarded { step_id, begin, busy, scheduled } = step;
+    fn sample(&mut self, step: UnsampledStep) -> Result<ComputeResult, ExecutorError> {
+        let UnsampledStep { step_id, begin, busy, scheduled } = step;
         let started = Instant::now();
         let sampled = self.sampled(&scheduled);
         let rows = sampled.map_err(|source| ExecutorError::Group { step_id, source })?;
@@ -400,7 +401,7 @@ fn check(
     let heads = match found {
         _ if found == wanted => heads,
         _ if found == wanted.with_heads(heads.len()) => 0..heads.len(),
-        _ => return Err(Misfit::Layout { found, wanted }.into()),
+        _ => return Err(ModelMismatch::Layout { found, wanted }.into()),
     };
     limits.check(config, arena.block_count())?;
     Ok(heads)

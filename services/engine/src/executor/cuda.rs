@@ -24,9 +24,9 @@ use kernels::{
     Backend, Dtype, KvArena, KvLayout, Shard,
     arena::{StreamAccess, StreamStep},
     cuda::{
-        Admission, BatchLimits, CudaBackend, CudaError, CudaFrame, CudaStep, Delays, DeviceBatch,
+        Admission, BatchLimits, CudaBackend, CudaError, CudaFrame, CudaStep, DeviceBatch,
         DeviceClock, DeviceKv, Drafts, Event, Extension, Finished, GemmShape, KnownDrafts,
-        SampleOutcome, StepInput, Tuned, Tuning, row_steps,
+        SampleOutcome, StepInput, StreamDelays, TuningResult, TuningSettings, row_steps,
     },
     sampling::STOP_TOKENS_MAX,
 };
@@ -37,7 +37,7 @@ pub use self::kv_size::{KvRoom, KvShare, kv_blocks};
 pub use self::rank::{CudaRank, join};
 use self::{rows::DeviceRows, shadow::CudaShadow};
 use super::{
-    CollectWaker, Executor, ExecutorError, ExecutorLimits, Misfit, POLL_MAX, Speculation,
+    CollectWaker, Executor, ExecutorError, ExecutorLimits, ModelMismatch, POLL_MAX, Speculation,
     WeightUpdate, batch::ScheduledRow, poll, worker::Worker,
 };
 use crate::plan::{
@@ -52,7 +52,7 @@ pub enum CudaExecutorError {
     #[error(transparent)]
     Cuda(#[from] CudaError),
     #[error(transparent)]
-    Misfit(#[from] Misfit),
+    Misfit(#[from] ModelMismatch),
     #[error(
         "cannot hold the KV of a sequence of {tokens} tokens: it takes {wanted} bytes, and the GPU's memory has {left} \
          bytes left for KV ({free} are free); expected a larger node.gpu_memory_percent, a smaller node.gpu_reserve, \
@@ -138,8 +138,8 @@ impl CudaModel {
     pub fn tune(
         &mut self,
         limits: &ExecutorLimits,
-        tuning: &Tuning,
-    ) -> Result<Tuned, CudaExecutorError> {
+        tuning: &TuningSettings,
+    ) -> Result<TuningResult, CudaExecutorError> {
         let (config, shard) = (self.model.config(), self.model.shard());
         let shapes = gemm_shapes(config, shard, self.backend.dtype(), limits);
         Ok(self.backend.tune(shapes.into_iter(), tuning)?)
@@ -186,7 +186,7 @@ pub struct CudaExecutor {
     /// Results that `launch` has collected, until `collect` returns them.
     collected: VecDeque<StepResult>,
     /// Step launched last, while it awaits its token bitmasks.
-    awaiting: Option<Awaiting>,
+    awaiting: Option<AwaitingSampling>,
     masks_are_due: bool,
     /// Events recorded after the forward passes of steps that await bitmasks, one for each step in flight.
     forwarded: Vec<Event>,
@@ -211,7 +211,7 @@ struct LaunchedStep {
 }
 
 /// A step between its forward pass and its sampling.
-struct Awaiting {
+struct AwaitingSampling {
     step_id: StepId,
     prepared: CudaStep,
     wants_logprobs: Vec<bool>,
@@ -301,7 +301,7 @@ impl CudaExecutor {
     }
 
     /// Inserts delays between the work of the streams. For tests.
-    pub fn delay_streams(&mut self, delays: Delays) {
+    pub fn delay_streams(&mut self, delays: StreamDelays) {
         self.batch.delay_streams(delays);
     }
 
@@ -379,7 +379,7 @@ impl CudaExecutor {
                 let event = self.forwarded.pop().expect("there is an event per step in flight");
                 event.record(backend.compute())?;
                 self.batch.await_masks(backend)?;
-                self.awaiting = Some(Awaiting { step_id, prepared, wants_logprobs });
+                self.awaiting = Some(AwaitingSampling { step_id, prepared, wants_logprobs });
                 return Ok(GpuJob::Forward(step_id, event));
             }
             self.sample(&prepared, step_id, wants_logprobs).map(GpuJob::Frame)
@@ -499,7 +499,7 @@ impl Executor for CudaExecutor {
         let masks = masks.map_err(bad)?;
         let _supplying = self.backend.library().range(c"supply", step_id);
         self.backend.context().bind()?;
-        let Awaiting { prepared, wants_logprobs, .. } = awaiting;
+        let AwaitingSampling { prepared, wants_logprobs, .. } = awaiting;
         self.batch.supply(&self.backend, &prepared, &masks)?;
         let frame = self.sample(&prepared, step_id, wants_logprobs)?;
         self.worker.send(GpuJob::Frame(frame))
@@ -674,7 +674,7 @@ fn check(
 ) -> Result<(), CudaExecutorError> {
     let (found, wanted) = (kv.layout(), config.kv_layout_of(kv.layout().dtype, shard));
     if found != wanted || arena.layout() != found {
-        return Err(Misfit::Layout { found, wanted }.into());
+        return Err(ModelMismatch::Layout { found, wanted }.into());
     }
     for blocks in [kv.block_count(), arena.block_count()] {
         limits.check(config, blocks)?;

@@ -7,7 +7,7 @@ use kernels::{BLOCK_TOKENS, BlockId, sampling::SampledToken};
 use super::{
     Scheduler,
     loading::publish,
-    sequence::{Arrival, Row, Sequence, SequencePhase, Table},
+    sequence::{Arrival, Row, Sequence, SequenceBlocks, SequencePhase},
 };
 use crate::{
     constraint::COMPILE_TIMEOUT,
@@ -178,7 +178,7 @@ impl Scheduler {
         }
         sequence.kind = SequenceKind::Compute;
         let finish = sequence.take_token(token.id);
-        sequence.phase = SequencePhase::Ready(Table { blocks, computed });
+        sequence.phase = SequencePhase::Ready(SequenceBlocks { blocks, computed });
         self.reserved_count -= 1;
         insert(&mut self.ready, (sequence.arrival, id));
         let finish = match finish {
@@ -268,7 +268,7 @@ impl Scheduler {
             self.kv.accept(&rest, id);
             prefix.extend(rest);
             sequence.kind = SequenceKind::Compute;
-            sequence.phase = SequencePhase::Ready(Table { blocks: prefix, computed });
+            sequence.phase = SequencePhase::Ready(SequenceBlocks { blocks: prefix, computed });
             insert(&mut self.ready, (sequence.arrival, id));
         } else {
             let first_block = prefix.len() as u32;
@@ -344,7 +344,7 @@ impl Scheduler {
             blocks.extend(rest.expect("availability was checked"));
             self.report_admission(id, &blocks, cached, actions);
             let (slot, generation) = self.slots.occupy().expect("a slot is unclaimed");
-            let table = Table { blocks, computed: cached * BLOCK_TOKENS };
+            let table = SequenceBlocks { blocks, computed: cached * BLOCK_TOKENS };
             let sequence = self.sequences.get_mut(&id).expect("a queued sequence is known");
             sequence.phase =
                 SequencePhase::Running(Row::new(slot, generation, table, sequence.tokens.len()));

@@ -7,7 +7,7 @@ use kernels::{BLOCK_TOKENS, BlockId};
 use super::{
     Scheduler,
     admission::insert,
-    sequence::{Sequence, SequencePhase, Table},
+    sequence::{Sequence, SequenceBlocks, SequencePhase},
     sequence_sessions::SequenceSessions,
 };
 use crate::{
@@ -201,8 +201,10 @@ impl Scheduler {
         self.report_admission(id, &prefix, cached, actions);
         self.set_alarm(id, deadline);
         let sequence = self.sequences.get_mut(&id).expect("just looked up");
-        sequence.phase =
-            SequencePhase::Ready(Table { blocks: prefix, computed: cached * BLOCK_TOKENS });
+        sequence.phase = SequencePhase::Ready(SequenceBlocks {
+            blocks: prefix,
+            computed: cached * BLOCK_TOKENS,
+        });
         insert(&mut self.ready, (arrival, id));
     }
 

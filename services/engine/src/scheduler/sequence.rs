@@ -78,13 +78,13 @@ pub(super) enum SequencePhase {
         job: JobId,
     },
     /// Has its blocks and a claim to a slot; takes it with the next plan.
-    Ready(Table),
+    Ready(SequenceBlocks),
     Running(Row),
 }
 
 /// The blocks of a sequence, in order of their tokens, and how many tokens' KV they hold.
 #[derive(Debug)]
-pub(super) struct Table {
+pub(super) struct SequenceBlocks {
     pub(super) blocks: Vec<BlockId>,
     pub(super) computed: usize,
 }
@@ -118,8 +118,13 @@ pub(super) struct Row {
 }
 
 impl Row {
-    pub(super) fn new(slot: Slot, generation: Generation, table: Table, length: usize) -> Self {
-        let Table { blocks, computed } = table;
+    pub(super) fn new(
+        slot: Slot,
+        generation: Generation,
+        table: SequenceBlocks,
+        length: usize,
+    ) -> Self {
+        let SequenceBlocks { blocks, computed } = table;
         debug_assert!(computed < length);
         Self {
             slot,

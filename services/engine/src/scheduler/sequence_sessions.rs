@@ -8,7 +8,7 @@ use sessions::SessionTurn;
 use super::sequence::Arrival;
 use crate::{
     event::{BlockHash, SessionHint},
-    tiers::sessions::{Returns, keep_time},
+    tiers::sessions::{ReturnGaps, keep_time},
 };
 
 /// Number of gaps between turns that are remembered of one session, and of all sessions.
@@ -20,7 +20,7 @@ const ALL_GAPS_MAX: usize = 64;
 pub(super) struct SessionKv {
     /// The last three places, the newest first: those of the last 600 s, which is the longest time for which KV is kept.
     kept_places: [Arrival; 3],
-    own: Returns,
+    own: ReturnGaps,
     /// When the last turn ended; `None` before.
     ended: Option<Instant>,
 }
@@ -49,12 +49,12 @@ impl SequenceTurn {
 #[derive(Debug)]
 pub(super) struct SequenceSessions {
     sessions: sessions::Sessions<SessionKv>,
-    all: Returns,
+    all: ReturnGaps,
 }
 
 impl Default for SequenceSessions {
     fn default() -> Self {
-        Self { sessions: sessions::Sessions::default(), all: Returns::new(ALL_GAPS_MAX) }
+        Self { sessions: sessions::Sessions::default(), all: ReturnGaps::new(ALL_GAPS_MAX) }
     }
 }
 
@@ -67,7 +67,7 @@ impl SequenceSessions {
         hint: SessionHint,
         blocks: &[BlockHash],
     ) -> SequenceTurn {
-        let own = Returns::new(OWN_GAPS_MAX);
+        let own = ReturnGaps::new(OWN_GAPS_MAX);
         let new = || SessionKv { kept_places: [arrival; 3], own, ended: None };
         let renew = |kv: &mut SessionKv| {
             let [last, before, _] = kv.kept_places;

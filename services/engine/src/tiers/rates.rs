@@ -70,7 +70,7 @@ impl PrefillRate {
 
 /// Choice between loading and computing consecutive blocks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Choice {
+pub(super) struct LoadChoice {
     /// Leading blocks to load.
     pub blocks: usize,
     /// Whether a load of the run was refused because computing is predicted to be faster.
@@ -85,7 +85,7 @@ pub(super) fn choose(
     rates: &[LoadRate],
     prefill: &PrefillRate,
     most: Duration,
-) -> Choice {
+) -> LoadChoice {
     let mut counts = vec![0; rates.len()];
     let (mut in_time, mut load) = (0, Duration::ZERO);
     let (mut best, mut saved_max) = (0, Duration::ZERO);
@@ -103,11 +103,11 @@ pub(super) fn choose(
         }
     }
     if best > 0 {
-        return Choice { blocks: best, is_refused: best < in_time };
+        return LoadChoice { blocks: best, is_refused: best < in_time };
     }
     let probes = run.first().is_some_and(|&tier| rates[tier].is_outdated(now));
     let blocks = if probes { run.len().min(PROBE_BLOCKS) } else { 0 };
-    Choice { blocks, is_refused: true }
+    LoadChoice { blocks, is_refused: true }
 }
 
 /// Adds a load of `read` blocks from each tier, fastest tier first, which took `took`. The tiers loaded in parallel, so
@@ -175,7 +175,7 @@ mod tests {
         assert_eq!(blocks(now, &[0, 0, 0, 1], &rates), 4, "4 ms instead of 6.4 ms");
         assert_eq!(blocks(now, &[0, 0, 1, 1], &rates), 2, "8 ms instead of 6.4 ms");
         let choice = choose(now, &[0, 0, 1, 1], &rates.0, &rates.1, LONG);
-        assert_eq!(choice, Choice { blocks: 2, is_refused: true }, "2 ms instead of 3.2 ms");
+        assert_eq!(choice, LoadChoice { blocks: 2, is_refused: true }, "2 ms instead of 3.2 ms");
         assert_eq!(blocks(now, &[1, 0, 0, 0], &rates), 4, "4 ms instead of 6.4 ms");
     }
 
@@ -201,8 +201,8 @@ mod tests {
         let (mut tiers, prefill) = rates(now, [1, 9], 100);
         tiers[0].pending = 5;
         let within = |ms| choose(now, &[0; 50], &tiers, &prefill, Duration::from_millis(ms));
-        assert_eq!(within(25), Choice { blocks: 20, is_refused: false });
-        assert_eq!(within(5), Choice { blocks: 0, is_refused: true });
+        assert_eq!(within(25), LoadChoice { blocks: 20, is_refused: false });
+        assert_eq!(within(5), LoadChoice { blocks: 0, is_refused: true });
     }
 
     #[test]

@@ -20,7 +20,7 @@ const TURNS_MAX: f32 = 1024.0;
 
 /// Turns of one conversation, or of all conversations.
 #[derive(Clone, Debug, PartialEq)]
-pub(crate) struct Returns {
+pub(crate) struct ReturnGaps {
     /// Seconds between the end of a turn and the arrival of the next turn: the newest `gaps_max`.
     gaps: VecDeque<f32>,
     gaps_max: usize,
@@ -29,7 +29,7 @@ pub(crate) struct Returns {
     continued: f32,
 }
 
-impl Returns {
+impl ReturnGaps {
     pub fn new(gaps_max: usize) -> Self {
         Self { gaps: VecDeque::new(), gaps_max, finished: 0.0, continued: 0.0 }
     }
@@ -60,7 +60,12 @@ impl Returns {
 /// Returns for how long to keep the KV of a turn that has just ended: the time with the greatest expected benefit, 0 if
 /// no time has any. `own` and `all`: earlier turns of the conversation and of all conversations. `restore`: the time by
 /// which the next turn takes longer without the KV. `share`: the KV's share of the memory.
-pub(crate) fn keep_time(own: &Returns, all: &Returns, restore: Duration, share: f32) -> Duration {
+pub(crate) fn keep_time(
+    own: &ReturnGaps,
+    all: &ReturnGaps,
+    restore: Duration,
+    share: f32,
+) -> Duration {
     let all_return = all.return_probability(0.5);
     let returns = own.return_probability(all_return);
     let gaps = if own.gaps.len() >= OWN_GAPS_MIN { &own.gaps } else { &all.gaps };
@@ -100,8 +105,8 @@ mod tests {
     }
 
     /// Returns turns that were all continued after these gaps, and turns that were not.
-    fn returns(gaps: &[f32], without: usize) -> Returns {
-        let mut returns = Returns::new(64);
+    fn returns(gaps: &[f32], without: usize) -> ReturnGaps {
+        let mut returns = ReturnGaps::new(64);
         (0..gaps.len() + without).for_each(|_| returns.add_end());
         gaps.iter().for_each(|&gap| returns.add_gap(seconds(gap)));
         returns
@@ -117,18 +122,18 @@ mod tests {
 
     #[test]
     fn first_turn_is_kept_as_the_gaps_of_other_conversations_tell() {
-        let own = Returns::new(8);
+        let own = ReturnGaps::new(8);
         let all = returns(&[1.0; 30], 3);
         assert_eq!(keep_time(&own, &all, RESTORE, 0.03), seconds(1.25));
         let late = returns(&[9.0; 30], 3);
         assert_eq!(keep_time(&own, &late, RESTORE, 0.03), Duration::ZERO);
-        assert_eq!(keep_time(&own, &Returns::new(8), RESTORE, 0.03), Duration::ZERO);
+        assert_eq!(keep_time(&own, &ReturnGaps::new(8), RESTORE, 0.03), Duration::ZERO);
     }
 
     #[test]
     fn kv_is_not_kept_when_its_memory_is_worth_more_than_its_time() {
         let own = returns(&[2.0; 4], 0);
-        let all = Returns::new(64);
+        let all = ReturnGaps::new(64);
         let keep = |restore, share| keep_time(&own, &all, restore, share);
         assert_eq!(keep(RESTORE, 0.03), seconds(2.5));
         assert_eq!(keep(RESTORE, 0.5), Duration::ZERO, "half of the memory for two seconds");
@@ -146,14 +151,14 @@ mod tests {
     #[test]
     fn rare_long_gap_does_not_prolong_the_time() {
         let own = returns(&[0.5, 0.5, 0.5, 0.5, 0.5, 50.0], 0);
-        assert_eq!(keep_time(&own, &Returns::new(64), RESTORE, 0.03), seconds(0.625));
+        assert_eq!(keep_time(&own, &ReturnGaps::new(64), RESTORE, 0.03), seconds(0.625));
         let always = returns(&[3000.0; 4], 0);
-        assert!(keep_time(&always, &Returns::new(64), RESTORE * 100, 0.0) <= KEEP_MAX);
+        assert!(keep_time(&always, &ReturnGaps::new(64), RESTORE * 100, 0.0) <= KEEP_MAX);
     }
 
     #[test]
     fn memory_and_counts_are_bounded() {
-        let mut returns = Returns::new(8);
+        let mut returns = ReturnGaps::new(8);
         for _ in 0..10_000 {
             returns.add_end();
             returns.add_gap(seconds(1.0));

@@ -10,7 +10,7 @@ use foldhash::HashMap;
 use crate::event::BlockHash;
 
 #[derive(Debug)]
-pub(super) struct Touches {
+pub(super) struct BlockTouches {
     /// Whether each key was touched at least twice.
     recent: HashMap<BlockHash, bool>,
     older: HashMap<BlockHash, bool>,
@@ -18,7 +18,7 @@ pub(super) struct Touches {
     keys_max: usize,
 }
 
-impl Touches {
+impl BlockTouches {
     pub fn new(keys_max: usize) -> Self {
         Self { recent: HashMap::default(), older: HashMap::default(), keys_max: keys_max.max(1) }
     }
@@ -49,7 +49,7 @@ mod tests {
 
     #[test]
     fn second_touch_is_told_from_the_first() {
-        let mut touches = Touches::new(10);
+        let mut touches = BlockTouches::new(10);
         assert!(!touches.add(BlockHash(1)));
         assert!(!touches.is_second(BlockHash(1)) && !touches.is_second(BlockHash(2)));
         assert!(touches.add(BlockHash(1)));
@@ -58,7 +58,7 @@ mod tests {
 
     #[test]
     fn memory_is_bounded_and_a_key_is_known_for_a_generation() {
-        let mut touches = Touches::new(4);
+        let mut touches = BlockTouches::new(4);
         touches.add(BlockHash(1000));
         for key in 0..4 {
             touches.add(BlockHash(key));

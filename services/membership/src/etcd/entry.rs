@@ -53,7 +53,7 @@ struct RecordValue {
 
 /// Version of a value. Other fields are ignored, because another version may have other fields.
 #[derive(Deserialize)]
-struct Versioned {
+struct RecordVersion {
     version: u32,
 }
 
@@ -89,7 +89,7 @@ impl NodeEntry {
             return Err(EntryError::TooLong { byte_count: value.len() });
         }
         let json = |error: serde_json::Error| EntryError::Json { reason: error.to_string() };
-        let Versioned { version } = serde_json::from_slice(value).map_err(json)?;
+        let RecordVersion { version } = serde_json::from_slice(value).map_err(json)?;
         if version != VERSION {
             return Err(EntryError::Version { found: version });
         }

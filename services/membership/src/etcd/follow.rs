@@ -10,7 +10,7 @@ use tokio_util::sync::CancellationToken;
 use super::{
     InFlight,
     follower::{
-        Follower, FollowerAction, FollowerInput, FollowerReport, Record, RecordChange, Records,
+        EtcdRecord, Follower, FollowerAction, FollowerInput, FollowerReport, RecordChange, Records,
     },
     session::{EtcdCallError, EtcdSession, OpenWatch},
     settings::{EtcdError, EtcdSettings},
@@ -28,7 +28,7 @@ impl Membership {
         let stop = CancellationToken::new();
         let (first, first_read) = oneshot::channel();
         let backend = MembershipBackend::new("etcd");
-        let follow = Follow {
+        let follow = FollowTask {
             follower: Follower::new(Instant::now(), &settings.prefix, super::seed()?),
             settings: Arc::new(settings),
             list: list.clone(),
@@ -50,7 +50,7 @@ impl Membership {
 
 type ReadOutcome = Result<(Records, OpenWatch), EtcdCallError>;
 
-struct Follow {
+struct FollowTask {
     follower: Follower,
     settings: Arc<EtcdSettings>,
     list: MemberList,
@@ -61,7 +61,7 @@ struct Follow {
     first: Option<oneshot::Sender<Result<(), EtcdError>>>,
 }
 
-impl Follow {
+impl FollowTask {
     async fn run(mut self, stop: CancellationToken) {
         loop {
             let deadline = self.follower.next_deadline();
@@ -165,7 +165,7 @@ fn changes(response: &WatchResponse) -> FollowerInput {
         // Version 0 marks a deleted key. The event's type does too, but the library panics on unknown types.
         Some(match kv.version() {
             0 => RecordChange::Removed { key, modified },
-            _ => RecordChange::Written(Record { key, value: kv.value().to_vec(), modified }),
+            _ => RecordChange::Written(EtcdRecord { key, value: kv.value().to_vec(), modified }),
         })
     });
     FollowerInput::Changed { changes: changes.collect() }

@@ -42,7 +42,7 @@ const IGNORED_INTERVAL: Duration = Duration::from_secs(10);
 
 /// A record in etcd.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Record {
+pub struct EtcdRecord {
     pub key: Vec<u8>,
     pub value: Vec<u8>,
     /// Revision that wrote the record.
@@ -53,7 +53,7 @@ pub struct Record {
 #[derive(Clone, Debug)]
 pub struct Records {
     /// All records, or the first ones in the order of their keys and at least one more than [`RECORDS_MAX`].
-    pub records: Vec<Record>,
+    pub records: Vec<EtcdRecord>,
     /// Number of all records.
     pub found: usize,
 }
@@ -61,7 +61,7 @@ pub struct Records {
 /// An event of a watch.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum RecordChange {
-    Written(Record),
+    Written(EtcdRecord),
     Removed { key: Vec<u8>, modified: i64 },
 }
 
@@ -255,11 +255,11 @@ impl Follower {
     /// Parses a record. A record that `before` ignored already is not reported again.
     fn apply(
         &mut self,
-        record: Record,
+        record: EtcdRecord,
         before: &BTreeMap<Vec<u8>, ParsedRecord>,
         actions: &mut Vec<FollowerAction>,
     ) {
-        let Record { key, value, modified } = record;
+        let EtcdRecord { key, value, modified } = record;
         let short = shortened(&key);
         if self.known.get(short).is_some_and(|known| known.modified >= modified) {
             return;

@@ -12,7 +12,7 @@ use etcd_client::{
 
 use super::{
     entry,
-    follower::{RECORDS_MAX, Record, Records},
+    follower::{EtcdRecord, RECORDS_MAX, Records},
     registrant::LeaseId,
     settings::{EtcdError, EtcdSettings},
 };
@@ -257,7 +257,7 @@ async fn read_all(client: &mut Client, keys: &str) -> Result<(Records, i64), Err
     let end = after_prefix(keys);
     let (mut from, mut revision, mut found) = (keys.as_bytes().to_vec(), 0, 0);
     let mut page_records = PAGE_RECORDS;
-    let mut records: Vec<Record> = Vec::new();
+    let mut records: Vec<EtcdRecord> = Vec::new();
     loop {
         let options = GetOptions::new()
             .with_range(end.clone())
@@ -277,7 +277,7 @@ async fn read_all(client: &mut Client, keys: &str) -> Result<(Records, i64), Err
             revision = page.header().map_or(0, |header| header.revision());
             found = usize::try_from(page.count()).unwrap_or(0);
         }
-        records.extend(page.kvs().iter().map(|kv| Record {
+        records.extend(page.kvs().iter().map(|kv| EtcdRecord {
             key: kv.key().to_vec(),
             value: kv.value().to_vec(),
             modified: kv.mod_revision(),

@@ -7,8 +7,8 @@ use std::{
 
 use cluster::{Epoch, Members, NodeAddress, Role};
 use membership::etcd::follower::{
-    Follower, FollowerAction, FollowerInput, FollowerReport, IGNORED_SHOWN_MAX, RECORDS_MAX,
-    Record, RecordChange, Records,
+    EtcdRecord, Follower, FollowerAction, FollowerInput, FollowerReport, IGNORED_SHOWN_MAX,
+    RECORDS_MAX, RecordChange, Records,
 };
 use proptest::prelude::*;
 
@@ -76,7 +76,7 @@ enum Event {
 struct World {
     now: Instant,
     revision: i64,
-    records: BTreeMap<Vec<u8>, Record>,
+    records: BTreeMap<Vec<u8>, EtcdRecord>,
     /// Port and epoch of each valid record.
     nodes: BTreeMap<Vec<u8>, (u16, Epoch)>,
     follower: Follower,
@@ -150,7 +150,7 @@ impl World {
     fn write(&mut self, key: Vec<u8>, value: Vec<u8>) {
         self.revision += 1;
         self.nodes.remove(&key);
-        let record = Record { key: key.clone(), value, modified: self.revision };
+        let record = EtcdRecord { key: key.clone(), value, modified: self.revision };
         self.records.insert(key, record.clone());
         self.change(RecordChange::Written(record));
     }

@@ -1,7 +1,7 @@
 //! Records the measurements of the core in the node's instruments.
 
 use engine::{
-    Speculated, StepRecord,
+    SpeculationStats, StepRecord,
     event::{FinishReason, Load},
     plan::Dispatch,
 };
@@ -26,7 +26,7 @@ pub(super) fn record(metrics: &NodeMetrics, metric: Metric) {
         Metric::Sent(ended) => record_transfer(metrics, TransferSide::Sender, &ended),
         Metric::Received(ended) => record_transfer(metrics, TransferSide::Receiver, &ended),
         Metric::Step(step) => metrics.step(&step_stats(&step)),
-        Metric::Speculated(Speculated { rows, drafted, accepted, accepted_at }) => {
+        Metric::Speculated(SpeculationStats { rows, drafted, accepted, accepted_at }) => {
             metrics.speculated(rows, drafted, accepted, &accepted_at);
         }
         Metric::Preempted(count) => metrics.preempted(count),

@@ -39,7 +39,7 @@ use crate::{
     memory_limit::MemoryShare,
     model_load::{self, Loaded},
     node_core::{NodeCore, STALL_AFTER},
-    populate::Populate,
+    populate::PopulateThread,
     probes::Liveness,
     service::NodeService,
     settings::{self, SettingsError},
@@ -123,7 +123,7 @@ impl Node {
         let tls = checked.tls.map(|tls| tls as Arc<dyn Reload>);
         let reload = ReloadTask::start(tls.into_iter().collect());
         let populate =
-            Populate::start(loaded.arena, loaded.cpus).map_err(NodeStartError::Thread)?;
+            PopulateThread::start(loaded.arena, loaded.cpus).map_err(NodeStartError::Thread)?;
         server.set_status(ServingStatus::Serving).await;
         liveness.set_ready(true);
         // Last: a router that reads the record finds a serving node.

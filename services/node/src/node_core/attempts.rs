@@ -27,8 +27,8 @@ use kv_transfer::{
 use proto::v1::{FailureKind, StageTimes};
 
 use super::output::{
-    AttemptEnd, AttemptEvent, Call, CallId, CloseReason, Metric, NodeOutput, Outputs, Refusal,
-    Reply, SequenceOutcome, Stage, StageAttributes, StageChange,
+    AttemptEnd, AttemptEvent, AttemptStage, Call, CallId, CloseReason, Metric, NodeOutput, Outputs,
+    Refusal, Reply, SequenceOutcome, StageAttributes, StageChange,
 };
 
 /// Ids of recent attempts: a few minutes of calls on a busy node.
@@ -182,8 +182,8 @@ impl Attempts {
             prefill_time: None,
         };
         let stage = match record.kind {
-            SequenceKind::Compute | SequenceKind::Send => Stage::Queue,
-            SequenceKind::Receive => Stage::Reserve,
+            SequenceKind::Compute | SequenceKind::Send => AttemptStage::Queue,
+            SequenceKind::Receive => AttemptStage::Reserve,
         };
         record.begin(stage, &mut self.outputs);
         self.records.insert(id, record);
@@ -260,8 +260,8 @@ impl Attempts {
                 let Some(peer) = record.peer.clone() else { return };
                 let cached_tokens = Some(first_block * BLOCK_TOKENS as u32);
                 let attributes = StageAttributes { cached_tokens, ..Default::default() };
-                record.end(Stage::Reserve, attributes, &mut self.outputs);
-                record.begin(Stage::Transfer, &mut self.outputs);
+                record.end(AttemptStage::Reserve, attributes, &mut self.outputs);
+                record.begin(AttemptStage::Transfer, &mut self.outputs);
                 record.transfer = TransferState::Active { is_aborted: false };
                 let command = transfer::Command::Receive {
                     transfer: TransferId(id.0),
@@ -278,13 +278,13 @@ impl Attempts {
             // On D: the router may emit token 0.
             Action::Admitted { id, cached_tokens, local_prefill } => {
                 let Some(record) = self.records.get_mut(&id) else { return };
-                for stage in [Stage::Queue, Stage::Reserve] {
+                for stage in [AttemptStage::Queue, AttemptStage::Reserve] {
                     let cached_tokens = Some(cached_tokens);
                     let attributes = StageAttributes { cached_tokens, ..Default::default() };
                     record.end(stage, attributes, &mut self.outputs);
                 }
                 if local_prefill {
-                    record.begin(Stage::Prefill, &mut self.outputs);
+                    record.begin(AttemptStage::Prefill, &mut self.outputs);
                 }
                 record.admit(now, &mut self.outputs);
                 record.look_up_prefix(cached_tokens, &mut self.outputs);
@@ -296,7 +296,7 @@ impl Attempts {
             // On P: a range of blocks may be sent.
             Action::KvWritten { id, first_block, blocks } => {
                 let Some(record) = self.records.get_mut(&id) else { return };
-                record.begin(Stage::Transfer, &mut self.outputs);
+                record.begin(AttemptStage::Transfer, &mut self.outputs);
                 if record.may_command_transfer() {
                     let transfer = TransferId(id.0);
                     let command = transfer::Command::Written { transfer, first_block, blocks };
@@ -318,7 +318,7 @@ impl Attempts {
                 self.loads.retain(|_, id| *id != load.id);
                 self.loads.insert(load.job, load.id);
                 if let Some(record) = self.records.get_mut(&load.id) {
-                    record.begin(Stage::Load, &mut self.outputs);
+                    record.begin(AttemptStage::Load, &mut self.outputs);
                 }
                 self.outputs.push_back(NodeOutput::Load(load));
             }
@@ -331,7 +331,7 @@ impl Attempts {
         let Some(record) = self.records.get_mut(&id) else { return };
         let loaded_tokens = Some(intact * BLOCK_TOKENS as u32);
         let attributes = StageAttributes { loaded_tokens, ..Default::default() };
-        record.end(Stage::Load, attributes, &mut self.outputs);
+        record.end(AttemptStage::Load, attributes, &mut self.outputs);
     }
 
     /// Handles sampled tokens. On D these are tokens 0, 1, 2, … On P this is token 0, which waits for `Finished`
@@ -345,7 +345,7 @@ impl Attempts {
         now: Instant,
     ) {
         let Some(record) = self.records.get_mut(&id) else { return };
-        if record.end(Stage::Prefill, StageAttributes::default(), &mut self.outputs)
+        if record.end(AttemptStage::Prefill, StageAttributes::default(), &mut self.outputs)
             && let Some(admitted_at) = record.admitted_at
         {
             let took = now.saturating_duration_since(admitted_at);
@@ -357,7 +357,7 @@ impl Attempts {
             record.token_0 = tokens.pop().map(|token| (first_index, token, cached_tokens));
             return;
         }
-        let is_first = record.begin(Stage::Decode, &mut self.outputs);
+        let is_first = record.begin(AttemptStage::Decode, &mut self.outputs);
         let stages = is_first.then(|| record.stage_times());
         let event = AttemptEvent::Tokens {
             first_index,
@@ -391,7 +391,7 @@ impl Attempts {
                 record.send(event, &mut self.outputs);
                 let Some(reason) = finish else {
                     // On P: with token 0 the transfer can complete.
-                    record.begin(Stage::Transfer, &mut self.outputs);
+                    record.begin(AttemptStage::Transfer, &mut self.outputs);
                     if record.may_command_transfer() {
                         let transfer = TransferId(id.0);
                         let command = transfer::Command::Finish { transfer, first_index, token };
@@ -465,8 +465,8 @@ impl Attempts {
                 let id = SequenceId(transfer.0);
                 if let Some(record) = self.records.get_mut(&id) {
                     let call = record.call;
-                    record.end(Stage::Queue, StageAttributes::default(), &mut self.outputs);
-                    record.begin(Stage::Prefill, &mut self.outputs);
+                    record.end(AttemptStage::Queue, StageAttributes::default(), &mut self.outputs);
+                    record.begin(AttemptStage::Prefill, &mut self.outputs);
                     let change = StageChange::TransferParent { traceparent };
                     self.outputs.push_back(NodeOutput::Stage { call, change });
                     record.admit(now, &mut self.outputs);
@@ -617,7 +617,7 @@ impl Attempts {
         self.outputs.push_back(NodeOutput::Metric(metric(ended)));
         let Some(record) = self.records.get_mut(&id) else { return };
         record.transfer = TransferState::Ended;
-        record.end(Stage::Transfer, attributes, &mut self.outputs);
+        record.end(AttemptStage::Transfer, attributes, &mut self.outputs);
     }
 
     fn forget_if_over(&mut self, id: SequenceId) {
@@ -668,7 +668,7 @@ impl AttemptRecord {
     }
 
     /// Opens a stage, unless it is open. Returns true if the stage was not open.
-    fn begin(&mut self, stage: Stage, outputs: &mut Outputs) -> bool {
+    fn begin(&mut self, stage: AttemptStage, outputs: &mut Outputs) -> bool {
         let is_new = self.open_stages & (1 << stage as u8) == 0;
         if is_new {
             self.open_stages |= 1 << stage as u8;
@@ -681,7 +681,12 @@ impl AttemptRecord {
     }
 
     /// Ends a stage. Returns true if the stage was open.
-    fn end(&mut self, stage: Stage, attributes: StageAttributes, outputs: &mut Outputs) -> bool {
+    fn end(
+        &mut self,
+        stage: AttemptStage,
+        attributes: StageAttributes,
+        outputs: &mut Outputs,
+    ) -> bool {
         let is_open = self.open_stages & (1 << stage as u8) != 0;
         if is_open {
             self.open_stages &= !(1 << stage as u8);

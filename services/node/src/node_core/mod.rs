@@ -33,7 +33,7 @@ use std::{
 
 use cluster::NodeRecord;
 use engine::{
-    CacheSeeds, LoopOutcome, Scheduler, Speculated, StepLoop,
+    CacheSeeds, LoopOutcome, Scheduler, SpeculationStats, StepLoop,
     event::{Action, Input, SequenceId},
     executor::{Executor, ExecutorError},
     tiers::TierEvent,
@@ -42,8 +42,8 @@ use kv_transfer::api as transfer;
 use proto::v1;
 
 pub use output::{
-    AttemptEnd, AttemptEvent, Call, CallId, CloseReason, Metric, NodeOutput, ObserverId, Refusal,
-    Reply, SequenceOutcome, Stage, StageAttributes, StageChange,
+    AttemptEnd, AttemptEvent, AttemptStage, Call, CallId, CloseReason, Metric, NodeOutput,
+    ObserverId, Refusal, Reply, SequenceOutcome, StageAttributes, StageChange,
 };
 pub use turn::{NodeShell, close, take_turn};
 pub use weight_change::ChangePending;
@@ -344,7 +344,7 @@ impl<E: Executor> NodeCore<E> {
             self.stall_after = self.stall_after.max(STALL_STEPS * step.busy);
             self.attempts.outputs.push_back(NodeOutput::Metric(Metric::Step(step)));
         }
-        let speculated: Speculated = self.steps.take_speculated();
+        let speculated: SpeculationStats = self.steps.take_speculated();
         if speculated.rows > 0 {
             self.attempts.outputs.push_back(NodeOutput::Metric(Metric::Speculated(speculated)));
         }

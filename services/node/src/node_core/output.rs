@@ -3,7 +3,7 @@
 use std::{collections::VecDeque, time::Duration};
 
 use engine::{
-    Speculated, StepRecord,
+    SpeculationStats, StepRecord,
     event::{FinishReason, Load, NewSequence, SequenceId},
     tiers::{JobId, LoadJob, SaveJob, Tier, TierStats},
 };
@@ -210,7 +210,7 @@ pub enum Refusal {
 
 /// The stages of one attempt at one node; each becomes a span.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Stage {
+pub enum AttemptStage {
     /// From the arrival until the scheduler may run the sequence: blocks and a slot are free and, on a prefill
     /// node, the receiver's reservation has arrived.
     Queue,
@@ -226,23 +226,23 @@ pub enum Stage {
     Decode,
 }
 
-impl Stage {
+impl AttemptStage {
     pub const COUNT: usize = Self::Decode as usize + 1;
 }
 
 /// A change of one call's stages.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum StageChange {
-    Began(Stage),
+    Began(AttemptStage),
     Ended {
-        stage: Stage,
+        stage: AttemptStage,
         attributes: StageAttributes,
     },
     /// Every open stage ends with this error.
     Failed {
         error: String,
     },
-    /// The receiver's trace context, under which [`Stage::Transfer`] will open.
+    /// The receiver's trace context, under which [`AttemptStage::Transfer`] will open.
     TransferParent {
         traceparent: String,
     },
@@ -286,7 +286,7 @@ pub enum Metric {
     /// This node was the receiver.
     Received(Result<TransferStats, TransferFailure>),
     Step(StepRecord),
-    Speculated(Speculated),
+    Speculated(SpeculationStats),
     Preempted(u64),
     Load(Load),
     Tier(Tier, TierStats),

@@ -26,7 +26,7 @@ use super::{
 const READERS: usize = 8;
 
 /// The queue of loads, and its threads.
-pub(super) struct Loads {
+pub(super) struct LoadQueue {
     /// `None` once dropped.
     jobs: Option<Sender<Arc<SharedLoad>>>,
     threads: Vec<JoinHandle<()>>,
@@ -119,7 +119,7 @@ struct DiskReader {
     buffer: SlotBuffer,
 }
 
-impl Loads {
+impl LoadQueue {
     pub fn start(
         disk: &Arc<DiskFile>,
         arena: &Arc<KvArena>,
@@ -167,7 +167,7 @@ impl Loads {
     }
 }
 
-impl Drop for Loads {
+impl Drop for LoadQueue {
     fn drop(&mut self) {
         self.stop();
     }

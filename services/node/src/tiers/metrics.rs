@@ -12,18 +12,18 @@ use telemetry::Metrics;
 /// The latest statistics of each tier. The engine thread sets them, and a scrape reads them.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct TierMetrics {
-    latest: Arc<Mutex<Vec<Latest>>>,
+    latest: Arc<Mutex<Vec<LatestTierStats>>>,
 }
 
 /// The latest statistics of one tier, and when the engine thread set them.
 #[derive(Debug)]
-struct Latest {
+struct LatestTierStats {
     tier: Tier,
     stats: TierStats,
     at: Instant,
 }
 
-impl Latest {
+impl LatestTierStats {
     /// Returns the age of the oldest queued save in seconds; 0 without one. While a disk hangs on an idle node nothing
     /// changes, so the engine thread sets no new statistics, but the save grows older.
     fn queue_age(&self) -> f64 {
@@ -39,7 +39,7 @@ impl TierMetrics {
         let observe = |name: &str, unit: u64, read: fn(&TierStats) -> u64| {
             let this = this.clone();
             metrics.observe(name, move |instrument| {
-                for Latest { tier, stats, .. } in this.lock().iter() {
+                for LatestTierStats { tier, stats, .. } in this.lock().iter() {
                     instrument.observe(read(stats) * unit, &[KeyValue::new("tier", tier.name())]);
                 }
             });
@@ -66,7 +66,7 @@ impl TierMetrics {
     }
 
     pub fn set(&self, tier: Tier, stats: TierStats) {
-        let set = Latest { tier, stats, at: Instant::now() };
+        let set = LatestTierStats { tier, stats, at: Instant::now() };
         let mut latest = self.lock();
         match latest.iter_mut().find(|before| before.tier == tier) {
             Some(before) => *before = set,
@@ -74,7 +74,7 @@ impl TierMetrics {
         }
     }
 
-    fn lock(&self) -> std::sync::MutexGuard<'_, Vec<Latest>> {
+    fn lock(&self) -> std::sync::MutexGuard<'_, Vec<LatestTierStats>> {
         self.latest.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }

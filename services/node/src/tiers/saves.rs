@@ -26,7 +26,7 @@ use super::{
 const WRITERS: usize = 2;
 
 /// The queue of saves, and its threads.
-pub(super) struct Saves {
+pub(super) struct SaveQueue {
     /// `None` once dropped.
     jobs: Option<Sender<SaveJob>>,
     threads: Vec<JoinHandle<()>>,
@@ -38,7 +38,7 @@ struct BufferedBlock {
     buffer: SlotBuffer,
 }
 
-impl Saves {
+impl SaveQueue {
     /// `host`: memory of the host tier, if there is one.
     pub fn start(
         disk: &Arc<DiskFile>,
@@ -99,7 +99,7 @@ impl Saves {
     }
 }
 
-impl Drop for Saves {
+impl Drop for SaveQueue {
     /// Ends and joins the threads.
     fn drop(&mut self) {
         self.jobs = None;

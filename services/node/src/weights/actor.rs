@@ -23,7 +23,8 @@ use weight_transfer::{
 use self::work::released;
 use super::{
     calls::{
-        Begin, CALLS_MAX, Handle, WeightsCall, WeightsCallError, WeightsMessage, WeightsStatus,
+        CALLS_MAX, CheckedUpdate, Handle, WeightsCall, WeightsCallError, WeightsMessage,
+        WeightsStatus,
     },
     copy::WeightFiles,
     peers::{PeerCredentials, UpdatePeer},
@@ -111,13 +112,13 @@ struct Actor {
 type Obtained = (WeightVersion, Option<Arc<WeightFiles>>);
 
 /// Prepared weights, and their files unless a trainer sent the weights.
-struct Prepared {
+struct PreparedWeights {
     version: WeightVersion,
     files: Option<WeightFiles>,
 }
 
 struct RunningUpdate {
-    begin: Begin,
+    begin: CheckedUpdate,
     /// Cancelled when this value is dropped.
     cancelled: CancellationToken,
     _cancel: DropGuard,
@@ -126,7 +127,7 @@ struct RunningUpdate {
 }
 
 impl RunningUpdate {
-    fn new(begin: Begin) -> Self {
+    fn new(begin: CheckedUpdate) -> Self {
         let cancelled = CancellationToken::new();
         Self { begin, _cancel: cancelled.clone().drop_guard(), cancelled, next_peer: 0 }
     }
@@ -146,7 +147,7 @@ enum ActorTaskOutcome {
     Input(ParticipantInput),
     Received {
         id: UpdateId,
-        outcome: Result<Prepared, String>,
+        outcome: Result<PreparedWeights, String>,
     },
     Installed {
         id: UpdateId,
@@ -270,7 +271,7 @@ impl Actor {
         match done {
             ActorTaskOutcome::Input(input) => self.participant.handle(input),
             ActorTaskOutcome::Received { id, outcome } => {
-                let outcome = outcome.map(|Prepared { version, files }| {
+                let outcome = outcome.map(|PreparedWeights { version, files }| {
                     if self.running.as_ref().is_some_and(|running| running.begin.id == id) {
                         self.prepared = Some((version, files.map(Arc::new)));
                     }
@@ -514,8 +515,8 @@ mod tests {
         assert!(actor.restoring.is_none());
     }
 
-    fn begin_of(id: UpdateId) -> Begin {
-        Begin {
+    fn begin_of(id: UpdateId) -> CheckedUpdate {
+        CheckedUpdate {
             id,
             label: String::new(),
             origin: WeightsOrigin::Path("/new".into()),
@@ -536,7 +537,7 @@ mod tests {
         assert_eq!(actor.participant.poll_action(), Some(ParticipantAction::Receive { id }));
         actor.done(ActorTaskOutcome::Received {
             id,
-            outcome: Ok(Prepared { version, files: None }),
+            outcome: Ok(PreparedWeights { version, files: None }),
         });
         actor.call(WeightsCall::Commit { id, version }).unwrap();
         actor.act();
@@ -566,7 +567,7 @@ mod tests {
         actor.call(WeightsCall::Begin(begin_of(id))).unwrap();
         actor.done(ActorTaskOutcome::Received {
             id,
-            outcome: Ok(Prepared { version, files: None }),
+            outcome: Ok(PreparedWeights { version, files: None }),
         });
         actor.call(WeightsCall::Commit { id, version }).unwrap();
         let paused = Duration::from_millis(3);
@@ -614,7 +615,7 @@ mod tests {
     #[test]
     fn rounds_of_questions_ask_every_peer_in_turn() {
         let peer = |number: u128| UpdatePeer { epoch: Epoch(number), grpc: String::new() };
-        let begin = |peers| Begin { peers, ..begin_of(UpdateId(7)) };
+        let begin = |peers| CheckedUpdate { peers, ..begin_of(UpdateId(7)) };
         let mut many = RunningUpdate::new(begin((0..20).map(peer).collect()));
         let mut asked = Vec::new();
         for _ in 0..5 {

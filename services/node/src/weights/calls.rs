@@ -14,7 +14,7 @@ pub(super) const CALLS_MAX: usize = 64;
 
 /// An update whose fields are checked.
 #[derive(Clone, Debug)]
-pub(super) struct Begin {
+pub(super) struct CheckedUpdate {
     pub id: UpdateId,
     pub label: String,
     pub origin: WeightsOrigin,
@@ -37,7 +37,7 @@ pub(super) enum WeightsOrigin {
 
 #[derive(Debug)]
 pub(super) enum WeightsCall {
-    Begin(Begin),
+    Begin(CheckedUpdate),
     Commit {
         id: UpdateId,
         version: WeightVersion,
@@ -94,13 +94,13 @@ pub(super) struct WeightsStatus {
     pub paused: Option<(UpdateId, Duration)>,
 }
 
-pub(super) type Reply = oneshot::Sender<Result<WeightsStatus, WeightsCallError>>;
+pub(super) type WeightsReply = oneshot::Sender<Result<WeightsStatus, WeightsCallError>>;
 /// Files of weights on their way to a peer.
 pub(super) type FileParts = mpsc::Receiver<Result<v1::WeightsPart, Status>>;
 
 #[derive(Debug)]
 pub(super) enum WeightsMessage {
-    Call(WeightsCall, Reply),
+    Call(WeightsCall, WeightsReply),
     /// A peer copies weights of this version.
     Copy(WeightVersion, oneshot::Sender<Result<FileParts, WeightsCallError>>),
 }

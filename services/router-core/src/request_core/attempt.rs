@@ -21,7 +21,7 @@ use serde::{Deserialize, Serialize};
 
 use super::{
     emitted::EmittedTokens,
-    failure::{AttemptFailure, AttemptSide, Cause},
+    failure::{AttemptFailure, AttemptSide, FailureCause},
 };
 
 /// Maximum time that a complete answer waits for the decode node's last event, which only adds statistics.
@@ -230,7 +230,7 @@ impl AttemptState {
                 let failure = AttemptFailure::reported(AttemptSide::Decode, failure);
                 let awaits_token_0 =
                     self.prefill == Prefill::Prefilling && decode != Decode::Decoding;
-                if failure.cause == Cause::TransferFailed && awaits_token_0 {
+                if failure.cause == FailureCause::TransferFailed && awaits_token_0 {
                     self.transfer_failed = Some(failure);
                     return vec![];
                 }
@@ -445,7 +445,7 @@ mod tests {
         AttemptFailure::stream_end(side, None)
     }
 
-    fn causes(next: &[AttemptAction]) -> Vec<Cause> {
+    fn causes(next: &[AttemptAction]) -> Vec<FailureCause> {
         let cause = |next: &AttemptAction| match next {
             AttemptAction::Fail(failure) => Some(failure.cause),
             _ => None,
@@ -468,7 +468,7 @@ mod tests {
             AttemptState::new(first_index, false).on_decode_event(aborted(), &mut emitted)
         };
         assert_eq!(on_aborted(50), [AttemptAction::Finish(FinishReason::Abort)]);
-        assert_eq!(causes(&on_aborted(0)), [Cause::Violation]);
+        assert_eq!(causes(&on_aborted(0)), [FailureCause::Violation]);
     }
 
     #[test]
@@ -555,7 +555,10 @@ mod tests {
         let (mut attempt, mut emitted) = pair();
         attempt.on_decode_event(reserved(false), &mut emitted);
         attempt.on_prefill_event(first(0, 5, None), &mut emitted);
-        assert_eq!(causes(&attempt.on_prefill_end(lost(AttemptSide::Prefill))), [Cause::Lost]);
+        assert_eq!(
+            causes(&attempt.on_prefill_end(lost(AttemptSide::Prefill))),
+            [FailureCause::Lost]
+        );
     }
 
     #[test]
@@ -599,7 +602,7 @@ mod tests {
             for event in events {
                 last = attempt.on_decode_event(event.clone(), &mut emitted);
             }
-            assert_eq!(causes(&last), [Cause::Violation], "{events:?}");
+            assert_eq!(causes(&last), [FailureCause::Violation], "{events:?}");
         }
         for events in [vec![first(1, 5, None)], vec![first(0, 5, None); 2], vec![delivered()]] {
             let (mut attempt, mut emitted) = pair();
@@ -607,7 +610,7 @@ mod tests {
             for event in events.clone() {
                 last = attempt.on_prefill_event(event, &mut emitted);
             }
-            assert_eq!(causes(&last), [Cause::Violation], "{events:?}");
+            assert_eq!(causes(&last), [FailureCause::Violation], "{events:?}");
         }
     }
 
@@ -617,16 +620,16 @@ mod tests {
         attempt.on_decode_event(reserved(false), &mut emitted);
         attempt.on_prefill_event(first(0, 5, None), &mut emitted);
         let next = attempt.on_decode_event(tokens(0, &[6]), &mut emitted);
-        assert_eq!(causes(&next), [Cause::Contradiction]);
+        assert_eq!(causes(&next), [FailureCause::Contradiction]);
         assert_eq!(emitted.ids(), [5]);
     }
 
     #[test]
     fn a_reported_failure_keeps_its_kind() {
         for (kind, cause) in [
-            (FailureKind::Busy, Cause::Busy),
-            (FailureKind::Mismatch, Cause::Mismatch),
-            (FailureKind::Internal, Cause::Internal),
+            (FailureKind::Busy, FailureCause::Busy),
+            (FailureKind::Mismatch, FailureCause::Mismatch),
+            (FailureKind::Internal, FailureCause::Internal),
         ] {
             let (mut attempt, mut emitted) = pair();
             let next = attempt.on_decode_event(failed(kind), &mut emitted);
@@ -636,7 +639,7 @@ mod tests {
         let (mut attempt, mut emitted) = pair();
         attempt.on_prefill_event(first(0, 5, None), &mut emitted);
         let next = attempt.on_decode_event(failed(FailureKind::TransferFailed), &mut emitted);
-        assert_eq!(causes(&next), [Cause::TransferFailed]);
+        assert_eq!(causes(&next), [FailureCause::TransferFailed]);
     }
 
     #[test]
@@ -658,13 +661,13 @@ mod tests {
         let (mut attempt, mut emitted) = transfer_failed();
         let next = attempt.on_prefill_event(first(0, 5, None), &mut emitted);
         assert_eq!(next[0], emit(AttemptSide::Prefill, 0, &[5]));
-        assert_eq!(causes(&next), [Cause::TransferFailed]);
+        assert_eq!(causes(&next), [FailureCause::TransferFailed]);
         // The transfer has also failed when the prefill node is lost or late.
         let (mut attempt, _) = transfer_failed();
         let next = attempt.on_prefill_end(lost(AttemptSide::Prefill));
-        assert_eq!(causes(&next), [Cause::TransferFailed]);
+        assert_eq!(causes(&next), [FailureCause::TransferFailed]);
         let (mut attempt, _) = transfer_failed();
-        assert_eq!(causes(&attempt.on_token_0_late()), [Cause::TransferFailed]);
+        assert_eq!(causes(&attempt.on_token_0_late()), [FailureCause::TransferFailed]);
     }
 
     proptest! {

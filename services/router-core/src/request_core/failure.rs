@@ -48,7 +48,7 @@ pub enum AttemptSide {
 
 /// Cause of a failed attempt; decides which nodes the next attempt avoids.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
-pub enum Cause {
+pub enum FailureCause {
     /// The node's queue is full, or the node has too few free KV blocks.
     #[error("busy")]
     Busy,
@@ -108,7 +108,7 @@ pub enum Cause {
     Contradiction,
 }
 
-impl Cause {
+impl FailureCause {
     fn of_kind(kind: FailureKind) -> Self {
         match kind {
             FailureKind::Busy => Self::Busy,
@@ -146,7 +146,7 @@ pub enum Blame {
 #[error("{side} node: {cause}: {message}")]
 pub struct AttemptFailure {
     pub side: AttemptSide,
-    pub cause: Cause,
+    pub cause: FailureCause,
     /// Message on one line.
     pub message: String,
 }
@@ -154,26 +154,30 @@ pub struct AttemptFailure {
 impl AttemptFailure {
     /// Converts the node's Failure event.
     pub fn reported(side: AttemptSide, failure: Failure) -> Self {
-        Self { side, cause: Cause::of_kind(failure.kind()), message: one_line(&failure.message) }
+        Self {
+            side,
+            cause: FailureCause::of_kind(failure.kind()),
+            message: one_line(&failure.message),
+        }
     }
 
     /// Converts a refused call or a broken stream.
     fn call(side: AttemptSide, error: &CallError) -> Self {
         let is_broken = error.is_broken;
         let cause = match error.code {
-            GrpcCode::RESOURCE_EXHAUSTED => Cause::Busy,
-            GrpcCode::UNAVAILABLE if is_broken => Cause::Lost,
-            GrpcCode::UNAVAILABLE => Cause::Draining,
-            GrpcCode::INVALID_ARGUMENT => Cause::Invalid,
-            GrpcCode::OUT_OF_RANGE => Cause::AnswerComplete,
-            GrpcCode::ALREADY_EXISTS => Cause::Duplicate,
-            GrpcCode::ABORTED => Cause::OtherWeights,
-            GrpcCode::DATA_LOSS if !is_broken => Cause::MatcherFailed,
-            GrpcCode::UNIMPLEMENTED if !is_broken => Cause::NoGrammar,
-            GrpcCode::FAILED_PRECONDITION | GrpcCode::UNAUTHENTICATED => Cause::Stale,
-            GrpcCode::DEADLINE_EXCEEDED => Cause::Deadline,
-            _ if is_broken => Cause::Lost,
-            _ => Cause::Internal,
+            GrpcCode::RESOURCE_EXHAUSTED => FailureCause::Busy,
+            GrpcCode::UNAVAILABLE if is_broken => FailureCause::Lost,
+            GrpcCode::UNAVAILABLE => FailureCause::Draining,
+            GrpcCode::INVALID_ARGUMENT => FailureCause::Invalid,
+            GrpcCode::OUT_OF_RANGE => FailureCause::AnswerComplete,
+            GrpcCode::ALREADY_EXISTS => FailureCause::Duplicate,
+            GrpcCode::ABORTED => FailureCause::OtherWeights,
+            GrpcCode::DATA_LOSS if !is_broken => FailureCause::MatcherFailed,
+            GrpcCode::UNIMPLEMENTED if !is_broken => FailureCause::NoGrammar,
+            GrpcCode::FAILED_PRECONDITION | GrpcCode::UNAUTHENTICATED => FailureCause::Stale,
+            GrpcCode::DEADLINE_EXCEEDED => FailureCause::Deadline,
+            _ if is_broken => FailureCause::Lost,
+            _ => FailureCause::Internal,
         };
         Self { side, cause, message: one_line(&error.message) }
     }
@@ -184,13 +188,13 @@ impl AttemptFailure {
             return Self::call(side, &error);
         }
         let message = "the stream ended without a final event".to_owned();
-        Self { side, cause: Cause::Lost, message }
+        Self { side, cause: FailureCause::Lost, message }
     }
 
     /// Returns the failure of a node that sent no event for the time `silence`.
     pub fn silent(side: AttemptSide, silence: Duration) -> Self {
         let message = format!("no event for {silence:?} (router.idle_timeout)");
-        Self { side, cause: Cause::Lost, message }
+        Self { side, cause: FailureCause::Lost, message }
     }
 
     /// Returns the failure of an attempt whose decode node drains for less time than the answer needs.
@@ -200,14 +204,14 @@ impl AttemptFailure {
             grace.as_secs_f64(),
             needed.as_secs_f64()
         );
-        Self { side: AttemptSide::Decode, cause: Cause::Migrated, message }
+        Self { side: AttemptSide::Decode, cause: FailureCause::Migrated, message }
     }
 
     /// Returns the report about the node of [`Self::side`], if the failure says anything about it.
     pub fn node_feedback(&self) -> Option<NodeFeedback> {
         match self.cause {
-            Cause::Busy | Cause::OtherWeights => Some(NodeFeedback::Busy),
-            Cause::Lost | Cause::Stale => Some(NodeFeedback::Lost),
+            FailureCause::Busy | FailureCause::OtherWeights => Some(NodeFeedback::Busy),
+            FailureCause::Lost | FailureCause::Stale => Some(NodeFeedback::Lost),
             _ => None,
         }
     }
@@ -216,12 +220,12 @@ impl AttemptFailure {
     pub fn is_refusal(&self) -> bool {
         matches!(
             self.cause,
-            Cause::Busy
-                | Cause::Draining
-                | Cause::Stale
-                | Cause::OtherWeights
-                | Cause::Duplicate
-                | Cause::NoGrammar
+            FailureCause::Busy
+                | FailureCause::Draining
+                | FailureCause::Stale
+                | FailureCause::OtherWeights
+                | FailureCause::Duplicate
+                | FailureCause::NoGrammar
         )
     }
 
@@ -229,25 +233,26 @@ impl AttemptFailure {
     /// that cannot follow grammars, or a node that received an invalid request.
     pub fn blame(&self) -> Option<Blame> {
         match self.cause {
-            Cause::Lost | Cause::Internal | Cause::Violation | Cause::Contradiction => {
-                Some(Blame::Node)
-            }
-            Cause::TransferFailed => Some(Blame::Pair),
+            FailureCause::Lost
+            | FailureCause::Internal
+            | FailureCause::Violation
+            | FailureCause::Contradiction => Some(Blame::Node),
+            FailureCause::TransferFailed => Some(Blame::Pair),
             _ => None,
         }
     }
 
     pub fn violation(side: AttemptSide, message: impl Into<String>) -> Self {
-        Self { side, cause: Cause::Violation, message: message.into() }
+        Self { side, cause: FailureCause::Violation, message: message.into() }
     }
 
     pub fn emission(side: AttemptSide, error: &EmissionError) -> Self {
         let cause = match error {
-            EmissionError::Contradiction { .. } => Cause::Contradiction,
+            EmissionError::Contradiction { .. } => FailureCause::Contradiction,
             EmissionError::Gap { .. }
             | EmissionError::TooMany { .. }
             | EmissionError::OutsideVocabulary { .. }
-            | EmissionError::Empty { .. } => Cause::Violation,
+            | EmissionError::Empty { .. } => FailureCause::Violation,
         };
         Self { side, cause, message: error.to_string() }
     }
@@ -275,17 +280,17 @@ mod tests {
             AttemptFailure::call(side, &CallError { code, is_broken, message: "a test".into() })
         };
         let refused = failure(AttemptSide::Decode, GrpcCode::UNAVAILABLE, false);
-        assert_eq!(refused.cause, Cause::Draining);
+        assert_eq!(refused.cause, FailureCause::Draining);
         let broken = failure(AttemptSide::Decode, GrpcCode::UNAVAILABLE, true);
-        assert_eq!(broken.cause, Cause::Lost);
+        assert_eq!(broken.cause, FailureCause::Lost);
         let busy = failure(AttemptSide::Prefill, GrpcCode::RESOURCE_EXHAUSTED, false);
-        assert_eq!((busy.cause, busy.side), (Cause::Busy, AttemptSide::Prefill));
+        assert_eq!((busy.cause, busy.side), (FailureCause::Busy, AttemptSide::Prefill));
         assert!(busy.is_refusal() && refused.is_refusal() && !broken.is_refusal());
         // The router observes the node again, and logs why the node rejects its tokens.
         let unread = failure(AttemptSide::Decode, GrpcCode::UNIMPLEMENTED, false);
-        assert_eq!((unread.cause, unread.blame()), (Cause::NoGrammar, None));
+        assert_eq!((unread.cause, unread.blame()), (FailureCause::NoGrammar, None));
         let failed = failure(AttemptSide::Decode, GrpcCode::DATA_LOSS, false);
-        assert_eq!((failed.cause, failed.blame()), (Cause::MatcherFailed, None));
+        assert_eq!((failed.cause, failed.blame()), (FailureCause::MatcherFailed, None));
         assert!(!failed.is_refusal());
         let rejected = failure(AttemptSide::Decode, GrpcCode::UNAUTHENTICATED, false);
         assert_eq!(rejected.node_feedback(), Some(NodeFeedback::Lost));
@@ -295,7 +300,7 @@ mod tests {
     fn a_peers_message_is_one_bounded_line() {
         let failure = Failure { kind: 99, message: format!("a\nb{}", "ü".repeat(500)) };
         let failure = AttemptFailure::reported(AttemptSide::Decode, failure);
-        assert_eq!(failure.cause, Cause::Internal);
+        assert_eq!(failure.cause, FailureCause::Internal);
         assert!(failure.message.starts_with("a b") && failure.message.len() < 310);
     }
 }

@@ -56,7 +56,9 @@ use crate::fair_queue::{SessionMarks, StartLimit, TooLate};
 use attempt::{AttemptAction, AttemptState, LAST_EVENT_MAX, TOKEN_0_MAX};
 pub use attempt::{AttemptStats, NodeStats};
 use emitted::EmittedTokens;
-pub use failure::{AttemptFailure, AttemptSide, Blame, CallError, Cause, GrpcCode, NodeFeedback};
+pub use failure::{
+    AttemptFailure, AttemptSide, Blame, CallError, FailureCause, GrpcCode, NodeFeedback,
+};
 pub use output::{
     AttemptCalls, AttemptOutcome, EndedAttempt, FinishedAnswer, HandOverStats, RequestOutput,
 };
@@ -661,7 +663,7 @@ impl RequestCore {
                 }
                 // The emitted tokens complete the grammar: an earlier attempt failed after its last token.
                 Some(AttemptAction::Fail(failure))
-                    if failure.cause == Cause::AnswerComplete
+                    if failure.cause == FailureCause::AnswerComplete
                         && self.spec.grammar.is_some()
                         && self.emitted.next_index() > 0 =>
                 {

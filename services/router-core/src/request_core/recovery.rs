@@ -19,7 +19,7 @@ use cluster::{Epoch, NoNode};
 
 use super::{
     RecoveryPolicy,
-    failure::{AttemptFailure, AttemptSide, Cause},
+    failure::{AttemptFailure, AttemptSide, FailureCause},
 };
 use crate::fair_queue::TooLate;
 
@@ -156,42 +156,42 @@ impl Recovery {
         now: Instant,
     ) -> NextStep {
         match failure.cause {
-            Cause::Deadline
-            | Cause::SlowReader
-            | Cause::Invalid
-            | Cause::MatcherFailed
-            | Cause::Contradiction => {
+            FailureCause::Deadline
+            | FailureCause::SlowReader
+            | FailureCause::Invalid
+            | FailureCause::MatcherFailed
+            | FailureCause::Contradiction => {
                 return NextStep::GiveUp(GiveUp::Final(failure));
             }
             // The router itself ended the attempt, so no node is at fault.
-            Cause::Migrated => {
+            FailureCause::Migrated => {
                 self.failed_total += 1;
                 return NextStep::Retry;
             }
             // The directory does not return the node for a while.
-            Cause::Busy | Cause::OtherWeights => {
+            FailureCause::Busy | FailureCause::OtherWeights => {
                 self.wait(WaitReason::Busy, now);
                 return NextStep::Retry;
             }
             // The pair failed together; the node at fault is unknown.
-            Cause::TransferFailed | Cause::Mismatch => {
+            FailureCause::TransferFailed | FailureCause::Mismatch => {
                 self.transfers_failed += 1;
                 self.avoid_prefill.extend(prefill);
             }
-            Cause::Lost
-            | Cause::Draining
-            | Cause::Stale
-            | Cause::AnswerComplete
-            | Cause::NoGrammar
-            | Cause::Internal
-            | Cause::Violation => match (failure.side, prefill) {
+            FailureCause::Lost
+            | FailureCause::Draining
+            | FailureCause::Stale
+            | FailureCause::AnswerComplete
+            | FailureCause::NoGrammar
+            | FailureCause::Internal
+            | FailureCause::Violation => match (failure.side, prefill) {
                 (AttemptSide::Prefill, Some(prefill)) => self.avoid_prefill.push(prefill),
                 (AttemptSide::Prefill, None) | (AttemptSide::Decode, _) => {
                     self.avoid_decode.push(decode)
                 }
             },
             // The next attempt has another transfer id, and nodes that changed their weights are as good as before.
-            Cause::Duplicate | Cause::WeightsChanged => {}
+            FailureCause::Duplicate | FailureCause::WeightsChanged => {}
         }
         self.failed_total += 1;
         self.failed += 1;
@@ -200,7 +200,7 @@ impl Recovery {
             return NextStep::GiveUp(GiveUp::AttemptsSpent { attempts, last: failure });
         }
         match (failure.cause, self.failed) {
-            (Cause::Lost, 2..) => {
+            (FailureCause::Lost, 2..) => {
                 let factor = 2u32.saturating_pow(self.failed - 2);
                 NextStep::RetryAfter(LOST_WAIT.saturating_mul(factor).min(LOST_WAIT_MAX))
             }
@@ -291,7 +291,7 @@ mod tests {
     };
     const NONE_UP: NoNode = NoNode::NoneUp { role: Role::Decode, listed: 1 };
 
-    fn failure(side: AttemptSide, cause: Cause) -> AttemptFailure {
+    fn failure(side: AttemptSide, cause: FailureCause) -> AttemptFailure {
         AttemptFailure { side, cause, message: "why".into() }
     }
 
@@ -309,7 +309,7 @@ mod tests {
         let (mut recovery, now) = (Recovery::new(policy), Instant::now());
         for number in 1..=3 {
             assert!(!recovery.local_prefill());
-            let failure = failure(AttemptSide::Prefill, Cause::Duplicate);
+            let failure = failure(AttemptSide::Prefill, FailureCause::Duplicate);
             recovery.failed(failure, Some(epoch(number)), epoch(101), now);
         }
         assert!(recovery.local_prefill());
@@ -322,7 +322,7 @@ mod tests {
         let mut next = NextStep::Retry;
         for number in 1..=200 {
             next = recovery.failed(
-                failure(AttemptSide::Decode, Cause::Lost),
+                failure(AttemptSide::Decode, FailureCause::Lost),
                 None,
                 epoch(number),
                 now,
@@ -341,11 +341,11 @@ mod tests {
         let now = Instant::now();
         let (prefill, decode) = nodes();
         for (side, cause) in [
-            (AttemptSide::Prefill, Cause::Lost),
-            (AttemptSide::Prefill, Cause::Draining),
-            (AttemptSide::Decode, Cause::Lost),
-            (AttemptSide::Decode, Cause::Internal),
-            (AttemptSide::Decode, Cause::Stale),
+            (AttemptSide::Prefill, FailureCause::Lost),
+            (AttemptSide::Prefill, FailureCause::Draining),
+            (AttemptSide::Decode, FailureCause::Lost),
+            (AttemptSide::Decode, FailureCause::Internal),
+            (AttemptSide::Decode, FailureCause::Stale),
         ] {
             let mut recovery = Recovery::new(POLICY);
             let next = recovery.failed(failure(side, cause), Some(prefill), decode, now);
@@ -361,7 +361,7 @@ mod tests {
         let now = Instant::now();
         let (prefill, decode) = nodes();
         let mut recovery = Recovery::new(POLICY);
-        let failed = || failure(AttemptSide::Decode, Cause::TransferFailed);
+        let failed = || failure(AttemptSide::Decode, FailureCause::TransferFailed);
         recovery.failed(failed(), Some(prefill), decode, now);
         assert_eq!(recovery.avoid_prefill(), [prefill]);
         assert!(recovery.avoid_decode().is_empty() && !recovery.local_prefill());
@@ -374,7 +374,7 @@ mod tests {
         let now = Instant::now();
         let (_, decode) = nodes();
         let mut recovery = Recovery::new(POLICY);
-        let lost = || failure(AttemptSide::Prefill, Cause::Lost);
+        let lost = || failure(AttemptSide::Prefill, FailureCause::Lost);
         let waits = [NextStep::Retry, retry_after(100), retry_after(200)];
         for (number, next) in (1..).zip(waits) {
             assert!(!recovery.local_prefill());
@@ -391,7 +391,12 @@ mod tests {
     fn request_failures_are_not_retried() {
         let now = Instant::now();
         let (_, decode) = nodes();
-        for cause in [Cause::Deadline, Cause::Invalid, Cause::Contradiction, Cause::SlowReader] {
+        for cause in [
+            FailureCause::Deadline,
+            FailureCause::Invalid,
+            FailureCause::Contradiction,
+            FailureCause::SlowReader,
+        ] {
             let failure = failure(AttemptSide::Decode, cause);
             assert_eq!(
                 Recovery::new(POLICY).failed(failure.clone(), None, decode, now),
@@ -404,7 +409,7 @@ mod tests {
     fn an_attempt_that_emitted_tokens_renews_the_budget() {
         let now = Instant::now();
         let mut recovery = Recovery::new(POLICY);
-        let lost = || failure(AttemptSide::Decode, Cause::Lost);
+        let lost = || failure(AttemptSide::Decode, FailureCause::Lost);
         for number in 1..=100 {
             recovery.progressed();
             assert_eq!(recovery.failed(lost(), None, epoch(number), now), NextStep::Retry);
@@ -428,7 +433,7 @@ mod tests {
         for _ in 0..2 {
             assert!(!recovery.local_prefill());
             recovery.progressed();
-            let failure = failure(AttemptSide::Decode, Cause::TransferFailed);
+            let failure = failure(AttemptSide::Decode, FailureCause::TransferFailed);
             recovery.failed(failure, Some(prefill), decode, now);
         }
         assert!(recovery.local_prefill());
@@ -442,7 +447,7 @@ mod tests {
         assert_eq!(recovery.all_busy(start), NextStep::WaitForTurn);
         for second in 0..30 {
             let now = start + Duration::from_secs(second);
-            let busy = failure(AttemptSide::Decode, Cause::Busy);
+            let busy = failure(AttemptSide::Decode, FailureCause::Busy);
             assert_eq!(recovery.failed(busy, Some(prefill), decode, now), NextStep::Retry);
             assert!(recovery.avoid_decode().is_empty() && recovery.attempts() == 1);
             assert_eq!(recovery.all_busy(now), NextStep::WaitForTurn);
@@ -458,7 +463,7 @@ mod tests {
         let start = Instant::now();
         let (_, decode) = nodes();
         let mut recovery = Recovery::new(POLICY);
-        recovery.failed(failure(AttemptSide::Decode, Cause::Lost), None, decode, start);
+        recovery.failed(failure(AttemptSide::Decode, FailureCause::Lost), None, decode, start);
         for waited in [Duration::ZERO, POLICY.busy_timeout, Duration::from_secs(3600)] {
             let next = recovery.no_node(&NONE_UP, start + waited);
             assert_eq!(next, NextStep::WaitForNode { waited });
@@ -494,7 +499,7 @@ mod tests {
 
         let mut recovery = Recovery::new(POLICY);
         recovery.no_node(&NONE_UP, start);
-        recovery.failed(failure(AttemptSide::Decode, Cause::Busy), None, decode, start);
+        recovery.failed(failure(AttemptSide::Decode, FailureCause::Busy), None, decode, start);
         assert_eq!(recovery.no_node(&NONE_UP, later), NextStep::WaitForNode { waited: zero });
 
         let mut recovery = Recovery::new(POLICY);

@@ -714,7 +714,7 @@ fn answer_that_outlasts_the_drain_of_its_node_migrates_without_spending_the_budg
             panic!("{outputs:?}")
         };
         let AttemptOutcome::Failed(failure) = &ended.outcome else { panic!("{ended:?}") };
-        assert_eq!((failure.cause, failure.blame()), (Cause::Migrated, None), "{migration}");
+        assert_eq!((failure.cause, failure.blame()), (FailureCause::Migrated, None), "{migration}");
         owner.picked(false);
         owner.decode_sends(Event::Reserved(Reserved { cached_tokens: 0, local_prefill: true }));
         for _ in 0..DRAIN_TOKENS_MIN + 1 {

@@ -133,7 +133,7 @@ fn answer_that_cannot_start_in_time_is_refused_before_it_queues() {
     }
     let soon = scene.within(Duration::from_secs(2));
     let refused = scene.waits(&flow, soon).unwrap_err();
-    assert!(matches!(refused.full, Full::Late(_)), "{refused}");
+    assert!(matches!(refused.full, LoadBound::Late(_)), "{refused}");
     assert!((3..=4).contains(&refused.retry_after_s), "{refused}");
     assert!(!refused.full.is_of_caller());
     let admitted = scene.router.in_flight();
@@ -148,7 +148,7 @@ fn answer_that_cannot_start_in_time_is_refused_before_it_queues() {
     // Another flow makes it the caller's own limit.
     scene.waits(&tenant("b"), long).unwrap();
     let refused = scene.waits(&flow, soon).unwrap_err();
-    assert!(matches!(refused.full, Full::Late(_)) && refused.full.is_of_caller(), "{refused}");
+    assert!(matches!(refused.full, LoadBound::Late(_)) && refused.full.is_of_caller(), "{refused}");
 }
 
 #[test]
@@ -157,7 +157,7 @@ fn refusal_for_a_short_deadline_tells_service_time_and_deadline() {
     scene.ran(&flow, Duration::from_secs(5));
     let deadline = scene.now + Duration::from_secs(2);
     let refused = scene.waits(&flow, WaitLimits { wait_max: LONG, deadline }).unwrap_err();
-    let Full::Late(late) = refused.full else { panic!("{refused}") };
+    let LoadBound::Late(late) = refused.full else { panic!("{refused}") };
     let StartLimit::Deadline { time_left, service_time } = late.limit else {
         panic!("{refused}");
     };
@@ -180,7 +180,7 @@ fn places_are_bounded_except_for_answers_that_have_begun() {
     let limits = scene.within(LONG);
     let both = [(); 2].map(|()| scene.waits(&flow, limits).unwrap());
     let refused = scene.waits(&flow, limits).unwrap_err();
-    assert_eq!((refused.full, refused.retry_after_s), (Full::Waiting { max: 2 }, 1));
+    assert_eq!((refused.full, refused.retry_after_s), (LoadBound::Waiting { max: 2 }, 1));
     let begun = scene.router.take_place(&scene.model, AnswerId(9), &flow, true).unwrap();
     for place in both.into_iter().chain([begun]) {
         scene.leaves(place, &flow);
@@ -196,9 +196,9 @@ fn closed_router_refuses_every_request() {
     for _ in 0..8 {
         scene.check(&flow, limits).unwrap();
     }
-    assert_eq!(scene.check(&flow, limits).unwrap_err().full, Full::InFlight { max: 8 });
+    assert_eq!(scene.check(&flow, limits).unwrap_err().full, LoadBound::InFlight { max: 8 });
     scene.router.handle_request_ended(&flow.name, 8);
     scene.check(&flow, limits).unwrap();
     scene.router.close();
-    assert_eq!(scene.check(&flow, limits).unwrap_err().full, Full::Stopping);
+    assert_eq!(scene.check(&flow, limits).unwrap_err().full, LoadBound::Stopping);
 }

@@ -12,7 +12,7 @@ use serde::Serialize;
 
 use crate::{
     front::Front,
-    history::{Found, Kept, Query, RequestReport},
+    history::{HistoryAnswer, HistorySize, Query, RequestReport},
     http::{ApiError, PathParameter},
 };
 
@@ -58,7 +58,7 @@ pub async fn explain(State(front): State<Arc<Front>>, RawQuery(query): RawQuery)
 async fn find(front: Arc<Front>, query: Query) -> ExplainedRequests {
     let found = tokio::task::spawn_blocking(move || {
         let now = front.history.time_of(Instant::now());
-        let Found { requests, kept: Kept { running, ended, oldest } } =
+        let HistoryAnswer { requests, kept: HistorySize { running, ended, oldest } } =
             front.history.find(now, &query);
         ExplainedRequests {
             requests: requests.iter().map(|entry| RequestReport::new(entry, now)).collect(),

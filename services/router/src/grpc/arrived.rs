@@ -36,14 +36,14 @@ use crate::{
 
 /// Record of a request whose message is being read.
 #[derive(Clone)]
-pub struct Arrived(Arc<ArrivedState>);
+pub struct ArrivingRequest(Arc<ArrivedState>);
 
 struct ArrivedState {
     record: Mutex<Option<RequestRecord>>,
     broke_off: AtomicBool,
 }
 
-impl Arrived {
+impl ArrivingRequest {
     fn new(record: RequestRecord) -> Self {
         let (record, broke_off) = (Mutex::new(Some(record)), AtomicBool::new(false));
         Self(Arc::new(ArrivedState { record, broke_off }))
@@ -84,7 +84,7 @@ pub async fn count(
     let connection = request.extensions().get().cloned().unwrap_or_default();
     let caller = request.extensions().get().cloned().unwrap_or_default();
     let record = RequestRecord::new(&front, operation, request_id, None, connection, caller);
-    let arrived = Arrived::new(record);
+    let arrived = ArrivingRequest::new(record);
     request.extensions_mut().insert(arrived.clone());
     let response = next.run(request).await;
     if let Some(record) = arrived.read() {
@@ -112,14 +112,19 @@ pub struct BoundedBody {
     reserved: ReservedBytes,
     caller: Caller,
     /// Record of a generation request, to notify when the body breaks off.
-    arrived: Option<Arrived>,
+    arrived: Option<ArrivingRequest>,
     /// Timer until the body of a generation request counts as a stream.
     counts_after: Option<Pin<Box<Sleep>>>,
     stream: Option<OpenStreams>,
 }
 
 impl BoundedBody {
-    pub fn new(body: Body, budget: &BodyBudget, caller: Caller, arrived: Option<Arrived>) -> Self {
+    pub fn new(
+        body: Body,
+        budget: &BodyBudget,
+        caller: Caller,
+        arrived: Option<ArrivingRequest>,
+    ) -> Self {
         let reserved = budget.reserve(caller.flow(None));
         let counts_after = arrived.is_some().then(|| Box::pin(sleep(BODY_COUNTS_AFTER)));
         Self { body, reserved, caller, arrived, counts_after, stream: None }

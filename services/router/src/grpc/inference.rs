@@ -16,7 +16,7 @@ use tonic::{
 use tracing::Instrument;
 
 use super::{
-    arrived::Arrived,
+    arrived::ArrivingRequest,
     options::{options, timeout},
     prompt, status, tools,
 };
@@ -64,7 +64,7 @@ impl InferenceService {
         call: GenerationCall,
     ) -> Result<Response<Responses>, Status> {
         let front = &self.front;
-        let arrived = extensions.get().and_then(Arrived::read);
+        let arrived = extensions.get().and_then(ArrivingRequest::read);
         let mut record = arrived.ok_or_else(|| Status::internal("the request has no record"))?;
         let request_id = record.request_id();
         let (api, label) = (operation.as_str(), call.label.clone());

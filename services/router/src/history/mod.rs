@@ -144,7 +144,7 @@ pub enum Query {
 
 /// The entries that a history holds.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Kept {
+pub struct HistorySize {
     pub running: usize,
     pub ended: usize,
     /// Age of the oldest ended request, from its arrival.
@@ -175,10 +175,10 @@ impl History {
 
 /// The answer to a query.
 #[derive(Debug)]
-pub struct Found {
+pub struct HistoryAnswer {
     /// At most [`FOUND_MAX`]: the slowest first, otherwise the newest first.
     pub requests: Vec<RequestEntry>,
-    pub kept: Kept,
+    pub kept: HistorySize,
 }
 
 /// The history that requests and queries share.
@@ -206,12 +206,13 @@ impl SharedHistory {
 
     /// Returns the requests of a query. The query copies ended requests in small parts and decodes each part without
     /// the lock, which every request needs. Ended requests that drop out of the history meanwhile are not found.
-    pub fn find(&self, now: Duration, query: &Query) -> Found {
+    pub fn find(&self, now: Duration, query: &Query) -> HistoryAnswer {
         let (running, mut left) = {
             let history = self.lock();
             (history.running.values().cloned().collect::<Vec<_>>(), history.ended.numbers())
         };
-        let mut kept = Kept { running: running.len(), ended: left.clone().count(), oldest: None };
+        let mut kept =
+            HistorySize { running: running.len(), ended: left.clone().count(), oldest: None };
         let is_wanted = |entry: &RequestEntry| matches(entry, query);
         let mut requests: Vec<RequestEntry> =
             running.iter().map(|entry| lock(entry).clone()).filter(is_wanted).collect();
@@ -237,7 +238,7 @@ impl SharedHistory {
             }
         };
         requests.truncate(count_max);
-        Found { requests, kept }
+        HistoryAnswer { requests, kept }
     }
 }
 

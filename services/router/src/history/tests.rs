@@ -146,7 +146,10 @@ fn slow_and_failed_requests_are_selected() {
     assert_eq!(ids(&history, Query::Slow(3)), [1, 4, 3]);
     assert_eq!(ids(&history, Query::Failed), [2]);
     let oldest = Some(NOW - RECEIVED);
-    assert_eq!(history.find(NOW, &Query::Failed).kept, Kept { running: 1, ended: 3, oldest });
+    assert_eq!(
+        history.find(NOW, &Query::Failed).kept,
+        HistorySize { running: 1, ended: 3, oldest }
+    );
 }
 
 #[test]

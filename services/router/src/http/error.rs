@@ -106,12 +106,12 @@ impl IntoResponse for ApiError {
 mod tests {
     use std::{collections::BTreeSet, time::Duration};
 
-    use router_core::{Full, Overload, StartLimit, TooLate};
+    use router_core::{LoadBound, Overload, StartLimit, TooLate};
     use telemetry::metrics::KeyLimit;
     use tonic::Code;
 
     use super::*;
-    use crate::{grpc, keys::Exceeded};
+    use crate::{grpc, keys::LimitExceeded};
 
     /// All pairs of status and code.
     const CODES: [(u16, &str); 23] = [
@@ -177,22 +177,22 @@ mod tests {
         let reason = || "why".to_owned();
         let limit = StartLimit::Wait(waited);
         let late = TooLate { wait: waited, waited: Duration::ZERO, limit, is_over_share: false };
-        let exceeded = Exceeded { limit: KeyLimit::Streams, max: 1, retry_after: waited };
+        let exceeded = LimitExceeded { limit: KeyLimit::Streams, max: 1, retry_after: waited };
         let all = vec![
             RequestError::Field(FieldError::new("n", "is 0")),
             RequestError::UnknownModel { model: reason(), served: vec![] },
             RequestError::MissingKey,
             RequestError::UnknownKey,
             RequestError::KeyLimit(exceeded),
-            Full::InFlight { max: 1 }.into(),
-            Full::Waiting { max: 1 }.into(),
-            Full::ShareInFlight { max: 1 }.into(),
-            Full::ShareWaiting { max: 1 }.into(),
-            Full::Late(late).into(),
-            Full::Late(TooLate { is_over_share: true, ..late }).into(),
-            Full::Bodies { bytes_max: 1 }.into(),
-            Full::ShareBodies { bytes_max: 1 }.into(),
-            Full::Stopping.into(),
+            LoadBound::InFlight { max: 1 }.into(),
+            LoadBound::Waiting { max: 1 }.into(),
+            LoadBound::ShareInFlight { max: 1 }.into(),
+            LoadBound::ShareWaiting { max: 1 }.into(),
+            LoadBound::Late(late).into(),
+            LoadBound::Late(TooLate { is_over_share: true, ..late }).into(),
+            LoadBound::Bodies { bytes_max: 1 }.into(),
+            LoadBound::ShareBodies { bytes_max: 1 }.into(),
+            LoadBound::Stopping.into(),
             RequestError::Busy { waited, retry_after_s: 1 },
             RequestError::NoDecodeNode { waited, reason: reason() },
             RequestError::NoGrammar { field: "regex" },
@@ -215,14 +215,14 @@ mod tests {
                 | RequestError::KeyLimit(_)
                 | RequestError::Overload(Overload {
                     full:
-                        Full::InFlight { .. }
-                        | Full::Waiting { .. }
-                        | Full::ShareInFlight { .. }
-                        | Full::ShareWaiting { .. }
-                        | Full::Late(_)
-                        | Full::Bodies { .. }
-                        | Full::ShareBodies { .. }
-                        | Full::Stopping,
+                        LoadBound::InFlight { .. }
+                        | LoadBound::Waiting { .. }
+                        | LoadBound::ShareInFlight { .. }
+                        | LoadBound::ShareWaiting { .. }
+                        | LoadBound::Late(_)
+                        | LoadBound::Bodies { .. }
+                        | LoadBound::ShareBodies { .. }
+                        | LoadBound::Stopping,
                     ..
                 })
                 | RequestError::Busy { .. }

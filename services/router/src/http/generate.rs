@@ -31,7 +31,7 @@ use super::{
     read_generation_body,
     request_fields::{Delivery, named_model, read_chat, read_completion},
     wire::{
-        Api, Collected, Completion, ErrorBody, TextChoice, TextLogprobs, TextOffset, TokenView,
+        AnswerContent, Api, Completion, ErrorBody, TextChoice, TextLogprobs, TextOffset, TokenView,
         Usage, chat_chunks, chat_end, chat_role, text_end,
     },
 };
@@ -199,12 +199,12 @@ struct ResponseFields {
 
 /// Token counts over all answers.
 #[derive(Debug, Default)]
-struct Totals {
+struct TokenTotals {
     usage: Usage,
     hand_over: HandOverStats,
 }
 
-impl Totals {
+impl TokenTotals {
     /// Adds up the usage; `prompts` counts each prompt once, for any number of answers.
     fn new(prompts: &[Arc<[u32]>]) -> Self {
         let prompt_tokens = prompts.iter().map(|prompt| prompt.len() as u64).sum();
@@ -229,8 +229,8 @@ impl Totals {
 impl ResponseFields {
     /// Waits for all answers and returns one JSON body.
     async fn whole(self, mut started: RunningRequest) -> Result<Response, RequestError> {
-        let mut totals = Totals::new(&started.prompts);
-        let mut collected: HashMap<u32, Collected> = HashMap::new();
+        let mut totals = TokenTotals::new(&started.prompts);
+        let mut collected: HashMap<u32, AnswerContent> = HashMap::new();
         let mut ends: Vec<AnswerEnd> = Vec::new();
         while let Some(event) = started.next().await {
             match event? {
@@ -275,7 +275,7 @@ impl ResponseFields {
         &self,
         object: &'static str,
         choices: Vec<C>,
-        totals: &Totals,
+        totals: &TokenTotals,
     ) -> Completion<'_, C> {
         Completion {
             usage: Some(Some(totals.usage)),
@@ -339,7 +339,7 @@ struct ResponseChunks {
     reply: ResponseFields,
     started: RunningRequest,
     first: Option<AnswerEvent>,
-    totals: Totals,
+    totals: TokenTotals,
     /// By choice.
     answers: Vec<AnswerProgress>,
     /// The JSON that precedes the choice in every chunk.
@@ -368,7 +368,7 @@ struct AnswerProgress {
 
 impl ResponseChunks {
     fn new(reply: ResponseFields, started: RunningRequest, first: Option<AnswerEvent>) -> Self {
-        let totals = Totals::new(&started.prompts);
+        let totals = TokenTotals::new(&started.prompts);
         let answer_count = started.prompts.len() * reply.choices_per_prompt as usize;
         let answers = std::iter::repeat_with(AnswerProgress::default).take(answer_count).collect();
         let mut head = Vec::new();

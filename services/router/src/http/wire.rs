@@ -290,7 +290,7 @@ pub enum Api {
 
 /// Content of one answer so far.
 #[derive(Debug, Default)]
-pub struct Collected {
+pub struct AnswerContent {
     pub text: String,
     pub token_ids: Vec<u32>,
     pub weight_versions: Vec<String>,
@@ -406,7 +406,7 @@ impl TokenView {
     }
 }
 
-impl Collected {
+impl AnswerContent {
     pub fn push(&mut self, view: &TokenView, tokens: &[Token], text: &str) {
         self.text.push_str(text);
         if let Some(ids) = view.ids(tokens) {

@@ -22,14 +22,14 @@ pub struct KeyLimits {
 /// A key has reached one of its limits.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("the API key allows {max} {}; retry after {} s", unit(*limit), self.retry_after_s())]
-pub struct Exceeded {
+pub struct LimitExceeded {
     pub limit: KeyLimit,
     pub max: u32,
     /// Time until the key may send a request again.
     pub retry_after: Duration,
 }
 
-impl Exceeded {
+impl LimitExceeded {
     /// Returns the time in whole seconds, rounded up.
     pub fn retry_after_s(&self) -> u32 {
         let seconds = self.retry_after.as_secs_f64().ceil();
@@ -55,7 +55,7 @@ pub struct KeyUsage {
 
 impl KeyUsage {
     /// Counts a request, unless the key has used up a limit per minute.
-    pub fn request(&mut self, limits: &KeyLimits, now: Instant) -> Result<(), Exceeded> {
+    pub fn request(&mut self, limits: &KeyLimits, now: Instant) -> Result<(), LimitExceeded> {
         for (limit, used, max) in [
             (KeyLimit::Requests, &mut self.requests, limits.requests_per_minute),
             (KeyLimit::Tokens, &mut self.tokens, limits.tokens_per_minute),
@@ -63,7 +63,7 @@ impl KeyUsage {
             let Some(max) = max else { continue };
             let retry_after = used.time_until_one_more(max, now);
             if !retry_after.is_zero() {
-                return Err(Exceeded { limit, max, retry_after });
+                return Err(LimitExceeded { limit, max, retry_after });
             }
         }
         // The use of an absent limit does not decay.
@@ -82,12 +82,12 @@ impl KeyUsage {
     }
 
     /// Counts answers in flight until [`Self::close_streams`].
-    pub fn open_streams(&mut self, limits: &KeyLimits, count: u32) -> Result<(), Exceeded> {
+    pub fn open_streams(&mut self, limits: &KeyLimits, count: u32) -> Result<(), LimitExceeded> {
         let streams = self.streams.saturating_add(count);
         if let Some(max) = limits.streams_max.filter(|max| streams > *max) {
             // Streams end at times that are not known in advance.
             let retry_after = Duration::from_secs(RETRY_AFTER_S.into());
-            return Err(Exceeded { limit: KeyLimit::Streams, max, retry_after });
+            return Err(LimitExceeded { limit: KeyLimit::Streams, max, retry_after });
         }
         self.streams = streams;
         Ok(())

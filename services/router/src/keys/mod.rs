@@ -30,7 +30,7 @@ use crate::{
         options::{TENANT_HEADER, Tenant, salt_for_nodes},
     },
 };
-pub use limits::Exceeded;
+pub use limits::LimitExceeded;
 use limits::{KeyLimits, KeyUsage};
 
 /// The port whose clients present the keys.
@@ -231,7 +231,7 @@ impl Key {
     }
 
     /// Counts the rejection, if there is one.
-    fn counted(&self, outcome: Result<(), Exceeded>) -> Result<(), Exceeded> {
+    fn counted(&self, outcome: Result<(), LimitExceeded>) -> Result<(), LimitExceeded> {
         outcome.inspect_err(|exceeded| self.shared.metrics.limited(exceeded.limit))
     }
 }
@@ -305,7 +305,7 @@ impl Caller {
     }
 
     /// Counts answers as in flight until the guard is dropped.
-    pub fn open_streams(&self, count: u32) -> Result<OpenStreams, Exceeded> {
+    pub fn open_streams(&self, count: u32) -> Result<OpenStreams, LimitExceeded> {
         if let Some(key) = &self.0 {
             let opened = key.usage().open_streams(&key.limits, count);
             key.counted(opened)?;

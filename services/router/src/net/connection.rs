@@ -15,7 +15,7 @@ use std::{
 
 use axum::body::{Body, Bytes};
 use hyper::body::{Frame, SizeHint};
-use listener::{ClientStream, ConnectionSlot, SlotHandle, Verdict};
+use listener::{AdmissionVerdict, ClientStream, ConnectionSlot, SlotHandle};
 use tokio::{
     io::{AsyncRead, AsyncWrite, ReadBuf},
     sync::watch,
@@ -256,7 +256,7 @@ impl RequestCount {
 
     /// Counts a request after its head has arrived, and returns whether the router may serve it.
     /// `may_use_reserve`: whether the router serves the request on a reserved connection.
-    pub fn begin(self: &Arc<Self>, may_use_reserve: bool) -> (RequestInProgress, Verdict) {
+    pub fn begin(self: &Arc<Self>, may_use_reserve: bool) -> (RequestInProgress, AdmissionVerdict) {
         self.begun.fetch_add(1, Ordering::Relaxed);
         self.unanswered.fetch_add(1, Ordering::Relaxed);
         self.in_progress.send_modify(|count| *count += 1);

@@ -10,8 +10,8 @@ use hyper_util::{
     server::conn::auto,
 };
 use listener::{
-    ClientStream, Closing, ConnectionSlot, HANDSHAKE_MAX, PortListener, SlotLimits, Verdict,
-    handshake,
+    AdmissionVerdict, ClientStream, ConnectionClose, ConnectionSlot, HANDSHAKE_MAX, PortListener,
+    SlotLimits, handshake,
 };
 use proto::TimedBody;
 use tokio::{
@@ -278,8 +278,8 @@ impl ConnectedClient {
         let is_http1 = request.version() < Version::HTTP_2;
         request.extensions_mut().insert(self.state.clone());
         let mut response = match verdict {
-            Verdict::Refuse => too_many_connections(),
-            Verdict::Serve => {
+            AdmissionVerdict::Refuse => too_many_connections(),
+            AdmissionVerdict::Serve => {
                 let request = match self.port.protocol {
                     // HTTP handlers have deadlines of their own.
                     Protocol::Http => {
@@ -306,8 +306,8 @@ impl ConnectedClient {
             () = self.goes_away() => ConnectionEnd::Leaving,
             () = self.requests.idle_for(self.port.limits.idle_max) => ConnectionEnd::Leaving,
             closing = self.requests.slot().closing() => match closing {
-                Closing::Gracefully => ConnectionEnd::Displaced,
-                Closing::AtOnce => ConnectionEnd::Cut,
+                ConnectionClose::Gracefully => ConnectionEnd::Displaced,
+                ConnectionClose::AtOnce => ConnectionEnd::Cut,
             },
         }
     }

@@ -79,7 +79,7 @@ pub enum ObserveError {
 }
 
 /// The `Observe` stream of a node that has proved its knowledge of the secret.
-pub struct Observed {
+pub struct ObservedNode {
     pub channel: NodeChannel,
     pub node: Epoch,
     pub events: Streaming<ObserveEvent>,
@@ -90,7 +90,7 @@ impl NodeChannel {
     pub async fn observe(
         url: &str,
         NodeCredentials { secret, tls }: &NodeCredentials,
-    ) -> Result<Observed, ObserveError> {
+    ) -> Result<ObservedNode, ObserveError> {
         let endpoint = Endpoint::from_shared(url.to_owned())?
             .connect_timeout(CONNECT_MAX)
             .http2_keep_alive_interval(PING_INTERVAL)
@@ -109,7 +109,7 @@ impl NodeChannel {
         let response = client.observe(request).await?;
         let node = proof.check(response.metadata())?;
         let channel = Self { channel, signer };
-        Ok(Observed { channel, node, events: response.into_inner() })
+        Ok(ObservedNode { channel, node, events: response.into_inner() })
     }
 
     /// Returns a client whose calls address this process.

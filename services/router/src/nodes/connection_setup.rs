@@ -30,13 +30,13 @@ const SETUP_MIN: Duration = Duration::from_millis(500);
 
 /// Schedule of the rounds that send every node its peers: soon after nodes came up, and periodically.
 #[derive(Clone, Copy, Debug)]
-pub struct Rounds {
+pub struct SetupRounds {
     next: Instant,
     /// Time of the first change since the last round.
     since: Option<Instant>,
 }
 
-impl Rounds {
+impl SetupRounds {
     pub fn new(now: Instant) -> Self {
         Self { next: now + EVERY, since: None }
     }
@@ -209,7 +209,7 @@ pub mod tests {
     /// Lets nodes come up at these times, until only the periodic round is due. Returns the number
     /// of Meet calls, and the time of each round.
     fn come_up(start: Instant, ups: &[Duration]) -> (usize, Vec<Duration>) {
-        let mut rounds = Rounds::new(start);
+        let mut rounds = SetupRounds::new(start);
         let (mut serving, mut calls, mut began) = (Vec::new(), 0, Vec::new());
         let mut ups = ups.iter().map(|after| start + *after).peekable();
         loop {

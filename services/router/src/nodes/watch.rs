@@ -24,8 +24,8 @@ use tonic::Code;
 
 use super::{
     Nodes,
-    channel::{NodeChannel, ObserveError, Observed},
-    connection_setup::{self, FirstRound, Rounds, SETTLES_IN, WAIT_MAX},
+    channel::{NodeChannel, ObserveError, ObservedNode},
+    connection_setup::{self, FirstRound, SETTLES_IN, SetupRounds, WAIT_MAX},
     role_label,
 };
 
@@ -78,7 +78,7 @@ struct DirectoryWatch {
     served: Arc<[Served]>,
     streams: JoinSet<()>,
     open: HashMap<StreamId, AbortHandle>,
-    rounds: Rounds,
+    rounds: SetupRounds,
     /// `Some` until the first round with a decode node.
     first: Option<Arc<FirstRound>>,
     /// Meet calls of this round and of earlier ones.
@@ -94,7 +94,7 @@ impl DirectoryWatch {
             served,
             streams: JoinSet::new(),
             open: HashMap::new(),
-            rounds: Rounds::new(Instant::now()),
+            rounds: SetupRounds::new(Instant::now()),
             connect_calls: JoinSet::new(),
         }
     }
@@ -248,7 +248,7 @@ async fn follow(
         code => format!("{code:?}: {}", status.message()),
     };
     let observed = NodeChannel::observe(&address.grpc, &nodes.0.credentials).await;
-    let Observed { channel, node, mut events } = observed.map_err(|error| match error {
+    let ObservedNode { channel, node, mut events } = observed.map_err(|error| match error {
         ObserveError::Call(status) => failed(status),
         error => error.to_string(),
     })?;

@@ -10,9 +10,9 @@ use telemetry::metrics::{RefusalReason, RequestEnd};
 use tonic::Code;
 
 pub use router_core::RETRY_AFTER_S;
-use router_core::{Cause, Full, GiveUp, Overload};
+use router_core::{FailureCause, GiveUp, LoadBound, Overload};
 
-use crate::keys::Exceeded;
+use crate::keys::LimitExceeded;
 
 /// Maximum number of characters that an error shows of an invalid value.
 const SHOWN_CHARS_MAX: usize = 64;
@@ -195,7 +195,7 @@ pub enum RequestError {
     #[error("the API key is unknown")]
     UnknownKey,
     #[error(transparent)]
-    KeyLimit(#[from] Exceeded),
+    KeyLimit(#[from] LimitExceeded),
     #[error(transparent)]
     Overload(#[from] Overload),
     #[error("all nodes are busy, for {} ms now; retry after {retry_after_s} s", waited.as_millis())]
@@ -259,17 +259,17 @@ impl RequestError {
                 Self::AttemptsSpent { attempts, last: last.to_string() }
             }
             GiveUp::Busy { waited } => Self::Busy { waited, retry_after_s },
-            GiveUp::Late(late) => Overload { full: Full::Late(late), retry_after_s }.into(),
+            GiveUp::Late(late) => Overload { full: LoadBound::Late(late), retry_after_s }.into(),
             GiveUp::NoDecodeNode { waited, reason } => {
                 Self::NoDecodeNode { waited, reason: reason.to_string() }
             }
             GiveUp::Deadline => Self::Deadline { timeout },
             GiveUp::Final(failure) => match failure.cause {
-                Cause::Deadline => Self::Deadline { timeout },
+                FailureCause::Deadline => Self::Deadline { timeout },
                 // The client did not read, so the router's queue became full, and then the node's queue.
-                Cause::SlowReader => Self::SlowClient { waited: slow_client_timeout },
-                Cause::Contradiction => Self::Contradiction { reason: failure.message },
-                Cause::MatcherFailed => Self::Internal { reason: failure.message },
+                FailureCause::SlowReader => Self::SlowClient { waited: slow_client_timeout },
+                FailureCause::Contradiction => Self::Contradiction { reason: failure.message },
+                FailureCause::MatcherFailed => Self::Internal { reason: failure.message },
                 _ => Self::Refused { reason: failure.message },
             },
         }
@@ -284,14 +284,16 @@ impl RequestError {
         match self {
             Self::Busy { .. } => Some(RefusalReason::Busy),
             Self::Overload(overload) => match overload.full {
-                Full::InFlight { .. } => Some(RefusalReason::InFlight),
-                Full::Waiting { .. } => Some(RefusalReason::Waiting),
-                Full::Late(late) if late.is_over_share => Some(RefusalReason::ShareLate),
-                Full::Late(_) => Some(RefusalReason::Late),
-                Full::ShareInFlight { .. } | Full::ShareWaiting { .. } => {
+                LoadBound::InFlight { .. } => Some(RefusalReason::InFlight),
+                LoadBound::Waiting { .. } => Some(RefusalReason::Waiting),
+                LoadBound::Late(late) if late.is_over_share => Some(RefusalReason::ShareLate),
+                LoadBound::Late(_) => Some(RefusalReason::Late),
+                LoadBound::ShareInFlight { .. } | LoadBound::ShareWaiting { .. } => {
                     Some(RefusalReason::Share)
                 }
-                Full::Bodies { .. } | Full::ShareBodies { .. } | Full::Stopping => None,
+                LoadBound::Bodies { .. } | LoadBound::ShareBodies { .. } | LoadBound::Stopping => {
+                    None
+                }
             },
             _ => None,
         }
@@ -329,7 +331,7 @@ impl RequestError {
             Self::AttemptsSpent { .. } => {
                 (End::Failed, 502, "attempts_spent", Grpc::Unavailable, false)
             }
-            Self::Overload(Overload { full: Full::Stopping, .. }) | Self::Stopped => {
+            Self::Overload(Overload { full: LoadBound::Stopping, .. }) | Self::Stopped => {
                 (End::Failed, 503, "stopping", Grpc::Unavailable, true)
             }
             Self::Overload(_) | Self::Busy { .. } => {
@@ -354,8 +356,8 @@ impl RequestError {
     }
 }
 
-impl From<Full> for RequestError {
-    fn from(full: Full) -> Self {
+impl From<LoadBound> for RequestError {
+    fn from(full: LoadBound) -> Self {
         Self::Overload(full.into())
     }
 }

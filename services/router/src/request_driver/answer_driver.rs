@@ -13,7 +13,7 @@ use proto::{
     v1::{DecodeEvent, FinishReason, PrefillEvent, Sampling, Token},
 };
 use router_core::{
-    AnswerCore, AnswerOutput, AnswerSpec, AttemptOutcome, AttemptSide, Cause, EndedAttempt,
+    AnswerCore, AnswerOutput, AnswerSpec, AttemptOutcome, AttemptSide, EndedAttempt, FailureCause,
     FinishedAnswer, NodeFeedback, RecoveryPolicy, StartedAttempt, StopCause,
 };
 use telemetry::{
@@ -305,7 +305,7 @@ impl<'a> AnswerDriver<'a> {
         let (node_id, request_id) = (failed_node.unwrap_or_default(), self.record.request_id());
         if failure.node_feedback() == Some(NodeFeedback::Busy) {
             tracing::debug!(node_id, reason = failure.message, "node is busy");
-        } else if failure.cause == Cause::Migrated {
+        } else if failure.cause == FailureCause::Migrated {
             tracing::info!(%request_id, node_id, reason = failure.message, "attempt migrates");
         } else {
             tracing::warn!(%request_id, node_id, %failure, "attempt failed");

@@ -13,7 +13,7 @@ use std::{sync::Arc, time::Duration};
 
 use futures_util::future::try_join_all;
 use proto::ids::{RequestId, random_bits};
-use router_core::{AnswerSpec, ArrivedRequest, Flow, Full, WaitLimits};
+use router_core::{AnswerSpec, ArrivedRequest, Flow, LoadBound, WaitLimits};
 use text::StopStrings;
 use tokio::{task::JoinHandle, time::Instant};
 use tracing::{Instrument, Span};
@@ -30,7 +30,7 @@ use crate::{
         text_workers::{CacheKeying, PromptSource, TokenizedPrompt},
         tools::{CallReader, CallReading, OfferedTools},
     },
-    shared_router::Admitted,
+    shared_router::AdmittedRequest,
     wake::when_woken,
 };
 use answer_driver::AnswerDriver;
@@ -76,7 +76,7 @@ pub struct PreparedRequest {
     /// Flow of the caller, for the order in which requests start.
     pub flow: Flow,
     /// The request's share of the requests in flight.
-    _admitted: Admitted,
+    _admitted: AdmittedRequest,
     /// The request's share of its key's streams.
     _streams: OpenStreams,
 }
@@ -155,7 +155,7 @@ async fn prepare(
     let stops = StopStrings::new(&options.stop, options.include_stop)
         .map_err(|error| stop_refused(&error))?;
     if record.connection().is_late {
-        return Err(Full::Stopping.into());
+        return Err(LoadBound::Stopping.into());
     }
     let flow = record.caller().flow(tenant.as_ref());
     let streams = record.caller().open_streams(answer_count)?;

@@ -24,7 +24,7 @@ const REPLACED_MAX: usize = 64;
 
 /// The weights that every node of a model should have.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) struct Target {
+pub(super) struct TargetWeights {
     pub label: String,
     pub path: String,
     pub version: WeightVersion,
@@ -39,7 +39,7 @@ pub(super) struct Target {
 pub(super) struct CatchUp {
     pub model: Arc<str>,
     pub node: WeightNode,
-    pub target: Target,
+    pub target: TargetWeights,
     /// The node copies from this one; `None`: it reads the path.
     pub from: Option<CopyFrom>,
 }
@@ -50,7 +50,7 @@ pub(super) struct Targets(HashMap<Arc<str>, ModelTarget>);
 
 struct ModelTarget {
     /// `None` after an update that no node can catch up with.
-    target: Option<Target>,
+    target: Option<TargetWeights>,
     replaced: VecDeque<WeightVersion>,
     /// Processes that were seen with the target's weights.
     had: HashSet<Epoch>,
@@ -68,7 +68,7 @@ impl Targets {
     pub fn committed(
         &mut self,
         model: Arc<str>,
-        target: Target,
+        target: TargetWeights,
         replaced: impl Iterator<Item = WeightVersion>,
     ) {
         self.replace(model, Some(target), replaced);
@@ -83,7 +83,7 @@ impl Targets {
     fn replace(
         &mut self,
         model: Arc<str>,
-        target: Option<Target>,
+        target: Option<TargetWeights>,
         replaced: impl Iterator<Item = WeightVersion>,
     ) {
         let before = self.0.remove(&model);
@@ -188,10 +188,10 @@ mod tests {
     const OLD: WeightVersion = WeightVersion(70);
     const NEW: WeightVersion = WeightVersion(71);
 
-    fn target(version: WeightVersion) -> Target {
+    fn target(version: WeightVersion) -> TargetWeights {
         let timeout = Duration::from_secs(300);
         let in_flight = InFlight::Wait;
-        Target { label: String::new(), path: "/new".into(), version, timeout, in_flight }
+        TargetWeights { label: String::new(), path: "/new".into(), version, timeout, in_flight }
     }
 
     fn node(model: &str, epoch: u128, version: WeightVersion) -> WeightNode {

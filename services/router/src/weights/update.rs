@@ -13,7 +13,7 @@ use weight_transfer::{
     WeightVersion,
 };
 
-use super::{NewUpdate, ParticipantView, UpdateTransport, UpdateView, targets::Target};
+use super::{NewUpdate, ParticipantView, UpdateTransport, UpdateView, targets::TargetWeights};
 use crate::nodes::{CopyFrom, Nodes, UpdateRequest, WeightNode, WeightsAnswer};
 
 /// Minimum time between two calls to a node whose state has not changed.
@@ -100,7 +100,7 @@ impl ModelUpdate {
         now: Instant,
         id: UpdateId,
         model: Arc<str>,
-        target: Target,
+        target: TargetWeights,
         node: WeightNode,
         source: UpdateSource,
     ) -> Self {
@@ -345,7 +345,7 @@ mod tests {
 
     #[test]
     fn catch_up_treats_requests_in_flight_as_the_update_did() {
-        let target = Target {
+        let target = TargetWeights {
             label: String::new(),
             path: "/new".into(),
             version: WeightVersion(70),

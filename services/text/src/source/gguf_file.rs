@@ -79,7 +79,7 @@ struct GgufVocabulary<'a> {
 
 /// Kind of the vocabulary.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Kind {
+enum VocabularyKind {
     /// Bytes in GPT-2's alphabet, with merges.
     ByteLevel(PreTokenizerKind),
     /// SentencePiece's vocabulary, with scores.
@@ -87,16 +87,16 @@ enum Kind {
 }
 
 impl GgufVocabulary<'_> {
-    fn kind(&self) -> Result<Kind, LoadError> {
+    fn kind(&self) -> Result<VocabularyKind, LoadError> {
         match self.require(MODEL)? {
             "gpt2" => {}
-            "llama" => return Ok(Kind::Pieces),
+            "llama" => return Ok(VocabularyKind::Pieces),
             model => return Err(self.unsupported(MODEL, model, SUPPORTED_MODELS)),
         }
         // Files without this key are older, and usually have GPT-2's pre-tokenizer.
         let pre: &str = self.get(PRE)?.unwrap_or("default");
         PreTokenizerKind::of_name(pre)
-            .map(Kind::ByteLevel)
+            .map(VocabularyKind::ByteLevel)
             .ok_or_else(|| self.unsupported(PRE, pre, &PreTokenizerKind::supported_names()))
     }
 
@@ -126,7 +126,7 @@ impl GgufVocabulary<'_> {
         parts.eos_ids.extend(named.map(|(id, _)| id).filter(is_control));
         classify(tokens, types, self.token_id(PADDING_KEY, tokens)?, &mut parts);
         let adds_bos = match kind {
-            Kind::ByteLevel(kind) => {
+            VocabularyKind::ByteLevel(kind) => {
                 let whole_words_first = kind.whole_words_first;
                 parts.model = WordModelParts::BytePair {
                     merges: self.merges()?,
@@ -137,7 +137,7 @@ impl GgufVocabulary<'_> {
                 parts.decoding = Decoding::ByteLevel;
                 kind.adds_bos
             }
-            Kind::Pieces => {
+            VocabularyKind::Pieces => {
                 self.pieces(tokens, types, &mut parts)?;
                 true
             }
@@ -235,7 +235,7 @@ impl GgufVocabulary<'_> {
             EOS_KEY => pieces::EOS_ID,
             _ => return self.token_id(key, tokens),
         };
-        if self.metadata.value(key).is_some() || self.kind()? != Kind::Pieces {
+        if self.metadata.value(key).is_some() || self.kind()? != VocabularyKind::Pieces {
             return self.token_id(key, tokens);
         }
         let types = self.types(tokens)?.unwrap_or_default();

@@ -29,7 +29,7 @@ impl<'de> Deserialize<'de> for PackedVocabulary {
 
             fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Self::Value, A::Error> {
                 let mut vocabulary = PackedVocabulary::default();
-                while map.next_key_seed(Push(&mut vocabulary.strings))?.is_some() {
+                while map.next_key_seed(PushString(&mut vocabulary.strings))?.is_some() {
                     vocabulary.ids.push(map.next_value()?);
                 }
                 Ok(vocabulary)
@@ -75,9 +75,9 @@ fn push<E: Error>(strings: &mut PackedStrings, string: &str) -> Result<(), E> {
 }
 
 /// Deserializer seed that appends one string.
-struct Push<'a>(&'a mut PackedStrings);
+struct PushString<'a>(&'a mut PackedStrings);
 
-impl<'de> DeserializeSeed<'de> for Push<'_> {
+impl<'de> DeserializeSeed<'de> for PushString<'_> {
     type Value = ();
 
     fn deserialize<D: Deserializer<'de>>(self, deserializer: D) -> Result<(), D::Error> {
@@ -85,7 +85,7 @@ impl<'de> DeserializeSeed<'de> for Push<'_> {
     }
 }
 
-impl Visitor<'_> for Push<'_> {
+impl Visitor<'_> for PushString<'_> {
     type Value = ();
 
     fn expecting(&self, f: &mut fmt::Formatter) -> fmt::Result {
@@ -127,7 +127,7 @@ impl<'de> Visitor<'de> for Merge<'_> {
         };
         let index = self.0.len() / 2;
         for _ in 0..2 {
-            seq.next_element_seed(Push(self.0))?.ok_or_else(wrong(index))?;
+            seq.next_element_seed(PushString(self.0))?.ok_or_else(wrong(index))?;
         }
         match seq.next_element::<IgnoredAny>()? {
             None => Ok(()),

@@ -20,7 +20,7 @@ const QWEN_2: &str = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{
 const TEKKEN: &str = r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+";
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Splitting {
+enum PreTokenizerSplit {
     /// Regex that is built into the byte-level pre-tokenizer.
     Gpt2,
     /// Splits off every digit, then applies GPT-2's regex.
@@ -32,7 +32,7 @@ enum Splitting {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct PreTokenizerKind {
     names: &'static [&'static str],
-    splitting: Splitting,
+    splitting: PreTokenizerSplit,
     /// Whether text is first normalized to Unicode's composed form (NFC).
     composes: bool,
     /// Whether a word that is itself a token becomes that token regardless of merges.
@@ -44,35 +44,35 @@ pub(super) struct PreTokenizerKind {
 const KINDS: [PreTokenizerKind; 5] = [
     PreTokenizerKind {
         names: &["smollm", "starcoder", "refact"],
-        splitting: Splitting::DigitsThenGpt2,
+        splitting: PreTokenizerSplit::DigitsThenGpt2,
         composes: false,
         whole_words_first: false,
         adds_bos: false,
     },
     PreTokenizerKind {
         names: &["gpt-2", "default", "phi-2"],
-        splitting: Splitting::Gpt2,
+        splitting: PreTokenizerSplit::Gpt2,
         composes: false,
         whole_words_first: false,
         adds_bos: false,
     },
     PreTokenizerKind {
         names: &["llama-bpe", "llama3", "llama-v3"],
-        splitting: Splitting::Expression(LLAMA_3),
+        splitting: PreTokenizerSplit::Expression(LLAMA_3),
         composes: false,
         whole_words_first: true,
         adds_bos: true,
     },
     PreTokenizerKind {
         names: &["qwen2", "deepseek-r1-qwen"],
-        splitting: Splitting::Expression(QWEN_2),
+        splitting: PreTokenizerSplit::Expression(QWEN_2),
         composes: true,
         whole_words_first: false,
         adds_bos: false,
     },
     PreTokenizerKind {
         names: &["tekken"],
-        splitting: Splitting::Expression(TEKKEN),
+        splitting: PreTokenizerSplit::Expression(TEKKEN),
         composes: false,
         whole_words_first: true,
         adds_bos: true,
@@ -98,9 +98,9 @@ impl PreTokenizerKind {
             Sequence::new(vec![first, ByteLevel::new(false, true, use_regex).into()]).into()
         };
         match self.splitting {
-            Splitting::Gpt2 => ByteLevel::new(false, true, true).into(),
-            Splitting::DigitsThenGpt2 => bytes_after(Digits::new(true).into(), true),
-            Splitting::Expression(expression) => {
+            PreTokenizerSplit::Gpt2 => ByteLevel::new(false, true, true).into(),
+            PreTokenizerSplit::DigitsThenGpt2 => bytes_after(Digits::new(true).into(), true),
+            PreTokenizerSplit::Expression(expression) => {
                 let pattern = SplitPattern::Regex(expression.to_owned());
                 let split = Split::new(pattern, SplitDelimiterBehavior::Isolated, false)
                     .expect("the expressions above are valid: a test compiles each");

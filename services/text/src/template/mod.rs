@@ -306,17 +306,17 @@ fn environment() -> Environment<'static> {
 /// Marks errors that the template raised itself.
 #[derive(Debug, thiserror::Error)]
 #[error("{0}")]
-struct Raised(String);
+struct RaisedException(String);
 
 fn raise_exception(message: String, _: Kwargs) -> Result<Value, Error> {
     let error = Error::new(ErrorKind::InvalidOperation, message.clone());
-    Err(error.with_source(Raised(message)))
+    Err(error.with_source(RaisedException(message)))
 }
 
 fn failure(error: &Error) -> TemplateError {
     let mut source = std::error::Error::source(error);
     while let Some(cause) = source {
-        if let Some(Raised(reason)) = cause.downcast_ref() {
+        if let Some(RaisedException(reason)) = cause.downcast_ref() {
             return TemplateError::Refused { reason: reason.clone() };
         }
         if cause.is::<json::TooLong>() {

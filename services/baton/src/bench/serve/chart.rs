@@ -33,7 +33,7 @@ type PanelOf = fn(&LoadPoint) -> &Percentiles;
 type PercentileOf = fn(&Percentiles) -> f64;
 
 /// A line of each panel.
-struct Line<'a> {
+struct ChartLine<'a> {
     label: String,
     points: Vec<&'a LoadPoint>,
     percentile: PercentileOf,
@@ -93,7 +93,7 @@ fn draw(report: &ServeReport) -> Result<String, Box<dyn std::error::Error>> {
 }
 
 /// Returns the lines of each panel: three percentiles of one server, or median and tail of each of several.
-fn lines(report: &ServeReport) -> Vec<Line<'_>> {
+fn lines(report: &ServeReport) -> Vec<ChartLine<'_>> {
     let percentiles: [(&str, PercentileOf); 3] =
         [("p50", |of| of.p50), ("p99", |of| of.p99), ("p90", |of| of.p90)];
     let is_alone = report.compared.is_empty();
@@ -109,9 +109,15 @@ fn lines(report: &ServeReport) -> Vec<Line<'_>> {
             lines.push(match is_alone {
                 true => {
                     let colour = COLOURS[index];
-                    Line { label: name.to_owned(), points, percentile, colour, width: LINE_WIDTH }
+                    ChartLine {
+                        label: name.to_owned(),
+                        points,
+                        percentile,
+                        colour,
+                        width: LINE_WIDTH,
+                    }
                 }
-                false => Line {
+                false => ChartLine {
                     label: format!("{} {name}", server.url),
                     points,
                     percentile,
@@ -148,14 +154,14 @@ fn extent(values: impl Iterator<Item = f64>) -> (f64, f64) {
 mod tests {
     use super::*;
     use crate::bench::serve::{
-        client::Measured,
+        client::MeasuredRequest,
         length::Length,
         report::{ConversationOutcome, ServerReport},
     };
 
     fn report(rates: &[f64]) -> ServeReport {
         let point = |&rate: &f64| {
-            let measured = Measured {
+            let measured = MeasuredRequest {
                 prompt_tokens: 1,
                 cached_tokens: 0,
                 token_times: vec![rate, rate * 1.5, rate * 2.0],

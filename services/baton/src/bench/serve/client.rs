@@ -21,7 +21,7 @@ pub struct Server {
 
 /// A completed request; times in seconds since it was sent.
 #[derive(Clone, Debug, PartialEq)]
-pub struct Measured {
+pub struct MeasuredRequest {
     pub prompt_tokens: usize,
     /// Prompt tokens found in a prefix cache, if the server reports them.
     pub cached_tokens: usize,
@@ -68,7 +68,7 @@ impl Server {
         prompt: &[u32],
         output_tokens: u32,
         returns_ids: bool,
-    ) -> Result<Measured> {
+    ) -> Result<MeasuredRequest> {
         let mut body = json!({
             "model": self.model, "prompt": prompt, "max_tokens": output_tokens, "stream": true,
             "ignore_eos": true, "temperature": 0.0,
@@ -144,7 +144,7 @@ impl AnswerStream {
         prompt_tokens: usize,
         output: RangeInclusive<usize>,
         end: f64,
-    ) -> Result<Measured> {
+    ) -> Result<MeasuredRequest> {
         ensure!(self.is_done, "the stream ended without [DONE]");
         let counted = self.counted.unwrap_or(self.token_times.len());
         let (low, high) = (output.start(), output.end());
@@ -156,11 +156,11 @@ impl AnswerStream {
         self.token_times.resize(counted, last);
         let token_ids = self.token_ids.filter(|ids| ids.len() == counted);
         let (cached_tokens, token_times) = (self.cached_tokens, self.token_times);
-        Ok(Measured { prompt_tokens, cached_tokens, token_times, end, token_ids })
+        Ok(MeasuredRequest { prompt_tokens, cached_tokens, token_times, end, token_ids })
     }
 }
 
-impl Measured {
+impl MeasuredRequest {
     pub fn ttft(&self) -> f64 {
         self.token_times[0]
     }
@@ -180,7 +180,7 @@ impl Measured {
 mod tests {
     use super::*;
 
-    fn answer(events: &[(&str, f64)], wanted: usize) -> Result<Measured> {
+    fn answer(events: &[(&str, f64)], wanted: usize) -> Result<MeasuredRequest> {
         let mut answer = AnswerStream { tokens_max: wanted, ..AnswerStream::default() };
         for (event, now) in events {
             answer.take(event, *now)?;

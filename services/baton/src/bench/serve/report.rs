@@ -6,7 +6,7 @@ use anyhow::Result;
 use serde::Serialize;
 
 use super::{
-    client::{Measured, Server},
+    client::{MeasuredRequest, Server},
     length::Length,
 };
 use crate::bench::stats::{Percentiles, median};
@@ -169,7 +169,7 @@ impl GoodputLimits {
 
 /// Result of a conversation.
 pub struct ConversationOutcome {
-    pub turns: Vec<Measured>,
+    pub turns: Vec<MeasuredRequest>,
     /// Error of the turn that failed; later turns were not sent.
     pub error: Option<String>,
     pub elapsed_s: f64,
@@ -188,7 +188,8 @@ impl LoadPoint {
         }
         let whole: Vec<&ConversationOutcome> =
             outcomes.iter().filter(|outcome| outcome.error.is_none()).collect();
-        let measured: Vec<&Measured> = outcomes.iter().flat_map(|outcome| &outcome.turns).collect();
+        let measured: Vec<&MeasuredRequest> =
+            outcomes.iter().flat_map(|outcome| &outcome.turns).collect();
         let requests = measured.len() + errors.values().sum::<usize>();
         let good = limits.map(|limits| {
             measured
@@ -196,12 +197,12 @@ impl LoadPoint {
                 .filter(|measured| limits.are_met(measured.ttft(), measured.tpot(), measured.end))
                 .count() as f64
         });
-        let sum = |count: fn(&Measured) -> usize| {
+        let sum = |count: fn(&MeasuredRequest) -> usize| {
             measured.iter().map(|measured| count(measured)).sum::<usize>() as f64
         };
         let (prompt, cached) = (sum(|one| one.prompt_tokens), sum(|one| one.cached_tokens));
         let output = sum(|one| one.token_times.len());
-        let milliseconds = |seconds: &dyn Fn(&Measured) -> f64| {
+        let milliseconds = |seconds: &dyn Fn(&MeasuredRequest) -> f64| {
             Percentiles::of(measured.iter().map(|one| seconds(one) * 1e3).collect())
         };
         let longer = measured.iter().filter(|one| one.token_times.len() > 1);
@@ -221,7 +222,7 @@ impl LoadPoint {
             cached_share: if prompt > 0.0 { cached / prompt } else { 0.0 },
             goodput_share: good.map(|good| good / requests.max(1) as f64),
             goodput_per_s: good.map(|good| good / elapsed_s),
-            ttft_ms: milliseconds(&Measured::ttft),
+            ttft_ms: milliseconds(&MeasuredRequest::ttft),
             tpot_ms: Percentiles::of(longer.map(|one| one.tpot() * 1e3).collect()),
             itl_ms: Percentiles::of(gaps.map(|gap| gap * 1e3).collect()),
             e2e_ms: milliseconds(&|one| one.end),
@@ -274,7 +275,7 @@ impl LoadPoint {
     }
 }
 
-fn handover_gap_ms(measured: &Measured) -> Option<f64> {
+fn handover_gap_ms(measured: &MeasuredRequest) -> Option<f64> {
     let gaps: Vec<f64> = measured.gaps().map(|gap| gap * 1e3).collect();
     (gaps.len() >= 3).then(|| gaps[0] - median(&gaps[1..]))
 }
@@ -283,8 +284,8 @@ fn handover_gap_ms(measured: &Measured) -> Option<f64> {
 mod tests {
     use super::*;
 
-    fn measured(token_times: &[f64]) -> Measured {
-        Measured {
+    fn measured(token_times: &[f64]) -> MeasuredRequest {
+        MeasuredRequest {
             prompt_tokens: 10,
             cached_tokens: 4,
             end: token_times[token_times.len() - 1],

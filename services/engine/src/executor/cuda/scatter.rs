@@ -17,14 +17,14 @@ use crate::executor::{DeclaredError, DeclaredTensor, TensorDigest, TensorPiece};
 /// Destinations of all tensors of an update.
 #[derive(Debug)]
 pub(super) struct Scatter {
-    tensors: Vec<Placed>,
+    tensors: Vec<PlacedTensor>,
     vectors: Vec<Vector>,
     host_bytes: usize,
     digest_count: usize,
 }
 
 #[derive(Debug)]
-struct Placed {
+struct PlacedTensor {
     name: String,
     bytes: usize,
     /// `None`: a repeated tied output, which is not used.
@@ -70,7 +70,7 @@ impl Scatter {
         mut place: impl FnMut(usize) -> Result<usize, E>,
     ) -> Result<Self, E> {
         let known = check(config, dtype, declared)?;
-        let mut tensors: Vec<Placed> = declared.iter().map(Placed::new).collect();
+        let mut tensors: Vec<PlacedTensor> = declared.iter().map(PlacedTensor::new).collect();
         let (mut vectors, mut host_bytes, mut digest_count) = (Vec::new(), 0, 0);
         for packed in packing_order(config, shard) {
             if packed.is_vector {
@@ -141,7 +141,7 @@ impl Scatter {
         copied: &CopiedWeights,
         mut upload: impl FnMut(&[f32], usize) -> Result<(), E>,
     ) -> Result<Vec<Option<TensorDigest>>, E> {
-        let not_finite = |tensor: &Placed, count| {
+        let not_finite = |tensor: &PlacedTensor, count| {
             E::from(DeclaredError::NotFinite { name: tensor.name.clone(), count })
         };
         for vector in &self.vectors {
@@ -158,7 +158,7 @@ impl Scatter {
             }
             upload(&values, vector.to)?;
         }
-        let digest = |tensor: &Placed| {
+        let digest = |tensor: &PlacedTensor| {
             let Some(part) = &tensor.destination else {
                 return Ok(None);
             };
@@ -176,7 +176,7 @@ impl Scatter {
     }
 }
 
-impl Placed {
+impl PlacedTensor {
     fn new(tensor: &DeclaredTensor) -> Self {
         Self {
             name: tensor.name.clone(),

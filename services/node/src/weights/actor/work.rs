@@ -12,7 +12,7 @@ use tokio::{runtime, sync::mpsc};
 use tokio_util::sync::CancellationToken;
 use weight_transfer::{ParticipantInput, UpdateEnd, UpdateId, UpdateState, WeightVersion};
 
-use super::{Actor, ActorTaskOutcome, Prepared, RunningUpdate, WeightSettings};
+use super::{Actor, ActorTaskOutcome, PreparedWeights, RunningUpdate, WeightSettings};
 use crate::{
     inbox::EngineInbox,
     weights::{
@@ -113,7 +113,7 @@ impl Actor {
                     let version =
                         trainer::receive(&address, &kept, update, &release, &is_serving, cancelled);
                     let version = version.map_err(|error| error.to_string())?;
-                    Ok(Prepared { version, files: None })
+                    Ok(PreparedWeights { version, files: None })
                 };
                 let outcome = standby.prepare(id, cancelled, prepare).await;
                 return ActorTaskOutcome::Received { id, outcome };
@@ -134,7 +134,7 @@ impl Actor {
                     Some(expected) => Err(format!(
                         "the copy has weight_version {version}; expected {expected}, the peer's version"
                     )),
-                    None => Ok(Prepared { version, files: Some(source) }),
+                    None => Ok(PreparedWeights { version, files: Some(source) }),
                 }
             };
             let outcome = standby.prepare(id, cancelled, prepare).await;
