@@ -24,7 +24,7 @@ pub trait BlockOffload: Send + Sync {
         count: u32,
     ) -> Result<Box<dyn Any + Send>, String>;
 
-    /// Creates streams of the lowest priority for copies in one direction, for one thread.
+    /// Creates streams of the lowest priority for copies in one direction.
     fn stream(&self) -> Result<Box<dyn OffloadStream>, String>;
 }
 

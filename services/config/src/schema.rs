@@ -388,7 +388,7 @@ section! {
         /// these listen on all addresses. With etcd it is also the host of a node.grpc that listens on all addresses.
         advertise: Option<String> = None,
             "Unset means the IP address of transfer.control.";
-        /// Maximum number of KV bytes in one chunk; by tcp at most 8MiB.
+        /// Maximum number of KV bytes in one chunk. Pairs that agree on tcp use at most 8MiB.
         chunk_bytes: Auto<ByteSize> = Auto::Derived,
             "4MiB on a CPU (2 ms at 2 GB/s) and 32MiB on a GPU (0.1 ms): large enough for full bandwidth, small enough to overlap with computation.",
             ByteSize::kib(4)..=ByteSize::mib(256);

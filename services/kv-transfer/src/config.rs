@@ -32,8 +32,9 @@ pub const CONNECT_TIMEOUT: Duration = Duration::from_secs(2);
 pub struct TransferLimits {
     /// Transfers whose final event has not been emitted.
     pub transfers_max: usize,
-    /// Connected peers. Each costs three sockets and four to seven threads, and with `tcp` up to
-    /// [`TCP_CONNECTIONS_MAX`] further sockets, each with two threads, in either direction.
+    /// Connected peers. Each costs three sockets and four to seven threads. With `tcp` a sender has up to
+    /// [`TCP_CONNECTIONS_MAX`] - 1 further threads, each with a socket and a second thread while it is connected, and a
+    /// receiver has a socket and a thread for each.
     pub pairs_max: usize,
     /// `RESERVE`s whose `Expect` has not arrived.
     pub early_max: usize,

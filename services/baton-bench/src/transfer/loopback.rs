@@ -9,7 +9,7 @@ use std::{
 
 use anyhow::{Context as _, Result};
 
-/// Bytes per connection. 128 MiB are four default chunks.
+/// Bytes per connection.
 const BYTES: usize = 2 << 30;
 /// Bytes of one call, as `tcp` writes and reads them.
 const CALL_BYTES: usize = 256 << 10;

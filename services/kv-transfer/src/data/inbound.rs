@@ -25,7 +25,7 @@ use super::{
     tcp,
 };
 use crate::{
-    config::LEASE,
+    config::{LEASE, TCP_CONNECTIONS_MAX},
     threads::{Permit, Threads},
     transfer_kind::TransferKind,
 };
@@ -158,6 +158,8 @@ fn read_connection(
     let Some(inbox) = peers.inbox(peer) else {
         return shared.metrics.refuse_data("peer_not_admitted");
     };
+    let connections_max = if kind == TransferKind::Tcp { TCP_CONNECTIONS_MAX } else { 1 };
+    let group = (group, connections_max);
     let reader = match inbox.enter(group, shared.number_connection(), &stream) {
         Ok(Some(reader)) => reader,
         Ok(None) => return,
@@ -165,14 +167,15 @@ fn read_connection(
     };
     let connection = reader.connection;
     let incoming = Incoming { shared, inbox: &inbox, peer, connection };
+    let mut has_frames = false;
     let ended = match kind {
         excluded if !shared.offered.contains(&excluded) => refuse(&incoming, excluded, &mut stream),
         TransferKind::Tcp => {
             shared.metrics.set_path(peer, kind);
             shared.staging.prepare();
             let read = match tls {
-                Some(mut tls) => tcp::read_frames(&incoming, &mut *tls),
-                None => tcp::read_frames(&incoming, &mut stream),
+                Some(mut tls) => tcp::read_frames(&incoming, &mut *tls, &mut has_frames),
+                None => tcp::read_frames(&incoming, &mut stream, &mut has_frames),
             };
             read.map(|()| Ended::Closed)
         }
@@ -180,6 +183,10 @@ fn read_connection(
         TransferKind::Nccl => nccl::receive_chunks(&incoming, &mut stream),
     };
     inbox.leave(reader);
+    if kind == TransferKind::Tcp && !reader.is_first() && !has_frames {
+        // The sender can do without a further connection, and opens another one.
+        return;
+    }
     let reason = match ended {
         Ok(Ended::Closed) => "the peer closed the data connection".to_owned(),
         // The peer knows the reason and reconnects with another transport.

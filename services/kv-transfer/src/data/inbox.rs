@@ -14,7 +14,7 @@ use kernels::BlockWrite;
 use super::in_flight::{GivenBack, InFlight};
 use crate::{
     api::{Epoch, TransferId},
-    config::{LEASE, TCP_CONNECTIONS_MAX},
+    config::LEASE,
     threads::locked,
     transport::{ChunkId, Released},
 };
@@ -55,6 +55,13 @@ pub struct Reader {
     number: u64,
     /// Number that this node gave the group.
     pub connection: u64,
+}
+
+impl Reader {
+    /// Returns whether this is the first connection of its group.
+    pub fn is_first(&self) -> bool {
+        self.number == self.connection
+    }
 }
 
 impl State {
@@ -131,18 +138,25 @@ impl Inbox {
         self.changed.notify_all();
     }
 
-    /// Adds a connection to its group. A new group replaces the older one: blocks until the readers of the older group
-    /// have left. `number` is the reader's, and the new group's. Returns `None` if a newer group replaces this one, the
-    /// group has the maximum number of connections, the inbox is closed, or an older reader has not left within a lease.
-    pub fn enter(&self, group: u64, number: u64, stream: &TcpStream) -> io::Result<Option<Reader>> {
+    /// Adds a connection to its group of at most `connections_max`. A new group replaces the older one: blocks until the
+    /// readers of the older group have left. `number` is the reader's, and the new group's. Returns `None` if a newer
+    /// group replaces this one, the group is full, the inbox is closed, or an older reader has not left within a lease.
+    pub fn enter(
+        &self,
+        (group, connections_max): (u64, usize),
+        number: u64,
+        stream: &TcpStream,
+    ) -> io::Result<Option<Reader>> {
         let clone = stream.try_clone()?;
         let mut state = self.lock();
         if group > state.group {
             state.shut_down_streams();
             state.streams.clear();
             (state.group, state.connection) = (group, number);
+            // Connections of the older group that still wait.
+            self.changed.notify_all();
         }
-        if group < state.group || state.streams.len() >= TCP_CONNECTIONS_MAX || state.closed {
+        if group < state.group || state.streams.len() >= connections_max || state.closed {
             return Ok(None);
         }
         state.streams.push((number, clone));

@@ -1,8 +1,8 @@
 //! The data connections between nodes. They carry the KV itself, or the messages that coordinate
 //! its copy.
 //!
-//! Each pair has one group of connections per direction, opened by the sender: up to `transfer.tcp_connections` for
-//! `tcp`, else one. Both ends prove the cluster secret by tags over fresh nonces (`handshake`), which also name the
+//! Each pair has one group of connections per direction, opened by the sender. A group of `tcp` has up to
+//! `transfer.tcp_connections`, with TLS twice as many; other groups have one. Both ends prove the cluster secret by tags over fresh nonces (`handshake`), which also name the
 //! transport:
 //!
 //! * [`tcp`]: the blocks themselves, through host memory;
@@ -73,7 +73,7 @@ pub struct Shared {
     pub events: Sender<TransportEvent>,
     pub resolver: Resolver,
     pub metrics: Arc<Metrics>,
-    /// Number of connections so far, in either direction.
+    /// Last number of a group of connections or of a reader, in either direction.
     pub connections: AtomicU64,
     /// Maps GPU memory between processes of this host; `None` without a GPU.
     pub memory: Option<Arc<dyn PeerMemory>>,

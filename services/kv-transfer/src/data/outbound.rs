@@ -56,18 +56,24 @@ fn carry(
         Err(reason) => fall_back(shared, peer, agreed, &reason, &mut others),
     };
     loop {
-        let connect = || connect(&outgoing, endpoint, kind);
-        let connected = connect().map_err(|error| format!("cannot connect: {error}"))?;
+        // Another transport has a group of its own.
+        let group = shared.number_connection();
+        let connected = connect(&outgoing, endpoint, (kind, group))
+            .map_err(|error| format!("cannot connect: {error}"))?;
         let Some(connected) = connected else { return Ok(()) };
         let ended = match kind {
             TransferKind::Tcp => {
                 shared.metrics.set_path(peer, kind);
                 // One core encrypts about half as much as it sends without TLS.
-                let cores = if shared.tls.is_some() { 2 } else { 1 };
-                let connections_max = cores * shared.transport.tcp_connections as usize;
+                let factor = if shared.tls.is_some() { 2 } else { 1 };
+                let connections_max = factor * shared.transport.tcp_connections as usize;
                 let connections_max = connections_max.min(TCP_CONNECTIONS_MAX);
-                tcp::send_chunks(&outgoing, connected, connections_max, connect)
-                    .map(|()| Ended::Closed)
+                connected.0.peer_addr().and_then(|address| {
+                    let connect =
+                        || connect_once(&outgoing, (kind, group), &[address], Instant::now());
+                    tcp::send_chunks(&outgoing, connected, connections_max, connect)
+                        .map(|()| Ended::Closed)
+                })
             }
             TransferKind::Ipc => ipc::lend_chunks(&outgoing, offer, connected.0),
             TransferKind::Nccl => nccl::send_chunks(&outgoing, offer, connected.0),
@@ -107,14 +113,14 @@ fn fall_back(
 fn connect(
     outgoing: &Outgoing<'_>,
     endpoint: &str,
-    kind: TransferKind,
+    group: (TransferKind, u64),
 ) -> io::Result<Option<Connected>> {
     let Outgoing { shared, outbox, .. } = *outgoing;
     let deadline = Instant::now() + LEASE;
     let addresses = shared.resolver.resolve(endpoint).map_err(io::Error::other)?;
     loop {
-        let error = match connect_once(outgoing, kind, &addresses, deadline) {
-            Ok(made) => return Ok(outbox.connected(&made.0)?.then_some(made)),
+        let error = match connect_once(outgoing, group, &addresses, deadline) {
+            Ok(connected) => return Ok(connected),
             Err(error) => error,
         };
         // The peer completed the control handshake, so a refused connection means that its process
@@ -128,23 +134,28 @@ fn connect(
     }
 }
 
-/// Tries each address until `deadline`, and at least the first.
+/// Tries each address until `deadline`, and at least the first. Returns `None` if the outbox was closed, or the group
+/// has ended, meanwhile.
 fn connect_once(
     outgoing: &Outgoing<'_>,
-    kind: TransferKind,
+    (kind, group): (TransferKind, u64),
     addresses: &[SocketAddr],
     deadline: Instant,
-) -> io::Result<Connected> {
+) -> io::Result<Option<Connected>> {
     let Outgoing { shared, outbox, peer } = *outgoing;
     let tls = shared.tls.as_ref().map(|tls| tls.current());
-    let sender = handshake::Sender { me: shared.me, peer, kind, group: outbox.connection };
+    let sender = handshake::Sender { me: shared.me, peer, kind, group };
     let mut last = io::Error::new(io::ErrorKind::NotFound, "the host name has no address");
     for address in addresses {
         let made = TcpStream::connect_timeout(address, CONNECT_TIMEOUT).and_then(|mut stream| {
             stream.set_nodelay(true)?;
+            // Before the handshake, which then ends with the outbox.
+            if !outbox.connected(&stream)? {
+                return Ok(None);
+            }
             let tls = handshake::connect(&mut stream, &shared.keys, tls.as_deref(), sender)
                 .map_err(io::Error::other)?;
-            Ok((stream, tls))
+            Ok(Some((stream, tls)))
         });
         match made {
             Ok(made) => return Ok(made),

@@ -4,7 +4,10 @@ use std::{
     collections::VecDeque,
     io,
     net::{Shutdown, TcpStream},
-    sync::{Condvar, Mutex, MutexGuard, PoisonError},
+    sync::{
+        Condvar, Mutex, MutexGuard, PoisonError,
+        atomic::{AtomicBool, Ordering},
+    },
     time::{Duration, Instant},
 };
 
@@ -20,9 +23,8 @@ use crate::{
     transport::{ChunkId, DataError, Released},
 };
 
-/// Queue bound. Each transfer queues only a few chunks, so only very many transfers to a stopped
-/// peer reach it.
-const QUEUE_MAX: usize = 4096;
+/// Queue bound: 128 GiB in chunks of `tcp`. Only very many transfers to a slow or stopped peer reach it.
+const QUEUE_MAX: usize = 16_384;
 
 /// Longest sleep of an idle writer.
 const IDLE_POLL: Duration = Duration::from_secs(1);
@@ -43,7 +45,7 @@ struct State {
     streams: Vec<TcpStream>,
     /// Whether the connection is no longer needed. The driver sets it.
     closed: bool,
-    /// Set by the reading thread: why the connection ended.
+    /// Why the group of connections has ended. Set by the first thread that finds out.
     broken: Option<String>,
     /// Whether the connection has ended, so that new chunks are dropped. The writer sets it.
     ended: bool,
@@ -143,12 +145,24 @@ impl Outbox {
     }
 
     /// As [`Outbox::next`], for the connection with this number. Connection `n` takes a chunk only while `n` others
-    /// are in flight or queued, so that few chunks use few connections.
-    pub fn next_of_connection(&self, number: usize) -> Option<Job> {
-        self.wait_for(|state| {
-            let job = state.needs_connection(number).then(|| state.queue.pop_front())?;
-            job.inspect(|job| state.take(job.chunk))
-        })
+    /// are in flight or queued, so that few chunks use few connections. Returns `None` once `is_lost` is set, too.
+    pub fn next_of_connection(&self, number: usize, is_lost: &AtomicBool) -> Option<Job> {
+        let next = self.wait_for(|state| {
+            if is_lost.load(Ordering::Acquire) {
+                return Some(None);
+            }
+            let job = state.needs_connection(number).then(|| state.queue.pop_front())??;
+            state.take(job.chunk);
+            Some(Some(job))
+        });
+        next.flatten()
+    }
+
+    /// Records that a connection has ended which has no chunk in flight.
+    pub fn lose_connection(&self, is_lost: &AtomicBool) {
+        let _state = self.lock();
+        is_lost.store(true, Ordering::Release);
+        self.changed.notify_all();
     }
 
     /// Blocks until [`Outbox::next_of_connection`] would return a chunk. Returns false once the outbox is closed or the
@@ -340,6 +354,7 @@ mod tests {
         let layout = KvLayout { layer_count: 1, kv_head_count: 1, head_dim: 8, dtype: Dtype::F32 };
         let arena = KvArena::host(layout, 1).unwrap();
         let outbox = Outbox::new(1);
+        let is_lost = AtomicBool::new(false);
         let needed = || [0, 1, 2, 3].map(|number| outbox.lock().needs_connection(number));
         assert_eq!(needed(), [false; 4]);
         let push = |index| {
@@ -351,15 +366,18 @@ mod tests {
         assert_eq!(needed(), [true, false, false, false]);
         push(1);
         assert_eq!(needed(), [true, true, false, false]);
-        assert_eq!(outbox.next_of_connection(0).unwrap().chunk, first);
+        assert_eq!(outbox.next_of_connection(0, &is_lost).unwrap().chunk, first);
         assert_eq!(needed(), [true, true, false, false], "one is in flight, one queued");
         assert!(outbox.await_need(1));
         push(2);
         assert_eq!(needed(), [true, true, true, false]);
         outbox.give_back(first);
         assert_eq!(needed(), [true, true, false, false]);
+        outbox.lose_connection(&is_lost);
+        assert!(outbox.next_of_connection(0, &is_lost).is_none() && outbox.await_need(1));
+        is_lost.store(false, Ordering::Release);
         outbox.close();
-        assert!(!outbox.await_need(0) && outbox.next_of_connection(0).is_none());
+        assert!(!outbox.await_need(0) && outbox.next_of_connection(0, &is_lost).is_none());
     }
 
     #[test]

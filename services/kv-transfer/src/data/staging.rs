@@ -1,16 +1,15 @@
 //! Pinned host memory through which `tcp` moves the blocks of GPUs.
 //!
 //! A ring has two slots. The copy engine of the GPU fills or empties one while a thread moves the bytes of the other one
-//! through its socket. Each connection takes a ring for one chunk at a time, so a node pins as much memory
-//! as its chunks in flight need, and a stopped peer keeps a ring for at most one lease.
+//! through its socket. Each chunk in flight has a ring. A node keeps the rings of its peak. Where none is left, a chunk
+//! goes through pageable memory, block by block: slower, but no pair waits for the rings of a stopped peer.
 
 use std::{
     any::Any,
     collections::VecDeque,
     io,
     ops::{Deref, DerefMut},
-    sync::{Arc, Condvar, Mutex, PoisonError},
-    time::Instant,
+    sync::{Arc, Mutex},
 };
 
 use kernels::{
@@ -19,14 +18,14 @@ use kernels::{
     peer::TransferInFlight,
 };
 
-use crate::{config::LEASE, threads::locked};
+use crate::threads::locked;
 
-/// Bytes of a slot, rounded up to whole blocks. The first bytes of a chunk wait for the copy of a slot, and for those of
-/// the other connections.
+/// Bytes of a slot, rounded up to whole blocks. The copies of all connections queue on one stream, so the first bytes of
+/// a chunk leave earlier with smaller slots.
 const SLOT_BYTES: usize = 2 << 20;
 /// Slots of a ring: one in the socket, one in the copy engine.
 const SLOTS: usize = 2;
-/// Rings of a node: 256 MiB with blocks of up to 2 MiB.
+/// Maximum number of rings of a node: 256 MiB with blocks of up to 2 MiB.
 const RINGS_MAX: usize = 64;
 
 /// The copy of one slot.
@@ -38,7 +37,6 @@ pub struct StagingPool {
     offload: Option<Arc<dyn BlockOffload>>,
     layout: KvLayout,
     rings: Mutex<Rings>,
-    returned: Condvar,
 }
 
 #[derive(Default)]
@@ -46,6 +44,8 @@ struct Rings {
     free: Vec<StagingRing>,
     /// Rings that exist, free or in use.
     count: usize,
+    /// Whether pinning has failed: no further ring is created.
+    has_failed: bool,
     /// `None` before the first ring.
     streams: Option<Streams>,
 }
@@ -60,63 +60,97 @@ struct Streams {
 
 impl StagingPool {
     pub fn new(arena: &KvArena) -> Self {
-        Self {
-            offload: arena.offload(),
-            layout: arena.layout(),
-            rings: Mutex::default(),
-            returned: Condvar::new(),
-        }
-    }
-
-    /// Takes a free ring, or pins the memory of a new one. Blocks for at most one lease while all are in use.
-    pub fn take(&self) -> io::Result<PooledRing<'_>> {
-        let deadline = Instant::now() + LEASE;
-        let mut rings = locked(&self.rings);
-        while rings.free.is_empty() && rings.count >= RINGS_MAX {
-            let rest = deadline.saturating_duration_since(Instant::now());
-            if rest.is_zero() {
-                let reason = format!("all {RINGS_MAX} staging rings of tcp are in use");
-                return Err(io::Error::new(io::ErrorKind::TimedOut, reason));
-            }
-            (rings, _) =
-                self.returned.wait_timeout(rings, rest).unwrap_or_else(PoisonError::into_inner);
-        }
-        let ring = match rings.free.pop() {
-            Some(ring) => ring,
-            None => {
-                rings.count += 1;
-                drop(rings);
-                self.create().inspect_err(|_| locked(&self.rings).count -= 1)?
-            }
-        };
-        Ok(PooledRing { pool: self, ring: Some(ring) })
+        Self { offload: arena.offload(), layout: arena.layout(), rings: Mutex::default() }
     }
 
     /// Creates a ring, so that the first chunk does not wait for it. Does nothing if blocks are in host memory or a ring
     /// exists.
     pub fn prepare(&self) {
-        if self.offload.is_some()
-            && locked(&self.rings).count == 0
-            && let Err(error) = self.take()
-        {
-            tracing::warn!(%error, "cannot pin host memory for tcp");
+        let is_needed = self.offload.is_some() && locked(&self.rings).count == 0;
+        if is_needed {
+            drop(self.take());
         }
     }
 
-    fn create(&self) -> io::Result<StagingRing> {
-        let offload = self.offload.as_ref().ok_or_else(|| {
-            io::Error::other("the device of the blocks has no copies to pinned host memory")
-        })?;
+    /// Calls `send` with the bytes of all blocks in order, a slot or a block at a time, until `send` returns false.
+    /// Returns the last result of `send`. Releases the blocks in every case.
+    pub fn send(
+        &self,
+        blocks: Vec<BlockRead>,
+        mut send: impl FnMut(&[&[u8]]) -> io::Result<bool>,
+    ) -> io::Result<bool> {
+        if let Some(mut ring) = self.take() {
+            return ring.send(blocks, send);
+        }
+        let mut bytes = vec![0; self.layout.block_bytes()];
+        for block in blocks {
+            block.copy_to_host(&mut bytes).map_err(io::Error::other)?;
+            if !send(&[&bytes])? {
+                return Ok(false);
+            }
+        }
+        Ok(true)
+    }
+
+    /// Calls `receive` with memory for the bytes of all blocks in order, a slot or a block at a time, until `receive`
+    /// returns false, and copies the bytes to the blocks. Returns the last result of `receive`. Afterwards no copy is in
+    /// flight, and the blocks are released in every case.
+    pub fn receive(
+        &self,
+        blocks: Vec<BlockWrite>,
+        mut receive: impl FnMut(&mut [&mut [u8]]) -> io::Result<bool>,
+    ) -> io::Result<bool> {
+        if let Some(mut ring) = self.take() {
+            return ring.receive(blocks, receive);
+        }
+        let mut bytes = vec![0; self.layout.block_bytes()];
+        for mut block in blocks {
+            if !receive(&mut [&mut bytes])? {
+                return Ok(false);
+            }
+            block.copy_from_host(&bytes).map_err(io::Error::other)?;
+        }
+        Ok(true)
+    }
+
+    /// Takes a free ring, or pins the memory of a new one. Returns `None` if the maximum number is in use, or no memory
+    /// can be pinned.
+    fn take(&self) -> Option<PooledRing<'_>> {
+        let mut rings = locked(&self.rings);
+        if let Some(ring) = rings.free.pop() {
+            return Some(PooledRing { pool: self, ring: Some(ring) });
+        }
+        if rings.count >= RINGS_MAX || rings.has_failed {
+            return None;
+        }
+        rings.count += 1;
+        drop(rings);
+        match self.create() {
+            Ok(ring) => Some(PooledRing { pool: self, ring: Some(ring) }),
+            Err(reason) => {
+                tracing::warn!(
+                    reason,
+                    "cannot pin host memory for tcp; using pageable memory, which is slower"
+                );
+                let mut rings = locked(&self.rings);
+                rings.count -= 1;
+                rings.has_failed = true;
+                None
+            }
+        }
+    }
+
+    fn create(&self) -> Result<StagingRing, String> {
+        let offload = self.offload.as_ref();
+        let offload = offload.ok_or("the device has no copies to pinned host memory")?;
         let slot_blocks = SLOT_BYTES.div_ceil(self.layout.block_bytes());
         let block_count = (SLOTS * slot_blocks) as u32;
-        let host = KvArena::host(self.layout, block_count).map_err(io::Error::other)?;
-        let pinned = offload.pin(&host, 0, block_count).map_err(io::Error::other)?;
-        let streams = self.streams(&**offload).map_err(io::Error::other)?;
+        let host = KvArena::host(self.layout, block_count).map_err(|error| error.to_string())?;
+        let pinned = offload.pin(&host, 0, block_count)?;
+        let streams = self.streams(&**offload)?;
         Ok(StagingRing { streams, _pinned: pinned, host, slot_blocks, next: 0 })
     }
-}
 
-impl StagingPool {
     fn streams(&self, offload: &dyn BlockOffload) -> Result<Streams, String> {
         let mut rings = locked(&self.rings);
         if let Some(streams) = &rings.streams {
@@ -129,7 +163,7 @@ impl StagingPool {
 }
 
 /// A ring that returns to its pool on drop.
-pub struct PooledRing<'a> {
+struct PooledRing<'a> {
     pool: &'a StagingPool,
     /// `None` once dropped.
     ring: Option<StagingRing>,
@@ -152,12 +186,11 @@ impl DerefMut for PooledRing<'_> {
 impl Drop for PooledRing<'_> {
     fn drop(&mut self) {
         locked(&self.pool.rings).free.extend(self.ring.take());
-        self.pool.returned.notify_one();
     }
 }
 
 /// Slots of pinned memory. One thread uses them in turn.
-pub struct StagingRing {
+struct StagingRing {
     streams: Streams,
     _pinned: Box<dyn Any + Send>,
     host: Arc<KvArena>,
@@ -167,9 +200,8 @@ pub struct StagingRing {
 }
 
 impl StagingRing {
-    /// Calls `send` with the bytes of all blocks, slot by slot in order, until `send` returns false. Copies the next slot
-    /// meanwhile. Returns the last result of `send`; the blocks are released in every case.
-    pub fn send(
+    /// Implements [`StagingPool::send`]. Copies the next slot while `send` runs.
+    fn send(
         &mut self,
         blocks: Vec<BlockRead>,
         mut send: impl FnMut(&[&[u8]]) -> io::Result<bool>,
@@ -194,10 +226,8 @@ impl StagingRing {
         Ok(true)
     }
 
-    /// Calls `receive` with memory for the bytes of all blocks, slot by slot in order, until `receive` returns false.
-    /// Copies the filled slots to the blocks meanwhile. Returns the last result of `receive`. No copy is in flight
-    /// afterwards, and the blocks are released in every case.
-    pub fn receive(
+    /// Implements [`StagingPool::receive`]. Copies the filled slot to its blocks while `receive` runs.
+    fn receive(
         &mut self,
         blocks: Vec<BlockWrite>,
         mut receive: impl FnMut(&mut [&mut [u8]]) -> io::Result<bool>,
@@ -241,4 +271,138 @@ fn batches<B>(blocks: Vec<B>, size: usize) -> impl Iterator<Item = Vec<B>> {
         let batch: Vec<B> = blocks.by_ref().take(size).collect();
         (!batch.is_empty()).then_some(batch)
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use kernels::{Dtype, arena::RemoteBlocks};
+
+    use super::*;
+
+    const LAYOUT: KvLayout =
+        KvLayout { layer_count: 1, kv_head_count: 1, head_dim: 8, dtype: Dtype::F32 };
+
+    /// Device memory with copies to pinned memory that end at once, or without any.
+    struct Device {
+        bytes: Mutex<Vec<u8>>,
+        can_pin: bool,
+    }
+
+    impl RemoteBlocks for Device {
+        fn layout(&self) -> KvLayout {
+            LAYOUT
+        }
+
+        fn block_count(&self) -> u32 {
+            8
+        }
+
+        fn read(&self, offset: usize, host: &mut [u8]) -> Result<(), String> {
+            host.copy_from_slice(&self.bytes.lock().unwrap()[offset..offset + host.len()]);
+            Ok(())
+        }
+
+        fn write(&self, offset: usize, host: &[u8]) -> Result<(), String> {
+            self.bytes.lock().unwrap()[offset..offset + host.len()].copy_from_slice(host);
+            Ok(())
+        }
+
+        fn offload(self: Arc<Self>) -> Option<Arc<dyn BlockOffload>> {
+            Some(self)
+        }
+    }
+
+    impl BlockOffload for Device {
+        fn pin(&self, _: &Arc<KvArena>, _: u32, _: u32) -> Result<Box<dyn Any + Send>, String> {
+            if self.can_pin { Ok(Box::new(())) } else { Err("too little memory".to_owned()) }
+        }
+
+        fn stream(&self) -> Result<Box<dyn OffloadStream>, String> {
+            Ok(Box::new(EndedCopies))
+        }
+    }
+
+    struct EndedCopies;
+
+    impl OffloadStream for EndedCopies {
+        fn copy(
+            &mut self,
+            from: Vec<BlockRead>,
+            mut to: Vec<BlockWrite>,
+        ) -> Result<SlotCopy, String> {
+            let mut bytes = vec![0; LAYOUT.block_bytes()];
+            for (from, to) in from.iter().zip(&mut to) {
+                from.copy_to_host(&mut bytes).unwrap();
+                to.copy_from_host(&bytes).unwrap();
+            }
+            Ok(Box::new(EndedCopy(from.into_iter().zip(to).collect())))
+        }
+    }
+
+    struct EndedCopy(Vec<CopiedBlocks>);
+
+    impl TransferInFlight<CopiedBlocks> for EndedCopy {
+        fn is_done(&mut self) -> Result<bool, String> {
+            Ok(true)
+        }
+
+        fn finish(self: Box<Self>) -> Result<Vec<CopiedBlocks>, String> {
+            Ok(self.0)
+        }
+    }
+
+    /// Moves all blocks of one arena to another one through both pools, and compares the bytes.
+    fn check_moves(from: (&StagingPool, &Arc<KvArena>), to: (&StagingPool, &Arc<KvArena>)) {
+        let mut expected = Vec::new();
+        for block in (0..8).map(BlockId) {
+            let bytes: Vec<u8> =
+                (0..LAYOUT.block_bytes()).map(|at| (at as u32 ^ block.0) as u8).collect();
+            from.1.write(block).unwrap().copy_from_host(&bytes).unwrap();
+            expected.extend(bytes);
+        }
+        let mut moved: Vec<u8> = Vec::new();
+        let blocks = (0..8).map(|block| from.1.read(BlockId(block)).unwrap()).collect();
+        let sent = from.0.send(blocks, |views| {
+            moved.extend(views.concat());
+            Ok(true)
+        });
+        assert!(sent.unwrap() && moved == expected);
+        let blocks = (0..8).map(|block| to.1.write(BlockId(block)).unwrap()).collect();
+        let mut rest = &moved[..];
+        let received = to.0.receive(blocks, |views| {
+            for view in views {
+                let (bytes, later) = rest.split_at(view.len());
+                view.copy_from_slice(bytes);
+                rest = later;
+            }
+            Ok(true)
+        });
+        assert!(received.unwrap() && rest.is_empty());
+        let mut found = vec![0; LAYOUT.block_bytes()];
+        for (block, expected) in (0..8).zip(expected.chunks(LAYOUT.block_bytes())) {
+            to.1.read(BlockId(block)).unwrap().copy_to_host(&mut found).unwrap();
+            assert_eq!(found, expected);
+        }
+    }
+
+    #[test]
+    fn chunks_without_a_ring_go_through_pageable_memory() {
+        let device = |can_pin| {
+            let bytes = Mutex::new(vec![0; 8 * LAYOUT.block_bytes()]);
+            let arena = KvArena::remote(Arc::new(Device { bytes, can_pin })).unwrap();
+            (StagingPool::new(&arena), arena)
+        };
+        let ((one, one_arena), (other, other_arena)) = (device(true), device(true));
+        let (unpinned, unpinned_arena) = device(false);
+        check_moves((&one, &one_arena), (&other, &other_arena));
+        assert_eq!(locked(&one.rings).count, 1);
+        check_moves((&one, &one_arena), (&unpinned, &unpinned_arena));
+        assert!(locked(&unpinned.rings).has_failed);
+        // A stopped peer holds all rings.
+        let held: Vec<_> = std::iter::from_fn(|| one.take()).collect();
+        assert_eq!(held.len(), RINGS_MAX);
+        check_moves((&one, &one_arena), (&one, &one_arena));
+        drop(held);
+        assert_eq!(locked(&one.rings).free.len(), RINGS_MAX);
+    }
 }

@@ -6,9 +6,9 @@ use kernels::BlockId;
 
 use crate::{api::TransferId, control};
 
-/// Maximum number of chunks of a transfer that are announced but not yet given to the transport. A step
-/// writes several chunks at the same time, 32 MiB each on GPUs by default. The receiver should have
-/// posted its receives by then.
+/// Maximum number of chunks of a transfer that are announced but not yet given to the transport. A step writes several
+/// chunks at the same time: on GPUs of 32 MiB each by default, by `tcp` of 8 MiB. The receiver should have posted its
+/// receives by then.
 const AHEAD_MAX: usize = 8;
 /// [`AHEAD_MAX`] before the first block is written. Smaller, because all waiting sequences of a node may be in this
 /// state: the announcements of 256 sequences take half of the peer's queue.

@@ -3,8 +3,8 @@
 //!
 //! A sender opens one connection, and further ones of the same group while several chunks are queued. Each connection
 //! is a sequence of frames ([`frame`]), one per chunk. Each end of a connection has one thread that moves bytes:
-//! `writer` from borrowed blocks, `reader` into posted blocks. Each chunk's xxh3 is part of `DONE`. The end of one
-//! connection ends the group.
+//! `writer` from borrowed blocks, `reader` into posted blocks. Each chunk's xxh3 is part of `DONE`. The end of a
+//! connection with a chunk in flight, and that of the first connection, ends the group.
 
 pub mod frame;
 mod reader;
@@ -13,6 +13,7 @@ mod writer;
 use std::{
     io::{self, Read, Write},
     net::{Shutdown, TcpStream},
+    sync::atomic::AtomicBool,
     thread,
     time::Duration,
 };
@@ -26,6 +27,8 @@ use super::{
     tls::TlsSender,
 };
 
+/// Pause before a further connection is opened again.
+const RECONNECT_PAUSE: Duration = Duration::from_secs(1);
 /// Time-out of one read of the watcher.
 const WATCH: Duration = Duration::from_secs(1);
 
@@ -40,8 +43,10 @@ enum Payload {
 /// A connection after its handshake.
 pub(in crate::data) type Connected = (TcpStream, Option<TlsSender>);
 
-/// Sends chunks until the outbox is closed or a connection ends. Uses up to `connections_max` connections: `first`, and
-/// further ones that `connect` opens while several chunks are queued. `connect` returns `None` once the outbox is closed.
+/// Sends chunks until the outbox is closed or a connection fails. Uses up to `connections_max` connections: `first`, and
+/// further ones that `connect` opens while several chunks are queued. A further connection is optional: it is opened
+/// again after it could not be opened, or has ended without a chunk in flight. `connect` returns `None` once the outbox
+/// is closed.
 pub(in crate::data) fn send_chunks(
     outgoing: &Outgoing<'_>,
     first: Connected,
@@ -50,79 +55,86 @@ pub(in crate::data) fn send_chunks(
 ) -> io::Result<()> {
     let outbox = outgoing.outbox;
     outgoing.shared.staging.prepare();
-    let use_another = |number| {
-        if !outbox.await_need(number) {
-            return;
-        }
-        match connect() {
-            Ok(Some(connected)) => {
-                if let Err(error) = use_connection(outgoing, number, connected) {
-                    outbox.break_off(error.to_string());
-                }
+    let use_further = |number| {
+        while outbox.await_need(number) {
+            let used = match connect() {
+                Ok(Some(connected)) => use_connection(outgoing, number, connected),
+                Ok(None) => return,
+                Err(error) => Err(error),
+            };
+            if let Err(error) = used {
+                tracing::warn!(%error, peer = %outgoing.peer, number, "cannot use a further tcp connection");
             }
-            Ok(None) => {}
-            Err(error) => {
-                tracing::debug!(%error, peer = %outgoing.peer, number, "cannot open a further tcp connection");
+            if !outbox.pause(RECONNECT_PAUSE) {
+                return;
             }
         }
     };
     thread::scope(|scope| {
         for number in 1..connections_max {
-            thread::Builder::new()
-                .name("kv-data-out".to_owned())
-                .spawn_scoped(scope, move || use_another(number))?;
+            let named = thread::Builder::new().name("kv-data-out".to_owned());
+            if let Err(error) = named.spawn_scoped(scope, move || use_further(number)) {
+                tracing::warn!(%error, number, "cannot start a thread for a further tcp connection");
+                break;
+            }
         }
-        let written = use_connection(outgoing, 0, first);
-        if let Err(error) = &written {
-            // Ends the other connections.
-            outbox.break_off(error.to_string());
-        }
-        written
+        use_connection(outgoing, 0, first)
     })
 }
 
 /// Writes frames to one connection until the outbox is closed or a connection ends. The receiver sends nothing on this
-/// connection, so a separate thread waits in a read to detect its death.
+/// connection, so a separate thread waits in a read to detect its death. An error ends the group.
 fn use_connection(
     outgoing: &Outgoing<'_>,
     number: usize,
     (mut stream, tls): Connected,
 ) -> io::Result<()> {
+    let outbox = outgoing.outbox;
     stream.set_write_timeout(Some(POLL))?;
-    let watched = stream.try_clone()?;
+    let (watched, is_lost) = (stream.try_clone()?, AtomicBool::new(false));
     thread::scope(|scope| {
-        thread::Builder::new()
+        let watch = || match watch(outbox, watched) {
+            Some(reason) if number == 0 => outbox.break_off(reason),
+            _ => outbox.lose_connection(&is_lost),
+        };
+        let watching = thread::Builder::new()
             .name("kv-data-watch".to_owned())
-            .spawn_scoped(scope, || watch(outgoing.outbox, watched))?;
-        let written = match tls {
+            .spawn_scoped(scope, watch)
+            .map(drop);
+        let written = watching.and_then(|()| match tls {
             Some(mut tls) => {
-                let written = writer::write_frames(outgoing, number, &mut tls);
+                let written = writer::write_frames(outgoing, number, &is_lost, &mut tls);
                 // TLS requires it: without it the receiver cannot tell this end from a truncated stream.
                 tls.conn.send_close_notify();
                 let _ = tls.flush();
                 written
             }
-            None => writer::write_frames(outgoing, number, &mut stream),
-        };
+            None => writer::write_frames(outgoing, number, &is_lost, &mut stream),
+        });
+        if let Err(error) = &written {
+            // Before the watcher, which would name the consequence.
+            outbox.break_off(error.to_string());
+        }
         // Stops the watcher. Fails only if the connection has already closed.
         let _ = stream.shutdown(Shutdown::Both);
         written
     })
 }
 
-fn watch(outbox: &Outbox, mut stream: TcpStream) {
-    let reason = loop {
+/// Waits for the end of a connection and returns its reason; `None` once the outbox is closed.
+fn watch(outbox: &Outbox, mut stream: TcpStream) -> Option<String> {
+    loop {
         match stream.set_read_timeout(Some(WATCH)).and_then(|()| stream.read(&mut [0; 1])) {
-            Ok(0) => break "the peer closed the connection".to_owned(),
+            Ok(0) => return Some("the peer closed the connection".to_owned()),
             Ok(_) => {
-                break "protocol error: the peer sent data on a send-only connection".to_owned();
+                let reason = "protocol error: the peer sent data on a send-only connection";
+                return Some(reason.to_owned());
             }
             Err(error) if is_pause(&error) => {}
-            Err(error) => break error.to_string(),
+            Err(error) => return Some(error.to_string()),
         }
         if outbox.is_closed() {
-            return;
+            return None;
         }
-    };
-    outbox.break_off(reason);
+    }
 }

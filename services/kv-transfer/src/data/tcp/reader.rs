@@ -29,13 +29,16 @@ const PIECE_BYTES: usize = 256 << 10;
 /// Time-out of one read on an idle connection.
 const IDLE_POLL: Duration = Duration::from_secs(1);
 
-/// Receives frames until the peer closes the connection between two frames, or an error occurs.
+/// Receives frames until the peer closes the connection between two frames, or an error occurs. Sets `has_frames` once
+/// a header has arrived.
 pub(in crate::data) fn read_frames(
     incoming: &Incoming<'_>,
     stream: &mut (impl Read + SetTimeout),
+    has_frames: &mut bool,
 ) -> io::Result<()> {
     let Incoming { shared, inbox, .. } = *incoming;
     while let Some(header) = read_header(inbox, stream)? {
+        *has_frames = true;
         let chunk = ChunkId { transfer: header.transfer, index: header.chunk };
         let Some(blocks) = inbox.take(chunk) else {
             // The transfer was cancelled here while the frame was in flight.
@@ -115,7 +118,7 @@ fn read_payload(
         let views = blocks.iter_mut().filter_map(BlockWrite::host_view_mut);
         frame.read(&mut views.collect::<Vec<_>>())?
     } else {
-        incoming.shared.staging.take()?.receive(blocks, |views| frame.read(views))?
+        incoming.shared.staging.receive(blocks, |views| frame.read(views))?
     };
     if !is_whole {
         return Ok(Payload::Cut { rest: frame.rest });

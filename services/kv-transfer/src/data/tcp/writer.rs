@@ -2,6 +2,7 @@
 
 use std::{
     io::{self, IoSlice, Write},
+    sync::atomic::AtomicBool,
     time::Instant,
 };
 
@@ -26,14 +27,16 @@ use crate::{api::TransferId, transport::ChunkId};
 const PIECE_SLICES: usize = 16;
 const SLICE_BYTES: usize = 16 << 10;
 
-/// Writes frames until the outbox is closed or the connection ends. `number` is that of the connection in its group.
+/// Writes frames until the outbox is closed, the group of connections has ended, or `is_lost` says that this connection
+/// has. `number` is that of the connection in its group.
 pub fn write_frames(
     outgoing: &Outgoing<'_>,
     number: usize,
+    is_lost: &AtomicBool,
     stream: &mut impl Write,
 ) -> io::Result<()> {
     let outbox = outgoing.outbox;
-    while let Some(job) = outbox.next_of_connection(number) {
+    while let Some(job) = outbox.next_of_connection(number, is_lost) {
         let chunk = job.chunk;
         let written = write_frame(outgoing, stream, job);
         // `write_frame` drops the blocks in every case.
@@ -69,7 +72,7 @@ fn write_frame(outgoing: &Outgoing<'_>, stream: &mut impl Write, job: Job) -> io
     let is_whole = if is_host {
         frame.write(&blocks.iter().filter_map(BlockRead::host_view).collect::<Vec<_>>())?
     } else {
-        outgoing.shared.staging.take()?.send(blocks, |views| frame.write(views))?
+        outgoing.shared.staging.send(blocks, |views| frame.write(views))?
     };
     if !is_whole {
         return Ok(Payload::Cut { rest: frame.rest });
