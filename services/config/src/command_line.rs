@@ -7,8 +7,10 @@ use clap::{Arg, ArgAction, ArgMatches, Command};
 use crate::{
     error::{ConfigError, Problem},
     hub,
-    load::{CACHE_VARIABLES, Config, Environment, Flags, LoadInput, Section},
-    section::{Setting, json_schema},
+    input::{CACHE_VARIABLES, Environment, Flags, LoadInput},
+    json_schema::json_schema,
+    load::{Config, Section},
+    section::Setting,
 };
 
 const FILE_FLAG: &str = "config";

@@ -3,16 +3,8 @@
 use crate::{
     error::Source,
     load::{Config, Section},
-    section::Setting,
+    reader::Explained,
 };
-
-/// Value of one setting and its source. A secret's value is `(hidden)` or `unset`.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) struct Explained {
-    pub setting: Setting,
-    pub value: String,
-    pub source: Source,
-}
 
 impl Config {
     /// Returns a table of every value of `sections` with its source, in the order of the schema.

@@ -10,7 +10,6 @@ use toml::de::{DeTable, DeValue};
 
 use crate::{
     error::{ConfigError, Problem, Source},
-    load::{Section, nearest},
     section::Setting,
 };
 
@@ -69,7 +68,7 @@ impl<'a> File<'a> {
         for (name, value) in &self.table {
             let source_ = self.source(name.span().start);
             let section_name = name.get_ref().as_ref();
-            let known = Section::ALL.iter().any(|section| section.name() == section_name);
+            let known = settings.iter().any(|setting| setting.section == section_name);
             match value.get_ref().as_table() {
                 Some(keys) if known => {
                     for key in keys.keys() {
@@ -91,7 +90,7 @@ impl<'a> File<'a> {
                 }
                 Some(_) => problems.push(Problem::UnknownSection {
                     section: section_name.into(),
-                    nearest: nearest(section_name, Section::ALL.iter().map(|s| s.name())).into(),
+                    nearest: nearest(section_name, settings.iter().map(|it| it.section)).into(),
                     source_,
                 }),
                 // A key before the first section, or a value with a section's name.
@@ -122,6 +121,13 @@ fn nearest_key(section: Option<&str>, name: &str, settings: &[Setting]) -> Strin
         })
         .map(Setting::key)
         .expect("every section has settings")
+}
+
+/// Returns the candidate with the smallest edit distance, or the first of several.
+pub(crate) fn nearest<'a>(text: &str, candidates: impl Iterator<Item = &'a str>) -> &'a str {
+    candidates
+        .min_by_key(|candidate| strsim::damerau_levenshtein(text, candidate))
+        .expect("the schema has sections and settings")
 }
 
 fn line_of(text: &str, byte: usize) -> usize {

@@ -12,7 +12,7 @@ use std::{
 };
 
 use crate::{
-    load::Environment,
+    input::Environment,
     types::{HubModel, ModelPath, is_word, parts_of},
 };
 

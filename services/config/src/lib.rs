@@ -29,7 +29,10 @@ mod error;
 mod explain;
 mod file;
 pub mod hub;
+mod input;
+mod json_schema;
 mod load;
+mod reader;
 pub mod schema;
 mod section;
 mod types;
@@ -37,9 +40,11 @@ mod value;
 
 pub use command_line::{ProcessConfig, args_for, environment_of, from_matches, from_process};
 pub use error::{ConfigError, Problem, Source};
-pub use load::{Config, Environment, Flags, LoadInput, Section, cache_folder};
+pub use input::{Environment, Flags, LoadInput, cache_folder};
+pub use json_schema::json_schema;
+pub use load::{Config, Section};
 pub use schema::{Cluster, Model, Node, Router, Telemetry, Tier, Transfer, Weights};
-pub use section::{Setting, json_schema};
+pub use section::Setting;
 pub use types::{
     Auto, ByteSize, CpuList, Device, Disaggregate, Dtype, EtcdPrefix, GrpcUrl, HubModel, Isa,
     LoadFormat, LogFormat, ModelPath, NodePolicy, NodeUrl, Pair, Password, Secret, ServerUrl,

@@ -1,54 +1,19 @@
 //! Merges defaults, file, environment and flags.
 
-use std::{
-    collections::{BTreeMap, BTreeSet},
-    path::PathBuf,
-    vec,
-};
-
-use toml::de::DeValue;
+use std::{collections::BTreeSet, path::PathBuf};
 
 use crate::{
     error::{ConfigError, Problem, Source},
-    explain::Explained,
-    file::{File, FileText},
+    file::{File, FileText, nearest},
     hub::Hub,
+    input::{Environment, LoadInput, cache_folder},
+    reader::{Explained, Reader},
     schema::{Cluster, Model, Node, Router, Telemetry, Tier, Transfer, Weights},
     section::{Declared, Setting},
-    value::Value,
 };
 
 /// Prefix of all variables of Baton.
 const ENV_PREFIX: &str = "BATON_";
-
-/// Environment variables by name. Loading reads those that begin with `BATON_` and those of [`Hub`] and
-/// [`cache_folder`].
-pub type Environment = BTreeMap<String, String>;
-
-/// Variables that locate the folder of [`cache_folder`], highest precedence first.
-pub(crate) const CACHE_VARIABLES: [&str; 2] = ["XDG_CACHE_HOME", "HOME"];
-
-/// Returns the folder for data that programs can recreate: `baton` in `XDG_CACHE_HOME`, otherwise in `.cache` of the
-/// home folder; `None` if neither is set.
-pub fn cache_folder(environment: &Environment) -> Option<PathBuf> {
-    let folder = |name: &str| {
-        let path = environment.get(name).map(PathBuf::from);
-        path.filter(|path| path.is_absolute())
-    };
-    let [cache, home] = CACHE_VARIABLES.map(folder);
-    Some(cache.or_else(|| home.map(|home| home.join(".cache")))?.join("baton"))
-}
-
-/// Unparsed values of flags by key (`node.slots`).
-pub type Flags = BTreeMap<String, String>;
-
-/// The sources of settings.
-#[derive(Clone, Debug, Default)]
-pub struct LoadInput {
-    pub file: Option<PathBuf>,
-    pub environment: Environment,
-    pub flags: Flags,
-}
 
 macro_rules! sections {
     ($($(#[doc = $about:literal])+ $Name:ident $field:ident;)+) => {
@@ -126,14 +91,7 @@ impl Config {
         let file = File::parse(&text)?;
         file.refuse_unknown(&settings, &mut problems);
         refuse_unknown_variables(&input.environment, &settings, &mut problems);
-        let mut reader = Reader {
-            file: &file,
-            input: &input,
-            settings: Vec::new().into_iter(),
-            problems,
-            explained: Vec::new(),
-            warnings: Vec::new(),
-        };
+        let mut reader = Reader::new(&file, &input, problems);
         let mut config = Self::read(&mut reader);
         let Reader { mut problems, explained, warnings, .. } = reader;
         config.explained = explained;
@@ -158,101 +116,6 @@ impl Config {
 
 pub(crate) fn all_settings() -> Vec<Setting> {
     Section::ALL.iter().flat_map(|section| section.settings()).collect()
-}
-
-/// Reader of setting values by precedence, which collects problems and warnings.
-pub(crate) struct Reader<'a> {
-    file: &'a File<'a>,
-    input: &'a LoadInput,
-    /// Settings of the current section that are not read yet.
-    settings: vec::IntoIter<Setting>,
-    problems: Vec<Problem>,
-    explained: Vec<Explained>,
-    warnings: Vec<String>,
-}
-
-/// A value before it is parsed.
-enum Written<'a> {
-    Toml(&'a DeValue<'a>),
-    Text(&'a str),
-}
-
-impl Reader<'_> {
-    /// Begins a section; `next` then reads its settings in this order.
-    pub(crate) fn begin(&mut self, settings: Vec<Setting>) {
-        self.settings = settings.into_iter();
-    }
-
-    /// Returns the next setting's value of highest precedence. The function is small because the compiler
-    /// instantiates it for each type of value; `choose` does the work.
-    pub(crate) fn next<T: Value>(&mut self, default: T, accepts: &dyn Fn(&T) -> bool) -> T {
-        let setting = self.settings.next().expect("as many settings as fields");
-        let mut chosen = default;
-        let source = self.choose(&setting, &mut |written| {
-            let read = match written {
-                Written::Toml(value) => T::from_toml(value),
-                Written::Text(text) => T::from_text(text),
-            };
-            read.filter(accepts).map(|value| chosen = value).is_some()
-        });
-        self.explained.push(Explained { setting, value: chosen.show(), source });
-        chosen
-    }
-
-    /// Passes every written value to `take` in rising precedence and returns the source of the last valid one.
-    /// Values of lower precedence must be valid too: a later change could uncover them. In each source the
-    /// setting's former name has lower precedence than its name.
-    fn choose(&mut self, setting: &Setting, take: &mut dyn FnMut(&Written<'_>) -> bool) -> Source {
-        let names: Vec<Setting> = setting.former().into_iter().chain([setting.clone()]).collect();
-        let mut written = Vec::new();
-        for named in &names {
-            if let Some((value, source)) = self.file.get(named) {
-                written.push((named, Written::Toml(value), source));
-            }
-        }
-        for named in &names {
-            let name = named.env();
-            if let Some(text) = self.input.environment.get(&name) {
-                written.push((named, Written::Text(text), Source::Environment { name }));
-            }
-        }
-        for named in &names {
-            if let Some(text) = self.input.flags.get(&named.key()) {
-                written.push((named, Written::Text(text), Source::Flag { name: named.flag() }));
-            }
-        }
-        let mut chosen = Source::Default;
-        for (named, value, source) in written {
-            if named.key() != setting.key() {
-                let (old, new) = (named.key(), setting.key());
-                self.warnings.push(format!("{old} ({source}) is deprecated: it is now {new}"));
-            }
-            if take(&value) {
-                chosen = source;
-                continue;
-            }
-            let text = match value {
-                Written::Toml(value) => crate::file::show(value),
-                Written::Text(text) => format!("{text:?}"),
-            };
-            self.problems.push(Problem::BadValue {
-                key: setting.key(),
-                value: if setting.secret { "(hidden)".into() } else { shorten(text) },
-                allowed: setting.allowed.clone(),
-                source_: source,
-            });
-        }
-        chosen
-    }
-}
-
-/// Truncates an invalid value for an error message.
-fn shorten(mut text: String) -> String {
-    if text.chars().count() > 120 {
-        text = text.chars().take(117).collect();
-        text.push_str("...");
-    }
-    text
 }
 
 /// Reports unknown variables that look like a setting, so that a typing error does not go unnoticed.
@@ -290,29 +153,4 @@ fn is_service_link(name: &str) -> bool {
         || name.contains("_SERVICE_PORT")
         || name.ends_with("_PORT")
         || name.split("_PORT_").skip(1).any(|rest| rest.starts_with(|c: char| c.is_ascii_digit()))
-}
-
-/// Returns the candidate with the smallest edit distance, or the first of several.
-pub(crate) fn nearest<'a>(text: &str, candidates: impl Iterator<Item = &'a str>) -> &'a str {
-    candidates
-        .min_by_key(|candidate| strsim::damerau_levenshtein(text, candidate))
-        .expect("the schema has sections and settings")
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn cache_folder_follows_xdg_cache_home_and_home() {
-        let of = |variables: &[(&str, &str)]| {
-            cache_folder(&variables.iter().map(|(k, v)| ((*k).into(), (*v).into())).collect())
-        };
-        let home = ("HOME", "/h");
-        assert_eq!(of(&[("XDG_CACHE_HOME", "/c"), home]), Some("/c/baton".into()));
-        assert_eq!(of(&[("XDG_CACHE_HOME", ""), home]), Some("/h/.cache/baton".into()));
-        // A relative path would depend on the working directory.
-        assert_eq!(of(&[("XDG_CACHE_HOME", "c"), home]), Some("/h/.cache/baton".into()));
-        assert_eq!(of(&[]), None);
-    }
 }

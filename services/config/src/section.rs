@@ -2,11 +2,9 @@
 
 use std::fmt::Write;
 
-use serde_json::{Value as Json, json};
+use serde_json::Value as Json;
 
-use crate::load::{Reader, Section};
-
-const ABOUT: &str = "Settings of a Baton program.";
+use crate::reader::Reader;
 
 /// Description of one setting: names, help text, default and allowed values.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -59,7 +57,7 @@ impl Setting {
     }
 
     /// Returns the JSON Schema of the value in the file, with its description.
-    fn described_schema(&self) -> Json {
+    pub(crate) fn described_schema(&self) -> Json {
         let mut schema = self.schema.clone();
         let Self { allowed, why, .. } = self;
         schema["description"] = format!("{} Allowed: {allowed}. {why}", self.summary()).into();
@@ -84,26 +82,6 @@ pub(crate) fn with_default(mut schema: Json, default: Json) -> Json {
     if !default.is_null() {
         schema["default"] = default;
     }
-    schema
-}
-
-/// Returns the JSON Schema (draft 7, which Helm reads) of a file with these sections, without former names.
-pub fn json_schema(sections: &[Section]) -> Json {
-    let closed = |description: String, properties: serde_json::Map<String, Json>| {
-        json!({
-            "description": description,
-            "type": "object",
-            "additionalProperties": false,
-            "properties": properties,
-        })
-    };
-    let of_section = |section: &Section| {
-        let settings = section.settings();
-        let settings = settings.iter().map(|it| (it.name.to_owned(), it.described_schema()));
-        (section.name().to_owned(), closed(section.about(), settings.collect()))
-    };
-    let mut schema = closed(ABOUT.to_owned(), sections.iter().map(of_section).collect());
-    schema["$schema"] = "http://json-schema.org/draft-07/schema#".into();
     schema
 }
 
@@ -163,7 +141,7 @@ macro_rules! section {
                 }),+]
             }
 
-            fn read(reader: &mut $crate::load::Reader<'_>) -> Self {
+            fn read(reader: &mut $crate::reader::Reader<'_>) -> Self {
                 // Fields are read in the order in which `settings` lists them.
                 reader.begin(Self::settings());
                 Self { $(
