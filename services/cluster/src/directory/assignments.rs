@@ -9,7 +9,9 @@ use super::{
     candidate::Need,
     eligible::{eligible, misfit},
     member::{Member, Unseen},
-    select::{NodeChoice, Wanted, milliseconds},
+    milliseconds,
+    select::NodeChoice,
+    wanted::Wanted,
 };
 use crate::Role;
 

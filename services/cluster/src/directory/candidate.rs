@@ -7,7 +7,8 @@ use config::NodePolicy;
 use super::{
     NodeKey,
     member::{Member, Seen},
-    select::{Wanted, milliseconds},
+    milliseconds,
+    wanted::Wanted,
 };
 use crate::{
     PrefixKeys, Role,

@@ -11,7 +11,8 @@ use super::{
     Health,
     breaker::BreakerReason,
     member::{Member, Seen},
-    select::{Wanted, milliseconds},
+    milliseconds,
+    wanted::Wanted,
 };
 use crate::{ModelIdentity, NodeRecord, Role};
 

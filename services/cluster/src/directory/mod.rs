@@ -32,6 +32,7 @@ mod room;
 mod select;
 mod service;
 mod transfers;
+mod wanted;
 
 use std::{
     collections::{BTreeMap, HashMap},
@@ -50,9 +51,9 @@ pub use breaker::BreakerReason;
 pub use considered::{Considered, ConsideredOption, IneligibleNode, Placement};
 pub use eligible::NoNode;
 pub use member::Member;
-pub use room::Room;
-pub use select::{NodeChoice, Picked, Selection, Wanted};
+pub use select::{NodeChoice, Picked, Selection};
 pub use service::{BreakerChange, Failed};
+pub use wanted::{Room, Wanted};
 
 /// Time-out of a probe; equals the transfer lease.
 pub const PROBE_TIMEOUT: Duration = Duration::from_secs(2);
@@ -470,4 +471,8 @@ impl Directory {
         }
         assert!(self.streams.len() <= self.members.len());
     }
+}
+
+fn milliseconds(duration: Duration) -> f64 {
+    duration.as_secs_f64() * 1e3
 }

@@ -9,8 +9,8 @@ use super::{
     candidate::Candidate,
     considered::ConsideredOption,
     member::Member,
-    room::{self, Room},
-    select::{Wanted, milliseconds},
+    milliseconds, room,
+    wanted::{Room, Wanted},
 };
 use crate::predict::{Prediction, hand_over, local};
 

@@ -6,7 +6,7 @@
 
 use std::time::Duration;
 
-use super::{NoNode, candidate::Candidate, options::NodeOption};
+use super::{NoNode, candidate::Candidate, options::NodeOption, wanted::Room};
 use crate::Role;
 
 /// Maximum predicted time of a node's queue of prompts before the prompt of a new attempt: a few times the error of
@@ -18,22 +18,6 @@ const PROMPT_QUEUE_HEADROOM_MS: f64 = 10.0;
 const RETRY_AFTER: Duration = Duration::from_millis(50);
 /// 1/8 of the slots is headroom.
 const HEADROOM: u64 = 8;
-
-/// Capacity that an attempt needs of its nodes.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Room {
-    /// None: the nodes may queue the attempt.
-    Any,
-    /// The attempt must be able to start. With `headroom` an eighth of all slots stays free for other callers, the queue
-    /// of prompts is shorter, and no decode node prefills the prompt if a prefill node can.
-    Start { headroom: bool },
-}
-
-impl Room {
-    pub(super) fn leaves_headroom(self) -> bool {
-        self == Self::Start { headroom: true }
-    }
-}
 
 /// Slots of decode nodes. Nodes of older releases do not report them and are never full.
 #[derive(Default)]

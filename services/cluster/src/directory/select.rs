@@ -37,9 +37,10 @@ use super::{
     eligible::{eligible, misfit},
     member::{Member, Seen},
     options::{no_pair, predicted, startable},
-    room::{self, Room},
+    room,
+    wanted::Wanted,
 };
-use crate::{Epoch, ModelIdentity, NodeAddress, NodeRecord, PrefixKeys, Role};
+use crate::{NodeAddress, NodeRecord, Role};
 
 const DAY_MS: f64 = 86_400_000.0;
 
@@ -48,38 +49,6 @@ const DAY_MS: f64 = 86_400_000.0;
 pub struct Selection {
     pub disaggregate: Disaggregate,
     pub policy: NodePolicy,
-}
-
-/// Requirements of an attempt on its nodes.
-#[derive(Clone, Copy, Debug)]
-pub struct Wanted<'a> {
-    /// Name of the model.
-    pub model: &'a str,
-    /// Length of the client's prompt, in tokens.
-    pub prompt_tokens: u32,
-    /// Prompt and emitted tokens.
-    pub tokens: u32,
-    /// Maximum number of further output tokens.
-    pub new_tokens_max: u32,
-    /// Whether the decode node must prefill the prompt itself.
-    pub local_prefill: bool,
-    /// Cache keys of the prompt's blocks for each identity of the nodes. Without keys of its identity a node counts as
-    /// having no cached block.
-    pub prefix: &'a [PrefixKeys],
-    /// Identity that the decode node must be compatible with.
-    pub identity: Option<&'a ModelIdentity>,
-    /// Whether the decode node may have another weight version than `identity`.
-    pub any_weights: bool,
-    /// Grammar version that the answer needs; 0 for none.
-    pub grammar_version: u32,
-    /// Decode node processes that already failed this request.
-    pub exclude_decode: &'a [Epoch],
-    /// Prefill node processes that already failed this request.
-    pub exclude_prefill: &'a [Epoch],
-    /// Capacity that the attempt needs of its nodes.
-    pub room: Room,
-    /// Since when the request waits for a node; `None` before its first pick.
-    pub waits_since: Option<Instant>,
 }
 
 /// The nodes of an attempt.
@@ -228,8 +197,4 @@ impl Directory {
             reason => Err(reason),
         }
     }
-}
-
-pub(super) fn milliseconds(duration: Duration) -> f64 {
-    duration.as_secs_f64() * 1e3
 }
