@@ -1,6 +1,6 @@
 //! Invariants of the cluster as a whole: during the run, and after the last request.
 
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use engine::event::InFlight;
 use kv_transfer::{
@@ -11,21 +11,13 @@ use kv_transfer::{
 use crate::{
     Outcome,
     event_loop::Simulation,
-    process::{OFFER_AGAIN, ProcessState, TransferHold},
+    process::OFFER_AGAIN,
+    process_io::{ProcessState, TransferHold},
     scenario::Fault,
 };
 
 /// All blocks of a transfer with a lost peer are free within this time.
 pub const BLOCKS_FREE_MAX: Duration = Duration::from_millis(500).saturating_add(LEASE);
-
-/// A time during which no message of process `of` reached process `to` (any process if `to` is `None`).
-#[derive(Clone, Copy, Debug)]
-pub struct Outage {
-    pub of: usize,
-    pub to: Option<usize>,
-    pub from: Instant,
-    pub until: Option<Instant>,
-}
 
 impl Simulation {
     /// Checks an event. A sender may fail although its receiver has every block, because the last
@@ -50,10 +42,7 @@ impl Simulation {
         let queued = plan.transfers.transfers_max.div_ceil(plan.transfer_events_max) as u32;
         let slack = 2 * hop + (queued - 1) * (hop + OFFER_AGAIN) + Duration::from_millis(1);
         let paused = &self.processes[process].pauses;
-        for outage in self.outages.iter().filter(|outage| outage.of == peer) {
-            if outage.to.is_some_and(|to| to != process) {
-                continue;
-            }
+        for outage in self.outages.between(peer, process) {
             let from = outage.from.max(hold.since);
             if outage.until.is_some_and(|until| until <= from + BLOCKS_FREE_MAX) {
                 continue;

@@ -1,9 +1,6 @@
 //! Messages between the nodes: control messages, and chunks on data connections.
 
-use std::{
-    collections::HashMap,
-    time::{Duration, Instant},
-};
+use std::time::{Duration, Instant};
 
 use kv_transfer::{
     api::{Epoch, TransferId},
@@ -14,8 +11,9 @@ use kv_transfer::{
 use simulation_base::ConnectionId;
 
 use crate::{
-    event_loop::{SimEvent, Simulation},
-    process::{Input, ProcessState},
+    event_loop::Simulation,
+    events::SimEvent,
+    process_io::{Input, ProcessState},
     transport::ChunkData,
 };
 
@@ -23,25 +21,6 @@ use crate::{
 const RETRY_AFTER: Duration = Duration::from_millis(3);
 /// Time between two attempts to connect.
 const CONNECT_RETRY: Duration = Duration::from_millis(50);
-
-/// Times at which the network interface of each process has sent and received all chunks.
-#[derive(Default)]
-pub struct LinkEnds {
-    sent: HashMap<usize, Instant>,
-    received: HashMap<usize, Instant>,
-}
-
-impl LinkEnds {
-    /// Returns the time at which a chunk is sent. `time`: duration without other chunks. Chunks of a node are sent one
-    /// after the other.
-    fn transfer(&mut self, now: Instant, (from, to): (usize, usize), time: Duration) -> Instant {
-        let sent = self.sent.entry(from).or_insert(now);
-        let received = self.received.entry(to).or_insert(now);
-        let end = now.max(*sent).max(*received) + time;
-        (*sent, *received) = (end, end);
-        end
-    }
-}
 
 impl Simulation {
     pub fn send_control(&mut self, from: usize, to: Epoch, message: ControlMessage) {

@@ -10,23 +10,21 @@ use std::{
     time::{Duration, Instant},
 };
 
-use cluster::{MemberChange, NodeAddress};
+use cluster::NodeAddress;
 use kv_transfer::api::{Epoch, TransferId};
-use proto::v1::ObserveEvent;
-use simulation_base::{Clock, ConnectionId, Due, Network, Random, mix};
+use simulation_base::{Clock, Due, Network, Random, mix};
 
 use crate::{
-    checks::Outage,
     coverage::Coverage,
-    data_connections::LinkEnds,
-    faults::FaultStep,
-    membership::Etcd,
-    nodes::{Connection, Stream},
-    process::{Input, Output, Process, ProcessState},
-    router::{CallKey, NodeCall, NodeMessage, Router},
+    etcd::Etcd,
+    events::{FaultStep, Order, SimEvent},
+    link_ends::LinkEnds,
+    outages::Outages,
+    process::Process,
+    process_io::{Input, Output, ProcessState},
+    router::Router,
     scenario::{RequestPlan, Scenario},
-    transport::ChunkData,
-    updates::{UpdateEvent, Updates},
+    updates::coordinators::Updates,
 };
 
 /// Requests arrive after this time: the router has connected to the nodes by then.
@@ -35,87 +33,6 @@ const WARM_UP: Duration = Duration::from_secs(1);
 const FAULTS_END: Duration = Duration::from_secs(20);
 /// Time after the end of the last request by which all resources of requests must be released.
 const SETTLE: Duration = Duration::from_secs(10);
-
-#[derive(Debug)]
-pub enum SimEvent {
-    Input {
-        process: usize,
-        input: Input,
-    },
-    /// A call reaches the process that runs on the host at this time.
-    Call {
-        connection: Connection,
-        key: CallKey,
-        call: Box<NodeCall>,
-    },
-    Observe(Stream),
-    /// A router receives a message of a call.
-    Message {
-        router: usize,
-        key: CallKey,
-        message: NodeMessage,
-    },
-    Observed {
-        stream: Stream,
-        event: Option<Box<ObserveEvent>>,
-    },
-    ConnectionEnds(Connection),
-    /// The router's keep-alive times out if the process still does not answer.
-    KeepAlive {
-        connection: Connection,
-        process: usize,
-    },
-    Member {
-        router: usize,
-        change: MemberChange,
-    },
-    /// A process writes its record to etcd.
-    Register {
-        process: usize,
-    },
-    /// etcd removes the record of a process that does not keep it alive.
-    Expire {
-        process: usize,
-    },
-    RequestArrives {
-        request: usize,
-    },
-    /// The next request of [`Simulation::arrivals`].
-    NextRequest(Box<RequestPlan>),
-    ClientLeaves {
-        request: usize,
-    },
-    // Data connections.
-    Connect {
-        from: usize,
-        to: usize,
-        closings: u64,
-        give_up: Instant,
-    },
-    SendChunk {
-        process: usize,
-        transfer: TransferId,
-        chunk: u32,
-    },
-    ChunkBegins {
-        from: usize,
-        to: usize,
-        connection: ConnectionId,
-        data: ChunkData,
-    },
-    ChunkEnds {
-        from: usize,
-        to: usize,
-        connection: ConnectionId,
-        data: ChunkData,
-    },
-    Release {
-        process: usize,
-        transfer: TransferId,
-    },
-    Update(UpdateEvent),
-    Fault(FaultStep),
-}
 
 /// A machine on which node processes run, one after another.
 pub struct Host {
@@ -137,7 +54,7 @@ pub struct Simulation {
     /// `None`: the routers have a static list of nodes.
     pub etcd: Option<Etcd>,
     pub coverage: Coverage,
-    pub outages: Vec<Outage>,
+    pub outages: Outages,
     /// Longest time from the loss of a peer until the blocks of a transfer with the peer were free.
     pub longest_release: Duration,
     /// Transfers whose receiver has all blocks.
@@ -166,18 +83,6 @@ pub struct Simulation {
     pub planted: Option<crate::planted::PlantedBug>,
 }
 
-/// Messages with the same key keep their order.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub enum Order {
-    ToHost(Connection),
-    Members(usize),
-    Call(CallKey),
-    Observe(Stream),
-    /// From the engine thread to the transfer thread of a process, and back.
-    Commands(usize),
-    TransferEvents(usize),
-}
-
 impl Simulation {
     pub fn new(seed: u64, scenario: Scenario, is_traced: bool) -> Self {
         let mut random = Random::new(seed ^ 0x5eed);
@@ -199,7 +104,7 @@ impl Simulation {
             updates: Updates::new(seed, &scenario),
             coverage: Coverage::default(),
             random,
-            outages: Vec::new(),
+            outages: Outages::default(),
             longest_release: Duration::ZERO,
             arrived: BTreeSet::new(),
             arrivals: Box::new(std::iter::empty()),

@@ -5,38 +5,15 @@ use std::time::Duration;
 use kv_transfer::api::Epoch;
 
 use crate::{
-    checks::Outage,
-    event_loop::{SimEvent, Simulation},
-    process::{Input, Process, ProcessState},
+    event_loop::Simulation,
+    events::{FaultStep, SimEvent},
+    process::Process,
+    process_io::{Input, ProcessState},
     scenario::Fault,
 };
 
 /// Maximum time from the drain timeout to the exit of the process.
 const EXIT_MAX: Duration = Duration::from_millis(2500);
-
-#[derive(Clone, Copy, Debug)]
-pub enum FaultStep {
-    Begin(Fault),
-    /// A new process starts on a host whose process is dead.
-    Start {
-        host: usize,
-    },
-    Resume {
-        process: usize,
-    },
-    Heal {
-        a: usize,
-        b: usize,
-    },
-    /// The drain timeout is over: everything in flight ends.
-    DrainTimeout {
-        process: usize,
-    },
-    Exit {
-        process: usize,
-    },
-    EtcdRecovers,
-}
 
 impl Simulation {
     pub fn fault_step(&mut self, step: FaultStep) {
@@ -50,7 +27,7 @@ impl Simulation {
             FaultStep::Resume { process } => self.resume(process),
             FaultStep::Heal { a, b } => {
                 self.network.heal(a, b);
-                self.end_outages(|outage| outage.to.is_some() && [a, b].contains(&outage.of));
+                self.outages.heal(a, b, self.clock.now());
             }
             FaultStep::DrainTimeout { process } => self.input(process, Input::EndAll),
             FaultStep::Exit { process } => self.exit(process),
@@ -79,7 +56,7 @@ impl Simulation {
                 if self.network.cut(a, b) {
                     self.coverage.count("partitions");
                     for (of, to) in [(a, b), (b, a)] {
-                        self.begin_outage(of, Some(to));
+                        self.outages.begin(of, Some(to), self.clock.now());
                     }
                     self.later(duration, FaultStep::Heal { a, b });
                 }
@@ -179,7 +156,7 @@ impl Simulation {
         self.processes[process].state = ProcessState::Dead;
         self.processes[process].backlog.clear();
         self.set_deadline(process, None);
-        self.begin_outage(process, None);
+        self.outages.begin(process, None, self.clock.now());
         self.expire_later(process);
         let peers = self.network.disconnect_all(process);
         for peer in peers.into_iter().filter(|_| resets_connections) {
@@ -206,7 +183,7 @@ impl Simulation {
         node.pauses.push((now, None));
         let host = node.host;
         self.set_deadline(process, None);
-        self.begin_outage(process, None);
+        self.outages.begin(process, None, self.clock.now());
         self.expire_later(process);
         self.expect_keep_alive_timeout(host, process);
         self.later(duration, FaultStep::Resume { process });
@@ -220,7 +197,7 @@ impl Simulation {
         }
         node.state = ProcessState::Running;
         node.pauses.last_mut().expect("the process was paused").1 = Some(now);
-        self.end_outages(|outage| outage.of == process && outage.to.is_none());
+        self.outages.resume(process, now);
         self.register_later(process);
         // As in a real process, queued messages are handled before deadlines.
         for input in std::mem::take(&mut self.processes[process].backlog) {
@@ -270,19 +247,6 @@ impl Simulation {
             self.kill(process, true);
         } else if self.processes[process].state != ProcessState::Dead {
             self.kill(process, false);
-        }
-    }
-
-    fn begin_outage(&mut self, of: usize, to: Option<usize>) {
-        self.outages.push(Outage { of, to, from: self.clock.now(), until: None });
-    }
-
-    fn end_outages(&mut self, ends: impl Fn(&Outage) -> bool) {
-        let now = self.clock.now();
-        for outage in &mut self.outages {
-            if outage.until.is_none() && ends(outage) {
-                outage.until = Some(now);
-            }
         }
     }
 }

@@ -24,22 +24,28 @@
 mod answer;
 #[cfg(test)]
 mod bounds;
+mod calls;
 mod checks;
 mod coverage;
 mod data_connections;
 mod device;
+mod etcd;
 mod event_loop;
+mod events;
 mod faults;
 mod grammars;
+mod link_ends;
 mod membership;
 #[cfg(test)]
 mod misbehaving;
 mod nodes;
+mod outages;
 #[cfg(test)]
 mod overload;
 #[cfg(test)]
 mod planted;
 mod process;
+mod process_io;
 #[cfg(test)]
 mod recovery;
 mod replay;

@@ -1,60 +1,20 @@
-//! etcd as the routers see it: a list of registered nodes that is published while etcd is reachable.
+//! The registration of nodes in etcd.
 //!
 //! A node registers shortly after its start. Its record is removed when it exits, or some time after
 //! it died or was paused. During an outage nothing is published, registered or removed.
 
-use std::{
-    pin::pin,
-    task::{Context, Poll, Waker},
-    time::Duration,
-};
+use std::time::Duration;
 
 use cluster::{MemberChange, Members};
-use membership::{MemberList, MemberWatch};
 
 use crate::{
-    event_loop::{Order, SimEvent, Simulation},
-    process::ProcessState,
+    event_loop::Simulation,
+    events::{Order, SimEvent},
+    process_io::ProcessState,
 };
 
 /// Time-to-live of a node's record in etcd.
 const RECORD_TTL: Duration = Duration::from_secs(5);
-
-pub struct Etcd {
-    members: Members,
-    list: MemberList,
-    /// Each router's watch, once the router has reached etcd.
-    watches: Vec<Option<MemberWatch>>,
-    /// Number of outages that have not ended.
-    outages: u32,
-}
-
-impl Etcd {
-    pub fn new(router_count: usize) -> Self {
-        Self {
-            members: Members::new(),
-            list: MemberList::new(Members::new()),
-            watches: (0..router_count).map(|_| None).collect(),
-            outages: 0,
-        }
-    }
-
-    /// Drops the watch of a router process that was restarted.
-    pub fn forget_router(&mut self, router: usize) {
-        self.watches[router] = None;
-    }
-
-    /// Returns the changes that a router has not received yet.
-    fn changes(&mut self, router: usize) -> Vec<MemberChange> {
-        let watch = self.watches[router].get_or_insert_with(|| self.list.watch());
-        let mut context = Context::from_waker(Waker::noop());
-        std::iter::from_fn(|| match pin!(watch.next()).poll(&mut context) {
-            Poll::Ready(change) => change,
-            Poll::Pending => None,
-        })
-        .collect()
-    }
-}
 
 impl Simulation {
     /// Schedules the registration of a process that started or resumed.
@@ -104,11 +64,10 @@ impl Simulation {
     /// Writes to etcd. During an outage `again` is scheduled instead.
     fn write_members(&mut self, again: SimEvent, write: impl FnOnce(&mut Members)) {
         let Some(etcd) = &mut self.etcd else { return };
-        if etcd.outages > 0 {
+        if !etcd.is_reachable() {
             return self.clock.after(RECORD_TTL / 5, again);
         }
-        write(&mut etcd.members);
-        etcd.list.replace(etcd.members.clone());
+        etcd.write(write);
         for router in 0..self.routers.len() {
             self.publish_members(router);
         }
@@ -117,7 +76,7 @@ impl Simulation {
     /// Sends the changes of the list to a router. Without etcd the router has a static list.
     pub fn publish_members(&mut self, router: usize) {
         let changes = match &mut self.etcd {
-            Some(etcd) if etcd.outages > 0 => return,
+            Some(etcd) if !etcd.is_reachable() => return,
             Some(etcd) => etcd.changes(router),
             None => self.scenario.addresses().into_iter().map(MemberChange::Joined).collect(),
         };
@@ -129,14 +88,14 @@ impl Simulation {
 
     pub fn begin_etcd_outage(&mut self) {
         if let Some(etcd) = &mut self.etcd {
-            etcd.outages += 1;
+            etcd.begin_outage();
             self.coverage.count("etcd outages");
         }
     }
 
     pub fn end_etcd_outage(&mut self) {
         let Some(etcd) = &mut self.etcd else { return };
-        etcd.outages -= 1;
+        etcd.end_outage();
         for router in 0..self.routers.len() {
             self.publish_members(router);
         }

@@ -2,7 +2,7 @@
 
 use proto::v1::{Failure, FailureKind, decode_event::Event as DecodeEvent};
 
-use crate::{process::Output, router::NodeMessage};
+use crate::{calls::NodeMessage, process_io::Output};
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum PlantedBug {

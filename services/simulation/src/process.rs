@@ -24,10 +24,9 @@ use engine::{
 use kernels::{Dtype, KvLayout, WeightFormat};
 use kv_transfer::{
     TransferLimits,
-    api::{self as transfer, Command, Epoch, Peer, TransferId},
-    control::ControlMessage,
+    api::{Command, Epoch, Peer, TransferId},
     driver::{Input as TransferInput, TransferDriver},
-    protocol::{Core, DataEvent, Local},
+    protocol::{Core, Local},
     transport::TransportEvent,
 };
 use node::{
@@ -36,20 +35,19 @@ use node::{
     identity,
     node_core::{CallId, CloseReason, NodeCore, ObserverId, STALL_AFTER},
 };
-use proto::v1;
 use simulation_base::Random;
 use transfer_thread::EventQueue;
-pub use transfer_thread::TransferHold;
 
 use crate::{
+    calls::CallKey,
     coverage::Coverage,
     device::Device,
     nodes::{Connection, Stream},
-    router::{CallKey, NodeCall, NodeMessage},
+    process_io::{Input, Output, ProcessState, TransferHold},
     scenario::{BLOCK_BYTES, ModelPlan, NodePlan, VOCABULARY},
     tiers::{TierCopies, TierPlan},
     transport::{SimLinks, SimTransport},
-    weights::{NodeWeights, WeightsInput, WeightsOutput},
+    weights::NodeWeights,
 };
 
 /// A layout with the bytes of the `sim` executor's KV: 8 per token.
@@ -58,106 +56,6 @@ const KV_LAYOUT: KvLayout =
 
 /// Time until the transfer thread offers an event again after a full queue.
 pub const OFFER_AGAIN: Duration = Duration::from_millis(5);
-
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum ProcessState {
-    Running,
-    Paused,
-    Dead,
-}
-
-/// An input of a process.
-#[derive(Clone, Debug)]
-pub enum Input {
-    // For the engine thread.
-    Call {
-        connection: Connection,
-        key: CallKey,
-        call: Box<NodeCall>,
-    },
-    /// The router dropped a call.
-    Cancel(CallKey),
-    /// A router's connection ended.
-    ConnectionEnded(Connection),
-    Observe(Stream),
-    StopObserving(Stream),
-    Transfer(transfer::Event),
-    Drain {
-        grace: Duration,
-    },
-    /// For the node's part in updates of the weights.
-    Weights(WeightsInput),
-    /// The drain timeout is over.
-    EndAll,
-    /// A rank process died, so the executor fails.
-    RankLost,
-    // For the transfer thread.
-    Command(Command),
-    ControlMessage(Peer, Box<ControlMessage>),
-    Data(DataEvent),
-    PeerFailed {
-        peer: Epoch,
-        reason: &'static str,
-    },
-    /// A data connection with the peer ended.
-    Closed {
-        peer: Epoch,
-        connection: u64,
-        reason: &'static str,
-    },
-    /// A deadline has passed.
-    Deadline,
-}
-
-/// An output of a process, in order.
-#[derive(Debug)]
-pub enum Output {
-    Message {
-        connection: Connection,
-        key: CallKey,
-        message: NodeMessage,
-    },
-    /// `None`: the node ended the stream.
-    Observed {
-        stream: Stream,
-        event: Option<v1::ObserveEvent>,
-    },
-    /// From the engine thread to the transfer thread.
-    Command(Command),
-    /// The transfer core has received every block of this transfer.
-    Arrived(TransferId),
-    /// From the transfer thread to the engine thread.
-    TransferEvent(transfer::Event),
-    ControlMessage {
-        to: Epoch,
-        message: ControlMessage,
-    },
-    OpenData {
-        to: Epoch,
-    },
-    /// Both data connections with the peer are closed.
-    CloseData {
-        peer: Epoch,
-    },
-    SendChunk {
-        transfer: TransferId,
-        chunk: u32,
-    },
-    Release {
-        transfer: TransferId,
-    },
-    /// The scheduler owns the blocks of a transfer again.
-    HoldEnded {
-        transfer: TransferId,
-        hold: TransferHold,
-    },
-    /// From the node's part in updates of the weights.
-    Weights(WeightsOutput),
-    /// The draining node has no attempt left.
-    Drained,
-    /// The executor failed, so the process exits.
-    EngineFailed,
-}
 
 pub struct Process {
     pub name: String,

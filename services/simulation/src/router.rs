@@ -11,53 +11,22 @@ use std::{
 
 pub use attempts::Pick;
 use cluster::{DirectoryInput, Health, Member, MemberChange, NodeAddress, Selection, StreamId};
-use kv_transfer::api::Epoch;
-use proto::{
-    ids::TransferId,
-    v1::{DecodeEvent, DecodeRequest, ObserveEvent, PrefillEvent, PrefillRequest},
-};
+use proto::{ids::TransferId, v1::ObserveEvent};
 use router_core::{
     AnswerCore, AnswerId, AttemptSide, CallError, GiveUp, GrpcCode, Overload, RecoveryPolicy,
     RouterCore, RouterLimits, RouterOutput, StopCause,
 };
 use simulation_base::Random;
-use tonic::Status;
 use weight_transfer::WeightVersion;
 
 use crate::{
     answer::Client,
+    calls::{CallKey, NodeCall, NodeMessage, UpdatedNode},
     coverage::Coverage,
     nodes::{Connection, NodeConnections, NodesAction},
     scenario::RequestPlan,
     stats::ReplayStats,
 };
-
-/// Id of one call of an attempt.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub struct CallKey {
-    pub transfer: TransferId,
-    pub side: AttemptSide,
-}
-
-/// A call on its way to a node.
-#[derive(Clone, Debug)]
-pub enum NodeCall {
-    Prefill(PrefillRequest),
-    Decode(DecodeRequest),
-}
-
-/// A message of a call on its way to the router.
-#[derive(Clone, Debug)]
-pub enum NodeMessage {
-    Decode(DecodeEvent),
-    Prefill(PrefillEvent),
-    /// The node accepted the call: its stream is open.
-    Accepted,
-    /// The call was rejected.
-    Rejected(Status),
-    /// The node ended the stream.
-    End,
-}
 
 /// The router's actions, in order.
 #[derive(Debug)]
@@ -73,14 +42,6 @@ pub enum RouterAction {
         key: CallKey,
     },
     Nodes(NodesAction),
-}
-
-/// A node that takes part in an update of the weights.
-#[derive(Clone, Copy, Debug)]
-pub struct UpdatedNode {
-    pub host: usize,
-    pub epoch: Epoch,
-    pub version: WeightVersion,
 }
 
 pub struct Router {

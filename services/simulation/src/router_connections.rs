@@ -1,10 +1,12 @@
 //! Connections between the routers and the nodes, and the messages on them.
 
 use crate::{
-    event_loop::{Order, SimEvent, Simulation},
+    calls::{CallKey, NodeCall},
+    event_loop::Simulation,
+    events::{Order, SimEvent},
     nodes::{Connection, NodesAction, Stream},
-    process::{Input, ProcessState},
-    router::{CallKey, NodeCall, RouterAction},
+    process_io::{Input, ProcessState},
+    router::RouterAction,
 };
 
 impl Simulation {

@@ -19,7 +19,7 @@ use crate::{
     device::StepCost,
     grammars,
     tiers::TierPlan,
-    updates::{self, UpdatePlan},
+    updates::plan::{self, UpdatePlan},
 };
 
 pub const VOCABULARY: u32 = 40;
@@ -285,7 +285,7 @@ impl Scenario {
             })
             .collect();
         let counts = (router_count, models.len() as u64);
-        faults.extend(updates::of_seed(seed, severity, counts, fault_count));
+        faults.extend(plan::of_seed(seed, severity, counts, fault_count));
         faults.sort_by_key(|&(at, _)| at);
         let selection = Selection {
             disaggregate: random.pick(&[

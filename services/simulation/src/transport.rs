@@ -20,7 +20,7 @@ use kv_transfer::{
 };
 use simulation_base::mix;
 
-use crate::process::Output;
+use crate::process_io::Output;
 
 pub struct SimTransport {
     name: String,

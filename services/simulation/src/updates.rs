@@ -1,195 +1,38 @@
-//! Updates of the weights: the shipped `Coordinator` of each update, its calls, and nodes that catch up.
+//! Updates of the weights: their messages, and nodes that catch up.
 //!
 //! A coordinator belongs to a router and dies with it. Calls, replies and questions between nodes are datagrams: the
 //! network loses, delays, duplicates and reorders them. They have random numbers of their own.
 
-mod plan;
+pub mod coordinators;
+pub mod plan;
 #[cfg(test)]
 mod tests;
 
-pub use plan::{Decision, UpdatePlan, of_seed};
+use std::time::Duration;
 
-use std::{
-    collections::BTreeMap,
-    time::{Duration, Instant},
-};
-
-use kv_transfer::api::Epoch;
-use simulation_base::{Network, NetworkFaults, Random};
 use weight_transfer::{
     Coordinator, CoordinatorCall, CoordinatorPhase, NodeReply, UpdateId, WeightVersion,
 };
 
+use self::{
+    coordinators::{Update, UpdateEvent},
+    plan::{Decision, UpdatePlan},
+};
 use crate::{
-    event_loop::{SimEvent, Simulation},
-    faults::FaultStep,
-    process::{Input, ProcessState},
-    router::UpdatedNode,
-    scenario::{Fault, Scenario},
-    weights::{Weights, WeightsInput, WeightsOutput},
+    calls::UpdatedNode,
+    event_loop::Simulation,
+    events::{FaultStep, SimEvent},
+    process_io::{Input, ProcessState, WeightsInput, WeightsOutput},
+    scenario::Fault,
+    weights::Weights,
 };
 
 /// Time between two calls to a node.
 const TICK: Duration = Duration::from_millis(25);
-/// Time-out of a call.
-const CALL_MAX: Duration = Duration::from_secs(2);
-/// Time from the coordinator's deadline to the nodes' deadline.
-const NODE_GRACE: Duration = Duration::from_secs(5);
 const CATCH_UP_INTERVAL: Duration = Duration::from_secs(1);
 const CATCH_UP_TIMEOUT: Duration = Duration::from_secs(3);
 /// Time after which no catch-up begins, so that every node has weights when the run ends.
 const CATCH_UPS_END: Duration = Duration::from_secs(10);
-/// Maximum delay of a message in runs in which every request must complete, so that nodes change their weights at almost the
-/// same time.
-const MILD_DELAY_MAX: Duration = Duration::from_millis(10);
-
-/// A call of a coordinator to a node.
-#[derive(Clone, Debug)]
-pub struct UpdateCall {
-    pub id: UpdateId,
-    pub plan: UpdatePlan,
-    /// Index of the node in the update.
-    pub node: usize,
-    pub host: usize,
-    pub epoch: Epoch,
-    pub call: CoordinatorCall,
-    /// Time until the node aborts the update by itself.
-    pub remaining: Duration,
-    pub trainer_dies_at: Option<Instant>,
-    /// The other nodes of the update.
-    pub peers: Vec<Epoch>,
-}
-
-#[derive(Debug)]
-pub enum UpdateEvent {
-    /// The coordinator makes the calls that are due.
-    Tick(UpdateId),
-    /// A call reaches the process that runs on the host at this time.
-    Call(Box<UpdateCall>),
-    Reply {
-        id: UpdateId,
-        node: usize,
-        reply: NodeReply,
-    },
-    /// The router looks for nodes that missed its committed update.
-    CatchUp {
-        plan: UpdatePlan,
-        version: WeightVersion,
-    },
-}
-
-/// A running update.
-struct Update {
-    id: UpdateId,
-    plan: UpdatePlan,
-    nodes: Vec<UpdatedNode>,
-    coordinator: Coordinator,
-    began: Instant,
-    /// When the call in flight to each node was made.
-    called_at: Vec<Option<Instant>>,
-    /// Number of calls that began or committed the update.
-    decisive_calls: u32,
-    /// The only weights that a catch-up commits; `None` for an operator's update.
-    expected: Option<WeightVersion>,
-}
-
-impl Update {
-    /// Acts on an expired deadline and on the operator's decision once it is due.
-    fn advance(&mut self, now: Instant) {
-        if self.coordinator.next_deadline().is_some_and(|at| at <= now) {
-            self.coordinator.on_deadline(now);
-        }
-        let commits = match (self.expected, self.plan.decision) {
-            (Some(expected), _) => match *self.coordinator.phase() {
-                CoordinatorPhase::Prepared(version) => version == expected,
-                _ => return,
-            },
-            (None, Decision::Commit { after }) if now >= self.began + after => true,
-            (None, Decision::Abort { after }) if now >= self.began + after => false,
-            _ => return,
-        };
-        // The coordinator rejects a commit before every node is prepared, and an abort after the commit.
-        let _ = match commits {
-            true => self.coordinator.commit(now),
-            false => self.coordinator.abort(now, "the operator aborted it"),
-        };
-    }
-
-    fn due_calls(&mut self, now: Instant) -> Vec<UpdateCall> {
-        let mut due = Vec::new();
-        for node in 0..self.nodes.len() {
-            match self.called_at[node] {
-                Some(at) if now < at + CALL_MAX => continue,
-                Some(_) => {
-                    let reason = "no answer".to_owned();
-                    self.coordinator.handle(now, node, NodeReply::Unreachable { reason });
-                }
-                None => {}
-            }
-            let call = self.coordinator.call(node);
-            self.called_at[node] = call.map(|_| now);
-            due.extend(call.map(|call| self.call(now, node, call)));
-        }
-        due
-    }
-
-    fn call(&self, now: Instant, node: usize, call: CoordinatorCall) -> UpdateCall {
-        let UpdatedNode { host, epoch, .. } = self.nodes[node];
-        let deadline = self.began + self.plan.timeout;
-        let epochs = self.nodes.iter().map(|node| node.epoch);
-        UpdateCall {
-            id: self.id,
-            plan: self.plan,
-            node,
-            host,
-            epoch,
-            call,
-            remaining: deadline.saturating_duration_since(now) + NODE_GRACE,
-            trainer_dies_at: self.plan.trainer_dies_after.map(|after| self.began + after),
-            peers: epochs.filter(|peer| *peer != epoch).collect(),
-        }
-    }
-}
-
-/// The updates of all routers.
-pub struct Updates {
-    running: Vec<Update>,
-    /// Router and version of the last committed update of each model.
-    committed: BTreeMap<usize, (usize, WeightVersion)>,
-    /// The bytes that nodes of each model have used under each version.
-    used: BTreeMap<(usize, WeightVersion), Vec<u8>>,
-    network: Network<()>,
-    random: Random,
-}
-
-impl Updates {
-    pub fn new(seed: u64, scenario: &Scenario) -> Self {
-        let mut random = Random::new(seed ^ 0x7570_6461_7465_7321);
-        let faults = match scenario.severity.must_complete() {
-            true => NetworkFaults::delays(scenario.network.delay_max.min(MILD_DELAY_MAX)),
-            false => scenario.network,
-        };
-        Self {
-            running: Vec::new(),
-            committed: BTreeMap::new(),
-            used: BTreeMap::new(),
-            network: Network::new(faults, random.fork()),
-            random,
-        }
-    }
-
-    /// Checks after the run that no update runs, except one that still sends its commit.
-    pub fn check_idle(&self) {
-        for update in &self.running {
-            let phase = update.coordinator.phase();
-            assert!(
-                matches!(phase, CoordinatorPhase::Committing(_)),
-                "update {}: {phase:?}",
-                update.id
-            );
-        }
-    }
-}
 
 impl Simulation {
     /// Begins an operator's update on the nodes that the router knows. A router runs one at a time.

@@ -18,8 +18,8 @@ use weight_transfer::{
 use crate::{
     coverage::Coverage,
     device::Device,
-    process::Output,
-    updates::{UpdateCall, UpdatePlan},
+    process_io::{Output, WeightsInput, WeightsOutput},
+    updates::{coordinators::UpdateCall, plan::UpdatePlan},
 };
 
 /// Longest time to read weights again that an aborted update has overwritten.
@@ -52,41 +52,6 @@ impl Weights {
             bytes.chunks(4).map(|chunk| ChunkDigest::default().update(chunk).finish()).collect();
         Self { version: WeightVersion::of_content(&plan, &digests), bytes }
     }
-}
-
-/// A message for the node's part in updates.
-#[derive(Clone, Debug)]
-pub enum WeightsInput {
-    Call(Box<UpdateCall>),
-    /// A prepared peer asks whether this node has committed the update.
-    Question {
-        id: UpdateId,
-        from: Epoch,
-    },
-    PeerCommitted {
-        id: UpdateId,
-        version: WeightVersion,
-    },
-}
-
-/// A message of the node's part in updates.
-#[derive(Debug)]
-pub enum WeightsOutput {
-    /// The answer to the coordinator's call of node `node`.
-    Reply {
-        id: UpdateId,
-        node: usize,
-        reply: NodeReply,
-    },
-    Question {
-        to: Epoch,
-        id: UpdateId,
-    },
-    Committed {
-        to: Epoch,
-        id: UpdateId,
-        version: WeightVersion,
-    },
 }
 
 pub struct NodeWeights {

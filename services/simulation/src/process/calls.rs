@@ -8,11 +8,12 @@ use node::{
 };
 use router_core::AttemptSide;
 
-use super::{OpenCall, Output, Process};
+use super::{OpenCall, Process};
 use crate::{
+    calls::{CallKey, NodeCall, NodeMessage},
     grammars,
     nodes::Connection,
-    router::{CallKey, NodeCall, NodeMessage},
+    process_io::Output,
 };
 
 impl Process {

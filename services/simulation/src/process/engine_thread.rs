@@ -8,8 +8,8 @@ use std::{
 use engine::{LoopOutcome, executor::ExecutorError};
 use node::node_core::{self, CloseReason, Metric, NodeCore, NodeOutput as CoreOutput, NodeShell};
 
-use super::{Output, Process};
-use crate::device::Device;
+use super::Process;
+use crate::{device::Device, process_io::Output};
 
 impl Process {
     /// Lets the core take turns until it waits for an input, a step or a deadline.

@@ -5,21 +5,13 @@ use std::{mem, time::Instant};
 use kernels::BlockId;
 use kv_transfer::{
     EventSink,
-    api::{self as transfer, Command, Epoch, TransferId},
+    api::{self as transfer, Command, TransferId},
     driver::Input as TransferInput,
 };
 use node::node_core::CallId;
 
-use super::{Output, Process};
-
-/// Blocks of the scheduler that a transfer holds.
-#[derive(Clone, Debug)]
-pub struct TransferHold {
-    pub peer: Epoch,
-    pub since: Instant,
-    /// Blocks that are reserved for an incoming transfer.
-    pub(super) reserved: Vec<BlockId>,
-}
+use super::Process;
+use crate::process_io::{Output, TransferHold};
 
 /// The queue of events from the transfer thread to the engine thread.
 pub(super) struct EventQueue {

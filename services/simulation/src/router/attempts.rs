@@ -7,7 +7,8 @@ use router_core::{
     AnswerOutput, AttemptOutcome, AttemptSide, EndedAttempt, PickedNode, StartedAttempt,
 };
 
-use super::{CallKey, End, NodeCall, OpenCall, Router, RouterAction};
+use super::{End, OpenCall, Router, RouterAction};
+use crate::calls::{CallKey, NodeCall};
 
 /// The nodes of an attempt.
 #[derive(Clone, Debug, PartialEq, Eq)]

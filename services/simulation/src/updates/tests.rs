@@ -7,6 +7,7 @@ use crate::{
     Coverage,
     misbehaving::{STEP, node, request},
     run_scenario,
+    scenario::Scenario,
 };
 
 const NODES: u64 = 4;

@@ -1,0 +1,63 @@
+//! etcd as the routers see it: a list of registered nodes that is published while etcd is reachable.
+
+use std::{
+    pin::pin,
+    task::{Context, Poll, Waker},
+};
+
+use cluster::{MemberChange, Members};
+use membership::{MemberList, MemberWatch};
+
+pub struct Etcd {
+    members: Members,
+    list: MemberList,
+    /// Each router's watch, once the router has reached etcd.
+    watches: Vec<Option<MemberWatch>>,
+    /// Number of outages that have not ended.
+    outages: u32,
+}
+
+impl Etcd {
+    pub fn new(router_count: usize) -> Self {
+        Self {
+            members: Members::new(),
+            list: MemberList::new(Members::new()),
+            watches: (0..router_count).map(|_| None).collect(),
+            outages: 0,
+        }
+    }
+
+    /// Drops the watch of a router process that was restarted.
+    pub fn forget_router(&mut self, router: usize) {
+        self.watches[router] = None;
+    }
+
+    /// Returns the changes that a router has not received yet.
+    pub fn changes(&mut self, router: usize) -> Vec<MemberChange> {
+        let watch = self.watches[router].get_or_insert_with(|| self.list.watch());
+        let mut context = Context::from_waker(Waker::noop());
+        std::iter::from_fn(|| match pin!(watch.next()).poll(&mut context) {
+            Poll::Ready(change) => change,
+            Poll::Pending => None,
+        })
+        .collect()
+    }
+
+    pub fn is_reachable(&self) -> bool {
+        self.outages == 0
+    }
+
+    pub fn begin_outage(&mut self) {
+        self.outages += 1;
+    }
+
+    pub fn end_outage(&mut self) {
+        self.outages -= 1;
+    }
+
+    /// Changes the list of registered nodes.
+    pub fn write(&mut self, write: impl FnOnce(&mut Members)) {
+        write(&mut self.members);
+        self.list.replace(self.members.clone());
+    }
+}
