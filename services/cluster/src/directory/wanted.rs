@@ -1,4 +1,4 @@
-//! What an attempt needs of its nodes.
+//! Requirements of an attempt on its nodes.
 
 use std::time::Instant;
 
