@@ -75,6 +75,10 @@ pub trait Packer {
     type Vector;
 
     fn pack_matrix(&self, source: &dyn RowSource) -> Self::Matrix;
+    /// Packs the router of experts, whose logits decide by small differences.
+    fn pack_router(&self, source: &dyn RowSource) -> Self::Matrix {
+        self.pack_matrix(source)
+    }
     fn pack_vector(&self, values: &[f32]) -> Self::Vector;
     /// Returns the shard of the model to pack.
     fn pack_shard(&self) -> Shard;
@@ -86,6 +90,10 @@ impl<B: Backend> Packer for B {
 
     fn pack_matrix(&self, source: &dyn RowSource) -> B::Matrix {
         self.matrix(source)
+    }
+
+    fn pack_router(&self, source: &dyn RowSource) -> B::Matrix {
+        self.router(source)
     }
 
     fn pack_vector(&self, values: &[f32]) -> B::Vector {
@@ -148,6 +156,25 @@ impl<'a, V> HeadWeights<'a, V> {
     }
 }
 
+/// Choice of experts for a row.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct ExpertChoice {
+    /// Experts that compute each row.
+    pub count: usize,
+    /// Whether the weights of the chosen experts are divided by their sum.
+    pub is_normalized: bool,
+}
+
+/// Packed weights of a mixture of experts.
+#[derive(Debug)]
+pub struct ExpertWeights<'a, M> {
+    /// `[experts][hidden]`.
+    pub router: &'a M,
+    /// Gate and up `[2 * size][hidden]`, and down `[hidden][size]`, of each expert.
+    pub experts: &'a [(M, M)],
+    pub choice: ExpertChoice,
+}
+
 /// Operations of one device.
 ///
 /// A step (`Self::Step`) is the executor's description of the rows of one forward pass: token, position,
@@ -164,6 +191,10 @@ pub trait Backend: Send + 'static {
     type Step;
 
     fn matrix(&self, source: &dyn RowSource) -> Self::Matrix;
+    /// Creates the router of experts, in f32 if the backend has another format for matrices.
+    fn router(&self, source: &dyn RowSource) -> Self::Matrix {
+        self.matrix(source)
+    }
     fn vector(&self, values: &[f32]) -> Self::Vector;
     fn buffer(&self, rows_max: usize, width: usize) -> Self::Buffer;
     /// Creates an f32 buffer, for the residual stream and logits. On a backend with narrower
@@ -242,6 +273,22 @@ pub trait Backend: Send + 'static {
     );
     /// Computes `out[row][i] = silu(gate_up[row][i]) * gate_up[row][width + i]`.
     fn silu_mul(&mut self, rows: usize, gate_up: &Self::Buffer, out: &mut Self::Buffer);
+    /// Computes a mixture of experts. A softmax in f32 over the router's logits `x · routerᵀ` gives the probability of each
+    /// expert. A row goes to the experts of the greatest probabilities, the lowest expert among equal ones. `out` is the sum
+    /// of their outputs `silu_mul(x · gate_upᵀ) · downᵀ` times their weights, in f32 and in the order of the experts: a
+    /// row's result does not depend on the other rows.
+    ///
+    /// # Panics
+    /// On a backend without experts; the executor refuses the model when it loads it.
+    fn experts(
+        &mut self,
+        _rows: usize,
+        _x: &Self::Buffer,
+        _weights: &ExpertWeights<'_, Self::Matrix>,
+        _out: &mut Self::Buffer,
+    ) {
+        panic!("the backend has no kernels for experts");
+    }
     /// All-reduces `x`, which may be wide, over the ranks. Terms are added in rank order, so that all ranks have
     /// the same bits. Does nothing on a single rank.
     ///

@@ -20,6 +20,7 @@ mod buffer;
 pub mod collective;
 mod disjoint_slice;
 mod embed;
+mod experts;
 mod isa;
 mod matmul;
 mod norm;
@@ -47,7 +48,7 @@ pub use step::{CpuStep, StepError, StepSequence};
 
 use self::{aligned::Slab, isa::Level, threads::ThreadPool};
 use crate::{
-    backend::{Backend, HeadShape, HeadWeights, LayerAttention, RowSource},
+    backend::{Backend, ExpertWeights, HeadShape, HeadWeights, LayerAttention, RowSource},
     layout::{KvLayout, WeightFormat},
     sampling::SampledToken,
     shard::Shard,
@@ -88,6 +89,7 @@ pub struct CpuBackend {
     slab: Mutex<Slab>,
     gemms: matmul::MatmulScratch,
     tiles: attention::AttentionScratch,
+    experts: experts::ExpertScratch,
     /// Sampling memory, one per thread.
     draws: Vec<Mutex<sample::SampleScratch>>,
     /// The shard of a model that the backend packs and computes.
@@ -124,6 +126,7 @@ impl CpuBackend {
             slab: Mutex::default(),
             gemms: matmul::MatmulScratch::default(),
             tiles: attention::AttentionScratch::new(threads),
+            experts: experts::ExpertScratch::default(),
             draws: (0..threads).map(|_| Mutex::default()).collect(),
             shard: Shard::WHOLE,
             group: None,
@@ -141,6 +144,7 @@ impl CpuBackend {
             slab: Mutex::default(),
             gemms: matmul::MatmulScratch::default(),
             tiles: attention::AttentionScratch::new(1),
+            experts: experts::ExpertScratch::default(),
             draws: Vec::new(),
             shard: self.shard,
             group: None,
@@ -172,6 +176,12 @@ impl CpuBackend {
         sample::sample_rows(self.level, pool, &self.draws, |row| logits.row(row), rows)
     }
 
+    fn pack(&self, format: WeightFormat, source: &dyn RowSource) -> CpuMatrix {
+        let mut pool = self.pool.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut slab = self.slab.lock().unwrap_or_else(PoisonError::into_inner);
+        matmul::pack(&mut pool, &mut slab, format, source)
+    }
+
     fn pool(&mut self) -> &mut ThreadPool {
         // A panic during weight packing leaves no unfinished parallel region, so the pool is
         // usable.
@@ -186,9 +196,11 @@ impl Backend for CpuBackend {
     type Step = CpuStep;
 
     fn matrix(&self, source: &dyn RowSource) -> CpuMatrix {
-        let mut pool = self.pool.lock().unwrap_or_else(PoisonError::into_inner);
-        let mut slab = self.slab.lock().unwrap_or_else(PoisonError::into_inner);
-        matmul::pack(&mut pool, &mut slab, self.weights, source)
+        self.pack(self.weights, source)
+    }
+
+    fn router(&self, source: &dyn RowSource) -> CpuMatrix {
+        self.pack(WeightFormat::F32, source)
     }
 
     fn vector(&self, values: &[f32]) -> CpuVector {
@@ -313,6 +325,20 @@ impl Backend for CpuBackend {
         assert_eq!(gate_up.width(), 2 * width, "silu_mul: gate and up are as wide as the output");
         let (level, out) = (self.level, out.rows_mut(rows));
         silu::silu_mul(level, self.pool(), width, gate_up.rows(rows), out);
+    }
+
+    fn experts(
+        &mut self,
+        rows: usize,
+        x: &CpuBuffer,
+        weights: &ExpertWeights<'_, CpuMatrix>,
+        out: &mut CpuBuffer,
+    ) {
+        let width = weights.router.cols();
+        assert!(x.width() == width && out.width() == width, "experts: widths are equal");
+        let pool = self.pool.get_mut().unwrap_or_else(PoisonError::into_inner);
+        let scratch = (&mut self.experts, &mut self.gemms);
+        experts::experts(self.level, pool, scratch, x.rows(rows), weights, out.rows_mut(rows));
     }
 
     fn all_reduce(&mut self, rows: usize, x: &mut CpuBuffer) {

@@ -73,7 +73,7 @@ impl ModelSizes {
         let width = 2 * config.hidden_size
             + heads.qkv_width()
             + heads.query_width()
-            + 3 * shard.part(config.ffn_size).len();
+            + 3 * config.ffn_size_of(shard);
         let block_bytes = config.kv_layout_of(dtype, shard).block_bytes();
         Self {
             weights: weights.bytes(config.parameter_count_of(shard)),

@@ -13,7 +13,13 @@ pub(crate) use self::{
     hugging_face::{Fields, JsonFile, from_hugging_face},
     quantization::{ScaleStrategy, scale_strategy},
 };
-use crate::{error::ModelError, families::Family, layer::LayerSpec, rope, weight::Weight};
+use crate::{
+    error::ModelError,
+    families::Family,
+    layer::{ExpertSpec, FeedForward, LayerSpec},
+    rope,
+    weight::{LayerWeight, Weight},
+};
 
 /// Validated hyperparameters of a model: all sizes are bounded, and head counts divide without remainder.
 #[derive(Clone, Debug, PartialEq)]
@@ -91,6 +97,7 @@ const LAYERS_MAX: usize = 4096;
 const HEADS_MAX: usize = 4096;
 const HEAD_DIM_MAX: usize = 1024;
 const FFN_MAX: usize = 1 << 20;
+const EXPERTS_MAX: usize = 4096;
 const VOCAB_MAX: usize = 1 << 22;
 const CONTEXT_MAX: usize = 1 << 26;
 
@@ -175,6 +182,19 @@ impl ModelConfig {
                 }
             }
         }
+        if let Some(experts) = self.experts() {
+            let ExpertSpec { count, size, choice } = experts;
+            let sizes = [
+                ("number of experts", count, EXPERTS_MAX),
+                ("number of experts per token", choice.count, count),
+                ("feed-forward size of experts", size, FFN_MAX),
+            ];
+            for (name, found, max) in sizes {
+                if !(1..=max).contains(&found) {
+                    bad(name, found.to_string(), format!("1 to {max}"))?;
+                }
+            }
+        }
         if self.layers.len() != self.layer_count {
             let allowed = format!("{} (one for each layer)", self.layer_count);
             bad("number of layer types", self.layers.len().to_string(), allowed)?;
@@ -190,7 +210,13 @@ impl ModelConfig {
     /// Returns the supported numbers of ranks, 1 first: all ranks have equally many KV heads and rows
     /// of the feed-forward network.
     pub fn rank_counts(&self) -> impl Iterator<Item = usize> {
-        let counts = [self.kv_head_count, self.ffn_size];
+        let sizes = self.layers.iter().map(|layer| match layer.feed_forward {
+            FeedForward::Gated => self.ffn_size,
+            FeedForward::Experts(experts) => experts.size,
+        });
+        let mut counts: Vec<usize> = sizes.chain([self.kv_head_count]).collect();
+        counts.sort_unstable();
+        counts.dedup();
         let most = self.vocab_size.min(RANKS_MAX);
         (1..=most).filter(move |&of| counts.iter().all(|count| count.is_multiple_of(of)))
     }
@@ -203,9 +229,26 @@ impl ModelConfig {
         Err(ModelError::Ranks {
             ranks: shard.rank_count(),
             kv_heads: self.kv_head_count,
-            ffn_size: self.ffn_size,
+            ffn_size: self.experts().map_or(self.ffn_size, |experts| experts.size),
             allowed: self.rank_counts().collect(),
         })
+    }
+
+    /// Returns the experts of the layers that have them; they are the same in all of these layers.
+    pub fn experts(&self) -> Option<ExpertSpec> {
+        self.layers.iter().find_map(|layer| match layer.feed_forward {
+            FeedForward::Gated => None,
+            FeedForward::Experts(experts) => Some(experts),
+        })
+    }
+
+    /// Returns the width of the widest intermediate layer of a rank's gated networks, experts included.
+    pub fn ffn_size_of(&self, shard: Shard) -> usize {
+        let size = |layer: &LayerSpec| match layer.feed_forward {
+            FeedForward::Gated => shard.part(self.ffn_size).len(),
+            FeedForward::Experts(experts) => shard.part(experts.size).len(),
+        };
+        self.layers.iter().map(size).max().unwrap_or(0)
     }
 
     /// Returns the heads that a rank computes.
@@ -260,10 +303,13 @@ impl ModelConfig {
     }
 
     /// Returns the number of elements of the weights that every forward pass reads in full. An embedding
-    /// that is not also the output does not count: a forward pass reads only the rows of its tokens.
+    /// that is not also the output does not count: a forward pass reads only the rows of its tokens. Experts do not count
+    /// either.
     pub fn forward_parameter_count(&self) -> u64 {
         let looked_up = |weight: &Weight| *weight == Weight::Embedding && !self.tied_output;
-        let read = Weight::all(self).filter(|weight| !looked_up(weight));
+        let is_expert =
+            |weight: &Weight| matches!(weight, Weight::Layer(_, LayerWeight::Expert(..)));
+        let read = Weight::all(self).filter(|weight| !looked_up(weight) && !is_expert(weight));
         read.map(|weight| weight.shape(self).elements()).sum()
     }
 

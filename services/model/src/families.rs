@@ -5,13 +5,15 @@ mod llama;
 mod mistral;
 mod qwen2;
 mod qwen3;
+mod qwen3_moe;
 
 use std::fmt;
 
 use crate::{config::Fields, error::ModelError, layer::LayerSpec};
 
 /// Every family.
-const FAMILIES: [&Family; 4] = [&llama::FAMILY, &mistral::FAMILY, &qwen2::FAMILY, &qwen3::FAMILY];
+const FAMILIES: [&Family; 5] =
+    [&llama::FAMILY, &mistral::FAMILY, &qwen2::FAMILY, &qwen3::FAMILY, &qwen3_moe::FAMILY];
 
 /// A model family. All are pre-norm decoders with RMS norms.
 pub struct Family {

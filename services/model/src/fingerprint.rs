@@ -10,6 +10,7 @@ use xxhash_rust::xxh3::{Xxh3, xxh3_128};
 use crate::{
     checkpoint::{StoredTensor, TensorBytes},
     config::{ModelConfig, RopeScaling},
+    layer::{ExpertSpec, FeedForward, LayerSpec},
 };
 
 /// Bytes that a thread reads and hashes at a time: small enough for the CPU's cache, and against a large tensor, so that
@@ -246,6 +247,13 @@ impl Hash {
                 let window = |window| if window == widest { 1 } else { other(window) };
                 self.numbers(&windows.map(window).collect::<Vec<_>>());
             }
+        }
+        let is_expert = |layer: &LayerSpec| matches!(layer.feed_forward, FeedForward::Experts(_));
+        if let Some(ExpertSpec { count, size, choice }) = config.experts() {
+            self.bytes(b"experts");
+            let numbers = [count, size, choice.count, choice.is_normalized.into()];
+            self.numbers(&numbers.map(|number| number as u64));
+            self.numbers(&layers.iter().map(|layer| is_expert(layer).into()).collect::<Vec<_>>());
         }
         self.numbers(&[(*tied_output).into()]);
         self.numbers(&bos_token_id.iter().map(|&id| id.into()).collect::<Vec<_>>());

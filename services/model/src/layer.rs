@@ -2,6 +2,8 @@
 
 use std::num::NonZeroUsize;
 
+use kernels::backend::ExpertChoice;
+
 /// A layer: a mixer, then a feed-forward network. Each reads the normalized residual stream and adds its output to the
 /// stream.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -32,6 +34,17 @@ pub struct AttentionSpec {
 pub enum FeedForward {
     /// `down · (silu(gate · x) * (up · x))`.
     Gated,
+    /// A router chooses experts for each token. Each expert is a gated network, and their outputs are added by weight.
+    Experts(ExpertSpec),
+}
+
+/// Experts of a layer.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct ExpertSpec {
+    pub count: usize,
+    /// Width of the intermediate layer of an expert.
+    pub size: usize,
+    pub choice: ExpertChoice,
 }
 
 impl LayerSpec {

@@ -83,6 +83,10 @@ impl PackedSource for Order<'_> {
         Ok(())
     }
 
+    fn router(&mut self, weight: Weight) -> Result<(), Infallible> {
+        self.matrix(&[weight])
+    }
+
     fn vector(&mut self, weights: &[Weight]) -> Result<(), Infallible> {
         self.push(true, weights);
         Ok(())

@@ -4,7 +4,7 @@ use std::num::NonZeroUsize;
 
 use kernels::{
     Backend, Packer, RowSource, Shard,
-    backend::{HeadShape, HeadWeights, LayerAttention},
+    backend::{ExpertChoice, ExpertWeights, HeadShape, HeadWeights, LayerAttention},
 };
 
 use crate::{
@@ -12,9 +12,9 @@ use crate::{
     config::ModelConfig,
     error::ModelError,
     fingerprint::RowHashes,
-    layer::{AttentionSpec, FeedForward, LayerSpec, Mixer},
+    layer::{AttentionSpec, ExpertSpec, FeedForward, LayerSpec, Mixer},
     matrix::{MatrixSource, NotFinite, StackedRows},
-    weight::{LayerWeight, Weight, WeightPart},
+    weight::{ExpertWeight, LayerWeight, Weight, WeightPart},
 };
 
 /// Loaded model, or one rank's shard of it: packed weights and the activations of one step. The backend
@@ -69,6 +69,13 @@ enum FeedForwardWeights<M> {
         gate_up: M,
         /// `[hidden][ffn]`.
         down: M,
+    },
+    Experts {
+        /// `[experts][hidden]`.
+        router: M,
+        /// Gate, then up `[2 * size][hidden]`, and down `[hidden][size]`, of each expert.
+        experts: Vec<(M, M)>,
+        choice: ExpertChoice,
     },
 }
 
@@ -184,6 +191,16 @@ impl<M, V> Layer<M, V> {
                 gate_up: source.matrix(&[W::Gate, W::Up].map(weight))?,
                 down: source.matrix(&[weight(W::Down)])?,
             },
+            FeedForward::Experts(ExpertSpec { count, choice, .. }) => {
+                let router = source.router(weight(W::Router))?;
+                let expert = |expert| {
+                    let part = |part| weight(W::Expert(expert, part));
+                    let gate_up = [ExpertWeight::Gate, ExpertWeight::Up].map(part);
+                    Ok((source.matrix(&gate_up)?, source.matrix(&[part(ExpertWeight::Down)])?))
+                };
+                let experts = (0..count as u32).map(expert).collect::<Result<_, S::Error>>()?;
+                FeedForwardWeights::Experts { router, experts, choice }
+            }
         };
         Ok(Self { mixer_norm, mixer, feed_forward_norm, feed_forward })
     }
@@ -197,6 +214,9 @@ pub(crate) trait PackedSource {
 
     /// Stacks the rank's parts of `weights` by rows.
     fn matrix(&mut self, weights: &[Weight]) -> Result<Self::Matrix, Self::Error>;
+
+    /// Makes a router of experts, which every rank has as a whole.
+    fn router(&mut self, weight: Weight) -> Result<Self::Matrix, Self::Error>;
 
     /// Concatenates the rank's parts of `weights`.
     fn vector(&mut self, weights: &[Weight]) -> Result<Self::Vector, Self::Error>;
@@ -214,7 +234,7 @@ impl<B: Backend> Transformer<B> {
         let shard = backend.shard();
         let weights = TransformerWeights::pack(checkpoint, backend, progress)?;
         let heads = config.head_shape_of(shard);
-        let ffn_size = shard.part(config.ffn_size).len();
+        let ffn_size = config.ffn_size_of(shard);
 
         let rows = |width| backend.buffer(limits.rows_max, width);
         let activations = Activations {
@@ -343,6 +363,12 @@ impl<B: Backend> Transformer<B> {
                     let product = (&*activated, down);
                     backend.project_onto_residual(rows, product, delta, residual, norm, normed);
                 }
+                FeedForwardWeights::Experts { router, experts, choice } => {
+                    let weights = ExpertWeights { router, experts, choice: *choice };
+                    backend.experts(rows, normed, &weights, delta);
+                    backend.all_reduce(rows, delta);
+                    backend.add_rms_norm(rows, residual, delta, norm.0, norm.1, normed);
+                }
             }
         }
         let output = weights.output.as_ref().unwrap_or(&weights.embedding);
@@ -369,7 +395,12 @@ impl<P: Packer> PackedSource for CheckpointPacker<'_, P> {
     fn matrix(&mut self, weights: &[Weight]) -> Result<P::Matrix, ModelError> {
         let parts =
             weights.iter().map(|&weight| self.part(weight)).collect::<Result<Vec<_>, _>>()?;
-        self.pack(weights, parts)
+        self.pack(weights, parts, P::pack_matrix)
+    }
+
+    fn router(&mut self, weight: Weight) -> Result<P::Matrix, ModelError> {
+        let part = self.part(weight)?;
+        self.pack(&[weight], vec![part], P::pack_router)
     }
 
     fn vector(&mut self, weights: &[Weight]) -> Result<P::Vector, ModelError> {
@@ -394,6 +425,7 @@ impl<'a, P: Packer> CheckpointPacker<'a, P> {
         &mut self,
         weights: &[Weight],
         parts: Vec<MatrixSource<'_>>,
+        pack: impl FnOnce(&P, &dyn RowSource) -> P::Matrix,
     ) -> Result<P::Matrix, ModelError> {
         let is_hashed = self.shard.is_whole() && self.checkpoint.hashes_packed();
         let hashes_of = |part: &MatrixSource<'_>| is_hashed.then(|| RowHashes::new(part.rows()));
@@ -401,7 +433,7 @@ impl<'a, P: Packer> CheckpointPacker<'a, P> {
         let parts = parts.into_iter().zip(&hashes);
         let parts = parts.map(|(part, hashes)| part.hashing(hashes.as_ref())).collect();
         let source = StackedRows::new(parts);
-        let matrix = self.packer.pack_matrix(&source);
+        let matrix = pack(self.packer, &source);
         self.checkpoint.check_reads()?;
         if let Some(NotFinite { part, element, found }) = source.not_finite() {
             return Err(self.checkpoint.not_finite(weights[part], element, found));

@@ -6,7 +6,7 @@ use kernels::Shard;
 
 use crate::{
     config::ModelConfig,
-    layer::{LayerSpec, Mixer},
+    layer::{FeedForward, LayerSpec, Mixer},
 };
 
 /// One weight of a model.
@@ -34,6 +34,18 @@ pub enum LayerWeight {
     KeyNorm,
     AttentionOutput,
     FfnNorm,
+    Gate,
+    Up,
+    Down,
+    /// Router of experts, with a row for each.
+    Router,
+    /// Weight of the expert with this index.
+    Expert(u32, ExpertWeight),
+}
+
+/// Weight of an expert.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum ExpertWeight {
     Gate,
     Up,
     Down,
@@ -83,6 +95,8 @@ enum Axis {
     KvHeads,
     HeadDim,
     Ffn,
+    Experts,
+    ExpertFfn,
     Vocabulary,
 }
 
@@ -95,6 +109,8 @@ impl Axis {
             Axis::KvHeads => config.kv_head_count * config.head_dim,
             Axis::HeadDim => config.head_dim,
             Axis::Ffn => config.ffn_size,
+            Axis::Experts => config.experts().map_or(0, |experts| experts.count),
+            Axis::ExpertFfn => config.experts().map_or(0, |experts| experts.size),
             Axis::Vocabulary => config.vocab_size,
         }
     }
@@ -107,10 +123,10 @@ impl Axis {
             heads.start * config.head_dim..heads.end * config.head_dim
         };
         match self {
-            Axis::One | Axis::Hidden | Axis::HeadDim => 0..self.len(config),
+            Axis::One | Axis::Hidden | Axis::HeadDim | Axis::Experts => 0..self.len(config),
             Axis::QueryHeads => heads(config.query_head_count),
             Axis::KvHeads => heads(config.kv_head_count),
-            Axis::Ffn => shard.part(config.ffn_size),
+            Axis::Ffn | Axis::ExpertFfn => shard.part(self.len(config)),
             Axis::Vocabulary => shard.tokens(config.vocab_size),
         }
     }
@@ -118,8 +134,8 @@ impl Axis {
 
 /// Weights of a layer in the order of the forward pass: names in GGUF and in Hugging Face's checkpoints, rows and
 /// columns.
-const LAYER_WEIGHTS: [(LayerWeight, &str, &str, Axis, Axis); 14] = {
-    use Axis::{Ffn, HeadDim, Hidden, KvHeads, One, QueryHeads};
+const LAYER_WEIGHTS: [(LayerWeight, &str, &str, Axis, Axis); 15] = {
+    use Axis::{Experts, Ffn, HeadDim, Hidden, KvHeads, One, QueryHeads};
     use LayerWeight as W;
     [
         (W::AttentionNorm, "attn_norm.weight", "input_layernorm.weight", One, Hidden),
@@ -136,6 +152,7 @@ const LAYER_WEIGHTS: [(LayerWeight, &str, &str, Axis, Axis); 14] = {
         (W::Gate, "ffn_gate.weight", "mlp.gate_proj.weight", Ffn, Hidden),
         (W::Up, "ffn_up.weight", "mlp.up_proj.weight", Ffn, Hidden),
         (W::Down, "ffn_down.weight", "mlp.down_proj.weight", Hidden, Ffn),
+        (W::Router, "ffn_gate_inp.weight", "mlp.gate.weight", Experts, Hidden),
     ]
 };
 
@@ -143,21 +160,54 @@ impl LayerWeight {
     /// Returns the weights of a layer, in the order of the forward pass.
     pub fn of(layer: LayerSpec) -> impl Iterator<Item = LayerWeight> {
         let Mixer::Attention(attention) = layer.mixer;
-        LAYER_WEIGHTS.into_iter().map(|row| row.0).filter(move |weight| match weight {
+        let expert_count = match layer.feed_forward {
+            FeedForward::Gated => 0,
+            FeedForward::Experts(experts) => experts.count as u32,
+        };
+        let experts = (0..expert_count).flat_map(|expert| {
+            let weights = [ExpertWeight::Gate, ExpertWeight::Up, ExpertWeight::Down];
+            weights.map(|weight| LayerWeight::Expert(expert, weight))
+        });
+        let is_of_layer = move |weight: &LayerWeight| match weight {
             LayerWeight::QueryBias | LayerWeight::KeyBias | LayerWeight::ValueBias => {
                 attention.has_bias
             }
             LayerWeight::QueryNorm | LayerWeight::KeyNorm => attention.has_head_norms,
+            LayerWeight::Gate | LayerWeight::Up | LayerWeight::Down => expert_count == 0,
+            LayerWeight::Router => expert_count > 0,
             _ => true,
-        })
+        };
+        LAYER_WEIGHTS.into_iter().map(|row| row.0).filter(is_of_layer).chain(experts)
     }
 
-    /// Returns the names in GGUF and in Hugging Face's checkpoints, within a layer, and rows and columns.
-    fn row(self) -> (&'static str, &'static str, Axis, Axis) {
-        // The table has the order of the enum.
-        let (weight, gguf, hugging_face, rows, cols) = LAYER_WEIGHTS[self as usize];
-        debug_assert_eq!(weight, self);
-        (gguf, hugging_face, rows, cols)
+    /// Returns the names in GGUF and in Hugging Face's checkpoints, within a layer.
+    fn names(self) -> (String, String) {
+        let LayerWeight::Expert(expert, weight) = self else {
+            let (_, gguf, hugging_face, ..) = self.row();
+            return (gguf.to_owned(), hugging_face.to_owned());
+        };
+        let name = match weight {
+            ExpertWeight::Gate => "gate",
+            ExpertWeight::Up => "up",
+            ExpertWeight::Down => "down",
+        };
+        (format!("ffn_{name}.{expert}.weight"), format!("mlp.experts.{expert}.{name}_proj.weight"))
+    }
+
+    /// Returns rows and columns.
+    fn axes(self) -> (Axis, Axis) {
+        match self {
+            LayerWeight::Expert(_, ExpertWeight::Gate | ExpertWeight::Up) => {
+                (Axis::ExpertFfn, Axis::Hidden)
+            }
+            LayerWeight::Expert(_, ExpertWeight::Down) => (Axis::Hidden, Axis::ExpertFfn),
+            _ => (self.row().3, self.row().4),
+        }
+    }
+
+    fn row(self) -> (LayerWeight, &'static str, &'static str, Axis, Axis) {
+        let row = LAYER_WEIGHTS.into_iter().find(|row| row.0 == self);
+        row.expect("the table has every weight but those of experts")
     }
 }
 
@@ -180,7 +230,7 @@ impl Weight {
         match self {
             Weight::Embedding | Weight::Output => (Axis::Vocabulary, Axis::Hidden),
             Weight::OutputNorm => (Axis::One, Axis::Hidden),
-            Weight::Layer(_, weight) => (weight.row().2, weight.row().3),
+            Weight::Layer(_, weight) => weight.axes(),
         }
     }
 
@@ -210,7 +260,7 @@ impl Weight {
             Weight::Embedding => "token_embd.weight".into(),
             Weight::OutputNorm => "output_norm.weight".into(),
             Weight::Output => "output.weight".into(),
-            Weight::Layer(layer, weight) => format!("blk.{layer}.{}", weight.row().0),
+            Weight::Layer(layer, weight) => format!("blk.{layer}.{}", weight.names().0),
         }
     }
 
@@ -220,7 +270,7 @@ impl Weight {
             Weight::Embedding => "model.embed_tokens.weight".into(),
             Weight::OutputNorm => "model.norm.weight".into(),
             Weight::Output => "lm_head.weight".into(),
-            Weight::Layer(layer, weight) => format!("model.layers.{layer}.{}", weight.row().1),
+            Weight::Layer(layer, weight) => format!("model.layers.{layer}.{}", weight.names().1),
         }
     }
 }

@@ -226,7 +226,8 @@ fn unsupported_features_are_rejected_by_name() {
         (
             json!({"architectures": ["MixtralForCausalLM"]}),
             "unsupported architecture \"MixtralForCausalLM\"; expected one of \
-             \"LlamaForCausalLM\", \"MistralForCausalLM\", \"Qwen2ForCausalLM\", \"Qwen3ForCausalLM\"",
+             \"LlamaForCausalLM\", \"MistralForCausalLM\", \"Qwen2ForCausalLM\", \"Qwen3ForCausalLM\", \
+             \"Qwen3MoeForCausalLM\"",
         ),
         (json!({"hidden_act": "gelu"}), "unsupported hidden_act: \"gelu\"; expected \"silu\""),
         (

@@ -174,6 +174,11 @@ fn dummy_weights_of_ranks_are_parts_of_the_whole_weights() {
         (json!({"num_attention_heads": 9, "num_key_value_heads": 3}), vec![3]),
         (json!({"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}), vec![2, 4]),
         (json!({"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}), vec![2, 4]),
+        (
+            json!({"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe",
+                "num_experts": 8, "num_experts_per_tok": 8, "moe_intermediate_size": 48}),
+            vec![2, 4],
+        ),
         // The parts are not whole blocks of 32 or 256 elements, nor whole panels.
         (json!({"intermediate_size": 72, "vocab_size": 45}), vec![2, 4]),
     ];

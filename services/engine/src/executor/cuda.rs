@@ -623,7 +623,7 @@ fn gemm_shapes(
     limits: &ExecutorLimits,
 ) -> Vec<GemmShape> {
     let heads = config.head_shape_of(shard);
-    let ffn_size = shard.part(config.ffn_size).len();
+    let ffn_size = config.ffn_size_of(shard);
     let tokens = shard.tokens(config.vocab_size).len();
     let layer = [
         (config.hidden_size, heads.qkv_width()),
@@ -647,9 +647,14 @@ fn gemm_shapes(
 /// Checks the model sizes that the kernels' vector loads require.
 fn check_sizes(config: &ModelConfig, shard: Shard) -> Result<(), CudaExecutorError> {
     config.check_shard(shard)?;
+    if let Some(experts) = config.experts() {
+        let (what, value) = ("the number of experts", experts.count.to_string());
+        let allowed = "0 on GPUs, or node.device = \"cpu\"";
+        return Err(CudaError::Unsupported { what, value, allowed }.into());
+    }
     let sizes = [
         ("the model's hidden size", config.hidden_size),
-        ("a rank's feed-forward size", shard.part(config.ffn_size).len()),
+        ("a rank's feed-forward size", config.ffn_size_of(shard)),
         ("the model's head size", config.head_dim),
     ];
     for (what, value) in sizes {
@@ -680,4 +685,28 @@ fn check(
         limits.check(config, blocks)?;
     }
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use model::LoadFormat;
+    use serde_json::json;
+
+    use super::*;
+
+    #[test]
+    fn mixture_of_experts_is_refused() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("config.json");
+        let config = json!({
+            "architectures": ["Qwen3MoeForCausalLM"], "hidden_size": 64, "intermediate_size": 96,
+            "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+            "vocab_size": 200, "num_experts": 8, "num_experts_per_tok": 2
+        });
+        std::fs::write(&path, config.to_string()).unwrap();
+        let checkpoint = Checkpoint::open(&path, LoadFormat::Dummy { seed: 1 }).unwrap();
+        let error = check_sizes(checkpoint.config(), Shard::WHOLE).unwrap_err().to_string();
+        let expected = "the number of experts is 8; expected 0 on GPUs, or node.device = \"cpu\"";
+        assert!(error.ends_with(expected), "{error}");
+    }
 }

@@ -4,7 +4,7 @@ use xxhash_rust::xxh3::xxh3_64_with_seed;
 
 use crate::{
     config::ModelConfig,
-    weight::{LayerWeight, Weight, WeightShape},
+    weight::{ExpertWeight, LayerWeight, Weight, WeightShape},
 };
 
 /// Generated weights without a file.
@@ -36,9 +36,12 @@ impl DummyWeights {
                 // stream are scaled down by the number of additions, so that activations do
                 // not grow with depth.
                 let additions = match weight {
-                    Weight::Layer(_, LayerWeight::AttentionOutput | LayerWeight::Down) => {
-                        2 * config.layer_count
-                    }
+                    Weight::Layer(
+                        _,
+                        LayerWeight::AttentionOutput
+                        | LayerWeight::Down
+                        | LayerWeight::Expert(_, ExpertWeight::Down),
+                    ) => 2 * config.layer_count,
                     _ => 1,
                 };
                 (0.0, 1.0 / ((cols * additions) as f32).sqrt())
