@@ -68,7 +68,7 @@ fn write_model(folder: &Path, seed: u64) {
         let dims: Vec<usize> = shape.dims().into_iter().map(|dim| dim as usize).collect();
         let bytes: Vec<u8> =
             values.into_iter().flat_map(|value| bf16::from_f32(value).to_le_bytes()).collect();
-        (weight.hugging_face_name(), dims, bytes)
+        (weight.hugging_face_name(config), dims, bytes)
     };
     let weights: Vec<_> = Weight::all(config).map(stored).collect();
     let tensors = weights.iter().map(|(name, dims, bytes)| {

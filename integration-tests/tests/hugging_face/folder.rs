@@ -142,7 +142,7 @@ impl<'a> Tensor<'a> {
     }
 
     fn name(&self) -> String {
-        self.weight.hugging_face_name()
+        self.weight.hugging_face_name(self.checkpoint.config())
     }
 }
 

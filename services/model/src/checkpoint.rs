@@ -108,7 +108,7 @@ impl Checkpoint {
                 let (mut config, strategy) = read_config(&config)?;
                 let mut weights = folder::open(path)?;
                 // As in transformers, an output in the files counts more than `tie_word_embeddings`.
-                config.tied_output &= weights.output_is_embedding();
+                config.tied_output &= weights.output_is_embedding(&config);
                 weights.read_scales(&config, strategy)?;
                 (config, Weights::Stored(weights))
             }

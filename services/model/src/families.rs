@@ -3,17 +3,24 @@
 
 mod llama;
 mod mistral;
+mod mixtral;
 mod qwen2;
 mod qwen3;
 mod qwen3_moe;
 
 use std::fmt;
 
-use crate::{config::Fields, error::ModelError, layer::LayerSpec};
+use crate::{config::Fields, error::ModelError, layer::LayerSpec, weight::LayerWeight};
 
 /// Every family.
-const FAMILIES: [&Family; 5] =
-    [&llama::FAMILY, &mistral::FAMILY, &qwen2::FAMILY, &qwen3::FAMILY, &qwen3_moe::FAMILY];
+const FAMILIES: [&Family; 6] = [
+    &llama::FAMILY,
+    &mistral::FAMILY,
+    &mixtral::FAMILY,
+    &qwen2::FAMILY,
+    &qwen3::FAMILY,
+    &qwen3_moe::FAMILY,
+];
 
 /// A model family. All are pre-norm decoders with RMS norms.
 pub struct Family {
@@ -29,6 +36,8 @@ pub struct Family {
     /// Layer without a sliding window.
     layer: LayerSpec,
     layers: DescribeLayers,
+    /// Returns the name of a weight within a layer, if it is not [`LayerWeight::hugging_face_name`].
+    weight_name: fn(LayerWeight) -> Option<String>,
 }
 
 /// Returns the description of a number of layers, given the keys of `config.json` and the family's layer.
@@ -102,6 +111,11 @@ impl Family {
         layer_count: usize,
     ) -> Result<Vec<LayerSpec>, ModelError> {
         (self.layers)(fields, self.layer, layer_count)
+    }
+
+    /// Returns the name of a weight in Hugging Face's checkpoints, within a layer.
+    pub(crate) fn weight_name(&self, weight: LayerWeight) -> String {
+        (self.weight_name)(weight).unwrap_or_else(|| weight.hugging_face_name())
     }
 
     /// Returns whether GGUF files store the rows of query and key projections with rotary pairs adjacent.

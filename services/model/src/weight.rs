@@ -51,6 +51,16 @@ pub enum ExpertWeight {
     Down,
 }
 
+impl ExpertWeight {
+    fn name(self) -> &'static str {
+        match self {
+            ExpertWeight::Gate => "gate",
+            ExpertWeight::Up => "up",
+            ExpertWeight::Down => "down",
+        }
+    }
+}
+
 /// Shape of a weight; matrices are `[rows][cols]` = `[out][in]`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum WeightShape {
@@ -180,18 +190,22 @@ impl LayerWeight {
         LAYER_WEIGHTS.into_iter().map(|row| row.0).filter(is_of_layer).chain(experts)
     }
 
-    /// Returns the names in GGUF and in Hugging Face's checkpoints, within a layer.
-    fn names(self) -> (String, String) {
-        let LayerWeight::Expert(expert, weight) = self else {
-            let (_, gguf, hugging_face, ..) = self.row();
-            return (gguf.to_owned(), hugging_face.to_owned());
-        };
-        let name = match weight {
-            ExpertWeight::Gate => "gate",
-            ExpertWeight::Up => "up",
-            ExpertWeight::Down => "down",
-        };
-        (format!("ffn_{name}.{expert}.weight"), format!("mlp.experts.{expert}.{name}_proj.weight"))
+    /// Returns the name in GGUF files, within a layer.
+    fn gguf_name(self) -> String {
+        match self {
+            LayerWeight::Expert(expert, weight) => format!("ffn_{}.{expert}.weight", weight.name()),
+            _ => self.row().1.to_owned(),
+        }
+    }
+
+    /// Returns the name in Hugging Face's checkpoints, within a layer. Some families have other names.
+    pub(crate) fn hugging_face_name(self) -> String {
+        match self {
+            LayerWeight::Expert(expert, weight) => {
+                format!("mlp.experts.{expert}.{}_proj.weight", weight.name())
+            }
+            _ => self.row().2.to_owned(),
+        }
     }
 
     /// Returns rows and columns.
@@ -260,17 +274,19 @@ impl Weight {
             Weight::Embedding => "token_embd.weight".into(),
             Weight::OutputNorm => "output_norm.weight".into(),
             Weight::Output => "output.weight".into(),
-            Weight::Layer(layer, weight) => format!("blk.{layer}.{}", weight.names().0),
+            Weight::Layer(layer, weight) => format!("blk.{layer}.{}", weight.gguf_name()),
         }
     }
 
     /// Returns the tensor's name in a Hugging Face checkpoint.
-    pub fn hugging_face_name(self) -> String {
+    pub fn hugging_face_name(self, config: &ModelConfig) -> String {
         match self {
             Weight::Embedding => "model.embed_tokens.weight".into(),
             Weight::OutputNorm => "model.norm.weight".into(),
             Weight::Output => "lm_head.weight".into(),
-            Weight::Layer(layer, weight) => format!("model.layers.{layer}.{}", weight.names().1),
+            Weight::Layer(layer, weight) => {
+                format!("model.layers.{layer}.{}", config.family.weight_name(weight))
+            }
         }
     }
 }

@@ -224,9 +224,10 @@ fn unsupported_features_are_rejected_by_name() {
     }
     let cases = [
         (
-            json!({"architectures": ["MixtralForCausalLM"]}),
-            "unsupported architecture \"MixtralForCausalLM\"; expected one of \
-             \"LlamaForCausalLM\", \"MistralForCausalLM\", \"Qwen2ForCausalLM\", \"Qwen3ForCausalLM\", \
+            json!({"architectures": ["GemmaForCausalLM"]}),
+            "unsupported architecture \"GemmaForCausalLM\"; expected one of \
+             \"LlamaForCausalLM\", \"MistralForCausalLM\", \"MixtralForCausalLM\", \
+             \"Qwen2ForCausalLM\", \"Qwen3ForCausalLM\", \
              \"Qwen3MoeForCausalLM\"",
         ),
         (json!({"hidden_act": "gelu"}), "unsupported hidden_act: \"gelu\"; expected \"silu\""),

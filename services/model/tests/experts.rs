@@ -26,34 +26,71 @@ fn open(folder: &Path, config: &Value, format: LoadFormat) -> Result<Checkpoint,
     Checkpoint::open(folder, format).map_err(|error| error.to_string())
 }
 
-fn dense() -> Checkpoint {
+/// Classes and names of a family with experts and of the family without.
+struct Families {
+    dense: (&'static str, &'static str),
+    experts: (&'static str, &'static str),
+    /// Prefix of the names of a layer's experts, and the names of gate, up and down.
+    prefix: &'static str,
+    names: [&'static str; 3],
+}
+
+const QWEN3: Families = Families {
+    dense: ("Qwen3ForCausalLM", "qwen3"),
+    experts: ("Qwen3MoeForCausalLM", "qwen3_moe"),
+    prefix: "mlp",
+    names: ["gate_proj", "up_proj", "down_proj"],
+};
+const MISTRAL: Families = Families {
+    dense: ("MistralForCausalLM", "mistral"),
+    experts: ("MixtralForCausalLM", "mixtral"),
+    prefix: "block_sparse_moe",
+    names: ["w1", "w3", "w2"],
+};
+
+fn dense(families: &Families) -> Checkpoint {
     let folder = tempfile::tempdir().unwrap();
-    let config = config("Qwen3ForCausalLM", "qwen3", &json!({}));
+    let (class, name) = families.dense;
+    let config = config(class, name, &json!({"sliding_window": null}));
     open(folder.path(), &config, LoadFormat::Dummy { seed: 5 }).unwrap()
 }
 
-fn experts_config(changes: &Value) -> Value {
+fn experts_config((class, name): (&str, &str), changes: &Value) -> Value {
     let mut experts = json!({
         "num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 96,
         "norm_topk_prob": true, "mlp_only_layers": [], "decoder_sparse_step": 1
     });
     experts.as_object_mut().unwrap().extend(changes.as_object().unwrap().clone());
-    config("Qwen3MoeForCausalLM", "qwen3_moe", &experts)
+    config(class, name, &experts)
 }
 
 fn dummy(changes: &Value) -> Result<Checkpoint, String> {
     let folder = tempfile::tempdir().unwrap();
-    open(folder.path(), &experts_config(changes), LoadFormat::Dummy { seed: 5 })
+    open(folder.path(), &experts_config(QWEN3.experts, changes), LoadFormat::Dummy { seed: 5 })
 }
 
 /// Writes the model of `changes`. Its tensors have the values of the dense model, those of expert E the values that
 /// `expert` returns for those of the dense network, and the router those that `router` returns for its own.
 fn mixture(
+    families: &Families,
     changes: &Value,
     router: impl Fn(&mut [f32]),
     expert: impl Fn(u32, ExpertWeight, &mut [f32]),
 ) -> Checkpoint {
-    let (dense, own) = (dense(), dummy(changes).unwrap());
+    let config = experts_config(families.experts, changes);
+    let folder = tempfile::tempdir().unwrap();
+    let own = open(folder.path(), &config, LoadFormat::Dummy { seed: 5 }).unwrap();
+    let dense = dense(families);
+    let name = |weight: Weight| match weight {
+        Weight::Layer(layer, LayerWeight::Expert(index, part)) => {
+            let (prefix, name) = (families.prefix, families.names[part as usize]);
+            format!("model.layers.{layer}.{prefix}.experts.{index}.{name}.weight")
+        }
+        Weight::Layer(layer, LayerWeight::Router) => {
+            format!("model.layers.{layer}.{}.gate.weight", families.prefix)
+        }
+        _ => weight.hugging_face_name(own.config()),
+    };
     let tensor = |weight: Weight| {
         let values = match weight {
             Weight::Layer(layer, LayerWeight::Expert(index, part)) => {
@@ -74,16 +111,15 @@ fn mixture(
             _ => common::elements(&dense, weight),
         };
         Tensor {
-            name: weight.hugging_face_name(),
+            name: name(weight),
             dims: weight.shape(own.config()).dims(),
             element: Element::F32,
             bytes: Element::F32.encode(&values),
         }
     };
     let tensors: Vec<Tensor> = Weight::all(own.config()).map(tensor).collect();
-    let folder = tempfile::tempdir().unwrap();
     common::write_folder(folder.path(), &tensors, 1);
-    open(folder.path(), &experts_config(changes), LoadFormat::Auto).unwrap()
+    open(folder.path(), &config, LoadFormat::Auto).unwrap()
 }
 
 fn logits(checkpoint: &Checkpoint) -> Vec<Vec<f32>> {
@@ -101,7 +137,7 @@ fn worst(found: &[Vec<f32>], expected: &[Vec<f32>]) -> f32 {
 /// The weights of the chosen experts add up to 1, so equal experts are the dense network.
 #[test]
 fn equal_experts_have_the_logits_of_the_dense_network() {
-    let expected = logits(&dense());
+    let expected = logits(&dense(&QWEN3));
     for changes in [
         json!({}),
         json!({"num_experts": null, "num_local_experts": 5, "num_experts_per_tok": 1}),
@@ -110,26 +146,40 @@ fn equal_experts_have_the_logits_of_the_dense_network() {
         json!({"mlp_only_layers": [1]}),
         json!({"decoder_sparse_step": 2}),
     ] {
-        let found = logits(&mixture(&changes, |_| (), |_, _, _| ()));
+        let found = logits(&mixture(&QWEN3, &changes, |_| (), |_, _, _| ()));
         assert!(worst(&found, &expected) < 1e-4, "{changes}: {}", worst(&found, &expected));
     }
-    let other = logits(&mixture(&json!({"norm_topk_prob": false}), |_| (), |_, _, _| ()));
+    let other = logits(&mixture(&QWEN3, &json!({"norm_topk_prob": false}), |_| (), |_, _, _| ()));
     assert!(worst(&other, &expected) > 0.01);
+}
+
+#[test]
+fn mixtral_has_the_logits_of_mistral_with_equal_experts() {
+    let expected = logits(&dense(&MISTRAL));
+    for changes in [json!({}), json!({"num_local_experts": 3, "num_experts_per_tok": 1})] {
+        let mixtral = mixture(&MISTRAL, &changes, |_| (), |_, _, _| ());
+        let experts = mixtral.config().experts().unwrap();
+        assert!(experts.choice.is_normalized && experts.size == 96);
+        let found = logits(&mixtral);
+        assert!(worst(&found, &expected) < 1e-4, "{changes}: {}", worst(&found, &expected));
+    }
+    let other = mixture(&MISTRAL, &json!({"sliding_window": 4}), |_| (), |_, _, _| ());
+    assert!(worst(&logits(&other), &expected) > 0.01);
 }
 
 /// A router of zeros gives equal probabilities, so the first experts are chosen.
 #[test]
 fn ties_choose_the_first_experts() {
-    let expected = logits(&dense());
+    let expected = logits(&dense(&QWEN3));
     let zero = |router: &mut [f32]| router.fill(0.0);
     let only_first = |index: u32, _: ExpertWeight, values: &mut [f32]| {
         if index >= 3 {
             values.reverse();
         }
     };
-    let found = logits(&mixture(&json!({}), zero, only_first));
+    let found = logits(&mixture(&QWEN3, &json!({}), zero, only_first));
     assert!(worst(&found, &expected) < 1e-4);
-    let four = logits(&mixture(&json!({"num_experts_per_tok": 4}), zero, only_first));
+    let four = logits(&mixture(&QWEN3, &json!({"num_experts_per_tok": 4}), zero, only_first));
     assert!(worst(&four, &expected) > 0.01);
     // Half of the output of expert 0, whose down matrix is twice as large, and half of expert 1, which gives zeros.
     let halves = |index: u32, part: ExpertWeight, values: &mut [f32]| {
@@ -137,7 +187,7 @@ fn ties_choose_the_first_experts() {
             values.iter_mut().for_each(|value| *value *= if index == 0 { 2.0 } else { 0.0 });
         }
     };
-    let found = logits(&mixture(&json!({"num_experts_per_tok": 2}), zero, halves));
+    let found = logits(&mixture(&QWEN3, &json!({"num_experts_per_tok": 2}), zero, halves));
     assert!(worst(&found, &expected) < 1e-4);
 }
 
@@ -203,7 +253,8 @@ fn invalid_experts_are_refused_by_name() {
     let missing = "model.layers.1.mlp.experts.4.up_proj.weight";
     let tensors: Vec<Tensor> = tensors.into_iter().filter(|it| it.name != missing).collect();
     common::write_folder(folder.path(), &tensors, 1);
-    let error = open(folder.path(), &experts_config(&json!({})), LoadFormat::Auto).unwrap_err();
+    let error = open(folder.path(), &experts_config(QWEN3.experts, &json!({})), LoadFormat::Auto)
+        .unwrap_err();
     assert!(
         error.ends_with(&format!("{missing:?} is missing; expected shape [96, 64]")),
         "{error}"

@@ -146,7 +146,7 @@ impl Pair {
         let plain = plain();
         let (mut stored, mut dequantised) = (Vec::new(), Vec::new());
         for weight in Weight::all(plain.config()) {
-            let name = weight.hugging_face_name();
+            let name = weight.hugging_face_name(plain.config());
             let values = common::elements(&plain, weight);
             let shape = weight.shape(plain.config());
             let dims = shape.dims();

@@ -26,7 +26,7 @@ pub struct RandomRows {
 
 impl DummyWeights {
     pub fn rows(&self, weight: Weight, config: &ModelConfig) -> RandomRows {
-        let key = xxh3_64_with_seed(weight.hugging_face_name().as_bytes(), self.seed);
+        let key = xxh3_64_with_seed(weight.hugging_face_name(config).as_bytes(), self.seed);
         let (mean, deviation) = match weight.shape(config) {
             WeightShape::Vector { .. } if is_bias(weight) => (0.0, 0.05),
             // Norms near 1, so that activations keep their magnitude.

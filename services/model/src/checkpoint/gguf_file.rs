@@ -33,7 +33,7 @@ pub fn open(path: &Path) -> Result<(ModelConfig, StoredWeights), ModelError> {
         true => Some(rope_divisors(&weights)?),
         false => None,
     };
-    let has_output = weights.has(&weights.name_of(Weight::Output));
+    let has_output = weights.has(&Weight::Output.gguf_name());
     Ok((from_gguf(path, &header, has_output, divisors)?, weights))
 }
 

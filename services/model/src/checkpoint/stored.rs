@@ -112,17 +112,17 @@ impl StoredWeights {
         self.tensors.contains_key(tensor)
     }
 
-    pub fn name_of(&self, weight: Weight) -> String {
+    fn name_of(&self, weight: Weight, config: &ModelConfig) -> String {
         match self.format {
             Format::Gguf => weight.gguf_name(),
-            Format::Safetensors => weight.hugging_face_name(),
+            Format::Safetensors => weight.hugging_face_name(config),
         }
     }
 
     /// Returns whether the output projection is the embedding: the files have no output, or one with the bytes of the
     /// embedding. Reads both if they are equal.
-    pub fn output_is_embedding(&self) -> bool {
-        let entry = |weight| self.tensors.get(&self.name_of(weight));
+    pub fn output_is_embedding(&self, config: &ModelConfig) -> bool {
+        let entry = |weight| self.tensors.get(&self.name_of(weight, config));
         let bytes = |entry: &Entry| TensorBytes::new(&self.files[entry.file], entry.range.clone());
         match (entry(Weight::Output), entry(Weight::Embedding)) {
             (Some(output), Some(embedding)) => {
@@ -140,7 +140,7 @@ impl StoredWeights {
         weight: Weight,
         config: &ModelConfig,
     ) -> Result<StoredTensor<'_>, ModelError> {
-        let name = self.name_of(weight);
+        let name = self.name_of(weight, config);
         if !self.has(&name) {
             // An opened model has at least one file; an empty index has none.
             let path = self.files.first().map_or(Path::new(""), CheckpointFile::path);
@@ -191,7 +191,7 @@ impl StoredWeights {
         strategy: Option<ScaleStrategy>,
     ) -> Result<(), ModelError> {
         for weight in Weight::all(config) {
-            let name = self.name_of(weight);
+            let name = self.name_of(weight, config);
             let is_fp8 = |entry: &Entry| entry.encoding == Ok(Encoding::F8E4m3);
             if !self.tensors.get(&name).is_some_and(is_fp8) {
                 continue;
@@ -268,7 +268,8 @@ impl StoredWeights {
     pub fn refuse_unknown_tensors(&self, config: &ModelConfig) -> Result<(), ModelError> {
         // Some exports repeat a tied output.
         let weights = Weight::all(config).chain([Weight::Output]);
-        let mut known: HashSet<String> = weights.map(|weight| self.name_of(weight)).collect();
+        let mut known: HashSet<String> =
+            weights.map(|weight| self.name_of(weight, config)).collect();
         known.extend(self.scales.values().flat_map(|it| it.tensors.iter().cloned()));
         let is_known = |name: &str| {
             known.contains(name)

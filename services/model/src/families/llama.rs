@@ -11,4 +11,5 @@ pub(super) static FAMILY: Family = Family {
     refused: &["attention_bias", "mlp_bias"],
     layer: LayerSpec::LLAMA,
     layers: |_, layer, layer_count| Ok(vec![layer; layer_count]),
+    weight_name: |_| None,
 };

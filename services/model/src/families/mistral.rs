@@ -13,4 +13,5 @@ pub(super) static FAMILY: Family = Family {
     layers: |fields, layer, layer_count| {
         Ok(vec![layer.with_window(fields.sliding_window()?); layer_count])
     },
+    weight_name: |_| None,
 };

@@ -24,6 +24,7 @@ pub(super) static FAMILY: Family = Family {
         ..LayerSpec::LLAMA
     },
     layers: layers_with_windows,
+    weight_name: |_| None,
 };
 
 /// Describes layers of which some have a sliding window.

@@ -18,4 +18,5 @@ pub(super) static FAMILY: Family = Family {
         ..LayerSpec::LLAMA
     },
     layers: layers_with_windows,
+    weight_name: |_| None,
 };

@@ -17,6 +17,7 @@ pub(super) static FAMILY: Family = Family {
     refused: &["attention_bias", "use_sliding_window"],
     layer: qwen3::FAMILY.layer,
     layers,
+    weight_name: |_| None,
 };
 
 fn layers(

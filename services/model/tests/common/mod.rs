@@ -115,7 +115,7 @@ pub struct Tensor {
 pub fn hugging_face_tensors(checkpoint: &Checkpoint, element: Element) -> Vec<Tensor> {
     Weight::all(checkpoint.config())
         .map(|weight| Tensor {
-            name: weight.hugging_face_name(),
+            name: weight.hugging_face_name(checkpoint.config()),
             dims: weight.shape(checkpoint.config()).dims(),
             element,
             bytes: element.encode(&elements(checkpoint, weight)),

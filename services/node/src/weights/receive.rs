@@ -181,7 +181,7 @@ mod tests {
             end += 2 * shape.elements();
             let entry =
                 json!({"dtype": "BF16", "shape": shape.dims(), "data_offsets": [begin, end]});
-            header.insert(weight.hugging_face_name(), entry);
+            header.insert(weight.hugging_face_name(model.config()), entry);
         }
         let header = serde_json::to_vec(&header).unwrap();
         let mut file = File::create(folder.join("model.safetensors")).unwrap();

@@ -284,7 +284,7 @@ fn check(
     let repeated = config.tied_output.then_some(Weight::Output);
     let mut known = HashMap::new();
     for weight in Weight::all(config).chain(repeated) {
-        let (name, shape) = (weight.hugging_face_name(), weight.shape(config).dims());
+        let (name, shape) = (weight.hugging_face_name(config), weight.shape(config).dims());
         let Some(index) = names.remove(name.as_str()) else {
             if Some(weight) == repeated {
                 continue;

@@ -74,7 +74,7 @@ fn trainer(checkpoint: &Checkpoint, dtype: Dtype) -> (Vec<DeclaredTensor>, Vec<V
                 (dtype, bytes)
             }
         };
-        let name = weight.hugging_face_name();
+        let name = weight.hugging_face_name(config);
         (DeclaredTensor { name, dtype: name_of(dtype).into(), shape }, bytes)
     };
     weights.iter().map(tensor).unzip()
@@ -207,7 +207,7 @@ fn a_rank_of_two_copies_half_of_the_bytes_of_an_8b_model() {
     }));
     let config = checkpoint.config();
     let declared = |weight: Weight| DeclaredTensor {
-        name: weight.hugging_face_name(),
+        name: weight.hugging_face_name(config),
         dtype: "BF16".into(),
         shape: weight.shape(config).dims(),
     };
