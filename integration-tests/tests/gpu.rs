@@ -31,6 +31,7 @@ mod gpu {
     pub mod digest;
     pub mod executor;
     pub mod fault;
+    pub mod fp8;
     pub mod golden;
     pub mod graphs;
     pub mod links;
@@ -101,6 +102,9 @@ fn main() -> ExitCode {
             gpu::golden::smollm2_cluster_on_a_gpu_generates_the_golden_tokens_in_f32,
             gpu::fault::gpu_fault_stops_the_executor_with_its_cause,
             gpu::fault::gpu_fault_fails_the_nodes_requests_and_exits_with_1,
+            gpu::fp8::gemms_match_sums_of_the_stored_numbers,
+            gpu::fp8::fused_operations_match_cpu,
+            gpu::fp8::models_in_fp8_are_close_to_bf16_with_and_without_graphs,
             gpu::graphs::graph_replay_without_its_memory_is_detected,
             gpu::graphs::graph_replay_on_reused_memory_is_detected,
             gpu::links::kv_transfer_between_processes_preserves_kv_in_any_block_order,

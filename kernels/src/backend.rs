@@ -32,6 +32,11 @@ pub trait RowSource: Sync {
     fn read_rows(&self, first: usize, dtype: Dtype, out: &mut [u8]) {
         convert_rows(self, first, dtype, out);
     }
+    /// Returns whether a backend may store the matrix with fewer bits than it is computed with. Embeddings and output heads
+    /// lose too much accuracy.
+    fn may_be_quantized(&self) -> bool {
+        false
+    }
     /// Returns the scales of consecutive ranges of rows if all rows are stored in FP8. A fused matrix has an entry for each
     /// part. A backend without kernels for FP8 reads the other methods, which dequantize.
     fn fp8_scales(&self) -> Option<Vec<BlockScales>> {

@@ -96,6 +96,12 @@ impl BlockScales {
         self.rows
     }
 
+    /// Returns whether all columns of a row have the same scale, if the part has `cols` columns.
+    pub fn is_per_row(&self, cols: usize) -> bool {
+        let (first, block_cols) = (self.first[1], self.block[1]);
+        cols == 0 || first / block_cols == (first + cols - 1) / block_cols
+    }
+
     /// Returns the scale of an element.
     pub fn at(&self, row: usize, col: usize) -> f32 {
         let [block_rows, block_cols] = self.block;
@@ -182,6 +188,11 @@ mod tests {
             for (first, rows) in [([0, 0], 7), ([2, 5], 4), ([6, 10], 1)] {
                 let part = whole.part(first, rows);
                 assert_eq!(part.rows(), rows);
+                let scales = |row| (first[1]..cols).map(move |col| (row, col));
+                let is_per_row = (first[0]..first[0] + rows)
+                    .flat_map(scales)
+                    .all(|(row, col)| whole.at(row, col) == whole.at(row, first[1]));
+                assert_eq!(part.is_per_row(cols - first[1]), is_per_row);
                 for row in 0..rows {
                     let mut scaled = vec![1.0; cols - first[1]];
                     part.apply(row, 0, &mut scaled);

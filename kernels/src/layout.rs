@@ -27,6 +27,9 @@ pub enum WeightFormat {
     Bf16,
     /// 8-bit integers with one scale for each 32 of them. GEMM inputs are quantized likewise.
     Q8,
+    /// The matrices of layers in FP8 (e4m3) with a scale for each row, others in bf16. The inputs of GEMMs of many rows
+    /// are quantized likewise. CPUs keep all matrices in bf16.
+    Fp8,
 }
 
 impl WeightFormat {
@@ -34,17 +37,18 @@ impl WeightFormat {
     pub fn kv_dtype(self) -> Dtype {
         match self {
             WeightFormat::F32 => Dtype::F32,
-            WeightFormat::Bf16 | WeightFormat::Q8 => Dtype::Bf16,
+            WeightFormat::Bf16 | WeightFormat::Q8 | WeightFormat::Fp8 => Dtype::Bf16,
         }
     }
 
-    /// Returns the bytes of `weights` weights, without padding.
+    /// Returns the bytes of `weights` weights, without padding and the scales of rows.
     pub fn bytes(self, weights: u64) -> u64 {
         match self {
             WeightFormat::F32 => weights * 4,
             WeightFormat::Bf16 => weights * 2,
             // 32 bytes and one f16 scale.
             WeightFormat::Q8 => weights + weights / 16,
+            WeightFormat::Fp8 => weights,
         }
     }
 }
@@ -64,6 +68,7 @@ impl fmt::Display for WeightFormat {
             WeightFormat::F32 => "f32",
             WeightFormat::Bf16 => "bf16",
             WeightFormat::Q8 => "q8",
+            WeightFormat::Fp8 => "fp8",
         })
     }
 }

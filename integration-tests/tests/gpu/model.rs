@@ -48,7 +48,7 @@ fn table(sequence: usize) -> Vec<BlockId> {
 }
 
 /// Returns tokens and logits of every step, computed by the CPU.
-fn by_cpu(checkpoint: &Checkpoint, weights: WeightFormat) -> Vec<(Vec<u32>, Vec<f32>)> {
+pub fn by_cpu(checkpoint: &Checkpoint, weights: WeightFormat) -> Vec<(Vec<u32>, Vec<f32>)> {
     let mut cpu = cpu(weights);
     let limits = Limits { rows_max: ROWS, sampled_max: 4 };
     let mut llama = Transformer::load(checkpoint, &cpu, limits, &mut |_| ()).unwrap();
@@ -88,7 +88,7 @@ fn by_cpu(checkpoint: &Checkpoint, weights: WeightFormat) -> Vec<(Vec<u32>, Vec<
 /// Returns tokens and logits of every step, computed by the GPU. The host sends the prompts and no
 /// later token. `depth` steps are launched before the first result is read. With graphs, decode
 /// steps are replayed with a padding row; without graphs they have the same padding row.
-fn by_gpu(
+pub fn by_gpu(
     gpu: &super::bench::Gpu,
     checkpoint: &Checkpoint,
     options: CudaOptions,
@@ -183,7 +183,7 @@ fn tokens(outcomes: Vec<SampleOutcome>) -> Vec<u32> {
 }
 
 /// Returns the root mean square.
-fn rms(values: impl Iterator<Item = f32>) -> f32 {
+pub fn rms(values: impl Iterator<Item = f32>) -> f32 {
     let (mut sum, mut count) = (0.0, 0);
     values.for_each(|value| (sum, count) = (sum + value * value, count + 1));
     (sum / count as f32).sqrt()

@@ -28,19 +28,28 @@ namespace {
 constexpr int kWarps = 8;
 constexpr int kRowsMax = 16;  // rows of x; wide_gemm.cu takes more
 
-constexpr int kSlice = 128;                // k of a stage
-constexpr int kStageBytes = 8 * kSlice * 2;  // 8 weight rows
+constexpr int kSlice = 128;  // k of a stage of 8 weight rows
+// Formats of the weight. FP8 is e4m3 with a scale per weight row, and is widened to bf16 in registers.
+struct Bf16Weight {
+  static constexpr int kBytes = 2;
+};
+struct Fp8Weight {
+  static constexpr int kBytes = 1;
+};
+template <class W>
+constexpr int kStageBytes = 8 * kSlice * W::kBytes;
 constexpr int kSmemHalf = 112 * 1024, kSmemWhole = 224 * 1024;
 
-template <int NT, int MT, bool DEEP>
+template <class W, int NT, int MT, bool DEEP>
 struct Shape {
   static constexpr int kRows = NT * 8;
   static constexpr int kSumPitch = kRows + 4;
   static constexpr int kSumBytes = kWarps * MT * 8 * kSumPitch * 4 + 16 * 4;
-  static constexpr int kFit = ((DEEP ? kSmemWhole : kSmemHalf) - kSumBytes) / (kWarps * kStageBytes);
-  static constexpr int kMost = DEEP ? 12 : 6;
+  static constexpr int kFit = ((DEEP ? kSmemWhole : kSmemHalf) - kSumBytes) / (kWarps * kStageBytes<W>);
+  // As many bytes in flight for each format.
+  static constexpr int kMost = (DEEP ? 24 : 12) / W::kBytes;
   static constexpr int kStages = kFit < kMost ? kFit : kMost;
-  static constexpr int kSmem = kWarps * kStages * kStageBytes + kSumBytes;
+  static constexpr int kSmem = kWarps * kStages * kStageBytes<W> + kSumBytes;
 };
 
 __device__ __forceinline__ uint32_t smem_addr(const void* p) { return (uint32_t)__cvta_generic_to_shared(p); }
@@ -51,8 +60,19 @@ __device__ __forceinline__ void mma(float (&c)[4], uint32_t a0, uint32_t a1, uin
       : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
       : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
+
+// Widens two FP8 numbers, in the high byte of each half of `word`, to bf16. The exponents of bf16 have 120 more as their
+// bias. The product is exact, also of a subnormal number.
+__device__ __forceinline__ uint32_t widen_fp8(uint32_t word) {
+  const uint32_t bits = (word & 0x80008000u) | ((word & 0x7f007f00u) >> 4);
+  const uint32_t bias = 0x7b807b80u;  // 2^120 twice
+  const __nv_bfloat162 wide =
+      __hmul2(*reinterpret_cast<const __nv_bfloat162*>(&bits), *reinterpret_cast<const __nv_bfloat162*>(&bias));
+  return *reinterpret_cast<const uint32_t*>(&wide);
+}
+
 // Reduces the warps' partial sums of a tile and applies the epilogue.
-template <int NT, int MT, int EPI>
+template <class W, int NT, int MT, int EPI>
 __device__ __forceinline__ void finish_tile(const baton_skinny_gemm_args& p, int tile, int tiles,
                                             const float (&acc)[NT][4], float* sums, const float* scales) {
   constexpr int R = NT * 8, kPitch = R + 4, kHalf = R / 2;
@@ -79,9 +99,13 @@ __device__ __forceinline__ void finish_tile(const baton_skinny_gemm_args& p, int
       a += from[0];
       b += from[kHalf];
     }
+    const int ra = at.x + i, rb = at.y + i;
     a *= scale;
     b *= scale;
-    const int ra = at.x + i, rb = at.y + i;
+    if constexpr (W::kBytes == 1) {
+      if (ra < p.n) a *= p.weight_scales[ra];
+      if (rb < p.n) b *= p.weight_scales[rb];
+    }
     if (EPI == BATON_SKINNY_SILU) {
       if (valid && ra < p.n / 2)
         ((bf16*)p.out)[m * p.out_stride + ra] = __float2bfloat16(a / (1.f + __expf(-a)) * b);
@@ -141,39 +165,43 @@ __device__ __forceinline__ void finish_tile(const baton_skinny_gemm_args& p, int
   __syncthreads();
 }
 
-template <int NT, int MT, int EPI, bool DEEP>
+template <class W, int NT, int MT, int EPI, bool DEEP>
 __global__ void __launch_bounds__(kWarps * 32, DEEP ? 1 : 2)
     skinny_gemm_kernel(const __grid_constant__ baton_skinny_gemm_args p, int tiles) {
-  using S = Shape<NT, MT, DEEP>;
+  using S = Shape<W, NT, MT, DEEP>;
   constexpr int R = NT * 8;
-  constexpr int kParts = kSlice / 32;
+  constexpr int kStage = kStageBytes<W>;
+  constexpr int kParts = kSlice / 32;       // 16-byte pieces of x per lane and slice
+  constexpr int kEach = 16 / W::kBytes;     // weights of a 16-byte piece
+  constexpr int kPieces = kSlice / kEach;   // pieces of a weight row and slice
+  constexpr int kRowsAtOnce = 32 / kPieces; // weight rows that a warp loads with one instruction
   extern __shared__ __align__(128) char smem[];
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
   const int g = lane >> 2, c = lane & 3;
-  char* mine = smem + warp * (S::kStages * kStageBytes);
-  float* sums = reinterpret_cast<float*>(smem + kWarps * S::kStages * kStageBytes);
+  char* mine = smem + warp * (S::kStages * kStage);
+  float* sums = reinterpret_cast<float*>(smem + kWarps * S::kStages * kStage);
   float* scales = sums + kWarps * MT * 8 * S::kSumPitch;
   const int slices = (p.depth + kSlice - 1) / kSlice;
 
   uint64_t policy;
   asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
-  const bf16* weight = (const bf16*)p.weight;
-  const int r_half = lane >> 4, ch = lane & 15;
-  const uint32_t dst0 = smem_addr(mine) + r_half * 256 + ((ch ^ (r_half << 2)) << 4);
+  const char* weight = (const char*)p.weight;
+  const int r_at = lane / kPieces, ch = lane % kPieces;
+  const uint32_t dst0 = smem_addr(mine) + r_at * (kPieces * 16) + ((ch ^ ((r_at & 1) << 2)) << 4);
   int a_tile = warp < slices ? blockIdx.x : tiles, a_slice = warp, a_t = 0;
   int2 a_at = tile_rows<R, EPI>(p, a_tile);
   auto load = [&](int stage) {
     if (a_tile < tiles) {
-      const int k = a_slice * kSlice + ch * 8;
+      const int k = a_slice * kSlice + ch * kEach;
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        int r = a_t * 8 + 2 * i + r_half;
+      for (int i = 0; i < 8 / kRowsAtOnce; ++i) {
+        int r = a_t * 8 + kRowsAtOnce * i + r_at;
         int row = r < R / 2 ? a_at.x + r : a_at.y + r - R / 2;
         bool ok = row < p.n && k < p.depth;
-        const bf16* src = ok ? weight + (int64_t)row * p.depth + k : weight;
+        const char* src = ok ? weight + ((int64_t)row * p.depth + k) * W::kBytes : weight;
         int n = ok ? 16 : 0;
         asm volatile("cp.async.cg.shared.global.L2::cache_hint.L2::128B [%0], [%1], 16, %2, %3;" ::"r"(
-                         dst0 + stage * kStageBytes + i * 512),
+                         dst0 + stage * kStage + i * 512),
                      "l"(src), "r"(n), "l"(policy)
                      : "memory");
       }
@@ -204,7 +232,9 @@ __global__ void __launch_bounds__(kWarps * 32, DEEP ? 1 : 2)
     if (lane == 0) scales[m] = p.squares ? rsqrtf(sum / (float)p.depth + p.eps) : 1.f;
   }
 
-  const bf16* x0 = (const bf16*)p.x + g * p.x_stride + c * 8;
+  // A lane's pieces of x belong to its pieces of the weight: with FP8, two pieces of x to one of the weight.
+  constexpr int kXPieces = 2 / W::kBytes;
+  const bf16* x0 = (const bf16*)p.x + g * p.x_stride + c * kEach;
   const bf16* x1 = x0 + 8 * p.x_stride;
   const bool has0 = g < p.rows, has1 = MT == 2 && g + 8 < p.rows;
   constexpr bool kAhead = DEEP || NT <= 4;
@@ -212,8 +242,8 @@ __global__ void __launch_bounds__(kWarps * 32, DEEP ? 1 : 2)
   auto fetch_x = [&](int s) {
 #pragma unroll
     for (int i = 0; i < kParts; ++i) {
-      int k = s * kSlice + i * 32;
-      bool in = k + c * 8 < p.depth;
+      int k = s * kSlice + i / kXPieces * (4 * kEach) + i % kXPieces * 8;
+      bool in = k + c * kEach < p.depth;
       xn[i][0] = in && has0 ? *reinterpret_cast<const uint4*>(x0 + k) : make_uint4(0, 0, 0, 0);
       if (MT == 2) xn[i][MT - 1] = in && has1 ? *reinterpret_cast<const uint4*>(x1 + k) : make_uint4(0, 0, 0, 0);
     }
@@ -230,55 +260,85 @@ __global__ void __launch_bounds__(kWarps * 32, DEEP ? 1 : 2)
 #pragma unroll
         for (int m = 0; m < MT; ++m) x[i][m] = xn[i][m];
       if (kAhead) fetch_x(s + kWarps < slices ? s + kWarps : warp);
+      if constexpr (W::kBytes == 1) {
+        // The order in which widen_fp8 yields four weights: 0 and 2, 1 and 3.
+        auto reorder = [](uint32_t& a, uint32_t& b) {
+          const uint32_t even = __byte_perm(a, b, 0x5410);
+          b = __byte_perm(a, b, 0x7632);
+          a = even;
+        };
+#pragma unroll
+        for (int i = 0; i < kParts; ++i)
+#pragma unroll
+          for (int m = 0; m < MT; ++m) {
+            reorder(x[i][m].x, x[i][m].y);
+            reorder(x[i][m].z, x[i][m].w);
+          }
+      }
 #pragma unroll
       for (int t = 0; t < NT; ++t) {
         asm volatile("cp.async.wait_group %0;" ::"n"(S::kStages - 1) : "memory");
         __syncwarp();
-        const char* base = mine + stage * kStageBytes + g * 256;
-        uint4 w[kParts];
+        const char* base = mine + stage * kStage + g * (kPieces * 16);
+        uint4 w[kParts / kXPieces];
 #pragma unroll
-        for (int i = 0; i < kParts; ++i)
+        for (int i = 0; i < kParts / kXPieces; ++i)
           w[i] = *reinterpret_cast<const uint4*>(base + (((i * 4 + c) ^ ((g & 1) << 2)) << 4));
 #pragma unroll
         for (int i = 0; i < kParts; ++i) {
           uint4 u = MT == 2 ? x[i][MT - 1] : make_uint4(0, 0, 0, 0);
-          mma(acc[t], x[i][0].x, u.x, x[i][0].y, u.y, w[i].x, w[i].y);
-          mma(acc[t], x[i][0].z, u.z, x[i][0].w, u.w, w[i].z, w[i].w);
+          uint4 v;
+          if constexpr (W::kBytes == 1) {
+            const uint4 piece = w[i / 2];
+            const uint32_t first = i % 2 ? piece.z : piece.x, second = i % 2 ? piece.w : piece.y;
+            v = make_uint4(widen_fp8(first << 8), widen_fp8(first), widen_fp8(second << 8), widen_fp8(second));
+          } else {
+            v = w[i];
+          }
+          mma(acc[t], x[i][0].x, u.x, x[i][0].y, u.y, v.x, v.y);
+          mma(acc[t], x[i][0].z, u.z, x[i][0].w, u.w, v.z, v.w);
         }
         __syncwarp();
         load(stage);
         stage = stage + 1 == S::kStages ? 0 : stage + 1;
       }
     }
-    finish_tile<NT, MT, EPI>(p, tile, tiles, acc, sums, scales);
+    finish_tile<W, NT, MT, EPI>(p, tile, tiles, acc, sums, scales);
   }
 }
 
 // Calls body(kernel, shared bytes) for a tile of NT * 8 weight rows. DEEP, for dependent launch, doubles the rings.
-template <int NT, int MT, bool DEEP, class Body>
+template <class W, int NT, int MT, bool DEEP, class Body>
 int32_t with_epilogue(int epilogue, Body&& body) {
-  constexpr int bytes = Shape<NT, MT, DEEP>::kSmem;
+  constexpr int bytes = Shape<W, NT, MT, DEEP>::kSmem;
   switch (epilogue) {
-    case BATON_SKINNY_PLAIN: return body(skinny_gemm_kernel<NT, MT, BATON_SKINNY_PLAIN, DEEP>, bytes);
-    case BATON_SKINNY_RESIDUAL: return body(skinny_gemm_kernel<NT, MT, BATON_SKINNY_RESIDUAL, DEEP>, bytes);
-    case BATON_SKINNY_SILU: return body(skinny_gemm_kernel<NT, MT, BATON_SKINNY_SILU, DEEP>, bytes);
-    case BATON_SKINNY_F32: return body(skinny_gemm_kernel<NT, MT, BATON_SKINNY_F32, DEEP>, bytes);
-    case BATON_SKINNY_QKV: return body(skinny_gemm_kernel<NT, MT, BATON_SKINNY_QKV, DEEP>, bytes);
+    case BATON_SKINNY_PLAIN: return body(skinny_gemm_kernel<W, NT, MT, BATON_SKINNY_PLAIN, DEEP>, bytes);
+    case BATON_SKINNY_RESIDUAL: return body(skinny_gemm_kernel<W, NT, MT, BATON_SKINNY_RESIDUAL, DEEP>, bytes);
+    case BATON_SKINNY_SILU: return body(skinny_gemm_kernel<W, NT, MT, BATON_SKINNY_SILU, DEEP>, bytes);
+    case BATON_SKINNY_F32: return body(skinny_gemm_kernel<W, NT, MT, BATON_SKINNY_F32, DEEP>, bytes);
+    case BATON_SKINNY_QKV: return body(skinny_gemm_kernel<W, NT, MT, BATON_SKINNY_QKV, DEEP>, bytes);
     default: return fail(BATON_INVALID, "epilogue is %d; expected 0 to 4", epilogue);
   }
 }
-template <int NT, class Body>
+template <class W, int NT, class Body>
 int32_t with_kernel(int epilogue, int rows, bool deep, Body&& body) {
-  if (rows <= 8) return deep ? with_epilogue<NT, 1, true>(epilogue, body) : with_epilogue<NT, 1, false>(epilogue, body);
-  return deep ? with_epilogue<NT, 2, true>(epilogue, body) : with_epilogue<NT, 2, false>(epilogue, body);
+  if (rows <= 8) {
+    return deep ? with_epilogue<W, NT, 1, true>(epilogue, body) : with_epilogue<W, NT, 1, false>(epilogue, body);
+  }
+  return deep ? with_epilogue<W, NT, 2, true>(epilogue, body) : with_epilogue<W, NT, 2, false>(epilogue, body);
 }
-template <class Body>
+template <class W, class Body>
 int32_t with_kernel(int tile, int epilogue, int rows, bool deep, Body&& body) {
   switch (tile) {
-    case 16: return with_kernel<2>(epilogue, rows, deep, body);
-    case 32: return with_kernel<4>(epilogue, rows, deep, body);
-    default: return with_kernel<8>(epilogue, rows, deep, body);
+    case 16: return with_kernel<W, 2>(epilogue, rows, deep, body);
+    case 32: return with_kernel<W, 4>(epilogue, rows, deep, body);
+    default: return with_kernel<W, 8>(epilogue, rows, deep, body);
   }
+}
+template <class Body>
+int32_t with_kernel(bool is_fp8, int tile, int epilogue, int rows, bool deep, Body&& body) {
+  return is_fp8 ? with_kernel<Fp8Weight>(tile, epilogue, rows, deep, body)
+                : with_kernel<Bf16Weight>(tile, epilogue, rows, deep, body);
 }
 constexpr int kTiles[] = {64, 32, 16};
 
@@ -287,6 +347,7 @@ constexpr int kTiles[] = {64, 32, 16};
 // wide_gemm.cu is faster for these GEMMs (README.md).
 bool is_wide(const baton_skinny_gemm_args& p, const Device& device) {
   if (p.rows > kRowsMax) return true;
+  if (p.weight_scales) return false;
   const bool is_inner = p.epilogue != BATON_SKINNY_PLAIN && p.epilogue != BATON_SKINNY_F32;
   if (p.rows <= 8 || !is_inner || p.depth < 4096 || p.n < 4096) return false;
   return wide_gemm_tile(p, device) != 0;
@@ -316,7 +377,12 @@ int32_t check_shape(const baton_skinny_gemm_args& p) {
   BATON_REQUIRE(p.rows >= 0, "rows is %d; expected 0 to %d", p.rows, WIDE_ROWS_MAX);
   if (p.rows > WIDE_ROWS_MAX) return fail(BATON_UNSUPPORTED, "rows is %d; expected 0 to %d", p.rows, WIDE_ROWS_MAX);
   BATON_REQUIRE(p.n > 0, "n is %d; expected 1 or more", p.n);
-  BATON_REQUIRE(p.depth > 0 && p.depth % 8 == 0, "depth is %d; expected multiples of 8", p.depth);
+  const int depth_multiple = p.weight_scales ? 16 : 8;
+  BATON_REQUIRE(p.depth > 0 && p.depth % depth_multiple == 0, "depth is %d; expected multiples of %d", p.depth,
+                depth_multiple);
+  if (p.weight_scales && p.rows > kRowsMax) {
+    return fail(BATON_UNSUPPORTED, "rows is %d; expected 0 to %d with an FP8 weight", p.rows, kRowsMax);
+  }
   BATON_REQUIRE(p.epilogue != BATON_SKINNY_SILU || p.n % 2 == 0, "n is %d; of gate and up it is even", p.n);
   BATON_REQUIRE(p.grid >= 0, "grid is %d; expected 0 or more", p.grid);
   BATON_REQUIRE(p.tile == 0 || p.tile == 16 || p.tile == 32 || p.tile == 64 || p.tile == 112 || p.tile == 128 || p.tile == 224,
@@ -365,7 +431,10 @@ int32_t load_skinny_gemm() {
     for (int epilogue = BATON_SKINNY_PLAIN; epilogue <= BATON_SKINNY_QKV; ++epilogue) {
       for (int rows : {8, 16}) {
         for (bool deep : {false, true}) {
-          BATON_TRY(with_kernel(tile, epilogue, rows, deep, [](auto* kernel, int bytes) { return load(kernel, bytes); }));
+          for (bool is_fp8 : {false, true}) {
+            BATON_TRY(with_kernel(is_fp8, tile, epilogue, rows, deep,
+                                  [](auto* kernel, int bytes) { return load(kernel, bytes); }));
+          }
         }
       }
     }
@@ -424,7 +493,7 @@ BATON_API int32_t baton_skinny_gemm(const baton_skinny_gemm_args* args, void* st
     const int tile = choose_tile(p, grid);
     const int tiles = divide_up(p.n, tile);
     grid = tiles < grid ? tiles : grid;
-    return with_kernel(tile, p.epilogue, p.rows, deep, [&](auto* kernel, int bytes) {
+    return with_kernel(p.weight_scales != nullptr, tile, p.epilogue, p.rows, deep, [&](auto* kernel, int bytes) {
       if (bytes > device->shared_bytes) {
         return fail(BATON_UNSUPPORTED, "a skinny GEMM needs %d bytes of shared memory; a CTA has at most %d", bytes,
                     device->shared_bytes);

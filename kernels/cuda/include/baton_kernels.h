@@ -30,7 +30,7 @@
 #endif
 
 /* Increases with every incompatible change of this file. */
-#define BATON_ABI_VERSION 7
+#define BATON_ABI_VERSION 8
 
 /* Tokens per KV block. */
 #define BATON_BLOCK_TOKENS 16
@@ -95,6 +95,11 @@ BATON_API int32_t baton_add_rms_norm(int32_t dtype, float *residual, const void 
 BATON_API int32_t baton_silu_mul(int32_t dtype, const void *gate_up, void *out, int32_t rows,
                                  int32_t width, void *stream);
 
+/* Quantizes rows of bf16 [rows][x_stride] to FP8 (e4m3) [rows][width], contiguous: out = x / scales[row], where a row's
+ * scale maps its largest magnitude to 448. A row of zeros has the scale 1. */
+BATON_API int32_t baton_quantize_rows(const void *x, int64_t x_stride, void *out, float *scales, int32_t rows,
+                                      int32_t width, void *stream);
+
 /* out[i] = x[indices[i]], rows of `width` elements. */
 BATON_API int32_t baton_gather_rows(int32_t dtype, const void *x, const int32_t *indices, void *out,
                                     int32_t rows, int32_t width, void *stream);
@@ -151,9 +156,12 @@ typedef enum {
   BATON_SKINNY_QKV = 4       /* + bias, RoPE of queries and keys, store of keys and values into the arena */
 } baton_skinny_epilogue;
 
-/* 200 bytes. */
+/* 208 bytes. */
 typedef struct {
-  const void *weight; /* bf16 [n][depth], contiguous */
+  const void *weight; /* bf16 or FP8 (e4m3) [n][depth], contiguous */
+  /* Null: the weight is bf16. Else it is FP8, row i is multiplied by weight_scales[i], depth is a multiple of 16, and
+   * there are at most 16 rows of x. */
+  const float *weight_scales;
   const void *x;      /* bf16 [rows][x_stride] */
   int64_t x_stride;   /* at least depth, a multiple of 8 */
   /* Null, or the sums of squares of every row before its norm, [rows][squares_count]: the results of row r are

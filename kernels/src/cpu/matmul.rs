@@ -203,7 +203,7 @@ impl Kernel {
         let _ = level;
         let (rows, tile): (_, unsafe fn(&MatmulTile<'_>, &TileOutput, usize)) = match format {
             WeightFormat::F32 => (RowFormat::F32, portable::tile),
-            WeightFormat::Bf16 => (RowFormat::Rounded, portable::tile),
+            WeightFormat::Bf16 | WeightFormat::Fp8 => (RowFormat::Rounded, portable::tile),
             WeightFormat::Q8 => (RowFormat::Q8, q8::portable::tile),
         };
         Self { rows, block_rows_max: portable::BLOCK_ROWS_MAX, panels_for: |_, _| 1, tile }
@@ -222,12 +222,12 @@ impl Kernel {
         Some(match (level, format) {
             (Level::Reference | Level::Baseline, _) => return None,
             (Level::Avx2, WeightFormat::F32) => avx2(RowFormat::F32),
-            (Level::Avx2, WeightFormat::Bf16) => avx2(RowFormat::Rounded),
+            (Level::Avx2, WeightFormat::Bf16 | WeightFormat::Fp8) => avx2(RowFormat::Rounded),
             (_, WeightFormat::F32) => avx512(RowFormat::F32),
-            (Level::Avx512, WeightFormat::Bf16) => avx512(RowFormat::Rounded),
+            (Level::Avx512, WeightFormat::Bf16 | WeightFormat::Fp8) => avx512(RowFormat::Rounded),
             // A single row is faster without AMX tiles, but adds in the order of the tiles.
-            (Level::Amx, WeightFormat::Bf16) => avx512(RowFormat::Stepped),
-            (Level::Avx512Bf16, WeightFormat::Bf16) => avx512(RowFormat::Pairs),
+            (Level::Amx, WeightFormat::Bf16 | WeightFormat::Fp8) => avx512(RowFormat::Stepped),
+            (Level::Avx512Bf16, WeightFormat::Bf16 | WeightFormat::Fp8) => avx512(RowFormat::Pairs),
             // VNNI is not a level of its own, because this kernel gives the same bits as the other q8
             // kernels.
             (Level::Avx512 | Level::Avx512Bf16 | Level::Amx, WeightFormat::Q8)

@@ -21,7 +21,7 @@ use super::{
     gemm::{Gemm, GemmShape, WORKSPACE_BYTES},
     graph::Graph,
     library::KernelLibrary,
-    memory::{DeviceMemory, Range},
+    memory::{ALIGNMENT, DeviceMemory, Range},
     skinny::Skinny,
     step::CudaStep,
     tune::{TuningResult, TuningSettings},
@@ -86,6 +86,18 @@ pub struct CudaBackend {
     uploads: Mutex<Option<Uploads>>,
     fault: Mutex<Option<CudaError>>,
     group: Option<CudaGroup>,
+    /// Sizes of [`Self::quantized`]: the most elements of a buffer, and the most rows.
+    quantized_sizes: Cell<(usize, usize)>,
+    /// `Some` once placed, with weights in FP8.
+    quantized: Option<QuantizedRows>,
+}
+
+/// The quantized input of a GEMM in FP8.
+struct QuantizedRows {
+    /// FP8 `[rows][width]`.
+    data: Range,
+    /// f32 `[rows]`.
+    scales: Range,
 }
 
 impl CudaBackend {
@@ -113,11 +125,12 @@ impl CudaBackend {
         let dtype = match options.weights {
             WeightFormat::F32 => Dtype::F32,
             WeightFormat::Bf16 => Dtype::Bf16,
-            WeightFormat::Q8 => {
+            WeightFormat::Fp8 if context.device().compute >= 90 => Dtype::Bf16,
+            WeightFormat::Fp8 | WeightFormat::Q8 => {
                 return Err(CudaError::Unsupported {
                     what: "the weight format",
                     value: options.weights.to_string(),
-                    allowed: "f32 or bf16",
+                    allowed: "f32 or bf16, on Hopper also fp8",
                 });
             }
         };
@@ -151,6 +164,8 @@ impl CudaBackend {
             uploads: Mutex::new(None),
             fault: Mutex::new(None),
             group: None,
+            quantized_sizes: Cell::default(),
+            quantized: None,
         })
     }
 
@@ -170,6 +185,14 @@ impl CudaBackend {
         let (weights, activations) = (self.weights.used_bytes(), self.activations.used_bytes());
         self.weights = DeviceMemory::new(&self.context, "the weights", weights)?;
         self.activations = DeviceMemory::new(&self.context, "the activations", activations)?;
+        if self.options.weights == WeightFormat::Fp8 {
+            let (elements, rows) = self.quantized_sizes.get();
+            let scales_bytes = rows * size_of::<f32>();
+            let bytes = elements.next_multiple_of(ALIGNMENT) + scales_bytes;
+            let memory = DeviceMemory::new(&self.context, "the quantized activations", bytes)?;
+            let data = memory.cut(elements)?;
+            self.quantized = Some(QuantizedRows { data, scales: memory.cut(scales_bytes)? });
+        }
         self.is_placed = true;
         *self.uploads() = Some(Uploads::new(&self.context, ReaderShare::All)?);
         Ok(())
@@ -316,6 +339,8 @@ impl CudaBackend {
         let bytes = rows_max.checked_mul(stride).and_then(|count| count.checked_mul(dtype.bytes()));
         let bytes = bytes.expect("a buffer fits the address space");
         let data = self.cut(&self.activations, bytes);
+        let (elements, rows) = self.quantized_sizes.get();
+        self.quantized_sizes.set((elements.max(rows_max * width), rows.max(rows_max)));
         CudaBuffer { data, rows_max, width, stride, dtype, pending: Cell::new(None) }
     }
 }
@@ -327,17 +352,15 @@ impl Backend for CudaBackend {
     type Step = CudaStep;
 
     fn matrix(&self, source: &dyn RowSource) -> CudaMatrix {
-        let (rows, cols, dtype) = (source.rows(), source.cols(), self.dtype);
-        let bytes = rows.checked_mul(cols).and_then(|count| count.checked_mul(dtype.bytes()));
-        let bytes = bytes.expect("a matrix fits the address space");
-        let data = self.cut(&self.weights, bytes);
+        let formats = (self.options.weights, self.dtype);
+        let matrix = CudaMatrix::place(source, formats, |bytes| self.cut(&self.weights, bytes));
         if self.is_placed && !self.is_faulty() {
             let mut uploads = self.uploads();
             let uploads =
                 uploads.as_mut().expect("weights are loaded between place and finish_loading");
-            self.note(uploads.rows(source, dtype, &data));
+            self.note(uploads.matrix(source, &matrix));
         }
-        CudaMatrix { data, rows, cols, dtype }
+        matrix
     }
 
     fn vector(&self, values: &[f32]) -> CudaVector {
@@ -464,8 +487,9 @@ impl Backend for CudaBackend {
         if self.is_faulty() {
             return;
         }
-        // The skinny kernel applies a deferred norm. A rank has no deferred norms, but uses the same kernel.
-        if x.pending.get().is_some() || self.group.is_some() {
+        // The skinny kernel applies a deferred norm, and takes weights in FP8. A rank has no deferred norms, but uses the
+        // same kernel.
+        if x.pending.get().is_some() || self.group.is_some() || w.scales.is_some() {
             if self.skinny_matmul(rows, (x, w), out) {
                 return;
             }
@@ -476,11 +500,20 @@ impl Backend for CudaBackend {
             inputs: w.cols,
             outputs: w.rows,
             from: w.dtype,
+            is_fp8: false,
             to: out.dtype,
             x_stride: x.stride,
             out_stride: out.stride,
         };
-        let outcome = self.gemm.run(shape, &x.data, &w.data, &out.data, &self.compute);
+        let outcome = match &w.scales {
+            None => self.gemm.run(shape, &x.data, &w.data, &out.data, &self.compute),
+            Some(scales) => {
+                let quantized = self.quantized.as_ref().expect("placed with the weights");
+                self.quantize_rows(rows, x, quantized);
+                let x = (&quantized.data, &quantized.scales);
+                self.gemm.run_fp8(shape.with_fp8(), x, (&w.data, scales), &out.data, &self.compute)
+            }
+        };
         self.note(outcome);
     }
 
@@ -640,6 +673,24 @@ impl Backend for CudaBackend {
 }
 
 impl CudaBackend {
+    /// Quantizes rows of `x` to FP8.
+    fn quantize_rows(&self, rows: usize, x: &CudaBuffer, to: &QuantizedRows) {
+        let from = x.data.part(0, x.bytes(rows));
+        let data = to.data.part(0, rows * x.width);
+        let scales = to.scales.part(0, rows * size_of::<f32>());
+        let (stride, rows, width) = (x.stride as i64, rows as i32, x.width as i32);
+        self.run(|library, stream| {
+            // SAFETY: the three ranges have the sizes checked above.
+            unsafe {
+                launch!(
+                    library,
+                    stream,
+                    baton_quantize_rows(from, stride, data, scales, rows, width)
+                )
+            }
+        });
+    }
+
     /// Sets the library's switch for programmatic dependent launch, which all backends share.
     pub(super) fn use_dependent_launch(&self) {
         // SAFETY: the function sets a number.

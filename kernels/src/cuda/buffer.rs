@@ -3,7 +3,10 @@
 use std::cell::Cell;
 
 use super::{ffi::Address, memory::Range};
-use crate::layout::Dtype;
+use crate::{
+    backend::RowSource,
+    layout::{Dtype, WeightFormat},
+};
 
 /// A weight matrix `[rows][cols]`, row-major and contiguous.
 #[derive(Debug)]
@@ -11,7 +14,32 @@ pub struct CudaMatrix {
     pub(super) data: Range,
     pub(super) rows: usize,
     pub(super) cols: usize,
+    /// Type of the GEMMs' inputs, and of the elements unless there are `scales`.
     pub(super) dtype: Dtype,
+    /// The f32 scale of each row, for elements in FP8.
+    pub(super) scales: Option<Range>,
+}
+
+impl CudaMatrix {
+    /// Allocates a matrix for `source` by `cut`, which returns a range of so many bytes. `format` is that of the model's
+    /// weights.
+    pub(super) fn place(
+        source: &dyn RowSource,
+        (format, dtype): (WeightFormat, Dtype),
+        cut: impl Fn(usize) -> Range,
+    ) -> Self {
+        let (rows, cols) = (source.rows(), source.cols());
+        // cuBLASLt has FP8 GEMMs for multiples of 16 only.
+        let is_fp8 = format == WeightFormat::Fp8
+            && source.may_be_quantized()
+            && rows.is_multiple_of(16)
+            && cols.is_multiple_of(16);
+        let element_bytes = if is_fp8 { 1 } else { dtype.bytes() };
+        let bytes = rows.checked_mul(cols).and_then(|count| count.checked_mul(element_bytes));
+        let data = cut(bytes.expect("a matrix fits the address space"));
+        let scales = is_fp8.then(|| cut(rows * size_of::<f32>()));
+        Self { data, rows, cols, dtype, scales }
+    }
 }
 
 /// A small f32 vector.

@@ -9,7 +9,7 @@ use cudarc::driver::sys::CUdeviceptr;
 use crate::layout::Dtype;
 
 /// `BATON_ABI_VERSION`.
-pub const ABI_VERSION: i32 = 7;
+pub const ABI_VERSION: i32 = 8;
 /// `BATON_INVALID`.
 pub const INVALID: i32 = 1;
 /// `BATON_UNSUPPORTED`.
@@ -278,6 +278,7 @@ structs! {
     #[derive(Default)]
     pub struct SkinnyGemmArgs {
         pub weight: Address,
+        pub weight_scales: Address,
         pub x: Address,
         pub x_stride: i64,
         pub squares: Address,
@@ -409,6 +410,7 @@ functions! {
     baton_rms_norm: fn(i32, Address, Address, f32, Address, i32, i32, RawStream) -> i32;
     baton_add_rms_norm:
         fn(i32, Address, Address, Address, f32, Address, i32, i32, RawStream) -> i32;
+    baton_quantize_rows: fn(Address, i64, Address, Address, i32, i32, RawStream) -> i32;
     baton_silu_mul: fn(i32, Address, Address, i32, i32, RawStream) -> i32;
     baton_gather_rows: fn(i32, Address, Address, Address, i32, i32, RawStream) -> i32;
     baton_rope_store_kv: fn(*const Kv, *const RopeArgs, RawStream) -> i32;

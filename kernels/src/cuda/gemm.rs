@@ -37,6 +37,8 @@ pub struct GemmShape {
     pub outputs: usize,
     /// Type of `x` and `w`. Accumulation is f32.
     pub from: Dtype,
+    /// Whether `x` and `w` are in FP8 (e4m3) instead, and each of their rows has a scale.
+    pub is_fp8: bool,
     /// Type of `out`.
     pub to: Dtype,
     /// Elements from one row of `x` to the next.
@@ -48,15 +50,24 @@ impl GemmShape {
     /// Returns a shape whose row strides are those of [`CudaBuffer`](super::CudaBuffer).
     pub fn packed(rows: usize, inputs: usize, outputs: usize, from: Dtype, to: Dtype) -> Self {
         let (x_stride, out_stride) = (row_stride(inputs, from), row_stride(outputs, to));
-        Self { rows, inputs, outputs, from, to, x_stride, out_stride }
+        Self { rows, inputs, outputs, from, is_fp8: false, to, x_stride, out_stride }
+    }
+
+    /// Returns the shape with `x` and `w` in FP8, and contiguous rows of `x`.
+    pub fn with_fp8(self) -> Self {
+        Self { is_fp8: true, x_stride: self.inputs, ..self }
+    }
+
+    fn element_bytes(&self) -> usize {
+        if self.is_fp8 { 1 } else { self.from.bytes() }
     }
 
     fn x_bytes(&self) -> usize {
-        self.rows * self.x_stride * self.from.bytes()
+        self.rows * self.x_stride * self.element_bytes()
     }
 
     fn w_bytes(&self) -> usize {
-        self.outputs * self.inputs * self.from.bytes()
+        self.outputs * self.inputs * self.element_bytes()
     }
 
     fn out_bytes(&self) -> usize {
@@ -109,7 +120,35 @@ impl Gemm {
         out: &Range,
         stream: &Stream<Compute>,
     ) -> Result<(), CudaError> {
+        self.run_scaled(shape, (x, None), (w, None), out, stream)
+    }
+
+    /// Launches one GEMM in FP8. `x` and `w` have an f32 scale for each row.
+    ///
+    /// # Panics
+    /// As [`Gemm::run`].
+    pub fn run_fp8(
+        &mut self,
+        shape: GemmShape,
+        (x, x_scales): (&Range, &Range),
+        (w, w_scales): (&Range, &Range),
+        out: &Range,
+        stream: &Stream<Compute>,
+    ) -> Result<(), CudaError> {
+        assert!(shape.is_fp8, "the shape is one of FP8");
+        self.run_scaled(shape, (x, Some(x_scales)), (w, Some(w_scales)), out, stream)
+    }
+
+    fn run_scaled(
+        &mut self,
+        shape: GemmShape,
+        (x, x_scales): (&Range, Option<&Range>),
+        (w, w_scales): (&Range, Option<&Range>),
+        out: &Range,
+        stream: &Stream<Compute>,
+    ) -> Result<(), CudaError> {
         let GemmShape { rows, inputs, outputs, x_stride, out_stride, .. } = shape;
+        assert_eq!(shape.is_fp8, x_scales.is_some(), "only FP8 has scales");
         assert!(x_stride >= inputs && out_stride >= outputs, "rows do not overlap");
         if rows == 0 {
             return Ok(());
@@ -117,6 +156,10 @@ impl Gemm {
         let x = x.part(0, shape.x_bytes());
         let w = w.part(0, shape.w_bytes());
         let out = out.part(0, shape.out_bytes());
+        let scales = |range: Option<&Range>, rows: usize| {
+            range.map(|range| range.part(0, rows * size_of::<f32>()))
+        };
+        let scales = scales(x_scales, rows).zip(scales(w_scales, outputs));
         if !self.plans.contains_key(&shape) {
             if self.plans.len() == PLANS_MAX {
                 self.plans.clear();
@@ -125,8 +168,9 @@ impl Gemm {
             self.plans.insert(shape, plan);
         }
         let GemmPlan { descriptors, algorithm } = &self.plans[&shape];
-        // SAFETY: the three ranges hold the shape's matrices, as `part` has checked.
-        unsafe { self.launch(descriptors, algorithm, x, w, out, stream) }
+        descriptors.set_scales(scales)?;
+        // SAFETY: the ranges hold the shape's matrices and scales, as `part` has checked.
+        unsafe { self.launch(descriptors, algorithm, (x, w, out), stream) }
     }
 
     /// Times cuBLASLt's candidate algorithms for each shape that has no tuned algorithm yet; `run` uses
@@ -169,7 +213,9 @@ impl Gemm {
         {
             return Ok(None);
         }
-        let descriptors = Descriptors::new(shape)?;
+        let descriptors = Descriptors::new(shape, self.workspace.address())?;
+        // Any numbers serve as scales.
+        descriptors.set_scales(shape.is_fp8.then(|| (weights.address(), weights.address())))?;
         let algorithms =
             descriptors.algorithms::<CANDIDATES>(self.handle.raw, self.workspace.bytes())?;
         let mut timed = TimedGemm {
@@ -189,7 +235,7 @@ impl Gemm {
     }
 
     fn plan(&self, shape: GemmShape) -> Result<GemmPlan, CudaError> {
-        let descriptors = Descriptors::new(shape)?;
+        let descriptors = Descriptors::new(shape, self.workspace.address())?;
         let (handle, workspace) = (self.handle.raw, self.workspace.bytes());
         // A tuned algorithm may come from a file or from another row count, so cuBLASLt checks it first.
         let tuned = self.tuned.get(&shape).map(|data| sys::cublasLtMatmulAlgo_t { data });
@@ -209,15 +255,13 @@ impl Gemm {
     }
 
     /// # Safety
-    /// The addresses point to memory that holds the shape's matrices, and no other work accesses `out`
-    /// meanwhile.
+    /// The addresses point to memory that holds the shape's matrices, so do those of the scales in the descriptors, and no
+    /// other work accesses `out` meanwhile.
     unsafe fn launch(
         &self,
         descriptors: &Descriptors,
         algorithm: &sys::cublasLtMatmulAlgo_t,
-        x: Address,
-        w: Address,
-        out: Address,
+        (x, w, out): (Address, Address, Address),
         stream: &Stream<Compute>,
     ) -> Result<(), CudaError> {
         let (one, zero) = (1.0f32, 0.0f32);
@@ -287,7 +331,7 @@ impl TimedGemm<'_> {
         let out = self.out.part(0, self.shape.out_bytes());
         let algorithm = &self.algorithms[candidate];
         // SAFETY: the three ranges have the shape's sizes, and nothing else reads `out` during tuning.
-        unsafe { self.gemm.launch(&self.descriptors, algorithm, x, w, out, self.stream) }.is_ok()
+        unsafe { self.gemm.launch(&self.descriptors, algorithm, (x, w, out), self.stream) }.is_ok()
     }
 
     /// Returns the time of one GEMM, or `None` when the algorithm does not support the shape.
@@ -329,15 +373,32 @@ struct Descriptors {
 
 impl Descriptors {
     /// cuBLAS is column-major: `w` is `[inputs]` by `[outputs]` and transposed, `x` is `[inputs]` by
-    /// `[rows]`, and `out` is `[outputs]` by `[rows]`.
-    fn new(shape: GemmShape) -> Result<Self, CudaError> {
-        let GemmShape { rows, inputs, outputs, from, to, x_stride, out_stride } = shape;
-        let (from, to) = (data_type(from), data_type(to));
-        Ok(Self {
-            operation: operation()?,
+    /// `[rows]`, and `out` is `[outputs]` by `[rows]`. `scales` is any address: without one there is no algorithm for FP8.
+    fn new(shape: GemmShape, scales: Address) -> Result<Self, CudaError> {
+        let GemmShape { rows, inputs, outputs, from, is_fp8, to, x_stride, out_stride } = shape;
+        let from = if is_fp8 { sys::cudaDataType::CUDA_R_8F_E4M3 } else { data_type(from) };
+        let to = data_type(to);
+        let descriptors = Self {
+            operation: operation(is_fp8)?,
             w: layout(from, inputs, outputs, inputs)?,
             x: layout(from, inputs, rows, x_stride)?,
             out: layout(to, outputs, rows, out_stride)?,
+        };
+        descriptors.set_scales(is_fp8.then_some((scales, scales)))?;
+        Ok(descriptors)
+    }
+
+    /// Sets the addresses of the scales of `x` and `w`, which the next launch reads.
+    fn set_scales(&self, scales: Option<(Address, Address)>) -> Result<(), CudaError> {
+        use sys::cublasLtMatmulDescAttributes_t as Attribute;
+        let Some((x, w)) = scales else { return Ok(()) };
+        // cuBLAS's first matrix is `w`.
+        let addresses = [
+            (Attribute::CUBLASLT_MATMUL_DESC_A_SCALE_POINTER, w),
+            (Attribute::CUBLASLT_MATMUL_DESC_B_SCALE_POINTER, x),
+        ];
+        addresses.into_iter().try_for_each(|(attribute, address)| {
+            set_attribute(self.operation.raw, attribute, &address)
         })
     }
 
@@ -423,20 +484,33 @@ impl<T: Copy> Drop for OwnedHandle<T> {
     }
 }
 
-/// Creates a descriptor: f32 accumulation, first matrix transposed.
-fn operation() -> Result<OwnedHandle<sys::cublasLtMatmulDesc_t>, CudaError> {
+/// Creates a descriptor: f32 accumulation, first matrix transposed, with `is_fp8` a scale for each row of `x` and `w`.
+fn operation(is_fp8: bool) -> Result<OwnedHandle<sys::cublasLtMatmulDesc_t>, CudaError> {
+    use sys::cublasLtMatmulDescAttributes_t as Attribute;
     let compute = sys::cublasComputeType_t::CUBLAS_COMPUTE_32F;
     let raw = result::create_matmul_desc(compute, sys::cudaDataType::CUDA_R_32F)
         .named("cublasLtMatmulDescCreate")?;
     let operation = OwnedHandle { raw, destroy: result::destroy_matmul_desc };
     // CUBLAS_OP_T.
-    let transposed = 1u32;
-    let attribute = sys::cublasLtMatmulDescAttributes_t::CUBLASLT_MATMUL_DESC_TRANSA;
-    let (value, bytes) = (ptr::from_ref(&transposed).cast(), size_of::<u32>());
-    // SAFETY: the attribute is a 32-bit number that is read before the call returns.
-    unsafe { result::set_matmul_desc_attribute(raw, attribute, value, bytes) }
-        .named("cublasLtMatmulDescSetAttribute")?;
+    set_attribute(raw, Attribute::CUBLASLT_MATMUL_DESC_TRANSA, &1u32)?;
+    if is_fp8 {
+        let rows = sys::cublasLtMatmulMatrixScale_t::CUBLASLT_MATMUL_MATRIX_SCALE_OUTER_VEC_32F;
+        set_attribute(raw, Attribute::CUBLASLT_MATMUL_DESC_A_SCALE_MODE, &(rows as u32))?;
+        set_attribute(raw, Attribute::CUBLASLT_MATMUL_DESC_B_SCALE_MODE, &(rows as u32))?;
+    }
     Ok(operation)
+}
+
+/// Sets an attribute whose type has the size of `value`.
+fn set_attribute<T: Copy>(
+    raw: sys::cublasLtMatmulDesc_t,
+    attribute: sys::cublasLtMatmulDescAttributes_t,
+    value: &T,
+) -> Result<(), CudaError> {
+    let (value, bytes) = (ptr::from_ref(value).cast(), size_of::<T>());
+    // SAFETY: the value has the passed size and is read before the call returns.
+    unsafe { result::set_matmul_desc_attribute(raw, attribute, value, bytes) }
+        .named("cublasLtMatmulDescSetAttribute")
 }
 
 /// Creates a matrix layout; `stride` elements lie between two columns.

@@ -20,7 +20,7 @@ use super::{
 };
 use crate::{
     backend::{Backend, Packer, RowSource},
-    layout::Dtype,
+    layout::{Dtype, WeightFormat},
     shard::Shard,
 };
 
@@ -29,6 +29,7 @@ use crate::{
 /// memories, and one copy replaces all weights.
 pub struct CudaPacker {
     context: Arc<Context>,
+    format: WeightFormat,
     dtype: Dtype,
     shard: Shard,
     memory: DeviceMemory,
@@ -73,6 +74,7 @@ impl CudaPacker {
         };
         let chunk_buffers = (0..chunk_count).map(chunk).collect::<Result<_, CudaError>>()?;
         Ok(Self {
+            format: backend.options().weights,
             dtype: backend.dtype(),
             shard: backend.shard(),
             memory,
@@ -192,14 +194,12 @@ impl Packer for CudaPacker {
     type Vector = CudaVector;
 
     fn pack_matrix(&self, source: &dyn RowSource) -> CudaMatrix {
-        let (rows, cols, dtype) = (source.rows(), source.cols(), self.dtype);
-        let bytes = rows.checked_mul(cols).and_then(|count| count.checked_mul(dtype.bytes()));
-        let data = self.cut(bytes.expect("a matrix fits the address space"));
+        let matrix = CudaMatrix::place(source, (self.format, self.dtype), |bytes| self.cut(bytes));
         if self.fault().is_none() {
-            let uploaded = self.uploads().rows(source, dtype, &data);
+            let uploaded = self.uploads().matrix(source, &matrix);
             self.note(uploaded);
         }
-        CudaMatrix { data, rows, cols, dtype }
+        matrix
     }
 
     fn pack_vector(&self, values: &[f32]) -> CudaVector {

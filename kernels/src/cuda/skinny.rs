@@ -182,11 +182,13 @@ impl CudaBackend {
         if rows == 0 || rows > skinny.rows_max || !is_served {
             return None;
         }
+        let weight_scales = w.scales.as_ref().map_or(0, |scales| scales.address());
         assert!(x.width == w.cols && x.dtype == w.dtype, "the input does not match the matrix");
         let outputs = if matches!(epilogue, Epilogue::Gated) { w.rows / 2 } else { w.rows };
         assert_eq!(out.width, outputs, "the output does not match the matrix");
         let mut args = ffi::SkinnyGemmArgs {
             weight: w.data.address(),
+            weight_scales,
             x: x.data.part(0, x.bytes(rows)),
             x_stride: x.stride as i64,
             out: out.data.part(0, out.bytes(rows)),

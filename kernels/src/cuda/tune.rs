@@ -159,7 +159,8 @@ impl TuningTable {
 }
 
 fn line((shape, algorithm): (&GemmShape, &Algorithm)) -> String {
-    let GemmShape { rows, inputs, outputs, from, to, x_stride, out_stride } = shape;
+    let GemmShape { rows, inputs, outputs, from, is_fp8, to, x_stride, out_stride } = shape;
+    let from = if *is_fp8 { "fp8".to_owned() } else { from.to_string() };
     let mut line = format!("{rows} {inputs} {outputs} {from} {to} {x_stride} {out_stride}");
     for word in algorithm {
         write!(line, " {word:x}").expect("writing to a string cannot fail");
@@ -199,11 +200,14 @@ fn parse_line(line: &str) -> Option<(GemmShape, Algorithm)> {
         "bf16" => Some(Dtype::Bf16),
         _ => None,
     };
+    // The activations of a model in FP8 are bf16.
+    let is_fp8 = fields[3] == "fp8";
     let shape = GemmShape {
         rows: number(0)?,
         inputs: number(1)?,
         outputs: number(2)?,
-        from: dtype(3)?,
+        from: if is_fp8 { Dtype::Bf16 } else { dtype(3)? },
+        is_fp8,
         to: dtype(4)?,
         x_stride: number(5)?,
         out_stride: number(6)?,

@@ -1,14 +1,27 @@
 //! Weight uploads to the GPU: several threads read weights into pinned memory, while earlier weights are
 //! copied.
 
-use std::{collections::VecDeque, sync::Arc, thread};
+use std::{
+    collections::VecDeque,
+    sync::{
+        Arc,
+        atomic::{AtomicU32, Ordering},
+    },
+    thread,
+};
 
 use super::{
+    buffer::CudaMatrix,
     context::{Context, Event, HostToDevice, Stream},
     error::CudaError,
     memory::{CopyInFlight, PinnedMemory, Range},
 };
-use crate::{backend::RowSource, cpu::threads::ThreadPool, layout::Dtype};
+use crate::{
+    backend::RowSource,
+    cpu::threads::ThreadPool,
+    fp8::{self, BlockScales},
+    layout::Dtype,
+};
 
 /// Pinned buffers. One is filled while others are copied; more than two absorb jitter of either side.
 const BUFFERS: usize = 4;
@@ -114,13 +127,59 @@ impl Uploads {
         self.buffers.take(|| new_buffer(&self.context), CopyInFlight::finish)
     }
 
-    /// Reads a matrix and enqueues its copies. The last copies may be in flight on return.
-    pub fn rows(
+    /// Reads a matrix into its place and enqueues the copies. The last copies may be in flight on return.
+    pub fn matrix(&mut self, source: &dyn RowSource, to: &CudaMatrix) -> Result<(), CudaError> {
+        match &to.scales {
+            None => self.rows(source, to.dtype, &to.data),
+            Some(scales) => self.fp8_rows(source, &to.data, scales),
+        }
+    }
+
+    /// Reads a matrix in FP8. Quantizes rows that are not stored in FP8 with a scale for each row.
+    fn fp8_rows(
         &mut self,
         source: &dyn RowSource,
-        dtype: Dtype,
         to: &Range,
+        to_scales: &Range,
     ) -> Result<(), CudaError> {
+        let (rows, cols) = (source.rows(), source.cols());
+        if rows == 0 || cols == 0 {
+            return Ok(());
+        }
+        let is_stored = |parts: &Vec<BlockScales>| parts.iter().all(|part| part.is_per_row(cols));
+        let stored = source.fp8_scales().filter(is_stored);
+        let scales: Vec<AtomicU32> = match &stored {
+            Some(parts) => {
+                let rows =
+                    parts.iter().flat_map(|part| (0..part.rows()).map(|row| part.at(row, 0)));
+                rows.map(|scale| AtomicU32::new(scale.to_bits())).collect()
+            }
+            None => (0..rows).map(|_| AtomicU32::new(0)).collect(),
+        };
+        let (step, piece_rows) = ((BUFFER_BYTES / cols).max(1), (PIECE_BYTES / cols).max(1));
+        for first in (0..rows).step_by(step) {
+            let bytes = step.min(rows - first) * cols;
+            let (mut pinned, done) = self.buffer()?;
+            self.readers.for_each_piece(
+                &mut pinned[..bytes],
+                piece_rows * cols,
+                |_, piece, out| {
+                    let first = first + piece * piece_rows;
+                    match stored {
+                        Some(_) => source.read_fp8(first, out),
+                        None => quantize_rows(source, first, out, &scales[first..]),
+                    }
+                },
+            );
+            let copy = pinned.upload(bytes, to, first * cols, &self.stream, done)?;
+            self.buffers.in_flight.push_back(copy);
+        }
+        let scales: Vec<u32> = scales.into_iter().map(AtomicU32::into_inner).collect();
+        self.bytes(bytemuck::cast_slice(&scales), to_scales)
+    }
+
+    /// Reads a matrix and enqueues its copies. The last copies may be in flight on return.
+    fn rows(&mut self, source: &dyn RowSource, dtype: Dtype, to: &Range) -> Result<(), CudaError> {
         let (rows, row_bytes) = (source.rows(), source.cols() * dtype.bytes());
         if row_bytes == 0 {
             return Ok(());
@@ -141,6 +200,22 @@ impl Uploads {
             self.buffers.in_flight.push_back(copy);
         }
         Ok(())
+    }
+}
+
+/// Fills `out` with rows from `first` on in FP8, and `scales` with the bits of their scales. The largest magnitude of a row
+/// becomes the greatest number.
+fn quantize_rows(source: &dyn RowSource, first: usize, out: &mut [u8], scales: &[AtomicU32]) {
+    let mut values = vec![0.0; source.cols()];
+    for ((row, out), scale_bits) in out.chunks_exact_mut(source.cols()).enumerate().zip(scales) {
+        source.read_values(first + row, &mut values);
+        let most = values.iter().fold(0.0_f32, |most, value| most.max(value.abs()));
+        // A row of tiny values keeps a normal scale, so that its reciprocal is finite.
+        let scale = if most > 0.0 { (most / fp8::E4M3_MAX).max(f32::MIN_POSITIVE) } else { 1.0 };
+        scale_bits.store(scale.to_bits(), Ordering::Relaxed);
+        for (out, value) in out.iter_mut().zip(&values) {
+            *out = fp8::encode(value / scale);
+        }
     }
 }
 
@@ -206,6 +281,21 @@ mod tests {
 
         fn read_row(&self, row: usize, out: &mut [f32]) {
             out.iter_mut().enumerate().for_each(|(col, out)| *out = (row * 3 + col % 7) as f32);
+        }
+    }
+
+    #[test]
+    fn quantized_rows_use_the_whole_range_of_fp8() {
+        let mut out = vec![0; 3 * 1025];
+        let scales: Vec<AtomicU32> = (0..3).map(|_| AtomicU32::new(0)).collect();
+        quantize_rows(&Counted, 1, &mut out, &scales);
+        for (row, numbers) in out.chunks(1025).enumerate() {
+            let scale = f32::from_bits(scales[row].load(Ordering::Relaxed));
+            for (col, &bits) in numbers.iter().enumerate() {
+                let (want, found) = (((1 + row) * 3 + col % 7) as f32, fp8::decode(bits) * scale);
+                assert!((found - want).abs() <= want / 16.0, "{found} {want}");
+            }
+            assert!(numbers.contains(&0x7e), "the largest number is 448");
         }
     }
 

@@ -35,9 +35,10 @@ section! {
         /// Name of the model in client requests.
         name: Option<String> = None,
             "Unset means the name of the file or folder without .gguf, and ORG/NAME for a model of the hub.";
-        /// Number format of weights, activations and KV; with q8 the KV is bf16.
+        /// Number format of weights, activations and KV; with q8 and fp8 the KV is bf16. fp8 keeps the matrices of layers in
+        /// FP8 (e4m3) with a scale for each row, on GPUs from Hopper on; a CPU computes it in bf16.
         dtype: Dtype = Dtype::Bf16,
-            "bf16 needs half the memory and bandwidth of f32; q8 halves the weights again with larger rounding errors; f32 is for exact comparisons.";
+            "bf16 needs half the memory and bandwidth of f32; q8 (CPUs) and fp8 (GPUs) halve the weights again with larger rounding errors; f32 is for exact comparisons.";
         /// Source of the weights: auto loads the files at model.path, dummy generates seeded random weights
         /// from config.json alone.
         load_format: LoadFormat = LoadFormat::Auto,

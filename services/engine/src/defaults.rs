@@ -75,8 +75,16 @@ impl ModelSizes {
             + heads.query_width()
             + 3 * config.ffn_size_of(shard);
         let block_bytes = config.kv_layout_of(dtype, shard).block_bytes();
+        // Embedding and head are not quantized to FP8.
+        let tables = if config.tied_output { 1 } else { 2 };
+        let tables_bytes = match weights {
+            WeightFormat::Fp8 => {
+                (tables * shard.tokens(config.vocab_size).len() * config.hidden_size) as u64
+            }
+            WeightFormat::F32 | WeightFormat::Bf16 | WeightFormat::Q8 => 0,
+        };
         Self {
-            weights: weights.bytes(config.parameter_count_of(shard)),
+            weights: weights.bytes(config.parameter_count_of(shard)) + tables_bytes,
             activations: (width * dtype.bytes() + 4 * config.hidden_size) as u64,
             kv: (block_bytes / BLOCK_TOKENS) as u64,
         }

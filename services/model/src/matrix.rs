@@ -240,6 +240,7 @@ impl RowSource for MatrixSource<'_> {
 /// non-finite element, because a backend that packs the rows cannot return an error.
 pub(crate) struct StackedRows<'a> {
     parts: Vec<MatrixSource<'a>>,
+    may_be_quantized: bool,
     first_bad: AtomicUsize,
 }
 
@@ -260,7 +261,12 @@ impl<'a> StackedRows<'a> {
     /// When there are no parts, or their widths differ; a model's validated shapes exclude both.
     pub fn new(parts: Vec<MatrixSource<'a>>) -> Self {
         assert!(!parts.is_empty() && parts.iter().all(|part| part.cols() == parts[0].cols()));
-        Self { parts, first_bad: AtomicUsize::new(usize::MAX) }
+        Self { parts, may_be_quantized: false, first_bad: AtomicUsize::new(usize::MAX) }
+    }
+
+    /// Sets [`RowSource::may_be_quantized`].
+    pub fn quantizable(self, may_be_quantized: bool) -> Self {
+        Self { may_be_quantized, ..self }
     }
 
     /// Returns the index of the part that has `row`, and the row's index in this part.
@@ -344,6 +350,10 @@ impl RowSource for StackedRows<'_> {
             let rows = out.len() / row_bytes;
             (first..first + rows).for_each(|row| self.read_row(row, &mut values));
         }
+    }
+
+    fn may_be_quantized(&self) -> bool {
+        self.may_be_quantized
     }
 
     fn fp8_scales(&self) -> Option<Vec<BlockScales>> {

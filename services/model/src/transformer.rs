@@ -432,7 +432,8 @@ impl<'a, P: Packer> CheckpointPacker<'a, P> {
         let hashes: Vec<Option<RowHashes>> = parts.iter().map(hashes_of).collect();
         let parts = parts.into_iter().zip(&hashes);
         let parts = parts.map(|(part, hashes)| part.hashing(hashes.as_ref())).collect();
-        let source = StackedRows::new(parts);
+        let is_quantizable = |weight: &Weight| matches!(weight, Weight::Layer(_, of_layer) if *of_layer != LayerWeight::Router);
+        let source = StackedRows::new(parts).quantizable(weights.iter().all(is_quantizable));
         let matrix = pack(self.packer, &source);
         self.checkpoint.check_reads()?;
         if let Some(NotFinite { part, element, found }) = source.not_finite() {

@@ -246,6 +246,7 @@ pub(crate) fn weight_format(dtype: config::Dtype) -> WeightFormat {
         config::Dtype::F32 => WeightFormat::F32,
         config::Dtype::Bf16 => WeightFormat::Bf16,
         config::Dtype::Q8 => WeightFormat::Q8,
+        config::Dtype::Fp8 => WeightFormat::Fp8,
     }
 }
 

@@ -72,7 +72,7 @@ impl CpuMatrix {
                     *out = f32::from_bits(group[lane]);
                 }
             }
-            WeightFormat::Bf16 => {
+            WeightFormat::Bf16 | WeightFormat::Fp8 => {
                 for (out, group) in out.chunks_mut(2).zip(panel.chunks_exact(PANEL)) {
                     let word = group[lane];
                     out[0] = f32::from_bits(word << 16);
@@ -113,7 +113,7 @@ impl fmt::Debug for CpuMatrix {
 fn panel_words(format: WeightFormat, cols: usize) -> usize {
     match format {
         WeightFormat::F32 => cols * PANEL,
-        WeightFormat::Bf16 => cols.next_multiple_of(INPUTS_STEP) / 2 * PANEL,
+        WeightFormat::Bf16 | WeightFormat::Fp8 => cols.next_multiple_of(INPUTS_STEP) / 2 * PANEL,
         WeightFormat::Q8 => cols.div_ceil(q8::BLOCK) * q8::PANEL_BLOCK_WORDS,
     }
 }
@@ -161,7 +161,7 @@ fn pack_row(format: WeightFormat, lane: usize, row: &[f32], panel: &mut [u32]) {
                 *word = value.to_bits();
             }
         }
-        WeightFormat::Bf16 => {
+        WeightFormat::Bf16 | WeightFormat::Fp8 => {
             for (word, pair) in words.zip(row.as_chunks::<2>().0) {
                 let [even, odd] = pair.map(|value| u32::from(to_bf16_bits(value)));
                 *word = even | odd << 16;
@@ -200,7 +200,7 @@ mod tests {
                     for (found, &value) in row.iter().zip(values) {
                         match format {
                             WeightFormat::F32 => prop_assert_eq!(*found, value),
-                            WeightFormat::Bf16 => {
+                            WeightFormat::Bf16 | WeightFormat::Fp8 => {
                                 prop_assert_eq!(*found, half::bf16::from_f32(value).to_f32());
                             }
                             WeightFormat::Q8 => {

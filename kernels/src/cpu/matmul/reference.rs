@@ -16,7 +16,9 @@ pub(crate) fn matmul(x: &[f32], w: &CpuMatrix, out: &mut [f32]) {
         for (x, out) in x.chunks_exact(w.cols()).zip(out.chunks_exact_mut(w.rows())) {
             out[n] = x.iter().zip(&weights).fold(0.0, |sum: f32, (&x, &weight)| match w.format() {
                 WeightFormat::F32 => x.mul_add(weight, sum),
-                WeightFormat::Bf16 | WeightFormat::Q8 => round_to_bf16(x).mul_add(weight, sum),
+                WeightFormat::Bf16 | WeightFormat::Fp8 | WeightFormat::Q8 => {
+                    round_to_bf16(x).mul_add(weight, sum)
+                }
             });
         }
     }

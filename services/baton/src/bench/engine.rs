@@ -66,7 +66,7 @@ pub struct EngineArgs {
     /// Source of the weights: auto (the model's files) or dummy (random weights; needs only config.json).
     #[arg(long, default_value = "auto", value_parser = parse_load_format)]
     load_format: LoadFormat,
-    /// Number format of the weights: f32, bf16 or q8.
+    /// Number format of the weights: f32, bf16, q8 (CPUs) or fp8 (GPUs).
     #[arg(long, default_value = "bf16", value_parser = parse_dtype)]
     dtype: WeightFormat,
     /// Compute threads on a CPU [default: one for each CPU that the process may use].
@@ -150,7 +150,8 @@ pub fn parse_dtype(text: &str) -> Result<WeightFormat, String> {
         "f32" => Ok(WeightFormat::F32),
         "bf16" => Ok(WeightFormat::Bf16),
         "q8" => Ok(WeightFormat::Q8),
-        _ => Err("expected f32, bf16 or q8".to_owned()),
+        "fp8" => Ok(WeightFormat::Fp8),
+        _ => Err("expected f32, bf16, q8 or fp8".to_owned()),
     }
 }
 

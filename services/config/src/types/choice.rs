@@ -55,6 +55,9 @@ choice! {
         Bf16 = "bf16",
         /// Weights in 8 bits, KV in bf16: fastest where the bandwidth for weights limits a step.
         Q8 = "q8",
+        /// Weights of layers in FP8 (e4m3) with a scale for each row, KV in bf16: half the memory and bandwidth of bf16
+        /// weights. GPUs from Hopper on.
+        Fp8 = "fp8",
     }
 }
 

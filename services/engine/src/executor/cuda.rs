@@ -21,7 +21,7 @@ use std::{
 };
 
 use kernels::{
-    Backend, Dtype, KvArena, KvLayout, Shard,
+    Backend, Dtype, KvArena, KvLayout, Shard, WeightFormat,
     arena::{StreamAccess, StreamStep},
     cuda::{
         Admission, BatchLimits, CudaBackend, CudaError, CudaFrame, CudaStep, DeviceBatch,
@@ -141,7 +141,8 @@ impl CudaModel {
         tuning: &TuningSettings,
     ) -> Result<TuningResult, CudaExecutorError> {
         let (config, shard) = (self.model.config(), self.model.shard());
-        let shapes = gemm_shapes(config, shard, self.backend.dtype(), limits);
+        let is_fp8 = self.backend.options().weights == WeightFormat::Fp8;
+        let shapes = gemm_shapes(config, shard, (self.backend.dtype(), is_fp8), limits);
         Ok(self.backend.tune(shapes.into_iter(), tuning)?)
     }
 
@@ -619,7 +620,7 @@ fn batch_limits(limits: &ExecutorLimits) -> BatchLimits {
 fn gemm_shapes(
     config: &ModelConfig,
     shard: Shard,
-    dtype: Dtype,
+    (dtype, is_fp8): (Dtype, bool),
     limits: &ExecutorLimits,
 ) -> Vec<GemmShape> {
     let heads = config.head_shape_of(shard);
@@ -640,7 +641,11 @@ fn gemm_shapes(
         decode.push((rows, config.hidden_size, tokens, Dtype::F32));
     }
     decode.extend(prefill.into_iter().rev());
-    let packed = |(rows, inputs, outputs, to)| GemmShape::packed(rows, inputs, outputs, dtype, to);
+    // The head, with f32 outputs, is not quantized.
+    let packed = |(rows, inputs, outputs, to)| {
+        let shape = GemmShape::packed(rows, inputs, outputs, dtype, to);
+        if is_fp8 && to == dtype { shape.with_fp8() } else { shape }
+    };
     decode.into_iter().map(packed).collect()
 }
 
