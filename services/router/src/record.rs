@@ -323,7 +323,7 @@ impl RequestRecord {
         if let Some(refusal) = error.refusal() {
             self.model.metrics.refused(refusal);
         }
-        self.rejected(error.report().end, &error.to_string());
+        self.rejected(error.status().end, &error.to_string());
     }
 
     /// Records a request that was rejected before it was parsed completely.

@@ -28,7 +28,7 @@ use tower::util::MapRequestLayer;
 use crate::{
     front::Front,
     keys::{ApiKeys, Caller},
-    request::error::RequestError,
+    request::error::{ErrorStatus, RequestError},
 };
 use arrived::BoundedBody;
 pub use health::serve_health;
@@ -89,11 +89,11 @@ async fn authenticate(
     }
 }
 
-/// Converts an error of a request into a status.
+/// Converts an error of a request into a gRPC status.
 pub fn status(error: RequestError) -> Status {
-    let report = error.report();
-    let mut status = Status::new(report.grpc, error.to_string());
-    if let Some(seconds) = report.retry_after_s {
+    let ErrorStatus { grpc, retry_after_s, .. } = error.status();
+    let mut status = Status::new(grpc, error.to_string());
+    if let Some(seconds) = retry_after_s {
         status.metadata_mut().insert("retry-after", MetadataValue::from(seconds));
     }
     status

@@ -4,7 +4,7 @@ use proto::v1::{self, ToolChoiceMode, tool_choice::Choice};
 use serde_json::{Map, Value, json};
 
 use crate::request::{
-    error::{FieldError, parse_json, refused},
+    error::{FieldError, invalid_value, parse_json},
     tools::{
         AnswerPiece, OfferedFunction, OfferedTools, RequestedToolChoice, TOOL_CHOICE, check_count,
         check_name,
@@ -34,7 +34,7 @@ pub fn read(
             Ok(ToolChoiceMode::None) => return Ok(None),
             Ok(ToolChoiceMode::Unspecified) | Err(_) => {
                 let allowed = "1 (auto), 2 (none), 3 (required)";
-                return Err(refused("tool_choice.mode", &mode.to_string(), allowed));
+                return Err(invalid_value("tool_choice.mode", &mode.to_string(), allowed));
             }
         },
         Some(None) => {

@@ -12,7 +12,7 @@ use super::{
     fields::BodyError,
     wire::{ErrorBody, ErrorContent},
 };
-use crate::request::error::{ErrorReport, FieldError, RequestError};
+use crate::request::error::{ErrorStatus, FieldError, RequestError};
 
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ApiError {
@@ -69,7 +69,7 @@ impl From<FieldError> for ApiError {
 
 impl From<RequestError> for ApiError {
     fn from(error: RequestError) -> Self {
-        let ErrorReport { end, status, code, retry_after_s, .. } = error.report();
+        let ErrorStatus { end, status, code, retry_after_s, .. } = error.status();
         let kind = match (end, status) {
             (RequestEnd::Invalid, _) => "invalid_request_error",
             (_, StatusCode::TOO_MANY_REQUESTS) => "rate_limit_error",

@@ -10,7 +10,7 @@ use std::{collections::HashMap, ops::RangeInclusive};
 use serde::Deserialize;
 use serde_json::{Value, value::RawValue};
 
-use crate::request::error::{FieldError, parse_field, reason_of, refused};
+use crate::request::error::{FieldError, invalid_value, parse_field, reason_of};
 
 /// A body that is not one JSON object.
 #[derive(Debug, PartialEq, Eq, thiserror::Error)]
@@ -91,7 +91,7 @@ impl<'a> RequestFields<'a> {
             Ok(number) if range.contains(&number) => Ok(Some(number as f32)),
             _ => {
                 let allowed = format!("a number from {} to {}", range.start(), range.end());
-                Err(refused(name, text, &allowed))
+                Err(invalid_value(name, text, &allowed))
             }
         }
     }
@@ -105,7 +105,7 @@ impl<'a> RequestFields<'a> {
         let Some(text) = self.raw(name) else { return Ok(None) };
         whole_number(text).filter(|number| range.contains(number)).map(Some).ok_or_else(|| {
             let allowed = format!("a whole number from {} to {}", range.start(), range.end());
-            refused(name, text, &allowed)
+            invalid_value(name, text, &allowed)
         })
     }
 

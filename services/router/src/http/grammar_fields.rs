@@ -9,7 +9,7 @@ use serde_json::{Map, Value, value::RawValue};
 
 use super::fields::RequestFields;
 use crate::request::{
-    error::{FieldError, JsonError, parse_field, refused},
+    error::{FieldError, JsonError, invalid_value, parse_field},
     options::RequestedGrammar,
     tools::{
         OfferedFunction, OfferedTools, RequestedToolChoice, TOOL_CHOICE, TOOLS, check_count,
@@ -90,7 +90,7 @@ fn response_format(fields: &RequestFields<'_>) -> Result<Option<RequestedGrammar
         }
         _ => {
             let kind = format.r#type.to_string();
-            let FieldError { problem, .. } = refused(FORMAT, &kind, FORMAT_ALLOWED);
+            let FieldError { problem, .. } = invalid_value(FORMAT, &kind, FORMAT_ALLOWED);
             return Err(FieldError::new(FORMAT, format!("has a type that {problem}")));
         }
     })
@@ -144,7 +144,7 @@ fn object<'a, T: Deserialize<'a>>(
 ) -> Result<T, FieldError> {
     match text.starts_with('{') {
         true => parse_field(field, text, allowed),
-        false => Err(refused(field, text, allowed)),
+        false => Err(invalid_value(field, text, allowed)),
     }
 }
 
@@ -188,7 +188,7 @@ fn tool_choice(fields: &RequestFields<'_>) -> Result<Option<RequestedToolChoice>
     let Some(choice) = fields.value::<Value>(TOOL_CHOICE, allowed)? else {
         return Ok(Some(RequestedToolChoice::Auto));
     };
-    let other = || refused(TOOL_CHOICE, &choice.to_string(), allowed);
+    let other = || invalid_value(TOOL_CHOICE, &choice.to_string(), allowed);
     Ok(match &choice {
         Value::String(word) => match word.as_str() {
             "auto" => Some(RequestedToolChoice::Auto),
@@ -233,7 +233,7 @@ fn offered(
     let allowed = "a list of tools, each with type function and a function with a name";
     let Some(text) = fields.raw(TOOLS) else { return Ok(None) };
     let definitions: Value = parse_field(TOOLS, text, allowed)?;
-    let list = definitions.as_array().ok_or_else(|| refused(TOOLS, text, allowed))?;
+    let list = definitions.as_array().ok_or_else(|| invalid_value(TOOLS, text, allowed))?;
     if list.is_empty() {
         return Ok(None);
     }
@@ -242,14 +242,18 @@ fn offered(
         let field = format!("tools[{index}]");
         // serde also reads an array as a struct.
         if tool.is_array() || tool["function"].is_array() {
-            return Err(refused(&field, &tool.to_string(), allowed));
+            return Err(invalid_value(&field, &tool.to_string(), allowed));
         }
         let read: ToolField = from_value(tool).map_err(|error| {
             FieldError::new(&field, format!("is not a tool: {error}; allowed: {allowed}"))
         })?;
         let ToolFunctionField { name, strict, parameters, .. } = read.function;
         if read.r#type != "function" {
-            return Err(refused(&format!("{field}.type"), &tool["type"].to_string(), "function"));
+            return Err(invalid_value(
+                &format!("{field}.type"),
+                &tool["type"].to_string(),
+                "function",
+            ));
         }
         check_name(&format!("{field}.function.name"), &name)?;
         Ok(OfferedFunction {

@@ -38,7 +38,7 @@ use crate::{
     keys::{ApiKeys, Caller},
     record::label,
     request::{
-        error::{FieldError, RequestError, refused},
+        error::{FieldError, RequestError, invalid_value},
         options::{KEEP_HEADER, SESSION_HEADER, TENANT_HEADER, session_of_headers},
     },
 };
@@ -230,7 +230,7 @@ impl RequestContext {
             None => {
                 let value = String::from_utf8_lossy(value.as_bytes());
                 let allowed = format!("a whole number from 1 to {longest}");
-                Err(refused(X_BATON_DEADLINE_MS.as_str(), &value, &allowed))
+                Err(invalid_value(X_BATON_DEADLINE_MS.as_str(), &value, &allowed))
             }
         }
     }

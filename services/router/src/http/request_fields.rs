@@ -11,7 +11,7 @@ use crate::{
     front::NamedModel,
     keys::Caller,
     request::{
-        error::{FieldError, RequestError, kind, parse_field, parse_json, refused},
+        error::{FieldError, RequestError, parse_field, parse_json, type_or_scalar},
         options::{
             CHOICES, COMPLETION_TOKENS_DEFAULT, DefaultLength, LOGPROBS, MIN_P, Options, PENALTY,
             REPETITION_PENALTY, SEED, STOP_TOKENS_MAX, TEMPERATURE, TOKENS, TOP_K, TOP_P,
@@ -230,7 +230,10 @@ pub fn chat_source(
     let Some(text) = fields.raw("messages") else {
         return Err(FieldError::new("messages", format!("is missing; allowed: {allowed}")));
     };
-    let other = || refused("messages", &kind(text), allowed);
+    let other = || {
+        let problem = format!("is {}; allowed: {allowed}", type_or_scalar(text));
+        FieldError::new("messages", problem)
+    };
     let messages: Value = parse_field("messages", text, allowed)?;
     match messages.as_array() {
         Some(messages) if !messages.is_empty() => {}
@@ -329,7 +332,7 @@ fn prompt(text: &str, index: Option<usize>) -> Result<CompletionPrompt, FieldErr
         _ => {
             let problem = "allowed: a text, token ids, or a list of either";
             let at = index.map_or(String::new(), |index| format!(" at index {index}"));
-            Err(FieldError::new("prompt", format!("has {}{at}; {problem}", kind(text))))
+            Err(FieldError::new("prompt", format!("has {}{at}; {problem}", type_or_scalar(text))))
         }
     }
 }

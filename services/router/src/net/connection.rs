@@ -131,7 +131,7 @@ impl ClientConnection {
                 }
                 // The rest of a body may follow its request.
                 let is_between_requests =
-                    self.requests.is_idle() && !self.requests.discards.is_reading();
+                    self.requests.is_idle() && !self.requests.discards.is_discarding();
                 if is_between_requests && head.is_none() {
                     *head = Some(HeadTimer { timer: Box::pin(sleep(head_max)), begun });
                 }

@@ -1,6 +1,8 @@
-//! A request body whose unread rest is read after the response. A client that still sends would otherwise see a broken
-//! connection instead of the response. The rest is read outside the request: it keeps neither the request nor its
-//! connection in progress.
+//! Request body that the router reads to its end even after an early response, such as 401 or 413.
+//!
+//! Without this, the router would close the connection while the client still sends. The client would then see a broken
+//! connection instead of the response. A task discards the unread rest. The task belongs to the connection, so the
+//! request counts as finished with its response.
 
 use std::{
     pin::Pin,
@@ -20,31 +22,34 @@ use tokio::{runtime::Handle, task::JoinSet, time::timeout};
 
 use crate::lock::lock;
 
-/// Maximum number of bytes of a body that are read and discarded, and the time-out.
+/// Maximum number of bytes that the router discards of one body: a client that ignores the response this long does not
+/// read it.
 const DISCARD_BYTES_MAX: usize = 64 << 20;
-const DISCARD_MAX: Duration = Duration::from_secs(5);
+/// Maximum time for which the router discards one body.
+const DISCARD_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// The tasks that discard rests of bodies of one connection. Dropping the last clone ends them.
+/// Tasks of one connection that discard unread rests of request bodies. Dropping the last clone aborts the tasks.
 #[derive(Clone, Default)]
 pub struct Discards {
     tasks: Arc<Mutex<JoinSet<()>>>,
+    /// Number of bodies being discarded. Each [`DiscardInProgress`] counts one.
     count: Arc<AtomicUsize>,
 }
 
 impl Discards {
-    /// Returns whether a rest is being read.
-    pub fn is_reading(&self) -> bool {
+    /// Returns whether a task still discards a body.
+    pub fn is_discarding(&self) -> bool {
         self.count.load(Ordering::Acquire) > 0
     }
 
-    /// Reads and discards the rest of a body, within limits.
+    /// Starts a task that reads and discards the rest of a body, up to [`DISCARD_BYTES_MAX`] and [`DISCARD_TIMEOUT`].
     fn start(&self, mut body: Incoming) {
-        // Without a runtime the process ends.
+        // Bodies that are dropped outside the runtime belong to a process that is shutting down.
         let Ok(runtime) = Handle::try_current() else { return };
-        let reading = DiscardInProgress::new(self.count.clone());
+        let in_progress = DiscardInProgress::new(self.count.clone());
         let discard = async move {
-            let _reading = reading;
-            let all = async {
+            let _in_progress = in_progress;
+            let read_rest = async {
                 let mut bytes = 0;
                 while let Some(Ok(frame)) = body.frame().await {
                     bytes += frame.data_ref().map_or(0, Bytes::len);
@@ -53,15 +58,17 @@ impl Discards {
                     }
                 }
             };
-            let _ = timeout(DISCARD_MAX, all).await;
+            // After the time-out, dropping the body lets hyper close the connection.
+            let _ = timeout(DISCARD_TIMEOUT, read_rest).await;
         };
         let mut tasks = lock(&self.tasks);
+        // Finished tasks leave the set here, so the set does not grow with the requests of a connection.
         while tasks.try_join_next().is_some() {}
         tasks.spawn_on(discard, &runtime);
     }
 }
 
-/// Guard of a rest that is being read.
+/// Guard that counts one body in [`Discards::count`] while the body is being discarded.
 struct DiscardInProgress(Arc<AtomicUsize>);
 
 impl DiscardInProgress {
@@ -77,27 +84,28 @@ impl Drop for DiscardInProgress {
     }
 }
 
-/// The body of a request.
+/// Body of a request. Dropping it before its end starts a task that discards the rest.
 pub struct RequestBody {
-    /// `None` after the last frame, after an error, and once the rest is not worth reading.
+    /// hyper's body. `None` after the last frame and after an error.
     body: Option<Incoming>,
     discards: Discards,
-    /// The client sends the body only after the router has begun to read it.
-    is_held_back: bool,
+    /// Whether the client waits for `100 Continue` and so has not sent any of the body. hyper sends `100 Continue` with
+    /// the first read.
+    awaits_continue: bool,
 }
 
 impl RequestBody {
-    /// Returns the request with its body.
-    pub fn of(request: Request<Incoming>, discards: Discards) -> Request<Self> {
-        let is_held_back = request.headers().contains_key(header::EXPECT);
-        request.map(|body| Self { body: Some(body), discards, is_held_back })
+    /// Wraps the body of `request`.
+    pub fn wrap(request: Request<Incoming>, discards: Discards) -> Request<Self> {
+        let awaits_continue = request.headers().contains_key(header::EXPECT);
+        request.map(|body| Self { body: Some(body), discards, awaits_continue })
     }
 }
 
 impl Drop for RequestBody {
     fn drop(&mut self) {
         if let Some(body) = self.body.take().filter(|body| !body.is_end_stream())
-            && !self.is_held_back
+            && !self.awaits_continue
         {
             self.discards.start(body);
         }
@@ -112,7 +120,7 @@ impl Body for RequestBody {
         mut self: Pin<&mut Self>,
         context: &mut Context<'_>,
     ) -> Poll<Option<Result<Frame<Bytes>, hyper::Error>>> {
-        self.is_held_back = false;
+        self.awaits_continue = false;
         let Some(body) = &mut self.body else { return Poll::Ready(None) };
         let polled = Pin::new(body).poll_frame(context);
         if matches!(polled, Poll::Ready(None | Some(Err(_)))) {

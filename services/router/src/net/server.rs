@@ -283,7 +283,7 @@ impl ConnectedClient {
                 let request = match self.port.protocol {
                     // HTTP handlers have deadlines of their own.
                     Protocol::Http => {
-                        RequestBody::of(request, self.requests.discards()).map(Body::new)
+                        RequestBody::wrap(request, self.requests.discards()).map(Body::new)
                     }
                     Protocol::Grpc => request
                         .map(|body| Body::new(TimedBody::new(body, self.port.limits.read_max))),

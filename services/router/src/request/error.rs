@@ -1,10 +1,10 @@
-//! Errors of requests, and what both APIs and the metrics report for each.
+//! Errors of requests, and the status and metric of each in the HTTP API, the gRPC API and the metrics.
 
 use std::time::Duration;
 
 use http::StatusCode;
 use proto::ids::NoRandomness;
-use serde::Deserialize;
+use serde::{Deserialize, de::IgnoredAny};
 use serde_path_to_error::{Path, Segment};
 use telemetry::metrics::{RefusalReason, RequestEnd};
 use tonic::Code;
@@ -16,9 +16,9 @@ use crate::keys::LimitExceeded;
 
 /// Maximum number of characters that an error shows of an invalid value.
 const SHOWN_CHARS_MAX: usize = 64;
-/// Maximum length of a string in bytes that may be a name.
+/// Maximum length in bytes of a string that counts as a name, such as `auto` or `json_object`.
 const NAME_BYTES_MAX: usize = 24;
-/// Length in bytes after which the path to a value is truncated.
+/// Length in bytes after which an error truncates the path to a value.
 const PATH_BYTES_MAX: usize = 128;
 
 /// Error with the field's name, its problem and the allowed values in one line.
@@ -37,55 +37,67 @@ impl FieldError {
     }
 }
 
-/// Returns the error for a field with value `text`; `allowed` ends the sentence "allowed: ...".
-pub fn refused(field: &str, text: &str, allowed: &str) -> FieldError {
-    FieldError::new(field, format!("is {}; allowed: {allowed}", without_text(text)))
+/// Returns the error of a field with the invalid value `text`; `allowed` ends the sentence "allowed: ...".
+pub fn invalid_value(field: &str, text: &str, allowed: &str) -> FieldError {
+    FieldError::new(field, format!("is {}; allowed: {allowed}", redacted(text)))
 }
 
-/// Returns a JSON value for an error message. Errors go into logs, so the error shows text only if it looks like a
-/// name such as `"auto"`; other text is described by its type and size.
-fn without_text(value: &str) -> String {
-    // Without escapes, every second part is the content of a string.
-    let is_quotable = !value.contains('\\') && value.split('"').skip(1).step_by(2).all(is_name);
+/// Describes a value for an error message. Errors go into logs, and a client's text may be private. So the description
+/// shows numbers, and strings and keys that look like a name such as `"auto"`. Of any other value it tells only the
+/// type and the size.
+pub fn redacted(value: &str) -> String {
     match value.as_bytes().first() {
-        Some(b'"' | b'[' | b'{') if !is_quotable => {
-            format!("{} ({} bytes)", kind(value), value.len())
-        }
-        _ => shown(value),
+        Some(b'"' | b'[' | b'{') if is_json_of_names(value) => truncated(value),
+        Some(b'"' | b'[' | b'{') => format!("{} ({} bytes)", type_or_scalar(value), value.len()),
+        _ => type_or_scalar(value),
     }
 }
 
-fn is_name(text: &str) -> bool {
-    let plain = |byte: u8| byte.is_ascii_alphanumeric() || b"._-".contains(&byte);
-    text.len() <= NAME_BYTES_MAX && text.bytes().all(plain)
+/// Returns whether `value` is JSON whose strings and keys all look like names.
+fn is_json_of_names(value: &str) -> bool {
+    // Without escapes, every second part between quotes is the content of a string.
+    !value.contains('\\')
+        && value.split('"').skip(1).step_by(2).all(is_name)
+        && serde_json::from_str::<IgnoredAny>(value).is_ok()
 }
 
-/// Describes a JSON value, and shows it only if it is a number, a boolean or null.
-pub fn kind(value: &str) -> String {
+fn is_name(text: &str) -> bool {
+    let is_name_byte = |byte: u8| byte.is_ascii_alphanumeric() || b"._-".contains(&byte);
+    text.len() <= NAME_BYTES_MAX && text.bytes().all(is_name_byte)
+}
+
+/// Names the type of a string, a list or an object. Returns a number, a boolean or null itself, and the size of text
+/// that is not JSON, such as the value of a header.
+pub fn type_or_scalar(value: &str) -> String {
+    let is_number =
+        |text: &str| text.bytes().all(|byte| b"+-.eE".contains(&byte) || byte.is_ascii_digit());
     match value.as_bytes().first() {
         Some(b'"') => "a string".into(),
         Some(b'[') => "a list".into(),
         Some(b'{') => "an object".into(),
-        _ => shown(value),
+        None => "empty".into(),
+        _ if is_name(value) || is_number(value) => truncated(value),
+        _ => format!("text of {} bytes", value.len()),
     }
 }
 
 /// Returns `text`, truncated for an error message.
-pub fn shown(text: &str) -> String {
+pub fn truncated(text: &str) -> String {
     match text.char_indices().nth(SHOWN_CHARS_MAX) {
         Some((end, _)) => format!("{}… ({} bytes)", &text[..end], text.len()),
         None => text.to_owned(),
     }
 }
 
-/// Error of a value's JSON: where in the value, and why.
+/// Error of parsing JSON into a type, with the path to the invalid part.
 #[derive(Debug, PartialEq, Eq)]
 pub struct JsonError {
     /// Path from the value to its invalid part, such as `[0].content`; empty for the value itself.
     pub path: String,
+    /// The parser's reason, without the client's text.
     pub reason: String,
-    /// Whether the text is JSON, but not of the expected type.
-    pub is_type: bool,
+    /// Whether the text is valid JSON of another type than expected.
+    pub is_type_error: bool,
 }
 
 impl std::fmt::Display for JsonError {
@@ -99,34 +111,34 @@ impl std::fmt::Display for JsonError {
 
 impl From<serde_path_to_error::Error<serde_json::Error>> for JsonError {
     fn from(error: serde_path_to_error::Error<serde_json::Error>) -> Self {
-        let path = shown_path(error.path());
+        let path = redacted_path(error.path());
         let error = error.into_inner();
-        Self { path, reason: reason_of(&error), is_type: error.is_data() }
+        Self { path, reason: reason_of(&error), is_type_error: error.is_data() }
     }
 }
 
-/// Parses JSON; the error tells the path to the invalid part.
+/// Parses JSON. The error has the path to the invalid part.
 pub fn parse_json<'a, T: Deserialize<'a>>(text: &'a str) -> Result<T, JsonError> {
     let mut json = serde_json::Deserializer::from_str(text);
     let parsed = serde_path_to_error::deserialize(&mut json)?;
-    let at_end = json.end();
-    at_end.map(|()| parsed).map_err(|error| JsonError {
+    json.end().map(|()| parsed).map_err(|error| JsonError {
         path: String::new(),
         reason: reason_of(&error),
-        is_type: false,
+        is_type_error: false,
     })
 }
 
-/// Parses the JSON text of a field. The error shows the value, or else tells the path to its invalid part.
+/// Parses the JSON text of a field. The error shows the value, or the path to its invalid part where the value is not
+/// shown.
 pub fn parse_field<'a, T: Deserialize<'a>>(
     field: &str,
     text: &'a str,
     allowed: &str,
 ) -> Result<T, FieldError> {
-    parse_json(text).map_err(|JsonError { path, reason, is_type }| {
-        let found = without_text(text);
+    parse_json(text).map_err(|JsonError { path, reason, is_type_error }| {
+        let found = redacted(text);
         let is_shown = found == text || !text.starts_with(['[', '{']);
-        let problem = match (is_type, is_shown) {
+        let problem = match (is_type_error, is_shown) {
             (true, true) => format!("is {found}"),
             (true, false) => format!("is {found}, invalid at {field}{path}: {reason}"),
             (false, _) => format!("is not valid JSON at {field}{path}: {reason}"),
@@ -135,8 +147,8 @@ pub fn parse_field<'a, T: Deserialize<'a>>(
     })
 }
 
-/// Returns a path as text. A key is shown only if it looks like a name, because errors go into logs.
-fn shown_path(path: &Path) -> String {
+/// Formats a path. Shows a key only if it looks like a name, because errors go into logs.
+fn redacted_path(path: &Path) -> String {
     let mut shown = String::new();
     for segment in path {
         if shown.len() > PATH_BYTES_MAX {
@@ -154,29 +166,41 @@ fn shown_path(path: &Path) -> String {
     shown
 }
 
-/// Returns an error of serde without its position, and without the client's text that it quotes.
+/// Returns the message of a serde error without its position and without the client's text that serde quotes.
 pub fn reason_of(error: &serde_json::Error) -> String {
-    let text = error.to_string();
-    let text = text.rsplit_once(" at line ").map_or(text.as_str(), |(what, _)| what);
+    let message = error.to_string();
+    // An error of a `Value`, which has no position, has line 0.
+    let text = match error.line() {
+        0 => message.as_str(),
+        _ => message.rsplit_once(" at line ").map_or(message.as_str(), |(text, _)| text),
+    };
     if text == "recursion limit exceeded" {
         return "more than 127 levels of lists and objects".to_owned();
     }
-    if let (Some((before, _)), Some((_, after))) =
+    if let (Some((before, _)), Some((_, expected))) =
         (text.split_once("string \""), text.rsplit_once("\", expected "))
     {
-        return format!("{before}string, expected {after}");
+        return format!("{before}string, expected {expected}");
     }
-    match (text.strip_prefix("unknown field `"), text.rsplit_once("`, expected ")) {
-        (Some(rest), Some((_, after))) => match rest.split_once('`') {
-            Some((key, _)) if is_name(key) => text.to_owned(),
-            _ => format!("unknown field, expected {after}"),
-        },
-        _ => text.to_owned(),
+    for problem in ["unknown field", "unknown variant"] {
+        let quoted = text.strip_prefix(problem).and_then(|rest| rest.strip_prefix(" `"));
+        let Some(quoted) = quoted else { continue };
+        // The client's key may contain the same words, so the last occurrence ends the key.
+        let has_no_names = ["`, there are no fields", "`, there are no variants"];
+        let key_end = match has_no_names.iter().any(|words| quoted.ends_with(words)) {
+            true => quoted.rfind("`, there are no "),
+            false => quoted.rfind("`, expected "),
+        };
+        let (key, names) = quoted.split_at(key_end.unwrap_or(quoted.len()));
+        if !is_name(key) {
+            return format!("{problem}{}", names.trim_start_matches('`'));
+        }
     }
+    text.to_owned()
 }
 
-/// Returns a wait for an error message: nothing if the request did not wait.
-fn for_time(waited: Duration) -> String {
+/// Returns " for N ms", which ends a clause of an error message, or nothing for a request that did not wait.
+fn for_wait(waited: Duration) -> String {
     match waited.as_millis() {
         0 => String::new(),
         ms => format!(" for {ms} ms"),
@@ -198,23 +222,24 @@ pub enum RequestError {
     KeyLimit(#[from] LimitExceeded),
     #[error(transparent)]
     Overload(#[from] Overload),
-    #[error("all nodes are busy, for {} ms now; retry after {retry_after_s} s", waited.as_millis())]
+    #[error("all nodes have been busy for {} ms; retry after {retry_after_s} s", waited.as_millis())]
     Busy { waited: Duration, retry_after_s: u32 },
-    #[error("no decode node was available{}: {reason}", for_time(*waited))]
+    #[error("no decode node was available{}: {reason}", for_wait(*waited))]
     NoDecodeNode { waited: Duration, reason: String },
     #[error(
-        "{field} cannot be served now: no decode node of the model supports this grammar, because all are of an \
-         older release"
+        "cannot serve {field} now: every decode node of the model runs an older version of Baton, which does not \
+         support this grammar"
     )]
     NoGrammar { field: &'static str },
-    #[error("{attempts} attempts in a row failed; the last: {last}")]
+    #[error("{attempts} attempts in a row failed; the last failure: {last}")]
     AttemptsSpent { attempts: u32, last: String },
-    /// A node can never serve the request.
+    /// No repetition of the request can succeed.
     #[error("a node refused the request: {reason}")]
     Refused { reason: String },
     #[error("the request did not complete within its deadline of {} ms", timeout.as_millis())]
     Deadline { timeout: Duration },
-    #[error("a node contradicted an emitted token: {reason}")]
+    /// After a retry, a node sent another token than the one that the client already has.
+    #[error("a node sent another token than the one already streamed: {reason}")]
     Contradiction { reason: String },
     #[error("the client did not read its stream for {} ms", waited.as_millis())]
     SlowClient { waited: Duration },
@@ -233,21 +258,24 @@ pub enum RequestError {
     Internal { reason: String },
 }
 
-/// The outcome that the APIs and the metrics report for an error.
+/// Status of an error in the HTTP API, the gRPC API and the metrics.
 #[derive(Clone, Copy, Debug)]
-pub struct ErrorReport {
+pub struct ErrorStatus {
+    /// Label of the metric of finished requests.
     pub end: RequestEnd,
+    /// HTTP status.
     pub status: StatusCode,
     /// The `code` of OpenAI's error object.
     pub code: &'static str,
+    /// gRPC status.
     pub grpc: Code,
     /// Seconds after which the client may retry.
     pub retry_after_s: Option<u32>,
 }
 
 impl RequestError {
-    /// Returns the error of a request that its core gave up. `timeout` is the request's time-out, `retry_after_s` the
-    /// predicted time until the queue is served.
+    /// Converts the reason why the request core gave up a request. `timeout` is the request's time-out, and
+    /// `retry_after_s` is the predicted time until the queue is served.
     pub fn gave_up(
         reason: GiveUp,
         timeout: Duration,
@@ -266,20 +294,36 @@ impl RequestError {
             GiveUp::Deadline => Self::Deadline { timeout },
             GiveUp::Final(failure) => match failure.cause {
                 FailureCause::Deadline => Self::Deadline { timeout },
-                // The client did not read, so the router's queue became full, and then the node's queue.
+                // A client that does not read fills the router's queue, and then the node's queue. The node aborts.
                 FailureCause::SlowReader => Self::SlowClient { waited: slow_client_timeout },
                 FailureCause::Contradiction => Self::Contradiction { reason: failure.message },
                 FailureCause::MatcherFailed => Self::Internal { reason: failure.message },
-                _ => Self::Refused { reason: failure.message },
+                // The router retries after most of these causes, so only an unretriable failure gets here.
+                FailureCause::Busy
+                | FailureCause::Draining
+                | FailureCause::Migrated
+                | FailureCause::Lost
+                | FailureCause::TransferFailed
+                | FailureCause::Mismatch
+                | FailureCause::Stale
+                | FailureCause::OtherWeights
+                | FailureCause::WeightsChanged
+                | FailureCause::Duplicate
+                | FailureCause::AnswerComplete
+                | FailureCause::NoGrammar
+                | FailureCause::Internal
+                | FailureCause::Invalid
+                | FailureCause::Violation => Self::Refused { reason: failure.message },
             },
         }
     }
 
+    /// Returns the error of a bug or a failed resource in the router.
     pub fn internal(reason: &impl ToString) -> Self {
         Self::Internal { reason: reason.to_string() }
     }
 
-    /// Returns the reason for the metric of refused requests, if the request was refused because of load.
+    /// Returns the label of the metric of refused requests, if the router refused the request because of load.
     pub fn refusal(&self) -> Option<RefusalReason> {
         match self {
             Self::Busy { .. } => Some(RefusalReason::Busy),
@@ -299,7 +343,7 @@ impl RequestError {
         }
     }
 
-    pub fn report(&self) -> ErrorReport {
+    pub fn status(&self) -> ErrorStatus {
         use {Code as Grpc, RequestEnd as End};
         let (end, status, code, grpc, retry) = match self {
             Self::Field(_) => (End::Invalid, 400, "invalid_value", Grpc::InvalidArgument, false),
@@ -352,7 +396,7 @@ impl RequestError {
             }
             _ => retry.then_some(RETRY_AFTER_S),
         };
-        ErrorReport { end, status, code, grpc, retry_after_s }
+        ErrorStatus { end, status, code, grpc, retry_after_s }
     }
 }
 
@@ -374,6 +418,7 @@ mod tests {
 
     #[test]
     fn errors_quote_numbers_and_names_but_no_text() {
+        let message = |value: &str| invalid_value("stop", value, "x").to_string();
         let long_list = format!("[{}1]", "1, ".repeat(100));
         for (value, expected) in [
             ("-1.5", "-1.5"),
@@ -387,12 +432,70 @@ mod tests {
             (r#"["Jane Doe", 1]"#, "a list (15 bytes)"),
             (r#"{"Jane Doe": 1}"#, "an object (15 bytes)"),
             (r#""0123456789012345678901234""#, "a string (27 bytes)"),
+            ("1e+400", "1e+400"),
+            ("null", "null"),
+            // Values of headers are not JSON.
+            ("", "empty"),
+            ("soon", "soon"),
+            ("Jane Doe", "text of 8 bytes"),
+            ("[Jane Doe]", "a list (10 bytes)"),
+            ("{Jane: Doe}", "an object (11 bytes)"),
         ] {
-            let said = refused("stop", value, "x").to_string();
-            assert_eq!(said, format!("stop is {expected}; allowed: x"));
+            assert_eq!(message(value), format!("stop is {expected}; allowed: x"));
         }
-        let said = refused("stop", &long_list, "x").to_string();
-        assert!(said.len() < 120 && said.contains("… (303 bytes)"), "{said}");
+        let long_message = message(&long_list);
+        assert!(
+            long_message.len() < 120 && long_message.contains("… (303 bytes)"),
+            "{long_message}"
+        );
+    }
+
+    #[test]
+    fn reason_of_unknown_key_quotes_only_names() {
+        #[derive(Debug, serde::Deserialize)]
+        #[serde(deny_unknown_fields)]
+        struct Empty {}
+        #[derive(Debug, serde::Deserialize)]
+        #[serde(deny_unknown_fields)]
+        struct Point {
+            #[serde(default)]
+            _x: u32,
+            #[serde(default)]
+            _y: u32,
+        }
+        #[derive(Debug, serde::Deserialize)]
+        enum Color {
+            Red,
+            Blue,
+        }
+        #[derive(Debug, serde::Deserialize)]
+        enum Never {}
+        fn reason<T: serde::de::DeserializeOwned + std::fmt::Debug>(key: &str) -> [String; 2] {
+            let object = serde_json::json!({key: 1});
+            let from_text = serde_json::from_str::<T>(&object.to_string()).unwrap_err();
+            [from_text, serde_json::from_value::<T>(object).unwrap_err()].map(|it| reason_of(&it))
+        }
+        let assert_reasons = |reasons: [String; 2], expected: &str| {
+            assert_eq!(reasons, [expected; 2]);
+        };
+        assert_reasons(reason::<Point>("z"), "unknown field `z`, expected `_x` or `_y`");
+        assert_reasons(reason::<Empty>("z"), "unknown field `z`, there are no fields");
+        assert_reasons(reason::<Color>("z"), "unknown variant `z`, expected `Red` or `Blue`");
+        for private in [
+            "Jane Doe",
+            "a`b c",
+            "a`, expected `b c",
+            "a`, there are no fields",
+            "a`, there are no variants",
+            "Jane at line 3 column 4",
+        ] {
+            assert_reasons(reason::<Point>(private), "unknown field, expected `_x` or `_y`");
+            assert_reasons(reason::<Empty>(private), "unknown field, there are no fields");
+            assert_reasons(reason::<Color>(private), "unknown variant, expected `Red` or `Blue`");
+            assert_reasons(reason::<Never>(private), "unknown variant, there are no variants");
+            let error = serde_json::from_value::<u32>(private.into()).unwrap_err();
+            assert_eq!(reason_of(&error), "invalid type: string, expected u32");
+        }
     }
 
     #[test]

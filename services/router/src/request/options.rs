@@ -8,7 +8,7 @@ use grammar::{Alternative, Grammar, GrammarError};
 use proto::v1::{self, Sampling};
 use text::SamplingDefaults;
 
-use super::error::{FieldError, shown};
+use super::error::{FieldError, redacted};
 
 pub const TEMPERATURE: RangeInclusive<f64> = 0.0..=2.0;
 /// Range of `top_p`; 0 would keep no token.
@@ -210,8 +210,8 @@ impl Tenant {
         let allowed = |c: char| c.is_ascii_alphanumeric() || "._-".contains(c);
         if text.is_empty() || text.len() > TENANT_CHARS_MAX || !text.chars().all(allowed) {
             let problem = format!(
-                "is {:?}; allowed: 1 to {TENANT_CHARS_MAX} letters, digits, '.', '_' and '-'",
-                shown(&text)
+                "is {}; allowed: 1 to {TENANT_CHARS_MAX} letters, digits, '.', '_' and '-'",
+                redacted(&text)
             );
             return Err(FieldError::new(TENANT_HEADER, problem));
         }
@@ -243,7 +243,7 @@ pub fn session_of_headers(
     let keep_ms = keep.map(|value| {
         let text = String::from_utf8_lossy(value);
         let number = text.parse();
-        number.map_err(|_| FieldError::new(KEEP_HEADER, keep_problem(&shown(&text))))
+        number.map_err(|_| FieldError::new(KEEP_HEADER, keep_problem(&redacted(&text))))
     });
     checked_session((SESSION_HEADER, text), (KEEP_HEADER, keep_ms.transpose()?))
 }

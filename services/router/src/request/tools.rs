@@ -13,7 +13,7 @@ use serde_json::{Map, Value, json};
 use text::{ToolCall, ToolFormat, ToolParser, ToolPiece};
 
 use super::{
-    error::{FieldError, refused},
+    error::{FieldError, invalid_value},
     options::{FunctionField, RequestedGrammar},
 };
 
@@ -66,7 +66,7 @@ pub fn check_count(count: usize) -> Result<(), FieldError> {
 pub fn check_name(field: &str, name: &str) -> Result<(), FieldError> {
     if name.is_empty() || name.len() > NAME_BYTES_MAX {
         let allowed = format!("1 to {NAME_BYTES_MAX} bytes");
-        return Err(refused(field, &json!(name).to_string(), &allowed));
+        return Err(invalid_value(field, &json!(name).to_string(), &allowed));
     }
     Ok(())
 }
@@ -90,7 +90,7 @@ impl OfferedTools {
             RequestedToolChoice::Named(name) => {
                 if !functions.iter().any(|function| function.name == *name) {
                     let allowed = "the name of a function in tools";
-                    return Err(refused(TOOL_CHOICE, &json!(name).to_string(), allowed));
+                    return Err(invalid_value(TOOL_CHOICE, &json!(name).to_string(), allowed));
                 }
             }
         }
@@ -185,7 +185,7 @@ fn arguments_schema(function: &OfferedFunction) -> Result<String, FieldError> {
         Some(other) => {
             let name = &function.name;
             let field = format!("{}.type", function.field);
-            let problem = refused(&field, &other.to_string(), "object").problem;
+            let problem = invalid_value(&field, &other.to_string(), "object").problem;
             let problem = format!("of the function {name:?} {problem}");
             return Err(FieldError::new(field, problem));
         }

@@ -11,64 +11,79 @@ use crate::http::{
     },
 };
 
+/// Returns the schemas of all response bodies by their name in the OpenAPI document.
 pub fn schemas() -> Map<String, Value> {
     let settings = SchemaSettings::draft2020_12().for_serialize().with(|settings| {
         settings.definitions_path = "/components/schemas".into();
         settings.meta_schema = None;
     });
     let mut generator = settings.into_generator();
-    let completions = [
-        ("ChatCompletion", completion::<ChatChoice>(&mut generator, "chat.completion", true)),
-        (
-            "ChatCompletionChunk",
-            completion::<ChatChunkChoice>(&mut generator, "chat.completion.chunk", false),
-        ),
-        ("Completion", completion::<TextChoice<'_>>(&mut generator, "text_completion", true)),
-        ("CompletionChunk", completion::<TextChoice<'_>>(&mut generator, "text_completion", false)),
+    let chunks = [
+        ("ChatCompletionChunk", chunk::<ChatChunkChoice>(&mut generator, "chat.completion.chunk")),
+        ("CompletionChunk", chunk::<TextChoice<'_>>(&mut generator, "text_completion")),
     ];
+    let completions = [
+        ("ChatCompletion", chunk::<ChatChoice>(&mut generator, "chat.completion")),
+        ("Completion", chunk::<TextChoice<'_>>(&mut generator, "text_completion")),
+    ];
+    let completions = completions.map(|(name, schema)| (name, with_required_usage(schema)));
+    // Each call adds the type's schema to the definitions. The returned reference is not needed.
     generator.subschema_for::<ErrorBody>();
     generator.subschema_for::<Health<'_>>();
     generator.subschema_for::<ModelList>();
     generator.subschema_for::<Tokenized>();
     generator.subschema_for::<Detokenized>();
     let mut schemas = generator.take_definitions(true);
-    schemas.extend(completions.map(|(name, completion)| (name.to_owned(), completion.to_value())));
+    let responses = completions.into_iter().chain(chunks);
+    schemas.extend(responses.map(|(name, schema)| (name.to_owned(), schema.to_value())));
     schemas.values_mut().for_each(close);
     schemas
 }
 
-/// Returns the schema of a complete response, which has a usage, or of a chunk, whose usage is
-/// optional.
-fn completion<C: JsonSchema>(generator: &mut SchemaGenerator, object: &str, whole: bool) -> Schema {
+/// Returns the schema of a chunk of a stream, whose usage is absent, `null` or an object.
+fn chunk<C: JsonSchema>(generator: &mut SchemaGenerator, object: &str) -> Schema {
     let mut schema = Completion::<'_, C>::json_schema(generator);
     if let Some(properties) = schema.get_mut("properties") {
         properties["object"] = json!({"const": object});
     }
-    if let (true, Some(Value::Array(required))) = (whole, schema.get_mut("required")) {
+    schema
+}
+
+/// Turns the schema of a chunk into the schema of a complete response, which always has a usage object.
+fn with_required_usage(mut schema: Schema) -> Schema {
+    if let Some(Value::Array(required)) = schema.get_mut("required") {
         required.push("usage".into());
+    }
+    if let Some(properties) = schema.get_mut("properties") {
+        remove_null(&mut properties["usage"]);
     }
     schema
 }
 
-/// Forbids further properties, and `null` for properties that the router omits instead.
+/// Forbids additional properties, and `null` for properties that the router omits instead.
 fn close(schema: &mut Value) {
     let required = schema["required"].as_array().cloned().unwrap_or_default();
     let Some(properties) = schema.get_mut("properties").and_then(Value::as_object_mut) else {
         return;
     };
     for (name, property) in properties {
-        // A chunk has no usage, `null`, or the usage.
+        // Only the usage of a chunk may be `null`.
         if name == "usage" || required.iter().any(|required| required == name) {
             continue;
         }
-        if let Some(Value::Array(kinds)) = property.get_mut("type") {
-            kinds.retain(|kind| kind != "null");
-        }
-        if let Some(Value::Array(choices)) = property.get_mut("anyOf") {
-            choices.retain(|choice| choice["type"] != "null");
-        }
+        remove_null(property);
     }
     schema["additionalProperties"] = false.into();
+}
+
+/// Removes `null` from the values that a property's schema allows.
+fn remove_null(property: &mut Value) {
+    if let Some(Value::Array(types)) = property.get_mut("type") {
+        types.retain(|name| name != "null");
+    }
+    if let Some(Value::Array(alternatives)) = property.get_mut("anyOf") {
+        alternatives.retain(|alternative| alternative["type"] != "null");
+    }
 }
 
 #[cfg(test)]
@@ -76,14 +91,18 @@ mod tests {
     use super::*;
 
     #[test]
-    fn usage_is_required_in_answers_and_may_be_null_or_absent_in_chunks() {
+    fn usage_is_an_object_in_complete_responses_and_may_be_null_or_absent_in_chunks() {
         let schemas = schemas();
         let requires_usage =
             |name: &str| schemas[name]["required"].as_array().unwrap().contains(&json!("usage"));
         assert!(requires_usage("ChatCompletion") && requires_usage("Completion"));
         assert!(!requires_usage("ChatCompletionChunk") && !requires_usage("CompletionChunk"));
         let usage = json!({"anyOf": [{"$ref": "#/components/schemas/Usage"}, {"type": "null"}]});
-        assert_eq!(schemas["CompletionChunk"]["properties"]["usage"]["anyOf"], usage["anyOf"]);
+        let usage_of = |name: &str| schemas[name]["properties"]["usage"]["anyOf"].clone();
+        assert_eq!(usage_of("CompletionChunk"), usage["anyOf"]);
+        assert_eq!(usage_of("ChatCompletionChunk"), usage["anyOf"]);
+        assert_eq!(usage_of("Completion"), json!([usage["anyOf"][0]]));
+        assert_eq!(usage_of("ChatCompletion"), json!([usage["anyOf"][0]]));
         assert_eq!(schemas["Completion"]["properties"]["object"]["const"], "text_completion");
     }
 
