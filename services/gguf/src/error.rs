@@ -5,8 +5,8 @@ use std::path::PathBuf;
 /// Error of reading a header or getting a value from it.
 #[derive(Debug, thiserror::Error)]
 pub enum GgufError {
-    #[error("cannot {action} {}: {source}", path.display())]
-    Io { path: PathBuf, action: &'static str, source: std::io::Error },
+    #[error("cannot {action} {}: {cause}", path.display())]
+    Io { path: PathBuf, action: &'static str, cause: std::io::Error },
     #[error("not a GGUF file: it begins with {found:02x?}, not \"GGUF\"")]
     NotGguf { found: Vec<u8> },
     #[error("this GGUF file is big endian; only little endian is supported")]

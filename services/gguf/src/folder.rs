@@ -1,25 +1,50 @@
 //! Finds the GGUF file of a folder.
 
-use std::path::{Path, PathBuf};
+use std::{
+    fs, io,
+    path::{Path, PathBuf},
+};
 
-/// Files that make a folder a Hugging Face model. Its weights are safetensors; a folder without weights is
-/// enough for a router and for random weights.
-const WEIGHTS: [&str; 2] = ["model.safetensors", "model.safetensors.index.json"];
-const WITHOUT_WEIGHTS: [&str; 2] = ["config.json", "tokenizer.json"];
+/// Names of the weights of a Hugging Face model. A folder with one of these files is a Hugging Face model.
+const SAFETENSORS_FILES: [&str; 2] = ["model.safetensors", "model.safetensors.index.json"];
+/// Files of a Hugging Face model without weights. A folder with all of these files is a Hugging Face model: a router
+/// and random weights need no more.
+const CONFIG_FILES: [&str; 2] = ["config.json", "tokenizer.json"];
 
-/// Returns the GGUF file of a folder that holds one GGUF model, in one file or split into several, and
-/// no Hugging Face model. A split model's file is its first part.
-pub fn file_of_folder(folder: &Path) -> Option<PathBuf> {
-    let has = |name: &&str| folder.join(name).exists();
-    if WEIGHTS.iter().any(has) || WITHOUT_WEIGHTS.iter().all(has) {
-        return None;
+/// Finds the GGUF file of a folder that holds one GGUF model, in one file or split into parts, and no Hugging Face
+/// model. Returns the first part of a split model. Returns `None` if the folder holds no or several GGUF models, or a
+/// Hugging Face model.
+///
+/// # Errors
+/// The folder or an entry cannot be read.
+pub fn model_file_in(folder: &Path) -> io::Result<Option<PathBuf>> {
+    let has_file = |name: &str| folder.join(name).try_exists();
+    for name in SAFETENSORS_FILES {
+        if has_file(name)? {
+            return Ok(None);
+        }
     }
-    let entries = std::fs::read_dir(folder).ok()?;
-    let mut files = entries.flatten().map(|entry| entry.path()).filter(|path| {
+    let [config, tokenizer] = CONFIG_FILES;
+    if has_file(config)? && has_file(tokenizer)? {
+        return Ok(None);
+    }
+    let mut found = None;
+    for entry in fs::read_dir(folder)? {
+        let path = entry?.path();
         let is_gguf = path.extension().is_some_and(|name| name.eq_ignore_ascii_case("gguf"));
-        is_gguf && path.is_file() && !is_later_part(path)
-    });
-    files.next().filter(|_| files.next().is_none())
+        if is_gguf && !is_later_part(&path) && is_file(&path)? && found.replace(path).is_some() {
+            return Ok(None);
+        }
+    }
+    Ok(found)
+}
+
+/// Returns whether the path, or the target of a link, is a file. A dangling link is none.
+fn is_file(path: &Path) -> io::Result<bool> {
+    match fs::metadata(path) {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(false),
+        metadata => Ok(metadata?.is_file()),
+    }
 }
 
 /// Returns whether the name ends in `-NNNNN-of-NNNNN` with a part number above 1.
@@ -27,8 +52,9 @@ fn is_later_part(path: &Path) -> bool {
     let stem = path.file_stem().and_then(|stem| stem.to_str()).unwrap_or_default();
     let Some((name, count)) = stem.rsplit_once("-of-") else { return false };
     let number = name.rsplit_once('-').map_or("", |(_, number)| number);
-    let is_number = |text: &str| text.len() == 5 && text.bytes().all(|it| it.is_ascii_digit());
-    is_number(count) && is_number(number) && number != "00001"
+    let is_part_number =
+        |text: &str| text.len() == 5 && text.bytes().all(|byte| byte.is_ascii_digit());
+    is_part_number(count) && is_part_number(number) && number != "00001"
 }
 
 #[cfg(test)]
@@ -38,10 +64,10 @@ mod tests {
     fn found(names: &[&str]) -> Option<String> {
         let folder = tempfile::tempdir().unwrap();
         for name in names {
-            std::fs::write(folder.path().join(name), "").unwrap();
+            fs::write(folder.path().join(name), "").unwrap();
         }
-        std::fs::create_dir(folder.path().join("folder.gguf")).unwrap();
-        let file = file_of_folder(folder.path())?;
+        fs::create_dir(folder.path().join("folder.gguf")).unwrap();
+        let file = model_file_in(folder.path()).unwrap()?;
         Some(file.file_name().unwrap().to_str().unwrap().to_owned())
     }
 
@@ -69,5 +95,25 @@ mod tests {
         ] {
             assert_eq!(found(names), None, "{names:?}");
         }
+    }
+
+    #[test]
+    fn unreadable_folder_is_an_error() {
+        let folder = tempfile::tempdir().unwrap();
+        let missing = model_file_in(&folder.path().join("missing")).unwrap_err();
+        assert_eq!(missing.kind(), io::ErrorKind::NotFound);
+        let file = folder.path().join("a.txt");
+        fs::write(&file, "").unwrap();
+        assert_eq!(model_file_in(&file).unwrap_err().kind(), io::ErrorKind::NotADirectory);
+        // Nobody can look up names in a folder whose own name is too long.
+        let unreadable = model_file_in(&folder.path().join("x".repeat(300))).unwrap_err();
+        assert_eq!(unreadable.kind(), io::ErrorKind::InvalidFilename);
+    }
+
+    #[test]
+    fn dangling_link_is_no_gguf_file() {
+        let folder = tempfile::tempdir().unwrap();
+        std::os::unix::fs::symlink("missing", folder.path().join("a.gguf")).unwrap();
+        assert_eq!(model_file_in(folder.path()).unwrap(), None);
     }
 }

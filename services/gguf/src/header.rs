@@ -62,12 +62,12 @@ impl Header {
     pub fn read_from(path: impl AsRef<Path>) -> Result<Self, GgufError> {
         let path = path.as_ref();
         let io_error = |action: &'static str| {
-            move |source: io::Error| GgufError::Io { path: path.into(), action, source }
+            move |cause: io::Error| GgufError::Io { path: path.into(), action, cause }
         };
         // Checked before the file is opened: opening a FIFO blocks.
         if !std::fs::metadata(path).map_err(io_error("open"))?.is_file() {
-            let source = io::Error::new(io::ErrorKind::InvalidInput, "not a regular file");
-            return Err(io_error("read")(source));
+            let cause = io::Error::new(io::ErrorKind::InvalidInput, "not a regular file");
+            return Err(io_error("read")(cause));
         }
         let file = File::open(path).map_err(io_error("open"))?;
         let file_bytes = file.metadata().map_err(io_error("stat"))?.len();

@@ -24,7 +24,7 @@ mod tensor;
 mod value;
 
 pub use error::GgufError;
-pub use folder::file_of_folder;
+pub use folder::model_file_in;
 pub use header::{HEADER_BYTES_MAX, Header};
 pub use metadata::{FromValue, Metadata};
 pub use split::Split;

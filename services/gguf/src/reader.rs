@@ -44,9 +44,9 @@ impl<'a> HeaderReader<'a> {
     fn fill(&mut self, out: &mut [u8], what: impl FnOnce() -> String) -> Result<(), GgufError> {
         let len = out.len() as u64;
         self.claim(len, 1, what)?;
-        self.inner.read_exact(out).map_err(|source| {
+        self.inner.read_exact(out).map_err(|cause| {
             let (path, action) = (self.path.into(), "read");
-            GgufError::Io { path, action, source }
+            GgufError::Io { path, action, cause }
         })?;
         self.offset += len;
         Ok(())

@@ -281,12 +281,12 @@ impl Checkpoint {
             unreachable!("dummy weights are not stored")
         };
         let tensor = stored.tensor(weight, &self.config)?;
-        let wanted = weight.shape(&self.config).dims();
-        if tensor.dims != wanted {
-            return Err(tensor.wrong_shape(wanted));
+        let expected = weight.shape(&self.config).dims();
+        if tensor.dims != expected {
+            return Err(tensor.wrong_shape(expected));
         }
         // Files are checked when opened: a tensor has all its bytes, in whole blocks.
-        let cols = wanted.last().map_or(0, |&cols| cols as usize);
+        let cols = expected.last().map_or(0, |&cols| cols as usize);
         let rows = (weight.shape(&self.config).elements() as usize).checked_div(cols).unwrap_or(0);
         assert_eq!(
             tensor.encoding.row_bytes(cols).map(|row_bytes| rows * row_bytes),
@@ -344,7 +344,7 @@ impl Location {
             Err(ModelError::NotAModel { path: path.into(), reason: reason.to_owned() })
         };
         if metadata.is_dir() {
-            if let Some(file) = gguf::file_of_folder(path) {
+            if let Some(file) = gguf::model_file_in(path).map_err(io_error(path, "read"))? {
                 return Ok(Location::Gguf { file });
             }
             let config = path.join("config.json");
@@ -381,18 +381,18 @@ fn read_json(path: &Path) -> Result<JsonFile, ModelError> {
     let metadata = std::fs::metadata(path).map_err(io_error(path, "open"))?;
     // Opening a FIFO blocks.
     if !metadata.is_file() {
-        let source = std::io::Error::new(std::io::ErrorKind::InvalidInput, "not a regular file");
-        return Err(io_error(path, "read")(source));
+        let cause = std::io::Error::new(std::io::ErrorKind::InvalidInput, "not a regular file");
+        return Err(io_error(path, "read")(cause));
     }
     if metadata.len() > BYTES_MAX {
         return Err(ModelError::FileTooLarge { path: path.into(), limit: BYTES_MAX });
     }
     let text = std::fs::read(path).map_err(io_error(path, "read"))?;
     let value = serde_json::from_slice(&text)
-        .map_err(|source| ModelError::Json { path: path.into(), source })?;
+        .map_err(|cause| ModelError::Json { path: path.into(), cause })?;
     Ok(JsonFile { path: path.into(), value })
 }
 
 fn io_error(path: &Path, action: &'static str) -> impl FnOnce(std::io::Error) -> ModelError {
-    move |source| ModelError::Io { path: path.into(), action, source }
+    move |cause| ModelError::Io { path: path.into(), action, cause }
 }

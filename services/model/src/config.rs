@@ -226,7 +226,7 @@ impl ModelConfig {
         if self.rank_counts().any(|of| of == shard.rank_count()) {
             return Ok(());
         }
-        Err(ModelError::Ranks {
+        Err(ModelError::RankCount {
             ranks: shard.rank_count(),
             kv_heads: self.kv_head_count,
             ffn_size: self.experts().map_or(self.ffn_size, |experts| experts.size),

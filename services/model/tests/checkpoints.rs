@@ -475,17 +475,20 @@ fn gguf_files_of_unsupported_kind_or_architecture_are_rejected() {
     let kind = position(name) + name.len() + 4 + 16;
     other[kind..kind + 4].copy_from_slice(&10u32.to_le_bytes());
     let found = message(&other);
-    assert!(found.contains("tensor \"blk.1.ffn_up.weight\" at offset"), "{found}");
+    assert!(found.contains("tensor \"blk.1.ffn_up.weight\" at file offset"), "{found}");
     assert!(
         found.ends_with(
-            "has unsupported kind Q2_K (number 10); expected one of F32, F16, BF16, Q4_0, Q4_1, Q5_0, Q5_1, \
+            "has unsupported type Q2_K (number 10); expected one of F32, F16, BF16, Q4_0, Q4_1, Q5_0, Q5_1, \
              Q8_0, Q4_K, Q5_K, Q6_K"
         ),
         "{found}"
     );
 
     let found = message(&good[..good.len() - 1]);
-    assert!(found.contains("tensor \"rope_freqs.weight\" needs 32 bytes at offset"), "{found}");
+    assert!(
+        found.contains("tensor \"rope_freqs.weight\" needs 32 bytes at file offset"),
+        "{found}"
+    );
 }
 
 proptest! {

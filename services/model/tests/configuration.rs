@@ -414,7 +414,11 @@ fn files_without_a_configuration_are_rejected() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("config.json");
     let open = || Checkpoint::open(&path, LoadFormat::Dummy { seed: 0 }).map(drop);
-    assert!(matches!(open(), Err(ModelError::Io { action: "open", .. })));
+    let missing = open().unwrap_err();
+    assert!(matches!(missing, ModelError::Io { action: "open", .. }));
+    // The message has the cause, so a printed chain of errors must not have it again.
+    assert!(missing.to_string().contains("No such file"), "{missing}");
+    assert!(std::error::Error::source(&missing).is_none());
     fs::write(&path, "{\"hidden_size\": 3").unwrap();
     assert!(matches!(open(), Err(ModelError::Json { .. })));
     fs::write(&path, "[1]").unwrap();

@@ -348,7 +348,7 @@ fn zero_tiny_and_extreme_scales_are_exact() {
     let numbers = pair.stored.iter_mut().find(|it| it.name.ends_with("1.mlp.down_proj.weight"));
     numbers.unwrap().bytes[5] = 0x7e;
     let error = pack(&pair.open(), Shard::WHOLE).unwrap_err();
-    assert!(error.contains("1.mlp.down_proj.weight\" at offset"), "{error}");
+    assert!(error.contains("1.mlp.down_proj.weight\" at file offset"), "{error}");
     assert!(error.ends_with("is corrupt: element 5 is inf"), "{error}");
 }
 
@@ -391,7 +391,7 @@ fn nan_in_a_matrix_is_found_when_it_is_packed() {
     let matrix = pair.stored.iter_mut().find(|it| it.name.ends_with("1.self_attn.k_proj.weight"));
     matrix.unwrap().bytes[200] = 0xff;
     let error = pack(&pair.open(), Shard::WHOLE).unwrap_err();
-    assert!(error.contains("1.self_attn.k_proj.weight\" at offset"), "{error}");
+    assert!(error.contains("1.self_attn.k_proj.weight\" at file offset"), "{error}");
     assert!(error.ends_with("is corrupt: element 200 is NaN"), "{error}");
 }
 
@@ -409,7 +409,7 @@ fn invalid_scales_are_refused_by_name() {
     };
     for (value, found) in [(-1.0, "-1"), (f32::NAN, "NaN"), (f32::INFINITY, "inf")] {
         let message = set(4, value);
-        assert!(message.starts_with(&format!("tensor {NAME:?} at offset ")), "{message}");
+        assert!(message.starts_with(&format!("tensor {NAME:?} at file offset ")), "{message}");
         let end = format!("has scale {found} at element 4; expected a finite number from 0 on");
         assert!(message.ends_with(&end), "{message}");
     }
@@ -428,7 +428,7 @@ fn invalid_scales_are_refused_by_name() {
         scale.bytes.truncate(6);
     });
     assert!(
-        message.ends_with("has unsupported kind F8_E4M3; expected F32, F16 or BF16"),
+        message.ends_with("has unsupported type F8_E4M3; expected F32, F16 or BF16"),
         "{message}"
     );
     // A scale of a matrix that is not in FP8 has no meaning.
@@ -436,7 +436,7 @@ fn invalid_scales_are_refused_by_name() {
         let extra = Tensor { name: "lm_head.weight_scale_inv".into(), ..scale(tensors).clone() };
         tensors.push(extra);
     });
-    assert!(message.contains("\"lm_head.weight_scale_inv\" at offset"), "{message}");
+    assert!(message.contains("\"lm_head.weight_scale_inv\" at file offset"), "{message}");
     let message = pair.refusal(|tensors| {
         let norm = tensors.iter_mut().find(|it| it.name == "model.norm.weight").unwrap();
         norm.element = Element::F8E4m3;
@@ -520,5 +520,5 @@ fn unsupported_quantization_is_refused_before_weights_are_read() {
     Pair::new(Block, |_, scale| scale).write(folder.path(), 1);
     write_config(folder.path(), None);
     let error = Checkpoint::open(folder.path(), LoadFormat::Auto).unwrap_err().to_string();
-    assert!(error.contains("has unsupported kind F8_E4M3; expected F32, F16 or BF16"), "{error}");
+    assert!(error.contains("has unsupported type F8_E4M3; expected F32, F16 or BF16"), "{error}");
 }

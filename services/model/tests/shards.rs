@@ -236,7 +236,7 @@ fn unsupported_rank_counts_are_rejected_with_the_supported_ones() {
     };
     let three = dummy(folder.path(), json!({"num_attention_heads": 9, "num_key_value_heads": 3}));
     let error = load(&three, Shard::new(1, 2).unwrap(), &mut |_| ()).unwrap_err();
-    assert!(matches!(&error, ModelError::Ranks { ranks: 2, kv_heads: 3, .. }));
+    assert!(matches!(&error, ModelError::RankCount { ranks: 2, kv_heads: 3, .. }));
     assert_eq!(
         error.to_string(),
         "cannot shard the model's 3 KV heads and feed-forward size 192 over 2 ranks; expected one of 1, 3"

@@ -10,7 +10,7 @@ use crate::{
     error::VocabularyError,
     merging::Merging,
     packed::PackedStrings,
-    vocabulary::{NO_ID, Vocabulary, WordHasher, byte_ids},
+    vocabulary::{FixedSeedBuildHasher, NO_ID, Vocabulary, byte_ids},
 };
 
 /// Maximum number of merges. The largest merge lists in use have 500,000.
@@ -37,7 +37,7 @@ struct MergeRule {
     id: u32,
 }
 
-type MergeRules = HashMap<u64, MergeRule, WordHasher>;
+type MergeRules = HashMap<u64, MergeRule, FixedSeedBuildHasher>;
 
 #[derive(Debug)]
 pub(crate) struct BytePairModel {
@@ -163,7 +163,7 @@ fn merge_rules(
     if count > MERGES_MAX {
         return Err(VocabularyError::TooManyMerges { found: count, max: MERGES_MAX });
     }
-    let mut rules = MergeRules::with_capacity_and_hasher(count, WordHasher::default());
+    let mut rules = MergeRules::with_capacity_and_hasher(count, FixedSeedBuildHasher::default());
     let mut joined = String::new();
     for index in 0..count {
         let (left, right) = (merges.get(2 * index), merges.get(2 * index + 1));

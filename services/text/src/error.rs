@@ -8,8 +8,8 @@ use crate::vocabulary::VOCABULARY_SIZE_MAX;
 /// allowed.
 #[derive(Debug, thiserror::Error)]
 pub enum LoadError {
-    #[error("{}: cannot be read: {source}", path.display())]
-    Io { path: PathBuf, source: std::io::Error },
+    #[error("{}: cannot be read: {cause}", path.display())]
+    Io { path: PathBuf, cause: std::io::Error },
     #[error(
         "{}: no model text here; expected a .gguf file, or a folder with a tokenizer.json or exactly one .gguf file",
         path.display()
@@ -18,19 +18,19 @@ pub enum LoadError {
     #[error("{}: has {bytes} bytes; at most {limit} are read", path.display())]
     FileTooLarge { path: PathBuf, bytes: u64, limit: u64 },
     /// The container is broken, or a key is missing or of the wrong type.
-    #[error("{}: {source}", path.display())]
-    Gguf { path: PathBuf, source: gguf::GgufError },
+    #[error("{}: {cause}", path.display())]
+    Gguf { path: PathBuf, cause: gguf::GgufError },
     /// Not JSON, or a key is missing or of the wrong type.
-    #[error("{}: {source}", path.display())]
-    Json { path: PathBuf, source: serde_json::Error },
+    #[error("{}: {cause}", path.display())]
+    Json { path: PathBuf, cause: serde_json::Error },
     /// The key has an unsupported value.
     #[error("{}: {key} is {found:?}; supported: {supported}", path.display())]
     Unsupported { path: PathBuf, key: String, found: String, supported: String },
     /// The key's value contradicts itself or the rest of the file.
     #[error("{}: {key}: {problem}", path.display())]
     Invalid { path: PathBuf, key: String, problem: String },
-    #[error("{}: {key}: {source}", path.display())]
-    Vocabulary { path: PathBuf, key: &'static str, source: VocabularyError },
+    #[error("{}: {key}: {cause}", path.display())]
+    Vocabulary { path: PathBuf, key: &'static str, cause: VocabularyError },
 }
 
 impl LoadError {

@@ -1,4 +1,4 @@
-//! Token strings by id, and ids by token string.
+//! Two-way mapping between token ids and token strings.
 
 use std::hash::BuildHasher;
 
@@ -6,19 +6,21 @@ use hashbrown::HashTable;
 
 use crate::{error::VocabularyError, packed::PackedStrings};
 
-/// Maximum vocabulary size, more than ten times the largest in use. Bounds the allocation for a corrupt id.
+/// Maximum vocabulary size: more than ten times the largest known vocabulary. A corrupt id cannot cause a larger
+/// allocation.
 pub const VOCABULARY_SIZE_MAX: u32 = 1 << 22;
 
-/// Strings of all ids. An id without a string (a hole) has the empty string.
+/// Mapping between the ids and the strings of all tokens.
 #[derive(Clone, Debug)]
 pub(crate) struct Vocabulary {
+    /// String of each id, by id. An id that no token has (a hole) has the empty string.
     strings: PackedStrings,
-    /// Ids by the hash of their string.
-    index: HashTable<u32>,
+    /// One id of each different string, by the hash of the string.
+    ids: HashTable<u32>,
 }
 
 impl Vocabulary {
-    /// Creates a vocabulary from strings in any order and the id of each. For equal strings,
+    /// Creates a vocabulary from strings in any order: `ids[i]` is the id of `strings.get(i)`. For equal strings,
     /// [`id`](Self::id) returns the lowest id.
     pub fn new(strings: &PackedStrings, ids: &[u32]) -> Result<Self, VocabularyError> {
         assert_eq!(strings.len(), ids.len(), "every string has an id");
@@ -31,7 +33,7 @@ impl Vocabulary {
             let at = ids.iter().position(|other| *other == id).unwrap_or(0);
             return Err(VocabularyError::IdTooLarge { id, token: strings.get(at).to_owned() });
         }
-        // `order[id]` is the index of the id's string.
+        // `order[id]` is the index in `strings` of the id's string.
         let mut order = vec![None; size as usize];
         for (at, &id) in ids.iter().enumerate() {
             if let Some(first) = order[id as usize].replace(at as u32) {
@@ -40,27 +42,27 @@ impl Vocabulary {
                 return Err(VocabularyError::IdTwice { id, first, second });
             }
         }
-        let mut in_order = PackedStrings::default();
+        let mut strings_by_id = PackedStrings::default();
         for at in order {
-            if !in_order.push(at.map_or("", |at| strings.get(at as usize))) {
+            if !strings_by_id.push(at.map_or("", |at| strings.get(at as usize))) {
                 return Err(VocabularyError::TooLarge);
             }
         }
-        in_order.shrink();
-        let index = HashTable::with_capacity(in_order.len());
-        let mut vocabulary = Self { strings: in_order, index };
+        strings_by_id.shrink();
+        let ids = HashTable::with_capacity(strings_by_id.len());
+        let mut vocabulary = Self { strings: strings_by_id, ids };
         for id in 0..vocabulary.size() {
             let Some(string) = vocabulary.string(id) else { continue };
             if vocabulary.id(string).is_none() {
-                let (hash, strings) = (hash(string), &vocabulary.strings);
-                let rehash = |id: &u32| self::hash(strings.get(*id as usize));
-                vocabulary.index.insert_unique(hash, id, rehash);
+                let (hash, strings) = (hash_of(string), &vocabulary.strings);
+                let rehash = |id: &u32| hash_of(strings.get(*id as usize));
+                vocabulary.ids.insert_unique(hash, id, rehash);
             }
         }
         Ok(vocabulary)
     }
 
-    /// Returns the highest id + 1.
+    /// Returns the highest id + 1, holes included.
     pub fn size(&self) -> u32 {
         self.strings.len() as u32
     }
@@ -71,27 +73,29 @@ impl Vocabulary {
         (!string.is_empty()).then_some(string)
     }
 
+    /// Returns the lowest id of `string`; `None` if no token has this string.
     pub fn id(&self, string: &str) -> Option<u32> {
-        self.index.find(hash(string), |id| self.strings.get(*id as usize) == string).copied()
+        self.ids.find(hash_of(string), |id| self.strings.get(*id as usize) == string).copied()
     }
 }
 
 /// Marks an absent id in a table of ids.
 pub(crate) const NO_ID: u32 = u32::MAX;
 
-/// Returns the ids of `<0x00>` to `<0xFF>`.
+/// Returns the ids of the byte tokens `<0x00>` to `<0xFF>`, with [`NO_ID`] for missing tokens. Byte tokens encode text
+/// that no other token covers (byte fallback).
 pub(crate) fn byte_ids(id_of: impl Fn(&str) -> Option<u32>) -> Box<[u32; 256]> {
     let id = |byte| id_of(&format!("<0x{byte:02X}>")).unwrap_or(NO_ID);
     Box::new(std::array::from_fn(id))
 }
 
-fn hash(string: &str) -> u64 {
-    WordHasher::default().hash_one(string)
+fn hash_of(string: &str) -> u64 {
+    FixedSeedBuildHasher::default().hash_one(string)
 }
 
-/// Fast hash with a fixed seed. Hash flooding is impossible: the tables contain only strings of the model, and user
-/// text is looked up and never inserted.
-pub(crate) type WordHasher = foldhash::fast::FixedState;
+/// Builder of a fast hasher with a fixed seed. Clients cannot cause collisions: the tables contain only tokens and
+/// merges of the model, and a client's text is looked up but never inserted.
+pub(crate) type FixedSeedBuildHasher = foldhash::fast::FixedState;
 
 #[cfg(test)]
 mod tests {

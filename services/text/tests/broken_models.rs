@@ -510,7 +510,7 @@ fn eos_ids_come_from_all_configurations() {
     assert!(
         matches!(
             error,
-            LoadError::Vocabulary { source: VocabularyError::NoSuchId { id: 9, size: 4, .. }, .. }
+            LoadError::Vocabulary { cause: VocabularyError::NoSuchId { id: 9, size: 4, .. }, .. }
         ),
         "{error:?}"
     );

@@ -60,11 +60,15 @@ impl ChildSettings {
         let FoundModel { path: model, mut envs } = model;
         let mut set = |name: &str, value: String| envs.push((name.to_owned(), value));
         // Fail before the nodes load: only the router would report the missing tokenizer.
+        let has_gguf_file = || {
+            let file = gguf::model_file_in(&model);
+            file.with_context(|| format!("cannot read {}", model.display()))
+        };
         ensure!(
             args.no_router
                 || !model.is_dir()
                 || model.join(TOKENIZER_FILE).exists()
-                || gguf::file_of_folder(&model).is_some(),
+                || has_gguf_file()?.is_some(),
             "cannot serve {}: it has no {TOKENIZER_FILE}, which the router needs",
             model.display()
         );

@@ -102,8 +102,8 @@ impl CheckpointFile {
             // The file was long enough when it was opened.
             Some(error) if error.kind() == io::ErrorKind::UnexpectedEof => Err(self.changed()),
             Some(error) => {
-                let source = io::Error::new(error.kind(), error.to_string());
-                Err(io_error(&self.path, "read")(source))
+                let cause = io::Error::new(error.kind(), error.to_string());
+                Err(io_error(&self.path, "read")(cause))
             }
         }
     }

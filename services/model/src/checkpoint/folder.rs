@@ -93,7 +93,7 @@ fn add_shard(
 /// Returns the offset of the tensors' data in the file, and the tensors. They cover the rest of the file exactly.
 fn read_header(file: &CheckpointFile) -> Result<(u64, Metadata), ModelError> {
     let path = file.path();
-    let invalid = |source| ModelError::Safetensors { path: path.into(), source };
+    let invalid = |cause| ModelError::Safetensors { path: path.into(), cause };
     let read = |bytes: u64| {
         let mut prefix = Vec::new();
         let read = file.reader().take(bytes).read_to_end(&mut prefix);
@@ -107,10 +107,10 @@ fn read_header(file: &CheckpointFile) -> Result<(u64, Metadata), ModelError> {
     // The crate checks the whole file, of which only the header is in memory: a valid header lacks its data.
     match SafeTensors::read_metadata(&header) {
         Ok(_) | Err(SafeTensorError::MetadataIncompleteBuffer) => {}
-        Err(source) => return Err(invalid(source)),
+        Err(cause) => return Err(invalid(cause)),
     }
     let metadata: Metadata = serde_json::from_slice(&header[LENGTH_BYTES as usize..])
-        .map_err(|source| invalid(SafeTensorError::InvalidHeaderDeserialization(source)))?;
+        .map_err(|cause| invalid(SafeTensorError::InvalidHeaderDeserialization(cause)))?;
     let data_offset = header.len() as u64;
     let data_bytes = file.bytes().saturating_sub(data_offset);
     match metadata.data_len() as u64 == data_bytes {

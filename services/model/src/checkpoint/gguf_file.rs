@@ -59,13 +59,13 @@ fn add_part(weights: &mut StoredWeights, path: &Path) -> Result<Header, ModelErr
 }
 
 fn gguf_error(path: &Path) -> impl Fn(GgufError) -> ModelError {
-    move |source| ModelError::Gguf { path: path.into(), source }
+    move |cause| ModelError::Gguf { path: path.into(), cause }
 }
 
 fn rope_divisors(weights: &StoredWeights) -> Result<Vec<f32>, ModelError> {
     let tensor = weights.named(ROPE_DIVISORS.into(), RowOrder::Halves)?;
     if tensor.encoding != Encoding::F32 {
-        return Err(tensor.wrong_kind("F32".into()));
+        return Err(tensor.wrong_type("F32".into()));
     }
     let mut values = vec![0.0; tensor.bytes.len() / 4];
     tensor.read_vector(&mut values)?;

@@ -58,7 +58,7 @@ pub struct Entry {
     pub range: Range<u64>,
     /// Dimensions, slowest first.
     pub dims: Vec<u64>,
-    /// Encoding, or the name of an unsupported kind.
+    /// Encoding, or the name of an unsupported type.
     pub encoding: Result<Encoding, String>,
 }
 
@@ -144,8 +144,8 @@ impl StoredWeights {
         if !self.has(&name) {
             // An opened model has at least one file; an empty index has none.
             let path = self.files.first().map_or(Path::new(""), CheckpointFile::path);
-            let wanted = weight.shape(config).dims();
-            return Err(ModelError::MissingTensor { path: path.into(), tensor: name, wanted });
+            let expected = weight.shape(config).dims();
+            return Err(ModelError::MissingTensor { path: path.into(), tensor: name, expected });
         }
         let is_paired = matches!(weight, Weight::Layer(_, LayerWeight::Query | LayerWeight::Key))
             && self.format == Format::Gguf
@@ -170,7 +170,7 @@ impl StoredWeights {
                     Format::Safetensors => "F32, F16, BF16 or F8_E4M3".into(),
                 };
                 let (path, found) = (path.into(), found.clone());
-                return Err(ModelError::TensorKind {
+                return Err(ModelError::TensorType {
                     path,
                     tensor: name,
                     offset,
@@ -203,7 +203,7 @@ impl StoredWeights {
             }
             let (WeightShape::Matrix { rows, cols }, Some(strategy)) = (shape, strategy) else {
                 let supported = "F32, F16 or BF16; FP8 is for matrices of a quantization_config";
-                return Err(matrix.wrong_kind(supported.into()));
+                return Err(matrix.wrong_type(supported.into()));
             };
             let scales = self.matrix_scales(&matrix, [rows, cols], strategy)?;
             self.scales.insert(name, scales);
@@ -219,10 +219,10 @@ impl StoredWeights {
     ) -> Result<MatrixScales, ModelError> {
         let names = SCALE_SUFFIXES.map(|suffix| format!("{}{suffix}", matrix.name));
         let Some(name) = names.iter().find(|name| self.has(name)) else {
-            let wanted = strategy.shapes(shape).swap_remove(0);
+            let expected = strategy.shapes(shape).swap_remove(0);
             let [block, other] = names;
             let tensor = if strategy == ScaleStrategy::Block { block } else { other };
-            return Err(ModelError::MissingTensor { path: matrix.path.into(), tensor, wanted });
+            return Err(ModelError::MissingTensor { path: matrix.path.into(), tensor, expected });
         };
         let values = self.scale_values(name.clone(), &strategy.shapes(shape))?;
         let scales = BlockScales::new(shape, strategy.block(shape), values);
@@ -240,7 +240,7 @@ impl StoredWeights {
     fn scale_values(&self, name: String, shapes: &[Vec<u64>]) -> Result<Vec<f32>, ModelError> {
         let tensor = self.named(name, RowOrder::Halves)?;
         if tensor.encoding == Encoding::F8E4m3 {
-            return Err(tensor.wrong_kind("F32, F16 or BF16".into()));
+            return Err(tensor.wrong_type("F32, F16 or BF16".into()));
         }
         if !shapes.contains(&tensor.dims) {
             return Err(tensor.wrong_shape(shapes[0].clone()));
@@ -249,7 +249,7 @@ impl StoredWeights {
         tensor.decode(&mut values);
         match values.iter().position(|scale| !(scale.is_finite() && *scale >= 0.0)) {
             None => Ok(values),
-            Some(element) => Err(ModelError::Scale {
+            Some(element) => Err(ModelError::InvalidScale {
                 path: tensor.path.into(),
                 tensor: tensor.name,
                 offset: tensor.offset,
@@ -308,13 +308,13 @@ impl StoredTensor<'_> {
         }
     }
 
-    pub fn wrong_shape(self, wanted: Vec<u64>) -> ModelError {
+    pub fn wrong_shape(self, expected: Vec<u64>) -> ModelError {
         let Self { path, name: tensor, offset, dims: found, .. } = self;
-        ModelError::TensorShape { path: path.into(), tensor, offset, found, wanted }
+        ModelError::TensorShape { path: path.into(), tensor, offset, found, expected }
     }
 
-    pub fn wrong_kind(&self, supported: String) -> ModelError {
-        ModelError::TensorKind {
+    pub fn wrong_type(&self, supported: String) -> ModelError {
+        ModelError::TensorType {
             path: self.path.into(),
             tensor: self.name.clone(),
             offset: self.offset,

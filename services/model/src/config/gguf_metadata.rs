@@ -16,7 +16,7 @@ pub(crate) fn from_gguf(
     rope_divisors: Option<Vec<f32>>,
 ) -> Result<ModelConfig, ModelError> {
     let name = header.metadata.require::<&str>("general.architecture");
-    let name = name.map_err(|source| ModelError::Gguf { path: path.into(), source })?;
+    let name = name.map_err(|cause| ModelError::Gguf { path: path.into(), cause })?;
     let family = Family::of_gguf(name).ok_or_else(|| ModelError::Architecture {
         path: path.into(),
         found: format!("{name:?}"),
@@ -140,7 +140,7 @@ struct Metadata<'a> {
 
 impl<'a> Metadata<'a> {
     fn get<T: FromValue<'a>>(&self, full_key: &str) -> Result<Option<T>, ModelError> {
-        self.header.metadata.get(full_key).map_err(|source| self.error(source))
+        self.header.metadata.get(full_key).map_err(|cause| self.error(cause))
     }
 
     fn of_model<T: FromValue<'a>>(&self, key: &str) -> Result<Option<T>, ModelError> {
@@ -148,15 +148,15 @@ impl<'a> Metadata<'a> {
     }
 
     fn require<T: FromValue<'a>>(&self, key: &str) -> Result<T, ModelError> {
-        self.header.metadata.require(&self.full_key(key)).map_err(|source| self.error(source))
+        self.header.metadata.require(&self.full_key(key)).map_err(|cause| self.error(cause))
     }
 
     fn full_key(&self, key: &str) -> String {
         format!("{}.{key}", self.family.name())
     }
 
-    fn error(&self, source: GgufError) -> ModelError {
-        ModelError::Gguf { path: self.path.into(), source }
+    fn error(&self, cause: GgufError) -> ModelError {
+        ModelError::Gguf { path: self.path.into(), cause }
     }
 
     fn unsupported(&self, key: &str, found: String, supported: &'static str) -> ModelError {

@@ -58,7 +58,7 @@ mod token_type {
 
 /// Reads the header of the file at `path` and no tensors.
 pub(crate) fn read(path: &Path) -> Result<TokenizerSource, LoadError> {
-    let gguf = |source| LoadError::Gguf { path: path.into(), source };
+    let gguf = |cause| LoadError::Gguf { path: path.into(), cause };
     let header = Header::read_from(path).map_err(gguf)?;
     // Only the first part of a split model has the tokenizer. Reject the other parts.
     Split::of_first(path, &header).map_err(gguf)?;
@@ -259,15 +259,15 @@ impl GgufVocabulary<'_> {
     }
 
     fn get<'a, T: gguf::FromValue<'a>>(&'a self, key: &str) -> Result<Option<T>, LoadError> {
-        self.metadata.get(key).map_err(|source| self.gguf(source))
+        self.metadata.get(key).map_err(|cause| self.gguf(cause))
     }
 
     fn require<'a, T: gguf::FromValue<'a>>(&'a self, key: &str) -> Result<T, LoadError> {
-        self.metadata.require(key).map_err(|source| self.gguf(source))
+        self.metadata.require(key).map_err(|cause| self.gguf(cause))
     }
 
-    fn gguf(&self, source: GgufError) -> LoadError {
-        LoadError::Gguf { path: self.path.into(), source }
+    fn gguf(&self, cause: GgufError) -> LoadError {
+        LoadError::Gguf { path: self.path.into(), cause }
     }
 
     fn unsupported(&self, key: &str, found: &str, supported: &str) -> LoadError {
@@ -278,8 +278,8 @@ impl GgufVocabulary<'_> {
         LoadError::invalid(self.path, key, problem)
     }
 
-    fn vocabulary(&self, key: &'static str, source: VocabularyError) -> LoadError {
-        LoadError::Vocabulary { path: self.path.into(), key, source }
+    fn vocabulary(&self, key: &'static str, cause: VocabularyError) -> LoadError {
+        LoadError::Vocabulary { path: self.path.into(), key, cause }
     }
 }
 

@@ -126,7 +126,7 @@ fn add_templates(
 
 /// Returns the file's text; `None` when there is no such file.
 fn read_text(path: &Path, bytes_max: u64) -> Result<Option<String>, LoadError> {
-    let io = |source| LoadError::Io { path: path.into(), source };
+    let io = |cause| LoadError::Io { path: path.into(), cause };
     let metadata = match std::fs::metadata(path) {
         Ok(metadata) => metadata,
         Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(None),
@@ -150,7 +150,7 @@ fn read_text(path: &Path, bytes_max: u64) -> Result<Option<String>, LoadError> {
 fn read_json<T: DeserializeOwned>(path: &Path, bytes_max: u64) -> Result<Option<T>, LoadError> {
     let Some(text) = read_text(path, bytes_max)? else { return Ok(None) };
     let parsed = serde_json::from_str(&text);
-    parsed.map(Some).map_err(|source| LoadError::Json { path: path.into(), source })
+    parsed.map(Some).map_err(|cause| LoadError::Json { path: path.into(), cause })
 }
 
 /// Adds the tokens of `added_tokens_decoder` that are missing in tokenizer.json.
@@ -170,12 +170,7 @@ fn add_configured_tokens(
             );
             return Err(LoadError::invalid(path, "added_tokens_decoder", problem));
         }
-        let token = AddedToken::from(entry.content.as_str(), entry.special)
-            .single_word(entry.single_word)
-            .lstrip(entry.lstrip)
-            .rstrip(entry.rstrip)
-            .normalized(entry.normalized);
-        parts.added.push((id, token));
+        parts.added.push((id, entry.token()));
     }
     Ok(())
 }

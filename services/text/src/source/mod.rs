@@ -36,27 +36,26 @@ pub(crate) struct VocabularyOrigin {
 impl TokenizerSource {
     /// Reads a `.gguf` file, a folder with one such file, or a Hugging Face folder, without the weights.
     pub fn read(path: &Path) -> Result<Self, LoadError> {
-        if let Some(file) = gguf::file_of_folder(path) {
-            return Self::read(&file);
+        let io_error = |cause| LoadError::Io { path: path.into(), cause };
+        if std::fs::metadata(path).map_err(io_error)?.is_dir() {
+            return match gguf::model_file_in(path).map_err(io_error)? {
+                Some(file) => gguf_file::read(&file),
+                None => hugging_face::read(path),
+            };
         }
-        let is_folder = std::fs::metadata(path)
-            .map_err(|source| LoadError::Io { path: path.into(), source })?
-            .is_dir();
-        let is_gguf = path.extension().is_some_and(|name| name.eq_ignore_ascii_case("gguf"));
-        match (is_folder, is_gguf) {
-            (true, _) => hugging_face::read(path),
-            (false, true) => gguf_file::read(path),
-            (false, false) => Err(LoadError::NotAModel { path: path.into() }),
+        match path.extension().is_some_and(|name| name.eq_ignore_ascii_case("gguf")) {
+            true => gguf_file::read(path),
+            false => Err(LoadError::NotAModel { path: path.into() }),
         }
     }
 }
 
 impl VocabularyOrigin {
     /// Adds the file and the key to a vocabulary error.
-    pub fn locate(self, source: VocabularyError) -> LoadError {
+    pub fn locate(self, cause: VocabularyError) -> LoadError {
         let [tokens, merges] = self.keys;
-        let key = if source.is_about_merges() { merges } else { tokens };
-        LoadError::Vocabulary { path: self.file, key, source }
+        let key = if cause.is_about_merges() { merges } else { tokens };
+        LoadError::Vocabulary { path: self.file, key, cause }
     }
 }
 

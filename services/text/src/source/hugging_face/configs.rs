@@ -4,6 +4,7 @@ use std::path::Path;
 
 use serde::Deserialize;
 use serde_json::Number;
+use tokenizers::AddedToken;
 
 use crate::sampling_defaults::{SamplingDefaults, UncheckedDefaults};
 
@@ -12,9 +13,11 @@ use crate::sampling_defaults::{SamplingDefaults, UncheckedDefaults};
 pub struct TokenizerConfig {
     #[serde(flatten)]
     pub named: NamedTokens,
+    /// Jinja source of the chat template, or several named ones.
     pub chat_template: Option<ChatTemplates>,
     pub add_bos_token: Option<bool>,
     pub add_eos_token: Option<bool>,
+    /// Added tokens by id.
     pub added_tokens_decoder: Option<std::collections::BTreeMap<u32, AddedTokenConfig>>,
 }
 
@@ -32,7 +35,7 @@ pub struct NamedTokens {
 }
 
 impl NamedTokens {
-    /// Returns the single tokens with their keys.
+    /// Returns the tokens of which there is one each, with their keys.
     pub fn single(&self) -> impl Iterator<Item = (&'static str, &str)> {
         let tokens = [
             ("bos_token", &self.bos_token),
@@ -46,24 +49,25 @@ impl NamedTokens {
         tokens.into_iter().filter_map(|(key, token)| Some((key, token.as_ref()?.content())))
     }
 
-    /// Returns all tokens.
+    /// Returns all tokens, the additional special tokens included.
     pub fn all(&self) -> impl Iterator<Item = &str> {
         let additional = self.additional_special_tokens.iter().flatten().map(NamedToken::content);
         self.single().map(|(_, token)| token).chain(additional)
     }
 }
 
+/// A named token: its text, or an object with the text as `content` and flags that this crate does not need.
 #[derive(Deserialize)]
 #[serde(untagged)]
 pub enum NamedToken {
-    Plain(String),
-    Full { content: String },
+    Text(String),
+    Object { content: String },
 }
 
 impl NamedToken {
     fn content(&self) -> &str {
         match self {
-            NamedToken::Plain(content) | NamedToken::Full { content } => content,
+            NamedToken::Text(content) | NamedToken::Object { content } => content,
         }
     }
 }
@@ -81,6 +85,7 @@ pub struct NamedTemplate {
     pub template: String,
 }
 
+/// Entry of `added_tokens_decoder`. Absent flags have the defaults of Hugging Face's tokenizers.
 #[derive(Deserialize)]
 pub struct AddedTokenConfig {
     pub content: String,
@@ -90,22 +95,33 @@ pub struct AddedTokenConfig {
     pub lstrip: bool,
     #[serde(default)]
     pub rstrip: bool,
-    #[serde(default)]
-    pub normalized: bool,
+    /// Whether the token is searched for in normalized text. The default is `!special`.
+    pub normalized: Option<bool>,
     #[serde(default)]
     pub special: bool,
+}
+
+impl AddedTokenConfig {
+    pub fn token(&self) -> AddedToken {
+        let Self { content, single_word, lstrip, rstrip, normalized, special } = self;
+        AddedToken::from(content.as_str(), *special)
+            .single_word(*single_word)
+            .lstrip(*lstrip)
+            .rstrip(*rstrip)
+            .normalized(normalized.unwrap_or(!special))
+    }
 }
 
 /// `config.json`.
 #[derive(Deserialize)]
 pub struct ModelConfigFile {
-    /// Number of rows of the embedding. Some tools write integers as floats.
+    /// Number of rows of the embedding. A float, because some exports write `32000.0`.
     pub vocab_size: Option<f64>,
     pub eos_token_id: Option<OneOrMany>,
 }
 
-/// `generation_config.json`. Like vLLM, the loader uses its numbers and ignores `do_sample`: a request
-/// chooses greedy sampling by its temperature.
+/// `generation_config.json`. Like vLLM, the loader uses the sampling parameters and ignores `do_sample`: a request
+/// chooses greedy sampling with temperature 0.
 #[derive(Default, Deserialize)]
 pub struct GenerationConfig {
     pub eos_token_id: Option<OneOrMany>,
@@ -117,7 +133,7 @@ pub struct GenerationConfig {
 }
 
 impl GenerationConfig {
-    /// Returns the sampling defaults of the configuration, which is that of `file`.
+    /// Returns the valid sampling defaults. `file` is the path of this configuration, for warnings.
     pub fn sampling_defaults(&self, file: &Path) -> SamplingDefaults {
         UncheckedDefaults {
             temperature: ("temperature", self.temperature),
@@ -130,6 +146,7 @@ impl GenerationConfig {
     }
 }
 
+/// Token ids of a key that has one id or a list.
 #[derive(Deserialize)]
 #[serde(untagged)]
 pub enum OneOrMany {
@@ -138,17 +155,54 @@ pub enum OneOrMany {
 }
 
 impl OneOrMany {
-    /// Returns the ids. A null or negative id means none. The error is the problem of an id that is not whole.
+    /// Returns the ids. Ignores null and negative whole numbers, which exports write for "no such token". The error
+    /// names an id that is fractional or too large.
     pub fn ids(self) -> Result<Vec<u32>, String> {
         let ids = match self {
             OneOrMany::One(id) => vec![Some(id)],
             OneOrMany::Many(ids) => ids,
         };
         let numbers = ids.into_iter().flatten().filter_map(|id| id.as_f64());
-        let id = |id: f64| match id.fract() == 0.0 && id <= f64::from(u32::MAX) {
-            true => Ok(id as u32),
-            false => Err(format!("has {id}; allowed: token ids")),
+        let id = |number: f64| match number.fract() == 0.0 && number <= f64::from(u32::MAX) {
+            true if number < 0.0 => None,
+            true => Some(Ok(number as u32)),
+            false => Some(Err(format!("is {number}; expected token ids from 0 to {}", u32::MAX))),
         };
-        numbers.filter(|id| *id >= 0.0).map(id).collect()
+        numbers.filter_map(id).collect()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    #[test]
+    fn added_token_without_normalized_is_normalized_unless_special() {
+        let is_normalized = |flags: serde_json::Value| {
+            let mut entry = json!({"content": "<a>"});
+            entry.as_object_mut().unwrap().extend(flags.as_object().unwrap().clone());
+            serde_json::from_value::<AddedTokenConfig>(entry).unwrap().token().normalized
+        };
+        assert!(is_normalized(json!({})));
+        assert!(is_normalized(json!({"special": false})));
+        assert!(!is_normalized(json!({"special": true})));
+        assert!(!is_normalized(json!({"normalized": false})));
+        assert!(is_normalized(json!({"special": true, "normalized": true})));
+    }
+
+    #[test]
+    fn token_ids_are_whole_and_negative_ids_are_ignored() {
+        let ids = |value| serde_json::from_value::<OneOrMany>(value).unwrap().ids();
+        assert_eq!(ids(json!(2.0)), Ok(vec![2]));
+        assert_eq!(ids(json!([1, null, -1, -2.0])), Ok(vec![1]));
+        for (invalid, shown) in
+            [(json!(1.5), "1.5"), (json!(-0.5), "-0.5"), (json!([-1.5]), "-1.5")]
+        {
+            let expected = format!("is {shown}; expected token ids from 0 to 4294967295");
+            assert_eq!(ids(invalid), Err(expected));
+        }
+        assert!(ids(json!(4_294_967_296_u64)).is_err());
     }
 }
