@@ -1,8 +1,9 @@
-//! The trait over which every forward pass is written, once for all devices.
+//! The [`Backend`] trait: the operations of a device. A forward pass is generic over the trait, so one implementation
+//! serves all devices.
 //!
-//! A backend owns the memory of its buffers; the forward pass names buffers and operations and never reads
-//! an element. Shapes are `[rows][width]`, row-major; `rows` is the number of rows of the step, at most the
-//! capacity of the buffer.
+//! A backend owns the memory of its buffers. The forward pass passes buffers to operations and never reads an element.
+//! Shapes are `[rows][width]`, row-major. `rows` is the number of token rows of the step, at most `rows_max` of the
+//! buffer.
 
 use std::num::NonZeroUsize;
 
@@ -12,8 +13,9 @@ use crate::{
     shard::Shard,
 };
 
-/// Source of a weight matrix's rows. [`Self::read_row`] is the reference of every stored format. The model loaders implement it. Concatenations (Q, K and V; gate and
-/// up) are sources too, so that a backend packs them as one matrix.
+/// Source of a weight matrix's rows, from which a backend packs the matrix. The model loaders implement it.
+/// [`Self::read_row`] defines the values, and every other method must agree with it. A fused matrix (Q, K and V, or
+/// gate and up) is one source, so that a backend packs it as one matrix.
 pub trait RowSource: Sync {
     /// Returns the number of output features.
     fn rows(&self) -> usize;
@@ -21,14 +23,14 @@ pub trait RowSource: Sync {
     fn cols(&self) -> usize;
     /// Writes row `row` (`cols` elements) to `out`.
     fn read_row(&self, row: usize, out: &mut [f32]);
-    /// Writes rows from `first` on to `out`, as many as it takes.
+    /// Fills `out` with rows from `first` on.
     fn read_values(&self, first: usize, out: &mut [f32]) {
         for (row, out) in out.chunks_exact_mut(self.cols().max(1)).enumerate() {
             self.read_row(first + row, out);
         }
     }
-    /// Fills `out` with rows from `first` on, in `dtype` and native byte order. Sources stored in
-    /// `dtype` override this to skip the conversion through f32.
+    /// Fills `out` with rows from `first` on, in `dtype` and native byte order. A source that is stored in `dtype`
+    /// overrides this method to copy rows without conversion to f32.
     fn read_rows(&self, first: usize, dtype: Dtype, out: &mut [u8]) {
         convert_rows(self, first, dtype, out);
     }
@@ -37,12 +39,12 @@ pub trait RowSource: Sync {
     fn may_be_quantized(&self) -> bool {
         false
     }
-    /// Returns the scales of consecutive ranges of rows if all rows are stored in FP8. A fused matrix has an entry for each
-    /// part. A backend without kernels for FP8 reads the other methods, which dequantize.
+    /// Returns the FP8 scales if all rows are stored in FP8: one entry for each part of a fused matrix, in the order
+    /// of the rows. A backend without FP8 kernels calls the other methods, which dequantize.
     fn fp8_scales(&self) -> Option<Vec<BlockScales>> {
         None
     }
-    /// Writes the FP8 numbers of rows from `first` on to `out`, as many rows as it takes.
+    /// Fills `out` with the FP8 elements of rows from `first` on, without scales.
     ///
     /// # Panics
     /// When [`Self::fp8_scales`] is `None`.
@@ -51,7 +53,7 @@ pub trait RowSource: Sync {
     }
 }
 
-/// Implements [`RowSource::read_rows`] for every source: row by row through f32.
+/// Implements [`RowSource::read_rows`] with [`RowSource::read_row`] and a conversion from f32.
 pub fn convert_rows<S: RowSource + ?Sized>(source: &S, first: usize, dtype: Dtype, out: &mut [u8]) {
     let mut values = vec![0.0; source.cols()];
     let row_bytes = (values.len() * dtype.bytes()).max(1);
@@ -61,7 +63,7 @@ pub fn convert_rows<S: RowSource + ?Sized>(source: &S, first: usize, dtype: Dtyp
     }
 }
 
-/// Writes a row to `out` in `dtype` and native byte order.
+/// Converts a row to `dtype` and writes it to `out` in native byte order.
 pub fn store_row(values: &[f32], dtype: Dtype, out: &mut [u8]) {
     match dtype {
         Dtype::F32 => out.copy_from_slice(bytemuck::cast_slice(values)),
@@ -73,8 +75,8 @@ pub fn store_row(values: &[f32], dtype: Dtype, out: &mut [u8]) {
     }
 }
 
-/// Packs the weights of a model, or of a shard, for a device. Every backend is a packer. A separate packer packs new
-/// weights while the backend computes.
+/// Packs the weights of a model, or of its shard, in the layout of a device. Every backend is a packer. During a weight
+/// update, a separate packer packs the new weights while the backend computes.
 pub trait Packer {
     type Matrix;
     type Vector;
@@ -114,48 +116,52 @@ impl<B: Backend> Packer for B {
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct HeadShape {
     pub query_heads: usize,
+    /// Heads of keys and of values. With GQA, several query heads share a KV head.
     pub kv_heads: usize,
+    /// Elements of a head.
     pub head_dim: usize,
 }
 
 impl HeadShape {
-    /// Returns the width of one fused row: queries, then keys, then values.
+    /// Returns the width of one fused QKV row: queries, then keys, then values.
     pub fn qkv_width(&self) -> usize {
         (self.query_heads + 2 * self.kv_heads) * self.head_dim
     }
 
+    /// Returns the width of one row of queries.
     pub fn query_width(&self) -> usize {
         self.query_heads * self.head_dim
     }
 }
 
-/// The attention of one layer.
+/// Parameters of one layer's attention.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct LayerAttention {
+    /// Index of the layer.
     pub layer: usize,
     pub heads: HeadShape,
-    /// Factor of the scores.
+    /// Factor of the scores before the softmax, usually 1 / √head_dim.
     pub scale: f32,
-    /// Number of tokens that a row attends to, itself included. `None`: all tokens before it, too.
+    /// Size of the sliding window: a row attends to this many tokens, itself included. With `None`, a row attends to
+    /// itself and all earlier tokens.
     pub window: Option<NonZeroUsize>,
 }
 
-/// Frequencies of the rotary embedding, and the bias and head norms that some architectures apply before it.
+/// Weights of the operations between the QKV GEMM and attention: QKV bias, QK norm and rotary embedding (RoPE).
 #[derive(Debug)]
 pub struct HeadWeights<'a, V> {
-    /// `[head_dim / 2]`, radians per position with scaling already applied.
+    /// RoPE frequencies `[head_dim / 2]` in radians per position, with RoPE scaling applied.
     pub frequencies: &'a V,
-    /// `[qkv_width]`, added to queries, keys and values.
+    /// QKV bias `[qkv_width]`.
     pub bias: Option<&'a V>,
-    /// Weights `[head_dim]` of the RMS norms that are applied to each query head (first) and each key
-    /// head (second). Values are not normed.
+    /// QK norm: the RMS norm weights `[head_dim]` for each query head (first) and each key head (second).
     pub norms: Option<(&'a V, &'a V)>,
-    /// Epsilon of the norms.
+    /// Epsilon of the QK norm.
     pub eps: f32,
 }
 
 impl<'a, V> HeadWeights<'a, V> {
-    /// Returns the weights of Llama: no bias and no norms.
+    /// Returns weights with RoPE only, as in Llama.
     pub fn rotary(frequencies: &'a V) -> Self {
         Self { frequencies, bias: None, norms: None, eps: 0.0 }
     }
@@ -180,53 +186,56 @@ pub struct ExpertWeights<'a, M> {
     pub choice: ExpertChoice,
 }
 
-/// Operations of one device.
+/// Operations of one device. They return no errors: after a device failure or a failure of the tensor-parallel group,
+/// results are undefined, and the executor checks the backend for a failure before it uses a result.
 ///
-/// A step (`Self::Step`) is the executor's description of the rows of one forward pass: token, position,
-/// sequence and block table of each row, and the access to those blocks. Within a layer, keys and values of
-/// the step's own rows are stored before attention reads them.
+/// A step (`Self::Step`) is the executor's description of one forward pass: token, position, sequence and block table
+/// of each row, and the borrow of the blocks. In each layer, [`Self::store_kv`] stores the keys and values of the
+/// step's rows before [`Self::attention`] reads them.
 pub trait Backend: Send + 'static {
     /// A packed weight matrix `[out][in]`.
     type Matrix: Send + Sync;
-    /// A small f32 vector: a norm's weight, a bias, rope frequencies.
+    /// A small f32 vector: the weight of a norm, a bias, or RoPE frequencies.
     type Vector: Send + Sync;
     /// Activations `[rows][width]`.
     type Buffer: Send;
-    /// The rows of one forward pass and the KV blocks they may access.
+    /// The rows of one forward pass and the KV blocks that the rows may access.
     type Step;
 
+    /// Packs a weight matrix.
     fn matrix(&self, source: &dyn RowSource) -> Self::Matrix;
     /// Creates the router of experts, in f32 if the backend has another format for matrices.
     fn router(&self, source: &dyn RowSource) -> Self::Matrix {
         self.matrix(source)
     }
+    /// Copies a vector to the device.
     fn vector(&self, values: &[f32]) -> Self::Vector;
+    /// Creates a buffer in the backend's type of activations, f32 or bf16.
     fn buffer(&self, rows_max: usize, width: usize) -> Self::Buffer;
-    /// Creates an f32 buffer, for the residual stream and logits. On a backend with narrower
-    /// activations, only operations that document a wide buffer accept one.
+    /// Creates a wide buffer: f32, for the residual stream and logits. On a backend with bf16 activations, only
+    /// operations whose documentation names a wide buffer accept one.
     fn wide_buffer(&self, rows_max: usize, width: usize) -> Self::Buffer {
         self.buffer(rows_max, width)
     }
 
-    /// Returns the shard of the model that this backend computes.
+    /// Returns the shard of the model that this backend computes: the whole model without tensor parallelism.
     fn shard(&self) -> Shard {
         Shard::WHOLE
     }
 
     /// Returns the number of token rows of the step.
     fn rows(&self, step: &Self::Step) -> usize;
-    /// Returns the number of rows that sample a token.
+    /// Returns the number of rows of the step whose logits are sampled.
     fn sampled_rows(&self, step: &Self::Step) -> usize;
     fn kv_layout(&self, step: &Self::Step) -> KvLayout;
 
-    /// Computes `out[row] = table[token of row]`; `out` is wide. The whole table has a row for each token of the
-    /// `vocabulary`.
+    /// Computes `out[row] = table[token of row]`. `out` is wide. `vocabulary` is the number of tokens of the model.
     ///
-    /// A rank's table has the rows of the rank's [tokens](Shard::tokens), and other tokens get zeros.
-    /// [`Self::all_reduce`] then sums to the row of the rank that has it, without rounding.
+    /// With tensor parallelism, a rank's table has only the rows of the rank's [tokens](Shard::tokens), and `out` gets
+    /// zeros for other tokens. A following [`Self::all_reduce`] adds one row and zeros, which needs no rounding.
     ///
-    /// Admission rejects tokens outside the vocabulary. Such a token here is a bug of the caller: the CPU panics, CUDA
-    /// gives zeros.
+    /// Every token must be below `vocabulary`, which admission checks. For other tokens the CPU backend panics, and
+    /// the CUDA backend writes zeros.
     fn embed(
         &mut self,
         table: &Self::Matrix,
@@ -234,7 +243,7 @@ pub trait Backend: Send + 'static {
         step: &Self::Step,
         out: &mut Self::Buffer,
     );
-    /// Computes `out = x / rms(x) * weight`; `x` is wide.
+    /// Computes `out = x / sqrt(mean(x²) + eps) * weight` for each row. `x` is wide.
     fn rms_norm(
         &mut self,
         rows: usize,
@@ -243,7 +252,7 @@ pub trait Backend: Send + 'static {
         eps: f32,
         out: &mut Self::Buffer,
     );
-    /// Computes `residual += x`, then `out = rms_norm(residual)`; `residual` is wide.
+    /// Computes `residual += x`, then `out = rms_norm(residual)`. `residual` is wide.
     fn add_rms_norm(
         &mut self,
         rows: usize,
@@ -253,12 +262,11 @@ pub trait Backend: Send + 'static {
         eps: f32,
         out: &mut Self::Buffer,
     );
-    /// Computes `out[rows][w.out] = x[rows][w.in] · wᵀ`; `out` may be wide.
+    /// Computes `out[rows][w.out] = x[rows][w.in] · wᵀ`. `out` may be wide.
     fn matmul(&mut self, rows: usize, x: &Self::Buffer, w: &Self::Matrix, out: &mut Self::Buffer);
-    /// Performs the operations between the QKV GEMM and attention. Adds the bias and norms the heads by
-    /// `weights`, rotates queries and keys in `qkv` (half-split pairs: dimension i with i + dim/2, as
-    /// Hugging Face's Llama), then stores keys and values of every row into its block. Only the queries in
-    /// `qkv` are valid afterwards.
+    /// Performs the operations between the QKV GEMM and attention: adds the bias, applies the QK norm, and applies
+    /// RoPE in NeoX style (element i is rotated with element i + head_dim / 2) to queries and keys. Then stores the
+    /// keys and values of every row in the row's KV block. Afterwards only the queries in `qkv` are valid.
     fn store_kv(
         &mut self,
         layer: usize,
@@ -267,8 +275,7 @@ pub trait Backend: Send + 'static {
         qkv: &mut Self::Buffer,
         step: &mut Self::Step,
     );
-    /// Computes causal attention of every row over its sequence's blocks; `out` is
-    /// `[rows][query_width]`.
+    /// Computes causal attention of every row over the KV blocks of its sequence. `out` is `[rows][query_width]`.
     fn attention(
         &mut self,
         attention: LayerAttention,
@@ -294,21 +301,18 @@ pub trait Backend: Send + 'static {
     ) {
         panic!("the backend has no kernels for experts");
     }
-    /// All-reduces `x`, which may be wide, over the ranks. Terms are added in rank order, so that all ranks have
-    /// the same bits. Does nothing on a single rank.
-    ///
-    /// Operations return no errors. After a failure of the group, results are undefined; the executor
-    /// checks the backend for a failure before it uses a result.
+    /// All-reduces (sums) `x` over the ranks of tensor parallelism. `x` may be wide. The ranks' terms are added in
+    /// rank order, so the result is bit-equal on all ranks. Does nothing without tensor parallelism.
     fn all_reduce(&mut self, _rows: usize, _x: &mut Self::Buffer) {
-        assert!(self.shard().is_whole(), "a backend with a group implements all_reduce");
+        assert!(self.shard().is_whole(), "a backend with tensor parallelism implements all_reduce");
     }
-    /// Gathers the rows of `x` that sample into `out`.
+    /// Copies the rows of `x` whose logits are sampled to `out`, contiguously.
     fn gather_sampled(&mut self, x: &Self::Buffer, step: &Self::Step, out: &mut Self::Buffer);
 
-    // GEMMs with their epilogues. A device that fuses them skips the intermediate buffer, whose contents
-    // are undefined afterwards.
+    // GEMMs with epilogues. A device with fused kernels does not write the intermediate buffer, so its contents are
+    // undefined afterwards.
 
-    /// Computes `qkv = x · wᵀ` for all rows of the step, then calls [`Self::store_kv`].
+    /// Computes `qkv = x · wᵀ` for all rows of the step, then performs [`Self::store_kv`].
     fn project_heads(
         &mut self,
         layer: usize,
@@ -322,12 +326,11 @@ pub trait Backend: Send + 'static {
         self.store_kv(layer, shape, weights, qkv, step);
     }
 
-    /// Computes `residual += x · wᵀ`, then `out = rms_norm(residual)`; `delta` is the intermediate
-    /// buffer. Only GEMMs may read `out`. `rows` is the number of rows of the step, or of those that
-    /// sample.
+    /// Computes `residual += x · wᵀ`, then `out = rms_norm(residual)`. `delta` is the intermediate buffer. Only GEMMs
+    /// may read `out`. `rows` is the number of all rows or of the sampled rows of the step.
     ///
-    /// A rank's GEMM is a partial sum: [`Self::all_reduce`] sums it over the ranks before it is added
-    /// to the residual stream, which is equal on all ranks.
+    /// With tensor parallelism, a rank's GEMM gives a partial sum. [`Self::all_reduce`] sums it over the ranks before
+    /// it is added to the residual stream, so the residual stream is equal on all ranks.
     fn project_onto_residual(
         &mut self,
         rows: usize,
@@ -342,7 +345,8 @@ pub trait Backend: Send + 'static {
         self.add_rms_norm(rows, residual, delta, norm, eps, out);
     }
 
-    /// Computes `out = silu_mul(x · wᵀ)`; `gate_up` is the intermediate buffer, `rows` as above.
+    /// Computes `gate_up = x · wᵀ`, then `out` with [`Self::silu_mul`]. `gate_up` is the intermediate buffer. `rows`
+    /// is the number of all rows or of the sampled rows of the step.
     fn project_gated(
         &mut self,
         rows: usize,

@@ -1,85 +1,99 @@
-//! Blocks of the steps in flight on one device.
+//! Borrows of the KV blocks of the steps in flight on one device.
 
 use std::sync::{Arc, atomic::Ordering};
 
 use super::{ArenaError, Borrow, BorrowState, KvArena, WRITTEN};
 use crate::layout::BlockId;
 
-/// Borrows of all steps in flight. The device runs steps in order, so one borrow of a block serves all
-/// steps that use it. The borrow is exclusive as long as one of the steps writes the block, then shared as
-/// long as one reads it. Other borrowers are rejected as for any borrowed block.
+/// Borrows blocks for all steps in flight on one device. The device runs steps in order, so one borrow of a block
+/// serves all steps that use the block. The borrow is exclusive as long as a step in flight writes the block, and
+/// shared as long as steps in flight only read the block. The arena rejects other borrowers in the same way as for any
+/// borrowed block.
 ///
-/// A row's blocks are borrowed with its first step in flight and released with its last one. The cost of a
-/// step in between does not depend on the length of its rows.
+/// The first step in flight of a sequence borrows the blocks of the sequence, and the last step in flight releases
+/// them. So the cost of a step in between does not depend on the sequence's length.
 #[derive(Debug)]
 pub struct StreamAccess {
     arena: Arc<KvArena>,
-    /// Uses of each block, by block index.
-    uses: Vec<BlockUses>,
-    /// Occupants with steps in flight, by slot; rarely more than one per slot.
-    rows: Vec<Vec<SlotSequence>>,
-    /// Number of steps so far.
-    steps: u64,
+    /// Users of each block, by block index.
+    users: Vec<BlockUsers>,
+    /// Sequences with steps in flight, by slot. A slot rarely has more than one: the previous sequence's last step may
+    /// still run when the next sequence of the slot starts.
+    slots: Vec<Vec<SlotSequence>>,
+    /// Number of calls of [`Self::acquire`] so far, which numbers the steps.
+    step_count: u64,
 }
 
-/// Users of a block.
+/// Numbers of sequences and steps that use a block.
 #[derive(Clone, Copy, Debug, Default)]
-struct BlockUses {
-    /// Rows with steps in flight that have the block in their tables.
-    rows: u32,
-    /// Steps in flight that write the block.
-    writers: u32,
-    /// Number of the last step that wrote the block.
-    written_by: u64,
+struct BlockUsers {
+    /// Number of sequences with steps in flight whose block tables contain the block.
+    sequences: u32,
+    /// Number of steps in flight that write the block.
+    writing_steps: u32,
+    /// Number of the last step that wrote the block, to detect two writes in one step.
+    last_writing_step: u64,
 }
 
-/// A sequence that occupies a slot.
+/// A sequence in a slot, with steps in flight.
 #[derive(Debug)]
 struct SlotSequence {
     generation: u32,
-    steps: u32,
-    /// Front of the block table, as far as steps in flight use it.
-    blocks: Vec<BlockId>,
+    /// Number of steps in flight.
+    step_count: u32,
+    /// Front of the block table, as far as steps in flight use it. The sequence has borrowed these blocks.
+    table: Vec<BlockId>,
 }
 
-/// Blocks of one row that a step accesses.
+/// Blocks of one row (one sequence) that a step accesses.
 #[derive(Clone, Copy, Debug)]
 pub struct RowBlocks<'a> {
+    /// Index of the executor's slot that holds the sequence.
     pub slot: u32,
+    /// Number that distinguishes the sequences that use the slot one after another.
     pub generation: u32,
-    /// Front of the block table, as far as the step uses it. An occupant's table only grows.
+    /// Front of the block table, as far as the step uses it. The table of a sequence only grows.
     pub table: &'a [BlockId],
-    /// Index in the table of the first block that the step writes; later blocks are written too.
+    /// Index in the table of the first block that the step writes. The step writes all later blocks, too.
     pub first_written: usize,
 }
 
 /// Blocks of one step. The caller returns them to [`StreamAccess::release`] when the step has run.
 #[derive(Debug, Default)]
-#[must_use = "blocks of a step that is forgotten stay borrowed"]
+#[must_use = "blocks of a step that is not released stay borrowed"]
 pub struct StreamStep {
-    /// Slot and generation of each row.
-    rows: Vec<(u32, u32)>,
+    rows: Vec<StepRow>,
+    /// Blocks that the step writes.
     writes: Vec<BlockId>,
+}
+
+/// Row of a step.
+#[derive(Debug)]
+struct StepRow {
+    slot: u32,
+    generation: u32,
+    /// Length of the sequence's table before the step.
+    table_len_before: usize,
 }
 
 impl StreamAccess {
     pub fn new(arena: &Arc<KvArena>) -> Self {
-        let uses = vec![BlockUses::default(); arena.block_count() as usize];
-        Self { arena: Arc::clone(arena), uses, rows: Vec::new(), steps: 0 }
+        let users = vec![BlockUsers::default(); arena.block_count() as usize];
+        Self { arena: Arc::clone(arena), users, slots: Vec::new(), step_count: 0 }
     }
 
-    /// Borrows all blocks of a step or none. Rows may share blocks that none of them writes. A block
-    /// written by two rows, or a row listed twice, is a caller's bug.
+    /// Borrows all blocks of a step or, if it returns an error, none. Rows may share blocks that none of them writes.
+    /// The caller lists every row once, and no block is written by two rows.
     pub fn acquire<'a>(
         &mut self,
         rows: impl IntoIterator<Item = RowBlocks<'a>>,
     ) -> Result<StreamStep, ArenaError> {
-        self.steps += 1;
+        self.step_count += 1;
         let mut step = StreamStep::default();
         match rows.into_iter().try_for_each(|row| self.acquire_row(&mut step, row)) {
             Ok(()) => Ok(step),
             Err(error) => {
-                self.release(step);
+                self.undo(step);
                 Err(error)
             }
         }
@@ -88,42 +102,56 @@ impl StreamAccess {
     /// Releases the blocks of a step that has run.
     pub fn release(&mut self, step: StreamStep) {
         for block in step.writes {
-            self.release_block(block, |uses| &mut uses.writers);
+            self.release_block(block, |users| &mut users.writing_steps);
         }
-        for (slot, generation) in step.rows {
-            let occupants = &mut self.rows[slot as usize];
-            let place = occupants.iter().position(|row| row.generation == generation);
-            let place = place.expect("released rows were acquired");
-            occupants[place].steps -= 1;
-            if occupants[place].steps == 0 {
-                let row = occupants.swap_remove(place);
-                row.blocks
-                    .into_iter()
-                    .for_each(|block| self.release_block(block, |uses| &mut uses.rows));
+        for StepRow { slot, generation, .. } in step.rows {
+            let sequences = &mut self.slots[slot as usize];
+            let index = sequences.iter().position(|sequence| sequence.generation == generation);
+            let index = index.expect("acquire added the sequence of every row");
+            sequences[index].step_count -= 1;
+            if sequences[index].step_count == 0 {
+                let sequence = sequences.swap_remove(index);
+                self.release_table(sequence.table);
             }
         }
     }
 
+    /// Releases the blocks of a step that was not acquired completely. An older step of the same sequence may be in
+    /// flight, so the sequence's table gets its former length.
+    fn undo(&mut self, step: StreamStep) {
+        for StepRow { slot, generation, table_len_before } in &step.rows {
+            let sequences = self.slots[*slot as usize].iter_mut();
+            let mut tables =
+                sequences.filter(|it| it.generation == *generation).map(|it| &mut it.table);
+            let table = tables.next().expect("acquire_row added the sequence of every row");
+            let added = table.split_off(table.len().min(*table_len_before));
+            self.release_table(added);
+        }
+        self.release(step);
+    }
+
     fn acquire_row(&mut self, step: &mut StreamStep, row: RowBlocks<'_>) -> Result<(), ArenaError> {
         let RowBlocks { slot, generation, table, first_written } = row;
-        if self.rows.len() <= slot as usize {
-            self.rows.resize_with(slot as usize + 1, Vec::new);
+        if self.slots.len() <= slot as usize {
+            self.slots.resize_with(slot as usize + 1, Vec::new);
         }
-        let occupants = &mut self.rows[slot as usize];
-        let place = match occupants.iter().position(|row| row.generation == generation) {
-            Some(place) => place,
+        let sequences = &mut self.slots[slot as usize];
+        let index = match sequences.iter().position(|sequence| sequence.generation == generation) {
+            Some(index) => index,
             None => {
-                occupants.push(SlotSequence { generation, steps: 0, blocks: Vec::new() });
-                occupants.len() - 1
+                sequences.push(SlotSequence { generation, step_count: 0, table: Vec::new() });
+                sequences.len() - 1
             }
         };
-        occupants[place].steps += 1;
-        step.rows.push((slot, generation));
-        let known = occupants[place].blocks.len().min(table.len());
-        debug_assert_eq!(occupants[place].blocks[..known], table[..known], "tables only grow");
-        for &block in &table[known..] {
+        let sequence = &mut sequences[index];
+        sequence.step_count += 1;
+        let table_len_before = sequence.table.len();
+        step.rows.push(StepRow { slot, generation, table_len_before });
+        let (known, added) = table.split_at(table_len_before.min(table.len()));
+        debug_assert_eq!(sequence.table[..known.len()], *known, "a block table only grows");
+        for &block in added {
             self.read(block)?;
-            self.rows[slot as usize][place].blocks.push(block);
+            self.slots[slot as usize][index].table.push(block);
         }
         for &block in &table[first_written.min(table.len())..] {
             self.write(block)?;
@@ -132,39 +160,49 @@ impl StreamAccess {
         Ok(())
     }
 
+    /// Borrows a block for the current step to write. The row has already borrowed the block for reading.
     fn write(&mut self, block: BlockId) -> Result<(), ArenaError> {
-        // The row has already borrowed the block for reading.
-        let uses = &mut self.uses[block.index()];
-        if std::mem::replace(&mut uses.written_by, self.steps) == self.steps {
+        let users = &mut self.users[block.index()];
+        let last = std::mem::replace(&mut users.last_writing_step, self.step_count);
+        if last == self.step_count {
             let (wanted, state) = (Borrow::Write, BorrowState::Written);
             return Err(ArenaError::Conflict { block, wanted, state });
         }
-        if uses.writers == 0 {
+        if users.writing_steps == 0 {
             self.arena.upgrade(block)?;
         }
-        uses.writers += 1;
+        users.writing_steps += 1;
         Ok(())
     }
 
+    /// Borrows a block for a sequence to read.
     fn read(&mut self, block: BlockId) -> Result<(), ArenaError> {
-        match self.uses.get_mut(block.index()) {
-            Some(uses) if uses.rows + uses.writers > 0 => uses.rows += 1,
+        match self.users.get_mut(block.index()) {
+            Some(users) if users.sequences + users.writing_steps > 0 => users.sequences += 1,
             _ => {
+                // Rejects a block outside the arena.
                 self.arena.acquire_read(block)?;
-                self.uses[block.index()].rows = 1;
+                self.users[block.index()].sequences = 1;
             }
         }
         Ok(())
     }
 
-    fn release_block(&mut self, block: BlockId, count: fn(&mut BlockUses) -> &mut u32) {
-        let uses = &mut self.uses[block.index()];
-        let was_written = uses.writers > 0;
-        *count(uses) -= 1;
-        match *uses {
-            BlockUses { rows: 0, writers: 0, .. } if was_written => self.arena.release_write(block),
-            BlockUses { rows: 0, writers: 0, .. } => self.arena.release_read(block),
-            BlockUses { writers: 0, .. } if was_written => self.arena.downgrade(block),
+    fn release_table(&mut self, table: Vec<BlockId>) {
+        for block in table {
+            self.release_block(block, |users| &mut users.sequences);
+        }
+    }
+
+    /// Removes one user of a block from the count that `count` selects, and narrows or ends the arena's borrow.
+    fn release_block(&mut self, block: BlockId, count: fn(&mut BlockUsers) -> &mut u32) {
+        let users = &mut self.users[block.index()];
+        let was_written = users.writing_steps > 0;
+        *count(users) -= 1;
+        match (users.sequences, users.writing_steps) {
+            (0, 0) if was_written => self.arena.release_write(block),
+            (0, 0) => self.arena.release_read(block),
+            (_, 0) if was_written => self.arena.downgrade(block),
             _ => {}
         }
     }
@@ -172,10 +210,10 @@ impl StreamAccess {
 
 impl Drop for StreamAccess {
     fn drop(&mut self) {
-        for (block, uses) in (0..).map(BlockId).zip(&self.uses) {
-            if uses.writers > 0 {
+        for (block, users) in (0..).map(BlockId).zip(&self.users) {
+            if users.writing_steps > 0 {
                 self.arena.release_write(block);
-            } else if uses.rows > 0 {
+            } else if users.sequences > 0 {
                 self.arena.release_read(block);
             }
         }
@@ -183,7 +221,7 @@ impl Drop for StreamAccess {
 }
 
 impl KvArena {
-    /// Turns the only reader of a block into its writer.
+    /// Turns the only reader of a block into its writer. Returns an error if the block has other readers.
     fn upgrade(&self, block: BlockId) -> Result<(), ArenaError> {
         self.acquire(block, Borrow::Write, |raw| (raw == 1).then_some(WRITTEN))
     }
@@ -191,7 +229,7 @@ impl KvArena {
     /// Turns the writer of a block into its only reader.
     fn downgrade(&self, block: BlockId) {
         let before = self.borrows[block.index()].swap(1, Ordering::AcqRel);
-        debug_assert_eq!(before, WRITTEN, "a writer gives back what it borrowed");
+        debug_assert_eq!(before, WRITTEN, "only the writer of a block downgrades its borrow");
     }
 }
 
@@ -209,7 +247,7 @@ mod tests {
     const B: BlockId = BlockId(1);
     const C: BlockId = BlockId(2);
 
-    /// Returns a row of the first occupant of a slot.
+    /// Returns a row of the first sequence of a slot.
     fn row(slot: u32, table: &[BlockId], first_written: usize) -> RowBlocks<'_> {
         RowBlocks { slot, generation: 0, table, first_written }
     }
@@ -257,7 +295,7 @@ mod tests {
     }
 
     #[test]
-    fn the_next_occupant_of_a_slot_borrows_its_own_blocks() {
+    fn the_next_sequence_of_a_slot_borrows_its_own_blocks() {
         let arena = arena();
         let mut access = StreamAccess::new(&arena);
         let first = access.acquire([row(0, &[A, B], 1)]).unwrap();
@@ -305,6 +343,25 @@ mod tests {
         assert!((0..4).all(|id| arena.pins(BlockId(id)).unwrap() == 0));
         let step = access.acquire([row(0, &[A, B], 0)]).unwrap();
         access.release(step);
+        assert_eq!(states(&arena), [FREE; 3]);
+    }
+
+    #[test]
+    fn a_rejected_step_leaves_no_blocks_in_the_table_of_an_older_step_in_flight() {
+        let arena = arena();
+        let mut access = StreamAccess::new(&arena);
+        let first = access.acquire([row(0, &[A], 1)]).unwrap();
+        let writer = arena.write(C).unwrap();
+        // The step has borrowed B when it fails to borrow C, or to borrow the block of another row.
+        assert!(access.acquire([row(0, &[A, B, C], 1)]).is_err());
+        assert!(access.acquire([row(0, &[A, B], 1), row(1, &[C], 1)]).is_err());
+        assert_eq!(states(&arena), [READ, FREE, WRITTEN]);
+        drop(writer);
+        // The retry has another block at the same index of the table.
+        let retry = access.acquire([row(0, &[A, C], 1)]).unwrap();
+        assert_eq!(states(&arena), [READ, FREE, WRITTEN]);
+        access.release(first);
+        access.release(retry);
         assert_eq!(states(&arena), [FREE; 3]);
     }
 

@@ -1,19 +1,20 @@
-//! Arithmetic that all instruction-set levels share, so that their results are bit-equal.
+//! Arithmetic that all instruction-set levels share. Its results are bit-equal at all levels with fused multiply-add
+//! (FMA), so a sequence that moves to another machine continues with the same bits. Only [`multiply_add`] depends on
+//! FMA: at a level without FMA, its results may differ by rounding.
 //!
-//! Sums over a row use [`LANES`] lanes: lane `j` adds the elements `j`, `j + 16`, …, in order, and the
-//! lanes are then added as a tree. This order is the same for every level and thread count, and suits vector
-//! instructions. `exp` consists of multiplications and additions that the compiler must not fuse, so scalar
-//! and vector code give the same bits. So a sequence continues with the same bits after a hand-over to
-//! another machine.
+//! Sums over a row use [`LANES`] lanes: lane `j` adds the elements `j`, `j + 16`, …, in order, and the lanes are then
+//! added as a tree. This order is the same for every level and thread count, and suits vector instructions. [`exp`]
+//! consists of multiplications and additions that the compiler does not fuse, so scalar and vector code give the same
+//! bits.
 
 use half::bf16;
 
 use crate::layout::to_bf16_bits;
 
-/// Lanes of a sum.
+/// Lanes of a sum: the f32 of an AVX-512 vector.
 pub(crate) const LANES: usize = 16;
 
-/// Adds the lanes as a tree: 8 apart, then 4, 2, 1.
+/// Adds the lanes as a tree: first lanes that are 8 apart, then 4, 2 and 1.
 #[inline(always)]
 pub(crate) fn sum_lanes(lanes: [f32; LANES]) -> f32 {
     let mut lanes = lanes;
@@ -28,20 +29,22 @@ pub(crate) fn sum_lanes(lanes: [f32; LANES]) -> f32 {
 }
 
 pub(crate) const LOG2_E: f32 = std::f32::consts::LOG2_E;
-/// ln 2 in two parts. The first has so few bits that its multiplication by an exponent is exact.
+/// Upper part of ln 2. It has so few significant bits that its product with an integer exponent is exact.
 pub(crate) const LN_2_HIGH: f32 = 0.693_359_4;
+/// Lower part of ln 2: ln 2 - [`LN_2_HIGH`].
 pub(crate) const LN_2_LOW: f32 = -2.121_944_4e-4;
-/// Adding and subtracting 1.5 · 2²³ rounds to the nearest integer, ties to even.
+/// 1.5 · 2²³. Adding and then subtracting this number rounds an f32 below 2²² to the nearest integer, ties to even.
+/// After the addition, the low bits of the sum hold the integer.
 pub(crate) const ROUND: f32 = 12_582_912.0;
-/// Limit below which `exp` returns 0; the true value is under 2⁻¹²⁵.
+/// Limit below which [`exp`] returns 0. The exact value there is under 2⁻¹²⁵.
 pub(crate) const EXP_ZERO: f32 = -87.0;
 
-/// Cephes' polynomial for (e^r - 1 - r) / r², |r| ≤ ln 2 / 2, highest power first.
+/// Polynomial for (e^r - 1 - r) / r² with |r| ≤ ln 2 / 2, from the Cephes library, highest power first.
 pub(crate) const EXP_COEFFICIENTS: [f32; 6] =
     [1.987_569_1e-4, 1.398_199_9e-3, 8.333_452e-3, 4.166_579_6e-2, 0.166_666_66, 0.5];
 
-/// Returns e to the power of `x` for `x` ≤ 0 (enough for softmax and sigmoid), within 2 units in the last
-/// place. Returns 0 below -87, -∞ included. NaN gives NaN or 0: callers exclude it.
+/// Returns e to the power of `x` for `x` ≤ 0, which is enough for softmax and sigmoid. The relative error is below
+/// 2⁻²². Returns 0 for `x` below [`EXP_ZERO`], -∞ included. Callers do not use the result for NaN, which is NaN or 0.
 #[inline(always)]
 pub(crate) fn exp(x: f32) -> f32 {
     let is_zero = x < EXP_ZERO;
@@ -60,33 +63,35 @@ pub(crate) fn exp(x: f32) -> f32 {
     if is_zero { 0.0 } else { result }
 }
 
-/// Returns `x · sigmoid(x)`.
+/// Returns `x · sigmoid(x)`. Returns NaN for NaN and, as PyTorch, for -∞.
 #[inline(always)]
 pub(crate) fn silu(x: f32) -> f32 {
-    // Uses e^-|x|, which is at most 1 and cannot overflow.
-    let small = exp(-x.abs());
-    let numerator = if x < 0.0 { x * small } else { x };
-    numerator / (1.0 + small)
+    // e^-|x| is at most 1, so it cannot overflow.
+    let exp_of_minus_abs = exp(-x.abs());
+    let numerator = if x < 0.0 { x * exp_of_minus_abs } else { x };
+    numerator / (1.0 + exp_of_minus_abs)
 }
 
+/// Rounds to the nearest bf16, ties to even.
 #[inline(always)]
 pub(crate) fn to_bf16(x: f32) -> bf16 {
     bf16::from_bits(to_bf16_bits(x))
 }
 
-/// Returns the f32 with the same value.
+/// Widens a bf16 to f32, which is exact.
 #[inline(always)]
 pub(crate) fn from_bf16(x: bf16) -> f32 {
     f32::from_bits(u32::from(x.to_bits()) << 16)
 }
 
-/// Returns `x` rounded to bf16.
+/// Rounds to the nearest bf16, ties to even, and widens the result to f32.
 #[inline(always)]
 pub(crate) fn round_to_bf16(x: f32) -> f32 {
     from_bf16(to_bf16(x))
 }
 
-/// Returns `a · b + c`, with one rounding when `FUSED`, two otherwise. Levels with the instruction fuse.
+/// Returns `a · b + c`. With `FUSED`, the result is rounded once. Without, product and sum are both rounded, so the
+/// result may have other bits. Levels whose instruction set has FMA fuse.
 #[inline(always)]
 pub(crate) fn multiply_add<const FUSED: bool>(a: f32, b: f32, c: f32) -> f32 {
     if FUSED { a.mul_add(b, c) } else { a * b + c }
@@ -138,7 +143,7 @@ mod tests {
     }
 
     #[test]
-    fn silu_is_close_to_its_definition_and_finite_far_out() {
+    fn silu_is_close_to_its_definition_and_finite_for_large_numbers() {
         for step in -2_000..2_000 {
             let x = step as f32 * 0.05;
             let exact = f64::from(x) / (1.0 + (-f64::from(x)).exp());
@@ -146,7 +151,8 @@ mod tests {
         }
         assert_eq!(silu(1e30), 1e30);
         assert_eq!(silu(-1e30), 0.0);
-        assert!(silu(f32::NAN).is_nan());
+        assert_eq!(silu(f32::INFINITY), f32::INFINITY);
+        assert!(silu(f32::NAN).is_nan() && silu(f32::NEG_INFINITY).is_nan());
     }
 
     #[test]
@@ -167,7 +173,7 @@ mod tests {
     }
 
     #[test]
-    fn lanes_are_summed_once_each() {
+    fn sum_of_lanes_has_every_lane_once() {
         let lanes: [f32; LANES] = std::array::from_fn(|lane| (1_u32 << lane) as f32);
         assert_eq!(sum_lanes(lanes), 65_535.0);
     }

@@ -1,20 +1,29 @@
-//! Collectives of CPU ranks over shared memory. The ranks are threads of one process or processes of one
-//! host.
+//! Collectives (all-reduce and all-gather) of CPU ranks over shared memory. The ranks are threads of one process or
+//! processes of one host.
 //!
-//! Every rank has two slots, used in turn. Ranks exchange a piece in two steps:
-//! 1. A rank writes its piece and the piece's kind into its slot, then its exchange number (release).
-//! 2. The rank waits until each other rank's number is as high (acquire), checks that the other rank sent
-//!    the same kind, and reads the other rank's slot.
+//! A collective splits a message into pieces and runs one exchange per piece. Exchanges are numbered from 1. The shared
+//! region has for each rank:
+//! - two slots for pieces: exchange n uses slot n mod 2,
+//! - one word per slot for the kind of its piece: the operation and the number of bytes,
+//! - a word for the number of the last exchange that the rank has published.
 //!
-//! A writer never waits for readers: a rank that shows number n + 1 has finished reading exchange n, and no
-//! rank writes exchange n + 2 into the slot of n before every rank shows n + 1. Long messages are split
-//! into pieces.
+//! An exchange has two steps:
+//! 1. Each rank writes its piece into its slot and the piece's kind beside it. It then publishes both by storing the
+//!    exchange number (release).
+//! 2. Each rank waits until every other rank has published this exchange (acquire). It checks that the other rank's
+//! kind
+//!    is the expected kind and reads the other rank's slot. The sizes are equal on all ranks, except for
+//!    [`CpuGroup::all_gather_ranges`], where each rank knows the sizes of all ranks.
 //!
-//! A wait spins briefly and then sleeps on the other rank's number until the group's time-out. Every
-//! failure is a [`CpuGroupError`]. It ends this rank's part in the group: every later exchange fails with the
-//! same error, and the other ranks see the failure at their next wait. The output of a failed exchange is undefined.
+//! A rank never waits for the readers of its slot. A rank that has published exchange n + 1 has finished reading
+//! exchange n, and a rank starts exchange n + 2, which reuses the slot of n, only after all ranks have published n + 1.
 //!
-//! An all-reduce adds in rank order, element by element, so that all ranks have the same bits.
+//! A wait spins briefly and then sleeps on the other rank's exchange number until the group's time-out. Every failure
+//! is a [`CpuGroupError`]. The failed rank leaves the group, and its later exchanges fail with the same error. Another
+//! rank fails at the first exchange that the failed rank has not published. The output of a failed collective is
+//! undefined.
+//!
+//! An all-reduce adds in rank order, element by element, so that the result is bit-equal on all ranks.
 
 use std::{
     fmt, hint,
@@ -33,44 +42,61 @@ use crate::{
     shared::{Atomics, SharedRegion, futex},
 };
 
-/// Bytes of a piece. The two slots of each rank stay in a core's L2 cache.
+/// Maximum bytes of a piece. The two slots of a rank, 512 KiB, stay in a core's L2 cache.
 const PIECE_BYTES: usize = 256 << 10;
+/// Maximum f32 elements of a piece.
+const PIECE_FLOATS: usize = PIECE_BYTES / size_of::<f32>();
+/// Slots of a rank.
 const SLOTS: usize = 2;
-/// Words of a rank's line in the region, which only that rank writes: two cache lines, because processors
-/// prefetch pairs.
+/// 32-bit words of a rank's line in the region: 128 bytes, two cache lines, because processors prefetch cache lines in
+/// pairs. So ranks do not invalidate each other's lines.
 const LINE_WORDS: usize = 32;
-const LINE_BYTES: usize = LINE_WORDS * 4;
-/// Word of the exchange number in a rank's line.
-const NUMBER: usize = 0;
-/// Word of the number of ranks that sleep on the exchange number.
-const WAITERS: usize = 1;
-/// Word that says whether the rank has left the group.
-const HAS_LEFT: usize = 2;
+const LINE_BYTES: usize = LINE_WORDS * size_of::<u32>();
+/// 64-bit words of a rank's line of kinds, which uses the first [`SLOTS`] of them.
+const LINE_LONGS: usize = LINE_BYTES / size_of::<u64>();
+/// Index in a rank's line of the number of the rank's last published exchange, modulo 2³². Only the rank writes the
+/// word.
+const EXCHANGE_WORD: usize = 0;
+/// Index in a rank's line of the number of other ranks that sleep until the exchange number changes. These ranks write
+/// the word.
+const WAITERS_WORD: usize = 1;
+/// Index in a rank's line of the word that is 1 when the rank has left the group, else 0. Only the rank writes the
+/// word.
+const LEFT_WORD: usize = 2;
 
-/// Time for which a wait spins before it sleeps: about the time of a wake-up.
+/// Time for which a wait spins before it sleeps: about the latency of a futex wake-up.
 const SPIN: Duration = Duration::from_micros(20);
+/// Spin-loop hints between two reads of the clock and of the other rank's number.
+const SPIN_HINTS: usize = 32;
 /// Interval at which a sleeping rank checks whether the other rank has left.
 const LEFT_CHECK_INTERVAL: Duration = Duration::from_millis(50);
 
 /// Failure of a group of CPU ranks.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum CpuGroupError {
+    /// A rank has not published an exchange within the time-out.
     #[error("rank {rank} of {of} did not reach exchange {exchange} within {timeout:?}")]
     Late { rank: usize, of: usize, exchange: u64, timeout: Duration },
+    /// A rank left the group, because it failed or its process ended.
     #[error("rank {rank} of {of} has left the group before exchange {exchange}")]
     Left { rank: usize, of: usize, exchange: u64 },
-    /// The ranks run different operations: a bug, or different builds.
-    #[error("exchange {exchange}: rank {rank} of {of} sends {theirs}, this one {ours}")]
+    /// The ranks run different operations: a bug, or different versions of the program.
+    #[error(
+        "exchange {exchange}: rank {rank} of {of} sends {theirs}; expected {ours}, as this rank"
+    )]
     Mismatch { rank: usize, of: usize, exchange: u64, theirs: String, ours: String },
 }
 
-/// Kind of an exchange, which must be equal on all ranks.
+/// Kind of a rank's piece in an exchange. Each rank checks the kinds of the other ranks.
 #[derive(Clone, Copy, PartialEq, Eq)]
 struct ExchangeKind {
     operation: CollectiveOperation,
     /// Bytes of the piece.
     bytes: usize,
 }
+
+/// Bit of an [`ExchangeKind`]'s word at which the operation begins. The bits below hold the bytes.
+const OPERATION_SHIFT: u32 = 56;
 
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum CollectiveOperation {
@@ -79,31 +105,38 @@ enum CollectiveOperation {
 }
 
 impl ExchangeKind {
+    /// Returns the word that a rank writes beside its slot.
     fn word(self) -> u64 {
-        (self.operation as u64) << 56 | self.bytes as u64
+        (self.operation as u64) << OPERATION_SHIFT | self.bytes as u64
     }
 }
 
-/// Formats a kind that another rank has written.
-fn describe(word: u64) -> String {
-    let bytes = word & ((1 << 56) - 1);
-    match word >> 56 {
-        1 => format!("an all-reduce of {bytes} bytes"),
-        2 => format!("an all-gather of {bytes} bytes"),
-        _ => format!("word {word:#x}"),
+/// Formats the word of a kind, which another rank may have written.
+fn describe_kind(word: u64) -> String {
+    const REDUCE: u64 = CollectiveOperation::Reduce as u64;
+    const GATHER: u64 = CollectiveOperation::Gather as u64;
+    let bytes = word & ((1 << OPERATION_SHIFT) - 1);
+    match word >> OPERATION_SHIFT {
+        REDUCE => format!("an all-reduce of {bytes} bytes"),
+        GATHER => format!("an all-gather of {bytes} bytes"),
+        _ => format!("an unknown operation (word {word:#x})"),
     }
 }
 
-/// One rank's end of a group.
+/// One rank's membership in a group.
 pub struct CpuGroup {
     shard: Shard,
+    /// Maximum time for which an exchange waits for another rank.
     timeout: Duration,
+    /// `[rank][LINE_WORDS]`: the rank's exchange number, waiters and left mark.
     words: Atomics<AtomicU32>,
+    /// `[rank][LINE_LONGS]`: the kind of the piece in each of the rank's slots.
     kinds: Atomics<AtomicU64>,
-    /// `[rank][slot][PIECE_BYTES]`; the atomics' region keeps the memory.
+    /// `[rank][slot][PIECE_BYTES]`. `words` and `kinds` keep the region mapped.
     slots: NonNull<u8>,
-    /// Number of exchanges started; each piece is one exchange.
-    exchanges: u64,
+    /// Number of the last exchange that this rank has started.
+    exchange: u64,
+    /// First failure. Set once.
     fault: Option<CpuGroupError>,
 }
 
@@ -114,40 +147,42 @@ unsafe impl Send for CpuGroup {}
 unsafe impl Sync for CpuGroup {}
 
 impl CpuGroup {
-    /// Returns the bytes of a region for a group of `of` ranks. They must be zero at the start.
+    /// Returns the bytes that a group of `of` ranks needs in a region. All of them must be zero before the first rank
+    /// joins.
     pub fn region_bytes(of: usize) -> usize {
         of * (2 * LINE_BYTES + SLOTS * PIECE_BYTES)
     }
 
-    /// Joins the group in `region` at `offset`, a multiple of 8, as the rank of `shard`. No exchange
-    /// waits longer than `timeout` for another rank.
+    /// Joins the group in `region` as the rank of `shard`. The group's bytes begin at `offset`, a multiple of 8. No
+    /// exchange waits longer than `timeout` for another rank.
     ///
-    /// **Hazard.** Each rank may join once, and no other code may write these bytes, or the contents of
-    /// exchanges are undefined.
+    /// **Hazard.** Each rank joins once, and no other code writes the group's bytes. Otherwise the results of
+    /// collectives are undefined.
     pub fn new(region: &Arc<SharedRegion>, offset: usize, shard: Shard, timeout: Duration) -> Self {
-        // A line per rank, a line of kinds per rank, and the slots.
+        // First the lines of words of all ranks, then the lines of kinds, then the slots.
         let (of, lines_bytes) = (shard.rank_count(), shard.rank_count() * LINE_BYTES);
         let words = region.words(offset, of * LINE_WORDS);
-        let kinds = region.longs(offset + lines_bytes, lines_bytes / 8);
+        let kinds = region.longs(offset + lines_bytes, of * LINE_LONGS);
         let slots = region.bytes(offset + 2 * lines_bytes, of * SLOTS * PIECE_BYTES);
-        Self { shard, timeout, words, kinds, slots, exchanges: 0, fault: None }
+        Self { shard, timeout, words, kinds, slots, exchange: 0, fault: None }
     }
 
     pub fn shard(&self) -> Shard {
         self.shard
     }
 
-    /// Returns the failure of the group, if it failed.
+    /// Returns the first failure of this rank, after which all its exchanges fail.
     pub fn fault(&self) -> Option<&CpuGroupError> {
         self.fault.as_ref()
     }
 
-    /// All-reduces `x`, which has the same length on all ranks. All ranks get the same bits.
+    /// Sums `x` over all ranks, element by element. `x` has the same length on all ranks, and the result is bit-equal
+    /// on all ranks.
     pub fn all_reduce(&mut self, x: &mut [f32]) -> Result<(), CpuGroupError> {
         if self.shard.is_whole() {
             return Ok(());
         }
-        for piece in x.chunks_mut(PIECE_BYTES / 4) {
+        for piece in x.chunks_mut(PIECE_FLOATS) {
             let kind =
                 ExchangeKind { operation: CollectiveOperation::Reduce, bytes: size_of_val(piece) };
             self.publish(kind, bytemuck::cast_slice(piece))?;
@@ -162,7 +197,7 @@ impl CpuGroup {
         Ok(())
     }
 
-    /// All-gathers `mine`, which has the same length on all ranks, in rank order.
+    /// Returns `mine` of all ranks, concatenated in rank order. `mine` has the same length on all ranks.
     pub fn all_gather(&mut self, mine: &[u8]) -> Result<Vec<u8>, CpuGroupError> {
         let mut all = vec![0; self.shard.rank_count() * mine.len()];
         for (number, piece) in mine.chunks(PIECE_BYTES).enumerate() {
@@ -176,27 +211,26 @@ impl CpuGroup {
         Ok(all)
     }
 
-    /// Gathers a row that is sharded over the ranks: `ranges[rank]` of `row` becomes that rank's
-    /// `mine`.
+    /// Gathers a row that is sharded over the ranks: writes `mine` of each rank to `row[ranges[rank]]`. The ranges may
+    /// have different lengths.
     pub fn all_gather_ranges(
         &mut self,
         mine: &[f32],
         ranges: &[Range<usize>],
         row: &mut [f32],
     ) -> Result<(), CpuGroupError> {
-        const PIECE: usize = PIECE_BYTES / 4;
         let own = &ranges[self.shard.rank()];
         assert_eq!(
             (mine.len(), ranges.len()),
             (own.len(), self.shard.rank_count()),
-            "a range per rank"
+            "`mine` has the length of this rank's range, and there is a range per rank"
         );
         let longest = ranges.iter().map(Range::len).max().unwrap_or(0);
-        for begin in (0..longest).step_by(PIECE) {
-            // Ranks with fewer elements publish empty pieces, so that all ranks stay in step.
+        for begin in (0..longest).step_by(PIECE_FLOATS) {
+            // Ranks with fewer elements publish empty pieces, so that all ranks run equally many exchanges.
             let piece = |range: &Range<usize>| {
                 let begin = (range.start + begin).min(range.end);
-                begin..(begin + PIECE).min(range.end)
+                begin..(begin + PIECE_FLOATS).min(range.end)
             };
             let gather = |part: &Range<usize>| ExchangeKind {
                 operation: CollectiveOperation::Gather,
@@ -214,120 +248,125 @@ impl CpuGroup {
         Ok(())
     }
 
-    /// Publishes this rank's piece of the next exchange.
+    /// Starts the next exchange and publishes this rank's piece.
     fn publish(&mut self, kind: ExchangeKind, piece: &[u8]) -> Result<(), CpuGroupError> {
         if let Some(fault) = &self.fault {
             return Err(fault.clone());
         }
-        self.exchanges += 1;
+        self.exchange += 1;
         let rank = self.shard.rank();
         let slot = self.slot(rank);
-        // SAFETY: the slot is this rank's, and has the size of the largest piece. No other rank
-        // reads it: all ranks have shown the previous exchange's number, so they have finished the
-        // exchange before that, which used this slot.
+        // SAFETY: the slot is this rank's, and has the size of the largest piece. No other rank reads it: all ranks
+        // have published the previous exchange, so they have finished the exchange before that, which used this slot.
         unsafe {
             slice::from_raw_parts_mut(slot.as_ptr(), piece.len()).copy_from_slice(piece);
         }
         self.kind_of(rank).store(kind.word(), Ordering::Relaxed);
-        let number = self.number(rank);
-        // Sequentially consistent with the waiters' count: either a waiter sees the number before
-        // it sleeps, or this rank sees the waiter.
-        number.store(self.exchanges as u32, Ordering::SeqCst);
-        if self.word(rank, WAITERS).load(Ordering::SeqCst) > 0 {
-            futex::wake_all(number);
+        let published = self.published(rank);
+        // Sequentially consistent with the count of waiters: either a waiter sees the new number before it sleeps, or
+        // this rank sees the waiter and wakes it.
+        published.store(self.exchange as u32, Ordering::SeqCst);
+        if self.word(rank, WAITERS_WORD).load(Ordering::SeqCst) > 0 {
+            futex::wake_all(published);
         }
         Ok(())
     }
 
-    /// Returns the piece of a rank in the exchange that this rank published last.
+    /// Waits until `rank` has published the current exchange, and returns its piece. On an error, leaves the group.
     fn read(&mut self, kind: ExchangeKind, rank: usize) -> Result<&[u8], CpuGroupError> {
         if let Err(error) = self.wait(kind, rank) {
             self.leave();
             self.fault = Some(error.clone());
             return Err(error);
         }
-        // SAFETY: the rank has shown this exchange's number, so the piece is written. Its length is
-        // the kind's, and it stays until this rank publishes the exchange after the next.
+        // SAFETY: the rank has published this exchange, so its piece is written and has the length of the kind. The
+        // rank reuses the slot only after this rank has published the next exchange, which needs `&mut self`.
         Ok(unsafe { slice::from_raw_parts(self.slot(rank).as_ptr(), kind.bytes) })
     }
 
+    /// Waits until `rank` has published the current exchange, and checks the kind of its piece.
     fn wait(&self, kind: ExchangeKind, rank: usize) -> Result<(), CpuGroupError> {
-        let (of, exchange) = (self.shard.rank_count(), self.exchanges);
+        let (of, exchange) = (self.shard.rank_count(), self.exchange);
         if rank == self.shard.rank() {
             return Ok(());
         }
-        let number = self.number(rank);
+        let published = self.published(rank);
         let begun = Instant::now();
-        let mut ahead = self.ahead(number.load(Ordering::Acquire));
+        let mut ahead = self.ahead(published.load(Ordering::Acquire));
         while ahead < 0 {
             if begun.elapsed() < SPIN {
-                (0..32).for_each(|_| hint::spin_loop());
-                ahead = self.ahead(number.load(Ordering::Acquire));
+                (0..SPIN_HINTS).for_each(|_| hint::spin_loop());
+                ahead = self.ahead(published.load(Ordering::Acquire));
                 continue;
             }
-            let has_left = self.word(rank, HAS_LEFT).load(Ordering::Acquire) != 0;
-            let waiters = self.word(rank, WAITERS);
+            // A rank publishes before it leaves. So a rank that has left publishes nothing after this load, and the
+            // number that is read next is its last one.
+            let has_left = self.word(rank, LEFT_WORD).load(Ordering::Acquire) != 0;
+            let waiters = self.word(rank, WAITERS_WORD);
             waiters.fetch_add(1, Ordering::SeqCst);
-            let seen = number.load(Ordering::SeqCst);
+            let seen = published.load(Ordering::SeqCst);
             ahead = self.ahead(seen);
-            let left = self.timeout.saturating_sub(begun.elapsed());
-            if ahead < 0 && !has_left && !left.is_zero() {
-                futex::wait(number, seen, left.min(LEFT_CHECK_INTERVAL));
-                ahead = self.ahead(number.load(Ordering::Acquire));
+            let remaining = self.timeout.saturating_sub(begun.elapsed());
+            if ahead < 0 && !has_left && !remaining.is_zero() {
+                futex::wait(published, seen, remaining.min(LEFT_CHECK_INTERVAL));
+                ahead = self.ahead(published.load(Ordering::Acquire));
             }
             waiters.fetch_sub(1, Ordering::SeqCst);
             if ahead >= 0 {
                 break;
             }
-            // A rank publishes before it leaves, and the number was read after the leave mark.
             if has_left {
                 return Err(CpuGroupError::Left { rank, of, exchange });
             }
-            if left.is_zero() {
+            if remaining.is_zero() {
                 let timeout = self.timeout;
                 return Err(CpuGroupError::Late { rank, of, exchange, timeout });
             }
         }
         let theirs = self.kind_of(rank).load(Ordering::Relaxed);
+        // A rank cannot be two exchanges ahead: that would mean that it did not wait for this rank.
         if ahead > 1 || theirs != kind.word() {
             let theirs = match ahead {
-                0 | 1 => describe(theirs),
+                0 | 1 => describe_kind(theirs),
                 _ => format!("exchange {}", exchange + ahead as u64),
             };
-            let ours = describe(kind.word());
+            let ours = describe_kind(kind.word());
             return Err(CpuGroupError::Mismatch { rank, of, exchange, theirs, ours });
         }
         Ok(())
     }
 
-    /// Returns how far a number is ahead of this rank's number; numbers wrap.
-    fn ahead(&self, number: u32) -> i32 {
-        number.wrapping_sub(self.exchanges as u32) as i32
+    /// Returns how many exchanges another rank's published number is ahead of this rank's current exchange. Published
+    /// numbers wrap around.
+    fn ahead(&self, published: u32) -> i32 {
+        published.wrapping_sub(self.exchange as u32) as i32
     }
 
     /// Marks this rank as left and wakes the ranks that wait for it.
     fn leave(&self) {
         let rank = self.shard.rank();
-        self.word(rank, HAS_LEFT).store(1, Ordering::Release);
-        futex::wake_all(self.number(rank));
+        self.word(rank, LEFT_WORD).store(1, Ordering::Release);
+        futex::wake_all(self.published(rank));
     }
 
     fn word(&self, rank: usize, word: usize) -> &AtomicU32 {
         &self.words[rank * LINE_WORDS + word]
     }
 
-    fn number(&self, rank: usize) -> &AtomicU32 {
-        self.word(rank, NUMBER)
+    /// Returns the word of the rank's last published exchange.
+    fn published(&self, rank: usize) -> &AtomicU32 {
+        self.word(rank, EXCHANGE_WORD)
     }
 
     /// Returns the kind of the rank's piece in the current exchange.
     fn kind_of(&self, rank: usize) -> &AtomicU64 {
-        &self.kinds[rank * (LINE_BYTES / 8) + self.exchanges as usize % SLOTS]
+        &self.kinds[rank * LINE_LONGS + self.exchange as usize % SLOTS]
     }
 
+    /// Returns the rank's slot of the current exchange.
     fn slot(&self, rank: usize) -> NonNull<u8> {
-        let slot = rank * SLOTS + self.exchanges as usize % SLOTS;
-        // SAFETY: inside the claimed slots.
+        let slot = rank * SLOTS + self.exchange as usize % SLOTS;
+        // SAFETY: `slots` has `SLOTS` slots of `PIECE_BYTES` for each rank of the group.
         unsafe { self.slots.add(slot * PIECE_BYTES) }
     }
 }
@@ -342,7 +381,7 @@ impl fmt::Debug for CpuGroup {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("CpuGroup")
             .field("shard", &self.shard)
-            .field("exchanges", &self.exchanges)
+            .field("exchange", &self.exchange)
             .field("fault", &self.fault)
             .finish_non_exhaustive()
     }
@@ -365,7 +404,7 @@ mod tests {
     }
 
     /// Runs `run` in a thread for each rank and returns the results in rank order.
-    fn together<T: Send>(
+    fn run_ranks<T: Send>(
         of: usize,
         timeout: Duration,
         run: impl Fn(&mut CpuGroup) -> T + Sync,
@@ -402,9 +441,9 @@ mod tests {
     fn all_reduce_adds_in_order_of_rank_when_ranks_are_late() {
         for of in [1, 2, 3, 4, 7] {
             // Odd lengths, empty, and more than one piece.
-            let lengths = [0, 1, 5, 576, 3 * 576, PIECE_BYTES / 4, PIECE_BYTES / 4 * 2 + 77];
+            let lengths = [0, 1, 5, 576, 3 * 576, PIECE_FLOATS, PIECE_FLOATS * 2 + 77];
             let rounds = 40;
-            let sums = together(of, TIMEOUT, |group| {
+            let sums = run_ranks(of, TIMEOUT, |group| {
                 let rank = group.shard().rank();
                 let mut sums = Vec::new();
                 for round in 0..rounds {
@@ -436,8 +475,8 @@ mod tests {
     }
 
     #[test]
-    fn many_small_all_gathers_and_all_reduces_stay_in_step() {
-        let gathered = together(3, TIMEOUT, |group| {
+    fn many_small_all_gathers_and_all_reduces_agree_on_all_ranks() {
+        let gathered = run_ranks(3, TIMEOUT, |group| {
             let rank = group.shard().rank() as u32;
             for round in 0..2_000_u32 {
                 let all = group.all_gather(&(round * 3 + rank).to_le_bytes()).unwrap();
@@ -466,13 +505,13 @@ mod tests {
                 let region = &region;
                 scope.spawn(move || {
                     let mut group = CpuGroup::new(region, 0, shard, TIMEOUT);
-                    group.exchanges = near_the_end;
-                    group.number(shard.rank()).store(near_the_end as u32, Ordering::SeqCst);
+                    group.exchange = near_the_end;
+                    group.published(shard.rank()).store(near_the_end as u32, Ordering::SeqCst);
                     // Both ranks have their numbers before one waits for the other's.
-                    let other = group.number(1 - shard.rank());
+                    let other = group.published(1 - shard.rank());
                     let begun = Instant::now();
                     while other.load(Ordering::SeqCst) == 0 {
-                        assert!(begun.elapsed() < TIMEOUT, "the other comes");
+                        assert!(begun.elapsed() < TIMEOUT, "the other rank joins");
                         thread::yield_now();
                     }
                     for round in 0..50 {
@@ -505,7 +544,7 @@ mod tests {
             assert_eq!(group.read(kind, 2), Err(late.clone()));
         }
         assert!(begun.elapsed() >= timeout * 2);
-        // The group has failed for both ranks at once.
+        // Every later exchange fails at once with the same error.
         assert_eq!(groups[0].all_reduce(&mut [1.0]), Err(late.clone()));
         assert_eq!(groups[1].all_gather(&[1]), Err(late.clone()));
         assert_eq!(groups[1].fault(), Some(&late));
@@ -523,28 +562,28 @@ mod tests {
         let mut groups: Vec<_> =
             shards(2).into_iter().map(|shard| CpuGroup::new(&region, 0, shard, TIMEOUT)).collect();
         let (mut second, mut first) = (groups.pop().unwrap(), groups.pop().unwrap());
-        let (told, tells) = mpsc::channel();
+        let (first_sum, first_sums) = mpsc::channel();
         let waiting = thread::spawn(move || {
             let mut x = [1.0];
             first.all_reduce(&mut x).unwrap();
-            told.send(x[0]).unwrap();
+            first_sum.send(x[0]).unwrap();
             (first.all_reduce(&mut x).unwrap_err(), Instant::now())
         });
         second.all_reduce(&mut [2.0]).unwrap();
-        assert_eq!(tells.recv_timeout(TIMEOUT), Ok(3.0));
+        assert_eq!(first_sums.recv_timeout(TIMEOUT), Ok(3.0));
         // Long enough that the other rank usually sleeps; the outcome does not depend on it.
         thread::sleep(Duration::from_millis(100));
-        let left = Instant::now();
+        let left_at = Instant::now();
         drop(second);
         let (error, seen) = waiting.join().unwrap();
         assert_eq!(error, CpuGroupError::Left { rank: 1, of: 2, exchange: 2 });
-        assert!(seen.saturating_duration_since(left) < TIMEOUT / 2);
+        assert!(seen.saturating_duration_since(left_at) < TIMEOUT / 2);
     }
 
     #[test]
     fn ranks_with_different_operations_fail() {
         let errors = Mutex::new(Vec::new());
-        together(2, TIMEOUT, |group| {
+        run_ranks(2, TIMEOUT, |group| {
             let mut x = vec![1.0; 3 + group.shard().rank()];
             if let Err(error) = group.all_reduce(&mut x) {
                 errors.lock().unwrap().push(error.to_string());
@@ -561,7 +600,7 @@ mod tests {
                 "{error}"
             );
         }
-        let outcomes = together(2, TIMEOUT, |group| match group.shard().rank() {
+        let outcomes = run_ranks(2, TIMEOUT, |group| match group.shard().rank() {
             0 => group.all_reduce(&mut [1.0]),
             _ => group.all_gather(&[]).and_then(|_| group.all_gather(&[7])).map(drop),
         });

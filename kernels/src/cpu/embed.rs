@@ -1,10 +1,14 @@
-//! Embedding lookup.
+//! Token embedding: looks up a row of the embedding table for each token.
 
 use super::{matmul::CpuMatrix, threads::ThreadPool};
 use crate::shard::Shard;
 
-/// Writes the row of every token to `out`, or zeros when another rank has the row. Panics when an id is not below
-/// `vocabulary`.
+/// Writes the embedding of every token to a row of `out`. With tensor parallelism, the table has only the rows of this
+/// rank's tokens, and `out` gets zeros for the tokens of other ranks. `vocabulary` is the number of tokens of the
+/// model.
+///
+/// # Panics
+/// When a token is not below `vocabulary`, which admission rejects.
 pub(crate) fn embed(
     pool: &mut ThreadPool,
     table: &CpuMatrix,
@@ -13,16 +17,19 @@ pub(crate) fn embed(
     tokens: &[u32],
     out: &mut [f32],
 ) {
-    let (own, width) = (shard.tokens(vocabulary), table.cols());
-    assert_eq!(table.rows(), own.len(), "embed: the table has a row for each token of the rank");
+    let (rank_tokens, width) = (shard.tokens(vocabulary), table.cols());
+    assert_eq!(table.rows(), rank_tokens.len(), "the table has a row for each token of the rank");
     let task_rows = pool.rows_per_task(tokens.len(), width);
     pool.for_each_piece(out, task_rows * width, |_, task, piece| {
         let tokens = &tokens[task * task_rows..];
         for (out, &token) in piece.chunks_exact_mut(width).zip(tokens) {
             let token = token as usize;
-            assert!(token < vocabulary, "token {token} is outside the vocabulary");
-            match own.contains(&token) {
-                true => table.copy_row(token - own.start, out),
+            assert!(
+                token < vocabulary,
+                "token {token} must be below the vocabulary size {vocabulary}"
+            );
+            match rank_tokens.contains(&token) {
+                true => table.copy_row(token - rank_tokens.start, out),
                 false => out.fill(0.0),
             }
         }
@@ -42,7 +49,7 @@ mod tests {
     };
 
     #[test]
-    fn every_token_gets_its_row() {
+    fn every_token_gets_its_embedding() {
         for threads in [1, 2] {
             let mut pool = ThreadPool::new(threads, "test").unwrap();
             let source = Plain { rows: 77, cols: 33, values: numbers(1, 77 * 33) };
@@ -93,8 +100,8 @@ mod tests {
     }
 
     #[test]
-    #[should_panic(expected = "token 77 is outside the vocabulary")]
-    fn a_token_beyond_the_table_panics() {
+    #[should_panic(expected = "token 77 must be below the vocabulary size 77")]
+    fn a_token_outside_the_vocabulary_panics() {
         let mut pool = ThreadPool::new(1, "test").unwrap();
         let table = pack(
             &mut pool,

@@ -1,11 +1,13 @@
 //! GEMM with packed weights: `out[rows][n] = x[rows][k] · w[n][k]ᵀ`.
 //!
-//! Weights are packed in panels of 32 output features ([`CpuMatrix`]); the rows of `x` are packed in blocks
-//! `[k][rows of the block]`. A *tile* multiplies one block with one or a few panels, with all accumulators
-//! in registers. Every accumulator runs over k in order, one fused multiply-add at a time, in its own lane.
-//! So the result is bit-equal to the reference, does not depend on the batch, and needs no reduction over
-//! lanes. The two kernels that multiply bf16 pairs (`vdpbf16ps`, AMX) round differently, but do not depend
-//! on the batch either.
+//! Weights are packed in *panels* of 32 output features ([`CpuMatrix`]). The rows of `x` are packed in *row blocks*
+//! `[k][rows of the block]`. A *tile* is the product of one row block and one or a few panels, with all accumulators in
+//! registers. A *row group* is a number of row blocks that together stay in the L2 cache.
+//!
+//! Every accumulator adds the products over k in order, in its own lane. So the result is batch-invariant: a row's
+//! result does not depend on the other rows. At a level with fused multiply-add (FMA), the result is bit-equal to the
+//! reference. There are two exceptions: a level without FMA rounds each product before it adds the product, and the two
+//! kernels that multiply pairs of bf16 (`vdpbf16ps` and AMX) add in another order. Both are batch-invariant, too.
 
 #[cfg(target_arch = "x86_64")]
 pub(super) mod amx;
@@ -31,34 +33,39 @@ use self::{
 use super::{disjoint_slice::DisjointSlice, isa::Level, threads::ThreadPool};
 use crate::layout::WeightFormat;
 
-/// Bytes of packed rows that are multiplied with one panel after another. They stay in a core's L2 cache.
+/// Maximum bytes of a row group, which a core multiplies with one panel after another. The row group and the panels of
+/// a tile fit into an L2 cache of 1 MiB.
 const ROW_GROUP_BYTES: usize = 768 << 10;
-/// Minimum bytes of weights per task.
+/// Minimum bytes of weights per task: reading them takes several times as long as starting a task.
 const TASK_BYTES_MIN: usize = 96 << 10;
 /// Tasks per thread, so that other threads compensate for one that is late or interrupted.
 const TASKS_PER_THREAD: usize = 4;
 
-/// Memory that GEMMs reuse.
+/// Packed rows of a GEMM, whose memory the next GEMM reuses.
 #[derive(Default)]
 pub(crate) struct MatmulScratch {
     blocks: PackedRows,
+    /// Packed rows of the AMX kernel.
     #[cfg(target_arch = "x86_64")]
     tiles: amx::RowTiles,
 }
 
-/// One row block and consecutive panels.
+/// Operands of a tile: one row block and consecutive panels.
 struct MatmulTile<'a> {
-    /// `[group][row_count]` in the kernel's row format.
+    /// The row block, `[words of a row][row_count]`.
     x: &'a [u32],
+    /// Format of `x`.
     format: RowFormat,
     row_count: usize,
+    /// Number of input features.
     k: usize,
+    /// Words of the panels, one panel after another.
     panels: &'a [u32],
     /// Output features of the panels without padding.
     columns: usize,
-    /// Whether weights are prefetched.
+    /// Whether the kernel prefetches weights by software.
     #[cfg_attr(not(target_arch = "x86_64"), expect(dead_code))]
-    fetch_ahead: bool,
+    software_prefetch: bool,
 }
 
 /// Destination of a tile's results: `[row_count][columns]` in rows that are `stride` elements apart.
@@ -85,16 +92,16 @@ pub(crate) fn matmul(
     out: &mut [f32],
 ) {
     #[cfg(target_arch = "x86_64")]
-    let fetch_ahead = super::isa::fetches_ahead();
+    let software_prefetch = super::isa::uses_software_prefetch();
     #[cfg(not(target_arch = "x86_64"))]
-    let fetch_ahead = false;
-    multiply(level, fetch_ahead, pool, scratch, x, w, out);
+    let software_prefetch = false;
+    multiply(level, software_prefetch, pool, scratch, x, w, out);
 }
 
-/// Computes [`matmul`] with or without prefetching, which changes no bit of the result.
+/// Computes [`matmul`] with or without software prefetch. Both give the same bits.
 fn multiply(
     level: Level,
-    fetch_ahead: bool,
+    software_prefetch: bool,
     pool: &mut ThreadPool,
     scratch: &mut MatmulScratch,
     x: &[f32],
@@ -114,34 +121,34 @@ fn multiply(
     }
     let kernel = Kernel::of(level, w.format());
     let blocks = &mut scratch.blocks;
-    blocks.pack(level, pool, x, w.cols(), kernel.block_rows_max, kernel.rows);
+    blocks.pack(level, pool, x, w.cols(), kernel.block_rows_max, kernel.row_format);
     let blocks = &*blocks;
-    let group_len = (ROW_GROUP_BYTES / blocks.block_bytes()).clamp(1, blocks.count());
-    let grid = grid(pool, w, blocks.count().div_ceil(group_len));
-    let panels_max = (kernel.panels_for)(blocks.rows_in(0), fetch_ahead);
+    let group_blocks = (ROW_GROUP_BYTES / blocks.block_bytes()).clamp(1, blocks.count());
+    let grid = grid(pool, w, blocks.count().div_ceil(group_blocks));
+    let panels_max = (kernel.panels_for)(blocks.rows_in(0), software_prefetch);
     let n = w.rows();
     let sums = DisjointSlice::new(out);
     pool.run(grid.task_count(), &|_, task| {
-        let (group, panels) = grid.part(task);
-        let block_end = blocks.count().min((group + 1) * group_len);
+        let (row_group, panels) = grid.part(task);
+        let block_end = blocks.count().min((row_group + 1) * group_blocks);
         let mut panel = panels.start;
         while panel < panels.end {
             let panel_count = panels_max.min(panels.end - panel);
-            for block in group * group_len..block_end {
+            for block in row_group * group_blocks..block_end {
                 let tile = MatmulTile {
                     x: blocks.block(block),
-                    format: kernel.rows,
+                    format: kernel.row_format,
                     row_count: blocks.rows_in(block),
                     k: w.cols(),
                     panels: w.panels(panel, panel_count),
                     columns: (panel_count * PANEL).min(n - panel * PANEL),
-                    fetch_ahead,
+                    software_prefetch,
                 };
                 let start = blocks.first_row(block) * n + panel * PANEL;
                 let length = (tile.row_count - 1) * n + tile.columns;
                 let target = TileOutput { start: sums.range_ptr(start, length), stride: n };
-                // SAFETY: the range is inside the output. The task touches only its tile's
-                // elements, and no other task has this block and these panels.
+                // SAFETY: the range is inside the output. The task writes only its tile's elements, and no other task
+                // has this block and these panels.
                 unsafe { (kernel.tile)(&tile, &target, panel_count) };
             }
             panel += panel_count;
@@ -149,75 +156,84 @@ fn multiply(
     });
 }
 
-/// Partition of one GEMM: groups of rows times parts of the panels.
+/// Partition of one GEMM into tasks: each task has one row group and one part of the panels.
 struct Grid {
     panel_count: usize,
-    part_len: usize,
+    /// Panels of a part; the last part may have fewer.
+    part_panels: usize,
     part_count: usize,
-    group_count: usize,
+    row_group_count: usize,
 }
 
-/// Splits the panels into equal parts, a few for every thread and none too small.
-fn grid(pool: &ThreadPool, w: &CpuMatrix, group_count: usize) -> Grid {
+/// Splits the panels into equal parts, so that there are [`TASKS_PER_THREAD`] tasks for every thread, and no task has
+/// less than [`TASK_BYTES_MIN`].
+fn grid(pool: &ThreadPool, w: &CpuMatrix, row_group_count: usize) -> Grid {
     let panel_count = w.panel_count();
     let panel_bytes = w.byte_count() / panel_count;
-    let parts_wanted = (pool.threads() * TASKS_PER_THREAD).div_ceil(group_count);
-    let part_len = panel_count.div_ceil(parts_wanted).max(TASK_BYTES_MIN.div_ceil(panel_bytes));
-    Grid { panel_count, part_len, part_count: panel_count.div_ceil(part_len), group_count }
+    let part_count_max = (pool.threads() * TASKS_PER_THREAD).div_ceil(row_group_count);
+    let part_panels_min = TASK_BYTES_MIN.div_ceil(panel_bytes);
+    let part_panels = panel_count.div_ceil(part_count_max).max(part_panels_min);
+    let part_count = panel_count.div_ceil(part_panels);
+    Grid { panel_count, part_panels, part_count, row_group_count }
 }
 
 impl Grid {
     fn task_count(&self) -> usize {
-        self.group_count * self.part_count
+        self.row_group_count * self.part_count
     }
 
     /// Returns a task's row group and panels.
     fn part(&self, task: usize) -> (usize, Range<usize>) {
-        let (group, part) = (task / self.part_count, task % self.part_count);
-        (group, part * self.part_len..self.panel_count.min((part + 1) * self.part_len))
+        let (row_group, part) = (task / self.part_count, task % self.part_count);
+        let panel_end = self.panel_count.min((part + 1) * self.part_panels);
+        (row_group, part * self.part_panels..panel_end)
     }
 }
 
-/// Kernel that multiplies tiles.
+/// Kernel that computes tiles.
 #[derive(Clone, Copy)]
 struct Kernel {
-    rows: RowFormat,
-    /// Maximum rows of a block.
+    /// Format in which the kernel reads row blocks.
+    row_format: RowFormat,
+    /// Maximum rows of a row block.
     block_rows_max: usize,
-    /// Returns the panels of one tile for blocks of a number of rows, with or without prefetching. Few rows
-    /// leave registers for more panels, and with prefetching several parallel streams use memory better.
+    /// Returns the maximum panels of one tile. The arguments are the rows of a row block, and whether the kernel
+    /// prefetches by software. Few rows leave registers for more panels. Several panels are parallel streams, which use
+    /// the memory bandwidth better with software prefetch.
     panels_for: fn(usize, bool) -> usize,
-    /// Multiplies one row block with a number of panels.
+    /// Multiplies one row block with a number of panels, at most that of `panels_for`.
     ///
     /// # Safety
-    /// The target may be written in the tile's rows and columns; the kernel came from [`Kernel::of`].
+    /// The target may be written in the tile's rows and columns. The kernel came from [`Kernel::of`], so the machine
+    /// has its instructions.
     tile: unsafe fn(&MatmulTile<'_>, &TileOutput, usize),
 }
 
 impl Kernel {
+    /// Returns the kernel of a level for a weight format.
     fn of(level: Level, format: WeightFormat) -> Self {
         #[cfg(target_arch = "x86_64")]
         if let Some(kernel) = Self::of_x86(level, format) {
             return kernel;
         }
         let _ = level;
-        let (rows, tile): (_, unsafe fn(&MatmulTile<'_>, &TileOutput, usize)) = match format {
+        let (row_format, tile): (_, unsafe fn(&MatmulTile<'_>, &TileOutput, usize)) = match format {
             WeightFormat::F32 => (RowFormat::F32, portable::tile),
             WeightFormat::Bf16 | WeightFormat::Fp8 => (RowFormat::Rounded, portable::tile),
             WeightFormat::Q8 => (RowFormat::Q8, q8::portable::tile),
         };
-        Self { rows, block_rows_max: portable::BLOCK_ROWS_MAX, panels_for: |_, _| 1, tile }
+        Self { row_format, block_rows_max: portable::BLOCK_ROWS_MAX, panels_for: |_, _| 1, tile }
     }
 
     #[cfg(target_arch = "x86_64")]
     fn of_x86(level: Level, format: WeightFormat) -> Option<Self> {
-        let avx2 = |rows| {
+        let avx2 = |row_format| {
             let (block_rows_max, panels_for) = (avx2::BLOCK_ROWS_MAX, avx2::panels_for);
-            Self { rows, block_rows_max, panels_for, tile: avx2::tile }
+            Self { row_format, block_rows_max, panels_for, tile: avx2::tile }
         };
-        let avx512 = |rows| {
+        let avx512 = |row_format| {
             let (block_rows_max, panels_for) = (avx512::BLOCK_ROWS_MAX, avx512::panels_for);
-            Self { rows, block_rows_max, panels_for, tile: avx512::tile }
+            Self { row_format, block_rows_max, panels_for, tile: avx512::tile }
         };
         Some(match (level, format) {
             (Level::Reference | Level::Baseline, _) => return None,
@@ -225,23 +241,23 @@ impl Kernel {
             (Level::Avx2, WeightFormat::Bf16 | WeightFormat::Fp8) => avx2(RowFormat::Rounded),
             (_, WeightFormat::F32) => avx512(RowFormat::F32),
             (Level::Avx512, WeightFormat::Bf16 | WeightFormat::Fp8) => avx512(RowFormat::Rounded),
-            // A single row is faster without AMX tiles, but adds in the order of the tiles.
+            // A single row is faster without AMX. `Stepped` adds in the order of the AMX kernel, so that the result
+            // does not depend on the number of rows.
             (Level::Amx, WeightFormat::Bf16 | WeightFormat::Fp8) => avx512(RowFormat::Stepped),
             (Level::Avx512Bf16, WeightFormat::Bf16 | WeightFormat::Fp8) => avx512(RowFormat::Pairs),
-            // VNNI is not a level of its own, because this kernel gives the same bits as the other q8
-            // kernels.
+            // VNNI is not a level of its own, because this kernel gives the same bits as the other q8 kernels.
             (Level::Avx512 | Level::Avx512Bf16 | Level::Amx, WeightFormat::Q8)
                 if std::arch::is_x86_feature_detected!("avx512vnni") =>
             {
                 Self {
-                    rows: RowFormat::Q8,
+                    row_format: RowFormat::Q8,
                     block_rows_max: q8::avx512::BLOCK_ROWS_MAX,
                     panels_for: q8::avx512::panels_for,
                     tile: q8::avx512::tile,
                 }
             }
             (_, WeightFormat::Q8) => Self {
-                rows: RowFormat::Q8,
+                row_format: RowFormat::Q8,
                 block_rows_max: q8::avx2::BLOCK_ROWS_MAX,
                 panels_for: |_, _| 1,
                 tile: q8::avx2::tile,
@@ -254,7 +270,7 @@ impl Kernel {
 pub(crate) mod testing {
     use crate::backend::RowSource;
 
-    /// A matrix in memory.
+    /// A matrix of f32 in memory.
     pub(crate) struct Plain {
         pub rows: usize,
         pub cols: usize,
@@ -290,9 +306,17 @@ mod tests {
 
     fn product(level: Level, threads: usize, x: &[f32], w: &CpuMatrix) -> Vec<f32> {
         let mut pool = ThreadPool::new(threads, "test").unwrap();
-        let [one, other] = [false, true].map(|fetch_ahead| {
+        let [one, other] = [false, true].map(|software_prefetch| {
             let mut out = vec![f32::NAN; x.len() / w.cols() * w.rows()];
-            multiply(level, fetch_ahead, &mut pool, &mut MatmulScratch::default(), x, w, &mut out);
+            multiply(
+                level,
+                software_prefetch,
+                &mut pool,
+                &mut MatmulScratch::default(),
+                x,
+                w,
+                &mut out,
+            );
             out
         });
         assert_eq!(bits(&one), bits(&other), "{}", level.name());
@@ -334,10 +358,19 @@ mod tests {
         println!("levels of this machine: {}", names.join(", "));
         check(150, 1536, 100, 2);
         check(1, 576, 960, 2);
-        // Sizes around the row groups of 768 KiB that one core processes.
-        for rows in [255, 256, 257, 511, 512, 513] {
-            check(rows, 576, 33, 2);
-            check(rows, 39, 65, 2);
+        check(513, 39, 65, 2);
+    }
+
+    #[test]
+    fn one_and_several_row_groups_agree_with_the_reference() {
+        const K: usize = 4096;
+        for format in [RowFormat::F32, RowFormat::Pairs, RowFormat::Q8] {
+            let row_bytes = format.row_words(K) * size_of::<u32>();
+            // A row group holds at most this many rows, so one more row needs a second row group.
+            let group_rows = ROW_GROUP_BYTES / row_bytes;
+            for rows in [group_rows - 1, group_rows, group_rows + 1] {
+                check(rows, K, 9, 2);
+            }
         }
     }
 

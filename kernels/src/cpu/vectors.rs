@@ -10,11 +10,12 @@ use std::arch::x86_64::{
 
 use super::arithmetic::LANES;
 
-/// Transposes 16 vectors.
+/// Transposes a 16 × 16 matrix of f32, given as its rows.
 #[inline]
 #[target_feature(enable = "avx512f")]
 pub(crate) fn transpose_vectors(rows: [__m512; LANES]) -> [__m512; LANES] {
-    // Transposes pairs, then fours of rows within each quarter of a vector, then the quarters.
+    // Transposes within each quarter of a vector (4 lanes) in two steps: first 2 × 2 blocks, then 4 × 4 blocks. Then
+    // it moves the quarters. Comments count rows and columns from 0.
     let mut pairs = [_mm512_setzero_ps(); LANES];
     for i in 0..8 {
         pairs[2 * i] = _mm512_unpacklo_ps(rows[2 * i], rows[2 * i + 1]);
@@ -29,7 +30,7 @@ pub(crate) fn transpose_vectors(rows: [__m512; LANES]) -> [__m512; LANES] {
             fours[4 * i + 2 * half + 1] = _mm512_castpd_ps(_mm512_unpackhi_pd(a, b));
         }
     }
-    // `fours[4 i + c]` has, in quarter q, column 4 q + c of the rows 4 i .. 4 i + 4.
+    // Quarter q of `fours[4 i + c]` now has column 4 q + c of the rows 4 i to 4 i + 3.
     let mut columns = [_mm512_setzero_ps(); LANES];
     for c in 0..4 {
         let low = _mm512_shuffle_f32x4::<0x88>(fours[c], fours[4 + c]);
@@ -44,15 +45,17 @@ pub(crate) fn transpose_vectors(rows: [__m512; LANES]) -> [__m512; LANES] {
     columns
 }
 
-/// Returns the words as pairs of bf16.
+/// Reinterprets 16 words as 32 lanes of bf16: the lower half of each word is an even lane, the upper half the odd lane
+/// after it.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bf16")]
 pub(crate) fn as_bf16(words: __m512i) -> __m512bh {
-    // SAFETY: both types are 64 bytes without invalid values.
+    // SAFETY: both types have 64 bytes, and every bit pattern is valid.
     unsafe { std::mem::transmute::<__m512i, __m512bh>(words) }
 }
 
-/// Computes [`super::arithmetic::sum_lanes`]: lanes 8 apart, then 4, 2, 1.
+/// Adds the 16 lanes in the order of [`super::arithmetic::sum_lanes`], so with the same bits: first lanes that are 8
+/// apart, then 4, 2 and 1.
 #[inline]
 #[target_feature(enable = "avx512f,avx512dq,avx512vl")]
 pub(crate) fn sum_lanes(lanes: __m512) -> f32 {

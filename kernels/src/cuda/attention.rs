@@ -1,6 +1,9 @@
-//! Workspaces of attention, and the attention plans of the current step.
+//! Launches attention kernels, and owns their workspaces and the plans of the current step.
+//!
+//! FlashInfer needs a plan per step and attention shape: the host computes how CTAs share the work and copies the plan
+//! to the device. Baton's decode attention and its plain kernel need no plan of the host.
 
-use std::{ffi::c_void, sync::Arc};
+use std::{ffi::c_void, num::NonZeroUsize, sync::Arc};
 
 use super::{
     context::{Compute, Context, Event, Stream},
@@ -15,65 +18,85 @@ use crate::{
     layout::Dtype,
 };
 
+/// Bytes of FlashInfer's float workspace, for partial results of split sequences. FlashInfer rejects a plan that needs
+/// more.
 const FLOAT_BYTES: usize = 256 << 20;
+/// Bytes of one plan on the device, and of its pinned copy on the host: the size that FlashInfer's Python API
+/// allocates.
 const INT_BYTES: usize = 8 << 20;
-/// Plans in flight: two steps with two attention windows each.
+/// Number of buffers for plans, used in turn: enough for two steps in flight with two attention shapes each (layers
+/// with and without a sliding window). A step with more shapes waits for the copies of earlier plans.
 const PLAN_BUFFERS: usize = 4;
+/// Description of [`PLAN_BUFFERS`] in an error.
+const PLANS_ALLOWED: &str = "at most 4";
 
-/// Limits of Baton's decode attention.
+/// Maximum rows of Baton's decode attention.
 const DECODE_ROWS_MAX: usize = 1024;
+/// Maximum query heads per KV head of Baton's decode attention.
 const DECODE_GROUP_MAX: usize = 8;
+/// Maximum KV heads of Baton's decode attention.
 const DECODE_KV_HEADS_MAX: usize = 128;
+/// Head dimensions of Baton's decode attention.
 const DECODE_HEAD_DIMS: [usize; 2] = [64, 128];
 
-/// Kernel that computes attention.
+/// Choice of the attention kernel. Steps in f32 always use the plain kernel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum AttentionKind {
-    /// The fastest that supports the shape: Baton's decode attention where every row decodes or verifies draft
-    /// tokens, else FlashInfer.
+    /// The fastest kernel that supports step and shape. In a step whose rows all decode or verify draft tokens, Baton's
+    /// decode attention. In other steps, FlashInfer. The plain kernel for shapes that neither supports.
     Auto,
-    /// FlashInfer wherever it supports the shape.
+    /// As `Auto`, but without Baton's decode attention.
     Flash,
-    /// Baton's plain kernel, which supports every shape. A row's result does not depend on batch or chunk.
+    /// Baton's plain kernel, which supports every shape. It is batch-invariant: the result of a row depends neither on
+    /// the batch nor on the chunks of a prefill.
     Plain,
 }
 
-/// Attention of one stream.
+/// Attention kernels of one stream.
 pub(super) struct Attention {
     kind: AttentionKind,
+    /// Baton's decode attention, only with [`AttentionKind::Auto`].
     decode: Option<DecodeAttention>,
+    /// FlashInfer's float workspace, which the kernels of all steps use one after another.
     floats: Range,
     buffers: Vec<PlanBuffer>,
-    /// Index of the next entry of `buffers` to use.
-    next: usize,
-    /// Serial number of the step that the plans are for.
+    /// Index in `buffers` of the buffer for the next plan.
+    next_buffer: usize,
+    /// Serial number of the step that `plans` belong to.
     serial: u64,
+    /// Plans of the current step, one per attention shape.
     plans: Vec<PlannedAttention>,
 }
 
-/// Buffers of Baton's decode attention, which has no host plan: its CTAs split the pages on the device.
+/// Baton's decode attention, which needs no plan of the host: its CTAs divide the KV pages among themselves on the
+/// device.
 struct DecodeAttention {
+    /// Partial results of sequences that several CTAs share.
     partial: Range,
-    /// Zero between launches.
+    /// Number of finished CTAs per row and KV head: the last CTA adds the partial results. Zero between launches.
     counters: Range,
-    /// SMs that share the pages.
+    /// Number of SMs that the kernel uses.
     sms: i32,
-    /// Whether the kernel may start while its predecessor ends. The predecessor must release the kernel only
-    /// after its own wait.
-    starts_early: bool,
+    /// Whether the kernel is launched with programmatic dependent launch (PDL): it may start while the previous kernel
+    /// ends. The previous kernel must trigger the launch only after its own wait for its predecessor.
+    dependent_launch: bool,
 }
 
 /// Buffers of one plan.
 struct PlanBuffer {
+    /// The plan on the device.
     ints: Range,
+    /// The plan on the host, from which the stream copies it to `ints`.
     pinned: PinnedMemory<u8>,
-    /// Recorded when the copy from `pinned` has completed.
+    /// Event that the stream passes after the copy from `pinned`. The host may write `pinned` when the event is done.
     copied: Event,
 }
 
+/// Plan of the current step for one attention shape.
 struct PlannedAttention {
     shape: ffi::AttentionShape,
     plan: ffi::AttentionPlan,
+    /// Index in `Attention::buffers`.
     buffer: usize,
 }
 
@@ -84,7 +107,7 @@ impl Attention {
         stream: &Stream<Compute>,
         kind: AttentionKind,
         sms: i32,
-        starts_early: bool,
+        dependent_launch: bool,
     ) -> Result<Self, CudaError> {
         let (floats, ints) = match kind {
             AttentionKind::Auto | AttentionKind::Flash => (FLOAT_BYTES, INT_BYTES),
@@ -92,7 +115,7 @@ impl Attention {
         };
         let decode = match kind {
             AttentionKind::Auto => {
-                Some(DecodeAttention::new(context, library, stream, sms, starts_early)?)
+                Some(DecodeAttention::new(context, library, stream, sms, dependent_launch)?)
             }
             AttentionKind::Flash | AttentionKind::Plain => None,
         };
@@ -104,19 +127,20 @@ impl Attention {
             Ok(PlanBuffer { ints: memory.cut(ints)?, pinned, copied: Event::new(context)? })
         };
         let buffers = (0..PLAN_BUFFERS).map(buffer).collect::<Result<_, CudaError>>()?;
-        Ok(Self { kind, decode, floats, buffers, next: 0, serial: 0, plans: Vec::new() })
+        Ok(Self { kind, decode, floats, buffers, next_buffer: 0, serial: 0, plans: Vec::new() })
     }
 
-    /// Returns whether a decode step's attention can be captured: it has no host plan.
+    /// Returns whether a CUDA graph can capture the attention of a decode step: only kernels without a plan of the host
+    /// can be replayed with other sequence lengths.
     pub fn can_be_captured(&self, heads: HeadShape, dtype: Dtype) -> bool {
         match self.kind_of(dtype) {
-            AttentionKind::Auto => DecodeAttention::serves(heads, dtype),
+            AttentionKind::Auto => DecodeAttention::supports(heads, dtype),
             AttentionKind::Plain => true,
             AttentionKind::Flash => false,
         }
     }
 
-    /// Returns the kernel for this type; only the plain kernel supports f32.
+    /// Returns the choice of the kernel for a type of keys and values. Only the plain kernel supports f32.
     fn kind_of(&self, dtype: Dtype) -> AttentionKind {
         match dtype {
             Dtype::F32 => AttentionKind::Plain,
@@ -124,7 +148,8 @@ impl Attention {
         }
     }
 
-    /// Launches the attention of one layer on `stream`.
+    /// Launches the attention of one layer on `stream`. `query_stride` is the number of elements from one row of
+    /// `queries` to the next.
     pub fn run(
         &mut self,
         library: &KernelLibrary,
@@ -138,7 +163,7 @@ impl Attention {
         if let Some(decode) = &self.decode
             && (step.is_decode() || step.verified() > 0)
             && step.rows() <= DECODE_ROWS_MAX
-            && DecodeAttention::serves(heads, step.kv_layout().dtype)
+            && DecodeAttention::supports(heads, step.kv_layout().dtype)
         {
             let queries = (queries, query_stride);
             return decode.run(library, stream, step, attention, queries, out);
@@ -148,10 +173,10 @@ impl Attention {
             kv_heads: heads.kv_heads as i32,
             head_dim: heads.head_dim as i32,
             dtype: dtype_code(step.kv_layout().dtype),
-            window: window.map_or(0, |window| i32::try_from(window.get()).unwrap_or(0)),
+            window: window_code(window),
             scale,
         };
-        let index = self.planned(library, stream, step, shape)?;
+        let index = self.plan_index(library, stream, step, shape)?;
         let planned = &self.plans[index];
         let workspace = self.workspace(planned.buffer);
         // SAFETY: the step's arrays and KV blocks were allocated for its rows; the caller has checked the
@@ -177,8 +202,9 @@ impl Attention {
         }
     }
 
-    /// Returns the plan of this shape, which the first layer of that shape creates.
-    fn planned(
+    /// Returns the index in `plans` of the current step's plan for `shape`. The first layer with this shape creates the
+    /// plan and enqueues its copy.
+    fn plan_index(
         &mut self,
         library: &KernelLibrary,
         stream: &Stream<Compute>,
@@ -194,21 +220,22 @@ impl Attention {
         }
         if self.plans.len() == self.buffers.len() {
             return Err(CudaError::Unsupported {
-                what: "the number of different attention windows",
+                what: "the number of different attention shapes in one step",
                 value: (self.plans.len() + 1).to_string(),
-                allowed: "at most 4",
+                allowed: PLANS_ALLOWED,
             });
         }
         let kind = match step.verified() {
             0 => self.kind_of(step.kv_layout().dtype),
-            // The other kernels need a host plan, and only the device knows the lengths.
+            // FlashInfer's plan needs the sequence lengths. With draft tokens, only the device knows them.
             _ => AttentionKind::Plain,
         };
-        let buffer = self.next;
-        self.next = (self.next + 1) % self.buffers.len();
-        // The plain kernel's plan is empty. No copy is enqueued, so the kernel can be captured.
+        let buffer = self.next_buffer;
+        self.next_buffer = (self.next_buffer + 1) % self.buffers.len();
+        // The plain kernel's plan is empty. Without a copy, a CUDA graph can capture the kernel.
         let copies = kind != AttentionKind::Plain;
-        // This buffer belongs to the step before last, which is complete unless the host is far ahead.
+        // An earlier step used the buffer. Its copy is usually complete: the host is at most two steps ahead of the
+        // device.
         let copied = &self.buffers[buffer].copied;
         if copies && !copied.is_done()? {
             copied.synchronize()?;
@@ -216,8 +243,8 @@ impl Attention {
         let mut plan = ffi::AttentionPlan::default();
         let workspace = self.workspace(buffer);
         let kind_code = match kind {
-            AttentionKind::Auto | AttentionKind::Flash => 0,
-            AttentionKind::Plain => 1,
+            AttentionKind::Auto | AttentionKind::Flash => ffi::ATTENTION_AUTO,
+            AttentionKind::Plain => ffi::ATTENTION_PLAIN,
         };
         // SAFETY: the host arrays have an element per sequence, and one more where required; nothing else
         // accesses the pinned buffer until its copy completes.
@@ -236,6 +263,7 @@ impl Attention {
         Ok(self.plans.len() - 1)
     }
 
+    /// Returns the workspace of FlashInfer with the plan buffer at index `buffer`.
     fn workspace(&self, buffer: usize) -> ffi::AttentionWorkspace {
         let PlanBuffer { ints, pinned, .. } = &self.buffers[buffer];
         ffi::AttentionWorkspace {
@@ -248,15 +276,22 @@ impl Attention {
     }
 }
 
+/// Encodes a window for the kernels: 0 for none. A window beyond `i32` is longer than every sequence, so none.
+fn window_code(window: Option<NonZeroUsize>) -> i32 {
+    window.and_then(|window| i32::try_from(window.get()).ok()).unwrap_or(0)
+}
+
 impl DecodeAttention {
+    /// Allocates the buffers for the largest supported shape.
     fn new(
         context: &Arc<Context>,
         library: &KernelLibrary,
         stream: &Stream<Compute>,
         sms: i32,
-        starts_early: bool,
+        dependent_launch: bool,
     ) -> Result<Self, CudaError> {
-        // SAFETY: the function only computes a size from four numbers. The size grows with each of them.
+        // The size grows with each argument, so the workspace for the limits is enough for every supported shape.
+        // SAFETY: the function only computes a size from its arguments.
         let partial = unsafe {
             (library.functions().baton_decode_attention_workspace)(
                 sms,
@@ -273,10 +308,11 @@ impl DecodeAttention {
         let memory = DeviceMemory::new(context, "decode attention's workspace", bytes)?;
         let (partial, counters) = (memory.cut(partial)?, memory.cut(counters)?);
         counters.fill(0, stream)?;
-        Ok(Self { partial, counters, sms, starts_early })
+        Ok(Self { partial, counters, sms, dependent_launch })
     }
 
-    fn serves(heads: HeadShape, dtype: Dtype) -> bool {
+    /// Returns whether the kernel supports these heads and this type of keys and values.
+    fn supports(heads: HeadShape, dtype: Dtype) -> bool {
         dtype == Dtype::Bf16
             && DECODE_HEAD_DIMS.contains(&heads.head_dim)
             && heads.kv_heads <= DECODE_KV_HEADS_MAX
@@ -316,10 +352,10 @@ impl DecodeAttention {
             kv_heads: heads.kv_heads as i32,
             group: (heads.query_heads / heads.kv_heads) as i32,
             head_dim: heads.head_dim as i32,
-            window: window.map_or(0, |window| i32::try_from(window.get()).unwrap_or(0)),
+            window: window_code(window),
             scale,
             sms: self.sms,
-            pdl: self.starts_early.into(),
+            pdl: self.dependent_launch.into(),
             ..ffi::DecodeAttentionArgs::default()
         };
         // SAFETY: the step's arrays and KV blocks were allocated for its rows; the caller has checked the

@@ -54,6 +54,10 @@ pub const SKINNY_SILU: i32 = 2;
 pub const SKINNY_F32: i32 = 3;
 pub const SKINNY_QKV: i32 = 4;
 
+/// `baton_attention_kind`.
+pub const ATTENTION_AUTO: i32 = 0;
+pub const ATTENTION_PLAIN: i32 = 1;
+
 /// `BATON_GROUP_RANKS_MAX`.
 pub const GROUP_RANKS_MAX: usize = 8;
 

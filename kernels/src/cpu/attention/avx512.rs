@@ -11,7 +11,7 @@ use std::arch::x86_64::{
 
 use super::{
     KvElement,
-    tile::{BLOCKS_TOGETHER, FEW_QUERIES, GROUP, SeenTokens, TileMemory},
+    tile::{BLOCKS_TOGETHER, FEW_QUERIES, QUERY_GROUP, SeenTokens, TileMemory},
 };
 use crate::{
     cpu::{
@@ -36,9 +36,9 @@ pub(super) unsafe fn add_block<T: KvElement>(tile: &mut TileMemory, keys: &[T], 
     let (dim, count) = (tile.dim, tile.query_count);
     assert!(dim.is_multiple_of(LANES) && keys.len() == dim * BLOCK_TOKENS);
     assert_eq!(values.len(), keys.len());
-    let groups = count.div_ceil(GROUP);
-    assert!(tile.queries.len() >= groups * GROUP * dim && tile.weighted.len() >= count * dim);
-    assert!(tile.weights.len() >= groups * GROUP * BLOCK_TOKENS);
+    let groups = count.div_ceil(QUERY_GROUP);
+    assert!(tile.queries.len() >= groups * QUERY_GROUP * dim && tile.weighted.len() >= count * dim);
+    assert!(tile.weights.len() >= groups * QUERY_GROUP * BLOCK_TOKENS);
     assert!(tile.keys.len() >= keys.len() && tile.values.len() >= keys.len());
     // SAFETY: all pointers below stay inside the slices whose lengths were just checked.
     unsafe {
@@ -49,8 +49,8 @@ pub(super) unsafe fn add_block<T: KvElement>(tile: &mut TileMemory, keys: &[T], 
             let vector = load(values.as_ptr().add(first));
             _mm512_storeu_ps(tile.values.as_mut_ptr().add(first), vector);
         }
-        for first in (0..count).step_by(GROUP) {
-            let queries = GROUP.min(count - first);
+        for first in (0..count).step_by(QUERY_GROUP) {
+            let queries = QUERY_GROUP.min(count - first);
             if !tile.any_sees(first..first + queries) {
                 continue;
             }
@@ -58,7 +58,7 @@ pub(super) unsafe fn add_block<T: KvElement>(tile: &mut TileMemory, keys: &[T], 
                 ($($queries:literal),+) => {
                     match queries {
                         $($queries => scores::<$queries>(tile, first),)+
-                        _ => scores::<GROUP>(tile, first),
+                        _ => scores::<QUERY_GROUP>(tile, first),
                     }
                 };
             }
@@ -103,7 +103,7 @@ pub(super) unsafe fn add_few<T: KvElement>(
     let head = dim * BLOCK_TOKENS;
     assert!(dim.is_multiple_of(LANES) && count <= FEW_QUERIES && blocks.len() <= BLOCKS_TOGETHER);
     assert!(blocks.iter().all(|(keys, values)| keys.len() == head && values.len() == head));
-    assert!(tile.queries.len() >= GROUP * dim && tile.weighted.len() >= count * dim);
+    assert!(tile.queries.len() >= QUERY_GROUP * dim && tile.weighted.len() >= count * dim);
     assert!(tile.weights.len() >= BLOCKS_TOGETHER * FEW_QUERIES * BLOCK_TOKENS);
     assert!(tile.keys.len() >= BLOCKS_TOGETHER * head);
     // SAFETY: all pointers below stay inside the slices whose lengths were just checked.
@@ -173,7 +173,8 @@ unsafe fn few_scores<const Q: usize, const B: usize>(tile: &mut TileMemory) {
         }
         for (query, sums) in sums.iter_mut().enumerate() {
             // SAFETY: dimension `d` of the first group's queries is inside.
-            let element = _mm512_set1_ps(unsafe { *tile.queries.as_ptr().add(d * GROUP + query) });
+            let element =
+                _mm512_set1_ps(unsafe { *tile.queries.as_ptr().add(d * QUERY_GROUP + query) });
             for (sum, keys) in sums.iter_mut().zip(keys) {
                 *sum = _mm512_fmadd_ps(element, keys, *sum);
             }
@@ -233,14 +234,14 @@ unsafe fn transpose<T: KvElement>(from: *const T, stride: usize, to: *mut f32) {
 #[target_feature(enable = "avx512f")]
 unsafe fn scores<const Q: usize>(tile: &mut TileMemory, first: usize) {
     let mut sums = [_mm512_setzero_ps(); Q];
-    // SAFETY: `first` is the start of a group of `[dim][GROUP]` queries.
+    // SAFETY: `first` is the start of a group of `[dim][QUERY_GROUP]` queries.
     let queries = unsafe { tile.queries.as_ptr().add(first * tile.dim) };
     for d in 0..tile.dim {
         // SAFETY: dimension `d` of the keys and of the group's queries is inside.
         unsafe {
             let keys = _mm512_loadu_ps(tile.keys.as_ptr().add(d * BLOCK_TOKENS));
             for (query, sum) in sums.iter_mut().enumerate() {
-                let element = _mm512_set1_ps(*queries.add(d * GROUP + query));
+                let element = _mm512_set1_ps(*queries.add(d * QUERY_GROUP + query));
                 *sum = _mm512_fmadd_ps(element, keys, *sum);
             }
         }

@@ -12,7 +12,7 @@ use crate::{
 };
 
 /// Queries whose scores are computed together. Their elements are interleaved.
-pub(super) const GROUP: usize = 16;
+pub(super) const QUERY_GROUP: usize = 16;
 /// Maximum blocks that a tile with few queries processes together.
 pub(super) const BLOCKS_TOGETHER: usize = 4;
 /// Maximum queries for processing blocks together: about one row of grouped query heads.
@@ -28,7 +28,7 @@ pub(super) struct TileMemory {
     first_position: usize,
     /// Tokens that a query sees, including itself as the last.
     window: usize,
-    /// `[group][dim][GROUP]`, scaled; unused entries are zero.
+    /// `[group][dim][QUERY_GROUP]`, scaled; unused entries are zero.
     pub queries: Aligned<f32>,
     /// `[query][dim]`: weighted sums of values.
     pub weighted: Aligned<f32>,
@@ -99,15 +99,15 @@ impl TileMemory {
         window: usize,
     ) {
         let query_count = row_count * head_count;
-        let groups = query_count.div_ceil(GROUP);
-        if self.dim != dim || self.queries.len() < groups * GROUP * dim {
-            self.queries = Aligned::zeroed(groups * GROUP * dim);
-            self.weighted = Aligned::zeroed(groups * GROUP * dim);
-            self.weights = Aligned::zeroed(groups * GROUP * BLOCK_TOKENS);
+        let groups = query_count.div_ceil(QUERY_GROUP);
+        if self.dim != dim || self.queries.len() < groups * QUERY_GROUP * dim {
+            self.queries = Aligned::zeroed(groups * QUERY_GROUP * dim);
+            self.weighted = Aligned::zeroed(groups * QUERY_GROUP * dim);
+            self.weights = Aligned::zeroed(groups * QUERY_GROUP * BLOCK_TOKENS);
             self.keys = Aligned::zeroed(BLOCKS_TOGETHER * dim * BLOCK_TOKENS);
             self.values = Aligned::zeroed(dim * BLOCK_TOKENS);
         }
-        self.queries[(groups - 1) * GROUP * dim..groups * GROUP * dim].fill(0.0);
+        self.queries[(groups - 1) * QUERY_GROUP * dim..groups * QUERY_GROUP * dim].fill(0.0);
         self.weighted[..query_count * dim].fill(0.0);
         for (values, first) in [
             (&mut self.maxima, f32::NEG_INFINITY),
@@ -124,9 +124,10 @@ impl TileMemory {
     }
 
     pub fn set_query(&mut self, query: usize, scale: f32, elements: &[f32]) {
-        let group = &mut self.queries[query / GROUP * GROUP * self.dim..][..GROUP * self.dim];
-        for (place, &element) in group.chunks_exact_mut(GROUP).zip(elements) {
-            place[query % GROUP] = element * scale;
+        let group = &mut self.queries[query / QUERY_GROUP * QUERY_GROUP * self.dim..]
+            [..QUERY_GROUP * self.dim];
+        for (place, &element) in group.chunks_exact_mut(QUERY_GROUP).zip(elements) {
+            place[query % QUERY_GROUP] = element * scale;
         }
     }
 

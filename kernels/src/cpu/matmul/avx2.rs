@@ -21,7 +21,7 @@ const LANES: usize = 8;
 const VECTORS: usize = PANEL / LANES;
 
 /// Returns the panels of one tile for blocks of `rows` rows.
-pub(super) fn panels_for(rows: usize, _fetch_ahead: bool) -> usize {
+pub(super) fn panels_for(rows: usize, _software_prefetch: bool) -> usize {
     if rows == 1 { 2 } else { 1 }
 }
 

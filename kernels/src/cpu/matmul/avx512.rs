@@ -1,13 +1,15 @@
 //! GEMM tiles for AVX-512: up to 24 vectors of accumulators in registers.
 //!
 //! There are three kernels for bf16 weights:
-//! - `widened_tile` widens weights in registers (a shift and a mask give the even and the odd input) and
-//!   multiplies in f32, which is exact.
+//! - `widened_tile` widens weights to f32 in registers: a shift gives the weight of the even input of a pair, and a mask
+//!   the weight of the odd input. The product of two bf16 is exact in f32.
 //! - `pairs_tile` multiplies a pair at once with `vdpbf16ps`, which flushes denormals. It is used on processors
 //!   whose `vdpbf16ps` has the throughput of an FMA. Intel's cores issue `vdpbf16ps` only every other cycle: 16
 //!   multiply-adds per cycle against 32 of the two FMA units (60 and 120 G multiply-adds/s, measured on one core
 //!   of a Xeon with AMX).
-//! - `stepped_tile` computes a single row at level `Amx`, in the order of AMX tiles.
+//! - `stepped_tile` computes a single row at level `Amx`, and adds in the order of the AMX kernel.
+//!
+//! A *weight group* is the 32 words of a panel for one input (f32) or for one pair of inputs (bf16).
 
 use std::arch::x86_64::{
     __m512, __m512i, _MM_HINT_T0, _mm_prefetch, _mm512_add_ps, _mm512_and_si512,
@@ -22,16 +24,22 @@ use super::{
 };
 use crate::cpu::{arithmetic::LANES, vectors::as_bf16};
 
-/// Maximum rows of a block: 12 rows of a panel are 24 vectors of accumulators.
+/// Maximum rows of a block: 12 rows of a panel take 24 of the 32 vector registers as accumulators.
 pub(super) const BLOCK_ROWS_MAX: usize = 12;
 
 /// Prefetch distance of weights in bytes, for the few rows at which GEMMs are memory-bound.
 const PREFETCH_BYTES: usize = 2048;
+/// Maximum rows with software prefetch. With more rows the core computes longer per cache line, and the hardware
+/// prefetch suffices.
+const PREFETCH_ROWS_MAX: usize = 8;
+const CACHE_LINE_BYTES: usize = 64;
+/// Mask of the odd input's weight, the upper half of each 32-bit word. With zeros below, a bf16 is an f32.
+const ODD_WEIGHT_MASK: i32 = 0xffff_0000_u32.cast_signed();
 
 /// Returns the maximum number of panels of a tile for blocks of `rows` rows.
-pub(super) fn panels_for(rows: usize, fetch_ahead: bool) -> usize {
+pub(super) fn panels_for(rows: usize, software_prefetch: bool) -> usize {
     match rows {
-        _ if !fetch_ahead => 1,
+        _ if !software_prefetch => 1,
         0..=3 => 4,
         4 => 3,
         5..=6 => 2,
@@ -45,17 +53,20 @@ pub(super) fn panels_for(rows: usize, fetch_ahead: bool) -> usize {
 /// The machine has AVX-512F, and AVX-512-BF16 for [`RowFormat::Pairs`]. `target` may be written in
 /// every row of the block, `tile.columns` elements each.
 pub(super) unsafe fn tile(tile: &MatmulTile<'_>, target: &TileOutput, panel_count: usize) {
-    let inputs = tile.format.groups(tile.k);
-    assert_eq!(tile.x.len(), tile.row_count * inputs, "a block is [group][rows]");
-    let groups = match tile.format {
-        RowFormat::F32 | RowFormat::Pairs => inputs,
-        RowFormat::Rounded | RowFormat::Stepped => inputs.div_ceil(2),
+    let row_words = tile.format.row_words(tile.k);
+    assert_eq!(tile.x.len(), tile.row_count * row_words, "a row block is [words of a row][rows]");
+    let group_count = match tile.format {
+        RowFormat::F32 | RowFormat::Pairs => row_words,
+        RowFormat::Rounded | RowFormat::Stepped => row_words.div_ceil(2),
         RowFormat::Q8 => unreachable!("8-bit panels have tiles of their own"),
     };
     let panel_words = tile.panels.len() / panel_count;
-    assert!(panel_words >= groups * PANEL, "a panel has all of the groups");
+    assert!(
+        panel_words >= group_count * PANEL,
+        "a panel has a weight group for every input or pair"
+    );
     if tile.format == RowFormat::Stepped {
-        assert_eq!(tile.row_count, 1, "one row is summed in steps");
+        assert_eq!(tile.row_count, 1, "`Stepped` is the format of a single row");
         // SAFETY: the lengths were checked above. The machine has AVX-512F, and the target may be
         // written in the tile's row and columns (`# Safety`).
         return unsafe {
@@ -93,13 +104,13 @@ pub(super) unsafe fn tile(tile: &MatmulTile<'_>, target: &TileOutput, panel_coun
     }
 }
 
-/// Accumulators of `M` rows and `P` panels.
+/// Accumulators of `M` rows and `P` panels. A panel's 32 output features take two vectors.
 pub(super) type Sums<const M: usize, const P: usize> = [[[__m512; 2]; P]; M];
 
 /// Computes a tile of f32 weights.
 ///
 /// # Safety
-/// `tile.x` is `[k][M]`, its panels are `P` of `panel_words` f32, and as [`tile`].
+/// `tile.x` is `[k][M]`, its panels are `P` of `panel_words` f32. The conditions of [`tile`] hold.
 #[target_feature(enable = "avx512f")]
 unsafe fn f32_tile<const M: usize, const P: usize>(
     tile: &MatmulTile<'_>,
@@ -125,10 +136,10 @@ unsafe fn f32_tile<const M: usize, const P: usize>(
     unsafe { store(&sums, tile, target) };
 }
 
-/// Computes a tile of widened bf16 weights.
+/// Computes a tile of bf16 weights, widened to f32.
 ///
 /// # Safety
-/// `tile.x` is `[k][M]`, its panels are `P` of `panel_words` words, and as [`tile`].
+/// `tile.x` is `[k][M]`, its panels are `P` of `panel_words` words. The conditions of [`tile`] hold.
 #[target_feature(enable = "avx512f")]
 unsafe fn widened_tile<const M: usize, const P: usize>(
     tile: &MatmulTile<'_>,
@@ -136,7 +147,7 @@ unsafe fn widened_tile<const M: usize, const P: usize>(
     panel_words: usize,
 ) {
     let mut sums: Sums<M, P> = [[[_mm512_setzero_ps(); 2]; P]; M];
-    let odd = _mm512_set1_epi32(0xffff_0000_u32.cast_signed());
+    let odd_mask = _mm512_set1_epi32(ODD_WEIGHT_MASK);
     for pair in 0..tile.k / 2 {
         for p in 0..P {
             // SAFETY: the pair is inside panel `p` of `panel_words` words, and both of its inputs
@@ -149,7 +160,7 @@ unsafe fn widened_tile<const M: usize, const P: usize>(
                     words.map(|words| _mm512_castsi512_ps(_mm512_slli_epi32::<16>(words)));
                 accumulate(&mut sums, p, x, even_weights);
                 let odd_weights =
-                    words.map(|words| _mm512_castsi512_ps(_mm512_and_si512(words, odd)));
+                    words.map(|words| _mm512_castsi512_ps(_mm512_and_si512(words, odd_mask)));
                 accumulate(&mut sums, p, x.add(M), odd_weights);
             }
         }
@@ -176,7 +187,7 @@ unsafe fn widened_tile<const M: usize, const P: usize>(
 /// accumulated separately from zero, and then both are added to the result.
 ///
 /// # Safety
-/// `tile.x` is `[k]` padded to whole steps, its panels are `P` of `panel_words` words, and as [`tile`].
+/// `tile.x` is `[k]` padded to whole steps, its panels are `P` of `panel_words` words. The conditions of [`tile`] hold.
 #[target_feature(enable = "avx512f")]
 unsafe fn stepped_tile<const P: usize>(
     tile: &MatmulTile<'_>,
@@ -184,7 +195,7 @@ unsafe fn stepped_tile<const P: usize>(
     panel_words: usize,
 ) {
     let mut sums: Sums<1, P> = [[[_mm512_setzero_ps(); 2]; P]; 1];
-    let odd_mask = _mm512_set1_epi32(0xffff_0000_u32.cast_signed());
+    let odd_mask = _mm512_set1_epi32(ODD_WEIGHT_MASK);
     for (step, x) in tile.x.as_chunks::<INPUTS_STEP>().0.iter().enumerate() {
         let mut even_sums = [[_mm512_setzero_ps(); 2]; P];
         let mut odd_sums = even_sums;
@@ -218,7 +229,7 @@ unsafe fn stepped_tile<const P: usize>(
 /// Computes a tile with `vdpbf16ps`.
 ///
 /// # Safety
-/// `tile.x` is `[k / 2][M]`, its panels are `P` of `panel_words` words, and as [`tile`].
+/// `tile.x` is `[k.div_ceil(2)][M]`, its panels are `P` of `panel_words` words. The conditions of [`tile`] hold.
 #[target_feature(enable = "avx512f,avx512bf16")]
 unsafe fn pairs_tile<const M: usize, const P: usize>(
     tile: &MatmulTile<'_>,
@@ -228,8 +239,8 @@ unsafe fn pairs_tile<const M: usize, const P: usize>(
     let mut sums: Sums<M, P> = [[[_mm512_setzero_ps(); 2]; P]; M];
     for pair in 0..tile.k.div_ceil(2) {
         for p in 0..P {
-            // SAFETY: the pair is inside panel `p` of `panel_words` words, and inside `tile.x`, `[k
-            // / 2][M]` (`# Safety`).
+            // SAFETY: the pair is inside panel `p` of `panel_words` words, and inside `tile.x`,
+            // `[k.div_ceil(2)][M]` (`# Safety`).
             unsafe {
                 let words =
                     load_words::<M>(tile, tile.panels.as_ptr().add(p * panel_words + pair * PANEL));
@@ -248,7 +259,7 @@ unsafe fn pairs_tile<const M: usize, const P: usize>(
     unsafe { store(&sums, tile, target) };
 }
 
-/// Loads the two vectors of a group of bf16 weights.
+/// Loads the two vectors of a weight group of bf16.
 ///
 /// # Safety
 /// `group` points to 32 words.
@@ -303,12 +314,11 @@ pub(super) unsafe fn store<const M: usize, const P: usize>(
     }
 }
 
-/// Prefetches weights for few rows. With many rows the hardware prefetch suffices, because the core computes
-/// longer per line.
+/// Prefetches weights for at most [`PREFETCH_ROWS_MAX`] rows, if the tile uses software prefetch.
 #[inline]
 #[target_feature(enable = "avx512f")]
 fn prefetch_few<const M: usize>(tile: &MatmulTile<'_>, group: *const u8) {
-    if M <= 8 && tile.fetch_ahead {
+    if M <= PREFETCH_ROWS_MAX && tile.software_prefetch {
         prefetch::<PREFETCH_BYTES>(group);
     }
 }
@@ -318,5 +328,5 @@ fn prefetch_few<const M: usize>(tile: &MatmulTile<'_>, group: *const u8) {
 #[target_feature(enable = "avx512f")]
 pub(super) fn prefetch<const DISTANCE: usize>(group: *const u8) {
     _mm_prefetch::<_MM_HINT_T0>(group.wrapping_add(DISTANCE).cast());
-    _mm_prefetch::<_MM_HINT_T0>(group.wrapping_add(DISTANCE + 64).cast());
+    _mm_prefetch::<_MM_HINT_T0>(group.wrapping_add(DISTANCE + CACHE_LINE_BYTES).cast());
 }

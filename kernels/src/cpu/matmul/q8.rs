@@ -3,7 +3,7 @@
 //! A weight is an integer from -127 to 127 times its block's scale, an f16, so a GGUF Q8_0 file keeps its
 //! weights bit for bit. Inputs are quantized the same way when they are packed, with f32 scales. Integer
 //! dot products within a block have no rounding, so their order does not matter. Blocks are then added in
-//! order, one fused multiply-add each. So every level is bit-equal to the reference.
+//! order, one multiply-add each. So every level with fused multiply-add is bit-equal to the reference.
 //!
 //! Weights are stored with 128 added, because the instructions multiply unsigned with signed bytes. This
 //! adds 128 times the sum of the block's inputs to a dot product. The packed inputs contain this term, so
@@ -24,9 +24,12 @@ use crate::cpu::arithmetic::{LANES, ROUND};
 pub(super) const BLOCK: usize = 32;
 /// Inputs of one word.
 pub(super) const GROUP: usize = 4;
-/// Words of one row's block of inputs: the integers, the scale, and the negated correction for the 128
-/// added to weights.
-pub(super) const INPUT_WORDS: usize = BLOCK / GROUP + 2;
+/// Index of the scale in the words of a row's block of inputs. The integers come first.
+pub(super) const SCALE_WORD: usize = BLOCK / GROUP;
+/// Index of the correction: the sum of the block's inputs times -[`OFFSET`], with which a dot product starts.
+pub(super) const CORRECTION_WORD: usize = SCALE_WORD + 1;
+/// Words of a row's block of inputs.
+pub(super) const INPUT_WORDS: usize = CORRECTION_WORD + 1;
 /// Words of a panel's block before the scales: `[group][PANEL]`.
 pub(super) const NUMBER_WORDS: usize = BLOCK / GROUP * PANEL;
 /// Words of a panel's block: the numbers, then `PANEL` scales, two to a word.
@@ -122,8 +125,8 @@ pub(super) fn pack_inputs(inputs: &[f32; BLOCK]) -> [u32; INPUT_WORDS] {
         *word = a | b << 8 | c << 16 | d << 24;
     }
     let sum: i32 = numbers.iter().fold(0, |sum, number| sum.wrapping_add(*number));
-    words[BLOCK / GROUP] = scale.to_bits();
-    words[BLOCK / GROUP + 1] = sum.wrapping_mul(-OFFSET).cast_unsigned();
+    words[SCALE_WORD] = scale.to_bits();
+    words[CORRECTION_WORD] = sum.wrapping_mul(-OFFSET).cast_unsigned();
     words
 }
 

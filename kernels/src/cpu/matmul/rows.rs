@@ -28,8 +28,8 @@ pub(super) enum RowFormat {
 }
 
 impl RowFormat {
-    /// Returns the number of 32-bit words of one row of `k` inputs.
-    pub fn groups(self, k: usize) -> usize {
+    /// Returns the number of 32-bit words of one packed row of `k` inputs.
+    pub fn row_words(self, k: usize) -> usize {
         match self {
             RowFormat::F32 | RowFormat::Rounded => k,
             RowFormat::Stepped => k.next_multiple_of(INPUTS_STEP),
@@ -39,19 +39,20 @@ impl RowFormat {
     }
 }
 
-/// Row blocks as `[block][group][rows of the block]`, where a group is one word of a row: an input, a pair of
-/// inputs, or a word of a Q8 block. All blocks but the last have equally many rows.
+/// Row blocks as `[block][words of a row][rows of the block]`. A word is an input, a pair of inputs, or a word of a Q8
+/// block. All blocks but the last have equally many rows.
 pub(super) struct PackedRows {
     /// f32 bits, bf16 pairs or words of Q8 blocks.
     words: Aligned<u32>,
     row_count: usize,
     block_rows: usize,
-    groups: usize,
+    /// Words of one row.
+    row_words: usize,
 }
 
 impl Default for PackedRows {
     fn default() -> Self {
-        Self { words: Aligned::zeroed(0), row_count: 0, block_rows: 1, groups: 0 }
+        Self { words: Aligned::zeroed(0), row_count: 0, block_rows: 1, row_words: 0 }
     }
 }
 
@@ -70,19 +71,19 @@ impl PackedRows {
         // Evenly: 13 rows become 7 and 6 rather than 12 and 1.
         let block_count = self.row_count.div_ceil(block_rows_max);
         self.block_rows = self.row_count.div_ceil(block_count);
-        self.groups = format.groups(k);
-        let words = self.row_count * self.groups;
+        self.row_words = format.row_words(k);
+        let words = self.row_count * self.row_words;
         if self.words.len() < words {
             self.words = Aligned::zeroed(words.next_power_of_two());
         }
-        let (count, block_rows, groups) = (self.count(), self.block_rows, self.groups);
+        let (count, block_rows, row_words) = (self.count(), self.block_rows, self.row_words);
         let parts = DisjointSlice::new(&mut self.words[..words]);
         let pack_block = |block: usize| {
             let x = &x[block * block_rows * k..];
             let x = &x[..(block_rows * k).min(x.len())];
-            let length = x.len() / k * groups;
+            let length = x.len() / k * row_words;
             // SAFETY: each block is packed once, and blocks do not overlap.
-            let out = unsafe { parts.slice(block * block_rows * groups, length) };
+            let out = unsafe { parts.slice(block * block_rows * row_words, length) };
             pack_block_rows(level, x, k, format, out);
         };
         // Packing a few rows is faster than waking another thread.
@@ -100,7 +101,7 @@ impl PackedRows {
 
     /// Returns the bytes of every block but the last, which may be smaller.
     pub fn block_bytes(&self) -> usize {
-        self.block_rows * self.groups * size_of::<u32>()
+        self.block_rows * self.row_words * size_of::<u32>()
     }
 
     pub fn first_row(&self, block: usize) -> usize {
@@ -111,9 +112,10 @@ impl PackedRows {
         self.block_rows.min(self.row_count - self.first_row(block))
     }
 
-    /// Returns one block, `[group][rows_in(block)]`.
+    /// Returns one block, `[words of a row][rows_in(block)]`.
     pub fn block(&self, block: usize) -> &[u32] {
-        &self.words[self.first_row(block) * self.groups..][..self.rows_in(block) * self.groups]
+        &self.words[self.first_row(block) * self.row_words..]
+            [..self.rows_in(block) * self.row_words]
     }
 }
 

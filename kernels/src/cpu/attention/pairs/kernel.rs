@@ -42,7 +42,7 @@ pub(super) unsafe fn add_span(tile: &mut PairsTile, blocks: &SpanParts<'_>) {
     let room = count.next_multiple_of(STRIP);
     assert!(tile.queries.len() >= room * dim / 2 && tile.weights.len() == STRIP * SPAN / 2);
     assert!(tile.sums.len() >= count * LANES && tile.weighted.len() >= count * dim);
-    assert!(tile.seen.len() == count && tile.maxima.len() == count);
+    assert!(tile.visible.len() == count && tile.maxima.len() == count);
     for (block, (keys, values)) in blocks.iter().enumerate() {
         assert!(keys.len() == values.len() && (keys.is_empty() || keys.len() == head));
         // SAFETY: the lengths were checked above.
@@ -58,8 +58,8 @@ pub(super) unsafe fn add_span(tile: &mut PairsTile, blocks: &SpanParts<'_>) {
         }
     }
     // The partner of the last visible token may never have been written.
-    if tile.known % 2 == 1 {
-        for pair in &mut tile.values[tile.known / 2 * dim..][..dim] {
+    if tile.visible_end % 2 == 1 {
+        for pair in &mut tile.values[tile.visible_end / 2 * dim..][..dim] {
             *pair &= 0xffff;
         }
     }
@@ -141,7 +141,7 @@ unsafe fn load_halves(from: *const bf16) -> __m512i {
 /// The lengths are as [`add_span`] checks them.
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512bf16")]
 unsafe fn strip<const Q: usize>(tile: &mut PairsTile, first: usize) {
-    let seen: [u64; Q] = tile.seen[first..][..Q].try_into().expect("Q queries");
+    let seen: [u64; Q] = tile.visible[first..][..Q].try_into().expect("Q queries");
     let all_seen = seen.iter().fold(0, |all, seen| all | seen);
     if all_seen == 0 {
         return;

@@ -1,55 +1,58 @@
-//! State of one tile: its queries, the current span, and the accumulators.
+//! State of one tile: its queries, the keys and values of the current span, and the accumulators.
 
 use crate::{
     cpu::{aligned::Aligned, arithmetic::LANES},
     layout::{BLOCK_TOKENS, to_bf16_bits},
 };
 
-/// Blocks of one span.
+/// KV blocks of one span.
 pub(super) const SPAN_BLOCKS: usize = 4;
 /// Tokens of one span: four vectors of scores.
 pub(super) const SPAN: usize = SPAN_BLOCKS * BLOCK_TOKENS;
-/// Blocks of one segment.
+/// KV blocks of one segment: four spans.
 pub(super) const SEGMENT_BLOCKS: usize = 4 * SPAN_BLOCKS;
-/// Queries whose accumulators are in registers together: 6 · 4 vectors.
+/// Queries of one strip, whose scores are computed together: 6 queries with 4 vectors of scores each take 24 of the 32
+/// vector registers.
 pub(super) const STRIP: usize = 6;
-/// Initial maximum. Finite, so that differences are numbers.
+/// Initial maximum of the scores. Finite, because -∞ minus -∞ would be NaN.
 pub(super) const NO_SCORE: f32 = -1e30;
 
-/// Returns the floats of one query's partial result in memory: the maximum, the sum of weights, padding to
-/// a vector, the weighted values.
+/// Returns the number of f32 of one query's partial result: the maximum and the sum of weights, padded to one vector,
+/// and then the weighted sum of values.
 pub(super) fn sums_len(dim: usize) -> usize {
     LANES + dim
 }
 
-/// Memory of one tile, reused for the next tile. Queries are numbered row by row, and within a row head by
-/// head, so their positions do not decrease.
+/// State of one tile: the queries of consecutive rows of a sequence that share a KV head (GQA). The next tile reuses
+/// the memory. Queries are numbered row by row, and within a row head by head, so their positions do not decrease.
 pub(super) struct PairsTile {
+    /// Dimension of a head.
     pub dim: usize,
     pub query_count: usize,
-    /// Query heads of one row.
+    /// Queries of one row: the query heads that share the KV head.
     head_count: usize,
-    /// Factor from scores to exponents of 2: the softmax's scale divided by ln 2.
+    /// Factor from dot products to exponents of 2: the softmax scale divided by ln 2.
     pub log2_scale: f32,
-    /// `[strip][dim / 2][STRIP]`: pairs of a query's elements.
+    /// `[strip][dim / 2][STRIP]`: pairs of a query's elements in bf16, the even element in the lower half of the word.
     pub queries: Aligned<u32>,
-    /// `[dim / 2][SPAN]` of the current span: pairs of a key's elements.
+    /// Keys of the current span, transposed: `[dim / 2][SPAN]` pairs of a key's elements.
     pub keys: Aligned<u32>,
-    /// `[SPAN / 2][dim]` of the current span: pairs of tokens.
+    /// Values of the current span: `[SPAN / 2][dim]` pairs of the elements of two successive tokens.
     pub values: Aligned<u32>,
-    /// `[STRIP][SPAN / 2]` of the current strip and span: pairs of tokens.
+    /// Softmax weights of the current strip and span: `[STRIP][SPAN / 2]` pairs of the weights of two successive
+    /// tokens.
     pub weights: Aligned<u32>,
-    /// Tokens of the current span that each query sees, one bit per token.
-    pub seen: Vec<u64>,
-    /// Number of tokens of the current span up to the last token that any query sees.
-    pub known: usize,
-    /// Greatest score in the current segment, per query.
+    /// Tokens of the current span that each query sees: bit i is token i of the span.
+    pub visible: Vec<u64>,
+    /// Index in the current span after the last token that any query sees.
+    pub visible_end: usize,
+    /// Running maximum of the scores in the current segment, per query.
     pub maxima: Vec<f32>,
-    /// Sums of weights in the current segment by lane: `[query][16]`.
+    /// Running sums of the weights in the current segment, `[query][LANES]`: each lane sums the tokens of its lane.
     pub sums: Aligned<f32>,
-    /// Weighted sums of values in the current segment: `[query][dim]`.
+    /// Running weighted sums of the values in the current segment: `[query][dim]`.
     pub weighted: Aligned<f32>,
-    /// Result of all merged segments: `[query][sums_len(dim)]`.
+    /// Partial result of all segments so far, `[query][sums_len(dim)]`.
     pub merged: Aligned<f32>,
 }
 
@@ -64,8 +67,8 @@ impl Default for PairsTile {
             keys: Aligned::zeroed(0),
             values: Aligned::zeroed(0),
             weights: Aligned::zeroed(STRIP * SPAN / 2),
-            seen: Vec::new(),
-            known: 0,
+            visible: Vec::new(),
+            visible_end: 0,
             maxima: Vec::new(),
             sums: Aligned::zeroed(0),
             weighted: Aligned::zeroed(0),
@@ -75,17 +78,17 @@ impl Default for PairsTile {
 }
 
 impl PairsTile {
-    /// Makes room for `row_count` rows of `head_count` queries and clears the last tile.
+    /// Starts a tile of `row_count` rows with `head_count` queries each. Grows the memory if needed.
     pub fn begin(&mut self, row_count: usize, head_count: usize, dim: usize, scale: f32) {
         let query_count = row_count * head_count;
-        let room = query_count.next_multiple_of(STRIP);
-        if self.dim != dim || self.sums.len() < room * LANES {
-            self.queries = Aligned::zeroed(room * dim / 2);
+        let capacity = query_count.next_multiple_of(STRIP);
+        if self.dim != dim || self.sums.len() < capacity * LANES {
+            self.queries = Aligned::zeroed(capacity * dim / 2);
             self.keys = Aligned::zeroed(dim / 2 * SPAN);
             self.values = Aligned::zeroed(SPAN / 2 * dim);
-            self.sums = Aligned::zeroed(room * LANES);
-            self.weighted = Aligned::zeroed(room * dim);
-            self.merged = Aligned::zeroed(room * sums_len(dim));
+            self.sums = Aligned::zeroed(capacity * LANES);
+            self.weighted = Aligned::zeroed(capacity * dim);
+            self.merged = Aligned::zeroed(capacity * sums_len(dim));
         }
         (self.dim, self.query_count, self.head_count) = (dim, query_count, head_count);
         self.log2_scale = scale * std::f32::consts::LOG2_E;
@@ -93,17 +96,18 @@ impl PairsTile {
             merged.fill(0.0);
             merged[0] = NO_SCORE;
         }
-        self.seen.clear();
-        self.seen.resize(query_count, 0);
+        self.visible.clear();
+        self.visible.resize(query_count, 0);
     }
 
+    /// Rounds the elements of a query to bf16 and stores them in pairs.
     pub fn set_query(&mut self, query: usize, elements: &[f32]) {
         let strip_words = self.dim / 2 * STRIP;
         let strip = &mut self.queries[query / STRIP * strip_words..][..strip_words];
-        let places = strip.iter_mut().skip(query % STRIP).step_by(STRIP);
-        for (place, pair) in places.zip(elements.as_chunks::<2>().0) {
+        let words = strip.iter_mut().skip(query % STRIP).step_by(STRIP);
+        for (word, pair) in words.zip(elements.as_chunks::<2>().0) {
             let [even, odd] = pair.map(|element| u32::from(to_bf16_bits(element)));
-            *place = even | odd << 16;
+            *word = even | odd << 16;
         }
     }
 
@@ -115,15 +119,16 @@ impl PairsTile {
         self.weighted[..self.query_count * self.dim].fill(0.0);
     }
 
-    /// Sets which tokens each query sees of the span that begins with token `first`. The first row is
-    /// at `position`, and a row sees `window` tokens including itself.
+    /// Sets which tokens of the span each query sees. The span begins with token `first` of the sequence. The tile's
+    /// first row is token `position`. A row sees the last `window` tokens up to and including itself.
     pub fn set_visible(&mut self, first: usize, position: usize, window: usize) {
         let in_span = |token: usize| token.saturating_sub(first).min(SPAN);
+        // The bits of the span's tokens before `token`. `u128`, because all 64 bits may be set.
         let below = |token: usize| ((1_u128 << in_span(token)) - 1) as u64;
-        for (row, seen) in self.seen.chunks_mut(self.head_count).enumerate() {
+        for (row, visible) in self.visible.chunks_mut(self.head_count).enumerate() {
             let end = position + row + 1;
-            seen.fill(below(end) & !below(end.saturating_sub(window)));
+            visible.fill(below(end) & !below(end.saturating_sub(window)));
         }
-        self.known = in_span(position + self.query_count / self.head_count);
+        self.visible_end = in_span(position + self.query_count / self.head_count);
     }
 }

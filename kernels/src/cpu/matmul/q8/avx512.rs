@@ -22,9 +22,9 @@ const PREFETCH_BYTES: usize = 2176;
 const GROUPS: usize = BLOCK / GROUP;
 
 /// Returns the maximum number of panels of one tile for blocks of `rows` rows.
-pub(in crate::cpu::matmul) fn panels_for(rows: usize, fetch_ahead: bool) -> usize {
+pub(in crate::cpu::matmul) fn panels_for(rows: usize, software_prefetch: bool) -> usize {
     match rows {
-        _ if !fetch_ahead => 1,
+        _ if !software_prefetch => 1,
         0..=1 => 4,
         2..=3 => 2,
         _ => 1,
@@ -77,7 +77,7 @@ unsafe fn sized<const M: usize, const P: usize>(
             unsafe {
                 let x = tile.x.as_ptr().add(block * INPUT_WORDS * M);
                 let weights = tile.panels.as_ptr().add((p * blocks + block) * PANEL_BLOCK_WORDS);
-                add_block::<M, P>(&mut sums, p, x, weights, tile.fetch_ahead);
+                add_block::<M, P>(&mut sums, p, x, weights, tile.software_prefetch);
             }
         }
     }
@@ -97,7 +97,7 @@ unsafe fn add_block<const M: usize, const P: usize>(
     p: usize,
     x: *const u32,
     weights: *const u32,
-    fetch_ahead: bool,
+    software_prefetch: bool,
 ) {
     // SAFETY: `x` points to `[INPUT_WORDS][M]` words, and `weights` to a panel's block (`#
     // Safety`).
@@ -107,7 +107,7 @@ unsafe fn add_block<const M: usize, const P: usize>(
             std::array::from_fn(|m| [_mm512_set1_epi32(word(GROUPS + 1, m)); 2]);
         for group in 0..GROUPS {
             let at = weights.add(group * PANEL);
-            if M <= 4 && fetch_ahead {
+            if M <= 4 && software_prefetch {
                 prefetch::<PREFETCH_BYTES>(at.cast());
             }
             let numbers = [_mm512_loadu_si512(at.cast()), _mm512_loadu_si512(at.add(LANES).cast())];
