@@ -4,8 +4,8 @@
 //! scattered over both memories. A transfer is timed from the reservation to the arrival of its last
 //! block. Plain copies between the two GPUs give the peak.
 
+mod forward_load;
 mod loopback;
-mod model_load;
 mod report;
 mod sender;
 
@@ -43,7 +43,7 @@ use serde::Serialize;
 use crate::certificates::cluster_tls;
 
 use self::{
-    model_load::{ForwardKind, ModelLoad, ModelLoadArgs, Windows},
+    forward_load::{ForwardArgs, ForwardKind, ForwardLoad, Windows},
     report::{InterferenceRow, PlainCopy, SettingResult, TransferReport},
 };
 use baton::{
@@ -99,7 +99,7 @@ pub struct TransferArgs {
     #[command(flatten)]
     kernels: KernelsArg,
     #[command(flatten)]
-    load: ModelLoadArgs,
+    forward: ForwardArgs,
     /// Verify the hash of chunks between GPUs.
     #[arg(long)]
     verify: bool,
@@ -350,8 +350,8 @@ fn measure(args: &TransferArgs) -> Result<TransferReport> {
     // The sender has the same arguments and gathers in the same way.
     let (arena, gather) = arena_and_gather(args, gpus[1])?;
     let mut sender = Sender::start()?;
-    let mut model_load = match (&args.load.model, gpus[1]) {
-        (Some(_), Some(gpu)) => Some(ModelLoad::start(args, gpu, ForwardKind::Decode)?),
+    let mut forward_load = match (&args.forward.model, gpus[1]) {
+        (Some(_), Some(gpu)) => Some(ForwardLoad::start(args, gpu, ForwardKind::Decode)?),
         _ => None,
     };
     let mut rows = Vec::new();
@@ -359,7 +359,7 @@ fn measure(args: &TransferArgs) -> Result<TransferReport> {
         for &chunk_blocks in &args.chunk_blocks {
             for &blocks in &args.blocks {
                 let setting = TransferSetting { transport, blocks, chunk_blocks };
-                let row = measure_one(args, &arena, &mut sender, model_load.as_mut(), setting);
+                let row = measure_one(args, &arena, &mut sender, forward_load.as_mut(), setting);
                 rows.push(row.with_context(|| {
                     format!("{} of {blocks} blocks by {chunk_blocks}", transport.name())
                 })?);
@@ -398,7 +398,7 @@ fn measure_one(
     args: &TransferArgs,
     arena: &Arc<KvArena>,
     sender: &mut Sender,
-    model_load: Option<&mut ModelLoad>,
+    forward_load: Option<&mut ForwardLoad>,
     TransferSetting { transport, blocks, chunk_blocks }: TransferSetting,
 ) -> Result<SettingResult> {
     let places = places(args, blocks, RECEIVER_SEED);
@@ -430,8 +430,8 @@ fn measure_one(
     let begin = Instant::now();
     run.transfer(sender, &mut next, args.rounds, args.in_flight)?;
     let together = begin.elapsed().as_secs_f64();
-    let interference =
-        model_load.map(|model_load| run.interference(args, sender, &mut next, model_load, blocks));
+    let interference = forward_load
+        .map(|forward_load| run.interference(args, sender, &mut next, forward_load, blocks));
     let interference = interference.transpose()?;
     run.check(args, blocks, next)?;
     let metrics = node.transfers.metrics();
@@ -507,15 +507,15 @@ impl TransferRun<'_> {
         args: &TransferArgs,
         sender: &mut Sender,
         next: &mut u128,
-        model_load: &mut ModelLoad,
+        forward_load: &mut ForwardLoad,
         blocks: u32,
     ) -> Result<InterferenceRow> {
-        let window = Duration::from_secs(args.load.window_s);
-        let every = Duration::from_millis(args.load.every_ms);
+        let window = Duration::from_secs(args.forward.window_s);
+        let every = Duration::from_millis(args.forward.every_ms);
         let mut windows = [Windows::default(), Windows::default()];
         let (mut times, mut busy_time) = (Vec::new(), Duration::ZERO);
         sender.request("forget", "forgotten")?;
-        for _ in 0..args.load.windows {
+        for _ in 0..args.forward.windows {
             for (kind, windows) in ["quiet", "busy"].into_iter().zip(&mut windows) {
                 let begin = Instant::now();
                 sender.request(&format!("begin {kind}"), "begun")?;
@@ -543,7 +543,7 @@ impl TransferRun<'_> {
             transfer_us: Percentiles::of(transfer_us),
             gb_per_s: bytes / 1e9 / busy_time.as_secs_f64(),
             prompts,
-            decoding: model_load.stats(&windows)?,
+            decoding: forward_load.stats(&windows)?,
         })
     }
 

@@ -1,9 +1,9 @@
-//! Forward passes during transfers: the slow-down of the sender's prefill and of the receiver's decode
-//! steps while KV is transferred.
+//! Forward passes during KV transfers. They measure how much transfers slow down the prefill steps of the sender and
+//! the decode steps of the receiver.
 //!
-//! Each process runs a model with random weights on its GPU, in the CUDA context of its KV blocks: the
-//! sender prefills prompts one after another, the receiver decodes a batch. Time windows with and without
-//! transfers alternate, so that GPU temperature and sequence lengths affect both alike.
+//! Each process runs a model with random weights on its GPU, in the CUDA context of its KV blocks. The sender prefills
+//! prompts one after another, and the receiver decodes a batch. Time windows with and without transfers alternate, so
+//! that GPU temperature and sequence lengths affect both kinds of windows equally.
 
 use std::{
     path::PathBuf,
@@ -15,7 +15,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use anyhow::{Context as _, Result, bail, ensure};
+use anyhow::{Context as _, Result, anyhow, bail, ensure};
 use clap::Args;
 use engine::{
     CacheSeeds, LoopOutcome, Scheduler, SchedulerConfig, StepKind, StepLoop,
@@ -44,12 +44,19 @@ use baton::{
 /// Longest time without a step before the benchmark fails.
 const STALL_MAX: Duration = Duration::from_secs(60);
 /// Tokens that a sequence decodes: few, so that all decode steps take about equally long.
-const ANSWER_TOKENS: u32 = 256;
+const OUTPUT_TOKENS: u32 = 256;
 /// Maximum tokens of a prefill step.
 const STEP_TOKENS: u32 = 8192;
+/// Sequences of a prefill batch: while one is prefilled, the other one waits, so that the GPU is never idle.
+const PREFILL_SEQUENCES: u32 = 2;
+/// Interval at which the start looks for the first step.
+const FIRST_STEP_POLL: Duration = Duration::from_millis(10);
+/// Maximum time for which the forward thread waits for a step before it checks whether it should stop.
+const TURN_MAX: Duration = Duration::from_secs(1);
 
+/// Options of forward passes during transfers.
 #[derive(Args)]
-pub struct ModelLoadArgs {
+pub struct ForwardArgs {
     /// Also run forward passes on both GPUs, with this folder's config.json and random weights: the sender
     /// prefills, the receiver decodes.
     #[arg(long, value_name = "FOLDER", requires = "gpus")]
@@ -78,22 +85,23 @@ pub struct ModelLoadArgs {
     pub window_s: u64,
 }
 
-/// Forward passes of a GPU during transfers.
+/// Kind of the forward passes of a GPU.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ForwardKind {
     Prefill,
     Decode,
 }
 
-/// One step, timed from the end of the previous step to its own end.
+/// Time of one step.
 #[derive(Clone, Copy, Debug)]
 struct TimedStep {
+    /// End of the previous step.
     begin: Instant,
     end: Instant,
     tokens: u32,
 }
 
-/// Step times and throughput in the windows of one kind.
+/// Step times and throughput of all steps that are completely within the windows of one kind.
 #[derive(Clone, Copy, Debug, Default, Serialize, Deserialize)]
 pub struct ComputeStats {
     /// Step times in ms.
@@ -101,16 +109,18 @@ pub struct ComputeStats {
     pub tokens_per_s: f64,
 }
 
-/// Time windows of one kind.
+/// Begin and end of each time window of one kind: with or without transfers.
 #[derive(Debug, Default)]
 pub struct Windows(Vec<(Instant, Instant)>);
 
 impl Windows {
+    /// Begins a window. The caller ends the previous one first.
     pub fn begin(&mut self) {
         let now = Instant::now();
         self.0.push((now, now));
     }
 
+    /// Ends the window that began last.
     pub fn end(&mut self) {
         if let Some((_, end)) = self.0.last_mut() {
             *end = Instant::now();
@@ -118,30 +128,35 @@ impl Windows {
     }
 }
 
-/// Statistics of one GPU without transfers (`quiet`) and with transfers (`busy`).
+/// Statistics of one GPU.
 #[derive(Clone, Copy, Debug, Serialize, Deserialize)]
 pub struct WindowStats {
+    /// Windows without transfers.
     pub quiet: ComputeStats,
+    /// Windows with transfers.
     pub busy: ComputeStats,
 }
 
-/// A model that runs forward passes until it is dropped.
-pub struct ModelLoad {
+/// A model on a GPU that runs forward passes in a thread until this value is dropped.
+pub struct ForwardLoad {
+    /// Tells the thread to stop.
     stop: Arc<AtomicBool>,
+    /// Steps so far, which the thread appends.
     steps: Arc<Mutex<Vec<TimedStep>>>,
+    /// `None` after [`Self::check`] has returned the error of a thread that stopped.
     thread: Option<JoinHandle<Result<()>>>,
 }
 
-impl ModelLoad {
+impl ForwardLoad {
     /// Starts the model on this GPU and waits for its first step.
-    pub fn start(all: &TransferArgs, gpu: &str, work: ForwardKind) -> Result<Self> {
-        let (args, kernels) = (&all.load, &all.kernels);
+    pub fn start(all: &TransferArgs, gpu: &str, kind: ForwardKind) -> Result<Self> {
+        let (args, kernels) = (&all.forward, &all.kernels);
         let folder = args.model.as_deref().context("--model is missing")?;
         let checkpoint = Checkpoint::open(folder, LoadFormat::Dummy { seed: 0 })?;
-        let shape = BatchShape::of(args, work, reserved_sms(all), &checkpoint)?;
+        let shape = BatchShape::new(args, kind, reserved_sms(all), &checkpoint)?;
         let engine = engine(&checkpoint, kernels, gpu, &shape)?;
         let (stop, steps) = (Arc::new(AtomicBool::new(false)), Arc::default());
-        let busy = ForwardThread {
+        let forward = ForwardThread {
             engine,
             shape,
             vocabulary: checkpoint.config().vocab_size as u32,
@@ -150,39 +165,40 @@ impl ModelLoad {
             stop: Arc::clone(&stop),
             steps: Arc::clone(&steps),
         };
-        let thread = thread::Builder::new().name("forward".to_owned()).spawn(|| busy.run())?;
-        let mut model_load = Self { stop, steps, thread: Some(thread) };
+        let thread = thread::Builder::new().name("forward".to_owned()).spawn(|| forward.run())?;
+        let mut load = Self { stop, steps, thread: Some(thread) };
         let begin = Instant::now();
-        while model_load.steps().is_empty() {
-            model_load.check()?;
+        while load.steps().is_empty() {
+            load.check()?;
             ensure!(
                 begin.elapsed() < STALL_MAX,
                 "the model that runs during the transfers made no step for {STALL_MAX:?}"
             );
-            thread::sleep(Duration::from_millis(10));
+            thread::sleep(FIRST_STEP_POLL);
         }
-        Ok(model_load)
+        Ok(load)
     }
 
     fn steps(&self) -> Vec<TimedStep> {
         self.steps.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
-    /// Returns the error of a model that stopped.
+    /// Returns an error if the thread has stopped.
     fn check(&mut self) -> Result<()> {
-        let Some(thread) = self.thread.take_if(|thread| thread.is_finished()) else {
-            return Ok(());
+        let cause = match self.thread.take_if(|thread| thread.is_finished()) {
+            Some(thread) => thread.join().unwrap_or_else(|_| bail!("the thread panicked")),
+            None if self.thread.is_some() => return Ok(()),
+            None => Err(anyhow!("an earlier error has the cause")),
         };
-        let ended = thread.join().unwrap_or_else(|_| bail!("the thread panicked"));
-        ended
+        cause
             .and_then(|()| bail!("the thread ended without an error"))
             .context("the model that runs during the transfers has stopped")
     }
 
-    /// Returns the statistics of both kinds of windows.
+    /// Returns the statistics of the windows without transfers (first) and with transfers (second).
     ///
     /// # Errors
-    /// No step is completely within the windows of one kind.
+    /// The model has stopped, or no step is completely within the windows of one kind.
     pub fn stats(&mut self, [quiet, busy]: &[Windows; 2]) -> Result<WindowStats> {
         self.check()?;
         let steps = self.steps();
@@ -190,69 +206,69 @@ impl ModelLoad {
     }
 }
 
-/// Returns the statistics of the steps that are completely within these windows.
+/// Returns the statistics of the steps that are completely within a window.
 fn step_stats(steps: &[TimedStep], windows: &Windows) -> Result<ComputeStats> {
-    let within = |step: &&TimedStep| {
+    let is_in_window = |step: &&TimedStep| {
         windows.0.iter().any(|(begin, end)| *begin <= step.begin && step.end <= *end)
     };
-    let within: Vec<&TimedStep> = steps.iter().filter(within).collect();
-    ensure!(!within.is_empty(), "no step is within a window: --window-s is too short");
+    let counted: Vec<&TimedStep> = steps.iter().filter(is_in_window).collect();
+    ensure!(
+        !counted.is_empty(),
+        "cannot measure steps: no step is completely within a window; expected a longer --window-s"
+    );
     let seconds = |step: &&TimedStep| (step.end - step.begin).as_secs_f64();
-    let tokens: u32 = within.iter().map(|step| step.tokens).sum();
-    let tokens_per_s = f64::from(tokens) / within.iter().map(seconds).sum::<f64>();
-    let step_ms = within.iter().map(|step| seconds(step) * 1e3).collect();
+    let tokens: u32 = counted.iter().map(|step| step.tokens).sum();
+    let tokens_per_s = f64::from(tokens) / counted.iter().map(seconds).sum::<f64>();
+    let step_ms = counted.iter().map(|step| seconds(step) * 1e3).collect();
     Ok(ComputeStats { step_ms: Percentiles::of(step_ms), tokens_per_s })
 }
 
-impl Drop for ModelLoad {
+impl Drop for ForwardLoad {
     fn drop(&mut self) {
         self.stop.store(true, Ordering::Release);
         if let Some(thread) = self.thread.take() {
-            // `stats` reports an error of the thread; here it no longer matters.
+            // The measurement is over, so an error of the thread no longer matters. `stats` reports earlier errors.
             let _ = thread.join();
         }
     }
 }
 
-/// Returns the SMs that steps leave free for transfers.
+/// Returns the number of SMs that steps leave free for transfers.
 fn reserved_sms(args: &TransferArgs) -> u32 {
-    let by_nccl = args.transport.contains(&TransportArg::Nccl) && args.ctas > 0;
-    let as_nodes = if by_nccl { nccl_reserved_sms(args.ctas) } else { 0 };
-    args.load.model_reserved_sms.unwrap_or(as_nodes)
+    let uses_nccl = args.transport.contains(&TransportArg::Nccl) && args.ctas > 0;
+    let node_default = if uses_nccl { nccl_reserved_sms(args.ctas) } else { 0 };
+    args.forward.model_reserved_sms.unwrap_or(node_default)
 }
 
 /// Shape of the batch that the engine repeats.
 struct BatchShape {
-    work: ForwardKind,
+    kind: ForwardKind,
+    /// Sequences in flight at once.
     sequences: u32,
     prompt_tokens: u32,
-    answer_tokens: u32,
-    /// SMs left free for transfers.
+    output_tokens: u32,
+    /// SMs that steps leave free for transfers.
     reserved_sms: u32,
     limits: ExecutorLimits,
 }
 
 impl BatchShape {
-    fn of(
-        args: &ModelLoadArgs,
-        work: ForwardKind,
+    fn new(
+        args: &ForwardArgs,
+        kind: ForwardKind,
         reserved_sms: u32,
         checkpoint: &Checkpoint,
     ) -> Result<Self> {
         let config = checkpoint.config();
-        let longest = config.context_tokens as u32;
-        // Two prompts at a time, so that one is always waiting.
-        let (sequences, prompt_tokens, answer_tokens) = match work {
-            ForwardKind::Prefill => (2, args.model_prompt, 1),
-            ForwardKind::Decode => (args.model_batch, args.model_context, ANSWER_TOKENS),
+        let (option, sequences, prompt_tokens, output_tokens) = match kind {
+            ForwardKind::Prefill => ("--model-prompt", PREFILL_SEQUENCES, args.model_prompt, 1),
+            ForwardKind::Decode => {
+                ("--model-context", args.model_batch, args.model_context, OUTPUT_TOKENS)
+            }
         };
-        let room = longest.saturating_sub(prompt_tokens + BLOCK_TOKENS as u32);
-        let answer_tokens = answer_tokens.min(room);
-        ensure!(
-            answer_tokens > 0,
-            "invalid prompt length: {prompt_tokens}; expected less than the model's {longest} tokens"
-        );
-        let sequence_tokens = prompt_tokens + answer_tokens + BLOCK_TOKENS as u32;
+        let free_tokens = tokens_after_prompt(option, prompt_tokens, config.context_tokens as u32)?;
+        let output_tokens = output_tokens.min(free_tokens);
+        let sequence_tokens = prompt_tokens + output_tokens + BLOCK_TOKENS as u32;
         let limits = ExecutorLimits {
             slots: sequences,
             step_tokens: STEP_TOKENS.max(sequences),
@@ -262,10 +278,22 @@ impl BatchShape {
             vocabulary: config.vocab_size as u32,
             speculation: None,
         };
-        Ok(Self { work, sequences, prompt_tokens, answer_tokens, reserved_sms, limits })
+        Ok(Self { kind, sequences, prompt_tokens, output_tokens, reserved_sms, limits })
     }
 }
 
+/// Returns the number of tokens that fit after a prompt into the model's context, with a KV block to spare. Rejects a
+/// prompt length without a token after it. `option` is the name of the command line option.
+fn tokens_after_prompt(option: &str, prompt_tokens: u32, context_tokens: u32) -> Result<u32> {
+    let prompt_tokens_end = context_tokens.saturating_sub(BLOCK_TOKENS as u32);
+    ensure!(
+        prompt_tokens < prompt_tokens_end,
+        "invalid {option}: {prompt_tokens}; expected less than {prompt_tokens_end} tokens with this model"
+    );
+    Ok(prompt_tokens_end - prompt_tokens)
+}
+
+/// Loads the model onto a GPU and starts its engine.
 fn engine(
     checkpoint: &Checkpoint,
     kernels: &KernelsArg,
@@ -289,10 +317,11 @@ fn engine(
     Ok(StepLoop::new(scheduler, Box::new(executor)))
 }
 
-/// The thread that runs forward passes.
+/// State of the thread that runs forward passes.
 struct ForwardThread {
     engine: StepLoop<Box<dyn Executor>>,
     shape: BatchShape,
+    /// Number of tokens of the model.
     vocabulary: u32,
     rng: WorkloadRng,
     next_id: u128,
@@ -301,45 +330,49 @@ struct ForwardThread {
 }
 
 impl ForwardThread {
+    /// Runs forward passes until the stop flag is set.
     fn run(mut self) -> Result<()> {
         let mut actions = Vec::new();
-        let (mut under_way, mut progress, mut before) = (0, Instant::now(), None);
+        let (mut in_flight, mut last_progress) = (0, Instant::now());
+        // End of the previous step, if that step was of the measured kind.
+        let mut previous_end = None;
         while !self.stop.load(Ordering::Acquire) {
-            // Prompts are submitted one by one, a batch that decodes all at once.
-            let wanted = match self.shape.work {
-                ForwardKind::Prefill => self.shape.sequences - under_way,
-                ForwardKind::Decode if under_way == 0 => self.shape.sequences,
+            // A prefilled prompt is replaced at once. A decode batch is replaced when all its sequences have finished.
+            let missing = match self.shape.kind {
+                ForwardKind::Prefill => self.shape.sequences - in_flight,
+                ForwardKind::Decode if in_flight == 0 => self.shape.sequences,
                 ForwardKind::Decode => 0,
             };
-            for _ in 0..wanted {
+            for _ in 0..missing {
                 self.submit(&mut actions);
-                under_way += 1;
+                in_flight += 1;
             }
-            match self.engine.turn(Duration::from_secs(1), &mut actions)? {
-                LoopOutcome::Stepped => progress = Instant::now(),
+            match self.engine.turn(TURN_MAX, &mut actions)? {
+                LoopOutcome::Stepped => last_progress = Instant::now(),
                 LoopOutcome::Pending | LoopOutcome::Idle => {
-                    ensure!(progress.elapsed() < STALL_MAX, "no step for {STALL_MAX:?}");
+                    ensure!(last_progress.elapsed() < STALL_MAX, "no step for {STALL_MAX:?}");
                 }
             }
             for step in self.engine.take_records() {
                 let end = step.collect.end;
-                let counts = match self.shape.work {
+                // Decode steps count only with the full batch.
+                let is_measured = match self.shape.kind {
                     ForwardKind::Prefill => step.kind == StepKind::Prefill,
                     ForwardKind::Decode => {
                         step.kind == StepKind::Decode && step.rows == self.shape.sequences
                     }
                 };
-                // A step after a step of another kind includes a wait for that step.
-                if let (true, Some(begin)) = (counts, before) {
+                // After a step of another kind, the time from end to end would include that step.
+                if let (true, Some(begin)) = (is_measured, previous_end) {
                     let tokens = step.tokens;
                     let mut steps = self.steps.lock().unwrap_or_else(PoisonError::into_inner);
                     steps.push(TimedStep { begin, end, tokens });
                 }
-                before = counts.then_some(end);
+                previous_end = is_measured.then_some(end);
             }
             for action in actions.drain(..) {
                 match action {
-                    Action::Finished { .. } => under_way -= 1,
+                    Action::Finished { .. } => in_flight -= 1,
                     Action::Failed { failure, .. } => bail!("a sequence failed: {failure}"),
                     _ => {}
                 }
@@ -349,9 +382,10 @@ impl ForwardThread {
         Ok(())
     }
 
+    /// Submits a sequence with a random prompt.
     fn submit(&mut self, actions: &mut Vec<Action>) {
         self.next_id += 1;
-        let lengths = (self.shape.prompt_tokens, self.shape.answer_tokens);
+        let lengths = (self.shape.prompt_tokens, self.shape.output_tokens);
         let id = SequenceId(self.next_id);
         let sequence = random_sequence(id, lengths, self.vocabulary, &mut self.rng);
         self.engine.handle(Input::Arrived(sequence), actions);
@@ -374,5 +408,28 @@ mod tests {
         assert_eq!(tokens_per_s.round(), 750.0);
         let error = step_stats(&steps, &Windows(vec![(at(96), at(104))])).unwrap_err();
         assert!(error.to_string().contains("--window-s"), "{error}");
+    }
+
+    #[test]
+    fn prompt_leaves_a_block_and_a_token_of_the_context() {
+        let block = BLOCK_TOKENS as u32;
+        let free = |prompt| tokens_after_prompt("--model-prompt", prompt, 1000);
+        assert_eq!(free(1000 - block - 1).unwrap(), 1);
+        let error = free(1000 - block).unwrap_err().to_string();
+        let expected = "invalid --model-prompt: 984; expected less than 984 tokens with this model";
+        assert_eq!(error, expected);
+    }
+
+    #[test]
+    fn stopped_thread_is_an_error_of_every_check() {
+        let thread = thread::spawn(|| bail!("a step failed"));
+        while !thread.is_finished() {
+            thread::yield_now();
+        }
+        let (stop, steps) = (Arc::default(), Arc::default());
+        let mut load = ForwardLoad { stop, steps, thread: Some(thread) };
+        let error = format!("{:#}", load.check().unwrap_err());
+        assert!(error.ends_with("has stopped: a step failed"), "{error}");
+        assert!(load.check().is_err() && load.stats(&Default::default()).is_err());
     }
 }

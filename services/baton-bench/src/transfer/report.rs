@@ -6,7 +6,7 @@ use serde::Serialize;
 
 use super::{
     Gather,
-    model_load::{ComputeStats, WindowStats},
+    forward_load::{ComputeStats, WindowStats},
 };
 use baton::bench::stats::Percentiles;
 

@@ -23,7 +23,7 @@ use kv_transfer::api::{Command, Epoch, Event, PeerAddress, TransferId};
 
 use super::{
     ANSWER, SENDER_SEED, TIMEOUT, TransferArgs, TransferNode, TransportArg, arena,
-    model_load::{ForwardKind, ModelLoad, Windows},
+    forward_load::{ForwardKind, ForwardLoad, Windows},
     pattern, places, pool_blocks,
 };
 
@@ -50,8 +50,8 @@ pub fn run(args: &TransferArgs) -> Result<()> {
         let _ = lines.send(SenderInput::End);
     });
     let mut sending: Option<SenderSetup> = None;
-    let mut model_load = match (&args.load.model, args.gpus.first()) {
-        (Some(_), Some(gpu)) => Some(ModelLoad::start(args, gpu, ForwardKind::Prefill)?),
+    let mut forward_load = match (&args.forward.model, args.gpus.first()) {
+        (Some(_), Some(gpu)) => Some(ForwardLoad::start(args, gpu, ForwardKind::Prefill)?),
         _ => None,
     };
     let mut windows = <[Windows; 2]>::default();
@@ -93,8 +93,8 @@ pub fn run(args: &TransferArgs) -> Result<()> {
                         "ended".to_owned()
                     }
                     (["stats"], _) => {
-                        let model_load = model_load.as_mut().context("--model is missing")?;
-                        serde_json::to_string(&model_load.stats(&windows)?)?
+                        let forward_load = forward_load.as_mut().context("--model is missing")?;
+                        serde_json::to_string(&forward_load.stats(&windows)?)?
                     }
                     _ => bail!("unknown line {line:?}"),
                 };
