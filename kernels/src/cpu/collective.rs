@@ -10,9 +10,8 @@
 //! An exchange has two steps:
 //! 1. Each rank writes its piece into its slot and the piece's kind beside it. It then publishes both by storing the
 //!    exchange number (release).
-//! 2. Each rank waits until every other rank has published this exchange (acquire). It checks that the other rank's
-//! kind
-//!    is the expected kind and reads the other rank's slot. The sizes are equal on all ranks, except for
+//! 2. Each rank waits until every other rank has published this exchange (acquire). It checks the other rank's kind and
+//!    reads the other rank's slot. The sizes are equal on all ranks, except for
 //!    [`CpuGroup::all_gather_ranges`], where each rank knows the sizes of all ranks.
 //!
 //! A rank never waits for the readers of its slot. A rank that has published exchange n + 1 has finished reading

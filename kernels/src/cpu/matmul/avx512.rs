@@ -1,8 +1,8 @@
 //! GEMM tiles for AVX-512: up to 24 vectors of accumulators in registers.
 //!
 //! There are three kernels for bf16 weights:
-//! - `widened_tile` widens weights to f32 in registers: a shift gives the weight of the even input of a pair, and a mask
-//!   the weight of the odd input. The product of two bf16 is exact in f32.
+//! - `widened_tile` widens weights to f32 in registers: a shift gives the weight of the even input of a pair, and a
+//!   mask the weight of the odd input. The product of two bf16 is exact in f32.
 //! - `pairs_tile` multiplies a pair at once with `vdpbf16ps`, which flushes denormals. It is used on processors
 //!   whose `vdpbf16ps` has the throughput of an FMA. Intel's cores issue `vdpbf16ps` only every other cycle: 16
 //!   multiply-adds per cycle against 32 of the two FMA units (60 and 120 G multiply-adds/s, measured on one core
