@@ -368,7 +368,7 @@ fn invalid_flag_is_rejected_in_one_line() -> Result<()> {
     for (args, code, words) in [
         (engine(&["--batch", "0"]), 1, &["--batch", "[0]", "1 to 1024"][..]),
         (engine(&["--batch", "1,many"]), 2, &["--batch", "many"]),
-        (engine(&["--dtype", "f64"]), 2, &["--dtype", "f64", "f32, bf16 or q8"]),
+        (engine(&["--dtype", "f64"]), 2, &["--dtype", "f64", "f32, bf16, q8 or fp8"]),
         (engine(&["--load-format", "gguf"]), 2, &["--load-format", "gguf", "auto or dummy"]),
         (engine(&["--runs", "0"]), 2, &["--runs", "0", "1..=1000"]),
         (engine(&["--threads", "0"]), 1, &["invalid threads: 0", "1 to 1024"]),

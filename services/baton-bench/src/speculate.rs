@@ -80,7 +80,7 @@ pub struct SpeculateArgs {
     /// Folder of the models that were fetched by name.
     #[arg(long, env = "BATON_MODELS_DIR", default_value = "models")]
     models_dir: PathBuf,
-    /// Number format of the weights: f32, bf16 or q8 (with KV in bf16).
+    /// Number format of the weights: f32, bf16, q8 or fp8 (with KV in bf16).
     #[arg(long, default_value = "bf16", value_parser = parse_dtype)]
     dtype: WeightFormat,
     /// Device of the forward pass: cpu or cuda.

@@ -113,7 +113,7 @@ fn a_bad_value_names_key_value_source_and_what_is_allowed() {
     assert_eq!(message, expected);
     let message = refusal("", &[("BATON_MODEL_DTYPE", "fp16")], &[]);
     let expected = "invalid model.dtype: \"fp16\" (environment BATON_MODEL_DTYPE); \
-                    allowed: f32, bf16 or q8";
+                    allowed: f32, bf16, q8 or fp8";
     assert_eq!(message, expected);
     let message = refusal("[router]\n\ntimeout = 600\n", &[], &[]);
     assert!(message.starts_with("invalid router.timeout: 600 ("), "{message}");
