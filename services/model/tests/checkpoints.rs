@@ -485,10 +485,7 @@ fn gguf_files_of_unsupported_kind_or_architecture_are_rejected() {
     );
 
     let found = message(&good[..good.len() - 1]);
-    assert!(
-        found.contains("tensor \"rope_freqs.weight\" needs 32 bytes at file offset"),
-        "{found}"
-    );
+    assert!(found.contains("tensor \"rope_freqs.weight\" needs 32 bytes at offset"), "{found}");
 }
 
 proptest! {

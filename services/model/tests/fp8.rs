@@ -349,7 +349,7 @@ fn zero_tiny_and_extreme_scales_are_exact() {
     numbers.unwrap().bytes[5] = 0x7e;
     let error = pack(&pair.open(), Shard::WHOLE).unwrap_err();
     assert!(error.contains("1.mlp.down_proj.weight\" at file offset"), "{error}");
-    assert!(error.ends_with("is corrupt: element 5 is inf"), "{error}");
+    assert!(error.ends_with("is corrupt: element 5 is inf; expected a finite number"), "{error}");
 }
 
 #[test]
@@ -392,7 +392,7 @@ fn nan_in_a_matrix_is_found_when_it_is_packed() {
     matrix.unwrap().bytes[200] = 0xff;
     let error = pack(&pair.open(), Shard::WHOLE).unwrap_err();
     assert!(error.contains("1.self_attn.k_proj.weight\" at file offset"), "{error}");
-    assert!(error.ends_with("is corrupt: element 200 is NaN"), "{error}");
+    assert!(error.ends_with("is corrupt: element 200 is NaN; expected a finite number"), "{error}");
 }
 
 #[test]
@@ -410,7 +410,9 @@ fn invalid_scales_are_refused_by_name() {
     for (value, found) in [(-1.0, "-1"), (f32::NAN, "NaN"), (f32::INFINITY, "inf")] {
         let message = set(4, value);
         assert!(message.starts_with(&format!("tensor {NAME:?} at file offset ")), "{message}");
-        let end = format!("has scale {found} at element 4; expected a finite number from 0 on");
+        let end = format!(
+            "has scale {found} at element 4; expected a finite number that is not negative"
+        );
         assert!(message.ends_with(&end), "{message}");
     }
     assert_eq!(
