@@ -45,6 +45,7 @@ pub fn grammar(fields: &RequestFields<'_>) -> Result<Option<RequestedGrammar>, F
 
 fn response_format(fields: &RequestFields<'_>) -> Result<Option<RequestedGrammar>, FieldError> {
     #[derive(Deserialize)]
+    #[serde(expecting = "an object")]
     struct FormatField<'a> {
         r#type: Value,
         #[serde(borrow)]
@@ -212,12 +213,14 @@ fn tool_choice(fields: &RequestFields<'_>) -> Result<Option<RequestedToolChoice>
 }
 
 #[derive(Deserialize)]
+#[serde(expecting = "an object")]
 struct ToolField {
     r#type: String,
     function: ToolFunctionField,
 }
 
 #[derive(Deserialize)]
+#[serde(expecting = "an object")]
 struct ToolFunctionField {
     name: String,
     #[serde(rename = "description")]
@@ -466,7 +469,7 @@ mod tests {
             (json!({"parallel_tool_calls": 1}), "parallel_tool_calls is 1"),
             (
                 json!({"tools": [{"type": "function", "function": "x".repeat(1 << 20)}]}),
-                "tools[0] is not a tool: function: invalid type: string, expected struct Function",
+                "tools[0] is not a tool: function: invalid type: string, expected an object",
             ),
         ] {
             let said = tools_of(body).unwrap_err();

@@ -88,6 +88,7 @@ fn check_unsupported(fields: &RequestFields<'_>, all: &[Unsupported]) -> Result<
 pub fn delivery(fields: &RequestFields<'_>) -> Result<Delivery, FieldError> {
     #[derive(Default, Deserialize)]
     #[serde(default)]
+    #[serde(expecting = "an object")]
     struct StreamOptionsField {
         include_usage: Option<bool>,
         continuous_usage_stats: Option<bool>,

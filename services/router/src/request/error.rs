@@ -66,17 +66,19 @@ fn is_name(text: &str) -> bool {
     text.len() <= NAME_BYTES_MAX && text.bytes().all(is_name_byte)
 }
 
-/// Names the type of a string, a list or an object. Returns a number, a boolean or null itself, and the size of text
-/// that is not JSON, such as the value of a header.
+/// Names the type of a string, a list or an object. Returns a number, a boolean or null itself, and short text without
+/// spaces that is not JSON, such as the value of a header; of longer text the size.
 pub fn type_or_scalar(value: &str) -> String {
     let is_number =
         |text: &str| text.bytes().all(|byte| b"+-.eE".contains(&byte) || byte.is_ascii_digit());
+    let is_short_word =
+        value.len() <= NAME_BYTES_MAX && value.bytes().all(|it| it.is_ascii_graphic());
     match value.as_bytes().first() {
         Some(b'"') => "a string".into(),
         Some(b'[') => "a list".into(),
         Some(b'{') => "an object".into(),
         None => "empty".into(),
-        _ if is_name(value) || is_number(value) => truncated(value),
+        _ if is_short_word || is_number(value) => truncated(value),
         _ => format!("text of {} bytes", value.len()),
     }
 }
@@ -437,6 +439,7 @@ mod tests {
             // Values of headers are not JSON.
             ("", "empty"),
             ("soon", "soon"),
+            ("a/b", "a/b"),
             ("Jane Doe", "text of 8 bytes"),
             ("[Jane Doe]", "a list (10 bytes)"),
             ("{Jane: Doe}", "an object (11 bytes)"),
