@@ -39,7 +39,7 @@ for change, words in [
     ({name: (dtype, [shape[1], shape[0]], data)}, "has shape"),
     ({name: (dtype, shape, array.array("f", [float("nan")] * len(values)).tobytes())}, "is NaN"),
     ({"model.layers.3.mlp.other.weight": (dtype, shape, data)}, "is not part of the llama architecture"),
-    ({name: ("I8", shape, data[: len(values)])}, "unsupported kind I8"),
+    ({name: ("I8", shape, data[: len(values)])}, "unsupported type I8"),
 ]:
     try:
         updater.push({**weights, **change})
