@@ -14,11 +14,11 @@ use syn::{
 };
 
 /// A crate and the modules below its root, or a path of another crate.
-pub type Segments = Vec<String>;
+pub(crate) type Segments = Vec<String>;
 
 /// The library crates of the workspace by name. A crate is read when a path first names it.
 #[derive(Default)]
-pub struct ModuleGraph {
+pub(crate) struct ModuleGraph {
     crates: BTreeMap<String, Crate>,
 }
 
@@ -31,7 +31,7 @@ type Modules = BTreeMap<Segments, Module>;
 
 /// Meaning of a path.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub enum Target {
+pub(crate) enum Target {
     /// An item of this module of the workspace.
     Item(Segments),
     /// A module of the workspace. Other paths name the items in it.
@@ -53,7 +53,7 @@ struct Module {
 
 impl ModuleGraph {
     /// Adds the library crate in this folder, if it is one.
-    pub fn add_crate(&mut self, folder: &Path) {
+    pub(crate) fn add_crate(&mut self, folder: &Path) {
         let name = folder.file_name().expect("a folder has a name").to_string_lossy();
         if folder.join("src/lib.rs").exists() {
             let folder = folder.join("src");
@@ -63,12 +63,12 @@ impl ModuleGraph {
     }
 
     /// Returns the module with this path and all modules below.
-    pub fn below(&self, module: &[String]) -> impl Iterator<Item = &Segments> {
+    pub(crate) fn below(&self, module: &[String]) -> impl Iterator<Item = &Segments> {
         self.modules(&module[0]).keys().filter(move |path| path.starts_with(module))
     }
 
     /// Returns the items that the module uses.
-    pub fn uses(&self, module: &Segments) -> BTreeSet<Target> {
+    pub(crate) fn uses(&self, module: &Segments) -> BTreeSet<Target> {
         let Module { imports, globs, paths, .. } = self.module(module);
         let resolve = |path: &Segments| self.resolve(module, path, &mut BTreeSet::new());
         let globs = globs.iter().filter_map(resolve).map(|target| match target {
@@ -192,9 +192,7 @@ fn add_module(modules: &mut Modules, path: Segments, items: &[Item], folder: &Pa
         match &child.content {
             Some((_, items)) => add_module(modules, child_path, items, &below),
             None => {
-                let files = [below.with_extension("rs"), below.join("mod.rs")];
-                let file = files.iter().find(|file| file.exists());
-                add_file(modules, child_path, file.expect("the module has a file"), &below);
+                add_file(modules, child_path, &below.with_extension("rs"), &below);
             }
         }
     }
