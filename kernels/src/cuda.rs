@@ -19,14 +19,14 @@ macro_rules! functions {
     ($($name:ident: fn($($argument:ty),* $(,)?) -> $result:ty;)*) => {
         #[allow(non_snake_case)]
         #[derive(Debug)]
-        pub struct Functions {
-            $(pub $name: unsafe extern "C" fn($($argument),*) -> $result,)*
+        pub(super) struct Functions {
+            $(pub(super) $name: unsafe extern "C" fn($($argument),*) -> $result,)*
         }
 
         impl Functions {
             /// # Safety
             /// The library's functions have these signatures, and the library stays open during their calls.
-            pub unsafe fn load(library: &libloading::Library) -> Result<Self, libloading::Error> {
+            pub(super) unsafe fn load(library: &libloading::Library) -> Result<Self, libloading::Error> {
                 Ok(Self {
                     // SAFETY: the function has this signature, and the library stays open during
                     // its calls (`# Safety`).

@@ -27,7 +27,7 @@ const TAG_BYTES: usize = 32;
 const FRAME_BYTES: u64 = 200 << 20;
 
 /// A node whose data port is attacked.
-pub struct Target {
+pub(crate) struct Target {
     pub name: String,
     process: u32,
     data: String,
@@ -38,7 +38,7 @@ pub struct Target {
 
 impl Target {
     /// Reads the node's record, as a router does.
-    pub async fn of(service: &Service) -> Result<Self> {
+    pub(crate) async fn of(service: &Service) -> Result<Self> {
         let mut client = node_client(&service.ready.grpc, None)?;
         let mut events = client.observe(ObserveRequest {}).await?.into_inner();
         let first = events.message().await?.context("the stream has no first event")?;
@@ -58,7 +58,7 @@ impl Target {
     }
 
     /// Returns the resident memory of the process.
-    pub fn resident_bytes(&self) -> Result<u64> {
+    pub(crate) fn resident_bytes(&self) -> Result<u64> {
         let status = std::fs::read_to_string(format!("/proc/{}/status", self.process))?;
         let line = status.lines().find_map(|line| line.strip_prefix("VmRSS:"));
         let kib = line.and_then(|line| line.trim().strip_suffix(" kB"));
@@ -67,7 +67,7 @@ impl Target {
 
     /// Sends garbage on one connection without knowledge of the secret. A returned connection is
     /// open and silent.
-    pub fn throw_garbage(&self, round: u64) -> io::Result<TcpStream> {
+    pub(crate) fn throw_garbage(&self, round: u64) -> io::Result<TcpStream> {
         let mut stream = TcpStream::connect(&self.data)?;
         stream.set_write_timeout(Some(Duration::from_millis(200)))?;
         stream.set_read_timeout(Some(TIMEOUT))?;
@@ -97,7 +97,7 @@ impl Target {
     }
 
     /// Asserts that the node closes a connection without authentication.
-    pub fn assert_rejects_unauthenticated(&self) -> Result<()> {
+    pub(crate) fn assert_rejects_unauthenticated(&self) -> Result<()> {
         let mut stream = TcpStream::connect(&self.data)?;
         stream.set_write_timeout(Some(TIMEOUT))?;
         stream.set_read_timeout(Some(TIMEOUT))?;
@@ -109,7 +109,7 @@ impl Target {
 
     /// Connects with the secret, then announces more bytes than it sends. Calls `look` while the
     /// bytes are in flight.
-    pub fn attack_authenticated(&self, mut look: impl FnMut() -> Result<()>) -> Result<()> {
+    pub(crate) fn attack_authenticated(&self, mut look: impl FnMut() -> Result<()>) -> Result<()> {
         let keys = Keys::derive(&ClusterSecret::new(SECRET)?);
         let me = Epoch(u128::from(self.process) << 64 | 1);
         let _peer = self.send_hello(&keys, me)?;

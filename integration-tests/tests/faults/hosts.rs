@@ -15,12 +15,12 @@ use integration_tests::{
 use crate::network::{Drops, address, namespace_of, set_drops};
 
 /// Hosts of Baton's router and of etcd; nodes have the hosts before.
-pub const ROUTER: usize = 6;
-pub const ETCD: usize = 7;
+pub(crate) const ROUTER: usize = 6;
+pub(crate) const ETCD: usize = 7;
 
 const READY_WITHIN: Duration = Duration::from_secs(90);
 
-pub struct HostCluster {
+pub(crate) struct HostCluster {
     pub etcd: Etcd,
     pub router: Service,
     pub prefill: Vec<Service>,
@@ -30,17 +30,17 @@ pub struct HostCluster {
 }
 
 /// Returns the host of a prefill node.
-pub fn prefill_host(index: usize) -> usize {
+pub(crate) fn prefill_host(index: usize) -> usize {
     index
 }
 
 /// Returns the host of a decode node.
-pub fn decode_host(index: usize) -> usize {
+pub(crate) fn decode_host(index: usize) -> usize {
     3 + index
 }
 
 impl HostCluster {
-    pub async fn start(prefill_nodes: usize, decode_nodes: usize) -> Result<Self> {
+    pub(crate) async fn start(prefill_nodes: usize, decode_nodes: usize) -> Result<Self> {
         set_drops(&[])?;
         let folder = tempfile::tempdir()?;
         let etcd = Etcd::start_in(&namespace_of(ETCD), &address(ETCD))?;
@@ -98,7 +98,7 @@ impl HostCluster {
     }
 
     /// Waits until the router sees every node. Returns the time that it took.
-    pub async fn wait_all(&self) -> Result<Duration> {
+    pub(crate) async fn wait_all(&self) -> Result<Duration> {
         let begun = Instant::now();
         loop {
             let health = self.client.get_json("/health").await;
@@ -116,6 +116,6 @@ impl HostCluster {
 }
 
 /// Cuts the link from one host to another.
-pub fn cut(from: usize, to: usize) -> Drops {
+pub(crate) fn cut(from: usize, to: usize) -> Drops {
     Drops { from, to, percent: 100 }
 }

@@ -16,11 +16,11 @@ const TOKENS_BEFORE: usize = 24;
 /// Time in which a client of 1P1D sends further requests.
 const CLIENTS_START_FOR: Duration = Duration::from_secs(5);
 
-pub async fn one_decode_node_killed_twenty_times() -> Result<()> {
+pub(crate) async fn one_decode_node_killed_twenty_times() -> Result<()> {
     decode_node_killed(24).await
 }
 
-pub async fn hundred_streams_while_a_decode_node_is_killed_twenty_times() -> Result<()> {
+pub(crate) async fn hundred_streams_while_a_decode_node_is_killed_twenty_times() -> Result<()> {
     decode_node_killed(100).await
 }
 
@@ -50,11 +50,11 @@ async fn decode_node_killed(streams: usize) -> Result<()> {
     cluster.stop()
 }
 
-pub async fn requests_finish_when_the_only_decode_node_is_back() -> Result<()> {
+pub(crate) async fn requests_finish_when_the_only_decode_node_is_back() -> Result<()> {
     only_decode_node_killed(8, 1).await
 }
 
-pub async fn only_decode_node_killed_five_times() -> Result<()> {
+pub(crate) async fn only_decode_node_killed_five_times() -> Result<()> {
     only_decode_node_killed(24, 5).await
 }
 
@@ -92,7 +92,7 @@ const SECONDS_DEFAULT: u64 = 40;
 const KILLS_MIN: usize = 13;
 
 /// Kills a node of either role every 2 to 3 s for 40 s, and restarts it at once.
-pub async fn nodes_killed_every_few_seconds() -> Result<()> {
+pub(crate) async fn nodes_killed_every_few_seconds() -> Result<()> {
     let spec = ClusterSpec::smollm2()
         .nodes(2, 2)
         .set("BATON_NODE_KV_MEMORY", "512MiB")

@@ -10,9 +10,9 @@ use crate::{
     network::{Drops, Network, check_support, set_drops, set_rate},
 };
 
-pub const SHORT: &str = "faults short";
-pub const LINKS: &str = "faults links";
-pub const STOPS: &str = "faults stops";
+pub(crate) const SHORT: &str = "faults short";
+pub(crate) const LINKS: &str = "faults links";
+pub(crate) const STOPS: &str = "faults stops";
 
 /// Environment variable: cluster sizes of the long tables, separated by commas. Tables of different sizes can run at the
 /// same time, because each run has its own network.
@@ -23,15 +23,15 @@ const STREAMS: usize = 30;
 /// Streams of the test that `make test` runs.
 const STREAMS_SHORT: usize = 8;
 
-pub fn cut_and_stopped_hosts_change_no_answer() -> Result<()> {
+pub(crate) fn cut_and_stopped_hosts_change_no_answer() -> Result<()> {
     on_network(SHORT)
 }
 
-pub fn every_link_cut_for_every_time() -> Result<()> {
+pub(crate) fn every_link_cut_for_every_time() -> Result<()> {
     on_network(LINKS)
 }
 
-pub fn every_process_stopped() -> Result<()> {
+pub(crate) fn every_process_stopped() -> Result<()> {
     on_network(STOPS)
 }
 
@@ -121,7 +121,7 @@ fn pairs() -> [(&'static str, &'static str, usize, usize); 6] {
     ]
 }
 
-pub fn run_short() {
+pub(crate) fn run_short() {
     test_harness::block_on(async {
         Report::print_head();
         let mut bench = Bench::start(2, 2, STREAMS_SHORT).await?;
@@ -148,7 +148,7 @@ fn sizes() -> Result<Vec<usize>> {
     sizes.collect()
 }
 
-pub fn run_links() {
+pub(crate) fn run_links() {
     test_harness::block_on(async {
         Report::print_head();
         for count in sizes()? {
@@ -183,7 +183,7 @@ pub fn run_links() {
     .unwrap_or_else(|error: anyhow::Error| panic!("{error:#}"));
 }
 
-pub fn run_stops() {
+pub(crate) fn run_stops() {
     test_harness::block_on(async {
         Report::print_head();
         for count in sizes()? {

@@ -20,7 +20,7 @@ const STAGGER: Duration = Duration::from_millis(20);
 const FIRST_TOKENS_WITHIN: Duration = Duration::from_secs(60);
 
 /// Prompts, and their answers without a fault.
-pub struct Reference {
+pub(crate) struct Reference {
     runs: Vec<GoldenRun>,
     /// Makes the cache salts of all requests distinct, so that every request prefills its prompt.
     salts: AtomicU32,
@@ -43,7 +43,7 @@ struct Streamed {
 
 /// The outcomes of all streams of one case.
 #[derive(Clone, Debug, Default)]
-pub struct Report {
+pub(crate) struct Report {
     pub streams: usize,
     pub failed: usize,
     pub different: usize,
@@ -54,14 +54,14 @@ pub struct Report {
 }
 
 impl Reference {
-    pub fn new() -> Self {
+    pub(crate) fn new() -> Self {
         let mut runs = golden().runs;
         runs.sort_by_key(|run| run.prompt_ids.len());
         Self { runs, salts: AtomicU32::new(0), tokens: AtomicUsize::new(0) }
     }
 
     /// Starts streams of all prompts in turn and reads them to their end, while `fault` runs.
-    pub async fn streams(
+    pub(crate) async fn streams(
         &self,
         client: &Client,
         count: usize,
@@ -80,7 +80,7 @@ impl Reference {
 
     /// Returns when the streams have read this many further tokens. A fault that starts then meets streams that decode,
     /// and none that has ended if `count` is less than an answer has tokens.
-    pub async fn further_tokens(&self, count: usize) -> Result<()> {
+    pub(crate) async fn further_tokens(&self, count: usize) -> Result<()> {
         let (begun, target) = (Instant::now(), self.tokens.load(Ordering::Relaxed) + count);
         while self.tokens.load(Ordering::Relaxed) < target {
             let waited = begun.elapsed();
@@ -94,7 +94,12 @@ impl Reference {
     }
 
     /// Runs requests one after another until `until`.
-    pub async fn requests(self: Arc<Self>, client: Client, first: usize, until: Instant) -> Report {
+    pub(crate) async fn requests(
+        self: Arc<Self>,
+        client: Client,
+        first: usize,
+        until: Instant,
+    ) -> Report {
         let mut report = Report::default();
         while Instant::now() < until {
             report.add(self.stream(&client, self.run(first + report.streams)).await);
@@ -180,7 +185,7 @@ impl Report {
         self.firsts.push(streamed.first);
     }
 
-    pub fn merge(&mut self, other: Self) {
+    pub(crate) fn merge(&mut self, other: Self) {
         self.streams += other.streams;
         self.failed += other.failed;
         self.different += other.different;
@@ -192,14 +197,14 @@ impl Report {
 
     /// Fails if an answer that began failed or differs, or if a quarter of the requests were refused: such a run tests too
     /// little.
-    pub fn ensure_whole(&self) -> Result<()> {
+    pub(crate) fn ensure_whole(&self) -> Result<()> {
         ensure!(self.failures.is_empty(), "{:#?}", self.failures);
         ensure!(4 * self.refused < self.streams, "{} of {} refused", self.refused, self.streams);
         Ok(())
     }
 
     /// Prints a row of the table: failed, different, refused, and the pauses and times to first token in seconds.
-    pub fn print(&self, case: &str) {
+    pub(crate) fn print(&self, case: &str) {
         let [p50, p99, max] = percentiles(&self.pauses);
         let [first_p50, _, first_max] = percentiles(&self.firsts);
         println!(
@@ -212,7 +217,7 @@ impl Report {
     }
 
     /// Prints the head of the table.
-    pub fn print_head() {
+    pub(crate) fn print_head() {
         println!(
             "| fault | streams | failed | different | refused | pause p50 (s) | p99 (s) | longest (s) | TTFT p50 (s) | longest (s) |"
         );

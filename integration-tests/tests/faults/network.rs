@@ -10,12 +10,12 @@ use std::{
 use anyhow::{Context, Result, bail, ensure};
 
 /// Number of hosts: three prefill nodes, three decode nodes, Baton's router and etcd.
-pub const HOSTS: usize = 8;
+pub(crate) const HOSTS: usize = 8;
 /// Environment variable: prefix of the namespaces' names, for the helper process.
 const PREFIX: &str = "BATON_TEST_NETWORK";
 
 /// Returns why this machine cannot have namespaces with a firewall: it needs root, `ip` and `nft`.
-pub fn check_support() -> Result<()> {
+pub(crate) fn check_support() -> Result<()> {
     let probe = format!("baton-{}-probe", std::process::id());
     ip(&["netns", "add", &probe])?;
     let listed = ip(&["netns", "exec", &probe, "nft", "list", "ruleset"]);
@@ -24,13 +24,13 @@ pub fn check_support() -> Result<()> {
 }
 
 /// The namespaces. Dropping it deletes them.
-pub struct Network {
+pub(crate) struct Network {
     prefix: String,
 }
 
 impl Network {
     /// Creates the namespaces.
-    pub fn create() -> Result<Self> {
+    pub(crate) fn create() -> Result<Self> {
         let network = Self { prefix: format!("baton-{}", std::process::id()) };
         let router = network.router();
         ip(&["netns", "add", &router])?;
@@ -54,7 +54,7 @@ impl Network {
     }
 
     /// Runs a helper of this program in the namespace of the network's router, for at most `limit`.
-    pub fn run(&self, helper: &str, limit: Duration) -> Result<()> {
+    pub(crate) fn run(&self, helper: &str, limit: Duration) -> Result<()> {
         let inner = test_harness::helper(helper);
         let mut command = Command::new("ip");
         command.args(["netns", "exec", &self.router()]).arg(inner.get_program());
@@ -98,26 +98,26 @@ fn namespace(prefix: &str, host: usize) -> String {
 }
 
 /// Returns the address of a host.
-pub fn address(host: usize) -> String {
+pub(crate) fn address(host: usize) -> String {
     format!("10.77.{host}.2")
 }
 
 /// Returns the namespace of a host, in the helper process.
-pub fn namespace_of(host: usize) -> String {
+pub(crate) fn namespace_of(host: usize) -> String {
     let prefix = std::env::var(PREFIX).expect("the helper knows the network");
     namespace(&prefix, host)
 }
 
 /// Packets from one host to another are dropped with this chance in percent.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Drops {
+pub(crate) struct Drops {
     pub from: usize,
     pub to: usize,
     pub percent: u32,
 }
 
 /// Replaces the rules of the firewall, in the helper process.
-pub fn set_drops(drops: &[Drops]) -> Result<()> {
+pub(crate) fn set_drops(drops: &[Drops]) -> Result<()> {
     let mut rules = String::from("table ip faults {}\ndelete table ip faults\ntable ip faults {\n");
     rules.push_str("chain forward { type filter hook forward priority 0; policy accept;\n");
     for Drops { from, to, percent } in drops {
@@ -136,7 +136,7 @@ pub fn set_drops(drops: &[Drops]) -> Result<()> {
 }
 
 /// Limits the rate of packets to a host, in the helper process. Packets queue for up to 200 ms.
-pub fn set_rate(host: usize, rate: Option<&str>) -> Result<()> {
+pub(crate) fn set_rate(host: usize, rate: Option<&str>) -> Result<()> {
     let link = format!("v{host}");
     let mut command = Command::new("tc");
     match rate {

@@ -91,7 +91,7 @@ async fn answer_is_right(client: &Client) -> Result<()> {
 }
 
 /// `/dev/full` fails every write like a full disk.
-pub async fn full_disk_of_the_log_disturbs_no_request() -> Result<()> {
+pub(crate) async fn full_disk_of_the_log_disturbs_no_request() -> Result<()> {
     let cluster = Cluster::start(ClusterSpec::smollm2()).await?;
     let folder = tempfile::tempdir()?;
     let wrapper = ["sh", "-c", "exec \"$@\" >/dev/full 2>/dev/full", "sh"];
@@ -110,7 +110,7 @@ pub async fn full_disk_of_the_log_disturbs_no_request() -> Result<()> {
     cluster.stop()
 }
 
-pub async fn full_disk_of_the_log_of_a_node_disturbs_no_request() -> Result<()> {
+pub(crate) async fn full_disk_of_the_log_of_a_node_disturbs_no_request() -> Result<()> {
     let folder = tempfile::tempdir()?;
     let wrapper = ["sh", "-c", "exec \"$@\" >/dev/full 2>/dev/full", "sh"];
     let mut settings = node_settings();
@@ -123,7 +123,7 @@ pub async fn full_disk_of_the_log_of_a_node_disturbs_no_request() -> Result<()> 
 }
 
 /// Strangers take all files of a node. The request in flight continues, and the node serves when they have left.
-pub async fn limit_of_open_files_of_a_node_disturbs_no_request_in_flight() -> Result<()> {
+pub(crate) async fn limit_of_open_files_of_a_node_disturbs_no_request_in_flight() -> Result<()> {
     let folder = tempfile::tempdir()?;
     let wrapper = ["sh", "-c", "ulimit -n 160; exec \"$@\"", "sh"];
     let all = WrappedNode::start(&wrapper, folder.path(), &node_settings()).await?;
@@ -143,7 +143,7 @@ pub async fn limit_of_open_files_of_a_node_disturbs_no_request_in_flight() -> Re
 }
 
 /// Connections beyond the limit wait or are rejected, and the router serves again when clients have left.
-pub async fn limit_of_open_files_rejects_connections_and_recovers() -> Result<()> {
+pub(crate) async fn limit_of_open_files_rejects_connections_and_recovers() -> Result<()> {
     let cluster = Cluster::start(ClusterSpec::smollm2()).await?;
     let folder = tempfile::tempdir()?;
     let wrapper = ["sh", "-c", "ulimit -n 96; exec \"$@\"", "sh"];
@@ -198,7 +198,7 @@ fn read_only(folder: &Path) -> Vec<String> {
 }
 
 /// A disk that became read-only takes only the tier from its node.
-pub async fn node_whose_disk_tier_is_read_only_serves_without_it() -> Result<()> {
+pub(crate) async fn node_whose_disk_tier_is_read_only_serves_without_it() -> Result<()> {
     let folder = tempfile::tempdir()?;
     let disk = folder.path().join("disk");
     std::fs::create_dir(&disk)?;

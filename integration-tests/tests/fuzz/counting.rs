@@ -26,7 +26,7 @@ fn add(bytes: isize) {
 }
 
 /// Returns the result, and the peak of bytes that this thread allocated in addition.
-pub fn most_bytes<T>(act: impl FnOnce() -> T) -> (T, usize) {
+pub(crate) fn most_bytes<T>(act: impl FnOnce() -> T) -> (T, usize) {
     let before = HELD.get();
     MOST.set(before);
     let result = act();
@@ -34,7 +34,7 @@ pub fn most_bytes<T>(act: impl FnOnce() -> T) -> (T, usize) {
 }
 
 /// Returns this thread's CPU time. Other load on the machine does not count.
-pub fn computed() -> Duration {
+pub(crate) fn computed() -> Duration {
     let mut time = libc::timespec { tv_sec: 0, tv_nsec: 0 };
     // SAFETY: the clock exists on every Linux, and the pointer is to a live value of its type.
     let outcome = unsafe { libc::clock_gettime(libc::CLOCK_THREAD_CPUTIME_ID, &mut time) };

@@ -21,7 +21,7 @@ const TOKENS: [&str; VOCABULARY as usize] = ["a", "b", "c", "ab", "Ġ", "Ġa", "
 
 /// Writes a model whose matrix `ffn_down` has this type and repeats `content`. All other weights
 /// are F32 zeros.
-pub fn with_blocks(kind: u32, block: (u64, u64), content: &[u8]) -> Vec<u8> {
+pub(crate) fn with_blocks(kind: u32, block: (u64, u64), content: &[u8]) -> Vec<u8> {
     let entries = [
         ("general.architecture", Value::Text("llama")),
         ("llama.embedding_length", Value::U32(HIDDEN as u32)),
@@ -70,7 +70,7 @@ pub fn with_blocks(kind: u32, block: (u64, u64), content: &[u8]) -> Vec<u8> {
 }
 
 /// Writes the tokenizer of a SentencePiece model, with every type of token and without weights.
-pub fn with_pieces() -> Vec<u8> {
+pub(crate) fn with_pieces() -> Vec<u8> {
     const TOKENS: [&str; 14] = [
         "<unk>", "<s>", "</s>", "<0x0A>", "<0xC3>", "<0xA9>", "▁", "a", "b", "▁a", "ab", "▁▁",
         "<tool>", "[PAD]",

@@ -21,10 +21,10 @@ const WORDS: [&str; 12] = [
 const CHANGES_MAX: u64 = 6;
 
 /// A small pseudo-random generator.
-pub struct Random(u64);
+pub(crate) struct Random(u64);
 
 impl Random {
-    pub fn new(seed: u64) -> Self {
+    pub(crate) fn new(seed: u64) -> Self {
         Self(seed ^ 0x9e37_79b9_7f4a_7c15)
     }
 
@@ -42,7 +42,7 @@ impl Random {
 }
 
 /// Returns a few changes to `bytes`. Pieces may come from `other`, an input of the same kind.
-pub fn mutate(random: &mut Random, bytes: &[u8], other: &[u8]) -> Vec<u8> {
+pub(crate) fn mutate(random: &mut Random, bytes: &[u8], other: &[u8]) -> Vec<u8> {
     let mut bytes = bytes.to_vec();
     for _ in 0..=random.next() % CHANGES_MAX {
         change(random, &mut bytes, other);

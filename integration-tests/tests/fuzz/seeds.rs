@@ -37,7 +37,7 @@ decode = ["127.0.0.1:50062"]
 "#;
 
 /// Returns target, name and bytes of every seed.
-pub fn all() -> Vec<(&'static str, String, Vec<u8>)> {
+pub(crate) fn all() -> Vec<(&'static str, String, Vec<u8>)> {
     let mut seeds = Vec::new();
     let mut add = |target, name: &str, bytes: Vec<u8>| seeds.push((target, name.to_owned(), bytes));
     for (index, kind) in TensorKind::supported().enumerate() {

@@ -31,11 +31,11 @@ use text::{ModelText, RenderRequest, SpecialTokens, TokenTable};
 use super::gguf_file;
 
 /// Function that accepts any bytes.
-pub type Target = fn(&[u8]);
+pub(crate) type Target = fn(&[u8]);
 
 /// Name and function of each target. The name is that of its folder in `corpus` and of the
 /// libFuzzer program.
-pub const TARGETS: [(&str, Target); 14] = [
+pub(crate) const TARGETS: [(&str, Target); 14] = [
     ("gguf", fuzz_gguf),
     ("gguf_blocks", fuzz_gguf_blocks),
     ("safetensors", fuzz_safetensors),
@@ -59,7 +59,7 @@ const CONFIG: &str = r#"{"model_type": "llama", "hidden_size": 32, "intermediate
     "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16,
     "vocab_size": 8, "max_position_embeddings": 64, "tie_word_embeddings": true}"#;
 /// A tokenizer of four tokens.
-pub const TOKENIZER: &str = r#"{"version": "1.0", "added_tokens": [{"id": 3, "content": "</s>",
+pub(crate) const TOKENIZER: &str = r#"{"version": "1.0", "added_tokens": [{"id": 3, "content": "</s>",
     "special": true, "single_word": false, "lstrip": false, "rstrip": false, "normalized": false}],
     "pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true,
     "use_regex": true}, "decoder": {"type": "ByteLevel"}, "model": {"type": "BPE",
@@ -98,7 +98,7 @@ macro_rules! folder {
 }
 
 /// Decodes header, directory, tokens and weights of a GGUF file.
-pub fn fuzz_gguf(data: &[u8]) {
+pub(crate) fn fuzz_gguf(data: &[u8]) {
     let _ = Header::parse(data);
     let path = folder!()("model.gguf", data).join("model.gguf");
     read_weights(&path, LoadFormat::Auto);
@@ -107,7 +107,7 @@ pub fn fuzz_gguf(data: &[u8]) {
 
 /// Decodes blocks of every quantization type. The first byte selects the type; the rest are the
 /// blocks.
-pub fn fuzz_gguf_blocks(data: &[u8]) {
+pub(crate) fn fuzz_gguf_blocks(data: &[u8]) {
     let Some((&kind, content)) = data.split_first() else { return };
     let kinds: Vec<TensorKind> = TensorKind::supported().collect();
     let kind = kinds[usize::from(kind) % kinds.len()];
@@ -121,43 +121,43 @@ pub fn fuzz_gguf_blocks(data: &[u8]) {
     read_weights(&path, LoadFormat::Auto);
 }
 
-pub fn fuzz_safetensors(data: &[u8]) {
+pub(crate) fn fuzz_safetensors(data: &[u8]) {
     let folder = folder!(("config.json", CONFIG.as_bytes()))("model.safetensors", data);
     read_weights(&folder, LoadFormat::Auto);
 }
 
 /// Decodes a shard index next to a shard that is not a safetensors file.
-pub fn fuzz_shard_index(data: &[u8]) {
+pub(crate) fn fuzz_shard_index(data: &[u8]) {
     let files =
         folder!(("config.json", CONFIG.as_bytes()), ("shard.safetensors", b"\x02\0\0\0\0\0\0\0{}"));
     read_weights(&files("model.safetensors.index.json", data), LoadFormat::Auto);
 }
 
-pub fn fuzz_config_json(data: &[u8]) {
+pub(crate) fn fuzz_config_json(data: &[u8]) {
     let folder = folder!(("tokenizer.json", TOKENIZER.as_bytes()))("config.json", data);
     // Weights are allocated only on use, for any sizes that the file claims.
     let _ = Checkpoint::open(&folder, LoadFormat::Dummy { seed: 1 });
     read_text(&folder);
 }
 
-pub fn fuzz_tokenizer_json(data: &[u8]) {
+pub(crate) fn fuzz_tokenizer_json(data: &[u8]) {
     read_text(&folder!()("tokenizer.json", data));
 }
 
-pub fn fuzz_tokenizer_config(data: &[u8]) {
+pub(crate) fn fuzz_tokenizer_config(data: &[u8]) {
     let files = folder!(("tokenizer.json", TOKENIZER.as_bytes()));
     files("generation_config.json", data);
     files("special_tokens_map.json", data);
     read_text(&files("tokenizer_config.json", data));
 }
 
-pub fn fuzz_chat_template(data: &[u8]) {
+pub(crate) fn fuzz_chat_template(data: &[u8]) {
     let files = folder!(("tokenizer.json", TOKENIZER.as_bytes()));
     read_text(&files("chat_template.jinja", data));
 }
 
 /// Decodes control messages of a peer with the secret, and of one without it.
-pub fn fuzz_control_message(data: &[u8]) {
+pub(crate) fn fuzz_control_message(data: &[u8]) {
     let keys = Keys::derive(&ClusterSecret::new([7; 32]).expect("the secret is long enough"));
     let mut opener = Opener::new(keys, Epoch(2));
     let _ = opener.open(&[data]);
@@ -167,7 +167,7 @@ pub fn fuzz_control_message(data: &[u8]) {
 }
 
 /// Decodes the header of a chunk, unchanged and with a corrected checksum.
-pub fn fuzz_data_frame(data: &[u8]) {
+pub(crate) fn fuzz_data_frame(data: &[u8]) {
     let Some(bytes) = data.first_chunk::<{ frame::HEADER_BYTES }>() else { return };
     let _ = frame::Header::from_bytes(bytes);
     let mut bytes = *bytes;
@@ -179,11 +179,11 @@ pub fn fuzz_data_frame(data: &[u8]) {
 }
 
 /// Decodes every field of every HTTP request.
-pub fn fuzz_http_body(data: &[u8]) {
+pub(crate) fn fuzz_http_body(data: &[u8]) {
     router::read_bodies(data);
 }
 
-pub fn fuzz_config_toml(data: &[u8]) {
+pub(crate) fn fuzz_config_toml(data: &[u8]) {
     let file = folder!()("baton.toml", data).join("baton.toml");
     match Config::load(LoadInput { file: Some(file), ..LoadInput::default() }) {
         Ok(config) => drop(config.model.served_name()),
@@ -192,7 +192,7 @@ pub fn fuzz_config_toml(data: &[u8]) {
 }
 
 /// Decodes a node record, which nodes send to routers.
-pub fn fuzz_node_record(data: &[u8]) {
+pub(crate) fn fuzz_node_record(data: &[u8]) {
     if let Ok(record) = v1::NodeRecord::decode(data) {
         let _ = NodeRecord::try_from(record);
     }
@@ -200,7 +200,7 @@ pub fn fuzz_node_record(data: &[u8]) {
 }
 
 /// Decodes key and value of a node in etcd, separated by a line end.
-pub fn fuzz_etcd_entry(data: &[u8]) {
+pub(crate) fn fuzz_etcd_entry(data: &[u8]) {
     let at = data.iter().position(|&byte| byte == b'\n').unwrap_or(data.len());
     let (key, value) = data.split_at(at);
     let _ = NodeEntry::parse("/baton", key, value.get(1..).unwrap_or_default());

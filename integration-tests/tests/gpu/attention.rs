@@ -287,7 +287,7 @@ const MIXES: [&[SequenceRows]; 4] = [
     ],
 ];
 
-pub fn plain_attention_matches_cpu_for_every_group_and_head_dim() {
+pub(crate) fn plain_attention_matches_cpu_for_every_group_and_head_dim() {
     let gpu = gpu();
     for dtype in DTYPES {
         for (group, dim) in
@@ -305,7 +305,7 @@ pub fn plain_attention_matches_cpu_for_every_group_and_head_dim() {
     }
 }
 
-pub fn auto_selected_attention_matches_cpu() {
+pub(crate) fn auto_selected_attention_matches_cpu() {
     let gpu = gpu();
     for (query_heads, kv_heads, dim) in
         [(9, 3, 64), (32, 8, 128), (14, 2, 64), (8, 8, 64), (16, 2, 128)]
@@ -321,7 +321,7 @@ pub fn auto_selected_attention_matches_cpu() {
     check(&gpu, &case, AttentionKind::Auto, MIXES[2]);
 }
 
-pub fn sliding_window_masks_earlier_tokens() {
+pub(crate) fn sliding_window_masks_earlier_tokens() {
     let gpu = gpu();
     for (dtype, kind) in [
         (Dtype::F32, AttentionKind::Plain),
@@ -351,7 +351,7 @@ const DRAFTING: [SequenceRows; 9] = [
 ];
 
 /// Tests that rows of draft tokens attend to the draft tokens before them and that padding rows change nothing.
-pub fn attention_of_draft_tokens_matches_cpu() {
+pub(crate) fn attention_of_draft_tokens_matches_cpu() {
     let gpu = gpu();
     let batches = |verified: u32| {
         let clamped = DRAFTING.map(|part| SequenceRows { rows: part.rows.min(verified), ..part });
@@ -376,7 +376,7 @@ pub fn attention_of_draft_tokens_matches_cpu() {
     }
 }
 
-pub fn oversized_step_is_rejected_before_any_launch() {
+pub(crate) fn oversized_step_is_rejected_before_any_launch() {
     let gpu = gpu();
     let layout = KvLayout { layer_count: 1, kv_head_count: 1, head_dim: 64, dtype: Dtype::F32 };
     let (cuda, ()) = gpu.backend(Dtype::F32, AttentionKind::Plain, |_| ());

@@ -18,7 +18,7 @@ use kernels::{
 use test_harness::skip;
 
 /// Exclusive access to the GPU for one test at a time.
-pub struct Gpu {
+pub(crate) struct Gpu {
     pub context: Arc<Context>,
     pub library: Arc<KernelLibrary>,
     _alone: MutexGuard<'static, ()>,
@@ -26,7 +26,7 @@ pub struct Gpu {
 
 /// Skips the running test because this machine lacks hardware or software that the test needs. With
 /// `BATON_TEST_GPU=N` a test that needs at most N GPUs fails instead.
-pub fn lacks(needed_gpus: usize, reason: &str) -> ! {
+pub(crate) fn lacks(needed_gpus: usize, reason: &str) -> ! {
     let promised = std::env::var("BATON_TEST_GPU").map_or(0, |gpus| {
         gpus.parse::<usize>().unwrap_or_else(|_| {
             panic!("invalid BATON_TEST_GPU: {gpus}; expected the number of GPUs to test")
@@ -40,7 +40,7 @@ pub fn lacks(needed_gpus: usize, reason: &str) -> ! {
 }
 
 /// Returns the number of GPUs. Skips the running test if there are fewer than `needed`.
-pub fn require_gpus(needed: usize) -> usize {
+pub(crate) fn require_gpus(needed: usize) -> usize {
     let wanted = if needed == 1 { "a GPU".to_owned() } else { format!("{needed} GPUs") };
     match Driver::open().and_then(|driver| driver.devices()) {
         Ok(devices) if devices.len() >= needed => devices.len(),
@@ -50,7 +50,7 @@ pub fn require_gpus(needed: usize) -> usize {
 }
 
 /// Opens the first GPU for one test at a time. Skips the running test if there is none.
-pub fn gpu() -> Gpu {
+pub(crate) fn gpu() -> Gpu {
     static ALONE: Mutex<()> = Mutex::new(());
     let alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
     require_gpus(1);
@@ -64,13 +64,13 @@ pub fn gpu() -> Gpu {
 }
 
 /// Returns whether `BATON_TEST_SHORT` asks for few rounds.
-pub fn short() -> bool {
+pub(crate) fn short() -> bool {
     std::env::var_os("BATON_TEST_SHORT").is_some_and(|value| value == "1")
 }
 
 impl Gpu {
     /// Returns a backend and the buffers that `make` creates.
-    pub fn backend<T>(
+    pub(crate) fn backend<T>(
         &self,
         weights: impl Into<WeightFormat>,
         attention: AttentionKind,
@@ -79,7 +79,7 @@ impl Gpu {
         self.backend_with(CudaOptions { attention, ..CudaOptions::new(weights.into()) }, make)
     }
 
-    pub fn backend_with<T>(
+    pub(crate) fn backend_with<T>(
         &self,
         options: CudaOptions,
         make: impl Fn(&CudaBackend) -> T,
@@ -92,21 +92,21 @@ impl Gpu {
         (backend, made)
     }
 
-    pub fn kv(&self, layout: KvLayout, blocks: u32) -> (Arc<DeviceKv>, Arc<KvArena>) {
+    pub(crate) fn kv(&self, layout: KvLayout, blocks: u32) -> (Arc<DeviceKv>, Arc<KvArena>) {
         let kv = DeviceKv::new(&self.context, layout, blocks).unwrap();
         let arena = KvArena::remote(kv.clone()).unwrap();
         (kv, arena)
     }
 }
 
-pub fn cpu(weights: impl Into<WeightFormat>) -> CpuBackend {
+pub(crate) fn cpu(weights: impl Into<WeightFormat>) -> CpuBackend {
     // The CPU reference: single-threaded and unfused.
     let options = CpuOptions { weights: weights.into(), threads: 1, isa: Isa::Auto };
     CpuBackend::new(options).unwrap()
 }
 
 /// Buffer access that only tests need.
-pub trait Bench: Backend {
+pub(crate) trait Bench: Backend {
     fn put(&self, buffer: &mut Self::Buffer, values: &[f32]);
     fn get(&self, buffer: &Self::Buffer, rows: usize) -> Vec<f32>;
     fn poison(&self, buffer: &mut Self::Buffer);
@@ -143,7 +143,7 @@ impl Bench for CudaBackend {
 }
 
 /// Matrix of reproducible random values.
-pub struct Random {
+pub(crate) struct Random {
     pub rows: usize,
     pub cols: usize,
     pub seed: u32,
@@ -167,7 +167,7 @@ impl RowSource for Random {
 }
 
 /// Returns reproducible values between -1 and 1 that bf16 represents exactly.
-pub fn numbers(seed: u32, count: usize) -> Vec<f32> {
+pub(crate) fn numbers(seed: u32, count: usize) -> Vec<f32> {
     let mut state = seed.wrapping_add(1).wrapping_mul(2_654_435_761) | 1;
     let mut next = || {
         state = state.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
@@ -177,7 +177,7 @@ pub fn numbers(seed: u32, count: usize) -> Vec<f32> {
 }
 
 /// Returns the largest allowed difference, relative to 1 + the magnitude.
-pub fn tolerance(dtype: Dtype) -> f32 {
+pub(crate) fn tolerance(dtype: Dtype) -> f32 {
     match dtype {
         Dtype::F32 => 2e-5,
         Dtype::Bf16 => 2e-2,
@@ -185,7 +185,7 @@ pub fn tolerance(dtype: Dtype) -> f32 {
 }
 
 #[track_caller]
-pub fn assert_near(found: &[f32], expected: &[f32], tolerance: f32, what: &str) {
+pub(crate) fn assert_near(found: &[f32], expected: &[f32], tolerance: f32, what: &str) {
     assert_eq!(found.len(), expected.len(), "{what}");
     for (index, (found, expected)) in found.iter().zip(expected).enumerate() {
         let error = (found - expected).abs() / (1.0 + expected.abs());
@@ -196,8 +196,8 @@ pub fn assert_near(found: &[f32], expected: &[f32], tolerance: f32, what: &str) 
 }
 
 /// Returns distinct blocks in an order that depends on `first`.
-pub fn blocks(first: u32, count: usize, all: u32) -> Vec<BlockId> {
+pub(crate) fn blocks(first: u32, count: usize, all: u32) -> Vec<BlockId> {
     (0..count as u32).map(|i| BlockId((first + i * 7) % all)).collect()
 }
 
-pub const DTYPES: [Dtype; 2] = [Dtype::F32, Dtype::Bf16];
+pub(crate) const DTYPES: [Dtype; 2] = [Dtype::F32, Dtype::Bf16];

@@ -5,9 +5,9 @@
 //! `BATON_TEST_BINARIES` names the folder of the binaries. With `BATON_TEST_CLUSTERS=cpu` fewer
 //! nodes and ranks run, on CPUs, for machines without GPUs.
 
-pub mod disturbed;
-pub mod driver_calls;
-pub mod tiers;
+pub(crate) mod disturbed;
+pub(crate) mod driver_calls;
+pub(crate) mod tiers;
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -46,7 +46,7 @@ const REQUESTS_PER_DIVERGENCE: usize = 4;
 
 /// Devices of the nodes.
 #[derive(Clone, Debug)]
-pub enum Devices {
+pub(crate) enum Devices {
     /// GPUs, by UUID.
     Gpus(Vec<String>),
     Cpus,
@@ -54,7 +54,7 @@ pub enum Devices {
 
 /// Returns the devices of the cluster tests, for one test at a time. Skips the running test if it
 /// cannot run here.
-pub fn place(gpus: usize) -> (Devices, MutexGuard<'static, ()>) {
+pub(crate) fn place(gpus: usize) -> (Devices, MutexGuard<'static, ()>) {
     static ALONE: Mutex<()> = Mutex::new(());
     let alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
     if env::var_os(CLUSTERS).is_some_and(|place| place == "cpu") {
@@ -377,7 +377,7 @@ async fn answer(client: &Client, request: &Request, salt: &str) -> Result<Answer
     Ok(Answer { tokens, end, kv_bytes })
 }
 
-pub fn runtime() -> tokio::runtime::Runtime {
+pub(crate) fn runtime() -> tokio::runtime::Runtime {
     let mut builder = tokio::runtime::Builder::new_multi_thread();
     builder.worker_threads(4).enable_all().build().unwrap()
 }
@@ -486,14 +486,14 @@ async fn check_clusters(fixture: &Fixture, shapes: Vec<Shape>) -> Result<()> {
     Ok(())
 }
 
-pub fn prefill_and_decode_on_one_gpu_match_a_single_node() {
+pub(crate) fn prefill_and_decode_on_one_gpu_match_a_single_node() {
     run_on(1, async |fixture| {
         fixture.require_gpus();
         check_cluster(&fixture, Shape::new(&[&[0]], &[&[0]], "ipc")).await
     });
 }
 
-pub fn prefill_and_decode_on_two_gpus_match_by_every_transport() {
+pub(crate) fn prefill_and_decode_on_two_gpus_match_by_every_transport() {
     run_on(2, async |fixture| {
         fixture.require_gpus();
         let pair = Shape::new(&[&[0]], &[&[1]], "");
@@ -501,7 +501,7 @@ pub fn prefill_and_decode_on_two_gpus_match_by_every_transport() {
     });
 }
 
-pub fn tp_nodes_on_two_gpus_match_a_single_node() {
+pub(crate) fn tp_nodes_on_two_gpus_match_a_single_node() {
     run_on(2, async |fixture| {
         let shape = |prefill, decode| Shape::new(&[prefill], &[decode], "ipc");
         let shapes = match fixture.place {
@@ -514,7 +514,7 @@ pub fn tp_nodes_on_two_gpus_match_a_single_node() {
     });
 }
 
-pub fn two_prefill_and_two_decode_nodes_match_a_single_node() {
+pub(crate) fn two_prefill_and_two_decode_nodes_match_a_single_node() {
     run_on(2, async |fixture| {
         let shape = match fixture.gpus() {
             // The other tests cover this cluster on CPUs.
@@ -526,7 +526,7 @@ pub fn two_prefill_and_two_decode_nodes_match_a_single_node() {
     });
 }
 
-pub fn tp_nodes_on_four_gpus_match_a_single_node() {
+pub(crate) fn tp_nodes_on_four_gpus_match_a_single_node() {
     run_on(4, async |fixture| {
         fixture.require_gpus();
         let shapes = vec![

@@ -18,9 +18,9 @@ use super::{
 };
 
 const MESSAGE_BYTES: usize = 1 << 20;
-pub const TIMEOUT: Duration = Duration::from_secs(30);
+pub(crate) const TIMEOUT: Duration = Duration::from_secs(30);
 
-pub fn group(rank: &Rank, timeout: Duration) -> CudaGroup {
+pub(crate) fn group(rank: &Rank, timeout: Duration) -> CudaGroup {
     group_for(rank, timeout, MESSAGE_BYTES)
 }
 
@@ -142,11 +142,11 @@ fn check_all_reduce(rank: Rank) {
     assert!(error.to_string().contains("the arenas of"), "{error}");
 }
 
-pub fn all_reduce_of_two_ranks_is_identical_on_both() {
+pub(crate) fn all_reduce_of_two_ranks_is_identical_on_both() {
     on_ranks("collective::all_reduce_of_two_ranks_is_identical_on_both", 2, check_all_reduce);
 }
 
-pub fn all_reduce_of_four_ranks_is_identical_on_all() {
+pub(crate) fn all_reduce_of_four_ranks_is_identical_on_all() {
     on_ranks("collective::all_reduce_of_four_ranks_is_identical_on_all", 4, check_all_reduce);
 }
 
@@ -241,11 +241,11 @@ fn check_all_gather(rank: Rank) {
     rank.barrier();
 }
 
-pub fn two_ranks_all_gather_rows() {
+pub(crate) fn two_ranks_all_gather_rows() {
     on_ranks("collective::two_ranks_all_gather_rows", 2, check_all_gather);
 }
 
-pub fn four_ranks_all_gather_rows() {
+pub(crate) fn four_ranks_all_gather_rows() {
     on_ranks("collective::four_ranks_all_gather_rows", 4, check_all_gather);
 }
 
@@ -359,7 +359,7 @@ fn check_all_reduce_to_residual(rank: Rank) {
     }
 }
 
-pub fn backend_of_two_ranks_adds_all_reduce_to_residual() {
+pub(crate) fn backend_of_two_ranks_adds_all_reduce_to_residual() {
     on_ranks(
         "collective::backend_of_two_ranks_adds_all_reduce_to_residual",
         2,
@@ -367,7 +367,7 @@ pub fn backend_of_two_ranks_adds_all_reduce_to_residual() {
     );
 }
 
-pub fn backend_of_four_ranks_adds_all_reduce_to_residual() {
+pub(crate) fn backend_of_four_ranks_adds_all_reduce_to_residual() {
     on_ranks(
         "collective::backend_of_four_ranks_adds_all_reduce_to_residual",
         4,
@@ -375,7 +375,7 @@ pub fn backend_of_four_ranks_adds_all_reduce_to_residual() {
     );
 }
 
-pub fn missing_rank_times_out_and_the_group_restarts() {
+pub(crate) fn missing_rank_times_out_and_the_group_restarts() {
     let name = "collective::missing_rank_times_out_and_the_group_restarts";
     on_ranks(name, 2, |rank| {
         let timeout = Duration::from_millis(200);
@@ -410,7 +410,7 @@ pub fn missing_rank_times_out_and_the_group_restarts() {
     });
 }
 
-pub fn abort_and_group_shutdown_end_an_all_reduce_at_once() {
+pub(crate) fn abort_and_group_shutdown_end_an_all_reduce_at_once() {
     on_ranks("collective::abort_and_group_shutdown_end_an_all_reduce_at_once", 2, |rank| {
         let group = group(&rank, Duration::from_secs(600));
         let stream: Stream<Compute> = Stream::new(&rank.context).unwrap();
@@ -437,7 +437,7 @@ pub fn abort_and_group_shutdown_end_an_all_reduce_at_once() {
     });
 }
 
-pub fn killed_rank_is_detected_and_the_gpu_stays_usable() {
+pub(crate) fn killed_rank_is_detected_and_the_gpu_stays_usable() {
     on_ranks("collective::killed_rank_is_detected_and_the_gpu_stays_usable", 2, |rank| {
         let group = group(&rank, Duration::from_millis(300));
         let stream: Stream<Compute> = Stream::new(&rank.context).unwrap();
@@ -468,7 +468,7 @@ pub fn killed_rank_is_detected_and_the_gpu_stays_usable() {
     });
 }
 
-pub fn mismatched_ipc_handles_are_rejected_by_rank() {
+pub(crate) fn mismatched_ipc_handles_are_rejected_by_rank() {
     on_ranks("collective::mismatched_ipc_handles_are_rejected_by_rank", 2, |rank| {
         let arena = |bytes| {
             let place = (rank.rank, rank.ranks);

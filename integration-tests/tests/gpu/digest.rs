@@ -59,7 +59,7 @@ fn ids(ids: impl IntoIterator<Item = u32>) -> Vec<BlockId> {
     ids.into_iter().map(BlockId).collect()
 }
 
-pub fn block_digests_match_cpu_for_any_layout_and_rank_count() {
+pub(crate) fn block_digests_match_cpu_for_any_layout_and_rank_count() {
     let gpu = gpu();
     let lists = [
         ids([]),
@@ -122,7 +122,7 @@ pub fn block_digests_match_cpu_for_any_layout_and_rank_count() {
     }
 }
 
-pub fn digests_of_several_threads_match_cpu() {
+pub(crate) fn digests_of_several_threads_match_cpu() {
     let gpu = gpu();
     let layout = KvLayout { layer_count: 4, kv_head_count: 4, head_dim: 64, dtype: Dtype::Bf16 };
     let rounds = if short() { 5 } else { 200 };
@@ -161,7 +161,7 @@ pub fn digests_of_several_threads_match_cpu() {
     }
 }
 
-pub fn digests_after_a_rejected_call_match_cpu() {
+pub(crate) fn digests_after_a_rejected_call_match_cpu() {
     let gpu = gpu();
     let layout = KvLayout { layer_count: 4, kv_head_count: 4, head_dim: 64, dtype: Dtype::Bf16 };
     let kv = DeviceKv::new(&gpu.context, layout, BLOCKS).unwrap();
@@ -180,7 +180,7 @@ pub fn digests_after_a_rejected_call_match_cpu() {
     }
 }
 
-pub fn weight_digests_match_cpu_and_count_values_that_are_not_finite() {
+pub(crate) fn weight_digests_match_cpu_and_count_values_that_are_not_finite() {
     let gpu = gpu();
     // A warp takes 1,024 words of 16 bytes. Of random elements, one in 256 is infinite or NaN.
     let mut parts =
@@ -219,7 +219,7 @@ fn not_finite(dtype: Dtype, bytes: &[u8]) -> u64 {
 }
 
 /// Prints the bandwidth of digests and asserts nothing.
-pub fn digest_bandwidth_is_reported() {
+pub(crate) fn digest_bandwidth_is_reported() {
     let gpu = gpu();
     if short() {
         skip("BATON_TEST_SHORT is set");

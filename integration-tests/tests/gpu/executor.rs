@@ -30,7 +30,12 @@ use super::{
     model::checkpoint,
 };
 
-pub fn config(checkpoint: &Checkpoint, slots: u32, blocks: u32, depth: u32) -> SchedulerConfig {
+pub(crate) fn config(
+    checkpoint: &Checkpoint,
+    slots: u32,
+    blocks: u32,
+    depth: u32,
+) -> SchedulerConfig {
     let config = checkpoint.config();
     let limits = ExecutorLimits {
         slots,
@@ -44,13 +49,13 @@ pub fn config(checkpoint: &Checkpoint, slots: u32, blocks: u32, depth: u32) -> S
     SchedulerConfig { waiting_max: 1000, ..SchedulerConfig::new(limits) }
 }
 
-pub fn step_loop<E: Executor>(config: SchedulerConfig, executor: E) -> StepLoop<E> {
+pub(crate) fn step_loop<E: Executor>(config: SchedulerConfig, executor: E) -> StepLoop<E> {
     let seeds = CacheSeeds { model_fingerprint: 0x5eed, weight_version: 1 };
     let config = SchedulerConfig { limits: executor.limits(), ..config };
     StepLoop::new(Scheduler::new(config, seeds).unwrap(), executor)
 }
 
-pub fn on_gpu(
+pub(crate) fn on_gpu(
     gpu: &Gpu,
     checkpoint: &Checkpoint,
     options: CudaOptions,
@@ -66,7 +71,7 @@ pub fn on_gpu(
     (step_loop(config, executor), arena)
 }
 
-pub fn on_cpu(checkpoint: &Checkpoint, config: SchedulerConfig) -> StepLoop<CpuExecutor> {
+pub(crate) fn on_cpu(checkpoint: &Checkpoint, config: SchedulerConfig) -> StepLoop<CpuExecutor> {
     let layout = checkpoint.config().kv_layout(WeightFormat::F32.kv_dtype());
     let arena = KvArena::host(layout, config.limits.blocks).unwrap();
     let backend = cpu(WeightFormat::F32);
@@ -76,7 +81,12 @@ pub fn on_cpu(checkpoint: &Checkpoint, config: SchedulerConfig) -> StepLoop<CpuE
     )
 }
 
-pub fn sequence(id: u128, tokens: Vec<u32>, max_tokens: u32, sampling: Sampling) -> NewSequence {
+pub(crate) fn sequence(
+    id: u128,
+    tokens: Vec<u32>,
+    max_tokens: u32,
+    sampling: Sampling,
+) -> NewSequence {
     NewSequence {
         id: SequenceId(id),
         kind: SequenceKind::Compute,
@@ -96,21 +106,21 @@ pub fn sequence(id: u128, tokens: Vec<u32>, max_tokens: u32, sampling: Sampling)
 const CLOCK: Duration = Duration::from_micros(20);
 
 #[derive(Debug, Default, PartialEq)]
-pub struct Outcome {
+pub(crate) struct Outcome {
     pub tokens: Vec<SampledToken>,
     pub finish: Option<FinishReason>,
     pub is_failed: bool,
 }
 
 impl Outcome {
-    pub fn ids(&self) -> Vec<u32> {
+    pub(crate) fn ids(&self) -> Vec<u32> {
         self.tokens.iter().map(|token| token.id).collect()
     }
 }
 
 /// Runs the sequences, two arriving at a time, and aborts a sequence once it has generated the
 /// given number of tokens.
-pub fn run<E: Executor>(
+pub(crate) fn run<E: Executor>(
     engine: &mut StepLoop<E>,
     arriving: Vec<NewSequence>,
     aborts: &HashMap<SequenceId, usize>,
@@ -118,7 +128,7 @@ pub fn run<E: Executor>(
     run_arriving(engine, arriving, 2, aborts)
 }
 
-pub fn run_arriving<E: Executor>(
+pub(crate) fn run_arriving<E: Executor>(
     engine: &mut StepLoop<E>,
     mut arriving: Vec<NewSequence>,
     at_a_time: usize,
@@ -222,7 +232,7 @@ impl Matcher for HashGrammar {
 }
 
 /// Returns prompts with shared prefixes and all sampling settings.
-pub fn mix(round: u128, count: u128) -> Vec<NewSequence> {
+pub(crate) fn mix(round: u128, count: u128) -> Vec<NewSequence> {
     (0..count)
         .map(|index| {
             let id = round * 1000 + index;
@@ -243,7 +253,7 @@ pub fn mix(round: u128, count: u128) -> Vec<NewSequence> {
 }
 
 /// Returns the mix with a grammar for every third sequence.
-pub fn constrained_mix(round: u128, count: u128) -> Vec<NewSequence> {
+pub(crate) fn constrained_mix(round: u128, count: u128) -> Vec<NewSequence> {
     let mut mix = mix(round, count);
     for new in mix.iter_mut().step_by(3) {
         let grammar = HashGrammar { state: new.id.0 as u32 };
@@ -253,7 +263,7 @@ pub fn constrained_mix(round: u128, count: u128) -> Vec<NewSequence> {
 }
 
 /// The GPU does not work while a step waits for its token bitmasks.
-pub fn wait_for_token_bitmasks_is_no_busy_time() {
+pub(crate) fn wait_for_token_bitmasks_is_no_busy_time() {
     let gpu = gpu();
     let checkpoint = checkpoint("Qwen3ForCausalLM", "qwen3");
     let config = config(&checkpoint, 2, 20, 2);
@@ -293,7 +303,7 @@ pub fn wait_for_token_bitmasks_is_no_busy_time() {
     assert!(device.duration() >= wait && result.busy + wait <= device.duration(), "{result:?}");
 }
 
-pub fn request_mixes_match_cpu_tokens_with_one_and_two_steps_in_flight() {
+pub(crate) fn request_mixes_match_cpu_tokens_with_one_and_two_steps_in_flight() {
     let gpu = gpu();
     let checkpoint = checkpoint("Qwen3ForCausalLM", "qwen3");
     let mut reference = on_cpu(&checkpoint, config(&checkpoint, 8, 200, 1));
@@ -345,7 +355,7 @@ pub fn request_mixes_match_cpu_tokens_with_one_and_two_steps_in_flight() {
     }
 }
 
-pub fn step_synchronises_with_the_gpu_once() {
+pub(crate) fn step_synchronises_with_the_gpu_once() {
     let gpu = gpu();
     let checkpoint = checkpoint("LlamaForCausalLM", "llama");
     let config = config(&checkpoint, 8, 200, 2);
@@ -360,7 +370,7 @@ pub fn step_synchronises_with_the_gpu_once() {
     assert!(steps > 20 && waits <= steps, "{waits} synchronisations in {steps} steps");
 }
 
-pub fn step_records_contain_gpu_start_and_end() {
+pub(crate) fn step_records_contain_gpu_start_and_end() {
     let gpu = gpu();
     let checkpoint = checkpoint("LlamaForCausalLM", "llama");
     for depth in [1, 2] {

@@ -63,7 +63,7 @@ fn in_its_own_process(name: &str, test: impl FnOnce(&Gpu)) {
     assert!(status.success(), "{status}");
 }
 
-pub fn gpu_fault_stops_the_executor_with_its_cause() {
+pub(crate) fn gpu_fault_stops_the_executor_with_its_cause() {
     in_its_own_process("gpu_fault_stops_the_executor_with_its_cause", |gpu| {
         let checkpoint = checkpoint("LlamaForCausalLM", "llama");
         let config = config(&checkpoint, 8, 200, 2);
@@ -199,7 +199,7 @@ async fn final_events(ready: &Path) -> Vec<Option<Event>> {
     words
 }
 
-pub fn gpu_fault_fails_the_nodes_requests_and_exits_with_1() {
+pub(crate) fn gpu_fault_fails_the_nodes_requests_and_exits_with_1() {
     in_its_own_process("gpu_fault_fails_the_nodes_requests_and_exits_with_1", |gpu| {
         let folder = tempfile::tempdir().unwrap();
         let (config, ready) = (settings(folder.path()), folder.path().join("ready"));

@@ -83,7 +83,7 @@ fn input_of(row: &[f32], rows: usize) -> Vec<f64> {
     row.iter().map(quantized).collect()
 }
 
-pub fn gemms_match_sums_of_the_stored_numbers() {
+pub(crate) fn gemms_match_sums_of_the_stored_numbers() {
     let gpu = gpu();
     let options = CudaOptions::new(WeightFormat::Fp8);
     for (inputs, outputs) in [(16, 16), (64, 80), (576, 960), (1536, 576), (144, 1008), (4096, 512)]
@@ -140,7 +140,7 @@ pub fn gemms_match_sums_of_the_stored_numbers() {
     }
 }
 
-pub fn fused_operations_match_cpu() {
+pub(crate) fn fused_operations_match_cpu() {
     let gpu = gpu();
     let (width, ffn) = (576, 400);
     let gate_up = Fp8Rows { rows: 2 * ffn, cols: width, seed: 1, stored: true };
@@ -192,7 +192,7 @@ pub fn fused_operations_match_cpu() {
     }
 }
 
-pub fn models_in_fp8_are_close_to_bf16_with_and_without_graphs() {
+pub(crate) fn models_in_fp8_are_close_to_bf16_with_and_without_graphs() {
     let gpu = gpu();
     for (architecture, model_type, head_dim) in [
         ("LlamaForCausalLM", "llama", 64),

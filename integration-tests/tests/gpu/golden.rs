@@ -46,7 +46,7 @@ fn golden_sequence(id: u128, run: &GoldenRun, known: usize) -> NewSequence {
     NewSequence { prompt_len: run.prompt_ids.len() as u32, ignore_stop_tokens: true, ..sequence }
 }
 
-pub fn smollm2_generates_the_golden_tokens_in_f32() {
+pub(crate) fn smollm2_generates_the_golden_tokens_in_f32() {
     let gpu = gpu();
     let (checkpoint, runs) = smollm2();
     for (depth, attention) in [(1, AttentionKind::Plain), (2, AttentionKind::Auto)] {
@@ -63,7 +63,7 @@ pub fn smollm2_generates_the_golden_tokens_in_f32() {
 
 /// Each decode run starts from golden tokens and is compared up to the next uncertain position. Behind
 /// that position another run starts, again from golden tokens, so every certain position is compared.
-pub fn smollm2_in_bf16_predicts_every_certain_golden_token() {
+pub(crate) fn smollm2_in_bf16_predicts_every_certain_golden_token() {
     let gpu = gpu();
     let (checkpoint, runs) = smollm2();
     let config = config(&checkpoint, 8, 400, 2);
@@ -98,7 +98,7 @@ pub fn smollm2_in_bf16_predicts_every_certain_golden_token() {
     assert!(compared > 0, "no golden token is certain");
 }
 
-pub fn smollm2_cluster_on_a_gpu_generates_the_golden_tokens_in_f32() {
+pub(crate) fn smollm2_cluster_on_a_gpu_generates_the_golden_tokens_in_f32() {
     let (place, _alone) = place(1);
     let Devices::Gpus(uuids) = place else {
         skip("the test of golden tokens covers clusters on CPUs")

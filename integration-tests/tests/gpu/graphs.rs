@@ -22,7 +22,7 @@ fn assert_stale<T>(launched: thread::Result<T>, what: &str) {
     assert!(words.contains("was freed or reused after capture"), "{what}: {words}");
 }
 
-pub fn graph_replay_without_its_memory_is_detected() {
+pub(crate) fn graph_replay_without_its_memory_is_detected() {
     let gpu = gpu();
     if !cfg!(debug_assertions) {
         skip("only debug builds check the addresses in a graph");
@@ -47,7 +47,7 @@ pub fn graph_replay_without_its_memory_is_detected() {
     assert_stale(stale, "the memory was freed");
 }
 
-pub fn graph_replay_on_reused_memory_is_detected() {
+pub(crate) fn graph_replay_on_reused_memory_is_detected() {
     let gpu = gpu();
     if !cfg!(debug_assertions) {
         skip("only debug builds check the addresses in a graph");

@@ -32,7 +32,7 @@ fn blocks_free_max(transport: TransferKind) -> Duration {
     LEASE + Duration::from_millis(after_the_lease)
 }
 
-pub fn kv_transfer_between_processes_preserves_kv_in_any_block_order() {
+pub(crate) fn kv_transfer_between_processes_preserves_kv_in_any_block_order() {
     let (gpus, _alone) = gpus();
     let cases = [
         (TransferKind::Ipc, NodeKind::Verifying),
@@ -65,7 +65,7 @@ pub fn kv_transfer_between_processes_preserves_kv_in_any_block_order() {
     }
 }
 
-pub fn nccl_between_hosts_preserves_kv_and_fails_with_its_peer() {
+pub(crate) fn nccl_between_hosts_preserves_kv_and_fails_with_its_peer() {
     let (gpus, _alone) = gpus();
     let (from, to) = last_pair(TransferKind::Nccl, gpus);
     let (sink, events) = channel();
@@ -96,7 +96,7 @@ pub fn nccl_between_hosts_preserves_kv_and_fails_with_its_peer() {
     }
 }
 
-pub fn abort_at_any_time_leaks_no_block() {
+pub(crate) fn abort_at_any_time_leaks_no_block() {
     let (gpus, _alone) = gpus();
     for transport in GPU_TRANSPORTS {
         let (from, to) = last_pair(transport, gpus);
@@ -144,7 +144,7 @@ pub fn abort_at_any_time_leaks_no_block() {
     }
 }
 
-pub fn killed_sender_fails_only_its_own_transfers() {
+pub(crate) fn killed_sender_fails_only_its_own_transfers() {
     let (gpus, _alone) = gpus();
     let cases = [
         (TransferKind::Ipc, NodeKind::Verifying),
@@ -190,7 +190,7 @@ pub fn killed_sender_fails_only_its_own_transfers() {
 }
 
 /// Falls back to tcp: the driver cannot map IPC memory into the process that owns the memory.
-pub fn nodes_in_one_process_fall_back_to_tcp_and_count_it() {
+pub(crate) fn nodes_in_one_process_fall_back_to_tcp_and_count_it() {
     let (gpus, _alone) = gpus();
     let (one_sink, one_events) = channel();
     let (other_sink, other_events) = channel();
@@ -302,7 +302,7 @@ fn until_arrived(
     }
 }
 
-pub fn stopped_peer_delays_no_other_pair_and_frees_blocks_after_the_lease() {
+pub(crate) fn stopped_peer_delays_no_other_pair_and_frees_blocks_after_the_lease() {
     let (gpus, _alone) = gpus();
     for transport in GPU_TRANSPORTS {
         let (from, to) = last_pair(transport, gpus);
@@ -376,7 +376,7 @@ pub fn stopped_peer_delays_no_other_pair_and_frees_blocks_after_the_lease() {
 
 /// Destroying one pair's channel waits for the whole GPU, and with it for operations of another
 /// stuck pair.
-pub fn peers_stopped_or_killed_together_delay_no_other_pair() {
+pub(crate) fn peers_stopped_or_killed_together_delay_no_other_pair() {
     let (gpus, _alone) = gpus();
     for transport in GPU_TRANSPORTS {
         let (from, to) = last_pair(transport, gpus);
@@ -432,7 +432,7 @@ pub fn peers_stopped_or_killed_together_delay_no_other_pair() {
 
 /// The driver synchronizes with the whole GPU when memory is freed: at teardown, and sometimes at
 /// setup. An operation that was launched in part when its peer died would delay other pairs longer.
-pub fn teardown_or_setup_with_a_stopped_peer_delays_no_other_pair() {
+pub(crate) fn teardown_or_setup_with_a_stopped_peer_delays_no_other_pair() {
     let (gpus, _alone) = gpus();
     let transport = TransferKind::Nccl;
     let (from, to) = last_pair(transport, gpus);
@@ -508,7 +508,7 @@ pub fn teardown_or_setup_with_a_stopped_peer_delays_no_other_pair() {
 
 /// Stops a peer at several moments of its connection setup. A wait for this peer must not hold a
 /// resource that other pairs need.
-pub fn peer_stopped_during_setup_delays_no_other_pair() {
+pub(crate) fn peer_stopped_during_setup_delays_no_other_pair() {
     let (gpus, _alone) = gpus();
     let transport = TransferKind::Nccl;
     let (from, to) = last_pair(transport, gpus);
@@ -546,7 +546,7 @@ pub fn peer_stopped_during_setup_delays_no_other_pair() {
     node.assert_holds(&scattered(1, BLOCKS / 2), &scattered(3, BLOCKS / 2));
 }
 
-pub fn random_aborts_from_either_side_leave_other_transfers_intact() {
+pub(crate) fn random_aborts_from_either_side_leave_other_transfers_intact() {
     let (gpus, _alone) = gpus();
     let count = env::var(TRANSFERS).map_or(if short() { 60 } else { 400 }, |count| {
         count.parse().expect("a count of transfers")
@@ -622,7 +622,7 @@ pub fn random_aborts_from_either_side_leave_other_transfers_intact() {
 }
 
 /// Delayed streams expose a missing synchronization, and the gather kernel must match the copies.
-pub fn delayed_streams_and_gather_kernels_preserve_kv() {
+pub(crate) fn delayed_streams_and_gather_kernels_preserve_kv() {
     let (gpus, _alone) = gpus();
     let cases = [
         (TransferKind::Ipc, NodeKind::Delayed),
@@ -657,7 +657,7 @@ pub fn delayed_streams_and_gather_kernels_preserve_kv() {
 
 /// Transfers between all supported rank counts that the GPUs allow. Sender and receiver ranks with
 /// common heads are on different GPUs.
-pub fn nccl_transfer_between_tp_ranks_preserves_kv() {
+pub(crate) fn nccl_transfer_between_tp_ranks_preserves_kv() {
     let (gpus, _alone) = gpus();
     use NodeKind::{FourRanks, LargeDelayed, LargeGatherKernel, TwoRanks, TwoRanksDelayed};
     let cases = [
@@ -695,7 +695,7 @@ pub fn nccl_transfer_between_tp_ranks_preserves_kv() {
 
 /// A rank that shares its GPU with its peer rank cannot use NCCL: the pair counts a fallback and
 /// uses another transport.
-pub fn ranks_sharing_a_gpu_with_their_sender_fall_back_to_another_transport() {
+pub(crate) fn ranks_sharing_a_gpu_with_their_sender_fall_back_to_another_transport() {
     let (_, _alone) = gpus();
     require_gpus(2);
     // The first ranks of sender and receiver share GPU 0.

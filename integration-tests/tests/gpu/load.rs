@@ -53,7 +53,7 @@ impl RowSource for Numbered {
 }
 
 /// Loads 8 rows, and enough rows that uploads reuse their pinned buffers.
-pub fn weight_rows_of_any_matrix_size_load_correctly() {
+pub(crate) fn weight_rows_of_any_matrix_size_load_correctly() {
     let gpu = gpu();
     for dtype in DTYPES {
         for rows in [8, 800_008] {
@@ -78,7 +78,7 @@ pub fn weight_rows_of_any_matrix_size_load_correctly() {
     }
 }
 
-pub fn kv_cache_fits_the_memory_share() {
+pub(crate) fn kv_cache_fits_the_memory_share() {
     let gpu = gpu();
     let checkpoint = checkpoint("LlamaForCausalLM", "llama");
     let layout = checkpoint.config().kv_layout(Dtype::Bf16);
@@ -153,7 +153,7 @@ fn gemm_results(gpu: &Gpu, dtype: Dtype, folder: Option<&Path>) -> (Vec<Vec<f32>
     (results.into(), counts)
 }
 
-pub fn tuned_gemm_matches_untuned_and_is_timed_once() {
+pub(crate) fn tuned_gemm_matches_untuned_and_is_timed_once() {
     let gpu = gpu();
     for dtype in DTYPES {
         let folder = tempfile::tempdir().unwrap();
@@ -170,7 +170,7 @@ pub fn tuned_gemm_matches_untuned_and_is_timed_once() {
 }
 
 /// The backend checks the algorithms in a tuning file before use.
-pub fn invalid_gemm_algorithm_is_not_used() {
+pub(crate) fn invalid_gemm_algorithm_is_not_used() {
     let gpu = gpu();
     let folder = tempfile::tempdir().unwrap();
     let (wanted, _) = gemm_results(&gpu, Dtype::Bf16, Some(folder.path()));

@@ -39,10 +39,10 @@ const BF16: f32 = 0.1;
 const F32: f32 = 1e-4;
 
 /// Pseudo-random number generator.
-pub struct Numbers(pub u64);
+pub(crate) struct Numbers(pub u64);
 
 impl Numbers {
-    pub fn below(&mut self, end: usize) -> usize {
+    pub(crate) fn below(&mut self, end: usize) -> usize {
         self.0 =
             self.0.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
         (self.0 >> 33) as usize % end
@@ -243,7 +243,7 @@ impl Compared {
     }
 }
 
-pub fn random_request_mixes_give_equal_tokens_in_every_configuration() {
+pub(crate) fn random_request_mixes_give_equal_tokens_in_every_configuration() {
     let gpu = gpu();
     let checkpoint = checkpoint_with("Qwen3ForCausalLM", "qwen3", 64);
     let configurations = configurations();
@@ -320,7 +320,7 @@ pub fn random_request_mixes_give_equal_tokens_in_every_configuration() {
     }
 }
 
-pub fn randomly_delayed_streams_change_no_token() {
+pub(crate) fn randomly_delayed_streams_change_no_token() {
     let gpu = gpu();
     let checkpoint = checkpoint_with("Qwen3ForCausalLM", "qwen3", 64);
     let best = CudaOptions::new(WeightFormat::Bf16);
@@ -340,7 +340,7 @@ pub fn randomly_delayed_streams_change_no_token() {
 }
 
 /// Checks `distance`, on which the other tests rely. Needs no GPU.
-pub fn margin_check_separates_close_from_clear_choices() {
+pub(crate) fn margin_check_separates_close_from_clear_choices() {
     let token = |id: u32, likely: &[f32]| {
         let top = likely.iter().enumerate().map(|(id, share)| (id as u32, share.ln())).collect();
         let logprobs = Some(TokenLogprobs { chosen: likely[id as usize].ln(), top });

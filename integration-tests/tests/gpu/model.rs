@@ -17,11 +17,11 @@ use model::{Checkpoint, Limits, LoadFormat, Transformer};
 use super::bench::{Bench, assert_near, cpu, gpu};
 
 /// Returns a model of the architecture. Each architecture has a feature that the others lack.
-pub fn checkpoint(architecture: &str, model_type: &str) -> Checkpoint {
+pub(crate) fn checkpoint(architecture: &str, model_type: &str) -> Checkpoint {
     checkpoint_with(architecture, model_type, 16)
 }
 
-pub fn checkpoint_with(architecture: &str, model_type: &str, head_dim: usize) -> Checkpoint {
+pub(crate) fn checkpoint_with(architecture: &str, model_type: &str, head_dim: usize) -> Checkpoint {
     let folder = tempfile::tempdir().unwrap();
     let config = serde_json::json!({
         "architectures": [architecture], "model_type": model_type,
@@ -48,7 +48,7 @@ fn table(sequence: usize) -> Vec<BlockId> {
 }
 
 /// Returns tokens and logits of every step, computed by the CPU.
-pub fn by_cpu(checkpoint: &Checkpoint, weights: WeightFormat) -> Vec<(Vec<u32>, Vec<f32>)> {
+pub(crate) fn by_cpu(checkpoint: &Checkpoint, weights: WeightFormat) -> Vec<(Vec<u32>, Vec<f32>)> {
     let mut cpu = cpu(weights);
     let limits = Limits { rows_max: ROWS, sampled_max: 4 };
     let mut llama = Transformer::load(checkpoint, &cpu, limits, &mut |_| ()).unwrap();
@@ -88,7 +88,7 @@ pub fn by_cpu(checkpoint: &Checkpoint, weights: WeightFormat) -> Vec<(Vec<u32>, 
 /// Returns tokens and logits of every step, computed by the GPU. The host sends the prompts and no
 /// later token. `depth` steps are launched before the first result is read. With graphs, decode
 /// steps are replayed with a padding row; without graphs they have the same padding row.
-pub fn by_gpu(
+pub(crate) fn by_gpu(
     gpu: &super::bench::Gpu,
     checkpoint: &Checkpoint,
     options: CudaOptions,
@@ -183,13 +183,13 @@ fn tokens(outcomes: Vec<SampleOutcome>) -> Vec<u32> {
 }
 
 /// Returns the root mean square.
-pub fn rms(values: impl Iterator<Item = f32>) -> f32 {
+pub(crate) fn rms(values: impl Iterator<Item = f32>) -> f32 {
     let (mut sum, mut count) = (0.0, 0);
     values.for_each(|value| (sum, count) = (sum + value * value, count + 1));
     (sum / count as f32).sqrt()
 }
 
-pub fn every_architecture_matches_cpu_logits_and_tokens() {
+pub(crate) fn every_architecture_matches_cpu_logits_and_tokens() {
     let gpu = gpu();
     for (architecture, model_type) in [
         ("LlamaForCausalLM", "llama"),
@@ -220,7 +220,7 @@ pub fn every_architecture_matches_cpu_logits_and_tokens() {
 
 /// Runs bf16 in every configuration. Logits are close to the CPU's. They are bit-identical where
 /// only the kind of launch differs.
-pub fn fused_kernels_and_graph_replay_match_cpu_logits_in_bf16() {
+pub(crate) fn fused_kernels_and_graph_replay_match_cpu_logits_in_bf16() {
     let gpu = gpu();
     let best = CudaOptions::new(WeightFormat::Bf16);
     let unfused = CudaOptions { fused: false, ..best };

@@ -43,7 +43,7 @@ fn pattern(seed: usize, bytes: usize) -> Vec<u8> {
     (0..bytes).map(|index| (index * 31 + index / 251 + seed * 97) as u8).collect()
 }
 
-pub fn two_ranks_send_receive_and_all_reduce() {
+pub(crate) fn two_ranks_send_receive_and_all_reduce() {
     on_ranks("nccl::two_ranks_send_receive_and_all_reduce", 2, |rank| {
         let nccl = nccl();
         for turn in ["first", "second"] {
@@ -107,7 +107,7 @@ pub fn two_ranks_send_receive_and_all_reduce() {
     });
 }
 
-pub fn absent_rank_times_out() {
+pub(crate) fn absent_rank_times_out() {
     on_ranks("nccl::absent_rank_times_out", 2, |rank| {
         if rank.rank == 0 {
             let nccl = nccl();
@@ -128,7 +128,7 @@ pub fn absent_rank_times_out() {
     });
 }
 
-pub fn killed_peer_is_aborted_and_its_memory_freed() {
+pub(crate) fn killed_peer_is_aborted_and_its_memory_freed() {
     on_ranks("nccl::killed_peer_is_aborted_and_its_memory_freed", 2, |rank| {
         const BYTES: usize = 256 << 20;
         let nccl = nccl();

@@ -38,24 +38,24 @@ use super::{
 };
 
 /// Time-out of every wait.
-pub const TIMEOUT: Duration = Duration::from_secs(60);
-pub const BLOCKS: u32 = 96;
+pub(crate) const TIMEOUT: Duration = Duration::from_secs(60);
+pub(crate) const BLOCKS: u32 = 96;
 /// Environment variable of the peer process: GPU index, transport and kind of node.
 const PEER: &str = "BATON_TEST_LINKS_PEER";
-pub const PEER_HELPER: &str = "kv-peer";
+pub(crate) const PEER_HELPER: &str = "kv-peer";
 /// Environment variable by which NCCL, and the nodes of these tests, distinguish hosts.
 const NCCL_HOST: &str = "NCCL_HOSTID";
 /// Node id of the peer.
 const PEER_NAME: &str = "peer";
 
 /// Transports that need GPUs.
-pub const GPU_TRANSPORTS: [TransferKind; 2] = [TransferKind::Ipc, TransferKind::Nccl];
+pub(crate) const GPU_TRANSPORTS: [TransferKind; 2] = [TransferKind::Ipc, TransferKind::Nccl];
 
 /// Seed of the stream delays of this process; the peer's seed is one higher.
 const DELAY_SEED: u64 = 20;
 
 /// Returns the number of GPUs, for one test at a time. Skips the running test if there is none.
-pub fn gpus() -> (usize, MutexGuard<'static, ()>) {
+pub(crate) fn gpus() -> (usize, MutexGuard<'static, ()>) {
     static ALONE: Mutex<()> = Mutex::new(());
     let alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
     (require_gpus(1), alone)
@@ -63,7 +63,7 @@ pub fn gpus() -> (usize, MutexGuard<'static, ()>) {
 
 /// Returns the GPUs of sender and receiver: every pair that the transport supports, pairs of two
 /// GPUs last. Skips the running test if there is no pair.
-pub fn pairs(transport: TransferKind, gpus: usize) -> Vec<(usize, usize)> {
+pub(crate) fn pairs(transport: TransferKind, gpus: usize) -> Vec<(usize, usize)> {
     let all = (0..gpus).flat_map(|from| (0..gpus).map(move |to| (from, to)));
     // NCCL rejects two ranks on one GPU.
     let works = |(from, to): &(usize, usize)| transport != TransferKind::Nccl || from != to;
@@ -76,11 +76,11 @@ pub fn pairs(transport: TransferKind, gpus: usize) -> Vec<(usize, usize)> {
 }
 
 /// Returns the last of these [`pairs`].
-pub fn last_pair(transport: TransferKind, gpus: usize) -> (usize, usize) {
+pub(crate) fn last_pair(transport: TransferKind, gpus: usize) -> (usize, usize) {
     pairs(transport, gpus).pop().expect("a test without a pair is skipped")
 }
 
-pub fn pattern(block: BlockId, block_bytes: usize) -> Vec<u8> {
+pub(crate) fn pattern(block: BlockId, block_bytes: usize) -> Vec<u8> {
     let mut state = u64::from(block.0) ^ 0x9e37_79b9_7f4a_7c15;
     let mut bytes = Vec::with_capacity(block_bytes);
     while bytes.len() < block_bytes {
@@ -124,7 +124,7 @@ fn in_runs(seed: u64) -> Vec<BlockId> {
 }
 
 /// Returns blocks in random order for odd seeds, and in order for even ones.
-pub fn scattered(seed: u64, count: u32) -> Vec<BlockId> {
+pub(crate) fn scattered(seed: u64, count: u32) -> Vec<BlockId> {
     let mut ids: Vec<BlockId> = (0..BLOCKS).map(BlockId).collect();
     let mut state = seed;
     if seed % 2 == 1 {
@@ -139,7 +139,7 @@ pub fn scattered(seed: u64, count: u32) -> Vec<BlockId> {
 
 /// Kind of a test node.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum NodeKind {
+pub(crate) enum NodeKind {
     /// Hashes every chunk.
     Verifying,
     Plain,
@@ -172,7 +172,7 @@ impl NodeKind {
         (Self::FourRanks, "four-ranks"),
     ];
 
-    pub fn name(self) -> &'static str {
+    pub(crate) fn name(self) -> &'static str {
         Self::ALL.iter().find(|(kind, _)| *kind == self).unwrap().1
     }
 
@@ -180,7 +180,7 @@ impl NodeKind {
         Self::ALL.iter().find(|(_, known)| *known == name).unwrap().0
     }
 
-    pub fn is_large(self) -> bool {
+    pub(crate) fn is_large(self) -> bool {
         !matches!(self, Self::Verifying | Self::Plain | Self::Delayed | Self::GatherKernel)
     }
 
@@ -228,7 +228,7 @@ impl NodeKind {
     }
 
     /// Returns the blocks of a transfer, placed by a seed.
-    pub fn places(self, seed: u64, count: u32) -> Vec<BlockId> {
+    pub(crate) fn places(self, seed: u64, count: u32) -> Vec<BlockId> {
         match self.is_large() {
             true => in_runs(seed)[..count as usize].to_vec(),
             false => scattered(seed, count),
@@ -236,7 +236,7 @@ impl NodeKind {
     }
 }
 
-pub struct Node {
+pub(crate) struct Node {
     pub transfers: Transfers,
     arena: Arc<KvArena>,
     pub address: PeerAddress,
@@ -246,11 +246,16 @@ pub struct Node {
 }
 
 impl Node {
-    pub fn start(name: &str, gpu: usize, transport: TransferKind, sink: Sender<Event>) -> Self {
+    pub(crate) fn start(
+        name: &str,
+        gpu: usize,
+        transport: TransferKind,
+        sink: Sender<Event>,
+    ) -> Self {
         Self::start_as(name, gpu, transport, NodeKind::Verifying, sink)
     }
 
-    pub fn start_as(
+    pub(crate) fn start_as(
         name: &str,
         gpu: usize,
         transport: TransferKind,
@@ -353,7 +358,7 @@ impl Node {
         Self { transfers, arena, address, block_bytes: layout.block_bytes(), _group: group }
     }
 
-    pub fn receive(&self, transfer: TransferId, peer: &PeerAddress, blocks: &[BlockId]) {
+    pub(crate) fn receive(&self, transfer: TransferId, peer: &PeerAddress, blocks: &[BlockId]) {
         let command = api::Command::Receive {
             transfer,
             peer: peer.clone(),
@@ -367,20 +372,20 @@ impl Node {
         self.transfers.command(command).unwrap();
     }
 
-    pub fn abort(&self, transfer: TransferId) {
+    pub(crate) fn abort(&self, transfer: TransferId) {
         let reason = "the client left".to_owned();
         self.transfers.command(api::Command::Abort { transfer, reason }).unwrap();
     }
 
     /// Fills every block with `bytes(block, block_bytes)`.
-    pub fn fill(&self, bytes: impl Fn(BlockId, usize) -> Vec<u8>) {
+    pub(crate) fn fill(&self, bytes: impl Fn(BlockId, usize) -> Vec<u8>) {
         for block in (0..BLOCKS).map(BlockId) {
             let bytes = bytes(block, self.block_bytes);
             self.arena.write(block).unwrap().copy_from_host(&bytes).unwrap();
         }
     }
 
-    pub fn assert_holds(&self, from: &[BlockId], to: &[BlockId]) {
+    pub(crate) fn assert_holds(&self, from: &[BlockId], to: &[BlockId]) {
         let mut found = vec![0; self.block_bytes];
         for (from, to) in from.iter().zip(to) {
             self.arena.read(*to).unwrap().copy_to_host(&mut found).unwrap();
@@ -391,22 +396,22 @@ impl Node {
         }
     }
 
-    pub fn assert_free(&self) {
+    pub(crate) fn assert_free(&self) {
         for block in (0..BLOCKS).map(BlockId) {
             assert_eq!(self.arena.pins(block).unwrap(), 0, "{block:?}");
         }
     }
 
-    pub fn path(&self) -> String {
+    pub(crate) fn path(&self) -> String {
         self.transfers.metrics().peers[0].path.clone()
     }
 
-    pub fn chunks(&self) -> u64 {
+    pub(crate) fn chunks(&self) -> u64 {
         self.transfers.metrics().chunks_received
     }
 
     /// Waits until the node has received more than `than` chunks.
-    pub fn until_more_chunks(&self, than: u64) {
+    pub(crate) fn until_more_chunks(&self, than: u64) {
         let begun = Instant::now();
         while self.chunks() <= than {
             assert!(begun.elapsed() < TIMEOUT, "no chunk received after {than}");
@@ -416,23 +421,23 @@ impl Node {
 }
 
 /// Handle of the sending process.
-pub struct Peer {
+pub(crate) struct Peer {
     child: KilledOnDrop,
     stdin: ChildStdin,
     pub address: PeerAddress,
 }
 
 impl Peer {
-    pub fn start(gpu: usize, transport: TransferKind) -> Self {
+    pub(crate) fn start(gpu: usize, transport: TransferKind) -> Self {
         Self::start_as(gpu, transport, NodeKind::Verifying)
     }
 
-    pub fn start_as(gpu: usize, transport: TransferKind, kind: NodeKind) -> Self {
+    pub(crate) fn start_as(gpu: usize, transport: TransferKind, kind: NodeKind) -> Self {
         Self::spawn(test_harness::helper(PEER_HELPER), gpu, transport, kind)
     }
 
     /// Starts a peer that claims to run on another host, so that NCCL uses its transports between hosts.
-    pub fn start_elsewhere(gpu: usize, kind: NodeKind) -> Self {
+    pub(crate) fn start_elsewhere(gpu: usize, kind: NodeKind) -> Self {
         let mut command = test_harness::helper(PEER_HELPER);
         command.env(NCCL_HOST, "elsewhere");
         Self::spawn(command, gpu, TransferKind::Nccl, kind)
@@ -471,12 +476,19 @@ impl Peer {
 
     /// Tells the peer to send `count` blocks, placed by the seed. Without `finishes` the transfer
     /// never completes.
-    pub fn send(&mut self, transfer: TransferId, to: &Node, seed: u64, count: u32, finishes: bool) {
+    pub(crate) fn send(
+        &mut self,
+        transfer: TransferId,
+        to: &Node,
+        seed: u64,
+        count: u32,
+        finishes: bool,
+    ) {
         self.send_until(transfer, to, seed, count, finishes, None);
     }
 
     /// Tells the peer to send, and to abort the transfer after `abort` if it is given.
-    pub fn send_until(
+    pub(crate) fn send_until(
         &mut self,
         transfer: TransferId,
         to: &Node,
@@ -494,19 +506,19 @@ impl Peer {
         .unwrap();
     }
 
-    pub fn signal(&self, signal: &str) {
+    pub(crate) fn signal(&self, signal: &str) {
         let id = self.child.id().to_string();
         assert!(Command::new("kill").args([signal, &id]).status().unwrap().success());
     }
 
-    pub fn kill(mut self) {
+    pub(crate) fn kill(mut self) {
         self.child.kill().unwrap();
         self.child.wait().unwrap();
     }
 }
 
 /// Runs the sending node of a test in a process of its own.
-pub fn run_peer() {
+pub(crate) fn run_peer() {
     let setting = env::var(PEER).expect("the test sets it");
     let words: Vec<&str> = setting.split(' ').collect();
     let (gpu, kind) = (words[0].parse().unwrap(), NodeKind::named(words[2]));
@@ -574,6 +586,6 @@ pub fn run_peer() {
     }
 }
 
-pub fn event(events: &Receiver<Event>) -> Event {
+pub(crate) fn event(events: &Receiver<Event>) -> Event {
     events.recv_timeout(TIMEOUT).expect("time-out: no event")
 }

@@ -56,7 +56,7 @@ fn loaded_digests(copied: Vec<CopiedBlocks>) -> Vec<u64> {
     BlockWrite::digests(&mut written).unwrap()
 }
 
-pub fn blocks_return_from_host_memory_for_any_layout_and_rank_count() {
+pub(crate) fn blocks_return_from_host_memory_for_any_layout_and_rank_count() {
     let gpu = gpu();
     for dtype in [Dtype::F32, Dtype::Bf16] {
         for (layer_count, head_dim) in [(1, 64), (3, 128), (5, 80)] {
@@ -159,7 +159,7 @@ fn rate(
     rate / 1e9
 }
 
-pub fn offload_bandwidth_is_reported() {
+pub(crate) fn offload_bandwidth_is_reported() {
     let gpu = gpu();
     // Blocks of an 8B model: 2 MiB.
     let layout = KvLayout { layer_count: 32, kv_head_count: 8, head_dim: 128, dtype: Dtype::Bf16 };

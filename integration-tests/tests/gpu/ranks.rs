@@ -22,7 +22,7 @@ const PAYLOAD_PREFIX: &str = "@all ";
 const KILL_REQUEST: &str = "@kill";
 
 /// Handle of a rank in its own process.
-pub struct Rank {
+pub(crate) struct Rank {
     pub rank: usize,
     pub ranks: usize,
     pub context: Arc<Context>,
@@ -31,7 +31,7 @@ pub struct Rank {
 
 impl Rank {
     /// Sends `bytes` to all ranks and returns every rank's bytes in rank order.
-    pub fn exchange(&self, bytes: &[u8]) -> Vec<Vec<u8>> {
+    pub(crate) fn exchange(&self, bytes: &[u8]) -> Vec<Vec<u8>> {
         let hex: String = bytes.iter().map(|byte| format!("{byte:02x}")).collect();
         println!("\n{PAYLOAD_PREFIX}{hex}-");
         let mut line = String::new();
@@ -42,11 +42,11 @@ impl Rank {
     }
 
     /// Waits until all ranks call this.
-    pub fn barrier(&self) {
+    pub(crate) fn barrier(&self) {
         self.exchange(&[]);
     }
 
-    pub fn kill_self(&self) -> ! {
+    pub(crate) fn kill_self(&self) -> ! {
         println!("\n{KILL_REQUEST}");
         loop {
             thread::park();
@@ -63,12 +63,12 @@ fn from_hex(text: &str) -> Vec<u8> {
 
 /// Runs `test` in `ranks` processes if there are as many GPUs. Every process must succeed, except
 /// those that asked to be killed.
-pub fn on_ranks(name: &str, ranks: usize, test: impl FnOnce(Rank)) {
+pub(crate) fn on_ranks(name: &str, ranks: usize, test: impl FnOnce(Rank)) {
     on_ranks_for(name, ranks, Duration::ZERO, test);
 }
 
 /// Runs a test that may take `longer` than other tests.
-pub fn on_ranks_for(name: &str, ranks: usize, longer: Duration, test: impl FnOnce(Rank)) {
+pub(crate) fn on_ranks_for(name: &str, ranks: usize, longer: Duration, test: impl FnOnce(Rank)) {
     if let Some(rank) = env::var_os(RANK_VARIABLE) {
         let rank: usize = rank.to_str().unwrap().parse().unwrap();
         let driver = Driver::open().unwrap();

@@ -128,7 +128,7 @@ fn error(found: &[f32], wanted: &[f32]) -> f32 {
     (squares.sum::<f32>() / found.len() as f32).sqrt()
 }
 
-pub fn random_models_match_logits_of_transformers() {
+pub(crate) fn random_models_match_logits_of_transformers() {
     let gpu = gpu();
     let Some(folder) = std::env::var_os("BATON_TEST_REFERENCE").map(PathBuf::from) else {
         skip(

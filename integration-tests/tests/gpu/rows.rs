@@ -26,7 +26,7 @@ fn norms<B: Bench>(
     [plain, backend.get(normed, rows), backend.get(x, rows)]
 }
 
-pub fn norms_match_cpu() {
+pub(crate) fn norms_match_cpu() {
     let gpu = gpu();
     for dtype in DTYPES {
         for width in WIDTHS {
@@ -62,7 +62,7 @@ pub fn norms_match_cpu() {
     }
 }
 
-pub fn silu_matches_cpu() {
+pub(crate) fn silu_matches_cpu() {
     let gpu = gpu();
     for dtype in DTYPES {
         for width in WIDTHS {
@@ -90,7 +90,7 @@ pub fn silu_matches_cpu() {
 }
 
 /// Compares GEMMs with f64 sums of the same inputs, so that only the GEMM's own rounding differs.
-pub fn gemm_matches_cpu_for_both_output_types() {
+pub(crate) fn gemm_matches_cpu_for_both_output_types() {
     let gpu = gpu();
     for dtype in DTYPES {
         for (rows, inputs, outputs) in

@@ -220,7 +220,7 @@ fn rows(vocabulary: u32, round: u64) -> Vec<Row> {
     rows
 }
 
-pub fn sampled_tokens_match_cpu() {
+pub(crate) fn sampled_tokens_match_cpu() {
     let gpu = gpu();
     for vocabulary in [33, 1003, 49_152, 151_936] {
         let mut sampler = sampler((&gpu.context, &gpu.library), None, vocabulary, SLOTS);
@@ -238,7 +238,7 @@ pub fn sampled_tokens_match_cpu() {
     }
 }
 
-pub fn non_finite_logits_fail_only_their_row() {
+pub(crate) fn non_finite_logits_fail_only_their_row() {
     let gpu = gpu();
     let vocabulary = 1003;
     let mut sampler = sampler((&gpu.context, &gpu.library), None, vocabulary, SLOTS);
@@ -366,15 +366,15 @@ fn check_ranks_match_one_gpu(rank: Rank) {
     println!("{turns} calls match one GPU");
 }
 
-pub fn two_ranks_sample_the_tokens_of_one_gpu() {
+pub(crate) fn two_ranks_sample_the_tokens_of_one_gpu() {
     on_ranks("sampling::two_ranks_sample_the_tokens_of_one_gpu", 2, check_ranks_match_one_gpu);
 }
 
-pub fn four_ranks_sample_the_tokens_of_one_gpu() {
+pub(crate) fn four_ranks_sample_the_tokens_of_one_gpu() {
     on_ranks("sampling::four_ranks_sample_the_tokens_of_one_gpu", 4, check_ranks_match_one_gpu);
 }
 
-pub fn missing_rank_in_sampling_times_out() {
+pub(crate) fn missing_rank_in_sampling_times_out() {
     on_ranks("sampling::missing_rank_in_sampling_times_out", 2, |rank| {
         let timeout = Duration::from_millis(200);
         let vocabulary = 20_000;
@@ -428,7 +428,7 @@ fn time(sampler: &mut Sampler, rows: &[Row]) -> f64 {
 }
 
 /// Prints the sampling latency for the docs and asserts nothing about time.
-pub fn sampling_latency_of_two_ranks_is_reported() {
+pub(crate) fn sampling_latency_of_two_ranks_is_reported() {
     on_ranks("sampling::sampling_latency_of_two_ranks_is_reported", 2, |rank| {
         let vocabulary = 128_256;
         let parts = (&rank.context, &rank.library);

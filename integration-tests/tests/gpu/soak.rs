@@ -545,7 +545,7 @@ fn soak(rank: Rank) {
     );
 }
 
-pub fn all_reduce_during_kv_transfers_never_stalls() {
+pub(crate) fn all_reduce_during_kv_transfers_never_stalls() {
     let name = "soak::all_reduce_during_kv_transfers_never_stalls";
     on_ranks_for(name, RANKS, Duration::from_secs(seconds()), soak);
 }

@@ -170,7 +170,7 @@ impl Device {
 
 /// Every length, period and position of the first rejected draft token; a second step drafts from the
 /// tokens that the first one accepted.
-pub fn draft_tokens_and_their_acceptance_match_the_cpu() {
+pub(crate) fn draft_tokens_and_their_acceptance_match_the_cpu() {
     let gpu = gpu();
     let mut device = Device::new(&gpu);
     let mut numbers = Numbers(1);
@@ -206,7 +206,7 @@ pub fn draft_tokens_and_their_acceptance_match_the_cpu() {
     }
 }
 
-pub fn request_mixes_with_draft_tokens_match_cpu_tokens() {
+pub(crate) fn request_mixes_with_draft_tokens_match_cpu_tokens() {
     let gpu = gpu();
     let checkpoint = checkpoint("Qwen3ForCausalLM", "qwen3");
     let mut reference = on_cpu(&checkpoint, config(&checkpoint, 8, 200, 1));
@@ -366,7 +366,7 @@ fn step_time(
 
 /// Reports the time of steps with draft tokens, and the throughput of text that does not repeat. The model's
 /// weights are random; `BATON_TEST_CONFIG` names the file of its sizes.
-pub fn cost_of_draft_tokens_is_reported() {
+pub(crate) fn cost_of_draft_tokens_is_reported() {
     let gpu = gpu();
     let Some(path) = std::env::var_os("BATON_TEST_CONFIG").map(PathBuf::from) else {
         lacks(1, "BATON_TEST_CONFIG names no model configuration")

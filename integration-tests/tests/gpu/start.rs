@@ -8,7 +8,7 @@ use kernels::cuda::{
 
 use super::bench::gpu;
 
-pub fn out_of_memory_names_requested_and_free_bytes() {
+pub(crate) fn out_of_memory_names_requested_and_free_bytes() {
     let gpu = gpu();
     let before = gpu.context.free_bytes().unwrap();
     let error = DeviceMemory::new(&gpu.context, "the weights", 1 << 50).unwrap_err();
@@ -17,7 +17,7 @@ pub fn out_of_memory_names_requested_and_free_bytes() {
     assert!(free > 0 && free <= gpu.context.device().memory_bytes, "{free} of {before}");
 }
 
-pub fn dropped_memory_is_freed() {
+pub(crate) fn dropped_memory_is_freed() {
     let gpu = gpu();
     let before = gpu.context.free_bytes().unwrap();
     let memory = DeviceMemory::new(&gpu.context, "a test", 1 << 30).unwrap();
@@ -31,14 +31,14 @@ pub fn dropped_memory_is_freed() {
     assert!(gpu.context.free_bytes().unwrap() + (1 << 21) >= before);
 }
 
-pub fn weight_format_without_kernels_is_rejected() {
+pub(crate) fn weight_format_without_kernels_is_rejected() {
     let gpu = gpu();
     let options = CudaOptions::new(WeightFormat::Q8);
     let error = CudaBackend::new(&gpu.context, gpu.library.clone(), options).err().unwrap();
     assert!(error.to_string().contains("q8") && error.to_string().contains("bf16"), "{error}");
 }
 
-pub fn event_orders_a_write_before_a_read_on_another_stream() {
+pub(crate) fn event_orders_a_write_before_a_read_on_another_stream() {
     let gpu = gpu();
     let context = &gpu.context;
     let up = Stream::<HostToDevice>::new(context).unwrap();

@@ -96,7 +96,7 @@ fn options(weights: WeightFormat, graphs: bool) -> CudaOptions {
 
 /// Writes the configuration of a model with four KV heads and a vocabulary that is split unevenly over ranks. `is_tied`:
 /// the model's output is its embedding.
-pub fn write_config(folder: &Path, is_tied: bool) {
+pub(crate) fn write_config(folder: &Path, is_tied: bool) {
     let config = serde_json::json!({
         "architectures": ["LlamaForCausalLM"], "model_type": "llama",
         "hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 3,
@@ -115,7 +115,7 @@ fn model(is_tied: bool) -> Checkpoint {
     Checkpoint::open(folder.path(), LoadFormat::Dummy { seed: 11 }).unwrap()
 }
 
-pub fn limits(checkpoint: &Checkpoint) -> ExecutorLimits {
+pub(crate) fn limits(checkpoint: &Checkpoint) -> ExecutorLimits {
     ExecutorLimits {
         slots: 8,
         // Allows steps of all sizes.
@@ -132,10 +132,10 @@ fn layout(checkpoint: &Checkpoint, part: RankTask) -> KvLayout {
     checkpoint.config().kv_layout(part.options().weights.kv_dtype())
 }
 
-pub const RANK_HELPER: &str = "tp-rank";
+pub(crate) const RANK_HELPER: &str = "tp-rank";
 
 /// Runs a rank in a process of its own.
-pub fn run_rank_process() {
+pub(crate) fn run_rank_process() {
     let spec = env::var(RANK_SPEC).expect("the test sets it");
     let spec: RankSpec = spec.parse().unwrap();
     let outcome = run_rank(&spec, |told| {
@@ -209,13 +209,13 @@ fn group(ranks: u32, part: RankTask) -> RankGroup {
 }
 
 /// Returns two ranks that load the model in `folder`, and whose weights can be updated.
-pub fn updatable_group(folder: &Path, place: Place) -> RankGroup {
+pub(crate) fn updatable_group(folder: &Path, place: Place) -> RankGroup {
     let part = RankTask::Updatable(place);
     group_on(&[0, 1], part, layout(&part.model(), part), BLOCKS, Some(folder))
 }
 
 /// Returns ranks that only allocate KV memory, one on each of these GPUs.
-pub fn kv_group(gpus: &[usize], layout: KvLayout, blocks: u32) -> RankGroup {
+pub(crate) fn kv_group(gpus: &[usize], layout: KvLayout, blocks: u32) -> RankGroup {
     group_on(gpus, RankTask::Kv, layout, blocks, None)
 }
 
@@ -257,12 +257,12 @@ fn group_on(
 }
 
 /// Opens the first GPU. Skips the running test unless there is a GPU for each rank.
-pub fn gpus(ranks: u32) -> Gpu {
+pub(crate) fn gpus(ranks: u32) -> Gpu {
     require_gpus(ranks as usize);
     gpu()
 }
 
-pub fn step_loop<E: Executor>(executor: E) -> StepLoop<E> {
+pub(crate) fn step_loop<E: Executor>(executor: E) -> StepLoop<E> {
     let seeds = CacheSeeds { model_fingerprint: 0x5eed, weight_version: 1 };
     let config = SchedulerConfig { waiting_max: 1000, ..SchedulerConfig::new(executor.limits()) };
     StepLoop::new(Scheduler::new(config, seeds).unwrap(), executor)
@@ -270,7 +270,7 @@ pub fn step_loop<E: Executor>(executor: E) -> StepLoop<E> {
 
 /// Returns greedy requests with log-probabilities, which show the margins, and sampled ones, which
 /// show that all ranks draw alike.
-pub fn requests() -> Vec<NewSequence> {
+pub(crate) fn requests() -> Vec<NewSequence> {
     let request = |id: u128| {
         let length =
             if id % 5 == 2 { 1500 + 300 * id as u32 / 5 } else { 1 + id as u32 * 37 % 110 };
@@ -286,7 +286,7 @@ pub fn requests() -> Vec<NewSequence> {
     (0..12).map(request).collect()
 }
 
-pub type Outcomes = HashMap<SequenceId, Outcome>;
+pub(crate) type Outcomes = HashMap<SequenceId, Outcome>;
 
 fn run<E: Executor>(engine: &mut StepLoop<E>) -> Outcomes {
     run_arriving(engine, requests(), 2, &HashMap::new())
@@ -366,15 +366,15 @@ fn check_tokens_of(ranks: u32) {
     same(&run_group(eager_task), &recorded, &what);
 }
 
-pub fn two_ranks_generate_the_tokens_of_one() {
+pub(crate) fn two_ranks_generate_the_tokens_of_one() {
     check_tokens_of(2);
 }
 
-pub fn four_ranks_generate_the_tokens_of_one() {
+pub(crate) fn four_ranks_generate_the_tokens_of_one() {
     check_tokens_of(4);
 }
 
-pub fn killed_rank_ends_its_group_and_the_next_group_serves() {
+pub(crate) fn killed_rank_ends_its_group_and_the_next_group_serves() {
     let _gpu = gpus(2);
     let part = RankTask::Model { weights: WeightFormat::F32, graphs: true };
     let group_of_two = group(2, part);
@@ -416,7 +416,7 @@ fn pattern(layout: KvLayout, block: u32, seed: u32) -> Vec<u8> {
 }
 
 /// The test plays both nodes, with access to the KV of each node's ranks.
-pub fn kv_moves_between_any_two_rank_counts() {
+pub(crate) fn kv_moves_between_any_two_rank_counts() {
     let gpu = gpus(1);
     let found = gpu.context.driver().devices().unwrap().len() as u32;
     let layout = layout(&RankTask::Kv.model(), RankTask::Kv);

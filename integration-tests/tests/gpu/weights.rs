@@ -28,7 +28,7 @@ use super::{
 
 /// Memory that new weights are packed into.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub enum Place {
+pub(crate) enum Place {
     /// A second copy, while steps run.
     Shadow,
     /// The weights in use, while no step runs.
@@ -37,7 +37,7 @@ pub enum Place {
 
 impl Place {
     /// Lets the weights of a loaded model be updated from files, which need no chunk buffers.
-    pub fn allow_updates(self, model: &mut CudaModel) {
+    pub(crate) fn allow_updates(self, model: &mut CudaModel) {
         let no_chunks = (0, 0);
         match self {
             Self::Shadow => model.allocate_shadow(no_chunks).unwrap(),
@@ -177,14 +177,14 @@ fn check_updates<E: Executor>(start: impl Fn(&Path) -> StepLoop<E>) {
     }
 }
 
-pub fn updated_weights_under_captured_graphs_match_a_new_executor() {
+pub(crate) fn updated_weights_under_captured_graphs_match_a_new_executor() {
     let gpu = gpu();
     for place in [Place::Shadow, Place::InPlace] {
         check_updates(|folder| on_one_gpu(&gpu, folder, place));
     }
 }
 
-pub fn updated_weights_of_two_ranks_match_a_new_group() {
+pub(crate) fn updated_weights_of_two_ranks_match_a_new_group() {
     let _gpu = gpus(2);
     for place in [Place::Shadow, Place::InPlace] {
         check_updates(|folder| step_loop(updatable_group(folder, place)));

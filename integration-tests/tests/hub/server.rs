@@ -17,15 +17,15 @@ use std::{
 use anyhow::{Result, bail};
 use serde_json::json;
 
-pub const MODEL: &str = "acme/tiny";
-pub const BRANCHES: [&str; 2] = ["main", "v1"];
-pub const COMMIT: &str = "0123456789abcdef0123456789abcdef01234567";
+pub(crate) const MODEL: &str = "acme/tiny";
+pub(crate) const BRANCHES: [&str; 2] = ["main", "v1"];
+pub(crate) const COMMIT: &str = "0123456789abcdef0123456789abcdef01234567";
 const SOCKET_MAX: Duration = Duration::from_secs(20);
 const HEADER_LINES_MAX: usize = 100;
 
 /// Contents and behaviour of the hub.
 #[derive(Default)]
-pub struct Behaviour {
+pub(crate) struct Behaviour {
     pub files: BTreeMap<String, Content>,
     /// Token that every request must have.
     pub token: Option<String>,
@@ -38,7 +38,7 @@ pub struct Behaviour {
 }
 
 #[derive(Clone)]
-pub enum Content {
+pub(crate) enum Content {
     /// Small file: sent directly, with a number as its ETag.
     Plain(Vec<u8>),
     /// Large file: a redirect to its storage, with its SHA-256 as ETag.
@@ -49,19 +49,19 @@ pub enum Content {
 
 /// A request that the hub received.
 #[derive(Clone, Debug)]
-pub struct ReceivedRequest {
+pub(crate) struct ReceivedRequest {
     pub path: String,
     pub range: Option<String>,
 }
 
 impl ReceivedRequest {
     /// Returns whether the request is more than a query of headers and size.
-    pub fn wants_content(&self) -> bool {
+    pub(crate) fn wants_content(&self) -> bool {
         self.range.as_deref() != Some("bytes=0-0")
     }
 }
 
-pub struct Hub {
+pub(crate) struct Hub {
     pub address: SocketAddr,
     shared: Arc<Shared>,
     thread: Option<JoinHandle<()>>,
@@ -74,7 +74,7 @@ struct Shared {
 }
 
 impl Hub {
-    pub fn start(behaviour: Behaviour) -> Result<Self> {
+    pub(crate) fn start(behaviour: Behaviour) -> Result<Self> {
         let listener = TcpListener::bind("127.0.0.1:0")?;
         let address = listener.local_addr()?;
         let shared = Arc::new(Shared {
@@ -98,12 +98,12 @@ impl Hub {
         Ok(Self { address, shared, thread: Some(thread) })
     }
 
-    pub fn endpoint(&self) -> String {
+    pub(crate) fn endpoint(&self) -> String {
         format!("http://{}", self.address)
     }
 
     /// Returns all requests so far and clears the list.
-    pub fn take_asked(&self) -> Vec<ReceivedRequest> {
+    pub(crate) fn take_asked(&self) -> Vec<ReceivedRequest> {
         std::mem::take(&mut self.shared.asked.lock().unwrap())
     }
 }

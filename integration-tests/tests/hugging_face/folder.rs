@@ -13,7 +13,7 @@ use serde_json::{Map, Value, json};
 const SPECIAL: i32 = 3;
 
 /// Converts the model of a GGUF file to f32 safetensors, in one file or in `shards` files.
-pub fn write(gguf: &Path, folder: &Path, shards: usize) -> Result<()> {
+pub(crate) fn write(gguf: &Path, folder: &Path, shards: usize) -> Result<()> {
     let checkpoint = Checkpoint::open(gguf, LoadFormat::Auto)?;
     write_config(checkpoint.config(), folder)?;
     write_tokenizer(gguf, folder)?;
@@ -45,7 +45,7 @@ fn write_config(config: &ModelConfig, folder: &Path) -> Result<()> {
 }
 
 /// Writes the config.json of a model of a few kilobytes with SmolLM2's vocabulary.
-pub fn write_tiny_config(folder: &Path, context_tokens: usize) -> Result<()> {
+pub(crate) fn write_tiny_config(folder: &Path, context_tokens: usize) -> Result<()> {
     let config = json!({
         "model_type": "llama",
         "hidden_size": 32,
@@ -64,7 +64,7 @@ pub fn write_tiny_config(folder: &Path, context_tokens: usize) -> Result<()> {
 
 /// Writes SmolLM2's tokenizer.json and tokenizer_config.json: byte-level BPE that splits off
 /// digits.
-pub fn write_tokenizer(gguf: &Path, folder: &Path) -> Result<()> {
+pub(crate) fn write_tokenizer(gguf: &Path, folder: &Path) -> Result<()> {
     let Header { metadata, .. } = Header::read_from(gguf)?;
     let tokens: &[String] = metadata.require("tokenizer.ggml.tokens")?;
     let merges: &[String] = metadata.require("tokenizer.ggml.merges")?;

@@ -34,7 +34,7 @@ fn user<'a>(url: &'a str, name: &'a str, password: &'a str) -> [(&'a str, &'a st
     [("cluster.etcd", url), ("cluster.etcd_user", name), ("cluster.etcd_password", password)]
 }
 
-pub async fn user_with_its_password_can_register_and_watch() -> Result<()> {
+pub(crate) async fn user_with_its_password_can_register_and_watch() -> Result<()> {
     let etcd = with_users(None).await?;
     let url = etcd.url();
     let node = entry("decode-1", 1);
@@ -45,7 +45,7 @@ pub async fn user_with_its_password_can_register_and_watch() -> Result<()> {
     Ok(())
 }
 
-pub async fn missing_or_wrong_password_is_rejected_in_one_line() -> Result<()> {
+pub(crate) async fn missing_or_wrong_password_is_rejected_in_one_line() -> Result<()> {
     let etcd = with_users(None).await?;
     let url = etcd.url();
     for (settings, named) in [
@@ -68,7 +68,7 @@ pub async fn missing_or_wrong_password_is_rejected_in_one_line() -> Result<()> {
     Ok(())
 }
 
-pub async fn services_with_a_wrong_password_exit_at_start() -> Result<()> {
+pub(crate) async fn services_with_a_wrong_password_exit_at_start() -> Result<()> {
     let etcd = with_users(None).await?;
     refused_at_start(&etcd, &[], &["refuses user \"baton\""])
 }
@@ -91,7 +91,7 @@ fn variables(etcd: String) -> BTreeMap<String, String> {
     .into()
 }
 
-pub async fn node_opens_its_model_before_a_silent_etcd_times_out() -> Result<()> {
+pub(crate) async fn node_opens_its_model_before_a_silent_etcd_times_out() -> Result<()> {
     let silent = TcpListener::bind("127.0.0.1:0")?;
     let folder = tempfile::tempdir()?;
     let settings = variables(format!("http://{}", silent.local_addr()?));
@@ -158,7 +158,7 @@ async fn check_untrusted(settings: EtcdSettings, url: &str) {
     }
 }
 
-pub async fn ca_suffices_if_etcd_requires_no_client_certificate() -> Result<()> {
+pub(crate) async fn ca_suffices_if_etcd_requires_no_client_certificate() -> Result<()> {
     let folder = tempfile::tempdir()?;
     let ours = EtcdTls { requires_client_cert: false, ..certificates(folder.path(), "ours")? };
     let foreign = certificates(folder.path(), "foreign")?;
@@ -185,7 +185,7 @@ pub async fn ca_suffices_if_etcd_requires_no_client_certificate() -> Result<()> 
     Ok(())
 }
 
-pub async fn passwords_are_checked_over_tls() -> Result<()> {
+pub(crate) async fn passwords_are_checked_over_tls() -> Result<()> {
     let folder = tempfile::tempdir()?;
     let ours = EtcdTls { requires_client_cert: false, ..certificates(folder.path(), "ours")? };
     let foreign = certificates(folder.path(), "foreign")?;
@@ -211,7 +211,7 @@ pub async fn passwords_are_checked_over_tls() -> Result<()> {
     Ok(())
 }
 
-pub async fn mutual_tls_requires_that_both_sides_trust_each_other() -> Result<()> {
+pub(crate) async fn mutual_tls_requires_that_both_sides_trust_each_other() -> Result<()> {
     let folder = tempfile::tempdir()?;
     let [ours, foreign] = ["ours", "foreign"].map(|name| certificates(folder.path(), name));
     let (ours, foreign) = (ours?, foreign?);
@@ -249,7 +249,7 @@ pub async fn mutual_tls_requires_that_both_sides_trust_each_other() -> Result<()
     Ok(())
 }
 
-pub async fn replaced_certificates_are_used_by_the_next_connection() -> Result<()> {
+pub(crate) async fn replaced_certificates_are_used_by_the_next_connection() -> Result<()> {
     let folder = tempfile::tempdir()?;
     let ours = certificates(folder.path(), "ours")?;
     let mut etcd = Etcd::start_with(Some(ours.clone()))?;

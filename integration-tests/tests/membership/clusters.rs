@@ -149,7 +149,8 @@ fn hand_over_runs() -> Vec<GoldenRun> {
     runs
 }
 
-pub async fn nodes_join_and_leave_a_serving_cluster_and_nothing_is_restarted() -> Result<()> {
+pub(crate) async fn nodes_join_and_leave_a_serving_cluster_and_nothing_is_restarted() -> Result<()>
+{
     let etcd = Etcd::start()?;
     let mut cluster = Cluster::start(spec(&etcd)).await?;
     let mut load = Load::start(cluster.http());
@@ -172,7 +173,8 @@ pub async fn nodes_join_and_leave_a_serving_cluster_and_nothing_is_restarted() -
     Ok(())
 }
 
-pub async fn nodes_of_both_roles_join_and_leave_under_load_and_no_token_is_lost() -> Result<()> {
+pub(crate) async fn nodes_of_both_roles_join_and_leave_under_load_and_no_token_is_lost()
+-> Result<()> {
     let etcd = Etcd::start()?;
     let mut cluster = Cluster::start(spec(&etcd)).await?;
     let mut load = Load::of(cluster.http(), hand_over_runs());
@@ -203,7 +205,7 @@ pub async fn nodes_of_both_roles_join_and_leave_under_load_and_no_token_is_lost(
     Ok(())
 }
 
-pub async fn a_node_restarted_at_its_address_serves_under_a_new_record() -> Result<()> {
+pub(crate) async fn a_node_restarted_at_its_address_serves_under_a_new_record() -> Result<()> {
     let etcd = Etcd::start()?;
     let mut cluster = Cluster::start(spec(&etcd)).await?;
     let decode = format!("{PREFIX}/nodes/decode-0/");
@@ -221,11 +223,11 @@ pub async fn a_node_restarted_at_its_address_serves_under_a_new_record() -> Resu
     Ok(())
 }
 
-pub async fn serving_continues_while_etcd_is_down_for_20_seconds() -> Result<()> {
+pub(crate) async fn serving_continues_while_etcd_is_down_for_20_seconds() -> Result<()> {
     outage(|etcd| etcd.kill(), |etcd| etcd.restart()).await
 }
 
-pub async fn serving_continues_while_etcd_is_frozen_for_20_seconds() -> Result<()> {
+pub(crate) async fn serving_continues_while_etcd_is_frozen_for_20_seconds() -> Result<()> {
     let thaw = |etcd: &mut Etcd| {
         etcd.continue_signal();
         Ok(())
@@ -283,7 +285,7 @@ fn free_ports() -> impl Iterator<Item = u16> {
         .filter(move |port| addresses.iter().all(|ip| TcpListener::bind((*ip, *port)).is_ok()))
 }
 
-pub async fn delayed_links_between_router_nodes_and_etcd_change_no_answer() -> Result<()> {
+pub(crate) async fn delayed_links_between_router_nodes_and_etcd_change_no_answer() -> Result<()> {
     if TcpListener::bind((Ipv6Addr::LOCALHOST, 0)).is_err() {
         test_harness::skip("no IPv6 on the loopback interface");
     }
@@ -330,7 +332,7 @@ pub async fn delayed_links_between_router_nodes_and_etcd_change_no_answer() -> R
     cluster.stop()
 }
 
-pub async fn up_with_etcd_answers_and_leaves_nothing_behind() -> Result<()> {
+pub(crate) async fn up_with_etcd_answers_and_leaves_nothing_behind() -> Result<()> {
     let etcd = Etcd::start()?;
     let mut up = Command::new(bin_dir().join("baton"));
     up.args(["up", "--http", "127.0.0.1:0", "--grpc", "127.0.0.1:0", "--sample", "--once"])
@@ -349,7 +351,7 @@ pub async fn up_with_etcd_answers_and_leaves_nothing_behind() -> Result<()> {
     Ok(())
 }
 
-pub fn static_list_beside_etcd_is_rejected_in_one_line() -> Result<()> {
+pub(crate) fn static_list_beside_etcd_is_rejected_in_one_line() -> Result<()> {
     let mut router = Command::new(bin_dir().join("baton-router"));
     router
         .args(["--model-path", "any", "--cluster-etcd", "127.0.0.1:1"])

@@ -29,7 +29,7 @@ use tonic::{Code, Streaming};
 use crate::{DEADLINE, PREFIX};
 
 /// Name of the helper that runs [`run_node`].
-pub const NODE_HELPER: &str = "node";
+pub(crate) const NODE_HELPER: &str = "node";
 /// Environment variable with the folder through which the test and the helper exchange files.
 const FOLDER: &str = "BATON_TEST_FOLDER";
 const REASON: &str = "an illegal memory access was encountered";
@@ -79,7 +79,7 @@ impl Executor for LostDevice {
 }
 
 /// Runs a node until its device is lost, and exits with the node's exit code.
-pub fn run_node() {
+pub(crate) fn run_node() {
     let folder = PathBuf::from(env::var_os(FOLDER).expect("the test names a folder"));
     let settings = fs::read(folder.join("settings")).expect("the test has written the settings");
     let flags = serde_json::from_slice(&settings).expect("the settings are JSON");
@@ -186,7 +186,8 @@ async fn all_events(mut stream: Streaming<v1::DecodeEvent>) -> Result<Vec<Event>
     Ok(events)
 }
 
-pub async fn lost_device_fails_each_request_once_removes_the_record_and_exits() -> Result<()> {
+pub(crate) async fn lost_device_fails_each_request_once_removes_the_record_and_exits() -> Result<()>
+{
     let etcd = Etcd::start()?;
     let mut node = NodeProcess::start(&etcd)?;
     let ready = node.ready().await?;

@@ -26,7 +26,7 @@ const PIECES_MAX: usize = 64;
 const PIECE_BYTES_MAX: usize = 64 * 1024;
 
 /// TCP relay to a port of 127.0.0.1, until the relay is cut.
-pub struct Proxy {
+pub(crate) struct Proxy {
     address: SocketAddr,
     to: u16,
     /// Delay of all data, in each direction.
@@ -36,28 +36,32 @@ pub struct Proxy {
 }
 
 impl Proxy {
-    pub async fn start(to: u16) -> io::Result<Self> {
+    pub(crate) async fn start(to: u16) -> io::Result<Self> {
         Self::start_at((Ipv4Addr::LOCALHOST, 0).into(), to, Duration::ZERO).await
     }
 
     /// Starts a proxy that listens on `address` and delays all data by `delay`, in each direction.
-    pub async fn start_at(address: SocketAddr, to: u16, delay: Duration) -> io::Result<Self> {
+    pub(crate) async fn start_at(
+        address: SocketAddr,
+        to: u16,
+        delay: Duration,
+    ) -> io::Result<Self> {
         let mut proxy = Self { address, to, delay, connections: Arc::default(), task: None };
         proxy.mend().await?;
         Ok(proxy)
     }
 
-    pub fn url(&self) -> String {
+    pub(crate) fn url(&self) -> String {
         format!("http://{}", self.address)
     }
 
     /// Returns the number of connections that the proxy has accepted.
-    pub fn connections(&self) -> usize {
+    pub(crate) fn connections(&self) -> usize {
         self.connections.load(Ordering::Relaxed)
     }
 
     /// Ends every connection and refuses new ones.
-    pub async fn cut(&mut self) {
+    pub(crate) async fn cut(&mut self) {
         if let Some(task) = self.task.take() {
             task.abort();
             // The port is closed once the task has ended.
@@ -65,7 +69,7 @@ impl Proxy {
         }
     }
 
-    pub async fn mend(&mut self) -> io::Result<()> {
+    pub(crate) async fn mend(&mut self) -> io::Result<()> {
         self.cut().await;
         let listener = TcpListener::bind(self.address).await?;
         self.address = listener.local_addr()?;

@@ -8,7 +8,7 @@ use crate::{
     DEADLINE, PREFIX, TTL, at, entry, follow, joined, known, left, next, proxy::Proxy, register,
 };
 
-pub async fn nodes_join_and_leave_while_a_router_follows() -> Result<()> {
+pub(crate) async fn nodes_join_and_leave_while_a_router_follows() -> Result<()> {
     let etcd = Etcd::start()?;
     let one = entry("decode-1", 1);
     let registration = register(at(&etcd.url()), &one).await?;
@@ -35,7 +35,7 @@ pub async fn nodes_join_and_leave_while_a_router_follows() -> Result<()> {
     Ok(())
 }
 
-pub async fn etcd_record_exists_as_long_as_its_node() -> Result<()> {
+pub(crate) async fn etcd_record_exists_as_long_as_its_node() -> Result<()> {
     let etcd = Etcd::start()?;
     let registration = register(at(&etcd.url()), &entry("decode-1", 1)).await?;
     // On a shared machine a renewal may come too late, but not every time.
@@ -53,7 +53,7 @@ pub async fn etcd_record_exists_as_long_as_its_node() -> Result<()> {
     Ok(())
 }
 
-pub async fn registering_again_after_a_lost_lease_keeps_the_epoch() -> Result<()> {
+pub(crate) async fn registering_again_after_a_lost_lease_keeps_the_epoch() -> Result<()> {
     let etcd = Etcd::start()?;
     let node = entry("decode-1", 1);
     let registration = register(at(&etcd.url()), &node).await?;
@@ -72,7 +72,7 @@ pub async fn registering_again_after_a_lost_lease_keeps_the_epoch() -> Result<()
     Ok(())
 }
 
-pub async fn a_deleted_record_is_written_again_under_its_lease() -> Result<()> {
+pub(crate) async fn a_deleted_record_is_written_again_under_its_lease() -> Result<()> {
     let etcd = Etcd::start()?;
     let node = entry("decode-1", 1);
     let registration = register(at(&etcd.url()), &node).await?;
@@ -88,7 +88,7 @@ pub async fn a_deleted_record_is_written_again_under_its_lease() -> Result<()> {
     Ok(())
 }
 
-pub async fn new_process_at_a_known_address_is_a_new_node() -> Result<()> {
+pub(crate) async fn new_process_at_a_known_address_is_a_new_node() -> Result<()> {
     let etcd = Etcd::start()?;
     let old = entry("decode-1", 1);
     let new = entry("decode-1", 1);
@@ -112,7 +112,7 @@ async fn drop_registered(etcd: &Etcd, node: &membership::etcd::NodeEntry) -> Res
     Ok(())
 }
 
-pub async fn invalid_records_in_etcd_are_ignored() -> Result<()> {
+pub(crate) async fn invalid_records_in_etcd_are_ignored() -> Result<()> {
     let etcd = Etcd::start()?;
     let mut client = etcd.client().await?;
     let key = |name: &str| format!("{PREFIX}/nodes/{name}/{}", "7".repeat(32));
@@ -141,7 +141,7 @@ pub async fn invalid_records_in_etcd_are_ignored() -> Result<()> {
     Ok(())
 }
 
-pub async fn more_records_than_fit_on_a_page_are_all_read() -> Result<()> {
+pub(crate) async fn more_records_than_fit_on_a_page_are_all_read() -> Result<()> {
     let etcd = Etcd::start()?;
     let mut client = etcd.client().await?;
     let epoch = "7".repeat(32);
@@ -156,7 +156,8 @@ pub async fn more_records_than_fit_on_a_page_are_all_read() -> Result<()> {
     Ok(())
 }
 
-pub async fn changes_during_a_lost_connection_are_seen_even_after_a_compaction() -> Result<()> {
+pub(crate) async fn changes_during_a_lost_connection_are_seen_even_after_a_compaction() -> Result<()>
+{
     let etcd = Etcd::start()?;
     let mut proxy = Proxy::start(etcd.port()).await?;
     let (one, two, three) = (entry("n-1", 1), entry("n-2", 2), entry("n-3", 3));
@@ -185,7 +186,7 @@ pub async fn changes_during_a_lost_connection_are_seen_even_after_a_compaction()
     Ok(())
 }
 
-pub async fn etcd_that_starts_last_is_found_by_router_and_nodes() -> Result<()> {
+pub(crate) async fn etcd_that_starts_last_is_found_by_router_and_nodes() -> Result<()> {
     let mut etcd = Etcd::start()?;
     etcd.kill();
     let node = entry("decode-1", 1);
@@ -199,7 +200,7 @@ pub async fn etcd_that_starts_last_is_found_by_router_and_nodes() -> Result<()> 
     Ok(())
 }
 
-pub async fn a_frozen_etcd_ends_leases_and_nodes_register_again() -> Result<()> {
+pub(crate) async fn a_frozen_etcd_ends_leases_and_nodes_register_again() -> Result<()> {
     let etcd = Etcd::start()?;
     let node = entry("decode-1", 1);
     let registration = register(at(&etcd.url()), &node).await?;

@@ -45,7 +45,7 @@ unsafe impl<T: Pod + Sync> Sync for Aligned<T> {}
 
 impl<T: Pod> Aligned<T> {
     /// Allocates zeroed numbers. Aborts when the system has no memory, as a `Vec` does.
-    pub fn zeroed(length: usize) -> Self {
+    pub(super) fn zeroed(length: usize) -> Self {
         let bytes = length.checked_mul(size_of::<T>()).expect("a buffer fits the address space");
         let layout = Layout::from_size_align(bytes, LINE).expect("a buffer fits the address space");
         let (start, memory) = if bytes == 0 {
@@ -73,7 +73,7 @@ pub(crate) struct Slab {
 impl Slab {
     /// Allocates zeroed numbers like [`Aligned::zeroed`]. A mapping of the slab is freed when its last
     /// buffer is dropped.
-    pub fn zeroed<T: Pod>(&mut self, length: usize) -> Aligned<T> {
+    pub(super) fn zeroed<T: Pod>(&mut self, length: usize) -> Aligned<T> {
         let bytes = length.checked_mul(size_of::<T>()).expect("a buffer fits the address space");
         // A buffer of at least a quarter slab has its own huge pages.
         if bytes == 0 || bytes >= SLAB_BYTES / 4 {

@@ -57,7 +57,7 @@ pub(crate) struct AttentionScratch {
 }
 
 impl AttentionScratch {
-    pub fn new(threads: usize) -> Self {
+    pub(super) fn new(threads: usize) -> Self {
         Self {
             tiles: (0..threads).map(|_| Mutex::default()).collect(),
             #[cfg(target_arch = "x86_64")]

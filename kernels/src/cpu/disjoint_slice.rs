@@ -16,7 +16,7 @@ unsafe impl<T: Send> Sync for DisjointSlice<'_, T> {}
 unsafe impl<T: Send> Send for DisjointSlice<'_, T> {}
 
 impl<'a, T> DisjointSlice<'a, T> {
-    pub fn new(whole: &'a mut [T]) -> Self {
+    pub(super) fn new(whole: &'a mut [T]) -> Self {
         Self { start: whole.as_mut_ptr(), length: whole.len(), _borrow: PhantomData }
     }
 
@@ -25,14 +25,14 @@ impl<'a, T> DisjointSlice<'a, T> {
     /// # Safety
     /// Slices that are alive at the same time must not overlap.
     #[allow(clippy::mut_from_ref)] // `self` holds the exclusive borrow; see `# Safety`.
-    pub unsafe fn slice(&self, start: usize, length: usize) -> &mut [T] {
+    pub(super) unsafe fn slice(&self, start: usize, length: usize) -> &mut [T] {
         // SAFETY: `range_ptr` has checked that the elements are inside the borrowed slice. No slice
         // that is alive overlaps them (`# Safety`).
         unsafe { std::slice::from_raw_parts_mut(self.range_ptr(start, length), length) }
     }
 
     /// Returns the address of element `start`. Panics when `start..start + length` is out of bounds.
-    pub fn range_ptr(&self, start: usize, length: usize) -> *mut T {
+    pub(super) fn range_ptr(&self, start: usize, length: usize) -> *mut T {
         assert!(start <= self.length && length <= self.length - start, "the part is out of bounds");
         self.start.wrapping_add(start)
     }

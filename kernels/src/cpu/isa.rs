@@ -84,7 +84,7 @@ pub(crate) const BASELINE_FUSES: bool =
 
 impl Level {
     /// Returns the level for `isa`, or the CPU features that the machine lacks.
-    pub fn find(isa: Isa) -> Result<Self, Vec<&'static str>> {
+    pub(crate) fn find(isa: Isa) -> Result<Self, Vec<&'static str>> {
         match isa {
             Isa::Reference => Ok(Level::Reference),
             Isa::Portable => Ok(Level::Baseline),
@@ -106,7 +106,7 @@ impl Level {
     }
 
     /// Returns the [`Isa`]'s name.
-    pub fn name(self) -> &'static str {
+    pub(crate) fn name(self) -> &'static str {
         match self {
             Level::Reference => "reference",
             Level::Baseline => "portable",

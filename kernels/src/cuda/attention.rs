@@ -101,7 +101,7 @@ struct PlannedAttention {
 }
 
 impl Attention {
-    pub fn new(
+    pub(super) fn new(
         context: &Arc<Context>,
         library: &KernelLibrary,
         stream: &Stream<Compute>,
@@ -132,7 +132,7 @@ impl Attention {
 
     /// Returns whether a CUDA graph can capture the attention of a decode step: only kernels without a plan of the host
     /// can be replayed with other sequence lengths.
-    pub fn can_be_captured(&self, heads: HeadShape, dtype: Dtype) -> bool {
+    pub(super) fn can_be_captured(&self, heads: HeadShape, dtype: Dtype) -> bool {
         match self.kind_of(dtype) {
             AttentionKind::Auto => DecodeAttention::supports(heads, dtype),
             AttentionKind::Plain => true,
@@ -150,7 +150,7 @@ impl Attention {
 
     /// Launches the attention of one layer on `stream`. `query_stride` is the number of elements from one row of
     /// `queries` to the next.
-    pub fn run(
+    pub(super) fn run(
         &mut self,
         library: &KernelLibrary,
         stream: &Stream<Compute>,

@@ -32,7 +32,7 @@ pub(super) struct BatchMemory {
 }
 
 impl BatchMemory {
-    pub fn kv_layout(&self) -> KvLayout {
+    pub(super) fn kv_layout(&self) -> KvLayout {
         self.blocks.layout()
     }
 }

@@ -19,7 +19,7 @@ pub(super) struct Captured(BTreeMap<u64, sys::CUdeviceptr>);
 impl Captured {
     /// Scans the parameters of all nodes of `graph`, whose context is bound. Returns an empty set in release
     /// builds.
-    pub fn of(graph: sys::CUgraph) -> Result<Self, CudaError> {
+    pub(super) fn of(graph: sys::CUgraph) -> Result<Self, CudaError> {
         let mut found = BTreeMap::new();
         if !cfg!(debug_assertions) {
             return Ok(Self(found));
@@ -63,7 +63,7 @@ impl Captured {
 
     /// # Panics
     /// When memory that the graph uses was freed or reallocated, which is a bug.
-    pub fn verify(&self) {
+    pub(super) fn verify(&self) {
         for (allocation, address) in &self.0 {
             assert_eq!(
                 allocation_of(*address),

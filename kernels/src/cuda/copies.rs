@@ -19,7 +19,7 @@ pub(super) struct UnorderedCopies {
 }
 
 impl UnorderedCopies {
-    pub fn add(&mut self, to: sys::CUdeviceptr, from: sys::CUdeviceptr, bytes: usize) {
+    pub(super) fn add(&mut self, to: sys::CUdeviceptr, from: sys::CUdeviceptr, bytes: usize) {
         self.to.push(to);
         self.from.push(from);
         self.bytes.push(bytes);
@@ -30,7 +30,10 @@ impl UnorderedCopies {
     /// # Safety
     /// Every source and destination is mapped in the stream's context until the copies complete, and
     /// nothing else writes the destinations.
-    pub unsafe fn put<R: StreamRole>(&mut self, stream: &Stream<R>) -> Result<(), CudaError> {
+    pub(super) unsafe fn put<R: StreamRole>(
+        &mut self,
+        stream: &Stream<R>,
+    ) -> Result<(), CudaError> {
         if self.bytes.len() < 2 {
             // SAFETY: every source and destination is mapped until the copies complete, and nothing
             // else writes the destinations (`# Safety`).
@@ -75,7 +78,7 @@ impl UnorderedCopies {
     ///
     /// # Safety
     /// See [`put`](Self::put).
-    pub unsafe fn enqueue_one_by_one<R: StreamRole>(
+    pub(super) unsafe fn enqueue_one_by_one<R: StreamRole>(
         &self,
         stream: &Stream<R>,
     ) -> Result<(), CudaError> {

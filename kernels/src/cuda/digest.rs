@@ -89,7 +89,10 @@ impl DigestLane {
 impl Digester {
     /// # Errors
     /// When the library has no digest kernel, or memory is exhausted.
-    pub fn new(context: &Arc<Context>, library: Arc<KernelLibrary>) -> Result<Self, CudaError> {
+    pub(super) fn new(
+        context: &Arc<Context>,
+        library: Arc<KernelLibrary>,
+    ) -> Result<Self, CudaError> {
         let digest_lists = library.digest_lists()?;
         let lane = || DigestLane::new(context).map(Mutex::new);
         let (transfers, saves, loads) = (lane()?, lane()?, lane()?);
@@ -99,7 +102,7 @@ impl Digester {
 
     /// Launches the digest of `heads` of `blocks` for a transfer; a block of `data` has these heads only. The blocks must
     /// be written already and stay unchanged until the digest completes.
-    pub fn start(
+    pub(super) fn start(
         &self,
         data: &Range,
         heads: &Heads,
@@ -112,7 +115,7 @@ impl Digester {
     ///
     /// # Errors
     /// When there are no blocks, or more than [`Self::BLOCKS_MAX`].
-    pub fn start_each(
+    pub(super) fn start_each(
         &self,
         data: &Range,
         heads: &Heads,
@@ -123,7 +126,7 @@ impl Digester {
     }
 
     /// Blocks whose own digests are computed at a time.
-    pub const BLOCKS_MAX: usize = ffi::DIGESTS_MAX;
+    pub(super) const BLOCKS_MAX: usize = ffi::DIGESTS_MAX;
 
     fn start_call(
         &self,
@@ -200,7 +203,7 @@ impl Digester {
 
 impl DigestsInFlight<'_> {
     /// Returns the digests, one for the list or for each block.
-    pub fn finish(mut self) -> Result<Vec<u64>, CudaError> {
+    pub(super) fn finish(mut self) -> Result<Vec<u64>, CudaError> {
         self.wait()?;
         Ok(self.lane.results[..self.count].to_vec())
     }
@@ -224,13 +227,13 @@ pub(super) struct WeightDigests {
 }
 
 impl WeightDigests {
-    pub fn new(library: &Arc<KernelLibrary>) -> Result<Self, CudaError> {
+    pub(super) fn new(library: &Arc<KernelLibrary>) -> Result<Self, CudaError> {
         Ok(Self { library: Arc::clone(library), kernel: library.digest_weight()? })
     }
 
     /// Enqueues the digest of the part at an offset of `memory`. The kernel writes the [`SUMS`] numbers with this
     /// index.
-    pub fn enqueue<R: StreamRole>(
+    pub(super) fn enqueue<R: StreamRole>(
         &self,
         dtype: Dtype,
         (memory, offset, runs): (&Range, usize, &WeightRuns),

@@ -34,13 +34,13 @@ pub(super) struct DriverCall<'a> {
 }
 
 impl DriverCalls {
-    pub fn begin(&self, usual: Duration) -> DriverCall<'_> {
+    pub(super) fn begin(&self, usual: Duration) -> DriverCall<'_> {
         let number = self.begun.fetch_add(1, Ordering::Relaxed);
         self.overdue_at().insert(number, Instant::now() + usual);
         DriverCall { calls: self, number }
     }
 
-    pub fn any_is_overdue(&self, now: Instant) -> bool {
+    pub(super) fn any_is_overdue(&self, now: Instant) -> bool {
         self.overdue_at()
             .values()
             .any(|overdue_at| (*overdue_at..*overdue_at + OVERDUE_MAX).contains(&now))

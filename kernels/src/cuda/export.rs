@@ -40,7 +40,7 @@ pub(super) struct KvExport {
 const MAGIC: [u8; 8] = *b"BATONIP4";
 
 impl KvExport {
-    pub fn to_bytes(&self) -> Vec<u8> {
+    pub(super) fn to_bytes(&self) -> Vec<u8> {
         let mut bytes = Vec::new();
         bytes.extend_from_slice(&MAGIC);
         bytes.extend_from_slice(&self.block_bytes.to_le_bytes());
@@ -52,7 +52,7 @@ impl KvExport {
     }
 
     /// Parses an export. Returns `None` for another version or other bytes.
-    pub fn from_bytes(mut bytes: &[u8]) -> Option<Self> {
+    pub(super) fn from_bytes(mut bytes: &[u8]) -> Option<Self> {
         if take(&mut bytes)? != MAGIC {
             return None;
         }
@@ -75,9 +75,9 @@ pub(super) fn take<const N: usize>(bytes: &mut &[u8]) -> Option<[u8; N]> {
 }
 
 impl IpcRange {
-    pub const BYTES: usize = HANDLE_BYTES + 8 + UUID_BYTES;
+    pub(super) const BYTES: usize = HANDLE_BYTES + 8 + UUID_BYTES;
 
-    pub fn to_bytes(&self) -> [u8; Self::BYTES] {
+    pub(super) fn to_bytes(&self) -> [u8; Self::BYTES] {
         let mut uuid = [0; UUID_BYTES];
         uuid[..self.uuid.len()].copy_from_slice(self.uuid.as_bytes());
         let fields: [&[u8]; 3] = [&self.handle, &self.offset.to_le_bytes(), &uuid];
@@ -85,7 +85,7 @@ impl IpcRange {
     }
 
     /// Parses a part from the front of a message.
-    pub fn take(bytes: &mut &[u8]) -> Option<Self> {
+    pub(super) fn take(bytes: &mut &[u8]) -> Option<Self> {
         Some(Self {
             handle: take(bytes)?,
             offset: u64::from_le_bytes(take(bytes)?),
@@ -97,7 +97,7 @@ impl IpcRange {
     }
 
     /// Exports memory that this process has allocated.
-    pub fn of(context: &Context, data: &Range) -> Result<Self, CudaError> {
+    pub(super) fn of(context: &Context, data: &Range) -> Result<Self, CudaError> {
         context.bind()?;
         let address = data.address();
         let (mut base, mut bytes) = (0, 0);
@@ -116,7 +116,7 @@ impl IpcRange {
     }
 
     /// Maps `bytes` bytes of the memory for this GPU; `what` names the memory in errors.
-    pub fn map(
+    pub(super) fn map(
         &self,
         context: &Arc<Context>,
         what: &'static str,
@@ -168,7 +168,7 @@ impl ExportedMemory {
 pub(super) mod tests {
     use super::*;
 
-    pub fn part(number: u8) -> IpcRange {
+    pub(crate) fn part(number: u8) -> IpcRange {
         IpcRange {
             handle: std::array::from_fn(|index| index as u8 + number),
             offset: 512,

@@ -9,25 +9,25 @@ use cudarc::driver::sys::CUdeviceptr;
 use crate::layout::Dtype;
 
 /// `BATON_ABI_VERSION`.
-pub const ABI_VERSION: i32 = 8;
+pub(super) const ABI_VERSION: i32 = 8;
 /// `BATON_INVALID`.
-pub const INVALID: i32 = 1;
+pub(super) const INVALID: i32 = 1;
 /// `BATON_UNSUPPORTED`.
-pub const UNSUPPORTED: i32 = 2;
+pub(super) const UNSUPPORTED: i32 = 2;
 /// `BATON_CUDA`.
-pub const CUDA: i32 = 1000;
+pub(super) const CUDA: i32 = 1000;
 /// `BATON_TOP_LOGPROBS_MAX`.
-pub const TOP_LOGPROBS_MAX: usize = 32;
+pub(super) const TOP_LOGPROBS_MAX: usize = 32;
 /// `BATON_SEQUENCES_MAX`.
-pub const SEQUENCES_MAX: usize = 4096;
+pub(super) const SEQUENCES_MAX: usize = 4096;
 
 /// A device address; null is 0.
-pub type Address = CUdeviceptr;
+pub(super) type Address = CUdeviceptr;
 /// A `cudaStream_t`.
-pub type RawStream = *mut c_void;
+pub(super) type RawStream = *mut c_void;
 
 /// Returns the `baton_dtype` of a type.
-pub fn dtype_code(dtype: Dtype) -> i32 {
+pub(super) fn dtype_code(dtype: Dtype) -> i32 {
     match dtype {
         Dtype::F32 => 0,
         Dtype::Bf16 => 1,
@@ -36,35 +36,35 @@ pub fn dtype_code(dtype: Dtype) -> i32 {
 
 /// `baton_run_target`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum RunTarget {
+pub(super) enum RunTarget {
     Tokens = 0,
     Blocks = 1,
     Stops = 2,
 }
 
 /// `baton_sample_needs`.
-pub const SAMPLE_DRAW: i32 = 1;
-pub const SAMPLE_CUT: i32 = 2;
-pub const SAMPLE_LOGPROBS: i32 = 4;
-pub const SAMPLE_PENALTIES: i32 = 8;
+pub(super) const SAMPLE_DRAW: i32 = 1;
+pub(super) const SAMPLE_CUT: i32 = 2;
+pub(super) const SAMPLE_LOGPROBS: i32 = 4;
+pub(super) const SAMPLE_PENALTIES: i32 = 8;
 
-pub const SKINNY_PLAIN: i32 = 0;
-pub const SKINNY_RESIDUAL: i32 = 1;
-pub const SKINNY_SILU: i32 = 2;
-pub const SKINNY_F32: i32 = 3;
-pub const SKINNY_QKV: i32 = 4;
+pub(super) const SKINNY_PLAIN: i32 = 0;
+pub(super) const SKINNY_RESIDUAL: i32 = 1;
+pub(super) const SKINNY_SILU: i32 = 2;
+pub(super) const SKINNY_F32: i32 = 3;
+pub(super) const SKINNY_QKV: i32 = 4;
 
 /// `baton_attention_kind`.
-pub const ATTENTION_AUTO: i32 = 0;
-pub const ATTENTION_PLAIN: i32 = 1;
+pub(super) const ATTENTION_AUTO: i32 = 0;
+pub(super) const ATTENTION_PLAIN: i32 = 1;
 
 /// `BATON_GROUP_RANKS_MAX`.
-pub const GROUP_RANKS_MAX: usize = 8;
+pub(super) const GROUP_RANKS_MAX: usize = 8;
 
 /// `baton_all_reduce_algorithm`.
-pub const ALL_REDUCE_AUTO: i32 = 0;
-pub const ALL_REDUCE_ONE_SHOT: i32 = 1;
-pub const ALL_REDUCE_TWO_SHOT: i32 = 2;
+pub(super) const ALL_REDUCE_AUTO: i32 = 0;
+pub(super) const ALL_REDUCE_ONE_SHOT: i32 = 1;
+pub(super) const ALL_REDUCE_TWO_SHOT: i32 = 2;
 
 /// Declares the structs of the headers, and [`STRUCT_BYTES`].
 macro_rules! structs {
@@ -75,13 +75,13 @@ macro_rules! structs {
             #[repr(C)]
             #[derive(Clone, Copy, Debug)]
             $(#[$attribute])*
-            pub struct $name {
-                $($(#[$doc])* pub $field: $type,)*
+            pub(super) struct $name {
+                $($(#[$doc])* pub(super) $field: $type,)*
             }
         )*
 
         /// Sizes in bytes of the structs, in order.
-        pub const STRUCT_BYTES: [usize; 22] = [$(size_of::<$name>()),*];
+        pub(super) const STRUCT_BYTES: [usize; 22] = [$(size_of::<$name>()),*];
     };
 }
 
@@ -381,11 +381,11 @@ structs! {
 
 /// `BATON_DIGESTS_MAX` of `kernels/cuda/digest/digest.h`. [`DeviceKv::digest_with`](super::DeviceKv::digest_with)
 /// rejects a library with a smaller one.
-pub const DIGESTS_MAX: usize = 128;
+pub(super) const DIGESTS_MAX: usize = 128;
 
 /// `baton_digest_lists` of the same header. It is not in the function table, because only verified transfers and KV
 /// tiers need it and a library may lack it.
-pub type DigestLists = unsafe extern "C" fn(
+pub(super) type DigestLists = unsafe extern "C" fn(
     Address,
     i64,
     i64,
@@ -401,7 +401,7 @@ pub type DigestLists = unsafe extern "C" fn(
 ) -> i32;
 
 /// `baton_digest_weight` of the same header. Only weights that a trainer's GPU sends need it.
-pub type DigestWeight =
+pub(super) type DigestWeight =
     unsafe extern "C" fn(i32, Address, i64, i64, i64, i64, Address, RawStream) -> i32;
 
 functions! {

@@ -34,17 +34,17 @@ pub(super) struct BlockRows {
 
 impl BlockRows {
     /// Returns the bytes of a whole block.
-    pub fn block_bytes(&self) -> usize {
+    pub(super) fn block_bytes(&self) -> usize {
         self.pitch * self.count
     }
 
     /// Returns the bytes that are moved of a block.
-    pub fn bytes(&self) -> usize {
+    pub(super) fn bytes(&self) -> usize {
         self.width * self.count
     }
 
     /// Returns whether whole blocks are moved.
-    pub fn are_whole(&self) -> bool {
+    pub(super) fn are_whole(&self) -> bool {
         self.width == self.pitch
     }
 }

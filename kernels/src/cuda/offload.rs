@@ -38,7 +38,7 @@ pub(super) struct CudaOffload {
 }
 
 impl CudaOffload {
-    pub fn new(blocks: Arc<dyn RemoteBlocks>, parts: Vec<Arc<DeviceKv>>) -> Self {
+    pub(super) fn new(blocks: Arc<dyn RemoteBlocks>, parts: Vec<Arc<DeviceKv>>) -> Self {
         Self { blocks, parts }
     }
 }

@@ -63,7 +63,7 @@ pub(super) fn mask_words(limits: &BatchLimits) -> usize {
 }
 
 impl Sampler {
-    pub fn new(
+    pub(super) fn new(
         memory: &DeviceMemory,
         backend: &CudaBackend,
         limits: &BatchLimits,
@@ -94,35 +94,35 @@ impl Sampler {
     }
 
     /// Clears the scratch memory before the first launch.
-    pub fn clear(&self, stream: &Stream<HostToDevice>) -> Result<(), CudaError> {
+    pub(super) fn clear(&self, stream: &Stream<HostToDevice>) -> Result<(), CudaError> {
         self.scratch.fill(0, stream)
     }
 
-    pub fn masks(&self) -> &Range {
+    pub(super) fn masks(&self) -> &Range {
         &self.masks
     }
 
     /// Returns the range of the results, one per sample.
-    pub fn results(&self) -> &Range {
+    pub(super) fn results(&self) -> &Range {
         &self.results
     }
 
     /// Returns the range of the log-probabilities, a fixed number per sample.
-    pub fn top(&self) -> &Range {
+    pub(super) fn top(&self) -> &Range {
         &self.top
     }
 
-    pub fn rows_gathered(&self) -> u64 {
+    pub(super) fn rows_gathered(&self) -> u64 {
         self.rows_gathered
     }
 
     /// Adds gathered rows: `reported`, which the device has counted, or all `samples` if logits are always
     /// gathered.
-    pub fn add_gathered(&mut self, reported: u64, samples: u64) {
+    pub(super) fn add_gathered(&mut self, reported: u64, samples: u64) {
         self.rows_gathered += if self.whole.is_some() { samples } else { reported };
     }
 
-    pub fn sample(
+    pub(super) fn sample(
         &self,
         backend: &CudaBackend,
         logits: &CudaBuffer,

@@ -60,7 +60,7 @@ enum Epilogue<'a> {
 const SQUARES_ROWS: usize = 256;
 
 impl Skinny {
-    pub fn new(
+    pub(super) fn new(
         memory: &DeviceMemory,
         library: &KernelLibrary,
         is_on: bool,
@@ -75,7 +75,7 @@ impl Skinny {
     }
 
     /// Bytes that [`new`](Self::new) cuts from the workspace.
-    pub const BYTES: usize = SQUARES_ROWS * WIDTH_MAX / TILE_MIN * size_of::<f32>();
+    pub(super) const BYTES: usize = SQUARES_ROWS * WIDTH_MAX / TILE_MIN * size_of::<f32>();
 }
 
 impl CudaBackend {

@@ -110,7 +110,7 @@ pub(super) type SlotRange = (usize, usize);
 
 impl StagingMemory {
     /// Allocates the slots. `lanes` is the largest number of communicators per link.
-    pub fn new(
+    pub(super) fn new(
         kv: &DeviceKv,
         slots: usize,
         slot_bytes: usize,
@@ -137,12 +137,12 @@ impl StagingMemory {
     }
 
     /// Returns the memory of all slots, contiguous.
-    pub fn memory(&self) -> &Range {
+    pub(super) fn memory(&self) -> &Range {
         &self.memory
     }
 
     /// Makes `stream` wait until all slots are free.
-    pub fn await_all<R: StreamRole>(&self, stream: &Stream<R>) -> Result<(), CudaError> {
+    pub(super) fn await_all<R: StreamRole>(&self, stream: &Stream<R>) -> Result<(), CudaError> {
         self.slots.iter().try_for_each(|slot| stream.wait(&slot.emptied))
     }
 
@@ -151,7 +151,7 @@ impl StagingMemory {
     ///
     /// # Safety
     /// Nothing writes the blocks before that operation is complete.
-    pub unsafe fn send<R: StreamRole, E: From<CudaError>>(
+    pub(super) unsafe fn send<R: StreamRole, E: From<CudaError>>(
         &mut self,
         kv: &DeviceKv,
         rows: &BlockRows,
@@ -178,7 +178,7 @@ impl StagingMemory {
     ///
     /// # Safety
     /// Nothing else reads or writes the blocks until that mark is reached, or [`drain`](Self::drain) has returned.
-    pub unsafe fn receive<R: StreamRole, E: From<CudaError>>(
+    pub(super) unsafe fn receive<R: StreamRole, E: From<CudaError>>(
         &mut self,
         kv: &DeviceKv,
         rows: &BlockRows,
@@ -200,12 +200,12 @@ impl StagingMemory {
     }
 
     /// Returns the stream of the copies.
-    pub fn copies(&self) -> &Stream<StagingCopies> {
+    pub(super) fn copies(&self) -> &Stream<StagingCopies> {
         &self.copies
     }
 
     /// Marks the end of all work so far on the stream of a lane. Within a channel a lane always has the same stream.
-    pub fn mark_lane<R: StreamRole>(
+    pub(super) fn mark_lane<R: StreamRole>(
         &mut self,
         lane: usize,
         stream: &Stream<R>,
@@ -214,7 +214,7 @@ impl StagingMemory {
     }
 
     /// Marks the end of all copies so far.
-    pub fn mark_copies(&mut self) -> Result<StreamMark, CudaError> {
+    pub(super) fn mark_copies(&mut self) -> Result<StreamMark, CudaError> {
         self.copied.mark(&self.copies)
     }
 
@@ -227,7 +227,7 @@ impl StagingMemory {
     }
 
     /// Waits until the copies and the communicators' streams are idle.
-    pub fn drain<R: StreamRole>(
+    pub(super) fn drain<R: StreamRole>(
         &mut self,
         streams: &[Stream<R>],
         time_out: Duration,

@@ -56,7 +56,7 @@ pub(super) struct StreamMark {
 }
 
 impl StreamProgress {
-    pub fn new(context: &Arc<Context>) -> Result<Self, CudaError> {
+    pub(super) fn new(context: &Arc<Context>) -> Result<Self, CudaError> {
         let reached =
             Arc::new(ReachedNumber(PinnedMemory::zeroed(context, "the progress of a stream", 1)?));
         Ok(Self { reached, marks: 0 })
@@ -64,7 +64,10 @@ impl StreamProgress {
 
     /// Marks the end of all work in the stream so far. Every call must pass the same stream, or another
     /// stream once the work of the earlier stream is complete.
-    pub fn mark<R: StreamRole>(&mut self, stream: &Stream<R>) -> Result<StreamMark, CudaError> {
+    pub(super) fn mark<R: StreamRole>(
+        &mut self,
+        stream: &Stream<R>,
+    ) -> Result<StreamMark, CudaError> {
         self.marks += 1;
         let (number, address) = (self.marks, self.reached.0.base() as sys::CUdeviceptr);
         let barrier = sys::CUstreamWriteValue_flags::CU_STREAM_WRITE_VALUE_DEFAULT as u32;
@@ -78,14 +81,14 @@ impl StreamProgress {
 
 impl StreamMark {
     /// Returns whether the marked work is complete.
-    pub fn is_reached(&self) -> bool {
+    pub(super) fn is_reached(&self) -> bool {
         self.reached.number() >= self.number
     }
 
     /// Waits until the marked work is complete. `done`: an event recorded just before the mark. After an error of the
     /// context no work is in flight. There is no deadline. Most polls make no driver call, because another thread's call
     /// may hold the context's lock.
-    pub fn wait(&self, done: &Event) -> Result<(), CudaError> {
+    pub(super) fn wait(&self, done: &Event) -> Result<(), CudaError> {
         let began = Instant::now();
         let mut pauses: u32 = 0;
         while !self.is_reached() {

@@ -89,23 +89,23 @@ const HEADING: &str = "baton gemms 1";
 const FILE_BYTES_MAX: u64 = 16 << 20;
 
 impl TuningTable {
-    pub fn new(machine: String) -> Self {
+    pub(super) fn new(machine: String) -> Self {
         Self { machine, algorithms: HashMap::new() }
     }
 
     /// Returns the algorithm that was tuned for this shape's row step.
-    pub fn get(&self, shape: &GemmShape) -> Option<Algorithm> {
+    pub(super) fn get(&self, shape: &GemmShape) -> Option<Algorithm> {
         self.algorithms.get(&GemmShape { rows: row_step(shape.rows), ..*shape }).copied()
     }
 
     /// Inserts an algorithm; `shape.rows` is one of [`row_steps`].
-    pub fn insert(&mut self, shape: GemmShape, algorithm: Algorithm) {
+    pub(super) fn insert(&mut self, shape: GemmShape, algorithm: Algorithm) {
         debug_assert_eq!(shape.rows, row_step(shape.rows));
         self.algorithms.insert(shape, algorithm);
     }
 
     /// Adds the contents of this machine's file in `folder`. A missing file is not an error.
-    pub fn read(&mut self, folder: &Path) -> Result<(), String> {
+    pub(super) fn read(&mut self, folder: &Path) -> Result<(), String> {
         let path = self.path(folder);
         let failed =
             |reason: &dyn std::fmt::Display| format!("cannot read {}: {reason}", path.display());
@@ -125,7 +125,7 @@ impl TuningTable {
 
     /// Merges this table into the folder's file of this machine and replaces the file atomically. Of two
     /// concurrent writers, one is lost and its shapes are timed again at the next start.
-    pub fn write(&mut self, folder: &Path) -> Result<(), String> {
+    pub(super) fn write(&mut self, folder: &Path) -> Result<(), String> {
         // Another rank has other shapes and may have written since this rank read the file.
         let mut there = Self::new(self.machine.clone());
         if there.read(folder).is_ok() {

@@ -89,7 +89,7 @@ pub(super) enum ReaderShare {
 }
 
 impl Uploads {
-    pub fn new(context: &Arc<Context>, share: ReaderShare) -> Result<Self, CudaError> {
+    pub(super) fn new(context: &Arc<Context>, share: ReaderShare) -> Result<Self, CudaError> {
         let cpus = thread::available_parallelism().map_or(1, usize::from);
         let threads = match share {
             ReaderShare::All => cpus,
@@ -108,12 +108,12 @@ impl Uploads {
     }
 
     /// Waits for the copies in flight.
-    pub fn finish(&mut self) -> Result<(), CudaError> {
+    pub(super) fn finish(&mut self) -> Result<(), CudaError> {
         self.buffers.finish(CopyInFlight::finish)
     }
 
     /// Enqueues a copy of `bytes`.
-    pub fn bytes(&mut self, bytes: &[u8], to: &Range) -> Result<(), CudaError> {
+    pub(super) fn bytes(&mut self, bytes: &[u8], to: &Range) -> Result<(), CudaError> {
         for (index, piece) in bytes.chunks(BUFFER_BYTES).enumerate() {
             let (mut pinned, done) = self.buffer()?;
             pinned[..piece.len()].copy_from_slice(piece);
@@ -128,7 +128,11 @@ impl Uploads {
     }
 
     /// Reads a matrix into its place and enqueues the copies. The last copies may be in flight on return.
-    pub fn matrix(&mut self, source: &dyn RowSource, to: &CudaMatrix) -> Result<(), CudaError> {
+    pub(super) fn matrix(
+        &mut self,
+        source: &dyn RowSource,
+        to: &CudaMatrix,
+    ) -> Result<(), CudaError> {
         match &to.scales {
             None => self.rows(source, to.dtype, &to.data),
             Some(scales) => self.fp8_rows(source, &to.data, scales),

@@ -29,7 +29,7 @@ const WARM_UP: u32 = 10;
 const DEADLINE: Duration = Duration::from_secs(3600);
 
 #[derive(Args)]
-pub struct AdmissionArgs {
+pub(crate) struct AdmissionArgs {
     /// Cached blocks of each prompt; a block has 16 tokens.
     #[arg(long, default_value_t = 8750, value_parser = clap::value_parser!(u32).range(1..=65_536))]
     blocks: u32,
@@ -66,7 +66,7 @@ struct TurnTimes {
     prefill: Percentiles,
 }
 
-pub fn run(args: AdmissionArgs) -> Result<()> {
+pub(crate) fn run(args: AdmissionArgs) -> Result<()> {
     let report = AdmissionReport {
         blocks: args.blocks,
         without_tiers_us: measure(&args, false)?,

@@ -12,15 +12,15 @@ use credentials::{ClusterTls, Reloaded};
 use rcgen::{BasicConstraints, CertificateParams, CertifiedIssuer, IsCa, KeyPair};
 
 /// The names of the certificate: a host for clients, and the cluster.
-pub const NAMES: [&str; 2] = ["localhost", "baton"];
+pub(crate) const NAMES: [&str; 2] = ["localhost", "baton"];
 
 #[derive(Args)]
-pub struct CertificatesArgs {
+pub(crate) struct CertificatesArgs {
     /// Folder for ca.crt, tls.crt and tls.key.
     folder: PathBuf,
 }
 
-pub fn run(args: CertificatesArgs) -> Result<()> {
+pub(crate) fn run(args: CertificatesArgs) -> Result<()> {
     let mut params = CertificateParams::default();
     params.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
     let authority = CertifiedIssuer::self_signed(params, KeyPair::generate()?)?;
@@ -38,12 +38,12 @@ pub fn run(args: CertificatesArgs) -> Result<()> {
 }
 
 /// Returns the files of CA certificate, certificate and key.
-pub fn files(folder: &Path) -> [PathBuf; 3] {
+pub(crate) fn files(folder: &Path) -> [PathBuf; 3] {
     ["ca.crt", "tls.crt", "tls.key"].map(|name| folder.join(name))
 }
 
 /// Reads the certificate as that of a cluster.
-pub fn cluster_tls(folder: &Path) -> Result<Arc<Reloaded<ClusterTls>>> {
+pub(crate) fn cluster_tls(folder: &Path) -> Result<Arc<Reloaded<ClusterTls>>> {
     let [ca, cert, key] = files(folder);
     ClusterTls::read(&cert, &key, &ca, NAMES[1]).map(Arc::new).map_err(Error::msg)
 }

@@ -30,7 +30,7 @@ const BROADCAST: &str = "all";
 const FOUND: &str = "row";
 
 #[derive(Args)]
-pub struct CollectivesArgs {
+pub(crate) struct CollectivesArgs {
     /// Indices or UUIDs of 2, 4 or 8 GPUs.
     #[arg(long, default_value = "0,1", value_delimiter = ',')]
     gpus: Vec<String>,
@@ -79,7 +79,7 @@ struct CollectivesReport {
     rows: Vec<AllReduceLatency>,
 }
 
-pub fn run(args: CollectivesArgs) -> Result<()> {
+pub(crate) fn run(args: CollectivesArgs) -> Result<()> {
     check(&args)?;
     if let Some(rank) = args.rank {
         return rank::run(&args, rank);

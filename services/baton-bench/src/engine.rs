@@ -12,7 +12,7 @@ use kernels::{
 };
 
 #[derive(Args)]
-pub struct EngineVariantArgs {
+pub(crate) struct EngineVariantArgs {
     #[command(flatten)]
     engine: EngineArgs,
     /// CPU instruction set [default: the fastest that the machine has].
@@ -72,7 +72,7 @@ fn parse_isa(text: &str) -> Result<Isa, String> {
     Isa::of_name(text).ok_or_else(|| format!("expected one of {}", names()))
 }
 
-pub fn run(args: EngineVariantArgs) -> Result<()> {
+pub(crate) fn run(args: EngineVariantArgs) -> Result<()> {
     engine::run(args.with_variant()?)
 }
 

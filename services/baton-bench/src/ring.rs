@@ -31,7 +31,7 @@ const WARM_UP: u32 = 100;
 const BLOCK_TOKENS: u32 = 16;
 
 #[derive(Args)]
-pub struct RingArgs {
+pub(crate) struct RingArgs {
     /// Number of ranks.
     #[arg(long, default_value_t = 4, value_parser = clap::value_parser!(u32).range(1..=16))]
     readers: u32,
@@ -92,7 +92,7 @@ impl PlanLatency {
     }
 }
 
-pub fn run(args: RingArgs) -> Result<()> {
+pub(crate) fn run(args: RingArgs) -> Result<()> {
     if let Some(spec) = &args.spec {
         return read(spec, Duration::from_micros(args.spin_us));
     }

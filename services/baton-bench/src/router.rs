@@ -50,7 +50,7 @@ const PROMPT: [u32; 10] = [1000, 1001, 1002, 1003, 1004, 1005, 1006, 1007, 1008,
 const CONTENT: &str = "Which city is the capital of France, and why?";
 
 #[derive(Args)]
-pub struct RouterArgs {
+pub(crate) struct RouterArgs {
     /// Program of the router.
     #[arg(long, value_name = "PATH")]
     router: PathBuf,
@@ -94,7 +94,7 @@ struct RouterReport {
     token_us: f64,
 }
 
-pub fn run(args: RouterArgs) -> Result<()> {
+pub(crate) fn run(args: RouterArgs) -> Result<()> {
     let certificates = args.certificates.as_deref();
     let node = StandIn::start(ClusterSecret::new(SECRET)?, certificates)?;
     let router = RouterProcess::start(&args.router, &args.model, &node, certificates)?;

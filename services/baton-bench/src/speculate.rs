@@ -73,7 +73,7 @@ class Account:
 ```"#;
 
 #[derive(Args, Clone)]
-pub struct SpeculateArgs {
+pub(crate) struct SpeculateArgs {
     /// Model: a GGUF file, a Hugging Face folder, or a name that `baton model list` prints.
     #[arg(long, default_value = "smollm2-135m")]
     model: String,
@@ -131,7 +131,7 @@ struct RunResult {
     speculated: SpeculationStats,
 }
 
-pub fn run(args: SpeculateArgs) -> Result<()> {
+pub(crate) fn run(args: SpeculateArgs) -> Result<()> {
     ensure!(
         args.ngram_min <= args.ngram_max,
         "invalid --ngram-min: it is greater than --ngram-max"

@@ -61,7 +61,7 @@ const ANSWER: &str = "sender: ";
 const WARM_UP: usize = 3;
 
 #[derive(Args)]
-pub struct TransferArgs {
+pub(crate) struct TransferArgs {
     /// Transports to measure.
     #[arg(long, value_enum, default_value = "auto", value_delimiter = ',')]
     transport: Vec<TransportArg>,
@@ -151,7 +151,7 @@ enum Gather {
     Kernel,
 }
 
-pub fn run(args: TransferArgs) -> Result<()> {
+pub(crate) fn run(args: TransferArgs) -> Result<()> {
     check(&args)?;
     if !args.gpus.is_empty() {
         // Before the first thread, because it changes the environment; the sender does the same.

@@ -14,7 +14,7 @@ const VARIABLE: &str = "BATON_API_KEY";
 
 /// Flags of commands that call a router.
 #[derive(Args, Clone, Default)]
-pub struct ClientArgs {
+pub(crate) struct ClientArgs {
     /// File with the API key for the router. Without the flag the variable BATON_API_KEY has the key, if the router
     /// needs one.
     #[arg(long, value_name = "FILE")]
@@ -29,11 +29,11 @@ pub struct ClientArgs {
 
 impl ClientArgs {
     /// Returns the client that sends the key. The time-out is that of a connection.
-    pub fn client(&self, connect_timeout: Duration) -> Result<HttpClient> {
+    pub(crate) fn client(&self, connect_timeout: Duration) -> Result<HttpClient> {
         Ok(HttpClient::new(self.connector(connect_timeout)?).with_key(self.authorization()?))
     }
 
-    pub fn connector(&self, connect_timeout: Duration) -> Result<Connector> {
+    pub(crate) fn connector(&self, connect_timeout: Duration) -> Result<Connector> {
         let connector = Connector::new(connect_timeout);
         let tls = match (&self.ca, &self.server_cert) {
             (Some(ca), _) => client_config(Some(&SettingFile::new("--ca", ca))),
@@ -44,7 +44,7 @@ impl ClientArgs {
     }
 
     /// Returns the value of the header `authorization`.
-    pub fn authorization(&self) -> Result<Option<HeaderValue>> {
+    pub(crate) fn authorization(&self) -> Result<Option<HeaderValue>> {
         let (source, key) = match &self.api_key_file {
             Some(file) => {
                 let key = fs::read_to_string(file)

@@ -26,7 +26,7 @@ use tower::Service;
 
 /// Opens connections to the hosts of URLs.
 #[derive(Clone)]
-pub struct Connector {
+pub(crate) struct Connector {
     tls: Arc<ClientConfig>,
     connect_timeout: Duration,
     /// Address to connect to in place of the addresses of the URL's host.
@@ -35,23 +35,23 @@ pub struct Connector {
 
 impl Connector {
     /// Returns a connector that trusts Mozilla's root certificates. The time-out includes the handshake.
-    pub fn new(connect_timeout: Duration) -> Self {
+    pub(crate) fn new(connect_timeout: Duration) -> Self {
         let tls = client_config(None).expect("the built-in root certificates are valid");
         Self { tls: Arc::new(tls), connect_timeout, address: None }
     }
 
-    pub fn with_tls(self, tls: ClientConfig) -> Self {
+    pub(crate) fn with_tls(self, tls: ClientConfig) -> Self {
         Self { tls: Arc::new(tls), ..self }
     }
 
     /// Offers HTTP/2 only, for gRPC.
-    pub fn for_http2(self) -> Self {
+    pub(crate) fn for_http2(self) -> Self {
         let mut tls = (*self.tls).clone();
         tls.alpn_protocols = vec![b"h2".to_vec()];
         self.with_tls(tls)
     }
 
-    pub fn at(self, address: SocketAddr) -> Self {
+    pub(crate) fn at(self, address: SocketAddr) -> Self {
         Self { address: Some(address), ..self }
     }
 
@@ -125,7 +125,7 @@ trait Io: AsyncRead + AsyncWrite + Send + Unpin {}
 impl<T: AsyncRead + AsyncWrite + Send + Unpin> Io for T {}
 
 /// A connection, with or without TLS.
-pub struct ConnectorStream(TokioIo<Box<dyn Io>>);
+pub(crate) struct ConnectorStream(TokioIo<Box<dyn Io>>);
 
 impl ConnectorStream {
     fn new(stream: impl Io + 'static) -> Self {

@@ -13,14 +13,14 @@ use serde_json::Value;
 use crate::{connector::Connector, sse::SseReader};
 
 /// Deadline of a request whose body is read whole, unless [`HttpClient::within`] sets another one.
-pub const GET_WITHIN: Duration = Duration::from_secs(10);
+pub(crate) const GET_WITHIN: Duration = Duration::from_secs(10);
 /// Maximum size of a response body that is read whole.
 const WHOLE_BODY_MAX: usize = 16 << 20;
 /// Maximum length of an error's text that is not JSON.
 const TEXT_CHARS_MAX: usize = 200;
 
 #[derive(Clone)]
-pub struct HttpClient {
+pub(crate) struct HttpClient {
     inner: Client<Connector, Full<Bytes>>,
     get_within: Duration,
     /// Header `authorization` of every request.
@@ -28,17 +28,17 @@ pub struct HttpClient {
 }
 
 impl HttpClient {
-    pub fn new(connector: Connector) -> Self {
+    pub(crate) fn new(connector: Connector) -> Self {
         let inner = Client::builder(TokioExecutor::new()).build(connector);
         Self { inner, get_within: GET_WITHIN, authorization: None }
     }
 
     /// Sets the deadline of a request whose body is read whole.
-    pub fn within(self, get_within: Duration) -> Self {
+    pub(crate) fn within(self, get_within: Duration) -> Self {
         Self { get_within, ..self }
     }
 
-    pub fn with_key(self, authorization: Option<HeaderValue>) -> Self {
+    pub(crate) fn with_key(self, authorization: Option<HeaderValue>) -> Self {
         Self { authorization, ..self }
     }
 
@@ -50,7 +50,7 @@ impl HttpClient {
     }
 
     /// Sends a JSON body and passes the data of each server-sent event of the response to `on_event`.
-    pub async fn post_for_events(
+    pub(crate) async fn post_for_events(
         &self,
         url: &str,
         headers: &[(&str, &str)],
@@ -81,17 +81,21 @@ impl HttpClient {
     }
 
     /// Returns status and whole body of a GET, within the deadline.
-    pub async fn get(&self, url: &str) -> Result<(http::StatusCode, Bytes)> {
+    pub(crate) async fn get(&self, url: &str) -> Result<(http::StatusCode, Bytes)> {
         self.request("GET", url).await
     }
 
     /// Returns status and whole body of a request without a body, within the deadline.
-    pub async fn request(&self, method: &str, url: &str) -> Result<(http::StatusCode, Bytes)> {
+    pub(crate) async fn request(
+        &self,
+        method: &str,
+        url: &str,
+    ) -> Result<(http::StatusCode, Bytes)> {
         self.request_with(method, url, None).await
     }
 
     /// Returns status and whole body of a request, within the deadline.
-    pub async fn request_with(
+    pub(crate) async fn request_with(
         &self,
         method: &str,
         url: &str,
@@ -119,13 +123,13 @@ impl HttpClient {
 }
 
 /// Returns the JSON of a successful response.
-pub fn json_answer(url: &str, body: &[u8]) -> Result<Value> {
+pub(crate) fn json_answer(url: &str, body: &[u8]) -> Result<Value> {
     serde_json::from_slice(body)
         .with_context(|| format!("cannot read the answer of {url}; expected JSON"))
 }
 
 /// Returns the message of an error response: of the API, or the text of a proxy.
-pub fn error_message(body: &[u8]) -> String {
+pub(crate) fn error_message(body: &[u8]) -> String {
     let error: Value = serde_json::from_slice(body).unwrap_or_default();
     match error["error"]["message"].as_str() {
         Some(message) => message.to_owned(),

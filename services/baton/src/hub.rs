@@ -43,7 +43,7 @@ const POLL_INTERVAL: Duration = Duration::from_millis(200);
 const LOCK_FILE: &str = ".baton-fetch.lock";
 
 /// Settings from the environment variables of the hub's own tools.
-pub struct HubSettings {
+pub(crate) struct HubSettings {
     hub: Hub,
     endpoint: Option<String>,
     token: Option<String>,
@@ -51,7 +51,7 @@ pub struct HubSettings {
 }
 
 impl HubSettings {
-    pub fn from_process() -> Result<Self> {
+    pub(crate) fn from_process() -> Result<Self> {
         let hub = Hub::new(&config::environment_of(env::vars_os())?);
         let set = |name: &str| {
             let value = env::var(name).ok().map(|value| value.trim().to_owned());
@@ -73,7 +73,7 @@ impl HubSettings {
 /// Returns the model's path in the cache. Downloads the model if the cache lacks it. With `update`, queries
 /// the hub for the revision's current commit and downloads missing files, except offline if the model is
 /// cached.
-pub fn obtain(model: &HubModel, parts: Parts, update: bool) -> Result<PathBuf> {
+pub(crate) fn obtain(model: &HubModel, parts: Parts, update: bool) -> Result<PathBuf> {
     let settings = HubSettings::from_process()?;
     if let Some(path) = settings.hub.find(model, parts)
         && (!update || settings.offline)

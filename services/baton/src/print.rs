@@ -17,7 +17,7 @@ macro_rules! println {
 }
 
 /// Prints the text. Ends the process if the pipe is closed, and panics if the text cannot be written for another reason.
-pub fn print(text: fmt::Arguments<'_>) {
+pub(crate) fn print(text: fmt::Arguments<'_>) {
     match io::stdout().lock().write_fmt(text) {
         Ok(()) => {}
         Err(error) if error.kind() == ErrorKind::BrokenPipe => process::exit(0),

@@ -20,16 +20,16 @@ use crate::bench::stats::WorkloadRng;
 
 const CSV_HEADER: &str = "TIMESTAMP,ContextTokens,GeneratedTokens";
 /// Prompt tokens of an id in `hash_ids`.
-pub const HASHED_TOKENS: usize = 512;
+pub(crate) const HASHED_TOKENS: usize = 512;
 const TOKENS_MAX: u32 = 1_000_000;
 /// Maximum time from the first request to the last.
-pub const SPAN_DAYS_MAX: f64 = 366.0;
+pub(crate) const SPAN_DAYS_MAX: f64 = 366.0;
 /// Maximum length of a line; the longest Mooncake lines have about 3 KB.
 const LINE_BYTES_MAX: u64 = 1 << 20;
 
 /// A recorded request.
 #[derive(Clone, Debug, PartialEq)]
-pub struct RecordedRequest {
+pub(crate) struct RecordedRequest {
     /// Seconds since the first request of the trace.
     pub arrives_at: f64,
     pub input_tokens: u32,
@@ -40,7 +40,7 @@ pub struct RecordedRequest {
 impl RecordedRequest {
     /// Returns the prompt. Under one seed, equal `hash_ids` give equal tokens; `rng` draws the tokens after those of
     /// the last id.
-    pub fn prompt(
+    pub(crate) fn prompt(
         &self,
         seed: u64,
         tokens: &RangeInclusive<u32>,
@@ -62,7 +62,7 @@ impl RecordedRequest {
 
 /// The first requests of a trace.
 #[derive(Clone, Debug)]
-pub struct RequestTrace {
+pub(crate) struct RequestTrace {
     rows: Vec<RecordedRequest>,
     /// Requests that were left out because the model's context is shorter.
     pub too_long: usize,
@@ -80,7 +80,7 @@ struct MooncakeRow {
 
 impl RequestTrace {
     /// Reads the first `count` requests. Errors name file and line.
-    pub fn read(path: &Path, count: u32) -> Result<Self> {
+    pub(crate) fn read(path: &Path, count: u32) -> Result<Self> {
         let name = || format!("cannot read the trace {}", path.display());
         let file = File::open(path).with_context(name)?;
         Self::parse(BufReader::new(file), count).with_context(name)
@@ -123,7 +123,7 @@ impl RequestTrace {
     }
 
     /// Leaves out the requests that are longer than the model's context.
-    pub fn fit(&mut self, sequence_tokens_max: u32) -> Result<()> {
+    pub(crate) fn fit(&mut self, sequence_tokens_max: u32) -> Result<()> {
         let all = self.rows.len();
         self.rows.retain(|row| {
             row.input_tokens.saturating_add(row.output_tokens) <= sequence_tokens_max
@@ -137,17 +137,17 @@ impl RequestTrace {
         Ok(())
     }
 
-    pub fn len(&self) -> usize {
+    pub(crate) fn len(&self) -> usize {
         self.rows.len()
     }
 
     /// Returns the requests in the order of their arrival.
-    pub fn rows(&self) -> &[RecordedRequest] {
+    pub(crate) fn rows(&self) -> &[RecordedRequest] {
         &self.rows
     }
 
     /// Returns the mean lengths of prompts and answers in tokens.
-    pub fn mean_tokens(&self) -> (f64, f64) {
+    pub(crate) fn mean_tokens(&self) -> (f64, f64) {
         let mean = |tokens: fn(&RecordedRequest) -> u32| {
             let sum: f64 = self.rows.iter().map(|row| f64::from(tokens(row))).sum();
             sum / self.rows.len() as f64

@@ -6,14 +6,14 @@ use anyhow::{Context, Result, ensure};
 const LINE_BYTES_MAX: usize = 4 << 20;
 
 #[derive(Default)]
-pub struct SseReader {
+pub(crate) struct SseReader {
     line: Vec<u8>,
     data: String,
 }
 
 impl SseReader {
     /// Parses the next bytes and appends the data of each completed event to `events`.
-    pub fn push(&mut self, bytes: &[u8], events: &mut Vec<String>) -> Result<()> {
+    pub(crate) fn push(&mut self, bytes: &[u8], events: &mut Vec<String>) -> Result<()> {
         let mut rest = bytes;
         while let Some(end) = rest.iter().position(|&byte| byte == b'\n') {
             self.line.extend_from_slice(&rest[..end]);

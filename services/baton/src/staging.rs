@@ -16,14 +16,14 @@ const PREFIX: &str = ".baton-fetch-";
 const TRIES: u32 = 1000;
 
 /// An empty folder that is locked until it is deleted; dropping deletes it.
-pub struct Staging {
+pub(crate) struct Staging {
     pub folder: TempDir,
     _lock: File,
 }
 
 impl Staging {
     /// Creates a folder in `parent`. Deletes folders of dead processes.
-    pub fn create(parent: &Path) -> Result<Self> {
+    pub(crate) fn create(parent: &Path) -> Result<Self> {
         let cannot = || format!("cannot create a folder in {}", parent.display());
         fs::create_dir_all(parent).with_context(cannot)?;
         remove_abandoned(parent);

@@ -31,7 +31,7 @@ use crate::event::SequenceId;
 
 /// State of a block.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum BlockState {
+pub(crate) enum BlockState {
     Free,
     Cached,
     /// `refs` is at least 1.
@@ -101,7 +101,7 @@ struct Block {
 ///
 /// Misuse (releasing a block that is not held, pinning a free block) is a bug of the caller and panics.
 #[derive(Debug)]
-pub struct BlockPool {
+pub(crate) struct BlockPool {
     blocks: Vec<Block>,
     free: Vec<BlockId>,
     /// Cached blocks that are not kept.
@@ -121,7 +121,7 @@ pub struct BlockPool {
 }
 
 impl BlockPool {
-    pub fn new(block_count: u32) -> Self {
+    pub(crate) fn new(block_count: u32) -> Self {
         let block = Block {
             state: BlockState::Free,
             pins: 0,
@@ -146,45 +146,45 @@ impl BlockPool {
         }
     }
 
-    pub fn counts(&self) -> BlockCounts {
+    pub(crate) fn counts(&self) -> BlockCounts {
         self.counts
     }
 
-    pub fn total(&self) -> u32 {
+    pub(crate) fn total(&self) -> u32 {
         self.blocks.len() as u32
     }
 
     /// Returns how many blocks an allocation could take now.
-    pub fn available(&self) -> u32 {
+    pub(crate) fn available(&self) -> u32 {
         self.evictable() - self.cached_copying
     }
 
     /// Returns how many blocks an allocation could take once all saves have ended.
-    pub fn evictable(&self) -> u32 {
+    pub(crate) fn evictable(&self) -> u32 {
         self.counts.free + self.counts.cached
     }
 
     /// Returns the number of cached blocks that are kept.
-    pub fn kept_blocks(&self) -> u32 {
+    pub(crate) fn kept_blocks(&self) -> u32 {
         self.kept_blocks
     }
 
-    pub fn state(&self, block: BlockId) -> BlockState {
+    pub(crate) fn state(&self, block: BlockId) -> BlockState {
         self.blocks[block.index()].state
     }
 
-    pub fn pins(&self, block: BlockId) -> u32 {
+    pub(crate) fn pins(&self, block: BlockId) -> u32 {
         self.blocks[block.index()].pins
     }
 
     /// Returns whether the prefix cache knows the contents of this block.
-    pub fn is_retained(&self, block: BlockId) -> bool {
+    pub(crate) fn is_retained(&self, block: BlockId) -> bool {
         self.blocks[block.index()].retained
     }
 
     /// Takes `count` blocks, held with one reference or reserved for an incoming transfer, and appends evicted
     /// blocks to `evicted`. Returns `None` and takes nothing when fewer blocks are available.
-    pub fn take(
+    pub(crate) fn take(
         &mut self,
         count: u32,
         state: BlockState,
@@ -224,7 +224,7 @@ impl BlockPool {
     }
 
     /// Adds a reference to a cached or held block.
-    pub fn hold(&mut self, block: BlockId) {
+    pub(crate) fn hold(&mut self, block: BlockId) {
         match self.state(block) {
             BlockState::Cached => {
                 self.unlink(block);
@@ -243,7 +243,7 @@ impl BlockPool {
 
     /// Drops a reference. With the last one the block becomes cached if its contents are retained,
     /// free otherwise.
-    pub fn release(&mut self, block: BlockId) {
+    pub(crate) fn release(&mut self, block: BlockId) {
         let BlockState::Held { refs } = self.state(block) else {
             panic!("block {} is {:?} and cannot be released", block.0, self.state(block));
         };
@@ -269,7 +269,7 @@ impl BlockPool {
     }
 
     /// Marks a held block as known to the prefix cache.
-    pub fn retain(&mut self, block: BlockId) {
+    pub(crate) fn retain(&mut self, block: BlockId) {
         assert!(
             matches!(self.state(block), BlockState::Held { .. }),
             "only a held block can be retained"
@@ -278,7 +278,7 @@ impl BlockPool {
     }
 
     /// Turns a reserved block that the transfer has written into a held block with one reference.
-    pub fn accept(&mut self, block: BlockId, owner: SequenceId) {
+    pub(crate) fn accept(&mut self, block: BlockId, owner: SequenceId) {
         self.assert_reserved(block, owner);
         self.counts.reserved -= 1;
         self.counts.held += 1;
@@ -287,7 +287,7 @@ impl BlockPool {
     }
 
     /// Frees a reserved block after a failed transfer, when no write can land.
-    pub fn cancel_reservation(&mut self, block: BlockId, owner: SequenceId) {
+    pub(crate) fn cancel_reservation(&mut self, block: BlockId, owner: SequenceId) {
         self.assert_reserved(block, owner);
         self.counts.reserved -= 1;
         self.put_free(block);
@@ -295,7 +295,7 @@ impl BlockPool {
     }
 
     /// Pins a held block for a DMA read.
-    pub fn pin(&mut self, block: BlockId) {
+    pub(crate) fn pin(&mut self, block: BlockId) {
         let BlockState::Held { refs } = self.state(block) else {
             panic!("block {} is {:?} and cannot be pinned", block.0, self.state(block));
         };
@@ -305,14 +305,14 @@ impl BlockPool {
     }
 
     /// Unpins a block after its DMA read.
-    pub fn unpin(&mut self, block: BlockId) {
+    pub(crate) fn unpin(&mut self, block: BlockId) {
         let entry = &mut self.blocks[block.index()];
         assert!(entry.pins > 0, "block {} is not pinned", block.0);
         entry.pins -= 1;
     }
 
     /// Marks a retained block as the source of a save.
-    pub fn begin_copy(&mut self, block: BlockId) {
+    pub(crate) fn begin_copy(&mut self, block: BlockId) {
         let entry = &mut self.blocks[block.index()];
         assert!(entry.retained && !entry.copying, "block {} cannot be saved", block.0);
         entry.copying = true;
@@ -320,7 +320,7 @@ impl BlockPool {
     }
 
     /// Ends the copy of a save.
-    pub fn end_copy(&mut self, block: BlockId) {
+    pub(crate) fn end_copy(&mut self, block: BlockId) {
         let entry = &mut self.blocks[block.index()];
         assert!(entry.copying, "block {} is not the source of a save", block.0);
         entry.copying = false;
@@ -328,7 +328,7 @@ impl BlockPool {
     }
 
     /// Returns whether a save reads the block.
-    pub fn is_copying(&self, block: BlockId) -> bool {
+    pub(crate) fn is_copying(&self, block: BlockId) -> bool {
         self.blocks[block.index()].copying
     }
 

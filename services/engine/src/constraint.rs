@@ -133,23 +133,23 @@ impl From<Constraint> for ActiveConstraint {
 
 impl ActiveConstraint {
     /// Returns the bitmask of the next token, once it is computed.
-    pub fn allowed(&self) -> Option<&Arc<TokenMask>> {
+    pub(crate) fn allowed(&self) -> Option<&Arc<TokenMask>> {
         self.ahead.masks.front()
     }
 
     /// Returns the next draft tokens without the first `skipped`.
-    pub fn drafts(&self, skipped: usize) -> impl ExactSizeIterator<Item = u32> {
+    pub(crate) fn drafts(&self, skipped: usize) -> impl ExactSizeIterator<Item = u32> {
         self.ahead.drafts.iter().copied().skip(skipped)
     }
 
     /// Returns the bitmasks of the next token and of the tokens after each of `drafts`, as far as they are computed.
-    pub fn masks_along(&self, drafts: &[u32]) -> impl Iterator<Item = &Arc<TokenMask>> {
+    pub(crate) fn masks_along(&self, drafts: &[u32]) -> impl Iterator<Item = &Arc<TokenMask>> {
         let known = self.ahead.drafts.iter().zip(drafts).take_while(|(a, b)| a == b).count();
         self.ahead.masks.iter().take(1 + known)
     }
 
     /// Consumes the sampled token and returns whether it completes the answer.
-    pub fn accept(&mut self, token: u32) -> Result<bool, ConstraintFailure> {
+    pub(crate) fn accept(&mut self, token: u32) -> Result<bool, ConstraintFailure> {
         self.ahead.advance(token);
         let missing =
             || ConstraintFailure::Broken { reason: "a token came before its bitmask".into() };
@@ -160,7 +160,7 @@ impl ActiveConstraint {
 
     /// Returns the computation of the next bitmask, numbered `job`, unless the bitmask is known or being
     /// computed. `tokens`: tokens of the sequence. Copies only those that the last search for draft tokens did not have.
-    pub fn mask_job(
+    pub(crate) fn mask_job(
         &mut self,
         id: SequenceId,
         job: u64,
@@ -181,7 +181,7 @@ impl ActiveConstraint {
     }
 
     /// Takes the result of the last job. Ignores results of earlier jobs.
-    pub fn take_mask(&mut self, computed: ComputedMask) -> Result<(), ConstraintFailure> {
+    pub(crate) fn take_mask(&mut self, computed: ComputedMask) -> Result<(), ConstraintFailure> {
         if computed.job == self.job && self.matcher.is_none() {
             self.job_time = computed.time;
             let MaskOutcome { matcher, history, ahead } = computed.outcome?;

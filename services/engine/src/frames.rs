@@ -16,7 +16,7 @@ use crate::{
 
 /// A launched step whose result is not collected.
 #[derive(Clone, Debug)]
-pub struct Frame {
+pub(crate) struct Frame {
     pub step_id: StepId,
     pub rows: Vec<RowPlan>,
     /// The sequence of each row.
@@ -27,7 +27,7 @@ pub struct Frame {
 
 /// Frames of one engine, oldest first.
 #[derive(Debug, Default)]
-pub struct Frames {
+pub(crate) struct Frames {
     next_step: StepId,
     in_flight: VecDeque<Frame>,
     /// Blocks whose last owner left while the step was in flight; ascending by step.
@@ -36,21 +36,21 @@ pub struct Frames {
 
 impl Frames {
     /// Returns the number of steps in flight.
-    pub fn len(&self) -> usize {
+    pub(crate) fn len(&self) -> usize {
         self.in_flight.len()
     }
 
-    pub fn is_empty(&self) -> bool {
+    pub(crate) fn is_empty(&self) -> bool {
         self.in_flight.is_empty()
     }
 
     /// Returns the id of the step that is launched next.
-    pub fn next_step(&self) -> StepId {
+    pub(crate) fn next_step(&self) -> StepId {
         self.next_step
     }
 
     /// Adds the frame of a launched step and returns its id.
-    pub fn launch(
+    pub(crate) fn launch(
         &mut self,
         rows: Vec<RowPlan>,
         sequences: Vec<SequenceId>,
@@ -63,23 +63,23 @@ impl Frames {
     }
 
     /// Removes the oldest frame.
-    pub fn collect(&mut self) -> Option<Frame> {
+    pub(crate) fn collect(&mut self) -> Option<Frame> {
         self.in_flight.pop_front()
     }
 
     /// Returns whether this step is in flight.
-    pub fn is_in_flight(&self, step: StepId) -> bool {
+    pub(crate) fn is_in_flight(&self, step: StepId) -> bool {
         self.in_flight.front().is_some_and(|oldest| step >= oldest.step_id)
     }
 
     /// Keeps the references of `blocks` until every step launched so far is collected.
-    pub fn defer(&mut self, blocks: Vec<BlockId>) {
+    pub(crate) fn defer(&mut self, blocks: Vec<BlockId>) {
         debug_assert!(!self.in_flight.is_empty());
         self.deferred.push_back((self.next_step - 1, blocks));
     }
 
     /// Takes a table of references that can be released now.
-    pub fn take_due(&mut self) -> Option<Vec<BlockId>> {
+    pub(crate) fn take_due(&mut self) -> Option<Vec<BlockId>> {
         let &(step, _) = self.deferred.front()?;
         if self.is_in_flight(step) {
             return None;
@@ -88,19 +88,19 @@ impl Frames {
     }
 
     /// Returns whether blocks wait for a frame.
-    pub fn has_deferred(&self) -> bool {
+    pub(crate) fn has_deferred(&self) -> bool {
         !self.deferred.is_empty()
     }
 
     /// Returns the tables of blocks that wait for a frame.
-    pub fn deferred(&self) -> impl Iterator<Item = &[BlockId]> {
+    pub(crate) fn deferred(&self) -> impl Iterator<Item = &[BlockId]> {
         self.deferred.iter().map(|(_, blocks)| blocks.as_slice())
     }
 }
 
 /// Slots of the running batch: which are free, and how many occupants each has had.
 #[derive(Debug)]
-pub struct Slots {
+pub(crate) struct Slots {
     generations: Vec<Generation>,
     free: Vec<Slot>,
     /// Slots vacated since the last plan.
@@ -108,7 +108,7 @@ pub struct Slots {
 }
 
 impl Slots {
-    pub fn new(slot_count: u32) -> Self {
+    pub(crate) fn new(slot_count: u32) -> Self {
         Self {
             generations: vec![0; slot_count as usize],
             free: (0..slot_count).rev().map(Slot).collect(),
@@ -117,23 +117,23 @@ impl Slots {
     }
 
     /// Returns the number of slots, free and occupied.
-    pub fn total(&self) -> u32 {
+    pub(crate) fn total(&self) -> u32 {
         self.generations.len() as u32
     }
 
-    pub fn free_count(&self) -> u32 {
+    pub(crate) fn free_count(&self) -> u32 {
         self.free.len() as u32
     }
 
     /// Takes a free slot and returns it with the generation of its new occupant.
-    pub fn occupy(&mut self) -> Option<(Slot, Generation)> {
+    pub(crate) fn occupy(&mut self) -> Option<(Slot, Generation)> {
         let slot = self.free.pop()?;
         Some((slot, self.generations[slot.0 as usize]))
     }
 
     /// Vacates a slot. `announced` says that the executor knows the occupant, so the next plan must
     /// release the slot.
-    pub fn vacate(&mut self, slot: Slot, announced: bool) {
+    pub(crate) fn vacate(&mut self, slot: Slot, announced: bool) {
         debug_assert!(!self.free.contains(&slot));
         let generation = &mut self.generations[slot.0 as usize];
         *generation = generation.wrapping_add(1);
@@ -144,12 +144,12 @@ impl Slots {
     }
 
     /// Returns whether the slot has the occupant of this generation.
-    pub fn is_current(&self, slot: Slot, generation: Generation) -> bool {
+    pub(crate) fn is_current(&self, slot: Slot, generation: Generation) -> bool {
         self.generations[slot.0 as usize] == generation
     }
 
     /// Takes the slots that the executor must release.
-    pub fn take_released(&mut self) -> Vec<Slot> {
+    pub(crate) fn take_released(&mut self) -> Vec<Slot> {
         std::mem::take(&mut self.released)
     }
 }

@@ -159,7 +159,7 @@ impl SharedMaskQueue {
 
 impl MaskWorkers {
     /// Starts `threads` threads, which call `waker` when results can be polled.
-    pub fn start(threads: usize, waker: &CollectWaker) -> io::Result<Self> {
+    pub(crate) fn start(threads: usize, waker: &CollectWaker) -> io::Result<Self> {
         let queue = MaskQueue {
             waiting: Default::default(),
             slow_running: 0,
@@ -178,7 +178,7 @@ impl MaskWorkers {
         Ok(Self { pool: Some(pool), ..Self::default() })
     }
 
-    pub fn submit(&mut self, job: MaskJob) {
+    pub(crate) fn submit(&mut self, job: MaskJob) {
         self.pending += 1;
         let rejected = match &self.pool {
             Some(pool) => pool.shared.submit(job),
@@ -188,7 +188,7 @@ impl MaskWorkers {
     }
 
     /// Returns the next result, if there is one.
-    pub fn poll(&mut self) -> Option<ComputedMask> {
+    pub(crate) fn poll(&mut self) -> Option<ComputedMask> {
         let pool = self.pool.as_ref();
         let computed = self.computed.pop().or_else(|| pool?.results.try_recv().ok())?;
         self.pending -= 1;
@@ -196,7 +196,7 @@ impl MaskWorkers {
     }
 
     /// Returns whether a job's result was not polled yet.
-    pub fn is_busy(&self) -> bool {
+    pub(crate) fn is_busy(&self) -> bool {
         self.pending > 0
     }
 }

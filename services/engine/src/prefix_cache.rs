@@ -86,7 +86,7 @@ struct PrefixEntry {
 
 /// Prefix cache of one arena.
 #[derive(Debug, Default)]
-pub struct PrefixCache {
+pub(crate) struct PrefixCache {
     entries: HashMap<BlockHash, PrefixEntry>,
     keys: HashMap<BlockId, BlockHash>,
     /// Changes since the last [`Self::take_changes`]: at most one per key, which bounds the map when no
@@ -97,7 +97,7 @@ pub struct PrefixCache {
 impl PrefixCache {
     /// Returns the blocks of the longest cached prefix of `tokens`, at most `tokens.len() - 1` tokens: the
     /// forward pass of the last token gives the logits to sample from.
-    pub fn lookup(&self, chain: &HashChain, tokens: &[u32]) -> Vec<BlockId> {
+    pub(crate) fn lookup(&self, chain: &HashChain, tokens: &[u32]) -> Vec<BlockId> {
         let blocks_max = tokens.len().saturating_sub(1) / BLOCK_TOKENS;
         let mut blocks = Vec::new();
         for (index, hash) in chain.hashes().iter().enumerate().take(blocks_max) {
@@ -116,7 +116,7 @@ impl PrefixCache {
 
     /// Adds `block` as block `index` of `tokens`. Returns false, and adds nothing, when another block has
     /// the same contents.
-    pub fn insert(
+    pub(crate) fn insert(
         &mut self,
         chain: &HashChain,
         tokens: &[u32],
@@ -137,7 +137,7 @@ impl PrefixCache {
     }
 
     /// Removes an evicted block.
-    pub fn evict(&mut self, block: BlockId) {
+    pub(crate) fn evict(&mut self, block: BlockId) {
         if let Some(hash) = self.keys.remove(&block) {
             self.entries.remove(&hash);
             self.note(hash, CacheChange::Evicted(hash));
@@ -145,29 +145,29 @@ impl PrefixCache {
     }
 
     /// Returns the keys of all cached blocks in ascending order.
-    pub fn hashes(&self) -> Vec<BlockHash> {
+    pub(crate) fn hashes(&self) -> Vec<BlockHash> {
         let mut hashes: Vec<_> = self.entries.keys().copied().collect();
         hashes.sort_unstable();
         hashes
     }
 
     /// Takes the changes since the last call; each key occurs at most once.
-    pub fn take_changes(&mut self) -> Vec<CacheChange> {
+    pub(crate) fn take_changes(&mut self) -> Vec<CacheChange> {
         std::mem::take(&mut self.changes).into_values().collect()
     }
 
     /// Returns the block with this key, and what the key was computed from.
-    pub fn get(&self, key: BlockHash) -> Option<(BlockId, BlockContents)> {
+    pub(crate) fn get(&self, key: BlockHash) -> Option<(BlockId, BlockContents)> {
         let entry = self.entries.get(&key)?;
         let (parent, tokens) = (entry.parent, entry.tokens);
         Some((entry.block, BlockContents { key, parent, tokens }))
     }
 
-    pub fn contains_block(&self, block: BlockId) -> bool {
+    pub(crate) fn contains_block(&self, block: BlockId) -> bool {
         self.keys.contains_key(&block)
     }
 
-    pub fn len(&self) -> usize {
+    pub(crate) fn len(&self) -> usize {
         self.entries.len()
     }
 

@@ -210,7 +210,7 @@ pub(crate) struct TierStores {
 
 impl TierStores {
     /// `block_count`: blocks of the arena.
-    pub fn new(config: TierConfig, block_count: u32, now: Instant) -> Self {
+    pub(crate) fn new(config: TierConfig, block_count: u32, now: Instant) -> Self {
         let tier = |slots: u32, is_recovered: bool| TierState {
             store: Store::new(slots),
             is_recovered,
@@ -242,11 +242,11 @@ impl TierStores {
         }
     }
 
-    pub fn set_now(&mut self, now: Instant) {
+    pub(crate) fn set_now(&mut self, now: Instant) {
         self.now = now;
     }
 
-    pub fn now(&self) -> Instant {
+    pub(crate) fn now(&self) -> Instant {
         self.now
     }
 
@@ -268,21 +268,26 @@ impl TierStores {
     }
 
     /// Adds slots to a tier.
-    pub fn grow(&mut self, tier: Tier, slots: u32) {
+    pub(crate) fn grow(&mut self, tier: Tier, slots: u32) {
         if let Some(state) = &mut self.tiers[tier.index()] {
             state.store.grow(slots);
         }
     }
 
     /// Drops every block whose save has not started. Copies in flight end as usual.
-    pub fn drop_pending(&mut self) {
+    pub(crate) fn drop_pending(&mut self) {
         self.admitted.clear();
         self.uncounted = 0;
         self.written.clear();
         self.tiers.iter_mut().flatten().for_each(|tier| tier.queued.clear());
     }
 
-    pub fn recover(&mut self, tier: Tier, blocks: &[(SlotIndex, BlockHash)], is_complete: bool) {
+    pub(crate) fn recover(
+        &mut self,
+        tier: Tier,
+        blocks: &[(SlotIndex, BlockHash)],
+        is_complete: bool,
+    ) {
         if let Some(state) = &mut self.tiers[tier.index()] {
             state.is_recovered |= is_complete;
             for &(slot, key) in blocks {
@@ -292,11 +297,11 @@ impl TierStores {
     }
 
     /// Returns whether no copy is in flight.
-    pub fn is_idle(&self) -> bool {
+    pub(crate) fn is_idle(&self) -> bool {
         self.saves.is_empty() && self.loads.is_empty()
     }
 
-    pub fn stats(&self, tier: Tier) -> Option<TierStats> {
+    pub(crate) fn stats(&self, tier: Tier) -> Option<TierStats> {
         let state = self.tiers[tier.index()].as_ref()?;
         let oldest = state.queued.front();
         let age = |&(at, _): &(Instant, BlockHash)| self.now.saturating_duration_since(at);
@@ -307,17 +312,17 @@ impl TierStores {
     }
 
     /// Takes the changes of a tier's blocks since the last call.
-    pub fn take_changes(&mut self, tier: Tier) -> Vec<CacheChange> {
+    pub(crate) fn take_changes(&mut self, tier: Tier) -> Vec<CacheChange> {
         self.tiers[tier.index()].as_mut().map(|it| it.store.take_changes()).unwrap_or_default()
     }
 
     /// Returns the keys of the `most` blocks of a tier that were used last.
-    pub fn keys(&self, tier: Tier, most: usize) -> Vec<BlockHash> {
+    pub(crate) fn keys(&self, tier: Tier, most: usize) -> Vec<BlockHash> {
         self.tiers[tier.index()].as_ref().map(|it| it.store.keys(most)).unwrap_or_default()
     }
 
     /// Panics when slots, saves and loads disagree.
-    pub fn check(&self) {
+    pub(crate) fn check(&self) {
         for tier in Tier::ALL {
             let Some(state) = &self.tiers[tier.index()] else { continue };
             state.store.check();

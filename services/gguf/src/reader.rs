@@ -14,12 +14,12 @@ pub(crate) struct HeaderReader<'a> {
 }
 
 impl<'a> HeaderReader<'a> {
-    pub fn new(path: &'a Path, inner: &'a mut dyn Read, file_bytes: u64) -> Self {
+    pub(crate) fn new(path: &'a Path, inner: &'a mut dyn Read, file_bytes: u64) -> Self {
         Self { path, inner, offset: 0, file_bytes }
     }
 
     /// Checks that `count` items of at least `item_bytes` each can still follow; `what` names them.
-    pub fn claim(
+    pub(crate) fn claim(
         &self,
         count: u64,
         item_bytes: u64,
@@ -52,7 +52,7 @@ impl<'a> HeaderReader<'a> {
         Ok(())
     }
 
-    pub fn array<const N: usize>(
+    pub(crate) fn array<const N: usize>(
         &mut self,
         what: impl FnOnce() -> String,
     ) -> Result<[u8; N], GgufError> {
@@ -61,16 +61,16 @@ impl<'a> HeaderReader<'a> {
         Ok(bytes)
     }
 
-    pub fn u32(&mut self, what: impl FnOnce() -> String) -> Result<u32, GgufError> {
+    pub(crate) fn u32(&mut self, what: impl FnOnce() -> String) -> Result<u32, GgufError> {
         self.array(what).map(u32::from_le_bytes)
     }
 
-    pub fn u64(&mut self, what: impl FnOnce() -> String) -> Result<u64, GgufError> {
+    pub(crate) fn u64(&mut self, what: impl FnOnce() -> String) -> Result<u64, GgufError> {
         self.array(what).map(u64::from_le_bytes)
     }
 
     /// Reads `count * N` bytes at once. The allocation is at most the rest of the file.
-    pub fn items<const N: usize, T>(
+    pub(crate) fn items<const N: usize, T>(
         &mut self,
         count: u64,
         what: impl Fn() -> String,
@@ -83,7 +83,7 @@ impl<'a> HeaderReader<'a> {
     }
 
     /// Reads a length (u64), then this many bytes of UTF-8.
-    pub fn string(&mut self, what: impl Fn() -> String) -> Result<String, GgufError> {
+    pub(crate) fn string(&mut self, what: impl Fn() -> String) -> Result<String, GgufError> {
         let len = self.u64(&what)?;
         self.claim(len, 1, &what)?;
         let offset = self.offset;

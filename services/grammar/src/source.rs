@@ -214,7 +214,7 @@ impl SchemaParts {
     }
 
     /// Rejects more than `factor` times the parts that one schema may have.
-    pub fn check(self, factor: usize) -> Result<(), GrammarError> {
+    pub(crate) fn check(self, factor: usize) -> Result<(), GrammarError> {
         for ((what, max), count) in PARTS.into_iter().zip(self.0) {
             let max = max * factor;
             if count > max {

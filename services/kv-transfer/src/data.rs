@@ -25,7 +25,7 @@ mod outbound;
 mod outbox;
 mod staging;
 mod stream;
-pub mod tcp;
+pub(crate) mod tcp;
 mod tls;
 
 use std::{
@@ -61,13 +61,13 @@ use in_flight::GivenBack;
 use inbound::Inbound;
 use inbox::{Inbox, Peers};
 use outbox::Outbox;
-pub use staging::StagingPool;
+pub(crate) use staging::StagingPool;
 
 /// Time-out of dropping a transport.
 const DROP_MAX: Duration = Duration::from_secs(1);
 
 /// State shared by both directions.
-pub struct Shared {
+pub(crate) struct Shared {
     pub me: Epoch,
     pub keys: Keys,
     pub events: Sender<TransportEvent>,
@@ -123,13 +123,13 @@ impl Shared {
 
 /// Integrity value and size in bytes of a chunk that was sent or received.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Moved {
+pub(crate) struct Moved {
     integrity: u64,
     bytes: u64,
 }
 
 /// The sending end of a connection.
-pub struct Outgoing<'a> {
+pub(crate) struct Outgoing<'a> {
     shared: &'a Shared,
     outbox: &'a Outbox,
     peer: Epoch,
@@ -137,7 +137,7 @@ pub struct Outgoing<'a> {
 
 impl Outgoing<'_> {
     /// Reports a chunk whose blocks are no longer read.
-    pub fn report(&self, chunk: ChunkId, given_back: GivenBack<Moved>) {
+    pub(crate) fn report(&self, chunk: ChunkId, given_back: GivenBack<Moved>) {
         let ChunkId { transfer, index } = chunk;
         match given_back {
             GivenBack::Wanted(Moved { integrity, bytes }) => {
@@ -154,7 +154,7 @@ impl Outgoing<'_> {
 }
 
 /// The receiving end of a connection.
-pub struct Incoming<'a> {
+pub(crate) struct Incoming<'a> {
     shared: &'a Shared,
     inbox: &'a Inbox,
     peer: Epoch,
@@ -164,7 +164,7 @@ pub struct Incoming<'a> {
 
 impl Incoming<'_> {
     /// Reports a chunk that was written or has failed, after the guards of its blocks were dropped.
-    pub fn report(&self, chunk: ChunkId, written: Result<Moved, String>) {
+    pub(crate) fn report(&self, chunk: ChunkId, written: Result<Moved, String>) {
         let ChunkId { transfer, index } = chunk;
         let event = match (self.inbox.give_back(chunk), written) {
             (GivenBack::Wanted(()), Ok(Moved { integrity, bytes })) => {
@@ -183,19 +183,19 @@ impl Incoming<'_> {
 }
 
 /// End of a connection without an error.
-pub enum Ended {
+pub(crate) enum Ended {
     /// The peer or this node closed the connection.
     Closed,
     /// The transport does not work between these two nodes. No chunk was moved.
     Refused { reason: String },
 }
 
-pub fn invalid(reason: String) -> io::Error {
+pub(crate) fn invalid(reason: String) -> io::Error {
     io::Error::new(io::ErrorKind::InvalidData, reason)
 }
 
 /// All data connections of one node.
-pub struct DataConnections {
+pub(crate) struct DataConnections {
     shared: Arc<Shared>,
     arena: Arc<KvArena>,
     inbound: Inbound,
@@ -207,7 +207,7 @@ pub struct DataConnections {
 impl DataConnections {
     /// Binds the data listener and starts to accept. `connections_max` bounds the authenticated
     /// connections from peers.
-    pub fn start(
+    pub(crate) fn start(
         shared: Shared,
         bind: SocketAddr,
         arena: Arc<KvArena>,
@@ -225,7 +225,7 @@ impl DataConnections {
     }
 
     /// Returns the bound address.
-    pub fn address(&self) -> SocketAddr {
+    pub(crate) fn address(&self) -> SocketAddr {
         self.inbound.address
     }
 }

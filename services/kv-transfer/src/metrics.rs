@@ -83,7 +83,7 @@ pub(crate) struct Metrics {
 
 impl Metrics {
     /// Publishes the counters and gauges of the protocol.
-    pub fn publish(&self, core: &Core) {
+    pub(crate) fn publish(&self, core: &Core) {
         // A data thread may set the path after the driver has closed the pair.
         locked(&self.paths).retain(|peer, _| core.has_pair(*peer));
         let peers = core.pairs().map(|pair| PeerMetrics {
@@ -99,7 +99,7 @@ impl Metrics {
         });
     }
 
-    pub fn read(&self) -> TransferMetrics {
+    pub(crate) fn read(&self) -> TransferMetrics {
         let mut metrics = locked(&self.counts).clone();
         for (reason, count) in &metrics.protocol.control_refused {
             *metrics.control_refused.entry(reason).or_default() += count;
@@ -107,37 +107,37 @@ impl Metrics {
         metrics
     }
 
-    pub fn count(&self, change: impl FnOnce(&mut TransferMetrics)) {
+    pub(crate) fn count(&self, change: impl FnOnce(&mut TransferMetrics)) {
         change(&mut locked(&self.counts));
     }
 
     /// Counts a rejected data connection or frame.
-    pub fn refuse_data(&self, reason: &'static str) {
+    pub(crate) fn refuse_data(&self, reason: &'static str) {
         debug_assert!(DATA_REFUSALS.contains(&reason), "{reason} is not listed");
         self.count(|counts| *counts.data_refused.entry(reason).or_default() += 1);
     }
 
     /// Counts a rejected control message.
-    pub fn refuse_control(&self, reason: &'static str) {
+    pub(crate) fn refuse_control(&self, reason: &'static str) {
         debug_assert!(CONTROL_REFUSALS.contains(&reason), "{reason} is not listed");
         self.count(|counts| *counts.control_refused.entry(reason).or_default() += 1);
     }
 
     /// Counts a fallback from `wanted`.
-    pub fn fell_back(&self, wanted: TransferKind) {
+    pub(crate) fn fell_back(&self, wanted: TransferKind) {
         self.count(|counts| *counts.fallbacks.entry(wanted.name()).or_default() += 1);
     }
 
     /// Records the transport of an open connection with `peer`.
-    pub fn set_path(&self, peer: Epoch, kind: TransferKind) {
+    pub(crate) fn set_path(&self, peer: Epoch, kind: TransferKind) {
         locked(&self.paths).insert(peer, kind);
     }
 
-    pub fn is_connected(&self, peer: Epoch) -> bool {
+    pub(crate) fn is_connected(&self, peer: Epoch) -> bool {
         locked(&self.paths).contains_key(&peer)
     }
 
-    pub fn forget(&self, peer: Epoch) {
+    pub(crate) fn forget(&self, peer: Epoch) {
         locked(&self.paths).remove(&peer);
     }
 

@@ -27,7 +27,7 @@ type Lookup = dyn Fn(&str) -> io::Result<Vec<SocketAddr>> + Send + Sync;
 
 /// Resolver that the threads of one node share to connect to peers.
 #[derive(Clone)]
-pub struct Resolver {
+pub(crate) struct Resolver {
     lookup: Arc<Lookup>,
     /// Number of lookups in flight.
     running: Arc<AtomicUsize>,
@@ -36,7 +36,7 @@ pub struct Resolver {
 
 /// Reason why an endpoint has no address.
 #[derive(Debug, thiserror::Error)]
-pub enum ResolveError {
+pub(crate) enum ResolveError {
     #[error("cannot resolve the endpoint: unknown scheme; expected tcp://host:port")]
     Scheme,
     #[error("cannot resolve {host}: {source}")]
@@ -51,7 +51,7 @@ pub enum ResolveError {
 
 impl Resolver {
     /// Returns a resolver that uses the system resolver.
-    pub fn system() -> Self {
+    pub(crate) fn system() -> Self {
         Self::new(LOOKUP_TIMEOUT, |host| Ok(host.to_socket_addrs()?.collect()))
     }
 
@@ -63,7 +63,7 @@ impl Resolver {
     }
 
     /// Returns at least one address of `tcp://host:port`.
-    pub fn resolve(&self, endpoint: &str) -> Result<Vec<SocketAddr>, ResolveError> {
+    pub(crate) fn resolve(&self, endpoint: &str) -> Result<Vec<SocketAddr>, ResolveError> {
         let host = endpoint.strip_prefix("tcp://").ok_or(ResolveError::Scheme)?;
         if let Ok(address) = host.parse() {
             return Ok(vec![address]);

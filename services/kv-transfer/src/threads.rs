@@ -15,13 +15,13 @@ const JOIN_POLL: Duration = Duration::from_millis(2);
 
 /// Threads of one owner. The owner tells them to stop before it joins them.
 #[derive(Default)]
-pub struct Threads {
+pub(crate) struct Threads {
     running: Mutex<Vec<JoinHandle<()>>>,
 }
 
 impl Threads {
     /// Linux shows the first 15 bytes of `name`.
-    pub fn spawn(&self, name: &str, run: impl FnOnce() + Send + 'static) -> io::Result<()> {
+    pub(crate) fn spawn(&self, name: &str, run: impl FnOnce() + Send + 'static) -> io::Result<()> {
         let handle = thread::Builder::new().name(name.to_owned()).spawn(run)?;
         let mut running = locked(&self.running);
         // Joins finished threads here, so the list does not grow.
@@ -35,7 +35,7 @@ impl Threads {
     }
 
     /// Joins all threads and returns the names of those still running at `deadline`.
-    pub fn join_all(&self, deadline: Instant) -> Vec<String> {
+    pub(crate) fn join_all(&self, deadline: Instant) -> Vec<String> {
         let handles = std::mem::take(&mut *locked(&self.running));
         let mut unfinished = Vec::new();
         for handle in handles {
@@ -60,16 +60,16 @@ fn join(handle: JoinHandle<()>) {
 }
 
 /// Locks the mutex. A thread that panicked while it held the lock leaves the value usable.
-pub fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+pub(crate) fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// One permit of a bounded number, returned on drop.
-pub struct Permit(Arc<AtomicUsize>);
+pub(crate) struct Permit(Arc<AtomicUsize>);
 
 impl Permit {
     /// Returns `None` if `max` permits are taken.
-    pub fn take(taken: &Arc<AtomicUsize>, max: usize) -> Option<Self> {
+    pub(crate) fn take(taken: &Arc<AtomicUsize>, max: usize) -> Option<Self> {
         let more = |count: usize| (count < max).then_some(count + 1);
         taken.fetch_update(Ordering::AcqRel, Ordering::Acquire, more).ok()?;
         Some(Self(Arc::clone(taken)))

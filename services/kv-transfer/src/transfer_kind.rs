@@ -63,7 +63,11 @@ const LOCAL: [TransferKind; 2] = [TransferKind::Ipc, TransferKind::Nccl];
 /// Returns the entries for `HELLO`, best first. `can` lists the supported transports other than
 /// `tcp`. Between hosts `nccl` is offered only if it is set: NCCL may find no fast network there, and
 /// does not encrypt.
-pub fn offers(choice: TransportChoice, can: &[TransferKind], host: Option<&str>) -> Vec<String> {
+pub(crate) fn offers(
+    choice: TransportChoice,
+    can: &[TransferKind],
+    host: Option<&str>,
+) -> Vec<String> {
     let wanted = |kind: &TransferKind| match choice {
         TransportChoice::Auto => true,
         TransportChoice::Only(only) => *kind == only,

@@ -17,19 +17,19 @@ pub(crate) struct RetryBackoff {
 
 impl RetryBackoff {
     /// Creates the state. `seed` spreads the calls of several processes; any number is valid.
-    pub fn new(seed: u64) -> Self {
+    pub(crate) fn new(seed: u64) -> Self {
         Self { failures: 0, jitter: Jitter::new(seed), reason: None }
     }
 
     /// Returns the delay after this failure.
-    pub fn delay(&mut self) -> Duration {
+    pub(crate) fn delay(&mut self) -> Duration {
         let delay = self.jitter.spread(doubled(RETRY_DELAY_FIRST, self.failures, RETRY_DELAY_MAX));
         self.failures = self.failures.saturating_add(1);
         delay
     }
 
     /// Returns whether to log this failure: only if its reason differs from the last logged reason.
-    pub fn is_news(&mut self, reason: &str) -> bool {
+    pub(crate) fn is_news(&mut self, reason: &str) -> bool {
         let news = self.reason.as_deref() != Some(reason);
         if news {
             self.reason = Some(reason.to_owned());
@@ -38,12 +38,12 @@ impl RetryBackoff {
     }
 
     /// Handles a success. Returns whether failures were logged before.
-    pub fn succeeded(&mut self) -> bool {
+    pub(crate) fn succeeded(&mut self) -> bool {
         self.reason.take().is_some()
     }
 
     /// Resets the back-off after lasting success.
-    pub fn stable(&mut self) {
+    pub(crate) fn stable(&mut self) {
         self.failures = 0;
     }
 }

@@ -10,7 +10,7 @@ use kernels::{Dtype, fp8};
 
 /// Encoding of a tensor's elements.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Encoding {
+pub(crate) enum Encoding {
     /// One of GGUF's supported kinds; safetensors have the first three.
     Gguf(TensorKind),
     /// FP8, without its scales.
@@ -18,14 +18,14 @@ pub enum Encoding {
 }
 
 impl Encoding {
-    pub const F32: Self = Self::Gguf(TensorKind::F32);
-    pub const BF16: Self = Self::Gguf(TensorKind::Bf16);
+    pub(crate) const F32: Self = Self::Gguf(TensorKind::F32);
+    pub(crate) const BF16: Self = Self::Gguf(TensorKind::Bf16);
 
-    pub fn of_gguf(kind: TensorKind) -> Option<Self> {
+    pub(crate) fn of_gguf(kind: TensorKind) -> Option<Self> {
         kind.block().map(|_| Self::Gguf(kind))
     }
 
-    pub fn of_safetensors(dtype: safetensors::Dtype) -> Option<Self> {
+    pub(crate) fn of_safetensors(dtype: safetensors::Dtype) -> Option<Self> {
         Some(match dtype {
             safetensors::Dtype::F32 => Self::F32,
             safetensors::Dtype::F16 => Self::Gguf(TensorKind::F16),
@@ -36,7 +36,7 @@ impl Encoding {
     }
 
     #[cfg(test)]
-    pub fn all() -> Vec<Self> {
+    pub(crate) fn all() -> Vec<Self> {
         TensorKind::supported().map(Self::Gguf).chain([Self::F8E4m3]).collect()
     }
 
@@ -49,13 +49,13 @@ impl Encoding {
 
     /// Returns the bytes of a row of `cols` elements; `None` when they are not a whole number of
     /// blocks.
-    pub fn row_bytes(self, cols: usize) -> Option<usize> {
+    pub(crate) fn row_bytes(self, cols: usize) -> Option<usize> {
         let (elements, bytes) = self.block();
         cols.is_multiple_of(elements).then(|| cols / elements * bytes)
     }
 
     /// Returns whether the file's elements have this machine's in-memory representation.
-    pub fn is(self, dtype: Dtype) -> bool {
+    pub(crate) fn is(self, dtype: Dtype) -> bool {
         let is_same = match dtype {
             Dtype::F32 => self == Self::F32,
             Dtype::Bf16 => self == Self::BF16,
@@ -63,7 +63,7 @@ impl Encoding {
         is_same && cfg!(target_endian = "little")
     }
 
-    pub fn name(self) -> &'static str {
+    pub(crate) fn name(self) -> &'static str {
         match self {
             Self::Gguf(kind) => kind.name().expect("an encoding is a supported kind"),
             Self::F8E4m3 => "F8_E4M3",
@@ -72,14 +72,14 @@ impl Encoding {
 
     /// Returns the range of a row's bytes that has these columns in whole blocks, and the number of elements of the first
     /// block before the first column.
-    pub fn bytes_of(self, cols: Range<usize>) -> (Range<usize>, usize) {
+    pub(crate) fn bytes_of(self, cols: Range<usize>) -> (Range<usize>, usize) {
         let (elements, bytes) = self.block();
         let begin = cols.start / elements;
         (begin * bytes..cols.end.div_ceil(elements) * bytes, cols.start - begin * elements)
     }
 
     /// Decodes the elements of `row` from column `first` on, as many as `out` takes.
-    pub fn decode_part(self, row: &[u8], first: usize, out: &mut [f32]) {
+    pub(crate) fn decode_part(self, row: &[u8], first: usize, out: &mut [f32]) {
         let (elements, bytes) = self.block();
         let (before, begin) = (first % elements, first / elements);
         let row = &row[begin * bytes..];
@@ -95,7 +95,7 @@ impl Encoding {
     /// Decodes `row`, the `row_bytes(out.len())` bytes of one row, into `out`. Each multiplication or
     /// addition rounds once to f32; F32, F16, BF16 and F8_E4M3 do not round at all. If `row` is shorter, the
     /// elements beyond its last whole block stay unchanged; files are checked when they are opened.
-    pub fn decode_row(self, row: &[u8], out: &mut [f32]) {
+    pub(crate) fn decode_row(self, row: &[u8], out: &mut [f32]) {
         let Self::Gguf(kind) = self else {
             return each(row, out, |[bits], [value]| *value = fp8::decode(*bits));
         };

@@ -20,7 +20,7 @@ const BATCH_BYTES: usize = 256 << 10;
 /// Returns the xxh3-128 hash of the configuration, the seed of dummy weights, and each tensor's name, encoding,
 /// dimensions and [`RowHashes`]. `known` has the hashes of tensors that were hashed before, in the order of
 /// `directory`. Up to `threads` threads hash the other tensors.
-pub fn of(
+pub(crate) fn of(
     config: &ModelConfig,
     dummy_seed: Option<u64>,
     directory: &[StoredTensor<'_>],
@@ -52,12 +52,12 @@ pub fn of(
 pub(crate) struct RowHashes(Box<[[AtomicU64; 2]]>);
 
 impl RowHashes {
-    pub fn new(rows: usize) -> Self {
+    pub(crate) fn new(rows: usize) -> Self {
         Self((0..rows).map(|_| [AtomicU64::new(0), AtomicU64::new(0)]).collect())
     }
 
     /// Hashes a row of the file.
-    pub fn add(&self, row: usize, bytes: &[u8]) {
+    pub(crate) fn add(&self, row: usize, bytes: &[u8]) {
         let hash = xxh3_128(bytes);
         let [low, high] = &self.0[row];
         low.store(hash as u64, Ordering::Relaxed);
@@ -65,7 +65,7 @@ impl RowHashes {
     }
 
     /// Returns the hash of the row hashes; `None` if a row was not read.
-    pub fn finish_read(self) -> Option<u128> {
+    pub(crate) fn finish_read(self) -> Option<u128> {
         let is_read = |[low, high]: &[AtomicU64; 2]| {
             low.load(Ordering::Relaxed) != 0 || high.load(Ordering::Relaxed) != 0
         };

@@ -259,13 +259,13 @@ impl<'a> StackedRows<'a> {
     ///
     /// # Panics
     /// When there are no parts, or their widths differ; a model's validated shapes exclude both.
-    pub fn new(parts: Vec<MatrixSource<'a>>) -> Self {
+    pub(crate) fn new(parts: Vec<MatrixSource<'a>>) -> Self {
         assert!(!parts.is_empty() && parts.iter().all(|part| part.cols() == parts[0].cols()));
         Self { parts, may_be_quantized: false, first_bad: AtomicUsize::new(usize::MAX) }
     }
 
     /// Sets [`RowSource::may_be_quantized`].
-    pub fn quantizable(self, may_be_quantized: bool) -> Self {
+    pub(crate) fn quantizable(self, may_be_quantized: bool) -> Self {
         Self { may_be_quantized, ..self }
     }
 
@@ -302,7 +302,7 @@ impl<'a> StackedRows<'a> {
     }
 
     /// Returns the first non-finite element found so far.
-    pub fn not_finite(&self) -> Option<NotFinite> {
+    pub(crate) fn not_finite(&self) -> Option<NotFinite> {
         let (part, row) = self.locate(self.first_bad.load(Ordering::Relaxed))?;
         let matrix = &self.parts[part];
         let mut values = vec![0.0; matrix.cols()];

@@ -5,7 +5,7 @@ use std::f32::consts::PI;
 use crate::config::RopeScaling;
 
 /// Returns the radians per position of each of the `head_dim / 2` pairs.
-pub fn frequencies(theta: f32, head_dim: usize, scaling: &RopeScaling) -> Vec<f32> {
+pub(crate) fn frequencies(theta: f32, head_dim: usize, scaling: &RopeScaling) -> Vec<f32> {
     let plain = (0..head_dim / 2).map(|pair| {
         let exponent = (2 * pair) as f32 / head_dim as f32;
         // The power is computed in f64 and rounded once: within one ulp of every f32 library's

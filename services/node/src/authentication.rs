@@ -33,7 +33,7 @@ pub(crate) struct Proof(MetadataValue<Binary>);
 
 impl Proof {
     /// Returns the response with the request's proof, if there is one.
-    pub fn add<T>(proof: Option<Self>, mut response: Response<T>) -> Response<T> {
+    pub(crate) fn add<T>(proof: Option<Self>, mut response: Response<T>) -> Response<T> {
         if let Some(Self(proof)) = proof {
             response.metadata_mut().insert_bin(PROOF_KEY, proof);
         }
@@ -51,7 +51,7 @@ struct CallAuthenticator {
 }
 
 impl AuthenticateLayer {
-    pub fn new(verifier: CallVerifier, metrics: NodeMetrics) -> Self {
+    pub(crate) fn new(verifier: CallVerifier, metrics: NodeMetrics) -> Self {
         Self(Arc::new(CallAuthenticator { verifier, metrics }))
     }
 }

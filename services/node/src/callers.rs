@@ -31,7 +31,7 @@ struct AttemptCaller {
 
 impl Callers {
     /// Keeps the arrival's channels and returns the call for the core.
-    pub fn add(&mut self, arrival: Arrival) -> Call {
+    pub(crate) fn add(&mut self, arrival: Arrival) -> Call {
         let Arrival { call_number, attempt, replies, permit } = arrival;
         let call = Call {
             number: call_number,
@@ -51,13 +51,13 @@ impl Callers {
         call
     }
 
-    pub fn remove(&mut self, call: CallId) {
+    pub(crate) fn remove(&mut self, call: CallId) {
         self.callers.remove(&call.number);
     }
 
     /// Sends a reply to a caller. Never waits. A caller that has disconnected is not an error: its cancel
     /// follows.
-    pub fn reply(&mut self, call: CallId, reply: Reply) -> Result<(), QueueFull> {
+    pub(crate) fn reply(&mut self, call: CallId, reply: Reply) -> Result<(), QueueFull> {
         let Some(caller) = self.callers.get_mut(&call.number) else { return Ok(()) };
         if let Reply::Ended(AttemptEnd::Failed { kind, message }) = &reply {
             log_failure(caller, call, *kind, message);
@@ -66,18 +66,18 @@ impl Callers {
     }
 
     /// Wakes the callers that got replies.
-    pub fn wake(&mut self) {
+    pub(crate) fn wake(&mut self) {
         self.readers.wake();
     }
 
-    pub fn change_stage(&mut self, call: CallId, change: StageChange) {
+    pub(crate) fn change_stage(&mut self, call: CallId, change: StageChange) {
         if let Some(caller) = self.callers.get_mut(&call.number) {
             caller.stages.handle(change);
         }
     }
 
     /// Fills in the trace context that the peer continues.
-    pub fn set_traceparent(&self, call: CallId, command: &mut Command) {
+    pub(crate) fn set_traceparent(&self, call: CallId, command: &mut Command) {
         let (traceparent, stage) = match command {
             Command::Receive { traceparent, .. } => (traceparent, AttemptStage::Transfer),
             Command::Expect { traceparent, .. } => (traceparent, AttemptStage::Queue),

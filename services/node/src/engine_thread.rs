@@ -72,7 +72,7 @@ pub(crate) struct EngineThread {
 }
 
 impl EngineThread {
-    pub fn start<E: Executor + 'static>(mut engine: Engine<E>) -> io::Result<Self> {
+    pub(crate) fn start<E: Executor + 'static>(mut engine: Engine<E>) -> io::Result<Self> {
         // Dropped when the thread ends, also by a panic.
         let (ending, ended) = oneshot::channel();
         let thread = thread::Builder::new().name("baton-engine".to_owned()).spawn(move || {
@@ -84,18 +84,18 @@ impl EngineThread {
     }
 
     /// Waits until the thread has ended.
-    pub async fn ended(&mut self) {
+    pub(crate) async fn ended(&mut self) {
         // Nothing is ever sent: the drop is the message.
         let _ = (&mut self.ended).await;
     }
 
     /// Returns whether [`ended`](Self::ended) returns at once.
-    pub fn has_ended(&mut self) -> bool {
+    pub(crate) fn has_ended(&mut self) -> bool {
         self.ended.try_recv() != Err(oneshot::error::TryRecvError::Empty)
     }
 
     /// Blocks until the thread has ended.
-    pub fn join(self) -> (Result<(), EngineError>, Device) {
+    pub(crate) fn join(self) -> (Result<(), EngineError>, Device) {
         self.thread.join().unwrap_or_else(|panic| {
             (Err(EngineError::Panicked { reason: panic_message(&*panic) }), None)
         })
@@ -129,7 +129,7 @@ pub(crate) struct TierThreads {
 }
 
 impl<E: Executor> Engine<E> {
-    pub fn new(
+    pub(crate) fn new(
         core: NodeCore<E>,
         transfers: Arc<Transfers>,
         commands: CommandReceiver,
@@ -155,7 +155,7 @@ impl<E: Executor> Engine<E> {
         }
     }
 
-    pub fn with_tiers(mut self, tiers: Option<TierThreads>) -> Self {
+    pub(crate) fn with_tiers(mut self, tiers: Option<TierThreads>) -> Self {
         self.tiers = tiers;
         self
     }

@@ -47,7 +47,7 @@ struct GrammarCompiler {
 }
 
 impl Grammars {
-    pub fn new(model_path: PathBuf, vocabulary: u32, metrics: NodeMetrics) -> Self {
+    pub(crate) fn new(model_path: PathBuf, vocabulary: u32, metrics: NodeMetrics) -> Self {
         let vocabulary_read = OnceLock::new();
         let shared = Arc::new(GrammarCompiler { model_path, vocabulary, vocabulary_read, metrics });
         Self {
@@ -59,7 +59,7 @@ impl Grammars {
 
     /// Returns the attempt with its constraint, if it has a grammar. The constraint has accepted the output
     /// of earlier attempts.
-    pub async fn constrained(&self, mut attempt: NewAttempt) -> Result<NewAttempt, Refusal> {
+    pub(crate) async fn constrained(&self, mut attempt: NewAttempt) -> Result<NewAttempt, Refusal> {
         let Some(grammar) = attempt.grammar.take() else { return Ok(attempt) };
         let deadline = attempt.sequence.deadline.min(Instant::now() + COMPILE_TIMEOUT);
         let work = self.constrain(attempt, grammar);

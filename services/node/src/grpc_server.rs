@@ -58,7 +58,7 @@ pub(crate) struct GrpcServer {
 impl GrpcServer {
     /// Accepts connections. A connection has at most `attempts_max` attempts of `sequence_tokens_max` tokens. Health
     /// checks return SERVING after [`Self::set_status`].
-    pub async fn start(
+    pub(crate) async fn start(
         socket: TcpSocket,
         tls: Option<Tls>,
         service: NodeService,
@@ -94,13 +94,13 @@ impl GrpcServer {
         Ok(server)
     }
 
-    pub async fn set_status(&self, status: ServingStatus) {
+    pub(crate) async fn set_status(&self, status: ServingStatus) {
         self.health.set_service_status(WHOLE_NODE, status).await;
         self.health.set_service_status(NODE_SERVICE, status).await;
     }
 
     /// Waits until the server has ended by itself and returns the reason.
-    pub async fn ended(&mut self) -> String {
+    pub(crate) async fn ended(&mut self) -> String {
         let Some(task) = &mut self.task else { return "it ended before".to_owned() };
         let ended = task.await;
         self.task = None;
@@ -113,7 +113,7 @@ impl GrpcServer {
 
     /// Stops accepting and waits at most `deadline` until every stream has ended, then closes the open
     /// connections. Returns false when connections had to be closed.
-    pub async fn shutdown(self, deadline: Duration) -> bool {
+    pub(crate) async fn shutdown(self, deadline: Duration) -> bool {
         let Self { health: _, stop, task } = self;
         drop(stop);
         let Some(mut task) = task else { return true };

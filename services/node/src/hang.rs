@@ -12,18 +12,18 @@ pub(crate) struct StepInFlight(Mutex<Option<Instant>>);
 
 impl StepInFlight {
     /// Stores `now` as the start time unless a step is in flight. Called before the engine thread calls the executor.
-    pub fn begin_turn(&self, now: Instant) {
+    pub(crate) fn begin_turn(&self, now: Instant) {
         self.lock().get_or_insert(now);
     }
 
     /// Stores the start time of the oldest step in flight, which is `step_age` ago. Called after the executor has
     /// returned.
-    pub fn end_turn(&self, now: Instant, step_age: Option<Duration>) {
+    pub(crate) fn end_turn(&self, now: Instant, step_age: Option<Duration>) {
         *self.lock() = step_age.and_then(|age| now.checked_sub(age));
     }
 
     /// Returns how long the oldest step has been in flight, if that is at least `limit`.
-    pub fn hung_for(&self, now: Instant, limit: Duration) -> Option<Duration> {
+    pub(crate) fn hung_for(&self, now: Instant, limit: Duration) -> Option<Duration> {
         let age = now.saturating_duration_since((*self.lock())?);
         (age >= limit).then_some(age)
     }

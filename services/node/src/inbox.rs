@@ -166,7 +166,7 @@ pub(crate) struct CommandReceiver {
 }
 
 impl CommandSender {
-    pub fn new(commands_max: usize, waker: CollectWaker) -> (Self, CommandReceiver) {
+    pub(crate) fn new(commands_max: usize, waker: CollectWaker) -> (Self, CommandReceiver) {
         let (queue, received) = bounded(commands_max);
         let closed = Arc::new(RwLock::new(false));
         let received = CommandReceiver { queue: received, closed: closed.clone() };
@@ -174,7 +174,7 @@ impl CommandSender {
     }
 
     /// Sends a command to the engine thread. Never waits.
-    pub fn send(&self, command: EngineCommand) -> Result<(), TrySendError<EngineCommand>> {
+    pub(crate) fn send(&self, command: EngineCommand) -> Result<(), TrySendError<EngineCommand>> {
         let closed = self.closed.read().unwrap_or_else(PoisonError::into_inner);
         if *closed {
             return Err(TrySendError::Disconnected(command));
@@ -203,7 +203,7 @@ impl Drop for CommandReceiver {
 
 impl EngineInbox {
     /// Returns a queue for at most `attempts_max` attempts at a time.
-    pub fn new(attempts_max: u32, waker: CollectWaker) -> (Self, CommandReceiver) {
+    pub(crate) fn new(attempts_max: u32, waker: CollectWaker) -> (Self, CommandReceiver) {
         let commands_max = 2 * attempts_max as usize + ROUTER_COMMANDS_MAX + NODE_COMMANDS_MAX;
         let (commands, received) = CommandSender::new(commands_max, waker);
         let inbox = Self {
@@ -218,7 +218,7 @@ impl EngineInbox {
 
     /// Sends the attempt to the engine thread and waits until the scheduler has accepted it. Dropping
     /// the future or the stream cancels the attempt.
-    pub async fn begin(&self, attempt: NewAttempt) -> Result<AttemptStream, Refusal> {
+    pub(crate) async fn begin(&self, attempt: NewAttempt) -> Result<AttemptStream, Refusal> {
         let permit = self.permits.clone().try_acquire_owned().map_err(|_| {
             let reason = format!("the node has {} attempts, its maximum", self.attempts_max);
             Refusal::Busy { reason }
@@ -244,7 +244,7 @@ impl EngineInbox {
     }
 
     /// Sends a command of a router that belongs to no attempt.
-    pub fn send_for_router(
+    pub(crate) fn send_for_router(
         &self,
         command: impl FnOnce(OwnedSemaphorePermit) -> EngineCommand,
     ) -> Result<(), Refusal> {
@@ -255,7 +255,7 @@ impl EngineInbox {
         self.send(command(permit))
     }
 
-    pub fn send(&self, command: EngineCommand) -> Result<(), Refusal> {
+    pub(crate) fn send(&self, command: EngineCommand) -> Result<(), Refusal> {
         self.commands.send(command).map_err(|error| match error {
             TrySendError::Full(_) => {
                 Refusal::Busy { reason: "the engine thread's queue is full".into() }
@@ -265,12 +265,12 @@ impl EngineInbox {
     }
 
     /// Waits until the node has no attempt.
-    pub async fn idle(&self) {
+    pub(crate) async fn idle(&self) {
         // The semaphore is never closed.
         let _ = self.permits.acquire_many(self.attempts_max).await;
     }
 
-    pub fn attempt_count(&self) -> u32 {
+    pub(crate) fn attempt_count(&self) -> u32 {
         self.attempts_max - self.permits.available_permits() as u32
     }
 }
@@ -285,7 +285,10 @@ pub(crate) struct TransferEvents {
 }
 
 impl TransferEvents {
-    pub fn new(transfers_max: usize, waker: CollectWaker) -> (Self, Receiver<transfer::Event>) {
+    pub(crate) fn new(
+        transfers_max: usize,
+        waker: CollectWaker,
+    ) -> (Self, Receiver<transfer::Event>) {
         let (queue, events) = bounded(EVENTS_PER_TRANSFER * transfers_max);
         (Self { queue, waker }, events)
     }

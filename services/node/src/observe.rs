@@ -77,7 +77,7 @@ pub(crate) struct ObserverSenders {
 }
 
 impl ObserverSenders {
-    pub fn add(&mut self, sender: ObserverSender) -> ObserverId {
+    pub(crate) fn add(&mut self, sender: ObserverSender) -> ObserverId {
         let id = ObserverId(self.next);
         self.next += 1;
         self.senders.insert(id, sender);
@@ -85,13 +85,13 @@ impl ObserverSenders {
     }
 
     /// Removes the observers whose stream was dropped.
-    pub fn take_closed(&mut self) -> Vec<ObserverId> {
+    pub(crate) fn take_closed(&mut self) -> Vec<ObserverId> {
         self.senders.extract_if(|_, sender| sender.events.is_closed()).map(|(id, _)| id).collect()
     }
 
     /// Sends an event to an observer. Returns false and ends the observer if its queue is full or
     /// its stream was dropped.
-    pub fn send(&mut self, id: ObserverId, event: v1::ObserveEvent) -> bool {
+    pub(crate) fn send(&mut self, id: ObserverId, event: v1::ObserveEvent) -> bool {
         let Some(sender) = self.senders.get(&id) else { return false };
         let is_sent = sender.events.try_send(Ok(event)).is_ok();
         if !is_sent {
@@ -102,7 +102,7 @@ impl ObserverSenders {
     }
 
     /// Ends the observer's stream because the node is stalled.
-    pub fn stalled(&mut self, id: ObserverId) {
+    pub(crate) fn stalled(&mut self, id: ObserverId) {
         let stalled = "the node is stalled: no step finishes; observe again later";
         self.end(id, Status::unavailable(stalled));
     }

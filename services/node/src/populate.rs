@@ -31,7 +31,7 @@ pub(crate) struct PopulateThread {
 
 impl PopulateThread {
     /// Starts the thread on `cpus`, so that the memory is on their NUMA node. An empty list allows any CPU.
-    pub fn start(arena: Arc<KvArena>, cpus: Vec<u32>) -> io::Result<Self> {
+    pub(crate) fn start(arena: Arc<KvArena>, cpus: Vec<u32>) -> io::Result<Self> {
         let (stop, stopped) = bounded::<()>(0);
         let thread = thread::Builder::new().name("baton-populate".to_owned()).spawn(move || {
             let confined = (!cpus.is_empty()).then(|| affinity::confine(&cpus));

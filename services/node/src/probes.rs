@@ -24,7 +24,7 @@ pub(crate) struct Liveness {
 
 impl Liveness {
     /// Serves probes and metrics, which report a step that hangs for `node.hang_restart`.
-    pub async fn serve(
+    pub(crate) async fn serve(
         &self,
         node: &config::Node,
         metrics: &Metrics,
@@ -35,7 +35,7 @@ impl Liveness {
         MetricsServer::start(node.metrics, metrics.clone(), probes).await
     }
 
-    pub fn set_ready(&self, is_ready: bool) {
+    pub(crate) fn set_ready(&self, is_ready: bool) {
         self.is_ready.store(is_ready, Ordering::Release);
     }
 }

@@ -54,7 +54,7 @@ pub(crate) struct NodeService {
 }
 
 impl NodeService {
-    pub fn new(
+    pub(crate) fn new(
         role: Role,
         limits: AttemptLimits,
         grammars: Grammars,

@@ -72,7 +72,7 @@ pub(crate) struct Readers {
 
 impl ReplySender {
     /// Sends a reply to the stream. Never waits. A dropped stream is not an error: its cancel follows.
-    pub fn send(&mut self, reply: Reply, readers: &mut Readers) -> Result<(), QueueFull> {
+    pub(crate) fn send(&mut self, reply: Reply, readers: &mut Readers) -> Result<(), QueueFull> {
         let mut queue = self.queue.lock();
         if queue.stream_dropped {
             return Ok(());
@@ -102,7 +102,7 @@ impl Drop for ReplySender {
 impl Readers {
     /// Wakes the readers of all replies that were sent since the last call. Waking one reader after the
     /// other from this thread would send their replies one by one.
-    pub fn wake(&mut self) {
+    pub(crate) fn wake(&mut self) {
         if let (Some(runtime), false) = (&self.runtime, self.wakers.is_empty()) {
             let wakers = std::mem::take(&mut self.wakers);
             runtime.spawn(async move { wakers.into_iter().for_each(Waker::wake) });
@@ -135,12 +135,12 @@ pub(crate) fn attempt_stream(
 
 impl AttemptStream {
     /// Puts back the first reply, so that it is read again.
-    pub fn put_back(&mut self, first: Reply) {
+    pub(crate) fn put_back(&mut self, first: Reply) {
         self.queue.lock().replies.push_front(first);
     }
 
     /// Drops a call that the engine thread does not know: there is nothing to cancel.
-    pub fn discard(mut self) {
+    pub(crate) fn discard(mut self) {
         self.is_over = true;
     }
 }

@@ -67,7 +67,7 @@ pub(crate) struct OpenTiers {
 
 impl OpenTiers {
     /// Opens the tiers that are configured. A tier that cannot serve is reported and left out. May take seconds.
-    pub fn open(config: &Config, arena: &KvArena) -> Option<Self> {
+    pub(crate) fn open(config: &Config, arena: &KvArena) -> Option<Self> {
         let tier = &config.tier;
         if tier.disk_path.is_none() && tier.host_memory.bytes() == 0 {
             return None;
@@ -224,7 +224,7 @@ impl Drop for DiskTier {
 impl TierCopies {
     /// Starts the threads. A tier whose threads cannot start is reported and left out; without any tier the result is
     /// `None`. The receiver gets the results, and the blocks that the disk has from an earlier start.
-    pub fn start(
+    pub(crate) fn start(
         tiers: OpenTiers,
         arena: &Arc<KvArena>,
         waker: CollectWaker,
@@ -261,13 +261,13 @@ impl TierCopies {
     }
 
     /// Returns the configuration of the tiers that have started.
-    pub fn config(&self) -> TierConfig {
+    pub(crate) fn config(&self) -> TierConfig {
         self.config
     }
 
     /// Queues a save. Returns the result if no thread will report one, because the core holds the block until it gets
     /// one.
-    pub fn save(&self, save: SaveJob) -> Option<TierEvent> {
+    pub(crate) fn save(&self, save: SaveJob) -> Option<TierEvent> {
         let is_queued = match (save.tier, &self.host, &self.disk) {
             (Tier::Host, Some(host), _) => host.save(save),
             (Tier::Disk, _, Some(disk)) => disk.saves.start_job(save),
@@ -277,13 +277,13 @@ impl TierCopies {
     }
 
     /// Cancels the saves up to `last` whose copies have not begun. Their threads report them as failed.
-    pub fn cancel_saves(&self, last: JobId) {
+    pub(crate) fn cancel_saves(&self, last: JobId) {
         self.cancelled.store(last.0 + 1, Ordering::Relaxed);
     }
 
     /// Queues a load. Returns the result if no thread will report one, because the core holds the blocks until it gets
     /// one.
-    pub fn load(&self, job: LoadJob) -> Option<TierEvent> {
+    pub(crate) fn load(&self, job: LoadJob) -> Option<TierEvent> {
         let job = Arc::new(SharedLoad::new(job));
         let disk = self.disk.as_ref().filter(|_| job.has_disk());
         let host = self.host.as_ref().filter(|_| job.has_host());

@@ -52,7 +52,7 @@ struct Recording {
 }
 
 impl Recorder {
-    pub fn start(&mut self, request: StepTraceRequest) {
+    pub(crate) fn start(&mut self, request: StepTraceRequest) {
         let since = Instant::now();
         let (trace, open) = Default::default();
         let until = since + request.time;
@@ -60,36 +60,36 @@ impl Recorder {
     }
 
     /// Returns when [`finish_if_due`](Self::finish_if_due) is due at the latest.
-    pub fn deadline(&self) -> Option<Instant> {
+    pub(crate) fn deadline(&self) -> Option<Instant> {
         self.0.as_ref().map(|recording| recording.until)
     }
 
     /// Replies with the trace when its time is over or it is full. Drops it when its receiver was dropped.
-    pub fn finish_if_due(&mut self) {
+    pub(crate) fn finish_if_due(&mut self) {
         if let Some(recording) = self.0.take_if(|it| it.is_over()) {
             recording.finish();
         }
     }
 
-    pub fn add_step(&mut self, step: &StepRecord) {
+    pub(crate) fn add_step(&mut self, step: &StepRecord) {
         if let Some(recording) = self.recording() {
             recording.trace.steps.push(*step);
         }
     }
 
-    pub fn save_began(&mut self, save: &SaveJob) {
+    pub(crate) fn save_began(&mut self, save: &SaveJob) {
         if let Some(recording) = self.recording() {
             recording.begin(save_track(save.tier), save.job.0, json!({ "slot": save.slot }));
         }
     }
 
-    pub fn load_began(&mut self, load: &LoadJob) {
+    pub(crate) fn load_began(&mut self, load: &LoadJob) {
         if let Some(recording) = self.recording() {
             recording.begin(LOADS, load.job.0, json!({ "blocks": load.blocks.len() }));
         }
     }
 
-    pub fn tier_event(&mut self, event: &TierEvent) {
+    pub(crate) fn tier_event(&mut self, event: &TierEvent) {
         let Some(recording) = &mut self.0 else { return };
         match event {
             TierEvent::Saved { job } => recording.end_save(job.0, json!({})),
@@ -102,7 +102,7 @@ impl Recorder {
         }
     }
 
-    pub fn stage(&mut self, call: CallId, change: &StageChange) {
+    pub(crate) fn stage(&mut self, call: CallId, change: &StageChange) {
         match change {
             StageChange::Began(AttemptStage::Transfer) => {
                 if let Some(recording) = self.recording() {
@@ -133,7 +133,7 @@ impl Recorder {
     }
 
     /// `paused`: time until now for which no step ran.
-    pub fn weights_changed(&mut self, paused: Duration) {
+    pub(crate) fn weights_changed(&mut self, paused: Duration) {
         if let Some(recording) = self.recording() {
             let end = Instant::now();
             let begin = end.checked_sub(paused).unwrap_or(end).max(recording.since);

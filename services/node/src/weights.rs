@@ -61,7 +61,7 @@ pub(crate) struct WeightsService {
 }
 
 impl WeightsService {
-    pub fn new(
+    pub(crate) fn new(
         limits: AttemptLimits,
         actor: Handle,
         inbox: EngineInbox,

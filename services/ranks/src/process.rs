@@ -9,13 +9,13 @@ use std::{
 
 /// Handle of a process (pidfd), which stays valid when the process id is reused.
 #[derive(Debug)]
-pub struct ProcessHandle {
+pub(crate) struct ProcessHandle {
     descriptor: OwnedFd,
 }
 
 impl ProcessHandle {
     /// Opens the handle of a child. The child must not have been waited for, or its id may be reused.
-    pub fn of_child(id: u32) -> io::Result<Self> {
+    pub(crate) fn of_child(id: u32) -> io::Result<Self> {
         let id =
             libc::pid_t::try_from(id).map_err(|_| io::Error::from_raw_os_error(libc::ESRCH))?;
         // SAFETY: plain numbers.
@@ -29,7 +29,7 @@ impl ProcessHandle {
     }
 
     /// Sends SIGKILL, which ends a stopped process too. No effect on an ended process.
-    pub fn kill(&self) {
+    pub(crate) fn kill(&self) {
         let descriptor = self.descriptor.as_raw_fd();
         let no_info = std::ptr::null::<libc::siginfo_t>();
         // SAFETY: the descriptor is open, the rest are plain numbers and the null that means "as
@@ -44,7 +44,7 @@ impl ProcessHandle {
 ///
 /// # Errors
 /// When the parent is not the process `parent`, or is no longer.
-pub fn die_with_parent(parent: u32) -> io::Result<()> {
+pub(crate) fn die_with_parent(parent: u32) -> io::Result<()> {
     // SAFETY: plain numbers.
     if unsafe { libc::prctl(libc::PR_SET_PDEATHSIG, libc::SIGKILL) } != 0 {
         return Err(io::Error::last_os_error());
@@ -57,7 +57,7 @@ pub fn die_with_parent(parent: u32) -> io::Result<()> {
 }
 
 /// Ignores the stop signals: the parent receives them too and stops this process in order.
-pub fn ignore_stop_signals() {
+pub(crate) fn ignore_stop_signals() {
     for signal in [libc::SIGINT, libc::SIGTERM, libc::SIGHUP] {
         // SAFETY: ignoring a signal runs no code of ours.
         unsafe {
@@ -67,7 +67,7 @@ pub fn ignore_stop_signals() {
 }
 
 /// Sets the name of this process in process lists; the first 15 bytes count.
-pub fn set_name(name: &str) {
+pub(crate) fn set_name(name: &str) {
     let Ok(name) = CString::new(name) else { return };
     // SAFETY: the string ends with a zero and outlives the call, which copies it.
     unsafe {
@@ -88,17 +88,17 @@ pub fn clock_nanos() -> u64 {
 
 /// Converter between [`Instant`] and [`clock_nanos`], so that another process can convert back.
 #[derive(Clone, Copy, Debug)]
-pub struct SharedClock {
+pub(crate) struct SharedClock {
     instant: Instant,
     nanos: u64,
 }
 
 impl SharedClock {
-    pub fn new() -> Self {
+    pub(crate) fn new() -> Self {
         Self { instant: Instant::now(), nanos: clock_nanos() }
     }
 
-    pub fn nanos(&self, at: Instant) -> u64 {
+    pub(crate) fn nanos(&self, at: Instant) -> u64 {
         match at.checked_duration_since(self.instant) {
             Some(later) => self.nanos.saturating_add(later.as_nanos() as u64),
             None => self.nanos.saturating_sub((self.instant - at).as_nanos() as u64),
@@ -106,7 +106,7 @@ impl SharedClock {
     }
 
     /// Converts nanoseconds to an `Instant`. Values out of range become the time of [`SharedClock::new`].
-    pub fn instant(&self, nanos: u64) -> Instant {
+    pub(crate) fn instant(&self, nanos: u64) -> Instant {
         let moment = match nanos.checked_sub(self.nanos) {
             Some(later) => self.instant.checked_add(Duration::from_nanos(later)),
             None => self.instant.checked_sub(Duration::from_nanos(self.nanos - nanos)),

@@ -59,9 +59,8 @@ use emitted::EmittedTokens;
 pub use failure::{
     AttemptFailure, AttemptSide, Blame, CallError, FailureCause, GrpcCode, NodeFeedback,
 };
-pub use output::{
-    AttemptCalls, AttemptOutcome, EndedAttempt, FinishedAnswer, HandOverStats, RequestOutput,
-};
+pub(crate) use output::RequestOutput;
+pub use output::{AttemptCalls, AttemptOutcome, EndedAttempt, FinishedAnswer, HandOverStats};
 pub use recovery::GiveUp;
 use recovery::{NextStep, Recovery};
 

@@ -26,7 +26,7 @@ use crate::{
 
 /// Returns the routes of `router.admin`. `keys`: the operators' API keys; `None` accepts every request. `is_loopback`:
 /// whether the port has a loopback address.
-pub fn routes(
+pub(crate) fn routes(
     front: Arc<Front>,
     weights: WeightUpdates,
     keys: Option<Arc<ApiKeys>>,

@@ -67,7 +67,7 @@ impl RouterSettings {
 }
 
 /// The state that all requests of both APIs share.
-pub struct Front {
+pub(crate) struct Front {
     pub settings: RouterSettings,
     pub models: Models,
     pub nodes: Nodes,
@@ -83,7 +83,7 @@ pub struct Front {
 }
 
 impl Front {
-    pub fn new(
+    pub(crate) fn new(
         settings: RouterSettings,
         models: Models,
         router: SharedRouter,
@@ -105,12 +105,12 @@ impl Front {
 
     /// Returns whether load balancers may send requests: from the first connection to a decode node until the
     /// router leaves. Unlike [`Self::serves`] it does not become false when the decode nodes are lost for a while.
-    pub fn is_ready(&self) -> bool {
+    pub(crate) fn is_ready(&self) -> bool {
         self.nodes.are_connected() && !self.leaving.is_cancelled()
     }
 
     /// Returns whether the nodes are connected and at least one model has a decode node that is not paused.
-    pub fn serves(&self) -> bool {
+    pub(crate) fn serves(&self) -> bool {
         let is_served = |name| self.nodes.serving(name).running_decode_nodes > 0;
         self.nodes.are_connected() && self.models.all().iter().any(|model| is_served(&model.name))
     }
@@ -125,7 +125,7 @@ pub struct ModelSource {
 }
 
 /// One served model.
-pub struct ServedModel {
+pub(crate) struct ServedModel {
     pub name: Arc<str>,
     pub text: TextWorkers,
     pub metrics: RouterMetrics,
@@ -133,14 +133,14 @@ pub struct ServedModel {
 
 /// A model and the name that a request used for it.
 #[derive(Clone)]
-pub struct NamedModel {
+pub(crate) struct NamedModel {
     pub model: Arc<ServedModel>,
     /// The model's name or an alias.
     pub name: Arc<str>,
 }
 
 /// All served models; at least one.
-pub struct Models {
+pub(crate) struct Models {
     /// In the order of the configuration; the first model serves requests that name no model.
     all: Vec<Arc<ServedModel>>,
     /// By name and alias.
@@ -150,7 +150,7 @@ pub struct Models {
 impl Models {
     /// `first` is the default model. The first of several models with one name keeps the name. An alias never
     /// replaces the name of a model.
-    pub fn new(
+    pub(crate) fn new(
         first: ModelSource,
         others: Vec<ModelSource>,
         settings: &config::Router,
@@ -179,21 +179,21 @@ impl Models {
     }
 
     /// Returns the model of requests that name no model.
-    pub fn default_model(&self) -> &Arc<ServedModel> {
+    pub(crate) fn default_model(&self) -> &Arc<ServedModel> {
         &self.all[0]
     }
 
-    pub fn all(&self) -> &[Arc<ServedModel>] {
+    pub(crate) fn all(&self) -> &[Arc<ServedModel>] {
         &self.all
     }
 
     /// Returns the name of the model for each name and alias.
-    pub fn model_names(&self) -> BTreeMap<Arc<str>, Arc<str>> {
+    pub(crate) fn model_names(&self) -> BTreeMap<Arc<str>, Arc<str>> {
         self.by_name.iter().map(|(name, model)| (name.clone(), model.name.clone())).collect()
     }
 
     /// Returns every name and alias that the caller may use.
-    pub fn names(&self, caller: &Caller) -> impl Iterator<Item = NamedModel> {
+    pub(crate) fn names(&self, caller: &Caller) -> impl Iterator<Item = NamedModel> {
         self.by_name
             .iter()
             .filter(|(_, model)| caller.may_use(&model.name))
@@ -202,7 +202,11 @@ impl Models {
 
     /// Returns the model of this name or alias; the first model that the caller may use for no name or an empty one.
     /// A model that the caller may not use is unknown to the caller.
-    pub fn find(&self, name: Option<&str>, caller: &Caller) -> Result<NamedModel, RequestError> {
+    pub(crate) fn find(
+        &self,
+        name: Option<&str>,
+        caller: &Caller,
+    ) -> Result<NamedModel, RequestError> {
         let Some(name) = name.filter(|name| !name.is_empty()) else {
             let model = self.all.iter().find(|model| caller.may_use(&model.name));
             let model = model.expect("a key allows at least one served model").clone();

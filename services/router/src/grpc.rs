@@ -31,12 +31,12 @@ use crate::{
     request::error::{ErrorStatus, RequestError},
 };
 use arrived::BoundedBody;
-pub use health::serve_health;
+pub(crate) use health::serve_health;
 use inference::InferenceService;
 
 /// Returns the routes of every gRPC service of the router. Fails when the compiled-in descriptors are
 /// invalid.
-pub fn routes(
+pub(crate) fn routes(
     front: Arc<Front>,
     health: HealthServer<HealthService>,
 ) -> Result<axum::Router, tonic_reflection::server::Error> {
@@ -90,7 +90,7 @@ async fn authenticate(
 }
 
 /// Converts an error of a request into a gRPC status.
-pub fn status(error: RequestError) -> Status {
+pub(crate) fn status(error: RequestError) -> Status {
     let ErrorStatus { grpc, retry_after_s, .. } = error.status();
     let mut status = Status::new(grpc, error.to_string());
     if let Some(seconds) = retry_after_s {

@@ -23,7 +23,7 @@ use self::ended::{CopiedEntries, EndedEntries};
 use router_core::AttemptStats;
 
 use crate::lock::lock;
-pub use report::RequestReport;
+pub(crate) use report::RequestReport;
 
 /// Maximum number of attempts in one entry. A request that emits tokens may have any number of attempts.
 const ATTEMPTS_MAX: usize = 32;
@@ -34,7 +34,7 @@ const FOUND_MAX: usize = 100;
 
 /// The entry of one request. Times are measured from `received`.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-pub struct RequestEntry {
+pub(crate) struct RequestEntry {
     pub request_id: RequestId,
     /// The client's label.
     pub label: Option<String>,
@@ -60,7 +60,7 @@ pub struct RequestEntry {
 
 /// The end of a request.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-pub struct RequestEntryEnd {
+pub(crate) struct RequestEntryEnd {
     pub at: Duration,
     /// Outcome of the request, as in its log line.
     pub reason: Cow<'static, str>,
@@ -72,7 +72,7 @@ pub struct RequestEntryEnd {
 
 /// The entry of one attempt.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-pub struct AttemptEntry {
+pub(crate) struct AttemptEntry {
     pub choice: u32,
     pub number: u32,
     pub picked: Duration,
@@ -91,7 +91,7 @@ pub struct AttemptEntry {
 
 /// The end of an attempt.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-pub struct AttemptEntryEnd {
+pub(crate) struct AttemptEntryEnd {
     pub at: Duration,
     pub outcome: Cow<'static, str>,
     pub failure: Option<String>,
@@ -100,7 +100,7 @@ pub struct AttemptEntryEnd {
 
 impl RequestEntry {
     /// Adds an attempt. An attempt that exceeds the bound replaces the oldest one.
-    pub fn picked(&mut self, attempt: AttemptEntry) {
+    pub(crate) fn picked(&mut self, attempt: AttemptEntry) {
         if self.attempts.len() == ATTEMPTS_MAX {
             self.attempts.remove(0);
             self.attempts_left_out += 1;
@@ -111,7 +111,7 @@ impl RequestEntry {
     }
 
     /// Returns the open attempt of a choice.
-    pub fn open_attempt(&mut self, choice: u32) -> Option<&mut AttemptEntry> {
+    pub(crate) fn open_attempt(&mut self, choice: u32) -> Option<&mut AttemptEntry> {
         let is_open =
             |attempt: &&mut AttemptEntry| attempt.choice == choice && attempt.end.is_none();
         self.attempts.iter_mut().rev().find(is_open)
@@ -119,7 +119,7 @@ impl RequestEntry {
 }
 
 /// Returns a message of bounded size.
-pub fn bounded(mut message: String) -> String {
+pub(crate) fn bounded(mut message: String) -> String {
     if message.len() > MESSAGE_BYTES_MAX {
         message.truncate(message.floor_char_boundary(MESSAGE_BYTES_MAX));
         message.push('…');
@@ -129,11 +129,11 @@ pub fn bounded(mut message: String) -> String {
 }
 
 /// An entry that the request's owner writes and queries read.
-pub type SharedEntry = Arc<Mutex<RequestEntry>>;
+pub(crate) type SharedEntry = Arc<Mutex<RequestEntry>>;
 
 /// Selection of the requests of a query.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Query {
+pub(crate) enum Query {
     /// The requests with this request id, client label or trace id.
     Id(String),
     /// The slowest requests, at most this many.
@@ -144,7 +144,7 @@ pub enum Query {
 
 /// The entries that a history holds.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct HistorySize {
+pub(crate) struct HistorySize {
     pub running: usize,
     pub ended: usize,
     /// Age of the oldest ended request, from its arrival.
@@ -153,7 +153,7 @@ pub struct HistorySize {
 
 /// The running requests, and the last ones that ended.
 #[derive(Default)]
-pub struct History {
+pub(crate) struct History {
     /// By request id.
     running: HashMap<u128, SharedEntry>,
     ended: EndedEntries,
@@ -161,12 +161,12 @@ pub struct History {
 
 impl History {
     /// Adds a running request.
-    pub fn begin(&mut self, request_id: RequestId, entry: SharedEntry) {
+    pub(crate) fn begin(&mut self, request_id: RequestId, entry: SharedEntry) {
         self.running.insert(request_id.0, entry);
     }
 
     /// Handles the end of a request, whose entry is complete.
-    pub fn end(&mut self, request_id: RequestId) {
+    pub(crate) fn end(&mut self, request_id: RequestId) {
         if let Some(entry) = self.running.remove(&request_id.0) {
             self.ended.push(&lock(&entry));
         }
@@ -175,7 +175,7 @@ impl History {
 
 /// The answer to a query.
 #[derive(Debug)]
-pub struct HistoryAnswer {
+pub(crate) struct HistoryAnswer {
     /// At most [`FOUND_MAX`]: the slowest first, otherwise the newest first.
     pub requests: Vec<RequestEntry>,
     pub kept: HistorySize,
@@ -183,30 +183,30 @@ pub struct HistoryAnswer {
 
 /// The history that requests and queries share.
 #[derive(Clone)]
-pub struct SharedHistory {
+pub(crate) struct SharedHistory {
     start: Instant,
     history: Arc<Mutex<History>>,
 }
 
 impl SharedHistory {
     /// Creates an empty history that starts now.
-    pub fn new(now: Instant) -> Self {
+    pub(crate) fn new(now: Instant) -> Self {
         Self { start: now, history: Arc::default() }
     }
 
     /// Returns the time since the start of the history.
-    pub fn time_of(&self, instant: Instant) -> Duration {
+    pub(crate) fn time_of(&self, instant: Instant) -> Duration {
         instant.saturating_duration_since(self.start)
     }
 
     /// Locks the history, never across an await.
-    pub fn lock(&self) -> MutexGuard<'_, History> {
+    pub(crate) fn lock(&self) -> MutexGuard<'_, History> {
         lock(&self.history)
     }
 
     /// Returns the requests of a query. The query copies ended requests in small parts and decodes each part without
     /// the lock, which every request needs. Ended requests that drop out of the history meanwhile are not found.
-    pub fn find(&self, now: Duration, query: &Query) -> HistoryAnswer {
+    pub(crate) fn find(&self, now: Duration, query: &Query) -> HistoryAnswer {
         let (running, mut left) = {
             let history = self.lock();
             (history.running.values().cloned().collect::<Vec<_>>(), history.ended.numbers())

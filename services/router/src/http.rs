@@ -42,11 +42,11 @@ use crate::{
         options::{KEEP_HEADER, SESSION_HEADER, TENANT_HEADER, session_of_headers},
     },
 };
-pub use error::ApiError;
+pub(crate) use error::ApiError;
 use generate::{chat_completions, completions};
 use tokenize::{detokenize, tokenize};
 
-pub const X_REQUEST_ID: HeaderName = HeaderName::from_static("x-request-id");
+pub(crate) const X_REQUEST_ID: HeaderName = HeaderName::from_static("x-request-id");
 /// Deadline of the whole answer, in milliseconds from the arrival of the request.
 const X_BATON_DEADLINE_MS: HeaderName = HeaderName::from_static("x-baton-deadline-ms");
 /// With value `1` the last chunk contains statistics of the hand-over between nodes.
@@ -55,10 +55,10 @@ const X_BATON_STATS: HeaderName = HeaderName::from_static("x-baton-stats");
 const X_BATON_FIGURES: HeaderName = HeaderName::from_static("x-baton-figures");
 
 /// Time after which a body that is still being read counts as a stream of its key.
-pub const BODY_COUNTS_AFTER: Duration = Duration::from_secs(1);
+pub(crate) const BODY_COUNTS_AFTER: Duration = Duration::from_secs(1);
 
 /// Returns all HTTP routes. `started` is the start of the process in seconds since 1970.
-pub fn routes(front: Arc<Front>, metrics: Metrics, started: u64) -> Router {
+pub(crate) fn routes(front: Arc<Front>, metrics: Metrics, started: u64) -> Router {
     let mut router = Router::new();
     for Route { path, method, handler } in table(metrics, started) {
         router = router.route(path, only(method, handler));
@@ -70,7 +70,7 @@ pub fn routes(front: Arc<Front>, metrics: Metrics, started: u64) -> Router {
 }
 
 /// Adds the check of API keys, if the port has any.
-pub fn with_keys(router: Router, keys: Option<Arc<ApiKeys>>) -> Router {
+pub(crate) fn with_keys(router: Router, keys: Option<Arc<ApiKeys>>) -> Router {
     match keys {
         Some(keys) => router.layer(middleware::from_fn_with_state(keys, authenticate)),
         None => router,
@@ -93,7 +93,7 @@ async fn authenticate(
 }
 
 /// Returns the probes of the metrics port.
-pub fn probes(front: Arc<Front>) -> Router {
+pub(crate) fn probes(front: Arc<Front>) -> Router {
     let probes = Router::new().route("/live", routing::get(info::live));
     probes.route("/ready", routing::get(info::ready)).with_state(front)
 }
@@ -167,7 +167,7 @@ fn no_such_path(uri: &Uri) -> ApiError {
 }
 
 /// The parameter of a path. Its error has OpenAI's format, unlike that of [`Path`].
-pub struct PathParameter(pub String);
+pub(crate) struct PathParameter(pub String);
 
 impl<S: Send + Sync> FromRequestParts<S> for PathParameter {
     type Rejection = ApiError;
@@ -183,7 +183,7 @@ impl<S: Send + Sync> FromRequestParts<S> for PathParameter {
 }
 
 /// Context of an API request.
-pub struct RequestContext {
+pub(crate) struct RequestContext {
     pub request_id: RequestId,
     /// Client's label of the request.
     pub label: Option<String>,
@@ -198,7 +198,7 @@ pub struct RequestContext {
 }
 
 impl RequestContext {
-    pub fn new(headers: &HeaderMap, api: &'static str) -> Result<Self, RequestError> {
+    pub(crate) fn new(headers: &HeaderMap, api: &'static str) -> Result<Self, RequestError> {
         let request_id = RequestId::mint()?;
         let text = |name: &HeaderName| headers.get(name).and_then(|value| value.to_str().ok());
         let label = label_of(headers);
@@ -220,7 +220,7 @@ impl RequestContext {
     }
 
     /// Returns the time-out of the request: the client's, otherwise `router.timeout`.
-    pub fn timeout(&self, front: &Front) -> Result<Duration, FieldError> {
+    pub(crate) fn timeout(&self, front: &Front) -> Result<Duration, FieldError> {
         let settings = &front.settings.router;
         let Some(value) = &self.deadline_ms else { return Ok(settings.timeout) };
         let longest = settings.timeout_max.as_millis();
@@ -236,25 +236,25 @@ impl RequestContext {
     }
 
     /// Returns the response's `x-request-id`: the client's label, otherwise the router's id.
-    pub fn echo(&self) -> HeaderValue {
+    pub(crate) fn echo(&self) -> HeaderValue {
         echo(self.label.as_deref(), self.request_id)
     }
 }
 
 /// Reads the client's label of the request.
-pub fn label_of(headers: &HeaderMap) -> Option<String> {
+pub(crate) fn label_of(headers: &HeaderMap) -> Option<String> {
     headers.get(X_REQUEST_ID).and_then(|value| label(value.to_str().ok()?))
 }
 
 /// Returns the label, otherwise the id.
-pub fn echo(client_label: Option<&str>, request_id: RequestId) -> HeaderValue {
+pub(crate) fn echo(client_label: Option<&str>, request_id: RequestId) -> HeaderValue {
     let text = client_label.map_or_else(|| request_id.to_string(), str::to_owned);
     // Labels are visible ASCII and ids are hexadecimal.
     HeaderValue::try_from(text).unwrap_or_else(|_| HeaderValue::from_static("invalid"))
 }
 
 /// A body, and its bytes of the limit on all bodies.
-pub struct ReadBody {
+pub(crate) struct ReadBody {
     content: BytesMut,
     reserved: ReservedBytes,
 }

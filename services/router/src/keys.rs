@@ -30,11 +30,11 @@ use crate::{
         options::{TENANT_HEADER, Tenant, salt_for_nodes},
     },
 };
-pub use limits::LimitExceeded;
+pub(crate) use limits::LimitExceeded;
 use limits::{KeyLimits, KeyUsage};
 
 /// The port whose clients present the keys.
-pub enum Purpose {
+pub(crate) enum Purpose {
     /// The APIs of clients; with the served models by name and alias.
     Clients(BTreeMap<Arc<str>, Arc<str>>),
     /// `router.admin`, which has no limits.
@@ -54,14 +54,18 @@ impl Purpose {
 type KeysByHash = HashMap<[u8; 32], Arc<Key>>;
 
 /// The keys that a port accepts.
-pub struct ApiKeys {
+pub(crate) struct ApiKeys {
     current: Arc<Reloaded<KeysByHash>>,
     metrics: ApiKeyMetrics,
 }
 
 impl ApiKeys {
     /// Reads the file. The error names the file and its setting.
-    pub fn read(path: &Path, purpose: Purpose, metrics: ApiKeyMetrics) -> Result<Self, String> {
+    pub(crate) fn read(
+        path: &Path,
+        purpose: Purpose,
+        metrics: ApiKeyMetrics,
+    ) -> Result<Self, String> {
         let files = vec![SettingFile::new(purpose.setting(), path)];
         let of_keys = metrics.clone();
         let parse = move |files: &[SettingFile],
@@ -72,12 +76,12 @@ impl ApiKeys {
         Ok(Self { current: Arc::new(Reloaded::read(files, parse)?), metrics })
     }
 
-    pub fn reload(&self) -> Arc<dyn Reload> {
+    pub(crate) fn reload(&self) -> Arc<dyn Reload> {
         self.current.clone()
     }
 
     /// Admits a request with a valid key: counts the request, and replaces the key by its [`Caller`].
-    pub fn authenticate<B>(&self, request: &mut Request<B>) -> Result<(), RequestError> {
+    pub(crate) fn authenticate<B>(&self, request: &mut Request<B>) -> Result<(), RequestError> {
         let admitted = self.admit(request.headers(), Instant::now());
         let is_unknown =
             matches!(admitted, Err(RequestError::MissingKey | RequestError::UnknownKey));
@@ -97,7 +101,7 @@ impl ApiKeys {
     }
 
     /// Returns the caller of a probe, which needs no key and counts against no limit.
-    pub fn caller(&self, headers: &HeaderMap) -> Option<Caller> {
+    pub(crate) fn caller(&self, headers: &HeaderMap) -> Option<Caller> {
         Some(Caller(Some(self.find(bearer(headers)?)?)))
     }
 
@@ -238,23 +242,23 @@ impl Key {
 
 /// The client of a request: the owner of a key, or anybody where the port needs no key.
 #[derive(Clone, Default)]
-pub struct Caller(Option<Arc<Key>>);
+pub(crate) struct Caller(Option<Arc<Key>>);
 
 impl Caller {
     /// Returns the name of the key.
-    pub fn name(&self) -> Option<&str> {
+    pub(crate) fn name(&self) -> Option<&str> {
         self.0.as_deref().map(|key| &*key.name)
     }
 
     /// Returns whether the caller may use the model of this name, which must not be an alias.
-    pub fn may_use(&self, model: &str) -> bool {
+    pub(crate) fn may_use(&self, model: &str) -> bool {
         let models = self.0.as_deref().and_then(|key| key.models.as_ref());
         models.is_none_or(|models| models.contains(model))
     }
 
     /// Returns whether the caller may read series of metrics with this label. A key of some models sees no series of other
     /// models and of other keys.
-    pub fn may_read(&self, label: &str, value: &str) -> bool {
+    pub(crate) fn may_read(&self, label: &str, value: &str) -> bool {
         let Some(key) = self.0.as_deref().filter(|key| key.models.is_some()) else { return true };
         match label {
             MODEL_LABEL => self.may_use(value),
@@ -265,7 +269,7 @@ impl Caller {
 
     /// Returns the tenant that a gateway names in the header [`TENANT_HEADER`]. The header of a key that is no gateway is
     /// ignored: the client could name any tenant. Without keys every client counts as a gateway.
-    pub fn tenant(&self, header: Option<&[u8]>) -> Result<Option<Tenant>, FieldError> {
+    pub(crate) fn tenant(&self, header: Option<&[u8]>) -> Result<Option<Tenant>, FieldError> {
         let Some(header) = header else { return Ok(None) };
         if let Some(key) = self.0.as_deref().filter(|key| !key.gateway) {
             key.shared.tenant_ignored.call_once(|| {
@@ -280,13 +284,13 @@ impl Caller {
     }
 
     /// Returns the salt for nodes, which separates the prefix caches of keys, their tenants and their salts.
-    pub fn salt_for_nodes(&self, tenant: Option<&Tenant>, salt: &str) -> String {
+    pub(crate) fn salt_for_nodes(&self, tenant: Option<&Tenant>, salt: &str) -> String {
         let scope = self.0.as_deref().map(|key| &*key.cache_scope);
         salt_for_nodes(scope, tenant, salt)
     }
 
     /// Returns the flow of the key; without a key of the tenant, or the flow of all other callers.
-    pub fn flow(&self, tenant: Option<&Tenant>) -> Flow {
+    pub(crate) fn flow(&self, tenant: Option<&Tenant>) -> Flow {
         match (&self.0, tenant) {
             (Some(key), _) => key.flow.clone(),
             (None, Some(tenant)) => Flow::new(FlowName::Tenant(tenant.as_str().into())),
@@ -295,17 +299,17 @@ impl Caller {
     }
 
     /// Counts a request of the key as waiting for a node until the guard is dropped.
-    pub fn waiting(&self) -> Option<KeyWaiting> {
+    pub(crate) fn waiting(&self) -> Option<KeyWaiting> {
         Some(self.0.as_deref()?.shared.metrics.waiting())
     }
 
     /// Returns the maximum number of answers in flight.
-    pub fn streams_max(&self) -> Option<u32> {
+    pub(crate) fn streams_max(&self) -> Option<u32> {
         self.0.as_deref()?.limits.streams_max
     }
 
     /// Counts answers as in flight until the guard is dropped.
-    pub fn open_streams(&self, count: u32) -> Result<OpenStreams, LimitExceeded> {
+    pub(crate) fn open_streams(&self, count: u32) -> Result<OpenStreams, LimitExceeded> {
         if let Some(key) = &self.0 {
             let opened = key.usage().open_streams(&key.limits, count);
             key.counted(opened)?;
@@ -314,13 +318,13 @@ impl Caller {
     }
 
     /// Counts prompt or completion tokens against the limit.
-    pub fn used_tokens(&self, count: u32) {
+    pub(crate) fn used_tokens(&self, count: u32) {
         if let Some(key) = self.0.as_deref().filter(|key| key.limits.tokens_per_minute.is_some()) {
             key.usage().tokens(&key.limits, count, Instant::now());
         }
     }
 
-    pub fn request_ended(&self, request: &FinishedRequest) {
+    pub(crate) fn request_ended(&self, request: &FinishedRequest) {
         if let Some(key) = &self.0 {
             key.shared.metrics.request_ended(request);
         }
@@ -328,7 +332,7 @@ impl Caller {
 }
 
 /// Guard of a caller's answers in flight.
-pub struct OpenStreams {
+pub(crate) struct OpenStreams {
     caller: Caller,
     count: u32,
 }

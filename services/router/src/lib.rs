@@ -27,11 +27,11 @@ mod nodes;
 mod record;
 /// A client's request, independent of the API.
 mod request {
-    pub mod error;
-    pub mod options;
-    pub mod text_workers;
-    pub mod tokenization;
-    pub mod tools;
+    pub(crate) mod error;
+    pub(crate) mod options;
+    pub(crate) mod text_workers;
+    pub(crate) mod tokenization;
+    pub(crate) mod tools;
 }
 mod request_driver;
 mod serve;

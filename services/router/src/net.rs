@@ -6,7 +6,7 @@ mod request_body;
 mod server;
 mod tls;
 
-pub use connection::ConnectionState;
-pub use limits::{client_slots, operator_slots};
-pub use server::{Port, PortLimits, Protocol, Shutdown, bind, serve};
-pub use tls::{Tls, read_tls};
+pub(crate) use connection::ConnectionState;
+pub(crate) use limits::{client_slots, operator_slots};
+pub(crate) use server::{Port, PortLimits, Protocol, Shutdown, bind, serve};
+pub(crate) use tls::{Tls, read_tls};

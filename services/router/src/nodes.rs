@@ -34,11 +34,11 @@ use tonic::{Request, Response, Status, Streaming};
 use tracing::Span;
 
 use crate::{lock::lock, request::options::ModelLimits, shared_router::SharedRouter};
-pub use admin::{AdminCall, AdminError};
+pub(crate) use admin::{AdminCall, AdminError};
 pub use channel::NodeCredentials;
 use channel::{Client, NodeChannel};
-pub use watch::{OwnedTask, Served};
-pub use weights::{CopyFrom, UpdateRequest, WeightNode, WeightsAnswer};
+pub(crate) use watch::{OwnedTask, Served};
+pub(crate) use weights::{CopyFrom, UpdateRequest, WeightNode, WeightsAnswer};
 
 /// Maximum number of nodes that `/health` names because they unexpectedly compute on the CPU.
 const CPU_FALLBACKS_MAX: usize = 16;
@@ -50,7 +50,7 @@ const CACHE_IDENTITIES_MAX: usize = 4;
 
 /// Nodes of all models, and the connections to them. Cheap to clone.
 #[derive(Clone)]
-pub struct Nodes(Arc<NodesState>);
+pub(crate) struct Nodes(Arc<NodesState>);
 
 struct NodesState {
     router: SharedRouter,
@@ -69,7 +69,7 @@ struct NodesState {
 
 /// Current nodes of a model, and its limits and fingerprint now or when a decode node last served it.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Serving {
+pub(crate) struct Serving {
     pub prefill_nodes: usize,
     pub decode_nodes: usize,
     /// Number of decode nodes that are not paused.
@@ -105,7 +105,7 @@ fn serving(directory: &Directory, model: &str, last: Option<(ModelLimits, u128)>
 
 impl Nodes {
     /// Starts watching the members. Only nodes that serve a model of `served` are used.
-    pub fn watch(
+    pub(crate) fn watch(
         membership: &Membership,
         served: Arc<[Served]>,
         router: SharedRouter,
@@ -129,7 +129,7 @@ impl Nodes {
     }
 
     /// Returns what is known about this model and its nodes.
-    pub fn serving(&self, model: &str) -> Serving {
+    pub(crate) fn serving(&self, model: &str) -> Serving {
         let last = lock(&self.0.last_served).get(model).copied();
         self.directory(|directory| serving(directory, model, last))
     }
@@ -145,7 +145,7 @@ impl Nodes {
 
     /// Returns the nodes of these models that compute on the CPU although their host has a GPU, with the reason: at most
     /// [`CPU_FALLBACKS_MAX`].
-    pub fn cpu_fallbacks(&self, of_model: impl Fn(&str) -> bool) -> Vec<(String, String)> {
+    pub(crate) fn cpu_fallbacks(&self, of_model: impl Fn(&str) -> bool) -> Vec<(String, String)> {
         self.directory(|directory| {
             let records = Role::ALL.into_iter().flat_map(|role| directory.serving(role));
             let reasons = records.filter(|record| of_model(&record.model)).filter_map(|record| {
@@ -157,7 +157,7 @@ impl Nodes {
 
     /// Returns the newest grammar version that a decode node of this model supports; `None` while no decode
     /// node serves.
-    pub fn grammar_version(&self, model: &str) -> Option<u32> {
+    pub(crate) fn grammar_version(&self, model: &str) -> Option<u32> {
         self.directory(|directory| {
             let records = directory.serving(Role::Decode).filter(|record| record.model == model);
             records.map(|record| record.grammar_version).max()
@@ -166,7 +166,7 @@ impl Nodes {
 
     /// Returns the distinct cache identities of the nodes of this model that can be picked now, at most
     /// [`CACHE_IDENTITIES_MAX`]. Keys of cached blocks depend on the identity.
-    pub fn cache_identities(&self, model: &str) -> Vec<CacheIdentity> {
+    pub(crate) fn cache_identities(&self, model: &str) -> Vec<CacheIdentity> {
         self.directory(|directory| {
             let mut identities = Vec::new();
             let records = Role::ALL.into_iter().flat_map(|role| directory.serving(role));
@@ -181,12 +181,12 @@ impl Nodes {
     }
 
     /// Returns a counter that changes with the health of any node and with [`Self::are_connected`].
-    pub fn changes(&self) -> latest::Receiver<u64> {
+    pub(crate) fn changes(&self) -> latest::Receiver<u64> {
         self.0.changes.subscribe()
     }
 
     /// Returns whether the first connection setup between nodes has ended. Never becomes false again.
-    pub fn are_connected(&self) -> bool {
+    pub(crate) fn are_connected(&self) -> bool {
         self.0.connected.load(Ordering::Acquire)
     }
 
@@ -273,7 +273,7 @@ fn role_label(role: Role) -> NodeRole {
 }
 
 /// A call of an attempt. Dropping it cancels the call.
-pub struct NodeCall<E>(CallStream<E>);
+pub(crate) struct NodeCall<E>(CallStream<E>);
 
 type Opening<E> = Pin<Box<dyn Future<Output = Result<Streaming<E>, CallError>> + Send>>;
 
@@ -284,7 +284,7 @@ enum CallStream<E> {
 }
 
 /// A message of a call.
-pub enum CallMessage<E> {
+pub(crate) enum CallMessage<E> {
     /// The node accepted the call: the stream is open.
     Accepted,
     /// An event, or the end of the stream.
@@ -292,14 +292,24 @@ pub enum CallMessage<E> {
 }
 
 impl NodeCall<DecodeEvent> {
-    pub fn decode(nodes: &Nodes, node: PickedNode, request: DecodeRequest, span: &Span) -> Self {
+    pub(crate) fn decode(
+        nodes: &Nodes,
+        node: PickedNode,
+        request: DecodeRequest,
+        span: &Span,
+    ) -> Self {
         let request = traced(span, request);
         Self::open(nodes, node, async move |mut client| client.decode(request).await)
     }
 }
 
 impl NodeCall<PrefillEvent> {
-    pub fn prefill(nodes: &Nodes, node: PickedNode, request: PrefillRequest, span: &Span) -> Self {
+    pub(crate) fn prefill(
+        nodes: &Nodes,
+        node: PickedNode,
+        request: PrefillRequest,
+        span: &Span,
+    ) -> Self {
         let request = traced(span, request);
         Self::open(nodes, node, async move |mut client| client.prefill(request).await)
     }
@@ -347,7 +357,7 @@ fn traced<M>(span: &Span, message: M) -> Request<M> {
 }
 
 /// Returns the call's next message. Blocks forever without a call. Cancel-safe.
-pub async fn next_message<E>(call: &mut Option<&mut NodeCall<E>>) -> CallMessage<E> {
+pub(crate) async fn next_message<E>(call: &mut Option<&mut NodeCall<E>>) -> CallMessage<E> {
     let Some(NodeCall(stream)) = call else { return std::future::pending().await };
     match stream {
         CallStream::Opening(opening) => match opening.await {

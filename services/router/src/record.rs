@@ -35,7 +35,7 @@ const LABEL_CHARS_MAX: usize = 128;
 
 /// Record of one request, logged and counted when dropped. If the request has neither failed nor completed by
 /// then, its client disconnected, or its connection was closed because the client did not read.
-pub struct RequestRecord {
+pub(crate) struct RequestRecord {
     /// The default model until the request's own model is known.
     model: Arc<ServedModel>,
     operation: Operation,
@@ -72,7 +72,7 @@ struct RecordState {
 }
 
 impl RequestRecord {
-    pub fn new(
+    pub(crate) fn new(
         front: &Front,
         operation: Operation,
         request_id: RequestId,
@@ -116,35 +116,35 @@ impl RequestRecord {
         }
     }
 
-    pub fn request_id(&self) -> RequestId {
+    pub(crate) fn request_id(&self) -> RequestId {
         self.request_id
     }
 
     /// Sets the request's span. The request's log line belongs to this span.
-    pub fn set_span(&mut self, span: Span) {
+    pub(crate) fn set_span(&mut self, span: Span) {
         lock(&self.entry).trace_id = propagation::trace_id(&span);
         self.span = span;
     }
 
-    pub fn connection(&self) -> &ConnectionState {
+    pub(crate) fn connection(&self) -> &ConnectionState {
         &self.connection
     }
 
-    pub fn caller(&self) -> &Caller {
+    pub(crate) fn caller(&self) -> &Caller {
         &self.caller
     }
 
-    pub fn span(&self) -> &Span {
+    pub(crate) fn span(&self) -> &Span {
         &self.span
     }
 
-    pub fn set_label(&mut self, label: Option<String>) {
+    pub(crate) fn set_label(&mut self, label: Option<String>) {
         lock(&self.entry).label.clone_from(&label);
         self.label = label;
     }
 
     /// Counts the request for this model from now on.
-    pub fn set_model(&mut self, model: &Arc<ServedModel>) {
+    pub(crate) fn set_model(&mut self, model: &Arc<ServedModel>) {
         if !Arc::ptr_eq(&self.model, model) {
             self._running = model.metrics.request_running();
             self.model = model.clone();
@@ -153,11 +153,11 @@ impl RequestRecord {
     }
 
     /// Records that the fields were read and checked.
-    pub fn read(&self) {
+    pub(crate) fn read(&self) {
         lock(&self.entry).read = Some(self.received.elapsed());
     }
 
-    pub fn prepared(&self, choices: u32, prompt_tokens: u32) {
+    pub(crate) fn prepared(&self, choices: u32, prompt_tokens: u32) {
         self.caller.used_tokens(prompt_tokens);
         let mut state = self.state();
         (state.choices, state.prompt_tokens) = (choices, prompt_tokens);
@@ -168,7 +168,7 @@ impl RequestRecord {
 
     /// Records the start of an attempt. `ttft`: predicted time from the pick to the first token. `cached_expected`:
     /// tokens that the router believes to be cached on the prefill and the decode node.
-    pub fn picked(
+    pub(crate) fn picked(
         &self,
         choice: u32,
         number: u32,
@@ -200,13 +200,13 @@ impl RequestRecord {
     }
 
     /// Records that a pick found no node.
-    pub fn no_node(&self, reason: NoNode) {
+    pub(crate) fn no_node(&self, reason: NoNode) {
         self.model.metrics.picked(no_pick(&reason));
         lock(&self.entry).waits_for = Some(reason);
     }
 
     /// Records the first token of an answer's open attempt.
-    pub fn attempt_began(&self, choice: u32) {
+    pub(crate) fn attempt_began(&self, choice: u32) {
         let after = self.received.elapsed();
         if let Some(attempt) = lock(&self.entry).open_attempt(choice) {
             attempt.first_token = Some(after);
@@ -214,14 +214,14 @@ impl RequestRecord {
     }
 
     /// Records the time from token 0 to the decode node's first token.
-    pub fn handed_over(&self, choice: u32, gap: Duration) {
+    pub(crate) fn handed_over(&self, choice: u32, gap: Duration) {
         if let Some(attempt) = lock(&self.entry).open_attempt(choice) {
             attempt.hand_over = Some(gap);
         }
     }
 
     /// Records that tokens of an answer were emitted to the client.
-    pub fn emitted(&self, count: u32) {
+    pub(crate) fn emitted(&self, count: u32) {
         self.caller.used_tokens(count);
         let now = Instant::now();
         let mut state = self.state();
@@ -239,7 +239,7 @@ impl RequestRecord {
         }
     }
 
-    pub fn answer_ended(&self, end: &AnswerEnd) {
+    pub(crate) fn answer_ended(&self, end: &AnswerEnd) {
         let mut state = self.state();
         state.cached_tokens += end.cached_tokens;
         state.hand_over.add(&end.hand_over);
@@ -252,7 +252,7 @@ impl RequestRecord {
         });
     }
 
-    pub fn attempt_ended(
+    pub(crate) fn attempt_ended(
         &self,
         choice: u32,
         ended: &EndedAttempt,
@@ -319,7 +319,7 @@ impl RequestRecord {
         end
     }
 
-    pub fn failed(&self, error: &RequestError) {
+    pub(crate) fn failed(&self, error: &RequestError) {
         if let Some(refusal) = error.refusal() {
             self.model.metrics.refused(refusal);
         }
@@ -327,7 +327,7 @@ impl RequestRecord {
     }
 
     /// Records a request that was rejected before it was parsed completely.
-    pub fn rejected(&self, end: RequestEnd, reason: &str) {
+    pub(crate) fn rejected(&self, end: RequestEnd, reason: &str) {
         // The reason may quote the client.
         self.state().error = Some((end, bounded(reason.to_owned())));
     }
@@ -443,13 +443,13 @@ fn no_pick(reason: &NoNode) -> PickDecision {
 }
 
 /// Returns whole microseconds in milliseconds: at most three decimals in a log line.
-pub fn milliseconds(duration: Duration) -> f64 {
+pub(crate) fn milliseconds(duration: Duration) -> f64 {
     duration.as_micros() as f64 / 1e3
 }
 
 /// Returns a client's label for headers and log lines: visible ASCII of bounded length; `None` if nothing is
 /// left. Labels need not be unique.
-pub fn label(text: &str) -> Option<String> {
+pub(crate) fn label(text: &str) -> Option<String> {
     let label: String = text.chars().filter(char::is_ascii_graphic).take(LABEL_CHARS_MAX).collect();
     (!label.is_empty()).then_some(label)
 }

@@ -34,11 +34,11 @@ use crate::{
     wake::when_woken,
 };
 use answer_driver::AnswerDriver;
-pub use events::{AnswerEnd, AnswerEvent, AnswerTokens, StopReason};
+pub(crate) use events::{AnswerEnd, AnswerEvent, AnswerTokens, StopReason};
 use events::{EventReceiver, EventSender, event_queue};
 
 /// Parsed and checked fields of a request.
-pub struct GenerationFields {
+pub(crate) struct GenerationFields {
     pub prompts: Vec<PromptSource>,
     /// Number of answers to each prompt.
     pub choices: u32,
@@ -51,7 +51,7 @@ pub struct GenerationFields {
 }
 
 /// A parsed request.
-pub struct ParsedRequest {
+pub(crate) struct ParsedRequest {
     pub request_id: RequestId,
     pub tenant: Option<Tenant>,
     pub model: Arc<ServedModel>,
@@ -62,7 +62,7 @@ pub struct ParsedRequest {
 }
 
 /// An admitted request: the properties that all of its answers share.
-pub struct PreparedRequest {
+pub(crate) struct PreparedRequest {
     pub model: Arc<ServedModel>,
     pub stops: StopStrings,
     /// The strings of `stops`.
@@ -83,18 +83,18 @@ pub struct PreparedRequest {
 
 /// The deadline of a request, and its time-out for error messages.
 #[derive(Clone, Copy, Debug)]
-pub struct RequestDeadline {
+pub(crate) struct RequestDeadline {
     pub at: Instant,
     pub timeout: Duration,
 }
 
 impl RequestDeadline {
-    pub fn after(timeout: Duration) -> Self {
+    pub(crate) fn after(timeout: Duration) -> Self {
         Self { at: Instant::now() + timeout, timeout }
     }
 
     /// Returns the output of `work`, or an error if the deadline passes first.
-    pub async fn limit<T>(self, work: impl Future<Output = T>) -> Result<T, RequestError> {
+    pub(crate) async fn limit<T>(self, work: impl Future<Output = T>) -> Result<T, RequestError> {
         let late = RequestError::Deadline { timeout: self.timeout };
         tokio::time::timeout_at(self.at, work).await.map_err(|_| late)
     }
@@ -103,7 +103,7 @@ impl RequestDeadline {
 /// A running request, for the writer of its response. Dropping it ends the task, which drops the node
 /// streams: a client that disconnects cancels its request this way.
 #[derive(Debug)]
-pub struct RunningRequest {
+pub(crate) struct RunningRequest {
     /// The tokenized prompts. The prompt of choice `i` is prompt `i / choices`.
     pub prompts: Vec<Arc<[u32]>>,
     /// Settings for parsing tool calls; `None` without tools.
@@ -113,7 +113,7 @@ pub struct RunningRequest {
 }
 
 /// Prepares the request and starts its task inside `span`.
-pub async fn start(
+pub(crate) async fn start(
     front: &Arc<Front>,
     parsed: ParsedRequest,
     mut record: RequestRecord,
@@ -336,18 +336,18 @@ async fn run(
 
 impl RunningRequest {
     /// Returns the parser of the calls in this answer; `None` without tools.
-    pub fn call_reader(&self, choice: u32) -> Option<CallReader> {
+    pub(crate) fn call_reader(&self, choice: u32) -> Option<CallReader> {
         self.calls.as_ref().map(|reading| CallReader::new(reading, choice))
     }
 
     /// Returns the next event if one is queued.
-    pub fn next_queued(&mut self) -> Option<AnswerEvent> {
+    pub(crate) fn next_queued(&mut self) -> Option<AnswerEvent> {
         self.events.recv_queued()
     }
 
     /// Returns the next event; at the end `None`, or the one error that the request failed with.
     /// Cancel-safe.
-    pub async fn next(&mut self) -> Option<Result<AnswerEvent, RequestError>> {
+    pub(crate) async fn next(&mut self) -> Option<Result<AnswerEvent, RequestError>> {
         if let Some(event) = self.events.recv().await {
             return Some(Ok(event));
         }

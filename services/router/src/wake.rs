@@ -13,31 +13,31 @@ use tokio::{
 };
 
 /// Runs `work`, and polls it only when `work` itself was woken, not whenever its task is woken.
-pub async fn when_woken<T>(work: impl Future<Output = T>) -> T {
+pub(crate) async fn when_woken<T>(work: impl Future<Output = T>) -> T {
     let mut works = FuturesUnordered::from_iter([work]);
     works.next().await.expect("the set has one future")
 }
 
 /// A timer whose deadline moves with each token.
-pub struct MovingTimer {
+pub(crate) struct MovingTimer {
     sleep: Pin<Box<Sleep>>,
     /// Waker that the runtime's timer holds until it fires.
     waker: Option<Waker>,
 }
 
 impl MovingTimer {
-    pub fn new(deadline: Instant) -> Self {
+    pub(crate) fn new(deadline: Instant) -> Self {
         Self { sleep: Box::pin(sleep_until(deadline)), waker: None }
     }
 
     /// Completes at `deadline`. The runtime's timer may be set to an earlier time and is reset when it fires:
     /// most deadlines move before they are reached. Cancel-safe.
-    pub async fn reached(&mut self, deadline: Instant) {
+    pub(crate) async fn reached(&mut self, deadline: Instant) {
         poll_fn(|cx| self.poll_reached(cx, deadline)).await;
     }
 
     /// Polls [`Self::reached`].
-    pub fn poll_reached(&mut self, cx: &mut Context<'_>, deadline: Instant) -> Poll<()> {
+    pub(crate) fn poll_reached(&mut self, cx: &mut Context<'_>, deadline: Instant) -> Poll<()> {
         let Self { sleep, waker } = self;
         if sleep.deadline() > deadline {
             sleep.as_mut().reset(deadline);

@@ -50,7 +50,7 @@ const STOP_MAX: Duration = Duration::from_secs(5);
 
 /// An update that an operator begins.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct NewUpdate {
+pub(crate) struct NewUpdate {
     pub model: Arc<str>,
     pub label: String,
     pub path: String,
@@ -63,7 +63,7 @@ pub struct NewUpdate {
 
 /// How the nodes obtain the weights.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum UpdateTransport {
+pub(crate) enum UpdateTransport {
     /// Every node reads the path.
     Disk,
     /// One node reads the path, and the others copy its files. `seed`: its id; the first node if absent.
@@ -95,7 +95,7 @@ impl WeightsRequest {
 }
 
 #[derive(Debug, thiserror::Error)]
-pub enum UpdateError {
+pub(crate) enum UpdateError {
     #[error("cannot begin an update: update {running} runs; expected one update at a time")]
     Running { running: UpdateId },
     #[error("cannot find a node of model {model:?} that is up; expected at least one")]
@@ -124,13 +124,13 @@ pub enum UpdateError {
 
 /// An update, by default the running or last one, and the weights of every node that is up.
 #[derive(Clone, Debug, Serialize)]
-pub struct WeightsReport {
+pub(crate) struct WeightsReport {
     pub update: Option<UpdateView>,
     pub nodes: Vec<NodeView>,
 }
 
 #[derive(Clone, Debug, Serialize)]
-pub struct UpdateView {
+pub(crate) struct UpdateView {
     pub id: String,
     pub label: String,
     /// With nccl: without the trainer's token.
@@ -149,7 +149,7 @@ pub struct UpdateView {
 }
 
 #[derive(Clone, Debug, Serialize)]
-pub struct ParticipantView {
+pub(crate) struct ParticipantView {
     pub node: String,
     pub state: &'static str,
     /// Time for which the node ran no step, in milliseconds; after its commit.
@@ -158,7 +158,7 @@ pub struct ParticipantView {
 }
 
 #[derive(Clone, Debug, Serialize)]
-pub struct NodeView {
+pub(crate) struct NodeView {
     pub node: String,
     pub role: &'static str,
     pub model: String,
@@ -175,14 +175,14 @@ type WeightsReportReply = oneshot::Sender<Result<WeightsReport, UpdateError>>;
 
 /// Sends requests of operators to the task. Cheap to clone.
 #[derive(Clone)]
-pub struct WeightUpdates {
+pub(crate) struct WeightUpdates {
     nodes: Nodes,
     requests: mpsc::Sender<(WeightsRequest, WeightsReportReply)>,
 }
 
 impl WeightUpdates {
     /// Starts the task. `stop_max`: maximum time that the task needs to stop.
-    pub fn start(nodes: Nodes, stop_max: Duration) -> (Self, OwnedTask) {
+    pub(crate) fn start(nodes: Nodes, stop_max: Duration) -> (Self, OwnedTask) {
         let (requests, received) = mpsc::channel(REQUESTS_MAX);
         let task = UpdateTask {
             nodes: nodes.clone(),
@@ -198,16 +198,16 @@ impl WeightUpdates {
         (Self { nodes, requests }, OwnedTask::start(|stop| task.run(received, stop)))
     }
 
-    pub async fn begin(&self, update: NewUpdate) -> Result<WeightsReport, UpdateError> {
+    pub(crate) async fn begin(&self, update: NewUpdate) -> Result<WeightsReport, UpdateError> {
         self.request(WeightsRequest::Begin(update)).await
     }
 
-    pub async fn commit(&self, id: UpdateId) -> Result<WeightsReport, UpdateError> {
+    pub(crate) async fn commit(&self, id: UpdateId) -> Result<WeightsReport, UpdateError> {
         self.request(WeightsRequest::Commit(id)).await
     }
 
     /// Aborts an update of this router, or of a router that has ended.
-    pub async fn abort(&self, id: UpdateId) -> Result<WeightsReport, UpdateError> {
+    pub(crate) async fn abort(&self, id: UpdateId) -> Result<WeightsReport, UpdateError> {
         match self.request(WeightsRequest::Abort(id)).await {
             Err(UpdateError::Unknown { id, known }) => self.abort_at_nodes(id, known).await,
             outcome => outcome,
@@ -259,12 +259,12 @@ impl WeightUpdates {
     }
 
     /// Reports the update with this id if the router knows the update; without an id, the running or last update.
-    pub async fn status(&self, id: Option<UpdateId>) -> Result<WeightsReport, UpdateError> {
+    pub(crate) async fn status(&self, id: Option<UpdateId>) -> Result<WeightsReport, UpdateError> {
         self.request(WeightsRequest::Status(id)).await
     }
 
     /// Pauses every node of the model, or none: after a failed call the other nodes serve again.
-    pub async fn pause(
+    pub(crate) async fn pause(
         &self,
         model: &str,
         in_flight: InFlight,
@@ -280,7 +280,7 @@ impl WeightUpdates {
     }
 
     /// Lets every node of the model serve again.
-    pub async fn resume(&self, model: &str) -> Result<WeightsReport, UpdateError> {
+    pub(crate) async fn resume(&self, model: &str) -> Result<WeightsReport, UpdateError> {
         self.call_pause(model, None).await?;
         self.status(None).await
     }

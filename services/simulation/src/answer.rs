@@ -16,7 +16,7 @@ use crate::{
 };
 
 /// The client's side of one request.
-pub struct Client {
+pub(crate) struct Client {
     /// Tokens that the prompt, the sampling parameters and the grammar determine, and what ends them; `None` if tokens
     /// are not checked.
     answer: Option<(Vec<u32>, AnswerEnd)>,
@@ -35,14 +35,14 @@ enum AnswerEnd {
 }
 
 impl Client {
-    pub fn new(plan: &RequestPlan, is_checked: bool) -> Self {
+    pub(crate) fn new(plan: &RequestPlan, is_checked: bool) -> Self {
         let answer = is_checked.then(|| expected_answer(plan));
         let stops_at = plan.stops_at.map(|count| count as usize);
         Self { answer, received: 0, stops_at, stop: None }
     }
 
     /// Receives tokens `first_index..`. Returns the stop condition that they complete.
-    pub fn receive(&mut self, first_index: u32, tokens: &[v1::Token]) -> Option<StopCause> {
+    pub(crate) fn receive(&mut self, first_index: u32, tokens: &[v1::Token]) -> Option<StopCause> {
         assert!(!tokens.is_empty(), "an event without tokens");
         assert_eq!(first_index as usize, self.received, "a token is duplicated or lost");
         let Some((answer, end)) = &self.answer else {
@@ -64,7 +64,7 @@ impl Client {
     }
 
     /// Checks that a complete answer has all its tokens and the right finish reason.
-    pub fn check_complete(&self, reason: v1::FinishReason) {
+    pub(crate) fn check_complete(&self, reason: v1::FinishReason) {
         let Some((answer, end)) = &self.answer else { return };
         if self.stop == Some(StopCause::Text) {
             return assert_eq!(reason, v1::FinishReason::Stop);

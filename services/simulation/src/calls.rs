@@ -11,21 +11,21 @@ use weight_transfer::WeightVersion;
 
 /// Id of one call of an attempt.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub struct CallKey {
+pub(crate) struct CallKey {
     pub transfer: TransferId,
     pub side: AttemptSide,
 }
 
 /// A call on its way to a node.
 #[derive(Clone, Debug)]
-pub enum NodeCall {
+pub(crate) enum NodeCall {
     Prefill(PrefillRequest),
     Decode(DecodeRequest),
 }
 
 /// A message of a call on its way to the router.
 #[derive(Clone, Debug)]
-pub enum NodeMessage {
+pub(crate) enum NodeMessage {
     Decode(DecodeEvent),
     Prefill(PrefillEvent),
     /// The node accepted the call: its stream is open.
@@ -38,7 +38,7 @@ pub enum NodeMessage {
 
 /// A node that takes part in an update of the weights.
 #[derive(Clone, Copy, Debug)]
-pub struct UpdatedNode {
+pub(crate) struct UpdatedNode {
     pub host: usize,
     pub epoch: Epoch,
     pub version: WeightVersion,

@@ -17,12 +17,12 @@ use crate::{
 };
 
 /// All blocks of a transfer with a lost peer are free within this time.
-pub const BLOCKS_FREE_MAX: Duration = Duration::from_millis(500).saturating_add(LEASE);
+pub(crate) const BLOCKS_FREE_MAX: Duration = Duration::from_millis(500).saturating_add(LEASE);
 
 impl Simulation {
     /// Checks an event. A sender may fail although its receiver has every block, because the last
     /// ACK may be lost. A sender never succeeds without its receiver.
-    pub fn check_event(&self, event: &Event) {
+    pub(crate) fn check_event(&self, event: &Event) {
         if let Event::Delivered { transfer, .. } = event {
             let has_arrived = self.arrived.contains(transfer);
             assert!(has_arrived, "{transfer} was delivered but did not arrive");
@@ -30,7 +30,7 @@ impl Simulation {
     }
 
     /// Checks that blocks of a transfer with a lost peer were released in time.
-    pub fn check_hold(&mut self, process: usize, transfer: TransferId, hold: &TransferHold) {
+    pub(crate) fn check_hold(&mut self, process: usize, transfer: TransferId, hold: &TransferHold) {
         // A late message of a dead process extends the lease.
         if self.network.faults.lateness > 0 {
             return;
@@ -67,7 +67,7 @@ impl Simulation {
     }
 
     /// Checks after the run that no resource of any request is left.
-    pub fn check_idle(&self) {
+    pub(crate) fn check_idle(&self) {
         for host in &self.hosts {
             let process = &self.processes[host.process];
             assert_eq!(process.state, ProcessState::Running, "{} was restarted", process.name);
@@ -84,7 +84,7 @@ impl Simulation {
     }
 
     /// Returns the coverage and the digest of the event sequence.
-    pub fn outcome(&self) -> Outcome {
+    pub(crate) fn outcome(&self) -> Outcome {
         let mut coverage = self.coverage.clone();
         for router in &self.routers {
             coverage.merge(&router.coverage);

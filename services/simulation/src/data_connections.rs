@@ -23,7 +23,7 @@ const RETRY_AFTER: Duration = Duration::from_millis(3);
 const CONNECT_RETRY: Duration = Duration::from_millis(50);
 
 impl Simulation {
-    pub fn send_control(&mut self, from: usize, to: Epoch, message: ControlMessage) {
+    pub(crate) fn send_control(&mut self, from: usize, to: Epoch, message: ControlMessage) {
         let process = self.by_epoch[&to];
         let source = self.processes[from].source();
         for delay in self.network.datagram(from, process) {
@@ -32,7 +32,7 @@ impl Simulation {
         }
     }
 
-    pub fn open_data(&mut self, from: usize, to: Epoch) {
+    pub(crate) fn open_data(&mut self, from: usize, to: Epoch) {
         let closings = self.processes[from].transfers.transport.connection(to);
         let to = self.by_epoch[&to];
         let give_up = self.clock.now() + LEASE;
@@ -44,7 +44,7 @@ impl Simulation {
     }
 
     /// Opens the data connection. Retries across a partition for one lease.
-    pub fn connect(&mut self, from: usize, to: usize, closings: u64, give_up: Instant) {
+    pub(crate) fn connect(&mut self, from: usize, to: usize, closings: u64, give_up: Instant) {
         let (client, server) = (&self.processes[from], &self.processes[to]);
         if client.state == ProcessState::Dead
             || client.transfers.transport.connection(server.epoch) != closings
@@ -67,7 +67,7 @@ impl Simulation {
     }
 
     /// Tells `process` that its data connection with `peer` has ended.
-    pub fn report_closed(&mut self, process: usize, peer: usize, reason: &'static str) {
+    pub(crate) fn report_closed(&mut self, process: usize, peer: usize, reason: &'static str) {
         let peer = self.processes[peer].epoch;
         let connection = self.processes[process].transfers.transport.connection(peer);
         let input = Input::Closed { peer, connection, reason };
@@ -75,14 +75,14 @@ impl Simulation {
     }
 
     /// Closes both directions. The peer learns of it unless the two are partitioned.
-    pub fn close_data(&mut self, process: usize, peer: Epoch) {
+    pub(crate) fn close_data(&mut self, process: usize, peer: Epoch) {
         let peer = self.by_epoch[&peer];
         if self.network.disconnect(process, peer) && !self.network.is_cut(process, peer) {
             self.report_closed(peer, process, "connection closed");
         }
     }
 
-    pub fn send_chunk(&mut self, process: usize, transfer: TransferId, chunk: u32) {
+    pub(crate) fn send_chunk(&mut self, process: usize, transfer: TransferId, chunk: u32) {
         let node = &self.processes[process];
         let Some(peer) = node.transfers.transport.destination(transfer, chunk) else { return };
         let to = self.by_epoch[&peer];
@@ -118,7 +118,7 @@ impl Simulation {
     }
 
     /// Handles the first bytes of a chunk.
-    pub fn chunk_begins(
+    pub(crate) fn chunk_begins(
         &mut self,
         from: usize,
         to: usize,
@@ -136,7 +136,7 @@ impl Simulation {
     }
 
     /// Handles the last bytes of a chunk.
-    pub fn chunk_ends(
+    pub(crate) fn chunk_ends(
         &mut self,
         from: usize,
         to: usize,

@@ -105,7 +105,7 @@ impl Results {
     }
 }
 
-pub struct Device {
+pub(crate) struct Device {
     results: Results,
     cost: StepCost,
     random: Random,
@@ -125,7 +125,7 @@ pub struct Device {
 
 impl Device {
     /// `is_checked`: the device keeps and checks tokens and KV.
-    pub fn new(
+    pub(crate) fn new(
         limits: ExecutorLimits,
         cost: StepCost,
         is_checked: bool,
@@ -156,7 +156,7 @@ impl Device {
     }
 
     /// Returns the KV memory of a device that keeps KV.
-    pub fn arena(&self) -> Option<SimArena> {
+    pub(crate) fn arena(&self) -> Option<SimArena> {
         match &self.results {
             Results::Checked(executor) => Some(executor.arena()),
             Results::Counted(_) => None,
@@ -164,29 +164,29 @@ impl Device {
     }
 
     /// Returns the time of all launched steps.
-    pub fn busy(&self) -> Duration {
+    pub(crate) fn busy(&self) -> Duration {
         self.busy
     }
 
-    pub fn set_now(&mut self, now: Instant) {
+    pub(crate) fn set_now(&mut self, now: Instant) {
         debug_assert!(now >= self.now);
         self.now = now;
     }
 
     /// Prepares weights of this version. `in_flight`: the treatment of running sequences at the commit.
-    pub fn prepare_weights(&mut self, version: u64, in_flight: InFlight) {
+    pub(crate) fn prepare_weights(&mut self, version: u64, in_flight: InFlight) {
         if let Results::Checked(executor) = &mut self.results {
             executor.prepare_weights(version, in_flight);
         }
     }
 
     /// Makes every later call fail, as after the death of a rank process.
-    pub fn lose_rank(&mut self) {
+    pub(crate) fn lose_rank(&mut self) {
         self.is_rank_lost = true;
     }
 
     /// Returns when the oldest step in flight is done.
-    pub fn next_due(&self) -> Option<Instant> {
+    pub(crate) fn next_due(&self) -> Option<Instant> {
         self.due.front().map(|&(due, _)| due)
     }
 

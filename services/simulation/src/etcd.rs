@@ -8,7 +8,7 @@ use std::{
 use cluster::{MemberChange, Members};
 use membership::{MemberList, MemberWatch};
 
-pub struct Etcd {
+pub(crate) struct Etcd {
     members: Members,
     list: MemberList,
     /// Each router's watch, once the router has reached etcd.
@@ -18,7 +18,7 @@ pub struct Etcd {
 }
 
 impl Etcd {
-    pub fn new(router_count: usize) -> Self {
+    pub(crate) fn new(router_count: usize) -> Self {
         Self {
             members: Members::new(),
             list: MemberList::new(Members::new()),
@@ -28,12 +28,12 @@ impl Etcd {
     }
 
     /// Drops the watch of a router process that was restarted.
-    pub fn forget_router(&mut self, router: usize) {
+    pub(crate) fn forget_router(&mut self, router: usize) {
         self.watches[router] = None;
     }
 
     /// Returns the changes that a router has not received yet.
-    pub fn changes(&mut self, router: usize) -> Vec<MemberChange> {
+    pub(crate) fn changes(&mut self, router: usize) -> Vec<MemberChange> {
         let watch = self.watches[router].get_or_insert_with(|| self.list.watch());
         let mut context = Context::from_waker(Waker::noop());
         std::iter::from_fn(|| match pin!(watch.next()).poll(&mut context) {
@@ -43,20 +43,20 @@ impl Etcd {
         .collect()
     }
 
-    pub fn is_reachable(&self) -> bool {
+    pub(crate) fn is_reachable(&self) -> bool {
         self.outages == 0
     }
 
-    pub fn begin_outage(&mut self) {
+    pub(crate) fn begin_outage(&mut self) {
         self.outages += 1;
     }
 
-    pub fn end_outage(&mut self) {
+    pub(crate) fn end_outage(&mut self) {
         self.outages -= 1;
     }
 
     /// Changes the list of registered nodes.
-    pub fn write(&mut self, write: impl FnOnce(&mut Members)) {
+    pub(crate) fn write(&mut self, write: impl FnOnce(&mut Members)) {
         write(&mut self.members);
         self.list.replace(self.members.clone());
     }

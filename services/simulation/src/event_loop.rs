@@ -35,13 +35,13 @@ const FAULTS_END: Duration = Duration::from_secs(20);
 const SETTLE: Duration = Duration::from_secs(10);
 
 /// A machine on which node processes run, one after another.
-pub struct Host {
+pub(crate) struct Host {
     /// The running process, or the last one.
     pub process: usize,
 }
 
 /// A cluster in virtual time.
-pub struct Simulation {
+pub(crate) struct Simulation {
     pub scenario: Scenario,
     pub clock: Clock<SimEvent>,
     pub network: Network<usize>,
@@ -84,7 +84,7 @@ pub struct Simulation {
 }
 
 impl Simulation {
-    pub fn new(seed: u64, scenario: Scenario, is_traced: bool) -> Self {
+    pub(crate) fn new(seed: u64, scenario: Scenario, is_traced: bool) -> Self {
         let mut random = Random::new(seed ^ 0x5eed);
         let addresses: Vec<NodeAddress> = scenario.addresses();
         let routers = (0..scenario.router_count)
@@ -149,7 +149,7 @@ impl Simulation {
     }
 
     /// Runs until every request has ended and all its resources had time to be released.
-    pub fn run(&mut self) {
+    pub(crate) fn run(&mut self) {
         let start = self.clock.start();
         let last = self.scenario.requests.iter().map(|plan| plan.at + plan.timeout).max();
         let end = start + WARM_UP + last.unwrap_or_default();
@@ -163,7 +163,7 @@ impl Simulation {
         self.run_until(self.clock.now() + SETTLE);
     }
 
-    pub fn run_until(&mut self, end: Instant) {
+    pub(crate) fn run_until(&mut self, end: Instant) {
         loop {
             let process = self.due.first().map(|&(at, id)| (at, Deadline::Process(id)));
             let routers = self.routers.iter().enumerate();
@@ -185,13 +185,13 @@ impl Simulation {
     }
 
     /// Schedules an event after a delay of the network.
-    pub fn send(&mut self, event: SimEvent) {
+    pub(crate) fn send(&mut self, event: SimEvent) {
         let delay = self.network.delay();
         self.clock.after(delay, event);
     }
 
     /// Schedules an event behind the earlier ones of its order.
-    pub fn send_in_order(&mut self, order: Order, delay: Duration, event: SimEvent) {
+    pub(crate) fn send_in_order(&mut self, order: Order, delay: Duration, event: SimEvent) {
         let earliest = self.clock.now() + delay;
         if self.has_equal_delays {
             return self.clock.at(earliest, event);
@@ -265,7 +265,7 @@ impl Simulation {
     }
 
     /// Schedules the next request of `arrivals`, if any.
-    pub fn schedule_arrival(&mut self) {
+    pub(crate) fn schedule_arrival(&mut self) {
         match self.arrivals.next() {
             Some(plan) => {
                 let at = self.clock.start() + WARM_UP + plan.at;
@@ -295,7 +295,7 @@ impl Simulation {
     }
 
     /// Gives the input to the process: at once, or when the paused process resumes.
-    pub fn input(&mut self, process: usize, input: Input) {
+    pub(crate) fn input(&mut self, process: usize, input: Input) {
         let now = self.clock.now();
         let node = &mut self.processes[process];
         match node.state {
@@ -317,7 +317,7 @@ impl Simulation {
         self.follow(process, outputs);
     }
 
-    pub fn set_deadline(&mut self, process: usize, deadline: Option<Instant>) {
+    pub(crate) fn set_deadline(&mut self, process: usize, deadline: Option<Instant>) {
         if self.deadlines.len() <= process {
             self.deadlines.resize(process + 1, None);
         }
@@ -330,7 +330,7 @@ impl Simulation {
         }
     }
 
-    pub fn follow(&mut self, process: usize, outputs: Vec<Output>) {
+    pub(crate) fn follow(&mut self, process: usize, outputs: Vec<Output>) {
         for output in outputs {
             match output {
                 Output::Message { connection, key, message } => {

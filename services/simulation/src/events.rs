@@ -18,7 +18,7 @@ use crate::{
 
 /// An event of the run.
 #[derive(Debug)]
-pub enum SimEvent {
+pub(crate) enum SimEvent {
     Input {
         process: usize,
         input: Input,
@@ -100,7 +100,7 @@ pub enum SimEvent {
 
 /// A step of a fault and of its repair.
 #[derive(Clone, Copy, Debug)]
-pub enum FaultStep {
+pub(crate) enum FaultStep {
     Begin(Fault),
     /// A new process starts on a host whose process is dead.
     Start {
@@ -125,7 +125,7 @@ pub enum FaultStep {
 
 /// Messages with the same key keep their order.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub enum Order {
+pub(crate) enum Order {
     ToHost(Connection),
     Members(usize),
     Call(CallKey),

@@ -16,7 +16,7 @@ use crate::{
 const EXIT_MAX: Duration = Duration::from_millis(2500);
 
 impl Simulation {
-    pub fn fault_step(&mut self, step: FaultStep) {
+    pub(crate) fn fault_step(&mut self, step: FaultStep) {
         match step {
             FaultStep::Begin(fault) => self.begin_fault(fault),
             FaultStep::Start { host } => {
@@ -118,7 +118,7 @@ impl Simulation {
         }
     }
 
-    pub fn start_process(&mut self, host: usize) {
+    pub(crate) fn start_process(&mut self, host: usize) {
         let epoch = Epoch(self.random.id().max(1));
         let plan = &self.scenario.nodes[host];
         let model = &self.scenario.models[plan.model];
@@ -208,7 +208,7 @@ impl Simulation {
 
     /// Schedules the keep-alive time-out at each router, which pings every 500 ms and waits 2 s for the
     /// answer.
-    pub fn expect_keep_alive_timeout(&mut self, host: usize, process: usize) {
+    pub(crate) fn expect_keep_alive_timeout(&mut self, host: usize, process: usize) {
         for router in 0..self.routers.len() {
             let connection = self.routers[router].nodes.connection(host);
             let after = self.random.millis(2000..=2500);
@@ -218,7 +218,7 @@ impl Simulation {
 
     /// Handles a failed executor: the process informs its peers and exits, and another process
     /// starts.
-    pub fn engine_failed(&mut self, process: usize) {
+    pub(crate) fn engine_failed(&mut self, process: usize) {
         if self.processes[process].state == ProcessState::Running {
             self.coverage.count("engines failed");
             self.exit(process);
@@ -229,7 +229,7 @@ impl Simulation {
     }
 
     /// Exits a draining process that has no in-flight request left.
-    pub fn drained(&mut self, process: usize) {
+    pub(crate) fn drained(&mut self, process: usize) {
         if self.processes[process].state == ProcessState::Running {
             let load = self.processes[process].load();
             let left = (load.running, load.waiting, load.blocks_reserved);

@@ -27,7 +27,7 @@ static SHARED: LazyLock<GrammarVocabulary> = LazyLock::new(|| {
     GrammarVocabulary::new(compiler, Vec::new(), VOCABULARY)
 });
 
-pub fn pick(random: &mut Random) -> Grammar {
+pub(crate) fn pick(random: &mut Random) -> Grammar {
     let text = |text: &str| text.to_owned();
     random.pick(&[
         Grammar::Regex(text("[ab]{3,12}c")),
@@ -41,6 +41,6 @@ pub fn pick(random: &mut Random) -> Grammar {
 }
 
 /// Constrains the sequence as a node does.
-pub fn constrain(sequence: &mut NewSequence, grammar: &Grammar) -> Result<(), Refusal> {
+pub(crate) fn constrain(sequence: &mut NewSequence, grammar: &Grammar) -> Result<(), Refusal> {
     SHARED.constrain(sequence, grammar, Arc::new(|_, _| {}))
 }

@@ -7,7 +7,7 @@ use std::{
 
 /// Times at which the network interface of each process has sent and received all chunks.
 #[derive(Default)]
-pub struct LinkEnds {
+pub(crate) struct LinkEnds {
     sent: HashMap<usize, Instant>,
     received: HashMap<usize, Instant>,
 }
@@ -15,7 +15,7 @@ pub struct LinkEnds {
 impl LinkEnds {
     /// Returns the time at which a chunk is sent. `time`: duration without other chunks. Chunks of a node are sent one
     /// after the other.
-    pub fn transfer(
+    pub(crate) fn transfer(
         &mut self,
         now: Instant,
         (from, to): (usize, usize),

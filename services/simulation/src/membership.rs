@@ -18,7 +18,7 @@ const RECORD_TTL: Duration = Duration::from_secs(5);
 
 impl Simulation {
     /// Schedules the registration of a process that started or resumed.
-    pub fn register_later(&mut self, process: usize) {
+    pub(crate) fn register_later(&mut self, process: usize) {
         if self.etcd.is_some() {
             let delay = self.random.millis(5..=200);
             self.clock.after(delay, SimEvent::Register { process });
@@ -26,13 +26,13 @@ impl Simulation {
     }
 
     /// Schedules the expiry of the record of a process that died or was paused.
-    pub fn expire_later(&mut self, process: usize) {
+    pub(crate) fn expire_later(&mut self, process: usize) {
         if self.etcd.is_some() {
             self.clock.after(RECORD_TTL, SimEvent::Expire { process });
         }
     }
 
-    pub fn register(&mut self, process: usize) {
+    pub(crate) fn register(&mut self, process: usize) {
         let node = &self.processes[process];
         if node.state == ProcessState::Running {
             let address = self.scenario.addresses()[node.host].clone();
@@ -43,14 +43,14 @@ impl Simulation {
         }
     }
 
-    pub fn expire(&mut self, process: usize) {
+    pub(crate) fn expire(&mut self, process: usize) {
         if self.processes[process].state != ProcessState::Running {
             self.deregister(process);
         }
     }
 
     /// Removes the record, unless another process has registered with the address.
-    pub fn deregister(&mut self, process: usize) {
+    pub(crate) fn deregister(&mut self, process: usize) {
         let node = &self.processes[process];
         let address = self.scenario.addresses()[node.host].clone();
         let epoch = node.epoch;
@@ -74,7 +74,7 @@ impl Simulation {
     }
 
     /// Sends the changes of the list to a router. Without etcd the router has a static list.
-    pub fn publish_members(&mut self, router: usize) {
+    pub(crate) fn publish_members(&mut self, router: usize) {
         let changes = match &mut self.etcd {
             Some(etcd) if !etcd.is_reachable() => return,
             Some(etcd) => etcd.changes(router),
@@ -86,14 +86,14 @@ impl Simulation {
         }
     }
 
-    pub fn begin_etcd_outage(&mut self) {
+    pub(crate) fn begin_etcd_outage(&mut self) {
         if let Some(etcd) = &mut self.etcd {
             etcd.begin_outage();
             self.coverage.count("etcd outages");
         }
     }
 
-    pub fn end_etcd_outage(&mut self) {
+    pub(crate) fn end_etcd_outage(&mut self) {
         let Some(etcd) = &mut self.etcd else { return };
         etcd.end_outage();
         for router in 0..self.routers.len() {

@@ -15,12 +15,12 @@ use crate::{
     scenario::{BLOCK_BYTES, Fault, NodePlan, RequestPlan, Scenario, VOCABULARY, prompt},
 };
 
-pub const STEP: Duration = Duration::from_millis(8);
+pub(crate) const STEP: Duration = Duration::from_millis(8);
 const REQUESTS: u32 = 300;
 /// Host of the decode node that misbehaves. Hosts 0 and 1 are prefill nodes, 2 to 4 decode nodes.
 const BAD: usize = 3;
 
-pub fn node(role: Role, step: Duration) -> NodePlan {
+pub(crate) fn node(role: Role, step: Duration) -> NodePlan {
     let limits = ExecutorLimits {
         slots: 128,
         step_tokens: 128,
@@ -41,7 +41,7 @@ pub fn node(role: Role, step: Duration) -> NodePlan {
     }
 }
 
-pub fn request(index: u32) -> RequestPlan {
+pub(crate) fn request(index: u32) -> RequestPlan {
     let request = RequestPlan::new(prompt(64, index), 30, Duration::from_secs(100));
     RequestPlan { at: Duration::from_millis(100) * index, ..request }
 }

@@ -6,7 +6,7 @@ use cluster::{DirectoryAction, NodeAddress, StreamId};
 
 /// A connection of a router to a host. A closed connection is replaced by one with another number.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub struct Connection {
+pub(crate) struct Connection {
     pub router: usize,
     pub host: usize,
     number: u64,
@@ -14,19 +14,19 @@ pub struct Connection {
 
 /// One `Observe` stream of a router.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub struct Stream {
+pub(crate) struct Stream {
     pub connection: Connection,
     pub id: StreamId,
 }
 
 /// The directory's actions, in order.
 #[derive(Debug)]
-pub enum NodesAction {
+pub(crate) enum NodesAction {
     Observe(Stream),
     StopObserving(Stream),
 }
 
-pub struct NodeConnections {
+pub(crate) struct NodeConnections {
     connections: Vec<Connection>,
     /// Host of each address.
     hosts: HashMap<NodeAddress, usize>,
@@ -34,7 +34,7 @@ pub struct NodeConnections {
 }
 
 impl NodeConnections {
-    pub fn new(router: usize, addresses: &[NodeAddress]) -> Self {
+    pub(crate) fn new(router: usize, addresses: &[NodeAddress]) -> Self {
         let connection = |host| Connection { router, host, number: 0 };
         Self {
             connections: (0..addresses.len()).map(connection).collect(),
@@ -44,22 +44,22 @@ impl NodeConnections {
     }
 
     /// Replaces every connection by one of a new router process.
-    pub fn restart(&mut self) {
+    pub(crate) fn restart(&mut self) {
         self.connections.iter_mut().for_each(|connection| connection.number += 1);
         self.streams.clear();
     }
 
     /// Returns the open connection to a host.
-    pub fn connection(&self, host: usize) -> Connection {
+    pub(crate) fn connection(&self, host: usize) -> Connection {
         self.connections[host]
     }
 
-    pub fn is_open(&self, connection: Connection) -> bool {
+    pub(crate) fn is_open(&self, connection: Connection) -> bool {
         self.connections[connection.host] == connection
     }
 
     /// Closes the connection to this host. Returns the streams that end with it.
-    pub fn close(&mut self, host: usize) -> Vec<StreamId> {
+    pub(crate) fn close(&mut self, host: usize) -> Vec<StreamId> {
         let ended = self.connections[host];
         self.connections[host].number += 1;
         let streams = self.streams.values().filter(|stream| stream.connection == ended);
@@ -69,12 +69,12 @@ impl NodeConnections {
     }
 
     /// Ends a stream. Returns whether the stream was open.
-    pub fn end_stream(&mut self, stream: StreamId) -> bool {
+    pub(crate) fn end_stream(&mut self, stream: StreamId) -> bool {
         self.streams.remove(&stream).is_some()
     }
 
     /// Opens or drops the stream of an action.
-    pub fn follow(&mut self, action: DirectoryAction) -> Option<NodesAction> {
+    pub(crate) fn follow(&mut self, action: DirectoryAction) -> Option<NodesAction> {
         match action {
             DirectoryAction::Observe { stream, address, .. } => {
                 let connection = self.connections[self.host_of(&address)];
@@ -94,7 +94,7 @@ impl NodeConnections {
         }
     }
 
-    pub fn host_of(&self, address: &NodeAddress) -> usize {
+    pub(crate) fn host_of(&self, address: &NodeAddress) -> usize {
         *self.hosts.get(address).expect("every host is known")
     }
 }

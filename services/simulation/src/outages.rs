@@ -4,7 +4,7 @@ use std::time::Instant;
 
 /// A time during which no message of process `of` reached process `to` (any process if `to` is `None`).
 #[derive(Clone, Copy, Debug)]
-pub struct Outage {
+pub(crate) struct Outage {
     of: usize,
     to: Option<usize>,
     pub from: Instant,
@@ -13,20 +13,20 @@ pub struct Outage {
 
 /// The outages of all processes, in the order of their begin.
 #[derive(Default)]
-pub struct Outages(Vec<Outage>);
+pub(crate) struct Outages(Vec<Outage>);
 
 impl Outages {
-    pub fn begin(&mut self, of: usize, to: Option<usize>, now: Instant) {
+    pub(crate) fn begin(&mut self, of: usize, to: Option<usize>, now: Instant) {
         self.0.push(Outage { of, to, from: now, until: None });
     }
 
     /// Ends the outages of a partition.
-    pub fn heal(&mut self, a: usize, b: usize, now: Instant) {
+    pub(crate) fn heal(&mut self, a: usize, b: usize, now: Instant) {
         self.end(now, |outage| outage.to.is_some() && [a, b].contains(&outage.of));
     }
 
     /// Ends the outage of a process that was paused.
-    pub fn resume(&mut self, process: usize, now: Instant) {
+    pub(crate) fn resume(&mut self, process: usize, now: Instant) {
         self.end(now, |outage| outage.of == process && outage.to.is_none());
     }
 
@@ -37,7 +37,7 @@ impl Outages {
     }
 
     /// Returns the outages of `of` during which no message reached `to`.
-    pub fn between(&self, of: usize, to: usize) -> impl Iterator<Item = &Outage> {
+    pub(crate) fn between(&self, of: usize, to: usize) -> impl Iterator<Item = &Outage> {
         self.0.iter().filter(move |it| it.of == of && it.to.is_none_or(|other| other == to))
     }
 }

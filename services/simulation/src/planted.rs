@@ -5,7 +5,7 @@ use proto::v1::{Failure, FailureKind, decode_event::Event as DecodeEvent};
 use crate::{calls::NodeMessage, process_io::Output};
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum PlantedBug {
+pub(crate) enum PlantedBug {
     /// A decode node sends another token than it sampled.
     WrongToken,
     /// A decode node sends a token under two indices.
@@ -17,7 +17,7 @@ pub enum PlantedBug {
 }
 
 impl PlantedBug {
-    pub fn mutate(self, mut outputs: Vec<Output>) -> Vec<Output> {
+    pub(crate) fn mutate(self, mut outputs: Vec<Output>) -> Vec<Output> {
         for output in &mut outputs {
             if let (Self::FailsAttempts { host }, Output::Message { connection, message, .. }) =
                 (self, &mut *output)

@@ -55,9 +55,9 @@ const KV_LAYOUT: KvLayout =
     KvLayout { layer_count: 1, kv_head_count: 1, head_dim: 1, dtype: Dtype::F32 };
 
 /// Time until the transfer thread offers an event again after a full queue.
-pub const OFFER_AGAIN: Duration = Duration::from_millis(5);
+pub(crate) const OFFER_AGAIN: Duration = Duration::from_millis(5);
 
-pub struct Process {
+pub(crate) struct Process {
     pub name: String,
     pub host: usize,
     pub epoch: Epoch,
@@ -103,7 +103,7 @@ struct OpenCall {
 }
 
 impl Process {
-    pub fn start(
+    pub(crate) fn start(
         host: usize,
         plan: &NodePlan,
         model: &ModelPlan,
@@ -194,25 +194,25 @@ impl Process {
         }
     }
 
-    pub fn source(&self) -> Peer {
+    pub(crate) fn source(&self) -> Peer {
         Peer { node_id: self.name.clone(), epoch: self.epoch }
     }
 
     /// Returns the time of all steps of the device.
-    pub fn device_busy(&self) -> Duration {
+    pub(crate) fn device_busy(&self) -> Duration {
         self.core.executor().busy()
     }
 
-    pub fn load(&self) -> Load {
+    pub(crate) fn load(&self) -> Load {
         self.core.scheduler().load()
     }
 
-    pub fn is_draining(&self) -> bool {
+    pub(crate) fn is_draining(&self) -> bool {
         self.is_draining
     }
 
     /// Returns when [`Input::Deadline`] is due if no other input comes first.
-    pub fn next_deadline(&self) -> Option<Instant> {
+    pub(crate) fn next_deadline(&self) -> Option<Instant> {
         let device = self.core.executor().next_due();
         let transfers = self.transfers.next_deadline(self.now);
         let offer = (!self.transfers.takes_commands()).then(|| self.now + OFFER_AGAIN);
@@ -222,7 +222,7 @@ impl Process {
         deadlines.into_iter().flatten().min()
     }
 
-    pub fn handle(&mut self, now: Instant, input: Input) -> Vec<Output> {
+    pub(crate) fn handle(&mut self, now: Instant, input: Input) -> Vec<Output> {
         self.take(now, input);
         mem::take(&mut self.outputs)
     }
@@ -301,6 +301,6 @@ impl Process {
     }
 }
 
-pub fn control_endpoint(host: usize) -> String {
+pub(crate) fn control_endpoint(host: usize) -> String {
     format!("tcp://127.0.0.1:{}", 10_000 + host)
 }

@@ -18,7 +18,7 @@ use crate::{
 };
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum ProcessState {
+pub(crate) enum ProcessState {
     Running,
     Paused,
     Dead,
@@ -26,7 +26,7 @@ pub enum ProcessState {
 
 /// An input of a process.
 #[derive(Clone, Debug)]
-pub enum Input {
+pub(crate) enum Input {
     // For the engine thread.
     Call {
         connection: Connection,
@@ -69,7 +69,7 @@ pub enum Input {
 
 /// An output of a process, in order.
 #[derive(Debug)]
-pub enum Output {
+pub(crate) enum Output {
     Message {
         connection: Connection,
         key: CallKey,
@@ -119,7 +119,7 @@ pub enum Output {
 
 /// A message for the node's part in updates.
 #[derive(Clone, Debug)]
-pub enum WeightsInput {
+pub(crate) enum WeightsInput {
     Call(Box<UpdateCall>),
     /// A prepared peer asks whether this node has committed the update.
     Question {
@@ -134,7 +134,7 @@ pub enum WeightsInput {
 
 /// A message of the node's part in updates.
 #[derive(Debug)]
-pub enum WeightsOutput {
+pub(crate) enum WeightsOutput {
     /// The answer to the coordinator's call of node `node`.
     Reply {
         id: UpdateId,
@@ -154,7 +154,7 @@ pub enum WeightsOutput {
 
 /// Blocks of the scheduler that a transfer holds.
 #[derive(Clone, Debug)]
-pub struct TransferHold {
+pub(crate) struct TransferHold {
     pub peer: Epoch,
     pub since: Instant,
     /// Blocks that are reserved for an incoming transfer.

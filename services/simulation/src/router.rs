@@ -30,7 +30,7 @@ use crate::{
 
 /// The router's actions, in order.
 #[derive(Debug)]
-pub enum RouterAction {
+pub(crate) enum RouterAction {
     Call {
         connection: Connection,
         key: CallKey,
@@ -44,7 +44,7 @@ pub enum RouterAction {
     Nodes(NodesAction),
 }
 
-pub struct Router {
+pub(crate) struct Router {
     core: RouterCore,
     pub nodes: NodeConnections,
     selection: Selection,
@@ -107,7 +107,7 @@ struct Answer {
 
 /// Outcome of a request.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum End {
+pub(crate) enum End {
     Complete,
     ClientLeft,
     Failed(GiveUp),
@@ -116,7 +116,7 @@ pub enum End {
 }
 
 impl Router {
-    pub fn new(
+    pub(crate) fn new(
         index: usize,
         addresses: &[NodeAddress],
         selection: Selection,
@@ -147,16 +147,16 @@ impl Router {
         }
     }
 
-    pub fn take_actions(&mut self) -> Vec<RouterAction> {
+    pub(crate) fn take_actions(&mut self) -> Vec<RouterAction> {
         std::mem::take(&mut self.actions)
     }
 
-    pub fn all_ended(&self) -> bool {
+    pub(crate) fn all_ended(&self) -> bool {
         self.open.is_empty()
     }
 
     /// Checks that no resource of a request is left, and that every node is up.
-    pub fn check_idle(&self) {
+    pub(crate) fn check_idle(&self) {
         assert!(self.calls.is_empty(), "calls are open");
         self.core.check_idle();
         for node in self.core.directory().nodes() {
@@ -166,12 +166,12 @@ impl Router {
     }
 
     /// Returns the bytes that the directory keeps of the nodes' cached blocks.
-    pub fn cached_bytes(&self) -> usize {
+    pub(crate) fn cached_bytes(&self) -> usize {
         self.core.directory().nodes().map(Member::cached_bytes).sum()
     }
 
     /// Returns the nodes of the model that take part in an update of the weights.
-    pub fn weight_nodes(&self, model: &str) -> Vec<UpdatedNode> {
+    pub(crate) fn weight_nodes(&self, model: &str) -> Vec<UpdatedNode> {
         let of_model = self.core.weight_nodes().filter(|(_, record)| record.model == model);
         let nodes = of_model.map(|(member, record)| UpdatedNode {
             host: self.nodes.host_of(&member.address),
@@ -182,13 +182,13 @@ impl Router {
     }
 
     /// Returns the longest time between two tokens of each request.
-    pub fn pauses(&self) -> impl Iterator<Item = Duration> {
+    pub(crate) fn pauses(&self) -> impl Iterator<Item = Duration> {
         self.answers.values().map(|answer| answer.pause)
     }
 
     // Inputs.
 
-    pub fn client_left(&mut self, now: Instant, id: usize) {
+    pub(crate) fn client_left(&mut self, now: Instant, id: usize) {
         let Some(answer) = self.answers.get_mut(&id) else { return };
         if !answer.has_ended {
             answer.core.handle_client_left();
@@ -199,7 +199,7 @@ impl Router {
     }
 
     /// Handles a node's message of a call.
-    pub fn message(&mut self, now: Instant, key: CallKey, message: NodeMessage) {
+    pub(crate) fn message(&mut self, now: Instant, key: CallKey, message: NodeMessage) {
         self.call_message(now, key, message);
         self.follow(now);
     }
@@ -240,7 +240,7 @@ impl Router {
     }
 
     /// Handles the end of a connection to a node, with every stream on it.
-    pub fn connection_lost(&mut self, now: Instant, host: usize) {
+    pub(crate) fn connection_lost(&mut self, now: Instant, host: usize) {
         let ended = self.nodes.connection(host);
         for stream in self.nodes.close(host) {
             let reason = "the connection ended".to_owned();
@@ -269,7 +269,7 @@ impl Router {
         }
     }
 
-    pub fn observed(&mut self, now: Instant, stream: StreamId, event: Option<ObserveEvent>) {
+    pub(crate) fn observed(&mut self, now: Instant, stream: StreamId, event: Option<ObserveEvent>) {
         match event {
             Some(event) => {
                 self.core.handle_node_event(now, DirectoryInput::Observed { stream, event });
@@ -283,13 +283,13 @@ impl Router {
         self.follow(now);
     }
 
-    pub fn member(&mut self, now: Instant, change: MemberChange) {
+    pub(crate) fn member(&mut self, now: Instant, change: MemberChange) {
         self.core.handle_node_event(now, DirectoryInput::Member(change));
         self.follow(now);
     }
 
     /// Starts another router process. The clients of the old process are lost.
-    pub fn restart(&mut self) {
+    pub(crate) fn restart(&mut self) {
         for answer in self.answers.values_mut().filter(|answer| !answer.has_ended) {
             self.coverage.count("client left");
             answer.core.handle_client_left();
@@ -304,12 +304,12 @@ impl Router {
         self.core = RouterCore::new(self.random.next(), self.selection, self.limits);
     }
 
-    pub fn next_deadline(&self) -> Option<Instant> {
+    pub(crate) fn next_deadline(&self) -> Option<Instant> {
         let requests = self.due.first().map(|(at, _)| *at);
         requests.into_iter().chain(self.core.next_deadline()).min()
     }
 
-    pub fn on_deadline(&mut self, now: Instant) {
+    pub(crate) fn on_deadline(&mut self, now: Instant) {
         if self.core.next_deadline().is_some_and(|at| at <= now) {
             self.core.handle_deadline(now);
             self.follow(now);

@@ -11,7 +11,7 @@ use crate::{
 
 impl Simulation {
     /// Performs the actions of every router.
-    pub fn follow_routers(&mut self) {
+    pub(crate) fn follow_routers(&mut self) {
         for router in 0..self.routers.len() {
             for action in self.routers[router].take_actions() {
                 self.router_action(action);
@@ -39,7 +39,7 @@ impl Simulation {
     }
 
     /// Returns whether the router still uses the connection.
-    pub fn is_open(&self, connection: Connection) -> bool {
+    pub(crate) fn is_open(&self, connection: Connection) -> bool {
         self.routers[connection.router].nodes.is_open(connection)
     }
 
@@ -55,13 +55,18 @@ impl Simulation {
         self.send_in_order(Order::ToHost(connection), delay, event);
     }
 
-    pub fn call_arrives(&mut self, connection: Connection, key: CallKey, call: Box<NodeCall>) {
+    pub(crate) fn call_arrives(
+        &mut self,
+        connection: Connection,
+        key: CallKey,
+        call: Box<NodeCall>,
+    ) {
         if let Some(process) = self.connected_process(connection) {
             self.input(process, Input::Call { connection, key, call });
         }
     }
 
-    pub fn observe_arrives(&mut self, stream: Stream) {
+    pub(crate) fn observe_arrives(&mut self, stream: Stream) {
         if let Some(process) = self.connected_process(stream.connection) {
             self.input(process, Input::Observe(stream));
         }
@@ -82,7 +87,7 @@ impl Simulation {
     }
 
     /// Tells both ends that the connection has ended.
-    pub fn connection_ends(&mut self, connection: Connection) {
+    pub(crate) fn connection_ends(&mut self, connection: Connection) {
         if self.is_open(connection) {
             self.connection_ends_at_node(connection);
             let now = self.clock.now();
@@ -91,7 +96,7 @@ impl Simulation {
     }
 
     /// Tells the node that a router's connection has ended.
-    pub fn connection_ends_at_node(&mut self, connection: Connection) {
+    pub(crate) fn connection_ends_at_node(&mut self, connection: Connection) {
         let process = self.hosts[connection.host].process;
         self.send(SimEvent::Input { process, input: Input::ConnectionEnded(connection) });
         if self.processes[process].state == ProcessState::Paused {

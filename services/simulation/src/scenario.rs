@@ -22,13 +22,13 @@ use crate::{
     updates::plan::{self, UpdatePlan},
 };
 
-pub const VOCABULARY: u32 = 40;
+pub(crate) const VOCABULARY: u32 = 40;
 /// Bytes of a block: the KV of a position is one number.
-pub const BLOCK_BYTES: usize = 8 * BLOCK_TOKENS;
+pub(crate) const BLOCK_BYTES: usize = 8 * BLOCK_TOKENS;
 
 /// Every input of a run.
 #[derive(Clone, Debug)]
-pub struct Scenario {
+pub(crate) struct Scenario {
     pub severity: Severity,
     pub network: NetworkFaults,
     /// Chance in percent that the blocks of a chunk cannot be read.
@@ -57,7 +57,7 @@ pub struct Scenario {
 
 /// The faults that a scenario may contain.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Severity {
+pub(crate) enum Severity {
     /// At most one fault, which costs no request, and a network that loses few messages.
     Mild,
     /// Any fault that leaves the decode nodes alive and reachable by the router.
@@ -68,13 +68,13 @@ pub enum Severity {
 
 impl Severity {
     /// Returns whether every request whose client stays must complete.
-    pub fn must_complete(self) -> bool {
+    pub(crate) fn must_complete(self) -> bool {
         self != Self::Severe
     }
 }
 
 #[derive(Clone, Debug)]
-pub struct ModelPlan {
+pub(crate) struct ModelPlan {
     pub name: Arc<str>,
     pub fingerprint: u128,
     /// Tensor parallel ranks of each node.
@@ -96,7 +96,7 @@ pub struct LinkCost {
 
 /// Configuration of every process on one host.
 #[derive(Clone, Debug)]
-pub struct NodePlan {
+pub(crate) struct NodePlan {
     pub role: Role,
     /// Index of the model in [`Scenario::models`].
     pub model: usize,
@@ -109,7 +109,7 @@ pub struct NodePlan {
 }
 
 #[derive(Clone, Debug)]
-pub struct RequestPlan {
+pub(crate) struct RequestPlan {
     pub at: Duration,
     pub router: usize,
     pub model: usize,
@@ -132,7 +132,7 @@ pub struct RequestPlan {
 
 impl RequestPlan {
     /// Returns a greedy request of an unnamed client that arrives at once and reads to the end.
-    pub fn new(prompt: Vec<u32>, max_tokens: u32, timeout: Duration) -> Self {
+    pub(crate) fn new(prompt: Vec<u32>, max_tokens: u32, timeout: Duration) -> Self {
         Self {
             at: Duration::ZERO,
             router: 0,
@@ -152,7 +152,7 @@ impl RequestPlan {
     }
 
     /// Returns the client's hints about the conversation. Prompts with an equal beginning belong to one session.
-    pub fn session(&self) -> RequestSession {
+    pub(crate) fn session(&self) -> RequestSession {
         let is_named = self.prompt.len().is_multiple_of(3);
         let name = self.prompt.first().filter(|_| is_named).map(u32::to_string);
         let keep_ms = self.prompt.len().is_multiple_of(4).then_some(self.max_tokens.into());
@@ -160,7 +160,7 @@ impl RequestPlan {
     }
 
     /// Returns the flow of the client.
-    pub fn flow(&self) -> Flow {
+    pub(crate) fn flow(&self) -> Flow {
         match self.key {
             Some((name, weight, priority)) => {
                 Flow { name: FlowName::Key(name.into()), weight, priority }
@@ -172,7 +172,7 @@ impl RequestPlan {
 
 /// Fault of a scenario. Hosts are indices of [`Scenario::nodes`].
 #[derive(Clone, Copy, Debug)]
-pub enum Fault {
+pub(crate) enum Fault {
     /// The process dies, and another one starts on the host. Peers and routers see a connection
     /// reset, or nothing.
     Kill {
@@ -227,7 +227,7 @@ pub enum Fault {
 }
 
 impl Scenario {
-    pub fn new(seed: u64) -> Self {
+    pub(crate) fn new(seed: u64) -> Self {
         let mut random = Random::new(seed);
         let severity = match random.below(10) {
             0..=3 => Severity::Mild,
@@ -325,7 +325,7 @@ impl Scenario {
 impl Scenario {
     /// Returns a scenario without faults: one router with a static list of nodes of one model, and messages that take
     /// up to `delay_max`.
-    pub fn fault_free(
+    pub(crate) fn fault_free(
         selection: Selection,
         nodes: Vec<NodePlan>,
         requests: Vec<RequestPlan>,
@@ -351,7 +351,7 @@ impl Scenario {
     }
 
     /// Returns the address of each host.
-    pub fn addresses(&self) -> Vec<NodeAddress> {
+    pub(crate) fn addresses(&self) -> Vec<NodeAddress> {
         let address = |(host, node): (usize, &NodePlan)| NodeAddress {
             role: node.role,
             grpc: format!("http://host-{host}:3"),
@@ -425,7 +425,7 @@ fn spares_decode_nodes(fault: &Fault, nodes: &[NodePlan]) -> bool {
 
 impl NodePlan {
     /// Returns the length of the longest sequence that fits, in tokens.
-    pub fn longest_sequence(&self) -> u32 {
+    pub(crate) fn longest_sequence(&self) -> u32 {
         let limits = self.scheduler.limits;
         limits.sequence_tokens.min(limits.blocks * BLOCK_TOKENS as u32)
     }
@@ -559,7 +559,7 @@ fn request(random: &mut Random, severity: Severity, longest: u32) -> RequestPlan
 
 /// Returns a prompt that differs from those of other indices.
 #[cfg(test)]
-pub fn prompt(tokens: u32, index: u32) -> Vec<u32> {
+pub(crate) fn prompt(tokens: u32, index: u32) -> Vec<u32> {
     (0..tokens).map(|position| (position * 7 + index) % VOCABULARY).collect()
 }
 

@@ -4,7 +4,7 @@ use std::time::{Duration, Instant};
 
 /// Statistics of a router's requests.
 #[derive(Clone, Debug, Default)]
-pub struct ReplayStats {
+pub(crate) struct ReplayStats {
     pub requests: Vec<ServedRequest>,
     /// Requests that ended with an error.
     pub failed: u64,

@@ -19,7 +19,7 @@ use kernels::BLOCK_TOKENS;
 
 /// KV tiers of a simulated node.
 #[derive(Clone, Copy, Debug)]
-pub struct TierPlan {
+pub(crate) struct TierPlan {
     pub config: TierConfig,
     pub host_slots: u32,
     /// Every copy takes up to this time; every 16th takes a hundred times as long.
@@ -30,7 +30,7 @@ pub struct TierPlan {
 
 impl TierPlan {
     /// Derives a plan from a drawn number; about every second node has tiers.
-    pub fn of(number: u32) -> Option<Self> {
+    pub(crate) fn of(number: u32) -> Option<Self> {
         let always = number.is_multiple_of(3);
         let config = TierConfig {
             admission: if always { TierAdmission::Always } else { TierAdmission::SecondTouch },
@@ -49,9 +49,9 @@ impl TierPlan {
 }
 
 /// Blocks of a disk. They outlive the process.
-pub type Disk = BTreeMap<SlotIndex, (BlockContents, SimBlock)>;
+pub(crate) type Disk = BTreeMap<SlotIndex, (BlockContents, SimBlock)>;
 
-pub struct TierCopies {
+pub(crate) struct TierCopies {
     plan: TierPlan,
     arena: SimArena,
     slots: BTreeMap<(Tier, SlotIndex), (BlockContents, SimBlock)>,
@@ -69,12 +69,12 @@ enum Job {
 }
 
 impl TierCopies {
-    pub fn new(plan: TierPlan, arena: SimArena) -> Self {
+    pub(crate) fn new(plan: TierPlan, arena: SimArena) -> Self {
         Self { plan, arena, slots: BTreeMap::new(), jobs: BTreeMap::new(), started: 0 }
     }
 
     /// Takes the blocks on the disk from a process that has ended.
-    pub fn take_disk(&mut self) -> Disk {
+    pub(crate) fn take_disk(&mut self) -> Disk {
         let slots = std::mem::take(&mut self.slots).into_iter();
         slots
             .filter(|((tier, _), _)| *tier == Tier::Disk)
@@ -83,18 +83,18 @@ impl TierCopies {
     }
 
     /// Puts blocks on the disk of a process that starts.
-    pub fn put_disk(&mut self, disk: Disk) {
+    pub(crate) fn put_disk(&mut self, disk: Disk) {
         self.slots.extend(disk.into_iter().map(|(slot, block)| ((Tier::Disk, slot), block)));
     }
 
-    pub fn save(&mut self, now: Instant, job: SaveJob) {
+    pub(crate) fn save(&mut self, now: Instant, job: SaveJob) {
         // From now on the old contents of the slot are lost.
         self.slots.remove(&(job.tier, job.slot));
         self.add(now, Job::Copying(job));
     }
 
     /// Cancels saves up to `last`. The copy that ends first has begun.
-    pub fn cancel_saves(&mut self, now: Instant, last: JobId) {
+    pub(crate) fn cancel_saves(&mut self, now: Instant, last: JobId) {
         let copies = self.jobs.iter().filter_map(|(&key, job)| match job {
             Job::Copying(save) if save.job <= last => Some((key, *save)),
             _ => None,
@@ -106,21 +106,21 @@ impl TierCopies {
         }
     }
 
-    pub fn load(&mut self, now: Instant, job: LoadJob) {
+    pub(crate) fn load(&mut self, now: Instant, job: LoadJob) {
         job.blocks.iter().for_each(|it| self.arena.write(it.block, [0xbad; BLOCK_TOKENS]));
         self.add(now, Job::Loading(job, now));
     }
 
     /// Returns when the next copy ends.
-    pub fn next_due(&self) -> Option<Instant> {
+    pub(crate) fn next_due(&self) -> Option<Instant> {
         self.jobs.first_key_value().map(|(&(due, _), _)| due)
     }
 
-    pub fn is_loading(&self) -> bool {
+    pub(crate) fn is_loading(&self) -> bool {
         self.jobs.values().any(|job| matches!(job, Job::Loading(..)))
     }
 
-    pub fn take_due(&mut self, now: Instant) -> Option<TierEvent> {
+    pub(crate) fn take_due(&mut self, now: Instant) -> Option<TierEvent> {
         let entry = self.jobs.first_entry().filter(|entry| entry.key().0 <= now)?;
         let fails = entry.key().1.is_multiple_of(self.plan.fails_every);
         Some(match entry.remove() {

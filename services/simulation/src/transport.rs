@@ -22,7 +22,7 @@ use simulation_base::mix;
 
 use crate::process_io::Output;
 
-pub struct SimTransport {
+pub(crate) struct SimTransport {
     name: String,
     /// The node's KV; `None` if KV is neither kept nor checked.
     arena: Option<SimArena>,
@@ -45,7 +45,7 @@ pub struct SimTransport {
 
 /// A chunk in flight between two processes.
 #[derive(Clone, Debug)]
-pub struct ChunkData {
+pub(crate) struct ChunkData {
     pub transfer: TransferId,
     pub chunk: u32,
     pub block_count: usize,
@@ -54,7 +54,7 @@ pub struct ChunkData {
 }
 
 impl SimTransport {
-    pub fn new(name: String, arena: Option<SimArena>) -> Self {
+    pub(crate) fn new(name: String, arena: Option<SimArena>) -> Self {
         Self {
             name,
             arena,
@@ -70,23 +70,28 @@ impl SimTransport {
     }
 
     /// Returns whether the peer may connect.
-    pub fn admits(&self, peer: Epoch) -> bool {
+    pub(crate) fn admits(&self, peer: Epoch) -> bool {
         self.admitted.contains(&peer)
     }
 
     /// Returns the number of the current connection with this peer. Each close begins another number.
-    pub fn connection(&self, peer: Epoch) -> u64 {
+    pub(crate) fn connection(&self, peer: Epoch) -> u64 {
         self.closings.get(&peer).copied().unwrap_or(0)
     }
 
-    pub fn expect_prompt(&mut self, transfer: TransferId, prompt: &[u32], weight_version: u64) {
+    pub(crate) fn expect_prompt(
+        &mut self,
+        transfer: TransferId,
+        prompt: &[u32],
+        weight_version: u64,
+    ) {
         if self.arena.is_some() {
             self.prompts.insert(transfer, kv_of(prompt, weight_version));
         }
     }
 
     /// Tracks a command. Must be called before the core handles the command.
-    pub fn on_command(&mut self, command: &Command) {
+    pub(crate) fn on_command(&mut self, command: &Command) {
         if self.arena.is_none() {
             return;
         }
@@ -112,7 +117,7 @@ impl SimTransport {
     }
 
     /// Tracks an event. Must be called for every event of the core.
-    pub fn on_event(&mut self, event: &Event) {
+    pub(crate) fn on_event(&mut self, event: &Event) {
         let Some(arena) = &self.arena else { return };
         match event {
             Event::Ready { .. } => {}
@@ -133,18 +138,22 @@ impl SimTransport {
         assert!(ended.is_some(), "{}: {transfer} ends twice, or never began", self.name);
     }
 
-    pub fn released(&mut self, transfer: TransferId) -> DataEvent {
+    pub(crate) fn released(&mut self, transfer: TransferId) -> DataEvent {
         self.writing.retain(|(id, _), _| *id != transfer);
         DataEvent::Released { transfer }
     }
 
     /// Returns the peer of a chunk that was not sent yet.
-    pub fn destination(&self, transfer: TransferId, chunk: u32) -> Option<Epoch> {
+    pub(crate) fn destination(&self, transfer: TransferId, chunk: u32) -> Option<Epoch> {
         self.sending.get(&(transfer, chunk)).map(|(peer, _)| *peer)
     }
 
     /// Reads the chunk's blocks.
-    pub fn send_chunk(&mut self, transfer: TransferId, chunk: u32) -> (ChunkData, DataEvent) {
+    pub(crate) fn send_chunk(
+        &mut self,
+        transfer: TransferId,
+        chunk: u32,
+    ) -> (ChunkData, DataEvent) {
         let (_, blocks) =
             self.sending.remove(&(transfer, chunk)).expect("the chunk has a destination");
         let read = |arena: &SimArena| {
@@ -163,7 +172,7 @@ impl SimTransport {
     }
 
     /// Writes the first half of a chunk. Returns false when no receive is posted for the chunk.
-    pub fn chunk_begins(&mut self, data: &ChunkData) -> bool {
+    pub(crate) fn chunk_begins(&mut self, data: &ChunkData) -> bool {
         let key = (data.transfer, data.chunk);
         let Some(blocks) = self.posted.remove(&key) else { return false };
         self.write(data, &blocks, blocks.len() / 2);
@@ -172,14 +181,14 @@ impl SimTransport {
     }
 
     /// Writes the rest of a chunk, unless its receive was released.
-    pub fn chunk_ends(&mut self, data: &ChunkData) -> Option<DataEvent> {
+    pub(crate) fn chunk_ends(&mut self, data: &ChunkData) -> Option<DataEvent> {
         let ChunkData { transfer, chunk, ref contents, .. } = *data;
         let blocks = self.writing.remove(&(transfer, chunk))?;
         self.write(data, &blocks, blocks.len());
         Some(DataEvent::Received { transfer, chunk, integrity: digest(contents) })
     }
 
-    pub fn check_idle(&self) {
+    pub(crate) fn check_idle(&self) {
         assert!(self.registered.is_empty(), "{}: {:?} are registered", self.name, self.registered);
         assert!(self.posted.is_empty(), "{}: {:?} are posted", self.name, self.posted);
         assert!(self.sending.is_empty(), "{}: {:?} wait to be sent", self.name, self.sending);
@@ -271,7 +280,7 @@ impl Transport for SimTransport {
 
 /// The outbound control messages of one process. The network delivers them.
 #[derive(Default)]
-pub struct SimLinks {
+pub(crate) struct SimLinks {
     pub outputs: Vec<Output>,
 }
 

@@ -3,8 +3,8 @@
 //! A coordinator belongs to a router and dies with it. Calls, replies and questions between nodes are datagrams: the
 //! network loses, delays, duplicates and reorders them. They have random numbers of their own.
 
-pub mod coordinators;
-pub mod plan;
+pub(crate) mod coordinators;
+pub(crate) mod plan;
 #[cfg(test)]
 mod tests;
 
@@ -36,7 +36,7 @@ const CATCH_UPS_END: Duration = Duration::from_secs(10);
 
 impl Simulation {
     /// Begins an operator's update on the nodes that the router knows. A router runs one at a time.
-    pub fn begin_update(&mut self, plan: UpdatePlan) {
+    pub(crate) fn begin_update(&mut self, plan: UpdatePlan) {
         let is_running = |it: &Update| it.plan.router == plan.router && it.expected.is_none();
         let model = &self.scenario.models[plan.model].name;
         let nodes = self.routers[plan.router].weight_nodes(model);
@@ -71,13 +71,13 @@ impl Simulation {
     }
 
     /// Ends the coordinators of a router that has died.
-    pub fn coordinators_die(&mut self, router: usize) {
+    pub(crate) fn coordinators_die(&mut self, router: usize) {
         let died = self.updates.running.extract_if(.., |update| update.plan.router == router);
         self.coverage.add("coordinators lost", died.count() as u64);
         self.updates.committed.retain(|_, (of, _)| *of != router);
     }
 
-    pub fn update_event(&mut self, event: UpdateEvent) {
+    pub(crate) fn update_event(&mut self, event: UpdateEvent) {
         match event {
             UpdateEvent::Tick(id) => self.tick(id),
             UpdateEvent::Call(call) => {
@@ -181,7 +181,7 @@ impl Simulation {
     }
 
     /// Sends a message of a node.
-    pub fn weights_output(&mut self, from: usize, output: WeightsOutput) {
+    pub(crate) fn weights_output(&mut self, from: usize, output: WeightsOutput) {
         let (to, input) = match output {
             WeightsOutput::Reply { id, node, reply } => {
                 self.send_update(|| {
@@ -204,7 +204,7 @@ impl Simulation {
     }
 
     /// Checks that no two processes have used different bytes under one version.
-    pub fn check_weights(&mut self, process: usize) {
+    pub(crate) fn check_weights(&mut self, process: usize) {
         let node = &self.processes[process];
         let Some(Weights { version, bytes }) = node.weights.in_use() else { return };
         let model = self.scenario.nodes[node.host].model;

@@ -29,7 +29,7 @@ const ONE_CHANGE: &str = "updates and restorations change the weights one at a t
 
 /// The bytes of weights, and the version that names them.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Weights {
+pub(crate) struct Weights {
     pub version: WeightVersion,
     pub bytes: Vec<u8>,
 }
@@ -54,7 +54,7 @@ impl Weights {
     }
 }
 
-pub struct NodeWeights {
+pub(crate) struct NodeWeights {
     epoch: Epoch,
     participant: Participant,
     /// The weights in use, or those to restore.
@@ -85,7 +85,7 @@ enum Restoration {
 }
 
 impl NodeWeights {
-    pub fn new(epoch: Epoch) -> Self {
+    pub(crate) fn new(epoch: Epoch) -> Self {
         Self {
             epoch,
             participant: Participant::default(),
@@ -100,16 +100,16 @@ impl NodeWeights {
     }
 
     /// Returns the weights in use.
-    pub fn in_use(&self) -> Option<&Weights> {
+    pub(crate) fn in_use(&self) -> Option<&Weights> {
         (!self.is_overwritten).then_some(&self.weights)
     }
 
     /// Returns whether the node takes part in an update that has not ended.
-    pub fn is_updating(&self) -> bool {
+    pub(crate) fn is_updating(&self) -> bool {
         self.participant.phase() != ParticipantPhase::Serving
     }
 
-    pub fn check_idle(&self, name: &str) {
+    pub(crate) fn check_idle(&self, name: &str) {
         assert_eq!(
             self.participant.phase(),
             ParticipantPhase::Serving,
@@ -119,7 +119,7 @@ impl NodeWeights {
         assert!(!self.is_overwritten, "{name}: no weights are in use");
     }
 
-    pub fn next_deadline(&self) -> Option<Instant> {
+    pub(crate) fn next_deadline(&self) -> Option<Instant> {
         let received_at = self.running.as_ref().and_then(|running| running.received_at);
         let read_at = match self.restoration {
             Some(Restoration::ReadUntil(at)) => Some(at),
@@ -128,7 +128,7 @@ impl NodeWeights {
         [self.participant.next_deadline(), received_at, read_at].into_iter().flatten().min()
     }
 
-    pub fn on_deadline(
+    pub(crate) fn on_deadline(
         &mut self,
         now: Instant,
         core: &mut NodeCore<Device>,
@@ -149,7 +149,7 @@ impl NodeWeights {
         self.act(now, core, outputs);
     }
 
-    pub fn handle(
+    pub(crate) fn handle(
         &mut self,
         now: Instant,
         input: WeightsInput,
@@ -265,7 +265,7 @@ impl NodeWeights {
     }
 
     /// Handles the release of the weights in use.
-    pub fn released(&mut self, now: Instant) {
+    pub(crate) fn released(&mut self, now: Instant) {
         self.is_overwritten = true;
         self.receive_from(now);
     }
@@ -324,7 +324,7 @@ impl NodeWeights {
     }
 
     /// Handles the core's change to other weights: those of the update, or restored ones.
-    pub fn changed(
+    pub(crate) fn changed(
         &mut self,
         now: Instant,
         core: &mut NodeCore<Device>,

@@ -58,7 +58,7 @@ pub(crate) struct BytePairModel {
 impl BytePairModel {
     /// Creates the model. `merges` holds pairs: the left part of merge `n` at `2n`, the right part at
     /// `2n + 1`; earlier merges come first. `special` is sorted; its ids are never produced.
-    pub fn new(
+    pub(crate) fn new(
         vocabulary: Arc<Vocabulary>,
         merges: &PackedStrings,
         special: Vec<u32>,
@@ -91,7 +91,7 @@ impl BytePairModel {
     }
 
     /// Appends the ids of `word` to `ids`.
-    pub fn encode_word(&self, word: &str, ids: &mut Vec<u32>) {
+    pub(crate) fn encode_word(&self, word: &str, ids: &mut Vec<u32>) {
         if self.whole_words_first
             && let Some(id) = self.text_id(word)
         {

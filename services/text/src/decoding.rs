@@ -84,7 +84,7 @@ pub(crate) struct TokenBytes {
 impl TokenBytes {
     /// Computes the bytes of all tokens. `added` lists added tokens, whose form may differ from the
     /// vocabulary's. `silent` ids (placeholders of the format; sorted) represent nothing.
-    pub fn new(
+    pub(crate) fn new(
         vocabulary: &Vocabulary,
         added: impl Fn(u32) -> Option<String>,
         decoding: &Decoding,
@@ -110,14 +110,14 @@ impl TokenBytes {
         Ok(Self { bytes: bytes.into(), ends: ends.into() })
     }
 
-    pub fn get(&self, id: u32) -> Option<&[u8]> {
+    pub(crate) fn get(&self, id: u32) -> Option<&[u8]> {
         let end = *self.ends.get(id as usize)? as usize;
         let start = if id == 0 { 0 } else { self.ends[id as usize - 1] as usize };
         Some(&self.bytes[start..end])
     }
 
     /// Returns the bytes of the longest token.
-    pub fn longest(&self) -> usize {
+    pub(crate) fn longest(&self) -> usize {
         (0..self.ends.len() as u32)
             .filter_map(|id| self.get(id))
             .map(<[u8]>::len)

@@ -22,7 +22,7 @@ pub(crate) struct SpellingFinder {
 
 impl SpellingFinder {
     /// Returns `None` if the vocabulary has no special token.
-    pub fn new<'a>(special: impl Iterator<Item = &'a str>) -> Option<Self> {
+    pub(crate) fn new<'a>(special: impl Iterator<Item = &'a str>) -> Option<Self> {
         let mut texts: Vec<String> =
             special.filter(|text| !text.is_empty()).map(regex::escape).collect();
         if texts.is_empty() {
@@ -54,7 +54,7 @@ impl SpellingFinder {
     }
 
     /// Puts marks into all strings and keys of a value.
-    pub fn marked_value<'a>(&self, value: &'a Value) -> Cow<'a, Value> {
+    pub(crate) fn marked_value<'a>(&self, value: &'a Value) -> Cow<'a, Value> {
         if !self.is_in(value) {
             return Cow::Borrowed(value);
         }
@@ -71,7 +71,7 @@ impl SpellingFinder {
     }
 
     /// Returns the range from the first to the last special token of a text without marks.
-    pub fn range_in(&self, text: &str) -> Option<Range<usize>> {
+    pub(crate) fn range_in(&self, text: &str) -> Option<Range<usize>> {
         let mut found = self.spelled.find_iter(text);
         let first = found.next()?;
         let last = found.last().unwrap_or(first);
@@ -79,7 +79,7 @@ impl SpellingFinder {
     }
 
     /// Returns whether the marks of a rendered prompt are those of `marked`: in pairs, each around one special token.
-    pub fn are_whole(&self, rendered: &str) -> bool {
+    pub(crate) fn are_whole(&self, rendered: &str) -> bool {
         let mut segments = rendered.split(MARK);
         // Before the first mark.
         segments.next();

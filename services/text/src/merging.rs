@@ -37,12 +37,12 @@ pub(crate) struct Merging {
 
 impl Merging {
     /// Begins the next word.
-    pub fn clear(&mut self) {
+    pub(crate) fn clear(&mut self) {
         self.symbols.clear();
     }
 
     /// Appends a symbol of length `len`.
-    pub fn push(&mut self, id: u32, len: u32) {
+    pub(crate) fn push(&mut self, id: u32, len: u32) {
         let at = self.symbols.len() as u32;
         let start = self.symbols.last_mut().map_or(0, |last| {
             last.next = at;
@@ -54,7 +54,7 @@ impl Merging {
 
     /// Merges until no merge applies. `merge` returns the priority and the id of a merge of two adjacent
     /// symbols.
-    pub fn run(&mut self, mut merge: impl FnMut(&Symbol, &Symbol) -> Option<(u32, u32)>) {
+    pub(crate) fn run(&mut self, mut merge: impl FnMut(&Symbol, &Symbol) -> Option<(u32, u32)>) {
         for right in 1..self.symbols.len() as u32 {
             self.consider(right - 1, right, &mut merge);
         }
@@ -94,7 +94,7 @@ impl Merging {
     }
 
     /// Returns the symbols that remain.
-    pub fn merged(&self) -> impl Iterator<Item = &Symbol> {
+    pub(crate) fn merged(&self) -> impl Iterator<Item = &Symbol> {
         self.symbols.iter().filter(|symbol| symbol.len != 0)
     }
 }

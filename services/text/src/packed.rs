@@ -12,14 +12,14 @@ pub(crate) struct PackedStrings {
 }
 
 impl PackedStrings {
-    pub fn len(&self) -> usize {
+    pub(crate) fn len(&self) -> usize {
         self.ends.len()
     }
 
     /// Appends a string. Returns false, and changes nothing, when the strings would exceed the maximum
     /// size.
     #[must_use]
-    pub fn push(&mut self, string: &str) -> bool {
+    pub(crate) fn push(&mut self, string: &str) -> bool {
         let Ok(end) = u32::try_from(self.text.len() + string.len()) else { return false };
         self.text.push_str(string);
         self.ends.push(end);
@@ -27,12 +27,12 @@ impl PackedStrings {
     }
 
     /// Returns the string at `index`, which must be less than [`len`](Self::len).
-    pub fn get(&self, index: usize) -> &str {
+    pub(crate) fn get(&self, index: usize) -> &str {
         let start = if index == 0 { 0 } else { self.ends[index - 1] as usize };
         &self.text[start..self.ends[index] as usize]
     }
 
-    pub fn shrink(&mut self) {
+    pub(crate) fn shrink(&mut self) {
         self.text.shrink_to_fit();
         self.ends.shrink_to_fit();
     }

@@ -26,7 +26,7 @@ pub(crate) struct UncheckedDefaults {
 
 impl UncheckedDefaults {
     /// Returns the numbers that requests may have. Logs and ignores any other number of `file`: other servers load the model.
-    pub fn check(self, file: &Path) -> SamplingDefaults {
+    pub(crate) fn check(self, file: &Path) -> SamplingDefaults {
         let (defaults, ignored) = self.split();
         for problem in ignored {
             tracing::warn!("ignoring a sampling default of {}: {problem}", file.display());

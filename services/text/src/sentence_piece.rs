@@ -52,7 +52,7 @@ pub(crate) struct PieceModel {
 }
 
 impl PieceModel {
-    pub fn new(
+    pub(crate) fn new(
         vocabulary: Arc<Vocabulary>,
         mut options: PieceOptions,
     ) -> Result<Self, VocabularyError> {
@@ -95,13 +95,13 @@ impl PieceModel {
     }
 
     /// Returns whether a token may represent text of any length.
-    pub fn has_unbounded_tokens(&self) -> bool {
+    pub(crate) fn has_unbounded_tokens(&self) -> bool {
         self.byte_ids.contains(&NO_ID)
     }
 
     /// Appends the ids of `text`, which contains no added tokens. `begins` says that it begins the
     /// whole text or follows an added token.
-    pub fn encode(&self, text: &str, begins: bool, ids: &mut Vec<u32>) {
+    pub(crate) fn encode(&self, text: &str, begins: bool, ids: &mut Vec<u32>) {
         if text.is_empty() {
             return;
         }

@@ -35,7 +35,7 @@ pub(crate) struct VocabularyOrigin {
 
 impl TokenizerSource {
     /// Reads a `.gguf` file, a folder with one such file, or a Hugging Face folder, without the weights.
-    pub fn read(path: &Path) -> Result<Self, LoadError> {
+    pub(crate) fn read(path: &Path) -> Result<Self, LoadError> {
         let io_error = |cause| LoadError::Io { path: path.into(), cause };
         if std::fs::metadata(path).map_err(io_error)?.is_dir() {
             return match gguf::model_file_in(path).map_err(io_error)? {
@@ -52,7 +52,7 @@ impl TokenizerSource {
 
 impl VocabularyOrigin {
     /// Adds the file and the key to a vocabulary error.
-    pub fn locate(self, cause: VocabularyError) -> LoadError {
+    pub(crate) fn locate(self, cause: VocabularyError) -> LoadError {
         let [tokens, merges] = self.keys;
         let key = if cause.is_about_merges() { merges } else { tokens };
         LoadError::Vocabulary { path: self.file, key, cause }
@@ -71,7 +71,7 @@ pub(crate) struct TemplateSources {
 
 impl TemplateSources {
     /// Adds one of several named templates; unused names are dropped.
-    pub fn insert(&mut self, name: &str, template: String) {
+    pub(crate) fn insert(&mut self, name: &str, template: String) {
         match name {
             "default" => self.default = Some(template),
             "tool_use" => self.tool_use = Some(template),

@@ -117,7 +117,7 @@ pub(crate) struct TokenizerParts {
 impl TokenizerParts {
     /// Returns the vocabulary with the added tokens that it lacks, and the sorted ids of special tokens. Sorts
     /// `silent`, and frees the strings.
-    pub fn take_vocabulary(&mut self) -> Result<(Vocabulary, Vec<u32>), VocabularyError> {
+    pub(crate) fn take_vocabulary(&mut self) -> Result<(Vocabulary, Vec<u32>), VocabularyError> {
         let (mut strings, mut ids) = (take(&mut self.strings), take(&mut self.ids));
         let mut vocabulary = Vocabulary::new(&strings, &ids)?;
         let known = ids.len();

@@ -22,7 +22,7 @@ pub(crate) struct Vocabulary {
 impl Vocabulary {
     /// Creates a vocabulary from strings in any order: `ids[i]` is the id of `strings.get(i)`. For equal strings,
     /// [`id`](Self::id) returns the lowest id.
-    pub fn new(strings: &PackedStrings, ids: &[u32]) -> Result<Self, VocabularyError> {
+    pub(crate) fn new(strings: &PackedStrings, ids: &[u32]) -> Result<Self, VocabularyError> {
         assert_eq!(strings.len(), ids.len(), "every string has an id");
         let size = ids.iter().map(|id| u64::from(*id) + 1).max().unwrap_or(0);
         if size == 0 {
@@ -63,18 +63,18 @@ impl Vocabulary {
     }
 
     /// Returns the highest id + 1, holes included.
-    pub fn size(&self) -> u32 {
+    pub(crate) fn size(&self) -> u32 {
         self.strings.len() as u32
     }
 
     /// Returns the string of `id`; `None` for holes and ids above the highest.
-    pub fn string(&self, id: u32) -> Option<&str> {
+    pub(crate) fn string(&self, id: u32) -> Option<&str> {
         let string = ((id as usize) < self.strings.len()).then(|| self.strings.get(id as usize))?;
         (!string.is_empty()).then_some(string)
     }
 
     /// Returns the lowest id of `string`; `None` if no token has this string.
-    pub fn id(&self, string: &str) -> Option<u32> {
+    pub(crate) fn id(&self, string: &str) -> Option<u32> {
         self.ids.find(hash_of(string), |id| self.strings.get(*id as usize) == string).copied()
     }
 }

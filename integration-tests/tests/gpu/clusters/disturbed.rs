@@ -259,7 +259,7 @@ impl Rng {
     }
 }
 
-pub fn killed_nodes_change_no_answer() {
+pub(crate) fn killed_nodes_change_no_answer() {
     run_on(1, async |fixture| {
         let (time, rounds_min) = match fixture.gpus() {
             0 => (Duration::ZERO, 2),
@@ -289,7 +289,7 @@ pub fn killed_nodes_change_no_answer() {
     });
 }
 
-pub fn killed_rank_ends_only_its_node_which_recovers() {
+pub(crate) fn killed_rank_ends_only_its_node_which_recovers() {
     run_on(2, async |fixture| {
         let mut rng = Rng(0x5eed);
         let rounds = if short() || fixture.gpus() == 0 { 1 } else { 2 };
@@ -319,7 +319,7 @@ pub fn killed_rank_ends_only_its_node_which_recovers() {
     });
 }
 
-pub fn drained_nodes_under_load_change_no_answer() {
+pub(crate) fn drained_nodes_under_load_change_no_answer() {
     run_on(1, async |fixture| {
         let rounds = if short() || fixture.gpus() == 0 { 1 } else { 3 };
         let stats = under_load(fixture, ((2, 2), 1), async |cluster, load| {

@@ -53,7 +53,7 @@ async fn check_driver_calls(fixture: &Fixture) -> Result<()> {
     cluster.stop()
 }
 
-pub fn engine_thread_never_waits_for_the_driver_during_saves_and_loads() {
+pub(crate) fn engine_thread_never_waits_for_the_driver_during_saves_and_loads() {
     run_on(1, async |fixture| {
         fixture.require_gpus();
         check_driver_calls(&fixture).await

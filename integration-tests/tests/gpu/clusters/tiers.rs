@@ -84,13 +84,13 @@ async fn loads_from_every_tier(fixture: &Fixture, ranks: &[usize]) -> Result<()>
     cluster.stop()
 }
 
-pub fn kv_loaded_from_tiers_on_one_gpu_is_bit_identical() {
+pub(crate) fn kv_loaded_from_tiers_on_one_gpu_is_bit_identical() {
     run_on(1, async |fixture| {
         fixture.require_gpus();
         loads_from_every_tier(&fixture, &[0]).await
     });
 }
 
-pub fn kv_loaded_from_tiers_on_two_ranks_is_bit_identical() {
+pub(crate) fn kv_loaded_from_tiers_on_two_ranks_is_bit_identical() {
     run_on(2, async |fixture| loads_from_every_tier(&fixture, &[0, 1]).await);
 }

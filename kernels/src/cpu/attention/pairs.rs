@@ -41,7 +41,7 @@ pub(super) struct PairsScratch {
 }
 
 impl PairsScratch {
-    pub fn new(threads: usize) -> Self {
+    pub(super) fn new(threads: usize) -> Self {
         Self { tiles: (0..threads).map(|_| Mutex::default()).collect(), partial: Vec::new() }
     }
 }

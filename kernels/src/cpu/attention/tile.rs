@@ -57,11 +57,11 @@ pub(super) struct SeenTokens {
 }
 
 impl SeenTokens {
-    pub fn is_empty(self) -> bool {
+    pub(super) fn is_empty(self) -> bool {
         self.begin >= self.end
     }
 
-    pub fn is_whole(self) -> bool {
+    pub(super) fn is_whole(self) -> bool {
         self == SeenTokens { begin: 0, end: BLOCK_TOKENS }
     }
 }
@@ -90,7 +90,7 @@ impl Default for TileMemory {
 
 impl TileMemory {
     /// Makes room for `row_count` rows of `head_count` queries and clears the last tile.
-    pub fn begin(
+    pub(super) fn begin(
         &mut self,
         row_count: usize,
         head_count: usize,
@@ -123,7 +123,7 @@ impl TileMemory {
         (self.head_count, self.first_position, self.window) = (head_count, first_position, window);
     }
 
-    pub fn set_query(&mut self, query: usize, scale: f32, elements: &[f32]) {
+    pub(super) fn set_query(&mut self, query: usize, scale: f32, elements: &[f32]) {
         let group = &mut self.queries[query / QUERY_GROUP * QUERY_GROUP * self.dim..]
             [..QUERY_GROUP * self.dim];
         for (place, &element) in group.chunks_exact_mut(QUERY_GROUP).zip(elements) {
@@ -133,7 +133,7 @@ impl TileMemory {
 
     /// Processes the sequence's blocks from index `first` on, as far as each query sees them. Each is
     /// (keys, values), `[token][dim]`; at most [`BLOCKS_TOGETHER`].
-    pub fn add_blocks<T: KvElement>(
+    pub(super) fn add_blocks<T: KvElement>(
         &mut self,
         level: Level,
         first: usize,
@@ -163,7 +163,7 @@ impl TileMemory {
 
     /// Sets which tokens of the sequence's block `index` each query sees.
     #[inline]
-    pub fn set_visible(&mut self, index: usize) {
+    pub(super) fn set_visible(&mut self, index: usize) {
         let in_block =
             |position: usize| position.saturating_sub(index * BLOCK_TOKENS).min(BLOCK_TOKENS);
         for (query, seen) in self.seen.iter_mut().enumerate() {
@@ -175,18 +175,18 @@ impl TileMemory {
 
     /// Returns whether one of `queries` sees a token of the current block.
     #[inline]
-    pub fn any_sees(&self, queries: Range<usize>) -> bool {
+    pub(super) fn any_sees(&self, queries: Range<usize>) -> bool {
         self.seen[queries].iter().any(|seen| !seen.is_empty())
     }
 
     /// Returns whether each of `queries` sees all tokens of the current block.
     #[inline]
-    pub fn all_see_all(&self, queries: Range<usize>) -> bool {
+    pub(super) fn all_see_all(&self, queries: Range<usize>) -> bool {
         self.seen[queries].iter().all(|seen| seen.is_whole())
     }
 
     /// Writes the attention of one query, after its last block.
-    pub fn finish(&self, level: Level, query: usize, out: &mut [f32]) {
+    pub(super) fn finish(&self, level: Level, query: usize, out: &mut [f32]) {
         let weighted = &self.weighted[query * self.dim..][..self.dim];
         divide(level, weighted, self.sums[query], out);
     }

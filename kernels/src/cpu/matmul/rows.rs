@@ -29,7 +29,7 @@ pub(super) enum RowFormat {
 
 impl RowFormat {
     /// Returns the number of 32-bit words of one packed row of `k` inputs.
-    pub fn row_words(self, k: usize) -> usize {
+    pub(super) fn row_words(self, k: usize) -> usize {
         match self {
             RowFormat::F32 | RowFormat::Rounded => k,
             RowFormat::Stepped => k.next_multiple_of(INPUTS_STEP),
@@ -58,7 +58,7 @@ impl Default for PackedRows {
 
 impl PackedRows {
     /// Packs `x` (`[rows][k]`, at least one row) in blocks of at most `block_rows_max` rows.
-    pub fn pack(
+    pub(super) fn pack(
         &mut self,
         level: Level,
         pool: &mut ThreadPool,
@@ -95,25 +95,25 @@ impl PackedRows {
     }
 
     /// Returns the number of blocks.
-    pub fn count(&self) -> usize {
+    pub(super) fn count(&self) -> usize {
         self.row_count.div_ceil(self.block_rows)
     }
 
     /// Returns the bytes of every block but the last, which may be smaller.
-    pub fn block_bytes(&self) -> usize {
+    pub(super) fn block_bytes(&self) -> usize {
         self.block_rows * self.row_words * size_of::<u32>()
     }
 
-    pub fn first_row(&self, block: usize) -> usize {
+    pub(super) fn first_row(&self, block: usize) -> usize {
         block * self.block_rows
     }
 
-    pub fn rows_in(&self, block: usize) -> usize {
+    pub(super) fn rows_in(&self, block: usize) -> usize {
         self.block_rows.min(self.row_count - self.first_row(block))
     }
 
     /// Returns one block, `[words of a row][rows_in(block)]`.
-    pub fn block(&self, block: usize) -> &[u32] {
+    pub(super) fn block(&self, block: usize) -> &[u32] {
         &self.words[self.first_row(block) * self.row_words..]
             [..self.rows_in(block) * self.row_words]
     }

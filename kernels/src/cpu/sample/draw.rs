@@ -27,7 +27,7 @@ pub(super) struct DrawKey {
 }
 
 impl DrawKey {
-    pub fn new(seed: u64, index: u64) -> Self {
+    pub(super) fn new(seed: u64, index: u64) -> Self {
         let key = splitmix64(splitmix64(seed).wrapping_add(index));
         Self { low: key as u32, high: (key >> 32) as u32 }
     }

@@ -48,11 +48,11 @@ pub(super) fn agreed_ctas(one: Option<u32>, other: Option<u32>) -> Option<u32> {
 }
 
 impl Invitation {
-    pub fn to_bytes(&self) -> Vec<u8> {
+    pub(super) fn to_bytes(&self) -> Vec<u8> {
         encode(self)
     }
 
-    pub fn from_bytes(bytes: &[u8]) -> Result<Self, String> {
+    pub(super) fn from_bytes(bytes: &[u8]) -> Result<Self, String> {
         let invitation: Self = decode("invitation", bytes)?;
         check("lanes", invitation.lanes, LANES_MAX)?;
         check("parts", invitation.uuids.len(), PARTS_MAX)?;
@@ -61,13 +61,13 @@ impl Invitation {
 }
 
 impl InvitationAnswer {
-    pub fn to_bytes(&self) -> Vec<u8> {
+    pub(super) fn to_bytes(&self) -> Vec<u8> {
         encode(self)
     }
 
     /// Parses an answer. `ids` returns the number of communicator ids for the answering node's number of
     /// parts.
-    pub fn from_bytes(bytes: &[u8], ids: impl Fn(usize) -> usize) -> Result<Self, String> {
+    pub(super) fn from_bytes(bytes: &[u8], ids: impl Fn(usize) -> usize) -> Result<Self, String> {
         let answer: Self = decode("answer", bytes)?;
         check("parts", answer.uuids.len(), PARTS_MAX)?;
         let (found, expected) = (answer.ids.len(), ids(answer.uuids.len()));

@@ -129,7 +129,7 @@ pub(super) struct Communicators {
 
 impl Communicators {
     /// Aborts all communicators and their kernels.
-    pub fn abort_all(all: &[Arc<Self>]) -> Result<(), String> {
+    pub(super) fn abort_all(all: &[Arc<Self>]) -> Result<(), String> {
         all.iter().for_each(|these| these.aborting.store(true, Ordering::Release));
         let communicators =
             all.iter().flat_map(|these| mem::take(&mut *locked(&these.made))).collect();
@@ -141,7 +141,7 @@ const LIVES: &str = "only an abort takes the staging";
 
 impl NcclLink {
     /// Creates a communicator for each of `options`, together with the peer.
-    pub fn join(
+    pub(super) fn join(
         own: LinkEnd,
         nccl: &Arc<Nccl>,
         options: &[CommunicatorOptions],
@@ -252,7 +252,11 @@ impl NcclLink {
     /// # Safety
     /// The blocks are borrowed until the next [mark](Self::mark) is reached, or [`drain_all`](Self::drain_all) has
     /// returned.
-    pub unsafe fn launch(&mut self, ids: &[BlockId], is_staged: bool) -> Result<(), NcclError> {
+    pub(super) unsafe fn launch(
+        &mut self,
+        ids: &[BlockId],
+        is_staged: bool,
+    ) -> Result<(), NcclError> {
         let Self { own, communicators, streams, next, unmarked, staging } = self;
         let LinkEnd { kv, gpu, rows, end, scatter } = own;
         let staging = staging.as_mut().expect(LIVES);
@@ -304,7 +308,7 @@ impl NcclLink {
     }
 
     /// Marks the end of everything launched so far.
-    pub fn mark(&mut self) -> Result<Marks, NcclError> {
+    pub(super) fn mark(&mut self) -> Result<Marks, NcclError> {
         let context = self.own.kv.context();
         let _call = context.calls().begin(LAUNCH_USUAL);
         context.bind()?;
@@ -320,17 +324,17 @@ impl NcclLink {
         Ok(marks)
     }
 
-    pub fn communicators(&self) -> &Arc<Communicators> {
+    pub(super) fn communicators(&self) -> &Arc<Communicators> {
         &self.communicators
     }
 
-    pub fn context(&self) -> &Arc<Context> {
+    pub(super) fn context(&self) -> &Arc<Context> {
         self.own.kv.context()
     }
 
     /// Waits for the copies. `aborted` is the outcome of the preceding abort of the communicators: copies that
     /// waited for an aborted operation run now. After `Ok` no copy is in flight.
-    pub fn drain_all(links: &mut [Self], aborted: Result<(), String>) -> Result<(), String> {
+    pub(super) fn drain_all(links: &mut [Self], aborted: Result<(), String>) -> Result<(), String> {
         let mut drained = aborted;
         let mut kept = Vec::with_capacity(links.len());
         for link in links {

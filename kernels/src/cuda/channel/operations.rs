@@ -38,7 +38,7 @@ pub(super) struct OperationSizes {
 }
 
 impl NcclChannel {
-    pub fn new(
+    pub(super) fn new(
         links: Vec<NcclLink>,
         cuts: OperationSizes,
         blocks: Arc<dyn RemoteBlocks>,
@@ -191,18 +191,18 @@ impl ChannelControl {
     }
 
     /// Returns the oldest operation in flight.
-    pub fn oldest(&self) -> Option<OldestOperation> {
+    pub(super) fn oldest(&self) -> Option<OldestOperation> {
         locked(&self.in_flight).oldest()
     }
 
     /// Returns whether a thread is blocked in the driver of one of the links' GPUs.
-    pub fn is_driver_blocked(&self) -> bool {
+    pub(super) fn is_driver_blocked(&self) -> bool {
         let now = Instant::now();
         self.contexts.iter().any(|context| context.calls().any_is_overdue(now))
     }
 
     /// Aborts the channel and keeps the reason for callers that wait for an operation.
-    pub fn abort_because(&self, reason: &'static str) -> Result<(), String> {
+    pub(super) fn abort_because(&self, reason: &'static str) -> Result<(), String> {
         if !self.aborted.load(Ordering::SeqCst) {
             // Only the watchdog sets it, once.
             let _ = self.reason.set(reason);

@@ -37,7 +37,7 @@ pub(super) struct Watchdog {
 }
 
 impl Watchdog {
-    pub fn start(shared: &Arc<ChannelControl>) -> Result<Self, String> {
+    pub(super) fn start(shared: &Arc<ChannelControl>) -> Result<Self, String> {
         let (stop, stopped) = mpsc::channel();
         let shared = Arc::downgrade(shared);
         let named = thread::Builder::new().name("nccl-watchdog".to_owned());
@@ -86,12 +86,12 @@ pub(super) struct StuckDetector {
 }
 
 impl StuckDetector {
-    pub fn new(limits: StuckLimits) -> Self {
+    pub(super) fn new(limits: StuckLimits) -> Self {
         Self { limits, oldest: None, polls: 0, polls_launched: 0 }
     }
 
     /// Counts one poll. Returns why the channel must be aborted, if the operation is stuck.
-    pub fn is_stuck(
+    pub(super) fn is_stuck(
         &mut self,
         oldest: Option<OldestOperation>,
         is_blocked: impl Fn() -> bool,

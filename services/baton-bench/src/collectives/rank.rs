@@ -24,7 +24,7 @@ const KERNEL_TIMEOUT: Duration = Duration::from_secs(20);
 /// Replays of a CUDA graph between two events.
 const REPLAYS: u32 = 5;
 
-pub fn run(args: &CollectivesArgs, rank: usize) -> Result<()> {
+pub(super) fn run(args: &CollectivesArgs, rank: usize) -> Result<()> {
     let bench = RankBench::start(args, rank)?;
     let mut nccl = bench.nccl(args)?;
     for size in &args.sizes {

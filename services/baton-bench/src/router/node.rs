@@ -39,7 +39,7 @@ use tonic::{
 
 use crate::certificates::files;
 
-pub const MODEL: &str = "bench";
+pub(super) const MODEL: &str = "bench";
 /// A vocabulary larger than that of any tokenizer.
 const VOCABULARY: u32 = 1 << 20;
 const SEQUENCE_TOKENS: u32 = 8192;
@@ -48,7 +48,7 @@ const FIRST_TOKEN: u32 = 1000;
 const TOKENS: u32 = 500;
 
 /// A running stand-in; its thread ends with the process.
-pub struct StandIn {
+pub(super) struct StandIn {
     pub address: SocketAddr,
     step: watch::Sender<Duration>,
     is_observed: Arc<AtomicBool>,
@@ -56,7 +56,7 @@ pub struct StandIn {
 
 impl StandIn {
     /// With certificates the stand-in and its callers present one.
-    pub fn start(secret: ClusterSecret, certificates: Option<&Path>) -> Result<Self> {
+    pub(super) fn start(secret: ClusterSecret, certificates: Option<&Path>) -> Result<Self> {
         let listener = TcpListener::bind("127.0.0.1:0")?;
         listener.set_nonblocking(true)?;
         let address = listener.local_addr()?;
@@ -87,12 +87,12 @@ impl StandIn {
     }
 
     /// Sets the time of a step.
-    pub fn step(&self, time: Duration) {
+    pub(super) fn step(&self, time: Duration) {
         self.step.send_replace(time);
     }
 
     /// Returns whether a router has the record of this node.
-    pub fn is_observed(&self) -> bool {
+    pub(super) fn is_observed(&self) -> bool {
         self.is_observed.load(Ordering::Acquire)
     }
 }

@@ -56,7 +56,7 @@ const TURN_MAX: Duration = Duration::from_secs(1);
 
 /// Options of forward passes during transfers.
 #[derive(Args)]
-pub struct ForwardArgs {
+pub(super) struct ForwardArgs {
     /// Also run forward passes on both GPUs, with this folder's config.json and random weights: the sender
     /// prefills, the receiver decodes.
     #[arg(long, value_name = "FOLDER", requires = "gpus")]
@@ -87,7 +87,7 @@ pub struct ForwardArgs {
 
 /// Kind of the forward passes of a GPU.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum ForwardKind {
+pub(super) enum ForwardKind {
     Prefill,
     Decode,
 }
@@ -103,7 +103,7 @@ struct TimedStep {
 
 /// Step times and throughput of all steps that are completely within the windows of one kind.
 #[derive(Clone, Copy, Debug, Default, Serialize, Deserialize)]
-pub struct ComputeStats {
+pub(super) struct ComputeStats {
     /// Step times in ms.
     pub step_ms: Percentiles,
     pub tokens_per_s: f64,
@@ -111,17 +111,17 @@ pub struct ComputeStats {
 
 /// Begin and end of each time window of one kind: with or without transfers.
 #[derive(Debug, Default)]
-pub struct Windows(Vec<(Instant, Instant)>);
+pub(super) struct Windows(Vec<(Instant, Instant)>);
 
 impl Windows {
     /// Begins a window. The caller ends the previous one first.
-    pub fn begin(&mut self) {
+    pub(super) fn begin(&mut self) {
         let now = Instant::now();
         self.0.push((now, now));
     }
 
     /// Ends the window that began last.
-    pub fn end(&mut self) {
+    pub(super) fn end(&mut self) {
         if let Some((_, end)) = self.0.last_mut() {
             *end = Instant::now();
         }
@@ -130,7 +130,7 @@ impl Windows {
 
 /// Statistics of one GPU.
 #[derive(Clone, Copy, Debug, Serialize, Deserialize)]
-pub struct WindowStats {
+pub(super) struct WindowStats {
     /// Windows without transfers.
     pub quiet: ComputeStats,
     /// Windows with transfers.
@@ -138,7 +138,7 @@ pub struct WindowStats {
 }
 
 /// A model on a GPU that runs forward passes in a thread until this value is dropped.
-pub struct ForwardLoad {
+pub(super) struct ForwardLoad {
     /// Tells the thread to stop.
     stop: Arc<AtomicBool>,
     /// Steps so far, which the thread appends.
@@ -149,7 +149,7 @@ pub struct ForwardLoad {
 
 impl ForwardLoad {
     /// Starts the model on this GPU and waits for its first step.
-    pub fn start(all: &TransferArgs, gpu: &str, kind: ForwardKind) -> Result<Self> {
+    pub(super) fn start(all: &TransferArgs, gpu: &str, kind: ForwardKind) -> Result<Self> {
         let (args, kernels) = (&all.forward, &all.kernels);
         let folder = args.model.as_deref().context("--model is missing")?;
         let checkpoint = Checkpoint::open(folder, LoadFormat::Dummy { seed: 0 })?;
@@ -199,7 +199,7 @@ impl ForwardLoad {
     ///
     /// # Errors
     /// The model has stopped, or no step is completely within the windows of one kind.
-    pub fn stats(&mut self, [quiet, busy]: &[Windows; 2]) -> Result<WindowStats> {
+    pub(super) fn stats(&mut self, [quiet, busy]: &[Windows; 2]) -> Result<WindowStats> {
         self.check()?;
         let steps = self.steps();
         Ok(WindowStats { quiet: step_stats(&steps, quiet)?, busy: step_stats(&steps, busy)? })

@@ -12,7 +12,7 @@ use baton::bench::stats::Percentiles;
 
 /// Result of one setting.
 #[derive(Clone, Debug, Serialize)]
-pub struct SettingResult {
+pub(super) struct SettingResult {
     /// Transport in use.
     pub transport: String,
     pub blocks: u32,
@@ -31,7 +31,7 @@ pub struct SettingResult {
 
 /// Interference of transfers and forward passes on the same GPUs.
 #[derive(Clone, Debug, Serialize)]
-pub struct InterferenceRow {
+pub(super) struct InterferenceRow {
     /// Duration of one transfer in µs.
     pub transfer_us: Percentiles,
     /// Throughput over the windows with transfers.
@@ -43,7 +43,7 @@ pub struct InterferenceRow {
 }
 
 #[derive(Clone, Debug, Serialize)]
-pub struct TransferReport {
+pub(super) struct TransferReport {
     pub block_bytes: usize,
     pub in_flight: u32,
     /// Gather of scattered blocks for nccl; `None` in host memory.
@@ -59,7 +59,7 @@ pub struct TransferReport {
 
 /// A copy of 256 MiB in pieces.
 #[derive(Clone, Copy, Debug, Serialize)]
-pub struct PlainCopy {
+pub(super) struct PlainCopy {
     pub piece_bytes: usize,
     /// Pieces copied concurrently.
     pub together: usize,

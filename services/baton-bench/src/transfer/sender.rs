@@ -33,7 +33,7 @@ enum SenderInput {
     Event(Event),
 }
 
-pub fn run(args: &TransferArgs) -> Result<()> {
+pub(super) fn run(args: &TransferArgs) -> Result<()> {
     let arena = arena(args, args.gpus.first().map(String::as_str))?;
     for block in (0..pool_blocks(args)).map(BlockId) {
         arena.write(block)?.copy_from_host(&pattern(block, arena.block_bytes()))?;

@@ -7,7 +7,7 @@ use super::stats::{Percentiles, median};
 
 /// Time in µs that the engine thread works on a step, without waiting for the device, over the steps of all runs.
 #[derive(Clone, Copy, Debug, Serialize)]
-pub struct HostTimes {
+pub(super) struct HostTimes {
     pub plan: Percentiles,
     pub launch: Percentiles,
     pub collect: Percentiles,
@@ -16,7 +16,7 @@ pub struct HostTimes {
 
 /// Numbers of steps by launch mode, and number of padding rows.
 #[derive(Clone, Copy, Debug, Default, Serialize)]
-pub struct Dispatches {
+pub(super) struct Dispatches {
     pub eager: u64,
     pub graph: u64,
     pub fallback: u64,
@@ -24,7 +24,7 @@ pub struct Dispatches {
 }
 
 #[derive(Clone, Debug, Serialize)]
-pub struct DecodeStats {
+pub(super) struct DecodeStats {
     /// Mean step time of each run over its [`DecodeSteps`].
     pub step_ms_all: Vec<f64>,
     pub step_ms_median: f64,
@@ -43,7 +43,7 @@ pub struct DecodeStats {
 /// The part of a run in which every sequence decodes: from the end of the first step, which gives the last sequence its
 /// first token, to the end of the last step.
 #[derive(Clone, Debug)]
-pub struct DecodeSteps {
+pub(super) struct DecodeSteps {
     pub steps: Vec<StepRecord>,
     /// Tokens that each sequence has after its first.
     pub tokens_after_first: u32,
@@ -71,7 +71,7 @@ impl DecodeSteps {
 }
 
 impl DecodeStats {
-    pub fn of(runs: &[DecodeSteps], floor_ms: Option<f64>) -> Self {
+    pub(super) fn of(runs: &[DecodeSteps], floor_ms: Option<f64>) -> Self {
         let steps = || runs.iter().flat_map(|run| &run.steps[run.steps.len().min(1)..]);
         let spread =
             |value: &dyn Fn(&StepRecord) -> f64| Percentiles::of(steps().map(value).collect());

@@ -15,7 +15,7 @@ const PROMPT_NUMBERS: usize = 64;
 const ANSWER_WITHIN: Duration = Duration::from_secs(60);
 
 /// Sends prompts until a prefill node has prefilled one and its KV was transferred. Prints both nodes.
-pub async fn run(client: &HttpClient, url: &str, model: &str) -> Result<()> {
+pub(super) async fn run(client: &HttpClient, url: &str, model: &str) -> Result<()> {
     for _ in 0..PROMPTS_MAX {
         let stats = tokio::time::timeout(ANSWER_WITHIN, answer(client, url, model))
             .await

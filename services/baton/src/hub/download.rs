@@ -38,7 +38,7 @@ const WAIT_FIRST: Duration = Duration::from_millis(250);
 const PART_EXTENSION: &str = "part";
 const SHA256_DIGITS: usize = 64;
 
-pub struct Download {
+pub(super) struct Download {
     model: HubModel,
     api: Api,
     cache: Cache,
@@ -48,7 +48,7 @@ pub struct Download {
 }
 
 impl Download {
-    pub fn new(
+    pub(super) fn new(
         cache: &Path,
         model: HubModel,
         settings: &HubSettings,
@@ -68,7 +68,7 @@ impl Download {
         Ok(Self { model, api, cache, endpoint, has_token, watched })
     }
 
-    pub fn run(&self, parts: Parts) -> Result<()> {
+    pub(super) fn run(&self, parts: Parts) -> Result<()> {
         let requested = self.repo(&self.model.revision);
         let info = self.retried(|| self.api.repo(requested.clone()).info())?;
         ensure!(

@@ -18,7 +18,7 @@ const WEIGHTS_INDEX: &str = "model.safetensors.index.json";
 const LISTED_MAX: usize = 20;
 
 /// Selects the files to fetch from `all` files of the model, weights last.
-pub fn needed(model: &HubModel, parts: Parts, all: &[String]) -> Result<Vec<String>> {
+pub(super) fn needed(model: &HubModel, parts: Parts, all: &[String]) -> Result<Vec<String>> {
     let has = |name: &str| all.iter().any(|other| other == name);
     if let Some(file) = &model.file {
         let files = parts_of(file);

@@ -24,7 +24,11 @@ type MillisOf = fn(&ServedRequest) -> f64;
 const POINTS: usize = 200;
 
 /// Draws the cumulative distribution of the time to first token, and of the time per output token.
-pub fn write(title: &str, outcomes: &[(NodePolicy, &Replayed)], mut file: File) -> Result<()> {
+pub(super) fn write(
+    title: &str,
+    outcomes: &[(NodePolicy, &Replayed)],
+    mut file: File,
+) -> Result<()> {
     let svg =
         draw(title, outcomes).map_err(|error| anyhow!("the chart cannot be drawn: {error}"))?;
     file.write_all(svg.as_bytes()).context("cannot write the chart")

@@ -15,7 +15,7 @@ use crate::bench::serve::RATES;
 const ENGINE: &str = include_str!("h100-8b-engine.json");
 const TRANSFER: &str = include_str!("h200-8b-transfer.json");
 /// KV tokens of a node of these measurements.
-pub const KV_TOKENS: u32 = 458_000;
+pub(super) const KV_TOKENS: u32 = 458_000;
 /// Measurements of one H200 with weights in bf16 and the sizes of Qwen3-32B, and `nccl` between two H200.
 const ENGINE_32B: &str = include_str!("h200-32b-engine.json");
 const TRANSFER_32B: &str = include_str!("h200-32b-transfer.json");
@@ -33,7 +33,7 @@ const BLOCK_BYTES_MAX: u64 = 1 << 30;
 
 /// Result of `baton bench engine --json`.
 #[derive(Clone, Debug, Deserialize)]
-pub struct EngineResult {
+pub(super) struct EngineResult {
     pub model: String,
     pub dtype: String,
     pub isa: String,
@@ -42,7 +42,7 @@ pub struct EngineResult {
 }
 
 #[derive(Clone, Debug, Deserialize)]
-pub struct EngineRow {
+pub(super) struct EngineRow {
     pub what: String,
     pub batch: u32,
     pub tokens_each: u32,
@@ -52,13 +52,13 @@ pub struct EngineRow {
 
 /// Result of `baton-bench transfer --json`.
 #[derive(Clone, Debug, Deserialize)]
-pub struct TransferResult {
+pub(super) struct TransferResult {
     pub block_bytes: u64,
     pub rows: Vec<TransferRow>,
 }
 
 #[derive(Clone, Debug, Deserialize)]
-pub struct TransferRow {
+pub(super) struct TransferRow {
     pub transport: String,
     pub blocks: u32,
     pub chunk_blocks: u32,
@@ -68,13 +68,13 @@ pub struct TransferRow {
 }
 
 #[derive(Clone, Copy, Debug, Deserialize)]
-pub struct Median {
+pub(super) struct Median {
     pub p50: f64,
 }
 
 /// Relative errors of a fit over its rows.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
-pub struct FitError {
+pub(super) struct FitError {
     pub rows: usize,
     pub root_mean_square: f64,
     pub max: f64,
@@ -100,7 +100,7 @@ impl fmt::Display for FitError {
 
 /// The fitted model.
 #[derive(Clone, Debug)]
-pub struct ReplayCostModel {
+pub(super) struct ReplayCostModel {
     pub name: String,
     pub steps: StepCost,
     pub step_error: FitError,
@@ -113,7 +113,7 @@ pub struct ReplayCostModel {
 
 impl ReplayCostModel {
     /// Fits the model to the results in these files; without files to the built-in measurements.
-    pub fn read(engine: &[impl AsRef<Path>], transfer: Option<&Path>) -> Result<Self> {
+    pub(super) fn read(engine: &[impl AsRef<Path>], transfer: Option<&Path>) -> Result<Self> {
         let engine = match engine {
             [] => vec![parse(ENGINE, "the built-in figures")?],
             files => files
@@ -129,13 +129,13 @@ impl ReplayCostModel {
     }
 
     /// Returns the built-in measurements, each with the KV tokens of a node.
-    pub fn built_in() -> Result<[(Self, u32); 2]> {
+    pub(super) fn built_in() -> Result<[(Self, u32); 2]> {
         let name = "the built-in figures";
         let fit = |engine, transfer| Self::fit(&[parse(engine, name)?], &parse(transfer, name)?);
         Ok([(fit(ENGINE, TRANSFER)?, KV_TOKENS), (fit(ENGINE_32B, TRANSFER_32B)?, KV_TOKENS_32B)])
     }
 
-    pub fn fit(engine: &[EngineResult], transfer: &TransferResult) -> Result<Self> {
+    pub(super) fn fit(engine: &[EngineResult], transfer: &TransferResult) -> Result<Self> {
         let [first, ..] = engine else { return Err(anyhow!("--engine: no result is given")) };
         let rows: Vec<_> = engine
             .iter()
@@ -159,14 +159,14 @@ impl ReplayCostModel {
     }
 
     /// Returns the time of `tokens` prompt tokens after `cached` ones on an idle node, in seconds.
-    pub fn prompt_s(&self, cached: f64, tokens: f64) -> f64 {
+    pub(super) fn prompt_s(&self, cached: f64, tokens: f64) -> f64 {
         let PrefillCosts { step_ms, token_ms, pair_ms } = self.steps.prefill;
         let steps = (tokens / f64::from(self.step_tokens)).ceil();
         (steps * step_ms + tokens * token_ms + attention_pairs(cached, tokens) * pair_ms) / 1e3
     }
 
     /// Returns the time of a decode step, in seconds.
-    pub fn decode_s(&self, rows: f64, context_tokens: f64) -> f64 {
+    pub(super) fn decode_s(&self, rows: f64, context_tokens: f64) -> f64 {
         let DecodeCosts { step_ms, row_ms, context_token_ms } = self.steps.decode;
         (step_ms + row_ms * rows + context_token_ms * rows * context_tokens) / 1e3
     }

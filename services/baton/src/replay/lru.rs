@@ -3,11 +3,11 @@
 use std::collections::{HashMap, VecDeque};
 
 /// Hashed tokens of a prompt: their id, and the number of their full KV blocks.
-pub type Chunk = (u64, u32);
+pub(super) type Chunk = (u64, u32);
 
 /// A cache that evicts the chunk that was used longest ago. Its capacity is a number of KV blocks.
 #[derive(Default)]
-pub struct Lru {
+pub(super) struct Lru {
     capacity: u64,
     blocks: u64,
     /// Blocks and time of the last use of each chunk.
@@ -18,13 +18,13 @@ pub struct Lru {
 }
 
 impl Lru {
-    pub fn new(capacity: u64) -> Self {
+    pub(super) fn new(capacity: u64) -> Self {
         Self { capacity, ..Self::default() }
     }
 
     /// Uses the chunks of a prompt, and returns how many of its first blocks were cached. As in a node, the tail of a
     /// prefix is evicted before its head.
-    pub fn request(&mut self, prompt: &[Chunk]) -> u64 {
+    pub(super) fn request(&mut self, prompt: &[Chunk]) -> u64 {
         let mut hits = 0;
         for (id, wanted) in prompt {
             let cached = self.chunks.get(id).map_or(0, |(blocks, _)| *blocks);

@@ -11,7 +11,7 @@ use crate::bench::{serve::GoodputLimits, stats::Percentiles};
 
 /// Results of one policy.
 #[derive(Clone, Debug, Serialize)]
-pub struct PolicyPoint {
+pub(super) struct PolicyPoint {
     pub policy: &'static str,
     pub rate_scale: f64,
     pub arrived: usize,
@@ -45,7 +45,7 @@ pub struct PolicyPoint {
 
 /// Percentiles of the times between two tokens of a request.
 #[derive(Clone, Copy, Debug, Serialize)]
-pub struct Itl {
+pub(super) struct Itl {
     pub p50: f64,
     pub p90: f64,
     pub p99: f64,
@@ -53,7 +53,7 @@ pub struct Itl {
 
 /// Busy fractions of the devices of a pool.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize)]
-pub struct BusyFractions {
+pub(super) struct BusyFractions {
     pub nodes: usize,
     pub mean: f64,
     pub min: f64,
@@ -84,7 +84,7 @@ impl BusyFractions {
 
 /// CPU time and memory of the router's cores on this machine.
 #[derive(Clone, Copy, Debug, Serialize)]
-pub struct RouterUse {
+pub(super) struct RouterUse {
     /// CPU time of a request, without HTTP, gRPC, chat template and tokenizer.
     pub request_us: f64,
     /// CPU time of node selection for one attempt; part of `request_us`.
@@ -98,13 +98,13 @@ pub struct RouterUse {
 
 /// Time that a simulation took.
 #[derive(Clone, Copy, Debug)]
-pub struct Cost {
+pub(super) struct Cost {
     pub wall: Duration,
     pub cpu: Duration,
 }
 
 impl PolicyPoint {
-    pub fn new(
+    pub(super) fn new(
         policy: NodePolicy,
         rate_scale: f64,
         replayed: &Replayed,
@@ -171,11 +171,11 @@ impl PolicyPoint {
     }
 
     /// Returns the hit rate over the hit rate of one LRU cache with all nodes' blocks.
-    pub fn share_of_lru(&self) -> Option<f64> {
+    pub(super) fn share_of_lru(&self) -> Option<f64> {
         self.lru_hit_rate.filter(|lru| *lru > 0.0).map(|lru| self.hit_rate / lru)
     }
 
-    pub fn print(&self) {
+    pub(super) fn print(&self) {
         println!(
             "\npolicy {}, rate scale {}: {} of {} requests complete, {} failed, {} retried, in {:.0} s",
             self.policy,
@@ -233,7 +233,7 @@ impl PolicyPoint {
 }
 
 /// Prints the main statistics of several policies side by side.
-pub fn print_comparison(points: &[PolicyPoint]) {
+pub(super) fn print_comparison(points: &[PolicyPoint]) {
     let [first, _, ..] = points else { return };
     println!("\nratios are to {}", first.policy);
     println!(

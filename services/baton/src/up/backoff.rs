@@ -11,14 +11,14 @@ const HEALTHY_AFTER: Duration = Duration::from_secs(5);
 
 /// Delay of restarts of a child that dies soon after its start: 200 ms, doubling to 10 s.
 #[derive(Default)]
-pub struct Backoff {
+pub(super) struct Backoff {
     failures: u32,
 }
 
 impl Backoff {
     /// Returns the delay before the next start of a child that served for `served`, not counting the
     /// time that its start took.
-    pub fn delay(&mut self, served: Duration) -> Duration {
+    pub(super) fn delay(&mut self, served: Duration) -> Duration {
         if served >= HEALTHY_AFTER {
             self.failures = 0;
             return Duration::ZERO;

@@ -29,7 +29,7 @@ const LAST_LINES_MAX: Duration = Duration::from_secs(2);
 const LINE_BYTES_MAX: u64 = 16 << 10;
 
 /// A program to run, and the name that prefixes its log lines.
-pub struct ChildSpec {
+pub(super) struct ChildSpec {
     pub name: String,
     pub console: Console,
     pub program: PathBuf,
@@ -46,7 +46,7 @@ pub struct ChildSpec {
 
 /// Addresses that a service writes to its ready file.
 #[derive(Clone, Debug, Deserialize)]
-pub struct ReadyFile {
+pub(super) struct ReadyFile {
     #[serde(default)]
     pub grpc: String,
     #[serde(default)]
@@ -59,7 +59,7 @@ pub struct ReadyFile {
 
 /// A child's state, published by its supervisor.
 #[derive(Clone, Debug)]
-pub enum ChildState {
+pub(super) enum ChildState {
     Starting,
     Ready(ReadyFile),
     /// The first start failed; there is no restart.
@@ -68,7 +68,11 @@ pub enum ChildState {
 }
 
 /// Runs the child until `stop`. Restarts it with back-off if it dies after it was ready once.
-pub async fn supervise(spec: ChildSpec, stop: CancellationToken, state: watch::Sender<ChildState>) {
+pub(super) async fn supervise(
+    spec: ChildSpec,
+    stop: CancellationToken,
+    state: watch::Sender<ChildState>,
+) {
     let mut backoff = Backoff::default();
     let mut known: Option<ReadyFile> = None;
     loop {

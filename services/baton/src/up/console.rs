@@ -22,7 +22,7 @@ const WRITTEN_WITHIN: Duration = Duration::from_millis(500);
 
 /// Queue of lines for standard error, which can be held while an answer streams.
 #[derive(Clone)]
-pub struct Console(Arc<Mutex<ConsoleState>>);
+pub(super) struct Console(Arc<Mutex<ConsoleState>>);
 
 struct ConsoleState {
     /// Lines that are held while an answer streams.
@@ -39,11 +39,11 @@ enum ConsoleItem {
 }
 
 /// Handle that waits for the end of the writer thread.
-pub struct LastLines(Receiver<()>);
+pub(super) struct LastLines(Receiver<()>);
 
 impl Console {
     /// Starts the writer thread. The thread ends when the last clone is dropped.
-    pub fn start() -> std::io::Result<(Self, LastLines)> {
+    pub(super) fn start() -> std::io::Result<(Self, LastLines)> {
         let (queue, lines) = sync_channel(QUEUED_LINES_MAX);
         let (ended, end) = sync_channel(0);
         thread::Builder::new().name("console".to_owned()).spawn(move || {
@@ -55,7 +55,7 @@ impl Console {
     }
 
     /// Queues a line without blocking.
-    pub fn say(&self, line: &str) {
+    pub(super) fn say(&self, line: &str) {
         let mut state = self.lock();
         match &mut state.held {
             Some(lines) if lines.len() < HELD_LINES_MAX => lines.push(line.to_owned()),
@@ -68,7 +68,7 @@ impl Console {
 
     /// Holds lines until the guard is dropped, so that no line interrupts an answer. Waits up to
     /// [`WRITTEN_WITHIN`] for earlier lines.
-    pub fn hold(&self) -> HeldLines<'_> {
+    pub(super) fn hold(&self) -> HeldLines<'_> {
         let mut state = self.lock();
         state.held = Some(Vec::new());
         let (written, seen) = sync_channel(1);
@@ -107,7 +107,7 @@ impl ConsoleState {
 impl LastLines {
     /// Waits until all lines are written, at most [`WRITTEN_WITHIN`]. Call it after the last [`Console`] is
     /// dropped.
-    pub fn wait(self) {
+    pub(super) fn wait(self) {
         wait(&self.0);
     }
 }
@@ -119,7 +119,7 @@ fn wait(written: &Receiver<()>) {
 }
 
 /// Guard that queues the held lines when dropped.
-pub struct HeldLines<'a>(&'a Console);
+pub(super) struct HeldLines<'a>(&'a Console);
 
 impl Drop for HeldLines<'_> {
     fn drop(&mut self) {

@@ -7,7 +7,7 @@ use kernels::cuda::Driver;
 const GPUS_MAX: usize = 64;
 
 /// Parses the list of `--gpus`: indices, ranges such as 0-3, and UUIDs.
-pub fn parse(list: &str) -> Result<Vec<String>> {
+pub(super) fn parse(list: &str) -> Result<Vec<String>> {
     let mut names = Vec::new();
     for part in list.split(',').map(str::trim) {
         let range = part.split_once('-').and_then(|(first, last)| {
@@ -32,7 +32,7 @@ pub fn parse(list: &str) -> Result<Vec<String>> {
 
 /// Returns the UUIDs of each node's GPUs, one per rank, prefill nodes first. All nodes share the GPUs if the
 /// list has as many GPUs as one node has ranks.
-pub fn of_nodes(list: &str, nodes: u32, ranks: u32) -> Result<Vec<Vec<String>>> {
+pub(super) fn of_nodes(list: &str, nodes: u32, ranks: u32) -> Result<Vec<Vec<String>>> {
     let names = parse(list)?;
     let (given, ranks) = (names.len(), ranks as usize);
     let wanted = nodes as usize * ranks;
@@ -55,7 +55,7 @@ pub fn of_nodes(list: &str, nodes: u32, ranks: u32) -> Result<Vec<Vec<String>>> 
 }
 
 /// Returns the largest number of nodes that share one GPU.
-pub fn most_shared(gpus: &[Vec<String>]) -> u32 {
+pub(super) fn most_shared(gpus: &[Vec<String>]) -> u32 {
     let count = |gpu: &String| gpus.iter().filter(|others| others.contains(gpu)).count() as u32;
     gpus.iter().flatten().map(count).max().unwrap_or(1)
 }

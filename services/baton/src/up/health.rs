@@ -27,13 +27,13 @@ const ANSWER_WITHIN: Duration = Duration::from_secs(3);
 type Node = (String, watch::Receiver<ChildState>);
 
 /// Server of `/ready` and `/live`.
-pub struct HealthServer {
+pub(super) struct HealthServer {
     ready: Arc<AtomicBool>,
     server: MetricsServer,
 }
 
 impl HealthServer {
-    pub async fn start(address: SocketAddr, nodes: Vec<Node>) -> Result<Self> {
+    pub(super) async fn start(address: SocketAddr, nodes: Vec<Node>) -> Result<Self> {
         let ready = Arc::new(AtomicBool::new(false));
         let (is_ready, nodes) = (ready.clone(), Arc::new(nodes));
         let ready_now = async move || match is_ready.load(Ordering::Acquire) {
@@ -45,13 +45,13 @@ impl HealthServer {
         Ok(Self { ready, server: MetricsServer::start_routes(address, routes).await? })
     }
 
-    pub fn address(&self) -> SocketAddr {
+    pub(super) fn address(&self) -> SocketAddr {
         self.server.address()
     }
 
     /// Sets the answer of `/ready`: true from the start of all nodes until shutdown. A node that restarts does not
     /// change the answer, because routers stop using this node by themselves and the other nodes still serve.
-    pub fn set_ready(&self, ready: bool) {
+    pub(super) fn set_ready(&self, ready: bool) {
         self.ready.store(ready, Ordering::Release);
     }
 }

@@ -6,7 +6,7 @@ use tokio::process::Command;
 /// behind.
 ///
 /// The signal follows the *thread* that spawned the child; `up` spawns from its main thread only.
-pub fn die_with_parent(command: &mut Command) {
+pub(super) fn die_with_parent(command: &mut Command) {
     // SAFETY: between fork and exec only async-signal-safe calls are made: prctl and getppid are,
     // and building an error from a number or a constant does not allocate.
     unsafe {
@@ -25,7 +25,7 @@ pub fn die_with_parent(command: &mut Command) {
 }
 
 /// Sends SIGTERM to a child. The caller has not reaped the child yet, so the id is not reused.
-pub fn send_terminate(child_id: u32) {
+pub(super) fn send_terminate(child_id: u32) {
     // SAFETY: kill takes plain numbers; the id belongs to an unreaped child of this process.
     unsafe {
         libc::kill(child_id as libc::pid_t, libc::SIGTERM);

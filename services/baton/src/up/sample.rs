@@ -16,7 +16,7 @@ const DEADLINE: Duration = Duration::from_secs(60);
 
 /// Sends the question to the router at `url`, prints the streamed answer and then a line of statistics. Returns the
 /// statistics.
-pub async fn run(client: &HttpClient, url: &str) -> Result<Value> {
+pub(crate) async fn run(client: &HttpClient, url: &str) -> Result<Value> {
     tokio::time::timeout(DEADLINE, ask(client, url))
         .await
         .map_err(|_| anyhow!("the sample request did not finish within {} s", DEADLINE.as_secs()))?

@@ -41,7 +41,7 @@ pub(super) struct ChildSettings {
 }
 
 impl ChildSettings {
-    pub fn new(
+    pub(super) fn new(
         args: &UpArgs,
         config: &Config,
         model: FoundModel,
@@ -155,7 +155,7 @@ impl ChildSettings {
     }
 
     /// Returns the node of this role and index; `number` counts the nodes of both roles.
-    pub fn node(&self, role: &str, index: u32, number: usize) -> ChildSpec {
+    pub(super) fn node(&self, role: &str, index: u32, number: usize) -> ChildSpec {
         let name = format!("{role}-{index}");
         let id = self.id.as_ref().map_or_else(|| name.clone(), |host| format!("{host}-{name}"));
         let mut envs = self.envs.clone();
@@ -185,7 +185,7 @@ impl ChildSettings {
         }
     }
 
-    pub fn router(&self, args: &UpArgs, prefill: &[String], decode: &[String]) -> ChildSpec {
+    pub(super) fn router(&self, args: &UpArgs, prefill: &[String], decode: &[String]) -> ChildSpec {
         let listed = |urls: &[String]| if self.etcd { String::new() } else { urls.join(",") };
         let nodes = flags(&[
             ("--cluster-prefill", &listed(prefill)),

@@ -18,7 +18,7 @@ use super::AssignmentId;
 use crate::backoff::{Jitter, doubled};
 
 /// Consecutive failures that open a breaker: a single failure may be the fault of the other node or of the network.
-pub const FAILURES_MAX: u32 = 3;
+pub(super) const FAILURES_MAX: u32 = 3;
 /// First pause after failures: a process restarts in about this time.
 const FAILED_PAUSE_FIRST: Duration = Duration::from_secs(1);
 /// First pause of a slow node, which still serves its running sequences meanwhile.
@@ -26,7 +26,7 @@ const SLOW_PAUSE_FIRST: Duration = Duration::from_secs(10);
 /// Probes in a row that a slow node serves without being measured until its breaker closes.
 const UNMEASURED_PROBES_MAX: u32 = 3;
 /// Maximum pause, and thus the maximum time to detect that a node has recovered. Each pause costs at most one attempt.
-pub const PAUSE_MAX: Duration = Duration::from_secs(30);
+pub(super) const PAUSE_MAX: Duration = Duration::from_secs(30);
 
 /// Reason why a breaker is open.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]

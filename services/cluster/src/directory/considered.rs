@@ -6,7 +6,7 @@ use super::{Member, NoNode, options::NodeOption};
 use crate::{NodeId, Role, predict::Prediction};
 
 /// Maximum number of options, and of ineligible nodes, in the explanation of one pick.
-pub const OPTIONS_MAX: usize = 16;
+pub(super) const OPTIONS_MAX: usize = 16;
 
 /// Explanation of a pick, for `baton explain`.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]

@@ -13,7 +13,7 @@ use cluster::{
 use config::{Disaggregate, NodePolicy};
 use proto::{ids::TransferId, v1};
 
-pub struct World {
+pub(crate) struct World {
     pub directory: Directory,
     pub now: Instant,
     /// Streams that the directory has opened, by id.
@@ -31,17 +31,17 @@ pub struct World {
 }
 
 /// Maximum length of a sequence on each node.
-pub const SEQUENCE_TOKENS_MAX: u64 = 2048;
+pub(crate) const SEQUENCE_TOKENS_MAX: u64 = 2048;
 
-pub const DEFAULT: Selection =
+pub(crate) const DEFAULT: Selection =
     Selection { disaggregate: Disaggregate::Auto, policy: NodePolicy::Predicted };
 
 impl World {
-    pub fn new() -> Self {
+    pub(crate) fn new() -> Self {
         Self::with(DEFAULT)
     }
 
-    pub fn with(selection: Selection) -> Self {
+    pub(crate) fn with(selection: Selection) -> Self {
         Self {
             directory: Directory::new(1, selection),
             now: Instant::now(),
@@ -55,13 +55,13 @@ impl World {
         }
     }
 
-    pub fn input(&mut self, input: DirectoryInput) {
+    pub(crate) fn input(&mut self, input: DirectoryInput) {
         let mut actions = Vec::new();
         self.directory.handle(self.now, input, &mut actions);
         self.act(actions);
     }
 
-    pub fn advance(&mut self, by: Duration) {
+    pub(crate) fn advance(&mut self, by: Duration) {
         let until = self.now + by;
         while let Some(deadline) = self.directory.next_deadline().filter(|next| *next <= until) {
             self.now = self.now.max(deadline);
@@ -97,68 +97,68 @@ impl World {
         }
     }
 
-    pub fn join(&mut self, address: &NodeAddress) {
+    pub(crate) fn join(&mut self, address: &NodeAddress) {
         self.input(DirectoryInput::Member(MemberChange::Joined(address.clone())));
     }
 
-    pub fn leave(&mut self, address: &NodeAddress) {
+    pub(crate) fn leave(&mut self, address: &NodeAddress) {
         self.input(DirectoryInput::Member(MemberChange::Left(address.clone())));
     }
 
-    pub fn stream_of(&self, address: &NodeAddress) -> Option<StreamId> {
+    pub(crate) fn stream_of(&self, address: &NodeAddress) -> Option<StreamId> {
         self.open.iter().find(|(_, open)| *open == address).map(|(stream, _)| *stream)
     }
 
-    pub fn send(&mut self, address: &NodeAddress, event: v1::ObserveEvent) {
+    pub(crate) fn send(&mut self, address: &NodeAddress, event: v1::ObserveEvent) {
         let stream = self.stream_of(address).expect("the node is being observed");
         self.input(DirectoryInput::Observed { stream, event });
     }
 
     /// Ends the node's stream, as a lost connection does.
-    pub fn end_stream(&mut self, address: &NodeAddress) {
+    pub(crate) fn end_stream(&mut self, address: &NodeAddress) {
         let stream = self.stream_of(address).expect("the node is being observed");
         self.open.remove(&stream);
         self.input(DirectoryInput::StreamEnded { stream, reason: "connection refused".into() });
     }
 
     /// Lets the node join and send a snapshot.
-    pub fn up(&mut self, address: &NodeAddress, record: &NodeRecord, load: Load) {
+    pub(crate) fn up(&mut self, address: &NodeAddress, record: &NodeRecord, load: Load) {
         self.join(address);
         self.send(address, snapshot(record, load, &[]));
     }
 
-    pub fn health_of(&self, address: &NodeAddress) -> Option<Health> {
+    pub(crate) fn health_of(&self, address: &NodeAddress) -> Option<Health> {
         self.directory.nodes().find(|view| view.address == *address).map(|view| view.health)
     }
 
-    pub fn pick_nodes(&mut self, wanted: &Wanted<'_>) -> Result<Picked, NoNode> {
+    pub(crate) fn pick_nodes(&mut self, wanted: &Wanted<'_>) -> Result<Picked, NoNode> {
         self.picked += 1;
         self.directory.pick(self.now, TransferId(self.picked), wanted)
     }
 
     /// Returns the decode node.
-    pub fn pick(&mut self, wanted: &Wanted<'_>) -> Result<NodeChoice, NoNode> {
+    pub(crate) fn pick(&mut self, wanted: &Wanted<'_>) -> Result<NodeChoice, NoNode> {
         self.pick_nodes(wanted).map(|picked| picked.decode)
     }
 }
 
-pub fn address(role: Role, port: u16) -> NodeAddress {
+pub(crate) fn address(role: Role, port: u16) -> NodeAddress {
     NodeAddress { role, grpc: format!("http://127.0.0.1:{port}") }
 }
 
-pub fn prefill(port: u16) -> NodeAddress {
+pub(crate) fn prefill(port: u16) -> NodeAddress {
     address(Role::Prefill, port)
 }
 
-pub fn decode(port: u16) -> NodeAddress {
+pub(crate) fn decode(port: u16) -> NodeAddress {
     address(Role::Decode, port)
 }
 
-pub fn epoch(number: u128) -> Epoch {
+pub(crate) fn epoch(number: u128) -> Epoch {
     Epoch::from_bytes(&number.to_be_bytes()).unwrap()
 }
 
-pub fn record(role: Role, number: u128) -> NodeRecord {
+pub(crate) fn record(role: Role, number: u128) -> NodeRecord {
     NodeRecord {
         node_id: NodeId::parse(&format!("{role}-{number}")).unwrap(),
         epoch: epoch(number),
@@ -185,11 +185,11 @@ pub fn record(role: Role, number: u128) -> NodeRecord {
     }
 }
 
-pub fn idle() -> Load {
+pub(crate) fn idle() -> Load {
     Load { blocks_free: 1000, ..Load::default() }
 }
 
-pub fn snapshot(record: &NodeRecord, load: Load, cached: &[u128]) -> v1::ObserveEvent {
+pub(crate) fn snapshot(record: &NodeRecord, load: Load, cached: &[u128]) -> v1::ObserveEvent {
     let cached_blocks = cached.iter().map(|hash| hash.to_be_bytes().to_vec().into()).collect();
     let snapshot = v1::NodeSnapshot {
         record: Some(record.into()),
@@ -200,7 +200,7 @@ pub fn snapshot(record: &NodeRecord, load: Load, cached: &[u128]) -> v1::Observe
     v1::ObserveEvent { sequence: 0, event: Some(v1::observe_event::Event::Snapshot(snapshot)) }
 }
 
-pub fn delta(
+pub(crate) fn delta(
     sequence: u64,
     load: Option<Load>,
     cached: &[u128],
@@ -215,13 +215,13 @@ pub fn delta(
 }
 
 /// Returns a delta whose load includes these attempts.
-pub fn arrived(sequence: u64, load: Load, transfers: &[u128]) -> v1::ObserveEvent {
+pub(crate) fn arrived(sequence: u64, load: Load, transfers: &[u128]) -> v1::ObserveEvent {
     let arrived = transfers.iter().map(|id| id.to_be_bytes().to_vec().into()).collect();
     let delta = v1::NodeDelta { load: Some(load), arrived, ..Default::default() };
     v1::ObserveEvent { sequence, event: Some(v1::observe_event::Event::Delta(delta)) }
 }
 
-pub fn wanted(tokens: u32) -> Wanted<'static> {
+pub(crate) fn wanted(tokens: u32) -> Wanted<'static> {
     Wanted {
         model: "smollm2",
         prompt_tokens: tokens,

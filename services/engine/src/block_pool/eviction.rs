@@ -9,7 +9,7 @@ use super::{Block, BlockPool, BlockState, CachedList, Group};
 impl BlockPool {
     /// Keeps held blocks until `until` once they are cached. A block that is already kept longer keeps its later time.
     /// `place`: place of the blocks' owner in the queue.
-    pub fn keep(&mut self, blocks: &[BlockId], until: Instant, place: u64) {
+    pub(crate) fn keep(&mut self, blocks: &[BlockId], until: Instant, place: u64) {
         let key = (Reverse(place), self.next_group);
         self.next_group += 1;
         let mut members = 0;
@@ -33,7 +33,7 @@ impl BlockPool {
     }
 
     /// Stops keeping those of the held blocks that no owner at another place in the queue keeps.
-    pub fn stop_keeping(&mut self, blocks: &[BlockId], place: u64) {
+    pub(crate) fn stop_keeping(&mut self, blocks: &[BlockId], place: u64) {
         for &block in blocks {
             let Block { state, kept, is_shared, .. } = self.blocks[block.index()];
             assert!(matches!(state, BlockState::Held { .. }), "a cached block is in a list");
@@ -57,7 +57,7 @@ impl BlockPool {
     }
 
     /// Stops keeping blocks whose time has passed at `now`. These blocks are then evicted before other cached blocks.
-    pub fn end_kept(&mut self, now: Instant) {
+    pub(crate) fn end_kept(&mut self, now: Instant) {
         while let Some(&(until, group)) = self.kept_until.first() {
             if until > now {
                 return;

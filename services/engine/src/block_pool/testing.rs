@@ -6,7 +6,7 @@ use super::{BlockCounts, BlockPool, BlockState};
 
 impl BlockPool {
     /// Panics when states, lists and counts disagree. The cost is linear in the pool.
-    pub fn check(&self) {
+    pub(crate) fn check(&self) {
         let mut counts = BlockCounts::default();
         let mut cached_copying = 0;
         for (index, block) in self.blocks.iter().enumerate() {

@@ -19,7 +19,7 @@ use kernels::{
     BlockId,
     sampling::{SampledToken, Sampling, TokenMask},
 };
-pub use token_count::TokenCount;
+pub(super) use token_count::TokenCount;
 
 use super::{ExecutorError, ExecutorLimits};
 use crate::plan::{
@@ -27,7 +27,7 @@ use crate::plan::{
 };
 
 /// Tokens of a row on the host: the ids, or only their number.
-pub trait RowTokens {
+pub(super) trait RowTokens {
     fn admitted(tokens: &[u32]) -> Self;
     fn count(&self) -> usize;
     /// Appends draft tokens.
@@ -56,7 +56,7 @@ impl RowTokens for Vec<u32> {
 
 /// Occupant of one slot.
 #[derive(Clone, Debug, PartialEq)]
-pub struct BatchRow<T = Vec<u32>> {
+pub(super) struct BatchRow<T = Vec<u32>> {
     pub generation: Generation,
     /// Prompt, then sampled output, then the draft tokens of the running step.
     pub tokens: T,
@@ -78,7 +78,7 @@ pub struct BatchRow<T = Vec<u32>> {
 
 /// Work of one row in a step.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct ScheduledRow {
+pub(super) struct ScheduledRow {
     pub slot: Slot,
     pub generation: Generation,
     /// Position of the row's first token in this step.
@@ -106,19 +106,19 @@ impl ScheduledRow {
         }
     }
 
-    pub fn end(&self) -> usize {
+    pub(super) fn end(&self) -> usize {
         self.start + self.token_count
     }
 
     /// Returns the lengths of the row at which it samples: after the known tokens and after each draft
     /// token.
-    pub fn sampled_lengths(&self) -> Range<usize> {
+    pub(super) fn sampled_lengths(&self) -> Range<usize> {
         self.end() - self.draft_count..self.end() + usize::from(self.samples)
     }
 }
 
 #[derive(Debug)]
-pub struct Batch<T = Vec<u32>> {
+pub(super) struct Batch<T = Vec<u32>> {
     rows: Vec<Option<BatchRow<T>>>,
     limits: ExecutorLimits,
     /// Plans applied, the current one included.
@@ -126,14 +126,14 @@ pub struct Batch<T = Vec<u32>> {
 }
 
 impl<T: RowTokens> Batch<T> {
-    pub fn new(limits: ExecutorLimits) -> Self {
+    pub(super) fn new(limits: ExecutorLimits) -> Self {
         Self { rows: (0..limits.slots).map(|_| None).collect(), limits, plans: 0 }
     }
 
     /// Applies the diff and advances the rows of the step by their tokens and draft tokens. An admitted row
     /// fails if `refuse` returns a reason. `draft` returns at most the given number of draft tokens of a row.
     /// After an error the batch is unusable.
-    pub fn apply(
+    pub(super) fn apply(
         &mut self,
         plan: &StepPlan,
         refuse: impl Fn(&AdmittedRow) -> Option<RowFailure>,
@@ -147,7 +147,7 @@ impl<T: RowTokens> Batch<T> {
     /// Supplies the token bitmasks of the step applied last, in the order of its rows. Marks a constrained row
     /// without a bitmask as late and removes its last token and its draft tokens from the step. Bitmasks of a failed
     /// row are dropped: they were computed before the failure was known.
-    pub fn supply(
+    pub(super) fn supply(
         &mut self,
         scheduled: &mut [ScheduledRow],
         masks: Vec<RowMask>,
@@ -186,18 +186,18 @@ impl<T: RowTokens> Batch<T> {
     }
 
     /// Returns the occupant of a slot of the current step.
-    pub fn row(&self, slot: Slot) -> &BatchRow<T> {
+    pub(super) fn row(&self, slot: Slot) -> &BatchRow<T> {
         self.rows[slot.0 as usize].as_ref().expect("a scheduled slot is occupied")
     }
 
     /// Returns every occupant.
-    pub fn rows(&self) -> impl Iterator<Item = (Slot, &BatchRow<T>)> {
+    pub(super) fn rows(&self) -> impl Iterator<Item = (Slot, &BatchRow<T>)> {
         let slots = (0..).map(Slot);
         slots.zip(&self.rows).filter_map(|(slot, row)| Some((slot, row.as_ref()?)))
     }
 
     /// Returns the result of a row of the current step that did not sample or has failed.
-    pub fn unsampled(&self, scheduled: &ScheduledRow) -> RowResult {
+    pub(super) fn unsampled(&self, scheduled: &ScheduledRow) -> RowResult {
         let ScheduledRow { slot, generation, .. } = *scheduled;
         let failure = self.row(slot).failure.clone();
         RowResult { slot, generation, tokens: Vec::new(), drafted: 0, failure }
@@ -214,7 +214,7 @@ impl Batch {
     /// further sample counts as long as the draft token before it equals the token sampled in its place. A sample of a
     /// constrained row without a bitmask does not count. The samples that count are appended to the row's tokens. A
     /// failure marks the row as failed, except a failure after accepted draft tokens: it recurs in the next step.
-    pub fn sampled(
+    pub(super) fn sampled(
         &mut self,
         scheduled: &ScheduledRow,
         answers: impl IntoIterator<Item = Result<SampledToken, RowFailure>>,

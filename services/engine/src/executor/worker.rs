@@ -26,7 +26,7 @@ pub(super) struct Worker<J, R, E> {
 impl<J: Send + 'static, R: Send + 'static, E: Into<ExecutorError> + Send + 'static>
     Worker<J, R, E>
 {
-    pub fn start(
+    pub(super) fn start(
         name: &str,
         depth: u32,
         mut work: impl FnMut(J) -> Result<R, E> + Send + 'static,
@@ -48,23 +48,23 @@ impl<J: Send + 'static, R: Send + 'static, E: Into<ExecutorError> + Send + 'stat
         Ok(Self { jobs: Some(jobs), results, waker, woken, thread: Some(thread) })
     }
 
-    pub fn waker(&self) -> CollectWaker {
+    pub(super) fn waker(&self) -> CollectWaker {
         self.waker.clone()
     }
 
     /// Returns whether [`receive`](Self::receive) would return at once.
-    pub fn is_ready(&self) -> bool {
+    pub(super) fn is_ready(&self) -> bool {
         !self.results.is_empty() || !self.woken.is_empty()
     }
 
-    pub fn send(&mut self, job: J) -> Result<(), ExecutorError> {
+    pub(super) fn send(&mut self, job: J) -> Result<(), ExecutorError> {
         let is_sent = self.jobs.as_ref().is_some_and(|jobs| jobs.try_send(job).is_ok());
         // The channel has room for every step in flight, so a failed send means that the thread ended.
         if is_sent { Ok(()) } else { Err(self.ended()) }
     }
 
     /// Waits for the oldest result. Returns `None` after `timeout` or a wake-up.
-    pub fn receive(&mut self, timeout: Duration) -> Result<Option<R>, ExecutorError> {
+    pub(super) fn receive(&mut self, timeout: Duration) -> Result<Option<R>, ExecutorError> {
         let answer = match self.results.try_recv() {
             Ok(answer) => Ok(answer),
             Err(_) => select! {
@@ -94,7 +94,7 @@ impl<J: Send + 'static, R: Send + 'static, E: Into<ExecutorError> + Send + 'stat
 
 impl<J, R, E> Worker<J, R, E> {
     /// Ends and joins the thread.
-    pub fn close(&mut self) {
+    pub(super) fn close(&mut self) {
         self.jobs = None;
         if let Some(thread) = self.thread.take()
             && let Err(panic) = thread.join()

@@ -35,12 +35,12 @@ pub(super) struct SequenceTurn {
 
 impl SequenceTurn {
     /// Returns the place of the turn in the queue if the turn has the session's place.
-    pub fn place(&self) -> Option<Arrival> {
+    pub(super) fn place(&self) -> Option<Arrival> {
         self.turn.place().map(|place| place.arrival)
     }
 
     /// Returns the session's place, which orders the eviction of its kept blocks.
-    pub fn session_place(&self) -> Arrival {
+    pub(super) fn session_place(&self) -> Arrival {
         self.turn.session_place().arrival
     }
 }
@@ -60,7 +60,7 @@ impl Default for SequenceSessions {
 
 impl SequenceSessions {
     /// Returns the turn of a request with these blocks, which arrives now as number `arrival`.
-    pub fn arrived(
+    pub(super) fn arrived(
         &mut self,
         now: Instant,
         arrival: Arrival,
@@ -81,12 +81,12 @@ impl SequenceSessions {
     }
 
     /// Returns the places under which KV of the session may be kept. Neighbours may be equal.
-    pub fn kept_places(&self, turn: &SequenceTurn) -> [Arrival; 3] {
+    pub(super) fn kept_places(&self, turn: &SequenceTurn) -> [Arrival; 3] {
         self.sessions.data(&turn.turn).kept_places
     }
 
     /// Records the end of a turn whose last full block is `last`. Returns the time to keep its KV ([`keep_time`]).
-    pub fn ended(
+    pub(super) fn ended(
         &mut self,
         now: Instant,
         turn: SequenceTurn,
@@ -109,12 +109,12 @@ impl SequenceSessions {
     }
 
     /// Records that a turn was removed before its end. Its request may arrive again as the same turn.
-    pub fn put_back(&mut self, turn: SequenceTurn) {
+    pub(super) fn put_back(&mut self, turn: SequenceTurn) {
         self.sessions.put_back(turn.turn);
     }
 
     /// Panics when a session has not as many turns in progress as `turns` has entries of it.
-    pub fn check(&self, turns: impl Iterator<Item = u128>) {
+    pub(super) fn check(&self, turns: impl Iterator<Item = u128>) {
         self.sessions.check(turns);
     }
 }

@@ -38,7 +38,7 @@ pub(super) struct WrittenBlock {
 impl TierStores {
     /// Records that a prompt was admitted whose first blocks `keys` are cached or loaded; the first `resident` of them are
     /// in the prefix cache. [`count_admitted`](Self::count_admitted) counts the blocks later.
-    pub fn prefix_admitted(&mut self, keys: &[BlockHash], resident: usize) {
+    pub(crate) fn prefix_admitted(&mut self, keys: &[BlockHash], resident: usize) {
         // Beyond the bound, the tail of the prefix is not counted.
         let keys = &keys[..keys.len().min(UNCOUNTED_MAX - self.uncounted)];
         // A block that the request writes before the prefix is counted takes the LRU time of the prefix's last block. So
@@ -53,7 +53,7 @@ impl TierStores {
     }
 
     /// Counts the next blocks of admitted prompts, and offers those that were resident and are worth a save.
-    pub fn count_admitted(&mut self) {
+    pub(crate) fn count_admitted(&mut self) {
         let mut left = COUNTED_MIN.max(self.uncounted / BACKLOG_PART);
         while left > 0
             && let Some(mut prefix) = self.admitted.pop_front()
@@ -83,7 +83,7 @@ impl TierStores {
     /// Records that a request has written a block after the block `parent`. [`count_written`](Self::count_written) counts
     /// and offers the block later, because a step may wait to be launched. `is_counted`: its occurrence in the request
     /// was counted before. `continues`: the prompt of the request began with a hit.
-    pub fn block_written(
+    pub(crate) fn block_written(
         &mut self,
         key: BlockHash,
         parent: BlockHash,
@@ -94,7 +94,7 @@ impl TierStores {
     }
 
     /// Counts the blocks written since the last call, and offers those that are worth a save.
-    pub fn count_written(&mut self) {
+    pub(crate) fn count_written(&mut self) {
         let mut written = mem::take(&mut self.written);
         for WrittenBlock { key, parent, is_counted, continues } in written.drain(..) {
             let is_admitted = match is_counted {

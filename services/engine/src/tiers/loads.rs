@@ -54,24 +54,28 @@ pub(crate) struct FinishedLoad {
 
 impl TierStores {
     /// Returns the predicted time to load or compute blocks, whichever is faster; 0 before the first measured prefill.
-    pub fn restore_time(&self, blocks: usize) -> Duration {
+    pub(crate) fn restore_time(&self, blocks: usize) -> Duration {
         let compute = self.prefill.time(blocks).unwrap_or_default();
         let block = self.first_tier().and_then(|tier| self.rates[tier.index()].block_time());
         block.map_or(compute, |block| compute.min(block * blocks as u32))
     }
 
     /// Returns when a load that starts now times out. Its sequence waits for at most `most`.
-    pub fn load_deadline(&self, most: Duration) -> Instant {
+    pub(crate) fn load_deadline(&self, most: Duration) -> Instant {
         self.now + self.config.load_timeout.min(most)
     }
 
-    pub fn add_prefill(&mut self, tokens: u32, busy: Duration) {
+    pub(crate) fn add_prefill(&mut self, tokens: u32, busy: Duration) {
         self.prefill.add(tokens, busy);
     }
 
     /// Returns the slots of the prefix of `keys` to load. The load is predicted to end within half of its time-out and
     /// of `most`.
-    pub fn choose_load(&mut self, keys: &[BlockHash], most: Duration) -> Vec<(Tier, SlotIndex)> {
+    pub(crate) fn choose_load(
+        &mut self,
+        keys: &[BlockHash],
+        most: Duration,
+    ) -> Vec<(Tier, SlotIndex)> {
         if self.loads.len() >= LOADS_MAX {
             return Vec::new();
         }
@@ -112,7 +116,7 @@ impl TierStores {
 
     /// Starts a load of slots that [`choose_load`](Self::choose_load) has just chosen, with these `contents`. `reserved`
     /// begins with the blocks to write.
-    pub fn start_load(
+    pub(crate) fn start_load(
         &mut self,
         id: SequenceId,
         slots: Vec<(Tier, SlotIndex)>,
@@ -134,7 +138,12 @@ impl TierStores {
     }
 
     /// Handles the end of a load.
-    pub fn end_load(&mut self, job: JobId, intact: u32, took: Duration) -> Option<FinishedLoad> {
+    pub(crate) fn end_load(
+        &mut self,
+        job: JobId,
+        intact: u32,
+        took: Duration,
+    ) -> Option<FinishedLoad> {
         let load = self.loads.remove(&job)?;
         let intact = load.slots.len().min(intact as usize);
         let mut read = [0; TIERS];
@@ -161,19 +170,19 @@ impl TierStores {
     }
 
     /// Counts the `intact` blocks of a load, which its sequence takes.
-    pub fn count_hits(&mut self, load: &LoadInFlight, intact: usize) {
+    pub(crate) fn count_hits(&mut self, load: &LoadInFlight, intact: usize) {
         for &(tier, _) in &load.slots[..intact] {
             self.state(tier).stats.hits += 1;
         }
     }
 
     /// Returns whether a load of this sequence is in flight.
-    pub fn is_loading(&self, id: SequenceId) -> bool {
+    pub(crate) fn is_loading(&self, id: SequenceId) -> bool {
         self.loads.values().any(|load| load.id == id)
     }
 
     /// Returns the reserved blocks of loads, with their owners.
-    pub fn reserved_blocks(&self) -> impl Iterator<Item = (SequenceId, BlockId)> {
+    pub(crate) fn reserved_blocks(&self) -> impl Iterator<Item = (SequenceId, BlockId)> {
         self.loads.values().flat_map(|load| load.blocks.iter().map(|&block| (load.id, block)))
     }
 

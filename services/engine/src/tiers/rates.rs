@@ -24,7 +24,7 @@ pub(super) struct LoadRate {
 
 impl LoadRate {
     /// Adds a load of `blocks` blocks that took `took`.
-    pub fn add(&mut self, now: Instant, blocks: u32, took: Duration) {
+    pub(super) fn add(&mut self, now: Instant, blocks: u32, took: Duration) {
         if let Some(block) = took.checked_div(blocks) {
             mix(&mut self.block, block);
             self.measured_at = Some(now);
@@ -32,12 +32,12 @@ impl LoadRate {
     }
 
     /// Returns the time of one block; `None` before the first load.
-    pub fn block_time(&self) -> Option<Duration> {
+    pub(super) fn block_time(&self) -> Option<Duration> {
         self.block
     }
 
     /// Returns the predicted time until `blocks` further blocks are loaded.
-    pub fn time(&self, blocks: u32) -> Duration {
+    pub(super) fn time(&self, blocks: u32) -> Duration {
         // Assume 0 before the first load, which measures the time.
         self.block.unwrap_or_default() * (self.pending + blocks)
     }
@@ -56,14 +56,14 @@ pub(super) struct PrefillRate {
 
 impl PrefillRate {
     /// Adds a step that computed `tokens` prefill tokens.
-    pub fn add(&mut self, tokens: u32, busy: Duration) {
+    pub(super) fn add(&mut self, tokens: u32, busy: Duration) {
         if tokens >= PREFILL_TOKENS_MIN {
             mix(&mut self.token, busy / tokens);
         }
     }
 
     /// Returns the time to compute `blocks` blocks; `None` before the first prefill.
-    pub fn time(&self, blocks: usize) -> Option<Duration> {
+    pub(super) fn time(&self, blocks: usize) -> Option<Duration> {
         self.token.map(|token| token * (blocks * BLOCK_TOKENS) as u32)
     }
 }

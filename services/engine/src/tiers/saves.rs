@@ -69,12 +69,12 @@ impl Tier {
 impl TierStores {
     /// Records the launch of a step of a node with speculative decoding. The step writes KV from the last verified
     /// token of each sequence on, maybe into a block that a step in flight completes.
-    pub fn step_launched(&mut self, step: StepId) {
+    pub(crate) fn step_launched(&mut self, step: StepId) {
         self.last_step = Some(step);
     }
 
     /// Queues the saves that waited until this step was collected.
-    pub fn step_collected(&mut self, step: StepId) {
+    pub(crate) fn step_collected(&mut self, step: StepId) {
         self.last_step = self.last_step.filter(|&last| last > step);
         while let Some((_, key)) = self.unverified.pop_front_if(|(last, _)| *last <= step) {
             self.queue_first(key);
@@ -82,7 +82,7 @@ impl TierStores {
     }
 
     /// Queues the save of a block of the prefix cache, once no step in flight may write the block.
-    pub fn offer(&mut self, key: BlockHash) {
+    pub(crate) fn offer(&mut self, key: BlockHash) {
         let Some(step) = self.last_step else { return self.queue_first(key) };
         let first = self.tiers.iter_mut().flatten().find(|it| it.store.slots() > 0);
         let Some(first) = first.filter(|it| !it.store.is_known(key)) else { return };
@@ -115,7 +115,7 @@ impl TierStores {
 
     /// Starts the next save. `resident` looks a block up in the prefix cache. The caller keeps
     /// the block until [`end_copy`](Self::end_copy) returns it.
-    pub fn next_save(
+    pub(crate) fn next_save(
         &mut self,
         resident: impl Fn(BlockHash) -> Result<(BlockId, BlockContents), NoSource>,
     ) -> Option<SaveJob> {
@@ -201,7 +201,7 @@ impl TierStores {
     /// Asks the shell to cancel the saves in flight whose copies have not begun, if one of them keeps a block that
     /// `is_awaited`. Returns the newest job, for [`Action::CancelSaves`](crate::event::Action::CancelSaves), or `None`
     /// if no such save is left, or the shell was asked before.
-    pub fn cancel_saves(&mut self, is_awaited: impl Fn(BlockId) -> bool) -> Option<JobId> {
+    pub(crate) fn cancel_saves(&mut self, is_awaited: impl Fn(BlockId) -> bool) -> Option<JobId> {
         let copying = self.saves.values().filter(|save| !save.is_copied && !save.is_cancelled);
         let keeps =
             |source: SaveSource| matches!(source, SaveSource::Block(block) if is_awaited(block));
@@ -213,7 +213,7 @@ impl TierStores {
     }
 
     /// Handles the end of a save's copy. Returns the block that the save no longer reads.
-    pub fn end_copy(&mut self, job: JobId) -> Option<BlockId> {
+    pub(crate) fn end_copy(&mut self, job: JobId) -> Option<BlockId> {
         let save = self.saves.get_mut(&job).filter(|save| !save.is_copied)?;
         save.is_copied = true;
         let (tier, source) = (save.tier, save.source);
@@ -222,7 +222,7 @@ impl TierStores {
     }
 
     /// Handles the end of a save. Returns the block that the save no longer reads, if its copy had not ended.
-    pub fn end_save(&mut self, job: JobId, is_saved: bool) -> Option<BlockId> {
+    pub(crate) fn end_save(&mut self, job: JobId, is_saved: bool) -> Option<BlockId> {
         let has_begun = self.saves.get(&job).is_some_and(|it| it.is_copied || !it.is_cancelled);
         let block = self.end_copy(job);
         let save = self.saves.remove(&job)?;
@@ -246,7 +246,7 @@ impl TierStores {
     }
 
     /// Returns the blocks that saves read.
-    pub fn copied_blocks(&self) -> impl Iterator<Item = BlockId> {
+    pub(crate) fn copied_blocks(&self) -> impl Iterator<Item = BlockId> {
         self.saves.values().filter(|save| !save.is_copied).filter_map(|save| match save.source {
             SaveSource::Block(block) => Some(block),
             SaveSource::HostSlot(_) => None,

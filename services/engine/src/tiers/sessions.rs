@@ -30,12 +30,12 @@ pub(crate) struct ReturnGaps {
 }
 
 impl ReturnGaps {
-    pub fn new(gaps_max: usize) -> Self {
+    pub(crate) fn new(gaps_max: usize) -> Self {
         Self { gaps: VecDeque::new(), gaps_max, finished: 0.0, continued: 0.0 }
     }
 
     /// Counts the end of a turn.
-    pub fn add_end(&mut self) {
+    pub(crate) fn add_end(&mut self) {
         if self.finished >= TURNS_MAX {
             (self.finished, self.continued) = (self.finished / 2.0, self.continued / 2.0);
         }
@@ -43,7 +43,7 @@ impl ReturnGaps {
     }
 
     /// Counts a turn that arrived `gap` after the end of the turn before.
-    pub fn add_gap(&mut self, gap: Duration) {
+    pub(crate) fn add_gap(&mut self, gap: Duration) {
         if self.gaps.len() >= self.gaps_max {
             self.gaps.pop_front();
         }

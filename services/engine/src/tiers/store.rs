@@ -63,14 +63,14 @@ pub(super) struct Store {
 }
 
 impl Store {
-    pub fn new(slot_count: u32) -> Self {
+    pub(super) fn new(slot_count: u32) -> Self {
         let mut store = Self::default();
         store.grow(slot_count);
         store
     }
 
     /// Adds free slots.
-    pub fn grow(&mut self, count: u32) {
+    pub(super) fn grow(&mut self, count: u32) {
         let first = self.slots.len() as u32;
         let (state, key) = (TierSlotState::Free, BlockHash(0));
         let slot = TierSlot { state, key, used: 0, older: None, newer: None, readers: 0 };
@@ -79,34 +79,38 @@ impl Store {
     }
 
     /// Returns the number of slots.
-    pub fn slots(&self) -> u32 {
+    pub(super) fn slots(&self) -> u32 {
         self.slots.len() as u32
     }
 
     /// Returns the number of stored blocks.
-    pub fn stored(&self) -> u32 {
+    pub(super) fn stored(&self) -> u32 {
         self.stored
     }
 
     /// Returns the slot of a block that a load can read.
-    pub fn find(&self, key: BlockHash) -> Option<SlotIndex> {
+    pub(super) fn find(&self, key: BlockHash) -> Option<SlotIndex> {
         let slot = *self.index.get(&key)?;
         (self.slots[slot as usize].state == TierSlotState::Stored).then_some(slot)
     }
 
     /// Returns the slot of a block that is stored or whose save is in flight.
-    pub fn slot(&self, key: BlockHash) -> Option<SlotIndex> {
+    pub(super) fn slot(&self, key: BlockHash) -> Option<SlotIndex> {
         self.index.get(&key).copied()
     }
 
     /// Returns whether the block is stored or its save is in flight.
-    pub fn is_known(&self, key: BlockHash) -> bool {
+    pub(super) fn is_known(&self, key: BlockHash) -> bool {
         self.index.contains_key(&key)
     }
 
     /// Makes the block the most recently used one. With `parent`, moves the block in the LRU order so that it is overwritten
     /// just before the block in slot `parent`. Returns the block's slot if the block is known.
-    pub fn mark_used(&mut self, key: BlockHash, parent: Option<SlotIndex>) -> Option<SlotIndex> {
+    pub(super) fn mark_used(
+        &mut self,
+        key: BlockHash,
+        parent: Option<SlotIndex>,
+    ) -> Option<SlotIndex> {
         let index = self.slot(key)?;
         if self.slots[index as usize].state == TierSlotState::Stored {
             let used = match parent {
@@ -122,7 +126,7 @@ impl Store {
 
     /// Takes a slot for a save of `key`, which comes after the block `parent` and is overwritten before it. Returns `None`
     /// when every slot is being written or read, or when only blocks of the same prompt could be overwritten.
-    pub fn begin_save(&mut self, key: BlockHash, parent: BlockHash) -> Option<SlotIndex> {
+    pub(super) fn begin_save(&mut self, key: BlockHash, parent: BlockHash) -> Option<SlotIndex> {
         debug_assert!(!self.is_known(key), "a known block is not saved again");
         let before = self.slot(parent);
         let time = match before {
@@ -199,7 +203,7 @@ impl Store {
     }
 
     /// Ends a save. A failed save frees its slot.
-    pub fn end_save(&mut self, index: SlotIndex, is_saved: bool) {
+    pub(super) fn end_save(&mut self, index: SlotIndex, is_saved: bool) {
         let slot = &mut self.slots[index as usize];
         debug_assert_eq!(slot.state, TierSlotState::Writing);
         if is_saved {
@@ -216,7 +220,7 @@ impl Store {
     }
 
     /// Adds a block that was found in a slot at start. Returns false if the slot or the key is in use already.
-    pub fn recover(&mut self, index: SlotIndex, key: BlockHash) -> bool {
+    pub(super) fn recover(&mut self, index: SlotIndex, key: BlockHash) -> bool {
         let is_free =
             self.slots.get(index as usize).is_some_and(|it| it.state == TierSlotState::Free);
         if !is_free || self.is_known(key) {
@@ -234,20 +238,20 @@ impl Store {
     }
 
     /// Begins a load of a stored block, or a save that copies it. It keeps the block's place in the LRU order.
-    pub fn begin_load(&mut self, key: BlockHash) -> Option<SlotIndex> {
+    pub(super) fn begin_load(&mut self, key: BlockHash) -> Option<SlotIndex> {
         let index = self.find(key)?;
         self.begin_load_of(index);
         Some(index)
     }
 
     /// Begins a load of a slot that [`find`](Self::find) has just returned.
-    pub fn begin_load_of(&mut self, index: SlotIndex) {
+    pub(super) fn begin_load_of(&mut self, index: SlotIndex) {
         debug_assert_eq!(self.slots[index as usize].state, TierSlotState::Stored);
         self.slots[index as usize].readers += 1;
     }
 
     /// Ends a load of a slot. A damaged block is forgotten.
-    pub fn end_load(&mut self, index: SlotIndex, is_intact: bool) {
+    pub(super) fn end_load(&mut self, index: SlotIndex, is_intact: bool) {
         let slot = &mut self.slots[index as usize];
         debug_assert!(slot.readers > 0);
         slot.readers -= 1;
@@ -283,12 +287,12 @@ impl Store {
     }
 
     /// Takes the changes of stored blocks since the last call.
-    pub fn take_changes(&mut self) -> Vec<CacheChange> {
+    pub(super) fn take_changes(&mut self) -> Vec<CacheChange> {
         std::mem::take(&mut self.changes).into_values().collect()
     }
 
     /// Returns the keys of the `most` stored blocks that were used last.
-    pub fn keys(&self, most: usize) -> Vec<BlockHash> {
+    pub(super) fn keys(&self, most: usize) -> Vec<BlockHash> {
         let newest = iter::successors(self.newest, |&index| self.slots[index as usize].older);
         let slots = newest.map(|index| &self.slots[index as usize]);
         let stored = slots.filter(|slot| slot.state == TierSlotState::Stored);
@@ -301,7 +305,7 @@ impl Store {
     }
 
     /// Panics when slots, index and lists disagree.
-    pub fn check(&self) {
+    pub(super) fn check(&self) {
         let count = |state| self.slots.iter().filter(|slot| slot.state == state).count();
         let reading = |slot: &&TierSlot| slot.state == TierSlotState::Free && slot.readers > 0;
         let kept = self.slots.iter().filter(reading).count();

@@ -19,12 +19,12 @@ pub(super) struct BlockTouches {
 }
 
 impl BlockTouches {
-    pub fn new(keys_max: usize) -> Self {
+    pub(super) fn new(keys_max: usize) -> Self {
         Self { recent: HashMap::default(), older: HashMap::default(), keys_max: keys_max.max(1) }
     }
 
     /// Counts a touch of the block, and returns whether it is not the first. A request touches a block at most once.
-    pub fn add(&mut self, key: BlockHash) -> bool {
+    pub(super) fn add(&mut self, key: BlockHash) -> bool {
         if let Some(is_second) = self.recent.get_mut(&key) {
             *is_second = true;
             return true;
@@ -38,7 +38,7 @@ impl BlockTouches {
     }
 
     /// Returns whether the block was touched at least twice.
-    pub fn is_second(&self, key: BlockHash) -> bool {
+    pub(super) fn is_second(&self, key: BlockHash) -> bool {
         self.recent.get(&key).or_else(|| self.older.get(&key)).is_some_and(|&twice| twice)
     }
 }

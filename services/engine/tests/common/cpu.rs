@@ -22,15 +22,15 @@ use serde::Deserialize;
 
 use super::{pair::Pair, scheduler};
 
-pub type CpuEngine = StepLoop<CpuExecutor>;
+pub(crate) type CpuEngine = StepLoop<CpuExecutor>;
 
 /// Returns a model with two layers, grouped-query attention, a vocabulary of 96 tokens and random weights.
-pub fn tiny_model() -> Checkpoint {
+pub(crate) fn tiny_model() -> Checkpoint {
     dummy_model(serde_json::json!({}))
 }
 
 /// Returns the tiny model with some configuration keys changed.
-pub fn dummy_model(changes: serde_json::Value) -> Checkpoint {
+pub(crate) fn dummy_model(changes: serde_json::Value) -> Checkpoint {
     let folder = tempfile::tempdir().expect("a temporary folder");
     let mut config = serde_json::json!({
         "architectures": ["LlamaForCausalLM"], "model_type": "llama",
@@ -48,7 +48,7 @@ pub fn dummy_model(changes: serde_json::Value) -> Checkpoint {
 }
 
 /// Returns SmolLM2, which is downloaded and not part of the repository.
-pub fn real_model() -> Checkpoint {
+pub(crate) fn real_model() -> Checkpoint {
     let path = std::env::var_os("BATON_TEST_MODEL").map(PathBuf::from).unwrap_or_else(|| {
         Path::new(env!("CARGO_MANIFEST_DIR"))
             .join("../../models/smollm2-135m/SmolLM2-135M-Instruct.Q4_1.gguf")
@@ -57,7 +57,7 @@ pub fn real_model() -> Checkpoint {
     Checkpoint::open(&path, LoadFormat::Auto).expect("the model is whole")
 }
 
-pub fn limits_of(
+pub(crate) fn limits_of(
     checkpoint: &Checkpoint,
     slots: u32,
     step_tokens: u32,
@@ -77,7 +77,7 @@ pub fn limits_of(
 }
 
 /// Returns an engine in f32, and the arena of its KV.
-pub fn engine(
+pub(crate) fn engine(
     checkpoint: &Checkpoint,
     config: SchedulerConfig,
     threads: usize,
@@ -86,7 +86,7 @@ pub fn engine(
 }
 
 /// Returns an engine with weights in this format. KV is f32 for f32 weights, bf16 otherwise.
-pub fn engine_with(
+pub(crate) fn engine_with(
     checkpoint: &Checkpoint,
     config: SchedulerConfig,
     threads: usize,
@@ -103,7 +103,7 @@ pub fn engine_with(
     (StepLoop::new(scheduler(config), executor), arena)
 }
 
-pub fn pair(checkpoint: &Checkpoint, config: SchedulerConfig) -> Pair<CpuExecutor> {
+pub(crate) fn pair(checkpoint: &Checkpoint, config: SchedulerConfig) -> Pair<CpuExecutor> {
     let (prefill, from) = engine(checkpoint, config, 1);
     let (decode, to) = engine(checkpoint, config, 1);
     Pair::new(prefill, decode, (from, to))
@@ -111,7 +111,7 @@ pub fn pair(checkpoint: &Checkpoint, config: SchedulerConfig) -> Pair<CpuExecuto
 
 /// Outcome of one sequence.
 #[derive(Debug, Default, PartialEq)]
-pub struct Outcome {
+pub(crate) struct Outcome {
     pub tokens: Vec<SampledToken>,
     pub cached_tokens: u32,
     pub finish: Option<FinishReason>,
@@ -119,13 +119,13 @@ pub struct Outcome {
 }
 
 impl Outcome {
-    pub fn ids(&self) -> Vec<u32> {
+    pub(crate) fn ids(&self) -> Vec<u32> {
         self.tokens.iter().map(|token| token.id).collect()
     }
 }
 
 /// Runs all sequences together until the engine is idle.
-pub fn run<E: Executor>(
+pub(crate) fn run<E: Executor>(
     engine: &mut StepLoop<E>,
     all: Vec<NewSequence>,
 ) -> HashMap<SequenceId, Outcome> {
@@ -164,7 +164,7 @@ fn note(outcomes: &mut HashMap<SequenceId, Outcome>, action: Action) {
 }
 
 #[derive(Deserialize)]
-pub struct GoldenRun {
+pub(crate) struct GoldenRun {
     pub name: String,
     pub prompt_ids: Vec<u32>,
     pub output_ids: Vec<u32>,
@@ -173,7 +173,7 @@ pub struct GoldenRun {
     pub margins: Vec<f32>,
 }
 
-pub fn golden() -> Vec<GoldenRun> {
+pub(crate) fn golden() -> Vec<GoldenRun> {
     #[derive(Deserialize)]
     struct Golden {
         runs: Vec<GoldenRun>,

@@ -6,7 +6,7 @@ use kernels::sampling::TokenMask;
 use super::VOCABULARY;
 
 #[derive(Clone, Debug)]
-pub struct HashGrammar {
+pub(crate) struct HashGrammar {
     pub state: u64,
     /// Tokens until the answer is complete.
     pub left: u32,
@@ -15,19 +15,19 @@ pub struct HashGrammar {
 }
 
 impl HashGrammar {
-    pub fn new(seed: u64, left: u32) -> Self {
+    pub(crate) fn new(seed: u64, left: u32) -> Self {
         Self { state: mix(seed), left, fails_at: None }
     }
 
     /// Returns a matcher that has consumed `output`.
-    pub fn after(mut self, output: &[u32]) -> Self {
+    pub(crate) fn after(mut self, output: &[u32]) -> Self {
         for &token in output {
             self.advance(token);
         }
         self
     }
 
-    pub fn constraint(self) -> Constraint {
+    pub(crate) fn constraint(self) -> Constraint {
         Constraint::new(Box::new(self)).expect("the first mask is there")
     }
 

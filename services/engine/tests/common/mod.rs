@@ -1,12 +1,12 @@
 //! Helpers of the engine's tests: limits, sequences and the synchronous oracle.
 #![allow(dead_code)] // Each test file uses a part.
 
-pub mod cpu;
-pub mod grammar;
-pub mod node;
-pub mod pair;
-pub mod ranks;
-pub mod tiers;
+pub(crate) mod cpu;
+pub(crate) mod grammar;
+pub(crate) mod node;
+pub(crate) mod pair;
+pub(crate) mod ranks;
+pub(crate) mod tiers;
 
 use std::time::{Duration, Instant};
 
@@ -21,10 +21,10 @@ use engine::{
 };
 use kernels::sampling::Sampling;
 
-pub const SEEDS: CacheSeeds = CacheSeeds { model_fingerprint: 0x5eed, weight_version: 1 };
-pub const VOCABULARY: u32 = 40;
+pub(crate) const SEEDS: CacheSeeds = CacheSeeds { model_fingerprint: 0x5eed, weight_version: 1 };
+pub(crate) const VOCABULARY: u32 = 40;
 
-pub fn limits(slots: u32, step_tokens: u32, blocks: u32, depth: u32) -> ExecutorLimits {
+pub(crate) fn limits(slots: u32, step_tokens: u32, blocks: u32, depth: u32) -> ExecutorLimits {
     ExecutorLimits {
         slots,
         step_tokens,
@@ -37,12 +37,12 @@ pub fn limits(slots: u32, step_tokens: u32, blocks: u32, depth: u32) -> Executor
 }
 
 /// Returns limits of speculation with n-grams of two to four tokens.
-pub fn speculation(row_drafts: u32, step_tokens: u32) -> Speculation {
+pub(crate) fn speculation(row_drafts: u32, step_tokens: u32) -> Speculation {
     Speculation { row_drafts, step_tokens, ngram_min: 2, ngram_max: 4, uniform: false }
 }
 
 /// Returns a config whose queues never overflow and whose waits end with the sequence's deadline only.
-pub fn unbounded_waits(limits: ExecutorLimits) -> SchedulerConfig {
+pub(crate) fn unbounded_waits(limits: ExecutorLimits) -> SchedulerConfig {
     SchedulerConfig {
         waiting_max: 1000,
         transfers_max: 1000,
@@ -53,16 +53,21 @@ pub fn unbounded_waits(limits: ExecutorLimits) -> SchedulerConfig {
     }
 }
 
-pub fn scheduler(config: SchedulerConfig) -> Scheduler {
+pub(crate) fn scheduler(config: SchedulerConfig) -> Scheduler {
     Scheduler::new(config, SEEDS).expect("the config is consistent")
 }
 
-pub fn sim(limits: ExecutorLimits, start: Instant) -> SimExecutor {
+pub(crate) fn sim(limits: ExecutorLimits, start: Instant) -> SimExecutor {
     SimExecutor::new(limits, CostModel::default(), start)
 }
 
 /// Returns a greedy sequence whose deadline is far beyond every test.
-pub fn sequence(id: u128, kind: SequenceKind, tokens: Vec<u32>, start: Instant) -> NewSequence {
+pub(crate) fn sequence(
+    id: u128,
+    kind: SequenceKind,
+    tokens: Vec<u32>,
+    start: Instant,
+) -> NewSequence {
     NewSequence {
         id: SequenceId(id),
         kind,
@@ -79,12 +84,15 @@ pub fn sequence(id: u128, kind: SequenceKind, tokens: Vec<u32>, start: Instant) 
 }
 
 /// Returns tokens of one of a few families; equal families share every prefix.
-pub fn family_tokens(family: u32, len: usize) -> Vec<u32> {
+pub(crate) fn family_tokens(family: u32, len: usize) -> Vec<u32> {
     (0..len as u32).map(|index| (family * 11 + index * 7 + index / 5) % VOCABULARY).collect()
 }
 
 /// Returns the expected output of a sequence on the sim executor: one token at a time, alone.
-pub fn oracle(new: &NewSequence, sequence_tokens_max: usize) -> (Vec<u32>, Option<FinishReason>) {
+pub(crate) fn oracle(
+    new: &NewSequence,
+    sequence_tokens_max: usize,
+) -> (Vec<u32>, Option<FinishReason>) {
     let mut tokens = new.tokens.clone();
     let length_max = (new.prompt_len as usize + new.max_tokens as usize).min(sequence_tokens_max);
     let mut output = Vec::new();

@@ -24,7 +24,7 @@ use kernels::{BLOCK_TOKENS, BlockId, sampling::SampledToken};
 
 use super::{SEEDS, oracle, scheduler, sim, tiers::TierCopies};
 
-pub struct Node {
+pub(crate) struct Node {
     pub engine: StepLoop<SimExecutor>,
     pub start: Instant,
     arena: SimArena,
@@ -65,7 +65,7 @@ enum Transfer {
 }
 
 impl Node {
-    pub fn new(config: SchedulerConfig) -> Self {
+    pub(crate) fn new(config: SchedulerConfig) -> Self {
         let start = Instant::now();
         let executor = sim(config.limits, start);
         let arena = executor.arena();
@@ -74,14 +74,14 @@ impl Node {
         Self { engine, start, arena, sequences: BTreeMap::new(), copies }
     }
 
-    pub fn with_tiers(config: SchedulerConfig, tiers: TierConfig) -> Self {
+    pub(crate) fn with_tiers(config: SchedulerConfig, tiers: TierConfig) -> Self {
         let mut node = Self::before_recovery(config, tiers);
         node.recover(Vec::new(), true);
         node
     }
 
     /// Returns a node whose disk tier has not reported the blocks of an earlier start.
-    pub fn before_recovery(config: SchedulerConfig, tiers: TierConfig) -> Self {
+    pub(crate) fn before_recovery(config: SchedulerConfig, tiers: TierConfig) -> Self {
         let start = Instant::now();
         let executor = sim(config.limits, start);
         let arena = executor.arena();
@@ -92,18 +92,18 @@ impl Node {
     }
 
     /// Reports blocks of an earlier start.
-    pub fn recover(&mut self, blocks: Vec<(SlotIndex, BlockHash)>, is_complete: bool) {
+    pub(crate) fn recover(&mut self, blocks: Vec<(SlotIndex, BlockHash)>, is_complete: bool) {
         let tier = Tier::Disk;
         self.input(Input::Tier(TierEvent::Recovered { tier, blocks, is_complete }));
     }
 
     /// Gives the node the disk of a node that has stopped. Returns the blocks on the disk.
-    pub fn take_disk(&mut self, stopped: &Self) -> Vec<(SlotIndex, BlockHash)> {
+    pub(crate) fn take_disk(&mut self, stopped: &Self) -> Vec<(SlotIndex, BlockHash)> {
         self.copies.take_disk(&stopped.copies)
     }
 
     /// Changes to weights of this version.
-    pub fn change_weights(&mut self, weight_version: u64, in_flight: InFlight) {
+    pub(crate) fn change_weights(&mut self, weight_version: u64, in_flight: InFlight) {
         self.engine.executor_mut().prepare_weights(weight_version, in_flight);
         let mut actions = Vec::new();
         let seeds = CacheSeeds { weight_version, ..SEEDS };
@@ -112,44 +112,44 @@ impl Node {
     }
 
     /// Advances one copy of the tiers; `fails` lets the copy fail. Returns false when no copy is in flight.
-    pub fn copy(&mut self, pick: usize, fails: bool) -> bool {
+    pub(crate) fn copy(&mut self, pick: usize, fails: bool) -> bool {
         let Some(event) = self.copies.advance(pick, fails) else { return false };
         self.input(Input::Tier(event));
         true
     }
 
     /// Finishes every copy, and those that follow.
-    pub fn copy_all(&mut self) {
+    pub(crate) fn copy_all(&mut self) {
         while self.copy(0, false) {}
     }
 
     /// Sets the time that a load reports for each block.
-    pub fn copies_take(&mut self, block_time: Duration) {
+    pub(crate) fn copies_take(&mut self, block_time: Duration) {
         self.copies.block_time = block_time;
     }
 
-    pub fn tier_stats(&self) -> TierStats {
+    pub(crate) fn tier_stats(&self) -> TierStats {
         self.stats_of(Tier::Disk)
     }
 
-    pub fn stats_of(&self, tier: Tier) -> TierStats {
+    pub(crate) fn stats_of(&self, tier: Tier) -> TierStats {
         self.engine.scheduler().tier_stats(tier).expect("the tier is on")
     }
 
     /// Reports further slots of the host tier.
-    pub fn grow_host(&mut self, slots: u32) {
+    pub(crate) fn grow_host(&mut self, slots: u32) {
         self.input(Input::Tier(TierEvent::Grown { tier: Tier::Host, slots }));
     }
 
-    pub fn ids(&self) -> Vec<SequenceId> {
+    pub(crate) fn ids(&self) -> Vec<SequenceId> {
         self.sequences.keys().copied().collect()
     }
 
-    pub fn now(&self) -> Instant {
+    pub(crate) fn now(&self) -> Instant {
         self.engine.executor().now()
     }
 
-    pub fn arrive(&mut self, new: NewSequence) {
+    pub(crate) fn arrive(&mut self, new: NewSequence) {
         let sequence_max = match new.kind {
             SequenceKind::Send => self.engine.scheduler().config().limits.sequence_tokens as usize,
             _ => self.engine.scheduler().sequence_tokens_max(),
@@ -179,7 +179,7 @@ impl Node {
         }
     }
 
-    pub fn abort(&mut self, id: SequenceId) {
+    pub(crate) fn abort(&mut self, id: SequenceId) {
         let tracked = self.sequences.get_mut(&id).expect("a known id");
         if tracked.end.is_none() {
             tracked.end = Some(End::Aborted);
@@ -191,7 +191,7 @@ impl Node {
     }
 
     /// Delivers the receiver's reservation of a `Send`; ignored in other phases.
-    pub fn transfer_ready(&mut self, id: SequenceId, wanted_from: u32) {
+    pub(crate) fn transfer_ready(&mut self, id: SequenceId, wanted_from: u32) {
         let tracked = self.sequences.get_mut(&id).expect("a known id");
         let blocks = tracked.new.tokens.len().div_ceil(BLOCK_TOKENS) as u32;
         if let Some(Transfer::Outgoing { first_block: first_block @ None, .. }) =
@@ -205,7 +205,7 @@ impl Node {
     }
 
     /// Writes every reserved block of a `Receive`; ignored where no block is reserved.
-    pub fn kv_arrives(&mut self, id: SequenceId) {
+    pub(crate) fn kv_arrives(&mut self, id: SequenceId) {
         let tracked = self.sequences.get_mut(&id).expect("a known id");
         let Some(Transfer::Incoming { first_block, blocks }) = &tracked.transfer else { return };
         let kv = fingerprints(&tracked.new.tokens);
@@ -222,7 +222,7 @@ impl Node {
 
     /// Ends the transfer: delivered if all blocks were handed over, failed otherwise. The last write of
     /// a failed transfer lands only now.
-    pub fn transfer_ends(&mut self, id: SequenceId) {
+    pub(crate) fn transfer_ends(&mut self, id: SequenceId) {
         let tracked = self.sequences.get_mut(&id).expect("a known id");
         let delivered = match tracked.transfer.take() {
             None => return,
@@ -241,7 +241,7 @@ impl Node {
     }
 
     /// Returns the transfers that the node was told to abort, or that have delivered all blocks.
-    pub fn transfers_to_end(&self) -> Vec<SequenceId> {
+    pub(crate) fn transfers_to_end(&self) -> Vec<SequenceId> {
         let over = |tracked: &Tracked| match tracked.transfer {
             None => false,
             Some(Transfer::Outgoing { .. }) => tracked.end.is_some(),
@@ -250,42 +250,42 @@ impl Node {
         self.sequences.iter().filter(|(_, tracked)| over(tracked)).map(|(&id, _)| id).collect()
     }
 
-    pub fn receiving(&self) -> Vec<SequenceId> {
+    pub(crate) fn receiving(&self) -> Vec<SequenceId> {
         let incoming =
             |tracked: &Tracked| matches!(tracked.transfer, Some(Transfer::Incoming { .. }));
         self.sequences.iter().filter(|(_, tracked)| incoming(tracked)).map(|(&id, _)| id).collect()
     }
 
-    pub fn unfinished(&self) -> Vec<SequenceId> {
+    pub(crate) fn unfinished(&self) -> Vec<SequenceId> {
         let open = |tracked: &Tracked| tracked.end.is_none();
         self.sequences.iter().filter(|(_, tracked)| open(tracked)).map(|(&id, _)| id).collect()
     }
 
     /// Returns the number of tokens that the sequence has generated.
-    pub fn received(&self, id: SequenceId) -> usize {
+    pub(crate) fn received(&self, id: SequenceId) -> usize {
         self.sequences[&id].received.len()
     }
 
-    pub fn finished(&self, id: SequenceId) -> bool {
+    pub(crate) fn finished(&self, id: SequenceId) -> bool {
         self.sequences[&id].end == Some(End::Finished)
     }
 
-    pub fn failure(&self, id: SequenceId) -> Option<&SequenceFailure> {
+    pub(crate) fn failure(&self, id: SequenceId) -> Option<&SequenceFailure> {
         match &self.sequences[&id].end {
             Some(End::Failed(failure)) => Some(failure),
             _ => None,
         }
     }
 
-    pub fn advance(&mut self, time: Duration) {
+    pub(crate) fn advance(&mut self, time: Duration) {
         self.engine.executor_mut().advance(time);
     }
 
-    pub fn turn(&mut self) -> LoopOutcome {
+    pub(crate) fn turn(&mut self) -> LoopOutcome {
         self.turn_for(Duration::from_secs(10))
     }
 
-    pub fn turn_for(&mut self, timeout: Duration) -> LoopOutcome {
+    pub(crate) fn turn_for(&mut self, timeout: Duration) -> LoopOutcome {
         let mut actions = Vec::new();
         let turn = self.engine.turn(timeout, &mut actions).expect("every plan is sound");
         self.observe(actions);
@@ -293,7 +293,7 @@ impl Node {
     }
 
     /// Runs turns until no progress is possible without an input.
-    pub fn run(&mut self) {
+    pub(crate) fn run(&mut self) {
         for _ in 0..100_000 {
             if self.turn() == LoopOutcome::Idle {
                 return;
@@ -303,7 +303,7 @@ impl Node {
     }
 
     /// Asserts that every sequence and transfer has ended and every block was released.
-    pub fn assert_all_returned(&self) {
+    pub(crate) fn assert_all_returned(&self) {
         assert_eq!(self.unfinished(), []);
         assert!(self.engine.scheduler().is_idle(), "{:?}", self.engine.scheduler());
         let load = self.engine.scheduler().load();
@@ -312,7 +312,7 @@ impl Node {
         assert_eq!(self.engine.scheduler().next_deadline(), None);
     }
 
-    pub fn input(&mut self, input: Input) {
+    pub(crate) fn input(&mut self, input: Input) {
         let mut actions = Vec::new();
         self.engine.handle(input, &mut actions);
         self.observe(actions);

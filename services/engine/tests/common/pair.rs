@@ -17,7 +17,7 @@ use engine::{
 use kernels::{BlockId, KvArena, sampling::SampledToken};
 
 /// Copier of one block's contents from the prefill node's memory to the decode node's memory.
-pub trait BlockCopy {
+pub(crate) trait BlockCopy {
     fn copy(&self, from: BlockId, to: BlockId);
 }
 
@@ -39,7 +39,7 @@ impl BlockCopy for (Arc<KvArena>, Arc<KvArena>) {
 
 /// Output of one request as the router sees it.
 #[derive(Debug, Default)]
-pub struct Answer {
+pub(crate) struct Answer {
     pub tokens: Vec<SampledToken>,
     pub finish: Option<FinishReason>,
     pub failure: Option<SequenceFailure>,
@@ -50,11 +50,11 @@ pub struct Answer {
 }
 
 impl Answer {
-    pub fn ids(&self) -> Vec<u32> {
+    pub(crate) fn ids(&self) -> Vec<u32> {
         self.tokens.iter().map(|token| token.id).collect()
     }
 
-    pub fn ended(&self) -> bool {
+    pub(crate) fn ended(&self) -> bool {
         self.finish.is_some() || self.failure.is_some() || self.left
     }
 }
@@ -71,7 +71,7 @@ struct Wire {
     all_written: bool,
 }
 
-pub struct Pair<E> {
+pub(crate) struct Pair<E> {
     pub prefill: StepLoop<E>,
     pub decode: StepLoop<E>,
     copy: Box<dyn BlockCopy>,
@@ -85,7 +85,11 @@ pub struct Pair<E> {
 }
 
 impl<E: Executor> Pair<E> {
-    pub fn new(prefill: StepLoop<E>, decode: StepLoop<E>, copy: impl BlockCopy + 'static) -> Self {
+    pub(crate) fn new(
+        prefill: StepLoop<E>,
+        decode: StepLoop<E>,
+        copy: impl BlockCopy + 'static,
+    ) -> Self {
         Self {
             prefill,
             decode,
@@ -99,7 +103,7 @@ impl<E: Executor> Pair<E> {
     }
 
     /// Submits an attempt to both nodes.
-    pub fn submit(&mut self, new: NewSequence) {
+    pub(crate) fn submit(&mut self, new: NewSequence) {
         let id = new.id;
         self.answers.insert(id, Answer::default());
         self.given.insert(id, new.tokens.len() as u32 - new.prompt_len);
@@ -109,7 +113,7 @@ impl<E: Executor> Pair<E> {
     }
 
     /// Submits an attempt to the decode node alone.
-    pub fn submit_alone(&mut self, new: NewSequence) {
+    pub(crate) fn submit_alone(&mut self, new: NewSequence) {
         let id = new.id;
         self.answers.insert(id, Answer::default());
         self.given.insert(id, new.tokens.len() as u32 - new.prompt_len);
@@ -117,18 +121,18 @@ impl<E: Executor> Pair<E> {
     }
 
     /// Cancels a request, as a client that disconnects.
-    pub fn cancel(&mut self, id: SequenceId) {
+    pub(crate) fn cancel(&mut self, id: SequenceId) {
         self.answers.get_mut(&id).expect("a known request").left = true;
         self.tell_prefill(Input::Abort { id });
         self.tell_decode(Input::Abort { id });
     }
 
     /// Runs one step at each node; returns true when neither had work.
-    pub fn turn(&mut self) -> bool {
+    pub(crate) fn turn(&mut self) -> bool {
         self.turn_prefill() & self.turn_decode()
     }
 
-    pub fn turn_prefill(&mut self) -> bool {
+    pub(crate) fn turn_prefill(&mut self) -> bool {
         let mut actions = Vec::new();
         let turn = self.prefill.turn(Duration::from_secs(60), &mut actions);
         let turn = turn.expect("every plan is sound");
@@ -136,7 +140,7 @@ impl<E: Executor> Pair<E> {
         turn == LoopOutcome::Idle
     }
 
-    pub fn turn_decode(&mut self) -> bool {
+    pub(crate) fn turn_decode(&mut self) -> bool {
         let mut actions = Vec::new();
         let turn = self.decode.turn(Duration::from_secs(60), &mut actions);
         let turn = turn.expect("every plan is sound");
@@ -145,7 +149,7 @@ impl<E: Executor> Pair<E> {
     }
 
     /// Delivers the pending messages that `chosen` selects; returns true when there were any.
-    pub fn deliver(&mut self, mut chosen: impl FnMut() -> bool) -> bool {
+    pub(crate) fn deliver(&mut self, mut chosen: impl FnMut() -> bool) -> bool {
         let mut any = false;
         for id in self.wires.keys().copied().collect::<Vec<_>>() {
             if chosen() {
@@ -162,7 +166,7 @@ impl<E: Executor> Pair<E> {
     }
 
     /// Runs until every request has ended and both nodes are idle.
-    pub fn run(&mut self) {
+    pub(crate) fn run(&mut self) {
         for _ in 0..1_000_000 {
             let moved = self.deliver(|| true);
             if self.turn() && !moved {
@@ -177,7 +181,7 @@ impl<E: Executor> Pair<E> {
 
     /// Runs 60 rounds, each with a random part of the messages and random nodes, and then until every request has ended.
     /// `cancels`: the requests, and the round in which the client of a request disconnects.
-    pub fn run_randomly(&mut self, cancels: &[(SequenceId, Option<usize>)], mut luck: u64) {
+    pub(crate) fn run_randomly(&mut self, cancels: &[(SequenceId, Option<usize>)], mut luck: u64) {
         let mut next = || {
             luck = luck
                 .wrapping_mul(6_364_136_223_846_793_005)
@@ -201,7 +205,7 @@ impl<E: Executor> Pair<E> {
         self.run();
     }
 
-    pub fn assert_all_returned(&self) {
+    pub(crate) fn assert_all_returned(&self) {
         for node in [&self.prefill, &self.decode] {
             let load = node.scheduler().load();
             assert_eq!((load.blocks_held, load.blocks_reserved), (0, 0));

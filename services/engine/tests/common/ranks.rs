@@ -26,7 +26,7 @@ use super::scheduler;
 
 /// Placement of KV.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Kv {
+pub(crate) enum Kv {
     /// Whole blocks in memory that all ranks have mapped.
     Shared,
     /// Each rank has its heads in its own memory, as devices do.
@@ -79,13 +79,13 @@ impl RemoteBlocks for RankBlocks {
 }
 
 /// Executor that gives every plan to all ranks and asserts that their results are bit-equal.
-pub struct AllRanks {
+pub(crate) struct AllRanks {
     pub ranks: Vec<CpuExecutor>,
 }
 
 impl AllRanks {
     /// Starts the ranks with the given time-out. The returned arena has whole blocks.
-    pub fn start(
+    pub(crate) fn start(
         checkpoint: &Checkpoint,
         limits: ExecutorLimits,
         of: usize,
@@ -169,7 +169,7 @@ impl Executor for AllRanks {
 }
 
 /// Returns an engine over `of` ranks in f32, and the arena of whole blocks that a node would transfer.
-pub fn engine_of_ranks(
+pub(crate) fn engine_of_ranks(
     checkpoint: &Checkpoint,
     config: SchedulerConfig,
     of: usize,
@@ -177,7 +177,7 @@ pub fn engine_of_ranks(
     engine_of_ranks_with(checkpoint, config, of, Kv::Shared)
 }
 
-pub fn engine_of_ranks_with(
+pub(crate) fn engine_of_ranks_with(
     checkpoint: &Checkpoint,
     config: SchedulerConfig,
     of: usize,

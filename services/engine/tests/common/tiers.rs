@@ -12,7 +12,7 @@ use engine::{
 };
 use kernels::BLOCK_TOKENS;
 
-pub struct TierCopies {
+pub(crate) struct TierCopies {
     arena: SimArena,
     /// Contents of the slots.
     slots: BTreeMap<(Tier, SlotIndex), (BlockContents, SimBlock)>,
@@ -31,7 +31,7 @@ enum Job {
 }
 
 impl TierCopies {
-    pub fn new(arena: SimArena) -> Self {
+    pub(crate) fn new(arena: SimArena) -> Self {
         Self {
             arena,
             slots: BTreeMap::new(),
@@ -41,13 +41,13 @@ impl TierCopies {
     }
 
     /// Takes the disk of a process that has stopped. Returns the blocks on the disk.
-    pub fn take_disk(&mut self, stopped: &Self) -> Vec<(SlotIndex, BlockHash)> {
+    pub(crate) fn take_disk(&mut self, stopped: &Self) -> Vec<(SlotIndex, BlockHash)> {
         let slots = stopped.slots.iter().filter(|((tier, _), _)| *tier == Tier::Disk);
         self.slots.extend(slots.clone().map(|(&slot, &block)| (slot, block)));
         slots.map(|(&(_, slot), (contents, _))| (slot, contents.key)).collect()
     }
 
-    pub fn start(&mut self, action: Action) {
+    pub(crate) fn start(&mut self, action: Action) {
         match action {
             Action::Save(save) => {
                 // From now on the old contents of the slot are lost.
@@ -74,7 +74,7 @@ impl TierCopies {
     }
 
     /// Advances one of the jobs in flight.
-    pub fn advance(&mut self, pick: usize, fails: bool) -> Option<TierEvent> {
+    pub(crate) fn advance(&mut self, pick: usize, fails: bool) -> Option<TierEvent> {
         let count = self.jobs.len();
         if count == 0 {
             return None;

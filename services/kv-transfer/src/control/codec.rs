@@ -31,16 +31,16 @@ fn bounded(text: String, bytes_max: usize, field: &'static str) -> Checked<Strin
     if text.len() > bytes_max { malformed(field) } else { Ok(text) }
 }
 
-pub fn name(text: String, field: &'static str) -> Checked<String> {
+pub(super) fn name(text: String, field: &'static str) -> Checked<String> {
     if text.is_empty() { malformed(field) } else { bounded(text, NAME_BYTES_MAX, field) }
 }
 
-pub fn traceparent(text: String) -> Checked<String> {
+pub(super) fn traceparent(text: String) -> Checked<String> {
     bounded(text, TRACEPARENT_BYTES_MAX, "traceparent")
 }
 
 /// Returns the trace context, or an empty text if the peer would reject the message because of it.
-pub fn traceparent_to_wire(traceparent: &str) -> String {
+pub(super) fn traceparent_to_wire(traceparent: &str) -> String {
     if traceparent.len() > TRACEPARENT_BYTES_MAX { String::new() } else { traceparent.to_owned() }
 }
 
@@ -113,7 +113,7 @@ fn token(token: v1::Token) -> Checked<SampledToken> {
     Ok(SampledToken { id: token.id, logprobs })
 }
 
-pub fn body_to_wire(body: &Body) -> wire::Body {
+pub(super) fn body_to_wire(body: &Body) -> wire::Body {
     match body {
         Body::Hello(hello) => wire::Body::Hello(v1::Hello {
             identity: Some((&hello.identity).into()),
@@ -182,7 +182,7 @@ pub fn body_to_wire(body: &Body) -> wire::Body {
     }
 }
 
-pub fn body_from_wire(body: wire::Body) -> Checked<Body> {
+pub(super) fn body_from_wire(body: wire::Body) -> Checked<Body> {
     Ok(match body {
         wire::Body::Hello(hello) => Body::Hello(Hello {
             identity: identity(hello.identity)?,

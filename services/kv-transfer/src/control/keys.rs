@@ -12,7 +12,7 @@ use ring::{
 use crate::api::Epoch;
 
 /// Length of a tag.
-pub const TAG_BYTES: usize = 32;
+pub(super) const TAG_BYTES: usize = 32;
 
 #[derive(Clone)]
 pub struct Keys {

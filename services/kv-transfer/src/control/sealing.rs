@@ -17,7 +17,7 @@ use crate::api::{Epoch, Peer};
 const EPOCH_BYTES: usize = 16;
 const SEQUENCE_BYTES: usize = 8;
 /// Length of the first frame.
-pub const HEADER_BYTES: usize = 2 * EPOCH_BYTES + SEQUENCE_BYTES;
+pub(super) const HEADER_BYTES: usize = 2 * EPOCH_BYTES + SEQUENCE_BYTES;
 
 /// The first frame, which is not encrypted: both processes and the sequence number, from which the key and the nonce
 /// of the second frame derive.

@@ -30,7 +30,7 @@ const PAUSE: Duration = Duration::from_micros(50);
 impl Outgoing<'_> {
     /// Waits for the receiver's next answer. Returns `Ended` if the receiver refuses or the outbox is
     /// closed.
-    pub fn answer(
+    pub(crate) fn answer(
         &self,
         answers: &mut Messages,
         deadline: Instant,
@@ -45,7 +45,12 @@ impl Outgoing<'_> {
 
     /// Announces the blocks of queued chunks, at most `ahead_max` unanswered chunks at a time, until
     /// the outbox is closed.
-    pub fn lend(&self, stream: &mut TcpStream, ahead_max: usize, verify: bool) -> io::Result<()> {
+    pub(crate) fn lend(
+        &self,
+        stream: &mut TcpStream,
+        ahead_max: usize,
+        verify: bool,
+    ) -> io::Result<()> {
         while let Some(job) = self.outbox.next(ahead_max) {
             let blocks = job.blocks.iter().map(BlockRead::block).collect();
             let lend = Message::Lend { chunk: job.chunk, blocks };
@@ -64,7 +69,7 @@ impl Outgoing<'_> {
 
     /// Handles answers until the outbox is closed. Breaks the connection on failure, and if the oldest
     /// chunk in flight has had no answer for a lease. `handle` gets the answers of one transport.
-    pub fn take_answers(
+    pub(crate) fn take_answers(
         &self,
         mut answers: Messages,
         mut handle: impl FnMut(Message) -> Result<(), String>,
@@ -105,14 +110,14 @@ impl Outgoing<'_> {
 }
 
 /// Result of one step of the thread that starts chunks.
-pub enum Step<C> {
+pub(super) enum Step<C> {
     Started(C),
     Nothing,
     End(Ended),
 }
 
 /// Announcement of the sender.
-pub enum Lend {
+pub(crate) enum Lend {
     /// The sender's blocks `from` are ready; `to` were posted for them.
     Chunk { chunk: ChunkId, from: Vec<BlockId>, to: Vec<BlockWrite> },
     /// No receive is posted: the transfer was cancelled here while the message was in flight.
@@ -126,7 +131,10 @@ pub enum Lend {
 impl Incoming<'_> {
     /// Waits for `Offer`. Returns its payload and whether to hash chunks; `None` if the connection
     /// closes first.
-    pub fn receive_offer(&self, messages: &mut Messages) -> io::Result<Option<(Vec<u8>, bool)>> {
+    pub(crate) fn receive_offer(
+        &self,
+        messages: &mut Messages,
+    ) -> io::Result<Option<(Vec<u8>, bool)>> {
         match messages.next_by(Instant::now() + LEASE, || self.inbox.is_closed())? {
             Some(Message::Offer { export, verify }) => {
                 Ok(Some((export, verify || self.shared.transport.verify)))
@@ -137,7 +145,7 @@ impl Incoming<'_> {
     }
 
     /// Polls for `Lend` and takes the blocks that were posted for the chunk.
-    pub fn receive_lend(&self, messages: &mut Messages) -> io::Result<Lend> {
+    pub(crate) fn receive_lend(&self, messages: &mut Messages) -> io::Result<Lend> {
         let (chunk, from) = match messages.poll()? {
             Polled::Message(Message::Lend { chunk, blocks }) => (chunk, blocks),
             Polled::Message(Message::Refused { reason }) => {
@@ -156,12 +164,12 @@ impl Incoming<'_> {
         })
     }
 
-    pub fn is_current(&self) -> bool {
+    pub(crate) fn is_current(&self) -> bool {
         self.inbox.is_current(self.connection)
     }
 
     /// Fails if the chunk was written by a connection that is no longer the current one.
-    pub fn if_current(&self, moved: Moved) -> Result<Moved, String> {
+    pub(crate) fn if_current(&self, moved: Moved) -> Result<Moved, String> {
         let closed = || "the data connection was closed".to_owned();
         self.is_current().then_some(moved).ok_or_else(closed)
     }
@@ -169,7 +177,7 @@ impl Incoming<'_> {
 
 /// Receiver: starts chunks on this thread and completes them in order on a second one, until `start`
 /// ends or either fails. Completes every started chunk. Sets `ended` when no further chunk starts.
-pub fn start_and_complete<C: Send>(
+pub(super) fn start_and_complete<C: Send>(
     stream: &TcpStream,
     queued_max: usize,
     ended: &AtomicBool,
@@ -218,7 +226,7 @@ pub fn start_and_complete<C: Send>(
 
 /// Polls until the operation has finished, or until `hopeless` returns the reason why it never will. Does not block,
 /// because a blocked thread would wake up late.
-pub fn until_done<B>(
+pub(super) fn until_done<B>(
     moving: &mut dyn TransferInFlight<B>,
     mut hopeless: impl FnMut(Duration) -> Option<String>,
 ) -> Result<(), String> {
@@ -237,7 +245,7 @@ pub fn until_done<B>(
     Ok(())
 }
 
-pub fn unexpected(message: &Message, expected: &str) -> io::Error {
+pub(super) fn unexpected(message: &Message, expected: &str) -> io::Error {
     invalid(match message {
         Message::Refused { reason } => format!("rejected by the peer: {reason}"),
         _ => format!("protocol error: unexpected message; expected {expected}"),
@@ -245,7 +253,10 @@ pub fn unexpected(message: &Message, expected: &str) -> io::Error {
 }
 
 /// Hashes received blocks if `verify` is set, and releases the blocks.
-pub fn verify_and_release(mut blocks: Vec<BlockWrite>, verify: bool) -> Result<Moved, String> {
+pub(super) fn verify_and_release(
+    mut blocks: Vec<BlockWrite>,
+    verify: bool,
+) -> Result<Moved, String> {
     let bytes = blocks.iter().map(|block| block.byte_count() as u64).sum();
     let integrity = match verify {
         true => BlockWrite::digest(&mut blocks).map_err(|error| error.to_string())?,

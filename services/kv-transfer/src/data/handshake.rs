@@ -24,7 +24,7 @@ use super::{
 use crate::{api::Epoch, control::Keys, transfer_kind::TransferKind};
 
 /// Time-out of a handshake, far longer than two round trips within a cluster.
-pub const DEADLINE: Duration = Duration::from_secs(1);
+pub(super) const DEADLINE: Duration = Duration::from_secs(1);
 
 const MAGIC: [u8; 8] = *b"BATONKV2";
 const NONCE_BYTES: usize = 32;
@@ -36,7 +36,7 @@ const HELLO_BYTES: usize = NONCE_BYTES + 2 * EPOCH_BYTES + GROUP_BYTES + TAG_BYT
 
 /// Reason why a data connection was not opened.
 #[derive(Debug, thiserror::Error)]
-pub enum HandshakeError {
+pub(super) enum HandshakeError {
     #[error("data connection failed during the handshake: {0}")]
     Io(#[from] io::Error),
     #[error("handshake failed: the listener is not a Baton data listener")]
@@ -61,7 +61,7 @@ pub enum HandshakeError {
 
 impl HandshakeError {
     /// Returns the metric label.
-    pub fn label(&self) -> &'static str {
+    pub(super) fn label(&self) -> &'static str {
         match self {
             HandshakeError::Io(_) => "handshake_io",
             HandshakeError::Magic => "handshake_magic",
@@ -91,7 +91,7 @@ fn directions(kind: TransferKind, is_tls: bool) -> [&'static [u8]; 2] {
 
 /// The sender of a connection, and the fields of its hello.
 #[derive(Clone, Copy, Debug)]
-pub struct Sender {
+pub(super) struct Sender {
     pub me: Epoch,
     pub peer: Epoch,
     pub kind: TransferKind,
@@ -100,7 +100,7 @@ pub struct Sender {
 }
 
 /// Runs the sender's side of the handshake. Returns the TLS end of a `tcp` connection if the cluster has certificates.
-pub fn connect(
+pub(super) fn connect(
     stream: &mut TcpStream,
     keys: &Keys,
     tls: Option<&ClusterTls>,
@@ -137,7 +137,7 @@ pub fn connect(
 }
 
 /// The sender of an authenticated connection.
-pub struct Accepted {
+pub(super) struct Accepted {
     pub peer: Epoch,
     pub kind: TransferKind,
     pub group: u64,
@@ -145,7 +145,7 @@ pub struct Accepted {
 }
 
 /// Runs the listener's side.
-pub fn accept(
+pub(super) fn accept(
     stream: &mut TcpStream,
     keys: &Keys,
     tls: Option<&ClusterTls>,

@@ -7,7 +7,7 @@ use crate::{
 
 /// Outcome for a chunk whose blocks are no longer read or written.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum GivenBack<T> {
+pub(crate) enum GivenBack<T> {
     Wanted(T),
     /// Its transfer was cancelled, and this was its last chunk in flight.
     Released,
@@ -16,11 +16,11 @@ pub enum GivenBack<T> {
 }
 
 /// The chunks in flight of one connection, each with a value `T`.
-pub struct InFlight<T> {
+pub(super) struct InFlight<T> {
     pub chunks: Vec<Chunk<T>>,
 }
 
-pub struct Chunk<T> {
+pub(super) struct Chunk<T> {
     pub id: ChunkId,
     /// Whether the transfer was cancelled while the chunk was in flight.
     pub cancelled: bool,
@@ -34,17 +34,17 @@ impl<T> Default for InFlight<T> {
 }
 
 impl<T> InFlight<T> {
-    pub fn insert(&mut self, id: ChunkId, value: T) {
+    pub(super) fn insert(&mut self, id: ChunkId, value: T) {
         self.chunks.push(Chunk { id, cancelled: false, value });
     }
 
-    pub fn get_mut(&mut self, id: ChunkId) -> Option<&mut T> {
+    pub(super) fn get_mut(&mut self, id: ChunkId) -> Option<&mut T> {
         let chunk = self.chunks.iter_mut().find(|chunk| chunk.id == id)?;
         Some(&mut chunk.value)
     }
 
     /// Marks the transfer's chunks as cancelled.
-    pub fn cancel(&mut self, transfer: TransferId) -> Released {
+    pub(super) fn cancel(&mut self, transfer: TransferId) -> Released {
         let mut released = Released::Now;
         for chunk in self.chunks.iter_mut().filter(|chunk| chunk.id.transfer == transfer) {
             chunk.cancelled = true;
@@ -53,12 +53,12 @@ impl<T> InFlight<T> {
         released
     }
 
-    pub fn is_cancelled(&self, transfer: TransferId) -> bool {
+    pub(super) fn is_cancelled(&self, transfer: TransferId) -> bool {
         self.chunks.iter().any(|chunk| chunk.id.transfer == transfer && chunk.cancelled)
     }
 
     /// Removes a chunk; `None` if it is not in flight.
-    pub fn give_back(&mut self, id: ChunkId) -> Option<GivenBack<T>> {
+    pub(super) fn give_back(&mut self, id: ChunkId) -> Option<GivenBack<T>> {
         let index = self.chunks.iter().position(|chunk| chunk.id == id)?;
         let chunk = self.chunks.swap_remove(index);
         let has_others = self.chunks.iter().any(|other| other.id.transfer == id.transfer);

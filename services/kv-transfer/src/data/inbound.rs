@@ -37,14 +37,14 @@ const HANDSHAKES_MAX: usize = 128;
 const ACCEPT_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// The listener and its threads.
-pub struct Inbound {
+pub(super) struct Inbound {
     acceptor: Arc<Acceptor>,
     pub address: SocketAddr,
     accepting: Threads,
 }
 
 impl Inbound {
-    pub fn start(
+    pub(super) fn start(
         shared: Arc<Shared>,
         peers: Arc<Peers>,
         bind: SocketAddr,
@@ -70,7 +70,7 @@ impl Inbound {
         Ok(Self { acceptor, address, accepting })
     }
 
-    pub fn shutdown(&self, deadline: Instant) -> Vec<String> {
+    pub(super) fn shutdown(&self, deadline: Instant) -> Vec<String> {
         let Acceptor { stop, listener, peers, readers, .. } = &*self.acceptor;
         stop.store(true, Ordering::Release);
         // Wakes accept() on systems that support it; the time-out wakes it on all others.

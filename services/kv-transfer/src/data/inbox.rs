@@ -21,13 +21,13 @@ use crate::{
 
 /// The inboxes of all admitted peers.
 #[derive(Default)]
-pub struct Peers {
+pub(super) struct Peers {
     inboxes: Mutex<BTreeMap<Epoch, Arc<Inbox>>>,
 }
 
 /// Chunks that one peer may write.
 #[derive(Default)]
-pub struct Inbox {
+pub(super) struct Inbox {
     state: Mutex<State>,
     changed: Condvar,
 }
@@ -50,7 +50,7 @@ struct State {
 
 /// A reader thread of one connection.
 #[derive(Clone, Copy, Debug)]
-pub struct Reader {
+pub(super) struct Reader {
     group: u64,
     number: u64,
     /// Number that this node gave the group.
@@ -59,7 +59,7 @@ pub struct Reader {
 
 impl Reader {
     /// Returns whether this is the first connection of its group.
-    pub fn is_first(&self) -> bool {
+    pub(super) fn is_first(&self) -> bool {
         self.number == self.connection
     }
 }
@@ -78,22 +78,22 @@ impl Peers {
         locked(&self.inboxes)
     }
 
-    pub fn admit(&self, peer: Epoch) {
+    pub(super) fn admit(&self, peer: Epoch) {
         self.lock().entry(peer).or_default();
     }
 
-    pub fn inbox(&self, peer: Epoch) -> Option<Arc<Inbox>> {
+    pub(super) fn inbox(&self, peer: Epoch) -> Option<Arc<Inbox>> {
         self.lock().get(&peer).cloned()
     }
 
     /// Closes and removes the inbox of `peer`. The threads of an old connection keep the old inbox.
-    pub fn dismiss(&self, peer: Epoch) {
+    pub(super) fn dismiss(&self, peer: Epoch) {
         if let Some(inbox) = self.lock().remove(&peer) {
             inbox.close();
         }
     }
 
-    pub fn dismiss_all(&self) {
+    pub(super) fn dismiss_all(&self) {
         for inbox in std::mem::take(&mut *self.lock()).into_values() {
             inbox.close();
         }
@@ -105,22 +105,22 @@ impl Inbox {
         locked(&self.state)
     }
 
-    pub fn post(&self, chunk: ChunkId, blocks: Vec<BlockWrite>) {
+    pub(super) fn post(&self, chunk: ChunkId, blocks: Vec<BlockWrite>) {
         self.lock().posted.insert(chunk, blocks);
     }
 
-    pub fn cancel(&self, transfer: TransferId) -> Released {
+    pub(super) fn cancel(&self, transfer: TransferId) -> Released {
         let mut state = self.lock();
         state.posted.retain(|chunk, _| chunk.transfer != transfer);
         state.taken.cancel(transfer)
     }
 
     /// Returns the number that this node gave the newest group of connections.
-    pub fn connection(&self) -> u64 {
+    pub(super) fn connection(&self) -> u64 {
         self.lock().connection
     }
 
-    pub fn close(&self) {
+    pub(super) fn close(&self) {
         let mut state = self.lock();
         state.closed = true;
         state.posted.clear();
@@ -129,7 +129,7 @@ impl Inbox {
     }
 
     /// Records that this reader has ended.
-    pub fn leave(&self, Reader { group, number, .. }: Reader) {
+    pub(super) fn leave(&self, Reader { group, number, .. }: Reader) {
         let mut state = self.lock();
         if let Some(index) = state.readers.iter().position(|of| *of == group) {
             state.readers.swap_remove(index);
@@ -141,7 +141,7 @@ impl Inbox {
     /// Adds a connection to its group of at most `connections_max`. A new group replaces the older one: blocks until the
     /// readers of the older group have left. `number` is the reader's, and the new group's. Returns `None` if a newer
     /// group replaces this one, the group is full, the inbox is closed, or an older reader has not left within a lease.
-    pub fn enter(
+    pub(super) fn enter(
         &self,
         (group, connections_max): (u64, usize),
         number: u64,
@@ -178,7 +178,7 @@ impl Inbox {
     }
 
     /// Takes the blocks posted for this chunk.
-    pub fn take(&self, chunk: ChunkId) -> Option<Vec<BlockWrite>> {
+    pub(super) fn take(&self, chunk: ChunkId) -> Option<Vec<BlockWrite>> {
         let mut state = self.lock();
         let blocks = state.posted.remove(&chunk)?;
         state.taken.insert(chunk, ());
@@ -186,24 +186,24 @@ impl Inbox {
     }
 
     /// Returns whether the transfer of a taken chunk was cancelled or the inbox is closed.
-    pub fn is_cancelled(&self, transfer: TransferId) -> bool {
+    pub(super) fn is_cancelled(&self, transfer: TransferId) -> bool {
         let state = self.lock();
         state.closed || state.taken.is_cancelled(transfer)
     }
 
     /// Returns whether `connection` is the current one.
-    pub fn is_current(&self, connection: u64) -> bool {
+    pub(super) fn is_current(&self, connection: u64) -> bool {
         let state = self.lock();
         !state.closed && state.connection == connection
     }
 
     /// Records that the blocks of a taken chunk are no longer written.
-    pub fn give_back(&self, chunk: ChunkId) -> GivenBack<()> {
+    pub(super) fn give_back(&self, chunk: ChunkId) -> GivenBack<()> {
         let given_back = self.lock().taken.give_back(chunk);
         given_back.expect("only taken chunks are given back")
     }
 
-    pub fn is_closed(&self) -> bool {
+    pub(super) fn is_closed(&self) -> bool {
         self.lock().closed
     }
 }

@@ -51,7 +51,7 @@ const COPIES_QUEUED_MAX: usize = 2;
 const COPY_WARN_AFTER: Duration = Duration::from_secs(10);
 
 /// Sends chunks until the outbox is closed or the connection ends.
-pub fn lend_chunks(
+pub(super) fn lend_chunks(
     outgoing: &Outgoing<'_>,
     export: Vec<u8>,
     mut stream: TcpStream,
@@ -91,7 +91,7 @@ struct Copy {
 }
 
 /// Receives chunks until the peer closes the connection between two messages, or an error occurs.
-pub fn pull_chunks(incoming: &Incoming<'_>, stream: &mut TcpStream) -> io::Result<Ended> {
+pub(super) fn pull_chunks(incoming: &Incoming<'_>, stream: &mut TcpStream) -> io::Result<Ended> {
     let Incoming { shared, peer, .. } = *incoming;
     let mut messages = Messages::new(stream, POLL)?;
     let Some((export, verify)) = incoming.receive_offer(&mut messages)? else {

@@ -32,7 +32,7 @@ const REFUSED: u32 = 3;
 const REASON_BYTES_MAX: usize = 1024;
 
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Message {
+pub(crate) enum Message {
     /// Sender: the handle of its memory (`ipc`) or an invitation to a communicator (`nccl`).
     /// `verify`: the sender wants chunks hashed.
     Offer { export: Vec<u8>, verify: bool },
@@ -55,7 +55,7 @@ pub enum Message {
 }
 
 impl Message {
-    pub fn to_bytes(&self) -> Vec<u8> {
+    pub(crate) fn to_bytes(&self) -> Vec<u8> {
         let of_chunk = |chunk: &ChunkId, numbers: &[u32]| {
             let mut body = chunk.transfer.to_bytes().to_vec();
             body.extend_from_slice(&chunk.index.to_le_bytes());
@@ -121,7 +121,7 @@ impl Message {
         })
     }
 
-    pub fn write(&self, stream: &mut TcpStream) -> io::Result<()> {
+    pub(crate) fn write(&self, stream: &mut TcpStream) -> io::Result<()> {
         write_all_by(stream, &self.to_bytes(), Instant::now() + LEASE)
     }
 }
@@ -139,14 +139,14 @@ fn check(head: &[u8], body: &[u8]) -> [u8; 8] {
 }
 
 /// Reader of the messages of one connection.
-pub struct Messages {
+pub(crate) struct Messages {
     stream: TcpStream,
     poll: Duration,
 }
 
 /// Result of polling the connection.
 #[derive(Debug, PartialEq, Eq)]
-pub enum Polled {
+pub(crate) enum Polled {
     Message(Message),
     Nothing,
     /// The peer closed the connection between two messages.
@@ -155,27 +155,27 @@ pub enum Polled {
 
 impl Messages {
     /// `poll` is the time-out of one poll for the first byte.
-    pub fn new(stream: &TcpStream, poll: Duration) -> io::Result<Self> {
+    pub(crate) fn new(stream: &TcpStream, poll: Duration) -> io::Result<Self> {
         let stream = stream.try_clone()?;
         stream.set_read_timeout(Some(poll))?;
         Ok(Self { stream, poll })
     }
 
     /// Sets the time-out of [`Messages::poll`] and of the peeking methods.
-    pub fn set_poll_timeout(&mut self, poll: Duration) -> io::Result<()> {
+    pub(crate) fn set_poll_timeout(&mut self, poll: Duration) -> io::Result<()> {
         self.poll = poll;
         self.stream.set_read_timeout(Some(poll))
     }
 
     /// Returns whether the peer has closed the connection or sent `Refused`.
-    pub fn is_rejected_or_closed(&self) -> bool {
+    pub(crate) fn is_rejected_or_closed(&self) -> bool {
         self.peek_header(|header| {
             header.get(4..8).is_some_and(|kind| kind == REFUSED.to_le_bytes())
         })
     }
 
     /// Returns whether the peer has closed the connection or sent anything.
-    pub fn has_input_or_closed(&self) -> bool {
+    pub(crate) fn has_input_or_closed(&self) -> bool {
         self.peek_header(|_| true)
     }
 
@@ -188,7 +188,7 @@ impl Messages {
         }
     }
 
-    pub fn poll(&mut self) -> io::Result<Polled> {
+    pub(crate) fn poll(&mut self) -> io::Result<Polled> {
         let mut header = [0; HEADER_BYTES];
         let first = match self.stream.read(&mut header) {
             Ok(0) => return Ok(Polled::End),
@@ -230,7 +230,7 @@ impl Messages {
 
     /// Blocks until the next message or `deadline`. Returns `None` when the connection closes or
     /// `closed` returns true.
-    pub fn next_by(
+    pub(crate) fn next_by(
         &mut self,
         deadline: Instant,
         closed: impl Fn() -> bool,

@@ -25,7 +25,13 @@ const CONNECT_TIMEOUT: Duration = Duration::from_millis(500);
 const CONNECT_PAUSE: Duration = Duration::from_millis(50);
 
 /// Runs the writer thread until the connection ends.
-pub fn run(shared: &Shared, outbox: &Outbox, peer: Epoch, endpoint: &str, kinds: &[TransferKind]) {
+pub(super) fn run(
+    shared: &Shared,
+    outbox: &Outbox,
+    peer: Epoch,
+    endpoint: &str,
+    kinds: &[TransferKind],
+) {
     let reason = match carry(shared, outbox, peer, endpoint, kinds) {
         Ok(()) => "closed".to_owned(),
         Err(reason) => reason,

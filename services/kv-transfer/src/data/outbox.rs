@@ -30,7 +30,7 @@ const QUEUE_MAX: usize = 16_384;
 const IDLE_POLL: Duration = Duration::from_secs(1);
 
 /// A queue of chunks that borrow their blocks, and the state of the connection that sends them.
-pub struct Outbox {
+pub(super) struct Outbox {
     pub connection: u64,
     state: Mutex<State>,
     changed: Condvar,
@@ -72,7 +72,7 @@ impl State {
 }
 
 /// One chunk to be sent.
-pub struct Job {
+pub(super) struct Job {
     pub chunk: ChunkId,
     pub blocks: Vec<BlockRead>,
 }
@@ -98,7 +98,7 @@ struct Lent {
 }
 
 impl Outbox {
-    pub fn new(connection: u64) -> Self {
+    pub(super) fn new(connection: u64) -> Self {
         Self { connection, state: Mutex::default(), changed: Condvar::new() }
     }
 
@@ -106,7 +106,7 @@ impl Outbox {
         locked(&self.state)
     }
 
-    pub fn push(&self, chunk: ChunkId, blocks: Vec<BlockRead>) -> Result<(), DataError> {
+    pub(super) fn push(&self, chunk: ChunkId, blocks: Vec<BlockRead>) -> Result<(), DataError> {
         let mut state = self.lock();
         if state.closed || state.ended {
             // The close is reported separately.
@@ -121,13 +121,13 @@ impl Outbox {
         Ok(())
     }
 
-    pub fn cancel(&self, transfer: TransferId) -> Released {
+    pub(super) fn cancel(&self, transfer: TransferId) -> Released {
         let mut state = self.lock();
         state.queue.retain(|job| job.chunk.transfer != transfer);
         state.taken.cancel(transfer)
     }
 
-    pub fn close(&self) {
+    pub(super) fn close(&self) {
         let mut state = self.lock();
         state.closed = true;
         state.queue.clear();
@@ -137,7 +137,7 @@ impl Outbox {
 
     /// Blocks until fewer than `taken_max` chunks are in flight and returns the next chunk; `None`
     /// once the outbox is closed or the connection has ended.
-    pub fn next(&self, taken_max: usize) -> Option<Job> {
+    pub(super) fn next(&self, taken_max: usize) -> Option<Job> {
         self.wait_for(|state| {
             let job = (state.taken.chunks.len() < taken_max).then(|| state.queue.pop_front())?;
             job.inspect(|job| state.take(job.chunk))
@@ -146,7 +146,7 @@ impl Outbox {
 
     /// As [`Outbox::next`], for the connection with this number. Connection `n` takes a chunk only while `n` others
     /// are in flight or queued, so that few chunks use few connections. Returns `None` once `is_lost` is set, too.
-    pub fn next_of_connection(&self, number: usize, is_lost: &AtomicBool) -> Option<Job> {
+    pub(super) fn next_of_connection(&self, number: usize, is_lost: &AtomicBool) -> Option<Job> {
         let next = self.wait_for(|state| {
             if is_lost.load(Ordering::Acquire) {
                 return Some(None);
@@ -159,7 +159,7 @@ impl Outbox {
     }
 
     /// Records that a connection has ended which has no chunk in flight.
-    pub fn lose_connection(&self, is_lost: &AtomicBool) {
+    pub(super) fn lose_connection(&self, is_lost: &AtomicBool) {
         let _state = self.lock();
         is_lost.store(true, Ordering::Release);
         self.changed.notify_all();
@@ -167,7 +167,7 @@ impl Outbox {
 
     /// Blocks until [`Outbox::next_of_connection`] would return a chunk. Returns false once the outbox is closed or the
     /// connection has ended.
-    pub fn await_need(&self, number: usize) -> bool {
+    pub(super) fn await_need(&self, number: usize) -> bool {
         self.wait_for(|state| state.needs_connection(number).then_some(())).is_some()
     }
 
@@ -188,7 +188,7 @@ impl Outbox {
     }
 
     /// Keeps the blocks of a taken chunk until the peer answers.
-    pub fn lend(&self, job: Job, integrity: u64) {
+    pub(super) fn lend(&self, job: Job, integrity: u64) {
         let Job { chunk, blocks } = job;
         let bytes = blocks.iter().map(|block| block.byte_count() as u64).sum();
         if let Some(taken) = self.lock().taken.get_mut(chunk) {
@@ -199,7 +199,7 @@ impl Outbox {
 
     /// Takes the blocks of a lent chunk to send them. The chunk stays in flight until it is given
     /// back.
-    pub fn take_lent(&self, chunk: ChunkId) -> Option<Vec<BlockRead>> {
+    pub(super) fn take_lent(&self, chunk: ChunkId) -> Option<Vec<BlockRead>> {
         let mut state = self.lock();
         let taken = state.taken.get_mut(chunk)?;
         taken.since = Instant::now();
@@ -208,34 +208,34 @@ impl Outbox {
     }
 
     /// Returns whether the connection is closed, broken or ended.
-    pub fn is_over(&self) -> bool {
+    pub(super) fn is_over(&self) -> bool {
         let state = self.lock();
         state.closed || state.broken.is_some() || state.ended
     }
 
     /// Returns the time since which the oldest chunk in flight has waited.
-    pub fn oldest(&self) -> Option<Instant> {
+    pub(super) fn oldest(&self) -> Option<Instant> {
         self.lock().taken.chunks.iter().map(|taken| taken.value.since).min()
     }
 
-    pub fn is_closed(&self) -> bool {
+    pub(super) fn is_closed(&self) -> bool {
         self.lock().closed
     }
 
-    pub fn break_off(&self, reason: String) {
+    pub(super) fn break_off(&self, reason: String) {
         let mut state = self.lock();
         state.broken.get_or_insert(reason);
         state.shut_down_streams();
         self.changed.notify_all();
     }
 
-    pub fn is_cancelled(&self, transfer: TransferId) -> bool {
+    pub(super) fn is_cancelled(&self, transfer: TransferId) -> bool {
         self.lock().taken.is_cancelled(transfer)
     }
 
     /// Records that the peer no longer reads a lent chunk. Fails if the chunk was not lent, or if
     /// the writer has taken it back to send it.
-    pub fn answered(&self, chunk: ChunkId) -> Result<GivenBack<Moved>, String> {
+    pub(super) fn answered(&self, chunk: ChunkId) -> Result<GivenBack<Moved>, String> {
         let mut state = self.lock();
         let taken = state.taken.get_mut(chunk);
         if taken.is_none_or(|taken| taken.held_by_writer()) {
@@ -249,7 +249,7 @@ impl Outbox {
 
     /// Records that the blocks of a taken chunk are no longer read. Returns the integrity value and
     /// size of a lent chunk, 0 for other chunks, and `Cancelled` if no such chunk is in flight.
-    pub fn give_back(&self, chunk: ChunkId) -> GivenBack<Moved> {
+    pub(super) fn give_back(&self, chunk: ChunkId) -> GivenBack<Moved> {
         self.give_back_of(self.lock(), chunk)
     }
 
@@ -267,7 +267,7 @@ impl Outbox {
     }
 
     /// Stores a new connection. Returns false if the outbox was closed or the connection broken meanwhile.
-    pub fn connected(&self, stream: &TcpStream) -> io::Result<bool> {
+    pub(super) fn connected(&self, stream: &TcpStream) -> io::Result<bool> {
         let mut state = self.lock();
         let is_over = state.closed || state.broken.is_some();
         if !is_over {
@@ -277,12 +277,12 @@ impl Outbox {
     }
 
     /// Forgets the connections of a transport that the peer has refused.
-    pub fn disconnected(&self) {
+    pub(super) fn disconnected(&self) {
         self.lock().streams.clear();
     }
 
     /// Sleeps for `pause`. Returns false if the outbox was closed meanwhile.
-    pub fn pause(&self, pause: Duration) -> bool {
+    pub(super) fn pause(&self, pause: Duration) -> bool {
         let (state, _) = self
             .changed
             .wait_timeout_while(self.lock(), pause, |state| !state.closed)
@@ -291,13 +291,13 @@ impl Outbox {
     }
 
     /// Marks the chunks being sent as stuck: they stay in flight after the connection has ended.
-    pub fn keep_stuck_chunks(&self) {
+    pub(super) fn keep_stuck_chunks(&self) {
         self.lock().stuck = true;
     }
 
     /// Ends the connection and releases all blocks except stuck ones. Returns the cancelled
     /// transfers that this has released, and the reason unless the driver closed the outbox.
-    pub fn end(&self, reason: String) -> (Vec<TransferId>, Option<String>) {
+    pub(super) fn end(&self, reason: String) -> (Vec<TransferId>, Option<String>) {
         let mut state = self.lock();
         let state = &mut *state;
         state.ended = true;

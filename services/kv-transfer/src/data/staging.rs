@@ -32,7 +32,7 @@ const RINGS_MAX: usize = 64;
 type SlotCopy = Box<dyn TransferInFlight<CopiedBlocks>>;
 
 /// The rings of one node.
-pub struct StagingPool {
+pub(crate) struct StagingPool {
     /// `None` if blocks are in host memory.
     offload: Option<Arc<dyn BlockOffload>>,
     layout: KvLayout,
@@ -59,13 +59,13 @@ struct Streams {
 }
 
 impl StagingPool {
-    pub fn new(arena: &KvArena) -> Self {
+    pub(crate) fn new(arena: &KvArena) -> Self {
         Self { offload: arena.offload(), layout: arena.layout(), rings: Mutex::default() }
     }
 
     /// Creates a ring, so that the first chunk does not wait for it. Does nothing if blocks are in host memory or a ring
     /// exists.
-    pub fn prepare(&self) {
+    pub(crate) fn prepare(&self) {
         let is_needed = self.offload.is_some() && locked(&self.rings).count == 0;
         if is_needed {
             drop(self.take());
@@ -74,7 +74,7 @@ impl StagingPool {
 
     /// Calls `send` with the bytes of all blocks in order, a slot or a block at a time, until `send` returns false.
     /// Returns the last result of `send`. Releases the blocks in every case.
-    pub fn send(
+    pub(crate) fn send(
         &self,
         blocks: Vec<BlockRead>,
         mut send: impl FnMut(&[&[u8]]) -> io::Result<bool>,
@@ -95,7 +95,7 @@ impl StagingPool {
     /// Calls `receive` with memory for the bytes of all blocks in order, a slot or a block at a time, until `receive`
     /// returns false, and copies the bytes to the blocks. Returns the last result of `receive`. Afterwards no copy is in
     /// flight, and the blocks are released in every case.
-    pub fn receive(
+    pub(crate) fn receive(
         &self,
         blocks: Vec<BlockWrite>,
         mut receive: impl FnMut(&mut [&mut [u8]]) -> io::Result<bool>,

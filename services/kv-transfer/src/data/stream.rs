@@ -11,15 +11,15 @@ use rustls::StreamOwned;
 use crate::config::LEASE;
 
 /// Longest wait of one system call before the thread checks whether it should stop.
-pub const POLL: Duration = Duration::from_millis(50);
+pub(super) const POLL: Duration = Duration::from_millis(50);
 
 /// Returns whether the error is a time-out or an interrupted call.
-pub fn is_pause(error: &io::Error) -> bool {
+pub(super) fn is_pause(error: &io::Error) -> bool {
     matches!(error.kind(), ErrorKind::WouldBlock | ErrorKind::TimedOut | ErrorKind::Interrupted)
 }
 
 /// Fails if the peer has moved no byte of a frame for a lease, even if its heartbeats continue.
-pub fn check_progress(since: Instant, problem: &str) -> io::Result<()> {
+pub(super) fn check_progress(since: Instant, problem: &str) -> io::Result<()> {
     if since.elapsed() < LEASE {
         return Ok(());
     }
@@ -29,7 +29,7 @@ pub fn check_progress(since: Instant, problem: &str) -> io::Result<()> {
 
 /// Reads or writes `bytes` bytes whose contents do not matter. Calls `step` with the number of bytes left, until
 /// `closed` returns true. Fails as [`check_progress`] does.
-pub fn move_bytes(
+pub(super) fn move_bytes(
     mut bytes: u64,
     problem: &str,
     closed: impl Fn() -> bool,
@@ -48,7 +48,7 @@ pub fn move_bytes(
 }
 
 /// A connection whose time-outs can be set.
-pub trait SetTimeout {
+pub(super) trait SetTimeout {
     fn set_read_timeout(&self, timeout: Option<Duration>) -> io::Result<()>;
     fn set_write_timeout(&self, timeout: Option<Duration>) -> io::Result<()>;
 }
@@ -74,7 +74,7 @@ impl<C, T: Read + Write + SetTimeout> SetTimeout for StreamOwned<C, T> {
 }
 
 /// Fills `bytes` or fails, by `deadline`.
-pub fn read_exact_by(
+pub(super) fn read_exact_by(
     stream: &mut (impl Read + SetTimeout),
     bytes: &mut [u8],
     deadline: Instant,
@@ -86,7 +86,7 @@ pub fn read_exact_by(
 }
 
 /// Writes all of `bytes` or fails, by `deadline`.
-pub fn write_all_by(
+pub(super) fn write_all_by(
     stream: &mut (impl Write + SetTimeout),
     bytes: &[u8],
     deadline: Instant,

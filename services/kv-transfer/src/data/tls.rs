@@ -20,12 +20,12 @@ const BINDING_LABEL: &[u8] = b"EXPORTER-baton-kv";
 const BINDING_BYTES: usize = 32;
 
 /// The sending end.
-pub type TlsSender = StreamOwned<ClientConnection, TcpStream>;
+pub(super) type TlsSender = StreamOwned<ClientConnection, TcpStream>;
 /// The receiving end.
-pub type TlsReceiver = StreamOwned<ServerConnection, Buffered>;
+pub(super) type TlsReceiver = StreamOwned<ServerConnection, Buffered>;
 
 /// A socket whose reads are buffered.
-pub struct Buffered(BufReader<TcpStream>);
+pub(super) struct Buffered(BufReader<TcpStream>);
 
 impl Read for Buffered {
     fn read(&mut self, bytes: &mut [u8]) -> io::Result<usize> {
@@ -54,7 +54,7 @@ impl SetTimeout for Buffered {
 }
 
 /// Runs the sender's handshake. Also returns keying material (RFC 5705) that only the two ends of the connection know.
-pub fn connect(
+pub(super) fn connect(
     tls: &ClusterTls,
     stream: &TcpStream,
     deadline: Instant,
@@ -69,7 +69,7 @@ pub fn connect(
 }
 
 /// Runs the listener's handshake, as [`connect`].
-pub fn accept(
+pub(super) fn accept(
     tls: &ClusterTls,
     stream: &TcpStream,
     deadline: Instant,
@@ -144,7 +144,7 @@ fn binding<S: SideData>(session: &ConnectionCommon<S>) -> io::Result<[u8; BINDIN
 }
 
 /// Writes the bytes that were encrypted but not written yet.
-pub fn flush(stream: &mut impl Write) -> io::Result<()> {
+pub(super) fn flush(stream: &mut impl Write) -> io::Result<()> {
     let start = Instant::now();
     loop {
         match stream.flush() {

@@ -22,7 +22,7 @@ use crate::{
 
 /// Message to the peer about the abort.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum AbortMessage {
+pub(super) enum AbortMessage {
     /// No message: the peer does not know the transfer.
     Nothing,
     /// `ABORT`, retransmitted until it is answered.
@@ -33,7 +33,7 @@ pub enum AbortMessage {
     AbortAck,
 }
 
-pub struct Aborting {
+pub(super) struct Aborting {
     pub cause: AbortCause,
     pub reason: String,
     /// Final event, until it is emitted. `None` from the start if the node never started the
@@ -48,24 +48,29 @@ pub struct Aborting {
 
 impl Aborting {
     /// Returns the tombstone once the abort is complete.
-    pub fn tombstone(&self) -> Option<Tombstone> {
+    pub(super) fn tombstone(&self) -> Option<Tombstone> {
         let is_over = !self.is_unfinished() && self.abort.is_none();
         is_over.then(|| Tombstone::Failed { cause: self.cause, reason: self.reason.clone() })
     }
 
     /// Returns whether the final event is still to come.
-    pub fn is_unfinished(&self) -> bool {
+    pub(super) fn is_unfinished(&self) -> bool {
         self.releasing || self.event.is_some()
     }
 
-    pub fn next_deadline(&self) -> Option<Instant> {
+    pub(super) fn next_deadline(&self) -> Option<Instant> {
         self.abort.as_ref().map(|(retry, until)| retry.at.min(*until))
     }
 }
 
 impl Transfer {
     /// Starts the abort, unless the transfer is already over.
-    pub fn fail(&mut self, turn: &mut Turn, failure: TransferFailure, message: AbortMessage) {
+    pub(super) fn fail(
+        &mut self,
+        turn: &mut Turn,
+        failure: TransferFailure,
+        message: AbortMessage,
+    ) {
         let releasing = match &self.phase {
             Phase::Aborting(_) | Phase::Complete => return,
             Phase::Sending(sending) => sending.chunks.are_read(),
@@ -90,14 +95,14 @@ impl Transfer {
         self.emit_if_released(turn);
     }
 
-    pub fn on_released(&mut self, turn: &mut Turn) {
+    pub(super) fn on_released(&mut self, turn: &mut Turn) {
         if let Phase::Aborting(aborting) = &mut self.phase {
             aborting.releasing = false;
             self.emit_if_released(turn);
         }
     }
 
-    pub fn on_abort(&mut self, turn: &mut Turn, cause: AbortCause, reason: String) {
+    pub(super) fn on_abort(&mut self, turn: &mut Turn, cause: AbortCause, reason: String) {
         if let Phase::Aborting(aborting) = &mut self.phase {
             aborting.owes_abort_ack = true;
             return self.emit_if_released(turn);
@@ -105,21 +110,21 @@ impl Transfer {
         self.fail(turn, self.peer.aborted(cause, reason), AbortMessage::AbortAck);
     }
 
-    pub fn on_abort_ack(&mut self) {
+    pub(super) fn on_abort_ack(&mut self) {
         if let Phase::Aborting(aborting) = &mut self.phase {
             aborting.abort = None;
         }
     }
 
     /// Stops sending messages: the connection to the peer is lost.
-    pub fn stop_abort_messages(&mut self) {
+    pub(super) fn stop_abort_messages(&mut self) {
         if let Phase::Aborting(aborting) = &mut self.phase {
             aborting.abort = None;
             aborting.owes_abort_ack = false;
         }
     }
 
-    pub fn on_abort_deadline(&mut self, turn: &mut Turn) {
+    pub(super) fn on_abort_deadline(&mut self, turn: &mut Turn) {
         let Phase::Aborting(aborting) = &mut self.phase else { return };
         let Some((retry, until)) = &mut aborting.abort else { return };
         if turn.now >= *until {

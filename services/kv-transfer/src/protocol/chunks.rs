@@ -18,7 +18,7 @@ const FIRST_AHEAD_MAX: usize = 4;
 /// Chunks are announced before their blocks are written, so the receiver has usually posted the
 /// receive by then.
 #[derive(Debug)]
-pub struct Chunks {
+pub(super) struct Chunks {
     chunks: Vec<Chunk>,
     chunk_blocks: usize,
     /// Block indices in the prompt: start of the reservation, end of the written blocks, end of the
@@ -62,7 +62,7 @@ enum State {
 
 impl Chunks {
     /// Splits the reserved blocks of the prompt into chunks of at most `chunk_bytes_max`, and at least one block.
-    pub fn new(
+    pub(super) fn new(
         transfer: TransferId,
         reserved: Range<u32>,
         block_bytes: usize,
@@ -95,7 +95,7 @@ impl Chunks {
 
     /// Adds a written range. Skips blocks before the reservation; after that each range must start
     /// where the previous one ended. Fails otherwise.
-    pub fn add(&mut self, first_block: u32, blocks: &[BlockId]) -> Result<(), String> {
+    pub(super) fn add(&mut self, first_block: u32, blocks: &[BlockId]) -> Result<(), String> {
         let skipped = self.next_block.saturating_sub(first_block) as usize;
         let end_block = first_block as usize + blocks.len();
         let rest = blocks.get(skipped..).unwrap_or_default();
@@ -117,7 +117,7 @@ impl Chunks {
 
     /// Marks the next waiting chunk as announced and returns it. Returns `None` if enough chunks are
     /// ahead.
-    pub fn announce(&mut self) -> Option<&control::Chunk> {
+    pub(super) fn announce(&mut self) -> Option<&control::Chunk> {
         let is_begun = self.next_block > self.first_block;
         if self.ahead >= if is_begun { AHEAD_MAX } else { FIRST_AHEAD_MAX } {
             return None;
@@ -131,19 +131,19 @@ impl Chunks {
     }
 
     /// Returns the announced chunks whose `CTS` has not arrived.
-    pub fn unanswered(&self) -> impl Iterator<Item = &control::Chunk> {
+    pub(super) fn unanswered(&self) -> impl Iterator<Item = &control::Chunk> {
         let ahead = self.chunks[self.given_to..self.waiting_from].iter();
         let unanswered = ahead.filter(|chunk| chunk.state == State::Announced);
         unanswered.map(|chunk| &chunk.announcement)
     }
 
-    pub fn has_unanswered(&self) -> bool {
+    pub(super) fn has_unanswered(&self) -> bool {
         self.announced > 0
     }
 
     /// Marks a chunk whose `CTS` has arrived. Returns false if it was marked before. Fails if the chunk was not
     /// announced.
-    pub fn clear(&mut self, chunk: u32) -> Result<bool, String> {
+    pub(super) fn clear(&mut self, chunk: u32) -> Result<bool, String> {
         match self.chunks.get_mut(chunk as usize) {
             None | Some(Chunk { state: State::Waiting, .. }) => {
                 Err(format!("CTS for chunk {chunk}, which was not announced"))
@@ -159,7 +159,7 @@ impl Chunks {
 
     /// Returns the next chunk that is written and has a `CTS`, with its blocks, and marks it as given to the
     /// transport.
-    pub fn give(&mut self) -> Option<(u32, Vec<BlockId>)> {
+    pub(super) fn give(&mut self) -> Option<(u32, Vec<BlockId>)> {
         let is_due = |chunk: &Chunk| {
             chunk.state == State::Clear
                 && chunk.blocks.len() == chunk.announcement.block_count as usize
@@ -178,7 +178,7 @@ impl Chunks {
         Some((index as u32, blocks))
     }
 
-    pub fn sent(&mut self, chunk: u32, integrity: u64) {
+    pub(super) fn sent(&mut self, chunk: u32, integrity: u64) {
         if let Some(sent) = self.chunks.get_mut(chunk as usize)
             && sent.state == State::Given
         {
@@ -188,17 +188,17 @@ impl Chunks {
     }
 
     /// Returns whether the transport may still read blocks of this transfer.
-    pub fn are_read(&self) -> bool {
+    pub(super) fn are_read(&self) -> bool {
         self.given > 0
     }
 
     /// Returns the blocks of the prompt that the node still has to write.
-    pub fn due(&self) -> Range<u32> {
+    pub(super) fn due(&self) -> Range<u32> {
         self.next_block..self.end_block
     }
 
     /// Returns one integrity value per chunk once all chunks are sent.
-    pub fn integrity(&self) -> Option<Vec<u64>> {
+    pub(super) fn integrity(&self) -> Option<Vec<u64>> {
         if self.given_to < self.chunks.len() || self.given > 0 {
             return None;
         }
@@ -209,12 +209,12 @@ impl Chunks {
         self.chunks.iter().map(value).collect()
     }
 
-    pub fn count(&self) -> u32 {
+    pub(super) fn count(&self) -> u32 {
         self.chunks.len() as u32
     }
 
     /// Returns the size of all chunks.
-    pub fn bytes(&self) -> u64 {
+    pub(super) fn bytes(&self) -> u64 {
         self.chunks.iter().map(|chunk| chunk.announcement.bytes).sum()
     }
 }

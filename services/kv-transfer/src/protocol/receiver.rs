@@ -19,7 +19,7 @@ use crate::{
     control::{Body, Chunk, Done, Reserve},
 };
 
-pub struct Receiving {
+pub(super) struct Receiving {
     reserve: Reserve,
     /// Whether the sender has acknowledged `RESERVE`.
     pub is_named: bool,
@@ -32,7 +32,7 @@ pub struct Receiving {
     pub done: Option<Done>,
 }
 
-pub struct PostedChunk {
+pub(super) struct PostedChunk {
     /// Offset within the reservation, in blocks.
     offset: usize,
     block_count: usize,
@@ -42,13 +42,13 @@ pub struct PostedChunk {
 
 impl Receiving {
     /// Returns whether a posted chunk may still be written.
-    pub fn is_written(&self) -> bool {
+    pub(super) fn is_written(&self) -> bool {
         self.chunks.values().any(|chunk| chunk.integrity.is_none())
     }
 }
 
 impl Transfer {
-    pub fn on_pair_up(&mut self, turn: &mut Turn) {
+    pub(super) fn on_pair_up(&mut self, turn: &mut Turn) {
         let Phase::Connecting { reserve } = &self.phase else { return };
         self.phase = Phase::Receiving(Receiving {
             is_named: false,
@@ -69,7 +69,7 @@ impl Transfer {
         turn.send_traced(self.peer.epoch, reserve, &self.traceparent);
     }
 
-    pub fn on_chunk(&mut self, turn: &mut Turn, announced: &Chunk) {
+    pub(super) fn on_chunk(&mut self, turn: &mut Turn, announced: &Chunk) {
         let Chunk { chunk, first_block, block_count, bytes, .. } = *announced;
         let Phase::Receiving(receiving) = &mut self.phase else { return };
         let (transfer, reserve) = (self.id, &receiving.reserve);
@@ -116,7 +116,7 @@ impl Transfer {
         self.broken(turn, detail);
     }
 
-    pub fn on_received(&mut self, turn: &mut Turn, chunk: u32, integrity: u64) {
+    pub(super) fn on_received(&mut self, turn: &mut Turn, chunk: u32, integrity: u64) {
         let Phase::Receiving(receiving) = &mut self.phase else { return };
         if let Some(received) = receiving.chunks.get_mut(&chunk) {
             received.integrity = Some(integrity);
@@ -125,7 +125,7 @@ impl Transfer {
         }
     }
 
-    pub fn on_done(&mut self, turn: &mut Turn, done: Done) {
+    pub(super) fn on_done(&mut self, turn: &mut Turn, done: Done) {
         let Phase::Receiving(receiving) = &mut self.phase else { return };
         if receiving.done.is_some() {
             return;

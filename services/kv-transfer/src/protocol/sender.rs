@@ -26,7 +26,7 @@ use crate::{
     control::{Body, Done, Reserve},
 };
 
-pub struct Sending {
+pub(super) struct Sending {
     pub chunks: Chunks,
     /// Index and value of the first token, after `Finish`.
     pub finish: Option<(u32, SampledToken)>,
@@ -38,14 +38,14 @@ impl Transfer {
     /// Starts a transfer whose `RESERVE` arrived before `Expect`. It is kept while the receiver names it, and not
     /// acknowledged: the heartbeat that acknowledges `RESERVE` would renew the receiver's lease, although
     /// this node may never expect the transfer.
-    pub fn early(turn: &Turn, peer: Peer, reserve: Reserve, traceparent: String) -> Self {
+    pub(super) fn early(turn: &Turn, peer: Peer, reserve: Reserve, traceparent: String) -> Self {
         let (id, phase) = (reserve.transfer, Phase::Early { reserve });
         let begun = Self::begin(turn, id, peer, ANSWER_TIMEOUT_MAX, traceparent, phase);
         Self { is_begun: false, ..begun }
     }
 
     /// Handles `Expect` after `RESERVE`, which may meanwhile have expired or been aborted.
-    pub fn on_expect(
+    pub(super) fn on_expect(
         &mut self,
         turn: &mut Turn,
         chunk_bytes_max: usize,
@@ -70,7 +70,7 @@ impl Transfer {
         }
     }
 
-    pub fn on_reserve(
+    pub(super) fn on_reserve(
         &mut self,
         turn: &mut Turn,
         chunk_bytes_max: usize,
@@ -141,7 +141,7 @@ impl Transfer {
         turn.send(self.peer.epoch, named);
     }
 
-    pub fn written(&mut self, turn: &mut Turn, first_block: u32, blocks: Vec<BlockId>) {
+    pub(super) fn written(&mut self, turn: &mut Turn, first_block: u32, blocks: Vec<BlockId>) {
         let Some(sending) = self.sending(turn, "Written") else { return };
         match sending.chunks.add(first_block, &blocks) {
             Ok(()) => self.give(turn),
@@ -169,7 +169,7 @@ impl Transfer {
         }
     }
 
-    pub fn finish(&mut self, turn: &mut Turn, first_index: u32, token: SampledToken) {
+    pub(super) fn finish(&mut self, turn: &mut Turn, first_index: u32, token: SampledToken) {
         let Some(sending) = self.sending(turn, "Finish") else { return };
         let due = sending.chunks.due();
         if !due.is_empty() {
@@ -183,7 +183,7 @@ impl Transfer {
         self.send_done_when_all_is_sent(turn);
     }
 
-    pub fn on_clear_to_send(&mut self, turn: &mut Turn, chunk: u32) {
+    pub(super) fn on_clear_to_send(&mut self, turn: &mut Turn, chunk: u32) {
         let Phase::Sending(sending) = &mut self.phase else { return };
         match sending.chunks.clear(chunk) {
             Ok(true) => {
@@ -206,7 +206,7 @@ impl Transfer {
         self.announce(turn);
     }
 
-    pub fn on_sent(&mut self, turn: &mut Turn, chunk: u32, integrity: u64) {
+    pub(super) fn on_sent(&mut self, turn: &mut Turn, chunk: u32, integrity: u64) {
         let Phase::Sending(sending) = &mut self.phase else { return };
         sending.chunks.sent(chunk, integrity);
         self.send_done_when_all_is_sent(turn);
@@ -234,7 +234,7 @@ impl Transfer {
         turn.send_traced(self.peer.epoch, Body::Done(done), &self.traceparent);
     }
 
-    pub fn on_ack(&mut self, turn: &mut Turn) {
+    pub(super) fn on_ack(&mut self, turn: &mut Turn) {
         let Phase::Sending(sending) = &self.phase else { return };
         if sending.done.is_none() {
             return self.broken(turn, "ACK before DONE was sent".to_owned());

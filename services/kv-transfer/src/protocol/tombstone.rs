@@ -15,7 +15,7 @@ const KEPT_FOR: Duration = Duration::from_secs(30);
 
 /// Outcome of a transfer.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Tombstone {
+pub(super) enum Tombstone {
     /// Arrived or delivered.
     Complete,
     /// Failed, or cancelled before it was started.
@@ -24,7 +24,7 @@ pub enum Tombstone {
 
 impl Tombstone {
     /// Returns the answer to a late message of the peer.
-    pub fn answer(&self, transfer: TransferId) -> Body {
+    pub(super) fn answer(&self, transfer: TransferId) -> Body {
         match self {
             Self::Complete => Body::Ack { transfer },
             Self::Failed { cause, reason } => {
@@ -36,19 +36,19 @@ impl Tombstone {
 
 /// A bounded table that evicts the oldest entries.
 #[derive(Debug)]
-pub struct Tombstones {
+pub(super) struct Tombstones {
     max: usize,
     by_transfer: BTreeMap<TransferId, Tombstone>,
     by_age: VecDeque<(Instant, TransferId)>,
 }
 
 impl Tombstones {
-    pub fn new(max: usize) -> Self {
+    pub(super) fn new(max: usize) -> Self {
         Self { max: max.max(1), by_transfer: BTreeMap::new(), by_age: VecDeque::new() }
     }
 
     /// Records how a transfer ended. Keeps an existing entry.
-    pub fn bury(&mut self, now: Instant, transfer: TransferId, tombstone: Tombstone) {
+    pub(super) fn bury(&mut self, now: Instant, transfer: TransferId, tombstone: Tombstone) {
         if self.by_transfer.contains_key(&transfer) {
             return;
         }
@@ -59,21 +59,21 @@ impl Tombstones {
         self.by_age.push_back((now, transfer));
     }
 
-    pub fn get(&self, transfer: TransferId) -> Option<&Tombstone> {
+    pub(super) fn get(&self, transfer: TransferId) -> Option<&Tombstone> {
         self.by_transfer.get(&transfer)
     }
 
-    pub fn forget_old(&mut self, now: Instant) {
+    pub(super) fn forget_old(&mut self, now: Instant) {
         while self.by_age.front().is_some_and(|(at, _)| now >= *at + KEPT_FOR) {
             self.forget_oldest();
         }
     }
 
-    pub fn next_deadline(&self) -> Option<Instant> {
+    pub(super) fn next_deadline(&self) -> Option<Instant> {
         self.by_age.front().map(|(at, _)| *at + KEPT_FOR)
     }
 
-    pub fn len(&self) -> usize {
+    pub(super) fn len(&self) -> usize {
         self.by_age.len()
     }
 

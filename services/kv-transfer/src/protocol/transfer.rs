@@ -18,13 +18,13 @@ use crate::{
 
 /// This node's side of a transfer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Side {
+pub(super) enum Side {
     Sender,
     Receiver,
 }
 
 impl Side {
-    pub fn failed(self, transfer: TransferId, failure: TransferFailure) -> Event {
+    pub(super) fn failed(self, transfer: TransferId, failure: TransferFailure) -> Event {
         match self {
             Side::Sender => Event::SendFailed { transfer, failure },
             Side::Receiver => Event::ReceiveFailed { transfer, failure },
@@ -32,7 +32,7 @@ impl Side {
     }
 }
 
-pub struct Transfer {
+pub(super) struct Transfer {
     pub id: TransferId,
     pub peer: Peer,
     pub side: Side,
@@ -53,7 +53,7 @@ pub struct Transfer {
     pub phase: Phase,
 }
 
-pub enum Phase {
+pub(super) enum Phase {
     /// Sender: only `Expect` has arrived. No block is held, so no lease applies.
     Expecting { prompt_hash: u128 },
     /// Sender: only `RESERVE` has arrived.
@@ -72,7 +72,7 @@ pub enum Phase {
 
 impl Transfer {
     /// Creates a transfer that the node has started.
-    pub fn begin(
+    pub(super) fn begin(
         turn: &Turn,
         id: TransferId,
         peer: Peer,
@@ -99,15 +99,15 @@ impl Transfer {
     }
 
     /// Aborts on behalf of the node. The tombstone answers a `RESERVE` that arrives later.
-    pub fn abort(&mut self, turn: &mut Turn, reason: String) {
+    pub(super) fn abort(&mut self, turn: &mut Turn, reason: String) {
         self.fail(turn, TransferFailure::Aborted { reason }, self.abort_message());
     }
 
-    pub fn on_data_failed(&mut self, turn: &mut Turn, reason: String) {
+    pub(super) fn on_data_failed(&mut self, turn: &mut Turn, reason: String) {
         self.fail(turn, TransferFailure::Aborted { reason }, AbortMessage::Abort);
     }
 
-    pub fn on_peer_lost(&mut self, turn: &mut Turn, failure: TransferFailure) {
+    pub(super) fn on_peer_lost(&mut self, turn: &mut Turn, failure: TransferFailure) {
         let message = match self.phase {
             Phase::Connecting { .. } => AbortMessage::Nothing,
             _ => AbortMessage::AbortOnce,
@@ -119,7 +119,7 @@ impl Transfer {
     /// Handles a peer that has reconnected and dropped its transfers with this node. The peer may
     /// still send `RESERVE` for an expected transfer. If a receiver got no chunk, the peer may not
     /// know the reservation, so `RESERVE` is sent again.
-    pub fn on_pair_anew(&mut self, turn: &mut Turn) {
+    pub(super) fn on_pair_anew(&mut self, turn: &mut Turn) {
         match &mut self.phase {
             Phase::Expecting { .. } => {}
             Phase::Connecting { .. } => self.on_pair_up(turn),
@@ -136,19 +136,19 @@ impl Transfer {
     }
 
     /// Fails the transfer, because the peer has violated the protocol.
-    pub fn broken(&mut self, turn: &mut Turn, detail: String) {
+    pub(super) fn broken(&mut self, turn: &mut Turn, detail: String) {
         let peer = self.peer.node_id.clone();
         self.fail(turn, TransferFailure::Protocol { peer, detail }, AbortMessage::Abort);
     }
 
     /// Begins a lease of this duration.
-    pub fn begin_lease(&mut self, now: Instant, duration: Duration) {
+    pub(super) fn begin_lease(&mut self, now: Instant, duration: Duration) {
         (self.lease, self.lease_time) = (now + duration, duration);
     }
 
     /// Renews the lease: the peer has named the transfer or sent a message about it. A sender that names
     /// the transfer has received `RESERVE`.
-    pub fn renew(&mut self, now: Instant) {
+    pub(super) fn renew(&mut self, now: Instant) {
         self.begin_lease(now, LEASE);
         if let Phase::Receiving(receiving) = &mut self.phase {
             receiving.is_named = true;
@@ -156,7 +156,7 @@ impl Transfer {
     }
 
     /// Retransmits unanswered messages.
-    pub fn resend(&mut self, turn: &mut Turn) {
+    pub(super) fn resend(&mut self, turn: &mut Turn) {
         match &self.phase {
             Phase::Sending(_) => self.resend_chunks_and_done(turn),
             Phase::Receiving(receiving) if !receiving.is_named => {
@@ -167,7 +167,7 @@ impl Transfer {
         }
     }
 
-    pub fn on_deadline(&mut self, turn: &mut Turn) {
+    pub(super) fn on_deadline(&mut self, turn: &mut Turn) {
         if self.is_over() {
             return self.on_abort_deadline(turn);
         }
@@ -191,7 +191,7 @@ impl Transfer {
         }
     }
 
-    pub fn next_deadline(&self) -> Option<Instant> {
+    pub(super) fn next_deadline(&self) -> Option<Instant> {
         match &self.phase {
             Phase::Aborting(aborting) => aborting.next_deadline(),
             Phase::Complete => None,
@@ -203,26 +203,26 @@ impl Transfer {
         }
     }
 
-    pub fn is_early(&self) -> bool {
+    pub(super) fn is_early(&self) -> bool {
         matches!(self.phase, Phase::Early { .. })
     }
 
-    pub fn is_over(&self) -> bool {
+    pub(super) fn is_over(&self) -> bool {
         matches!(self.phase, Phase::Aborting(_) | Phase::Complete)
     }
 
     /// Returns whether heartbeats name the transfer.
-    pub fn is_wanted(&self) -> bool {
+    pub(super) fn is_wanted(&self) -> bool {
         matches!(self.phase, Phase::Sending(_) | Phase::Connecting { .. } | Phase::Receiving(_))
     }
 
     /// Returns whether heartbeats name the transfer as awaiting `RESERVE`.
-    pub fn is_awaiting(&self) -> bool {
+    pub(super) fn is_awaiting(&self) -> bool {
         matches!(self.phase, Phase::Expecting { .. })
     }
 
     /// Returns whether the node still has to get its final event.
-    pub fn is_unfinished(&self) -> bool {
+    pub(super) fn is_unfinished(&self) -> bool {
         match &self.phase {
             Phase::Aborting(aborting) => aborting.is_unfinished(),
             _ => self.is_wanted() || self.is_awaiting(),
@@ -230,7 +230,7 @@ impl Transfer {
     }
 
     /// Returns the outcome once the transfer is over.
-    pub fn tombstone(&self) -> Option<Tombstone> {
+    pub(super) fn tombstone(&self) -> Option<Tombstone> {
         match &self.phase {
             Phase::Complete => Some(Tombstone::Complete),
             Phase::Aborting(aborting) => aborting.tombstone(),

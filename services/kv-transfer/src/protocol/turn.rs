@@ -173,19 +173,19 @@ impl Turn {
 
 /// Retransmission timer with exponential back-off up to a maximum.
 #[derive(Clone, Copy, Debug)]
-pub struct Retry {
+pub(super) struct Retry {
     /// Time of the next retransmission.
     pub at: Instant,
     pause: Duration,
 }
 
 impl Retry {
-    pub fn start(now: Instant) -> Self {
+    pub(super) fn start(now: Instant) -> Self {
         Self { at: now + RETRY_FIRST, pause: RETRY_FIRST }
     }
 
     /// Returns whether to retransmit now, and then sets the next time.
-    pub fn is_due(&mut self, now: Instant) -> bool {
+    pub(super) fn is_due(&mut self, now: Instant) -> bool {
         if now < self.at {
             return false;
         }

@@ -32,7 +32,7 @@ const BATCH: usize = 256;
 const ABORT_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// Inputs of the driver. It stops when `stop` or `messages` is disconnected.
-pub struct Inputs {
+pub(super) struct Inputs {
     pub commands: Receiver<Command>,
     /// Verified control messages.
     pub messages: Receiver<Input>,
@@ -43,7 +43,7 @@ pub struct Inputs {
 }
 
 /// A thread that runs the [`TransferDriver`] with a clock and bounded queues.
-pub struct DriverThread<T, S> {
+pub(super) struct DriverThread<T, S> {
     pub driver: TransferDriver<T, OutboundQueues>,
     pub metrics: Arc<Metrics>,
     pub sink: S,
@@ -57,7 +57,7 @@ pub struct DriverThread<T, S> {
 impl<T: Transport, S: EventSink> DriverThread<T, S> {
     /// Runs until `stop` or the listener ends. Then aborts all transfers, shuts down the transport
     /// within `shutdown_max`, and drops the sink.
-    pub fn run(mut self, shutdown_max: Duration) {
+    pub(super) fn run(mut self, shutdown_max: Duration) {
         let reason = loop {
             if let Some(reason) = self.turn(SLEEP_MAX) {
                 break reason;

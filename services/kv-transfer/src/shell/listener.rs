@@ -31,7 +31,7 @@ const BATCH: usize = 64;
 /// Endpoint of the stop signal. It is unique within a ZeroMQ context, because a context has one listener.
 const STOP: &str = "inproc://kv-transfer-stop";
 
-pub struct Listener {
+pub(super) struct Listener {
     /// A message on this socket stops the thread. Used by one thread at a time.
     stop: Mutex<zmq::Socket>,
     thread: Threads,
@@ -40,7 +40,7 @@ pub struct Listener {
 }
 
 impl Listener {
-    pub fn start(
+    pub(super) fn start(
         context: &zmq::Context,
         bind: SocketAddr,
         keys: Keys,
@@ -66,7 +66,7 @@ impl Listener {
         Ok(Self { stop: Mutex::new(stop), thread, port })
     }
 
-    pub fn shutdown(&self, deadline: Instant) -> Vec<String> {
+    pub(super) fn shutdown(&self, deadline: Instant) -> Vec<String> {
         {
             let stop = locked(&self.stop);
             // Fails only if the thread has ended.

@@ -33,7 +33,7 @@ const CONNECT_TIMEOUT: Duration = Duration::from_millis(300);
 
 /// State shared by all sender threads.
 #[derive(Clone)]
-pub struct OutboundContext {
+pub(super) struct OutboundContext {
     pub context: zmq::Context,
     pub sealer: Arc<Sealer>,
     pub resolver: Resolver,
@@ -46,13 +46,13 @@ pub struct OutboundContext {
 }
 
 /// Queue to the sender thread. Dropping it stops the thread after the linger time.
-pub struct Outbound {
+pub(super) struct Outbound {
     queue: Sender<ControlMessage>,
     closing: Arc<AtomicBool>,
 }
 
 impl Outbound {
-    pub fn start(
+    pub(super) fn start(
         shared: &OutboundContext,
         peer: &PeerAddress,
         threads: &Threads,
@@ -70,7 +70,7 @@ impl Outbound {
     }
 
     /// Fails if the queue is full.
-    pub fn send(&self, message: ControlMessage) -> Result<(), String> {
+    pub(super) fn send(&self, message: ControlMessage) -> Result<(), String> {
         self.queue.try_send(message).map_err(|_| {
             format!("{QUEUE_MAX} control messages are queued for the peer, the maximum")
         })
@@ -84,7 +84,7 @@ impl Drop for Outbound {
 }
 
 /// The queue of each connected peer.
-pub struct OutboundQueues {
+pub(super) struct OutboundQueues {
     pub context: OutboundContext,
     pub queues: BTreeMap<Epoch, Outbound>,
     pub senders: Threads,

@@ -32,7 +32,10 @@ const ZAP_ENDPOINT: &str = "inproc://zeromq.zap.01";
 const PARTS_MAX: usize = 4;
 
 /// Binds the ROUTER socket, which only receives. Returns the socket and its port.
-pub fn listener(context: &zmq::Context, bind: SocketAddr) -> zmq::Result<(zmq::Socket, u16)> {
+pub(super) fn listener(
+    context: &zmq::Context,
+    bind: SocketAddr,
+) -> zmq::Result<(zmq::Socket, u16)> {
     let socket = context.socket(zmq::ROUTER)?;
     set_limits(&socket)?;
     socket.set_linger(0)?;
@@ -52,7 +55,7 @@ pub fn listener(context: &zmq::Context, bind: SocketAddr) -> zmq::Result<(zmq::S
 
 /// Creates a DEALER socket for one connection with this credential. It only sends, and it queues nothing while the
 /// peer is unreachable.
-pub fn outbound(
+pub(super) fn outbound(
     context: &zmq::Context,
     credential: &Credential,
     address: SocketAddr,
@@ -79,7 +82,7 @@ fn set_limits(socket: &zmq::Socket) -> zmq::Result<()> {
 
 /// Receives one message without blocking. Returns its first parts and its number of parts, or
 /// `None` if no message is queued.
-pub fn receive(socket: &zmq::Socket) -> zmq::Result<Option<(Vec<zmq::Message>, usize)>> {
+pub(super) fn receive(socket: &zmq::Socket) -> zmq::Result<Option<(Vec<zmq::Message>, usize)>> {
     let (mut parts, mut count) = (Vec::with_capacity(PARTS_MAX), 0);
     loop {
         let part = match socket.recv_msg(zmq::DONTWAIT) {
@@ -99,7 +102,7 @@ pub fn receive(socket: &zmq::Socket) -> zmq::Result<Option<(Vec<zmq::Message>, u
 }
 
 /// Authenticator that decides which connections libzmq accepts (ZAP, RFC 27).
-pub struct ZapAuth {
+pub(super) struct ZapAuth {
     pub socket: zmq::Socket,
     keys: Keys,
     me: Epoch,
@@ -109,7 +112,7 @@ pub struct ZapAuth {
 
 impl ZapAuth {
     /// Binds the ZAP socket. Must precede the listener's bind.
-    pub fn open(context: &zmq::Context, keys: Keys, me: Epoch) -> zmq::Result<Self> {
+    pub(super) fn open(context: &zmq::Context, keys: Keys, me: Epoch) -> zmq::Result<Self> {
         let socket = context.socket(zmq::REP)?;
         socket.set_linger(0)?;
         socket.bind(ZAP_ENDPOINT)?;
@@ -118,7 +121,7 @@ impl ZapAuth {
 
     /// Answers one request and returns whether the client was admitted. Returns `None` if no request is
     /// queued.
-    pub fn answer(&mut self) -> zmq::Result<Option<bool>> {
+    pub(super) fn answer(&mut self) -> zmq::Result<Option<bool>> {
         let request = match self.socket.recv_multipart(zmq::DONTWAIT) {
             Ok(request) => request,
             Err(zmq::Error::EAGAIN) => return Ok(None),

@@ -17,16 +17,16 @@ use simulation_base::Random;
 use crate::world::{BLOCK_BYTES, Step};
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum ProcessState {
+pub(crate) enum ProcessState {
     Running,
     Paused,
     Dead,
 }
 
 /// The contents of a block without KV.
-pub const BLANK: u64 = 0;
+pub(crate) const BLANK: u64 = 0;
 
-pub struct Node {
+pub(crate) struct Node {
     pub name: String,
     pub epoch: Epoch,
     pub core: Core,
@@ -58,12 +58,12 @@ pub struct Node {
 }
 
 impl Node {
-    pub fn new(index: usize, block_count: u32, limits: TransferLimits) -> Self {
+    pub(crate) fn new(index: usize, block_count: u32, limits: TransferLimits) -> Self {
         Self::on_host("here", index, block_count, limits)
     }
 
     /// Returns the contents of blocks, which this transfer must own.
-    pub fn read(&self, transfer: TransferId, blocks: &[BlockId]) -> Vec<u64> {
+    pub(crate) fn read(&self, transfer: TransferId, blocks: &[BlockId]) -> Vec<u64> {
         let read = |block: &BlockId| {
             let (name, owner) = (&self.name, self.owners.get(block));
             assert_eq!(owner, Some(&transfer), "{name} reads {block:?}, which it has back");
@@ -73,7 +73,12 @@ impl Node {
     }
 
     /// Creates a node on `host`. Nodes of one host offer `ipc`.
-    pub fn on_host(host: &str, index: usize, block_count: u32, limits: TransferLimits) -> Self {
+    pub(crate) fn on_host(
+        host: &str,
+        index: usize,
+        block_count: u32,
+        limits: TransferLimits,
+    ) -> Self {
         let name = format!("node-{index}");
         // The order of the epochs is random.
         let epoch = Epoch(Random::new(index as u64 + 1).next().into());
@@ -111,7 +116,7 @@ impl Node {
     }
 
     /// Takes blocks for a transfer; `None` when too few blocks are free.
-    pub fn take(&mut self, transfer: TransferId, count: u32) -> Option<Vec<BlockId>> {
+    pub(crate) fn take(&mut self, transfer: TransferId, count: u32) -> Option<Vec<BlockId>> {
         let rest = self.free.len().checked_sub(count as usize)?;
         let blocks = self.free.split_off(rest);
         for block in &blocks {
@@ -122,7 +127,7 @@ impl Node {
     }
 
     /// Frees the blocks of a transfer. They are overwritten at once, and are taken next.
-    pub fn free_blocks(&mut self, transfer: TransferId) {
+    pub(crate) fn free_blocks(&mut self, transfer: TransferId) {
         for block in self.taken.remove(&transfer).unwrap_or_default() {
             self.owners.remove(&block);
             self.memory[block.index()] = u64::MAX;
@@ -130,7 +135,7 @@ impl Node {
         }
     }
 
-    pub fn write(&mut self, transfer: TransferId, blocks: &[BlockId], contents: &[u64]) {
+    pub(crate) fn write(&mut self, transfer: TransferId, blocks: &[BlockId], contents: &[u64]) {
         for (block, content) in blocks.iter().zip(contents) {
             assert_eq!(
                 self.owners.get(block),
@@ -142,12 +147,12 @@ impl Node {
         }
     }
 
-    pub fn free_count(&self) -> usize {
+    pub(crate) fn free_count(&self) -> usize {
         self.free.len()
     }
 }
 
-pub fn identity() -> Identity {
+pub(crate) fn identity() -> Identity {
     Identity {
         model_fingerprint: 0xfeed,
         weight_version: 3,

@@ -20,11 +20,11 @@ use simulation_base::{Clock, ConnectionId, Due, Network, NetworkFaults, Random};
 
 use crate::node::{BLANK, Node, ProcessState};
 
-pub const BLOCK_BYTES: usize = 1000;
-pub const TOKEN: u32 = 77;
+pub(crate) const BLOCK_BYTES: usize = 1000;
+pub(crate) const TOKEN: u32 = 77;
 
 /// A network without faults.
-pub const CALM: NetworkFaults = NetworkFaults {
+pub(crate) const CALM: NetworkFaults = NetworkFaults {
     delay_min: Duration::ZERO,
     loss: 0,
     duplication: 0,
@@ -35,7 +35,7 @@ pub const CALM: NetworkFaults = NetworkFaults {
 
 /// A transfer of one prompt from `sender` to `receiver`.
 #[derive(Clone, Debug)]
-pub struct TransferPlan {
+pub(crate) struct TransferPlan {
     pub transfer: TransferId,
     pub sender: usize,
     pub receiver: usize,
@@ -47,7 +47,7 @@ pub struct TransferPlan {
 
 /// An input of a node.
 #[derive(Clone, Debug)]
-pub enum Step {
+pub(crate) enum Step {
     Command(Command),
     ControlMessage(Peer, ControlMessage),
     /// The data connection with `peer` has ended.
@@ -95,7 +95,7 @@ pub enum Step {
     },
 }
 
-pub struct World {
+pub(crate) struct World {
     clock: Clock<(usize, Step)>,
     pub network: Network<usize>,
     pub nodes: Vec<Node>,
@@ -111,7 +111,12 @@ pub struct World {
 }
 
 impl World {
-    pub fn new(seed: u64, node_count: usize, block_count: u32, faults: NetworkFaults) -> Self {
+    pub(crate) fn new(
+        seed: u64,
+        node_count: usize,
+        block_count: u32,
+        faults: NetworkFaults,
+    ) -> Self {
         let limits = TransferLimits {
             // Three blocks per chunk.
             chunk_bytes_max: 3 * BLOCK_BYTES,
@@ -120,7 +125,7 @@ impl World {
         Self::with_limits(seed, node_count, block_count, faults, limits)
     }
 
-    pub fn with_limits(
+    pub(crate) fn with_limits(
         seed: u64,
         node_count: usize,
         block_count: u32,
@@ -142,7 +147,7 @@ impl World {
         }
     }
 
-    pub fn at(&mut self, at: Instant, node: usize, step: Step) {
+    pub(crate) fn at(&mut self, at: Instant, node: usize, step: Step) {
         self.clock.at(at, (node, step));
     }
 
@@ -155,7 +160,7 @@ impl World {
         self.nodes.iter().position(|node| node.epoch == epoch).expect("cores speak to nodes")
     }
 
-    pub fn address(&self, node: usize) -> PeerAddress {
+    pub(crate) fn address(&self, node: usize) -> PeerAddress {
         let node = &self.nodes[node];
         PeerAddress {
             node_id: node.name.clone(),
@@ -165,7 +170,12 @@ impl World {
     }
 
     /// Gives both nodes their commands at these times; `None`: the node never gets the command.
-    pub fn plan(&mut self, plan: TransferPlan, receive: Option<Instant>, expect: Option<Instant>) {
+    pub(crate) fn plan(
+        &mut self,
+        plan: TransferPlan,
+        receive: Option<Instant>,
+        expect: Option<Instant>,
+    ) {
         if let Some(at) = receive {
             let blocks = self.nodes[plan.receiver]
                 .take(plan.transfer, plan.block_count - plan.cached)
@@ -180,7 +190,7 @@ impl World {
         self.plans.insert(plan.transfer, plan);
     }
 
-    pub fn receive_command(&self, plan: &TransferPlan, blocks: Vec<BlockId>) -> Command {
+    pub(crate) fn receive_command(&self, plan: &TransferPlan, blocks: Vec<BlockId>) -> Command {
         Command::Receive {
             transfer: plan.transfer,
             peer: self.address(plan.sender),
@@ -193,7 +203,7 @@ impl World {
         }
     }
 
-    pub fn expect_command(&self, plan: &TransferPlan) -> Command {
+    pub(crate) fn expect_command(&self, plan: &TransferPlan) -> Command {
         Command::Expect {
             transfer: plan.transfer,
             peer: self.address(plan.receiver),
@@ -209,7 +219,7 @@ impl World {
         Random::new(seed).next() | 1
     }
 
-    pub fn kill(&mut self, node: usize, resets_connections: bool) {
+    pub(crate) fn kill(&mut self, node: usize, resets_connections: bool) {
         self.nodes[node].state = ProcessState::Dead;
         let peers = self.network.disconnect_all(node);
         for peer in peers.into_iter().filter(|_| resets_connections) {
@@ -217,13 +227,13 @@ impl World {
         }
     }
 
-    pub fn pause(&mut self, node: usize) {
+    pub(crate) fn pause(&mut self, node: usize) {
         if self.nodes[node].state == ProcessState::Running {
             self.nodes[node].state = ProcessState::Paused;
         }
     }
 
-    pub fn resume(&mut self, node: usize) {
+    pub(crate) fn resume(&mut self, node: usize) {
         if self.nodes[node].state != ProcessState::Paused {
             return;
         }
@@ -233,16 +243,16 @@ impl World {
         }
     }
 
-    pub fn now(&self) -> Instant {
+    pub(crate) fn now(&self) -> Instant {
         self.clock.now()
     }
 
-    pub fn start(&self) -> Instant {
+    pub(crate) fn start(&self) -> Instant {
         self.clock.start()
     }
 
     /// Runs until `end`, jumping from one event or deadline to the next.
-    pub fn run_until(&mut self, end: Instant) {
+    pub(crate) fn run_until(&mut self, end: Instant) {
         loop {
             let now = self.now();
             let running = self
@@ -433,7 +443,7 @@ impl World {
     }
 
     /// Starts the prefill. Returns false when the sender has too few free blocks.
-    pub fn start_computing(&mut self, transfer: TransferId) -> bool {
+    pub(crate) fn start_computing(&mut self, transfer: TransferId) -> bool {
         let plan = self.plans[&transfer].clone();
         let Some(blocks) = self.nodes[plan.sender].take(transfer, plan.block_count) else {
             return false;
@@ -581,7 +591,7 @@ impl World {
 
     /// Returns whether the node holds blocks of the transfer: a sender from `Ready` on, a receiver
     /// from the start.
-    pub fn has_held_blocks(&self, node: usize, transfer: TransferId) -> bool {
+    pub(crate) fn has_held_blocks(&self, node: usize, transfer: TransferId) -> bool {
         let is_ready = |(_, event): &(Instant, Event)| matches!(event, Event::Ready { transfer: id, .. } if *id == transfer);
         let node_state = &self.nodes[node];
         node_state.begun.contains_key(&transfer)
@@ -589,16 +599,16 @@ impl World {
     }
 
     /// Returns whether a data connection from the first node to the second is open.
-    pub fn is_connected(&self, from: usize, to: usize) -> bool {
+    pub(crate) fn is_connected(&self, from: usize, to: usize) -> bool {
         self.network.connection(from, to).is_some()
     }
 
     /// Returns the number of events scheduled so far.
-    pub fn steps(&self) -> u64 {
+    pub(crate) fn steps(&self) -> u64 {
         self.clock.scheduled()
     }
 
-    pub fn end_of(&self, node: usize, transfer: TransferId) -> Option<(Instant, bool)> {
+    pub(crate) fn end_of(&self, node: usize, transfer: TransferId) -> Option<(Instant, bool)> {
         self.nodes[node].ended.get(&transfer).copied()
     }
 }

@@ -89,7 +89,7 @@ fn attack_until_stopped(
     })
 }
 
-pub fn garbage_on_both_ports_disturbs_no_transfer() {
+pub(crate) fn garbage_on_both_ports_disturbs_no_transfer() {
     let (prefill, decode) = (Node::start("prefill"), Node::start("decode"));
     // The pair is connected before the attack; a new pair must connect during it, below.
     run_transfer(&prefill, &decode, &blocks(0..64), &blocks(0..64));
@@ -120,7 +120,7 @@ pub fn garbage_on_both_ports_disturbs_no_transfer() {
     refused(&decode, "handshake_io");
 }
 
-pub fn zap_blocks_frames_of_unauthenticated_peers() {
+pub(crate) fn zap_blocks_frames_of_unauthenticated_peers() {
     let node = Node::start("node");
     let context = zmq::Context::new();
     for password in [None, Some("guess"), Some("0".repeat(64).as_str())] {
@@ -151,7 +151,7 @@ fn dealer(context: &zmq::Context, credential: &Credential, node: &Node) -> zmq::
     dealer
 }
 
-pub fn recorded_credential_is_rejected() {
+pub(crate) fn recorded_credential_is_rejected() {
     let node = Node::start("node");
     let source = Peer { node_id: "peer".to_owned(), epoch: Epoch(fresh()) };
     let credential = Sealer::new(keys(), source).credential(node.address.epoch);
@@ -165,7 +165,7 @@ pub fn recorded_credential_is_rejected() {
     refused(&node, "zap_auth");
 }
 
-pub fn zap_credential_does_not_replace_message_tags() {
+pub(crate) fn zap_credential_does_not_replace_message_tags() {
     let node = Node::start("node");
     let me = node.address.epoch;
     let context = zmq::Context::new();
@@ -257,7 +257,7 @@ fn is_closed(stream: &mut TcpStream) -> bool {
     matches!(stream.read(&mut [0; 1]), Ok(0) | Err(_))
 }
 
-pub fn data_connections_authenticate_and_write_only_posted_blocks() {
+pub(crate) fn data_connections_authenticate_and_write_only_posted_blocks() {
     let node = Node::start("node");
     let stranger = Keys::derive(&ClusterSecret::new("the secret of another cluster").unwrap());
     let mut wrong = data_connection(&node, Epoch(fresh()), &stranger);
@@ -304,7 +304,7 @@ pub fn data_connections_authenticate_and_write_only_posted_blocks() {
     }
 }
 
-pub fn group_of_connections_is_bounded_and_ends_when_a_newer_group_begins() {
+pub(crate) fn group_of_connections_is_bounded_and_ends_when_a_newer_group_begins() {
     let node = Node::start("node");
     let peer = Epoch(fresh());
     let _greeting = send_hello(&node, peer);
@@ -328,7 +328,7 @@ pub fn group_of_connections_is_bounded_and_ends_when_a_newer_group_begins() {
     assert!(is_open(&mut newer));
 }
 
-pub fn connection_by_a_transport_that_was_not_offered_is_refused() {
+pub(crate) fn connection_by_a_transport_that_was_not_offered_is_refused() {
     for label in [b"i", b"n"] {
         let transport = TransportConfig {
             choice: TransportChoice::Only(TransferKind::Tcp),
@@ -355,7 +355,7 @@ pub fn connection_by_a_transport_that_was_not_offered_is_refused() {
     }
 }
 
-pub fn incomplete_handshakes_time_out_and_free_their_slots() {
+pub(crate) fn incomplete_handshakes_time_out_and_free_their_slots() {
     let node = Node::start("node");
     let held: Vec<TcpStream> = (0..150)
         .map(|_| TcpStream::connect(host(node.transfers.data_endpoint())).unwrap())

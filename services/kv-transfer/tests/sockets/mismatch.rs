@@ -51,7 +51,7 @@ fn refusal(event: Event, transfer: TransferId) -> String {
     }
 }
 
-pub fn mismatched_nodes_reject_each_other_and_still_serve_matching_nodes() {
+pub(crate) fn mismatched_nodes_reject_each_other_and_still_serve_matching_nodes() {
     let (prefill, decode) = (Node::start("prefill"), Node::start("decode"));
     for (theirs, layout, words) in misfits() {
         let fingerprints = [identity().model_fingerprint, theirs.model_fingerprint]

@@ -26,24 +26,24 @@ use kv_transfer::{
     config::LEASE,
 };
 
-pub const SECRET: &str = "the secret of these tests";
-pub const BLOCK_COUNT: u32 = 256;
+pub(crate) const SECRET: &str = "the secret of these tests";
+pub(crate) const BLOCK_COUNT: u32 = 256;
 /// Time-out of every wait in these tests; far above every asserted bound.
-pub const WAIT_TIMEOUT: Duration = Duration::from_secs(10);
+pub(crate) const WAIT_TIMEOUT: Duration = Duration::from_secs(10);
 
 static NEXT: AtomicU64 = AtomicU64::new(1);
 
 /// Returns a number that is unique in this process.
-pub fn fresh() -> u128 {
+pub(crate) fn fresh() -> u128 {
     NEXT.fetch_add(1, Ordering::Relaxed).into()
 }
 
 /// 16 KiB per block.
-pub fn layout() -> KvLayout {
+pub(crate) fn layout() -> KvLayout {
     KvLayout { layer_count: 4, kv_head_count: 2, head_dim: 16, dtype: Dtype::F32 }
 }
 
-pub fn identity() -> Identity {
+pub(crate) fn identity() -> Identity {
     Identity {
         model_fingerprint: 0xfeed,
         weight_version: 1,
@@ -56,7 +56,7 @@ pub fn identity() -> Identity {
     }
 }
 
-pub fn config(name: &str, secret: &str, identity: Identity) -> TransferConfig {
+pub(crate) fn config(name: &str, secret: &str, identity: Identity) -> TransferConfig {
     TransferConfig {
         node_id: name.to_owned(),
         epoch: Epoch((std::process::id() as u128) << 64 | fresh()),
@@ -82,7 +82,7 @@ struct FakeDeviceMemory {
 
 /// Simulated access of the processes of one host to each other's GPU memory.
 #[derive(Clone, Debug)]
-pub struct Reach {
+pub(crate) struct Reach {
     /// While false, copies stay in flight.
     pub open: Arc<AtomicBool>,
     /// Started copies.
@@ -458,7 +458,7 @@ impl TransferInFlight<BlockWrite> for Copying {
     }
 }
 
-pub struct Node {
+pub(crate) struct Node {
     pub transfers: Transfers,
     pub arena: Arc<KvArena>,
     pub events: Receiver<Event>,
@@ -466,30 +466,30 @@ pub struct Node {
 }
 
 impl Node {
-    pub fn start(name: &str) -> Self {
+    pub(crate) fn start(name: &str) -> Self {
         Self::start_with(name, SECRET, identity())
     }
 
-    pub fn start_with(name: &str, secret: &str, identity: Identity) -> Self {
+    pub(crate) fn start_with(name: &str, secret: &str, identity: Identity) -> Self {
         Self::start_in(name, secret, identity, layout())
     }
 
-    pub fn start_in(name: &str, secret: &str, identity: Identity, layout: KvLayout) -> Self {
+    pub(crate) fn start_in(name: &str, secret: &str, identity: Identity, layout: KvLayout) -> Self {
         Self::start_on(name, secret, identity, KvArena::host(layout, BLOCK_COUNT).unwrap())
     }
 
     /// Starts a node with blocks in fake device memory.
-    pub fn start_remote(name: &str) -> Self {
+    pub(crate) fn start_remote(name: &str) -> Self {
         Self::start_on(name, SECRET, identity(), elsewhere(None))
     }
 
     /// Starts a node with blocks in fake device memory that peers can access.
-    pub fn start_reaching(name: &str, reach: Reach, transport: TransportConfig) -> Self {
+    pub(crate) fn start_reaching(name: &str, reach: Reach, transport: TransportConfig) -> Self {
         Self::start_reaching_on(Some("this host"), name, reach, transport)
     }
 
     /// Starts such a node on another host, by its id.
-    pub fn start_reaching_on(
+    pub(crate) fn start_reaching_on(
         host: Option<&str>,
         name: &str,
         reach: Reach,
@@ -504,7 +504,7 @@ impl Node {
         Self::start_of(config(name, secret, identity), arena)
     }
 
-    pub fn start_of(config: TransferConfig, arena: Arc<KvArena>) -> Self {
+    pub(crate) fn start_of(config: TransferConfig, arena: Arc<KvArena>) -> Self {
         let (sender, events) = unbounded();
         let (name, epoch) = (config.node_id.clone(), config.epoch);
         let transfers = Transfers::start(config, Arc::clone(&arena), sender).unwrap();
@@ -516,11 +516,17 @@ impl Node {
         Self { transfers, arena, events, address }
     }
 
-    pub fn receive(&self, transfer: TransferId, peer: &Node, first_block: u32, blocks: &[BlockId]) {
+    pub(crate) fn receive(
+        &self,
+        transfer: TransferId,
+        peer: &Node,
+        first_block: u32,
+        blocks: &[BlockId],
+    ) {
         self.receive_from(transfer, peer.address.clone(), first_block, blocks);
     }
 
-    pub fn receive_from(
+    pub(crate) fn receive_from(
         &self,
         transfer: TransferId,
         peer: PeerAddress,
@@ -540,11 +546,11 @@ impl Node {
         self.transfers.command(command).unwrap();
     }
 
-    pub fn expect(&self, transfer: TransferId, peer: &Node) {
+    pub(crate) fn expect(&self, transfer: TransferId, peer: &Node) {
         self.expect_from(transfer, peer.address.clone());
     }
 
-    pub fn expect_from(&self, transfer: TransferId, peer: PeerAddress) {
+    pub(crate) fn expect_from(&self, transfer: TransferId, peer: PeerAddress) {
         let command = Command::Expect {
             transfer,
             peer,
@@ -555,24 +561,24 @@ impl Node {
         self.transfers.command(command).unwrap();
     }
 
-    pub fn written(&self, transfer: TransferId, first_block: u32, blocks: &[BlockId]) {
+    pub(crate) fn written(&self, transfer: TransferId, first_block: u32, blocks: &[BlockId]) {
         let blocks = blocks.to_vec();
         self.transfers.command(Command::Written { transfer, first_block, blocks }).unwrap();
     }
 
-    pub fn finish(&self, transfer: TransferId) {
+    pub(crate) fn finish(&self, transfer: TransferId) {
         let token = SampledToken { id: 42, logprobs: None };
         self.transfers.command(Command::Finish { transfer, first_index: 3, token }).unwrap();
     }
 
-    pub fn event(&self) -> Event {
+    pub(crate) fn event(&self) -> Event {
         self.events
             .recv_timeout(WAIT_TIMEOUT)
             .unwrap_or_else(|_| panic!("no event comes: {:?}", self.transfers.metrics()))
     }
 
     /// Writes a pattern that depends on the transfer and the prompt's block.
-    pub fn compute(&self, transfer: TransferId, first_block: u32, blocks: &[BlockId]) {
+    pub(crate) fn compute(&self, transfer: TransferId, first_block: u32, blocks: &[BlockId]) {
         for (index, block) in blocks.iter().enumerate() {
             let pattern = pattern(transfer, first_block + index as u32);
             let mut guard = self.arena.write(*block).unwrap();
@@ -580,7 +586,7 @@ impl Node {
         }
     }
 
-    pub fn assert_holds(&self, transfer: TransferId, first_block: u32, blocks: &[BlockId]) {
+    pub(crate) fn assert_holds(&self, transfer: TransferId, first_block: u32, blocks: &[BlockId]) {
         for (index, block) in blocks.iter().enumerate() {
             let guard = self.arena.read(*block).unwrap();
             let expected = pattern(transfer, first_block + index as u32);
@@ -591,7 +597,7 @@ impl Node {
     }
 
     /// Asserts that no guard is held.
-    pub fn assert_free(&self) {
+    pub(crate) fn assert_free(&self) {
         for block in 0..BLOCK_COUNT {
             assert_eq!(self.arena.pins(BlockId(block)).unwrap(), 0, "block {block}");
         }
@@ -603,7 +609,7 @@ fn elsewhere(reach: Option<Reach>) -> Arc<KvArena> {
     KvArena::remote(Arc::new(FakeDeviceMemory { bytes, reach })).unwrap()
 }
 
-pub fn blocks(range: std::ops::Range<u32>) -> Vec<BlockId> {
+pub(crate) fn blocks(range: std::ops::Range<u32>) -> Vec<BlockId> {
     range.map(BlockId).collect()
 }
 
@@ -618,7 +624,12 @@ fn pattern(transfer: TransferId, block: u32) -> Vec<u8> {
 }
 
 /// Runs one complete transfer. Returns how long the receiver waited.
-pub fn run_transfer(sender: &Node, receiver: &Node, from: &[BlockId], to: &[BlockId]) -> Duration {
+pub(crate) fn run_transfer(
+    sender: &Node,
+    receiver: &Node,
+    from: &[BlockId],
+    to: &[BlockId],
+) -> Duration {
     let transfer = TransferId(fresh());
     let start = Instant::now();
     sender.expect(transfer, receiver);

@@ -16,21 +16,21 @@ use test_harness::KilledOnDrop;
 use crate::node::{Node, SECRET, WAIT_TIMEOUT, blocks, identity};
 
 /// Name of the helper that runs [`run_child`].
-pub const CHILD_HELPER: &str = "node";
+pub(crate) const CHILD_HELPER: &str = "node";
 /// Names the node id of the child.
 const NODE_ID: &str = "BATON_TEST_NODE_ID";
 
 /// 256 KiB per block, so that one transfer exceeds the socket buffers.
-pub fn large_layout() -> KvLayout {
+pub(crate) fn large_layout() -> KvLayout {
     KvLayout { layer_count: 16, kv_head_count: 4, head_dim: 32, dtype: Dtype::F32 }
 }
 
-pub fn start_large(name: &str) -> Node {
+pub(crate) fn start_large(name: &str) -> Node {
     Node::start_in(name, SECRET, identity(), large_layout())
 }
 
 /// A decode node in another process.
-pub struct ChildNode {
+pub(crate) struct ChildNode {
     child: KilledOnDrop,
     stdin: ChildStdin,
     /// Output of the child about its transfers: `arrived ID` or `failed ID`.
@@ -39,7 +39,7 @@ pub struct ChildNode {
 }
 
 impl ChildNode {
-    pub fn start(name: &str) -> Self {
+    pub(crate) fn start(name: &str) -> Self {
         let child = test_harness::helper(CHILD_HELPER)
             .env(NODE_ID, name)
             .stdin(Stdio::piped())
@@ -67,7 +67,7 @@ impl ChildNode {
     }
 
     /// Makes the child reserve this many blocks.
-    pub fn receive(&mut self, transfer: TransferId, peer: &Node, block_count: u32) {
+    pub(crate) fn receive(&mut self, transfer: TransferId, peer: &Node, block_count: u32) {
         let PeerAddress { node_id, epoch, control_endpoint } = &peer.address;
         writeln!(
             self.stdin,
@@ -76,19 +76,19 @@ impl ChildNode {
         .unwrap();
     }
 
-    pub fn signal(&self, signal: &str) {
+    pub(crate) fn signal(&self, signal: &str) {
         let status =
             Command::new("kill").args([signal, &self.child.id().to_string()]).status().unwrap();
         assert!(status.success());
     }
 
-    pub fn line(&self) -> String {
+    pub(crate) fn line(&self) -> String {
         self.lines.recv_timeout(WAIT_TIMEOUT).expect("the child says something")
     }
 }
 
 /// Main function of the child, started by [`ChildNode::start`].
-pub fn run_child() {
+pub(crate) fn run_child() {
     let name = env::var(NODE_ID).unwrap();
     let node = start_large(&name);
     println!("node {} {}", node.address.epoch, node.address.control_endpoint);

@@ -25,7 +25,7 @@ fn begin(prefill: &Node, child: &mut ChildNode) -> TransferId {
 
 /// Runs transfers of 4 blocks from `prefill` to `decode` until the transfer `stuck` fails. Returns the
 /// time of the failure and the number of completed transfers.
-pub fn until_failed(prefill: &Node, decode: &Node, stuck: TransferId) -> (Instant, usize) {
+pub(crate) fn until_failed(prefill: &Node, decode: &Node, stuck: TransferId) -> (Instant, usize) {
     let (mut failed_at, mut count) = (None, 0);
     let next = |failed_at: &mut Option<Instant>| loop {
         match prefill.event() {
@@ -51,7 +51,7 @@ pub fn until_failed(prefill: &Node, decode: &Node, stuck: TransferId) -> (Instan
     }
 }
 
-pub fn stopped_peer_delays_no_other_pair_and_times_out_after_a_lease() {
+pub(crate) fn stopped_peer_delays_no_other_pair_and_times_out_after_a_lease() {
     let (prefill, decode) = (start_large("prefill"), start_large("decode"));
     let mut child = ChildNode::start("stopped");
     let transfer = begin(&prefill, &mut child);
@@ -85,7 +85,7 @@ pub fn stopped_peer_delays_no_other_pair_and_times_out_after_a_lease() {
     assert!(arrived);
 }
 
-pub fn killed_peer_is_detected_at_once() {
+pub(crate) fn killed_peer_is_detected_at_once() {
     let prefill = start_large("prefill");
     let mut child = ChildNode::start("killed");
     let transfer = begin(&prefill, &mut child);

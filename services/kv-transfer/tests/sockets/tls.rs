@@ -89,7 +89,7 @@ fn assert_rejected(prefill: &Node, decode: &Node, reason: &str) {
     decode.assert_free();
 }
 
-pub fn tcp_speaks_tls_and_preserves_contiguous_and_scattered_blocks() {
+pub(crate) fn tcp_speaks_tls_and_preserves_contiguous_and_scattered_blocks() {
     let authority = authority();
     let (prefill, decode) =
         (Certificate::of(&authority).node("prefill"), Certificate::of(&authority).node("decode"));
@@ -108,7 +108,7 @@ pub fn tcp_speaks_tls_and_preserves_contiguous_and_scattered_blocks() {
     decode.assert_free();
 }
 
-pub fn only_nodes_with_certificates_of_one_cluster_exchange_kv() {
+pub(crate) fn only_nodes_with_certificates_of_one_cluster_exchange_kv() {
     let (ours, theirs) = (authority(), authority());
     let (member, other) = (Certificate::of(&ours), Certificate::of(&ours));
     let (decode, prefill) = (member.node("decode"), other.node("prefill"));

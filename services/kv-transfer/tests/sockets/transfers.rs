@@ -17,7 +17,7 @@ use crate::node::{
     BLOCK_COUNT, Node, SECRET, WAIT_TIMEOUT, blocks, config, fresh, identity, layout, run_transfer,
 };
 
-pub fn blocks_arrive_unchanged_in_several_chunks() {
+pub(crate) fn blocks_arrive_unchanged_in_several_chunks() {
     let (prefill, decode) = (Node::start("prefill"), Node::start("decode"));
     let transfer = TransferId(fresh());
     // The receiver has the first 3 of 43 blocks cached, and reserves the others in reverse order.
@@ -64,7 +64,7 @@ pub fn blocks_arrive_unchanged_in_several_chunks() {
     assert_eq!((metrics.protocol.arrived, metrics.bytes_received), (1, bytes));
 }
 
-pub fn tcp_copies_device_blocks_through_host_memory() {
+pub(crate) fn tcp_copies_device_blocks_through_host_memory() {
     let host = Node::start("host");
     let remote = [Node::start_remote("remote-0"), Node::start_remote("remote-1")];
     for (from, to) in [(&host, &remote[0]), (&remote[0], &remote[1]), (&remote[1], &host)] {
@@ -76,7 +76,7 @@ pub fn tcp_copies_device_blocks_through_host_memory() {
     }
 }
 
-pub fn many_transfers_share_a_pair_in_both_directions() {
+pub(crate) fn many_transfers_share_a_pair_in_both_directions() {
     let (one, other) = (Node::start("one"), Node::start("other"));
     let ids: Vec<TransferId> = (0..24).map(|_| TransferId(fresh())).collect();
     // Even transfers go from `one` to `other`. Each transfer has eight blocks of its own on both
@@ -122,7 +122,7 @@ pub fn many_transfers_share_a_pair_in_both_directions() {
     );
 }
 
-pub fn abort_on_either_side_releases_both_at_once() {
+pub(crate) fn abort_on_either_side_releases_both_at_once() {
     let (prefill, decode) = (Node::start("prefill"), Node::start("decode"));
     for decode_aborts in [true, false] {
         let transfer = TransferId(fresh());
@@ -155,7 +155,7 @@ pub fn abort_on_either_side_releases_both_at_once() {
     run_transfer(&prefill, &decode, &blocks(0..64), &blocks(0..64));
 }
 
-pub fn different_model_is_rejected_with_both_fingerprints() {
+pub(crate) fn different_model_is_rejected_with_both_fingerprints() {
     let prefill = Node::start("prefill");
     let mut other = identity();
     other.model_fingerprint = 0xbeef;
@@ -170,7 +170,7 @@ pub fn different_model_is_rejected_with_both_fingerprints() {
     assert!(line.contains("0000feed") && line.contains("0000beef"), "{line}");
 }
 
-pub fn wrong_cluster_secret_is_rejected_by_zap() {
+pub(crate) fn wrong_cluster_secret_is_rejected_by_zap() {
     let prefill = Node::start("prefill");
     let decode = Node::start_with("decode", "the secret of another cluster", identity());
     let transfer = TransferId(fresh());
@@ -184,7 +184,7 @@ pub fn wrong_cluster_secret_is_rejected_by_zap() {
     decode.assert_free();
 }
 
-pub fn unreachable_peer_fails_after_one_lease() {
+pub(crate) fn unreachable_peer_fails_after_one_lease() {
     let decode = Node::start("decode");
     let gone = {
         let prefill = Node::start("prefill");
@@ -208,7 +208,7 @@ pub fn unreachable_peer_fails_after_one_lease() {
     decode.assert_free();
 }
 
-pub fn peer_shutdown_is_detected_at_once() {
+pub(crate) fn peer_shutdown_is_detected_at_once() {
     let (prefill, decode) = (Node::start("prefill"), Node::start("decode"));
     let transfer = TransferId(fresh());
     decode.receive(transfer, &prefill, 0, &blocks(0..BLOCK_COUNT));
@@ -230,7 +230,7 @@ pub fn peer_shutdown_is_detected_at_once() {
     prefill.assert_free();
 }
 
-pub fn shutdown_joins_all_threads_and_is_idempotent() {
+pub(crate) fn shutdown_joins_all_threads_and_is_idempotent() {
     let (prefill, decode) = (Node::start("prefill"), Node::start("decode"));
     run_transfer(&prefill, &decode, &blocks(0..16), &blocks(0..16));
     for node in [prefill, decode] {
@@ -239,7 +239,7 @@ pub fn shutdown_joins_all_threads_and_is_idempotent() {
     }
 }
 
-pub fn invalid_endpoint_fails_the_transfer_at_once() {
+pub(crate) fn invalid_endpoint_fails_the_transfer_at_once() {
     let decode = Node::start("decode");
     let nowhere = PeerAddress {
         node_id: "nowhere".to_owned(),
@@ -254,7 +254,7 @@ pub fn invalid_endpoint_fails_the_transfer_at_once() {
     assert!(failure.to_string().contains("kind pigeon"), "{failure}");
 }
 
-pub fn port_in_use_is_named_and_all_ports_are_released() {
+pub(crate) fn port_in_use_is_named_and_all_ports_are_released() {
     let node = Node::start("node");
     let bound = |endpoint: &str| endpoint.strip_prefix("tcp://").unwrap().parse().unwrap();
     let taken: SocketAddr = bound(node.transfers.control_endpoint());
@@ -285,7 +285,7 @@ pub fn port_in_use_is_named_and_all_ports_are_released() {
 }
 
 /// A node that does not take its events gets `Overloaded` and loses none of them.
-pub fn blocked_event_sink_rejects_commands_and_loses_no_event() {
+pub(crate) fn blocked_event_sink_rejects_commands_and_loses_no_event() {
     let mut config = config("slow", SECRET, identity());
     config.limits.commands_max = 8;
     let (sender, events) = crossbeam_channel::bounded(1);
@@ -335,7 +335,7 @@ pub fn blocked_event_sink_rejects_commands_and_loses_no_event() {
 }
 
 /// Reading metrics never blocks on the driver.
-pub fn metrics_are_readable_while_the_driver_is_blocked() {
+pub(crate) fn metrics_are_readable_while_the_driver_is_blocked() {
     let (entered, in_sink) = crossbeam_channel::bounded(1);
     let (release, held) = crossbeam_channel::bounded::<()>(0);
     let sink = move |_: Event| {

@@ -89,7 +89,7 @@ fn begin(prefill: &Node, decode: &Node, count: u32) -> TransferId {
     transfer
 }
 
-pub fn every_transport_preserves_contiguous_and_scattered_blocks() {
+pub(crate) fn every_transport_preserves_contiguous_and_scattered_blocks() {
     for (kind, start) in TRANSPORTS {
         let (one, other) = (start("one"), start("other"));
         let scattered: Vec<BlockId> = (0..40).map(|index| BlockId(index * 37 % 256)).collect();
@@ -115,7 +115,7 @@ pub fn every_transport_preserves_contiguous_and_scattered_blocks() {
     }
 }
 
-pub fn abort_at_any_moment_releases_all_blocks() {
+pub(crate) fn abort_at_any_moment_releases_all_blocks() {
     for (kind, start) in TRANSPORTS {
         let (prefill, decode) = (start("prefill"), start("decode"));
         for round in 0..40_u64 {
@@ -137,7 +137,7 @@ pub fn abort_at_any_moment_releases_all_blocks() {
     }
 }
 
-pub fn leaving_peer_releases_the_blocks_of_the_other_side() {
+pub(crate) fn leaving_peer_releases_the_blocks_of_the_other_side() {
     for (kind, start) in TRANSPORTS {
         for decode_leaves in [true, false] {
             let (prefill, decode) = (start("prefill"), start("decode"));
@@ -157,7 +157,7 @@ pub fn leaving_peer_releases_the_blocks_of_the_other_side() {
     }
 }
 
-pub fn transport_follows_the_settings_of_both_nodes() {
+pub(crate) fn transport_follows_the_settings_of_both_nodes() {
     let on = |host: Option<&str>, choice| {
         let transport = TransportConfig { choice, ..TransportConfig::default() };
         Node::start_reaching_on(host, "a node", Reach::default(), transport)
@@ -188,7 +188,7 @@ pub fn transport_follows_the_settings_of_both_nodes() {
     }
 }
 
-pub fn unreachable_memory_falls_back_to_tcp_and_is_counted() {
+pub(crate) fn unreachable_memory_falls_back_to_tcp_and_is_counted() {
     for kind in GPU_TRANSPORTS {
         let no = Some("no peer access");
         let reach = Reach { refused: no, apart: no, ..Reach::default() };
@@ -208,7 +208,7 @@ pub fn unreachable_memory_falls_back_to_tcp_and_is_counted() {
     }
 }
 
-pub fn failed_transport_falls_back_to_the_next_common_one_before_tcp() {
+pub(crate) fn failed_transport_falls_back_to_the_next_common_one_before_tcp() {
     let no = Some("not here");
     let refusing = Reach { refused: no, ..Reach::default() };
     let apart = Reach { apart: no, ..Reach::default() };
@@ -233,7 +233,7 @@ pub fn failed_transport_falls_back_to_the_next_common_one_before_tcp() {
 }
 
 /// A node does not try transports that it cannot use, and counts no fallback for them.
-pub fn unusable_transport_counts_as_no_fallback() {
+pub(crate) fn unusable_transport_counts_as_no_fallback() {
     let without = [
         Reach { unloaded: Some("no library"), ..Reach::default() },
         Reach { channelless: true, ..Reach::default() },
@@ -252,7 +252,7 @@ pub fn unusable_transport_counts_as_no_fallback() {
 }
 
 /// A peer that exits while it joins the communicator does not show that the transport fails.
-pub fn peer_lost_while_joining_counts_as_no_fallback() {
+pub(crate) fn peer_lost_while_joining_counts_as_no_fallback() {
     for sender_leaves in [true, false] {
         let absent = Reach { hangs: true, ..Reach::default() };
         let reach = Reach::default();
@@ -272,7 +272,7 @@ pub fn peer_lost_while_joining_counts_as_no_fallback() {
 }
 
 /// A node that waits for its peer to join learns of the failure long before the time-out.
-pub fn failed_join_is_reported_to_the_waiting_peer() {
+pub(crate) fn failed_join_is_reported_to_the_waiting_peer() {
     let failing = || Reach { fails: Some("out of memory"), ..Reach::default() };
     for (sender, receiver) in [(failing(), Reach::default()), (Reach::default(), failing())] {
         let prefill = Node::start_reaching("prefill", sender, only(TransferKind::Nccl, false));
@@ -296,7 +296,7 @@ fn connect(node: &Node, peer: PeerAddress, sends: bool) -> Weak<impl Sized> {
 }
 
 /// When the guard is dropped, the GPU connection is ready, so the first transfer does not wait for it.
-pub fn nodes_connect_before_the_first_transfer() {
+pub(crate) fn nodes_connect_before_the_first_transfer() {
     for kind in GPU_TRANSPORTS {
         let reach = Reach::default();
         let prefill = Node::start_reaching("prefill", Reach::default(), only(kind, false));
@@ -321,7 +321,7 @@ pub fn nodes_connect_before_the_first_transfer() {
     }
 }
 
-pub fn connect_guard_is_dropped_if_the_peer_does_not_answer() {
+pub(crate) fn connect_guard_is_dropped_if_the_peer_does_not_answer() {
     let wait_for_drop = |node: &Node, peer: PeerAddress| {
         let start = Instant::now();
         let held = connect(node, peer, true);
@@ -346,7 +346,7 @@ pub fn connect_guard_is_dropped_if_the_peer_does_not_answer() {
     until("the guard is dropped", || held.strong_count() == 0);
 }
 
-pub fn connecting_in_advance_creates_no_tcp_pair() {
+pub(crate) fn connecting_in_advance_creates_no_tcp_pair() {
     let (prefill, decode) = (Node::start("prefill"), Node::start("decode"));
     let peer = decode.address.clone();
     prefill.transfers.command(Command::Connect { peer, sends: true, guard: None }).unwrap();
@@ -356,7 +356,7 @@ pub fn connecting_in_advance_creates_no_tcp_pair() {
     assert_eq!(prefill.transfers.metrics().peers.len(), 1);
 }
 
-pub fn preconnected_pairs_are_bounded() {
+pub(crate) fn preconnected_pairs_are_bounded() {
     let prefill = reaching("prefill");
     let others: Vec<Node> = (0..6).map(|_| reaching("decode")).collect();
     for other in &others {
@@ -402,14 +402,14 @@ fn blocks_stay_held(kind: TransferKind, decode_aborts: bool) {
     run_transfer(&prefill, &decode, &blocks(0..20), &blocks(100..120));
 }
 
-pub fn blocks_stay_held_while_a_copy_is_in_flight() {
+pub(crate) fn blocks_stay_held_while_a_copy_is_in_flight() {
     for (kind, decode_aborts) in GPU_TRANSPORTS.into_iter().flat_map(|it| [(it, true), (it, false)])
     {
         blocks_stay_held(kind, decode_aborts);
     }
 }
 
-pub fn hung_copy_fails_after_a_lease_and_delays_no_other_pair() {
+pub(crate) fn hung_copy_fails_after_a_lease_and_delays_no_other_pair() {
     let reach = Reach::default();
     reach.open.store(false, Ordering::Release);
     let prefill = reaching("prefill");
@@ -430,7 +430,7 @@ pub fn hung_copy_fails_after_a_lease_and_delays_no_other_pair() {
 
 /// The peer's GPU never launches its half: aborting the communicator releases the blocks, and the
 /// next transfer creates a new communicator.
-pub fn nccl_operation_without_its_peer_is_aborted() {
+pub(crate) fn nccl_operation_without_its_peer_is_aborted() {
     let reach = Reach::default();
     let prefill = Node::start_reaching("prefill", reach.clone(), only(TransferKind::Nccl, false));
     let decode = Node::start_reaching("decode", Reach::default(), only(TransferKind::Nccl, false));
@@ -450,7 +450,7 @@ pub fn nccl_operation_without_its_peer_is_aborted() {
 }
 
 /// A sender whose sends complete early does not make the receiver exceed its bound.
-pub fn nccl_operations_in_flight_are_bounded() {
+pub(crate) fn nccl_operations_in_flight_are_bounded() {
     let reach = Reach::default();
     reach.open.store(false, Ordering::Release);
     let hasty = Reach { hasty: true, ..Reach::default() };
@@ -468,7 +468,7 @@ pub fn nccl_operations_in_flight_are_bounded() {
     reach.open.store(true, Ordering::Release);
 }
 
-pub fn corruption_is_detected_if_either_side_verifies() {
+pub(crate) fn corruption_is_detected_if_either_side_verifies() {
     for (kind, receiver_asks) in GPU_TRANSPORTS.into_iter().flat_map(|it| [(it, true), (it, false)])
     {
         let transport = |verify| only(kind, verify);

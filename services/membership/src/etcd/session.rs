@@ -49,7 +49,7 @@ pub(super) enum EtcdCallError {
 
 impl EtcdCallError {
     /// Returns the error for a starting process: only failures that the operator must fix, no outage.
-    pub fn refuse_start(&self, settings: &EtcdSettings) -> Result<(), EtcdError> {
+    pub(super) fn refuse_start(&self, settings: &EtcdSettings) -> Result<(), EtcdError> {
         let (endpoints, reason) = (settings.endpoints(), self.to_string());
         Err(match self {
             Self::Refused(_) => {
@@ -124,12 +124,12 @@ pub(super) struct OpenWatch {
 }
 
 impl EtcdSession {
-    pub fn new(settings: Arc<EtcdSettings>) -> Self {
+    pub(super) fn new(settings: Arc<EtcdSettings>) -> Self {
         Self { settings, client: None }
     }
 
     /// Checks the credentials and the read permission.
-    pub async fn check(&mut self, within: Duration) -> Result<(), EtcdCallError> {
+    pub(super) async fn check(&mut self, within: Duration) -> Result<(), EtcdCallError> {
         let keys = entry::keys(&self.settings.prefix);
         let options = GetOptions::new().with_prefix().with_count_only();
         let call = async |client: &mut Client| {
@@ -140,7 +140,7 @@ impl EtcdSession {
     }
 
     /// Creates a lease and writes the record under it. Returns the lease and its time.
-    pub async fn write(
+    pub(super) async fn write(
         &mut self,
         key: String,
         value: String,
@@ -162,7 +162,7 @@ impl EtcdSession {
     /// written.
     ///
     /// Opens a new stream for each renewal, because an old stream may have died silently.
-    pub async fn renew(
+    pub(super) async fn renew(
         &mut self,
         lease: LeaseId,
         key: String,
@@ -183,7 +183,11 @@ impl EtcdSession {
     }
 
     /// Revokes the lease, which deletes the record.
-    pub async fn revoke(&mut self, lease: LeaseId, within: Duration) -> Result<(), EtcdCallError> {
+    pub(super) async fn revoke(
+        &mut self,
+        lease: LeaseId,
+        within: Duration,
+    ) -> Result<(), EtcdCallError> {
         let call = async |client: &mut Client| {
             client.lease_revoke(lease.0).await?;
             Ok(())
@@ -195,7 +199,10 @@ impl EtcdSession {
     }
 
     /// Reads the records at one revision and opens a watch from the next revision on.
-    pub async fn read(mut self, within: Duration) -> Result<(Records, OpenWatch), EtcdCallError> {
+    pub(super) async fn read(
+        mut self,
+        within: Duration,
+    ) -> Result<(Records, OpenWatch), EtcdCallError> {
         let keys = entry::keys(&self.settings.prefix);
         let call = async |client: &mut Client| {
             let (records, revision) = read_all(client, &keys).await?;

@@ -9,7 +9,7 @@ use crate::{
 
 /// Generated weights without a file.
 #[derive(Clone, Copy, Debug)]
-pub struct DummyWeights {
+pub(crate) struct DummyWeights {
     pub seed: u64,
 }
 
@@ -18,14 +18,14 @@ pub struct DummyWeights {
 /// Element c of row r depends on (seed, weight, r, c) only. The code uses integer arithmetic, one exact
 /// conversion and two IEEE operations, so that all machines get equal bits.
 #[derive(Clone, Copy, Debug)]
-pub struct RandomRows {
+pub(crate) struct RandomRows {
     key: u64,
     mean: f32,
     amplitude: f32,
 }
 
 impl DummyWeights {
-    pub fn rows(&self, weight: Weight, config: &ModelConfig) -> RandomRows {
+    pub(crate) fn rows(&self, weight: Weight, config: &ModelConfig) -> RandomRows {
         let key = xxh3_64_with_seed(weight.hugging_face_name(config).as_bytes(), self.seed);
         let (mean, deviation) = match weight.shape(config) {
             WeightShape::Vector { .. } if is_bias(weight) => (0.0, 0.05),
@@ -59,7 +59,7 @@ fn is_bias(weight: Weight) -> bool {
 
 impl RandomRows {
     /// Writes the elements of a row from column `first` on.
-    pub fn read_part(&self, row: usize, first: usize, out: &mut [f32]) {
+    pub(crate) fn read_part(&self, row: usize, first: usize, out: &mut [f32]) {
         // One 64-bit random number gives four 16-bit elements.
         const LANES: usize = 4;
         let row_key = mix(self.key ^ mix(row as u64));

@@ -22,7 +22,7 @@ const LENGTH_BYTES: u64 = 8;
 /// Maximum number of bytes of a header, as in crate safetensors.
 const HEADER_BYTES_MAX: u64 = 100_000_000;
 
-pub fn open(folder: &Path) -> Result<StoredWeights, ModelError> {
+pub(super) fn open(folder: &Path) -> Result<StoredWeights, ModelError> {
     let (single, index) = (folder.join(SINGLE), folder.join(INDEX));
     let mut weights = StoredWeights::new(Format::Safetensors);
     if single.is_file() {

@@ -17,7 +17,7 @@ use crate::{
 };
 
 /// Opens the file at `path`, and the other parts when it is the first of several.
-pub fn open(path: &Path) -> Result<(ModelConfig, StoredWeights), ModelError> {
+pub(super) fn open(path: &Path) -> Result<(ModelConfig, StoredWeights), ModelError> {
     let mut weights = StoredWeights::new(Format::Gguf);
     let header = add_part(&mut weights, path)?;
     if let Some(split) = Split::of_first(path, &header).map_err(gguf_error(path))? {

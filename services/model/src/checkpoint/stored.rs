@@ -18,18 +18,18 @@ use crate::{
 };
 
 /// Divisors of the rope frequencies in GGUF files, which are part of the configuration.
-pub const ROPE_DIVISORS: &str = "rope_freqs.weight";
+pub(super) const ROPE_DIVISORS: &str = "rope_freqs.weight";
 /// Older exports to safetensors store the rope frequencies of every layer, which follow from the configuration.
 const ROPE_FREQUENCIES_SUFFIX: &str = ".rotary_emb.inv_freq";
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Format {
+pub(super) enum Format {
     Gguf,
     Safetensors,
 }
 
 /// The files of a model and the directory of their tensors.
-pub struct StoredWeights {
+pub(super) struct StoredWeights {
     pub format: Format,
     files: Vec<CheckpointFile>,
     tensors: HashMap<String, Entry>,
@@ -51,7 +51,7 @@ const INPUT_SCALES: [&str; 2] = ["input_scale", "activation_scale"];
 const WEIGHT: &str = "weight";
 
 /// Tensor of the directory.
-pub struct Entry {
+pub(super) struct Entry {
     /// Index of the file.
     pub file: usize,
     /// Bytes in the file; checked to be in the file.
@@ -78,37 +78,37 @@ pub(crate) struct StoredTensor<'a> {
 }
 
 impl StoredWeights {
-    pub fn new(format: Format) -> Self {
+    pub(super) fn new(format: Format) -> Self {
         Self { format, files: Vec::new(), tensors: HashMap::new(), scales: HashMap::new() }
     }
 
     /// Adds a file and returns its index.
-    pub fn add_file(&mut self, file: CheckpointFile) -> usize {
+    pub(super) fn add_file(&mut self, file: CheckpointFile) -> usize {
         self.files.push(file);
         self.files.len() - 1
     }
 
     /// Adds a tensor. Returns false when the directory has a tensor with this name.
-    pub fn add_tensor(&mut self, name: String, entry: Entry) -> bool {
+    pub(super) fn add_tensor(&mut self, name: String, entry: Entry) -> bool {
         self.tensors.insert(name, entry).is_none()
     }
 
     /// Returns the identities of the files, in the order in which they were opened.
-    pub fn files(&self) -> Vec<FileIdentity> {
+    pub(super) fn files(&self) -> Vec<FileIdentity> {
         self.files.iter().map(CheckpointFile::identity).collect()
     }
 
     /// Fails if a read of one of the files failed.
-    pub fn check_reads(&self) -> Result<(), ModelError> {
+    pub(super) fn check_reads(&self) -> Result<(), ModelError> {
         self.files.iter().try_for_each(CheckpointFile::check_reads)
     }
 
     /// Fails if a read of one of the files failed, or if one was written since it was opened.
-    pub fn check_unchanged(&self) -> Result<(), ModelError> {
+    pub(super) fn check_unchanged(&self) -> Result<(), ModelError> {
         self.files.iter().try_for_each(CheckpointFile::check_unchanged)
     }
 
-    pub fn has(&self, tensor: &str) -> bool {
+    pub(super) fn has(&self, tensor: &str) -> bool {
         self.tensors.contains_key(tensor)
     }
 
@@ -121,7 +121,7 @@ impl StoredWeights {
 
     /// Returns whether the output projection is the embedding: the files have no output, or one with the bytes of the
     /// embedding. Reads both if they are equal.
-    pub fn output_is_embedding(&self, config: &ModelConfig) -> bool {
+    pub(super) fn output_is_embedding(&self, config: &ModelConfig) -> bool {
         let entry = |weight| self.tensors.get(&self.name_of(weight, config));
         let bytes = |entry: &Entry| TensorBytes::new(&self.files[entry.file], entry.range.clone());
         match (entry(Weight::Output), entry(Weight::Embedding)) {
@@ -135,7 +135,7 @@ impl StoredWeights {
         }
     }
 
-    pub fn tensor(
+    pub(super) fn tensor(
         &self,
         weight: Weight,
         config: &ModelConfig,
@@ -158,7 +158,11 @@ impl StoredWeights {
     }
 
     /// Returns a tensor that the directory has.
-    pub fn named(&self, name: String, order: RowOrder) -> Result<StoredTensor<'_>, ModelError> {
+    pub(super) fn named(
+        &self,
+        name: String,
+        order: RowOrder,
+    ) -> Result<StoredTensor<'_>, ModelError> {
         let Entry { file, range, dims, encoding } = &self.tensors[&name];
         let file = &self.files[*file];
         let (path, offset) = (file.path(), range.start);
@@ -185,7 +189,7 @@ impl StoredWeights {
     }
 
     /// Reads and checks the scales of all FP8 matrices. `strategy` is that of the configuration.
-    pub fn read_scales(
+    pub(super) fn read_scales(
         &mut self,
         config: &ModelConfig,
         strategy: Option<ScaleStrategy>,
@@ -260,12 +264,12 @@ impl StoredWeights {
     }
 
     /// Returns the tensors with scales of a matrix and its inputs.
-    pub fn scale_tensors(&self, matrix: &str) -> Result<Vec<StoredTensor<'_>>, ModelError> {
+    pub(super) fn scale_tensors(&self, matrix: &str) -> Result<Vec<StoredTensor<'_>>, ModelError> {
         let names = self.scales.get(matrix).into_iter().flat_map(|it| &it.tensors);
         names.map(|name| self.named(name.clone(), RowOrder::Halves)).collect()
     }
 
-    pub fn refuse_unknown_tensors(&self, config: &ModelConfig) -> Result<(), ModelError> {
+    pub(super) fn refuse_unknown_tensors(&self, config: &ModelConfig) -> Result<(), ModelError> {
         // Some exports repeat a tied output.
         let weights = Weight::all(config).chain([Weight::Output]);
         let mut known: HashSet<String> =
@@ -300,7 +304,7 @@ impl StoredTensor<'_> {
     }
 
     /// Decodes all elements; rejects non-finite ones.
-    pub fn read_vector(&self, out: &mut [f32]) -> Result<(), ModelError> {
+    pub(crate) fn read_vector(&self, out: &mut [f32]) -> Result<(), ModelError> {
         self.decode(out);
         match out.iter().position(|value| !value.is_finite()) {
             None => Ok(()),
@@ -308,12 +312,12 @@ impl StoredTensor<'_> {
         }
     }
 
-    pub fn wrong_shape(self, expected: Vec<u64>) -> ModelError {
+    pub(crate) fn wrong_shape(self, expected: Vec<u64>) -> ModelError {
         let Self { path, name: tensor, offset, dims: found, .. } = self;
         ModelError::TensorShape { path: path.into(), tensor, offset, found, expected }
     }
 
-    pub fn wrong_type(&self, supported: String) -> ModelError {
+    pub(crate) fn wrong_type(&self, supported: String) -> ModelError {
         ModelError::TensorType {
             path: self.path.into(),
             tensor: self.name.clone(),
@@ -323,7 +327,7 @@ impl StoredTensor<'_> {
         }
     }
 
-    pub fn not_finite(&self, element: usize, found: f32) -> ModelError {
+    pub(crate) fn not_finite(&self, element: usize, found: f32) -> ModelError {
         ModelError::NotFinite {
             path: self.path.into(),
             tensor: self.name.clone(),

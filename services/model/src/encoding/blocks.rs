@@ -12,26 +12,26 @@ fn f16_at(block: &[u8], at: usize) -> f32 {
 }
 
 /// Decodes f16 scale, 32 nibbles: `scale * (nibble - 8)`. The low nibbles are the first 16 elements.
-pub fn q4_0(block: &[u8; 18], out: &mut [f32; SMALL]) {
+pub(super) fn q4_0(block: &[u8; 18], out: &mut [f32; SMALL]) {
     let scale = f16_at(block, 0);
     nibbles(&block[2..], out, |nibble, _| scale * (f32::from(nibble) - 8.0));
 }
 
 /// Decodes f16 scale, f16 minimum, 32 nibbles: `scale * nibble + minimum`.
-pub fn q4_1(block: &[u8; 20], out: &mut [f32; SMALL]) {
+pub(super) fn q4_1(block: &[u8; 20], out: &mut [f32; SMALL]) {
     let (scale, minimum) = (f16_at(block, 0), f16_at(block, 2));
     nibbles(&block[4..], out, |nibble, _| scale * f32::from(nibble) + minimum);
 }
 
 /// Decodes f16 scale, 32 high bits, 32 nibbles: `scale * (five bits - 16)`.
-pub fn q5_0(block: &[u8; 22], out: &mut [f32; SMALL]) {
+pub(super) fn q5_0(block: &[u8; 22], out: &mut [f32; SMALL]) {
     let scale = f16_at(block, 0);
     let high = u32::from_le_bytes([block[2], block[3], block[4], block[5]]);
     nibbles(&block[6..], out, |nibble, at| scale * (f32::from(fifth_bit(nibble, high, at)) - 16.0));
 }
 
 /// Decodes f16 scale, f16 minimum, 32 high bits, 32 nibbles: `scale * five bits + minimum`.
-pub fn q5_1(block: &[u8; 24], out: &mut [f32; SMALL]) {
+pub(super) fn q5_1(block: &[u8; 24], out: &mut [f32; SMALL]) {
     let (scale, minimum) = (f16_at(block, 0), f16_at(block, 2));
     let high = u32::from_le_bytes([block[4], block[5], block[6], block[7]]);
     nibbles(&block[8..], out, |nibble, at| {
@@ -40,7 +40,7 @@ pub fn q5_1(block: &[u8; 24], out: &mut [f32; SMALL]) {
 }
 
 /// Decodes f16 scale, 32 signed bytes: `scale * byte`.
-pub fn q8_0(block: &[u8; 34], out: &mut [f32; SMALL]) {
+pub(super) fn q8_0(block: &[u8; 34], out: &mut [f32; SMALL]) {
     let scale = f16_at(block, 0);
     for (value, &byte) in out.iter_mut().zip(&block[2..]) {
         *value = scale * f32::from(byte as i8);
@@ -61,7 +61,7 @@ fn fifth_bit(nibble: u8, high: u32, at: usize) -> u8 {
 
 /// Decodes f16 scale, f16 minimum, 8 scales and 8 minima of 6 bits, 256 nibbles. Each of 8 groups has 32
 /// elements. Two groups share 32 bytes: the first group has the low nibbles, the second the high nibbles.
-pub fn q4_k(block: &[u8; 144], out: &mut [f32; LARGE]) {
+pub(super) fn q4_k(block: &[u8; 144], out: &mut [f32; LARGE]) {
     let groups = group_scales(block);
     for (pair, bytes) in block[16..].as_chunks::<32>().0.iter().enumerate() {
         for (half, (scale, minimum)) in [groups[2 * pair], groups[2 * pair + 1]].iter().enumerate()
@@ -76,7 +76,7 @@ pub fn q4_k(block: &[u8; 144], out: &mut [f32; LARGE]) {
 
 /// Decodes the fields of [`q4_k`] with 32 bytes of fifth bits before the nibbles: bit `group` of byte `i`
 /// belongs to element `i` of that group.
-pub fn q5_k(block: &[u8; 176], out: &mut [f32; LARGE]) {
+pub(super) fn q5_k(block: &[u8; 176], out: &mut [f32; LARGE]) {
     let groups = group_scales(block);
     let high = &block[16..48];
     for (group, (scale, minimum)) in groups.iter().enumerate() {
@@ -110,7 +110,7 @@ fn group_scales(block: &[u8]) -> [(f32, f32); 8] {
 
 /// Decodes 256 low nibbles, 256 pairs of high bits, 16 signed group scales, f16 scale: `scale * group scale *
 /// (six bits - 32)`. Each half of 128 elements has 64 bytes of nibbles and 32 bytes of high bits.
-pub fn q6_k(block: &[u8; 210], out: &mut [f32; LARGE]) {
+pub(super) fn q6_k(block: &[u8; 210], out: &mut [f32; LARGE]) {
     let scale = f16_at(block, 208);
     for (half, out) in out.as_chunks_mut::<128>().0.iter_mut().enumerate() {
         let low = &block[64 * half..][..64];

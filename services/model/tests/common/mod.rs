@@ -1,7 +1,7 @@
 //! Helpers of several test files: generated models and the real model.
 #![allow(dead_code, reason = "no test file uses all of it")]
 
-pub mod sequence;
+pub(crate) mod sequence;
 
 use std::{
     fs,
@@ -14,22 +14,22 @@ use model::{Checkpoint, LayerWeight, LoadFormat, ModelConfig, RopeScaling, Weigh
 use serde_json::{Value, json};
 
 /// Seed of the dummy weights that `reference.json` was computed with.
-pub const SEED: u64 = 7;
+pub(crate) const SEED: u64 = 7;
 
-pub fn fixture(name: &str) -> PathBuf {
+pub(crate) fn fixture(name: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures").join(name)
 }
 
-pub fn reference() -> Value {
+pub(crate) fn reference() -> Value {
     serde_json::from_slice(&fs::read(fixture("reference.json")).unwrap()).unwrap()
 }
 
-pub fn tiny_llama3() -> Checkpoint {
+pub(crate) fn tiny_llama3() -> Checkpoint {
     Checkpoint::open(fixture("tiny_llama3"), LoadFormat::Dummy { seed: SEED }).unwrap()
 }
 
 /// Returns the path of the real model, which is downloaded and not part of the repository.
-pub fn smollm2_path() -> PathBuf {
+pub(crate) fn smollm2_path() -> PathBuf {
     let path = std::env::var_os("BATON_TEST_MODEL").map(PathBuf::from).unwrap_or_else(|| {
         Path::new(env!("CARGO_MANIFEST_DIR"))
             .join("../../models/smollm2-135m/SmolLM2-135M-Instruct.Q4_1.gguf")
@@ -39,7 +39,7 @@ pub fn smollm2_path() -> PathBuf {
 }
 
 /// Returns all elements of a weight, row after row.
-pub fn elements(checkpoint: &Checkpoint, weight: Weight) -> Vec<f32> {
+pub(crate) fn elements(checkpoint: &Checkpoint, weight: Weight) -> Vec<f32> {
     match weight.shape(checkpoint.config()) {
         WeightShape::Vector { .. } => checkpoint.vector(weight).unwrap(),
         WeightShape::Matrix { rows, cols } => {
@@ -56,7 +56,7 @@ pub fn elements(checkpoint: &Checkpoint, weight: Weight) -> Vec<f32> {
 
 /// Encoding that both formats support.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub enum Element {
+pub(crate) enum Element {
     F32,
     F16,
     Bf16,
@@ -65,7 +65,7 @@ pub enum Element {
 }
 
 impl Element {
-    pub fn encode(self, values: &[f32]) -> Vec<u8> {
+    pub(crate) fn encode(self, values: &[f32]) -> Vec<u8> {
         match self {
             Element::F32 => values.iter().flat_map(|v| v.to_le_bytes()).collect(),
             Element::F16 => values.iter().flat_map(|&v| f16::from_f32(v).to_le_bytes()).collect(),
@@ -74,7 +74,7 @@ impl Element {
         }
     }
 
-    pub fn round(self, value: f32) -> f32 {
+    pub(crate) fn round(self, value: f32) -> f32 {
         match self {
             Element::F32 => value,
             Element::F16 => f16::from_f32(value).to_f32(),
@@ -104,7 +104,7 @@ impl Element {
 
 /// Tensor to write: name, dimensions with the slowest first, bytes.
 #[derive(Clone)]
-pub struct Tensor {
+pub(crate) struct Tensor {
     pub name: String,
     pub dims: Vec<u64>,
     pub element: Element,
@@ -112,7 +112,7 @@ pub struct Tensor {
 }
 
 /// Returns the weights of `checkpoint` under their Hugging Face names.
-pub fn hugging_face_tensors(checkpoint: &Checkpoint, element: Element) -> Vec<Tensor> {
+pub(crate) fn hugging_face_tensors(checkpoint: &Checkpoint, element: Element) -> Vec<Tensor> {
     Weight::all(checkpoint.config())
         .map(|weight| Tensor {
             name: weight.hugging_face_name(checkpoint.config()),
@@ -123,7 +123,7 @@ pub fn hugging_face_tensors(checkpoint: &Checkpoint, element: Element) -> Vec<Te
         .collect()
 }
 
-pub fn safetensors(tensors: &[Tensor]) -> Vec<u8> {
+pub(crate) fn safetensors(tensors: &[Tensor]) -> Vec<u8> {
     let mut header = serde_json::Map::new();
     header.insert("__metadata__".into(), json!({"format": "pt"}));
     let mut data: Vec<u8> = Vec::new();
@@ -143,7 +143,7 @@ pub fn safetensors(tensors: &[Tensor]) -> Vec<u8> {
 }
 
 /// Writes the fixture's config.json and the weights, in one file or in `shards` files.
-pub fn write_folder(folder: &Path, tensors: &[Tensor], shards: usize) {
+pub(crate) fn write_folder(folder: &Path, tensors: &[Tensor], shards: usize) {
     fs::copy(fixture("tiny_llama3/config.json"), folder.join("config.json")).unwrap();
     if shards == 1 {
         return fs::write(folder.join("model.safetensors"), safetensors(tensors)).unwrap();
@@ -161,7 +161,7 @@ pub fn write_folder(folder: &Path, tensors: &[Tensor], shards: usize) {
 }
 
 /// Returns the weights of `checkpoint` as llama.cpp's converter stores them.
-pub fn gguf_tensors(checkpoint: &Checkpoint, element: Element) -> Vec<Tensor> {
+pub(crate) fn gguf_tensors(checkpoint: &Checkpoint, element: Element) -> Vec<Tensor> {
     let config = checkpoint.config();
     let mut tensors: Vec<Tensor> = Weight::all(config)
         .map(|weight| {
@@ -218,19 +218,19 @@ fn neighbouring_pairs(values: &[f32], head_dim: usize, cols: usize) -> Vec<f32> 
 
 /// Metadata value to write.
 #[derive(Clone, Copy, Debug)]
-pub enum Entry<'a> {
+pub(crate) enum Entry<'a> {
     U32(u32),
     F32(f32),
     Text(&'a str),
 }
 
 /// Returns the bytes of a GGUF file with this configuration and these weights.
-pub fn gguf(config: &ModelConfig, tensors: &[Tensor]) -> Vec<u8> {
+pub(crate) fn gguf(config: &ModelConfig, tensors: &[Tensor]) -> Vec<u8> {
     gguf_with(config, tensors, &[])
 }
 
 /// Returns a file as [`gguf`] does, with entries changed, added, or (with `None`) omitted.
-pub fn gguf_with(
+pub(crate) fn gguf_with(
     config: &ModelConfig,
     tensors: &[Tensor],
     changes: &[(&str, Option<Entry<'_>>)],

@@ -9,10 +9,10 @@ use kernels::{
 use model::{Checkpoint, Limits, Transformer};
 
 /// Blocks of a runner's arena.
-pub const BLOCKS: u32 = 512;
+pub(crate) const BLOCKS: u32 = 512;
 
 /// Loaded model or one rank's shard of it, the arena for its KV, and a counter that allocates blocks.
-pub struct Runner {
+pub(crate) struct Runner {
     backend: CpuBackend,
     llama: Transformer<CpuBackend>,
     arena: Arc<KvArena>,
@@ -20,13 +20,13 @@ pub struct Runner {
 }
 
 /// Sequence whose KV is in the runner's arena.
-pub struct Sequence {
+pub(crate) struct Sequence {
     position: u32,
     blocks: Vec<BlockId>,
 }
 
 impl Runner {
-    pub fn new(
+    pub(crate) fn new(
         checkpoint: &Checkpoint,
         weights: impl Into<WeightFormat>,
         isa: Isa,
@@ -40,7 +40,7 @@ impl Runner {
     }
 
     /// Creates one rank of a group, with one thread. The arena has all heads, or the rank's.
-    pub fn rank(
+    pub(crate) fn rank(
         checkpoint: &Checkpoint,
         weights: impl Into<WeightFormat>,
         group: CpuGroup,
@@ -63,12 +63,12 @@ impl Runner {
         Self { backend, llama, arena, next_block: 0 }
     }
 
-    pub fn shard(&self) -> Shard {
+    pub(crate) fn shard(&self) -> Shard {
         self.llama.shard()
     }
 
     /// Allocates blocks for `tokens` tokens.
-    pub fn sequence(&mut self, tokens: usize) -> Sequence {
+    pub(crate) fn sequence(&mut self, tokens: usize) -> Sequence {
         let blocks = tokens.div_ceil(kernels::BLOCK_TOKENS) as u32;
         let first = self.next_block;
         self.next_block += blocks;
@@ -77,7 +77,7 @@ impl Runner {
 
     /// Runs one forward pass over some tokens of each sequence, and returns the logits of the last
     /// `sampled` tokens of each, concatenated.
-    pub fn forward(&mut self, parts: &mut [(&mut Sequence, &[u32], u32)]) -> Vec<Vec<f32>> {
+    pub(crate) fn forward(&mut self, parts: &mut [(&mut Sequence, &[u32], u32)]) -> Vec<Vec<f32>> {
         let sequences: Vec<StepSequence<'_>> = parts
             .iter()
             .map(|(sequence, tokens, sampled)| StepSequence {
@@ -100,7 +100,12 @@ impl Runner {
     }
 
     /// Prefills `tokens` in chunks and returns the logits after them.
-    pub fn prefill(&mut self, sequence: &mut Sequence, tokens: &[u32], chunk: usize) -> Vec<f32> {
+    pub(crate) fn prefill(
+        &mut self,
+        sequence: &mut Sequence,
+        tokens: &[u32],
+        chunk: usize,
+    ) -> Vec<f32> {
         let mut logits = Vec::new();
         let chunks = tokens.len().div_ceil(chunk);
         for (index, chunk) in tokens.chunks(chunk).enumerate() {
@@ -111,13 +116,13 @@ impl Runner {
     }
 
     /// Returns the logits after one more token.
-    pub fn decode(&mut self, sequence: &mut Sequence, token: u32) -> Vec<f32> {
+    pub(crate) fn decode(&mut self, sequence: &mut Sequence, token: u32) -> Vec<f32> {
         self.forward(&mut [(sequence, &[token], 1)]).pop().expect("one row sampled")
     }
 }
 
 /// Returns the lowest id among the greatest logits.
-pub fn argmax(logits: &[f32]) -> u32 {
+pub(crate) fn argmax(logits: &[f32]) -> u32 {
     let best =
         (0..logits.len()).fold(0, |best, id| if logits[id] > logits[best] { id } else { best });
     best as u32

@@ -97,7 +97,7 @@ enum TransferState {
 }
 
 impl Attempts {
-    pub fn new(weight_version: u64) -> Self {
+    pub(super) fn new(weight_version: u64) -> Self {
         Self {
             weight_version,
             records: HashMap::new(),
@@ -110,42 +110,42 @@ impl Attempts {
         }
     }
 
-    pub fn is_empty(&self) -> bool {
+    pub(super) fn is_empty(&self) -> bool {
         self.records.is_empty()
     }
 
-    pub fn next_input(&mut self) -> Option<Input> {
+    pub(super) fn next_input(&mut self) -> Option<Input> {
         self.inputs.pop_front()
     }
 
     /// Returns the next input if it is KV that has arrived.
-    pub fn next_arrived_kv(&mut self) -> Option<Input> {
+    pub(super) fn next_arrived_kv(&mut self) -> Option<Input> {
         self.inputs.pop_front_if(|input| matches!(input, Input::KvArrived { .. }))
     }
 
-    pub fn next_command(&mut self) -> Option<(Option<CallId>, transfer::Command)> {
+    pub(super) fn next_command(&mut self) -> Option<(Option<CallId>, transfer::Command)> {
         self.commands.pop_front()
     }
 
     /// Returns the next command if it sends what this node has computed.
-    pub fn next_send(&mut self) -> Option<(Option<CallId>, transfer::Command)> {
+    pub(super) fn next_send(&mut self) -> Option<(Option<CallId>, transfer::Command)> {
         use transfer::Command::{Finish, Written};
         self.commands.pop_front_if(|(_, command)| matches!(command, Written { .. } | Finish { .. }))
     }
 
     /// Tells the transfers, after all earlier commands, that the weights have changed.
-    pub fn change_weights(&mut self, weight_version: u64) {
+    pub(super) fn change_weights(&mut self, weight_version: u64) {
         self.weight_version = weight_version;
         self.commands.push_back((None, transfer::Command::ChangeWeights { weight_version }));
     }
 
     /// Rejects new calls from now on, or accepts them again.
-    pub fn set_draining(&mut self, is_draining: bool) {
+    pub(super) fn set_draining(&mut self, is_draining: bool) {
         self.is_draining = is_draining;
     }
 
     /// Handles the router's `Decode` or `Prefill` call.
-    pub fn call(&mut self, call: Call, now: Instant) {
+    pub(super) fn call(&mut self, call: Call, now: Instant) {
         let (id, call_id) = (call.sequence.id, call.id());
         let refusal = if self.is_draining {
             Some(Refusal::Draining)
@@ -192,7 +192,7 @@ impl Attempts {
 
     /// Accepts the call after the scheduler has seen its arrival and the resulting actions are
     /// handled, unless the sequence failed at once.
-    pub fn scheduled(&mut self, id: SequenceId, now: Instant) {
+    pub(super) fn scheduled(&mut self, id: SequenceId, now: Instant) {
         let Some(record) = self.records.get_mut(&id) else { return };
         if record.caller != CallerState::Waiting {
             return;
@@ -218,7 +218,7 @@ impl Attempts {
     /// Handles a command that the full transfer queue has rejected. If the command begins a transfer, rejects the call
     /// as busy and returns false. Returns true for a command of an active transfer: the owner must offer it again
     /// before any other command.
-    pub fn transfer_queue_full(
+    pub(super) fn transfer_queue_full(
         &mut self,
         call: Option<CallId>,
         command: transfer::Command,
@@ -252,7 +252,7 @@ impl Attempts {
     }
 
     /// Handles an action of the scheduler.
-    pub fn on_action(&mut self, action: Action, now: Instant) {
+    pub(super) fn on_action(&mut self, action: Action, now: Instant) {
         match action {
             // D requests the blocks that D does not have from P.
             Action::Reserve { id, first_block, blocks } => {
@@ -326,7 +326,7 @@ impl Attempts {
     }
 
     /// Handles a load whose first `intact` blocks are written, and which writes no further block.
-    pub fn loaded(&mut self, job: JobId, intact: u32) {
+    pub(super) fn loaded(&mut self, job: JobId, intact: u32) {
         let Some(id) = self.loads.remove(&job) else { return };
         let Some(record) = self.records.get_mut(&id) else { return };
         let loaded_tokens = Some(intact * BLOCK_TOKENS as u32);
@@ -458,7 +458,7 @@ impl Attempts {
         self.inputs.push_back(Input::TransferEnded { id });
     }
 
-    pub fn on_transfer_event(&mut self, event: transfer::Event, now: Instant) {
+    pub(super) fn on_transfer_event(&mut self, event: transfer::Event, now: Instant) {
         match event {
             // On P: the `RESERVE` has arrived, so the scheduler may run the sequence.
             transfer::Event::Ready { transfer, first_block, block_count: _, traceparent } => {
@@ -519,7 +519,7 @@ impl Attempts {
     }
 
     /// Handles the end of a call: the router has all tokens that it needs, or its client disconnected.
-    pub fn cancel(&mut self, call: CallId) {
+    pub(super) fn cancel(&mut self, call: CallId) {
         let id = call.sequence;
         let Some(record) = self.records.get_mut(&id).filter(|record| record.call == call) else {
             return;
@@ -535,7 +535,7 @@ impl Attempts {
     }
 
     /// Handles a caller whose queue was full when an event was sent.
-    pub fn slow_reader(&mut self, call: CallId) {
+    pub(super) fn slow_reader(&mut self, call: CallId) {
         let id = call.sequence;
         if self.records.get(&id).is_none_or(|record| record.call != call) {
             return;
@@ -546,7 +546,7 @@ impl Attempts {
     }
 
     /// Ends every attempt now and rejects new calls.
-    pub fn close(&mut self, reason: &CloseReason) {
+    pub(super) fn close(&mut self, reason: &CloseReason) {
         self.is_draining = true;
         let kind = match reason {
             CloseReason::DrainTimeout | CloseReason::Stopped => FailureKind::Draining,

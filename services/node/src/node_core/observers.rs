@@ -52,7 +52,7 @@ struct Observer {
 }
 
 impl LoadObservers {
-    pub fn new(record: &NodeRecord) -> Self {
+    pub(super) fn new(record: &NodeRecord) -> Self {
         Self {
             record: record.into(),
             observers: Vec::new(),
@@ -68,19 +68,19 @@ impl LoadObservers {
         }
     }
 
-    pub fn mark_changed(&mut self) {
+    pub(super) fn mark_changed(&mut self) {
         self.is_changed = true;
     }
 
     /// Names the sequence in the next delta, whose load includes it. Routers then no longer count it as unseen.
-    pub fn arrived(&mut self, id: SequenceId) {
+    pub(super) fn arrived(&mut self, id: SequenceId) {
         self.arrived.push(id);
     }
 
     /// Adds a step to the fit of step times. The step's time starts when the previous step was collected, so it
     /// includes the host's work between steps: clients wait for that, too. A wait for token bitmasks is not part of the
     /// step's time, because it does not depend on the step's work.
-    pub fn add_step(&mut self, step: &StepRecord) {
+    pub(super) fn add_step(&mut self, step: &StepRecord) {
         let work = Work {
             prefill_tokens: step.work.prefill_tokens.into(),
             prefill_pairs: step.work.prefill_pairs as f64,
@@ -98,12 +98,12 @@ impl LoadObservers {
     }
 
     /// Returns when the next delta is due; `None` when nothing has changed.
-    pub fn due(&self, now: Instant) -> Option<Instant> {
+    pub(super) fn due(&self, now: Instant) -> Option<Instant> {
         self.is_changed.then(|| self.sent_at.map_or(now, |sent_at| sent_at + INTERVAL))
     }
 
     /// Sends `draining` at once.
-    pub fn set_draining<E: Executor>(
+    pub(super) fn set_draining<E: Executor>(
         &mut self,
         is_draining: bool,
         until: Option<Instant>,
@@ -116,7 +116,7 @@ impl LoadObservers {
     }
 
     /// Sends the state of a pause at once.
-    pub fn set_pause<E: Executor>(
+    pub(super) fn set_pause<E: Executor>(
         &mut self,
         pause: v1::PauseState,
         now: Instant,
@@ -128,7 +128,7 @@ impl LoadObservers {
     }
 
     /// Sends the last state under the old weights, then the change. Later snapshots name the new weights.
-    pub fn change_weights<E: Executor>(
+    pub(super) fn change_weights<E: Executor>(
         &mut self,
         changed: v1::WeightsChanged,
         now: Instant,
@@ -152,14 +152,14 @@ impl LoadObservers {
     }
 
     /// Ends every observer's stream: for routers a stalled node is down until a probe succeeds.
-    pub fn stall(&mut self, outputs: &mut Outputs) {
+    pub(super) fn stall(&mut self, outputs: &mut Outputs) {
         let stalled = self.observers.drain(..);
         outputs
             .extend(stalled.map(|observer| NodeOutput::ObserveStalled { observer: observer.id }));
     }
 
     /// Sends a snapshot to a new observer. The next delta does not repeat the snapshot.
-    pub fn add<E: Executor>(
+    pub(super) fn add<E: Executor>(
         &mut self,
         id: ObserverId,
         now: Instant,
@@ -191,12 +191,12 @@ impl LoadObservers {
         self.observers.push(observer);
     }
 
-    pub fn remove(&mut self, id: ObserverId) {
+    pub(super) fn remove(&mut self, id: ObserverId) {
         self.observers.retain(|observer| observer.id != id);
     }
 
     /// Sends a delta if one is due.
-    pub fn publish_if_due<E: Executor>(
+    pub(super) fn publish_if_due<E: Executor>(
         &mut self,
         now: Instant,
         steps: &mut StepLoop<E>,

@@ -82,7 +82,7 @@ pub(crate) struct SlotBuffer {
 impl DiskFile {
     /// Opens or creates the file, locks it, and allocates `size` bytes.
     /// `weights` is part of the format, because weights in another number format compute different KV.
-    pub fn open(
+    pub(super) fn open(
         path: &Path,
         size: u64,
         layout: KvLayout,
@@ -132,16 +132,16 @@ impl DiskFile {
         self.file.set_permissions(Permissions::from_mode(0o600)).map_err(DiskError::Mode)
     }
 
-    pub fn slot_count(&self) -> u32 {
+    pub(super) fn slot_count(&self) -> u32 {
         self.slot_count
     }
 
-    pub fn buffer(&self) -> io::Result<SlotBuffer> {
+    pub(super) fn buffer(&self) -> io::Result<SlotBuffer> {
         Ok(SlotBuffer { bytes: MmapMut::map_anon(self.slot_bytes)?, block_bytes: self.block_bytes })
     }
 
     /// Writes a slot: the block in `buffer`, and its header.
-    pub fn write(
+    pub(super) fn write(
         &self,
         slot: SlotIndex,
         contents: &BlockContents,
@@ -154,7 +154,7 @@ impl DiskFile {
     }
 
     /// Reads a slot into `buffer` and checks that it has the block.
-    pub fn read(
+    pub(super) fn read(
         &self,
         slot: SlotIndex,
         contents: &BlockContents,
@@ -165,19 +165,19 @@ impl DiskFile {
     }
 
     /// Overwrites the header of a slot, so that the slot holds no block. `buffer` is overwritten.
-    pub fn erase(&self, slot: SlotIndex, buffer: &mut SlotBuffer) -> io::Result<()> {
+    pub(super) fn erase(&self, slot: SlotIndex, buffer: &mut SlotBuffer) -> io::Result<()> {
         buffer.bytes[..PAGE].fill(0);
         self.file.write_all_at(&buffer.bytes[..PAGE], self.offset(slot))
     }
 
     /// Returns whether direct I/O can read into `block`.
-    pub fn reads_into(block: &[u8]) -> bool {
+    pub(super) fn reads_into(block: &[u8]) -> bool {
         block.as_ptr().addr().is_multiple_of(PAGE) && block.len().is_multiple_of(PAGE)
     }
 
     /// Reads a slot's header into `buffer` and its block into `block`, and checks that the slot has the block. A slot
     /// that does not have it overwrites `block`, too.
-    pub fn read_into(
+    pub(super) fn read_into(
         &self,
         slot: SlotIndex,
         contents: &BlockContents,
@@ -196,7 +196,11 @@ impl DiskFile {
     }
 
     /// Returns the key in a slot's header, if the slot has an intact header. `buffer` is overwritten.
-    pub fn key(&self, slot: SlotIndex, buffer: &mut SlotBuffer) -> io::Result<Option<BlockHash>> {
+    pub(super) fn key(
+        &self,
+        slot: SlotIndex,
+        buffer: &mut SlotBuffer,
+    ) -> io::Result<Option<BlockHash>> {
         self.file.read_exact_at(&mut buffer.bytes[..PAGE], self.offset(slot))?;
         Ok(parse_header(&buffer.bytes).map(|(contents, _)| contents.key))
     }
@@ -250,11 +254,11 @@ impl Drop for DiskFile {
 }
 
 impl SlotBuffer {
-    pub fn block(&self) -> &[u8] {
+    pub(super) fn block(&self) -> &[u8] {
         &self.bytes[PAGE..PAGE + self.block_bytes]
     }
 
-    pub fn block_mut(&mut self) -> &mut [u8] {
+    pub(super) fn block_mut(&mut self) -> &mut [u8] {
         &mut self.bytes[PAGE..PAGE + self.block_bytes]
     }
 }
@@ -337,13 +341,13 @@ fn parse_header(bytes: &[u8]) -> Option<(BlockContents, u128)> {
 #[cfg(test)]
 impl DiskFile {
     /// Returns a file with slots for which no machine has buffers.
-    pub fn with_endless_slots(mut self) -> Self {
+    pub(super) fn with_endless_slots(mut self) -> Self {
         self.slot_bytes = 1 << 60;
         self
     }
 
     /// Returns the file of this path as if its file system had become read-only.
-    pub fn read_only(mut self, path: &Path) -> Self {
+    pub(super) fn read_only(mut self, path: &Path) -> Self {
         self.file = File::open(path).expect("the file exists");
         self
     }

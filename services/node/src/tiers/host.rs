@@ -84,7 +84,7 @@ pub(super) struct PinLimits {
 }
 
 impl PinLimits {
-    pub fn of_node(nodes_per_container: u32) -> Self {
+    pub(super) fn of_node(nodes_per_container: u32) -> Self {
         let share = MemoryShare::of_node(nodes_per_container);
         Self {
             share,
@@ -94,7 +94,7 @@ impl PinLimits {
         }
     }
 
-    pub fn share(&self) -> Option<MemoryShare> {
+    pub(super) fn share(&self) -> Option<MemoryShare> {
         self.share
     }
 
@@ -119,7 +119,10 @@ type Copy = Box<dyn TransferInFlight<CopiedBlocks>>;
 impl HostMemory {
     /// Reserves memory for `slot_count` blocks of the arena; `None` when its blocks are in host memory already. Takes
     /// no memory before it is pinned.
-    pub fn new(arena: &KvArena, slot_count: u32) -> Option<Result<Self, kernels::ArenaError>> {
+    pub(super) fn new(
+        arena: &KvArena,
+        slot_count: u32,
+    ) -> Option<Result<Self, kernels::ArenaError>> {
         let offload = arena.offload()?;
         let slots = KvArena::host(arena.layout(), slot_count);
         Some(slots.map(|slots| {
@@ -141,7 +144,7 @@ impl HostMemory {
     ///
     /// # Errors
     /// When the bytes are not those that were saved.
-    pub fn copy(
+    pub(super) fn copy(
         &self,
         slot: SlotIndex,
         contents: &BlockContents,
@@ -159,7 +162,7 @@ impl HostMemory {
 }
 
 impl HostTier {
-    pub fn start(
+    pub(super) fn start(
         memory: &HostMemory,
         limits: PinLimits,
         arena: &Arc<KvArena>,
@@ -213,12 +216,12 @@ impl HostTier {
     }
 
     /// Queues a save. Never waits. Returns whether a thread will report its end.
-    pub fn save(&self, job: SaveJob) -> bool {
+    pub(super) fn save(&self, job: SaveJob) -> bool {
         enqueue(self.saves.as_ref(), job)
     }
 
     /// Queues the blocks of a load that this tier holds. Never waits. Returns the load's result if no thread will.
-    pub fn load(&self, job: &Arc<SharedLoad>) -> Option<TierEvent> {
+    pub(super) fn load(&self, job: &Arc<SharedLoad>) -> Option<TierEvent> {
         match enqueue(self.loads.as_ref(), Arc::clone(job)) {
             true => None,
             false => job.refuse(Tier::Host),

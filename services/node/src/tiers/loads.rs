@@ -46,7 +46,7 @@ pub(super) struct SharedLoad {
 }
 
 impl SharedLoad {
-    pub fn new(load: LoadJob) -> Self {
+    pub(super) fn new(load: LoadJob) -> Self {
         let on = |tier| load.blocks.iter().enumerate().filter(move |(_, it)| it.tier == tier);
         let on_disk: Vec<usize> = on(Tier::Disk).map(|(index, _)| index).collect();
         let readers = if on_disk.is_empty() { 0 } else { READERS };
@@ -61,41 +61,41 @@ impl SharedLoad {
         }
     }
 
-    pub fn block(&self, index: usize) -> &LoadBlock {
+    pub(super) fn block(&self, index: usize) -> &LoadBlock {
         &self.load.blocks[index]
     }
 
     /// Returns the indices of the blocks that a tier holds.
-    pub fn on(&self, tier: Tier) -> Vec<usize> {
+    pub(super) fn on(&self, tier: Tier) -> Vec<usize> {
         (0..self.load.blocks.len()).filter(|&index| self.block(index).tier == tier).collect()
     }
 
-    pub fn has_disk(&self) -> bool {
+    pub(super) fn has_disk(&self) -> bool {
         !self.on_disk.is_empty()
     }
 
-    pub fn has_host(&self) -> bool {
+    pub(super) fn has_host(&self) -> bool {
         self.on_disk.len() < self.load.blocks.len()
     }
 
     /// Sets the time at which the first thread begins.
-    pub fn begin(&self) {
+    pub(super) fn begin(&self) {
         self.started.get_or_init(Instant::now);
     }
 
     /// Records that a block is not intact. The blocks after it are useless.
-    pub fn fail(&self, index: usize) {
+    pub(super) fn fail(&self, index: usize) {
         self.failed.fetch_min(index, Ordering::Relaxed);
     }
 
     /// Returns whether all blocks before this block may still be intact.
-    pub fn is_wanted(&self, index: usize) -> bool {
+    pub(super) fn is_wanted(&self, index: usize) -> bool {
         index < self.failed.load(Ordering::Relaxed)
     }
 
     /// Ends a thread's work on this load. The last thread gets the result to report.
     #[must_use]
-    pub fn end(&self) -> Option<TierEvent> {
+    pub(super) fn end(&self) -> Option<TierEvent> {
         // The last thread sees the results of the others.
         (self.working.fetch_sub(1, Ordering::AcqRel) == 1).then(|| {
             let intact = self.failed.load(Ordering::Relaxed) as u32;
@@ -105,7 +105,7 @@ impl SharedLoad {
     }
 
     /// Ends the work of a thread that did not get this load. See [`end`](Self::end).
-    pub fn refuse(&self, tier: Tier) -> Option<TierEvent> {
+    pub(super) fn refuse(&self, tier: Tier) -> Option<TierEvent> {
         self.on(tier).first().into_iter().for_each(|&index| self.fail(index));
         self.end()
     }
@@ -120,7 +120,7 @@ struct DiskReader {
 }
 
 impl LoadQueue {
-    pub fn start(
+    pub(super) fn start(
         disk: &Arc<DiskFile>,
         arena: &Arc<KvArena>,
         events: &Events,
@@ -150,7 +150,7 @@ impl LoadQueue {
     }
 
     /// Queues the blocks of a load that are on the disk. Never waits. Returns the load's result if no thread will.
-    pub fn start_job(&self, job: &Arc<SharedLoad>) -> Option<TierEvent> {
+    pub(super) fn start_job(&self, job: &Arc<SharedLoad>) -> Option<TierEvent> {
         let mut result = None;
         for _ in 0..READERS {
             if !enqueue(self.jobs.as_ref(), Arc::clone(job)) {
@@ -161,7 +161,7 @@ impl LoadQueue {
     }
 
     /// Ends and joins the threads.
-    pub fn stop(&mut self) {
+    pub(super) fn stop(&mut self) {
         self.jobs = None;
         self.threads.drain(..).for_each(join);
     }

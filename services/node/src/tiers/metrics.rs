@@ -34,7 +34,7 @@ impl LatestTierStats {
 
 impl TierMetrics {
     /// Registers the instruments. A block has `block_bytes` bytes.
-    pub fn register(metrics: &Metrics, block_bytes: usize) -> Self {
+    pub(crate) fn register(metrics: &Metrics, block_bytes: usize) -> Self {
         let this = Self::default();
         let observe = |name: &str, unit: u64, read: fn(&TierStats) -> u64| {
             let this = this.clone();
@@ -65,7 +65,7 @@ impl TierMetrics {
         this
     }
 
-    pub fn set(&self, tier: Tier, stats: TierStats) {
+    pub(crate) fn set(&self, tier: Tier, stats: TierStats) {
         let set = LatestTierStats { tier, stats, at: Instant::now() };
         let mut latest = self.lock();
         match latest.iter_mut().find(|before| before.tier == tier) {

@@ -40,7 +40,7 @@ struct BufferedBlock {
 
 impl SaveQueue {
     /// `host`: memory of the host tier, if there is one.
-    pub fn start(
+    pub(super) fn start(
         disk: &Arc<DiskFile>,
         arena: &Arc<KvArena>,
         host: Option<&HostMemory>,
@@ -94,7 +94,7 @@ impl SaveQueue {
     }
 
     /// Queues a save. Never waits. Returns whether a thread will report its end.
-    pub fn start_job(&self, job: SaveJob) -> bool {
+    pub(super) fn start_job(&self, job: SaveJob) -> bool {
         enqueue(self.jobs.as_ref(), job)
     }
 }

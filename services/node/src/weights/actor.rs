@@ -65,7 +65,7 @@ pub(crate) struct WeightActor {
 }
 
 impl WeightActor {
-    pub fn start(settings: WeightSettings) -> Self {
+    pub(crate) fn start(settings: WeightSettings) -> Self {
         let (messages, received) = mpsc::channel(CALLS_MAX);
         let stop = CancellationToken::new();
         let mut actor = Actor::new(settings);
@@ -74,12 +74,12 @@ impl WeightActor {
         Self { stop: stop.drop_guard(), task, handle: Handle { messages } }
     }
 
-    pub fn handle(&self) -> Handle {
+    pub(crate) fn handle(&self) -> Handle {
         self.handle.clone()
     }
 
     /// Stops the task. Work that blocks a thread, such as reading weights, ends at its next check.
-    pub async fn shutdown(self) {
+    pub(crate) async fn shutdown(self) {
         drop(self.stop);
         // A panic of the actor was logged by the runtime; the node stops anyway.
         let _ = self.task.await;

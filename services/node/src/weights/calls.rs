@@ -55,7 +55,7 @@ pub(super) enum WeightsCall {
 
 impl WeightsCall {
     /// Returns the update whose state the answer has; `None`: the running update, or the last one.
-    pub fn update(&self) -> Option<UpdateId> {
+    pub(super) fn update(&self) -> Option<UpdateId> {
         match self {
             Self::Begin(begin) => Some(begin.id),
             Self::Commit { id, .. } | Self::Abort { id, .. } => Some(*id),

@@ -19,12 +19,12 @@ pub(super) struct Standby {
 }
 
 impl Standby {
-    pub fn new(update: Arc<dyn WeightUpdate>) -> Self {
+    pub(super) fn new(update: Arc<dyn WeightUpdate>) -> Self {
         Self { update, owner: Arc::default() }
     }
 
     /// Runs `prepare` on a thread for the update `id`. Frees the copy if `prepare` fails or was cancelled.
-    pub async fn prepare<T: Send + 'static>(
+    pub(super) async fn prepare<T: Send + 'static>(
         &self,
         id: UpdateId,
         cancelled: CancellationToken,
@@ -60,7 +60,10 @@ impl Standby {
     }
 
     /// Runs `work` on a thread while no update prepares the copy.
-    pub async fn between_updates(&self, work: impl FnOnce(&dyn WeightUpdate) + Send + 'static) {
+    pub(super) async fn between_updates(
+        &self,
+        work: impl FnOnce(&dyn WeightUpdate) + Send + 'static,
+    ) {
         let owner = self.owner.clone().lock_owned().await;
         let update = self.update.clone();
         let work = spawn_blocking(move || {
@@ -72,7 +75,7 @@ impl Standby {
     }
 
     /// Frees the copy if the update `id` owns it.
-    pub async fn discard(&self, id: UpdateId) {
+    pub(super) async fn discard(&self, id: UpdateId) {
         let mut owner = self.owner.clone().lock_owned().await;
         let update = self.update.clone();
         let free = spawn_blocking(move || {

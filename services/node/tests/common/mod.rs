@@ -27,30 +27,30 @@ use tonic::{
 };
 
 /// Time-out of every wait in these tests.
-pub const TIMEOUT: Duration = Duration::from_secs(60);
+pub(crate) const TIMEOUT: Duration = Duration::from_secs(60);
 const SECRET: &str = "0123456789abcdef0123456789abcdef";
 /// Context length of the dummy models.
-pub const DUMMY_CONTEXT: u32 = 4096;
-pub const DUMMY_VOCABULARY: u32 = 96;
+pub(crate) const DUMMY_CONTEXT: u32 = 4096;
+pub(crate) const DUMMY_VOCABULARY: u32 = 96;
 
 /// Returns a folder with the configuration of a small model with dummy weights. It generates about
 /// ten thousand tokens a second.
-pub fn dummy_model() -> TempDir {
+pub(crate) fn dummy_model() -> TempDir {
     model_of(32, 2)
 }
 
 /// Returns another model with a different fingerprint.
-pub fn other_model() -> TempDir {
+pub(crate) fn other_model() -> TempDir {
     model_of(64, 2)
 }
 
 /// Returns [`dummy_model`] with one more layer.
-pub fn deeper_model() -> TempDir {
+pub(crate) fn deeper_model() -> TempDir {
     model_of(32, 3)
 }
 
 /// Returns a model whose answers take seconds, so that tests can disturb them.
-pub fn slow_model() -> TempDir {
+pub(crate) fn slow_model() -> TempDir {
     model_of(512, 8)
 }
 
@@ -73,7 +73,7 @@ fn model_of(hidden_size: u32, layers: u32) -> TempDir {
 }
 
 /// Returns settings of a node on loopback with free ports, in f32.
-pub fn settings(model: &Path, load_format: &str, more: &[(&str, &str)]) -> Flags {
+pub(crate) fn settings(model: &Path, load_format: &str, more: &[(&str, &str)]) -> Flags {
     let mut flags: Flags = [
         ("model.path", model.to_str().unwrap()),
         ("model.name", "test-model"),
@@ -95,7 +95,7 @@ pub fn settings(model: &Path, load_format: &str, more: &[(&str, &str)]) -> Flags
 
 /// Returns settings of a dummy model's node with few slots and small steps, so that requests need
 /// several batches and chunks.
-pub fn dummy_settings(model: &Path, more: &[(&str, &str)]) -> Flags {
+pub(crate) fn dummy_settings(model: &Path, more: &[(&str, &str)]) -> Flags {
     let mut all = vec![
         ("node.blocks", "128"),
         ("node.slots", "4"),
@@ -107,7 +107,7 @@ pub fn dummy_settings(model: &Path, more: &[(&str, &str)]) -> Flags {
 }
 
 /// A node in this process.
-pub struct TestNode {
+pub(crate) struct TestNode {
     pub node: Node,
     pub peer: v1::Peer,
     pub client: Caller,
@@ -116,11 +116,11 @@ pub struct TestNode {
 }
 
 impl TestNode {
-    pub async fn start(role: Role, flags: Flags) -> Self {
+    pub(crate) async fn start(role: Role, flags: Flags) -> Self {
         Self::try_start(role, flags).await.unwrap_or_else(|error| panic!("{error}"))
     }
 
-    pub async fn try_start(role: Role, flags: Flags) -> Result<Self, NodeStartError> {
+    pub(crate) async fn try_start(role: Role, flags: Flags) -> Result<Self, NodeStartError> {
         let telemetry = Telemetry::start(
             &TelemetryConfig {
                 log: "off".into(),
@@ -147,12 +147,12 @@ impl TestNode {
         Ok(Self { node, peer, client, epoch, telemetry })
     }
 
-    pub fn side(&self) -> Side {
+    pub(crate) fn side(&self) -> Side {
         Side { peer: self.peer.clone(), client: self.client.clone() }
     }
 
     /// Stops the node in order and asserts that nothing is left running.
-    pub async fn stop(self) {
+    pub(crate) async fn stop(self) {
         drop(self.client);
         tokio::time::timeout(TIMEOUT, self.node.drain()).await.expect("in time").expect("in order");
     }
@@ -160,30 +160,30 @@ impl TestNode {
 
 /// The node, as a router knows it.
 #[derive(Clone)]
-pub struct Side {
+pub(crate) struct Side {
     pub peer: v1::Peer,
     pub client: Caller,
 }
 
 /// Client with the cluster secret.
-pub type Caller = NodeClient<InterceptedService<Channel, CallSigner>>;
+pub(crate) type Caller = NodeClient<InterceptedService<Channel, CallSigner>>;
 
 /// Returns the peer with the tag of a member.
-pub fn tagged(peer: v1::Peer) -> v1::Peer {
+pub(crate) fn tagged(peer: v1::Peer) -> v1::Peer {
     let tag = ClusterSecret::new(SECRET).unwrap().peer_tag(&peer);
     v1::Peer { tag: tag.to_vec().into(), ..peer }
 }
 
-pub fn signer() -> CallSigner {
+pub(crate) fn signer() -> CallSigner {
     CallSigner::new(&ClusterSecret::new(SECRET).unwrap()).unwrap()
 }
 
-pub async fn connect(address: &str, node: Epoch) -> Caller {
+pub(crate) async fn connect(address: &str, node: Epoch) -> Caller {
     connect_with(address, node, None).await.unwrap()
 }
 
 /// Connects with certificates, if there are any. With certificates the client demands a server that offers HTTP/2 by ALPN.
-pub async fn connect_with(
+pub(crate) async fn connect_with(
     address: &str,
     node: Epoch,
     tls: Option<ClientTlsConfig>,
@@ -196,7 +196,7 @@ pub async fn connect_with(
 }
 
 /// Returns settings with certificates in this folder.
-pub fn with_tls(mut flags: Flags, folder: &Path) -> Flags {
+pub(crate) fn with_tls(mut flags: Flags, folder: &Path) -> Flags {
     let mut params = CertificateParams::default();
     params.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
     let authority = CertifiedIssuer::self_signed(params, KeyPair::generate().unwrap()).unwrap();
@@ -213,7 +213,7 @@ pub fn with_tls(mut flags: Flags, folder: &Path) -> Flags {
 }
 
 /// Returns the certificates of a client of the node with these settings, if the node has certificates.
-pub fn client_tls(flags: &Flags) -> Option<ClientTlsConfig> {
+pub(crate) fn client_tls(flags: &Flags) -> Option<ClientTlsConfig> {
     let pem = |setting: &str| Some(std::fs::read_to_string(flags.get(setting)?).unwrap());
     let identity = Identity::from_pem(pem("cluster.tls_cert")?, pem("cluster.tls_key")?);
     let authority = Certificate::from_pem(pem("cluster.tls_ca")?);
@@ -221,7 +221,7 @@ pub fn client_tls(flags: &Flags) -> Option<ClientTlsConfig> {
 }
 
 /// Returns 16 bytes that are unique in this process.
-pub fn fresh_id() -> bytes::Bytes {
+pub(crate) fn fresh_id() -> bytes::Bytes {
     static NEXT: AtomicU64 = AtomicU64::new(1);
     let mut id = [0; 16];
     id[..8].copy_from_slice(&u64::from(std::process::id()).to_be_bytes());
@@ -230,12 +230,12 @@ pub fn fresh_id() -> bytes::Bytes {
 }
 
 /// Returns `count` tokens of the dummy vocabulary, different for each `seed`.
-pub fn dummy_prompt(count: usize, seed: u32) -> Vec<u32> {
+pub(crate) fn dummy_prompt(count: usize, seed: u32) -> Vec<u32> {
     (0..count as u32).map(|index| 3 + (index * 7 + seed * 31 + index * index) % 90).collect()
 }
 
 /// Returns a greedy attempt of `max_tokens` without stop tokens.
-pub fn attempt(tokens: &[u32], max_tokens: u32) -> v1::Attempt {
+pub(crate) fn attempt(tokens: &[u32], max_tokens: u32) -> v1::Attempt {
     v1::Attempt {
         request_id: fresh_id(),
         transfer_id: fresh_id(),
@@ -261,11 +261,11 @@ pub fn attempt(tokens: &[u32], max_tokens: u32) -> v1::Attempt {
 
 impl Side {
     /// Returns `attempt` addressed to this node.
-    pub fn addressed(&self, attempt: &v1::Attempt) -> v1::Attempt {
+    pub(crate) fn addressed(&self, attempt: &v1::Attempt) -> v1::Attempt {
         v1::Attempt { node_epoch: self.peer.epoch.clone(), ..attempt.clone() }
     }
 
-    pub async fn try_decode(
+    pub(crate) async fn try_decode(
         &self,
         attempt: &v1::Attempt,
         prefill: Option<v1::Peer>,
@@ -276,7 +276,7 @@ impl Side {
         Ok(tokio::time::timeout(TIMEOUT, answer).await.expect("in time")?.into_inner())
     }
 
-    pub async fn try_prefill(
+    pub(crate) async fn try_prefill(
         &self,
         attempt: &v1::Attempt,
         decode: v1::Peer,
@@ -288,11 +288,11 @@ impl Side {
         Ok(tokio::time::timeout(TIMEOUT, answer).await.expect("in time")?.into_inner())
     }
 
-    pub async fn local_prefill(&self, attempt: &v1::Attempt) -> Decoded {
+    pub(crate) async fn local_prefill(&self, attempt: &v1::Attempt) -> Decoded {
         Decoded::of(self.try_decode(attempt, None).await.expect("the node takes it")).await
     }
 
-    pub async fn observe(&self) -> Observer {
+    pub(crate) async fn observe(&self) -> Observer {
         let stream = self.client.clone().observe(v1::ObserveRequest {}).await.unwrap();
         Observer { stream: stream.into_inner(), next: 0, load: None }
     }
@@ -300,7 +300,7 @@ impl Side {
 
 /// A complete `Decode` stream.
 #[derive(Clone, Debug, Default, PartialEq)]
-pub struct Decoded {
+pub(crate) struct Decoded {
     pub ids: Vec<u32>,
     pub first_index: Option<u32>,
     pub reserved: Option<v1::Reserved>,
@@ -309,7 +309,7 @@ pub struct Decoded {
 }
 
 impl Decoded {
-    pub async fn of(mut stream: Streaming<v1::DecodeEvent>) -> Self {
+    pub(crate) async fn of(mut stream: Streaming<v1::DecodeEvent>) -> Self {
         let mut decoded = Self::default();
         while let Some(event) = next(&mut stream).await.expect("the stream is whole") {
             decoded.take(event);
@@ -317,7 +317,7 @@ impl Decoded {
         decoded
     }
 
-    pub fn take(&mut self, event: v1::DecodeEvent) {
+    pub(crate) fn take(&mut self, event: v1::DecodeEvent) {
         assert!(self.finished.is_none() && self.failure.is_none(), "nothing follows the end");
         match event.event.expect("no event is empty") {
             decode_event::Event::Reserved(reserved) => {
@@ -338,14 +338,14 @@ impl Decoded {
 
 /// A complete `Prefill` stream.
 #[derive(Clone, Debug, Default, PartialEq)]
-pub struct Prefilled {
+pub(crate) struct Prefilled {
     pub token: Option<v1::PrefillToken>,
     pub delivered: Option<v1::Delivered>,
     pub failure: Option<v1::Failure>,
 }
 
 impl Prefilled {
-    pub async fn of(mut stream: Streaming<v1::PrefillEvent>) -> Self {
+    pub(crate) async fn of(mut stream: Streaming<v1::PrefillEvent>) -> Self {
         let mut prefilled = Self::default();
         while let Some(event) = next(&mut stream).await.expect("the stream is whole") {
             match event.event.expect("no event is empty") {
@@ -359,7 +359,7 @@ impl Prefilled {
 }
 
 /// Makes the two calls of one attempt as a router does: concurrently, with one transfer id.
-pub async fn hand_over(
+pub(crate) async fn hand_over(
     prefill: &Side,
     decode: &Side,
     attempt: &v1::Attempt,
@@ -376,19 +376,19 @@ pub async fn hand_over(
 }
 
 /// Returns the next event, or `None` at the end, within the time-out.
-pub async fn next<T>(stream: &mut Streaming<T>) -> Result<Option<T>, Status> {
+pub(crate) async fn next<T>(stream: &mut Streaming<T>) -> Result<Option<T>, Status> {
     tokio::time::timeout(TIMEOUT, stream.message()).await.expect("an event in time")
 }
 
 /// An `Observe` stream. Checks the event numbers.
-pub struct Observer {
+pub(crate) struct Observer {
     stream: Streaming<v1::ObserveEvent>,
     next: u64,
     pub load: Option<v1::NodeLoad>,
 }
 
 impl Observer {
-    pub async fn event(&mut self) -> Result<observe_event::Event, Status> {
+    pub(crate) async fn event(&mut self) -> Result<observe_event::Event, Status> {
         let event = next(&mut self.stream).await?.expect("the stream ends with an error only");
         assert_eq!(event.sequence, self.next, "no gap");
         self.next += 1;
@@ -401,7 +401,7 @@ impl Observer {
     }
 
     /// Reads until the load satisfies the condition. Returns the time taken.
-    pub async fn until(&mut self, wanted: impl Fn(&v1::NodeLoad) -> bool) -> Duration {
+    pub(crate) async fn until(&mut self, wanted: impl Fn(&v1::NodeLoad) -> bool) -> Duration {
         let started = Instant::now();
         while !self.load.as_ref().is_some_and(&wanted) {
             self.event().await.expect("the node is there");
@@ -411,12 +411,12 @@ impl Observer {
 }
 
 /// Returns whether no sequence and no transfer owns a block.
-pub fn is_free(load: &v1::NodeLoad) -> bool {
+pub(crate) fn is_free(load: &v1::NodeLoad) -> bool {
     load.running == 0 && load.waiting == 0 && load.blocks_held == 0 && load.blocks_reserved == 0
 }
 
 /// Returns the message of a call that must be rejected with this code.
-pub fn refused<T>(answer: Result<T, Status>, code: Code) -> String {
+pub(crate) fn refused<T>(answer: Result<T, Status>, code: Code) -> String {
     let status = answer.err().expect("the call is refused");
     assert_eq!(status.code(), code, "{status}");
     status.message().to_owned()

@@ -15,21 +15,21 @@ use test_harness::KilledOnDrop;
 use super::{Side, TIMEOUT, TestNode, connect, tagged};
 
 /// Name of the helper that runs [`run_node`].
-pub const NODE_HELPER: &str = "node";
+pub(crate) const NODE_HELPER: &str = "node";
 /// Environment variable with the folder through which the test and the helper exchange files.
 const FOLDER_VARIABLE: &str = "BATON_TEST_FOLDER";
 const SETTINGS: &str = "settings";
 const READY: &str = "ready";
 
 /// Helper process of a node. Drop kills the process.
-pub struct NodeProcess {
+pub(crate) struct NodeProcess {
     child: KilledOnDrop,
     pub side: Side,
     _folder: tempfile::TempDir,
 }
 
 impl NodeProcess {
-    pub async fn start(role: Role, flags: &Flags) -> Self {
+    pub(crate) async fn start(role: Role, flags: &Flags) -> Self {
         let folder = tempfile::tempdir().unwrap();
         let mut settings = format!("{role}\n");
         for (key, value) in flags {
@@ -48,17 +48,17 @@ impl NodeProcess {
     }
 
     /// Sends SIGKILL and waits until the process has exited.
-    pub fn kill(&mut self) {
+    pub(crate) fn kill(&mut self) {
         self.child.kill().unwrap();
         self.child.wait().unwrap();
     }
 
     /// Sends SIGSTOP: all threads stop, and the sockets stay open.
-    pub fn freeze(&self) {
+    pub(crate) fn freeze(&self) {
         self.signal("-STOP");
     }
 
-    pub fn thaw(&self) {
+    pub(crate) fn thaw(&self) {
         self.signal("-CONT");
     }
 
@@ -87,7 +87,7 @@ async fn wait_ready(folder: &Path) -> Side {
 }
 
 /// Main function of the helper process: serves until the process is killed.
-pub fn run_node() {
+pub(crate) fn run_node() {
     test_harness::block_on(serve());
 }
 

@@ -34,7 +34,7 @@ pub(super) struct GroupWatch {
 }
 
 impl GroupWatch {
-    pub fn fail(&self, failure: RankFailure) {
+    pub(super) fn fail(&self, failure: RankFailure) {
         if self.stopping.load(Ordering::Acquire) || self.failure.set(failure).is_err() {
             return;
         }
@@ -43,20 +43,20 @@ impl GroupWatch {
     }
 
     /// Returns whether the ranks no longer answer.
-    pub fn is_over(&self) -> bool {
+    pub(super) fn is_over(&self) -> bool {
         self.has_failed() || self.stopping.load(Ordering::Acquire)
     }
 
-    pub fn has_failed(&self) -> bool {
+    pub(super) fn has_failed(&self) -> bool {
         self.failure.get().is_some()
     }
 
-    pub fn kill_all(&self) {
+    pub(super) fn kill_all(&self) {
         lock(&self.processes).iter().flatten().for_each(|(_, process)| process.kill());
     }
 
     /// Starts the thread that starts the process of a rank and waits for its end.
-    pub fn keep(
+    pub(super) fn keep(
         self: &Arc<Self>,
         spec: RankSpec,
         command: Arc<impl Fn(&RankSpec) -> Command + Send + Sync + 'static>,

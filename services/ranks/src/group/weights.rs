@@ -69,7 +69,7 @@ pub(super) struct WeightsLink {
 }
 
 impl WeightsLink {
-    pub fn new(
+    pub(super) fn new(
         region: &GroupRegion,
         watch: Arc<GroupWatch>,
         ranks: usize,
@@ -190,7 +190,7 @@ fn failed(reason: &str) -> PrepareError {
 }
 
 impl RankedUpdate {
-    pub fn new(link: WeightsLink, is_in_place: bool) -> Arc<Self> {
+    pub(super) fn new(link: WeightsLink, is_in_place: bool) -> Arc<Self> {
         Arc::new(Self { is_in_place, link: Mutex::new(link) })
     }
 

@@ -26,7 +26,7 @@ pub struct SessionMarks<'a> {
 
 /// The sessions of one model. Equal names and prompts of two flows are two sessions.
 #[derive(Debug, Default)]
-pub struct FlowSessions {
+pub(crate) struct FlowSessions {
     sessions: sessions::Sessions<()>,
     /// Number of turns that have arrived.
     turns: u64,
@@ -36,7 +36,7 @@ pub struct FlowSessions {
 
 impl FlowSessions {
     /// Returns the turn of a request that arrives now.
-    pub fn arrived(
+    pub(crate) fn arrived(
         &mut self,
         now: Instant,
         flow: &FlowName,
@@ -54,7 +54,7 @@ impl FlowSessions {
 
     /// Records the end of a turn whose last full block is `last`. `None`: the turn failed, and its request may arrive again
     /// as the same turn.
-    pub fn ended(&mut self, turn: SessionTurn<()>, flow: &FlowName, last: Option<u128>) {
+    pub(crate) fn ended(&mut self, turn: SessionTurn<()>, flow: &FlowName, last: Option<u128>) {
         match last {
             Some(block) => {
                 let end = block ^ self.key_of_flow(flow);
@@ -69,7 +69,7 @@ impl FlowSessions {
     }
 
     /// Panics if a named session has a turn that has not ended.
-    pub fn check_idle(&self) {
+    pub(crate) fn check_idle(&self) {
         self.sessions.check(std::iter::empty());
     }
 }

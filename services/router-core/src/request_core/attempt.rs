@@ -25,13 +25,13 @@ use super::{
 };
 
 /// Maximum time that a complete answer waits for the decode node's last event, which only adds statistics.
-pub const LAST_EVENT_MAX: Duration = Duration::from_millis(200);
+pub(super) const LAST_EVENT_MAX: Duration = Duration::from_millis(200);
 /// Maximum time that a failed transfer waits for the prefill node's token 0, which may end the answer. Waiting
 /// longer would only delay the next attempt.
-pub const TOKEN_0_MAX: Duration = Duration::from_millis(200);
+pub(super) const TOKEN_0_MAX: Duration = Duration::from_millis(200);
 
 #[derive(Debug)]
-pub struct AttemptState {
+pub(super) struct AttemptState {
     /// Index of the attempt's first token.
     first_index: u32,
     decode: Decode,
@@ -89,7 +89,7 @@ pub struct NodeStats {
 
 /// An action that follows an event.
 #[derive(Debug, PartialEq)]
-pub enum AttemptAction {
+pub(super) enum AttemptAction {
     /// Emit these new tokens. `first_index`: index of the first. `by`: the node that sampled them.
     Emit { by: AttemptSide, first_index: u32, tokens: Vec<Token> },
     /// The decode node holds a reservation, so it has admitted the request.
@@ -106,7 +106,7 @@ pub enum AttemptAction {
 
 impl AttemptState {
     /// `first_index`: number of tokens that earlier attempts emitted.
-    pub fn new(first_index: u32, with_prefill: bool) -> Self {
+    pub(super) fn new(first_index: u32, with_prefill: bool) -> Self {
         Self {
             first_index,
             decode: Decode::Opening,
@@ -118,16 +118,16 @@ impl AttemptState {
     }
 
     /// Returns the number of tokens that earlier attempts emitted.
-    pub fn first_index(&self) -> u32 {
+    pub(super) fn first_index(&self) -> u32 {
         self.first_index
     }
 
-    pub fn stats(&self) -> AttemptStats {
+    pub(super) fn stats(&self) -> AttemptStats {
         self.stats
     }
 
     /// Handles the stage times in an event of the node on this side.
-    pub fn on_stages(&mut self, side: AttemptSide, stages: Option<StageTimes>) {
+    pub(super) fn on_stages(&mut self, side: AttemptSide, stages: Option<StageTimes>) {
         let node = match side {
             AttemptSide::Prefill => &mut self.stats.prefill,
             AttemptSide::Decode => &mut self.stats.decode,
@@ -136,7 +136,7 @@ impl AttemptState {
     }
 
     /// Adds the time that the router waited for the tokens of this event of the decode node.
-    pub fn on_decode_wait(&mut self, event: Option<&DecodeEvent>, waited: Duration) {
+    pub(super) fn on_decode_wait(&mut self, event: Option<&DecodeEvent>, waited: Duration) {
         if let (Some(DecodeEvent::Tokens(event)), Decode::Decoding) = (event, self.decode) {
             self.stats.decoded_tokens += event.tokens.len() as u32;
             self.stats.decode_wait += waited;
@@ -144,7 +144,7 @@ impl AttemptState {
     }
 
     /// Handles an event of the decode node; `None` for an event of unknown type.
-    pub fn on_decode_event(
+    pub(super) fn on_decode_event(
         &mut self,
         event: Option<DecodeEvent>,
         emitted: &mut EmittedTokens,
@@ -241,7 +241,7 @@ impl AttemptState {
     }
 
     /// Handles an event of the prefill node; `None` for an event of unknown type.
-    pub fn on_prefill_event(
+    pub(super) fn on_prefill_event(
         &mut self,
         event: Option<PrefillEvent>,
         emitted: &mut EmittedTokens,
@@ -328,7 +328,7 @@ impl AttemptState {
     }
 
     /// Handles the end of the prefill node's stream.
-    pub fn on_prefill_end(&mut self, failure: AttemptFailure) -> Vec<AttemptAction> {
+    pub(super) fn on_prefill_end(&mut self, failure: AttemptFailure) -> Vec<AttemptAction> {
         if self.transfer_failed.is_some() {
             return self.on_token_0_late();
         }
@@ -343,12 +343,12 @@ impl AttemptState {
     }
 
     /// Ends the wait of a failed transfer for token 0. Does nothing when no transfer failed.
-    pub fn on_token_0_late(&mut self) -> Vec<AttemptAction> {
+    pub(super) fn on_token_0_late(&mut self) -> Vec<AttemptAction> {
         self.transfer_failed.take().map(AttemptAction::Fail).into_iter().collect()
     }
 
     /// Returns the side whose next event the attempt needs.
-    pub fn awaits(&self) -> AttemptSide {
+    pub(super) fn awaits(&self) -> AttemptSide {
         match (self.decode, &self.prefill) {
             (Decode::Reserved, Prefill::Prefilling) => AttemptSide::Prefill,
             _ if self.transfer_failed.is_some() => AttemptSide::Prefill,
@@ -357,17 +357,17 @@ impl AttemptState {
     }
 
     /// Returns whether the decode node sent a token: its sequence is in the running batch.
-    pub fn is_decoding(&self) -> bool {
+    pub(super) fn is_decoding(&self) -> bool {
         self.decode == Decode::Decoding
     }
 
     /// Returns whether the decode node may still send an event.
-    pub fn expects_decode(&self) -> bool {
+    pub(super) fn expects_decode(&self) -> bool {
         self.transfer_failed.is_none()
     }
 
     /// Returns whether an event of the prefill node can still matter.
-    pub fn expects_prefill(&self) -> bool {
+    pub(super) fn expects_prefill(&self) -> bool {
         self.prefill != Prefill::Ended && !self.delivered
     }
 

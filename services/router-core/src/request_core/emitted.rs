@@ -9,7 +9,7 @@ use proto::v1::Token;
 
 /// Tokens 0.. of one answer, over all attempts.
 #[derive(Debug)]
-pub struct EmittedTokens {
+pub(super) struct EmittedTokens {
     ids: Vec<u32>,
     tokens_max: u32,
     vocabulary_size: u32,
@@ -32,27 +32,27 @@ pub enum EmissionError {
 
 impl EmittedTokens {
     /// Creates an empty answer of at most `tokens_max` tokens with ids below `vocabulary_size`.
-    pub fn new(tokens_max: u32, vocabulary_size: u32) -> Self {
+    pub(super) fn new(tokens_max: u32, vocabulary_size: u32) -> Self {
         Self { ids: Vec::new(), tokens_max, vocabulary_size }
     }
 
     /// Returns the token ids in order of their index.
-    pub fn ids(&self) -> &[u32] {
+    pub(super) fn ids(&self) -> &[u32] {
         &self.ids
     }
 
     /// Returns the index of the next token, which is also the number of emitted tokens.
-    pub fn next_index(&self) -> u32 {
+    pub(super) fn next_index(&self) -> u32 {
         self.ids.len() as u32
     }
 
     /// Returns whether the answer has its maximum number of tokens.
-    pub fn is_full(&self) -> bool {
+    pub(super) fn is_full(&self) -> bool {
         self.next_index() >= self.tokens_max
     }
 
     /// Adds tokens `first_index..` and returns the new ones, with the index of the first.
-    pub fn accept(
+    pub(super) fn accept(
         &mut self,
         first_index: u32,
         mut tokens: Vec<Token>,

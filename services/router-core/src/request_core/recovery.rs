@@ -30,7 +30,7 @@ const LOST_WAIT_MAX: Duration = Duration::from_secs(2);
 const LOCAL_PREFILL_AFTER: u32 = 3;
 
 #[derive(Debug)]
-pub struct Recovery {
+pub(super) struct Recovery {
     policy: RecoveryPolicy,
     /// Whether an attempt has emitted tokens.
     has_begun: bool,
@@ -64,7 +64,7 @@ enum WaitReason {
 
 /// The next step of a request without an open attempt.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum NextStep {
+pub(super) enum NextStep {
     /// Pick nodes at once.
     Retry,
     /// Pick nodes after this time.
@@ -96,7 +96,7 @@ pub enum GiveUp {
 }
 
 impl Recovery {
-    pub fn new(policy: RecoveryPolicy) -> Self {
+    pub(super) fn new(policy: RecoveryPolicy) -> Self {
         Self {
             policy,
             has_begun: false,
@@ -111,22 +111,22 @@ impl Recovery {
     }
 
     /// Returns the prefill nodes not to pick.
-    pub fn avoid_prefill(&self) -> &[Epoch] {
+    pub(super) fn avoid_prefill(&self) -> &[Epoch] {
         &self.avoid_prefill
     }
 
     /// Returns the decode nodes not to pick.
-    pub fn avoid_decode(&self) -> &[Epoch] {
+    pub(super) fn avoid_decode(&self) -> &[Epoch] {
         &self.avoid_decode
     }
 
     /// Returns the number of the current or next attempt, from 1.
-    pub fn attempts(&self) -> u32 {
+    pub(super) fn attempts(&self) -> u32 {
         self.failed_total + 1
     }
 
     /// Returns whether the next attempt must not need a transfer.
-    pub fn local_prefill(&self) -> bool {
+    pub(super) fn local_prefill(&self) -> bool {
         let is_last = self.failed + 1 >= self.policy.attempts_max;
         self.transfers_failed >= 2
             || self.failed >= LOCAL_PREFILL_AFTER
@@ -134,13 +134,13 @@ impl Recovery {
     }
 
     /// Records that a decode node took the request. Returns whether the request had been waiting.
-    pub fn admitted(&mut self) -> bool {
+    pub(super) fn admitted(&mut self) -> bool {
         self.waiting.take().is_some()
     }
 
     /// Renews the budget after the attempt emitted tokens. Failed transfers stay counted: each of
     /// them may have emitted a token 0.
-    pub fn progressed(&mut self) {
+    pub(super) fn progressed(&mut self) {
         self.has_begun = true;
         self.failed = 0;
         self.avoid_prefill.clear();
@@ -148,7 +148,7 @@ impl Recovery {
     }
 
     /// Handles a failed attempt with these nodes.
-    pub fn failed(
+    pub(super) fn failed(
         &mut self,
         failure: AttemptFailure,
         prefill: Option<Epoch>,
@@ -209,7 +209,7 @@ impl Recovery {
     }
 
     /// Handles a pick that found no decode node.
-    pub fn no_node(&mut self, reason: &NoNode, now: Instant) -> NextStep {
+    pub(super) fn no_node(&mut self, reason: &NoNode, now: Instant) -> NextStep {
         let wait_reason = match reason {
             NoNode::Busy { .. } => return self.all_busy(now),
             NoNode::NoneFits { .. } | NoNode::NoGrammar { .. } | NoNode::TooLong { .. } => {
@@ -235,7 +235,7 @@ impl Recovery {
     }
 
     /// Handles a pick for which every decode node is busy.
-    pub fn all_busy(&mut self, now: Instant) -> NextStep {
+    pub(super) fn all_busy(&mut self, now: Instant) -> NextStep {
         let waited = self.wait(WaitReason::Busy, now);
         match self.policy.busy_timeout.checked_sub(waited) {
             None | Some(Duration::ZERO) if !self.has_begun => {
@@ -246,24 +246,24 @@ impl Recovery {
     }
 
     /// Returns since when the request waits for a node.
-    pub fn waits_since(&self) -> Option<Instant> {
+    pub(super) fn waits_since(&self) -> Option<Instant> {
         self.waiting.map(|waiting| waiting.since)
     }
 
     /// Returns when the wait for a busy node ends. `None`: at the deadline.
-    pub fn busy_until(&self) -> Option<Instant> {
+    pub(super) fn busy_until(&self) -> Option<Instant> {
         let waiting = self.waiting.filter(|_| !self.has_begun)?;
         Some(waiting.since + self.policy.busy_timeout)
     }
 
     /// Handles a deadline that passed while the request waited for a node.
-    pub fn no_decode_node(&mut self, now: Instant) -> GiveUp {
+    pub(super) fn no_decode_node(&mut self, now: Instant) -> GiveUp {
         let reason = self.no_node.take().expect("the request waits because of a pick");
         GiveUp::NoDecodeNode { waited: self.waited(now), reason }
     }
 
     /// Returns how long the request has waited.
-    pub fn waited(&self, now: Instant) -> Duration {
+    pub(super) fn waited(&self, now: Instant) -> Duration {
         self.waiting.map_or(Duration::ZERO, |waiting| now.saturating_duration_since(waiting.since))
     }
 

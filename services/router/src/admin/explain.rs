@@ -25,7 +25,7 @@ struct ExplainedRequests {
     oldest_s: Option<f64>,
 }
 
-pub async fn explain_id(
+pub(super) async fn explain_id(
     State(front): State<Arc<Front>>,
     PathParameter(id): PathParameter,
 ) -> Response {
@@ -36,7 +36,10 @@ pub async fn explain_id(
     }
 }
 
-pub async fn explain(State(front): State<Arc<Front>>, RawQuery(query): RawQuery) -> Response {
+pub(super) async fn explain(
+    State(front): State<Arc<Front>>,
+    RawQuery(query): RawQuery,
+) -> Response {
     let query = query.unwrap_or_default();
     let parsed = match query.split_once('=').unwrap_or((&query, "")) {
         ("failed", "") => Some(Query::Failed),

@@ -113,7 +113,7 @@ struct UpdatesApi {
     front: Arc<Front>,
 }
 
-pub fn routes(front: Arc<Front>, weights: WeightUpdates) -> Router {
+pub(super) fn routes(front: Arc<Front>, weights: WeightUpdates) -> Router {
     Router::new()
         .route("/v1/weights", get(status))
         .route("/v1/weights/begin", post(begin))

@@ -36,7 +36,7 @@ use crate::{
 
 /// Record of a request whose message is being read.
 #[derive(Clone)]
-pub struct ArrivingRequest(Arc<ArrivedState>);
+pub(super) struct ArrivingRequest(Arc<ArrivedState>);
 
 struct ArrivedState {
     record: Mutex<Option<RequestRecord>>,
@@ -50,13 +50,13 @@ impl ArrivingRequest {
     }
 
     /// Takes the record once the message was read. The caller finishes the record.
-    pub fn read(&self) -> Option<RequestRecord> {
+    pub(super) fn read(&self) -> Option<RequestRecord> {
         lock(&self.0.record).take()
     }
 
     /// Records that the client cancelled the request before the message was complete. tonic reports this as a
     /// missing message.
-    pub fn set_broke_off(&self) {
+    pub(super) fn set_broke_off(&self) {
         self.0.broke_off.store(true, Ordering::Release);
     }
 
@@ -71,7 +71,7 @@ impl ArrivingRequest {
 }
 
 /// Adds a record to every generation request. Ends the record if no handler has read the message.
-pub async fn count(
+pub(super) async fn count(
     State(front): State<Arc<Front>>,
     mut request: Request<Body>,
     next: Next,
@@ -107,7 +107,7 @@ type BoxError = Box<dyn std::error::Error + Send + Sync>;
 
 /// A request body that reserves its bytes until dropped: tonic drops the body once the message is
 /// decoded. The body of a generation request that takes long counts as a stream of its key.
-pub struct BoundedBody {
+pub(super) struct BoundedBody {
     body: Body,
     reserved: ReservedBytes,
     caller: Caller,
@@ -119,7 +119,7 @@ pub struct BoundedBody {
 }
 
 impl BoundedBody {
-    pub fn new(
+    pub(super) fn new(
         body: Body,
         budget: &BodyBudget,
         caller: Caller,

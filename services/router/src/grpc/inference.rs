@@ -35,7 +35,7 @@ use crate::{
     request_driver::{self, AnswerEvent, GenerationFields, ParsedRequest, RunningRequest},
 };
 
-pub struct InferenceService {
+pub(super) struct InferenceService {
     front: Arc<Front>,
 }
 
@@ -52,7 +52,7 @@ struct GenerationCall {
 type Responses = Pin<Box<dyn Stream<Item = Result<GenerateResponse, Status>> + Send>>;
 
 impl InferenceService {
-    pub fn new(front: Arc<Front>) -> Self {
+    pub(super) fn new(front: Arc<Front>) -> Self {
         Self { front }
     }
 

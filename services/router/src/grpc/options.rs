@@ -17,7 +17,7 @@ use crate::{
     },
 };
 
-pub fn options(wire: GenerateOptions) -> Result<Options, FieldError> {
+pub(super) fn options(wire: GenerateOptions) -> Result<Options, FieldError> {
     let stop_tokens = wire.stop_token_ids.len();
     if stop_tokens > STOP_TOKENS_MAX {
         let problem = format!("has {stop_tokens} ids; allowed: at most {STOP_TOKENS_MAX}");
@@ -96,7 +96,7 @@ fn float(field: &str, value: Option<f32>, range: &Range<f64>) -> Result<Option<f
 }
 
 /// Returns the shorter of the client's `timeout_ms` and the deadline of the call.
-pub fn timeout(
+pub(super) fn timeout(
     front: &Front,
     wire: &GenerateOptions,
     metadata: &MetadataMap,

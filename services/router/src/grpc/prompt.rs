@@ -12,7 +12,9 @@ use crate::request::{
 /// Estimated bytes of a message in addition to its texts: JSON keys, and the text that templates add.
 const MESSAGE_BYTES: usize = 64;
 
-pub fn of_generate(prompt: Option<generate_request::Prompt>) -> Result<PromptSource, FieldError> {
+pub(super) fn of_generate(
+    prompt: Option<generate_request::Prompt>,
+) -> Result<PromptSource, FieldError> {
     use generate_request::Prompt;
     match prompt {
         Some(Prompt::Text(text)) => Ok(PromptSource::Text { text, add_special_tokens: true }),
@@ -21,7 +23,7 @@ pub fn of_generate(prompt: Option<generate_request::Prompt>) -> Result<PromptSou
     }
 }
 
-pub fn of_tokenize(
+pub(super) fn of_tokenize(
     input: Option<tokenize_request::Input>,
     add_special_tokens: Option<bool>,
 ) -> Result<PromptSource, FieldError> {
@@ -36,7 +38,7 @@ pub fn of_tokenize(
     }
 }
 
-pub fn of_chat(
+pub(super) fn of_chat(
     conversation: Option<Conversation>,
     tools: Option<&OfferedTools>,
 ) -> Result<PromptSource, FieldError> {

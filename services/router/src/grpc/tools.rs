@@ -12,7 +12,7 @@ use crate::request::{
 };
 
 /// Returns the tools that the answer may call, if any.
-pub fn read(
+pub(super) fn read(
     tools: Vec<v1::Tool>,
     choice: Option<v1::ToolChoice>,
     parallel: Option<bool>,
@@ -68,7 +68,7 @@ fn offered(index: usize, tool: v1::Tool) -> Result<(Value, OfferedFunction), Fie
 }
 
 /// Returns the text and the tool calls of these parts of an answer.
-pub fn to_wire(pieces: Vec<AnswerPiece>) -> (String, Vec<v1::ToolCall>) {
+pub(super) fn to_wire(pieces: Vec<AnswerPiece>) -> (String, Vec<v1::ToolCall>) {
     let (mut text, mut calls) = (String::new(), Vec::new());
     for piece in pieces {
         match piece {

@@ -27,7 +27,7 @@ pub(super) struct EndedEntries {
 
 impl EndedEntries {
     /// Adds an entry and drops the oldest entries beyond the bounds.
-    pub fn push(&mut self, entry: &RequestEntry) {
+    pub(super) fn push(&mut self, entry: &RequestEntry) {
         self.encoded.clear();
         let encoded = postcard::to_extend(entry, std::mem::take(&mut self.encoded));
         // Only a serializer without memory fails.
@@ -49,13 +49,13 @@ impl EndedEntries {
     }
 
     /// Returns the numbers of the entries.
-    pub fn numbers(&self) -> Range<u64> {
+    pub(super) fn numbers(&self) -> Range<u64> {
         self.dropped..self.dropped + self.sizes.len() as u64
     }
 
     /// Copies encoded entries out of `wanted`, the oldest first, and returns the numbers that are left to copy. The copy
     /// lacks entries that were dropped.
-    pub fn copy(&self, wanted: Range<u64>, copied: &mut CopiedEntries) -> Range<u64> {
+    pub(super) fn copy(&self, wanted: Range<u64>, copied: &mut CopiedEntries) -> Range<u64> {
         copied.bytes.clear();
         copied.sizes.clear();
         let next = wanted.start.max(self.dropped);
@@ -85,7 +85,7 @@ pub(super) struct CopiedEntries {
 
 impl CopiedEntries {
     /// Decodes the entries, the oldest first.
-    pub fn iter(&self) -> impl Iterator<Item = RequestEntry> {
+    pub(super) fn iter(&self) -> impl Iterator<Item = RequestEntry> {
         let mut rest = &self.bytes[..];
         self.sizes.iter().map(move |size| {
             let (encoded, after) = rest.split_at(*size as usize);

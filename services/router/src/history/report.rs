@@ -16,7 +16,7 @@ use crate::record::milliseconds;
 
 /// The router's knowledge of one request. An absent number is unknown.
 #[derive(Debug, Serialize)]
-pub struct RequestReport {
+pub(crate) struct RequestReport {
     pub request_id: String,
     pub label: Option<String>,
     pub trace_id: Option<String>,
@@ -46,7 +46,7 @@ pub struct RequestReport {
 
 /// One stage of a request.
 #[derive(Debug, PartialEq, Serialize)]
-pub struct StageReport {
+pub(crate) struct StageReport {
     pub stage: &'static str,
     /// Number of the attempt.
     pub attempt: Option<u32>,
@@ -58,7 +58,7 @@ pub struct StageReport {
 }
 
 #[derive(Debug, Serialize)]
-pub struct AttemptReport {
+pub(crate) struct AttemptReport {
     pub choice: u32,
     pub number: u32,
     /// Whether the KV of a prefill node was used.
@@ -87,7 +87,7 @@ pub struct AttemptReport {
 
 /// A node of an attempt.
 #[derive(Debug, PartialEq, Serialize)]
-pub struct NodeReport {
+pub(crate) struct NodeReport {
     pub role: &'static str,
     pub node: String,
     /// Prompt tokens that the router expected to be cached on the node.
@@ -98,7 +98,7 @@ pub struct NodeReport {
 
 /// An option (a choice of nodes) and the terms of its predicted cost.
 #[derive(Debug, Serialize)]
-pub struct OptionReport {
+pub(crate) struct OptionReport {
     pub prefill_node: Option<String>,
     pub decode_node: String,
     /// Absent without measurements.
@@ -107,7 +107,7 @@ pub struct OptionReport {
 }
 
 #[derive(Debug, Serialize)]
-pub struct PredictionReport {
+pub(crate) struct PredictionReport {
     pub cost_ms: f64,
     pub queue_ms: f64,
     pub prompt_ms: f64,
@@ -120,7 +120,7 @@ pub struct PredictionReport {
 }
 
 #[derive(Debug, Serialize)]
-pub struct IneligibleReport {
+pub(crate) struct IneligibleReport {
     pub node: String,
     pub role: &'static str,
     pub reason: String,
@@ -128,7 +128,7 @@ pub struct IneligibleReport {
 
 impl RequestReport {
     /// `now`: time since the start of the history.
-    pub fn new(entry: &RequestEntry, now: Duration) -> Self {
+    pub(crate) fn new(entry: &RequestEntry, now: Duration) -> Self {
         let age = now.saturating_sub(entry.received);
         let end = entry.end.as_ref();
         let duration = end.map_or(age, |end| end.at);

@@ -15,7 +15,7 @@ use super::{
 use crate::request::error::{ErrorStatus, FieldError, RequestError};
 
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct ApiError {
+pub(crate) struct ApiError {
     pub status: StatusCode,
     pub content: ErrorContent,
     /// Seconds after which the client may retry.
@@ -23,13 +23,13 @@ pub struct ApiError {
 }
 
 impl ApiError {
-    pub fn invalid(status: StatusCode, code: &'static str, message: String) -> Self {
+    pub(crate) fn invalid(status: StatusCode, code: &'static str, message: String) -> Self {
         let kind = "invalid_request_error";
         let content = ErrorContent { message, kind, param: None, code: Some(code) };
         Self { status, content, retry_after_s: None }
     }
 
-    pub fn body_too_large(limit: u64) -> Self {
+    pub(crate) fn body_too_large(limit: u64) -> Self {
         Self::invalid(
             StatusCode::PAYLOAD_TOO_LARGE,
             "body_too_large",
@@ -37,12 +37,12 @@ impl ApiError {
         )
     }
 
-    pub fn body_timeout(reason: &str) -> Self {
+    pub(crate) fn body_timeout(reason: &str) -> Self {
         Self::invalid(StatusCode::REQUEST_TIMEOUT, "body_timeout", reason.to_owned())
     }
 
     /// Returns the error for an unsupported body. `header` describes the body; `value` is `None` without the header.
-    pub fn unsupported_body(header: &str, value: Option<&str>, allowed: &str) -> Self {
+    pub(crate) fn unsupported_body(header: &str, value: Option<&str>, allowed: &str) -> Self {
         let found = match value {
             Some(value) => format!("is {:?}", value.chars().take(100).collect::<String>()),
             None => "is missing".to_owned(),

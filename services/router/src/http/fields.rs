@@ -14,7 +14,7 @@ use crate::request::error::{FieldError, invalid_value, parse_field, reason_of};
 
 /// A body that is not one JSON object.
 #[derive(Debug, PartialEq, Eq, thiserror::Error)]
-pub enum BodyError {
+pub(crate) enum BodyError {
     #[error("the body is not UTF-8: invalid byte at offset {offset}")]
     NotUtf8 { offset: usize },
     #[error("the body is not valid JSON: {reason} (line {line}, column {column})")]
@@ -27,7 +27,7 @@ pub enum BodyError {
 
 /// The top-level fields of a request.
 #[derive(Debug)]
-pub struct RequestFields<'a> {
+pub(super) struct RequestFields<'a> {
     by_name: HashMap<String, &'a RawValue>,
     /// Names that were read; a test compares them with the OpenAPI document.
     #[cfg(test)]
@@ -36,7 +36,7 @@ pub struct RequestFields<'a> {
 
 impl<'a> RequestFields<'a> {
     /// Parses a body. The last value of a repeated field counts, as in most JSON parsers.
-    pub fn parse(body: &'a [u8]) -> Result<Self, BodyError> {
+    pub(super) fn parse(body: &'a [u8]) -> Result<Self, BodyError> {
         let text = std::str::from_utf8(body)
             .map_err(|error| BodyError::NotUtf8 { offset: error.valid_up_to() })?;
         if text.starts_with('\u{feff}') {
@@ -57,14 +57,14 @@ impl<'a> RequestFields<'a> {
     }
 
     /// Returns the field's JSON text; `None` if the field is absent or `null`.
-    pub fn raw(&self, name: &str) -> Option<&'a str> {
+    pub(super) fn raw(&self, name: &str) -> Option<&'a str> {
         #[cfg(test)]
         self.asked.lock().unwrap().insert(name.to_owned());
         self.by_name.get(name).map(|raw| raw.get()).filter(|&text| text != "null")
     }
 
     /// Parses the field as any type; `allowed` ends the sentence "allowed: ...".
-    pub fn value<T: Deserialize<'a>>(
+    pub(super) fn value<T: Deserialize<'a>>(
         &self,
         name: &str,
         allowed: &str,
@@ -72,16 +72,16 @@ impl<'a> RequestFields<'a> {
         self.raw(name).map(|text| parse_field(name, text, allowed)).transpose()
     }
 
-    pub fn boolean(&self, name: &str) -> Result<Option<bool>, FieldError> {
+    pub(super) fn boolean(&self, name: &str) -> Result<Option<bool>, FieldError> {
         self.value(name, "true or false")
     }
 
-    pub fn string(&self, name: &str) -> Result<Option<String>, FieldError> {
+    pub(super) fn string(&self, name: &str) -> Result<Option<String>, FieldError> {
         self.value(name, "a string")
     }
 
     /// Parses a number within `range`.
-    pub fn number(
+    pub(super) fn number(
         &self,
         name: &str,
         range: RangeInclusive<f64>,
@@ -97,7 +97,7 @@ impl<'a> RequestFields<'a> {
     }
 
     /// Parses a whole number within `range`; `16.0` is valid, because Python clients write it.
-    pub fn integer(
+    pub(super) fn integer(
         &self,
         name: &str,
         range: RangeInclusive<i128>,
@@ -110,13 +110,17 @@ impl<'a> RequestFields<'a> {
     }
 
     /// Parses a whole number within a range of `u32`.
-    pub fn count(&self, name: &str, range: RangeInclusive<u32>) -> Result<Option<u32>, FieldError> {
+    pub(super) fn count(
+        &self,
+        name: &str,
+        range: RangeInclusive<u32>,
+    ) -> Result<Option<u32>, FieldError> {
         let wide = i128::from(*range.start())..=i128::from(*range.end());
         Ok(self.integer(name, wide)?.map(|number| number as u32))
     }
 
     /// Rejects an unsupported field unless the field is absent, `null`, or one of `neutral` (as JSON text).
-    pub fn unsupported(&self, name: &str, neutral: &[&str]) -> Result<(), FieldError> {
+    pub(super) fn unsupported(&self, name: &str, neutral: &[&str]) -> Result<(), FieldError> {
         let value = |text| serde_json::from_str::<Value>(text).ok();
         let is_neutral = |text| neutral.iter().any(|neutral| value(text) == value(neutral));
         match self.raw(name) {

@@ -57,11 +57,17 @@ const WRITE_BYTES: usize = 4096;
 /// Size of a chunk's choice with the text of one token, give or take.
 const CHOICE_BYTES: usize = 256;
 
-pub async fn chat_completions(State(front): State<Arc<Front>>, request: Request<Body>) -> Response {
+pub(super) async fn chat_completions(
+    State(front): State<Arc<Front>>,
+    request: Request<Body>,
+) -> Response {
     handle(front, request, Api::Chat).await
 }
 
-pub async fn completions(State(front): State<Arc<Front>>, request: Request<Body>) -> Response {
+pub(super) async fn completions(
+    State(front): State<Arc<Front>>,
+    request: Request<Body>,
+) -> Response {
     handle(front, request, Api::Text).await
 }
 

@@ -24,7 +24,7 @@ const OUTPUTS: &str = "structured_outputs";
 const OUTPUTS_ALLOWED: &str = "an object with json, regex or json_object";
 
 /// Reads the grammar that the client requested, if any.
-pub fn grammar(fields: &RequestFields<'_>) -> Result<Option<RequestedGrammar>, FieldError> {
+pub(super) fn grammar(fields: &RequestFields<'_>) -> Result<Option<RequestedGrammar>, FieldError> {
     let all = [
         response_format(fields)?,
         regex(fields, "regex")?,
@@ -164,7 +164,7 @@ fn schema_or_its_text(name: &str, text: &str) -> Result<Grammar, FieldError> {
 }
 
 /// Reads the tools that the model may call, if any.
-pub fn tools(fields: &RequestFields<'_>) -> Result<Option<OfferedTools>, FieldError> {
+pub(super) fn tools(fields: &RequestFields<'_>) -> Result<Option<OfferedTools>, FieldError> {
     let offered = offered(fields)?;
     let choice = tool_choice(fields)?;
     let parallel = fields.boolean("parallel_tool_calls")?.unwrap_or(true);

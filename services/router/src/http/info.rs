@@ -23,7 +23,7 @@ use crate::{
     nodes::Serving,
 };
 
-pub async fn models(
+pub(super) async fn models(
     State(front): State<Arc<Front>>,
     extensions: Extensions,
     started: u64,
@@ -33,7 +33,7 @@ pub async fn models(
     Json(ModelList { object: "list", data }).into_response()
 }
 
-pub async fn model(
+pub(super) async fn model(
     State(front): State<Arc<Front>>,
     PathParameter(id): PathParameter,
     extensions: Extensions,
@@ -59,7 +59,7 @@ fn card(front: &Front, named: NamedModel, started: u64) -> ModelCard {
 
 /// Readiness of the router and its nodes.
 #[derive(Serialize, JsonSchema)]
-pub struct Health<'a> {
+pub(super) struct Health<'a> {
     /// `nodes connecting`: the connection setup between the first nodes has not finished.
     #[schemars(extend("enum" = ["ready", "no decode node", "nodes paused", "nodes connecting", "stopping"]))]
     status: &'static str,
@@ -95,7 +95,7 @@ struct ModelHealth<'a> {
     decode_nodes: usize,
 }
 
-pub async fn health(State(front): State<Arc<Front>>, headers: HeaderMap) -> Response {
+pub(super) async fn health(State(front): State<Arc<Front>>, headers: HeaderMap) -> Response {
     let caller = match &front.keys {
         Some(keys) => keys.caller(&headers),
         None => Some(Caller::default()),
@@ -137,18 +137,18 @@ pub async fn health(State(front): State<Arc<Front>>, headers: HeaderMap) -> Resp
     (code, Json(health)).into_response()
 }
 
-pub async fn ready(State(front): State<Arc<Front>>) -> (StatusCode, &'static str) {
+pub(super) async fn ready(State(front): State<Arc<Front>>) -> (StatusCode, &'static str) {
     match front.is_ready() {
         true => (StatusCode::OK, "ready\n"),
         false => (StatusCode::SERVICE_UNAVAILABLE, "not ready\n"),
     }
 }
 
-pub async fn live() -> &'static str {
+pub(super) async fn live() -> &'static str {
     "live\n"
 }
 
-pub async fn metrics(page: MetricsPage, extensions: Extensions) -> Response {
+pub(super) async fn metrics(page: MetricsPage, extensions: Extensions) -> Response {
     let caller = caller_of(&extensions);
     page.respond(move |label, value| caller.may_read(label, value)).await
 }

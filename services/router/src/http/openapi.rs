@@ -12,7 +12,7 @@ mod responses;
 use serde_json::{Map, Value, json};
 
 /// Returns the OpenAPI document.
-pub fn document() -> Value {
+pub(super) fn document() -> Value {
     json!({
         "openapi": "3.1.0",
         "info": {

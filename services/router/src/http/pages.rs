@@ -14,7 +14,11 @@ use http::{HeaderValue, Method, StatusCode, Uri, header};
 const PREFLIGHT_MAX_AGE_S: u32 = 600;
 
 /// Answers preflight requests of allowed origins, and allows these origins to read the responses.
-pub async fn allow_pages(State(needs_keys): State<bool>, request: Request, next: Next) -> Response {
+pub(super) async fn allow_pages(
+    State(needs_keys): State<bool>,
+    request: Request,
+    next: Next,
+) -> Response {
     let headers = request.headers();
     let origin = headers.get(header::ORIGIN).filter(|it| needs_keys || is_loopback(it)).cloned();
     let Some(origin) = origin else { return next.run(request).await };

@@ -25,7 +25,7 @@ use crate::{
 
 /// Delivery of the answer.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Delivery {
+pub(super) struct Delivery {
     pub stream: bool,
     /// Sends the usage in a last chunk.
     pub include_usage: bool,
@@ -37,11 +37,11 @@ pub struct Delivery {
 }
 
 /// An unsupported field, with the values (as JSON) that disable it.
-pub type Unsupported = (&'static str, &'static [&'static str]);
+pub(super) type Unsupported = (&'static str, &'static [&'static str]);
 
 /// Unsupported fields of other servers that would change the answer, in every request. The router rejects
 /// other values than the listed ones instead of ignoring them.
-pub const UNSUPPORTED: [Unsupported; 27] = [
+pub(super) const UNSUPPORTED: [Unsupported; 27] = [
     ("logit_bias", &["{}"]),
     ("bad_words", &["[]"]),
     ("allowed_token_ids", &["[]"]),
@@ -73,7 +73,7 @@ pub const UNSUPPORTED: [Unsupported; 27] = [
 ];
 
 /// Returns the model that a request names.
-pub fn named_model(
+pub(super) fn named_model(
     fields: &RequestFields<'_>,
     front: &Front,
     caller: &Caller,
@@ -85,7 +85,7 @@ fn check_unsupported(fields: &RequestFields<'_>, all: &[Unsupported]) -> Result<
     all.iter().try_for_each(|(name, neutral)| fields.unsupported(name, neutral))
 }
 
-pub fn delivery(fields: &RequestFields<'_>) -> Result<Delivery, FieldError> {
+pub(super) fn delivery(fields: &RequestFields<'_>) -> Result<Delivery, FieldError> {
     #[derive(Default, Deserialize)]
     #[serde(default)]
     #[serde(expecting = "an object")]
@@ -110,7 +110,7 @@ pub fn delivery(fields: &RequestFields<'_>) -> Result<Delivery, FieldError> {
 }
 
 /// Reads the number of answers to each prompt.
-pub fn choices(fields: &RequestFields<'_>) -> Result<u32, FieldError> {
+pub(super) fn choices(fields: &RequestFields<'_>) -> Result<u32, FieldError> {
     let n = fields.count("n", CHOICES)?.unwrap_or(1);
     let best_of = fields.count("best_of", CHOICES)?.unwrap_or(n);
     if best_of != n {
@@ -123,7 +123,7 @@ pub fn choices(fields: &RequestFields<'_>) -> Result<u32, FieldError> {
 }
 
 /// Reads the options that both APIs share: all except length and log-probabilities.
-pub fn options(fields: &RequestFields<'_>) -> Result<Options, FieldError> {
+pub(super) fn options(fields: &RequestFields<'_>) -> Result<Options, FieldError> {
     Ok(Options {
         max_tokens: None,
         min_tokens: fields.count("min_tokens", 0..=*TOKENS.end())?.unwrap_or(0),
@@ -179,7 +179,7 @@ fn length_limit(fields: &RequestFields<'_>, name: &str) -> Result<Option<Option<
 }
 
 /// Unsupported fields of chat requests.
-pub const CHAT_UNSUPPORTED: [Unsupported; 5] = [
+pub(super) const CHAT_UNSUPPORTED: [Unsupported; 5] = [
     ("functions", &["[]"]),
     ("audio", &[]),
     ("chat_template", &[]),
@@ -188,10 +188,12 @@ pub const CHAT_UNSUPPORTED: [Unsupported; 5] = [
 ];
 
 /// Unsupported fields of completion requests.
-pub const COMPLETION_UNSUPPORTED: [Unsupported; 1] = [("suffix", &["\"\""])];
+pub(super) const COMPLETION_UNSUPPORTED: [Unsupported; 1] = [("suffix", &["\"\""])];
 
 /// Reads the fields of `/v1/chat/completions`.
-pub fn read_chat(fields: &RequestFields<'_>) -> Result<(GenerationFields, Delivery), FieldError> {
+pub(super) fn read_chat(
+    fields: &RequestFields<'_>,
+) -> Result<(GenerationFields, Delivery), FieldError> {
     check_unsupported(fields, &UNSUPPORTED)?;
     check_unsupported(fields, &CHAT_UNSUPPORTED)?;
     let mut options = options(fields)?;
@@ -223,7 +225,7 @@ pub fn read_chat(fields: &RequestFields<'_>) -> Result<(GenerationFields, Delive
 }
 
 /// Reads the conversation and its rendering options.
-pub fn chat_source(
+pub(super) fn chat_source(
     fields: &RequestFields<'_>,
     tools: Option<&OfferedTools>,
 ) -> Result<ChatSource, FieldError> {
@@ -272,7 +274,7 @@ fn template_kwargs(fields: &RequestFields<'_>) -> Result<Map<String, Value>, Fie
 }
 
 /// Reads the fields of `/v1/completions`.
-pub fn read_completion(
+pub(super) fn read_completion(
     fields: &RequestFields<'_>,
 ) -> Result<(GenerationFields, Delivery), FieldError> {
     check_unsupported(fields, &UNSUPPORTED)?;
@@ -302,14 +304,14 @@ pub fn read_completion(
 
 /// A prompt of `/v1/completions`.
 #[derive(Clone, Debug, PartialEq)]
-pub enum CompletionPrompt {
+pub(super) enum CompletionPrompt {
     Text(String),
     Tokens(Vec<u32>),
 }
 
 /// Parses one or several prompts, each a text or token ids. Token ids are parsed directly, because JSON
 /// values would take ten times the memory.
-pub fn prompts(fields: &RequestFields<'_>) -> Result<Vec<CompletionPrompt>, FieldError> {
+pub(super) fn prompts(fields: &RequestFields<'_>) -> Result<Vec<CompletionPrompt>, FieldError> {
     let Some(text) = fields.raw("prompt") else {
         let problem = "is missing; allowed: a text, token ids, or a list of either";
         return Err(FieldError::new("prompt", problem));

@@ -23,7 +23,7 @@ use crate::{
     request::{error::FieldError, text_workers::PromptSource, tokenization},
 };
 
-pub async fn tokenize(State(front): State<Arc<Front>>, request: Request<Body>) -> Response {
+pub(super) async fn tokenize(State(front): State<Arc<Front>>, request: Request<Body>) -> Response {
     let tokenized = async {
         let (parts, body) = request.into_parts();
         let caller = caller_of(&parts.extensions);
@@ -45,7 +45,10 @@ pub async fn tokenize(State(front): State<Arc<Front>>, request: Request<Body>) -
     tokenized.await.map_err(|error: ApiError| error).into_response()
 }
 
-pub async fn detokenize(State(front): State<Arc<Front>>, request: Request<Body>) -> Response {
+pub(super) async fn detokenize(
+    State(front): State<Arc<Front>>,
+    request: Request<Body>,
+) -> Response {
     let detokenized = async {
         let (parts, body) = request.into_parts();
         let caller = caller_of(&parts.extensions);
@@ -62,7 +65,7 @@ pub async fn detokenize(State(front): State<Arc<Front>>, request: Request<Body>)
 }
 
 /// Reads a text, or a conversation that the chat template renders first.
-pub fn prompt_source(fields: &RequestFields<'_>) -> Result<PromptSource, FieldError> {
+pub(super) fn prompt_source(fields: &RequestFields<'_>) -> Result<PromptSource, FieldError> {
     let Some(text) = fields.string("prompt")? else {
         if fields.raw("messages").is_none() {
             let problem = "is missing; allowed: a text, or messages in its place";

@@ -21,7 +21,7 @@ use crate::{
 const LOGPROB_MIN: f32 = -9999.0;
 
 #[derive(Serialize, JsonSchema)]
-pub struct Completion<'a, C> {
+pub(super) struct Completion<'a, C> {
     pub id: &'a str,
     pub object: &'static str,
     pub created: u64,
@@ -39,7 +39,7 @@ pub struct Completion<'a, C> {
 }
 
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, JsonSchema)]
-pub struct Usage {
+pub(super) struct Usage {
     pub prompt_tokens: u64,
     pub completion_tokens: u64,
     pub total_tokens: u64,
@@ -47,13 +47,13 @@ pub struct Usage {
 }
 
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, JsonSchema)]
-pub struct PromptTokensDetails {
+pub(super) struct PromptTokensDetails {
     /// Prompt tokens found in a prefix cache.
     pub cached_tokens: u64,
 }
 
 #[derive(Serialize, JsonSchema)]
-pub struct ChatChoice {
+pub(super) struct ChatChoice {
     pub index: u32,
     pub message: ChatMessage,
     pub logprobs: Option<ChatLogprobs>,
@@ -68,7 +68,7 @@ pub struct ChatChoice {
 }
 
 #[derive(Serialize, JsonSchema)]
-pub struct ChatMessage {
+pub(super) struct ChatMessage {
     #[schemars(extend("const" = "assistant"))]
     pub role: &'static str,
     /// `null` when the answer consists of tool calls only.
@@ -81,7 +81,7 @@ pub struct ChatMessage {
 }
 
 #[derive(Serialize, JsonSchema)]
-pub struct ToolCallWhole {
+pub(super) struct ToolCallWhole {
     pub id: String,
     #[schemars(extend("const" = "function"))]
     pub r#type: &'static str,
@@ -89,7 +89,7 @@ pub struct ToolCallWhole {
 }
 
 #[derive(Serialize, JsonSchema)]
-pub struct FunctionCall {
+pub(super) struct FunctionCall {
     pub name: String,
     /// A JSON object as text; its beginning if the answer was cut within the call.
     #[schemars(extend("contentMediaType" = "application/json"))]
@@ -97,7 +97,7 @@ pub struct FunctionCall {
 }
 
 #[derive(Default, Serialize, JsonSchema)]
-pub struct ChatChunkChoice {
+pub(super) struct ChatChunkChoice {
     pub index: u32,
     pub delta: ChatDelta,
     pub logprobs: Option<ChatLogprobs>,
@@ -113,7 +113,7 @@ pub struct ChatChunkChoice {
 }
 
 #[derive(Default, Serialize, JsonSchema)]
-pub struct ChatDelta {
+pub(super) struct ChatDelta {
     #[serde(skip_serializing_if = "Option::is_none")]
     #[schemars(extend("const" = "assistant"))]
     pub role: Option<&'static str>,
@@ -125,7 +125,7 @@ pub struct ChatDelta {
 
 /// The start of a tool call, with its id and name, or a further piece of its arguments.
 #[derive(Serialize, JsonSchema)]
-pub struct ToolCallDelta {
+pub(super) struct ToolCallDelta {
     pub index: u32,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub id: Option<String>,
@@ -136,7 +136,7 @@ pub struct ToolCallDelta {
 }
 
 #[derive(Serialize, JsonSchema)]
-pub struct FunctionDelta {
+pub(super) struct FunctionDelta {
     #[serde(skip_serializing_if = "Option::is_none")]
     pub name: Option<String>,
     pub arguments: String,
@@ -144,7 +144,7 @@ pub struct FunctionDelta {
 
 /// A choice of a completion or of a completion's chunk.
 #[derive(Default, Serialize, JsonSchema)]
-pub struct TextChoice<'a> {
+pub(super) struct TextChoice<'a> {
     pub index: u32,
     pub text: String,
     pub logprobs: Option<TextLogprobs>,
@@ -161,21 +161,21 @@ pub struct TextChoice<'a> {
 }
 
 #[derive(Debug, Default, Serialize, JsonSchema)]
-pub struct ChatLogprobs {
+pub(super) struct ChatLogprobs {
     pub content: Vec<ChatTokenLogprob>,
     #[schemars(with = "()")]
     pub refusal: Option<()>,
 }
 
 #[derive(Debug, Serialize, JsonSchema)]
-pub struct ChatTokenLogprob {
+pub(super) struct ChatTokenLogprob {
     #[serde(flatten)]
     pub token: TokenLogprob,
     pub top_logprobs: Vec<TokenLogprob>,
 }
 
 #[derive(Debug, Serialize, JsonSchema)]
-pub struct TokenLogprob {
+pub(super) struct TokenLogprob {
     pub token: String,
     #[serde(serialize_with = "finite")]
     #[schemars(range(min = -9999.0, max = 0.0))]
@@ -185,7 +185,7 @@ pub struct TokenLogprob {
 }
 
 #[derive(Debug, Default, Serialize, JsonSchema)]
-pub struct TextLogprobs {
+pub(super) struct TextLogprobs {
     /// Number of characters of the answer before each token. A character belongs to the token that completes it.
     pub text_offset: Vec<u64>,
     #[serde(serialize_with = "all_finite")]
@@ -198,7 +198,7 @@ pub struct TextLogprobs {
 
 /// Log-probability by token, best first.
 #[derive(Debug, Default)]
-pub struct TopLogprobs(pub Vec<(String, f32)>);
+pub(super) struct TopLogprobs(pub Vec<(String, f32)>);
 
 impl Serialize for TopLogprobs {
     fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
@@ -226,7 +226,7 @@ fn all_finite<S: Serializer>(logprobs: &[f32], serializer: S) -> Result<S::Ok, S
 }
 
 #[derive(Serialize, JsonSchema)]
-pub struct ModelList {
+pub(super) struct ModelList {
     #[schemars(extend("const" = "list"))]
     pub object: &'static str,
     pub data: Vec<ModelCard>,
@@ -234,7 +234,7 @@ pub struct ModelList {
 
 #[derive(Serialize, JsonSchema)]
 #[schemars(rename = "Model")]
-pub struct ModelCard {
+pub(super) struct ModelCard {
     pub id: String,
     #[schemars(extend("const" = "model"))]
     pub object: &'static str,
@@ -249,7 +249,7 @@ pub struct ModelCard {
 }
 
 #[derive(Serialize, JsonSchema)]
-pub struct Tokenized {
+pub(super) struct Tokenized {
     pub count: usize,
     /// Maximum number of tokens of prompt and answer together; `null` while no decode node is known.
     pub max_model_len: Option<u32>,
@@ -259,18 +259,18 @@ pub struct Tokenized {
 }
 
 #[derive(Serialize, JsonSchema)]
-pub struct Detokenized {
+pub(super) struct Detokenized {
     pub prompt: String,
 }
 
 #[derive(Serialize, JsonSchema)]
 #[schemars(rename = "Error")]
-pub struct ErrorBody {
+pub(super) struct ErrorBody {
     pub error: ErrorContent,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, JsonSchema)]
-pub struct ErrorContent {
+pub(crate) struct ErrorContent {
     #[schemars(length(min = 1))]
     pub message: String,
     #[serde(rename = "type")]
@@ -283,14 +283,14 @@ pub struct ErrorContent {
 
 /// API of a request: chat or completion.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Api {
+pub(super) enum Api {
     Chat,
     Text,
 }
 
 /// Content of one answer so far.
 #[derive(Debug, Default)]
-pub struct AnswerContent {
+pub(super) struct AnswerContent {
     pub text: String,
     pub token_ids: Vec<u32>,
     pub weight_versions: Vec<String>,
@@ -301,7 +301,7 @@ pub struct AnswerContent {
 
 /// Number of characters of an answer before its next token.
 #[derive(Debug, Default)]
-pub struct TextOffset {
+pub(super) struct TextOffset {
     characters: u64,
     /// Holds incomplete characters back, as in the answer's text. `None` before the first token.
     detokenizer: Option<Detokenizer>,
@@ -319,7 +319,7 @@ impl TextOffset {
 
 /// Converter of tokens into the fields that the client requested.
 #[derive(Clone)]
-pub struct TokenView {
+pub(super) struct TokenView {
     pub tokenizer: Arc<Tokenizer>,
     pub api: Api,
     /// Number of top log-probabilities for each token.
@@ -331,7 +331,7 @@ pub struct TokenView {
 }
 
 impl TokenView {
-    pub fn chat_logprobs(&self, tokens: &[Token]) -> Vec<ChatTokenLogprob> {
+    pub(super) fn chat_logprobs(&self, tokens: &[Token]) -> Vec<ChatTokenLogprob> {
         let Some(count) = self.logprobs else { return Vec::new() };
         let one = |token: &Token| {
             let (chosen, top) = self.logprobs_of(token, count);
@@ -342,7 +342,7 @@ impl TokenView {
     }
 
     /// Appends the log-probabilities of these tokens, and advances `text_offset` past them.
-    pub fn text_logprobs(
+    pub(super) fn text_logprobs(
         &self,
         tokens: &[Token],
         text_offset: &mut TextOffset,
@@ -366,11 +366,11 @@ impl TokenView {
         }
     }
 
-    pub fn ids(&self, tokens: &[Token]) -> Option<Vec<u32>> {
+    pub(super) fn ids(&self, tokens: &[Token]) -> Option<Vec<u32>> {
         self.token_ids.then(|| tokens.iter().map(|token| token.id).collect())
     }
 
-    pub fn versions(&self, tokens: &[Token]) -> Option<Vec<String>> {
+    pub(super) fn versions(&self, tokens: &[Token]) -> Option<Vec<String>> {
         let version = |token: &Token| {
             token.weight_version.map_or(WeightVersion::LOADED, WeightVersion).to_string()
         };
@@ -407,7 +407,7 @@ impl TokenView {
 }
 
 impl AnswerContent {
-    pub fn push(&mut self, view: &TokenView, tokens: &[Token], text: &str) {
+    pub(super) fn push(&mut self, view: &TokenView, tokens: &[Token], text: &str) {
         self.text.push_str(text);
         if let Some(ids) = view.ids(tokens) {
             self.token_ids.extend(ids);
@@ -423,7 +423,7 @@ impl AnswerContent {
         }
     }
 
-    pub fn into_chat_choice(
+    pub(super) fn into_chat_choice(
         self,
         view: &TokenView,
         end: &AnswerEnd,
@@ -458,7 +458,7 @@ impl AnswerContent {
         }
     }
 
-    pub fn into_text_choice<'a>(
+    pub(super) fn into_text_choice<'a>(
         self,
         view: &TokenView,
         end: &AnswerEnd,
@@ -476,7 +476,7 @@ impl AnswerContent {
 }
 
 /// Returns the last chunk of a completion, with the finish reason and the text that was held back.
-pub fn text_end<'a>(end: &AnswerEnd) -> TextChoice<'a> {
+pub(super) fn text_end<'a>(end: &AnswerEnd) -> TextChoice<'a> {
     TextChoice {
         index: end.choice,
         text: end.text.clone(),
@@ -487,7 +487,7 @@ pub fn text_end<'a>(end: &AnswerEnd) -> TextChoice<'a> {
 }
 
 /// Returns the first chunk of a chat answer, with its role.
-pub fn chat_role(choice: u32) -> ChatChunkChoice {
+pub(super) fn chat_role(choice: u32) -> ChatChunkChoice {
     let (role, content) = (Some("assistant"), Some(String::new()));
     let delta = ChatDelta { role, content, tool_calls: None };
     ChatChunkChoice { index: choice, delta, ..Default::default() }
@@ -495,7 +495,7 @@ pub fn chat_role(choice: u32) -> ChatChunkChoice {
 
 /// Calls `write` with each chunk for some tokens and the text that they release. The first chunk describes the
 /// tokens. Without anything to send there is no chunk.
-pub fn chat_chunks(
+pub(super) fn chat_chunks(
     view: &TokenView,
     choice: u32,
     tokens: &[Token],
@@ -546,7 +546,7 @@ fn call_deltas(index: u32, id: String, call: ToolCall) -> [ChatDelta; 2] {
 }
 
 /// Returns the last chunk, with the finish reason.
-pub fn chat_end(end: &AnswerEnd, calls: Calls) -> ChatChunkChoice {
+pub(super) fn chat_end(end: &AnswerEnd, calls: Calls) -> ChatChunkChoice {
     ChatChunkChoice {
         index: end.choice,
         finish_reason: Some(finish_reason(calls.finish_reason(end.reason))),

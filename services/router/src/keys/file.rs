@@ -18,7 +18,7 @@ const WEIGHT_MAX: u32 = 100;
 
 /// One `[[key]]` of the file.
 #[derive(Debug, Default, PartialEq, Eq)]
-pub struct KeyEntry {
+pub(super) struct KeyEntry {
     pub name: String,
     /// SHA-256 hash of the key's text.
     pub sha256: [u8; 32],
@@ -36,7 +36,7 @@ pub struct KeyEntry {
 }
 
 /// Reads all entries; names and hashes are unique.
-pub fn parse(bytes: &[u8]) -> Result<Vec<KeyEntry>, String> {
+pub(super) fn parse(bytes: &[u8]) -> Result<Vec<KeyEntry>, String> {
     let text = std::str::from_utf8(bytes).map_err(|_| "not UTF-8; expected TOML".to_owned())?;
     let file: Table = text.parse().map_err(|error: toml::de::Error| {
         // The error's own text quotes the line.

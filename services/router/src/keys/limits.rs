@@ -11,7 +11,7 @@ const ROUNDING: f64 = 1e-6;
 
 /// Limits of a key; `None` is no limit.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct KeyLimits {
+pub(super) struct KeyLimits {
     pub requests_per_minute: Option<u32>,
     /// Prompt and completion tokens.
     pub tokens_per_minute: Option<u32>,
@@ -22,7 +22,7 @@ pub struct KeyLimits {
 /// A key has reached one of its limits.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("the API key allows {max} {}; retry after {} s", unit(*limit), self.retry_after_s())]
-pub struct LimitExceeded {
+pub(crate) struct LimitExceeded {
     pub limit: KeyLimit,
     pub max: u32,
     /// Time until the key may send a request again.
@@ -31,7 +31,7 @@ pub struct LimitExceeded {
 
 impl LimitExceeded {
     /// Returns the time in whole seconds, rounded up.
-    pub fn retry_after_s(&self) -> u32 {
+    pub(crate) fn retry_after_s(&self) -> u32 {
         let seconds = self.retry_after.as_secs_f64().ceil();
         (seconds as u32).max(RETRY_AFTER_S)
     }
@@ -47,7 +47,7 @@ fn unit(limit: KeyLimit) -> &'static str {
 
 /// Use of the limits of one key.
 #[derive(Debug, Default)]
-pub struct KeyUsage {
+pub(super) struct KeyUsage {
     requests: MinuteUse,
     tokens: MinuteUse,
     streams: u32,
@@ -55,7 +55,11 @@ pub struct KeyUsage {
 
 impl KeyUsage {
     /// Counts a request, unless the key has used up a limit per minute.
-    pub fn request(&mut self, limits: &KeyLimits, now: Instant) -> Result<(), LimitExceeded> {
+    pub(super) fn request(
+        &mut self,
+        limits: &KeyLimits,
+        now: Instant,
+    ) -> Result<(), LimitExceeded> {
         for (limit, used, max) in [
             (KeyLimit::Requests, &mut self.requests, limits.requests_per_minute),
             (KeyLimit::Tokens, &mut self.tokens, limits.tokens_per_minute),
@@ -74,7 +78,7 @@ impl KeyUsage {
     }
 
     /// Counts tokens. The count may exceed the limit: then the key waits until the excess has decayed.
-    pub fn tokens(&mut self, limits: &KeyLimits, count: u32, now: Instant) {
+    pub(super) fn tokens(&mut self, limits: &KeyLimits, count: u32, now: Instant) {
         if let Some(max) = limits.tokens_per_minute {
             self.tokens.decay(max, now);
             self.tokens.amount += f64::from(count);
@@ -82,7 +86,11 @@ impl KeyUsage {
     }
 
     /// Counts answers in flight until [`Self::close_streams`].
-    pub fn open_streams(&mut self, limits: &KeyLimits, count: u32) -> Result<(), LimitExceeded> {
+    pub(super) fn open_streams(
+        &mut self,
+        limits: &KeyLimits,
+        count: u32,
+    ) -> Result<(), LimitExceeded> {
         let streams = self.streams.saturating_add(count);
         if let Some(max) = limits.streams_max.filter(|max| streams > *max) {
             // Streams end at times that are not known in advance.
@@ -93,7 +101,7 @@ impl KeyUsage {
         Ok(())
     }
 
-    pub fn close_streams(&mut self, count: u32) {
+    pub(super) fn close_streams(&mut self, count: u32) {
         self.streams -= count;
     }
 }

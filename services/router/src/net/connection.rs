@@ -29,7 +29,7 @@ const PREFACE: &[u8] = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n";
 
 /// State of a connection, shared with its requests.
 #[derive(Clone, Debug, Default)]
-pub struct ConnectionState {
+pub(crate) struct ConnectionState {
     /// The router was draining already when it accepted the connection.
     pub is_late: bool,
     unread: Arc<AtomicBool>,
@@ -37,12 +37,12 @@ pub struct ConnectionState {
 }
 
 impl ConnectionState {
-    pub fn new(is_late: bool, slot: SlotHandle) -> Self {
+    pub(crate) fn new(is_late: bool, slot: SlotHandle) -> Self {
         Self { is_late, unread: Arc::default(), slot: Some(slot) }
     }
 
     /// Records that the client has presented a valid key, so that its connection does not give way to strangers.
-    pub fn authenticate(&self) {
+    pub(crate) fn authenticate(&self) {
         if let Some(slot) = &self.slot {
             slot.authenticate();
         }
@@ -50,18 +50,18 @@ impl ConnectionState {
 
     /// Returns whether the connection ended because the client did not read, which a dropped request cannot
     /// distinguish from a client that disconnected. Set before the connection ends.
-    pub fn is_unread(&self) -> bool {
+    pub(crate) fn is_unread(&self) -> bool {
         self.unread.load(Ordering::Acquire)
     }
 
-    pub fn set_unread(&self) {
+    pub(crate) fn set_unread(&self) {
         self.unread.store(true, Ordering::Release);
     }
 }
 
 /// Time limits of one connection.
 #[derive(Clone, Copy, Debug)]
-pub struct TimeLimits {
+pub(super) struct TimeLimits {
     /// Maximum time from connecting to the first complete request head or HTTP/2 preface.
     pub opening_max: Duration,
     /// Maximum time from the first to the last byte of a later HTTP/1.1 request head.
@@ -70,7 +70,7 @@ pub struct TimeLimits {
     pub write_max: Duration,
 }
 
-pub struct ClientConnection {
+pub(super) struct ClientConnection {
     stream: ClientStream,
     state: ConnectionState,
     requests: Arc<RequestCount>,
@@ -97,7 +97,7 @@ struct HeadTimer {
 }
 
 impl ClientConnection {
-    pub fn new(
+    pub(super) fn new(
         stream: ClientStream,
         limits: TimeLimits,
         state: ConnectionState,
@@ -220,7 +220,7 @@ impl AsyncWrite for ClientConnection {
 }
 
 /// Counter of the requests of one connection.
-pub struct RequestCount {
+pub(super) struct RequestCount {
     in_progress: watch::Sender<usize>,
     /// Request heads that have arrived since the connection was opened.
     begun: AtomicU64,
@@ -235,14 +235,14 @@ pub struct RequestCount {
 }
 
 /// Guard of a request in progress.
-pub struct RequestInProgress {
+pub(super) struct RequestInProgress {
     count: Arc<RequestCount>,
     /// The request is counted in [`RequestCount::unanswered`].
     is_unanswered: bool,
 }
 
 impl RequestCount {
-    pub fn new(slot: ConnectionSlot) -> Arc<Self> {
+    pub(super) fn new(slot: ConnectionSlot) -> Arc<Self> {
         Arc::new(Self {
             in_progress: watch::Sender::new(0),
             begun: AtomicU64::new(0),
@@ -256,7 +256,10 @@ impl RequestCount {
 
     /// Counts a request after its head has arrived, and returns whether the router may serve it.
     /// `may_use_reserve`: whether the router serves the request on a reserved connection.
-    pub fn begin(self: &Arc<Self>, may_use_reserve: bool) -> (RequestInProgress, AdmissionVerdict) {
+    pub(super) fn begin(
+        self: &Arc<Self>,
+        may_use_reserve: bool,
+    ) -> (RequestInProgress, AdmissionVerdict) {
         self.begun.fetch_add(1, Ordering::Relaxed);
         self.unanswered.fetch_add(1, Ordering::Relaxed);
         self.in_progress.send_modify(|count| *count += 1);
@@ -264,34 +267,34 @@ impl RequestCount {
         (request, self.slot.begin_request(may_use_reserve))
     }
 
-    pub fn begun(&self) -> u64 {
+    pub(super) fn begun(&self) -> u64 {
         self.begun.load(Ordering::Relaxed)
     }
 
     /// Returns whether the client has sent the HTTP/2 preface.
-    pub fn is_http2(&self) -> bool {
+    pub(super) fn is_http2(&self) -> bool {
         self.http2.load(Ordering::Relaxed)
     }
 
-    pub fn is_idle(&self) -> bool {
+    pub(super) fn is_idle(&self) -> bool {
         *self.in_progress.borrow() == 0
     }
 
-    pub fn slot(&self) -> &ConnectionSlot {
+    pub(super) fn slot(&self) -> &ConnectionSlot {
         &self.slot
     }
 
-    pub fn discards(&self) -> Discards {
+    pub(super) fn discards(&self) -> Discards {
         self.discards.clone()
     }
 
     /// Returns once no request is in progress.
-    pub async fn idle(&self) {
+    pub(super) async fn idle(&self) {
         self.idle_for(Duration::ZERO).await;
     }
 
     /// Returns once no request has been in progress for `idle_max`.
-    pub async fn idle_for(&self, idle_max: Duration) {
+    pub(super) async fn idle_for(&self, idle_max: Duration) {
         let mut in_progress = self.in_progress.subscribe();
         let open = "the sender is a field of self";
         loop {
@@ -306,7 +309,7 @@ impl RequestCount {
 
     /// Returns once all requests in progress have waited for the client for `stall_max`, and before twice this time.
     /// Only with HTTP/2: a client that opens no flow-control window stalls no TCP write.
-    pub async fn stalled_for(&self, stall_max: Duration) {
+    pub(super) async fn stalled_for(&self, stall_max: Duration) {
         let mut in_progress = self.in_progress.subscribe();
         loop {
             in_progress.wait_for(|count| *count > 0).await.expect("the sender is a field of self");
@@ -347,13 +350,13 @@ impl Drop for RequestInProgress {
 }
 
 /// A response body; its request is in progress until the body is written or dropped.
-pub struct CountedBody {
+pub(super) struct CountedBody {
     body: Body,
     request: RequestInProgress,
 }
 
 impl CountedBody {
-    pub fn new(body: Body, mut request: RequestInProgress) -> Self {
+    pub(super) fn new(body: Body, mut request: RequestInProgress) -> Self {
         request.step(false);
         Self { body, request }
     }

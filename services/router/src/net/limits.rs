@@ -15,7 +15,7 @@ const RESERVED_FRACTION: u64 = 16;
 
 /// Returns the limits of each port under this limit on open files. A low limit is logged. `authenticates`: whether clients need
 /// a key.
-pub fn client_slots(open_files_max: u64, authenticates: bool) -> SlotLimits {
+pub(crate) fn client_slots(open_files_max: u64, authenticates: bool) -> SlotLimits {
     let limits = split(open_files_max, authenticates);
     if (limits.ordinary_max as u64) < CONNECTIONS_MAX {
         tracing::warn!(
@@ -29,7 +29,7 @@ pub fn client_slots(open_files_max: u64, authenticates: bool) -> SlotLimits {
 }
 
 /// Returns the limits of `router.admin`, whose descriptors are among [`DESCRIPTORS_KEPT`].
-pub fn operator_slots(authenticates: bool) -> SlotLimits {
+pub(crate) fn operator_slots(authenticates: bool) -> SlotLimits {
     SlotLimits { ordinary_max: 32, reserved_max: 4, closing_max: 4, authenticates }
 }
 

@@ -30,7 +30,7 @@ const DISCARD_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// Tasks of one connection that discard unread rests of request bodies. Dropping the last clone aborts the tasks.
 #[derive(Clone, Default)]
-pub struct Discards {
+pub(super) struct Discards {
     tasks: Arc<Mutex<JoinSet<()>>>,
     /// Number of bodies being discarded. Each [`DiscardInProgress`] counts one.
     count: Arc<AtomicUsize>,
@@ -38,7 +38,7 @@ pub struct Discards {
 
 impl Discards {
     /// Returns whether a task still discards a body.
-    pub fn is_discarding(&self) -> bool {
+    pub(super) fn is_discarding(&self) -> bool {
         self.count.load(Ordering::Acquire) > 0
     }
 
@@ -85,7 +85,7 @@ impl Drop for DiscardInProgress {
 }
 
 /// Body of a request. Dropping it before its end starts a task that discards the rest.
-pub struct RequestBody {
+pub(super) struct RequestBody {
     /// hyper's body. `None` after the last frame and after an error.
     body: Option<Incoming>,
     discards: Discards,
@@ -96,7 +96,7 @@ pub struct RequestBody {
 
 impl RequestBody {
     /// Wraps the body of `request`.
-    pub fn wrap(request: Request<Incoming>, discards: Discards) -> Request<Self> {
+    pub(super) fn wrap(request: Request<Incoming>, discards: Discards) -> Request<Self> {
         let awaits_continue = request.headers().contains_key(header::EXPECT);
         request.map(|body| Self { body: Some(body), discards, awaits_continue })
     }

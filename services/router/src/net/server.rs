@@ -61,7 +61,7 @@ const CLOSE: HeaderValue = HeaderValue::from_static("close");
 
 /// Protocol of a port.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Protocol {
+pub(crate) enum Protocol {
     /// HTTP/1.1, or HTTP/2 if the client sends its preface.
     Http,
     /// HTTP/2 only.
@@ -69,7 +69,7 @@ pub enum Protocol {
 }
 
 /// A port that the router serves.
-pub struct Port {
+pub(crate) struct Port {
     pub protocol: Protocol,
     pub tls: Option<Arc<Tls>>,
     pub routes: Router,
@@ -80,7 +80,7 @@ pub struct Port {
 
 /// Limits on the clients of a port.
 #[derive(Clone, Copy, Debug)]
-pub struct PortLimits {
+pub(crate) struct PortLimits {
     slots: SlotLimits,
     /// Maximum time of a request, from its head to its last byte.
     read_max: Duration,
@@ -94,7 +94,7 @@ pub struct PortLimits {
 }
 
 impl PortLimits {
-    pub fn new(
+    pub(crate) fn new(
         slots: SlotLimits,
         read_max: Duration,
         write_max: Duration,
@@ -107,7 +107,7 @@ impl PortLimits {
 
 /// The steps of a graceful shutdown, each cancelled when it begins.
 #[derive(Clone, Debug, Default)]
-pub struct Shutdown {
+pub(crate) struct Shutdown {
     /// The router still serves requests, and asks clients to reconnect elsewhere.
     pub leaving: CancellationToken,
     /// Requests on new connections are rejected.
@@ -117,7 +117,7 @@ pub struct Shutdown {
 }
 
 /// Binds a listener with a small send buffer, so that slow clients are detected.
-pub fn bind(address: SocketAddr) -> io::Result<TcpListener> {
+pub(crate) fn bind(address: SocketAddr) -> io::Result<TcpListener> {
     let socket = if address.is_ipv4() { TcpSocket::new_v4()? } else { TcpSocket::new_v6()? };
     socket.set_reuseaddr(true)?;
     // Accepted connections inherit the buffer size.
@@ -127,7 +127,7 @@ pub fn bind(address: SocketAddr) -> io::Result<TcpListener> {
 }
 
 /// Serves until [`Shutdown::stop`], then closes every connection gracefully and drops the rest after [`LEAVE_MAX`].
-pub async fn serve(socket: TcpListener, port: Port, shutdown: Shutdown) {
+pub(crate) async fn serve(socket: TcpListener, port: Port, shutdown: Shutdown) {
     let listener = PortListener::new(socket, port.limits.slots);
     let port = Arc::new(port);
     let mut connections = JoinSet::new();

@@ -13,10 +13,10 @@ pub(super) const PLAIN_HTTP: &[u8] =
     connection: close\r\n\r\nthis port speaks TLS; expected https";
 
 /// Configuration of the handshake, replaced when the files change.
-pub type Tls = Reloaded<ServerConfig>;
+pub(crate) type Tls = Reloaded<ServerConfig>;
 
 /// Reads certificate and key. The error names file and setting.
-pub fn read_tls(cert: &Path, key: &Path) -> Result<Tls, String> {
+pub(crate) fn read_tls(cert: &Path, key: &Path) -> Result<Tls, String> {
     let files =
         vec![SettingFile::new("router.tls_cert", cert), SettingFile::new("router.tls_key", key)];
     Reloaded::read(files, |files, contents, _| {

@@ -14,7 +14,7 @@ use super::{Nodes, channel::Client};
 const CALL_MAX: Duration = Duration::from_secs(10);
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum AdminCall {
+pub(crate) enum AdminCall {
     /// Reject new attempts; those in flight finish.
     Drain,
     /// Accept attempts again.
@@ -24,7 +24,7 @@ pub enum AdminCall {
 }
 
 #[derive(Debug, thiserror::Error)]
-pub enum AdminError {
+pub(crate) enum AdminError {
     #[error("cannot find node {node:?}; expected one of: {known}")]
     UnknownNode { node: String, known: String },
     #[error("cannot call node {node}: several nodes have this id; expected the URL of one: {urls}")]
@@ -41,7 +41,7 @@ pub enum AdminError {
 
 /// The router's view of a member.
 #[derive(Debug, Serialize)]
-pub struct NodeSummary {
+pub(crate) struct NodeSummary {
     /// `None` until the node has reported its record.
     node: Option<String>,
     role: &'static str,
@@ -55,7 +55,7 @@ pub struct NodeSummary {
 
 /// The outcome of a call.
 #[derive(Debug, Default, Serialize)]
-pub struct AdminOutcome {
+pub(crate) struct AdminOutcome {
     node: String,
     #[serde(skip_serializing_if = "Option::is_none")]
     attempts_in_flight: Option<u32>,
@@ -75,7 +75,7 @@ fn rejected(node: &str, status: Status) -> AdminError {
 
 impl Nodes {
     /// Returns all members in the order of joining.
-    pub fn list(&self) -> Vec<NodeSummary> {
+    pub(crate) fn list(&self) -> Vec<NodeSummary> {
         let state = |member: &cluster::Member| {
             let (record, load) = (member.record(), member.load());
             NodeSummary {
@@ -93,7 +93,11 @@ impl Nodes {
     }
 
     /// Sends a call to the node with this id or URL.
-    pub async fn forward(&self, node: &str, call: AdminCall) -> Result<AdminOutcome, AdminError> {
+    pub(crate) async fn forward(
+        &self,
+        node: &str,
+        call: AdminCall,
+    ) -> Result<AdminOutcome, AdminError> {
         let outcome = AdminOutcome { node: node.to_owned(), ..Default::default() };
         self.call(node, CALL_MAX, async |mut client, node_epoch| match call {
             AdminCall::Drain | AdminCall::Undrain => {
@@ -113,7 +117,7 @@ impl Nodes {
     }
 
     /// Returns a trace of the node with this id or URL over the next seconds, as JSON.
-    pub async fn trace(&self, node: &str, seconds: u32) -> Result<Bytes, AdminError> {
+    pub(crate) async fn trace(&self, node: &str, seconds: u32) -> Result<Bytes, AdminError> {
         let within = CALL_MAX + Duration::from_secs(seconds.into());
         self.call(node, within, async |mut client, node_epoch| {
             let request = Request::new(TraceRequest { node_epoch, seconds });

@@ -56,18 +56,18 @@ impl std::fmt::Debug for NodeCredentials {
 }
 
 /// Client of one node. It adds a token to each call.
-pub type Client = NodeClient<InterceptedService<Channel, CallSigner>>;
+pub(super) type Client = NodeClient<InterceptedService<Channel, CallSigner>>;
 
 /// Connection to one node.
 #[derive(Clone)]
-pub struct NodeChannel {
+pub(super) struct NodeChannel {
     pub channel: Channel,
     pub signer: CallSigner,
 }
 
 /// Reason why a node cannot be observed.
 #[derive(Debug, thiserror::Error)]
-pub enum ObserveError {
+pub(super) enum ObserveError {
     #[error("{0}")]
     Url(#[from] tonic::transport::Error),
     #[error("{0}")]
@@ -79,7 +79,7 @@ pub enum ObserveError {
 }
 
 /// The `Observe` stream of a node that has proved its knowledge of the secret.
-pub struct ObservedNode {
+pub(super) struct ObservedNode {
     pub channel: NodeChannel,
     pub node: Epoch,
     pub events: Streaming<ObserveEvent>,
@@ -87,7 +87,7 @@ pub struct ObservedNode {
 
 impl NodeChannel {
     /// Opens a connection and an `Observe` stream, and checks the node's proof.
-    pub async fn observe(
+    pub(super) async fn observe(
         url: &str,
         NodeCredentials { secret, tls }: &NodeCredentials,
     ) -> Result<ObservedNode, ObserveError> {
@@ -113,7 +113,7 @@ impl NodeChannel {
     }
 
     /// Returns a client whose calls address this process.
-    pub fn client(&self, node: Epoch) -> Client {
+    pub(super) fn client(&self, node: Epoch) -> Client {
         NodeClient::with_interceptor(self.channel.clone(), self.signer.to(node))
             .max_decoding_message_size(EVENT_BYTES_MAX)
             .max_encoding_message_size(REQUEST_BYTES_MAX)

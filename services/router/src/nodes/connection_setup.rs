@@ -16,9 +16,9 @@ use router_core::peer;
 /// Interval of rounds. Nodes close the connection of a pair that is idle for a minute.
 const EVERY: Duration = Duration::from_secs(20);
 /// Delay of a round after a change, so that one round covers nodes that come up at about the same time.
-pub const SETTLES_IN: Duration = Duration::from_millis(100);
+pub(super) const SETTLES_IN: Duration = Duration::from_millis(100);
 /// Maximum delay of a round, while further nodes come up.
-pub const WAIT_MAX: Duration = Duration::from_secs(1);
+pub(super) const WAIT_MAX: Duration = Duration::from_secs(1);
 /// Maximum number of peers that a node connects to in advance; other pairs connect at their first request. A node
 /// stops earlier when its bound on pairs that use GPU memory or half of its pair table is reached.
 const PEERS_MAX: usize = 16;
@@ -30,39 +30,39 @@ const SETUP_MIN: Duration = Duration::from_millis(500);
 
 /// Schedule of the rounds that send every node its peers: soon after nodes came up, and periodically.
 #[derive(Clone, Copy, Debug)]
-pub struct SetupRounds {
+pub(super) struct SetupRounds {
     next: Instant,
     /// Time of the first change since the last round.
     since: Option<Instant>,
 }
 
 impl SetupRounds {
-    pub fn new(now: Instant) -> Self {
+    pub(super) fn new(now: Instant) -> Self {
         Self { next: now + EVERY, since: None }
     }
 
     /// Handles a change of a node; other changes may follow soon.
-    pub fn on_change(&mut self, now: Instant, settles_in: Duration) {
+    pub(super) fn on_change(&mut self, now: Instant, settles_in: Duration) {
         let since = *self.since.get_or_insert(now);
         self.next = (now + settles_in).min(since + WAIT_MAX);
     }
 
-    pub fn next(&self) -> Instant {
+    pub(super) fn next(&self) -> Instant {
         self.next
     }
 
     /// Returns the deadline of the round.
-    pub fn on_start(&mut self, now: Instant) -> Instant {
+    pub(super) fn on_start(&mut self, now: Instant) -> Instant {
         let since = std::mem::replace(self, Self::new(now)).since.unwrap_or(now);
         (since + SETUP_MAX).max(now + SETUP_MIN)
     }
 }
 
 /// Held by the calls of the first round: the router is ready when all of these calls have ended.
-pub struct FirstRound(Nodes);
+pub(super) struct FirstRound(Nodes);
 
 impl FirstRound {
-    pub fn new(nodes: Nodes) -> Arc<Self> {
+    pub(super) fn new(nodes: Nodes) -> Arc<Self> {
         Arc::new(Self(nodes))
     }
 }
@@ -76,7 +76,7 @@ impl Drop for FirstRound {
 
 /// A Meet call to one node, with the node's peers.
 #[derive(Clone, Debug, PartialEq)]
-pub struct MeetCall {
+pub(super) struct MeetCall {
     url: String,
     epoch: Epoch,
     request: MeetRequest,
@@ -85,7 +85,7 @@ pub struct MeetCall {
 /// Returns the Meet calls that pair prefill and decode nodes of equal identity. Both nodes of a pair receive
 /// each other. Each prefill node starts with a different decode node, so that every node finds a peer even if nodes
 /// allow few pairs.
-pub fn connect_calls(serving: &[(String, Role, NodeRecord)]) -> Vec<MeetCall> {
+pub(super) fn connect_calls(serving: &[(String, Role, NodeRecord)]) -> Vec<MeetCall> {
     let fits = |one: &NodeRecord, other: &NodeRecord| {
         one.model == other.model && one.identity == other.identity
     };
@@ -119,7 +119,7 @@ pub fn connect_calls(serving: &[(String, Role, NodeRecord)]) -> Vec<MeetCall> {
 
 /// Calls Meet. The node answers once its connections are set up. If a node does not answer (for example a node of an
 /// older release), its pairs connect at their first request.
-pub async fn meet(
+pub(super) async fn meet(
     nodes: Nodes,
     call: MeetCall,
     deadline: Instant,
@@ -138,7 +138,7 @@ pub async fn meet(
 }
 
 #[cfg(test)]
-pub mod tests {
+pub(super) mod tests {
     use std::collections::BTreeSet;
 
     use super::*;
@@ -148,7 +148,7 @@ pub mod tests {
         (url.to_owned(), role, NodeRecord::try_from(wire).unwrap())
     }
 
-    pub fn record(
+    pub(crate) fn record(
         node_id: &str,
         role: Role,
         epoch: u128,

@@ -31,7 +31,7 @@ use super::{
 
 /// A model that this router serves. Nodes of other models are not used.
 #[derive(Clone, Debug)]
-pub struct Served {
+pub(crate) struct Served {
     /// The name of the model.
     pub model: Arc<str>,
     /// Number of token ids of the router's tokenizer.
@@ -39,13 +39,13 @@ pub struct Served {
 }
 
 /// A background task. Dropping it stops the task without waiting.
-pub struct OwnedTask {
+pub(crate) struct OwnedTask {
     stop: DropGuard,
     task: JoinHandle<()>,
 }
 
 impl OwnedTask {
-    pub fn start<F>(work: impl FnOnce(CancellationToken) -> F) -> Self
+    pub(crate) fn start<F>(work: impl FnOnce(CancellationToken) -> F) -> Self
     where
         F: Future<Output = ()> + Send + 'static,
     {
@@ -55,7 +55,7 @@ impl OwnedTask {
     }
 
     /// Stops the task and waits until it has ended.
-    pub async fn shutdown(self) -> Result<(), JoinError> {
+    pub(crate) async fn shutdown(self) -> Result<(), JoinError> {
         drop(self.stop);
         self.task.await
     }

@@ -19,7 +19,7 @@ const CALL_MAX: Duration = Duration::from_secs(2);
 
 /// A node that serves a model.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct WeightNode {
+pub(crate) struct WeightNode {
     pub id: String,
     pub role: &'static str,
     pub epoch: Epoch,
@@ -31,7 +31,7 @@ pub struct WeightNode {
 
 /// An update as the router sends it to every node.
 #[derive(Clone, Debug)]
-pub struct UpdateRequest {
+pub(crate) struct UpdateRequest {
     pub id: UpdateId,
     pub label: String,
     pub path: String,
@@ -41,21 +41,21 @@ pub struct UpdateRequest {
 
 /// The node from which another node copies the weights.
 #[derive(Clone, Debug)]
-pub struct CopyFrom {
+pub(crate) struct CopyFrom {
     pub node: WeightNode,
     pub version: WeightVersion,
 }
 
 /// Answer of a node: the reply for the coordinator, and the pause of the node's last commit.
 #[derive(Clone, Debug)]
-pub struct WeightsAnswer {
+pub(crate) struct WeightsAnswer {
     pub reply: NodeReply,
     pub paused: Duration,
 }
 
 impl Nodes {
     /// Returns the nodes that take part in an update of the weights, in the order of joining.
-    pub fn weight_nodes(&self) -> Vec<WeightNode> {
+    pub(crate) fn weight_nodes(&self) -> Vec<WeightNode> {
         let node = |(member, record): (&Member, &NodeRecord)| WeightNode {
             id: record.node_id.to_string(),
             role: member.address.role.as_str(),
@@ -70,7 +70,7 @@ impl Nodes {
 
     /// Pauses a node, or resumes it if `pause` is `None`. `pause`: the treatment of running sequences, and the maximum
     /// time.
-    pub async fn call_pause(
+    pub(crate) async fn call_pause(
         &self,
         node: &WeightNode,
         pause: Option<(v1::InFlight, Duration)>,
@@ -101,7 +101,7 @@ impl Nodes {
     }
 
     /// Makes a call, except `Begin`, of an update that this router may not have begun.
-    pub async fn call_by_id(
+    pub(crate) async fn call_by_id(
         &self,
         node: &WeightNode,
         id: UpdateId,
@@ -119,7 +119,7 @@ impl Nodes {
 
     /// Makes one call of an update. `remaining`: time until the node aborts the update by itself; zero if another router
     /// coordinates the update.
-    pub async fn call_weights(
+    pub(crate) async fn call_weights(
         &self,
         node: &WeightNode,
         peers: &[WeightNode],

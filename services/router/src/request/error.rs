@@ -9,7 +9,7 @@ use serde_path_to_error::{Path, Segment};
 use telemetry::metrics::{RefusalReason, RequestEnd};
 use tonic::Code;
 
-pub use router_core::RETRY_AFTER_S;
+pub(crate) use router_core::RETRY_AFTER_S;
 use router_core::{FailureCause, GiveUp, LoadBound, Overload};
 
 use crate::keys::LimitExceeded;
@@ -24,7 +24,7 @@ const PATH_BYTES_MAX: usize = 128;
 /// Error with the field's name, its problem and the allowed values in one line.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("{field} {problem}")]
-pub struct FieldError {
+pub(crate) struct FieldError {
     /// Name of the client's field.
     pub field: String,
     /// Problem and allowed values, as the rest of a sentence that begins with the name.
@@ -32,20 +32,20 @@ pub struct FieldError {
 }
 
 impl FieldError {
-    pub fn new(field: impl Into<String>, problem: impl Into<String>) -> Self {
+    pub(crate) fn new(field: impl Into<String>, problem: impl Into<String>) -> Self {
         Self { field: field.into(), problem: problem.into() }
     }
 }
 
 /// Returns the error of a field with the invalid value `text`; `allowed` ends the sentence "allowed: ...".
-pub fn invalid_value(field: &str, text: &str, allowed: &str) -> FieldError {
+pub(crate) fn invalid_value(field: &str, text: &str, allowed: &str) -> FieldError {
     FieldError::new(field, format!("is {}; allowed: {allowed}", redacted(text)))
 }
 
 /// Describes a value for an error message. Errors go into logs, and a client's text may be private. So the description
 /// shows numbers, and strings and keys that look like a name such as `"auto"`. Of any other value it tells only the
 /// type and the size.
-pub fn redacted(value: &str) -> String {
+pub(crate) fn redacted(value: &str) -> String {
     match value.as_bytes().first() {
         Some(b'"' | b'[' | b'{') if is_json_of_names(value) => truncated(value),
         Some(b'"' | b'[' | b'{') => format!("{} ({} bytes)", type_or_scalar(value), value.len()),
@@ -68,7 +68,7 @@ fn is_name(text: &str) -> bool {
 
 /// Names the type of a string, a list or an object. Returns a number, a boolean or null itself, and short text without
 /// spaces that is not JSON, such as the value of a header; of longer text the size.
-pub fn type_or_scalar(value: &str) -> String {
+pub(crate) fn type_or_scalar(value: &str) -> String {
     let is_number =
         |text: &str| text.bytes().all(|byte| b"+-.eE".contains(&byte) || byte.is_ascii_digit());
     let is_short_word =
@@ -84,7 +84,7 @@ pub fn type_or_scalar(value: &str) -> String {
 }
 
 /// Returns `text`, truncated for an error message.
-pub fn truncated(text: &str) -> String {
+pub(crate) fn truncated(text: &str) -> String {
     match text.char_indices().nth(SHOWN_CHARS_MAX) {
         Some((end, _)) => format!("{}… ({} bytes)", &text[..end], text.len()),
         None => text.to_owned(),
@@ -93,7 +93,7 @@ pub fn truncated(text: &str) -> String {
 
 /// Error of parsing JSON into a type, with the path to the invalid part.
 #[derive(Debug, PartialEq, Eq)]
-pub struct JsonError {
+pub(crate) struct JsonError {
     /// Path from the value to its invalid part, such as `[0].content`; empty for the value itself.
     pub path: String,
     /// The parser's reason, without the client's text.
@@ -120,7 +120,7 @@ impl From<serde_path_to_error::Error<serde_json::Error>> for JsonError {
 }
 
 /// Parses JSON. The error has the path to the invalid part.
-pub fn parse_json<'a, T: Deserialize<'a>>(text: &'a str) -> Result<T, JsonError> {
+pub(crate) fn parse_json<'a, T: Deserialize<'a>>(text: &'a str) -> Result<T, JsonError> {
     let mut json = serde_json::Deserializer::from_str(text);
     let parsed = serde_path_to_error::deserialize(&mut json)?;
     json.end().map(|()| parsed).map_err(|error| JsonError {
@@ -132,7 +132,7 @@ pub fn parse_json<'a, T: Deserialize<'a>>(text: &'a str) -> Result<T, JsonError>
 
 /// Parses the JSON text of a field. The error shows the value, or the path to its invalid part where the value is not
 /// shown.
-pub fn parse_field<'a, T: Deserialize<'a>>(
+pub(crate) fn parse_field<'a, T: Deserialize<'a>>(
     field: &str,
     text: &'a str,
     allowed: &str,
@@ -169,7 +169,7 @@ fn redacted_path(path: &Path) -> String {
 }
 
 /// Returns the message of a serde error without its position and without the client's text that serde quotes.
-pub fn reason_of(error: &serde_json::Error) -> String {
+pub(crate) fn reason_of(error: &serde_json::Error) -> String {
     let message = error.to_string();
     // An error of a `Value`, which has no position, has line 0.
     let text = match error.line() {
@@ -211,7 +211,7 @@ fn for_wait(waited: Duration) -> String {
 
 /// Reason why a request is rejected or fails.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-pub enum RequestError {
+pub(crate) enum RequestError {
     #[error(transparent)]
     Field(#[from] FieldError),
     #[error("the model {model:?} does not exist; served: {}", served.join(", "))]
@@ -262,7 +262,7 @@ pub enum RequestError {
 
 /// Status of an error in the HTTP API, the gRPC API and the metrics.
 #[derive(Clone, Copy, Debug)]
-pub struct ErrorStatus {
+pub(crate) struct ErrorStatus {
     /// Label of the metric of finished requests.
     pub end: RequestEnd,
     /// HTTP status.
@@ -278,7 +278,7 @@ pub struct ErrorStatus {
 impl RequestError {
     /// Converts the reason why the request core gave up a request. `timeout` is the request's time-out, and
     /// `retry_after_s` is the predicted time until the queue is served.
-    pub fn gave_up(
+    pub(crate) fn gave_up(
         reason: GiveUp,
         timeout: Duration,
         slow_client_timeout: Duration,
@@ -321,12 +321,12 @@ impl RequestError {
     }
 
     /// Returns the error of a bug or a failed resource in the router.
-    pub fn internal(reason: &impl ToString) -> Self {
+    pub(crate) fn internal(reason: &impl ToString) -> Self {
         Self::Internal { reason: reason.to_string() }
     }
 
     /// Returns the label of the metric of refused requests, if the router refused the request because of load.
-    pub fn refusal(&self) -> Option<RefusalReason> {
+    pub(crate) fn refusal(&self) -> Option<RefusalReason> {
         match self {
             Self::Busy { .. } => Some(RefusalReason::Busy),
             Self::Overload(overload) => match overload.full {
@@ -345,7 +345,7 @@ impl RequestError {
         }
     }
 
-    pub fn status(&self) -> ErrorStatus {
+    pub(crate) fn status(&self) -> ErrorStatus {
         use {Code as Grpc, RequestEnd as End};
         let (end, status, code, grpc, retry) = match self {
             Self::Field(_) => (End::Invalid, 400, "invalid_value", Grpc::InvalidArgument, false),

@@ -10,35 +10,35 @@ use text::SamplingDefaults;
 
 use super::error::{FieldError, redacted};
 
-pub const TEMPERATURE: RangeInclusive<f64> = 0.0..=2.0;
+pub(crate) const TEMPERATURE: RangeInclusive<f64> = 0.0..=2.0;
 /// Range of `top_p`; 0 would keep no token.
-pub const TOP_P: RangeInclusive<f64> = 0.000_001..=1.0;
-pub const MIN_P: RangeInclusive<f64> = 0.0..=1.0;
+pub(crate) const TOP_P: RangeInclusive<f64> = 0.000_001..=1.0;
+pub(crate) const MIN_P: RangeInclusive<f64> = 0.0..=1.0;
 /// Range of presence and frequency penalty, as in OpenAI's API.
-pub const PENALTY: RangeInclusive<f64> = -2.0..=2.0;
+pub(crate) const PENALTY: RangeInclusive<f64> = -2.0..=2.0;
 /// Range of the repetition penalty, which divides logits; 1 has no effect.
-pub const REPETITION_PENALTY: RangeInclusive<f64> = 0.01..=100.0;
+pub(crate) const REPETITION_PENALTY: RangeInclusive<f64> = 0.01..=100.0;
 /// Range of `top_k`; -1 and 0 keep every token.
-pub const TOP_K: RangeInclusive<i128> = -1..=i32::MAX as i128;
+pub(crate) const TOP_K: RangeInclusive<i128> = -1..=i32::MAX as i128;
 /// Range of the seed: 64 bits, signed (as in OpenAI's API) or unsigned.
-pub const SEED: RangeInclusive<i128> = i64::MIN as i128..=u64::MAX as i128;
+pub(crate) const SEED: RangeInclusive<i128> = i64::MIN as i128..=u64::MAX as i128;
 /// Range of the number of log-probabilities that nodes support.
-pub const LOGPROBS: RangeInclusive<u32> = 0..=20;
+pub(crate) const LOGPROBS: RangeInclusive<u32> = 0..=20;
 /// Range of answers to one prompt, as in OpenAI's API.
-pub const CHOICES: RangeInclusive<u32> = 1..=128;
+pub(crate) const CHOICES: RangeInclusive<u32> = 1..=128;
 /// Maximum number of answers over all prompts of a request. Each answer is a request of its own to the nodes.
-pub const CHOICES_PER_REQUEST_MAX: usize = 128;
+pub(crate) const CHOICES_PER_REQUEST_MAX: usize = 128;
 /// Maximum number of stop tokens.
-pub const STOP_TOKENS_MAX: usize = 256;
+pub(crate) const STOP_TOKENS_MAX: usize = 256;
 /// Range of token counts. The model's limit is checked once the prompt's length is known.
-pub const TOKENS: RangeInclusive<u32> = 1..=i32::MAX as u32;
+pub(crate) const TOKENS: RangeInclusive<u32> = 1..=i32::MAX as u32;
 
 /// Default `max_tokens` of a completion, as in OpenAI and vLLM.
-pub const COMPLETION_TOKENS_DEFAULT: u32 = 16;
+pub(crate) const COMPLETION_TOKENS_DEFAULT: u32 = 16;
 
 /// The client's fields, each within its limits.
 #[derive(Clone, Debug, Default, PartialEq)]
-pub struct Options {
+pub(crate) struct Options {
     pub max_tokens: Option<u32>,
     pub min_tokens: u32,
     pub temperature: Option<f32>,
@@ -63,7 +63,7 @@ pub struct Options {
 
 /// Limits of the served model.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct ModelLimits {
+pub(crate) struct ModelLimits {
     pub prompt_tokens_max: u32,
     /// Maximum tokens of prompt and answer together.
     pub sequence_tokens_max: u32,
@@ -72,7 +72,7 @@ pub struct ModelLimits {
 
 /// Default length of an answer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum DefaultLength {
+pub(crate) enum DefaultLength {
     /// The rest of the model's maximum sequence length.
     Rest,
     Tokens(u32),
@@ -80,7 +80,7 @@ pub enum DefaultLength {
 
 impl Options {
     /// Fills absent sampling options with the model's defaults.
-    pub fn or(self, defaults: &SamplingDefaults) -> Self {
+    pub(crate) fn or(self, defaults: &SamplingDefaults) -> Self {
         Self {
             temperature: self.temperature.or(defaults.temperature),
             top_p: self.top_p.or(defaults.top_p),
@@ -92,7 +92,7 @@ impl Options {
     }
 
     /// Returns the maximum number of output tokens of an answer, as far as the client or the API limits it.
-    pub fn output_tokens_max(&self, default_length: DefaultLength) -> u32 {
+    pub(crate) fn output_tokens_max(&self, default_length: DefaultLength) -> u32 {
         let default = match default_length {
             DefaultLength::Rest => u32::MAX,
             DefaultLength::Tokens(count) => count,
@@ -102,7 +102,7 @@ impl Options {
 
     /// Returns a node's options with all defaults filled in. `seed` applies if the client set none; `end_tokens`
     /// are the model's end-of-sequence tokens; `max_tokens_name` is the client's field for errors.
-    pub fn sampling(
+    pub(crate) fn sampling(
         &self,
         prompt_tokens: u32,
         limits: &ModelLimits,
@@ -166,7 +166,11 @@ impl Options {
 }
 
 /// Rejects a prompt that no node can serve.
-pub fn check_prompt(field: &str, tokens: &[u32], limits: &ModelLimits) -> Result<(), FieldError> {
+pub(crate) fn check_prompt(
+    field: &str,
+    tokens: &[u32],
+    limits: &ModelLimits,
+) -> Result<(), FieldError> {
     let count = tokens.len() as u64;
     // Leave one token for the answer.
     let longest = limits.prompt_tokens_max.min(limits.sequence_tokens_max.saturating_sub(1));
@@ -195,17 +199,17 @@ pub fn check_prompt(field: &str, tokens: &[u32], limits: &ModelLimits) -> Result
 /// Header and gRPC metadata key of a request's tenant, which a gateway sets. Requests share cached KV only with
 /// the same cache group, tenant and salt: usage and latency show whether a prompt was cached, and so reveal prompts of
 /// other clients.
-pub const TENANT_HEADER: &str = "x-baton-tenant";
+pub(crate) const TENANT_HEADER: &str = "x-baton-tenant";
 const TENANT_CHARS_MAX: usize = 64;
 /// Maximum length of a salt in bytes. Cache scope, tenant and salt together stay below the limit of the nodes.
-pub const CACHE_SALT_BYTES_MAX: usize = 128;
+pub(crate) const CACHE_SALT_BYTES_MAX: usize = 128;
 
 /// A validated tenant name.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Tenant(String);
+pub(crate) struct Tenant(String);
 
 impl Tenant {
-    pub fn parse(header: &[u8]) -> Result<Self, FieldError> {
+    pub(crate) fn parse(header: &[u8]) -> Result<Self, FieldError> {
         let text = String::from_utf8_lossy(header);
         let allowed = |c: char| c.is_ascii_alphanumeric() || "._-".contains(c);
         if text.is_empty() || text.len() > TENANT_CHARS_MAX || !text.chars().all(allowed) {
@@ -218,21 +222,21 @@ impl Tenant {
         Ok(Self(text.into_owned()))
     }
 
-    pub fn as_str(&self) -> &str {
+    pub(crate) fn as_str(&self) -> &str {
         &self.0
     }
 }
 
 /// Header of the session that a request is a turn of.
-pub const SESSION_HEADER: &str = "x-baton-session";
+pub(crate) const SESSION_HEADER: &str = "x-baton-session";
 /// Header of the time in milliseconds for which nodes keep the KV of the request for the next turn.
-pub const KEEP_HEADER: &str = "x-baton-keep-ms";
+pub(crate) const KEEP_HEADER: &str = "x-baton-keep-ms";
 /// Maximum length of a session in bytes, and maximum time to keep KV: ten minutes. Nodes have the same limits.
 const SESSION_BYTES_MAX: usize = 256;
 const KEEP_MS_MAX: u64 = 600_000;
 
 /// Reads the HTTP headers of a session.
-pub fn session_of_headers(
+pub(crate) fn session_of_headers(
     name: Option<&[u8]>,
     keep: Option<&[u8]>,
 ) -> Result<RequestSession, FieldError> {
@@ -249,7 +253,7 @@ pub fn session_of_headers(
 }
 
 /// Checks the fields of a session, each given with its name in the request.
-pub fn checked_session(
+pub(crate) fn checked_session(
     (name_field, name): (&str, &str),
     (keep_field, keep_ms): (&str, Option<u64>),
 ) -> Result<RequestSession, FieldError> {
@@ -269,7 +273,7 @@ fn keep_problem(value: &dyn std::fmt::Display) -> String {
 }
 
 /// Checks the length of a client's salt.
-pub fn check_salt(field: &str, salt: String) -> Result<String, FieldError> {
+pub(crate) fn check_salt(field: &str, salt: String) -> Result<String, FieldError> {
     if salt.len() > CACHE_SALT_BYTES_MAX {
         let bytes = salt.len();
         let problem = format!("has {bytes} bytes; allowed: at most {CACHE_SALT_BYTES_MAX}");
@@ -281,7 +285,7 @@ pub fn check_salt(field: &str, salt: String) -> Result<String, FieldError> {
 /// Returns the salt for nodes: the cache scope of the caller's key after an `@`, the tenant, and the client's salt, with
 /// slashes between them. Without a key, a tenant and a salt it is empty. Scopes and tenants have no slash and no `@`, so
 /// different callers yield different salts.
-pub fn salt_for_nodes(scope: Option<&str>, tenant: Option<&Tenant>, salt: &str) -> String {
+pub(crate) fn salt_for_nodes(scope: Option<&str>, tenant: Option<&Tenant>, salt: &str) -> String {
     let named = tenant.map_or("", Tenant::as_str);
     match (scope, tenant) {
         (Some(scope), _) => format!("@{scope}/{named}/{salt}"),
@@ -292,7 +296,7 @@ pub fn salt_for_nodes(scope: Option<&str>, tenant: Option<&Tenant>, salt: &str) 
 
 /// A grammar and its field in the request.
 #[derive(Clone, Debug, PartialEq)]
-pub struct RequestedGrammar {
+pub(crate) struct RequestedGrammar {
     /// Name of the client's field, for errors.
     pub field: &'static str,
     pub grammar: Grammar,
@@ -304,18 +308,18 @@ pub struct RequestedGrammar {
 
 /// Field of the schema of a function's arguments.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct FunctionField {
+pub(crate) struct FunctionField {
     pub field: String,
     pub name: String,
 }
 
 impl RequestedGrammar {
-    pub fn new(field: &'static str, grammar: Grammar) -> Self {
+    pub(crate) fn new(field: &'static str, grammar: Grammar) -> Self {
         Self { field, grammar, functions: Vec::new(), alone: None }
     }
 
     /// Returns the grammar version that a node must support for this grammar.
-    pub fn version(&self) -> u32 {
+    pub(crate) fn version(&self) -> u32 {
         match self.grammar {
             Grammar::JsonSchema(_) | Grammar::Regex(_) => 1,
             Grammar::ToolCalls(_) => 2,
@@ -323,7 +327,7 @@ impl RequestedGrammar {
     }
 
     /// Converts an error of the grammar into an error of its field.
-    pub fn refused(&self, error: &GrammarError) -> FieldError {
+    pub(crate) fn refused(&self, error: &GrammarError) -> FieldError {
         match error {
             GrammarError::InTool { index, error } => match self.functions.get(*index) {
                 Some(FunctionField { field, name }) => {
@@ -336,7 +340,7 @@ impl RequestedGrammar {
     }
 
     /// Returns the grammar's form for nodes.
-    pub fn for_nodes(self) -> v1::Grammar {
+    pub(crate) fn for_nodes(self) -> v1::Grammar {
         let kind = match self.grammar {
             Grammar::JsonSchema(text) => v1::grammar::Kind::JsonSchema(text),
             Grammar::Regex(text) => v1::grammar::Kind::Regex(text),

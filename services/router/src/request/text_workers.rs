@@ -32,14 +32,14 @@ const GRAMMAR_CHECKS_MAX: usize = 2;
 /// Permits for long texts (threads, and bytes of text) and grammar checks of all models. Grammar checks have permits
 /// of their own, so they do not delay prompts.
 #[derive(Clone)]
-pub struct TextPermits {
+pub(crate) struct TextPermits {
     threads: Arc<Semaphore>,
     bytes: Arc<Semaphore>,
     grammar_checks: Arc<Semaphore>,
 }
 
 impl TextPermits {
-    pub fn new(threads: usize) -> Self {
+    pub(crate) fn new(threads: usize) -> Self {
         let semaphore = |permits| Arc::new(Semaphore::new(permits));
         Self {
             threads: semaphore(threads),
@@ -77,7 +77,7 @@ impl TextPermits {
 
 /// A client's prompt.
 #[derive(Clone, Debug, PartialEq)]
-pub enum PromptSource {
+pub(crate) enum PromptSource {
     Tokens(Vec<u32>),
     /// A text, with the model's special tokens around it if requested.
     Text {
@@ -88,7 +88,7 @@ pub enum PromptSource {
 }
 
 #[derive(Clone, Debug, PartialEq)]
-pub struct ChatSource {
+pub(crate) struct ChatSource {
     pub messages: Value,
     /// List of tool descriptions, or null.
     pub tools: Value,
@@ -103,7 +103,7 @@ pub struct ChatSource {
 
 impl PromptSource {
     /// Returns the number of bytes to process.
-    pub fn bytes(&self) -> usize {
+    pub(crate) fn bytes(&self) -> usize {
         match self {
             Self::Tokens(_) => 0,
             Self::Text { text, .. } => text.len(),
@@ -112,7 +112,7 @@ impl PromptSource {
     }
 
     /// Returns the field that an error names.
-    pub fn field(&self) -> &'static str {
+    pub(crate) fn field(&self) -> &'static str {
         match self {
             Self::Tokens(_) | Self::Text { .. } => "prompt",
             Self::Chat(_) => "messages",
@@ -122,7 +122,7 @@ impl PromptSource {
 
 /// Inputs of the cache keys of a prompt's blocks, besides the tokens.
 #[derive(Debug)]
-pub struct CacheKeying {
+pub(crate) struct CacheKeying {
     /// Cache identities of the nodes.
     pub identities: Vec<CacheIdentity>,
     /// Salt of tenant and client.
@@ -131,7 +131,7 @@ pub struct CacheKeying {
 
 /// A prompt's token ids, and the cache keys of its blocks.
 #[derive(Debug)]
-pub struct TokenizedPrompt {
+pub(crate) struct TokenizedPrompt {
     pub tokens: Vec<u32>,
     pub prefix: Vec<PrefixKeys>,
 }
@@ -147,7 +147,7 @@ impl TokenizedPrompt {
 }
 
 /// Tokenizer, template and grammar checker of a model, with the shared permits.
-pub struct TextWorkers {
+pub(crate) struct TextWorkers {
     text: Arc<ModelText>,
     permits: TextPermits,
     /// Grammar checker, created at first use.
@@ -156,31 +156,31 @@ pub struct TextWorkers {
 
 impl TextWorkers {
     /// Creates the workers of a model. All models share the permits of `permits`.
-    pub fn new(text: Arc<ModelText>, permits: TextPermits) -> Self {
+    pub(crate) fn new(text: Arc<ModelText>, permits: TextPermits) -> Self {
         Self { text, permits, grammars: Arc::default() }
     }
 
-    pub fn tokenizer(&self) -> &Arc<Tokenizer> {
+    pub(crate) fn tokenizer(&self) -> &Arc<Tokenizer> {
         self.text.tokenizer()
     }
 
-    pub fn sampling_defaults(&self) -> &SamplingDefaults {
+    pub(crate) fn sampling_defaults(&self) -> &SamplingDefaults {
         self.text.sampling_defaults()
     }
 
     /// Returns the model's tool call format, if known.
-    pub fn tool_format(&self) -> Option<ToolFormat> {
+    pub(crate) fn tool_format(&self) -> Option<ToolFormat> {
         self.text.tool_format()
     }
 
     /// Returns whether a message of the assistant may have several tool calls.
-    pub fn takes_parallel_calls(&self) -> bool {
+    pub(crate) fn takes_parallel_calls(&self) -> bool {
         self.text.takes_parallel_calls()
     }
 
     /// Returns only the prompt's token ids. Rejects a conversation of far more bytes than its JSON that renders to more
     /// than `rendered_max` bytes.
-    pub async fn tokens(
+    pub(crate) async fn tokens(
         &self,
         source: PromptSource,
         rendered_max: usize,
@@ -190,7 +190,7 @@ impl TextWorkers {
     }
 
     /// Rejects a grammar that no node could compile, and names its field.
-    pub async fn check_grammar(&self, asked: &RequestedGrammar) -> Result<(), RequestError> {
+    pub(crate) async fn check_grammar(&self, asked: &RequestedGrammar) -> Result<(), RequestError> {
         let (asked, grammars) = (asked.clone(), self.grammars.clone());
         let check = move || {
             let compiler = grammars.get_or_init(Compiler::for_bytes);
@@ -204,7 +204,7 @@ impl TextWorkers {
     }
 
     /// Returns the text of these ids; special tokens appear by name.
-    pub async fn text_of(&self, tokens: Vec<u32>) -> Result<String, RequestError> {
+    pub(crate) async fn text_of(&self, tokens: Vec<u32>) -> Result<String, RequestError> {
         self.work(tokens.len() * size_of::<u32>(), move |text| {
             Ok(text.tokenizer().decode(&tokens, false))
         })
@@ -213,7 +213,7 @@ impl TextWorkers {
 
     /// Returns the prompt's token ids and cache keys. Rejects a text without tokenizing it if its length implies more
     /// than `tokens_max` tokens.
-    pub async fn prompt(
+    pub(crate) async fn prompt(
         &self,
         source: PromptSource,
         tokens_max: u32,
@@ -424,7 +424,10 @@ const RESERVED: [&str; 15] = [
 ];
 
 /// Rejects variables of the router or the model in `field`.
-pub fn check_variables(field: &str, variables: &Map<String, Value>) -> Result<(), FieldError> {
+pub(crate) fn check_variables(
+    field: &str,
+    variables: &Map<String, Value>,
+) -> Result<(), FieldError> {
     match RESERVED.iter().find(|&&name| variables.contains_key(name)) {
         Some(name) => Err(FieldError::new(
             format!("{field}.{name}"),

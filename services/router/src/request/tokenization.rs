@@ -15,7 +15,7 @@ use crate::{front::Front, front::ServedModel, keys::Caller, request_driver::Requ
 const BYTES_MAX: usize = 1 << 20;
 
 /// Returns the token ids that a generation request would have for this prompt.
-pub async fn tokenize(
+pub(crate) async fn tokenize(
     front: &Front,
     caller: &Caller,
     model: &ServedModel,
@@ -32,7 +32,7 @@ pub async fn tokenize(
 }
 
 /// Returns the text of these tokens of `field`; special tokens appear by name.
-pub async fn detokenize(
+pub(crate) async fn detokenize(
     front: &Front,
     caller: &Caller,
     model: &ServedModel,

@@ -6,7 +6,7 @@
 
 use std::sync::Arc;
 
-pub use grammar::limits::{NAME_BYTES_MAX, TOOLS_MAX};
+pub(crate) use grammar::limits::{NAME_BYTES_MAX, TOOLS_MAX};
 use grammar::{Alternative, CallSyntax, CallableTool, FreeText, Grammar, ToolCalls};
 use proto::{ids::RequestId, v1::FinishReason};
 use serde_json::{Map, Value, json};
@@ -19,7 +19,7 @@ use super::{
 
 /// Tools that the model may call.
 #[derive(Clone, Debug, PartialEq)]
-pub struct OfferedTools {
+pub(crate) struct OfferedTools {
     /// OpenAI's JSON of the tools, for the chat template.
     pub definitions: Value,
     pub functions: Vec<OfferedFunction>,
@@ -29,7 +29,7 @@ pub struct OfferedTools {
 }
 
 #[derive(Clone, Debug, PartialEq)]
-pub struct OfferedFunction {
+pub(crate) struct OfferedFunction {
     pub name: String,
     /// JSON schema of the arguments; `None` means no arguments.
     pub parameters: Option<Map<String, Value>>,
@@ -41,7 +41,7 @@ pub struct OfferedFunction {
 
 /// Value of `tool_choice`. There is no variant for `none`: such a request offers no tools.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum RequestedToolChoice {
+pub(crate) enum RequestedToolChoice {
     Auto,
     /// At least one call.
     Required,
@@ -50,11 +50,11 @@ pub enum RequestedToolChoice {
 }
 
 /// Names of the fields, for errors.
-pub const TOOLS: &str = "tools";
-pub const TOOL_CHOICE: &str = "tool_choice";
+pub(crate) const TOOLS: &str = "tools";
+pub(crate) const TOOL_CHOICE: &str = "tool_choice";
 
 /// Checks the number of tools.
-pub fn check_count(count: usize) -> Result<(), FieldError> {
+pub(crate) fn check_count(count: usize) -> Result<(), FieldError> {
     if count > TOOLS_MAX {
         let problem = format!("has {count} tools; allowed: at most {TOOLS_MAX}");
         return Err(FieldError::new(TOOLS, problem));
@@ -63,7 +63,7 @@ pub fn check_count(count: usize) -> Result<(), FieldError> {
 }
 
 /// Checks the length of a function's name.
-pub fn check_name(field: &str, name: &str) -> Result<(), FieldError> {
+pub(crate) fn check_name(field: &str, name: &str) -> Result<(), FieldError> {
     if name.is_empty() || name.len() > NAME_BYTES_MAX {
         let allowed = format!("1 to {NAME_BYTES_MAX} bytes");
         return Err(invalid_value(field, &json!(name).to_string(), &allowed));
@@ -73,7 +73,7 @@ pub fn check_name(field: &str, name: &str) -> Result<(), FieldError> {
 
 impl OfferedTools {
     /// Returns the offer, or `None` without tools. Rejects a `tool_choice` that names an absent function.
-    pub fn new(
+    pub(crate) fn new(
         definitions: Value,
         functions: Vec<OfferedFunction>,
         choice: RequestedToolChoice,
@@ -106,7 +106,7 @@ impl OfferedTools {
     }
 
     /// Returns the answer's grammar; `content` is the requested grammar of the text.
-    pub fn grammar(
+    pub(crate) fn grammar(
         &self,
         format: ToolFormat,
         content: Option<RequestedGrammar>,
@@ -197,7 +197,7 @@ fn arguments_schema(function: &OfferedFunction) -> Result<String, FieldError> {
 
 /// Settings for parsing calls in the answers of a request.
 #[derive(Clone, Debug)]
-pub struct CallReading {
+pub(crate) struct CallReading {
     pub format: ToolFormat,
     pub names: Arc<[String]>,
     pub parallel: bool,
@@ -210,7 +210,7 @@ pub struct CallReading {
 }
 
 impl CallReading {
-    pub fn new(tools: &OfferedTools, format: ToolFormat, request_id: RequestId) -> Self {
+    pub(crate) fn new(tools: &OfferedTools, format: ToolFormat, request_id: RequestId) -> Self {
         Self {
             format,
             names: tools.callable().map(|function| function.name.clone()).collect(),
@@ -224,7 +224,7 @@ impl CallReading {
 
 /// A piece of an answer.
 #[derive(Debug, PartialEq)]
-pub enum AnswerPiece {
+pub(crate) enum AnswerPiece {
     Content(String),
     /// A call. If the answer was cut within its last call, the call is incomplete.
     Call {
@@ -235,7 +235,7 @@ pub enum AnswerPiece {
 }
 
 /// Parser of the calls in one answer.
-pub struct CallReader {
+pub(crate) struct CallReader {
     parser: ToolParser,
     reading: CallReading,
     choice: u32,
@@ -245,12 +245,12 @@ pub struct CallReader {
 }
 
 impl CallReader {
-    pub fn new(reading: &CallReading, choice: u32) -> Self {
+    pub(crate) fn new(reading: &CallReading, choice: u32) -> Self {
         let parser = ToolParser::new(reading.format, reading.names.clone());
         Self { parser, reading: reading.clone(), choice, calls: 0, last_is_cut: false }
     }
 
-    pub fn push(&mut self, text: &str) -> Vec<AnswerPiece> {
+    pub(crate) fn push(&mut self, text: &str) -> Vec<AnswerPiece> {
         let mut pieces = Vec::new();
         self.parser.push(text, &mut pieces);
         self.numbered(pieces)
@@ -258,7 +258,7 @@ impl CallReader {
 
     /// Returns the remaining pieces, and whether the answer ends with calls. `is_cut` means that the model did not
     /// end the answer.
-    pub fn finish(mut self, text: &str, is_cut: bool) -> (Vec<AnswerPiece>, Calls) {
+    pub(crate) fn finish(mut self, text: &str, is_cut: bool) -> (Vec<AnswerPiece>, Calls) {
         let mut pieces = Vec::new();
         self.parser.push(text, &mut pieces);
         match is_cut {
@@ -305,7 +305,7 @@ impl CallReader {
 
 /// Calls of an answer, as far as the finish reason depends on them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Calls {
+pub(crate) enum Calls {
     None,
     Some,
     /// Only one call is allowed, and the answer ends with it.
@@ -319,7 +319,7 @@ pub enum Calls {
 impl Calls {
     /// Returns the finish reason. A truncated answer reports its truncation unless the answer ends with its only
     /// call. A call of a named function reports `stop`, as in OpenAI and vLLM.
-    pub fn finish_reason(self, reason: FinishReason) -> FinishReason {
+    pub(crate) fn finish_reason(self, reason: FinishReason) -> FinishReason {
         match (self, reason) {
             (Self::OnlyOne, _) | (Self::Some, FinishReason::Stop) => FinishReason::ToolCalls,
             (_, reason) => reason,

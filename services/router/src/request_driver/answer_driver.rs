@@ -44,7 +44,7 @@ use crate::{
 const STALLED_AFTER: Duration = Duration::from_millis(500);
 
 /// One answer in flight.
-pub struct AnswerDriver<'a> {
+pub(super) struct AnswerDriver<'a> {
     front: &'a Front,
     request: &'a PreparedRequest,
     choice: u32,
@@ -71,7 +71,7 @@ struct OpenNodeCalls {
 }
 
 impl<'a> AnswerDriver<'a> {
-    pub fn new(
+    pub(super) fn new(
         front: &'a Front,
         request: &'a PreparedRequest,
         choice: u32,
@@ -99,7 +99,7 @@ impl<'a> AnswerDriver<'a> {
         }
     }
 
-    pub async fn run(mut self) -> Result<(), RequestError> {
+    pub(super) async fn run(mut self) -> Result<(), RequestError> {
         loop {
             while let Some(output) = self.poll_output() {
                 match output {

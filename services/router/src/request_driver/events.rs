@@ -23,14 +23,14 @@ use crate::{lock::lock, request::error::RequestError};
 
 /// An event of one of the request's answers.
 #[derive(Clone, Debug, PartialEq)]
-pub enum AnswerEvent {
+pub(crate) enum AnswerEvent {
     Tokens(AnswerTokens),
     Finished(AnswerEnd),
 }
 
 /// Emitted tokens, and the text that they complete.
 #[derive(Clone, Debug, PartialEq)]
-pub struct AnswerTokens {
+pub(crate) struct AnswerTokens {
     /// Index of the answer among the answers of the request.
     pub choice: u32,
     /// Index of the first token in the whole answer.
@@ -44,7 +44,7 @@ pub struct AnswerTokens {
 
 /// The end of a complete answer.
 #[derive(Clone, Debug, PartialEq)]
-pub struct AnswerEnd {
+pub(crate) struct AnswerEnd {
     pub choice: u32,
     pub reason: FinishReason,
     pub stop_reason: Option<StopReason>,
@@ -59,7 +59,7 @@ pub struct AnswerEnd {
 
 impl AnswerEnd {
     /// Returns whether something else than the model ended the answer: a limit, a stop of the client, or an abort.
-    pub fn is_cut(&self) -> bool {
+    pub(crate) fn is_cut(&self) -> bool {
         self.reason != FinishReason::Stop || self.stop_reason.is_some()
     }
 }
@@ -67,14 +67,14 @@ impl AnswerEnd {
 /// The stop token or the stop string of the client that ended the answer.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, JsonSchema)]
 #[serde(untagged)]
-pub enum StopReason {
+pub(crate) enum StopReason {
     Token(u32),
     Text(String),
 }
 
 /// Returns sender and receiver of a queue of at most `events_max` events. A send fails if the receiver takes no event
 /// for `wait_max`.
-pub fn event_queue(events_max: usize, wait_max: Duration) -> (EventSender, EventReceiver) {
+pub(super) fn event_queue(events_max: usize, wait_max: Duration) -> (EventSender, EventReceiver) {
     let queue = Arc::new(AnswerEventQueue {
         events_max: events_max.max(1),
         wait_max,
@@ -156,11 +156,11 @@ impl AnswerEventQueue {
 
 /// Sender of the events of a request. A client that does not read blocks its own request only.
 #[derive(Debug)]
-pub struct EventSender(Arc<AnswerEventQueue>);
+pub(super) struct EventSender(Arc<AnswerEventQueue>);
 
 impl EventSender {
     /// Queues an event. Returns the event if the queue is full.
-    pub fn try_send(&self, event: AnswerEvent) -> Result<Option<AnswerEvent>, RequestError> {
+    pub(super) fn try_send(&self, event: AnswerEvent) -> Result<Option<AnswerEvent>, RequestError> {
         let mut state = self.0.lock();
         match state.receiver {
             ReceiverState::Dropped { .. } => return Err(RequestError::ClientGone),
@@ -176,7 +176,7 @@ impl EventSender {
     }
 
     /// Queues an event. Blocks while the queue is full.
-    pub async fn send(&self, event: AnswerEvent) -> Result<(), RequestError> {
+    pub(super) async fn send(&self, event: AnswerEvent) -> Result<(), RequestError> {
         let events_max = self.0.events_max;
         let has_room = |state: &mut AnswerEventQueueState| match state.receiver {
             ReceiverState::Dropped { .. } => Some(Err(RequestError::ClientGone)),
@@ -191,7 +191,7 @@ impl EventSender {
     }
 
     /// Blocks until every event was taken.
-    pub async fn read_out(&self) -> Result<(), RequestError> {
+    pub(super) async fn read_out(&self) -> Result<(), RequestError> {
         let is_read = |state: &mut AnswerEventQueueState| match state.receiver {
             ReceiverState::Dropped { unread: true } => Some(Err(RequestError::ClientGone)),
             ReceiverState::Dropped { unread: false } => Some(Ok(())),
@@ -201,7 +201,7 @@ impl EventSender {
     }
 
     /// Blocks until at most half of the queue is full.
-    pub async fn half_read(&self) -> Result<(), RequestError> {
+    pub(super) async fn half_read(&self) -> Result<(), RequestError> {
         let events_max = self.0.events_max;
         let is_read = |state: &mut AnswerEventQueueState| match state.receiver {
             ReceiverState::Dropped { .. } => Some(Err(RequestError::ClientGone)),
@@ -211,7 +211,7 @@ impl EventSender {
     }
 
     /// Drops all queued events.
-    pub fn discard(&self) {
+    pub(super) fn discard(&self) {
         self.0.lock().events = VecDeque::new();
     }
 }
@@ -228,11 +228,11 @@ impl Drop for EventSender {
 
 /// Receiver of the events of a request.
 #[derive(Debug)]
-pub struct EventReceiver(Arc<AnswerEventQueue>);
+pub(super) struct EventReceiver(Arc<AnswerEventQueue>);
 
 impl EventReceiver {
     /// Returns the next event; `None` when the queue is empty and the sender was dropped. Cancel-safe.
-    pub async fn recv(&mut self) -> Option<AnswerEvent> {
+    pub(super) async fn recv(&mut self) -> Option<AnswerEvent> {
         poll_fn(|context| {
             let mut state = self.0.lock();
             if state.events.is_empty() && !state.sender_dropped {
@@ -248,7 +248,7 @@ impl EventReceiver {
     }
 
     /// Returns the next event if one is queued.
-    pub fn recv_queued(&mut self) -> Option<AnswerEvent> {
+    pub(super) fn recv_queued(&mut self) -> Option<AnswerEvent> {
         self.take(self.0.lock())
     }
 

@@ -65,7 +65,7 @@ struct Failures {
 
 impl Targets {
     /// Records a committed update. `replaced`: the versions that its nodes had before.
-    pub fn committed(
+    pub(super) fn committed(
         &mut self,
         model: Arc<str>,
         target: TargetWeights,
@@ -76,7 +76,11 @@ impl Targets {
 
     /// Forgets the model's target after a committed update that no node can catch up with. Remembers the replaced
     /// versions for the next update.
-    pub fn forget(&mut self, model: Arc<str>, replaced: impl Iterator<Item = WeightVersion>) {
+    pub(super) fn forget(
+        &mut self,
+        model: Arc<str>,
+        replaced: impl Iterator<Item = WeightVersion>,
+    ) {
         self.replace(model, None, replaced);
     }
 
@@ -102,7 +106,7 @@ impl Targets {
     }
 
     /// Records that a node did not catch up.
-    pub fn failed(&mut self, now: Instant, model: &str, node: Epoch) {
+    pub(super) fn failed(&mut self, now: Instant, model: &str, node: Epoch) {
         if let Some(target) = self.0.get_mut(model) {
             let failures =
                 target.failed.entry(node).or_insert(Failures { count: 0, retry_at: now });
@@ -112,7 +116,7 @@ impl Targets {
     }
 
     /// Returns the catch-ups of free nodes that are due. `nodes`: all nodes with their current weights.
-    pub fn catch_ups(
+    pub(super) fn catch_ups(
         &mut self,
         now: Instant,
         nodes: &[WeightNode],

@@ -58,7 +58,7 @@ pub(super) enum UpdateSource {
 }
 
 impl ModelUpdate {
-    pub fn new(
+    pub(super) fn new(
         now: Instant,
         id: UpdateId,
         new: NewUpdate,
@@ -96,7 +96,7 @@ impl ModelUpdate {
     }
 
     /// Returns an update of one node that missed an update.
-    pub fn catch_up(
+    pub(super) fn catch_up(
         now: Instant,
         id: UpdateId,
         model: Arc<str>,
@@ -126,36 +126,36 @@ impl ModelUpdate {
         }
     }
 
-    pub fn id(&self) -> UpdateId {
+    pub(super) fn id(&self) -> UpdateId {
         self.request.id
     }
 
-    pub fn nodes(&self) -> &[WeightNode] {
+    pub(super) fn nodes(&self) -> &[WeightNode] {
         &self.nodes
     }
 
-    pub fn has(&self, node: Epoch) -> bool {
+    pub(super) fn has(&self, node: Epoch) -> bool {
         self.nodes.iter().any(|it| it.epoch == node)
     }
 
-    pub fn phase(&self) -> &CoordinatorPhase {
+    pub(super) fn phase(&self) -> &CoordinatorPhase {
         self.coordinator.phase()
     }
 
-    pub fn is_over(&self) -> bool {
+    pub(super) fn is_over(&self) -> bool {
         self.coordinator.is_over()
     }
 
-    pub fn in_flight(&self) -> InFlight {
+    pub(super) fn in_flight(&self) -> InFlight {
         self.request.in_flight
     }
 
-    pub fn transport(&self) -> WeightsTransport {
+    pub(super) fn transport(&self) -> WeightsTransport {
         self.request.transport
     }
 
     /// Returns the path for logs and reports, without the token that keeps strangers out of a broadcast.
-    pub fn shown_path(&self) -> &str {
+    pub(super) fn shown_path(&self) -> &str {
         let path = self.request.path.as_str();
         match self.request.transport {
             WeightsTransport::Nccl => path.split_once('/').map_or(path, |(address, _)| address),
@@ -163,23 +163,23 @@ impl ModelUpdate {
         }
     }
 
-    pub fn timeout(&self) -> Duration {
+    pub(super) fn timeout(&self) -> Duration {
         self.deadline - self.began
     }
 
-    pub fn commit(&mut self, now: Instant) -> Result<(), CoordinatorError> {
+    pub(super) fn commit(&mut self, now: Instant) -> Result<(), CoordinatorError> {
         self.coordinator.commit(now)?;
         self.call_now(now);
         Ok(())
     }
 
-    pub fn abort(&mut self, now: Instant, reason: &str) -> Result<(), CoordinatorError> {
+    pub(super) fn abort(&mut self, now: Instant, reason: &str) -> Result<(), CoordinatorError> {
         self.coordinator.abort(now, reason)?;
         self.call_now(now);
         Ok(())
     }
 
-    pub fn answered(&mut self, now: Instant, node: usize, answer: WeightsAnswer) {
+    pub(super) fn answered(&mut self, now: Instant, node: usize, answer: WeightsAnswer) {
         self.due[node] = Some(now + self.poll_interval(now));
         self.paused[node] = answer.paused;
         let before = self.phase().clone();
@@ -204,7 +204,7 @@ impl ModelUpdate {
         }
     }
 
-    pub fn on_deadline(&mut self, now: Instant) {
+    pub(super) fn on_deadline(&mut self, now: Instant) {
         if self.coordinator.next_deadline().is_some_and(|deadline| deadline <= now) {
             self.coordinator.on_deadline(now);
             self.call_now(now);
@@ -212,12 +212,12 @@ impl ModelUpdate {
     }
 
     /// Returns when a call or the deadline is due.
-    pub fn next_due(&self) -> Option<Instant> {
+    pub(super) fn next_due(&self) -> Option<Instant> {
         self.due.iter().flatten().copied().chain(self.coordinator.next_deadline()).min()
     }
 
     /// Makes the calls that are due, except to nodes that are not free.
-    pub fn call_due(
+    pub(super) fn call_due(
         &mut self,
         now: Instant,
         nodes: &Nodes,
@@ -276,7 +276,7 @@ impl ModelUpdate {
         self.due.iter_mut().flatten().for_each(|due| *due = now);
     }
 
-    pub fn view(&self) -> UpdateView {
+    pub(super) fn view(&self) -> UpdateView {
         let name = |node: usize| self.nodes[node].id.clone();
         let (phase, version, reason, missed) = match self.phase() {
             CoordinatorPhase::Preparing => ("preparing", None, None, Vec::new()),

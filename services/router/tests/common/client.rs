@@ -13,43 +13,43 @@ use hyper_util::{
 use serde_json::Value;
 
 /// Time-out of every wait in a test.
-pub const DEADLINE: Duration = Duration::from_secs(20);
+pub(crate) const DEADLINE: Duration = Duration::from_secs(20);
 
 #[derive(Clone)]
-pub struct Client {
+pub(crate) struct Client {
     base: String,
     inner: HyperClient<HttpConnector, Full<Bytes>>,
 }
 
 #[derive(Debug)]
-pub struct Answer {
+pub(crate) struct Answer {
     pub status: StatusCode,
     pub headers: HeaderMap,
     pub body: Bytes,
 }
 
 impl Answer {
-    pub fn json(&self) -> Value {
+    pub(crate) fn json(&self) -> Value {
         serde_json::from_slice(&self.body)
             .unwrap_or_else(|_| panic!("not JSON: {}", String::from_utf8_lossy(&self.body)))
     }
 
-    pub fn error(&self) -> Value {
+    pub(crate) fn error(&self) -> Value {
         self.json()["error"].clone()
     }
 
-    pub fn message(&self) -> String {
+    pub(crate) fn message(&self) -> String {
         self.error()["message"].as_str().expect("an error has a message").to_owned()
     }
 }
 
 impl Client {
-    pub fn new(base: String) -> Self {
+    pub(crate) fn new(base: String) -> Self {
         Self { base, inner: HyperClient::builder(TokioExecutor::new()).build(HttpConnector::new()) }
     }
 
     /// Creates a client that uses HTTP/2 over one connection with small flow-control windows.
-    pub fn with_small_windows(base: String) -> Self {
+    pub(crate) fn with_small_windows(base: String) -> Self {
         let inner = HyperClient::builder(TokioExecutor::new())
             .http2_only(true)
             .http2_initial_stream_window_size(1024)
@@ -57,7 +57,7 @@ impl Client {
         Self { base, inner }
     }
 
-    pub async fn send(
+    pub(crate) async fn send(
         &self,
         method: Method,
         path: &str,
@@ -75,32 +75,37 @@ impl Client {
         tokio::time::timeout(DEADLINE, self.inner.request(request)).await.unwrap().unwrap()
     }
 
-    pub async fn get(&self, path: &str) -> Answer {
+    pub(crate) async fn get(&self, path: &str) -> Answer {
         self.get_with(path, &[]).await
     }
 
-    pub async fn get_with(&self, path: &str, headers: &[(&str, &str)]) -> Answer {
+    pub(crate) async fn get_with(&self, path: &str, headers: &[(&str, &str)]) -> Answer {
         whole(self.send(Method::GET, path, headers, "").await).await
     }
 
-    pub async fn post(&self, path: &str, body: &Value) -> Answer {
+    pub(crate) async fn post(&self, path: &str, body: &Value) -> Answer {
         self.post_with(path, &[], body).await
     }
 
-    pub async fn post_with(&self, path: &str, headers: &[(&str, &str)], body: &Value) -> Answer {
+    pub(crate) async fn post_with(
+        &self,
+        path: &str,
+        headers: &[(&str, &str)],
+        body: &Value,
+    ) -> Answer {
         whole(self.send(Method::POST, path, headers, body.to_string()).await).await
     }
 
-    pub async fn post_bytes(&self, path: &str, body: impl AsRef<[u8]>) -> Answer {
+    pub(crate) async fn post_bytes(&self, path: &str, body: impl AsRef<[u8]>) -> Answer {
         let body = Bytes::copy_from_slice(body.as_ref());
         whole(self.send(Method::POST, path, &[], body).await).await
     }
 
-    pub async fn stream(&self, path: &str, body: &Value) -> EventStream {
+    pub(crate) async fn stream(&self, path: &str, body: &Value) -> EventStream {
         self.stream_with(path, &[], body).await
     }
 
-    pub async fn stream_with(
+    pub(crate) async fn stream_with(
         &self,
         path: &str,
         headers: &[(&str, &str)],
@@ -123,7 +128,7 @@ async fn whole(response: http::Response<Incoming>) -> Answer {
 }
 
 /// A server-sent event stream. Dropping it closes its connection.
-pub struct EventStream {
+pub(crate) struct EventStream {
     pub headers: HeaderMap,
     body: Incoming,
     buffer: Vec<u8>,
@@ -133,7 +138,7 @@ pub struct EventStream {
 
 impl EventStream {
     /// Returns the data of the next event, or `None` at the end of the stream.
-    pub async fn next(&mut self) -> Option<String> {
+    pub(crate) async fn next(&mut self) -> Option<String> {
         loop {
             if let Some(end) = self.buffer.windows(2).position(|pair| pair == b"\n\n") {
                 let block: Vec<u8> = self.buffer.drain(..end + 2).collect();
@@ -160,7 +165,7 @@ impl EventStream {
     }
 
     /// Returns all remaining events, including `[DONE]`.
-    pub async fn all(&mut self) -> Vec<String> {
+    pub(crate) async fn all(&mut self) -> Vec<String> {
         let mut events = Vec::new();
         while let Some(event) = self.next().await {
             events.push(event);
@@ -169,7 +174,7 @@ impl EventStream {
     }
 
     /// Returns the chunks of a completed stream.
-    pub async fn chunks(&mut self) -> Vec<Value> {
+    pub(crate) async fn chunks(&mut self) -> Vec<Value> {
         let mut events = self.all().await;
         assert_eq!(events.pop().as_deref(), Some("[DONE]"), "{events:?}");
         events.iter().map(|event| serde_json::from_str(event).unwrap()).collect()
@@ -177,7 +182,7 @@ impl EventStream {
 }
 
 /// Returns the text of one choice from the chunks of either API.
-pub fn text_of(chunks: &[Value], choice: u64) -> String {
+pub(crate) fn text_of(chunks: &[Value], choice: u64) -> String {
     chunks
         .iter()
         .flat_map(|chunk| chunk["choices"].as_array().unwrap())
@@ -187,7 +192,7 @@ pub fn text_of(chunks: &[Value], choice: u64) -> String {
 }
 
 /// Returns the token ids of one choice from the chunks of either API.
-pub fn ids_of(chunks: &[Value], choice: u64) -> Vec<u32> {
+pub(crate) fn ids_of(chunks: &[Value], choice: u64) -> Vec<u32> {
     chunks
         .iter()
         .flat_map(|chunk| chunk["choices"].as_array().unwrap())
@@ -198,7 +203,7 @@ pub fn ids_of(chunks: &[Value], choice: u64) -> Vec<u32> {
 }
 
 /// Waits until `holds` returns true, with a deadline.
-pub async fn eventually(what: &str, mut holds: impl AsyncFnMut() -> bool) {
+pub(crate) async fn eventually(what: &str, mut holds: impl AsyncFnMut() -> bool) {
     let deadline = Instant::now() + DEADLINE;
     while !holds().await {
         assert!(Instant::now() < deadline, "not in time: {what}");

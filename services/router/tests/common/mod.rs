@@ -2,8 +2,8 @@
 
 #![allow(dead_code, reason = "each test binary uses its part")]
 
-pub mod client;
-pub mod node;
+pub(crate) mod client;
+pub(crate) mod node;
 
 use std::{
     path::PathBuf,
@@ -21,9 +21,9 @@ use text::{ModelText, ModelTextOptions, SpecialTokens};
 use client::{Client, eventually};
 use node::{MODEL, ScriptedNode};
 
-pub const SECRET: &str = "0123456789abcdef0123456789abcdef";
+pub(crate) const SECRET: &str = "0123456789abcdef0123456789abcdef";
 
-pub struct Cluster {
+pub(crate) struct Cluster {
     pub router: RunningRouter,
     pub client: Client,
     pub prefill: Vec<ScriptedNode>,
@@ -31,7 +31,7 @@ pub struct Cluster {
     telemetry: Telemetry,
 }
 
-pub fn settings() -> RouterSettings {
+pub(crate) fn settings() -> RouterSettings {
     let router = config::Router {
         http: "127.0.0.1:0".parse().unwrap(),
         grpc: "127.0.0.1:0".parse().unwrap(),
@@ -42,7 +42,7 @@ pub fn settings() -> RouterSettings {
     RouterSettings::new(router, ClusterSecret::new(SECRET).unwrap(), 1024)
 }
 
-pub fn model_path() -> PathBuf {
+pub(crate) fn model_path() -> PathBuf {
     let path = match std::env::var_os("BATON_TEST_MODEL") {
         Some(path) => PathBuf::from(path),
         None => PathBuf::from(env!("CARGO_MANIFEST_DIR"))
@@ -53,23 +53,23 @@ pub fn model_path() -> PathBuf {
 }
 
 /// Returns the tokenizer and chat template of the model that `make model` downloads.
-pub fn model_text() -> Arc<ModelText> {
+pub(crate) fn model_text() -> Arc<ModelText> {
     static TEXT: OnceLock<Arc<ModelText>> = OnceLock::new();
     let open = || Arc::new(ModelText::open(model_path()).unwrap());
     TEXT.get_or_init(open).clone()
 }
 
-pub fn encode(text: &str) -> Vec<u32> {
+pub(crate) fn encode(text: &str) -> Vec<u32> {
     model_text().tokenizer().encode(text, SpecialTokens::Parse).unwrap()
 }
 
 impl Cluster {
     /// Starts a router with this many nodes of each role, all answering with `answer`.
-    pub async fn start(prefill: usize, decode: usize, answer: &str) -> Self {
+    pub(crate) async fn start(prefill: usize, decode: usize, answer: &str) -> Self {
         Self::start_with(settings(), prefill, decode, answer).await
     }
 
-    pub async fn start_with(
+    pub(crate) async fn start_with(
         settings: RouterSettings,
         prefill: usize,
         decode: usize,
@@ -81,7 +81,7 @@ impl Cluster {
 
     /// Starts only the nodes. A router started later observes their reported loads before its first
     /// request.
-    pub fn nodes(
+    pub(crate) fn nodes(
         prefill: usize,
         decode: usize,
         answer: &str,
@@ -99,7 +99,7 @@ impl Cluster {
     }
 
     /// Starts a router over these nodes and waits until the router has observed all of them.
-    pub async fn start_over(
+    pub(crate) async fn start_over(
         settings: RouterSettings,
         prefill: Vec<ScriptedNode>,
         decode: Vec<ScriptedNode>,
@@ -108,7 +108,7 @@ impl Cluster {
     }
 
     /// Starts a router that serves these models. The first one is the default.
-    pub async fn start_models(
+    pub(crate) async fn start_models(
         settings: RouterSettings,
         names: &[&str],
         prefill: Vec<ScriptedNode>,
@@ -121,7 +121,7 @@ impl Cluster {
 
     /// Starts a router with one decode node that answers with `answer`, for a model with this chat
     /// template.
-    pub async fn start_with_template(template: &str, answer: &str) -> Self {
+    pub(crate) async fn start_with_template(template: &str, answer: &str) -> Self {
         let options =
             ModelTextOptions { chat_template: Some(template.to_owned()), ..Default::default() };
         let text = Arc::new(ModelText::open_with(model_path(), options).unwrap());
@@ -132,7 +132,7 @@ impl Cluster {
     }
 
     /// Starts a router that serves these models, and waits until the router has observed all nodes.
-    pub async fn start_sources(
+    pub(crate) async fn start_sources(
         settings: RouterSettings,
         models: Vec<ModelSource>,
         prefill: Vec<ScriptedNode>,
@@ -145,7 +145,7 @@ impl Cluster {
     }
 
     /// Starts a router without waiting for its nodes.
-    pub fn begin(
+    pub(crate) fn begin(
         settings: RouterSettings,
         models: Vec<ModelSource>,
         prefill: Vec<ScriptedNode>,
@@ -157,7 +157,7 @@ impl Cluster {
     }
 
     /// Starts a router over these members.
-    pub fn begin_with(
+    pub(crate) fn begin_with(
         settings: RouterSettings,
         models: Vec<ModelSource>,
         members: Membership,
@@ -175,7 +175,7 @@ impl Cluster {
         Self { router, client, prefill, decode, telemetry }
     }
 
-    pub async fn wait_nodes(&self, prefill: usize, decode: usize) {
+    pub(crate) async fn wait_nodes(&self, prefill: usize, decode: usize) {
         eventually(&format!("{prefill} prefill and {decode} decode nodes"), async || {
             let answer = self.client.get("/health").await;
             let health = answer.json();
@@ -187,12 +187,12 @@ impl Cluster {
     }
 
     /// Returns a tracing dispatcher that sends to the cluster's telemetry.
-    pub fn dispatch(&self) -> tracing::Dispatch {
+    pub(crate) fn dispatch(&self) -> tracing::Dispatch {
         self.telemetry.dispatch()
     }
 
     /// Returns the time from `since` until every node's stream of this call was dropped.
-    pub async fn dropped_after(&self, call: usize, since: Instant) -> Duration {
+    pub(crate) async fn dropped_after(&self, call: usize, since: Instant) -> Duration {
         let mut after = Duration::ZERO;
         for node in self.prefill.iter().chain(&self.decode) {
             let left = async || node.calls().get(call).and_then(|call| *call.left.lock().unwrap());
@@ -204,13 +204,13 @@ impl Cluster {
     }
 
     /// Returns the number of requests with this outcome.
-    pub async fn finished(&self, end: &str) -> f64 {
+    pub(crate) async fn finished(&self, end: &str) -> f64 {
         let label = format!("finished_reason=\"{end}\"");
         self.metric("baton_requests_finished_total", &[&label]).await
     }
 
     /// Returns the sum of a metric's samples whose line contains all `labels`.
-    pub async fn metric(&self, name: &str, labels: &[&str]) -> f64 {
+    pub(crate) async fn metric(&self, name: &str, labels: &[&str]) -> f64 {
         let text = String::from_utf8(self.client.get("/metrics").await.body.to_vec()).unwrap();
         text.lines()
             .filter(|line| {
@@ -222,13 +222,13 @@ impl Cluster {
 }
 
 /// Returns a connection to the router's gRPC port.
-pub async fn grpc_channel(cluster: &Cluster) -> tonic::transport::Channel {
+pub(crate) async fn grpc_channel(cluster: &Cluster) -> tonic::transport::Channel {
     let url = format!("http://{}", cluster.router.grpc);
     tonic::transport::Channel::from_shared(url).unwrap().connect().await.unwrap()
 }
 
 /// Asserts that the median of five tries is at most a second.
-pub async fn median_within_a_second(what: &str, mut one_try: impl AsyncFnMut() -> Duration) {
+pub(crate) async fn median_within_a_second(what: &str, mut one_try: impl AsyncFnMut() -> Duration) {
     let mut took = Vec::new();
     while took.len() < 5 {
         took.push(one_try().await);
@@ -237,13 +237,13 @@ pub async fn median_within_a_second(what: &str, mut one_try: impl AsyncFnMut() -
 }
 
 /// Returns a long completion for this model, with further fields.
-pub fn completion_of(model: &Value, fields: Value) -> Value {
+pub(crate) fn completion_of(model: &Value, fields: Value) -> Value {
     let mut body = json!({"model": model, "prompt": long_prompt(), "max_tokens": 50});
     body.as_object_mut().unwrap().extend(fields.as_object().unwrap().clone());
     body
 }
 
 /// Returns the token ids of a prompt that is long enough for a transfer.
-pub fn long_prompt() -> Vec<u32> {
+pub(crate) fn long_prompt() -> Vec<u32> {
     (0..100).map(|index| 1000 + index).collect()
 }

@@ -38,14 +38,14 @@ use tonic::{
 
 use super::SECRET;
 
-pub const MODEL: &str = "scripted";
-pub const VOCABULARY: u32 = 49152;
-pub const SEQUENCE_MAX: u32 = 2048;
-pub const BLOCK_SIZE: u32 = 16;
+pub(crate) const MODEL: &str = "scripted";
+pub(crate) const VOCABULARY: u32 = 49152;
+pub(crate) const SEQUENCE_MAX: u32 = 2048;
+pub(crate) const BLOCK_SIZE: u32 = 16;
 
 /// Behaviour of a node in a call.
 #[derive(Clone, Debug)]
-pub enum Behaviour {
+pub(crate) enum Behaviour {
     /// Sends the whole answer.
     Serve,
     /// Rejects the call with this status code and message.
@@ -72,7 +72,7 @@ static PREFILLED: LazyLock<watch::Sender<BTreeSet<Bytes>>> = LazyLock::new(watch
 
 /// A call to the node, and the time when the caller disconnected.
 #[derive(Clone, Debug)]
-pub struct Call {
+pub(crate) struct Call {
     pub attempt: Attempt,
     /// Whether the call names the other node of a transfer.
     pub with_peer: bool,
@@ -81,7 +81,7 @@ pub struct Call {
 }
 
 /// State shared by the node's tasks and the test.
-pub struct State {
+pub(crate) struct State {
     role: Role,
     identity: ModelIdentity,
     epoch: [u8; 16],
@@ -110,7 +110,7 @@ pub struct State {
 }
 
 /// End-of-sequence token of the tests' tokenizer.
-pub const END: u32 = 2;
+pub(crate) const END: u32 = 2;
 
 impl State {
     /// Returns token `index` of the answer, and the finish reason if the token is the last. The token
@@ -463,7 +463,7 @@ impl State {
 }
 
 /// A running scripted node.
-pub struct ScriptedNode {
+pub(crate) struct ScriptedNode {
     pub state: Arc<State>,
     pub address: SocketAddr,
     /// Dropped by `kill`, together with all sockets.
@@ -471,16 +471,21 @@ pub struct ScriptedNode {
 }
 
 impl ScriptedNode {
-    pub fn start(role: Role, node_id: &str) -> Self {
+    pub(crate) fn start(role: Role, node_id: &str) -> Self {
         Self::start_at(role, node_id, "127.0.0.1:0".parse().unwrap(), 7)
     }
 
-    pub fn start_at(role: Role, node_id: &str, address: SocketAddr, fingerprint: u8) -> Self {
+    pub(crate) fn start_at(
+        role: Role,
+        node_id: &str,
+        address: SocketAddr,
+        fingerprint: u8,
+    ) -> Self {
         Self::start_with(role, node_id, MODEL, address, fingerprint)
     }
 
     /// Starts a node that serves this model.
-    pub fn start_for(model: &str, role: Role, node_id: &str) -> Self {
+    pub(crate) fn start_for(model: &str, role: Role, node_id: &str) -> Self {
         Self::start_with(role, node_id, model, "127.0.0.1:0".parse().unwrap(), 7)
     }
 
@@ -552,85 +557,85 @@ impl ScriptedNode {
         Self { state, address, runtime: Some(runtime) }
     }
 
-    pub fn url(&self) -> String {
+    pub(crate) fn url(&self) -> String {
         format!("http://{}", self.address)
     }
 
     /// Sets the behavior of all later calls.
-    pub fn behave(&self, behaviour: Behaviour) {
+    pub(crate) fn behave(&self, behaviour: Behaviour) {
         *self.state.behaviours.lock().unwrap() = vec![behaviour];
     }
 
     /// Sets the behavior of the next calls, one each. The last one is kept.
-    pub fn behave_in_turn(&self, behaviours: Vec<Behaviour>) {
+    pub(crate) fn behave_in_turn(&self, behaviours: Vec<Behaviour>) {
         *self.state.behaviours.lock().unwrap() = behaviours;
     }
 
     /// Sets the grammar version in the node's record, for later observers.
-    pub fn announce_grammars(&self, version: u32) {
+    pub(crate) fn announce_grammars(&self, version: u32) {
         self.state.grammar_version.store(version, Ordering::SeqCst);
     }
 
     /// Sets the reason for the CPU in the node's record, for later observers.
-    pub fn announce_cpu_fallback(&self, reason: &str) {
+    pub(crate) fn announce_cpu_fallback(&self, reason: &str) {
         *self.state.cpu_fallback.lock().unwrap() = reason.to_owned();
     }
 
     /// Makes the node prove the knowledge of this secret, to later observers.
-    pub fn know(&self, secret: &str) {
+    pub(crate) fn know(&self, secret: &str) {
         *self.state.secret.lock().unwrap() = ClusterSecret::new(secret).unwrap();
     }
 
-    pub fn answer_with(&self, tokens: &[u32]) {
+    pub(crate) fn answer_with(&self, tokens: &[u32]) {
         *self.state.answer.lock().unwrap() = tokens.to_vec();
     }
 
-    pub fn set_token_time(&self, token_time: Duration) {
+    pub(crate) fn set_token_time(&self, token_time: Duration) {
         *self.state.token_time.lock().unwrap() = token_time;
     }
 
-    pub fn report(&self, load: NodeLoad) {
+    pub(crate) fn report(&self, load: NodeLoad) {
         self.state.load.send_replace(load);
     }
 
     /// Reports a load with a gap in the event numbers.
-    pub fn report_with_a_gap(&self, load: NodeLoad) {
+    pub(crate) fn report_with_a_gap(&self, load: NodeLoad) {
         self.state.skip.store(1, Ordering::SeqCst);
         self.report(load);
     }
 
     /// Returns the peers that the router told this node to connect to.
-    pub fn met(&self) -> BTreeSet<String> {
+    pub(crate) fn met(&self) -> BTreeSet<String> {
         self.state.met.lock().unwrap().clone()
     }
 
     /// Sets whether answers to `Meet` are delayed.
-    pub fn keep_connecting(&self, meeting: bool) {
+    pub(crate) fn keep_connecting(&self, meeting: bool) {
         self.state.meeting.send_replace(meeting);
     }
 
-    pub fn observed(&self) -> usize {
+    pub(crate) fn observed(&self) -> usize {
         self.state.observed.load(Ordering::SeqCst)
     }
 
-    pub fn calls(&self) -> Vec<Call> {
+    pub(crate) fn calls(&self) -> Vec<Call> {
         self.state.calls.lock().unwrap().clone()
     }
 
     /// Returns the number of open streams of attempts and observers.
-    pub fn open_streams(&self) -> usize {
+    pub(crate) fn open_streams(&self) -> usize {
         self.state.open.load(Ordering::SeqCst)
     }
 
     /// Stops the node for this time, as SIGSTOP does: connections stay open.
-    pub fn freeze(&self, time: Duration) {
+    pub(crate) fn freeze(&self, time: Duration) {
         let runtime = self.runtime.as_ref().expect("a killed node cannot freeze");
         // Blocks the runtime's only thread.
         runtime.spawn(async move { std::thread::sleep(time) });
     }
 
     /// Stops the node as SIGKILL does: every connection closes without a message.
-    pub fn kill(&mut self) {
+    pub(crate) fn kill(&mut self) {
         if let Some(runtime) = self.runtime.take() {
             runtime.shutdown_background();
         }

@@ -27,7 +27,7 @@ impl Process {
     }
 
     /// Checks that no resource of any request or transfer is left.
-    pub fn check_idle(&self) {
+    pub(crate) fn check_idle(&self) {
         let (name, load) = (&self.name, self.load());
         assert!(self.core.scheduler().is_idle(), "{name}: the scheduler is not idle, {load:?}");
         assert_eq!((load.blocks_held, load.blocks_reserved), (0, 0), "{name}: {load:?}");

@@ -7,12 +7,12 @@ use crate::tiers::{Disk, TierCopies};
 
 impl Process {
     /// Takes the blocks on the disk of the KV tier. The process has ended.
-    pub fn take_disk(&mut self) -> Disk {
+    pub(crate) fn take_disk(&mut self) -> Disk {
         self.tiers.as_mut().map(TierCopies::take_disk).unwrap_or_default()
     }
 
     /// Finds the blocks that an earlier process has left on the disk of the KV tier.
-    pub fn recover_disk(&mut self, disk: Disk) {
+    pub(crate) fn recover_disk(&mut self, disk: Disk) {
         let Some(tiers) = &mut self.tiers else { return };
         let blocks: Vec<_> =
             disk.iter().map(|(&slot, (contents, _))| (slot, contents.key)).collect();

@@ -119,7 +119,7 @@ impl Process {
     }
 
     /// Aborts every transfer, as a process does before it exits.
-    pub fn stop(&mut self, now: Instant) -> Vec<Output> {
+    pub(crate) fn stop(&mut self, now: Instant) -> Vec<Output> {
         self.transfers.abort_all(now, "the node stops");
         self.follow_transfers();
         mem::take(&mut self.outputs)

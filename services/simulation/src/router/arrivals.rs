@@ -18,7 +18,7 @@ use crate::{
 
 impl Router {
     /// Begins a request. `is_checked`: the client knows the expected tokens.
-    pub fn request(
+    pub(crate) fn request(
         &mut self,
         now: Instant,
         id: usize,

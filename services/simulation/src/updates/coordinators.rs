@@ -24,7 +24,7 @@ const MILD_DELAY_MAX: Duration = Duration::from_millis(10);
 
 /// A call of a coordinator to a node.
 #[derive(Clone, Debug)]
-pub struct UpdateCall {
+pub(crate) struct UpdateCall {
     pub id: UpdateId,
     pub plan: UpdatePlan,
     /// Index of the node in the update.
@@ -40,7 +40,7 @@ pub struct UpdateCall {
 }
 
 #[derive(Debug)]
-pub enum UpdateEvent {
+pub(crate) enum UpdateEvent {
     /// The coordinator makes the calls that are due.
     Tick(UpdateId),
     /// A call reaches the process that runs on the host at this time.
@@ -58,7 +58,7 @@ pub enum UpdateEvent {
 }
 
 /// A running update.
-pub struct Update {
+pub(crate) struct Update {
     pub id: UpdateId,
     pub plan: UpdatePlan,
     pub nodes: Vec<UpdatedNode>,
@@ -74,7 +74,7 @@ pub struct Update {
 
 impl Update {
     /// Acts on an expired deadline and on the operator's decision once it is due.
-    pub fn advance(&mut self, now: Instant) {
+    pub(crate) fn advance(&mut self, now: Instant) {
         if self.coordinator.next_deadline().is_some_and(|at| at <= now) {
             self.coordinator.on_deadline(now);
         }
@@ -94,7 +94,7 @@ impl Update {
         };
     }
 
-    pub fn due_calls(&mut self, now: Instant) -> Vec<UpdateCall> {
+    pub(crate) fn due_calls(&mut self, now: Instant) -> Vec<UpdateCall> {
         let mut due = Vec::new();
         for node in 0..self.nodes.len() {
             match self.called_at[node] {
@@ -131,7 +131,7 @@ impl Update {
 }
 
 /// The updates of all routers.
-pub struct Updates {
+pub(crate) struct Updates {
     pub running: Vec<Update>,
     /// Router and version of the last committed update of each model.
     pub committed: BTreeMap<usize, (usize, WeightVersion)>,
@@ -142,7 +142,7 @@ pub struct Updates {
 }
 
 impl Updates {
-    pub fn new(seed: u64, scenario: &Scenario) -> Self {
+    pub(crate) fn new(seed: u64, scenario: &Scenario) -> Self {
         let mut random = Random::new(seed ^ 0x7570_6461_7465_7321);
         let faults = match scenario.severity.must_complete() {
             true => NetworkFaults::delays(scenario.network.delay_max.min(MILD_DELAY_MAX)),
@@ -158,7 +158,7 @@ impl Updates {
     }
 
     /// Checks after the run that no update runs, except one that still sends its commit.
-    pub fn check_idle(&self) {
+    pub(crate) fn check_idle(&self) {
         for update in &self.running {
             let phase = update.coordinator.phase();
             assert!(

@@ -9,7 +9,7 @@ use crate::scenario::{Fault, Severity};
 
 /// An update that an operator begins.
 #[derive(Clone, Copy, Debug)]
-pub struct UpdatePlan {
+pub(crate) struct UpdatePlan {
     pub router: usize,
     pub model: usize,
     /// Value of each byte of the weights.
@@ -35,7 +35,7 @@ pub struct UpdatePlan {
 
 /// The operator's decision.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Decision {
+pub(crate) enum Decision {
     CommitAtOnce,
     Commit { after: Duration },
     Abort { after: Duration },
@@ -43,7 +43,7 @@ pub enum Decision {
 
 /// Returns the updates of a seed. If every request must complete, every node receives the commit, and no request ends
 /// early.
-pub fn of_seed(
+pub(crate) fn of_seed(
     seed: u64,
     severity: Severity,
     (router_count, model_count): (u64, u64),

@@ -7,7 +7,7 @@ use opentelemetry::{KeyValue, metrics::Meter};
 use super::table::{Instrument, MetricRow};
 
 /// Any number of labels, each with a closed set of values.
-pub trait Labels: Copy {
+pub(super) trait Labels: Copy {
     /// Number of combinations of values.
     const COUNT: usize;
 
@@ -71,7 +71,7 @@ macro_rules! labels {
 
             /// Returns the value of the first label.
             #[allow(dead_code, reason = "not every label is also text elsewhere")]
-            pub fn as_str(self) -> &'static str {
+            $visibility fn as_str(self) -> &'static str {
                 Self::VALUES[self as usize][0]
             }
         }
@@ -106,7 +106,7 @@ pub(super) struct Series<I, L> {
 
 impl<I: Instrument, L: Labels> Series<I, L> {
     /// Creates the instrument of a row. `constants`: attributes that every series has.
-    pub fn new(meter: &Meter, row: &MetricRow, constants: &[KeyValue]) -> Self {
+    pub(super) fn new(meter: &Meter, row: &MetricRow, constants: &[KeyValue]) -> Self {
         let instrument = I::build(meter, row);
         let attributes = (0..L::COUNT).map(|index| [constants, &L::attributes(index)].concat());
         let attributes: Arc<[Vec<KeyValue>]> = attributes.collect();
@@ -117,12 +117,12 @@ impl<I: Instrument, L: Labels> Series<I, L> {
     }
 
     /// Adds the value to a counter, or records it.
-    pub fn record(&self, value: I::Value, labels: L) {
+    pub(super) fn record(&self, value: I::Value, labels: L) {
         self.instrument.record(value, &self.attributes[labels.index()]);
     }
 
     /// Records the value with further labels whose values are not known at the start.
-    pub fn record_with(&self, value: I::Value, labels: L, further: &[KeyValue]) {
+    pub(super) fn record_with(&self, value: I::Value, labels: L, further: &[KeyValue]) {
         self.instrument.record(value, &[&self.attributes[labels.index()], further].concat());
     }
 }
@@ -133,7 +133,7 @@ mod tests {
 
     labels! {
         /// A label with two values.
-        pub enum Side("side") {
+        pub(super) enum Side("side") {
             Left = "left",
             Right = "right",
         }
@@ -141,7 +141,7 @@ mod tests {
 
     labels! {
         /// Two labels in three combinations.
-        pub enum End("outcome" / "reason") {
+        pub(super) enum End("outcome" / "reason") {
             Done = "complete" / "stop",
             Lost = "failed" / "lost",
             Late = "failed" / "deadline",

@@ -146,7 +146,7 @@ labels! {
 
 labels! {
     /// Type of tokens.
-    pub enum TokenType("gen_ai.token.type") {
+    pub(super) enum TokenType("gen_ai.token.type") {
         Input = "input",
         /// Prompt tokens found in a prefix cache.
         InputCached = "input_cached",
@@ -156,7 +156,7 @@ labels! {
 
 labels! {
     /// State of a request in flight, or of a sequence on a node.
-    pub enum RequestState("state") {
+    pub(super) enum RequestState("state") {
         Running = "running",
         /// For a node.
         Waiting = "waiting",

@@ -27,7 +27,7 @@ use tonic::{Request, Response, Status, transport::Server};
 
 /// A span that the collector received.
 #[derive(Clone, Debug)]
-pub struct Received {
+pub(crate) struct Received {
     pub service: String,
     pub span: Span,
 }
@@ -38,7 +38,7 @@ struct Inbox {
     metrics: Arc<Mutex<Vec<Metric>>>,
 }
 
-pub struct Collector {
+pub(crate) struct Collector {
     pub url: String,
     inbox: Inbox,
     stop: oneshot::Sender<()>,
@@ -46,7 +46,7 @@ pub struct Collector {
 }
 
 impl Collector {
-    pub async fn start() -> Self {
+    pub(crate) async fn start() -> Self {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let url = format!("http://{}", listener.local_addr().unwrap());
         let inbox = Inbox::default();
@@ -61,7 +61,7 @@ impl Collector {
     }
 
     /// Stops the collector and returns its spans by name, and its metrics.
-    pub async fn finish(self) -> (BTreeMap<String, Received>, Vec<Metric>) {
+    pub(crate) async fn finish(self) -> (BTreeMap<String, Received>, Vec<Metric>) {
         let _ = self.stop.send(());
         self.task.await.unwrap().unwrap();
         let spans = std::mem::take(&mut *self.inbox.spans.lock().unwrap());

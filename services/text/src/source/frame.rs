@@ -23,7 +23,7 @@ const DEPTH_MAX: usize = 4;
 
 impl PromptFrame {
     /// Interprets `value` in the file `path`.
-    pub fn of_post_processor(value: &Value, path: &Path) -> Result<Self, LoadError> {
+    pub(super) fn of_post_processor(value: &Value, path: &Path) -> Result<Self, LoadError> {
         let mut frame = PromptFrame::default();
         frame.wrap(value, path, DEPTH_MAX)?;
         Ok(frame)

@@ -48,12 +48,12 @@ const SUPPORTED_MODELS: &str = "gpt2 (byte-level BPE), llama (SentencePiece BPE)
 
 /// Values of `tokenizer.ggml.token_type`.
 mod token_type {
-    pub const UNKNOWN: i32 = 2;
-    pub const CONTROL: i32 = 3;
-    pub const USER_DEFINED: i32 = 4;
-    pub const UNUSED: i32 = 5;
-    pub const BYTE: i32 = 6;
-    pub const LAST: i32 = BYTE;
+    pub(super) const UNKNOWN: i32 = 2;
+    pub(super) const CONTROL: i32 = 3;
+    pub(super) const USER_DEFINED: i32 = 4;
+    pub(super) const UNUSED: i32 = 5;
+    pub(super) const BYTE: i32 = 6;
+    pub(super) const LAST: i32 = BYTE;
 }
 
 /// Reads the header of the file at `path` and no tensors.

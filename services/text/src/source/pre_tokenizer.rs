@@ -80,20 +80,20 @@ const KINDS: [PreTokenizerKind; 5] = [
 ];
 
 impl PreTokenizerKind {
-    pub fn of_name(name: &str) -> Option<Self> {
+    pub(super) fn of_name(name: &str) -> Option<Self> {
         KINDS.into_iter().find(|kind| kind.names.contains(&name))
     }
 
     /// Returns all names, for the error about an unsupported name.
-    pub fn supported_names() -> String {
+    pub(super) fn supported_names() -> String {
         KINDS.iter().flat_map(|kind| kind.names).copied().collect::<Vec<_>>().join(", ")
     }
 
-    pub fn normalizer(&self) -> Option<NormalizerWrapper> {
+    pub(super) fn normalizer(&self) -> Option<NormalizerWrapper> {
         self.composes.then(|| NFC.into())
     }
 
-    pub fn pre_tokenizer(&self) -> PreTokenizerWrapper {
+    pub(super) fn pre_tokenizer(&self) -> PreTokenizerWrapper {
         let bytes_after = |first: PreTokenizerWrapper, use_regex: bool| -> PreTokenizerWrapper {
             Sequence::new(vec![first, ByteLevel::new(false, true, use_regex).into()]).into()
         };

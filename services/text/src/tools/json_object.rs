@@ -62,7 +62,7 @@ pub(super) struct JsonObject {
 }
 
 impl JsonObject {
-    pub fn feed(&mut self, byte: u8) -> JsonStep {
+    pub(super) fn feed(&mut self, byte: u8) -> JsonStep {
         let step = self.step(byte);
         self.at += 1;
         if matches!(step, JsonStep::Complete | JsonStep::Broken) {

@@ -10,12 +10,12 @@ use gguf::{Array, Value};
 use text::ModelText;
 
 /// Returns the workspace's root.
-pub fn workspace() -> PathBuf {
+pub(crate) fn workspace() -> PathBuf {
     PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../..")
 }
 
 /// Returns the path of SmolLM2-135M-Instruct's GGUF file.
-pub fn model_path() -> PathBuf {
+pub(crate) fn model_path() -> PathBuf {
     let path = match std::env::var_os("BATON_TEST_MODEL") {
         Some(path) => PathBuf::from(path),
         None => workspace().join("models/smollm2-135m/SmolLM2-135M-Instruct.Q4_1.gguf"),
@@ -24,10 +24,10 @@ pub fn model_path() -> PathBuf {
     path
 }
 
-pub type Metadata = BTreeMap<String, Value>;
+pub(crate) type Metadata = BTreeMap<String, Value>;
 
 /// Returns GPT-2's character for each byte.
-pub fn byte_chars() -> Vec<char> {
+pub(crate) fn byte_chars() -> Vec<char> {
     let visible = |byte: u32| matches!(byte, 0x21..=0x7e | 0xa1..=0xac | 0xae..=0xff);
     let mut next = 0x100..;
     let code = |byte| if visible(byte) { byte } else { next.next().unwrap() };
@@ -36,7 +36,7 @@ pub fn byte_chars() -> Vec<char> {
 
 /// Returns the metadata of a small byte-level model: ids 0 to 255 are the bytes, followed by a few merges
 /// and the special tokens. Its merges are `h e`, `l l`, `he ll`, `Ġ w`, `hell o`.
-pub fn tiny() -> Metadata {
+pub(crate) fn tiny() -> Metadata {
     let mut tokens: Vec<String> = byte_chars().into_iter().map(String::from).collect();
     tokens.extend(["he", "ll", "hell", "Ġw", "hello"].map(str::to_owned));
     let mut types = vec![1; tokens.len()];
@@ -60,12 +60,12 @@ pub fn tiny() -> Metadata {
 }
 
 /// Special tokens of [`tiny`].
-pub const END: u32 = 261;
-pub const START: u32 = 262;
+pub(crate) const END: u32 = 261;
+pub(crate) const START: u32 = 262;
 /// Recognized before splitting, but not special.
-pub const TOOL: u32 = 263;
+pub(crate) const TOOL: u32 = 263;
 /// Represents no text.
-pub const UNUSED: u32 = 264;
+pub(crate) const UNUSED: u32 = 264;
 
 /// Tokens of [`tiny_pieces`] after `<unk>`, `<s>`, `</s>` and the bytes; earlier ones merge first.
 const PIECES: [&str; 29] = [
@@ -103,22 +103,22 @@ const PIECES: [&str; 29] = [
 const FIRST_PIECE: u32 = 3 + 256;
 
 /// Returns the id of an ordinary token of [`tiny_pieces`].
-pub fn piece(token: &str) -> u32 {
+pub(crate) fn piece(token: &str) -> u32 {
     FIRST_PIECE + PIECES.iter().position(|other| *other == token).expect(token) as u32
 }
 
 /// Returns the id of a byte token of [`tiny_pieces`].
-pub fn byte_piece(byte: u8) -> u32 {
+pub(crate) fn byte_piece(byte: u8) -> u32 {
     3 + u32::from(byte)
 }
 
 /// Last tokens of [`tiny_pieces`]: control, user-defined, unused.
-pub const PIECES_TURN: u32 = FIRST_PIECE + PIECES.len() as u32;
-pub const PIECES_TOOL: u32 = PIECES_TURN + 1;
-pub const PIECES_UNUSED: u32 = PIECES_TURN + 2;
+pub(crate) const PIECES_TURN: u32 = FIRST_PIECE + PIECES.len() as u32;
+pub(crate) const PIECES_TOOL: u32 = PIECES_TURN + 1;
+pub(crate) const PIECES_UNUSED: u32 = PIECES_TURN + 2;
 
 /// Returns the metadata of a small SentencePiece model like Llama 2's: byte fallback, `▁` for spaces.
-pub fn tiny_pieces() -> Metadata {
+pub(crate) fn tiny_pieces() -> Metadata {
     let mut tokens: Vec<String> = ["<unk>", "<s>", "</s>"].map(str::to_owned).to_vec();
     let mut types = vec![2, 3, 3];
     tokens.extend((0..256).map(|byte| format!("<0x{byte:02X}>")));
@@ -145,12 +145,12 @@ pub fn tiny_pieces() -> Metadata {
 }
 
 /// Writes a GGUF file of this metadata and no tensors.
-pub fn write_gguf(path: &Path, metadata: &Metadata) {
+pub(crate) fn write_gguf(path: &Path, metadata: &Metadata) {
     write_gguf_with(path, metadata, None);
 }
 
 /// Writes a GGUF file as [`write_gguf`] does, with an embedding of this many rows and one column.
-pub fn write_gguf_with(path: &Path, metadata: &Metadata, embedding_rows: Option<u64>) {
+pub(crate) fn write_gguf_with(path: &Path, metadata: &Metadata, embedding_rows: Option<u64>) {
     let mut bytes = b"GGUF".to_vec();
     bytes.extend(3u32.to_le_bytes());
     bytes.extend(u64::from(embedding_rows.is_some()).to_le_bytes());
@@ -237,7 +237,7 @@ fn put_array(bytes: &mut Vec<u8>, array: &Array) {
 }
 
 /// Opens a GGUF file with this metadata.
-pub fn open_gguf(metadata: &Metadata) -> Result<ModelText, text::LoadError> {
+pub(crate) fn open_gguf(metadata: &Metadata) -> Result<ModelText, text::LoadError> {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("model.gguf");
     write_gguf(&path, metadata);
@@ -245,7 +245,7 @@ pub fn open_gguf(metadata: &Metadata) -> Result<ModelText, text::LoadError> {
 }
 
 /// Writes files into a fresh folder.
-pub fn folder(files: &[(&str, &str)]) -> tempfile::TempDir {
+pub(crate) fn folder(files: &[(&str, &str)]) -> tempfile::TempDir {
     let folder = tempfile::tempdir().unwrap();
     for (name, text) in files {
         let path = folder.path().join(name);
@@ -257,7 +257,7 @@ pub fn folder(files: &[(&str, &str)]) -> tempfile::TempDir {
 
 /// Returns a `tokenizer.json` like Llama 2's: `<unk>`, `<s>` and `</s>` first, spaces as `▁` with one in
 /// front, bytes for unknown characters, BOS before prompts.
-pub fn pieces_json(tokens: &[String], merges: serde_json::Value) -> serde_json::Value {
+pub(crate) fn pieces_json(tokens: &[String], merges: serde_json::Value) -> serde_json::Value {
     let vocab: BTreeMap<&str, usize> = tokens.iter().map(String::as_str).zip(0..).collect();
     let special = |id: usize| {
         serde_json::json!({"id": id, "content": tokens[id], "single_word": false, "lstrip": false,

@@ -4,7 +4,7 @@ use proptest::prelude::*;
 
 /// An event. Its indices choose among the existing items, modulo their number.
 #[derive(Clone, Debug)]
-pub enum Event {
+pub(crate) enum Event {
     /// `lower`: with a lower id than every earlier update, otherwise with a higher one. `seed`: the node from which the
     /// others copy.
     Begin {
@@ -41,7 +41,7 @@ pub enum Event {
 }
 
 /// Returns random events. Messages are more frequent than faults.
-pub fn event() -> impl Strategy<Value = Event> {
+pub(crate) fn event() -> impl Strategy<Value = Event> {
     let index = any::<usize>;
     prop_oneof![
         2 => (any::<bool>(), any::<bool>(), prop::option::of(index()))

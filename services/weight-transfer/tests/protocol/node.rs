@@ -5,11 +5,11 @@ use weight_transfer::{
 };
 
 /// The bytes of weights.
-pub type Bytes = Vec<u8>;
+pub(crate) type Bytes = Vec<u8>;
 type Weights = (WeightVersion, Bytes);
 
 /// Returns the version of weights of one tensor.
-pub fn version_of(bytes: &Bytes) -> WeightVersion {
+pub(crate) fn version_of(bytes: &Bytes) -> WeightVersion {
     let tensor = Tensor {
         name: "weights".into(),
         dtype: "U8".into(),
@@ -23,7 +23,7 @@ pub fn version_of(bytes: &Bytes) -> WeightVersion {
 }
 
 /// A node: what it serves and what it has prepared.
-pub struct Node {
+pub(crate) struct Node {
     pub participant: Participant,
     /// `None`: an update in place has overwritten the weights.
     pub serves: Option<Weights>,
@@ -41,7 +41,7 @@ pub struct Node {
 }
 
 impl Node {
-    pub fn new(is_in_place: bool) -> Self {
+    pub(crate) fn new(is_in_place: bool) -> Self {
         let loaded = (WeightVersion::LOADED, vec![0; 8]);
         Self {
             participant: Participant::default(),
@@ -56,24 +56,24 @@ impl Node {
         }
     }
 
-    pub fn version(&self) -> WeightVersion {
+    pub(crate) fn version(&self) -> WeightVersion {
         self.serves.as_ref().map_or(WeightVersion::NONE, |(version, _)| *version)
     }
 
     /// Restores overwritten weights unless an update brings weights.
-    pub fn restore(&mut self) {
+    pub(crate) fn restore(&mut self) {
         if self.overwriting.is_none() {
             self.serves = Some(self.last_served.clone());
         }
     }
 
     /// Returns the bytes of an update that this node has received.
-    pub fn bytes_of(&self, id: UpdateId) -> Option<Bytes> {
+    pub(crate) fn bytes_of(&self, id: UpdateId) -> Option<Bytes> {
         let prepared = self.prepared.as_ref().filter(|(prepared, _)| *prepared == id);
         prepared.map(|(_, bytes)| bytes.clone())
     }
 
-    pub fn check(&self) {
+    pub(crate) fn check(&self) {
         match self.participant.report() {
             Some(UpdateReport { id, state: UpdateState::Receiving | UpdateState::Prepared(_) }) => {
                 assert_eq!(self.overwriting, self.is_in_place.then_some(id));

@@ -16,10 +16,10 @@ use crate::{
 };
 
 /// The ids of updates are above and below this one.
-pub const FIRST_ID: u128 = 1000;
+pub(crate) const FIRST_ID: u128 = 1000;
 
 /// A running update as its coordinator knows it.
-pub struct Update {
+pub(crate) struct Update {
     pub id: UpdateId,
     pub coordinator: Coordinator,
     /// Indices of the nodes that take part: all nodes, or the one that catches up.
@@ -30,7 +30,7 @@ pub struct Update {
 
 /// A call on its way to a node.
 #[derive(Clone, Copy)]
-pub struct CallInFlight {
+pub(crate) struct CallInFlight {
     id: UpdateId,
     /// Index of the node in the update.
     at: usize,
@@ -40,7 +40,7 @@ pub struct CallInFlight {
 }
 
 /// All nodes, updates and messages.
-pub struct World {
+pub(crate) struct World {
     pub now: Instant,
     pub nodes: Vec<Node>,
     /// Running updates, each of its own coordinator.
@@ -62,7 +62,7 @@ pub struct World {
 
 impl World {
     /// `in_place`: a bit for each node.
-    pub fn new(nodes: usize, in_place: u8) -> Self {
+    pub(crate) fn new(nodes: usize, in_place: u8) -> Self {
         let node = |index: usize| Node::new((in_place >> index) & 1 == 1);
         Self {
             now: Instant::now(),
@@ -79,7 +79,7 @@ impl World {
         }
     }
 
-    pub fn apply(&mut self, event: Event) {
+    pub(crate) fn apply(&mut self, event: Event) {
         let pick = |index: usize, len: usize| (len > 0).then(|| index % len);
         match event {
             Event::Begin { commits_at_once, lower, seed } => {
@@ -212,7 +212,7 @@ impl World {
     }
 
     /// Fails every receive of this update in flight.
-    pub fn trainer_dies(&mut self, id: UpdateId) {
+    pub(crate) fn trainer_dies(&mut self, id: UpdateId) {
         self.without_trainer.insert(id);
         while let Some(index) = self.receiving.iter().position(|(_, received)| *received == id) {
             let (node, _) = self.receiving.swap_remove(index);
@@ -284,11 +284,11 @@ impl World {
     }
 
     /// Delivers every message in a random order, and loses none.
-    pub fn run_fairly(&mut self, order: u64) {
+    pub(crate) fn run_fairly(&mut self, order: u64) {
         self.run_fairly_for(order, 1000);
     }
 
-    pub fn run_fairly_for(&mut self, order: u64, rounds: usize) {
+    pub(crate) fn run_fairly_for(&mut self, order: u64, rounds: usize) {
         let mut random = order;
         for _ in 0..rounds {
             random = random.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
@@ -301,7 +301,7 @@ impl World {
     }
 
     /// Carries out what is due, and checks the invariants.
-    pub fn settle(&mut self) {
+    pub(crate) fn settle(&mut self) {
         let now = self.now;
         for update in &mut self.updates {
             if update.coordinator.next_deadline().is_some_and(|due| due <= now) {

@@ -79,7 +79,7 @@ impl Default for PairsTile {
 
 impl PairsTile {
     /// Starts a tile of `row_count` rows with `head_count` queries each. Grows the memory if needed.
-    pub fn begin(&mut self, row_count: usize, head_count: usize, dim: usize, scale: f32) {
+    pub(super) fn begin(&mut self, row_count: usize, head_count: usize, dim: usize, scale: f32) {
         let query_count = row_count * head_count;
         let capacity = query_count.next_multiple_of(STRIP);
         if self.dim != dim || self.sums.len() < capacity * LANES {
@@ -101,7 +101,7 @@ impl PairsTile {
     }
 
     /// Rounds the elements of a query to bf16 and stores them in pairs.
-    pub fn set_query(&mut self, query: usize, elements: &[f32]) {
+    pub(super) fn set_query(&mut self, query: usize, elements: &[f32]) {
         let strip_words = self.dim / 2 * STRIP;
         let strip = &mut self.queries[query / STRIP * strip_words..][..strip_words];
         let words = strip.iter_mut().skip(query % STRIP).step_by(STRIP);
@@ -112,7 +112,7 @@ impl PairsTile {
     }
 
     /// Clears the accumulators for a new segment.
-    pub fn begin_segment(&mut self) {
+    pub(super) fn begin_segment(&mut self) {
         self.maxima.clear();
         self.maxima.resize(self.query_count, NO_SCORE);
         self.sums[..self.query_count * LANES].fill(0.0);
@@ -121,7 +121,7 @@ impl PairsTile {
 
     /// Sets which tokens of the span each query sees. The span begins with token `first` of the sequence. The tile's
     /// first row is token `position`. A row sees the last `window` tokens up to and including itself.
-    pub fn set_visible(&mut self, first: usize, position: usize, window: usize) {
+    pub(super) fn set_visible(&mut self, first: usize, position: usize, window: usize) {
         let in_span = |token: usize| token.saturating_sub(first).min(SPAN);
         // The bits of the span's tokens before `token`. `u128`, because all 64 bits may be set.
         let below = |token: usize| ((1_u128 << in_span(token)) - 1) as u64;

@@ -43,7 +43,7 @@ struct ChartLine<'a> {
 
 /// Draws one panel each for time to first token, inter-token latency and request duration. Loads without
 /// a completed request are left out.
-pub fn write(report: &ServeReport, mut file: File) -> Result<()> {
+pub(super) fn write(report: &ServeReport, mut file: File) -> Result<()> {
     let svg = draw(report).map_err(|error| anyhow!("the chart cannot be drawn: {error}"))?;
     file.write_all(svg.as_bytes()).context("cannot write the chart")
 }

@@ -9,7 +9,7 @@ use crate::http_client::{HttpClient, error_message};
 
 /// The server that is measured.
 #[derive(Clone)]
-pub struct Server {
+pub(super) struct Server {
     pub client: HttpClient,
     pub url: String,
     pub model: String,
@@ -21,7 +21,7 @@ pub struct Server {
 
 /// A completed request; times in seconds since it was sent.
 #[derive(Clone, Debug, PartialEq)]
-pub struct MeasuredRequest {
+pub(super) struct MeasuredRequest {
     pub prompt_tokens: usize,
     /// Prompt tokens found in a prefix cache, if the server reports them.
     pub cached_tokens: usize,
@@ -34,7 +34,7 @@ pub struct MeasuredRequest {
 
 impl Server {
     /// Finds the model's name, unless one is given, and its context length.
-    pub async fn discover(
+    pub(super) async fn discover(
         client: HttpClient,
         url: &str,
         model: Option<String>,
@@ -63,7 +63,7 @@ impl Server {
     /// Requests a greedy answer of `output_tokens` tokens, ignoring EOS. An answer by a schema may be shorter. With
     /// `returns_ids` the answer has token ids. The server then also returns the prompt's ids, before the first token,
     /// which takes a while for a long prompt.
-    pub async fn ask(
+    pub(super) async fn ask(
         &self,
         prompt: &[u32],
         output_tokens: u32,
@@ -161,17 +161,17 @@ impl AnswerStream {
 }
 
 impl MeasuredRequest {
-    pub fn ttft(&self) -> f64 {
+    pub(super) fn ttft(&self) -> f64 {
         self.token_times[0]
     }
 
     /// Returns the mean time per token after the first; 0 for an answer of one token.
-    pub fn tpot(&self) -> f64 {
+    pub(super) fn tpot(&self) -> f64 {
         let (first, last) = (self.token_times[0], self.token_times[self.token_times.len() - 1]);
         (last - first) / (self.token_times.len() - 1).max(1) as f64
     }
 
-    pub fn gaps(&self) -> impl Iterator<Item = f64> + '_ {
+    pub(super) fn gaps(&self) -> impl Iterator<Item = f64> + '_ {
         self.token_times.windows(2).map(|pair| pair[1] - pair[0])
     }
 }

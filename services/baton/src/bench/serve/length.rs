@@ -10,7 +10,7 @@ const TOKENS_MAX: u32 = 1_000_000;
 
 /// Length of a prompt or an answer in tokens.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub enum Length {
+pub(super) enum Length {
     /// Uniform, both ends included.
     Uniform { low: u32, high: u32 },
     /// Normal distribution, at least 1.
@@ -21,7 +21,7 @@ pub enum Length {
 
 impl Length {
     /// Parses `N`, `LOW..HIGH`, `normal:MEAN:DEVIATION` or `lognormal:MEDIAN:SIGMA`.
-    pub fn parse(text: &str) -> Result<Self, String> {
+    pub(super) fn parse(text: &str) -> Result<Self, String> {
         let parts: Vec<&str> = text.split(':').collect();
         match parts[..] {
             ["normal", mean, deviation] => Ok(Self::Normal {
@@ -47,7 +47,7 @@ impl Length {
     }
 
     /// Draws a length from 1 to `longest`.
-    pub fn draw(&self, rng: &mut WorkloadRng, longest: u32) -> u32 {
+    pub(super) fn draw(&self, rng: &mut WorkloadRng, longest: u32) -> u32 {
         let drawn = match *self {
             Self::Uniform { low, high } => return rng.within(low, high).min(longest),
             Self::Normal { mean, deviation } => mean + deviation * rng.normal(),

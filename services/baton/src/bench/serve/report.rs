@@ -13,7 +13,7 @@ use crate::bench::stats::{Percentiles, median};
 
 /// Results of one run of the command.
 #[derive(Serialize)]
-pub struct ServeReport {
+pub(super) struct ServeReport {
     #[serde(flatten)]
     pub server: ServerReport,
     /// The servers of `--compare`.
@@ -28,25 +28,25 @@ pub struct ServeReport {
 
 /// Results of one server.
 #[derive(Serialize)]
-pub struct ServerReport {
+pub(super) struct ServerReport {
     pub url: String,
     pub model: String,
     pub points: Vec<LoadPoint>,
 }
 
 impl ServerReport {
-    pub fn new(server: &Server) -> Self {
+    pub(super) fn new(server: &Server) -> Self {
         Self { url: server.url.clone(), model: server.model.clone(), points: Vec::new() }
     }
 }
 
 impl ServeReport {
-    pub fn servers(&self) -> impl Iterator<Item = &ServerReport> {
+    pub(super) fn servers(&self) -> impl Iterator<Item = &ServerReport> {
         [&self.server].into_iter().chain(&self.compared)
     }
 
     /// Prints each load's medians and tails of all servers, with their ratios to the first server.
-    pub fn print_comparison(&self) {
+    pub(super) fn print_comparison(&self) {
         if self.compared.is_empty() {
             return;
         }
@@ -71,7 +71,7 @@ impl ServeReport {
 
 /// Results at one rate or one concurrency.
 #[derive(Serialize)]
-pub struct LoadPoint {
+pub(super) struct LoadPoint {
     pub load: OfferedLoad,
     pub conversations: usize,
     /// Conversations whose turns all completed.
@@ -100,7 +100,7 @@ pub struct LoadPoint {
 
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
 #[serde(rename_all = "snake_case")]
-pub enum OfferedLoad {
+pub(super) enum OfferedLoad {
     /// Arrivals per second of a Poisson process.
     Rate(f64),
     /// Arrivals of the trace, faster by this factor.
@@ -110,7 +110,7 @@ pub enum OfferedLoad {
 }
 
 impl OfferedLoad {
-    pub fn value(self) -> f64 {
+    pub(super) fn value(self) -> f64 {
         match self {
             Self::Rate(rate) => rate,
             Self::RateScale(scale) => scale,
@@ -118,7 +118,7 @@ impl OfferedLoad {
         }
     }
 
-    pub fn describe(self) -> String {
+    pub(super) fn describe(self) -> String {
         match self {
             Self::Rate(rate) => format!("{rate}/s"),
             Self::RateScale(scale) => format!("the trace {scale} times as fast"),
@@ -168,7 +168,7 @@ impl GoodputLimits {
 }
 
 /// Result of a conversation.
-pub struct ConversationOutcome {
+pub(super) struct ConversationOutcome {
     pub turns: Vec<MeasuredRequest>,
     /// Error of the turn that failed; later turns were not sent.
     pub error: Option<String>,
@@ -176,7 +176,7 @@ pub struct ConversationOutcome {
 }
 
 impl LoadPoint {
-    pub fn of(
+    pub(super) fn of(
         load: OfferedLoad,
         outcomes: &[ConversationOutcome],
         elapsed_s: f64,
@@ -236,7 +236,7 @@ impl LoadPoint {
         [ttft.p50, ttft.p99, tpot.p50, tpot.p99, self.output_token_per_s]
     }
 
-    pub fn print(&self) {
+    pub(super) fn print(&self) {
         println!(
             "\n{}: {} of {} requests completed in {:.2} s: {:.2} requests/s, {:.1} output tok/s, \
              {:.1} tok/s in all, {:.0} % of the prompts cached",

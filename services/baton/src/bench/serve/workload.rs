@@ -17,14 +17,14 @@ const AGENT_TOOL_SECONDS: f64 = 0.5;
 
 /// One user, or one job.
 #[derive(Clone, Debug, PartialEq)]
-pub struct Conversation {
+pub(super) struct Conversation {
     /// Arrival in seconds after the start, in an open loop.
     pub arrives_at: Option<f64>,
     pub turns: Vec<ConversationTurn>,
 }
 
 #[derive(Clone, Debug, PartialEq)]
-pub struct ConversationTurn {
+pub(super) struct ConversationTurn {
     /// Seconds between the previous answer and this turn: the user thinks, or the tool runs.
     pub pause: f64,
     /// Tokens that this turn adds to the prompt.
@@ -34,7 +34,7 @@ pub struct ConversationTurn {
 
 /// Distributions of the conversations.
 #[derive(Clone, Debug)]
-pub struct WorkloadShape {
+pub(super) struct WorkloadShape {
     pub input: Length,
     /// Tokens of the first turn, if they differ from those of later turns.
     pub first_input: Option<Length>,
@@ -51,7 +51,7 @@ pub struct WorkloadShape {
 
 impl WorkloadShape {
     /// Returns the factor that scales a tool-calling job down to the context length.
-    pub fn agent_scale(&self) -> f64 {
+    pub(super) fn agent_scale(&self) -> f64 {
         let outputs: u32 = AGENT_TOOL_OUTPUTS.iter().sum();
         let answers = AGENT_ANSWER * (AGENT_TOOL_OUTPUTS.len() as u32 + 1);
         let longest = self.sequence_tokens_max.map_or(f64::INFINITY, f64::from);
@@ -61,7 +61,12 @@ impl WorkloadShape {
     }
 
     /// Draws `count` conversations. `rate` is the mean of arrivals per second; without it, a closed loop.
-    pub fn draw(&self, rng: &mut WorkloadRng, count: u32, rate: Option<f64>) -> Vec<Conversation> {
+    pub(super) fn draw(
+        &self,
+        rng: &mut WorkloadRng,
+        count: u32,
+        rate: Option<f64>,
+    ) -> Vec<Conversation> {
         let mut arrival = 0.0;
         let mut conversation = |_| {
             let arrives_at = rate.map(|rate| {

@@ -5,7 +5,7 @@ use crate::plan::Slot;
 
 /// Number of tokens on the device after the steps launched so far, if every draft token is accepted.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct TokenCount {
+pub(crate) struct TokenCount {
     most: usize,
     /// Draft tokens of steps in flight, included in `most`. Their acceptance is unknown.
     unknown: usize,
@@ -33,12 +33,12 @@ impl RowTokens for TokenCount {
 
 impl Batch<TokenCount> {
     /// Records that the device samples a token for a row of the current step and appends it to the device's tokens.
-    pub fn will_sample(&mut self, scheduled: &ScheduledRow) {
+    pub(crate) fn will_sample(&mut self, scheduled: &ScheduledRow) {
         self.row_mut(scheduled.slot).tokens.most += 1;
     }
 
     /// Records that the device verifies the draft tokens of a row of the current step.
-    pub fn will_draft(&mut self, scheduled: &ScheduledRow) {
+    pub(crate) fn will_draft(&mut self, scheduled: &ScheduledRow) {
         let row = self.row_mut(scheduled.slot);
         row.tokens.most += scheduled.draft_count;
         row.tokens.unknown += scheduled.draft_count;
@@ -47,7 +47,7 @@ impl Batch<TokenCount> {
 
     /// Records how many draft tokens of a row the device accepted. Does nothing if the sequence
     /// has left its slot.
-    pub fn drafts_accepted(&mut self, scheduled: &ScheduledRow, accepted: usize) {
+    pub(crate) fn drafts_accepted(&mut self, scheduled: &ScheduledRow, accepted: usize) {
         let ScheduledRow { slot, generation, draft_count, is_late, .. } = *scheduled;
         if is_late {
             return;
@@ -61,12 +61,12 @@ impl Batch<TokenCount> {
     }
 
     /// Returns the draft tokens of a row in steps in flight.
-    pub fn unknown(&self, slot: Slot) -> usize {
+    pub(crate) fn unknown(&self, slot: Slot) -> usize {
         self.row(slot).tokens.unknown
     }
 
     /// Returns whether any row has draft tokens in steps in flight.
-    pub fn has_unknown(&self) -> bool {
+    pub(crate) fn has_unknown(&self) -> bool {
         self.rows().any(|(_, row)| row.tokens.unknown > 0)
     }
 }

@@ -27,7 +27,7 @@ use crate::plan::{Dispatch, StepPlan};
 const ROWS_MAX: u32 = 512;
 
 #[derive(Debug)]
-pub struct Graphs {
+pub(super) struct Graphs {
     /// Numbers of rows that decode steps are padded to, ascending, each with its graph if one was captured.
     sizes: Vec<(u32, Option<Graph>)>,
     /// Numbers of rows and tokens per row of steps with draft tokens, ascending, each with its graph if one was
@@ -39,7 +39,7 @@ pub struct Graphs {
 }
 
 /// Model, backend and batch that run the forward passes of a capture.
-pub struct CaptureTarget<'a> {
+pub(super) struct CaptureTarget<'a> {
     pub model: &'a mut Transformer<CudaBackend>,
     pub backend: &'a mut CudaBackend,
     pub batch: &'a mut DeviceBatch,
@@ -85,7 +85,7 @@ impl CaptureTarget<'_> {
 impl Graphs {
     /// Runs a forward pass of every kind, so that no kernel is loaded or selected while serving, and captures
     /// CUDA graphs of decode steps if enabled and supported. Serving overwrites the KV written here.
-    pub fn capture(
+    pub(super) fn capture(
         mut parts: CaptureTarget<'_>,
         limits: &ExecutorLimits,
     ) -> Result<Self, CudaError> {
@@ -127,7 +127,7 @@ impl Graphs {
 
     /// Returns the tokens per row of a step that verifies draft tokens. Returns 0 for a step that has no draft
     /// tokens, has prefill rows, or has too many rows.
-    pub fn verified(&self, plan: &StepPlan) -> u32 {
+    pub(super) fn verified(&self, plan: &StepPlan) -> u32 {
         let wanted = plan.rows.iter().map(|row| row.drafts_max).max().unwrap_or(0);
         if plan.drafts_max == 0 || wanted == 0 || !is_decode(plan) {
             return 0;
@@ -137,7 +137,7 @@ impl Graphs {
 
     /// Returns whether a step without draft tokens replays a graph. A graph reads the lengths of the rows from
     /// the device.
-    pub fn replays(&self, plan: &StepPlan) -> bool {
+    pub(super) fn replays(&self, plan: &StepPlan) -> bool {
         let fits = |(rows, graph): &(u32, Option<Graph>)| {
             *rows >= plan.rows.len() as u32 && graph.is_some()
         };
@@ -145,7 +145,7 @@ impl Graphs {
     }
 
     /// Returns the number of rows that a step is padded to (0: no padding) and how to launch the step.
-    pub fn dispatch(&self, sequences: &[StepRows], verified: u32) -> (u32, Dispatch) {
+    pub(super) fn dispatch(&self, sequences: &[StepRows], verified: u32) -> (u32, Dispatch) {
         if verified > 0 && !sequences.is_empty() {
             let fits = |size: &&((u32, u32), Option<Graph>)| {
                 size.0.1 == verified && size.0.0 >= sequences.len() as u32
@@ -169,7 +169,7 @@ impl Graphs {
     }
 
     /// Returns the graph to replay a step with.
-    pub fn of(&mut self, dispatch: Dispatch, verified: u32) -> Option<&mut Graph> {
+    pub(super) fn of(&mut self, dispatch: Dispatch, verified: u32) -> Option<&mut Graph> {
         let Dispatch::Graph { rows } = dispatch else { return None };
         if verified > 0 {
             let size = (rows, verified);

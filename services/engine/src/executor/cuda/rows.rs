@@ -21,7 +21,7 @@ const LOGPROBS_MAX: u32 = 32;
 
 /// A plan translated for the device.
 #[derive(Debug, Default)]
-pub struct DeviceStep {
+pub(super) struct DeviceStep {
     /// The plan's rows, in its order.
     pub scheduled: Vec<ScheduledRow>,
     /// Rows that take part in the forward pass.
@@ -39,21 +39,25 @@ pub struct DeviceStep {
 }
 
 /// Index of a constrained sample, and its token bitmask if it was supplied in time.
-pub type SampleMask = (u32, Option<Arc<TokenMask>>);
+pub(super) type SampleMask = (u32, Option<Arc<TokenMask>>);
 
 #[derive(Debug)]
-pub struct DeviceRows {
+pub(super) struct DeviceRows {
     batch: Batch<TokenCount>,
 }
 
 impl DeviceRows {
-    pub fn new(limits: ExecutorLimits) -> Self {
+    pub(super) fn new(limits: ExecutorLimits) -> Self {
         Self { batch: Batch::new(limits) }
     }
 
     /// Applies the diff and advances the rows of the step. With `verified` above 0, the device computes this
     /// many tokens of every row: its last token, draft tokens and padding. After an error the rows are unusable.
-    pub fn apply(&mut self, plan: &StepPlan, verified: u32) -> Result<DeviceStep, ExecutorError> {
+    pub(super) fn apply(
+        &mut self,
+        plan: &StepPlan,
+        verified: u32,
+    ) -> Result<DeviceStep, ExecutorError> {
         let scheduled = self.batch.apply(plan, refusal, |_, _| Vec::new())?;
         let mut step = DeviceStep { scheduled, ..DeviceStep::default() };
         for (planned, row) in plan.rows.iter().zip(&mut step.scheduled) {
@@ -104,17 +108,20 @@ impl DeviceRows {
     }
 
     /// Applies the number of accepted draft tokens of a row.
-    pub fn collect(&mut self, scheduled: &ScheduledRow, result: &RowResult) {
+    pub(super) fn collect(&mut self, scheduled: &ScheduledRow, result: &RowResult) {
         self.batch.drafts_accepted(scheduled, result.tokens.len().saturating_sub(1));
     }
 
     /// Returns whether the lengths of rows depend on draft tokens of steps in flight.
-    pub fn has_unknown(&self) -> bool {
+    pub(super) fn has_unknown(&self) -> bool {
         self.batch.has_unknown()
     }
 
     /// Returns the block accesses of the rows of the step applied last.
-    pub fn blocks<'a>(&'a self, step: &'a DeviceStep) -> impl Iterator<Item = RowBlocks<'a>> {
+    pub(super) fn blocks<'a>(
+        &'a self,
+        step: &'a DeviceStep,
+    ) -> impl Iterator<Item = RowBlocks<'a>> {
         step.sequences.iter().zip(&step.positions_min).map(|(sequence, position_min)| {
             let row = self.batch.row(Slot(sequence.slot));
             let (start, count) = (sequence.position as usize, sequence.rows as usize);
@@ -129,7 +136,7 @@ impl DeviceRows {
 
     /// Supplies the token bitmasks of the step applied last, which has `row_samples` samples for each row that
     /// samples. Returns the bitmask of each constrained sample with the index of the sample.
-    pub fn supply(
+    pub(super) fn supply(
         &mut self,
         scheduled: &mut [ScheduledRow],
         masks: Vec<RowMask>,
@@ -148,7 +155,7 @@ impl DeviceRows {
     }
 
     /// Returns the result of a row without its tokens.
-    pub fn unsampled(&self, scheduled: &ScheduledRow) -> RowResult {
+    pub(super) fn unsampled(&self, scheduled: &ScheduledRow) -> RowResult {
         self.batch.unsampled(scheduled)
     }
 

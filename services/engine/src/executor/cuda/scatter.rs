@@ -62,7 +62,7 @@ struct Vector {
 impl Scatter {
     /// Checks the tensors of a trainer and assigns their destinations. `place` returns the offset of the next bytes of
     /// packed weights.
-    pub fn new<E: From<DeclaredError>>(
+    pub(super) fn new<E: From<DeclaredError>>(
         config: &ModelConfig,
         shard: Shard,
         dtype: Dtype,
@@ -100,22 +100,22 @@ impl Scatter {
     }
 
     /// Returns the bytes of vectors that go to the host.
-    pub fn host_bytes(&self) -> usize {
+    pub(super) fn host_bytes(&self) -> usize {
         self.host_bytes
     }
 
-    pub fn digest_count(&self) -> usize {
+    pub(super) fn digest_count(&self) -> usize {
         self.digest_count
     }
 
     /// Returns the bytes that are copied out of all chunks.
-    pub fn bytes(&self) -> u64 {
+    pub(super) fn bytes(&self) -> u64 {
         let parts = self.tensors.iter().filter_map(|tensor| tensor.destination.as_ref());
         parts.map(|part| part.runs().bytes() as u64).sum()
     }
 
     /// Returns the copies of the pieces of a chunk, and the parts that are then complete.
-    pub fn work(&self, pieces: &[TensorPiece]) -> ChunkWork {
+    pub(super) fn work(&self, pieces: &[TensorPiece]) -> ChunkWork {
         let mut work = ChunkWork::default();
         for piece in pieces {
             let tensor = &self.tensors[piece.tensor];
@@ -136,7 +136,7 @@ impl Scatter {
     /// Checks that all elements are finite, calls `upload` with each packed vector and its offset, and returns the
     /// digest of every tensor or of this rank's part of it. The digests of the parts add up to the digest of the
     /// tensor.
-    pub fn finish<E: From<DeclaredError>>(
+    pub(super) fn finish<E: From<DeclaredError>>(
         &self,
         copied: &CopiedWeights,
         mut upload: impl FnMut(&[f32], usize) -> Result<(), E>,

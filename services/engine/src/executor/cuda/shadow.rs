@@ -32,7 +32,7 @@ pub(super) struct CudaShadow {
 
 impl CudaShadow {
     /// Allocates memory for a second copy of the weights of `backend`.
-    pub fn new(
+    pub(super) fn new(
         config: &ModelConfig,
         backend: &CudaBackend,
         chunks: (usize, usize),
@@ -41,7 +41,7 @@ impl CudaShadow {
     }
 
     /// Lets updates overwrite the weights of `backend`.
-    pub fn in_place(
+    pub(super) fn in_place(
         config: &ModelConfig,
         backend: &CudaBackend,
         chunks: (usize, usize),
@@ -56,7 +56,7 @@ impl CudaShadow {
 
     /// Enqueues a copy of the prepared weights over the weights in use, unless they are in place already. Does nothing
     /// and returns false without prepared weights.
-    pub fn commit(&self, backend: &CudaBackend) -> Result<bool, CudaError> {
+    pub(super) fn commit(&self, backend: &CudaBackend) -> Result<bool, CudaError> {
         let is_prepared = self.is_prepared.swap(false, Ordering::AcqRel);
         if is_prepared && !self.is_in_place {
             backend.replace_weights(&self.packer)?;

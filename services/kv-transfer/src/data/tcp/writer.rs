@@ -29,7 +29,7 @@ const SLICE_BYTES: usize = 16 << 10;
 
 /// Writes frames until the outbox is closed, the group of connections has ended, or `is_lost` says that this connection
 /// has. `number` is that of the connection in its group.
-pub fn write_frames(
+pub(super) fn write_frames(
     outgoing: &Outgoing<'_>,
     number: usize,
     is_lost: &AtomicBool,

@@ -16,7 +16,7 @@ pub(crate) enum TrainerAddress {
 
 impl TrainerAddress {
     /// Parses `host:port/token`.
-    pub fn nccl(text: &str) -> Option<Self> {
+    pub(crate) fn nccl(text: &str) -> Option<Self> {
         let (host, token) = weight_transfer::trainer_address(text)?;
         Some(Self::Nccl { host: host.to_owned(), token: token.to_owned() })
     }

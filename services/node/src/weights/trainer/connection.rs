@@ -65,7 +65,7 @@ impl TrainerStream {
     }
 
     /// Returns whether the peer has neither closed the connection nor sent anything.
-    pub fn is_idle(&self) -> bool {
+    pub(super) fn is_idle(&self) -> bool {
         self.peek().is_err_and(|error| error.kind() == io::ErrorKind::WouldBlock)
     }
 
@@ -95,7 +95,7 @@ pub(super) struct TrainerConnection<'a> {
 }
 
 impl<'a> TrainerConnection<'a> {
-    pub fn open(
+    pub(super) fn open(
         address: &TrainerAddress,
         cancelled: &'a CancellationToken,
     ) -> Result<Self, ReceiveError> {
@@ -116,16 +116,19 @@ impl<'a> TrainerConnection<'a> {
     }
 
     /// Uses the stream of an earlier connection.
-    pub fn new(stream: TrainerStream, cancelled: &'a CancellationToken) -> Self {
+    pub(super) fn new(stream: TrainerStream, cancelled: &'a CancellationToken) -> Self {
         Self { stream, cancelled }
     }
 
-    pub fn into_stream(self) -> TrainerStream {
+    pub(super) fn into_stream(self) -> TrainerStream {
         self.stream
     }
 
     /// Reads a line of JSON.
-    pub fn line<T: DeserializeOwned>(&mut self, at_most: Duration) -> Result<T, ReceiveError> {
+    pub(super) fn line<T: DeserializeOwned>(
+        &mut self,
+        at_most: Duration,
+    ) -> Result<T, ReceiveError> {
         let until = Instant::now() + at_most;
         let invalid = |reason: String| TrainerError::Declaration { reason };
         let (mut line, mut part) = (Vec::new(), vec![0; 64 << 10]);
@@ -140,7 +143,7 @@ impl<'a> TrainerConnection<'a> {
         Ok(line.map_err(|error| invalid(error.to_string()))?)
     }
 
-    pub fn send(&mut self, bytes: &[u8]) -> Result<(), ReceiveError> {
+    pub(super) fn send(&mut self, bytes: &[u8]) -> Result<(), ReceiveError> {
         self.stream.write_all(bytes).map_err(|error| match error.kind() {
             io::ErrorKind::BrokenPipe | io::ErrorKind::ConnectionReset => {
                 TrainerError::Closed.into()
@@ -153,7 +156,11 @@ impl<'a> TrainerConnection<'a> {
     }
 
     /// Fills `out`.
-    pub fn receive(&mut self, out: &mut [u8], at_most: Duration) -> Result<(), ReceiveError> {
+    pub(super) fn receive(
+        &mut self,
+        out: &mut [u8],
+        at_most: Duration,
+    ) -> Result<(), ReceiveError> {
         let until = Instant::now() + at_most;
         let spin_until = Instant::now() + SPIN;
         while self.stream.peek().is_err() && Instant::now() < spin_until {
@@ -196,7 +203,7 @@ impl<'a> TrainerConnection<'a> {
     }
 
     /// Sleeps for `duration`. Fails early if the update is cancelled or the trainer closes the connection.
-    pub fn pause(&self, duration: Duration) -> Result<(), ReceiveError> {
+    pub(super) fn pause(&self, duration: Duration) -> Result<(), ReceiveError> {
         let until = Instant::now() + duration;
         loop {
             self.check()?;
@@ -209,13 +216,13 @@ impl<'a> TrainerConnection<'a> {
     }
 
     /// Returns whether the update is cancelled or the trainer has closed the connection.
-    pub fn is_over(&self) -> bool {
+    pub(super) fn is_over(&self) -> bool {
         self.check().is_err()
     }
 
     /// Fails if the update is cancelled, or if the trainer has closed the connection: it may have ended and freed its
     /// memory before the copies.
-    pub fn check(&self) -> Result<(), ReceiveError> {
+    pub(super) fn check(&self) -> Result<(), ReceiveError> {
         if self.cancelled.is_cancelled() {
             return Err(ReceiveError::Cancelled);
         }

@@ -67,7 +67,7 @@ pub(super) enum TrainerBuffers {
 }
 
 impl TrainerBuffers {
-    pub fn chunk_source<'a>(&'a self, limit: WaitLimit<'a>) -> ChunkSource<'a> {
+    pub(super) fn chunk_source<'a>(&'a self, limit: WaitLimit<'a>) -> ChunkSource<'a> {
         match self {
             Self::Mapped(buffers) => ChunkSource::Mapped(buffers),
             Self::Broadcast { group, gpu, buffers, chunk_bytes } => ChunkSource::Broadcast {
@@ -83,7 +83,7 @@ impl TrainerBuffers {
 
 impl Declaration {
     /// Checks the buffers or the communicator.
-    pub fn source(&self, address: &TrainerAddress) -> Result<TrainerBuffers, TrainerError> {
+    pub(super) fn source(&self, address: &TrainerAddress) -> Result<TrainerBuffers, TrainerError> {
         let bytes = self.chunk_bytes;
         if !(1..=CHUNK_BYTES_MAX).contains(&bytes) {
             return Err(invalid(format!(
@@ -125,14 +125,14 @@ impl Declaration {
         Ok(TrainerBuffers::Broadcast { group, gpu, buffers: *buffers, chunk_bytes })
     }
 
-    pub fn tensors(&self) -> Vec<DeclaredTensor> {
+    pub(super) fn tensors(&self) -> Vec<DeclaredTensor> {
         let tensor =
             |TensorDeclaration { name, dtype, shape }| DeclaredTensor { name, dtype, shape };
         self.tensors.iter().cloned().map(tensor).collect()
     }
 
     /// Cuts the tensors into chunks. Fails if the trainer has cut them in another way.
-    pub fn plan(&self, tensors: &[DeclaredTensor]) -> Result<Plan, ReceiveError> {
+    pub(super) fn plan(&self, tensors: &[DeclaredTensor]) -> Result<Plan, ReceiveError> {
         let tensors = tensors.iter().map(tensor_of).collect::<Result<_, _>>()?;
         let plan = Plan::new(tensors, self.chunk_bytes)?;
         let found = u128::from_be_bytes(bytes_of("plan", &self.plan)?);

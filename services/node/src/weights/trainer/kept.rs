@@ -20,12 +20,12 @@ impl KeptTrainer {
         *self.lock() = Some((address.clone(), stream));
     }
 
-    pub fn is_empty(&self) -> bool {
+    pub(crate) fn is_empty(&self) -> bool {
         self.lock().is_none()
     }
 
     /// Closes the connection if the trainer has closed it. Returns whether the connection was closed.
-    pub fn close_if_left(&self) -> bool {
+    pub(crate) fn close_if_left(&self) -> bool {
         self.lock().take_if(|(_, stream)| !stream.is_idle()).is_some()
     }
 

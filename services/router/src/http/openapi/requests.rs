@@ -15,7 +15,7 @@ use crate::{
     },
 };
 
-pub fn schemas() -> Map<String, Value> {
+pub(super) fn schemas() -> Map<String, Value> {
     let settings = SchemaSettings::draft2020_12().for_deserialize().with(|settings| {
         settings.definitions_path = "/components/schemas".into();
         settings.meta_schema = None;
@@ -47,7 +47,7 @@ pub fn schemas() -> Map<String, Value> {
 }
 
 /// Returns an example of a valid request.
-pub fn example(request: &str) -> Value {
+pub(super) fn example(request: &str) -> Value {
     let messages = json!([{"role": "user", "content": "What is the capital of France?"}]);
     match request {
         "ChatCompletionRequest" => {

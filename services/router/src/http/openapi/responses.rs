@@ -12,7 +12,7 @@ use crate::http::{
 };
 
 /// Returns the schemas of all response bodies by their name in the OpenAPI document.
-pub fn schemas() -> Map<String, Value> {
+pub(super) fn schemas() -> Map<String, Value> {
     let settings = SchemaSettings::draft2020_12().for_serialize().with(|settings| {
         settings.definitions_path = "/components/schemas".into();
         settings.meta_schema = None;

@@ -10,7 +10,7 @@ use crate::sampling_defaults::{SamplingDefaults, UncheckedDefaults};
 
 /// `tokenizer_config.json`.
 #[derive(Default, Deserialize)]
-pub struct TokenizerConfig {
+pub(super) struct TokenizerConfig {
     #[serde(flatten)]
     pub named: NamedTokens,
     /// Jinja source of the chat template, or several named ones.
@@ -23,7 +23,7 @@ pub struct TokenizerConfig {
 
 /// Names of special tokens, in `tokenizer_config.json` or `special_tokens_map.json`.
 #[derive(Default, Deserialize)]
-pub struct NamedTokens {
+pub(super) struct NamedTokens {
     bos_token: Option<NamedToken>,
     eos_token: Option<NamedToken>,
     unk_token: Option<NamedToken>,
@@ -36,7 +36,7 @@ pub struct NamedTokens {
 
 impl NamedTokens {
     /// Returns the tokens of which there is one each, with their keys.
-    pub fn single(&self) -> impl Iterator<Item = (&'static str, &str)> {
+    pub(super) fn single(&self) -> impl Iterator<Item = (&'static str, &str)> {
         let tokens = [
             ("bos_token", &self.bos_token),
             ("eos_token", &self.eos_token),
@@ -50,7 +50,7 @@ impl NamedTokens {
     }
 
     /// Returns all tokens, the additional special tokens included.
-    pub fn all(&self) -> impl Iterator<Item = &str> {
+    pub(super) fn all(&self) -> impl Iterator<Item = &str> {
         let additional = self.additional_special_tokens.iter().flatten().map(NamedToken::content);
         self.single().map(|(_, token)| token).chain(additional)
     }
@@ -59,7 +59,7 @@ impl NamedTokens {
 /// A named token: its text, or an object with the text as `content` and flags that this crate does not need.
 #[derive(Deserialize)]
 #[serde(untagged)]
-pub enum NamedToken {
+pub(super) enum NamedToken {
     Text(String),
     Object { content: String },
 }
@@ -74,20 +74,20 @@ impl NamedToken {
 
 #[derive(Deserialize)]
 #[serde(untagged)]
-pub enum ChatTemplates {
+pub(super) enum ChatTemplates {
     One(String),
     Named(Vec<NamedTemplate>),
 }
 
 #[derive(Deserialize)]
-pub struct NamedTemplate {
+pub(super) struct NamedTemplate {
     pub name: String,
     pub template: String,
 }
 
 /// Entry of `added_tokens_decoder`. Absent flags have the defaults of Hugging Face's tokenizers.
 #[derive(Deserialize)]
-pub struct AddedTokenConfig {
+pub(super) struct AddedTokenConfig {
     pub content: String,
     #[serde(default)]
     pub single_word: bool,
@@ -102,7 +102,7 @@ pub struct AddedTokenConfig {
 }
 
 impl AddedTokenConfig {
-    pub fn token(&self) -> AddedToken {
+    pub(super) fn token(&self) -> AddedToken {
         let Self { content, single_word, lstrip, rstrip, normalized, special } = self;
         AddedToken::from(content.as_str(), *special)
             .single_word(*single_word)
@@ -114,7 +114,7 @@ impl AddedTokenConfig {
 
 /// `config.json`.
 #[derive(Deserialize)]
-pub struct ModelConfigFile {
+pub(super) struct ModelConfigFile {
     /// Number of rows of the embedding. A float, because some exports write `32000.0`.
     pub vocab_size: Option<f64>,
     pub eos_token_id: Option<OneOrMany>,
@@ -123,7 +123,7 @@ pub struct ModelConfigFile {
 /// `generation_config.json`. Like vLLM, the loader uses the sampling parameters and ignores `do_sample`: a request
 /// chooses greedy sampling with temperature 0.
 #[derive(Default, Deserialize)]
-pub struct GenerationConfig {
+pub(super) struct GenerationConfig {
     pub eos_token_id: Option<OneOrMany>,
     temperature: Option<f64>,
     top_k: Option<f64>,
@@ -134,7 +134,7 @@ pub struct GenerationConfig {
 
 impl GenerationConfig {
     /// Returns the valid sampling defaults. `file` is the path of this configuration, for warnings.
-    pub fn sampling_defaults(&self, file: &Path) -> SamplingDefaults {
+    pub(super) fn sampling_defaults(&self, file: &Path) -> SamplingDefaults {
         UncheckedDefaults {
             temperature: ("temperature", self.temperature),
             top_k: ("top_k", self.top_k),
@@ -149,7 +149,7 @@ impl GenerationConfig {
 /// Token ids of a key that has one id or a list.
 #[derive(Deserialize)]
 #[serde(untagged)]
-pub enum OneOrMany {
+pub(super) enum OneOrMany {
     One(Number),
     Many(Vec<Option<Number>>),
 }
@@ -157,7 +157,7 @@ pub enum OneOrMany {
 impl OneOrMany {
     /// Returns the ids. Ignores null and negative whole numbers, which exports write for "no such token". The error
     /// names an id that is fractional or too large.
-    pub fn ids(self) -> Result<Vec<u32>, String> {
+    pub(super) fn ids(self) -> Result<Vec<u32>, String> {
         let ids = match self {
             OneOrMany::One(id) => vec![Some(id)],
             OneOrMany::Many(ids) => ids,

@@ -18,7 +18,7 @@ use crate::{
 };
 
 #[derive(Deserialize)]
-pub struct TokenizerFile {
+pub(super) struct TokenizerFile {
     #[serde(default)]
     added_tokens: Vec<AddedTokenEntry>,
     #[serde(default)]
@@ -60,7 +60,7 @@ struct ModelEntry {
     end_of_word_suffix: Option<String>,
 }
 
-pub fn parts_of(file: TokenizerFile, path: &Path) -> Result<TokenizerParts, LoadError> {
+pub(super) fn parts_of(file: TokenizerFile, path: &Path) -> Result<TokenizerParts, LoadError> {
     let unsupported = |key, found, supported| LoadError::unsupported(path, key, found, supported);
     let invalid = |key, problem| LoadError::invalid(path, key, problem);
     let model = file.model;
