@@ -1,5 +1,6 @@
 //! The OpenAI HTTP API, health and metrics: routes, and the code that all endpoints share (request id, label, body).
 
+mod completion;
 mod error;
 mod fields;
 mod generate;
@@ -42,8 +43,8 @@ use crate::{
         options::{KEEP_HEADER, SESSION_HEADER, TENANT_HEADER, session_of_headers},
     },
 };
+use completion::{chat_completions, completions};
 pub(crate) use error::ApiError;
-use generate::{chat_completions, completions};
 use tokenize::{detokenize, tokenize};
 
 pub(crate) const X_REQUEST_ID: HeaderName = HeaderName::from_static("x-request-id");

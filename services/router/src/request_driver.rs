@@ -106,6 +106,8 @@ impl RequestDeadline {
 pub(crate) struct RunningRequest {
     /// The tokenized prompts. The prompt of choice `i` is prompt `i / choices`.
     pub prompts: Vec<Arc<[u32]>>,
+    /// Number of answers to all prompts.
+    pub answers: u32,
     /// Settings for parsing tool calls; `None` without tools.
     calls: Option<CallReading>,
     events: EventReceiver,
@@ -130,9 +132,11 @@ pub(crate) async fn start(
             let events_max = settings.slow_client_events as usize;
             let (sender, events) = event_queue(events_max, settings.slow_client_timeout);
             let calls = request.calls.clone();
+            let answer_count = answers.len() as u32;
             // Entering the span at each token would cost more than the token's text.
             let run = run(front.clone(), request, answers, sender, record);
-            Ok(RunningRequest { prompts, calls, events, task: Some(tokio::spawn(run)) })
+            let task = Some(tokio::spawn(run));
+            Ok(RunningRequest { prompts, answers: answer_count, calls, events, task })
         }
         Err(error) => {
             record.failed(&error);
@@ -382,6 +386,7 @@ mod tests {
         let (sender, events) = event_queue(1, WAIT_MAX);
         RunningRequest {
             prompts: vec![],
+            answers: 0,
             calls: None,
             events,
             task: Some(tokio::spawn(work(sender))),
