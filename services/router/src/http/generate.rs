@@ -96,7 +96,7 @@ pub(super) trait WholeWriter: Send {
     fn into_response(self) -> Response;
 }
 
-/// What writers know of a started request.
+/// Facts of a started request, for its writers.
 pub(super) struct StartedReply {
     pub request_id: RequestId,
     /// Creation time in seconds since 1970.
