@@ -219,7 +219,7 @@ impl<E: Executor> NodeCore<E> {
     /// Launches a step with KV that has arrived, if the device is idle. Without this call the node would first carry
     /// out the outputs of the arrival, which would delay the first token after a hand-over.
     fn launch_arrived_kv(&mut self) -> Result<(), ExecutorError> {
-        if self.steps.steps_in_flight() > 0 || self.has_actions() || self.weight_change.is_some() {
+        if self.steps.steps_in_flight() > 0 || self.has_actions() {
             return Ok(());
         }
         let mut has_arrived = false;

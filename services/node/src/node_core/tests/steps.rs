@@ -257,6 +257,19 @@ fn kv_that_arrives_at_an_idle_node_is_launched_before_its_events_leave() {
 }
 
 #[test]
+fn kv_that_arrives_during_a_change_of_the_weights_starts_no_step() {
+    let mut node = Node::new();
+    node.call(1, SequenceKind::Receive);
+    node.outputs();
+    node.core.handle_change_weights(7, String::new(), InFlight::KeepKv, false, node.now).unwrap();
+    let (transfer, first_index, stats) = (TransferId(1), 0, TransferStats::default());
+    let arrived = transfer::Event::Arrived { transfer, first_index, token: token(3), stats };
+    node.core.handle_transfer_event(arrived, node.now);
+    node.core.launch_arrived_kv().unwrap();
+    assert_eq!(node.core.step_age(), None, "a step would delay the change");
+}
+
+#[test]
 fn kv_and_first_token_are_sent_before_the_caller_gets_the_token() {
     let mut node = Node::new();
     node.call(1, SequenceKind::Send);
