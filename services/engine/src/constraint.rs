@@ -220,9 +220,6 @@ pub(crate) struct Drafting {
     pub rules: Speculation,
 }
 
-/// A job stops looking for draft tokens after this time, so that the bitmask of the next token is not late.
-const DRAFTING_MAX: Duration = Duration::from_micros(500);
-
 /// Computation of the next bitmask, and of draft tokens. Owns the matcher and the history until the bitmask is computed.
 #[derive(Debug)]
 pub struct MaskJob {
@@ -251,10 +248,11 @@ impl MaskJob {
         self.expected_time
     }
 
-    /// Computes the bitmask. A panic of the matcher fails this sequence only.
-    pub fn run(mut self) -> ComputedMask {
+    /// Computes the bitmask, and looks for draft tokens for at most `drafting_max` from its start. A panic of the
+    /// matcher fails this sequence only.
+    pub fn run(mut self, drafting_max: Duration) -> ComputedMask {
         let (started, id, job) = (Instant::now(), self.id, self.job);
-        let outcome = catch_unwind(AssertUnwindSafe(|| self.compute(started)));
+        let outcome = catch_unwind(AssertUnwindSafe(|| self.compute(started, drafting_max)));
         let outcome = outcome.unwrap_or_else(|panic| {
             Err(ConstraintFailure::Broken { reason: panic_message(panic.as_ref()) })
         });
@@ -265,7 +263,11 @@ impl MaskJob {
         ComputedMask { id, job, outcome, time: started.elapsed() }
     }
 
-    fn compute(&mut self, started: Instant) -> Result<MasksAhead, ConstraintFailure> {
+    fn compute(
+        &mut self,
+        started: Instant,
+        drafting_max: Duration,
+    ) -> Result<MasksAhead, ConstraintFailure> {
         let mut allowed = Arc::new(self.matcher.allowed()?);
         let mut ahead =
             MasksAhead { masks: [Arc::clone(&allowed)].into(), drafts: VecDeque::new() };
@@ -277,7 +279,7 @@ impl MaskJob {
         let mut matcher = self.matcher.boxed_clone();
         let mut proposed = VecDeque::from(matcher.forced());
         let mut proposes_ngrams = true;
-        while ahead.drafts.len() < drafts_max && started.elapsed() < DRAFTING_MAX {
+        while ahead.drafts.len() < drafts_max && started.elapsed() < drafting_max {
             let Some(token) = proposed.pop_front() else {
                 if !std::mem::take(&mut proposes_ngrams) {
                     break;
@@ -358,7 +360,7 @@ mod tests {
             constraint.accept(token).unwrap();
             let job = constraint.mask_job(SequenceId(1), job, tokens, drafting).unwrap();
             let history = job.history.clone();
-            constraint.take_mask(job.run()).unwrap();
+            constraint.take_mask(job.run(Duration::MAX)).unwrap();
             assert_eq!(constraint.history, history, "draft tokens are not kept");
             history
         };

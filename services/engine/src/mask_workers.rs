@@ -25,7 +25,11 @@ const WAITING_MAX: usize = 4096;
 /// Expected time from which a job is slow: a bitmask of this time is late in most decode steps.
 const SLOW: Duration = Duration::from_millis(1);
 
-/// Worker threads that run [`MaskJob`]s. Without threads, [`submit`](Self::submit) runs them. Dropping this value
+/// A thread stops looking for draft tokens after this time, so that the bitmask of the next token is not late.
+const DRAFTING_MAX: Duration = Duration::from_micros(500);
+
+/// Worker threads that run [`MaskJob`]s. Without threads, [`submit`](Self::submit) runs them without a limit of
+/// time: the draft tokens of a simulated node do not depend on the load of the machine. Dropping this value
 /// discards the queued jobs and joins the threads.
 #[derive(Debug, Default)]
 pub(crate) struct MaskWorkers {
@@ -144,7 +148,7 @@ impl SharedMaskQueue {
             };
             drop(queue);
             let is_slow = is_slow(&job);
-            if done.send(job.run()).is_err() {
+            if done.send(job.run(DRAFTING_MAX)).is_err() {
                 return;
             }
             has_results = true;
@@ -180,11 +184,11 @@ impl MaskWorkers {
 
     pub(crate) fn submit(&mut self, job: MaskJob) {
         self.pending += 1;
-        let rejected = match &self.pool {
-            Some(pool) => pool.shared.submit(job),
-            None => Some(job),
+        let computed = match &self.pool {
+            Some(pool) => pool.shared.submit(job).map(|rejected| rejected.run(DRAFTING_MAX)),
+            None => Some(job.run(Duration::MAX)),
         };
-        self.computed.extend(rejected.map(MaskJob::run));
+        self.computed.extend(computed);
     }
 
     /// Returns the next result, if there is one.
