@@ -1,10 +1,10 @@
 //! Checkpoints: weights on disk in any format.
 
 pub(crate) mod dummy;
-mod file;
+pub(crate) mod file;
 mod folder;
 mod gguf_file;
-mod stored;
+pub(crate) mod stored;
 
 use std::{
     collections::HashMap,
@@ -15,16 +15,19 @@ use std::{
 
 use serde::{Deserialize, Serialize};
 
-#[cfg(test)]
-pub(crate) use self::file::CheckpointFile;
 pub use self::file::FileIdentity;
 use self::{
     dummy::DummyWeights,
-    stored::{Format, StoredWeights},
+    file::{TensorBytes, io_error},
+    stored::{Format, StoredTensor, StoredWeights},
 };
-pub(crate) use self::{file::TensorBytes, stored::StoredTensor};
 use crate::{
-    config::{JsonFile, ModelConfig, ScaleStrategy, from_hugging_face, scale_strategy},
+    config::{
+        ModelConfig,
+        fields::JsonFile,
+        hugging_face::from_hugging_face,
+        quantization::{ScaleStrategy, scale_strategy},
+    },
     error::ModelError,
     fingerprint,
     matrix::{MatrixData, MatrixSource},
@@ -391,8 +394,4 @@ fn read_json(path: &Path) -> Result<JsonFile, ModelError> {
     let value = serde_json::from_slice(&text)
         .map_err(|cause| ModelError::Json { path: path.into(), cause })?;
     Ok(JsonFile { path: path.into(), value })
-}
-
-fn io_error(path: &Path, action: &'static str) -> impl FnOnce(std::io::Error) -> ModelError {
-    move |cause| ModelError::Io { path: path.into(), action, cause }
 }

@@ -1,23 +1,19 @@
 //! Model configuration, independent of the checkpoint format.
 
-mod gguf_metadata;
-mod hugging_face;
-mod quantization;
+pub(crate) mod fields;
+pub(crate) mod gguf_metadata;
+pub(crate) mod hugging_face;
+pub(crate) mod quantization;
 
 use std::{num::NonZeroUsize, ops::RangeInclusive, path::Path};
 
 use kernels::{Dtype, KvLayout, Shard, backend::HeadShape, shard::RANKS_MAX};
 
-pub(crate) use self::{
-    gguf_metadata::from_gguf,
-    hugging_face::{Fields, JsonFile, from_hugging_face},
-    quantization::{ScaleStrategy, scale_strategy},
-};
 use crate::{
     error::ModelError,
     families::Family,
     layer::{ExpertSpec, FeedForward, LayerSpec},
-    rope,
+    rope::{self, RopeScaling},
     weight::{LayerWeight, Weight},
 };
 
@@ -49,26 +45,6 @@ pub struct ModelConfig {
     pub bos_token_id: Option<u32>,
     /// End-of-sequence tokens.
     pub eos_token_ids: Vec<u32>,
-}
-
-/// RoPE scaling for contexts longer than the original training context.
-#[derive(Clone, Debug, PartialEq)]
-pub enum RopeScaling {
-    None,
-    /// All frequencies are divided by `factor`.
-    Linear {
-        factor: f32,
-    },
-    /// Frequencies of long wavelengths are divided by `factor`, those of short ones are kept, and those
-    /// between are interpolated.
-    Llama3 {
-        factor: f32,
-        low_frequency_factor: f32,
-        high_frequency_factor: f32,
-        original_context_tokens: f32,
-    },
-    /// Each frequency is divided by its own divisor (`head_dim / 2` of them): GGUF's `rope_freqs`.
-    Divisors(Vec<f32>),
 }
 
 impl ModelConfig {

@@ -10,7 +10,7 @@ mod qwen3_moe;
 
 use std::fmt;
 
-use crate::{config::Fields, error::ModelError, layer::LayerSpec, weight::LayerWeight};
+use crate::{config::fields::Fields, error::ModelError, layer::LayerSpec, weight::LayerWeight};
 
 /// Every family.
 const FAMILIES: [&Family; 6] = [

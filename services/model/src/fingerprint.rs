@@ -8,9 +8,10 @@ use std::{
 use xxhash_rust::xxh3::{Xxh3, xxh3_128};
 
 use crate::{
-    checkpoint::{StoredTensor, TensorBytes},
-    config::{ModelConfig, RopeScaling},
+    checkpoint::{file::TensorBytes, stored::StoredTensor},
+    config::ModelConfig,
     layer::{ExpertSpec, FeedForward, LayerSpec},
+    rope::RopeScaling,
 };
 
 /// Bytes that a thread reads and hashes at a time: small enough for the CPU's cache, and against a large tensor, so that
@@ -264,7 +265,7 @@ impl Hash {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::checkpoint::CheckpointFile;
+    use crate::checkpoint::file::CheckpointFile;
 
     #[test]
     fn hash_of_rows_does_not_depend_on_threads_or_on_the_order_of_reading() {

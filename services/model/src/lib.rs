@@ -27,11 +27,12 @@ pub mod transformer;
 mod weight;
 
 pub use checkpoint::{Checkpoint, FileIdentity, LoadFormat, StoredWeight};
-pub use config::{ModelConfig, RopeScaling};
+pub use config::ModelConfig;
 pub use error::ModelError;
 pub use families::Family;
 pub use layer::{AttentionSpec, ExpertSpec, FeedForward, LayerSpec, Mixer};
 pub use matrix::MatrixSource;
 pub use packing::{PackedPart, PackedWeight, packing_order};
+pub use rope::RopeScaling;
 pub use transformer::{Limits, LoadProgress, Transformer, TransformerWeights};
 pub use weight::{ExpertWeight, LayerWeight, Weight, WeightPart, WeightShape};

@@ -13,7 +13,7 @@ use kernels::{
 };
 
 use crate::{
-    checkpoint::{TensorBytes, dummy::RandomRows},
+    checkpoint::{dummy::RandomRows, file::TensorBytes},
     encoding::Encoding,
     fingerprint::RowHashes,
 };
@@ -393,7 +393,7 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
-    use crate::checkpoint::CheckpointFile;
+    use crate::checkpoint::file::CheckpointFile;
 
     /// Returns a file with these bytes. The file has no name any more.
     fn file_of(bytes: &[u8]) -> CheckpointFile {

@@ -2,7 +2,25 @@
 
 use std::f32::consts::PI;
 
-use crate::config::RopeScaling;
+/// RoPE scaling for contexts longer than the original training context.
+#[derive(Clone, Debug, PartialEq)]
+pub enum RopeScaling {
+    None,
+    /// All frequencies are divided by `factor`.
+    Linear {
+        factor: f32,
+    },
+    /// Frequencies of long wavelengths are divided by `factor`, those of short ones are kept, and those
+    /// between are interpolated.
+    Llama3 {
+        factor: f32,
+        low_frequency_factor: f32,
+        high_frequency_factor: f32,
+        original_context_tokens: f32,
+    },
+    /// Each frequency is divided by its own divisor (`head_dim / 2` of them): GGUF's `rope_freqs`.
+    Divisors(Vec<f32>),
+}
 
 /// Returns the radians per position of each of the `head_dim / 2` pairs.
 pub(crate) fn frequencies(theta: f32, head_dim: usize, scaling: &RopeScaling) -> Vec<f32> {

@@ -12,7 +12,6 @@ use std::{
 use rustix::fs::{Advice, fadvise};
 use serde::{Deserialize, Serialize};
 
-use super::io_error;
 use crate::error::ModelError;
 
 /// Open model file.
@@ -160,6 +159,14 @@ impl<'a> TensorBytes<'a> {
                 own[..bytes] == others[..bytes]
             })
     }
+}
+
+/// Returns the conversion of an error of `action`, a verb, on the file `path`.
+pub(super) fn io_error(
+    path: &Path,
+    action: &'static str,
+) -> impl FnOnce(std::io::Error) -> ModelError {
+    move |cause| ModelError::Io { path: path.into(), action, cause }
 }
 
 #[cfg(test)]

@@ -9,8 +9,8 @@ use std::{
 use safetensors::{SafeTensorError, SafeTensors, tensor::Metadata};
 
 use super::{
-    file::CheckpointFile,
-    io_error, read_json,
+    file::{CheckpointFile, io_error},
+    read_json,
     stored::{Entry, Format, StoredWeights},
 };
 use crate::{encoding::Encoding, error::ModelError};

@@ -9,7 +9,7 @@ use super::{
     stored::{Entry, Format, ROPE_DIVISORS, StoredWeights},
 };
 use crate::{
-    config::{ModelConfig, from_gguf},
+    config::{ModelConfig, gguf_metadata::from_gguf},
     encoding::Encoding,
     error::ModelError,
     matrix::RowOrder,

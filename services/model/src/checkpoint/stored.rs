@@ -10,7 +10,7 @@ use kernels::fp8::BlockScales;
 
 use super::file::{CheckpointFile, FileIdentity, TensorBytes};
 use crate::{
-    config::{ModelConfig, ScaleStrategy},
+    config::{ModelConfig, quantization::ScaleStrategy},
     encoding::Encoding,
     error::ModelError,
     matrix::RowOrder,

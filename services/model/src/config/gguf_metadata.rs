@@ -4,8 +4,8 @@ use std::{num::NonZeroUsize, path::Path};
 
 use gguf::{FromValue, GgufError, Header};
 
-use super::{LAYERS_MAX, ModelConfig, RopeScaling, default_head_dim};
-use crate::{error::ModelError, families::Family};
+use super::{LAYERS_MAX, ModelConfig, default_head_dim};
+use crate::{error::ModelError, families::Family, rope::RopeScaling};
 
 /// Reads the configuration. `has_output` says whether the file has an output projection. `rope_divisors`
 /// are the elements of `rope_freqs.weight`, if the file has this tensor.

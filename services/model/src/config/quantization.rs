@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use serde::Deserialize;
 use serde_json::{Map, Value};
 
-use super::hugging_face::{Fields, JsonFile};
+use super::fields::{Fields, JsonFile};
 use crate::error::ModelError;
 
 const KEY: &str = "quantization_config";

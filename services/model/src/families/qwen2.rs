@@ -4,7 +4,7 @@ use serde::Deserialize;
 
 use super::{AbsentKeys, Family, GgufRows};
 use crate::{
-    config::Fields,
+    config::fields::Fields,
     error::ModelError,
     layer::{AttentionSpec, LayerSpec, Mixer},
 };

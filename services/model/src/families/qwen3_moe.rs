@@ -4,7 +4,7 @@ use kernels::backend::ExpertChoice;
 
 use super::{AbsentKeys, Family, qwen3};
 use crate::{
-    config::Fields,
+    config::fields::Fields,
     error::ModelError,
     layer::{ExpertSpec, FeedForward, LayerSpec},
 };
