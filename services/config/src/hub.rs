@@ -49,8 +49,8 @@ pub enum HubError {
         cache = cache.display()
     )]
     NotCached { model: HubModel, cache: PathBuf },
-    #[error("cannot fetch {model} with {program}: {source}", program = program.display())]
-    NotRun { model: HubModel, program: PathBuf, source: io::Error },
+    #[error("cannot fetch {model} with {program}: {cause}", program = program.display())]
+    NotRun { model: HubModel, program: PathBuf, cause: io::Error },
     #[error(
         "cannot fetch {model}: `baton model fetch` failed with {status}; its log line above has the cause"
     )]
@@ -123,7 +123,7 @@ impl Hub {
         // The program has a time-out of its own. It is killed when the service stops.
         let status = fetch.stdin(Stdio::null()).stdout(Stdio::null()).kill_on_drop(true).status();
         match status.await {
-            Err(source) => Err(HubError::NotRun { model, program, source }),
+            Err(cause) => Err(HubError::NotRun { model, program, cause }),
             Ok(status) if !status.success() => Err(HubError::NotFetched { model, status }),
             Ok(_) => self.find(&model, parts).ok_or(HubError::NotCached { model, cache }),
         }

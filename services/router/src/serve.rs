@@ -41,7 +41,7 @@ pub enum RouterStartError {
     NoModel,
     #[error("cannot serve the gRPC descriptors: {0}")]
     Reflection(#[from] tonic_reflection::server::Error),
-    #[error("{0}")]
+    #[error(transparent)]
     NoRandomness(#[from] NoRandomness),
 }
 
@@ -49,7 +49,7 @@ pub enum RouterStartError {
 pub enum StopError {
     #[error("a task of the router panicked: {0}")]
     Task(#[from] JoinError),
-    #[error("{0}")]
+    #[error(transparent)]
     Membership(#[from] MembershipError),
 }
 

@@ -68,13 +68,13 @@ pub(super) struct NodeChannel {
 /// Reason why a node cannot be observed.
 #[derive(Debug, thiserror::Error)]
 pub(super) enum ObserveError {
-    #[error("{0}")]
+    #[error(transparent)]
     Url(#[from] tonic::transport::Error),
-    #[error("{0}")]
+    #[error(transparent)]
     NoRandomness(#[from] NoRandomness),
-    #[error("{0}")]
+    #[error(transparent)]
     Call(#[from] Status),
-    #[error("{0}")]
+    #[error(transparent)]
     Proof(#[from] InvalidProof),
 }
 
