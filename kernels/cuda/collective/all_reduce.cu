@@ -104,7 +104,7 @@ __device__ __forceinline__ bool collect(const Group& group, char* places, int64_
       items[source].raw = load_sys(reinterpret_cast<const uint4*>(places + source * place_bytes));
       is_here &= is_sent(items[source].raw);
     }
-  } while (!is_here && !wait.timed_out(group));
+  } while (!is_here && !wait.count_poll(group));
     // Accumulates in rank order.
 #pragma unroll
   for (int i = 0; i < Item<T>::WIDTH; ++i) sum[i] = 0.f;
@@ -150,7 +150,7 @@ __global__ void __launch_bounds__(THREADS_MAX)
       if (item < items) send_to_all<T, N>(group, call.half + group.rank * place_bytes + item * 16, own[i]);
     }
   }
-  if (!is_counted(group, call)) return;
+  if (!count_cta(group, call)) return;
   Wait wait;
   // In a single round the words are still in registers.
   const bool is_kept = stride * UNROLL >= items;
@@ -195,7 +195,7 @@ __global__ void __launch_bounds__(THREADS_MAX)
       }
     }
   }
-  if (!is_counted(group, call)) return;
+  if (!count_cta(group, call)) return;
   Wait wait;
   char* const numbers = group.arenas[rank] + call.half;
   char* const sums = numbers + N * part_bytes;
@@ -220,7 +220,7 @@ __global__ void __launch_bounds__(THREADS_MAX)
         found[step].raw = load_sys(reinterpret_cast<const uint4*>(sums + source * part_bytes + item * 16));
         is_here &= is_sent(found[step].raw);
       }
-    } while (!is_here && !wait.timed_out(group));
+    } while (!is_here && !wait.count_poll(group));
 #pragma unroll
     for (int step = 1; step < N; ++step) {
       const int source = (rank + step) % N;
@@ -262,7 +262,7 @@ __global__ void __launch_bounds__((NORM_THREADS<N, ITEMS>))
       if (at < width) send_to_all<T, N>(group, own_place + (begin + at) * sizeof(T), own[item]);
     }
   }
-  if (!is_counted(group, call)) return;
+  if (!count_cta(group, call)) return;
   Wait wait;
   const bool is_kept = KEEPS && gridDim.x >= rows;
   char* const places = group.arenas[group.rank] + call.half;

@@ -96,7 +96,7 @@ class Channel {
               is_here &= is_sent(found[k][step]);
             }
           }
-        } while (!is_here && !wait_.timed_out(group_));
+        } while (!is_here && !wait_.count_poll(group_));
         if (!is_here) {
           is_stopped_ = true;
           break;
@@ -160,7 +160,7 @@ __global__ void __launch_bounds__(EXCHANGE_THREADS, 2)
                          int row_items, int capacity) {
   pdl_wait_and_release();
   const Call call = begin_call(group);
-  if (!is_counted(group, call)) return;
+  if (!count_cta(group, call)) return;
   const RowItems<Rows> message{rows, row_items};
   const int own_rows = (row_count - blockIdx.y + gridDim.y - 1) / gridDim.y;
   const int items = own_rows * row_items;

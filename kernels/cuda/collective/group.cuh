@@ -54,8 +54,8 @@ struct Wait {
   uint64_t begin = 0;
   uint32_t polls = 0;
 
-  // Returns true when the wait must stop. Called after an unsuccessful poll.
-  __device__ __forceinline__ bool timed_out(const Group& group) {
+  // Counts a poll that found nothing, and stops the group after the time-out. Returns true when the wait must end.
+  __device__ __forceinline__ bool count_poll(const Group& group) {
     if (++polls % 128 != 0) return false;
     const uint64_t now = now_ns();
     if (begin == 0) begin = now;
@@ -79,7 +79,7 @@ __device__ __forceinline__ Call begin_call(const Group& group) {
 }
 // Counts the CTA once all of its threads have read the state; the last CTA counts the call. Returns false when the
 // group has stopped.
-__device__ __forceinline__ bool is_counted(const Group& group, const Call& call) {
+__device__ __forceinline__ bool count_cta(const Group& group, const Call& call) {
   if (__syncthreads_or(call.is_stopped)) return false;
   if (threadIdx.x == blockDim.x - 1) {
     State* state = reinterpret_cast<State*>(group.arenas[group.rank]);

@@ -261,7 +261,7 @@ __global__ void __launch_bounds__(EXCHANGE_THREADS, 2)
   __shared__ uint32_t counts[BLOCK_ROWS_MAX][GROUP_MAX];
   pdl_wait_and_release();
   const Call call = begin_call(group);
-  if (!is_counted(group, call)) return;
+  if (!count_cta(group, call)) return;
   Channel<N> channel(group, call, capacity);
   const Heads heads{in, counts};
   const int own_rows = (in.args.samples - blockIdx.y + gridDim.y - 1) / gridDim.y;
