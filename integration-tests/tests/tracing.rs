@@ -294,7 +294,7 @@ async fn send_planted(client: &Client, key: &str) -> Result<Vec<String>> {
         ("/v1/completions", json!({"prompt": PROMPT.repeat(4000)}), 400),
         ("/v1/completions", json!(PROMPT), 400),
         ("/v1/completions", json!({"prompt": "x", "suffix": PROMPT}), 400),
-        ("/v1/completions", json!({"prompt": "x", "guided_choice": [PROMPT]}), 400),
+        ("/v1/completions", json!({"prompt": "x", "guided_grammar": PROMPT}), 400),
         ("/v1/completions", json!({"prompt": "x", "stop": {"text": PROMPT}}), 400),
         ("/v1/completions", json!({"prompt": "x", "response_format": {"type": PROMPT}}), 400),
         ("/v1/completions", json!({"prompt": "x", "guided_json": json!(PROMPT).to_string()}), 400),

@@ -83,7 +83,7 @@ impl Compiler {
         match grammar {
             // The first bitmask of the whole grammar does not reach the arguments, so check each tool alone.
             Grammar::ToolCalls(calls) => self.compile_each_tool(calls, Self::check_first_mask),
-            Grammar::JsonSchema(_) | Grammar::Regex(_) => Ok(()),
+            Grammar::JsonSchema(_) | Grammar::Regex(_) | Grammar::ContextFree(_) => Ok(()),
         }
     }
 

@@ -20,6 +20,8 @@ pub enum GrammarError {
     NotASchema { reason: String },
     #[error("is not a regular expression: {reason}")]
     NotARegex { reason: String },
+    #[error("is not a grammar: {reason}")]
+    NotAGrammar { reason: String },
     /// The grammar is well-formed, but has an unknown keyword, matches no output, or exceeds the bounds of
     /// the compiler.
     #[error("is not supported: {reason}")]

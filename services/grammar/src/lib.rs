@@ -1,4 +1,5 @@
-//! Structured output: grammar-constrained decoding by a JSON schema, a regular expression or tool calls.
+//! Structured output: grammar-constrained decoding by a JSON schema, a regular expression, a
+//! context-free grammar or tool calls.
 //!
 //! * A [`Grammar`] comes from the client. The router validates a grammar without a model, with
 //!   [`Compiler::for_bytes`].
@@ -14,8 +15,10 @@
 
 mod adapt;
 mod compiler;
+mod context_free;
 mod copies;
 mod error;
+mod gbnf;
 mod keywords;
 pub mod limits;
 mod matcher;

@@ -46,6 +46,8 @@ pub const UNICODE_CLASSES_MAX: usize = 500;
 pub(crate) const CASE_INSENSITIVE_CLASS_WEIGHT: usize = 20;
 /// Length of a regular expression.
 pub const REGEX_BYTES_MAX: usize = 16 << 10;
+/// Length of a context-free grammar.
+pub const CONTEXT_FREE_BYTES_MAX: usize = 16 << 10;
 /// Nesting depth of groups.
 pub const REGEX_DEPTH_MAX: u32 = 64;
 /// Tools of a request. OpenAI has the same bound.

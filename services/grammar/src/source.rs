@@ -11,6 +11,7 @@ use serde_json::{Map, Number, Value};
 
 use crate::{
     adapt::adapt,
+    context_free,
     copies::{compared_pattern_pairs, copied_subschemas},
     error::{GrammarError, one_line},
     limits::{
@@ -31,6 +32,8 @@ pub enum Grammar {
     JsonSchema(String),
     /// A regular expression, anchored at both ends.
     Regex(String),
+    /// A context-free grammar in the notation of Lark, or in GBNF.
+    ContextFree(String),
     ToolCalls(ToolCalls),
 }
 
@@ -38,6 +41,12 @@ impl Grammar {
     /// Returns the grammar of any JSON object.
     pub fn json_object() -> Self {
         Self::JsonSchema(r#"{"type":"object"}"#.to_owned())
+    }
+
+    /// Returns the grammar of exactly one of these texts.
+    pub fn choice<'a>(texts: impl IntoIterator<Item = &'a str>) -> Self {
+        let texts: Vec<_> = texts.into_iter().map(regex_syntax::escape).collect();
+        Self::Regex(texts.join("|"))
     }
 
     /// Returns the grammar for llguidance, after all checks that are cheaper than compiling.
@@ -52,6 +61,7 @@ impl Grammar {
                 let expression = lark_expression(text);
                 Ok(TopLevelGrammar::from_lark(format!("start: /{expression}/")))
             }
+            Self::ContextFree(text) => context_free::parsed(text),
             Self::ToolCalls(calls) => calls.parsed(),
         }
     }
@@ -59,7 +69,7 @@ impl Grammar {
     /// Returns the length of the schemas, expressions and names in bytes.
     pub fn bytes(&self) -> usize {
         match self {
-            Self::JsonSchema(text) | Self::Regex(text) => text.len(),
+            Self::JsonSchema(text) | Self::Regex(text) | Self::ContextFree(text) => text.len(),
             Self::ToolCalls(calls) => calls.bytes(),
         }
     }

@@ -103,8 +103,10 @@ impl ToolCalls {
                     check_regex(text)?;
                     GrammarWithLexer::from_lark(without_mark(text, mark))
                 }
-                Grammar::ToolCalls(_) => {
-                    return Err(unsupported("the alternative to tool calls is tool calls"));
+                Grammar::ContextFree(_) | Grammar::ToolCalls(_) => {
+                    let reason =
+                        "the alternative to tool calls is neither a schema nor an expression";
+                    return Err(unsupported(reason));
                 }
             };
             grammars.push(GrammarWithLexer { name: Some("answer".to_owned()), ..answer });

@@ -656,3 +656,44 @@ fn ordinary_answers_of_any_length_stay_within_the_bitmask_budget() {
         }
     }
 }
+
+#[test]
+fn context_free_grammars_of_any_cost_end_in_bounded_time() {
+    let compiler = Compiler::for_bytes();
+    let laughs = |define: &str| {
+        let rules = (0..20).map(|level| {
+            let next = format!("r{} ", level + 1).repeat(10);
+            format!("r{level} {define} {next}\n")
+        });
+        rules.collect::<String>() + &format!("r20 {define} \"a\"\n")
+    };
+    for text in [
+        format!("root ::= r0\n{}", laughs("::=")),
+        format!("start: r0\n{}", laughs(":")),
+        format!("start: T0\n{}", laughs(":").to_uppercase().replace("\"A\"", "\"a\"")),
+        "root ::= (\"a\"{1,10000}){1,10000}".to_owned(),
+        "root ::= (root? \"a\"{1,10000}){1,10000}".to_owned(),
+        "start: (\"a\"{1,100000}){1,100000}".to_owned(),
+        "start: x{1,1000000}\nx: \"a\" start?".to_owned(),
+        "start: start".to_owned(),
+        "start: start start | \"a\"".to_owned(),
+        "root ::= root".to_owned(),
+        "root ::= root root | \"\"".to_owned(),
+        format!("start: {}", "(\"a\"|".repeat(3000)),
+        format!("start: {}", "/a/ ".repeat(4000)),
+        format!("start: {}", "/[^b]/ ".repeat(400)),
+        format!("start: /(.*a){{1000}}(.*b){{1000}}/ {}", "/.*x/".repeat(50)),
+        format!("root ::= {}", "\"a\" | ".repeat(2500)),
+        "%ignore /.*/\nstart: \"a\" \"b\"".to_owned(),
+    ] {
+        let started = Instant::now();
+        let checked = compiler.check(&Grammar::ContextFree(text.clone()));
+        let took = started.elapsed();
+        println!("{took:?} {checked:?} {text:.60}");
+        assert!(took < WITHIN, "{text:.200}: {took:?}");
+        if let Err(error) = checked {
+            assert!(error.to_string().len() < 400, "{error}");
+        }
+    }
+    assert!(peak_mib() < 512, "{} MiB", peak_mib());
+}

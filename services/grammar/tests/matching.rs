@@ -485,3 +485,59 @@ proptest! {
         }
     }
 }
+
+#[test]
+fn choice_accepts_exactly_its_texts() {
+    let grammar = Grammar::choice(["a.b", "a", "(yes|no)", ""]);
+    for (text, is_matched) in
+        [("a.b", true), ("a", true), ("(yes|no)", true), ("", true), ("axb", false), ("yes", false)]
+    {
+        assert_eq!(matches(&grammar, text), is_matched, "{text:?}");
+    }
+}
+
+#[test]
+fn lark_grammar_is_followed() {
+    let lark = "start: sum\nsum: product (\"+\" product)*\nproduct: /[0-9]+/ | \"(\" sum \")\"";
+    let grammar = Grammar::ContextFree(lark.to_owned());
+    for (text, is_matched) in [
+        ("12+(3+(4))", true),
+        ("1", true),
+        ("1+", false),
+        ("(1", false),
+        ("1)", false),
+        ("", false),
+    ] {
+        assert_eq!(matches(&grammar, text), is_matched, "{text:?}");
+    }
+}
+
+#[test]
+fn gbnf_accepts_what_its_rules_accept() {
+    let cases: &[(&str, &[&str], &[&str])] = &[
+        ("root ::= [a-z]* \"ab\"", &["ab", "abab", "xab"], &["", "aba", "abx"]),
+        ("root ::= \"a\"{2,3} \"-\"? .", &["aa-x", "aaa\n", "aaé"], &["a-x", "aaaa-xx", "aa"]),
+        (
+            "root ::= [^\"\\x00-\\x1f] | \"\\u00e9t\\U0001F600\"",
+            &["x", "ét😀"],
+            &["\"", "\n", "é😀"],
+        ),
+        (
+            "# nested lists\nroot ::= list\nlist ::= \"[\" ws (item (\",\" ws item)*)? \"]\" ws\n\
+             item ::= number | list\nnumber ::= \"-\"? [0-9]+ ws\nws ::= [ \\t\\n]*\n",
+            &["[]", "[ 1, [2 ,-3], [[]]]", "[1]\n"],
+            &["[", "[1,]", "[1 2]", "1", "[-]"],
+        ),
+        ("root ::= \"x\" root | \"\"", &["", "x", "xxx"], &["y", "xy"]),
+        ("root ::= a-b\na-b ::= \"1\" |\n  \"2\"", &["1", "2"], &["12", ""]),
+    ];
+    for (text, accepted, rejected) in cases {
+        let grammar = Grammar::ContextFree((*text).to_owned());
+        for text in *accepted {
+            assert!(matches(&grammar, text), "{grammar:?} {text:?}");
+        }
+        for text in *rejected {
+            assert!(!matches(&grammar, text), "{grammar:?} {text:?}");
+        }
+    }
+}

@@ -177,6 +177,7 @@ fn checked_grammar(wire: v1::Grammar) -> Result<Grammar, Refusal> {
     match wire.kind.ok_or_else(|| missing("attempt.grammar.kind"))? {
         v1::grammar::Kind::JsonSchema(text) => Ok(Grammar::JsonSchema(text)),
         v1::grammar::Kind::Regex(text) => Ok(Grammar::Regex(text)),
+        v1::grammar::Kind::ContextFree(text) => Ok(Grammar::ContextFree(text)),
         v1::grammar::Kind::ToolCalls(calls) => Ok(Grammar::ToolCalls(tool_calls(calls))),
     }
 }

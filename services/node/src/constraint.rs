@@ -19,8 +19,8 @@ use kernels::sampling::TokenMask;
 use crate::node_core::Refusal;
 
 /// Version of [`proto::v1::Grammar`] that nodes support, as announced in their records. Version 2 has tool
-/// calls.
-pub const GRAMMAR_VERSION: u32 = 2;
+/// calls, version 3 context-free grammars.
+pub const GRAMMAR_VERSION: u32 = 3;
 
 /// Callback that receives the times of the compilation and of each token bitmask.
 pub type Timer = Arc<dyn Fn(TimedOperation, Duration) + Send + Sync>;
@@ -88,7 +88,7 @@ impl GrammarVocabulary {
 /// Returns the marks that the grammar does not use: a vocabulary may have the marks of several formats.
 fn silent_marks(tool_call_tokens: &[ToolCallToken], grammar: &Grammar) -> Arc<[u32]> {
     let is_used = |mark: &ToolCallToken| match grammar {
-        Grammar::JsonSchema(_) | Grammar::Regex(_) => false,
+        Grammar::JsonSchema(_) | Grammar::Regex(_) | Grammar::ContextFree(_) => false,
         Grammar::ToolCalls(calls) => calls.writes(&mark.text),
     };
     tool_call_tokens.iter().filter(|mark| !is_used(mark)).map(|mark| mark.id).collect()

@@ -93,7 +93,10 @@ async fn invalid_field_is_rejected_with_its_value_and_the_allowed_ones() {
         ("response_format", json!({"type": "yaml"}), &["json_schema"]),
         ("regex", json!("a(b"), &["unclosed group at byte 1"]),
         ("guided_regex", json!(7), &["a string"]),
-        ("structured_outputs", json!({"choice": ["a"]}), &["json_object"]),
+        ("structured_outputs", json!({"choices": ["a"]}), &["json_object"]),
+        ("guided_choice", json!([]), &["at least one text"]),
+        ("guided_grammar", json!("root ::= [a"), &["is not a grammar: expected ] in line 1"]),
+        ("guided_grammar", json!("start: @x"), &["@ is not allowed outside of literals"]),
     ] {
         for path in PATHS {
             let mut body = good(path);
@@ -268,9 +271,9 @@ async fn invalid_parts_of_a_body_are_rejected_with_their_path_and_cause() {
             &["missing field `type`"],
         ),
         (
-            with(&format!(r#""structured_outputs": {{"regex": "{long}", "choice": []}}"#)),
+            with(&format!(r#""structured_outputs": {{"regex": "{long}", "choices": []}}"#)),
             "structured_outputs",
-            &["unknown field `choice`"],
+            &["unknown field `choices`"],
         ),
     ] {
         let answer = cluster.client.post_bytes(PATHS[1], body).await;

@@ -61,12 +61,15 @@ fn requested_grammar(wire: v1::Grammar) -> Result<RequestedGrammar, FieldError> 
         Some(v1::grammar::Kind::Regex(text)) => {
             Ok(RequestedGrammar::new("options.grammar.regex", Grammar::Regex(text)))
         }
+        Some(v1::grammar::Kind::ContextFree(text)) => {
+            Ok(RequestedGrammar::new("options.grammar.context_free", Grammar::ContextFree(text)))
+        }
         Some(v1::grammar::Kind::ToolCalls(_)) => {
-            let problem = "is tool_calls; allowed: json_schema, regex; tools are offered to Chat";
+            let problem = "is tool_calls; allowed: json_schema, regex, context_free; tools are offered to Chat";
             Err(FieldError::new("options.grammar.kind", problem))
         }
         None => {
-            let problem = "has no kind; allowed: json_schema, regex";
+            let problem = "has no kind; allowed: json_schema, regex, context_free";
             Err(FieldError::new("options.grammar", problem))
         }
     }

@@ -1,7 +1,7 @@
 //! Request fields that determine the answer's grammar: structured output and tools.
 //!
 //! The fields of structured output are OpenAI's `response_format`, and SGLang's and vLLM's fields for a regular
-//! expression and a schema. A request has at most one of them.
+//! expression, a schema, a choice of texts and a context-free grammar. A request has at most one of them.
 
 use grammar::Grammar;
 use serde::Deserialize;
@@ -21,7 +21,7 @@ const FORMAT: &str = "response_format";
 const FORMAT_ALLOWED: &str = "an object with type text, json_object or json_schema";
 const SCHEMA: &str = "response_format.json_schema.schema";
 const OUTPUTS: &str = "structured_outputs";
-const OUTPUTS_ALLOWED: &str = "an object with json, regex or json_object";
+const OUTPUTS_ALLOWED: &str = "an object with one of json, regex, choice, grammar and json_object";
 
 /// Reads the grammar that the client requested, if any.
 pub(super) fn grammar(fields: &RequestFields<'_>) -> Result<Option<RequestedGrammar>, FieldError> {
@@ -30,6 +30,8 @@ pub(super) fn grammar(fields: &RequestFields<'_>) -> Result<Option<RequestedGram
         regex(fields, "regex")?,
         regex(fields, "guided_regex")?,
         guided_json(fields)?,
+        guided_choice(fields)?,
+        guided_grammar(fields)?,
         structured_outputs(fields)?,
     ];
     let mut asked = all.into_iter().flatten();
@@ -111,6 +113,27 @@ fn guided_json(fields: &RequestFields<'_>) -> Result<Option<RequestedGrammar>, F
     Ok(Some(RequestedGrammar::new(NAME, schema_or_its_text(NAME, text)?)))
 }
 
+fn guided_choice(fields: &RequestFields<'_>) -> Result<Option<RequestedGrammar>, FieldError> {
+    const NAME: &str = "guided_choice";
+    let Some(texts) = fields.value::<Vec<String>>(NAME, CHOICE_ALLOWED)? else { return Ok(None) };
+    Ok(Some(RequestedGrammar::new(NAME, choice(NAME, &texts)?)))
+}
+
+const CHOICE_ALLOWED: &str = "a list of texts";
+
+fn choice(name: &str, texts: &[String]) -> Result<Grammar, FieldError> {
+    if texts.is_empty() {
+        return Err(FieldError::new(name, "has no choice; allowed: at least one text"));
+    }
+    Ok(Grammar::choice(texts.iter().map(String::as_str)))
+}
+
+fn guided_grammar(fields: &RequestFields<'_>) -> Result<Option<RequestedGrammar>, FieldError> {
+    const NAME: &str = "guided_grammar";
+    let grammar = fields.string(NAME)?;
+    Ok(grammar.map(|grammar| RequestedGrammar::new(NAME, Grammar::ContextFree(grammar))))
+}
+
 fn structured_outputs(fields: &RequestFields<'_>) -> Result<Option<RequestedGrammar>, FieldError> {
     #[derive(Deserialize)]
     #[serde(deny_unknown_fields)]
@@ -120,20 +143,26 @@ fn structured_outputs(fields: &RequestFields<'_>) -> Result<Option<RequestedGram
         #[serde(default)]
         regex: Option<String>,
         #[serde(default)]
+        choice: Option<Vec<String>>,
+        #[serde(default)]
+        grammar: Option<String>,
+        #[serde(default)]
         json_object: Option<bool>,
     }
     let Some(text) = fields.raw(OUTPUTS) else { return Ok(None) };
     let outputs: Outputs<'_> = object(OUTPUTS, text, OUTPUTS_ALLOWED)?;
-    let grammar = match (outputs.json, outputs.regex, outputs.json_object.unwrap_or(false)) {
-        (None, None, false) => return Ok(None),
-        (Some(json), None, false) => schema_or_its_text(OUTPUTS, json.get())?,
-        (None, Some(regex), false) => Grammar::Regex(regex),
-        (None, None, true) => Grammar::json_object(),
-        _ => {
-            let problem = "has more than one of json, regex and json_object; allowed: one of them";
-            return Err(FieldError::new(OUTPUTS, problem));
-        }
-    };
+    let json = outputs.json.map(|json| schema_or_its_text(OUTPUTS, json.get())).transpose()?;
+    let texts = outputs.choice.map(|texts| choice(OUTPUTS, &texts)).transpose()?;
+    let json_object = outputs.json_object.unwrap_or(false).then(Grammar::json_object);
+    let (regex, grammar) =
+        (outputs.regex.map(Grammar::Regex), outputs.grammar.map(Grammar::ContextFree));
+    let mut given = [json, regex, texts, grammar, json_object].into_iter().flatten();
+    let Some(grammar) = given.next() else { return Ok(None) };
+    if given.next().is_some() {
+        let problem = "has more than one of json, regex, choice, grammar and json_object; allowed: \
+                       one of them";
+        return Err(FieldError::new(OUTPUTS, problem));
+    }
     Ok(Some(RequestedGrammar::new(OUTPUTS, grammar)))
 }
 
@@ -289,6 +318,7 @@ mod tests {
     fn every_grammar_field_is_read() {
         let schema = || Grammar::JsonSchema(r#"{"type": "integer"}"#.into());
         let regex = || Grammar::Regex(r"\d+".into());
+        let rules = || Grammar::ContextFree("start: X".into());
         let cases = [
             (
                 r#"{"response_format": {"type": "json_object"}}"#,
@@ -312,6 +342,16 @@ mod tests {
                 ("structured_outputs", schema()),
             ),
             (r#"{"structured_outputs": {"regex": "\\d+"}}"#, ("structured_outputs", regex())),
+            (
+                r#"{"guided_choice": ["a.", "b"]}"#,
+                ("guided_choice", Grammar::Regex(r"a\.|b".into())),
+            ),
+            (
+                r#"{"structured_outputs": {"choice": ["a"]}}"#,
+                ("structured_outputs", Grammar::Regex("a".into())),
+            ),
+            (r#"{"guided_grammar": "start: X"}"#, ("guided_grammar", rules())),
+            (r#"{"structured_outputs": {"grammar": "start: X"}}"#, ("structured_outputs", rules())),
             (
                 r#"{"structured_outputs": {"json_object": true}}"#,
                 ("structured_outputs", Grammar::json_object()),
@@ -373,12 +413,21 @@ mod tests {
             ),
             (r#"{"regex": 7}"#, "regex is 7; allowed: a string"),
             (
-                r#"{"structured_outputs": {"choice": ["a"]}}"#,
-                "structured_outputs is {\"choice\": [\"a\"]}; allowed: an object with json, regex",
+                r#"{"structured_outputs": {"choices": ["a"]}}"#,
+                "structured_outputs is {\"choices\": [\"a\"]}; allowed: an object with one of json",
+            ),
+            (
+                r#"{"structured_outputs": {"choice": []}}"#,
+                "structured_outputs has no choice; allowed: at least one text",
+            ),
+            (r#"{"guided_choice": "a"}"#, "guided_choice is \"a\"; allowed: a list of texts"),
+            (
+                r#"{"structured_outputs": {"choice": ["a"], "grammar": "b"}}"#,
+                "structured_outputs has more than one of json, regex, choice",
             ),
             (
                 r#"{"structured_outputs": {"regex": "a", "json_object": true}}"#,
-                "structured_outputs has more than one of json, regex and json_object",
+                "structured_outputs has more than one of json, regex, choice",
             ),
             (
                 r#"{"regex": "a", "response_format": {"type": "json_object"}}"#,

@@ -41,7 +41,7 @@ pub(super) type Unsupported = (&'static str, &'static [&'static str]);
 
 /// Unsupported fields of other servers that would change the answer, in every request. The router rejects
 /// other values than the listed ones instead of ignoring them.
-pub(super) const UNSUPPORTED: [Unsupported; 27] = [
+pub(super) const UNSUPPORTED: [Unsupported; 25] = [
     ("logit_bias", &["{}"]),
     ("bad_words", &["[]"]),
     ("allowed_token_ids", &["[]"]),
@@ -50,8 +50,6 @@ pub(super) const UNSUPPORTED: [Unsupported; 27] = [
     ("prompt_logprobs", &[]),
     ("logprob_token_ids", &["[]"]),
     ("truncate_prompt_tokens", &[]),
-    ("guided_choice", &["[]"]),
-    ("guided_grammar", &[]),
     ("return_tokens_as_token_ids", &["false"]),
     ("prompt_embeds", &[]),
     ("echo", &["false"]),

@@ -323,6 +323,7 @@ impl RequestedGrammar {
         match self.grammar {
             Grammar::JsonSchema(_) | Grammar::Regex(_) => 1,
             Grammar::ToolCalls(_) => 2,
+            Grammar::ContextFree(_) => 3,
         }
     }
 
@@ -344,6 +345,7 @@ impl RequestedGrammar {
         let kind = match self.grammar {
             Grammar::JsonSchema(text) => v1::grammar::Kind::JsonSchema(text),
             Grammar::Regex(text) => v1::grammar::Kind::Regex(text),
+            Grammar::ContextFree(text) => v1::grammar::Kind::ContextFree(text),
             Grammar::ToolCalls(calls) => v1::grammar::Kind::ToolCalls(tool_calls(calls)),
         };
         v1::Grammar { kind: Some(kind) }
@@ -376,8 +378,8 @@ fn tool_calls(calls: grammar::ToolCalls) -> v1::ToolCalls {
             Alternative::Answer { grammar, .. } => match *grammar {
                 Grammar::JsonSchema(text) => Some(Wire::JsonSchema(text)),
                 Grammar::Regex(text) => Some(Wire::Regex(text)),
-                // The check of the grammar has rejected this case.
-                Grammar::ToolCalls(_) => None,
+                // The check of the grammar has rejected these cases.
+                Grammar::ContextFree(_) | Grammar::ToolCalls(_) => None,
             },
         },
         mark,

@@ -134,6 +134,11 @@ impl OfferedTools {
                 let never_begins = syntax.never_begins.map(str::to_owned);
                 (Alternative::Text(FreeText { mark: syntax.mark.to_owned(), never_begins }), None)
             }
+            (true, Some(content)) if matches!(content.grammar, Grammar::ContextFree(_)) => {
+                let problem = "is given together with tools; allowed: a schema or a regular \
+                               expression, or another tool_choice than auto";
+                return Err(FieldError::new(top_level(content.field), problem));
+            }
             (true, Some(content)) if syntax.before_name.starts_with(syntax.mark) => {
                 let answer = Alternative::Answer {
                     grammar: Box::new(content.grammar.clone()),

@@ -119,7 +119,7 @@ fn wire_grammar(grammar: &Grammar) -> v1::Grammar {
     let kind = match grammar {
         Grammar::Regex(text) => v1::grammar::Kind::Regex(text.clone()),
         Grammar::JsonSchema(text) => v1::grammar::Kind::JsonSchema(text.clone()),
-        Grammar::ToolCalls(_) => unreachable!("no request calls tools"),
+        Grammar::ContextFree(_) | Grammar::ToolCalls(_) => unreachable!("no request has them"),
     };
     v1::Grammar { kind: Some(kind) }
 }

@@ -134,6 +134,12 @@ struct Generation {
     /// Same as `response_format` with a schema.
     #[schemars(extend("anyOf" = [{"type": "object"}, {"const": true}, {"type": "string"}, {"type": "null"}]))]
     guided_json: Option<Value>,
+    /// The answer is exactly one of these texts.
+    #[schemars(length(min = 1))]
+    guided_choice: Option<Vec<String>>,
+    /// Context-free grammar of the whole answer, in the notation of Lark or in GBNF.
+    #[schemars(length(max = grammar::limits::CONTEXT_FREE_BYTES_MAX))]
+    guided_grammar: Option<String>,
     /// Structured output: at most one of the fields.
     structured_outputs: Option<StructuredOutputs>,
 }
@@ -191,6 +197,10 @@ struct StructuredOutputs {
     json: Option<Value>,
     #[schemars(length(max = grammar::limits::REGEX_BYTES_MAX))]
     regex: Option<String>,
+    #[schemars(length(min = 1))]
+    choice: Option<Vec<String>>,
+    #[schemars(length(max = grammar::limits::CONTEXT_FREE_BYTES_MAX))]
+    grammar: Option<String>,
     json_object: Option<bool>,
 }
 
