@@ -27,6 +27,7 @@ mod nodes;
 mod record;
 /// A client's request, independent of the API.
 mod request {
+    pub(crate) mod answer_reader;
     pub(crate) mod error;
     pub(crate) mod options;
     pub(crate) mod text_workers;

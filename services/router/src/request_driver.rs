@@ -23,12 +23,13 @@ use crate::{
     keys::{Caller, OpenStreams},
     record::RequestRecord,
     request::{
+        answer_reader::{AnswerReader, AnswerReading, CallReading, ReasoningReading},
         error::{FieldError, RequestError},
         options::{
             CHOICES_PER_REQUEST_MAX, DefaultLength, Options, RequestedGrammar, Tenant, check_prompt,
         },
         text_workers::{CacheKeying, PromptSource, TokenizedPrompt},
-        tools::{CallReader, CallReading, OfferedTools},
+        tools::OfferedTools,
     },
     shared_router::AdmittedRequest,
     wake::when_woken,
@@ -70,8 +71,8 @@ pub(crate) struct PreparedRequest {
     pub skip_special: bool,
     /// Whether the answers are detokenized. Without text no stop string is found.
     pub with_text: bool,
-    /// Settings for parsing tool calls; `None` without tools.
-    pub calls: Option<CallReading>,
+    /// Settings for reading the answers; `None` if their text is their content.
+    pub reading: Option<AnswerReading>,
     pub deadline: RequestDeadline,
     /// Flow of the caller, for the order in which requests start.
     pub flow: Flow,
@@ -108,8 +109,8 @@ pub(crate) struct RunningRequest {
     pub prompts: Vec<Arc<[u32]>>,
     /// Number of answers to all prompts.
     pub answers: u32,
-    /// Settings for parsing tool calls; `None` without tools.
-    calls: Option<CallReading>,
+    /// Settings for reading the answers; `None` if their text is their content.
+    reading: Option<AnswerReading>,
     events: EventReceiver,
     task: Option<JoinHandle<Result<(), RequestError>>>,
 }
@@ -131,12 +132,12 @@ pub(crate) async fn start(
             let settings = &front.settings.router;
             let events_max = settings.slow_client_events as usize;
             let (sender, events) = event_queue(events_max, settings.slow_client_timeout);
-            let calls = request.calls.clone();
+            let reading = request.reading.clone();
             let answer_count = answers.len() as u32;
             // Entering the span at each token would cost more than the token's text.
             let run = run(front.clone(), request, answers, sender, record);
             let task = Some(tokio::spawn(run));
-            Ok(RunningRequest { prompts, answers: answer_count, calls, events, task })
+            Ok(RunningRequest { prompts, answers: answer_count, reading, events, task })
         }
         Err(error) => {
             record.failed(&error);
@@ -187,11 +188,20 @@ async fn prepare(
         salt: cache_salt.clone(),
     });
     let cache_salt: Arc<str> = cache_salt.into();
-    let (mut prompt_tokens, mut answers) = (0, Vec::new());
+    let (mut prompt_tokens, mut answers, mut reasoning) = (0, Vec::new(), None);
     for source in fields.prompts {
         let field = source.field();
+        let is_chat = matches!(source, PromptSource::Chat(_));
         let work = model.text.prompt(source, limits.prompt_tokens_max, keying.clone());
-        let TokenizedPrompt { tokens, prefix } = deadline.limit(work).await??;
+        let TokenizedPrompt { tokens, prefix, opens_reasoning } = deadline.limit(work).await??;
+        // A grammar begins with the answer, so there is no thought.
+        let has_thought = is_chat && with_text && grammar.is_none();
+        let format = model.text.reasoning_format().filter(|_| has_thought);
+        reasoning = format.map(|format| ReasoningReading {
+            format,
+            is_open: opens_reasoning,
+            closing_token: format.closing_token(model.text.tokenizer()),
+        });
         check_prompt(field, &tokens, &limits)?;
         let sampling = options.sampling(
             tokens.len() as u32,
@@ -223,13 +233,15 @@ async fn prepare(
         }));
     }
     record.prepared(answer_count, prompt_tokens);
+    let reading = AnswerReading { reasoning, calls };
+    let reading = (reading.reasoning.is_some() || reading.calls.is_some()).then_some(reading);
     let request = PreparedRequest {
         model,
         stops,
         stop_texts: options.stop.into(),
         skip_special: options.skip_special_tokens.unwrap_or(true),
         with_text,
-        calls,
+        reading,
         deadline,
         flow,
         _admitted: admitted,
@@ -339,9 +351,9 @@ async fn run(
 }
 
 impl RunningRequest {
-    /// Returns the parser of the calls in this answer; `None` without tools.
-    pub(crate) fn call_reader(&self, choice: u32) -> Option<CallReader> {
-        self.calls.as_ref().map(|reading| CallReader::new(reading, choice))
+    /// Returns the reader of this answer; `None` if its text is its content.
+    pub(crate) fn reader(&self, choice: u32) -> Option<AnswerReader> {
+        self.reading.as_ref().map(|reading| AnswerReader::new(reading, choice))
     }
 
     /// Returns the next event if one is queued.
@@ -387,7 +399,7 @@ mod tests {
         RunningRequest {
             prompts: vec![],
             answers: 0,
-            calls: None,
+            reading: None,
             events,
             task: Some(tokio::spawn(work(sender))),
         }

@@ -1,10 +1,12 @@
-//! Text processing of a model: tokenizer, chat template, detokenizer, stop strings, tool calls.
+//! Text processing of a model: tokenizer, chat template, detokenizer, stop strings, reasoning,
+//! tool calls.
 //!
 //! * [`ModelText`] reads a model's [`Tokenizer`], [`ChatTemplate`] and [`SamplingDefaults`] from a GGUF
 //!   file or a Hugging Face folder.
 //! * [`TextStream`] turns one choice's tokens into text: a [`Detokenizer`] that never emits part of a
 //!   character, and [`StopStrings`] that hold back a possible beginning of a stop string.
-//! * [`ToolParser`] separates tool calls from content in this text.
+//! * [`ReasoningParser`] separates the thought of a reasoning model from the rest of this text, and [`ToolParser`]
+//!   separates tool calls from content in the rest.
 //! * [`TokenTable`] is the part that a node needs: the bytes of each token.
 //!
 //! This crate uses no kernels, sockets or clocks. The CPU time of encoding and rendering grows with the
@@ -21,6 +23,7 @@ mod merging;
 mod model_text;
 mod packed;
 mod pipeline;
+mod reasoning;
 mod sampling_defaults;
 mod sentence_piece;
 mod source;
@@ -35,6 +38,7 @@ mod vocabulary;
 pub use detokenizer::{Detokenizer, DetokenizerOptions};
 pub use error::{LoadError, VocabularyError};
 pub use model_text::{ModelText, ModelTextOptions};
+pub use reasoning::{ReasoningFormat, ReasoningParser, SplitText};
 pub use sampling_defaults::SamplingDefaults;
 pub use stop::{
     STOP_STRING_BYTES_MAX, STOP_STRINGS_MAX, StopProgress, StopStringError, StopStrings,

@@ -6,6 +6,7 @@ use serde_json::{Map, Value, json};
 
 use crate::{
     error::LoadError,
+    reasoning::ReasoningFormat,
     sampling_defaults::SamplingDefaults,
     source::TokenizerSource,
     template::{ChatTemplate, RenderRequest, TemplateError},
@@ -20,6 +21,7 @@ pub struct ModelText {
     chat_template: Result<ChatTemplate, TemplateError>,
     sampling_defaults: SamplingDefaults,
     tool_format: Option<ToolFormat>,
+    reasoning_format: Option<&'static ReasoningFormat>,
     takes_parallel_calls: bool,
     parse_special_tokens: bool,
 }
@@ -57,6 +59,7 @@ impl ModelText {
         let tool_format = options
             .tool_format
             .or_else(|| source.and_then(|source| ToolFormat::of_template(source, &tokenizer)));
+        let reasoning_format = source.and_then(|source| ReasoningFormat::of_template(source));
         let chat_template = ChatTemplate::from_sources(templates);
         let takes_tools = chat_template.as_ref().is_ok_and(ChatTemplate::takes_tools);
         let refuses_parallel_calls =
@@ -66,6 +69,7 @@ impl ModelText {
             chat_template,
             sampling_defaults,
             tool_format: tool_format.filter(|_| takes_tools),
+            reasoning_format,
             takes_parallel_calls: !refuses_parallel_calls,
             parse_special_tokens: options.parse_special_tokens,
         })
@@ -87,6 +91,11 @@ impl ModelText {
     /// requests calls in an unknown format.
     pub fn tool_format(&self) -> Option<ToolFormat> {
         self.tool_format
+    }
+
+    /// Returns the model's format of reasoning; `None` when its template neither renders nor removes reasoning.
+    pub fn reasoning_format(&self) -> Option<&'static ReasoningFormat> {
+        self.reasoning_format
     }
 
     /// Returns whether a message of the assistant may have several tool calls.

@@ -18,7 +18,8 @@ use tracing::Instrument;
 use super::{
     arrived::ArrivingRequest,
     options::{options, timeout},
-    prompt, status, tools,
+    prompt, status,
+    tools::{self, WirePieces},
 };
 use crate::{
     front::Front,
@@ -26,13 +27,16 @@ use crate::{
     keys::Caller,
     record::{RequestRecord, label},
     request::{
+        answer_reader::{AnswerPiece, AnswerReader, Calls},
         error::{FieldError, RequestError},
         options::{COMPLETION_TOKENS_DEFAULT, DefaultLength, TENANT_HEADER},
         text_workers::PromptSource,
         tokenization,
-        tools::{CallReader, Calls, OfferedTools},
+        tools::OfferedTools,
     },
-    request_driver::{self, AnswerEvent, GenerationFields, ParsedRequest, RunningRequest},
+    request_driver::{
+        self, AnswerEvent, AnswerTokens, GenerationFields, ParsedRequest, RunningRequest,
+    },
 };
 
 pub(super) struct InferenceService {
@@ -97,7 +101,7 @@ impl InferenceService {
             .await
             .map_err(status)?;
         // A gRPC request has one answer.
-        let reader = running.call_reader(0);
+        let reader = running.reader(0).filter(|_| !tokens_only);
         Ok(Response::new(Box::pin(responses(running, tokens_only, reader))))
     }
 }
@@ -231,7 +235,7 @@ fn read(
 fn responses(
     running: RunningRequest,
     tokens_only: bool,
-    reader: Option<CallReader>,
+    reader: Option<AnswerReader>,
 ) -> impl Stream<Item = Result<GenerateResponse, Status>> {
     futures_util::stream::unfold(Some((running, reader)), move |state| async move {
         let (mut running, mut reader) = state?;
@@ -239,26 +243,29 @@ fn responses(
             Ok(event) => event,
             Err(error) => return Some((Err(status(error)), None)),
         };
-        let text_of = |text: String| if tokens_only { String::new() } else { text };
+        let text_of = |text: String| match tokens_only {
+            true => Vec::new(),
+            false => vec![AnswerPiece::Content(text)],
+        };
         let event = match event {
             AnswerEvent::Tokens(shown) => {
-                let (text, tool_calls) = match &mut reader {
-                    Some(reader) => tools::to_wire(reader.push(&shown.text)),
-                    None => (text_of(shown.text), Vec::new()),
+                let AnswerTokens { first_index, tokens, text, .. } = shown;
+                let pieces = match &mut reader {
+                    Some(reader) => reader.push(&tokens, text),
+                    None => text_of(text),
                 };
-                let (first_index, tokens) = (shown.first_index, shown.tokens);
-                let tokens = GeneratedTokens { first_index, tokens, text, tool_calls };
+                let WirePieces { reasoning, text, tool_calls } = tools::to_wire(pieces);
+                let tokens = GeneratedTokens { first_index, tokens, text, tool_calls, reasoning };
                 generate_response::Event::Tokens(tokens)
             }
             AnswerEvent::Finished(end) => {
-                let (text, tool_calls, calls) = match reader.take() {
-                    Some(reader) => {
-                        let (pieces, calls) = reader.finish(&end.text, end.is_cut());
-                        let (text, tool_calls) = tools::to_wire(pieces);
-                        (text, tool_calls, calls)
-                    }
-                    None => (text_of(end.text), Vec::new(), Calls::None),
+                let reasoning_tokens = reader.as_ref().and_then(AnswerReader::reasoning_tokens);
+                let is_cut = end.is_cut();
+                let (pieces, calls) = match reader.take() {
+                    Some(reader) => reader.finish(end.text, is_cut),
+                    None => (text_of(end.text), Calls::None),
                 };
+                let WirePieces { reasoning, text, tool_calls } = tools::to_wire(pieces);
                 generate_response::Event::Finished(Finished {
                     reason: calls.finish_reason(end.reason).into(),
                     prompt_tokens: end.prompt_tokens,
@@ -266,6 +273,8 @@ fn responses(
                     cached_tokens: end.cached_tokens,
                     text,
                     tool_calls,
+                    reasoning,
+                    reasoning_tokens: reasoning_tokens.unwrap_or(0) as u32,
                 })
             }
         };

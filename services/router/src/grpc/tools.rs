@@ -4,10 +4,10 @@ use proto::v1::{self, ToolChoiceMode, tool_choice::Choice};
 use serde_json::{Map, Value, json};
 
 use crate::request::{
+    answer_reader::AnswerPiece,
     error::{FieldError, invalid_value, parse_json},
     tools::{
-        AnswerPiece, OfferedFunction, OfferedTools, RequestedToolChoice, TOOL_CHOICE, check_count,
-        check_name,
+        OfferedFunction, OfferedTools, RequestedToolChoice, TOOL_CHOICE, check_count, check_name,
     },
 };
 
@@ -67,13 +67,22 @@ fn offered(index: usize, tool: v1::Tool) -> Result<(Value, OfferedFunction), Fie
     Ok((definition, OfferedFunction { name, parameters, field, strict }))
 }
 
-/// Returns the text and the tool calls of these parts of an answer.
-pub(super) fn to_wire(pieces: Vec<AnswerPiece>) -> (String, Vec<v1::ToolCall>) {
-    let (mut text, mut calls) = (String::new(), Vec::new());
+/// Pieces of an answer in the form of gRPC.
+#[derive(Default)]
+pub(super) struct WirePieces {
+    pub reasoning: String,
+    pub text: String,
+    pub tool_calls: Vec<v1::ToolCall>,
+}
+
+/// Returns the pieces in the form of gRPC.
+pub(super) fn to_wire(pieces: Vec<AnswerPiece>) -> WirePieces {
+    let mut wire = WirePieces::default();
     for piece in pieces {
         match piece {
-            AnswerPiece::Content(content) => text.push_str(&content),
-            AnswerPiece::Call { index, id, call } => calls.push(v1::ToolCall {
+            AnswerPiece::Reasoning(reasoning) => wire.reasoning.push_str(&reasoning),
+            AnswerPiece::Content(content) => wire.text.push_str(&content),
+            AnswerPiece::Call { index, id, call } => wire.tool_calls.push(v1::ToolCall {
                 index,
                 id,
                 name: call.name,
@@ -81,5 +90,5 @@ pub(super) fn to_wire(pieces: Vec<AnswerPiece>) -> (String, Vec<v1::ToolCall>) {
             }),
         }
     }
-    (text, calls)
+    wire
 }

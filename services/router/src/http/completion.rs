@@ -1,6 +1,6 @@
 //! `POST /v1/chat/completions` and `POST /v1/completions`: their replies as one JSON body or as chunks of a stream.
 
-use std::{collections::HashMap, sync::Arc};
+use std::sync::Arc;
 
 use axum::{
     Json,
@@ -21,13 +21,13 @@ use super::{
     },
     request_fields::{Delivery, read_chat, read_completion},
     wire::{
-        AnswerContent, Api, Completion, ErrorBody, TextChoice, TextLogprobs, TextOffset, TokenView,
-        Usage, chat_chunks, chat_end, chat_role, text_end,
+        AnswerContent, Api, Completion, CompletionTokensDetails, ErrorBody, TextChoice,
+        TextLogprobs, TextOffset, TokenView, Usage, chat_chunks, chat_end, chat_role, text_end,
     },
 };
 use crate::{
     front::Front,
-    request::tools::{AnswerPiece, CallReader, Calls},
+    request::answer_reader::{AnswerPiece, AnswerReader, Calls},
     request_driver::{AnswerEnd, AnswerEvent, AnswerTokens, GenerationFields},
 };
 
@@ -121,9 +121,8 @@ impl GenerationApi for Api {
             true => ReplyWriter::Stream(CompletionChunks::new(reply, readers, totals)),
             false => ReplyWriter::Whole(WholeCompletion {
                 reply,
-                readers,
                 totals,
-                collected: HashMap::new(),
+                collected: readers.into_iter().map(AnswerContent::new).collect(),
                 ends: Vec::new(),
             }),
         }
@@ -193,11 +192,9 @@ impl ResponseFields {
 /// A reply that is sent as one JSON body.
 pub(super) struct WholeCompletion {
     reply: ResponseFields,
-    /// Parsers of tool calls, by choice; `None` without tools.
-    readers: Vec<Option<CallReader>>,
     totals: TokenTotals,
     /// By choice.
-    collected: HashMap<u32, AnswerContent>,
+    collected: Vec<AnswerContent>,
     ends: Vec<AnswerEnd>,
 }
 
@@ -206,28 +203,27 @@ impl WholeWriter for WholeCompletion {
         match event {
             AnswerEvent::Tokens(shown) => {
                 self.totals.tokens(shown.tokens.len());
-                let answer = self.collected.entry(shown.choice).or_default();
-                answer.push(&self.reply.view, &shown.tokens, &shown.text);
+                let answer = &mut self.collected[shown.choice as usize];
+                answer.push(&self.reply.view, &shown.tokens, shown.text);
             }
             AnswerEvent::Finished(end) => {
                 self.totals.ended(&end);
-                self.collected.entry(end.choice).or_default().text.push_str(&end.text);
+                self.totals.reasoning(self.collected[end.choice as usize].reasoning_tokens());
                 self.ends.push(end);
             }
         }
     }
 
     fn into_response(self) -> Response {
-        let Self { reply, mut readers, totals, mut collected, mut ends } = self;
+        let Self { reply, totals, collected, mut ends } = self;
         ends.sort_by_key(|end| end.choice);
-        let mut taken = |end: &AnswerEnd| collected.remove(&end.choice).unwrap_or_default();
+        // Every answer has ended.
+        let answers = collected.into_iter().zip(&ends);
         match reply.view.api {
             Api::Chat => {
-                let choice = |end: &AnswerEnd| {
-                    let reader = readers[end.choice as usize].take();
-                    taken(end).into_chat_choice(&reply.view, end, reader)
-                };
-                let choices = ends.iter().map(choice).collect();
+                let choices =
+                    answers.map(|(answer, end)| answer.into_chat_choice(&reply.view, end));
+                let choices = choices.collect();
                 let mut body = reply.completion("chat.completion", choices, &totals);
                 if reply.view.token_ids {
                     body.prompt_token_ids = reply.prompts.first().map(|prompt| &**prompt);
@@ -235,10 +231,10 @@ impl WholeWriter for WholeCompletion {
                 Json(body).into_response()
             }
             Api::Text => {
-                let choice = |end: &AnswerEnd| {
-                    taken(end).into_text_choice(&reply.view, end, reply.prompt(end.choice))
+                let choice = |(answer, end): (AnswerContent, &AnswerEnd)| {
+                    answer.into_text_choice(&reply.view, end, reply.prompt(end.choice))
                 };
-                let choices = ends.iter().map(choice).collect();
+                let choices = answers.map(choice).collect();
                 Json(reply.completion("text_completion", choices, &totals)).into_response()
             }
         }
@@ -261,8 +257,8 @@ pub(super) struct CompletionChunks {
 /// State of one answer between its chunks.
 struct AnswerProgress {
     introduced: bool,
-    /// Parser of tool calls until the end; `None` without tools.
-    reader: Option<CallReader>,
+    /// Until the end; `None` if the text of the answer is its content.
+    reader: Option<AnswerReader>,
     text_offset: TextOffset,
     completion_tokens: u64,
     /// The last tokens of a completion, until their answer's end arrives.
@@ -270,7 +266,7 @@ struct AnswerProgress {
 }
 
 impl AnswerProgress {
-    fn new(reader: Option<CallReader>) -> Self {
+    fn new(reader: Option<AnswerReader>) -> Self {
         Self {
             introduced: false,
             reader,
@@ -335,7 +331,7 @@ impl StreamWriter for CompletionChunks {
 }
 
 impl CompletionChunks {
-    fn new(reply: ResponseFields, readers: Vec<Option<CallReader>>, totals: TokenTotals) -> Self {
+    fn new(reply: ResponseFields, readers: Vec<Option<AnswerReader>>, totals: TokenTotals) -> Self {
         let answers = readers.into_iter().map(AnswerProgress::new).collect();
         let mut head = Vec::new();
         write_json(&reply.chunk::<()>(reply.chunk_object(), vec![]), &mut head);
@@ -357,7 +353,7 @@ impl CompletionChunks {
         let progress = &mut self.answers[choice as usize];
         progress.completion_tokens += tokens.len() as u64;
         let (content, pieces) = match &mut progress.reader {
-            Some(reader) => (None, reader.push(&text)),
+            Some(reader) => (None, reader.push(&tokens, text)),
             None => (Some(AnswerPiece::Content(text)), Vec::new()),
         };
         let pieces = content.into_iter().chain(pieces);
@@ -416,7 +412,10 @@ impl CompletionChunks {
     fn write_chat_end(&mut self, end: &AnswerEnd, out: &mut EventBuffer) {
         // Send text that was held back.
         let (pieces, calls) = match self.answers[end.choice as usize].reader.take() {
-            Some(reader) => reader.finish(&end.text, end.is_cut()),
+            Some(reader) => {
+                self.totals.reasoning(reader.reasoning_tokens());
+                reader.finish(end.text.clone(), end.is_cut())
+            }
             None if end.text.is_empty() => (Vec::new(), Calls::None),
             None => (vec![AnswerPiece::Content(end.text.clone())], Calls::None),
         };
@@ -454,11 +453,16 @@ impl CompletionChunks {
         let delivery = &self.reply.delivery;
         if delivery.continuous_usage {
             let prompt_tokens = self.reply.prompt(choice).len() as u64;
-            let completion_tokens = self.answers[choice as usize].completion_tokens;
+            let progress = &self.answers[choice as usize];
+            let completion_tokens = progress.completion_tokens;
+            let reasoning_tokens =
+                progress.reader.as_ref().and_then(AnswerReader::reasoning_tokens);
             return Some(Some(Usage {
                 prompt_tokens,
                 completion_tokens,
                 total_tokens: prompt_tokens + completion_tokens,
+                completion_tokens_details: reasoning_tokens
+                    .map(|reasoning_tokens| CompletionTokensDetails { reasoning_tokens }),
                 ..Usage::default()
             }));
         }

@@ -31,7 +31,7 @@ use super::{
 use crate::{
     front::{Front, NamedModel},
     record::RequestRecord,
-    request::{error::RequestError, tools::CallReader},
+    request::{answer_reader::AnswerReader, error::RequestError},
     request_driver::{
         self, AnswerEnd, AnswerEvent, GenerationFields, ParsedRequest, RunningRequest,
     },
@@ -107,8 +107,8 @@ pub(super) struct StartedReply {
     pub wants_stats: bool,
     /// The tokenized prompts. The prompt of choice `i` is prompt `i / choices`.
     pub prompts: Vec<Arc<[u32]>>,
-    /// Parsers of tool calls, by choice; `None` without tools.
-    pub readers: Vec<Option<CallReader>>,
+    /// Readers of the answers, by choice; `None` if the text of an answer is its content.
+    pub readers: Vec<Option<AnswerReader>>,
 }
 
 /// Server-sent events that wait for the next write to the client.
@@ -153,6 +153,14 @@ impl TokenTotals {
     pub(super) fn tokens(&mut self, count: usize) {
         self.usage.completion_tokens += count as u64;
         self.usage.total_tokens += count as u64;
+    }
+
+    /// Adds the reasoning tokens of an answer; `None` if the model has no format of reasoning.
+    pub(super) fn reasoning(&mut self, tokens: Option<u64>) {
+        if let Some(count) = tokens {
+            let details = &mut self.usage.completion_tokens_details;
+            details.get_or_insert_default().reasoning_tokens += count;
+        }
     }
 
     pub(super) fn ended(&mut self, end: &AnswerEnd) {
@@ -245,7 +253,7 @@ async fn answer<A: GenerationApi>(
         model,
         wants_stats: context.wants_stats,
         prompts: running.prompts.clone(),
-        readers: (0..running.answers).map(|choice| running.call_reader(choice)).collect(),
+        readers: (0..running.answers).map(|choice| running.reader(choice)).collect(),
     };
     match api.writer(reply_fields, started) {
         ReplyWriter::Stream(writer) => {

@@ -13,7 +13,7 @@ use text::{Detokenizer, DetokenizerOptions, Tokenizer, ToolCall};
 use weight_transfer::WeightVersion;
 
 use crate::{
-    request::tools::{AnswerPiece, CallReader, Calls},
+    request::answer_reader::{AnswerPiece, AnswerReader, Calls},
     request_driver::{AnswerEnd, StopReason},
 };
 
@@ -44,6 +44,15 @@ pub(super) struct Usage {
     pub completion_tokens: u64,
     pub total_tokens: u64,
     pub prompt_tokens_details: PromptTokensDetails,
+    /// Absent if the model has no format of reasoning.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub completion_tokens_details: Option<CompletionTokensDetails>,
+}
+
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, JsonSchema)]
+pub(super) struct CompletionTokensDetails {
+    /// Tokens of thoughts before answers.
+    pub reasoning_tokens: u64,
 }
 
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, JsonSchema)]
@@ -73,6 +82,12 @@ pub(super) struct ChatMessage {
     pub role: &'static str,
     /// `null` when the answer consists of tool calls only.
     pub content: Option<String>,
+    /// The thought before the answer.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub reasoning_content: Option<String>,
+    /// Equals `reasoning_content`.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub reasoning: Option<String>,
     #[schemars(with = "()")]
     pub refusal: Option<()>,
     #[serde(skip_serializing_if = "Vec::is_empty")]
@@ -80,7 +95,7 @@ pub(super) struct ChatMessage {
     pub tool_calls: Vec<ToolCallWhole>,
 }
 
-#[derive(Serialize, JsonSchema)]
+#[derive(Debug, Serialize, JsonSchema)]
 pub(super) struct ToolCallWhole {
     pub id: String,
     #[schemars(extend("const" = "function"))]
@@ -88,7 +103,7 @@ pub(super) struct ToolCallWhole {
     pub function: FunctionCall,
 }
 
-#[derive(Serialize, JsonSchema)]
+#[derive(Debug, Serialize, JsonSchema)]
 pub(super) struct FunctionCall {
     pub name: String,
     /// A JSON object as text; its beginning if the answer was cut within the call.
@@ -119,6 +134,12 @@ pub(super) struct ChatDelta {
     pub role: Option<&'static str>,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub content: Option<String>,
+    /// A piece of the thought before the answer.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub reasoning_content: Option<String>,
+    /// Equals `reasoning_content`.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub reasoning: Option<String>,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub tool_calls: Option<[ToolCallDelta; 1]>,
 }
@@ -291,7 +312,11 @@ pub(super) enum Api {
 /// Content of one answer so far.
 #[derive(Debug, Default)]
 pub(super) struct AnswerContent {
-    pub text: String,
+    /// `None` if the text of the answer is its content.
+    reader: Option<AnswerReader>,
+    reasoning: String,
+    text: String,
+    calls: Vec<ToolCallWhole>,
     pub token_ids: Vec<u32>,
     pub weight_versions: Vec<String>,
     pub chat_logprobs: Vec<ChatTokenLogprob>,
@@ -407,8 +432,22 @@ impl TokenView {
 }
 
 impl AnswerContent {
-    pub(super) fn push(&mut self, view: &TokenView, tokens: &[Token], text: &str) {
-        self.text.push_str(text);
+    pub(super) fn new(reader: Option<AnswerReader>) -> Self {
+        Self { reader, ..Self::default() }
+    }
+
+    pub(super) fn reasoning_tokens(&self) -> Option<u64> {
+        self.reader.as_ref()?.reasoning_tokens()
+    }
+
+    pub(super) fn push(&mut self, view: &TokenView, tokens: &[Token], text: String) {
+        match &mut self.reader {
+            Some(reader) => {
+                let pieces = reader.push(tokens, text);
+                self.add(pieces);
+            }
+            None => self.text.push_str(&text),
+        }
         if let Some(ids) = view.ids(tokens) {
             self.token_ids.extend(ids);
         }
@@ -423,31 +462,38 @@ impl AnswerContent {
         }
     }
 
-    pub(super) fn into_chat_choice(
-        self,
-        view: &TokenView,
-        end: &AnswerEnd,
-        reader: Option<CallReader>,
-    ) -> ChatChoice {
-        let (pieces, calls) = match reader {
-            Some(reader) => reader.finish(&self.text, end.is_cut()),
-            None => (vec![AnswerPiece::Content(self.text)], Calls::None),
-        };
-        let (mut content, mut tool_calls) = (String::new(), Vec::new());
+    fn add(&mut self, pieces: Vec<AnswerPiece>) {
         for piece in pieces {
             match piece {
-                AnswerPiece::Content(text) => content.push_str(&text),
-                AnswerPiece::Call { id, call, .. } => tool_calls.push(ToolCallWhole {
+                AnswerPiece::Reasoning(text) => self.reasoning.push_str(&text),
+                AnswerPiece::Content(text) => self.text.push_str(&text),
+                AnswerPiece::Call { id, call, .. } => self.calls.push(ToolCallWhole {
                     id,
                     r#type: "function",
                     function: FunctionCall { name: call.name, arguments: call.arguments },
                 }),
             }
         }
-        let content = (!content.is_empty() || tool_calls.is_empty()).then_some(content);
+    }
+
+    pub(super) fn into_chat_choice(mut self, view: &TokenView, end: &AnswerEnd) -> ChatChoice {
+        let (pieces, calls) = match self.reader.take() {
+            Some(reader) => reader.finish(end.text.clone(), end.is_cut()),
+            None => (vec![AnswerPiece::Content(end.text.clone())], Calls::None),
+        };
+        self.add(pieces);
+        let reasoning = (!self.reasoning.is_empty()).then_some(self.reasoning);
+        let message = ChatMessage {
+            role: "assistant",
+            content: (!self.text.is_empty() || self.calls.is_empty()).then_some(self.text),
+            reasoning_content: reasoning.clone(),
+            reasoning,
+            refusal: None,
+            tool_calls: self.calls,
+        };
         ChatChoice {
             index: end.choice,
-            message: ChatMessage { role: "assistant", content, refusal: None, tool_calls },
+            message,
             logprobs: view
                 .logprobs
                 .map(|_| ChatLogprobs { content: self.chat_logprobs, refusal: None }),
@@ -465,7 +511,7 @@ impl AnswerContent {
         prompt: &'a [u32],
     ) -> TextChoice<'a> {
         TextChoice {
-            text: self.text,
+            text: self.text + &end.text,
             logprobs: view.logprobs.map(|_| self.text_logprobs),
             prompt_token_ids: view.token_ids.then_some(prompt),
             token_ids: view.token_ids.then_some(self.token_ids),
@@ -489,7 +535,7 @@ pub(super) fn text_end<'a>(end: &AnswerEnd) -> TextChoice<'a> {
 /// Returns the first chunk of a chat answer, with its role.
 pub(super) fn chat_role(choice: u32) -> ChatChunkChoice {
     let (role, content) = (Some("assistant"), Some(String::new()));
-    let delta = ChatDelta { role, content, tool_calls: None };
+    let delta = ChatDelta { role, content, ..ChatDelta::default() };
     ChatChunkChoice { index: choice, delta, ..Default::default() }
 }
 
@@ -514,8 +560,14 @@ pub(super) fn chat_chunks(
         write(chunk);
     };
     let content = |text| ChatDelta { content: Some(text), ..ChatDelta::default() };
+    let reasoning = |text: String| ChatDelta {
+        reasoning_content: Some(text.clone()),
+        reasoning: Some(text),
+        ..ChatDelta::default()
+    };
     for piece in pieces {
         match piece {
+            AnswerPiece::Reasoning(text) => send(reasoning(text)),
             AnswerPiece::Content(text) => send(content(text)),
             AnswerPiece::Call { index, id, call } => {
                 call_deltas(index, id, call).into_iter().for_each(&mut send);

@@ -8,8 +8,8 @@ use grammar::Compiler;
 use proto::ids::random_bits;
 use serde_json::{Map, Value};
 use text::{
-    ChatTemplate, EncodeError, ModelText, RenderRequest, SamplingDefaults, SpecialTokens,
-    TEXT_BYTES_MAX, TemplateError, Tokenizer, ToolFormat,
+    ChatTemplate, EncodeError, ModelText, ReasoningFormat, RenderRequest, SamplingDefaults,
+    SpecialTokens, TEXT_BYTES_MAX, TemplateError, Tokenizer, ToolFormat,
 };
 use tokio::sync::{AcquireError, OwnedSemaphorePermit, Semaphore};
 
@@ -134,15 +134,17 @@ pub(crate) struct CacheKeying {
 pub(crate) struct TokenizedPrompt {
     pub tokens: Vec<u32>,
     pub prefix: Vec<PrefixKeys>,
+    /// Whether the answer begins within a thought.
+    pub opens_reasoning: bool,
 }
 
 impl TokenizedPrompt {
-    fn new(tokens: Vec<u32>, tokens_max: u32, keying: &CacheKeying) -> Self {
+    fn new(tokens: Vec<u32>, opens_reasoning: bool, tokens_max: u32, keying: &CacheKeying) -> Self {
         // A longer prompt is rejected, so it needs no keys.
         let is_taken = tokens.len() as u64 <= u64::from(tokens_max);
         let identities = if is_taken { &keying.identities[..] } else { &[] };
         let keys = |identity: &CacheIdentity| PrefixKeys::new(*identity, &keying.salt, &tokens);
-        Self { prefix: identities.iter().map(keys).collect(), tokens }
+        Self { prefix: identities.iter().map(keys).collect(), tokens, opens_reasoning }
     }
 }
 
@@ -171,6 +173,11 @@ impl TextWorkers {
     /// Returns the model's tool call format, if known.
     pub(crate) fn tool_format(&self) -> Option<ToolFormat> {
         self.text.tool_format()
+    }
+
+    /// Returns the model's format of reasoning, if any.
+    pub(crate) fn reasoning_format(&self) -> Option<&'static ReasoningFormat> {
+        self.text.reasoning_format()
     }
 
     /// Returns whether a message of the assistant may have several tool calls.
@@ -237,8 +244,8 @@ impl TextWorkers {
             let (keying, bytes_max) = (keying.clone(), bytes + bytes / 2 + 1024);
             let work = move |text: &ModelText| {
                 Ok::<_, RequestError>(match encode(text, source, tokens_max, bytes_max)? {
-                    Encoded::Tokens(tokens) => {
-                        Ok(TokenizedPrompt::new(tokens, tokens_max, &keying))
+                    Encoded::Tokens { tokens, opens_reasoning } => {
+                        Ok(TokenizedPrompt::new(tokens, opens_reasoning, tokens_max, &keying))
                     }
                     Encoded::Longer { chat, bytes } => Err((chat, bytes)),
                 })
@@ -280,7 +287,10 @@ impl TextWorkers {
 
 /// Result of [`encode`].
 enum Encoded {
-    Tokens(Vec<u32>),
+    Tokens {
+        tokens: Vec<u32>,
+        opens_reasoning: bool,
+    },
     /// The conversation renders to more bytes than allowed and is not encoded.
     Longer {
         chat: Box<ChatSource>,
@@ -308,6 +318,7 @@ fn encode(
         }
         Ok(())
     };
+    let mut opens_reasoning = false;
     let tokens = match source {
         PromptSource::Tokens(tokens) => tokens,
         PromptSource::Text { text, add_special_tokens } => {
@@ -318,7 +329,7 @@ fn encode(
                 false => tokenizer.encode(&text, special),
             })?
         }
-        PromptSource::Chat(chat) => {
+        PromptSource::Chat(mut chat) => {
             let template = text.chat_template().map_err(template_failed)?;
             if !chat.tools.is_null() && text.tool_format().is_none() {
                 let problem = "are given; this model's chat template does not show them to it, or \
@@ -328,6 +339,13 @@ fn encode(
             let literal = (!text.parses_special_tokens()).then_some(&**tokenizer);
             let prompt = render(template, &chat, literal)?;
             check_length(&prompt)?;
+            opens_reasoning =
+                text.reasoning_format().is_some_and(|format| match chat.continue_final_message {
+                    true => last_text(&mut chat.messages)
+                        .and_then(|text| text.as_str())
+                        .is_some_and(|text| format.is_open_in(text)),
+                    false => format.is_opened_by(&prompt),
+                });
             if prompt.len() > bytes_max {
                 return Ok(Encoded::Longer { chat: Box::new(chat), bytes: prompt.len() });
             }
@@ -337,7 +355,7 @@ fn encode(
             })?
         }
     };
-    Ok(Encoded::Tokens(tokens))
+    Ok(Encoded::Tokens { tokens, opens_reasoning })
 }
 
 fn template_failed(error: &TemplateError) -> RequestError {
@@ -385,16 +403,7 @@ fn render(
 /// Returns the messages with `mark` appended to the last message's text.
 fn with_mark_at_the_end(messages: &Value, mark: &str) -> Result<Value, FieldError> {
     let mut messages = messages.clone();
-    let last = messages.as_array_mut().and_then(|messages| messages.last_mut());
-    let content = match last.and_then(|message| message.get_mut("content")) {
-        Some(Value::Array(parts)) => parts.last_mut(),
-        other => other,
-    };
-    let text = match content {
-        Some(Value::Object(part)) => part.get_mut("text"),
-        other => other,
-    };
-    match text {
+    match last_text(&mut messages) {
         Some(Value::String(text)) if !text.trim().is_empty() => text.push_str(mark),
         _ => {
             let problem = "is true; allowed: only with text in the last message";
@@ -402,6 +411,19 @@ fn with_mark_at_the_end(messages: &Value, mark: &str) -> Result<Value, FieldErro
         }
     }
     Ok(messages)
+}
+
+/// Returns the text of the last message, or the last part of the text.
+fn last_text(messages: &mut Value) -> Option<&mut Value> {
+    let last = messages.as_array_mut().and_then(|messages| messages.last_mut());
+    let content = match last.and_then(|message| message.get_mut("content")) {
+        Some(Value::Array(parts)) => parts.last_mut(),
+        other => other,
+    };
+    match content {
+        Some(Value::Object(part)) => part.get_mut("text"),
+        other => other,
+    }
 }
 
 /// Variables that the router or the model sets. A client's value could bypass the checks of the request.

@@ -1,16 +1,13 @@
-//! The tools that a request offers, the grammar of its answers, and the tool calls in the answers.
+//! The tools that a request offers, and the grammar of its answers.
 //!
 //! If the model may choose and no function is strict, there is no grammar: the router parses calls from free text.
 //! Otherwise a grammar constrains the answer ([`OfferedTools::grammar`]): to calls only if a call is required,
 //! otherwise to text until a call begins.
 
-use std::sync::Arc;
-
 pub(crate) use grammar::limits::{NAME_BYTES_MAX, TOOLS_MAX};
 use grammar::{Alternative, CallSyntax, CallableTool, FreeText, Grammar, ToolCalls};
-use proto::{ids::RequestId, v1::FinishReason};
 use serde_json::{Map, Value, json};
-use text::{ToolCall, ToolFormat, ToolParser, ToolPiece};
+use text::ToolFormat;
 
 use super::{
     error::{FieldError, invalid_value},
@@ -98,7 +95,7 @@ impl OfferedTools {
     }
 
     /// Returns the functions that the answer may call.
-    fn callable(&self) -> impl Iterator<Item = &OfferedFunction> {
+    pub(super) fn callable(&self) -> impl Iterator<Item = &OfferedFunction> {
         self.functions.iter().filter(|function| match &self.choice {
             RequestedToolChoice::Named(name) => function.name == *name,
             RequestedToolChoice::Auto | RequestedToolChoice::Required => true,
@@ -200,168 +197,9 @@ fn arguments_schema(function: &OfferedFunction) -> Result<String, FieldError> {
     Ok(Value::Object(parameters).to_string())
 }
 
-/// Settings for parsing calls in the answers of a request.
-#[derive(Clone, Debug)]
-pub(crate) struct CallReading {
-    pub format: ToolFormat,
-    pub names: Arc<[String]>,
-    pub parallel: bool,
-    /// Whether the client named the function.
-    pub is_named: bool,
-    /// Whether an answer consists of calls only.
-    pub is_required: bool,
-    /// Prefix of the calls' ids.
-    pub id: String,
-}
-
-impl CallReading {
-    pub(crate) fn new(tools: &OfferedTools, format: ToolFormat, request_id: RequestId) -> Self {
-        Self {
-            format,
-            names: tools.callable().map(|function| function.name.clone()).collect(),
-            parallel: tools.parallel,
-            is_named: matches!(tools.choice, RequestedToolChoice::Named(_)),
-            is_required: tools.choice != RequestedToolChoice::Auto,
-            id: format!("call_{request_id}"),
-        }
-    }
-}
-
-/// A piece of an answer.
-#[derive(Debug, PartialEq)]
-pub(crate) enum AnswerPiece {
-    Content(String),
-    /// A call. If the answer was cut within its last call, the call is incomplete.
-    Call {
-        index: u32,
-        id: String,
-        call: ToolCall,
-    },
-}
-
-/// Parser of the calls in one answer.
-pub(crate) struct CallReader {
-    parser: ToolParser,
-    reading: CallReading,
-    choice: u32,
-    calls: u32,
-    /// Whether the last call is incomplete.
-    last_is_cut: bool,
-}
-
-impl CallReader {
-    pub(crate) fn new(reading: &CallReading, choice: u32) -> Self {
-        let parser = ToolParser::new(reading.format, reading.names.clone());
-        Self { parser, reading: reading.clone(), choice, calls: 0, last_is_cut: false }
-    }
-
-    pub(crate) fn push(&mut self, text: &str) -> Vec<AnswerPiece> {
-        let mut pieces = Vec::new();
-        self.parser.push(text, &mut pieces);
-        self.numbered(pieces)
-    }
-
-    /// Returns the remaining pieces, and whether the answer ends with calls. `is_cut` means that the model did not
-    /// end the answer.
-    pub(crate) fn finish(mut self, text: &str, is_cut: bool) -> (Vec<AnswerPiece>, Calls) {
-        let mut pieces = Vec::new();
-        self.parser.push(text, &mut pieces);
-        match is_cut {
-            true => self.parser.clone().finish_cut(&mut pieces),
-            false => self.parser.clone().finish(&mut pieces),
-        }
-        if is_cut && self.reading.is_required {
-            // The beginning of a call that has no name yet.
-            pieces.retain(|piece| !matches!(piece, ToolPiece::Content(_)));
-        }
-        let pieces = self.numbered(pieces);
-        let calls = match (self.calls, self.reading.parallel) {
-            (0, _) => Calls::None,
-            _ if self.last_is_cut => Calls::Cut,
-            _ if self.reading.is_named => Calls::Named,
-            (_, true) => Calls::Some,
-            (_, false) => Calls::OnlyOne,
-        };
-        (pieces, calls)
-    }
-
-    /// Drops everything after the first call if only one call is allowed.
-    fn numbered(&mut self, pieces: Vec<ToolPiece>) -> Vec<AnswerPiece> {
-        let mut numbered = Vec::with_capacity(pieces.len());
-        for piece in pieces {
-            if self.calls > 0 && !self.reading.parallel {
-                break;
-            }
-            numbered.push(match piece {
-                ToolPiece::Content(text) => AnswerPiece::Content(text),
-                ToolPiece::Call(ref call) | ToolPiece::CutCall(ref call) => {
-                    self.last_is_cut = matches!(piece, ToolPiece::CutCall(_));
-                    let call = call.clone();
-                    let index = self.calls;
-                    self.calls += 1;
-                    let id = format!("{}_{}_{index}", self.reading.id, self.choice);
-                    AnswerPiece::Call { index, id, call }
-                }
-            });
-        }
-        numbered
-    }
-}
-
-/// Calls of an answer, as far as the finish reason depends on them.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Calls {
-    None,
-    Some,
-    /// Only one call is allowed, and the answer ends with it.
-    OnlyOne,
-    /// The client named the called function.
-    Named,
-    /// The last call is incomplete.
-    Cut,
-}
-
-impl Calls {
-    /// Returns the finish reason. A truncated answer reports its truncation unless the answer ends with its only
-    /// call. A call of a named function reports `stop`, as in OpenAI and vLLM.
-    pub(crate) fn finish_reason(self, reason: FinishReason) -> FinishReason {
-        match (self, reason) {
-            (Self::OnlyOne, _) | (Self::Some, FinishReason::Stop) => FinishReason::ToolCalls,
-            (_, reason) => reason,
-        }
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn without_parallel_calls_the_answer_ends_with_its_first_call() {
-        let text = "a <tool_call>{\"name\": \"f\"}</tool_call> b <tool_call>{\"name\": \"f\"}</tool_call> c";
-        let read = |parallel, is_named| {
-            let names = Arc::new(["f".to_owned()]);
-            let id = "call_1".to_owned();
-            let format = ToolFormat::Hermes;
-            let is_required = false;
-            let reading = CallReading { format, names, parallel, is_named, is_required, id };
-            let mut reader = CallReader::new(&reading, 2);
-            let mut pieces = reader.push(&text[..40]);
-            let (rest, calls) = reader.finish(&text[40..], false);
-            pieces.extend(rest);
-            (pieces, calls)
-        };
-        let content = |text: &str| AnswerPiece::Content(text.into());
-        let call = |index| AnswerPiece::Call {
-            index,
-            id: format!("call_1_2_{index}"),
-            call: ToolCall { name: "f".into(), arguments: "{}".into() },
-        };
-        assert_eq!(read(false, false), (vec![content("a"), call(0)], Calls::OnlyOne));
-        assert_eq!(read(false, true).1, Calls::Named);
-        let all = vec![content("a"), call(0), content(" b"), call(1), content(" c")];
-        assert_eq!(read(true, false), (all, Calls::Some));
-    }
 
     #[test]
     fn error_about_a_schema_does_not_grow_with_the_schema() {
@@ -375,22 +213,5 @@ mod tests {
         let said = arguments_schema(&function).unwrap_err().to_string();
         let words = "tools[0].function.parameters.type of the function \"f\" is ";
         assert!(said.starts_with(words) && said.len() < 300, "{said}");
-    }
-
-    #[test]
-    fn finish_reason_depends_on_the_tool_calls() {
-        use FinishReason::{Length, Stop, ToolCalls};
-        for (calls, of_stop, of_length) in [
-            (Calls::None, Stop, Length),
-            (Calls::Some, ToolCalls, Length),
-            (Calls::OnlyOne, ToolCalls, ToolCalls),
-            (Calls::Named, Stop, Length),
-            (Calls::Cut, Stop, Length),
-        ] {
-            assert_eq!(
-                (calls.finish_reason(Stop), calls.finish_reason(Length)),
-                (of_stop, of_length)
-            );
-        }
     }
 }

@@ -348,9 +348,9 @@ enum StopCondition {
 impl AnswerText {
     fn new(request: &PreparedRequest, sampling: &Sampling) -> Self {
         let tokenizer = request.model.text.tokenizer();
-        // The tool-call parser needs the special tokens that mark tool calls as text.
-        let shown_tokens = request.calls.as_ref();
-        let shown_tokens = shown_tokens.map(|calls| calls.format.shown_tokens(tokenizer));
+        // Special tokens that mark reasoning and tool calls.
+        let shown_tokens = request.reading.as_ref();
+        let shown_tokens = shown_tokens.map(|reading| reading.shown_tokens(tokenizer));
         let shown_tokens = shown_tokens.unwrap_or_default();
         let stream = || {
             let (skip_special, min_tokens) = (request.skip_special, sampling.min_tokens);

@@ -1,0 +1,329 @@
+//! Reasoning, content and tool calls in the text of an answer.
+//!
+//! An [`AnswerReader`] first separates reasoning, then tool calls. It exists where the model has a format of reasoning
+//! or the request offers tools; otherwise the text of an answer is its content.
+
+use std::sync::Arc;
+
+use proto::{
+    ids::RequestId,
+    v1::{FinishReason, Token},
+};
+use text::{
+    ReasoningFormat, ReasoningParser, SplitText, Tokenizer, ToolCall, ToolFormat, ToolParser,
+    ToolPiece,
+};
+
+use super::tools::{OfferedTools, RequestedToolChoice};
+
+/// Settings for reading the answers of a request.
+#[derive(Clone, Debug)]
+pub(crate) struct AnswerReading {
+    /// `None` if the model has no format of reasoning.
+    pub reasoning: Option<ReasoningReading>,
+    /// `None` if the request offers no tools.
+    pub calls: Option<CallReading>,
+}
+
+impl AnswerReading {
+    /// Returns the special tokens that the parsers need as text.
+    pub(crate) fn shown_tokens(&self, tokenizer: &Tokenizer) -> Vec<u32> {
+        let reasoning = self.reasoning.iter().flat_map(|it| it.format.shown_tokens(tokenizer));
+        let calls = self.calls.iter().flat_map(|calls| calls.format.shown_tokens(tokenizer));
+        reasoning.chain(calls).collect()
+    }
+}
+
+/// Settings for separating reasoning in the answers of a request.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct ReasoningReading {
+    pub format: &'static ReasoningFormat,
+    /// Whether answers begin within a thought.
+    pub is_open: bool,
+    /// Token that ends a thought.
+    pub closing_token: Option<u32>,
+}
+
+/// Settings for parsing calls in the answers of a request.
+#[derive(Clone, Debug)]
+pub(crate) struct CallReading {
+    pub format: ToolFormat,
+    pub names: Arc<[String]>,
+    pub parallel: bool,
+    /// Whether the client named the function.
+    pub is_named: bool,
+    /// Whether an answer consists of calls only.
+    pub is_required: bool,
+    /// Prefix of the calls' ids.
+    pub id: String,
+}
+
+impl CallReading {
+    pub(crate) fn new(tools: &OfferedTools, format: ToolFormat, request_id: RequestId) -> Self {
+        Self {
+            format,
+            names: tools.callable().map(|function| function.name.clone()).collect(),
+            parallel: tools.parallel,
+            is_named: matches!(tools.choice, RequestedToolChoice::Named(_)),
+            is_required: tools.choice != RequestedToolChoice::Auto,
+            id: format!("call_{request_id}"),
+        }
+    }
+}
+
+/// A piece of an answer.
+#[derive(Debug, PartialEq)]
+pub(crate) enum AnswerPiece {
+    /// A piece of the thought before the answer.
+    Reasoning(String),
+    Content(String),
+    /// A call. If the answer was cut within its last call, the call is incomplete.
+    Call {
+        index: u32,
+        id: String,
+        call: ToolCall,
+    },
+}
+
+/// Parser of one answer.
+#[derive(Debug)]
+pub(crate) struct AnswerReader {
+    reasoning: Option<ReasoningReader>,
+    calls: Option<CallReader>,
+}
+
+impl AnswerReader {
+    pub(crate) fn new(reading: &AnswerReading, choice: u32) -> Self {
+        Self {
+            reasoning: reading.reasoning.map(ReasoningReader::new),
+            calls: reading.calls.as_ref().map(|reading| CallReader::new(reading, choice)),
+        }
+    }
+
+    /// Processes the next tokens of the answer and their text.
+    pub(crate) fn push(&mut self, tokens: &[Token], text: String) -> Vec<AnswerPiece> {
+        let split = match &mut self.reasoning {
+            Some(reader) => reader.push(tokens, text),
+            None => SplitText { reasoning: String::new(), rest: text },
+        };
+        let mut pieces = Vec::new();
+        self.append(split, &mut pieces);
+        pieces
+    }
+
+    /// Returns the remaining pieces, and whether the answer ends with calls. `text` is the rest of the text; `is_cut`
+    /// means that the model did not end the answer.
+    pub(crate) fn finish(mut self, text: String, is_cut: bool) -> (Vec<AnswerPiece>, Calls) {
+        let mut pieces = self.push(&[], text);
+        if let Some(reader) = self.reasoning.take() {
+            self.append(reader.parser.finish(), &mut pieces);
+        }
+        let calls = match self.calls {
+            Some(reader) => reader.finish(is_cut, &mut pieces),
+            None => Calls::None,
+        };
+        (pieces, calls)
+    }
+
+    /// Returns the number of reasoning tokens so far, marks included; `None` if the model has no format of reasoning.
+    pub(crate) fn reasoning_tokens(&self) -> Option<u64> {
+        self.reasoning.as_ref().map(|reader| reader.token_count)
+    }
+
+    fn append(&mut self, split: SplitText, pieces: &mut Vec<AnswerPiece>) {
+        if !split.reasoning.is_empty() {
+            pieces.push(AnswerPiece::Reasoning(split.reasoning));
+        }
+        match &mut self.calls {
+            _ if split.rest.is_empty() => {}
+            Some(reader) => reader.push(&split.rest, pieces),
+            None => pieces.push(AnswerPiece::Content(split.rest)),
+        }
+    }
+}
+
+/// Reader of the thought in one answer.
+#[derive(Debug)]
+struct ReasoningReader {
+    parser: ReasoningParser,
+    closing_token: Option<u32>,
+    /// Number of reasoning tokens.
+    token_count: u64,
+    /// Number of tokens before it is known whether the answer begins with a thought.
+    undecided_count: u64,
+    counts: bool,
+}
+
+impl ReasoningReader {
+    fn new(reading: ReasoningReading) -> Self {
+        let parser = ReasoningParser::new(reading.format, reading.is_open);
+        let closing_token = reading.closing_token;
+        Self { parser, closing_token, token_count: 0, undecided_count: 0, counts: true }
+    }
+
+    fn push(&mut self, tokens: &[Token], text: String) -> SplitText {
+        if !self.counts && self.parser.is_done() {
+            return SplitText { reasoning: String::new(), rest: text };
+        }
+        let was_thinking = self.parser.is_thinking();
+        let split = self.parser.push(&text);
+        if self.counts {
+            self.count(tokens, was_thinking || !split.reasoning.is_empty());
+        }
+        split
+    }
+
+    /// Counts the tokens up to the one that ends the thought. `has_thought`: the text of these tokens, or the text
+    /// before, belongs to the thought.
+    fn count(&mut self, tokens: &[Token], has_thought: bool) {
+        let close = tokens.iter().position(|token| Some(token.id) == self.closing_token);
+        if self.parser.is_undecided() {
+            self.undecided_count += tokens.len() as u64;
+            return;
+        }
+        if self.parser.is_thinking() || has_thought || close.is_some() {
+            let count = close.map_or(tokens.len(), |at| at + 1);
+            self.token_count += std::mem::take(&mut self.undecided_count) + count as u64;
+        }
+        self.counts = close.is_none() && self.parser.is_thinking();
+    }
+}
+
+/// Reader of the calls in one answer.
+#[derive(Debug)]
+struct CallReader {
+    parser: ToolParser,
+    reading: CallReading,
+    choice: u32,
+    calls: u32,
+    /// Whether the last call is incomplete.
+    last_is_cut: bool,
+}
+
+impl CallReader {
+    fn new(reading: &CallReading, choice: u32) -> Self {
+        let parser = ToolParser::new(reading.format, reading.names.clone());
+        Self { parser, reading: reading.clone(), choice, calls: 0, last_is_cut: false }
+    }
+
+    fn push(&mut self, text: &str, to: &mut Vec<AnswerPiece>) {
+        let mut pieces = Vec::new();
+        self.parser.push(text, &mut pieces);
+        self.number(pieces, to);
+    }
+
+    /// Appends the remaining pieces, and returns whether the answer ends with calls.
+    fn finish(mut self, is_cut: bool, to: &mut Vec<AnswerPiece>) -> Calls {
+        let mut pieces = Vec::new();
+        match is_cut {
+            true => self.parser.clone().finish_cut(&mut pieces),
+            false => self.parser.clone().finish(&mut pieces),
+        }
+        if is_cut && self.reading.is_required {
+            // The beginning of a call that has no name yet.
+            pieces.retain(|piece| !matches!(piece, ToolPiece::Content(_)));
+        }
+        self.number(pieces, to);
+        match (self.calls, self.reading.parallel) {
+            (0, _) => Calls::None,
+            _ if self.last_is_cut => Calls::Cut,
+            _ if self.reading.is_named => Calls::Named,
+            (_, true) => Calls::Some,
+            (_, false) => Calls::OnlyOne,
+        }
+    }
+
+    /// Appends the pieces. Drops everything after the first call if only one call is allowed.
+    fn number(&mut self, pieces: Vec<ToolPiece>, to: &mut Vec<AnswerPiece>) {
+        for piece in pieces {
+            if self.calls > 0 && !self.reading.parallel {
+                break;
+            }
+            to.push(match piece {
+                ToolPiece::Content(text) => AnswerPiece::Content(text),
+                ToolPiece::Call(ref call) | ToolPiece::CutCall(ref call) => {
+                    self.last_is_cut = matches!(piece, ToolPiece::CutCall(_));
+                    let call = call.clone();
+                    let index = self.calls;
+                    self.calls += 1;
+                    let id = format!("{}_{}_{index}", self.reading.id, self.choice);
+                    AnswerPiece::Call { index, id, call }
+                }
+            });
+        }
+    }
+}
+
+/// Calls of an answer, as far as the finish reason depends on them.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Calls {
+    None,
+    Some,
+    /// Only one call is allowed, and the answer ends with it.
+    OnlyOne,
+    /// The client named the called function.
+    Named,
+    /// The last call is incomplete.
+    Cut,
+}
+
+impl Calls {
+    /// Returns the finish reason. A truncated answer reports its truncation unless the answer ends with its only
+    /// call. A call of a named function reports `stop`, as in OpenAI and vLLM.
+    pub(crate) fn finish_reason(self, reason: FinishReason) -> FinishReason {
+        match (self, reason) {
+            (Self::OnlyOne, _) | (Self::Some, FinishReason::Stop) => FinishReason::ToolCalls,
+            (_, reason) => reason,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn without_parallel_calls_the_answer_ends_with_its_first_call() {
+        let text = "a <tool_call>{\"name\": \"f\"}</tool_call> b <tool_call>{\"name\": \"f\"}</tool_call> c";
+        let read = |parallel, is_named| {
+            let names = Arc::new(["f".to_owned()]);
+            let id = "call_1".to_owned();
+            let format = ToolFormat::Hermes;
+            let is_required = false;
+            let calls = CallReading { format, names, parallel, is_named, is_required, id };
+            let reading = AnswerReading { reasoning: None, calls: Some(calls) };
+            let mut reader = AnswerReader::new(&reading, 2);
+            let mut pieces = reader.push(&[], text[..40].to_owned());
+            let (rest, calls) = reader.finish(text[40..].to_owned(), false);
+            pieces.extend(rest);
+            (pieces, calls)
+        };
+        let content = |text: &str| AnswerPiece::Content(text.into());
+        let call = |index| AnswerPiece::Call {
+            index,
+            id: format!("call_1_2_{index}"),
+            call: ToolCall { name: "f".into(), arguments: "{}".into() },
+        };
+        assert_eq!(read(false, false), (vec![content("a"), call(0)], Calls::OnlyOne));
+        assert_eq!(read(false, true).1, Calls::Named);
+        let all = vec![content("a"), call(0), content(" b"), call(1), content(" c")];
+        assert_eq!(read(true, false), (all, Calls::Some));
+    }
+
+    #[test]
+    fn finish_reason_depends_on_the_tool_calls() {
+        use FinishReason::{Length, Stop, ToolCalls};
+        for (calls, of_stop, of_length) in [
+            (Calls::None, Stop, Length),
+            (Calls::Some, ToolCalls, Length),
+            (Calls::OnlyOne, ToolCalls, ToolCalls),
+            (Calls::Named, Stop, Length),
+            (Calls::Cut, Stop, Length),
+        ] {
+            assert_eq!(
+                (calls.finish_reason(Stop), calls.finish_reason(Length)),
+                (of_stop, of_length)
+            );
+        }
+    }
+}

@@ -1,0 +1,101 @@
+//! The thought of a reasoning model: separated from the answer, counted, with tools.
+
+mod common;
+
+use common::{Cluster, client::text_of, encode};
+use serde_json::{Value, json};
+
+const PATH: &str = "/v1/chat/completions";
+
+/// Returns a template in the style of Qwen 3, which removes earlier thoughts. `opening` begins the answer.
+fn template(opening: &str) -> String {
+    let messages = "{%- if tools %}{{- '<tool_call>' + (tools | tojson) }}{%- endif %}
+        {%- for message in messages %}
+            {{- '<|im_start|>' + message.role + '\\n' + message.content.split('</think>')[-1] + '<|im_end|>\\n' }}
+        {%- endfor %}";
+    let answer =
+        "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' + OPENING }}{%- endif %}";
+    messages.to_owned() + &answer.replace("OPENING", &json!(opening).to_string())
+}
+
+fn chat(extra: Value) -> Value {
+    let tool = json!({"type": "function", "function": {"name": "clock"}});
+    let mut body = json!({
+        "messages": [{"role": "user", "content": "What time is it?"}],
+        "tools": [tool],
+        "max_tokens": 200,
+    });
+    body.as_object_mut().unwrap().extend(extra.as_object().unwrap().clone());
+    body
+}
+
+/// Returns reasoning, content, the number of calls and the number of reasoning tokens of an answer.
+async fn parts_of(
+    cluster: &Cluster,
+    mut body: Value,
+    stream: bool,
+) -> (String, String, usize, u64) {
+    let reasoning_tokens =
+        |usage: &Value| usage["completion_tokens_details"]["reasoning_tokens"].as_u64().unwrap();
+    let text = |part: &Value| part["reasoning_content"].as_str().unwrap_or_default().to_owned();
+    if stream {
+        body["stream"] = true.into();
+        body["stream_options"] = json!({"include_usage": true});
+        let chunks = cluster.client.stream(PATH, &body).await.chunks().await;
+        let choices = chunks.iter().flat_map(|chunk| chunk["choices"].as_array().unwrap());
+        let deltas: Vec<&Value> = choices.map(|choice| &choice["delta"]).collect();
+        assert!(deltas.iter().all(|delta| delta["reasoning"] == delta["reasoning_content"]));
+        let reasoning = deltas.iter().map(|delta| text(delta)).collect();
+        let calls = deltas.iter().filter(|delta| delta["tool_calls"][0]["id"].is_string()).count();
+        let usage = &chunks.last().unwrap()["usage"];
+        return (reasoning, text_of(&chunks, 0), calls, reasoning_tokens(usage));
+    }
+    let answer = cluster.client.post(PATH, &body).await.json();
+    let message = &answer["choices"][0]["message"];
+    assert_eq!(message.get("reasoning"), message.get("reasoning_content"));
+    let calls = message["tool_calls"].as_array().map_or(0, Vec::len);
+    let content = message["content"].as_str().unwrap_or_default().to_owned();
+    (text(message), content, calls, reasoning_tokens(&answer["usage"]))
+}
+
+#[tokio::test]
+async fn thought_is_separated_from_content_and_calls() {
+    let thought = "\nThe user\nasks.\n</think>";
+    let rest = "\n\nI look.\n<tool_call>\n{\"name\": \"clock\", \"arguments\": {}}\n</tool_call>";
+    // A prompt may end with the opening mark. Otherwise the model writes the mark, or answers at once.
+    for (opening, written, reasoning) in [
+        ("<think>\n", thought.to_owned(), "The user\nasks."),
+        ("", format!("<think>{thought}"), "The user\nasks."),
+        ("<think>\n\n</think>\n\n", String::new(), ""),
+    ] {
+        let cluster =
+            Cluster::start_with_template(&template(opening), &(written.clone() + rest)).await;
+        for stream in [false, true] {
+            let (its_reasoning, content, calls, tokens) =
+                parts_of(&cluster, chat(json!({})), stream).await;
+            assert_eq!((its_reasoning.as_str(), calls), (reasoning, 1), "{opening}");
+            assert_eq!(content.trim_start(), "I look.", "{opening}");
+            let expected = encode(&written).len() as u64;
+            assert!(tokens.abs_diff(expected) <= u64::from(expected > 0), "{tokens} {expected}");
+        }
+    }
+}
+
+#[tokio::test]
+async fn cut_thought_is_reasoning() {
+    let cluster =
+        Cluster::start_with_template(&template("<think>\n"), "It asks </think>Noon.").await;
+    let body = chat(json!({"max_tokens": encode("It asks").len(), "tools": null}));
+    for stream in [false, true] {
+        let expected = ("It asks".to_owned(), String::new(), 0, encode("It asks").len() as u64);
+        assert_eq!(parts_of(&cluster, body.clone(), stream).await, expected);
+    }
+}
+
+#[tokio::test]
+async fn model_without_thoughts_reports_none() {
+    let cluster = Cluster::start(0, 1, "<think>a</think>b").await;
+    let answer = cluster.client.post(PATH, &chat(json!({"tools": null}))).await.json();
+    assert_eq!(answer["choices"][0]["message"]["content"], "<think>a</think>b", "{answer}");
+    assert_eq!(answer["usage"].get("completion_tokens_details"), None);
+}

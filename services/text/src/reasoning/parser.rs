@@ -1,0 +1,214 @@
+//! Separates the thought at the beginning of an answer from the rest of its text.
+//!
+//! Text arrives in pieces of any size, which do not affect the result. Text is emitted at once, except white space and
+//! the beginning of a mark. White space around a mark belongs to the mark. A thought without its closing mark is
+//! reasoning to the end of the answer.
+
+use super::ReasoningFormat;
+
+/// Parser of one answer.
+///
+/// Lifecycle: [`push`](Self::push) for each piece of text, then [`finish`](Self::finish).
+#[derive(Clone, Debug)]
+pub struct ReasoningParser {
+    format: &'static ReasoningFormat,
+    state: ReasoningState,
+    /// Text that is held back: white space and the beginning of a mark.
+    held: String,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum ReasoningState {
+    /// At the beginning of the answer, where a thought may begin.
+    Undecided,
+    /// After the opening mark: only white space since.
+    Opened,
+    Thought,
+    /// After the closing mark: only white space since.
+    Closed,
+    /// The rest of the answer.
+    Rest,
+}
+
+/// Final text of a piece: the end of the thought, then the rest of the answer.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct SplitText {
+    pub reasoning: String,
+    pub rest: String,
+}
+
+impl ReasoningParser {
+    /// Creates the parser. `is_open`: the answer begins within a thought.
+    pub fn new(format: &'static ReasoningFormat, is_open: bool) -> Self {
+        let state = if is_open { ReasoningState::Opened } else { ReasoningState::Undecided };
+        Self { format, state, held: String::new() }
+    }
+
+    /// Returns whether no thought has begun, but one may begin.
+    pub fn is_undecided(&self) -> bool {
+        self.state == ReasoningState::Undecided
+    }
+
+    /// Returns whether the text so far ends within a thought.
+    pub fn is_thinking(&self) -> bool {
+        matches!(self.state, ReasoningState::Opened | ReasoningState::Thought)
+    }
+
+    /// Returns whether all further text belongs to the rest of the answer.
+    pub fn is_done(&self) -> bool {
+        self.state == ReasoningState::Rest
+    }
+
+    /// Processes the next piece of text.
+    pub fn push(&mut self, text: &str) -> SplitText {
+        self.held.push_str(text);
+        let mut split = SplitText::default();
+        loop {
+            match self.state {
+                ReasoningState::Undecided => {
+                    let text = self.held.trim_start();
+                    if let Some(thought) = text.strip_prefix(self.format.open) {
+                        self.held = thought.to_owned();
+                        self.state = ReasoningState::Opened;
+                    } else if self.format.open.starts_with(text) {
+                        return split;
+                    } else {
+                        self.state = ReasoningState::Rest;
+                    }
+                }
+                ReasoningState::Opened | ReasoningState::Closed => {
+                    self.held.drain(..self.held.len() - self.held.trim_start().len());
+                    if self.held.is_empty() {
+                        return split;
+                    }
+                    self.state = match self.state {
+                        ReasoningState::Opened => ReasoningState::Thought,
+                        _ => ReasoningState::Rest,
+                    };
+                }
+                ReasoningState::Thought => {
+                    if let Some(end) = self.held.find(self.format.close) {
+                        split.reasoning.push_str(self.held[..end].trim_end());
+                        self.held.drain(..end + self.format.close.len());
+                        self.state = ReasoningState::Closed;
+                        continue;
+                    }
+                    let end = self.held.len() - partial_mark(&self.held, self.format.close);
+                    let rest = self.held.split_off(self.held[..end].trim_end().len());
+                    split.reasoning.push_str(&std::mem::replace(&mut self.held, rest));
+                    return split;
+                }
+                ReasoningState::Rest => {
+                    split.rest = std::mem::take(&mut self.held);
+                    return split;
+                }
+            }
+        }
+    }
+
+    /// Ends the answer and returns the text that was held back.
+    pub fn finish(self) -> SplitText {
+        match self.is_thinking() {
+            true => SplitText { reasoning: self.held, rest: String::new() },
+            false => SplitText { reasoning: String::new(), rest: self.held },
+        }
+    }
+}
+
+/// Returns the length of the longest end of `text` that is a beginning of `mark`, but not the whole mark.
+fn partial_mark(text: &str, mark: &str) -> usize {
+    let lengths = mark.char_indices().map(|(length, _)| length);
+    lengths.filter(|&length| text.ends_with(&mark[..length])).max().unwrap_or(0)
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::{super::think, *};
+
+    fn read(is_open: bool, pieces: &[&str]) -> SplitText {
+        let mut parser = ReasoningParser::new(&think::FORMAT, is_open);
+        let mut all = SplitText::default();
+        let mut add = |split: SplitText| {
+            assert!(all.rest.is_empty() || split.reasoning.is_empty(), "{all:?} {split:?}");
+            all.reasoning.push_str(&split.reasoning);
+            all.rest.push_str(&split.rest);
+        };
+        pieces.iter().for_each(|piece| add(parser.push(piece)));
+        add(parser.finish());
+        all
+    }
+
+    #[test]
+    fn thought_is_separated_from_the_rest() {
+        for (is_open, text, reasoning, rest) in [
+            (false, "<think>\na b\n</think>\n\nc", "a b", "c"),
+            (false, "\n<think>a</think>c</think>", "a", "c</think>"),
+            (true, "\na\n</think>\n\nc", "a", "c"),
+            (true, "a <b </think x </think>c ", "a <b </think x", "c "),
+            (true, "</think>c", "", "c"),
+            // The answer was cut, or ended without the mark.
+            (true, "a b ", "a b ", ""),
+            (false, "<think>a </thi", "a </thi", ""),
+            (false, "<think>", "", ""),
+            // No thought.
+            (false, "c <think>a</think>", "", "c <think>a</think>"),
+            (false, " a</think> c", "", " a</think> c"),
+            (false, "\n\n", "", "\n\n"),
+            (false, "<thi", "", "<thi"),
+        ] {
+            let expected = SplitText { reasoning: reasoning.into(), rest: rest.into() };
+            assert_eq!(read(is_open, &[text]), expected, "{text:?}");
+        }
+    }
+
+    #[test]
+    fn reasoning_is_emitted_once_it_cannot_belong_to_a_mark() {
+        let mut parser = ReasoningParser::new(&think::FORMAT, false);
+        for (piece, reasoning, rest) in [
+            ("<think>\n", "", ""),
+            ("So", "So", ""),
+            (" </", "", ""),
+            ("b>", " </b>", ""),
+            (" ", "", ""),
+            ("</think>", "", ""),
+            ("\n", "", ""),
+            ("ab ", "", "ab "),
+            ("</think>", "", "</think>"),
+        ] {
+            let expected = SplitText { reasoning: reasoning.into(), rest: rest.into() };
+            assert_eq!(parser.push(piece), expected, "{piece:?}");
+        }
+    }
+
+    fn bits() -> impl Strategy<Value = String> {
+        let bit = prop_oneof![
+            Just("<think>"),
+            Just("</think>"),
+            Just("</th"),
+            Just("<"),
+            Just("\n"),
+            Just("a"),
+            Just("é👩‍👩‍👧"),
+        ];
+        prop::collection::vec(bit, 0..10).prop_map(|bits| bits.concat())
+    }
+
+    proptest! {
+        #[test]
+        fn reasoning_does_not_depend_on_how_text_is_split(text in bits(), is_open in any::<bool>()) {
+            let characters: Vec<String> = text.chars().map(String::from).collect();
+            let pieces: Vec<&str> = characters.iter().map(String::as_str).collect();
+            let whole = read(is_open, &[&text]);
+            prop_assert_eq!(read(is_open, &pieces), whole.clone());
+            // Only the marks and the white space around them are dropped.
+            let bare = |text: &str| text.replace(char::is_whitespace, "");
+            let shown = bare(&(whole.reasoning + &whole.rest));
+            let opened = bare(&text).replacen("<think>", "", 1);
+            let closed = opened.replacen("</think>", "", 1);
+            let kept = [bare(&text), bare(&text).replacen("</think>", "", 1), opened, closed];
+            prop_assert!(kept.contains(&shown), "{} {}", shown, text);
+        }
+    }
+}
