@@ -15,7 +15,7 @@ use std::{
 };
 
 use credentials::{Reload, Reloaded, SettingFile};
-use http::{HeaderMap, Request, header};
+use http::{HeaderMap, HeaderName, Request, header};
 use ring::digest::{SHA256, digest};
 use router_core::{Flow, FlowName};
 use telemetry::metrics::{
@@ -32,6 +32,9 @@ use crate::{
 };
 pub(crate) use limits::LimitExceeded;
 use limits::{KeyLimits, KeyUsage};
+
+/// Header of a key in Anthropic's API.
+const X_API_KEY: HeaderName = HeaderName::from_static("x-api-key");
 
 /// The port whose clients present the keys.
 pub(crate) enum Purpose {
@@ -90,7 +93,9 @@ impl ApiKeys {
         {
             connection.authenticate();
         }
-        request.headers_mut().remove(header::AUTHORIZATION);
+        for name in [header::AUTHORIZATION, X_API_KEY] {
+            request.headers_mut().remove(name);
+        }
         request.extensions_mut().insert(admitted?);
         Ok(())
     }
@@ -102,12 +107,12 @@ impl ApiKeys {
 
     /// Returns the caller of a probe, which needs no key and counts against no limit.
     pub(crate) fn caller(&self, headers: &HeaderMap) -> Option<Caller> {
-        Some(Caller(Some(self.find(bearer(headers)?)?)))
+        Some(Caller(Some(self.find(presented(headers)?)?)))
     }
 
     /// Returns the caller of a request, and counts the request.
     fn admit(&self, headers: &HeaderMap, now: Instant) -> Result<Caller, RequestError> {
-        let Some(presented) = bearer(headers) else {
+        let Some(presented) = presented(headers) else {
             self.metrics.rejected(KeyRejection::Missing);
             return Err(RequestError::MissingKey);
         };
@@ -122,7 +127,12 @@ impl ApiKeys {
     }
 }
 
-/// Returns the key of the header `authorization: Bearer KEY`.
+/// Returns the key of the header `authorization: Bearer KEY`, otherwise of `x-api-key: KEY`.
+fn presented(headers: &HeaderMap) -> Option<&[u8]> {
+    let plain = || headers.get(X_API_KEY).map(|value| value.as_bytes().trim_ascii());
+    bearer(headers).or_else(plain).filter(|key| !key.is_empty())
+}
+
 fn bearer(headers: &HeaderMap) -> Option<&[u8]> {
     let value = headers.get(header::AUTHORIZATION)?.as_bytes().trim_ascii();
     let (scheme, key) = value.split_at_checked("bearer ".len())?;
@@ -391,6 +401,18 @@ mod tests {
         }
         for missing in ["", "Bearer", "Bearer ", "Basic secret-a", "secret-a"] {
             assert_eq!(admit(&keys, missing).err(), Some(RequestError::MissingKey), "{missing}");
+        }
+        let plain = |key: &str| HeaderMap::from_iter([(X_API_KEY, key.parse().unwrap())]);
+        let admitted = keys.admit(&plain("secret-a "), Instant::now());
+        assert_eq!(admitted.unwrap().name(), Some("a"));
+        let mut both = plain("secret-a");
+        both.extend(headers("Bearer secret-b"));
+        for (headers, error) in [
+            (plain("secret-b"), RequestError::UnknownKey),
+            (plain(" "), RequestError::MissingKey),
+            (both, RequestError::UnknownKey),
+        ] {
+            assert_eq!(keys.admit(&headers, Instant::now()).err(), Some(error));
         }
         let none = keys.admit(&HeaderMap::new(), Instant::now());
         assert_eq!(none.err(), Some(RequestError::MissingKey));

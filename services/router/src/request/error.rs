@@ -216,7 +216,9 @@ pub(crate) enum RequestError {
     Field(#[from] FieldError),
     #[error("the model {model:?} does not exist; served: {}", served.join(", "))]
     UnknownModel { model: String, served: Vec<String> },
-    #[error("the request has no API key; expected the header authorization: Bearer KEY")]
+    #[error(
+        "the request has no API key; expected the header authorization: Bearer KEY, or x-api-key: KEY"
+    )]
     MissingKey,
     #[error("the API key is unknown")]
     UnknownKey,
