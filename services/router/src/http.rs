@@ -1,4 +1,4 @@
-//! The OpenAI HTTP API, health and metrics: routes, and the code that all endpoints share (request id, label, body).
+//! The OpenAI and Anthropic HTTP APIs, health and metrics: routes, and the code that all endpoints share (request id, label, body).
 
 mod completion;
 mod error;
@@ -6,6 +6,7 @@ mod fields;
 mod generate;
 mod grammar_fields;
 mod info;
+mod messages;
 mod openapi;
 mod pages;
 mod request_fields;
@@ -67,7 +68,10 @@ pub(crate) fn routes(front: Arc<Front>, metrics: Metrics, started: u64) -> Route
     let keys = front.keys.clone();
     let pages = middleware::from_fn_with_state(keys.is_some(), pages::allow_pages);
     let router = router.fallback(async |uri: Uri| no_such_path(&uri)).with_state(front);
-    with_keys(router, keys).layer(pages).layer(middleware::from_fn(with_request_id))
+    with_keys(router, keys)
+        .layer(pages)
+        .layer(middleware::from_fn(with_request_id))
+        .layer(middleware::from_fn(messages::with_format))
 }
 
 /// Adds the check of API keys, if the port has any.
@@ -115,6 +119,8 @@ fn table(metrics: Metrics, started: u64) -> Vec<Route> {
     vec![
         post("/v1/chat/completions", routing::post(chat_completions)),
         post("/v1/completions", routing::post(completions)),
+        post("/v1/messages", routing::post(messages::messages)),
+        post("/v1/messages/count_tokens", routing::post(messages::count_tokens)),
         post("/tokenize", routing::post(tokenize)),
         post("/detokenize", routing::post(detokenize)),
         get("/v1/models", routing::get(move |state, caller| info::models(state, caller, started))),
@@ -365,6 +371,8 @@ pub fn read_bodies(body: &[u8]) {
     let _ = request_fields::options(&fields);
     let _ = request_fields::choices(&fields);
     let _ = request_fields::delivery(&fields);
+    let _ = messages::read_messages(&fields);
+    let _ = messages::read_counted(&fields);
     let tools = grammar_fields::tools(&fields).ok().flatten();
     let _ = request_fields::chat_source(&fields, tools.as_ref());
     let _ = request_fields::prompts(&fields);

@@ -158,7 +158,7 @@ async fn prepare(
     let mut options = fields.options.or(model.text.sampling_defaults());
     let calls = offer_tools(&mut fields.tools, &mut options, &model, request_id)?;
     let stops = StopStrings::new(&options.stop, options.include_stop)
-        .map_err(|error| stop_refused(&error))?;
+        .map_err(|error| stop_refused("stop", &error))?;
     if record.connection().is_late {
         return Err(LoadBound::Stopping.into());
     }
@@ -303,11 +303,12 @@ async fn check_grammar(
     Ok(Some(Arc::new(asked.for_nodes())))
 }
 
-fn stop_refused(error: &text::StopStringError) -> FieldError {
+/// Returns the error of a field with invalid stop strings.
+pub(crate) fn stop_refused(field: &str, error: &text::StopStringError) -> FieldError {
     // The message begins with the name of the field or of one of its elements.
     let message = error.to_string();
     let problem = message.strip_prefix("stop").unwrap_or(&message).trim_start();
-    FieldError::new("stop", problem)
+    FieldError::new(field, problem)
 }
 
 /// Runs all answers of a request concurrently. The first failure ends the other answers.

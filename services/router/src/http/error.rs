@@ -90,7 +90,8 @@ impl From<RequestError> for ApiError {
 
 impl IntoResponse for ApiError {
     fn into_response(self) -> Response {
-        let mut response = (self.status, Json(ErrorBody { error: self.content })).into_response();
+        let body = Json(ErrorBody { error: self.content.clone() });
+        let mut response = (self.status, body).into_response();
         let headers = response.headers_mut();
         if let Some(seconds) = self.retry_after_s {
             headers.insert(header::RETRY_AFTER, HeaderValue::from(seconds));
@@ -98,6 +99,8 @@ impl IntoResponse for ApiError {
         if self.status == StatusCode::UNAUTHORIZED {
             headers.insert(header::WWW_AUTHENTICATE, HeaderValue::from_static("Bearer"));
         }
+        // The layer of an API with another format of errors reads it.
+        response.extensions_mut().insert(self);
         response
     }
 }

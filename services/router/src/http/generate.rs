@@ -121,6 +121,14 @@ impl EventBuffer {
         self.event(|out| write_json(content, out));
     }
 
+    /// Appends an event of this type, with JSON content.
+    pub(super) fn named(&mut self, name: &str, content: &impl Serialize) {
+        self.0.extend_from_slice(b"event: ");
+        self.0.extend_from_slice(name.as_bytes());
+        self.0.push(b'\n');
+        self.json(content);
+    }
+
     /// Appends an event; `write` appends its data, one line.
     pub(super) fn event(&mut self, write: impl FnOnce(&mut Vec<u8>)) {
         self.0.extend_from_slice(b"data: ");

@@ -6,6 +6,8 @@
 //! every response matches its schema.
 
 #[expect(dead_code, reason = "only the schemas of its types are used")]
+mod messages;
+#[expect(dead_code, reason = "only the schemas of its types are used")]
 mod requests;
 mod responses;
 
@@ -18,7 +20,7 @@ pub(super) fn document() -> Value {
         "info": {
             "title": "Baton",
             "version": env!("CARGO_PKG_VERSION"),
-            "description": "OpenAI's API for text and chat, with vLLM's additions. Fields that are \
+            "description": "OpenAI's API for text and chat, with vLLM's additions, and Anthropic's API for messages. Fields that are \
                 not described are ignored. An error names the field, its value and what is allowed.",
             "license": {"name": "Apache-2.0", "identifier": "Apache-2.0"},
         },
@@ -65,6 +67,28 @@ fn generated(whole: &str, chunk: &str) -> Value {
     with_errors(ok, &[400, 401, 404, 408, 413, 415, 429, 500, 501, 502, 503, 504])
 }
 
+/// Returns the responses of `/v1/messages`, whole or as a stream of events.
+fn message_answers() -> Value {
+    let mut ok = json_answer("The answer, or the stream of its events.", "MessagesReply");
+    let events = ["MessageEvent", "BlockEvent", "MessagesError"].map(reference);
+    ok["content"]["text/event-stream"] = json!({"schema": {
+        "type": "object",
+        "required": ["event", "data"],
+        "properties": {
+            "event": {"type": "string"},
+            "data": {"type": "string", "contentMediaType": "application/json",
+                "contentSchema": {"anyOf": events}},
+        },
+        "description": "One event; `event` repeats the type in `data`. A complete stream ends with \
+            `message_stop`, a failed stream with `error`.",
+    }});
+    with_error_bodies(
+        ok,
+        &[400, 401, 404, 408, 413, 415, 429, 500, 501, 502, 503, 504],
+        "MessagesError",
+    )
+}
+
 fn paths() -> Value {
     let get = |id: &str, about: &str, parameters: Value, answers: Value| {
         json!({"get": {
@@ -99,6 +123,22 @@ fn paths() -> Value {
             "Continues a text",
             "CompletionRequest",
             generated("Completion", "CompletionChunk"),
+        ),
+        "/v1/messages": post(
+            "createMessage",
+            "Generates the next message of a conversation, as in Anthropic's API",
+            "MessagesRequest",
+            message_answers(),
+        ),
+        "/v1/messages/count_tokens": post(
+            "countMessageTokens",
+            "Counts the tokens of a conversation",
+            "MessagesCountRequest",
+            with_error_bodies(
+                json_answer("The number of tokens.", "CountedTokens"),
+                text_errors,
+                "MessagesError",
+            ),
         ),
         "/tokenize": post(
             "tokenize",
@@ -154,6 +194,11 @@ fn json_answer(about: &str, schema: &str) -> Value {
 }
 
 fn with_errors(ok: Value, statuses: &[u16]) -> Value {
+    with_error_bodies(ok, statuses, "Error")
+}
+
+/// Returns the responses of a path: success, and errors with bodies of this schema.
+fn with_error_bodies(ok: Value, statuses: &[u16], schema: &str) -> Value {
     let mut answers = Map::from_iter([("200".to_owned(), ok)]);
     for &status in statuses {
         let about = match status {
@@ -172,7 +217,7 @@ fn with_errors(ok: Value, statuses: &[u16]) -> Value {
             504 => "The request's deadline has passed.",
             _ => "A bug in Baton.",
         };
-        let mut answer = json_answer(about, "Error");
+        let mut answer = json_answer(about, schema);
         if matches!(status, 429 | 503) {
             answer["headers"]["retry-after"] = json!({"description": "Seconds to wait before a retry.", "schema": {"type": "integer", "minimum": 1}});
         }
@@ -226,6 +271,7 @@ mod tests {
     use super::*;
     use crate::http::{
         fields::RequestFields,
+        messages::{read_counted, read_messages},
         request_fields::{read_chat, read_completion},
         table,
         tokenize::prompt_source,
@@ -270,6 +316,13 @@ mod tests {
         });
         is_described("CompletionRequest", &[r#"{"prompt": "hi"}"#], |fields| {
             read_completion(fields).unwrap();
+        });
+        let messages = r#"{"messages": [{"role": "user", "content": "hi"}], "max_tokens": 1}"#;
+        is_described("MessagesRequest", &[messages], |fields| {
+            read_messages(fields).unwrap();
+        });
+        is_described("MessagesCountRequest", &[chat], |fields| {
+            read_counted(fields).unwrap();
         });
         is_described("TokenizeRequest", &[chat, r#"{"prompt": "hi"}"#], |fields| {
             prompt_source(fields).unwrap();

@@ -264,7 +264,9 @@ pub(super) fn chat_source(
     })
 }
 
-fn template_kwargs(fields: &RequestFields<'_>) -> Result<Map<String, Value>, FieldError> {
+pub(super) fn template_kwargs(
+    fields: &RequestFields<'_>,
+) -> Result<Map<String, Value>, FieldError> {
     const NAME: &str = "chat_template_kwargs";
     let variables = fields.value(NAME, "an object of template variables")?.unwrap_or_default();
     check_variables(NAME, &variables)?;

@@ -4,7 +4,9 @@
 use schemars::{JsonSchema, generate::SchemaSettings};
 use serde_json::{Map, Value, json};
 
+use super::messages::{MessagesCountRequest, MessagesRequest};
 use crate::{
+    http::messages::unsupported as messages_unsupported,
     http::request_fields::{CHAT_UNSUPPORTED, COMPLETION_UNSUPPORTED, UNSUPPORTED, Unsupported},
     request::{
         options::{
@@ -23,14 +25,19 @@ pub(super) fn schemas() -> Map<String, Value> {
     let mut generator = settings.into_generator();
     generator.subschema_for::<ChatCompletionRequest>();
     generator.subschema_for::<CompletionRequest>();
+    generator.subschema_for::<MessagesRequest>();
+    generator.subschema_for::<MessagesCountRequest>();
     generator.subschema_for::<TokenizeRequest>();
     generator.subschema_for::<DetokenizeRequest>();
     let mut schemas = generator.take_definitions(true);
-    let unsupported: [(&str, &[Unsupported]); 4] = [
+    let messages_unsupported: Vec<Unsupported> = messages_unsupported().copied().collect();
+    let unsupported: [(&str, &[Unsupported]); 6] = [
         ("ChatCompletionRequest", &UNSUPPORTED),
         ("ChatCompletionRequest", &CHAT_UNSUPPORTED),
         ("CompletionRequest", &UNSUPPORTED),
         ("CompletionRequest", &COMPLETION_UNSUPPORTED),
+        ("MessagesRequest", &messages_unsupported),
+        ("MessagesCountRequest", &messages_unsupported),
     ];
     for (request, fields) in unsupported {
         for (name, disabling) in fields {
@@ -56,6 +63,8 @@ pub(super) fn example(request: &str) -> Value {
         "CompletionRequest" => {
             json!({"prompt": "The capital of France is", "max_tokens": 8, "temperature": 0})
         }
+        "MessagesRequest" => json!({"messages": messages, "max_tokens": 8, "temperature": 0}),
+        "MessagesCountRequest" => json!({"messages": messages}),
         "TokenizeRequest" => json!({"prompt": "The capital of France is"}),
         _ => json!({"tokens": [1, 2, 3]}),
     }
@@ -82,6 +91,13 @@ struct Generation {
     return_token_ids: Option<bool>,
     /// Return the version of the weights that made each token, in `weight_versions`.
     return_weight_version: Option<bool>,
+    #[serde(flatten)]
+    sampling: Sampling,
+}
+
+// Options that every API shares: sampling, stop conditions and grammar.
+#[derive(JsonSchema)]
+pub(super) struct Sampling {
     /// Minimum number of generated tokens.
     #[schemars(range(min = 0, max = *TOKENS.end()))]
     min_tokens: Option<u32>,

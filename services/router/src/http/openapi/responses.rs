@@ -5,6 +5,7 @@ use serde_json::{Map, Value, json};
 
 use crate::http::{
     info::Health,
+    messages::{BlockEvent, CountedTokens, MessageBody, MessageEvent, MessagesError},
     wire::{
         ChatChoice, ChatChunkChoice, Completion, Detokenized, ErrorBody, ModelList, TextChoice,
         Tokenized,
@@ -31,6 +32,11 @@ pub(super) fn schemas() -> Map<String, Value> {
     generator.subschema_for::<ErrorBody>();
     generator.subschema_for::<Health<'_>>();
     generator.subschema_for::<ModelList>();
+    generator.subschema_for::<MessageBody<'_>>();
+    generator.subschema_for::<BlockEvent>();
+    generator.subschema_for::<MessageEvent<'_>>();
+    generator.subschema_for::<MessagesError<'_>>();
+    generator.subschema_for::<CountedTokens>();
     generator.subschema_for::<Tokenized>();
     generator.subschema_for::<Detokenized>();
     let mut schemas = generator.take_definitions(true);
