@@ -5,8 +5,10 @@ Prints "ok" at the end; any difference from what the client expects is an except
 """
 
 import sys
+from typing import Literal
 
 import openai
+import pydantic
 
 client = openai.OpenAI(base_url=sys.argv[1] + "/v1", api_key="unused", timeout=60, max_retries=0)
 model = client.models.list().data[0].id
@@ -46,9 +48,33 @@ assert len(texts) == 3 and len(set(texts)) > 1, texts
 assert texts == [choice.text for choice in again.choices], "a seed is reproducible"
 assert not any("." in text for text in texts), texts
 
+first = client.responses.create(model=model, input="What is the capital of France?", max_output_tokens=24, temperature=0)
+assert first.output_text == text and first.status in ("completed", "incomplete"), first
+assert client.responses.retrieve(first.id).output_text == text
+with client.responses.stream(
+    model=model, input="And of Italy?", previous_response_id=first.id, max_output_tokens=24, temperature=0,
+) as stream:
+    deltas = "".join(event.delta for event in stream if event.type == "response.output_text.delta")
+    second = stream.get_final_response()
+assert deltas == second.output_text and second.previous_response_id == first.id, second
+items = client.responses.input_items.list(second.id, order="asc").data
+assert [item.role for item in items] == ["user", "assistant", "user"], items
+assert second.usage.input_tokens > first.usage.total_tokens, second.usage
+
+
+class City(pydantic.BaseModel):
+    name: Literal["Paris", "Rome"]
+    inhabitants: int = pydantic.Field(ge=0, le=9)
+
+
+parsed = client.responses.parse(model=model, input="A city?", text_format=City, temperature=0)
+assert parsed.output_parsed.name in ("Paris", "Rome"), parsed
+client.responses.delete(first.id)
+
 for status, call in [
     (openai.BadRequestError, lambda: client.completions.create(model=model, prompt="x", temperature=9)),
     (openai.NotFoundError, lambda: client.completions.create(model="nobody", prompt="x")),
+    (openai.NotFoundError, lambda: client.responses.retrieve(first.id)),
     (openai.BadRequestError, lambda: client.completions.create(model=model, prompt=[5] * 9000)),
 ]:
     try:

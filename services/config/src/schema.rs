@@ -164,6 +164,15 @@ section! {
         slow_client_events: u32 = 256,
             "About 3 s of a fast answer; more would be generated for clients that never read.",
             1..=65_536;
+        /// Maximum bytes of the responses that the router stores for /v1/responses; 0 stores none. When the store is full,
+        /// the API key or tenant with the most bytes loses its oldest response.
+        responses_bytes_max: ByteSize = ByteSize::mib(256),
+            "About 2,000 turns of conversations of 32 Ki tokens; each stored turn has its whole input.",
+            ByteSize::mib(0)..=ByteSize::gib(64);
+        /// Maximum age of a stored response.
+        responses_age_max: Duration = secs(86_400),
+            "An agent that waits for a person overnight continues its conversation.",
+            secs(1)..=secs(30 * 86_400);
         /// Time after SIGTERM for which the router is unready but accepts requests, because load balancers need
         /// time to stop sending them. If requests still arrive then, the router accepts them for up to as long
         /// again. SIGINT skips both times.

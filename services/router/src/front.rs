@@ -20,6 +20,7 @@ use crate::{
         error::RequestError,
         text_workers::{TextPermits, TextWorkers},
     },
+    response_store::SharedResponses,
     shared_router::SharedRouter,
 };
 
@@ -74,6 +75,8 @@ pub(crate) struct Front {
     pub bodies: BodyBudget,
     pub router: SharedRouter,
     pub history: SharedHistory,
+    /// Responses of `/v1/responses`.
+    pub responses: SharedResponses,
     /// API keys of clients, if they need one.
     pub keys: Option<Arc<ApiKeys>>,
     /// Cancelled when the router becomes unready, before it rejects requests.
@@ -93,6 +96,7 @@ impl Front {
         Self {
             bodies: BodyBudget::new(settings.bodies_bytes_max),
             history: SharedHistory::new(Instant::now()),
+            responses: SharedResponses::new(&settings.router),
             models,
             router,
             nodes,

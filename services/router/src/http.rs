@@ -10,6 +10,7 @@ mod messages;
 mod openapi;
 mod pages;
 mod request_fields;
+mod responses;
 mod tokenize;
 mod wire;
 
@@ -62,8 +63,8 @@ pub(crate) const BODY_COUNTS_AFTER: Duration = Duration::from_secs(1);
 /// Returns all HTTP routes. `started` is the start of the process in seconds since 1970.
 pub(crate) fn routes(front: Arc<Front>, metrics: Metrics, started: u64) -> Router {
     let mut router = Router::new();
-    for Route { path, method, handler } in table(metrics, started) {
-        router = router.route(path, only(method, handler));
+    for Route { path, methods, handler } in table(metrics, started) {
+        router = router.route(path, only(methods, handler));
     }
     let keys = front.keys.clone();
     let pages = middleware::from_fn_with_state(keys.is_some(), pages::allow_pages);
@@ -103,10 +104,10 @@ pub(crate) fn probes(front: Arc<Front>) -> Router {
     probes.route("/ready", routing::get(info::ready)).with_state(front)
 }
 
-/// A route: path, method and handler.
+/// A route: path, methods as in the header `allow`, and handler.
 struct Route {
     path: &'static str,
-    method: &'static str,
+    methods: &'static str,
     handler: MethodRouter<Arc<Front>>,
 }
 
@@ -114,13 +115,21 @@ fn table(metrics: Metrics, started: u64) -> Vec<Route> {
     let description: Bytes = openapi::document().to_string().into();
     let openapi = async move || ([(header::CONTENT_TYPE, "application/json")], description.clone());
     let page = MetricsPage::new(metrics);
-    let get = |path, handler| Route { path, method: "GET", handler };
-    let post = |path, handler| Route { path, method: "POST", handler };
+    let get = |path, handler| Route { path, methods: "GET", handler };
+    let post = |path, handler| Route { path, methods: "POST", handler };
     vec![
         post("/v1/chat/completions", routing::post(chat_completions)),
         post("/v1/completions", routing::post(completions)),
         post("/v1/messages", routing::post(messages::messages)),
         post("/v1/messages/count_tokens", routing::post(messages::count_tokens)),
+        post("/v1/responses", routing::post(responses::create)),
+        Route {
+            path: "/v1/responses/{id}",
+            methods: "GET, DELETE",
+            handler: routing::get(responses::retrieve).delete(responses::delete),
+        },
+        get("/v1/responses/{id}/input_items", routing::get(responses::input_items_page)),
+        post("/v1/responses/{id}/cancel", routing::post(responses::cancel)),
         post("/tokenize", routing::post(tokenize)),
         post("/detokenize", routing::post(detokenize)),
         get("/v1/models", routing::get(move |state, caller| info::models(state, caller, started))),
@@ -368,6 +377,7 @@ pub fn read_bodies(body: &[u8]) {
     let _ = fields.string("model");
     let _ = request_fields::read_chat(&fields);
     let _ = request_fields::read_completion(&fields);
+    let _ = responses::read_fields(&fields);
     let _ = request_fields::options(&fields);
     let _ = request_fields::choices(&fields);
     let _ = request_fields::delivery(&fields);

@@ -35,6 +35,7 @@ mod request {
     pub(crate) mod tools;
 }
 mod request_driver;
+mod response_store;
 mod serve;
 mod shared_router;
 mod wake;

@@ -15,7 +15,10 @@ use futures_util::future::try_join_all;
 use proto::ids::{RequestId, random_bits};
 use router_core::{AnswerSpec, ArrivedRequest, Flow, LoadBound, WaitLimits};
 use text::StopStrings;
-use tokio::{task::JoinHandle, time::Instant};
+use tokio::{
+    task::{AbortHandle, JoinHandle},
+    time::Instant,
+};
 use tracing::{Instrument, Span};
 
 use crate::{
@@ -357,6 +360,11 @@ impl RunningRequest {
         self.reading.as_ref().map(|reading| AnswerReader::new(reading, choice))
     }
 
+    /// Returns a handle that ends the request as if the client had disconnected.
+    pub(crate) fn abort_handle(&self) -> AbortHandle {
+        self.task.as_ref().expect("the task has not been joined").abort_handle()
+    }
+
     /// Returns the next event if one is queued.
     pub(crate) fn next_queued(&mut self) -> Option<AnswerEvent> {
         self.events.recv_queued()
@@ -373,6 +381,7 @@ impl RunningRequest {
         match ended {
             Ok(Ok(())) => None,
             Ok(Err(error)) => Some(Err(error)),
+            Err(error) if error.is_cancelled() => Some(Err(RequestError::ClientGone)),
             Err(error) => Some(Err(RequestError::Internal { reason: error.to_string() })),
         }
     }

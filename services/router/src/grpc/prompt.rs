@@ -76,6 +76,7 @@ pub(super) fn of_chat(
     let messages: Value =
         messages.into_iter().enumerate().map(message).collect::<Result<Vec<_>, _>>()?.into();
     Ok(PromptSource::Chat(ChatSource {
+        field: "messages",
         messages,
         tools,
         add_generation_prompt: conversation

@@ -63,7 +63,7 @@ impl GenerationApi for Api {
     type Stream = CompletionChunks;
     type Whole = WholeCompletion;
 
-    fn operation(self) -> Operation {
+    fn operation(&self) -> Operation {
         match self {
             Self::Chat => Operation::Chat,
             Self::Text => Operation::TextCompletion,
@@ -71,7 +71,7 @@ impl GenerationApi for Api {
     }
 
     fn read(
-        self,
+        &self,
         fields: &RequestFields<'_>,
     ) -> Result<(GenerationFields, CompletionFields), ApiError> {
         let (fields, delivery) = match self {
@@ -88,7 +88,7 @@ impl GenerationApi for Api {
     }
 
     fn writer(
-        self,
+        &self,
         fields: CompletionFields,
         started: StartedReply,
     ) -> ReplyWriter<CompletionChunks, WholeCompletion> {
@@ -106,7 +106,7 @@ impl GenerationApi for Api {
             system_fingerprint: format!("fp_{:010x}", started.model_fingerprint >> 88),
             view: TokenView {
                 tokenizer: started.model.model.text.tokenizer().clone(),
-                api: self,
+                api: *self,
                 logprobs: fields.logprobs,
                 token_ids: fields.delivery.token_ids,
                 weight_versions: fields.delivery.weight_versions,
@@ -128,7 +128,7 @@ impl GenerationApi for Api {
         }
     }
 
-    fn refusal(self, error: ApiError) -> Response {
+    fn refusal(&self, error: ApiError) -> Response {
         error.into_response()
     }
 }

@@ -21,7 +21,7 @@ use proto::ids::RequestId;
 use router_core::HandOverStats;
 use serde::Serialize;
 use telemetry::metrics::{Operation, RequestEnd};
-use tokio::time::Instant;
+use tokio::{task::AbortHandle, time::Instant};
 use tracing::Instrument;
 
 use super::{
@@ -42,29 +42,29 @@ use crate::{
 const WRITE_BYTES: usize = 4096;
 
 /// An HTTP API that generates answers.
-pub(super) trait GenerationApi: Copy + Send + Sync + 'static {
+pub(super) trait GenerationApi: Send + Sync + 'static {
     /// The fields of a body that decide how the reply is written.
     type ReplyFields: Send;
     type Stream: StreamWriter;
     type Whole: WholeWriter;
 
-    fn operation(self) -> Operation;
+    fn operation(&self) -> Operation;
 
     /// Reads the fields of a body.
     fn read(
-        self,
+        &self,
         fields: &RequestFields<'_>,
     ) -> Result<(GenerationFields, Self::ReplyFields), ApiError>;
 
     /// Returns the writer of the reply to a request that has started.
     fn writer(
-        self,
+        &self,
         fields: Self::ReplyFields,
         started: StartedReply,
     ) -> ReplyWriter<Self::Stream, Self::Whole>;
 
     /// Returns the response to a request that failed before its first event.
-    fn refusal(self, error: ApiError) -> Response;
+    fn refusal(&self, error: ApiError) -> Response;
 }
 
 /// The writer of a streamed reply or of one JSON body.
@@ -107,6 +107,8 @@ pub(super) struct StartedReply {
     pub wants_stats: bool,
     /// The tokenized prompts. The prompt of choice `i` is prompt `i / choices`.
     pub prompts: Vec<Arc<[u32]>>,
+    /// Ends the request early.
+    pub abort: AbortHandle,
     /// Readers of the answers, by choice; `None` if the text of an answer is its content.
     pub readers: Vec<Option<AnswerReader>>,
 }
@@ -202,7 +204,7 @@ pub(super) async fn answer_request<A: GenerationApi>(
     );
     record.set_span(context.span.clone());
     // Boxed, because the layers around the handler would copy the large future at every move.
-    let answered = Box::pin(answer(&front, &context, &parts.headers, body, api, record));
+    let answered = Box::pin(answer(&front, &context, &parts.headers, body, &api, record));
     let answered = answered.instrument(context.span.clone()).await;
     let mut response = answered.unwrap_or_else(|error| api.refusal(error));
     response.headers_mut().insert(X_REQUEST_ID, context.echo());
@@ -215,7 +217,7 @@ async fn answer<A: GenerationApi>(
     context: &RequestContext,
     headers: &HeaderMap,
     body: Body,
-    api: A,
+    api: &A,
     mut record: RequestRecord,
 ) -> Result<Response, ApiError> {
     let read = async {
@@ -250,7 +252,7 @@ async fn answer<A: GenerationApi>(
             return Err(error);
         }
     };
-    let created = SystemTime::UNIX_EPOCH.elapsed().map_or(0, |since| since.as_secs());
+    let created = unix_seconds();
     let running = request_driver::start(front, parsed, record, context.span.clone()).await?;
     let serving = front.nodes.serving(&model.model.name);
     let started = StartedReply {
@@ -261,6 +263,7 @@ async fn answer<A: GenerationApi>(
         model,
         wants_stats: context.wants_stats,
         prompts: running.prompts.clone(),
+        abort: running.abort_handle(),
         readers: (0..running.answers).map(|choice| running.reader(choice)).collect(),
     };
     match api.writer(reply_fields, started) {
@@ -269,6 +272,11 @@ async fn answer<A: GenerationApi>(
         }
         ReplyWriter::Whole(writer) => Ok(whole_response(writer, running).await?),
     }
+}
+
+/// Returns the time in seconds since 1970.
+pub(super) fn unix_seconds() -> u64 {
+    SystemTime::UNIX_EPOCH.elapsed().map_or(0, |since| since.as_secs())
 }
 
 /// Waits for all answers and returns one JSON body.

@@ -167,7 +167,7 @@ fn structured_outputs(fields: &RequestFields<'_>) -> Result<Option<RequestedGram
 }
 
 /// Parses a JSON object. The check is needed because serde also reads an array as a struct.
-fn object<'a, T: Deserialize<'a>>(
+pub(super) fn object<'a, T: Deserialize<'a>>(
     field: &str,
     text: &'a str,
     allowed: &str,

@@ -97,7 +97,6 @@ fn check_version(headers: &HeaderMap) -> Result<(), FieldError> {
     }
 }
 
-#[derive(Clone, Copy)]
 struct MessagesApi;
 
 impl GenerationApi for MessagesApi {
@@ -105,19 +104,19 @@ impl GenerationApi for MessagesApi {
     type Stream = MessageStream;
     type Whole = WholeMessage;
 
-    fn operation(self) -> Operation {
+    fn operation(&self) -> Operation {
         Operation::Chat
     }
 
     fn read(
-        self,
+        &self,
         fields: &RequestFields<'_>,
     ) -> Result<(GenerationFields, MessageFields), ApiError> {
         Ok(read_messages(fields)?)
     }
 
     fn writer(
-        self,
+        &self,
         fields: MessageFields,
         started: StartedReply,
     ) -> ReplyWriter<MessageStream, WholeMessage> {
@@ -128,7 +127,7 @@ impl GenerationApi for MessagesApi {
         }
     }
 
-    fn refusal(self, error: ApiError) -> Response {
+    fn refusal(&self, error: ApiError) -> Response {
         error.into_response()
     }
 }

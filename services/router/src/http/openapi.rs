@@ -89,12 +89,30 @@ fn message_answers() -> Value {
     )
 }
 
+/// Returns the answers of `/v1/responses`, whole or as a stream of events.
+fn responded() -> Value {
+    let mut ok = json_answer("The response, or the stream of its events.", "Response");
+    ok["content"]["text/event-stream"] = json!({"schema": {
+        "type": "object",
+        "required": ["event", "data"],
+        "properties": {
+            "event": {"type": "string", "description": "The `type` of the data."},
+            "data": {"type": "string", "contentMediaType": "application/json",
+                "contentSchema": reference("ResponseEvent")},
+        },
+        "description": "One event. A stream ends with `response.completed`, `response.incomplete` \
+            or `response.failed`.",
+    }});
+    with_errors(ok, &[400, 401, 404, 408, 413, 415, 429, 500, 501, 502, 503, 504])
+}
+
+/// Returns an operation without a body.
+fn operation(id: &str, about: &str, parameters: Value, answers: Value) -> Value {
+    json!({"operationId": id, "summary": about, "parameters": parameters, "responses": answers})
+}
+
 fn paths() -> Value {
-    let get = |id: &str, about: &str, parameters: Value, answers: Value| {
-        json!({"get": {
-            "operationId": id, "summary": about, "parameters": parameters, "responses": answers,
-        }})
-    };
+    let get = |id: &str, about: &str, parameters: Value, answers: Value| json!({"get": operation(id, about, parameters, answers)});
     let label = || json!([label_header()]);
     let text_errors = &[400, 401, 404, 408, 413, 415, 429, 500, 503, 504];
     let id = json!({
@@ -140,6 +158,44 @@ fn paths() -> Value {
                 "MessagesError",
             ),
         ),
+        "/v1/responses": post(
+            "createResponse",
+            "Generates a response to items, and stores it",
+            "ResponsesRequest",
+            responded(),
+        ),
+        "/v1/responses/{id}": {
+            "get": operation(
+                "getResponse",
+                "Returns a stored response",
+                json!([label_header(), response_id()]),
+                with_errors(json_answer("The response.", "Response"), &[400, 401, 404, 429]),
+            ),
+            "delete": operation(
+                "deleteResponse",
+                "Deletes a stored response",
+                json!([label_header(), response_id()]),
+                with_errors(
+                    json_answer("The response is deleted.", "DeletedResponse"),
+                    &[400, 401, 404, 429],
+                ),
+            ),
+        },
+        "/v1/responses/{id}/input_items": get(
+            "listInputItems",
+            "Lists the input items of a stored response, earlier turns included",
+            json!([label_header(), response_id(),
+                query("limit", json!({"type": "integer", "minimum": 1, "maximum": 100})),
+                query("order", json!({"enum": ["asc", "desc"]})),
+                query("after", json!({"type": "string"}))]),
+            with_errors(json_answer("The items.", "InputItems"), &[400, 401, 404, 429]),
+        ),
+        "/v1/responses/{id}/cancel": {"post": operation(
+            "cancelResponse",
+            "Ends a response in progress",
+            json!([label_header(), response_id()]),
+            with_errors(json_answer("The response.", "Response"), &[400, 401, 404, 429]),
+        )},
         "/tokenize": post(
             "tokenize",
             "Tokenizes a text or a conversation",
@@ -236,6 +292,15 @@ fn label_response() -> Value {
         "schema": {"type": "string"}, "required": true}})
 }
 
+fn response_id() -> Value {
+    json!({"name": "id", "in": "path", "required": true,
+        "schema": {"type": "string", "minLength": 1}, "description": "Id of a response."})
+}
+
+fn query(name: &str, schema: Value) -> Value {
+    json!({"name": name, "in": "query", "schema": schema})
+}
+
 fn stats_header() -> Value {
     json!({"name": "x-baton-stats", "in": "header", "schema": {"type": "string"},
         "description": "With `1` the answer has `baton`: statistics of the hand-over."})
@@ -273,7 +338,7 @@ mod tests {
         fields::RequestFields,
         messages::{read_counted, read_messages},
         request_fields::{read_chat, read_completion},
-        table,
+        responses, table,
         tokenize::prompt_source,
     };
 
@@ -284,7 +349,10 @@ mod tests {
         let telemetry = Telemetry::start(&config, resource).unwrap();
         let served: BTreeSet<(String, String)> = table(telemetry.metrics(), 0)
             .into_iter()
-            .map(|route| (route.path.replace("{*", "{"), route.method.to_lowercase()))
+            .flat_map(|route| {
+                let path = route.path.replace("{*", "{");
+                route.methods.split(", ").map(move |method| (path.clone(), method.to_lowercase()))
+            })
             .collect();
         let document = document();
         let described =
@@ -323,6 +391,9 @@ mod tests {
         });
         is_described("MessagesCountRequest", &[chat], |fields| {
             read_counted(fields).unwrap();
+        });
+        is_described("ResponsesRequest", &[r#"{"input": "hi"}"#], |fields| {
+            responses::read_fields(fields).unwrap();
         });
         is_described("TokenizeRequest", &[chat, r#"{"prompt": "hi"}"#], |fields| {
             prompt_source(fields).unwrap();

@@ -79,7 +79,10 @@ pub(super) fn named_model(
     front.models.find(fields.string("model")?.as_deref(), caller)
 }
 
-fn check_unsupported(fields: &RequestFields<'_>, all: &[Unsupported]) -> Result<(), FieldError> {
+pub(super) fn check_unsupported(
+    fields: &RequestFields<'_>,
+    all: &[Unsupported],
+) -> Result<(), FieldError> {
     all.iter().try_for_each(|(name, neutral)| fields.unsupported(name, neutral))
 }
 
@@ -251,6 +254,7 @@ pub(super) fn chat_source(
     }
     fields.unsupported("add_special_tokens", &["false"])?;
     Ok(ChatSource {
+        field: "messages",
         messages,
         tools: tools.map_or(Value::Null, |tools| tools.definitions.clone()),
         add_generation_prompt: add_generation_prompt.unwrap_or(!continue_final_message),

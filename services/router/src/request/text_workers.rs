@@ -89,6 +89,8 @@ pub(crate) enum PromptSource {
 
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) struct ChatSource {
+    /// Name of the client's field with the conversation, for errors.
+    pub field: &'static str,
     pub messages: Value,
     /// List of tool descriptions, or null.
     pub tools: Value,
@@ -115,7 +117,7 @@ impl PromptSource {
     pub(crate) fn field(&self) -> &'static str {
         match self {
             Self::Tokens(_) | Self::Text { .. } => "prompt",
-            Self::Chat(_) => "messages",
+            Self::Chat(chat) => chat.field,
         }
     }
 }
@@ -536,6 +538,7 @@ mod tests {
         });
         let content = "a\u{FDD0}b";
         let source = PromptSource::Chat(ChatSource {
+            field: "messages",
             messages: json!([{"role": "user", "content": content}]),
             tools: Value::Null,
             add_generation_prompt: false,
@@ -564,6 +567,7 @@ mod tests {
         let bytes = nested.to_string().len();
         assert!(bytes < INLINE_BYTES_MAX);
         let source = PromptSource::Chat(ChatSource {
+            field: "messages",
             messages: json!([{"role": "user", "content": ""}]),
             tools: Value::Null,
             add_generation_prompt: false,
@@ -585,6 +589,7 @@ mod tests {
     fn continued(template: &str, content: Value) -> Result<String, RequestError> {
         let template = ChatTemplate::new(template, Default::default()).unwrap();
         let chat = ChatSource {
+            field: "messages",
             messages: json!([
                 {"role": "user", "content": "sure"},
                 {"role": "assistant", "content": content},

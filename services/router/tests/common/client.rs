@@ -143,8 +143,8 @@ impl EventStream {
             if let Some(end) = self.buffer.windows(2).position(|pair| pair == b"\n\n") {
                 let block: Vec<u8> = self.buffer.drain(..end + 2).collect();
                 let block = String::from_utf8(block).unwrap();
-                if let Some(data) = block.strip_prefix("data: ") {
-                    return Some(data.trim_end().to_owned());
+                if let Some(data) = block.lines().find_map(|line| line.strip_prefix("data: ")) {
+                    return Some(data.to_owned());
                 }
                 continue;
             }

@@ -144,6 +144,7 @@ fn chat_source(
     set("reasoning_effort", output.effort.map(Value::from));
     let further = [fields.raw("chat_template_kwargs"), fields.raw(TOOLS)];
     Ok(ChatSource {
+        field: "messages",
         messages,
         tools: tools.map_or(Value::Null, |tools| tools.definitions.clone()),
         add_generation_prompt: !continues,

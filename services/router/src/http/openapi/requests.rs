@@ -6,8 +6,11 @@ use serde_json::{Map, Value, json};
 
 use super::messages::{MessagesCountRequest, MessagesRequest};
 use crate::{
-    http::messages::unsupported as messages_unsupported,
-    http::request_fields::{CHAT_UNSUPPORTED, COMPLETION_UNSUPPORTED, UNSUPPORTED, Unsupported},
+    http::{
+        messages::unsupported as messages_unsupported,
+        request_fields::{CHAT_UNSUPPORTED, COMPLETION_UNSUPPORTED, UNSUPPORTED, Unsupported},
+        responses::RESPONSES_UNSUPPORTED,
+    },
     request::{
         options::{
             CACHE_SALT_BYTES_MAX, CHOICES, LOGPROBS, MIN_P, PENALTY, REPETITION_PENALTY, SEED,
@@ -25,19 +28,22 @@ pub(super) fn schemas() -> Map<String, Value> {
     let mut generator = settings.into_generator();
     generator.subschema_for::<ChatCompletionRequest>();
     generator.subschema_for::<CompletionRequest>();
+    generator.subschema_for::<ResponsesRequest>();
     generator.subschema_for::<MessagesRequest>();
     generator.subschema_for::<MessagesCountRequest>();
     generator.subschema_for::<TokenizeRequest>();
     generator.subschema_for::<DetokenizeRequest>();
     let mut schemas = generator.take_definitions(true);
     let messages_unsupported: Vec<Unsupported> = messages_unsupported().copied().collect();
-    let unsupported: [(&str, &[Unsupported]); 6] = [
+    let unsupported: [(&str, &[Unsupported]); 8] = [
         ("ChatCompletionRequest", &UNSUPPORTED),
         ("ChatCompletionRequest", &CHAT_UNSUPPORTED),
         ("CompletionRequest", &UNSUPPORTED),
         ("CompletionRequest", &COMPLETION_UNSUPPORTED),
         ("MessagesRequest", &messages_unsupported),
         ("MessagesCountRequest", &messages_unsupported),
+        ("ResponsesRequest", &UNSUPPORTED),
+        ("ResponsesRequest", &RESPONSES_UNSUPPORTED),
     ];
     for (request, fields) in unsupported {
         for (name, disabling) in fields {
@@ -65,6 +71,10 @@ pub(super) fn example(request: &str) -> Value {
         }
         "MessagesRequest" => json!({"messages": messages, "max_tokens": 8, "temperature": 0}),
         "MessagesCountRequest" => json!({"messages": messages}),
+        "ResponsesRequest" => {
+            json!({"input": "What is the capital of France?", "max_output_tokens": 8,
+                "temperature": 0})
+        }
         "TokenizeRequest" => json!({"prompt": "The capital of France is"}),
         _ => json!({"tokens": [1, 2, 3]}),
     }
@@ -262,6 +272,107 @@ struct ChatCompletionRequest {
     /// Only false: the chat template adds special tokens.
     #[schemars(extend("enum" = [false, null]))]
     add_special_tokens: Option<Value>,
+}
+
+#[derive(JsonSchema)]
+struct ResponsesRequest {
+    #[serde(flatten)]
+    sampling: Sampling,
+    /// Name or alias of a model; without the field the default model answers.
+    model: Option<String>,
+    /// A message of the user, or a list of items of type message, function_call, function_call_output or reasoning.
+    #[schemars(extend("anyOf" = [{"type": "string"}, {"type": "array", "minItems": 1, "items": {"type": "object"}}]))]
+    input: Value,
+    /// A system message before the input.
+    instructions: Option<String>,
+    /// Id of the response whose input and output precede the input.
+    previous_response_id: Option<String>,
+    /// Keep the response for later requests; the default is true.
+    store: Option<bool>,
+    /// Stream the response as server-sent events.
+    stream: Option<bool>,
+    /// Maximum number of generated tokens; the default is the rest of the model's context.
+    #[schemars(range(min = *TOKENS.start(), max = *TOKENS.end()))]
+    max_output_tokens: Option<u32>,
+    /// Maximum number of calls of hosted tools; no effect, because the router has none.
+    #[schemars(range(min = 1))]
+    max_tool_calls: Option<u32>,
+    /// Repeated in the response.
+    metadata: Option<Map<String, Value>>,
+    /// Repeated in the response.
+    user: Option<String>,
+    /// `reasoning.encrypted_content`: reasoning items return in the next request. `message.output_text.logprobs`:
+    /// log-probabilities. Values for hosted tools have no effect.
+    include: Option<Vec<String>>,
+    /// Number of top tokens; only with `message.output_text.logprobs` in `include`.
+    #[schemars(range(min = *LOGPROBS.start(), max = *LOGPROBS.end()))]
+    top_logprobs: Option<u32>,
+    /// Format of the text.
+    text: Option<TextConfig>,
+    /// Reasoning of the model.
+    reasoning: Option<ReasoningConfig>,
+    /// Functions that the model may call. Rejected if the model's chat template does not show tools.
+    #[schemars(length(max = TOOLS_MAX))]
+    tools: Option<Vec<FunctionTool>>,
+    /// Whether the model may call functions; the default is auto.
+    tool_choice: Option<FunctionChoice>,
+    /// With false the answer ends after its first call; the default is true.
+    parallel_tool_calls: Option<bool>,
+    /// Further variables for the chat template.
+    chat_template_kwargs: Option<Map<String, Value>>,
+}
+
+#[derive(JsonSchema)]
+#[schemars(inline)]
+struct TextConfig {
+    format: Option<TextFormat>,
+    #[schemars(extend("enum" = ["medium", null]))]
+    verbosity: Option<Value>,
+}
+
+#[derive(JsonSchema)]
+#[schemars(inline)]
+#[serde(tag = "type", rename_all = "snake_case")]
+enum TextFormat {
+    Text,
+    JsonObject,
+    JsonSchema {
+        // The router also rejects invalid and too large schemas.
+        #[schemars(extend("anyOf" = [{"type": "object"}, {"const": true}]))]
+        schema: Value,
+    },
+}
+
+#[derive(JsonSchema)]
+#[schemars(inline)]
+struct ReasoningConfig {
+    /// Variable `reasoning_effort` of the chat template; with `none`, `enable_thinking` false.
+    #[schemars(extend("enum" = ["none", "minimal", "low", "medium", "high", "xhigh", "max", null]))]
+    effort: Option<Value>,
+    /// No effect: reasoning items have the whole text.
+    #[schemars(extend("enum" = ["auto", "concise", "detailed", null]))]
+    summary: Option<Value>,
+}
+
+#[derive(JsonSchema)]
+#[schemars(inline)]
+struct FunctionTool {
+    #[schemars(extend("const" = "function"))]
+    r#type: String,
+    #[serde(flatten)]
+    function: Function,
+}
+
+#[derive(JsonSchema)]
+#[schemars(inline)]
+#[serde(untagged)]
+enum FunctionChoice {
+    Mode(#[schemars(extend("enum" = ["auto", "none", "required"]))] String),
+    Function {
+        #[schemars(extend("const" = "function"))]
+        r#type: String,
+        name: String,
+    },
 }
 
 #[derive(JsonSchema)]

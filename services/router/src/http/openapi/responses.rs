@@ -6,6 +6,7 @@ use serde_json::{Map, Value, json};
 use crate::http::{
     info::Health,
     messages::{BlockEvent, CountedTokens, MessageBody, MessageEvent, MessagesError},
+    responses::object::{DeletedResponse, InputItems, ResponseEvent, ResponseObject},
     wire::{
         ChatChoice, ChatChunkChoice, Completion, Detokenized, ErrorBody, ModelList, TextChoice,
         Tokenized,
@@ -37,6 +38,10 @@ pub(super) fn schemas() -> Map<String, Value> {
     generator.subschema_for::<MessageEvent<'_>>();
     generator.subschema_for::<MessagesError<'_>>();
     generator.subschema_for::<CountedTokens>();
+    generator.subschema_for::<ResponseObject>();
+    generator.subschema_for::<ResponseEvent<'_>>();
+    generator.subschema_for::<InputItems>();
+    generator.subschema_for::<DeletedResponse>();
     generator.subschema_for::<Tokenized>();
     generator.subschema_for::<Detokenized>();
     let mut schemas = generator.take_definitions(true);
