@@ -68,7 +68,12 @@ impl Family {
     }
 
     pub(crate) fn of_class(class: &str) -> Option<&'static Self> {
-        FAMILIES.into_iter().find(|family| family.class == class)
+        FAMILIES.into_iter().find(|family| family.class == class || family.is_base_class(class))
+    }
+
+    /// Returns whether `class` is the family's model without an LM head, such as `MistralModel`.
+    pub(crate) fn is_base_class(&self, class: &str) -> bool {
+        self.class.strip_suffix("ForCausalLM") == class.strip_suffix("Model")
     }
 
     /// Returns the family whose GGUF files have this `general.architecture`.

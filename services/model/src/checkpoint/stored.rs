@@ -115,7 +115,12 @@ impl StoredWeights {
     fn name_of(&self, weight: Weight, config: &ModelConfig) -> String {
         match self.format {
             Format::Gguf => weight.gguf_name(),
-            Format::Safetensors => weight.hugging_face_name(config),
+            Format::Safetensors => {
+                let name = weight.hugging_face_name(config);
+                // Embedding models are often saved as the base class, without this prefix.
+                let bare = name.strip_prefix("model.").filter(|bare| self.has(bare));
+                bare.map(str::to_owned).unwrap_or(name)
+            }
         }
     }
 

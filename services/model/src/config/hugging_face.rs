@@ -17,7 +17,7 @@ pub(crate) fn from_hugging_face(
     generation: Option<&JsonFile>,
 ) -> Result<ModelConfig, ModelError> {
     let fields = config.fields()?;
-    let family = family(&fields)?;
+    let (family, has_head) = family(&fields)?;
     check_supported(&fields, family)?;
     let absent = family.absent();
 
@@ -57,14 +57,16 @@ pub(crate) fn from_hugging_face(
         rope_scaling,
         // `ModelConfig::validate` rejects a count above the limit.
         layers: family.layers(&fields, layer_count.min(LAYERS_MAX))?,
-        tied_output: fields.get("tie_word_embeddings")?.unwrap_or(false),
+        // Without an LM head the embedding takes its place: embedding models need no logits.
+        tied_output: !has_head || fields.get("tie_word_embeddings")?.unwrap_or(false),
         bos_token_id: fields.token_ids("bos_token_id")?.first().copied(),
         eos_token_ids,
     }
     .validate(&config.path)
 }
 
-fn family(fields: &Fields<'_>) -> Result<&'static Family, ModelError> {
+/// Returns the family, and whether its class has an LM head.
+fn family(fields: &Fields<'_>) -> Result<(&'static Family, bool), ModelError> {
     let classes = match fields.object.get("architectures") {
         Some(Value::String(class)) => vec![class.clone()],
         _ => fields.get::<Vec<String>>("architectures")?.unwrap_or_default(),
@@ -82,10 +84,12 @@ fn family(fields: &Fields<'_>) -> Result<&'static Family, ModelError> {
             (known, format!("{several:?}"))
         }
     };
-    known.ok_or_else(|| {
+    let family = known.ok_or_else(|| {
         let supported = Family::classes();
         ModelError::Architecture { path: fields.path.into(), found, supported }
-    })
+    })?;
+    let is_base = !classes.is_empty() && classes.iter().all(|class| family.is_base_class(class));
+    Ok((family, !is_base))
 }
 
 /// Rejects keys that would change the arithmetic.
