@@ -23,6 +23,7 @@ mod merging;
 mod model_text;
 mod packed;
 mod pipeline;
+mod pooled_model;
 mod reasoning;
 mod sampling_defaults;
 mod sentence_piece;
@@ -38,6 +39,7 @@ mod vocabulary;
 pub use detokenizer::{Detokenizer, DetokenizerOptions};
 pub use error::{LoadError, VocabularyError};
 pub use model_text::{ModelText, ModelTextOptions};
+pub use pooled_model::{Dimensions, EmbeddingModel, NotPooled, PooledModel, RerankerModel};
 pub use reasoning::{ReasoningFormat, ReasoningParser, SplitText};
 pub use sampling_defaults::SamplingDefaults;
 pub use stop::{

@@ -6,6 +6,7 @@ use serde_json::{Map, Value, json};
 
 use crate::{
     error::LoadError,
+    pooled_model::{NotPooled, PooledModel},
     reasoning::ReasoningFormat,
     sampling_defaults::SamplingDefaults,
     source::TokenizerSource,
@@ -24,6 +25,8 @@ pub struct ModelText {
     reasoning_format: Option<&'static ReasoningFormat>,
     takes_parallel_calls: bool,
     parse_special_tokens: bool,
+    pooled: Result<PooledModel, NotPooled>,
+    generates: bool,
 }
 
 /// Replacements for parts of a model's own configuration.
@@ -50,7 +53,8 @@ impl ModelText {
     /// still complete plain prompts. [`chat_template`](Self::chat_template) returns the error.
     pub fn open_with(path: impl AsRef<Path>, options: ModelTextOptions) -> Result<Self, LoadError> {
         let source = TokenizerSource::read(path.as_ref())?;
-        let TokenizerSource { parts, mut templates, sampling_defaults, origin } = source;
+        let TokenizerSource { parts, mut templates, sampling_defaults, pooled, generates, origin } =
+            source;
         if let Some(template) = options.chat_template {
             (templates.default, templates.tool_use) = (Some(template), None);
         }
@@ -72,6 +76,8 @@ impl ModelText {
             reasoning_format,
             takes_parallel_calls: !refuses_parallel_calls,
             parse_special_tokens: options.parse_special_tokens,
+            pooled,
+            generates,
         })
     }
 
@@ -106,6 +112,19 @@ impl ModelText {
     /// Returns whether special tokens in a client's messages become special tokens.
     pub fn parses_special_tokens(&self) -> bool {
         self.parse_special_tokens
+    }
+
+    /// Returns how the model makes vectors or scores.
+    ///
+    /// # Errors
+    /// The checkpoint's files describe neither, or a form that is not supported.
+    pub fn pooled(&self) -> Result<&PooledModel, &NotPooled> {
+        self.pooled.as_ref()
+    }
+
+    /// Returns whether the model generates text. A base model has no LM head.
+    pub fn generates(&self) -> bool {
+        self.generates
     }
 
     /// Returns the defaults for requests that do not set sampling parameters.

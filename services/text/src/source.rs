@@ -14,6 +14,7 @@ use std::{
 
 use crate::{
     error::{LoadError, VocabularyError},
+    pooled_model::{NotPooled, PooledModel},
     sampling_defaults::SamplingDefaults,
     tokenizer::TokenizerParts,
 };
@@ -23,6 +24,9 @@ pub(crate) struct TokenizerSource {
     pub parts: TokenizerParts,
     pub templates: TemplateSources,
     pub sampling_defaults: SamplingDefaults,
+    pub pooled: Result<PooledModel, NotPooled>,
+    /// Whether the checkpoint has an LM head.
+    pub generates: bool,
     pub origin: VocabularyOrigin,
 }
 

@@ -193,6 +193,24 @@ impl ChatTemplate {
         }
     }
 
+    /// Renders the prompt of a reranker from messages of the roles that its template names. Encode it as the prompt of
+    /// [`render`](Self::render).
+    pub fn render_pair(
+        &self,
+        messages: &serde_json::Value,
+        literal: Option<&Tokenizer>,
+    ) -> Result<String, TemplateError> {
+        let spellings = literal.and_then(Tokenizer::spellings);
+        let messages = spellings.map_or(Cow::Borrowed(messages), |it| it.marked_value(messages));
+        let mut variables = self.variables(&messages, Value::from(()));
+        variables.insert("add_generation_prompt", Value::from(true));
+        let rendered = self.run(DEFAULT, variables)?;
+        match spellings.is_none_or(|it| it.are_whole(&rendered)) {
+            true => Ok(rendered),
+            false => Err(TemplateError::TornSpecialToken),
+        }
+    }
+
     fn works(&self) -> bool {
         *self.works.get_or_init(|| {
             let messages = serde_json::json!([{"role": "user", "content": "Hi"}]);

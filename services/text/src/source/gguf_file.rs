@@ -13,6 +13,7 @@ use crate::{
     decoding::Decoding,
     error::{LoadError, VocabularyError},
     packed::PackedStrings,
+    pooled_model::NotPooled,
     sampling_defaults::{SamplingDefaults, UncheckedDefaults},
     tokenizer::{TokenizerParts, WordModelParts},
 };
@@ -65,6 +66,8 @@ pub(crate) fn read(path: &Path) -> Result<TokenizerSource, LoadError> {
     let file = GgufVocabulary { path, metadata: &header.metadata };
     file.check_embedding(&header)?;
     Ok(TokenizerSource {
+        pooled: Err(NotPooled::Gguf),
+        generates: true,
         parts: file.parts()?,
         templates: file.templates()?,
         sampling_defaults: file.sampling_defaults()?,

@@ -5,6 +5,7 @@
 //! end-of-sequence tokens), `config.json` (end-of-sequence tokens too) and `chat_template.jinja`.
 
 mod configs;
+mod sentence_transformers;
 mod tokenizer_file;
 
 use std::{fs::File, io::Read, path::Path};
@@ -60,11 +61,13 @@ pub(crate) fn read(folder: &Path) -> Result<TokenizerSource, LoadError> {
     if let Some(size) = model.as_ref().and_then(|model| model.vocab_size) {
         check_embedding(&parts, size as u64, &model_path)?;
     }
+    let generates = model.as_ref().is_none_or(ModelConfigFile::has_lm_head);
     let (sampling_defaults, ends) = generation(folder, model, &model_path)?;
     parts.eos_ids.extend(ends);
     add_templates(folder, config.chat_template, &mut templates)?;
     let origin = VocabularyOrigin { file: path, keys: ["model.vocab", "model.merges"] };
-    Ok(TokenizerSource { parts, templates, sampling_defaults, origin })
+    let pooled = sentence_transformers::read(folder)?;
+    Ok(TokenizerSource { parts, templates, sampling_defaults, pooled, generates, origin })
 }
 
 /// Checks that every id of the tokenizer is a row of the model's embedding. Further rows are padding.

@@ -118,6 +118,16 @@ pub(super) struct ModelConfigFile {
     /// Number of rows of the embedding. A float, because some exports write `32000.0`.
     pub vocab_size: Option<f64>,
     pub eos_token_id: Option<OneOrMany>,
+    #[serde(default)]
+    architectures: Option<Vec<String>>,
+}
+
+impl ModelConfigFile {
+    /// Returns false if the classes are base models, such as `MistralModel`.
+    pub(super) fn has_lm_head(&self) -> bool {
+        let classes = self.architectures.as_deref().unwrap_or_default();
+        classes.is_empty() || classes.iter().any(|class| !class.ends_with("Model"))
+    }
 }
 
 /// `generation_config.json`. Like vLLM, the loader uses the sampling parameters and ignores `do_sample`: a request
