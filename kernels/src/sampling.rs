@@ -32,6 +32,17 @@ pub struct Sampling {
     pub min_tokens: u32,
     /// `Some(n)`: report the chosen token's log-probability and the n best.
     pub logprobs: Option<u32>,
+    /// Values of the forward pass to return with each sampled token.
+    pub pooling: Option<Pooling>,
+}
+
+/// Values of the forward pass at the last position of a row.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum Pooling {
+    /// The hidden state after the final norm.
+    Hidden,
+    /// The logits of these tokens, in their order.
+    Logits(Vec<u32>),
 }
 
 impl Sampling {
@@ -49,6 +60,7 @@ impl Sampling {
             stop_token_ids: Vec::new(),
             min_tokens: 0,
             logprobs: None,
+            pooling: None,
         }
     }
 }
@@ -109,11 +121,13 @@ impl std::fmt::Debug for TokenMask {
     }
 }
 
-/// A sampled token with its log-probabilities, if requested.
+/// A sampled token with its log-probabilities and pooled values, if requested.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct SampledToken {
     pub id: u32,
     pub logprobs: Option<TokenLogprobs>,
+    /// Values that [`Sampling::pooling`] asks for.
+    pub pooled: Option<Box<[f32]>>,
 }
 
 /// Natural logarithms, from the logits before temperature and penalties.

@@ -193,6 +193,7 @@ fn node_record() -> v1::NodeRecord {
         grammar_version: 2,
         cpu_fallback: String::new(),
         peer_tag: Bytes::from_static(&[1; 32]),
+        pooling: false,
     }
 }
 

@@ -211,7 +211,7 @@ pub(crate) fn nodes_in_one_process_fall_back_to_tcp_and_count_it() {
     assert!(matches!(event(&one_events), Event::Ready { .. }));
     let written = api::Command::Written { transfer, first_block: 0, blocks: blocks.clone() };
     one.transfers.command(written).unwrap();
-    let token = SampledToken { id: 1, logprobs: None };
+    let token = SampledToken { id: 1, logprobs: None, pooled: None };
     one.transfers.command(api::Command::Finish { transfer, first_index: 0, token }).unwrap();
     assert!(matches!(event(&other_events), Event::Arrived { .. }));
     other.assert_holds(&blocks, &blocks);

@@ -344,7 +344,7 @@ pub(crate) fn margin_check_separates_close_from_clear_choices() {
     let token = |id: u32, likely: &[f32]| {
         let top = likely.iter().enumerate().map(|(id, share)| (id as u32, share.ln())).collect();
         let logprobs = Some(TokenLogprobs { chosen: likely[id as usize].ln(), top });
-        SampledToken { id, logprobs }
+        SampledToken { id, logprobs, pooled: None }
     };
     let new = |sampling| sequence(1, vec![1, 2, 3], 8, sampling);
     let greedy = new(Sampling::greedy());

@@ -573,7 +573,7 @@ pub(crate) fn run_peer() {
                 let written = api::Command::Written { transfer, first_block, blocks };
                 node.transfers.command(written).unwrap();
                 if finishes {
-                    let token = SampledToken { id: 1, logprobs: None };
+                    let token = SampledToken { id: 1, logprobs: None, pooled: None };
                     let finish = api::Command::Finish { transfer, first_index: 0, token };
                     node.transfers.command(finish).unwrap();
                 }

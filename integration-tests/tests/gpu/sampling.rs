@@ -258,7 +258,7 @@ fn words(outcomes: &[SampleOutcome]) -> Vec<u32> {
     let mut words = Vec::new();
     for outcome in outcomes {
         match outcome {
-            SampleOutcome::Token(SampledToken { id, logprobs }) => {
+            SampleOutcome::Token(SampledToken { id, logprobs, .. }) => {
                 words.extend([0, *id]);
                 if let Some(TokenLogprobs { chosen, top }) = logprobs {
                     words.push(chosen.to_bits());

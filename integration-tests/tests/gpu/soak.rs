@@ -279,7 +279,7 @@ impl<'a> Side<'a> {
                 let blocks = one.plan.blocks.clone();
                 let written = api::Command::Written { transfer, first_block: 0, blocks };
                 self.node.transfers.command(written).unwrap();
-                let token = SampledToken { id: 1, logprobs: None };
+                let token = SampledToken { id: 1, logprobs: None, pooled: None };
                 let finish = api::Command::Finish { transfer, first_index: 0, token };
                 return self.node.transfers.command(finish).unwrap();
             }

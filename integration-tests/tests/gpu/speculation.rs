@@ -135,9 +135,11 @@ impl Device {
                 let place = (index * tokens as usize + sample) * VOCABULARY as usize;
                 logits[place + token as usize] = 1.0;
                 wanted.push(match sample {
-                    _ if sample <= right => {
-                        SampleOutcome::Token(SampledToken { id: token, logprobs: None })
-                    }
+                    _ if sample <= right => SampleOutcome::Token(SampledToken {
+                        id: token,
+                        logprobs: None,
+                        pooled: None,
+                    }),
                     _ if sample <= drafts.len() => SampleOutcome::Rejected,
                     _ => SampleOutcome::NotDrafted,
                 });

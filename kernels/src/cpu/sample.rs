@@ -119,7 +119,7 @@ pub(crate) fn sample_with(
     };
     let logprobs =
         sampling.logprobs.map(|count| logprobs::of(level, logits, raw_best.1, id, count));
-    Ok(SampledToken { id, logprobs })
+    Ok(SampledToken { id, logprobs, pooled: None })
 }
 
 /// Samples a token for each of `rows` from `logits(row)`, rows in parallel.
@@ -249,7 +249,7 @@ mod tests {
             logits[count / 2] = 2.5;
             logits[count - 1] = 2.5;
             let token = sample(&logits, &row(&greedy, &[])).unwrap();
-            assert_eq!(token, SampledToken { id: count as u32 / 2, logprobs: None });
+            assert_eq!(token, SampledToken { id: count as u32 / 2, logprobs: None, pooled: None });
         }
         let equal = [0.0; 50];
         assert_eq!(sample(&equal, &row(&greedy, &[])).unwrap().id, 0);
@@ -399,6 +399,7 @@ mod tests {
                 stop_token_ids: vec![3],
                 min_tokens: 4,
                 logprobs: Some(5),
+                pooling: None,
             };
             let tokens = [1, 2, 3, 2, 5];
             let row = SampleRow { prompt_len: 2, ..row(&sampling, &tokens) };

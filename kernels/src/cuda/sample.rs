@@ -208,7 +208,7 @@ pub(super) fn outcome(
             let top = top.iter().take(count).map(|top| (top.token as u32, top.logprob));
             let logprobs = TokenLogprobs { chosen: result.logprob, top: top.collect() };
             let logprobs = wants_logprobs.then_some(logprobs);
-            SampleOutcome::Token(SampledToken { id: result.token as u32, logprobs })
+            SampleOutcome::Token(SampledToken { id: result.token as u32, logprobs, pooled: None })
         }
         2 => SampleOutcome::NoCandidate,
         3 => SampleOutcome::Rejected,

@@ -250,7 +250,11 @@ fn result_of(plan: &StepPlan) -> StepResult {
     let row = |row: &RowPlan| RowResult {
         slot: row.slot,
         generation: row.generation,
-        tokens: row.samples.then_some(SampledToken { id: 1, logprobs: None }).into_iter().collect(),
+        tokens: row
+            .samples
+            .then_some(SampledToken { id: 1, logprobs: None, pooled: None })
+            .into_iter()
+            .collect(),
         drafted: 0,
         failure: None,
     };

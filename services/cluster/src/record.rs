@@ -138,6 +138,8 @@ pub struct NodeRecord {
     pub cpu_fallback: Option<String>,
     /// Proves to peers that the control endpoint belongs to a member ([`proto::auth`]).
     pub peer_tag: Vec<u8>,
+    /// Whether the node returns pooled values, such as embeddings.
+    pub pooling: bool,
 }
 
 impl TryFrom<v1::NodeRecord> for NodeRecord {
@@ -172,6 +174,7 @@ impl TryFrom<v1::NodeRecord> for NodeRecord {
                 .map(|reason| text("cpu_fallback", reason))
                 .transpose()?,
             peer_tag: length("peer_tag", wire.peer_tag.to_vec(), PEER_TAG_BYTES, "32")?,
+            pooling: wire.pooling,
         })
     }
 }
@@ -192,6 +195,7 @@ impl From<&NodeRecord> for v1::NodeRecord {
             grammar_version: record.grammar_version,
             cpu_fallback: record.cpu_fallback.clone().unwrap_or_default(),
             peer_tag: record.peer_tag.clone().into(),
+            pooling: record.pooling,
         }
     }
 }
@@ -273,6 +277,7 @@ mod tests {
             grammar_version: 2,
             cpu_fallback: Some("the kernels are missing".into()),
             peer_tag: vec![9; 32],
+            pooling: true,
         }
     }
 

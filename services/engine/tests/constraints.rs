@@ -365,7 +365,7 @@ fn a_received_token_that_the_grammar_rejects_fails_the_sequence() {
     let (mut actions, now) = (Vec::new(), Instant::now());
     scheduler.handle(now, Input::Arrived(new), &mut actions);
     actions.clear();
-    let (id, token) = (SequenceId(1), SampledToken { id: 9, logprobs: None });
+    let (id, token) = (SequenceId(1), SampledToken { id: 9, logprobs: None, pooled: None });
     scheduler.handle(now, Input::KvArrived { id, first_index: 0, token }, &mut actions);
     let failure = SequenceFailure::Internal { reason: "not 9".to_owned() };
     assert_eq!(actions, [Action::Failed { id, failure }]);

@@ -151,7 +151,10 @@ fn step(scheduler: &mut Scheduler, busy: Duration) -> Vec<u32> {
     let result = |row: &RowPlan| RowResult {
         slot: row.slot,
         generation: row.generation,
-        tokens: vec![SampledToken { id: 7, logprobs: None }; usize::from(row.samples)],
+        tokens: vec![
+            SampledToken { id: 7, logprobs: None, pooled: None };
+            usize::from(row.samples)
+        ],
         drafted: 0,
         failure: None,
     };
@@ -381,7 +384,7 @@ fn kv_with_an_invalid_token_fails_its_sequence_alone() {
     for (first_index, id) in [(1, 3), (0, VOCABULARY)] {
         let mut scheduler = scheduler(unbounded_waits(limits(4, 64, 6, 2)));
         actions(&mut scheduler, now, Input::Arrived(new(1, RECEIVE, 40, 4)));
-        let token = kernels::sampling::SampledToken { id, logprobs: None };
+        let token = kernels::sampling::SampledToken { id, logprobs: None, pooled: None };
         let arrived = Input::KvArrived { id: SequenceId(1), first_index, token };
         let failure = SequenceFailure::TransferFailed;
         let failed = vec![Action::Failed { id: SequenceId(1), failure }];
@@ -670,7 +673,7 @@ fn inputs_about_unknown_sequences_change_nothing() {
     let now = Instant::now();
     let mut scheduler = scheduler(unbounded_waits(limits(1, 64, 6, 2)));
     let id = SequenceId(9);
-    let token = kernels::sampling::SampledToken { id: 0, logprobs: None };
+    let token = kernels::sampling::SampledToken { id: 0, logprobs: None, pooled: None };
     let overtaken = [
         Input::Abort { id },
         Input::TransferReady { id, first_block: 0 },

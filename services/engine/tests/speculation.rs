@@ -83,7 +83,7 @@ fn all_accepted(row: &RowPlan) -> RowResult {
     RowResult {
         slot: row.slot,
         generation: row.generation,
-        tokens: (0..count).map(|_| SampledToken { id: 1, logprobs: None }).collect(),
+        tokens: (0..count).map(|_| SampledToken { id: 1, logprobs: None, pooled: None }).collect(),
         drafted: row.drafts_max,
         failure: None,
     }
@@ -218,6 +218,7 @@ fn demanding(seed: u64, temperature: f32) -> Sampling {
         stop_token_ids: vec![1, 2, 3, 40, 41],
         min_tokens: 12,
         logprobs: Some(3),
+        pooling: None,
     }
 }
 

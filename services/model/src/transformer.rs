@@ -293,6 +293,11 @@ impl<B: Backend> Transformer<B> {
         &self.activations.logits
     }
 
+    /// Returns the hidden states after the final norm of the last forward pass: `[sampled_rows][hidden]`.
+    pub fn hidden(&self) -> &B::Buffer {
+        &self.activations.normed
+    }
+
     /// Computes one step: stores the KV of its rows in their blocks and returns the logits
     /// `[sampled_rows][vocab]`, in the order of the step's sampled rows; on a rank only the
     /// columns of its [vocabulary shard](Shard::tokens).

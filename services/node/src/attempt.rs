@@ -10,7 +10,7 @@ use std::{
 use cluster::NodeId;
 use engine::event::{NewSequence, SequenceId, SequenceKind, SessionHint};
 use grammar::{Alternative, CallSyntax, CallableTool, FreeText, Grammar, ToolCalls};
-use kernels::sampling::{STOP_TOKENS_MAX, Sampling};
+use kernels::sampling::{Pooling, STOP_TOKENS_MAX, Sampling};
 use kv_transfer::api::{Epoch, PeerAddress};
 use proto::{ids::bits, v1};
 use xxhash_rust::xxh3::xxh3_128;
@@ -25,6 +25,8 @@ const SESSION_BYTES_MAX: usize = 256;
 const KEEP_MS_MAX: u64 = 600_000;
 const ENDPOINT_BYTES_MAX: usize = 262;
 const LOGPROBS_MAX: u32 = 20;
+/// Maximum number of tokens whose logits an attempt asks for.
+const POOLED_LOGITS_MAX: usize = 16;
 /// Upper bound of temperature and repetition penalty, far above useful values.
 const SAMPLING_MAGNITUDE_MAX: f32 = 100.0;
 /// Maximum absolute value of a penalty, as in OpenAI's API.
@@ -37,6 +39,8 @@ pub struct AttemptLimits {
     pub vocabulary_size: u32,
     pub prompt_tokens_max: u32,
     pub sequence_tokens_max: u32,
+    /// Whether the executor returns pooled values.
+    pub pooling: bool,
 }
 
 /// One attempt at a request, with checked fields.
@@ -274,6 +278,7 @@ fn checked_sampling(wire: v1::Sampling, limits: &AttemptLimits) -> Result<Sampli
         let expected = format!("less than {} (vocabulary)", limits.vocabulary_size);
         return Err(invalid("attempt.sampling.stop_token_ids", token, expected));
     }
+    let pooling = wire.pooling.map(|pooling| checked_pooling(pooling, limits)).transpose()?;
     Ok(Sampling {
         temperature: wire.temperature,
         top_k: wire.top_k,
@@ -286,6 +291,27 @@ fn checked_sampling(wire: v1::Sampling, limits: &AttemptLimits) -> Result<Sampli
         stop_token_ids: wire.stop_token_ids,
         min_tokens: wire.min_tokens,
         logprobs: wire.logprobs,
+        pooling,
+    })
+}
+
+fn checked_pooling(wire: v1::Pooling, limits: &AttemptLimits) -> Result<Pooling, Refusal> {
+    let field = "attempt.sampling.pooling";
+    if !limits.pooling {
+        return Err(invalid(field, "present", "absent on a node with GPUs or ranks"));
+    }
+    let tokens = wire.logits;
+    if tokens.len() > POOLED_LOGITS_MAX {
+        let expected = format!("at most {POOLED_LOGITS_MAX}");
+        return Err(invalid(&format!("{field}.logits"), format!("{} ids", tokens.len()), expected));
+    }
+    if let Some((_, token)) = outside_vocabulary(&tokens, limits) {
+        let expected = format!("less than {} (vocabulary)", limits.vocabulary_size);
+        return Err(invalid(&format!("{field}.logits"), token, expected));
+    }
+    Ok(match tokens.is_empty() {
+        true => Pooling::Hidden,
+        false => Pooling::Logits(tokens),
     })
 }
 
@@ -387,6 +413,7 @@ mod tests {
         vocabulary_size: 100,
         prompt_tokens_max: 31,
         sequence_tokens_max: 32,
+        pooling: true,
     };
 
     fn bytes(value: u128) -> bytes::Bytes {
@@ -514,6 +541,12 @@ mod tests {
                 s.stop_token_ids = vec![1; 2000];
             }),
             ("attempt.sampling.stop_token_ids: 100", |_, _, s| s.stop_token_ids = vec![100]),
+            ("attempt.sampling.pooling.logits: 17 ids; expected at most 16", |_, _, s| {
+                s.pooling = Some(v1::Pooling { logits: vec![1; 17] });
+            }),
+            ("attempt.sampling.pooling.logits: 100; expected less than 100", |_, _, s| {
+                s.pooling = Some(v1::Pooling { logits: vec![1, 100] });
+            }),
             ("decode: absent", |r, _, _| r.decode = None),
             ("decode.node_id: \"\"", |r, _, _| r.decode.as_mut().unwrap().node_id.clear()),
             ("decode.node_id: \"a b\"", |r, _, _| {
@@ -548,6 +581,25 @@ mod tests {
             let refusal = check(request).expect_err(message).to_string();
             assert!(refusal.contains(message), "{refusal:?} does not say {message:?}");
         }
+    }
+
+    #[test]
+    fn node_that_returns_no_pooled_values_refuses_them() {
+        let limits = AttemptLimits { pooling: false, ..LIMITS };
+        let mut request = good();
+        let sampling = request.attempt.as_mut().unwrap().sampling.as_mut().unwrap();
+        sampling.pooling = Some(v1::Pooling::default());
+        let request = v1::DecodeRequest { attempt: request.attempt, prefill: None };
+        let check = |limits| {
+            let now = Instant::now();
+            NewAttempt::receive_or_compute(request.clone(), String::new(), limits, now)
+        };
+        let pooling = check(&LIMITS).unwrap().sequence.sampling.pooling;
+        assert_eq!(pooling, Some(Pooling::Hidden));
+        assert_eq!(
+            check(&limits).unwrap_err().to_string(),
+            "invalid attempt.sampling.pooling: present; expected absent on a node with GPUs or ranks"
+        );
     }
 
     #[test]

@@ -46,6 +46,7 @@ pub fn attempt_limits(record: &NodeRecord) -> AttemptLimits {
         vocabulary_size: record.vocabulary_size,
         prompt_tokens_max: record.prompt_tokens_max,
         sequence_tokens_max: record.sequence_tokens_max,
+        pooling: record.pooling,
     }
 }
 

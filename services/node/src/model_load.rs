@@ -42,6 +42,8 @@ pub(crate) struct Loaded {
     pub cpus: Vec<u32>,
     /// Reason why the CPU serves although the host has a GPU.
     pub cpu_fallback: Option<String>,
+    /// Whether the executor returns pooled values: only one rank on CPUs does.
+    pub pooling: bool,
 }
 
 /// Fetches, opens and packs the model within [`LOAD_MAX`], and exports how long that took. Returns the device beside it.
@@ -202,7 +204,17 @@ fn load_weights(
         },
         NodeDevice::Gpu { .. } => HostBytes::default(),
     };
-    let loaded = Loaded { path, model, host_bytes, arena, identity, defaults, cpus, cpu_fallback };
+    let loaded = Loaded {
+        path,
+        model,
+        host_bytes,
+        arena,
+        identity,
+        defaults,
+        cpus,
+        cpu_fallback,
+        pooling: tp == 1 && matches!(traits.device, NodeDevice::Cpu),
+    };
     Ok((loaded, executor))
 }
 

@@ -137,8 +137,12 @@ impl node_server::Node for NodeService {
         request: Request<v1::DecodeRequest>,
     ) -> Result<Response<Self::DecodeStream>, Status> {
         let peer = ("prefill", request.get_ref().prefill.clone());
+        // A prefill node computes pooled values too: their attempts end with the prompt.
+        let sampling = request.get_ref().attempt.as_ref().and_then(|it| it.sampling.as_ref());
+        let pools = sampling.is_some_and(|it| it.pooling.is_some()) && peer.1.is_none();
+        let role = if pools { self.role } else { Role::Decode };
         let checked = NewAttempt::receive_or_compute;
-        self.attempt((Role::Decode, "Decode"), peer, request, checked, wire::decode_event).await
+        self.attempt((role, "Decode"), peer, request, checked, wire::decode_event).await
     }
 
     async fn meet(
@@ -293,6 +297,7 @@ mod tests {
         vocabulary_size: 100,
         prompt_tokens_max: 31,
         sequence_tokens_max: 32,
+        pooling: true,
     };
 
     /// Tokio's paused clock advances only while every task waits.

@@ -233,7 +233,7 @@ mod tests {
     fn token(index: u32) -> Reply {
         Reply::Event(AttemptEvent::Tokens {
             first_index: index,
-            tokens: vec![SampledToken { id: 1, logprobs: None }],
+            tokens: vec![SampledToken { id: 1, logprobs: None, pooled: None }],
             cached_tokens: 0,
             weight_version: 1,
             finish: None,

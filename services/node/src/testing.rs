@@ -46,5 +46,6 @@ pub(crate) fn record() -> NodeRecord {
         grammar_version: crate::constraint::GRAMMAR_VERSION,
         cpu_fallback: None,
         peer_tag: vec![1; 32],
+        pooling: false,
     }
 }

@@ -309,6 +309,7 @@ mod tests {
         vocabulary_size: 100,
         prompt_tokens_max: 31,
         sequence_tokens_max: 32,
+        pooling: true,
     };
 
     fn request() -> v1::BeginWeightsRequest {

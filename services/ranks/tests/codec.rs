@@ -8,7 +8,7 @@ use engine::{
 };
 use kernels::{
     BlockId,
-    sampling::{SampledToken, Sampling, TokenLogprobs, TokenMask},
+    sampling::{Pooling, SampledToken, Sampling, TokenLogprobs, TokenMask},
 };
 use proptest::{collection::vec, option, prelude::*};
 use ranks::codec::{
@@ -20,7 +20,10 @@ use ranks::codec::{
 fn sampling() -> impl Strategy<Value = Sampling> {
     let reals = (0.0..2.0_f32, 0.1..1.0_f32, 0.0..1.0_f32, 0.5..2.0_f32, -2.0..2.0_f32);
     let rest = (any::<u32>(), any::<u64>(), vec(any::<u32>(), 0..5), any::<u32>());
-    (reals, rest, option::of(0..20_u32)).prop_map(|(reals, rest, logprobs)| Sampling {
+    let pooling =
+        prop_oneof![Just(Pooling::Hidden), vec(any::<u32>(), 1..4).prop_map(Pooling::Logits),];
+    let values = (option::of(0..20_u32), option::of(pooling));
+    (reals, rest, values).prop_map(|(reals, rest, (logprobs, pooling))| Sampling {
         temperature: reals.0,
         top_k: rest.0,
         top_p: reals.1,
@@ -32,6 +35,7 @@ fn sampling() -> impl Strategy<Value = Sampling> {
         stop_token_ids: rest.2,
         min_tokens: rest.3,
         logprobs,
+        pooling,
     })
 }
 
@@ -104,7 +108,9 @@ fn failure() -> impl Strategy<Value = RowFailure> {
 fn token() -> impl Strategy<Value = SampledToken> {
     let logprobs = (-50.0..0.0_f32, vec((any::<u32>(), -50.0..0.0_f32), 0..6))
         .prop_map(|(chosen, top)| TokenLogprobs { chosen, top });
-    (any::<u32>(), option::of(logprobs)).prop_map(|(id, logprobs)| SampledToken { id, logprobs })
+    let pooled = vec(-9.0..9.0_f32, 0..6).prop_map(Vec::into_boxed_slice);
+    (any::<u32>(), option::of(logprobs), option::of(pooled))
+        .prop_map(|(id, logprobs, pooled)| SampledToken { id, logprobs, pooled })
 }
 
 fn answer() -> impl Strategy<Value = RankAnswer> {

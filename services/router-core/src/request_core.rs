@@ -293,6 +293,7 @@ impl RequestCore {
     /// Returns the requirements on the nodes of the next attempt.
     pub fn wanted(&self) -> Wanted<'_> {
         let emitted = self.emitted.next_index();
+        let pooling = self.spec.sampling.pooling.is_some();
         Wanted {
             model: &self.spec.model,
             prompt_tokens: self.spec.prompt_tokens(),
@@ -303,8 +304,13 @@ impl RequestCore {
             identity: self.identity.as_ref(),
             any_weights: self.any_weights,
             grammar_version: self.spec.grammar_version,
+            pooling,
             exclude_decode: self.recovery.avoid_decode(),
-            exclude_prefill: self.recovery.avoid_prefill(),
+            // The node of a pooled attempt may have either role.
+            exclude_prefill: match pooling {
+                true => self.recovery.avoid_decode(),
+                false => self.recovery.avoid_prefill(),
+            },
             // An answer that has emitted tokens continues at once, unless its client paused it.
             room: match emitted > 0 && !self.was_paused {
                 true => Room::Any,

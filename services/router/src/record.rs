@@ -416,6 +416,7 @@ fn pick(considered: &Considered) -> PickDecision {
         Placement::Predicted { .. } => PickDecision::LocalPredicted,
         Placement::Never => PickDecision::LocalNever,
         Placement::AfterFailure => PickDecision::LocalAfterFailure,
+        Placement::Pooled => PickDecision::LocalPooled,
         Placement::ShortPrompt { .. } => PickDecision::LocalShortPrompt,
         Placement::NoPartner | Placement::NoPrefillNode(NoNode::NoneFits { .. }) => {
             PickDecision::LocalNoPartner
@@ -434,7 +435,9 @@ fn no_pick(reason: &NoNode) -> PickDecision {
         NoNode::Busy { .. } => PickDecision::NoneBusy,
         NoNode::NoneFits { .. } => PickDecision::NoneNoPartner,
         NoNode::Excluded { .. } | NoNode::Broken { .. } => PickDecision::NoneExcluded,
-        NoNode::TooLong { .. } | NoNode::NoGrammar { .. } => PickDecision::NoneUnfit,
+        NoNode::TooLong { .. } | NoNode::NoGrammar { .. } | NoNode::NoPooling { .. } => {
+            PickDecision::NoneUnfit
+        }
         NoNode::NoneListed { .. }
         | NoNode::OtherModel { .. }
         | NoNode::NoneUp { .. }

@@ -20,7 +20,12 @@ const ANSWER: &str = " one two three four five six seven";
 
 fn token(id: u32) -> Token {
     let top = vec![TopLogprob { id, logprob: -0.5 }];
-    Token { id, logprobs: Some(TokenLogprobs { chosen: -0.5, top }), weight_version: None }
+    Token {
+        id,
+        logprobs: Some(TokenLogprobs { chosen: -0.5, top }),
+        weight_version: None,
+        pooled: vec![],
+    }
 }
 
 /// Returns the events of one answer. Each `Tokens` event has as many tokens as the entry of `counts`.

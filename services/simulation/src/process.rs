@@ -129,6 +129,7 @@ impl Process {
             grammar_version: GRAMMAR_VERSION,
             cpu_fallback: None,
             peer_tag: vec![1; 32],
+            pooling: false,
         };
         let seeds = identity::cache_seeds(&identity);
         let scheduler = Scheduler::new(plan.scheduler, seeds).expect("the plan is consistent");

@@ -214,6 +214,7 @@ impl node_server::Node for Service {
             node_id: "stand-in".into(),
             epoch: epoch.to_bytes().to_vec().into(),
             peer_tag: vec![1; 32].into(),
+            pooling: false,
             role: Role::Decode.into(),
             control_endpoint: "tcp://127.0.0.1:9".into(),
             model: MODEL.into(),

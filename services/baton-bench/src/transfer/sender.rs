@@ -169,7 +169,7 @@ impl SenderSetup {
                 let blocks = self.places[transfer.0 as usize % self.places.len()].clone();
                 let transfers = &self.node.transfers;
                 transfers.command(Command::Written { transfer, first_block: 0, blocks })?;
-                let token = SampledToken { id: 1, logprobs: None };
+                let token = SampledToken { id: 1, logprobs: None, pooled: None };
                 Ok(transfers.command(Command::Finish { transfer, first_index: 0, token })?)
             }
             // Events of the previous node, whose receiver has stopped.

@@ -69,6 +69,8 @@ pub enum Placement {
     Unmeasured,
     #[error("after failed attempts, so that no transfer is needed")]
     AfterFailure,
+    #[error("pooled values need no decode node")]
+    Pooled,
     #[error("short prompt: {tokens} tokens fill no KV block of {block_tokens}")]
     ShortPrompt { tokens: u32, block_tokens: u32 },
     #[error("{0}")]

@@ -31,6 +31,8 @@ pub enum NoNode {
     NoneFits { role: Role },
     #[error("no {role} node supports grammars of version {version}")]
     NoGrammar { role: Role, version: u32 },
+    #[error("no {role} node returns pooled values")]
+    NoPooling { role: Role },
     #[error("{tokens} tokens are more than the {tokens_max} that any {role} node takes")]
     TooLong { role: Role, tokens: u32, tokens_max: u32 },
     #[error("every {role} node has failed this request already")]
@@ -56,6 +58,7 @@ impl NoNode {
             Self::Draining { .. } => "draining".into(),
             Self::NoneFits { .. } => "other model, weights or KV layout".into(),
             Self::NoGrammar { version, .. } => format!("no grammars of version {version}"),
+            Self::NoPooling { .. } => "no pooled values".into(),
             Self::TooLong { tokens, tokens_max, .. } => {
                 format!("{tokens} tokens, at most {tokens_max} allowed")
             }
@@ -83,7 +86,7 @@ impl NoNode {
             Self::NoneUp { .. } => 2 + 5 * u8::from(fits),
             Self::Draining { .. } => 3 + 5 * u8::from(fits),
             Self::NoneFits { .. } => 4,
-            Self::NoGrammar { .. } => 5,
+            Self::NoGrammar { .. } | Self::NoPooling { .. } => 5,
             Self::TooLong { tokens_max: limit, .. } => {
                 tokens_max = *limit;
                 6
@@ -152,6 +155,9 @@ pub(super) fn misfit(role: Role, record: &NodeRecord, wanted: &Wanted<'_>) -> Op
     }
     if wanted.grammar_version > record.grammar_version {
         return Some(NoNode::NoGrammar { role, version: wanted.grammar_version });
+    }
+    if wanted.pooling && !record.pooling {
+        return Some(NoNode::NoPooling { role });
     }
     let sequence_max = record.sequence_tokens_max.saturating_sub(1);
     let lengths = [(wanted.prompt_tokens, record.prompt_tokens_max), (wanted.tokens, sequence_max)];

@@ -86,10 +86,19 @@ impl Directory {
         wanted: &Wanted<'_>,
     ) -> Result<Picked, NoNode> {
         let mut ineligible = Vec::new();
-        let mut decode = self.candidates(now, Role::Decode, wanted, &mut ineligible)?;
+        // A pooled attempt needs one node. Prefill nodes come first: they are busy with prompts anyway.
+        let of_prefill = wanted.pooling.then(|| {
+            let mut passed = Vec::new();
+            self.candidates(now, Role::Prefill, wanted, &mut passed)
+        });
+        let mut decode = match of_prefill {
+            Some(Ok(nodes)) => nodes,
+            _ => self.candidates(now, Role::Decode, wanted, &mut ineligible)?,
+        };
         room::retain_free(wanted.room, &mut decode)?;
         let candidates = match self.selection.disaggregate {
             Disaggregate::Never => Err(Placement::Never),
+            _ if wanted.pooling => Err(Placement::Pooled),
             _ if wanted.local_prefill => Err(Placement::AfterFailure),
             _ => self
                 .candidates(now, Role::Prefill, wanted, &mut ineligible)

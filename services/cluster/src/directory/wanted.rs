@@ -26,6 +26,8 @@ pub struct Wanted<'a> {
     pub any_weights: bool,
     /// Grammar version that the answer needs; 0 for none.
     pub grammar_version: u32,
+    /// Whether the attempt returns pooled values and ends with its prompt. A prefill node computes them alone.
+    pub pooling: bool,
     /// Decode node processes that already failed this request.
     pub exclude_decode: &'a [Epoch],
     /// Prefill node processes that already failed this request.

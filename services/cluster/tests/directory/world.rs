@@ -182,6 +182,7 @@ pub(crate) fn record(role: Role, number: u128) -> NodeRecord {
         grammar_version: 1,
         cpu_fallback: None,
         peer_tag: vec![1; 32],
+        pooling: false,
     }
 }
 
@@ -232,6 +233,7 @@ pub(crate) fn wanted(tokens: u32) -> Wanted<'static> {
         identity: None,
         any_weights: false,
         grammar_version: 0,
+        pooling: false,
         exclude_decode: &[],
         exclude_prefill: &[],
         room: Room::Any,

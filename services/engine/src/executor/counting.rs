@@ -59,7 +59,7 @@ impl Executor for CountingExecutor {
             if row.samples {
                 self.batch.will_sample(row);
                 let id = (end % u64::from(self.limits.vocabulary)) as u32;
-                tokens.push(SampledToken { id, logprobs: None });
+                tokens.push(SampledToken { id, logprobs: None, pooled: None });
             }
             let (slot, generation) = (row.slot, row.generation);
             rows.push(RowResult { slot, generation, tokens, drafted: 0, failure: None });

@@ -23,6 +23,7 @@ use kernels::{
         CpuBackend, CpuError, CpuGroupError, CpuMatrix, CpuStep, CpuVector, SampleError, SampleRow,
         StepSequence,
     },
+    sampling::{Pooling, SampledToken},
 };
 use model::{Checkpoint, Limits, LoadProgress, ModelError, Transformer, TransformerWeights};
 
@@ -353,11 +354,21 @@ impl CpuRunner {
             .collect();
         let vocabulary = self.limits.vocabulary as usize;
         let answers = self.backend.sample_gathered(self.model.logits(), vocabulary, &sampled)?;
+        let pooled = |(row, answer): (usize, Result<SampledToken, SampleError>)| {
+            let pooled = sampled[row].sampling.pooling.as_ref().map(|pooling| match pooling {
+                Pooling::Hidden => self.model.hidden().row(row).into(),
+                Pooling::Logits(tokens) => {
+                    let logits = self.model.logits().row(row);
+                    tokens.iter().map(|token| logits[*token as usize]).collect()
+                }
+            });
+            answer.map(|token| SampledToken { pooled, ..token }).map_err(row_failure)
+        };
+        let answers: Vec<_> = answers.into_iter().enumerate().map(pooled).collect();
         let mut answers = answers.into_iter();
         let mut results = Vec::with_capacity(scheduled.len());
         for row in scheduled {
-            let answers = answers.by_ref().take(row.sampled_lengths().len());
-            let answers: Vec<_> = answers.map(|answer| answer.map_err(row_failure)).collect();
+            let answers: Vec<_> = answers.by_ref().take(row.sampled_lengths().len()).collect();
             results.push(match row.samples && !row.is_late {
                 true => self.batch.sampled(row, answers),
                 false => self.batch.unsampled(row),

@@ -336,7 +336,7 @@ impl SimExecutor {
             let (output_len, allowed) = (length - row.prompt_len, row.allowed.get(index));
             let allowed = allowed.map(Arc::as_ref);
             choose(history[length - 1], output_len, &row.sampling, allowed, vocabulary)
-                .map(|id| SampledToken { id, logprobs: None })
+                .map(|id| SampledToken { id, logprobs: None, pooled: None })
                 .ok_or_else(|| RowFailure::Sampling { reason: "every token is masked".to_owned() })
         });
         let answers: Vec<_> = answers.collect();

@@ -189,7 +189,8 @@ mod tests {
                 busy += Duration::from_micros(micros);
                 self.steps.push((row.start, row.token_count));
                 if row.samples {
-                    let token = kernels::sampling::SampledToken { id: 0, logprobs: None };
+                    let token =
+                        kernels::sampling::SampledToken { id: 0, logprobs: None, pooled: None };
                     self.batch.sampled(row, vec![Ok(token)]);
                 }
             }

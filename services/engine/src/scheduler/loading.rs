@@ -284,7 +284,8 @@ pub(super) fn publish(
     index: usize,
     block: BlockId,
 ) {
-    if sequence.has_old_kv {
+    // The KV of an embedded text would evict prompts that come again.
+    if sequence.has_old_kv || sequence.sampling.pooling.is_some() {
         return;
     }
     kv.publish(&sequence.chain, &sequence.tokens, index, block);

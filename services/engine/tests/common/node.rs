@@ -216,7 +216,7 @@ impl Node {
         }
         tracked.transfer = None;
         let first_index = tracked.new.tokens.len() as u32 - tracked.new.prompt_len;
-        let token = SampledToken { id: tracked.expected[0], logprobs: None };
+        let token = SampledToken { id: tracked.expected[0], logprobs: None, pooled: None };
         self.input(Input::KvArrived { id, first_index, token });
     }
 

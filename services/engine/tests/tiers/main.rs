@@ -392,7 +392,9 @@ fn all_accepted(plan: &StepPlan) -> StepResult {
     let row = |row: &RowPlan| RowResult {
         slot: row.slot,
         generation: row.generation,
-        tokens: (0..=row.drafts_max).map(|_| SampledToken { id: 1, logprobs: None }).collect(),
+        tokens: (0..=row.drafts_max)
+            .map(|_| SampledToken { id: 1, logprobs: None, pooled: None })
+            .collect(),
         drafted: row.drafts_max,
         failure: None,
     };

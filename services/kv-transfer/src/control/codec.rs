@@ -98,6 +98,7 @@ pub fn token_to_wire(token: &SampledToken) -> v1::Token {
             top: logprobs.top.iter().map(|&(id, logprob)| v1::TopLogprob { id, logprob }).collect(),
         }),
         weight_version: None,
+        pooled: token.pooled.as_deref().map(<[f32]>::to_vec).unwrap_or_default(),
     }
 }
 
@@ -110,7 +111,7 @@ fn token(token: v1::Token) -> Checked<SampledToken> {
         }),
         None => None,
     };
-    Ok(SampledToken { id: token.id, logprobs })
+    Ok(SampledToken { id: token.id, logprobs, pooled: None })
 }
 
 pub(super) fn body_to_wire(body: &Body) -> wire::Body {

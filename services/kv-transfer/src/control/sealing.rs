@@ -315,7 +315,7 @@ mod tests {
                 transfer,
                 chunk_count: 2,
                 first_index: 20,
-                token: SampledToken { id: 0, logprobs: Some(logprobs) },
+                token: SampledToken { id: 0, logprobs: Some(logprobs), pooled: None },
                 integrity: vec![0, u64::MAX],
                 model_fingerprint: 3,
                 weight_version: 4,

@@ -431,7 +431,7 @@ impl World {
         };
         self.nodes[index].core.handle_command(self.clock.now(), written);
         if end == plan.block_count {
-            let token = SampledToken { id: TOKEN, logprobs: None };
+            let token = SampledToken { id: TOKEN, logprobs: None, pooled: None };
             let finish = Command::Finish { transfer, first_index: 5, token };
             self.nodes[index].core.handle_command(self.clock.now(), finish);
         } else {

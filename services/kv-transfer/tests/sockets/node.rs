@@ -567,7 +567,7 @@ impl Node {
     }
 
     pub(crate) fn finish(&self, transfer: TransferId) {
-        let token = SampledToken { id: 42, logprobs: None };
+        let token = SampledToken { id: 42, logprobs: None, pooled: None };
         self.transfers.command(Command::Finish { transfer, first_index: 3, token }).unwrap();
     }
 

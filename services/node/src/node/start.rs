@@ -249,6 +249,7 @@ impl CheckedSettings {
             vocabulary_size: limits.vocabulary,
             grammar_version: GRAMMAR_VERSION,
             cpu_fallback: loaded.cpu_fallback.clone(),
+            pooling: loaded.pooling,
         }
     }
 }

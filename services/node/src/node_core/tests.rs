@@ -136,7 +136,7 @@ fn replies(outputs: impl IntoIterator<Item = NodeOutput>) -> Vec<Reply> {
 }
 
 fn token(id: u32) -> SampledToken {
-    SampledToken { id, logprobs: None }
+    SampledToken { id, logprobs: None, pooled: None }
 }
 
 fn tokens(first_index: u32, ids: &[u32]) -> Action {

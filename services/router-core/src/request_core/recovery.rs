@@ -212,9 +212,10 @@ impl Recovery {
     pub(super) fn no_node(&mut self, reason: &NoNode, now: Instant) -> NextStep {
         let wait_reason = match reason {
             NoNode::Busy { .. } => return self.all_busy(now),
-            NoNode::NoneFits { .. } | NoNode::NoGrammar { .. } | NoNode::TooLong { .. } => {
-                WaitReason::Unfit
-            }
+            NoNode::NoneFits { .. }
+            | NoNode::NoGrammar { .. }
+            | NoNode::NoPooling { .. }
+            | NoNode::TooLong { .. } => WaitReason::Unfit,
             NoNode::NoneListed { .. }
             | NoNode::OtherModel { .. }
             | NoNode::NoneUp { .. }

@@ -55,6 +55,7 @@ fn node(role: Role, number: u128) -> Arc<NodeRecord> {
         grammar_version: 0,
         cpu_fallback: None,
         peer_tag: vec![1; 32],
+        pooling: false,
     })
 }
 

@@ -180,6 +180,7 @@ pub(super) mod tests {
             grammar_version: 0,
             cpu_fallback: String::new(),
             peer_tag: vec![1; 32].into(),
+            pooling: false,
         }
     }
 

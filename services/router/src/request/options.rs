@@ -161,6 +161,7 @@ impl Options {
             ignore_stop_tokens: stop_token_ids.is_empty(),
             stop_token_ids,
             logprobs: self.logprobs,
+            pooling: None,
         })
     }
 }
@@ -441,6 +442,7 @@ mod tests {
                 stop_token_ids: vec![0, 2],
                 ignore_stop_tokens: false,
                 logprobs: None,
+                pooling: None,
             }
         );
         let short = Options::default()

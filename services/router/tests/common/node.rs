@@ -6,7 +6,7 @@ use std::{
     pin::Pin,
     sync::{
         Arc, LazyLock, Mutex,
-        atomic::{AtomicU32, AtomicU64, AtomicUsize, Ordering},
+        atomic::{AtomicBool, AtomicU32, AtomicU64, AtomicUsize, Ordering},
     },
     task::{Context, Poll},
     time::{Duration, Instant},
@@ -20,9 +20,9 @@ use proto::{
     v1::{
         Attempt, DecodeEvent, DecodeFinished, DecodeRequest, DecodeTokens, Delivered, Failure,
         FailureKind, FinishReason, MeetReply, MeetRequest, ModelIdentity, NodeDelta, NodeLoad,
-        NodeRecord, NodeSnapshot, ObserveEvent, ObserveRequest, PrefillEvent, PrefillRequest,
-        PrefillToken, Reserved, ResetPrefixCacheReply, ResetPrefixCacheRequest, Role,
-        SetDrainingReply, SetDrainingRequest, Token, TokenLogprobs, TopLogprob, TraceReply,
+        NodeRecord, NodeSnapshot, ObserveEvent, ObserveRequest, Pooling, PrefillEvent,
+        PrefillRequest, PrefillToken, Reserved, ResetPrefixCacheReply, ResetPrefixCacheRequest,
+        Role, SetDrainingReply, SetDrainingRequest, Token, TokenLogprobs, TopLogprob, TraceReply,
         TraceRequest, decode_event, node_server, observe_event, prefill_event,
     },
 };
@@ -99,6 +99,7 @@ pub(crate) struct State {
     /// Number of events that the next delta skips.
     skip: AtomicU64,
     grammar_version: AtomicU32,
+    pooling: AtomicBool,
     cpu_fallback: Mutex<String>,
     secret: Mutex<ClusterSecret>,
     /// Number of observers so far.
@@ -111,6 +112,15 @@ pub(crate) struct State {
 
 /// End-of-sequence token of the tests' tokenizer.
 pub(crate) const END: u32 = 2;
+
+/// Returns values that depend on the length of the prompt: a vector, or a greater first logit for a longer prompt.
+fn pooled(attempt: &Attempt, pooling: &Pooling) -> Vec<f32> {
+    let length = attempt.tokens.len() as f32;
+    match pooling.logits.is_empty() {
+        true => vec![3.0, 4.0, length],
+        false => vec![length / 100.0, 0.0],
+    }
+}
 
 impl State {
     /// Returns token `index` of the answer, and the finish reason if the token is the last. The token
@@ -136,7 +146,9 @@ impl State {
                 .map(|rank| TopLogprob { id: id + rank, logprob: -0.25 - rank as f32 })
                 .collect(),
         });
-        (Token { id, logprobs, weight_version: None }, finish)
+        let pooled = sampling.pooling.as_ref().map(|pooling| pooled(attempt, pooling));
+        let pooled = pooled.unwrap_or_default();
+        (Token { id, logprobs, weight_version: None, pooled }, finish)
     }
 
     fn next_behaviour(&self) -> Behaviour {
@@ -458,6 +470,7 @@ impl State {
             grammar_version: self.grammar_version.load(Ordering::SeqCst),
             cpu_fallback: self.cpu_fallback.lock().unwrap().clone(),
             peer_tag: vec![1; 32].into(),
+            pooling: self.pooling.load(Ordering::SeqCst),
         }
     }
 }
@@ -519,6 +532,7 @@ impl ScriptedNode {
             calls: Mutex::new(vec![]),
             open: AtomicUsize::new(0),
             grammar_version: AtomicU32::new(2),
+            pooling: AtomicBool::new(true),
             cpu_fallback: Mutex::default(),
             secret: Mutex::new(ClusterSecret::new(SECRET).unwrap()),
             load: watch::Sender::new(NodeLoad::default()),
@@ -574,6 +588,11 @@ impl ScriptedNode {
     /// Sets the grammar version in the node's record, for later observers.
     pub(crate) fn announce_grammars(&self, version: u32) {
         self.state.grammar_version.store(version, Ordering::SeqCst);
+    }
+
+    /// Announces in the node's record, for later observers, that the node returns no pooled values.
+    pub(crate) fn announce_no_pooling(&self) {
+        self.state.pooling.store(false, Ordering::SeqCst);
     }
 
     /// Sets the reason for the CPU in the node's record, for later observers.

@@ -110,6 +110,7 @@ fn wire_sampling(plan: &RequestPlan) -> v1::Sampling {
         stop_token_ids: sampling.stop_token_ids.clone(),
         min_tokens: sampling.min_tokens,
         logprobs: sampling.logprobs,
+        pooling: None,
         max_tokens: plan.max_tokens,
         ignore_stop_tokens: plan.ignore_stop_tokens,
     }

@@ -24,6 +24,10 @@ labels! {
         TextCompletion = "text_completion",
         /// gRPC `Inference/Generate`.
         Generate = "generate_content",
+        /// `/v1/embeddings`.
+        Embeddings = "embeddings",
+        /// `/v1/rerank` and `/v1/score`.
+        Rerank = "rerank",
     }
 }
 
@@ -110,6 +114,8 @@ labels! {
         LocalNever = "local" / "never",
         LocalPredicted = "local" / "predicted",
         LocalAfterFailure = "local" / "after_failure",
+        /// An embedding or a score needs no decode node.
+        LocalPooled = "local" / "pooled",
         LocalShortPrompt = "local" / "short_prompt",
         /// Every prefill node is busy.
         LocalBusy = "local" / "busy",
@@ -124,7 +130,7 @@ labels! {
         NoneNoPartner = "none" / "no_partner",
         /// Every decode node has failed the request.
         NoneExcluded = "none" / "excluded",
-        /// No decode node takes the request: its length or its grammar.
+        /// No decode node takes the request: its length, its grammar or its pooling.
         NoneUnfit = "none" / "unfit",
         NoneNoDecodeNode = "none" / "no_decode_node",
     }

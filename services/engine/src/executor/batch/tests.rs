@@ -43,7 +43,7 @@ fn apply(batch: &mut Batch, plan: &StepPlan) -> Result<Vec<ScheduledRow>, Execut
 }
 
 fn token(id: u32) -> Result<SampledToken, RowFailure> {
-    Ok(SampledToken { id, logprobs: None })
+    Ok(SampledToken { id, logprobs: None, pooled: None })
 }
 
 fn ids(result: &RowResult) -> Vec<u32> {
@@ -236,7 +236,7 @@ fn a_constrained_row_verifies_the_draft_tokens_of_the_plan_up_to_its_last_bitmas
         RowMask { slot: Slot(0), length, allowed }
     };
     // The model agrees with both draft tokens.
-    let answers = [7, 8, 9].map(|id| Ok(SampledToken { id, logprobs: None }));
+    let answers = [7, 8, 9].map(|id| Ok(SampledToken { id, logprobs: None, pooled: None }));
     for (masks, tokens) in [(3, 3), (2, 2), (1, 1), (0, 0)] {
         let mut batch = Batch::new(LIMITS);
         let mut scheduled = apply(&mut batch, &planned(vec![7, 8])).expect("fits");

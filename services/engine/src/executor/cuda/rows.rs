@@ -298,7 +298,7 @@ mod tests {
         assert_eq!(used(&rows, &third), [(0, vec![3, 1, 5], 1)]);
         let collect = |rows: &mut DeviceRows, step: &DeviceStep, tokens: usize| {
             let mut result = rows.unsampled(&step.scheduled[0]);
-            result.tokens = vec![SampledToken { id: 9, logprobs: None }; tokens];
+            result.tokens = vec![SampledToken { id: 9, logprobs: None, pooled: None }; tokens];
             rows.collect(&step.scheduled[0], &result);
         };
         // One of four draft tokens is accepted, then both of two.
@@ -436,7 +436,7 @@ mod tests {
         let masks = rows.supply(&mut step.scheduled, vec![mask], 3).unwrap();
         assert_eq!(present(masks), [(0, true), (1, false), (2, false)]);
         let mut result = rows.unsampled(&step.scheduled[0]);
-        result.tokens = vec![SampledToken { id: 9, logprobs: None }];
+        result.tokens = vec![SampledToken { id: 9, logprobs: None, pooled: None }];
         rows.collect(&step.scheduled[0], &result);
         // A row without a bitmask starts again with its last token.
         for _ in 0..2 {
