@@ -9,6 +9,7 @@ mod info;
 mod messages;
 mod openapi;
 mod pages;
+mod pooling;
 mod request_fields;
 mod responses;
 mod tokenize;
@@ -130,6 +131,11 @@ fn table(metrics: Metrics, started: u64) -> Vec<Route> {
         },
         get("/v1/responses/{id}/input_items", routing::get(responses::input_items_page)),
         post("/v1/responses/{id}/cancel", routing::post(responses::cancel)),
+        post("/v1/embeddings", routing::post(pooling::embeddings)),
+        post("/v1/rerank", routing::post(pooling::rerank)),
+        post("/rerank", routing::post(pooling::rerank)),
+        post("/v1/score", routing::post(pooling::score)),
+        post("/score", routing::post(pooling::score)),
         post("/tokenize", routing::post(tokenize)),
         post("/detokenize", routing::post(detokenize)),
         get("/v1/models", routing::get(move |state, caller| info::models(state, caller, started))),
@@ -385,7 +391,10 @@ pub fn read_bodies(body: &[u8]) {
     let _ = messages::read_counted(&fields);
     let tools = grammar_fields::tools(&fields).ok().flatten();
     let _ = request_fields::chat_source(&fields, tools.as_ref());
-    let _ = request_fields::prompts(&fields);
+    let _ = request_fields::prompts(&fields, "prompt");
+    let _ = pooling::EmbeddingOptions::read(&fields);
+    let _ = pooling::RerankRequest::read(&fields);
+    let _ = pooling::text_pairs(&fields);
     let _ = fields.value::<Vec<u32>>("tokens", "a list of token ids");
 }
 

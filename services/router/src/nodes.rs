@@ -164,6 +164,15 @@ impl Nodes {
         })
     }
 
+    /// Returns whether a node of this model returns pooled values; `None` while no node serves.
+    pub(crate) fn returns_pooled(&self, model: &str) -> Option<bool> {
+        self.directory(|directory| {
+            let records = Role::ALL.into_iter().flat_map(|role| directory.serving(role));
+            let records = records.filter(|record| record.model == model);
+            records.map(|record| record.pooling).max()
+        })
+    }
+
     /// Returns the distinct cache identities of the nodes of this model that can be picked now, at most
     /// [`CACHE_IDENTITIES_MAX`]. Keys of cached blocks depend on the identity.
     pub(crate) fn cache_identities(&self, model: &str) -> Vec<CacheIdentity> {

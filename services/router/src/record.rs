@@ -222,6 +222,8 @@ impl RequestRecord {
 
     /// Records that tokens of an answer were emitted to the client.
     pub(crate) fn emitted(&self, count: u32) {
+        // The token that carries pooled values is no output.
+        let count = if self.is_pooled() { 0 } else { count };
         self.caller.used_tokens(count);
         let now = Instant::now();
         let mut state = self.state();
@@ -239,12 +241,16 @@ impl RequestRecord {
         }
     }
 
+    fn is_pooled(&self) -> bool {
+        matches!(self.operation, Operation::Embeddings | Operation::Rerank)
+    }
+
     pub(crate) fn answer_ended(&self, end: &AnswerEnd) {
         let mut state = self.state();
         state.cached_tokens += end.cached_tokens;
         state.hand_over.add(&end.hand_over);
         state.answers_ended += 1;
-        state.cut_short |= end.reason == FinishReason::Length;
+        state.cut_short |= end.reason == FinishReason::Length && !self.is_pooled();
         state.finish_reasons.push(match end.reason {
             FinishReason::Length => "length",
             FinishReason::Abort => "abort",

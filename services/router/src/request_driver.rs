@@ -11,7 +11,7 @@ mod events;
 
 use std::{sync::Arc, time::Duration};
 
-use futures_util::future::try_join_all;
+use futures_util::{StreamExt, TryStreamExt, stream};
 use proto::ids::{RequestId, random_bits};
 use router_core::{AnswerSpec, ArrivedRequest, Flow, LoadBound, WaitLimits};
 use text::StopStrings;
@@ -29,7 +29,8 @@ use crate::{
         answer_reader::{AnswerReader, AnswerReading, CallReading, ReasoningReading},
         error::{FieldError, RequestError},
         options::{
-            CHOICES_PER_REQUEST_MAX, DefaultLength, Options, RequestedGrammar, Tenant, check_prompt,
+            CHOICES_PER_REQUEST_MAX, DefaultLength, ModelLimits, Options, RequestedGrammar, Tenant,
+            check_prompt,
         },
         text_workers::{CacheKeying, PromptSource, TokenizedPrompt},
         tools::OfferedTools,
@@ -76,6 +77,8 @@ pub(crate) struct PreparedRequest {
     pub with_text: bool,
     /// Settings for reading the answers; `None` if their text is their content.
     pub reading: Option<AnswerReading>,
+    /// Maximum number of answers in flight.
+    parallel: u32,
     pub deadline: RequestDeadline,
     /// Flow of the caller, for the order in which requests start.
     pub flow: Flow,
@@ -157,7 +160,8 @@ async fn prepare(
 ) -> Result<(PreparedRequest, Vec<AnswerSpec>), RequestError> {
     let deadline = RequestDeadline::after(parsed.timeout);
     let ParsedRequest { request_id, tenant, model, mut fields, with_text, .. } = parsed;
-    let answer_count = check_answer_count(front, record.caller(), &fields)?;
+    check_output(front, &model, &fields.options)?;
+    let parallel = check_answer_count(front, record.caller(), &fields)?;
     let mut options = fields.options.or(model.text.sampling_defaults());
     let calls = offer_tools(&mut fields.tools, &mut options, &model, request_id)?;
     let stops = StopStrings::new(&options.stop, options.include_stop)
@@ -166,21 +170,16 @@ async fn prepare(
         return Err(LoadBound::Stopping.into());
     }
     let flow = record.caller().flow(tenant.as_ref());
-    let streams = record.caller().open_streams(answer_count)?;
+    let streams = record.caller().open_streams(parallel)?;
     let wait_max = front.settings.router.waiting_timeout;
     let admitted = front.router.admit(&ArrivedRequest {
         flow: &flow,
         model: &model.name,
-        answers: answer_count,
+        answers: parallel,
         output_tokens_max: options.output_tokens_max(fields.default_length),
         limits: WaitLimits { wait_max, deadline: deadline.at.into_std() },
     })?;
-    let none = || {
-        let reason = "no node has served the model yet".to_owned();
-        RequestError::NoDecodeNode { waited: Duration::ZERO, reason }
-    };
-    // While no node is up, the limits of the last known nodes apply, and the request waits for a node in its core.
-    let limits = front.nodes.serving(&model.name).limits.ok_or_else(none)?;
+    let limits = served_limits(front, &model)?;
     let grammar_version = options.grammar.as_ref().map_or(0, RequestedGrammar::version);
     let grammar = check_grammar(front, &model, options.grammar.take(), deadline).await?;
 
@@ -192,20 +191,19 @@ async fn prepare(
     });
     let cache_salt: Arc<str> = cache_salt.into();
     let (mut prompt_tokens, mut answers, mut reasoning) = (0, Vec::new(), None);
-    for source in fields.prompts {
-        let field = source.field();
+    let is_list = fields.prompts.len() > 1;
+    for (index, source) in fields.prompts.into_iter().enumerate() {
         let is_chat = matches!(source, PromptSource::Chat(_));
-        let work = model.text.prompt(source, limits.prompt_tokens_max, keying.clone());
-        let TokenizedPrompt { tokens, prefix, opens_reasoning } = deadline.limit(work).await??;
-        // A grammar begins with the answer, so there is no thought.
-        let has_thought = is_chat && with_text && grammar.is_none();
-        let format = model.text.reasoning_format().filter(|_| has_thought);
-        reasoning = format.map(|format| ReasoningReading {
-            format,
-            is_open: opens_reasoning,
-            closing_token: format.closing_token(model.text.tokenizer()),
+        let prompt = tokenize(&model, source, &limits, keying.clone(), deadline).await;
+        let prompt = prompt.map_err(|error| match &options.pooling {
+            Some(pooling) => error.at(pooling.field, is_list.then_some(index)),
+            None => error,
         });
-        check_prompt(field, &tokens, &limits)?;
+        let TokenizedPrompt { tokens, prefix, opens_reasoning } = prompt?;
+        // A grammar begins with the answer, so there is no thought.
+        if is_chat && with_text && grammar.is_none() {
+            reasoning = reasoning_reading(&model, opens_reasoning);
+        }
         let sampling = options.sampling(
             tokens.len() as u32,
             &limits,
@@ -235,7 +233,7 @@ async fn prepare(
             answer
         }));
     }
-    record.prepared(answer_count, prompt_tokens);
+    record.prepared(answers.len() as u32, prompt_tokens);
     let reading = AnswerReading { reasoning, calls };
     let reading = (reading.reasoning.is_some() || reading.calls.is_some()).then_some(reading);
     let request = PreparedRequest {
@@ -245,6 +243,7 @@ async fn prepare(
         skip_special: options.skip_special_tokens.unwrap_or(true),
         with_text,
         reading,
+        parallel,
         deadline,
         flow,
         _admitted: admitted,
@@ -253,7 +252,54 @@ async fn prepare(
     Ok((request, answers))
 }
 
-/// Returns the number of answers that a request asks for, unless no router state would admit so many.
+/// Rejects text of a model without an LM head, and pooled values of nodes that return none.
+fn check_output(front: &Front, model: &ServedModel, options: &Options) -> Result<(), FieldError> {
+    let problem = match options.pooling {
+        None if !model.text.generates() => {
+            "has no LM head and generates no text; allowed: only for embeddings"
+        }
+        // Without a node this is unknown, and the request waits for a node in its core.
+        Some(_) if front.nodes.returns_pooled(&model.name) == Some(false) => {
+            "is served by nodes that compute on GPUs or in several ranks; allowed: a model whose \
+             nodes compute on a CPU with node.tp 1"
+        }
+        _ => return Ok(()),
+    };
+    Err(FieldError::new("model", problem))
+}
+
+/// Returns the limits of the model's nodes. While no node is up, those of the last known nodes apply, and the request waits
+/// for a node in its core.
+fn served_limits(front: &Front, model: &ServedModel) -> Result<ModelLimits, RequestError> {
+    front.nodes.serving(&model.name).limits.ok_or_else(|| {
+        let reason = "no node has served the model yet".to_owned();
+        RequestError::NoDecodeNode { waited: Duration::ZERO, reason }
+    })
+}
+
+/// Returns how to read the thought of a chat's answer; `None` for a model without thoughts.
+fn reasoning_reading(model: &ServedModel, is_open: bool) -> Option<ReasoningReading> {
+    let format = model.text.reasoning_format()?;
+    let closing_token = format.closing_token(model.text.tokenizer());
+    Some(ReasoningReading { format, is_open, closing_token })
+}
+
+async fn tokenize(
+    model: &ServedModel,
+    source: PromptSource,
+    limits: &ModelLimits,
+    keying: Arc<CacheKeying>,
+    deadline: RequestDeadline,
+) -> Result<TokenizedPrompt, RequestError> {
+    let field = source.field();
+    let work = model.text.prompt(source, limits.prompt_tokens_max, keying);
+    let prompt = deadline.limit(work).await??;
+    check_prompt(field, &prompt.tokens, limits)?;
+    Ok(prompt)
+}
+
+/// Returns the number of answers that run at a time: all of them, or as many texts as a request may pool at a time.
+/// Rejects answers of which no router state would admit so many.
 fn check_answer_count(
     front: &Front,
     caller: &Caller,
@@ -263,6 +309,9 @@ fn check_answer_count(
     let admitted_max = admitted_max.min(caller.streams_max().unwrap_or(u32::MAX));
     let answers_max = CHOICES_PER_REQUEST_MAX.min(admitted_max as usize);
     let answer_count = fields.prompts.len().saturating_mul(fields.choices as usize);
+    if fields.options.pooling.is_some() {
+        return Ok(answer_count.min(answers_max) as u32);
+    }
     if answer_count <= answers_max {
         return Ok(answer_count as u32);
     }
@@ -314,7 +363,7 @@ pub(crate) fn stop_refused(field: &str, error: &text::StopStringError) -> FieldE
     FieldError::new(field, problem)
 }
 
-/// Runs all answers of a request concurrently. The first failure ends the other answers.
+/// Runs the answers of a request, all or a part of them concurrently. The first failure ends the other answers.
 async fn run(
     front: Arc<Front>,
     request: PreparedRequest,
@@ -325,10 +374,11 @@ async fn run(
     let driver = |(choice, answer)| {
         AnswerDriver::new(&front, &request, choice, answer, &events, &record).run()
     };
-    let all = try_join_all((0..).zip(answers).map(driver));
+    let answers = stream::iter((0..).zip(answers).map(driver));
+    let all = answers.buffer_unordered(request.parallel as usize).try_collect::<()>();
     let ended = tokio::select! {
         biased;
-        ended = all => ended.map(drop),
+        ended = all => ended,
         () = when_woken(front.cut.cancelled()) => Err(RequestError::Stopped),
     };
     if let Err(error) = &ended {

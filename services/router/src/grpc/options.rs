@@ -44,6 +44,7 @@ pub(super) fn options(wire: GenerateOptions) -> Result<Options, FieldError> {
         stop_token_ids: wire.stop_token_ids,
         ignore_eos: wire.ignore_eos.unwrap_or(false),
         logprobs: within("options.logprobs", wire.logprobs, &LOGPROBS)?,
+        pooling: None,
         cache_salt: check_salt("options.cache_salt", wire.cache_salt)?,
         session: checked_session(
             ("options.session", &wire.session),

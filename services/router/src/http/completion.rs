@@ -26,7 +26,7 @@ use super::{
     },
 };
 use crate::{
-    front::Front,
+    front::{Front, ServedModel},
     request::answer_reader::{AnswerPiece, AnswerReader, Calls},
     request_driver::{AnswerEnd, AnswerEvent, AnswerTokens, GenerationFields},
 };
@@ -73,6 +73,7 @@ impl GenerationApi for Api {
     fn read(
         &self,
         fields: &RequestFields<'_>,
+        _model: &ServedModel,
     ) -> Result<(GenerationFields, CompletionFields), ApiError> {
         let (fields, delivery) = match self {
             Self::Chat => read_chat(fields)?,

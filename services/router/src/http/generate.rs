@@ -29,7 +29,7 @@ use super::{
     read_generation_body, request_fields::named_model, wire::Usage,
 };
 use crate::{
-    front::{Front, NamedModel},
+    front::{Front, NamedModel, ServedModel},
     record::RequestRecord,
     request::{answer_reader::AnswerReader, error::RequestError},
     request_driver::{
@@ -50,10 +50,11 @@ pub(super) trait GenerationApi: Send + Sync + 'static {
 
     fn operation(&self) -> Operation;
 
-    /// Reads the fields of a body.
+    /// Reads the fields of a body that names `model`.
     fn read(
         &self,
         fields: &RequestFields<'_>,
+        model: &ServedModel,
     ) -> Result<(GenerationFields, Self::ReplyFields), ApiError>;
 
     /// Returns the writer of the reply to a request that has started.
@@ -226,15 +227,16 @@ async fn answer<A: GenerationApi>(
         let named = named_model(&fields, front, record.caller())?;
         // The metrics count a rejected request for its model too.
         record.set_model(&named.model);
-        let (mut fields, reply_fields) = api.read(&fields)?;
+        let (mut fields, reply_fields) = api.read(&fields, &named.model)?;
         fields.options.session = context.session.clone()?;
         let parsed = ParsedRequest {
             request_id: context.request_id,
             tenant: record.caller().tenant(context.tenant.as_ref().map(HeaderValue::as_bytes))?,
             model: named.model.clone(),
+            // Pooled values replace the text.
+            with_text: fields.options.pooling.is_none(),
             fields,
             timeout: context.timeout(front)?,
-            with_text: true,
         };
         Ok((parsed, named, reply_fields))
     };

@@ -43,7 +43,7 @@ use super::{
     request_fields::named_model,
 };
 use crate::{
-    front::Front,
+    front::{Front, ServedModel},
     request::{
         error::{FieldError, invalid_value},
         tokenization,
@@ -111,6 +111,7 @@ impl GenerationApi for MessagesApi {
     fn read(
         &self,
         fields: &RequestFields<'_>,
+        _model: &ServedModel,
     ) -> Result<(GenerationFields, MessageFields), ApiError> {
         Ok(read_messages(fields)?)
     }

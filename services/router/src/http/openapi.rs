@@ -40,6 +40,8 @@ fn post(id: &str, about: &str, request: &str, answers: Value) -> Value {
     let mut parameters = vec![label_header()];
     if id.starts_with("create") {
         parameters.extend([stats_header(), tenant_header(), session_header(), keep_header()]);
+    } else if ["embed", "rerank", "score"].iter().any(|pooled| id.starts_with(pooled)) {
+        parameters.push(tenant_header());
     }
     let content = json!({"schema": reference(request), "example": requests::example(request)});
     let body = json!({"required": true, "content": {"application/json": content}});
@@ -109,6 +111,12 @@ fn responded() -> Value {
 /// Returns an operation without a body.
 fn operation(id: &str, about: &str, parameters: Value, answers: Value) -> Value {
     json!({"operationId": id, "summary": about, "parameters": parameters, "responses": answers})
+}
+
+/// Returns the responses of a request for embeddings or scores.
+fn pooled(about: &str, schema: &str) -> Value {
+    let errors = [400, 401, 404, 408, 413, 415, 429, 500, 502, 503, 504];
+    with_errors(json_answer(about, schema), &errors)
 }
 
 fn paths() -> Value {
@@ -196,6 +204,36 @@ fn paths() -> Value {
             json!([label_header(), response_id()]),
             with_errors(json_answer("The response.", "Response"), &[400, 401, 404, 429]),
         )},
+        "/v1/embeddings": post(
+            "embed",
+            "Returns the embeddings of texts",
+            "EmbeddingRequest",
+            pooled("The embeddings.", "EmbeddingList"),
+        ),
+        "/v1/rerank": post(
+            "rerank",
+            "Orders documents by their relevance to a query",
+            "RerankRequest",
+            pooled("The documents, best first.", "RankedList"),
+        ),
+        "/rerank": post(
+            "rerankWithoutVersion",
+            "Same as /v1/rerank",
+            "RerankRequest",
+            pooled("The documents, best first.", "RankedList"),
+        ),
+        "/v1/score": post(
+            "score",
+            "Scores pairs of texts",
+            "ScoreRequest",
+            pooled("The scores.", "ScoreList"),
+        ),
+        "/score": post(
+            "scoreWithoutVersion",
+            "Same as /v1/score",
+            "ScoreRequest",
+            pooled("The scores.", "ScoreList"),
+        ),
         "/tokenize": post(
             "tokenize",
             "Tokenizes a text or a conversation",
@@ -337,7 +375,8 @@ mod tests {
     use crate::http::{
         fields::RequestFields,
         messages::{read_counted, read_messages},
-        request_fields::{read_chat, read_completion},
+        pooling::{EmbeddingOptions, POOLING_UNSUPPORTED, RerankRequest, text_pairs},
+        request_fields::{prompts, read_chat, read_completion},
         responses, table,
         tokenize::prompt_source,
     };
@@ -394,6 +433,22 @@ mod tests {
         });
         is_described("ResponsesRequest", &[r#"{"input": "hi"}"#], |fields| {
             responses::read_fields(fields).unwrap();
+        });
+        let refuse_others = |fields: &RequestFields<'_>| {
+            POOLING_UNSUPPORTED.iter().for_each(|name| fields.unsupported(name, &[]).unwrap());
+        };
+        is_described("EmbeddingRequest", &[r#"{"input": "hi"}"#], |fields| {
+            refuse_others(fields);
+            prompts(fields, "input").unwrap();
+            EmbeddingOptions::read(fields).unwrap();
+        });
+        is_described("RerankRequest", &[r#"{"query": "a", "documents": ["b"]}"#], |fields| {
+            refuse_others(fields);
+            RerankRequest::read(fields).unwrap();
+        });
+        is_described("ScoreRequest", &[r#"{"text_1": "a", "text_2": "b"}"#], |fields| {
+            refuse_others(fields);
+            text_pairs(fields).unwrap();
         });
         is_described("TokenizeRequest", &[chat, r#"{"prompt": "hi"}"#], |fields| {
             prompt_source(fields).unwrap();

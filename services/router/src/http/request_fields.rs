@@ -143,6 +143,7 @@ pub(super) fn options(fields: &RequestFields<'_>) -> Result<Options, FieldError>
         stop_token_ids: stop_token_ids(fields)?,
         ignore_eos: fields.boolean("ignore_eos")?.unwrap_or(false),
         logprobs: None,
+        pooling: None,
         grammar: grammar_fields::grammar(fields)?,
         cache_salt: check_salt("cache_salt", fields.string("cache_salt")?.unwrap_or_default())?,
         // In headers.
@@ -293,7 +294,7 @@ pub(super) fn read_completion(
     options.max_tokens = max_tokens.flatten();
     options.logprobs = fields.count("logprobs", LOGPROBS)?;
     let parsed = GenerationFields {
-        prompts: prompts(fields)?.into_iter().map(source).collect(),
+        prompts: prompts(fields, "prompt")?.into_iter().map(source).collect(),
         choices: choices(fields)?,
         options,
         default_length: match max_tokens {
@@ -313,47 +314,54 @@ pub(super) enum CompletionPrompt {
     Tokens(Vec<u32>),
 }
 
-/// Parses one or several prompts, each a text or token ids. Token ids are parsed directly, because JSON
-/// values would take ten times the memory.
-pub(super) fn prompts(fields: &RequestFields<'_>) -> Result<Vec<CompletionPrompt>, FieldError> {
-    let Some(text) = fields.raw("prompt") else {
+/// Parses one or several prompts in the field `name`, each a text or token ids. Token ids are parsed directly, because
+/// JSON values would take ten times the memory.
+pub(super) fn prompts(
+    fields: &RequestFields<'_>,
+    name: &str,
+) -> Result<Vec<CompletionPrompt>, FieldError> {
+    let Some(text) = fields.raw(name) else {
         let problem = "is missing; allowed: a text, token ids, or a list of either";
-        return Err(FieldError::new("prompt", problem));
+        return Err(FieldError::new(name, problem));
     };
     let inner = text.strip_prefix('[').map(str::trim_ascii_start);
     match inner {
         Some(inner) if inner.starts_with(['"', '[']) => {
-            let list = json::<Vec<&RawValue>>(text, None)?.into_iter().enumerate();
-            list.map(|(index, one)| prompt(one.get(), Some(index))).collect()
+            let list = json::<Vec<&RawValue>>(name, text, None)?.into_iter().enumerate();
+            list.map(|(index, one)| prompt(name, one.get(), Some(index))).collect()
         }
-        Some("]") => Err(FieldError::new("prompt", "is empty; allowed: at least one token")),
-        _ => prompt(text, None).map(|prompt| vec![prompt]),
+        Some("]") => Err(FieldError::new(name, "is empty; allowed: at least one token")),
+        _ => prompt(name, text, None).map(|prompt| vec![prompt]),
     }
 }
 
 /// Parses one prompt; `index` is its position in a list of prompts.
-fn prompt(text: &str, index: Option<usize>) -> Result<CompletionPrompt, FieldError> {
+fn prompt(name: &str, text: &str, index: Option<usize>) -> Result<CompletionPrompt, FieldError> {
     match text.as_bytes().first() {
-        Some(b'"') => json(text, index).map(CompletionPrompt::Text),
-        Some(b'[') => json(text, index).map(CompletionPrompt::Tokens),
+        Some(b'"') => json(name, text, index).map(CompletionPrompt::Text),
+        Some(b'[') => json(name, text, index).map(CompletionPrompt::Tokens),
         _ => {
             let problem = "allowed: a text, token ids, or a list of either";
             let at = index.map_or(String::new(), |index| format!(" at index {index}"));
-            Err(FieldError::new("prompt", format!("has {}{at}; {problem}", type_or_scalar(text))))
+            Err(FieldError::new(name, format!("has {}{at}; {problem}", type_or_scalar(text))))
         }
     }
 }
 
 /// Parses a part of the prompt. The error names the type found, or the number, and the expected type.
-fn json<'a, T: Deserialize<'a>>(text: &'a str, index: Option<usize>) -> Result<T, FieldError> {
+fn json<'a, T: Deserialize<'a>>(
+    name: &str,
+    text: &'a str,
+    index: Option<usize>,
+) -> Result<T, FieldError> {
     parse_json(text).map_err(|error| {
         let index = index.map_or(String::new(), |index| format!("[{index}]"));
-        let path = format!("prompt{index}{}", error.path);
+        let path = format!("{name}{index}{}", error.path);
         let reason = match error.reason.split_once("string, expected") {
             Some((before, _)) => format!("{before}string, expected a token id"),
             None => error.reason.replace("expected u32", "expected a token id"),
         };
-        FieldError::new("prompt", format!("is invalid at {path}: {reason}"))
+        FieldError::new(name, format!("is invalid at {path}: {reason}"))
     })
 }
 
@@ -453,7 +461,8 @@ mod tests {
 
     fn prompts_of(prompt: &str) -> Result<Vec<CompletionPrompt>, String> {
         let body = format!(r#"{{"prompt": {prompt}}}"#);
-        prompts(&RequestFields::parse(body.as_bytes()).unwrap()).map_err(|error| error.to_string())
+        prompts(&RequestFields::parse(body.as_bytes()).unwrap(), "prompt")
+            .map_err(|error| error.to_string())
     }
 
     #[test]

@@ -33,7 +33,7 @@ use super::{
     wire::{Api, TokenView},
 };
 use crate::{
-    front::Front,
+    front::{Front, ServedModel},
     request::{
         error::{FieldError, RequestError, invalid_value},
         options::{DefaultLength, TENANT_HEADER},
@@ -235,6 +235,7 @@ impl GenerationApi for ResponsesApi {
     fn read(
         &self,
         fields: &RequestFields<'_>,
+        _model: &ServedModel,
     ) -> Result<(GenerationFields, ResponseReplyFields), ApiError> {
         let request = ResponseRequest::read(fields)?;
         let ResponseRequest { mut echo, options, .. } = request;

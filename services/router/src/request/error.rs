@@ -278,6 +278,17 @@ pub(crate) struct ErrorStatus {
 }
 
 impl RequestError {
+    /// Names the field of an error: `field`, or an element of the list in this field.
+    pub(crate) fn at(self, field: &str, index: Option<usize>) -> Self {
+        match (self, index) {
+            (Self::Field(error), None) => FieldError::new(field, error.problem).into(),
+            (Self::Field(error), Some(index)) => {
+                FieldError::new(format!("{field}[{index}]"), error.problem).into()
+            }
+            (error, _) => error,
+        }
+    }
+
     /// Converts the reason why the request core gave up a request. `timeout` is the request's time-out, and
     /// `retry_after_s` is the predicted time until the queue is served.
     pub(crate) fn gave_up(

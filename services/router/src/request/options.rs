@@ -55,10 +55,20 @@ pub(crate) struct Options {
     pub stop_token_ids: Vec<u32>,
     pub ignore_eos: bool,
     pub logprobs: Option<u32>,
+    /// Values to return in place of text.
+    pub pooling: Option<RequestedPooling>,
     pub cache_salt: String,
     pub session: RequestSession,
     /// Grammar of the answer.
     pub grammar: Option<RequestedGrammar>,
+}
+
+/// Values of the forward pass that a request asks for, and its field with the texts.
+#[derive(Clone, Debug, PartialEq)]
+pub(crate) struct RequestedPooling {
+    /// Name of the field, for errors.
+    pub field: &'static str,
+    pub values: v1::Pooling,
 }
 
 /// Limits of the served model.
@@ -161,7 +171,7 @@ impl Options {
             ignore_stop_tokens: stop_token_ids.is_empty(),
             stop_token_ids,
             logprobs: self.logprobs,
-            pooling: None,
+            pooling: self.pooling.as_ref().map(|pooling| pooling.values.clone()),
         })
     }
 }

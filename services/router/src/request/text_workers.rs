@@ -8,8 +8,8 @@ use grammar::Compiler;
 use proto::ids::random_bits;
 use serde_json::{Map, Value};
 use text::{
-    ChatTemplate, EncodeError, ModelText, ReasoningFormat, RenderRequest, SamplingDefaults,
-    SpecialTokens, TEXT_BYTES_MAX, TemplateError, Tokenizer, ToolFormat,
+    ChatTemplate, EncodeError, ModelText, NotPooled, PooledModel, ReasoningFormat, RenderRequest,
+    SamplingDefaults, SpecialTokens, TEXT_BYTES_MAX, TemplateError, Tokenizer, ToolFormat,
 };
 use tokio::sync::{AcquireError, OwnedSemaphorePermit, Semaphore};
 
@@ -85,6 +85,11 @@ pub(crate) enum PromptSource {
         add_special_tokens: bool,
     },
     Chat(ChatSource),
+    /// Messages of the roles of a reranker's chat template.
+    Pair {
+        messages: Value,
+        bytes: usize,
+    },
 }
 
 #[derive(Clone, Debug, PartialEq)]
@@ -110,13 +115,14 @@ impl PromptSource {
             Self::Tokens(_) => 0,
             Self::Text { text, .. } => text.len(),
             Self::Chat(chat) => chat.bytes,
+            Self::Pair { bytes, .. } => *bytes,
         }
     }
 
     /// Returns the field that an error names.
     pub(crate) fn field(&self) -> &'static str {
         match self {
-            Self::Tokens(_) | Self::Text { .. } => "prompt",
+            Self::Tokens(_) | Self::Text { .. } | Self::Pair { .. } => "prompt",
             Self::Chat(chat) => chat.field,
         }
     }
@@ -166,6 +172,16 @@ impl TextWorkers {
 
     pub(crate) fn tokenizer(&self) -> &Arc<Tokenizer> {
         self.text.tokenizer()
+    }
+
+    /// Returns how the model makes vectors or scores, or why it makes none.
+    pub(crate) fn pooled(&self) -> Result<&PooledModel, &NotPooled> {
+        self.text.pooled()
+    }
+
+    /// Returns whether the model generates text.
+    pub(crate) fn generates(&self) -> bool {
+        self.text.generates()
     }
 
     pub(crate) fn sampling_defaults(&self) -> &SamplingDefaults {
@@ -351,6 +367,17 @@ fn encode(
             if prompt.len() > bytes_max {
                 return Ok(Encoded::Longer { chat: Box::new(chat), bytes: prompt.len() });
             }
+            encoded(match literal {
+                Some(tokenizer) => tokenizer.encode_rendered(&prompt),
+                None => tokenizer.encode(&prompt, SpecialTokens::Parse),
+            })?
+        }
+        PromptSource::Pair { messages, .. } => {
+            let template = text.chat_template().map_err(template_failed)?;
+            let literal = (!text.parses_special_tokens()).then_some(&**tokenizer);
+            let rendered = template.render_pair(&messages, literal);
+            let prompt = rendered.map_err(|error| template_failed(&error))?;
+            check_length(&prompt)?;
             encoded(match literal {
                 Some(tokenizer) => tokenizer.encode_rendered(&prompt),
                 None => tokenizer.encode(&prompt, SpecialTokens::Parse),

@@ -8,6 +8,7 @@ use super::messages::{MessagesCountRequest, MessagesRequest};
 use crate::{
     http::{
         messages::unsupported as messages_unsupported,
+        pooling::{POOLING_UNSUPPORTED, TEXTS_MAX},
         request_fields::{CHAT_UNSUPPORTED, COMPLETION_UNSUPPORTED, UNSUPPORTED, Unsupported},
         responses::RESPONSES_UNSUPPORTED,
     },
@@ -31,6 +32,9 @@ pub(super) fn schemas() -> Map<String, Value> {
     generator.subschema_for::<ResponsesRequest>();
     generator.subschema_for::<MessagesRequest>();
     generator.subschema_for::<MessagesCountRequest>();
+    generator.subschema_for::<EmbeddingRequest>();
+    generator.subschema_for::<RerankRequest>();
+    generator.subschema_for::<ScoreRequest>();
     generator.subschema_for::<TokenizeRequest>();
     generator.subschema_for::<DetokenizeRequest>();
     let mut schemas = generator.take_definitions(true);
@@ -56,6 +60,12 @@ pub(super) fn schemas() -> Map<String, Value> {
                 json!({"enum": values, "description": "Not supported: other values are rejected."});
         }
     }
+    for request in ["EmbeddingRequest", "RerankRequest", "ScoreRequest"] {
+        for name in POOLING_UNSUPPORTED {
+            schemas[request]["properties"][name] =
+                json!({"enum": [null], "description": "Not supported: other values are rejected."});
+        }
+    }
     schemas
 }
 
@@ -75,6 +85,11 @@ pub(super) fn example(request: &str) -> Value {
             json!({"input": "What is the capital of France?", "max_output_tokens": 8,
                 "temperature": 0})
         }
+        "EmbeddingRequest" => json!({"input": ["The capital of France is Paris."]}),
+        "RerankRequest" => {
+            json!({"query": "What is the capital of France?", "documents": ["Paris.", "Rome."]})
+        }
+        "ScoreRequest" => json!({"text_1": "What is the capital of France?", "text_2": ["Paris."]}),
         "TokenizeRequest" => json!({"prompt": "The capital of France is"}),
         _ => json!({"tokens": [1, 2, 3]}),
     }
@@ -399,6 +414,64 @@ enum Prompt {
     Texts(#[schemars(length(min = 1))] Vec<String>),
     Tokens(#[schemars(length(min = 1), inner(range(max = u32::MAX)))] Vec<u32>),
     TokenLists(#[schemars(length(min = 1), inner(inner(range(max = u32::MAX))))] Vec<Vec<u32>>),
+}
+
+#[derive(JsonSchema)]
+struct EmbeddingRequest {
+    /// Name or alias of an embedding model; without the field the default model answers.
+    model: Option<String>,
+    /// A text or token ids, or a list of either.
+    input: Prompt,
+    /// Form of the vectors: numbers, or little-endian f32 in base64.
+    #[schemars(extend("enum" = ["float", "base64", null]))]
+    encoding_format: Option<String>,
+    /// Number of dimensions to return, if the checkpoint's configuration has Matryoshka dimensions.
+    #[schemars(range(min = 1))]
+    dimensions: Option<u32>,
+    /// Name of the checkpoint's prompt that precedes each text.
+    prompt_name: Option<String>,
+    /// Accepted for compatibility.
+    user: Option<String>,
+}
+
+#[derive(JsonSchema)]
+struct RerankRequest {
+    /// Name or alias of a reranker; without the field the default model answers.
+    model: Option<String>,
+    query: String,
+    #[schemars(length(min = 1, max = TEXTS_MAX))]
+    documents: Vec<Document>,
+    /// Number of results to return; the default is all.
+    #[schemars(range(min = 1))]
+    top_n: Option<u32>,
+    /// Return the text of each document; the default is false.
+    return_documents: Option<bool>,
+}
+
+#[derive(JsonSchema)]
+#[schemars(inline)]
+#[serde(untagged)]
+enum Document {
+    Text(String),
+    Object { text: String },
+}
+
+#[derive(JsonSchema)]
+struct ScoreRequest {
+    /// Name or alias of a reranker; without the field the default model answers.
+    model: Option<String>,
+    /// The query, or one query for each text of `text_2`.
+    text_1: Texts,
+    /// One or several documents.
+    text_2: Texts,
+}
+
+#[derive(JsonSchema)]
+#[schemars(inline)]
+#[serde(untagged)]
+enum Texts {
+    One(String),
+    Many(#[schemars(length(min = 1, max = TEXTS_MAX))] Vec<String>),
 }
 
 #[derive(JsonSchema)]

@@ -6,6 +6,7 @@ use serde_json::{Map, Value, json};
 use crate::http::{
     info::Health,
     messages::{BlockEvent, CountedTokens, MessageBody, MessageEvent, MessagesError},
+    pooling::{EmbeddingList, RankedList, ScoreList},
     responses::object::{DeletedResponse, InputItems, ResponseEvent, ResponseObject},
     wire::{
         ChatChoice, ChatChunkChoice, Completion, Detokenized, ErrorBody, ModelList, TextChoice,
@@ -42,6 +43,9 @@ pub(super) fn schemas() -> Map<String, Value> {
     generator.subschema_for::<ResponseEvent<'_>>();
     generator.subschema_for::<InputItems>();
     generator.subschema_for::<DeletedResponse>();
+    generator.subschema_for::<EmbeddingList<'_>>();
+    generator.subschema_for::<RankedList<'_>>();
+    generator.subschema_for::<ScoreList<'_>>();
     generator.subschema_for::<Tokenized>();
     generator.subschema_for::<Detokenized>();
     let mut schemas = generator.take_definitions(true);
