@@ -247,8 +247,10 @@ fn matches(entry: &RequestEntry, query: &Query) -> bool {
         Query::Slow(_) => true,
         Query::Failed => entry.end.as_ref().is_some_and(|end| !end.is_complete),
         Query::Id(key) => {
-            // The id of an OpenAI response is the request id with a prefix.
-            let id = key.strip_prefix("chatcmpl-").or_else(|| key.strip_prefix("cmpl-"));
+            // The id of a reply is the request id with the prefix of its API.
+            let id = ["chatcmpl-", "cmpl-", "resp_", "msg_"]
+                .iter()
+                .find_map(|prefix| key.strip_prefix(prefix));
             let is_hex = |id: u128, key: &str| {
                 key.len() == 32 && u128::from_str_radix(key, 16).is_ok_and(|key| key == id)
             };

@@ -126,8 +126,9 @@ fn requests_are_found_by_request_id_response_id_label_and_trace_id() {
     begin(&history, RequestEntry { label: Some("mine".into()), received: later, ..entry(3) });
     let by = |key: &str| ids(&history, Query::Id(key.into()));
     assert_eq!(by(&RequestId(1).to_string()), [1]);
-    assert_eq!(by(&format!("chatcmpl-{}", RequestId(3))), [3]);
-    assert_eq!(by(&format!("cmpl-{}", RequestId(2))), [2]);
+    for prefix in ["chatcmpl-", "cmpl-", "resp_", "msg_"] {
+        assert_eq!(by(&format!("{prefix}{}", RequestId(3))), [3]);
+    }
     assert_eq!(by(&format!("{:032x}", 0xabc)), [2]);
     assert_eq!(by("mine"), [3, 1], "the newest first");
     assert_eq!(by("1"), [] as [u128; 0]);
