@@ -173,6 +173,15 @@ section! {
         responses_age_max: Duration = secs(86_400),
             "An agent that waits for a person overnight continues its conversation.",
             secs(1)..=secs(30 * 86_400);
+        /// Maximum time for which a stream that begins with the header x-baton-resume goes on without a connection; 0
+        /// makes no stream resumable.
+        resume_window: Duration = secs(30),
+            "A phone that changes networks, and a proxy that restarts, are back within 30 s.",
+            secs(0)..=secs(600);
+        /// Maximum bytes of events that the router keeps for all resumable streams. A further stream is not resumable.
+        resume_bytes_max: ByteSize = ByteSize::mib(64),
+            "256 streams with 256 KiB each, the most that one stream keeps.",
+            ByteSize::kib(64)..=ByteSize::gib(16);
         /// Time after SIGTERM for which the router is unready but accepts requests, because load balancers need
         /// time to stop sending them. If requests still arrive then, the router accepts them for up to as long
         /// again. SIGINT skips both times.

@@ -14,6 +14,7 @@ use tokio_util::sync::CancellationToken;
 use crate::{
     admission::BodyBudget,
     history::SharedHistory,
+    http::ResumableStreams,
     keys::{ApiKeys, Caller},
     nodes::{NodeCredentials, Nodes},
     request::{
@@ -75,6 +76,8 @@ pub(crate) struct Front {
     pub bodies: BodyBudget,
     pub router: SharedRouter,
     pub history: SharedHistory,
+    /// Streams that clients may resume.
+    pub streams: Arc<ResumableStreams>,
     /// Responses of `/v1/responses`.
     pub responses: SharedResponses,
     /// API keys of clients, if they need one.
@@ -96,6 +99,7 @@ impl Front {
         Self {
             bodies: BodyBudget::new(settings.bodies_bytes_max),
             history: SharedHistory::new(Instant::now()),
+            streams: ResumableStreams::new(&settings.router),
             responses: SharedResponses::new(&settings.router),
             models,
             router,

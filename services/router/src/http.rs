@@ -12,6 +12,7 @@ mod pages;
 mod pooling;
 mod request_fields;
 mod responses;
+mod streams;
 mod tokenize;
 mod wire;
 
@@ -48,6 +49,8 @@ use crate::{
 };
 use completion::{chat_completions, completions};
 pub(crate) use error::ApiError;
+pub(crate) use streams::ResumableStreams;
+use streams::X_BATON_RESUME;
 use tokenize::{detokenize, tokenize};
 
 pub(crate) const X_REQUEST_ID: HeaderName = HeaderName::from_static("x-request-id");
@@ -123,6 +126,7 @@ fn table(metrics: Metrics, started: u64) -> Vec<Route> {
         post("/v1/completions", routing::post(completions)),
         post("/v1/messages", routing::post(messages::messages)),
         post("/v1/messages/count_tokens", routing::post(messages::count_tokens)),
+        get("/v1/streams/{id}", routing::get(streams::resume)),
         post("/v1/responses", routing::post(responses::create)),
         Route {
             path: "/v1/responses/{id}",
@@ -211,6 +215,8 @@ pub(crate) struct RequestContext {
     pub label: Option<String>,
     pub span: Span,
     pub wants_stats: bool,
+    /// Whether the client may resume the stream.
+    pub wants_resume: bool,
     /// The header of the tenant.
     pub tenant: Option<HeaderValue>,
     /// The conversation. Invalid headers are reported with the other errors of the request.
@@ -234,11 +240,21 @@ impl RequestContext {
         propagation::set_parent_from_http(&span, headers);
         let wants_stats =
             [X_BATON_STATS, X_BATON_FIGURES].iter().any(|name| text(name) == Some("1"));
+        let wants_resume = text(&X_BATON_RESUME) == Some("1");
         let tenant = headers.get(TENANT_HEADER).cloned();
         let bytes = |name| headers.get(name).map(HeaderValue::as_bytes);
         let session = session_of_headers(bytes(SESSION_HEADER), bytes(KEEP_HEADER));
         let deadline_ms = headers.get(X_BATON_DEADLINE_MS).cloned();
-        Ok(Self { request_id, label, span, wants_stats, tenant, session, deadline_ms })
+        Ok(Self {
+            request_id,
+            label,
+            span,
+            wants_stats,
+            wants_resume,
+            tenant,
+            session,
+            deadline_ms,
+        })
     }
 
     /// Returns the time-out of the request: the client's, otherwise `router.timeout`.

@@ -116,7 +116,18 @@ pub(super) struct StartedReply {
 
 /// Server-sent events that wait for the next write to the client.
 #[derive(Default)]
-pub(super) struct EventBuffer(Vec<u8>);
+pub(super) struct EventBuffer {
+    bytes: Vec<u8>,
+    /// Ids of the events, if the stream can be resumed.
+    ids: Option<EventIds>,
+}
+
+/// Ids of the events of a stream: the stream's id and the number of the event, from 0.
+struct EventIds {
+    stream: RequestId,
+    /// Number of the next event.
+    next: u64,
+}
 
 impl EventBuffer {
     /// Appends an event with JSON content.
@@ -126,17 +137,22 @@ impl EventBuffer {
 
     /// Appends an event of this type, with JSON content.
     pub(super) fn named(&mut self, name: &str, content: &impl Serialize) {
-        self.0.extend_from_slice(b"event: ");
-        self.0.extend_from_slice(name.as_bytes());
-        self.0.push(b'\n');
+        self.bytes.extend_from_slice(b"event: ");
+        self.bytes.extend_from_slice(name.as_bytes());
+        self.bytes.push(b'\n');
         self.json(content);
     }
 
     /// Appends an event; `write` appends its data, one line.
     pub(super) fn event(&mut self, write: impl FnOnce(&mut Vec<u8>)) {
-        self.0.extend_from_slice(b"data: ");
-        write(&mut self.0);
-        self.0.extend_from_slice(b"\n\n");
+        if let Some(EventIds { stream, next }) = &mut self.ids {
+            let id = format!("id: {stream}-{next}\n");
+            self.bytes.extend_from_slice(id.as_bytes());
+            *next += 1;
+        }
+        self.bytes.extend_from_slice(b"data: ");
+        write(&mut self.bytes);
+        self.bytes.extend_from_slice(b"\n\n");
     }
 }
 
@@ -254,6 +270,9 @@ async fn answer<A: GenerationApi>(
             return Err(error);
         }
     };
+    // Without room for its log, a stream has no ids and ends with its connection.
+    let resumed_by = (context.wants_resume && front.streams.has_room())
+        .then(|| record.caller().salt_for_nodes(parsed.tenant.as_ref(), "").into());
     let created = unix_seconds();
     let running = request_driver::start(front, parsed, record, context.span.clone()).await?;
     let serving = front.nodes.serving(&model.model.name);
@@ -270,7 +289,16 @@ async fn answer<A: GenerationApi>(
     };
     match api.writer(reply_fields, started) {
         ReplyWriter::Stream(writer) => {
-            Ok(stream_response(writer, running, front.settings.keep_alive).await?)
+            let out = EventBuffer {
+                ids: resumed_by.as_ref().map(|_| EventIds { stream: context.request_id, next: 0 }),
+                ..EventBuffer::default()
+            };
+            let keep_alive = front.settings.keep_alive;
+            let reply = StreamedReply::start(writer, running, out, keep_alive).await?;
+            Ok(match resumed_by {
+                Some(owner) => front.streams.respond(front, context.request_id, owner, reply),
+                None => event_response(reply, keep_alive),
+            })
         }
         ReplyWriter::Whole(writer) => Ok(whole_response(writer, running).await?),
     }
@@ -292,34 +320,25 @@ async fn whole_response(
     Ok(writer.into_response())
 }
 
-/// Responds with a stream. Waits a limited time for the first event, so that an immediate failure has its
-/// own HTTP status. `keep_alive` is the maximum time between events; then a comment follows.
-async fn stream_response(
-    writer: impl StreamWriter,
-    mut running: RunningRequest,
-    keep_alive: Duration,
-) -> Result<Response, RequestError> {
-    let first = match tokio::time::timeout(keep_alive, running.next()).await {
-        Ok(Some(Ok(event))) => Some(event),
-        Ok(Some(Err(error))) => return Err(error),
-        Ok(None) | Err(_) => None,
-    };
-    let mut reply = StreamedReply::new(writer, running, first);
-    if reply.first.is_some() {
-        // The head and the first events leave in one write. A time-out leaves the events in `reply`.
-        let _ = tokio::time::timeout(keep_alive, reply.fill()).await;
-    }
-    let mut response = Response::new(Body::from_stream(event_stream(reply, keep_alive)));
+/// Source of the events of a response.
+pub(super) trait EventSource: Send + 'static {
+    /// Returns the next events, as many as are ready; `None` at the end of the stream. Cancel-safe.
+    fn next(&mut self) -> impl Future<Output = Option<Bytes>> + Send;
+}
+
+/// Responds with the events of a source. `keep_alive` is the maximum time between events; then a comment follows.
+pub(super) fn event_response(source: impl EventSource, keep_alive: Duration) -> Response {
+    let mut response = Response::new(Body::from_stream(event_stream(source, keep_alive)));
     let headers = response.headers_mut();
     headers.insert(header::CONTENT_TYPE, HeaderValue::from_static("text/event-stream"));
     headers.insert(header::CACHE_CONTROL, HeaderValue::from_static("no-cache"));
     // Disables buffering in nginx.
     headers.insert("x-accel-buffering", HeaderValue::from_static("no"));
-    Ok(response)
+    response
 }
 
 /// Events of a streamed response, created when the client's connection accepts more data.
-struct StreamedReply<W> {
+pub(super) struct StreamedReply<W> {
     writer: W,
     running: RunningRequest,
     first: Option<AnswerEvent>,
@@ -331,25 +350,32 @@ struct StreamedReply<W> {
 }
 
 impl<W: StreamWriter> StreamedReply<W> {
-    fn new(writer: W, running: RunningRequest, first: Option<AnswerEvent>) -> Self {
+    /// Waits a limited time for the first event, so that an immediate failure has its own HTTP status.
+    async fn start(
+        writer: W,
+        mut running: RunningRequest,
+        out: EventBuffer,
+        keep_alive: Duration,
+    ) -> Result<Self, RequestError> {
+        let first = match tokio::time::timeout(keep_alive, running.next()).await {
+            Ok(Some(Ok(event))) => Some(event),
+            Ok(Some(Err(error))) => return Err(error),
+            Ok(None) | Err(_) => None,
+        };
         let answers_left = running.answers;
-        let out = EventBuffer::default();
-        Self { writer, running, first, out, answers_left, is_over: false }
-    }
-
-    /// Returns the next events, as many as are ready; `None` at the end of the stream. The function is
-    /// cancel-safe.
-    async fn next(&mut self) -> Option<Bytes> {
-        self.fill().await;
-        let EventBuffer(bytes) = std::mem::take(&mut self.out);
-        (!bytes.is_empty()).then(|| bytes.into())
+        let mut reply = Self { writer, running, first, out, answers_left, is_over: false };
+        if reply.first.is_some() {
+            // The head and the first events leave in one write. A time-out leaves the events in `reply`.
+            let _ = tokio::time::timeout(keep_alive, reply.fill()).await;
+        }
+        Ok(reply)
     }
 
     /// Writes the next events to `out`, as many as are ready. Cancel-safe.
     async fn fill(&mut self) {
         // Send nothing while all text is held back. Once all answers have finished, the end of the request follows
         // at once, so that one write carries both.
-        while !self.is_over && (self.out.0.is_empty() || self.answers_left == 0) {
+        while !self.is_over && (self.out.bytes.is_empty() || self.answers_left == 0) {
             let event = match self.first.take() {
                 Some(event) => Some(Ok(event)),
                 None => self.running.next().await,
@@ -365,7 +391,7 @@ impl<W: StreamWriter> StreamedReply<W> {
                     self.writer.write_last(&mut self.out);
                 }
             }
-            while self.out.0.len() < WRITE_BYTES
+            while self.out.bytes.len() < WRITE_BYTES
                 && let Some(event) = self.running.next_queued()
             {
                 self.write(event);
@@ -382,16 +408,24 @@ impl<W: StreamWriter> StreamedReply<W> {
     }
 }
 
+impl<W: StreamWriter> EventSource for StreamedReply<W> {
+    async fn next(&mut self) -> Option<Bytes> {
+        self.fill().await;
+        let bytes = std::mem::take(&mut self.out.bytes);
+        (!bytes.is_empty()).then(|| bytes.into())
+    }
+}
+
 /// Returns the stream's bytes on demand. Sends a comment after `keep_alive` without an event.
-fn event_stream<W: StreamWriter>(
-    mut reply: StreamedReply<W>,
+fn event_stream(
+    mut source: impl EventSource,
     keep_alive: Duration,
 ) -> impl Stream<Item = Result<Bytes, Infallible>> + Send {
     let mut comment_at = Instant::now() + keep_alive;
     let mut timer = MovingTimer::new(comment_at);
-    // `stream::unfold` would move `reply` with each token.
+    // `stream::unfold` would move `source` with each token.
     stream::poll_fn(move |cx| {
-        let bytes = match pin!(reply.next()).poll(cx) {
+        let bytes = match pin!(source.next()).poll(cx) {
             Poll::Ready(next) => next,
             Poll::Pending => {
                 ready!(timer.poll_reached(cx, comment_at));

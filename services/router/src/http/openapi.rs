@@ -40,6 +40,7 @@ fn post(id: &str, about: &str, request: &str, answers: Value) -> Value {
     let mut parameters = vec![label_header()];
     if id.starts_with("create") {
         parameters.extend([stats_header(), tenant_header(), session_header(), keep_header()]);
+        parameters.push(resume_header());
     } else if ["embed", "rerank", "score"].iter().any(|pooled| id.starts_with(pooled)) {
         parameters.push(tenant_header());
     }
@@ -176,7 +177,9 @@ fn paths() -> Value {
             "get": operation(
                 "getResponse",
                 "Returns a stored response",
-                json!([label_header(), response_id()]),
+                json!([label_header(), response_id(),
+                    query("stream", json!({"enum": ["true", "false"]})),
+                    query("starting_after", json!({"type": "integer", "minimum": 0}))]),
                 with_errors(json_answer("The response.", "Response"), &[400, 401, 404, 429]),
             ),
             "delete": operation(
@@ -233,6 +236,22 @@ fn paths() -> Value {
             "Same as /v1/score",
             "ScoreRequest",
             pooled("The scores.", "ScoreList"),
+        ),
+        "/v1/streams/{id}": get(
+            "resumeStream",
+            "Continues a stream that began with `x-baton-resume: 1`",
+            json!([label_header(),
+                {"name": "id", "in": "path", "required": true,
+                    "schema": {"type": "string", "minLength": 1},
+                    "description": "Value of the header `x-baton-stream` of the stream."},
+                {"name": "last-event-id", "in": "header", "schema": {"type": "string"},
+                    "description": "Id of the last event that the client has."},
+                query("from", json!({"type": "integer", "minimum": 0}))]),
+            with_errors(
+                json!({"description": "The events that follow.", "headers": label_response(),
+                    "content": {"text/event-stream": {"schema": {"type": "object"}}}}),
+                &[400, 401, 404, 429],
+            ),
         ),
         "/tokenize": post(
             "tokenize",
@@ -342,6 +361,12 @@ fn query(name: &str, schema: Value) -> Value {
 fn stats_header() -> Value {
     json!({"name": "x-baton-stats", "in": "header", "schema": {"type": "string"},
         "description": "With `1` the answer has `baton`: statistics of the hand-over."})
+}
+
+fn resume_header() -> Value {
+    json!({"name": "x-baton-resume", "in": "header", "schema": {"type": "string"},
+        "description": "With `1` the events of a stream have ids, and `/v1/streams/{id}` continues the stream on \
+                        another connection."})
 }
 
 fn tenant_header() -> Value {

@@ -30,6 +30,7 @@ use super::{
     error::ApiError,
     fields::RequestFields,
     generate::{GenerationApi, ReplyWriter, StartedReply, TokenTotals, answer_request},
+    streams::continue_stream,
     wire::{Api, TokenView},
 };
 use crate::{
@@ -49,6 +50,7 @@ pub(super) use request::RESPONSES_UNSUPPORTED;
 use request::ResponseRequest;
 
 const PREVIOUS: &str = "previous_response_id";
+const ID_PREFIX: &str = "resp_";
 /// Input items of a page, by default and at most.
 const ITEMS_DEFAULT: usize = 20;
 const ITEMS_MAX: usize = 100;
@@ -67,8 +69,22 @@ pub(super) async fn retrieve(
     Query(query): Query<HashMap<String, String>>,
     (extensions, headers): (Extensions, HeaderMap),
 ) -> Result<Response, ApiError> {
-    if let Some(stream) = query.get("stream").filter(|value| *value != "false") {
-        return Err(invalid_value("stream", stream, "false").into());
+    match query.get("stream").map(String::as_str) {
+        None | Some("false") => {}
+        Some("true") => {
+            // The numbers of the events are their sequence numbers.
+            let from = match query.get("starting_after") {
+                None => 0,
+                Some(text) => {
+                    let number = text.parse::<u64>().ok().and_then(|last| last.checked_add(1));
+                    let allowed = "the sequence_number of an event";
+                    number.ok_or_else(|| invalid_value("starting_after", text, allowed))?
+                }
+            };
+            let stream = id.strip_prefix(ID_PREFIX).unwrap_or(&id);
+            return continue_stream(&front, &owner(&headers, &extensions)?, stream, from);
+        }
+        Some(other) => return Err(invalid_value("stream", other, "true or false").into()),
     }
     Ok(Json(find(&front, &headers, &extensions, &id)?.object).into_response())
 }
@@ -150,7 +166,7 @@ pub(super) fn read_fields(fields: &RequestFields<'_>) -> Result<(), FieldError> 
 }
 
 /// Returns the owner of the responses that a request creates and may read.
-fn owner(headers: &HeaderMap, extensions: &Extensions) -> Result<Arc<str>, FieldError> {
+pub(super) fn owner(headers: &HeaderMap, extensions: &Extensions) -> Result<Arc<str>, FieldError> {
     let caller = caller_of(extensions);
     let tenant = caller.tenant(headers.get(TENANT_HEADER).map(HeaderValue::as_bytes))?;
     Ok(caller.salt_for_nodes(tenant.as_ref(), "").into())
@@ -293,7 +309,7 @@ impl GenerationApi for ResponsesApi {
         started: StartedReply,
     ) -> ReplyWriter<ResponseEvents, WholeResponse> {
         let object = ResponseObject {
-            id: format!("resp_{}", started.request_id),
+            id: format!("{ID_PREFIX}{}", started.request_id),
             object: "response",
             created_at: started.created,
             completed_at: None,
