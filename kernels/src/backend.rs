@@ -150,12 +150,14 @@ pub struct LayerAttention {
 /// Weights of the operations between the QKV GEMM and attention: QKV bias, QK norm and rotary embedding (RoPE).
 #[derive(Debug)]
 pub struct HeadWeights<'a, V> {
-    /// RoPE frequencies `[head_dim / 2]` in radians per position, with RoPE scaling applied.
+    /// RoPE frequencies in radians per position, with RoPE scaling applied: one for each rotary pair. With partial RoPE,
+    /// fewer than `head_dim / 2`: the elements of a head after the pairs are not rotated.
     pub frequencies: &'a V,
     /// QKV bias `[qkv_width]`.
     pub bias: Option<&'a V>,
-    /// QK norm: the RMS norm weights `[head_dim]` for each query head (first) and each key head (second).
+    /// QK norm: the RMS norm weights of queries (first) and keys (second).
     pub norms: Option<(&'a V, &'a V)>,
+    pub norm_span: NormSpan,
     /// Epsilon of the QK norm.
     pub eps: f32,
 }
@@ -163,27 +165,72 @@ pub struct HeadWeights<'a, V> {
 impl<'a, V> HeadWeights<'a, V> {
     /// Returns weights with RoPE only, as in Llama.
     pub fn rotary(frequencies: &'a V) -> Self {
-        Self { frequencies, bias: None, norms: None, eps: 0.0 }
+        Self { frequencies, bias: None, norms: None, norm_span: NormSpan::Head, eps: 0.0 }
     }
 }
 
-/// Choice of experts for a row.
+/// Elements over which the QK norm takes the mean square.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum NormSpan {
+    /// A head. The weights are `[head_dim]`, the same for all heads.
+    Head,
+    /// All query heads or all key heads of the model. A rank has the weights of its heads: `[query_width]` for queries.
+    Projection,
+}
+
+/// Choice of experts for a row.
+#[derive(Clone, Copy, Debug, PartialEq)]
 pub struct ExpertChoice {
     /// Experts that compute each row.
     pub count: usize,
+    pub score: ExpertScore,
+    /// Number of groups of consecutive, equally many experts; 1: all experts are one group.
+    pub groups: usize,
+    /// Number of groups that the experts of a row come from: those whose two best experts have the greatest sums.
+    pub groups_chosen: usize,
     /// Whether the weights of the chosen experts are divided by their sum.
     pub is_normalized: bool,
+    /// Factor of the weights of the chosen experts.
+    pub scale: f32,
+}
+
+impl ExpertChoice {
+    /// Returns the choice of the `count` most probable experts, with their probabilities as weights.
+    pub fn softmax(count: usize, is_normalized: bool) -> Self {
+        let score = ExpertScore::Softmax;
+        Self { count, score, groups: 1, groups_chosen: 1, is_normalized, scale: 1.0 }
+    }
+}
+
+/// Function that turns the router's logits of a row into the scores of the experts, in f32.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum ExpertScore {
+    Softmax,
+    /// `1 / (1 + exp(-logit))` of each logit by itself.
+    Sigmoid,
 }
 
 /// Packed weights of a mixture of experts.
 #[derive(Debug)]
-pub struct ExpertWeights<'a, M> {
+pub struct ExpertWeights<'a, M, V> {
     /// `[experts][hidden]`.
     pub router: &'a M,
+    /// Correction bias `[experts]`: added to the scores for the choice, but not to the weights.
+    pub bias: Option<&'a V>,
     /// Gate and up `[2 * size][hidden]`, and down `[hidden][size]`, of each expert.
     pub experts: &'a [(M, M)],
+    /// Expert that computes every row.
+    pub shared: Option<SharedExpert<'a, M>>,
     pub choice: ExpertChoice,
+}
+
+/// Packed weights of a shared expert.
+#[derive(Debug)]
+pub struct SharedExpert<'a, M> {
+    pub gate_up: &'a M,
+    pub down: &'a M,
+    /// `[1][hidden]`: the weight of the expert is the sigmoid of the logit; `None`: the weight is 1.
+    pub router: Option<&'a M>,
 }
 
 /// Operations of one device. They return no errors: after a device failure or a failure of the tensor-parallel group,
@@ -265,8 +312,8 @@ pub trait Backend: Send + 'static {
     /// Computes `out[rows][w.out] = x[rows][w.in] · wᵀ`. `out` may be wide.
     fn matmul(&mut self, rows: usize, x: &Self::Buffer, w: &Self::Matrix, out: &mut Self::Buffer);
     /// Performs the operations between the QKV GEMM and attention: adds the bias, applies the QK norm, and applies
-    /// RoPE in NeoX style (element i is rotated with element i + head_dim / 2) to queries and keys. Then stores the
-    /// keys and values of every row in the row's KV block. Afterwards only the queries in `qkv` are valid.
+    /// RoPE in NeoX style (element i is rotated with element i + the number of frequencies) to queries and keys. Then
+    /// stores the keys and values of every row in the row's KV block. Afterwards only the queries in `qkv` are valid.
     fn store_kv(
         &mut self,
         layer: usize,
@@ -285,10 +332,10 @@ pub trait Backend: Send + 'static {
     );
     /// Computes `out[row][i] = silu(gate_up[row][i]) * gate_up[row][width + i]`.
     fn silu_mul(&mut self, rows: usize, gate_up: &Self::Buffer, out: &mut Self::Buffer);
-    /// Computes a mixture of experts. A softmax in f32 over the router's logits `x · routerᵀ` gives the probability of each
-    /// expert. A row goes to the experts of the greatest probabilities, the lowest expert among equal ones. `out` is the sum
-    /// of their outputs `silu_mul(x · gate_upᵀ) · downᵀ` times their weights, in f32 and in the order of the experts: a
-    /// row's result does not depend on the other rows.
+    /// Computes a mixture of experts. The router's logits `x · routerᵀ` give the score of each expert in f32. A row goes to
+    /// the experts of the greatest scores, the lowest expert or group among equal ones. `out` is the sum of their outputs
+    /// `silu_mul(x · gate_upᵀ) · downᵀ` times their weights, in f32 and in the order of the experts, the shared expert
+    /// last: a row's result does not depend on the other rows.
     ///
     /// # Panics
     /// On a backend without experts; the executor refuses the model when it loads it.
@@ -296,7 +343,7 @@ pub trait Backend: Send + 'static {
         &mut self,
         _rows: usize,
         _x: &Self::Buffer,
-        _weights: &ExpertWeights<'_, Self::Matrix>,
+        _weights: &ExpertWeights<'_, Self::Matrix, Self::Vector>,
         _out: &mut Self::Buffer,
     ) {
         panic!("the backend has no kernels for experts");

@@ -48,7 +48,9 @@ pub use step::{CpuStep, StepError, StepSequence};
 
 use self::{aligned::Slab, isa::Level, threads::ThreadPool};
 use crate::{
-    backend::{Backend, ExpertWeights, HeadShape, HeadWeights, LayerAttention, RowSource},
+    backend::{
+        Backend, ExpertWeights, HeadShape, HeadWeights, LayerAttention, NormSpan, RowSource,
+    },
     layout::{KvLayout, WeightFormat},
     sampling::SampledToken,
     shard::Shard,
@@ -182,6 +184,35 @@ impl CpuBackend {
         matmul::pack(&mut pool, &mut slab, format, source)
     }
 
+    /// Applies the QK norm to `qkv`.
+    fn norm_heads(
+        &mut self,
+        shape: HeadShape,
+        (query, key): (&[f32], &[f32]),
+        &HeadWeights { norm_span, eps, .. }: &HeadWeights<'_, CpuVector>,
+        qkv: &mut [f32],
+    ) {
+        let level = self.level;
+        let (query_width, key_width) = match norm_span {
+            NormSpan::Head => (shape.head_dim, shape.head_dim),
+            NormSpan::Projection => (shape.query_width(), shape.kv_heads * shape.head_dim),
+        };
+        assert!(
+            query.len() == query_width && key.len() == key_width,
+            "weights of QK norms are as wide as their span"
+        );
+        if norm_span == NormSpan::Head {
+            return norm::norm_heads(level, self.pool(), shape, query, key, eps, qkv);
+        }
+        let mut squares = norm::projection_squares(shape, qkv);
+        if let Some(group) = &mut self.group {
+            // The group keeps its failure, and the executor checks for it.
+            let _ = group.all_reduce(&mut squares);
+        }
+        let ranks = self.shard.rank_count();
+        norm::norm_projections(shape, (query, key), &squares, ranks, eps, qkv);
+    }
+
     fn pool(&mut self) -> &mut ThreadPool {
         // A panic during weight packing leaves no unfinished parallel region, so the pool is
         // usable.
@@ -283,7 +314,7 @@ impl Backend for CpuBackend {
     ) {
         check_heads(shape, qkv, step);
         let frequencies = weights.frequencies.values();
-        assert_eq!(frequencies.len() * 2, shape.head_dim, "one frequency per pair");
+        assert!(frequencies.len() * 2 <= shape.head_dim, "at most one frequency per pair");
         let level = self.level;
         let qkv = qkv.rows_mut(step.rows());
         if let Some(bias) = weights.bias {
@@ -291,12 +322,7 @@ impl Backend for CpuBackend {
             bias::add_bias(level, self.pool(), bias.values(), qkv);
         }
         if let Some((query, key)) = weights.norms {
-            let (query, key) = (query.values(), key.values());
-            assert!(
-                query.len() == shape.head_dim && key.len() == shape.head_dim,
-                "weights of head norms are as wide as a head"
-            );
-            norm::norm_heads(level, self.pool(), shape, query, key, weights.eps, qkv);
+            self.norm_heads(shape, (query.values(), key.values()), &weights, qkv);
         }
         rope::rope_store_kv(level, self.pool(), layer, shape, frequencies, qkv, step);
     }
@@ -331,7 +357,7 @@ impl Backend for CpuBackend {
         &mut self,
         rows: usize,
         x: &CpuBuffer,
-        weights: &ExpertWeights<'_, CpuMatrix>,
+        weights: &ExpertWeights<'_, CpuMatrix, CpuVector>,
         out: &mut CpuBuffer,
     ) {
         let width = weights.router.cols();

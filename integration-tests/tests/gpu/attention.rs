@@ -5,7 +5,7 @@ use std::{num::NonZeroUsize, sync::Arc};
 use half::bf16;
 use kernels::{
     Backend, BlockId, Dtype, KvArena, KvLayout,
-    backend::{HeadShape, HeadWeights, LayerAttention},
+    backend::{HeadShape, HeadWeights, LayerAttention, NormSpan},
     cpu::{CpuStep, StepSequence},
     cuda::{
         Admission, AttentionKind, BatchLimits, CudaStep, DeviceBatch, Drafts, StepInput, StepRows,
@@ -55,6 +55,7 @@ fn attended<B: Bench>(
             frequencies: &inputs.frequencies,
             bias: has.then_some(&inputs.bias),
             norms: has.then_some((&inputs.query_norm, &inputs.key_norm)),
+            norm_span: NormSpan::Head,
             eps: 1e-6,
         };
         backend.store_kv(layer, case.shape, weights, qkv, step);

@@ -1,16 +1,17 @@
 //! Mixture of experts: routing, the experts' feed-forward networks, and their weighted sum.
 //!
-//! Experts run one after the other over their rows. A row's outputs are added in the order of the experts, so the sum
-//! does not depend on the other rows.
+//! Experts run one after the other over their rows, the shared expert last over all rows. A row's outputs are added in
+//! this order, so the sum does not depend on the other rows.
 
 use super::{
     arithmetic::exp,
+    buffer::CpuVector,
     isa::Level,
     matmul::{CpuMatrix, MatmulScratch, matmul},
     silu::silu_mul,
     threads::ThreadPool,
 };
-use crate::backend::{ExpertChoice, ExpertWeights};
+use crate::backend::{ExpertChoice, ExpertScore, ExpertWeights, SharedExpert};
 
 /// Memory that steps reuse.
 #[derive(Default)]
@@ -32,25 +33,38 @@ pub(crate) fn experts(
     pool: &mut ThreadPool,
     (scratch, gemms): (&mut ExpertScratch, &mut MatmulScratch),
     x: &[f32],
-    weights: &ExpertWeights<'_, CpuMatrix>,
+    weights: &ExpertWeights<'_, CpuMatrix, CpuVector>,
     out: &mut [f32],
 ) {
-    let ExpertWeights { router, experts, choice } = weights;
+    let ExpertWeights { router, bias, experts, shared, choice } = weights;
     let (hidden, count) = (router.cols(), router.rows());
     let rows = x.len() / hidden;
     let ExpertScratch { logits, lists, inputs, gate_up, activated, outputs } = scratch;
     logits.resize(rows * count, 0.0);
     matmul(level, pool, gemms, x, router, logits);
-    lists.resize_with(count, Vec::new);
+    lists.resize_with(count + 1, Vec::new);
     lists.iter_mut().for_each(Vec::clear);
+    let bias = bias.map(CpuVector::values);
     for (row, logits) in logits.chunks_exact(count).enumerate() {
-        for (expert, weight) in choose(logits, *choice) {
+        for (expert, weight) in choose(logits, bias, *choice) {
             lists[expert].push((row, weight));
         }
     }
+    let experts = experts.iter().map(|(gate_up, down)| (gate_up, down));
+    let shared = shared.as_ref().map(|SharedExpert { gate_up: to_gate_up, down, router }| {
+        logits.resize(rows, 0.0);
+        if let Some(router) = router {
+            matmul(level, pool, gemms, x, router, logits);
+        }
+        let weight = |logit: &f32| if router.is_some() { sigmoid(*logit) } else { 1.0 };
+        lists[count].extend(logits.iter().map(weight).enumerate());
+        (*to_gate_up, *down)
+    });
     out.fill(0.0);
-    for ((to_gate_up, down), list) in experts.iter().zip(lists).filter(|(_, list)| !list.is_empty())
-    {
+    for ((to_gate_up, down), list) in experts.chain(shared).zip(lists) {
+        if list.is_empty() {
+            continue;
+        }
         inputs.clear();
         list.iter().for_each(|(row, _)| inputs.extend(&x[row * hidden..][..hidden]));
         gate_up.resize(list.len() * to_gate_up.rows(), 0.0);
@@ -66,25 +80,66 @@ pub(crate) fn experts(
     }
 }
 
-/// Returns the experts of a row and their weights, by falling probability. Among equal probabilities the lowest expert
-/// comes first.
-fn choose(
-    logits: &[f32],
-    ExpertChoice { count, is_normalized }: ExpertChoice,
-) -> Vec<(usize, f32)> {
-    let greatest = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
-    let powers: Vec<f32> = logits.iter().map(|logit| exp(logit - greatest)).collect();
-    let sum: f32 = powers.iter().sum();
-    let mut chosen: Vec<(usize, f32)> =
-        powers.into_iter().map(|power| power / sum).enumerate().collect();
-    // The sort is stable.
-    chosen.sort_by(|(_, a), (_, b)| b.total_cmp(a));
-    chosen.truncate(count);
-    if is_normalized {
-        let sum: f32 = chosen.iter().map(|(_, weight)| weight).sum();
-        chosen.iter_mut().for_each(|(_, weight)| *weight /= sum);
+/// Returns the experts of a row and their weights, by falling score. Among equal scores the lowest expert comes first.
+fn choose(logits: &[f32], bias: Option<&[f32]>, choice: ExpertChoice) -> Vec<(usize, f32)> {
+    /// Keeps the division finite when all scores are 0, as the families with sigmoid scores do.
+    const SUM_MIN: f32 = 1e-20;
+    let scores = scores(logits, choice.score);
+    let mut biased = scores.clone();
+    biased.iter_mut().zip(bias.unwrap_or_default()).for_each(|(score, bias)| *score += bias);
+    let mut order: Vec<usize> = if choice.groups == 1 {
+        (0..scores.len()).collect()
+    } else {
+        let size = scores.len() / choice.groups;
+        let mut groups: Vec<(usize, f32)> =
+            biased.chunks_exact(size).map(best_two).enumerate().collect();
+        groups.sort_by(|(_, a), (_, b)| b.total_cmp(a));
+        groups.truncate(choice.groups_chosen);
+        groups.sort_unstable_by_key(|(group, _)| *group);
+        groups.iter().flat_map(|(group, _)| group * size..(group + 1) * size).collect()
+    };
+    // The sorts of scores are stable.
+    order.sort_by(|a, b| biased[*b].total_cmp(&biased[*a]));
+    order.truncate(choice.count);
+    let sum = match (choice.is_normalized, choice.score) {
+        (false, _) => 1.0,
+        (true, ExpertScore::Softmax) => order.iter().map(|expert| scores[*expert]).sum(),
+        (true, ExpertScore::Sigmoid) => {
+            order.iter().map(|expert| scores[*expert]).sum::<f32>() + SUM_MIN
+        }
+    };
+    order.into_iter().map(|expert| (expert, scores[expert] / sum * choice.scale)).collect()
+}
+
+fn scores(logits: &[f32], score: ExpertScore) -> Vec<f32> {
+    match score {
+        ExpertScore::Softmax => {
+            let greatest = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
+            let powers: Vec<f32> = logits.iter().map(|logit| exp(logit - greatest)).collect();
+            let sum: f32 = powers.iter().sum();
+            powers.into_iter().map(|power| power / sum).collect()
+        }
+        ExpertScore::Sigmoid => logits.iter().copied().map(sigmoid).collect(),
     }
-    chosen
+}
+
+fn sigmoid(logit: f32) -> f32 {
+    // The power of a number that is not positive, which `exp` requires.
+    let power = exp(-logit.abs());
+    if logit < 0.0 { power / (1.0 + power) } else { 1.0 / (1.0 + power) }
+}
+
+/// Returns the sum of the two greatest scores.
+fn best_two(scores: &[f32]) -> f32 {
+    let (mut first, mut second) = (f32::NEG_INFINITY, f32::NEG_INFINITY);
+    for &score in scores {
+        if score > first {
+            (first, second) = (score, first);
+        } else {
+            second = second.max(score);
+        }
+    }
+    first + second
 }
 
 #[cfg(test)]
@@ -105,6 +160,8 @@ mod tests {
     struct Mixture {
         router: CpuMatrix,
         experts: Vec<(CpuMatrix, CpuMatrix)>,
+        shared_router: CpuMatrix,
+        has_shared: bool,
         choice: ExpertChoice,
     }
 
@@ -121,13 +178,24 @@ mod tests {
             Self {
                 router: matrix(WeightFormat::F32, count, HIDDEN, 999),
                 experts: (0..count as u32).map(expert).collect(),
-                choice: ExpertChoice { count: chosen, is_normalized: true },
+                shared_router: matrix(WeightFormat::F32, 1, HIDDEN, 998),
+                has_shared: false,
+                choice: ExpertChoice::softmax(chosen, true),
             }
         }
 
+        /// Makes the first expert a shared expert, too.
+        fn with_shared(self) -> Self {
+            Self { has_shared: true, ..self }
+        }
+
         fn run(&self, level: Level, threads: usize, x: &[f32]) -> Vec<f32> {
-            let Self { router, experts: matrices, choice } = self;
-            let weights = ExpertWeights { router, experts: matrices, choice: *choice };
+            let Self { router, experts: matrices, shared_router, has_shared, choice } = self;
+            let (gate_up, down) = &matrices[0];
+            let shared = SharedExpert { gate_up, down, router: Some(shared_router) };
+            let shared = has_shared.then_some(shared);
+            let (experts_of, choice) = (matrices.as_slice(), *choice);
+            let weights = ExpertWeights { router, bias: None, experts: experts_of, shared, choice };
             let mut pool = ThreadPool::new(threads, "test").unwrap();
             let mut scratch = (ExpertScratch::default(), MatmulScratch::default());
             let mut out = vec![f32::NAN; x.len()];
@@ -139,7 +207,7 @@ mod tests {
     #[test]
     fn a_row_has_the_bits_that_it_has_alone() {
         for format in [WeightFormat::F32, WeightFormat::Bf16, WeightFormat::Q8] {
-            let mixture = Mixture::new(format, 16, 4);
+            let mixture = Mixture::new(format, 16, 4).with_shared();
             let x = numbers(5, 256 * HIDDEN);
             for level in levels() {
                 let all = mixture.run(level, 2, &x);
@@ -176,15 +244,21 @@ mod tests {
         order.sort_by(|a, b| powers[*b].total_cmp(&powers[*a]));
         let chosen = &order[..mixture.choice.count];
         let sum: f64 = chosen.iter().map(|expert| powers[*expert]).sum();
+        let mut weights: Vec<_> =
+            chosen.iter().map(|expert| (*expert, powers[*expert] / sum)).collect();
+        if mixture.has_shared {
+            let logit = product(&rows_of(&mixture.shared_router), &x)[0];
+            weights.push((0, 1.0 / (1.0 + (-logit).exp())));
+        }
         let mut out = vec![0.0; x.len()];
-        for expert in chosen {
-            let (gate_up, down) = &mixture.experts[*expert];
+        for (expert, weight) in weights {
+            let (gate_up, down) = &mixture.experts[expert];
             let gate_up = product(&rows_of(gate_up), &x);
             let (gate, up) = gate_up.split_at(SIZE);
             let silu = |gate: f64| gate / (1.0 + (-gate).exp());
             let activated: Vec<f64> = gate.iter().zip(up).map(|(g, up)| silu(*g) * up).collect();
             let outputs = product(&rows_of(down), &activated);
-            out.iter_mut().zip(outputs).for_each(|(out, it)| *out += it * powers[*expert] / sum);
+            out.iter_mut().zip(outputs).for_each(|(out, it)| *out += it * weight);
         }
         out
     }
@@ -194,6 +268,7 @@ mod tests {
         let x = numbers(3, 20 * HIDDEN);
         for (count, chosen) in [(1, 1), (5, 2), (16, 4), (16, 16)] {
             let mixture = Mixture::new(WeightFormat::F32, count, chosen);
+            let mixture = if count == 5 { mixture.with_shared() } else { mixture };
             let out = mixture.run(Level::Reference, 1, &x);
             for (x, out) in x.chunks_exact(HIDDEN).zip(out.chunks_exact(HIDDEN)) {
                 for (found, expected) in out.iter().zip(defined(&mixture, x)) {
@@ -216,12 +291,51 @@ mod tests {
 
     #[test]
     fn ties_go_to_the_lowest_experts() {
-        let choice = |count, is_normalized| ExpertChoice { count, is_normalized };
-        let chosen = choose(&[1.0, 3.0, 3.0, 0.0, 3.0], choice(2, true));
+        let choice = ExpertChoice::softmax;
+        let chosen = choose(&[1.0, 3.0, 3.0, 0.0, 3.0], None, choice(2, true));
         assert_eq!(chosen, [(1, 0.5), (2, 0.5)]);
-        let chosen = choose(&[0.0; 4], choice(3, false));
+        let chosen = choose(&[0.0; 4], None, choice(3, false));
         assert_eq!(chosen, [(0, 0.25), (1, 0.25), (2, 0.25)]);
         // Large logits do not overflow.
-        assert_eq!(choose(&[1e30, -1e30], choice(1, false)), [(0, 1.0)]);
+        assert_eq!(choose(&[1e30, -1e30], None, choice(1, false)), [(0, 1.0)]);
+        // Equal groups: the lowest group, and in it the lowest expert.
+        let grouped = ExpertChoice { groups: 3, groups_chosen: 1, ..choice(1, true) };
+        assert_eq!(choose(&[0.0; 6], None, grouped), [(0, 1.0)]);
+        assert_eq!(choose(&[0.0, 0.0, 1.0, 2.0, 2.0, 1.0], None, grouped), [(3, 1.0)]);
+    }
+
+    fn sigmoid_choice(count: usize) -> ExpertChoice {
+        ExpertChoice { score: ExpertScore::Sigmoid, ..ExpertChoice::softmax(count, true) }
+    }
+
+    #[test]
+    fn correction_bias_changes_the_choice_but_not_the_weights() {
+        let logits = [1.0, 0.0, -1.0, 0.5];
+        let weights = logits.map(sigmoid);
+        let without = choose(&logits, None, sigmoid_choice(2));
+        assert_eq!(without.iter().map(|it| it.0).collect::<Vec<_>>(), [0, 3]);
+        let bias = [0.0, 0.0, 2.0, 0.0];
+        let sum = weights[2] + weights[0];
+        let chosen = choose(&logits, Some(&bias), sigmoid_choice(2));
+        assert_eq!(chosen, [(2, weights[2] / sum), (0, weights[0] / sum)]);
+        let scaled = ExpertChoice { is_normalized: false, scale: 2.5, ..sigmoid_choice(1) };
+        assert_eq!(choose(&logits, Some(&bias), scaled), [(2, weights[2] * 2.5)]);
+        // Scores of 0 have no weight, and none is NaN.
+        assert_eq!(choose(&[-200.0; 2], None, sigmoid_choice(1)), [(0, 0.0)]);
+    }
+
+    /// The best expert is in a group whose two best experts have a lower sum than those of the other group.
+    #[test]
+    fn experts_come_from_the_groups_with_the_greatest_sums() {
+        let logits = [3.0, -4.0, -4.0, 1.0, 1.0, -4.0];
+        let grouped = ExpertChoice { groups: 2, groups_chosen: 1, ..sigmoid_choice(2) };
+        let chosen = choose(&logits, None, grouped);
+        assert_eq!(chosen.iter().map(|it| it.0).collect::<Vec<_>>(), [3, 4]);
+        let both = choose(&logits, None, ExpertChoice { groups_chosen: 2, ..grouped });
+        assert_eq!(both, choose(&logits, None, sigmoid_choice(2)));
+        // The bias counts in the sums of the groups.
+        let bias = [0.0, 0.9, 0.0, 0.0, 0.0, 0.0];
+        let chosen = choose(&logits, Some(&bias), grouped);
+        assert_eq!(chosen.iter().map(|it| it.0).collect::<Vec<_>>(), [0, 1]);
     }
 }

@@ -121,6 +121,35 @@ per_level! {
     }
 }
 
+/// Returns the sums of squares of all queries and of all keys of every row of `qkv`: `[rows][2]`.
+pub(crate) fn projection_squares(shape: HeadShape, qkv: &[f32]) -> Vec<f32> {
+    let key_end = shape.query_width() + shape.kv_heads * shape.head_dim;
+    let squares = |row: &[f32]| {
+        let (queries, keys) = row[..key_end].split_at(shape.query_width());
+        [sum_of_squares(queries), sum_of_squares(keys)]
+    };
+    qkv.chunks_exact(shape.qkv_width()).flat_map(squares).collect()
+}
+
+/// Normalizes the queries of every row of `qkv` together, and the keys. `squares` are the sums of
+/// [`projection_squares`] over `ranks` ranks.
+pub(crate) fn norm_projections(
+    shape: HeadShape,
+    weights: (&[f32], &[f32]),
+    squares: &[f32],
+    ranks: usize,
+    eps: f32,
+    qkv: &mut [f32],
+) {
+    for (row, squares) in qkv.chunks_exact_mut(shape.qkv_width()).zip(squares.as_chunks::<2>().0) {
+        let (queries, rest) = row.split_at_mut(shape.query_width());
+        for (x, weight, sum) in [(queries, weights.0, squares[0]), (rest, weights.1, squares[1])] {
+            let scale = 1.0 / (sum / (weight.len() * ranks) as f32 + eps).sqrt();
+            x.iter_mut().zip(weight).for_each(|(x, weight)| *x = *x * scale * weight);
+        }
+    }
+}
+
 #[inline(always)]
 fn norm_row(x: &[f32], weight: &[f32], eps: f32, out: &mut [f32]) {
     let scale = scale(x, eps);
@@ -132,6 +161,11 @@ fn norm_row(x: &[f32], weight: &[f32], eps: f32, out: &mut [f32]) {
 /// Returns the factor that makes the mean square of `x` one.
 #[inline(always)]
 fn scale(x: &[f32], eps: f32) -> f32 {
+    1.0 / (sum_of_squares(x) / x.len() as f32 + eps).sqrt()
+}
+
+#[inline(always)]
+fn sum_of_squares(x: &[f32]) -> f32 {
     let mut lanes = [0.0_f32; LANES];
     let (groups, rest) = x.as_chunks::<LANES>();
     for group in groups {
@@ -142,7 +176,7 @@ fn scale(x: &[f32], eps: f32) -> f32 {
     for (lane, &value) in lanes.iter_mut().zip(rest) {
         *lane += value * value;
     }
-    1.0 / (sum_lanes(lanes) / x.len() as f32 + eps).sqrt()
+    sum_lanes(lanes)
 }
 
 pub(crate) mod reference {
@@ -243,6 +277,49 @@ mod tests {
         rms_norm(Level::Baseline, &mut pool, &x, &vec![1.0; 1000], 0.0, &mut out);
         let mean: f32 = out.iter().map(|x| x * x).sum::<f32>() / 1000.0;
         assert!((mean - 1.0).abs() < 1e-4, "{mean}");
+    }
+
+    /// Two ranks with two of four query heads and one of two key heads each have the values of one rank.
+    #[test]
+    fn ranks_normalize_the_projection_of_the_whole_model() {
+        let shape = HeadShape { query_heads: 4, kv_heads: 2, head_dim: 6 };
+        let half = HeadShape { query_heads: 2, kv_heads: 1, ..shape };
+        let (rows, width) = (5, shape.qkv_width());
+        let x = numbers(1, rows * width);
+        let (query, key) = (numbers(2, 24), numbers(3, 12));
+        let mut whole = x.clone();
+        let squares = projection_squares(shape, &x);
+        norm_projections(shape, (&query, &key), &squares, 1, 1e-5, &mut whole);
+        for (row, x) in whole.chunks_exact(width).zip(x.chunks_exact(width)) {
+            let mut expected = vec![0.0; 24];
+            reference::rms_norm(&x[..24], &query, 1e-5, &mut expected);
+            assert_eq!(row[..24], expected);
+            reference::rms_norm(&x[24..36], &key, 1e-5, &mut expected[..12]);
+            assert_eq!(row[24..36], expected[..12]);
+            assert_eq!(row[36..], x[36..]);
+        }
+
+        let of_rank = |rank: usize| -> Vec<f32> {
+            let heads = [12 * rank, 24 + 6 * rank, 36 + 6 * rank].into_iter().zip([12, 6, 6]);
+            let heads: Vec<_> = heads.map(|(first, len)| first..first + len).collect();
+            let row = |row: &[f32]| -> Vec<f32> {
+                heads.iter().flat_map(|heads| row[heads.clone()].to_vec()).collect()
+            };
+            x.chunks_exact(width).flat_map(row).collect()
+        };
+        let ranks = [of_rank(0), of_rank(1)];
+        let sums = ranks.each_ref().map(|x| projection_squares(half, x));
+        let squares: Vec<f32> = sums[0].iter().zip(&sums[1]).map(|(a, b)| a + b).collect();
+        for (rank, mut x) in ranks.into_iter().enumerate() {
+            let weights = (&query[12 * rank..][..12], &key[6 * rank..][..6]);
+            norm_projections(half, weights, &squares, 2, 1e-5, &mut x);
+            for (row, whole) in x.chunks_exact(width / 2).zip(whole.chunks_exact(width)) {
+                let expected = whole[12 * rank..][..12].iter().chain(&whole[24 + 6 * rank..][..6]);
+                for (found, expected) in row.iter().zip(expected) {
+                    assert!((found - expected).abs() < 1e-6, "rank {rank}");
+                }
+            }
+        }
     }
 
     proptest! {

@@ -14,7 +14,7 @@ use crate::{
     layout::{BLOCK_TOKENS, Dtype, KvHalf},
 };
 
-/// Cosines and sines of every row's angles, `[rows][dim / 2]` each. All layers of a step share them, so
+/// Cosines and sines of every row's angles, `[rows][frequencies]` each. All layers of a step share them, so
 /// they are computed once.
 #[derive(Debug)]
 pub(crate) struct Rotation {
@@ -40,8 +40,9 @@ impl Rotation {
     }
 
     /// Returns the cosines and sines of one row.
-    fn row(&self, row: usize, dim: usize) -> (&[f32], &[f32]) {
-        let range = row * (dim / 2)..(row + 1) * (dim / 2);
+    fn row(&self, row: usize) -> (&[f32], &[f32]) {
+        let pairs = self.frequencies.len();
+        let range = row * pairs..(row + 1) * pairs;
         (&self.cosines[range.clone()], &self.sines[range])
     }
 }
@@ -106,11 +107,11 @@ fn all_rows<T: StoredElement>(
     pool.for_each_piece(qkv, task_rows * width, |_, task, piece| {
         for (index, qkv) in piece.chunks_exact_mut(width).enumerate() {
             let row = task * task_rows + index;
-            let (cosines, sines) = rotation.row(row, dim);
+            let (cosines, sines) = rotation.row(row);
             let (rotated, values) = qkv.split_at_mut(key_end);
             match level {
-                Level::Reference => reference::rotate_heads(rotated, cosines, sines),
-                _ => rotate_heads(level, rotated, cosines, sines),
+                Level::Reference => reference::rotate_heads(rotated, dim, cosines, sines),
+                _ => rotate_heads(level, rotated, dim, cosines, sines),
             }
             let keys = &rotated[shape.query_width()..];
             store_row::<T>(level, layer, dim, keys, values, step, row);
@@ -119,9 +120,9 @@ fn all_rows<T: StoredElement>(
 }
 
 per_level! {
-    /// Rotates the pairs (i, i + dim/2) of every head. Bit-equal to [`reference::rotate_heads`].
-    fn rotate_heads(heads: &mut [f32], cosines: &[f32], sines: &[f32]) {
-        for head in heads.chunks_exact_mut(2 * cosines.len()) {
+    /// Rotates the pairs (i, i + pairs) of every head of `dim` elements. Bit-equal to [`reference::rotate_heads`].
+    fn rotate_heads(heads: &mut [f32], dim: usize, cosines: &[f32], sines: &[f32]) {
+        for head in heads.chunks_exact_mut(dim) {
             let (low, high) = head.split_at_mut(cosines.len());
             for (((low, high), &cosine), &sine) in
                 low.iter_mut().zip(high).zip(cosines).zip(sines)
@@ -155,10 +156,10 @@ fn store_row<T: StoredElement>(
 }
 
 pub(crate) mod reference {
-    /// Rotates every head: the point in dimensions `i` and `i + dim/2` is rotated by angle `i`.
-    pub(crate) fn rotate_heads(heads: &mut [f32], cosines: &[f32], sines: &[f32]) {
+    /// Rotates every head: the point in dimensions `i` and `i + half` is rotated by angle `i`.
+    pub(crate) fn rotate_heads(heads: &mut [f32], dim: usize, cosines: &[f32], sines: &[f32]) {
         let half = cosines.len();
-        for head in heads.chunks_exact_mut(2 * half) {
+        for head in heads.chunks_exact_mut(dim) {
             for i in 0..half {
                 let (x, y) = (head[i], head[half + i]);
                 head[i] = x * cosines[i] - y * sines[i];
@@ -201,11 +202,12 @@ mod tests {
         KvArena::host(layout, 20).unwrap()
     }
 
-    fn run(level: Level, arena: &Arc<KvArena>, first: u32, rows: usize) -> Vec<f32> {
+    /// Rotates `pairs` pairs of every head.
+    fn run(level: Level, arena: &Arc<KvArena>, pairs: usize, first: u32, rows: usize) -> Vec<f32> {
         let mut pool = ThreadPool::new(2, "test").unwrap();
         let mut qkv = numbers(1, rows * SHAPE.qkv_width());
         let mut step = step(arena, first, rows);
-        rope_store_kv(level, &mut pool, 1, SHAPE, &numbers(2, 5), &mut qkv, &mut step);
+        rope_store_kv(level, &mut pool, 1, SHAPE, &numbers(2, pairs), &mut qkv, &mut step);
         qkv
     }
 
@@ -213,24 +215,31 @@ mod tests {
     fn rotation_is_the_complex_product_and_values_stay() {
         let (first, rows) = (37, 30);
         let before = numbers(1, rows * SHAPE.qkv_width());
-        let after = run(Level::Reference, &arena(Dtype::F32), first, rows);
-        let frequencies = numbers(2, 5);
         let rotated = 6 * 10;
-        for row in 0..rows {
-            let at = row * SHAPE.qkv_width();
-            for i in 0..rotated {
-                let (head, dim) = (i / 10 * 10, i % 10);
-                let angle = f64::from((first as usize + row) as f32 * frequencies[dim % 5]);
-                let x = f64::from(before[at + head + dim % 5]);
-                let y = f64::from(before[at + head + dim % 5 + 5]);
-                let want = match dim < 5 {
-                    true => x * angle.cos() - y * angle.sin(),
-                    false => y * angle.cos() + x * angle.sin(),
-                };
-                assert!((f64::from(after[at + i]) - want).abs() < 1e-6);
+        for pairs in [5, 3, 1] {
+            let after = run(Level::Reference, &arena(Dtype::F32), pairs, first, rows);
+            let frequencies = numbers(2, pairs);
+            for row in 0..rows {
+                let at = row * SHAPE.qkv_width();
+                for i in 0..rotated {
+                    let (head, dim) = (i / 10 * 10, i % 10);
+                    if dim >= 2 * pairs {
+                        assert_eq!(after[at + i], before[at + i]);
+                        continue;
+                    }
+                    let position = (first as usize + row) as f32;
+                    let angle = f64::from(position * frequencies[dim % pairs]);
+                    let x = f64::from(before[at + head + dim % pairs]);
+                    let y = f64::from(before[at + head + dim % pairs + pairs]);
+                    let want = match dim < pairs {
+                        true => x * angle.cos() - y * angle.sin(),
+                        false => y * angle.cos() + x * angle.sin(),
+                    };
+                    assert!((f64::from(after[at + i]) - want).abs() < 1e-6);
+                }
+                let values = at + rotated..at + SHAPE.qkv_width();
+                assert_eq!(after[values.clone()], before[values]);
             }
-            let values = at + rotated..at + SHAPE.qkv_width();
-            assert_eq!(after[values.clone()], before[values]);
         }
     }
 
@@ -238,7 +247,7 @@ mod tests {
     fn keys_and_values_are_stored_at_their_positions_and_nowhere_else() {
         let (first, rows) = (37, 30);
         let arena = arena(Dtype::F32);
-        let qkv = run(Level::Reference, &arena, first, rows);
+        let qkv = run(Level::Reference, &arena, 5, first, rows);
         let step = step(&arena, first, rows);
         let mut stored = 0;
         for row in 0..rows {
@@ -267,12 +276,12 @@ mod tests {
     #[test]
     fn every_level_stores_the_same_bytes() {
         for dtype in [Dtype::F32, Dtype::Bf16] {
-            for (first, rows) in [(0, 1), (15, 2), (3, 150)] {
+            for (pairs, first, rows) in [(5, 0, 1), (5, 15, 2), (5, 3, 150), (2, 3, 150)] {
                 let reference = arena(dtype);
-                let want = run(Level::Reference, &reference, first, rows);
+                let want = run(Level::Reference, &reference, pairs, first, rows);
                 for level in levels() {
                     let arena = arena(dtype);
-                    let got = run(level, &arena, first, rows);
+                    let got = run(level, &arena, pairs, first, rows);
                     assert_eq!(bits(&got), bits(&want), "{}", level.name());
                     for id in 0..20 {
                         let (a, b) =

@@ -7,12 +7,16 @@ pub(crate) mod quantization;
 
 use std::{num::NonZeroUsize, ops::RangeInclusive, path::Path};
 
-use kernels::{Dtype, KvLayout, Shard, backend::HeadShape, shard::RANKS_MAX};
+use kernels::{
+    Dtype, KvLayout, Shard,
+    backend::{HeadShape, NormSpan},
+    shard::RANKS_MAX,
+};
 
 use crate::{
     error::ModelError,
     families::Family,
-    layer::{ExpertSpec, FeedForward, LayerSpec},
+    layer::{ExpertSpec, FeedForward, LayerSpec, Mixer, SharedExpertSpec},
     rope::{self, RopeScaling},
     weight::{LayerWeight, Weight},
 };
@@ -29,6 +33,8 @@ pub struct ModelConfig {
     pub kv_head_count: usize,
     /// Head size in elements; even.
     pub head_dim: usize,
+    /// Elements of a head that RoPE rotates: the first ones; even, at most `head_dim`.
+    pub rotary_dim: usize,
     /// Width of the intermediate layer of the feed-forward network.
     pub ffn_size: usize,
     pub vocab_size: usize,
@@ -61,8 +67,8 @@ impl ModelConfig {
                 })*
             };
         }
-        compare!(family hidden_size layer_count query_head_count kv_head_count head_dim ffn_size vocab_size
-            context_tokens rms_eps rope_theta rope_scaling layers tied_output bos_token_id eos_token_ids);
+        compare!(family hidden_size layer_count query_head_count kv_head_count head_dim rotary_dim ffn_size
+            vocab_size context_tokens rms_eps rope_theta rope_scaling layers tied_output bos_token_id eos_token_ids);
         None
     }
 }
@@ -74,6 +80,7 @@ const HEADS_MAX: usize = 4096;
 const HEAD_DIM_MAX: usize = 1024;
 const FFN_MAX: usize = 1 << 20;
 const EXPERTS_MAX: usize = 4096;
+const SCALE_MAX: f32 = 1e3;
 const VOCAB_MAX: usize = 1 << 22;
 const CONTEXT_MAX: usize = 1 << 26;
 
@@ -92,6 +99,44 @@ fn default_head_dim(
         found: heads.to_string(),
         allowed: format!("a divisor of the hidden size {hidden_size}"),
     })
+}
+
+impl ExpertSpec {
+    /// Validates sizes and the choice. `bad` returns the error for a value: its name, what was found, what is allowed.
+    fn validate(
+        self,
+        bad: &impl Fn(&'static str, String, String) -> Result<(), ModelError>,
+    ) -> Result<(), ModelError> {
+        let Self { count, size, choice, has_bias: _, shared } = self;
+        let sizes = [
+            ("number of experts", count, EXPERTS_MAX),
+            ("number of experts per token", choice.count, count),
+            ("feed-forward size of experts", size, FFN_MAX),
+            ("feed-forward size of the shared expert", shared.map_or(1, |it| it.size), FFN_MAX),
+            ("number of groups of experts", choice.groups, count),
+            ("number of groups of experts per token", choice.groups_chosen, choice.groups),
+        ];
+        for (name, found, max) in sizes {
+            if !(1..=max).contains(&found) {
+                bad(name, found.to_string(), format!("1 to {max}"))?;
+            }
+        }
+        // A group is judged by its two best experts.
+        let size = count / choice.groups;
+        if choice.groups > 1 && (!count.is_multiple_of(choice.groups) || size < 2) {
+            let allowed = format!("a divisor of the {count} experts, with at least 2 in a group");
+            bad("number of groups of experts", choice.groups.to_string(), allowed)?;
+        }
+        if choice.count > size * choice.groups_chosen {
+            let allowed = format!("1 to the {} experts of its groups", size * choice.groups_chosen);
+            bad("number of experts per token", choice.count.to_string(), allowed)?;
+        }
+        if !(choice.scale > 0.0 && choice.scale <= SCALE_MAX) {
+            let allowed = format!("above 0, up to {SCALE_MAX}");
+            bad("scaling factor of experts", choice.scale.to_string(), allowed)?;
+        }
+        Ok(())
+    }
 }
 
 impl ModelConfig {
@@ -122,6 +167,10 @@ impl ModelConfig {
         if !self.head_dim.is_multiple_of(2) {
             bad("head dimension", self.head_dim.to_string(), "an even number".into())?;
         }
+        if !(2..=self.head_dim).contains(&self.rotary_dim) || !self.rotary_dim.is_multiple_of(2) {
+            let allowed = format!("an even number from 2 to the head dimension {}", self.head_dim);
+            bad("rotary dimension", self.rotary_dim.to_string(), allowed)?;
+        }
         let within = |name, value: f32, range: RangeInclusive<f32>, allowed: &str| {
             // NaN is outside every range.
             let is_within = range.contains(&value);
@@ -149,8 +198,8 @@ impl ModelConfig {
                 within("rope scaling's original context", *original, range, &allowed)?;
             }
             RopeScaling::Divisors(divisors) => {
-                if divisors.len() != self.head_dim / 2 {
-                    let allowed = format!("{} (half the head dimension)", self.head_dim / 2);
+                if divisors.len() != self.rotary_dim / 2 {
+                    let allowed = format!("{} (half the rotary dimension)", self.rotary_dim / 2);
                     bad("number of rope divisors", divisors.len().to_string(), allowed)?;
                 }
                 for divisor in divisors {
@@ -159,17 +208,7 @@ impl ModelConfig {
             }
         }
         if let Some(experts) = self.experts() {
-            let ExpertSpec { count, size, choice } = experts;
-            let sizes = [
-                ("number of experts", count, EXPERTS_MAX),
-                ("number of experts per token", choice.count, count),
-                ("feed-forward size of experts", size, FFN_MAX),
-            ];
-            for (name, found, max) in sizes {
-                if !(1..=max).contains(&found) {
-                    bad(name, found.to_string(), format!("1 to {max}"))?;
-                }
-            }
+            experts.validate(&bad)?;
         }
         if self.layers.len() != self.layer_count {
             let allowed = format!("{} (one for each layer)", self.layer_count);
@@ -190,7 +229,8 @@ impl ModelConfig {
             FeedForward::Gated => self.ffn_size,
             FeedForward::Experts(experts) => experts.size,
         });
-        let mut counts: Vec<usize> = sizes.chain([self.kv_head_count]).collect();
+        let shared = self.shared_expert().map(|shared| shared.size);
+        let mut counts: Vec<usize> = sizes.chain(shared).chain([self.kv_head_count]).collect();
         counts.sort_unstable();
         counts.dedup();
         let most = self.vocab_size.min(RANKS_MAX);
@@ -216,6 +256,17 @@ impl ModelConfig {
             FeedForward::Gated => None,
             FeedForward::Experts(experts) => Some(experts),
         })
+    }
+
+    /// Returns the shared expert of the layers that have one; it is the same in all of these layers.
+    pub fn shared_expert(&self) -> Option<SharedExpertSpec> {
+        self.experts().and_then(|experts| experts.shared)
+    }
+
+    /// Returns the QK norm, which is the same in all layers.
+    pub fn qk_norm(&self) -> Option<NormSpan> {
+        let Mixer::Attention(attention) = self.layers.first()?.mixer;
+        attention.qk_norm
     }
 
     /// Returns the width of the widest intermediate layer of a rank's gated networks, experts included.
@@ -262,10 +313,10 @@ impl ModelConfig {
         self.layers[layer].window()
     }
 
-    /// Returns the radians per position of each of the `head_dim / 2` rotary pairs, with scaling
+    /// Returns the radians per position of each of the `rotary_dim / 2` rotary pairs, with scaling
     /// applied.
     pub fn rope_frequencies(&self) -> Vec<f32> {
-        rope::frequencies(self.rope_theta, self.head_dim, &self.rope_scaling)
+        rope::frequencies(self.rope_theta, self.rotary_dim, &self.rope_scaling)
     }
 
     /// Returns the number of elements of all weights. A tied output counts once.

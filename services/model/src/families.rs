@@ -1,10 +1,14 @@
 //! Model families, one file each. A family maps the configuration of its checkpoints to a description of layers;
 //! [`Transformer`](crate::Transformer) runs the forward pass of every description.
 
+mod glm4_moe;
 mod llama;
+mod minimax_m2;
 mod mistral;
 mod mixtral;
+mod olmoe;
 mod qwen2;
+mod qwen2_moe;
 mod qwen3;
 mod qwen3_moe;
 
@@ -13,24 +17,32 @@ use std::fmt;
 use crate::{config::fields::Fields, error::ModelError, layer::LayerSpec, weight::LayerWeight};
 
 /// Every family.
-const FAMILIES: [&Family; 6] = [
+const FAMILIES: [&Family; 10] = [
+    &glm4_moe::FAMILY,
     &llama::FAMILY,
+    &minimax_m2::FAMILY,
     &mistral::FAMILY,
     &mixtral::FAMILY,
+    &olmoe::FAMILY,
     &qwen2::FAMILY,
+    &qwen2_moe::FAMILY,
     &qwen3::FAMILY,
     &qwen3_moe::FAMILY,
 ];
 
 /// A model family. All are pre-norm decoders with RMS norms.
 pub struct Family {
-    /// `model_type` in Hugging Face's configurations, and `general.architecture` in GGUF files.
+    /// `model_type` in Hugging Face's configurations.
     name: &'static str,
     /// Class in transformers.
     class: &'static str,
-    /// `None`: no GGUF file has the family's name.
-    gguf: Option<GgufRows>,
+    /// `None`: no GGUF file of the family is read.
+    gguf: Option<Gguf>,
     absent: AbsentKeys,
+    /// Part of a head that RoPE rotates if the configuration names none. `None`: the class rotates whole heads only.
+    rotary_factor: Option<f64>,
+    /// Whether checkpoints may have layers for multi-token prediction (MTP) after the last layer, which are ignored.
+    has_mtp_layers: bool,
     /// Keys that change the arithmetic of the family's class if they are true.
     refused: &'static [&'static str],
     /// Layer without a sliding window.
@@ -42,6 +54,32 @@ pub struct Family {
 
 /// Returns the description of a number of layers, given the keys of `config.json` and the family's layer.
 type DescribeLayers = fn(&Fields<'_>, LayerSpec, usize) -> Result<Vec<LayerSpec>, ModelError>;
+
+/// GGUF files of a family.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Gguf {
+    /// `general.architecture`.
+    pub name: &'static str,
+    rows: GgufRows,
+    /// `None`: the files have no experts.
+    pub experts: Option<GgufExperts>,
+}
+
+impl Gguf {
+    /// Describes files without experts.
+    const fn new(name: &'static str, rows: GgufRows) -> Self {
+        Self { name, rows, experts: None }
+    }
+}
+
+/// Properties of the experts in a family's GGUF files that metadata do not name. All have softmax scores.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct GgufExperts {
+    /// Whether the weights of the chosen experts are divided by their sum.
+    pub is_normalized: bool,
+    /// Whether there is a shared expert with a router.
+    pub has_shared: bool,
+}
 
 /// Order of the rows of query and key projections in a family's GGUF files.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -76,9 +114,10 @@ impl Family {
         self.class.strip_suffix("ForCausalLM") == class.strip_suffix("Model")
     }
 
-    /// Returns the family whose GGUF files have this `general.architecture`.
-    pub(crate) fn of_gguf(name: &str) -> Option<&'static Self> {
-        Self::named(name).filter(|family| family.gguf.is_some())
+    /// Returns the family whose GGUF files have this `general.architecture`, and what it says about the files.
+    pub(crate) fn of_gguf(name: &str) -> Option<(&'static Self, Gguf)> {
+        let mut families = FAMILIES.into_iter().filter_map(|family| Some((family, family.gguf?)));
+        families.find(|(_, gguf)| gguf.name == name)
     }
 
     /// Returns all class names, for error messages.
@@ -88,8 +127,8 @@ impl Family {
 
     /// Returns all GGUF names, for error messages.
     pub(crate) fn gguf_names() -> String {
-        let families = FAMILIES.into_iter().filter(|family| family.gguf.is_some());
-        families.map(|family| format!("{:?}", family.name)).collect::<Vec<_>>().join(", ")
+        let names = FAMILIES.into_iter().filter_map(|family| family.gguf);
+        names.map(|gguf| format!("{:?}", gguf.name)).collect::<Vec<_>>().join(", ")
     }
 
     pub fn name(&self) -> &'static str {
@@ -98,6 +137,14 @@ impl Family {
 
     pub(crate) fn absent(&self) -> &AbsentKeys {
         &self.absent
+    }
+
+    pub(crate) fn rotary_factor(&self) -> Option<f64> {
+        self.rotary_factor
+    }
+
+    pub(crate) fn has_mtp_layers(&self) -> bool {
+        self.has_mtp_layers
     }
 
     pub(crate) fn refused(&self) -> &'static [&'static str] {
@@ -125,7 +172,7 @@ impl Family {
 
     /// Returns whether GGUF files store the rows of query and key projections with rotary pairs adjacent.
     pub(crate) fn pairs_rows_in_gguf(&self) -> bool {
-        self.gguf == Some(GgufRows::Pairs)
+        self.gguf.is_some_and(|gguf| gguf.rows == GgufRows::Pairs)
     }
 }
 

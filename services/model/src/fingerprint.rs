@@ -5,12 +5,13 @@ use std::{
     thread,
 };
 
+use kernels::backend::NormSpan;
 use xxhash_rust::xxh3::{Xxh3, xxh3_128};
 
 use crate::{
     checkpoint::{file::TensorBytes, stored::StoredTensor},
     config::ModelConfig,
-    layer::{ExpertSpec, FeedForward, LayerSpec},
+    layer::{AttentionSpec, ExpertSpec, FeedForward, LayerSpec, Mixer, SharedExpertSpec},
     rope::RopeScaling,
 };
 
@@ -188,6 +189,7 @@ impl Hash {
             query_head_count,
             kv_head_count,
             head_dim,
+            rotary_dim,
             ffn_size,
             vocab_size,
             context_tokens,
@@ -237,6 +239,22 @@ impl Hash {
                 self.floats(divisors);
             }
         }
+        if rotary_dim != head_dim {
+            self.bytes(b"rotary");
+            self.numbers(&[*rotary_dim as u64]);
+        }
+        let attention = layers.first().map(|layer| layer.mixer);
+        if let Some(Mixer::Attention(AttentionSpec { has_bias, qk_norm, window: _ })) = attention
+            && layers[0].with_window(None).mixer != family.layer().mixer
+        {
+            self.bytes(b"attention");
+            let norm = match qk_norm {
+                None => 0,
+                Some(NormSpan::Head) => 1,
+                Some(NormSpan::Projection) => 2,
+            };
+            self.numbers(&[has_bias.into(), norm]);
+        }
         // The family determines the rest of the description.
         let windows = layers.iter().map(|layer| layer.window().map_or(0, |it| it.get() as u64));
         match windows.clone().max() {
@@ -250,10 +268,18 @@ impl Hash {
             }
         }
         let is_expert = |layer: &LayerSpec| matches!(layer.feed_forward, FeedForward::Experts(_));
-        if let Some(ExpertSpec { count, size, choice }) = config.experts() {
+        if let Some(ExpertSpec { count, size, choice, has_bias: _, shared }) = config.experts() {
             self.bytes(b"experts");
             let numbers = [count, size, choice.count, choice.is_normalized.into()];
             self.numbers(&numbers.map(|number| number as u64));
+            if choice.groups > 1 || choice.scale != 1.0 {
+                self.numbers(&[choice.groups, choice.groups_chosen].map(|number| number as u64));
+                self.floats(&[choice.scale]);
+            }
+            if let Some(SharedExpertSpec { size, has_router: _ }) = shared {
+                self.bytes(b"shared");
+                self.numbers(&[size as u64]);
+            }
             self.numbers(&layers.iter().map(|layer| is_expert(layer).into()).collect::<Vec<_>>());
         }
         self.numbers(&[(*tied_output).into()]);

@@ -2,11 +2,11 @@
 
 use std::num::NonZeroUsize;
 
-use kernels::backend::ExpertChoice;
+use kernels::backend::{ExpertChoice, NormSpan};
 
 /// A layer: a mixer, then a feed-forward network. Each reads the normalized residual stream and adds its output to the
 /// stream.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq)]
 pub struct LayerSpec {
     pub mixer: Mixer,
     pub feed_forward: FeedForward,
@@ -18,19 +18,19 @@ pub enum Mixer {
     Attention(AttentionSpec),
 }
 
-/// Grouped-query attention with rope over whole heads.
+/// Grouped-query attention with rope.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct AttentionSpec {
     /// Whether queries, keys and values have biases.
     pub has_bias: bool,
-    /// Whether every query and key head is normalized before the rotary embedding.
-    pub has_head_norms: bool,
+    /// Elements that are normalized together before the rotary embedding; `None`: without QK norm.
+    pub qk_norm: Option<NormSpan>,
     /// Number of tokens that a token attends to, including itself; `None`: the whole sequence.
     pub window: Option<NonZeroUsize>,
 }
 
 /// Part of a layer that computes each token by itself.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq)]
 pub enum FeedForward {
     /// `down · (silu(gate · x) * (up · x))`.
     Gated,
@@ -39,24 +39,50 @@ pub enum FeedForward {
 }
 
 /// Experts of a layer.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq)]
 pub struct ExpertSpec {
     pub count: usize,
     /// Width of the intermediate layer of an expert.
     pub size: usize,
     pub choice: ExpertChoice,
+    /// Whether a correction bias is added to the scores for the choice.
+    pub has_bias: bool,
+    pub shared: Option<SharedExpertSpec>,
+}
+
+/// Expert that computes every token, beside the chosen experts.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct SharedExpertSpec {
+    /// Width of the intermediate layer.
+    pub size: usize,
+    /// Whether a router weights the output with a sigmoid; otherwise the weight is 1.
+    pub has_router: bool,
+}
+
+impl ExpertSpec {
+    /// Describes experts without correction bias and shared expert.
+    pub(crate) fn new(count: usize, size: usize, choice: ExpertChoice) -> Self {
+        Self { count, size, choice, has_bias: false, shared: None }
+    }
 }
 
 impl LayerSpec {
-    /// Llama's layer: attention without bias, head norms and window, and a gated feed-forward network.
+    /// Llama's layer: attention without bias, QK norm and window, and a gated feed-forward network.
     pub(crate) const LLAMA: Self = Self {
-        mixer: Mixer::Attention(AttentionSpec {
-            has_bias: false,
-            has_head_norms: false,
-            window: None,
-        }),
+        mixer: Mixer::Attention(AttentionSpec { has_bias: false, qk_norm: None, window: None }),
         feed_forward: FeedForward::Gated,
     };
+
+    /// Returns the layer with or without biases of queries, keys and values.
+    pub(crate) fn with_qkv_bias(self, has_bias: bool) -> Self {
+        let Mixer::Attention(attention) = self.mixer;
+        Self { mixer: Mixer::Attention(AttentionSpec { has_bias, ..attention }), ..self }
+    }
+
+    /// Returns the layer with experts.
+    pub(crate) fn with_experts(self, experts: ExpertSpec) -> Self {
+        Self { feed_forward: FeedForward::Experts(experts), ..self }
+    }
 
     /// Returns the layer with a sliding window of `window` tokens.
     pub(crate) fn with_window(self, window: Option<NonZeroUsize>) -> Self {

@@ -30,7 +30,7 @@ pub use checkpoint::{Checkpoint, FileIdentity, LoadFormat, StoredWeight};
 pub use config::ModelConfig;
 pub use error::ModelError;
 pub use families::Family;
-pub use layer::{AttentionSpec, ExpertSpec, FeedForward, LayerSpec, Mixer};
+pub use layer::{AttentionSpec, ExpertSpec, FeedForward, LayerSpec, Mixer, SharedExpertSpec};
 pub use matrix::MatrixSource;
 pub use packing::{PackedPart, PackedWeight, packing_order};
 pub use rope::RopeScaling;

@@ -18,14 +18,14 @@ pub enum RopeScaling {
         high_frequency_factor: f32,
         original_context_tokens: f32,
     },
-    /// Each frequency is divided by its own divisor (`head_dim / 2` of them): GGUF's `rope_freqs`.
+    /// Each frequency is divided by its own divisor (`rotary_dim / 2` of them): GGUF's `rope_freqs`.
     Divisors(Vec<f32>),
 }
 
-/// Returns the radians per position of each of the `head_dim / 2` pairs.
-pub(crate) fn frequencies(theta: f32, head_dim: usize, scaling: &RopeScaling) -> Vec<f32> {
-    let plain = (0..head_dim / 2).map(|pair| {
-        let exponent = (2 * pair) as f32 / head_dim as f32;
+/// Returns the radians per position of each of the `rotary_dim / 2` pairs.
+pub(crate) fn frequencies(theta: f32, rotary_dim: usize, scaling: &RopeScaling) -> Vec<f32> {
+    let plain = (0..rotary_dim / 2).map(|pair| {
+        let exponent = (2 * pair) as f32 / rotary_dim as f32;
         // The power is computed in f64 and rounded once: within one ulp of every f32 library's
         // result.
         1.0 / f64::from(theta).powf(f64::from(exponent)) as f32

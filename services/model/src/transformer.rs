@@ -4,7 +4,9 @@ use std::num::NonZeroUsize;
 
 use kernels::{
     Backend, Packer, RowSource, Shard,
-    backend::{ExpertChoice, ExpertWeights, HeadShape, HeadWeights, LayerAttention},
+    backend::{
+        ExpertChoice, ExpertWeights, HeadShape, HeadWeights, LayerAttention, NormSpan, SharedExpert,
+    },
 };
 
 use crate::{
@@ -12,7 +14,7 @@ use crate::{
     config::ModelConfig,
     error::ModelError,
     fingerprint::RowHashes,
-    layer::{AttentionSpec, ExpertSpec, FeedForward, LayerSpec, Mixer},
+    layer::{AttentionSpec, ExpertSpec, FeedForward, LayerSpec, Mixer, SharedExpertSpec},
     matrix::{MatrixSource, NotFinite, StackedRows},
     weight::{ExpertWeight, LayerWeight, Weight, WeightPart},
 };
@@ -45,7 +47,7 @@ struct Layer<M, V> {
     mixer_norm: V,
     mixer: MixerWeights<M, V>,
     feed_forward_norm: V,
-    feed_forward: FeedForwardWeights<M>,
+    feed_forward: FeedForwardWeights<M, V>,
 }
 
 enum MixerWeights<M, V> {
@@ -54,8 +56,8 @@ enum MixerWeights<M, V> {
         qkv: M,
         /// Bias of `qkv`, `[qkv_width]`.
         bias: Option<V>,
-        /// Norms of query heads and of key heads.
-        head_norms: Option<(V, V)>,
+        /// Norms of queries and keys, and the elements that each normalizes together.
+        qk_norm: Option<(V, V, NormSpan)>,
         /// Size of the sliding window in tokens.
         window: Option<NonZeroUsize>,
         /// `[hidden][query_width]`.
@@ -63,7 +65,7 @@ enum MixerWeights<M, V> {
     },
 }
 
-enum FeedForwardWeights<M> {
+enum FeedForwardWeights<M, V> {
     Gated {
         /// Gate, then up: `[2 * ffn][hidden]`.
         gate_up: M,
@@ -73,10 +75,22 @@ enum FeedForwardWeights<M> {
     Experts {
         /// `[experts][hidden]`.
         router: M,
+        /// `[experts]`.
+        bias: Option<V>,
+        shared: Option<SharedExpertWeights<M>>,
         /// Gate, then up `[2 * size][hidden]`, and down `[hidden][size]`, of each expert.
         experts: Vec<(M, M)>,
         choice: ExpertChoice,
     },
+}
+
+struct SharedExpertWeights<M> {
+    /// Gate, then up: `[2 * size][hidden]`.
+    gate_up: M,
+    /// `[hidden][size]`.
+    down: M,
+    /// `[1][hidden]`.
+    router: Option<M>,
 }
 
 /// Activations, reused by every layer of every step.
@@ -168,18 +182,19 @@ impl<M, V> Layer<M, V> {
         use LayerWeight as W;
         let weight = |weight| Weight::Layer(index, weight);
         let mixer_norm = source.vector(&[weight(W::AttentionNorm)])?;
-        let Mixer::Attention(AttentionSpec { has_bias, has_head_norms, window }) = layer.mixer;
+        let Mixer::Attention(AttentionSpec { has_bias, qk_norm, window }) = layer.mixer;
         let mixer = MixerWeights::Attention {
             qkv: source.matrix(&[W::Query, W::Key, W::Value].map(weight))?,
             bias: match has_bias {
                 false => None,
                 true => Some(source.vector(&[W::QueryBias, W::KeyBias, W::ValueBias].map(weight))?),
             },
-            head_norms: match has_head_norms {
-                false => None,
-                true => Some((
+            qk_norm: match qk_norm {
+                None => None,
+                Some(span) => Some((
                     source.vector(&[weight(W::QueryNorm)])?,
                     source.vector(&[weight(W::KeyNorm)])?,
+                    span,
                 )),
             },
             window,
@@ -191,18 +206,50 @@ impl<M, V> Layer<M, V> {
                 gate_up: source.matrix(&[W::Gate, W::Up].map(weight))?,
                 down: source.matrix(&[weight(W::Down)])?,
             },
-            FeedForward::Experts(ExpertSpec { count, choice, .. }) => {
+            FeedForward::Experts(ExpertSpec { count, choice, has_bias, shared, .. }) => {
                 let router = source.router(weight(W::Router))?;
+                let bias = match has_bias {
+                    false => None,
+                    true => Some(source.vector(&[weight(W::RouterBias)])?),
+                };
+                let shared = match shared {
+                    None => None,
+                    Some(shared) => Some(SharedExpertWeights::in_order(index, shared, source)?),
+                };
                 let expert = |expert| {
                     let part = |part| weight(W::Expert(expert, part));
                     let gate_up = [ExpertWeight::Gate, ExpertWeight::Up].map(part);
                     Ok((source.matrix(&gate_up)?, source.matrix(&[part(ExpertWeight::Down)])?))
                 };
                 let experts = (0..count as u32).map(expert).collect::<Result<_, S::Error>>()?;
-                FeedForwardWeights::Experts { router, experts, choice }
+                FeedForwardWeights::Experts { router, bias, shared, experts, choice }
             }
         };
         Ok(Self { mixer_norm, mixer, feed_forward_norm, feed_forward })
+    }
+}
+
+impl<M> SharedExpertWeights<M> {
+    /// Makes every matrix of the shared expert of layer `index`, in memory order.
+    fn in_order<S: PackedSource<Matrix = M>>(
+        index: usize,
+        SharedExpertSpec { has_router, .. }: SharedExpertSpec,
+        source: &mut S,
+    ) -> Result<Self, S::Error> {
+        let part = |part| Weight::Layer(index, LayerWeight::Shared(part));
+        Ok(Self {
+            gate_up: source.matrix(&[ExpertWeight::Gate, ExpertWeight::Up].map(part))?,
+            down: source.matrix(&[part(ExpertWeight::Down)])?,
+            router: match has_router {
+                false => None,
+                true => Some(source.router(Weight::Layer(index, LayerWeight::SharedRouter))?),
+            },
+        })
+    }
+
+    fn borrowed(&self) -> SharedExpert<'_, M> {
+        let Self { gate_up, down, router } = self;
+        SharedExpert { gate_up, down, router: router.as_ref() }
     }
 }
 
@@ -339,10 +386,11 @@ impl<B: Backend> Transformer<B> {
         backend.rms_norm(rows, residual, first_norm, eps, normed);
         for (index, layer) in weights.layers.iter().enumerate() {
             let next = weights.layers.get(index + 1);
-            let MixerWeights::Attention { qkv: w, bias, head_norms, window, output } = &layer.mixer;
-            let norms = head_norms.as_ref().map(|(query, key)| (query, key));
-            let frequencies = &*rope_frequencies;
-            let head_weights = HeadWeights { frequencies, bias: bias.as_ref(), norms, eps };
+            let MixerWeights::Attention { qkv: w, bias, qk_norm, window, output } = &layer.mixer;
+            let norms = qk_norm.as_ref().map(|(query, key, _)| (query, key));
+            let norm_span = qk_norm.as_ref().map_or(NormSpan::Head, |(_, _, span)| *span);
+            let (frequencies, bias) = (&*rope_frequencies, bias.as_ref());
+            let head_weights = HeadWeights { frequencies, bias, norms, norm_span, eps };
             backend.project_heads(index, heads, (&*normed, w), head_weights, qkv, step);
             // A prefill chunk that does not end its prompt only stores its KV.
             if next.is_none() && sampled_rows == 0 {
@@ -368,8 +416,10 @@ impl<B: Backend> Transformer<B> {
                     let product = (&*activated, down);
                     backend.project_onto_residual(rows, product, delta, residual, norm, normed);
                 }
-                FeedForwardWeights::Experts { router, experts, choice } => {
-                    let weights = ExpertWeights { router, experts, choice: *choice };
+                FeedForwardWeights::Experts { router, bias, shared, experts, choice } => {
+                    let shared = shared.as_ref().map(SharedExpertWeights::borrowed);
+                    let (bias, choice) = (bias.as_ref(), *choice);
+                    let weights = ExpertWeights { router, bias, experts, shared, choice };
                     backend.experts(rows, normed, &weights, delta);
                     backend.all_reduce(rows, delta);
                     backend.add_rms_norm(rows, residual, delta, norm.0, norm.1, normed);
@@ -437,7 +487,9 @@ impl<'a, P: Packer> CheckpointPacker<'a, P> {
         let hashes: Vec<Option<RowHashes>> = parts.iter().map(hashes_of).collect();
         let parts = parts.into_iter().zip(&hashes);
         let parts = parts.map(|(part, hashes)| part.hashing(hashes.as_ref())).collect();
-        let is_quantizable = |weight: &Weight| matches!(weight, Weight::Layer(_, of_layer) if *of_layer != LayerWeight::Router);
+        let is_router = |weight| matches!(weight, LayerWeight::Router | LayerWeight::SharedRouter);
+        let is_quantizable =
+            |weight: &Weight| matches!(weight, Weight::Layer(_, of_layer) if !is_router(*of_layer));
         let source = StackedRows::new(parts).quantizable(weights.iter().all(is_quantizable));
         let matrix = pack(self.packer, &source);
         self.checkpoint.check_reads()?;

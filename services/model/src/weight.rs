@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use kernels::Shard;
+use kernels::{Shard, backend::NormSpan};
 
 use crate::{
     config::ModelConfig,
@@ -29,7 +29,7 @@ pub enum LayerWeight {
     QueryBias,
     KeyBias,
     ValueBias,
-    /// Weight of the norm that is applied to each query head.
+    /// Weight of the norm of queries.
     QueryNorm,
     KeyNorm,
     AttentionOutput,
@@ -39,6 +39,12 @@ pub enum LayerWeight {
     Down,
     /// Router of experts, with a row for each.
     Router,
+    /// Correction bias of the scores of experts.
+    RouterBias,
+    /// Weight of the shared expert.
+    Shared(ExpertWeight),
+    /// Router of the shared expert, with one row.
+    SharedRouter,
     /// Weight of the expert with this index.
     Expert(u32, ExpertWeight),
 }
@@ -103,24 +109,31 @@ enum Axis {
     Hidden,
     QueryHeads,
     KvHeads,
-    HeadDim,
+    /// The one row of a matrix.
+    OneRow,
+    /// The elements of a query head with a norm, or of all query heads.
+    QueryNorm,
+    KeyNorm,
     Ffn,
     Experts,
     ExpertFfn,
+    SharedFfn,
     Vocabulary,
 }
 
 impl Axis {
     fn len(self, config: &ModelConfig) -> usize {
         match self {
-            Axis::One => 1,
+            Axis::One | Axis::OneRow => 1,
             Axis::Hidden => config.hidden_size,
             Axis::QueryHeads => config.query_head_count * config.head_dim,
             Axis::KvHeads => config.kv_head_count * config.head_dim,
-            Axis::HeadDim => config.head_dim,
+            Axis::QueryNorm => norm_heads(config, config.query_head_count) * config.head_dim,
+            Axis::KeyNorm => norm_heads(config, config.kv_head_count) * config.head_dim,
             Axis::Ffn => config.ffn_size,
             Axis::Experts => config.experts().map_or(0, |experts| experts.count),
             Axis::ExpertFfn => config.experts().map_or(0, |experts| experts.size),
+            Axis::SharedFfn => config.shared_expert().map_or(0, |shared| shared.size),
             Axis::Vocabulary => config.vocab_size,
         }
     }
@@ -133,20 +146,37 @@ impl Axis {
             heads.start * config.head_dim..heads.end * config.head_dim
         };
         match self {
-            Axis::One | Axis::Hidden | Axis::HeadDim | Axis::Experts => 0..self.len(config),
-            Axis::QueryHeads => heads(config.query_head_count),
-            Axis::KvHeads => heads(config.kv_head_count),
-            Axis::Ffn | Axis::ExpertFfn => shard.part(self.len(config)),
+            Axis::One | Axis::OneRow | Axis::Hidden | Axis::Experts => 0..self.len(config),
+            // A norm of each head is the same on all ranks.
+            Axis::QueryNorm | Axis::KeyNorm if self.len(config) == config.head_dim => {
+                0..config.head_dim
+            }
+            Axis::QueryHeads | Axis::QueryNorm => heads(config.query_head_count),
+            Axis::KvHeads | Axis::KeyNorm => heads(config.kv_head_count),
+            Axis::Ffn | Axis::ExpertFfn | Axis::SharedFfn => shard.part(self.len(config)),
             Axis::Vocabulary => shard.tokens(config.vocab_size),
         }
     }
 }
 
+/// Returns the number of heads of `count` whose norms have weights of their own.
+fn norm_heads(config: &ModelConfig, count: usize) -> usize {
+    match config.qk_norm() {
+        Some(NormSpan::Projection) => count,
+        Some(NormSpan::Head) | None => 1,
+    }
+}
+
 /// Weights of a layer in the order of the forward pass: names in GGUF and in Hugging Face's checkpoints, rows and
 /// columns.
-const LAYER_WEIGHTS: [(LayerWeight, &str, &str, Axis, Axis); 15] = {
-    use Axis::{Experts, Ffn, HeadDim, Hidden, KvHeads, One, QueryHeads};
+const LAYER_WEIGHTS: [(LayerWeight, &str, &str, Axis, Axis); 20] = {
+    use Axis::{
+        Experts, Ffn, Hidden, KeyNorm, KvHeads, One, OneRow, QueryHeads, QueryNorm, SharedFfn,
+    };
     use LayerWeight as W;
+    const S_GATE: W = W::Shared(ExpertWeight::Gate);
+    const S_UP: W = W::Shared(ExpertWeight::Up);
+    const S_DOWN: W = W::Shared(ExpertWeight::Down);
     [
         (W::AttentionNorm, "attn_norm.weight", "input_layernorm.weight", One, Hidden),
         (W::Query, "attn_q.weight", "self_attn.q_proj.weight", QueryHeads, Hidden),
@@ -155,14 +185,25 @@ const LAYER_WEIGHTS: [(LayerWeight, &str, &str, Axis, Axis); 15] = {
         (W::QueryBias, "attn_q.bias", "self_attn.q_proj.bias", One, QueryHeads),
         (W::KeyBias, "attn_k.bias", "self_attn.k_proj.bias", One, KvHeads),
         (W::ValueBias, "attn_v.bias", "self_attn.v_proj.bias", One, KvHeads),
-        (W::QueryNorm, "attn_q_norm.weight", "self_attn.q_norm.weight", One, HeadDim),
-        (W::KeyNorm, "attn_k_norm.weight", "self_attn.k_norm.weight", One, HeadDim),
+        (W::QueryNorm, "attn_q_norm.weight", "self_attn.q_norm.weight", One, QueryNorm),
+        (W::KeyNorm, "attn_k_norm.weight", "self_attn.k_norm.weight", One, KeyNorm),
         (W::AttentionOutput, "attn_output.weight", "self_attn.o_proj.weight", Hidden, QueryHeads),
         (W::FfnNorm, "ffn_norm.weight", "post_attention_layernorm.weight", One, Hidden),
         (W::Gate, "ffn_gate.weight", "mlp.gate_proj.weight", Ffn, Hidden),
         (W::Up, "ffn_up.weight", "mlp.up_proj.weight", Ffn, Hidden),
         (W::Down, "ffn_down.weight", "mlp.down_proj.weight", Hidden, Ffn),
         (W::Router, "ffn_gate_inp.weight", "mlp.gate.weight", Experts, Hidden),
+        (W::RouterBias, "exp_probs_b.bias", "mlp.gate.e_score_correction_bias", One, Experts),
+        (S_GATE, "ffn_gate_shexp.weight", "mlp.shared_expert.gate_proj.weight", SharedFfn, Hidden),
+        (S_UP, "ffn_up_shexp.weight", "mlp.shared_expert.up_proj.weight", SharedFfn, Hidden),
+        (S_DOWN, "ffn_down_shexp.weight", "mlp.shared_expert.down_proj.weight", Hidden, SharedFfn),
+        (
+            W::SharedRouter,
+            "ffn_gate_inp_shexp.weight",
+            "mlp.shared_expert_gate.weight",
+            OneRow,
+            Hidden,
+        ),
     ]
 };
 
@@ -170,11 +211,13 @@ impl LayerWeight {
     /// Returns the weights of a layer, in the order of the forward pass.
     pub fn of(layer: LayerSpec) -> impl Iterator<Item = LayerWeight> {
         let Mixer::Attention(attention) = layer.mixer;
-        let expert_count = match layer.feed_forward {
-            FeedForward::Gated => 0,
-            FeedForward::Experts(experts) => experts.count as u32,
+        let experts = match layer.feed_forward {
+            FeedForward::Gated => None,
+            FeedForward::Experts(experts) => Some(experts),
         };
-        let experts = (0..expert_count).flat_map(|expert| {
+        let shared = experts.and_then(|experts| experts.shared);
+        let expert_count = experts.map_or(0, |experts| experts.count as u32);
+        let of_experts = (0..expert_count).flat_map(|expert| {
             let weights = [ExpertWeight::Gate, ExpertWeight::Up, ExpertWeight::Down];
             weights.map(|weight| LayerWeight::Expert(expert, weight))
         });
@@ -182,18 +225,21 @@ impl LayerWeight {
             LayerWeight::QueryBias | LayerWeight::KeyBias | LayerWeight::ValueBias => {
                 attention.has_bias
             }
-            LayerWeight::QueryNorm | LayerWeight::KeyNorm => attention.has_head_norms,
-            LayerWeight::Gate | LayerWeight::Up | LayerWeight::Down => expert_count == 0,
-            LayerWeight::Router => expert_count > 0,
+            LayerWeight::QueryNorm | LayerWeight::KeyNorm => attention.qk_norm.is_some(),
+            LayerWeight::Gate | LayerWeight::Up | LayerWeight::Down => experts.is_none(),
+            LayerWeight::Router => experts.is_some(),
+            LayerWeight::RouterBias => experts.is_some_and(|experts| experts.has_bias),
+            LayerWeight::Shared(_) => shared.is_some(),
+            LayerWeight::SharedRouter => shared.is_some_and(|shared| shared.has_router),
             _ => true,
         };
-        LAYER_WEIGHTS.into_iter().map(|row| row.0).filter(is_of_layer).chain(experts)
+        LAYER_WEIGHTS.into_iter().map(|row| row.0).filter(is_of_layer).chain(of_experts)
     }
 
-    /// Returns the name in GGUF files, within a layer.
+    /// Returns the name in GGUF files, within a layer. One tensor has the matrices of all experts.
     fn gguf_name(self) -> String {
         match self {
-            LayerWeight::Expert(expert, weight) => format!("ffn_{}.{expert}.weight", weight.name()),
+            LayerWeight::Expert(_, weight) => format!("ffn_{}_exps.weight", weight.name()),
             _ => self.row().1.to_owned(),
         }
     }

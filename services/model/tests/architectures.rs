@@ -3,10 +3,13 @@
 
 mod common;
 
-use std::{num::NonZeroUsize, path::PathBuf};
+use std::{collections::BTreeMap, num::NonZeroUsize, path::PathBuf};
 
-use common::sequence::Runner;
-use kernels::{Dtype, cpu::Isa};
+use common::{
+    ranks::{together, whole_rows},
+    sequence::{Runner, argmax},
+};
+use kernels::{Dtype, WeightFormat, cpu::Isa};
 use model::{Checkpoint, Family, LoadFormat, ModelConfig};
 use serde::Deserialize;
 
@@ -15,7 +18,9 @@ struct Expected {
     tokens: Vec<u32>,
     positions: Vec<usize>,
     /// Logits by model, one row per position.
-    logits: std::collections::BTreeMap<String, Vec<Vec<f32>>>,
+    logits: BTreeMap<String, Vec<Vec<f32>>>,
+    /// Greedy tokens after `tokens`, by model.
+    greedy: BTreeMap<String, Vec<u32>>,
 }
 
 fn expected() -> Expected {
@@ -35,25 +40,39 @@ fn open(path: &PathBuf) -> Checkpoint {
     Checkpoint::open(path, LoadFormat::Auto).unwrap()
 }
 
+/// Compares logits of every position, given those of `tokens` and of the greedy tokens after them, with the expected
+/// ones. `what` names the model and how it ran.
+fn check(expected: &Expected, name: &str, logits: &[Vec<f32>], what: &str) {
+    for (&position, expected) in expected.positions.iter().zip(&expected.logits[name]) {
+        let found = &logits[position];
+        assert_eq!(found.len(), expected.len());
+        let differences = found.iter().zip(expected).map(|(a, b)| (a - b).abs());
+        let worst = differences.fold(0.0, f32::max);
+        assert!(worst < 1e-4, "{what}: position {position} is off by {worst}");
+    }
+    let greedy = &expected.greedy[name];
+    let found: Vec<u32> = logits[expected.tokens.len() - 1..].iter().map(|it| argmax(it)).collect();
+    assert_eq!(found[..greedy.len()], *greedy, "{what}: greedy tokens");
+}
+
+/// Returns the tokens and the greedy tokens after them.
+fn continued(expected: &Expected, name: &str) -> Vec<u32> {
+    [expected.tokens.as_slice(), &expected.greedy[name]].concat()
+}
+
 #[test]
-fn f32_logits_equal_those_of_transformers() {
+fn f32_logits_and_greedy_tokens_equal_those_of_transformers() {
     let expected = expected();
     let mut checked = Vec::new();
-    for (name, rows) in &expected.logits {
+    for name in expected.logits.keys() {
+        let tokens = continued(&expected, name);
         for path in files(name) {
             for isa in [Isa::Auto, Isa::Portable] {
                 let mut runner = Runner::new(&open(&path), Dtype::F32, isa, 64);
-                let mut sequence = runner.sequence(expected.tokens.len());
-                let count = expected.tokens.len() as u32;
-                let logits = runner.forward(&mut [(&mut sequence, &expected.tokens, count)]);
-                for (&position, expected) in expected.positions.iter().zip(rows) {
-                    let found = &logits[position];
-                    assert_eq!(found.len(), expected.len());
-                    let differences = found.iter().zip(expected).map(|(a, b)| (a - b).abs());
-                    let worst = differences.fold(0.0, f32::max);
-                    let path = path.display();
-                    assert!(worst < 1e-4, "{path}, {isa}: position {position} is off by {worst}");
-                }
+                let mut sequence = runner.sequence(tokens.len());
+                let count = tokens.len() as u32;
+                let logits = runner.forward(&mut [(&mut sequence, &tokens, count)]);
+                check(&expected, name, &logits, &format!("{}, {isa}", path.display()));
             }
             checked.push(path.strip_prefix(common::fixture("architectures")).unwrap().to_owned());
         }
@@ -62,17 +81,47 @@ fn f32_logits_equal_those_of_transformers() {
     assert_eq!(
         names,
         [
+            "glm4_moe",
+            "glm4_moe_fp8",
             "llama3",
             "llama3/model.gguf",
+            "llama3_fp8",
+            "minimax_m2",
             "mistral",
             "mistral/model.gguf",
+            "mixtral",
+            "mixtral/model.gguf",
+            "olmoe",
             "qwen2",
             "qwen2/model.gguf",
+            "qwen2_moe",
+            "qwen2_moe/model.gguf",
+            "qwen2_moe_dense",
+            "qwen2_moe_fp8",
             "qwen2_window",
             "qwen3",
             "qwen3/model.gguf",
+            "qwen3_moe",
+            "qwen3_moe/model.gguf",
         ]
     );
+}
+
+#[test]
+fn two_ranks_have_the_logits_and_greedy_tokens_of_transformers() {
+    let expected = expected();
+    for name in expected.logits.keys() {
+        let tokens = continued(&expected, name);
+        for path in files(name) {
+            let forward = |runner: &mut Runner| {
+                let mut sequence = runner.sequence(tokens.len());
+                runner.forward(&mut [(&mut sequence, &tokens, tokens.len() as u32)])
+            };
+            let checkpoint = open(&path);
+            let (ranks, _) = together(&checkpoint, WeightFormat::F32, 2, "architectures", forward);
+            check(&expected, name, &whole_rows(&ranks), &format!("{}, 2 ranks", path.display()));
+        }
+    }
 }
 
 #[test]
@@ -105,6 +154,8 @@ fn configurations_name_family_window_and_width() {
         ("qwen2_window", "qwen2", [0, 7]),
         ("qwen2", "qwen2", [0, 0]),
         ("qwen3", "qwen3", [0, 0]),
+        ("mixtral", "mixtral", [0, 0]),
+        ("glm4_moe", "glm4_moe", [0, 0]),
     ] {
         let config = config(name);
         assert_eq!(Some(config.family), Family::named(family));
@@ -113,12 +164,14 @@ fn configurations_name_family_window_and_width() {
     }
     assert!(config("llama3").tied_output);
     assert_eq!(config("qwen3").head_dim, 16);
+    assert_eq!((config("glm4_moe").head_dim, config("glm4_moe").rotary_dim), (16, 8));
 
-    // Converters write Mistral's models as Llama's; everything else is equal in both formats.
-    for name in ["llama3", "mistral", "qwen2", "qwen3"] {
+    // Converters write Mistral's and Mixtral's models as Llama's; everything else is equal in both formats.
+    for name in ["llama3", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe"] {
         let (folder, gguf) = (config(name), open(&files(name)[1]).config().clone());
-        let family = if name == "mistral" { "llama" } else { folder.family.name() };
-        assert_eq!(gguf.family.name(), family);
+        let is_llama = ["mistral", "mixtral"].contains(&name);
+        assert_eq!(gguf.family.name(), if is_llama { "llama" } else { folder.family.name() });
+        assert_eq!(gguf.experts(), folder.experts());
         assert_eq!(gguf.head_dim, folder.head_dim);
         assert_eq!(windows(&gguf), windows(&folder));
         assert_eq!(gguf.tied_output, folder.tied_output);

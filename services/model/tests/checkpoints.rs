@@ -466,7 +466,8 @@ fn gguf_files_of_unsupported_kind_or_architecture_are_rejected() {
     let value = position(b"general.architecture") + 20 + 4 + 8;
     other[value..value + 5].copy_from_slice(b"bloom");
     assert!(message(&other).ends_with(
-        "unsupported architecture \"bloom\"; expected one of \"llama\", \"qwen2\", \"qwen3\""
+        "unsupported architecture \"bloom\"; expected one of \"llama\", \"qwen2\", \"qwen2moe\", \
+         \"qwen3\", \"qwen3moe\""
     ));
 
     let mut other = good.clone();

@@ -60,13 +60,14 @@ fn first_difference_of_two_configurations_is_named() {
     let config = open(json!({})).unwrap();
     assert_eq!(config.difference(&config), None);
     type Change = fn(&mut ModelConfig);
-    let changes: [(&str, Change); 16] = [
+    let changes: [(&str, Change); 17] = [
         ("family", |it| it.family = Family::named("qwen3").unwrap()),
         ("hidden_size", |it| it.hidden_size += 1),
         ("layer_count", |it| it.layer_count += 1),
         ("query_head_count", |it| it.query_head_count += 1),
         ("kv_head_count", |it| it.kv_head_count += 1),
         ("head_dim", |it| it.head_dim += 1),
+        ("rotary_dim", |it| it.rotary_dim += 1),
         ("ffn_size", |it| it.ffn_size += 1),
         ("vocab_size", |it| it.vocab_size += 1),
         ("context_tokens", |it| it.context_tokens += 1),
@@ -226,8 +227,9 @@ fn unsupported_features_are_rejected_by_name() {
         (
             json!({"architectures": ["GemmaForCausalLM"]}),
             "unsupported architecture \"GemmaForCausalLM\"; expected one of \
-             \"LlamaForCausalLM\", \"MistralForCausalLM\", \"MixtralForCausalLM\", \
-             \"Qwen2ForCausalLM\", \"Qwen3ForCausalLM\", \
+             \"Glm4MoeForCausalLM\", \"LlamaForCausalLM\", \"MiniMaxM2ForCausalLM\", \
+             \"MistralForCausalLM\", \"MixtralForCausalLM\", \"OlmoeForCausalLM\", \
+             \"Qwen2ForCausalLM\", \"Qwen2MoeForCausalLM\", \"Qwen3ForCausalLM\", \
              \"Qwen3MoeForCausalLM\"",
         ),
         (json!({"hidden_act": "gelu"}), "unsupported hidden_act: \"gelu\"; expected \"silu\""),
@@ -374,11 +376,12 @@ fn invalid_gguf_configurations_are_rejected_by_key() {
         ),
         (
             ("general.architecture", Some(Entry::Text("gemma3"))),
-            "unsupported architecture \"gemma3\"; expected one of \"llama\", \"qwen2\", \"qwen3\"",
+            "unsupported architecture \"gemma3\"; expected one of \"llama\", \"qwen2\", \"qwen2moe\", \
+             \"qwen3\", \"qwen3moe\"",
         ),
         (
             ("llama.expert_count", Some(Entry::U32(8))),
-            "unsupported llama.expert_count: 8; expected 0",
+            "metadata key \"llama.expert_used_count\" is missing; expected u64",
         ),
         (
             ("llama.rope.dimension_count", Some(Entry::U32(8))),
@@ -447,7 +450,7 @@ fn frequencies_equal_those_of_transformers() {
             },
         };
         let config = ModelConfig {
-            head_dim: case["head_dim"].as_u64().unwrap() as usize,
+            rotary_dim: case["head_dim"].as_u64().unwrap() as usize,
             rope_theta: number(&case["theta"]),
             rope_scaling,
             ..base.clone()

@@ -4,8 +4,8 @@ mod common;
 
 use std::{fs, path::Path};
 
-use common::{Element, Tensor, sequence::Runner};
-use kernels::{Dtype, cpu::Isa};
+use common::{Element, Entry, Tensor, sequence::Runner};
+use kernels::{Dtype, backend::ExpertScore, cpu::Isa};
 use model::{Checkpoint, ExpertWeight, FeedForward, LayerWeight, LoadFormat, Weight};
 use serde_json::{Value, json};
 
@@ -259,4 +259,209 @@ fn invalid_experts_are_refused_by_name() {
         error.ends_with(&format!("{missing:?} is missing; expected shape [96, 64]")),
         "{error}"
     );
+}
+
+/// Keys as in the files of the hub: GLM-4.5-Air's, with the sizes of the tiny model.
+fn glm(changes: &Value) -> Result<Checkpoint, String> {
+    let mut keys = json!({
+        "attention_bias": true, "first_k_dense_replace": 1, "moe_intermediate_size": 24,
+        "n_group": 1, "n_routed_experts": 8, "n_shared_experts": 2, "norm_topk_prob": true,
+        "num_experts_per_tok": 2, "num_nextn_predict_layers": 1, "partial_rotary_factor": 0.5,
+        "routed_scaling_factor": 1.0, "topk_group": 1, "use_qk_norm": false
+    });
+    keys.as_object_mut().unwrap().extend(changes.as_object().unwrap().clone());
+    let folder = tempfile::tempdir().unwrap();
+    let config = config("Glm4MoeForCausalLM", "glm4_moe", &keys);
+    open(folder.path(), &config, LoadFormat::Dummy { seed: 5 })
+}
+
+fn minimax(changes: &Value) -> Result<Checkpoint, String> {
+    let mut keys = json!({
+        "attn_type_list": [1, 1], "num_local_experts": 8, "num_experts_per_tok": 2, "rotary_dim": 8,
+        "scoring_func": "sigmoid", "shared_intermediate_size": 0, "use_qk_norm": true,
+        "use_routing_bias": true
+    });
+    keys.as_object_mut().unwrap().extend(changes.as_object().unwrap().clone());
+    let folder = tempfile::tempdir().unwrap();
+    let config = config("MiniMaxM2ForCausalLM", "minimax_m2", &keys);
+    open(folder.path(), &config, LoadFormat::Dummy { seed: 5 })
+}
+
+#[test]
+fn configurations_of_the_hub_describe_routing_and_rotary_part() {
+    let checkpoint = glm(&json!({})).unwrap();
+    let config = checkpoint.config();
+    let experts = config.experts().unwrap();
+    assert_eq!(experts.choice.score, ExpertScore::Sigmoid);
+    assert_eq!((config.rotary_dim, experts.size, experts.shared.unwrap().size), (8, 24, 48));
+    assert!(experts.has_bias && experts.choice.is_normalized);
+    assert_eq!(config.layers[0].feed_forward, FeedForward::Gated);
+    let whole = glm(&json!({"partial_rotary_factor": 1.0})).unwrap();
+    assert_eq!(whole.config().rotary_dim, 16);
+    let absent = glm(&json!({"partial_rotary_factor": null})).unwrap();
+    assert_eq!(absent.config().rotary_dim, 8);
+    let fingerprint = |checkpoint: &Checkpoint| checkpoint.model_fingerprint().unwrap();
+    let own = fingerprint(&checkpoint);
+    assert_eq!(fingerprint(&absent), own);
+    for other in [
+        json!({"partial_rotary_factor": 1.0}),
+        json!({"use_qk_norm": true}),
+        json!({"attention_bias": false}),
+        json!({"routed_scaling_factor": 1.5}),
+        json!({"n_group": 2}),
+        json!({"n_shared_experts": 1}),
+    ] {
+        assert_ne!(fingerprint(&glm(&other).unwrap()), own, "{other}");
+    }
+
+    let checkpoint = minimax(&json!({})).unwrap();
+    assert_eq!(
+        (checkpoint.config().rotary_dim, checkpoint.config().experts().unwrap().size),
+        (8, 96)
+    );
+}
+
+#[test]
+fn routing_variants_that_are_not_built_are_refused() {
+    for (changes, message) in [
+        (
+            json!({"n_group": 3}),
+            "number of groups of experts is 3; expected a divisor of the 8 experts",
+        ),
+        (
+            json!({"n_group": 8}),
+            "number of groups of experts is 8; expected a divisor of the 8 experts",
+        ),
+        (
+            json!({"n_group": 4, "topk_group": 5}),
+            "number of groups of experts per token is 5; expected 1 to 4",
+        ),
+        (
+            json!({"n_group": 4, "num_experts_per_tok": 3}),
+            "number of experts per token is 3; expected 1 to the 2 experts of its groups",
+        ),
+        (
+            json!({"routed_scaling_factor": 0.0}),
+            "scaling factor of experts is 0; expected above 0, up to 1000",
+        ),
+        (
+            json!({"n_shared_experts": 0}),
+            "feed-forward size of the shared expert is 0; expected 1 to 1048576",
+        ),
+        (
+            json!({"partial_rotary_factor": 0.2}),
+            "rotary dimension is 3; expected an even number from 2",
+        ),
+        (
+            json!({"partial_rotary_factor": 1.5}),
+            "rotary dimension is 24; expected an even number from 2 to the head dimension 16",
+        ),
+    ] {
+        let Err(error) = glm(&changes) else { panic!("{changes} is accepted") };
+        assert!(error.contains(message), "{error}");
+    }
+    for (changes, message) in [
+        (
+            json!({"scoring_func": "softmax"}),
+            "unsupported scoring_func: \"softmax\"; expected \"sigmoid\"",
+        ),
+        (
+            json!({"shared_intermediate_size": 64}),
+            "unsupported shared_intermediate_size: 64; expected 0",
+        ),
+        (
+            json!({"attn_type_list": [1, 0]}),
+            "unsupported attn_type_list: 0; expected 1 for each layer",
+        ),
+    ] {
+        let error = minimax(&changes).unwrap_err();
+        assert!(error.contains(message), "{error}");
+    }
+    let folder = tempfile::tempdir().unwrap();
+    let clipped = config("OlmoeForCausalLM", "olmoe", &json!({"clip_qkv": 8.0}));
+    let error = open(folder.path(), &clipped, LoadFormat::Dummy { seed: 5 }).unwrap_err();
+    assert!(error.ends_with("unsupported clip_qkv: 8; expected null"), "{error}");
+    let partial = config("LlamaForCausalLM", "llama", &json!({"partial_rotary_factor": 0.5}));
+    let error = open(folder.path(), &partial, LoadFormat::Dummy { seed: 5 }).unwrap_err();
+    assert!(error.ends_with("unsupported partial_rotary_factor: 0.5; expected 1"), "{error}");
+}
+
+#[test]
+fn layers_of_multi_token_prediction_are_ignored() {
+    let folder = tempfile::tempdir().unwrap();
+    let own = glm(&json!({})).unwrap();
+    let mut tensors = common::hugging_face_tensors(&own, Element::F32);
+    let mut write = |name: &str| {
+        let extra =
+            Tensor { name: name.into(), dims: vec![1], element: Element::F32, bytes: vec![0; 4] };
+        tensors.push(extra);
+        common::write_folder(folder.path(), &tensors, 1);
+        let keys = json!({
+            "attention_bias": true, "first_k_dense_replace": 1, "moe_intermediate_size": 24,
+            "n_routed_experts": 8, "n_shared_experts": 2, "num_experts_per_tok": 2
+        });
+        let config = config("Glm4MoeForCausalLM", "glm4_moe", &keys);
+        open(folder.path(), &config, LoadFormat::Auto)
+    };
+    let opened = write("model.layers.2.eh_proj.weight").unwrap();
+    assert_eq!(logits(&opened), logits(&own));
+    let error = write("model.layers.1.eh_proj.weight").unwrap_err();
+    assert!(error.contains("model.layers.1.eh_proj.weight"), "{error}");
+}
+
+/// Returns the GGUF file of the tiny Mixtral with the tensors that `change` leaves.
+fn mixtral_gguf(change: impl Fn(&mut Vec<Tensor>)) -> Result<Checkpoint, String> {
+    let changes = json!({"num_local_experts": 3, "num_experts_per_tok": 2, "sliding_window": null});
+    let folder = tempfile::tempdir().unwrap();
+    let config = config("MixtralForCausalLM", "mixtral", &changes);
+    let own = open(folder.path(), &config, LoadFormat::Dummy { seed: 5 }).unwrap();
+    let mut tensors: Vec<Tensor> = Vec::new();
+    for tensor in common::gguf_tensors(&own, Element::F32) {
+        // One tensor has the matrices of all experts.
+        match tensors.iter_mut().find(|known| known.name == tensor.name) {
+            Some(known) if known.dims.len() == 2 => {
+                known.dims.insert(0, 2);
+                known.bytes.extend(tensor.bytes);
+            }
+            Some(known) => {
+                known.dims[0] += 1;
+                known.bytes.extend(tensor.bytes);
+            }
+            None => tensors.push(tensor),
+        }
+    }
+    change(&mut tensors);
+    let entries = [
+        ("llama.expert_count", Some(Entry::U32(3))),
+        ("llama.expert_used_count", Some(Entry::U32(2))),
+    ];
+    let path = folder.path().join("mixtral.gguf");
+    fs::write(&path, common::gguf_with(own.config(), &tensors, &entries)).unwrap();
+    let opened = Checkpoint::open(&path, LoadFormat::Auto).map_err(|error| error.to_string())?;
+    assert_eq!(logits(&opened), logits(&own));
+    Ok(opened)
+}
+
+#[test]
+fn stacked_experts_of_gguf_files_are_read_by_expert() {
+    let opened = mixtral_gguf(|_| ()).unwrap();
+    let names: Vec<String> =
+        opened.stored_weights().unwrap().into_iter().map(|weight| weight.name).collect();
+    assert!(names.contains(&"blk.1.ffn_up_exps.weight[2]".to_owned()), "{names:?}");
+    let mut known = names.clone();
+    known.sort();
+    known.dedup();
+    assert_eq!(known.len(), names.len());
+
+    let cut = |tensors: &mut Vec<Tensor>| {
+        let tensor = tensors.iter_mut().find(|it| it.name == "blk.0.ffn_down_exps.weight").unwrap();
+        tensor.dims[0] = 2;
+        tensor.bytes.truncate(tensor.bytes.len() / 3 * 2);
+    };
+    let error = mixtral_gguf(cut).unwrap_err();
+    assert!(error.contains("\"blk.0.ffn_down_exps.weight\""), "{error}");
+    assert!(error.contains("[2, 64, 96]; expected [3, 64, 96]"), "{error}");
+    let error =
+        mixtral_gguf(|tensors| tensors.retain(|it| !it.name.contains("gate_exps"))).unwrap_err();
+    assert!(error.contains("\"blk.0.ffn_gate_exps.weight\" is missing"), "{error}");
 }

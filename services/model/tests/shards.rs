@@ -1,75 +1,21 @@
-//! Tests models sharded over ranks. Threads stand in for the rank processes.
+//! Tests models sharded over ranks.
 
 mod common;
 
-use std::{
-    fs,
-    path::Path,
-    sync::{
-        Arc,
-        atomic::{AtomicU64, Ordering},
-    },
-    thread,
-    time::Duration,
-};
+use std::{fs, path::Path, sync::Arc, thread, time::Duration};
 
-use common::sequence::{BLOCKS, Runner};
+use common::{
+    ranks::{region, shards, together, whole_rows},
+    sequence::{BLOCKS, Runner},
+};
 use kernels::{
     BlockId, KvArena, Shard, WeightFormat,
     cpu::{CpuBackend, CpuGroup, CpuOptions, Isa},
-    shared::{RegionName, SharedRegion},
 };
 use model::{
     Checkpoint, Limits, LoadFormat, LoadProgress, ModelError, Transformer, Weight, WeightShape,
 };
 use serde_json::{Value, json};
-
-fn shards(of: usize) -> impl Iterator<Item = Shard> {
-    Shard::new(0, of).unwrap().all()
-}
-
-fn region(purpose: &str, bytes: usize) -> Arc<SharedRegion> {
-    static MADE: AtomicU64 = AtomicU64::new(0);
-    let epoch = u128::from(MADE.fetch_add(1, Ordering::Relaxed));
-    SharedRegion::create(&RegionName::own(epoch, purpose), bytes).unwrap()
-}
-
-/// Runs every rank and returns their results and the shared arena of whole blocks.
-fn together<T: Send>(
-    checkpoint: &Checkpoint,
-    weights: WeightFormat,
-    of: usize,
-    purpose: &str,
-    run: impl Fn(&mut Runner) -> T + Sync,
-) -> (Vec<T>, Arc<KvArena>) {
-    let layout = checkpoint.config().kv_layout(weights.kv_dtype());
-    let group_bytes = CpuGroup::region_bytes(of).next_multiple_of(64);
-    let bytes = group_bytes + layout.block_bytes() * BLOCKS as usize;
-    let region = region(purpose, bytes);
-    let arena = || KvArena::shared(layout, BLOCKS, &region, group_bytes).unwrap();
-    let brought = thread::scope(|scope| {
-        let ranks: Vec<_> = shards(of)
-            .map(|shard| {
-                let group = CpuGroup::new(&region, 0, shard, Duration::from_secs(120));
-                let (run, arena) = (&run, arena());
-                scope.spawn(move || {
-                    let mut runner = Runner::rank(checkpoint, weights, group, arena, 64);
-                    assert_eq!(runner.shard(), shard);
-                    run(&mut runner)
-                })
-            })
-            .collect();
-        ranks.into_iter().map(|rank| rank.join().unwrap()).collect()
-    });
-    (brought, arena())
-}
-
-/// Concatenates every row's logits over the ranks.
-fn whole_rows(ranks: &[Vec<Vec<f32>>]) -> Vec<Vec<f32>> {
-    (0..ranks[0].len())
-        .map(|row| ranks.iter().flat_map(|rows| rows[row].iter().copied()).collect())
-        .collect()
-}
 
 fn worst_difference(found: &[Vec<f32>], expected: &[Vec<f32>]) -> f32 {
     assert_eq!(found.len(), expected.len());

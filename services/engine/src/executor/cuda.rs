@@ -23,6 +23,7 @@ use std::{
 use kernels::{
     Backend, Dtype, KvArena, KvLayout, Shard, WeightFormat,
     arena::{StreamAccess, StreamStep},
+    backend::NormSpan,
     cuda::{
         Admission, BatchLimits, CudaBackend, CudaError, CudaFrame, CudaStep, DeviceBatch,
         DeviceClock, DeviceKv, Drafts, Event, Extension, Finished, GemmShape, KnownDrafts,
@@ -655,6 +656,11 @@ fn check_sizes(config: &ModelConfig, shard: Shard) -> Result<(), CudaExecutorErr
     if let Some(experts) = config.experts() {
         let (what, value) = ("the number of experts", experts.count.to_string());
         let allowed = "0 on GPUs, or node.device = \"cpu\"";
+        return Err(CudaError::Unsupported { what, value, allowed }.into());
+    }
+    if config.rotary_dim != config.head_dim || config.qk_norm() == Some(NormSpan::Projection) {
+        let (what, value) = ("the model's family", config.family.name().to_owned());
+        let allowed = "RoPE and norms over whole heads on GPUs, or node.device = \"cpu\"";
         return Err(CudaError::Unsupported { what, value, allowed }.into());
     }
     let sizes = [

@@ -40,6 +40,7 @@ impl DummyWeights {
                         _,
                         LayerWeight::AttentionOutput
                         | LayerWeight::Down
+                        | LayerWeight::Shared(ExpertWeight::Down)
                         | LayerWeight::Expert(_, ExpertWeight::Down),
                     ) => 2 * config.layer_count,
                     _ => 1,
@@ -54,7 +55,8 @@ impl DummyWeights {
 
 fn is_bias(weight: Weight) -> bool {
     let Weight::Layer(_, weight) = weight else { return false };
-    matches!(weight, LayerWeight::QueryBias | LayerWeight::KeyBias | LayerWeight::ValueBias)
+    use LayerWeight::{KeyBias, QueryBias, RouterBias, ValueBias};
+    matches!(weight, QueryBias | KeyBias | ValueBias | RouterBias)
 }
 
 impl RandomRows {

@@ -137,6 +137,15 @@ impl<'a> TensorBytes<'a> {
         self.len
     }
 
+    /// Returns the bytes of a range of the tensor.
+    ///
+    /// # Panics
+    /// When the range exceeds the tensor.
+    pub(crate) fn part(self, range: Range<usize>) -> Self {
+        assert!(range.start <= range.end && range.end <= self.len, "{range:?} of {}", self.len);
+        Self { offset: self.offset + range.start as u64, len: range.len(), ..self }
+    }
+
     /// Fills `out` with the tensor's bytes from `begin` on, or with zeros if the read fails: see
     /// [`CheckpointFile::check_reads`].
     ///

@@ -49,6 +49,8 @@ const SCALE_SUFFIXES: [&str; 2] = ["_scale_inv", "_scale"];
 const INPUT_SCALES: [&str; 2] = ["input_scale", "activation_scale"];
 /// Last component of the names of matrices.
 const WEIGHT: &str = "weight";
+/// First components of the names of the weights of layers.
+const LAYERS: &str = "model.layers.";
 
 /// Tensor of the directory.
 pub(super) struct Entry {
@@ -159,7 +161,17 @@ impl StoredWeights {
             true => RowOrder::Pairs { head_dim: config.head_dim },
             false => RowOrder::Halves,
         };
-        self.named(name, order)
+        let tensor = self.named(name, order)?;
+        match weight {
+            Weight::Layer(_, LayerWeight::Expert(expert, _)) if self.format == Format::Gguf => {
+                tensor.expert(expert, weight.shape(config), config)
+            }
+            // GGUF files store the one row as a vector.
+            Weight::Layer(_, LayerWeight::SharedRouter) if tensor.dims.len() == 1 => {
+                Ok(StoredTensor { dims: vec![1, tensor.dims[0]], ..tensor })
+            }
+            _ => Ok(tensor),
+        }
     }
 
     /// Returns a tensor that the directory has.
@@ -284,7 +296,9 @@ impl StoredWeights {
             known.contains(name)
                 || match self.format {
                     Format::Gguf => name == ROPE_DIVISORS,
-                    Format::Safetensors => name.ends_with(ROPE_FREQUENCIES_SUFFIX),
+                    Format::Safetensors => {
+                        name.ends_with(ROPE_FREQUENCIES_SUFFIX) || is_of_mtp_layer(name, config)
+                    }
                 }
         };
         let unknown = self.tensors.iter().filter(|(name, _)| !is_known(name));
@@ -300,7 +314,36 @@ impl StoredWeights {
     }
 }
 
+/// Returns whether a tensor belongs to a layer for multi-token prediction, after the last layer.
+fn is_of_mtp_layer(name: &str, config: &ModelConfig) -> bool {
+    let index = name.strip_prefix(LAYERS).and_then(|name| name.split('.').next()?.parse().ok());
+    config.family.has_mtp_layers() && index.is_some_and(|index: usize| index >= config.layer_count)
+}
+
 impl StoredTensor<'_> {
+    /// Returns the matrix of one expert, of which a file has all in one tensor.
+    fn expert(
+        self,
+        index: u32,
+        shape: WeightShape,
+        config: &ModelConfig,
+    ) -> Result<Self, ModelError> {
+        let count = config.experts().map_or(0, |experts| experts.count as u64);
+        let expected: Vec<u64> = std::iter::once(count).chain(shape.dims()).collect();
+        if self.dims != expected {
+            return Err(self.wrong_shape(expected));
+        }
+        let bytes = self.bytes.len() / count as usize;
+        let begin = index as usize * bytes;
+        Ok(Self {
+            name: format!("{}[{index}]", self.name),
+            offset: self.offset + begin as u64,
+            dims: shape.dims(),
+            bytes: self.bytes.part(begin..begin + bytes),
+            ..self
+        })
+    }
+
     /// Decodes all elements, without scales.
     fn decode(&self, out: &mut [f32]) {
         let mut bytes = vec![0; self.bytes.len()];

@@ -66,7 +66,7 @@ impl Fields<'_> {
     }
 
     /// Rejects a word that is not one of `words`.
-    pub(super) fn check_word(
+    pub(crate) fn check_word(
         &self,
         key: &str,
         words: &[&str],
@@ -93,12 +93,14 @@ impl Fields<'_> {
         ids.collect::<Result<_, _>>().map_err(|error| self.bad(key, error.to_string()))
     }
 
-    /// Rejects partial rotary embeddings: heads are rotated as a whole.
-    pub(super) fn check_rotary_factor(&self) -> Result<(), ModelError> {
+    /// Reads the part of a head that is rotated. Rejects a part if only whole heads may be rotated.
+    pub(super) fn rotary_factor(&self, may_be_part: bool) -> Result<Option<f64>, ModelError> {
         const KEY: &str = "partial_rotary_factor";
         match self.get::<f64>(KEY)? {
-            None | Some(1.0) => Ok(()),
-            Some(factor) => Err(self.unsupported(KEY, factor.to_string(), "1")),
+            Some(factor) if factor != 1.0 && !may_be_part => {
+                Err(self.unsupported(KEY, factor.to_string(), "1"))
+            }
+            factor => Ok(factor),
         }
     }
 
@@ -113,7 +115,7 @@ impl Fields<'_> {
         ModelError::ConfigKey { path: self.path.into(), key: self.full_key(key), reason }
     }
 
-    pub(super) fn unsupported(
+    pub(crate) fn unsupported(
         &self,
         key: &str,
         found: String,

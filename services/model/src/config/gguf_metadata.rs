@@ -3,9 +3,15 @@
 use std::{num::NonZeroUsize, path::Path};
 
 use gguf::{FromValue, GgufError, Header};
+use kernels::backend::ExpertChoice;
 
 use super::{LAYERS_MAX, ModelConfig, default_head_dim};
-use crate::{error::ModelError, families::Family, rope::RopeScaling};
+use crate::{
+    error::ModelError,
+    families::{Family, Gguf, GgufExperts},
+    layer::{ExpertSpec, SharedExpertSpec},
+    rope::RopeScaling,
+};
 
 /// Reads the configuration. `has_output` says whether the file has an output projection. `rope_divisors`
 /// are the elements of `rope_freqs.weight`, if the file has this tensor.
@@ -17,17 +23,16 @@ pub(crate) fn from_gguf(
 ) -> Result<ModelConfig, ModelError> {
     let name = header.metadata.require::<&str>("general.architecture");
     let name = name.map_err(|cause| ModelError::Gguf { path: path.into(), cause })?;
-    let family = Family::of_gguf(name).ok_or_else(|| ModelError::Architecture {
+    let (family, gguf) = Family::of_gguf(name).ok_or_else(|| ModelError::Architecture {
         path: path.into(),
         found: format!("{name:?}"),
         supported: Family::gguf_names(),
     })?;
-    let metadata = Metadata { path, header, family };
-    if let Some(experts) = metadata.of_model::<u32>("expert_count")?
-        && experts > 0
-    {
-        return Err(metadata.unsupported("expert_count", experts.to_string(), "0"));
-    }
+    let metadata = Metadata { path, header, architecture: gguf.name };
+    let layer = match experts(&metadata, gguf)? {
+        Some(experts) => family.layer().with_experts(experts),
+        None => family.layer(),
+    };
 
     let hidden_size = metadata.require::<usize>("embedding_length")?;
     let query_head_count = metadata.require::<usize>("attention.head_count")?;
@@ -83,6 +88,7 @@ pub(crate) fn from_gguf(
         query_head_count,
         kv_head_count: metadata.of_model("attention.head_count_kv")?.unwrap_or(query_head_count),
         head_dim,
+        rotary_dim: head_dim,
         ffn_size: metadata.require("feed_forward_length")?,
         vocab_size,
         context_tokens: metadata.require("context_length")?,
@@ -90,12 +96,40 @@ pub(crate) fn from_gguf(
         rope_theta: metadata.of_model("rope.freq_base")?.unwrap_or(10_000.0),
         rope_scaling: rope_scaling(&metadata, rope_divisors)?,
         // No known file of these families limits the window to some layers, so all layers have it.
-        layers: vec![family.layer().with_window(window); layer_count.min(LAYERS_MAX)],
+        layers: vec![layer.with_window(window); layer_count.min(LAYERS_MAX)],
         tied_output: !has_output,
         bos_token_id: token_id("tokenizer.ggml.bos_token_id")?,
         eos_token_ids,
     }
     .validate(path)
+}
+
+/// Returns the experts of all layers, if there are any.
+fn experts(metadata: &Metadata<'_>, gguf: Gguf) -> Result<Option<ExpertSpec>, ModelError> {
+    let count = metadata.of_model::<usize>("expert_count")?.unwrap_or(0);
+    let Some(GgufExperts { is_normalized, has_shared }) = gguf.experts else {
+        return match count {
+            0 => Ok(None),
+            _ => Err(metadata.unsupported("expert_count", count.to_string(), "0")),
+        };
+    };
+    if count == 0 {
+        return Ok(None);
+    }
+    let choice = ExpertChoice::softmax(metadata.require("expert_used_count")?, is_normalized);
+    let size = match metadata.of_model("expert_feed_forward_length")? {
+        Some(size) => size,
+        // Files of Mixtral have no other size.
+        None => metadata.require("feed_forward_length")?,
+    };
+    let shared = match has_shared {
+        false => None,
+        true => Some(SharedExpertSpec {
+            size: metadata.require("expert_shared_feed_forward_length")?,
+            has_router: true,
+        }),
+    };
+    Ok(Some(ExpertSpec { shared, ..ExpertSpec::new(count, size, choice) }))
 }
 
 fn rope_scaling(
@@ -131,11 +165,12 @@ fn rope_scaling(
     }
 }
 
-/// Metadata of a file. Errors name the file. Methods with a `key` prefix it with the family's name.
+/// Metadata of a file. Errors name the file. Methods with a `key` prefix it with the architecture.
 struct Metadata<'a> {
     path: &'a Path,
     header: &'a Header,
-    family: &'static Family,
+    /// `general.architecture`.
+    architecture: &'static str,
 }
 
 impl<'a> Metadata<'a> {
@@ -152,7 +187,7 @@ impl<'a> Metadata<'a> {
     }
 
     fn full_key(&self, key: &str) -> String {
-        format!("{}.{key}", self.family.name())
+        format!("{}.{key}", self.architecture)
     }
 
     fn error(&self, cause: GgufError) -> ModelError {

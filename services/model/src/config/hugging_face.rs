@@ -37,7 +37,7 @@ pub(crate) fn from_hugging_face(
             }
         }
     }
-    let (rope_theta, rope_scaling) = rope(&fields)?;
+    let rope = rope(&fields, family)?;
 
     let layer_count = fields.require("num_hidden_layers")?;
     ModelConfig {
@@ -49,12 +49,13 @@ pub(crate) fn from_hugging_face(
             .get_or("num_key_value_heads", absent.kv_head_count)?
             .unwrap_or(query_head_count),
         head_dim,
+        rotary_dim: rope.dim(head_dim),
         ffn_size: fields.require("intermediate_size")?,
         vocab_size: fields.require("vocab_size")?,
         context_tokens: fields.get("max_position_embeddings")?.unwrap_or(absent.context_tokens),
         rms_eps: fields.get("rms_norm_eps")?.unwrap_or(1e-6),
-        rope_theta,
-        rope_scaling,
+        rope_theta: rope.theta,
+        rope_scaling: rope.scaling,
         // `ModelConfig::validate` rejects a count above the limit.
         layers: family.layers(&fields, layer_count.min(LAYERS_MAX))?,
         // Without an LM head the embedding takes its place: embedding models need no logits.
@@ -101,24 +102,58 @@ fn check_supported(fields: &Fields<'_>, family: &Family) -> Result<(), ModelErro
             return Err(fields.unsupported(key, "true".into(), "false"));
         }
     }
-    fields.check_rotary_factor()?;
     Ok(())
 }
 
-/// Returns theta and scaling: from `rope_parameters` since transformers 5, from `rope_theta` and
-/// `rope_scaling` before.
-fn rope(fields: &Fields<'_>) -> Result<(f32, RopeScaling), ModelError> {
+/// Parameters of the rotary embedding.
+struct Rope {
+    theta: f32,
+    scaling: RopeScaling,
+    part: RotaryPart,
+}
+
+/// Part of a head that is rotated.
+enum RotaryPart {
+    Factor(f64),
+    Elements(usize),
+}
+
+impl Rope {
+    /// Returns the number of elements of a head that are rotated.
+    fn dim(&self, head_dim: usize) -> usize {
+        match self.part {
+            RotaryPart::Factor(factor) => (head_dim as f64 * factor) as usize,
+            RotaryPart::Elements(elements) => elements,
+        }
+    }
+}
+
+/// Reads theta and scaling: from `rope_parameters` since transformers 5, from `rope_theta` and `rope_scaling` before.
+fn rope(fields: &Fields<'_>, family: &Family) -> Result<Rope, ModelError> {
     const THETA_DEFAULT: f32 = 10_000.0;
     let outer_theta = fields.get::<f32>("rope_theta")?;
+    let outer_factor = fields.rotary_factor(family.rotary_factor().is_some())?;
+    let outer_part = match (outer_factor, family.rotary_factor()) {
+        (Some(factor), _) => RotaryPart::Factor(factor),
+        (None, None) => RotaryPart::Factor(1.0),
+        // The key of MiniMax-M2.
+        (None, Some(absent)) => match fields.get("rotary_dim")? {
+            Some(elements) => RotaryPart::Elements(elements),
+            None => RotaryPart::Factor(absent),
+        },
+    };
     let scaling_key = ["rope_parameters", "rope_scaling"]
         .into_iter()
         .find(|&key| fields.object.get(key).is_some_and(|value| !value.is_null()));
     let Some(scaling_key) = scaling_key else {
-        return Ok((outer_theta.unwrap_or(THETA_DEFAULT), RopeScaling::None));
+        let theta = outer_theta.unwrap_or(THETA_DEFAULT);
+        return Ok(Rope { theta, scaling: RopeScaling::None, part: outer_part });
     };
     let object = fields.require::<Map<String, Value>>(scaling_key)?;
     let parameters = Fields { path: fields.path, object: &object, parent: Some(scaling_key) };
-    parameters.check_rotary_factor()?;
+    let part = parameters
+        .rotary_factor(family.rotary_factor().is_some())?
+        .map_or(outer_part, RotaryPart::Factor);
     let theta = parameters.get("rope_theta")?.or(outer_theta).unwrap_or(THETA_DEFAULT);
 
     let kind = match parameters.get::<String>("rope_type")? {
@@ -138,5 +173,5 @@ fn rope(fields: &Fields<'_>) -> Result<(f32, RopeScaling), ModelError> {
             return Err(parameters.unsupported("rope_type", format!("{other:?}"), SUPPORTED_ROPE));
         }
     };
-    Ok((theta, scaling))
+    Ok(Rope { theta, scaling, part })
 }

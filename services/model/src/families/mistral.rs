@@ -8,6 +8,8 @@ pub(super) static FAMILY: Family = Family {
     class: "MistralForCausalLM",
     gguf: None,
     absent: AbsentKeys { kv_head_count: Some(8), head_dim: None, context_tokens: 131_072 },
+    rotary_factor: None,
+    has_mtp_layers: false,
     refused: &[],
     layer: LayerSpec::LLAMA,
     layers: |fields, layer, layer_count| {

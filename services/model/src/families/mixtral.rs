@@ -1,4 +1,4 @@
-//! Mixtral: Mistral with experts in every layer.
+//! Mixtral: Mistral with experts in every layer. Converters write Mixtral's models to GGUF as `llama`.
 
 use std::num::NonZeroUsize;
 
@@ -6,7 +6,7 @@ use kernels::backend::ExpertChoice;
 
 use super::{AbsentKeys, Family};
 use crate::{
-    layer::{ExpertSpec, FeedForward, LayerSpec},
+    layer::{ExpertSpec, LayerSpec},
     weight::{ExpertWeight, LayerWeight},
 };
 
@@ -15,31 +15,33 @@ pub(super) static FAMILY: Family = Family {
     class: "MixtralForCausalLM",
     gguf: None,
     absent: AbsentKeys { kv_head_count: Some(8), head_dim: None, context_tokens: 131_072 },
+    rotary_factor: None,
+    has_mtp_layers: false,
     refused: &[],
     layer: LayerSpec::LLAMA,
     layers: |fields, layer, layer_count| {
-        let experts = ExpertSpec {
-            count: fields.get("num_local_experts")?.unwrap_or(8),
-            size: fields.require("intermediate_size")?,
-            choice: ExpertChoice {
-                count: fields.get("num_experts_per_tok")?.unwrap_or(2),
-                is_normalized: true,
-            },
-        };
+        let choice = ExpertChoice::softmax(fields.get("num_experts_per_tok")?.unwrap_or(2), true);
+        let count = fields.get("num_local_experts")?.unwrap_or(8);
+        let experts = ExpertSpec::new(count, fields.require("intermediate_size")?, choice);
         let window = fields.get::<usize>("sliding_window")?.and_then(NonZeroUsize::new);
-        let layer = LayerSpec { feed_forward: FeedForward::Experts(experts), ..layer };
-        Ok(vec![layer.with_window(window); layer_count])
+        Ok(vec![layer.with_experts(experts).with_window(window); layer_count])
     },
-    weight_name: |weight| match weight {
-        LayerWeight::Router => Some("block_sparse_moe.gate.weight".into()),
+    weight_name,
+};
+
+pub(super) fn weight_name(weight: LayerWeight) -> Option<String> {
+    let name = match weight {
+        LayerWeight::Router => "gate.weight".into(),
+        LayerWeight::RouterBias => "e_score_correction_bias".into(),
         LayerWeight::Expert(expert, weight) => {
             let name = match weight {
                 ExpertWeight::Gate => "w1",
                 ExpertWeight::Up => "w3",
                 ExpertWeight::Down => "w2",
             };
-            Some(format!("block_sparse_moe.experts.{expert}.{name}.weight"))
+            format!("experts.{expert}.{name}.weight")
         }
-        _ => None,
-    },
-};
+        _ => return None,
+    };
+    Some(format!("block_sparse_moe.{name}"))
+}

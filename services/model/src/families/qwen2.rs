@@ -2,7 +2,7 @@
 
 use serde::Deserialize;
 
-use super::{AbsentKeys, Family, GgufRows};
+use super::{AbsentKeys, Family, Gguf, GgufRows};
 use crate::{
     config::fields::Fields,
     error::ModelError,
@@ -12,15 +12,13 @@ use crate::{
 pub(super) static FAMILY: Family = Family {
     name: "qwen2",
     class: "Qwen2ForCausalLM",
-    gguf: Some(GgufRows::Halves),
+    gguf: Some(Gguf::new("qwen2", GgufRows::Halves)),
     absent: AbsentKeys { kv_head_count: Some(32), head_dim: None, context_tokens: 32_768 },
+    rotary_factor: None,
+    has_mtp_layers: false,
     refused: &[],
     layer: LayerSpec {
-        mixer: Mixer::Attention(AttentionSpec {
-            has_bias: true,
-            has_head_norms: false,
-            window: None,
-        }),
+        mixer: Mixer::Attention(AttentionSpec { has_bias: true, qk_norm: None, window: None }),
         ..LayerSpec::LLAMA
     },
     layers: layers_with_windows,

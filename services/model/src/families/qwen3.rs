@@ -1,18 +1,22 @@
 //! Qwen3: norms of query and key heads, and a sliding window in some layers.
 
-use super::{AbsentKeys, Family, GgufRows, qwen2::layers_with_windows};
+use kernels::backend::NormSpan;
+
+use super::{AbsentKeys, Family, Gguf, GgufRows, qwen2::layers_with_windows};
 use crate::layer::{AttentionSpec, LayerSpec, Mixer};
 
 pub(super) static FAMILY: Family = Family {
     name: "qwen3",
     class: "Qwen3ForCausalLM",
-    gguf: Some(GgufRows::Halves),
+    gguf: Some(Gguf::new("qwen3", GgufRows::Halves)),
     absent: AbsentKeys { kv_head_count: Some(32), head_dim: Some(128), context_tokens: 32_768 },
+    rotary_factor: None,
+    has_mtp_layers: false,
     refused: &["attention_bias"],
     layer: LayerSpec {
         mixer: Mixer::Attention(AttentionSpec {
             has_bias: false,
-            has_head_norms: true,
+            qk_norm: Some(NormSpan::Head),
             window: None,
         }),
         ..LayerSpec::LLAMA

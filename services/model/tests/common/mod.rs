@@ -1,6 +1,7 @@
 //! Helpers of several test files: generated models and the real model.
 #![allow(dead_code, reason = "no test file uses all of it")]
 
+pub(crate) mod ranks;
 pub(crate) mod sequence;
 
 use std::{

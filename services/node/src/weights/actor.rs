@@ -406,6 +406,7 @@ mod tests {
             query_head_count: 1,
             kv_head_count: 1,
             head_dim: 64,
+            rotary_dim: 64,
             ffn_size: 64,
             vocab_size: 10,
             context_tokens: 64,

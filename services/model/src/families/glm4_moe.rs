@@ -1,0 +1,58 @@
+//! GLM-4.5, 4.6 and 4.7: experts chosen by group with a correction bias, a shared expert, dense first layers, and RoPE over
+//! half of each head.
+
+use kernels::backend::{ExpertChoice, ExpertScore, NormSpan};
+
+use super::{AbsentKeys, Family};
+use crate::{
+    layer::{AttentionSpec, ExpertSpec, LayerSpec, Mixer, SharedExpertSpec},
+    weight::{ExpertWeight, LayerWeight},
+};
+
+pub(super) static FAMILY: Family = Family {
+    name: "glm4_moe",
+    class: "Glm4MoeForCausalLM",
+    gguf: None,
+    absent: AbsentKeys { kv_head_count: Some(8), head_dim: None, context_tokens: 131_072 },
+    rotary_factor: Some(0.5),
+    has_mtp_layers: true,
+    refused: &[],
+    layer: LayerSpec::LLAMA,
+    layers: |fields, layer, layer_count| {
+        let qk_norm = fields.get("use_qk_norm")?.unwrap_or(false).then_some(NormSpan::Head);
+        let has_bias = fields.get("attention_bias")?.unwrap_or(false);
+        let attention = AttentionSpec { has_bias, qk_norm, window: None };
+        let dense = LayerSpec { mixer: Mixer::Attention(attention), ..layer };
+        let size: usize = fields.get("moe_intermediate_size")?.unwrap_or(1408);
+        let count = match fields.get("n_routed_experts")? {
+            Some(count) => count,
+            None => fields.get("num_local_experts")?.unwrap_or(128),
+        };
+        let shared_count = fields.get::<usize>("n_shared_experts")?.unwrap_or(1);
+        // The shared experts of a layer are stored as one of their total size.
+        let shared =
+            SharedExpertSpec { size: size.saturating_mul(shared_count), has_router: false };
+        let choice = ExpertChoice {
+            count: fields.get("num_experts_per_tok")?.unwrap_or(8),
+            score: ExpertScore::Sigmoid,
+            groups: fields.get("n_group")?.unwrap_or(1),
+            groups_chosen: fields.get("topk_group")?.unwrap_or(1),
+            is_normalized: fields.get("norm_topk_prob")?.unwrap_or(true),
+            scale: fields.get("routed_scaling_factor")?.unwrap_or(1.0),
+        };
+        let experts = ExpertSpec { count, size, choice, has_bias: true, shared: Some(shared) };
+        let sparse = dense.with_experts(experts);
+        let dense_count = fields.get::<usize>("first_k_dense_replace")?.unwrap_or(1);
+        let describe = |index| if index < dense_count { dense } else { sparse };
+        Ok((0..layer_count).map(describe).collect())
+    },
+    weight_name: |weight| {
+        let name = match weight {
+            LayerWeight::Shared(ExpertWeight::Gate) => "gate",
+            LayerWeight::Shared(ExpertWeight::Up) => "up",
+            LayerWeight::Shared(ExpertWeight::Down) => "down",
+            _ => return None,
+        };
+        Some(format!("mlp.shared_experts.{name}_proj.weight"))
+    },
+};
