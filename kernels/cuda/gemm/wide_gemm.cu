@@ -10,13 +10,10 @@
 //
 // With `pdl` the ring is filled with weights before the preceding kernel has completed. The ring takes the whole shared
 // memory of an SM. See skinny_gemm.cu for the reasons.
-#include "wide_gemm.h"
-
-#include <cuda.h>
-
 #include <utility>
 
-#include "device.cuh"
+#include "epilogue.h"
+#include "hopper.h"
 
 namespace baton {
 namespace {
@@ -54,58 +51,8 @@ struct Shape {
   static_assert(kWBytes >= 56 * kChunk * 2, "wgmma reads up to 56 rows behind the last box of x");
 };
 
-__device__ __forceinline__ uint32_t smem_addr(const void* p) {
-  return static_cast<uint32_t>(__cvta_generic_to_shared(p));
-}
-
-// ---- Barriers ----
-
-__device__ __forceinline__ void barrier_init(uint32_t barrier, int count) {
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(count) : "memory");
-}
-__device__ __forceinline__ void barrier_expect(uint32_t barrier, int bytes) {
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
-}
-__device__ __forceinline__ void barrier_wait(uint32_t barrier, uint32_t parity) {
-  asm volatile(
-      "{\n"
-      ".reg .pred done;\n"
-      "again: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
-      "@!done bra again;\n"
-      "}\n" ::"r"(barrier),
-      "r"(parity)
-      : "memory");
-}
-__device__ __forceinline__ void barrier_arrive(uint32_t barrier) {
-  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
-}
-
-// ---- The cluster of a split tile ----
-
-// Stores to the same address of the peer's shared memory.
-__device__ __forceinline__ void store_to_peer(uint32_t address, int peer, float value) {
-  asm volatile(
-      "{\n.reg .b32 there;\n"
-      "mapa.shared::cluster.u32 there, %0, %1;\n"
-      "st.shared::cluster.f32 [there], %2;\n}\n" ::"r"(address),
-      "r"(peer), "f"(value)
-      : "memory");
-}
-__device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
-__device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
-
 // ---- TMA ----
 
-__device__ __forceinline__ uint64_t policy_first() {
-  uint64_t policy;
-  asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
-  return policy;
-}
-__device__ __forceinline__ uint64_t policy_last() {
-  uint64_t policy;
-  asm volatile("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(policy));
-  return policy;
-}
 __device__ __forceinline__ void fetch_weights(const CUtensorMap* map, uint32_t to, uint32_t barrier, int row, int chunk,
                                               uint64_t policy) {
   asm volatile(
@@ -120,271 +67,6 @@ __device__ __forceinline__ void fetch_x(const CUtensorMap* map, uint32_t to, uin
       "[%0], [%1, {%3, %4, %5}], [%2], %6;" ::"r"(to),
       "l"(map), "r"(barrier), "r"(0), "r"(0), "r"(chunk), "l"(policy)
       : "memory");
-}
-__device__ __forceinline__ void fetch_map(const CUtensorMap* map) {
-  asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
-}
-
-// ---- wgmma ----
-
-// Returns the wgmma descriptor of a swizzled matrix: rows of 128 bytes, groups of eight rows 1,024 bytes apart.
-__device__ __forceinline__ uint64_t matrix_at(uint32_t address) {
-  return (uint64_t{1} << 62) | (uint64_t{1024 >> 4} << 32) | (uint64_t{1} << 16) | ((address & 0x3ffff) >> 4);
-}
-__device__ __forceinline__ void wgmma_begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
-__device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-template <int LEFT>
-__device__ __forceinline__ void wgmma_wait() {
-  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(LEFT) : "memory");
-}
-
-#define D8(a)                                                                                                     \
-  "+f"(d[a]), "+f"(d[a + 1]), "+f"(d[a + 2]), "+f"(d[a + 3]), "+f"(d[a + 4]), "+f"(d[a + 5]), "+f"(d[a + 6]), \
-      "+f"(d[a + 7])
-#define REGS8 "%0,%1,%2,%3,%4,%5,%6,%7"
-#define REGS16 REGS8 ",%8,%9,%10,%11,%12,%13,%14,%15"
-#define REGS32 REGS16 ",%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31"
-#define REGS56 REGS32 ",%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51,%52,%53,%54,%55"
-#define REGS64 REGS56 ",%56,%57,%58,%59,%60,%61,%62,%63"
-#define REGS112 REGS64 ",%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79,%80,%81,%82,%83,%84,%85,%86,%87" \
-    ",%88,%89,%90,%91,%92,%93,%94,%95,%96,%97,%98,%99,%100,%101,%102,%103,%104,%105,%106,%107,%108,%109,%110,%111"
-#define WGMMA(N, REGS, A, B, S, ...)                                                     \
-  asm volatile(                                                                          \
-      "{\n.reg .pred adds;\nsetp.ne.b32 adds, " S ", 0;\n"                               \
-      "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32.bf16.bf16 {" REGS "}, " A ", " B   \
-      ", adds, 1, 1, 0, 0;\n}\n"                                                         \
-      : __VA_ARGS__                                                                      \
-      : "l"(a), "l"(b), "r"(adds))
-
-// d = a b (+ d): 64 rows of x, N weight rows, 16 of k.
-template <int N>
-__device__ __forceinline__ void multiply(float (&d)[N / 2], uint64_t a, uint64_t b, int adds) {
-  if constexpr (N == 16) {
-    WGMMA(16, REGS8, "%8", "%9", "%10", D8(0));
-  } else if constexpr (N == 32) {
-    WGMMA(32, REGS16, "%16", "%17", "%18", D8(0), D8(8));
-  } else if constexpr (N == 64) {
-    WGMMA(64, REGS32, "%32", "%33", "%34", D8(0), D8(8), D8(16), D8(24));
-  } else if constexpr (N == 112) {
-    WGMMA(112, REGS56, "%56", "%57", "%58", D8(0), D8(8), D8(16), D8(24), D8(32), D8(40), D8(48));
-  } else if constexpr (N == 224) {
-    WGMMA(224, REGS112, "%112", "%113", "%114", D8(0), D8(8), D8(16), D8(24), D8(32), D8(40), D8(48), D8(56), D8(64),
-          D8(72), D8(80), D8(88), D8(96), D8(104));
-  } else {
-    static_assert(N == 128, "no wgmma instruction for this N");
-    WGMMA(128, REGS64, "%64", "%65", "%66", D8(0), D8(8), D8(16), D8(24), D8(32), D8(40), D8(48), D8(56));
-  }
-}
-#undef D8
-#undef REGS8
-#undef REGS16
-#undef REGS32
-#undef REGS56
-#undef REGS64
-#undef REGS112
-#undef WGMMA
-
-// ---- Epilogues ----
-
-__device__ __forceinline__ void store2(bf16* to, float a, float b) {
-  *reinterpret_cast<__nv_bfloat162*>(to) = __floats2bfloat162_rn(a, b);
-}
-
-// Epilogue inputs of a thread, loaded before the accumulators are complete to hide the load latency.
-template <int OWN, int EPI>
-struct Extras {
-  __device__ __forceinline__ void fetch(const baton_skinny_gemm_args&, int2, int) {}
-};
-
-// QKV: RoPE angles, biases and destinations of two rows.
-template <int OWN>
-struct Extras<OWN, BATON_SKINNY_QKV> {
-  float cosine[2][OWN / 16][2], sine[2][OWN / 16][2];
-  float2 bias[2][OWN / 16];
-  int destination[2];
-  __device__ __forceinline__ void fetch(const baton_skinny_gemm_args& p, int2 at, int m0) {
-    const int c = threadIdx.x & 3, head = at.x / p.head_dim;
-    const bool turns = p.frequencies && head < p.query_heads + p.kv_heads;
-    float2 frequency[OWN / 16];
-#pragma unroll
-    for (int j = 0; j < OWN / 16; ++j) {
-      const int i = j * 8 + 2 * c;
-      const int d = at.x - head * p.head_dim + i;
-      frequency[j] = turns ? make_float2(p.frequencies[d], p.frequencies[d + 1]) : make_float2(0.f, 0.f);
-      bias[0][j] = p.bias ? make_float2(p.bias[at.x + i], p.bias[at.x + i + 1]) : make_float2(0.f, 0.f);
-      bias[1][j] = p.bias ? make_float2(p.bias[at.y + i], p.bias[at.y + i + 1]) : make_float2(0.f, 0.f);
-    }
-#pragma unroll
-    for (int row = 0; row < 2; ++row) {
-      const int m = m0 + row * 8;
-      const bool valid = m < p.rows;
-      destination[row] = valid && head >= p.query_heads ? p.destinations[m] : 0;
-      const float position = valid && turns ? static_cast<float>(p.positions[m]) : 0.f;
-#pragma unroll
-      for (int j = 0; j < OWN / 16; ++j) {
-        sincosf(position * frequency[j].x, &sine[row][j][0], &cosine[row][j][0]);
-        sincosf(position * frequency[j].y, &sine[row][j][1], &cosine[row][j][1]);
-      }
-    }
-  }
-};
-
-// RESIDUAL with narrow tiles: the old residual, and the weights of the next norm.
-template <int OWN>
-struct Extras<OWN, BATON_SKINNY_RESIDUAL> {
-  static constexpr bool kAhead = OWN <= 32;
-  float2 old[2][kAhead ? OWN / 8 : 1], norm[kAhead ? OWN / 8 : 1];
-  __device__ __forceinline__ void fetch(const baton_skinny_gemm_args& p, int2 at, int m0) {
-    if constexpr (kAhead) {
-#pragma unroll
-      for (int j = 0; j < OWN / 8; ++j) {
-        const int r = (j < OWN / 16 ? at.x + j * 8 : at.y + (j - OWN / 16) * 8) + 2 * (threadIdx.x & 3);
-        norm[j] = p.next_norm && r < p.n ? *reinterpret_cast<const float2*>(p.next_norm + r) : make_float2(1.f, 1.f);
-#pragma unroll
-        for (int row = 0; row < 2; ++row) {
-          const int m = m0 + row * 8;
-          old[row][j] = m < p.rows && r < p.n
-                            ? *reinterpret_cast<const float2*>(p.residual + static_cast<int64_t>(m) * p.n + r)
-                            : make_float2(0.f, 0.f);
-        }
-      }
-    }
-  }
-};
-
-// Stores two results of row m of x in each half of the tile: `low` for weight rows ra and ra + 1, `high` for rb and
-// rb + 1.
-template <int EPI>
-__device__ __forceinline__ void finish_pair(const baton_skinny_gemm_args& p, int m, int ra, int rb, float (&low)[2],
-                                            float (&high)[2]) {
-  if (EPI == BATON_SKINNY_SILU) {
-    if (ra >= p.n / 2) return;
-#pragma unroll
-    for (int e = 0; e < 2; ++e) low[e] = low[e] / (1.f + __expf(-low[e])) * high[e];
-    store2(static_cast<bf16*>(p.out) + m * p.out_stride + ra, low[0], low[1]);
-  } else {
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int r = half ? rb : ra;
-      float(&v)[2] = half ? high : low;
-      if (r >= p.n) continue;
-      if (EPI == BATON_SKINNY_PLAIN) {
-        if (p.bias) v[0] += p.bias[r], v[1] += p.bias[r + 1];
-        store2(static_cast<bf16*>(p.out) + m * p.out_stride + r, v[0], v[1]);
-      } else {
-        *reinterpret_cast<float2*>(static_cast<float*>(p.out) + m * p.out_stride + r) = make_float2(v[0], v[1]);
-      }
-    }
-  }
-}
-
-template <int OWN>
-__device__ __forceinline__ void finish_heads(const baton_skinny_gemm_args& p, int2 at, int m0, const float (&scales)[2],
-                                             const Extras<OWN, BATON_SKINNY_QKV>& extras, const float (&sums)[OWN / 2]) {
-  const int head = at.x / p.head_dim, c = threadIdx.x & 3;
-#pragma unroll
-  for (int row = 0; row < 2; ++row) {
-    const int m = m0 + row * 8;
-    if (m >= p.rows) continue;
-    bf16* to = static_cast<bf16*>(p.out) + m * p.out_stride + at.x;
-    if (head >= p.query_heads) {
-      const int destination = extras.destination[row];
-      if (destination < 0) continue;
-      const int kv_head = head - p.query_heads;
-      const bool is_value = kv_head >= p.kv_heads;
-      to = static_cast<bf16*>(is_value ? p.v : p.k) + static_cast<int64_t>(destination >> 4) * p.stride_block +
-           static_cast<int64_t>(is_value ? kv_head - p.kv_heads : kv_head) * p.stride_head +
-           static_cast<int64_t>(destination & 15) * p.stride_token + (at.x - head * p.head_dim);
-    }
-#pragma unroll
-    for (int j = 0; j < OWN / 16; ++j) {
-      const int near = j * 4 + row * 2, far = (j + OWN / 16) * 4 + row * 2;
-      float low[2], high[2];
-#pragma unroll
-      for (int e = 0; e < 2; ++e) {
-        const float x = sums[near + e] * scales[row] + (e ? extras.bias[0][j].y : extras.bias[0][j].x);
-        const float y = sums[far + e] * scales[row] + (e ? extras.bias[1][j].y : extras.bias[1][j].x);
-        low[e] = x * extras.cosine[row][j][e] - y * extras.sine[row][j][e];
-        high[e] = y * extras.cosine[row][j][e] + x * extras.sine[row][j][e];
-      }
-      store2(to + j * 8 + 2 * c, low[0], low[1]);
-      store2(to + j * 8 + 2 * c + p.head_dim / 2, high[0], high[1]);
-    }
-  }
-}
-
-// RESIDUAL for row m of x. Up to eight loads are in flight before their stores. The tile has OWN weight rows, half of
-// them from `low` on, half from `high` on. The partial sum of squares is stored at `place`.
-template <int OWN>
-__device__ __forceinline__ void finish_residual(const baton_skinny_gemm_args& p, int place, int places, int m, bool valid,
-                                                int low, int high, float scale, const float (&sums)[OWN / 2], int row_half,
-                                                const Extras<OWN, BATON_SKINNY_RESIDUAL>& extras) {
-  const int c = threadIdx.x & 3;
-  const int64_t base = static_cast<int64_t>(m) * p.n;
-  constexpr int EIGHTS = OWN / 8, TOGETHER = EIGHTS <= 8 ? EIGHTS : EIGHTS % 7 == 0 ? 7 : 8;
-  auto row_of = [&](int j) { return (j < EIGHTS / 2 ? low + j * 8 : high + (j - EIGHTS / 2) * 8) + 2 * c; };
-  float square = 0.f;
-#pragma unroll
-  for (int j0 = 0; j0 < EIGHTS; j0 += TOGETHER) {
-    float2 old[TOGETHER];
-#pragma unroll
-    for (int j = 0; j < TOGETHER; ++j) {
-      const int r = row_of(j0 + j);
-      if constexpr (extras.kAhead) {
-        old[j] = extras.old[row_half][j0 + j];
-      } else {
-        if (valid && r < p.n) old[j] = *reinterpret_cast<const float2*>(p.residual + base + r);
-      }
-    }
-#pragma unroll
-    for (int j = 0; j < TOGETHER; ++j) {
-      const int r = row_of(j0 + j);
-      if (!valid || r >= p.n) continue;
-      const int at = (j0 + j) * 4 + row_half * 2;
-      const float a = old[j].x + sums[at] * scale, b = old[j].y + sums[at + 1] * scale;
-      *reinterpret_cast<float2*>(p.residual + base + r) = make_float2(a, b);
-      square += a * a + b * b;
-      if (p.mirror) {
-        float2 norm = make_float2(1.f, 1.f);
-        if constexpr (extras.kAhead) {
-          norm = extras.norm[j0 + j];
-        } else {
-          if (p.next_norm) norm = make_float2(p.next_norm[r], p.next_norm[r + 1]);
-        }
-        store2(static_cast<bf16*>(p.mirror) + base + r, a * norm.x, b * norm.y);
-      }
-    }
-  }
-  if (p.squares_out) {
-    square += __shfl_xor_sync(FULL, square, 1);
-    square += __shfl_xor_sync(FULL, square, 2);
-    if (valid && c == 0) p.squares_out[static_cast<int64_t>(m) * places + place] = square;
-  }
-}
-
-// Runs the epilogue of a thread's two rows.
-template <int OWN, int EPI>
-__device__ __forceinline__ void finish(const baton_skinny_gemm_args& p, int place, int places, int2 at, int m0,
-                                       const float (&scales)[2], const Extras<OWN, EPI>& extras,
-                                       const float (&sums)[OWN / 2]) {
-  if constexpr (EPI == BATON_SKINNY_RESIDUAL) {
-    finish_residual<OWN>(p, place, places, m0, m0 < p.rows, at.x, at.y, scales[0], sums, 0, extras);
-    finish_residual<OWN>(p, place, places, m0 + 8, m0 + 8 < p.rows, at.x, at.y, scales[1], sums, 1, extras);
-  } else if constexpr (EPI == BATON_SKINNY_QKV) {
-    finish_heads<OWN>(p, at, m0, scales, extras, sums);
-  } else {
-#pragma unroll
-    for (int j = 0; j < OWN / 16; ++j) {
-      const int i = j * 8 + 2 * (threadIdx.x & 3), far = (j + OWN / 16) * 4;
-#pragma unroll
-      for (int row = 0; row < 2; ++row) {
-        if (m0 + row * 8 >= p.rows) continue;
-        float low[2] = {sums[j * 4 + row * 2] * scales[row], sums[j * 4 + row * 2 + 1] * scales[row]};
-        float high[2] = {sums[far + row * 2] * scales[row], sums[far + row * 2 + 1] * scales[row]};
-        finish_pair<EPI>(p, m0 + row * 8, at.x + i, at.y + i, low, high);
-      }
-    }
-  }
 }
 
 // ---- The kernel ----
@@ -462,7 +144,7 @@ __global__ void __launch_bounds__(S::kThreads, 1)
       const int tile = tile_of(round);
       const int own = tile * S::kSplit + part;
       const int2 at = tile_rows<S::kOwn, EPI>(p, own);
-      Extras<S::kOwn, EPI> extras;
+      Extras<S::kOwn, EPI, 2> extras;
       extras.fetch(p, at, m0);
       float acc[BN / 2];
       for (int step = 0; step < steps; ++step) {
@@ -513,9 +195,9 @@ __global__ void __launch_bounds__(S::kThreads, 1)
           asm volatile("ld.shared.f32 %0, [%1];" : "=f"(received) : "r"(inbox + i * S::kGroups * 512) : "memory");
           sums[i] += received;
         }
-        if (warp * 16 < p.rows) finish<S::kOwn, EPI>(p, own, tiles * S::kSplit, at, m0, own_scales, extras, sums);
+        if (warp * 16 < p.rows) finish<S::kOwn, EPI, 2>(p, own, tiles * S::kSplit, at, m0, own_scales, extras, sums);
       } else {
-        if (warp * 16 < p.rows) finish<BN, EPI>(p, tile, tiles, at, m0, own_scales, extras, acc);
+        if (warp * 16 < p.rows) finish<BN, EPI, 2>(p, tile, tiles, at, m0, own_scales, extras, acc);
       }
     }
   } else if (warp > S::kGroups * 4) {
@@ -558,22 +240,7 @@ __global__ void __launch_bounds__(S::kThreads, 1)
 
 // ---- Launches ----
 
-using Encode = CUresult (*)(CUtensorMap*, CUtensorMapDataType, cuuint32_t, void*, const cuuint64_t*, const cuuint64_t*,
-                            const cuuint32_t*, const cuuint32_t*, CUtensorMapInterleave, CUtensorMapSwizzle,
-                            CUtensorMapL2promotion, CUtensorMapFloatOOBfill);
-Encode encode = nullptr;  // of the driver; set by load_wide_gemm
-
-template <int RANK>
-int32_t make_map(CUtensorMap& map, const void* base, const cuuint64_t (&sizes)[RANK], const cuuint64_t (&strides)[RANK - 1],
-                 const cuuint32_t (&box)[RANK]) {
-  cuuint32_t ones[RANK];
-  for (cuuint32_t& one : ones) one = 1;
-  const CUresult result = encode(&map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, RANK, const_cast<void*>(base), sizes, strides,
-                                 box, ones, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
-                                 CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-  if (result != CUDA_SUCCESS) return fail(BATON_CUDA + result, "cuTensorMapEncodeTiled failed: error %d", result);
-  return BATON_OK;
-}
+Encode encode = nullptr;  // set by load_wide_gemm
 
 template <class S>
 int32_t make_maps(const baton_skinny_gemm_args& p, CUtensorMap& weight, CUtensorMap& x) {
@@ -581,11 +248,11 @@ int32_t make_maps(const baton_skinny_gemm_args& p, CUtensorMap& weight, CUtensor
   const cuuint64_t row = static_cast<cuuint64_t>(p.depth) * 2, chunks = p.depth / kChunk;
   // Dimensions: element in the chunk, row, half, chunk of the row. The second half starts `apart` rows after the first.
   const cuuint64_t apart = p.epilogue == BATON_SKINNY_SILU ? p.n / 2 : p.epilogue == BATON_SKINNY_QKV ? p.head_dim / 2 : p.n;
-  BATON_TRY(make_map<4>(weight, p.weight,
+  BATON_TRY(make_map<4>(encode, weight, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, p.weight,
                         {kChunk, static_cast<cuuint64_t>(p.n) - (is_paired ? apart : 0), is_paired ? 2u : 1u, chunks},
                         {row, apart * row, kChunk * 2},
                         {kChunk, static_cast<cuuint32_t>(is_paired ? S::BN / 2 : S::BN), is_paired ? 2u : 1u, S::KC}));
-  return make_map<3>(x, p.x, {kChunk, static_cast<cuuint64_t>(p.rows), chunks},
+  return make_map<3>(encode, x, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, p.x, {kChunk, static_cast<cuuint64_t>(p.rows), chunks},
                      {static_cast<cuuint64_t>(p.x_stride) * 2, kChunk * 2},
                      {kChunk, static_cast<cuuint32_t>(S::box_rows(p.rows)), S::KC});
 }
@@ -653,10 +320,6 @@ int32_t load_wide_gemm() {
   const Device* device;
   BATON_TRY(any_device(device));
   if (device->major != 9 || device->minor != 0) return BATON_OK;
-  cudaDriverEntryPointQueryResult found;
-  void* function = nullptr;
-  BATON_TRY(check(cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, 12000, cudaEnableDefault, &found),
-                  "finding cuTensorMapEncodeTiled"));
   auto load_it = [](auto kernel) { return decltype(kernel)::load(); };
 #define LOAD(bn, count, kc)                                                           \
   for (int epilogue = BATON_SKINNY_PLAIN; epilogue <= BATON_SKINNY_QKV; ++epilogue) { \
@@ -669,8 +332,7 @@ int32_t load_wide_gemm() {
   BATON_TRY(with_kernel(SplitResidual::kOwn, 128, BATON_SKINNY_RESIDUAL, load_it));
 #undef LOAD_SILU
 #undef LOAD
-  encode = reinterpret_cast<Encode>(function);
-  return BATON_OK;
+  return find_encode(encode);
 }
 
 int wide_gemm_tile(const baton_skinny_gemm_args& p, const Device& device) {
