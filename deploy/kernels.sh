@@ -103,7 +103,7 @@ unit attention src/attention.cu $has_hopper
 for name in sample sample_draw sample_choose; do unit $name src/$name.cu -fmad=false; done
 unit tp_sample collective/tp_sample.cu -fmad=false
 unit decode_attention attention/decode_attention.cu
-for name in skinny wide; do unit ${name}_gemm gemm/${name}_gemm.cu; done
+for name in skinny wide fp8; do unit ${name}_gemm gemm/${name}_gemm.cu; done
 for name in all_reduce gather; do unit $name collective/$name.cu; done
 for name in digest weights; do unit $name digest/$name.cu; done
 unit ranges trace/ranges.cu "-I$nvtx/nvidia/cu13/include"

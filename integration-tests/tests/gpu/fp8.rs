@@ -162,7 +162,7 @@ pub(crate) fn fused_operations_match_cpu() {
         [activations, backend.get(residual, rows)]
     }
     let options = CudaOptions::new(WeightFormat::Fp8);
-    const MOST: usize = 16;
+    const MOST: usize = 32;
     let (mut cuda, (gate_up_on_gpu, down_on_gpu, norm_on_gpu, mut buffers)) =
         gpu.backend_with(options, |backend| {
             let buffers =
@@ -172,7 +172,7 @@ pub(crate) fn fused_operations_match_cpu() {
                 });
             (backend.matrix(&gate_up), backend.matrix(&down), backend.vector(&norm), buffers)
         });
-    for rows in [1, 7, 8, 9, 16] {
+    for rows in [1, 7, 8, 9, 16, 17, 31, 32] {
         let input: Vec<f32> = numbers(5, rows * width).iter().map(|value| value * 0.01).collect();
         let before = numbers(7, rows * width);
         let weights = (&gate_up_on_gpu, &down_on_gpu, &norm_on_gpu);

@@ -117,13 +117,17 @@ __device__ __forceinline__ void wgmma_wait() {
 #define REGS64 REGS56 ",%56,%57,%58,%59,%60,%61,%62,%63"
 #define REGS112 REGS64 ",%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79,%80,%81,%82,%83,%84,%85,%86,%87" \
     ",%88,%89,%90,%91,%92,%93,%94,%95,%96,%97,%98,%99,%100,%101,%102,%103,%104,%105,%106,%107,%108,%109,%110,%111"
-#define WGMMA(N, REGS, A, B, S, ...)                                                     \
-  asm volatile(                                                                          \
-      "{\n.reg .pred adds;\nsetp.ne.b32 adds, " S ", 0;\n"                               \
-      "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32.bf16.bf16 {" REGS "}, " A ", " B   \
-      ", adds, 1, 1, 0, 0;\n}\n"                                                         \
-      : __VA_ARGS__                                                                      \
+#define WGMMA_OF(SHAPE, REGS, A, B, S, SIGNS, ...)                             \
+  asm volatile(                                                                \
+      "{\n.reg .pred adds;\nsetp.ne.b32 adds, " S ", 0;\n"                     \
+      "wgmma.mma_async.sync.aligned." SHAPE " {" REGS "}, " A ", " B           \
+      ", adds, " SIGNS ";\n}\n"                                                \
+      : __VA_ARGS__                                                            \
       : "l"(a), "l"(b), "r"(adds))
+#define WGMMA(N, REGS, A, B, S, ...) \
+  WGMMA_OF("m64n" #N "k16.f32.bf16.bf16", REGS, A, B, S, "1, 1, 0, 0", __VA_ARGS__)
+#define WGMMA_FP8(N, REGS, A, B, S, ...) \
+  WGMMA_OF("m64n" #N "k32.f32.e4m3.e4m3", REGS, A, B, S, "1, 1", __VA_ARGS__)
 
 // d = a b (+ d): 64 rows of x, N weight rows, 16 of k.
 template <int N>
@@ -145,6 +149,18 @@ __device__ __forceinline__ void multiply(float (&d)[N / 2], uint64_t a, uint64_t
   }
 }
 
+// d = a b (+ d) in FP8 (e4m3): 64 rows of x, N weight rows, 32 of k.
+template <int N>
+__device__ __forceinline__ void multiply_fp8(float (&d)[N / 2], uint64_t a, uint64_t b, int adds) {
+  if constexpr (N == 32) {
+    WGMMA_FP8(32, REGS16, "%16", "%17", "%18", D8(0), D8(8));
+  } else if constexpr (N == 112) {
+    WGMMA_FP8(112, REGS56, "%56", "%57", "%58", D8(0), D8(8), D8(16), D8(24), D8(32), D8(40), D8(48));
+  } else {
+    static_assert(N == 64, "no wgmma instruction for this N");
+    WGMMA_FP8(64, REGS32, "%32", "%33", "%34", D8(0), D8(8), D8(16), D8(24));
+  }
+}
 #undef D8
 #undef REGS8
 #undef REGS16
@@ -153,6 +169,8 @@ __device__ __forceinline__ void multiply(float (&d)[N / 2], uint64_t a, uint64_t
 #undef REGS64
 #undef REGS112
 #undef WGMMA
+#undef WGMMA_FP8
+#undef WGMMA_OF
 
 }  // namespace
 }  // namespace baton

@@ -346,11 +346,18 @@ constexpr int kTiles[] = {64, 32, 16};
 // epilogue RESIDUAL, SILU or QKV and at least 4,096 inputs and outputs if wide_gemm.cu has a tile for them.
 // wide_gemm.cu is faster for these GEMMs (README.md).
 bool is_wide(const baton_skinny_gemm_args& p, const Device& device) {
-  if (p.rows > kRowsMax) return true;
   if (p.weight_scales) return false;
+  if (p.rows > kRowsMax) return true;
   const bool is_inner = p.epilogue != BATON_SKINNY_PLAIN && p.epilogue != BATON_SKINNY_F32;
   if (p.rows <= 8 || !is_inner || p.depth < 4096 || p.n < 4096) return false;
   return wide_gemm_tile(p, device) != 0;
+}
+
+// Returns whether fp8_gemm.cu computes this GEMM: every GEMM with a weight in FP8 for which fp8_gemm.cu has the tile.
+bool is_fp8_wide(const baton_skinny_gemm_args& p, const Device& device) {
+  if (!p.weight_scales) return false;
+  const int tile = fp8_gemm_tile(p, device);
+  return tile != 0 && (p.tile == 0 || p.tile == tile);
 }
 
 // Chooses the tile of a valid call.
@@ -380,9 +387,8 @@ int32_t check_shape(const baton_skinny_gemm_args& p) {
   const int depth_multiple = p.weight_scales ? 16 : 8;
   BATON_REQUIRE(p.depth > 0 && p.depth % depth_multiple == 0, "depth is %d; expected multiples of %d", p.depth,
                 depth_multiple);
-  if (p.weight_scales && p.rows > kRowsMax) {
-    return fail(BATON_UNSUPPORTED, "rows is %d; expected 0 to %d with an FP8 weight", p.rows, kRowsMax);
-  }
+  BATON_REQUIRE(p.weight_block == 0 || (p.weight_scales && p.weight_block == 128),
+                "weight_block is %d; expected 0, or 128 with scales", p.weight_block);
   BATON_REQUIRE(p.epilogue != BATON_SKINNY_SILU || p.n % 2 == 0, "n is %d; of gate and up it is even", p.n);
   BATON_REQUIRE(p.grid >= 0, "grid is %d; expected 0 or more", p.grid);
   BATON_REQUIRE(p.tile == 0 || p.tile == 16 || p.tile == 32 || p.tile == 64 || p.tile == 112 || p.tile == 128 || p.tile == 224,
@@ -439,6 +445,7 @@ int32_t load_skinny_gemm() {
       }
     }
   }
+  BATON_TRY(load_fp8_gemm());
   return load_wide_gemm();
 }
 
@@ -455,11 +462,16 @@ BATON_API int32_t baton_skinny_gemm_tile(const baton_skinny_gemm_args* args) {
     BATON_TRY(check_shape(*args));
     const Device* device;
     BATON_TRY(any_device(device));
+    if (is_fp8_wide(*args, *device)) {
+      tile = fp8_gemm_tile(*args, *device);
+      return BATON_OK;
+    }
     if (is_wide(*args, *device)) {
       tile = wide_gemm_tile(*args, *device);
       return BATON_OK;
     }
     if (device->shared_bytes < kSmemHalf || args->tile > 64) return BATON_UNSUPPORTED;
+    if (args->weight_block || args->rows > kRowsMax) return BATON_UNSUPPORTED;
     tile = choose_tile(*args, args->grid > 0 ? args->grid : device->sm_count);
     return BATON_OK;
   });
@@ -475,6 +487,15 @@ BATON_API int32_t baton_skinny_gemm(const baton_skinny_gemm_args* args, void* st
     BATON_TRY(check_operands(p));
     const Device* device;
     BATON_TRY(any_device(device));
+    if (is_fp8_wide(p, *device)) {
+      BATON_REQUIRE(p.out_stride % 2 == 0, "out_stride is %lld; expected even numbers",
+                    static_cast<long long>(p.out_stride));
+      return fp8_gemm(p, *device, as_stream(stream));
+    }
+    if (p.weight_scales && (p.weight_block || p.rows > kRowsMax)) {
+      return fail(BATON_UNSUPPORTED, "no GEMM for %d rows, a weight in FP8 of %d x %d and epilogue %d: use cuBLAS",
+                  p.rows, p.n, p.depth, p.epilogue);
+    }
     if (is_wide(p, *device)) {
       const int tile = wide_gemm_tile(p, *device);
       if (tile == 0) {

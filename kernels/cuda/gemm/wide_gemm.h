@@ -1,4 +1,4 @@
-// GEMMs of more than 8 rows, which skinny_gemm.cu dispatches to wide_gemm.cu.
+// GEMMs that skinny_gemm.cu dispatches: of more than 8 rows to wide_gemm.cu, with a weight in FP8 to fp8_gemm.cu.
 #pragma once
 
 #include "device.cuh"
@@ -11,6 +11,11 @@ int32_t load_wide_gemm();
 // Returns the weight rows per tile, or 0 where cuBLAS is faster or there is no kernel. `args` have been checked.
 int wide_gemm_tile(const baton_skinny_gemm_args& args, const Device& device);
 int32_t wide_gemm(const baton_skinny_gemm_args& args, int tile, const Device& device, cudaStream_t stream);
+
+int32_t load_fp8_gemm();
+// Returns the weight rows per tile, or 0 where there is no kernel. `args` have been checked and have `weight_scales`.
+int fp8_gemm_tile(const baton_skinny_gemm_args& args, const Device& device);
+int32_t fp8_gemm(const baton_skinny_gemm_args& args, const Device& device, cudaStream_t stream);
 
 // Returns the first weight rows of the two halves of a tile of R rows. Rows that the epilogue combines (gate and up,
 // halves of a head) share a tile.

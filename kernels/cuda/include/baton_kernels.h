@@ -156,11 +156,11 @@ typedef enum {
   BATON_SKINNY_QKV = 4       /* + bias, RoPE of queries and keys, store of keys and values into the arena */
 } baton_skinny_epilogue;
 
-/* 208 bytes. */
+/* 216 bytes. */
 typedef struct {
   const void *weight; /* bf16 or FP8 (e4m3) [n][depth], contiguous */
-  /* Null: the weight is bf16. Else it is FP8, row i is multiplied by weight_scales[i], depth is a multiple of 16, and
-   * there are at most 16 rows of x. */
+  /* Null: the weight is bf16. Else it is FP8, and depth is a multiple of 16. Row i is multiplied by weight_scales[i], or
+   * with `weight_block` a block of 128 x 128 by its scale in weight_scales [ceil(n / 128)][ceil(depth / 128)]. */
   const float *weight_scales;
   const void *x;      /* bf16 [rows][x_stride] */
   int64_t x_stride;   /* at least depth, a multiple of 8 */
@@ -200,6 +200,8 @@ typedef struct {
   int32_t pdl;  /* 1: may start before the preceding kernel of the stream has completed, whichever that is: until then
                    it only loads weights */
   int32_t squares_count;
+  int32_t weight_block; /* 128: weight_scales are those of blocks; else 0 */
+  int32_t reserved;
 } baton_skinny_gemm_args;
 
 /* y = x W^T in bf16 with f32 accumulators, bound by reading the weight, with fused neighbouring operations of a decode

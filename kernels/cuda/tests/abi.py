@@ -43,11 +43,11 @@ SampleResult = struct("SampleResult", status=I32, token=I32, slot=I32, position=
 TokenLogprob = struct("TokenLogprob", token=I32, logprob=F32)
 SampleArgs = struct("SampleArgs", logits=P, logit_stride=I64, masks=P, results=P, top=P, scratch=P,
                     scratch_bytes=U64, vocabulary=I32, samples=I32, needs=I32, verifies=I32)
-SkinnyArgs = struct("SkinnyArgs", weight=P, x=P, x_stride=I64, squares=P, bias=P, out=P, out_stride=I64, residual=P,
+SkinnyArgs = struct("SkinnyArgs", weight=P, weight_scales=P, x=P, x_stride=I64, squares=P, bias=P, out=P, out_stride=I64, residual=P,
                     mirror=P, next_norm=P, squares_out=P, k=P, v=P, stride_block=I64, stride_head=I64,
                     stride_token=I64, frequencies=P, positions=P, destinations=P, eps=F32, rows=I32, n=I32, depth=I32,
                     epilogue=I32, query_heads=I32, kv_heads=I32, head_dim=I32, grid=I32, tile=I32, pdl=I32,
-                    squares_count=I32)
+                    squares_count=I32, weight_block=I32, reserved=I32)
 DecodeArgs = struct("DecodeArgs", q=P, q_stride=I64, k=P, v=P, stride_block=I64, stride_head=I64, stride_token=I64,
                     pages=P, page_indptr=P, kv_len=P, out=P, out_stride=I64, partial=P, counters=P, rows=I32,
                     kv_heads=I32, group=I32, head_dim=I32, window=I32, scale=F32, sms=I32, pdl=I32, tokens=I32,

@@ -313,6 +313,8 @@ structs! {
         pub tile: i32,
         pub pdl: i32,
         pub squares_count: i32,
+        pub weight_block: i32,
+        pub reserved: i32,
     }
 
     #[derive(Default)]

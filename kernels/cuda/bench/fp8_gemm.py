@@ -1,0 +1,165 @@
+"""Checks GEMMs with a weight in FP8 (1 to 32 rows) against f64 sums of the stored numbers, and times them at the shapes of
+Llama-3.1-8B and Qwen3-32B.
+
+Every launch of a graph reads another copy of the weight, so the L2 cache is cold. Needs libbaton_kernels.so in BATON_KERNELS_DIR.
+Writes fp8_gemm.json to OUT. Argument: the peak read bandwidth in TB/s.
+"""
+import ctypes
+import sys
+
+import torch
+
+from abi import SkinnyArgs
+from harness import Results, alternate, capture
+from skinny_gemm import F32, PLAIN, QKV, QUICK, RESIDUAL, SILU, kernels, own
+
+BLOCK = 128
+
+
+def tile_of(rows, n, depth, epilogue, head_dim=0, block=0):
+    a = SkinnyArgs(weight_scales=1, rows=rows, n=n, depth=depth, epilogue=epilogue, head_dim=head_dim, weight_block=block)
+    return kernels.baton_skinny_gemm_tile(ctypes.byref(a))
+
+
+def numbers(n, depth):
+    """Returns random FP8 numbers, all but NaN."""
+    bits = torch.randint(0, 256, (n, depth), device="cuda", dtype=torch.uint8)
+    return torch.where((bits & 0x7f) == 0x7f, bits - 1, bits).view(torch.float8_e4m3fn)
+
+
+def scales_of(n, depth, block):
+    """Returns tiny, usual and large scales, and the scale of every element."""
+    rows, cols = ((n + BLOCK - 1) // BLOCK, (depth + BLOCK - 1) // BLOCK) if block else (n, 1)
+    choice = torch.tensor([2.0 ** -30, 0.01, 3.0, 1e-4], device="cuda")
+    scales = choice[torch.randint(0, 4, (rows, cols), device="cuda")] * (torch.rand(rows, cols, device="cuda") + 0.5)
+    if not block:
+        return scales.flatten().contiguous(), scales.double()
+    every = scales.double().repeat_interleave(BLOCK, 0)[:n].repeat_interleave(BLOCK, 1)[:, :depth]
+    return scales.contiguous(), every
+
+
+class Worst:
+    """The largest error of a result, relative to the sum of the magnitudes of its products."""
+
+    def __init__(self):
+        self.error, self.checks = 0.0, 0
+
+    def see(self, out, ref, magnitude, what, limit):
+        error = ((out.double() - ref).abs() / (magnitude + 1e-30)).max().item()
+        self.error, self.checks = max(self.error, error), self.checks + 1
+        if not error < limit:
+            raise SystemExit(f"WRONG {what}: {error}")
+
+
+def inputs(rows, depth):
+    """Returns rows with usual, tiny and large elements, one of which is zero and one has single elements only."""
+    x = torch.randn(rows, depth, device="cuda")
+    x *= 10.0 ** torch.randint(-6, 5, (rows, 1), device="cuda")
+    x[:, ::37] *= 1000
+    if rows > 2:
+        x[0] = 0
+        x[1, :-1] = 0
+    return x.bfloat16()
+
+
+def correctness(results):
+    worst = Worst()
+    shapes = ((96, 592), (256, 512)) if QUICK else ((16, 16), (96, 592), (256, 512), (1008, 144), (4096, 4096), (5120, 2064), (6144, 4096), (28672, 512), (2048, 14336))
+    for rows in (2, 9, 32) if QUICK else range(1, 33):
+        for n, depth in shapes:
+            if rows % 5 and n * depth > 1 << 23:
+                continue
+            for block in (0, BLOCK) if depth % BLOCK == 0 and n % BLOCK == 0 else (0,):
+                w, x, (scales, every) = numbers(n, depth), inputs(rows, depth), scales_of(n, depth, block)
+                weight, xd = w.double() * every, x.double()
+                ref, magnitude = xd @ weight.t(), xd.abs() @ weight.abs().t()
+                more = dict(weight_scales=scales, weight_block=block)
+                for pdl in (0, 1):
+                    what = (rows, n, depth, block, pdl)
+                    if block and not tile_of(rows, n, depth, PLAIN, 0, block):
+                        raise SystemExit(f"no kernel for {what}")
+                    bias = torch.randn(n, device="cuda")
+                    out = torch.full((rows, n), float("nan"), device="cuda").bfloat16()
+                    own(w, x, PLAIN, out, pdl=pdl, bias=bias, **more)
+                    worst.see(out, ref + bias, magnitude + bias.abs(), what + ("plain",), 6e-3)
+                    res, nn = torch.randn(rows, n, device="cuda"), torch.rand(n, device="cuda")
+                    tile, before, mirror = tile_of(rows, n, depth, RESIDUAL, 0, block), res.double(), torch.full((rows, n), float("nan"), device="cuda").bfloat16()
+                    left = torch.full((rows, (n + tile - 1) // tile), float("nan"), device="cuda")
+                    own(w, x, RESIDUAL, None, pdl=pdl, residual=res, mirror=mirror, next_norm=nn, squares_out=left, **more)
+                    worst.see(res, before + ref, magnitude + before.abs(), what + ("residual",), 2e-3)
+                    worst.see(mirror, res.double() * nn, res.double().abs(), what + ("mirror",), 4e-3)
+                    worst.see(left.double().sum(-1), res.double().pow(2).sum(-1), res.double().pow(2).sum(-1), what + ("squares",), 1e-5)
+                    if n % 32 == 0:
+                        out = torch.full((rows, n // 2), float("nan"), device="cuda").bfloat16()
+                        squares = torch.rand(rows, 37, device="cuda") * depth * 1e4
+                        own(w, x, SILU, out, pdl=pdl, squares=squares, squares_count=37, **more)
+                        factor = torch.rsqrt(squares.double().sum(-1, keepdim=True) / depth + 1e-5)
+                        gate, up = (ref * factor).split(n // 2, 1)
+                        size = (magnitude * factor).split(n // 2, 1)
+                        worst.see(out, torch.nn.functional.silu(gate) * up, size[0] * size[1] + size[1], what + ("silu",), 1e-2)
+        heads(worst, rows)
+    results.add(part="correctness", checks=worst.checks, worst=worst.error)
+    print(f"correctness: {worst.checks} checks, worst relative error {worst.error:.2e}")
+
+
+def heads(worst, rows):
+    """Checks the store of queries, keys and values."""
+    for qh, kvh, dim, depth in ((9, 3, 64, 576), (4, 2, 128, 1024)):
+        n = (qh + 2 * kvh) * dim
+        w, x, (scales, every) = numbers(n, depth), inputs(rows, depth), scales_of(n, depth, 0)
+        freq = 500000.0 ** (-torch.arange(0, dim // 2, device="cuda").float() / (dim // 2))
+        pos, dest = torch.randint(0, 9000, (rows,), device="cuda", dtype=torch.int32), torch.randperm(40 * 16, device="cuda")[:rows].int()
+        weight = w.double() * every
+        view = lambda y: y.view(rows, qh + 2 * kvh, dim)
+        y, size = view(x.double() @ weight.t()), view(x.double().abs() @ weight.abs().t())
+        ang = (pos.float()[:, None] * freq).double()[:, None]
+        turn = lambda y, a, b: torch.cat([torch.cat([y[:, :-kvh, :dim // 2] * a - y[:, :-kvh, dim // 2:] * b, y[:, :-kvh, dim // 2:] * a + y[:, :-kvh, :dim // 2] * b], -1), y[:, -kvh:]], 1)
+        y, size = turn(y, ang.cos(), ang.sin()), turn(size, ang.cos().abs(), -ang.sin().abs()).abs() + size
+        kv = torch.full((40, 2, kvh, 16, dim), float("nan"), device="cuda").bfloat16()
+        out = torch.full((rows, qh * dim), float("nan"), device="cuda").bfloat16()
+        own(w, x, QKV, out, weight_scales=scales, k=kv[0, 0], v=kv[0, 1], stride_block=kv.stride(0), stride_head=kv.stride(2), stride_token=kv.stride(3),
+            frequencies=freq, positions=pos, destinations=dest, query_heads=qh, kv_heads=kvh, head_dim=dim)
+        worst.see(out.view(rows, qh, dim), y[:, :qh], size[:, :qh], (rows, dim, "queries"), 8e-3)
+        for r in range(rows):
+            at = dest[r].item()
+            for half in range(2):
+                part = slice(qh + half * kvh, qh + (half + 1) * kvh)
+                worst.see(kv[at // 16, half, :, at % 16], y[r, part], size[r, part], (rows, dim, "keys and values"), 8e-3)
+
+
+SHAPES = {
+    "8B qkv": (6144, 4096, PLAIN), "8B o": (4096, 4096, RESIDUAL), "8B gate_up": (28672, 4096, SILU), "8B down": (4096, 14336, RESIDUAL),
+    "32B qkv": (10240, 5120, PLAIN), "32B o": (5120, 8192, RESIDUAL), "32B gate_up": (51200, 5120, SILU), "32B down": (5120, 25600, RESIDUAL),
+}
+
+
+def speed(results, best):
+    arena = numbers(1 << 15, 1 << 16).flatten()
+    for name, (n, depth, epilogue) in SHAPES.items():
+        copies = max(2, min(24, arena.numel() // (n * depth)))
+        w = [arena[i * n * depth:(i + 1) * n * depth].view(n, depth) for i in range(copies)]
+        scales, floor, line = torch.full((n,), 1e-3, device="cuda"), n * depth / best / 1e6, []
+        for rows in (1, 8, 16, 32):
+            x = torch.randn(rows, depth, device="cuda").bfloat16()
+            out = torch.empty(rows, n, device="cuda", dtype=torch.bfloat16)
+            res, left, nn = torch.zeros(rows, n, device="cuda"), torch.empty(rows, n // 16, device="cuda"), torch.ones(n, device="cuda")
+            more = dict(weight_scales=scales)
+            if epilogue == RESIDUAL:
+                more |= dict(residual=res, mirror=out, next_norm=nn, squares_out=left)
+            else:
+                more |= dict(squares=left, squares_count=128)
+            graphs = {"fp8": capture(lambda: [own(w[i], x, epilogue, out, 0, 1, **more) for i in range(copies)])}
+            if rows <= 16:
+                graphs["skinny"] = capture(lambda: [own(w[i], x, epilogue, out, 16, 1, **more) for i in range(copies)])
+            for case, (mid, lo, hi) in alternate(graphs, 5).items():
+                us = mid / copies
+                results.add(part="speed", shape=name, n=n, depth=depth, rows=rows, case=case, us=us, low=lo / copies, high=hi / copies, fraction_of_peak=floor / us)
+                line.append(f"{case} {rows}: {us:.1f}")
+        print(f"{name:11s} floor {floor:6.2f}: " + ", ".join(line), flush=True)
+
+
+if __name__ == "__main__":
+    res = Results("fp8_gemm.json")
+    correctness(res)
+    if not QUICK:
+        speed(res, float(sys.argv[1]) if len(sys.argv) > 1 else 4.55)
