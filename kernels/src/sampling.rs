@@ -8,6 +8,8 @@ use serde::{Deserialize, Deserializer, Serialize, Serializer, de::Error};
 
 /// Maximum number of a sequence's [`Sampling::stop_token_ids`].
 pub const STOP_TOKENS_MAX: usize = 1024;
+/// Maximum absolute value in [`Sampling::logit_bias`], as in OpenAI's API.
+pub const LOGIT_BIAS_MAX: f32 = 100.0;
 
 /// Sampling parameters of one sequence. The router fills in every field.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -34,6 +36,10 @@ pub struct Sampling {
     pub logprobs: Option<u32>,
     /// Values of the forward pass to return with each sampled token.
     pub pooling: Option<Pooling>,
+    /// `Some(n)`: report the log-probability of each prompt token but the first, and the n best in its place.
+    pub prompt_logprobs: Option<u32>,
+    /// Tokens without duplicates, and what is added to the logit of each.
+    pub logit_bias: Vec<(u32, f32)>,
 }
 
 /// Values of the forward pass at the last position of a row.
@@ -61,6 +67,8 @@ impl Sampling {
             min_tokens: 0,
             logprobs: None,
             pooling: None,
+            prompt_logprobs: None,
+            logit_bias: Vec::new(),
         }
     }
 }
@@ -136,6 +144,8 @@ pub struct TokenLogprobs {
     pub chosen: f32,
     /// Best first, ties by the lower id.
     pub top: Vec<(u32, f32)>,
+    /// Number of tokens with a greater logit than a prompt token, plus 1. `None` for sampled tokens.
+    pub rank: Option<u32>,
 }
 
 /// A sampling parameter that is out of its range.
@@ -166,6 +176,10 @@ impl Sampling {
             [("presence_penalty", presence_penalty), ("frequency_penalty", frequency_penalty)]
         {
             check(field, value, (-2.0..=2.0).contains(&value), "-2 to 2")?;
+        }
+        for &(_, bias) in &self.logit_bias {
+            let range = -LOGIT_BIAS_MAX..=LOGIT_BIAS_MAX;
+            check("logit_bias", bias, range.contains(&bias), "-100 to 100")?;
         }
         Ok(())
     }
@@ -201,6 +215,7 @@ mod tests {
             (Sampling { repetition_penalty: 0.0, ..good.clone() }, "repetition_penalty"),
             (Sampling { presence_penalty: 2.5, ..good.clone() }, "presence_penalty"),
             (Sampling { frequency_penalty: f32::NAN, ..good.clone() }, "frequency_penalty"),
+            (Sampling { logit_bias: vec![(1, 0.0), (2, f32::NAN)], ..good.clone() }, "logit_bias"),
         ] {
             assert_eq!(bad.validate().unwrap_err().field, field);
         }

@@ -280,6 +280,7 @@ fn sampling_a_row_does_not_depend_on_the_batch() {
             tokens: &tokens[..length],
             prompt_len: 1,
             allowed: None,
+            given: None,
         })
         .collect();
     let together = model.backend.sample(&model.logits, &rows);
@@ -295,7 +296,8 @@ fn invalid_logits_of_one_row_fail_that_row_alone() {
     model.forward(&[(0, &prompt(9, 3), &table(0))]);
     model.logits.rows_mut(2)[VOCABULARY + 5] = f32::NAN;
     let greedy = Sampling::greedy();
-    let row = SampleRow { sampling: &greedy, tokens: &[1], prompt_len: 1, allowed: None };
+    let row =
+        SampleRow { sampling: &greedy, tokens: &[1], prompt_len: 1, allowed: None, given: None };
     let tokens = model.backend.sample(&model.logits, &[row; 3]);
     assert!(matches!(tokens[1], Err(SampleError::BadLogit { token: 5, .. })));
     assert!(tokens[0].is_ok() && tokens[2].is_ok());

@@ -174,6 +174,7 @@ fn distance(new: &NewSequence, known: &[SampledToken], chosen: &SampledToken, ot
         tokens: &tokens,
         prompt_len: new.tokens.len(),
         allowed: None,
+        given: None,
     };
     let mut logits = vec![FAR; 1003];
     let top = &chosen.logprobs.as_ref().expect("log-probabilities were requested").top;
@@ -343,7 +344,7 @@ pub(crate) fn randomly_delayed_streams_change_no_token() {
 pub(crate) fn margin_check_separates_close_from_clear_choices() {
     let token = |id: u32, likely: &[f32]| {
         let top = likely.iter().enumerate().map(|(id, share)| (id as u32, share.ln())).collect();
-        let logprobs = Some(TokenLogprobs { chosen: likely[id as usize].ln(), top });
+        let logprobs = Some(TokenLogprobs { chosen: likely[id as usize].ln(), top, rank: None });
         SampledToken { id, logprobs, pooled: None }
     };
     let new = |sampling| sequence(1, vec![1, 2, 3], 8, sampling);
@@ -357,8 +358,13 @@ pub(crate) fn margin_check_separates_close_from_clear_choices() {
     let logits: Vec<f32> = likely.iter().map(|share: &f32| share.ln()).collect();
     let drawn = |top_p, seed| {
         let sampling = Sampling { temperature: 1.0, top_p, seed, ..Sampling::greedy() };
-        let row =
-            SampleRow { sampling: &sampling, tokens: &[1, 2, 3], prompt_len: 3, allowed: None };
+        let row = SampleRow {
+            sampling: &sampling,
+            tokens: &[1, 2, 3],
+            prompt_len: 3,
+            allowed: None,
+            given: None,
+        };
         sample(&logits, &row).unwrap().id
     };
     let seed = (0..1000).find(|seed| drawn(1.0, *seed) == 2).expect("one seed in ten samples it");

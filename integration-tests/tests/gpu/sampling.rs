@@ -141,6 +141,7 @@ fn wanted(row: &Row, logits: &[f32]) -> Result<SampledToken, SampleError> {
         tokens: &row.tokens,
         prompt_len: row.prompt_len,
         allowed: row.mask.as_ref(),
+        given: None,
     };
     sample(logits, &row)
 }
@@ -260,7 +261,7 @@ fn words(outcomes: &[SampleOutcome]) -> Vec<u32> {
         match outcome {
             SampleOutcome::Token(SampledToken { id, logprobs, .. }) => {
                 words.extend([0, *id]);
-                if let Some(TokenLogprobs { chosen, top }) = logprobs {
+                if let Some(TokenLogprobs { chosen, top, .. }) = logprobs {
                     words.push(chosen.to_bits());
                     words.extend(top.iter().flat_map(|(id, logprob)| [*id, logprob.to_bits()]));
                 }

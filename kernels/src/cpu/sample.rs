@@ -4,7 +4,8 @@
 //! 1. Log-probabilities are taken from the raw logits.
 //! 2. Tokens that the sequence's grammar does not allow are masked, and stop tokens while the output has
 //!    fewer than `min_tokens`.
-//! 3. Repetition penalty (prompt and output), then frequency and presence penalty (output).
+//! 3. Repetition penalty (prompt and output), then frequency and presence penalty (output). The logit bias is added
+//!    last.
 //! 4. A temperature below 1e-5 is greedy: the greatest logit, the lowest id among equals.
 //! 5. Otherwise `p = exp((logit − greatest) / temperature)`; p below e⁻⁸⁷ of the best is 0.
 //! 6. min-p keeps tokens with at least `min_p` of the best token's probability.
@@ -47,6 +48,8 @@ pub struct SampleRow<'a> {
     pub prompt_len: usize,
     /// Token bitmask; `None` allows every token.
     pub allowed: Option<&'a TokenMask>,
+    /// The token that follows in the prompt: it is not sampled, only its log-probabilities are computed.
+    pub given: Option<u32>,
 }
 
 /// Error of sampling a row.
@@ -92,6 +95,11 @@ pub(crate) fn sample_with(
         return Err(SampleError::BadPromptLen { prompt_len, tokens });
     };
     let raw_best = best(level, logits)?;
+    if let Some(id) = row.given {
+        let count = sampling.prompt_logprobs.unwrap_or(0);
+        let logprobs = logprobs::of_given(level, logits, raw_best.1, id, count);
+        return Ok(SampledToken { id, logprobs: Some(logprobs), pooled: None });
+    }
     let is_adjusted = history::adjust(
         sampling,
         prompt,
@@ -234,7 +242,7 @@ mod tests {
     };
 
     fn row<'a>(sampling: &'a Sampling, tokens: &'a [u32]) -> SampleRow<'a> {
-        SampleRow { sampling, tokens, prompt_len: 0, allowed: None }
+        SampleRow { sampling, tokens, prompt_len: 0, allowed: None, given: None }
     }
 
     fn warm() -> Sampling {
@@ -285,7 +293,8 @@ mod tests {
     fn bad_parameters_and_prompt_lengths_are_errors() {
         let bad = Sampling { top_p: f32::NAN, ..warm() };
         assert!(matches!(sample(&[1.0], &row(&bad, &[])), Err(SampleError::BadSampling(_))));
-        let row = SampleRow { sampling: &warm(), tokens: &[1], prompt_len: 2, allowed: None };
+        let warm = warm();
+        let row = SampleRow { prompt_len: 2, ..row(&warm, &[1]) };
         assert!(matches!(sample(&[1.0], &row), Err(SampleError::BadPromptLen { .. })));
     }
 
@@ -325,7 +334,7 @@ mod tests {
                 let row = SampleRow { allowed: Some(&allowed), ..row(&sampling, &[]) };
                 let token = sample(&logits, &row).unwrap();
                 drawn[token.id as usize] += 1;
-                let TokenLogprobs { chosen, top } = token.logprobs.unwrap();
+                let TokenLogprobs { chosen, top, .. } = token.logprobs.unwrap();
                 assert_eq!(top[0].0, 0, "the best of the raw logits");
                 assert!((chosen - top[0].1 + 8.0).abs() < 1e-5);
             }
@@ -370,7 +379,7 @@ mod tests {
         };
         let token = sample(&logits, &row(&sampling, &[3])).unwrap();
         assert_eq!(token.id, 0);
-        let TokenLogprobs { chosen, top } = token.logprobs.unwrap();
+        let TokenLogprobs { chosen, top, .. } = token.logprobs.unwrap();
         let near = |a: f32, b: f64| (f64::from(a) - b).abs() < 1e-5;
         assert!(near(chosen, 2.0 - whole));
         assert_eq!(top.iter().map(|&(id, _)| id).collect::<Vec<_>>(), [2, 3, 0]);
@@ -381,6 +390,39 @@ mod tests {
         assert_eq!(top[4], (4, f32::NEG_INFINITY));
         let none = Sampling { logprobs: Some(0), ..Sampling::greedy() };
         assert!(sample(&logits, &row(&none, &[])).unwrap().logprobs.unwrap().top.is_empty());
+    }
+
+    #[test]
+    fn given_token_has_its_logprob_and_rank() {
+        let logits = [2.0_f32, 1.0, 3.0, 3.0, f32::NEG_INFINITY];
+        let whole = logits.iter().map(|&x| f64::from(x).exp()).sum::<f64>().ln();
+        let sampling = Sampling { prompt_logprobs: Some(2), min_tokens: 9, ..warm() };
+        for (given, rank) in [(2, 1), (3, 1), (0, 3), (1, 4), (4, 5)] {
+            let row = SampleRow { given: Some(given), ..row(&sampling, &[]) };
+            let token = sample(&logits, &row).unwrap();
+            let TokenLogprobs { chosen, top, rank: found } = token.logprobs.unwrap();
+            assert_eq!((token.id, found), (given, Some(rank)));
+            let expected = f64::from(logits[given as usize]) - whole;
+            assert!(
+                chosen == f32::NEG_INFINITY && given == 4
+                    || (f64::from(chosen) - expected).abs() < 1e-5
+            );
+            assert_eq!([top[0].0, top[1].0], [2, 3]);
+        }
+    }
+
+    #[test]
+    fn logit_bias_forces_and_bans_tokens_and_leaves_logprobs_raw() {
+        let logits = [5.0, 4.0, 1.0];
+        let biased = |logit_bias: Vec<(u32, f32)>| {
+            let sampling = Sampling { logit_bias, logprobs: Some(1), ..Sampling::greedy() };
+            let token = sample(&logits, &row(&sampling, &[])).unwrap();
+            (token.id, token.logprobs.unwrap().top[0].0)
+        };
+        assert_eq!(biased(vec![]), (0, 0));
+        assert_eq!(biased(vec![(2, 100.0)]), (2, 0));
+        assert_eq!(biased(vec![(0, -1.5), (999, 3.0)]), (1, 0));
+        assert_eq!(biased(vec![(0, -0.5)]), (0, 0));
     }
 
     #[test]
@@ -400,6 +442,8 @@ mod tests {
                 min_tokens: 4,
                 logprobs: Some(5),
                 pooling: None,
+                prompt_logprobs: None,
+                logit_bias: vec![(7, 1.5), (9, -2.0)],
             };
             let tokens = [1, 2, 3, 2, 5];
             let row = SampleRow { prompt_len: 2, ..row(&sampling, &tokens) };

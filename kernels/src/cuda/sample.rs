@@ -206,7 +206,7 @@ pub(super) fn outcome(
         0 => {
             let count = usize::try_from(result.top_count).unwrap_or(0);
             let top = top.iter().take(count).map(|top| (top.token as u32, top.logprob));
-            let logprobs = TokenLogprobs { chosen: result.logprob, top: top.collect() };
+            let logprobs = TokenLogprobs { chosen: result.logprob, top: top.collect(), rank: None };
             let logprobs = wants_logprobs.then_some(logprobs);
             SampleOutcome::Token(SampledToken { id: result.token as u32, logprobs, pooled: None })
         }

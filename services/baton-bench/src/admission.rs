@@ -255,6 +255,7 @@ fn result_of(plan: &StepPlan) -> StepResult {
             .then_some(SampledToken { id: 1, logprobs: None, pooled: None })
             .into_iter()
             .collect(),
+        prompt_logprobs: Vec::new(),
         drafted: 0,
         failure: None,
     };

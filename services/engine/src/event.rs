@@ -20,7 +20,7 @@ use std::time::{Duration, Instant};
 
 use kernels::{
     BlockId,
-    sampling::{SampledToken, Sampling},
+    sampling::{SampledToken, Sampling, TokenLogprobs},
 };
 
 use crate::{
@@ -107,8 +107,15 @@ pub enum Action {
     /// `Send`: the KV of the prompt's blocks from `first_block` on is written; the blocks are held and
     /// pinned. Each block is handed over once, in order, without gaps.
     KvWritten { id: SequenceId, first_block: u32, blocks: Vec<BlockId> },
-    /// Tokens `first_index..`, each once, in order. `Receive` repeats token 0 as its first.
-    Tokens { id: SequenceId, first_index: u32, tokens: Vec<SampledToken>, cached_tokens: u32 },
+    /// Tokens `first_index..`, each once, in order. `Receive` repeats token 0 as its first. `prompt_logprobs`: with the
+    /// first tokens of a sequence with [`Sampling::prompt_logprobs`], those of the prompt tokens from the second on.
+    Tokens {
+        id: SequenceId,
+        first_index: u32,
+        tokens: Vec<SampledToken>,
+        cached_tokens: u32,
+        prompt_logprobs: Option<Vec<TokenLogprobs>>,
+    },
     /// Last action of a sequence that completed. For `Send`: token 0 is sampled and all blocks are
     /// handed over. If `reason` is set, token 0 also ends the request: then there is nothing to
     /// deliver, and `AbortTransfer` was emitted earlier.

@@ -257,7 +257,7 @@ pub struct Speculation {
 
 impl ExecutorLimits {
     /// Returns the maximum number of samples of a step.
-    fn samples_max(&self) -> u32 {
+    pub(crate) fn samples_max(&self) -> u32 {
         let verified = self.speculation.map_or(0, |speculation| speculation.step_tokens);
         self.slots.max(verified).min(self.step_tokens)
     }

@@ -14,7 +14,7 @@ use std::{
 
 use kernels::{
     BlockId,
-    sampling::{SampledToken, Sampling, TokenMask},
+    sampling::{SampledToken, Sampling, TokenLogprobs, TokenMask},
 };
 use serde::{Deserialize, Serialize};
 
@@ -148,6 +148,8 @@ pub struct RowResult {
     /// Empty when the row did not sample, failed, or had no token bitmask in time. Otherwise the accepted
     /// draft tokens and one sampled token. The KV of all tokens but the last is written.
     pub tokens: Vec<SampledToken>,
+    /// With [`Sampling::prompt_logprobs`]: of the prompt tokens after each token of the row.
+    pub prompt_logprobs: Vec<TokenLogprobs>,
     /// Draft tokens verified.
     pub drafted: u32,
     /// No token could be sampled. Later rows of the same sequence fail too.

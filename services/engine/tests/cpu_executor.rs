@@ -25,7 +25,7 @@ use engine::{
 use kernels::{
     BlockId, Dtype, KvArena, WeightFormat,
     cpu::{CpuBackend, CpuOptions, Isa},
-    sampling::Sampling,
+    sampling::{Sampling, TokenLogprobs},
 };
 use proptest::prelude::*;
 
@@ -95,6 +95,50 @@ fn measured_executor_serves_as_if_it_was_not_measured() {
     for new in requests {
         let outcome = &outcomes[&new.id];
         assert_eq!((outcome.ids(), outcome.finish), alone(&new));
+    }
+}
+
+#[test]
+fn prompt_logprobs_are_those_of_each_prefix_sampled_alone() {
+    const VOCABULARY: u32 = 96;
+    let model = tiny_model();
+    let prompt = tokens(3, 50);
+    let (mut oracle, _) = engine(&model, unbounded_waits(limits_of(&model, 1, 512, 40, 1)), 1);
+    let ids = 1..prompt.len() as u128;
+    let prefix = |len: u128| {
+        let mut new = request(len, 3, len as usize, 1);
+        new.sampling.logprobs = Some(VOCABULARY);
+        new
+    };
+    let outcomes = run(&mut oracle, ids.clone().map(prefix).collect());
+    let expected: Vec<_> = ids
+        .map(|len| {
+            let mut top = outcomes[&SequenceId(len)].tokens[0].logprobs.clone().unwrap().top;
+            let token = prompt[len as usize];
+            let rank = top.iter().position(|(id, _)| *id == token).unwrap();
+            let chosen = top[rank].1;
+            top.truncate(4);
+            TokenLogprobs { chosen, top, rank: Some(1 + rank as u32) }
+        })
+        .collect();
+    // Few slots mean small chunks. The 12 blocks do not hold all sequences, so some are preempted.
+    for (slots, blocks, depth) in [(2, 40, 1), (3, 12, 2), (8, 12, 2)] {
+        let config = unbounded_waits(limits_of(&model, slots, 512, blocks, depth));
+        let (mut engine, _) = engine(&model, config, 1);
+        let mut requests: Vec<_> = (1..=6).map(|id| request(id, 3, prompt.len(), 25)).collect();
+        for scored in requests.iter_mut().skip(1).step_by(2) {
+            scored.sampling.prompt_logprobs = Some(4);
+        }
+        let outcomes = run(&mut engine, requests.clone());
+        for new in &requests {
+            let outcome = &outcomes[&new.id];
+            assert_eq!((outcome.ids(), outcome.finish), alone(new), "{slots} slots");
+            let wanted = new.sampling.prompt_logprobs.map(|_| expected.clone());
+            assert_eq!(outcome.prompt_logprobs, wanted, "{slots} slots");
+            if wanted.is_some() {
+                assert_eq!(outcome.cached_tokens, 0, "cached tokens have no log-probabilities");
+            }
+        }
     }
 }
 

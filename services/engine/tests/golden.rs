@@ -180,3 +180,39 @@ fn golden_tokens_with_hand_over_and_cached_prefixes() {
     let (_, at_decode, moved) = submit(10, "");
     assert_eq!((at_decode, moved), (16 + 32 + 592, 0));
 }
+
+#[test]
+fn prompt_logprobs_equal_those_of_transformers() {
+    let (mut engine, _) = engine(&real_model(), config(512, 2), 2);
+    // The second time the prefix cache has the prompts.
+    for first_id in [0, 10] {
+        let scored = |(id, golden): (u128, GoldenRun)| {
+            let mut new = attempt(id, &golden, golden.output_ids.len() - 1);
+            new.prompt_len = new.tokens.len() as u32;
+            new.max_tokens = 1;
+            new.sampling.prompt_logprobs = Some(5);
+            new
+        };
+        let outcomes = run(&mut engine, (first_id..).zip(golden()).map(scored).collect());
+        for (id, golden) in (first_id..).zip(golden()) {
+            let outcome = &outcomes[&SequenceId(id)];
+            assert_eq!((outcome.failure.as_ref(), outcome.cached_tokens), (None, 0));
+            let found = outcome.prompt_logprobs.as_ref().unwrap();
+            let prompt_len = golden.prompt_ids.len();
+            assert_eq!(found.len(), prompt_len + golden.output_ids.len() - 2);
+            let first = &found[prompt_len - 1];
+            for ((id, logprob), expected) in first.top.iter().zip(&golden.first_step_top5) {
+                assert_eq!(*id, expected.id, "{}", golden.name);
+                assert!((logprob - expected.logprob).abs() < 1e-3, "{}: {logprob}", golden.name);
+            }
+            // Each token of the greedy output is the most likely one, by the margin of the logits.
+            let outputs = found[prompt_len - 1..].iter().zip(&golden.margins);
+            for ((token, margin), id) in outputs.zip(&golden.output_ids) {
+                assert_eq!((token.top[0].0, token.rank), (*id, Some(1)), "{}", golden.name);
+                assert_eq!(token.chosen, token.top[0].1);
+                let found = token.top[0].1 - token.top[1].1;
+                assert!((found - margin).abs() < 1e-3, "{}: {found}, not {margin}", golden.name);
+            }
+        }
+    }
+}

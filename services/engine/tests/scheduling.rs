@@ -155,6 +155,7 @@ fn step(scheduler: &mut Scheduler, busy: Duration) -> Vec<u32> {
             SampledToken { id: 7, logprobs: None, pooled: None };
             usize::from(row.samples)
         ],
+        prompt_logprobs: Vec::new(),
         drafted: 0,
         failure: None,
     };

@@ -84,6 +84,7 @@ fn all_accepted(row: &RowPlan) -> RowResult {
         slot: row.slot,
         generation: row.generation,
         tokens: (0..count).map(|_| SampledToken { id: 1, logprobs: None, pooled: None }).collect(),
+        prompt_logprobs: Vec::new(),
         drafted: row.drafts_max,
         failure: None,
     }
@@ -219,6 +220,8 @@ fn demanding(seed: u64, temperature: f32) -> Sampling {
         min_tokens: 12,
         logprobs: Some(3),
         pooling: None,
+        prompt_logprobs: None,
+        logit_bias: vec![(3, 0.5), (5, -0.5)],
     }
 }
 

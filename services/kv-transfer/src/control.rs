@@ -11,7 +11,7 @@ mod keys;
 mod message;
 mod sealing;
 
-pub use codec::{identity_from_wire, token_to_wire};
+pub use codec::{identity_from_wire, logprobs_to_wire, token_to_wire};
 pub use keys::{Credential, Keys};
 pub use message::{
     AbortCause, Body, CONTROL_REFUSALS, Chunk, ControlMessage, Done, Hello, HelloOk, Reserve,

@@ -10,7 +10,7 @@ use std::{
 use cluster::NodeId;
 use engine::event::{NewSequence, SequenceId, SequenceKind, SessionHint};
 use grammar::{Alternative, CallSyntax, CallableTool, FreeText, Grammar, ToolCalls};
-use kernels::sampling::{Pooling, STOP_TOKENS_MAX, Sampling};
+use kernels::sampling::{LOGIT_BIAS_MAX, Pooling, STOP_TOKENS_MAX, Sampling};
 use kv_transfer::api::{Epoch, PeerAddress};
 use proto::{ids::bits, v1};
 use xxhash_rust::xxh3::xxh3_128;
@@ -27,6 +27,11 @@ const ENDPOINT_BYTES_MAX: usize = 262;
 const LOGPROBS_MAX: u32 = 20;
 /// Maximum number of tokens whose logits an attempt asks for.
 const POOLED_LOGITS_MAX: usize = 16;
+/// Maximum log-probabilities of a prompt: those of its tokens, and the best ones in the place of each. They take about 12
+/// bytes each in the message of token 0.
+pub const PROMPT_LOGPROBS_MAX: u64 = 1 << 18;
+/// Maximum number of tokens with a bias.
+const LOGIT_BIASES_MAX: usize = 1024;
 /// Upper bound of temperature and repetition penalty, far above useful values.
 const SAMPLING_MAGNITUDE_MAX: f32 = 100.0;
 /// Maximum absolute value of a penalty, as in OpenAI's API.
@@ -135,6 +140,15 @@ impl NewAttempt {
             return Err(invalid("attempt.sampling.max_tokens", max_tokens, expected));
         }
         let sampling = checked_sampling(wire, limits)?;
+        if let Some(count) = sampling.prompt_logprobs {
+            let field = "attempt.sampling.prompt_logprobs";
+            within(field, u64::from(count), 0, u64::from(LOGPROBS_MAX))?;
+            let per_prompt = u64::from(attempt.prompt_len) * u64::from(1 + count);
+            if per_prompt > PROMPT_LOGPROBS_MAX {
+                let expected = format!("at most {PROMPT_LOGPROBS_MAX} in all");
+                return Err(invalid(field, format!("{per_prompt} in all"), expected));
+            }
+        }
         let grammar = attempt.grammar.map(checked_grammar).transpose()?;
         Ok(Self {
             request_id,
@@ -292,6 +306,8 @@ fn checked_sampling(wire: v1::Sampling, limits: &AttemptLimits) -> Result<Sampli
         min_tokens: wire.min_tokens,
         logprobs: wire.logprobs,
         pooling,
+        prompt_logprobs: wire.prompt_logprobs,
+        logit_bias: checked_bias(&wire.logit_bias, limits)?,
     })
 }
 
@@ -313,6 +329,31 @@ fn checked_pooling(wire: v1::Pooling, limits: &AttemptLimits) -> Result<Pooling,
         true => Pooling::Hidden,
         false => Pooling::Logits(tokens),
     })
+}
+
+fn checked_bias(
+    biases: &[v1::TokenBias],
+    limits: &AttemptLimits,
+) -> Result<Vec<(u32, f32)>, Refusal> {
+    const FIELD: &str = "attempt.sampling.logit_bias";
+    if biases.len() > LOGIT_BIASES_MAX {
+        let expected = format!("at most {LOGIT_BIASES_MAX}");
+        return Err(invalid(FIELD, format!("{} tokens", biases.len()), expected));
+    }
+    let checked = |one: &v1::TokenBias| {
+        if one.id >= limits.vocabulary_size {
+            let expected = format!("less than {} (vocabulary)", limits.vocabulary_size);
+            return Err(invalid(FIELD, one.id, expected));
+        }
+        // The range does not contain NaN.
+        match (-LOGIT_BIAS_MAX..=LOGIT_BIAS_MAX).contains(&one.bias) {
+            true => Ok((one.id, one.bias)),
+            false => {
+                Err(invalid(FIELD, one.bias, format!("-{LOGIT_BIAS_MAX} to {LOGIT_BIAS_MAX}")))
+            }
+        }
+    };
+    biases.iter().map(checked).collect()
 }
 
 /// Peers of one `Meet` call beyond this number are ignored.
@@ -537,6 +578,13 @@ mod tests {
                 s.frequency_penalty = -101.0;
             }),
             ("attempt.sampling.logprobs: 21", |_, _, s| s.logprobs = Some(21)),
+            ("attempt.sampling.prompt_logprobs: 21", |_, _, s| s.prompt_logprobs = Some(21)),
+            ("attempt.sampling.logit_bias: 100; expected less than 100", |_, _, s| {
+                s.logit_bias = vec![v1::TokenBias { id: 100, bias: 1.0 }];
+            }),
+            ("attempt.sampling.logit_bias: 100.5; expected -100 to 100", |_, _, s| {
+                s.logit_bias = vec![v1::TokenBias { id: 1, bias: 100.5 }];
+            }),
             ("attempt.sampling.stop_token_ids: 2000 ids", |_, _, s| {
                 s.stop_token_ids = vec![1; 2000];
             }),

@@ -234,6 +234,7 @@ mod tests {
         Reply::Event(AttemptEvent::Tokens {
             first_index: index,
             tokens: vec![SampledToken { id: 1, logprobs: None, pooled: None }],
+            prompt_logprobs: None,
             cached_tokens: 0,
             weight_version: 1,
             finish: None,

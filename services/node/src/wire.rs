@@ -1,8 +1,11 @@
 //! Converts the core's replies to messages of `node.proto`.
 
 use engine::event::FinishReason;
-use kernels::sampling::SampledToken;
-use kv_transfer::{api::TransferStats, control::token_to_wire};
+use kernels::sampling::{SampledToken, TokenLogprobs};
+use kv_transfer::{
+    api::TransferStats,
+    control::{logprobs_to_wire, token_to_wire},
+};
 use proto::v1::{self, decode_event, prefill_event};
 use weight_transfer::WeightVersion;
 
@@ -16,6 +19,7 @@ pub fn prefill_event(reply: Reply) -> Option<v1::PrefillEvent> {
             first_index,
             mut tokens,
             cached_tokens,
+            prompt_logprobs,
             weight_version,
             finish,
             stages: times,
@@ -23,7 +27,10 @@ pub fn prefill_event(reply: Reply) -> Option<v1::PrefillEvent> {
             stages = times;
             prefill_event::Event::Token(v1::PrefillToken {
                 first_index,
-                token: tokens.pop().map(|token| labelled(&token, weight_version)),
+                token: tokens.pop().map(|token| v1::Token {
+                    prompt: prompt_logprobs.as_deref().map(prompt),
+                    ..labelled(&token, weight_version)
+                }),
                 finish: finish.map(|reason| finish_reason(reason).into()),
                 cached_tokens,
             })
@@ -58,12 +65,17 @@ pub fn decode_event(reply: Reply) -> Option<v1::DecodeEvent> {
         Reply::Event(AttemptEvent::Tokens {
             first_index,
             tokens,
+            prompt_logprobs,
             weight_version,
             stages: times,
             ..
         }) => {
             stages = times;
-            let tokens = tokens.iter().map(|token| labelled(token, weight_version)).collect();
+            let mut tokens: Vec<_> =
+                tokens.iter().map(|token| labelled(token, weight_version)).collect();
+            if let (Some(first), Some(logprobs)) = (tokens.first_mut(), prompt_logprobs) {
+                first.prompt = Some(prompt(&logprobs));
+            }
             decode_event::Event::Tokens(v1::DecodeTokens { first_index, tokens })
         }
         Reply::Ended(AttemptEnd::Finished { reason, received }) => {
@@ -88,6 +100,10 @@ pub fn decode_event(reply: Reply) -> Option<v1::DecodeEvent> {
 fn labelled(token: &SampledToken, weight_version: u64) -> v1::Token {
     let is_loaded = weight_version == WeightVersion::LOADED.0;
     v1::Token { weight_version: (!is_loaded).then_some(weight_version), ..token_to_wire(token) }
+}
+
+fn prompt(logprobs: &[TokenLogprobs]) -> v1::PromptLogprobs {
+    v1::PromptLogprobs { tokens: logprobs.iter().map(logprobs_to_wire).collect() }
 }
 
 fn finish_reason(reason: FinishReason) -> v1::FinishReason {

@@ -78,6 +78,29 @@ async fn handed_over_answer_equals_one_of_a_single_node() {
     pair.stop().await;
 }
 
+async fn prompt_logprobs_come_from_the_node_that_prefills() {
+    let pair = Pair::start(&[], &[]).await;
+    let scored = |tokens: &[u32]| {
+        let mut attempt = attempt(tokens, 4);
+        attempt.sampling.as_mut().unwrap().prompt_logprobs = Some(2);
+        attempt
+    };
+    // The last prompts are those before them: both caches have their blocks, which give no log-probabilities.
+    for (seed, length) in [(0, 40), (1, 200), (0, 40), (1, 200)] {
+        let prompt = dummy_prompt(length, seed);
+        let (prefilled, decoded) = pair.hand_over(&scored(&prompt)).await;
+        assert_eq!(decoded.reserved, Some(v1::Reserved { cached_tokens: 0, local_prefill: false }));
+        let found = prefilled.token.unwrap().token.unwrap().prompt.unwrap().tokens;
+        assert_eq!(found.len(), length - 1);
+        assert!(found.iter().all(|token| token.top.len() == 2 && token.rank >= Some(1)));
+        let alone = v1::Attempt { cache_salt: "alone".into(), ..scored(&prompt) };
+        let alone = pair.d.side().local_prefill(&alone).await;
+        assert_eq!((alone.ids, alone.prompt.unwrap().tokens), (decoded.ids, found));
+        assert_eq!(decoded.prompt, None, "the decode node computes none");
+    }
+    pair.stop().await;
+}
+
 async fn concurrent_hand_overs_do_not_mix() {
     // With fewer slots than requests, the decode node rejects those that wait for half a second.
     let pair = Pair::start(&[], &[("node.slots", "12")]).await;
@@ -549,6 +572,7 @@ async fn killed_decode_node_releases_the_blocks_of_the_prefill_node() {
 fn main() -> std::process::ExitCode {
     let tests = test_harness::async_tests![
         handed_over_answer_equals_one_of_a_single_node,
+        prompt_logprobs_come_from_the_node_that_prefills,
         concurrent_hand_overs_do_not_mix,
         later_attempt_continues_after_the_emitted_tokens,
         sampled_answers_with_logprobs_are_handed_over,

@@ -22,8 +22,9 @@ fn sampling() -> impl Strategy<Value = Sampling> {
     let rest = (any::<u32>(), any::<u64>(), vec(any::<u32>(), 0..5), any::<u32>());
     let pooling =
         prop_oneof![Just(Pooling::Hidden), vec(any::<u32>(), 1..4).prop_map(Pooling::Logits),];
-    let values = (option::of(0..20_u32), option::of(pooling));
-    (reals, rest, values).prop_map(|(reals, rest, (logprobs, pooling))| Sampling {
+    let counts = (option::of(0..20_u32), option::of(0..20_u32), option::of(pooling));
+    let logit_bias = vec((any::<u32>(), -100.0..100.0_f32), 0..4);
+    (reals, rest, counts, logit_bias).prop_map(|(reals, rest, counts, logit_bias)| Sampling {
         temperature: reals.0,
         top_k: rest.0,
         top_p: reals.1,
@@ -34,8 +35,10 @@ fn sampling() -> impl Strategy<Value = Sampling> {
         frequency_penalty: -reals.4,
         stop_token_ids: rest.2,
         min_tokens: rest.3,
-        logprobs,
-        pooling,
+        logprobs: counts.0,
+        prompt_logprobs: counts.1,
+        pooling: counts.2,
+        logit_bias,
     })
 }
 
@@ -105,23 +108,33 @@ fn failure() -> impl Strategy<Value = RowFailure> {
     ]
 }
 
+fn logprobs() -> impl Strategy<Value = TokenLogprobs> {
+    let top = vec((any::<u32>(), -50.0..0.0_f32), 0..6);
+    (-50.0..0.0_f32, top, option::of(any::<u32>())).prop_map(|(chosen, top, rank)| TokenLogprobs {
+        chosen,
+        top,
+        rank,
+    })
+}
+
 fn token() -> impl Strategy<Value = SampledToken> {
-    let logprobs = (-50.0..0.0_f32, vec((any::<u32>(), -50.0..0.0_f32), 0..6))
-        .prop_map(|(chosen, top)| TokenLogprobs { chosen, top });
     let pooled = vec(-9.0..9.0_f32, 0..6).prop_map(Vec::into_boxed_slice);
-    (any::<u32>(), option::of(logprobs), option::of(pooled))
+    (any::<u32>(), option::of(logprobs()), option::of(pooled))
         .prop_map(|(id, logprobs, pooled)| SampledToken { id, logprobs, pooled })
 }
 
 fn answer() -> impl Strategy<Value = RankAnswer> {
-    let row = (any::<u32>(), any::<u32>(), vec(token(), 0..4), any::<u32>(), option::of(failure()))
-        .prop_map(|(slot, generation, tokens, drafted, failure)| RowResult {
+    let numbers = (any::<u32>(), any::<u32>(), any::<u32>());
+    let row = (numbers, vec(token(), 0..4), vec(logprobs(), 0..4), option::of(failure())).prop_map(
+        |((slot, generation, drafted), tokens, prompt_logprobs, failure)| RowResult {
             slot: Slot(slot),
             generation,
             tokens,
+            prompt_logprobs,
             drafted,
             failure,
-        });
+        },
+    );
     let dispatch = prop_oneof![
         Just(Dispatch::Eager),
         any::<u32>().prop_map(|rows| Dispatch::Graph { rows }),

@@ -345,7 +345,8 @@ impl RequestCore {
             }),
         };
         self.state = RequestCoreState::Attempting(Box::new(OpenAttempt {
-            state: AttemptState::new(self.emitted.next_index(), prefill.is_some()),
+            state: AttemptState::new(self.emitted.next_index(), prefill.is_some())
+                .awaiting_prompt(self.sampling().prompt_logprobs.is_some()),
             decode,
             prefill,
             actions: VecDeque::new(),
@@ -359,6 +360,16 @@ impl RequestCore {
         calls
     }
 
+    /// Returns the sampling parameters of the next attempt. Token 0 has the log-probabilities of the prompt, so later
+    /// attempts compute none.
+    fn sampling(&self) -> Sampling {
+        let prompt_logprobs = match self.emitted.next_index() {
+            0 => self.spec.sampling.prompt_logprobs,
+            _ => None,
+        };
+        Sampling { prompt_logprobs, ..self.spec.sampling.clone() }
+    }
+
     /// Returns the attempt as this node receives it: the prompt and all emitted tokens.
     fn attempt_for(&self, now: Instant, transfer_id: TransferId, node: &NodeRecord) -> Attempt {
         let spec = &self.spec;
@@ -368,7 +379,7 @@ impl RequestCore {
             transfer_id: Bytes::copy_from_slice(&transfer_id.to_bytes()),
             tokens: [&spec.prompt, self.emitted.ids()].concat(),
             prompt_len: spec.prompt_tokens(),
-            sampling: Some(spec.sampling.clone()),
+            sampling: Some(self.sampling()),
             // 0 would mean that no time is left.
             remaining_ms: (remaining.as_millis() as u64).max(1),
             cache_salt: spec.cache_salt.to_string(),

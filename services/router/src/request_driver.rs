@@ -49,6 +49,8 @@ pub(crate) struct GenerationFields {
     pub choices: u32,
     pub options: Options,
     pub default_length: DefaultLength,
+    /// Whether the client wants nothing of the answer, only what is known of the prompt. Nodes sample one token.
+    pub prompt_only: bool,
     /// Name of the field that sets the maximum length, for error messages.
     pub max_tokens_name: &'static str,
     /// Tools that the model may call.
@@ -73,6 +75,8 @@ pub(crate) struct PreparedRequest {
     /// The strings of `stops`.
     pub stop_texts: Arc<[String]>,
     pub skip_special: bool,
+    /// Whether the client gets no token and no text of the answers.
+    pub prompt_only: bool,
     /// Whether the answers are detokenized. Without text no stop string is found.
     pub with_text: bool,
     /// Settings for reading the answers; `None` if their text is their content.
@@ -241,6 +245,7 @@ async fn prepare(
         stops,
         stop_texts: options.stop.into(),
         skip_special: options.skip_special_tokens.unwrap_or(true),
+        prompt_only: fields.prompt_only,
         with_text,
         reading,
         parallel,
@@ -472,6 +477,7 @@ mod tests {
             choice,
             first_index: 0,
             tokens: vec![],
+            prompt: None,
             text: "t".into(),
             is_last: false,
         })

@@ -22,9 +22,10 @@ fn token(id: u32) -> Token {
     let top = vec![TopLogprob { id, logprob: -0.5 }];
     Token {
         id,
-        logprobs: Some(TokenLogprobs { chosen: -0.5, top }),
+        logprobs: Some(TokenLogprobs { chosen: -0.5, top, rank: None }),
         weight_version: None,
         pooled: vec![],
+        prompt: None,
     }
 }
 

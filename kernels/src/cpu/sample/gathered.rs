@@ -121,7 +121,13 @@ mod tests {
             let tokens: Vec<u32> = (0..40).map(|i| i * 257 % 9000).collect();
             let row = |(number, sampling)| {
                 let allowed = (number % 4 == 3).then_some(&mask);
-                SampleRow { sampling, tokens: &tokens, prompt_len: 33, allowed }
+                SampleRow {
+                    sampling,
+                    tokens: &tokens,
+                    prompt_len: 33,
+                    allowed,
+                    given: (number % 5 == 4).then_some(7),
+                }
             };
             let rows: Vec<_> = samplings.iter().enumerate().map(row).collect();
             assert_ranks_agree_with_one(of, &logits, &rows);
@@ -133,7 +139,8 @@ mod tests {
         let greedy = Sampling::greedy();
         let bad = Sampling { top_p: 7.0, ..Sampling::greedy() };
         let nothing = TokenMask::new(vec![], 2000);
-        let row = SampleRow { sampling: &greedy, tokens: &[800], prompt_len: 0, allowed: None };
+        let (tokens, allowed, given) = (&[800][..], None, None);
+        let row = SampleRow { sampling: &greedy, tokens, prompt_len: 0, allowed, given };
         let mut logits = vec![numbers(1, 2000); 6];
         (logits[0][3], logits[1][1_999]) = (f32::NAN, f32::INFINITY);
         logits[2].fill(f32::NEG_INFINITY);
@@ -165,7 +172,8 @@ mod tests {
             let seed_wide = u64::from(seed);
             let sampling =
                 Sampling { temperature, top_k, top_p, min_p, logprobs, seed: seed_wide, ..Sampling::greedy() };
-            let row = SampleRow { sampling: &sampling, tokens: &[1, 2], prompt_len: 1, allowed: None };
+            let (tokens, allowed, given) = (&[1, 2][..], None, None);
+            let row = SampleRow { sampling: &sampling, tokens, prompt_len: 1, allowed, given };
             // Rounded, so that equal logits abound.
             let logits: Vec<f32> =
                 numbers(seed, vocabulary).iter().map(|x| (x * 64.0).round() / 4.0).collect();

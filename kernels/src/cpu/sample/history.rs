@@ -1,5 +1,5 @@
-//! Masks and penalties: first the grammar's token mask, then the changes that depend on the sequence's own
-//! tokens (penalties and the mask of `min_tokens`).
+//! Masks, penalties and bias: first the grammar's token mask, then the changes that depend on the sequence's own
+//! tokens (penalties and the mask of `min_tokens`), then the logit bias.
 
 use super::SampleError;
 use crate::sampling::{Sampling, TokenMask};
@@ -23,7 +23,8 @@ pub(super) fn adjust(
     let repeats = sampling.repetition_penalty != 1.0;
     let is_penalised =
         repeats || sampling.presence_penalty != 0.0 || sampling.frequency_penalty != 0.0;
-    if allowed.is_none() && !is_masked && !is_penalised {
+    let is_biased = !sampling.logit_bias.is_empty();
+    if allowed.is_none() && !is_masked && !is_penalised && !is_biased {
         return Ok(false);
     }
     adjusted.clear();
@@ -58,6 +59,11 @@ pub(super) fn adjust(
             if count != 0 {
                 penalise(sampling, count, &mut adjusted[token as usize]);
             }
+        }
+    }
+    for &(token, bias) in &sampling.logit_bias {
+        if let Some(logit) = adjusted.get_mut(token as usize) {
+            *logit += bias;
         }
     }
     Ok(true)

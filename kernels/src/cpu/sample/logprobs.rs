@@ -19,7 +19,20 @@ pub(super) fn of(
     let log_total = total(level, &weights, 0.0).ln();
     let logprob = |id: u32| (f64::from(logits[id as usize]) - f64::from(best) - log_total) as f32;
     let top = top_ids(logits, count).into_iter().map(|id| (id, logprob(id))).collect();
-    TokenLogprobs { chosen: logprob(chosen), top }
+    TokenLogprobs { chosen: logprob(chosen), top, rank: None }
+}
+
+/// Returns the log-probabilities as [`of`] does, with the rank of the token.
+pub(super) fn of_given(
+    level: Level,
+    logits: &[f32],
+    best: f32,
+    given: u32,
+    count: u32,
+) -> TokenLogprobs {
+    let own = logits[given as usize];
+    let greater = logits.iter().filter(|&&logit| logit > own).count();
+    TokenLogprobs { rank: Some(1 + greater as u32), ..of(level, logits, best, given, count) }
 }
 
 /// Returns the ids of the `count` greatest logits, best first, ties by the lower id.

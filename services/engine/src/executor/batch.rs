@@ -200,11 +200,21 @@ impl<T: RowTokens> Batch<T> {
     pub(super) fn unsampled(&self, scheduled: &ScheduledRow) -> RowResult {
         let ScheduledRow { slot, generation, .. } = *scheduled;
         let failure = self.row(slot).failure.clone();
-        RowResult { slot, generation, tokens: Vec::new(), drafted: 0, failure }
+        let (tokens, prompt_logprobs) = (Vec::new(), Vec::new());
+        RowResult { slot, generation, tokens, prompt_logprobs, drafted: 0, failure }
     }
 
     fn row_mut(&mut self, slot: Slot) -> &mut BatchRow<T> {
         self.rows[slot.0 as usize].as_mut().expect("a scheduled slot is occupied")
+    }
+}
+
+impl<T> BatchRow<T> {
+    /// Returns whether the step computes log-probabilities of prompt tokens after tokens of the row.
+    pub(super) fn scores_prompt(&self, scheduled: &ScheduledRow) -> bool {
+        self.sampling.prompt_logprobs.is_some()
+            && scheduled.token_count > 0
+            && scheduled.start + 1 < self.prompt_len
     }
 }
 

@@ -62,7 +62,9 @@ impl Executor for CountingExecutor {
                 tokens.push(SampledToken { id, logprobs: None, pooled: None });
             }
             let (slot, generation) = (row.slot, row.generation);
-            rows.push(RowResult { slot, generation, tokens, drafted: 0, failure: None });
+            let prompt_logprobs = Vec::new();
+            let failure = None;
+            rows.push(RowResult { slot, generation, tokens, prompt_logprobs, drafted: 0, failure });
         }
         self.work = work;
         let (step_id, busy, run) = (plan.step_id, Duration::ZERO, StepRun::default());

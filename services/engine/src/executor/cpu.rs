@@ -23,7 +23,7 @@ use kernels::{
         CpuBackend, CpuError, CpuGroupError, CpuMatrix, CpuStep, CpuVector, SampleError, SampleRow,
         StepSequence,
     },
-    sampling::{Pooling, SampledToken},
+    sampling::{Pooling, SampledToken, TokenLogprobs},
 };
 use model::{Checkpoint, Limits, LoadProgress, ModelError, Transformer, TransformerWeights};
 
@@ -339,23 +339,11 @@ impl CpuRunner {
         if scheduled.iter().all(|row| row.token_count == 0) {
             return Ok(scheduled.iter().map(|row| self.batch.unsampled(row)).collect());
         }
-        let batch = &self.batch;
-        let sampled: Vec<_> = scheduled
-            .iter()
-            .flat_map(|scheduled| {
-                let row = batch.row(scheduled.slot);
-                scheduled.sampled_lengths().enumerate().map(move |(index, length)| SampleRow {
-                    sampling: &row.sampling,
-                    tokens: if scheduled.is_late { &row.tokens } else { &row.tokens[..length] },
-                    prompt_len: row.prompt_len,
-                    allowed: row.allowed.get(index).map(Arc::as_ref),
-                })
-            })
-            .collect();
+        let rows: Vec<_> = scheduled.iter().flat_map(|row| sample_rows(&self.batch, row)).collect();
         let vocabulary = self.limits.vocabulary as usize;
-        let answers = self.backend.sample_gathered(self.model.logits(), vocabulary, &sampled)?;
+        let answers = self.backend.sample_gathered(self.model.logits(), vocabulary, &rows)?;
         let pooled = |(row, answer): (usize, Result<SampledToken, SampleError>)| {
-            let pooled = sampled[row].sampling.pooling.as_ref().map(|pooling| match pooling {
+            let pooled = rows[row].sampling.pooling.as_ref().map(|pooling| match pooling {
                 Pooling::Hidden => self.model.hidden().row(row).into(),
                 Pooling::Logits(tokens) => {
                     let logits = self.model.logits().row(row);
@@ -368,14 +356,65 @@ impl CpuRunner {
         let mut answers = answers.into_iter();
         let mut results = Vec::with_capacity(scheduled.len());
         for row in scheduled {
-            let answers: Vec<_> = answers.by_ref().take(row.sampled_lengths().len()).collect();
-            results.push(match row.samples && !row.is_late {
+            let count = logit_rows(&self.batch, row);
+            let mut answers: Vec<_> = answers.by_ref().take(count).collect();
+            // The logits after the last token of the row are sampled.
+            let given = answers.len() - row.sampled_lengths().len();
+            let prompt_logprobs = self.prompt_logprobs(row, answers.drain(..given));
+            let mut result = match row.samples && !row.is_late {
                 true => self.batch.sampled(row, answers),
                 false => self.batch.unsampled(row),
-            });
+            };
+            match prompt_logprobs {
+                Ok(logprobs) => result.prompt_logprobs = logprobs,
+                Err(failure) => result.failure = Some(failure),
+            }
+            results.push(result);
         }
         Ok(results)
     }
+
+    /// Returns the log-probabilities of the prompt tokens among the tokens that follow tokens of the row.
+    fn prompt_logprobs(
+        &self,
+        row: &ScheduledRow,
+        given: impl Iterator<Item = Result<SampledToken, RowFailure>>,
+    ) -> Result<Vec<TokenLogprobs>, RowFailure> {
+        let prompt_len = self.batch.row(row.slot).prompt_len;
+        let left = prompt_len.saturating_sub(row.start + 1);
+        given.take(left).filter_map(|token| token.map(|token| token.logprobs).transpose()).collect()
+    }
+}
+
+/// Returns the number of the row's last tokens after which the step computes logits.
+fn logit_rows(batch: &Batch, scheduled: &ScheduledRow) -> usize {
+    match batch.row(scheduled.slot).scores_prompt(scheduled) {
+        true => scheduled.token_count,
+        false => scheduled.sampled_lengths().len(),
+    }
+}
+
+/// Returns what is sampled from the row's logits, in their order.
+fn sample_rows<'a>(
+    batch: &'a Batch,
+    scheduled: &ScheduledRow,
+) -> impl Iterator<Item = SampleRow<'a>> + use<'a> {
+    let row = batch.row(scheduled.slot);
+    let sampled = scheduled.sampled_lengths();
+    let count = logit_rows(batch, scheduled);
+    let is_late = scheduled.is_late;
+    // The lengths of the row after which the next token is given, then those after which it is sampled.
+    let given_end = sampled.start + usize::from(!scheduled.samples);
+    let given = scheduled.end() + 1 - count..given_end;
+    let given = given.map(move |length| (length, None, row.tokens.get(length).copied()));
+    let sampled = sampled.enumerate().map(|(index, length)| (length, row.allowed.get(index), None));
+    given.chain(sampled).map(move |(length, allowed, given)| SampleRow {
+        sampling: &row.sampling,
+        tokens: if is_late || given.is_some() { &row.tokens } else { &row.tokens[..length] },
+        prompt_len: row.prompt_len,
+        allowed: allowed.map(Arc::as_ref),
+        given,
+    })
 }
 
 fn step_sequence<'a>(batch: &'a Batch, scheduled: &ScheduledRow) -> StepSequence<'a> {
@@ -384,7 +423,7 @@ fn step_sequence<'a>(batch: &'a Batch, scheduled: &ScheduledRow) -> StepSequence
         first_position: scheduled.start as u32,
         tokens: &row.tokens[scheduled.start..scheduled.end()],
         blocks: &row.blocks,
-        sampled_rows: scheduled.sampled_lengths().len() as u32,
+        sampled_rows: logit_rows(batch, scheduled) as u32,
     }
 }
 

@@ -177,6 +177,8 @@ impl Scheduler {
             publish(&mut self.kv, &mut self.tiers, sequence, index, block);
         }
         sequence.kind = SequenceKind::Compute;
+        // The prefill peer computed them and sends them to the router.
+        sequence.take_prompt_logprobs();
         let finish = sequence.take_token(token.id);
         sequence.phase = SequencePhase::Ready(SequenceBlocks { blocks, computed });
         self.reserved_count -= 1;
@@ -191,6 +193,7 @@ impl Scheduler {
             first_index,
             tokens: vec![token],
             cached_tokens: sequence.cached_tokens.unwrap_or(0),
+            prompt_logprobs: None,
         });
         match finish {
             None => self.request_mask(id),
@@ -233,7 +236,8 @@ impl Scheduler {
         let headroom = self.headroom();
         let sequence = &self.sequences[&id];
         let blocks_total = blocks_for(sequence.tokens.len());
-        let hits = self.kv.hold_prefix(&sequence.chain, &sequence.tokens, blocks_total, headroom);
+        let tokens = sequence.cacheable_tokens();
+        let hits = self.kv.hold_prefix(&sequence.chain, tokens, blocks_total, headroom);
         let prefix = match hits {
             Ok(prefix) => prefix,
             Err(needed) => {
@@ -323,8 +327,8 @@ impl Scheduler {
             let sequence = &self.sequences[&id];
             let arrival = sequence.arrival;
             let blocks_total = blocks_for(sequence.tokens.len());
-            let hits =
-                self.kv.hold_prefix(&sequence.chain, &sequence.tokens, blocks_total, headroom);
+            let tokens = sequence.cacheable_tokens();
+            let hits = self.kv.hold_prefix(&sequence.chain, tokens, blocks_total, headroom);
             let prefix = match hits {
                 Ok(prefix) => prefix,
                 Err(needed) => {

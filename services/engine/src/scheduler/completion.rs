@@ -41,6 +41,10 @@ impl Scheduler {
                 None => {
                     debug_assert!(row.samples || outcome.tokens.is_empty());
                     debug_assert!(outcome.tokens.len() <= 1 + row.drafts_max as usize);
+                    let sequence = self.sequences.get_mut(&id);
+                    let sequence = sequence.expect("a current row's sequence is known");
+                    let computed = sequence.row().computed;
+                    sequence.add_prompt_logprobs(computed, outcome.prompt_logprobs);
                     self.row_done(id, row, outcome.drafted, outcome.tokens, actions);
                 }
                 Some(failure) => self.fail(id, failure.into(), actions),
@@ -90,6 +94,10 @@ impl Scheduler {
             let block = sequence.row().blocks[index];
             publish(&mut self.kv, &mut self.tiers, sequence, index, block);
         }
+        let prompt_logprobs = match tokens.is_empty() {
+            true => None,
+            false => sequence.take_prompt_logprobs(),
+        };
         let sends = sequence.kind == SequenceKind::Send;
         let cached_tokens = sequence.cached_tokens.unwrap_or(0);
         if sends && finish.is_none() {
@@ -101,7 +109,7 @@ impl Scheduler {
         if !sends && finish.is_none() {
             self.request_mask(id);
         }
-        actions.push(Action::Tokens { id, first_index, tokens, cached_tokens });
+        actions.push(Action::Tokens { id, first_index, tokens, cached_tokens, prompt_logprobs });
         if sends || finish.is_some() {
             self.end_turn(id);
             self.remove(id);

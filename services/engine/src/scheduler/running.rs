@@ -30,6 +30,8 @@ struct PlanBuilder {
     masks: Vec<AwaitedMask>,
     /// Tokens that the step may still compute.
     budget: u32,
+    /// Tokens after which the step may still compute logits.
+    samples_left: u32,
     /// Bound on prefill; set when the first prefill row is planned.
     prefill: Option<PrefillBudget>,
     work: StepWork,
@@ -64,7 +66,11 @@ impl Scheduler {
         }
         self.admit_receives(actions);
         self.admit_ready();
-        let mut builder = PlanBuilder { budget: self.config.step_tokens, ..PlanBuilder::default() };
+        let mut builder = PlanBuilder {
+            budget: self.config.step_tokens,
+            samples_left: self.config.limits.samples_max(),
+            ..PlanBuilder::default()
+        };
         builder.plan.rows.reserve(self.running.len());
         builder.sequences.reserve(self.running.len());
         self.advance_running(&mut builder, actions);
@@ -105,6 +111,9 @@ impl Scheduler {
             let share = builder.budget - younger;
             let mut sequence = self.sequences.get_mut(&id).expect("a running sequence is known");
             let mut count = sequence.pending().min(share).min(self.config.chunk_tokens);
+            if sequence.scores_prompt() {
+                count = count.min(builder.samples_left - younger);
+            }
             if younger == 0 && index == 0 && self.waiting.is_empty() {
                 count = split_last_part(sequence, count, self.config.tail_tokens);
             }
@@ -141,6 +150,7 @@ impl Scheduler {
     /// Admits waiting sequences while the token budget allows, and plans their tokens.
     fn advance_newcomers(&mut self, builder: &mut PlanBuilder, actions: &mut Vec<Action>) {
         while builder.budget > 0
+            && builder.samples_left > 0
             && self.prefill_left(builder) >= PREFILL_MIN
             && let Some(id) = self.admit_compute(actions)
         {
@@ -148,6 +158,9 @@ impl Scheduler {
             let sequence = self.sequences.get_mut(&id).expect("an admitted sequence is known");
             let position = sequence.row().launched;
             let mut count = sequence.pending().min(builder.budget).min(self.config.chunk_tokens);
+            if sequence.scores_prompt() {
+                count = count.min(builder.samples_left);
+            }
             if is_alone {
                 count = split_last_part(sequence, count, self.config.tail_tokens);
             }
@@ -421,6 +434,7 @@ fn advance(
     count: u32,
     builder: &mut PlanBuilder,
 ) {
+    let scores_prompt = sequence.scores_prompt();
     let SequencePhase::Running(row) = &mut sequence.phase else {
         unreachable!("only running rows advance");
     };
@@ -460,6 +474,7 @@ fn advance(
     row.last_step = Some(step_id);
     let (slot, generation) = (row.slot, row.generation);
     builder.budget -= count;
+    builder.samples_left -= if scores_prompt { count } else { u32::from(samples) };
     let token_count = count;
     builder.plan.rows.push(RowPlan { slot, generation, token_count, samples, drafts_max: 0 });
     builder.sequences.push(id);

@@ -4,7 +4,7 @@ use std::time::Instant;
 
 use kernels::{
     BLOCK_TOKENS, BlockId,
-    sampling::{SampledToken, Sampling},
+    sampling::{SampledToken, Sampling, TokenLogprobs},
 };
 
 use super::{draft_budget::RowDrafts, sequence_sessions::SequenceTurn};
@@ -50,6 +50,8 @@ pub(super) struct Sequence {
     /// Number of leading full blocks that the KV tiers count or have counted for this sequence.
     pub(super) counted_blocks: usize,
     pub(super) sampling: Sampling,
+    /// With [`Sampling::prompt_logprobs`]: those computed so far, of the prompt tokens from the second on.
+    pub(super) prompt_logprobs: Vec<TokenLogprobs>,
     /// Place in the queue: the order of arrival of the sequence, or of the session that it continues.
     pub(super) arrival: Arrival,
     pub(super) deadline: Instant,
@@ -169,12 +171,14 @@ impl Sequence {
             tokens: new.tokens,
             prompt_len: new.prompt_len as usize,
             length_max,
+            // A load would replace the forward passes that give the log-probabilities.
+            may_load: new.sampling.prompt_logprobs.is_none(),
             sampling: new.sampling,
+            prompt_logprobs: Vec::new(),
             ignore_stop_tokens: new.ignore_stop_tokens,
             constraint: new.constraint.map(ActiveConstraint::from),
             chain,
             counted_blocks: 0,
-            may_load: true,
             has_old_kv: false,
             continues: false,
             cached_tokens: None,
@@ -189,6 +193,31 @@ impl Sequence {
     /// Returns whether the sequence was admitted before. While it waits, it was preempted.
     pub(super) fn was_admitted(&self) -> bool {
         self.cached_tokens.is_some()
+    }
+
+    /// Returns the tokens whose KV may be found in the prefix cache: none before the log-probabilities of the prompt are
+    /// computed, which need a forward pass of every prompt token.
+    pub(super) fn cacheable_tokens(&self) -> &[u32] {
+        if self.sampling.prompt_logprobs.is_some() { &[] } else { &self.tokens }
+    }
+
+    /// Returns whether the next step of the row computes log-probabilities of prompt tokens.
+    pub(super) fn scores_prompt(&self) -> bool {
+        self.sampling.prompt_logprobs.is_some() && self.row().launched + 1 < self.prompt_len
+    }
+
+    /// Adds the log-probabilities of prompt tokens after the tokens from position `first` on. Skips those that were
+    /// computed before a preemption.
+    pub(super) fn add_prompt_logprobs(&mut self, first: usize, mut computed: Vec<TokenLogprobs>) {
+        let known = self.prompt_logprobs.len().saturating_sub(first).min(computed.len());
+        self.prompt_logprobs.extend(computed.drain(known..));
+    }
+
+    /// Takes the log-probabilities of the prompt when the first token is sampled; `None` for a sequence without them, and
+    /// for later tokens.
+    pub(super) fn take_prompt_logprobs(&mut self) -> Option<Vec<TokenLogprobs>> {
+        self.sampling.prompt_logprobs.take()?;
+        Some(std::mem::take(&mut self.prompt_logprobs))
     }
 
     /// Returns whether the sequence got a token on this node.

@@ -82,6 +82,8 @@ impl Scheduler {
         }
         for sequence in self.sequences.values_mut() {
             sequence.chain.reseed(seeds, &sequence.tokens);
+            // Computed with the old weights; a sequence that continues computes them again.
+            sequence.prompt_logprobs.clear();
             // The blocks of the new keys have not occurred in this request.
             sequence.counted_blocks = 0;
             sequence.continues = false;

@@ -15,7 +15,7 @@ use engine::{
 use kernels::{
     Dtype, KvArena, WeightFormat,
     cpu::{CpuBackend, CpuOptions, Isa},
-    sampling::SampledToken,
+    sampling::{SampledToken, TokenLogprobs},
 };
 use model::{Checkpoint, LoadFormat};
 use serde::Deserialize;
@@ -114,6 +114,7 @@ pub(crate) fn pair(checkpoint: &Checkpoint, config: SchedulerConfig) -> Pair<Cpu
 pub(crate) struct Outcome {
     pub tokens: Vec<SampledToken>,
     pub cached_tokens: u32,
+    pub prompt_logprobs: Option<Vec<TokenLogprobs>>,
     pub finish: Option<FinishReason>,
     pub failure: Option<SequenceFailure>,
 }
@@ -149,8 +150,13 @@ pub(crate) fn run<E: Executor>(
 
 fn note(outcomes: &mut HashMap<SequenceId, Outcome>, action: Action) {
     match action {
-        Action::Tokens { id, tokens, cached_tokens, .. } => {
+        Action::Tokens { id, tokens, cached_tokens, prompt_logprobs, .. } => {
             let outcome = outcomes.get_mut(&id).expect("known");
+            if outcome.tokens.is_empty() {
+                outcome.prompt_logprobs = prompt_logprobs;
+            } else {
+                assert_eq!(prompt_logprobs, None, "only token 0 has them");
+            }
             outcome.tokens.extend(tokens);
             outcome.cached_tokens = cached_tokens;
         }
@@ -171,6 +177,14 @@ pub(crate) struct GoldenRun {
     /// Difference between the logits of the best and the second-best token at each step.
     #[serde(rename = "top1_top2_margin_per_step")]
     pub margins: Vec<f32>,
+    /// The most likely tokens after the prompt.
+    pub first_step_top5: Vec<GoldenToken>,
+}
+
+#[derive(Deserialize)]
+pub(crate) struct GoldenToken {
+    pub id: u32,
+    pub logprob: f32,
 }
 
 pub(crate) fn golden() -> Vec<GoldenRun> {

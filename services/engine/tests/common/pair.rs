@@ -283,7 +283,7 @@ impl<E: Executor> Pair<E> {
                 let wire = self.wires.get_mut(&id).expect("reserved before it was written");
                 wire.to_copy.extend((first_block..).zip(blocks));
             }
-            Action::Tokens { id, first_index, tokens, cached_tokens } => {
+            Action::Tokens { id, first_index, tokens, cached_tokens, .. } => {
                 let [token] = tokens.as_slice() else { panic!("a sender brings one token") };
                 if let Some(wire) = self.wires.get_mut(&id) {
                     wire.token_0 = Some((first_index, token.clone()));

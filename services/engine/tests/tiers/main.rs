@@ -395,6 +395,7 @@ fn all_accepted(plan: &StepPlan) -> StepResult {
         tokens: (0..=row.drafts_max)
             .map(|_| SampledToken { id: 1, logprobs: None, pooled: None })
             .collect(),
+        prompt_logprobs: Vec::new(),
         drafted: row.drafts_max,
         failure: None,
     };

@@ -93,12 +93,18 @@ fn identity(identity: Option<v1::ModelIdentity>) -> Checked<Identity> {
 pub fn token_to_wire(token: &SampledToken) -> v1::Token {
     v1::Token {
         id: token.id,
-        logprobs: token.logprobs.as_ref().map(|logprobs| v1::TokenLogprobs {
-            chosen: logprobs.chosen,
-            top: logprobs.top.iter().map(|&(id, logprob)| v1::TopLogprob { id, logprob }).collect(),
-        }),
+        logprobs: token.logprobs.as_ref().map(logprobs_to_wire),
         weight_version: None,
         pooled: token.pooled.as_deref().map(<[f32]>::to_vec).unwrap_or_default(),
+        prompt: None,
+    }
+}
+
+pub fn logprobs_to_wire(logprobs: &TokenLogprobs) -> v1::TokenLogprobs {
+    v1::TokenLogprobs {
+        chosen: logprobs.chosen,
+        top: logprobs.top.iter().map(|&(id, logprob)| v1::TopLogprob { id, logprob }).collect(),
+        rank: logprobs.rank,
     }
 }
 
@@ -108,6 +114,7 @@ fn token(token: v1::Token) -> Checked<SampledToken> {
         Some(logprobs) => Some(TokenLogprobs {
             chosen: logprobs.chosen,
             top: logprobs.top.iter().map(|top| (top.id, top.logprob)).collect(),
+            rank: logprobs.rank,
         }),
         None => None,
     };

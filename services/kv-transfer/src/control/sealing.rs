@@ -275,7 +275,7 @@ mod tests {
     #[test]
     fn every_control_message_round_trips() {
         let transfer = TransferId(0x1234_5678_9abc_def0_0000_0000_0000_0001);
-        let logprobs = TokenLogprobs { chosen: -0.5, top: vec![(4, -0.5), (9, -1.25)] };
+        let logprobs = TokenLogprobs { chosen: -0.5, top: vec![(4, -0.5), (9, -1.25)], rank: None };
         let bodies = [
             Body::Hello(Hello {
                 identity: identity(),

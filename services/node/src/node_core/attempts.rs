@@ -19,7 +19,10 @@ use engine::{
     event::{Action, FinishReason, Input, SequenceFailure, SequenceId, SequenceKind},
     tiers::JobId,
 };
-use kernels::{BLOCK_TOKENS, sampling::SampledToken};
+use kernels::{
+    BLOCK_TOKENS,
+    sampling::{SampledToken, TokenLogprobs},
+};
 use kv_transfer::{
     api::{self as transfer, PeerAddress, TransferFailure, TransferId, TransferStats},
     config::LEASE,
@@ -52,6 +55,34 @@ pub(super) struct Attempts {
     is_draining: bool,
 }
 
+/// Tokens of one step, as the scheduler reports them.
+struct SampledTokens {
+    first_index: u32,
+    tokens: Vec<SampledToken>,
+    cached_tokens: u32,
+    prompt_logprobs: Option<Vec<TokenLogprobs>>,
+}
+
+impl SampledTokens {
+    fn event(
+        self,
+        weight_version: u64,
+        finish: Option<FinishReason>,
+        stages: Option<StageTimes>,
+    ) -> AttemptEvent {
+        let Self { first_index, tokens, cached_tokens, prompt_logprobs } = self;
+        AttemptEvent::Tokens {
+            first_index,
+            tokens,
+            cached_tokens,
+            prompt_logprobs,
+            weight_version,
+            finish,
+            stages,
+        }
+    }
+}
+
 struct AttemptRecord {
     call: CallId,
     caller: CallerState,
@@ -63,9 +94,8 @@ struct AttemptRecord {
     /// Maximum time that the other node of the pair takes to compile the grammar.
     compile_time: Duration,
     transfer: TransferState,
-    /// Prefill: first index, token 0 and cached tokens, until `Finished` says whether token 0 is the
-    /// last one.
-    token_0: Option<(u32, SampledToken, u32)>,
+    /// Prefill: token 0, until `Finished` says whether token 0 is the last one.
+    token_0: Option<SampledTokens>,
     received: TransferStats,
     /// Bit `stage as usize` is set while the stage is open.
     open_stages: u8,
@@ -303,8 +333,9 @@ impl Attempts {
                     self.commands.push_back((Some(record.call), command));
                 }
             }
-            Action::Tokens { id, first_index, tokens, cached_tokens } => {
-                self.on_tokens(id, first_index, tokens, cached_tokens, now);
+            Action::Tokens { id, first_index, tokens, cached_tokens, prompt_logprobs } => {
+                let sampled = SampledTokens { first_index, tokens, cached_tokens, prompt_logprobs };
+                self.on_tokens(id, sampled, now);
             }
             Action::Finished { id, reason } => self.on_finished(id, reason),
             Action::Failed { id, failure } => self.on_failed(id, failure),
@@ -336,14 +367,7 @@ impl Attempts {
 
     /// Handles sampled tokens. On D these are tokens 0, 1, 2, … On P this is token 0, which waits for `Finished`
     /// of the same step: then it is known whether token 0 is the last token.
-    fn on_tokens(
-        &mut self,
-        id: SequenceId,
-        first_index: u32,
-        mut tokens: Vec<SampledToken>,
-        cached_tokens: u32,
-        now: Instant,
-    ) {
+    fn on_tokens(&mut self, id: SequenceId, sampled: SampledTokens, now: Instant) {
         let Some(record) = self.records.get_mut(&id) else { return };
         if record.end(AttemptStage::Prefill, StageAttributes::default(), &mut self.outputs)
             && let Some(admitted_at) = record.admitted_at
@@ -353,20 +377,13 @@ impl Attempts {
             self.outputs.push_back(NodeOutput::Metric(Metric::PrefillTime(took)));
         }
         if record.kind == SequenceKind::Send {
-            record.look_up_prefix(cached_tokens, &mut self.outputs);
-            record.token_0 = tokens.pop().map(|token| (first_index, token, cached_tokens));
+            record.look_up_prefix(sampled.cached_tokens, &mut self.outputs);
+            record.token_0 = Some(sampled);
             return;
         }
         let is_first = record.begin(AttemptStage::Decode, &mut self.outputs);
         let stages = is_first.then(|| record.stage_times());
-        let event = AttemptEvent::Tokens {
-            first_index,
-            tokens,
-            cached_tokens,
-            weight_version: self.weight_version,
-            finish: None,
-            stages,
-        };
+        let event = sampled.event(self.weight_version, None, stages);
         record.send(event, &mut self.outputs);
     }
 
@@ -374,21 +391,16 @@ impl Attempts {
         let Some(record) = self.records.get_mut(&id) else { return };
         match (record.kind, reason) {
             (SequenceKind::Send, finish) => {
-                let Some((first_index, token, cached_tokens)) = record.token_0.take() else {
+                let sampled = record.token_0.take();
+                let first =
+                    sampled.and_then(|sampled| Some((sampled.tokens.first()?.clone(), sampled)));
+                let Some((token, sampled)) = first else {
                     return self.fail_as_bug(id, "the sequence finished without a token");
                 };
+                let first_index = sampled.first_index;
                 // P sends token 0 straight to the router, ahead of the transfer.
-                let tokens = vec![token.clone()];
                 let stages = Some(record.stage_times());
-                let event = AttemptEvent::Tokens {
-                    first_index,
-                    tokens,
-                    cached_tokens,
-                    weight_version: self.weight_version,
-                    finish,
-                    stages,
-                };
-                record.send(event, &mut self.outputs);
+                record.send(sampled.event(self.weight_version, finish, stages), &mut self.outputs);
                 let Some(reason) = finish else {
                     // On P: with token 0 the transfer can complete.
                     record.begin(AttemptStage::Transfer, &mut self.outputs);

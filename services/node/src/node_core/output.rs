@@ -7,7 +7,7 @@ use engine::{
     event::{FinishReason, Load, NewSequence, SequenceId},
     tiers::{JobId, LoadJob, SaveJob, Tier, TierStats},
 };
-use kernels::sampling::SampledToken;
+use kernels::sampling::{SampledToken, TokenLogprobs};
 use kv_transfer::api::{self as transfer, Epoch, PeerAddress, TransferFailure, TransferStats};
 use proto::v1::{self, FailureKind};
 
@@ -135,6 +135,8 @@ pub enum AttemptEvent {
         first_index: u32,
         tokens: Vec<SampledToken>,
         cached_tokens: u32,
+        /// With the first tokens, if the caller asked for them: of the prompt tokens from the second on.
+        prompt_logprobs: Option<Vec<TokenLogprobs>>,
         /// Version of the weights that made the tokens.
         weight_version: u64,
         finish: Option<FinishReason>,

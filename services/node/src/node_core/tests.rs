@@ -141,7 +141,7 @@ fn token(id: u32) -> SampledToken {
 
 fn tokens(first_index: u32, ids: &[u32]) -> Action {
     let tokens = ids.iter().map(|&id| token(id)).collect();
-    Action::Tokens { id: ID, first_index, tokens, cached_tokens: 0 }
+    Action::Tokens { id: ID, first_index, tokens, cached_tokens: 0, prompt_logprobs: None }
 }
 
 fn tokens_reply(first_index: u32, ids: &[u32], finish: Option<FinishReason>) -> Reply {
@@ -151,6 +151,7 @@ fn tokens_reply(first_index: u32, ids: &[u32], finish: Option<FinishReason>) -> 
         first_index,
         tokens,
         cached_tokens: 0,
+        prompt_logprobs: None,
         weight_version: 1,
         finish,
         stages,
@@ -168,6 +169,7 @@ fn first_reply(ids: &[u32], finish: Option<FinishReason>, times: v1::StageTimes)
                 first_index,
                 tokens,
                 cached_tokens,
+                prompt_logprobs: None,
                 weight_version: 1,
                 finish,
                 stages,

@@ -306,6 +306,7 @@ pub(crate) struct Decoded {
     pub reserved: Option<v1::Reserved>,
     pub finished: Option<v1::DecodeFinished>,
     pub failure: Option<v1::Failure>,
+    pub prompt: Option<v1::PromptLogprobs>,
 }
 
 impl Decoded {
@@ -328,6 +329,9 @@ impl Decoded {
                 let first = *self.first_index.get_or_insert(tokens.first_index);
                 assert_eq!(tokens.first_index, first + self.ids.len() as u32, "no gap");
                 assert!(!tokens.tokens.is_empty());
+                if self.ids.is_empty() {
+                    self.prompt.clone_from(&tokens.tokens[0].prompt);
+                }
                 self.ids.extend(tokens.tokens.iter().map(|token| token.id));
             }
             decode_event::Event::Finished(finished) => self.finished = Some(finished),

@@ -40,6 +40,11 @@ pub(super) struct AttemptState {
     delivered: bool,
     /// Failure of the decode node's transfer, while token 0 is awaited.
     transfer_failed: Option<AttemptFailure>,
+    /// Whether token 0 has the log-probabilities of the prompt. Only the node that prefills sends them.
+    awaits_prompt: bool,
+    /// Events of the decode node that wait for the prefill node's token 0, which has the log-probabilities. Bounded by
+    /// the tokens of the answer.
+    held: Vec<DecodeEvent>,
     stats: AttemptStats,
 }
 
@@ -113,8 +118,15 @@ impl AttemptState {
             prefill: if with_prefill { Prefill::Prefilling } else { Prefill::Ended },
             delivered: false,
             transfer_failed: None,
+            awaits_prompt: false,
+            held: Vec::new(),
             stats: AttemptStats::default(),
         }
+    }
+
+    /// Sets whether token 0 must have the log-probabilities of the prompt.
+    pub(super) fn awaiting_prompt(self, awaits_prompt: bool) -> Self {
+        Self { awaits_prompt, ..self }
     }
 
     /// Returns the number of tokens that earlier attempts emitted.
@@ -152,7 +164,15 @@ impl AttemptState {
         let violation = |what: &str| {
             vec![AttemptAction::Fail(AttemptFailure::violation(AttemptSide::Decode, what))]
         };
+        let holds = self.awaits_prompt && self.prefill == Prefill::Prefilling;
         match (event, self.decode) {
+            (
+                Some(event @ (DecodeEvent::Tokens(_) | DecodeEvent::Finished(_))),
+                Decode::Reserved,
+            ) if holds => {
+                self.held.push(event);
+                vec![]
+            }
             (Some(DecodeEvent::Reserved(reserved)), Decode::Opening) => {
                 self.decode = Decode::Reserved;
                 self.saw_cached(reserved.cached_tokens);
@@ -311,6 +331,11 @@ impl AttemptState {
                         let mut next =
                             self.emit(AttemptSide::Prefill, self.first_index, vec![token], emitted);
                         next.extend(self.on_token_0_late());
+                        for event in std::mem::take(&mut self.held) {
+                            if !matches!(next.last(), Some(AttemptAction::Fail(_))) {
+                                next.extend(self.on_decode_event(Some(event), emitted));
+                            }
+                        }
                         next
                     }
                 };
@@ -378,6 +403,11 @@ impl AttemptState {
         tokens: Vec<Token>,
         emitted: &mut EmittedTokens,
     ) -> Vec<AttemptAction> {
+        let lacks_prompt = tokens.first().is_some_and(|token| token.prompt.is_none());
+        if self.awaits_prompt && emitted.next_index() == 0 && lacks_prompt {
+            let what = "its first token has no log-probabilities of the prompt";
+            return vec![AttemptAction::Fail(AttemptFailure::violation(side, what))];
+        }
         match emitted.accept(first_index, tokens) {
             Ok((_, new)) if new.is_empty() => vec![],
             Ok((first_index, tokens)) => {
@@ -395,7 +425,9 @@ impl AttemptState {
 #[cfg(test)]
 mod tests {
     use proptest::prelude::*;
-    use proto::v1::{DecodeFinished, DecodeTokens, Delivered, Failure, FailureKind, Reserved};
+    use proto::v1::{
+        DecodeFinished, DecodeTokens, Delivered, Failure, FailureKind, PromptLogprobs, Reserved,
+    };
 
     use super::*;
 
@@ -439,6 +471,46 @@ mod tests {
 
     fn emit(by: AttemptSide, first_index: u32, ids: &[u32]) -> AttemptAction {
         AttemptAction::Emit { by, first_index, tokens: ids.iter().map(|&id| token(id)).collect() }
+    }
+
+    #[test]
+    fn tokens_of_the_decode_node_wait_for_the_logprobs_of_the_prompt() {
+        let scored = || {
+            let mut event = first(0, 5, None);
+            if let Some(PrefillEvent::Token(PrefillToken { token: Some(token), .. })) = &mut event {
+                token.prompt = Some(PromptLogprobs::default());
+            }
+            event
+        };
+        let begin = || {
+            let mut emitted = EmittedTokens::new(16, 1000);
+            let mut attempt = AttemptState::new(0, true).awaiting_prompt(true);
+            attempt.on_decode_event(reserved(false), &mut emitted);
+            // Only the prefill node knows the log-probabilities.
+            for event in [tokens(0, &[5]), tokens(1, &[6]), finished()] {
+                assert_eq!(attempt.on_decode_event(event, &mut emitted), vec![]);
+            }
+            assert_eq!(attempt.awaits(), AttemptSide::Prefill);
+            (attempt, emitted)
+        };
+        let (mut attempt, mut emitted) = begin();
+        let next = attempt.on_prefill_event(scored(), &mut emitted);
+        let [AttemptAction::Emit { by: AttemptSide::Prefill, tokens, .. }, rest @ ..] = &next[..]
+        else {
+            panic!("{next:?}");
+        };
+        assert!(tokens[0].prompt.is_some());
+        let end = AttemptAction::Finish(FinishReason::Length);
+        assert_eq!(rest, [emit(AttemptSide::Decode, 1, &[6]), end]);
+
+        let (mut attempt, _) = begin();
+        let next = attempt.on_prefill_end(lost(AttemptSide::Prefill));
+        assert!(matches!(next[..], [AttemptAction::Fail(_)]), "{next:?}");
+        let (mut attempt, mut emitted) = begin();
+        // A node that does not know the field breaks the protocol.
+        let next = attempt.on_prefill_event(first(0, 5, None), &mut emitted);
+        assert!(matches!(next[..], [AttemptAction::Fail(_)]), "{next:?}");
+        assert_eq!(emitted.next_index(), 0, "the next attempt emits token 0");
     }
 
     fn lost(side: AttemptSide) -> AttemptFailure {

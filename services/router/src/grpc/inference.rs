@@ -221,6 +221,7 @@ fn read(
     let (request_id, tenant) = (record.request_id(), record.caller().tenant(tenant)?);
     let model = named?.model;
     let fields = GenerationFields {
+        prompt_only: false,
         prompts: vec![call.prompt?],
         choices: 1,
         options: options(wire)?,
@@ -249,12 +250,15 @@ fn responses(
         };
         let event = match event {
             AnswerEvent::Tokens(shown) => {
-                let AnswerTokens { first_index, tokens, text, .. } = shown;
+                let AnswerTokens { first_index, mut tokens, prompt, text, .. } = shown;
                 let pieces = match &mut reader {
                     Some(reader) => reader.push(&tokens, text),
                     None => text_of(text),
                 };
                 let WirePieces { reasoning, text, tool_calls } = tools::to_wire(pieces);
+                if let Some(first) = tokens.first_mut() {
+                    first.prompt = prompt;
+                }
                 let tokens = GeneratedTokens { first_index, tokens, text, tool_calls, reasoning };
                 generate_response::Event::Tokens(tokens)
             }

@@ -12,7 +12,7 @@ use crate::{
         error::FieldError,
         options::{
             LOGPROBS, MIN_P, Options, PENALTY, REPETITION_PENALTY, RequestedGrammar,
-            STOP_TOKENS_MAX, TEMPERATURE, TOKENS, TOP_P, check_salt, checked_session,
+            STOP_TOKENS_MAX, TEMPERATURE, TOKENS, TOP_P, check_salt, checked_bias, checked_session,
         },
     },
 };
@@ -45,6 +45,11 @@ pub(super) fn options(wire: GenerateOptions) -> Result<Options, FieldError> {
         ignore_eos: wire.ignore_eos.unwrap_or(false),
         logprobs: within("options.logprobs", wire.logprobs, &LOGPROBS)?,
         pooling: None,
+        prompt_logprobs: within("options.prompt_logprobs", wire.prompt_logprobs, &LOGPROBS)?,
+        logit_bias: checked_bias(
+            "options.logit_bias",
+            wire.logit_bias.into_iter().map(|one| (one.id, one.bias)).collect(),
+        )?,
         cache_salt: check_salt("options.cache_salt", wire.cache_salt)?,
         session: checked_session(
             ("options.session", &wire.session),

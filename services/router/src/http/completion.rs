@@ -110,6 +110,8 @@ impl GenerationApi for Api {
                 api: *self,
                 logprobs: fields.logprobs,
                 token_ids: fields.delivery.token_ids,
+                echo: fields.delivery.echo,
+                prompt_logprobs: fields.delivery.prompt_logprobs,
                 weight_versions: fields.delivery.weight_versions,
                 skip_special: fields.skip_special,
             },
@@ -173,6 +175,7 @@ impl ResponseFields {
             choices,
             usage: None,
             prompt_token_ids: None,
+            prompt_logprobs: None,
             baton: None,
         }
     }
@@ -205,6 +208,9 @@ impl WholeWriter for WholeCompletion {
             AnswerEvent::Tokens(shown) => {
                 self.totals.tokens(shown.tokens.len());
                 let answer = &mut self.collected[shown.choice as usize];
+                if shown.first_index == 0 {
+                    answer.begin(&self.reply.view, self.reply.prompt(shown.choice), shown.prompt);
+                }
                 answer.push(&self.reply.view, &shown.tokens, shown.text);
             }
             AnswerEvent::Finished(end) => {
@@ -216,8 +222,13 @@ impl WholeWriter for WholeCompletion {
     }
 
     fn into_response(self) -> Response {
-        let Self { reply, totals, collected, mut ends } = self;
+        let Self { reply, totals, mut collected, mut ends } = self;
         ends.sort_by_key(|end| end.choice);
+        // A chat has one prompt.
+        let prompt = match reply.view.api {
+            Api::Chat => collected.first_mut().and_then(|answer| answer.prompt.take()),
+            Api::Text => None,
+        };
         // Every answer has ended.
         let answers = collected.into_iter().zip(&ends);
         match reply.view.api {
@@ -226,6 +237,7 @@ impl WholeWriter for WholeCompletion {
                     answers.map(|(answer, end)| answer.into_chat_choice(&reply.view, end));
                 let choices = choices.collect();
                 let mut body = reply.completion("chat.completion", choices, &totals);
+                body.prompt_logprobs = reply.view.prompt_logprobs(reply.prompt(0), prompt.as_ref());
                 if reply.view.token_ids {
                     body.prompt_token_ids = reply.prompts.first().map(|prompt| &**prompt);
                 }
@@ -376,17 +388,22 @@ impl CompletionChunks {
         end: Option<&AnswerEnd>,
         out: &mut EventBuffer,
     ) {
-        let AnswerTokens { choice, tokens, text, .. } = shown;
+        let AnswerTokens { choice, tokens, text, prompt, .. } = shown;
         let progress = &mut self.answers[choice as usize];
         progress.completion_tokens += tokens.len() as u64;
         let first = !std::mem::replace(&mut progress.introduced, true);
         let (reply, view) = (&self.reply, &self.reply.view);
         let mut logprobs = TextLogprobs::default();
+        let mut echoed = String::new();
+        if first && view.echo {
+            let offset = &mut progress.text_offset;
+            echoed = view.echo(reply.prompt(choice), prompt.as_ref(), offset, &mut logprobs);
+        }
         view.text_logprobs(&tokens, &mut progress.text_offset, &mut logprobs);
         let end = end.map(text_end).unwrap_or_default();
         let content = TextChoice {
             index: choice,
-            text: text + &end.text,
+            text: echoed + &text + &end.text,
             logprobs: view.logprobs.map(|_| logprobs),
             prompt_token_ids: (first && view.token_ids).then(|| reply.prompt(choice)),
             token_ids: view.ids(&tokens),

@@ -107,6 +107,7 @@ impl GenerationApi for PoolingApi {
             Self::Score => read_score(fields, model)?,
         };
         let fields = GenerationFields {
+            prompt_only: false,
             prompts,
             choices: 1,
             options: Options {

@@ -1,5 +1,7 @@
 //! Fields of a request to `/v1/chat/completions` or `/v1/completions`.
 
+use std::collections::HashMap;
+
 use serde::Deserialize;
 use serde_json::{Map, Value, value::RawValue};
 
@@ -11,11 +13,11 @@ use crate::{
     front::NamedModel,
     keys::Caller,
     request::{
-        error::{FieldError, RequestError, parse_field, parse_json, type_or_scalar},
+        error::{FieldError, RequestError, parse_field, parse_json, redacted, type_or_scalar},
         options::{
             CHOICES, COMPLETION_TOKENS_DEFAULT, DefaultLength, LOGPROBS, MIN_P, Options, PENALTY,
             REPETITION_PENALTY, SEED, STOP_TOKENS_MAX, TEMPERATURE, TOKENS, TOP_K, TOP_P,
-            check_salt,
+            check_salt, checked_bias,
         },
         text_workers::{ChatSource, PromptSource, check_variables},
         tools::OfferedTools,
@@ -32,6 +34,10 @@ pub(super) struct Delivery {
     /// Sends the usage so far in every chunk (as vLLM does).
     pub continuous_usage: bool,
     pub token_ids: bool,
+    /// The text of a completion begins with its prompt.
+    pub echo: bool,
+    /// Number of top log-probabilities to return at each place of the prompt.
+    pub prompt_logprobs: Option<u32>,
     /// Return the version of the weights that made each token.
     pub weight_versions: bool,
 }
@@ -41,18 +47,15 @@ pub(super) type Unsupported = (&'static str, &'static [&'static str]);
 
 /// Unsupported fields of other servers that would change the answer, in every request. The router rejects
 /// other values than the listed ones instead of ignoring them.
-pub(super) const UNSUPPORTED: [Unsupported; 25] = [
-    ("logit_bias", &["{}"]),
+pub(super) const UNSUPPORTED: [Unsupported; 22] = [
     ("bad_words", &["[]"]),
     ("allowed_token_ids", &["[]"]),
     ("use_beam_search", &["false"]),
     ("length_penalty", &["1", "1.0"]),
-    ("prompt_logprobs", &[]),
     ("logprob_token_ids", &["[]"]),
     ("truncate_prompt_tokens", &[]),
     ("return_tokens_as_token_ids", &["false"]),
     ("prompt_embeds", &[]),
-    ("echo", &["false"]),
     ("thinking_token_budget", &["-1"]),
     // Fields of llama.cpp, SGLang, Ollama and text-generation-inference.
     ("grammar", &["\"\""]),
@@ -101,7 +104,14 @@ pub(super) fn delivery(fields: &RequestFields<'_>) -> Result<Delivery, FieldErro
         return Err(FieldError::new("stream_options", "is given; allowed: only with stream true"));
     }
     let options = options.unwrap_or_default();
+    let prompt_logprobs = fields.count("prompt_logprobs", LOGPROBS)?;
+    if stream && prompt_logprobs.is_some() {
+        let problem = "is given; allowed: only with stream false";
+        return Err(FieldError::new("prompt_logprobs", problem));
+    }
     Ok(Delivery {
+        echo: false,
+        prompt_logprobs,
         stream,
         include_usage: options.include_usage.unwrap_or(false),
         continuous_usage: options.continuous_usage_stats.unwrap_or(false),
@@ -144,6 +154,8 @@ pub(super) fn options(fields: &RequestFields<'_>) -> Result<Options, FieldError>
         ignore_eos: fields.boolean("ignore_eos")?.unwrap_or(false),
         logprobs: None,
         pooling: None,
+        prompt_logprobs: None,
+        logit_bias: logit_bias(fields)?,
         grammar: grammar_fields::grammar(fields)?,
         cache_salt: check_salt("cache_salt", fields.string("cache_salt")?.unwrap_or_default())?,
         // In headers.
@@ -172,16 +184,58 @@ fn stop_token_ids(fields: &RequestFields<'_>) -> Result<Vec<u32>, FieldError> {
     Ok(ids)
 }
 
-/// Reads the maximum number of output tokens; `Some(None)` for -1, which means no limit, as in llama.cpp.
-fn length_limit(fields: &RequestFields<'_>, name: &str) -> Result<Option<Option<u32>>, FieldError> {
-    match fields.integer(name, -1..=-1) {
-        Ok(Some(_)) => Ok(Some(None)),
-        _ => Ok(fields.count(name, TOKENS)?.map(Some)),
+/// Reads `logit_bias`: an object from token ids to numbers.
+fn logit_bias(fields: &RequestFields<'_>) -> Result<Vec<(u32, f32)>, FieldError> {
+    const NAME: &str = "logit_bias";
+    let allowed = "an object from token ids to numbers from -100 to 100";
+    let biases: Option<HashMap<String, f32>> = fields.value(NAME, allowed)?;
+    let read = |(id, bias): (String, f32)| match id.parse() {
+        Ok(id) => Ok((id, bias)),
+        Err(_) => {
+            let problem = format!("has the key {}; allowed: {allowed}", redacted(&id));
+            Err(FieldError::new(NAME, problem))
+        }
+    };
+    checked_bias(NAME, biases.into_iter().flatten().map(read).collect::<Result<_, _>>()?)
+}
+
+/// Maximum number of output tokens that a client asks for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum LengthLimit {
+    /// -1, as in llama.cpp.
+    Unlimited,
+    /// 0: the client wants to know only about the prompt.
+    PromptOnly,
+    Tokens(u32),
+}
+
+impl LengthLimit {
+    /// Returns the limit as nodes know it.
+    fn tokens(self) -> Option<u32> {
+        match self {
+            Self::Unlimited => None,
+            Self::PromptOnly => Some(1),
+            Self::Tokens(count) => Some(count),
+        }
+    }
+}
+
+/// Reads the maximum number of output tokens. 0 is allowed if the answer tells something of the prompt.
+fn length_limit(
+    fields: &RequestFields<'_>,
+    name: &str,
+    tells_of_prompt: bool,
+) -> Result<Option<LengthLimit>, FieldError> {
+    match fields.integer(name, -1..=0) {
+        Ok(Some(-1)) => Ok(Some(LengthLimit::Unlimited)),
+        Ok(Some(_)) if tells_of_prompt => Ok(Some(LengthLimit::PromptOnly)),
+        _ => Ok(fields.count(name, TOKENS)?.map(LengthLimit::Tokens)),
     }
 }
 
 /// Unsupported fields of chat requests.
-pub(super) const CHAT_UNSUPPORTED: [Unsupported; 5] = [
+pub(super) const CHAT_UNSUPPORTED: [Unsupported; 6] = [
+    ("echo", &["false"]),
     ("functions", &["[]"]),
     ("audio", &[]),
     ("chat_template", &[]),
@@ -199,9 +253,13 @@ pub(super) fn read_chat(
     check_unsupported(fields, &UNSUPPORTED)?;
     check_unsupported(fields, &CHAT_UNSUPPORTED)?;
     let mut options = options(fields)?;
-    let max_tokens = length_limit(fields, "max_tokens")?;
-    let max_completion_tokens = length_limit(fields, "max_completion_tokens")?;
-    options.max_tokens = max_completion_tokens.or(max_tokens).flatten();
+    let delivery = delivery(fields)?;
+    options.prompt_logprobs = delivery.prompt_logprobs;
+    let tells_of_prompt = delivery.prompt_logprobs.is_some();
+    let max_tokens = length_limit(fields, "max_tokens", tells_of_prompt)?;
+    let max_completion_tokens = length_limit(fields, "max_completion_tokens", tells_of_prompt)?;
+    let length = max_completion_tokens.or(max_tokens);
+    options.max_tokens = length.and_then(LengthLimit::tokens);
     let max_tokens_name = match max_completion_tokens {
         Some(_) => "max_completion_tokens",
         None => "max_tokens",
@@ -220,10 +278,11 @@ pub(super) fn read_chat(
         choices: choices(fields)?,
         options,
         default_length: DefaultLength::Rest,
+        prompt_only: length == Some(LengthLimit::PromptOnly),
         max_tokens_name,
         tools,
     };
-    Ok((parsed, delivery(fields)?))
+    Ok((parsed, delivery))
 }
 
 /// Reads the conversation and its rendering options.
@@ -290,21 +349,26 @@ pub(super) fn read_completion(
         CompletionPrompt::Text(text) => PromptSource::Text { text, add_special_tokens },
     };
     let mut options = options(fields)?;
-    let max_tokens = length_limit(fields, "max_tokens")?;
-    options.max_tokens = max_tokens.flatten();
+    let delivery = Delivery { echo: fields.boolean("echo")?.unwrap_or(false), ..delivery(fields)? };
+    let tells_of_prompt = delivery.echo || delivery.prompt_logprobs.is_some();
+    let max_tokens = length_limit(fields, "max_tokens", tells_of_prompt)?;
+    options.max_tokens = max_tokens.and_then(LengthLimit::tokens);
     options.logprobs = fields.count("logprobs", LOGPROBS)?;
+    let echoed = options.logprobs.filter(|_| delivery.echo);
+    options.prompt_logprobs = delivery.prompt_logprobs.max(echoed);
     let parsed = GenerationFields {
         prompts: prompts(fields, "prompt")?.into_iter().map(source).collect(),
         choices: choices(fields)?,
         options,
         default_length: match max_tokens {
-            Some(None) => DefaultLength::Rest,
+            Some(LengthLimit::Unlimited) => DefaultLength::Rest,
             _ => DefaultLength::Tokens(COMPLETION_TOKENS_DEFAULT),
         },
+        prompt_only: max_tokens == Some(LengthLimit::PromptOnly),
         max_tokens_name: "max_tokens",
         tools: None,
     };
-    Ok((parsed, delivery(fields)?))
+    Ok((parsed, delivery))
 }
 
 /// A prompt of `/v1/completions`.
@@ -385,14 +449,14 @@ mod tests {
 
     #[test]
     fn fields_of_other_servers_are_rejected_unless_disabled() {
-        with(r#"{"logit_bias": {}, "echo": false, "unheard_of": 7}"#, |fields| {
+        with(r#"{"use_beam_search": false, "unheard_of": 7}"#, |fields| {
             assert_eq!(check_unsupported(fields, &UNSUPPORTED), Ok(()));
         });
         with(r#"{"repeat_penalty": 1, "mirostat": 0, "stop_sequences": []}"#, |fields| {
             assert_eq!(check_unsupported(fields, &UNSUPPORTED), Ok(()));
         });
         for (body, name) in [
-            (r#"{"echo": true}"#, "echo"),
+            (r#"{"use_beam_search": true}"#, "use_beam_search"),
             (r#"{"json_schema": {"type": "object"}}"#, "json_schema"),
             (r#"{"grammar": "root ::= \"zzz\""}"#, "grammar"),
             (r#"{"ebnf": "root ::= \"zzz\""}"#, "ebnf"),

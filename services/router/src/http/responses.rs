@@ -293,6 +293,7 @@ impl GenerationApi for ResponsesApi {
             input,
         };
         let parsed = GenerationFields {
+            prompt_only: false,
             prompts: vec![PromptSource::Chat(chat)],
             choices: 1,
             options,
@@ -342,6 +343,8 @@ impl GenerationApi for ResponsesApi {
         let context = ReplyContext {
             id: started.request_id.to_string(),
             view: TokenView {
+                echo: false,
+                prompt_logprobs: None,
                 tokenizer: started.model.model.text.tokenizer().clone(),
                 api: Api::Chat,
                 logprobs: fields.logprobs,

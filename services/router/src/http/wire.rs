@@ -5,7 +5,7 @@
 
 use std::{cell::Cell, collections::HashMap, sync::Arc};
 
-use proto::v1::{FinishReason, Token, TokenLogprobs};
+use proto::v1::{self, FinishReason, Token, TokenLogprobs};
 use router_core::HandOverStats;
 use schemars::JsonSchema;
 use serde::{Serialize, Serializer, ser::SerializeMap};
@@ -34,6 +34,9 @@ pub(super) struct Completion<'a, C> {
     /// Token ids of a chat's prompt; each choice of a completion has its own.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub prompt_token_ids: Option<&'a [u32]>,
+    /// Log-probabilities of a chat's prompt; each choice of a completion has its own.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub prompt_logprobs: Option<PromptLogprobs>,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub baton: Option<HandOverStats>,
 }
@@ -175,6 +178,8 @@ pub(super) struct TextChoice<'a> {
     #[serde(skip_serializing_if = "Option::is_none")]
     pub prompt_token_ids: Option<&'a [u32]>,
     #[serde(skip_serializing_if = "Option::is_none")]
+    pub prompt_logprobs: Option<PromptLogprobs>,
+    #[serde(skip_serializing_if = "Option::is_none")]
     pub token_ids: Option<Vec<u32>>,
     /// Version of the weights that made each token.
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -207,14 +212,43 @@ pub(super) struct TokenLogprob {
 
 #[derive(Debug, Default, Serialize, JsonSchema)]
 pub(super) struct TextLogprobs {
-    /// Number of characters of the answer before each token. A character belongs to the token that completes it.
+    /// Number of characters of the text before each token. A character belongs to the token that completes it.
     pub text_offset: Vec<u64>,
+    /// `null` for the first token of an echoed prompt.
     #[serde(serialize_with = "all_finite")]
     #[schemars(inner(range(min = -9999.0, max = 0.0)))]
-    pub token_logprobs: Vec<f32>,
+    pub token_logprobs: Vec<Option<f32>>,
     pub tokens: Vec<String>,
-    #[schemars(with = "Vec<HashMap<String, f32>>")]
-    pub top_logprobs: Vec<TopLogprobs>,
+    /// `null` for the first token of an echoed prompt.
+    #[schemars(with = "Vec<Option<HashMap<String, f32>>>")]
+    pub top_logprobs: Vec<Option<TopLogprobs>>,
+}
+
+/// Log-probabilities at each place of a prompt, as in vLLM; `null` for its first token.
+#[derive(Debug, Serialize, JsonSchema)]
+pub(super) struct PromptLogprobs(
+    #[schemars(with = "Vec<Option<HashMap<String, PromptLogprob>>>")]
+    Vec<Option<PromptTokenLogprobs>>,
+);
+
+/// Log-probability by token id: the best tokens first, and the token of the prompt.
+#[derive(Debug)]
+struct PromptTokenLogprobs(Vec<(u32, PromptLogprob)>);
+
+#[derive(Debug, Serialize, JsonSchema)]
+pub(super) struct PromptLogprob {
+    #[serde(serialize_with = "finite")]
+    #[schemars(range(min = -9999.0, max = 0.0))]
+    pub logprob: f32,
+    /// 1 for the most likely token; `null` if the node's device does not count the more likely ones.
+    pub rank: Option<u32>,
+    pub decoded_token: String,
+}
+
+impl Serialize for PromptTokenLogprobs {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        serializer.collect_map(self.0.iter().map(|(id, logprob)| (id, logprob)))
+    }
 }
 
 /// Log-probability by token, best first.
@@ -242,8 +276,8 @@ fn finite<S: Serializer>(logprob: &f32, serializer: S) -> Result<S::Ok, S::Error
     serializer.serialize_f32(clamped(*logprob))
 }
 
-fn all_finite<S: Serializer>(logprobs: &[f32], serializer: S) -> Result<S::Ok, S::Error> {
-    serializer.collect_seq(logprobs.iter().map(|logprob| clamped(*logprob)))
+fn all_finite<S: Serializer>(logprobs: &[Option<f32>], serializer: S) -> Result<S::Ok, S::Error> {
+    serializer.collect_seq(logprobs.iter().map(|logprob| logprob.map(clamped)))
 }
 
 #[derive(Serialize, JsonSchema)]
@@ -321,6 +355,8 @@ pub(super) struct AnswerContent {
     pub weight_versions: Vec<String>,
     pub chat_logprobs: Vec<ChatTokenLogprob>,
     pub text_logprobs: TextLogprobs,
+    /// Log-probabilities of the prompt, if the nodes computed them.
+    pub prompt: Option<v1::PromptLogprobs>,
     text_offset: TextOffset,
 }
 
@@ -333,12 +369,15 @@ pub(super) struct TextOffset {
 }
 
 impl TextOffset {
-    fn advance(&mut self, view: &TokenView, token: u32) {
+    /// Returns the text that the token completes.
+    fn advance(&mut self, view: &TokenView, token: u32) -> String {
         let options = DetokenizerOptions { skip_special: view.skip_special, continues: true };
         let detokenizer = self
             .detokenizer
             .get_or_insert_with(|| Detokenizer::new(view.tokenizer.clone(), options));
-        self.characters += detokenizer.push(token).chars().count() as u64;
+        let text = detokenizer.push(token);
+        self.characters += text.chars().count() as u64;
+        text
     }
 }
 
@@ -350,6 +389,10 @@ pub(super) struct TokenView {
     /// Number of top log-probabilities for each token.
     pub logprobs: Option<u32>,
     pub token_ids: bool,
+    /// Whether the text of a completion begins with its prompt.
+    pub echo: bool,
+    /// Number of top log-probabilities at each place of the prompt.
+    pub prompt_logprobs: Option<u32>,
     pub weight_versions: bool,
     /// Whether special tokens give no text.
     pub skip_special: bool,
@@ -375,20 +418,78 @@ impl TokenView {
     ) {
         let Some(count) = self.logprobs else { return };
         for token in tokens {
-            let (chosen, top) = self.logprobs_of(token, count);
-            let text = self.key_of(token.id);
-            // As in OpenAI's API, the sampled token is always included.
-            let mut shown: Vec<(String, f32)> =
-                top.iter().map(|&(id, logprob)| (self.key_of(id), logprob)).collect();
-            if !top.iter().any(|&(id, _)| id == token.id) {
-                shown.push((text.clone(), chosen));
-            }
-            to.text_offset.push(text_offset.characters);
+            self.push_logprobs(token.id, token.logprobs.as_ref(), count, text_offset, to);
             text_offset.advance(self, token.id);
-            to.tokens.push(text);
-            to.token_logprobs.push(chosen);
-            to.top_logprobs.push(TopLogprobs(shown));
         }
+    }
+
+    /// Appends the log-probabilities of a token; `None` for a token without them.
+    fn push_logprobs(
+        &self,
+        id: u32,
+        logprobs: Option<&TokenLogprobs>,
+        count: u32,
+        text_offset: &TextOffset,
+        to: &mut TextLogprobs,
+    ) {
+        let text = self.key_of(id);
+        let shown = logprobs.map(|logprobs| {
+            let top = logprobs.top.iter().take(count as usize);
+            let mut shown: Vec<_> =
+                top.clone().map(|top| (self.key_of(top.id), top.logprob)).collect();
+            // As in OpenAI's API, the token itself is always included.
+            if !top.into_iter().any(|top| top.id == id) {
+                shown.push((text.clone(), logprobs.chosen));
+            }
+            TopLogprobs(shown)
+        });
+        to.text_offset.push(text_offset.characters);
+        to.tokens.push(text);
+        to.token_logprobs.push(logprobs.map(|logprobs| logprobs.chosen));
+        to.top_logprobs.push(shown);
+    }
+
+    /// Returns the text of an echoed prompt, and appends the log-probabilities of its tokens.
+    pub(super) fn echo(
+        &self,
+        prompt: &[u32],
+        logprobs: Option<&v1::PromptLogprobs>,
+        text_offset: &mut TextOffset,
+        to: &mut TextLogprobs,
+    ) -> String {
+        let logprobs = logprobs.map_or(&[][..], |logprobs| &logprobs.tokens);
+        let mut text = String::new();
+        for (index, &id) in prompt.iter().enumerate() {
+            if let Some(count) = self.logprobs {
+                let known = index.checked_sub(1).and_then(|before| logprobs.get(before));
+                self.push_logprobs(id, known, count, text_offset, to);
+            }
+            text.push_str(&text_offset.advance(self, id));
+        }
+        text
+    }
+
+    /// Returns the log-probabilities of a prompt, if the client asked for them.
+    pub(super) fn prompt_logprobs(
+        &self,
+        prompt: &[u32],
+        logprobs: Option<&v1::PromptLogprobs>,
+    ) -> Option<PromptLogprobs> {
+        let (count, logprobs) = (self.prompt_logprobs? as usize, logprobs?);
+        let one = |(&id, known): (&u32, &TokenLogprobs)| {
+            let shown = |id, logprob, rank| {
+                (id, PromptLogprob { logprob, rank, decoded_token: self.text_of(id) })
+            };
+            let top = (1..).zip(known.top.iter().take(count));
+            let mut all: Vec<_> =
+                top.map(|(rank, top)| shown(top.id, top.logprob, Some(rank))).collect();
+            if !all.iter().any(|(other, _)| *other == id) {
+                all.push(shown(id, known.chosen, known.rank));
+            }
+            Some(PromptTokenLogprobs(all))
+        };
+        let known = prompt.iter().skip(1).zip(&logprobs.tokens).map(one);
+        Some(PromptLogprobs(std::iter::once(None).chain(known).collect()))
     }
 
     pub(super) fn ids(&self, tokens: &[Token]) -> Option<Vec<u32>> {
@@ -403,7 +504,7 @@ impl TokenView {
     }
 
     fn logprobs_of(&self, token: &Token, count: u32) -> (f32, Vec<(u32, f32)>) {
-        let absent = TokenLogprobs { chosen: f32::NAN, top: vec![] };
+        let absent = TokenLogprobs { chosen: f32::NAN, top: vec![], rank: None };
         let logprobs = token.logprobs.as_ref().unwrap_or(&absent);
         let top = logprobs.top.iter().take(count as usize).map(|top| (top.id, top.logprob));
         (logprobs.chosen, top.collect())
@@ -438,6 +539,20 @@ impl AnswerContent {
 
     pub(super) fn reasoning_tokens(&self) -> Option<u64> {
         self.reader.as_ref()?.reasoning_tokens()
+    }
+
+    /// Begins the answer: keeps the log-probabilities of the prompt and, with echo, its text.
+    pub(super) fn begin(
+        &mut self,
+        view: &TokenView,
+        prompt: &[u32],
+        logprobs: Option<v1::PromptLogprobs>,
+    ) {
+        if view.echo {
+            let (offset, to) = (&mut self.text_offset, &mut self.text_logprobs);
+            self.text = view.echo(prompt, logprobs.as_ref(), offset, to);
+        }
+        self.prompt = logprobs;
     }
 
     pub(super) fn push(&mut self, view: &TokenView, tokens: &[Token], text: String) {
@@ -514,6 +629,7 @@ impl AnswerContent {
             text: self.text + &end.text,
             logprobs: view.logprobs.map(|_| self.text_logprobs),
             prompt_token_ids: view.token_ids.then_some(prompt),
+            prompt_logprobs: view.prompt_logprobs(prompt, self.prompt.as_ref()),
             token_ids: view.token_ids.then_some(self.token_ids),
             weight_versions: view.weight_versions.then_some(self.weight_versions),
             ..text_end(end)
@@ -626,17 +742,20 @@ mod tests {
     fn log_probabilities_are_always_numbers() {
         let value = serde_json::to_value(TextLogprobs {
             text_offset: vec![0],
-            token_logprobs: vec![f32::NEG_INFINITY],
+            token_logprobs: vec![Some(f32::NEG_INFINITY), None],
             tokens: vec!["a".into()],
-            top_logprobs: vec![TopLogprobs(vec![
-                ("a".into(), -0.5),
-                ("b".into(), f32::NAN),
-                ("a".into(), -3.0),
-            ])],
+            top_logprobs: vec![
+                Some(TopLogprobs(vec![
+                    ("a".into(), -0.5),
+                    ("b".into(), f32::NAN),
+                    ("a".into(), -3.0),
+                ])),
+                None,
+            ],
         })
         .unwrap();
-        assert_eq!(value["token_logprobs"], json!([-9999.0]));
-        assert_eq!(value["top_logprobs"], json!([{"a": -0.5, "b": -9999.0}]));
+        assert_eq!(value["token_logprobs"], json!([-9999.0, null]));
+        assert_eq!(value["top_logprobs"], json!([{"a": -0.5, "b": -9999.0}, null]));
     }
 
     #[test]
@@ -651,6 +770,7 @@ mod tests {
                 choices: vec![],
                 usage,
                 prompt_token_ids: None,
+                prompt_logprobs: None,
                 baton: None,
             })
             .unwrap()

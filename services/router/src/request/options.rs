@@ -24,6 +24,13 @@ pub(crate) const TOP_K: RangeInclusive<i128> = -1..=i32::MAX as i128;
 pub(crate) const SEED: RangeInclusive<i128> = i64::MIN as i128..=u64::MAX as i128;
 /// Range of the number of log-probabilities that nodes support.
 pub(crate) const LOGPROBS: RangeInclusive<u32> = 0..=20;
+/// Maximum log-probabilities of a prompt: those of its tokens, and the best ones in the place of each. Nodes have the same
+/// limit.
+const PROMPT_LOGPROBS_MAX: u32 = 1 << 18;
+/// Range of the values in `logit_bias`, as in OpenAI's API.
+pub(crate) const LOGIT_BIAS: RangeInclusive<f32> = -100.0..=100.0;
+/// Maximum number of tokens in `logit_bias`. Nodes have the same limit.
+pub(crate) const LOGIT_BIASES_MAX: usize = 1024;
 /// Range of answers to one prompt, as in OpenAI's API.
 pub(crate) const CHOICES: RangeInclusive<u32> = 1..=128;
 /// Maximum number of answers over all prompts of a request. Each answer is a request of its own to the nodes.
@@ -57,6 +64,10 @@ pub(crate) struct Options {
     pub logprobs: Option<u32>,
     /// Values to return in place of text.
     pub pooling: Option<RequestedPooling>,
+    /// Number of top log-probabilities at each place of the prompt.
+    pub prompt_logprobs: Option<u32>,
+    /// Tokens without duplicates, and what is added to the logit of each.
+    pub logit_bias: Vec<(u32, f32)>,
     pub cache_salt: String,
     pub session: RequestSession,
     /// Grammar of the answer.
@@ -150,6 +161,14 @@ impl Options {
                 format!("has {id}; allowed: ids below {}", limits.vocabulary_size),
             ));
         }
+        self.check_prompt_logprobs(prompt_tokens)?;
+        if let Some((id, _)) = self.logit_bias.iter().find(|(id, _)| *id >= limits.vocabulary_size)
+        {
+            return Err(FieldError::new(
+                "logit_bias",
+                format!("has token id {id}; allowed: ids below {}", limits.vocabulary_size),
+            ));
+        }
         let mut stop_token_ids = self.stop_token_ids.clone();
         if !self.ignore_eos {
             stop_token_ids.extend(end_tokens);
@@ -172,8 +191,44 @@ impl Options {
             stop_token_ids,
             logprobs: self.logprobs,
             pooling: self.pooling.as_ref().map(|pooling| pooling.values.clone()),
+            prompt_logprobs: self.prompt_logprobs,
+            logit_bias: (self.logit_bias.iter())
+                .map(|&(id, bias)| v1::TokenBias { id, bias })
+                .collect(),
         })
     }
+
+    /// Rejects more log-probabilities of a prompt than one message of a node may have.
+    fn check_prompt_logprobs(&self, prompt_tokens: u32) -> Result<(), FieldError> {
+        let Some(count) = self.prompt_logprobs else { return Ok(()) };
+        if prompt_tokens.saturating_mul(1 + count) <= PROMPT_LOGPROBS_MAX {
+            return Ok(());
+        }
+        let problem = format!(
+            "is {count}; with the {prompt_tokens} tokens of the prompt; allowed: at most \
+             {PROMPT_LOGPROBS_MAX} log-probabilities in all, those of the prompt tokens included"
+        );
+        Err(FieldError::new("prompt_logprobs", problem))
+    }
+}
+
+/// Checks the number and the values of biases, and sorts them by token.
+pub(crate) fn checked_bias(
+    field: &str,
+    mut biases: Vec<(u32, f32)>,
+) -> Result<Vec<(u32, f32)>, FieldError> {
+    if biases.len() > LOGIT_BIASES_MAX {
+        let problem = format!("has {} tokens; allowed: at most {LOGIT_BIASES_MAX}", biases.len());
+        return Err(FieldError::new(field, problem));
+    }
+    if let Some((_, bias)) = biases.iter().find(|(_, bias)| !LOGIT_BIAS.contains(bias)) {
+        let (least, most) = (LOGIT_BIAS.start(), LOGIT_BIAS.end());
+        let problem = format!("has {bias}; allowed: numbers from {least} to {most}");
+        return Err(FieldError::new(field, problem));
+    }
+    biases.sort_unstable_by_key(|(id, _)| *id);
+    biases.dedup_by_key(|(id, _)| *id);
+    Ok(biases)
 }
 
 /// Rejects a prompt that no node can serve.
@@ -453,6 +508,8 @@ mod tests {
                 ignore_stop_tokens: false,
                 logprobs: None,
                 pooling: None,
+                prompt_logprobs: None,
+                logit_bias: vec![],
             }
         );
         let short = Options::default()

@@ -118,8 +118,14 @@ impl<'a> AnswerDriver<'a> {
                         self.emit(first_index, tokens).await?;
                     }
                     AnswerOutput::Finish(finished) => {
-                        let end = self.text.finish(self.choice, finished);
+                        let mut end = self.text.finish(self.choice, finished);
                         self.record.answer_ended(&end);
+                        if self.request.prompt_only {
+                            // The limit of 0 tokens ends an answer without tokens.
+                            end.reason = FinishReason::Length;
+                            end.stop_reason = None;
+                            end.text.clear();
+                        }
                         let deadline = self.request.deadline;
                         return deadline
                             .limit(self.events.send(AnswerEvent::Finished(end)))
@@ -240,12 +246,18 @@ impl<'a> AnswerDriver<'a> {
 
     /// Sends tokens that belong to the answer, and their text, to the client.
     async fn emit(&mut self, first_index: u32, tokens: Vec<Token>) -> Result<(), RequestError> {
-        let (tokens, text) = self.text.push(tokens);
+        let (mut tokens, mut text) = self.text.push(tokens);
         if !tokens.is_empty() {
             self.record.emitted(tokens.len() as u32);
             self.core.charge_tokens(Instant::now(), tokens.len() as u32);
             let is_last = self.text.is_complete();
-            let event = AnswerTokens { choice: self.choice, first_index, tokens, text, is_last };
+            let prompt = tokens[0].prompt.take();
+            if self.request.prompt_only {
+                tokens.clear();
+                text.clear();
+            }
+            let choice = self.choice;
+            let event = AnswerTokens { choice, first_index, tokens, prompt, text, is_last };
             if let Some(event) = self.events.try_send(AnswerEvent::Tokens(event))? {
                 match timeout_at(self.request.deadline.at, self.send(event)).await {
                     Ok(sent) => sent?,

@@ -12,7 +12,7 @@ use std::{
     time::Duration,
 };
 
-use proto::v1::{FinishReason, Token};
+use proto::v1::{FinishReason, PromptLogprobs, Token};
 use schemars::JsonSchema;
 use serde::Serialize;
 use tokio::sync::Notify;
@@ -36,6 +36,8 @@ pub(crate) struct AnswerTokens {
     /// Index of the first token in the whole answer.
     pub first_index: u32,
     pub tokens: Vec<Token>,
+    /// With token 0, if the client asked for them: log-probabilities of the prompt.
+    pub prompt: Option<PromptLogprobs>,
     /// Empty while a character, or a possible stop string, is incomplete.
     pub text: String,
     /// Whether a stop or the limit of tokens is reached: then only the end of the answer follows.
@@ -280,6 +282,7 @@ mod tests {
             choice,
             first_index: 0,
             tokens: vec![],
+            prompt: None,
             text: "t".into(),
             is_last: false,
         })

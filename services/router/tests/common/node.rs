@@ -21,9 +21,10 @@ use proto::{
         Attempt, DecodeEvent, DecodeFinished, DecodeRequest, DecodeTokens, Delivered, Failure,
         FailureKind, FinishReason, MeetReply, MeetRequest, ModelIdentity, NodeDelta, NodeLoad,
         NodeRecord, NodeSnapshot, ObserveEvent, ObserveRequest, Pooling, PrefillEvent,
-        PrefillRequest, PrefillToken, Reserved, ResetPrefixCacheReply, ResetPrefixCacheRequest,
-        Role, SetDrainingReply, SetDrainingRequest, Token, TokenLogprobs, TopLogprob, TraceReply,
-        TraceRequest, decode_event, node_server, observe_event, prefill_event,
+        PrefillRequest, PrefillToken, PromptLogprobs, Reserved, ResetPrefixCacheReply,
+        ResetPrefixCacheRequest, Role, SetDrainingReply, SetDrainingRequest, Token, TokenLogprobs,
+        TopLogprob, TraceReply, TraceRequest, decode_event, node_server, observe_event,
+        prefill_event,
     },
 };
 use tokio::{
@@ -141,6 +142,7 @@ impl State {
             (false, false) => None,
         };
         let logprobs = sampling.logprobs.map(|count| TokenLogprobs {
+            rank: None,
             chosen: -0.25,
             top: (0..count)
                 .map(|rank| TopLogprob { id: id + rank, logprob: -0.25 - rank as f32 })
@@ -148,7 +150,16 @@ impl State {
         });
         let pooled = sampling.pooling.as_ref().map(|pooling| pooled(attempt, pooling));
         let pooled = pooled.unwrap_or_default();
-        (Token { id, logprobs, weight_version: None, pooled }, finish)
+        let prompt = sampling.prompt_logprobs.filter(|_| index == 0).map(|count| PromptLogprobs {
+            tokens: (1..attempt.prompt_len)
+                .map(|at| TokenLogprobs {
+                    rank: Some(3),
+                    chosen: -(at as f32),
+                    top: (0..count).map(|rank| TopLogprob { id: rank, logprob: -0.5 }).collect(),
+                })
+                .collect(),
+        });
+        (Token { id, logprobs, weight_version: None, pooled, prompt }, finish)
     }
 
     fn next_behaviour(&self) -> Behaviour {

@@ -111,6 +111,8 @@ fn wire_sampling(plan: &RequestPlan) -> v1::Sampling {
         min_tokens: sampling.min_tokens,
         logprobs: sampling.logprobs,
         pooling: None,
+        prompt_logprobs: sampling.prompt_logprobs,
+        logit_bias: Vec::new(),
         max_tokens: plan.max_tokens,
         ignore_stop_tokens: plan.ignore_stop_tokens,
     }

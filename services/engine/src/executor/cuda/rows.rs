@@ -191,6 +191,14 @@ fn refusal(admitted: &AdmittedRow) -> Option<RowFailure> {
             "invalid stop_token_ids: {stops} with min_tokens; expected at most {STOP_TOKENS_MAX}"
         ));
     }
+    for (field, is_given) in [
+        ("prompt_logprobs", sampling.prompt_logprobs.is_some()),
+        ("logit_bias", !sampling.logit_bias.is_empty()),
+    ] {
+        if is_given {
+            return refused(format!("{field} is not supported on a GPU; expected a node on a CPU"));
+        }
+    }
     match sampling.logprobs {
         Some(count) if count > LOGPROBS_MAX => {
             refused(format!("invalid logprobs: {count}; expected at most {LOGPROBS_MAX}"))
@@ -329,6 +337,8 @@ mod tests {
         for sampling in [
             Sampling { temperature: f32::NAN, ..Sampling::greedy() },
             Sampling { logprobs: Some(33), ..Sampling::greedy() },
+            Sampling { prompt_logprobs: Some(0), ..Sampling::greedy() },
+            Sampling { logit_bias: vec![(1, 2.0)], ..Sampling::greedy() },
             Sampling {
                 min_tokens: 1,
                 stop_token_ids: vec![1; STOP_TOKENS_MAX + 1],

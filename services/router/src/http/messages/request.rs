@@ -31,7 +31,9 @@ const SCHEMA: &str = "output_config.format.schema";
 const BUDGET_TOKENS_MIN: u64 = 1024;
 
 /// Unsupported fields of Anthropic's API that would change the answer, or where it is computed.
-const MESSAGES_UNSUPPORTED: [Unsupported; 5] = [
+const MESSAGES_UNSUPPORTED: [Unsupported; 7] = [
+    ("echo", &["false"]),
+    ("prompt_logprobs", &[]),
     ("container", &[]),
     ("inference_geo", &[]),
     ("mcp_servers", &["[]"]),
@@ -92,6 +94,7 @@ pub(in crate::http) fn read_messages(
     let tools = tools(fields)?;
     let chat = chat_source(fields, tools.as_ref(), &output, thinking)?;
     let parsed = GenerationFields {
+        prompt_only: false,
         prompts: vec![PromptSource::Chat(chat)],
         choices: 1,
         options,
@@ -457,7 +460,7 @@ mod tests {
             (json!({"stop_sequences": [""]}), "stop_sequences [0] is empty"),
             (json!({"container": "c"}), "container is not supported; leave it out"),
             (json!({"mcp_servers": [{}]}), "mcp_servers is not supported"),
-            (json!({"logit_bias": {"1": 2}}), "logit_bias is not supported"),
+            (json!({"prompt_logprobs": 1}), "prompt_logprobs is not supported"),
             (
                 json!({"context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]}}),
                 "context_management is not supported",

@@ -1,6 +1,8 @@
 //! Schemas of the request bodies, derived from the types below. The router does not parse requests into these
 //! types: derived errors lack the field's value and its allowed range (see [`fields`](crate::http::fields)).
 
+use std::collections::HashMap;
+
 use schemars::{JsonSchema, generate::SchemaSettings};
 use serde_json::{Map, Value, json};
 
@@ -14,8 +16,8 @@ use crate::{
     },
     request::{
         options::{
-            CACHE_SALT_BYTES_MAX, CHOICES, LOGPROBS, MIN_P, PENALTY, REPETITION_PENALTY, SEED,
-            STOP_TOKENS_MAX, TEMPERATURE, TOKENS, TOP_K, TOP_P,
+            CACHE_SALT_BYTES_MAX, CHOICES, LOGIT_BIASES_MAX, LOGPROBS, MIN_P, PENALTY,
+            REPETITION_PENALTY, SEED, STOP_TOKENS_MAX, TEMPERATURE, TOKENS, TOP_K, TOP_P,
         },
         tools::{NAME_BYTES_MAX, TOOLS_MAX},
     },
@@ -150,6 +152,9 @@ pub(super) struct Sampling {
     /// 0 has no effect.
     #[schemars(range(min = *PENALTY.start(), max = *PENALTY.end()))]
     frequency_penalty: Option<f64>,
+    /// Values from -100 to 100 by token id, which are added to the logits of the tokens.
+    #[schemars(extend("maxProperties" = LOGIT_BIASES_MAX))]
+    logit_bias: Option<HashMap<String, f32>>,
     /// Stop strings: texts that end the answer.
     stop: Option<Stop>,
     /// Include the stop text in the answer.
@@ -273,14 +278,18 @@ struct ChatCompletionRequest {
     /// The conversation.
     #[schemars(length(min = 1))]
     messages: Vec<Message>,
-    /// Maximum number of generated tokens; the default, and -1, is the rest of the model's context.
-    #[schemars(range(min = -1, max = *TOKENS.end()), extend("not" = {"const": 0}))]
+    /// Maximum number of generated tokens; the default, and -1, is the rest of the model's context. 0 only with
+    /// `prompt_logprobs`.
+    #[schemars(range(min = -1, max = *TOKENS.end()))]
     max_completion_tokens: Option<i32>,
     /// Older name of `max_completion_tokens`.
-    #[schemars(range(min = -1, max = *TOKENS.end()), extend("not" = {"const": 0}))]
+    #[schemars(range(min = -1, max = *TOKENS.end()))]
     max_tokens: Option<i32>,
     /// Return log-probabilities.
     logprobs: Option<bool>,
+    /// Number of top tokens at each place of the prompt, with log-probabilities. Only without `stream`.
+    #[schemars(range(min = *LOGPROBS.start(), max = *LOGPROBS.end()))]
+    prompt_logprobs: Option<u32>,
     /// Number of top tokens; only with `logprobs`.
     #[schemars(range(min = *LOGPROBS.start(), max = *LOGPROBS.end()))]
     top_logprobs: Option<u32>,
@@ -396,12 +405,18 @@ struct CompletionRequest {
     generation: Generation,
     /// A text or token ids, or a list of either.
     prompt: Prompt,
-    /// Maximum number of generated tokens; the default is 16, and -1 is the rest of the model's context.
-    #[schemars(range(min = -1, max = *TOKENS.end()), extend("not" = {"const": 0}))]
+    /// Maximum number of generated tokens; the default is 16, and -1 is the rest of the model's context. 0 only with
+    /// `echo` or `prompt_logprobs`.
+    #[schemars(range(min = -1, max = *TOKENS.end()))]
     max_tokens: Option<i32>,
     /// Return log-probabilities of this number of top tokens.
     #[schemars(range(min = *LOGPROBS.start(), max = *LOGPROBS.end()))]
     logprobs: Option<u32>,
+    /// Number of top tokens at each place of the prompt, with log-probabilities. Only without `stream`.
+    #[schemars(range(min = *LOGPROBS.start(), max = *LOGPROBS.end()))]
+    prompt_logprobs: Option<u32>,
+    /// Begin the text with the prompt; with `logprobs` also the lists of tokens.
+    echo: Option<bool>,
     /// Add the model's special tokens around the prompt; the default is true.
     add_special_tokens: Option<bool>,
 }

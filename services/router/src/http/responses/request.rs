@@ -40,7 +40,9 @@ const INCLUDE_OF_HOSTED_TOOLS: [&str; 6] = [
 ];
 
 /// Unsupported fields of OpenAI's API that would change the answer, or the way to get it.
-pub(in crate::http) const RESPONSES_UNSUPPORTED: [Unsupported; 12] = [
+pub(in crate::http) const RESPONSES_UNSUPPORTED: [Unsupported; 14] = [
+    ("echo", &["false"]),
+    ("prompt_logprobs", &[]),
     ("background", &["false"]),
     ("background_options", &["{}"]),
     ("conversation", &[]),
