@@ -111,7 +111,8 @@ impl Family {
 
     /// Returns whether `class` is the family's model without an LM head, such as `MistralModel`.
     pub(crate) fn is_base_class(&self, class: &str) -> bool {
-        self.class.strip_suffix("ForCausalLM") == class.strip_suffix("Model")
+        let name = self.class.strip_suffix("ForCausalLM");
+        name.is_some_and(|name| class.strip_suffix("Model") == Some(name))
     }
 
     /// Returns the family whose GGUF files have this `general.architecture`, and what it says about the files.

@@ -479,3 +479,22 @@ fn llama3_scaling_follows_the_formula_by_hand() {
     // 0.2596433 * 0.31622777 / 8 + 0.7403567 * 0.31622777 = 0.2443846.
     assert!((frequencies[1] - 0.244_384_6).abs() < 1e-6, "{}", frequencies[1]);
 }
+
+#[test]
+fn base_class_has_no_output_of_its_own() {
+    let folder = tempfile::tempdir().unwrap();
+    let open = |class: &str| {
+        let text =
+            fs::read_to_string(common::fixture("architectures/mistral/config.json")).unwrap();
+        let path = folder.path().join("config.json");
+        fs::write(&path, text.replace("MistralForCausalLM", class)).unwrap();
+        Checkpoint::open(path, LoadFormat::Dummy { seed: 1 }).map(|it| it.config().clone())
+    };
+    let [whole, base] = ["MistralForCausalLM", "MistralModel"].map(|class| open(class).unwrap());
+    assert_eq!([whole.tied_output, base.tied_output], [false, true]);
+    assert_eq!(whole.family, base.family);
+    for class in ["MistralForSequenceClassification", "Mistral", "Model"] {
+        let refused = open(class).unwrap_err().to_string();
+        assert!(refused.contains(class), "{refused}");
+    }
+}
