@@ -88,7 +88,12 @@ fn close(schema: &mut Value) {
         }
         remove_null(property);
     }
-    schema["additionalProperties"] = false.into();
+    // The alternatives of an enum have properties of their own.
+    let closing = match schema.get("oneOf") {
+        Some(_) => "unevaluatedProperties",
+        None => "additionalProperties",
+    };
+    schema[closing] = false.into();
 }
 
 /// Removes `null` from the values that a property's schema allows.
@@ -128,7 +133,10 @@ mod tests {
         assert_eq!(choice["properties"]["token_ids"]["type"], json!(["array"]));
         assert_eq!(choice["properties"]["stop_reason"]["anyOf"][1], json!({"type": "null"}));
         for (name, schema) in schemas.iter().filter(|(_, schema)| schema["type"] == "object") {
-            assert_eq!(schema["additionalProperties"], false, "{name}");
+            let is_closed = |key: &str| schema[key] == false;
+            let is_flat = schema.get("oneOf").is_none();
+            assert_eq!(is_closed("additionalProperties"), is_flat, "{name}");
+            assert_eq!(is_closed("unevaluatedProperties"), !is_flat, "{name}");
         }
     }
 }
