@@ -122,7 +122,7 @@ async fn messages_are_answered_whole_and_streamed() {
     assert_eq!(counted, json!({"input_tokens": prompt_tokens}));
 
     let body = message(json!({"stream": true}));
-    let headers = [("anthropic-version", "2023-06-01"), ("anthropic-beta", "any")];
+    let headers = [("anthropic-version", "2026-10-21"), ("anthropic-beta", "any")];
     let stream = cluster.client.stream_with(PATH, &headers, &body).await;
     assert_eq!(stream.headers["content-type"], "text/event-stream");
     let events = events(stream).await;
@@ -256,13 +256,13 @@ async fn errors_have_the_format_of_the_api() {
             client.post_with(PATH, &old, &message(json!({}))).await,
             400,
             "invalid_request_error",
-            "anthropic-version is 2023-01-01; allowed: 2023-06-01",
+            "anthropic-version is 2023-01-01; allowed: 2023-06-01 or 2026-10-21",
         ),
         (
             client.post_with(COUNT_PATH, &old, &message(json!({}))).await,
             400,
             "invalid_request_error",
-            "anthropic-version is 2023-01-01; allowed: 2023-06-01",
+            "anthropic-version is 2023-01-01; allowed: 2023-06-01 or 2026-10-21",
         ),
         (
             client.post(COUNT_PATH, &json!({"messages": []})).await,

@@ -246,32 +246,6 @@ fn a_grammar_goes_to_nodes_that_announce_its_version() {
 }
 
 #[test]
-fn pooled_attempts_run_on_one_node_that_returns_values_prefill_nodes_first() {
-    let mut world = World::new();
-    let request = Wanted { pooling: true, ..wanted(100) };
-    let of = |role, number, pooling| NodeRecord { pooling, ..record(role, number) };
-    world.up(&decode(1), &of(Role::Decode, 1, false), idle());
-    world.up(&prefill(2), &of(Role::Prefill, 2, false), idle());
-    let none = NoNode::NoPooling { role: Role::Decode };
-    assert_eq!(world.pick_nodes(&request).unwrap_err(), none);
-    assert!(world.pick_nodes(&wanted(100)).unwrap().prefill.is_some());
-    let node = |world: &mut World, request: &Wanted<'_>| {
-        let picked = world.pick_nodes(request).unwrap();
-        assert!(picked.prefill.is_none());
-        assert_eq!(picked.considered.placement, cluster::Placement::Pooled);
-        picked.decode.record.epoch
-    };
-    world.up(&decode(3), &of(Role::Decode, 3, true), idle());
-    assert_eq!(node(&mut world, &request), epoch(3));
-    let busy = Load { waiting: 50, pending_prompt_tokens: 100_000, ..idle() };
-    world.up(&prefill(4), &of(Role::Prefill, 4, true), busy);
-    assert_eq!(node(&mut world, &request), epoch(4));
-    // After a failure on the only prefill node a decode node takes the attempt.
-    let failed = [epoch(4)];
-    assert_eq!(node(&mut world, &Wanted { exclude_prefill: &failed, ..request }), epoch(3));
-}
-
-#[test]
 fn no_node_error_has_the_reason_of_the_closest_candidate() {
     let mut world = World::new();
     let request = wanted(1500);

@@ -52,8 +52,9 @@ use crate::{
 };
 
 const ANTHROPIC_VERSION: HeaderName = HeaderName::from_static("anthropic-version");
-/// The version whose requests and events this module implements.
-const VERSION: &str = "2023-06-01";
+/// Versions of the API with the events of this module. The fields that the second version has removed are options of
+/// Baton.
+const VERSIONS: [&str; 2] = ["2023-06-01", "2026-10-21"];
 
 pub(super) async fn messages(State(front): State<Arc<Front>>, request: Request<Body>) -> Response {
     match check_version(request.headers()) {
@@ -86,12 +87,12 @@ pub(super) async fn count_tokens(
     counted.await.map_err(|error: ApiError| error).into_response()
 }
 
-/// Checks the version that the client speaks. Without the header it is [`VERSION`].
+/// Checks the version that the client speaks.
 fn check_version(headers: &HeaderMap) -> Result<(), FieldError> {
     match headers.get(ANTHROPIC_VERSION) {
-        Some(version) if version != VERSION => {
+        Some(version) if !VERSIONS.iter().any(|known| version == known) => {
             let found = String::from_utf8_lossy(version.as_bytes());
-            Err(invalid_value(ANTHROPIC_VERSION.as_str(), &found, VERSION))
+            Err(invalid_value(ANTHROPIC_VERSION.as_str(), &found, &VERSIONS.join(" or ")))
         }
         _ => Ok(()),
     }
