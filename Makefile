@@ -22,7 +22,7 @@ SHIPPED = --config 'target.x86_64-unknown-linux-gnu.rustflags=[$(PACK) "-Clink-a
 SERVICES = -p baton -p router -p prefill-node -p decode-node
 
 .DEFAULT_GOAL := help
-.PHONY: help run build model test check fmt lint bench docs clean deps kernels test-gpu faults image image-gpu image-etcd dist k8s
+.PHONY: help run build model test check fmt lint bench docs clean deps kernels test-gpu faults clients image image-gpu image-etcd dist k8s
 
 help: ## This list.
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -49,6 +49,10 @@ fmt: ## Formatting, checked.
 lint: ## Lints (warnings are errors), and words that have a standard term.
 	deploy/terms.sh
 	$(CARGO) clippy --locked --workspace --all-targets -- -D warnings
+
+clients: build ## Install pinned clients and run one task of each (CLIENTS="codex ai-sdk": only these).
+	$(BIN)/baton model fetch smollm2-135m >/dev/null
+	integration-tests/clients/run.py $(BIN) $(CLIENTS)
 
 bench: build ## Engine speed on this machine, as a table.
 	test -e "$(MODEL)" || $(BIN)/baton model fetch $(MODEL)

