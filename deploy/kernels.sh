@@ -106,6 +106,7 @@ unit decode_attention attention/decode_attention.cu
 for name in skinny wide fp8; do unit ${name}_gemm gemm/${name}_gemm.cu; done
 for name in all_reduce gather; do unit $name collective/$name.cu; done
 for name in digest weights; do unit $name digest/$name.cu; done
+for name in route expert_gemm; do unit $name experts/$name.cu; done
 unit ranges trace/ranges.cu "-I$nvtx/nvidia/cu13/include"
 for dim in 64 128; do
     unit flash_prefill_$dim src/flash_prefill.cu -DBATON_HEAD_DIM=$dim
@@ -123,12 +124,18 @@ compile() {
     case $name in
         flash_hopper_*) unit_gencode=(-gencode=arch=compute_90a,code=sm_90a) ;&
         flash_*) unit_flags+=(-w "${flash_flags[@]}") ;;
-        abi | all_reduce | gather | tp_sample)
+        all_reduce | gather | tp_sample)
             own_headers+=(kernels/cuda/src/*.cuh kernels/cuda/collective/*.h kernels/cuda/collective/*.cuh)
             unit_flags+=(-Ikernels/cuda/collective) ;;
+        abi)
+            own_headers+=(kernels/cuda/src/*.cuh kernels/cuda/collective/*.h kernels/cuda/experts/*.h)
+            unit_flags+=(-Ikernels/cuda/collective -Ikernels/cuda/experts) ;;
         digest | weights)
             own_headers+=(kernels/cuda/src/*.cuh kernels/cuda/digest/*.h kernels/cuda/digest/*.cuh)
             unit_flags+=(-Ikernels/cuda/digest) ;;
+        route | expert_gemm)
+            own_headers+=(kernels/cuda/src/*.cuh kernels/cuda/experts/*.h kernels/cuda/experts/*.cuh)
+            unit_flags+=(-Ikernels/cuda/experts) ;;
         ranges) own_headers+=(kernels/cuda/trace/*.h) unit_flags+=(-Ikernels/cuda/trace) ;;
         *_gemm) own_headers+=(kernels/cuda/src/*.cuh kernels/cuda/gemm/*.h) ;;
         *) own_headers+=(kernels/cuda/src/*.cuh) ;;

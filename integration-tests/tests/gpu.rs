@@ -30,6 +30,7 @@ mod gpu {
     pub(crate) mod collective;
     pub(crate) mod digest;
     pub(crate) mod executor;
+    pub(crate) mod experts;
     pub(crate) mod fault;
     pub(crate) mod fp8;
     pub(crate) mod golden;
@@ -97,6 +98,9 @@ fn main() -> ExitCode {
             gpu::executor::wait_for_token_bitmasks_is_no_busy_time,
             gpu::executor::step_synchronises_with_the_gpu_once,
             gpu::executor::step_records_contain_gpu_start_and_end,
+            gpu::experts::mixtures_of_any_size_and_rows_match_cpu,
+            gpu::experts::equal_rows_and_equal_logits_match_cpu,
+            gpu::experts::a_row_has_the_bits_that_it_has_alone,
             gpu::golden::smollm2_generates_the_golden_tokens_in_f32,
             gpu::golden::smollm2_in_bf16_predicts_every_certain_golden_token,
             gpu::golden::smollm2_cluster_on_a_gpu_generates_the_golden_tokens_in_f32,

@@ -233,6 +233,18 @@ pub struct SharedExpert<'a, M> {
     pub router: Option<&'a M>,
 }
 
+/// Sizes of a rank's mixture of experts.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct ExpertShape {
+    /// Experts of a layer.
+    pub count: usize,
+    /// Experts that compute each row.
+    pub chosen: usize,
+    pub hidden: usize,
+    /// Width of the intermediate layer of the rank's part of an expert.
+    pub size: usize,
+}
+
 /// Operations of one device. They return no errors: after a device failure or a failure of the tensor-parallel group,
 /// results are undefined, and the executor checks the backend for a failure before it uses a result.
 ///
@@ -248,6 +260,8 @@ pub trait Backend: Send + 'static {
     type Buffer: Send;
     /// The rows of one forward pass and the KV blocks that the rows may access.
     type Step;
+    /// Intermediate values of a mixture of experts, which all layers share.
+    type ExpertBuffers: Send;
 
     /// Packs a weight matrix.
     fn matrix(&self, source: &dyn RowSource) -> Self::Matrix;
@@ -264,6 +278,9 @@ pub trait Backend: Send + 'static {
     fn wide_buffer(&self, rows_max: usize, width: usize) -> Self::Buffer {
         self.buffer(rows_max, width)
     }
+
+    /// Creates the intermediate values of [`Self::experts`].
+    fn expert_buffers(&self, rows_max: usize, shape: ExpertShape) -> Self::ExpertBuffers;
 
     /// Returns the shard of the model that this backend computes: the whole model without tensor parallelism.
     fn shard(&self) -> Shard {
@@ -334,20 +351,16 @@ pub trait Backend: Send + 'static {
     fn silu_mul(&mut self, rows: usize, gate_up: &Self::Buffer, out: &mut Self::Buffer);
     /// Computes a mixture of experts. The router's logits `x · routerᵀ` give the score of each expert in f32. A row goes to
     /// the experts of the greatest scores, the lowest expert or group among equal ones. `out` is the sum of their outputs
-    /// `silu_mul(x · gate_upᵀ) · downᵀ` times their weights, in f32 and in the order of the experts, the shared expert
-    /// last: a row's result does not depend on the other rows.
-    ///
-    /// # Panics
-    /// On a backend without experts; the executor refuses the model when it loads it.
+    /// `silu_mul(x · gate_upᵀ) · downᵀ` times their weights, in f32 and in a fixed order of the row's experts, the shared
+    /// expert last. On CPUs, and on GPUs up to a number of rows, a row's result does not depend on the other rows.
     fn experts(
         &mut self,
-        _rows: usize,
-        _x: &Self::Buffer,
-        _weights: &ExpertWeights<'_, Self::Matrix, Self::Vector>,
-        _out: &mut Self::Buffer,
-    ) {
-        panic!("the backend has no kernels for experts");
-    }
+        rows: usize,
+        x: &Self::Buffer,
+        weights: &ExpertWeights<'_, Self::Matrix, Self::Vector>,
+        buffers: &mut Self::ExpertBuffers,
+        out: &mut Self::Buffer,
+    );
     /// All-reduces (sums) `x` over the ranks of tensor parallelism. `x` may be wide. The ranks' terms are added in
     /// rank order, so the result is bit-equal on all ranks. Does nothing without tensor parallelism.
     fn all_reduce(&mut self, _rows: usize, _x: &mut Self::Buffer) {
@@ -403,5 +416,21 @@ pub trait Backend: Send + 'static {
     ) {
         self.matmul(rows, x, w, gate_up);
         self.silu_mul(rows, gate_up, out);
+    }
+    /// Computes [`Self::experts`] of `normed`, adds the result to the residual stream, and replaces `normed` with
+    /// `rms_norm(residual)`. `delta` is an intermediate buffer. `rows` is the number of all rows or of the sampled rows of
+    /// the step.
+    fn experts_onto_residual(
+        &mut self,
+        rows: usize,
+        normed: &mut Self::Buffer,
+        weights: &ExpertWeights<'_, Self::Matrix, Self::Vector>,
+        (buffers, delta): (&mut Self::ExpertBuffers, &mut Self::Buffer),
+        residual: &mut Self::Buffer,
+        (norm, eps): (&Self::Vector, f32),
+    ) {
+        self.experts(rows, normed, weights, buffers, delta);
+        self.all_reduce(rows, delta);
+        self.add_rms_norm(rows, residual, delta, norm, eps, normed);
     }
 }

@@ -41,6 +41,7 @@ use std::{
 
 pub use buffer::{CpuBuffer, CpuVector};
 pub use collective::{CpuGroup, CpuGroupError};
+pub use experts::ExpertScratch;
 pub use isa::Isa;
 pub use matmul::CpuMatrix;
 pub use sample::{SampleError, SampleRow, sample};
@@ -49,7 +50,8 @@ pub use step::{CpuStep, StepError, StepSequence};
 use self::{aligned::Slab, isa::Level, threads::ThreadPool};
 use crate::{
     backend::{
-        Backend, ExpertWeights, HeadShape, HeadWeights, LayerAttention, NormSpan, RowSource,
+        Backend, ExpertShape, ExpertWeights, HeadShape, HeadWeights, LayerAttention, NormSpan,
+        RowSource,
     },
     layout::{KvLayout, WeightFormat},
     sampling::SampledToken,
@@ -91,7 +93,6 @@ pub struct CpuBackend {
     slab: Mutex<Slab>,
     gemms: matmul::MatmulScratch,
     tiles: attention::AttentionScratch,
-    experts: experts::ExpertScratch,
     /// Sampling memory, one per thread.
     draws: Vec<Mutex<sample::SampleScratch>>,
     /// The shard of a model that the backend packs and computes.
@@ -128,7 +129,6 @@ impl CpuBackend {
             slab: Mutex::default(),
             gemms: matmul::MatmulScratch::default(),
             tiles: attention::AttentionScratch::new(threads),
-            experts: experts::ExpertScratch::default(),
             draws: (0..threads).map(|_| Mutex::default()).collect(),
             shard: Shard::WHOLE,
             group: None,
@@ -146,7 +146,6 @@ impl CpuBackend {
             slab: Mutex::default(),
             gemms: matmul::MatmulScratch::default(),
             tiles: attention::AttentionScratch::new(1),
-            experts: experts::ExpertScratch::default(),
             draws: Vec::new(),
             shard: self.shard,
             group: None,
@@ -225,6 +224,7 @@ impl Backend for CpuBackend {
     type Vector = CpuVector;
     type Buffer = CpuBuffer;
     type Step = CpuStep;
+    type ExpertBuffers = ExpertScratch;
 
     fn matrix(&self, source: &dyn RowSource) -> CpuMatrix {
         self.pack(self.weights, source)
@@ -240,6 +240,10 @@ impl Backend for CpuBackend {
 
     fn buffer(&self, rows_max: usize, width: usize) -> CpuBuffer {
         CpuBuffer::zeroed(rows_max, width)
+    }
+
+    fn expert_buffers(&self, _rows_max: usize, _shape: ExpertShape) -> ExpertScratch {
+        ExpertScratch::default()
     }
 
     fn shard(&self) -> Shard {
@@ -358,12 +362,13 @@ impl Backend for CpuBackend {
         rows: usize,
         x: &CpuBuffer,
         weights: &ExpertWeights<'_, CpuMatrix, CpuVector>,
+        buffers: &mut ExpertScratch,
         out: &mut CpuBuffer,
     ) {
         let width = weights.router.cols();
         assert!(x.width() == width && out.width() == width, "experts: widths are equal");
         let pool = self.pool.get_mut().unwrap_or_else(PoisonError::into_inner);
-        let scratch = (&mut self.experts, &mut self.gemms);
+        let scratch = (buffers, &mut self.gemms);
         experts::experts(self.level, pool, scratch, x.rows(rows), weights, out.rows_mut(rows));
     }
 

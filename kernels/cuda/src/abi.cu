@@ -5,6 +5,7 @@
 
 #include "collective.h"
 #include "device.cuh"
+#include "experts.h"
 
 #ifndef BATON_ARCHES
 #define BATON_ARCHES "unknown"
@@ -23,12 +24,16 @@ static_assert(sizeof(baton_sample_args) == 7 * 8 + 4 * 4);
 static_assert(sizeof(baton_skinny_gemm_args) == 20 * 8 + 14 * 4);
 static_assert(sizeof(baton_decode_attention_args) == 15 * 8 + 10 * 4);
 static_assert(sizeof(baton_group) == 96 && sizeof(baton_all_reduce_args) == 56 && sizeof(baton_gather_args) == 80);
+static_assert(sizeof(baton_route_args) == 11 * 8 + 8 * 4);
+static_assert(sizeof(baton_expert_gemm_args) == 9 * 8 + 8 * 4);
 
 namespace baton {
 
 int32_t load_all_reduce();
 int32_t load_digest();
+int32_t load_expert_gemm();
 int32_t load_gather();
+int32_t load_route();
 int32_t load_tp_sample();
 int32_t load_weights();
 
@@ -103,7 +108,7 @@ BATON_API int32_t baton_initialise(void) {
     BATON_TRY(current_device(device));
     for (auto part : {load_rows, load_rope, load_blocks, load_step, load_drafts, load_attention, load_decode_attention,
                       load_skinny_gemm, load_sample, load_probe, load_all_reduce, load_gather,
-                      load_tp_sample, load_digest, load_weights}) {
+                      load_tp_sample, load_digest, load_weights, load_route, load_expert_gemm}) {
       const int32_t code = part();
       if (code == BATON_CUDA + cudaErrorNoKernelImageForDevice || code == BATON_CUDA + cudaErrorInvalidDeviceFunction) {
         return fail(BATON_UNSUPPORTED, "the kernel library holds code for %s; this device is sm_%d%d",
@@ -139,6 +144,8 @@ BATON_API int32_t baton_struct_sizes(uint32_t* sizes_host, int32_t capacity) {
       sizeof(baton_group),
       sizeof(baton_all_reduce_args),
       sizeof(baton_gather_args),
+      sizeof(baton_route_args),
+      sizeof(baton_expert_gemm_args),
   };
   constexpr int32_t count = sizeof(sizes) / sizeof(sizes[0]);
   for (int32_t i = 0; sizes_host && i < count && i < capacity; ++i) sizes_host[i] = sizes[i];

@@ -57,10 +57,16 @@ AllReduceArgs = struct("AllReduceArgs", x=P, out=P, residual=P, weight=P, eps=F3
                        algorithm=I32, pdl=I32)
 GatherArgs = struct("GatherArgs", x=P, x_stride=I64, out=P, out_stride=I64, firsts=I32 * 9, rows=I32,
                     reserved=I32 * 2)
+RouteArgs = struct("RouteArgs", x=P, x_stride=I64, squares=P, router=P, logits=P, expert_of=P, weights=P, scales=P,
+                   offsets=P, order=P, arrivals=P, eps=F32, squares_count=I32, rows=I32, hidden=I32, experts=I32,
+                   count=I32, is_normalized=I32, reserved=I32)
+ExpertGemmArgs = struct("ExpertGemmArgs", weight=P, weight_stride=I64, x=P, x_stride=I64, scales=P, out=P,
+                        out_stride=I64, offsets=P, order=P, rows=I32, experts=I32, count=I32, n=I32, depth=I32,
+                        is_gate_up=I32, grid=I32, pdl=I32)
 NEEDS_DRAW, NEEDS_CUT, NEEDS_LOGPROBS, NEEDS_PENALTIES, NEEDS_ALL = 1, 2, 4, 8, 15
 STRUCTS = [Kv, RopeArgs, Sampling, Slot, Pool, PlanHeader, PlanSequence, PlanAdmission, PlanRun, Step, Shape, Batch,
            Workspace, AttentionPlan, SampleResult, TokenLogprob, SampleArgs, SkinnyArgs, DecodeArgs, Group,
-           AllReduceArgs, GatherArgs]
+           AllReduceArgs, GatherArgs, RouteArgs, ExpertGemmArgs]
 
 ARGUMENTS = {
     "initialise": [],

@@ -15,7 +15,7 @@ use crate::backend::{ExpertChoice, ExpertScore, ExpertWeights, SharedExpert};
 
 /// Memory that steps reuse.
 #[derive(Default)]
-pub(crate) struct ExpertScratch {
+pub struct ExpertScratch {
     /// `[rows][experts]`.
     logits: Vec<f32>,
     /// Rows of each expert and their weights.

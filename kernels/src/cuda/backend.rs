@@ -17,6 +17,7 @@ use super::{
     context::{Compute, Context, Stream},
     driver::Driver,
     error::CudaError,
+    experts::CudaExperts,
     ffi::{self, dtype_code},
     gemm::{Gemm, GemmShape, WORKSPACE_BYTES},
     graph::Graph,
@@ -28,7 +29,9 @@ use super::{
     upload::{ReaderShare, Uploads},
 };
 use crate::{
-    backend::{Backend, HeadShape, HeadWeights, LayerAttention, RowSource},
+    backend::{
+        Backend, ExpertShape, ExpertWeights, HeadShape, HeadWeights, LayerAttention, RowSource,
+    },
     layout::{Dtype, KvLayout, WeightFormat},
     shard::Shard,
 };
@@ -304,7 +307,7 @@ impl CudaBackend {
     }
 
     /// Keeps the first error.
-    fn note(&self, outcome: Result<(), CudaError>) {
+    pub(super) fn note(&self, outcome: Result<(), CudaError>) {
         if let Err(error) = outcome {
             let mut fault = self.fault.lock().unwrap_or_else(PoisonError::into_inner);
             fault.get_or_insert(error);
@@ -312,7 +315,7 @@ impl CudaBackend {
     }
 
     /// Returns whether an operation has failed; later operations are ignored.
-    fn is_faulty(&self) -> bool {
+    pub(super) fn is_faulty(&self) -> bool {
         self.fault.lock().unwrap_or_else(PoisonError::into_inner).is_some()
     }
 
@@ -350,6 +353,7 @@ impl Backend for CudaBackend {
     type Vector = CudaVector;
     type Buffer = CudaBuffer;
     type Step = CudaStep;
+    type ExpertBuffers = CudaExperts;
 
     fn matrix(&self, source: &dyn RowSource) -> CudaMatrix {
         let formats = (self.options.weights, self.dtype);
@@ -377,6 +381,15 @@ impl Backend for CudaBackend {
 
     fn wide_buffer(&self, rows_max: usize, width: usize) -> CudaBuffer {
         self.typed_buffer(rows_max, width, Dtype::F32)
+    }
+
+    fn expert_buffers(&self, rows_max: usize, shape: ExpertShape) -> CudaExperts {
+        let buffers =
+            CudaExperts::place(rows_max, shape, |bytes| self.cut(&self.activations, bytes));
+        if self.is_placed && !self.is_faulty() {
+            self.note(buffers.clear());
+        }
+        buffers
     }
 
     fn rows(&self, step: &CudaStep) -> usize {
@@ -599,6 +612,38 @@ impl Backend for CudaBackend {
         self.group.as_ref().and_then(shard).unwrap_or(Shard::WHOLE)
     }
 
+    fn experts(
+        &mut self,
+        rows: usize,
+        x: &CudaBuffer,
+        weights: &ExpertWeights<'_, CudaMatrix, CudaVector>,
+        buffers: &mut CudaExperts,
+        out: &mut CudaBuffer,
+    ) {
+        self.mix(rows, x, weights, buffers);
+        self.combine(rows, weights.choice.count, buffers, None, out);
+    }
+
+    fn experts_onto_residual(
+        &mut self,
+        rows: usize,
+        normed: &mut CudaBuffer,
+        weights: &ExpertWeights<'_, CudaMatrix, CudaVector>,
+        (buffers, delta): (&mut CudaExperts, &mut CudaBuffer),
+        residual: &mut CudaBuffer,
+        norm: (&CudaVector, f32),
+    ) {
+        self.mix(rows, normed, weights, buffers);
+        let count = weights.choice.count;
+        if self.group.is_some() {
+            // A rank's experts return a partial sum.
+            self.combine(rows, count, buffers, None, delta);
+            self.all_reduce_onto_residual(rows, delta, residual, norm, normed);
+        } else {
+            self.combine(rows, count, buffers, Some((residual, norm)), normed);
+        }
+    }
+
     fn all_reduce(&mut self, rows: usize, x: &mut CudaBuffer) {
         let Some(group) = &self.group else { return };
         assert_eq!(x.pending.get(), None, "all_reduce: the input has a deferred norm");
@@ -633,10 +678,15 @@ impl Backend for CudaBackend {
         step: &mut CudaStep,
     ) {
         self.check_heads(shape, qkv, step);
-        if !self.skinny_heads(layer, shape, (x, w), &weights, qkv, step) {
-            self.matmul(step.rows(), x, w, qkv);
-            self.store_kv(layer, shape, weights, qkv, step);
+        if self.skinny_heads(layer, shape, (x, w), &weights, qkv, step) {
+            return;
         }
+        // The same kernel after a norm that is not deferred.
+        let has_norms = weights.norms.is_some() && !self.is_faulty();
+        if !has_norms || !self.skinny_matmul(step.rows(), (x, w), qkv) {
+            self.matmul(step.rows(), x, w, qkv);
+        }
+        self.store_kv(layer, shape, weights, qkv, step);
     }
 
     fn project_onto_residual(
@@ -689,6 +739,17 @@ impl CudaBackend {
                 )
             }
         });
+    }
+
+    /// Runs a GEMM without scales on cuBLASLt, into a range.
+    pub(super) fn gemm_onto(
+        &mut self,
+        shape: GemmShape,
+        (x, w): (&CudaBuffer, &CudaMatrix),
+        out: &Range,
+    ) {
+        let outcome = self.gemm.run(shape, &x.data, &w.data, out, &self.compute);
+        self.note(outcome);
     }
 
     /// Sets the library's switch for programmatic dependent launch, which all backends share.
@@ -754,7 +815,7 @@ impl CudaBackend {
     }
 }
 
-fn wide(buffer: &CudaBuffer) {
+pub(super) fn wide(buffer: &CudaBuffer) {
     assert_eq!(buffer.dtype, Dtype::F32, "the residual stream is f32");
     assert_eq!(buffer.width, buffer.stride, "the residual stream is contiguous");
 }

@@ -1,5 +1,6 @@
-//! Rust declarations of `kernels/cuda/include/baton_kernels.h`, `kernels/cuda/collective/collective.h` and
-//! `kernels/cuda/trace/ranges.h`: the same structs in the same order, and the functions that Baton calls.
+//! Rust declarations of `kernels/cuda/include/baton_kernels.h`, `kernels/cuda/collective/collective.h`,
+//! `kernels/cuda/experts/experts.h` and `kernels/cuda/trace/ranges.h`: the same structs in the same order, and the functions
+//! that Baton calls.
 //! [`STRUCT_BYTES`] is compared with the library's own sizes before the first call.
 
 use std::ffi::{c_char, c_void};
@@ -81,7 +82,7 @@ macro_rules! structs {
         )*
 
         /// Sizes in bytes of the structs, in order.
-        pub(super) const STRUCT_BYTES: [usize; 22] = [$(size_of::<$name>()),*];
+        pub(super) const STRUCT_BYTES: [usize; 24] = [$(size_of::<$name>()),*];
     };
 }
 
@@ -379,6 +380,50 @@ structs! {
         pub rows: i32,
         pub reserved: [i32; 2],
     }
+
+    #[derive(Default)]
+    pub struct RouteArgs {
+        pub x: Address,
+        pub x_stride: i64,
+        pub squares: Address,
+        pub router: Address,
+        pub logits: Address,
+        pub expert_of: Address,
+        pub weights: Address,
+        pub scales: Address,
+        pub offsets: Address,
+        pub order: Address,
+        pub arrivals: Address,
+        pub eps: f32,
+        pub squares_count: i32,
+        pub rows: i32,
+        pub hidden: i32,
+        pub experts: i32,
+        pub count: i32,
+        pub is_normalized: i32,
+        pub reserved: i32,
+    }
+
+    #[derive(Default)]
+    pub struct ExpertGemmArgs {
+        pub weight: Address,
+        pub weight_stride: i64,
+        pub x: Address,
+        pub x_stride: i64,
+        pub scales: Address,
+        pub out: Address,
+        pub out_stride: i64,
+        pub offsets: Address,
+        pub order: Address,
+        pub rows: i32,
+        pub experts: i32,
+        pub count: i32,
+        pub n: i32,
+        pub depth: i32,
+        pub is_gate_up: i32,
+        pub grid: i32,
+        pub pdl: i32,
+    }
 }
 
 /// `BATON_DIGESTS_MAX` of `kernels/cuda/digest/digest.h`. [`DeviceKv::digest_with`](super::DeviceKv::digest_with)
@@ -452,6 +497,10 @@ functions! {
     baton_skinny_gemm: fn(*const SkinnyGemmArgs, RawStream) -> i32;
     baton_skinny_gemm_rows_max: fn() -> i32;
     baton_skinny_gemm_tile: fn(*const SkinnyGemmArgs) -> i32;
+    baton_route: fn(*const RouteArgs, RawStream) -> i32;
+    baton_expert_gemm: fn(*const ExpertGemmArgs, RawStream) -> i32;
+    baton_combine_experts:
+        fn(Address, Address, i32, Address, Address, f32, Address, i32, i32, RawStream) -> i32;
     baton_sample: fn(*const SlotPool, *const StepArrays, *const SampleArgs, RawStream) -> i32;
     baton_draft: fn(*const SlotPool, *const StepArrays, i32, i32, i32, i32, RawStream) -> i32;
     baton_accept: fn(*const SlotPool, *const StepArrays, i32, i32, Address, RawStream) -> i32;

@@ -29,13 +29,13 @@ const WIDTH_MAX: usize = 1 << 16;
 /// State that all skinny GEMMs of a backend share.
 pub(super) struct Skinny {
     /// Partial sums of squares, written by the last GEMM that added to the residual stream.
-    squares: Range,
+    pub(super) squares: Range,
     /// Whether a kernel may start while its predecessor ends (programmatic dependent launch).
-    starts_early: bool,
+    pub(super) starts_early: bool,
     /// Maximum rows of a skinny GEMM; 0 disables skinny GEMMs.
     rows_max: usize,
     /// Maximum CTAs of a GEMM: one per SM.
-    sms: i32,
+    pub(super) sms: i32,
 }
 
 /// The operation that a GEMM applies to its output.

@@ -74,6 +74,11 @@ impl ModelSizes {
             + heads.qkv_width()
             + heads.query_width()
             + 3 * config.ffn_size_of(shard);
+        // Activations and outputs of the experts of a token.
+        let of_experts = config.experts().map_or(0, |experts| {
+            experts.choice.count * (shard.part(experts.size).len() + config.hidden_size)
+        });
+        let width = width + of_experts;
         let block_bytes = config.kv_layout_of(dtype, shard).block_bytes();
         // Embedding and head are not quantized to FP8.
         let tables = if config.tied_output { 1 } else { 2 };

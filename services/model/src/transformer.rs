@@ -5,7 +5,8 @@ use std::num::NonZeroUsize;
 use kernels::{
     Backend, Packer, RowSource, Shard,
     backend::{
-        ExpertChoice, ExpertWeights, HeadShape, HeadWeights, LayerAttention, NormSpan, SharedExpert,
+        ExpertChoice, ExpertShape, ExpertWeights, HeadShape, HeadWeights, LayerAttention, NormSpan,
+        SharedExpert,
     },
 };
 
@@ -109,6 +110,8 @@ struct Activations<B: Backend> {
     gate_up: B::Buffer,
     /// `[rows][ffn]`.
     activated: B::Buffer,
+    /// `None` without experts.
+    experts: Option<B::ExpertBuffers>,
     /// Attention output of the sampled rows in the last layer `[sampled_rows][query_width]`.
     sampled_attended: B::Buffer,
     /// Residual stream of the sampled rows in the last layer `[sampled_rows][hidden]`.
@@ -284,6 +287,11 @@ impl<B: Backend> Transformer<B> {
         let ffn_size = config.ffn_size_of(shard);
 
         let rows = |width| backend.buffer(limits.rows_max, width);
+        let expert_buffers = |ExpertSpec { count, size, choice, .. }| {
+            let (hidden, size) = (config.hidden_size, shard.part(size).len());
+            let shape = ExpertShape { count, chosen: choice.count, hidden, size };
+            backend.expert_buffers(limits.rows_max, shape)
+        };
         let activations = Activations {
             residual: backend.wide_buffer(limits.rows_max, config.hidden_size),
             normed: rows(config.hidden_size),
@@ -292,6 +300,7 @@ impl<B: Backend> Transformer<B> {
             delta: rows(config.hidden_size),
             gate_up: rows(2 * ffn_size),
             activated: rows(ffn_size),
+            experts: config.experts().map(expert_buffers),
             sampled_attended: backend.buffer(limits.sampled_max, heads.query_width()),
             sampled_residual: backend.wide_buffer(limits.sampled_max, config.hidden_size),
             logits: backend.wide_buffer(limits.sampled_max, shard.tokens(config.vocab_size).len()),
@@ -364,6 +373,7 @@ impl<B: Backend> Transformer<B> {
             delta,
             gate_up,
             activated,
+            experts: expert_buffers,
             sampled_attended,
             sampled_residual,
             logits,
@@ -420,9 +430,9 @@ impl<B: Backend> Transformer<B> {
                     let shared = shared.as_ref().map(SharedExpertWeights::borrowed);
                     let (bias, choice) = (bias.as_ref(), *choice);
                     let weights = ExpertWeights { router, bias, experts, shared, choice };
-                    backend.experts(rows, normed, &weights, delta);
-                    backend.all_reduce(rows, delta);
-                    backend.add_rms_norm(rows, residual, delta, norm.0, norm.1, normed);
+                    let buffers = expert_buffers.as_mut().expect("the model has experts");
+                    let buffers = (buffers, &mut *delta);
+                    backend.experts_onto_residual(rows, normed, &weights, buffers, residual, norm);
                 }
             }
         }

@@ -25,13 +25,14 @@ use kernels::{
     arena::{StreamAccess, StreamStep},
     backend::NormSpan,
     cuda::{
-        Admission, BatchLimits, CudaBackend, CudaError, CudaFrame, CudaStep, DeviceBatch,
-        DeviceClock, DeviceKv, Drafts, Event, Extension, Finished, GemmShape, KnownDrafts,
-        SampleOutcome, StepInput, StreamDelays, TuningResult, TuningSettings, row_steps,
+        Admission, BatchLimits, CudaBackend, CudaError, CudaExperts, CudaFrame, CudaStep,
+        DeviceBatch, DeviceClock, DeviceKv, Drafts, EXPERTS_CHOSEN_MAX, EXPERTS_MAX, Event,
+        Extension, Finished, GemmShape, KnownDrafts, SampleOutcome, StepInput, StreamDelays,
+        TuningResult, TuningSettings, row_steps,
     },
     sampling::STOP_TOKENS_MAX,
 };
-use model::{Checkpoint, Limits, LoadProgress, ModelConfig, ModelError, Transformer};
+use model::{Checkpoint, FeedForward, Limits, LoadProgress, ModelConfig, ModelError, Transformer};
 
 use self::graphs::{CaptureTarget, Graphs};
 pub use self::kv_size::{KvRoom, KvShare, kv_blocks};
@@ -97,7 +98,8 @@ impl CudaModel {
         limits: &ExecutorLimits,
         progress: &mut dyn FnMut(LoadProgress),
     ) -> Result<Self, CudaExecutorError> {
-        check_sizes(checkpoint.config(), backend.shard())?;
+        let compute = backend.context().device().compute;
+        check_sizes(checkpoint.config(), backend.shard(), (backend.options().weights, compute))?;
         let largest_step = Limits {
             rows_max: limits.step_tokens as usize,
             sampled_max: limits.samples_max() as usize,
@@ -627,16 +629,16 @@ fn gemm_shapes(
     let heads = config.head_shape_of(shard);
     let ffn_size = config.ffn_size_of(shard);
     let tokens = shard.tokens(config.vocab_size).len();
-    let layer = [
-        (config.hidden_size, heads.qkv_width()),
-        (heads.query_width(), config.hidden_size),
-        (config.hidden_size, 2 * ffn_size),
-        (ffn_size, config.hidden_size),
-    ];
+    let mut layer =
+        vec![(config.hidden_size, heads.qkv_width()), (heads.query_width(), config.hidden_size)];
+    // Experts have kernels of their own.
+    if config.layers.iter().any(|layer| layer.feed_forward == FeedForward::Gated) {
+        layer.extend([(config.hidden_size, 2 * ffn_size), (ffn_size, config.hidden_size)]);
+    }
     let (mut decode, mut prefill) = (Vec::new(), Vec::new());
     for rows in row_steps(limits.step_tokens as usize) {
         let shapes = if rows <= limits.slots as usize { &mut decode } else { &mut prefill };
-        shapes.extend(layer.map(|(inputs, outputs)| (rows, inputs, outputs, dtype)));
+        shapes.extend(layer.iter().map(|&(inputs, outputs)| (rows, inputs, outputs, dtype)));
     }
     for rows in row_steps(limits.samples_max() as usize) {
         decode.push((rows, config.hidden_size, tokens, Dtype::F32));
@@ -651,12 +653,36 @@ fn gemm_shapes(
 }
 
 /// Checks the model sizes that the kernels' vector loads require.
-fn check_sizes(config: &ModelConfig, shard: Shard) -> Result<(), CudaExecutorError> {
+fn check_sizes(
+    config: &ModelConfig,
+    shard: Shard,
+    (weights, compute): (WeightFormat, u32),
+) -> Result<(), CudaExecutorError> {
     config.check_shard(shard)?;
     if let Some(experts) = config.experts() {
-        let (what, value) = ("the number of experts", experts.count.to_string());
-        let allowed = "0 on GPUs, or node.device = \"cpu\"";
-        return Err(CudaError::Unsupported { what, value, allowed }.into());
+        let unsupported = |what, value: String, allowed| {
+            Err(CudaError::Unsupported { what, value, allowed }.into())
+        };
+        if compute != 90 {
+            let what = "the compute capability of a GPU for experts";
+            return unsupported(what, format!("{}.{}", compute / 10, compute % 10), "9.0");
+        }
+        if weights != WeightFormat::Bf16 {
+            let what = "the weight format of a model with experts";
+            return unsupported(what, weights.to_string(), "bf16 on GPUs");
+        }
+        if experts.has_bias || experts.shared.is_some() || !CudaExperts::supports(&experts.choice) {
+            let allowed =
+                "softmax scores without groups and shared expert on GPUs, or node.device = \"cpu\"";
+            return unsupported("the model's family", config.family.name().to_owned(), allowed);
+        }
+        if experts.count > EXPERTS_MAX {
+            return unsupported("the number of experts", experts.count.to_string(), "up to 512");
+        }
+        if experts.choice.count > EXPERTS_CHOSEN_MAX {
+            let what = "the number of experts per token";
+            return unsupported(what, experts.choice.count.to_string(), "up to 32");
+        }
     }
     if config.rotary_dim != config.head_dim || config.qk_norm() == Some(NormSpan::Projection) {
         let (what, value) = ("the model's family", config.family.name().to_owned());
@@ -706,18 +732,30 @@ mod tests {
     use super::*;
 
     #[test]
-    fn mixture_of_experts_is_refused() {
-        let folder = tempfile::tempdir().unwrap();
-        let path = folder.path().join("config.json");
-        let config = json!({
-            "architectures": ["Qwen3MoeForCausalLM"], "hidden_size": 64, "intermediate_size": 96,
-            "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
-            "vocab_size": 200, "num_experts": 8, "num_experts_per_tok": 2
-        });
-        std::fs::write(&path, config.to_string()).unwrap();
-        let checkpoint = Checkpoint::open(&path, LoadFormat::Dummy { seed: 1 }).unwrap();
-        let error = check_sizes(checkpoint.config(), Shard::WHOLE).unwrap_err().to_string();
-        let expected = "the number of experts is 8; expected 0 on GPUs, or node.device = \"cpu\"";
-        assert!(error.ends_with(expected), "{error}");
+    fn experts_without_kernels_are_refused() {
+        let refusal = |experts: u32, chosen: u32, weights, compute| {
+            let folder = tempfile::tempdir().unwrap();
+            let path = folder.path().join("config.json");
+            let config = json!({
+                "architectures": ["Qwen3MoeForCausalLM"], "hidden_size": 64, "intermediate_size": 96,
+                "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+                "vocab_size": 200, "num_experts": experts, "num_experts_per_tok": chosen
+            });
+            std::fs::write(&path, config.to_string()).unwrap();
+            let checkpoint = Checkpoint::open(&path, LoadFormat::Dummy { seed: 1 }).unwrap();
+            let checked = check_sizes(checkpoint.config(), Shard::WHOLE, (weights, compute));
+            checked.err().map(|error| error.to_string()).unwrap_or_default()
+        };
+        assert_eq!(refusal(512, 32, WeightFormat::Bf16, 90), "");
+        for (experts, chosen, weights, compute, expected) in [
+            (8, 2, WeightFormat::F32, 90, "with experts is f32; expected bf16 on GPUs"),
+            (8, 2, WeightFormat::Fp8, 90, "with experts is fp8; expected bf16 on GPUs"),
+            (513, 2, WeightFormat::Bf16, 90, "the number of experts is 513; expected up to 512"),
+            (64, 33, WeightFormat::Bf16, 90, "experts per token is 33; expected up to 32"),
+            (8, 2, WeightFormat::Bf16, 89, "of a GPU for experts is 8.9; expected 9.0"),
+        ] {
+            let error = refusal(experts, chosen, weights, compute);
+            assert!(error.ends_with(expected), "{error}");
+        }
     }
 }

@@ -1,0 +1,461 @@
+// Routing of a mixture of experts: the experts of each row, the list of rows of each expert, and the weighted sum of
+// the experts' outputs.
+//
+// Few rows: a cluster of 8 CTAs computes the logits of 16 rows, each CTA those of some experts, and each CTA chooses the
+// experts of two rows. The CTA that arrives last lists the assignments; the list does not depend on the order of
+// arrival. Many rows: cuBLAS computes the logits, a warp chooses for a row, and a CTA lists the rows of an expert.
+#include "experts.h"
+
+#include "device.cuh"
+
+namespace baton {
+namespace {
+
+constexpr int kCluster = 8, kTileRows = 16;
+constexpr int kRowsOfCta = kTileRows / kCluster;
+constexpr int kRouteWarps = 8, kListWarps = 32;
+constexpr int kOwned = BATON_EXPERTS_MAX / WARP;  // experts of a lane, at most
+constexpr int kAssignmentsMax = kRouteWarps * UINT16_MAX;  // a warp counts its part in 16 bits
+
+// ---- Choice of experts ----
+
+// One warp chooses the experts of a row. OWNED: experts of a lane. Lane i has the expert of slot i.
+template <int OWNED>
+__device__ int choose(const baton_route_args& p, const float* logits, int row) {
+  const int lane = threadIdx.x % WARP;
+  float powers[OWNED];
+  float greatest = -INFINITY;
+#pragma unroll
+  for (int i = 0; i < OWNED; ++i) {
+    const int expert = i * WARP + lane;
+    powers[i] = expert < p.experts ? logits[expert] : -INFINITY;
+    greatest = fmaxf(greatest, powers[i]);
+  }
+  greatest = warp_max(greatest);
+  float sum = 0.f;
+#pragma unroll
+  for (int i = 0; i < OWNED; ++i) {
+    powers[i] = i * WARP + lane < p.experts ? expf(powers[i] - greatest) : 0.f;
+    sum += powers[i];
+  }
+  sum = warp_sum(sum);
+  // Keys have the order of the probabilities. 0: chosen before, or no expert.
+  unsigned keys[OWNED];
+#pragma unroll
+  for (int i = 0; i < OWNED; ++i) {
+    keys[i] = i * WARP + lane < p.experts ? (__float_as_uint(powers[i] / sum) & 0x7fffffffu) + 1 : 0;
+  }
+  int expert = 0;
+  float weight = 0.f;
+  for (int slot = 0; slot < p.count; ++slot) {
+    unsigned most = 0, at = ~0u;
+#pragma unroll
+    for (int i = 0; i < OWNED; ++i) {
+      if (keys[i] > most) most = keys[i], at = i * WARP + lane;
+    }
+    const unsigned best = __reduce_max_sync(FULL, most);
+    const unsigned chosen = __reduce_min_sync(FULL, most == best ? at : ~0u);
+#pragma unroll
+    for (int i = 0; i < OWNED; ++i) {
+      if (i * WARP + lane == chosen) keys[i] = 0;
+    }
+    if (lane == slot) expert = static_cast<int>(chosen), weight = __uint_as_float(best - 1);
+  }
+  if (p.is_normalized) weight /= warp_sum(weight);
+  if (lane < p.count) {
+    p.expert_of[static_cast<int64_t>(row) * p.count + lane] = expert;
+    p.weights[static_cast<int64_t>(row) * p.count + lane] = weight;
+  }
+  return expert;
+}
+
+__device__ int choose(const baton_route_args& p, const float* logits, int row) {
+  return p.experts <= 4 * WARP ? choose<4>(p, logits, row) : choose<kOwned>(p, logits, row);
+}
+
+// ---- Lists of the experts ----
+
+template <int WARPS>
+struct Lists {
+  uint16_t before[WARPS][BATON_EXPERTS_MAX];  // assignments of an expert in earlier warps' parts, and then in this part
+  int32_t first[BATON_EXPERTS_MAX + 1];
+};
+
+// Calls visit(assignment, expert, lanes of this expert) for the warp's part of the assignments, in their order.
+template <int WARPS, class Visit>
+__device__ void visit_part(const int32_t* expert_of, int assignments, Visit&& visit) {
+  constexpr int TOGETHER = 8;
+  const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
+  const int part = (assignments + WARPS * WARP - 1) / (WARPS * WARP) * WARP;
+  const int end = min(assignments, (warp + 1) * part);
+  for (int first = warp * part; first < end; first += TOGETHER * WARP) {
+    int experts[TOGETHER];
+#pragma unroll
+    for (int i = 0; i < TOGETHER; ++i) {
+      const int at = first + i * WARP + lane;
+      experts[i] = at < end ? *static_cast<const volatile int32_t*>(expert_of + at) : -1;
+    }
+#pragma unroll
+    for (int i = 0; i < TOGETHER; ++i) {
+      if (first + i * WARP >= end) break;
+      visit(first + i * WARP + lane, experts[i], __match_any_sync(FULL, experts[i]));
+      __syncwarp();
+    }
+  }
+}
+
+// One CTA lists the assignments by expert. `expert_of` is in any memory.
+template <int WARPS>
+__device__ void build_lists(const baton_route_args& p, const int32_t* expert_of, Lists<WARPS>& lists) {
+  const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP, threads = WARPS * WARP;
+  const int assignments = p.rows * p.count;
+  for (int expert = lane; expert < p.experts; expert += WARP) lists.before[warp][expert] = 0;
+  __syncthreads();
+  visit_part<WARPS>(expert_of, assignments, [&](int, int expert, unsigned same) {
+    if (expert >= 0 && (same & ((1u << lane) - 1)) == 0) lists.before[warp][expert] += __popc(same);
+  });
+  __syncthreads();
+  for (int expert = threadIdx.x; expert < p.experts; expert += threads) {
+    int sum = 0;
+    for (int w = 0; w < WARPS; ++w) {
+      const int own = lists.before[w][expert];
+      lists.before[w][expert] = sum;
+      sum += own;
+    }
+    lists.first[expert] = sum;
+  }
+  __syncthreads();
+  if (warp == 0) {
+    // A lane has neighbouring experts.
+    const int own = (p.experts + WARP - 1) / WARP, begin = lane * own, end = min(p.experts, begin + own);
+    int sum = 0;
+    for (int i = begin; i < end; ++i) sum += lists.first[i];
+    int before = sum;
+#pragma unroll
+    for (int distance = 1; distance < WARP; distance *= 2) {
+      const int other = __shfl_up_sync(FULL, before, distance);
+      if (lane >= distance) before += other;
+    }
+    before -= sum;
+    for (int i = begin; i < end; ++i) {
+      const int count = lists.first[i];
+      lists.first[i] = before;
+      before += count;
+    }
+  }
+  __syncthreads();
+  for (int expert = threadIdx.x; expert < p.experts; expert += threads) p.offsets[expert] = lists.first[expert];
+  if (threadIdx.x == 0) p.offsets[p.experts] = assignments;
+  visit_part<WARPS>(expert_of, assignments, [&](int assignment, int expert, unsigned same) {
+    const unsigned earlier = same & ((1u << lane) - 1);
+    if (expert >= 0) p.order[lists.first[expert] + lists.before[warp][expert] + __popc(earlier)] = assignment;
+    __syncwarp();
+    if (expert >= 0 && earlier == 0) lists.before[warp][expert] += __popc(same);
+  });
+}
+
+// Lists the assignments in the CTA that arrives last.
+template <int WARPS>
+__device__ void arrive(const baton_route_args& p, Lists<WARPS>& lists) {
+  __shared__ bool is_last;
+  __threadfence();
+  __syncthreads();
+  const int ctas = gridDim.x * gridDim.y;
+  if (threadIdx.x == 0) is_last = atomicAdd(p.arrivals, 1) == ctas - 1;
+  __syncthreads();
+  if (!is_last) return;
+  __threadfence();
+  build_lists<WARPS>(p, p.expert_of, lists);
+  if (threadIdx.x == 0) *p.arrivals = 0;
+}
+
+// ---- Few rows ----
+
+__device__ __forceinline__ void mma(float (&c)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0,
+                                    uint32_t b1) {
+  asm volatile(
+      "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+      : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+
+// Stores to the same address of another CTA of the cluster.
+__device__ __forceinline__ void store_to(int cta, const void* address, float value) {
+  asm volatile(
+      "{\n.reg .b32 there;\n"
+      "mapa.shared::cluster.u32 there, %0, %1;\n"
+      "st.shared::cluster.f32 [there], %2;\n}\n" ::"r"(static_cast<uint32_t>(__cvta_generic_to_shared(address))),
+      "r"(cta), "f"(value)
+      : "memory");
+}
+
+// NT: groups of eight experts of a CTA.
+template <int NT>
+union alignas(16) RouteShared {
+  float sums[kRouteWarps][kTileRows][NT * 8 + 2];
+  Lists<kRouteWarps> lists;
+};
+
+template <int NT>
+__global__ void __launch_bounds__(kRouteWarps * WARP) route_kernel(const __grid_constant__ baton_route_args p) {
+#if __CUDA_ARCH__ >= 900
+  __shared__ RouteShared<NT> shared;
+  __shared__ float logits[kRowsOfCta][BATON_EXPERTS_MAX];
+  __shared__ float scales[kTileRows];
+  __shared__ int32_t chosen[kTileRows * BATON_EXPERTS_CHOSEN_MAX];
+  const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP, g = lane >> 2, c = lane & 3;
+  const int row = blockIdx.y * kTileRows, rows = min(kTileRows, p.rows - row);
+  const int per_cta = (p.experts + kCluster - 1) / kCluster, first = blockIdx.x * per_cta;
+  const int own = max(0, min(per_cta, p.experts - first));
+  const bf16* router = static_cast<const bf16*>(p.router) + static_cast<int64_t>(first) * p.hidden;
+  asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");  // this CTA runs
+  for (int64_t i = threadIdx.x * 64; i < static_cast<int64_t>(own) * p.hidden; i += kRouteWarps * WARP * 64) {
+    asm volatile("prefetch.global.L2 [%0];" ::"l"(router + i));
+  }
+  pdl_wait_and_release();
+
+  for (int m = warp; m < kTileRows; m += kRouteWarps) {
+    float sum = 0.f;
+    if (p.squares && m < rows) {
+      for (int i = lane; i < p.squares_count; i += WARP) {
+        sum += p.squares[static_cast<int64_t>(row + m) * p.squares_count + i];
+      }
+    }
+    sum = warp_sum(sum);
+    const float scale = p.squares ? rsqrtf(sum / static_cast<float>(p.hidden) + p.eps) : 1.f;
+    if (lane == 0) scales[m] = scale;
+    if (lane == 0 && blockIdx.x == 0 && m < rows) p.scales[row + m] = scale;
+  }
+
+  // The same permutation of k in both operands does not change the sum: a lane's 16 bytes serve two instructions.
+  float acc[NT][4] = {};
+  const bf16* x0 = static_cast<const bf16*>(p.x) + (row + g) * p.x_stride;
+  const bf16* x1 = x0 + 8 * p.x_stride;
+  const uint4 zero = make_uint4(0, 0, 0, 0);
+#pragma unroll(NT <= 2 ? 8 : 2)
+  for (int slice = warp * 32; slice < p.hidden; slice += kRouteWarps * 32) {
+    const int k = slice + c * 8;
+    const bool in = k < p.hidden;
+    const uint4 low = in && g < rows ? *reinterpret_cast<const uint4*>(x0 + k) : zero;
+    const uint4 high = in && g + 8 < rows ? *reinterpret_cast<const uint4*>(x1 + k) : zero;
+#pragma unroll
+    for (int t = 0; t < NT; ++t) {
+      const int expert = t * 8 + g;
+      const bf16* from = router + static_cast<int64_t>(expert) * p.hidden + k;
+      const uint4 w = in && expert < own ? *reinterpret_cast<const uint4*>(from) : zero;
+      mma(acc[t], low.x, high.x, low.y, high.y, w.x, w.y);
+      mma(acc[t], low.z, high.z, low.w, high.w, w.z, w.w);
+    }
+  }
+#pragma unroll
+  for (int t = 0; t < NT; ++t) {
+    *reinterpret_cast<float2*>(&shared.sums[warp][g][t * 8 + 2 * c]) = make_float2(acc[t][0], acc[t][1]);
+    *reinterpret_cast<float2*>(&shared.sums[warp][g + 8][t * 8 + 2 * c]) = make_float2(acc[t][2], acc[t][3]);
+  }
+  __syncthreads();
+  asm volatile("barrier.cluster.wait.aligned;" ::: "memory");
+  for (int i = threadIdx.x; i < rows * own; i += kRouteWarps * WARP) {
+    const int m = i / own, expert = i % own;
+    float sum = 0.f;
+#pragma unroll
+    for (int w = 0; w < kRouteWarps; ++w) sum += shared.sums[w][m][expert];
+    store_to(m / kRowsOfCta, &logits[m % kRowsOfCta][first + expert], sum * scales[m]);
+  }
+  asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+  const int own_row = blockIdx.x * kRowsOfCta + warp;
+  const bool is_alone = gridDim.y == 1;
+  if (warp < kRowsOfCta && own_row < rows) {
+    const int expert = choose(p, logits[warp], row + own_row);
+    if (is_alone && lane < p.count) {
+      store_to(0, &chosen[own_row * p.count + lane], __int_as_float(expert));
+    }
+  }
+  if (!is_alone) return arrive<kRouteWarps>(p, shared.lists);
+  // The first CTA of the only cluster lists the assignments, without a detour through global memory.
+  asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+  if (blockIdx.x == 0) build_lists<kRouteWarps>(p, chosen, shared.lists);
+#endif
+}
+
+// ---- Many rows ----
+
+__global__ void __launch_bounds__(kRouteWarps * WARP) choose_kernel(const __grid_constant__ baton_route_args p) {
+  pdl_wait_and_release();
+  const int row = blockIdx.x * kRouteWarps + threadIdx.x / WARP;
+  if (row < p.rows) choose(p, p.logits + static_cast<int64_t>(row) * p.experts, row);
+}
+
+// Lists the assignments of an expert. One CTA per expert reads all choices.
+__global__ void __launch_bounds__(kListWarps * WARP) list_kernel(const __grid_constant__ baton_route_args p) {
+  __shared__ int32_t before[kListWarps], own[kListWarps];
+  pdl_wait_and_release();
+  const int expert = blockIdx.x, warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
+  const int assignments = p.rows * p.count;
+  const int part = (assignments + kListWarps * WARP - 1) / (kListWarps * WARP) * WARP;
+  const int begin = warp * part, end = min(assignments, begin + part);
+  int less = 0, equal = 0;
+#pragma unroll 8
+  for (int i = begin + lane; i < end; i += WARP) {
+    const int of = p.expert_of[i];
+    less += of < expert;
+    equal += of == expert;
+  }
+  less = __reduce_add_sync(FULL, less);
+  equal = __reduce_add_sync(FULL, equal);
+  if (lane == 0) before[warp] = less, own[warp] = equal;
+  __syncthreads();
+  const int first = __reduce_add_sync(FULL, before[lane]);
+  int position = first + __reduce_add_sync(FULL, lane < warp ? own[lane] : 0);
+  if (threadIdx.x == 0) p.offsets[expert] = first;
+  if (threadIdx.x == 0 && expert == p.experts - 1) p.offsets[p.experts] = assignments;
+#pragma unroll 8
+  for (int i = begin; i < end; i += WARP) {
+    const bool is_own = i + lane < end && p.expert_of[i + lane] == expert;
+    const unsigned same = __ballot_sync(FULL, is_own);
+    if (is_own) p.order[position + __popc(same & ((1u << lane) - 1))] = i + lane;
+    position += __popc(same);
+  }
+}
+
+// ---- The weighted sum ----
+
+constexpr int kCombineMax = 32768;  // widest row
+constexpr int kCombineThreads = 1024;
+
+// One CTA per row; a thread holds ITEMS groups of 8, `blockDim.x` groups apart.
+template <int ITEMS, bool NORM>
+__global__ void combine_kernel(const bf16* outputs, const float* weights, int count, float* residual, const float* norm,
+                               float eps, bf16* out, int width) {
+  __shared__ float shared[WARP];
+  const int64_t row = blockIdx.x;
+  pdl_wait_and_release();
+  float values[ITEMS][8];
+  float sum = 0.f;
+#pragma unroll
+  for (int item = 0; item < ITEMS; ++item) {
+    const int at = (item * blockDim.x + threadIdx.x) * 8;
+    if (at >= width) break;
+    float mixed[8] = {};
+#pragma unroll 4
+    for (int slot = 0; slot < count; ++slot) {
+      float output[8];
+      load8(outputs + (row * count + slot) * width + at, output);
+      const float weight = weights[row * count + slot];
+#pragma unroll
+      for (int i = 0; i < 8; ++i) mixed[i] += weight * output[i];
+    }
+    if constexpr (NORM) {
+      load8(residual + row * width + at, values[item]);
+#pragma unroll
+      for (int i = 0; i < 8; ++i) {
+        values[item][i] += mixed[i];
+        sum += values[item][i] * values[item][i];
+      }
+      store8(residual + row * width + at, values[item]);
+    } else {
+      store8(out + row * width + at, mixed);
+    }
+  }
+  if constexpr (NORM) {
+    const float scale = 1.f / sqrtf(block_sum(sum, shared) / static_cast<float>(width) + eps);
+#pragma unroll
+    for (int item = 0; item < ITEMS; ++item) {
+      const int at = (item * blockDim.x + threadIdx.x) * 8;
+      if (at >= width) break;
+      float factors[8];
+      load8(norm + at, factors);
+#pragma unroll
+      for (int i = 0; i < 8; ++i) values[item][i] = values[item][i] * scale * factors[i];
+      store8(out + row * width + at, values[item]);
+    }
+  }
+}
+
+template <class Body>
+int32_t with_route_kernel(int experts, Body&& body) {
+  const int groups = divide_up(divide_up(experts, kCluster), 8);
+  if (groups <= 1) return body(route_kernel<1>);
+  if (groups <= 2) return body(route_kernel<2>);
+  if (groups <= 4) return body(route_kernel<4>);
+  return body(route_kernel<8>);
+}
+
+int32_t check_route(const baton_route_args& p) {
+  BATON_REQUIRE(p.rows >= 0, "rows is %d; expected 0 or more", p.rows);
+  BATON_REQUIRE(p.experts > 0 && p.experts <= BATON_EXPERTS_MAX, "experts is %d; expected 1 to %d", p.experts,
+                BATON_EXPERTS_MAX);
+  const int most = p.experts < BATON_EXPERTS_CHOSEN_MAX ? p.experts : BATON_EXPERTS_CHOSEN_MAX;
+  BATON_REQUIRE(p.count > 0 && p.count <= most, "count is %d; expected 1 to %d", p.count, most);
+  BATON_REQUIRE(p.expert_of && p.weights && p.offsets && p.order && p.arrivals,
+                "expert_of, weights, offsets, order or arrivals is null");
+  BATON_REQUIRE(static_cast<int64_t>(p.rows) * p.count <= kAssignmentsMax,
+                "rows is %d; expected at most %d with %d experts each", p.rows, kAssignmentsMax / p.count, p.count);
+  if (p.logits) return BATON_OK;
+  BATON_REQUIRE(p.x && p.router && p.scales, "x, router or scales is null");
+  BATON_REQUIRE(p.hidden > 0 && p.hidden % 8 == 0, "hidden is %d; expected multiples of 8", p.hidden);
+  BATON_REQUIRE(p.x_stride >= p.hidden && p.x_stride % 8 == 0,
+                "x_stride is %lld; expected multiples of 8 from hidden, %d, on", static_cast<long long>(p.x_stride),
+                p.hidden);
+  BATON_REQUIRE(!p.squares || p.squares_count > 0, "squares_count is %d; expected 1 or more", p.squares_count);
+  return BATON_OK;
+}
+
+template <class Body>
+int32_t with_combine_kernel(int items, bool norms, Body&& body) {
+  if (items == 1) return norms ? body(combine_kernel<1, true>) : body(combine_kernel<1, false>);
+  if (items == 2) return norms ? body(combine_kernel<2, true>) : body(combine_kernel<2, false>);
+  return norms ? body(combine_kernel<4, true>) : body(combine_kernel<4, false>);
+}
+
+}  // namespace
+
+int32_t load_route() {
+  auto load_it = [](auto* kernel) { return load(kernel); };
+  for (int experts : {64, 128, 256, 512}) BATON_TRY(with_route_kernel(experts, load_it));
+  for (int items : {1, 2, 4}) {
+    BATON_TRY(with_combine_kernel(items, true, load_it));
+    BATON_TRY(with_combine_kernel(items, false, load_it));
+  }
+  BATON_TRY(load(list_kernel));
+  return load(choose_kernel);
+}
+
+}  // namespace baton
+
+using namespace baton;
+
+BATON_API int32_t baton_route(const baton_route_args* args, void* stream) {
+  return guarded([&]() -> int32_t {
+    BATON_REQUIRE(args, "args is null");
+    const baton_route_args& p = *args;
+    BATON_TRY(check_route(p));
+    if (p.rows == 0) return BATON_OK;
+    if (p.logits) {
+      BATON_TRY(launch("choice of experts", choose_kernel, dim3(divide_up(p.rows, kRouteWarps)), dim3(kRouteWarps * WARP), 0,
+                       as_stream(stream), p));
+      return launch("lists of experts", list_kernel, dim3(p.experts), dim3(kListWarps * WARP), 0, as_stream(stream), p);
+    }
+    return with_route_kernel(p.experts, [&](auto* kernel) {
+      return launch_clusters(is_programmatic(), kCluster, "router of experts", kernel,
+                             dim3(kCluster, divide_up(p.rows, kTileRows)), dim3(kRouteWarps * WARP), 0, as_stream(stream), p);
+    });
+  });
+}
+
+BATON_API int32_t baton_combine_experts(const void* outputs, const float* weights, int32_t count, float* residual,
+                                        const float* norm, float eps, void* out, int32_t rows, int32_t width, void* stream) {
+  return guarded([&]() -> int32_t {
+    BATON_REQUIRE(rows >= 0, "rows is %d; expected 0 or more", rows);
+    BATON_REQUIRE(width > 0 && width % 8 == 0 && width <= kCombineMax, "width is %d; expected multiples of 8 up to %d", width,
+                  kCombineMax);
+    BATON_REQUIRE(count > 0, "count is %d; expected 1 or more", count);
+    BATON_REQUIRE(outputs && weights && out && (!residual || norm), "outputs, weights, out or norm is null");
+    if (rows == 0) return BATON_OK;
+    const int groups = width / 8;
+    const int threads = groups >= kCombineThreads ? kCombineThreads : divide_up(groups, WARP) * WARP;
+    return with_combine_kernel(divide_up(groups, threads), residual != nullptr, [&](auto* kernel) {
+      return launch("sum of experts", kernel, dim3(rows), dim3(threads), 0, as_stream(stream),
+                    static_cast<const bf16*>(outputs), weights, count, residual, norm, eps, static_cast<bf16*>(out), width);
+    });
+  });
+}
