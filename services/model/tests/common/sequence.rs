@@ -3,10 +3,10 @@
 use std::sync::Arc;
 
 use kernels::{
-    Backend, BlockId, KvArena, Shard, WeightFormat,
-    cpu::{CpuBackend, CpuGroup, CpuOptions, CpuStep, Isa, StepSequence},
+    Backend, BlockId, KvArena, Packer, Shard, WeightFormat,
+    cpu::{CpuBackend, CpuGroup, CpuMatrix, CpuOptions, CpuStep, CpuVector, Isa, StepSequence},
 };
-use model::{Checkpoint, Limits, Transformer};
+use model::{Checkpoint, Limits, Transformer, TransformerWeights};
 
 /// Blocks of a runner's arena.
 pub(crate) const BLOCKS: u32 = 512;
@@ -61,6 +61,17 @@ impl Runner {
         let limits = Limits { rows_max, sampled_max: rows_max };
         let llama = Transformer::load(checkpoint, &backend, limits, &mut |_| ()).unwrap();
         Self { backend, llama, arena, next_block: 0 }
+    }
+
+    /// Replaces the weights with those that a packer for the backend packs.
+    pub(crate) fn repack<'a, P: Packer<Matrix = CpuMatrix, Vector = CpuVector>>(
+        &'a mut self,
+        checkpoint: &Checkpoint,
+        packer: impl FnOnce(&'a CpuBackend) -> P,
+    ) {
+        let packer = packer(&self.backend);
+        let weights = TransformerWeights::pack(checkpoint, &packer, &mut |_| ()).unwrap();
+        self.llama.replace_weights(weights);
     }
 
     pub(crate) fn shard(&self) -> Shard {
