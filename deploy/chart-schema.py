@@ -22,7 +22,7 @@ VALUES = pathlib.Path(__file__).parents[1] / "helm" / "baton" / "values.yaml"
 SECTIONS = {
     "models[].config": ("model", "path name dtype"),
     "nodes.config": ("node", "id grpc metrics"),
-    "router.config": ("router", "http grpc metrics admin keys admin_keys tls_cert tls_key models chat_templates tool_formats"),
+    "router.config": ("router", "http grpc metrics admin keys admin_keys tls_cert tls_key models chat_templates tool_formats reasoning_formats"),
     "etcd.config": (
         "cluster",
         "prefill decode etcd etcd_user etcd_password etcd_ca etcd_cert etcd_key secret secret_file tls_cert tls_key tls_ca tls_name",

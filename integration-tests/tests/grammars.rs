@@ -345,7 +345,7 @@ async fn grpc_accepts_a_grammar() -> Result<()> {
         let options = GenerateOptions {
             max_tokens: Some(60),
             temperature: Some(0.0),
-            grammar: Some(Grammar { kind }),
+            grammar: Some(Grammar { kind, thought: None }),
             ..Default::default()
         };
         let prompt = Some(Prompt::Text("The answer:".into()));

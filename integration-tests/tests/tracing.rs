@@ -362,7 +362,7 @@ async fn send_planted_by_stream_tool_call_and_grpc(cluster: &Cluster, key: &str)
         let options = GenerateOptions {
             max_tokens: Some(32),
             temperature: Some(0.0),
-            grammar: Some(Grammar { kind: Some(Kind::Regex(ANSWER.into())) }),
+            grammar: Some(Grammar { kind: Some(Kind::Regex(ANSWER.into())), thought: None }),
             ..Default::default()
         };
         let mut request = Request::new(GenerateRequest {

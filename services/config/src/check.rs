@@ -6,7 +6,7 @@ use crate::{
     error::{ConfigError, Problem, Source},
     load::{Config, all_settings},
     schema::{Cluster, Model, Node, Transfer},
-    types::{ModelPath, Pair, Secret, ToolFormat},
+    types::{ModelPath, Pair, ReasoningFormatName, Secret, ToolFormatName},
     value::Value,
 };
 
@@ -160,6 +160,7 @@ impl Config {
         for (key, pairs) in [
             ("router.chat_templates", &router.chat_templates),
             ("router.tool_formats", &router.tool_formats),
+            ("router.reasoning_formats", &router.reasoning_formats),
         ] {
             for (index, pair) in pairs.iter().enumerate() {
                 if !added.contains(&pair.name.as_str()) {
@@ -179,9 +180,16 @@ impl Config {
             }
         }
         for pair in &router.tool_formats {
-            if ToolFormat::parse(&pair.value).is_none() {
-                let allowed = <ToolFormat as Value>::allowed();
+            if ToolFormatName::parse(&pair.value).is_none() {
+                let allowed = <ToolFormatName as Value>::allowed();
                 let at = self.at("router.tool_formats");
+                conflicts.push(format!("{at} has {pair}; allowed: {allowed}"));
+            }
+        }
+        for pair in &router.reasoning_formats {
+            if ReasoningFormatName::parse(&pair.value).is_none() {
+                let allowed = <ReasoningFormatName as Value>::allowed();
+                let at = self.at("router.reasoning_formats");
                 conflicts.push(format!("{at} has {pair}; allowed: {allowed}"));
             }
         }

@@ -9,8 +9,9 @@ use crate::{
     section::section,
     types::{
         Auto, ByteSize, CpuList, Device, Disaggregate, Dtype, EtcdPrefix, Isa, LoadFormat,
-        LogFormat, ModelPath, NodePolicy, NodeUrl, Pair, Password, Secret, ServerUrl,
-        SpecialTokensInContent, Speculate, TierAdmission, ToolFormat, Transport, WeightPlace,
+        LogFormat, ModelPath, NodePolicy, NodeUrl, Pair, Password, ReasoningFormatName, Secret,
+        ServerUrl, SpecialTokensInContent, Speculate, TierAdmission, ToolFormatName, Transport,
+        WeightPlace,
     },
 };
 
@@ -46,10 +47,13 @@ section! {
         /// File with a Jinja chat template that replaces the model's own template. Only the router reads it.
         chat_template: Option<PathBuf> = None,
             "Unset means the model's own template; some of these do not support tools.";
-        /// Format of tool calls in the model's output: hermes is JSON between tool_call tags, llama3 is JSON
-        /// alone or after the python tag, auto infers the format from the chat template.
-        tool_format: ToolFormat = ToolFormat::Auto,
+        /// Format of tool calls in the model's output; auto infers the format from the chat template.
+        tool_format: ToolFormatName = ToolFormatName::AUTO,
             "A chat template shows the model the format, so the router can infer it.";
+        /// Format of the thoughts of a reasoning model; auto infers the format from the chat template, none leaves thoughts
+        /// in the content.
+        reasoning_format: ReasoningFormatName = ReasoningFormatName::AUTO,
+            "A chat template has the marks that thoughts have in earlier answers, so the router can infer them.";
         /// Treatment of special tokens, such as <|im_end|>, that a client spells in chat messages, tools or template
         /// arguments: text keeps them text, parse makes them special tokens. Prompts of /v1/completions always parse them.
         /// Only the router reads the setting, for all models.
@@ -101,6 +105,10 @@ section! {
         /// Tool call formats of the models in router.models, each as NAME=FORMAT; FORMAT is as in
         /// model.tool_format.
         tool_formats: Vec<Pair> = Vec::new(),
+            "Empty means that the router infers each format from the chat template.";
+        /// Formats of reasoning of the models in router.models, each as NAME=FORMAT; FORMAT is as in
+        /// model.reasoning_format.
+        reasoning_formats: Vec<Pair> = Vec::new(),
             "Empty means that the router infers each format from the chat template.";
         /// Additional model names, each as ALIAS=NAME.
         aliases: Vec<Pair> = Vec::new(),

@@ -6,6 +6,7 @@ mod choice;
 mod cpu_list;
 mod duration;
 mod etcd;
+mod format;
 mod model_path;
 mod pair;
 mod secret;
@@ -15,11 +16,12 @@ pub use auto::Auto;
 pub use byte_size::ByteSize;
 pub use choice::{
     Device, Disaggregate, Dtype, Isa, LoadFormat, LogFormat, NodePolicy, SpecialTokensInContent,
-    Speculate, TierAdmission, ToolFormat, Transport, WeightPlace,
+    Speculate, TierAdmission, Transport, WeightPlace,
 };
 pub use cpu_list::CpuList;
 pub use duration::{format_duration, parse_duration};
 pub use etcd::EtcdPrefix;
+pub use format::{ReasoningFormatName, ToolFormatName};
 pub(crate) use model_path::is_word;
 pub use model_path::{HubModel, ModelPath, parts_of};
 pub use pair::Pair;

@@ -125,6 +125,7 @@ fn calls(alternative: Alternative) -> Grammar {
             before_arguments: ", \"arguments\": ".into(),
             after_arguments: "}\n</tool_call>".into(),
             between: "\n".into(),
+            ..Default::default()
         },
         tools: others.chain([tool("add_person".into())]).collect(),
         several: true,

@@ -83,7 +83,11 @@ impl Compiler {
         match grammar {
             // The first bitmask of the whole grammar does not reach the arguments, so check each tool alone.
             Grammar::ToolCalls(calls) => self.compile_each_tool(calls, Self::check_first_mask),
-            Grammar::JsonSchema(_) | Grammar::Regex(_) | Grammar::ContextFree(_) => Ok(()),
+            // The tools of the grammar after a thought are checked before the thought is added.
+            Grammar::JsonSchema(_)
+            | Grammar::Regex(_)
+            | Grammar::ContextFree(_)
+            | Grammar::AfterThought { .. } => Ok(()),
         }
     }
 

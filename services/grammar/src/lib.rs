@@ -14,6 +14,7 @@
 #![forbid(unsafe_code)]
 
 mod adapt;
+mod arguments;
 mod compiler;
 mod context_free;
 mod copies;
@@ -27,8 +28,9 @@ mod references;
 mod source;
 mod tool_calls;
 
+pub use arguments::ParameterSyntax;
 pub use compiler::{Compiler, Token};
 pub use error::{GrammarError, MatchError};
 pub use matcher::OutputMatcher;
-pub use source::Grammar;
+pub use source::{Grammar, Thought};
 pub use tool_calls::{Alternative, CallSyntax, CallableTool, FreeText, ToolCalls};

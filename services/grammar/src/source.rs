@@ -2,10 +2,15 @@
 
 use std::{convert::Infallible, fmt::Display, ops::AddAssign};
 
-use llguidance::{JsonCompileOptions, api::TopLevelGrammar, regex_to_lark};
+use llguidance::{
+    JsonCompileOptions,
+    api::{GrammarWithLexer, TopLevelGrammar},
+    regex_to_lark,
+};
 use regex_syntax::{
     ParserBuilder,
     ast::{self, Ast, ClassPerl, ClassPerlKind, ClassSetItem},
+    escape,
 };
 use serde_json::{Map, Number, Value};
 
@@ -35,6 +40,39 @@ pub enum Grammar {
     /// A context-free grammar in the notation of Lark, or in GBNF.
     ContextFree(String),
     ToolCalls(ToolCalls),
+    /// A thought, and then another grammar.
+    AfterThought {
+        thought: Thought,
+        grammar: Box<Grammar>,
+    },
+}
+
+/// Text between marks before the output of a grammar.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub struct Thought {
+    /// Mark that begins a thought; `None` if the output begins within a thought. With a mark the thought may be absent.
+    pub open: Option<String>,
+    pub close: String,
+}
+
+impl Thought {
+    /// Returns the grammar of a thought and then the inner grammar.
+    fn before(&self, mut inner: TopLevelGrammar) -> TopLevelGrammar {
+        const ANSWER: &str = "answer_after_thought";
+        let close = escape(&self.close);
+        let (begin, start) = match &self.open {
+            Some(open) => (format!(r"\s*{}", escape(open)), "thought SPACE? @ANSWER | @ANSWER"),
+            None => (String::new(), "thought SPACE? @ANSWER"),
+        };
+        let thought = regex_to_lark(&format!(r"{begin}(.|\n)*{close}"), "");
+        let lark = format!(
+            "start: {}\nTHOUGHT: /{thought}/\nthought[lazy]: THOUGHT\nSPACE: /\\n{{1,2}}/\n",
+            start.replace("ANSWER", ANSWER)
+        );
+        inner.grammars[0].name = Some(ANSWER.to_owned());
+        inner.grammars.insert(0, GrammarWithLexer::from_lark(lark));
+        inner
+    }
 }
 
 impl Grammar {
@@ -63,6 +101,7 @@ impl Grammar {
             }
             Self::ContextFree(text) => context_free::parsed(text),
             Self::ToolCalls(calls) => calls.parsed(),
+            Self::AfterThought { thought, grammar } => Ok(thought.before(grammar.parsed()?)),
         }
     }
 
@@ -71,6 +110,19 @@ impl Grammar {
         match self {
             Self::JsonSchema(text) | Self::Regex(text) | Self::ContextFree(text) => text.len(),
             Self::ToolCalls(calls) => calls.bytes(),
+            Self::AfterThought { grammar, .. } => grammar.bytes(),
+        }
+    }
+
+    /// Returns whether one of the marks around calls or a thought contains this text.
+    pub fn writes(&self, text: &[u8]) -> bool {
+        match self {
+            Self::JsonSchema(_) | Self::Regex(_) | Self::ContextFree(_) => false,
+            Self::ToolCalls(calls) => calls.writes(text),
+            Self::AfterThought { thought: Thought { open, close }, grammar } => {
+                let is_mark = |mark: &String| mark.as_bytes() == text;
+                is_mark(close) || open.as_ref().is_some_and(is_mark) || grammar.writes(text)
+            }
         }
     }
 }

@@ -9,6 +9,7 @@ use llguidance::{
 use regex_syntax::escape;
 
 use crate::{
+    arguments::{ArgumentSchema, Arguments, ParameterSyntax, literal, quoted},
     error::{GrammarError, unsupported},
     limits::{LITERAL_BYTES_MAX, NAME_BYTES_MAX, TOOLS_BYTES_MAX, TOOLS_MAX, TOOLS_PARTS_FACTOR},
     source::{Grammar, SchemaParts, check_regex, lark_expression, parsed_schema},
@@ -28,19 +29,37 @@ pub struct ToolCalls {
     pub alternative: Alternative,
 }
 
-/// Syntax of a call: `before_name "NAME" before_arguments {ARGUMENTS} after_arguments`.
-#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+/// Syntax of calls: `begin CALL between CALL end`, where a call is `before_name NAME before_arguments ARGUMENTS
+/// after_arguments`.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Hash)]
 pub struct CallSyntax {
+    pub begin: String,
     pub before_name: String,
+    /// Whether the name is not a JSON string.
+    pub bare_name: bool,
     pub before_arguments: String,
+    /// Syntax of the arguments; `None` for a JSON object.
+    pub parameters: Option<ParameterSyntax>,
     pub after_arguments: String,
     /// Text between two calls.
     pub between: String,
+    pub end: String,
 }
 
 impl CallSyntax {
-    fn literals(&self) -> [&str; 4] {
-        [&self.before_name, &self.before_arguments, &self.after_arguments, &self.between]
+    fn literals(&self) -> impl Iterator<Item = &str> {
+        let parameters = self.parameters.iter().flat_map(ParameterSyntax::literals);
+        let names = [&self.begin, &self.before_name, &self.before_arguments];
+        names
+            .into_iter()
+            .chain([&self.after_arguments, &self.between, &self.end])
+            .map(String::as_str)
+            .chain(parameters)
+    }
+
+    /// Returns the text before the first name.
+    fn opening(&self) -> String {
+        self.begin.clone() + &self.before_name
     }
 }
 
@@ -71,7 +90,7 @@ pub enum Alternative {
 /// Text outside calls.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct FreeText {
-    /// The literal after which a call starts. If [`CallSyntax::before_name`] starts with it, text may stand
+    /// The literal after which a call starts. If the text before the first name starts with it, text may stand
     /// between calls. Otherwise the mark precedes only the first call, and output of calls alone needs no mark.
     pub mark: String,
     /// Text must not start with a match of this expression: the start of output of calls alone.
@@ -81,14 +100,15 @@ pub struct FreeText {
 impl ToolCalls {
     pub(crate) fn parsed(&self) -> Result<TopLevelGrammar, GrammarError> {
         self.check()?;
-        let mut grammars = vec![GrammarWithLexer::from_lark(self.lark()?)];
         let mut parts = SchemaParts::default();
-        for (index, tool) in self.tools.iter().enumerate() {
-            let text = tool.arguments.as_deref().unwrap_or(ANY_ARGUMENTS);
-            let (schema, its_parts) = parsed_schema(text).map_err(|error| error.in_tool(index))?;
+        let mut schemas = Vec::new();
+        let lark = self.lark(&mut schemas)?;
+        let mut grammars = vec![GrammarWithLexer::from_lark(lark)];
+        for ArgumentSchema { tool, rule, text } in schemas {
+            let (schema, its_parts) = parsed_schema(&text).map_err(|error| error.in_tool(tool))?;
             parts += its_parts;
             grammars.push(GrammarWithLexer {
-                name: Some(format!("arguments_{index}")),
+                name: Some(rule),
                 ..GrammarWithLexer::from_json_schema(schema)
             });
         }
@@ -103,7 +123,7 @@ impl ToolCalls {
                     check_regex(text)?;
                     GrammarWithLexer::from_lark(without_mark(text, mark))
                 }
-                Grammar::ContextFree(_) | Grammar::ToolCalls(_) => {
+                Grammar::ContextFree(_) | Grammar::ToolCalls(_) | Grammar::AfterThought { .. } => {
                     let reason =
                         "the alternative to tool calls is neither a schema nor an expression";
                     return Err(unsupported(reason));
@@ -123,7 +143,7 @@ impl ToolCalls {
         };
         let has =
             |piece: &str| piece.as_bytes().windows(text.len().max(1)).any(|part| part == text);
-        self.syntax.literals().into_iter().chain([mark]).any(has)
+        self.syntax.literals().chain([mark]).any(has)
     }
 
     pub(crate) fn bytes(&self) -> usize {
@@ -158,7 +178,7 @@ impl ToolCalls {
                 return Err(GrammarError::Name { bytes, max: NAME_BYTES_MAX }.in_tool(index));
             }
         }
-        let mut parts = self.syntax.literals().to_vec();
+        let mut parts: Vec<&str> = self.syntax.literals().collect();
         match &self.alternative {
             Alternative::Nothing => {}
             Alternative::Text(free_text) => {
@@ -176,25 +196,52 @@ impl ToolCalls {
         Ok(())
     }
 
-    /// Returns the grammar in llguidance's dialect of Lark. Tool names are quoted and schemas are separate
-    /// grammars, so a client cannot add rules.
-    fn lark(&self) -> Result<String, GrammarError> {
-        let CallSyntax { before_name, before_arguments, after_arguments, between } = &self.syntax;
-        let calls = match self.several {
-            true => format!("calls: call ({} call)*", quoted(between)),
-            false => "calls: call".to_owned(),
+    /// Returns the grammar in llguidance's dialect of Lark, and appends the schemas that it uses. Tool names are quoted
+    /// and schemas are separate grammars, so a client cannot add rules.
+    fn lark(&self, schemas: &mut Vec<ArgumentSchema>) -> Result<String, GrammarError> {
+        let syntax = &self.syntax;
+        let more = match self.several {
+            true => format!("({}call)*", literal(&syntax.between)),
+            false => String::new(),
         };
-        let call = format!("call: {} function_call", quoted(before_name));
-        let function_call = format!("function_call: function {}", quoted(after_arguments));
-        let functions: Vec<String> = (self.tools.iter().enumerate())
-            .map(|(index, tool)| {
-                // The closing quote is in the same lexeme, so no lexeme is a prefix of another.
-                let name = serde_json::Value::from(tool.name.as_str()).to_string();
-                format!("{} @arguments_{index}", quoted(&format!("{name}{before_arguments}")))
-            })
-            .collect();
+        let after = literal(&syntax.after_arguments);
+        let calls = format!("calls: first_call {more} {}", literal(&syntax.end));
+        let first_call = format!("first_call: first_function {after}");
+        let call = format!("call: {}function_call", literal(&syntax.before_name));
+        let function_call = format!("function_call: function {after}");
+        let (mut functions, mut first_functions) = (Vec::new(), Vec::new());
+        let mut rules = String::new();
+        for (index, tool) in self.tools.iter().enumerate() {
+            let name = match syntax.bare_name {
+                true => tool.name.clone(),
+                false => serde_json::Value::from(tool.name.as_str()).to_string(),
+            };
+            let arguments = match &syntax.parameters {
+                Some(parameters) => {
+                    let arguments = Arguments { parameters, tool: index };
+                    arguments.lark(tool.arguments.as_deref(), schemas, &mut rules)?
+                }
+                None => {
+                    let rule = format!("arguments_{index}");
+                    let text = tool.arguments.as_deref().unwrap_or(ANY_ARGUMENTS).to_owned();
+                    schemas.push(ArgumentSchema { tool: index, rule: rule.clone(), text });
+                    format!("@{rule}")
+                }
+            };
+            // The text after the name is in the same lexeme, so no lexeme is a prefix of another.
+            let name = format!("{name}{}", syntax.before_arguments);
+            functions.push(format!("{} {arguments}", quoted(&name)));
+            // What text must not begin with is in one lexeme, too: the lexer takes the longest lexeme.
+            first_functions.push(format!("{} {arguments}", quoted(&(syntax.opening() + &name))));
+        }
+        if let Some(end) = syntax.parameters.as_ref().and_then(|it| it.text_end.as_ref()) {
+            let text = regex_to_lark(&format!(r"(.|\n)*{}", escape(end)), "");
+            rules += &format!("TEXT_VALUE: /{text}/\ntext_value[lazy]: TEXT_VALUE\n");
+        }
         let function = format!("function: {}", functions.join("\n | "));
-        let mut lark = [calls, call, function_call, function].join("\n");
+        let first_function = format!("first_function: {}", first_functions.join("\n | "));
+        let rules = [first_call, call, function_call, function, first_function, rules];
+        let mut lark = calls + "\n" + &rules.join("\n");
         let start = match &self.alternative {
             Alternative::Nothing => "start: calls".to_owned(),
             Alternative::Answer { .. } => "start: calls | @answer".to_owned(),
@@ -222,11 +269,18 @@ impl ToolCalls {
              marked[lazy]: TEXT_AND_MARK\n"
         );
         lark.push_str(&rules);
-        match self.syntax.before_name.strip_prefix(&free_text.mark) {
+        let syntax = &self.syntax;
+        match syntax.opening().strip_prefix(&free_text.mark) {
             // The mark starts a call: text may stand between calls.
             Some(rest) => {
-                let marked_call = format!("marked_call: marked {} function_call", quoted(rest));
-                lark.push_str(&marked_call);
+                let (rest, end) = (literal(rest), literal(&syntax.end));
+                let calls = match (syntax.begin.is_empty(), self.several) {
+                    (false, true) => {
+                        format!("function_call ({}call)* {end}", literal(&syntax.between))
+                    }
+                    _ => format!("function_call {end}"),
+                };
+                lark.push_str(&format!("marked_call: marked {rest}{calls}"));
                 Ok(match self.several {
                     true => "start: marked_call* TEXT",
                     false => "start: marked_call | TEXT",
@@ -247,9 +301,4 @@ fn without_mark(expression: &str, mark: &str) -> String {
     }
     let with_mark = regex_to_lark(&format!(r"(.|\n)*{}(.|\n)*", escape(mark)), "");
     format!("start: ANSWER\nANSWER: /{expression}/ & ~/{with_mark}/\n")
-}
-
-/// Returns a Lark string literal, which has the syntax of JSON.
-fn quoted(text: &str) -> String {
-    serde_json::Value::from(text).to_string()
 }

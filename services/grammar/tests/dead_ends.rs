@@ -141,6 +141,7 @@ fn calls_of_functions_and_answers_have_no_dead_ends() {
         before_arguments: ", \"arguments\": ".into(),
         after_arguments: "}</call>".into(),
         between: "\n".into(),
+        ..Default::default()
     };
     let taken = json!({"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"],
         "patternProperties": {"^a$": {}}, "additionalProperties": false});

@@ -537,6 +537,7 @@ fn limits_hold_for_all_functions_of_a_request_together() {
             before_arguments: ":".into(),
             after_arguments: "</call>".into(),
             between: "\n".into(),
+            ..Default::default()
         };
         let arguments = Some(schema.to_string());
         let tool = |index| CallableTool { name: format!("f{index}"), arguments: arguments.clone() };

@@ -34,6 +34,7 @@ fn hermes() -> CallSyntax {
         before_arguments: ", \"arguments\": ".into(),
         after_arguments: "}\n</tool_call>".into(),
         between: "\n".into(),
+        ..Default::default()
     }
 }
 
@@ -43,6 +44,7 @@ fn llama() -> CallSyntax {
         before_arguments: ", \"parameters\": ".into(),
         after_arguments: "}".into(),
         between: "; ".into(),
+        ..Default::default()
     }
 }
 

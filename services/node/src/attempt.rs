@@ -9,7 +9,9 @@ use std::{
 
 use cluster::NodeId;
 use engine::event::{NewSequence, SequenceId, SequenceKind, SessionHint};
-use grammar::{Alternative, CallSyntax, CallableTool, FreeText, Grammar, ToolCalls};
+use grammar::{
+    Alternative, CallSyntax, CallableTool, FreeText, Grammar, ParameterSyntax, Thought, ToolCalls,
+};
 use kernels::sampling::{LOGIT_BIAS_MAX, Pooling, STOP_TOKENS_MAX, Sampling};
 use kv_transfer::api::{Epoch, PeerAddress};
 use proto::{ids::bits, v1};
@@ -192,12 +194,18 @@ fn session_hint(attempt: &v1::Attempt) -> Result<SessionHint, Refusal> {
 
 /// Checks that the grammar has a kind. The compiler checks its text.
 fn checked_grammar(wire: v1::Grammar) -> Result<Grammar, Refusal> {
-    match wire.kind.ok_or_else(|| missing("attempt.grammar.kind"))? {
-        v1::grammar::Kind::JsonSchema(text) => Ok(Grammar::JsonSchema(text)),
-        v1::grammar::Kind::Regex(text) => Ok(Grammar::Regex(text)),
-        v1::grammar::Kind::ContextFree(text) => Ok(Grammar::ContextFree(text)),
-        v1::grammar::Kind::ToolCalls(calls) => Ok(Grammar::ToolCalls(tool_calls(calls))),
-    }
+    let grammar = match wire.kind.ok_or_else(|| missing("attempt.grammar.kind"))? {
+        v1::grammar::Kind::JsonSchema(text) => Grammar::JsonSchema(text),
+        v1::grammar::Kind::Regex(text) => Grammar::Regex(text),
+        v1::grammar::Kind::ContextFree(text) => Grammar::ContextFree(text),
+        v1::grammar::Kind::ToolCalls(calls) => Grammar::ToolCalls(tool_calls(calls)),
+    };
+    Ok(match wire.thought {
+        None => grammar,
+        Some(v1::Thought { open, close }) => {
+            Grammar::AfterThought { thought: Thought { open, close }, grammar: Box::new(grammar) }
+        }
+    })
 }
 
 /// Converts tool calls. The compiler checks their number and schemas.
@@ -215,6 +223,16 @@ fn tool_calls(wire: v1::ToolCalls) -> ToolCalls {
             before_arguments: wire.before_arguments,
             after_arguments: wire.after_arguments,
             between: wire.between,
+            begin: wire.begin,
+            end: wire.end,
+            bare_name: wire.bare_name,
+            parameters: wire.parameters.map(|syntax| ParameterSyntax {
+                before_name: syntax.before_name,
+                before_value: syntax.before_value,
+                after_value: syntax.after_value,
+                between: syntax.between,
+                text_end: syntax.text_end,
+            }),
         },
         tools: wire.functions.into_iter().map(tool).collect(),
         several: wire.several,
@@ -607,7 +625,7 @@ mod tests {
                 r.decode.as_mut().unwrap().epoch = bytes(7);
             }),
             ("attempt.grammar.kind: absent", |_, a, _| {
-                a.grammar = Some(v1::Grammar { kind: None });
+                a.grammar = Some(v1::Grammar::default());
             }),
             ("decode.control_endpoint: \"ipc:///tmp/x\"", |r, _, _| {
                 r.decode.as_mut().unwrap().control_endpoint = "ipc:///tmp/x".into();

@@ -19,8 +19,8 @@ use kernels::sampling::TokenMask;
 use crate::node_core::Refusal;
 
 /// Version of [`proto::v1::Grammar`] that nodes support, as announced in their records. Version 2 has tool
-/// calls, version 3 context-free grammars.
-pub const GRAMMAR_VERSION: u32 = 3;
+/// calls, version 3 context-free grammars, version 4 thoughts, and calls in sections or with parameters.
+pub const GRAMMAR_VERSION: u32 = 4;
 
 /// Callback that receives the times of the compilation and of each token bitmask.
 pub type Timer = Arc<dyn Fn(TimedOperation, Duration) + Send + Sync>;
@@ -35,21 +35,21 @@ pub enum TimedOperation {
 #[derive(Debug)]
 pub struct GrammarVocabulary {
     compiler: Compiler,
-    /// Special tokens that mark tool calls. In other answers routers omit them from the text.
-    tool_call_tokens: Vec<ToolCallToken>,
+    /// Special tokens that mark tool calls and thoughts. In other answers routers omit them from the text.
+    mark_tokens: Vec<MarkToken>,
     /// Rows of the model's logits; the tokenizer may know fewer tokens, or more.
     size: u32,
 }
 
 #[derive(Debug)]
-pub struct ToolCallToken {
+pub struct MarkToken {
     pub id: u32,
     pub text: Vec<u8>,
 }
 
 impl GrammarVocabulary {
-    pub fn new(compiler: Compiler, tool_call_tokens: Vec<ToolCallToken>, size: u32) -> Self {
-        Self { compiler, tool_call_tokens, size }
+    pub fn new(compiler: Compiler, mark_tokens: Vec<MarkToken>, size: u32) -> Self {
+        Self { compiler, mark_tokens, size }
     }
 
     /// Compiles the grammar and gives the sequence its constraint, which has accepted the sequence's output so far.
@@ -64,7 +64,7 @@ impl GrammarVocabulary {
         timer(TimedOperation::Compilation, started.elapsed());
         let mut matcher = compiled
             .map_err(|error| Refusal::Invalid { reason: format!("attempt.grammar {error}") })?;
-        let silent = silent_marks(&self.tool_call_tokens, grammar);
+        let silent = silent_marks(&self.mark_tokens, grammar);
         for &token in &sequence.tokens[sequence.prompt_len as usize..] {
             matcher.accept(token).map_err(|error| refusal(failure(error)))?;
         }
@@ -86,12 +86,8 @@ impl GrammarVocabulary {
 }
 
 /// Returns the marks that the grammar does not use: a vocabulary may have the marks of several formats.
-fn silent_marks(tool_call_tokens: &[ToolCallToken], grammar: &Grammar) -> Arc<[u32]> {
-    let is_used = |mark: &ToolCallToken| match grammar {
-        Grammar::JsonSchema(_) | Grammar::Regex(_) | Grammar::ContextFree(_) => false,
-        Grammar::ToolCalls(calls) => calls.writes(&mark.text),
-    };
-    tool_call_tokens.iter().filter(|mark| !is_used(mark)).map(|mark| mark.id).collect()
+fn silent_marks(mark_tokens: &[MarkToken], grammar: &Grammar) -> Arc<[u32]> {
+    mark_tokens.iter().filter(|mark| !grammar.writes(&mark.text)).map(|mark| mark.id).collect()
 }
 
 /// A grammar matcher behind the engine's constraint seam.
@@ -175,7 +171,7 @@ fn refusal(failure: ConstraintFailure) -> Refusal {
 #[cfg(test)]
 mod tests {
     use engine::event::{SequenceId, SequenceKind};
-    use grammar::{Alternative, CallSyntax, FreeText, Token, ToolCalls};
+    use grammar::{Alternative, CallSyntax, FreeText, Thought, Token, ToolCalls};
     use kernels::sampling::Sampling;
     use text::ToolFormat;
 
@@ -233,30 +229,32 @@ mod tests {
     #[test]
     fn marks_of_another_tool_call_format_are_silent() {
         let marks = ["<|python_tag|>", "<tool_call>", "</tool_call>"];
-        let tool_call_tokens: Vec<ToolCallToken> = (0..)
+        let mark_tokens: Vec<MarkToken> = (0..)
             .zip(marks)
-            .map(|(id, mark)| ToolCallToken { id, text: mark.as_bytes().to_vec() })
+            .map(|(id, mark)| MarkToken { id, text: mark.as_bytes().to_vec() })
             .collect();
-        let silent = |grammar: &Grammar| silent_marks(&tool_call_tokens, grammar).to_vec();
-        let calls = |format: ToolFormat, with_text: bool| {
-            let syntax = format.syntax();
+        let silent = |grammar: &Grammar| silent_marks(&mark_tokens, grammar).to_vec();
+        let calls = |format: &str, with_text: bool| {
+            let syntax = ToolFormat::named(format).unwrap().syntax;
             let free_text = FreeText { mark: syntax.mark.into(), never_begins: None };
             let syntax = CallSyntax {
                 before_name: syntax.before_name.into(),
-                before_arguments: syntax.before_arguments.into(),
                 after_arguments: syntax.after_arguments.into(),
-                between: syntax.between.into(),
+                ..Default::default()
             };
             let alternative =
                 if with_text { Alternative::Text(free_text) } else { Alternative::Nothing };
             Grammar::ToolCalls(ToolCalls { syntax, tools: vec![], several: true, alternative })
         };
         for with_text in [true, false] {
-            assert_eq!(silent(&calls(ToolFormat::Hermes, with_text)), [0]);
+            assert_eq!(silent(&calls("hermes", with_text)), [0]);
         }
-        assert_eq!(silent(&calls(ToolFormat::Llama3, true)), [1, 2]);
-        assert_eq!(silent(&calls(ToolFormat::Llama3, false)), [0, 1, 2]);
+        assert_eq!(silent(&calls("llama3", true)), [1, 2]);
+        assert_eq!(silent(&calls("llama3", false)), [0, 1, 2]);
         assert_eq!(silent(&Grammar::json_object()), [0, 1, 2]);
+        let thought = Thought { open: None, close: "</tool_call>".into() };
+        let grammar = Box::new(Grammar::json_object());
+        assert_eq!(silent(&Grammar::AfterThought { thought, grammar }), [0, 1]);
         assert_eq!(silent(&Grammar::Regex(".*".into())), [0, 1, 2]);
     }
 }

@@ -22,7 +22,7 @@ use membership::{DnsName, Membership, etcd::EtcdSettings};
 use proto::auth::ClusterSecret;
 use router::{ModelSource, RouterSettings, RunningRouter};
 use telemetry::{MetricsServer, Resource, Telemetry, TelemetryConfig};
-use text::{ModelText, ModelTextOptions, ToolFormat};
+use text::{ModelText, ModelTextOptions};
 use tokio::signal::unix::{Signal, SignalKind, signal};
 
 /// Time to export the last telemetry; the collector may be unreachable.
@@ -91,7 +91,8 @@ struct ModelSetup {
     path: ModelPath,
     /// The setting that names the file, for error messages, and the file.
     chat_template: Option<(&'static str, PathBuf)>,
-    tool_format: config::ToolFormat,
+    tool_format: config::ToolFormatName,
+    reasoning_format: config::ReasoningFormatName,
     parse_special_tokens: bool,
 }
 
@@ -106,6 +107,7 @@ impl ModelSetup {
             path: model.required_path()?.to_owned(),
             chat_template: model.chat_template.clone().map(|file| ("model.chat_template", file)),
             tool_format: model.tool_format,
+            reasoning_format: model.reasoning_format,
             parse_special_tokens,
         };
         let checked = "the configuration was checked when it was read";
@@ -119,9 +121,14 @@ impl ModelSetup {
                 path: ModelPath::parse(value).expect(checked),
                 chat_template: of(&router.chat_templates)
                     .map(|file| ("router.chat_templates", file.into())),
-                tool_format: of(&router.tool_formats).map_or(config::ToolFormat::Auto, |word| {
-                    config::ToolFormat::parse(&word).expect(checked)
-                }),
+                tool_format: of(&router.tool_formats)
+                    .map_or(config::ToolFormatName::AUTO, |word| {
+                        config::ToolFormatName::parse(&word).expect(checked)
+                    }),
+                reasoning_format: of(&router.reasoning_formats)
+                    .map_or(config::ReasoningFormatName::AUTO, |word| {
+                        config::ReasoningFormatName::parse(&word).expect(checked)
+                    }),
                 parse_special_tokens,
             }
         });
@@ -135,11 +142,8 @@ impl ModelSetup {
         };
         Ok(ModelTextOptions {
             chat_template: self.chat_template.as_ref().map(read).transpose()?,
-            tool_format: match self.tool_format {
-                config::ToolFormat::Auto => None,
-                config::ToolFormat::Hermes => Some(ToolFormat::Hermes),
-                config::ToolFormat::Llama3 => Some(ToolFormat::Llama3),
-            },
+            tool_format: self.tool_format.format(),
+            reasoning_format: self.reasoning_format.choice(),
             parse_special_tokens: self.parse_special_tokens,
         })
     }

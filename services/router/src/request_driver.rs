@@ -14,7 +14,7 @@ use std::{sync::Arc, time::Duration};
 use futures_util::{StreamExt, TryStreamExt, stream};
 use proto::ids::{RequestId, random_bits};
 use router_core::{AnswerSpec, ArrivedRequest, Flow, LoadBound, WaitLimits};
-use text::StopStrings;
+use text::{ReasoningStart, StopStrings};
 use tokio::{
     task::{AbortHandle, JoinHandle},
     time::Instant,
@@ -184,8 +184,13 @@ async fn prepare(
         limits: WaitLimits { wait_max, deadline: deadline.at.into_std() },
     })?;
     let limits = served_limits(front, &model)?;
-    let grammar_version = options.grammar.as_ref().map_or(0, RequestedGrammar::version);
-    let grammar = check_grammar(front, &model, options.grammar.take(), deadline).await?;
+    let is_chat = matches!(fields.prompts[..], [PromptSource::Chat(_)]);
+    let has_thought = is_chat && model.text.reasoning_format().is_some();
+    let grammar = options.grammar.take();
+    let grammar_version = grammar.as_ref().map_or(0, |grammar| grammar.version(has_thought));
+    if let Some(grammar) = &grammar {
+        check_grammar(front, &model, grammar, grammar_version, deadline).await?;
+    }
 
     let seed = random_bits()? as u64;
     let cache_salt = record.caller().salt_for_nodes(tenant.as_ref(), &options.cache_salt);
@@ -197,17 +202,17 @@ async fn prepare(
     let (mut prompt_tokens, mut answers, mut reasoning) = (0, Vec::new(), None);
     let is_list = fields.prompts.len() > 1;
     for (index, source) in fields.prompts.into_iter().enumerate() {
-        let is_chat = matches!(source, PromptSource::Chat(_));
         let prompt = tokenize(&model, source, &limits, keying.clone(), deadline).await;
         let prompt = prompt.map_err(|error| match &options.pooling {
             Some(pooling) => error.at(pooling.field, is_list.then_some(index)),
             None => error,
         });
-        let TokenizedPrompt { tokens, prefix, opens_reasoning } = prompt?;
-        // A grammar begins with the answer, so there is no thought.
-        if is_chat && with_text && grammar.is_none() {
-            reasoning = reasoning_reading(&model, opens_reasoning);
+        let TokenizedPrompt { tokens, prefix, reasoning_start } = prompt?;
+        if has_thought {
+            reasoning = reasoning_reading(&model, reasoning_start);
         }
+        let thought = reasoning.and_then(ReasoningReading::thought);
+        let grammar = grammar.as_ref().map(|grammar| Arc::new(grammar.for_nodes(thought)));
         let sampling = options.sampling(
             tokens.len() as u32,
             &limits,
@@ -223,7 +228,7 @@ async fn prepare(
             prompt: tokens.into(),
             prefix: prefix.into(),
             sampling,
-            grammar: grammar.clone(),
+            grammar,
             grammar_version,
             cache_salt: cache_salt.clone(),
             session: options.session.clone(),
@@ -238,6 +243,7 @@ async fn prepare(
         }));
     }
     record.prepared(answers.len() as u32, prompt_tokens);
+    let reasoning = reasoning.filter(|_| with_text);
     let reading = AnswerReading { reasoning, calls };
     let reading = (reading.reasoning.is_some() || reading.calls.is_some()).then_some(reading);
     let request = PreparedRequest {
@@ -283,10 +289,10 @@ fn served_limits(front: &Front, model: &ServedModel) -> Result<ModelLimits, Requ
 }
 
 /// Returns how to read the thought of a chat's answer; `None` for a model without thoughts.
-fn reasoning_reading(model: &ServedModel, is_open: bool) -> Option<ReasoningReading> {
+fn reasoning_reading(model: &ServedModel, start: ReasoningStart) -> Option<ReasoningReading> {
     let format = model.text.reasoning_format()?;
     let closing_token = format.closing_token(model.text.tokenizer());
-    Some(ReasoningReading { format, is_open, closing_token })
+    Some(ReasoningReading { format, start, closing_token })
 }
 
 async fn tokenize(
@@ -343,21 +349,21 @@ fn offer_tools(
     Ok(Some(CallReading::new(tools, format, request_id)))
 }
 
-/// Compiles the grammar that the answers must match, and returns the grammar as nodes receive it.
+/// Compiles the grammar that the answers must match. `version` is the version that nodes need for it.
 async fn check_grammar(
     front: &Front,
     model: &ServedModel,
-    grammar: Option<RequestedGrammar>,
+    grammar: &RequestedGrammar,
+    version: u32,
     deadline: RequestDeadline,
-) -> Result<Option<Arc<proto::v1::Grammar>>, RequestError> {
-    let Some(asked) = grammar else { return Ok(None) };
-    deadline.limit(model.text.check_grammar(&asked)).await??;
+) -> Result<(), RequestError> {
+    deadline.limit(model.text.check_grammar(grammar)).await??;
     // Without a node the version is unknown, and the request waits for a node in its core.
     let newest = front.nodes.grammar_version(&model.name);
-    if newest.is_some_and(|newest| newest < asked.version()) {
-        return Err(RequestError::NoGrammar { field: asked.field });
+    if newest.is_some_and(|newest| newest < version) {
+        return Err(RequestError::NoGrammar { field: grammar.field });
     }
-    Ok(Some(Arc::new(asked.for_nodes())))
+    Ok(())
 }
 
 /// Returns the error of a field with invalid stop strings.

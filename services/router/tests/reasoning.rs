@@ -3,6 +3,7 @@
 mod common;
 
 use common::{Cluster, client::text_of, encode};
+use proto::v1::Thought;
 use serde_json::{Value, json};
 
 const PATH: &str = "/v1/chat/completions";
@@ -98,4 +99,68 @@ async fn model_without_thoughts_reports_none() {
     let answer = cluster.client.post(PATH, &chat(json!({"tools": null}))).await.json();
     assert_eq!(answer["choices"][0]["message"]["content"], "<think>a</think>b", "{answer}");
     assert_eq!(answer["usage"].get("completion_tokens_details"), None);
+}
+
+#[tokio::test]
+async fn grammar_begins_after_the_thought() {
+    let mark = |open: Option<&str>| {
+        Some(Thought { open: open.map(str::to_owned), close: "</think>".to_owned() })
+    };
+    for (opening, thought) in
+        [("<think>\n", mark(None)), ("", mark(Some("<think>"))), ("<think>\n\n</think>\n\n", None)]
+    {
+        let cluster = Cluster::start_with_template(&template(opening), "So.</think>{}").await;
+        for extra in [
+            json!({"tools": null, "response_format": {"type": "json_object"}}),
+            json!({"tool_choice": "required"}),
+        ] {
+            assert_eq!(cluster.client.post(PATH, &chat(extra)).await.status, 200);
+        }
+        let grammars: Vec<_> =
+            cluster.decode[0].calls().iter().map(|call| call.attempt.grammar.clone()).collect();
+        assert!(grammars.iter().all(|it| it.as_ref().unwrap().thought == thought), "{grammars:?}");
+    }
+    let cluster = Cluster::start_with_template(&template("<think>\n"), "So.</think>{}").await;
+    let body = json!({"tools": null, "response_format": {"type": "json_object"}});
+    for stream in [false, true] {
+        let (reasoning, content, ..) = parts_of(&cluster, chat(body.clone()), stream).await;
+        assert_eq!((reasoning.as_str(), content.as_str()), ("So.", "{}"));
+    }
+}
+
+#[tokio::test]
+async fn effort_and_earlier_thoughts_reach_the_template() {
+    let template = "{% for message in messages %}{{ message.role }}:{{ message.reasoning_content }}|\
+                    {{ message.content }};{% endfor %}{{ reasoning_effort }},{{ enable_thinking }}</think>";
+    let cluster = Cluster::start_with_template(template, "Hi").await;
+    let answered = |name: &str| json!([{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yes", name: "So"}]);
+    let body = |extra: Value| {
+        let mut body = chat(json!({"tools": null, "messages": answered("reasoning")}));
+        body.as_object_mut().unwrap().extend(extra.as_object().unwrap().clone());
+        body
+    };
+    let prompts = [
+        (json!({}), ","),
+        (json!({"messages": answered("reasoning_content")}), ","),
+        (json!({"reasoning_effort": "high"}), "high,"),
+        (json!({"reasoning_effort": "none"}), "none,false"),
+        (
+            json!({"reasoning_effort": "none", "chat_template_kwargs": {"enable_thinking": true}}),
+            "none,true",
+        ),
+    ];
+    for (index, (extra, end)) in prompts.into_iter().enumerate() {
+        let answer = cluster.client.post(PATH, &body(extra)).await;
+        assert_eq!(answer.status, 200, "{answer:?}");
+        let prompt = &cluster.decode[0].calls()[index].attempt.tokens;
+        let prompt = common::model_text().tokenizer().decode(prompt, false);
+        assert_eq!(prompt.to_lowercase(), format!("user:|hi;assistant:so|yes;{end}</think>"));
+    }
+    for (extra, param) in [
+        (json!({"reasoning_effort": "extreme"}), "reasoning_effort"),
+        (json!({"messages": [{"role": "assistant", "content": "", "reasoning": 7}]}), "messages"),
+    ] {
+        let answer = cluster.client.post(PATH, &body(extra)).await;
+        assert_eq!((answer.status.as_u16(), &answer.error()["param"]), (400, &json!(param)));
+    }
 }

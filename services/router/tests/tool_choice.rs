@@ -270,7 +270,7 @@ async fn nodes_receive_no_grammar_version_that_they_do_not_announce() {
     assert_eq!(answer.error()["param"], "regex");
     assert!(cluster.decode[0].calls().is_empty());
     let mut client = InferenceClient::new(grpc_channel(&cluster).await);
-    let grammar = Some(Grammar { kind: Some(Kind::Regex("yes|no".into())) });
+    let grammar = Some(Grammar { kind: Some(Kind::Regex("yes|no".into())), thought: None });
     let options = Some(GenerateOptions { grammar, ..Default::default() });
     let request = ChatRequest { options, ..grpc_chat() };
     let status = client.chat(request).await.err().unwrap();
@@ -431,7 +431,8 @@ async fn grpc_rejects_invalid_tools_and_tool_choices_by_field() {
     let tokens_only = GenerateOptions { tokens_only: true, ..Default::default() };
     let bad_call = ToolCall { arguments_json: "7".into(), ..Default::default() };
     let messages = vec![ChatMessage { tool_calls: vec![bad_call], ..Default::default() }];
-    let calls_grammar = Grammar { kind: Some(Kind::ToolCalls(ToolCalls::default())) };
+    let calls_grammar =
+        Grammar { kind: Some(Kind::ToolCalls(ToolCalls::default())), thought: None };
     let with_grammar = GenerateOptions { grammar: Some(calls_grammar), ..Default::default() };
     for (request, words) in [
         (with(vec![grpc_tool("", "", false)], None), "tools[0].name is \"\"; allowed: 1 to 256"),

@@ -40,7 +40,7 @@ pub use detokenizer::{Detokenizer, DetokenizerOptions};
 pub use error::{LoadError, VocabularyError};
 pub use model_text::{ModelText, ModelTextOptions};
 pub use pooled_model::{Dimensions, EmbeddingModel, NotPooled, PooledModel, RerankerModel};
-pub use reasoning::{ReasoningFormat, ReasoningParser, SplitText};
+pub use reasoning::{ReasoningChoice, ReasoningFormat, ReasoningParser, ReasoningStart, SplitText};
 pub use sampling_defaults::SamplingDefaults;
 pub use stop::{
     STOP_STRING_BYTES_MAX, STOP_STRINGS_MAX, StopProgress, StopStringError, StopStrings,
@@ -49,5 +49,7 @@ pub use stream::{StopHit, TextDelta, TextStream, TextStreamOptions};
 pub use template::{ChatTemplate, RENDERED_BYTES_MAX, RenderRequest, TEMPLATE_FUEL, TemplateError};
 pub use token_table::TokenTable;
 pub use tokenizer::{EncodeError, SpecialTokens, TEXT_BYTES_MAX, Tokenizer};
-pub use tools::{ToolCall, ToolFormat, ToolParser, ToolPiece, ToolSyntax};
+pub use tools::{
+    CallableFunction, ParameterSyntax, ToolCall, ToolFormat, ToolParser, ToolPiece, ToolSyntax,
+};
 pub use vocabulary::VOCABULARY_SIZE_MAX;

@@ -7,7 +7,7 @@ use serde_json::{Map, Value, json};
 use crate::{
     error::LoadError,
     pooled_model::{NotPooled, PooledModel},
-    reasoning::ReasoningFormat,
+    reasoning::{ReasoningChoice, ReasoningFormat},
     sampling_defaults::SamplingDefaults,
     source::TokenizerSource,
     template::{ChatTemplate, RenderRequest, TemplateError},
@@ -21,7 +21,7 @@ pub struct ModelText {
     tokenizer: Arc<Tokenizer>,
     chat_template: Result<ChatTemplate, TemplateError>,
     sampling_defaults: SamplingDefaults,
-    tool_format: Option<ToolFormat>,
+    tool_format: Option<&'static ToolFormat>,
     reasoning_format: Option<&'static ReasoningFormat>,
     takes_parallel_calls: bool,
     parse_special_tokens: bool,
@@ -35,7 +35,8 @@ pub struct ModelTextOptions {
     /// Chat template in Jinja.
     pub chat_template: Option<String>,
     /// Format of tool calls; `None` means the format that the chat template requests.
-    pub tool_format: Option<ToolFormat>,
+    pub tool_format: Option<&'static ToolFormat>,
+    pub reasoning_format: ReasoningChoice,
     /// Whether special tokens in a client's messages become special tokens.
     pub parse_special_tokens: bool,
 }
@@ -63,7 +64,11 @@ impl ModelText {
         let tool_format = options
             .tool_format
             .or_else(|| source.and_then(|source| ToolFormat::of_template(source, &tokenizer)));
-        let reasoning_format = source.and_then(|source| ReasoningFormat::of_template(source));
+        let reasoning_format = match options.reasoning_format {
+            ReasoningChoice::Auto => source.and_then(|source| ReasoningFormat::of_template(source)),
+            ReasoningChoice::Off => None,
+            ReasoningChoice::Format(format) => Some(format),
+        };
         let chat_template = ChatTemplate::from_sources(templates);
         let takes_tools = chat_template.as_ref().is_ok_and(ChatTemplate::takes_tools);
         let refuses_parallel_calls =
@@ -95,11 +100,11 @@ impl ModelText {
 
     /// Returns the model's format of tool calls; `None` when its template does not present tools or
     /// requests calls in an unknown format.
-    pub fn tool_format(&self) -> Option<ToolFormat> {
+    pub fn tool_format(&self) -> Option<&'static ToolFormat> {
         self.tool_format
     }
 
-    /// Returns the model's format of reasoning; `None` when its template neither renders nor removes reasoning.
+    /// Returns the model's format of reasoning; `None` where its template has no marks of a thought.
     pub fn reasoning_format(&self) -> Option<&'static ReasoningFormat> {
         self.reasoning_format
     }

@@ -3,7 +3,9 @@
 //! A reasoning model writes a thought between two marks before its answer. Each format of marks is one file of this
 //! module and one entry of [`FORMATS`]. [`ReasoningParser`] separates the thought from the rest of streamed text.
 
+mod mistral_think;
 mod parser;
+mod seed_think;
 mod think;
 
 pub use parser::{ReasoningParser, SplitText};
@@ -11,33 +13,79 @@ pub use parser::{ReasoningParser, SplitText};
 use crate::tokenizer::Tokenizer;
 
 /// Every known format. A template is matched in this order.
-const FORMATS: [&ReasoningFormat; 1] = [&think::FORMAT];
+static FORMATS: [ReasoningFormat; 3] = [think::FORMAT, mistral_think::FORMAT, seed_think::FORMAT];
 
 /// Format of a model's reasoning.
 #[derive(Debug, PartialEq, Eq)]
 pub struct ReasoningFormat {
     pub name: &'static str,
+    /// Models that write thoughts in this format.
+    pub models: &'static str,
     /// Mark that begins a thought.
-    open: &'static str,
+    pub open: &'static str,
     /// Mark that ends a thought.
-    close: &'static str,
+    pub close: &'static str,
+}
+
+/// Choice of a model's format of reasoning.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum ReasoningChoice {
+    /// The format whose marks the chat template has.
+    #[default]
+    Auto,
+    /// Answers have no thoughts apart from their content.
+    Off,
+    Format(&'static ReasoningFormat),
+}
+
+/// Position in an answer where generation begins.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum ReasoningStart {
+    /// At the beginning, where a thought may begin.
+    #[default]
+    Undecided,
+    /// Within a thought.
+    Thought,
+    /// After the thought.
+    Answer,
 }
 
 impl ReasoningFormat {
+    /// Returns all formats.
+    pub fn all() -> impl Iterator<Item = &'static Self> {
+        FORMATS.iter()
+    }
+
+    pub fn named(name: &str) -> Option<&'static Self> {
+        Self::all().find(|format| format.name == name)
+    }
+
+    /// Returns whether `text` is a mark of any format.
+    pub fn is_mark(text: &[u8]) -> bool {
+        Self::all().any(|it| [it.open, it.close].iter().any(|mark| mark.as_bytes() == text))
+    }
+
     /// Returns the format that a chat template renders or removes, if known.
     pub(crate) fn of_template(source: &str) -> Option<&'static Self> {
-        FORMATS.into_iter().find(|format| source.contains(format.close))
+        Self::all().find(|format| source.contains(format.close))
     }
 
-    /// Returns whether an answer to this prompt begins within a thought: some templates write the opening mark
-    /// themselves.
-    pub fn is_opened_by(&self, prompt: &str) -> bool {
-        prompt.trim_end().ends_with(self.open)
+    /// Returns where an answer to this prompt begins: some templates write the opening mark themselves, or both marks
+    /// where the answer shall have no thought.
+    pub fn start_after(&self, prompt: &str) -> ReasoningStart {
+        let prompt = prompt.trim_end();
+        match () {
+            () if prompt.ends_with(self.open) => ReasoningStart::Thought,
+            () if prompt.ends_with(self.close) => ReasoningStart::Answer,
+            () => ReasoningStart::Undecided,
+        }
     }
 
-    /// Returns whether the beginning of an answer ends within a thought.
-    pub fn is_open_in(&self, answer: &str) -> bool {
-        answer.rfind(self.open).is_some_and(|open| !answer[open..].contains(self.close))
+    /// Returns where the rest of an answer begins.
+    pub fn start_within(&self, answer: &str) -> ReasoningStart {
+        let is_open =
+            answer.rfind(self.open).is_some_and(|open| !answer[open..].contains(self.close));
+        if is_open { ReasoningStart::Thought } else { ReasoningStart::Answer }
     }
 
     /// Returns the token that ends a thought, if one token does.

@@ -1,104 +1,185 @@
 //! Tool calls in the text of an answer.
 //!
-//! Models write calls as text, each family in its own format ([`ToolFormat`]). [`ToolParser`] processes
-//! streamed text and separates calls from content. It does not enforce that a call is made, or that its
-//! arguments match the tool's schema; only a grammar can enforce this.
+//! Models write calls as text, each family in its own format. A format is one file of this module and one entry of
+//! [`FORMATS`]. [`ToolParser`] processes streamed text and separates calls from content. It does not enforce that a
+//! call is made, or that its arguments match the tool's schema; only a grammar can enforce this ([`ToolSyntax`]).
 
+mod function;
 mod json_object;
+mod named;
+mod object;
+mod parameters;
 mod parser;
+mod python;
 
-pub use parser::{ToolCall, ToolParser, ToolPiece};
+mod deepseek_v3;
+mod deepseek_v3_1;
+mod glm4_5;
+mod hermes;
+mod kimi_k2;
+mod llama3;
+mod minimax_m2;
+mod mistral;
+mod mistral_list;
+mod pythonic;
+mod qwen3_coder;
+
+use std::fmt;
+
+pub use function::CallableFunction;
+pub use parser::{ToolParser, ToolPiece};
 
 use crate::tokenizer::Tokenizer;
 
-const PYTHON_TAG: &str = "<|python_tag|>";
-const CALL_START: &str = "<tool_call>";
-const CALL_END: &str = "</tool_call>";
+/// Every known format. A template is matched in this order.
+static FORMATS: [ToolFormat; 11] = [
+    minimax_m2::FORMAT,
+    qwen3_coder::FORMAT,
+    glm4_5::FORMAT,
+    kimi_k2::FORMAT,
+    deepseek_v3::FORMAT,
+    deepseek_v3_1::FORMAT,
+    mistral::FORMAT,
+    mistral_list::FORMAT,
+    pythonic::FORMAT,
+    hermes::FORMAT,
+    llama3::FORMAT,
+];
 
 /// Format of a model's tool calls.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum ToolFormat {
-    /// `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, one after another, with text before,
-    /// between or after: Hermes, Qwen 2.5 and Qwen 3.
-    Hermes,
-    /// `{"name": ..., "parameters": {...}}` as the whole answer, several separated by `;`; or the same
-    /// after `<|python_tag|>`, also after text: Llama 3.1 to 3.3.
-    Llama3,
+pub struct ToolFormat {
+    pub name: &'static str,
+    /// Models that write calls in this format.
+    pub models: &'static str,
+    /// Form of a call, for documentation.
+    pub form: &'static str,
+    /// Returns whether a chat template asks the model to write this format.
+    is_asked_by: fn(&str, &Tokenizer) -> bool,
+    /// Marks before a call, outermost first. All but the last may be absent.
+    opening: &'static [&'static str],
+    /// Character that begins a call without a mark, at the start of an answer and after a call.
+    bare: Option<char>,
+    /// Character between two calls, after which the second call has no mark.
+    separator: Option<char>,
+    /// Marks after a call, in this order. Each may be absent.
+    closing: &'static [&'static str],
+    /// Marks within a call.
+    inner: &'static [&'static str],
+    /// Returns the parser of a call after its marks.
+    body: fn() -> Box<dyn CallBody>,
+    /// Syntax of calls that a grammar forces.
+    pub syntax: ToolSyntax,
 }
 
-/// Syntax of a call: `before_name "NAME" before_arguments {ARGUMENTS} after_arguments`.
+/// Syntax of calls: `begin CALL between CALL end`, where a call is `before_name NAME before_arguments ARGUMENTS
+/// after_arguments`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ToolSyntax {
+    pub begin: &'static str,
     pub before_name: &'static str,
+    /// Whether the name is a JSON string.
+    pub quotes_name: bool,
     pub before_arguments: &'static str,
+    /// Syntax of the arguments; `None` for a JSON object.
+    pub parameters: Option<ParameterSyntax>,
     pub after_arguments: &'static str,
     /// Text between two calls.
     pub between: &'static str,
-    /// Mark that precedes or begins a call in text.
+    pub end: &'static str,
+    /// Mark that precedes or begins calls in text.
     pub mark: &'static str,
     /// Regular expression for the beginning of an answer that is a call without the mark.
     pub never_begins: Option<&'static str>,
 }
 
+/// Syntax of a parameter: `before_name NAME before_value VALUE after_value`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct ParameterSyntax {
+    pub before_name: &'static str,
+    pub before_value: &'static str,
+    pub after_value: &'static str,
+    /// Text between two parameters.
+    pub between: &'static str,
+    /// End of a value that is text; `None` if strings are written as in JSON. A suffix of `after_value`.
+    pub text_end: Option<&'static str>,
+}
+
+/// Syntax of calls without anything around their parts.
+const PLAIN: ToolSyntax = ToolSyntax {
+    begin: "",
+    before_name: "",
+    quotes_name: false,
+    before_arguments: "",
+    parameters: None,
+    after_arguments: "",
+    between: "",
+    end: "",
+    mark: "",
+    never_begins: None,
+};
+
+/// Call of a function.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ToolCall {
+    pub name: String,
+    /// Arguments: a JSON object.
+    pub arguments: String,
+}
+
+/// Parser of one call, from the end of its marks to the end of its arguments.
+trait CallBody: fmt::Debug + Send {
+    /// Processes the next character: `text` is the call so far and ends with `last`.
+    fn push(&mut self, text: &str, last: char, functions: &[CallableFunction]) -> CallStep;
+
+    /// Returns the call as far as `text` goes: its arguments are the beginning of a JSON object, or empty. `None` while
+    /// its function is unknown.
+    fn cut(&self, text: &str) -> Option<ToolCall>;
+}
+
+/// Result of a character.
+#[derive(Debug)]
+enum CallStep {
+    More,
+    /// The call is complete.
+    Call(ToolCall),
+    /// The text is not a call.
+    Broken,
+}
+
+impl fmt::Debug for ToolFormat {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name)
+    }
+}
+
 impl ToolFormat {
-    /// Returns the format that a chat template asks the model to write, if known.
-    pub(crate) fn of_template(source: &str, tokenizer: &Tokenizer) -> Option<Self> {
-        // Qwen 3 Coder uses the same tags around calls that are not JSON.
-        if source.contains(CALL_START) && !source.contains("<function=") {
-            return Some(Self::Hermes);
-        }
-        let is_llama = source.contains("\"parameters\": ")
-            && (source.contains(PYTHON_TAG) || tokenizer.token_id(PYTHON_TAG).is_some());
-        is_llama.then_some(Self::Llama3)
+    /// Returns all formats.
+    pub fn all() -> impl Iterator<Item = &'static Self> {
+        FORMATS.iter()
     }
 
-    /// Returns the opening mark of a call and its closing mark.
-    pub(crate) fn marks(self) -> (&'static str, Option<&'static str>) {
-        match self {
-            Self::Hermes => (CALL_START, Some(CALL_END)),
-            Self::Llama3 => (PYTHON_TAG, None),
-        }
+    pub fn named(name: &str) -> Option<&'static Self> {
+        Self::all().find(|format| format.name == name)
+    }
+
+    /// Returns the format that a chat template asks the model to write, if known.
+    pub(crate) fn of_template(source: &str, tokenizer: &Tokenizer) -> Option<&'static Self> {
+        Self::all().find(|format| (format.is_asked_by)(source, tokenizer))
+    }
+
+    fn marks(&self) -> impl Iterator<Item = &'static str> {
+        self.opening.iter().chain(self.inner).chain(self.closing).copied()
     }
 
     /// Returns whether `text` is a mark of any format.
     pub fn is_mark(text: &[u8]) -> bool {
-        [PYTHON_TAG, CALL_START, CALL_END].iter().any(|mark| mark.as_bytes() == text)
-    }
-
-    /// Returns the syntax of a call that a grammar forces.
-    pub fn syntax(self) -> ToolSyntax {
-        match self {
-            Self::Hermes => ToolSyntax {
-                before_name: "<tool_call>\n{\"name\": ",
-                before_arguments: ", \"arguments\": ",
-                after_arguments: "}\n</tool_call>",
-                between: "\n",
-                mark: CALL_START,
-                never_begins: None,
-            },
-            Self::Llama3 => ToolSyntax {
-                before_name: "{\"name\": ",
-                before_arguments: ", \"parameters\": ",
-                after_arguments: "}",
-                between: "; ",
-                mark: PYTHON_TAG,
-                // Starts of calls that [`ToolParser`] accepts and this syntax does not produce.
-                never_begins: Some(r#"\s*\{\s*"(name|parameters|arguments|type|id)""#),
-            },
-        }
-    }
-
-    /// Returns whether an answer may be a call without a mark.
-    fn takes_bare(self) -> bool {
-        self == Self::Llama3
+        Self::all().any(|format| format.marks().any(|mark| mark.as_bytes() == text))
     }
 
     /// Returns the special tokens that must become text: marks that are special tokens of the
     /// vocabulary.
-    pub fn shown_tokens(self, tokenizer: &Tokenizer) -> Vec<u32> {
-        let (start, end) = self.marks();
-        let ids =
-            [Some(start), end].into_iter().flatten().filter_map(|mark| tokenizer.token_id(mark));
+    pub fn shown_tokens(&self, tokenizer: &Tokenizer) -> Vec<u32> {
+        let ids = self.marks().filter_map(|mark| tokenizer.token_id(mark));
         ids.filter(|&id| tokenizer.is_special(id)).collect()
     }
 }

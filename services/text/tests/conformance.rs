@@ -16,8 +16,8 @@ use std::{
 
 use serde_json::{Map, Value, json};
 use text::{
-    LoadError, ModelText, RenderRequest, SpecialTokens, StopStrings, TemplateError, TextStream,
-    TextStreamOptions, ToolFormat, ToolParser, ToolPiece,
+    CallableFunction, LoadError, ModelText, RenderRequest, SpecialTokens, StopStrings,
+    TemplateError, TextStream, TextStreamOptions, ToolParser, ToolPiece,
 };
 
 /// Returns the path of a fetched file or folder.
@@ -52,11 +52,13 @@ fn tool_calls_of_real_templates_are_parsed_back() {
         "function": {"name": "weather", "arguments": arguments}});
     let tools = json!([{"type": "function", "function": {"name": "weather",
         "description": "Tells it", "parameters": {"type": "object", "properties": {}}}}]);
-    let formats = [("llama3_2", ToolFormat::Llama3, 1), ("qwen2_5", ToolFormat::Hermes, 2)];
+    let formats = [("llama3_2", "llama3", 1), ("qwen2_5", "hermes", 2)];
     for (name, format, calls) in formats {
         let path = fetched(name);
         let model = ModelText::open(&path).unwrap();
-        assert_eq!(model.tool_format(), Some(format), "{name}");
+        let detected = model.tool_format().unwrap();
+        assert_eq!(detected.name, format, "{name}");
+        let format = detected;
         assert_eq!(model.takes_parallel_calls(), calls > 1, "{name}");
         let rendered = |messages: Value| {
             let request = RenderRequest {
@@ -82,7 +84,8 @@ fn tool_calls_of_real_templates_are_parsed_back() {
         let stops = StopStrings::new::<&str>(&[], false).unwrap();
         let mut text = TextStream::new(tokenizer.clone(), stops, TextStreamOptions::default())
             .showing(format.shown_tokens(tokenizer).into());
-        let mut parser = ToolParser::new(format, Arc::new(["weather".to_owned()]));
+        let mut parser =
+            ToolParser::new(format, Arc::new([CallableFunction::new("weather", None)]));
         let mut pieces = Vec::new();
         for id in tokenizer.encode(answer, SpecialTokens::Parse).unwrap() {
             parser.push(&text.push(&[id]).text, &mut pieces);
@@ -97,7 +100,7 @@ fn tool_calls_of_real_templates_are_parsed_back() {
         }
     }
     let path = fetched("gpt2");
-    assert_eq!(ModelText::open(&path).unwrap().tool_format(), None);
+    assert!(ModelText::open(&path).unwrap().tool_format().is_none());
 }
 
 fn render(model: &ModelText, messages: &Value) -> Result<String, TemplateError> {

@@ -41,7 +41,7 @@ macro_rules! choice {
 }
 
 /// Joins words as `a, b or c`.
-fn alternatives(words: &[&str]) -> String {
+pub(super) fn alternatives(words: &[&str]) -> String {
     let (last, first) = words.split_last().expect("every choice has words");
     format!("{} or {last}", first.join(", "))
 }
@@ -122,18 +122,6 @@ choice! {
         Portable = "portable",
         /// Plain loops that define the result of every operation; slow.
         Reference = "reference",
-    }
-}
-
-choice! {
-    /// Format of tool calls in the model's output.
-    pub enum ToolFormat {
-        /// The format that the chat template asks for.
-        Auto = "auto",
-        /// JSON between `<tool_call>` and `</tool_call>`.
-        Hermes = "hermes",
-        /// JSON alone or after `<|python_tag|>`.
-        Llama3 = "llama3",
     }
 }
 

@@ -206,7 +206,8 @@ fn duplicate_and_unknown_model_names_are_rejected() {
         // An alias must name a model, not another alias.
         (with("router.aliases", "a=second,b=a"), ["b=a", "no model"]),
         (with("router.aliases", "second"), ["router.aliases", "NAME=VALUE"]),
-        (with("router.tool_formats", "second=xml"), ["second=xml", "auto, hermes or llama3"]),
+        (with("router.tool_formats", "second=xml"), ["second=xml", "auto, deepseek_v3, "]),
+        (with("router.reasoning_formats", "second=xml"), ["second=xml", "auto, none, think, "]),
         // The first model has model.tool_format.
         (with("router.tool_formats", "first=hermes"), ["first=hermes", "second, third"]),
         (with("router.chat_templates", "fourth=x"), ["router.chat_templates", "second, third"]),

@@ -92,7 +92,12 @@ fn every_setting_can_be_given_in_each_way() {
             "URL" => "http://host:1",
             "LIST" if setting.name == "models" => "other=path",
             // There is no model that they could name.
-            "LIST" if ["aliases", "chat_templates", "tool_formats"].contains(&setting.name) => "",
+            "LIST"
+                if ["aliases", "chat_templates", "tool_formats", "reasoning_formats"]
+                    .contains(&setting.name) =>
+            {
+                ""
+            }
             "LIST" => "http://host:1",
             "SECRET" => "0123456789abcdef",
             "WORD" => setting.default.as_str(),

@@ -607,7 +607,7 @@ fn a_complete_structured_answer_finishes_although_its_last_event_is_lost() {
     for side in [AttemptSide::Decode, AttemptSide::Prefill] {
         let mut owner = Owner::new();
         let kind = Some(grammar::Kind::Regex("abc".into()));
-        owner.core.spec.grammar = Some(Arc::new(Grammar { kind }));
+        owner.core.spec.grammar = Some(Arc::new(Grammar { kind, thought: None }));
         owner.core.start(owner.now, false);
         owner.outputs();
         owner.picked(false);

@@ -3,7 +3,7 @@
 use std::collections::HashMap;
 
 use serde::Deserialize;
-use serde_json::{Map, Value, value::RawValue};
+use serde_json::{Map, Value, json, value::RawValue};
 
 use super::{fields::RequestFields, grammar_fields};
 use router_core::RequestSession;
@@ -13,7 +13,10 @@ use crate::{
     front::NamedModel,
     keys::Caller,
     request::{
-        error::{FieldError, RequestError, parse_field, parse_json, redacted, type_or_scalar},
+        error::{
+            FieldError, RequestError, invalid_value, parse_field, parse_json, redacted,
+            type_or_scalar,
+        },
         options::{
             CHOICES, COMPLETION_TOKENS_DEFAULT, DefaultLength, LOGPROBS, MIN_P, Options, PENALTY,
             REPETITION_PENALTY, SEED, STOP_TOKENS_MAX, TEMPERATURE, TOKENS, TOP_K, TOP_P,
@@ -328,12 +331,29 @@ pub(super) fn chat_source(
     })
 }
 
+/// Field for how long a reasoning model shall think, and the template variable of this name. Without thoughts the
+/// variable `enable_thinking` is false, too.
+const REASONING_EFFORT: &str = "reasoning_effort";
+const REASONING_EFFORTS: [&str; 5] = ["none", "minimal", "low", "medium", "high"];
+
 pub(super) fn template_kwargs(
     fields: &RequestFields<'_>,
 ) -> Result<Map<String, Value>, FieldError> {
     const NAME: &str = "chat_template_kwargs";
-    let variables = fields.value(NAME, "an object of template variables")?.unwrap_or_default();
+    let mut variables: Map<String, Value> =
+        fields.value(NAME, "an object of template variables")?.unwrap_or_default();
     check_variables(NAME, &variables)?;
+    if let Some(effort) = fields.value::<String>(REASONING_EFFORT, "a string")? {
+        if !REASONING_EFFORTS.contains(&effort.as_str()) {
+            let allowed = REASONING_EFFORTS.join(", ");
+            return Err(invalid_value(REASONING_EFFORT, &json!(effort).to_string(), &allowed));
+        }
+        // The client's own variables are more specific.
+        if effort == "none" {
+            variables.entry("enable_thinking").or_insert(false.into());
+        }
+        variables.entry(REASONING_EFFORT).or_insert(effort.into());
+    }
     Ok(variables)
 }
 

@@ -5,13 +5,14 @@
 
 use std::sync::Arc;
 
+use grammar::Thought;
 use proto::{
     ids::RequestId,
     v1::{FinishReason, Token},
 };
 use text::{
-    ReasoningFormat, ReasoningParser, SplitText, Tokenizer, ToolCall, ToolFormat, ToolParser,
-    ToolPiece,
+    CallableFunction, ReasoningFormat, ReasoningParser, ReasoningStart, SplitText, Tokenizer,
+    ToolCall, ToolFormat, ToolParser, ToolPiece,
 };
 
 use super::tools::{OfferedTools, RequestedToolChoice};
@@ -38,17 +39,29 @@ impl AnswerReading {
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct ReasoningReading {
     pub format: &'static ReasoningFormat,
-    /// Whether answers begin within a thought.
-    pub is_open: bool,
+    /// Position where answers begin.
+    pub start: ReasoningStart,
     /// Token that ends a thought.
     pub closing_token: Option<u32>,
+}
+
+impl ReasoningReading {
+    /// Returns the thought that answers may have before the output of a grammar.
+    pub(crate) fn thought(self) -> Option<Thought> {
+        let open = match self.start {
+            ReasoningStart::Answer => return None,
+            ReasoningStart::Thought => None,
+            ReasoningStart::Undecided => Some(self.format.open.to_owned()),
+        };
+        Some(Thought { open, close: self.format.close.to_owned() })
+    }
 }
 
 /// Settings for parsing calls in the answers of a request.
 #[derive(Clone, Debug)]
 pub(crate) struct CallReading {
-    pub format: ToolFormat,
-    pub names: Arc<[String]>,
+    pub format: &'static ToolFormat,
+    pub functions: Arc<[CallableFunction]>,
     pub parallel: bool,
     /// Whether the client named the function.
     pub is_named: bool,
@@ -59,10 +72,17 @@ pub(crate) struct CallReading {
 }
 
 impl CallReading {
-    pub(crate) fn new(tools: &OfferedTools, format: ToolFormat, request_id: RequestId) -> Self {
+    pub(crate) fn new(
+        tools: &OfferedTools,
+        format: &'static ToolFormat,
+        request_id: RequestId,
+    ) -> Self {
+        let functions = tools.callable().map(|function| {
+            CallableFunction::new(function.name.as_str(), function.parameters.as_ref())
+        });
         Self {
             format,
-            names: tools.callable().map(|function| function.name.clone()).collect(),
+            functions: functions.collect(),
             parallel: tools.parallel,
             is_named: matches!(tools.choice, RequestedToolChoice::Named(_)),
             is_required: tools.choice != RequestedToolChoice::Auto,
@@ -156,7 +176,7 @@ struct ReasoningReader {
 
 impl ReasoningReader {
     fn new(reading: ReasoningReading) -> Self {
-        let parser = ReasoningParser::new(reading.format, reading.is_open);
+        let parser = ReasoningParser::new(reading.format, reading.start);
         let closing_token = reading.closing_token;
         Self { parser, closing_token, token_count: 0, undecided_count: 0, counts: true }
     }
@@ -202,7 +222,7 @@ struct CallReader {
 
 impl CallReader {
     fn new(reading: &CallReading, choice: u32) -> Self {
-        let parser = ToolParser::new(reading.format, reading.names.clone());
+        let parser = ToolParser::new(reading.format, reading.functions.clone());
         Self { parser, reading: reading.clone(), choice, calls: 0, last_is_cut: false }
     }
 
@@ -216,8 +236,8 @@ impl CallReader {
     fn finish(mut self, is_cut: bool, to: &mut Vec<AnswerPiece>) -> Calls {
         let mut pieces = Vec::new();
         match is_cut {
-            true => self.parser.clone().finish_cut(&mut pieces),
-            false => self.parser.clone().finish(&mut pieces),
+            true => self.parser.finish_cut(&mut pieces),
+            false => self.parser.finish(&mut pieces),
         }
         if is_cut && self.reading.is_required {
             // The beginning of a call that has no name yet.
@@ -286,11 +306,11 @@ mod tests {
     fn without_parallel_calls_the_answer_ends_with_its_first_call() {
         let text = "a <tool_call>{\"name\": \"f\"}</tool_call> b <tool_call>{\"name\": \"f\"}</tool_call> c";
         let read = |parallel, is_named| {
-            let names = Arc::new(["f".to_owned()]);
+            let functions = Arc::new([CallableFunction::new("f", None)]);
             let id = "call_1".to_owned();
-            let format = ToolFormat::Hermes;
+            let format = ToolFormat::named("hermes").unwrap();
             let is_required = false;
-            let calls = CallReading { format, names, parallel, is_named, is_required, id };
+            let calls = CallReading { format, functions, parallel, is_named, is_required, id };
             let reading = AnswerReading { reasoning: None, calls: Some(calls) };
             let mut reader = AnswerReader::new(&reading, 2);
             let mut pieces = reader.push(&[], text[..40].to_owned());

@@ -4,7 +4,7 @@ use router_core::RequestSession;
 
 use std::ops::RangeInclusive;
 
-use grammar::{Alternative, Grammar, GrammarError};
+use grammar::{Alternative, Grammar, GrammarError, Thought, ToolCalls};
 use proto::v1::{self, Sampling};
 use text::SamplingDefaults;
 
@@ -384,12 +384,19 @@ impl RequestedGrammar {
         Self { field, grammar, functions: Vec::new(), alone: None }
     }
 
-    /// Returns the grammar version that a node must support for this grammar.
-    pub(crate) fn version(&self) -> u32 {
-        match self.grammar {
+    /// Returns the grammar version that a node must support for this grammar, perhaps after a thought.
+    pub(crate) fn version(&self, has_thought: bool) -> u32 {
+        match &self.grammar {
+            _ if has_thought => 4,
             Grammar::JsonSchema(_) | Grammar::Regex(_) => 1,
+            Grammar::ToolCalls(ToolCalls { syntax, .. })
+                if syntax.bare_name || !syntax.begin.is_empty() =>
+            {
+                4
+            }
             Grammar::ToolCalls(_) => 2,
             Grammar::ContextFree(_) => 3,
+            Grammar::AfterThought { .. } => 4,
         }
     }
 
@@ -406,19 +413,31 @@ impl RequestedGrammar {
         }
     }
 
-    /// Returns the grammar's form for nodes.
-    pub(crate) fn for_nodes(self) -> v1::Grammar {
-        let kind = match self.grammar {
-            Grammar::JsonSchema(text) => v1::grammar::Kind::JsonSchema(text),
-            Grammar::Regex(text) => v1::grammar::Kind::Regex(text),
-            Grammar::ContextFree(text) => v1::grammar::Kind::ContextFree(text),
-            Grammar::ToolCalls(calls) => v1::grammar::Kind::ToolCalls(tool_calls(calls)),
-        };
-        v1::Grammar { kind: Some(kind) }
+    /// Returns the grammar's form for nodes: of an answer that may have this thought first.
+    pub(crate) fn for_nodes(&self, thought: Option<Thought>) -> v1::Grammar {
+        let grammar = self.grammar.clone();
+        wire_grammar(match thought {
+            Some(thought) => Grammar::AfterThought { thought, grammar: Box::new(grammar) },
+            None => grammar,
+        })
     }
 }
 
-fn tool_calls(calls: grammar::ToolCalls) -> v1::ToolCalls {
+fn wire_grammar(grammar: Grammar) -> v1::Grammar {
+    let kind = match grammar {
+        Grammar::JsonSchema(text) => v1::grammar::Kind::JsonSchema(text),
+        Grammar::Regex(text) => v1::grammar::Kind::Regex(text),
+        Grammar::ContextFree(text) => v1::grammar::Kind::ContextFree(text),
+        Grammar::ToolCalls(calls) => v1::grammar::Kind::ToolCalls(tool_calls(calls)),
+        Grammar::AfterThought { thought: Thought { open, close }, grammar } => {
+            let thought = Some(v1::Thought { open, close });
+            return v1::Grammar { thought, ..wire_grammar(*grammar) };
+        }
+    };
+    v1::Grammar { kind: Some(kind), thought: None }
+}
+
+fn tool_calls(calls: ToolCalls) -> v1::ToolCalls {
     use v1::tool_calls::Alternative as Wire;
     let function = |tool: grammar::CallableTool| v1::CallableFunction {
         name: tool.name,
@@ -433,6 +452,16 @@ fn tool_calls(calls: grammar::ToolCalls) -> v1::ToolCalls {
         before_arguments: calls.syntax.before_arguments,
         after_arguments: calls.syntax.after_arguments,
         between: calls.syntax.between,
+        begin: calls.syntax.begin,
+        end: calls.syntax.end,
+        bare_name: calls.syntax.bare_name,
+        parameters: calls.syntax.parameters.map(|syntax| v1::ParameterSyntax {
+            before_name: syntax.before_name,
+            before_value: syntax.before_value,
+            after_value: syntax.after_value,
+            between: syntax.between,
+            text_end: syntax.text_end,
+        }),
         functions: calls.tools.into_iter().map(function).collect(),
         several: calls.several,
         alternative: match calls.alternative {
@@ -445,7 +474,9 @@ fn tool_calls(calls: grammar::ToolCalls) -> v1::ToolCalls {
                 Grammar::JsonSchema(text) => Some(Wire::JsonSchema(text)),
                 Grammar::Regex(text) => Some(Wire::Regex(text)),
                 // The check of the grammar has rejected these cases.
-                Grammar::ContextFree(_) | Grammar::ToolCalls(_) => None,
+                Grammar::ContextFree(_) | Grammar::ToolCalls(_) | Grammar::AfterThought { .. } => {
+                    None
+                }
             },
         },
         mark,

@@ -8,8 +8,9 @@ use grammar::Compiler;
 use proto::ids::random_bits;
 use serde_json::{Map, Value};
 use text::{
-    ChatTemplate, EncodeError, ModelText, NotPooled, PooledModel, ReasoningFormat, RenderRequest,
-    SamplingDefaults, SpecialTokens, TEXT_BYTES_MAX, TemplateError, Tokenizer, ToolFormat,
+    ChatTemplate, EncodeError, ModelText, NotPooled, PooledModel, ReasoningFormat, ReasoningStart,
+    RenderRequest, SamplingDefaults, SpecialTokens, TEXT_BYTES_MAX, TemplateError, Tokenizer,
+    ToolFormat,
 };
 use tokio::sync::{AcquireError, OwnedSemaphorePermit, Semaphore};
 
@@ -142,17 +143,22 @@ pub(crate) struct CacheKeying {
 pub(crate) struct TokenizedPrompt {
     pub tokens: Vec<u32>,
     pub prefix: Vec<PrefixKeys>,
-    /// Whether the answer begins within a thought.
-    pub opens_reasoning: bool,
+    /// Position where the answer begins.
+    pub reasoning_start: ReasoningStart,
 }
 
 impl TokenizedPrompt {
-    fn new(tokens: Vec<u32>, opens_reasoning: bool, tokens_max: u32, keying: &CacheKeying) -> Self {
+    fn new(
+        tokens: Vec<u32>,
+        reasoning_start: ReasoningStart,
+        tokens_max: u32,
+        keying: &CacheKeying,
+    ) -> Self {
         // A longer prompt is rejected, so it needs no keys.
         let is_taken = tokens.len() as u64 <= u64::from(tokens_max);
         let identities = if is_taken { &keying.identities[..] } else { &[] };
         let keys = |identity: &CacheIdentity| PrefixKeys::new(*identity, &keying.salt, &tokens);
-        Self { prefix: identities.iter().map(keys).collect(), tokens, opens_reasoning }
+        Self { prefix: identities.iter().map(keys).collect(), tokens, reasoning_start }
     }
 }
 
@@ -189,7 +195,7 @@ impl TextWorkers {
     }
 
     /// Returns the model's tool call format, if known.
-    pub(crate) fn tool_format(&self) -> Option<ToolFormat> {
+    pub(crate) fn tool_format(&self) -> Option<&'static ToolFormat> {
         self.text.tool_format()
     }
 
@@ -262,8 +268,8 @@ impl TextWorkers {
             let (keying, bytes_max) = (keying.clone(), bytes + bytes / 2 + 1024);
             let work = move |text: &ModelText| {
                 Ok::<_, RequestError>(match encode(text, source, tokens_max, bytes_max)? {
-                    Encoded::Tokens { tokens, opens_reasoning } => {
-                        Ok(TokenizedPrompt::new(tokens, opens_reasoning, tokens_max, &keying))
+                    Encoded::Tokens { tokens, reasoning_start } => {
+                        Ok(TokenizedPrompt::new(tokens, reasoning_start, tokens_max, &keying))
                     }
                     Encoded::Longer { chat, bytes } => Err((chat, bytes)),
                 })
@@ -307,7 +313,7 @@ impl TextWorkers {
 enum Encoded {
     Tokens {
         tokens: Vec<u32>,
-        opens_reasoning: bool,
+        reasoning_start: ReasoningStart,
     },
     /// The conversation renders to more bytes than allowed and is not encoded.
     Longer {
@@ -336,7 +342,7 @@ fn encode(
         }
         Ok(())
     };
-    let mut opens_reasoning = false;
+    let mut reasoning_start = ReasoningStart::Undecided;
     let tokens = match source {
         PromptSource::Tokens(tokens) => tokens,
         PromptSource::Text { text, add_special_tokens } => {
@@ -357,13 +363,14 @@ fn encode(
             let literal = (!text.parses_special_tokens()).then_some(&**tokenizer);
             let prompt = render(template, &chat, literal)?;
             check_length(&prompt)?;
-            opens_reasoning =
-                text.reasoning_format().is_some_and(|format| match chat.continue_final_message {
+            if let Some(format) = text.reasoning_format() {
+                reasoning_start = match chat.continue_final_message {
                     true => last_text(&mut chat.messages)
                         .and_then(|text| text.as_str())
-                        .is_some_and(|text| format.is_open_in(text)),
-                    false => format.is_opened_by(&prompt),
-                });
+                        .map_or(ReasoningStart::Answer, |text| format.start_within(text)),
+                    false => format.start_after(&prompt),
+                };
+            }
             if prompt.len() > bytes_max {
                 return Ok(Encoded::Longer { chat: Box::new(chat), bytes: prompt.len() });
             }
@@ -384,7 +391,7 @@ fn encode(
             })?
         }
     };
-    Ok(Encoded::Tokens { tokens, opens_reasoning })
+    Ok(Encoded::Tokens { tokens, reasoning_start })
 }
 
 fn template_failed(error: &TemplateError) -> RequestError {

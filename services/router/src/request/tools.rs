@@ -5,9 +5,11 @@
 //! otherwise to text until a call begins.
 
 pub(crate) use grammar::limits::{NAME_BYTES_MAX, TOOLS_MAX};
-use grammar::{Alternative, CallSyntax, CallableTool, FreeText, Grammar, ToolCalls};
+use grammar::{
+    Alternative, CallSyntax, CallableTool, FreeText, Grammar, ParameterSyntax, ToolCalls,
+};
 use serde_json::{Map, Value, json};
-use text::ToolFormat;
+use text::{ToolFormat, ToolSyntax};
 
 use super::{
     error::{FieldError, invalid_value},
@@ -105,7 +107,7 @@ impl OfferedTools {
     /// Returns the answer's grammar; `content` is the requested grammar of the text.
     pub(crate) fn grammar(
         &self,
-        format: ToolFormat,
+        format: &ToolFormat,
         content: Option<RequestedGrammar>,
     ) -> Result<Option<RequestedGrammar>, FieldError> {
         let is_strict = self.functions.iter().any(|function| function.strict);
@@ -123,7 +125,9 @@ impl OfferedTools {
             fields
                 .push(FunctionField { field: function.field.clone(), name: function.name.clone() });
         }
-        let syntax = format.syntax();
+        let syntax = format.syntax;
+        let begins_with_mark =
+            (syntax.begin.to_owned() + syntax.before_name).starts_with(syntax.mark);
         let (alternative, alone) = match (is_auto, content) {
             // A required call leaves no text to which the format could apply.
             (false, content) => (Alternative::Nothing, content),
@@ -136,7 +140,7 @@ impl OfferedTools {
                                expression, or another tool_choice than auto";
                 return Err(FieldError::new(top_level(content.field), problem));
             }
-            (true, Some(content)) if syntax.before_name.starts_with(syntax.mark) => {
+            (true, Some(content)) if begins_with_mark => {
                 let answer = Alternative::Answer {
                     grammar: Box::new(content.grammar.clone()),
                     mark: syntax.mark.to_owned(),
@@ -144,19 +148,14 @@ impl OfferedTools {
                 (answer, Some(content))
             }
             (true, Some(content)) => {
-                let problem = "is given together with tools; this model writes calls as JSON, which \
-                               cannot be told from an answer in JSON; allowed: one of them, or \
+                let problem = "is given together with tools; this model writes calls without a \
+                               mark, which cannot be told from an answer; allowed: one of them, or \
                                another tool_choice than auto";
                 return Err(FieldError::new(top_level(content.field), problem));
             }
         };
         let calls = ToolCalls {
-            syntax: CallSyntax {
-                before_name: syntax.before_name.to_owned(),
-                before_arguments: syntax.before_arguments.to_owned(),
-                after_arguments: syntax.after_arguments.to_owned(),
-                between: syntax.between.to_owned(),
-            },
+            syntax: call_syntax(&syntax),
             tools,
             several: self.parallel && !matches!(self.choice, RequestedToolChoice::Named(_)),
             alternative,
@@ -167,6 +166,26 @@ impl OfferedTools {
             functions: fields,
             alone: alone.map(Box::new),
         }))
+    }
+}
+
+fn call_syntax(syntax: &ToolSyntax) -> CallSyntax {
+    let parameters = syntax.parameters.map(|syntax| ParameterSyntax {
+        before_name: syntax.before_name.to_owned(),
+        before_value: syntax.before_value.to_owned(),
+        after_value: syntax.after_value.to_owned(),
+        between: syntax.between.to_owned(),
+        text_end: syntax.text_end.map(str::to_owned),
+    });
+    CallSyntax {
+        begin: syntax.begin.to_owned(),
+        before_name: syntax.before_name.to_owned(),
+        bare_name: !syntax.quotes_name,
+        before_arguments: syntax.before_arguments.to_owned(),
+        parameters,
+        after_arguments: syntax.after_arguments.to_owned(),
+        between: syntax.between.to_owned(),
+        end: syntax.end.to_owned(),
     }
 }
 
@@ -213,5 +232,84 @@ mod tests {
         let said = arguments_schema(&function).unwrap_err().to_string();
         let words = "tools[0].function.parameters.type of the function \"f\" is ";
         assert!(said.starts_with(words) && said.len() < 300, "{said}");
+    }
+
+    /// Calls that the grammar of each format accepts are calls for the format's parser.
+    #[test]
+    fn forced_calls_of_every_format_are_parsed() {
+        let schema = json!({
+            "type": "object",
+            "properties": {
+                "city": {"type": "string"},
+                "days": {"type": "integer"},
+                "unit": {"enum": ["C", "F"]},
+            },
+            "required": ["city", "unit"],
+        });
+        let function = OfferedFunction {
+            name: "weather".into(),
+            parameters: schema.as_object().cloned(),
+            field: "tools[0].function.parameters".into(),
+            strict: true,
+        };
+        let functions = vec![function];
+        let required = RequestedToolChoice::Required;
+        let offered = |choice| {
+            OfferedTools::new(json!([]), functions.clone(), choice, true).unwrap().unwrap()
+        };
+        for format in ToolFormat::all() {
+            let ToolSyntax { begin, before_name, before_arguments, end, .. } = format.syntax;
+            let call = |city: &str, days: &str, unit: &str| {
+                let name = if format.syntax.quotes_name { "\"weather\"" } else { "weather" };
+                let arguments = match format.syntax.parameters {
+                    None => format!(r#"{{"city": "{city}", "days": {days}, "unit": "{unit}"}}"#),
+                    Some(syntax) => {
+                        let quote = if syntax.text_end.is_none() { "\"" } else { "" };
+                        let text = |text: &str| format!("{quote}{text}{quote}");
+                        let (city, unit) = (text(city), text(unit));
+                        let values = [("city", city.as_str()), ("days", days), ("unit", &unit)];
+                        let values = values.map(|(key, value)| {
+                            let ParameterSyntax { before_name, before_value, after_value, .. } =
+                                call_syntax(&format.syntax).parameters.unwrap();
+                            format!("{before_name}{key}{before_value}{value}{after_value}")
+                        });
+                        values.join(syntax.between)
+                    }
+                };
+                let after = format.syntax.after_arguments;
+                format!("{before_name}{name}{before_arguments}{arguments}{after}")
+            };
+            let calls = [call("Köln", "3", "C"), call("<a> b", "-1", "F")];
+            let whole = format!("{begin}{}{end}", calls.join(format.syntax.between));
+            let accepts = |choice: RequestedToolChoice, text: &str| {
+                let grammar = offered(choice).grammar(format, None).unwrap().unwrap().grammar;
+                let mut matcher = grammar::Compiler::for_bytes().compile(&grammar).unwrap();
+                let accepted = text.bytes().all(|byte| matcher.accept(u32::from(byte)).is_ok());
+                accepted && matcher.may_end().unwrap()
+            };
+            assert!(accepts(required.clone(), &whole), "{format:?} {whole}");
+            assert!(!accepts(required.clone(), "Hello"), "{format:?}");
+            assert!(!accepts(required.clone(), &whole.replace("weather", "clock")), "{format:?}");
+            assert!(!accepts(required.clone(), &whole.replace("-1", "one")), "{format:?}");
+            assert!(!accepts(required.clone(), &whole.replace('F', "K")), "{format:?}");
+            assert!(accepts(RequestedToolChoice::Auto, "Hello"), "{format:?}");
+            assert!(accepts(RequestedToolChoice::Auto, &whole), "{format:?}");
+            let parsed = text::CallableFunction::new("weather", schema.as_object());
+            let mut parser = text::ToolParser::new(format, [parsed].into());
+            let mut pieces = Vec::new();
+            parser.push(&whole, &mut pieces);
+            parser.finish(&mut pieces);
+            let arguments = pieces.iter().map(|piece| match piece {
+                text::ToolPiece::Call(call) => {
+                    serde_json::from_str::<Value>(&call.arguments).unwrap()
+                }
+                other => panic!("{format:?}: {other:?}"),
+            });
+            let expected = [
+                json!({"city": "Köln", "days": 3, "unit": "C"}),
+                json!({"city": "<a> b", "days": -1, "unit": "F"}),
+            ];
+            assert_eq!(arguments.collect::<Vec<_>>(), expected, "{format:?}");
+        }
     }
 }

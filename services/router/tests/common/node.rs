@@ -542,7 +542,7 @@ impl ScriptedNode {
             token_time: Mutex::new(Duration::from_millis(1)),
             calls: Mutex::new(vec![]),
             open: AtomicUsize::new(0),
-            grammar_version: AtomicU32::new(2),
+            grammar_version: AtomicU32::new(4),
             pooling: AtomicBool::new(true),
             cpu_fallback: Mutex::default(),
             secret: Mutex::new(ClusterSecret::new(SECRET).unwrap()),

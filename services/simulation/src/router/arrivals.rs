@@ -122,7 +122,9 @@ fn wire_grammar(grammar: &Grammar) -> v1::Grammar {
     let kind = match grammar {
         Grammar::Regex(text) => v1::grammar::Kind::Regex(text.clone()),
         Grammar::JsonSchema(text) => v1::grammar::Kind::JsonSchema(text.clone()),
-        Grammar::ContextFree(_) | Grammar::ToolCalls(_) => unreachable!("no request has them"),
+        Grammar::ContextFree(_) | Grammar::ToolCalls(_) | Grammar::AfterThought { .. } => {
+            unreachable!("no request has them")
+        }
     };
-    v1::Grammar { kind: Some(kind) }
+    v1::Grammar { kind: Some(kind), thought: None }
 }

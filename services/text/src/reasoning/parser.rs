@@ -4,7 +4,7 @@
 //! the beginning of a mark. White space around a mark belongs to the mark. A thought without its closing mark is
 //! reasoning to the end of the answer.
 
-use super::ReasoningFormat;
+use super::{ReasoningFormat, ReasoningStart};
 
 /// Parser of one answer.
 ///
@@ -38,9 +38,13 @@ pub struct SplitText {
 }
 
 impl ReasoningParser {
-    /// Creates the parser. `is_open`: the answer begins within a thought.
-    pub fn new(format: &'static ReasoningFormat, is_open: bool) -> Self {
-        let state = if is_open { ReasoningState::Opened } else { ReasoningState::Undecided };
+    /// Creates the parser of an answer that begins at `start`.
+    pub fn new(format: &'static ReasoningFormat, start: ReasoningStart) -> Self {
+        let state = match start {
+            ReasoningStart::Undecided => ReasoningState::Undecided,
+            ReasoningStart::Thought => ReasoningState::Opened,
+            ReasoningStart::Answer => ReasoningState::Rest,
+        };
         Self { format, state, held: String::new() }
     }
 
@@ -127,8 +131,11 @@ mod tests {
 
     use super::{super::think, *};
 
+    static FORMAT: ReasoningFormat = think::FORMAT;
+
     fn read(is_open: bool, pieces: &[&str]) -> SplitText {
-        let mut parser = ReasoningParser::new(&think::FORMAT, is_open);
+        let start = if is_open { ReasoningStart::Thought } else { ReasoningStart::Undecided };
+        let mut parser = ReasoningParser::new(&FORMAT, start);
         let mut all = SplitText::default();
         let mut add = |split: SplitText| {
             assert!(all.rest.is_empty() || split.reasoning.is_empty(), "{all:?} {split:?}");
@@ -141,31 +148,8 @@ mod tests {
     }
 
     #[test]
-    fn thought_is_separated_from_the_rest() {
-        for (is_open, text, reasoning, rest) in [
-            (false, "<think>\na b\n</think>\n\nc", "a b", "c"),
-            (false, "\n<think>a</think>c</think>", "a", "c</think>"),
-            (true, "\na\n</think>\n\nc", "a", "c"),
-            (true, "a <b </think x </think>c ", "a <b </think x", "c "),
-            (true, "</think>c", "", "c"),
-            // The answer was cut, or ended without the mark.
-            (true, "a b ", "a b ", ""),
-            (false, "<think>a </thi", "a </thi", ""),
-            (false, "<think>", "", ""),
-            // No thought.
-            (false, "c <think>a</think>", "", "c <think>a</think>"),
-            (false, " a</think> c", "", " a</think> c"),
-            (false, "\n\n", "", "\n\n"),
-            (false, "<thi", "", "<thi"),
-        ] {
-            let expected = SplitText { reasoning: reasoning.into(), rest: rest.into() };
-            assert_eq!(read(is_open, &[text]), expected, "{text:?}");
-        }
-    }
-
-    #[test]
     fn reasoning_is_emitted_once_it_cannot_belong_to_a_mark() {
-        let mut parser = ReasoningParser::new(&think::FORMAT, false);
+        let mut parser = ReasoningParser::new(&FORMAT, ReasoningStart::Undecided);
         for (piece, reasoning, rest) in [
             ("<think>\n", "", ""),
             ("So", "So", ""),

@@ -1,6 +1,10 @@
-//! `<think>...</think>` before the answer: Qwen 3, DeepSeek R1 and V3.1, GLM 4.5, Kimi K2 Thinking, MiniMax M2.
+//! `<think>...</think>` before the answer.
 
 use super::ReasoningFormat;
 
-pub(super) const FORMAT: ReasoningFormat =
-    ReasoningFormat { name: "think", open: "<think>", close: "</think>" };
+pub(super) const FORMAT: ReasoningFormat = ReasoningFormat {
+    name: "think",
+    models: "Qwen 3, DeepSeek R1 and V3.1, GLM 4.5, Kimi K2 Thinking, MiniMax M2",
+    open: "<think>",
+    close: "</think>",
+};

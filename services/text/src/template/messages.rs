@@ -133,6 +133,7 @@ impl IndexedMessage {
         let content = self.content(fields.get("content").unwrap_or(&Value::Null), form)?;
         fields.insert("content".to_owned(), content);
         self.adopt_function_call(&mut fields)?;
+        self.adopt_reasoning(&mut fields)?;
         match fields.get_mut("tool_calls") {
             None => {}
             Some(Value::Array(calls)) if !calls.is_empty() => {
@@ -188,6 +189,25 @@ impl IndexedMessage {
             return Ok(Value::String(texts.join("\n")));
         }
         Ok(texts.iter().map(|text| json!({"type": "text", "text": text})).collect())
+    }
+
+    /// Gives templates the thought of an earlier answer as `reasoning_content`, which is also named `reasoning`.
+    fn adopt_reasoning(&self, fields: &mut Map<String, Value>) -> Result<(), TemplateError> {
+        let mut thought = Value::Null;
+        for name in ["reasoning", "reasoning_content"] {
+            match fields.shift_remove(name) {
+                None | Some(Value::Null) => {}
+                Some(text @ Value::String(_)) => thought = text,
+                Some(other) => {
+                    let problem = format!("must be text, not {}", type_name(&other));
+                    return Err(self.bad(&format!(".{name}"), problem));
+                }
+            }
+        }
+        if !thought.is_null() {
+            fields.insert("reasoning_content".to_owned(), thought);
+        }
+        Ok(())
     }
 
     /// Moves the call of the legacy field `function_call` to `tool_calls`, which templates render.

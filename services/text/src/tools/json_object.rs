@@ -71,6 +71,13 @@ impl JsonObject {
         step
     }
 
+    /// Multi-byte characters occur only inside strings, where each of their bytes is accepted.
+    pub(super) fn feed_char(&mut self, char: char) -> JsonStep {
+        let mut bytes = [0; 4];
+        let steps = char.encode_utf8(&mut bytes).bytes().map(|byte| self.feed(byte));
+        steps.last().unwrap_or(JsonStep::Broken)
+    }
+
     fn step(&mut self, byte: u8) -> JsonStep {
         match self.expect {
             Expect::Text(state) => return self.in_text(state, byte),

@@ -259,6 +259,9 @@ struct Rendering {
     continue_final_message: Option<bool>,
     /// Further variables for the chat template.
     chat_template_kwargs: Option<Map<String, Value>>,
+    /// Variable `reasoning_effort` of the chat template; with `none`, `enable_thinking` false.
+    #[schemars(extend("enum" = ["none", "minimal", "low", "medium", "high", null]))]
+    reasoning_effort: Option<String>,
     /// Functions that the model may call. Rejected if the model's chat template does not show tools.
     #[schemars(length(max = TOOLS_MAX))]
     tools: Option<Vec<Tool>>,

@@ -1,0 +1,58 @@
+//! A thought before the output of a grammar.
+
+use grammar::{
+    Alternative, CallSyntax, CallableTool, Compiler, FreeText, Grammar, Thought, ToolCalls,
+};
+
+fn accepts(grammar: &Grammar, text: &str) -> bool {
+    let mut matcher = Compiler::for_bytes().compile(grammar).unwrap();
+    let accepted = text.bytes().all(|byte| matcher.accept(u32::from(byte)).is_ok());
+    accepted && matcher.may_end().unwrap()
+}
+
+fn after_thought(open: Option<&str>, grammar: Grammar) -> Grammar {
+    let thought = Thought { open: open.map(str::to_owned), close: "</think>".to_owned() };
+    Grammar::AfterThought { thought, grammar: Box::new(grammar) }
+}
+
+/// Calls of a function `f`, or text.
+fn calls_or_text() -> Grammar {
+    Grammar::ToolCalls(ToolCalls {
+        syntax: CallSyntax {
+            before_name: "<call>{\"name\": ".into(),
+            before_arguments: ", \"arguments\": ".into(),
+            after_arguments: "}</call>".into(),
+            ..CallSyntax::default()
+        },
+        tools: vec![CallableTool { name: "f".into(), arguments: None }],
+        several: true,
+        alternative: Alternative::Text(FreeText { mark: "<call>".into(), never_begins: None }),
+    })
+}
+
+#[test]
+fn output_of_the_grammar_begins_after_the_thought() {
+    let grammars = [
+        (Grammar::json_object(), "{\"a\": 1}", "x"),
+        (Grammar::Regex("yes|no".into()), "yes", "maybe"),
+        (Grammar::ContextFree("start: \"a\" \"b\"".into()), "ab", "ba"),
+        (calls_or_text(), "<call>{\"name\": \"f\", \"arguments\": {}}</call>", "<call>x"),
+        (calls_or_text(), "Hello <b>.", "a <call>"),
+    ];
+    for (grammar, valid, invalid) in grammars {
+        let inside = after_thought(None, grammar.clone());
+        for thought in ["", "So {x} </thin>\n", "\n\n é"] {
+            for space in ["", "\n", "\n\n"] {
+                let text = |answer: &str| format!("{thought}</think>{space}{answer}");
+                assert!(accepts(&inside, &text(valid)), "{:?}", text(valid));
+                assert!(!accepts(&inside, &text(invalid)), "{:?}", text(invalid));
+            }
+        }
+        assert!(!accepts(&inside, valid), "{valid}");
+        let before = after_thought(Some("<think>"), grammar);
+        assert!(accepts(&before, valid), "{valid}");
+        assert!(accepts(&before, &format!("<think>\nSo.\n</think>\n\n{valid}")), "{valid}");
+        assert!(!accepts(&before, &format!("<think>So.</think>{invalid}")), "{invalid}");
+        assert!(!accepts(&before, invalid), "{invalid}");
+    }
+}

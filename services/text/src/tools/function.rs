@@ -1,0 +1,108 @@
+//! Functions that an answer may call, and the types of their parameters.
+
+use serde_json::{Map, Value};
+
+/// Depth of references and alternatives up to which the types of a schema are read.
+const DEPTH_MAX: usize = 8;
+
+/// A function that an answer may call.
+#[derive(Clone, Debug)]
+pub struct CallableFunction {
+    pub name: String,
+    types: Vec<(String, ValueTypes)>,
+}
+
+impl CallableFunction {
+    /// `parameters` is the JSON schema of the arguments.
+    pub fn new(name: impl Into<String>, parameters: Option<&Map<String, Value>>) -> Self {
+        let properties = parameters.and_then(|root| Some((root, root.get("properties")?)));
+        let types = properties.into_iter().flat_map(|(root, properties)| {
+            let properties = properties.as_object().into_iter().flatten();
+            properties.map(|(key, schema)| (key.clone(), ValueTypes::allowed_by(schema, root, 0)))
+        });
+        Self { name: name.into(), types: types.collect() }
+    }
+
+    /// Returns the types of a parameter.
+    pub(super) fn types(&self, parameter: &str) -> ValueTypes {
+        let found = self.types.iter().find(|(name, _)| name == parameter);
+        found.map_or(ValueTypes::ANY, |(_, types)| *types)
+    }
+}
+
+/// A set of JSON types.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct ValueTypes(u8);
+
+impl ValueTypes {
+    pub(super) const ANY: Self = Self(u8::MAX);
+    pub(super) const STRING: Self = Self(1);
+
+    fn named(name: &str) -> Self {
+        match name {
+            "string" => Self::STRING,
+            "integer" => Self(2),
+            "number" => Self(2 | 4),
+            "boolean" => Self(8),
+            "null" => Self(16),
+            "array" => Self(32),
+            "object" => Self(64),
+            _ => Self::ANY,
+        }
+    }
+
+    pub(super) fn of(value: &Value) -> Self {
+        Self::named(match value {
+            Value::Null => "null",
+            Value::Bool(_) => "boolean",
+            Value::Number(number) if number.is_f64() => return Self(4),
+            Value::Number(_) => "integer",
+            Value::String(_) => "string",
+            Value::Array(_) => "array",
+            Value::Object(_) => "object",
+        })
+    }
+
+    /// Returns whether the sets overlap.
+    pub(super) fn has(self, other: Self) -> bool {
+        self.0 & other.0 != 0
+    }
+
+    fn union(all: impl Iterator<Item = Self>) -> Self {
+        Self(all.fold(0, |bits, types| bits | types.0))
+    }
+
+    /// Returns the types that a schema allows, as far as its keywords name types.
+    fn allowed_by(schema: &Value, root: &Map<String, Value>, depth: usize) -> Self {
+        let inner = |schema: &Value| Self::allowed_by(schema, root, depth + 1);
+        let Value::Object(schema) = schema else { return Self::ANY };
+        if depth > DEPTH_MAX {
+            return Self::ANY;
+        }
+        let mut types = Self::ANY;
+        for (keyword, value) in schema {
+            let allowed = match (keyword.as_str(), value) {
+                ("type", Value::String(name)) => Self::named(name),
+                ("type", Value::Array(names)) => {
+                    Self::union(names.iter().filter_map(Value::as_str).map(Self::named))
+                }
+                ("const", value) => Self::of(value),
+                ("enum", Value::Array(values)) => Self::union(values.iter().map(Self::of)),
+                ("anyOf" | "oneOf", Value::Array(all)) => Self::union(all.iter().map(inner)),
+                ("allOf", Value::Array(all)) => {
+                    Self(all.iter().map(inner).fold(u8::MAX, |bits, types| bits & types.0))
+                }
+                ("$ref", Value::String(path)) => {
+                    let target = path.strip_prefix("#/").and_then(|path| {
+                        let (first, rest) = path.split_once('/')?;
+                        root.get(first)?.get(rest)
+                    });
+                    target.map_or(Self::ANY, inner)
+                }
+                _ => Self::ANY,
+            };
+            types = Self(types.0 & allowed.0);
+        }
+        types
+    }
+}
