@@ -22,7 +22,7 @@
 //! are released without preemption: a `Send` has all its blocks from the start, and takes them only after its
 //! receiver has reserved blocks. So no node holds blocks while it waits for a peer's blocks.
 //!
-//! Files: `waiting` holds the queue. `admission` fills and empties the queue. `running` plans a step, with its
+//! Files: `sequences` holds the sequences by phase, `waiting` their queue. `admission` fills and empties the queue. `running` plans a step, with its
 //! draft tokens in `draft_budget` and its token bitmasks in `masks`. `completion` processes the result of a step.
 //! `transfers` tracks the blocks of transfers. `weights` moves sequences to other weights. `loading` connects the KV
 //! tiers.
@@ -33,38 +33,34 @@ mod config;
 mod draft_budget;
 mod loading;
 mod masks;
+mod measured_steps;
 mod running;
 mod sequence;
 mod sequence_sessions;
+mod sequences;
 mod testing;
 mod transfers;
 mod waiting;
 mod weights;
 
-use std::{
-    collections::BTreeSet,
-    time::{Duration, Instant},
-};
+use std::time::Instant;
 
 pub use config::{ItlLimit, SchedulerConfig, SchedulerConfigError};
-use draft_budget::DraftTimes;
-use foldhash::HashMap;
-use masks::AwaitedMask;
+use masks::MaskRequests;
+use measured_steps::MeasuredSteps;
 use running::attention_pairs;
 use sequence::{Arrival, Row, Sequence, SequencePhase};
 use sequence_sessions::SequenceSessions;
+use sequences::Sequences;
 use transfers::SequenceTransfers;
-use waiting::WaitingSequences;
 
 use crate::{
     block_pool::BlockCounts,
-    constraint::MaskJob,
     event::{
         Action, BlockHash, CacheChange, Input, Load, SequenceFailure, SequenceId, SequenceKind,
     },
     frames::{Frames, Slots},
     kv_blocks::KvBlocks,
-    plan::StepId,
     prefix_cache::CacheSeeds,
     step_record::StepWork,
     tiers::TierStores,
@@ -75,16 +71,7 @@ pub struct Scheduler {
     config: SchedulerConfig,
     seeds: CacheSeeds,
     kv: KvBlocks,
-    sequences: HashMap<SequenceId, Sequence>,
-    waiting: WaitingSequences,
-    /// Number of sequences in phase `Reserved`; each has a claim to a slot.
-    reserved_count: u32,
-    /// Number of sequences in phase `Loading`; each has a claim to a slot.
-    loading_count: u32,
-    /// Sequences in phase `Ready`, by arrival; each has a claim to a slot.
-    ready: Vec<(Arrival, SequenceId)>,
-    /// Sequences in phase `Running`, by arrival.
-    running: Vec<(Arrival, SequenceId)>,
+    sequences: Sequences,
     /// The last sequence that could not be admitted for lack of blocks, and the number of available blocks that it
     /// needs.
     lacking: Option<(SequenceId, u32)>,
@@ -92,23 +79,15 @@ pub struct Scheduler {
     row_lacks: u32,
     slots: Slots,
     frames: Frames,
-    /// The last launched step, if its sampling awaits token bitmasks.
-    awaited: Option<(StepId, Vec<AwaitedMask>)>,
-    mask_jobs: Vec<MaskJob>,
-    next_mask_job: u64,
-    draft_times: DraftTimes,
+    masks: MaskRequests,
+    measured_steps: MeasuredSteps,
     transfers: SequenceTransfers,
     /// KV tiers; `None` when they are off.
     tiers: Option<TierStores>,
     /// Conversations whose later turns keep their place; `None` when each turn has a place of its own.
     sessions: Option<SequenceSessions>,
-    /// `(Sequence::alarm, id)` of every sequence.
-    alarms: BTreeSet<(Instant, SequenceId)>,
     next_arrival: Arrival,
     preemptions: u64,
-    /// Exponentially weighted mean of the time by which steps with decode rows exceed [`ItlLimit::step_time`]; `None`
-    /// after a step without decode rows.
-    decode_extra: Option<Duration>,
     planned_work: StepWork,
     /// False while the batch drains. Then only preempted sequences join it.
     is_admitting: bool,
@@ -121,27 +100,18 @@ impl Scheduler {
             config,
             seeds,
             kv: KvBlocks::new(config.limits.blocks, config.prefix_cache),
-            sequences: HashMap::default(),
-            waiting: WaitingSequences::default(),
-            reserved_count: 0,
-            loading_count: 0,
-            ready: Vec::new(),
-            running: Vec::new(),
+            sequences: Sequences::default(),
             lacking: None,
             row_lacks: 0,
             slots: Slots::new(config.limits.slots),
             frames: Frames::default(),
-            awaited: None,
-            mask_jobs: Vec::new(),
-            next_mask_job: 0,
-            draft_times: DraftTimes::default(),
+            masks: MaskRequests::default(),
+            measured_steps: MeasuredSteps::default(),
             transfers: SequenceTransfers::default(),
             tiers: None,
             sessions: None,
-            alarms: BTreeSet::new(),
             next_arrival: 0,
             preemptions: 0,
-            decode_extra: None,
             planned_work: StepWork::default(),
             is_admitting: true,
         })
@@ -159,7 +129,7 @@ impl Scheduler {
             Input::Arrived(new) => self.arrived(now, new, actions),
             Input::Abort { id } => {
                 // The router also cancels a request at a stop string, so a cancelled turn with output has ended.
-                if self.sequences.get(&id).is_some_and(Sequence::has_output) {
+                if self.sequences.get(id).is_some_and(Sequence::has_output) {
                     self.end_turn(id);
                 }
                 self.remove(id);
@@ -175,7 +145,7 @@ impl Scheduler {
             Input::Tier(event) => self.handle_tier(event, actions),
         }
         self.admit_receives(actions);
-        if self.frames.is_empty() && self.ready.is_empty() {
+        if self.frames.is_empty() && self.sequences.ready().is_empty() {
             // No step follows that would count blocks.
             self.start_saves(now, actions);
         } else {
@@ -185,21 +155,21 @@ impl Scheduler {
 
     /// Returns when to call [`Self::on_deadline`] if no input arrives before.
     pub fn next_deadline(&self) -> Option<Instant> {
-        self.alarms.first().map(|&(alarm, _)| alarm)
+        self.sequences.next_alarm().map(|(alarm, _)| alarm)
     }
 
     /// Fails the sequences whose deadline has passed, and ends the wait for loads that take too long.
     pub fn on_deadline(&mut self, now: Instant, actions: &mut Vec<Action>) {
         self.set_tiers_now(now);
-        while let Some(&(alarm, id)) = self.alarms.first()
+        while let Some((alarm, id)) = self.sequences.next_alarm()
             && alarm <= now
         {
-            let sequence = &self.sequences[&id];
+            let sequence = &self.sequences[id];
             let failure = if sequence.deadline <= now {
                 SequenceFailure::Deadline
-            } else if matches!(sequence.phase, SequencePhase::AwaitingReady) {
+            } else if matches!(sequence.phase(), SequencePhase::AwaitingReady) {
                 SequenceFailure::TransferFailed
-            } else if matches!(sequence.phase, SequencePhase::Loading { .. }) {
+            } else if matches!(sequence.phase(), SequencePhase::Loading { .. }) {
                 self.give_up_load(now, id);
                 continue;
             } else {
@@ -221,7 +191,7 @@ impl Scheduler {
         let (mut pending_prompt_tokens, mut pending_prompt_pairs) = (0, 0);
         let (mut prefilling, mut context_tokens) = (0, 0);
         for sequence in self.sequences.values() {
-            let computed = match &sequence.phase {
+            let computed = match sequence.phase() {
                 SequencePhase::Reserved { .. } => sequence.given_len,
                 SequencePhase::Loading { prefix, count, .. } => {
                     (prefix.len() + count) * kernels::BLOCK_TOKENS
@@ -241,9 +211,9 @@ impl Scheduler {
             pending_prompt_pairs += attention_pairs(computed as u64, pending);
         }
         Load {
-            running: self.running.len() as u32,
+            running: self.sequences.running().len() as u32,
             prefilling,
-            waiting: (self.sequences.len() - self.running.len()) as u32,
+            waiting: (self.sequences.len() - self.sequences.running().len()) as u32,
             pending_prompt_tokens,
             pending_prompt_pairs,
             context_tokens,
@@ -278,7 +248,7 @@ impl Scheduler {
 
     /// Returns whether the KV of a sequence is on its way from a prefill peer.
     pub fn expects_kv(&self) -> bool {
-        self.config.waits_for_kv && self.reserved_count > 0
+        self.config.waits_for_kv && self.sequences.reserved_count() > 0
     }
 
     /// Returns whether no sequence, transfer, step, save or load is left.
@@ -301,36 +271,21 @@ impl Scheduler {
         pool.min(self.config.limits.sequence_tokens as usize)
     }
 
-    /// Removes a sequence in any phase and returns it. Its transfer continues. A request whose turn has not ended may
+    /// Removes a sequence in any phase, if it is here. Its transfer continues. A request whose turn has not ended may
     /// arrive again.
-    fn remove(&mut self, id: SequenceId) -> Option<Sequence> {
-        let mut sequence = self.sequences.remove(&id)?;
+    fn remove(&mut self, id: SequenceId) {
+        let Some(mut sequence) = self.sequences.remove(id) else { return };
         if let (Some(sessions), Some(turn)) = (&mut self.sessions, sequence.turn.take()) {
             sessions.put_back(turn);
         }
-        self.alarms.remove(&(sequence.alarm, id));
-        let entry = (sequence.arrival, id);
-        match std::mem::replace(&mut sequence.phase, SequencePhase::Waiting) {
-            SequencePhase::AwaitingReady => {}
-            SequencePhase::Waiting => self.waiting.remove(sequence.arrival, id),
-            SequencePhase::Reserved { prefix } => {
-                self.reserved_count -= 1;
+        match sequence.into_phase() {
+            SequencePhase::AwaitingReady | SequencePhase::Waiting => {}
+            SequencePhase::Reserved { prefix } | SequencePhase::Loading { prefix, .. } => {
                 self.kv.release(&prefix);
             }
-            SequencePhase::Loading { prefix, .. } => {
-                self.loading_count -= 1;
-                self.kv.release(&prefix);
-            }
-            SequencePhase::Ready(table) => {
-                self.ready.retain(|&other| other != entry);
-                self.kv.release(&table.blocks);
-            }
-            SequencePhase::Running(row) => {
-                self.running.retain(|&other| other != entry);
-                self.vacate(row);
-            }
+            SequencePhase::Ready(table) => self.kv.release(&table.blocks),
+            SequencePhase::Running(row) => self.vacate(row),
         }
-        Some(sequence)
     }
 
     /// Releases a row's slot and blocks. Blocks that a step in flight may use are released when the step's
@@ -354,12 +309,5 @@ impl Scheduler {
         if self.transfers.abort(id) {
             actions.push(Action::AbortTransfer { id, reason: reason.to_owned() });
         }
-    }
-
-    fn set_alarm(&mut self, id: SequenceId, alarm: Instant) {
-        let sequence = self.sequences.get_mut(&id).expect("the caller looked it up");
-        self.alarms.remove(&(sequence.alarm, id));
-        sequence.alarm = alarm.min(sequence.deadline);
-        self.alarms.insert((sequence.alarm, id));
     }
 }

@@ -7,7 +7,7 @@ use kernels::{BLOCK_TOKENS, BlockId, sampling::SampledToken};
 use super::{
     Scheduler,
     loading::publish,
-    sequence::{Arrival, Row, Sequence, SequenceBlocks, SequencePhase},
+    sequence::{Row, Sequence, SequenceBlocks, SequencePhase},
 };
 use crate::{
     constraint::COMPILE_TIMEOUT,
@@ -37,19 +37,17 @@ impl Scheduler {
             sequence.arrival = turn.place().unwrap_or(arrival);
             sequence.turn = Some(turn);
         }
-        let arrival = sequence.arrival;
-        self.alarms.insert((sequence.alarm, id));
         self.sequences.insert(id, sequence);
         match kind {
-            SequenceKind::Compute => self.waiting.push_compute(arrival, id),
+            SequenceKind::Compute => {}
             SequenceKind::Receive => {
-                self.waiting.push_receive(arrival, id);
-                self.set_alarm(id, now + self.config.reserve_timeout);
+                self.sequences.set_alarm(id, now + self.config.reserve_timeout);
             }
             SequenceKind::Send => {
                 self.transfers.expect_outgoing(id);
                 // The receiver compiles the grammar before it reserves blocks.
-                self.set_alarm(id, now + self.config.ready_timeout + compile_time);
+                let ready_timeout = self.config.ready_timeout + compile_time;
+                self.sequences.set_alarm(id, now + ready_timeout);
             }
         }
     }
@@ -57,7 +55,7 @@ impl Scheduler {
     /// Returns the length at which a new sequence ends, or why it is rejected.
     fn accept(&self, now: Instant, new: &NewSequence) -> Result<usize, SequenceFailure> {
         let is_loading = |tiers: &TierStores| tiers.is_loading(new.id);
-        if self.sequences.contains_key(&new.id)
+        if self.sequences.contains(new.id)
             || self.transfers.contains(new.id)
             || self.tiers.as_ref().is_some_and(is_loading)
         {
@@ -75,8 +73,9 @@ impl Scheduler {
         }
         // Sequences that fit into free slots do not count: they wait for the next step only.
         let waiting_max = self.config.waiting_max.saturating_add(self.unclaimed_slots());
-        if new.kind != SequenceKind::Send && self.waiting.len() >= waiting_max as usize {
-            let reason = format!("{} sequences wait already", self.waiting.len());
+        let waiting = self.sequences.waiting().len();
+        if new.kind != SequenceKind::Send && waiting >= waiting_max as usize {
+            let reason = format!("{waiting} sequences wait already");
             return Err(SequenceFailure::Busy { reason });
         }
         Ok(length_max)
@@ -128,8 +127,8 @@ impl Scheduler {
         first_block: u32,
         actions: &mut Vec<Action>,
     ) {
-        let Some(sequence) = self.sequences.get_mut(&id) else { return };
-        if !matches!(sequence.phase, SequencePhase::AwaitingReady) {
+        let Some(sequence) = self.sequences.get(id) else { return };
+        if !matches!(sequence.phase(), SequencePhase::AwaitingReady) {
             return;
         }
         if first_block >= blocks_for(sequence.tokens.len()) {
@@ -140,11 +139,9 @@ impl Scheduler {
         if !self.is_admitting {
             return self.fail(id, SequenceFailure::WeightsChanged, actions);
         }
-        sequence.phase = SequencePhase::Waiting;
-        let (arrival, deadline) = (sequence.arrival, sequence.deadline);
+        self.sequences.set_phase(id, SequencePhase::Waiting);
         self.transfers.set_first_block(id, first_block);
-        self.waiting.push_compute(arrival, id);
-        self.set_alarm(id, deadline);
+        self.sequences.clear_alarm(id);
     }
 
     pub(super) fn kv_arrived(
@@ -158,20 +155,19 @@ impl Scheduler {
         let matches = |sequence: &&mut Sequence| {
             first_index == sequence.next_index() && token.id < self.config.limits.vocabulary
         };
-        let Some(sequence) = self.sequences.get_mut(&id).filter(matches) else {
+        let Some(sequence) = self.sequences.get_mut(id).filter(matches) else {
             // The sequence was aborted, or the token is invalid; no write of the transfer can land.
             self.kv.cancel_reservation(&reserved, id);
-            if self.sequences.contains_key(&id) {
+            if self.sequences.contains(id) {
                 self.fail(id, SequenceFailure::TransferFailed, actions);
             }
             return;
         };
         self.kv.accept(&reserved, id);
-        let SequencePhase::Reserved { prefix } = &mut sequence.phase else {
+        let SequencePhase::Reserved { prefix } = sequence.phase() else {
             unreachable!("a sequence with an incoming transfer is reserved");
         };
-        let mut blocks = std::mem::take(prefix);
-        blocks.extend(reserved);
+        let blocks = [prefix.as_slice(), &reserved].concat();
         let computed = sequence.tokens.len();
         for (index, &block) in blocks.iter().enumerate().take(computed / BLOCK_TOKENS) {
             publish(&mut self.kv, &mut self.tiers, sequence, index, block);
@@ -180,14 +176,12 @@ impl Scheduler {
         // The prefill peer computed them and sends them to the router.
         sequence.take_prompt_logprobs();
         let finish = sequence.take_token(token.id);
-        sequence.phase = SequencePhase::Ready(SequenceBlocks { blocks, computed });
-        self.reserved_count -= 1;
-        insert(&mut self.ready, (sequence.arrival, id));
+        self.sequences.set_phase(id, SequencePhase::Ready(SequenceBlocks { blocks, computed }));
         let finish = match finish {
             Ok(finish) => finish,
             Err(failure) => return self.fail(id, failure.into(), actions),
         };
-        let sequence = &self.sequences[&id];
+        let sequence = &self.sequences[id];
         actions.push(Action::Tokens {
             id,
             first_index,
@@ -208,11 +202,11 @@ impl Scheduler {
     pub(super) fn transfer_ended(&mut self, id: SequenceId, actions: &mut Vec<Action>) {
         self.transfers.ended(id, &mut self.kv);
         // A `Receive` that outlives its transfer has become a `Compute`.
-        let waits = |sequence: &Sequence| match sequence.phase {
+        let waits = |sequence: &Sequence| match sequence.phase() {
             SequencePhase::Reserved { .. } => true,
             _ => sequence.kind == SequenceKind::Send,
         };
-        if self.sequences.get(&id).is_some_and(waits) {
+        if self.sequences.get(id).is_some_and(waits) {
             self.fail(id, SequenceFailure::TransferFailed, actions);
         }
     }
@@ -220,13 +214,9 @@ impl Scheduler {
     /// Reserves blocks for waiting receivers, in order, while blocks are available.
     pub(super) fn admit_receives(&mut self, actions: &mut Vec<Action>) {
         while self.is_admitting
-            && let Some(id) = self.waiting.next_receive()
-        {
-            if !self.admit_receive(id, actions) {
-                break;
-            }
-            self.waiting.admitted_receive();
-        }
+            && let Some(id) = self.sequences.waiting().next_receive()
+            && self.admit_receive(id, actions)
+        {}
     }
 
     fn admit_receive(&mut self, id: SequenceId, actions: &mut Vec<Action>) -> bool {
@@ -234,7 +224,7 @@ impl Scheduler {
             return false;
         }
         let headroom = self.headroom();
-        let sequence = &self.sequences[&id];
+        let sequence = &self.sequences[id];
         let blocks_total = blocks_for(sequence.tokens.len());
         let tokens = sequence.cacheable_tokens();
         let hits = self.kv.hold_prefix(&sequence.chain, tokens, blocks_total, headroom);
@@ -263,7 +253,7 @@ impl Scheduler {
         rest: Vec<BlockId>,
         actions: &mut Vec<Action>,
     ) {
-        let sequence = self.sequences.get_mut(&id).expect("the caller looked it up");
+        let sequence = self.sequences.known_mut(id);
         sequence.set_cached(prefix.len());
         let cached_tokens = sequence.cached_tokens.unwrap_or(0);
         let computed = prefix.len() * BLOCK_TOKENS;
@@ -272,47 +262,36 @@ impl Scheduler {
             self.kv.accept(&rest, id);
             prefix.extend(rest);
             sequence.kind = SequenceKind::Compute;
-            sequence.phase = SequencePhase::Ready(SequenceBlocks { blocks: prefix, computed });
-            insert(&mut self.ready, (sequence.arrival, id));
+            let table = SequenceBlocks { blocks: prefix, computed };
+            self.sequences.set_phase(id, SequencePhase::Ready(table));
         } else {
             let first_block = prefix.len() as u32;
-            sequence.phase = SequencePhase::Reserved { prefix };
-            self.reserved_count += 1;
+            self.sequences.set_phase(id, SequencePhase::Reserved { prefix });
             self.transfers.start_incoming(id, rest.clone());
             actions.push(Action::Reserve { id, first_block, blocks: rest });
         }
-        let deadline = sequence.deadline;
-        self.set_alarm(id, deadline);
+        self.sequences.clear_alarm(id);
         actions.push(Action::Admitted { id, cached_tokens, local_prefill });
     }
 
     /// Moves sequences that have their blocks into the batch.
     pub(super) fn admit_ready(&mut self) {
-        for (arrival, id) in std::mem::take(&mut self.ready) {
+        while let Some(&(_, id)) = self.sequences.ready().first() {
             let (slot, generation) = self.slots.occupy().expect("its slot was claimed");
-            let sequence = self.sequences.get_mut(&id).expect("a ready sequence is known");
-            let SequencePhase::Ready(table) =
-                std::mem::replace(&mut sequence.phase, SequencePhase::Waiting)
-            else {
-                unreachable!("a sequence in `ready` is ready");
-            };
-            let mut row = Row::new(slot, generation, table, sequence.tokens.len());
+            let given_len = self.sequences[id].given_len;
+            let row = self.sequences.join_batch(id, slot, generation);
             // Only token 0, which the prefill peer sampled, is not computed.
-            let is_handed_over = row.length > sequence.given_len && row.computed + 1 == row.length;
+            let is_handed_over = row.length > given_len && row.computed + 1 == row.length;
             row.catch_up = if is_handed_over { CATCH_UP_RESULTS } else { 0 };
-            sequence.phase = SequencePhase::Running(row);
-            insert(&mut self.running, (arrival, id));
         }
     }
 
     /// Returns the sequence that may try to join the batch now. While the batch drains, this is a preempted sequence.
     fn next_compute(&self) -> Option<SequenceId> {
-        if self.is_admitting { self.waiting.next_compute() } else { self.first_preempted() }
-    }
-
-    /// Returns the first sequence that was preempted and waits to join the batch again.
-    pub(super) fn first_preempted(&self) -> Option<SequenceId> {
-        self.waiting.find_compute(|id| self.sequences[&id].was_admitted())
+        match self.is_admitting {
+            true => self.sequences.waiting().next_compute(),
+            false => self.sequences.first_preempted(),
+        }
     }
 
     /// Moves the next sequence of the queue into the batch if a slot and blocks are free. Sequences before it may begin
@@ -324,8 +303,7 @@ impl Scheduler {
                 return None;
             }
             let headroom = self.headroom();
-            let sequence = &self.sequences[&id];
-            let arrival = sequence.arrival;
+            let sequence = &self.sequences[id];
             let blocks_total = blocks_for(sequence.tokens.len());
             let tokens = sequence.cacheable_tokens();
             let hits = self.kv.hold_prefix(&sequence.chain, tokens, blocks_total, headroom);
@@ -334,12 +312,11 @@ impl Scheduler {
                 Err(needed) => {
                     self.lacks_blocks(id, needed, actions);
                     if self.is_admitting {
-                        self.waiting.compute_lacks_blocks();
+                        self.sequences.compute_lacks_blocks();
                     }
                     return None;
                 }
             };
-            self.waiting.remove(arrival, id);
             let Some(mut blocks) = self.load_prefix(id, prefix, Duration::MAX, actions) else {
                 continue;
             };
@@ -349,10 +326,8 @@ impl Scheduler {
             self.report_admission(id, &blocks, cached, actions);
             let (slot, generation) = self.slots.occupy().expect("a slot is unclaimed");
             let table = SequenceBlocks { blocks, computed: cached * BLOCK_TOKENS };
-            let sequence = self.sequences.get_mut(&id).expect("a queued sequence is known");
-            sequence.phase =
-                SequencePhase::Running(Row::new(slot, generation, table, sequence.tokens.len()));
-            insert(&mut self.running, (arrival, id));
+            let row = Row::new(slot, generation, table, self.sequences[id].tokens.len());
+            self.sequences.set_phase(id, SequencePhase::Running(row));
             return Some(id);
         }
     }
@@ -365,7 +340,7 @@ impl Scheduler {
         cached: usize,
         actions: &mut Vec<Action>,
     ) {
-        let sequence = self.sequences.get_mut(&id).expect("the caller looked it up");
+        let sequence = self.sequences.known_mut(id);
         if sequence.cached_tokens.is_none() {
             sequence.set_cached(cached);
             if sequence.kind == SequenceKind::Compute {
@@ -383,29 +358,25 @@ impl Scheduler {
 
     /// Returns the slots that are neither occupied nor claimed by a sequence with blocks.
     fn unclaimed_slots(&self) -> u32 {
-        let claimed = self.ready.len() as u32 + self.reserved_count + self.loading_count;
-        self.slots.free_count() - claimed
+        self.slots.free_count() - self.sequences.claims()
     }
 
     /// Returns the available blocks that a running row needs, and those that a waiting sequence needs; 0 when none waits
     /// for blocks.
     pub(super) fn awaited_blocks(&self) -> [u32; 2] {
         let waits = |id| {
-            self.sequences.get(&id).is_some_and(|it| matches!(it.phase, SequencePhase::Waiting))
+            self.sequences.get(id).is_some_and(|it| matches!(it.phase(), SequencePhase::Waiting))
         };
         let lacking = self.lacking.filter(|&(id, _)| waits(id) && self.unclaimed_slots() > 0);
         // The row may have ended since the last plan.
-        let row_lacks = if self.running.is_empty() { 0 } else { self.row_lacks };
+        let row_lacks = if self.sequences.running().is_empty() { 0 } else { self.row_lacks };
         [row_lacks, lacking.map_or(0, |(_, needed)| needed)]
     }
 
     /// Returns the blocks to leave for the batch: one for each row, so that a new row is not preempted in the
     /// next step. 0 when the batch is empty.
     pub(super) fn headroom(&self) -> u32 {
-        (self.running.len() + self.ready.len()) as u32 + self.loading_count
+        let (running, ready) = (self.sequences.running(), self.sequences.ready());
+        (running.len() + ready.len()) as u32 + self.sequences.loading_count()
     }
-}
-
-pub(super) fn insert(sorted: &mut Vec<(Arrival, SequenceId)>, entry: (Arrival, SequenceId)) {
-    sorted.insert(sorted.partition_point(|&other| other < entry), entry);
 }

@@ -16,16 +16,7 @@ impl Scheduler {
         let frame = self.frames.collect().expect("a result belongs to a step in flight");
         assert_eq!(frame.step_id, result.step_id, "results come in the order of their steps");
         assert_eq!(frame.rows.len(), result.rows.len(), "a result has a row for every planned row");
-        if let (Some(itl), Some(prefill_cost)) = (&self.config.itl, frame.prefill_cost)
-            && frame.rows.iter().any(|row| row.samples && row.token_count == 1)
-        {
-            let newest = result.busy.saturating_sub(itl.step_time(prefill_cost));
-            let mean = self.decode_extra.unwrap_or(newest);
-            self.decode_extra = Some((3 * mean + newest) / 4);
-        } else {
-            self.decode_extra = None;
-        }
-        self.draft_times.add(&frame.rows, result.busy);
+        self.measured_steps.add(self.config.itl.as_ref(), &frame, result.busy);
         if let Some(tiers) = &mut self.tiers {
             let prefills = frame.rows.iter().filter(|row| row.token_count > 1 || !row.samples);
             tiers.add_prefill(prefills.map(|row| row.token_count).sum(), result.busy);
@@ -41,8 +32,7 @@ impl Scheduler {
                 None => {
                     debug_assert!(row.samples || outcome.tokens.is_empty());
                     debug_assert!(outcome.tokens.len() <= 1 + row.drafts_max as usize);
-                    let sequence = self.sequences.get_mut(&id);
-                    let sequence = sequence.expect("a current row's sequence is known");
+                    let sequence = self.sequences.known_mut(id);
                     let computed = sequence.row().computed;
                     sequence.add_prompt_logprobs(computed, outcome.prompt_logprobs);
                     self.row_done(id, row, outcome.drafted, outcome.tokens, actions);
@@ -64,16 +54,14 @@ impl Scheduler {
         mut tokens: Vec<SampledToken>,
         actions: &mut Vec<Action>,
     ) {
-        let sequence = self.sequences.get_mut(&id).expect("a current row's sequence is known");
+        let sequence = self.sequences.known_mut(id);
         let drafts_accepted = tokens.len().saturating_sub(1);
         let first_index = sequence.next_index();
         let finish = match sequence.take_output(&mut tokens) {
             Ok(finish) => finish,
             Err(failure) => return self.fail(id, failure.into(), actions),
         };
-        let SequencePhase::Running(row) = &mut sequence.phase else {
-            unreachable!("a current row's sequence runs");
-        };
+        let row = sequence.row_mut();
         // The samples were withdrawn, so the row computes its last token again.
         let is_withdrawn = done.samples && tokens.is_empty();
         if done.drafts_max > 0 && !is_withdrawn {
@@ -85,7 +73,9 @@ impl Scheduler {
         row.catch_up = row.catch_up.saturating_sub(u32::from(!tokens.is_empty()));
         row.computed += done.token_count as usize + drafts_accepted - usize::from(is_withdrawn);
         // Tokens sampled after the end of the request were dropped: their KV is not published.
-        let confirmed = row.computed.min(sequence.tokens.len());
+        let computed = row.computed;
+        let confirmed = computed.min(sequence.tokens.len());
+        let row = sequence.row_mut();
         let written = row.published..confirmed / BLOCK_TOKENS;
         if !written.is_empty() {
             row.published = written.end;
@@ -123,7 +113,7 @@ impl Scheduler {
     /// Emits [`Action::KvWritten`] for a sender's full blocks as they complete, and for the partial last
     /// block once the `whole` prompt is computed.
     fn hand_over_written(&mut self, id: SequenceId, whole: bool, actions: &mut Vec<Action>) {
-        let SequencePhase::Running(row) = &self.sequences[&id].phase else { return };
+        let SequencePhase::Running(row) = self.sequences[id].phase() else { return };
         let written = if whole { row.blocks.len() } else { row.computed / BLOCK_TOKENS };
         if let Some((first_block, blocks)) =
             self.transfers.hand_over(id, &row.blocks, written, &mut self.kv)

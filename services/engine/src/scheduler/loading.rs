@@ -6,7 +6,6 @@ use kernels::{BLOCK_TOKENS, BlockId};
 
 use super::{
     Scheduler,
-    admission::insert,
     sequence::{Sequence, SequenceBlocks, SequencePhase},
     sequence_sessions::SequenceSessions,
 };
@@ -139,7 +138,7 @@ impl Scheduler {
         actions: &mut Vec<Action>,
     ) -> Option<Vec<BlockId>> {
         let Some(tiers) = &mut self.tiers else { return Some(prefix) };
-        let sequence = self.sequences.get_mut(&id).expect("a queued sequence is known");
+        let sequence = self.sequences.known_mut(id);
         // The forward pass of the last token gives the logits to sample from.
         let blocks_max = (sequence.tokens.len() - 1) / BLOCK_TOKENS;
         let resident = prefix.len();
@@ -160,10 +159,8 @@ impl Scheduler {
         let (chain, tokens) = (&sequence.chain, &sequence.tokens);
         let contents = (resident..).map(|index| chain.contents(tokens, index));
         let load = tiers.start_load(id, slots, contents, reserved);
-        sequence.phase = SequencePhase::Loading { prefix, count, job: load.job };
-        self.loading_count += 1;
-        let alarm = tiers.load_deadline(most);
-        self.set_alarm(id, alarm);
+        self.sequences.set_phase(id, SequencePhase::Loading { prefix, count, job: load.job });
+        self.sequences.set_alarm(id, tiers.load_deadline(most));
         actions.push(Action::Load(load));
         None
     }
@@ -171,17 +168,13 @@ impl Scheduler {
     fn loaded(&mut self, job: JobId, finished: FinishedLoad, actions: &mut Vec<Action>) {
         let FinishedLoad { load, intact } = finished;
         let id = load.id;
-        let sequence = self.sequences.get_mut(&id);
-        let waits = |sequence: &&mut Sequence| matches!(sequence.phase, SequencePhase::Loading { job: awaited, .. } if awaited == job);
-        let Some(sequence) = sequence.filter(waits) else {
-            return self.kv.cancel_reservation(&load.blocks, id);
+        let mut prefix = match self.sequences.get(id).map(Sequence::phase) {
+            Some(SequencePhase::Loading { prefix, job: awaited, .. }) if *awaited == job => {
+                prefix.clone()
+            }
+            _ => return self.kv.cancel_reservation(&load.blocks, id),
         };
-        let SequencePhase::Loading { mut prefix, .. } =
-            std::mem::replace(&mut sequence.phase, SequencePhase::Waiting)
-        else {
-            unreachable!("the phase was checked");
-        };
-        self.loading_count -= 1;
+        let sequence = &self.sequences[id];
         if let Some(tiers) = &mut self.tiers {
             tiers.count_hits(&load, intact);
         }
@@ -197,53 +190,40 @@ impl Scheduler {
         self.kv.accept(rest, id);
         let cached = prefix.len();
         prefix.extend_from_slice(rest);
-        let (arrival, deadline) = (sequence.arrival, sequence.deadline);
         self.report_admission(id, &prefix, cached, actions);
-        self.set_alarm(id, deadline);
-        let sequence = self.sequences.get_mut(&id).expect("just looked up");
-        sequence.phase = SequencePhase::Ready(SequenceBlocks {
-            blocks: prefix,
-            computed: cached * BLOCK_TOKENS,
-        });
-        insert(&mut self.ready, (arrival, id));
+        self.sequences.clear_alarm(id);
+        let table = SequenceBlocks { blocks: prefix, computed: cached * BLOCK_TOKENS };
+        self.sequences.set_phase(id, SequencePhase::Ready(table));
     }
 
     /// Handles the time-out of a load: returns the sequence to its queue, and lets it load nothing any more.
     pub(super) fn give_up_load(&mut self, now: Instant, id: SequenceId) {
         self.leave_load(id);
-        let sequence = self.sequences.get_mut(&id).expect("an alarm names a known sequence");
+        let sequence = self.sequences.known_mut(id);
         sequence.may_load = false;
         if sequence.kind == SequenceKind::Receive {
-            self.set_alarm(id, now + self.config.reserve_timeout);
+            self.sequences.set_alarm(id, now + self.config.reserve_timeout);
         }
     }
 
     /// Returns a sequence to its queue. Its load keeps its blocks until it ends.
     pub(super) fn leave_load(&mut self, id: SequenceId) {
-        let sequence = self.sequences.get_mut(&id).expect("the caller looked it up");
-        let SequencePhase::Loading { prefix, .. } =
-            std::mem::replace(&mut sequence.phase, SequencePhase::Waiting)
-        else {
+        let loading = self.sequences.set_phase(id, SequencePhase::Waiting);
+        let SequencePhase::Loading { prefix, .. } = loading else {
             unreachable!("the caller checked the phase");
         };
-        self.loading_count -= 1;
         self.kv.release(&prefix);
-        let (arrival, deadline) = (sequence.arrival, sequence.deadline);
-        match sequence.kind {
-            SequenceKind::Receive => self.waiting.push_receive(arrival, id),
-            SequenceKind::Compute | SequenceKind::Send => self.waiting.push_compute(arrival, id),
-        }
-        self.set_alarm(id, deadline);
+        self.sequences.clear_alarm(id);
     }
 
     /// Keeps the queue place and the KV of a finished turn for the next turn of its session. Call it before the
     /// sequence releases its blocks.
     pub(super) fn end_turn(&mut self, id: SequenceId) {
         let (Some(sessions), Some(tiers)) = (&mut self.sessions, &self.tiers) else { return };
-        let sequence = self.sequences.get_mut(&id).expect("the caller looked it up");
+        let sequence = self.sequences.known_mut(id);
         let Some(turn) = sequence.turn.take() else { return };
         let last = sequence.chain.hashes().last().copied();
-        let blocks: &[BlockId] = match &sequence.phase {
+        let blocks: &[BlockId] = match sequence.phase() {
             SequencePhase::Running(row) => &row.blocks,
             SequencePhase::Ready(table) => &table.blocks,
             _ => &[],
@@ -268,7 +248,7 @@ impl Scheduler {
     /// return.
     pub(super) fn offer_preempted(&mut self, id: SequenceId, published: usize) {
         let Some(tiers) = &mut self.tiers else { return };
-        let chain = &self.sequences[&id].chain;
+        let chain = &self.sequences[id].chain;
         for index in 0..published {
             tiers.block_written(chain.hashes()[index], chain.parent(index), true, true);
         }

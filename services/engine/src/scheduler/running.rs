@@ -6,7 +6,7 @@ use super::{
     ItlLimit, Scheduler,
     draft_budget::{decodes, probes},
     masks::AwaitedMask,
-    sequence::{Arrival, Row, Sequence, SequencePhase},
+    sequence::{Arrival, Sequence, SequencePhase},
 };
 use crate::{
     event::{Action, SequenceId, SequenceKind},
@@ -61,7 +61,7 @@ impl Scheduler {
     /// Returns the next step, or `None` if `depth` steps are in flight, the last step awaits its token bitmasks,
     /// or no row can advance. The caller launches every plan, in order.
     pub fn plan(&mut self, actions: &mut Vec<Action>) -> Option<StepPlan> {
-        if self.frames.len() >= self.config.limits.depth as usize || self.awaited.is_some() {
+        if self.frames.len() >= self.config.limits.depth as usize || self.masks.are_awaited() {
             return None;
         }
         self.admit_receives(actions);
@@ -71,8 +71,8 @@ impl Scheduler {
             samples_left: self.config.limits.samples_max(),
             ..PlanBuilder::default()
         };
-        builder.plan.rows.reserve(self.running.len());
-        builder.sequences.reserve(self.running.len());
+        builder.plan.rows.reserve(self.sequences.running().len());
+        builder.sequences.reserve(self.sequences.running().len());
         self.advance_running(&mut builder, actions);
         if !self.ends_split_prompt(&builder) {
             self.advance_newcomers(&mut builder, actions);
@@ -96,7 +96,7 @@ impl Scheduler {
             tiers.step_launched(plan.step_id);
         }
         plan.awaits_masks = !builder.masks.is_empty();
-        self.awaited = plan.awaits_masks.then_some((plan.step_id, builder.masks));
+        self.masks.launched(plan.step_id, builder.masks);
         Some(plan)
     }
 
@@ -105,22 +105,23 @@ impl Scheduler {
         let step_id = self.frames.next_step();
         self.row_lacks = 0;
         let mut index = 0;
-        while let Some(&(_, id)) = self.running.get(index) {
+        while let Some(&(_, id)) = self.sequences.running().get(index) {
             // Reserves one token for each younger row, so that a long prompt does not delay decode rows.
-            let younger = (self.running.len() - index - 1) as u32;
+            let younger = (self.sequences.running().len() - index - 1) as u32;
             let share = builder.budget - younger;
-            let mut sequence = self.sequences.get_mut(&id).expect("a running sequence is known");
+            let is_last = younger == 0 && index == 0 && self.sequences.waiting().is_empty();
+            let mut sequence = self.sequences.known_mut(id);
             let mut count = sequence.pending().min(share).min(self.config.chunk_tokens);
             if sequence.scores_prompt() {
                 count = count.min(builder.samples_left - younger);
             }
-            if younger == 0 && index == 0 && self.waiting.is_empty() {
+            if is_last {
                 count = split_last_part(sequence, count, self.config.tail_tokens);
             }
             if self.config.itl.is_some() && (count > 1 || !sequence.decodes()) {
                 let position = sequence.row().launched;
                 count = self.bound_prefill(position, count, builder);
-                sequence = self.sequences.get_mut(&id).expect("a running sequence is known");
+                sequence = self.sequences.known_mut(id);
             }
             if count == 0 {
                 index += 1;
@@ -154,8 +155,9 @@ impl Scheduler {
             && self.prefill_left(builder) >= PREFILL_MIN
             && let Some(id) = self.admit_compute(actions)
         {
-            let is_alone = self.running.len() == 1 && self.waiting.is_empty();
-            let sequence = self.sequences.get_mut(&id).expect("an admitted sequence is known");
+            let is_alone =
+                self.sequences.running().len() == 1 && self.sequences.waiting().is_empty();
+            let sequence = self.sequences.known_mut(id);
             let position = sequence.row().launched;
             let mut count = sequence.pending().min(builder.budget).min(self.config.chunk_tokens);
             if sequence.scores_prompt() {
@@ -171,7 +173,7 @@ impl Scheduler {
 
     /// Returns whether the step contains a split prompt. Then no other prompt may join: it would delay the first token.
     fn ends_split_prompt(&self, builder: &PlanBuilder) -> bool {
-        builder.sequences.iter().any(|id| self.sequences[id].row().is_split)
+        builder.sequences.iter().any(|&id| self.sequences[id].row().is_split)
     }
 
     /// Returns the prefill budget that is left in the step, in tokens at the start of a prompt.
@@ -180,15 +182,14 @@ impl Scheduler {
         let budget = builder.prefill.get_or_insert_with(|| {
             // A reserved sequence counts as decoding: its KV usually arrives during this step or the next.
             let any = |is: fn(&Sequence) -> bool| {
-                self.running.iter().any(|(_, id)| is(&self.sequences[id]))
+                self.sequences.running().iter().any(|&(_, id)| is(&self.sequences[id]))
             };
-            if self.reserved_count == 0 && !any(Sequence::decodes) {
+            if self.sequences.reserved_count() == 0 && !any(Sequence::decodes) {
                 return PrefillBudget::Unlimited;
             }
             let catches_up = any(|sequence| sequence.row().catch_up > 0);
             let max = if catches_up { itl.max / 2 } else { itl.max };
-            let decode_extra = self.decode_extra.unwrap_or_default();
-            let left = ItlLimit { max, ..*itl }.prefill_tokens(decode_extra);
+            let left = ItlLimit { max, ..*itl }.prefill_tokens(self.measured_steps.extra());
             PrefillBudget::Limited { left, spent: 0 }
         });
         match budget {
@@ -252,7 +253,7 @@ impl Scheduler {
     }
 
     fn append(&mut self, id: SequenceId, blocks: Vec<BlockId>, builder: &mut PlanBuilder) {
-        let row = self.row_mut(id);
+        let row = self.sequences.row_mut(id);
         row.blocks.extend_from_slice(&blocks);
         if !row.announced {
             return;
@@ -271,8 +272,8 @@ impl Scheduler {
     /// preempted sender might never get blocks again.
     fn victim(&self, index: usize) -> Option<SequenceId> {
         let displaceable =
-            |&&(_, id): &&(Arrival, SequenceId)| self.sequences[&id].kind != SequenceKind::Send;
-        let (older, others) = self.running.split_at(index);
+            |&&(_, id): &&(Arrival, SequenceId)| self.sequences[id].kind != SequenceKind::Send;
+        let (older, others) = self.sequences.running().split_at(index);
         let &(_, youngest) = others.iter().rfind(displaceable)?;
         let another_row_remains = || older.iter().any(|entry| displaceable(&entry));
         (youngest != others[0].1 || another_row_remains()).then_some(youngest)
@@ -280,7 +281,7 @@ impl Scheduler {
 
     fn advance(&mut self, id: SequenceId, count: u32, builder: &mut PlanBuilder) {
         let step_id = self.frames.next_step();
-        let sequence = self.sequences.get_mut(&id).expect("a running sequence is known");
+        let sequence = self.sequences.known_mut(id);
         advance(sequence, id, step_id, count, builder);
     }
 
@@ -310,7 +311,7 @@ impl Scheduler {
             most.min(row_drafts).min(to_the_end as u32)
         };
         let (mut most, mut expected) = (0, 0.0);
-        for id in &builder.sequences {
+        for &id in &builder.sequences {
             let sequence = &self.sequences[id];
             let count = wanted(sequence);
             most = most.max(count);
@@ -319,17 +320,19 @@ impl Scheduler {
         let bound = match () {
             () if most == 0 => return,
             () if !self.config.measures_drafts => most,
-            () if self.draft_times.pays_off(builder.sequences.len(), most, expected) => most,
+            () if self.measured_steps.drafts_pay_off(builder.sequences.len(), most, expected) => {
+                most
+            }
             () if probes(self.frames.next_step()) => 1,
             () => return,
         };
         let counts: Vec<_> =
-            builder.sequences.iter().map(|id| wanted(&self.sequences[id]).min(bound)).collect();
+            builder.sequences.iter().map(|&id| wanted(&self.sequences[id]).min(bound)).collect();
         builder.plan.drafts_max = left;
         let mut known_left = left;
         for (index, wanted) in counts.into_iter().enumerate() {
             let id = builder.sequences[index];
-            let is_known = self.sequences[&id].constraint.is_some();
+            let is_known = self.sequences[id].constraint.is_some();
             let wanted = if is_known { wanted.min(known_left) } else { wanted };
             let count = self.cover(id, wanted as usize, builder);
             builder.plan.rows[index].drafts_max = count;
@@ -337,7 +340,7 @@ impl Scheduler {
                 known_left -= count;
                 self.add_known_drafts(id, count as usize, builder);
             }
-            let row = self.row_mut(id);
+            let row = self.sequences.row_mut(id);
             row.launched += count as usize;
             row.length += count as usize;
         }
@@ -345,7 +348,7 @@ impl Scheduler {
 
     /// Adds the draft tokens of a constrained row to the plan.
     fn add_known_drafts(&self, id: SequenceId, count: usize, builder: &mut PlanBuilder) {
-        let sequence = &self.sequences[&id];
+        let sequence = &self.sequences[id];
         let constraint = sequence.constraint.as_ref().expect("the caller looked it up");
         let drafts: Vec<u32> = constraint.drafts(sequence.unknown() - 1).take(count).collect();
         let awaited = builder.masks.iter_mut().find(|awaited| awaited.id == id);
@@ -360,7 +363,7 @@ impl Scheduler {
     /// row of the batch could still get one more block.
     fn cover(&mut self, id: SequenceId, count: usize, builder: &mut PlanBuilder) -> u32 {
         let headroom = self.headroom();
-        let row = self.row(id);
+        let row = self.sequences[id].row();
         let missing = blocks_for(row.launched + count).saturating_sub(row.blocks.len() as u32);
         if missing > 0
             && self.kv.pool.available() >= missing + headroom
@@ -368,39 +371,23 @@ impl Scheduler {
         {
             self.append(id, blocks, builder);
         }
-        let row = self.row(id);
+        let row = self.sequences[id].row();
         count.min(row.blocks.len() * BLOCK_TOKENS - row.launched) as u32
     }
 
     /// Preempts a sequence: it loses its slot and blocks, and returns to its place in the queue. The results
     /// of its steps in flight are dropped. Recomputation gives the same tokens.
     pub(super) fn preempt(&mut self, id: SequenceId) {
-        let sequence = self.sequences.get_mut(&id).expect("a running sequence is known");
-        let arrival = sequence.arrival;
-        let has_old_kv = std::mem::take(&mut sequence.has_old_kv);
-        let SequencePhase::Running(row) =
-            std::mem::replace(&mut sequence.phase, SequencePhase::Waiting)
-        else {
+        let has_old_kv = std::mem::take(&mut self.sequences.known_mut(id).has_old_kv);
+        let running = self.sequences.set_phase(id, SequencePhase::Waiting);
+        let SequencePhase::Running(row) = running else {
             unreachable!("only running rows are preempted");
         };
-        self.running.retain(|&(_, other)| other != id);
-        self.waiting.push_preempted(arrival, id);
         self.preemptions += 1;
         if !has_old_kv {
             self.offer_preempted(id, row.published);
         }
         self.vacate(row);
-    }
-
-    fn row(&self, id: SequenceId) -> &Row {
-        self.sequences[&id].row()
-    }
-
-    pub(super) fn row_mut(&mut self, id: SequenceId) -> &mut Row {
-        match &mut self.sequences.get_mut(&id).expect("a running sequence is known").phase {
-            SequencePhase::Running(row) => row,
-            phase => unreachable!("a sequence of the batch is {phase:?}"),
-        }
     }
 }
 
@@ -416,9 +403,8 @@ pub(super) fn attention_pairs(computed: u64, tokens: u64) -> u64 {
 fn split_last_part(sequence: &mut Sequence, count: u32, tail_tokens: Option<u32>) -> u32 {
     let ends = sequence.kind == SequenceKind::Send && count == sequence.pending();
     let tail = tail_tokens.filter(|&tail| ends && count > tail.saturating_mul(2));
-    let (Some(tail), SequencePhase::Running(row)) = (tail, &mut sequence.phase) else {
-        return count;
-    };
+    let Some(tail) = tail else { return count };
+    let row = sequence.row_mut();
     // Blocks are sent when they are full.
     let end = (row.launched + (count - tail) as usize).next_multiple_of(BLOCK_TOKENS);
     let first_part = ((end - row.launched) as u32).min(count);
@@ -435,11 +421,10 @@ fn advance(
     builder: &mut PlanBuilder,
 ) {
     let scores_prompt = sequence.scores_prompt();
-    let SequencePhase::Running(row) = &mut sequence.phase else {
-        unreachable!("only running rows advance");
-    };
-    if !row.announced {
-        row.announced = true;
+    let is_constrained = sequence.constraint.is_some();
+    let is_new = !std::mem::replace(&mut sequence.row_mut().announced, true);
+    if is_new {
+        let row = sequence.row();
         builder.plan.admitted.push(AdmittedRow {
             slot: row.slot,
             generation: row.generation,
@@ -448,9 +433,10 @@ fn advance(
             computed: row.computed as u32,
             blocks: row.blocks.clone(),
             sampling: sequence.sampling.clone(),
-            constrained: sequence.constraint.is_some(),
+            constrained: is_constrained,
         });
     }
+    let row = sequence.row_mut();
     let before = row.launched as u64;
     row.launched += count as usize;
     let samples = row.launched == row.length;
@@ -463,7 +449,7 @@ fn advance(
         work.prefill_pairs += attention_pairs(before, count.into());
     }
     if samples {
-        if sequence.constraint.is_some() {
+        if is_constrained {
             let (slot, generation) = (row.slot, row.generation);
             let (length, drafts) = (row.length, Vec::new());
             builder.masks.push(AwaitedMask { id, slot, generation, length, drafts });

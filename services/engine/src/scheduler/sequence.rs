@@ -25,7 +25,7 @@ pub(super) type Arrival = u64;
 #[derive(Debug)]
 #[repr(C)]
 pub(super) struct Sequence {
-    pub(super) phase: SequencePhase,
+    phase: SequencePhase,
     /// Kind of the sequence. A `Receive` becomes a `Compute` when its KV has arrived, or when it needs no transfer.
     pub(super) kind: SequenceKind,
     pub(super) ignore_stop_tokens: bool,
@@ -223,6 +223,28 @@ impl Sequence {
     /// Returns whether the sequence got a token on this node.
     pub(super) fn has_output(&self) -> bool {
         self.tokens.len() > self.given_len
+    }
+
+    pub(super) fn phase(&self) -> &SequencePhase {
+        &self.phase
+    }
+
+    /// Replaces the phase. Only [`Sequences::set_phase`](super::sequences::Sequences::set_phase) calls it.
+    pub(super) fn replace_phase(&mut self, phase: SequencePhase) -> SequencePhase {
+        std::mem::replace(&mut self.phase, phase)
+    }
+
+    /// Takes the phase of a sequence that was removed.
+    pub(super) fn into_phase(self) -> SequencePhase {
+        self.phase
+    }
+
+    /// Returns the row of a sequence in the batch.
+    pub(super) fn row_mut(&mut self) -> &mut Row {
+        match &mut self.phase {
+            SequencePhase::Running(row) => row,
+            phase => unreachable!("a sequence of the batch is {phase:?}"),
+        }
     }
 
     /// Returns the row of a sequence in the batch.

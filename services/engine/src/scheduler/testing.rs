@@ -21,37 +21,24 @@ impl Scheduler {
                 refs[block.index()] += 1;
             }
         };
-        let (mut running, mut ready, mut reserved, mut waiting) = (0, 0, 0, 0);
-        let mut loading = 0;
-        for (id, sequence) in &self.sequences {
-            assert!(self.alarms.contains(&(sequence.alarm, *id)));
-            let entry = (sequence.arrival, *id);
-            match &sequence.phase {
-                SequencePhase::AwaitingReady => assert!(self.transfers.contains(*id)),
-                SequencePhase::Waiting => waiting += 1,
+        self.sequences.check();
+        for (id, sequence) in self.sequences.iter() {
+            match sequence.phase() {
+                SequencePhase::AwaitingReady => assert!(self.transfers.contains(id)),
+                SequencePhase::Waiting => {}
                 SequencePhase::Reserved { prefix } => {
-                    assert!(self.transfers.contains(*id));
+                    assert!(self.transfers.contains(id));
                     count(prefix);
-                    reserved += 1;
                 }
-                SequencePhase::Loading { prefix, .. } => {
-                    count(prefix);
-                    loading += 1;
-                }
-                SequencePhase::Ready(table) => {
-                    assert!(self.ready.contains(&entry));
-                    count(&table.blocks);
-                    ready += 1;
-                }
+                SequencePhase::Loading { prefix, .. } => count(prefix),
+                SequencePhase::Ready(table) => count(&table.blocks),
                 SequencePhase::Running(row) => {
-                    assert!(self.running.contains(&entry));
                     assert!(self.slots.is_current(row.slot, row.generation));
                     assert!(row.computed <= row.launched && row.launched <= row.length);
                     assert!(row.length <= sequence.length_here());
                     assert!(sequence.tokens.len() <= row.length);
                     assert!(row.launched <= row.blocks.len() * kernels::BLOCK_TOKENS);
                     count(&row.blocks);
-                    running += 1;
                 }
             }
         }
@@ -75,19 +62,14 @@ impl Scheduler {
             assert_eq!(pool.pins(block), pins[block.index()], "pins of block {}", block.0);
         }
         assert!(reservations.is_empty(), "a transfer owns a block that is not reserved");
-        assert_eq!(self.alarms.len(), self.sequences.len());
-        assert_eq!((running, ready), (self.running.len(), self.ready.len()));
-        assert_eq!((reserved, waiting), (self.reserved_count, self.waiting.len()));
-        assert_eq!(loading, self.loading_count);
         self.check_tiers();
         if let Some(sessions) = &self.sessions {
             let turns = self.sequences.values().filter(|it| it.turn.is_some());
             sessions.check(turns.filter_map(|it| it.session.session));
         }
-        assert_eq!(self.slots.free_count() as usize + running, self.slots.total() as usize);
-        assert!(self.running.is_sorted() && self.ready.is_sorted());
-        let claims = ready + (reserved + loading) as usize;
-        assert!(running + claims <= self.slots.total() as usize);
+        let running = self.sequences.running().len() as u32;
+        assert_eq!(self.slots.free_count() + running, self.slots.total());
+        assert!(running + self.sequences.claims() <= self.slots.total());
     }
 
     /// Panics when a save reads a block that the pool does not keep for it.

@@ -70,10 +70,6 @@ impl WaitingSequences {
         self.computes.iter().map(|&(_, id)| id).find(|&id| applies(id))
     }
 
-    pub(super) fn admitted_receive(&mut self) {
-        self.receives.pop_front();
-    }
-
     pub(super) fn compute_lacks_blocks(&mut self) {
         self.compute_starved = true;
     }
@@ -114,7 +110,7 @@ mod tests {
         assert_eq!(waiting.next_receive(), None, "an older sequence lacks blocks");
         waiting.remove(2, A);
         assert_eq!(waiting.next_receive(), Some(SequenceId(4)));
-        waiting.admitted_receive();
+        waiting.remove(3, SequenceId(4));
         assert_eq!(waiting.next_compute(), Some(B));
         assert_eq!(waiting.len(), 2);
     }
@@ -139,7 +135,7 @@ mod tests {
         waiting.push_receive(1, C);
         waiting.push_receive(1, A);
         assert_eq!((waiting.next_receive(), waiting.next_compute()), (Some(A), None));
-        waiting.admitted_receive();
+        waiting.remove(1, A);
         assert_eq!((waiting.next_receive(), waiting.next_compute()), (None, Some(B)));
         waiting.remove(1, B);
         assert_eq!(waiting.next_receive(), Some(C));
@@ -153,7 +149,7 @@ mod tests {
         waiting.push_receive(1, A);
         waiting.push_compute(2, B);
         assert_eq!(waiting.next_compute(), None);
-        waiting.admitted_receive();
+        waiting.remove(1, A);
         assert_eq!(waiting.next_compute(), Some(B));
     }
 }

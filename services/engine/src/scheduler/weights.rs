@@ -2,10 +2,10 @@
 
 use super::{
     Scheduler,
-    sequence::{Arrival, Sequence, SequencePhase},
+    sequence::{Sequence, SequencePhase},
 };
 use crate::{
-    event::{Action, FinishReason, InFlight, SequenceFailure, SequenceId, SequenceKind},
+    event::{Action, FinishReason, InFlight, SequenceFailure, SequenceKind},
     prefix_cache::CacheSeeds,
 };
 
@@ -17,7 +17,7 @@ impl Scheduler {
         self.is_admitting = false;
         let waits = |sequence: &Sequence| {
             sequence.kind == SequenceKind::Send
-                && !matches!(sequence.phase, SequencePhase::Running(_))
+                && !matches!(sequence.phase(), SequencePhase::Running(_))
         };
         self.fail_where(waits, actions);
     }
@@ -37,24 +37,15 @@ impl Scheduler {
 
     /// Returns whether a sequence is in the batch or will join it while the batch drains, or KV is being transferred.
     pub fn has_running(&self) -> bool {
-        let claims = self.reserved_count + self.loading_count;
-        !self.running.is_empty()
-            || !self.ready.is_empty()
-            || claims > 0
+        !self.sequences.running().is_empty()
+            || self.sequences.claims() > 0
             || self.transfers.have_blocks()
-            || self.first_preempted().is_some()
+            || self.sequences.first_preempted().is_some()
     }
 
     /// Fails every sequence for which `applies` returns true, oldest first.
     fn fail_where(&mut self, applies: impl Fn(&Sequence) -> bool, actions: &mut Vec<Action>) {
-        let mut failed: Vec<(Arrival, SequenceId)> = self
-            .sequences
-            .iter()
-            .filter(|(_, sequence)| applies(sequence))
-            .map(|(&id, sequence)| (sequence.arrival, id))
-            .collect();
-        failed.sort_unstable();
-        for (_, id) in failed {
+        for id in self.sequences.by_age(applies) {
             self.fail(id, SequenceFailure::WeightsChanged, actions);
         }
     }
@@ -113,29 +104,19 @@ impl Scheduler {
             self.end_with_output(actions);
         }
         let is_loading =
-            |sequence: &Sequence| matches!(sequence.phase, SequencePhase::Loading { .. });
-        let mut loading: Vec<(Arrival, SequenceId)> = self
-            .sequences
-            .iter()
-            .filter(|(_, sequence)| is_loading(sequence))
-            .map(|(&id, sequence)| (sequence.arrival, id))
-            .collect();
-        loading.sort_unstable();
-        for (_, id) in loading {
+            |sequence: &Sequence| matches!(sequence.phase(), SequencePhase::Loading { .. });
+        for id in self.sequences.by_age(is_loading) {
             self.leave_load(id);
         }
-        for (_, id) in std::mem::take(&mut self.ready) {
-            let sequence = self.sequences.get_mut(&id).expect("a ready sequence is known");
-            let SequencePhase::Ready(table) =
-                std::mem::replace(&mut sequence.phase, SequencePhase::Waiting)
-            else {
+        for (_, id) in self.sequences.ready().to_vec() {
+            let ready = self.sequences.set_phase(id, SequencePhase::Waiting);
+            let SequencePhase::Ready(table) = ready else {
                 unreachable!("a sequence in `ready` is ready");
             };
             self.kv.release(&table.blocks);
-            self.waiting.push_compute(sequence.arrival, id);
         }
-        for (_, id) in self.running.clone() {
-            let sequence = self.sequences.get_mut(&id).expect("a running sequence is known");
+        for (_, id) in self.sequences.running().to_vec() {
+            let sequence = self.sequences.known_mut(id);
             if in_flight == InFlight::KeepKv && sequence.next_index() > 0 {
                 sequence.has_old_kv = true;
             } else {
@@ -146,14 +127,7 @@ impl Scheduler {
 
     /// Ends the sequences whose next token would follow tokens of other weights.
     fn end_with_output(&mut self, actions: &mut Vec<Action>) {
-        let mut ended: Vec<(Arrival, SequenceId)> = self
-            .sequences
-            .iter()
-            .filter(|(_, sequence)| sequence.next_index() > 0)
-            .map(|(&id, sequence)| (sequence.arrival, id))
-            .collect();
-        ended.sort_unstable();
-        for (_, id) in ended {
+        for id in self.sequences.by_age(|sequence| sequence.next_index() > 0) {
             self.end_turn(id);
             self.remove(id);
             actions.push(Action::Finished { id, reason: Some(FinishReason::Abort) });
