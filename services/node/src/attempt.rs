@@ -31,7 +31,7 @@ const LOGPROBS_MAX: u32 = 20;
 const POOLED_LOGITS_MAX: usize = 16;
 /// Maximum log-probabilities of a prompt: those of its tokens, and the best ones in the place of each. They take about 12
 /// bytes each in the message of token 0.
-pub const PROMPT_LOGPROBS_MAX: u64 = 1 << 18;
+const PROMPT_LOGPROBS_MAX: u64 = 1 << 18;
 /// Maximum number of tokens with a bias.
 const LOGIT_BIASES_MAX: usize = 1024;
 /// Upper bound of temperature and repetition penalty, far above useful values.

@@ -164,15 +164,11 @@ impl AttemptState {
         let violation = |what: &str| {
             vec![AttemptAction::Fail(AttemptFailure::violation(AttemptSide::Decode, what))]
         };
-        let holds = self.awaits_prompt && self.prefill == Prefill::Prefilling;
+        if self.holds(event.as_ref()) {
+            self.held.extend(event);
+            return vec![];
+        }
         match (event, self.decode) {
-            (
-                Some(event @ (DecodeEvent::Tokens(_) | DecodeEvent::Finished(_))),
-                Decode::Reserved,
-            ) if holds => {
-                self.held.push(event);
-                vec![]
-            }
             (Some(DecodeEvent::Reserved(reserved)), Decode::Opening) => {
                 self.decode = Decode::Reserved;
                 self.saw_cached(reserved.cached_tokens);
@@ -258,6 +254,14 @@ impl AttemptState {
             }
             (None, _) => violation("an event has no known content"),
         }
+    }
+
+    /// Returns whether an event of the decode node waits for the log-probabilities of the prompt.
+    fn holds(&self, event: Option<&DecodeEvent>) -> bool {
+        self.awaits_prompt
+            && self.prefill == Prefill::Prefilling
+            && self.decode == Decode::Reserved
+            && matches!(event, Some(DecodeEvent::Tokens(_) | DecodeEvent::Finished(_)))
     }
 
     /// Handles an event of the prefill node; `None` for an event of unknown type.
