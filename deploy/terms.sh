@@ -39,4 +39,9 @@ for entry in "${terms[@]}"; do
         status=1
     fi
 done
+# Comments are as wide as code, which rustfmt keeps within 100 columns.
+if git grep -nE '^\s*//.{99}' -- '*.rs' | grep -P ':\d+:.{101}'; then
+    echo "  instead: comment lines of at most 100 columns" >&2
+    status=1
+fi
 exit $status

@@ -25,8 +25,8 @@ const READY_WITHIN: Duration = Duration::from_secs(60);
 const STOP_WITHIN: Duration = Duration::from_secs(20);
 pub const SECRET: &str = "00112233445566778899aabbccddeeff00112233445566778899aabbccddeeff";
 
-/// Returns a client of a node's gRPC with [`SECRET`], for the process with this epoch. Without an epoch, it can only
-/// observe.
+/// Returns a client of a node's gRPC with [`SECRET`], for the process with this epoch. Without an
+/// epoch, it can only observe.
 pub fn node_client(
     grpc: &str,
     epoch: Option<&[u8]>,
@@ -39,7 +39,8 @@ pub fn node_client(
     Ok(NodeClient::with_interceptor(channel, signer))
 }
 
-/// Returns the `index`th request of a test: a decode node with this epoch prefills its 20 tokens, whose ids are at most 92.
+/// Returns the `index`th request of a test: a decode node with this epoch prefills its 20 tokens,
+/// whose ids are at most 92.
 pub fn decode_request(index: u8, epoch: &Bytes, max_tokens: u32) -> v1::DecodeRequest {
     let tokens: Vec<u32> = (0..20).map(|i| 3 + (i * 7 + u32::from(index)) % 90).collect();
     let attempt = v1::Attempt {
@@ -85,8 +86,8 @@ impl ClusterSpec {
         Self { model: smollm2(), ..Self::of(1, 1) }
     }
 
-    /// Returns a cluster of this many prefill and decode nodes in f32. The caller sets the model. Prefill nodes prefill
-    /// every prompt, so that each test of a transfer has one.
+    /// Returns a cluster of this many prefill and decode nodes in f32. The caller sets the model.
+    /// Prefill nodes prefill every prompt, so that each test of a transfer has one.
     pub fn of(prefill: usize, decode: usize) -> Self {
         Self {
             prefill,
@@ -194,7 +195,8 @@ impl Service {
         Self::spawn_by(&[], folder, name, program, settings)
     }
 
-    /// Starts a binary through the command `wrapper`, which must replace itself by the binary, such as `ip netns exec`.
+    /// Starts a binary through the command `wrapper`, which must replace itself by the binary, such
+    /// as `ip netns exec`.
     pub fn spawn_by(
         wrapper: &[&str],
         folder: &Path,
@@ -260,8 +262,8 @@ impl Service {
         Client::new(format!("http://{}", self.ready.metrics)).metric(name, "").await
     }
 
-    /// Waits until a metric of the node, summed over its labels, has at least this value. A node sets its gauges and the
-    /// counters of its KV tiers every 50 ms.
+    /// Waits until a metric of the node, summed over its labels, has at least this value. A node
+    /// sets its gauges and the counters of its KV tiers every 50 ms.
     pub async fn wait_metric(&self, name: &str, least: f64) -> Result<()> {
         let deadline = Instant::now() + DEADLINE;
         while self.metric(name).await? < least {
@@ -418,7 +420,8 @@ impl Cluster {
         format!("http://{}", self.router.ready.grpc)
     }
 
-    /// Waits until the router's `/health` reports these numbers of serving nodes, and status 200 unless `decode` is 0.
+    /// Waits until the router's `/health` reports these numbers of serving nodes, and status 200
+    /// unless `decode` is 0.
     pub async fn wait_nodes(&self, prefill: usize, decode: usize) -> Result<()> {
         let client = Client::new(self.http());
         let deadline = Instant::now() + READY_WITHIN;

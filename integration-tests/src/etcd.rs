@@ -39,7 +39,8 @@ pub struct Etcd {
     tls: Option<EtcdTls>,
 }
 
-/// The address on which etcd listens, and the network namespace of this address if it is another one.
+/// The address on which etcd listens, and the network namespace of this address if it is another
+/// one.
 #[derive(Clone, Debug)]
 struct Place {
     host: String,
@@ -226,8 +227,9 @@ fn log_file(folder: &Path) -> PathBuf {
     folder.join("log")
 }
 
-/// Waits until etcd logs, after the first `logged` bytes, that it serves. Returns false if etcd has exited or does not
-/// serve in time. Etcd listens before it serves, and an etcd killed in between may never elect itself again.
+/// Waits until etcd logs, after the first `logged` bytes, that it serves. Returns false if etcd has
+/// exited or does not serve in time. Etcd listens before it serves, and an etcd killed in between
+/// may never elect itself again.
 fn wait_serving(child: &mut Child, folder: &Path, logged: u64) -> Result<bool> {
     let deadline = Instant::now() + READY_WITHIN;
     loop {

@@ -1,5 +1,5 @@
-//! Processes: children, signals and their end. The start time identifies a process, because the system reuses
-//! process ids.
+//! Processes: children, signals and their end. The start time identifies a process, because the
+//! system reuses process ids.
 
 use std::{
     fs,

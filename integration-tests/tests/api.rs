@@ -1,5 +1,5 @@
-//! The public API with real nodes: prefix-cache routing, isolation of clients, adaptive disaggregation, node discovery
-//! by DNS and the operator's API.
+//! The public API with real nodes: prefix-cache routing, isolation of clients, adaptive
+//! disaggregation, node discovery by DNS and the operator's API.
 
 use std::{
     collections::BTreeSet,
@@ -83,7 +83,8 @@ async fn repeated_prompt_is_routed_to_its_cache_and_others_are_balanced() -> Res
         assert_eq!((&served.prefill, &served.decode), (&first.prefill, &first.decode));
         assert!(served.cached_tokens >= 1600, "{served:?}");
     }
-    // The requests run concurrently: until a node reports them, the router counts the requests that it sent.
+    // The requests run concurrently: until a node reports them, the router counts the requests that
+    // it sent.
     let others: Vec<Vec<u32>> = (0..4).map(|number| prompt(5 + number, 320)).collect();
     let served = try_join_all(others.iter().map(|prompt| ask(&client, prompt, None))).await?;
     let nodes = |name: fn(&Served) -> &str| served.iter().map(name).collect::<BTreeSet<_>>().len();
@@ -168,7 +169,8 @@ async fn queued_prompts_are_prefilled_where_disaggregate_says() -> Result<()> {
     Ok(())
 }
 
-/// Runs `baton node` with these arguments against a router. Returns whether it succeeded, and its output.
+/// Runs `baton node` with these arguments against a router. Returns whether it succeeded, and its
+/// output.
 async fn baton_node(admin: &str, args: &[&str]) -> Result<(bool, String)> {
     let mut command = Command::new(bin_dir().join("baton"));
     command.arg("node").args(args).args(["--admin", &format!("http://{admin}")]);

@@ -31,7 +31,8 @@ const GROWTH_BYTES_MAX: u64 = 180 << 20;
 /// Connections to each port.
 const ROUNDS: u64 = 40;
 const GARBAGE_KINDS: u64 = 5;
-/// Number of connections that one attacker leaves open. A node accepts 128 unauthenticated connections.
+/// Number of connections that one attacker leaves open. A node accepts 128 unauthenticated
+/// connections.
 const HELD_MAX: usize = 60;
 
 /// Checks that a long uncached prompt is prefilled on one node and decoded on another, with the
@@ -75,7 +76,8 @@ async fn refused(client: &Client, body: Value, status: u16, words: &[&str]) -> R
     for path in ["/v1/completions", "/v1/chat/completions"] {
         let mut body = body.clone();
         if path.ends_with("chat/completions") {
-            // Send a chat request with the same errors. Errors in the prompt apply to completions only.
+            // Send a chat request with the same errors. Errors in the prompt apply to completions
+            // only.
             if let Some(prompt) = body.as_object_mut().and_then(|body| body.remove("prompt")) {
                 if prompt != json!("hi") {
                     continue;
@@ -327,8 +329,8 @@ async fn garbage_on_data_ports_delays_no_hand_over_and_fills_no_memory() -> Resu
     println!(
         "time between two tokens: p99 {usual_p99:?}, longest {usual_max:?}; flooded p99 {p99:?}, longest {max:?}"
     );
-    // The flood takes CPU time from the nodes, but no stream waits for a time-out of a connection, of which the shortest is
-    // the lease.
+    // The flood takes CPU time from the nodes, but no stream waits for a time-out of a connection,
+    // of which the shortest is the lease.
     assert!(max <= 3 * usual_max + Duration::from_secs(1), "{usual_max:?} {max:?}");
     targets.iter().try_for_each(Target::assert_rejects_unauthenticated)?;
     hand_over_is_golden(&client, &run, "after").await?;

@@ -90,8 +90,8 @@ fn check_decode_steps(decode: &Value) {
     assert!(number(&decode["device_busy_us"]["p50"]) > 0.0, "{decode}");
     let idle = number(&decode["device_idle_share"]);
     assert!((0.0..1.0).contains(&idle), "{decode}");
-    // Three runs, each of seven steps after the step that gives the last sequence its first token. A CPU has
-    // no CUDA graphs and no measured peak bandwidth.
+    // Three runs, each of seven steps after the step that gives the last sequence its first token.
+    // A CPU has no CUDA graphs and no measured peak bandwidth.
     let dispatches = json!({"eager": 21, "graph": 0, "fallback": 0, "padding_rows": 0});
     assert_eq!(decode["dispatches"], dispatches);
     assert_eq!((&decode["floor_ms"], &decode["share_of_floor"]), (&Value::Null, &Value::Null));
@@ -158,7 +158,8 @@ async fn serve_bench_reports_every_load() -> Result<()> {
         assert!(chart.contains("<svg") && chart.trim_end().ends_with("</svg>"), "{chart}");
     }
 
-    // Sends a trace to the same cluster under two names. Its arrivals take 0.4 s, and 0.2 s at twice the rate.
+    // Sends a trace to the same cluster under two names. Its arrivals take 0.4 s, and 0.2 s at
+    // twice the rate.
     let trace = folder.path().join("trace.jsonl");
     let row = |timestamp: u32, input: u32, ids: &str| {
         format!(

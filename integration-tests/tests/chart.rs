@@ -1,5 +1,6 @@
-//! The Helm chart: `chart.py` renders it with the oldest and the newest supported Helm, `dashboards.py` asks Prometheus for the
-//! data of all panels and for the metrics that alerts select.
+//! The Helm chart: `chart.py` renders it with the oldest and the newest supported Helm,
+//! `dashboards.py` asks Prometheus for the data of all panels and for the metrics that alerts
+//! select.
 
 use std::process::Command;
 
@@ -21,7 +22,8 @@ fn every_panel_scaling_query_and_alert_selects_metrics_that_exist() -> Result<()
     run("dashboards.py", &[&etcd.url(), &smollm2().display().to_string()])
 }
 
-/// Runs a script of this folder with the folders of the tools and of Baton's programs, and further arguments.
+/// Runs a script of this folder with the folders of the tools and of Baton's programs, and further
+/// arguments.
 fn run(script: &str, further: &[&str]) -> Result<()> {
     let script = format!("{}/tests/{script}", env!("CARGO_MANIFEST_DIR"));
     let tools = bin_dir().with_file_name("chart");

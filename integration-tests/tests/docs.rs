@@ -1,5 +1,5 @@
-//! Tests that docs/configuration.md lists every setting, and that the services report the metrics of docs/metrics.md. `make
-//! docs` writes the lists.
+//! Tests that docs/configuration.md lists every setting, and that the services report the metrics
+//! of docs/metrics.md. `make docs` writes the lists.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -20,8 +20,8 @@ fn page(name: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../docs").join(name)
 }
 
-/// Compares the list after the comment `begin`, up to `<!-- end -->`, with the `wanted` list. If BATON_WRITE_DOCS is
-/// set, writes the `wanted` list instead.
+/// Compares the list after the comment `begin`, up to `<!-- end -->`, with the `wanted` list. If
+/// BATON_WRITE_DOCS is set, writes the `wanted` list instead.
 fn check_list(path: &Path, begin: &str, wanted: &str) -> Result<()> {
     let text = fs::read_to_string(path).with_context(|| path.display().to_string())?;
     let begin = format!("<!-- {begin} -->\n");
@@ -94,8 +94,8 @@ fn counters(text: &str) -> BTreeSet<&str> {
     series.filter(is_counter).collect()
 }
 
-/// Checks that a service reports the metrics of the list after the comment `begin`, with their types, labels and help, and
-/// no other metrics.
+/// Checks that a service reports the metrics of the list after the comment `begin`, with their
+/// types, labels and help, and no other metrics.
 fn check_reported(begin: &str, text: &str) -> Result<()> {
     let page = fs::read_to_string(page("metrics.md"))?;
     let (_, list) = page.split_once(&format!("<!-- {begin} -->\n")).context("no list")?;
@@ -149,8 +149,9 @@ fn configuration_page_lists_every_setting() -> Result<()> {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn services_report_the_metrics_of_the_table() -> Result<()> {
-    // Prometheus text shows a metric only after its first value. So some requests wait for a node, later requests have
-    // a predicted time to first token, and others use speculative decoding or a grammar.
+    // Prometheus text shows a metric only after its first value. So some requests wait for a node,
+    // later requests have a predicted time to first token, and others use speculative decoding or a
+    // grammar.
     let spec = ClusterSpec::smollm2()
         .set("BATON_NODE_SLOTS", 1)
         .set("BATON_NODE_WAITING_MAX", 0)

@@ -1,5 +1,5 @@
-//! Embeddings and scores through a cluster of real processes, compared with those of transformers for the same folders
-//! (`pooling/models.py`), and with the unmodified OpenAI client.
+//! Embeddings and scores through a cluster of real processes, compared with those of transformers
+//! for the same folders (`pooling/models.py`), and with the unmodified OpenAI client.
 
 use std::{path::PathBuf, process::Command};
 
@@ -71,7 +71,8 @@ fn assert_near(found: &[f64], expected: &[f64], what: &str) {
     assert!(worst < 1e-5, "{what} is off by {worst}");
 }
 
-/// Asserts that texts and their token ids have the vectors of transformers, alone and in one request, bit by bit.
+/// Asserts that texts and their token ids have the vectors of transformers, alone and in one
+/// request, bit by bit.
 async fn assert_embeds(client: &Client, expected: &[Embedded], prompt: Option<&str>) -> Result<()> {
     let mut alone = Vec::new();
     for row in expected {

@@ -61,7 +61,8 @@ async fn one_request_on_each(cluster: &Cluster, client: &Client) -> Result<(usiz
     Ok((node, first, second))
 }
 
-/// Repeats a recovery and asserts the median duration: on a shared machine a single step may take seconds.
+/// Repeats a recovery and asserts the median duration: on a shared machine a single step may take
+/// seconds.
 async fn median_recovery_is_in_time(
     what: &str,
     recovery: impl AsyncFn() -> Result<Duration>,
@@ -104,7 +105,8 @@ async fn decode_node_killed() -> Result<Duration> {
     Ok(complete)
 }
 
-/// The router cannot observe a node with another secret. It logs the reason and uses the other nodes.
+/// The router cannot observe a node with another secret. It logs the reason and uses the other
+/// nodes.
 #[tokio::test]
 async fn node_with_another_secret_is_named_in_the_log_and_loses_no_token() -> Result<()> {
     let cluster = Cluster::start(ClusterSpec::smollm2().nodes(0, 1)).await?;
@@ -310,7 +312,8 @@ async fn draining_node_finishes_its_requests() -> Result<()> {
     Ok(())
 }
 
-/// An answer that would outlast the drain continues on another node before the drained node aborts it.
+/// An answer that would outlast the drain continues on another node before the drained node aborts
+/// it.
 #[tokio::test]
 async fn answer_longer_than_the_drain_migrates_and_loses_no_token() -> Result<()> {
     let spec = ClusterSpec::smollm2().nodes(0, 2).set("BATON_NODE_DRAIN_TIMEOUT", "2s");
@@ -393,7 +396,8 @@ async fn overload_is_rejected_and_queues_stay_bounded() -> Result<()> {
     cluster.stop()
 }
 
-/// Nodes have one slot and no queue. The router holds requests back until a node has room, and every request completes.
+/// Nodes have one slot and no queue. The router holds requests back until a node has room, and
+/// every request completes.
 #[tokio::test]
 async fn requests_wait_for_a_free_slot_without_losing_a_token() -> Result<()> {
     let spec = ClusterSpec::smollm2()

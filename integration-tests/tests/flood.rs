@@ -1,5 +1,5 @@
-//! Ten thousand concurrent requests, each on its own connection, to a router whose port keeps at most 4,096
-//! connections.
+//! Ten thousand concurrent requests, each on its own connection, to a router whose port keeps at
+//! most 4,096 connections.
 
 use std::{
     io::ErrorKind,

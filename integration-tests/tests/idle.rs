@@ -9,8 +9,8 @@ use integration_tests::{
     golden::run_named,
 };
 
-/// Limit of the router's own memory, with the model's vocabulary. The pages of its program are not counted: three
-/// quarters of the resident memory of a debug build are code.
+/// Limit of the router's own memory, with the model's vocabulary. The pages of its program are not
+/// counted: three quarters of the resident memory of a debug build are code.
 const ROUTER_RESIDENT_KIB_MAX: u64 = 16 << 10;
 const WINDOW: Duration = Duration::from_secs(2);
 /// Limit of CPU ticks in the window, out of 200 per core: heartbeats, probes and load reports of a

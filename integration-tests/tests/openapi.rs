@@ -47,8 +47,8 @@ async fn python(args: Vec<String>) -> Result<()> {
 #[tokio::test(flavor = "multi_thread")]
 async fn responses_match_the_openapi_description() -> Result<()> {
     let cluster = small_cluster().await?;
-    // Omits the check `positive_data_acceptance`: the description does not contain the limits of the chat
-    // template and of the context length.
+    // Omits the check `positive_data_acceptance`: the description does not contain the limits of
+    // the chat template and of the context length.
     let checks = "not_a_server_error,status_code_conformance,content_type_conformance,\
                   response_headers_conformance,response_schema_conformance,\
                   negative_data_rejection,unsupported_method,allow_header_conformance";

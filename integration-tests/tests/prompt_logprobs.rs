@@ -1,5 +1,5 @@
-//! Log-probabilities of prompts from a real model through whole clusters equal those of transformers, in the form that
-//! evaluation harnesses read.
+//! Log-probabilities of prompts from a real model through whole clusters equal those of
+//! transformers, in the form that evaluation harnesses read.
 
 use anyhow::{Context, Result, ensure};
 use integration_tests::{
@@ -12,7 +12,8 @@ use serde_json::{Value, json};
 /// Maximum difference of a log-probability from that of transformers.
 const TOLERANCE: f64 = 1e-3;
 
-/// Scores the golden output as the continuation of its prompt, as a harness does: all tokens are the prompt.
+/// Scores the golden output as the continuation of its prompt, as a harness does: all tokens are
+/// the prompt.
 async fn check(client: &Client, golden: &GoldenRun, max_tokens: u32) -> Result<()> {
     let tokens = [&golden.prompt_ids[..], &golden.output_ids].concat();
     let body = json!({"prompt": tokens, "max_tokens": max_tokens, "echo": true, "logprobs": 2,

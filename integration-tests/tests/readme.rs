@@ -401,8 +401,8 @@ fn test_sources() -> Vec<String> {
     sources
 }
 
-/// Returns the names of the tests that a source gives to a harness: functions with a test attribute that are not ignored,
-/// and functions in the lists of crate `test-harness`.
+/// Returns the names of the tests that a source gives to a harness: functions with a test attribute
+/// that are not ignored, and functions in the lists of crate `test-harness`.
 fn tests_of(source: &str) -> BTreeSet<String> {
     let mut tests = BTreeSet::new();
     for list in source.split("tests![").skip(1) {

@@ -22,8 +22,8 @@ const CLIENTS: &str = "BATON_TEST_UNREAD";
 const CLIENTS_DEFAULT: usize = 24;
 const TOKENS: usize = 400;
 
-/// Sends a streamed request and reads nothing. The many log-probabilities fill the client's buffers after a few dozen
-/// tokens.
+/// Sends a streamed request and reads nothing. The many log-probabilities fill the client's buffers
+/// after a few dozen tokens.
 async fn unread_stream(address: &str, salt: usize) -> Result<TcpStream> {
     let socket = TcpSocket::new_v4()?;
     socket.set_recv_buffer_size(4096)?;

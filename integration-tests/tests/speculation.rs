@@ -1,5 +1,5 @@
-//! Clusters of real nodes generate the same tokens with and without speculative decoding: greedy, seeded and
-//! constrained, across hand-over, prefix hits, preemption and migration.
+//! Clusters of real nodes generate the same tokens with and without speculative decoding: greedy,
+//! seeded and constrained, across hand-over, prefix hits, preemption and migration.
 
 use anyhow::{Context, Result};
 use futures_util::future::try_join_all;
@@ -52,7 +52,8 @@ fn speculating(prefill: usize, decode: usize) -> ClusterSpec {
     ClusterSpec::smollm2().nodes(prefill, decode).set("BATON_NODE_SPECULATE", "ngram")
 }
 
-/// Returns the tokens of each request on one node without speculative decoding, one request at a time.
+/// Returns the tokens of each request on one node without speculative decoding, one request at a
+/// time.
 async fn plain_tokens(bodies: &[Value]) -> Result<Vec<Vec<u32>>> {
     let (cluster, client) = Cluster::start_with_client(ClusterSpec::smollm2().nodes(0, 1)).await?;
     let mut tokens = Vec::new();

@@ -1,4 +1,5 @@
-//! KV tiers of whole clusters: what a node evicted or had before a restart comes back from its disk.
+//! KV tiers of whole clusters: what a node evicted or had before a restart comes back from its
+//! disk.
 
 use std::{fs::File, os::unix::fs::FileExt, path::Path, process::Command, time::Instant};
 
@@ -228,7 +229,8 @@ async fn decode_node_with_the_prefix_in_its_tier_gets_fewer_blocks() -> Result<(
     cluster.stop()
 }
 
-/// Returns a decode node alone with a tier, so that it follows sessions, and memory for two of the longest prompts.
+/// Returns a decode node alone with a tier, so that it follows sessions, and memory for two of the
+/// longest prompts.
 fn session_spec(path: &Path) -> ClusterSpec {
     let spec = spec(path).nodes(0, 1).set_decode("BATON_NODE_BLOCKS", 80);
     // One slot: hits come from memory.
@@ -311,7 +313,8 @@ async fn kv_of_a_session_is_kept_although_another_session_begins_with_it() -> Re
     cluster.stop()
 }
 
-/// Checks that a decode node with these settings serves, and says in one line why it has no disk tier.
+/// Checks that a decode node with these settings serves, and says in one line why it has no disk
+/// tier.
 async fn serves_without_tier(spec: ClusterSpec, reason: &str) -> Result<()> {
     serves_without(spec, "tier.disk_path", reason).await
 }

@@ -330,8 +330,8 @@ async fn send_planted(client: &Client, key: &str) -> Result<Vec<String>> {
     Ok(errors)
 }
 
-/// Sends requests with planted texts for a stream, a tool call and an answer by gRPC, and returns the error of an invalid
-/// request by gRPC.
+/// Sends requests with planted texts for a stream, a tool call and an answer by gRPC, and returns
+/// the error of an invalid request by gRPC.
 async fn send_planted_by_stream_tool_call_and_grpc(cluster: &Cluster, key: &str) -> Result<String> {
     let client = Client::new(cluster.http());
     let authorization = format!("Bearer {key}");
@@ -442,7 +442,8 @@ async fn no_log_span_metric_or_error_contains_a_key_a_prompt_or_an_answer() -> R
     Ok(())
 }
 
-/// Checks that a call has a client's span and a server's span, and that the request has the GenAI names.
+/// Checks that a call has a client's span and a server's span, and that the request has the GenAI
+/// names.
 fn check_kinds(spans: &[(String, Span)]) {
     for (service, name, kind) in [
         ("router", "request", SpanKind::Server),
@@ -526,7 +527,8 @@ fn check_tree(spans: &[(String, Span)]) {
     assert!(services.len() >= 3, "{services:?}");
 }
 
-/// A name of two addresses, as behind a headless Service: in a mount namespace whose /etc/hosts has the name.
+/// A name of two addresses, as behind a headless Service: in a mount namespace whose /etc/hosts has
+/// the name.
 async fn explain_asks_every_router_behind_a_name() -> Result<()> {
     let private = |hosts: &str| {
         let mut command = Command::new("unshare");

@@ -1,5 +1,6 @@
-//! The trainer's client for weight updates, without nodes: answers that it cannot read, routers that do not answer,
-//! strangers that connect to the trainer, and plans and digests that nodes compare with their own.
+//! The trainer's client for weight updates, without nodes: answers that it cannot read, routers
+//! that do not answer, strangers that connect to the trainer, and plans and digests that nodes
+//! compare with their own.
 
 use std::process::{Command, ExitCode};
 
@@ -13,7 +14,8 @@ type Declared = (String, String, Vec<u64>, u64);
 /// Tensor, first byte and number of bytes of each piece of a chunk.
 type Pieces = Vec<(usize, u64, u64)>;
 
-/// The first lines of every script: the trainer's client, and `serve` for a router that answers as the script says.
+/// The first lines of every script: the trainer's client, and `serve` for a router that answers as
+/// the script says.
 const HEAD: &str = r#"
 import http.server, json, sys, tempfile, threading, types
 sys.path.insert(0, sys.argv[1])
@@ -110,7 +112,8 @@ except OutcomeUnknown as error:
     Ok(())
 }
 
-/// An error about a poll, or from a proxy, does not say that the update failed. A rejection of the router does.
+/// An error about a poll, or from a proxy, does not say that the update failed. A rejection of the
+/// router does.
 fn trainer_client_tells_rejected_updates_from_those_with_an_unknown_outcome() -> Result<()> {
     let script = r#"
 import contextlib
@@ -149,8 +152,8 @@ assert not answers, answers
     Ok(())
 }
 
-/// Trainer and nodes cut an update into chunks independently: a chunk has the same bytes on both sides, and both sides
-/// compute the same hash of the plan.
+/// Trainer and nodes cut an update into chunks independently: a chunk has the same bytes on both
+/// sides, and both sides compute the same hash of the plan.
 fn trainer_client_has_the_plan_of_the_nodes() -> Result<()> {
     let script = r#"
 import random
@@ -229,7 +232,8 @@ for count in range(0, 400, 3):
     assert_digests(&run_with_client(script)?, 134)
 }
 
-/// Strangers reset, leave, stay silent, or send another token. Then the update fails, and the node must not wait for the trainer.
+/// Strangers reset, leave, stay silent, or send another token. Then the update fails, and the node
+/// must not wait for the trainer.
 fn trainer_ignores_strangers_and_leaves_nodes_when_it_fails() -> Result<()> {
     let script = r#"
 import socket, struct, time

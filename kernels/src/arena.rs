@@ -1,15 +1,16 @@
 //! KV memory, and the guards that borrow its blocks.
 //!
-//! An arena is one range of `block_count` equal blocks. Every access borrows a block first: a transfer by
-//! [`BlockRead`] (shared) or [`BlockWrite`] (exclusive), a forward pass by a [`StepAccess`] over many
-//! blocks. A conflicting borrow is rejected at once and never waits: the block pool decides which owner may
-//! use a block, and the arena ensures that a bug in the pool cannot cause a data race.
+//! An arena is one range of `block_count` equal blocks. Every access borrows a block first: a
+//! transfer by [`BlockRead`] (shared) or [`BlockWrite`] (exclusive), a forward pass by a
+//! [`StepAccess`] over many blocks. A conflicting borrow is rejected at once and never waits: the
+//! block pool decides which owner may use a block, and the arena ensures that a bug in the pool
+//! cannot cause a data race.
 //!
 //! The ranks of a node on one host share an arena in a [`SharedRegion`]. Each rank creates its own
 //! [`KvArena`] over the region: see [`KvArena::shared`].
 //!
-//! Guards own a reference to the arena, may move to another thread, and release their borrow when dropped.
-//! Blocks are zero before the first write.
+//! Guards own a reference to the arena, may move to another thread, and release their borrow when
+//! dropped. Blocks are zero before the first write.
 
 mod access;
 mod guards;
@@ -117,7 +118,8 @@ pub trait RemoteBlocks: Send + Sync {
     fn read(&self, offset: usize, host: &mut [u8]) -> Result<(), String>;
     /// Copies bytes to `offset`.
     fn write(&self, offset: usize, host: &[u8]) -> Result<(), String>;
-    /// Computes the [`digest`] of these blocks for a transfer, by default over copies in host memory.
+    /// Computes the [`digest`] of these blocks for a transfer, by default over copies in host
+    /// memory.
     fn digest(&self, blocks: &[BlockId]) -> Result<u64, String> {
         digest_of_copies(self, blocks)
     }
@@ -125,7 +127,8 @@ pub trait RemoteBlocks: Send + Sync {
     fn digests(&self, blocks: &[BlockId], _: DigestPurpose) -> Result<Vec<u64>, String> {
         digests_of_copies(self, blocks)
     }
-    /// Returns the interface by which processes of this host read each other's blocks on the device.
+    /// Returns the interface by which processes of this host read each other's blocks on the
+    /// device.
     fn peer_memory(self: Arc<Self>) -> Option<Arc<dyn PeerMemory>> {
         None
     }
@@ -182,16 +185,18 @@ enum ArenaMemory {
     Remote(Arc<dyn RemoteBlocks>),
 }
 
-// SAFETY: `base` points into `memory`, which this value owns or keeps alive and which does not move, or is dangling
-// and never read. Code reaches the bytes behind `base` through guards only. `borrows` makes each guard exclusive or
-// shared, with acquire ordering when it borrows and release ordering when it drops.
+// SAFETY: `base` points into `memory`, which this value owns or keeps alive and which does not
+// move, or is dangling and never read. Code reaches the bytes behind `base` through guards only.
+// `borrows` makes each guard exclusive or shared, with acquire ordering when it borrows and release
+// ordering when it drops.
 unsafe impl Send for KvArena {}
 // SAFETY: every method takes `&self` and goes through `borrows`, whose atomics admit one writer or
 // several readers of a block at a time.
 unsafe impl Sync for KvArena {}
 
 impl KvArena {
-    /// Creates a zeroed arena in host memory. Pages take no memory before they are written or populated.
+    /// Creates a zeroed arena in host memory. Pages take no memory before they are written or
+    /// populated.
     pub fn host(layout: KvLayout, block_count: u32) -> Result<Arc<Self>, ArenaError> {
         let bytes = arena_bytes(layout, block_count)?;
         // Page-aligned, so aligned for every element type and for vector loads.
@@ -205,12 +210,13 @@ impl KvArena {
         Ok(Self::over(layout, block_count, base, ArenaMemory::Host(memory)))
     }
 
-    /// Creates an arena of `block_count` blocks in memory that the ranks of a node and the node process have
-    /// mapped. The arena begins `offset` bytes into the region; `offset` is a multiple of 64.
+    /// Creates an arena of `block_count` blocks in memory that the ranks of a node and the node
+    /// process have mapped. The arena begins `offset` bytes into the region; `offset` is a multiple
+    /// of 64.
     ///
-    /// **Hazard.** Arenas over the same bytes do not see each other's guards. Two rules prevent races:
-    /// a rank's steps touch the rank's own heads only, and the node's single block pool never gives a
-    /// block to a step and a transfer at the same time.
+    /// **Hazard.** Arenas over the same bytes do not see each other's guards. Two rules prevent
+    /// races: a rank's steps touch the rank's own heads only, and the node's single block pool
+    /// never gives a block to a step and a transfer at the same time.
     ///
     /// # Panics
     /// When the bytes are outside the region or were claimed for another use.
@@ -250,7 +256,8 @@ impl KvArena {
         self.remote_blocks().is_none()
     }
 
-    /// Returns the interface by which processes of this host read each other's blocks on the device.
+    /// Returns the interface by which processes of this host read each other's blocks on the
+    /// device.
     pub fn peer_memory(&self) -> Option<Arc<dyn PeerMemory>> {
         Arc::clone(self.remote_blocks()?).peer_memory()
     }
@@ -288,7 +295,8 @@ impl KvArena {
     /// faults. The contents do not change, and guards may exist meanwhile.
     ///
     /// # Errors
-    /// The system's error: it has too little memory, or cannot populate pages (Linux can since 5.14).
+    /// The system's error: it has too little memory, or cannot populate pages (Linux can since
+    /// 5.14).
     pub fn populate(&self, first: u32, count: u32) -> io::Result<()> {
         let in_range = first.checked_add(count).is_some_and(|end| end <= self.block_count);
         assert!(
@@ -309,7 +317,8 @@ impl KvArena {
         return Err(io::Error::new(io::ErrorKind::Unsupported, format!("{memory:?} at {offset}")));
     }
 
-    /// Returns how many guards and steps hold the block. A block that is held must not get another owner.
+    /// Returns how many guards and steps hold the block. A block that is held must not get another
+    /// owner.
     pub fn pins(&self, block: BlockId) -> Result<u32, ArenaError> {
         Ok(match self.state(block)? {
             BorrowState::Free => 0,
@@ -371,8 +380,8 @@ impl KvArena {
         read.map_err(|reason| ArenaError::Copy { block, reason })
     }
 
-    /// Computes the digest of borrowed blocks of this arena. Blocks outside host memory are digested by
-    /// their device; for others `in_host_memory` returns the part that each block adds.
+    /// Computes the digest of borrowed blocks of this arena. Blocks outside host memory are
+    /// digested by their device; for others `in_host_memory` returns the part that each block adds.
     fn digest(
         &self,
         blocks: &[BlockId],
@@ -387,7 +396,8 @@ impl KvArena {
         Ok(indices.map(in_host_memory).fold(0, u64::wrapping_add))
     }
 
-    /// Computes the digest of each borrowed block by itself, as [`Self::digest`] does for a list of one block.
+    /// Computes the digest of each borrowed block by itself, as [`Self::digest`] does for a list of
+    /// one block.
     fn digests(
         &self,
         blocks: &[BlockId],

@@ -1,9 +1,9 @@
-//! The [`Backend`] trait: the operations of a device. A forward pass is generic over the trait, so one implementation
-//! serves all devices.
+//! The [`Backend`] trait: the operations of a device. A forward pass is generic over the trait, so
+//! one implementation serves all devices.
 //!
-//! A backend owns the memory of its buffers. The forward pass passes buffers to operations and never reads an element.
-//! Shapes are `[rows][width]`, row-major. `rows` is the number of token rows of the step, at most `rows_max` of the
-//! buffer.
+//! A backend owns the memory of its buffers. The forward pass passes buffers to operations and
+//! never reads an element. Shapes are `[rows][width]`, row-major. `rows` is the number of token
+//! rows of the step, at most `rows_max` of the buffer.
 
 use std::num::NonZeroUsize;
 
@@ -13,9 +13,10 @@ use crate::{
     shard::Shard,
 };
 
-/// Source of a weight matrix's rows, from which a backend packs the matrix. The model loaders implement it.
-/// [`Self::read_row`] defines the values, and every other method must agree with it. A fused matrix (Q, K and V, or
-/// gate and up) is one source, so that a backend packs it as one matrix.
+/// Source of a weight matrix's rows, from which a backend packs the matrix. The model loaders
+/// implement it. [`Self::read_row`] defines the values, and every other method must agree with it.
+/// A fused matrix (Q, K and V, or gate and up) is one source, so that a backend packs it as one
+/// matrix.
 pub trait RowSource: Sync {
     /// Returns the number of output features.
     fn rows(&self) -> usize;
@@ -29,18 +30,19 @@ pub trait RowSource: Sync {
             self.read_row(first + row, out);
         }
     }
-    /// Fills `out` with rows from `first` on, in `dtype` and native byte order. A source that is stored in `dtype`
-    /// overrides this method to copy rows without conversion to f32.
+    /// Fills `out` with rows from `first` on, in `dtype` and native byte order. A source that is
+    /// stored in `dtype` overrides this method to copy rows without conversion to f32.
     fn read_rows(&self, first: usize, dtype: Dtype, out: &mut [u8]) {
         convert_rows(self, first, dtype, out);
     }
-    /// Returns whether a backend may store the matrix with fewer bits than it is computed with. Embeddings and output heads
-    /// lose too much accuracy.
+    /// Returns whether a backend may store the matrix with fewer bits than it is computed with.
+    /// Embeddings and output heads lose too much accuracy.
     fn may_be_quantized(&self) -> bool {
         false
     }
-    /// Returns the FP8 scales if all rows are stored in FP8: one entry for each part of a fused matrix, in the order
-    /// of the rows. A backend without FP8 kernels calls the other methods, which dequantize.
+    /// Returns the FP8 scales if all rows are stored in FP8: one entry for each part of a fused
+    /// matrix, in the order of the rows. A backend without FP8 kernels calls the other methods,
+    /// which dequantize.
     fn fp8_scales(&self) -> Option<Vec<BlockScales>> {
         None
     }
@@ -75,8 +77,9 @@ pub fn store_row(values: &[f32], dtype: Dtype, out: &mut [u8]) {
     }
 }
 
-/// Packs the weights of a model, or of its shard, in the layout of a device. Every backend is a packer. During a weight
-/// update, a separate packer packs the new weights while the backend computes.
+/// Packs the weights of a model, or of its shard, in the layout of a device. Every backend is a
+/// packer. During a weight update, a separate packer packs the new weights while the backend
+/// computes.
 pub trait Packer {
     type Matrix;
     type Vector;
@@ -142,16 +145,18 @@ pub struct LayerAttention {
     pub heads: HeadShape,
     /// Factor of the scores before the softmax, usually 1 / √head_dim.
     pub scale: f32,
-    /// Size of the sliding window: a row attends to this many tokens, itself included. With `None`, a row attends to
-    /// itself and all earlier tokens.
+    /// Size of the sliding window: a row attends to this many tokens, itself included. With `None`,
+    /// a row attends to itself and all earlier tokens.
     pub window: Option<NonZeroUsize>,
 }
 
-/// Weights of the operations between the QKV GEMM and attention: QKV bias, QK norm and rotary embedding (RoPE).
+/// Weights of the operations between the QKV GEMM and attention: QKV bias, QK norm and rotary
+/// embedding (RoPE).
 #[derive(Debug)]
 pub struct HeadWeights<'a, V> {
-    /// RoPE frequencies in radians per position, with RoPE scaling applied: one for each rotary pair. With partial RoPE,
-    /// fewer than `head_dim / 2`: the elements of a head after the pairs are not rotated.
+    /// RoPE frequencies in radians per position, with RoPE scaling applied: one for each rotary
+    /// pair. With partial RoPE, fewer than `head_dim / 2`: the elements of a head after the pairs
+    /// are not rotated.
     pub frequencies: &'a V,
     /// QKV bias `[qkv_width]`.
     pub bias: Option<&'a V>,
@@ -174,7 +179,8 @@ impl<'a, V> HeadWeights<'a, V> {
 pub enum NormSpan {
     /// A head. The weights are `[head_dim]`, the same for all heads.
     Head,
-    /// All query heads or all key heads of the model. A rank has the weights of its heads: `[query_width]` for queries.
+    /// All query heads or all key heads of the model. A rank has the weights of its heads:
+    /// `[query_width]` for queries.
     Projection,
 }
 
@@ -186,7 +192,8 @@ pub struct ExpertChoice {
     pub score: ExpertScore,
     /// Number of groups of consecutive, equally many experts; 1: all experts are one group.
     pub groups: usize,
-    /// Number of groups that the experts of a row come from: those whose two best experts have the greatest sums.
+    /// Number of groups that the experts of a row come from: those whose two best experts have the
+    /// greatest sums.
     pub groups_chosen: usize,
     /// Whether the weights of the chosen experts are divided by their sum.
     pub is_normalized: bool,
@@ -195,7 +202,8 @@ pub struct ExpertChoice {
 }
 
 impl ExpertChoice {
-    /// Returns the choice of the `count` most probable experts, with their probabilities as weights.
+    /// Returns the choice of the `count` most probable experts, with their probabilities as
+    /// weights.
     pub fn softmax(count: usize, is_normalized: bool) -> Self {
         let score = ExpertScore::Softmax;
         Self { count, score, groups: 1, groups_chosen: 1, is_normalized, scale: 1.0 }
@@ -229,7 +237,8 @@ pub struct ExpertWeights<'a, M, V> {
 pub struct SharedExpert<'a, M> {
     pub gate_up: &'a M,
     pub down: &'a M,
-    /// `[1][hidden]`: the weight of the expert is the sigmoid of the logit; `None`: the weight is 1.
+    /// `[1][hidden]`: the weight of the expert is the sigmoid of the logit; `None`: the weight
+    /// is 1.
     pub router: Option<&'a M>,
 }
 
@@ -245,12 +254,14 @@ pub struct ExpertShape {
     pub size: usize,
 }
 
-/// Operations of one device. They return no errors: after a device failure or a failure of the tensor-parallel group,
-/// results are undefined, and the executor checks the backend for a failure before it uses a result.
+/// Operations of one device. They return no errors: after a device failure or a failure of the
+/// tensor-parallel group, results are undefined, and the executor checks the backend for a failure
+/// before it uses a result.
 ///
-/// A step (`Self::Step`) is the executor's description of one forward pass: token, position, sequence and block table
-/// of each row, and the borrow of the blocks. In each layer, [`Self::store_kv`] stores the keys and values of the
-/// step's rows before [`Self::attention`] reads them.
+/// A step (`Self::Step`) is the executor's description of one forward pass: token, position,
+/// sequence and block table of each row, and the borrow of the blocks. In each layer,
+/// [`Self::store_kv`] stores the keys and values of the step's rows before [`Self::attention`]
+/// reads them.
 pub trait Backend: Send + 'static {
     /// A packed weight matrix `[out][in]`.
     type Matrix: Send + Sync;
@@ -273,8 +284,8 @@ pub trait Backend: Send + 'static {
     fn vector(&self, values: &[f32]) -> Self::Vector;
     /// Creates a buffer in the backend's type of activations, f32 or bf16.
     fn buffer(&self, rows_max: usize, width: usize) -> Self::Buffer;
-    /// Creates a wide buffer: f32, for the residual stream and logits. On a backend with bf16 activations, only
-    /// operations whose documentation names a wide buffer accept one.
+    /// Creates a wide buffer: f32, for the residual stream and logits. On a backend with bf16
+    /// activations, only operations whose documentation names a wide buffer accept one.
     fn wide_buffer(&self, rows_max: usize, width: usize) -> Self::Buffer {
         self.buffer(rows_max, width)
     }
@@ -282,7 +293,8 @@ pub trait Backend: Send + 'static {
     /// Creates the intermediate values of [`Self::experts`].
     fn expert_buffers(&self, rows_max: usize, shape: ExpertShape) -> Self::ExpertBuffers;
 
-    /// Returns the shard of the model that this backend computes: the whole model without tensor parallelism.
+    /// Returns the shard of the model that this backend computes: the whole model without tensor
+    /// parallelism.
     fn shard(&self) -> Shard {
         Shard::WHOLE
     }
@@ -293,13 +305,15 @@ pub trait Backend: Send + 'static {
     fn sampled_rows(&self, step: &Self::Step) -> usize;
     fn kv_layout(&self, step: &Self::Step) -> KvLayout;
 
-    /// Computes `out[row] = table[token of row]`. `out` is wide. `vocabulary` is the number of tokens of the model.
+    /// Computes `out[row] = table[token of row]`. `out` is wide. `vocabulary` is the number of
+    /// tokens of the model.
     ///
-    /// With tensor parallelism, a rank's table has only the rows of the rank's [tokens](Shard::tokens), and `out` gets
-    /// zeros for other tokens. A following [`Self::all_reduce`] adds one row and zeros, which needs no rounding.
+    /// With tensor parallelism, a rank's table has only the rows of the rank's
+    /// [tokens](Shard::tokens), and `out` gets zeros for other tokens. A following
+    /// [`Self::all_reduce`] adds one row and zeros, which needs no rounding.
     ///
-    /// Every token must be below `vocabulary`, which admission checks. For other tokens the CPU backend panics, and
-    /// the CUDA backend writes zeros.
+    /// Every token must be below `vocabulary`, which admission checks. For other tokens the CPU
+    /// backend panics, and the CUDA backend writes zeros.
     fn embed(
         &mut self,
         table: &Self::Matrix,
@@ -328,9 +342,10 @@ pub trait Backend: Send + 'static {
     );
     /// Computes `out[rows][w.out] = x[rows][w.in] · wᵀ`. `out` may be wide.
     fn matmul(&mut self, rows: usize, x: &Self::Buffer, w: &Self::Matrix, out: &mut Self::Buffer);
-    /// Performs the operations between the QKV GEMM and attention: adds the bias, applies the QK norm, and applies
-    /// RoPE in NeoX style (element i is rotated with element i + the number of frequencies) to queries and keys. Then
-    /// stores the keys and values of every row in the row's KV block. Afterwards only the queries in `qkv` are valid.
+    /// Performs the operations between the QKV GEMM and attention: adds the bias, applies the QK
+    /// norm, and applies RoPE in NeoX style (element i is rotated with element i + the number of
+    /// frequencies) to queries and keys. Then stores the keys and values of every row in the row's
+    /// KV block. Afterwards only the queries in `qkv` are valid.
     fn store_kv(
         &mut self,
         layer: usize,
@@ -339,7 +354,8 @@ pub trait Backend: Send + 'static {
         qkv: &mut Self::Buffer,
         step: &mut Self::Step,
     );
-    /// Computes causal attention of every row over the KV blocks of its sequence. `out` is `[rows][query_width]`.
+    /// Computes causal attention of every row over the KV blocks of its sequence. `out` is
+    /// `[rows][query_width]`.
     fn attention(
         &mut self,
         attention: LayerAttention,
@@ -349,10 +365,11 @@ pub trait Backend: Send + 'static {
     );
     /// Computes `out[row][i] = silu(gate_up[row][i]) * gate_up[row][width + i]`.
     fn silu_mul(&mut self, rows: usize, gate_up: &Self::Buffer, out: &mut Self::Buffer);
-    /// Computes a mixture of experts. The router's logits `x · routerᵀ` give the score of each expert in f32. A row goes to
-    /// the experts of the greatest scores, the lowest expert or group among equal ones. `out` is the sum of their outputs
-    /// `silu_mul(x · gate_upᵀ) · downᵀ` times their weights, in f32 and in a fixed order of the row's experts, the shared
-    /// expert last. On CPUs, and on GPUs up to a number of rows, a row's result does not depend on the other rows.
+    /// Computes a mixture of experts. The router's logits `x · routerᵀ` give the score of each
+    /// expert in f32. A row goes to the experts of the greatest scores, the lowest expert or group
+    /// among equal ones. `out` is the sum of their outputs `silu_mul(x · gate_upᵀ) · downᵀ` times
+    /// their weights, in f32 and in a fixed order of the row's experts, the shared expert last. On
+    /// CPUs, and on GPUs up to a number of rows, a row's result does not depend on the other rows.
     fn experts(
         &mut self,
         rows: usize,
@@ -361,16 +378,17 @@ pub trait Backend: Send + 'static {
         buffers: &mut Self::ExpertBuffers,
         out: &mut Self::Buffer,
     );
-    /// All-reduces (sums) `x` over the ranks of tensor parallelism. `x` may be wide. The ranks' terms are added in
-    /// rank order, so the result is bit-equal on all ranks. Does nothing without tensor parallelism.
+    /// All-reduces (sums) `x` over the ranks of tensor parallelism. `x` may be wide. The ranks'
+    /// terms are added in rank order, so the result is bit-equal on all ranks. Does nothing without
+    /// tensor parallelism.
     fn all_reduce(&mut self, _rows: usize, _x: &mut Self::Buffer) {
         assert!(self.shard().is_whole(), "a backend with tensor parallelism implements all_reduce");
     }
     /// Copies the rows of `x` whose logits are sampled to `out`, contiguously.
     fn gather_sampled(&mut self, x: &Self::Buffer, step: &Self::Step, out: &mut Self::Buffer);
 
-    // GEMMs with epilogues. A device with fused kernels does not write the intermediate buffer, so its contents are
-    // undefined afterwards.
+    // GEMMs with epilogues. A device with fused kernels does not write the intermediate buffer, so
+    // its contents are undefined afterwards.
 
     /// Computes `qkv = x · wᵀ` for all rows of the step, then performs [`Self::store_kv`].
     fn project_heads(
@@ -386,11 +404,13 @@ pub trait Backend: Send + 'static {
         self.store_kv(layer, shape, weights, qkv, step);
     }
 
-    /// Computes `residual += x · wᵀ`, then `out = rms_norm(residual)`. `delta` is the intermediate buffer. Only GEMMs
-    /// may read `out`. `rows` is the number of all rows or of the sampled rows of the step.
+    /// Computes `residual += x · wᵀ`, then `out = rms_norm(residual)`. `delta` is the intermediate
+    /// buffer. Only GEMMs may read `out`. `rows` is the number of all rows or of the sampled rows
+    /// of the step.
     ///
-    /// With tensor parallelism, a rank's GEMM gives a partial sum. [`Self::all_reduce`] sums it over the ranks before
-    /// it is added to the residual stream, so the residual stream is equal on all ranks.
+    /// With tensor parallelism, a rank's GEMM gives a partial sum. [`Self::all_reduce`] sums it
+    /// over the ranks before it is added to the residual stream, so the residual stream is equal on
+    /// all ranks.
     fn project_onto_residual(
         &mut self,
         rows: usize,
@@ -405,8 +425,8 @@ pub trait Backend: Send + 'static {
         self.add_rms_norm(rows, residual, delta, norm, eps, out);
     }
 
-    /// Computes `gate_up = x · wᵀ`, then `out` with [`Self::silu_mul`]. `gate_up` is the intermediate buffer. `rows`
-    /// is the number of all rows or of the sampled rows of the step.
+    /// Computes `gate_up = x · wᵀ`, then `out` with [`Self::silu_mul`]. `gate_up` is the
+    /// intermediate buffer. `rows` is the number of all rows or of the sampled rows of the step.
     fn project_gated(
         &mut self,
         rows: usize,
@@ -417,9 +437,9 @@ pub trait Backend: Send + 'static {
         self.matmul(rows, x, w, gate_up);
         self.silu_mul(rows, gate_up, out);
     }
-    /// Computes [`Self::experts`] of `normed`, adds the result to the residual stream, and replaces `normed` with
-    /// `rms_norm(residual)`. `delta` is an intermediate buffer. `rows` is the number of all rows or of the sampled rows of
-    /// the step.
+    /// Computes [`Self::experts`] of `normed`, adds the result to the residual stream, and replaces
+    /// `normed` with `rms_norm(residual)`. `delta` is an intermediate buffer. `rows` is the number
+    /// of all rows or of the sampled rows of the step.
     fn experts_onto_residual(
         &mut self,
         rows: usize,

@@ -1,15 +1,15 @@
 //! Backend that runs on every CPU.
 //!
-//! Each operation is one file or folder with a plain f32 `reference` and the fast code, which is chosen at run time
-//! ([`Isa`]). The backend guarantees:
-//! * at every level and in every format a row's result does not depend on the other rows, on the thread
-//!   count, or on prefill chunk boundaries;
-//! * levels that have a fused multiply-add (all but `Portable` on machines without FMA) are bit-equal to
-//!   the reference, except bf16 weights at `Amx` and `Avx512Bf16` and bf16 KV at `Avx512Bf16`, which round
-//!   differently.
+//! Each operation is one file or folder with a plain f32 `reference` and the fast code, which is
+//! chosen at run time ([`Isa`]). The backend guarantees:
+//! * at every level and in every format a row's result does not depend on the other rows, on the
+//!   thread count, or on prefill chunk boundaries;
+//! * levels that have a fused multiply-add (all but `Portable` on machines without FMA) are
+//!   bit-equal to the reference, except bf16 weights at `Amx` and `Avx512Bf16` and bf16 KV at
+//!   `Avx512Bf16`, which round differently.
 //!
-//! Buffers, matrices and steps that do not match each other are bugs of the caller and panic. Invalid input
-//! from outside (block ids, logits, sampling parameters) is returned as an error.
+//! Buffers, matrices and steps that do not match each other are bugs of the caller and panic.
+//! Invalid input from outside (block ids, logits, sampling parameters) is returned as an error.
 
 pub mod affinity;
 mod aligned;
@@ -109,8 +109,8 @@ impl CpuBackend {
     }
 
     /// Creates a backend whose workers are pinned to one CPU each. `cpus[0]` is left to the calling
-    /// thread ([`affinity::confine`]), `cpus[1]` is the first worker's, and so on. An empty list pins
-    /// nothing.
+    /// thread ([`affinity::confine`]), `cpus[1]` is the first worker's, and so on. An empty list
+    /// pins nothing.
     pub fn on(options: CpuOptions, cpus: &[u32]) -> Result<Self, CpuError> {
         let CpuOptions { weights, threads, isa } = options;
         if threads == 0 || threads > threads::THREADS_MAX {
@@ -136,7 +136,8 @@ impl CpuBackend {
         })
     }
 
-    /// Returns a backend that packs the same weights on the calling thread, while this backend computes.
+    /// Returns a backend that packs the same weights on the calling thread, while this backend
+    /// computes.
     pub fn packer(&self) -> Result<Self, CpuError> {
         let pool = Mutex::new(ThreadPool::on(1, "baton-pack", &[])?);
         Ok(Self {
@@ -388,7 +389,8 @@ impl Backend for CpuBackend {
     }
 }
 
-/// Panics when the model's heads do not match its KV layout, which is a bug and never a request's fault.
+/// Panics when the model's heads do not match its KV layout, which is a bug and never a request's
+/// fault.
 fn check_heads(shape: HeadShape, qkv: &CpuBuffer, step: &CpuStep) {
     let layout = step.layout();
     assert!(

@@ -1,18 +1,18 @@
 //! The CUDA backend for NVIDIA GPUs, behind an interface without `unsafe`.
 //!
-//! No CUDA library is linked. [`Driver::open`] loads the driver, and later calls load cuBLASLt, NCCL and
-//! Baton's kernel library. A missing library is an error that says what to install. So the same binary runs
-//! on machines with and without a GPU.
+//! No CUDA library is linked. [`Driver::open`] loads the driver, and later calls load cuBLASLt,
+//! NCCL and Baton's kernel library. A missing library is an error that says what to install. So the
+//! same binary runs on machines with and without a GPU.
 //!
 //! * [`Driver`] enumerates [`Device`]s; a [`Context`] initializes one; [`Stream`]s and [`Event`]s
 //!   order its work.
-//! * [`DeviceMemory`] is allocated once at start and cut into [`Range`]s; [`PinnedMemory`] is page-locked host
-//!   memory for copies.
-//! * [`Nccl`] creates [`Communicator`]s between the GPUs of several processes. A [`CudaGroup`] runs all-reduces
-//!   through peer memory, without NCCL.
+//! * [`DeviceMemory`] is allocated once at start and cut into [`Range`]s; [`PinnedMemory`] is
+//!   page-locked host memory for copies.
+//! * [`Nccl`] creates [`Communicator`]s between the GPUs of several processes. A [`CudaGroup`] runs
+//!   all-reduces through peer memory, without NCCL.
 //! * [`KernelLibrary`] holds Baton's own kernels; [`Gemm`] runs GEMMs on cuBLASLt.
-//! * [`CudaBackend`] runs forward passes. [`DeviceKv`] holds the KV cache and [`DeviceBatch`] the running
-//!   batch. A [`CudaStep`] is a prepared step; a [`CudaFrame`] returns its tokens.
+//! * [`CudaBackend`] runs forward passes. [`DeviceKv`] holds the KV cache and [`DeviceBatch`] the
+//!   running batch. A [`CudaStep`] is a prepared step; a [`CudaFrame`] returns its tokens.
 
 /// Declares the table of a library's functions, and its `load` from an opened library.
 macro_rules! functions {
@@ -25,7 +25,8 @@ macro_rules! functions {
 
         impl Functions {
             /// # Safety
-            /// The library's functions have these signatures, and the library stays open during their calls.
+            /// The library's functions have these signatures, and the library stays open during
+            /// their calls.
             pub(super) unsafe fn load(library: &libloading::Library) -> Result<Self, libloading::Error> {
                 Ok(Self {
                     // SAFETY: the function has this signature, and the library stays open during
@@ -39,8 +40,8 @@ macro_rules! functions {
     };
 }
 
-/// Calls a function of the kernel library with the stream as its last argument, and converts the return code
-/// to a result. The call is unsafe.
+/// Calls a function of the kernel library with the stream as its last argument, and converts the
+/// return code to a result. The call is unsafe.
 macro_rules! launch {
     ($library:expr, $stream:expr, $name:ident($($argument:expr),* $(,)?)) => {{
         let library: &KernelLibrary = $library;

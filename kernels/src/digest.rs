@@ -1,23 +1,25 @@
-//! Digest by which both ends of a transfer check that the blocks arrived intact, and of weights that a trainer sends.
+//! Digest by which both ends of a transfer check that the blocks arrived intact, and of weights
+//! that a trainer sends.
 //!
-//! The digest of a list of blocks is a sum modulo 2⁶⁴ over all their 8-byte words: `mix(word + (place + 1)
-//! · STEP)`. `place` counts the words of all blocks in list order and, within a block, in the layout with
-//! all heads. The order of the additions does not matter. So thousands of GPU threads compute the digest at
-//! memory bandwidth. Each rank computes the part of its own heads, and the parts add up to the same digest
-//! for any number of ranks at either end.
+//! The digest of a list of blocks is a sum modulo 2⁶⁴ over all their 8-byte words: `mix(word +
+//! (place + 1) · STEP)`. `place` counts the words of all blocks in list order and, within a block,
+//! in the layout with all heads. The order of the additions does not matter. So thousands of GPU
+//! threads compute the digest at memory bandwidth. Each rank computes the part of its own heads,
+//! and the parts add up to the same digest for any number of ranks at either end.
 //!
-//! Detected changes. `STEP` and `mix` are those of SplitMix64 (Steele, Lea and Flood, "Fast splittable
-//! pseudorandom number generators", 2014, with David Stafford's finalizer variant 13): for zero words the
-//! terms are that generator's output from seed 0, in order.
-//! * `mix` is a bijection, because its three shifts and two odd multiplications are. So a change of one
-//!   word, in any of its bits, always changes the digest.
-//! * The place is part of the argument and `STEP` is odd, so zero words at different places have different
-//!   terms. A word, head or block that is moved, duplicated or shifted has different terms.
-//! * When several terms change, the digest stays the same only if the changes add up to 0. The outputs of
-//!   `mix` pass the usual randomness tests, so this happens with probability 2⁻⁶⁴.
-//! * Two words have the same term at two places only if they differ by the distance times `STEP`. Random
-//!   corruption does not produce this difference. The digest has no key and does not protect against an
-//!   attacker: peers authenticate each other.
+//! Detected changes. `STEP` and `mix` are those of SplitMix64 (Steele, Lea and Flood, "Fast
+//! splittable pseudorandom number generators", 2014, with David Stafford's finalizer variant 13):
+//! for zero words the terms are that generator's output from seed 0, in order.
+//! * `mix` is a bijection, because its three shifts and two odd multiplications are. So a change of
+//!   one word, in any of its bits, always changes the digest.
+//! * The place is part of the argument and `STEP` is odd, so zero words at different places have
+//!   different terms. A word, head or block that is moved, duplicated or shifted has different
+//!   terms.
+//! * When several terms change, the digest stays the same only if the changes add up to 0. The
+//!   outputs of `mix` pass the usual randomness tests, so this happens with probability 2⁻⁶⁴.
+//! * Two words have the same term at two places only if they differ by the distance times `STEP`.
+//!   Random corruption does not produce this difference. The digest has no key and does not protect
+//!   against an attacker: peers authenticate each other.
 
 use crate::layout::KvLayout;
 
@@ -64,8 +66,8 @@ impl Heads {
         self.whole.block_bytes()
     }
 
-    /// Returns the bytes that are contiguous both here and in a whole block, the stride between their
-    /// starts in a whole block, and the offset of the first, all in bytes.
+    /// Returns the bytes that are contiguous both here and in a whole block, the stride between
+    /// their starts in a whole block, and the offset of the first, all in bytes.
     pub(crate) fn runs(&self) -> (usize, usize, usize) {
         if self.own == self.whole {
             let bytes = self.own.block_bytes();
@@ -77,8 +79,8 @@ impl Heads {
     }
 }
 
-/// Returns the part that these heads add to the digest in block `index` of the list. `bytes` holds the
-/// block with these heads only.
+/// Returns the part that these heads add to the digest in block `index` of the list. `bytes` holds
+/// the block with these heads only.
 pub fn of_block(heads: &Heads, index: usize, bytes: &[u8]) -> u64 {
     debug_assert_eq!(bytes.len(), heads.own.block_bytes());
     let (run_bytes, stride, first) = heads.runs();
@@ -88,7 +90,8 @@ pub fn of_block(heads: &Heads, index: usize, bytes: &[u8]) -> u64 {
     runs.map(|(run, begin)| of_words(begin / WORD_BYTES, run)).fold(0, u64::wrapping_add)
 }
 
-/// Place of a part of a weight in the whole weight: equal runs at equal distances, all multiples of 16 bytes.
+/// Place of a part of a weight in the whole weight: equal runs at equal distances, all multiples of
+/// 16 bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct WeightRuns {
     pub runs: usize,
@@ -106,7 +109,8 @@ impl WeightRuns {
     }
 }
 
-/// Returns what a part of a weight adds to the weight's digest. `bytes` holds the part's runs one after the other.
+/// Returns what a part of a weight adds to the weight's digest. `bytes` holds the part's runs one
+/// after the other.
 pub fn of_weight(part: &WeightRuns, bytes: &[u8]) -> u64 {
     assert_eq!(bytes.len(), part.bytes(), "a part has {} bytes", part.bytes());
     let begins = (part.first..).step_by(part.run_stride.max(1));
@@ -114,8 +118,8 @@ pub fn of_weight(part: &WeightRuns, bytes: &[u8]) -> u64 {
     runs.map(|(run, begin)| of_words(begin / WORD_BYTES, run)).fold(0, u64::wrapping_add)
 }
 
-/// Returns the sum of the terms of contiguous words, the first of them at `place`. Every layout has whole
-/// words, because a block has 16 tokens.
+/// Returns the sum of the terms of contiguous words, the first of them at `place`. Every layout has
+/// whole words, because a block has 16 tokens.
 fn of_words(place: usize, bytes: &[u8]) -> u64 {
     let first = (place as u64 + 1).wrapping_mul(STEP);
     let (words, []) = bytes.as_chunks::<WORD_BYTES>() else {
@@ -163,8 +167,8 @@ mod tests {
             .fold(0, u64::wrapping_add)
     }
 
-    /// Checks the terms against the generator's first numbers from seed 0, as its authors' code prints
-    /// them.
+    /// Checks the terms against the generator's first numbers from seed 0, as its authors' code
+    /// prints them.
     #[test]
     fn zero_words_have_the_published_splitmix64_terms() {
         let numbers = [0xe220_a839_7b1d_cdaf, 0x6e78_9e6a_a1b9_65f4, 0x06c4_5d18_8009_454f];
@@ -177,8 +181,9 @@ mod tests {
         assert_eq!(of_words(5, &[]), 0);
     }
 
-    /// Flips every bit, swaps every pair of words, copies every word over another, zeroes every word
-    /// and rotates by every distance; heads and blocks too. All digests must differ from each other.
+    /// Flips every bit, swaps every pair of words, copies every word over another, zeroes every
+    /// word and rotates by every distance; heads and blocks too. All digests must differ from each
+    /// other.
     #[test]
     fn digest_changes_with_any_change_swap_or_move() {
         for dtype in [Dtype::F32, Dtype::Bf16] {

@@ -1,7 +1,7 @@
 //! FP8 numbers (e4m3) and their scales.
 //!
-//! A number has a sign, 4 bits of exponent and 3 of mantissa. There is no infinity; NaN has all bits but the sign set.
-//! A weight is a number times the scale of its block.
+//! A number has a sign, 4 bits of exponent and 3 of mantissa. There is no infinity; NaN has all
+//! bits but the sign set. A weight is a number times the scale of its block.
 
 use std::sync::Arc;
 
@@ -26,7 +26,8 @@ const fn value(bits: u8) -> f32 {
     if is_nan(bits) {
         return f32::NAN;
     }
-    // The exponents of f32 have 120 more as their bias. The product is exact, also of a subnormal number.
+    // The exponents of f32 have 120 more as their bias. The product is exact, also of a subnormal
+    // number.
     let magnitude =
         f32::from_bits(((bits & !SIGN) as u32) << 20) * f32::from_bits((120 + 127) << 23);
     if bits & SIGN == 0 { magnitude } else { -magnitude }
@@ -42,8 +43,8 @@ pub fn decode(bits: u8) -> f32 {
     VALUES[usize::from(bits)]
 }
 
-/// Returns the nearest number, ties to even. Values outside the range, also infinite ones, become the greatest number
-/// with their sign. NaN becomes 0.
+/// Returns the nearest number, ties to even. Values outside the range, also infinite ones, become
+/// the greatest number with their sign. NaN becomes 0.
 pub fn encode(value: f32) -> u8 {
     if value.is_nan() {
         return 0;
@@ -58,7 +59,8 @@ pub fn encode(value: f32) -> u8 {
     sign | (((exponent - (127 - 6)) << 3) + steps) as u8
 }
 
-/// Scales of a matrix, or of a part of one: each block of rows and columns has one. A part may begin inside a block.
+/// Scales of a matrix, or of a part of one: each block of rows and columns has one. A part may
+/// begin inside a block.
 #[derive(Clone, Debug, PartialEq)]
 pub struct BlockScales {
     /// Row and column of the whole matrix with which the part begins.
@@ -74,8 +76,8 @@ pub struct BlockScales {
 }
 
 impl BlockScales {
-    /// Creates the scales of a matrix `[rows][cols]` with blocks `[rows][cols]`. The last blocks of both directions may
-    /// be smaller.
+    /// Creates the scales of a matrix `[rows][cols]` with blocks `[rows][cols]`. The last blocks of
+    /// both directions may be smaller.
     ///
     /// # Panics
     /// When the number of scales is not the number of blocks.

@@ -1,7 +1,7 @@
 //! Layout of the KV of 16 tokens in one block: `[layer][K,V][head][token][dim]`.
 //!
-//! A block is one contiguous range, so that a transfer needs no gather. The heads of a tensor-parallel
-//! rank are one range per layer and K/V.
+//! A block is one contiguous range, so that a transfer needs no gather. The heads of a
+//! tensor-parallel rank are one range per layer and K/V.
 
 use std::fmt;
 
@@ -27,8 +27,8 @@ pub enum WeightFormat {
     Bf16,
     /// 8-bit integers with one scale for each 32 of them. GEMM inputs are quantized likewise.
     Q8,
-    /// The matrices of layers in FP8 (e4m3) with a scale for each row, others in bf16. The inputs of GEMMs of many rows
-    /// are quantized likewise. CPUs keep all matrices in bf16.
+    /// The matrices of layers in FP8 (e4m3) with a scale for each row, others in bf16. The inputs
+    /// of GEMMs of many rows are quantized likewise. CPUs keep all matrices in bf16.
     Fp8,
 }
 

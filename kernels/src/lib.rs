@@ -1,6 +1,7 @@
 //! Device code and the memory it works on, behind a safe interface.
 //!
-//! * [`layout`] defines the KV layout of a block; [`arena`] owns the blocks and lends them as guards.
+//! * [`layout`] defines the KV layout of a block; [`arena`] owns the blocks and lends them as
+//!   guards.
 //! * [`digest`] checks that transferred blocks are intact.
 //! * [`backend`] is the trait over which every forward pass is written, once for all devices.
 //! * [`fp8`] defines FP8 numbers and the scales of their blocks.

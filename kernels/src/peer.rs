@@ -1,8 +1,9 @@
 //! KV transfer between processes of one host without passing through host memory.
 //!
-//! With [`PeerMemory`] one process exports handles of its blocks. Another process imports the handles and
-//! copies blocks into its own. The destination blocks stay borrowed until the copy is complete. The exporter
-//! must keep the source blocks unchanged; copying a block that changes gives garbage, but no fault.
+//! With [`PeerMemory`] one process exports handles of its blocks. Another process imports the
+//! handles and copies blocks into its own. The destination blocks stay borrowed until the copy is
+//! complete. The exporter must keep the source blocks unchanged; copying a block that changes gives
+//! garbage, but no fault.
 //!
 //! With [`PeerChannels`] both processes create a channel and move blocks through it together.
 
@@ -18,7 +19,8 @@ pub const EXPORT_BYTES_MAX: usize = 4096;
 
 /// Blocks that other processes of this host can map. Errors are text for logs.
 pub trait PeerMemory: Send + Sync {
-    /// Returns the handles by which another process reads these blocks, at most [`EXPORT_BYTES_MAX`] bytes.
+    /// Returns the handles by which another process reads these blocks, at most
+    /// [`EXPORT_BYTES_MAX`] bytes.
     fn export(&self) -> Result<Vec<u8>, String>;
 
     /// Maps the exporting process's blocks, which must have the size of our blocks.
@@ -27,8 +29,8 @@ pub trait PeerMemory: Send + Sync {
 
 /// The blocks of another process.
 pub trait PeerBlocks: Send {
-    /// Starts to copy each block of `from` to the block at the same index of `to`. The blocks of `to` must be
-    /// ours, as many as those of `from`.
+    /// Starts to copy each block of `from` to the block at the same index of `to`. The blocks of
+    /// `to` must be ours, as many as those of `from`.
     fn pull(
         &mut self,
         from: &[BlockId],
@@ -36,8 +38,8 @@ pub trait PeerBlocks: Send {
     ) -> Result<Box<dyn TransferInFlight<BlockWrite>>, String>;
 }
 
-/// A copy or transfer in flight, with the blocks that it reads or writes. The blocks are returned only after its
-/// end: dropping it waits for the end or aborts.
+/// A copy or transfer in flight, with the blocks that it reads or writes. The blocks are returned
+/// only after its end: dropping it waits for the end or aborts.
 pub trait TransferInFlight<B>: Send {
     /// Returns whether the copy has ended.
     fn is_done(&mut self) -> Result<bool, String>;
@@ -67,7 +69,8 @@ impl From<Instant> for WaitLimit<'static> {
     }
 }
 
-/// Factory of channels to other GPUs, through which both ends move blocks together. Errors are text for logs.
+/// Factory of channels to other GPUs, through which both ends move blocks together. Errors are text
+/// for logs.
 pub trait PeerChannels: Send + Sync {
     /// Opens the library that channels need.
     fn open(&self) -> Result<(), String>;
@@ -75,16 +78,17 @@ pub trait PeerChannels: Send + Sync {
     /// Loads the library's kernels to the GPUs, so that the first channel does not have to.
     fn prepare(&self) -> Result<(), String>;
 
-    /// Returns the sender's half of the handshake, at most [`EXPORT_BYTES_MAX`] bytes. `max_ctas` limits the
-    /// SMs that the channel uses on each GPU while it moves blocks; the smaller limit of both ends holds.
+    /// Returns the sender's half of the handshake, at most [`EXPORT_BYTES_MAX`] bytes. `max_ctas`
+    /// limits the SMs that the channel uses on each GPU while it moves blocks; the smaller limit of
+    /// both ends holds.
     fn invite(&self, max_ctas: Option<u32>) -> Result<Vec<u8>, String>;
 
-    /// Returns the receiver's half of the handshake, at most [`EXPORT_BYTES_MAX`] bytes, or why this end cannot
-    /// join.
+    /// Returns the receiver's half of the handshake, at most [`EXPORT_BYTES_MAX`] bytes, or why
+    /// this end cannot join.
     fn accept(&self, invitation: &[u8], max_ctas: Option<u32>) -> Result<Vec<u8>, String>;
 
-    /// Connects to the other end, which does the same. Delays no other channel. `handshake` is the invitation
-    /// and its answer.
+    /// Connects to the other end, which does the same. Delays no other channel. `handshake` is the
+    /// invitation and its answer.
     fn join(
         &self,
         handshake: (&[u8], &[u8]),
@@ -93,11 +97,11 @@ pub trait PeerChannels: Send + Sync {
     ) -> Result<Arc<dyn PeerChannel>, String>;
 }
 
-/// One end of a channel. Both ends issue the same operations in the same order. An operation waits for its
-/// counterpart until the channel is aborted.
+/// One end of a channel. Both ends issue the same operations in the same order. An operation waits
+/// for its counterpart until the channel is aborted.
 pub trait PeerChannel: Send + Sync {
-    /// Starts to send our blocks. Both ends pass the same `runs`: the lengths of ranges of blocks that are
-    /// contiguous on both sides.
+    /// Starts to send our blocks. Both ends pass the same `runs`: the lengths of ranges of blocks
+    /// that are contiguous on both sides.
     fn send(
         &self,
         runs: &[u32],

@@ -1,8 +1,9 @@
 //! Sampling rules.
 //!
-//! The rules are the same on every device, tie-breaks included: the lowest token id wins among equals. Random
-//! numbers come from a counter: each candidate's draw depends on (seed, output index, token id) only, so
-//! batches, chunks, retries and ranks see equal draws wherever logits are equal.
+//! The rules are the same on every device, tie-breaks included: the lowest token id wins among
+//! equals. Random numbers come from a counter: each candidate's draw depends on (seed, output
+//! index, token id) only, so batches, chunks, retries and ranks see equal draws wherever logits are
+//! equal.
 
 use serde::{Deserialize, Deserializer, Serialize, Serializer, de::Error};
 
@@ -36,7 +37,8 @@ pub struct Sampling {
     pub logprobs: Option<u32>,
     /// Values of the forward pass to return with each sampled token.
     pub pooling: Option<Pooling>,
-    /// `Some(n)`: report the log-probability of each prompt token but the first, and the n best in its place.
+    /// `Some(n)`: report the log-probability of each prompt token but the first, and the n best in
+    /// its place.
     pub prompt_logprobs: Option<u32>,
     /// Tokens without duplicates, and what is added to the logit of each.
     pub logit_bias: Vec<(u32, f32)>,
@@ -80,8 +82,8 @@ pub struct TokenMask {
 }
 
 impl TokenMask {
-    /// Creates the bitmask of a vocabulary. Token `i` is bit `i % 32` of word `i / 32`. Missing words
-    /// allow no token, and tokens beyond the vocabulary are dropped.
+    /// Creates the bitmask of a vocabulary. Token `i` is bit `i % 32` of word `i / 32`. Missing
+    /// words allow no token, and tokens beyond the vocabulary are dropped.
     pub fn new(mut words: Vec<u32>, vocabulary: u32) -> Self {
         words.resize(vocabulary.div_ceil(32) as usize, 0);
         if let (Some(last), rest @ 1..) = (words.last_mut(), vocabulary % 32) {
@@ -144,7 +146,8 @@ pub struct TokenLogprobs {
     pub chosen: f32,
     /// Best first, ties by the lower id.
     pub top: Vec<(u32, f32)>,
-    /// Number of tokens with a greater logit than a prompt token, plus 1. `None` for sampled tokens.
+    /// Number of tokens with a greater logit than a prompt token, plus 1. `None` for sampled
+    /// tokens.
     pub rank: Option<u32>,
 }
 

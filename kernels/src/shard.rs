@@ -5,18 +5,18 @@ use std::{fmt, ops::Range};
 /// Maximum ranks of one group.
 pub const RANKS_MAX: usize = 16;
 
-/// Tokens of one run. The sampler adds probabilities run by run, and vocabularies are sharded at run
-/// boundaries, so a rank's partial sums over its runs equal those of the whole row.
+/// Tokens of one run. The sampler adds probabilities run by run, and vocabularies are sharded at
+/// run boundaries, so a rank's partial sums over its runs equal those of the whole row.
 pub const VOCABULARY_RUN: usize = 1024;
-/// Minimum runs of a rank, which keeps shards even: the largest is at most a third above an even share, and
-/// at most a sixth for 32,000 tokens and more on up to 8 ranks.
+/// Minimum runs of a rank, which keeps shards even: the largest is at most a third above an even
+/// share, and at most a sixth for 32,000 tokens and more on up to 8 ranks.
 const RUNS_MIN: usize = 3;
 
 /// Rank `rank` of `of` tensor-parallel ranks.
 ///
-/// Query, key and value heads, the intermediate rows of the feed-forward and the tokens of the vocabulary
-/// are sharded in rank order. The embedding and the two GEMMs that write to the residual stream give partial sums,
-/// which the ranks all-reduce.
+/// Query, key and value heads, the intermediate rows of the feed-forward and the tokens of the
+/// vocabulary are sharded in rank order. The embedding and the two GEMMs that write to the residual
+/// stream give partial sums, which the ranks all-reduce.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Shard {
     rank: usize,
@@ -63,8 +63,8 @@ impl Shard {
         self.rank * each..(self.rank + 1) * each
     }
 
-    /// Returns the tokens whose embeddings this rank has and whose logits it computes. Shards are as even as
-    /// whole runs allow.
+    /// Returns the tokens whose embeddings this rank has and whose logits it computes. Shards are
+    /// as even as whole runs allow.
     pub fn tokens(self, vocabulary: usize) -> Range<usize> {
         let border = |rank: usize| {
             let even = rank * vocabulary / self.of;

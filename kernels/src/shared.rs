@@ -1,16 +1,16 @@
 //! Memory that several processes of one node share.
 //!
-//! A [`SharedRegion`] is a named file in `/dev/shm`, mapped whole. Its memory is reserved at creation: when
-//! memory is short, creation returns an error, and no process ends with `SIGBUS` at a later write. The file
-//! name carries the epoch and the process id of the owner. The owner holds a lock on the file as long as it
-//! lives, and the system drops the lock however the owner ends. So a file without a lock has no owner, and
-//! [`sweep`] removes it. (A process id alone is not enough: containers that share `/dev/shm` do not see each
-//! other's processes.) The owner unlinks the file once all processes have opened it, at the latest when it
-//! ends; mappings outlive the unlink.
+//! A [`SharedRegion`] is a named file in `/dev/shm`, mapped whole. Its memory is reserved at
+//! creation: when memory is short, creation returns an error, and no process ends with `SIGBUS` at
+//! a later write. The file name carries the epoch and the process id of the owner. The owner holds
+//! a lock on the file as long as it lives, and the system drops the lock however the owner ends. So
+//! a file without a lock has no owner, and [`sweep`] removes it. (A process id alone is not enough:
+//! containers that share `/dev/shm` do not see each other's processes.) The owner unlinks the file
+//! once all processes have opened it, at the latest when it ends; mappings outlive the unlink.
 //!
-//! Code accesses a region through [`Atomics`], which are safe for any writes of other processes, or through a
-//! pointer whose user coordinates with the other processes. [`futex`] lets processes wait for one of the
-//! words.
+//! Code accesses a region through [`Atomics`], which are safe for any writes of other processes, or
+//! through a pointer whose user coordinates with the other processes. [`futex`] lets processes wait
+//! for one of the words.
 
 pub mod futex;
 
@@ -105,9 +105,9 @@ fn folder_of(path: &Path) -> &Path {
 
 /// Memory that other processes map as well. Zeroed when new.
 ///
-/// **Hazard.** A process that may write the file may also truncate it, and an access beyond its end raises
-/// `SIGBUS`, which ends this process. Only the owning user may read or write the file, and the file has no
-/// name once all processes have opened it.
+/// **Hazard.** A process that may write the file may also truncate it, and an access beyond its end
+/// raises `SIGBUS`, which ends this process. Only the owning user may read or write the file, and
+/// the file has no name once all processes have opened it.
 #[derive(Debug)]
 pub struct SharedRegion {
     map: MmapRaw,
@@ -198,8 +198,8 @@ impl SharedRegion {
         &self.path
     }
 
-    /// Unlinks the file. Only the owner does this, and later calls do nothing. No process can open the
-    /// region afterwards; its memory is freed with the last mapping.
+    /// Unlinks the file. Only the owner does this, and later calls do nothing. No process can open
+    /// the region afterwards; its memory is freed with the last mapping.
     pub fn unlink(&self) {
         if self.is_named.swap(false, Ordering::Relaxed) {
             // Another process may have removed the file.
@@ -224,8 +224,8 @@ impl SharedRegion {
         self.atomics(offset, count, ClaimKind::Longs)
     }
 
-    /// Returns the address of `count` bytes from `offset` on, valid as long as the region lives. The
-    /// caller coordinates with other processes that access the bytes.
+    /// Returns the address of `count` bytes from `offset` on, valid as long as the region lives.
+    /// The caller coordinates with other processes that access the bytes.
     ///
     /// # Panics
     /// When the bytes are outside the region, or were claimed as atomics.
@@ -287,9 +287,10 @@ impl<T> Deref for Atomics<T> {
     type Target = [T];
 
     fn deref(&self) -> &[T] {
-        // SAFETY: `atomics` checked the alignment, and `claim` that the range is inside the mapping,
-        // which `region` keeps alive. Any bits are a valid atomic integer, and references to atomics may
-        // be shared. No byte of the range is claimed as another kind through this mapping.
+        // SAFETY: `atomics` checked the alignment, and `claim` that the range is inside the
+        // mapping, which `region` keeps alive. Any bits are a valid atomic integer, and references
+        // to atomics may be shared. No byte of the range is claimed as another kind through this
+        // mapping.
         unsafe { slice::from_raw_parts(self.first.as_ptr(), self.count) }
     }
 }
@@ -307,16 +308,16 @@ fn named() -> MutexGuard<'static, Vec<PathBuf>> {
     NAMED.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Unlinks all regions that this process created. Called when the process exits without waiting for threads that
-/// hold regions.
+/// Unlinks all regions that this process created. Called when the process exits without waiting for
+/// threads that hold regions.
 pub fn unlink_all() {
     for path in mem::take(&mut *named()) {
         let _ = fs::remove_file(path);
     }
 }
 
-/// Removes the regions in [`FOLDER`] whose owners have ended, and returns their names. Files of other users
-/// and files that are not regions stay.
+/// Removes the regions in [`FOLDER`] whose owners have ended, and returns their names. Files of
+/// other users and files that are not regions stay.
 pub fn sweep() -> Vec<RegionName> {
     sweep_in(Path::new(FOLDER))
 }
@@ -386,8 +387,8 @@ fn link(_: &File, _: &Path) -> io::Result<()> {
 
 /// Sets the file's length and reserves its memory.
 fn reserve(file: &File, path: &Path, bytes: u64) -> Result<(), SharedError> {
-    // Checked first, so that a reservation far too large does not take memory from other processes even
-    // briefly.
+    // Checked first, so that a reservation far too large does not take memory from other processes
+    // even briefly.
     if let Some(free) = free_bytes(file)
         && free < bytes
     {
@@ -428,7 +429,8 @@ fn allocate(file: &File, bytes: u64) -> io::Result<()> {
     file.set_len(bytes)
 }
 
-/// Returns the free bytes of the file's file system for this user; `None` where it does not report them.
+/// Returns the free bytes of the file's file system for this user; `None` where it does not report
+/// them.
 #[cfg(target_os = "linux")]
 fn free_bytes(file: &File) -> Option<u64> {
     use std::{mem::MaybeUninit, os::fd::AsRawFd};

@@ -1,5 +1,5 @@
-//! Forward pass of a small Llama-like model over the public interface of the backend. Hand-over between
-//! nodes relies on its guarantees.
+//! Forward pass of a small Llama-like model over the public interface of the backend. Hand-over
+//! between nodes relies on its guarantees.
 
 use std::sync::Arc;
 

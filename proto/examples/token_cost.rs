@@ -1,4 +1,5 @@
-//! Cost of the token of one call to a node, at the caller and at the node: `cargo run --release -p proto --example token_cost`.
+//! Cost of the token of one call to a node, at the caller and at the node: `cargo run --release -p
+//! proto --example token_cost`.
 
 use std::time::{Instant, SystemTime};
 

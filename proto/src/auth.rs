@@ -1,15 +1,18 @@
-//! Authentication by the cluster secret: keys by purpose, the tokens of calls to nodes, the proofs of nodes, and the tags
-//! of peers.
+//! Authentication by the cluster secret: keys by purpose, the tokens of calls to nodes, the proofs
+//! of nodes, and the tags of peers.
 //!
-//! A token authenticates one call. Its bytes are the caller's session (16), a sequence number (8), the time in
-//! milliseconds since 1970 (8), the epoch of the addressed node (16), and a tag (32): HMAC-SHA-256 over these fields
-//! and the call's path. The token covers neither the message nor the response.
+//! A token authenticates one call. Its bytes are the caller's session (16), a sequence number (8),
+//! the time in milliseconds since 1970 (8), the epoch of the addressed node (16), and a tag (32):
+//! HMAC-SHA-256 over these fields and the call's path. The token covers neither the message nor the
+//! response.
 //!
-//! The responses to `Observe` and to the weights calls between nodes have a proof: the epoch of the node (16) and a tag
-//! (32), HMAC-SHA-256 over the token of the call and the epoch. A router sends prompts to no node without a proof, and a
-//! node takes neither weights nor the outcome of an update from a peer without a proof.
+//! The responses to `Observe` and to the weights calls between nodes have a proof: the epoch of the
+//! node (16) and a tag (32), HMAC-SHA-256 over the token of the call and the epoch. A router sends
+//! prompts to no node without a proof, and a node takes neither weights nor the outcome of an
+//! update from a peer without a proof.
 //!
-//! A node tags its own address ([`ClusterSecret::peer_tag`]), and its peers connect to no other address.
+//! A node tags its own address ([`ClusterSecret::peer_tag`]), and its peers connect to no other
+//! address.
 
 mod peer;
 mod proof;
@@ -37,7 +40,8 @@ pub use replay::ReplayGuard;
 /// Metadata key of the token.
 pub const TOKEN_KEY: &str = "baton-token-bin";
 
-/// Maximum difference between the caller's clock at the start of a call and the node's clock when the call arrives.
+/// Maximum difference between the caller's clock at the start of a call and the node's clock when
+/// the call arrives.
 pub const CLOCK_SKEW_MAX: Duration = Duration::from_secs(60);
 
 /// Path of the only call without an addressed node: its caller does not know the node's epoch yet.
@@ -101,7 +105,8 @@ pub struct CallSigner {
     to: u128,
 }
 
-/// State of one channel. Each channel has its own session, so that each node sees nearly consecutive sequence numbers.
+/// State of one channel. Each channel has its own session, so that each node sees nearly
+/// consecutive sequence numbers.
 struct AuthSession {
     key: hmac::Key,
     proof_key: hmac::Key,

@@ -1,10 +1,10 @@
-//! Cache keys of KV blocks. Nodes publish the keys of their cached blocks, and the router computes the keys of a prompt
-//! to find how much of the prompt each node has cached.
+//! Cache keys of KV blocks. Nodes publish the keys of their cached blocks, and the router computes
+//! the keys of a prompt to find how much of the prompt each node has cached.
 
 use xxhash_rust::xxh3::xxh3_128;
 
-/// Chain of cache keys. The key of a full block is a hash of its tokens and of the key before it; the first key derives
-/// from model, weights and cache salt.
+/// Chain of cache keys. The key of a full block is a hash of its tokens and of the key before it;
+/// the first key derives from model, weights and cache salt.
 #[derive(Clone, Debug)]
 pub struct KeyChain {
     last: u128,
@@ -25,7 +25,8 @@ impl KeyChain {
         Self { last, bytes: Vec::new() }
     }
 
-    /// Returns the last key; before the first block, the key that the first block's key derives from.
+    /// Returns the last key; before the first block, the key that the first block's key derives
+    /// from.
     pub fn last(&self) -> u128 {
         self.last
     }

@@ -1,5 +1,5 @@
-//! The ids and the model identity that routers and nodes exchange. Except for [`NodeId`], an id has 128 random bits
-//! and travels as 16 bytes, most significant first.
+//! The ids and the model identity that routers and nodes exchange. Except for [`NodeId`], an id has
+//! 128 random bits and travels as 16 bytes, most significant first.
 
 use std::{fmt, sync::Arc};
 
@@ -103,11 +103,12 @@ impl Epoch {
     }
 }
 
-/// Maximum length of a node's name; it fits into a log line, a metric label and a Kubernetes pod name.
+/// Maximum length of a node's name; it fits into a log line, a metric label and a Kubernetes pod
+/// name.
 const NODE_ID_BYTES_MAX: usize = 64;
 
-/// A node's name: 1 to 64 ASCII letters, digits, `.`, `_` and `-`, first a letter or digit. The name survives
-/// restarts; the [`Epoch`] identifies the process. Cheap to clone.
+/// A node's name: 1 to 64 ASCII letters, digits, `.`, `_` and `-`, first a letter or digit. The
+/// name survives restarts; the [`Epoch`] identifies the process. Cheap to clone.
 #[derive(Clone, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct NodeId(Arc<str>);
 
@@ -167,7 +168,8 @@ impl fmt::Display for NodeId {
 /// Properties that must be equal on two nodes that exchange KV.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct ModelIdentity {
-    /// Hash of the configuration and the weights, as in `ModelIdentity` of `node.proto`; big-endian on the wire.
+    /// Hash of the configuration and the weights, as in `ModelIdentity` of `node.proto`; big-endian
+    /// on the wire.
     pub model_fingerprint: u128,
     pub weight_version: u64,
     pub kv_layout: String,
@@ -181,7 +183,8 @@ pub struct ModelIdentity {
 }
 
 impl ModelIdentity {
-    /// Returns whether two nodes can exchange KV: all properties are equal and the protocol versions overlap.
+    /// Returns whether two nodes can exchange KV: all properties are equal and the protocol
+    /// versions overlap.
     pub fn fits(&self, other: &Self) -> bool {
         self.protocols_overlap(other) && self.properties() == other.properties()
     }
@@ -191,7 +194,8 @@ impl ModelIdentity {
         self.fits(&Self { weight_version: self.weight_version, ..other.clone() })
     }
 
-    /// Returns the differences in one line with both fingerprints; `None` if the two nodes can exchange KV.
+    /// Returns the differences in one line with both fingerprints; `None` if the two nodes can
+    /// exchange KV.
     pub fn difference(&self, other: &Self) -> Option<String> {
         if self.fits(other) {
             return None;
@@ -215,7 +219,8 @@ impl ModelIdentity {
         ))
     }
 
-    /// Returns why KV of this fingerprint and weight version is incompatible; `None` if it is compatible.
+    /// Returns why KV of this fingerprint and weight version is incompatible; `None` if it is
+    /// compatible.
     pub fn weights_difference(
         &self,
         model_fingerprint: u128,

@@ -1,5 +1,5 @@
-//! Messages and services between clients, routers and nodes, generated from the `.proto` files in the folder of this
-//! crate.
+//! Messages and services between clients, routers and nodes, generated from the `.proto` files in
+//! the folder of this crate.
 //!
 //! Ids are 16 raw bytes on the wire. A deadline is the remaining time in milliseconds.
 

@@ -13,12 +13,14 @@ use tonic::Status;
 
 type BoxError = Box<dyn std::error::Error + Send + Sync>;
 
-/// Time over which the minimum rate is measured, and the number of bytes that must arrive in it: 1 KiB/s.
+/// Time over which the minimum rate is measured, and the number of bytes that must arrive in it: 1
+/// KiB/s.
 const RATE_WINDOW: Duration = Duration::from_secs(10);
 const WINDOW_BYTES_MIN: usize = 10 << 10;
 
-/// Request body with a time-out and a minimum rate, so that a client that sends half a message cannot keep its stream.
-/// The time-out also ends bidirectional streams, which only reflection uses.
+/// Request body with a time-out and a minimum rate, so that a client that sends half a message
+/// cannot keep its stream. The time-out also ends bidirectional streams, which only reflection
+/// uses.
 #[derive(Debug)]
 pub struct TimedBody<B> {
     body: B,

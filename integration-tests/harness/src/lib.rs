@@ -1,16 +1,17 @@
 //! The `main` of test programs that Rust's built-in harness cannot serve.
 //!
-//! A test can find out only when it runs that this machine lacks something, for example a second GPU. Such
-//! a test calls [`skip`], and the program reports the test as ignored, with the reason. A test can also
-//! start this program again as a helper process ([`helper`]): a peer node, a rank. Helpers are listed
-//! with the tests but are not counted as tests.
+//! A test can find out only when it runs that this machine lacks something, for example a second
+//! GPU. Such a test calls [`skip`], and the program reports the test as ignored, with the reason. A
+//! test can also start this program again as a helper process ([`helper`]): a peer node, a rank.
+//! Helpers are listed with the tests but are not counted as tests.
 //!
-//! [`KilledOnDrop`] and [`output_within`] bound the lifetime of child processes, and [`noise`] returns pseudo-random
-//! bytes. Tests of the built-in harness use them too.
+//! [`KilledOnDrop`] and [`output_within`] bound the lifetime of child processes, and [`noise`]
+//! returns pseudo-random bytes. Tests of the built-in harness use them too.
 //!
 //! ```ignore
 //! fn main() -> std::process::ExitCode {
-//!     test_harness::main(&[("peer", peer)], test_harness::tests![transfers::first, transfers::second])
+//!     let tests = test_harness::tests![transfers::first, transfers::second];
+//!     test_harness::main(&[("peer", peer)], tests)
 //! }
 //! ```
 
@@ -72,8 +73,8 @@ impl Drop for KilledOnDrop {
     }
 }
 
-/// Returns the output of a process that must exit by itself. Kills the process after `time`: the status is then no
-/// success.
+/// Returns the output of a process that must exit by itself. Kills the process after `time`: the
+/// status is then no success.
 pub fn output_within(command: &mut Command, time: Duration) -> Output {
     let child = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn();
     let mut child = child.expect("the program starts");
@@ -99,8 +100,8 @@ pub fn noise(seed: u64, bytes: usize) -> Vec<u8> {
         .collect()
 }
 
-/// Prints the percentiles of all durations and panics if their median exceeds `bound`. A single duration may
-/// exceed it, because other processes can delay any process of the test.
+/// Prints the percentiles of all durations and panics if their median exceeds `bound`. A single
+/// duration may exceed it, because other processes can delay any process of the test.
 pub fn assert_median(what: &str, durations: &[Duration], bound: Duration) {
     let mut sorted = durations.to_vec();
     sorted.sort();
@@ -139,8 +140,8 @@ pub fn block_on_threads<T>(test: impl Future<Output = T>) -> T {
     runtime.enable_all().build().expect("a runtime starts").block_on(test)
 }
 
-/// Runs one of `helpers` if this process was started by [`helper`], otherwise the tests that the command
-/// line selects.
+/// Runs one of `helpers` if this process was started by [`helper`], otherwise the tests that the
+/// command line selects.
 pub fn main(helpers: &[(&str, fn())], tests: Vec<Trial>) -> ExitCode {
     if let Some(name) = env::var_os(HELPER) {
         let (_, run) = helpers.iter().find(|(known, _)| name == *known).expect("a known helper");

@@ -84,8 +84,8 @@ async fn only_decode_node_killed(clients: usize, kills: usize) -> Result<()> {
     cluster.stop()
 }
 
-/// Environment variable: seconds in which nodes are killed one after another. A slow machine needs more seconds to reach
-/// [`KILLS_MIN`].
+/// Environment variable: seconds in which nodes are killed one after another. A slow machine needs
+/// more seconds to reach [`KILLS_MIN`].
 const SECONDS: &str = "BATON_FAULTS_SECONDS";
 const SECONDS_DEFAULT: u64 = 40;
 /// Minimum number of kills in a valid run.

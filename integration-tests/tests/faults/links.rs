@@ -1,4 +1,5 @@
-//! Links that are cut in one or both directions, lose packets or are slow, and processes that are stopped.
+//! Links that are cut in one or both directions, lose packets or are slow, and processes that are
+//! stopped.
 
 use std::time::{Duration, Instant};
 
@@ -14,10 +15,11 @@ pub(crate) const SHORT: &str = "faults short";
 pub(crate) const LINKS: &str = "faults links";
 pub(crate) const STOPS: &str = "faults stops";
 
-/// Environment variable: cluster sizes of the long tables, separated by commas. Tables of different sizes can run at the
-/// same time, because each run has its own network.
+/// Environment variable: cluster sizes of the long tables, separated by commas. Tables of different
+/// sizes can run at the same time, because each run has its own network.
 const SIZES: &str = "BATON_FAULTS_SIZES";
-/// Tokens of all streams before a fault, fewer than one answer has: some streams decode, some prompts wait.
+/// Tokens of all streams before a fault, fewer than one answer has: some streams decode, some
+/// prompts wait.
 const TOKENS_BEFORE: usize = 24;
 const STREAMS: usize = 30;
 /// Streams of the test that `make test` runs.

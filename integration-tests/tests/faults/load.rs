@@ -34,7 +34,8 @@ struct Streamed {
     /// The error of a failed stream, or what differs.
     failure: Option<String>,
     is_different: bool,
-    /// The router refused the request before it began, because it could not start within `router.waiting_timeout`.
+    /// The router refused the request before it began, because it could not start within
+    /// `router.waiting_timeout`.
     is_refused: bool,
     first: Duration,
     /// Longest time between two events.
@@ -78,8 +79,8 @@ impl Reference {
         Ok(report)
     }
 
-    /// Returns when the streams have read this many further tokens. A fault that starts then meets streams that decode,
-    /// and none that has ended if `count` is less than an answer has tokens.
+    /// Returns when the streams have read this many further tokens. A fault that starts then meets
+    /// streams that decode, and none that has ended if `count` is less than an answer has tokens.
     pub(crate) async fn further_tokens(&self, count: usize) -> Result<()> {
         let (begun, target) = (Instant::now(), self.tokens.load(Ordering::Relaxed) + count);
         while self.tokens.load(Ordering::Relaxed) < target {
@@ -195,15 +196,16 @@ impl Report {
         self.firsts.extend(other.firsts);
     }
 
-    /// Fails if an answer that began failed or differs, or if a quarter of the requests were refused: such a run tests too
-    /// little.
+    /// Fails if an answer that began failed or differs, or if a quarter of the requests were
+    /// refused: such a run tests too little.
     pub(crate) fn ensure_whole(&self) -> Result<()> {
         ensure!(self.failures.is_empty(), "{:#?}", self.failures);
         ensure!(4 * self.refused < self.streams, "{} of {} refused", self.refused, self.streams);
         Ok(())
     }
 
-    /// Prints a row of the table: failed, different, refused, and the pauses and times to first token in seconds.
+    /// Prints a row of the table: failed, different, refused, and the pauses and times to first
+    /// token in seconds.
     pub(crate) fn print(&self, case: &str) {
         let [p50, p99, max] = percentiles(&self.pauses);
         let [first_p50, _, first_max] = percentiles(&self.firsts);

@@ -1,11 +1,14 @@
-//! Faults of a real network and of real processes: links that are cut or lose packets, processes that are stopped or
-//! killed, a full disk, too few open files. Every answer is compared with the answer of the run without a fault.
+//! Faults of a real network and of real processes: links that are cut or lose packets, processes
+//! that are stopped or killed, a full disk, too few open files. Every answer is compared with the
+//! answer of the run without a fault.
 //!
-//! Hosts are network namespaces. A test creates them, and then runs itself as a helper process in the namespace of the
-//! network's router. Without root, `ip` or `nft` the tests of the network are skipped.
+//! Hosts are network namespaces. A test creates them, and then runs itself as a helper process in
+//! the namespace of the network's router. Without root, `ip` or `nft` the tests of the network are
+//! skipped.
 //!
-//! `BATON_FAULTS=links,stops,kills cargo test -p integration-tests --test faults -- --nocapture` also runs the long
-//! tables of docs/benchmarks/faults.md. `BATON_FAULTS_SIZES=2` limits the tables of links and stops to 2P2D.
+//! `BATON_FAULTS=links,stops,kills cargo test -p integration-tests --test faults -- --nocapture`
+//! also runs the long tables of docs/benchmarks/faults.md. `BATON_FAULTS_SIZES=2` limits the tables
+//! of links and stops to 2P2D.
 
 mod hosts;
 mod kills;

@@ -1,5 +1,5 @@
-//! A network of hosts: each host is a network namespace, linked to the namespace of a router whose firewall drops
-//! packets between chosen hosts.
+//! A network of hosts: each host is a network namespace, linked to the namespace of a router whose
+//! firewall drops packets between chosen hosts.
 
 use std::{
     io::Write,

@@ -122,7 +122,8 @@ pub(crate) async fn full_disk_of_the_log_of_a_node_disturbs_no_request() -> Resu
     all.stop()
 }
 
-/// Strangers take all files of a node. The request in flight continues, and the node serves when they have left.
+/// Strangers take all files of a node. The request in flight continues, and the node serves when
+/// they have left.
 pub(crate) async fn limit_of_open_files_of_a_node_disturbs_no_request_in_flight() -> Result<()> {
     let folder = tempfile::tempdir()?;
     let wrapper = ["sh", "-c", "ulimit -n 160; exec \"$@\"", "sh"];
@@ -142,7 +143,8 @@ pub(crate) async fn limit_of_open_files_of_a_node_disturbs_no_request_in_flight(
     all.stop()
 }
 
-/// Connections beyond the limit wait or are rejected, and the router serves again when clients have left.
+/// Connections beyond the limit wait or are rejected, and the router serves again when clients have
+/// left.
 pub(crate) async fn limit_of_open_files_rejects_connections_and_recovers() -> Result<()> {
     let cluster = Cluster::start(ClusterSpec::smollm2()).await?;
     let folder = tempfile::tempdir()?;
@@ -179,7 +181,8 @@ pub(crate) async fn limit_of_open_files_rejects_connections_and_recovers() -> Re
     cluster.stop()
 }
 
-/// Returns a command prefix that runs a program with this folder mounted read-only. Skips the test where no folder can be mounted.
+/// Returns a command prefix that runs a program with this folder mounted read-only. Skips the test
+/// where no folder can be mounted.
 fn read_only(folder: &Path) -> Vec<String> {
     let folder = folder.display();
     let mount = format!(

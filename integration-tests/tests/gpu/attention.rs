@@ -1,4 +1,5 @@
-//! Compares GPU attention with CPU attention: the attention output and the KV in the blocks, from equal QKV inputs.
+//! Compares GPU attention with CPU attention: the attention output and the KV in the blocks, from
+//! equal QKV inputs.
 
 use std::{num::NonZeroUsize, sync::Arc};
 
@@ -32,7 +33,8 @@ struct Case {
     has_weights: bool,
 }
 
-/// Returns the attention output of the last layer. Row i of the step gets generated QKV row `picked[i]`.
+/// Returns the attention output of the last layer. Row i of the step gets generated QKV row
+/// `picked[i]`.
 fn attended<B: Bench>(
     backend: &mut B,
     case: &Case,
@@ -117,8 +119,9 @@ fn values(bytes: &[u8], dtype: Dtype) -> Vec<f32> {
     bytes.chunks(dtype.bytes()).map(element).collect()
 }
 
-/// Prepares a step on the device with the blocks of the sequences. If `verified` is above 0, every sequence has
-/// `verified` rows: one for its last token, one for each draft token, and padding rows.
+/// Prepares a step on the device with the blocks of the sequences. If `verified` is above 0, every
+/// sequence has `verified` rows: one for its last token, one for each draft token, and padding
+/// rows.
 fn step(
     batch: &mut DeviceBatch,
     backend: &kernels::cuda::CudaBackend,
@@ -181,7 +184,8 @@ fn check(gpu: &Gpu, case: &Case, kind: AttentionKind, parts: &[SequenceRows]) {
     check_drafts(gpu, case, kind, parts, 0);
 }
 
-/// Compares a step with the CPU. If `verified` is above 0, the GPU step pads every sequence to `verified` rows.
+/// Compares a step with the CPU. If `verified` is above 0, the GPU step pads every sequence to
+/// `verified` rows.
 fn check_drafts(
     gpu: &Gpu,
     case: &Case,
@@ -247,7 +251,8 @@ fn check_drafts(
     let mut prepared = CpuStep::new(&arena, &sequences).unwrap();
     let wanted = attended(&mut cpu, case, &mut prepared, &mut on_cpu, &picked);
     drop(prepared);
-    // RoPE at angles of hundreds of radians and head norms add rounding errors, so the bound for f32 is larger here.
+    // RoPE at angles of hundreds of radians and head norms add rounding errors, so the bound for
+    // f32 is larger here.
     let tolerance = match dtype {
         Dtype::F32 => 2e-4,
         Dtype::Bf16 => tolerance(dtype),
@@ -266,7 +271,8 @@ fn shape(query_heads: usize, kv_heads: usize, head_dim: usize) -> HeadShape {
     HeadShape { query_heads, kv_heads, head_dim }
 }
 
-/// Batches: one row, decode rows, prompts with a chunk after a prefix, and chunks with a decode row.
+/// Batches: one row, decode rows, prompts with a chunk after a prefix, and chunks with a decode
+/// row.
 const MIXES: [&[SequenceRows]; 4] = [
     &[SequenceRows { position: 0, rows: 1 }],
     &[
@@ -351,7 +357,8 @@ const DRAFTING: [SequenceRows; 9] = [
     SequenceRows { position: 1300, rows: 8 },
 ];
 
-/// Tests that rows of draft tokens attend to the draft tokens before them and that padding rows change nothing.
+/// Tests that rows of draft tokens attend to the draft tokens before them and that padding rows
+/// change nothing.
 pub(crate) fn attention_of_draft_tokens_matches_cpu() {
     let gpu = gpu();
     let batches = |verified: u32| {

@@ -335,8 +335,8 @@ struct Answer {
     kv_bytes: u64,
 }
 
-/// Returns the outcome of a request: complete, or failed with an error code. Fails on any other response and on a
-/// time-out.
+/// Returns the outcome of a request: complete, or failed with an error code. Fails on any other
+/// response and on a time-out.
 async fn ask(client: &Client, request: &Request, salt: &str) -> Result<Answer> {
     let answer = timeout(client::DEADLINE, answer(client, request, salt)).await;
     answer.with_context(|| format!("salt {salt}: not finished after {:?}", client::DEADLINE))?

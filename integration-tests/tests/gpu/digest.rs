@@ -1,4 +1,5 @@
-//! Checks that digests of KV blocks and weights on the GPU equal the CPU's, and reports the bandwidth of those of blocks.
+//! Checks that digests of KV blocks and weights on the GPU equal the CPU's, and reports the
+//! bandwidth of those of blocks.
 
 use std::{sync::Arc, thread, time::Instant};
 

@@ -171,8 +171,8 @@ pub(crate) fn run_arriving<E: Executor>(
     }
 }
 
-/// Grammar that allows about a third of the tokens, by a hash of the previous tokens. Some bitmasks take as
-/// long as several forward passes, so that they are late.
+/// Grammar that allows about a third of the tokens, by a hash of the previous tokens. Some bitmasks
+/// take as long as several forward passes, so that they are late.
 #[derive(Clone, Debug)]
 struct HashGrammar {
     state: u32,

@@ -1,5 +1,5 @@
-//! Weights in FP8: GEMMs of every kind of kernel against sums in f64, fused operations against the CPU, and whole
-//! models.
+//! Weights in FP8: GEMMs of every kind of kernel against sums in f64, fused operations against the
+//! CPU, and whole models.
 
 use kernels::{
     Backend, Dtype, RowSource, WeightFormat,
@@ -12,7 +12,8 @@ use super::{
     model,
 };
 
-/// A matrix in FP8 with a scale for each row. `stored`: the backend gets numbers and scales, not values to quantize.
+/// A matrix in FP8 with a scale for each row. `stored`: the backend gets numbers and scales, not
+/// values to quantize.
 struct Fp8Rows {
     rows: usize,
     cols: usize,
@@ -209,7 +210,8 @@ pub(crate) fn models_in_fp8_are_close_to_bf16_with_and_without_graphs() {
             let error =
                 model::rms(found.1.iter().zip(&wanted.1).map(|(found, wanted)| found - wanted));
             let size = model::rms(wanted.1.iter().copied());
-            // Rounding of weights and inputs to three bits changes the logits of a random model by an eighth.
+            // Rounding of weights and inputs to three bits changes the logits of a random model by
+            // an eighth.
             assert!(
                 error < 0.2 * size,
                 "{architecture}: logits of magnitude {size} have an error of {error}"

@@ -61,8 +61,9 @@ pub(crate) fn smollm2_generates_the_golden_tokens_in_f32() {
     }
 }
 
-/// Each decode run starts from golden tokens and is compared up to the next uncertain position. Behind
-/// that position another run starts, again from golden tokens, so every certain position is compared.
+/// Each decode run starts from golden tokens and is compared up to the next uncertain position.
+/// Behind that position another run starts, again from golden tokens, so every certain position is
+/// compared.
 pub(crate) fn smollm2_in_bf16_predicts_every_certain_golden_token() {
     let gpu = gpu();
     let (checkpoint, runs) = smollm2();

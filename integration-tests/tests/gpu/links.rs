@@ -25,8 +25,8 @@ use super::{
 /// Environment variable: number of transfers of the test with random aborts.
 const TRANSFERS: &str = "BATON_TEST_TRANSFERS";
 
-/// Returns the maximum time until the blocks of a lost transfer are free. The abort of an nccl communicator takes 0.51 s
-/// of it.
+/// Returns the maximum time until the blocks of a lost transfer are free. The abort of an nccl
+/// communicator takes 0.51 s of it.
 fn blocks_free_max(transport: TransferKind) -> Duration {
     let after_the_lease = if transport == TransferKind::Nccl { 1000 } else { 500 };
     LEASE + Duration::from_millis(after_the_lease)

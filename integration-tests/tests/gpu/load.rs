@@ -94,7 +94,8 @@ pub(crate) fn kv_cache_fits_the_memory_share() {
     let options = CudaOptions::new(WeightFormat::Bf16);
     let backend = CudaBackend::new(&gpu.context, gpu.library.clone(), options).unwrap();
     let model = CudaModel::load(&checkpoint, backend, &limits(2), &mut |_| ()).unwrap();
-    // The share allows at least 4 GiB beyond the loaded model; the batch and the reserve take little of it.
+    // The share allows at least 4 GiB beyond the loaded model; the batch and the reserve take
+    // little of it.
     let total = gpu.context.device().memory_bytes;
     let taken = gpu.context.taken_bytes();
     let percent = (100 * (taken + (4 << 30))).div_ceil(total) as u32;
@@ -126,8 +127,9 @@ const INPUTS: usize = 520;
 const OUTPUTS: usize = 1032;
 const ROWS: usize = 300;
 
-/// Returns the GEMM outputs for several numbers of rows. If `folder` is given, tunes the backend with the tuning
-/// file there. Also returns how many shapes were found in this file and how many were timed.
+/// Returns the GEMM outputs for several numbers of rows. If `folder` is given, tunes the backend
+/// with the tuning file there. Also returns how many shapes were found in this file and how many
+/// were timed.
 fn gemm_results(gpu: &Gpu, dtype: Dtype, folder: Option<&Path>) -> (Vec<Vec<f32>>, (usize, usize)) {
     let source = Random { rows: OUTPUTS, cols: INPUTS, seed: 3 };
     let (mut backend, (matrix, mut x, mut out)) =

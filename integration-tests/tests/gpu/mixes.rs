@@ -33,8 +33,8 @@ const ROOMY: u32 = 400;
 /// Few enough blocks that sequences preempt each other.
 const TIGHT: u32 = 24;
 
-/// Largest logit error that may change the sampled token. In bf16 the error of a logit of about 1 is 0.01 on average
-/// and 0.1 at most; in f32 no error was seen.
+/// Largest logit error that may change the sampled token. In bf16 the error of a logit of about 1
+/// is 0.01 on average and 0.1 at most; in f32 no error was seen.
 const BF16: f32 = 0.1;
 const F32: f32 = 1e-4;
 

@@ -48,7 +48,8 @@ fn places(layout: KvLayout, first: usize, count: usize) -> impl Iterator<Item = 
 
 pub(crate) fn gather_and_scatter_of_heads_match_cpu() {
     let gpu = gpu();
-    // All heads and ranges of heads. Some heads have few bytes or a size that is not a power of two.
+    // All heads and ranges of heads. Some heads have few bytes or a size that is not a power of
+    // two.
     for (layer_count, kv_head_count, head_dim) in [(1, 1, 8), (3, 2, 24), (7, 3, 40), (2, 5, 64)] {
         for dtype in [Dtype::Bf16, Dtype::F32] {
             if short() && dtype == Dtype::F32 {

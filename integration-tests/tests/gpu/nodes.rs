@@ -436,7 +436,8 @@ impl Peer {
         Self::spawn(test_harness::helper(PEER_HELPER), gpu, transport, kind)
     }
 
-    /// Starts a peer that claims to run on another host, so that NCCL uses its transports between hosts.
+    /// Starts a peer that claims to run on another host, so that NCCL uses its transports between
+    /// hosts.
     pub(crate) fn start_elsewhere(gpu: usize, kind: NodeKind) -> Self {
         let mut command = test_harness::helper(PEER_HELPER);
         command.env(NCCL_HOST, "elsewhere");

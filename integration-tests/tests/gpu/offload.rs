@@ -123,7 +123,8 @@ const SAVE_BATCH: u32 = 2;
 /// Blocks of 2 MiB in a batch of a load: 32 MiB.
 const LOAD_BATCH: u32 = 16;
 
-/// Copies batches of `batch` blocks for a while, two batches at a time, and returns the gigabytes per second.
+/// Copies batches of `batch` blocks for a while, two batches at a time, and returns the gigabytes
+/// per second.
 fn rate(
     stream: &mut dyn OffloadStream,
     (from, to): (&Arc<KvArena>, &Arc<KvArena>),

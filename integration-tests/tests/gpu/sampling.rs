@@ -40,7 +40,8 @@ const SLOTS: u32 = 40;
 /// More rows than the sampling kernel has CTAs that exchange data with other ranks.
 const MANY_ROWS: u32 = 4 * 34;
 
-/// Returns a sampler over the whole vocabulary, or over a rank's vocabulary shard if there is a `group`.
+/// Returns a sampler over the whole vocabulary, or over a rank's vocabulary shard if there is a
+/// `group`.
 fn sampler(
     (context, library): (&Arc<Context>, &Arc<KernelLibrary>),
     group: Option<CudaGroup>,
@@ -276,8 +277,8 @@ fn words(outcomes: &[SampleOutcome]) -> Vec<u32> {
     words
 }
 
-/// Checks that ranks sample the same tokens as one GPU with the whole vocabulary, also in a CUDA graph
-/// replay.
+/// Checks that ranks sample the same tokens as one GPU with the whole vocabulary, also in a CUDA
+/// graph replay.
 fn check_ranks_match_one_gpu(rank: Rank) {
     let mut turns = 0;
     for vocabulary in [33, 1003, 20_000, 49_152, 50_257, 128_256] {

@@ -1,5 +1,5 @@
-//! Speculative decoding on the GPU: draft tokens and their acceptance match the CPU rules, and no token
-//! depends on them.
+//! Speculative decoding on the GPU: draft tokens and their acceptance match the CPU rules, and no
+//! token depends on them.
 
 use std::{
     collections::HashMap,
@@ -49,8 +49,8 @@ struct Device {
     clock: DeviceClock,
 }
 
-/// One row of a step: its known tokens, the upper bound on its draft tokens, and how many of these the
-/// logits accept.
+/// One row of a step: its known tokens, the upper bound on its draft tokens, and how many of these
+/// the logits accept.
 struct Row {
     tokens: Vec<u32>,
     most: u32,
@@ -78,9 +78,9 @@ impl Device {
         Self { cuda, logits, batch, clock }
     }
 
-    /// Runs a step with the logits that accept `right` draft tokens of each row, and checks the outcomes.
-    /// Appends the accepted and the sampled token to the rows' tokens. The rows are admitted first if
-    /// `admits`. Returns the time of the device.
+    /// Runs a step with the logits that accept `right` draft tokens of each row, and checks the
+    /// outcomes. Appends the accepted and the sampled token to the rows' tokens. The rows are
+    /// admitted first if `admits`. Returns the time of the device.
     fn step(
         &mut self,
         rows: &mut [Row],
@@ -170,8 +170,8 @@ impl Device {
     }
 }
 
-/// Every length, period and position of the first rejected draft token; a second step drafts from the
-/// tokens that the first one accepted.
+/// Every length, period and position of the first rejected draft token; a second step drafts from
+/// the tokens that the first one accepted.
 pub(crate) fn draft_tokens_and_their_acceptance_match_the_cpu() {
     let gpu = gpu();
     let mut device = Device::new(&gpu);
@@ -308,8 +308,8 @@ fn timed_executor(gpu: &Gpu, checkpoint: &Checkpoint, drafts: bool) -> CudaExecu
     CudaExecutor::start(model, kv, &arena, limits).unwrap()
 }
 
-/// Runs decode steps with `drafts` draft tokens in each of `batch` rows, two in flight, and returns the
-/// median time. The first `occupied` slots are released before.
+/// Runs decode steps with `drafts` draft tokens in each of `batch` rows, two in flight, and returns
+/// the median time. The first `occupied` slots are released before.
 fn step_time(
     executor: &mut CudaExecutor,
     (batch, drafts): (u32, u32),
@@ -366,8 +366,8 @@ fn step_time(
     times[times.len() / 2]
 }
 
-/// Reports the time of steps with draft tokens, and the throughput of text that does not repeat. The model's
-/// weights are random; `BATON_TEST_CONFIG` names the file of its sizes.
+/// Reports the time of steps with draft tokens, and the throughput of text that does not repeat.
+/// The model's weights are random; `BATON_TEST_CONFIG` names the file of its sizes.
 pub(crate) fn cost_of_draft_tokens_is_reported() {
     let gpu = gpu();
     let Some(path) = std::env::var_os("BATON_TEST_CONFIG").map(PathBuf::from) else {

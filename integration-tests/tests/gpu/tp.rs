@@ -94,8 +94,8 @@ fn options(weights: WeightFormat, graphs: bool) -> CudaOptions {
     CudaOptions { graphs, ..CudaOptions::new(weights) }
 }
 
-/// Writes the configuration of a model with four KV heads and a vocabulary that is split unevenly over ranks. `is_tied`:
-/// the model's output is its embedding.
+/// Writes the configuration of a model with four KV heads and a vocabulary that is split unevenly
+/// over ranks. `is_tied`: the model's output is its embedding.
 pub(crate) fn write_config(folder: &Path, is_tied: bool) {
     let config = serde_json::json!({
         "architectures": ["LlamaForCausalLM"], "model_type": "llama",
@@ -323,7 +323,8 @@ fn same(found: &Outcomes, wanted: &Outcomes, what: &str) {
     }
 }
 
-/// Asserts that most greedy sequences begin with the same token. In bf16, sums in another order change some tokens.
+/// Asserts that most greedy sequences begin with the same token. In bf16, sums in another order
+/// change some tokens.
 fn begin_alike(found: &Outcomes, wanted: &Outcomes, what: &str) {
     let greedy: Vec<_> = wanted.iter().filter(|(id, _)| id.0 % 4 != 3).collect();
     let is_alike = |id: &SequenceId, wanted: &Outcome| found[id].ids()[0] == wanted.ids()[0];

@@ -1,5 +1,6 @@
-//! Weight updates from files on executors with captured CUDA graphs. Afterwards an executor generates the tokens and
-//! log-probabilities of an executor that started with the new weights, bit for bit.
+//! Weight updates from files on executors with captured CUDA graphs. Afterwards an executor
+//! generates the tokens and log-probabilities of an executor that started with the new weights, bit
+//! for bit.
 
 use std::{collections::HashMap, path::Path, thread};
 
@@ -97,7 +98,8 @@ struct Run {
 }
 
 impl Run {
-    /// Runs the requests. With an unused `salt` no prefix is cached, so that equal weights give equal bits.
+    /// Runs the requests. With an unused `salt` no prefix is cached, so that equal weights give
+    /// equal bits.
     fn of<E: Executor>(engine: &mut StepLoop<E>, salt: &str) -> Self {
         let mut requests = requests();
         if short() {
@@ -126,8 +128,9 @@ impl Run {
     }
 }
 
-/// Updates the weights to those in `folder`, as a node does: steps run while a shadow is prepared, and no step runs
-/// while weights are overwritten. `meanwhile` are the answers of the weights in use.
+/// Updates the weights to those in `folder`, as a node does: steps run while a shadow is prepared,
+/// and no step runs while weights are overwritten. `meanwhile` are the answers of the weights in
+/// use.
 fn update<E: Executor>(
     engine: &mut StepLoop<E>,
     folder: &Path,

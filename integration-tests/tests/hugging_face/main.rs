@@ -29,8 +29,8 @@ async fn safetensors_in_shards_give_the_reference_tokens() -> Result<()> {
     check_golden(3).await
 }
 
-/// Compares answers with the reference. Prompts of token ids test the weights, text prompts also test
-/// tokenizer.json.
+/// Compares answers with the reference. Prompts of token ids test the weights, text prompts also
+/// test tokenizer.json.
 async fn check_golden(shards: usize) -> Result<()> {
     let folder = tempfile::tempdir()?;
     folder::write(&smollm2(), folder.path(), shards)?;
@@ -57,8 +57,8 @@ async fn check_golden(shards: usize) -> Result<()> {
     cluster.stop()
 }
 
-/// The client for trainers pushes weights to two nodes under load, and unusable weights with their reasons. No request
-/// fails, and the answers have tokens of both weights.
+/// The client for trainers pushes weights to two nodes under load, and unusable weights with their
+/// reasons. No request fails, and the answers have tokens of both weights.
 #[tokio::test]
 async fn trainer_updates_two_nodes_with_the_python_client() -> Result<()> {
     let (base, updates) = (tempfile::tempdir()?, tempfile::tempdir()?);
@@ -105,7 +105,8 @@ async fn trainer_updates_two_nodes_with_the_python_client() -> Result<()> {
     cluster.stop()
 }
 
-/// Sends one request after another until the trainer has ended. Returns the weight versions of their tokens.
+/// Sends one request after another until the trainer has ended. Returns the weight versions of
+/// their tokens.
 async fn weights_of_answers(client: &Client, has_ended: &AtomicBool) -> Result<BTreeSet<String>> {
     const ANSWER: usize = 40;
     let run = golden().runs.into_iter().find(|run| run.name == "code").expect("it is there");
@@ -148,7 +149,8 @@ async fn dummy_weights_need_no_more_than_config_and_tokenizer() -> Result<()> {
         assert_eq!(answer["usage"]["completion_tokens"], 5, "{answer}");
         cluster.stop()?;
     }
-    // All nodes have equal dummy weights, so a decode node can continue a request of a prefill node.
+    // All nodes have equal dummy weights, so a decode node can continue a request of a prefill
+    // node.
     assert_eq!(answers[0], answers[1]);
     assert_eq!(answers[0].len(), 20);
     Ok(())

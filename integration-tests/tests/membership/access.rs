@@ -13,7 +13,8 @@ use rcgen::{BasicConstraints, CertificateParams, CertifiedIssuer, IsCa, KeyPair}
 
 use crate::{DEADLINE, PREFIX, at, entry, follow, joined, known, next, register, settings};
 
-/// Starts an etcd with two users: `baton` may read and write below the prefix, `reader` may only read.
+/// Starts an etcd with two users: `baton` may read and write below the prefix, `reader` may only
+/// read.
 async fn with_users(tls: Option<EtcdTls>) -> Result<Etcd> {
     let etcd = Etcd::start_with(tls)?;
     let mut client = etcd.client().await?;
@@ -268,7 +269,8 @@ pub(crate) async fn replaced_certificates_are_used_by_the_next_connection() -> R
     // The same paths get another CA with a new pair, and etcd knows only this CA.
     certificates(folder.path(), "ours")?;
     etcd.restart()?;
-    // The node writes its record again, and the follower sees another node join: both have a new connection.
+    // The node writes its record again, and the follower sees another node join: both have a new
+    // connection.
     let found = etcd.wait_leases(PREFIX, |keys| keys.len() == 1).await?;
     etcd.client().await?.delete(found[0].0.as_str(), None).await?;
     etcd.wait_leases(PREFIX, |keys| keys.len() == 1).await?;

@@ -26,8 +26,8 @@ use crate::{DEADLINE, PREFIX, at, follow, next, proxy::Proxy};
 
 /// Duration of the etcd outage.
 const OUTAGE: Duration = Duration::from_secs(20);
-/// Maximum time from the end of the outage until a node that started meanwhile has joined. The target is 5 s; the rest
-/// is for a busy machine.
+/// Maximum time from the end of the outage until a node that started meanwhile has joined. The
+/// target is 5 s; the rest is for a busy machine.
 const JOIN_MAX: Duration = Duration::from_secs(45);
 /// Delay of each delayed link, in each direction.
 const DELAY: Duration = Duration::from_millis(50);
@@ -56,7 +56,8 @@ impl Load {
         Self::of(http, short_runs())
     }
 
-    /// Starts the clients. Each request has its own cache salt, so that no prefix cache affects the choice of nodes.
+    /// Starts the clients. Each request has its own cache salt, so that no prefix cache affects the
+    /// choice of nodes.
     fn of(http: String, runs: Vec<GoldenRun>) -> Self {
         let (stop, complete) = (Arc::new(AtomicBool::new(false)), Arc::new(AtomicUsize::new(0)));
         let by_node = Arc::new(Mutex::new(BTreeMap::new()));
@@ -139,7 +140,8 @@ fn short_runs() -> Vec<GoldenRun> {
     runs
 }
 
-/// Returns the three shortest reference prompts of more than a block, so that every request has a hand-over.
+/// Returns the three shortest reference prompts of more than a block, so that every request has a
+/// hand-over.
 fn hand_over_runs() -> Vec<GoldenRun> {
     let mut runs = golden().runs;
     runs.retain(|run| run.prompt_ids.len() > 16);
@@ -159,7 +161,8 @@ pub(crate) async fn nodes_join_and_leave_a_serving_cluster_and_nothing_is_restar
     cluster.add_decode()?;
     cluster.wait_nodes(1, 2).await?;
     load.wait_more(CLIENTS).await?;
-    // decode-0 drains: it leaves etcd at once and finishes its requests. decode-1 continues to serve.
+    // decode-0 drains: it leaves etcd at once and finishes its requests. decode-1 continues to
+    // serve.
     cluster.decode[0].terminate_signal();
     let gone = |keys: &[(String, i64)]| !keys.iter().any(|(key, _)| key.contains("/decode-0/"));
     etcd.wait_leases(PREFIX, gone).await?;
@@ -235,8 +238,9 @@ pub(crate) async fn serving_continues_while_etcd_is_frozen_for_20_seconds() -> R
     outage(|etcd| etcd.stop_signal(), thaw).await
 }
 
-/// Serves requests before, during and after an outage of etcd. Every answer must be complete and correct. Afterwards
-/// both nodes are registered under the same keys, and the router finds a further node that started during the outage.
+/// Serves requests before, during and after an outage of etcd. Every answer must be complete and
+/// correct. Afterwards both nodes are registered under the same keys, and the router finds a
+/// further node that started during the outage.
 async fn outage(
     begin: impl FnOnce(&mut Etcd),
     end: impl FnOnce(&mut Etcd) -> Result<()>,
@@ -277,7 +281,8 @@ async fn outage(
     cluster.stop()
 }
 
-/// Returns ports that are free on all IPv4 addresses and on ::1. They are below the ports of outgoing connections.
+/// Returns ports that are free on all IPv4 addresses and on ::1. They are below the ports of
+/// outgoing connections.
 fn free_ports() -> impl Iterator<Item = u16> {
     let first = 20_000 + (std::process::id() % 1_000) as u16 * 10;
     let addresses: [IpAddr; 2] = [Ipv4Addr::UNSPECIFIED.into(), Ipv6Addr::LOCALHOST.into()];

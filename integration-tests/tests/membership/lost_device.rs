@@ -1,5 +1,5 @@
-//! A node loses its device: each running request fails once with a typed error, the node removes its record, and the
-//! process exits so that its supervisor restarts it.
+//! A node loses its device: each running request fails once with a typed error, the node removes
+//! its record, and the process exits so that its supervisor restarts it.
 //!
 //! The node runs in a helper process.
 
@@ -36,7 +36,8 @@ const REASON: &str = "an illegal memory access was encountered";
 /// Number of step results that the device returns before it hangs.
 const RESULTS: u32 = 5;
 
-/// Executor that returns [`RESULTS`] step results, then hangs, and fails once the file `lost` exists.
+/// Executor that returns [`RESULTS`] step results, then hangs, and fails once the file `lost`
+/// exists.
 struct LostDevice {
     device: Box<dyn Executor>,
     results: u32,

@@ -131,7 +131,8 @@ pub(crate) async fn invalid_records_in_etcd_are_ignored() -> Result<()> {
     let node = entry("decode-1", 1);
     let registration = register(at(&etcd.url()), &node).await?;
     assert_eq!(next(&mut watch).await?, joined(&node));
-    // When another client overwrites a node's record, the router loses the node until the node restores the record.
+    // When another client overwrites a node's record, the router loses the node until the node
+    // restores the record.
     let key = etcd.wait_leases(&format!("{PREFIX}/nodes/decode-1"), |keys| keys.len() == 1).await?;
     let options = PutOptions::new().with_lease(key[0].1);
     client.put(key[0].0.as_str(), "spoilt", Some(options)).await?;

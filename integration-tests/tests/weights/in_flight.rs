@@ -20,8 +20,8 @@ use crate::{
     wait_version,
 };
 
-/// Streams run while updates are committed one after the other: 8 streams and 4 updates, or 64 streams and as many updates
-/// as BATON_WEIGHT_UPDATES says.
+/// Streams run while updates are committed one after the other: 8 streams and 4 updates, or 64
+/// streams and as many updates as BATON_WEIGHT_UPDATES says.
 #[tokio::test]
 async fn requests_in_flight_survive_updates() -> Result<()> {
     const ANSWER: usize = 60;
@@ -92,7 +92,8 @@ async fn requests_in_flight_survive_updates() -> Result<()> {
     cluster.stop()
 }
 
-/// Nodes keep the KV of running sequences, wait with new requests, and take up new weights meanwhile.
+/// Nodes keep the KV of running sequences, wait with new requests, and take up new weights
+/// meanwhile.
 #[tokio::test]
 async fn paused_nodes_serve_nothing_until_they_resume() -> Result<()> {
     let folder = tempfile::tempdir()?;
@@ -182,8 +183,8 @@ fn finish_reason(events: &[Event]) -> Value {
     reasons.rfind(|reason| !reason.is_null()).unwrap_or_default()
 }
 
-/// Commits a prepared update while a stream runs. Returns the tokens of the stream, the weight version of each, and the
-/// finish reason.
+/// Commits a prepared update while a stream runs. Returns the tokens of the stream, the weight
+/// version of each, and the finish reason.
 async fn stream_over_update(
     cluster: &Cluster,
     client: &Client,

@@ -1,5 +1,5 @@
-//! Live weight updates of real nodes: answers equal those of nodes that started with the new weights, requests in
-//! flight survive, and bad weights change nothing.
+//! Live weight updates of real nodes: answers equal those of nodes that started with the new
+//! weights, requests in flight survive, and bad weights change nothing.
 
 mod in_flight;
 mod routers;
@@ -44,7 +44,8 @@ fn trained(folder: &Path, name: &str, flips: u8) -> PathBuf {
         .collect();
     assert!(!changed.is_empty());
     for (offset, bytes) in changed {
-        // The last byte of each block of Q4_1 holds two quantized values, so every float stays finite.
+        // The last byte of each block of Q4_1 holds two quantized values, so every float stays
+        // finite.
         for block in file[offset..offset + bytes].chunks_exact_mut(20) {
             block[19] ^= flips;
         }

@@ -57,8 +57,8 @@ async fn routers_do_not_replace_the_weights_of_each_other() -> Result<()> {
     cluster.stop()
 }
 
-/// The router dies after one of two nodes has committed, and this node begins another update. An abort at another router
-/// changes nothing.
+/// The router dies after one of two nodes has committed, and this node begins another update. An
+/// abort at another router changes nothing.
 #[tokio::test]
 async fn prepared_node_without_a_router_commits_as_its_peer_did() -> Result<()> {
     let folder = tempfile::tempdir()?;
@@ -158,8 +158,8 @@ async fn prepared(router: &Service, path: &Path) -> Result<String> {
     Ok(id)
 }
 
-/// Nodes in place serve nothing until an update ends. A router that stops aborts its update, and another router aborts the
-/// update of a router that was killed.
+/// Nodes in place serve nothing until an update ends. A router that stops aborts its update, and
+/// another router aborts the update of a router that was killed.
 #[tokio::test]
 async fn update_of_a_router_that_ends_can_be_aborted() -> Result<()> {
     let folder = tempfile::tempdir()?;

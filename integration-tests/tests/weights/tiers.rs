@@ -1,4 +1,5 @@
-//! Updates of a node with a disk tier, whose blocks outlive the weights that they were computed with.
+//! Updates of a node with a disk tier, whose blocks outlive the weights that they were computed
+//! with.
 
 use std::{path::Path, time::Instant};
 
@@ -19,7 +20,8 @@ const SLOTS: &str = "baton_tier_slots";
 /// Full blocks of the prompt.
 const PROMPT_BLOCKS: f64 = 37.0;
 
-/// Returns a cluster of one node with KV memory for little more than the prompt, and a disk tier for four prompts.
+/// Returns a cluster of one node with KV memory for little more than the prompt, and a disk tier
+/// for four prompts.
 fn spec(tier: &Path) -> ClusterSpec {
     let spec = ClusterSpec::smollm2()
         .nodes(0, 1)
@@ -32,7 +34,8 @@ fn spec(tier: &Path) -> ClusterSpec {
     name_model(spec)
 }
 
-/// Returns the cached tokens of the prompt, and the log-probabilities, which are as exact as the logits.
+/// Returns the cached tokens of the prompt, and the log-probabilities, which are as exact as the
+/// logits.
 async fn answer(client: &Client, salt: &str) -> Result<(u64, Value)> {
     let body = json!({
         "prompt": longest().prompt_ids, "max_tokens": 8, "temperature": 0.0, "ignore_eos": true,
@@ -53,7 +56,8 @@ async fn evict(client: &Client, label: &str) -> Result<()> {
     Ok(())
 }
 
-/// Evicts the prompt until it comes back from the tier. Its answers are always those that these weights compute.
+/// Evicts the prompt until it comes back from the tier. Its answers are always those that these
+/// weights compute.
 async fn comes_back(client: &Client, computed: &Value, label: &str) -> Result<()> {
     let deadline = Instant::now() + COMMITTED_WITHIN;
     let mut round = 0;

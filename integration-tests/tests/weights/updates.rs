@@ -1,4 +1,5 @@
-//! Updates by one router: from a path, a peer or a trainer, in place, of ranks, and of nodes that restart.
+//! Updates by one router: from a path, a peer or a trainer, in place, of ranks, and of nodes that
+//! restart.
 
 use std::{
     path::{Path, PathBuf},
@@ -147,8 +148,8 @@ async fn weights_change_in_place_and_are_restored_after_an_abort() -> Result<()>
     wait_version(&cluster, &version).await?;
     assert_eq!(all_tokens(&client).await?, new_tokens);
 
-    // An operator aborts a prepared update: the nodes return to the weights of the last commit. A stream that is open
-    // meanwhile loses no token.
+    // An operator aborts a prepared update: the nodes return to the weights of the last commit. A
+    // stream that is open meanwhile loses no token.
     let prompt = run_named("code").prompt_ids.clone();
     let whole = client.greedy(&prompt, STREAMED).await?;
     let mut stream = client.stream("/v1/completions", &greedy_body(&prompt, STREAMED)).await?;
@@ -176,8 +177,8 @@ async fn weights_change_in_place_and_are_restored_after_an_abort() -> Result<()>
     cluster.stop()
 }
 
-/// A node of three ranks changes its weights beside a node without ranks: each rank packs its part, from a path or from
-/// files of the other node, and all ranks commit at one step.
+/// A node of three ranks changes its weights beside a node without ranks: each rank packs its part,
+/// from a path or from files of the other node, and all ranks commit at one step.
 #[tokio::test]
 async fn ranks_of_a_node_change_their_weights_together() -> Result<()> {
     let folder = tempfile::tempdir()?;
@@ -209,8 +210,8 @@ async fn ranks_of_a_node_change_their_weights_together() -> Result<()> {
     Ok(())
 }
 
-/// The nodes have separate caches, and only the seed reads the path: the others copy its files, also after the path is
-/// gone.
+/// The nodes have separate caches, and only the seed reads the path: the others copy its files,
+/// also after the path is gone.
 #[tokio::test]
 async fn nodes_copy_weights_from_one_node_by_tcp_and_a_late_node_from_a_committed_one() -> Result<()>
 {

@@ -32,9 +32,9 @@ pub struct HeldBlock(u32);
 
 /// Borrows of every block that one forward pass reads or writes, held until dropped.
 ///
-/// A block may be listed for reading several times (sequences share prefixes) and for writing once. A block
-/// that this step writes may also be read by it: within a layer, keys and values are stored before
-/// attention reads them.
+/// A block may be listed for reading several times (sequences share prefixes) and for writing once.
+/// A block that this step writes may also be read by it: within a layer, keys and values are stored
+/// before attention reads them.
 ///
 /// A rank's step accesses some heads of the blocks only, and numbers them from 0.
 pub struct StepAccess {
@@ -125,7 +125,8 @@ impl StepAccess {
         (held.0 as usize) < self.written_count
     }
 
-    /// Returns one head as `[token][dim]`, all 16 tokens. Tokens not written yet have arbitrary values.
+    /// Returns one head as `[token][dim]`, all 16 tokens. Tokens not written yet have arbitrary
+    /// values.
     ///
     /// Panics when `T` is not the arena's type.
     #[inline]
@@ -150,12 +151,12 @@ impl StepAccess {
 
     /// Returns one token of one head for writing, `head_dim` elements.
     ///
-    /// Panics when `T` is not the arena's type, the block is held for reading only, or an index is out
-    /// of range.
+    /// Panics when `T` is not the arena's type, the block is held for reading only, or an index is
+    /// out of range.
     ///
     /// # Safety
-    /// While the slice lives, no other slice of this token and head exists on any thread, neither from
-    /// this function nor from [`Self::head`].
+    /// While the slice lives, no other slice of this token and head exists on any thread, neither
+    /// from this function nor from [`Self::head`].
     #[inline]
     #[allow(clippy::mut_from_ref)] // Exclusive by the caller's promise: threads share a step.
     pub unsafe fn token_mut<T: Element>(

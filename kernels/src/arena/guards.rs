@@ -82,7 +82,8 @@ impl BlockRead {
         })
     }
 
-    /// Computes the [`digest`] of each of these blocks of one arena by itself, for a save to host memory.
+    /// Computes the [`digest`] of each of these blocks of one arena by itself, for a save to host
+    /// memory.
     ///
     /// # Panics
     /// When the blocks belong to several arenas.

@@ -6,8 +6,8 @@ use super::RemoteBlocks;
 use crate::layout::{KvHalf, KvLayout};
 
 /// Blocks assembled from the ranks' slices in rank order. A rank's slice is `[layer][K,V][heads /
-/// ranks][token][dim]`; a copy has all heads. So transfers and the block pool see whole blocks for any
-/// number of ranks on either side.
+/// ranks][token][dim]`; a copy has all heads. So transfers and the block pool see whole blocks for
+/// any number of ranks on either side.
 pub struct BlockSlices {
     layout: KvLayout,
     slices: Vec<Arc<dyn RemoteBlocks>>,
@@ -28,8 +28,8 @@ impl BlockSlices {
         Self { layout: layout.with_heads(layout.kv_head_count * slices.len()), slices }
     }
 
-    /// Calls `copy(offset in the whole block, offset in the slice, bytes)` for every contiguous range of a
-    /// whole block that the slice holds.
+    /// Calls `copy(offset in the whole block, offset in the slice, bytes)` for every contiguous
+    /// range of a whole block that the slice holds.
     fn ranges(&self, slice: usize, mut copy: impl FnMut(usize, usize, usize)) {
         let own = self.slices[slice].layout();
         let element_bytes = own.dtype.bytes();

@@ -5,20 +5,20 @@ use std::sync::{Arc, atomic::Ordering};
 use super::{ArenaError, Borrow, BorrowState, KvArena, WRITTEN};
 use crate::layout::BlockId;
 
-/// Borrows blocks for all steps in flight on one device. The device runs steps in order, so one borrow of a block
-/// serves all steps that use the block. The borrow is exclusive as long as a step in flight writes the block, and
-/// shared as long as steps in flight only read the block. The arena rejects other borrowers in the same way as for any
-/// borrowed block.
+/// Borrows blocks for all steps in flight on one device. The device runs steps in order, so one
+/// borrow of a block serves all steps that use the block. The borrow is exclusive as long as a step
+/// in flight writes the block, and shared as long as steps in flight only read the block. The arena
+/// rejects other borrowers in the same way as for any borrowed block.
 ///
-/// The first step in flight of a sequence borrows the blocks of the sequence, and the last step in flight releases
-/// them. So the cost of a step in between does not depend on the sequence's length.
+/// The first step in flight of a sequence borrows the blocks of the sequence, and the last step in
+/// flight releases them. So the cost of a step in between does not depend on the sequence's length.
 #[derive(Debug)]
 pub struct StreamAccess {
     arena: Arc<KvArena>,
     /// Users of each block, by block index.
     users: Vec<BlockUsers>,
-    /// Sequences with steps in flight, by slot. A slot rarely has more than one: the previous sequence's last step may
-    /// still run when the next sequence of the slot starts.
+    /// Sequences with steps in flight, by slot. A slot rarely has more than one: the previous
+    /// sequence's last step may still run when the next sequence of the slot starts.
     slots: Vec<Vec<SlotSequence>>,
     /// Number of calls of [`Self::acquire`] so far, which numbers the steps.
     step_count: u64,
@@ -41,7 +41,8 @@ struct SlotSequence {
     generation: u32,
     /// Number of steps in flight.
     step_count: u32,
-    /// Front of the block table, as far as steps in flight use it. The sequence has borrowed these blocks.
+    /// Front of the block table, as far as steps in flight use it. The sequence has borrowed these
+    /// blocks.
     table: Vec<BlockId>,
 }
 
@@ -54,7 +55,8 @@ pub struct RowBlocks<'a> {
     pub generation: u32,
     /// Front of the block table, as far as the step uses it. The table of a sequence only grows.
     pub table: &'a [BlockId],
-    /// Index in the table of the first block that the step writes. The step writes all later blocks, too.
+    /// Index in the table of the first block that the step writes. The step writes all later
+    /// blocks, too.
     pub first_written: usize,
 }
 
@@ -82,8 +84,8 @@ impl StreamAccess {
         Self { arena: Arc::clone(arena), users, slots: Vec::new(), step_count: 0 }
     }
 
-    /// Borrows all blocks of a step or, if it returns an error, none. Rows may share blocks that none of them writes.
-    /// The caller lists every row once, and no block is written by two rows.
+    /// Borrows all blocks of a step or, if it returns an error, none. Rows may share blocks that
+    /// none of them writes. The caller lists every row once, and no block is written by two rows.
     pub fn acquire<'a>(
         &mut self,
         rows: impl IntoIterator<Item = RowBlocks<'a>>,
@@ -116,8 +118,8 @@ impl StreamAccess {
         }
     }
 
-    /// Releases the blocks of a step that was not acquired completely. An older step of the same sequence may be in
-    /// flight, so the sequence's table gets its former length.
+    /// Releases the blocks of a step that was not acquired completely. An older step of the same
+    /// sequence may be in flight, so the sequence's table gets its former length.
     fn undo(&mut self, step: StreamStep) {
         for StepRow { slot, generation, table_len_before } in &step.rows {
             let sequences = self.slots[*slot as usize].iter_mut();
@@ -160,7 +162,8 @@ impl StreamAccess {
         Ok(())
     }
 
-    /// Borrows a block for the current step to write. The row has already borrowed the block for reading.
+    /// Borrows a block for the current step to write. The row has already borrowed the block for
+    /// reading.
     fn write(&mut self, block: BlockId) -> Result<(), ArenaError> {
         let users = &mut self.users[block.index()];
         let last = std::mem::replace(&mut users.last_writing_step, self.step_count);
@@ -194,7 +197,8 @@ impl StreamAccess {
         }
     }
 
-    /// Removes one user of a block from the count that `count` selects, and narrows or ends the arena's borrow.
+    /// Removes one user of a block from the count that `count` selects, and narrows or ends the
+    /// arena's borrow.
     fn release_block(&mut self, block: BlockId, count: fn(&mut BlockUsers) -> &mut u32) {
         let users = &mut self.users[block.index()];
         let was_written = users.writing_steps > 0;
@@ -221,7 +225,8 @@ impl Drop for StreamAccess {
 }
 
 impl KvArena {
-    /// Turns the only reader of a block into its writer. Returns an error if the block has other readers.
+    /// Turns the only reader of a block into its writer. Returns an error if the block has other
+    /// readers.
     fn upgrade(&self, block: BlockId) -> Result<(), ArenaError> {
         self.acquire(block, Borrow::Write, |raw| (raw == 1).then_some(WRITTEN))
     }

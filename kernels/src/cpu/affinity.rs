@@ -27,8 +27,8 @@ pub fn allowed() -> io::Result<Vec<u32>> {
     Ok((0..CPUS_MAX).filter(|cpu| mask[(cpu / 64) as usize] >> (cpu % 64) & 1 == 1).collect())
 }
 
-/// Guard that confines the calling thread to some CPUs. Dropping it restores the previous CPUs. Threads that
-/// the confined thread starts stay confined.
+/// Guard that confines the calling thread to some CPUs. Dropping it restores the previous CPUs.
+/// Threads that the confined thread starts stay confined.
 #[derive(Debug)]
 pub struct ConfinedThread {
     before: Box<Mask>,
@@ -39,7 +39,8 @@ pub struct ConfinedThread {
 /// Confines the calling thread to `cpus`.
 ///
 /// # Errors
-/// The system's error: none of the CPUs exists or may be used, or this system has no thread affinity.
+/// The system's error: none of the CPUs exists or may be used, or this system has no thread
+/// affinity.
 pub fn confine(cpus: &[u32]) -> io::Result<ConfinedThread> {
     let before = Box::new(get()?);
     set(&mask_of(cpus)?)?;
@@ -62,8 +63,8 @@ impl Drop for ConfinedThread {
 #[cfg(target_os = "linux")]
 fn get() -> io::Result<Mask> {
     let mut mask: Mask = [0; WORDS];
-    // SAFETY: the mask has the length that is passed, and any bits make a valid mask. 0 is the calling
-    // thread.
+    // SAFETY: the mask has the length that is passed, and any bits make a valid mask. 0 is the
+    // calling thread.
     let status = unsafe {
         libc::sched_getaffinity(0, size_of::<Mask>(), mask.as_mut_ptr().cast::<libc::cpu_set_t>())
     };

@@ -16,8 +16,8 @@ use memmap2::MmapMut;
 const LINE: usize = 64;
 /// Bytes that a slab allocates from the system at a time.
 const SLAB_BYTES: usize = 32 << 20;
-/// Size of a huge page in bytes. Every step streams all weights from memory, and a TLB entry per 4 KiB
-/// would cost a good part of the bandwidth.
+/// Size of a huge page in bytes. Every step streams all weights from memory, and a TLB entry per 4
+/// KiB would cost a good part of the bandwidth.
 const HUGE_PAGE: usize = 2 << 20;
 
 /// Zeroed boxed slice of plain numbers, aligned to at least 64 bytes.
@@ -71,8 +71,8 @@ pub(crate) struct Slab {
 }
 
 impl Slab {
-    /// Allocates zeroed numbers like [`Aligned::zeroed`]. A mapping of the slab is freed when its last
-    /// buffer is dropped.
+    /// Allocates zeroed numbers like [`Aligned::zeroed`]. A mapping of the slab is freed when its
+    /// last buffer is dropped.
     pub(super) fn zeroed<T: Pod>(&mut self, length: usize) -> Aligned<T> {
         let bytes = length.checked_mul(size_of::<T>()).expect("a buffer fits the address space");
         // A buffer of at least a quarter slab has its own huge pages.

@@ -1,11 +1,12 @@
-//! Arithmetic that all instruction-set levels share. Its results are bit-equal at all levels with fused multiply-add
-//! (FMA), so a sequence that moves to another machine continues with the same bits. Only [`multiply_add`] depends on
-//! FMA: at a level without FMA, its results may differ by rounding.
+//! Arithmetic that all instruction-set levels share. Its results are bit-equal at all levels with
+//! fused multiply-add (FMA), so a sequence that moves to another machine continues with the same
+//! bits. Only [`multiply_add`] depends on FMA: at a level without FMA, its results may differ by
+//! rounding.
 //!
-//! Sums over a row use [`LANES`] lanes: lane `j` adds the elements `j`, `j + 16`, …, in order, and the lanes are then
-//! added as a tree. This order is the same for every level and thread count, and suits vector instructions. [`exp`]
-//! consists of multiplications and additions that the compiler does not fuse, so scalar and vector code give the same
-//! bits.
+//! Sums over a row use [`LANES`] lanes: lane `j` adds the elements `j`, `j + 16`, …, in order, and
+//! the lanes are then added as a tree. This order is the same for every level and thread count, and
+//! suits vector instructions. [`exp`] consists of multiplications and additions that the compiler
+//! does not fuse, so scalar and vector code give the same bits.
 
 use half::bf16;
 
@@ -29,22 +30,25 @@ pub(crate) fn sum_lanes(lanes: [f32; LANES]) -> f32 {
 }
 
 pub(crate) const LOG2_E: f32 = std::f32::consts::LOG2_E;
-/// Upper part of ln 2. It has so few significant bits that its product with an integer exponent is exact.
+/// Upper part of ln 2. It has so few significant bits that its product with an integer exponent is
+/// exact.
 pub(crate) const LN_2_HIGH: f32 = 0.693_359_4;
 /// Lower part of ln 2: ln 2 - [`LN_2_HIGH`].
 pub(crate) const LN_2_LOW: f32 = -2.121_944_4e-4;
-/// 1.5 · 2²³. Adding and then subtracting this number rounds an f32 below 2²² to the nearest integer, ties to even.
-/// After the addition, the low bits of the sum hold the integer.
+/// 1.5 · 2²³. Adding and then subtracting this number rounds an f32 below 2²² to the nearest
+/// integer, ties to even. After the addition, the low bits of the sum hold the integer.
 pub(crate) const ROUND: f32 = 12_582_912.0;
 /// Limit below which [`exp`] returns 0. The exact value there is under 2⁻¹²⁵.
 pub(crate) const EXP_ZERO: f32 = -87.0;
 
-/// Polynomial for (e^r - 1 - r) / r² with |r| ≤ ln 2 / 2, from the Cephes library, highest power first.
+/// Polynomial for (e^r - 1 - r) / r² with |r| ≤ ln 2 / 2, from the Cephes library, highest power
+/// first.
 pub(crate) const EXP_COEFFICIENTS: [f32; 6] =
     [1.987_569_1e-4, 1.398_199_9e-3, 8.333_452e-3, 4.166_579_6e-2, 0.166_666_66, 0.5];
 
-/// Returns e to the power of `x` for `x` ≤ 0, which is enough for softmax and sigmoid. The relative error is below
-/// 2⁻²². Returns 0 for `x` below [`EXP_ZERO`], -∞ included. Callers do not use the result for NaN, which is NaN or 0.
+/// Returns e to the power of `x` for `x` ≤ 0, which is enough for softmax and sigmoid. The relative
+/// error is below 2⁻²². Returns 0 for `x` below [`EXP_ZERO`], -∞ included. Callers do not use the
+/// result for NaN, which is NaN or 0.
 #[inline(always)]
 pub(crate) fn exp(x: f32) -> f32 {
     let is_zero = x < EXP_ZERO;
@@ -90,8 +94,8 @@ pub(crate) fn round_to_bf16(x: f32) -> f32 {
     from_bf16(to_bf16(x))
 }
 
-/// Returns `a · b + c`. With `FUSED`, the result is rounded once. Without, product and sum are both rounded, so the
-/// result may have other bits. Levels whose instruction set has FMA fuse.
+/// Returns `a · b + c`. With `FUSED`, the result is rounded once. Without, product and sum are both
+/// rounded, so the result may have other bits. Levels whose instruction set has FMA fuse.
 #[inline(always)]
 pub(crate) fn multiply_add<const FUSED: bool>(a: f32, b: f32, c: f32) -> f32 {
     if FUSED { a.mul_add(b, c) } else { a * b + c }

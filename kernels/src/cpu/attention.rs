@@ -1,17 +1,18 @@
 //! Causal attention over paged KV with grouped query heads.
 //!
-//! Keys are processed block by block, 16 tokens at a time counted from position 0, with one running maximum and sum
-//! per query (online softmax; Milakov and Gimelshein 2018). Block boundaries depend on the position only, so prefill
-//! of a whole prompt, in chunks or token by token gives the same bits. At level `Avx512Bf16`, `pairs` processes bf16
-//! KV 64 tokens at a time; the following paragraphs describe the other kernels.
+//! Keys are processed block by block, 16 tokens at a time counted from position 0, with one running
+//! maximum and sum per query (online softmax; Milakov and Gimelshein 2018). Block boundaries depend
+//! on the position only, so prefill of a whole prompt, in chunks or token by token gives the same
+//! bits. At level `Avx512Bf16`, `pairs` processes bf16 KV 64 tokens at a time; the following
+//! paragraphs describe the other kernels.
 //!
-//! A *tile* is some consecutive rows of one sequence with the query heads of one KV head. It loads each
-//! block once and transposes its keys (`[dim][token]`), so that the 16 scores of a query are one vector.
-//! All queries of the tile use the transposed keys.
+//! A *tile* is some consecutive rows of one sequence with the query heads of one KV head. It loads
+//! each block once and transposes its keys (`[dim][token]`), so that the 16 scores of a query are
+//! one vector. All queries of the tile use the transposed keys.
 //!
-//! With a sliding window, blocks that no row of a tile sees are skipped, and within a block the tokens
-//! before the window are masked like the tokens after the row. Blocks that the window has left stay in the sequence's
-//! table: this module frees no blocks.
+//! With a sliding window, blocks that no row of a tile sees are skipped, and within a block the
+//! tokens before the window are masked like the tokens after the row. Blocks that the window has
+//! left stay in the sequence's table: this module frees no blocks.
 
 #[cfg(target_arch = "x86_64")]
 mod avx512;
@@ -43,8 +44,8 @@ use crate::{
     layout::{BLOCK_TOKENS, Dtype, KvHalf},
 };
 
-/// Query elements of one tile. Together with their accumulators, a block's keys and values they fill an L1
-/// cache.
+/// Query elements of one tile. Together with their accumulators, a block's keys and values they
+/// fill an L1 cache.
 const TILE_ELEMENTS: usize = 3072;
 /// Minimum multiply-adds for which waking other threads pays.
 const SHARED_WORK_MIN: usize = 200_000;
@@ -87,8 +88,8 @@ impl RowTile<'_> {
     }
 }
 
-/// Splits rows into tiles. Late rows of a sequence see most keys and begin first, so that no long task is left
-/// for the end.
+/// Splits rows into tiles. Late rows of a sequence see most keys and begin first, so that no long
+/// task is left for the end.
 fn row_tiles(step: &CpuStep, tile_rows: usize) -> Vec<RowTile<'_>> {
     step.sequences
         .iter()
@@ -132,7 +133,8 @@ impl KvElement for bf16 {
     }
 }
 
-/// Computes attention of every row of `qkv` (`[rows][qkv_width]`) into `out` (`[rows][query_width]`).
+/// Computes attention of every row of `qkv` (`[rows][qkv_width]`) into `out`
+/// (`[rows][query_width]`).
 pub(crate) fn attention(
     level: Level,
     pool: &mut ThreadPool,
@@ -170,8 +172,8 @@ fn tiles<T: KvElement>(
     let AttentionCall { layer, shape, scale, window, qkv, step } = call;
     let group = shape.query_heads / shape.kv_heads;
     let tiles = row_tiles(step, (TILE_ELEMENTS / (group * shape.head_dim)).max(1));
-    // If there are fewer pairs of row tile and KV head than threads, the query heads of a KV head are split
-    // too.
+    // If there are fewer pairs of row tile and KV head than threads, the query heads of a KV head
+    // are split too.
     let head_count = match tiles.len() * shape.kv_heads < pool.threads() {
         true => 1,
         false => group,
@@ -282,7 +284,8 @@ mod tests {
             .collect()
     }
 
-    /// Runs one step that stores and attends the given pieces of sequences: (sequence, first, count).
+    /// Runs one step that stores and attends the given pieces of sequences: (sequence, first,
+    /// count).
     fn run(
         level: Level,
         threads: usize,
@@ -326,7 +329,8 @@ mod tests {
             .map(|(query_heads, kv_heads, head_dim)| HeadShape { query_heads, kv_heads, head_dim })
     }
 
-    /// Returns window sizes: no window, the row alone, within a block, one block, and several blocks.
+    /// Returns window sizes: no window, the row alone, within a block, one block, and several
+    /// blocks.
     fn windows() -> [Option<NonZeroUsize>; 5] {
         [0, 1, 5, 16, 37].map(NonZeroUsize::new)
     }

@@ -5,8 +5,8 @@ use super::{
     threads::ThreadPool,
 };
 
-/// Computes `x[row] += bias`; `x` is `[rows][bias.len()]`. Bit-equal to [`reference::add_bias`] at every
-/// level.
+/// Computes `x[row] += bias`; `x` is `[rows][bias.len()]`. Bit-equal to [`reference::add_bias`] at
+/// every level.
 pub(crate) fn add_bias(level: Level, pool: &mut ThreadPool, bias: &[f32], x: &mut [f32]) {
     if level == Level::Reference || x.is_empty() {
         return reference::add_bias(bias, x);

@@ -4,8 +4,8 @@ use std::fmt;
 
 use super::aligned::Aligned;
 
-/// Activations `[rows][width]` in f32, row-major and contiguous. Rows beyond those that an operation wrote
-/// keep data of earlier steps.
+/// Activations `[rows][width]` in f32, row-major and contiguous. Rows beyond those that an
+/// operation wrote keep data of earlier steps.
 pub struct CpuBuffer {
     data: Aligned<f32>,
     rows_max: usize,

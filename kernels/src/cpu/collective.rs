@@ -1,28 +1,30 @@
-//! Collectives (all-reduce and all-gather) of CPU ranks over shared memory. The ranks are threads of one process or
-//! processes of one host.
+//! Collectives (all-reduce and all-gather) of CPU ranks over shared memory. The ranks are threads
+//! of one process or processes of one host.
 //!
-//! A collective splits a message into pieces and runs one exchange per piece. Exchanges are numbered from 1. The shared
-//! region has for each rank:
+//! A collective splits a message into pieces and runs one exchange per piece. Exchanges are
+//! numbered from 1. The shared region has for each rank:
 //! - two slots for pieces: exchange n uses slot n mod 2,
 //! - one word per slot for the kind of its piece: the operation and the number of bytes,
 //! - a word for the number of the last exchange that the rank has published.
 //!
 //! An exchange has two steps:
-//! 1. Each rank writes its piece into its slot and the piece's kind beside it. It then publishes both by storing the
-//!    exchange number (release).
-//! 2. Each rank waits until every other rank has published this exchange (acquire). It checks the other rank's kind and
-//!    reads the other rank's slot. The sizes are equal on all ranks, except for
-//!    [`CpuGroup::all_gather_ranges`], where each rank knows the sizes of all ranks.
+//! 1. Each rank writes its piece into its slot and the piece's kind beside it. It then publishes
+//!    both by storing the exchange number (release).
+//! 2. Each rank waits until every other rank has published this exchange (acquire). It checks the
+//!    other rank's kind and reads the other rank's slot. The sizes are equal on all ranks, except
+//!    for [`CpuGroup::all_gather_ranges`], where each rank knows the sizes of all ranks.
 //!
-//! A rank never waits for the readers of its slot. A rank that has published exchange n + 1 has finished reading
-//! exchange n, and a rank starts exchange n + 2, which reuses the slot of n, only after all ranks have published n + 1.
+//! A rank never waits for the readers of its slot. A rank that has published exchange n + 1 has
+//! finished reading exchange n, and a rank starts exchange n + 2, which reuses the slot of n, only
+//! after all ranks have published n + 1.
 //!
-//! A wait spins briefly and then sleeps on the other rank's exchange number until the group's time-out. Every failure
-//! is a [`CpuGroupError`]. The failed rank leaves the group, and its later exchanges fail with the same error. Another
-//! rank fails at the first exchange that the failed rank has not published. The output of a failed collective is
-//! undefined.
+//! A wait spins briefly and then sleeps on the other rank's exchange number until the group's
+//! time-out. Every failure is a [`CpuGroupError`]. The failed rank leaves the group, and its later
+//! exchanges fail with the same error. Another rank fails at the first exchange that the failed
+//! rank has not published. The output of a failed collective is undefined.
 //!
-//! An all-reduce adds in rank order, element by element, so that the result is bit-equal on all ranks.
+//! An all-reduce adds in rank order, element by element, so that the result is bit-equal on all
+//! ranks.
 
 use std::{
     fmt, hint,
@@ -47,20 +49,20 @@ const PIECE_BYTES: usize = 256 << 10;
 const PIECE_FLOATS: usize = PIECE_BYTES / size_of::<f32>();
 /// Slots of a rank.
 const SLOTS: usize = 2;
-/// 32-bit words of a rank's line in the region: 128 bytes, two cache lines, because processors prefetch cache lines in
-/// pairs. So ranks do not invalidate each other's lines.
+/// 32-bit words of a rank's line in the region: 128 bytes, two cache lines, because processors
+/// prefetch cache lines in pairs. So ranks do not invalidate each other's lines.
 const LINE_WORDS: usize = 32;
 const LINE_BYTES: usize = LINE_WORDS * size_of::<u32>();
 /// 64-bit words of a rank's line of kinds, which uses the first [`SLOTS`] of them.
 const LINE_LONGS: usize = LINE_BYTES / size_of::<u64>();
-/// Index in a rank's line of the number of the rank's last published exchange, modulo 2³². Only the rank writes the
-/// word.
+/// Index in a rank's line of the number of the rank's last published exchange, modulo 2³². Only the
+/// rank writes the word.
 const EXCHANGE_WORD: usize = 0;
-/// Index in a rank's line of the number of other ranks that sleep until the exchange number changes. These ranks write
-/// the word.
+/// Index in a rank's line of the number of other ranks that sleep until the exchange number
+/// changes. These ranks write the word.
 const WAITERS_WORD: usize = 1;
-/// Index in a rank's line of the word that is 1 when the rank has left the group, else 0. Only the rank writes the
-/// word.
+/// Index in a rank's line of the word that is 1 when the rank has left the group, else 0. Only the
+/// rank writes the word.
 const LEFT_WORD: usize = 2;
 
 /// Time for which a wait spins before it sleeps: about the latency of a futex wake-up.
@@ -139,24 +141,24 @@ pub struct CpuGroup {
     fault: Option<CpuGroupError>,
 }
 
-// SAFETY: `slots` points into the region that the atomics keep, and is accessed through `&mut self`. The
-// exchange numbers order accesses of other ranks.
+// SAFETY: `slots` points into the region that the atomics keep, and is accessed through `&mut
+// self`. The exchange numbers order accesses of other ranks.
 unsafe impl Send for CpuGroup {}
 // SAFETY: a shared reference accesses only the atomics and the failure.
 unsafe impl Sync for CpuGroup {}
 
 impl CpuGroup {
-    /// Returns the bytes that a group of `of` ranks needs in a region. All of them must be zero before the first rank
-    /// joins.
+    /// Returns the bytes that a group of `of` ranks needs in a region. All of them must be zero
+    /// before the first rank joins.
     pub fn region_bytes(of: usize) -> usize {
         of * (2 * LINE_BYTES + SLOTS * PIECE_BYTES)
     }
 
-    /// Joins the group in `region` as the rank of `shard`. The group's bytes begin at `offset`, a multiple of 8. No
-    /// exchange waits longer than `timeout` for another rank.
+    /// Joins the group in `region` as the rank of `shard`. The group's bytes begin at `offset`, a
+    /// multiple of 8. No exchange waits longer than `timeout` for another rank.
     ///
-    /// **Hazard.** Each rank joins once, and no other code writes the group's bytes. Otherwise the results of
-    /// collectives are undefined.
+    /// **Hazard.** Each rank joins once, and no other code writes the group's bytes. Otherwise the
+    /// results of collectives are undefined.
     pub fn new(region: &Arc<SharedRegion>, offset: usize, shard: Shard, timeout: Duration) -> Self {
         // First the lines of words of all ranks, then the lines of kinds, then the slots.
         let (of, lines_bytes) = (shard.rank_count(), shard.rank_count() * LINE_BYTES);
@@ -175,8 +177,8 @@ impl CpuGroup {
         self.fault.as_ref()
     }
 
-    /// Sums `x` over all ranks, element by element. `x` has the same length on all ranks, and the result is bit-equal
-    /// on all ranks.
+    /// Sums `x` over all ranks, element by element. `x` has the same length on all ranks, and the
+    /// result is bit-equal on all ranks.
     pub fn all_reduce(&mut self, x: &mut [f32]) -> Result<(), CpuGroupError> {
         if self.shard.is_whole() {
             return Ok(());
@@ -196,7 +198,8 @@ impl CpuGroup {
         Ok(())
     }
 
-    /// Returns `mine` of all ranks, concatenated in rank order. `mine` has the same length on all ranks.
+    /// Returns `mine` of all ranks, concatenated in rank order. `mine` has the same length on all
+    /// ranks.
     pub fn all_gather(&mut self, mine: &[u8]) -> Result<Vec<u8>, CpuGroupError> {
         let mut all = vec![0; self.shard.rank_count() * mine.len()];
         for (number, piece) in mine.chunks(PIECE_BYTES).enumerate() {
@@ -210,8 +213,8 @@ impl CpuGroup {
         Ok(all)
     }
 
-    /// Gathers a row that is sharded over the ranks: writes `mine` of each rank to `row[ranges[rank]]`. The ranges may
-    /// have different lengths.
+    /// Gathers a row that is sharded over the ranks: writes `mine` of each rank to
+    /// `row[ranges[rank]]`. The ranges may have different lengths.
     pub fn all_gather_ranges(
         &mut self,
         mine: &[f32],
@@ -226,7 +229,8 @@ impl CpuGroup {
         );
         let longest = ranges.iter().map(Range::len).max().unwrap_or(0);
         for begin in (0..longest).step_by(PIECE_FLOATS) {
-            // Ranks with fewer elements publish empty pieces, so that all ranks run equally many exchanges.
+            // Ranks with fewer elements publish empty pieces, so that all ranks run equally many
+            // exchanges.
             let piece = |range: &Range<usize>| {
                 let begin = (range.start + begin).min(range.end);
                 begin..(begin + PIECE_FLOATS).min(range.end)
@@ -255,15 +259,16 @@ impl CpuGroup {
         self.exchange += 1;
         let rank = self.shard.rank();
         let slot = self.slot(rank);
-        // SAFETY: the slot is this rank's, and has the size of the largest piece. No other rank reads it: all ranks
-        // have published the previous exchange, so they have finished the exchange before that, which used this slot.
+        // SAFETY: the slot is this rank's, and has the size of the largest piece. No other rank
+        // reads it: all ranks have published the previous exchange, so they have finished the
+        // exchange before that, which used this slot.
         unsafe {
             slice::from_raw_parts_mut(slot.as_ptr(), piece.len()).copy_from_slice(piece);
         }
         self.kind_of(rank).store(kind.word(), Ordering::Relaxed);
         let published = self.published(rank);
-        // Sequentially consistent with the count of waiters: either a waiter sees the new number before it sleeps, or
-        // this rank sees the waiter and wakes it.
+        // Sequentially consistent with the count of waiters: either a waiter sees the new number
+        // before it sleeps, or this rank sees the waiter and wakes it.
         published.store(self.exchange as u32, Ordering::SeqCst);
         if self.word(rank, WAITERS_WORD).load(Ordering::SeqCst) > 0 {
             futex::wake_all(published);
@@ -271,15 +276,17 @@ impl CpuGroup {
         Ok(())
     }
 
-    /// Waits until `rank` has published the current exchange, and returns its piece. On an error, leaves the group.
+    /// Waits until `rank` has published the current exchange, and returns its piece. On an error,
+    /// leaves the group.
     fn read(&mut self, kind: ExchangeKind, rank: usize) -> Result<&[u8], CpuGroupError> {
         if let Err(error) = self.wait(kind, rank) {
             self.leave();
             self.fault = Some(error.clone());
             return Err(error);
         }
-        // SAFETY: the rank has published this exchange, so its piece is written and has the length of the kind. The
-        // rank reuses the slot only after this rank has published the next exchange, which needs `&mut self`.
+        // SAFETY: the rank has published this exchange, so its piece is written and has the length
+        // of the kind. The rank reuses the slot only after this rank has published the next
+        // exchange, which needs `&mut self`.
         Ok(unsafe { slice::from_raw_parts(self.slot(rank).as_ptr(), kind.bytes) })
     }
 
@@ -298,8 +305,8 @@ impl CpuGroup {
                 ahead = self.ahead(published.load(Ordering::Acquire));
                 continue;
             }
-            // A rank publishes before it leaves. So a rank that has left publishes nothing after this load, and the
-            // number that is read next is its last one.
+            // A rank publishes before it leaves. So a rank that has left publishes nothing after
+            // this load, and the number that is read next is its last one.
             let has_left = self.word(rank, LEFT_WORD).load(Ordering::Acquire) != 0;
             let waiters = self.word(rank, WAITERS_WORD);
             waiters.fetch_add(1, Ordering::SeqCst);
@@ -335,8 +342,8 @@ impl CpuGroup {
         Ok(())
     }
 
-    /// Returns how many exchanges another rank's published number is ahead of this rank's current exchange. Published
-    /// numbers wrap around.
+    /// Returns how many exchanges another rank's published number is ahead of this rank's current
+    /// exchange. Published numbers wrap around.
     fn ahead(&self, published: u32) -> i32 {
         published.wrapping_sub(self.exchange as u32) as i32
     }

@@ -9,8 +9,8 @@ pub(crate) struct DisjointSlice<'a, T> {
     _borrow: PhantomData<&'a mut [T]>,
 }
 
-// SAFETY: disjoint parts of a `&mut [T]` may be used on several threads when T is Send. The callers of `slice`
-// promise that the parts are disjoint.
+// SAFETY: disjoint parts of a `&mut [T]` may be used on several threads when T is Send. The callers
+// of `slice` promise that the parts are disjoint.
 unsafe impl<T: Send> Sync for DisjointSlice<'_, T> {}
 // SAFETY: the value is a `&mut [T]` in parts, which may move to another thread when T is Send.
 unsafe impl<T: Send> Send for DisjointSlice<'_, T> {}
@@ -31,7 +31,8 @@ impl<'a, T> DisjointSlice<'a, T> {
         unsafe { std::slice::from_raw_parts_mut(self.range_ptr(start, length), length) }
     }
 
-    /// Returns the address of element `start`. Panics when `start..start + length` is out of bounds.
+    /// Returns the address of element `start`. Panics when `start..start + length` is out of
+    /// bounds.
     pub(super) fn range_ptr(&self, start: usize, length: usize) -> *mut T {
         assert!(start <= self.length && length <= self.length - start, "the part is out of bounds");
         self.start.wrapping_add(start)

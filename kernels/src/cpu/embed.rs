@@ -3,9 +3,9 @@
 use super::{matmul::CpuMatrix, threads::ThreadPool};
 use crate::shard::Shard;
 
-/// Writes the embedding of every token to a row of `out`. With tensor parallelism, the table has only the rows of this
-/// rank's tokens, and `out` gets zeros for the tokens of other ranks. `vocabulary` is the number of tokens of the
-/// model.
+/// Writes the embedding of every token to a row of `out`. With tensor parallelism, the table has
+/// only the rows of this rank's tokens, and `out` gets zeros for the tokens of other ranks.
+/// `vocabulary` is the number of tokens of the model.
 ///
 /// # Panics
 /// When a token is not below `vocabulary`, which admission rejects.

@@ -1,7 +1,7 @@
 //! Mixture of experts: routing, the experts' feed-forward networks, and their weighted sum.
 //!
-//! Experts run one after the other over their rows, the shared expert last over all rows. A row's outputs are added in
-//! this order, so the sum does not depend on the other rows.
+//! Experts run one after the other over their rows, the shared expert last over all rows. A row's
+//! outputs are added in this order, so the sum does not depend on the other rows.
 
 use super::{
     arithmetic::exp,
@@ -80,7 +80,8 @@ pub(crate) fn experts(
     }
 }
 
-/// Returns the experts of a row and their weights, by falling score. Among equal scores the lowest expert comes first.
+/// Returns the experts of a row and their weights, by falling score. Among equal scores the lowest
+/// expert comes first.
 fn choose(logits: &[f32], bias: Option<&[f32]>, choice: ExpertChoice) -> Vec<(usize, f32)> {
     /// Keeps the division finite when all scores are 0, as the families with sigmoid scores do.
     const SUM_MIN: f32 = 1e-20;
@@ -324,7 +325,8 @@ mod tests {
         assert_eq!(choose(&[-200.0; 2], None, sigmoid_choice(1)), [(0, 0.0)]);
     }
 
-    /// The best expert is in a group whose two best experts have a lower sum than those of the other group.
+    /// The best expert is in a group whose two best experts have a lower sum than those of the
+    /// other group.
     #[test]
     fn experts_come_from_the_groups_with_the_greatest_sums() {
         let logits = [3.0, -4.0, -4.0, 1.0, 1.0, -4.0];

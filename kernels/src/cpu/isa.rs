@@ -4,8 +4,8 @@ use std::fmt;
 #[cfg(target_arch = "x86_64")]
 use std::sync::OnceLock;
 
-/// Instruction set that a backend uses. Except for `Auto`, a backend runs code for exactly this instruction
-/// set, or its creation fails.
+/// Instruction set that a backend uses. Except for `Auto`, a backend runs code for exactly this
+/// instruction set, or its creation fails.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Isa {
     /// Fastest instruction set of this machine.
@@ -78,7 +78,8 @@ pub(crate) enum Level {
     Amx,
 }
 
-/// Whether [`Level::Baseline`] has an FMA instruction. Without it, `mul_add` is a slow function call.
+/// Whether [`Level::Baseline`] has an FMA instruction. Without it, `mul_add` is a slow function
+/// call.
 pub(crate) const BASELINE_FUSES: bool =
     cfg!(target_feature = "fma") || cfg!(target_arch = "aarch64");
 
@@ -122,10 +123,10 @@ impl Level {
     }
 }
 
-/// Defines a function whose body is compiled three times: for the compiler's target, AVX2 and AVX-512. Its
-/// first parameter `level: Level` selects the copy. Plain loops in the body, and in `inline(always)`
-/// functions that it calls, are vectorized for the copy's instruction set. All copies give the same results:
-/// the compiler neither reorders nor fuses floating-point operations.
+/// Defines a function whose body is compiled three times: for the compiler's target, AVX2 and
+/// AVX-512. Its first parameter `level: Level` selects the copy. Plain loops in the body, and in
+/// `inline(always)` functions that it calls, are vectorized for the copy's instruction set. All
+/// copies give the same results: the compiler neither reorders nor fuses floating-point operations.
 macro_rules! per_level {
     ($(#[$attribute:meta])* $visibility:vis fn $name:ident(
         $($argument:ident: $type:ty),* $(,)?
@@ -218,17 +219,18 @@ fn maker() -> ([u8; 12], u32) {
     })
 }
 
-/// Returns whether skinny GEMMs read several panels side by side with software prefetch. Otherwise they read one panel
-/// after another with hardware prefetch only. Software prefetch is 1.2 to 1.6 times as fast on a Xeon with AMX,
-/// hardware prefetch 1.2 to 1.4 times as fast on Zen 4.
+/// Returns whether skinny GEMMs read several panels side by side with software prefetch. Otherwise
+/// they read one panel after another with hardware prefetch only. Software prefetch is 1.2 to 1.6
+/// times as fast on a Xeon with AMX, hardware prefetch 1.2 to 1.4 times as fast on Zen 4.
 #[cfg(target_arch = "x86_64")]
 pub(crate) fn uses_software_prefetch() -> bool {
     const ZEN_3_AND_4: u32 = 0x19;
     maker() != (*b"AuthenticAMD", ZEN_3_AND_4)
 }
 
-/// Returns the fastest level: AMX, AVX-512 with `vdpbf16ps`, AVX-512, AVX2, and then the baseline. Intel's
-/// cores skip `vdpbf16ps`: there it has half the throughput of an FMA, on AMD's cores the same.
+/// Returns the fastest level: AMX, AVX-512 with `vdpbf16ps`, AVX-512, AVX2, and then the baseline.
+/// Intel's cores skip `vdpbf16ps`: there it has half the throughput of an FMA, on AMD's cores the
+/// same.
 #[cfg(target_arch = "x86_64")]
 fn fastest() -> Level {
     let is_intel = maker().0 == *b"GenuineIntel";

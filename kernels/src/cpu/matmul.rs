@@ -1,13 +1,15 @@
 //! GEMM with packed weights: `out[rows][n] = x[rows][k] · w[n][k]ᵀ`.
 //!
-//! Weights are packed in *panels* of 32 output features ([`CpuMatrix`]). The rows of `x` are packed in *row blocks*
-//! `[k][rows of the block]`. A *tile* is the product of one row block and one or a few panels, with all accumulators in
-//! registers. A *row group* is a number of row blocks that together stay in the L2 cache.
+//! Weights are packed in *panels* of 32 output features ([`CpuMatrix`]). The rows of `x` are packed
+//! in *row blocks* `[k][rows of the block]`. A *tile* is the product of one row block and one or a
+//! few panels, with all accumulators in registers. A *row group* is a number of row blocks that
+//! together stay in the L2 cache.
 //!
-//! Every accumulator adds the products over k in order, in its own lane. So the result is batch-invariant: a row's
-//! result does not depend on the other rows. At a level with fused multiply-add (FMA), the result is bit-equal to the
-//! reference. There are two exceptions: a level without FMA rounds each product before it adds the product, and the two
-//! kernels that multiply pairs of bf16 (`vdpbf16ps` and AMX) add in another order. Both are batch-invariant, too.
+//! Every accumulator adds the products over k in order, in its own lane. So the result is
+//! batch-invariant: a row's result does not depend on the other rows. At a level with fused
+//! multiply-add (FMA), the result is bit-equal to the reference. There are two exceptions: a level
+//! without FMA rounds each product before it adds the product, and the two kernels that multiply
+//! pairs of bf16 (`vdpbf16ps` and AMX) add in another order. Both are batch-invariant, too.
 
 #[cfg(target_arch = "x86_64")]
 pub(super) mod amx;
@@ -33,8 +35,8 @@ use self::{
 use super::{disjoint_slice::DisjointSlice, isa::Level, threads::ThreadPool};
 use crate::layout::WeightFormat;
 
-/// Maximum bytes of a row group, which a core multiplies with one panel after another. The row group and the panels of
-/// a tile fit into an L2 cache of 1 MiB.
+/// Maximum bytes of a row group, which a core multiplies with one panel after another. The row
+/// group and the panels of a tile fit into an L2 cache of 1 MiB.
 const ROW_GROUP_BYTES: usize = 768 << 10;
 /// Minimum bytes of weights per task: reading them takes several times as long as starting a task.
 const TASK_BYTES_MIN: usize = 96 << 10;
@@ -68,7 +70,8 @@ struct MatmulTile<'a> {
     software_prefetch: bool,
 }
 
-/// Destination of a tile's results: `[row_count][columns]` in rows that are `stride` elements apart.
+/// Destination of a tile's results: `[row_count][columns]` in rows that are `stride` elements
+/// apart.
 struct TileOutput {
     start: *mut f32,
     stride: usize,
@@ -147,8 +150,8 @@ fn multiply(
                 let start = blocks.first_row(block) * n + panel * PANEL;
                 let length = (tile.row_count - 1) * n + tile.columns;
                 let target = TileOutput { start: sums.range_ptr(start, length), stride: n };
-                // SAFETY: the range is inside the output. The task writes only its tile's elements, and no other task
-                // has this block and these panels.
+                // SAFETY: the range is inside the output. The task writes only its tile's elements,
+                // and no other task has this block and these panels.
                 unsafe { (kernel.tile)(&tile, &target, panel_count) };
             }
             panel += panel_count;
@@ -165,8 +168,8 @@ struct Grid {
     row_group_count: usize,
 }
 
-/// Splits the panels into equal parts, so that there are [`TASKS_PER_THREAD`] tasks for every thread, and no task has
-/// less than [`TASK_BYTES_MIN`].
+/// Splits the panels into equal parts, so that there are [`TASKS_PER_THREAD`] tasks for every
+/// thread, and no task has less than [`TASK_BYTES_MIN`].
 fn grid(pool: &ThreadPool, w: &CpuMatrix, row_group_count: usize) -> Grid {
     let panel_count = w.panel_count();
     let panel_bytes = w.byte_count() / panel_count;
@@ -197,15 +200,15 @@ struct Kernel {
     row_format: RowFormat,
     /// Maximum rows of a row block.
     block_rows_max: usize,
-    /// Returns the maximum panels of one tile. The arguments are the rows of a row block, and whether the kernel
-    /// prefetches by software. Few rows leave registers for more panels. Several panels are parallel streams, which use
-    /// the memory bandwidth better with software prefetch.
+    /// Returns the maximum panels of one tile. The arguments are the rows of a row block, and
+    /// whether the kernel prefetches by software. Few rows leave registers for more panels. Several
+    /// panels are parallel streams, which use the memory bandwidth better with software prefetch.
     panels_for: fn(usize, bool) -> usize,
     /// Multiplies one row block with a number of panels, at most that of `panels_for`.
     ///
     /// # Safety
-    /// The target may be written in the tile's rows and columns. The kernel came from [`Kernel::of`], so the machine
-    /// has its instructions.
+    /// The target may be written in the tile's rows and columns. The kernel came from
+    /// [`Kernel::of`], so the machine has its instructions.
     tile: unsafe fn(&MatmulTile<'_>, &TileOutput, usize),
 }
 
@@ -241,11 +244,12 @@ impl Kernel {
             (Level::Avx2, WeightFormat::Bf16 | WeightFormat::Fp8) => avx2(RowFormat::Rounded),
             (_, WeightFormat::F32) => avx512(RowFormat::F32),
             (Level::Avx512, WeightFormat::Bf16 | WeightFormat::Fp8) => avx512(RowFormat::Rounded),
-            // A single row is faster without AMX. `Stepped` adds in the order of the AMX kernel, so that the result
-            // does not depend on the number of rows.
+            // A single row is faster without AMX. `Stepped` adds in the order of the AMX kernel, so
+            // that the result does not depend on the number of rows.
             (Level::Amx, WeightFormat::Bf16 | WeightFormat::Fp8) => avx512(RowFormat::Stepped),
             (Level::Avx512Bf16, WeightFormat::Bf16 | WeightFormat::Fp8) => avx512(RowFormat::Pairs),
-            // VNNI is not a level of its own, because this kernel gives the same bits as the other q8 kernels.
+            // VNNI is not a level of its own, because this kernel gives the same bits as the other
+            // q8 kernels.
             (Level::Avx512 | Level::Avx512Bf16 | Level::Amx, WeightFormat::Q8)
                 if std::arch::is_x86_feature_detected!("avx512vnni") =>
             {

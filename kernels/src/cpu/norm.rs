@@ -83,8 +83,9 @@ per_level! {
     }
 }
 
-/// Normalizes each query head of every row of `qkv` (`[rows][qkv_width]`) with `query_weight` and each key
-/// head with `key_weight`; value heads do not change. Bit-equal to [`reference::norm_heads`] at every level.
+/// Normalizes each query head of every row of `qkv` (`[rows][qkv_width]`) with `query_weight` and
+/// each key head with `key_weight`; value heads do not change. Bit-equal to
+/// [`reference::norm_heads`] at every level.
 pub(crate) fn norm_heads(
     level: Level,
     pool: &mut ThreadPool,
@@ -279,7 +280,8 @@ mod tests {
         assert!((mean - 1.0).abs() < 1e-4, "{mean}");
     }
 
-    /// Two ranks with two of four query heads and one of two key heads each have the values of one rank.
+    /// Two ranks with two of four query heads and one of two key heads each have the values of one
+    /// rank.
     #[test]
     fn ranks_normalize_the_projection_of_the_whole_model() {
         let shape = HeadShape { query_heads: 4, kv_heads: 2, head_dim: 6 };

@@ -14,8 +14,8 @@ use crate::{
     layout::{BLOCK_TOKENS, Dtype, KvHalf},
 };
 
-/// Cosines and sines of every row's angles, `[rows][frequencies]` each. All layers of a step share them, so
-/// they are computed once.
+/// Cosines and sines of every row's angles, `[rows][frequencies]` each. All layers of a step share
+/// them, so they are computed once.
 #[derive(Debug)]
 pub(crate) struct Rotation {
     frequencies: Box<[f32]>,
@@ -25,7 +25,8 @@ pub(crate) struct Rotation {
 
 impl Rotation {
     /// Computes the table. Angles are computed in f32, as in Hugging Face Transformers. Sine and
-    /// cosine are computed in f64 and rounded, so that they do not depend on the system's f32 library.
+    /// cosine are computed in f64 and rounded, so that they do not depend on the system's f32
+    /// library.
     fn new(positions: &[u32], frequencies: &[f32]) -> Self {
         let angles = || {
             positions.iter().flat_map(|&position| {
@@ -120,7 +121,8 @@ fn all_rows<T: StoredElement>(
 }
 
 per_level! {
-    /// Rotates the pairs (i, i + pairs) of every head of `dim` elements. Bit-equal to [`reference::rotate_heads`].
+    /// Rotates the pairs (i, i + pairs) of every head of `dim` elements. Bit-equal to
+    /// [`reference::rotate_heads`].
     fn rotate_heads(heads: &mut [f32], dim: usize, cosines: &[f32], sines: &[f32]) {
         for head in heads.chunks_exact_mut(dim) {
             let (low, high) = head.split_at_mut(cosines.len());

@@ -2,16 +2,16 @@
 //!
 //! The order is vLLM's:
 //! 1. Log-probabilities are taken from the raw logits.
-//! 2. Tokens that the sequence's grammar does not allow are masked, and stop tokens while the output has
-//!    fewer than `min_tokens`.
-//! 3. Repetition penalty (prompt and output), then frequency and presence penalty (output). The logit bias is added
-//!    last.
+//! 2. Tokens that the sequence's grammar does not allow are masked, and stop tokens while the
+//!    output has fewer than `min_tokens`.
+//! 3. Repetition penalty (prompt and output), then frequency and presence penalty (output). The
+//!    logit bias is added last.
 //! 4. A temperature below 1e-5 is greedy: the greatest logit, the lowest id among equals.
 //! 5. Otherwise `p = exp((logit − greatest) / temperature)`; p below e⁻⁸⁷ of the best is 0.
 //! 6. min-p keeps tokens with at least `min_p` of the best token's probability.
 //! 7. top-k keeps the k most likely of those, and tokens as likely as the k-th.
-//! 8. top-p keeps the most likely of the remaining tokens until their share of the probability reaches
-//!    `top_p`; among equals the lower id comes first.
+//! 8. top-p keeps the most likely of the remaining tokens until their share of the probability
+//!    reaches `top_p`; among equals the lower id comes first.
 //! 9. One of the kept tokens is drawn (see `sample/draw.rs`).
 //!
 //! The arithmetic is the same at every level and thread count.
@@ -48,7 +48,8 @@ pub struct SampleRow<'a> {
     pub prompt_len: usize,
     /// Token bitmask; `None` allows every token.
     pub allowed: Option<&'a TokenMask>,
-    /// The token that follows in the prompt: it is not sampled, only its log-probabilities are computed.
+    /// The token that follows in the prompt: it is not sampled, only its log-probabilities are
+    /// computed.
     pub given: Option<u32>,
 }
 
@@ -146,8 +147,8 @@ pub(crate) fn sample_rows<'a>(
     tokens.into_iter().map(|token| token.expect("every row was visited")).collect()
 }
 
-/// Returns the greatest logit and the lowest id that has it. A logit of -∞ is a masked token; NaN and +∞
-/// are errors.
+/// Returns the greatest logit and the lowest id that has it. A logit of -∞ is a masked token; NaN
+/// and +∞ are errors.
 fn best(level: Level, logits: &[f32]) -> Result<(u32, f32), SampleError> {
     let (greatest, is_bad) = max_and_validity(level, logits);
     if is_bad {

@@ -6,8 +6,8 @@ use super::{
     threads::ThreadPool,
 };
 
-/// Computes the activation; `gate_up` is `[rows][2 · width]`, gates first, and `out` is `[rows][width]`.
-/// Bit-equal to [`reference::silu_mul`] at every level.
+/// Computes the activation; `gate_up` is `[rows][2 · width]`, gates first, and `out` is
+/// `[rows][width]`. Bit-equal to [`reference::silu_mul`] at every level.
 pub(crate) fn silu_mul(
     level: Level,
     pool: &mut ThreadPool,

@@ -13,8 +13,8 @@ use crate::{
 pub struct StepSequence<'a> {
     /// Position of the first of `tokens`; `blocks` holds the KV of all positions before it.
     pub first_position: u32,
-    /// At least one token. Ids must be below the vocabulary's size, or the embedding panics; the code
-    /// that admits a sequence checks them.
+    /// At least one token. Ids must be below the vocabulary's size, or the embedding panics; the
+    /// code that admits a sequence checks them.
     pub tokens: &'a [u32],
     /// The sequence's block table from position 0 on. Entries beyond the last token's are ignored.
     pub blocks: &'a [BlockId],
@@ -39,8 +39,8 @@ pub enum StepError {
 
 /// Rows of one forward pass. Holds the borrows of all its blocks until dropped.
 ///
-/// The rows of the first sequence come first, then those of the second, and so on. A sequence's blocks from
-/// its first row's position on are borrowed for writing, earlier blocks for reading.
+/// The rows of the first sequence come first, then those of the second, and so on. A sequence's
+/// blocks from its first row's position on are borrowed for writing, earlier blocks for reading.
 #[derive(Debug)]
 pub struct CpuStep {
     pub(crate) tokens: Vec<u32>,

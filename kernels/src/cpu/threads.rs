@@ -1,15 +1,15 @@
 //! Fork-join thread pool for the operations of one backend.
 //!
-//! One forward pass of a small model has about two hundred parallel regions of tens of microseconds each,
-//! so entering and leaving a region must cost about one microsecond. Life of a region:
+//! One forward pass of a small model has about two hundred parallel regions of tens of microseconds
+//! each, so entering and leaving a region must cost about one microsecond. Life of a region:
 //! 1. The caller writes the job, opens it in `state`, and wakes sleeping workers.
 //! 2. A worker *enters* by counting itself in `state`, which succeeds only while the job is open.
 //! 3. All threads inside, including the caller, claim task numbers until none is left.
-//! 4. The caller closes the job and waits for the workers inside. It does not wait for a worker that was
-//!    never scheduled: on a busy machine the caller does the work alone.
+//! 4. The caller closes the job and waits for the workers inside. It does not wait for a worker
+//!    that was never scheduled: on a busy machine the caller does the work alone.
 //!
-//! Between regions a worker spins for some tens of microseconds and then parks, so that an idle pool uses
-//! no CPU time.
+//! Between regions a worker spins for some tens of microseconds and then parks, so that an idle
+//! pool uses no CPU time.
 
 use std::{
     any::Any,
@@ -27,16 +27,19 @@ use std::{
 
 use super::{affinity, disjoint_slice::DisjointSlice};
 
-/// Time for which a thread spins before it parks. It is longer than the serial code between two regions of
-/// a forward pass, and short enough to be negligible when several processes share the cores.
+/// Time for which a thread spins before it parks. It is longer than the serial code between two
+/// regions of a forward pass, and short enough to be negligible when several processes share the
+/// cores.
 const SPIN: Duration = Duration::from_micros(30);
 
-/// Bits of `PoolControl::state`: the number of workers inside, whether the job is open, and the job's number.
+/// Bits of `PoolControl::state`: the number of workers inside, whether the job is open, and the
+/// job's number.
 const INSIDE: u64 = (1 << 16) - 1;
 const OPEN: u64 = 1 << 16;
 const NUMBER_ONE: u64 = 1 << 17;
 
-/// Minimum elements of a task. A cheap operation on fewer elements takes less time than waking a thread.
+/// Minimum elements of a task. A cheap operation on fewer elements takes less time than waking a
+/// thread.
 const TASK_ELEMENTS_MIN: usize = 8192;
 
 /// Maximum threads of one pool.
@@ -53,7 +56,8 @@ struct PoolControl {
     state: AtomicU64,
     /// The next task to claim.
     next: AtomicUsize,
-    /// Written by the caller while the job is closed and no worker is inside; read by workers inside.
+    /// Written by the caller while the job is closed and no worker is inside; read by workers
+    /// inside.
     job: UnsafeCell<Option<RegionJob>>,
     /// Per worker: true while it sleeps or is about to sleep.
     parked: Box<[AtomicBool]>,
@@ -73,7 +77,8 @@ unsafe impl Sync for PoolControl {}
 // dangling outside a region, where nothing reads it.
 unsafe impl Send for PoolControl {}
 
-/// Pool of `threads - 1` named workers in addition to the calling thread. Dropping it stops and joins them.
+/// Pool of `threads - 1` named workers in addition to the calling thread. Dropping it stops and
+/// joins them.
 pub struct ThreadPool {
     shared: Arc<PoolControl>,
     workers: Vec<JoinHandle<()>>,
@@ -86,8 +91,8 @@ impl ThreadPool {
         Self::on(threads, name, &[])
     }
 
-    /// Creates a pool with worker `NAME-i` pinned to `cpus[i]`. `cpus[0]` is reserved for the caller, which
-    /// is not pinned here. With an empty list no worker is pinned.
+    /// Creates a pool with worker `NAME-i` pinned to `cpus[i]`. `cpus[0]` is reserved for the
+    /// caller, which is not pinned here. With an empty list no worker is pinned.
     pub fn on(threads: usize, name: &str, cpus: &[u32]) -> io::Result<Self> {
         let worker_count = threads.clamp(1, THREADS_MAX) - 1;
         let shared = Arc::new(PoolControl {
@@ -125,10 +130,10 @@ impl ThreadPool {
         self.workers.len() + 1
     }
 
-    /// Calls `task(thread, number)` for every number below `tasks`, each once, in any order and on any
-    /// thread; returns when all are done. `thread` is below [`Self::threads`] and identifies the thread
-    /// that runs the task. A panic in a task resumes in the caller after the other threads have
-    /// stopped.
+    /// Calls `task(thread, number)` for every number below `tasks`, each once, in any order and on
+    /// any thread; returns when all are done. `thread` is below [`Self::threads`] and identifies
+    /// the thread that runs the task. A panic in a task resumes in the caller after the other
+    /// threads have stopped.
     pub fn run(&mut self, tasks: usize, task: &(dyn Fn(usize, usize) + Sync)) {
         if tasks <= 1 || self.workers.is_empty() {
             for number in 0..tasks {
@@ -168,15 +173,15 @@ impl ThreadPool {
         }
     }
 
-    /// Returns how many of `rows` rows with `width` elements each a task gets: about two tasks per thread,
-    /// but at least `TASK_ELEMENTS_MIN` elements per task.
+    /// Returns how many of `rows` rows with `width` elements each a task gets: about two tasks per
+    /// thread, but at least `TASK_ELEMENTS_MIN` elements per task.
     pub fn rows_per_task(&self, rows: usize, width: usize) -> usize {
         let worth = TASK_ELEMENTS_MIN.div_ceil(width.max(1));
         rows.div_ceil(2 * self.threads()).max(worth)
     }
 
-    /// Splits `data` into pieces of `piece_len` (the last may be shorter) and calls `task(thread, piece
-    /// number, piece)` for each.
+    /// Splits `data` into pieces of `piece_len` (the last may be shorter) and calls `task(thread,
+    /// piece number, piece)` for each.
     pub fn for_each_piece<T: Send>(
         &mut self,
         data: &mut [T],
@@ -212,8 +217,8 @@ impl PoolControl {
         }
     }
 
-    /// Waits for an open job that this worker has not seen, and enters it. Returns `None` when the pool
-    /// stops.
+    /// Waits for an open job that this worker has not seen, and enters it. Returns `None` when the
+    /// pool stops.
     fn enter(&self, worker: usize, last_seen: u64) -> Option<u64> {
         let mut spinning_since = Instant::now();
         loop {
@@ -231,7 +236,8 @@ impl PoolControl {
             }
             let parked = &self.parked[worker];
             parked.store(true, Ordering::SeqCst);
-            // The caller may have opened a job or stopped the pool before it saw `parked`: check again.
+            // The caller may have opened a job or stopped the pool before it saw `parked`: check
+            // again.
             let state = self.state.load(Ordering::SeqCst);
             let is_new = state & OPEN != 0 && state / NUMBER_ONE != last_seen;
             if !is_new && !self.stop.load(Ordering::SeqCst) {

@@ -14,8 +14,8 @@ use super::arithmetic::LANES;
 #[inline]
 #[target_feature(enable = "avx512f")]
 pub(crate) fn transpose_vectors(rows: [__m512; LANES]) -> [__m512; LANES] {
-    // Transposes within each quarter of a vector (4 lanes) in two steps: first 2 × 2 blocks, then 4 × 4 blocks. Then
-    // it moves the quarters. Comments count rows and columns from 0.
+    // Transposes within each quarter of a vector (4 lanes) in two steps: first 2 × 2 blocks, then 4
+    // × 4 blocks. Then it moves the quarters. Comments count rows and columns from 0.
     let mut pairs = [_mm512_setzero_ps(); LANES];
     for i in 0..8 {
         pairs[2 * i] = _mm512_unpacklo_ps(rows[2 * i], rows[2 * i + 1]);
@@ -45,8 +45,8 @@ pub(crate) fn transpose_vectors(rows: [__m512; LANES]) -> [__m512; LANES] {
     columns
 }
 
-/// Reinterprets 16 words as 32 lanes of bf16: the lower half of each word is an even lane, the upper half the odd lane
-/// after it.
+/// Reinterprets 16 words as 32 lanes of bf16: the lower half of each word is an even lane, the
+/// upper half the odd lane after it.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bf16")]
 pub(crate) fn as_bf16(words: __m512i) -> __m512bh {
@@ -54,8 +54,8 @@ pub(crate) fn as_bf16(words: __m512i) -> __m512bh {
     unsafe { std::mem::transmute::<__m512i, __m512bh>(words) }
 }
 
-/// Adds the 16 lanes in the order of [`super::arithmetic::sum_lanes`], so with the same bits: first lanes that are 8
-/// apart, then 4, 2 and 1.
+/// Adds the 16 lanes in the order of [`super::arithmetic::sum_lanes`], so with the same bits: first
+/// lanes that are 8 apart, then 4, 2 and 1.
 #[inline]
 #[target_feature(enable = "avx512f,avx512dq,avx512vl")]
 pub(crate) fn sum_lanes(lanes: __m512) -> f32 {

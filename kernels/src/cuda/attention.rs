@@ -1,7 +1,8 @@
 //! Launches attention kernels, and owns their workspaces and the plans of the current step.
 //!
-//! FlashInfer needs a plan per step and attention shape: the host computes how CTAs share the work and copies the plan
-//! to the device. Baton's decode attention and its plain kernel need no plan of the host.
+//! FlashInfer needs a plan per step and attention shape: the host computes how CTAs share the work
+//! and copies the plan to the device. Baton's decode attention and its plain kernel need no plan of
+//! the host.
 
 use std::{ffi::c_void, num::NonZeroUsize, sync::Arc};
 
@@ -18,14 +19,15 @@ use crate::{
     layout::Dtype,
 };
 
-/// Bytes of FlashInfer's float workspace, for partial results of split sequences. FlashInfer rejects a plan that needs
-/// more.
+/// Bytes of FlashInfer's float workspace, for partial results of split sequences. FlashInfer
+/// rejects a plan that needs more.
 const FLOAT_BYTES: usize = 256 << 20;
-/// Bytes of one plan on the device, and of its pinned copy on the host: the size that FlashInfer's Python API
-/// allocates.
+/// Bytes of one plan on the device, and of its pinned copy on the host: the size that FlashInfer's
+/// Python API allocates.
 const INT_BYTES: usize = 8 << 20;
-/// Number of buffers for plans, used in turn: enough for two steps in flight with two attention shapes each (layers
-/// with and without a sliding window). A step with more shapes waits for the copies of earlier plans.
+/// Number of buffers for plans, used in turn: enough for two steps in flight with two attention
+/// shapes each (layers with and without a sliding window). A step with more shapes waits for the
+/// copies of earlier plans.
 const PLAN_BUFFERS: usize = 4;
 /// Description of [`PLAN_BUFFERS`] in an error.
 const PLANS_ALLOWED: &str = "at most 4";
@@ -42,13 +44,14 @@ const DECODE_HEAD_DIMS: [usize; 2] = [64, 128];
 /// Choice of the attention kernel. Steps in f32 always use the plain kernel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum AttentionKind {
-    /// The fastest kernel that supports step and shape. In a step whose rows all decode or verify draft tokens, Baton's
-    /// decode attention. In other steps, FlashInfer. The plain kernel for shapes that neither supports.
+    /// The fastest kernel that supports step and shape. In a step whose rows all decode or verify
+    /// draft tokens, Baton's decode attention. In other steps, FlashInfer. The plain kernel for
+    /// shapes that neither supports.
     Auto,
     /// As `Auto`, but without Baton's decode attention.
     Flash,
-    /// Baton's plain kernel, which supports every shape. It is batch-invariant: the result of a row depends neither on
-    /// the batch nor on the chunks of a prefill.
+    /// Baton's plain kernel, which supports every shape. It is batch-invariant: the result of a row
+    /// depends neither on the batch nor on the chunks of a prefill.
     Plain,
 }
 
@@ -68,17 +71,19 @@ pub(super) struct Attention {
     plans: Vec<PlannedAttention>,
 }
 
-/// Baton's decode attention, which needs no plan of the host: its CTAs divide the KV pages among themselves on the
-/// device.
+/// Baton's decode attention, which needs no plan of the host: its CTAs divide the KV pages among
+/// themselves on the device.
 struct DecodeAttention {
     /// Partial results of sequences that several CTAs share.
     partial: Range,
-    /// Number of finished CTAs per row and KV head: the last CTA adds the partial results. Zero between launches.
+    /// Number of finished CTAs per row and KV head: the last CTA adds the partial results. Zero
+    /// between launches.
     counters: Range,
     /// Number of SMs that the kernel uses.
     sms: i32,
-    /// Whether the kernel is launched with programmatic dependent launch (PDL): it may start while the previous kernel
-    /// ends. The previous kernel must trigger the launch only after its own wait for its predecessor.
+    /// Whether the kernel is launched with programmatic dependent launch (PDL): it may start while
+    /// the previous kernel ends. The previous kernel must trigger the launch only after its own
+    /// wait for its predecessor.
     dependent_launch: bool,
 }
 
@@ -88,7 +93,8 @@ struct PlanBuffer {
     ints: Range,
     /// The plan on the host, from which the stream copies it to `ints`.
     pinned: PinnedMemory<u8>,
-    /// Event that the stream passes after the copy from `pinned`. The host may write `pinned` when the event is done.
+    /// Event that the stream passes after the copy from `pinned`. The host may write `pinned` when
+    /// the event is done.
     copied: Event,
 }
 
@@ -130,8 +136,8 @@ impl Attention {
         Ok(Self { kind, decode, floats, buffers, next_buffer: 0, serial: 0, plans: Vec::new() })
     }
 
-    /// Returns whether a CUDA graph can capture the attention of a decode step: only kernels without a plan of the host
-    /// can be replayed with other sequence lengths.
+    /// Returns whether a CUDA graph can capture the attention of a decode step: only kernels
+    /// without a plan of the host can be replayed with other sequence lengths.
     pub(super) fn can_be_captured(&self, heads: HeadShape, dtype: Dtype) -> bool {
         match self.kind_of(dtype) {
             AttentionKind::Auto => DecodeAttention::supports(heads, dtype),
@@ -140,7 +146,8 @@ impl Attention {
         }
     }
 
-    /// Returns the choice of the kernel for a type of keys and values. Only the plain kernel supports f32.
+    /// Returns the choice of the kernel for a type of keys and values. Only the plain kernel
+    /// supports f32.
     fn kind_of(&self, dtype: Dtype) -> AttentionKind {
         match dtype {
             Dtype::F32 => AttentionKind::Plain,
@@ -148,8 +155,8 @@ impl Attention {
         }
     }
 
-    /// Launches the attention of one layer on `stream`. `query_stride` is the number of elements from one row of
-    /// `queries` to the next.
+    /// Launches the attention of one layer on `stream`. `query_stride` is the number of elements
+    /// from one row of `queries` to the next.
     pub(super) fn run(
         &mut self,
         library: &KernelLibrary,
@@ -179,8 +186,8 @@ impl Attention {
         let index = self.plan_index(library, stream, step, shape)?;
         let planned = &self.plans[index];
         let workspace = self.workspace(planned.buffer);
-        // SAFETY: the step's arrays and KV blocks were allocated for its rows; the caller has checked the
-        // sizes of queries and output; plan and workspace belong together.
+        // SAFETY: the step's arrays and KV blocks were allocated for its rows; the caller has
+        // checked the sizes of queries and output; plan and workspace belong together.
         unsafe {
             launch!(
                 library,
@@ -202,8 +209,8 @@ impl Attention {
         }
     }
 
-    /// Returns the index in `plans` of the current step's plan for `shape`. The first layer with this shape creates the
-    /// plan and enqueues its copy.
+    /// Returns the index in `plans` of the current step's plan for `shape`. The first layer with
+    /// this shape creates the plan and enqueues its copy.
     fn plan_index(
         &mut self,
         library: &KernelLibrary,
@@ -227,15 +234,16 @@ impl Attention {
         }
         let kind = match step.verified() {
             0 => self.kind_of(step.kv_layout().dtype),
-            // FlashInfer's plan needs the sequence lengths. With draft tokens, only the device knows them.
+            // FlashInfer's plan needs the sequence lengths. With draft tokens, only the device
+            // knows them.
             _ => AttentionKind::Plain,
         };
         let buffer = self.next_buffer;
         self.next_buffer = (self.next_buffer + 1) % self.buffers.len();
         // The plain kernel's plan is empty. Without a copy, a CUDA graph can capture the kernel.
         let copies = kind != AttentionKind::Plain;
-        // An earlier step used the buffer. Its copy is usually complete: the host is at most two steps ahead of the
-        // device.
+        // An earlier step used the buffer. Its copy is usually complete: the host is at most two
+        // steps ahead of the device.
         let copied = &self.buffers[buffer].copied;
         if copies && !copied.is_done()? {
             copied.synchronize()?;
@@ -246,8 +254,8 @@ impl Attention {
             AttentionKind::Auto | AttentionKind::Flash => ffi::ATTENTION_AUTO,
             AttentionKind::Plain => ffi::ATTENTION_PLAIN,
         };
-        // SAFETY: the host arrays have an element per sequence, and one more where required; nothing else
-        // accesses the pinned buffer until its copy completes.
+        // SAFETY: the host arrays have an element per sequence, and one more where required;
+        // nothing else accesses the pinned buffer until its copy completes.
         unsafe {
             let batch = step.host_batch();
             launch!(
@@ -276,7 +284,8 @@ impl Attention {
     }
 }
 
-/// Encodes a window for the kernels: 0 for none. A window beyond `i32` is longer than every sequence, so none.
+/// Encodes a window for the kernels: 0 for none. A window beyond `i32` is longer than every
+/// sequence, so none.
 fn window_code(window: Option<NonZeroUsize>) -> i32 {
     window.and_then(|window| i32::try_from(window.get()).ok()).unwrap_or(0)
 }
@@ -290,7 +299,8 @@ impl DecodeAttention {
         sms: i32,
         dependent_launch: bool,
     ) -> Result<Self, CudaError> {
-        // The size grows with each argument, so the workspace for the limits is enough for every supported shape.
+        // The size grows with each argument, so the workspace for the limits is enough for every
+        // supported shape.
         // SAFETY: the function only computes a size from its arguments.
         let partial = unsafe {
             (library.functions().baton_decode_attention_workspace)(
@@ -358,8 +368,9 @@ impl DecodeAttention {
             pdl: self.dependent_launch.into(),
             ..ffi::DecodeAttentionArgs::default()
         };
-        // SAFETY: the step's arrays and KV blocks were allocated for its rows; the caller has checked the
-        // sizes of queries and output; the workspace fits the largest shape and belongs to this stream.
+        // SAFETY: the step's arrays and KV blocks were allocated for its rows; the caller has
+        // checked the sizes of queries and output; the workspace fits the largest shape and belongs
+        // to this stream.
         unsafe { launch!(library, stream, baton_decode_attention(&args)) }
     }
 }

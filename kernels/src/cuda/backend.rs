@@ -1,8 +1,9 @@
-//! The [`Backend`] operations on CUDA: each is one call of Baton's kernels or of cuBLASLt on one stream.
+//! The [`Backend`] operations on CUDA: each is one call of Baton's kernels or of cuBLASLt on one
+//! stream.
 //!
-//! Operations of the [`Backend`] interface cannot fail, but GPUs can. The backend keeps the first error,
-//! ignores later operations, and [`CudaBackend::check`] returns the error. Sizes that do not fit are bugs of
-//! the caller and panic, as on the CPU.
+//! Operations of the [`Backend`] interface cannot fail, but GPUs can. The backend keeps the first
+//! error, ignores later operations, and [`CudaBackend::check`] returns the error. Sizes that do not
+//! fit are bugs of the caller and panic, as on the CPU.
 
 use std::{
     cell::Cell,
@@ -42,16 +43,16 @@ pub struct CudaOptions {
     /// Format of weights and activations; accumulators and the residual stream are f32.
     pub weights: WeightFormat,
     pub attention: AttentionKind,
-    /// Whether GEMMs of few rows run on Baton's kernels, which fuse the neighbouring operations, and not on
-    /// cuBLASLt.
+    /// Whether GEMMs of few rows run on Baton's kernels, which fuse the neighbouring operations,
+    /// and not on cuBLASLt.
     pub fused: bool,
     /// Whether decode steps are captured as CUDA graphs and replayed.
     pub graphs: bool,
     /// Whether kernels use programmatic dependent launch, where the GPU supports it.
     pub dependent_launch: bool,
-    /// SMs left to long-running kernels that run during steps, such as NCCL's. The GEMMs and attention of a decode
-    /// step are split into one equal share per SM. With fewer free SMs than shares, some shares wait for
-    /// others, and the step takes up to twice as long.
+    /// SMs left to long-running kernels that run during steps, such as NCCL's. The GEMMs and
+    /// attention of a decode step are split into one equal share per SM. With fewer free SMs than
+    /// shares, some shares wait for others, and the step takes up to twice as long.
     pub reserved_sms: u32,
 }
 
@@ -71,8 +72,9 @@ impl CudaOptions {
 
 /// GPU backend: runs forward passes on one GPU.
 ///
-/// Weights and activations have one allocation each. Objects that are created first are only counted;
-/// [`CudaBackend::place`] then allocates the memory, and the same objects are created again in that memory.
+/// Weights and activations have one allocation each. Objects that are created first are only
+/// counted; [`CudaBackend::place`] then allocates the memory, and the same objects are created
+/// again in that memory.
 pub struct CudaBackend {
     context: Arc<Context>,
     library: Arc<KernelLibrary>,
@@ -181,8 +183,8 @@ impl CudaBackend {
         self.group.as_ref()
     }
 
-    /// Allocates memory for everything that was created so far. Those objects stay without memory and must be
-    /// created again.
+    /// Allocates memory for everything that was created so far. Those objects stay without memory
+    /// and must be created again.
     pub fn place(&mut self) -> Result<(), CudaError> {
         assert!(!self.is_placed, "memory is allocated once");
         let (weights, activations) = (self.weights.used_bytes(), self.activations.used_bytes());
@@ -211,8 +213,8 @@ impl CudaBackend {
         &self.weights
     }
 
-    /// Tunes these GEMM shapes. Call this after loading and before the first forward pass, because tuning
-    /// overwrites the activations.
+    /// Tunes these GEMM shapes. Call this after loading and before the first forward pass, because
+    /// tuning overwrites the activations.
     pub fn tune(
         &mut self,
         shapes: impl Iterator<Item = GemmShape>,
@@ -222,8 +224,8 @@ impl CudaBackend {
         self.gemm.tune(shapes, tuning, &weights, &out, &self.compute)
     }
 
-    /// Returns the first error of the operations so far, or of the group. Errors of kernels in flight are
-    /// returned when their stream is synchronized.
+    /// Returns the first error of the operations so far, or of the group. Errors of kernels in
+    /// flight are returned when their stream is synchronized.
     pub fn check(&self) -> Result<(), CudaError> {
         let fault = self.fault.lock().unwrap_or_else(PoisonError::into_inner);
         fault.clone().map_or(Ok(()), Err)?;
@@ -253,8 +255,8 @@ impl CudaBackend {
         &self.options
     }
 
-    /// Returns whether a decode step can be [captured](Self::capture): attention of these heads plans
-    /// nothing on the host.
+    /// Returns whether a decode step can be [captured](Self::capture): attention of these heads
+    /// plans nothing on the host.
     pub fn can_capture(&self, heads: HeadShape) -> bool {
         self.attention.can_be_captured(heads, self.dtype)
     }
@@ -422,8 +424,8 @@ impl Backend for CudaBackend {
         let (first, count) = (own.start as i32, own.len() as i32);
         self.run(|library, stream| {
             let (table, tokens) = (table.data.address(), step.arrays().row_tokens);
-            // SAFETY: the step has this many tokens, the buffer this many rows, and the table `count` rows. The kernel
-            // reads no row for a token outside the table.
+            // SAFETY: the step has this many tokens, the buffer this many rows, and the table
+            // `count` rows. The kernel reads no row for a token outside the table.
             unsafe {
                 launch!(
                     library,
@@ -500,8 +502,8 @@ impl Backend for CudaBackend {
         if self.is_faulty() {
             return;
         }
-        // The skinny kernel applies a deferred norm, and takes weights in FP8. A rank has no deferred norms, but uses the
-        // same kernel.
+        // The skinny kernel applies a deferred norm, and takes weights in FP8. A rank has no
+        // deferred norms, but uses the same kernel.
         if x.pending.get().is_some() || self.group.is_some() || w.scales.is_some() {
             if self.skinny_matmul(rows, (x, w), out) {
                 return;
@@ -762,8 +764,8 @@ impl CudaBackend {
         }
     }
 
-    /// Launches an all-reduce of `delta`, the residual add and the RMS norm, fused into one kernel where
-    /// possible.
+    /// Launches an all-reduce of `delta`, the residual add and the RMS norm, fused into one kernel
+    /// where possible.
     fn all_reduce_onto_residual(
         &mut self,
         rows: usize,
@@ -799,7 +801,8 @@ impl CudaBackend {
         self.note(outcome);
     }
 
-    /// Panics when the heads do not match the KV layout, which is a bug of the model, never of a request.
+    /// Panics when the heads do not match the KV layout, which is a bug of the model, never of a
+    /// request.
     fn check_heads(&self, shape: HeadShape, qkv: &CudaBuffer, step: &CudaStep) {
         let layout = step.kv_layout();
         assert!(

@@ -1,8 +1,9 @@
 //! The running batch in GPU memory, and the transfers of each step's plan and results.
 //!
-//! The device keeps each slot's tokens, block table, position and sampling state; a step uploads only
-//! changes. There are three streams: plan uploads, kernels, and result downloads. A stream that overwrites a
-//! buffer waits on the device for the buffer's readers; the host only waits for results.
+//! The device keeps each slot's tokens, block table, position and sampling state; a step uploads
+//! only changes. There are three streams: plan uploads, kernels, and result downloads. A stream
+//! that overwrites a buffer waits on the device for the buffer's readers; the host only waits for
+//! results.
 
 mod check;
 mod frame;
@@ -48,13 +49,13 @@ pub struct StepInput<'a> {
     pub rows_min: u32,
     /// Draft tokens that a decode step verifies.
     pub drafts: Option<Drafts>,
-    /// Draft tokens from the host, for slots in which the device does not look for an earlier occurrence.
-    /// Only a step with `drafts` has them.
+    /// Draft tokens from the host, for slots in which the device does not look for an earlier
+    /// occurrence. Only a step with `drafts` has them.
     pub known_drafts: &'a [KnownDrafts<'a>],
 }
 
-/// Draft tokens of a step, by prompt lookup: the tokens after the longest earlier occurrence of a slot's last
-/// tokens.
+/// Draft tokens of a step, by prompt lookup: the tokens after the longest earlier occurrence of a
+/// slot's last tokens.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Drafts {
     /// Rows of every sequence: its last token, and the maximum number of draft tokens. A sequence's
@@ -236,8 +237,8 @@ impl DeviceBatch {
             let numbers =
                 (step.sequences() as i32, rows as i32, ngram_min as i32, ngram_max as i32);
             let (sequences, rows, ngram_min, ngram_max) = numbers;
-            // SAFETY: the sequences are those of the prepared step, whose tokens and blocks have room for the
-            // draft tokens.
+            // SAFETY: the sequences are those of the prepared step, whose tokens and blocks have
+            // room for the draft tokens.
             unsafe {
                 launch!(
                     backend.library(),
@@ -259,14 +260,16 @@ impl DeviceBatch {
         self.upload(backend, words, &[], |batch, plan, library| {
             let compute = backend.compute();
             if let Some(output) = &batch.output {
-                // The step's GPU time excludes waiting for its plan. The last of several plans counts.
+                // The step's GPU time excludes waiting for its plan. The last of several plans
+                // counts.
                 output.begin.record(compute)?;
             }
             let BatchMemory { pool, step, .. } = &*batch.memory;
             let (rows, sequences, samples) = (rows as i32, sequences as i32, samples as i32);
             let verified = verified as i32;
-            // SAFETY: the plan was encoded within the limits of pool and step, and its slots and blocks were
-            // checked. The plan is uploaded before the kernels run, and overwritten after them.
+            // SAFETY: the plan was encoded within the limits of pool and step, and its slots and
+            // blocks were checked. The plan is uploaded before the kernels run, and overwritten
+            // after them.
             unsafe {
                 launch!(
                     library,
@@ -277,17 +280,18 @@ impl DeviceBatch {
         })
     }
 
-    /// Marks the end of the forward pass of a step whose bitmasks are supplied later. The step's GPU time excludes
-    /// the wait.
+    /// Marks the end of the forward pass of a step whose bitmasks are supplied later. The step's
+    /// GPU time excludes the wait.
     pub fn await_masks(&mut self, backend: &CudaBackend) -> Result<(), CudaError> {
         let wait = &mut self.output.as_mut().expect("`begin` comes first").mask_wait;
         wait.awaits = true;
         wait.forwarded.record(backend.compute())
     }
 
-    /// Supplies the bitmasks of constrained samples, before the step is sampled. `masks` has the index of
-    /// each constrained sample, ascending. A sample without a bitmask is withdrawn: its slot goes back by one
-    /// position or, in a step that verifies draft tokens, keeps only the samples before it.
+    /// Supplies the bitmasks of constrained samples, before the step is sampled. `masks` has the
+    /// index of each constrained sample, ascending. A sample without a bitmask is withdrawn: its
+    /// slot goes back by one position or, in a step that verifies draft tokens, keeps only the
+    /// samples before it.
     ///
     /// # Errors
     /// When the samples are not ascending or not of the step, or after a GPU error.
@@ -327,8 +331,8 @@ impl DeviceBatch {
         })
     }
 
-    /// Uploads words and masks. Then calls `launch` with their device address, to launch the kernels that read
-    /// them.
+    /// Uploads words and masks. Then calls `launch` with their device address, to launch the
+    /// kernels that read them.
     fn upload(
         &mut self,
         backend: &CudaBackend,
@@ -388,17 +392,18 @@ impl DeviceBatch {
         Ok(end)
     }
 
-    /// Returns a step of padding sequences for a graph capture, with the same addresses as every other step.
-    /// With `verified` above 0, each has this many rows.
+    /// Returns a step of padding sequences for a graph capture, with the same addresses as every
+    /// other step. With `verified` above 0, each has this many rows.
     pub fn filling(&self, sequences: u32, verified: u32) -> CudaStep {
         let serial = self.serial.fetch_add(1, Ordering::Relaxed);
         let memory = Arc::clone(&self.memory);
         CudaStep::new(memory, serial, &[], sequences as usize, verified as usize, 0)
     }
 
-    /// Samples a token for every sampled row and appends it to its slot's tokens. A step that verifies draft
-    /// tokens appends the samples up to the first that differs from the draft token in its place. In a group,
-    /// `logits` covers the rank's vocabulary shard, and all ranks sample the same token.
+    /// Samples a token for every sampled row and appends it to its slot's tokens. A step that
+    /// verifies draft tokens appends the samples up to the first that differs from the draft token
+    /// in its place. In a group, `logits` covers the rank's vocabulary shard, and all ranks sample
+    /// the same token.
     pub fn sample(
         &mut self,
         backend: &CudaBackend,
@@ -427,9 +432,9 @@ impl DeviceBatch {
         }
     }
 
-    /// Samples within a graph capture, which may not wait for another stream. Before a replay, the caller
-    /// makes sure that the previous results were downloaded, and that the rows need the same sampling
-    /// kernels as the captured step.
+    /// Samples within a graph capture, which may not wait for another stream. Before a replay, the
+    /// caller makes sure that the previous results were downloaded, and that the rows need the same
+    /// sampling kernels as the captured step.
     pub fn capture_sample(
         &mut self,
         backend: &CudaBackend,

@@ -21,7 +21,8 @@ pub struct BatchLimits {
     pub depth: u32,
 }
 
-/// GPU memory of the batch. The addresses in `pool`, `step` and `kv` point into the other fields' memory.
+/// GPU memory of the batch. The addresses in `pool`, `step` and `kv` point into the other fields'
+/// memory.
 #[derive(Debug)]
 pub(super) struct BatchMemory {
     pub kv: ffi::Kv,

@@ -21,8 +21,8 @@ pub struct CudaMatrix {
 }
 
 impl CudaMatrix {
-    /// Allocates a matrix for `source` by `cut`, which returns a range of so many bytes. `format` is that of the model's
-    /// weights.
+    /// Allocates a matrix for `source` by `cut`, which returns a range of so many bytes. `format`
+    /// is that of the model's weights.
     pub(super) fn place(
         source: &dyn RowSource,
         (format, dtype): (WeightFormat, Dtype),

@@ -1,7 +1,7 @@
 //! In debug builds: checks before each replay that the memory a CUDA graph uses is still allocated.
 //!
-//! A graph holds addresses as plain numbers in kernel parameters. The driver gives every allocation a unique
-//! id, which detects memory that was freed or reallocated.
+//! A graph holds addresses as plain numbers in kernel parameters. The driver gives every allocation
+//! a unique id, which detects memory that was freed or reallocated.
 
 use std::{collections::BTreeMap, mem::MaybeUninit, ptr};
 
@@ -12,13 +12,14 @@ use super::error::{CudaError, Named};
 /// Bytes of an address within kernel parameters.
 const WORD: usize = size_of::<sys::CUdeviceptr>();
 
-/// For each allocation that a graph uses: the driver's buffer id, and one address in the allocation.
+/// For each allocation that a graph uses: the driver's buffer id, and one address in the
+/// allocation.
 #[derive(Debug, Default)]
 pub(super) struct Captured(BTreeMap<u64, sys::CUdeviceptr>);
 
 impl Captured {
-    /// Scans the parameters of all nodes of `graph`, whose context is bound. Returns an empty set in release
-    /// builds.
+    /// Scans the parameters of all nodes of `graph`, whose context is bound. Returns an empty set
+    /// in release builds.
     pub(super) fn of(graph: sys::CUgraph) -> Result<Self, CudaError> {
         let mut found = BTreeMap::new();
         if !cfg!(debug_assertions) {
@@ -102,7 +103,8 @@ fn each_word(
     }
     for index in 0.. {
         let (mut offset, mut bytes) = (0, 0);
-        // SAFETY: one of the two handles is the node's kernel. Past the last parameter the call fails.
+        // SAFETY: one of the two handles is the node's kernel. Past the last parameter the call
+        // fails.
         let answer = unsafe {
             match params.func.is_null() {
                 true => sys::cuKernelGetParamInfo(params.kern, index, &mut offset, &mut bytes),
@@ -123,7 +125,8 @@ fn each_word(
     Ok(())
 }
 
-/// Returns the driver's buffer id of the allocation that holds `address`, or `None` for a non-address.
+/// Returns the driver's buffer id of the allocation that holds `address`, or `None` for a
+/// non-address.
 fn allocation_of(address: sys::CUdeviceptr) -> Option<u64> {
     let mut allocation = 0_u64;
     let attribute = sys::CUpointer_attribute::CU_POINTER_ATTRIBUTE_BUFFER_ID;

@@ -1,15 +1,16 @@
 //! KV transfer by NCCL between this process's GPUs and those of another process.
 //!
-//! NCCL's send and receive kernels occupy a few SMs until the peer's kernel runs too. So an end launches its
-//! kernel only when it knows that the peer launches one. Only an abort ends a kernel whose peer never comes;
-//! until then the operation keeps its blocks.
+//! NCCL's send and receive kernels occupy a few SMs until the peer's kernel runs too. So an end
+//! launches its kernel only when it knows that the peer launches one. Only an abort ends a kernel
+//! whose peer never comes; until then the operation keeps its blocks.
 //!
-//! Scattered blocks go through slots of staging memory. An abort also waits for the copies between slots and
-//! blocks, because they write blocks.
+//! Scattered blocks go through slots of staging memory. An abort also waits for the copies between
+//! slots and blocks, because they write blocks.
 //!
-//! A node with tensor parallelism keeps its blocks in one part per rank, each part with the rank's heads on a
-//! GPU of its own. A [`NcclLink`] connects two parts, one at each end, that have KV heads in common. An operation
-//! is complete when it is complete on all links. A node without ranks has one part.
+//! A node with tensor parallelism keeps its blocks in one part per rank, each part with the rank's
+//! heads on a GPU of its own. A [`NcclLink`] connects two parts, one at each end, that have KV
+//! heads in common. An operation is complete when it is complete on all links. A node without ranks
+//! has one part.
 
 mod invitation;
 mod link;
@@ -46,26 +47,26 @@ pub enum PeerExchange {}
 
 impl StreamRole for PeerExchange {}
 
-/// Size of a slot, or of one block where a block is larger. The host spends 100 to 150 µs on an operation, and
-/// NVLink moves 32 to 50 MiB in that time: shorter operations leave the link idle.
+/// Size of a slot, or of one block where a block is larger. The host spends 100 to 150 µs on an
+/// operation, and NVLink moves 32 to 50 MiB in that time: shorter operations leave the link idle.
 const SLOT_BYTES: usize = 64 << 20;
 /// Slots per link: one is copied to or from while another is sent or received.
 const SLOTS: usize = 3;
 /// Runs of at least this many contiguous bytes are sent without staging.
 const DIRECT_BYTES: usize = 8 << 20;
 
-/// Communicators per link, used in turn: while the kernel of one starts or ends, the kernel of the other uses
-/// the whole link (341 GB/s with two, 311 with one).
+/// Communicators per link, used in turn: while the kernel of one starts or ends, the kernel of the
+/// other uses the whole link (341 GB/s with two, 311 with one).
 const LANES: usize = 2;
-/// NCCL uses 1/`CTA_DIVISOR` of a communicator's CTAs for an operation between two ranks, and all of them only
-/// if the operation has more than `CTA_BYTES` for each CTA.
+/// NCCL uses 1/`CTA_DIVISOR` of a communicator's CTAs for an operation between two ranks, and all
+/// of them only if the operation has more than `CTA_BYTES` for each CTA.
 const CTA_DIVISOR: usize = 2;
 const CTA_BYTES: usize = 16 << 20;
 const COMMUNICATOR_CTAS_MAX: usize = 64;
 
-/// Largest number of SMs that a node reserves for NCCL. A decode step of an 8B model is as fast on 128 of 132
-/// SMs, but an eighth slower on 124. With at most this many CTAs, the receiver scatters with the copy engines,
-/// which are fast enough and use no SM.
+/// Largest number of SMs that a node reserves for NCCL. A decode step of an 8B model is as fast on
+/// 128 of 132 SMs, but an eighth slower on 124. With at most this many CTAs, the receiver scatters
+/// with the copy engines, which are fast enough and use no SM.
 const RESERVED_SMS_MAX: u32 = 4;
 
 /// Time-out for loading NCCL's kernels, which took 0.4 s.
@@ -74,16 +75,16 @@ const PREPARE_MAX: Duration = Duration::from_secs(10);
 /// Memory budget per CTA of a communicator. Measured: 4 MiB and more.
 const COMMUNICATOR_BYTES: u64 = 6 << 20;
 
-/// Returns the memory in bytes that a pair of nodes takes on each GPU for `nccl`: slots, and an estimate of
-/// NCCL's own buffers. Holds for nodes with equal rank counts.
+/// Returns the memory in bytes that a pair of nodes takes on each GPU for `nccl`: slots, and an
+/// estimate of NCCL's own buffers. Holds for nodes with equal rank counts.
 pub fn nccl_link_bytes(max_ctas: u32) -> u64 {
     let share = CtaShare::of(max_ctas, 1, (1, 1), LANES);
     let ctas = LANES as u64 * u64::from(share.communicator_ctas());
     (SLOTS * SLOT_BYTES) as u64 + ctas * COMMUNICATOR_BYTES
 }
 
-/// Returns the number of SMs that decode steps leave to NCCL on a node without ranks: the CTAs that a pair
-/// really uses, or 0 where reserving that many would slow decode steps.
+/// Returns the number of SMs that decode steps leave to NCCL on a node without ranks: the CTAs that
+/// a pair really uses, or 0 where reserving that many would slow decode steps.
 pub fn nccl_reserved_sms(max_ctas: u32) -> u32 {
     let used = CtaShare::of(max_ctas, 1, (1, 1), LANES).per_gpu();
     if used <= RESERVED_SMS_MAX { used } else { 0 }
@@ -149,14 +150,15 @@ struct CtaShare {
 }
 
 impl CtaShare {
-    /// Divides `all` CTAs among the communicators of a GPU, at least one each. Both ends get the same result.
+    /// Divides `all` CTAs among the communicators of a GPU, at least one each. Both ends get the
+    /// same result.
     fn of(all: u32, pairs: usize, parts: (usize, usize), lanes: usize) -> Self {
         let communicators = (lanes * pairs.div_ceil(parts.0.min(parts.1).max(1))).max(1);
         Self { in_use: (all as usize / communicators).max(1), communicators }
     }
 
-    /// Returns the number of CTAs to create a communicator with, so that the longest operation uses no more than
-    /// its share.
+    /// Returns the number of CTAs to create a communicator with, so that the longest operation uses
+    /// no more than its share.
     fn communicator_ctas(self) -> u32 {
         let takes_all = self.in_use * CTA_BYTES < SLOT_BYTES;
         let ctas = if takes_all { self.in_use } else { CTA_DIVISOR * self.in_use };
@@ -169,8 +171,8 @@ impl CtaShare {
 }
 
 impl NcclChannels {
-    /// Creates the factory. `parts` hold the heads of `blocks`, in order of rank: one part for a single rank or
-    /// a node without ranks.
+    /// Creates the factory. `parts` hold the heads of `blocks`, in order of rank: one part for a
+    /// single rank or a node without ranks.
     pub(super) fn new(blocks: Arc<dyn RemoteBlocks>, parts: Vec<Arc<DeviceKv>>) -> Self {
         let parts = parts.into_iter().map(|part| (part, Arc::default())).collect();
         Self { blocks, parts, nccl: Mutex::default() }
@@ -226,7 +228,8 @@ impl NcclChannels {
         Ok(())
     }
 
-    /// Joins all links in parallel: each one takes 0.1 s. If one fails, dropping the other links aborts them.
+    /// Joins all links in parallel: each one takes 0.1 s. If one fails, dropping the other links
+    /// aborts them.
     fn join_links(
         &self,
         pairs: &[PartPair],

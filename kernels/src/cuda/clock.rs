@@ -12,11 +12,12 @@ use super::{
 
 /// Attempts to observe a GPU event at a known host time.
 const TRIES: usize = 8;
-/// Maximum age of the reference event in ms. `cuEventElapsedTime` returns an `f32` in ms, which is exact to 0.5 µs up
-/// to this age.
+/// Maximum age of the reference event in ms. `cuEventElapsedTime` returns an `f32` in ms, which is
+/// exact to 0.5 µs up to this age.
 const REFERENCE_AGE_MAX_MS: f32 = 4000.0;
 
-/// Converter of timed events to host time, relative to a reference event that was observed on both clocks at start.
+/// Converter of timed events to host time, relative to a reference event that was observed on both
+/// clocks at start.
 #[derive(Debug)]
 pub struct DeviceClock {
     reference: Event,
@@ -50,9 +51,9 @@ impl DeviceClock {
         Ok(milliseconds(end.milliseconds_since(begin)?))
     }
 
-    /// Returns the host times of two completed events, `begin` and `end`. The work cannot have begun before
-    /// `launched_at` or ended after `seen_at`; these bounds correct clock drift. `end` may become the new
-    /// reference event; the caller then gets the old one.
+    /// Returns the host times of two completed events, `begin` and `end`. The work cannot have
+    /// begun before `launched_at` or ended after `seen_at`; these bounds correct clock drift. `end`
+    /// may become the new reference event; the caller then gets the old one.
     pub fn span(
         &mut self,
         begin: &Event,
@@ -78,8 +79,8 @@ struct HostTime {
 }
 
 impl HostTime {
-    /// Returns the host time at which work ended, `since` after the reference. Moves the reference when the
-    /// result contradicts `launched_at` or `seen_at`.
+    /// Returns the host time at which work ended, `since` after the reference. Moves the reference
+    /// when the result contradicts `launched_at` or `seen_at`.
     fn place(
         &mut self,
         since: Duration,

@@ -1,14 +1,16 @@
-//! Low-latency all-reduce between the GPUs of one host, one process per GPU, by Baton's own kernels.
+//! Low-latency all-reduce between the GPUs of one host, one process per GPU, by Baton's own
+//! kernels.
 //!
 //! 1. Every rank allocates a [`GroupArena`], which the other ranks will write into, and sends its
 //!    [`GroupHandle`] as bytes to the other ranks.
-//! 2. With the handles of all ranks, the arena becomes a [`CudaGroup`]. All ranks must have created their group
-//!    before the first all-reduce.
-//! 3. All ranks launch the same all-reduces, eagerly or in a CUDA graph. Addresses never change, and the
-//!    result is bitwise equal on all ranks.
-//! 4. No kernel waits forever: after the group's time-out, or after [`CudaGroup::stop`], all-reduces return at
-//!    once with undefined results, and [`CudaGroup::check`] returns an error. To recover, every rank synchronizes
-//!    its streams, passes a barrier, calls [`CudaGroup::reset`], and passes another barrier.
+//! 2. With the handles of all ranks, the arena becomes a [`CudaGroup`]. All ranks must have created
+//!    their group before the first all-reduce.
+//! 3. All ranks launch the same all-reduces, eagerly or in a CUDA graph. Addresses never change,
+//!    and the result is bitwise equal on all ranks.
+//! 4. No kernel waits forever: after the group's time-out, or after [`CudaGroup::stop`],
+//!    all-reduces return at once with undefined results, and [`CudaGroup::check`] returns an error.
+//!    To recover, every rank synchronizes its streams, passes a barrier, calls
+//!    [`CudaGroup::reset`], and passes another barrier.
 
 use std::{
     ops,
@@ -87,7 +89,8 @@ impl GroupHandle {
     }
 }
 
-/// Memory of this rank that the other ranks will write into. [`CudaGroup::new`] turns it into a [`CudaGroup`].
+/// Memory of this rank that the other ranks will write into. [`CudaGroup::new`] turns it into a
+/// [`CudaGroup`].
 #[derive(Debug)]
 pub struct GroupArena {
     data: Range,
@@ -98,7 +101,8 @@ pub struct GroupArena {
 }
 
 impl GroupArena {
-    /// Allocates an arena for messages of up to `message_bytes` bytes. The arena takes about four times that.
+    /// Allocates an arena for messages of up to `message_bytes` bytes. The arena takes about four
+    /// times that.
     pub fn new(
         context: &Arc<Context>,
         library: &Arc<KernelLibrary>,
@@ -184,15 +188,16 @@ pub struct CudaGroup {
     _data: Range,
 }
 
-// SAFETY: the raw addresses are only passed to kernels; the host memory among them belongs to `fault`.
+// SAFETY: the raw addresses are only passed to kernels; the host memory among them belongs to
+// `fault`.
 unsafe impl Send for CudaGroup {}
 // SAFETY: `&self` only reads the raw addresses and passes them to kernels; `fault`, which the GPU
 // writes, is read and written as an atomic.
 unsafe impl Sync for CudaGroup {}
 
 impl CudaGroup {
-    /// Maps the other ranks' arenas; `handles` has all ranks in order. No kernel waits for longer than
-    /// `timeout`.
+    /// Maps the other ranks' arenas; `handles` has all ranks in order. No kernel waits for longer
+    /// than `timeout`.
     pub fn new(
         arena: GroupArena,
         handles: &[GroupHandle],
@@ -249,8 +254,9 @@ impl CudaGroup {
         self.message_bytes
     }
 
-    /// Returns whether the residual add and RMS norm are fused into an all-reduce of this shape. The fused
-    /// kernel is one-shot, which is slower than two-shot plus a separate norm above some size.
+    /// Returns whether the residual add and RMS norm are fused into an all-reduce of this shape.
+    /// The fused kernel is one-shot, which is slower than two-shot plus a separate norm above some
+    /// size.
     pub(super) fn fuses_norm(&self, rows: AllReduceShape) -> bool {
         // Measured for 2 and 4 ranks only.
         let quicker = match self.ranks() {
@@ -262,7 +268,8 @@ impl CudaGroup {
         rows.bytes() <= fits.min(quicker) && rows.width <= NORM_WIDTH_MAX
     }
 
-    /// Resets this rank's arena. All ranks pass a barrier before and after, with no all-reduce in flight.
+    /// Resets this rank's arena. All ranks pass a barrier before and after, with no all-reduce in
+    /// flight.
     pub fn reset(&self) -> Result<(), CudaError> {
         self.context.bind()?;
         // SAFETY: the arena belongs to this rank and is allocated.
@@ -276,8 +283,8 @@ impl CudaGroup {
     pub fn stop(&self) -> Result<(), CudaError> {
         self.fault_word().store(1, Ordering::Relaxed);
         self.context.bind()?;
-        // SAFETY: the arenas of all ranks are mapped as long as this group lives, and `aside` is not
-        // the stream of the calls that it aborts.
+        // SAFETY: the arenas of all ranks are mapped as long as this group lives, and `aside` is
+        // not the stream of the calls that it aborts.
         unsafe { launch!(&self.library, self.aside, baton_group_stop(&self.raw)) }
     }
 
@@ -314,7 +321,8 @@ impl CudaGroup {
         self.run(&args, stream)
     }
 
-    /// Launches `residual` += sum of all ranks' `x`, and `out` = RMS norm of `residual` in the row type.
+    /// Launches `residual` += sum of all ranks' `x`, and `out` = RMS norm of `residual` in the row
+    /// type.
     ///
     /// # Panics
     /// When a range is too short.
@@ -348,8 +356,8 @@ impl CudaGroup {
         self.run(&ffi::AllReduceArgs { x: at, out: at, ..shape(rows, is_dependent) }, stream)
     }
 
-    /// Launches an all-gather of columns: `x` has this rank's columns, `out` the columns of all ranks in
-    /// order. Rows that do not fit into the arenas at once are gathered in rounds.
+    /// Launches an all-gather of columns: `x` has this rank's columns, `out` the columns of all
+    /// ranks in order. Rows that do not fit into the arenas at once are gathered in rounds.
     ///
     /// # Panics
     /// When a range is too short, or the columns of the ranks are not contiguous from 0 on.
@@ -389,12 +397,12 @@ impl CudaGroup {
         firsts
     }
 
-    /// Launches sampling from logits that are sharded over the ranks; `tokens` has the vocabulary range of
-    /// each rank.
+    /// Launches sampling from logits that are sharded over the ranks; `tokens` has the vocabulary
+    /// range of each rank.
     ///
     /// # Safety
-    /// As for `baton_sample`: the ranges in `args` have the sizes of pool and step. The scratch memory is
-    /// for this number of ranks.
+    /// As for `baton_sample`: the ranges in `args` have the sizes of pool and step. The scratch
+    /// memory is for this number of ranks.
     pub(super) unsafe fn sample(
         &self,
         tokens: &[ops::Range<usize>],
@@ -427,14 +435,14 @@ impl CudaGroup {
 
     fn run(&self, args: &ffi::AllReduceArgs, stream: &Stream<Compute>) -> Result<(), CudaError> {
         stream.context().bind()?;
-        // SAFETY: the ranges have the rows' sizes, as the callers check. The kernel stays within the arenas'
-        // size, which is equal on all ranks, for any data of the other ranks.
+        // SAFETY: the ranges have the rows' sizes, as the callers check. The kernel stays within
+        // the arenas' size, which is equal on all ranks, for any data of the other ranks.
         unsafe { launch!(&self.library, stream, baton_all_reduce(&self.raw, args)) }
     }
 
     fn fault_word(&self) -> &AtomicU32 {
-        // SAFETY: the word is aligned and lives as long as this value. The GPU writes it, and the host
-        // accesses it through this atomic only.
+        // SAFETY: the word is aligned and lives as long as this value. The GPU writes it, and the
+        // host accesses it through this atomic only.
         unsafe { AtomicU32::from_ptr(self.fault.base()) }
     }
 }

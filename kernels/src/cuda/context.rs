@@ -1,12 +1,14 @@
 //! A GPU's context, its streams and events.
 //!
-//! A stream's type has a role, so that work of one role cannot be enqueued on a stream of another role.
+//! A stream's type has a role, so that work of one role cannot be enqueued on a stream of another
+//! role.
 //!
-//! A device buffer that one stream writes and another reads has one owner, together with its events: a step's
-//! plan and results in `DeviceBatch`, a staging slot in `Staging`. The owner records the event after the last
-//! use and makes the next stream wait for the event; the buffer never leaves the owner. Host memory of a copy
-//! is an `InFlight`, which holds memory and event. Another stream accesses KV blocks only after the host has
-//! seen the event of the step that wrote them.
+//! A device buffer that one stream writes and another reads has one owner, together with its
+//! events: a step's plan and results in `DeviceBatch`, a staging slot in `Staging`. The owner
+//! records the event after the last use and makes the next stream wait for the event; the buffer
+//! never leaves the owner. Host memory of a copy is an `InFlight`, which holds memory and event.
+//! Another stream accesses KV blocks only after the host has seen the event of the step that wrote
+//! them.
 
 use std::{
     marker::PhantomData,
@@ -24,7 +26,8 @@ use super::{
     error::{CudaError, Named, reason},
 };
 
-/// The primary context of one GPU. Every thread that calls the driver first calls [`Context::bind`].
+/// The primary context of one GPU. Every thread that calls the driver first calls
+/// [`Context::bind`].
 #[derive(Debug)]
 pub struct Context {
     raw: sys::CUcontext,
@@ -97,8 +100,8 @@ impl Context {
         Ok(free as u64)
     }
 
-    /// Returns the bytes that this process has allocated. Unlike a difference of free bytes, the number
-    /// excludes other processes.
+    /// Returns the bytes that this process has allocated. Unlike a difference of free bytes, the
+    /// number excludes other processes.
     pub fn taken_bytes(&self) -> u64 {
         self.taken.load(Ordering::Relaxed)
     }
@@ -131,7 +134,8 @@ impl Context {
 impl Drop for Context {
     fn drop(&mut self) {
         // A failure means that an error has ended the context, and nothing can be released.
-        // SAFETY: the context was retained once in `new`; everything created in it holds it and was dropped.
+        // SAFETY: the context was retained once in `new`; everything created in it holds it and was
+        // dropped.
         let _ = unsafe { result::primary_ctx::release(self.device.raw) };
     }
 }
@@ -174,7 +178,8 @@ impl<R: StreamRole> Stream<R> {
         Ok(Self { raw, context: Arc::clone(context), role: PhantomData })
     }
 
-    /// Creates a stream of the highest priority: its kernels are scheduled before waiting kernels of others.
+    /// Creates a stream of the highest priority: its kernels are scheduled before waiting kernels
+    /// of others.
     pub fn urgent(context: &Arc<Context>) -> Result<Self, CudaError> {
         Self::with_priority(context, |_, greatest| greatest)
     }
@@ -225,8 +230,8 @@ impl<R: StreamRole> Stream<R> {
 
 impl<R: StreamRole> Drop for Stream<R> {
     fn drop(&mut self) {
-        // SAFETY: the stream is destroyed once; the driver completes its work first. A failure means that an
-        // error has ended the context, and nothing can be released.
+        // SAFETY: the stream is destroyed once; the driver completes its work first. A failure
+        // means that an error has ended the context, and nothing can be released.
         let _ = unsafe { result::stream::destroy(self.raw) };
     }
 }
@@ -285,14 +290,16 @@ impl Event {
 
     /// Returns the milliseconds between two completed [`timed`](Self::timed) events.
     pub fn milliseconds_since(&self, begin: &Event) -> Result<f32, CudaError> {
-        // SAFETY: both are alive; the driver returns an error for events without timing or not completed.
+        // SAFETY: both are alive; the driver returns an error for events without timing or not
+        // completed.
         unsafe { result::event::elapsed(begin.raw, self.raw) }.named("cuEventElapsedTime")
     }
 }
 
 impl Drop for Event {
     fn drop(&mut self) {
-        // SAFETY: the event is destroyed once. As with streams, nothing can be done about a failure.
+        // SAFETY: the event is destroyed once. As with streams, nothing can be done about a
+        // failure.
         let _ = unsafe { result::event::destroy(self.raw) };
     }
 }

@@ -1,7 +1,7 @@
 //! Batched copies by the copy engines.
 //!
-//! Consecutive copies on one stream serialize, which leaves gaps between copies from GPU to GPU. The copies
-//! of one `cuMemcpyBatchAsync` call are unordered and have no gaps.
+//! Consecutive copies on one stream serialize, which leaves gaps between copies from GPU to GPU.
+//! The copies of one `cuMemcpyBatchAsync` call are unordered and have no gaps.
 
 use cudarc::driver::sys;
 
@@ -28,8 +28,8 @@ impl UnorderedCopies {
     /// Enqueues all copies on `stream` as one batch.
     ///
     /// # Safety
-    /// Every source and destination is mapped in the stream's context until the copies complete, and
-    /// nothing else writes the destinations.
+    /// Every source and destination is mapped in the stream's context until the copies complete,
+    /// and nothing else writes the destinations.
     pub(super) unsafe fn put<R: StreamRole>(
         &mut self,
         stream: &Stream<R>,
@@ -49,8 +49,8 @@ impl UnorderedCopies {
             dstLocHint: nowhere,
             flags: sys::CUmemcpyFlags::CU_MEMCPY_FLAG_PREFER_OVERLAP_WITH_COMPUTE as u32,
         };
-        // SAFETY: the three lists have equal length and are read before the call returns. The attributes
-        // apply to all copies. The caller guarantees the rest.
+        // SAFETY: the three lists have equal length and are read before the call returns. The
+        // attributes apply to all copies. The caller guarantees the rest.
         let batch = unsafe {
             sys::cuMemcpyBatchAsync_v2(
                 self.to.as_mut_ptr(),
@@ -64,7 +64,8 @@ impl UnorderedCopies {
             )
         };
         match batch {
-            // The batch call does not support this kind of memory: enqueue single copies, which are slower.
+            // The batch call does not support this kind of memory: enqueue single copies, which are
+            // slower.
             sys::CUresult::CUDA_ERROR_NOT_SUPPORTED | sys::CUresult::CUDA_ERROR_INVALID_VALUE => {
                 // SAFETY: every source and destination is mapped until the copies complete, and
                 // nothing else writes the destinations (`# Safety`).

@@ -15,11 +15,12 @@ use crate::{
     layout::{BlockId, Dtype},
 };
 
-/// Numbers that the kernel writes for a part of a weight: the digest, and the elements that are not finite.
+/// Numbers that the kernel writes for a part of a weight: the digest, and the elements that are not
+/// finite.
 pub(super) const SUMS: usize = 2;
 
-/// Computes digests of blocks on one GPU. The kernel stores them into host memory: a copy to the host would queue behind
-/// the copies of blocks to the host.
+/// Computes digests of blocks on one GPU. The kernel stores them into host memory: a copy to the
+/// host would queue behind the copies of blocks to the host.
 #[derive(Debug)]
 pub(super) struct Digester {
     library: Arc<KernelLibrary>,
@@ -37,8 +38,8 @@ struct DigestLane {
     stream: Stream<Compute>,
     progress: StreamProgress,
     done: Event,
-    /// Device memory in which the digests are accumulated, and the number of CTAs that have added their sums. The
-    /// kernel leaves zeros.
+    /// Device memory in which the digests are accumulated, and the number of CTAs that have added
+    /// their sums. The kernel leaves zeros.
     sums: Range,
     /// Whether the sums are zeros once the work in the stream is complete.
     is_cleared: bool,
@@ -46,8 +47,9 @@ struct DigestLane {
     results: PinnedMemory<u64>,
 }
 
-/// Digests that the GPU is computing. The wait for the digests has no deadline, because the blocks must not be written
-/// while the kernel may read them. If the device hangs, steps hang too, and the engine thread reports it.
+/// Digests that the GPU is computing. The wait for the digests has no deadline, because the blocks
+/// must not be written while the kernel may read them. If the device hangs, steps hang too, and the
+/// engine thread reports it.
 pub(super) struct DigestsInFlight<'a> {
     count: usize,
     /// `None` after the wait.
@@ -100,8 +102,8 @@ impl Digester {
         Ok(Self { digest_lists, library, context, transfers, saves, loads })
     }
 
-    /// Launches the digest of `heads` of `blocks` for a transfer; a block of `data` has these heads only. The blocks must
-    /// be written already and stay unchanged until the digest completes.
+    /// Launches the digest of `heads` of `blocks` for a transfer; a block of `data` has these heads
+    /// only. The blocks must be written already and stay unchanged until the digest completes.
     pub(super) fn start(
         &self,
         data: &Range,
@@ -146,7 +148,8 @@ impl Digester {
                 Ok(DigestsInFlight { count, mark: Some(mark), lane })
             }
             Err(error) => {
-                // Earlier launches of this call may leave sums. They must end before the blocks are written.
+                // Earlier launches of this call may leave sums. They must end before the blocks are
+                // written.
                 lane.is_cleared = false;
                 let _ = lane.stream.synchronize();
                 Err(error)
@@ -178,9 +181,10 @@ impl Digester {
         // Checks that the blocks are inside the range.
         let arena = data.part(0, end * block_bytes);
         let (run_bytes, run_stride, first_bytes) = heads.runs();
-        // SAFETY: the blocks are inside their range, by the layout of `heads`. The caller holds the lane's lock until
-        // the stream's work is complete, so nothing else accesses sums and results, which hold the largest number of
-        // digests. Pinned memory has one address for host and GPU. The list is read before the call returns.
+        // SAFETY: the blocks are inside their range, by the layout of `heads`. The caller holds the
+        // lane's lock until the stream's work is complete, so nothing else accesses sums and
+        // results, which hold the largest number of digests. Pinned memory has one address for host
+        // and GPU. The list is read before the call returns.
         let code = unsafe {
             (self.digest_lists)(
                 arena,
@@ -231,8 +235,8 @@ impl WeightDigests {
         Ok(Self { library: Arc::clone(library), kernel: library.digest_weight()? })
     }
 
-    /// Enqueues the digest of the part at an offset of `memory`. The kernel writes the [`SUMS`] numbers with this
-    /// index.
+    /// Enqueues the digest of the part at an offset of `memory`. The kernel writes the [`SUMS`]
+    /// numbers with this index.
     pub(super) fn enqueue<R: StreamRole>(
         &self,
         dtype: Dtype,

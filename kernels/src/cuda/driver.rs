@@ -64,8 +64,8 @@ impl Driver {
             return Err(CudaError::NoDriver);
         }
         let mut version = 0;
-        // SAFETY: the library is loaded, every version of it has this function, and the function writes one
-        // number.
+        // SAFETY: the library is loaded, every version of it has this function, and the function
+        // writes one number.
         unsafe { sys::cuDriverGetVersion(&mut version) }.named("cuDriverGetVersion")?;
         let found = CudaVersion(version);
         if found < CUDA_NEEDED {
@@ -92,8 +92,8 @@ impl Driver {
         (0..count).map(device).collect()
     }
 
-    /// Returns the GPU of this UUID (with or without `GPU-`; a unique prefix suffices), or the first GPU for
-    /// `None`.
+    /// Returns the GPU of this UUID (with or without `GPU-`; a unique prefix suffices), or the
+    /// first GPU for `None`.
     pub fn device(&self, uuid: Option<&str>) -> Result<Device, CudaError> {
         choose(self.devices()?, uuid)
     }

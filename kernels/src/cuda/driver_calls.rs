@@ -1,8 +1,9 @@
 //! Driver calls in flight, visible to threads that must not call the driver.
 //!
-//! A call that frees memory holds the context's lock until the whole GPU is idle. Meanwhile every launch on that
-//! context waits: forward passes and transfers to other peers. If an operation is stuck, such a call never returns and
-//! blocks them all. The watchdog therefore aborts the stuck operation when a call is overdue.
+//! A call that frees memory holds the context's lock until the whole GPU is idle. Meanwhile every
+//! launch on that context waits: forward passes and transfers to other peers. If an operation is
+//! stuck, such a call never returns and blocks them all. The watchdog therefore aborts the stuck
+//! operation when a call is overdue.
 
 use std::{
     collections::BTreeMap,
@@ -13,7 +14,8 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// Longest usual time of a call that frees memory, including NCCL's abort (0.4 to 0.7 s), while nothing is stuck.
+/// Longest usual time of a call that frees memory, including NCCL's abort (0.4 to 0.7 s), while
+/// nothing is stuck.
 pub(super) const FREE_USUAL: Duration = Duration::from_secs(1);
 /// A call that is overdue for this long is ignored: no abort makes it return.
 const OVERDUE_MAX: Duration = Duration::from_secs(10);

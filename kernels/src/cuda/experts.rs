@@ -1,8 +1,8 @@
-//! Mixtures of experts: routing, two grouped GEMMs, and the weighted sum. All counts stay on the device, so that steps can
-//! be captured.
+//! Mixtures of experts: routing, two grouped GEMMs, and the weighted sum. All counts stay on the
+//! device, so that steps can be captured.
 //!
-//! Up to [`FEW_ROWS_MAX`] rows, a row's result does not depend on the other rows. With more rows the router's GEMM runs on
-//! cuBLASLt, which adds in another order.
+//! Up to [`FEW_ROWS_MAX`] rows, a row's result does not depend on the other rows. With more rows
+//! the router's GEMM runs on cuBLASLt, which adds in another order.
 
 use super::{
     backend::{CudaBackend, wide},
@@ -280,15 +280,17 @@ impl CudaBackend {
 
     fn route(&self, args: ffi::RouteArgs) {
         self.run(|library, stream| {
-            // SAFETY: the ranges have the sizes checked in `mix`, and the number of arrivals is 0 between calls.
+            // SAFETY: the ranges have the sizes checked in `mix`, and the number of arrivals is 0
+            // between calls.
             unsafe { launch!(library, stream, baton_route(&args)) }
         });
     }
 
     fn expert_gemm(&self, args: ffi::ExpertGemmArgs) {
         self.run(|library, stream| {
-            // SAFETY: weights, inputs and outputs have the sizes checked in `mix`. Routing, which has written the lists,
-            // was launched before gate and up, and so at least two kernels before down.
+            // SAFETY: weights, inputs and outputs have the sizes checked in `mix`. Routing, which
+            // has written the lists, was launched before gate and up, and so at least two kernels
+            // before down.
             unsafe { launch!(library, stream, baton_expert_gemm(&args)) }
         });
     }

@@ -1,5 +1,5 @@
-//! GPU memory that this process exports to other processes of this host by CUDA IPC handles, and the mapping of
-//! memory that they export.
+//! GPU memory that this process exports to other processes of this host by CUDA IPC handles, and
+//! the mapping of memory that they export.
 
 use std::sync::Arc;
 
@@ -17,7 +17,8 @@ use crate::shard::RANKS_MAX;
 pub const HANDLE_BYTES: usize = 64;
 const UUID_BYTES: usize = 40;
 
-/// GPU memory that processes of this host may map: one rank's heads of all blocks, or an all-reduce arena.
+/// GPU memory that processes of this host may map: one rank's heads of all blocks, or an all-reduce
+/// arena.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct IpcRange {
     handle: [u8; HANDLE_BYTES],

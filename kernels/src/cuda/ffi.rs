@@ -1,7 +1,7 @@
-//! Rust declarations of `kernels/cuda/include/baton_kernels.h`, `kernels/cuda/collective/collective.h`,
-//! `kernels/cuda/experts/experts.h` and `kernels/cuda/trace/ranges.h`: the same structs in the same order, and the functions
-//! that Baton calls.
-//! [`STRUCT_BYTES`] is compared with the library's own sizes before the first call.
+//! Rust declarations of `kernels/cuda/include/baton_kernels.h`,
+//! `kernels/cuda/collective/collective.h`, `kernels/cuda/experts/experts.h` and
+//! `kernels/cuda/trace/ranges.h`: the same structs in the same order, and the functions that Baton
+//! calls. [`STRUCT_BYTES`] is compared with the library's own sizes before the first call.
 
 use std::ffi::{c_char, c_void};
 
@@ -426,12 +426,12 @@ structs! {
     }
 }
 
-/// `BATON_DIGESTS_MAX` of `kernels/cuda/digest/digest.h`. [`DeviceKv::digest_with`](super::DeviceKv::digest_with)
-/// rejects a library with a smaller one.
+/// `BATON_DIGESTS_MAX` of `kernels/cuda/digest/digest.h`.
+/// [`DeviceKv::digest_with`](super::DeviceKv::digest_with) rejects a library with a smaller one.
 pub(super) const DIGESTS_MAX: usize = 128;
 
-/// `baton_digest_lists` of the same header. It is not in the function table, because only verified transfers and KV
-/// tiers need it and a library may lack it.
+/// `baton_digest_lists` of the same header. It is not in the function table, because only verified
+/// transfers and KV tiers need it and a library may lack it.
 pub(super) type DigestLists = unsafe extern "C" fn(
     Address,
     i64,

@@ -173,9 +173,9 @@ impl Gemm {
         unsafe { self.launch(descriptors, algorithm, (x, w, out), stream) }
     }
 
-    /// Times cuBLASLt's candidate algorithms for each shape that has no tuned algorithm yet; `run` uses
-    /// the fastest. Timing reads `weights` and overwrites `out`. A shape that does not fit into them
-    /// keeps the heuristic's algorithm.
+    /// Times cuBLASLt's candidate algorithms for each shape that has no tuned algorithm yet; `run`
+    /// uses the fastest. Timing reads `weights` and overwrites `out`. A shape that does not fit
+    /// into them keeps the heuristic's algorithm.
     ///
     /// Tuning precedes the first GEMM, so the algorithm of a shape never changes.
     pub fn tune(
@@ -197,8 +197,8 @@ impl Gemm {
         outcome
     }
 
-    /// Returns the fastest algorithm, its time and the time of the heuristic's algorithm. Returns `None`
-    /// when the ranges are too small or there is no algorithm.
+    /// Returns the fastest algorithm, its time and the time of the heuristic's algorithm. Returns
+    /// `None` when the ranges are too small or there is no algorithm.
     fn time(
         &self,
         shape: GemmShape,
@@ -237,7 +237,8 @@ impl Gemm {
     fn plan(&self, shape: GemmShape) -> Result<GemmPlan, CudaError> {
         let descriptors = Descriptors::new(shape, self.workspace.address())?;
         let (handle, workspace) = (self.handle.raw, self.workspace.bytes());
-        // A tuned algorithm may come from a file or from another row count, so cuBLASLt checks it first.
+        // A tuned algorithm may come from a file or from another row count, so cuBLASLt checks it
+        // first.
         let tuned = self.tuned.get(&shape).map(|data| sys::cublasLtMatmulAlgo_t { data });
         let algorithm =
             match tuned.filter(|algorithm| descriptors.takes(handle, algorithm, workspace)) {
@@ -255,8 +256,8 @@ impl Gemm {
     }
 
     /// # Safety
-    /// The addresses point to memory that holds the shape's matrices, so do those of the scales in the descriptors, and no
-    /// other work accesses `out` meanwhile.
+    /// The addresses point to memory that holds the shape's matrices, so do those of the scales in
+    /// the descriptors, and no other work accesses `out` meanwhile.
     unsafe fn launch(
         &self,
         descriptors: &Descriptors,
@@ -265,9 +266,9 @@ impl Gemm {
         stream: &Stream<Compute>,
     ) -> Result<(), CudaError> {
         let (one, zero) = (1.0f32, 0.0f32);
-        // SAFETY: the caller's matrices have the sizes of the descriptors, and the workspace has the size
-        // that is passed. The scale factors are f32, as the descriptor says, and are read before the call
-        // returns. `out` is not read because beta is 0.
+        // SAFETY: the caller's matrices have the sizes of the descriptors, and the workspace has
+        // the size that is passed. The scale factors are f32, as the descriptor says, and are read
+        // before the call returns. `out` is not read because beta is 0.
         unsafe {
             result::matmul(
                 self.handle.raw,
@@ -294,8 +295,8 @@ impl Gemm {
 
 /// Algorithms timed per shape.
 const CANDIDATES: usize = 8;
-/// GEMMs between two timing events, to hide the launch latency. With more rows than `LAUNCHES_ROWS_MAX`, one
-/// GEMM is long enough to hide it.
+/// GEMMs between two timing events, to hide the launch latency. With more rows than
+/// `LAUNCHES_ROWS_MAX`, one GEMM is long enough to hide it.
 const LAUNCHES: usize = 3;
 const LAUNCHES_ROWS_MAX: usize = 512;
 
@@ -330,7 +331,8 @@ impl TimedGemm<'_> {
         let x = self.weights.part(0, self.shape.x_bytes());
         let out = self.out.part(0, self.shape.out_bytes());
         let algorithm = &self.algorithms[candidate];
-        // SAFETY: the three ranges have the shape's sizes, and nothing else reads `out` during tuning.
+        // SAFETY: the three ranges have the shape's sizes, and nothing else reads `out` during
+        // tuning.
         unsafe { self.gemm.launch(&self.descriptors, algorithm, (x, w, out), self.stream) }.is_ok()
     }
 
@@ -372,8 +374,9 @@ struct Descriptors {
 }
 
 impl Descriptors {
-    /// cuBLAS is column-major: `w` is `[inputs]` by `[outputs]` and transposed, `x` is `[inputs]` by
-    /// `[rows]`, and `out` is `[outputs]` by `[rows]`. `scales` is any address: without one there is no algorithm for FP8.
+    /// cuBLAS is column-major: `w` is `[inputs]` by `[outputs]` and transposed, `x` is `[inputs]`
+    /// by `[rows]`, and `out` is `[outputs]` by `[rows]`. `scales` is any address: without one
+    /// there is no algorithm for FP8.
     fn new(shape: GemmShape, scales: Address) -> Result<Self, CudaError> {
         let GemmShape { rows, inputs, outputs, from, is_fp8, to, x_stride, out_stride } = shape;
         let from = if is_fp8 { sys::cudaDataType::CUDA_R_8F_E4M3 } else { data_type(from) };
@@ -484,7 +487,8 @@ impl<T: Copy> Drop for OwnedHandle<T> {
     }
 }
 
-/// Creates a descriptor: f32 accumulation, first matrix transposed, with `is_fp8` a scale for each row of `x` and `w`.
+/// Creates a descriptor: f32 accumulation, first matrix transposed, with `is_fp8` a scale for each
+/// row of `x` and `w`.
 fn operation(is_fp8: bool) -> Result<OwnedHandle<sys::cublasLtMatmulDesc_t>, CudaError> {
     use sys::cublasLtMatmulDescAttributes_t as Attribute;
     let compute = sys::cublasComputeType_t::CUBLAS_COMPUTE_32F;

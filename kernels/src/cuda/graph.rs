@@ -23,9 +23,9 @@ pub struct Graph {
 unsafe impl Send for Graph {}
 
 impl Graph {
-    /// Captures the operations that `work` enqueues on `stream`, without running them. `work` must not wait
-    /// for an event of another stream, copy host memory, or load a kernel: run `work` once before the
-    /// capture.
+    /// Captures the operations that `work` enqueues on `stream`, without running them. `work` must
+    /// not wait for an event of another stream, copy host memory, or load a kernel: run `work` once
+    /// before the capture.
     pub fn capture(
         stream: &Stream<Compute>,
         work: impl FnOnce() -> Result<(), CudaError>,
@@ -61,8 +61,8 @@ impl Graph {
         Ok(graph)
     }
 
-    /// Launches the graph on `stream`. Debug builds first check that all memory the graph uses is still
-    /// allocated.
+    /// Launches the graph on `stream`. Debug builds first check that all memory the graph uses is
+    /// still allocated.
     pub fn launch(&mut self, stream: &Stream<Compute>) -> Result<(), CudaError> {
         self.captured.verify();
         // SAFETY: both are alive; the caller keeps the memory, as `capture` requires.

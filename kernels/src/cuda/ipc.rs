@@ -1,10 +1,11 @@
 //! Copies KV blocks out of another process's GPU memory with the copy engines (CUDA IPC).
 //!
-//! The exporter names its allocations by IPC handles. The importer maps each allocation once and copies on its
-//! own streams. No kernel runs on either GPU.
+//! The exporter names its allocations by IPC handles. The importer maps each allocation once and
+//! copies on its own streams. No kernel runs on either GPU.
 //!
-//! A node has one part per rank, with the rank's heads of all blocks. Its peer may have another number of
-//! ranks: each receiving GPU copies its heads out of every peer part that has some of these heads.
+//! A node has one part per rank, with the rank's heads of all blocks. Its peer may have another
+//! number of ranks: each receiving GPU copies its heads out of every peer part that has some of
+//! these heads.
 
 use std::sync::Arc;
 
@@ -113,8 +114,9 @@ impl PeerMemory for IpcMemory {
     }
 }
 
-/// The common bytes of a block of one part and a block of another part. A block has runs, one per layer's keys
-/// or values, and each run has its common bytes at the same offset. Blocks are contiguous.
+/// The common bytes of a block of one part and a block of another part. A block has runs, one per
+/// layer's keys or values, and each run has its common bytes at the same offset. Blocks are
+/// contiguous.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Strides {
     /// Bytes from one run to the next, and the offset of the common bytes in a run.
@@ -131,7 +133,8 @@ impl Strides {
     }
 }
 
-/// Returns the heads that two ranks of different rank counts have in common, or `None` if there are none.
+/// Returns the heads that two ranks of different rank counts have in common, or `None` if there are
+/// none.
 pub(super) fn shared_heads(
     layout: KvLayout,
     (from, from_of): (usize, usize),
@@ -158,7 +161,8 @@ struct PeerPart {
 
 impl PeerPart {
     /// # Safety
-    /// See [`UnorderedCopies::put`]: nothing else accesses the destination blocks until the copies complete.
+    /// See [`UnorderedCopies::put`]: nothing else accesses the destination blocks until the copies
+    /// complete.
     unsafe fn put<R: StreamRole>(
         &self,
         runs: &[BlockRun],
@@ -183,8 +187,8 @@ impl PeerPart {
             }
             let (from, to) =
                 ((from, strides.from.0, strides.from.1), (to, strides.to.0, strides.to.1));
-            // SAFETY: the rows of both are inside their blocks, as just checked. The caller guarantees the
-            // rest.
+            // SAFETY: the rows of both are inside their blocks, as just checked. The caller
+            // guarantees the rest.
             unsafe { copy_rows(from, to, strides.bytes, count * strides.runs, stream) }?;
         }
         if strides.is_contiguous() {
@@ -223,8 +227,8 @@ impl CudaPeerBlocks {
             let mark = Event::new(end.kv.context())?;
             end.kv.pass_time(stream)?;
             for piece in &end.pieces {
-                // SAFETY: the caller holds a write guard of each destination block until the event is seen,
-                // and the mapping lives as long.
+                // SAFETY: the caller holds a write guard of each destination block until the event
+                // is seen, and the mapping lives as long.
                 unsafe { piece.put(runs, end.kv.data(), stream) }?;
             }
             mark.record(stream)?;
@@ -262,7 +266,8 @@ impl PeerBlocks for CudaPeerBlocks {
     }
 }
 
-/// Copies in flight with their events. The fields are dropped in this order after the events completed.
+/// Copies in flight with their events. The fields are dropped in this order after the events
+/// completed.
 struct CudaPull {
     marks: Vec<Event>,
     to: Option<Vec<BlockWrite>>,

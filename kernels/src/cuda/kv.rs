@@ -64,8 +64,9 @@ impl DeviceKv {
         Self::over(context, layout, blocks, data, None)
     }
 
-    /// Maps the blocks of another process of this host, such as a rank, by its [`PeerMemory::export`]. Each
-    /// block has `layout`. Retains the context of their GPU in this process.
+    /// Maps the blocks of another process of this host, such as a rank, by its
+    /// [`PeerMemory::export`]. Each block has `layout`. Retains the context of their GPU in this
+    /// process.
     ///
     /// # Errors
     /// A message for operators.
@@ -144,8 +145,8 @@ impl DeviceKv {
         &self.context
     }
 
-    /// Sets the library whose kernel gathers and scatters blocks, instead of one copy per piece. Only the first
-    /// call has an effect.
+    /// Sets the library whose kernel gathers and scatters blocks, instead of one copy per piece.
+    /// Only the first call has an effect.
     pub fn move_with(&self, library: Arc<KernelLibrary>) -> Result<(), CudaError> {
         self.context.bind()?;
         // SAFETY: a context is current.
@@ -163,11 +164,12 @@ impl DeviceKv {
         self.library.get().map(|library| &**library)
     }
 
-    /// Sets the library that computes digests of blocks on the GPU, and loads its kernel. Only the first call
-    /// has an effect.
+    /// Sets the library that computes digests of blocks on the GPU, and loads its kernel. Only the
+    /// first call has an effect.
     ///
     /// # Errors
-    /// When the library has no digest kernel for this GPU, or its kernel computes fewer digests in a call.
+    /// When the library has no digest kernel for this GPU, or its kernel computes fewer digests in
+    /// a call.
     pub fn digest_with(&self, library: Arc<KernelLibrary>) -> Result<(), CudaError> {
         let digester = Digester::new(&self.context, library)?;
         // A library that computes fewer digests in a call returns an error.
@@ -177,8 +179,8 @@ impl DeviceKv {
         Ok(())
     }
 
-    /// Adds random delays to streams that transfer blocks between GPUs, in tests. Only the first call has an
-    /// effect.
+    /// Adds random delays to streams that transfer blocks between GPUs, in tests. Only the first
+    /// call has an effect.
     pub fn delay_streams(&self, delays: StreamDelays) {
         let _ = self.delays.set(delays);
     }

@@ -44,7 +44,8 @@ impl KernelLibrary {
             path: path.to_owned(),
             reason: reason.to_string(),
         };
-        // `dlopen` searches the system's folders for a bare file name, so the path is made absolute.
+        // `dlopen` searches the system's folders for a bare file name, so the path is made
+        // absolute.
         let full = path.canonicalize().map_err(|error| not_opened(&error))?;
         // SAFETY: the library's initializers are those of the C++ and CUDA runtimes.
         let library = unsafe { Library::new(&full) }.map_err(|error| not_opened(&error))?;
@@ -76,8 +77,8 @@ impl KernelLibrary {
         &self.path
     }
 
-    /// Loads every kernel onto the GPU, so that no later launch does. FlashInfer's kernels are loaded by
-    /// their first launch.
+    /// Loads every kernel onto the GPU, so that no later launch does. FlashInfer's kernels are
+    /// loaded by their first launch.
     ///
     /// # Errors
     /// When the library has no code for this GPU.
@@ -95,8 +96,8 @@ impl KernelLibrary {
         }
     }
 
-    /// Begins a profiler range of this thread, with a number. The range ends when the returned value is
-    /// dropped.
+    /// Begins a profiler range of this thread, with a number. The range ends when the returned
+    /// value is dropped.
     pub fn range(self: &Arc<Self>, name: &'static CStr, number: u64) -> TimeRange {
         // SAFETY: the name ends with a zero and is copied.
         unsafe { (self.functions.baton_range_push)(name.as_ptr(), number) };
@@ -107,13 +108,15 @@ impl KernelLibrary {
         &self.functions
     }
 
-    /// Returns the digest function of blocks, which must not be called after this library is dropped.
+    /// Returns the digest function of blocks, which must not be called after this library is
+    /// dropped.
     pub(super) fn digest_lists(&self) -> Result<ffi::DigestLists, CudaError> {
         // SAFETY: the function has this signature in this version.
         unsafe { self.optional(b"baton_digest_lists\0") }
     }
 
-    /// Returns the digest function of weights, which must not be called after this library is dropped.
+    /// Returns the digest function of weights, which must not be called after this library is
+    /// dropped.
     pub(super) fn digest_weight(&self) -> Result<ffi::DigestWeight, CudaError> {
         // SAFETY: the function has this signature in this version.
         unsafe { self.optional(b"baton_digest_weight\0") }
@@ -147,8 +150,8 @@ impl KernelLibrary {
     }
 
     fn failed(&self, call: &'static str, code: i32) -> CudaError {
-        // SAFETY: the function returns this thread's own string, which ends with a zero and is valid until
-        // the next failed call.
+        // SAFETY: the function returns this thread's own string, which ends with a zero and is
+        // valid until the next failed call.
         let reason = unsafe { text((self.functions.baton_last_error)()) };
         CudaError::Call { call, code, reason }
     }

@@ -38,8 +38,8 @@ pub enum CopySubmission {
     Batch { pieces: usize },
 }
 
-/// Measures the rate at which one GPU's copy engines copy `bytes` bytes, cut into pieces, out of another
-/// GPU's memory.
+/// Measures the rate at which one GPU's copy engines copy `bytes` bytes, cut into pieces, out of
+/// another GPU's memory.
 pub fn pull_rate(
     from: &Arc<Context>,
     to: &Arc<Context>,

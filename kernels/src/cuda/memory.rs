@@ -1,7 +1,7 @@
 //! GPU memory, allocated once, and pinned host memory for asynchronous copies.
 //!
-//! A [`DeviceMemory`] is one allocation. [`Range`]s are cut from it and keep it alive. Only copies and kernels
-//! use device addresses; Rust code never dereferences them.
+//! A [`DeviceMemory`] is one allocation. [`Range`]s are cut from it and keep it alive. Only copies
+//! and kernels use device addresses; Rust code never dereferences them.
 
 use std::{
     ops::{Deref, DerefMut},
@@ -75,7 +75,8 @@ impl DeviceMemory {
         bytes: usize,
     ) -> Result<Self, CudaError> {
         context.bind()?;
-        // Ranges are rounded up to the alignment, so the allocation is too. The driver rejects 0 bytes.
+        // Ranges are rounded up to the alignment, so the allocation is too. The driver rejects 0
+        // bytes.
         let bytes = bytes.checked_next_multiple_of(ALIGNMENT).unwrap_or(bytes).max(ALIGNMENT);
         // Other processes can map memory from `cuMemAlloc`, but not memory from a pool.
         // SAFETY: nothing is read or written.
@@ -143,8 +144,8 @@ pub struct Range {
 }
 
 impl Range {
-    /// Maps `bytes` bytes at `offset` of an allocation that another process exported as `handle`. The
-    /// mapping lasts until that process frees the memory or this range is dropped.
+    /// Maps `bytes` bytes at `offset` of an allocation that another process exported as `handle`.
+    /// The mapping lasts until that process frees the memory or this range is dropped.
     pub(super) fn mapped(
         context: &Arc<Context>,
         what: &'static str,
@@ -154,8 +155,8 @@ impl Range {
         context.bind()?;
         let mut base = 0;
         let flags = sys::CUipcMem_flags::CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS as u32;
-        // SAFETY: one address is written; the driver rejects handles that it did not create or whose
-        // memory was freed.
+        // SAFETY: one address is written; the driver rejects handles that it did not create or
+        // whose memory was freed.
         unsafe { sys::cuIpcOpenMemHandle_v2(&mut base, handle, flags) }
             .named("cuIpcOpenMemHandle")?;
         let context = Arc::clone(context);
@@ -200,7 +201,8 @@ impl Range {
 
     /// Enqueues a memset of every byte.
     pub fn fill<R: StreamRole>(&self, byte: u8, stream: &Stream<R>) -> Result<(), CudaError> {
-        // SAFETY: the range keeps its allocation alive, and freeing the allocation waits for this memset.
+        // SAFETY: the range keeps its allocation alive, and freeing the allocation waits for this
+        // memset.
         unsafe { result::memset_d8_async(self.address(), byte, self.bytes, stream.raw()) }
             .named("cuMemsetD8Async")
     }
@@ -230,14 +232,15 @@ impl Range {
         self.begin_blocking_copy()?;
         // SAFETY: the bytes are inside the range, and were read when the call returns.
         unsafe { result::memcpy_htod_sync(address, bytes) }.named("cuMemcpyHtoD")?;
-        // The call may return before the device has the bytes, because the driver stages larger copies. Wait
-        // for the default stream, which runs the copy: Baton's streams do not wait for it.
+        // The call may return before the device has the bytes, because the driver stages larger
+        // copies. Wait for the default stream, which runs the copy: Baton's streams do not wait for
+        // it.
         // SAFETY: every context has a default stream.
         unsafe { result::stream::synchronize(ptr::null_mut()) }.named("cuStreamSynchronize")
     }
 
-    /// Copies to host memory and waits for the copy, but not for other streams that may still write the
-    /// range. For start-up and tests only.
+    /// Copies to host memory and waits for the copy, but not for other streams that may still write
+    /// the range. For start-up and tests only.
     pub fn read<T: Pod>(&self, offset: usize, values: &mut [T]) -> Result<(), CudaError> {
         let bytes: &mut [u8] = bytemuck::cast_slice_mut(values);
         let address = self.part(offset, bytes.len());
@@ -256,8 +259,8 @@ impl Range {
     }
 }
 
-/// Pinned (page-locked) host memory for asynchronous copies. During a copy the memory is a [`CopyInFlight`] and
-/// inaccessible.
+/// Pinned (page-locked) host memory for asynchronous copies. During a copy the memory is a
+/// [`CopyInFlight`] and inaccessible.
 #[derive(Debug)]
 pub struct PinnedMemory<T: Pod> {
     base: *mut T,
@@ -308,8 +311,8 @@ impl<T: Pod> PinnedMemory<T> {
         let bytes: &[u8] = bytemuck::cast_slice(&self[..len]);
         let address = to.part(offset, bytes.len());
         if !bytes.is_empty() {
-            // SAFETY: the bytes are inside the range. `CopyInFlight` keeps the host memory allocated and
-            // unchanged until `done`.
+            // SAFETY: the bytes are inside the range. `CopyInFlight` keeps the host memory
+            // allocated and unchanged until `done`.
             unsafe { result::memcpy_htod_async(address, bytes, stream.raw()) }
                 .named("cuMemcpyHtoDAsync")?;
         }
@@ -340,8 +343,8 @@ impl<T: Pod> Deref for PinnedMemory<T> {
     type Target = [T];
 
     fn deref(&self) -> &[T] {
-        // SAFETY: this value owns `len` initialized elements at `base`, and the GPU only writes memory
-        // that is a `CopyInFlight`.
+        // SAFETY: this value owns `len` initialized elements at `base`, and the GPU only writes
+        // memory that is a `CopyInFlight`.
         unsafe { std::slice::from_raw_parts(self.base, self.len) }
     }
 }

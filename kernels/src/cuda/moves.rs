@@ -1,7 +1,8 @@
 //! Gathers KV blocks, or parts of them, into contiguous memory, and scatters them back.
 //!
-//! One kernel launch with few CTAs moves all blocks if [`DeviceKv::move_with`] has set a library. Otherwise, or
-//! when SMs must stay free, the copy engines move whole blocks at 5 µs per 2 MiB block.
+//! One kernel launch with few CTAs moves all blocks if [`DeviceKv::move_with`] has set a library.
+//! Otherwise, or when SMs must stay free, the copy engines move whole blocks at 5 µs per 2 MiB
+//! block.
 
 use cudarc::driver::sys;
 
@@ -116,8 +117,8 @@ unsafe fn by_kernel<R: StreamRole>(
     let arena = kv.data().part(0, end * rows.block_bytes());
     let staging = staging.part(place, ids.len() * rows.bytes());
     let ids: Vec<i32> = ids.iter().map(|id| id.0 as i32).collect();
-    // SAFETY: blocks and place are inside their ranges, and the caller guarantees the rest. The list is
-    // read before the call returns.
+    // SAFETY: blocks and place are inside their ranges, and the caller guarantees the rest. The
+    // list is read before the call returns.
     unsafe {
         launch!(
             library,
@@ -166,8 +167,8 @@ unsafe fn by_copies<R: StreamRole>(
                     Direction::Gather => (strided, contiguous),
                     Direction::Scatter | Direction::ScatterByCopies => (contiguous, strided),
                 };
-                // SAFETY: rows of both are inside their parts, as just checked. The caller guarantees the
-                // rest.
+                // SAFETY: rows of both are inside their parts, as just checked. The caller
+                // guarantees the rest.
                 unsafe { copy_rows(from, to, rows.width, height, stream) }?;
             }
         }

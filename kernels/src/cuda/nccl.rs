@@ -32,12 +32,13 @@ const FOLDERS: [&str; 5] = [
 const OLDEST: NcclVersion = NcclVersion(21800);
 /// Newest supported major version. Later versions may have other functions.
 const NEWEST_MAJOR: i32 = 2;
-/// Environment variable of every process that uses NCCL. It turns NVLink multicast off, because a program that crashes
-/// while using multicast can take a host's GPUs out of service.
+/// Environment variable of every process that uses NCCL. It turns NVLink multicast off, because a
+/// program that crashes while using multicast can take a host's GPUs out of service.
 pub const NCCL_ENVIRONMENT: (&str, &str) = ("NCCL_NVLS_ENABLE", "0");
-/// Environment variable of a process that transfers KV by NCCL: more hardware queues than the driver's default of 8.
-/// Streams that share a queue wait for each other, so a stuck operation of one pair would block another pair. Each
-/// queue costs about 50 ms per GPU at process start and end, so this is not the maximum of 32.
+/// Environment variable of a process that transfers KV by NCCL: more hardware queues than the
+/// driver's default of 8. Streams that share a queue wait for each other, so a stuck operation of
+/// one pair would block another pair. Each queue costs about 50 ms per GPU at process start and
+/// end, so this is not the maximum of 32.
 const QUEUES: (&str, &str) = ("CUDA_DEVICE_MAX_CONNECTIONS", "16");
 
 fn environment_is_ours(found: Option<&OsStr>) -> Result<(), NcclError> {
@@ -48,9 +49,9 @@ fn environment_is_ours(found: Option<&OsStr>) -> Result<(), NcclError> {
     Err(NcclError::Environment { found: found.unwrap_or_default() })
 }
 
-/// Sets [`NCCL_ENVIRONMENT`] in this process, and with `has_queues` the number of hardware queues unless it is set
-/// already. Call it before other threads start, because they might read the environment. If other threads run, the
-/// function only checks the environment.
+/// Sets [`NCCL_ENVIRONMENT`] in this process, and with `has_queues` the number of hardware queues
+/// unless it is set already. Call it before other threads start, because they might read the
+/// environment. If other threads run, the function only checks the environment.
 pub fn set_nccl_environment(has_queues: bool) -> Result<(), NcclError> {
     let (name, value) = NCCL_ENVIRONMENT;
     let checked = environment_is_ours(env::var_os(name).as_deref());
@@ -155,8 +156,8 @@ impl fmt::Debug for UniqueId {
     }
 }
 
-/// `ncclConfig_t` of [`OLDEST`]. Newer versions have more fields at the end and detect by version and size that they
-/// are missing.
+/// `ncclConfig_t` of [`OLDEST`]. Newer versions have more fields at the end and detect by version
+/// and size that they are missing.
 #[repr(C)]
 pub(super) struct NcclConfig {
     size: usize,
@@ -200,8 +201,8 @@ pub struct Nccl {
 }
 
 impl Nccl {
-    /// Opens the file, or without a path the library that the system's loader finds. Needs no GPU. Needs
-    /// [`NCCL_ENVIRONMENT`], because NCCL reads that setting from the environment only.
+    /// Opens the file, or without a path the library that the system's loader finds. Needs no GPU.
+    /// Needs [`NCCL_ENVIRONMENT`], because NCCL reads that setting from the environment only.
     pub fn open(file: Option<&Path>) -> Result<Arc<Self>, NcclError> {
         let library = open_first(file)?;
         // SAFETY: the function has this signature in every version of NCCL.
@@ -227,7 +228,8 @@ impl Nccl {
         if version < OLDEST || version.major() != NEWEST_MAJOR {
             return Err(NcclError::Version { path, found: version });
         }
-        // SAFETY: the version was checked, so the signatures are those above; the library is kept open below.
+        // SAFETY: the version was checked, so the signatures are those above; the library is kept
+        // open below.
         let functions = unsafe { Functions::load(&library) }
             .map_err(|error| no_nccl(Some(path.clone()), words(&error)))?;
         // Checked before the first call that reads the environment.

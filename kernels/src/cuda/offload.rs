@@ -1,6 +1,7 @@
 //! Copies between KV blocks on GPUs and pinned blocks in host memory, by the copy engines.
 //!
-//! A block in host memory has all heads, with any number of ranks. Each rank's GPU copies its heads.
+//! A block in host memory has all heads, with any number of ranks. Each rank's GPU copies its
+//! heads.
 
 use std::{any::Any, sync::Arc};
 
@@ -105,7 +106,8 @@ impl Drop for RegisteredHost {
     fn drop(&mut self) {
         let _call = self.context.calls().begin(FREE_USUAL);
         let _ = self.context.bind();
-        // SAFETY: the range was registered once, and every copy holds its blocks' guards until its end.
+        // SAFETY: the range was registered once, and every copy holds its blocks' guards until its
+        // end.
         let _ = unsafe { sys::cuMemHostUnregister(self.base.cast()) };
     }
 }
@@ -187,8 +189,8 @@ impl OffloadStream for CudaOffloadStream {
             .map(|(block, host)| (block, host.as_ptr() as sys::CUdeviceptr))
             .collect();
         let marks = self.lanes.iter_mut().map(|lane| {
-            // SAFETY: the guards are held until the mark is reached, and pinned memory has one address for host
-            // and GPU.
+            // SAFETY: the guards are held until the mark is reached, and pinned memory has one
+            // address for host and GPU.
             unsafe { lane.put(&pairs, is_save) }
         });
         let marks: Result<Vec<_>, CudaError> = marks.collect();
@@ -216,8 +218,9 @@ impl CudaOffloadCopy {
         self.marks.iter().all(|(mark, _)| mark.is_reached())
     }
 
-    /// Waits for the copies of all ranks. There is no deadline, because the blocks cannot be used while a copy may write
-    /// them. If the device hangs, steps hang too, and the engine thread reports it.
+    /// Waits for the copies of all ranks. There is no deadline, because the blocks cannot be used
+    /// while a copy may write them. If the device hangs, steps hang too, and the engine thread
+    /// reports it.
     fn wait(&self) -> Result<(), CudaError> {
         let waits: Vec<_> = self.marks.iter().map(|(mark, done)| mark.wait(done)).collect();
         waits.into_iter().collect()

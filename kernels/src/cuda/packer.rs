@@ -1,4 +1,5 @@
-//! Packs new weights on the GPU: into a second copy while the backend computes, or over the weights in use.
+//! Packs new weights on the GPU: into a second copy while the backend computes, or over the weights
+//! in use.
 
 use std::{
     mem,
@@ -24,16 +25,17 @@ use crate::{
     shard::Shard,
 };
 
-/// Packs into memory for a second copy of a backend's weights, or into the memory of the weights in use. New weights
-/// must be packed in the order in which the backend packed its own. Then every weight has the same offset in both
-/// memories, and one copy replaces all weights.
+/// Packs into memory for a second copy of a backend's weights, or into the memory of the weights in
+/// use. New weights must be packed in the order in which the backend packed its own. Then every
+/// weight has the same offset in both memories, and one copy replaces all weights.
 pub struct CudaPacker {
     context: Arc<Context>,
     format: WeightFormat,
     dtype: Dtype,
     shard: Shard,
     memory: DeviceMemory,
-    /// Reused by all updates: the driver may wait for the steps in flight when it frees pinned memory.
+    /// Reused by all updates: the driver may wait for the steps in flight when it frees pinned
+    /// memory.
     uploads: Mutex<Uploads>,
     /// Allocated by the first update by chunks, and then reused for the same reason.
     pub(super) staging: Mutex<Option<ChunkStaging>>,
@@ -48,8 +50,8 @@ pub struct CudaPacker {
 }
 
 impl CudaPacker {
-    /// Allocates memory for a second copy of the weights of `backend`, which has loaded them, for its uploads, and for
-    /// `chunks`: number and bytes of chunk buffers.
+    /// Allocates memory for a second copy of the weights of `backend`, which has loaded them, for
+    /// its uploads, and for `chunks`: number and bytes of chunk buffers.
     pub fn new(backend: &CudaBackend, chunks: (usize, usize)) -> Result<Self, CudaError> {
         let (weights, _) = backend.memory_bytes();
         let memory =
@@ -89,7 +91,8 @@ impl CudaPacker {
         })
     }
 
-    /// Starts an update, which overwrites the weights packed before. Fails if copies of an earlier update did not end.
+    /// Starts an update, which overwrites the weights packed before. Fails if copies of an earlier
+    /// update did not end.
     pub fn begin(&self) -> Result<(), CudaError> {
         if self.is_stuck.load(Ordering::Acquire) {
             return Err(CudaError::WeightsStuck);
@@ -129,12 +132,14 @@ impl CudaPacker {
         self.is_stuck.store(true, Ordering::Release);
     }
 
-    /// Ends the communicator that was kept for another update of the same trainer. Takes half a second.
+    /// Ends the communicator that was kept for another update of the same trainer. Takes half a
+    /// second.
     pub fn leave_trainer(&self) {
         drop(self.exchange_kept(None));
     }
 
-    /// Keeps `broadcasts`, an idle communicator, for the next update. Returns the communicator kept so far.
+    /// Keeps `broadcasts`, an idle communicator, for the next update. Returns the communicator kept
+    /// so far.
     pub(super) fn exchange_kept(&self, broadcasts: Option<Broadcasts>) -> Option<Broadcasts> {
         let mut kept = self.kept.lock().unwrap_or_else(PoisonError::into_inner);
         mem::replace(&mut *kept, broadcasts)
@@ -181,8 +186,8 @@ impl CudaPacker {
 }
 
 impl CudaBackend {
-    /// Enqueues a copy of packed weights over the weights in use, after the work enqueued so far. The addresses of the
-    /// weights stay, so captured graphs stay valid.
+    /// Enqueues a copy of packed weights over the weights in use, after the work enqueued so far.
+    /// The addresses of the weights stay, so captured graphs stay valid.
     pub fn replace_weights(&self, packer: &CudaPacker) -> Result<(), CudaError> {
         let (to, from) = (self.weights_memory().everything(), packer.everything());
         to.copy(0, &from, 0, from.bytes(), self.compute())

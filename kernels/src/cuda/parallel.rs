@@ -5,8 +5,9 @@ use std::{
     thread,
 };
 
-/// Calls `work` for each item on a thread of its own. Returns the results in order, or the first error after
-/// every thread has ended. `work` also gets a flag that is set once a thread has failed.
+/// Calls `work` for each item on a thread of its own. Returns the results in order, or the first
+/// error after every thread has ended. `work` also gets a flag that is set once a thread has
+/// failed.
 pub(super) fn in_parallel<I: Send, T: Send>(
     name: &str,
     items: impl IntoIterator<Item = I>,

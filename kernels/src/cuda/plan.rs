@@ -71,8 +71,8 @@ struct SlotWrite {
     words: Vec<u32>,
 }
 
-/// Encodes the plans of one step, to be applied in order. The last plan has the sequences; the earlier
-/// plans hold the writes that did not fit into `words_max` words.
+/// Encodes the plans of one step, to be applied in order. The last plan has the sequences; the
+/// earlier plans hold the writes that did not fit into `words_max` words.
 pub(super) fn encode(
     step_id: u32,
     admissions: &[Admission<'_>],

@@ -1,4 +1,5 @@
-//! KV blocks in GPU memory as [`RemoteBlocks`]: of one GPU, and of the GPUs of a tensor-parallel node.
+//! KV blocks in GPU memory as [`RemoteBlocks`]: of one GPU, and of the GPUs of a tensor-parallel
+//! node.
 
 use std::sync::Arc;
 
@@ -78,8 +79,8 @@ pub struct RankedKv {
 }
 
 impl RankedKv {
-    /// Maps the blocks that the ranks have [exported](DeviceKv::imported), in rank order; a block of all heads
-    /// has `layout`.
+    /// Maps the blocks that the ranks have [exported](DeviceKv::imported), in rank order; a block
+    /// of all heads has `layout`.
     ///
     /// # Errors
     /// A message for operators.
@@ -115,7 +116,8 @@ impl RankedKv {
         self.parts.iter().try_for_each(|part| part.digest_with(Arc::clone(library)))
     }
 
-    /// Adds up the digests that `start` launches for each rank. Returns `None` when a rank has no digest kernel.
+    /// Adds up the digests that `start` launches for each rank. Returns `None` when a rank has no
+    /// digest kernel.
     fn digest_parts<'a>(
         &'a self,
         start: impl Fn(&'a Digester, &'a Range, &Heads) -> Result<DigestsInFlight<'a>, CudaError>,

@@ -1,9 +1,9 @@
 //! Sampling on the device, by the rules of [`crate::sampling`].
 //!
-//! In a group every rank has the logits of its vocabulary shard. All ranks sample and choose the same token:
-//! they exchange intermediate results between the kernels. Two cases gather the whole logits instead, and
-//! those rows are counted: vocabularies too small to be sharded, and rows in which too many tokens tie with
-//! the last token that top-k or top-p keeps.
+//! In a group every rank has the logits of its vocabulary shard. All ranks sample and choose the
+//! same token: they exchange intermediate results between the kernels. Two cases gather the whole
+//! logits instead, and those rows are counted: vocabularies too small to be sharded, and rows in
+//! which too many tokens tie with the last token that top-k or top-p keeps.
 
 use std::ops;
 
@@ -116,8 +116,8 @@ impl Sampler {
         self.rows_gathered
     }
 
-    /// Adds gathered rows: `reported`, which the device has counted, or all `samples` if logits are always
-    /// gathered.
+    /// Adds gathered rows: `reported`, which the device has counted, or all `samples` if logits are
+    /// always gathered.
     pub(super) fn add_gathered(&mut self, reported: u64, samples: u64) {
         self.rows_gathered += if self.whole.is_some() { samples } else { reported };
     }

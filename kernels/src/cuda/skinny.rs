@@ -1,11 +1,11 @@
 //! Skinny (small-M) GEMMs with fused prologue and epilogue, in one pass over the weight.
 //!
-//! A decode step of few rows is bound by reading its weights, and every kernel between two GEMMs leaves
-//! memory bandwidth unused. So the GEMM's epilogue does the next operation: RoPE and the KV store, SiLU and
-//! multiply, or the residual add. An RMS norm is split into two factors. The producing GEMM multiplies its
-//! output by the norm's weight and stores partial sums of squares ([`DeferredNorm`]); the consuming GEMM scales
-//! its accumulators by the row's factor. When cuBLASLt runs a GEMM, separate kernels do these
-//! operations.
+//! A decode step of few rows is bound by reading its weights, and every kernel between two GEMMs
+//! leaves memory bandwidth unused. So the GEMM's epilogue does the next operation: RoPE and the KV
+//! store, SiLU and multiply, or the residual add. An RMS norm is split into two factors. The
+//! producing GEMM multiplies its output by the norm's weight and stores partial sums of squares
+//! ([`DeferredNorm`]); the consuming GEMM scales its accumulators by the row's factor. When
+//! cuBLASLt runs a GEMM, separate kernels do these operations.
 
 use super::{
     backend::CudaBackend,
@@ -79,7 +79,8 @@ impl Skinny {
 }
 
 impl CudaBackend {
-    /// Runs [`crate::Backend::project_heads`] for heads without norms. Returns false when nothing was launched.
+    /// Runs [`crate::Backend::project_heads`] for heads without norms. Returns false when nothing
+    /// was launched.
     pub(super) fn skinny_heads(
         &self,
         layer: usize,
@@ -156,8 +157,8 @@ impl CudaBackend {
         let to = x.data.part(0, x.bytes(rows));
         let (dtype, rows, width) = (dtype_code(x.dtype), rows as i32, x.width as i32);
         self.run(|library, stream| {
-            // SAFETY: the rows were computed from `residual`, which has the same shape and was not written
-            // since.
+            // SAFETY: the rows were computed from `residual`, which has the same shape and was not
+            // written since.
             unsafe {
                 launch!(
                     library,
@@ -168,8 +169,8 @@ impl CudaBackend {
         });
     }
 
-    /// Launches one skinny GEMM. Returns the weight rows per tile, or `None` when nothing was launched: cuBLASLt
-    /// must run the GEMM.
+    /// Launches one skinny GEMM. Returns the weight rows per tile, or `None` when nothing was
+    /// launched: cuBLASLt must run the GEMM.
     fn skinny(
         &self,
         rows: usize,
@@ -239,9 +240,9 @@ impl CudaBackend {
         let tile = unsafe { (functions.baton_skinny_gemm_tile)(&args) };
         let tile = usize::try_from(tile).ok().filter(|tile| *tile > 0)?;
         self.run(|library, stream| {
-            // SAFETY: operands and output have the step's rows and the matrix's sizes, as checked above; the
-            // partial sums have room for the smallest tile; the step's KV destinations are blocks that the
-            // step may write.
+            // SAFETY: operands and output have the step's rows and the matrix's sizes, as checked
+            // above; the partial sums have room for the smallest tile; the step's KV destinations
+            // are blocks that the step may write.
             unsafe { launch!(library, stream, baton_skinny_gemm(&args)) }
         });
         Some(tile)

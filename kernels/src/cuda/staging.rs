@@ -1,9 +1,9 @@
-//! Staging of scattered blocks for NCCL. Each NCCL operation has a fixed cost, so many small ones reach a fraction of
-//! the bandwidth of a large one.
+//! Staging of scattered blocks for NCCL. Each NCCL operation has a fixed cost, so many small ones
+//! reach a fraction of the bandwidth of a large one.
 //!
-//! The sender gathers blocks into a slot and sends the slot. The receiver receives into a slot and scatters it to the
-//! blocks. With several slots, copies of one slot overlap the NCCL operation of another slot. Blocks that are
-//! contiguous on both sides need no staging.
+//! The sender gathers blocks into a slot and sends the slot. The receiver receives into a slot and
+//! scatters it to the blocks. With several slots, copies of one slot overlap the NCCL operation of
+//! another slot. Blocks that are contiguous on both sides need no staging.
 
 use std::{
     ops::Range as Indices,
@@ -39,9 +39,9 @@ pub(super) struct ChannelOperation {
     pub is_staged: bool,
 }
 
-/// Cuts a chunk of these runs into operations, identically at both ends. A run of at least `direct_min` blocks needs no
-/// staging, nor does a run alone in its operation. No operation is larger than a slot, because NCCL uses more SMs for
-/// larger ones.
+/// Cuts a chunk of these runs into operations, identically at both ends. A run of at least
+/// `direct_min` blocks needs no staging, nor does a run alone in its operation. No operation is
+/// larger than a slot, because NCCL uses more SMs for larger ones.
 pub(super) fn operations(
     runs: &[u32],
     slot_blocks: usize,
@@ -80,8 +80,8 @@ pub(super) fn operations(
         .collect()
 }
 
-/// Slots and the stream of their copies. A staging outlives its channel and serves the next one: freeing its memory
-/// would wait for an operation that is stuck on the GPU.
+/// Slots and the stream of their copies. A staging outlives its channel and serves the next one:
+/// freeing its memory would wait for an operation that is stuck on the GPU.
 #[derive(Debug)]
 pub(super) struct StagingMemory {
     memory: Range,
@@ -90,8 +90,8 @@ pub(super) struct StagingMemory {
     next: usize,
     /// High priority: the peer's kernel occupies SMs while it waits for these copies.
     copies: Stream<StagingCopies>,
-    /// Progress of each lane's stream. Allocated in advance, because nothing may be allocated while an operation may be
-    /// stuck.
+    /// Progress of each lane's stream. Allocated in advance, because nothing may be allocated while
+    /// an operation may be stuck.
     lanes: Vec<StreamProgress>,
     /// Progress of `copies`.
     copied: StreamProgress,
@@ -146,8 +146,8 @@ impl StagingMemory {
         self.slots.iter().try_for_each(|slot| stream.wait(&slot.emptied))
     }
 
-    /// Gathers the blocks into the next slot and calls `send`, which launches an operation on `stream` that reads the
-    /// slot at the given place in [`memory`](Self::memory).
+    /// Gathers the blocks into the next slot and calls `send`, which launches an operation on
+    /// `stream` that reads the slot at the given place in [`memory`](Self::memory).
     ///
     /// # Safety
     /// Nothing writes the blocks before that operation is complete.
@@ -173,11 +173,12 @@ impl StagingMemory {
         Ok(slot.emptied.record(stream)?)
     }
 
-    /// Calls `receive`, which launches an operation on `stream` that fills the next slot, and scatters the slot to the
-    /// blocks. [`mark_copies`](Self::mark_copies) marks the end.
+    /// Calls `receive`, which launches an operation on `stream` that fills the next slot, and
+    /// scatters the slot to the blocks. [`mark_copies`](Self::mark_copies) marks the end.
     ///
     /// # Safety
-    /// Nothing else reads or writes the blocks until that mark is reached, or [`drain`](Self::drain) has returned.
+    /// Nothing else reads or writes the blocks until that mark is reached, or
+    /// [`drain`](Self::drain) has returned.
     pub(super) unsafe fn receive<R: StreamRole, E: From<CudaError>>(
         &mut self,
         kv: &DeviceKv,
@@ -204,7 +205,8 @@ impl StagingMemory {
         &self.copies
     }
 
-    /// Marks the end of all work so far on the stream of a lane. Within a channel a lane always has the same stream.
+    /// Marks the end of all work so far on the stream of a lane. Within a channel a lane always has
+    /// the same stream.
     pub(super) fn mark_lane<R: StreamRole>(
         &mut self,
         lane: usize,

@@ -26,7 +26,8 @@ pub struct CudaStep {
 
 impl CudaStep {
     /// Creates a step of these sequences. The device pads the step with sequences of one row up to
-    /// `sequences_min`. With `verified` above 0, every sequence has this many rows, all of which sample.
+    /// `sequences_min`. With `verified` above 0, every sequence has this many rows, all of which
+    /// sample.
     pub(super) fn new(
         memory: Arc<BatchMemory>,
         serial: u64,
@@ -77,14 +78,14 @@ impl CudaStep {
         self.kv_lengths.len()
     }
 
-    /// Returns whether every sequence has one row, which samples. Then the sampled rows are all rows in
-    /// order; for padding rows the first row is sampled again.
+    /// Returns whether every sequence has one row, which samples. Then the sampled rows are all
+    /// rows in order; for padding rows the first row is sampled again.
     pub fn is_decode(&self) -> bool {
         self.is_decode
     }
 
-    /// Returns the rows of every sequence in a step that verifies draft tokens, else 0. Only the device knows
-    /// the lengths of such a step's sequences.
+    /// Returns the rows of every sequence in a step that verifies draft tokens, else 0. Only the
+    /// device knows the lengths of such a step's sequences.
     pub fn verified(&self) -> usize {
         self.verified
     }
@@ -142,8 +143,8 @@ impl CudaStep {
     }
 }
 
-/// Addresses of a layer's keys and values in block 0, and strides in elements from one block, head and token
-/// to the next.
+/// Addresses of a layer's keys and values in block 0, and strides in elements from one block, head
+/// and token to the next.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct LayerAddresses {
     pub keys: ffi::Address,

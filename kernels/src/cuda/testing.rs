@@ -1,4 +1,5 @@
-//! Entry points of GPU tests: buffers and blocks in host memory, and an error that ends the context.
+//! Entry points of GPU tests: buffers and blocks in host memory, and an error that ends the
+//! context.
 
 use std::{ops::Range as Indices, sync::Arc};
 
@@ -22,8 +23,8 @@ use crate::{
 };
 
 impl KernelLibrary {
-    /// Launches a kernel that reads an unmapped address. From then on every call in this context fails,
-    /// until the process ends.
+    /// Launches a kernel that reads an unmapped address. From then on every call in this context
+    /// fails, until the process ends.
     pub fn fault<R: StreamRole>(&self, stream: &Stream<R>) -> Result<(), CudaError> {
         const NOWHERE: u64 = 256;
         // SAFETY: the driver never allocates this address; the read is meant to fail.
@@ -31,7 +32,8 @@ impl KernelLibrary {
     }
 }
 
-/// Returns the digest of a part of a weight by the kernel, and the number of its elements that are infinite or NaN.
+/// Returns the digest of a part of a weight by the kernel, and the number of its elements that are
+/// infinite or NaN.
 pub fn weight_digest(
     library: &Arc<KernelLibrary>,
     context: &Arc<Context>,
@@ -130,7 +132,8 @@ impl DeviceKv {
         self.moved(&rows, ids, bytes, Direction::Scatter).map(drop)
     }
 
-    /// Runs a gather or scatter on staging memory of these initial bytes, and returns its final bytes.
+    /// Runs a gather or scatter on staging memory of these initial bytes, and returns its final
+    /// bytes.
     fn moved(
         &self,
         rows: &BlockRows,
@@ -144,8 +147,8 @@ impl DeviceKv {
         let staging = staging.cut(bytes.len())?;
         staging.write(0, bytes)?;
         let stream: Stream<StagingCopies> = Stream::new(self.context())?;
-        // SAFETY: `bytes` is as long as the rows; nothing else uses the staging memory, and the test owns the
-        // blocks until this returns.
+        // SAFETY: `bytes` is as long as the rows; nothing else uses the staging memory, and the
+        // test owns the blocks until this returns.
         unsafe { move_blocks(self, rows, ids, (&staging, 0), direction, &stream) }?;
         stream.synchronize()?;
         Ok(staging)

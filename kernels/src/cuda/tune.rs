@@ -1,8 +1,9 @@
 //! Times cuBLASLt's algorithms per GEMM shape and keeps the fastest, once per machine.
 //!
-//! cuBLASLt's heuristic picks an algorithm by shape and names alternatives. All of them are timed at
-//! start. The fastest is stored in a file, so that the next start times nothing. The number of rows varies from
-//! step to step, so the result for one of [`row_steps`] also holds for the row counts just below it.
+//! cuBLASLt's heuristic picks an algorithm by shape and names alternatives. All of them are timed
+//! at start. The fastest is stored in a file, so that the next start times nothing. The number of
+//! rows varies from step to step, so the result for one of [`row_steps`] also holds for the row
+//! counts just below it.
 
 use std::{
     collections::HashMap,
@@ -49,8 +50,8 @@ pub struct TunedTime {
 /// Opaque description of an algorithm, valid for one version of cuBLASLt.
 pub(super) type Algorithm = [u64; 8];
 
-/// Returns the number of rows that a GEMM of `rows` rows is tuned for: the batch sizes of captured decode
-/// steps, and four values per power of two above them.
+/// Returns the number of rows that a GEMM of `rows` rows is tuned for: the batch sizes of captured
+/// decode steps, and four values per power of two above them.
 pub(super) fn row_step(rows: usize) -> usize {
     match rows {
         0..=2 => rows,
@@ -123,8 +124,8 @@ impl TuningTable {
         Ok(())
     }
 
-    /// Merges this table into the folder's file of this machine and replaces the file atomically. Of two
-    /// concurrent writers, one is lost and its shapes are timed again at the next start.
+    /// Merges this table into the folder's file of this machine and replaces the file atomically. With
+    /// two concurrent writers, one is lost and its shapes are timed again at the next start.
     pub(super) fn write(&mut self, folder: &Path) -> Result<(), String> {
         // Another rank has other shapes and may have written since this rank read the file.
         let mut there = Self::new(self.machine.clone());
@@ -223,14 +224,15 @@ fn checksum(bytes: &[u8]) -> u64 {
     bytes.iter().fold(0xcbf2_9ce4_8422_2325, add)
 }
 
-/// Timing rounds, and the minimum gain over the heuristic's algorithm. Below that gain, noise would decide,
-/// and each machine would choose another algorithm.
+/// Timing rounds, and the minimum gain over the heuristic's algorithm. Below that gain, noise would
+/// decide, and each machine would choose another algorithm.
 const ROUNDS: usize = 3;
 const GAIN_MIN: f64 = 0.02;
 
-/// Returns the fastest of `count` candidates, its time and the time of the heuristic's algorithm, candidate 0.
-/// Returns candidate 0 if no candidate gains [`GAIN_MIN`]. `time` returns `None` for a candidate that does not
-/// support the shape. A candidate that is much slower in one round is not timed again.
+/// Returns the fastest of `count` candidates, its time and the time of the heuristic's algorithm,
+/// candidate 0. Returns candidate 0 if no candidate gains [`GAIN_MIN`]. `time` returns `None` for a
+/// candidate that does not support the shape. A candidate that is much slower in one round is not
+/// timed again.
 pub(super) fn choose<E>(
     count: usize,
     mut time: impl FnMut(usize) -> Result<Option<Duration>, E>,

@@ -1,5 +1,5 @@
-//! Weight uploads to the GPU: several threads read weights into pinned memory, while earlier weights are
-//! copied.
+//! Weight uploads to the GPU: several threads read weights into pinned memory, while earlier
+//! weights are copied.
 
 use std::{
     collections::VecDeque,
@@ -23,7 +23,8 @@ use crate::{
     layout::Dtype,
 };
 
-/// Pinned buffers. One is filled while others are copied; more than two absorb jitter of either side.
+/// Pinned buffers. One is filled while others are copied; more than two absorb jitter of either
+/// side.
 const BUFFERS: usize = 4;
 /// Bytes of each buffer.
 const BUFFER_BYTES: usize = 16 << 20;
@@ -40,14 +41,16 @@ pub(super) struct Uploads {
     readers: ThreadPool,
 }
 
-/// Buffers that are free or in flight. The buffer of a failed copy is lost, and a new one replaces it.
+/// Buffers that are free or in flight. The buffer of a failed copy is lost, and a new one replaces
+/// it.
 struct Buffers<B, C> {
     free: Vec<B>,
     in_flight: VecDeque<C>,
 }
 
 impl<B, C> Buffers<B, C> {
-    /// Returns a free buffer, a new one while fewer than [`BUFFERS`] exist, or waits for the oldest copy.
+    /// Returns a free buffer, a new one while fewer than [`BUFFERS`] exist, or waits for the oldest
+    /// copy.
     fn take<E>(
         &mut self,
         new: impl FnOnce() -> Result<B, E>,
@@ -83,8 +86,8 @@ fn new_buffer(context: &Arc<Context>) -> Result<(PinnedMemory<u8>, Event), CudaE
 pub(super) enum ReaderShare {
     /// Nothing else runs: weights are loaded at the start.
     All,
-    /// Other threads compute digests of the weights and run steps. Readers wait for each other after every buffer, so
-    /// one reader without a CPU delays all of them.
+    /// Other threads compute digests of the weights and run steps. Readers wait for each other
+    /// after every buffer, so one reader without a CPU delays all of them.
     Half,
 }
 
@@ -127,7 +130,8 @@ impl Uploads {
         self.buffers.take(|| new_buffer(&self.context), CopyInFlight::finish)
     }
 
-    /// Reads a matrix into its place and enqueues the copies. The last copies may be in flight on return.
+    /// Reads a matrix into its place and enqueues the copies. The last copies may be in flight on
+    /// return.
     pub(super) fn matrix(
         &mut self,
         source: &dyn RowSource,
@@ -207,8 +211,8 @@ impl Uploads {
     }
 }
 
-/// Fills `out` with rows from `first` on in FP8, and `scales` with the bits of their scales. The largest magnitude of a row
-/// becomes the greatest number.
+/// Fills `out` with rows from `first` on in FP8, and `scales` with the bits of their scales. The
+/// largest magnitude of a row becomes the greatest number.
 fn quantize_rows(source: &dyn RowSource, first: usize, out: &mut [u8], scales: &[AtomicU32]) {
     let mut values = vec![0.0; source.cols()];
     for ((row, out), scale_bits) in out.chunks_exact_mut(source.cols()).enumerate().zip(scales) {

@@ -1,23 +1,24 @@
-//! Copies weights out of chunk buffers on a GPU into packed weights. The buffers are memory of a trainer's process
-//! (CUDA IPC), or memory of this process that a trainer's broadcasts fill (NCCL).
+//! Copies weights out of chunk buffers on a GPU into packed weights. The buffers are memory of a
+//! trainer's process (CUDA IPC), or memory of this process that a trainer's broadcasts fill (NCCL).
 //!
-//! The copy engines move the bytes from another GPU. While the next chunks arrive, a kernel on another stream digests
-//! each complete weight and counts its elements that are not finite. Vectors are packed in f32, so their bytes go to
-//! the host, which converts them.
+//! The copy engines move the bytes from another GPU. While the next chunks arrive, a kernel on
+//! another stream digests each complete weight and counts its elements that are not finite. Vectors
+//! are packed in f32, so their bytes go to the host, which converts them.
 //!
 //! # Deadlock of two communicators
 //!
-//! Broadcasts and KV transfers by NCCL use the same GPU through different communicators, and their kernels may be
-//! launched in another order on another GPU. They could deadlock only if, on both GPUs, a kernel that waits for its
-//! peer prevented the kernel of the other communicator from starting. This does not happen, for two reasons:
+//! Broadcasts and KV transfers by NCCL use the same GPU through different communicators, and their
+//! kernels may be launched in another order on another GPU. They could deadlock only if, on both
+//! GPUs, a kernel that waits for its peer prevented the kernel of the other communicator from
+//! starting. This does not happen, for two reasons:
 //!
-//! - Each communicator has its own stream and hardware queue (while fewer than `CUDA_DEVICE_MAX_CONNECTIONS` streams
-//!   wait).
+//! - Each communicator has its own stream and hardware queue (while fewer than
+//!   `CUDA_DEVICE_MAX_CONNECTIONS` streams wait).
 //! - Both kernels fit on the GPU: a broadcast takes at most 64 SMs and a KV transfer at most
 //!   `transfer.nccl_max_ctas`. Other kernels end by themselves.
 //!
-//! A trainer is not a rank of communicators for KV. If kernels do block each other, for example because of many pairs,
-//! the time-out of a chunk or a transfer aborts one of them.
+//! A trainer is not a rank of communicators for KV. If kernels do block each other, for example
+//! because of many pairs, the time-out of a chunk or a transfer aborts one of them.
 
 use std::{
     mem,
@@ -77,10 +78,11 @@ pub struct NcclGroup {
 
 /// Bytes of the first broadcast, or those of a chunk if fewer.
 const CONNECT_BYTES: usize = 1 << 20;
-/// Time-out of the abort of a communicator, and of the copies after it. Aborts took 0.4 to 0.7 s with a dead peer.
+/// Time-out of the abort of a communicator, and of the copies after it. Aborts took 0.4 to 0.7 s
+/// with a dead peer.
 const ABORT_MAX: Duration = Duration::from_secs(10);
-/// Time of busy polling before the first pause. A chunk takes less than a millisecond, and a thread sleeps longer than
-/// [`PAUSE`].
+/// Time of busy polling before the first pause. A chunk takes less than a millisecond, and a thread
+/// sleeps longer than [`PAUSE`].
 const SPIN: Duration = Duration::from_millis(2);
 /// Pause between later polls.
 const PAUSE: Duration = Duration::from_micros(100);
@@ -113,7 +115,8 @@ pub struct ChunkWork {
     pub to_device: Vec<RowCopy>,
     /// Copies of contiguous bytes into host memory.
     pub to_host: Vec<RowCopy>,
-    /// Complete parts: index of the digest, offset in the packed weights, and the place in the whole weight.
+    /// Complete parts: index of the digest, offset in the packed weights, and the place in the
+    /// whole weight.
     pub complete: Vec<(usize, usize, WeightRuns)>,
 }
 
@@ -164,8 +167,8 @@ pub(super) struct Broadcasts {
 }
 
 impl CudaPacker {
-    /// Maps the buffers of a trainer, or joins its communicator. `host_bytes`: bytes of vectors. `digest_count`: parts
-    /// of weights to digest.
+    /// Maps the buffers of a trainer, or joins its communicator. `host_bytes`: bytes of vectors.
+    /// `digest_count`: parts of weights to digest.
     pub fn copy_chunks(
         &self,
         source: ChunkSource<'_>,
@@ -302,15 +305,17 @@ impl<'a> ChunkCopies<'a> {
         })
     }
 
-    /// Receives the first broadcast, which carries no weights. It connects the ranks, which takes 0.15 s.
+    /// Receives the first broadcast, which carries no weights. It connects the ranks, which takes
+    /// 0.15 s.
     fn connect(&mut self, limit: WaitLimit<'_>) -> Result<(), NcclError> {
         self.fill(0, CONNECT_BYTES.min(self.buffers[0].bytes()), limit)?;
         let filled = self.broadcasts.as_ref().map(|broadcasts| &broadcasts.filled[0]);
         Ok(filled.map_or(Ok(()), |filled| wait(filled, limit))?)
     }
 
-    /// Enqueues the broadcast of the next chunk into a buffer, after the copies out of the buffer. The next
-    /// [`scatter`](Self::scatter) of the buffer waits for the chunk. Mapped buffers are filled already.
+    /// Enqueues the broadcast of the next chunk into a buffer, after the copies out of the buffer.
+    /// The next [`scatter`](Self::scatter) of the buffer waits for the chunk. Mapped buffers are
+    /// filled already.
     pub fn fill(
         &mut self,
         buffer: usize,
@@ -343,8 +348,9 @@ impl<'a> ChunkCopies<'a> {
                 continue;
             }
             let (source, place) = ((source, row.from_pitch, 0), (place, row.to_pitch, 0));
-            // SAFETY: the rows are inside the buffer and the packed weights, as just checked. Nothing else writes the
-            // packed weights: the packer prepares one update at a time, and `drop` waits for the copies.
+            // SAFETY: the rows are inside the buffer and the packed weights, as just checked.
+            // Nothing else writes the packed weights: the packer prepares one update at a time, and
+            // `drop` waits for the copies.
             unsafe { copy_rows(source, place, row.width, row.height, &self.copies) }?;
         }
         // SAFETY: the copies are inside the buffer and the packed weights, as `part` has checked.
@@ -361,7 +367,8 @@ impl<'a> ChunkCopies<'a> {
         for row in &work.to_host {
             let source = from.part(row.from, row.bytes());
             let place = host[row.to..row.to + row.bytes()].as_mut_ptr();
-            // SAFETY: source and place were just checked. The memory is pinned, and the host reads it after the copies.
+            // SAFETY: source and place were just checked. The memory is pinned, and the host reads
+            // it after the copies.
             unsafe { sys::cuMemcpyAsync(place as u64, source, row.bytes(), self.copies.raw()) }
                 .named("cuMemcpyAsync")?;
         }
@@ -427,7 +434,8 @@ impl Drop for ChunkCopies<'_> {
         // After this function no copy may write the weights or read an unmapped buffer.
         let is_idle = is_aborted && drain(&self.copies).is_ok() && drain(&self.checks).is_ok();
         if !is_idle {
-            // Copies are still in flight, so the trainer's buffers stay mapped and all other buffers stay allocated.
+            // Copies are still in flight, so the trainer's buffers stay mapped and all other
+            // buffers stay allocated.
             self.packer.mark_stuck();
             mem::forget(mem::take(&mut self.buffers));
         }

@@ -1,8 +1,8 @@
 //! Waits for a word that another process changes.
 //!
-//! As usual with futexes, a wait may end spuriously, so the caller checks the word again. A process changes
-//! the word first and wakes waiters afterwards, so a wait that begins in between sees the new value and
-//! does not sleep.
+//! As usual with futexes, a wait may end spuriously, so the caller checks the word again. A process
+//! changes the word first and wakes waiters afterwards, so a wait that begins in between sees the
+//! new value and does not sleep.
 
 use std::{sync::atomic::AtomicU32, time::Duration};
 
@@ -12,8 +12,8 @@ pub fn wait(word: &AtomicU32, expected: u32, at_most: Duration) {
     let seconds = libc::time_t::try_from(at_most.as_secs()).unwrap_or(libc::time_t::MAX);
     let nanos = at_most.subsec_nanos() as libc::c_long;
     let timeout = libc::timespec { tv_sec: seconds, tv_nsec: nanos };
-    // SAFETY: the word's address is valid for the call, and the system only reads it; the time outlives
-    // the call. The caller checks the word again after every wait.
+    // SAFETY: the word's address is valid for the call, and the system only reads it; the time
+    // outlives the call. The caller checks the word again after every wait.
     unsafe {
         libc::syscall(
             libc::SYS_futex,

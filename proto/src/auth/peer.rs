@@ -1,4 +1,5 @@
-//! Tags of peers: a node connects only to an address that another member of the cluster has tagged as its own.
+//! Tags of peers: a node connects only to an address that another member of the cluster has tagged
+//! as its own.
 
 use ring::hmac;
 

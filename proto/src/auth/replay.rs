@@ -9,7 +9,8 @@ const WINDOW: u64 = 1024;
 /// Number of senders that are remembered. Only authenticated senders add entries.
 const SENDERS_MAX: usize = 1024;
 
-/// Sliding window over the sequence numbers of one sender, as the anti-replay window of IPsec (RFC 4303).
+/// Sliding window over the sequence numbers of one sender, as the anti-replay window of IPsec (RFC
+/// 4303).
 #[derive(Clone, Debug, Default)]
 struct Window {
     newest: u64,
@@ -57,8 +58,8 @@ impl ReplayGuard {
         window.admit(sequence)
     }
 
-    /// Evicts the least recently used sender. A replay of its old messages fails for another reason: tokens expire,
-    /// and the ids of transfers are used once.
+    /// Evicts the least recently used sender. A replay of its old messages fails for another
+    /// reason: tokens expire, and the ids of transfers are used once.
     fn evict_least_recent(&mut self) {
         if let Some(sender) =
             self.senders.iter().min_by_key(|(_, window)| window.used).map(|(sender, _)| *sender)

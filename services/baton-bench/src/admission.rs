@@ -1,5 +1,5 @@
-//! `baton-bench admission`: time of the scheduler for a turn of a long conversation whose KV is in the prefix cache, and
-//! for a prefill step, with and without KV tiers; no model, no copies.
+//! `baton-bench admission`: time of the scheduler for a turn of a long conversation whose KV is in
+//! the prefix cache, and for a prefill step, with and without KV tiers; no model, no copies.
 
 use std::time::{Duration, Instant};
 
@@ -24,7 +24,8 @@ const STEP_TOKENS: u32 = 8192;
 /// Tokens that each turn generates, one a step.
 const OUTPUT_TOKENS: u32 = 64;
 const VOCABULARY: u32 = 50_000;
-/// Turns of each conversation, and new prompts, that are not measured. The tiers save a long prompt over several turns.
+/// Turns of each conversation, and new prompts, that are not measured. The tiers save a long prompt
+/// over several turns.
 const WARM_UP: u32 = 10;
 const DEADLINE: Duration = Duration::from_secs(3600);
 
@@ -62,7 +63,8 @@ struct TurnTimes {
     step: Percentiles,
     /// Collecting the last step, after which the sequence releases its blocks.
     end: Percentiles,
-    /// Collecting a step that computed a new prompt, before the next step is launched. The tiers save every block.
+    /// Collecting a step that computed a new prompt, before the next step is launched. The tiers
+    /// save every block.
     prefill: Percentiles,
 }
 

@@ -1,4 +1,5 @@
-//! `baton-bench certificates`: the certificate of a CA and a certificate that it signs, for measurements with TLS.
+//! `baton-bench certificates`: the certificate of a CA and a certificate that it signs, for
+//! measurements with TLS.
 
 use std::{
     fs,

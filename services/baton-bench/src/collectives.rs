@@ -1,8 +1,8 @@
-//! `baton-bench collectives`: all-reduce latency over the GPUs of this host, by Baton's kernels and by
-//! NCCL, eager and in CUDA graphs; no model.
+//! `baton-bench collectives`: all-reduce latency over the GPUs of this host, by Baton's kernels and
+//! by NCCL, eager and in CUDA graphs; no model.
 //!
-//! This process starts one process for each GPU and relays the messages between them. All ranks run the
-//! same measurements in the same order, and rank 0 prints the results.
+//! This process starts one process for each GPU and relays the messages between them. All ranks run
+//! the same measurements in the same order, and rank 0 prints the results.
 
 mod rank;
 
@@ -213,8 +213,8 @@ impl Drop for Ranks {
 }
 
 impl CollectivesReport {
-    /// Returns the minimum latency at link bandwidth: each of n ranks sends and receives 2 (n − 1) / n of
-    /// the message.
+    /// Returns the minimum latency at link bandwidth: each of n ranks sends and receives 2 (n − 1)
+    /// / n of the message.
     fn limit_us(&self, row: &AllReduceLatency) -> f64 {
         let sent = 2.0 * (self.ranks as f64 - 1.0) / self.ranks as f64 * row.bytes as f64;
         sent / self.link_gb_per_s / 1e3

@@ -1,5 +1,5 @@
-//! `baton-bench engine`: the benchmark of `baton bench engine` with parts of the engine switched off or
-//! replaced.
+//! `baton-bench engine`: the benchmark of `baton bench engine` with parts of the engine switched
+//! off or replaced.
 
 use std::path::PathBuf;
 
@@ -18,7 +18,8 @@ pub(crate) struct EngineVariantArgs {
     /// CPU instruction set [default: the fastest that the machine has].
     #[arg(long, default_value = "auto", value_parser = parse_isa)]
     isa: Isa,
-    /// GPU attention kernels: auto, flash (FlashInfer for every shape) or plain (one kernel for every shape).
+    /// GPU attention kernels: auto, flash (FlashInfer for every shape) or plain (one kernel for
+    /// every shape).
     #[arg(long, default_value = "auto", value_parser = parse_attention)]
     attention: AttentionKind,
     /// CUDA graphs for decode steps: on or off.
@@ -39,7 +40,8 @@ pub(crate) struct EngineVariantArgs {
     /// Seconds to search for the fastest cuBLASLt algorithms; 0: no search.
     #[arg(long, default_value_t = EngineVariant::default().tune_s, value_parser = clap::value_parser!(u64).range(0..=600))]
     tune: u64,
-    /// Folder that keeps the algorithms found [default: baton in XDG_CACHE_HOME, else in .cache in HOME].
+    /// Folder that keeps the algorithms found [default: baton in XDG_CACHE_HOME, else in .cache in
+    /// HOME].
     #[arg(long)]
     tune_dir: Option<PathBuf>,
     /// Steps in flight.

@@ -1,7 +1,8 @@
-//! `baton-bench`: benchmarks for developers of the engine, the ranks, the transports and the router.
+//! `baton-bench`: benchmarks for developers of the engine, the ranks, the transports and the
+//! router.
 //!
-//! Operators use `baton bench`, which shares the engine benchmark and the statistics with this program.
-//! `baton-bench` is not shipped.
+//! Operators use `baton bench`, which shares the engine benchmark and the statistics with this
+//! program. `baton-bench` is not shipped.
 
 #![forbid(unsafe_code)]
 
@@ -22,14 +23,16 @@ use clap::Parser;
 #[derive(Parser)]
 #[command(name = "baton-bench", version, arg_required_else_help = true)]
 enum BenchCli {
-    /// Time of the scheduler for a turn of a long cached conversation and for a prefill step, with and without KV
-    /// tiers; no model.
+    /// Time of the scheduler for a turn of a long cached conversation and for a prefill step, with
+    /// and without KV tiers; no model.
     Admission(admission::AdmissionArgs),
     /// Writes the certificate of a CA and a certificate for measurements with TLS.
     Certificates(certificates::CertificatesArgs),
-    /// All-reduce latency over the GPUs of this host, Baton's kernels and NCCL; one process for each GPU.
+    /// All-reduce latency over the GPUs of this host, Baton's kernels and NCCL; one process for
+    /// each GPU.
     Collectives(collectives::CollectivesArgs),
-    /// Prefill and decode throughput of one engine, as `baton bench engine`, with one part of it changed.
+    /// Prefill and decode throughput of one engine, as `baton bench engine`, with one part of it
+    /// changed.
     Engine(engine::EngineVariantArgs),
     /// Time for a step plan from the node to the last of its ranks; several processes, no model.
     Ring(ring::RingArgs),
@@ -37,7 +40,8 @@ enum BenchCli {
     Router(router::RouterArgs),
     /// Throughput with speculative decoding on a prompt that the answer repeats; no network.
     Speculate(speculate::SpeculateArgs),
-    /// KV transfer throughput between two GPUs by each transport, compared with plain copies; two processes.
+    /// KV transfer throughput between two GPUs by each transport, compared with plain copies; two
+    /// processes.
     Transfer(transfer::TransferArgs),
 }
 

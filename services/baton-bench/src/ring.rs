@@ -1,8 +1,8 @@
 //! `baton-bench ring`: latency of a step plan from a node to the last of its ranks; no model.
 //!
-//! The ranks are processes of this program. They read the shared-memory ring as real ranks do and answer
-//! with two times: when a plan's bytes arrived and when the plan was decoded. The next plan follows the
-//! last answer after a gap, as between steps.
+//! The ranks are processes of this program. They read the shared-memory ring as real ranks do and
+//! answer with two times: when a plan's bytes arrived and when the plan was decoded. The next plan
+//! follows the last answer after a gap, as between steps.
 
 use std::{
     env,

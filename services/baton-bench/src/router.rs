@@ -1,7 +1,9 @@
-//! `baton-bench router`: CPU time of the router per request and per streamed token; no model computes.
+//! `baton-bench router`: CPU time of the router per request and per streamed token; no model
+//! computes.
 //!
-//! A stand-in for the decode node sends each running stream a token in every step. Clients on loopback read the streams.
-//! Both run in this process, so the CPU time of the router's process is that of the router alone.
+//! A stand-in for the decode node sends each running stream a token in every step. Clients on
+//! loopback read the streams. Both run in this process, so the CPU time of the router's process is
+//! that of the router alone.
 
 mod node;
 
@@ -72,7 +74,8 @@ pub(crate) struct RouterArgs {
     /// Time of a decode step, in ms.
     #[arg(long, default_value_t = 20)]
     step_ms: u64,
-    /// Folder of `baton-bench certificates`: clients, router and node speak TLS, and clients have an API key.
+    /// Folder of `baton-bench certificates`: clients, router and node speak TLS, and clients have
+    /// an API key.
     #[arg(long, value_name = "FOLDER")]
     certificates: Option<PathBuf>,
     /// Print JSON.
@@ -253,7 +256,8 @@ impl HttpRequest {
     }
 }
 
-/// Runs clients with a connection each. Each client sends the request `rounds` times and reads the whole streams.
+/// Runs clients with a connection each. Each client sends the request `rounds` times and reads the
+/// whole streams.
 async fn run_clients(
     http: SocketAddr,
     tls: Option<&TlsConnector>,

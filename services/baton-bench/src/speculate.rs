@@ -1,9 +1,10 @@
 //! `baton-bench speculate`: decode throughput with speculative decoding where an answer repeats its
 //! prompt; no network.
 //!
-//! A request asks for a change to a piece of code. The benchmark alternates between the numbers of draft tokens,
-//! so that changes of the machine's speed affect all of them alike. All answers must be equal, except on a GPU
-//! in bf16: rounding depends on the number of rows in a GEMM, and may change a choice between nearly equal logits.
+//! A request asks for a change to a piece of code. The benchmark alternates between the numbers of
+//! draft tokens, so that changes of the machine's speed affect all of them alike. All answers must
+//! be equal, except on a GPU in bf16: rounding depends on the number of rows in a GEMM, and may
+//! change a choice between nearly equal logits.
 
 use std::{
     path::{Path, PathBuf},

@@ -1,8 +1,8 @@
 //! `baton-bench transfer`: KV transfer between two processes with the whole protocol; no model.
 //!
-//! This process is the receiver and starts a second process as the sender. The blocks of a transfer are
-//! scattered over both memories. A transfer is timed from the reservation to the arrival of its last
-//! block. Plain copies between the two GPUs give the peak.
+//! This process is the receiver and starts a second process as the sender. The blocks of a transfer
+//! are scattered over both memories. A transfer is timed from the reservation to the arrival of its
+//! last block. Plain copies between the two GPUs give the peak.
 
 mod forward_load;
 mod loopback;
@@ -53,7 +53,8 @@ use baton::{
 
 /// Time-out of every wait for the other process.
 const TIMEOUT: Duration = Duration::from_secs(60);
-/// Time-out for the start of the sender's node, which first fills its blocks: up to the memory of a GPU.
+/// Time-out for the start of the sender's node, which first fills its blocks: up to the memory of a
+/// GPU.
 const NODE_TIMEOUT: Duration = Duration::from_secs(600);
 /// Prefix of the sender's lines for this process.
 const ANSWER: &str = "sender: ";
@@ -92,8 +93,8 @@ pub(crate) struct TransferArgs {
     /// Maximum number of connections of tcp (`transfer.tcp_connections`).
     #[arg(long, default_value_t = 8, value_parser = clap::value_parser!(u32).range(1..=16))]
     tcp_connections: u32,
-    /// Gather of scattered blocks for nccl [default: kernel, as in nodes; copies if the kernel library is
-    /// missing].
+    /// Gather of scattered blocks for nccl [default: kernel, as in nodes; copies if the kernel
+    /// library is missing].
     #[arg(long, value_enum)]
     gather: Option<Gather>,
     #[command(flatten)]

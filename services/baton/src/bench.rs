@@ -26,8 +26,8 @@ pub fn run(command: BenchCommand) -> Result<()> {
     }
 }
 
-/// Creates the file that a flag names. Called before the measurement, so that an invalid path does not
-/// cost minutes.
+/// Creates the file that a flag names. Called before the measurement, so that an invalid path does
+/// not cost minutes.
 pub fn output_file(flag: &str, path: Option<&Path>) -> Result<Option<File>> {
     let create =
         |path: &Path| File::create(path).with_context(|| format!("{flag} {}", path.display()));

@@ -1,4 +1,5 @@
-//! `baton check`: sends one request over HTTP and one over gRPC to a running cluster, and reads its metrics.
+//! `baton check`: sends one request over HTTP and one over gRPC to a running cluster, and reads its
+//! metrics.
 
 mod prefill;
 
@@ -25,11 +26,12 @@ pub struct CheckArgs {
     /// URL of a router, without the `/v1` part.
     #[arg(default_value = "http://127.0.0.1:8000")]
     url: String,
-    /// Address of the same router's gRPC API. TLS is used with an https:// URL, or if the address starts with https://.
+    /// Address of the same router's gRPC API. TLS is used with an https:// URL, or if the address
+    /// starts with https://.
     #[arg(long, default_value = "127.0.0.1:8001")]
     grpc: String,
-    /// Model for which a prefill node must prefill a prompt. May be repeated. Without the flag decode nodes may prefill
-    /// all prompts.
+    /// Model for which a prefill node must prefill a prompt. May be repeated. Without the flag
+    /// decode nodes may prefill all prompts.
     #[arg(long, value_name = "MODEL")]
     prefill: Vec<String>,
     #[command(flatten)]

@@ -15,14 +15,16 @@ const VARIABLE: &str = "BATON_API_KEY";
 /// Flags of commands that call a router.
 #[derive(Args, Clone, Default)]
 pub(crate) struct ClientArgs {
-    /// File with the API key for the router. Without the flag the variable BATON_API_KEY has the key, if the router
-    /// needs one.
+    /// File with the API key for the router. Without the flag the variable BATON_API_KEY has the
+    /// key, if the router needs one.
     #[arg(long, value_name = "FILE")]
     api_key_file: Option<PathBuf>,
-    /// PEM file with the CA certificates to trust for https URLs. [default: Mozilla's root certificates]
+    /// PEM file with the CA certificates to trust for https URLs. [default: Mozilla's root
+    /// certificates]
     #[arg(long, value_name = "FILE")]
     ca: Option<PathBuf>,
-    /// PEM file with the router's certificate, the only one to trust for https URLs. Its names need not match the URL.
+    /// PEM file with the router's certificate, the only one to trust for https URLs. Its names need
+    /// not match the URL.
     #[arg(long, value_name = "FILE", conflicts_with = "ca")]
     server_cert: Option<PathBuf>,
 }

@@ -34,7 +34,8 @@ pub(crate) struct Connector {
 }
 
 impl Connector {
-    /// Returns a connector that trusts Mozilla's root certificates. The time-out includes the handshake.
+    /// Returns a connector that trusts Mozilla's root certificates. The time-out includes the
+    /// handshake.
     pub(crate) fn new(connect_timeout: Duration) -> Self {
         let tls = client_config(None).expect("the built-in root certificates are valid");
         Self { tls: Arc::new(tls), connect_timeout, address: None }

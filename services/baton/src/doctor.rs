@@ -1,6 +1,8 @@
-//! `baton doctor`: reports GPUs, driver and libraries of this machine, missing parts and their remedies.
+//! `baton doctor`: reports GPUs, driver and libraries of this machine, missing parts and their
+//! remedies.
 //!
-//! [`DoctorReport::of_this_machine`] queries the driver and the libraries; the other functions only format the report.
+//! [`DoctorReport::of_this_machine`] queries the driver and the libraries; the other functions only
+//! format the report.
 
 use std::{
     env, fmt,
@@ -23,8 +25,8 @@ use serde::Serialize;
 
 #[derive(Args, Clone)]
 pub struct KernelsArg {
-    /// Library of Baton's GPU kernels, built by `make kernels` [default: libbaton_kernels.so in this
-    /// program's folder].
+    /// Library of Baton's GPU kernels, built by `make kernels` [default: libbaton_kernels.so in
+    /// this program's folder].
     #[arg(long, value_name = "PATH", env = "BATON_NODE_KERNELS")]
     kernels: Option<PathBuf>,
 }
@@ -39,7 +41,8 @@ impl KernelsArg {
 pub struct DoctorArgs {
     #[command(flatten)]
     kernels: KernelsArg,
-    /// Model whose sizes bound the default settings of nodes on a GPU: a GGUF file or a folder with config.json.
+    /// Model whose sizes bound the default settings of nodes on a GPU: a GGUF file or a folder with
+    /// config.json.
     #[arg(long, value_name = "PATH", env = "BATON_MODEL_PATH")]
     model: Option<PathBuf>,
     /// Print a JSON object instead of a table.
@@ -283,7 +286,8 @@ impl DoctorReport {
         }
     }
 
-    /// Creates a context, which fails on a GPU in exclusive use, and loads the kernels. Returns the free memory.
+    /// Creates a context, which fails on a GPU in exclusive use, and loads the kernels. Returns the
+    /// free memory.
     fn try_gpu(
         &mut self,
         driver: Driver,

@@ -1,5 +1,6 @@
-//! `baton explain`: reports the nodes of a request with the reasons for their choice, the time of each stage, and the
-//! failures. The data comes from the routers' memory, or with `--log` from a router's log.
+//! `baton explain`: reports the nodes of a request with the reasons for their choice, the time of
+//! each stage, and the failures. The data comes from the routers' memory, or with `--log` from a
+//! router's log.
 
 use std::{
     collections::BTreeSet,
@@ -43,7 +44,8 @@ pub struct ExplainArgs {
     /// Print JSON instead of text.
     #[arg(long)]
     json: bool,
-    /// URL of the routers' admin API (`router.admin`). The command asks all addresses of the host name.
+    /// URL of the routers' admin API (`router.admin`). The command asks all addresses of the host
+    /// name.
     #[arg(long, value_name = "URL", default_value = "http://127.0.0.1:8002")]
     url: String,
     /// Read this log of a router (JSON or text lines) in place of the routers' memory.
@@ -107,8 +109,8 @@ impl Answers {
         }
     }
 
-    /// Sorts the requests of several routers as each router sorts its own: the slowest first, otherwise the newest
-    /// first.
+    /// Sorts the requests of several routers as each router sorts its own: the slowest first,
+    /// otherwise the newest first.
     fn sort(&mut self, slow: Option<u32>) {
         let field = slow.map_or("received_unix_ms", |_| "duration_ms");
         self.requests.sort_by(|a, b| number(b, field).total_cmp(&number(a, field)));
@@ -325,7 +327,8 @@ fn attempt_lines(attempt: &Value, lines: &mut Vec<String>) {
     }
 }
 
-/// Returns the requests of a log, each with its line `request ended` and its lines `attempt failed`.
+/// Returns the requests of a log, each with its line `request ended` and its lines `attempt
+/// failed`.
 fn from_log(file: &Path, args: &ExplainArgs) -> Result<Vec<Value>> {
     let log =
         std::fs::read_to_string(file).with_context(|| format!("cannot read {}", file.display()))?;
@@ -345,8 +348,8 @@ fn from_log(file: &Path, args: &ExplainArgs) -> Result<Vec<Value>> {
     Ok(found)
 }
 
-/// Reads a log line of either format. Of lines of text, only those of [`REQUEST_ENDED`] and [`ATTEMPT_FAILED`] are
-/// read.
+/// Reads a log line of either format. Of lines of text, only those of [`REQUEST_ENDED`] and
+/// [`ATTEMPT_FAILED`] are read.
 fn log_line(line: &str) -> Option<Value> {
     if let Ok(line @ Value::Object(_)) = serde_json::from_str(line) {
         return Some(line);

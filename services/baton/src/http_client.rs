@@ -49,7 +49,8 @@ impl HttpClient {
         request
     }
 
-    /// Sends a JSON body and passes the data of each server-sent event of the response to `on_event`.
+    /// Sends a JSON body and passes the data of each server-sent event of the response to
+    /// `on_event`.
     pub(crate) async fn post_for_events(
         &self,
         url: &str,

@@ -1,12 +1,13 @@
 //! Download of Hugging Face hub models into the cache of the hub's own tools.
 //!
 //! 1. Query the hub for the model's files and the commit of the revision.
-//! 2. Download the required files of this commit. An interrupted download resumes. A file whose ETag is a
-//!    SHA-256 is verified. Lookups ignore the file until then. The next call repeats an interrupted
-//!    verification.
+//! 2. Download the required files of this commit. An interrupted download resumes. A file whose
+//!    ETag is a SHA-256 is verified. Lookups ignore the file until then. The next call repeats an
+//!    interrupted verification.
 //! 3. Point the revision to the commit. Lookups by revision find the model only after this step.
 //!
-//! Services read the cache with [`config::hub`]; only this program links an HTTP client for the hub.
+//! Services read the cache with [`config::hub`]; only this program links an HTTP client for the
+//! hub.
 
 mod download;
 mod select;
@@ -70,9 +71,9 @@ impl HubSettings {
     }
 }
 
-/// Returns the model's path in the cache. Downloads the model if the cache lacks it. With `update`, queries
-/// the hub for the revision's current commit and downloads missing files, except offline if the model is
-/// cached.
+/// Returns the model's path in the cache. Downloads the model if the cache lacks it. With `update`,
+/// queries the hub for the revision's current commit and downloads missing files, except offline if
+/// the model is cached.
 pub(crate) fn obtain(model: &HubModel, parts: Parts, update: bool) -> Result<PathBuf> {
     let settings = HubSettings::from_process()?;
     if let Some(path) = settings.hub.find(model, parts)
@@ -99,8 +100,8 @@ pub(crate) fn obtain(model: &HubModel, parts: Parts, update: bool) -> Result<Pat
     })
 }
 
-/// Locks the model's folder, so that only one process downloads a model. The kernel releases the lock of a dead
-/// process.
+/// Locks the model's folder, so that only one process downloads a model. The kernel releases the
+/// lock of a dead process.
 fn lock(path: &Path, model: &HubModel) -> Result<File> {
     let file = File::create(path).with_context(|| format!("cannot create {}", path.display()))?;
     let began = Instant::now();
@@ -126,8 +127,8 @@ fn lock(path: &Path, model: &HubModel) -> Result<File> {
     }
 }
 
-/// Downloads on a separate thread and fails after [`STALL_MAX`] without progress: the HTTP client's reads
-/// have no deadline.
+/// Downloads on a separate thread and fails after [`STALL_MAX`] without progress: the HTTP client's
+/// reads have no deadline.
 fn download(settings: &HubSettings, cache: &Path, model: &HubModel, parts: Parts) -> Result<()> {
     let arrived = Arc::new(AtomicU64::new(0));
     let bar = model_store::bar(0, &model.name);
@@ -145,5 +146,6 @@ fn download(settings: &HubSettings, cache: &Path, model: &HubModel, parts: Parts
     outcome
 }
 
-/// Progress of a download: the bar, and a counter that grows with every file and every downloaded or verified byte.
+/// Progress of a download: the bar, and a counter that grows with every file and every downloaded
+/// or verified byte.
 type WatchedDownload = (ProgressBar, Arc<AtomicU64>);

@@ -10,10 +10,11 @@ const KEY_BYTES: usize = 32;
 
 #[derive(Subcommand)]
 pub enum KeysCommand {
-    /// Creates an API key. Prints the key to standard error, once, and its entry for the file of router.keys or
-    /// router.admin_keys to standard output.
+    /// Creates an API key. Prints the key to standard error, once, and its entry for the file of
+    /// router.keys or router.admin_keys to standard output.
     New {
-        /// Name of the key in metrics and logs: letters, digits, '.', '_' and '-', at most 64 characters.
+        /// Name of the key in metrics and logs: letters, digits, '.', '_' and '-', at most 64
+        /// characters.
         #[arg(value_parser = parse_name)]
         name: String,
     },

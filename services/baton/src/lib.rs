@@ -1,9 +1,10 @@
 //! The modules of the operator's command `baton`, one for each subcommand.
 //!
-//! `up` runs a whole cluster on this machine, `check` sends requests to a cluster, `bench` measures an
-//! engine or a server, `model` fetches models, `node` manages the nodes of a cluster, `doctor` reports
-//! GPUs and libraries, `explain` reports requests, `keys` makes API keys, `replay` and `sim` simulate a cluster.
-//! `baton-bench` uses the engine benchmark, its statistics and the model store from here.
+//! `up` runs a whole cluster on this machine, `check` sends requests to a cluster, `bench` measures
+//! an engine or a server, `model` fetches models, `node` manages the nodes of a cluster, `doctor`
+//! reports GPUs and libraries, `explain` reports requests, `keys` makes API keys, `replay` and
+//! `sim` simulate a cluster. `baton-bench` uses the engine benchmark, its statistics and the model
+//! store from here.
 
 // Only `up::process` needs unsafe code, for system calls that the standard library does not offer.
 #![deny(unsafe_code)]

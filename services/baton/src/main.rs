@@ -17,7 +17,8 @@ struct Cli {
 
 #[derive(Subcommand)]
 enum CliCommand {
-    /// Starts a router, prefill nodes and decode nodes on this machine, and restarts those that die.
+    /// Starts a router, prefill nodes and decode nodes on this machine, and restarts those that
+    /// die.
     Up(up::UpArgs),
     /// Sends one request over HTTP and one over gRPC to a running cluster, and reads its metrics.
     Check(check::CheckArgs),
@@ -42,9 +43,11 @@ enum CliCommand {
     Explain(explain::ExplainArgs),
     /// Replays recorded requests on a simulated cluster of up to 1,000 nodes.
     Replay(replay::ReplayArgs),
-    /// Simulates two nodes with and without disaggregation, and prints when disaggregation wins, as a Markdown page.
+    /// Simulates two nodes with and without disaggregation, and prints when disaggregation wins, as
+    /// a Markdown page.
     BreakEven(replay::break_even::BreakEvenArgs),
-    /// Explores faults: runs a simulated cluster with random faults for each seed, and prints the events of a failure.
+    /// Explores faults: runs a simulated cluster with random faults for each seed, and prints the
+    /// events of a failure.
     Sim(sim::SimArgs),
 }
 

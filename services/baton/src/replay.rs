@@ -1,7 +1,7 @@
 //! `baton replay`: recorded requests on a simulated cluster.
 //!
-//! The simulation runs the shipped cores of router, nodes, scheduler and KV transfer in virtual time. Only devices and
-//! networks are models, fitted to benchmarks ([`cost`]).
+//! The simulation runs the shipped cores of router, nodes, scheduler and KV transfer in virtual
+//! time. Only devices and networks are models, fitted to benchmarks ([`cost`]).
 
 pub mod break_even;
 mod chart;
@@ -44,7 +44,8 @@ const REQUESTS_MAX: u64 = 20_000_000;
 
 #[derive(Args, Clone)]
 pub struct ReplayArgs {
-    /// Recorded requests: the CSV of the Azure LLM inference traces or the JSON lines of the Mooncake traces.
+    /// Recorded requests: the CSV of the Azure LLM inference traces or the JSON lines of the
+    /// Mooncake traces.
     trace: PathBuf,
     /// Prefill nodes.
     #[arg(long, default_value_t = 8, value_parser = clap::value_parser!(u16).range(0..=1000))]
@@ -55,8 +56,8 @@ pub struct ReplayArgs {
     /// Choice of nodes (router.policy): predicted, cache-aware, least-load or round-robin.
     #[arg(long, default_value = "predicted", value_parser = parse_policy)]
     policy: NodePolicy,
-    /// Choices of nodes to compare with --policy, separated by commas. They are simulated at the same time, one thread
-    /// each.
+    /// Choices of nodes to compare with --policy, separated by commas. They are simulated at the
+    /// same time, one thread each.
     #[arg(long, value_delimiter = ',', value_parser = parse_policy)]
     compare: Vec<NodePolicy>,
     /// Whether decode nodes may prefill (router.disaggregate): auto, always or never.
@@ -68,17 +69,19 @@ pub struct ReplayArgs {
     /// Factor on the arrival rate of the trace.
     #[arg(long, default_value_t = 1.0, value_parser = parse_rate)]
     rate_scale: f64,
-    /// Copies of the trace at the same time. Each further copy has other prompts and is shifted in time.
+    /// Copies of the trace at the same time. Each further copy has other prompts and is shifted in
+    /// time.
     #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=10_000))]
     copies: u32,
     /// Replays one after another on the same cluster, each with other prompts.
     #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=1000))]
     repeat: u32,
-    /// Results of `baton bench engine --json` on the simulated device, separated by commas, for the cost model
-    /// [default: an 8B model in bf16 on one H100].
+    /// Results of `baton bench engine --json` on the simulated device, separated by commas, for the
+    /// cost model [default: an 8B model in bf16 on one H100].
     #[arg(long, value_delimiter = ',')]
     engine: Vec<PathBuf>,
-    /// Result of `baton-bench transfer --json`; the first row names the transport [default: nccl between two H200].
+    /// Result of `baton-bench transfer --json`; the first row names the transport [default: nccl
+    /// between two H200].
     #[arg(long)]
     transfer: Option<PathBuf>,
     /// Bandwidth of a node's network in GB/s [default: that of --transfer].
@@ -93,7 +96,8 @@ pub struct ReplayArgs {
     /// Maximum time of a step that decodes and also prefills (node.itl_max), in ms.
     #[arg(long, default_value_t = 20.0, value_parser = parse_rate)]
     itl_max_ms: f64,
-    /// Maximum number of tokens of a prompt with its answer; longer requests of the trace are left out.
+    /// Maximum number of tokens of a prompt with its answer; longer requests of the trace are left
+    /// out.
     #[arg(long, default_value_t = 131_072, value_parser = clap::value_parser!(u32).range(64..=10_000_000))]
     sequence_tokens: u32,
     /// Deadline of a request in seconds.
@@ -103,8 +107,8 @@ pub struct ReplayArgs {
     /// separated by commas.
     #[arg(long, value_parser = GoodputLimits::parse)]
     goodput: Option<GoodputLimits>,
-    /// Seed of faults: kills of nodes, partitions between two nodes and etcd outages, one every 30 s on average
-    /// [default: no faults].
+    /// Seed of faults: kills of nodes, partitions between two nodes and etcd outages, one every 30
+    /// s on average [default: no faults].
     #[arg(long)]
     faults: Option<u64>,
     /// Seed of prompts, step times and ids.
@@ -370,8 +374,8 @@ impl ReplayWorkload {
         })
     }
 
-    /// Returns the hit rates of one LRU cache with the blocks of all nodes, and of the prefill nodes. `None` without
-    /// recorded prefixes.
+    /// Returns the hit rates of one LRU cache with the blocks of all nodes, and of the prefill
+    /// nodes. `None` without recorded prefixes.
     fn lru_hit_rates(&self, args: &ReplayArgs) -> Option<[f64; 2]> {
         let rows = self.trace.rows();
         if rows.iter().all(|row| row.hash_ids.is_empty()) {
@@ -502,7 +506,8 @@ mod tests {
         for point in points {
             assert_eq!((&point["arrived"], &point["completed"]), (&6.into(), &6.into()));
             assert_eq!(point["goodput_share"], 1.0);
-            // In each repetition the second prompt finds 1,024 tokens of the first, and the third 512.
+            // In each repetition the second prompt finds 1,024 tokens of the first, and the
+            // third 512.
             let hits = f64::from(2 * (1024 + 512)) / f64::from(2 * (1030 + 1030 + 600));
             let rate = point["hit_rate"].as_f64().unwrap();
             let lru = point["lru_hit_rate"].as_f64().unwrap();

@@ -1,9 +1,9 @@
 //! Request traces: lengths, arrivals and shared prefixes of recorded requests.
 //!
 //! Two formats, told apart by the first line: the CSV of the Azure LLM inference traces
-//! (`TIMESTAMP,ContextTokens,GeneratedTokens`) and the JSON lines of the Mooncake traces (`timestamp`,
-//! `input_length`, `output_length`, and `hash_ids`: one id per 512 prompt tokens, equal where prompts share
-//! a prefix).
+//! (`TIMESTAMP,ContextTokens,GeneratedTokens`) and the JSON lines of the Mooncake traces
+//! (`timestamp`, `input_length`, `output_length`, and `hash_ids`: one id per 512 prompt tokens,
+//! equal where prompts share a prefix).
 
 use std::{
     fs::File,
@@ -38,8 +38,8 @@ pub(crate) struct RecordedRequest {
 }
 
 impl RecordedRequest {
-    /// Returns the prompt. Under one seed, equal `hash_ids` give equal tokens; `rng` draws the tokens after those of
-    /// the last id.
+    /// Returns the prompt. Under one seed, equal `hash_ids` give equal tokens; `rng` draws the
+    /// tokens after those of the last id.
     pub(crate) fn prompt(
         &self,
         seed: u64,

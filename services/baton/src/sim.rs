@@ -22,7 +22,8 @@ pub fn run(args: SimArgs) -> Result<()> {
     run_with(args, |seed, is_traced| simulation::run(seed, is_traced).coverage)
 }
 
-/// Runs the seeds with `run`, whose second argument is whether it prints the scenario and every event.
+/// Runs the seeds with `run`, whose second argument is whether it prints the scenario and every
+/// event.
 fn run_with(args: SimArgs, run: fn(u64, bool) -> Coverage) -> Result<()> {
     if let Some(seed) = args.seed {
         // A failure panics after its events.

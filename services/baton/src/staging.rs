@@ -1,7 +1,7 @@
 //! Staging folder `.baton-fetch-*` of a download, next to the model's final folder.
 //!
-//! The downloading process locks the folder and deletes it at its end. When the process is killed the kernel releases
-//! the lock, and the next download deletes unlocked folders.
+//! The downloading process locks the folder and deletes it at its end. When the process is killed
+//! the kernel releases the lock, and the next download deletes unlocked folders.
 
 use std::{
     fs::{self, File, TryLockError},

@@ -1,8 +1,8 @@
 //! `baton up`: runs a cluster on this machine as supervised child processes.
 //!
-//! Nodes start first, each on a free port. When all nodes are ready the router starts with their addresses. On
-//! shutdown the router stops first, so no request loses its node. With `--no-router` it runs the nodes of one host of
-//! a larger cluster, on configured ports.
+//! Nodes start first, each on a free port. When all nodes are ready the router starts with their
+//! addresses. On shutdown the router stops first, so no request loses its node. With `--no-router`
+//! it runs the nodes of one host of a larger cluster, on configured ports.
 
 mod backoff;
 mod child;
@@ -44,7 +44,8 @@ use crate::{
     client_args::ClientArgs, connector::Connector, http_client::HttpClient, hub, model_store,
 };
 
-/// Time-out of a service's start. Weights may come from a slow disk or network. A service that fails exits by itself.
+/// Time-out of a service's start. Weights may come from a slow disk or network. A service that
+/// fails exits by itself.
 const READY_WITHIN: Duration = Duration::from_secs(3600);
 /// Time-out for the router's connections to nodes that are ready.
 const CONNECTED_WITHIN: Duration = Duration::from_secs(120);
@@ -65,41 +66,43 @@ pub struct UpArgs {
     /// Number of decode nodes.
     #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=i64::from(NODES_MAX)))]
     decode: u32,
-    /// GPUs by index (0,1), range (0-3) or UUID: one for each rank of each node, prefill nodes first, or the GPUs of
-    /// one node, which all nodes share. [default: those of the configuration, otherwise all nodes share the first]
+    /// GPUs by index (0,1), range (0-3) or UUID: one for each rank of each node, prefill nodes
+    /// first, or the GPUs of one node, which all nodes share. [default: those of the configuration,
+    /// otherwise all nodes share the first]
     #[arg(long)]
     gpus: Option<String>,
-    /// Address of the OpenAI HTTP API. [default: that of the configuration, otherwise 127.0.0.1:8000]
+    /// Address of the OpenAI HTTP API. [default: that of the configuration, otherwise
+    /// 127.0.0.1:8000]
     #[arg(long)]
     http: Option<SocketAddr>,
     /// Address of the gRPC API. [default: that of the configuration, otherwise 127.0.0.1:8001]
     #[arg(long)]
     grpc: Option<SocketAddr>,
-    /// Number format of the weights; KV is f32 with f32, otherwise bf16. [default: that of the configuration,
-    /// otherwise bf16]
+    /// Number format of the weights; KV is f32 with f32, otherwise bf16. [default: that of the
+    /// configuration, otherwise bf16]
     #[arg(long, value_parser = PossibleValuesParser::new(Dtype::WORDS))]
     dtype: Option<String>,
-    /// Tensor-parallel ranks of each node; must divide the model's number of KV heads. [default: that of the
-    /// configuration, otherwise 1]
+    /// Tensor-parallel ranks of each node; must divide the model's number of KV heads. [default:
+    /// that of the configuration, otherwise 1]
     #[arg(long)]
     tp: Option<u32>,
-    /// Source of the weights: auto (the model's files) or dummy (random weights; needs only config.json and
-    /// tokenizer.json). [default: that of the configuration, otherwise auto]
+    /// Source of the weights: auto (the model's files) or dummy (random weights; needs only
+    /// config.json and tokenizer.json). [default: that of the configuration, otherwise auto]
     #[arg(long, value_parser = PossibleValuesParser::new(LoadFormat::WORDS))]
     load_format: Option<String>,
-    /// Etcd endpoints, separated by commas. Nodes register in etcd, so further nodes can join. [default: those of
-    /// the configuration, otherwise a static list of the nodes started here]
+    /// Etcd endpoints, separated by commas. Nodes register in etcd, so further nodes can join.
+    /// [default: those of the configuration, otherwise a static list of the nodes started here]
     #[arg(long, value_name = "URL")]
     etcd: Option<String>,
-    /// Start nodes only, for one host of a cluster whose routers run elsewhere. Each node listens on the configured
-    /// ports plus its number, prefill nodes first. Needs cluster.secret.
+    /// Start nodes only, for one host of a cluster whose routers run elsewhere. Each node listens
+    /// on the configured ports plus its number, prefill nodes first. Needs cluster.secret.
     #[arg(long, conflicts_with_all = ["http", "grpc", "sample"])]
     no_router: bool,
     /// Address of /ready (all nodes started) and /live (no node hangs) for all nodes together.
     #[arg(long, requires = "no_router", value_name = "ADDRESS")]
     health: Option<SocketAddr>,
-    /// Configuration file of all services. The environment (BATON_*) and these flags override the file. `up` sets
-    /// the nodes' addresses and the router's list of nodes.
+    /// Configuration file of all services. The environment (BATON_*) and these flags override the
+    /// file. `up` sets the nodes' addresses and the router's list of nodes.
     #[arg(long, env = "BATON_CONFIG")]
     config: Option<PathBuf>,
     /// Folder of the models that were fetched by name.
@@ -195,8 +198,8 @@ impl StartedCluster {
     }
 }
 
-/// Loads the configuration as the services will load it, to report errors once and before any start. `model`: variables
-/// that tell the services about the model.
+/// Loads the configuration as the services will load it, to report errors once and before any
+/// start. `model`: variables that tell the services about the model.
 fn configuration(args: &UpArgs, model: &[(String, String)]) -> Result<Config> {
     let mut environment = config::environment_of(std::env::vars_os())?;
     environment.extend(model.iter().cloned());
@@ -260,7 +263,8 @@ fn find_model(args: &UpArgs, config: &Config) -> Result<FoundModel> {
 }
 
 async fn up(args: UpArgs, config: Config) -> Result<()> {
-    // Installed before the download: without a handler, the first process of a container ignores signals.
+    // Installed before the download: without a handler, the first process of a container ignores
+    // signals.
     let mut signals = [signal(SignalKind::terminate())?, signal(SignalKind::interrupt())?];
     let find = move || find_model(&args, &config).map(|model| (args, model));
     let found = tokio::select! {

@@ -13,12 +13,14 @@ use crate::{
 
 const CONNECT_MAX: Duration = Duration::from_secs(2);
 const POLL_INTERVAL: Duration = Duration::from_millis(20);
-/// Time beyond the update's own time-out until the command gives up: the router commits for up to 60 s.
+/// Time beyond the update's own time-out until the command gives up: the router commits for up to
+/// 60 s.
 const GRACE: Duration = Duration::from_secs(90);
 
 #[derive(Subcommand)]
 pub enum WeightsCommand {
-    /// Loads the weights at a path into every node of a model, and commits them on all nodes or none.
+    /// Loads the weights at a path into every node of a model, and commits them on all nodes or
+    /// none.
     Push(PushArgs),
     /// Shows the weights of every node, and the running or last update.
     Status(WeightsAdminArgs),
@@ -45,14 +47,16 @@ pub struct PushArgs {
     /// Model whose nodes are updated [default: the first model of the router].
     #[arg(long, value_name = "NAME")]
     model: Option<String>,
-    /// How nodes obtain the weights: disk reads the path on every node; tcp reads it on one node, from which the others copy.
+    /// How nodes obtain the weights: disk reads the path on every node; tcp reads it on one node,
+    /// from which the others copy.
     #[arg(long, default_value = "disk", value_parser = ["disk", "tcp"])]
     transport: String,
     /// With tcp, the id or URL of the node that has the path [default: the first node].
     #[arg(long, value_name = "NODE")]
     node: Option<String>,
-    /// Requests in flight at the commit: recompute computes their KV again with the new weights, keep_kv continues on the
-    /// KV of the old ones, wait lets them finish first, for at most 30 s, and abort ends them with finish reason abort.
+    /// Requests in flight at the commit: recompute computes their KV again with the new weights,
+    /// keep_kv continues on the KV of the old ones, wait lets them finish first, for at most 30 s,
+    /// and abort ends them with finish reason abort.
     #[arg(long, default_value = "recompute", value_parser = ["recompute", "keep_kv", "wait", "abort"])]
     in_flight: String,
     /// Seconds until the update is aborted unless it is committed.
@@ -203,7 +207,8 @@ mod tests {
 
     use super::*;
 
-    /// Answers one request on each connection; an empty answer closes the connection. Returns the URL.
+    /// Answers one request on each connection; an empty answer closes the connection. Returns the
+    /// URL.
     fn serve(answers: Vec<String>) -> String {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let url = format!("http://{}", listener.local_addr().unwrap());

@@ -94,7 +94,8 @@ fn overlapping_ports_of_the_nodes_of_one_host_are_rejected_before_a_start() {
         assert!(words.iter().all(|word| error.contains(word)), "{args:?} {data}: {error}");
         assert_eq!(error.lines().count(), 1, "{error}");
     }
-    // One node has no next port, ports of other hosts are free, and a distance of two fits two nodes.
+    // One node has no next port, ports of other hosts are free, and a distance of two fits two
+    // nodes.
     let one = ["--prefill", "0", "--decode", "1"];
     for (args, data) in [
         (&one[..], "127.0.0.1:50066"),

@@ -21,7 +21,8 @@ impl fmt::Display for NodeAddress {
 /// Listed addresses with the epoch of each process, if the source knows it.
 pub type Members = BTreeMap<NodeAddress, Option<Epoch>>;
 
-/// A difference between two lists of members. A new process at a known address yields `Left` and `Joined`.
+/// A difference between two lists of members. A new process at a known address yields `Left` and
+/// `Joined`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum MemberChange {
     Joined(NodeAddress),

@@ -3,22 +3,24 @@
 //! Life of a member, as [`Health`]:
 //! 1. *Unknown* after joining: the directory requests an `Observe` stream, which is also the probe.
 //! 2. *Up* from the stream's snapshot until the stream ends or its deltas have a gap.
-//! 3. *Suspect* when the stream ends or a call loses its connection: the node is not picked and is probed at once. A
-//!    node that flaps (up for less than 2 s) is probed with back-off.
+//! 3. *Suspect* when the stream ends or a call loses its connection: the node is not picked and is
+//!    probed at once. A node that flaps (up for less than 2 s) is probed with back-off.
 //! 4. *Down* when a probe fails: probed again after 100 ms … 2 s, doubling, with jitter.
-//! 5. Forgotten when the member left the membership and a probe failed. A member that left but is up stays up.
+//! 5. Forgotten when the member left the membership and a probe failed. A member that left but is
+//!    up stays up.
 //!
-//! An epoch identifies the process at an address. A new epoch is a new node: the directory drops load, cached
-//! prefixes, Busy pauses and assignments of the old process.
+//! An epoch identifies the process at an address. A new epoch is a new node: the directory drops
+//! load, cached prefixes, Busy pauses and assignments of the old process.
 //!
 //! Each member has either a stream or a scheduled probe.
 //!
-//! An impossible report (more blocks than the node has, the epoch of another address, a load without its sequences)
-//! ends the stream: the node is *down*, and each further impossible report doubles the time until its next probe.
+//! An impossible report (more blocks than the node has, the epoch of another address, a load
+//! without its sequences) ends the stream: the node is *down*, and each further impossible report
+//! doubles the time until its next probe.
 //!
-//! Besides its health, each node has a circuit breaker ([`breaker`]). The router's measurements open it
-//! ([`service`]): attempts that fail although the node is up, and an inter-token latency or transfer time far off the
-//! pool's median.
+//! Besides its health, each node has a circuit breaker ([`breaker`]). The router's measurements
+//! open it ([`service`]): attempts that fail although the node is up, and an inter-token latency or
+//! transfer time far off the pool's median.
 
 mod assignments;
 mod breaker;
@@ -57,14 +59,15 @@ pub use wanted::{Room, Wanted};
 
 /// Time-out of a probe; equals the transfer lease.
 pub const PROBE_TIMEOUT: Duration = Duration::from_secs(2);
-/// Maximum silence of a node; then the directory requests a fresh snapshot. Pings do not suffice: a node with a hung
-/// engine still answers them.
+/// Maximum silence of a node; then the directory requests a fresh snapshot. Pings do not suffice: a
+/// node with a hung engine still answers them.
 pub const SILENCE_MAX: Duration = Duration::from_secs(30);
-/// Maximum number of cached blocks that the directory keeps for a node: 4 MiB of hashes, the KV of 4 Mi tokens.
-/// Further blocks are ignored without a log line: the hashes are only hints for node selection, and such a node is
-/// large but not faulty.
+/// Maximum number of cached blocks that the directory keeps for a node: 4 MiB of hashes, the KV of
+/// 4 Mi tokens. Further blocks are ignored without a log line: the hashes are only hints for node
+/// selection, and such a node is large but not faulty.
 pub const CACHED_BLOCKS_MAX: usize = 1 << 18;
-/// Blocks of one KV tier of a node that the directory knows; further blocks are no hits for predictions.
+/// Blocks of one KV tier of a node that the directory knows; further blocks are no hits for
+/// predictions.
 pub const TIER_BLOCKS_MAX: usize = 1 << 20;
 
 /// Id of a member of one directory; never reused.
@@ -123,7 +126,8 @@ pub enum DirectoryAction {
     StopObserving { stream: StreamId },
     /// Log and count this change.
     HealthChanged { node: NodeKey, address: NodeAddress, from: Health, to: Health, reason: String },
-    /// The node began or stopped draining, was paused or resumed, or has other weights, so other requests can use it.
+    /// The node began or stopped draining, was paused or resumed, or has other weights, so other
+    /// requests can use it.
     ServingChanged { node: NodeKey },
     /// Log that the node's report is impossible. The node is not used.
     Rejected { address: NodeAddress, reason: String },
@@ -142,7 +146,8 @@ pub struct Directory {
     /// Circuit breakers of pairs, prefill node first, whose last transfer failed.
     pair_breakers: BTreeMap<(NodeKey, NodeKey), Breaker>,
     breaker_changes: Vec<BreakerChange>,
-    /// Time that the router adds to every predicted time to first token, in milliseconds; fitted to measured times.
+    /// Time that the router adds to every predicted time to first token, in milliseconds; fitted to
+    /// measured times.
     overhead_ms: f64,
     jitter: Jitter,
     /// Counter for the ids of members, streams, assignments and picks.
@@ -166,7 +171,8 @@ struct Forecast {
 }
 
 impl Directory {
-    /// Creates an empty directory. `seed` spreads the probes of several routers; any number is valid.
+    /// Creates an empty directory. `seed` spreads the probes of several routers; any number is
+    /// valid.
     pub fn new(seed: u64, selection: Selection) -> Self {
         Self {
             members: BTreeMap::new(),
@@ -333,7 +339,8 @@ impl Directory {
         }
     }
 
-    /// Returns the member's health, and the weights with which it accepts requests and whether it is paused.
+    /// Returns the member's health, and the weights with which it accepts requests and whether it
+    /// is paused.
     fn serves(&self, key: NodeKey) -> Option<(Health, Option<(u64, bool)>)> {
         let member = self.members.get(&key)?;
         let accepts = |seen: &Seen| (seen.record.identity.weight_version, seen.is_paused());

@@ -1,30 +1,35 @@
-//! Predicts how long clients wait when a prompt is prefilled on a prefill node or on the decode node. Pure.
+//! Predicts how long clients wait when a prompt is prefilled on a prefill node or on the decode
+//! node. Pure.
 //!
-//! A node fits the time of its steps ([`StepFit`]) and reports the result with its load ([`StepCosts`]):
+//! A node fits the time of its steps ([`StepFit`]) and reports the result with its load
+//! ([`StepCosts`]):
 //!
 //! ```text
 //! decode step  = step + row * rows + context * KV tokens
-//! prefill step = step' + token * prompt tokens + pair * attention pairs + row * rows + context * KV tokens,
-//!                at least the decode step: every step reads all weights
+//! prefill step = step' + token * prompt tokens + pair * attention pairs + row * rows
+//!                + context * KV tokens, at least the decode step: every step reads all weights
 //! ```
 //!
 //! A router predicts each option from the reports of its nodes ([`hand_over`], [`local`]):
 //!
 //! ```text
-//! time to first token = time of the queued prompts (on a decode node at least of the decode steps in flight)
-//!        + the prompt's own steps + wait for free blocks
+//! time to first token = time of the queued prompts (on a decode node at least of the decode steps
+//!        in flight) + the prompt's own steps + wait for free blocks
 //! gap      = transfer time that prefill steps do not overlap (hand-over only)
-//! slowdown = decoding rows * time by which the prompt lengthens their steps (decode node prefills only)
+//! slowdown = decoding rows * time by which the prompt lengthens their steps (decode node prefills
+//!            only)
 //! decode   = the first 32 tokens of the answer
 //!            + running and waiting rows * time by which the new row lengthens their steps
-//! evict    = prefill time of one token per block that the decode node lacks, because it may evict a cached prefix
+//! evict    = prefill time of one token per block that the decode node lacks, because it may evict
+//!            a cached prefix
 //! cost     = time to first token + gap + slowdown + decode + evict
 //! ```
 //!
-//! A decode step counts as one token per row, although draft tokens may be accepted: they help every option equally.
+//! A decode step counts as one token per row, although draft tokens may be accepted: they help
+//! every option equally.
 //!
-//! All terms are milliseconds that one client waits. A stalled stream and a waiting request are equally slow for their
-//! clients, so the cost is the sum over all clients.
+//! All terms are milliseconds that one client waits. A stalled stream and a waiting request are
+//! equally slow for their clients, so the cost is the sum over all clients.
 
 mod fit;
 
@@ -35,8 +40,8 @@ pub use fit::{StepFit, StepLimits, Work};
 
 /// Number of output tokens that a cost includes. Later tokens cost about the same in all options.
 const DECODE_STEPS: u32 = 32;
-/// Decode steps that a prompt on a decode node waits for. With two steps in flight, these are half of the running step
-/// and the next step.
+/// Decode steps that a prompt on a decode node waits for. With two steps in flight, these are half
+/// of the running step and the next step.
 const STEPS_IN_FLIGHT: f64 = 1.5;
 /// Minimum prompt tokens of a step in which sequences decode: one block.
 const BLOCK_TOKENS: f64 = 16.0;
@@ -140,8 +145,9 @@ impl NodeState {
         steps * self.mixed_step_ms(tokens / steps, pairs / steps)
     }
 
-    /// Returns the prompt tokens of a step, at most `tokens_max`. With running sequences, the node's inter-token
-    /// latency bound limits them. `context`: mean number of tokens to which a prompt token attends.
+    /// Returns the prompt tokens of a step, at most `tokens_max`. With running sequences, the
+    /// node's inter-token latency bound limits them. `context`: mean number of tokens to which a
+    /// prompt token attends.
     fn bounded_tokens(&self, tokens_max: f64, context: f64) -> f64 {
         let PrefillCosts { step_ms, token_ms, pair_ms } = self.prefill;
         let left_ms = self.itl_max_ms - step_ms - (self.step_ms() - self.decode.step_ms);
@@ -171,7 +177,8 @@ impl NodeState {
         self.prefill_ms(self.prompt_steps(prompt), prompt.uncached_tokens, prompt.pairs())
     }
 
-    /// Returns whether even a step with one block of the prompt is longer than the inter-token latency bound.
+    /// Returns whether even a step with one block of the prompt is longer than the inter-token
+    /// latency bound.
     fn exceeds_itl_max(&self, prompt: &Prompt) -> bool {
         let tokens = prompt.uncached_tokens.min(BLOCK_TOKENS);
         let block_ms = self.mixed_step_ms(tokens, attention_pairs(prompt.cached_tokens, tokens));
@@ -202,7 +209,8 @@ pub struct Prompt {
     pub cached_tokens: f64,
     /// At least 1.
     pub uncached_tokens: f64,
-    /// Time until the node has free blocks, and has loaded the cached tokens that are in its KV tiers.
+    /// Time until the node has free blocks, and has loaded the cached tokens that are in its KV
+    /// tiers.
     pub blocks_ms: f64,
     /// Prefill time that the evicted blocks may cost later prompts.
     pub evict_ms: f64,
@@ -246,8 +254,8 @@ impl Prediction {
     }
 }
 
-/// Predicts prefill on `prefill` and transfer to `decode`. `transfer_token_ms`: transfer time of a token's KV; 0
-/// until a transfer was measured.
+/// Predicts prefill on `prefill` and transfer to `decode`. `transfer_token_ms`: transfer time of a
+/// token's KV; 0 until a transfer was measured.
 pub fn hand_over(
     prefill: (&NodeState, &Prompt),
     decode: (&NodeState, &Prompt),
@@ -257,7 +265,8 @@ pub fn hand_over(
     let (node, prompt) = prefill;
     let steps = node.prompt_steps(prompt);
     let prompt_ms = node.prompt_ms(prompt);
-    // The KV of a step is sent while the next step is computed, so one step's KV is never overlapped.
+    // The KV of a step is sent while the next step is computed, so one step's KV is never
+    // overlapped.
     let transfer_ms = transfer_token_ms * decode.1.uncached_tokens;
     let transfer_gap_ms =
         (transfer_ms / steps).max(transfer_ms - prompt_ms * (steps - 1.0) / steps);

@@ -45,8 +45,8 @@ impl PrefixKeys {
         Self { identity, keys, last: chain.last() }
     }
 
-    /// Returns the key of the last full block of the prompt of these keys, followed by `output`; `None` without a full
-    /// block.
+    /// Returns the key of the last full block of the prompt of these keys, followed by `output`;
+    /// `None` without a full block.
     pub fn last_after(&self, prompt: &[u32], output: &[u32]) -> Option<u128> {
         let block_tokens = self.identity.block_tokens();
         let rest = [&prompt[self.keys.len() * block_tokens..], output].concat();

@@ -11,9 +11,9 @@ use crate::{
 };
 
 impl Config {
-    /// Checks settings that depend on each other. A default above a limit that the operator set is lowered: with
-    /// a small `timeout_max` the default of `timeout` shrinks too. Set values that exclude each other are
-    /// reported.
+    /// Checks settings that depend on each other. A default above a limit that the operator set is
+    /// lowered: with a small `timeout_max` the default of `timeout` shrinks too. Set values that
+    /// exclude each other are reported.
     pub(crate) fn check_combinations(&mut self, problems: &mut Vec<Problem>) {
         let mut details = Vec::new();
         self.check_limits(&mut details);
@@ -27,8 +27,8 @@ impl Config {
         problems.extend(details.into_iter().map(|detail| Problem::Conflict { detail }));
     }
 
-    /// Returns a warning for each secret that crosses a network unencrypted, and for each file with a secret that every
-    /// user of the machine can read or change.
+    /// Returns a warning for each secret that crosses a network unencrypted, and for each file with
+    /// a secret that every user of the machine can read or change.
     pub(crate) fn exposed_secrets(&self) -> Vec<String> {
         let (router, cluster) = (&self.router, &self.cluster);
         let mut warnings = Vec::new();
@@ -98,7 +98,8 @@ impl Config {
         self.lower("router.waiting_max", requests_max, |config| &mut config.router.waiting_max);
     }
 
-    /// Lowers the default of `key` to the limit. Returns the conflict when a set value exceeds the limit.
+    /// Lowers the default of `key` to the limit. Returns the conflict when a set value exceeds the
+    /// limit.
     fn lower<T: Value + PartialOrd>(
         &mut self,
         key: &str,
@@ -196,7 +197,8 @@ impl Config {
         let aliases_at = self.at("router.aliases");
         let models = names.clone();
         for pair @ Pair { name: alias, value: name } in &router.aliases {
-            // The first model may still be unknown: `baton up` finds it after it has read the settings.
+            // The first model may still be unknown: `baton up` finds it after it has read the
+            // settings.
             if first.is_some() && !models.contains(&name.as_str()) {
                 conflicts.push(format!(
                     "{aliases_at} has {pair}: there is no model {name:?}; allowed: {}",

@@ -29,8 +29,9 @@ pub struct ProcessConfig {
 
 /// Reads the arguments and the environment of this process, and the file that they name.
 ///
-/// `main` calls this function first; no other function of this crate reads arguments or environment. `--help`,
-/// `--version`, `--config-schema`, `--explain-config` and invalid flags end the process here.
+/// `main` calls this function first; no other function of this crate reads arguments or
+/// environment. `--help`, `--version`, `--config-schema`, `--explain-config` and invalid flags end
+/// the process here.
 pub fn from_process(command: Command, sections: &[Section]) -> Result<ProcessConfig, ConfigError> {
     let matches = args_for(command, sections).get_matches();
     if matches.get_flag(SCHEMA_FLAG) {
@@ -52,7 +53,8 @@ fn print_and_exit(text: &str) -> ! {
     std::process::exit(0)
 }
 
-/// Adds `--config`, `--config-schema`, `--explain-config` and the flags of these sections to a command.
+/// Adds `--config`, `--config-schema`, `--explain-config` and the flags of these sections to a
+/// command.
 pub fn args_for(command: Command, sections: &[Section]) -> Command {
     let mut command = command
         .arg(
@@ -100,7 +102,8 @@ pub fn args_for(command: Command, sections: &[Section]) -> Command {
     command
 }
 
-/// Loads from parsed arguments and a map of variables. `--config` names the file, otherwise `BATON_CONFIG`.
+/// Loads from parsed arguments and a map of variables. `--config` names the file, otherwise
+/// `BATON_CONFIG`.
 pub fn from_matches(
     matches: &ArgMatches,
     environment: Environment,
@@ -120,8 +123,8 @@ pub fn from_matches(
     Config::load(LoadInput { file, environment, flags })
 }
 
-/// Collects the variables that begin with `BATON_` and those that locate the caches; a value that is not UTF-8 is an
-/// error.
+/// Collects the variables that begin with `BATON_` and those that locate the caches; a value that
+/// is not UTF-8 is an error.
 pub fn environment_of(
     variables: impl Iterator<Item = (OsString, OsString)>,
 ) -> Result<Environment, ConfigError> {

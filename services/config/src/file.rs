@@ -108,7 +108,8 @@ impl<'a> File<'a> {
     }
 }
 
-/// Returns the nearest valid key. The same name in another section precedes similar names in this section.
+/// Returns the nearest valid key. The same name in another section precedes similar names in this
+/// section.
 fn nearest_key(section: Option<&str>, name: &str, settings: &[Setting]) -> String {
     let misplaced = settings.iter().find(|setting| setting.name == name);
     let in_reach = |setting: &&Setting| section.is_none_or(|section| setting.section == section);

@@ -1,8 +1,8 @@
 //! Models of the Hugging Face hub in the cache that all programs of a machine share.
 //!
 //! The layout is the hub's own: `models--ORG--NAME` with `refs/REVISION` (a commit) and
-//! `snapshots/COMMIT/FILE`. Services only read the cache. The program `baton` in the same folder downloads
-//! missing models, so the services contain no code for downloads.
+//! `snapshots/COMMIT/FILE`. Services only read the cache. The program `baton` in the same folder
+//! downloads missing models, so the services contain no code for downloads.
 
 use std::{
     fs::{self, File},
@@ -27,7 +27,8 @@ pub const UNVERIFIED_EXTENSION: &str = "unverified";
 /// Required files of a model.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Parts {
-    /// Tokenizer, chat template and sampling defaults, for the router; the whole file of a GGUF model.
+    /// Tokenizer, chat template and sampling defaults, for the router; the whole file of a GGUF
+    /// model.
     Text,
     /// The files of `Text`, and the weights.
     All,
@@ -58,7 +59,8 @@ pub enum HubError {
 }
 
 impl Hub {
-    /// Uses `HF_HUB_CACHE`, otherwise `hub` in `HF_HOME`, otherwise the default folder of the hub's own tools.
+    /// Uses `HF_HUB_CACHE`, otherwise `hub` in `HF_HOME`, otherwise the default folder of the hub's
+    /// own tools.
     pub fn new(environment: &Environment) -> Self {
         let folder =
             |name: &str| environment.get(name).filter(|path| !path.is_empty()).map(PathBuf::from);

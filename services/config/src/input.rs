@@ -9,8 +9,8 @@ pub type Environment = BTreeMap<String, String>;
 /// Variables that locate the folder of [`cache_folder`], highest precedence first.
 pub(crate) const CACHE_VARIABLES: [&str; 2] = ["XDG_CACHE_HOME", "HOME"];
 
-/// Returns the folder for data that programs can recreate: `baton` in `XDG_CACHE_HOME`, otherwise in `.cache` of the
-/// home folder; `None` if neither is set.
+/// Returns the folder for data that programs can recreate: `baton` in `XDG_CACHE_HOME`, otherwise
+/// in `.cache` of the home folder; `None` if neither is set.
 pub fn cache_folder(environment: &Environment) -> Option<PathBuf> {
     let folder = |name: &str| {
         let path = environment.get(name).map(PathBuf::from);

@@ -6,7 +6,8 @@ use crate::load::Section;
 
 const ABOUT: &str = "Settings of a Baton program.";
 
-/// Returns the JSON Schema (draft 7, which Helm reads) of a file with these sections, without former names.
+/// Returns the JSON Schema (draft 7, which Helm reads) of a file with these sections, without
+/// former names.
 pub fn json_schema(sections: &[Section]) -> Json {
     let closed = |description: String, properties: serde_json::Map<String, Json>| {
         json!({

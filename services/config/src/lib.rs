@@ -1,21 +1,23 @@
 //! One configuration for every Baton service.
 //!
-//! [`schema`] declares each setting once, with type, default, reason for the default and limits. TOML key,
-//! flag, environment variable, help text and validation derive from this declaration:
+//! [`schema`] declares each setting once, with type, default, reason for the default and limits.
+//! TOML key, flag, environment variable, help text and validation derive from this declaration:
 //!
 //! | key | flag | environment |
 //! | --- | --- | --- |
 //! | `node.step_tokens` | `--node-step-tokens` | `BATON_NODE_STEP_TOKENS` |
 //!
-//! Flags win over the environment, the environment over the file, the file over the defaults.
-//! An unknown key is an error that names the nearest valid key. An invalid value is an error with key,
-//! value, allowed values and source. All problems are reported at once. A renamed setting keeps its former
-//! name until the next minor version; [`Config::warnings`] lists the uses of former names, and
-//! secrets that cross a network unencrypted or that every user of the machine can read.
+//! Flags win over the environment, the environment over the file, the file over the defaults. An
+//! unknown key is an error that names the nearest valid key. An invalid value is an error with key,
+//! value, allowed values and source. All problems are reported at once. A renamed setting keeps its
+//! former name until the next minor version; [`Config::warnings`] lists the uses of former names,
+//! and secrets that cross a network unencrypted or that every user of the machine can read.
 //!
-//! * `main` calls [`from_process`], the only function that reads the process's arguments and environment.
+//! * `main` calls [`from_process`], the only function that reads the process's arguments and
+//!   environment.
 //! * All other callers, such as tests, call [`Config::load`] with maps.
-//! * [`hub`] finds models in the cache of the Hugging Face hub; [`cache_folder`] returns Baton's own cache.
+//! * [`hub`] finds models in the cache of the Hugging Face hub; [`cache_folder`] returns Baton's
+//!   own cache.
 //! * [`json_schema`] describes the file, for editors and for Helm charts.
 //! * [`Config::explain`] lists each value with its source. Secrets are never printed.
 //!

@@ -107,8 +107,9 @@ impl Config {
         if problems.is_empty() { Ok(config) } else { Err(ConfigError { problems }) }
     }
 
-    /// Returns one warning per use of a setting's former name, and per secret that crosses a network unencrypted or is in a
-    /// file for every user. `main` logs the warnings once logging works.
+    /// Returns one warning per use of a setting's former name, and per secret that crosses a
+    /// network unencrypted or is in a file for every user. `main` logs the warnings once logging
+    /// works.
     pub fn warnings(&self) -> &[String] {
         &self.warnings
     }
@@ -118,7 +119,8 @@ pub(crate) fn all_settings() -> Vec<Setting> {
     Section::ALL.iter().flat_map(|section| section.settings()).collect()
 }
 
-/// Reports unknown variables that look like a setting, so that a typing error does not go unnoticed.
+/// Reports unknown variables that look like a setting, so that a typing error does not go
+/// unnoticed.
 fn refuse_unknown_variables(
     environment: &Environment,
     settings: &[Setting],
@@ -135,8 +137,8 @@ fn refuse_unknown_variables(
         let in_a_section = Section::ALL.iter().any(|section| {
             name.starts_with(&format!("{ENV_PREFIX}{}_", section.name().to_uppercase()))
         });
-        // Variables outside the sections have other users, such as the tests; report only probable typing
-        // errors.
+        // Variables outside the sections have other users, such as the tests; report only probable
+        // typing errors.
         if in_a_section || strsim::damerau_levenshtein(name, nearest) <= 2 {
             problems.push(Problem::UnknownKey {
                 key: name.clone(),
@@ -147,7 +149,8 @@ fn refuse_unknown_variables(
     }
 }
 
-/// Returns whether Kubernetes sets a variable of this form in every pod, for a service named `baton-...`.
+/// Returns whether Kubernetes sets a variable of this form in every pod, for a service named
+/// `baton-...`.
 fn is_service_link(name: &str) -> bool {
     name.ends_with("_SERVICE_HOST")
         || name.contains("_SERVICE_PORT")

@@ -49,8 +49,8 @@ impl<'a> Reader<'a> {
         self.settings = settings.into_iter();
     }
 
-    /// Returns the next setting's value of highest precedence. The function is small because the compiler
-    /// instantiates it for each type of value; `choose` does the work.
+    /// Returns the next setting's value of highest precedence. The function is small because the
+    /// compiler instantiates it for each type of value; `choose` does the work.
     pub(crate) fn next<T: Value>(&mut self, default: T, accepts: &dyn Fn(&T) -> bool) -> T {
         let setting = self.settings.next().expect("as many settings as fields");
         let mut chosen = default;
@@ -65,9 +65,9 @@ impl<'a> Reader<'a> {
         chosen
     }
 
-    /// Passes every written value to `take` in rising precedence and returns the source of the last valid one.
-    /// Values of lower precedence must be valid too: a later change could uncover them. In each source the
-    /// setting's former name has lower precedence than its name.
+    /// Passes every written value to `take` in rising precedence and returns the source of the last
+    /// valid one. Values of lower precedence must be valid too: a later change could uncover them.
+    /// In each source the setting's former name has lower precedence than its name.
     fn choose(&mut self, setting: &Setting, take: &mut dyn FnMut(&Written<'_>) -> bool) -> Source {
         let names: Vec<Setting> = setting.former().into_iter().chain([setting.clone()]).collect();
         let mut written = Vec::new();

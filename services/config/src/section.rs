@@ -1,4 +1,5 @@
-//! Declaration of a section of the schema: one line per setting yields its key, flag, variable and help.
+//! Declaration of a section of the schema: one line per setting yields its key, flag, variable and
+//! help.
 
 use std::fmt::Write;
 
@@ -11,7 +12,8 @@ use crate::reader::Reader;
 pub struct Setting {
     pub section: &'static str,
     pub name: &'static str,
-    /// Name before the setting was renamed, with its section if that was another one; accepted with a warning.
+    /// Name before the setting was renamed, with its section if that was another one; accepted with
+    /// a warning.
     pub former_name: Option<&'static str>,
     /// Lines of the field's doc comment.
     pub help: &'static [&'static str],
@@ -97,8 +99,8 @@ pub(crate) trait Declared: Sized {
 
 /// Declares a section: a struct with keys, flags, variables, help texts, defaults and limits.
 ///
-/// `field was "former_name": Type = default, "reason for the default", low..=high;`. The former name and the
-/// limits are optional.
+/// `field was "former_name": Type = default, "reason for the default", low..=high;`. The former
+/// name and the limits are optional.
 macro_rules! section {
     (
         $(#[doc = $about:literal])+

@@ -42,8 +42,8 @@ pub(crate) trait Ranged: Value {
         format!("{} from {} to {}", Self::allowed(), range.start().show(), range.end().show())
     }
 
-    /// Returns the JSON Schema of a value in this range. A pattern cannot bound a text with a unit, so only
-    /// numbers are bounded.
+    /// Returns the JSON Schema of a value in this range. A pattern cannot bound a text with a unit,
+    /// so only numbers are bounded.
     fn schema_within(range: &RangeInclusive<Self::Bound>) -> Json;
 }
 
@@ -52,8 +52,9 @@ fn toml_integer(value: &DeValue<'_>) -> Option<u64> {
     u64::from_str_radix(&integer.as_str().replace('_', ""), integer.radix()).ok()
 }
 
-/// Implements [`Value`] for scalar types. Each line has the placeholder, the allowed values, the parser and the
-/// JSON Schema. By default a value is shown through `Display`, and is a string in TOML.
+/// Implements [`Value`] for scalar types. Each line has the placeholder, the allowed values, the
+/// parser and the JSON Schema. By default a value is shown through `Display`, and is a string in
+/// TOML.
 macro_rules! values {
     ($(
         $T:ty: $placeholder:literal, $allowed:expr, $parse:expr, $schema:expr
@@ -235,7 +236,8 @@ fn word_or(word: &str, value: Json) -> Json {
     json!({"anyOf": [{"const": word}, value]})
 }
 
-/// A list is an array in TOML and comma-separated in flags and variables. Empty text is an empty list.
+/// A list is an array in TOML and comma-separated in flags and variables. Empty text is an empty
+/// list.
 impl<T: Value> Value for Vec<T> {
     const PLACEHOLDER: &'static str = "LIST";
     const SECRET: bool = T::SECRET;

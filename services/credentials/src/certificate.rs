@@ -13,7 +13,8 @@ use rustls::{
 
 use crate::reload::SettingFile;
 
-/// Returns the configuration of a server whose clients have no certificate. `protocols` are those of ALPN.
+/// Returns the configuration of a server whose clients have no certificate. `protocols` are those
+/// of ALPN.
 pub fn server_config(
     (cert_file, cert): (&SettingFile, &[u8]),
     (key_file, key): (&SettingFile, &[u8]),
@@ -44,7 +45,8 @@ pub(crate) fn certificates(
         .ok_or_else(|| file.error(format_args!("no certificate; expected {expected}")))
 }
 
-/// Parses chain and key. Checks that the first certificate is valid now and that the key belongs to it.
+/// Parses chain and key. Checks that the first certificate is valid now and that the key belongs to
+/// it.
 pub(crate) fn certified_key(
     (cert_file, cert): (&SettingFile, &[u8]),
     (key_file, key): (&SettingFile, &[u8]),

@@ -11,8 +11,8 @@ use rustls::{
 
 use crate::{certificate::certificates, reload::SettingFile};
 
-/// Returns the configuration of a client that trusts the CA certificates of this file, or Mozilla's root certificates
-/// without a file.
+/// Returns the configuration of a client that trusts the CA certificates of this file, or Mozilla's
+/// root certificates without a file.
 pub fn client_config(authorities: Option<&SettingFile>) -> Result<ClientConfig, String> {
     let roots = match authorities {
         Some(file) => roots(file, &file.read()?)?,
@@ -33,8 +33,8 @@ pub(crate) fn roots(file: &SettingFile, pem: &[u8]) -> Result<RootCertStore, Str
     Ok(roots)
 }
 
-/// Returns the configuration of a client that trusts one server: the owner of the first certificate of this file,
-/// whatever names the certificate has.
+/// Returns the configuration of a client that trusts one server: the owner of the first certificate
+/// of this file, whatever names the certificate has.
 pub fn client_config_for(cert: &SettingFile) -> Result<ClientConfig, String> {
     let chain = certificates(cert, &cert.read()?, "a chain in PEM, the server's first")?;
     let provider = Arc::new(ring::default_provider());

@@ -1,7 +1,8 @@
 //! Mutual TLS between the services of a cluster.
 //!
-//! All services present a certificate of the same CAs, and each certificate has the cluster's name. The name stands for
-//! membership: addresses of nodes change, and a CA may also sign certificates of services that are not members.
+//! All services present a certificate of the same CAs, and each certificate has the cluster's name.
+//! The name stands for membership: addresses of nodes change, and a CA may also sign certificates
+//! of services that are not members.
 
 use std::{path::Path, sync::Arc};
 
@@ -32,7 +33,8 @@ const CERT: &str = "cluster.tls_cert";
 const KEY: &str = "cluster.tls_key";
 const CA: &str = "cluster.tls_ca";
 
-/// Configurations of both ends of a connection between two services. Both present and require a certificate.
+/// Configurations of both ends of a connection between two services. Both present and require a
+/// certificate.
 #[derive(Debug)]
 pub struct ClusterTls {
     /// The name that every certificate of the cluster has.
@@ -77,7 +79,8 @@ impl ClusterTls {
             .map_err(supported)?
             .with_client_cert_verifier(verifier)
             .with_cert_resolver(certified.clone());
-        // Some gRPC clients accept only a server that offers HTTP/2. Clients of other protocols name none.
+        // Some gRPC clients accept only a server that offers HTTP/2. Clients of other protocols
+        // name none.
         server.alpn_protocols = vec![b"h2".to_vec()];
         // Every connection checks the certificates, and a server sends nothing of its own accord.
         server.session_storage = Arc::new(NoServerSessionStorage {});
@@ -115,7 +118,8 @@ fn check_own(
     })
 }
 
-/// Verifies that a client's certificate is signed by a CA of the cluster and has the cluster's name.
+/// Verifies that a client's certificate is signed by a CA of the cluster and has the cluster's
+/// name.
 #[derive(Debug)]
 struct MemberVerifier {
     inner: Arc<dyn ClientCertVerifier>,

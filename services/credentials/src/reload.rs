@@ -147,7 +147,8 @@ impl<T: Send + Sync> Reload for Reloaded<T> {
     }
 }
 
-/// The task that reads the files of values again at an interval. Dropping it stops the task without waiting.
+/// The task that reads the files of values again at an interval. Dropping it stops the task without
+/// waiting.
 #[derive(Debug)]
 pub struct ReloadTask {
     stop: DropGuard,

@@ -2,20 +2,24 @@
 //!
 //! A block is in exactly one state:
 //! 1. `Free`: the contents are undefined.
-//! 2. `Held`: by `refs` owners, each a sequence or an outgoing transfer. `pins` of them have DMA in flight.
+//! 2. `Held`: by `refs` owners, each a sequence or an outgoing transfer. `pins` of them have DMA in
+//!    flight.
 //! 3. `Cached`: no owner, but the prefix cache knows the contents ([`BlockPool::retain`]).
 //! 4. `Reserved`: one incoming transfer may write the block, and no other owner may use it.
 //!
-//! Allocation takes free blocks first, then evicts the cached block that was released longest ago. A
-//! sequence releases its table from the end, so the tail of a prefix is evicted before its head. An owner
-//! that pins a block also holds it, so a block that can be freed or evicted is never pinned.
+//! Allocation takes free blocks first, then evicts the cached block that was released longest ago.
+//! A sequence releases its table from the end, so the tail of a prefix is evicted before its head.
+//! An owner that pins a block also holds it, so a block that can be freed or evicted is never
+//! pinned.
 //!
-//! A block can be kept until a time ([`BlockPool::keep`]). Kept blocks are evicted after all other cached blocks. Among
-//! kept blocks, the blocks of the owner with the latest place in the queue are evicted first. The common prefix of
-//! several conversations is kept until the latest of their times, because their other blocks are useless without the prefix.
+//! A block can be kept until a time ([`BlockPool::keep`]). Kept blocks are evicted after all other
+//! cached blocks. Among kept blocks, the blocks of the owner with the latest place in the queue are
+//! evicted first. The common prefix of several conversations is kept until the latest of their
+//! times, because their other blocks are useless without the prefix.
 //!
-//! A save to a KV tier reads a cached or held block whose contents are retained. It owns no reference, so the block
-//! keeps its place in the order of eviction, but the block is not evicted before the copy has ended.
+//! A save to a KV tier reads a cached or held block whose contents are retained. It owns no
+//! reference, so the block keeps its place in the order of eviction, but the block is not evicted
+//! before the copy has ended.
 
 mod eviction;
 mod testing;
@@ -66,7 +70,8 @@ struct CachedList {
     len: u32,
 }
 
-/// Key of a group of blocks that are kept: their owner's place in the queue, and a number that makes the key unique.
+/// Key of a group of blocks that are kept: their owner's place in the queue, and a number that
+/// makes the key unique.
 type KeptGroup = (Reverse<u64>, u64);
 
 /// Blocks that are kept until the same time.
@@ -99,14 +104,16 @@ struct Block {
 
 /// State of every block of one arena.
 ///
-/// Misuse (releasing a block that is not held, pinning a free block) is a bug of the caller and panics.
+/// Misuse (releasing a block that is not held, pinning a free block) is a bug of the caller and
+/// panics.
 #[derive(Debug)]
 pub(crate) struct BlockPool {
     blocks: Vec<Block>,
     free: Vec<BlockId>,
     /// Cached blocks that are not kept.
     cached: CachedList,
-    /// Blocks that are kept. Every group has a block, so there are at most as many groups as blocks.
+    /// Blocks that are kept. Every group has a block, so there are at most as many groups as
+    /// blocks.
     kept: HashMap<KeptGroup, Group>,
     /// The groups of `kept` that have a cached block, in the order of eviction.
     evictable_groups: BTreeSet<KeptGroup>,
@@ -182,8 +189,9 @@ impl BlockPool {
         self.blocks[block.index()].retained
     }
 
-    /// Takes `count` blocks, held with one reference or reserved for an incoming transfer, and appends evicted
-    /// blocks to `evicted`. Returns `None` and takes nothing when fewer blocks are available.
+    /// Takes `count` blocks, held with one reference or reserved for an incoming transfer, and
+    /// appends evicted blocks to `evicted`. Returns `None` and takes nothing when fewer blocks are
+    /// available.
     pub(crate) fn take(
         &mut self,
         count: u32,

@@ -1,24 +1,25 @@
 //! Grammar-constrained decoding, as the scheduler sees it.
 //!
-//! The token bitmask of a position depends on the previous token, which the host reads while the next
-//! forward pass already runs. So a constrained row takes part in every forward pass, and only the step's
-//! sampling waits for the bitmasks:
+//! The token bitmask of a position depends on the previous token, which the host reads while the
+//! next forward pass already runs. So a constrained row takes part in every forward pass, and only
+//! the step's sampling waits for the bitmasks:
 //!
 //! 1. The scheduler collects a step and gives each sampled token to its [`Constraint`].
 //! 2. Worker threads run the [`MaskJob`]s of the constrained rows.
 //! 3. The step loop supplies the step in flight with the bitmasks, and the device samples.
 //!
-//! With speculative decoding a job also finds draft tokens of its row and computes the bitmask after each. The grammar
-//! forces some draft tokens, and n-grams propose others. A later step verifies them. While a step is in flight, the
-//! first draft token predicts the token that the step samples.
+//! With speculative decoding a job also finds draft tokens of its row and computes the bitmask
+//! after each. The grammar forces some draft tokens, and n-grams propose others. A later step
+//! verifies them. While a step is in flight, the first draft token predicts the token that the step
+//! samples.
 //!
-//! A row whose bitmask is late does not sample in this step. It computes its last token again in a later
-//! step, when its bitmask is computed, so its output is the same. Late bitmasks delay no other row: sampling
-//! starts when the forward pass has finished.
+//! A row whose bitmask is late does not sample in this step. It computes its last token again in a
+//! later step, when its bitmask is computed, so its output is the same. Late bitmasks delay no
+//! other row: sampling starts when the forward pass has finished.
 //!
-//! The caller that creates a constraint compiles the grammar and computes the first bitmask. A constraint
-//! fails closed: the scheduler ends a sequence whose constraint fails, and an executor never samples a
-//! constrained row without a bitmask.
+//! The caller that creates a constraint compiles the grammar and computes the first bitmask. A
+//! constraint fails closed: the scheduler ends a sequence whose constraint fails, and an executor
+//! never samples a constrained row without a bitmask.
 
 use std::{
     collections::VecDeque,
@@ -37,18 +38,19 @@ use crate::{
 
 /// Matcher of one answer.
 pub trait Matcher: Debug + Send {
-    /// Consumes the sampled token. The scheduler calls it between steps, so it must take microseconds only.
+    /// Consumes the sampled token. The scheduler calls it between steps, so it must take
+    /// microseconds only.
     fn accept(&mut self, token: u32) -> Result<(), ConstraintFailure>;
 
-    /// Computes the bitmask of the next token, on a worker thread. It includes the stop tokens if the answer
-    /// may end here.
+    /// Computes the bitmask of the next token, on a worker thread. It includes the stop tokens if
+    /// the answer may end here.
     fn allowed(&mut self) -> Result<TokenMask, ConstraintFailure>;
 
     /// Returns whether no token can follow, so that the answer ends without a stop token.
     fn is_complete(&self) -> bool;
 
-    /// Returns tokens for the text that the grammar forces next. They become draft tokens, so the model may sample
-    /// other tokens for this text.
+    /// Returns tokens for the text that the grammar forces next. They become draft tokens, so the
+    /// model may sample other tokens for this text.
     fn forced(&self) -> Vec<u32> {
         Vec::new()
     }
@@ -57,7 +59,8 @@ pub trait Matcher: Debug + Send {
     fn boxed_clone(&self) -> Box<dyn Matcher>;
 }
 
-/// Time-out of the compilation of a grammar, including the wait for its start. Both nodes of a pair compile the grammar.
+/// Time-out of the compilation of a grammar, including the wait for its start. Both nodes of a pair
+/// compile the grammar.
 pub const COMPILE_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// Reason why a constrained sequence has no next token.
@@ -108,8 +111,8 @@ impl PartialEq for Constraint {
     }
 }
 
-/// Grammar of a sequence in the scheduler. Not `Clone`: a copy made while a [`MaskJob`] owns the matcher would never
-/// get a bitmask.
+/// Grammar of a sequence in the scheduler. Not `Clone`: a copy made while a [`MaskJob`] owns the
+/// matcher would never get a bitmask.
 #[derive(Debug)]
 pub(crate) struct ActiveConstraint {
     /// `None` while a job owns the matcher.
@@ -142,7 +145,8 @@ impl ActiveConstraint {
         self.ahead.drafts.iter().copied().skip(skipped)
     }
 
-    /// Returns the bitmasks of the next token and of the tokens after each of `drafts`, as far as they are computed.
+    /// Returns the bitmasks of the next token and of the tokens after each of `drafts`, as far as
+    /// they are computed.
     pub(crate) fn masks_along(&self, drafts: &[u32]) -> impl Iterator<Item = &Arc<TokenMask>> {
         let known = self.ahead.drafts.iter().zip(drafts).take_while(|(a, b)| a == b).count();
         self.ahead.masks.iter().take(1 + known)
@@ -158,8 +162,9 @@ impl ActiveConstraint {
         Ok(matcher.is_complete())
     }
 
-    /// Returns the computation of the next bitmask, numbered `job`, unless the bitmask is known or being
-    /// computed. `tokens`: tokens of the sequence. Copies only those that the last search for draft tokens did not have.
+    /// Returns the computation of the next bitmask, numbered `job`, unless the bitmask is known or
+    /// being computed. `tokens`: tokens of the sequence. Copies only those that the last search for
+    /// draft tokens did not have.
     pub(crate) fn mask_job(
         &mut self,
         id: SequenceId,
@@ -191,8 +196,8 @@ impl ActiveConstraint {
     }
 }
 
-/// Bitmasks and draft tokens of the next positions. Empty once the sequence has accepted the last of these tokens,
-/// until the next job ends.
+/// Bitmasks and draft tokens of the next positions. Empty once the sequence has accepted the last
+/// of these tokens, until the next job ends.
 #[derive(Debug, Default)]
 struct MasksAhead {
     /// Bitmasks of the next token and of the token after each draft token.
@@ -220,7 +225,8 @@ pub(crate) struct Drafting {
     pub rules: Speculation,
 }
 
-/// Computation of the next bitmask, and of draft tokens. Owns the matcher and the history until the bitmask is computed.
+/// Computation of the next bitmask, and of draft tokens. Owns the matcher and the history until the
+/// bitmask is computed.
 #[derive(Debug)]
 pub struct MaskJob {
     id: SequenceId,
@@ -248,8 +254,8 @@ impl MaskJob {
         self.expected_time
     }
 
-    /// Computes the bitmask, and looks for draft tokens for at most `drafting_max` from its start. A panic of the
-    /// matcher fails this sequence only.
+    /// Computes the bitmask, and looks for draft tokens for at most `drafting_max` from its start.
+    /// A panic of the matcher fails this sequence only.
     pub fn run(mut self, drafting_max: Duration) -> ComputedMask {
         let (started, id, job) = (Instant::now(), self.id, self.job);
         let outcome = catch_unwind(AssertUnwindSafe(|| self.compute(started, drafting_max)));
@@ -275,7 +281,8 @@ impl MaskJob {
             return Ok(ahead);
         };
         let token_count = self.history.len();
-        // An error along the draft tokens does not fail the answer: the model may sample other tokens.
+        // An error along the draft tokens does not fail the answer: the model may sample other
+        // tokens.
         let mut matcher = self.matcher.boxed_clone();
         let mut proposed = VecDeque::from(matcher.forced());
         let mut proposes_ngrams = true;

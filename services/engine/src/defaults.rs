@@ -1,7 +1,8 @@
 //! Derives the settings of a node that the operator left to `auto`, each with its reason.
 //!
-//! [`derive()`] is called twice at start. Before the weights are loaded, it bounds the batch by device, role and
-//! model. Once the executor runs, it chooses the step size within this bound by measured step times.
+//! [`derive()`] is called twice at start. Before the weights are loaded, it bounds the batch by
+//! device, role and model. Once the executor runs, it chooses the step size within this bound by
+//! measured step times.
 
 use std::{fmt, time::Duration};
 
@@ -18,20 +19,23 @@ const CPU_CHUNK_TOKENS: u32 = 256;
 const CPU_SLOTS: u32 = 64;
 const CPU_TRANSFER_BYTES: u64 = 4 * MIB;
 
-/// Minimum and maximum tokens of a step on a GPU. A model of 1B parameters reaches its peak prefill throughput below
-/// the maximum.
+/// Minimum and maximum tokens of a step on a GPU. A model of 1B parameters reaches its peak prefill
+/// throughput below the maximum.
 const GPU_STEP_TOKENS: (u32, u32) = (512, 8192);
-/// Maximum KV of a step on a GPU. A transfer by ipc takes 1.5 ms for this KV, at 365 GB/s. The transfer of a prompt's
-/// last step is not overlapped, so this maximum bounds the hand-over gap.
+/// Maximum KV of a step on a GPU. A transfer by ipc takes 1.5 ms for this KV, at 365 GB/s. The
+/// transfer of a prompt's last step is not overlapped, so this maximum bounds the hand-over gap.
 const GPU_STEP_KV_BYTES: u64 = 512 * MIB;
-/// KV of the last part of a split prompt: 0.4 ms by ipc. A prompt is split only if it has the GPU to itself.
+/// KV of the last part of a split prompt: 0.4 ms by ipc. A prompt is split only if it has the GPU
+/// to itself.
 const GPU_TAIL_KV_BYTES: u64 = 128 * MIB;
 /// Minimum tokens of the last part: a shorter step does not reach full throughput.
 const GPU_TAIL_TOKENS_MIN: u32 = 1024;
-/// A step's activations and KV may take 1/4 of the memory that the weights leave free. If the size of the KV cache is
-/// set, the activations may take 1/4 of the memory that weights and KV cache leave free.
+/// A step's activations and KV may take 1/4 of the memory that the weights leave free. If the size
+/// of the KV cache is set, the activations may take 1/4 of the memory that weights and KV cache
+/// leave free.
 const GPU_STEP_MEMORY_PART: u64 = 4;
-/// Fraction of the best measured prefill throughput from which a step counts as having full throughput.
+/// Fraction of the best measured prefill throughput from which a step counts as having full
+/// throughput.
 const FULL_THROUGHPUT: f64 = 0.98;
 /// Bounds of the slots of a GPU.
 const GPU_SLOTS: (u32, u32) = (64, 256);
@@ -42,7 +46,8 @@ const GPU_TRANSFER_BYTES: u64 = 32 * MIB;
 const WAITING_BATCHES: u32 = 4;
 /// Minimum default of `node.itl_max`: 50 tokens/s for every decode row.
 const GPU_ITL_MAX: Duration = Duration::from_millis(20);
-/// Minimum default of `node.itl_max` in decode steps. A shorter step cannot prefill at full throughput.
+/// Minimum default of `node.itl_max` in decode steps. A shorter step cannot prefill at full
+/// throughput.
 const GPU_ITL_STEPS: u32 = 4;
 
 /// Device that computes the forward pass.
@@ -69,7 +74,8 @@ impl ModelSizes {
     pub fn of(config: &ModelConfig, shard: Shard, weights: WeightFormat) -> Self {
         let dtype = weights.kv_dtype();
         let heads = config.head_shape_of(shard);
-        // Input, output and attention of a layer, the feed-forward network, and the f32 residual stream.
+        // Input, output and attention of a layer, the feed-forward network, and the f32 residual
+        // stream.
         let width = 2 * config.hidden_size
             + heads.qkv_width()
             + heads.query_width()
@@ -128,11 +134,13 @@ pub struct Defaults {
     /// Largest step of the scheduler; equal to `step_tokens_max` until step times are measured.
     pub step_tokens: u32,
     pub chunk_tokens: u32,
-    /// Tokens of the last part of a split prompt whose KV is sent; `None` on a CPU, whose chunks are short.
+    /// Tokens of the last part of a split prompt whose KV is sent; `None` on a CPU, whose chunks
+    /// are short.
     pub tail_tokens: Option<u32>,
     pub slots: u32,
     pub waiting_max: u32,
-    /// Bound on steps that decode; `None` on a prefill node, where it is off, and until step times are measured.
+    /// Bound on steps that decode; `None` on a prefill node, where it is off, and until step times
+    /// are measured.
     pub itl: Option<ItlLimit>,
     /// `transfer.chunk_bytes`.
     pub transfer_bytes: u64,
@@ -197,9 +205,9 @@ pub fn derive(node: &NodeTraits, times: Option<&StepTimes>) -> Result<Defaults, 
     };
     let step_tokens_max = step_tokens_max.max(step_min);
     let (step_tokens, why) = match (node.device, times) {
-        // A prompt takes longer in smaller steps, because each step attends to all KV before it. So a prefill node
-        // takes the largest step. On a decode node a prompt also waits for the step in flight, so a decode node
-        // takes the smallest step of full throughput.
+        // A prompt takes longer in smaller steps, because each step attends to all KV before it. So
+        // a prefill node takes the largest step. On a decode node a prompt also waits for the step
+        // in flight, so a decode node takes the smallest step of full throughput.
         (NodeDevice::Gpu { .. }, Some(times)) if node.decodes && set.step_tokens.is_none() => {
             full_step(times)
         }

@@ -3,18 +3,19 @@
 //! A *sequence* is one attempt at a request on this node. Its life depends on its kind:
 //! * `Compute`: waiting → running → finished. The node prefills and decodes.
 //! * `Send` (prefill node): waits for [`Input::TransferReady`], then waiting → running.
-//!   [`Action::KvWritten`] hands blocks whose KV is written to the outgoing transfer; token 0 ends the
-//!   sequence. The transfer holds the blocks until [`Input::TransferEnded`].
-//! * `Receive` (decode node): reserves blocks as soon as enough are available, by [`Action::Reserve`].
-//!   After [`Input::KvArrived`] the blocks belong to the sequence, which decodes from the next index on.
-//!   After [`Input::TransferEnded`] without arrival the sequence has failed and its blocks are free. If
-//!   less than one block of the prompt is uncached, the node prefills the rest itself: the sequence becomes a `Compute`.
+//!   [`Action::KvWritten`] hands blocks whose KV is written to the outgoing transfer; token 0 ends
+//!   the sequence. The transfer holds the blocks until [`Input::TransferEnded`].
+//! * `Receive` (decode node): reserves blocks as soon as enough are available, by
+//!   [`Action::Reserve`]. After [`Input::KvArrived`] the blocks belong to the sequence, which
+//!   decodes from the next index on. After [`Input::TransferEnded`] without arrival the sequence
+//!   has failed and its blocks are free. If less than one block of the prompt is uncached, the node
+//!   prefills the rest itself: the sequence becomes a `Compute`.
 //!
 //! With KV tiers a sequence may first wait in phase loading: see [`tiers`](crate::tiers).
 //!
-//! A transfer may outlive its sequence. The scheduler knows a transfer for every accepted `Send`, and for a
-//! `Receive` from [`Action::Reserve`] on. Each transfer needs exactly one end: [`Input::KvArrived`] or
-//! [`Input::TransferEnded`].
+//! A transfer may outlive its sequence. The scheduler knows a transfer for every accepted `Send`,
+//! and for a `Receive` from [`Action::Reserve`] on. Each transfer needs exactly one end:
+//! [`Input::KvArrived`] or [`Input::TransferEnded`].
 
 use std::time::{Duration, Instant};
 
@@ -42,7 +43,8 @@ pub enum SequenceKind {
 /// Client hints about the conversation of a request.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct SessionHint {
-    /// Session that the request is a turn of. The number is derived from the session's name and the cache salt.
+    /// Session that the request is a turn of. The number is derived from the session's name and the
+    /// cache salt.
     pub session: Option<u128>,
     /// Time for which the KV is to be kept for the next turn.
     pub keep: Option<Duration>,
@@ -72,12 +74,13 @@ pub struct NewSequence {
 #[derive(Clone, Debug, PartialEq)]
 pub enum Input {
     Arrived(NewSequence),
-    /// The router cancelled the request, or the node stops. At most one more `AbortTransfer` names the
-    /// sequence; its transfer owns its blocks until `TransferEnded`.
+    /// The router cancelled the request, or the node stops. At most one more `AbortTransfer` names
+    /// the sequence; its transfer owns its blocks until `TransferEnded`.
     Abort {
         id: SequenceId,
     },
-    /// `Send`: the receiver's reservation arrived; the receiver has the blocks before `first_block`.
+    /// `Send`: the receiver's reservation arrived; the receiver has the blocks before
+    /// `first_block`.
     TransferReady {
         id: SequenceId,
         first_block: u32,
@@ -88,8 +91,8 @@ pub enum Input {
         first_index: u32,
         token: SampledToken,
     },
-    /// `Send`: the transfer was delivered or failed, and none of its copies is in flight. `Receive`: the transfer
-    /// failed, and no write can land.
+    /// `Send`: the transfer was delivered or failed, and none of its copies is in flight.
+    /// `Receive`: the transfer failed, and no write can land.
     TransferEnded {
         id: SequenceId,
     },
@@ -100,15 +103,17 @@ pub enum Input {
 #[derive(Clone, Debug, PartialEq)]
 pub enum Action {
     /// `Receive`, `Compute`: the sequence has blocks, so the router may emit token 0. Sent once.
-    /// `cached_tokens` of the prompt were in the prefix cache; `local_prefill`: no prefill node is needed.
+    /// `cached_tokens` of the prompt were in the prefix cache; `local_prefill`: no prefill node is
+    /// needed.
     Admitted { id: SequenceId, cached_tokens: u32, local_prefill: bool },
     /// `Receive`: request the prompt's blocks from `first_block` on from the prefill peer.
     Reserve { id: SequenceId, first_block: u32, blocks: Vec<BlockId> },
-    /// `Send`: the KV of the prompt's blocks from `first_block` on is written; the blocks are held and
-    /// pinned. Each block is handed over once, in order, without gaps.
+    /// `Send`: the KV of the prompt's blocks from `first_block` on is written; the blocks are held
+    /// and pinned. Each block is handed over once, in order, without gaps.
     KvWritten { id: SequenceId, first_block: u32, blocks: Vec<BlockId> },
-    /// Tokens `first_index..`, each once, in order. `Receive` repeats token 0 as its first. `prompt_logprobs`: with the
-    /// first tokens of a sequence with [`Sampling::prompt_logprobs`], those of the prompt tokens from the second on.
+    /// Tokens `first_index..`, each once, in order. `Receive` repeats token 0 as its first.
+    /// `prompt_logprobs`: with the first tokens of a sequence with [`Sampling::prompt_logprobs`],
+    /// those of the prompt tokens from the second on.
     Tokens {
         id: SequenceId,
         first_index: u32,
@@ -121,13 +126,17 @@ pub enum Action {
     /// deliver, and `AbortTransfer` was emitted earlier.
     Finished { id: SequenceId, reason: Option<FinishReason> },
     /// Last action of a sequence that did not complete; `AbortTransfer` was emitted earlier if a
-    /// transfer is in flight. `Duplicate` rejects the new sequence only: the known sequence continues.
+    /// transfer is in flight. `Duplicate` rejects the new sequence only: the known sequence
+    /// continues.
     Failed { id: SequenceId, failure: SequenceFailure },
-    /// The transfer of this sequence must be aborted. Sent once per transfer; `TransferEnded` follows.
+    /// The transfer of this sequence must be aborted. Sent once per transfer; `TransferEnded`
+    /// follows.
     AbortTransfer { id: SequenceId, reason: String },
-    /// A block is to be copied to a KV tier. [`TierEvent::Saved`] or [`TierEvent::SaveFailed`] follows.
+    /// A block is to be copied to a KV tier. [`TierEvent::Saved`] or [`TierEvent::SaveFailed`]
+    /// follows.
     Save(SaveJob),
-    /// A sequence waits for blocks that saves keep. All saves up to this job whose copies have not begun must fail at once.
+    /// A sequence waits for blocks that saves keep. All saves up to this job whose copies have not
+    /// begun must fail at once.
     CancelSaves { last: JobId },
     /// Blocks are to be copied from KV tiers. [`TierEvent::Loaded`] follows.
     Load(LoadJob),
@@ -139,7 +148,8 @@ pub enum InFlight {
     /// They are recomputed over all their tokens.
     #[default]
     Recompute,
-    /// Sequences with output keep their KV, which other sequences never use. Sequences without output are recomputed.
+    /// Sequences with output keep their KV, which other sequences never use. Sequences without
+    /// output are recomputed.
     KeepKv,
     /// Sequences with output end. Sequences without output are recomputed.
     Abort,
@@ -169,7 +179,8 @@ pub enum SequenceFailure {
     TransferFailed,
     #[error("the deadline passed")]
     Deadline,
-    /// The node's weights changed or are about to change, so KV of this attempt is worthless. The next attempt may succeed.
+    /// The node's weights changed or are about to change, so KV of this attempt is worthless. The
+    /// next attempt may succeed.
     #[error("the weights changed")]
     WeightsChanged,
     /// This node computed invalid values for this sequence. Another node may succeed.

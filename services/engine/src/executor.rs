@@ -31,7 +31,8 @@ pub use self::{
 };
 use crate::plan::{RowMask, StepId, StepPlan, StepResult};
 
-/// Maximum time to poll for a result. A longer step is not a decode step, and sleeping adds little to its time.
+/// Maximum time to poll for a result. A longer step is not a decode step, and sleeping adds little
+/// to its time.
 pub const POLL_MAX: Duration = Duration::from_millis(100);
 
 /// Spins until `is_ready` returns true, for at most `timeout` and [`POLL_MAX`] after `began`.
@@ -42,24 +43,25 @@ pub fn poll(began: Instant, timeout: Duration, is_ready: impl Fn() -> bool) {
     }
 }
 
-/// Device that runs steps in order. Implementations: `cpu` (threads of this process), `cuda` (a GPU), and in virtual
-/// time `sim` (checks tokens and KV) and `counting` (counts tokens).
+/// Device that runs steps in order. Implementations: `cpu` (threads of this process), `cuda` (a
+/// GPU), and in virtual time `sim` (checks tokens and KV) and `counting` (counts tokens).
 pub trait Executor: Send {
     /// Starts a step and returns at once. The caller keeps at most `depth` steps in flight.
     fn launch(&mut self, plan: StepPlan) -> Result<(), ExecutorError>;
 
-    /// Supplies the token bitmasks of the step launched last, in the order of its rows and of the lengths of each
-    /// row. Called once for every plan with `awaits_masks`, before the next launch. A constrained row without a
-    /// bitmask does not sample; its next plan starts with its last token again. A row verifies draft tokens up to and
-    /// including the first draft token that has no bitmask after it.
+    /// Supplies the token bitmasks of the step launched last, in the order of its rows and of the
+    /// lengths of each row. Called once for every plan with `awaits_masks`, before the next launch.
+    /// A constrained row without a bitmask does not sample; its next plan starts with its last
+    /// token again. A row verifies draft tokens up to and including the first draft token that has
+    /// no bitmask after it.
     fn supply(&mut self, step_id: StepId, masks: Vec<RowMask>) -> Result<(), ExecutorError>;
 
-    /// Returns whether the step launched last waits for [`supply`](Self::supply) only: the device has
-    /// finished its forward pass.
+    /// Returns whether the step launched last waits for [`supply`](Self::supply) only: the device
+    /// has finished its forward pass.
     fn masks_are_due(&self) -> bool;
 
-    /// Waits for the result of the oldest step. Returns `None` after `timeout`, when a [`CollectWaker`]
-    /// ended the wait, or when token bitmasks are due.
+    /// Waits for the result of the oldest step. Returns `None` after `timeout`, when a
+    /// [`CollectWaker`] ended the wait, or when token bitmasks are due.
     fn collect(&mut self, timeout: Duration) -> Result<Option<StepResult>, ExecutorError>;
 
     fn limits(&self) -> ExecutorLimits;
@@ -69,31 +71,32 @@ pub trait Executor: Send {
         Instant::now()
     }
 
-    /// Returns a waker that ends a blocked `collect` from another thread. It has no effect where `collect`
-    /// never blocks.
+    /// Returns a waker that ends a blocked `collect` from another thread. It has no effect where
+    /// `collect` never blocks.
     fn waker(&self) -> CollectWaker {
         CollectWaker::default()
     }
 
-    /// Returns the interface that prepares new weights while steps run. `None`: the weights cannot change.
+    /// Returns the interface that prepares new weights while steps run. `None`: the weights cannot
+    /// change.
     fn weight_update(&self) -> Option<Arc<dyn WeightUpdate>> {
         None
     }
 
-    /// Releases the weights in use, so that new weights can overwrite them. Called while no step is in flight. No
-    /// step is launched before [`commit_weights`](Self::commit_weights).
+    /// Releases the weights in use, so that new weights can overwrite them. Called while no step is
+    /// in flight. No step is launched before [`commit_weights`](Self::commit_weights).
     fn release_weights(&mut self) -> Result<(), ExecutorError> {
         Err(ExecutorError::Stopped { reason: "the weights cannot change in place".to_owned() })
     }
 
-    /// Swaps the weights in use and the prepared weights. Called while no step is in flight. Fails without prepared
-    /// weights.
+    /// Swaps the weights in use and the prepared weights. Called while no step is in flight. Fails
+    /// without prepared weights.
     fn commit_weights(&mut self) -> Result<(), ExecutorError> {
         Err(ExecutorError::Stopped { reason: "the weights cannot change".to_owned() })
     }
 
-    /// Checks that the executor can run a step. Called while no step is in flight, so that a dead device is detected
-    /// before the next request.
+    /// Checks that the executor can run a step. Called while no step is in flight, so that a dead
+    /// device is detected before the next request.
     fn check(&mut self) -> Result<(), ExecutorError> {
         Ok(())
     }
@@ -147,18 +150,19 @@ impl<E: Executor + ?Sized> Executor for Box<E> {
 
 /// Prepares new weights. Called from one thread at a time.
 pub trait WeightUpdate: Send + Sync {
-    /// Returns whether new weights overwrite the weights in use, after [`Executor::release_weights`]. Otherwise the
-    /// executor runs steps meanwhile.
+    /// Returns whether new weights overwrite the weights in use, after
+    /// [`Executor::release_weights`]. Otherwise the executor runs steps meanwhile.
     fn is_in_place(&self) -> bool;
 
     /// Packs the weights of the opened model at `path`, and blocks until they are complete.
     /// [`Executor::commit_weights`] then uses them.
     fn prepare(&self, path: &Path, checkpoint: &Checkpoint) -> Result<(), PrepareError>;
 
-    /// Begins to copy weights out of chunk buffers on a GPU. Checks the tensors, and maps the buffers or joins the trainer's
-    /// communicator, but writes nothing before the first [`ChunkReceiver::scatter`]. After a
-    /// successful update the executor keeps the communicator, and a later update with the same communicator id reuses it.
-    /// [`Executor::commit_weights`] uses the weights after [`ChunkReceiver::finish`].
+    /// Begins to copy weights out of chunk buffers on a GPU. Checks the tensors, and maps the
+    /// buffers or joins the trainer's communicator, but writes nothing before the first
+    /// [`ChunkReceiver::scatter`]. After a successful update the executor keeps the communicator,
+    /// and a later update with the same communicator id reuses it. [`Executor::commit_weights`]
+    /// uses the weights after [`ChunkReceiver::finish`].
     fn receive(
         &self,
         _tensors: &[DeclaredTensor],
@@ -167,7 +171,8 @@ pub trait WeightUpdate: Send + Sync {
         Err(PrepareError::Unsupported)
     }
 
-    /// Ends the communicator that [`receive`](Self::receive) has kept for another update of the same trainer.
+    /// Ends the communicator that [`receive`](Self::receive) has kept for another update of the
+    /// same trainer.
     fn leave_trainer(&self) {}
 
     /// Frees the weights that are not in use.
@@ -237,21 +242,22 @@ impl ExecutorLimits {
     }
 }
 
-/// Limits of speculative decoding. A row's forward pass then also verifies draft tokens. A draft token is
-/// accepted if it equals the token sampled in its place, so the output does not depend on drafts.
+/// Limits of speculative decoding. A row's forward pass then also verifies draft tokens. A draft
+/// token is accepted if it equals the token sampled in its place, so the output does not depend on
+/// drafts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Speculation {
     /// Upper bound on the draft tokens of one row in one step.
     pub row_drafts: u32,
-    /// Upper bound on the tokens of a step with draft tokens. Small steps are bound by memory bandwidth,
-    /// so more tokens cost little; large steps are bound by arithmetic.
+    /// Upper bound on the tokens of a step with draft tokens. Small steps are bound by memory
+    /// bandwidth, so more tokens cost little; large steps are bound by arithmetic.
     pub step_tokens: u32,
     /// Shortest n-gram that must have occurred before.
     pub ngram_min: u32,
     /// Longest n-gram that is compared to find the best occurrence.
     pub ngram_max: u32,
-    /// Whether all rows of a step with draft tokens have the same number of tokens, because such a step replays a
-    /// CUDA graph. The executor sets it.
+    /// Whether all rows of a step with draft tokens have the same number of tokens, because such a
+    /// step replays a CUDA graph. The executor sets it.
     pub uniform: bool,
 }
 
@@ -262,7 +268,8 @@ impl ExecutorLimits {
         self.slots.max(verified).min(self.step_tokens)
     }
 
-    /// Returns how many draft tokens each row of a decode step of `rows` rows may verify, at most `wanted`.
+    /// Returns how many draft tokens each row of a decode step of `rows` rows may verify, at most
+    /// `wanted`.
     pub(crate) fn row_drafts(&self, rows: u32, wanted: u32) -> u32 {
         match self.speculation {
             Some(speculation) if speculation.uniform => {
@@ -273,8 +280,8 @@ impl ExecutorLimits {
         }
     }
 
-    /// Returns the tokens per row of a uniform step of `rows` rows that verifies up to `wanted` draft tokens per row.
-    /// Returns 0 if no uniform step fits.
+    /// Returns the tokens per row of a uniform step of `rows` rows that verifies up to `wanted`
+    /// draft tokens per row. Returns 0 if no uniform step fits.
     fn verified_tokens(&self, rows: u32, wanted: u32) -> u32 {
         let sizes = self.verified_sizes();
         let Some(&(padded, _)) = sizes.iter().find(|size| size.0 >= rows) else { return 0 };
@@ -283,8 +290,8 @@ impl ExecutorLimits {
         enough.into_iter().min().or(fewer.into_iter().max()).unwrap_or(0)
     }
 
-    /// Returns the numbers of rows and tokens per row of uniform steps, ascending: powers of two, and one token more
-    /// than a power of two.
+    /// Returns the numbers of rows and tokens per row of uniform steps, ascending: powers of two,
+    /// and one token more than a power of two.
     fn verified_sizes(&self) -> Vec<(u32, u32)> {
         let Some(speculation) = self.speculation else { return Vec::new() };
         let tokens_max = speculation.step_tokens.min(self.step_tokens);
@@ -308,14 +315,14 @@ pub enum ExecutorError {
     /// A plan contradicts the executor's state: a bug of the scheduler, not of a request.
     #[error("step {step_id} does not fit the executor's state: {reason}")]
     BadPlan { step_id: u64, reason: String },
-    /// A rank of the tensor-parallel group ended, timed out, or runs another step. The step has no result,
-    /// and no step follows.
+    /// A rank of the tensor-parallel group ended, timed out, or runs another step. The step has no
+    /// result, and no step follows.
     #[error("step {step_id} ended: {source}")]
     Group { step_id: u64, source: CpuGroupError },
 }
 
-/// Handle that makes the current or the next `collect` return early. A thread that queues work for the engine thread
-/// wakes it, so that a new request does not wait for the running step.
+/// Handle that makes the current or the next `collect` return early. A thread that queues work for
+/// the engine thread wakes it, so that a new request does not wait for the running step.
 #[derive(Clone, Default)]
 pub struct CollectWaker {
     wake: Option<Arc<dyn Fn() + Send + Sync>>,

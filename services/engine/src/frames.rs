@@ -1,9 +1,9 @@
 //! Steps in flight, and the blocks that must wait for them.
 //!
 //! A launched step is a frame until its result is collected, in order. A row of a frame names its
-//! slot *and* the slot's generation. Vacating a slot bumps its generation, so the row of a sequence that
-//! left in the meantime is recognized as stale. Blocks that a stale row may read or write are released
-//! only when its frame has been collected.
+//! slot *and* the slot's generation. Vacating a slot bumps its generation, so the row of a sequence
+//! that left in the meantime is recognized as stale. Blocks that a stale row may read or write are
+//! released only when its frame has been collected.
 
 use std::collections::VecDeque;
 
@@ -21,7 +21,8 @@ pub(crate) struct Frame {
     pub rows: Vec<RowPlan>,
     /// The sequence of each row.
     pub sequences: Vec<SequenceId>,
-    /// Cost of the step's prefill, in tokens at the start of a prompt; `None` if the step has no time bound.
+    /// Cost of the step's prefill, in tokens at the start of a prompt; `None` if the step has no
+    /// time bound.
     pub prefill_cost: Option<u32>,
 }
 

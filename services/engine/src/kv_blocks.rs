@@ -33,8 +33,9 @@ impl KvBlocks {
         }
     }
 
-    /// Holds and returns the cached prefix of `tokens`, if the rest of `blocks_total` blocks could be allocated and
-    /// `headroom` blocks would remain. Otherwise returns the number of blocks that would have to be available.
+    /// Holds and returns the cached prefix of `tokens`, if the rest of `blocks_total` blocks could
+    /// be allocated and `headroom` blocks would remain. Otherwise returns the number of blocks that
+    /// would have to be available.
     pub(crate) fn hold_prefix(
         &mut self,
         chain: &HashChain,
@@ -76,13 +77,14 @@ impl KvBlocks {
         blocks.iter().for_each(|&block| self.pool.cancel_reservation(block, owner));
     }
 
-    /// Drops one reference of each block, the last block first, so that a tail is evicted before its head.
+    /// Drops one reference of each block, the last block first, so that a tail is evicted before
+    /// its head.
     pub(crate) fn release(&mut self, blocks: &[BlockId]) {
         blocks.iter().rev().for_each(|&block| self.pool.release(block));
     }
 
-    /// Drops all cached blocks that no save reads, and returns their number. Blocks in use stay known to the prefix
-    /// cache.
+    /// Drops all cached blocks that no save reads, and returns their number. Blocks in use stay
+    /// known to the prefix cache.
     pub(crate) fn drop_cached(&mut self) -> u32 {
         let available = self.pool.available();
         let dropped = available - self.pool.counts().free;

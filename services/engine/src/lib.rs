@@ -2,11 +2,11 @@
 //!
 //! The core is pure: inputs and `now` go in, actions and plans come out. [`Scheduler`] decides,
 //! `block_pool` and `prefix_cache` track the KV blocks, and `frames` tracks the steps in flight.
-//! [`tiers`] decides which blocks are saved to and loaded from host memory and a disk.
-//! [`executor`] is the interface to the device, and [`constraint`] is the interface to grammars.
-//! [`StepLoop`] drives scheduler and executor and queues a [`StepRecord`] for each step. [`event`] holds
-//! the types between node and scheduler, [`plan`] the types between scheduler and executor. [`trace`] writes step records
-//! for Perfetto.
+//! [`tiers`] decides which blocks are saved to and loaded from host memory and a disk. [`executor`]
+//! is the interface to the device, and [`constraint`] is the interface to grammars. [`StepLoop`]
+//! drives scheduler and executor and queues a [`StepRecord`] for each step. [`event`] holds the
+//! types between node and scheduler, [`plan`] the types between scheduler and executor. [`trace`]
+//! writes step records for Perfetto.
 //!
 //! Other crates have models (`model`), arithmetic (`kernels`), KV transfer (`kv-transfer`) and text
 //! (`text`): a node sees token ids only.

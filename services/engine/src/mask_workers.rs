@@ -1,8 +1,8 @@
 //! Threads that compute token bitmasks while the device runs a forward pass.
 //!
-//! A bitmask takes microseconds for most grammars, and milliseconds for a grammar near its time bound. Slow jobs of a
-//! few sequences must not delay the bitmasks of other sequences: the job that is expected to finish first runs first,
-//! and one of several threads runs no slow job.
+//! A bitmask takes microseconds for most grammars, and milliseconds for a grammar near its time
+//! bound. Slow jobs of a few sequences must not delay the bitmasks of other sequences: the job that
+//! is expected to finish first runs first, and one of several threads runs no slow job.
 
 use std::{
     cmp::Reverse,
@@ -25,12 +25,13 @@ const WAITING_MAX: usize = 4096;
 /// Expected time from which a job is slow: a bitmask of this time is late in most decode steps.
 const SLOW: Duration = Duration::from_millis(1);
 
-/// A thread stops looking for draft tokens after this time, so that the bitmask of the next token is not late.
+/// A thread stops looking for draft tokens after this time, so that the bitmask of the next token
+/// is not late.
 const DRAFTING_MAX: Duration = Duration::from_micros(500);
 
-/// Worker threads that run [`MaskJob`]s. Without threads, [`submit`](Self::submit) runs them without a limit of
-/// time: the draft tokens of a simulated node do not depend on the load of the machine. Dropping this value
-/// discards the queued jobs and joins the threads.
+/// Worker threads that run [`MaskJob`]s. Without threads, [`submit`](Self::submit) runs them
+/// without a limit of time: the draft tokens of a simulated node do not depend on the load of the
+/// machine. Dropping this value discards the queued jobs and joins the threads.
 #[derive(Debug, Default)]
 pub(crate) struct MaskWorkers {
     /// Results of jobs that ran on the engine thread.
@@ -64,8 +65,8 @@ struct MaskQueue {
     is_closed: bool,
 }
 
-/// A queued job. Jobs are ordered by arrival time plus expected time (shortest job first with aging), so no job
-/// starves.
+/// A queued job. Jobs are ordered by arrival time plus expected time (shortest job first with
+/// aging), so no job starves.
 #[derive(Debug)]
 struct QueuedMaskJob {
     due: Instant,
@@ -134,8 +135,8 @@ impl SharedMaskQueue {
         self.changed.notify_all();
     }
 
-    /// Runs jobs until the queue is closed. Calls `waker` when no job is left to take, so that the engine thread
-    /// wakes about once for each batch.
+    /// Runs jobs until the queue is closed. Calls `waker` when no job is left to take, so that the
+    /// engine thread wakes about once for each batch.
     fn work(&self, done: &Sender<ComputedMask>, waker: &CollectWaker) {
         let (mut queue, mut has_results) = (self.lock(), false);
         while !queue.is_closed {

@@ -1,11 +1,11 @@
 //! Messages between scheduler and executor: step plans and step results.
 //!
-//! A [`StepPlan`] is a diff: rows that left, new rows, blocks that were added, and how many tokens each
-//! scheduled row advances. The executor keeps the rest: tokens, positions, block tables and sampling
-//! state of every slot. Sampled tokens stay in the executor's token pool, so the next step can be
-//! launched before the host has read them. For the same reason the executor proposes draft tokens; the
-//! scheduler only bounds their number. The draft tokens of a constrained row are known to the host, which needs a
-//! bitmask after each of them.
+//! A [`StepPlan`] is a diff: rows that left, new rows, blocks that were added, and how many tokens
+//! each scheduled row advances. The executor keeps the rest: tokens, positions, block tables and
+//! sampling state of every slot. Sampled tokens stay in the executor's token pool, so the next step
+//! can be launched before the host has read them. For the same reason the executor proposes draft
+//! tokens; the scheduler only bounds their number. The draft tokens of a constrained row are known
+//! to the host, which needs a bitmask after each of them.
 
 use std::{
     sync::Arc,
@@ -25,8 +25,8 @@ pub type StepId = u64;
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 pub struct Slot(pub u32);
 
-/// Number of the occupant of a slot. A finish, abort or preemption increments it, so that a late result row is
-/// recognized as stale.
+/// Number of the occupant of a slot. A finish, abort or preemption increments it, so that a late
+/// result row is recognized as stale.
 pub type Generation = u32;
 
 /// One step, as a diff to the previous step.
@@ -46,7 +46,8 @@ pub struct StepPlan {
     pub awaits_masks: bool,
     /// Upper bound on the draft tokens of all rows.
     pub drafts_max: u32,
-    /// Draft tokens of constrained rows, in the order of the rows. The executor finds those of other rows.
+    /// Draft tokens of constrained rows, in the order of the rows. The executor finds those of
+    /// other rows.
     pub drafts: Vec<(Slot, Vec<u32>)>,
 }
 
@@ -66,8 +67,8 @@ pub struct AdmittedRow {
     pub constrained: bool,
 }
 
-/// Token bitmask of one sample of a launched step. A row that verifies draft tokens may have several: of the token
-/// after its known tokens, and of the tokens after its first draft tokens.
+/// Token bitmask of one sample of a launched step. A row that verifies draft tokens may have
+/// several: of the token after its known tokens, and of the tokens after its first draft tokens.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct RowMask {
     pub slot: Slot,
@@ -82,12 +83,12 @@ pub struct RowPlan {
     pub slot: Slot,
     pub generation: Generation,
     pub token_count: u32,
-    /// Whether the executor samples after the row's last token in this step, appends the sampled token
-    /// to the token pool and returns it.
+    /// Whether the executor samples after the row's last token in this step, appends the sampled
+    /// token to the token pool and returns it.
     pub samples: bool,
-    /// Upper bound on the draft tokens that the executor may append to a row that samples; for a constrained row,
-    /// their number. The row has blocks for their KV. The executor returns the accepted draft tokens and one sampled
-    /// token.
+    /// Upper bound on the draft tokens that the executor may append to a row that samples; for a
+    /// constrained row, their number. The row has blocks for their KV. The executor returns the
+    /// accepted draft tokens and one sampled token.
     pub drafts_max: u32,
 }
 
@@ -108,7 +109,8 @@ pub struct StepRun {
     pub dispatch: Dispatch,
     /// Bytes sent to the device for the step.
     pub uploaded_bytes: u64,
-    /// When the device worked on the step, on the host's clock, its wait for token bitmasks included.
+    /// When the device worked on the step, on the host's clock, its wait for token bitmasks
+    /// included.
     pub device: Option<Span>,
     /// When the results were in host memory.
     pub results_at: Option<Instant>,
@@ -145,8 +147,8 @@ impl Span {
 pub struct RowResult {
     pub slot: Slot,
     pub generation: Generation,
-    /// Empty when the row did not sample, failed, or had no token bitmask in time. Otherwise the accepted
-    /// draft tokens and one sampled token. The KV of all tokens but the last is written.
+    /// Empty when the row did not sample, failed, or had no token bitmask in time. Otherwise the
+    /// accepted draft tokens and one sampled token. The KV of all tokens but the last is written.
     pub tokens: Vec<SampledToken>,
     /// With [`Sampling::prompt_logprobs`]: of the prompt tokens after each token of the row.
     pub prompt_logprobs: Vec<TokenLogprobs>,

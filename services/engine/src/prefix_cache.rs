@@ -1,9 +1,9 @@
 //! Index from token prefixes to the blocks that hold their KV.
 //!
-//! The key of a block is a 128-bit hash of its 16 tokens and of the previous block's key. The chain starts
-//! from model, weights and the tenant's salt, so equal tokens under other weights or another tenant have
-//! different keys. A lookup compares the tokens as well. [`crate::block_pool`] decides which block is
-//! evicted.
+//! The key of a block is a 128-bit hash of its 16 tokens and of the previous block's key. The chain
+//! starts from model, weights and the tenant's salt, so equal tokens under other weights or another
+//! tenant have different keys. A lookup compares the tokens as well. [`crate::block_pool`] decides
+//! which block is evicted.
 
 use std::collections::BTreeMap;
 
@@ -89,14 +89,14 @@ struct PrefixEntry {
 pub(crate) struct PrefixCache {
     entries: HashMap<BlockHash, PrefixEntry>,
     keys: HashMap<BlockId, BlockHash>,
-    /// Changes since the last [`Self::take_changes`]: at most one per key, which bounds the map when no
-    /// caller takes them. Ordered, so that equal inputs give equal outputs.
+    /// Changes since the last [`Self::take_changes`]: at most one per key, which bounds the map
+    /// when no caller takes them. Ordered, so that equal inputs give equal outputs.
     changes: BTreeMap<BlockHash, CacheChange>,
 }
 
 impl PrefixCache {
-    /// Returns the blocks of the longest cached prefix of `tokens`, at most `tokens.len() - 1` tokens: the
-    /// forward pass of the last token gives the logits to sample from.
+    /// Returns the blocks of the longest cached prefix of `tokens`, at most `tokens.len() - 1`
+    /// tokens: the forward pass of the last token gives the logits to sample from.
     pub(crate) fn lookup(&self, chain: &HashChain, tokens: &[u32]) -> Vec<BlockId> {
         let blocks_max = tokens.len().saturating_sub(1) / BLOCK_TOKENS;
         let mut blocks = Vec::new();
@@ -114,8 +114,8 @@ impl PrefixCache {
         blocks
     }
 
-    /// Adds `block` as block `index` of `tokens`. Returns false, and adds nothing, when another block has
-    /// the same contents.
+    /// Adds `block` as block `index` of `tokens`. Returns false, and adds nothing, when another
+    /// block has the same contents.
     pub(crate) fn insert(
         &mut self,
         chain: &HashChain,

@@ -1,31 +1,34 @@
-//! Plans each step and assigns the KV blocks. Pure: inputs, results and `now` go in, actions and plans come
-//! out. No clock, thread, socket or device.
+//! Plans each step and assigns the KV blocks. Pure: inputs, results and `now` go in, actions and
+//! plans come out. No clock, thread, socket or device.
 //!
 //! Life of a sequence in the scheduler (the [`event`](crate::event) docs describe the node's view):
-//! 1. `handle(Arrived)` rejects or queues the sequence. A `Send` waits until its transfer is ready, a
-//!    `Receive` until blocks can be reserved (at once where possible), a `Compute` until a plan admits it.
-//! 2. Admission looks up the prefix cache and takes every block of the known tokens, so that prefill never
-//!    waits for blocks in the middle of a prompt.
-//! 3. `plan` gives each running row its part of the step's token budget. There are no prefill and decode
-//!    phases: a row has one or many tokens that are not computed yet.
-//! 4. `complete` processes the result: the row's KV is written, full blocks enter the prefix cache, and a
-//!    sampled token may end the sequence.
+//! 1. `handle(Arrived)` rejects or queues the sequence. A `Send` waits until its transfer is ready,
+//!    a `Receive` until blocks can be reserved (at once where possible), a `Compute` until a plan
+//!    admits it.
+//! 2. Admission looks up the prefix cache and takes every block of the known tokens, so that
+//!    prefill never waits for blocks in the middle of a prompt.
+//! 3. `plan` gives each running row its part of the step's token budget. There are no prefill and
+//!    decode phases: a row has one or many tokens that are not computed yet.
+//! 4. `complete` processes the result: the row's KV is written, full blocks enter the prefix cache,
+//!    and a sampled token may end the sequence.
 //!
-//! A plan is made before the results of the steps in flight are known, so positions and lengths of a
-//! running row are upper bounds. A stop is detected one step late. The block for the surplus token was taken
-//! when its row was planned, and is released when the result of the surplus step has been collected.
+//! A plan is made before the results of the steps in flight are known, so positions and lengths of
+//! a running row are upper bounds. A stop is detected one step late. The block for the surplus
+//! token was taken when its row was planned, and is released when the result of the surplus step
+//! has been collected.
 //!
-//! When a row needs a block and none is available, the row that arrived last is preempted. It loses slot
-//! and blocks and returns to its place in the queue; its computed blocks stay cached until evicted. The
-//! oldest row can preempt every other row, and a sequence never needs more than the whole pool, so the
-//! oldest row always finishes. Only a `Send` and the blocks of transfers cannot be preempted. Their blocks
-//! are released without preemption: a `Send` has all its blocks from the start, and takes them only after its
-//! receiver has reserved blocks. So no node holds blocks while it waits for a peer's blocks.
+//! When a row needs a block and none is available, the row that arrived last is preempted. It loses
+//! slot and blocks and returns to its place in the queue; its computed blocks stay cached until
+//! evicted. The oldest row can preempt every other row, and a sequence never needs more than the
+//! whole pool, so the oldest row always finishes. Only a `Send` and the blocks of transfers cannot
+//! be preempted. Their blocks are released without preemption: a `Send` has all its blocks from the
+//! start, and takes them only after its receiver has reserved blocks. So no node holds blocks while
+//! it waits for a peer's blocks.
 //!
-//! Files: `sequences` holds the sequences by phase, `waiting` their queue. `admission` fills and empties the queue. `running` plans a step, with its
-//! draft tokens in `draft_budget` and its token bitmasks in `masks`. `completion` processes the result of a step.
-//! `transfers` tracks the blocks of transfers. `weights` moves sequences to other weights. `loading` connects the KV
-//! tiers.
+//! Files: `sequences` holds the sequences by phase, `waiting` their queue. `admission` fills and
+//! empties the queue. `running` plans a step, with its draft tokens in `draft_budget` and its token
+//! bitmasks in `masks`. `completion` processes the result of a step. `transfers` tracks the blocks
+//! of transfers. `weights` moves sequences to other weights. `loading` connects the KV tiers.
 
 mod admission;
 mod completion;
@@ -72,10 +75,11 @@ pub struct Scheduler {
     seeds: CacheSeeds,
     kv: KvBlocks,
     sequences: Sequences,
-    /// The last sequence that could not be admitted for lack of blocks, and the number of available blocks that it
-    /// needs.
+    /// The last sequence that could not be admitted for lack of blocks, and the number of available
+    /// blocks that it needs.
     lacking: Option<(SequenceId, u32)>,
-    /// Available blocks that a running row needed in the last plan and that saves keep; 0 without such a row.
+    /// Available blocks that a running row needed in the last plan and that saves keep; 0 without
+    /// such a row.
     row_lacks: u32,
     slots: Slots,
     frames: Frames,
@@ -84,7 +88,8 @@ pub struct Scheduler {
     transfers: SequenceTransfers,
     /// KV tiers; `None` when they are off.
     tiers: Option<TierStores>,
-    /// Conversations whose later turns keep their place; `None` when each turn has a place of its own.
+    /// Conversations whose later turns keep their place; `None` when each turn has a place of its
+    /// own.
     sessions: Option<SequenceSessions>,
     next_arrival: Arrival,
     preemptions: u64,
@@ -121,14 +126,15 @@ impl Scheduler {
         &self.config
     }
 
-    /// Processes one input. Ignores a late input: its sequence is unknown, or is in a phase that does not
-    /// expect the input.
+    /// Processes one input. Ignores a late input: its sequence is unknown, or is in a phase that
+    /// does not expect the input.
     pub fn handle(&mut self, now: Instant, input: Input, actions: &mut Vec<Action>) {
         self.set_tiers_now(now);
         match input {
             Input::Arrived(new) => self.arrived(now, new, actions),
             Input::Abort { id } => {
-                // The router also cancels a request at a stop string, so a cancelled turn with output has ended.
+                // The router also cancels a request at a stop string, so a cancelled turn with
+                // output has ended.
                 if self.sequences.get(id).is_some_and(Sequence::has_output) {
                     self.end_turn(id);
                 }
@@ -158,7 +164,8 @@ impl Scheduler {
         self.sequences.next_alarm().map(|(alarm, _)| alarm)
     }
 
-    /// Fails the sequences whose deadline has passed, and ends the wait for loads that take too long.
+    /// Fails the sequences whose deadline has passed, and ends the wait for loads that take too
+    /// long.
     pub fn on_deadline(&mut self, now: Instant, actions: &mut Vec<Action>) {
         self.set_tiers_now(now);
         while let Some((alarm, id)) = self.sequences.next_alarm()
@@ -240,8 +247,8 @@ impl Scheduler {
         self.kv.cache.hashes()
     }
 
-    /// Drops all cached blocks that no sequence, transfer or copy uses, and returns their number. The tiers keep their
-    /// blocks.
+    /// Drops all cached blocks that no sequence, transfer or copy uses, and returns their number.
+    /// The tiers keep their blocks.
     pub fn reset_prefix_cache(&mut self) -> u32 {
         self.kv.drop_cached()
     }
@@ -265,14 +272,15 @@ impl Scheduler {
         self.preemptions
     }
 
-    /// Returns the length of the longest sequence that can run here: the model's limit, or the pool's.
+    /// Returns the length of the longest sequence that can run here: the model's limit, or the
+    /// pool's.
     pub fn sequence_tokens_max(&self) -> usize {
         let pool = self.config.limits.blocks as usize * kernels::BLOCK_TOKENS;
         pool.min(self.config.limits.sequence_tokens as usize)
     }
 
-    /// Removes a sequence in any phase, if it is here. Its transfer continues. A request whose turn has not ended may
-    /// arrive again.
+    /// Removes a sequence in any phase, if it is here. Its transfer continues. A request whose turn
+    /// has not ended may arrive again.
     fn remove(&mut self, id: SequenceId) {
         let Some(mut sequence) = self.sequences.remove(id) else { return };
         if let (Some(sessions), Some(turn)) = (&mut self.sessions, sequence.turn.take()) {
@@ -288,8 +296,8 @@ impl Scheduler {
         }
     }
 
-    /// Releases a row's slot and blocks. Blocks that a step in flight may use are released when the step's
-    /// result has been collected.
+    /// Releases a row's slot and blocks. Blocks that a step in flight may use are released when the
+    /// step's result has been collected.
     fn vacate(&mut self, row: Row) {
         self.slots.vacate(row.slot, row.announced);
         match row.last_step {

@@ -19,9 +19,10 @@ use crate::{
 /// Step records kept until their reader takes them; the oldest is dropped first.
 const RECORDS_MAX: usize = 1024;
 
-/// Safety margin of a launch that waits for KV, in addition to twice the time of plan and launch: the device's clock is
-/// known to a few µs, and step times vary by a few percent. A late launch idles the device only for the time of the
-/// launch, because the loop collects a finished step at once.
+/// Safety margin of a launch that waits for KV, in addition to twice the time of plan and launch:
+/// the device's clock is known to a few µs, and step times vary by a few percent. A late launch
+/// idles the device only for the time of the launch, because the loop collects a finished step at
+/// once.
 const LAUNCH_AHEAD: Duration = Duration::from_micros(200);
 
 /// Outcome of a turn.
@@ -29,7 +30,8 @@ const LAUNCH_AHEAD: Duration = Duration::from_micros(200);
 pub enum LoopOutcome {
     /// The loop collected the result of a step.
     Stepped,
-    /// Steps or bitmasks are in flight, and no step finished within the timeout or a waker ended the wait.
+    /// Steps or bitmasks are in flight, and no step finished within the timeout or a waker ended
+    /// the wait.
     Pending,
     /// No step or bitmask is in flight and nothing can be planned: wait for inputs, at most until
     /// [`StepLoop::next_deadline`], then take another turn.
@@ -103,7 +105,8 @@ impl DecodeTimes {
 }
 
 impl<E: Executor> StepLoop<E> {
-    /// Creates a loop that computes token bitmasks on its own thread. `scheduler` must have the limits of `executor`.
+    /// Creates a loop that computes token bitmasks on its own thread. `scheduler` must have the
+    /// limits of `executor`.
     pub fn new(scheduler: Scheduler, executor: E) -> Self {
         assert_eq!(
             scheduler.config().limits,
@@ -134,8 +137,8 @@ impl<E: Executor> StepLoop<E> {
     }
 
     /// Launches the steps that can be planned, then waits up to `timeout` for the oldest step and
-    /// collects its result. Returns at once when neither a step nor a bitmask is in flight. Computed or due
-    /// bitmasks end the wait. After an error the engine is unusable.
+    /// collects its result. Returns at once when neither a step nor a bitmask is in flight.
+    /// Computed or due bitmasks end the wait. After an error the engine is unusable.
     pub fn turn(
         &mut self,
         timeout: Duration,
@@ -191,8 +194,8 @@ impl<E: Executor> StepLoop<E> {
         self.is_held = is_held;
     }
 
-    /// Releases the weights in use, so that new weights can overwrite them. The loop must be held until the weights
-    /// change.
+    /// Releases the weights in use, so that new weights can overwrite them. The loop must be held
+    /// until the weights change.
     ///
     /// # Panics
     /// When a step is in flight.
@@ -289,9 +292,10 @@ impl<E: Executor> StepLoop<E> {
         }
     }
 
-    /// Returns when to launch the next step, if the next step should wait for KV. KV that arrives while steps are in flight
-    /// joins the batch only after them. So while a prefill peer is expected to send KV, the next decode step is launched
-    /// shortly before the device becomes idle. `None`: launch as soon as a step can be planned.
+    /// Returns when to launch the next step, if the next step should wait for KV. KV that arrives
+    /// while steps are in flight joins the batch only after them. So while a prefill peer is
+    /// expected to send KV, the next decode step is launched shortly before the device becomes
+    /// idle. `None`: launch as soon as a step can be planned.
     fn launch_due(&self) -> Option<Instant> {
         let DecodeTimes { ended_at, device, host } = self.decode_times?;
         let in_flight = self.launched.len() as u32;

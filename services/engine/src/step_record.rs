@@ -48,7 +48,8 @@ pub struct StepRecord {
     pub launch: Span,
     /// When the engine thread processed the result. The wait for the result is not part of it.
     pub collect: Span,
-    /// When the device worked on the step, its wait for token bitmasks included, if the executor reports it.
+    /// When the device worked on the step, its wait for token bitmasks included, if the executor
+    /// reports it.
     pub device: Option<Span>,
     /// When the results were in host memory, if the executor reports it.
     pub results_at: Option<Instant>,

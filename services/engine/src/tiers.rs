@@ -1,25 +1,30 @@
 //! KV tiers: host memory and a disk behind the prefix cache.
 //!
-//! The core decides which block is saved to which slot of which tier, and which blocks are loaded instead of computed.
-//! The shell in the node process copies. Pure: no memory, file, clock or thread.
+//! The core decides which block is saved to which slot of which tier, and which blocks are loaded
+//! instead of computed. The shell in the node process copies. Pure: no memory, file, clock or
+//! thread.
 //!
 //! Life of a block in the tiers:
-//! 1. A step has written the block, its result was collected, and the block is in the prefix cache. Admission decides
-//!    whether the block is worth a save: see [`TierAdmission`]. The save is queued by key. A queue that is full drops
-//!    the save. A queued save owns nothing: if the prefix cache evicts the block before the copy starts, the save is
-//!    cancelled. With speculative decoding the block is queued after the steps in flight: they were launched before its
-//!    draft tokens were verified, so the executor may still hold the block for writing.
-//! 2. [`Action::Save`](crate::event::Action::Save): the copy starts. The block cannot be evicted until
-//!    [`TierEvent::Copied`]. If a sequence needs the block, [`Action::CancelSaves`](crate::event::Action::CancelSaves)
-//!    ends the saves whose copies the shell has not begun. After [`TierEvent::Saved`] loads may read the slot. With both
-//!    tiers the block is saved to host memory first, and from there to the disk.
-//! 3. A sequence that is admitted continues its prefix with blocks of the tiers, if loading them is predicted to be
-//!    faster than computing them. [`Action::Load`](crate::event::Action::Load): the sequence owns all its blocks, those
-//!    to load as `Reserved`, and waits in phase `Loading`. Other sequences run meanwhile.
-//! 4. [`TierEvent::Loaded`]: the intact blocks enter the prefix cache, and the sequence computes the rest. A damaged or
-//!    missing block ends the loaded prefix, and its slot is free.
+//! 1. A step has written the block, its result was collected, and the block is in the prefix cache.
+//!    Admission decides whether the block is worth a save: see [`TierAdmission`]. The save is
+//!    queued by key. A queue that is full drops the save. A queued save owns nothing: if the prefix
+//!    cache evicts the block before the copy starts, the save is cancelled. With speculative
+//!    decoding the block is queued after the steps in flight: they were launched before its draft
+//!    tokens were verified, so the executor may still hold the block for writing.
+//! 2. [`Action::Save`](crate::event::Action::Save): the copy starts. The block cannot be evicted
+//!    until [`TierEvent::Copied`]. If a sequence needs the block,
+//!    [`Action::CancelSaves`](crate::event::Action::CancelSaves) ends the saves whose copies the
+//!    shell has not begun. After [`TierEvent::Saved`] loads may read the slot. With both tiers the
+//!    block is saved to host memory first, and from there to the disk.
+//! 3. A sequence that is admitted continues its prefix with blocks of the tiers, if loading them is
+//!    predicted to be faster than computing them. [`Action::Load`](crate::event::Action::Load): the
+//!    sequence owns all its blocks, those to load as `Reserved`, and waits in phase `Loading`.
+//!    Other sequences run meanwhile.
+//! 4. [`TierEvent::Loaded`]: the intact blocks enter the prefix cache, and the sequence computes
+//!    the rest. A damaged or missing block ends the loaded prefix, and its slot is free.
 //!
-//! A load waits for nothing but its copies, so there is no circular wait between loads, reservations and sends.
+//! A load waits for nothing but its copies, so there is no circular wait between loads,
+//! reservations and sends.
 
 mod admission;
 mod loads;
@@ -86,8 +91,8 @@ impl Tier {
 /// Rule by which blocks are saved.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum TierAdmission {
-    /// Blocks that occur in a second request, and blocks of a request whose prompt began with a hit. Prompts that
-    /// never recur cost no copies.
+    /// Blocks that occur in a second request, and blocks of a request whose prompt began with a
+    /// hit. Prompts that never recur cost no copies.
     SecondTouch,
     /// Every full block.
     Always,
@@ -101,7 +106,8 @@ pub struct TierConfig {
     pub host: bool,
     /// Blocks that fit on the disk; 0 without this tier.
     pub disk_slots: u32,
-    /// Whether later turns of a conversation keep its place in the queue, and its KV is kept for them.
+    /// Whether later turns of a conversation keep its place in the queue, and its KV is kept for
+    /// them.
     pub sessions: bool,
     /// Time-out of a load, after which the sequence computes its KV.
     pub load_timeout: Duration,
@@ -111,7 +117,8 @@ pub struct TierConfig {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct JobId(pub u64);
 
-/// Contents of a block: its key and the inputs of the key. A tier stores them with the KV, and a load compares them.
+/// Contents of a block: its key and the inputs of the key. A tier stores them with the KV, and a
+/// load compares them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct BlockContents {
     pub key: BlockHash,
@@ -123,21 +130,22 @@ pub struct BlockContents {
 /// Result of a copy.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum TierEvent {
-    /// The source of a save is not read any more. [`Saved`](Self::Saved) or [`SaveFailed`](Self::SaveFailed) ends the
-    /// save, and may overtake this event, which is then ignored.
+    /// The source of a save is not read any more. [`Saved`](Self::Saved) or
+    /// [`SaveFailed`](Self::SaveFailed) ends the save, and may overtake this event, which is then
+    /// ignored.
     Copied { job: JobId },
     /// The slot holds the block, and its source is not read any more.
     Saved { job: JobId },
-    /// The slot does not hold the block, and its source is not read any more. The copy failed, or the save was cancelled
-    /// before its copy.
+    /// The slot does not hold the block, and its source is not read any more. The copy failed, or
+    /// the save was cancelled before its copy.
     SaveFailed { job: JobId },
-    /// The first `intact` blocks are written, and no further write lands. If blocks are left, the slot of the next
-    /// block is damaged or was not readable.
+    /// The first `intact` blocks are written, and no further write lands. If blocks are left, the
+    /// slot of the next block is damaged or was not readable.
     Loaded { job: JobId, intact: u32, took: Duration },
     /// The tier has further slots.
     Grown { tier: Tier, slots: u32 },
-    /// Blocks that a tier holds since an earlier start. Saves begin after the last of these events, so that they do not
-    /// overwrite blocks that are still to be found.
+    /// Blocks that a tier holds since an earlier start. Saves begin after the last of these events,
+    /// so that they do not overwrite blocks that are still to be found.
     Recovered { tier: Tier, blocks: Vec<(SlotIndex, BlockHash)>, is_complete: bool },
 }
 
@@ -150,7 +158,8 @@ pub struct TierStats {
     pub saved: u64,
     /// Intact blocks that loads have read.
     pub loaded: u64,
-    /// Loaded blocks that a sequence took instead of computing them. A sequence may end or give up a load before.
+    /// Loaded blocks that a sequence took instead of computing them. A sequence may end or give up
+    /// a load before.
     pub hits: u64,
     /// Saves dropped because the queue was full or no slot was idle.
     pub dropped: u64,
@@ -160,7 +169,8 @@ pub struct TierStats {
     pub failed: u64,
     /// Blocks that a load found damaged or missing.
     pub damaged: u64,
-    /// Blocks that were computed, because loading was predicted to be slower or an earlier load was late.
+    /// Blocks that were computed, because loading was predicted to be slower or an earlier load was
+    /// late.
     pub refused: u64,
     /// Age of the oldest queued save.
     pub queue_age: Duration,
@@ -190,12 +200,14 @@ pub(crate) struct TierStores {
     rates: [LoadRate; TIERS],
     prefill: PrefillRate,
     touches: BlockTouches,
-    /// Prefixes of admitted prompts with blocks that are not counted, oldest first, and the number of these blocks.
+    /// Prefixes of admitted prompts with blocks that are not counted, oldest first, and the number
+    /// of these blocks.
     admitted: VecDeque<AdmittedPrefix>,
     uncounted: usize,
     /// Blocks written since the last [`Self::count_written`].
     written: Vec<WrittenBlock>,
-    /// The last launched step, while it is in flight and may write blocks that an earlier step in flight completes.
+    /// The last launched step, while it is in flight and may write blocks that an earlier step in
+    /// flight completes.
     last_step: Option<StepId>,
     /// Blocks to queue when the step has been collected; ascending by step.
     unverified: VecDeque<(StepId, BlockHash)>,

@@ -1,4 +1,5 @@
-//! Trace of steps and of work beside them, in the Trace Event Format: Perfetto and chrome://tracing read it.
+//! Trace of steps and of work beside them, in the Trace Event Format: Perfetto and chrome://tracing
+//! read it.
 
 use std::{
     borrow::Cow,

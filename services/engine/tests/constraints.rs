@@ -1,5 +1,5 @@
-//! Sequences with a grammar take part in every step, delay no other sequence, and never sample without a
-//! token bitmask.
+//! Sequences with a grammar take part in every step, delay no other sequence, and never sample
+//! without a token bitmask.
 
 mod common;
 
@@ -145,8 +145,8 @@ fn rows_with_and_without_a_grammar_verify_draft_tokens_together() {
 /// Sampled tokens of each sequence, and the sequences that failed.
 type Outcomes = (BTreeMap<SequenceId, Vec<u32>>, Vec<(SequenceId, SequenceFailure)>);
 
-/// Drives a scheduler and the sim executor by hand until both are idle. `computes` decides in each round
-/// whether the waiting bitmasks are computed now.
+/// Drives a scheduler and the sim executor by hand until both are idle. `computes` decides in each
+/// round whether the waiting bitmasks are computed now.
 fn drive(
     limits: ExecutorLimits,
     arrivals: Vec<NewSequence>,
@@ -373,8 +373,8 @@ fn a_received_token_that_the_grammar_rejects_fails_the_sequence() {
     assert!(scheduler.is_idle() && scheduler.plan(&mut actions).is_none());
 }
 
-/// A mixed batch in steps of any size gives the output of each sequence alone at depth 1. The CPU executor runs forward
-/// passes, and the requests use penalties, logprobs and random sampling.
+/// A mixed batch in steps of any size gives the output of each sequence alone at depth 1. The CPU
+/// executor runs forward passes, and the requests use penalties, logprobs and random sampling.
 #[test]
 fn a_mixed_batch_of_real_forwards_equals_its_sequences_alone() {
     let sampling = |seed, temperature| Sampling {

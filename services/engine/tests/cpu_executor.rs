@@ -1,5 +1,5 @@
-//! The CPU executor under random events: every sequence gives the tokens that it gives alone. Weights are
-//! random and in f32, so that a single wrong bit would change an answer.
+//! The CPU executor under random events: every sequence gives the tokens that it gives alone.
+//! Weights are random and in f32, so that a single wrong bit would change an answer.
 
 mod common;
 

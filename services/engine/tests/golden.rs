@@ -61,8 +61,9 @@ fn golden_tokens_one_prompt_at_a_time_with_cached_prefixes_and_retries() {
         let expected = (golden.prompt_ids.len() as u32 - 1) / 16 * 16;
         assert_eq!(outcomes[&SequenceId(id)].cached_tokens, expected, "{}", golden.name);
     }
-    // Retries begin with a part of the output. Each number of emitted tokens has its own cache salt. So the first
-    // retries find nothing cached, and the second retries find the blocks of the first retries.
+    // Retries begin with a part of the output. Each number of emitted tokens has its own cache
+    // salt. So the first retries find nothing cached, and the second retries find the blocks of the
+    // first retries.
     for (first_id, emitted) in [(20, 0), (30, 1), (40, 20)] {
         for again in [0, 100] {
             let attempts = (first_id + again..).zip(golden()).map(|(id, golden)| NewSequence {
@@ -175,8 +176,8 @@ fn golden_tokens_with_hand_over_and_cached_prefixes() {
     };
     // The first prompt is shorter than one block, so no transfer is needed.
     assert_eq!(submit(0, ""), (0, 0, 2 + 3 + 38));
-    // Now both engines have every full block cached: the rest of each prompt is less than one block, so
-    // no block is transferred.
+    // Now both engines have every full block cached: the rest of each prompt is less than one
+    // block, so no block is transferred.
     let (_, at_decode, moved) = submit(10, "");
     assert_eq!((at_decode, moved), (16 + 32 + 592, 0));
 }

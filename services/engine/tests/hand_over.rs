@@ -1,5 +1,5 @@
-//! Two schedulers joined by an in-memory transfer. Late messages hang no request, and the tokens equal those
-//! of a single engine.
+//! Two schedulers joined by an in-memory transfer. Late messages hang no request, and the tokens
+//! equal those of a single engine.
 
 mod common;
 
@@ -43,8 +43,9 @@ fn assert_exact(pair: &Pair<SimExecutor>, new: &NewSequence) {
 
 #[test]
 fn a_full_prefill_node_and_a_full_decode_node_do_not_deadlock() {
-    // Each node has room for two prompts, and twelve arrive at once. No message is delivered before both nodes
-    // are stuck: the prefill node is full of finished sequences, the decode node is full of reservations.
+    // Each node has room for two prompts, and twelve arrive at once. No message is delivered before
+    // both nodes are stuck: the prefill node is full of finished sequences, the decode node is full
+    // of reservations.
     let mut pair = pair(6, 7, 4, 2);
     let requests: Vec<_> = (0..12).map(|id| request(id, 40, 6)).collect();
     requests.iter().for_each(|new| pair.submit(new.clone()));
@@ -68,7 +69,8 @@ fn reservations_in_reverse_order_do_not_deadlock() {
     let mut pair = pair(3, 30, 8, 2);
     let requests: Vec<_> = (0..8).map(|id| request(id, 40, 6)).collect();
     requests.iter().for_each(|new| pair.submit(new.clone()));
-    // Round 1 delivers only messages of the last request. Each later round includes one more request.
+    // Round 1 delivers only messages of the last request. Each later round includes one more
+    // request.
     for late in (0..8).rev() {
         let mut visited = 0;
         pair.deliver(|| {

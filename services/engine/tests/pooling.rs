@@ -1,5 +1,5 @@
-//! Sequences that return pooled values: the values are those of transformers, do not depend on the batch, and leave
-//! nothing in the prefix cache.
+//! Sequences that return pooled values: the values are those of transformers, do not depend on the
+//! batch, and leave nothing in the prefix cache.
 
 mod common;
 

@@ -1,6 +1,6 @@
-//! Random events on one simulated node, at every depth. A batch mixes rows with and without draft tokens and
-//! grammars. After every input and every step, tokens equal those of a synchronous oracle, block accounting
-//! balances, and handed-over blocks are unchanged.
+//! Random events on one simulated node, at every depth. A batch mixes rows with and without draft
+//! tokens and grammars. After every input and every step, tokens equal those of a synchronous
+//! oracle, block accounting balances, and handed-over blocks are unchanged.
 
 mod common;
 

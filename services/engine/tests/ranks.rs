@@ -1,5 +1,5 @@
-//! One model on several ranks: all ranks return equal results for any batching, and the results equal those
-//! of a single rank wherever the margin is sufficient.
+//! One model on several ranks: all ranks return equal results for any batching, and the results
+//! equal those of a single rank wherever the margin is sufficient.
 
 mod common;
 
@@ -28,8 +28,8 @@ use kernels::{
 use model::Checkpoint;
 use serde_json::json;
 
-/// Minimum margin for comparing tokens; the logits on several ranks differ from those on one rank by far
-/// less.
+/// Minimum margin for comparing tokens; the logits on several ranks differ from those on one rank
+/// by far less.
 const SURE_MARGIN: f32 = 1e-3;
 
 fn models() -> Vec<(Checkpoint, Vec<usize>)> {
@@ -129,8 +129,8 @@ fn scheduling_changes_no_bit_on_several_ranks() {
     }
 }
 
-/// Compares two greedy outputs with two log-probabilities each, and returns how many tokens were compared:
-/// after the first uncertain token the outputs may differ.
+/// Compares two greedy outputs with two log-probabilities each, and returns how many tokens were
+/// compared: after the first uncertain token the outputs may differ.
 fn compare(found: &[SampledToken], expected: &[SampledToken]) -> usize {
     let mut compared = 0;
     for (found, expected) in found.iter().zip(expected) {

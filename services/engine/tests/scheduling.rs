@@ -135,7 +135,8 @@ fn prefill_with_decode_rows_keeps_the_step_within_itl_max() {
             records.iter().filter(|record| record.kind == StepKind::Mixed).collect();
         assert!(mixed.len() >= 10, "{}", mixed.len());
         for record in mixed {
-            // The measured cost of the decode rows lags behind rows that join and context that grows.
+            // The measured cost of the decode rows lags behind rows that join and context that
+            // grows.
             assert!(record.busy <= itl_max * 21 / 20, "{record:?}");
         }
         let longest = records.iter().map(|record| record.busy).max().unwrap();
@@ -208,7 +209,8 @@ fn prefill_takes_the_whole_step_only_where_nothing_decodes_soon() {
     node.assert_all_returned();
 }
 
-/// A received sequence waits for the steps in flight when its KV arrives, so its first steps prefill less.
+/// A received sequence waits for the steps in flight when its KV arrives, so its first steps
+/// prefill less.
 #[test]
 fn steps_prefill_less_until_a_received_sequence_has_caught_up() {
     for (depth, reduced) in [(1, 2), (2, 3)] {
@@ -293,8 +295,8 @@ fn a_send_is_never_preempted() {
     node.turn();
     node.arrive(new(2, SEND, 90, 5));
     node.transfer_ready(SequenceId(2), 1);
-    // The older sequence needs its third block while the sender prefills, and waits. The harness checks
-    // that each block is handed over once, without gaps, with the right contents.
+    // The older sequence needs its third block while the sender prefills, and waits. The harness
+    // checks that each block is handed over once, without gaps, with the right contents.
     node.run();
     assert_eq!(node.engine.scheduler().preemptions(), 0);
     assert!(node.finished(SequenceId(2)) && !node.finished(SequenceId(1)));

@@ -247,8 +247,9 @@ fn speculation_keeps_tokens_logprobs_penalties_and_stops_bit_equal() {
     }
 }
 
-/// The documentation guarantees bit-equal results in f32 only. The CPU kernels give bit-equal results in the other
-/// formats too, because the order in which a row is accumulated does not depend on other rows.
+/// The documentation guarantees bit-equal results in f32 only. The CPU kernels give bit-equal
+/// results in the other formats too, because the order in which a row is accumulated does not
+/// depend on other rows.
 #[test]
 fn speculation_changes_no_token_in_any_weight_format() {
     let requests = || -> Vec<_> {
@@ -274,7 +275,8 @@ fn speculation_changes_no_token_in_any_weight_format() {
 
 #[test]
 fn preemption_with_speculation_keeps_tokens() {
-    // Each of the four sequences needs six blocks in the end. The pool has 16 blocks, so sequences are preempted.
+    // Each of the four sequences needs six blocks in the end. The pool has 16 blocks, so sequences
+    // are preempted.
     let requests = || -> Vec<_> {
         let greedy = || Sampling { logprobs: Some(2), ..Sampling::greedy() };
         (1..=4)

@@ -5,15 +5,16 @@ use std::{
     path::{Path, PathBuf},
 };
 
-/// Names of the weights of a Hugging Face model. A folder with one of these files is a Hugging Face model.
+/// Names of the weights of a Hugging Face model. A folder with one of these files is a Hugging Face
+/// model.
 const SAFETENSORS_FILES: [&str; 2] = ["model.safetensors", "model.safetensors.index.json"];
-/// Files of a Hugging Face model without weights. A folder with all of these files is a Hugging Face model: a router
-/// and random weights need no more.
+/// Files of a Hugging Face model without weights. A folder with all of these files is a Hugging
+/// Face model: a router and random weights need no more.
 const CONFIG_FILES: [&str; 2] = ["config.json", "tokenizer.json"];
 
-/// Finds the GGUF file of a folder that holds one GGUF model, in one file or split into parts, and no Hugging Face
-/// model. Returns the first part of a split model. Returns `None` if the folder holds no or several GGUF models, or a
-/// Hugging Face model.
+/// Finds the GGUF file of a folder that holds one GGUF model, in one file or split into parts, and
+/// no Hugging Face model. Returns the first part of a split model. Returns `None` if the folder
+/// holds no or several GGUF models, or a Hugging Face model.
 ///
 /// # Errors
 /// The folder or an entry cannot be read.

@@ -15,8 +15,8 @@ use crate::{
     value::{Array, Value},
 };
 
-/// Maximum bytes of a header. The parsed header takes a few times this size at worst (a String for every
-/// empty string). The largest vocabularies in use need about 20 MB.
+/// Maximum bytes of a header. The parsed header takes a few times this size at worst (a String for
+/// every empty string). The largest vocabularies in use need about 20 MB.
 pub const HEADER_BYTES_MAX: u64 = 64 << 20;
 
 const ALIGNMENT_DEFAULT: u64 = 32;
@@ -38,8 +38,8 @@ const TENSOR_BYTES_MIN: u64 = STRING_BYTES_MIN + 4 + 8 + 4 + 8;
 
 /// Contents of a GGUF file without the tensors' data.
 ///
-/// For every tensor: its name is unique, its element count does not overflow, its offset is aligned, and
-/// its bytes (if its kind is supported) are within the file.
+/// For every tensor: its name is unique, its element count does not overflow, its offset is
+/// aligned, and its bytes (if its kind is supported) are within the file.
 #[derive(Clone, Debug)]
 pub struct Header {
     pub version: u32,

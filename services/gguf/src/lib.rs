@@ -1,9 +1,9 @@
 //! GGUF container (versions 2 and 3, little endian): header, metadata and tensor directory.
 //!
-//! [`Header`] is read from a file or from its bytes. Every count, length and offset is checked against the
-//! file's real size before use, so a hostile file causes a typed error, never a panic or a disproportionate
-//! allocation. [`Split`] finds the other files of a split model. Other crates read and decode tensors
-//! (`model`), and interpret the metadata (`model` and `text`).
+//! [`Header`] is read from a file or from its bytes. Every count, length and offset is checked
+//! against the file's real size before use, so a hostile file causes a typed error, never a panic
+//! or a disproportionate allocation. [`Split`] finds the other files of a split model. Other crates
+//! read and decode tensors (`model`), and interpret the metadata (`model` and `text`).
 //!
 //! ```no_run
 //! let header = gguf::Header::read_from("model.gguf")?;

@@ -37,8 +37,8 @@ impl Metadata {
 
 /// Type to which a metadata value can be converted.
 ///
-/// Integers of every width and sign are accepted where the number fits, because writers use different
-/// types.
+/// Integers of every width and sign are accepted where the number fits, because writers use
+/// different types.
 pub trait FromValue<'a>: Sized {
     /// Name of the type in errors.
     const WANTED: &'static str;

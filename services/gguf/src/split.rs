@@ -1,5 +1,5 @@
-//! Models split over several files, `NAME-00001-of-0000N.gguf` and so on. Every part is a complete GGUF
-//! file. The first has the metadata, and each states its number and the number of parts.
+//! Models split over several files, `NAME-00001-of-0000N.gguf` and so on. Every part is a complete
+//! GGUF file. The first has the metadata, and each states its number and the number of parts.
 
 use std::path::{Path, PathBuf};
 
@@ -22,7 +22,8 @@ pub struct Split {
 }
 
 impl Split {
-    /// Returns the parts that `header`, read from `path`, announces; `None` for a model in one file.
+    /// Returns the parts that `header`, read from `path`, announces; `None` for a model in one
+    /// file.
     pub fn of_first(path: &Path, header: &Header) -> Result<Option<Self>, GgufError> {
         let count = header.metadata.get::<u32>(COUNT)?.unwrap_or(1);
         if count <= 1 {

@@ -4,8 +4,8 @@ use std::fmt;
 
 use crate::{error::GgufError, reader::HeaderReader};
 
-/// Declares values and arrays. Each scalar has its type's number in files, its name in errors, and the conversion of
-/// its bytes.
+/// Declares values and arrays. Each scalar has its type's number in files, its name in errors, and
+/// the conversion of its bytes.
 macro_rules! values {
     ($($number:literal $Variant:ident $T:ident $name:literal $convert:expr;)+) => {
         /// One metadata value, with the type in the file.

@@ -49,7 +49,8 @@ impl Bytes {
     }
 }
 
-/// Returns a small file with every value type and tensors of several kinds, one of them unsupported.
+/// Returns a small file with every value type and tensors of several kinds, one of them
+/// unsupported.
 fn good_file() -> Bytes {
     let mut bytes = Bytes::start(3, 6, 16)
         .text("general.architecture")

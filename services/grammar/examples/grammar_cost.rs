@@ -1,5 +1,5 @@
-//! Measures the cost of grammars with a model's vocabulary: `grammar_cost MODEL`, where MODEL is a `.gguf` file or
-//! a folder.
+//! Measures the cost of grammars with a model's vocabulary: `grammar_cost MODEL`, where MODEL is a
+//! `.gguf` file or a folder.
 
 use std::time::{Duration, Instant};
 

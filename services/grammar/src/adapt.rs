@@ -16,9 +16,10 @@ use crate::{
 const FORMATS_KNOWN: [&str; 10] =
     ["date-time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "time", "uri", "uuid"];
 
-/// Rewrites a schema to what llguidance supports: keywords by [`rewrite`], references by [`plain_references`]. Removes unknown
-/// formats, which are annotations in JSON Schema and errors in llguidance, and requires the tags of tagged unions. Only
-/// subschemas are changed, not values or names of properties.
+/// Rewrites a schema to what llguidance supports: keywords by [`rewrite`], references by
+/// [`plain_references`]. Removes unknown formats, which are annotations in JSON Schema and errors
+/// in llguidance, and requires the tags of tagged unions. Only subschemas are changed, not values
+/// or names of properties.
 pub(crate) fn adapt(schema: &mut Value) -> Result<(), GrammarError> {
     let mut plain = HashMap::new();
     plain_references(schema, schema, &mut plain);
@@ -33,7 +34,8 @@ pub(crate) fn adapt(schema: &mut Value) -> Result<(), GrammarError> {
     Ok(())
 }
 
-/// Collects references in the syntax of JSON pointers in URIs, with their form for llguidance, which decodes nothing.
+/// Collects references in the syntax of JSON pointers in URIs, with their form for llguidance,
+/// which decodes nothing.
 fn plain_references(root: &Value, value: &Value, plain: &mut HashMap<String, String>) {
     if let Some(reference) = value.get("$ref").and_then(Value::as_str)
         && reference.starts_with("#/")
@@ -123,10 +125,11 @@ impl Adaptation {
         schemas.values_mut().try_for_each(|schema| self.adapt_subschema(schema))
     }
 
-    /// Requires the property that `discriminator` names in each alternative of `oneOf`. Pydantic does not list a tag with a
-    /// default as required, but refuses a value without the tag. The tag distinguishes the alternatives, so `anyOf` replaces
-    /// `oneOf`: llguidance compares no numbers in `oneOf`. llguidance also copies the target of a reference that has sibling
-    /// keywords, so the definition requires the tag, and `discriminator` is removed.
+    /// Requires the property that `discriminator` names in each alternative of `oneOf`. Pydantic
+    /// does not list a tag with a default as required, but refuses a value without the tag. The tag
+    /// distinguishes the alternatives, so `anyOf` replaces `oneOf`: llguidance compares no numbers
+    /// in `oneOf`. llguidance also copies the target of a reference that has sibling keywords, so
+    /// the definition requires the tag, and `discriminator` is removed.
     fn adapt_tagged_union(&mut self, schema: &mut Map<String, Value>) {
         let discriminator = schema.get("discriminator").and_then(|it| it.get("propertyName"));
         let tag = discriminator.and_then(Value::as_str).filter(|tag| tag.len() <= TAG_BYTES_MAX);

@@ -1,7 +1,8 @@
 //! The grammar of arguments that are written as parameters between marks.
 //!
-//! A parameter whose schema allows a string is text up to the end of its value, or one of the texts of its `enum`:
-//! `pattern`, `format` and lengths are not checked. Every other parameter is JSON of its schema.
+//! A parameter whose schema allows a string is text up to the end of its value, or one of the texts
+//! of its `enum`: `pattern`, `format` and lengths are not checked. Every other parameter is JSON of
+//! its schema.
 
 use serde_json::{Map, Value};
 
@@ -15,7 +16,8 @@ pub struct ParameterSyntax {
     pub after_value: String,
     /// Text between two parameters.
     pub between: String,
-    /// End of a value that is text, a part of `after_value`; `None` if strings are written as in JSON.
+    /// End of a value that is text, a part of `after_value`; `None` if strings are written as in
+    /// JSON.
     pub text_end: Option<String>,
 }
 
@@ -59,7 +61,8 @@ impl Sequence {
 }
 
 impl Arguments<'_> {
-    /// Returns the element of a rule that matches the arguments. Appends the schemas and the rules that it uses.
+    /// Returns the element of a rule that matches the arguments. Appends the schemas and the rules
+    /// that it uses.
     pub(crate) fn lark(
         &self,
         schema: Option<&str>,

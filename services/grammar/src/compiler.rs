@@ -55,15 +55,15 @@ impl Compiler {
         Self { factory }
     }
 
-    /// Creates a compiler whose tokens are the 256 bytes. It rejects the same grammars as a compiler for a
-    /// model.
+    /// Creates a compiler whose tokens are the 256 bytes. It rejects the same grammars as a
+    /// compiler for a model.
     pub fn for_bytes() -> Self {
         let bytes: Vec<u8> = (0..=u8::MAX).collect();
         Self::new(bytes.chunks(1).map(Token::Text))
     }
 
-    /// Returns a matcher at the start of the output. Takes up to 200 ms of CPU time: do not call it on a
-    /// thread that serves other requests.
+    /// Returns a matcher at the start of the output. Takes up to 200 ms of CPU time: do not call it
+    /// on a thread that serves other requests.
     pub fn compile(&self, grammar: &Grammar) -> Result<OutputMatcher, GrammarError> {
         let compiled = self.compile_whole(grammar, LEXER_FUEL).map(|(matcher, _)| matcher);
         match (grammar, &compiled) {
@@ -76,12 +76,13 @@ impl Compiler {
         }
     }
 
-    /// Compiles the grammar and the arguments of each of its tools, and computes the first bitmask of
-    /// each. Takes up to twice the time of [`Self::compile`].
+    /// Compiles the grammar and the arguments of each of its tools, and computes the first bitmask
+    /// of each. Takes up to twice the time of [`Self::compile`].
     pub fn check(&self, grammar: &Grammar) -> Result<(), GrammarError> {
         Self::check_first_mask(self.compile(grammar)?)?;
         match grammar {
-            // The first bitmask of the whole grammar does not reach the arguments, so check each tool alone.
+            // The first bitmask of the whole grammar does not reach the arguments, so check each
+            // tool alone.
             Grammar::ToolCalls(calls) => self.compile_each_tool(calls, Self::check_first_mask),
             // The tools of the grammar after a thought are checked before the thought is added.
             Grammar::JsonSchema(_)
@@ -174,9 +175,9 @@ struct LexerStart {
 
 /// Computes the start state of the lexer and its transitions.
 ///
-/// llguidance's parser computes these transitions when it is constructed, before it sets a fuel limit:
-/// `{"type":"integer","multipleOf":9999991}` takes minutes and gigabytes there. This function computes
-/// the same transitions first, with a limit.
+/// llguidance's parser computes these transitions when it is constructed, before it sets a fuel
+/// limit: `{"type":"integer","multipleOf":9999991}` takes minutes and gigabytes there. This
+/// function computes the same transitions first, with a limit.
 fn check_first_bytes(lexer: &LexerSpec, fuel: u64) -> Result<LexerStart, String> {
     let mut limits = ParserLimits { initial_lexer_fuel: fuel, ..parser_limits() };
     let mut dfa = lexer.to_regex_vec(&mut limits).map_err(|error| error.to_string())?;

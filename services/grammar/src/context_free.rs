@@ -1,4 +1,5 @@
-//! Context-free grammars as clients send them: in the notation of Lark, or in GBNF, which is translated to Lark.
+//! Context-free grammars as clients send them: in the notation of Lark, or in GBNF, which is
+//! translated to Lark.
 
 use llguidance::api::TopLevelGrammar;
 
@@ -8,8 +9,9 @@ use crate::{
     limits::{CASE_INSENSITIVE_CLASS_WEIGHT, CONTEXT_FREE_BYTES_MAX, UNICODE_CLASSES_MAX},
 };
 
-/// Parts of llguidance's dialect of Lark that no grammar of a client may have: grammars within the grammar, which have
-/// bounds of their own, tokens by name, and attributes that change the sampling.
+/// Parts of llguidance's dialect of Lark that no grammar of a client may have: grammars within the
+/// grammar, which have bounds of their own, tokens by name, and attributes that change the
+/// sampling.
 const UNSUPPORTED: [&str; 7] = ["%json", "%regex", "%lark", "%llguidance", "@", "<", "="];
 
 /// Returns the grammar for llguidance, after all checks that are cheaper than compiling.
@@ -34,7 +36,8 @@ pub(crate) fn parsed(text: &str) -> Result<TopLevelGrammar, GrammarError> {
     }
 }
 
-/// Returns an upper bound on how expensive the character classes beyond ASCII are, in units of one class.
+/// Returns an upper bound on how expensive the character classes beyond ASCII are, in units of one
+/// class.
 fn unicode_classes(text: &str) -> usize {
     let count = |part| text.matches(part).count();
     let classes: usize = [r"\p", r"\P", r"\w", r"\W", "[^"].into_iter().map(count).sum();

@@ -1,14 +1,16 @@
 //! Bound on the copies that llguidance makes of schemas.
 //!
-//! A `$ref` alone stays a reference. But llguidance copies the referenced schema where it intersects the schema with
-//! another one: with keywords beside `$ref`, or with another part of `allOf`. The copy includes the copies inside, so
-//! copies may multiply from definition to definition. Schemas without references are copied, too: one part of an
-//! intersection for each alternative of another part, `patternProperties` and `additionalProperties` for each property,
-//! and `items` for each item of `prefixItems`. llguidance bounds its intersections, but not the size of copies.
+//! A `$ref` alone stays a reference. But llguidance copies the referenced schema where it
+//! intersects the schema with another one: with keywords beside `$ref`, or with another part of
+//! `allOf`. The copy includes the copies inside, so copies may multiply from definition to
+//! definition. Schemas without references are copied, too: one part of an intersection for each
+//! alternative of another part, `patternProperties` and `additionalProperties` for each property,
+//! and `items` for each item of `prefixItems`. llguidance bounds its intersections, but not the
+//! size of copies.
 //!
-//! [`copied_subschemas`] computes the size without a copy. It may count too many: if parts of an intersection have a common
-//! property with a reference, or schemas for other names or items, it counts the references in all of their properties as
-//! copied.
+//! [`copied_subschemas`] computes the size without a copy. It may count too many: if parts of an
+//! intersection have a common property with a reference, or schemas for other names or items, it
+//! counts the references in all of their properties as copied.
 
 use std::collections::{HashMap, HashSet};
 
@@ -22,15 +24,17 @@ use crate::{
 /// Keywords that llguidance intersects with the others.
 const COMBINING: [&str; 6] = ["$ref", "allOf", "anyOf", "oneOf", "enum", "const"];
 
-/// Subschemas that the comparison of two patterns counts as. llguidance compares all pairs of patterns of an object, and of
-/// each intersection of objects, in 7 µs to 0.4 ms each; a copied subschema takes 30 µs.
+/// Subschemas that the comparison of two patterns counts as. llguidance compares all pairs of
+/// patterns of an object, and of each intersection of objects, in 7 µs to 0.4 ms each; a copied
+/// subschema takes 30 µs.
 const PATTERN_PAIR_WEIGHT: usize = 2;
 
 /// Values and references that are visited to find out what intersections copy: 10 ms.
 const VISITS_MAX: usize = 100_000;
 
-/// Returns the number of pairs of different patterns that llguidance may compare: the pairs of each object. If it intersects
-/// schemas, it may merge objects. Then each object counts [all pairs](pattern_pairs).
+/// Returns the number of pairs of different patterns that llguidance may compare: the pairs of each
+/// object. If it intersects schemas, it may merge objects. Then each object counts [all
+/// pairs](pattern_pairs).
 pub(crate) fn compared_pattern_pairs(root: &Value) -> usize {
     let (mut objects, mut pairs_in_objects, mut may_merge) = (0, 0, false);
     let mut to_visit = vec![root];
@@ -49,7 +53,8 @@ fn pattern_count(schema: &Value) -> usize {
     schema.get("patternProperties").and_then(Value::as_object).map_or(0, Map::len)
 }
 
-/// Returns the number of pairs of different patterns in all `patternProperties`: objects that llguidance merges have no more.
+/// Returns the number of pairs of different patterns in all `patternProperties`: objects that
+/// llguidance merges have no more.
 fn pattern_pairs(root: &Value) -> usize {
     let mut patterns = HashSet::new();
     let mut to_visit = vec![root];
@@ -108,13 +113,15 @@ struct SchemaSize {
     nested: usize,
     /// Properties and `prefixItems` of all alternatives.
     names: usize,
-    /// Subschemas that apply to other names of all alternatives: patterns, additional properties and items.
+    /// Subschemas that apply to other names of all alternatives: patterns, additional properties
+    /// and items.
     unnamed: usize,
     /// Objects with `patternProperties`, in all alternatives and their subschemas.
     with_patterns: usize,
     /// Objects with `patternProperties` of several parts of an intersection.
     merged_patterns: usize,
-    /// Alternatives with a copied reference that leads back to itself, or the most of a property or item.
+    /// Alternatives with a copied reference that leads back to itself, or the most of a property or
+    /// item.
     recursive: usize,
     /// Levels of properties and items.
     depth: usize,
@@ -164,7 +171,8 @@ impl SchemaSize {
         }
     }
 
-    /// Returns the size of an intersection: each alternative is intersected with each one of `other`.
+    /// Returns the size of an intersection: each alternative is intersected with each one of
+    /// `other`.
     fn intersected(self, other: Self) -> Self {
         let of_both = |part: fn(&Self) -> usize| {
             let of_self = part(&self).saturating_mul(other.alternatives);
@@ -178,7 +186,8 @@ impl SchemaSize {
                 of_self.min(other.with_patterns.saturating_mul(self.alternatives))
             }
         };
-        // Subschemas for unnamed properties and items of one schema are copied for each name of the other one.
+        // Subschemas for unnamed properties and items of one schema are copied for each name of the
+        // other one.
         let for_names = self.names.saturating_mul(other.unnamed);
         let for_names = for_names.saturating_add(other.names.saturating_mul(self.unnamed));
         Self {
@@ -282,8 +291,8 @@ impl<'a> SchemaSizes<'a> {
                 references.push(reference);
             }
         }
-        // A recursive part is copied along all subschemas of the other parts, which are finite: llguidance rejects
-        // intersections of recursive parts only.
+        // A recursive part is copied along all subschemas of the other parts, which are finite:
+        // llguidance rejects intersections of recursive parts only.
         let (mut along, mut recursive, mut depth) = (1_usize, 1_usize, 0);
         for size in &sizes {
             if size.recursive == 0 {
@@ -310,9 +319,9 @@ impl<'a> SchemaSizes<'a> {
         whole
     }
 
-    /// Returns whether an intersection of these parts may copy references in their properties and items: if two parts have a
-    /// property of the same name and one of them has a reference in it, or if a part has a schema for other names or for
-    /// items. After [`VISITS_MAX`] it may.
+    /// Returns whether an intersection of these parts may copy references in their properties and
+    /// items: if two parts have a property of the same name and one of them has a reference in it,
+    /// or if a part has a schema for other names or for items. After [`VISITS_MAX`] it may.
     fn may_copy_nested(&mut self, parts: &[SchemaPart<'a>]) -> bool {
         let mut properties = HashMap::<&str, Vec<(usize, &Value)>>::new();
         for (index, part) in parts.iter().enumerate() {
@@ -362,8 +371,8 @@ impl<'a> SchemaSizes<'a> {
         !references.is_empty() || self.visits_left == 0
     }
 
-    /// Returns the number of subschemas in the definitions to which references in these parts lead. After [`VISITS_MAX`] it is
-    /// the number in the document.
+    /// Returns the number of subschemas in the definitions to which references in these parts lead.
+    /// After [`VISITS_MAX`] it is the number in the document.
     fn reached(&mut self, parts: &[SchemaPart<'a>]) -> usize {
         let mut references = Vec::new();
         for part in parts {
@@ -501,9 +510,10 @@ fn intersects(schema: &Value) -> bool {
         || alternatives_of_types(keywords) > 1
 }
 
-/// Returns the number of alternatives that the keywords outside of [`COMBINING`] allow for one type. llguidance makes an
-/// alternative for each entry of `type`, even if it repeats another one. It intersects alternatives of all entries for the
-/// keywords before, between and after those of [`COMBINING`].
+/// Returns the number of alternatives that the keywords outside of [`COMBINING`] allow for one
+/// type. llguidance makes an alternative for each entry of `type`, even if it repeats another one.
+/// It intersects alternatives of all entries for the keywords before, between and after those of
+/// [`COMBINING`].
 fn alternatives_of_types(keywords: &Map<String, Value>) -> usize {
     let mut counts = HashMap::new();
     for name in keywords.get("type").and_then(Value::as_array).into_iter().flatten() {
@@ -575,7 +585,8 @@ mod tests {
 
     use super::*;
 
-    /// Returns the copies in a schema with a definition `A` of two properties, one of which refers to `B`.
+    /// Returns the copies in a schema with a definition `A` of two properties, one of which refers
+    /// to `B`.
     fn copies(schema: Value) -> usize {
         let text = json!({"type": "string"});
         copied_subschemas(&json!({"properties": {"it": schema}, "$defs": {

@@ -22,8 +22,8 @@ pub enum GrammarError {
     NotARegex { reason: String },
     #[error("is not a grammar: {reason}")]
     NotAGrammar { reason: String },
-    /// The grammar is well-formed, but has an unknown keyword, matches no output, or exceeds the bounds of
-    /// the compiler.
+    /// The grammar is well-formed, but has an unknown keyword, matches no output, or exceeds the
+    /// bounds of the compiler.
     #[error("is not supported: {reason}")]
     Unsupported { reason: String },
     #[error("has {count} functions; allowed: 1 to {max}")]
@@ -57,7 +57,8 @@ pub enum MatchError {
     Bug { reason: String },
 }
 
-/// Words of llguidance, and the reason that a client reads instead: llguidance names its options, features and bounds.
+/// Words of llguidance, and the reason that a client reads instead: llguidance names its options,
+/// features and bounds.
 const REASONS: [(&[&str], &str); 5] = [
     (&["oneOf constraints"], "oneOf with alternatives that may overlap; expected anyOf"),
     (&["lookaround"], "look-around inside an expression"),
@@ -98,7 +99,8 @@ pub(crate) fn unsupported(reason: &str) -> GrammarError {
     GrammarError::Unsupported { reason: one_line(&reason) }
 }
 
-/// Returns the first line of an llguidance message without its markup, cut to the length of a log field.
+/// Returns the first line of an llguidance message without its markup, cut to the length of a log
+/// field.
 pub(crate) fn one_line(message: &str) -> String {
     const BYTES_MAX: usize = 240;
     let message = message.split("\n<").next().unwrap_or(message);

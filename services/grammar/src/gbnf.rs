@@ -1,8 +1,9 @@
 //! Translates GBNF, the grammar notation of llama.cpp, to Lark.
 //!
-//! The lexer of a Lark grammar takes the longest lexeme and never reconsiders, while GBNF has no lexer. So every rule and
-//! every part of a rule that does not recurse becomes one lexeme: a regular expression, which matches exactly what the rule
-//! matches. Only rules that recurse become rules of Lark.
+//! The lexer of a Lark grammar takes the longest lexeme and never reconsiders, while GBNF has no
+//! lexer. So every rule and every part of a rule that does not recurse becomes one lexeme: a
+//! regular expression, which matches exactly what the rule matches. Only rules that recurse become
+//! rules of Lark.
 
 use std::{collections::HashMap, fmt::Write as _, iter::Peekable, str::CharIndices};
 

@@ -1,8 +1,8 @@
 //! Keywords that llguidance lacks, rewritten to keywords that it has.
 //!
-//! A rewritten schema matches the same values. Exceptions: numeric bounds that no `f64` represents move inwards, and keys of a
-//! pattern that matches only a few names come in one order. A keyword that cannot be rewritten is an error: llguidance would
-//! reject it, or ignore it in older drafts.
+//! A rewritten schema matches the same values. Exceptions: numeric bounds that no `f64` represents
+//! move inwards, and keys of a pattern that matches only a few names come in one order. A keyword
+//! that cannot be rewritten is an error: llguidance would reject it, or ignore it in older drafts.
 
 use regex_syntax::{
     ParserBuilder,
@@ -14,7 +14,8 @@ use crate::error::{GrammarError, unsupported};
 
 type Keywords = Map<String, Value>;
 
-/// Keywords without effect on the values that a schema matches, which llguidance ignores beside others.
+/// Keywords without effect on the values that a schema matches, which llguidance ignores beside
+/// others.
 pub(crate) const ANNOTATIONS: [&str; 15] = [
     "$anchor",
     "$comment",
@@ -54,7 +55,8 @@ const NAMES_MAX: usize = 32;
 /// Maximum number of optional properties beside `minProperties` and additional properties.
 const AT_LEAST_ONE_MAX: usize = 32;
 
-/// Largest number below 2^63 that an `f64` represents. llguidance computes bounds of numbers in 64 bits.
+/// Largest number below 2^63 that an `f64` represents. llguidance computes bounds of numbers in 64
+/// bits.
 const BOUND_MAX: f64 = 9_223_372_036_854_774_784.0;
 
 /// Numbers up to this one are exact as `f64`.
@@ -515,7 +517,8 @@ fn rewrite_not(keywords: &mut Keywords, forbidden: &Value) -> Result<(), Grammar
     Ok(())
 }
 
-/// Turns `if`, `then` and `else` into alternatives where the condition compares a property that has an `enum`.
+/// Turns `if`, `then` and `else` into alternatives where the condition compares a property that has
+/// an `enum`.
 fn rewrite_condition(keywords: &mut Keywords) -> Result<(), GrammarError> {
     let (then, otherwise) = (keywords.shift_remove("then"), keywords.shift_remove("else"));
     let Some(condition) = keywords.shift_remove("if") else { return Ok(()) };

@@ -3,14 +3,14 @@
 //!
 //! * A [`Grammar`] comes from the client. The router validates a grammar without a model, with
 //!   [`Compiler::for_bytes`].
-//! * A [`Compiler`] over a model's vocabulary compiles a grammar to an [`OutputMatcher`]. Nodes do this outside
-//!   the engine thread.
-//! * An [`OutputMatcher`] tracks one output. It computes the token bitmask of the next step, accepts the sampled
-//!   token and reports when the output is complete.
+//! * A [`Compiler`] over a model's vocabulary compiles a grammar to an [`OutputMatcher`]. Nodes do
+//!   this outside the engine thread.
+//! * An [`OutputMatcher`] tracks one output. It computes the token bitmask of the next step,
+//!   accepts the sampled token and reports when the output is complete.
 //!
-//! [`limits`] bounds the work of a grammar. A grammar beyond a bound gives an error, never a token that
-//! the grammar does not allow. This crate does not handle text (a token is its bytes), sampling, or stop
-//! tokens.
+//! [`limits`] bounds the work of a grammar. A grammar beyond a bound gives an error, never a token
+//! that the grammar does not allow. This crate does not handle text (a token is its bytes),
+//! sampling, or stop tokens.
 #![forbid(unsafe_code)]
 
 mod adapt;

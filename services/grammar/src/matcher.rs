@@ -7,7 +7,8 @@ use crate::{
     limits::{ITEM_WORK, MASK_WORK_BASE, MASK_WORK_PER_TOKEN},
 };
 
-/// The state of one output in its grammar. Do not use a matcher after an error other than a mismatch.
+/// The state of one output in its grammar. Do not use a matcher after an error other than a
+/// mismatch.
 pub struct OutputMatcher {
     inner: llguidance::Matcher,
     /// Fuel that all bitmasks have taken.
@@ -21,8 +22,8 @@ impl OutputMatcher {
         Self { inner, work_done: 0, work_allowed: MASK_WORK_BASE }
     }
 
-    /// Returns the bitmask of the tokens that may come next: token `i` is bit `i % 32` of word `i / 32`. No
-    /// bit is set when the output [is complete](Self::is_complete).
+    /// Returns the bitmask of the tokens that may come next: token `i` is bit `i % 32` of word `i /
+    /// 32`. No bit is set when the output [is complete](Self::is_complete).
     pub fn allowed(&mut self) -> Result<Vec<u32>, MatchError> {
         if self.is_complete() {
             let words = self.inner.tok_env().map_err(|error| self.error(&error))?;

@@ -1,8 +1,9 @@
 //! Removal of dead ends from a compiled grammar.
 //!
-//! llguidance allows every token after which its parser expects a lexeme, even if no string matches the lexeme or if the rule
-//! never ends. A rule is productive if its symbols are productive. A lexeme is productive if a string matches it, a symbol if
-//! one of its rules is productive. With productive rules alone, each prefix of an output can be continued to a whole output.
+//! llguidance allows every token after which its parser expects a lexeme, even if no string matches
+//! the lexeme or if the rule never ends. A rule is productive if its symbols are productive. A
+//! lexeme is productive if a string matches it, a symbol if one of its rules is productive. With
+//! productive rules alone, each prefix of an output can be continued to a whole output.
 
 use std::{collections::HashMap, fmt::Display};
 
@@ -13,7 +14,8 @@ use llguidance::{
 
 use crate::error::{GrammarError, unsupported};
 
-/// Returns the grammar without rules that no output uses. `matchable`: lexemes that a string matches.
+/// Returns the grammar without rules that no output uses. `matchable`: lexemes that a string
+/// matches.
 pub(crate) fn without_dead_ends(
     grammar: Grammar,
     lexer: &LexerSpec,
@@ -71,7 +73,8 @@ impl Symbols {
         symbols
     }
 
-    /// Returns for each symbol whether a string matches it. Takes time in proportion to the size of the grammar.
+    /// Returns for each symbol whether a string matches it. Takes time in proportion to the size of
+    /// the grammar.
     fn productive(&self, grammar: &CGrammar, matchable: &LexemeSet) -> Vec<bool> {
         let mut uses = vec![Vec::new(); self.reached.len()];
         let mut missing: Vec<usize> = self.rules.iter().map(|rule| rule.parts.len()).collect();

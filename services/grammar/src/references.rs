@@ -1,15 +1,17 @@
 //! References of a schema, and how deep llguidance nests the schemas to which they lead.
 //!
-//! llguidance compiles the target of each different reference once, inside the schema that has the reference. References
-//! overlap: one may lead into the target of another, and an index of a list may be written in several ways (`0`, `00`, `+0`).
-//! So the same text may nest in itself many times.
+//! llguidance compiles the target of each different reference once, inside the schema that has the
+//! reference. References overlap: one may lead into the target of another, and an index of a list
+//! may be written in several ways (`0`, `00`, `+0`). So the same text may nest in itself many
+//! times.
 
 use std::collections::{HashMap, HashSet};
 
 use serde_json::Value;
 
-/// Returns the levels of objects in the schemas to which references lead, once for each different reference. llguidance and
-/// [`copied_subschemas`](crate::copies::copied_subschemas) recurse into no more.
+/// Returns the levels of objects in the schemas to which references lead, once for each different
+/// reference. llguidance and [`copied_subschemas`](crate::copies::copied_subschemas) recurse into
+/// no more.
 pub(crate) fn referenced_levels(root: &Value) -> usize {
     let (mut levels_of, mut seen) = (HashMap::new(), HashSet::new());
     let mut levels = 0;

@@ -50,7 +50,8 @@ pub enum Grammar {
 /// Text between marks before the output of a grammar.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct Thought {
-    /// Mark that begins a thought; `None` if the output begins within a thought. With a mark the thought may be absent.
+    /// Mark that begins a thought; `None` if the output begins within a thought. With a mark the
+    /// thought may be absent.
     pub open: Option<String>,
     pub close: String,
 }
@@ -198,7 +199,8 @@ pub(crate) fn check_regex(text: &str) -> Result<(), GrammarError> {
     Ok(())
 }
 
-/// Parts that make a schema expensive to compile: their name in errors, and how many one schema may have.
+/// Parts that make a schema expensive to compile: their name in errors, and how many one schema may
+/// have.
 const PARTS: [(&str, usize); 9] = [
     ("properties", SCHEMA_PROPERTIES_MAX),
     ("values in enums", SCHEMA_VALUES_MAX),
@@ -223,8 +225,8 @@ const COPIES: usize = 6;
 const PATTERN_PAIRS: usize = 7;
 const REFERENCED_LEVELS: usize = 8;
 
-/// Counts of [`PARTS`] in a schema. Keywords count wherever they occur: a property may be called `const`, and `$ref`
-/// may lead into a value.
+/// Counts of [`PARTS`] in a schema. Keywords count wherever they occur: a property may be called
+/// `const`, and `$ref` may lead into a value.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct SchemaParts([usize; PARTS.len()]);
 
@@ -334,8 +336,8 @@ impl Multiple {
         is_bounded.then_some(Self { coefficient: coefficient as u64, places })
     }
 
-    /// Returns whether the least common multiple is at most [`MULTIPLE_OF_MAX`]: llguidance multiplies two of its
-    /// divisors in 32 bits.
+    /// Returns whether the least common multiple is at most [`MULTIPLE_OF_MAX`]: llguidance
+    /// multiplies two of its divisors in 32 bits.
     fn have_small_common_multiple(all: &[Self]) -> bool {
         let places = all.iter().map(|multiple| multiple.places).max().unwrap_or(0);
         let mut common = 1;
@@ -354,8 +356,8 @@ fn gcd(a: u64, b: u64) -> u64 {
     if b == 0 { a } else { gcd(b, a % b) }
 }
 
-/// Returns how expensive the character classes beyond ASCII are, in units of one class. An expression
-/// that does not parse counts nothing: the compiler rejects it.
+/// Returns how expensive the character classes beyond ASCII are, in units of one class. An
+/// expression that does not parse counts nothing: the compiler rejects it.
 fn unicode_classes(expression: &str) -> usize {
     let Ok(parsed) = ast::parse::Parser::new().parse(expression) else { return 0 };
     let Ok(counted) = ast::visit(&parsed, ClassCounter::default());
@@ -422,8 +424,8 @@ fn check_length(text: &str, max: usize) -> Result<(), GrammarError> {
     if bytes > max { Err(GrammarError::TooLong { bytes, max }) } else { Ok(()) }
 }
 
-/// Returns the nesting depth of objects and lists in a JSON text, without recursion. The result for other
-/// text has no meaning.
+/// Returns the nesting depth of objects and lists in a JSON text, without recursion. The result for
+/// other text has no meaning.
 fn depth(text: &str) -> usize {
     let (mut depth, mut deepest) = (0_usize, 0);
     let (mut in_string, mut is_escaped) = (false, false);

@@ -29,8 +29,8 @@ pub struct ToolCalls {
     pub alternative: Alternative,
 }
 
-/// Syntax of calls: `begin CALL between CALL end`, where a call is `before_name NAME before_arguments ARGUMENTS
-/// after_arguments`.
+/// Syntax of calls: `begin CALL between CALL end`, where a call is `before_name NAME
+/// before_arguments ARGUMENTS after_arguments`.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Hash)]
 pub struct CallSyntax {
     pub begin: String,
@@ -81,8 +81,8 @@ pub enum Alternative {
     Answer {
         /// A schema or an expression, not [`ToolCalls`].
         grammar: Box<Grammar>,
-        /// The literal that starts a call in text. Output of a regular expression must not contain it, unless it is
-        /// empty. JSON output may contain it.
+        /// The literal that starts a call in text. Output of a regular expression must not contain
+        /// it, unless it is empty. JSON output may contain it.
         mark: String,
     },
 }
@@ -90,8 +90,9 @@ pub enum Alternative {
 /// Text outside calls.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct FreeText {
-    /// The literal after which a call starts. If the text before the first name starts with it, text may stand
-    /// between calls. Otherwise the mark precedes only the first call, and output of calls alone needs no mark.
+    /// The literal after which a call starts. If the text before the first name starts with it,
+    /// text may stand between calls. Otherwise the mark precedes only the first call, and output of
+    /// calls alone needs no mark.
     pub mark: String,
     /// Text must not start with a match of this expression: the start of output of calls alone.
     pub never_begins: Option<String>,
@@ -196,8 +197,8 @@ impl ToolCalls {
         Ok(())
     }
 
-    /// Returns the grammar in llguidance's dialect of Lark, and appends the schemas that it uses. Tool names are quoted
-    /// and schemas are separate grammars, so a client cannot add rules.
+    /// Returns the grammar in llguidance's dialect of Lark, and appends the schemas that it uses.
+    /// Tool names are quoted and schemas are separate grammars, so a client cannot add rules.
     fn lark(&self, schemas: &mut Vec<ArgumentSchema>) -> Result<String, GrammarError> {
         let syntax = &self.syntax;
         let more = match self.several {
@@ -231,7 +232,8 @@ impl ToolCalls {
             // The text after the name is in the same lexeme, so no lexeme is a prefix of another.
             let name = format!("{name}{}", syntax.before_arguments);
             functions.push(format!("{} {arguments}", quoted(&name)));
-            // What text must not begin with is in one lexeme, too: the lexer takes the longest lexeme.
+            // What text must not begin with is in one lexeme, too: the lexer takes the longest
+            // lexeme.
             first_functions.push(format!("{} {arguments}", quoted(&(syntax.opening() + &name))));
         }
         if let Some(end) = syntax.parameters.as_ref().and_then(|it| it.text_end.as_ref()) {
@@ -292,8 +294,8 @@ impl ToolCalls {
     }
 }
 
-/// Returns the Lark grammar of text that matches the expression and does not contain the mark: the mark would
-/// start a call that no schema constrains.
+/// Returns the Lark grammar of text that matches the expression and does not contain the mark: the
+/// mark would start a call that no schema constrains.
 fn without_mark(expression: &str, mark: &str) -> String {
     let expression = lark_expression(expression);
     if mark.is_empty() {

@@ -1,5 +1,5 @@
-//! Grammars designed to be expensive. Each compiles or fails with a typed error, and the cost of using
-//! a matcher is bounded.
+//! Grammars designed to be expensive. Each compiles or fails with a typed error, and the cost of
+//! using a matcher is bounded.
 
 use std::time::{Duration, Instant};
 
@@ -147,8 +147,8 @@ fn references_and_combined_schemas_are_checked_in_bounded_time() {
     ]);
 }
 
-/// Returns groups of references to one deep list. An index may be written in several ways, and llguidance compiles the target
-/// of each reference inside the one before.
+/// Returns groups of references to one deep list. An index may be written in several ways, and
+/// llguidance compiles the target of each reference inside the one before.
 fn overlapping(groups: usize, levels: usize) -> Value {
     const INDICES: [&str; 4] = ["0", "00", "+0", "+00"];
     let reference = |group: usize, alias: usize| {
@@ -315,8 +315,9 @@ fn combined_schemas_are_rejected_before_their_copies_multiply() {
     ]);
 }
 
-/// Returns a schema of definitions, each with two properties. `property` turns a reference to the next definition into a
-/// property. `definition` builds a definition from its number and its properties.
+/// Returns a schema of definitions, each with two properties. `property` turns a reference to the
+/// next definition into a property. `definition` builds a definition from its number and its
+/// properties.
 fn doubling(
     levels: usize,
     property: impl Fn(Value) -> Value,
@@ -595,7 +596,8 @@ fn expensive_regexes_are_checked_in_bounded_time() {
     }
 }
 
-/// Each token leads to a different state: the grammar has one state per string of the letters a and b.
+/// Each token leads to a different state: the grammar has one state per string of the letters a and
+/// b.
 #[test]
 fn a_bitmask_beyond_its_budget_is_a_typed_error() {
     let letters = |length: u32, bits: u32| -> Vec<u8> {

@@ -383,8 +383,8 @@ fn unsupported_grammars_are_rejected_with_the_reason() {
     assert!(said(sly).contains("dependentSchemas"));
 }
 
-/// Deep, wide and recursive schemas within the bounds either compile or are rejected, even on a small
-/// thread stack.
+/// Deep, wide and recursive schemas within the bounds either compile or are rejected, even on a
+/// small thread stack.
 #[test]
 fn schemas_at_the_bounds_neither_overflow_nor_hang() {
     let deep =
@@ -444,8 +444,8 @@ fn grammars() -> impl Strategy<Value = Grammar> {
 proptest! {
     #![proptest_config(ProptestConfig { cases: 60, ..ProptestConfig::default() })]
 
-    /// Tokens are allowed if and only if they are accepted. A copy that replays the output has the same
-    /// masks. An answer that may end matches byte by byte.
+    /// Tokens are allowed if and only if they are accepted. A copy that replays the output has the
+    /// same masks. An answer that may end matches byte by byte.
     #[test]
     fn any_sequence_of_allowed_tokens_matches_the_grammar(
         grammar in grammars(),

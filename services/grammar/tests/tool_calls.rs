@@ -255,8 +255,8 @@ fn a_call_inside_a_regex_answer_must_match_its_schema() {
     check(&json, &["[\"<tool_call> is text here\"]"], &[], &[]);
 }
 
-/// The check compiles each function alone. Otherwise the model could choose a function whose arguments it can never
-/// complete.
+/// The check compiles each function alone. Otherwise the model could choose a function whose
+/// arguments it can never complete.
 #[test]
 fn unsatisfiable_argument_schemas_are_rejected_with_their_function() {
     let short = json!({"type": "string", "pattern": "^a$", "minLength": 5});

@@ -16,11 +16,11 @@
 //! 4. [`Event::Delivered`] or [`Event::SendFailed`]: no read is in flight, and the node may drop
 //!    its references.
 //!
-//! Every transfer ends with exactly one of these four final events on each side whose node has started
-//! it, also after [`Command::Abort`]. Its blocks are released within lease + 0.5 s after an abort on either
-//! side, after the loss of the peer, or after a start that the other side does not join. A second
-//! start of a transfer in progress is ignored. A start with the id of a finished transfer fails at
-//! once: ids are used once.
+//! Every transfer ends with exactly one of these four final events on each side whose node has
+//! started it, also after [`Command::Abort`]. Its blocks are released within lease + 0.5 s after an
+//! abort on either side, after the loss of the peer, or after a start that the other side does not
+//! join. A second start of a transfer in progress is ignored. A start with the id of a finished
+//! transfer fails at once: ids are used once.
 
 use std::{any::Any, sync::Arc, time::Duration};
 
@@ -64,8 +64,8 @@ pub struct Peer {
     pub epoch: Epoch,
 }
 
-/// Guard that is dropped when two nodes are connected or have failed to connect. It holds one end of a channel, so the
-/// owner of the other end can wait for the drop.
+/// Guard that is dropped when two nodes are connected or have failed to connect. It holds one end
+/// of a channel, so the owner of the other end can wait for the drop.
 pub type ConnectGuard = Arc<dyn Any + Send + Sync>;
 
 #[derive(Clone, Debug)]
@@ -78,13 +78,14 @@ pub enum Command {
         first_block: u32,
         blocks: Vec<BlockId>,
         /// Time within which the sender's node must start the transfer, at most
-        /// [`ANSWER_TIMEOUT_MAX`](crate::config::ANSWER_TIMEOUT_MAX). A sender whose process is silent for a lease counts
-        /// as lost earlier.
+        /// [`ANSWER_TIMEOUT_MAX`](crate::config::ANSWER_TIMEOUT_MAX). A sender whose process is
+        /// silent for a lease counts as lost earlier.
         answer_timeout: Duration,
         deadline: Duration,
         traceparent: String,
     },
-    /// Sender: the router has called `Prefill`. The receiver's `RESERVE` may arrive before or after this command.
+    /// Sender: the router has called `Prefill`. The receiver's `RESERVE` may arrive before or after
+    /// this command.
     Expect {
         transfer: TransferId,
         peer: PeerAddress,
@@ -104,7 +105,8 @@ pub enum Command {
     /// beyond [`crate::PRECONNECTED_PAIRS_MAX`] pairs. The driver drops `guard` when the nodes are
     /// connected or will not be, at the latest after [`crate::CONNECT_TIMEOUT`].
     Connect { peer: PeerAddress, sends: bool, guard: Option<ConnectGuard> },
-    /// This node computes with new weights from now on. Later handshakes and reservations name their version.
+    /// This node computes with new weights from now on. Later handshakes and reservations name
+    /// their version.
     ChangeWeights { weight_version: u64 },
     /// Either side: aborts the transfer. The failed event follows once no read or write is in
     /// flight.

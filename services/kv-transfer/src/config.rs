@@ -20,8 +20,8 @@ pub const PRECONNECTED_PAIRS_MAX: usize = 4;
 /// Maximum number of `tcp` connections by which one node sends to another.
 pub const TCP_CONNECTIONS_MAX: usize = 16;
 
-/// Largest chunk in bytes by `tcp`, where each connection sends one chunk at a time: a prompt of 1,024 tokens of an 8B
-/// model has 16 chunks.
+/// Largest chunk in bytes by `tcp`, where each connection sends one chunk at a time: a prompt of
+/// 1,024 tokens of an 8B model has 16 chunks.
 pub const TCP_CHUNK_BYTES_MAX: usize = 8 << 20;
 
 /// Longest wait for two nodes to connect before the first request.
@@ -32,9 +32,9 @@ pub const CONNECT_TIMEOUT: Duration = Duration::from_secs(2);
 pub struct TransferLimits {
     /// Transfers whose final event has not been emitted.
     pub transfers_max: usize,
-    /// Connected peers. Each costs three sockets and four to seven threads. With `tcp` a sender has up to
-    /// [`TCP_CONNECTIONS_MAX`] - 1 further threads, each with a socket and a second thread while it is connected, and a
-    /// receiver has a socket and a thread for each.
+    /// Connected peers. Each costs three sockets and four to seven threads. With `tcp` a sender has
+    /// up to [`TCP_CONNECTIONS_MAX`] - 1 further threads, each with a socket and a second thread
+    /// while it is connected, and a receiver has a socket and a thread for each.
     pub pairs_max: usize,
     /// `RESERVE`s whose `Expect` has not arrived.
     pub early_max: usize,
@@ -51,8 +51,9 @@ pub struct TransferLimits {
 }
 
 impl TransferLimits {
-    /// Returns the maximum queue length at which this command is accepted. A command that begins a transfer may fill
-    /// half of the queue: a node that reports "busy" for it still accepts commands of active transfers.
+    /// Returns the maximum queue length at which this command is accepted. A command that begins a
+    /// transfer may fill half of the queue: a node that reports "busy" for it still accepts
+    /// commands of active transfers.
     pub fn queued_max(&self, command: &Command) -> usize {
         match command {
             Command::Receive { .. } | Command::Expect { .. } => self.commands_max / 2,

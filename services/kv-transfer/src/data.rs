@@ -1,17 +1,17 @@
 //! The data connections between nodes. They carry the KV itself, or the messages that coordinate
 //! its copy.
 //!
-//! Each pair has one group of connections per direction, opened by the sender. A group of `tcp` has up to
-//! `transfer.tcp_connections`, with TLS twice as many; other groups have one. Both ends prove the cluster secret by tags over fresh nonces (`handshake`), which also name the
-//! transport:
+//! Each pair has one group of connections per direction, opened by the sender. A group of `tcp` has
+//! up to `transfer.tcp_connections`, with TLS twice as many; other groups have one. Both ends prove
+//! the cluster secret by tags over fresh nonces (`handshake`), which also name the transport:
 //!
 //! * [`tcp`]: the blocks themselves, through host memory;
 //! * `ipc`: the ids of the blocks in the sender's GPU memory, from which the receiver copies them;
 //! * `nccl`: the messages on which both sides launch send and receive kernels.
 //!
 //! All transports share the sender's `outbox` and the receiver's `inbox`, so a pair may change its
-//! transport when it reconnects. With certificates of the cluster, `tcp` connections speak TLS. All other frames are
-//! neither encrypted nor signed: the network between the nodes must be trusted.
+//! transport when it reconnects. With certificates of the cluster, `tcp` connections speak TLS. All
+//! other frames are neither encrypted nor signed: the network between the nodes must be trusted.
 
 mod chunk_ends;
 mod handshake;

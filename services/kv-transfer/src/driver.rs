@@ -1,9 +1,9 @@
 //! Performs the actions of the protocol core, without clock, socket or thread.
 //!
 //! A [`TransferDriver`] joins the core to its two seams: [`Transport`] moves the blocks, and
-//! [`ControlLinks`] carries the control messages. Inputs and `now` go in, events for the node come out.
-//! The driver thread (`shell`) runs it over sockets, and the simulation runs it over a simulated
-//! network.
+//! [`ControlLinks`] carries the control messages. Inputs and `now` go in, events for the node come
+//! out. The driver thread (`shell`) runs it over sockets, and the simulation runs it over a
+//! simulated network.
 //!
 //! Rules of the driver:
 //! * A peer whose queue of control messages is full, or cannot be opened, has failed.
@@ -36,7 +36,8 @@ pub trait ControlLinks {
 /// Consumer of events. Called on the driver thread; must not block.
 pub trait EventSink: Send + 'static {
     /// Takes the event, or returns it if the sink is full. The driver offers it again, in order,
-    /// and accepts no commands meanwhile, so a blocked sink leads to [`Overloaded`](crate::Overloaded).
+    /// and accepts no commands meanwhile, so a blocked sink leads to
+    /// [`Overloaded`](crate::Overloaded).
     fn offer(&mut self, event: Event) -> Result<(), Event>;
 }
 
@@ -149,7 +150,8 @@ impl<T: Transport, C: ControlLinks> TransferDriver<T, C> {
                     // The peers agree on transports that this node has offered.
                     let kinds = transports.iter().filter_map(|name| TransferKind::from_offer(name));
                     let mut kinds: Vec<_> = kinds.collect();
-                    // Two peers on one host may agree on `nccl` twice: within the host and between hosts.
+                    // Two peers on one host may agree on `nccl` twice: within the host and between
+                    // hosts.
                     kinds.dedup();
                     self.transport.open(peer, &endpoint, kinds);
                 }

@@ -1,5 +1,6 @@
-//! Metrics of the transfers of one node. All threads count here. The driver thread also publishes a copy of
-//! the protocol's counters after each turn and before each event, so a reader never waits for that thread.
+//! Metrics of the transfers of one node. All threads count here. The driver thread also publishes a
+//! copy of the protocol's counters after each turn and before each event, so a reader never waits
+//! for that thread.
 
 use std::{
     collections::BTreeMap,
@@ -74,8 +75,8 @@ impl MetricsReader {
 /// The metrics of one node's transfers, shared by all threads.
 #[derive(Debug, Default)]
 pub(crate) struct Metrics {
-    /// Locked for one increment or one copy. `control_refused` does not include the protocol's rejections, which
-    /// [`Self::read`] adds.
+    /// Locked for one increment or one copy. `control_refused` does not include the protocol's
+    /// rejections, which [`Self::read`] adds.
     counts: Mutex<TransferMetrics>,
     /// Transport in use with each peer, once a connection is open.
     paths: Mutex<BTreeMap<Epoch, TransferKind>>,

@@ -20,7 +20,8 @@
 //! * A failed event is emitted only when the transport has released every block of the transfer.
 //! * Blocks are back within lease + 0.5 s after the other side aborted, finished or died, or failed
 //!   to start the transfer. Only a side whose node wants the transfer names it in heartbeats, and
-//!   only this renews the lease. The first lease of a receiver is the `answer_timeout` of its command.
+//!   only this renews the lease. The first lease of a receiver is the `answer_timeout` of its
+//!   command.
 //! * Only pairs with work send heartbeats. A lost pair loses all its transfers.
 
 mod abort;

@@ -5,8 +5,9 @@
 //!   to the driver.
 //! * Each pair has a sender thread with its own socket. Data connections have their own threads.
 //!
-//! Threads communicate over bounded channels. Only data threads block on a full channel. The listener drops
-//! the control message, the driver closes the pair, and the node gets [`Overloaded`].
+//! Threads communicate over bounded channels. Only data threads block on a full channel. The
+//! listener drops the control message, the driver closes the pair, and the node gets
+//! [`Overloaded`].
 
 mod driver;
 mod listener;

@@ -1,8 +1,8 @@
 //! The transports of KV, and how a node offers its transports to a peer.
 //!
-//! Each node lists its transports in `HELLO`, best first. A transport that is offered only within one
-//! host is listed as `name@host`. Nodes on different hosts, and nodes that cannot tell their host,
-//! therefore share only `tcp`, and `nccl` if both are set to it.
+//! Each node lists its transports in `HELLO`, best first. A transport that is offered only within
+//! one host is listed as `name@host`. Nodes on different hosts, and nodes that cannot tell their
+//! host, therefore share only `tcp`, and `nccl` if both are set to it.
 
 use std::fmt;
 
@@ -56,13 +56,13 @@ pub enum TransportChoice {
     Only(TransferKind),
 }
 
-/// Transports within one host, best first. `ipc` precedes `nccl` because NCCL kernels take SMs from the
-/// forward passes of both nodes.
+/// Transports within one host, best first. `ipc` precedes `nccl` because NCCL kernels take SMs from
+/// the forward passes of both nodes.
 const LOCAL: [TransferKind; 2] = [TransferKind::Ipc, TransferKind::Nccl];
 
 /// Returns the entries for `HELLO`, best first. `can` lists the supported transports other than
-/// `tcp`. Between hosts `nccl` is offered only if it is set: NCCL may find no fast network there, and
-/// does not encrypt.
+/// `tcp`. Between hosts `nccl` is offered only if it is set: NCCL may find no fast network there,
+/// and does not encrypt.
 pub(crate) fn offers(
     choice: TransportChoice,
     can: &[TransferKind],

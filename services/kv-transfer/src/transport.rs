@@ -16,8 +16,8 @@ use crate::{
 /// * It writes only into blocks that were posted and reads only from blocks that were sent.
 /// * Every `send` ends in `Sent` and every `post` in `Received`, unless the transfer is cancelled,
 ///   one of its chunks fails (`Failed`) or the connection closes ([`TransportEvent::Closed`]).
-/// * Once `cancel` has returned [`Released::Now`], or [`DataEvent::Released`] was reported, it holds
-///   no block of that transfer. One of these happens soon, even if the peer is stopped.
+/// * Once `cancel` has returned [`Released::Now`], or [`DataEvent::Released`] was reported, it
+///   holds no block of that transfer. One of these happens soon, even if the peer is stopped.
 /// * A stopped peer delays no other peer.
 pub trait Transport: Send {
     /// Accepts connections from `peer`. Connections from peers that were not admitted are closed,

@@ -27,12 +27,14 @@ impl PortListener {
         Self { socket, slots: ConnectionSlots::new(limits) }
     }
 
-    /// Waits for a connection and its slot. Connections that are not accepted yet wait in the kernel's queue.
+    /// Waits for a connection and its slot. Connections that are not accepted yet wait in the
+    /// kernel's queue.
     pub async fn accept(&self) -> (TcpStream, ConnectionSlot) {
         loop {
             match self.socket.accept().await {
                 Ok((stream, peer)) => {
-                    // Tokens are small and must not wait for more bytes. A closed connection fails when it is read.
+                    // Tokens are small and must not wait for more bytes. A closed connection fails
+                    // when it is read.
                     let _ = stream.set_nodelay(true);
                     return (stream, self.slots.admit(SocketAddr::ip(&peer)).await);
                 }

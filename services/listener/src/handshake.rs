@@ -15,15 +15,15 @@ use tokio_util::either::Either;
 pub const HANDSHAKE_MAX: Duration = Duration::from_secs(5);
 /// First byte of a TLS connection: the type of a handshake record.
 const HANDSHAKE_RECORD: u8 = 22;
-/// Maximum number of bytes read from a client that does not speak TLS. Without reading, the client would see a broken
-/// connection instead of the answer.
+/// Maximum number of bytes read from a client that does not speak TLS. Without reading, the client
+/// would see a broken connection instead of the answer.
 const PLAIN_BYTES_MAX: usize = 64 << 10;
 
 /// A client's connection without TLS, or with TLS after the handshake.
 pub type ClientStream = Either<TcpStream, Box<TlsStream<TcpStream>>>;
 
-/// Performs the handshake, and returns `None` if it fails or takes longer than `handshake_max`. A client that does not
-/// speak TLS gets `to_plain`.
+/// Performs the handshake, and returns `None` if it fails or takes longer than `handshake_max`. A
+/// client that does not speak TLS gets `to_plain`.
 pub async fn handshake(
     config: Arc<ServerConfig>,
     mut stream: TcpStream,

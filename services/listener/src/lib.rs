@@ -1,8 +1,9 @@
 //! Accepts the connections of a port.
 //!
-//! [`PortListener`] gives each connection a [`ConnectionSlot`]. The slots bound the number of connections and decide which connection
-//! closes for a new one: clients that have not authenticated give way first. [`handshake`] performs the TLS handshake of a
-//! connection. HTTP, tokens and API keys are left to the callers, which report an authenticated client by
+//! [`PortListener`] gives each connection a [`ConnectionSlot`]. The slots bound the number of
+//! connections and decide which connection closes for a new one: clients that have not
+//! authenticated give way first. [`handshake`] performs the TLS handshake of a connection. HTTP,
+//! tokens and API keys are left to the callers, which report an authenticated client by
 //! [`SlotHandle::authenticate`].
 
 #![forbid(unsafe_code)]

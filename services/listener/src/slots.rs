@@ -26,7 +26,8 @@ pub(crate) struct ConnectionSlots {
 #[derive(Debug)]
 pub struct ConnectionSlot(SlotHandle);
 
-/// A connection's slot, for the requests of the connection. Without effect after the connection has ended.
+/// A connection's slot, for the requests of the connection. Without effect after the connection has
+/// ended.
 #[derive(Clone, Debug)]
 pub struct SlotHandle {
     id: u64,
@@ -39,8 +40,8 @@ impl ConnectionSlots {
         Self { table: Arc::new(Mutex::new(SlotTable::new(limits))), freed: Arc::default() }
     }
 
-    /// Waits until the port has a slot for a connection from this address, and takes the slot. The table may close
-    /// another connection for it.
+    /// Waits until the port has a slot for a connection from this address, and takes the slot. The
+    /// table may close another connection for it.
     pub(crate) async fn admit(&self, address: IpAddr) -> ConnectionSlot {
         let close = CancellationToken::new();
         loop {
@@ -99,7 +100,8 @@ impl SlotHandle {
         self.slots.lock().is_authenticated(self.id)
     }
 
-    /// Records that the client has presented a valid credential. Returns whether this is the first one.
+    /// Records that the client has presented a valid credential. Returns whether this is the first
+    /// one.
     pub fn authenticate(&self) -> bool {
         self.slots.lock().authenticate(self.id)
     }
@@ -113,8 +115,9 @@ impl SlotHandle {
         }
     }
 
-    /// Counts a request after its head has arrived. `may_use_reserve`: whether the request is served on a connection in the
-    /// reserve. The caller must call [`Self::end_request`] for any verdict.
+    /// Counts a request after its head has arrived. `may_use_reserve`: whether the request is
+    /// served on a connection in the reserve. The caller must call [`Self::end_request`] for any
+    /// verdict.
     pub fn begin_request(&self, may_use_reserve: bool) -> AdmissionVerdict {
         self.slots.lock().begin_request(self.id, may_use_reserve)
     }

@@ -1,20 +1,22 @@
 //! Decides which connections a port keeps. Pure: no socket and no clock.
 //!
 //! Life of a connection on a port that keeps at most `ordinary_max` connections:
-//! 1. On a port whose clients authenticate, a new connection is a *stranger* until its client presents a valid
-//!    credential; then it is a *member*. On other ports each connection is a member.
-//! 2. At the cap, a new connection takes the slot of a stranger, idle or not: the oldest one of the address that has the
-//!    most strangers. Without strangers the new connection takes the slot of the longest-idle member. A connection is
-//!    idle while it has no request in progress.
-//! 3. Strangers of one address have at most half of the slots. Beyond, their next connection takes the slot of their
-//!    oldest one.
-//! 4. A stranger keeps its slot for at least [`AUTHENTICATE_MIN`], and the new connection waits as long. So every client
-//!    has time to authenticate, however fast others connect.
-//! 5. When every slot has a member with a request in progress, the new connection is *reserved*: it serves one request
-//!    of those that the port admits to its reserve. Other requests are rejected, unless a slot is free by then. When the
-//!    reserve is full too, the oldest reserved connection is closed.
-//! 6. A *closing* connection holds its descriptor but no slot until its task ends. Its requests are rejected. While
-//!    `closing_max` connections are closing, the port admits no connection.
+//! 1. On a port whose clients authenticate, a new connection is a *stranger* until its client
+//!    presents a valid credential; then it is a *member*. On other ports each connection is a
+//!    member.
+//! 2. At the cap, a new connection takes the slot of a stranger, idle or not: the oldest one of the
+//!    address that has the most strangers. Without strangers the new connection takes the slot of
+//!    the longest-idle member. A connection is idle while it has no request in progress.
+//! 3. Strangers of one address have at most half of the slots. Beyond, their next connection takes
+//!    the slot of their oldest one.
+//! 4. A stranger keeps its slot for at least [`AUTHENTICATE_MIN`], and the new connection waits as
+//!    long. So every client has time to authenticate, however fast others connect.
+//! 5. When every slot has a member with a request in progress, the new connection is *reserved*: it
+//!    serves one request of those that the port admits to its reserve. Other requests are rejected,
+//!    unless a slot is free by then. When the reserve is full too, the oldest reserved connection
+//!    is closed.
+//! 6. A *closing* connection holds its descriptor but no slot until its task ends. Its requests are
+//!    rejected. While `closing_max` connections are closing, the port admits no connection.
 
 use std::{
     cmp::Reverse,
@@ -25,8 +27,8 @@ use std::{
 
 use tokio_util::sync::CancellationToken;
 
-/// Minimum time that a stranger keeps its slot: two round trips of 200 ms for TLS and the first request, and some
-/// time for a busy machine.
+/// Minimum time that a stranger keeps its slot: two round trips of 200 ms for TLS and the first
+/// request, and some time for a busy machine.
 const AUTHENTICATE_MIN: Duration = Duration::from_millis(500);
 /// Leading bits of an IPv6 address that stand for one client, who can choose the others.
 const IPV6_PREFIX_BITS: u32 = 64;
@@ -35,7 +37,8 @@ const IPV6_PREFIX_BITS: u32 = 64;
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct SlotLimits {
     pub ordinary_max: usize,
-    /// Connections in the reserve, while each ordinary connection is a member with a request in progress.
+    /// Connections in the reserve, while each ordinary connection is a member with a request in
+    /// progress.
     pub reserved_max: usize,
     /// Connections that are closing.
     pub closing_max: usize,
@@ -130,7 +133,8 @@ impl SlotTable {
         }
     }
 
-    /// Admits a connection and returns its id. May close another connection, whose `close` is cancelled then.
+    /// Admits a connection and returns its id. May close another connection, whose `close` is
+    /// cancelled then.
     pub(crate) fn admit(
         &mut self,
         now: Instant,
@@ -254,8 +258,8 @@ impl SlotTable {
         }
     }
 
-    /// Moves a reserved connection to an ordinary slot, if one is free or has an idle member. Otherwise the connection
-    /// closes after this request.
+    /// Moves a reserved connection to an ordinary slot, if one is free or has an idle member.
+    /// Otherwise the connection closes after this request.
     fn begin_reserved_request(&mut self, id: u64, may_use_reserve: bool) -> AdmissionVerdict {
         if self.ordinary_count >= self.limits.ordinary_max {
             let Some((_, idle)) = self.idle.first_key_value() else {
@@ -411,7 +415,8 @@ mod tests {
         let mut port = TestSlots::new(3, 1, false);
         let [busy, first, second] = [(); 3].map(|()| port.admit());
         assert_eq!(port.table.begin_request(busy, false), AdmissionVerdict::Serve);
-        // The first connection became idle when its request ended. The second connection has been idle for longer.
+        // The first connection became idle when its request ended. The second connection has been
+        // idle for longer.
         assert_eq!(port.table.begin_request(first, false), AdmissionVerdict::Serve);
         port.table.end_request(first);
         let new = port.admit();

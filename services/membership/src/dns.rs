@@ -1,8 +1,9 @@
 //! Members from DNS: each address of a name is a member, as with a headless Service of Kubernetes.
 //!
-//! Every name is looked up once a second by the system's resolver. A failed lookup keeps the last addresses: the
-//! resolver does not distinguish a name without addresses from a name server that does not answer, and the router
-//! probes the nodes itself. An address that is missing from an answer leaves like a node that is missing from etcd.
+//! Every name is looked up once a second by the system's resolver. A failed lookup keeps the last
+//! addresses: the resolver does not distinguish a name without addresses from a name server that
+//! does not answer, and the router probes the nodes itself. An address that is missing from an
+//! answer leaves like a node that is missing from etcd.
 
 use std::{collections::BTreeSet, io, net::SocketAddr, time::Duration};
 
@@ -93,7 +94,8 @@ fn members(listed: &Members, names: &[ResolvedName]) -> Members {
 }
 
 impl Membership {
-    /// Adds the addresses of these names to a static list, from now on. Must run inside a tokio runtime.
+    /// Adds the addresses of these names to a static list, from now on. Must run inside a tokio
+    /// runtime.
     pub fn resolving(self, names: Vec<DnsName>) -> Self {
         self.resolving_by(names, |authority| async move {
             Ok(tokio::net::lookup_host(authority).await?.collect())
@@ -149,8 +151,8 @@ where
     }
 }
 
-/// Looks one name up again and again. A lookup occupies a thread until the resolver gives up, so each name has at most
-/// one lookup in flight.
+/// Looks one name up again and again. A lookup occupies a thread until the resolver gives up, so
+/// each name has at most one lookup in flight.
 async fn look_up<F, L>(
     index: usize,
     authority: String,
@@ -207,7 +209,8 @@ mod tests {
         Hangs,
     }
 
-    /// Returns a membership of one name whose lookups have the outcome that the test sets, and the number of lookups.
+    /// Returns a membership of one name whose lookups have the outcome that the test sets, and the
+    /// number of lookups.
     fn scripted() -> (Membership, Arc<Mutex<(Scripted, usize)>>) {
         let script = Arc::new(Mutex::new((Scripted::Addresses(&[]), 0)));
         let asked = script.clone();

@@ -1,13 +1,15 @@
 //! Members that register in etcd.
 //!
-//! * A node holds a [`Registration`]: etcd keeps the node's [`NodeEntry`] while the node renews its lease. The node
-//!   deletes the entry when it leaves.
+//! * A node holds a [`Registration`]: etcd keeps the node's [`NodeEntry`] while the node renews its
+//!   lease. The node deletes the entry when it leaves.
 //! * A router holds a [`Membership`](crate::Membership), which follows all entries of the cluster.
 //!
-//! [`registrant`] and [`follower`] are pure and tested by proptest; `register`, `follow` and `session` do the I/O.
-//! During an etcd outage routers keep their members and nodes continue to serve: etcd provides addresses, not health.
+//! [`registrant`] and [`follower`] are pure and tested by proptest; `register`, `follow` and
+//! `session` do the I/O. During an etcd outage routers keep their members and nodes continue to
+//! serve: etcd provides addresses, not health.
 //!
-//! The module has no elections, no locks, no configuration in etcd, and reads CA certificates only from PEM files.
+//! The module has no elections, no locks, no configuration in etcd, and reads CA certificates only
+//! from PEM files.
 
 use std::pin::Pin;
 

@@ -26,12 +26,14 @@ pub enum MembershipError {
 /// A source of addresses. The last list stays valid while the source is unreachable.
 pub struct Membership {
     pub(crate) list: MemberList,
-    /// The task that replaces the list; a static list has none. Dropping the guard stops the task without waiting.
+    /// The task that replaces the list; a static list has none. Dropping the guard stops the task
+    /// without waiting.
     pub(crate) task: Option<(DropGuard, JoinHandle<()>)>,
     pub(crate) backend: Option<MembershipBackend>,
 }
 
-/// The service that a member list comes from, and whether that service answers; clones share the state.
+/// The service that a member list comes from, and whether that service answers; clones share the
+/// state.
 #[derive(Clone, Debug)]
 pub struct MembershipBackend {
     /// `etcd` or `dns`.
@@ -125,8 +127,8 @@ impl MemberList {
     }
 }
 
-/// Stream of the changes between successive member lists. Its memory is bounded even for a slow reader, because only
-/// the latest list counts.
+/// Stream of the changes between successive member lists. Its memory is bounded even for a slow
+/// reader, because only the latest list counts.
 pub struct MemberWatch {
     list: watch::Receiver<Arc<Members>>,
     seen: Members,

@@ -35,8 +35,8 @@ pub async fn connect(url: &Uri, tls: Option<&Tls>) -> io::Result<NodeStream> {
     let tls = tls.current();
     let stream = TlsConnector::from(tls.client.clone()).connect(tls.name.clone(), stream).await;
     let mut stream = BufReader::new(stream.map_err(problem)?);
-    // The node checks the certificate of this service after this service's part of the handshake. Then it sends the
-    // first bytes of HTTP/2, or an alert with the reason.
+    // The node checks the certificate of this service after this service's part of the handshake.
+    // Then it sends the first bytes of HTTP/2, or an alert with the reason.
     if stream.fill_buf().await.map_err(problem)?.is_empty() {
         return Err(io::Error::other("the node closed the connection after the TLS handshake"));
     }

@@ -76,7 +76,8 @@ impl StoredWeight<'_> {
         self.bytes.len() as u64
     }
 
-    /// Fills `out` with the bytes from `begin` on. [`Checkpoint::check_unchanged`] fails if the read failed.
+    /// Fills `out` with the bytes from `begin` on. [`Checkpoint::check_unchanged`] fails if the
+    /// read failed.
     ///
     /// # Panics
     /// When `out` exceeds the weight.
@@ -93,8 +94,8 @@ enum Weights {
 impl Checkpoint {
     /// Opens the model at `path`: a `.gguf` file, a folder with one such file, or a folder with
     /// `config.json` and `model.safetensors` (or its shards and their index). With
-    /// [`LoadFormat::Dummy`] the configuration is enough: a `config.json`, a folder that holds one, or
-    /// a GGUF file.
+    /// [`LoadFormat::Dummy`] the configuration is enough: a `config.json`, a folder that holds one,
+    /// or a GGUF file.
     ///
     /// Opens files and reads headers. A backend reads the weights when it packs them.
     pub fn open(path: impl AsRef<Path>, format: LoadFormat) -> Result<Self, ModelError> {
@@ -110,7 +111,8 @@ impl Checkpoint {
             (Location::Folder { config }, LoadFormat::Auto) => {
                 let (mut config, strategy) = read_config(&config)?;
                 let mut weights = folder::open(path)?;
-                // As in transformers, an output in the files counts more than `tie_word_embeddings`.
+                // As in transformers, an output in the files counts more than
+                // `tie_word_embeddings`.
                 config.tied_output &= weights.output_is_embedding(&config);
                 weights.read_scales(&config, strategy)?;
                 (config, Weights::Stored(weights))
@@ -136,9 +138,9 @@ impl Checkpoint {
         &self.config
     }
 
-    /// Computes the fingerprint of the model. The fingerprint covers the configuration, the tensor directory and every byte
-    /// of the weights, but not the element type that a node computes in. Several threads read the weights that were not
-    /// hashed while they were packed.
+    /// Computes the fingerprint of the model. The fingerprint covers the configuration, the tensor
+    /// directory and every byte of the weights, but not the element type that a node computes in.
+    /// Several threads read the weights that were not hashed while they were packed.
     ///
     /// The same weights in another file format are another model: they may round differently.
     ///
@@ -163,8 +165,8 @@ impl Checkpoint {
         self.check_reads().map(|()| fingerprint)
     }
 
-    /// Returns the stored weights in the order of the forward pass, each with its scales after it. Dummy weights are not stored: returns an empty
-    /// list.
+    /// Returns the stored weights in the order of the forward pass, each with its scales after it.
+    /// Dummy weights are not stored: returns an empty list.
     pub fn stored_weights(&self) -> Result<Vec<StoredWeight<'_>>, ModelError> {
         let stored = self.directory()?.into_iter().map(|(_, tensor)| StoredWeight {
             name: tensor.name,
@@ -253,8 +255,8 @@ impl Checkpoint {
         }
     }
 
-    /// Fails if a read of the weights failed, or if one of the files was written since it was opened. Then two reads of
-    /// the weights may have found different bytes.
+    /// Fails if a read of the weights failed, or if one of the files was written since it was
+    /// opened. Then two reads of the weights may have found different bytes.
     pub fn check_unchanged(&self) -> Result<(), ModelError> {
         match &self.weights {
             Weights::Dummy(_) => Ok(()),
@@ -262,8 +264,8 @@ impl Checkpoint {
         }
     }
 
-    /// Hashes whole matrices while they are packed, so that the fingerprint does not need to read them again. Rows that
-    /// are in the CPU's cache are hashed three times as fast.
+    /// Hashes whole matrices while they are packed, so that the fingerprint does not need to read
+    /// them again. Rows that are in the CPU's cache are hashed three times as fast.
     #[must_use]
     pub fn hashing_packed(self) -> Self {
         Self { hashes_packed: true, ..self }
@@ -308,8 +310,8 @@ impl Checkpoint {
         }
     }
 
-    /// Returns all stored weights after checking them, and after each the tensors with its scales, which belong to no
-    /// other weight.
+    /// Returns all stored weights after checking them, and after each the tensors with its scales,
+    /// which belong to no other weight.
     fn directory(&self) -> Result<Vec<(Option<Weight>, StoredTensor<'_>)>, ModelError> {
         let Weights::Stored(stored) = &self.weights else { return Ok(Vec::new()) };
         stored.refuse_unknown_tensors(&self.config)?;
@@ -368,8 +370,8 @@ impl Location {
     }
 }
 
-/// Reads `config.json` and, if it exists, `generation_config.json` in the same folder. Returns how FP8 matrices are
-/// scaled, too.
+/// Reads `config.json` and, if it exists, `generation_config.json` in the same folder. Returns how
+/// FP8 matrices are scaled, too.
 fn read_config(path: &Path) -> Result<(ModelConfig, Option<ScaleStrategy>), ModelError> {
     let config = read_json(path)?;
     let generation_path = path.with_file_name("generation_config.json");

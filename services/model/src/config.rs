@@ -21,7 +21,8 @@ use crate::{
     weight::{LayerWeight, Weight},
 };
 
-/// Validated hyperparameters of a model: all sizes are bounded, and head counts divide without remainder.
+/// Validated hyperparameters of a model: all sizes are bounded, and head counts divide without
+/// remainder.
 #[derive(Clone, Debug, PartialEq)]
 pub struct ModelConfig {
     pub family: &'static Family,
@@ -45,8 +46,8 @@ pub struct ModelConfig {
     pub rope_scaling: RopeScaling,
     /// `layer_count` descriptions.
     pub layers: Vec<LayerSpec>,
-    /// Whether the output projection shares the weights of the embedding. A folder with a different output is not tied,
-    /// whatever its configuration says.
+    /// Whether the output projection shares the weights of the embedding. A folder with a different
+    /// output is not tied, whatever its configuration says.
     pub tied_output: bool,
     pub bos_token_id: Option<u32>,
     /// End-of-sequence tokens.
@@ -54,8 +55,8 @@ pub struct ModelConfig {
 }
 
 impl ModelConfig {
-    /// Returns the first difference to the configuration of other weights of this model: the field, its value here
-    /// and its value there. Weights of two configurations cannot replace each other.
+    /// Returns the first difference to the configuration of other weights of this model: the field,
+    /// its value here and its value there. Weights of two configurations cannot replace each other.
     pub fn difference(&self, other: &Self) -> Option<(&'static str, String, String)> {
         macro_rules! compare {
             ($($field:ident)*) => {
@@ -84,8 +85,8 @@ const SCALE_MAX: f32 = 1e3;
 const VOCAB_MAX: usize = 1 << 22;
 const CONTEXT_MAX: usize = 1 << 26;
 
-/// Returns the head dimension of a model that states none. Errors name the file `path` and its key `name` for the
-/// number of heads.
+/// Returns the head dimension of a model that states none. Errors name the file `path` and its key
+/// `name` for the number of heads.
 fn default_head_dim(
     path: &Path,
     name: &'static str,
@@ -102,7 +103,8 @@ fn default_head_dim(
 }
 
 impl ExpertSpec {
-    /// Validates sizes and the choice. `bad` returns the error for a value: its name, what was found, what is allowed.
+    /// Validates sizes and the choice. `bad` returns the error for a value: its name, what was
+    /// found, what is allowed.
     fn validate(
         self,
         bad: &impl Fn(&'static str, String, String) -> Result<(), ModelError>,
@@ -222,8 +224,8 @@ impl ModelConfig {
         Ok(self)
     }
 
-    /// Returns the supported numbers of ranks, 1 first: all ranks have equally many KV heads and rows
-    /// of the feed-forward network.
+    /// Returns the supported numbers of ranks, 1 first: all ranks have equally many KV heads and
+    /// rows of the feed-forward network.
     pub fn rank_counts(&self) -> impl Iterator<Item = usize> {
         let sizes = self.layers.iter().map(|layer| match layer.feed_forward {
             FeedForward::Gated => self.ffn_size,
@@ -258,7 +260,8 @@ impl ModelConfig {
         })
     }
 
-    /// Returns the shared expert of the layers that have one; it is the same in all of these layers.
+    /// Returns the shared expert of the layers that have one; it is the same in all of these
+    /// layers.
     pub fn shared_expert(&self) -> Option<SharedExpertSpec> {
         self.experts().and_then(|experts| experts.shared)
     }
@@ -269,7 +272,8 @@ impl ModelConfig {
         attention.qk_norm
     }
 
-    /// Returns the width of the widest intermediate layer of a rank's gated networks, experts included.
+    /// Returns the width of the widest intermediate layer of a rank's gated networks, experts
+    /// included.
     pub fn ffn_size_of(&self, shard: Shard) -> usize {
         let size = |layer: &LayerSpec| match layer.feed_forward {
             FeedForward::Gated => shard.part(self.ffn_size).len(),
@@ -329,9 +333,9 @@ impl ModelConfig {
         Weight::all(self).map(|weight| weight.part(self, shard).elements()).sum()
     }
 
-    /// Returns the number of elements of the weights that every forward pass reads in full. An embedding
-    /// that is not also the output does not count: a forward pass reads only the rows of its tokens. Experts do not count
-    /// either.
+    /// Returns the number of elements of the weights that every forward pass reads in full. An
+    /// embedding that is not also the output does not count: a forward pass reads only the rows of
+    /// its tokens. Experts do not count either.
     pub fn forward_parameter_count(&self) -> u64 {
         let looked_up = |weight: &Weight| *weight == Weight::Embedding && !self.tied_output;
         let is_expert =
@@ -340,8 +344,8 @@ impl ModelConfig {
         read.map(|weight| weight.shape(self).elements()).sum()
     }
 
-    /// Returns the bytes of KV that attention reads to decode the last token of a sequence of `tokens`
-    /// tokens, including the KV of this token.
+    /// Returns the bytes of KV that attention reads to decode the last token of a sequence of
+    /// `tokens` tokens, including the KV of this token.
     pub fn kv_read_bytes(&self, tokens: usize, dtype: Dtype) -> u64 {
         let token_bytes = 2 * self.kv_head_count * self.head_dim * dtype.bytes();
         let seen = |layer| self.window(layer).map_or(tokens, |window| tokens.min(window.get()));

@@ -70,8 +70,8 @@ impl Encoding {
         }
     }
 
-    /// Returns the range of a row's bytes that has these columns in whole blocks, and the number of elements of the first
-    /// block before the first column.
+    /// Returns the range of a row's bytes that has these columns in whole blocks, and the number of
+    /// elements of the first block before the first column.
     pub(crate) fn bytes_of(self, cols: Range<usize>) -> (Range<usize>, usize) {
         let (elements, bytes) = self.block();
         let begin = cols.start / elements;
@@ -92,9 +92,10 @@ impl Encoding {
         out.copy_from_slice(&whole[before..before + out.len()]);
     }
 
-    /// Decodes `row`, the `row_bytes(out.len())` bytes of one row, into `out`. Each multiplication or
-    /// addition rounds once to f32; F32, F16, BF16 and F8_E4M3 do not round at all. If `row` is shorter, the
-    /// elements beyond its last whole block stay unchanged; files are checked when they are opened.
+    /// Decodes `row`, the `row_bytes(out.len())` bytes of one row, into `out`. Each multiplication
+    /// or addition rounds once to f32; F32, F16, BF16 and F8_E4M3 do not round at all. If `row` is
+    /// shorter, the elements beyond its last whole block stay unchanged; files are checked when
+    /// they are opened.
     pub(crate) fn decode_row(self, row: &[u8], out: &mut [f32]) {
         let Self::Gguf(kind) = self else {
             return each(row, out, |[bits], [value]| *value = fp8::decode(*bits));
@@ -155,8 +156,8 @@ mod tests {
         assert_eq!(decode(Encoding::BF16, &[0x80, 0x3f, 0xc0, 0xff], 2)[0], 1.0);
     }
 
-    /// Compares with a fixture that holds, for every quantized kind, a tensor of random blocks and a
-    /// second tensor with suffix `.f32`: the first as decoded by the `gguf` Python package.
+    /// Compares with a fixture that holds, for every quantized kind, a tensor of random blocks and
+    /// a second tensor with suffix `.f32`: the first as decoded by the `gguf` Python package.
     #[test]
     fn quantised_blocks_equal_those_of_the_python_package_bit_for_bit() {
         let file = include_bytes!("../tests/fixtures/quantised.gguf");

@@ -2,9 +2,9 @@
 
 use std::path::PathBuf;
 
-/// Error of opening or reading a checkpoint. The message of an error in a file names the file and, where one tensor is
-/// wrong, the tensor and its offset in the file. A message includes its cause, so [`std::error::Error::source`] is
-/// `None` and a printed chain of errors has no repetition.
+/// Error of opening or reading a checkpoint. The message of an error in a file names the file and,
+/// where one tensor is wrong, the tensor and its offset in the file. A message includes its cause,
+/// so [`std::error::Error::source`] is `None` and a printed chain of errors has no repetition.
 #[derive(Debug, thiserror::Error)]
 pub enum ModelError {
     /// The operating system rejected `action`, a verb such as "open".

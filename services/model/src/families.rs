@@ -1,5 +1,6 @@
-//! Model families, one file each. A family maps the configuration of its checkpoints to a description of layers;
-//! [`Transformer`](crate::Transformer) runs the forward pass of every description.
+//! Model families, one file each. A family maps the configuration of its checkpoints to a
+//! description of layers; [`Transformer`](crate::Transformer) runs the forward pass of every
+//! description.
 
 mod glm4_moe;
 mod llama;
@@ -39,20 +40,24 @@ pub struct Family {
     /// `None`: no GGUF file of the family is read.
     gguf: Option<Gguf>,
     absent: AbsentKeys,
-    /// Part of a head that RoPE rotates if the configuration names none. `None`: the class rotates whole heads only.
+    /// Part of a head that RoPE rotates if the configuration names none. `None`: the class rotates
+    /// whole heads only.
     rotary_factor: Option<f64>,
-    /// Whether checkpoints may have layers for multi-token prediction (MTP) after the last layer, which are ignored.
+    /// Whether checkpoints may have layers for multi-token prediction (MTP) after the last layer,
+    /// which are ignored.
     has_mtp_layers: bool,
     /// Keys that change the arithmetic of the family's class if they are true.
     refused: &'static [&'static str],
     /// Layer without a sliding window.
     layer: LayerSpec,
     layers: DescribeLayers,
-    /// Returns the name of a weight within a layer, if it is not [`LayerWeight::hugging_face_name`].
+    /// Returns the name of a weight within a layer, if it is not
+    /// [`LayerWeight::hugging_face_name`].
     weight_name: fn(LayerWeight) -> Option<String>,
 }
 
-/// Returns the description of a number of layers, given the keys of `config.json` and the family's layer.
+/// Returns the description of a number of layers, given the keys of `config.json` and the family's
+/// layer.
 type DescribeLayers = fn(&Fields<'_>, LayerSpec, usize) -> Result<Vec<LayerSpec>, ModelError>;
 
 /// GGUF files of a family.
@@ -72,7 +77,8 @@ impl Gguf {
     }
 }
 
-/// Properties of the experts in a family's GGUF files that metadata do not name. All have softmax scores.
+/// Properties of the experts in a family's GGUF files that metadata do not name. All have softmax
+/// scores.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct GgufExperts {
     /// Whether the weights of the chosen experts are divided by their sum.
@@ -90,7 +96,8 @@ enum GgufRows {
     Pairs,
 }
 
-/// Values of absent keys, as the configuration classes of transformers define them. A null means "none", not "absent".
+/// Values of absent keys, as the configuration classes of transformers define them. A null means
+/// "none", not "absent".
 pub(crate) struct AbsentKeys {
     /// `None`: as many as query heads.
     pub kv_head_count: Option<usize>,
@@ -115,7 +122,8 @@ impl Family {
         name.is_some_and(|name| class.strip_suffix("Model") == Some(name))
     }
 
-    /// Returns the family whose GGUF files have this `general.architecture`, and what it says about the files.
+    /// Returns the family whose GGUF files have this `general.architecture`, and what it says about
+    /// the files.
     pub(crate) fn of_gguf(name: &str) -> Option<(&'static Self, Gguf)> {
         let mut families = FAMILIES.into_iter().filter_map(|family| Some((family, family.gguf?)));
         families.find(|(_, gguf)| gguf.name == name)
@@ -171,7 +179,8 @@ impl Family {
         (self.weight_name)(weight).unwrap_or_else(|| weight.hugging_face_name())
     }
 
-    /// Returns whether GGUF files store the rows of query and key projections with rotary pairs adjacent.
+    /// Returns whether GGUF files store the rows of query and key projections with rotary pairs
+    /// adjacent.
     pub(crate) fn pairs_rows_in_gguf(&self) -> bool {
         self.gguf.is_some_and(|gguf| gguf.rows == GgufRows::Pairs)
     }

@@ -15,13 +15,13 @@ use crate::{
     rope::RopeScaling,
 };
 
-/// Bytes that a thread reads and hashes at a time: small enough for the CPU's cache, and against a large tensor, so that
-/// all threads have work.
+/// Bytes that a thread reads and hashes at a time: small enough for the CPU's cache, and against a
+/// large tensor, so that all threads have work.
 const BATCH_BYTES: usize = 256 << 10;
 
-/// Returns the xxh3-128 hash of the configuration, the seed of dummy weights, and each tensor's name, encoding,
-/// dimensions and [`RowHashes`]. `known` has the hashes of tensors that were hashed before, in the order of
-/// `directory`. Up to `threads` threads hash the other tensors.
+/// Returns the xxh3-128 hash of the configuration, the seed of dummy weights, and each tensor's
+/// name, encoding, dimensions and [`RowHashes`]. `known` has the hashes of tensors that were hashed
+/// before, in the order of `directory`. Up to `threads` threads hash the other tensors.
 pub(crate) fn of(
     config: &ModelConfig,
     dummy_seed: Option<u64>,
@@ -48,8 +48,8 @@ pub(crate) fn of(
     hash.0.digest128()
 }
 
-/// The xxh3-128 hashes of a tensor's rows. Each is computed by the thread that reads the row, while the row is in the
-/// CPU's cache, so rows may come in any order, and more than once.
+/// The xxh3-128 hashes of a tensor's rows. Each is computed by the thread that reads the row, while
+/// the row is in the CPU's cache, so rows may come in any order, and more than once.
 #[derive(Debug)]
 pub(crate) struct RowHashes(Box<[[AtomicU64; 2]]>);
 

@@ -4,8 +4,8 @@ use std::num::NonZeroUsize;
 
 use kernels::backend::{ExpertChoice, NormSpan};
 
-/// A layer: a mixer, then a feed-forward network. Each reads the normalized residual stream and adds its output to the
-/// stream.
+/// A layer: a mixer, then a feed-forward network. Each reads the normalized residual stream and
+/// adds its output to the stream.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct LayerSpec {
     pub mixer: Mixer,
@@ -34,7 +34,8 @@ pub struct AttentionSpec {
 pub enum FeedForward {
     /// `down · (silu(gate · x) * (up · x))`.
     Gated,
-    /// A router chooses experts for each token. Each expert is a gated network, and their outputs are added by weight.
+    /// A router chooses experts for each token. Each expert is a gated network, and their outputs
+    /// are added by weight.
     Experts(ExpertSpec),
 }
 

@@ -1,15 +1,16 @@
 //! Models: configuration, weights on disk, and the forward pass of each architecture.
 //!
 //! * [`Checkpoint`] opens a GGUF file, a Hugging Face folder, or (with [`LoadFormat::Dummy`]) a
-//!   `config.json` alone. It checks that every weight exists with the right shape, and provides weights row
-//!   by row in f32, in Hugging Face's order.
+//!   `config.json` alone. It checks that every weight exists with the right shape, and provides
+//!   weights row by row in f32, in Hugging Face's order.
 //! * [`ModelConfig`] is the validated configuration, from either format.
-//! * [`Family`] describes the layers of its checkpoints: each is a mixer and a feed-forward network.
-//! * [`Transformer`] packs the weights for a backend of crate `kernels` and runs the forward pass of every
-//!   description.
+//! * [`Family`] describes the layers of its checkpoints: each is a mixer and a feed-forward
+//!   network.
+//! * [`Transformer`] packs the weights for a backend of crate `kernels` and runs the forward pass
+//!   of every description.
 //!
-//! Other crates have tokenizers and templates (`text`), batching and sampling (`engine`), and arithmetic
-//! (`kernels`).
+//! Other crates have tokenizers and templates (`text`), batching and sampling (`engine`), and
+//! arithmetic (`kernels`).
 
 #![forbid(unsafe_code)]
 

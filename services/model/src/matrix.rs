@@ -47,7 +47,8 @@ pub(crate) enum MatrixData<'a> {
 }
 
 thread_local! {
-    /// Rows as the file stores them, while they are decoded: a buffer that is not zeroed for every read.
+    /// Rows as the file stores them, while they are decoded: a buffer that is not zeroed for every
+    /// read.
     static SPAN: Cell<Vec<u8>> = const { Cell::new(Vec::new()) };
 }
 
@@ -56,7 +57,8 @@ thread_local! {
 pub(crate) enum RowOrder {
     /// Hugging Face's order (`rotate_half`): rotary pairs are rows i and i + dim/2 of a head.
     Halves,
-    /// Interleaved order of llama.cpp's converter for the `llama` architecture: rotary pairs are adjacent.
+    /// Interleaved order of llama.cpp's converter for the `llama` architecture: rotary pairs are
+    /// adjacent.
     Pairs { head_dim: usize },
 }
 
@@ -109,7 +111,8 @@ impl<'a> MatrixSource<'a> {
         stored_row * self.stored_cols + self.cols.start + column
     }
 
-    /// Decodes a row of this part, of which `bytes` are stored, as [`Encoding::decode_part`] does, and scales it.
+    /// Decodes a row of this part, of which `bytes` are stored, as [`Encoding::decode_part`] does,
+    /// and scales it.
     fn decode(&self, row: usize, bytes: &[u8], skipped: usize, out: &mut [f32]) {
         let MatrixData::Stored { encoding, scales, .. } = &self.data else {
             panic!("random rows are not stored");
@@ -120,8 +123,8 @@ impl<'a> MatrixSource<'a> {
         }
     }
 
-    /// Reads stored rows and calls `each` with each row's index, with bytes that have its columns, and with the number of
-    /// elements before its first column. Hashes whole rows.
+    /// Reads stored rows and calls `each` with each row's index, with bytes that have its columns,
+    /// and with the number of elements before its first column. Hashes whole rows.
     ///
     /// # Panics
     /// When the matrix is not stored.
@@ -280,8 +283,8 @@ impl<'a> StackedRows<'a> {
         None
     }
 
-    /// Divides `out`, the rows from `first` on with `row_len` elements each, between the parts. Calls `read` for each with
-    /// the index of its first row.
+    /// Divides `out`, the rows from `first` on with `row_len` elements each, between the parts.
+    /// Calls `read` for each with the index of its first row.
     fn split<T>(
         &self,
         mut first: usize,
@@ -330,7 +333,8 @@ impl RowSource for StackedRows<'_> {
         let cols = self.cols();
         self.split(first, cols, out, |part, first, out| part.read_values(first, out));
         for (row, values) in out.chunks_exact(cols.max(1)).enumerate() {
-            // Without a branch per element, so that the check is negligible compared with the decoding.
+            // Without a branch per element, so that the check is negligible compared with the
+            // decoding.
             let all_finite = values.iter().fold(true, |finite, value| finite & value.is_finite());
             if !all_finite {
                 self.first_bad.fetch_min(first + row, Ordering::Relaxed);
@@ -372,8 +376,8 @@ impl RowSource for StackedRows<'_> {
     }
 }
 
-/// Returns whether all elements are finite: a non-finite float has all exponent bits set. Without branches,
-/// so that the check is negligible compared with the copying.
+/// Returns whether all elements are finite: a non-finite float has all exponent bits set. Without
+/// branches, so that the check is negligible compared with the copying.
 fn are_finite(dtype: Dtype, elements: &[u8]) -> bool {
     match dtype {
         Dtype::Bf16 => {
@@ -406,7 +410,8 @@ mod tests {
         TensorBytes::new(file, 0..file.bytes())
     }
 
-    /// Computes the converter's permutation from its definition: a head's rows `[2][dim/2]` transposed.
+    /// Computes the converter's permutation from its definition: a head's rows `[2][dim/2]`
+    /// transposed.
     fn permute(rows: &[u32], head_dim: usize) -> Vec<u32> {
         let mut out = Vec::new();
         for head in rows.chunks(head_dim) {
@@ -436,7 +441,8 @@ mod tests {
         }
     }
 
-    /// Covers every stored and requested type, in one piece or several, across the boundaries of parts.
+    /// Covers every stored and requested type, in one piece or several, across the boundaries of
+    /// parts.
     #[test]
     fn rows_read_together_are_the_rows_read_one_by_one() {
         let values: Vec<f32> = (0..18 * 6).map(|i| (i as f32 - 50.0) * 0.37).collect();

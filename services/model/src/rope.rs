@@ -10,15 +10,16 @@ pub enum RopeScaling {
     Linear {
         factor: f32,
     },
-    /// Frequencies of long wavelengths are divided by `factor`, those of short ones are kept, and those
-    /// between are interpolated.
+    /// Frequencies of long wavelengths are divided by `factor`, those of short ones are kept, and
+    /// those between are interpolated.
     Llama3 {
         factor: f32,
         low_frequency_factor: f32,
         high_frequency_factor: f32,
         original_context_tokens: f32,
     },
-    /// Each frequency is divided by its own divisor (`rotary_dim / 2` of them): GGUF's `rope_freqs`.
+    /// Each frequency is divided by its own divisor (`rotary_dim / 2` of them): GGUF's
+    /// `rope_freqs`.
     Divisors(Vec<f32>),
 }
 

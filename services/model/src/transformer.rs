@@ -1,4 +1,5 @@
-//! Packs a model's weights and runs its forward pass: once for all families, over the description of the layers.
+//! Packs a model's weights and runs its forward pass: once for all families, over the description
+//! of the layers.
 
 use std::num::NonZeroUsize;
 
@@ -20,8 +21,8 @@ use crate::{
     weight::{ExpertWeight, LayerWeight, Weight, WeightPart},
 };
 
-/// Loaded model, or one rank's shard of it: packed weights and the activations of one step. The backend
-/// performs the collectives of the ranks.
+/// Loaded model, or one rank's shard of it: packed weights and the activations of one step. The
+/// backend performs the collectives of the ranks.
 pub struct Transformer<B: Backend> {
     config: ModelConfig,
     shard: Shard,
@@ -137,7 +138,8 @@ pub struct LoadProgress {
 }
 
 impl<M, V> TransformerWeights<M, V> {
-    /// Packs every weight, or the part in [`Packer::pack_shard`]. Calls `progress` after every matrix and vector.
+    /// Packs every weight, or the part in [`Packer::pack_shard`]. Calls `progress` after every
+    /// matrix and vector.
     pub fn pack<P: Packer<Matrix = M, Vector = V>>(
         checkpoint: &Checkpoint,
         packer: &P,
@@ -273,7 +275,8 @@ pub(crate) trait PackedSource {
 }
 
 impl<B: Backend> Transformer<B> {
-    /// Packs the weights as [`TransformerWeights::pack`] does, and allocates the activations of the largest step.
+    /// Packs the weights as [`TransformerWeights::pack`] does, and allocates the activations of the
+    /// largest step.
     pub fn load(
         checkpoint: &Checkpoint,
         backend: &B,
@@ -316,7 +319,8 @@ impl<B: Backend> Transformer<B> {
         })
     }
 
-    /// Replaces the weights with weights packed from a checkpoint of the same configuration. Returns the old weights.
+    /// Replaces the weights with weights packed from a checkpoint of the same configuration.
+    /// Returns the old weights.
     pub fn replace_weights(
         &mut self,
         weights: TransformerWeights<B::Matrix, B::Vector>,
@@ -325,7 +329,8 @@ impl<B: Backend> Transformer<B> {
         self.weights.replace(weights)
     }
 
-    /// Takes the weights out of the model. No forward pass may run before [`Self::replace_weights`].
+    /// Takes the weights out of the model. No forward pass may run before
+    /// [`Self::replace_weights`].
     pub fn take_weights(&mut self) -> Option<TransformerWeights<B::Matrix, B::Vector>> {
         self.weights.take()
     }
@@ -343,13 +348,14 @@ impl<B: Backend> Transformer<B> {
         self.shard
     }
 
-    /// Returns the logits of the last forward pass or its replay: `[sampled_rows][vocab]`, on a rank
-    /// only the columns of its [vocabulary shard](Shard::tokens).
+    /// Returns the logits of the last forward pass or its replay: `[sampled_rows][vocab]`, on a
+    /// rank only the columns of its [vocabulary shard](Shard::tokens).
     pub fn logits(&self) -> &B::Buffer {
         &self.activations.logits
     }
 
-    /// Returns the hidden states after the final norm of the last forward pass: `[sampled_rows][hidden]`.
+    /// Returns the hidden states after the final norm of the last forward pass:
+    /// `[sampled_rows][hidden]`.
     pub fn hidden(&self) -> &B::Buffer {
         &self.activations.normed
     }
@@ -359,8 +365,8 @@ impl<B: Backend> Transformer<B> {
     /// columns of its [vocabulary shard](Shard::tokens).
     ///
     /// # Panics
-    /// When the model has no weights, the step exceeds the limits, or its blocks have another layout than this model's KV. All
-    /// are bugs of the executor.
+    /// When the model has no weights, the step exceeds the limits, or its blocks have another
+    /// layout than this model's KV. All are bugs of the executor.
     pub fn forward(&mut self, backend: &mut B, step: &mut B::Step) -> &B::Buffer {
         let Self { config, shard, limits, heads, weights, activations, rope_frequencies } = self;
         let weights = weights.as_ref().expect("no forward pass runs without weights");
@@ -390,7 +396,8 @@ impl<B: Backend> Transformer<B> {
         assert_eq!(layout, config.kv_layout_of(layout.dtype, *shard));
 
         backend.embed(&weights.embedding, config.vocab_size, step, residual);
-        // In f32, although rows in bf16 would be exact too: this needs no second buffer, and a token's row is small.
+        // In f32, although rows in bf16 would be exact too: this needs no second buffer, and a
+        // token's row is small.
         backend.all_reduce(rows, residual);
         let first_norm = &weights.layers.first().expect("a model has layers").mixer_norm;
         backend.rms_norm(rows, residual, first_norm, eps, normed);

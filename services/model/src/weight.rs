@@ -138,8 +138,8 @@ impl Axis {
         }
     }
 
-    /// Returns the range that a rank loads. Heads, intermediate rows of the feed-forward network and tokens are
-    /// sharded.
+    /// Returns the range that a rank loads. Heads, intermediate rows of the feed-forward network
+    /// and tokens are sharded.
     fn part(self, config: &ModelConfig, shard: Shard) -> Range<usize> {
         let heads = |count: usize| {
             let heads = shard.part(count);
@@ -167,8 +167,8 @@ fn norm_heads(config: &ModelConfig, count: usize) -> usize {
     }
 }
 
-/// Weights of a layer in the order of the forward pass: names in GGUF and in Hugging Face's checkpoints, rows and
-/// columns.
+/// Weights of a layer in the order of the forward pass: names in GGUF and in Hugging Face's
+/// checkpoints, rows and columns.
 const LAYER_WEIGHTS: [(LayerWeight, &str, &str, Axis, Axis); 20] = {
     use Axis::{
         Experts, Ffn, Hidden, KeyNorm, KvHeads, One, OneRow, QueryHeads, QueryNorm, SharedFfn,
@@ -244,7 +244,8 @@ impl LayerWeight {
         }
     }
 
-    /// Returns the name in Hugging Face's checkpoints, within a layer. Some families have other names.
+    /// Returns the name in Hugging Face's checkpoints, within a layer. Some families have other
+    /// names.
     pub(crate) fn hugging_face_name(self) -> String {
         match self {
             LayerWeight::Expert(expert, weight) => {
@@ -303,8 +304,8 @@ impl Weight {
         }
     }
 
-    /// Returns the part of the weight that a rank loads. The parts of the embedding and of the output have the
-    /// same rows.
+    /// Returns the part of the weight that a rank loads. The parts of the embedding and of the
+    /// output have the same rows.
     ///
     /// # Panics
     /// When the model cannot be sharded over these ranks; [`ModelConfig::check_shard`] rejects this

@@ -1,5 +1,5 @@
-//! Every architecture, from a folder and from a GGUF file, compared with outputs of transformers for the
-//! same weights (`fixtures/architectures.py`).
+//! Every architecture, from a folder and from a GGUF file, compared with outputs of transformers
+//! for the same weights (`fixtures/architectures.py`).
 
 mod common;
 
@@ -40,8 +40,8 @@ fn open(path: &PathBuf) -> Checkpoint {
     Checkpoint::open(path, LoadFormat::Auto).unwrap()
 }
 
-/// Compares logits of every position, given those of `tokens` and of the greedy tokens after them, with the expected
-/// ones. `what` names the model and how it ran.
+/// Compares logits of every position, given those of `tokens` and of the greedy tokens after them,
+/// with the expected ones. `what` names the model and how it ran.
 fn check(expected: &Expected, name: &str, logits: &[Vec<f32>], what: &str) {
     for (&position, expected) in expected.positions.iter().zip(&expected.logits[name]) {
         let found = &logits[position];
@@ -166,7 +166,8 @@ fn configurations_name_family_window_and_width() {
     assert_eq!(config("qwen3").head_dim, 16);
     assert_eq!((config("glm4_moe").head_dim, config("glm4_moe").rotary_dim), (16, 8));
 
-    // Converters write Mistral's and Mixtral's models as Llama's; everything else is equal in both formats.
+    // Converters write Mistral's and Mixtral's models as Llama's; everything else is equal in both
+    // formats.
     for name in ["llama3", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe"] {
         let (folder, gguf) = (config(name), open(&files(name)[1]).config().clone());
         let is_llama = ["mistral", "mixtral"].contains(&name);

@@ -1,4 +1,5 @@
-//! Tests that checkpoints of every format give the same weights, and that damaged files give typed errors.
+//! Tests that checkpoints of every format give the same weights, and that damaged files give typed
+//! errors.
 
 mod common;
 
@@ -165,7 +166,8 @@ fn fingerprints_differ_between_different_models() {
     assert_ne!(seed(1), seed(2));
 }
 
-/// Covers rows in the file's order and permuted rows, and weights that are not packed in the file's type.
+/// Covers rows in the file's order and permuted rows, and weights that are not packed in the file's
+/// type.
 #[test]
 fn fingerprint_uses_the_hashes_of_packed_weights() {
     let dummy = common::tiny_llama3();

@@ -69,8 +69,9 @@ fn dummy(changes: &Value) -> Result<Checkpoint, String> {
     open(folder.path(), &experts_config(QWEN3.experts, changes), LoadFormat::Dummy { seed: 5 })
 }
 
-/// Writes the model of `changes`. Its tensors have the values of the dense model, those of expert E the values that
-/// `expert` returns for those of the dense network, and the router those that `router` returns for its own.
+/// Writes the model of `changes`. Its tensors have the values of the dense model, those of expert E
+/// the values that `expert` returns for those of the dense network, and the router those that
+/// `router` returns for its own.
 fn mixture(
     families: &Families,
     changes: &Value,
@@ -181,7 +182,8 @@ fn ties_choose_the_first_experts() {
     assert!(worst(&found, &expected) < 1e-4);
     let four = logits(&mixture(&QWEN3, &json!({"num_experts_per_tok": 4}), zero, only_first));
     assert!(worst(&four, &expected) > 0.01);
-    // Half of the output of expert 0, whose down matrix is twice as large, and half of expert 1, which gives zeros.
+    // Half of the output of expert 0, whose down matrix is twice as large, and half of expert 1,
+    // which gives zeros.
     let halves = |index: u32, part: ExpertWeight, values: &mut [f32]| {
         if part == ExpertWeight::Down {
             values.iter_mut().for_each(|value| *value *= if index == 0 { 2.0 } else { 0.0 });

@@ -1,5 +1,5 @@
-//! Forward pass of a tiny model compared with an independent computation in f64, and one model compared
-//! across all formats.
+//! Forward pass of a tiny model compared with an independent computation in f64, and one model
+//! compared across all formats.
 
 mod common;
 
@@ -116,8 +116,8 @@ fn every_format_of_one_model_gives_the_same_logits() {
         }
     }
 
-    // The GGUF file made of a rounded folder gives that folder's logits: the row order is restored, and
-    // the norms, here in f32, hold the rounded values.
+    // The GGUF file made of a rounded folder gives that folder's logits: the row order is restored,
+    // and the norms, here in f32, hold the rounded values.
     for (element, checkpoint, from_folder) in rounded {
         let path = folder.path().join(format!("{element:?}.gguf"));
         let tensors = common::gguf_tensors(&checkpoint, element);

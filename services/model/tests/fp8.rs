@@ -1,5 +1,5 @@
-//! Checkpoints with FP8 matrices. Every layout of scales gives the weights, the shards and the logits of the same model with
-//! dequantized weights, and invalid files are refused by name.
+//! Checkpoints with FP8 matrices. Every layout of scales gives the weights, the shards and the
+//! logits of the same model with dequantized weights, and invalid files are refused by name.
 
 mod common;
 
@@ -304,7 +304,8 @@ fn logits_of_every_layout_equal_those_of_dequantised_weights() {
         let found = logits(&stored, Dtype::F32);
         assert!(found == logits(&f32s, Dtype::F32), "{layout:?}");
         assert!(found != logits(&plain(), Dtype::F32), "{layout:?}");
-        // The GPU's elements, and the elements of q8 blocks, are those of the dequantized values, too.
+        // The GPU's elements, and the elements of q8 blocks, are those of the dequantized values,
+        // too.
         let bf16s = pair.open_dequantised(Element::Bf16);
         assert!(logits(&stored, Dtype::Bf16) == logits(&bf16s, Dtype::Bf16), "{layout:?}");
         assert!(logits(&stored, WeightFormat::Q8) == logits(&f32s, WeightFormat::Q8), "{layout:?}");

@@ -34,8 +34,8 @@ impl Run {
         self.prompt_ids.len() + self.output_ids.len()
     }
 
-    /// Returns the greatest difference between the five best logits of the first step and the golden
-    /// ones.
+    /// Returns the greatest difference between the five best logits of the first step and the
+    /// golden ones.
     fn worst_top5(&self, logits: &[f32]) -> f32 {
         let off = |candidate: &Candidate| (candidate.logit - logits[candidate.id as usize]).abs();
         self.first_step_top5.iter().map(off).fold(0.0, f32::max)
@@ -93,8 +93,8 @@ fn q8_gives_the_golden_ids_where_the_margin_suffices() {
     check_forced(WeightFormat::Q8, 0.3, 0.6);
 }
 
-/// Checks with teacher forcing: every step sees the golden tokens before it. Where the golden margin is at
-/// least `sure_margin`, the best token must be the golden one.
+/// Checks with teacher forcing: every step sees the golden tokens before it. Where the golden
+/// margin is at least `sure_margin`, the best token must be the golden one.
 fn check_forced(weights: WeightFormat, sure_margin: f32, top5_tolerance: f32) {
     let mut runner = Runner::new(&smollm2(), weights, Isa::Auto, 640);
     let (mut failures, mut steps, mut equal) = (Vec::new(), 0, 0);

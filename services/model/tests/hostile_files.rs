@@ -1,5 +1,6 @@
-//! Files of every format that end early or contain false sizes, opened in a process with a memory limit.
-//! Each gives a result or an error, never a panic, and never an allocation of a falsely claimed size.
+//! Files of every format that end early or contain false sizes, opened in a process with a memory
+//! limit. Each gives a result or an error, never a panic, and never an allocation of a falsely
+//! claimed size.
 
 mod common;
 
@@ -19,8 +20,8 @@ use serde_json::{Value, json};
 /// Name of the helper that runs [`damaged_files_open_or_fail_within_the_memory_limit`].
 const LIMITED_HELPER: &str = "limited";
 
-/// Address space of the child process in KiB. Program, threads, allocator and the largest fixture need a
-/// quarter of it; the smallest false size below claims 16 times as much.
+/// Address space of the child process in KiB. Program, threads, allocator and the largest fixture
+/// need a quarter of it; the smallest false size below claims 16 times as much.
 const LIMIT_KIB: u64 = 1 << 20;
 
 /// Time-out, far above the time on a loaded machine.

@@ -1,7 +1,9 @@
-//! Perplexity of SmolLM2 over 8,192 tokens of Baton's documentation, in four windows of 2,048: with weights in bf16, and
-//! with weights in FP8 as a GPU quantizes them while it loads a model with `model.dtype = "fp8"`.
+//! Perplexity of SmolLM2 over 8,192 tokens of Baton's documentation, in four windows of 2,048: with
+//! weights in bf16, and with weights in FP8 as a GPU quantizes them while it loads a model with
+//! `model.dtype = "fp8"`.
 //!
-//! The tokens in `fixtures/perplexity.tokens` are the first of docs/architecture.md and docs/operations, each in 16 bits.
+//! The tokens in `fixtures/perplexity.tokens` are the first of docs/architecture.md and
+//! docs/operations, each in 16 bits.
 
 mod common;
 

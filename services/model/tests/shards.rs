@@ -35,8 +35,8 @@ fn all_logits(runner: &mut Runner, tokens: &[u32]) -> Vec<Vec<f32>> {
     runner.forward(&mut [(&mut sequence, tokens, tokens.len() as u32)])
 }
 
-/// Compares a model on one rank and on `of` ranks: the logits agree within `tolerance`. In f32, the KV
-/// agrees as well, and chunked prefill changes no bit of the logits.
+/// Compares a model on one rank and on `of` ranks: the logits agree within `tolerance`. In f32, the
+/// KV agrees as well, and chunked prefill changes no bit of the logits.
 fn check(checkpoint: &Checkpoint, weights: WeightFormat, of: usize, tolerance: f32, name: &str) {
     let tokens = tokens(40, checkpoint.config().vocab_size);
     let (alone, alone_kv) = together(checkpoint, weights, 1, name, |runner| {

@@ -16,8 +16,8 @@ fn part(folder: &Path, number: usize) -> PathBuf {
     folder.join(format!("tiny-{number:05}-of-{PARTS:05}.gguf"))
 }
 
-/// Writes the tiny model in three parts. The first part has no tensors, as splitting tools can produce.
-/// `change` may alter each part's split keys: part index, part count and tensor count.
+/// Writes the tiny model in three parts. The first part has no tensors, as splitting tools can
+/// produce. `change` may alter each part's split keys: part index, part count and tensor count.
 fn write(folder: &Path, change: impl Fn(usize, &mut [Option<u32>; 3])) -> Checkpoint {
     let dummy = common::tiny_llama3();
     let tensors = common::gguf_tensors(&dummy, Element::F32);

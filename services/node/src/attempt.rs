@@ -23,14 +23,15 @@ use crate::node_core::Refusal;
 const REMAINING_MS_MAX: u64 = 86_400_000;
 const CACHE_SALT_BYTES_MAX: usize = 256;
 const SESSION_BYTES_MAX: usize = 256;
-/// Maximum time for which a client may ask to keep KV: ten minutes. KV is evicted earlier when its memory is needed.
+/// Maximum time for which a client may ask to keep KV: ten minutes. KV is evicted earlier when its
+/// memory is needed.
 const KEEP_MS_MAX: u64 = 600_000;
 const ENDPOINT_BYTES_MAX: usize = 262;
 const LOGPROBS_MAX: u32 = 20;
 /// Maximum number of tokens whose logits an attempt asks for.
 const POOLED_LOGITS_MAX: usize = 16;
-/// Maximum log-probabilities of a prompt: those of its tokens, and the best ones in the place of each. They take about 12
-/// bytes each in the message of token 0.
+/// Maximum log-probabilities of a prompt: those of its tokens, and the best ones in the place of
+/// each. They take about 12 bytes each in the message of token 0.
 const PROMPT_LOGPROBS_MAX: u64 = 1 << 18;
 /// Maximum number of tokens with a bias.
 const LOGIT_BIASES_MAX: usize = 1024;
@@ -54,7 +55,8 @@ pub struct AttemptLimits {
 #[derive(Clone, Debug)]
 pub struct NewAttempt {
     pub request_id: u128,
-    /// The weights that the router expects. The engine thread compares them with the weights in use.
+    /// The weights that the router expects. The engine thread compares them with the weights in
+    /// use.
     pub weight_version: u64,
     /// Sequence for the scheduler, without the constraint that is compiled from `grammar` later.
     pub sequence: NewSequence,
@@ -175,7 +177,8 @@ impl NewAttempt {
     }
 }
 
-/// Returns the client's hints about the conversation. Sessions of different salts have different numbers.
+/// Returns the client's hints about the conversation. Sessions of different salts have different
+/// numbers.
 fn session_hint(attempt: &v1::Attempt) -> Result<SessionHint, Refusal> {
     let session = attempt.session.as_bytes();
     if session.len() > SESSION_BYTES_MAX {

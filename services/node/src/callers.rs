@@ -55,8 +55,8 @@ impl Callers {
         self.callers.remove(&call.number);
     }
 
-    /// Sends a reply to a caller. Never waits. A caller that has disconnected is not an error: its cancel
-    /// follows.
+    /// Sends a reply to a caller. Never waits. A caller that has disconnected is not an error: its
+    /// cancel follows.
     pub(crate) fn reply(&mut self, call: CallId, reply: Reply) -> Result<(), QueueFull> {
         let Some(caller) = self.callers.get_mut(&call.number) else { return Ok(()) };
         if let Reply::Ended(AttemptEnd::Failed { kind, message }) = &reply {
@@ -89,8 +89,8 @@ impl Callers {
     }
 }
 
-/// Logs a failed attempt in one line. A failure that a client or a full node causes is not logged as a
-/// warning.
+/// Logs a failed attempt in one line. A failure that a client or a full node causes is not logged
+/// as a warning.
 fn log_failure(caller: &AttemptCaller, call: CallId, kind: FailureKind, message: &str) {
     // The spans of the call's stages have ended, so the line names the caller's span.
     let (trace_id, span_id) = propagation::ids(&caller.stages.traceparent).unzip();
@@ -118,7 +118,8 @@ fn log_failure(caller: &AttemptCaller, call: CallId, kind: FailureKind, message:
     }
 }
 
-/// The open spans of one attempt's stages, each a child of the caller's span. Dropping it closes them.
+/// The open spans of one attempt's stages, each a child of the caller's span. Dropping it closes
+/// them.
 #[derive(Debug)]
 struct StageSpans {
     traceparent: String,
@@ -155,7 +156,8 @@ impl StageSpans {
     }
 
     fn begin(&mut self, stage: AttemptStage) {
-        // A decode node requests the transfer from the prefill node; a router requests the other stages.
+        // A decode node requests the transfer from the prefill node; a router requests the other
+        // stages.
         let kind = match stage {
             AttemptStage::Transfer if self.transfer_parent.is_empty() => "client",
             _ => "server",

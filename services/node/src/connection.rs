@@ -1,12 +1,14 @@
-//! Connections of gRPC callers: their maximum number, the TLS handshake, and the time-out of the HTTP/2 preface.
+//! Connections of gRPC callers: their maximum number, the TLS handshake, and the time-out of the
+//! HTTP/2 preface.
 //!
-//! A caller is a stranger until its certificate or the token of a call is verified. Strangers give way to new connections
-//! ([`PortListener`]). HTTP/2 keep-alive detects a dead caller only after the preface, so a connection that does not send
-//! its preface within the time-out is closed. The TLS handshake has a time-out of its own: an HTTP/2 server writes before
-//! it reads, and would wait for a handshake without looking at the time-out of the preface.
+//! A caller is a stranger until its certificate or the token of a call is verified. Strangers give
+//! way to new connections ([`PortListener`]). HTTP/2 keep-alive detects a dead caller only after
+//! the preface, so a connection that does not send its preface within the time-out is closed. The
+//! TLS handshake has a time-out of its own: an HTTP/2 server writes before it reads, and would wait
+//! for a handshake without looking at the time-out of the preface.
 //!
-//! A step yields tokens for many calls of one connection. A write waits until every task that is ready
-//! has run, so that one system call sends the tokens of all of them.
+//! A step yields tokens for many calls of one connection. A write waits until every task that is
+//! ready has run, so that one system call sends the tokens of all of them.
 
 use std::{
     future::{Future, ready},
@@ -35,8 +37,8 @@ use tokio::{
 use tokio_util::either::Either;
 use tonic::transport::server::Connected;
 
-/// A few connections per router. A router keeps its connection, so there is no reserve: beyond, further connections wait
-/// in the kernel's accept queue.
+/// A few connections per router. A router keeps its connection, so there is no reserve: beyond,
+/// further connections wait in the kernel's accept queue.
 const LIMITS: SlotLimits =
     SlotLimits { ordinary_max: 256, reserved_max: 0, closing_max: 64, authenticates: true };
 /// Time-out of the HTTP/2 connection preface, as long as the time-out of a peer's ZeroMQ handshake.
@@ -62,7 +64,8 @@ pub(crate) fn incoming(
         .filter_map(|opened| ready(opened.map(Ok)))
 }
 
-/// Performs the TLS handshake, if there are certificates. Returns `None` if the connection has ended.
+/// Performs the TLS handshake, if there are certificates. Returns `None` if the connection has
+/// ended.
 async fn open(
     stream: TcpStream,
     slot: ConnectionSlot,
@@ -93,8 +96,8 @@ pub(crate) struct CallerConnection {
     /// Completes when the connection must close.
     closing: BoxFuture<'static, ConnectionClose>,
     preface: Option<IncompletePreface>,
-    /// Completes when the runtime has run every ready task. A set of one future, so that other events that wake the
-    /// connection do not poll it.
+    /// Completes when the runtime has run every ready task. A set of one future, so that other
+    /// events that wake the connection do not poll it.
     ready_tasks: FuturesUnordered<BoxFuture<'static, ()>>,
     /// `ready_tasks` has completed since the last flush, so bytes may be written.
     may_write: bool,
@@ -205,7 +208,8 @@ impl AsyncWrite for CallerConnection {
 impl Connected for CallerConnection {
     type ConnectInfo = SlotHandle;
 
-    /// Returns the connection's slot, for [`AuthenticateLayer`](crate::authentication::AuthenticateLayer).
+    /// Returns the connection's slot, for
+    /// [`AuthenticateLayer`](crate::authentication::AuthenticateLayer).
     fn connect_info(&self) -> SlotHandle {
         self.slot.handle()
     }

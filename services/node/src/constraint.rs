@@ -18,8 +18,9 @@ use kernels::sampling::TokenMask;
 
 use crate::node_core::Refusal;
 
-/// Version of [`proto::v1::Grammar`] that nodes support, as announced in their records. Version 2 has tool
-/// calls, version 3 context-free grammars, version 4 thoughts, and calls in sections or with parameters.
+/// Version of [`proto::v1::Grammar`] that nodes support, as announced in their records. Version 2
+/// has tool calls, version 3 context-free grammars, version 4 thoughts, and calls in sections or
+/// with parameters.
 pub const GRAMMAR_VERSION: u32 = 4;
 
 /// Callback that receives the times of the compilation and of each token bitmask.
@@ -35,7 +36,8 @@ pub enum TimedOperation {
 #[derive(Debug)]
 pub struct GrammarVocabulary {
     compiler: Compiler,
-    /// Special tokens that mark tool calls and thoughts. In other answers routers omit them from the text.
+    /// Special tokens that mark tool calls and thoughts. In other answers routers omit them from
+    /// the text.
     mark_tokens: Vec<MarkToken>,
     /// Rows of the model's logits; the tokenizer may know fewer tokens, or more.
     size: u32,
@@ -52,7 +54,8 @@ impl GrammarVocabulary {
         Self { compiler, mark_tokens, size }
     }
 
-    /// Compiles the grammar and gives the sequence its constraint, which has accepted the sequence's output so far.
+    /// Compiles the grammar and gives the sequence its constraint, which has accepted the
+    /// sequence's output so far.
     pub fn constrain(
         &self,
         sequence: &mut NewSequence,
@@ -69,8 +72,8 @@ impl GrammarVocabulary {
             matcher.accept(token).map_err(|error| refusal(failure(error)))?;
         }
         if matcher.is_complete() {
-            // The earlier attempt ended before it reported the end of the answer. This attempt would sample a stop token,
-            // which the answer does not have.
+            // The earlier attempt ended before it reported the end of the answer. This attempt
+            // would sample a stop token, which the answer does not have.
             return Err(Refusal::AnswerComplete);
         }
         let stop_tokens = match sequence.ignore_stop_tokens {
@@ -85,7 +88,8 @@ impl GrammarVocabulary {
     }
 }
 
-/// Returns the marks that the grammar does not use: a vocabulary may have the marks of several formats.
+/// Returns the marks that the grammar does not use: a vocabulary may have the marks of several
+/// formats.
 fn silent_marks(mark_tokens: &[MarkToken], grammar: &Grammar) -> Arc<[u32]> {
     mark_tokens.iter().filter(|mark| !grammar.writes(&mark.text)).map(|mark| mark.id).collect()
 }
@@ -157,8 +161,8 @@ fn failure(error: MatchError) -> ConstraintFailure {
     }
 }
 
-/// Returns the refusal of an attempt whose grammar compiles, but whose matcher fails. Only a bound is the client's fault: the
-/// emitted tokens matched the grammar on another node.
+/// Returns the refusal of an attempt whose grammar compiles, but whose matcher fails. Only a bound
+/// is the client's fault: the emitted tokens matched the grammar on another node.
 fn refusal(failure: ConstraintFailure) -> Refusal {
     match failure {
         ConstraintFailure::TooComplex { reason } => {
@@ -182,7 +186,8 @@ mod tests {
         constrain(Grammar::Regex("a".into()), stop_token_ids, ignore_stop_tokens)
     }
 
-    /// Constrains a sequence whose earlier attempt emitted `a`, on a node that has the tokens `a`, `b` and a stop token.
+    /// Constrains a sequence whose earlier attempt emitted `a`, on a node that has the tokens `a`,
+    /// `b` and a stop token.
     fn constrain(grammar: Grammar, stop_token_ids: Vec<u32>, ignore_stop_tokens: bool) -> Refusal {
         let tokens: [&[u8]; 2] = [b"a", b"b"];
         let stop = Token::Silent;

@@ -50,7 +50,8 @@ pub(crate) enum ChosenDevice<T> {
 }
 
 impl<T> ChosenDevice<T> {
-    /// Chooses by `node.device` and `opened`, the result of opening the GPUs. An invalid setting is always an error.
+    /// Chooses by `node.device` and `opened`, the result of opening the GPUs. An invalid setting is
+    /// always an error.
     fn by(
         device: Device,
         opened: Result<T, NodeStartError>,
@@ -66,7 +67,8 @@ impl<T> ChosenDevice<T> {
     }
 }
 
-/// Opens the GPUs unless the CPU is set, chooses as [`ChosenDevice::by`] does, and warns of a fallback.
+/// Opens the GPUs unless the CPU is set, chooses as [`ChosenDevice::by`] does, and warns of a
+/// fallback.
 fn choose<T>(
     device: Device,
     open: impl FnOnce() -> Result<T, NodeStartError>,
@@ -198,8 +200,8 @@ pub(crate) fn memory<'a>(
     Ok(NodeDevice::Gpu { memory_bytes: memory_bytes.saturating_sub(reserve(config)) })
 }
 
-/// Loads the kernels that gather blocks and those that compute digests of KV on the ranks' GPUs. The node's process
-/// needs no other kernel.
+/// Loads the kernels that gather blocks and those that compute digests of KV on the ranks' GPUs.
+/// The node's process needs no other kernel.
 pub(crate) fn load_kv_kernels(node: &config::Node, kv: &RankedKv) {
     let library = KernelLibrary::open(kernels(node).as_deref()).map(Arc::new);
     if let Err(error) = library.as_ref().map_err(Clone::clone).and_then(|it| kv.move_with(it)) {
@@ -235,8 +237,9 @@ fn kernels(node: &config::Node) -> Option<PathBuf> {
     node.kernels.clone().or_else(|| KernelLibrary::in_folder_of(&env::current_exe().ok()?))
 }
 
-/// Loads the weights and allocates the KV cache: the configured number of blocks, or as many as fit.
-/// `layout` is the layout of a whole block; a rank has its part of every block and of the weights.
+/// Loads the weights and allocates the KV cache: the configured number of blocks, or as many as
+/// fit. `layout` is the layout of a whole block; a rank has its part of every block and of the
+/// weights.
 pub(crate) fn start_gpu(
     backend: CudaBackend,
     config: &Config,
@@ -288,8 +291,8 @@ pub(crate) fn start_gpu(
     let limits = limits_of(rank.map_or(Ok(fitting), |rank| rank.least(fitting))?)?;
     let kv = DeviceKv::new(&context, own_layout, limits.blocks).map_err(CudaExecutorError::from)?;
     if !is_rank {
-        // Peers may require integrity values, and the host tier needs digests. With ranks, the node process loads these
-        // kernels.
+        // Peers may require integrity values, and the host tier needs digests. With ranks, the node
+        // process loads these kernels.
         warn_of_host_digests(kv.digest_with(Arc::clone(&library)));
         kv.move_with(library).map_err(CudaExecutorError::from)?;
     }
@@ -314,7 +317,8 @@ pub(crate) fn start_gpu(
     Ok(ReadyGpu { executor, kv, arena })
 }
 
-/// Starts the executor on these threads and CPUs. The backend of a rank joins the group of its node.
+/// Starts the executor on these threads and CPUs. The backend of a rank joins the group of its
+/// node.
 pub(crate) fn start_cpu(
     config: &Config,
     checkpoint: &Checkpoint,
@@ -345,7 +349,8 @@ pub(crate) fn start_cpu(
     Ok(executor)
 }
 
-/// Returns a callback that logs the progress of loading the weights, at most every [`LOAD_LOG_INTERVAL`].
+/// Returns a callback that logs the progress of loading the weights, at most every
+/// [`LOAD_LOG_INTERVAL`].
 fn load_log() -> impl FnMut(LoadProgress) {
     let mut last = Instant::now();
     move |LoadProgress { parameters_done, parameters_total }| {
@@ -365,8 +370,8 @@ fn is_due(last: &mut Instant, now: Instant) -> bool {
     is_due
 }
 
-/// Returns the GPU memory in bytes that the KV cache leaves free: `node.gpu_reserve`, and with transport `nccl` the
-/// memory of the pairs that connect in advance.
+/// Returns the GPU memory in bytes that the KV cache leaves free: `node.gpu_reserve`, and with
+/// transport `nccl` the memory of the pairs that connect in advance.
 fn reserve(config: &Config) -> u64 {
     let of_pairs = match config.transfer.transport {
         Transport::Nccl => {
@@ -377,8 +382,9 @@ fn reserve(config: &Config) -> u64 {
     config.node.gpu_reserve.bytes() + of_pairs
 }
 
-/// Returns the SMs that decode steps leave to NCCL: those of one pair, because two transfers at a time are rare. With
-/// ranks it is 0: NCCL's kernels run in the node's process, which shares the GPU with the rank by time slices.
+/// Returns the SMs that decode steps leave to NCCL: those of one pair, because two transfers at a
+/// time are rare. With ranks it is 0: NCCL's kernels run in the node's process, which shares the
+/// GPU with the rank by time slices.
 fn reserved_sms(config: &Config) -> u32 {
     match config.transfer.transport {
         Transport::Nccl if config.node.tp == 1 => nccl_reserved_sms(config.transfer.nccl_max_ctas),

@@ -1,8 +1,8 @@
 //! The thread that drives the [`NodeCore`].
 //!
-//! The loop gives the core commands of callers and events of transfers and KV tiers, then lets the core
-//! [take a turn](node_core::take_turn). It sleeps while the core has no work. It waits only for the device; a command,
-//! and an event of transfers or of the KV tiers, wakes it.
+//! The loop gives the core commands of callers and events of transfers and KV tiers, then lets the
+//! core [take a turn](node_core::take_turn). It sleeps while the core has no work. It waits only
+//! for the device; a command, and an event of transfers or of the KV tiers, wakes it.
 
 mod metrics;
 #[cfg(test)]
@@ -44,7 +44,8 @@ use crate::{
     trace::Recorder,
 };
 
-/// Maximum sleep. Commands, events and deadlines end a sleep earlier, so no rule depends on this time.
+/// Maximum sleep. Commands, events and deadlines end a sleep earlier, so no rule depends on this
+/// time.
 const SLEEP_MAX: Duration = Duration::from_secs(1);
 /// Commands and events taken between two steps, so that a flood of them cannot starve the device.
 const TAKEN_PER_STEP_MAX: usize = 256;
@@ -60,8 +61,8 @@ pub enum EngineError {
     Panicked { reason: String },
 }
 
-/// The device that the engine computed with. Transfers may still access its memory, so it is dropped
-/// after them. Dropping a broken device may block.
+/// The device that the engine computed with. Transfers may still access its memory, so it is
+/// dropped after them. Dropping a broken device may block.
 pub(crate) type Device = Option<Box<dyn Any + Send>>;
 
 /// A running engine thread. End it with [`EngineCommand::Stop`], then [`EngineThread::join`].

@@ -1,8 +1,9 @@
 //! Compiles the grammar of an attempt to the constraint of its sequence, outside the engine thread.
 //!
-//! The first grammar makes the node read its model's vocabulary and build a token trie. This takes a few
-//! hundred milliseconds and some tens of megabytes. The compiler bounds the time and memory of one
-//! compilation. This module bounds the number: a few run, some more wait, and the others get `Busy`.
+//! The first grammar makes the node read its model's vocabulary and build a token trie. This takes
+//! a few hundred milliseconds and some tens of megabytes. The compiler bounds the time and memory
+//! of one compilation. This module bounds the number: a few run, some more wait, and the others get
+//! `Busy`.
 
 use std::{
     path::PathBuf,
@@ -57,8 +58,8 @@ impl Grammars {
         }
     }
 
-    /// Returns the attempt with its constraint, if it has a grammar. The constraint has accepted the output
-    /// of earlier attempts.
+    /// Returns the attempt with its constraint, if it has a grammar. The constraint has accepted
+    /// the output of earlier attempts.
     pub(crate) async fn constrained(&self, mut attempt: NewAttempt) -> Result<NewAttempt, Refusal> {
         let Some(grammar) = attempt.grammar.take() else { return Ok(attempt) };
         let deadline = attempt.sequence.deadline.min(Instant::now() + COMPILE_TIMEOUT);

@@ -17,8 +17,8 @@ use crate::{
     authentication::AuthenticateLayer, connection, service::NodeService, weights::WeightsService,
 };
 
-/// Interval of keep-alive pings. A lost router is detected within interval plus time-out; then its requests are
-/// cancelled.
+/// Interval of keep-alive pings. A lost router is detected within interval plus time-out; then its
+/// requests are cancelled.
 const KEEPALIVE_INTERVAL: Duration = Duration::from_millis(500);
 const KEEPALIVE_TIMEOUT: Duration = Duration::from_secs(2);
 const BACKLOG: u32 = 1024;
@@ -35,8 +35,8 @@ const WHOLE_NODE: &str = "";
 /// The health check's name for the service.
 const NODE_SERVICE: &str = "baton.v1.Node";
 
-/// Binds an address without listening: connections are refused until the node is ready, and a port in use is reported
-/// before the model is loaded.
+/// Binds an address without listening: connections are refused until the node is ready, and a port
+/// in use is reported before the model is loaded.
 pub(crate) fn reserve(address: SocketAddr) -> io::Result<TcpSocket> {
     let socket = if address.is_ipv4() { TcpSocket::new_v4()? } else { TcpSocket::new_v6()? };
     // A restart must not wait for connections of its predecessor to time out.
@@ -56,8 +56,8 @@ pub(crate) struct GrpcServer {
 }
 
 impl GrpcServer {
-    /// Accepts connections. A connection has at most `attempts_max` attempts of `sequence_tokens_max` tokens. Health
-    /// checks return SERVING after [`Self::set_status`].
+    /// Accepts connections. A connection has at most `attempts_max` attempts of
+    /// `sequence_tokens_max` tokens. Health checks return SERVING after [`Self::set_status`].
     pub(crate) async fn start(
         socket: TcpSocket,
         tls: Option<Tls>,
@@ -111,8 +111,8 @@ impl GrpcServer {
         }
     }
 
-    /// Stops accepting and waits at most `deadline` until every stream has ended, then closes the open
-    /// connections. Returns false when connections had to be closed.
+    /// Stops accepting and waits at most `deadline` until every stream has ended, then closes the
+    /// open connections. Returns false when connections had to be closed.
     pub(crate) async fn shutdown(self, deadline: Duration) -> bool {
         let Self { health: _, stop, task } = self;
         drop(stop);

@@ -5,19 +5,20 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// Start time of the oldest step in flight. The engine thread writes the time, and probes read it: probes must answer
-/// while the engine thread is blocked in a call of the device's driver.
+/// Start time of the oldest step in flight. The engine thread writes the time, and probes read it:
+/// probes must answer while the engine thread is blocked in a call of the device's driver.
 #[derive(Debug, Default)]
 pub(crate) struct StepInFlight(Mutex<Option<Instant>>);
 
 impl StepInFlight {
-    /// Stores `now` as the start time unless a step is in flight. Called before the engine thread calls the executor.
+    /// Stores `now` as the start time unless a step is in flight. Called before the engine thread
+    /// calls the executor.
     pub(crate) fn begin_turn(&self, now: Instant) {
         self.lock().get_or_insert(now);
     }
 
-    /// Stores the start time of the oldest step in flight, which is `step_age` ago. Called after the executor has
-    /// returned.
+    /// Stores the start time of the oldest step in flight, which is `step_age` ago. Called after
+    /// the executor has returned.
     pub(crate) fn end_turn(&self, now: Instant, step_age: Option<Duration>) {
         *self.lock() = step_age.and_then(|age| now.checked_sub(age));
     }

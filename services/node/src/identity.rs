@@ -1,4 +1,5 @@
-//! The identity of a node: which peers it can be paired with, and the limits that its record announces.
+//! The identity of a node: which peers it can be paired with, and the limits that its record
+//! announces.
 
 use cluster::{ModelIdentity, NodeRecord};
 use engine::CacheSeeds;

@@ -28,9 +28,11 @@ use crate::{
     trace::StepTraceRequest,
 };
 
-/// Queued commands of routers that belong to no attempt: new observers, peers to connect to, calls of operators.
+/// Queued commands of routers that belong to no attempt: new observers, peers to connect to, calls
+/// of operators.
 const ROUTER_COMMANDS_MAX: usize = 64;
-/// Commands that the node sends once each: [`EngineCommand::Drain`], [`EngineCommand::EndAll`], [`EngineCommand::Stop`].
+/// Commands that the node sends once each: [`EngineCommand::Drain`], [`EngineCommand::EndAll`],
+/// [`EngineCommand::Stop`].
 const NODE_COMMANDS_MAX: usize = 3;
 
 /// One command to the engine thread.
@@ -85,7 +87,8 @@ pub(crate) enum EngineCommand {
         /// Held until the engine thread has taken the command.
         _permit: OwnedSemaphorePermit,
     },
-    /// Release the weights in use at the next step boundary, and launch no step until [`EngineCommand::ChangeWeights`].
+    /// Release the weights in use at the next step boundary, and launch no step until
+    /// [`EngineCommand::ChangeWeights`].
     ReleaseWeights {
         update: UpdateId,
         /// Whether running sequences may finish before.
@@ -95,7 +98,8 @@ pub(crate) enum EngineCommand {
         /// Held until the engine thread has taken the command.
         _permit: OwnedSemaphorePermit,
     },
-    /// The update that released the weights was aborted. No effect after the release by another update.
+    /// The update that released the weights was aborted. No effect after the release by another
+    /// update.
     LoseWeights {
         update: UpdateId,
         /// Receives whether the node has no valid weights now.
@@ -157,8 +161,8 @@ pub(crate) struct CommandSender {
     waker: CollectWaker,
 }
 
-/// The engine thread's end of the queue. Dropping it drops the queued commands, which rejects queued
-/// arrivals; the queue itself would keep them as long as a sender lives.
+/// The engine thread's end of the queue. Dropping it drops the queued commands, which rejects
+/// queued arrivals; the queue itself would keep them as long as a sender lives.
 #[derive(Debug)]
 pub(crate) struct CommandReceiver {
     queue: Receiver<EngineCommand>,
@@ -216,8 +220,8 @@ impl EngineInbox {
         (inbox, received)
     }
 
-    /// Sends the attempt to the engine thread and waits until the scheduler has accepted it. Dropping
-    /// the future or the stream cancels the attempt.
+    /// Sends the attempt to the engine thread and waits until the scheduler has accepted it.
+    /// Dropping the future or the stream cancels the attempt.
     pub(crate) async fn begin(&self, attempt: NewAttempt) -> Result<AttemptStream, Refusal> {
         let permit = self.permits.clone().try_acquire_owned().map_err(|_| {
             let reason = format!("the node has {} attempts, its maximum", self.attempts_max);
@@ -337,8 +341,8 @@ mod tests {
         }
     }
 
-    /// Without a bound of their own, enough `Meet` calls would fill the queue, and the cancel of an attempt would be
-    /// lost.
+    /// Without a bound of their own, enough `Meet` calls would fill the queue, and the cancel of an
+    /// attempt would be lost.
     #[tokio::test]
     async fn queued_commands_of_routers_leave_room_for_attempts_and_their_cancels() {
         let (inbox, commands) = EngineInbox::new(1, CollectWaker::default());

@@ -4,15 +4,17 @@
 //! * [`Node`] is a running node inside another program, such as a test.
 //! * [`node_core::NodeCore`] holds the rules of a node, without I/O.
 //!
-//! `NodeService::attempt` shows the stages of a call in order, and [`node_core::take_turn`] the order within the engine
-//! thread. The files on the way: `service` (the call) → `attempt` (its fields are checked) → `grammars` (its grammar is
-//! compiled) → `inbox` (bounded queue) → `engine_thread` → `node_core` → `callers` and `stream` (the caller's channels) →
-//! `wire` (messages to the caller). Other files: `observe` streams load and cached prefixes to routers, `node` starts
-//! and stops the node, `model_load` opens the model, `tensor_parallel` starts ranks, `grpc_server` and `probes` listen,
-//! `weights` takes part in live weight updates.
+//! `NodeService::attempt` shows the stages of a call in order, and [`node_core::take_turn`] the
+//! order within the engine thread. The files on the way: `service` (the call) → `attempt` (its
+//! fields are checked) → `grammars` (its grammar is compiled) → `inbox` (bounded queue) →
+//! `engine_thread` → `node_core` → `callers` and `stream` (the caller's channels) → `wire`
+//! (messages to the caller). Other files: `observe` streams load and cached prefixes to routers,
+//! `node` starts and stops the node, `model_load` opens the model, `tensor_parallel` starts ranks,
+//! `grpc_server` and `probes` listen, `weights` takes part in live weight updates.
 //!
-//! Not in this crate: scheduling and the forward pass (crate `engine`), KV transfer (crate `kv-transfer`), text
-//! processing (crate `text`), and recovery: a node reports a failure, and the router retries.
+//! Not in this crate: scheduling and the forward pass (crate `engine`), KV transfer (crate
+//! `kv-transfer`), text processing (crate `text`), and recovery: a node reports a failure, and the
+//! router retries.
 
 #![forbid(unsafe_code)]
 

@@ -1,5 +1,5 @@
-//! Checks the memory limit of the process before weights and KV are allocated: the kernel kills a process that exceeds
-//! the limit without an error message.
+//! Checks the memory limit of the process before weights and KV are allocated: the kernel kills a
+//! process that exceeds the limit without an error message.
 
 use std::{
     fmt, fs,
@@ -15,7 +15,8 @@ const PAGE: u64 = 4096;
 /// The control groups of this process.
 const PROCESS_CGROUP: &str = "/proc/self/cgroup";
 
-/// The part of a container's memory limit that one node may use. The nodes of a container have equal parts.
+/// The part of a container's memory limit that one node may use. The nodes of a container have
+/// equal parts.
 #[derive(Debug, Clone, Copy)]
 pub struct MemoryShare {
     /// The container's memory limit in bytes.
@@ -24,7 +25,8 @@ pub struct MemoryShare {
 }
 
 impl MemoryShare {
-    /// Returns this node's share of the memory limit of its control group, or `None` if the group has no limit.
+    /// Returns this node's share of the memory limit of its control group, or `None` if the group
+    /// has no limit.
     pub fn of_node(nodes_per_container: u32) -> Option<Self> {
         let own = fs::read_to_string(PROCESS_CGROUP).unwrap_or_default();
         limit(Path::new(CGROUP_MOUNT), &own).map(|limit| Self { limit, nodes_per_container })
@@ -50,7 +52,8 @@ impl fmt::Display for MemoryShare {
     }
 }
 
-/// Bytes of host memory that a node's weights and KV take, also in its rank processes; zeros on a GPU.
+/// Bytes of host memory that a node's weights and KV take, also in its rank processes; zeros on a
+/// GPU.
 #[derive(Debug, Clone, Copy, Default)]
 pub(crate) struct HostBytes {
     pub weights: u64,
@@ -71,12 +74,14 @@ pub(crate) fn check(
     }
 }
 
-/// Rejects a second copy of the weights that exceeds the node's share of a memory limit, or the free memory.
+/// Rejects a second copy of the weights that exceeds the node's share of a memory limit, or the
+/// free memory.
 pub(crate) fn check_second_copy(
     share: Option<MemoryShare>,
     HostBytes { weights, kv }: HostBytes,
 ) -> Result<(), SettingsError> {
-    // Ranks hold weights and KV in their own processes, so the memory that this process uses does not include them.
+    // Ranks hold weights and KV in their own processes, so the memory that this process uses does
+    // not include them.
     check(share, weights.saturating_mul(2), kv)?;
     check_more(share, weights)
 }
@@ -100,8 +105,8 @@ fn available(memory: &str) -> Option<u64> {
     Some(kib << 10)
 }
 
-/// Returns the smallest limit of the process's control groups and of the groups above them, in version 1 or 2. `own` is
-/// the text of `/proc/self/cgroup`.
+/// Returns the smallest limit of the process's control groups and of the groups above them, in
+/// version 1 or 2. `own` is the text of `/proc/self/cgroup`.
 fn limit(mount: &Path, own: &str) -> Option<u64> {
     let files = own.lines().filter_map(|line| {
         let mut parts = line.splitn(3, ':');
@@ -113,13 +118,15 @@ fn limit(mount: &Path, own: &str) -> Option<u64> {
             }
             _ => return None,
         };
-        // A container may see its own group at the mount instead of at `path`, so every folder on the way is read.
+        // A container may see its own group at the mount instead of at `path`, so every folder on
+        // the way is read.
         let group = PathBuf::from(path.trim_start_matches('/'));
         let groups: Vec<PathBuf> =
             group.ancestors().map(|group| folder.join(group).join(file)).collect();
         Some(groups)
     });
-    // Without a limit, version 2 has the word `max`, and version 1 has a number larger than any memory.
+    // Without a limit, version 2 has the word `max`, and version 1 has a number larger than any
+    // memory.
     let value = |file: PathBuf| fs::read_to_string(file).ok()?.trim().parse::<u64>().ok();
     files.flatten().filter_map(value).filter(|limit| *limit < 1 << 60).min()
 }

@@ -27,7 +27,8 @@ use crate::{
     tensor_parallel,
 };
 
-/// Time-out of fetching and loading the model. `/live` answers meanwhile, so no probe ends a load that hangs.
+/// Time-out of fetching and loading the model. `/live` answers meanwhile, so no probe ends a load
+/// that hangs.
 const LOAD_MAX: Duration = Duration::from_secs(3600);
 
 /// An opened model.
@@ -46,7 +47,8 @@ pub(crate) struct Loaded {
     pub pooling: bool,
 }
 
-/// Fetches, opens and packs the model within [`LOAD_MAX`], and exports how long that took. Returns the device beside it.
+/// Fetches, opens and packs the model within [`LOAD_MAX`], and exports how long that took. Returns
+/// the device beside it.
 pub(crate) async fn load(
     role: Role,
     config: &Config,
@@ -82,8 +84,9 @@ fn load_blocking(
     path: &Path,
     (threads, cpus): (usize, Vec<u32>),
 ) -> Result<(Loaded, Box<dyn Executor>), NodeStartError> {
-    // This thread packs the weights, and the compute thread inherits its CPU: pages that forward passes read are
-    // first touched on that NUMA node. Rank processes would inherit the CPU too, so each pins itself.
+    // This thread packs the weights, and the compute thread inherits its CPU: pages that forward
+    // passes read are first touched on that NUMA node. Rank processes would inherit the CPU too, so
+    // each pins itself.
     let own_cpu = cpus.first().filter(|_| config.node.tp == 1);
     let confined = own_cpu.map(|cpu| affinity::confine(&[*cpu])).transpose();
     let _confined = confined.map_err(NodeStartError::Affinity)?;
@@ -100,7 +103,8 @@ fn load_blocking(
         "opened the model"
     );
     thread::scope(|scope| {
-        // Packing hashes the weights. This process packs none for ranks, so it hashes them while the ranks load.
+        // Packing hashes the weights. This process packs none for ranks, so it hashes them while
+        // the ranks load.
         let beside_ranks = (config.node.tp > 1).then(|| {
             scope.spawn(|| {
                 let _confined = (!cpus.is_empty()).then(|| affinity::confine(&cpus));
@@ -141,8 +145,8 @@ fn load_weights(
             ChosenDevice::Gpu(gpus) => (Some(gpus), None),
             ChosenDevice::Cpu { fallback } => (None, fallback),
         };
-        // This process's CUDA contexts take memory too, so they exist before the ranks measure the memory left for
-        // KV.
+        // This process's CUDA contexts take memory too, so they exist before the ranks measure the
+        // memory left for KV.
         let contexts = gpus.as_deref().map(device::contexts).transpose()?;
         let traits = traits(match &contexts {
             Some(contexts) => device::memory(config, contexts)?,

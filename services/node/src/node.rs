@@ -23,8 +23,8 @@ use crate::{
     weights::WeightActor,
 };
 
-/// Time for attempts to end after the drain time-out: a dead peer holds blocks for one lease and half a
-/// second.
+/// Time for attempts to end after the drain time-out: a dead peer holds blocks for one lease and
+/// half a second.
 const END_WITHIN: Duration = Duration::from_millis(2_500);
 /// Time to delete the node's record from etcd, while in-flight requests finish.
 const LEAVE_WITHIN: Duration = Duration::from_secs(3);
@@ -174,8 +174,8 @@ async fn stop_threads(
             (ended.map_err(NodeFailure::from), device)
         }
     };
-    // The engine thread has dropped its reference, so this joins the threads. A copy in flight may take long on a broken
-    // disk.
+    // The engine thread has dropped its reference, so this joins the threads. A copy in flight may
+    // take long on a broken disk.
     let copies = tokio::task::spawn_blocking(move || drop(tiers));
     let copies = tokio::time::timeout(TIERS_STOP_WITHIN, copies).await;
     let copies = copies.map_err(|_| NodeFailure::Deadline { what: "copies of KV tiers".into() });

@@ -1,18 +1,20 @@
 //! The rules of a node, without I/O.
 //!
-//! A [`NodeCore`] owns the scheduler and its step loop, the record of every attempt, the commands for
-//! the transfers, and the observers. It holds every rule of a node: the order of replies, what a full
-//! transfer queue means, duplicate ids, slow readers, drain and close, stalled steps, and when
-//! observers get a delta. Equal inputs give equal outputs.
+//! A [`NodeCore`] owns the scheduler and its step loop, the record of every attempt, the commands
+//! for the transfers, and the observers. It holds every rule of a node: the order of replies, what
+//! a full transfer queue means, duplicate ids, slow readers, drain and close, stalled steps, and
+//! when observers get a delta. Equal inputs give equal outputs.
 //!
-//! In the shell (`engine_thread`, or a simulation) are: channels to callers and observers, the transfer
-//! queue, spans, metrics, logs, the clock, and waiting. The core names a caller by [`CallId`] and an
-//! observer by [`ObserverId`]. The executor is the seam to the device: `cpu` and `cuda` compute, `sim`
-//! runs in virtual time. Only [`take_turn`] calls the executor, which may block.
+//! In the shell (`engine_thread`, or a simulation) are: channels to callers and observers, the
+//! transfer queue, spans, metrics, logs, the clock, and waiting. The core names a caller by
+//! [`CallId`] and an observer by [`ObserverId`]. The executor is the seam to the device: `cpu` and
+//! `cuda` compute, `sim` runs in virtual time. Only [`take_turn`] calls the executor, which may
+//! block.
 //!
-//! The shell gives the core its inputs (`handle_call`, `handle_cancel`, `handle_transfer_event`, …), then calls
-//! [`take_turn`], which carries out the core's outputs and runs the device. When the turn returns [`LoopOutcome::Idle`], the
-//! shell waits for an input, at most until [`NodeCore::next_deadline`].
+//! The shell gives the core its inputs (`handle_call`, `handle_cancel`, `handle_transfer_event`,
+//! …), then calls [`take_turn`], which carries out the core's outputs and runs the device. When the
+//! turn returns [`LoopOutcome::Idle`], the shell waits for an input, at most until
+//! [`NodeCore::next_deadline`].
 //!
 //! The core handles one scheduler action, scheduler input or transfer command per poll. So a full
 //! queue that the shell reports takes effect before the next output is made.
@@ -55,10 +57,11 @@ use weight_change::PendingWeightChange;
 
 /// Delay before a command is offered again after the transfer queue was full.
 pub const TRANSFER_RETRY_AFTER: Duration = Duration::from_millis(2);
-/// Time after which a step counts as hung. Routers move requests to other nodes after the same time without an event
-/// (`router.idle_timeout`).
+/// Time after which a step counts as hung. Routers move requests to other nodes after the same time
+/// without an event (`router.idle_timeout`).
 pub const STALL_AFTER: Duration = Duration::from_secs(60);
-/// The stall time-out is at least this many times the longest step so far: slow hardware is not a stall.
+/// The stall time-out is at least this many times the longest step so far: slow hardware is not a
+/// stall.
 const STALL_STEPS: u32 = 4;
 
 /// The state machine of one node.
@@ -146,9 +149,9 @@ impl<E: Executor> NodeCore<E> {
         self.give_to_scheduler(Input::Tier(event));
     }
 
-    /// Handles a full transfer queue that has rejected the last [`NodeOutput::Transfer`]. A command that begins a transfer
-    /// fails, and its caller gets Busy. For any other command returns true, and offers the command again after
-    /// [`TRANSFER_RETRY_AFTER`], before all later commands.
+    /// Handles a full transfer queue that has rejected the last [`NodeOutput::Transfer`]. A command
+    /// that begins a transfer fails, and its caller gets Busy. For any other command returns true,
+    /// and offers the command again after [`TRANSFER_RETRY_AFTER`], before all later commands.
     pub fn handle_transfer_queue_full(
         &mut self,
         call: Option<CallId>,
@@ -179,8 +182,8 @@ impl<E: Executor> NodeCore<E> {
         self.observers.remove(observer);
     }
 
-    /// Rejects new calls from now on, or accepts them again, and tells the observers. `grace`: time until the shell
-    /// ends the attempts in flight, so that routers may migrate longer ones.
+    /// Rejects new calls from now on, or accepts them again, and tells the observers. `grace`: time
+    /// until the shell ends the attempts in flight, so that routers may migrate longer ones.
     pub fn handle_draining(&mut self, is_draining: bool, grace: Option<Duration>, now: Instant) {
         self.now = now;
         self.attempts.set_draining(is_draining);
@@ -195,7 +198,8 @@ impl<E: Executor> NodeCore<E> {
         self.steps.scheduler_mut().reset_prefix_cache()
     }
 
-    /// Fails every attempt and rejects new calls. Tokens of earlier steps still reach their callers.
+    /// Fails every attempt and rejects new calls. Tokens of earlier steps still reach their
+    /// callers.
     pub fn handle_close(&mut self, reason: &CloseReason) {
         while let Some(action) = self.actions.pop_front() {
             self.attempts.on_action(action, self.now);
@@ -203,7 +207,8 @@ impl<E: Executor> NodeCore<E> {
         self.attempts.close(reason);
     }
 
-    /// Reports finished steps, detects a stall, sends a due delta and lets commands be offered again.
+    /// Reports finished steps, detects a stall, sends a due delta and lets commands be offered
+    /// again.
     fn handle_deadline(&mut self, now: Instant) {
         self.now = now;
         self.report_steps();
@@ -216,8 +221,9 @@ impl<E: Executor> NodeCore<E> {
         }
     }
 
-    /// Launches a step with KV that has arrived, if the device is idle. Without this call the node would first carry
-    /// out the outputs of the arrival, which would delay the first token after a hand-over.
+    /// Launches a step with KV that has arrived, if the device is idle. Without this call the node
+    /// would first carry out the outputs of the arrival, which would delay the first token after a
+    /// hand-over.
     fn launch_arrived_kv(&mut self) -> Result<(), ExecutorError> {
         if self.steps.steps_in_flight() > 0 || self.has_actions() {
             return Ok(());
@@ -235,10 +241,12 @@ impl<E: Executor> NodeCore<E> {
         launched
     }
 
-    /// Launches every step that can be launched, then waits up to `timeout` for the oldest step in flight.
-    /// [`LoopOutcome::Stepped`]: another step may be due at once. [`LoopOutcome::Idle`]: no step is in flight and no output is due.
+    /// Launches every step that can be launched, then waits up to `timeout` for the oldest step in
+    /// flight. After `Stepped` another step may be due at once. After `Idle` no step is in flight
+    /// and no output is due.
     fn step(&mut self, timeout: Duration) -> Result<LoopOutcome, ExecutorError> {
-        // `handle_deadline` must not end the pause: the shell may sleep after it, and the steps would not be launched.
+        // `handle_deadline` must not end the pause: the shell may sleep after it, and the steps
+        // would not be launched.
         self.end_pause_if_due();
         self.end_wait_if_due();
         self.change_weights_if_due()?;
@@ -247,7 +255,8 @@ impl<E: Executor> NodeCore<E> {
         self.actions.extend(self.new_actions.drain(..));
         self.now = self.steps.executor().now();
         Ok(match turn? {
-            // A handled action may let the scheduler plan a step. Without a step in flight the weights change.
+            // A handled action may let the scheduler plan a step. Without a step in flight the
+            // weights change.
             LoopOutcome::Idle | LoopOutcome::Pending
                 if self.has_actions() || self.may_change_weights() =>
             {
@@ -257,11 +266,12 @@ impl<E: Executor> NodeCore<E> {
         })
     }
 
-    /// Returns the next output, in order. `None` means that the core waits for an input, a step or a deadline.
+    /// Returns the next output, in order. `None` means that the core waits for an input, a step or
+    /// a deadline.
     fn poll_output(&mut self) -> Option<NodeOutput> {
         loop {
-            // Sends of KV and token 0 come before replies: the receiving node waits longer for them than callers for
-            // events.
+            // Sends of KV and token 0 come before replies: the receiving node waits longer for them
+            // than callers for events.
             if self.transfer_retry_at.is_none()
                 && let Some((call, command)) = self.attempts.next_send()
             {
@@ -356,7 +366,8 @@ impl<E: Executor> NodeCore<E> {
         }
     }
 
-    /// Detects a stall. A hung device blocks no thread, so the node would look healthy without this check.
+    /// Detects a stall. A hung device blocks no thread, so the node would look healthy without this
+    /// check.
     fn detect_stall(&mut self) {
         let is_stalled = self.steps.step_age().is_some_and(|age| age >= self.stall_after);
         if is_stalled == self.is_stalled {

@@ -1,8 +1,8 @@
 //! Populates the KV arena's memory in the background while the node serves.
 //!
-//! The first use of a block costs a page fault per page, in a transfer or a forward pass that a client
-//! waits for. Faulting in a gibibyte takes up to seconds, so readiness does not wait for it. A thread
-//! faults in one piece at a time and then sleeps.
+//! The first use of a block costs a page fault per page, in a transfer or a forward pass that a
+//! client waits for. Faulting in a gibibyte takes up to seconds, so readiness does not wait for it.
+//! A thread faults in one piece at a time and then sleeps.
 
 use std::{
     io,
@@ -17,8 +17,9 @@ use tracing::{debug, warn};
 
 /// Bytes faulted in at a time: a stop waits for at most one piece.
 const PIECE_BYTES: usize = 8 << 20;
-/// Sleep after a piece, as a multiple of the time that the piece took. Leaves CPU time to other pods, which still serve
-/// during a rollout: populating takes more CPU time than the rest of a small model's start.
+/// Sleep after a piece, as a multiple of the time that the piece took. Leaves CPU time to other
+/// pods, which still serve during a rollout: populating takes more CPU time than the rest of a
+/// small model's start.
 const REST: u32 = 4;
 
 /// Handle of the thread. Drop stops and joins the thread.
@@ -30,7 +31,8 @@ pub(crate) struct PopulateThread {
 }
 
 impl PopulateThread {
-    /// Starts the thread on `cpus`, so that the memory is on their NUMA node. An empty list allows any CPU.
+    /// Starts the thread on `cpus`, so that the memory is on their NUMA node. An empty list allows
+    /// any CPU.
     pub(crate) fn start(arena: Arc<KvArena>, cpus: Vec<u32>) -> io::Result<Self> {
         let (stop, stopped) = bounded::<()>(0);
         let thread = thread::Builder::new().name("baton-populate".to_owned()).spawn(move || {
@@ -57,7 +59,8 @@ impl Drop for PopulateThread {
     }
 }
 
-/// Populates the arena piece by piece. `rest` sleeps for the given time and returns whether to continue.
+/// Populates the arena piece by piece. `rest` sleeps for the given time and returns whether to
+/// continue.
 fn populate(arena: &KvArena, rest: impl Fn(Duration) -> bool) {
     let begun = Instant::now();
     let piece = u32::try_from(PIECE_BYTES / arena.block_bytes()).unwrap_or(u32::MAX).max(1);

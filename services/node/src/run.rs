@@ -26,14 +26,15 @@ use crate::{
 
 const READY_FILE_FLAG: &str = "ready-file";
 const TELEMETRY_STOP_WITHIN: Duration = Duration::from_secs(2);
-/// Number of async threads, which serve the streams. The engine and the device have their own threads.
+/// Number of async threads, which serve the streams. The engine and the device have their own
+/// threads.
 const ASYNC_THREADS: usize = 2;
 
 /// Exit code of usage and configuration errors; all other errors exit with 1.
 const USAGE: u8 = 2;
 
-/// Runs a node process: reads arguments and environment, serves until SIGTERM or SIGINT, and drains. A
-/// second signal ends the process at once.
+/// Runs a node process: reads arguments and environment, serves until SIGTERM or SIGINT, and
+/// drains. A second signal ends the process at once.
 pub fn run(role: Role) -> ExitCode {
     let started = Instant::now();
     let name = program_name(role);
@@ -54,7 +55,8 @@ pub fn run(role: Role) -> ExitCode {
     run_on(role, &parsed.config, ready_file.map(PathBuf::as_path), started, |device| device).into()
 }
 
-/// Sets NCCL's environment when KV or new weights may come by nccl. Call it before the first thread starts.
+/// Sets NCCL's environment when KV or new weights may come by nccl. Call it before the first thread
+/// starts.
 fn prepare_nccl(config: &Config) -> Result<(), NcclError> {
     let may_carry = matches!(config.transfer.transport, Transport::Auto | Transport::Nccl);
     let may_broadcast = config.weights.place != WeightPlace::Auto;
@@ -197,7 +199,8 @@ async fn serve_with_telemetry(
     code
 }
 
-/// Installs telemetry. The default name of the instance is the node's id, else role and configured port.
+/// Installs telemetry. The default name of the instance is the node's id, else role and configured
+/// port.
 fn start_telemetry(
     role: Role,
     config: &Config,

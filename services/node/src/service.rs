@@ -1,7 +1,8 @@
 //! The gRPC service of a node: `baton.v1.Node`.
 //!
-//! This module checks each call, sends it to the engine thread and streams the events back. A dropped
-//! call, a closed stream and a lost connection all drop the attempt's stream, which cancels the attempt.
+//! This module checks each call, sends it to the engine thread and streams the events back. A
+//! dropped call, a closed stream and a lost connection all drop the attempt's stream, which cancels
+//! the attempt.
 
 use std::{
     convert::Infallible,
@@ -67,8 +68,8 @@ impl NodeService {
         Self { role, limits, grammars, inbox, secret, observer_permits, trace_permit, draining }
     }
 
-    /// Rejects a peer in `field` that is not a member of the cluster. Needed because a call's token does not cover its
-    /// message.
+    /// Rejects a peer in `field` that is not a member of the cluster. Needed because a call's token
+    /// does not cover its message.
     fn check_member(&self, field: &str, peer: Option<&v1::Peer>) -> Result<(), Refusal> {
         match peer.is_none_or(|peer| self.secret.is_tagged(peer)) {
             true => Ok(()),
@@ -91,8 +92,8 @@ impl NodeService {
         Ok(())
     }
 
-    /// Takes a `Prefill` or `Decode` call through its stages. Before them, `grpc_server` limits the connection and
-    /// `authentication` checks the call's token.
+    /// Takes a `Prefill` or `Decode` call through its stages. Before them, `grpc_server` limits the
+    /// connection and `authentication` checks the call's token.
     async fn attempt<R, T>(
         &self,
         (role, method): (Role, &'static str),
@@ -109,8 +110,8 @@ impl NodeService {
         let attempt = checked(request.into_inner(), traceparent, &self.limits, Instant::now())?;
         // 3. The grammar is compiled.
         let attempt = self.grammars.constrained(attempt).await?;
-        // 4. The engine thread gives the attempt to `NodeCore`, which accepts it. From here on `node_core::take_turn`
-        //    shows the order: scheduler, device, transfers, replies.
+        // 4. The engine thread gives the attempt to `NodeCore`, which accepts it. From here on
+        //    `node_core::take_turn` shows the order: scheduler, device, transfers, replies.
         let replies = self.inbox.begin(attempt).await?;
         // 5. Each reply becomes a message. Dropping the stream cancels the attempt.
         Ok(Response::new(MessageStream { replies, message }))

@@ -84,7 +84,8 @@ pub enum SettingsError {
 /// Default bytes of KV in host memory.
 const KV_MEMORY_BYTES: u64 = 1 << 30;
 
-/// Returns the number of blocks of an arena in host memory: the setting, or as many as fit into the default size.
+/// Returns the number of blocks of an arena in host memory: the setting, or as many as fit into the
+/// default size.
 pub(crate) fn block_count(node: &config::Node, layout: KvLayout) -> Result<u32, SettingsError> {
     Ok(match block_count_set(node, layout)? {
         Some(blocks) => blocks,
@@ -114,7 +115,8 @@ fn blocks_of(bytes: u64, layout: KvLayout) -> Result<u32, SettingsError> {
     Ok(blocks as u32)
 }
 
-/// Returns the GPU of each rank as listed in `node.gpu`; `None` if unset: the ranks use the driver's order.
+/// Returns the GPU of each rank as listed in `node.gpu`; `None` if unset: the ranks use the
+/// driver's order.
 pub(crate) fn gpus(node: &config::Node) -> Result<Option<Vec<&str>>, SettingsError> {
     let Some(gpu) = &node.gpu else { return Ok(None) };
     let names: Vec<&str> = gpu.split(',').map(str::trim).collect();
@@ -125,7 +127,8 @@ pub(crate) fn gpus(node: &config::Node) -> Result<Option<Vec<&str>>, SettingsErr
     Ok(Some(names))
 }
 
-/// Returns the traits from which the node's defaults are derived; `device` is the device of one rank.
+/// Returns the traits from which the node's defaults are derived; `device` is the device of one
+/// rank.
 pub(crate) fn node_traits(
     config: &Config,
     role: Role,
@@ -176,8 +179,8 @@ pub(crate) fn updates_in_place(config: &Config) -> bool {
     config.weights.place == WeightPlace::InPlace
 }
 
-/// Returns the number and the size in bytes of the buffers for chunks of weights that a trainer broadcasts; 0 with
-/// tensor parallelism, which supports no broadcasts.
+/// Returns the number and the size in bytes of the buffers for chunks of weights that a trainer
+/// broadcasts; 0 with tensor parallelism, which supports no broadcasts.
 pub(crate) fn chunk_buffers(config: &Config) -> (usize, usize) {
     let buffers = if config.node.tp == 1 { config.weights.buffers as usize } else { 0 };
     (buffers, config.weights.chunk_bytes.bytes() as usize)
@@ -425,8 +428,8 @@ mod tests {
 
     use super::*;
 
-    /// Returns threads and CPUs on a machine with the NUMA nodes below, where this process may use CPUs 0
-    /// to 5 of 8.
+    /// Returns threads and CPUs on a machine with the NUMA nodes below, where this process may use
+    /// CPUs 0 to 5 of 8.
     fn found(flags: &[(&str, &str)]) -> Result<(usize, Vec<u32>), String> {
         let flags = flags.iter().map(|(key, value)| ((*key).into(), (*value).into())).collect();
         let config = Config::load(LoadInput { flags, ..LoadInput::default() }).unwrap();

@@ -24,11 +24,12 @@ use crate::{
     node_core::{AttemptEnd, CallId, Reply},
 };
 
-/// Maximum number of queued events of an attempt: about ten seconds of fast decoding, 100 KiB at most.
+/// Maximum number of queued events of an attempt: about ten seconds of fast decoding, 100 KiB at
+/// most.
 const EVENTS_MAX: usize = 1024;
 
-/// Permit that counts one attempt against the node's bound. The engine thread and the caller's stream hold it; the
-/// attempt no longer counts when both have dropped it.
+/// Permit that counts one attempt against the node's bound. The engine thread and the caller's
+/// stream hold it; the attempt no longer counts when both have dropped it.
 pub(crate) type AttemptPermit = Arc<OwnedSemaphorePermit>;
 
 /// The queue of one attempt.
@@ -71,7 +72,8 @@ pub(crate) struct Readers {
 }
 
 impl ReplySender {
-    /// Sends a reply to the stream. Never waits. A dropped stream is not an error: its cancel follows.
+    /// Sends a reply to the stream. Never waits. A dropped stream is not an error: its cancel
+    /// follows.
     pub(crate) fn send(&mut self, reply: Reply, readers: &mut Readers) -> Result<(), QueueFull> {
         let mut queue = self.queue.lock();
         if queue.stream_dropped {
@@ -100,8 +102,8 @@ impl Drop for ReplySender {
 }
 
 impl Readers {
-    /// Wakes the readers of all replies that were sent since the last call. Waking one reader after the
-    /// other from this thread would send their replies one by one.
+    /// Wakes the readers of all replies that were sent since the last call. Waking one reader after
+    /// the other from this thread would send their replies one by one.
     pub(crate) fn wake(&mut self) {
         if let (Some(runtime), false) = (&self.runtime, self.wakers.is_empty()) {
             let wakers = std::mem::take(&mut self.wakers);
@@ -121,8 +123,8 @@ pub(crate) struct AttemptStream {
     permit: AttemptPermit,
 }
 
-/// Returns both ends of one attempt's stream. `cancel` has room for one command of each permit. Must be
-/// called inside the runtime that reads the stream.
+/// Returns both ends of one attempt's stream. `cancel` has room for one command of each permit.
+/// Must be called inside the runtime that reads the stream.
 pub(crate) fn attempt_stream(
     call: CallId,
     cancel: CommandSender,

@@ -6,9 +6,9 @@
 //! computes its own heads there, and the node's transfers see whole blocks, as with one rank. The
 //! buffers of the all-reduce precede the arena in this memory.
 //!
-//! On GPUs each rank has its heads of every block on its own GPU and exports them to the node, so the
-//! node's transfers see whole blocks, too. Through the shared memory the ranks exchange the addresses
-//! of their all-reduce buffers on the GPUs.
+//! On GPUs each rank has its heads of every block on its own GPU and exports them to the node, so
+//! the node's transfers see whole blocks, too. Through the shared memory the ranks exchange the
+//! addresses of their all-reduce buffers on the GPUs.
 
 use std::{
     ffi::OsString,
@@ -88,8 +88,8 @@ fn region_bytes(layout: KvLayout, blocks: u32, ranks: u32) -> usize {
     arena_at(ranks).saturating_add(arena)
 }
 
-/// Starts the ranks on these GPUs (by UUID, with this process's contexts) or on CPUs, waits until they are ready, and
-/// returns them with the arena that they compute into.
+/// Starts the ranks on these GPUs (by UUID, with this process's contexts) or on CPUs, waits until
+/// they are ready, and returns them with the arena that they compute into.
 pub(crate) fn start(
     config: &Config,
     epoch: u128,

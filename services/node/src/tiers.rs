@@ -1,9 +1,11 @@
-//! The KV tiers of a node: pinned host memory, the file of the disk tier, and the threads that copy.
+//! The KV tiers of a node: pinned host memory, the file of the disk tier, and the threads that
+//! copy.
 //!
-//! [`engine::tiers`] decides what is copied. The engine thread queues each copy and never waits: the core bounds the
-//! copies in flight, and the queues have room for all of them. Saves: one thread copies blocks into buffers, and further
-//! threads write the buffers, so that a slow disk does not keep blocks from being evicted. Loads: several threads read
-//! slots into the reserved blocks and check them. A recovery thread reads the slots' headers once.
+//! [`engine::tiers`] decides what is copied. The engine thread queues each copy and never waits:
+//! the core bounds the copies in flight, and the queues have room for all of them. Saves: one
+//! thread copies blocks into buffers, and further threads write the buffers, so that a slow disk
+//! does not keep blocks from being evicted. Loads: several threads read slots into the reserved
+//! blocks and check them. A recovery thread reads the slots' headers once.
 
 mod disk_file;
 mod host;
@@ -43,17 +45,19 @@ use saves::SaveQueue;
 
 /// Events that may wait for the engine thread. The copying threads wait when the queue is full.
 const EVENTS_MAX: usize = 256;
-/// Threads that read headers at start: a disk needs several concurrent requests for its full throughput.
+/// Threads that read headers at start: a disk needs several concurrent requests for its full
+/// throughput.
 const RECOVERY_THREADS: u32 = 8;
-/// Maximum number of headers that a recovery thread may fail to read. A disk that fails everywhere must not delay the
-/// tier for each slot.
+/// Maximum number of headers that a recovery thread may fail to read. A disk that fails everywhere
+/// must not delay the tier for each slot.
 const RECOVERY_ERRORS_MAX: usize = 8;
-/// Time after which the node reports that headers are still read. No block is saved to the disk before all are read.
+/// Time after which the node reports that headers are still read. No block is saved to the disk
+/// before all are read.
 const RECOVERY_REPORTED_AFTER: Duration = Duration::from_secs(60);
 /// Time-out for opening the file of the disk tier. Allocating the file may take seconds.
 const OPEN_WITHIN: Duration = Duration::from_secs(60);
-/// Time-out of a load, after which the sequence computes its KV instead. A load that is predicted to take more than
-/// half of this time is not started.
+/// Time-out of a load, after which the sequence computes its KV instead. A load that is predicted
+/// to take more than half of this time is not started.
 const LOAD_TIMEOUT: Duration = Duration::from_secs(4);
 
 /// The opened tiers of a node, before their threads start.
@@ -66,7 +70,8 @@ pub(crate) struct OpenTiers {
 }
 
 impl OpenTiers {
-    /// Opens the tiers that are configured. A tier that cannot serve is reported and left out. May take seconds.
+    /// Opens the tiers that are configured. A tier that cannot serve is reported and left out. May
+    /// take seconds.
     pub(crate) fn open(config: &Config, arena: &KvArena) -> Option<Self> {
         let tier = &config.tier;
         if tier.disk_path.is_none() && tier.host_memory.bytes() == 0 {
@@ -140,7 +145,8 @@ fn open_disk(path: &Path, size: u64, arena: &KvArena, weights: WeightFormat) -> 
     }
 }
 
-/// Opens a file on a thread of its own, which outlives the call if the file system hangs, such as NFS without its server.
+/// Opens a file on a thread of its own, which outlives the call if the file system hangs, such as
+/// NFS without its server.
 fn open_within(
     time: Duration,
     open: impl FnOnce() -> Result<DiskFile, DiskError> + Send + 'static,
@@ -161,12 +167,14 @@ fn open_within(
 struct Events {
     queue: Sender<TierEvent>,
     waker: CollectWaker,
-    /// Saves with a smaller job number are cancelled if their copies have not begun. The engine thread sets the number.
+    /// Saves with a smaller job number are cancelled if their copies have not begun. The engine
+    /// thread sets the number.
     cancelled: Arc<AtomicU64>,
 }
 
 impl Events {
-    /// Sends an event; waits while the queue is full. Returns false when the engine thread has ended.
+    /// Sends an event; waits while the queue is full. Returns false when the engine thread has
+    /// ended.
     fn send(&self, event: TierEvent) -> bool {
         let is_sent = self.queue.send(event).is_ok();
         self.waker.wake();
@@ -222,8 +230,9 @@ impl Drop for DiskTier {
 }
 
 impl TierCopies {
-    /// Starts the threads. A tier whose threads cannot start is reported and left out; without any tier the result is
-    /// `None`. The receiver gets the results, and the blocks that the disk has from an earlier start.
+    /// Starts the threads. A tier whose threads cannot start is reported and left out; without any
+    /// tier the result is `None`. The receiver gets the results, and the blocks that the disk has
+    /// from an earlier start.
     pub(crate) fn start(
         tiers: OpenTiers,
         arena: &Arc<KvArena>,
@@ -265,8 +274,8 @@ impl TierCopies {
         self.config
     }
 
-    /// Queues a save. Returns the result if no thread will report one, because the core holds the block until it gets
-    /// one.
+    /// Queues a save. Returns the result if no thread will report one, because the core holds the
+    /// block until it gets one.
     pub(crate) fn save(&self, save: SaveJob) -> Option<TierEvent> {
         let is_queued = match (save.tier, &self.host, &self.disk) {
             (Tier::Host, Some(host), _) => host.save(save),
@@ -276,13 +285,14 @@ impl TierCopies {
         (!is_queued).then_some(TierEvent::SaveFailed { job: save.job })
     }
 
-    /// Cancels the saves up to `last` whose copies have not begun. Their threads report them as failed.
+    /// Cancels the saves up to `last` whose copies have not begun. Their threads report them as
+    /// failed.
     pub(crate) fn cancel_saves(&self, last: JobId) {
         self.cancelled.store(last.0 + 1, Ordering::Relaxed);
     }
 
-    /// Queues a load. Returns the result if no thread will report one, because the core holds the blocks until it gets
-    /// one.
+    /// Queues a load. Returns the result if no thread will report one, because the core holds the
+    /// blocks until it gets one.
     pub(crate) fn load(&self, job: LoadJob) -> Option<TierEvent> {
         let job = Arc::new(SharedLoad::new(job));
         let disk = self.disk.as_ref().filter(|_| job.has_disk());
@@ -302,8 +312,8 @@ impl Drop for TierCopies {
     }
 }
 
-/// Queues a copy, and returns whether it is queued. Never waits: the core bounds the copies in flight, and the queue has
-/// room for all of them.
+/// Queues a copy, and returns whether it is queued. Never waits: the core bounds the copies in
+/// flight, and the queue has room for all of them.
 fn enqueue<T>(queue: Option<&Sender<T>>, job: T) -> bool {
     let is_queued = queue.is_some_and(|queue| queue.try_send(job).is_ok());
     if !is_queued {
@@ -320,8 +330,8 @@ fn join(thread: JoinHandle<()>) {
     }
 }
 
-/// Starts threads that read all headers and report the blocks. The last of them reports the end. A further thread logs
-/// that they take long: a file system that hangs ends no read.
+/// Starts threads that read all headers and report the blocks. The last of them reports the end. A
+/// further thread logs that they take long: a file system that hangs ends no read.
 fn recover(
     disk: &Arc<DiskFile>,
     events: &Events,
@@ -388,8 +398,8 @@ fn recover_slots(
     read_headers(slots, is_stopping, key, found)
 }
 
-/// Reads the header of each slot by `key`, and passes the blocks to `found` until `found` returns false. Skips headers
-/// that cannot be read, and returns the last of these errors.
+/// Reads the header of each slot by `key`, and passes the blocks to `found` until `found` returns
+/// false. Skips headers that cannot be read, and returns the last of these errors.
 fn read_headers(
     slots: Range<SlotIndex>,
     is_stopping: &AtomicBool,

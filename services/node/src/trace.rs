@@ -1,5 +1,6 @@
-//! The trace that the engine thread records for an operator: steps, transfers, weight updates, and the copies of the KV
-//! tiers. A node records one trace at a time. Without a trace each call of the [`Recorder`] is one comparison.
+//! The trace that the engine thread records for an operator: steps, transfers, weight updates, and
+//! the copies of the KV tiers. A node records one trace at a time. Without a trace each call of the
+//! [`Recorder`] is one comparison.
 
 use std::{
     collections::HashMap,
@@ -19,7 +20,8 @@ use crate::node_core::{AttemptStage, CallId, StageChange};
 
 /// Maximum duration of a trace in seconds.
 pub(crate) const SECONDS_MAX: u32 = 60;
-/// Steps and spans of one trace. A step has at most 800 bytes of JSON, so a trace fits into the reply of 16 MiB.
+/// Steps and spans of one trace. A step has at most 800 bytes of JSON, so a trace fits into the
+/// reply of 16 MiB.
 const RECORDS_MAX: usize = 20_000;
 
 const LOADS: &str = "load";
@@ -64,7 +66,8 @@ impl Recorder {
         self.0.as_ref().map(|recording| recording.until)
     }
 
-    /// Replies with the trace when its time is over or it is full. Drops it when its receiver was dropped.
+    /// Replies with the trace when its time is over or it is full. Drops it when its receiver was
+    /// dropped.
     pub(crate) fn finish_if_due(&mut self) {
         if let Some(recording) = self.0.take_if(|it| it.is_over()) {
             recording.finish();

@@ -8,8 +8,8 @@ use kv_transfer::{
 use opentelemetry::{KeyValue, metrics::AsyncInstrument};
 use telemetry::Metrics;
 
-/// Registers the instruments. They report nothing after the transfers have shut down. A scrape reads
-/// them on its own thread and waits for no transfer.
+/// Registers the instruments. They report nothing after the transfers have shut down. A scrape
+/// reads them on its own thread and waits for no transfer.
 pub(crate) fn register(metrics: &Metrics, transfers: &Transfers) {
     let stats = transfers.metrics_reader();
     let observe = |name: &str, read: fn(&TransferMetrics, &dyn AsyncInstrument<u64>)| {

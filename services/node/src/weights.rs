@@ -1,10 +1,11 @@
 //! Live weight updates of this node: the gRPC service `baton.v1.Weights`.
 //!
-//! `actor` owns the state machine of the crate `weight-transfer` and carries out its actions, and `calls` has the calls
-//! to the actor. `copy` copies files of weights between nodes. `peers` calls other nodes of an update. `receive` opens,
-//! checks and prepares new weights. `trainer` receives weights from a trainer's GPU instead. `standby` owns the weights
-//! that are not in use. The engine thread swaps the weights at a step boundary, called through `engine`. `restore` reads
-//! the old weights again after an aborted update in place.
+//! `actor` owns the state machine of the crate `weight-transfer` and carries out its actions, and
+//! `calls` has the calls to the actor. `copy` copies files of weights between nodes. `peers` calls
+//! other nodes of an update. `receive` opens, checks and prepares new weights. `trainer` receives
+//! weights from a trainer's GPU instead. `standby` owns the weights that are not in use. The engine
+//! thread swaps the weights at a step boundary, called through `engine`. `restore` reads the old
+//! weights again after an aborted update in place.
 
 mod actor;
 mod calls;

@@ -85,7 +85,8 @@ async fn prompt_logprobs_come_from_the_node_that_prefills() {
         attempt.sampling.as_mut().unwrap().prompt_logprobs = Some(2);
         attempt
     };
-    // The last prompts are those before them: both caches have their blocks, which give no log-probabilities.
+    // The last prompts are those before them: both caches have their blocks, which give no
+    // log-probabilities.
     for (seed, length) in [(0, 40), (1, 200), (0, 40), (1, 200)] {
         let prompt = dummy_prompt(length, seed);
         let (prefilled, decoded) = pair.hand_over(&scored(&prompt)).await;
@@ -260,8 +261,8 @@ async fn decode_or_prefill_call_alone_fails_with_a_typed_error() {
     pair.stop().await;
 }
 
-/// Each node reports in one line that the peer does not fit: both fingerprints, and both values of each field
-/// that differs.
+/// Each node reports in one line that the peer does not fit: both fingerprints, and both values of
+/// each field that differs.
 async fn mismatched_nodes_reject_each_other_and_keep_serving() {
     let pair = Pair::start(&[], &[]).await;
     let (p, d) = (pair.p.side(), pair.d.side());
@@ -363,8 +364,9 @@ const FULL_BLOCKS: &str = "72";
 /// Length of a prompt; two such prompts fit into the blocks of a node.
 const FULL_PROMPT: usize = 500;
 
-/// P's blocks hold finished prompts for another decode node, which is frozen. D's blocks are reserved for prompts
-/// that P has not computed yet. No deadlock follows, and each request gets its answer.
+/// P's blocks hold finished prompts for another decode node, which is frozen. D's blocks are
+/// reserved for prompts that P has not computed yet. No deadlock follows, and each request gets its
+/// answer.
 async fn full_decode_node_does_not_block_a_full_prefill_node() {
     let small = [("node.blocks", FULL_BLOCKS)];
     let pair = Pair::start(&small, &small).await;

@@ -56,8 +56,8 @@ async fn speculative_decoding_sends_several_tokens_per_event_and_changes_none() 
         };
         (value("vllm:spec_decode_num_accepted_tokens_total{"), value("baton_step_rows_total{"))
     };
-    // Each row of a step emits one token and its accepted draft tokens. The last step is recorded after its
-    // tokens are sent.
+    // Each row of a step emits one token and its accepted draft tokens. The last step is recorded
+    // after its tokens are sent.
     let recorded = async {
         loop {
             let (accepted, rows) = counted();
@@ -68,8 +68,8 @@ async fn speculative_decoding_sends_several_tokens_per_event_and_changes_none() 
         }
     };
     let accepted = tokio::time::timeout(TIMEOUT, recorded).await.expect("every token is counted");
-    // One event may hold the tokens of several steps, and the last steps accept tokens beyond the last
-    // emitted one.
+    // One event may hold the tokens of several steps, and the last steps accept tokens beyond the
+    // last emitted one.
     assert!(accepted <= 200 - counts.len() + 16, "{accepted} accepted, {counts:?}");
     plain.stop().await;
     ahead.stop().await;

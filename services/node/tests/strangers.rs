@@ -1,4 +1,5 @@
-//! Strangers who hold connections to the gRPC port of a node: a node with and without certificates serves its callers.
+//! Strangers who hold connections to the gRPC port of a node: a node with and without certificates
+//! serves its callers.
 
 mod common;
 
@@ -28,8 +29,8 @@ const OPENING: &[u8] = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\0\0\0\x04\0\0\0\0\0";
 const PING: u8 = 6;
 const ACK: u8 = 1;
 
-/// Sends these bytes and answers each PING until the node closes the connection. `heard` counts connections from
-/// which the node was heard.
+/// Sends these bytes and answers each PING until the node closes the connection. `heard` counts
+/// connections from which the node was heard.
 async fn hold(address: SocketAddr, bytes: &[u8], heard: &AtomicUsize) -> std::io::Result<()> {
     let mut stream = TcpStream::connect(address).await?;
     stream.write_all(bytes).await?;
@@ -113,7 +114,8 @@ async fn callers_are_served_while_strangers_take_every_connection() {
         })
         .await;
         for seed in 0..3 {
-            // A caller whose connection is closed before its first call connects again, as a router does.
+            // A caller whose connection is closed before its first call connects again, as a router
+            // does.
             eventually("a new caller is served", async || {
                 let address = address.to_string();
                 let Ok(client) = connect_with(&address, epoch, tls.clone()).await else {

@@ -1,9 +1,9 @@
 //! Plans and results as bytes, by postcard.
 //!
-//! A plan leaves out its rows if they equal the rows of the previous plan: a decode step of 256 unchanged
-//! sequences takes about 100 bytes. Decoding accepts any bytes: malformed bytes give a typed error, and
-//! memory is allocated for the elements that the bytes contain, not for the number that a length prefix
-//! states.
+//! A plan leaves out its rows if they equal the rows of the previous plan: a decode step of 256
+//! unchanged sequences takes about 100 bytes. Decoding accepts any bytes: malformed bytes give a
+//! typed error, and memory is allocated for the elements that the bytes contain, not for the number
+//! that a length prefix states.
 
 use std::borrow::Cow;
 
@@ -31,7 +31,8 @@ pub enum DecodeError {
 pub enum RankOrder {
     /// First message: the rank's configuration, as bytes that the node and the rank agree on.
     Start(Vec<u8>),
-    /// `state` is the writer's running hash of all plans and bitmasks, this plan included; `found` is the reader's.
+    /// `state` is the writer's running hash of all plans and bitmasks, this plan included; `found`
+    /// is the reader's.
     Plan { plan: StepPlan, state: u64, found: u64 },
     /// Token bitmasks of the previous plan, with running hashes as in a plan.
     Masks { step_id: StepId, masks: Vec<RowMask>, state: u64, found: u64 },
@@ -55,11 +56,13 @@ pub enum WeightChange {
 pub enum RankAnswer {
     /// Limits of the rank's executor, and bytes that the node and the rank agree on.
     ///
-    /// `updates_in_place`: whether updates overwrite the weights in use; `None`: the weights cannot change.
+    /// `updates_in_place`: whether updates overwrite the weights in use; `None`: the weights cannot
+    /// change.
     Ready { limits: ExecutorLimits, updates_in_place: Option<bool>, ready_message: Vec<u8> },
     /// The rank has run a step.
     Step(StepAnswer),
-    /// The forward pass of this step has finished, and its sampling awaits token bitmasks. Rank 0 sends it.
+    /// The forward pass of this step has finished, and its sampling awaits token bitmasks. Rank 0
+    /// sends it.
     MasksDue { step_id: StepId },
     /// The rank has changed its weights. `state`: the running hash with the change.
     WeightsChanged { state: u64 },
@@ -108,7 +111,8 @@ impl From<&ExecutorError> for Failure {
     }
 }
 
-/// State that writer and reader each keep of the plans and bitmasks so far. Equal after the same messages.
+/// State that writer and reader each keep of the plans and bitmasks so far. Equal after the same
+/// messages.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct PlanHistory {
     /// Running hash of all plans and bitmasks.
@@ -180,7 +184,8 @@ pub fn encode_masks(
     encode_hashed(MASKS, &(step_id, masks), history, bytes);
 }
 
-/// Encodes a change of the weights into `bytes`, replacing their contents. Adds the change to the history.
+/// Encodes a change of the weights into `bytes`, replacing their contents. Adds the change to the
+/// history.
 pub fn encode_weight_change(change: WeightChange, history: &mut PlanHistory, bytes: &mut Vec<u8>) {
     encode_hashed(WEIGHTS, &change, history, bytes);
 }

@@ -1,9 +1,9 @@
 //! The ranks of a node as one executor, in the node process.
 //!
-//! For each rank a thread starts the process and waits for its end. (The kernel kills the process when the thread that
-//! started it ends, so the thread must stay.) Another thread watches the heartbeats, because a process that is stopped
-//! or hung does not end. The first failure is recorded; it kills all ranks and wakes all waiting threads. A group fails
-//! once and as a whole.
+//! For each rank a thread starts the process and waits for its end. (The kernel kills the process
+//! when the thread that started it ends, so the thread must stay.) Another thread watches the
+//! heartbeats, because a process that is stopped or hung does not end. The first failure is
+//! recorded; it kills all ranks and wakes all waiting threads. A group fails once and as a whole.
 
 mod failure;
 mod watch;
@@ -129,11 +129,12 @@ pub struct RankGroup {
 }
 
 impl RankGroup {
-    /// Starts a process for each rank with `command` and waits until all ranks are ready. Does not remove
-    /// the regions of dead processes (`kernels::shared::sweep` does).
+    /// Starts a process for each rank with `command` and waits until all ranks are ready. Does not
+    /// remove the regions of dead processes (`kernels::shared::sweep` does).
     ///
     /// # Errors
-    /// When shared memory is missing, or a rank does not become ready. All processes are killed then.
+    /// When shared memory is missing, or a rank does not become ready. All processes are killed
+    /// then.
     pub fn start(
         settings: GroupSettings,
         command: impl Fn(&RankSpec) -> Command + Send + Sync + 'static,
@@ -293,8 +294,8 @@ impl RankGroup {
         }
         let Some((_, first_reported)) = reported.first() else { return Ok(()) };
         self.watch.fail(first_reported.clone());
-        // Returns the first failure. But if that failure is only the end of a process, the last message of this rank,
-        // or of a rank that rejected a plan, has the cause.
+        // Returns the first failure. But if that failure is only the end of a process, the last
+        // message of this rank, or of a rank that rejected a plan, has the cause.
         let first = self.watch.failure.get().cloned();
         let Some(RankFailure::Ended { name: ended, .. }) = first else {
             return Err(first.unwrap_or_else(|| first_reported.clone()));

@@ -14,7 +14,8 @@ pub(crate) struct ProcessHandle {
 }
 
 impl ProcessHandle {
-    /// Opens the handle of a child. The child must not have been waited for, or its id may be reused.
+    /// Opens the handle of a child. The child must not have been waited for, or its id may be
+    /// reused.
     pub(crate) fn of_child(id: u32) -> io::Result<Self> {
         let id =
             libc::pid_t::try_from(id).map_err(|_| io::Error::from_raw_os_error(libc::ESRCH))?;
@@ -75,8 +76,8 @@ pub(crate) fn set_name(name: &str) {
     }
 }
 
-/// Returns CLOCK_MONOTONIC (the clock of [`Instant`]) in nanoseconds, which is the same in every process
-/// of this machine.
+/// Returns CLOCK_MONOTONIC (the clock of [`Instant`]) in nanoseconds, which is the same in every
+/// process of this machine.
 pub fn clock_nanos() -> u64 {
     let mut time = libc::timespec { tv_sec: 0, tv_nsec: 0 };
     // SAFETY: the call writes one `timespec` to `time`.
@@ -105,7 +106,8 @@ impl SharedClock {
         }
     }
 
-    /// Converts nanoseconds to an `Instant`. Values out of range become the time of [`SharedClock::new`].
+    /// Converts nanoseconds to an `Instant`. Values out of range become the time of
+    /// [`SharedClock::new`].
     pub(crate) fn instant(&self, nanos: u64) -> Instant {
         let moment = match nanos.checked_sub(self.nanos) {
             Some(later) => self.instant.checked_add(Duration::from_nanos(later)),

@@ -1,7 +1,8 @@
 //! A rank process.
 //!
-//! The main thread drives the executor. A second thread reads plans, so that the next step is launched
-//! while a step computes. A third thread writes the heartbeat, and a fourth one prepares new weights.
+//! The main thread drives the executor. A second thread reads plans, so that the next step is
+//! launched while a step computes. A third thread writes the heartbeat, and a fourth one prepares
+//! new weights.
 
 use std::{
     collections::VecDeque,
@@ -32,11 +33,11 @@ use crate::{
 
 /// Interval of heartbeats.
 pub(crate) const HEARTBEAT: Duration = Duration::from_millis(50);
-/// Time to spin for a plan before sleeping. A step takes far longer, so spinning only helps if the next
-/// plan follows at once.
+/// Time to spin for a plan before sleeping. A step takes far longer, so spinning only helps if the
+/// next plan follows at once.
 const SPIN: Duration = Duration::from_micros(10);
-/// Maximum length of one wait. A time-out does not end the process: the node stops it, or the kernel
-/// kills it when the node dies.
+/// Maximum length of one wait. A time-out does not end the process: the node stops it, or the
+/// kernel kills it when the node dies.
 pub(crate) const WAIT_MAX: Duration = Duration::from_secs(1);
 
 /// Reason why a rank process ends before the node stops it.
@@ -68,9 +69,9 @@ pub enum RankError {
     Thread(io::Error),
 }
 
-/// Runs a rank until the node stops it: joins the group, makes the executor from the node's start message,
-/// and runs steps. The process dies with the node. `make` returns the executor and a message of up to a
-/// few KB for the node.
+/// Runs a rank until the node stops it: joins the group, makes the executor from the node's start
+/// message, and runs steps. The process dies with the node. `make` returns the executor and a
+/// message of up to a few KB for the node.
 pub fn run_rank<E: Executor>(
     spec: &RankSpec,
     make: impl FnOnce(&[u8]) -> Result<(E, Vec<u8>), String>,
@@ -153,8 +154,8 @@ struct Rank<'a, E> {
     clock: SharedClock,
     /// Steps in flight: id and state hash.
     in_flight: VecDeque<(StepId, u64)>,
-    /// The step launched last, until its token bitmasks arrive, and whether the node knows that they are
-    /// due.
+    /// The step launched last, until its token bitmasks arrive, and whether the node knows that
+    /// they are due.
     awaiting: Option<(StepId, bool)>,
     tokens: u64,
 }

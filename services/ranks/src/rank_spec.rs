@@ -22,8 +22,8 @@ impl RankSpec {
     /// Flag that starts a process as a rank. Only the node sets it.
     pub const FLAG: &str = "rank";
 
-    /// Returns the command that runs this program's own executable, even if its file was replaced, with the
-    /// arguments of this process and the flag.
+    /// Returns the command that runs this program's own executable, even if its file was replaced,
+    /// with the arguments of this process and the flag.
     pub fn command(&self) -> Command {
         let mut arguments = env::args_os();
         let mut command = Command::new("/proc/self/exe");

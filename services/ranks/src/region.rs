@@ -1,7 +1,8 @@
 //! Layout of the memory that a node and its ranks share.
 //!
-//! Each group has one region: a header that identifies the group, a heartbeat per rank, the bells, the ring
-//! of step plans with the ranks as readers, and one ring of results per rank. Weight updates have separate rings.
+//! Each group has one region: a header that identifies the group, a heartbeat per rank, the bells,
+//! the ring of step plans with the ranks as readers, and one ring of results per rank. Weight
+//! updates have separate rings.
 
 use std::{
     fs,
@@ -32,9 +33,9 @@ const WEIGHT_ANSWER_SHAPE: RingShape = RingShape { slots: 8, slot_bytes: 4 << 10
 
 const HEADER_BYTES: usize = 8 * LINE;
 
-/// Number of shared bells: plans are available, the plan ring has free slots, results are available, and the same for
-/// orders and answers about weights. Two bells per rank follow, which tell that the rank's rings of results and of
-/// answers have free slots.
+/// Number of shared bells: plans are available, the plan ring has free slots, results are
+/// available, and the same for orders and answers about weights. Two bells per rank follow, which
+/// tell that the rank's rings of results and of answers have free slots.
 const BELLS_SHARED: usize = 6;
 
 /// Error of joining a group.
@@ -52,8 +53,8 @@ pub enum JoinError {
     Ranks { found: u64, expected: u32 },
 }
 
-/// Returns a number that identifies this build of the program. All ranks of a group must have the same
-/// build.
+/// Returns a number that identifies this build of the program. All ranks of a group must have the
+/// same build.
 pub fn build() -> u64 {
     let mut hash = Xxh3::with_seed(VERSION);
     hash.update(env!("CARGO_PKG_VERSION").as_bytes());
@@ -181,8 +182,8 @@ impl GroupRegion {
         RingShape { slots: 64, slot_bytes: 8 << 10, readers: ranks }
     }
 
-    /// Returns the shape of the ring of orders about weights. A chunk's pieces are one part, and the tensors of a model
-    /// a few hundred.
+    /// Returns the shape of the ring of orders about weights. A chunk's pieces are one part, and
+    /// the tensors of a model a few hundred.
     fn weight_order_shape(ranks: usize) -> RingShape {
         RingShape { slots: 16, slot_bytes: 8 << 10, readers: ranks }
     }

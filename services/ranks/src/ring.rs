@@ -1,21 +1,23 @@
 //! Ring in shared memory that broadcasts messages from one writer to every reader, in order.
 //!
-//! A ring is an array of slots of equal size. Message parts are numbered from 0; part *n* is in slot *n*
-//! mod slots. The writer fills a slot and then stores *n* + 1 as its sequence number (release). A reader
-//! that sees this number (acquire) sees the part. Each reader has a cursor, the number of parts it has
-//! taken, and the writer never fills a slot that some reader has not taken. A slow reader therefore blocks
-//! the writer, up to a deadline, and loses nothing. A message longer than a slot is split into several
-//! parts, which may be more than the ring's slots.
+//! A ring is an array of slots of equal size. Message parts are numbered from 0; part *n* is in
+//! slot *n* mod slots. The writer fills a slot and then stores *n* + 1 as its sequence number
+//! (release). A reader that sees this number (acquire) sees the part. Each reader has a cursor, the
+//! number of parts it has taken, and the writer never fills a slot that some reader has not taken.
+//! A slow reader therefore blocks the writer, up to a deadline, and loses nothing. A message longer
+//! than a slot is split into several parts, which may be more than the ring's slots.
 //!
-//! Neither side trusts the other's memory. Lengths are bounded. Every part has a checksum over its bytes,
-//! its number and the ring's seed. All accesses are atomic. Invalid data is an error, never undefined
-//! behaviour.
+//! Neither side trusts the other's memory. Lengths are bounded. Every part has a checksum over its
+//! bytes, its number and the ring's seed. All accesses are atomic. Invalid data is an error, never
+//! undefined behaviour.
 //!
-//! An idle reader spins briefly and then sleeps until a [`Bell`] rings. A blocked writer sleeps at once.
+//! An idle reader spins briefly and then sleeps until a [`Bell`] rings. A blocked writer sleeps at
+//! once.
 //!
-//! The main cost is moving cache lines between cores. So a spinning reader polls one cache line: the header
-//! of the next part, which also holds the first bytes of the message. Ringing a bell without sleepers only
-//! reads the bell. After publishing a part, the writer prefetches the cache lines that its next part needs.
+//! The main cost is moving cache lines between cores. So a spinning reader polls one cache line:
+//! the header of the next part, which also holds the first bytes of the message. Ringing a bell
+//! without sleepers only reads the bell. After publishing a part, the writer prefetches the cache
+//! lines that its next part needs.
 
 use std::{
     hint,
@@ -52,8 +54,8 @@ pub enum RingError {
     GivenUp,
 }
 
-/// Wake-up signal for sleeping processes. A bell has its own cache line, which does not change while no
-/// process sleeps.
+/// Wake-up signal for sleeping processes. A bell has its own cache line, which does not change
+/// while no process sleeps.
 #[derive(Clone, Debug)]
 pub struct Bell {
     /// The number of wake-ups, and the number of processes that sleep or are about to.
@@ -111,8 +113,8 @@ impl RingShape {
     }
 }
 
-/// 64-bit words in a slot's header: sequence number, message length, offset of the part, checksum. The part
-/// begins in the same cache line.
+/// 64-bit words in a slot's header: sequence number, message length, offset of the part, checksum.
+/// The part begins in the same cache line.
 const HEADER_LONGS: usize = 4;
 /// Polls between two reads of the clock while spinning.
 const POLLS_PER_CLOCK_READ: usize = 16;
@@ -129,14 +131,14 @@ pub struct RingMemory {
     /// `filled` wakes readers, `taken` wakes the writer.
     filled: Bell,
     taken: Bell,
-    /// Checksum seed, which distinguishes this ring from other rings and from earlier uses of the same
-    /// memory.
+    /// Checksum seed, which distinguishes this ring from other rings and from earlier uses of the
+    /// same memory.
     seed: u64,
 }
 
 impl RingMemory {
-    /// The region's bytes from `offset` on must be zero, or as a ring of the same shape left them. `filled` wakes
-    /// readers, `taken` the writer; several rings may share bells.
+    /// The region's bytes from `offset` on must be zero, or as a ring of the same shape left them.
+    /// `filled` wakes readers, `taken` the writer; several rings may share bells.
     pub fn new(
         region: &Arc<SharedRegion>,
         offset: usize,
@@ -231,8 +233,8 @@ impl RingWriter {
         self.memory.filled.ring();
     }
 
-    /// Prefetches the readers' cursors and the cache lines of the next slot, for a part as long as the last
-    /// one. These lines are in the caches of the readers since the previous round.
+    /// Prefetches the readers' cursors and the cache lines of the next slot, for a part as long as
+    /// the last one. These lines are in the caches of the readers since the previous round.
     fn look_ahead(&mut self, part_bytes: usize) {
         let slots = self.memory.shape.slots as u64;
         if self.next - self.free_from > slots / 2

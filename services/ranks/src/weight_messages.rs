@@ -1,4 +1,5 @@
-//! Messages about new weights. Their rings are separate from the step plans, so ranks prepare weights while steps run.
+//! Messages about new weights. Their rings are separate from the step plans, so ranks prepare
+//! weights while steps run.
 //!
 //! Every rank answers every order once, in order.
 
@@ -62,5 +63,6 @@ impl From<TrainerBuffer> for ExportedMemory {
     }
 }
 
-/// Outcome of an order: the received weights after [`WeightOrder::Finish`], or the reason why the order failed.
+/// Outcome of an order: the received weights after [`WeightOrder::Finish`], or the reason why the
+/// order failed.
 pub(crate) type WeightAnswer = Result<Option<ReceivedWeights>, String>;

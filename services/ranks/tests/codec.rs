@@ -303,8 +303,8 @@ fn length_prefix_beyond_the_message_is_rejected_without_allocating_it() {
     // Kind, hash, step_id and drafts_max.
     let head = [&[1], &[0; 8][..], &[0, 0]].concat();
     let many = [0xff, 0xff, 0xff, 0xff, 0xff, 0x7f];
-    // The lists in the order of the message: drafts, rows, released, admitted, extended. Each case gives
-    // the bytes between the head and its list.
+    // The lists in the order of the message: drafts, rows, released, admitted, extended. Each case
+    // gives the bytes between the head and its list.
     let before: [&[u8]; 5] = [&[], &[0, 0, 1], &[0; 3], &[0; 4], &[0; 5]];
     for (list, before) in before.iter().enumerate() {
         let bytes = [&head, *before, &many].concat();

@@ -1,8 +1,9 @@
-//! Groups of real rank processes with the `sim` executor. A group generates the same tokens as one executor in this
-//! process, and changes its weights as one. A group fails with a typed error when a rank dies, hangs, diverges or cannot start. Ranks end with their
-//! node.
+//! Groups of real rank processes with the `sim` executor. A group generates the same tokens as one
+//! executor in this process, and changes its weights as one. A group fails with a typed error when
+//! a rank dies, hangs, diverges or cannot start. Ranks end with their node.
 //!
-//! A rank process is this program again, running a helper that reads its rank spec from an environment variable.
+//! A rank process is this program again, running a helper that reads its rank spec from an
+//! environment variable.
 
 use std::{
     env, fs,
@@ -58,7 +59,8 @@ const LIMITS: ExecutorLimits = ExecutorLimits {
     }),
 };
 
-/// How a group runs. With a fault, one rank injects it. All ranks receive the scenario in the start message.
+/// How a group runs. With a fault, one rank injects it. All ranks receive the scenario in the start
+/// message.
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Scenario {
     None,
@@ -121,7 +123,8 @@ struct FaultyDevice {
 const DAMAGED_BUFFER: usize = 7;
 const STUCK_BUFFER: usize = 8;
 
-/// New weights of a rank. The first tensor is in parts, and each rank has the whole of the second one.
+/// New weights of a rank. The first tensor is in parts, and each rank has the whole of the second
+/// one.
 struct Weights {
     rank: u64,
     is_prepared: AtomicBool,
@@ -708,7 +711,8 @@ fn ranks_end_with_their_node_even_if_stopped() {
         assert!(Instant::now() < deadline, "the node starts");
         thread::sleep(Duration::from_millis(5));
     };
-    // A supervisor or a terminal signals the whole process group. Ranks ignore these signals: their node stops them.
+    // A supervisor or a terminal signals the whole process group. Ranks ignore these signals: their
+    // node stops them.
     signal(ids[0], "-TERM");
     signal(ids[0], "-INT");
     signal(ids[1], "-STOP");

@@ -1,5 +1,5 @@
-//! The shared-memory ring: order, no loss, slow and dead readers, deadlines, wrapping, long messages, and corrupted
-//! contents.
+//! The shared-memory ring: order, no loss, slow and dead readers, deadlines, wrapping, long
+//! messages, and corrupted contents.
 
 use std::{
     sync::{
@@ -163,7 +163,8 @@ fn oversized_messages_are_rejected() {
     assert_eq!(error, Err(RingError::TooLong { bytes: MESSAGE_BYTES_MAX + 1 }));
 }
 
-/// Corrupts every number in the ring, one at a time. Each corruption is detected or harmless, and nothing panics.
+/// Corrupts every number in the ring, one at a time. Each corruption is detected or harmless, and
+/// nothing panics.
 #[test]
 fn corrupted_ring_contents_are_detected_or_harmless() {
     let sent = message(5, 300);

@@ -1,4 +1,5 @@
-//! One answer: its request core, composed with what the answer holds of the state that all requests share.
+//! One answer: its request core, composed with what the answer holds of the state that all requests
+//! share.
 
 use std::{sync::Arc, time::Instant};
 
@@ -20,7 +21,8 @@ use crate::{
     router::{AnswerId, RouterCore},
 };
 
-/// Access to the router core that all answers share: a lock in a router, a reference in a simulation.
+/// Access to the router core that all answers share: a lock in a router, a reference in a
+/// simulation.
 pub trait SharedCore {
     fn with<T>(&mut self, work: impl FnOnce(&mut RouterCore) -> T) -> T;
 }
@@ -119,8 +121,9 @@ struct ChargedAttempt {
     charge: Charge,
 }
 
-/// One answer, with what it holds of the router core: the turn of its session, a place among the waiting answers, the
-/// nodes of its attempt and the charge for it. [`Self::end`] returns all of them.
+/// One answer, with what it holds of the router core: the turn of its session, a place among the
+/// waiting answers, the nodes of its attempt and the charge for it. [`Self::end`] returns all of
+/// them.
 #[derive(Debug)]
 pub struct AnswerCore {
     id: AnswerId,
@@ -183,8 +186,8 @@ impl AnswerCore {
         self.place.is_some()
     }
 
-    /// Returns the next action for the owner, who has performed the last one. Performing it may add more. Decisions that
-    /// need the state of all requests are made here.
+    /// Returns the next action for the owner, who has performed the last one. Performing it may add
+    /// more. Decisions that need the state of all requests are made here.
     pub fn poll_output(
         &mut self,
         now: Instant,
@@ -266,7 +269,8 @@ impl AnswerCore {
         None
     }
 
-    /// Picks nodes and returns the calls of an attempt. If no node takes the answer, the answer waits.
+    /// Picks nodes and returns the calls of an attempt. If no node takes the answer, the answer
+    /// waits.
     pub fn pick(
         &mut self,
         now: Instant,
@@ -371,8 +375,8 @@ impl AnswerCore {
 
     // Inputs.
 
-    /// Handles [`RouterOutput::Wake`](crate::RouterOutput::Wake). A wake-up that comes after the answer has left the
-    /// queue has no effect.
+    /// Handles [`RouterOutput::Wake`](crate::RouterOutput::Wake). A wake-up that comes after the
+    /// answer has left the queue has no effect.
     pub fn handle_wake(&mut self, now: Instant, shared: &mut impl SharedCore) {
         let Some(WaitingPlace { id, queued }) = &mut self.place else { return };
         let Some(limit) = *queued else { return };
@@ -419,8 +423,8 @@ impl AnswerCore {
         }
     }
 
-    /// Handles the delivery of the tokens of the last [`AnswerOutput::Emit`]. `stop` is the stop condition in them, if
-    /// any.
+    /// Handles the delivery of the tokens of the last [`AnswerOutput::Emit`]. `stop` is the stop
+    /// condition in them, if any.
     pub fn handle_emitted(&mut self, now: Instant, stop: Option<StopCause>) {
         self.request.handle_emitted(now, stop);
     }
@@ -448,13 +452,14 @@ impl AnswerCore {
         });
     }
 
-    /// Handles a client that disconnected, or a router that stops. The owner performs the outputs that follow, then calls
-    /// [`Self::end`].
+    /// Handles a client that disconnected, or a router that stops. The owner performs the outputs
+    /// that follow, then calls [`Self::end`].
     pub fn handle_client_left(&mut self) {
         self.request.handle_client_left();
     }
 
-    /// Returns everything that the answer holds of the router core. The owner calls it once, after the last output.
+    /// Returns everything that the answer holds of the router core. The owner calls it once, after
+    /// the last output.
     pub fn end(&mut self, now: Instant, shared: &mut impl SharedCore) {
         debug_assert!(self.attempt.is_none() && self.ended_attempt.is_none(), "an attempt is open");
         self.release_place(now, shared);

@@ -1,29 +1,34 @@
-//! Weighted fair queue (virtual-time scheduling with bounded credit) of the requests of one model that wait for a free
-//! slot. Pure: no clock, no task.
+//! Weighted fair queue (virtual-time scheduling with bounded credit) of the requests of one model
+//! that wait for a free slot. Pure: no clock, no task.
 //!
-//! All requests of an API key are one [`Flow`]; without keys all requests of a tenant. A request costs its uncached prompt
-//! tokens and twice its output tokens, because a decode row takes about as much of a step as two prompt tokens. Each flow
-//! has a *virtual time*: the cost that was served to the flow, divided by the weight of the flow. The next turn goes to
-//! the flow with the lowest virtual time, so flows that always have requests are served in proportion to their weights.
+//! All requests of an API key are one [`Flow`]; without keys all requests of a tenant. A request
+//! costs its uncached prompt tokens and twice its output tokens, because a decode row takes about
+//! as much of a step as two prompt tokens. Each flow has a *virtual time*: the cost that was served
+//! to the flow, divided by the weight of the flow. The next turn goes to the flow with the lowest
+//! virtual time, so flows that always have requests are served in proportion to their weights.
 //!
-//! *Credit*: a flow that used less than its share may return with a virtual time below that of the waiting flows, by at
-//! most the cost of [`CREDIT_REQUESTS`] requests. So its bursts do not wait for the other flows. A new flow has the
-//! credit of one request. *Debt*: if a new flow arrives while no flow waits, the present flows used less than their
-//! shares. The new flow then starts with a higher virtual time, so that a sudden flood does not delay the present
-//! flows. Debt does not count as service, so it does not put the new flow over its share.
+//! *Credit*: a flow that used less than its share may return with a virtual time below that of the
+//! waiting flows, by at most the cost of [`CREDIT_REQUESTS`] requests. So its bursts do not wait
+//! for the other flows. A new flow has the credit of one request. *Debt*: if a new flow arrives
+//! while no flow waits, the present flows used less than their shares. The new flow then starts
+//! with a higher virtual time, so that a sudden flood does not delay the present flows. Debt does
+//! not count as service, so it does not put the new flow over its share.
 //!
-//! A flow is charged the predicted cost when its request starts, and the rest or the excess when the attempt ends. The
-//! predicted output length is the mean of the flow's last answers. Within a flow the request with the earliest start
-//! deadline comes first; a later turn of a session has the start deadline of the session's first turn ([`FlowSessions`]).
-//! Flows of a higher priority come first. One of [`TURNS_PER_FAIR_TURN`] turns ignores priorities, and one of as many
-//! starts of a flow ignores sessions. A flow also ignores sessions while the first of its requests that may be
+//! A flow is charged the predicted cost when its request starts, and the rest or the excess when
+//! the attempt ends. The predicted output length is the mean of the flow's last answers. Within a
+//! flow the request with the earliest start deadline comes first; a later turn of a session has the
+//! start deadline of the session's first turn ([`FlowSessions`]). Flows of a higher priority come
+//! first. One of [`TURNS_PER_FAIR_TURN`] turns ignores priorities, and one of as many starts of a
+//! flow ignores sessions. A flow also ignores sessions while the first of its requests that may be
 //! rejected has waited for half of the time until it must start.
 //!
 //! Life of a waiting request:
-//! 1. [`FairQueue::join`], which refuses it if its predicted wait is too long, or its deadline too short.
+//! 1. [`FairQueue::join`], which refuses it if its predicted wait is too long, or its deadline too
+//!    short.
 //! 2. [`FairQueue::next_turn`] returns it: the owner picks nodes for it.
-//! 3. [`FairQueue::start`] and [`FairQueue::leave`] if nodes take the request. Otherwise [`FairQueue::passed`]: the turn
-//!    goes to other requests, until the owner calls [`FairQueue::retry_passed`], because nodes may have capacity again.
+//! 3. [`FairQueue::start`] and [`FairQueue::leave`] if nodes take the request. Otherwise
+//!    [`FairQueue::passed`]: the turn goes to other requests, until the owner calls
+//!    [`FairQueue::retry_passed`], because nodes may have capacity again.
 //! 4. [`FairQueue::take_late`] returns it when it could no longer complete before its deadline.
 //! 5. [`FairQueue::ended`] when the attempt has ended.
 
@@ -62,16 +67,18 @@ use service_time::ServiceTime;
 const CREDIT_REQUESTS: f64 = 16.0;
 /// Time for which a flow without requests keeps its share of the headroom.
 const ACTIVE_FOR: Duration = Duration::from_secs(60);
-/// Maximum number of flows that are kept without requests: clients may invent any number of tenant names.
+/// Maximum number of flows that are kept without requests: clients may invent any number of tenant
+/// names.
 const IDLE_FLOWS_MAX: usize = 1024;
-/// One of this many turns ignores priorities, so that no flow starves. One of this many starts of a flow ignores
-/// sessions, so that no new request starves.
+/// One of this many turns ignores priorities, so that no flow starves. One of this many starts of a
+/// flow ignores sessions, so that no new request starves.
 const TURNS_PER_FAIR_TURN: u64 = 8;
-/// Maximum number of requests, of one flow and of all flows, that have a turn or whose turn has passed since the last
-/// [`FairQueue::retry_passed`]. More than one, because a request that failed on an idle node may wait for a busy node.
-/// Few, because each turn costs a pick of nodes.
+/// Maximum number of requests, of one flow and of all flows, that have a turn or whose turn has
+/// passed since the last [`FairQueue::retry_passed`]. More than one, because a request that failed
+/// on an idle node may wait for a busy node. Few, because each turn costs a pick of nodes.
 const TURNS_MAX: (usize, usize) = (4, 16);
-/// Maximum number for all flows, including requests that wait for a node by choice ([`PassReason::ByChoice`]).
+/// Maximum number for all flows, including requests that wait for a node by choice
+/// ([`PassReason::ByChoice`]).
 const TURNS_BY_CHOICE_MAX: usize = 64;
 
 /// Name of a flow.
@@ -125,11 +132,13 @@ pub struct FairQueue<Id> {
     service_time: ServiceTime,
 }
 
-/// Place in the queue of one flow: the time by which the request must start, and the number of its arrival.
+/// Place in the queue of one flow: the time by which the request must start, and the number of its
+/// arrival.
 type Place = (Instant, u64);
 
-/// Place in the queue of one flow by sessions: whether the request may wait, the time by which it would have to start if
-/// it had arrived with the first turn of its session, and the number of its arrival.
+/// Place in the queue of one flow by sessions: whether the request may wait, the time by which it
+/// would have to start if it had arrived with the first turn of its session, and the number of its
+/// arrival.
 type SessionPlace = (bool, Instant, u64);
 
 /// Start of a request that joins the queue.
@@ -150,8 +159,8 @@ struct FlowState<Id> {
     weight: f64,
     priority: u32,
     virtual_time: f64,
-    /// Part of a new flow's virtual time that is not service. Each request that starts reduces it by its cost, so the
-    /// first requests raise the served time twice as fast.
+    /// Part of a new flow's virtual time that is not service. Each request that starts reduces it
+    /// by its cost, so the first requests raise the served time twice as fast.
     debt: f64,
     queue: BTreeMap<Place, Queued<Id>>,
     by_session: BTreeMap<SessionPlace, Place>,
@@ -174,9 +183,9 @@ struct FlowState<Id> {
 struct Queued<Id> {
     id: Id,
     session_place: SessionPlace,
-    /// When half of the time until the request must start has passed. From then on, later turns of sessions no longer
-    /// come first, because the wait that was predicted at the arrival excludes turns that arrive later. `None`: the
-    /// request is never rejected.
+    /// When half of the time until the request must start has passed. From then on, later turns of
+    /// sessions no longer come first, because the wait that was predicted at the arrival excludes
+    /// turns that arrive later. `None`: the request is never rejected.
     urgent_at: Option<Instant>,
     cost: f64,
     /// Why the turn of the request has passed, until [`FairQueue::retry_passed`].
@@ -273,7 +282,8 @@ impl<Id: Copy + Eq + Hash> FairQueue<Id> {
         self.places.is_empty()
     }
 
-    /// Adds a request, unless a new request could not start in time. Returns the limit that applies.
+    /// Adds a request, unless a new request could not start in time. Returns the limit that
+    /// applies.
     pub fn join(
         &mut self,
         now: Instant,
@@ -382,7 +392,8 @@ impl<Id: Copy + Eq + Hash> FairQueue<Id> {
         self.flows.get_mut(name).expect("a flow with requests is kept")
     }
 
-    /// Returns the request whose turn it is, if there is one. Turns of different flows may be open at the same time.
+    /// Returns the request whose turn it is, if there is one. Turns of different flows may be open
+    /// at the same time.
     pub fn next_turn(&mut self, now: Instant) -> Option<Id> {
         let id = self.find_turn(now)?;
         let name = self.places[&id].0.clone();
@@ -391,8 +402,8 @@ impl<Id: Copy + Eq + Hash> FairQueue<Id> {
         Some(id)
     }
 
-    /// Returns the first request in the order of service that may have a turn. Visits few flows: each earlier flow has
-    /// a turn, or requests whose turn has passed.
+    /// Returns the first request in the order of service that may have a turn. Visits few flows:
+    /// each earlier flow has a turn, or requests whose turn has passed.
     fn find_turn(&self, now: Instant) -> Option<Id> {
         let by_choice =
             self.passed.iter().filter(|(_, pass)| *pass == PassReason::ByChoice).count();

@@ -4,29 +4,31 @@
 //!
 //! Life of a [`RequestCore`], as its owner sees it:
 //! 1. [`RequestCore::start`] begins the request.
-//! 2. The owner performs every [`RequestOutput`] that [`RequestCore::poll_output`] returns, in order, before it
-//!    passes the next input:
+//! 2. The owner performs every [`RequestOutput`] that [`RequestCore::poll_output`] returns, in
+//!    order, before it passes the next input:
 //!    * [`RequestOutput::Pick`]: the owner picks nodes by [`RequestCore::wanted`], and calls
-//!      [`RequestCore::handle_picked`] or [`RequestCore::handle_no_node`]. `handle_picked` returns the calls of
-//!      an attempt. The owner opens the calls and passes their messages to [`RequestCore::handle_decode`] and
-//!      [`RequestCore::handle_prefill`].
+//!      [`RequestCore::handle_picked`] or [`RequestCore::handle_no_node`]. `handle_picked` returns
+//!      the calls of an attempt. The owner opens the calls and passes their messages to
+//!      [`RequestCore::handle_decode`] and [`RequestCore::handle_prefill`].
 //!    * [`RequestOutput::Emit`]: the owner delivers tokens to the client, then calls
-//!      [`RequestCore::handle_emitted`]. No other output follows until then.
-//!      If the client takes no tokens for a while, the owner calls [`RequestCore::handle_client_stalled`],
-//!      which ends the attempt. The next attempt starts after `handle_emitted`.
-//!    * [`RequestOutput::WaitForTurn`] and [`RequestOutput::WaitForNode`]: no node takes the request now. The owner
-//!      calls [`RequestCore::handle_turn`], in the order of a [`FairQueue`](crate::fair_queue::FairQueue), or
-//!      [`RequestCore::handle_nodes_changed`].
+//!      [`RequestCore::handle_emitted`]. No other output follows until then. If the client takes no
+//!      tokens for a while, the owner calls [`RequestCore::handle_client_stalled`], which ends the
+//!      attempt. The next attempt starts after `handle_emitted`.
+//!    * [`RequestOutput::WaitForTurn`] and [`RequestOutput::WaitForNode`]: no node takes the
+//!      request now. The owner calls [`RequestCore::handle_turn`], in the order of a
+//!      [`FairQueue`](crate::fair_queue::FairQueue), or [`RequestCore::handle_nodes_changed`].
 //! 3. The owner calls [`RequestCore::handle_deadline`] at [`RequestCore::next_deadline`].
-//! 4. The last output is [`RequestOutput::Finish`] or [`RequestOutput::Fail`], exactly once. If the client disconnects, the owner
-//!    calls [`RequestCore::handle_client_left`] instead, and neither output follows.
+//! 4. The last output is [`RequestOutput::Finish`] or [`RequestOutput::Fail`], exactly once. If the
+//!    client disconnects, the owner calls [`RequestCore::handle_client_left`] instead, and neither
+//!    output follows.
 //!
-//! States: `Picking` → `Attempting` → `Ended`. A failed attempt returns to `Picking`, after lost nodes through
-//! `WaitingToRetry`. A pick without a node leads to `WaitingForTurn` or `WaitingForNode`, and from there back to
-//! `Picking`. A stalled client leads from `Attempting` to `Paused`, and its next read to `WaitingForTurn`.
+//! States: `Picking` → `Attempting` → `Ended`. A failed attempt returns to `Picking`, after lost
+//! nodes through `WaitingToRetry`. A pick without a node leads to `WaitingForTurn` or
+//! `WaitingForNode`, and from there back to `Picking`. A stalled client leads from `Attempting` to
+//! `Paused`, and its next read to `WaitingForTurn`.
 //!
-//! [`AttemptState`] checks the order of the nodes' events in one attempt. [`EmittedTokens`] is the list of
-//! tokens that the client has received. [`Recovery`] decides what follows a failed attempt.
+//! [`AttemptState`] checks the order of the nodes' events in one attempt. [`EmittedTokens`] is the
+//! list of tokens that the client has received. [`Recovery`] decides what follows a failed attempt.
 
 mod attempt;
 mod emitted;
@@ -64,16 +66,18 @@ pub use output::{AttemptCalls, AttemptOutcome, EndedAttempt, FinishedAnswer, Han
 pub use recovery::GiveUp;
 use recovery::{NextStep, Recovery};
 
-/// Minimum and maximum time until requests whose turn has passed get another turn. The maximum is one or two steps of a
-/// busy node; a shorter time follows from a predicted end of a node's queue.
+/// Minimum and maximum time until requests whose turn has passed get another turn. The maximum is
+/// one or two steps of a busy node; a shorter time follows from a predicted end of a node's queue.
 const RETRY_AFTER: (Duration, Duration) = (Duration::from_millis(2), Duration::from_millis(25));
-/// Interval at which an attempt checks whether its decode node drains: short compared with any grace period.
+/// Interval at which an attempt checks whether its decode node drains: short compared with any
+/// grace period.
 const DRAIN_CHECK: Duration = Duration::from_millis(500);
-/// Minimum number of decoded tokens for predicting the rest of the answer from an attempt's inter-token latency.
+/// Minimum number of decoded tokens for predicting the rest of the answer from an attempt's
+/// inter-token latency.
 const DRAIN_TOKENS_MIN: u32 = 8;
-/// Minimum and maximum interval between two picks of a request that waits for a node. A change of a node's
-/// health ends the wait at once. Only a new pick finds a node that stopped draining, or one that failed this
-/// request before.
+/// Minimum and maximum interval between two picks of a request that waits for a node. A change of a
+/// node's health ends the wait at once. Only a new pick finds a node that stopped draining, or one
+/// that failed this request before.
 const PICK_AGAIN_ABSENT: (Duration, Duration) = (Duration::from_millis(50), Duration::from_secs(1));
 
 /// Client hints about the conversation of a request.
@@ -123,10 +127,11 @@ impl AnswerSpec {
 /// Limits on the attempts and waits of a request.
 #[derive(Clone, Copy, Debug)]
 pub struct RecoveryPolicy {
-    /// Maximum number of attempts in a row without a token, the first included. Busy refusals do not count.
+    /// Maximum number of attempts in a row without a token, the first included. Busy refusals do
+    /// not count.
     pub attempts_max: u32,
-    /// Maximum time that a request waits while decode nodes are up and none of them takes the request. An answer that has
-    /// emitted tokens waits until its deadline.
+    /// Maximum time that a request waits while decode nodes are up and none of them takes the
+    /// request. An answer that has emitted tokens waits until its deadline.
     pub busy_timeout: Duration,
     /// Maximum time that the nodes of an attempt may be silent.
     pub idle_timeout: Duration,
@@ -145,7 +150,8 @@ impl From<&config::Router> for RecoveryPolicy {
 /// A stop condition that the owner found in delivered tokens.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum StopCause {
-    /// The last token is a stop token. The decode node ends by itself, and its last event is awaited.
+    /// The last token is a stop token. The decode node ends by itself, and its last event is
+    /// awaited.
     Token,
     /// A stop string is complete. Nodes do not detect stop strings, so their calls are dropped.
     Text,
@@ -159,10 +165,11 @@ pub struct RequestCore {
     state: RequestCoreState,
     emitted: EmittedTokens,
     recovery: Recovery,
-    /// Identity of the nodes that computed the first emitted token. Nodes with another identity could
-    /// continue with different tokens.
+    /// Identity of the nodes that computed the first emitted token. Nodes with another identity
+    /// could continue with different tokens.
     identity: Option<ModelIdentity>,
-    /// Whether nodes of another weight version may continue, because no node has the version of `identity` any more.
+    /// Whether nodes of another weight version may continue, because no node has the version of
+    /// `identity` any more.
     any_weights: bool,
     /// Whether a stop token was delivered.
     has_stopped: bool,
@@ -176,7 +183,8 @@ pub struct RequestCore {
 #[derive(Debug)]
 enum RequestCoreState {
     Picking,
-    /// `retry_at`: time to give another turn to passed requests, after a turn that found every node busy.
+    /// `retry_at`: time to give another turn to passed requests, after a turn that found every node
+    /// busy.
     WaitingForTurn {
         retry_at: Option<Instant>,
     },
@@ -204,7 +212,8 @@ struct OpenAttempt {
     is_emitting: bool,
     /// Time of the last event of a node or the last delivery to the client, whichever is later.
     active_at: Instant,
-    /// Time of the last sign of work on the attempt: `active_at`, or a later load report of the node.
+    /// Time of the last sign of work on the attempt: `active_at`, or a later load report of the
+    /// node.
     silent_since: Instant,
     token_0_at: Option<Instant>,
     drain_check_at: Instant,
@@ -213,7 +222,8 @@ struct OpenAttempt {
 }
 
 impl OpenAttempt {
-    /// Restarts the timers after an event or a delivery. A slow client thus does not count as a silent node.
+    /// Restarts the timers after an event or a delivery. A slow client thus does not count as a
+    /// silent node.
     fn restart_timers(&mut self, now: Instant) {
         (self.active_at, self.silent_since) = (now, now);
     }
@@ -258,8 +268,8 @@ impl RequestCore {
         self.emitted.ids()
     }
 
-    /// Returns the cache key of the last full block of the prompt and the emitted tokens, without the last token, whose KV
-    /// no node has computed.
+    /// Returns the cache key of the last full block of the prompt and the emitted tokens, without
+    /// the last token, whose KV no node has computed.
     pub fn last_block(&self) -> Option<u128> {
         let output = self.emitted.ids();
         let computed = &output[..output.len().saturating_sub(1)];
@@ -360,8 +370,8 @@ impl RequestCore {
         calls
     }
 
-    /// Returns the sampling parameters of the next attempt. Token 0 has the log-probabilities of the prompt, so later
-    /// attempts compute none.
+    /// Returns the sampling parameters of the next attempt. Token 0 has the log-probabilities of
+    /// the prompt, so later attempts compute none.
     fn sampling(&self) -> Sampling {
         let prompt_logprobs = match self.emitted.next_index() {
             0 => self.spec.sampling.prompt_logprobs,
@@ -415,7 +425,8 @@ impl RequestCore {
         let RequestCoreState::Attempting(attempt) = &mut self.state else { return };
         let actions = match message {
             Ok(Some(event)) => {
-                // Measure from the last delivery, so that a slow client is not mistaken for a slow node.
+                // Measure from the last delivery, so that a slow client is not mistaken for a slow
+                // node.
                 let waited = now.saturating_duration_since(attempt.active_at);
                 attempt.state.on_decode_wait(event.event.as_ref(), waited);
                 let was_decoding = attempt.state.is_decoding();
@@ -481,8 +492,9 @@ impl RequestCore {
         }
     }
 
-    /// Handles a client that does not take the tokens of the last [`RequestOutput::Emit`]: ends the attempt, which holds a
-    /// slot and KV. An attempt whose last token is sampled holds neither and goes on.
+    /// Handles a client that does not take the tokens of the last [`RequestOutput::Emit`]: ends the
+    /// attempt, which holds a slot and KV. An attempt whose last token is sampled holds neither and
+    /// goes on.
     pub fn handle_client_stalled(&mut self) {
         let is_complete = self.is_complete();
         let RequestCoreState::Attempting(attempt) = &self.state else { return };
@@ -556,16 +568,18 @@ impl RequestCore {
         timer.into_iter().chain([self.spec.deadline]).min()
     }
 
-    /// Returns whether [`Self::handle_drain_check`] is due. It is not at the deadline, which ends the request.
+    /// Returns whether [`Self::handle_drain_check`] is due. It is not at the deadline, which ends
+    /// the request.
     pub fn drain_check_is_due(&self, now: Instant) -> bool {
         let RequestCoreState::Attempting(attempt) = &self.state else { return false };
         let is_due = attempt.drain_check_at <= now && now < self.spec.deadline;
         is_due && attempt.state.is_decoding() && !attempt.is_emitting
     }
 
-    /// Handles the rest of the decode node's grace period, if the node drains with a limit and another node can take
-    /// the request: migrates an answer that would not end in time. Answers of one node migrate at different times in
-    /// the first half of the grace period, so that the other nodes do not recompute all of them at once.
+    /// Handles the rest of the decode node's grace period, if the node drains with a limit and
+    /// another node can take the request: migrates an answer that would not end in time. Answers of
+    /// one node migrate at different times in the first half of the grace period, so that the other
+    /// nodes do not recompute all of them at once.
     pub fn handle_drain_check(&mut self, now: Instant, grace: Option<Duration>) {
         let tokens_left = self.spec.sampling.max_tokens - self.emitted.next_index();
         let is_complete = self.is_complete();
@@ -585,8 +599,8 @@ impl RequestCore {
         }
     }
 
-    /// Handles the deadline that [`Self::next_deadline`] returned. `last_report` returns the time of the last load
-    /// or cache report by the attempt's node on a side.
+    /// Handles the deadline that [`Self::next_deadline`] returned. `last_report` returns the time
+    /// of the last load or cache report by the attempt's node on a side.
     pub fn handle_deadline(
         &mut self,
         now: Instant,
@@ -677,7 +691,8 @@ impl RequestCore {
                 Some(AttemptAction::Fail(_)) if is_complete => {
                     return self.complete(self.reason_without_node());
                 }
-                // The emitted tokens complete the grammar: an earlier attempt failed after its last token.
+                // The emitted tokens complete the grammar: an earlier attempt failed after its last
+                // token.
                 Some(AttemptAction::Fail(failure))
                     if failure.cause == FailureCause::AnswerComplete
                         && self.spec.grammar.is_some()

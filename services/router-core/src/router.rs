@@ -64,7 +64,8 @@ pub enum RouterOutput {
     Nodes(DirectoryAction),
     /// Log and count a circuit breaker that opened or closed.
     Breaker(BreakerChange),
-    /// Call [`AnswerCore::handle_nodes_changed`](crate::AnswerCore::handle_nodes_changed) of every answer that expects it.
+    /// Call [`AnswerCore::handle_nodes_changed`](crate::AnswerCore::handle_nodes_changed) of every
+    /// answer that expects it.
     NodesChanged,
 }
 
@@ -75,7 +76,8 @@ struct ModelQueue {
     sessions: FlowSessions,
 }
 
-/// The state that all requests of a router share. See the crate's description for the life of an answer.
+/// The state that all requests of a router share. See the crate's description for the life of an
+/// answer.
 pub struct RouterCore {
     directory: Directory,
     in_flight: FlowLimit,
@@ -144,8 +146,9 @@ impl RouterCore {
         }
     }
 
-    /// Returns the nodes that take part in an update of the weights, in the order of joining: nodes that are up and not
-    /// draining. A node that has lost its weights counts as draining, but needs weights.
+    /// Returns the nodes that take part in an update of the weights, in the order of joining: nodes
+    /// that are up and not draining. A node that has lost its weights counts as draining, but needs
+    /// weights.
     pub fn weight_nodes(&self) -> impl Iterator<Item = (&Member, &NodeRecord)> {
         let members = self.directory.nodes().filter(|member| member.health == Health::Up);
         members.filter_map(|member| {
@@ -157,9 +160,10 @@ impl RouterCore {
 
     // Admission.
 
-    /// Admits a request with all of its answers, or refuses it: too many answers are in flight, or the answers could not
-    /// start in time. Called before the prompt is tokenized, because a refusal must be cheap. The owner calls
-    /// [`Self::handle_request_ended`] for each admitted request.
+    /// Admits a request with all of its answers, or refuses it: too many answers are in flight, or
+    /// the answers could not start in time. Called before the prompt is tokenized, because a
+    /// refusal must be cheap. The owner calls [`Self::handle_request_ended`] for each admitted
+    /// request.
     pub fn handle_request(
         &mut self,
         now: Instant,
@@ -237,8 +241,8 @@ impl RouterCore {
 
     // Answers.
 
-    /// Records the arrival of an answer as a turn of its session. Returns its id, the turn, and whether other answers
-    /// wait for a free node and come first.
+    /// Records the arrival of an answer as a turn of its session. Returns its id, the turn, and
+    /// whether other answers wait for a free node and come first.
     pub(crate) fn handle_arrival(
         &mut self,
         now: Instant,
@@ -263,8 +267,8 @@ impl RouterCore {
         self.model(model).sessions.ended(turn, flow, last_block);
     }
 
-    /// Joins the queue, unless the answer could not start in time. An answer in the queue keeps its place, and its turn
-    /// passes to other answers.
+    /// Joins the queue, unless the answer could not start in time. An answer in the queue keeps its
+    /// place, and its turn passes to other answers.
     pub(crate) fn wait_for_turn(
         &mut self,
         now: Instant,
@@ -288,8 +292,8 @@ impl RouterCore {
         Ok(())
     }
 
-    /// Takes a place among the waiting answers. An answer that has emitted tokens always finds a place: it is bounded by
-    /// the answers in flight, and a refusal would cut it.
+    /// Takes a place among the waiting answers. An answer that has emitted tokens always finds a
+    /// place: it is bounded by the answers in flight, and a refusal would cut it.
     pub(crate) fn take_place(
         &mut self,
         model: &Arc<str>,
@@ -368,8 +372,8 @@ impl RouterCore {
         Ok((picked, charge))
     }
 
-    /// Returns the time until the decode node aborts its sequences, if the node drains with a limit and another node can
-    /// take the request.
+    /// Returns the time until the decode node aborts its sequences, if the node drains with a limit
+    /// and another node can take the request.
     pub(crate) fn grace_left(
         &self,
         now: Instant,
@@ -409,8 +413,8 @@ impl RouterCore {
         self.add_breaker_changes();
     }
 
-    /// Reports the end of an attempt to the directory: the speed of the decode node, and who may be at fault for a
-    /// failure.
+    /// Reports the end of an attempt to the directory: the speed of the decode node, and who may be
+    /// at fault for a failure.
     pub(crate) fn handle_attempt_ended(
         &mut self,
         now: Instant,
@@ -448,7 +452,8 @@ impl RouterCore {
         self.directory.release(node.assignment);
     }
 
-    /// Releases the nodes of an attempt whose calls are dropped, ends its charge, and gives the next turns.
+    /// Releases the nodes of an attempt whose calls are dropped, ends its charge, and gives the
+    /// next turns.
     pub(crate) fn release_attempt(
         &mut self,
         now: Instant,

@@ -1,5 +1,5 @@
-//! The operator's API on `router.admin`: explains requests, lists the nodes and proxies calls to them over gRPC, and
-//! coordinates weight updates.
+//! The operator's API on `router.admin`: explains requests, lists the nodes and proxies calls to
+//! them over gRPC, and coordinates weight updates.
 
 mod explain;
 mod weights;
@@ -24,8 +24,8 @@ use crate::{
     weights::WeightUpdates,
 };
 
-/// Returns the routes of `router.admin`. `keys`: the operators' API keys; `None` accepts every request. `is_loopback`:
-/// whether the port has a loopback address.
+/// Returns the routes of `router.admin`. `keys`: the operators' API keys; `None` accepts every
+/// request. `is_loopback`: whether the port has a loopback address.
 pub(crate) fn routes(
     front: Arc<Front>,
     weights: WeightUpdates,
@@ -57,9 +57,9 @@ pub(crate) fn routes(
     with_keys(routes, keys).layer(middleware::from_fn_with_state(checks_host, reject_browsers))
 }
 
-/// Rejects requests of web pages: a page that an operator visits could otherwise drain nodes through the loopback
-/// address. A page whose domain resolves to that address (DNS rebinding) sends no `origin` with a GET, but the domain as
-/// `host`.
+/// Rejects requests of web pages: a page that an operator visits could otherwise drain nodes
+/// through the loopback address. A page whose domain resolves to that address (DNS rebinding) sends
+/// no `origin` with a GET, but the domain as `host`.
 async fn reject_browsers(
     State(checks_host): State<bool>,
     request: Request,
@@ -82,7 +82,8 @@ async fn reject_browsers(
     next.run(request).await
 }
 
-/// Returns whether the host is neither an IP address nor a name without dots, which public DNS does not resolve.
+/// Returns whether the host is neither an IP address nor a name without dots, which public DNS does
+/// not resolve.
 fn is_domain(authority: &str) -> bool {
     let Ok(authority) = authority.parse::<Authority>() else { return true };
     let host = authority.host().trim_matches(['[', ']']);

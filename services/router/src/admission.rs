@@ -6,8 +6,8 @@ use router_core::{Flow, FlowLimit, LimitReached, LoadBound};
 
 use crate::lock::lock;
 
-/// Bound on the bytes of request bodies before admission, shared by the keys. Only received bytes count: a client that
-/// announces a large body and sends nothing takes no bytes.
+/// Bound on the bytes of request bodies before admission, shared by the keys. Only received bytes
+/// count: a client that announces a large body and sends nothing takes no bytes.
 #[derive(Clone)]
 pub(crate) struct BodyBudget(Arc<Mutex<FlowLimit>>);
 

@@ -28,8 +28,9 @@ use crate::{
 /// Interval of SSE keep-alives: less than the idle limits of common proxies (60 s).
 const KEEP_ALIVE: Duration = Duration::from_secs(15);
 
-/// Maximum bytes of all request bodies that are being read or parsed: 1024 requests of 128 KiB, about 16 Ki
-/// token ids each. A growing buffer may take twice its content, so bodies take at most 256 MiB.
+/// Maximum bytes of all request bodies that are being read or parsed: 1024 requests of 128 KiB,
+/// about 16 Ki token ids each. A growing buffer may take twice its content, so bodies take at most
+/// 256 MiB.
 const BODIES_BYTES_MAX: u64 = 128 << 20;
 
 /// Time-out from a request's head to its last byte. Long enough for the largest request over a slow
@@ -111,13 +112,15 @@ impl Front {
         }
     }
 
-    /// Returns whether load balancers may send requests: from the first connection to a decode node until the
-    /// router leaves. Unlike [`Self::serves`] it does not become false when the decode nodes are lost for a while.
+    /// Returns whether load balancers may send requests: from the first connection to a decode node
+    /// until the router leaves. Unlike [`Self::serves`] it does not become false when the decode
+    /// nodes are lost for a while.
     pub(crate) fn is_ready(&self) -> bool {
         self.nodes.are_connected() && !self.leaving.is_cancelled()
     }
 
-    /// Returns whether the nodes are connected and at least one model has a decode node that is not paused.
+    /// Returns whether the nodes are connected and at least one model has a decode node that is not
+    /// paused.
     pub(crate) fn serves(&self) -> bool {
         let is_served = |name| self.nodes.serving(name).running_decode_nodes > 0;
         self.nodes.are_connected() && self.models.all().iter().any(|model| is_served(&model.name))
@@ -156,8 +159,8 @@ pub(crate) struct Models {
 }
 
 impl Models {
-    /// `first` is the default model. The first of several models with one name keeps the name. An alias never
-    /// replaces the name of a model.
+    /// `first` is the default model. The first of several models with one name keeps the name. An
+    /// alias never replaces the name of a model.
     pub(crate) fn new(
         first: ModelSource,
         others: Vec<ModelSource>,
@@ -208,8 +211,8 @@ impl Models {
             .map(|(name, model)| NamedModel { model: model.clone(), name: name.clone() })
     }
 
-    /// Returns the model of this name or alias; the first model that the caller may use for no name or an empty one.
-    /// A model that the caller may not use is unknown to the caller.
+    /// Returns the model of this name or alias; the first model that the caller may use for no name
+    /// or an empty one. A model that the caller may not use is unknown to the caller.
     pub(crate) fn find(
         &self,
         name: Option<&str>,

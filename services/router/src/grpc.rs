@@ -34,8 +34,8 @@ use arrived::BoundedBody;
 pub(crate) use health::serve_health;
 use inference::InferenceService;
 
-/// Returns the routes of every gRPC service of the router. Fails when the compiled-in descriptors are
-/// invalid.
+/// Returns the routes of every gRPC service of the router. Fails when the compiled-in descriptors
+/// are invalid.
 pub(crate) fn routes(
     front: Arc<Front>,
     health: HealthServer<HealthService>,
@@ -74,7 +74,8 @@ pub(crate) fn routes(
     })
 }
 
-/// Rejects requests without a valid key. A health check needs none, but a watch, which never ends, does.
+/// Rejects requests without a valid key. A health check needs none, but a watch, which never ends,
+/// does.
 async fn authenticate(
     State(keys): State<Arc<ApiKeys>>,
     mut request: Request<Body>,

@@ -1,8 +1,10 @@
-//! Entries (records for `baton explain`) of running and recent requests. Pure: the caller passes the time.
+//! Entries (records for `baton explain`) of running and recent requests. Pure: the caller passes
+//! the time.
 //!
-//! An entry holds times, nodes, predictions and causes, but no text and no token ids. [`History`] keeps every
-//! running request, and the last ended requests within the bounds of [`EndedEntries`]. The owner of a request
-//! writes its [`RequestEntry`]; [`RequestReport`] is the entry as JSON for operators.
+//! An entry holds times, nodes, predictions and causes, but no text and no token ids. [`History`]
+//! keeps every running request, and the last ended requests within the bounds of [`EndedEntries`].
+//! The owner of a request writes its [`RequestEntry`]; [`RequestReport`] is the entry as JSON for
+//! operators.
 
 mod ended;
 mod report;
@@ -25,7 +27,8 @@ use router_core::AttemptStats;
 use crate::lock::lock;
 pub(crate) use report::RequestReport;
 
-/// Maximum number of attempts in one entry. A request that emits tokens may have any number of attempts.
+/// Maximum number of attempts in one entry. A request that emits tokens may have any number of
+/// attempts.
 const ATTEMPTS_MAX: usize = 32;
 /// Maximum size of an error message in an entry.
 const MESSAGE_BYTES_MAX: usize = 512;
@@ -204,8 +207,9 @@ impl SharedHistory {
         lock(&self.history)
     }
 
-    /// Returns the requests of a query. The query copies ended requests in small parts and decodes each part without
-    /// the lock, which every request needs. Ended requests that drop out of the history meanwhile are not found.
+    /// Returns the requests of a query. The query copies ended requests in small parts and decodes
+    /// each part without the lock, which every request needs. Ended requests that drop out of the
+    /// history meanwhile are not found.
     pub(crate) fn find(&self, now: Duration, query: &Query) -> HistoryAnswer {
         let (running, mut left) = {
             let history = self.lock();

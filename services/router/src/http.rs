@@ -1,4 +1,5 @@
-//! The OpenAI and Anthropic HTTP APIs, health and metrics: routes, and the code that all endpoints share (request id, label, body).
+//! The OpenAI and Anthropic HTTP APIs, health and metrics: routes, and the code that all endpoints
+//! share (request id, label, body).
 
 mod completion;
 mod error;
@@ -316,9 +317,9 @@ impl ReadBody {
     }
 }
 
-/// Rejects a body that is compressed or whose content type is not JSON. A web page can make a browser post
-/// forms and plain text to a router on the loopback interface, but not JSON unless its domain resolves to that interface
-/// or [`pages`] allows its origin.
+/// Rejects a body that is compressed or whose content type is not JSON. A web page can make a
+/// browser post forms and plain text to a router on the loopback interface, but not JSON unless its
+/// domain resolves to that interface or [`pages`] allows its origin.
 fn check_body_headers(headers: &HeaderMap) -> Result<(), ApiError> {
     let shown = |value: &HeaderValue| String::from_utf8_lossy(value.as_bytes()).into_owned();
     for encoding in headers.get_all(header::CONTENT_ENCODING) {
@@ -339,14 +340,16 @@ fn check_body_headers(headers: &HeaderMap) -> Result<(), ApiError> {
     Ok(())
 }
 
-/// Returns whether the type is `application/json` or `application/*+json`, with or without parameters.
+/// Returns whether the type is `application/json` or `application/*+json`, with or without
+/// parameters.
 fn is_json(content_type: &str) -> bool {
     let kind = content_type.split(';').next().unwrap_or_default().trim().to_ascii_lowercase();
     let subtype = kind.strip_prefix("application/");
     subtype.is_some_and(|subtype| subtype == "json" || subtype.ends_with("+json"))
 }
 
-/// Reads the body of a generation request. A body that takes long counts as a stream of the caller's key.
+/// Reads the body of a generation request. A body that takes long counts as a stream of the
+/// caller's key.
 async fn read_generation_body(
     front: &Front,
     headers: &HeaderMap,
@@ -393,7 +396,8 @@ async fn read_body(
     Ok(whole)
 }
 
-/// Parses a body as each endpoint does and discards the result. Fuzz targets call this without a server.
+/// Parses a body as each endpoint does and discards the result. Fuzz targets call this without a
+/// server.
 pub fn read_bodies(body: &[u8]) {
     let Ok(fields) = fields::RequestFields::parse(body) else { return };
     let _ = fields.string("model");

@@ -1,8 +1,10 @@
-//! API keys of clients and operators. A file holds SHA-256 hashes of the keys, with the models and limits of each.
+//! API keys of clients and operators. A file holds SHA-256 hashes of the keys, with the models and
+//! limits of each.
 //!
-//! A key is looked up by the hash of the presented text. The lookup time depends on the hash alone, and a client cannot
-//! choose texts whose hashes approach a stored hash, so the time reveals nothing about a key. A hash without salt
-//! suffices, because `baton keys new` makes keys of 256 random bits.
+//! A key is looked up by the hash of the presented text. The lookup time depends on the hash alone,
+//! and a client cannot choose texts whose hashes approach a stored hash, so the time reveals
+//! nothing about a key. A hash without salt suffices, because `baton keys new` makes keys of 256
+//! random bits.
 
 mod file;
 mod limits;
@@ -83,7 +85,8 @@ impl ApiKeys {
         self.current.clone()
     }
 
-    /// Admits a request with a valid key: counts the request, and replaces the key by its [`Caller`].
+    /// Admits a request with a valid key: counts the request, and replaces the key by its
+    /// [`Caller`].
     pub(crate) fn authenticate<B>(&self, request: &mut Request<B>) -> Result<(), RequestError> {
         let admitted = self.admit(request.headers(), Instant::now());
         let is_unknown =
@@ -207,8 +210,8 @@ fn allowed_models(
     models.iter().map(model).collect::<Result<_, _>>().map(Some)
 }
 
-/// Returns the start of the salts of a key: a hash of its group, or of its own name without a group. The hash keeps
-/// salts within the nodes' limit.
+/// Returns the start of the salts of a key: a hash of its group, or of its own name without a
+/// group. The hash keeps salts within the nodes' limit.
 fn cache_scope(entry: &file::KeyEntry) -> String {
     let scope = match &entry.cache_group {
         Some(group) => format!("group {group}"),
@@ -266,8 +269,8 @@ impl Caller {
         models.is_none_or(|models| models.contains(model))
     }
 
-    /// Returns whether the caller may read series of metrics with this label. A key of some models sees no series of other
-    /// models and of other keys.
+    /// Returns whether the caller may read series of metrics with this label. A key of some models
+    /// sees no series of other models and of other keys.
     pub(crate) fn may_read(&self, label: &str, value: &str) -> bool {
         let Some(key) = self.0.as_deref().filter(|key| key.models.is_some()) else { return true };
         match label {
@@ -277,8 +280,9 @@ impl Caller {
         }
     }
 
-    /// Returns the tenant that a gateway names in the header [`TENANT_HEADER`]. The header of a key that is no gateway is
-    /// ignored: the client could name any tenant. Without keys every client counts as a gateway.
+    /// Returns the tenant that a gateway names in the header [`TENANT_HEADER`]. The header of a key
+    /// that is no gateway is ignored: the client could name any tenant. Without keys every client
+    /// counts as a gateway.
     pub(crate) fn tenant(&self, header: Option<&[u8]>) -> Result<Option<Tenant>, FieldError> {
         let Some(header) = header else { return Ok(None) };
         if let Some(key) = self.0.as_deref().filter(|key| !key.gateway) {
@@ -293,7 +297,8 @@ impl Caller {
         Tenant::parse(header).map(Some)
     }
 
-    /// Returns the salt for nodes, which separates the prefix caches of keys, their tenants and their salts.
+    /// Returns the salt for nodes, which separates the prefix caches of keys, their tenants and
+    /// their salts.
     pub(crate) fn salt_for_nodes(&self, tenant: Option<&Tenant>, salt: &str) -> String {
         let scope = self.0.as_deref().map(|key| &*key.cache_scope);
         salt_for_nodes(scope, tenant, salt)

@@ -1,5 +1,5 @@
-//! The nodes: the task that keeps the core's directory up to date, connections, and the Decode and Prefill calls of
-//! attempts.
+//! The nodes: the task that keeps the core's directory up to date, connections, and the Decode and
+//! Prefill calls of attempts.
 
 mod admin;
 mod channel;
@@ -44,8 +44,8 @@ pub(crate) use weights::{CopyFrom, UpdateRequest, WeightNode, WeightsAnswer};
 const CPU_FALLBACKS_MAX: usize = 16;
 /// Capacity of the queue of node events. Observe streams block while the queue is full.
 const INPUTS_MAX: usize = 1024;
-/// Maximum number of cache identities: old and new weights during a rolling update, and two more. The router
-/// does not look up prefixes of further identities; it picks their nodes by load.
+/// Maximum number of cache identities: old and new weights during a rolling update, and two more.
+/// The router does not look up prefixes of further identities; it picks their nodes by load.
 const CACHE_IDENTITIES_MAX: usize = 4;
 
 /// Nodes of all models, and the connections to them. Cheap to clone.
@@ -67,7 +67,8 @@ struct NodesState {
     metrics: RouterMetrics,
 }
 
-/// Current nodes of a model, and its limits and fingerprint now or when a decode node last served it.
+/// Current nodes of a model, and its limits and fingerprint now or when a decode node last served
+/// it.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Serving {
     pub prefill_nodes: usize,
@@ -80,7 +81,8 @@ pub(crate) struct Serving {
     pub model_fingerprint: Option<u128>,
 }
 
-/// Returns what is known about a model. `last`: its limits and fingerprint when a decode node last served it.
+/// Returns what is known about a model. `last`: its limits and fingerprint when a decode node last
+/// served it.
 fn serving(directory: &Directory, model: &str, last: Option<(ModelLimits, u128)>) -> Serving {
     let of_role = |role| directory.serving(role).filter(|record| record.model == model);
     let records: Vec<&NodeRecord> = of_role(Role::Decode).collect();
@@ -143,8 +145,8 @@ impl Nodes {
         }
     }
 
-    /// Returns the nodes of these models that compute on the CPU although their host has a GPU, with the reason: at most
-    /// [`CPU_FALLBACKS_MAX`].
+    /// Returns the nodes of these models that compute on the CPU although their host has a GPU,
+    /// with the reason: at most [`CPU_FALLBACKS_MAX`].
     pub(crate) fn cpu_fallbacks(&self, of_model: impl Fn(&str) -> bool) -> Vec<(String, String)> {
         self.directory(|directory| {
             let records = Role::ALL.into_iter().flat_map(|role| directory.serving(role));
@@ -155,8 +157,8 @@ impl Nodes {
         })
     }
 
-    /// Returns the newest grammar version that a decode node of this model supports; `None` while no decode
-    /// node serves.
+    /// Returns the newest grammar version that a decode node of this model supports; `None` while
+    /// no decode node serves.
     pub(crate) fn grammar_version(&self, model: &str) -> Option<u32> {
         self.directory(|directory| {
             let records = directory.serving(Role::Decode).filter(|record| record.model == model);
@@ -173,8 +175,8 @@ impl Nodes {
         })
     }
 
-    /// Returns the distinct cache identities of the nodes of this model that can be picked now, at most
-    /// [`CACHE_IDENTITIES_MAX`]. Keys of cached blocks depend on the identity.
+    /// Returns the distinct cache identities of the nodes of this model that can be picked now, at
+    /// most [`CACHE_IDENTITIES_MAX`]. Keys of cached blocks depend on the identity.
     pub(crate) fn cache_identities(&self, model: &str) -> Vec<CacheIdentity> {
         self.directory(|directory| {
             let mut identities = Vec::new();
@@ -194,7 +196,8 @@ impl Nodes {
         self.0.changes.subscribe()
     }
 
-    /// Returns whether the first connection setup between nodes has ended. Never becomes false again.
+    /// Returns whether the first connection setup between nodes has ended. Never becomes false
+    /// again.
     pub(crate) fn are_connected(&self) -> bool {
         self.0.connected.load(Ordering::Acquire)
     }
@@ -286,7 +289,8 @@ pub(crate) struct NodeCall<E>(CallStream<E>);
 
 type Opening<E> = Pin<Box<dyn Future<Output = Result<Streaming<E>, CallError>> + Send>>;
 
-/// The server stream of a call. [`next_message`] waits for the opening of the stream and for its messages.
+/// The server stream of a call. [`next_message`] waits for the opening of the stream and for its
+/// messages.
 enum CallStream<E> {
     Opening(Opening<E>),
     Open(Streaming<E>),

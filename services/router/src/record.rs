@@ -33,8 +33,9 @@ use crate::{
 /// Maximum length of a client's label.
 const LABEL_CHARS_MAX: usize = 128;
 
-/// Record of one request, logged and counted when dropped. If the request has neither failed nor completed by
-/// then, its client disconnected, or its connection was closed because the client did not read.
+/// Record of one request, logged and counted when dropped. If the request has neither failed nor
+/// completed by then, its client disconnected, or its connection was closed because the client did
+/// not read.
 pub(crate) struct RequestRecord {
     /// The default model until the request's own model is known.
     model: Arc<ServedModel>,
@@ -166,8 +167,9 @@ impl RequestRecord {
         entry.prepared = Some(self.received.elapsed());
     }
 
-    /// Records the start of an attempt. `ttft`: predicted time from the pick to the first token. `cached_expected`:
-    /// tokens that the router believes to be cached on the prefill and the decode node.
+    /// Records the start of an attempt. `ttft`: predicted time from the pick to the first token.
+    /// `cached_expected`: tokens that the router believes to be cached on the prefill and the
+    /// decode node.
     pub(crate) fn picked(
         &self,
         choice: u32,
@@ -381,7 +383,8 @@ impl Drop for RequestRecord {
             completion_tokens: state.completion_tokens,
         });
         self.history.lock().end(self.request_id);
-        // The end of an exported span is the time at which the span was last left, so enter and leave it now.
+        // The end of an exported span is the time at which the span was last left, so enter and
+        // leave it now.
         let _entered = self.span.enter();
         // An enabled span already has these fields.
         let no_span = self.span.is_disabled();
@@ -456,8 +459,8 @@ pub(crate) fn milliseconds(duration: Duration) -> f64 {
     duration.as_micros() as f64 / 1e3
 }
 
-/// Returns a client's label for headers and log lines: visible ASCII of bounded length; `None` if nothing is
-/// left. Labels need not be unique.
+/// Returns a client's label for headers and log lines: visible ASCII of bounded length; `None` if
+/// nothing is left. Labels need not be unique.
 pub(crate) fn label(text: &str) -> Option<String> {
     let label: String = text.chars().filter(char::is_ascii_graphic).take(LABEL_CHARS_MAX).collect();
     (!label.is_empty()).then_some(label)

@@ -3,8 +3,8 @@
 //! A request passes these stages:
 //! 1. [`ParsedRequest`]: `http` or `grpc` parsed and checked its fields.
 //! 2. [`PreparedRequest`]: it is admitted and tokenized, with one [`AnswerSpec`] for each choice.
-//! 3. [`RunningRequest`]: one task runs an [`AnswerDriver`] for each answer, until all are finished or one
-//!    fails. The driver performs the outputs of its [`AnswerCore`](router_core::AnswerCore).
+//! 3. [`RunningRequest`]: one task runs an [`AnswerDriver`] for each answer, until all are finished
+//!    or one fails. The driver performs the outputs of its [`AnswerCore`](router_core::AnswerCore).
 
 mod answer_driver;
 mod events;
@@ -49,7 +49,8 @@ pub(crate) struct GenerationFields {
     pub choices: u32,
     pub options: Options,
     pub default_length: DefaultLength,
-    /// Whether the client wants nothing of the answer, only what is known of the prompt. Nodes sample one token.
+    /// Whether the client wants nothing of the answer, only what is known of the prompt. Nodes
+    /// sample one token.
     pub prompt_only: bool,
     /// Name of the field that sets the maximum length, for error messages.
     pub max_tokens_name: &'static str,
@@ -111,8 +112,8 @@ impl RequestDeadline {
     }
 }
 
-/// A running request, for the writer of its response. Dropping it ends the task, which drops the node
-/// streams: a client that disconnects cancels its request this way.
+/// A running request, for the writer of its response. Dropping it ends the task, which drops the
+/// node streams: a client that disconnects cancels its request this way.
 #[derive(Debug)]
 pub(crate) struct RunningRequest {
     /// The tokenized prompts. The prompt of choice `i` is prompt `i / choices`.
@@ -279,8 +280,8 @@ fn check_output(front: &Front, model: &ServedModel, options: &Options) -> Result
     Err(FieldError::new("model", problem))
 }
 
-/// Returns the limits of the model's nodes. While no node is up, those of the last known nodes apply, and the request waits
-/// for a node in its core.
+/// Returns the limits of the model's nodes. While no node is up, those of the last known nodes
+/// apply, and the request waits for a node in its core.
 fn served_limits(front: &Front, model: &ServedModel) -> Result<ModelLimits, RequestError> {
     front.nodes.serving(&model.name).limits.ok_or_else(|| {
         let reason = "no node has served the model yet".to_owned();
@@ -309,8 +310,8 @@ async fn tokenize(
     Ok(prompt)
 }
 
-/// Returns the number of answers that run at a time: all of them, or as many texts as a request may pool at a time.
-/// Rejects answers of which no router state would admit so many.
+/// Returns the number of answers that run at a time: all of them, or as many texts as a request may
+/// pool at a time. Rejects answers of which no router state would admit so many.
 fn check_answer_count(
     front: &Front,
     caller: &Caller,
@@ -334,8 +335,8 @@ fn check_answer_count(
     Err(FieldError::new(field, problem))
 }
 
-/// Adds the grammar of the offered tools to the options. Returns the settings for parsing tool calls; `None` without
-/// tools.
+/// Adds the grammar of the offered tools to the options. Returns the settings for parsing tool
+/// calls; `None` without tools.
 fn offer_tools(
     tools: &mut Option<OfferedTools>,
     options: &mut Options,
@@ -349,7 +350,8 @@ fn offer_tools(
     Ok(Some(CallReading::new(tools, format, request_id)))
 }
 
-/// Compiles the grammar that the answers must match. `version` is the version that nodes need for it.
+/// Compiles the grammar that the answers must match. `version` is the version that nodes need for
+/// it.
 async fn check_grammar(
     front: &Front,
     model: &ServedModel,
@@ -374,7 +376,8 @@ pub(crate) fn stop_refused(field: &str, error: &text::StopStringError) -> FieldE
     FieldError::new(field, problem)
 }
 
-/// Runs the answers of a request, all or a part of them concurrently. The first failure ends the other answers.
+/// Runs the answers of a request, all or a part of them concurrently. The first failure ends the
+/// other answers.
 async fn run(
     front: Arc<Front>,
     request: PreparedRequest,
@@ -395,8 +398,8 @@ async fn run(
     if let Err(error) = &ended {
         record.failed(error);
     }
-    // Events that wait for the client take memory, so the request stays in flight until they are read.
-    // A client that reads slowly has until the deadline plus the time-out of one event.
+    // Events that wait for the client take memory, so the request stays in flight until they are
+    // read. A client that reads slowly has until the deadline plus the time-out of one event.
     let read_by =
         request.deadline.at.max(Instant::now()) + front.settings.router.slow_client_timeout;
     let read = tokio::select! {

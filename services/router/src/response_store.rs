@@ -1,8 +1,9 @@
-//! Responses of `/v1/responses` that clients may name later, bounded in bytes and age. [`ResponseStore`] is pure: callers
-//! pass the time.
+//! Responses of `/v1/responses` that clients may name later, bounded in bytes and age.
+//! [`ResponseStore`] is pure: callers pass the time.
 //!
-//! An entry belongs to its owner; to any other owner its id is unknown. When the store is full, the owner with the most
-//! bytes loses its oldest entry, so no owner can displace the responses of the others.
+//! An entry belongs to its owner; to any other owner its id is unknown. When the store is full, the
+//! owner with the most bytes loses its oldest entry, so no owner can displace the responses of the
+//! others.
 
 use std::{
     collections::{BTreeMap, HashMap},
@@ -89,8 +90,8 @@ impl ResponseStore {
         self.bytes_max > 0
     }
 
-    /// Stores a response, or replaces the one with this id. Drops entries that are too old, then as many as the new one
-    /// needs. A response that alone exceeds the bound is not stored.
+    /// Stores a response, or replaces the one with this id. Drops entries that are too old, then as
+    /// many as the new one needs. A response that alone exceeds the bound is not stored.
     pub(crate) fn insert(
         &mut self,
         now: Instant,

@@ -246,9 +246,10 @@ impl RunningRouter {
         http::probes(self.front.clone())
     }
 
-    /// First step of a graceful shutdown: for `delay`, or until the requests in flight are cancelled, the router is
-    /// unready and still accepts requests, which load balancers send until their next probe. If requests still arrive
-    /// then, the load balancer is late: the router accepts them until none has arrived for a second, for at most another `delay`.
+    /// First step of a graceful shutdown: for `delay`, or until the requests in flight are
+    /// cancelled, the router is unready and still accepts requests, which load balancers send until
+    /// their next probe. If requests still arrive then, the load balancer is late: the router
+    /// accepts them until none has arrived for a second, for at most another `delay`.
     pub async fn leave(&self, delay: Duration) {
         self.front.leaving.cancel();
         self.metrics.set_draining(true);
@@ -263,9 +264,10 @@ impl RunningRouter {
         }
     }
 
-    /// Drains and stops. The router rejects requests on new connections at once. Requests in flight may finish within
-    /// the drain time-out; the others end with a typed error. An HTTP/1.1 connection whose response began before the
-    /// router left gets one more request, whose response closes the connection. Returns when every task has ended.
+    /// Drains and stops. The router rejects requests on new connections at once. Requests in flight
+    /// may finish within the drain time-out; the others end with a typed error. An HTTP/1.1
+    /// connection whose response began before the router left gets one more request, whose response
+    /// closes the connection. Returns when every task has ended.
     pub async fn shutdown(self) -> Result<(), StopError> {
         self.front.leaving.cancel();
         let router = &self.front.router;
@@ -289,13 +291,15 @@ impl RunningRouter {
         Ok(())
     }
 
-    /// Returns a token. Cancelling it ends all requests in flight at once, before the drain time-out.
+    /// Returns a token. Cancelling it ends all requests in flight at once, before the drain
+    /// time-out.
     pub fn cut(&self) -> CancellationToken {
         self.front.cut.clone()
     }
 }
 
-/// Waits until the requests in flight have finished, and ends those that are in flight after the drain time-out.
+/// Waits until the requests in flight have finished, and ends those that are in flight after the
+/// drain time-out.
 async fn drain(
     router: &SharedRouter,
     cut: &CancellationToken,

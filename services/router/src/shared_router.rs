@@ -34,8 +34,8 @@ struct LockedRouter {
     core: RouterCore,
     /// The running answers.
     answers: HashMap<AnswerId, Arc<Notify>>,
-    /// Outputs about nodes that the watch of the nodes has not performed yet. Bounded by the state changes of the nodes
-    /// in this time.
+    /// Outputs about nodes that the watch of the nodes has not performed yet. Bounded by the state
+    /// changes of the nodes in this time.
     node_outputs: Vec<RouterOutput>,
     last_admitted: Option<Instant>,
 }
@@ -61,8 +61,8 @@ impl SharedRouter {
         }))
     }
 
-    /// Passes an input to the core, for a few microseconds and never across an await. Wakes the answers that the core
-    /// names, and the watch of the nodes.
+    /// Passes an input to the core, for a few microseconds and never across an await. Wakes the
+    /// answers that the core names, and the watch of the nodes.
     pub fn with<T>(&self, work: impl FnOnce(&mut RouterCore) -> T) -> T {
         let mut locked = lock(&self.0.locked);
         let LockedRouter { core, answers, node_outputs, last_admitted } = &mut *locked;

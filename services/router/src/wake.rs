@@ -30,8 +30,8 @@ impl MovingTimer {
         Self { sleep: Box::pin(sleep_until(deadline)), waker: None }
     }
 
-    /// Completes at `deadline`. The runtime's timer may be set to an earlier time and is reset when it fires:
-    /// most deadlines move before they are reached. Cancel-safe.
+    /// Completes at `deadline`. The runtime's timer may be set to an earlier time and is reset when
+    /// it fires: most deadlines move before they are reached. Cancel-safe.
     pub(crate) async fn reached(&mut self, deadline: Instant) {
         poll_fn(|cx| self.poll_reached(cx, deadline)).await;
     }

@@ -1,9 +1,10 @@
-//! Coordinates weight updates over the nodes: one update of an operator at a time, and the catch-up of nodes that missed
-//! an update.
+//! Coordinates weight updates over the nodes: one update of an operator at a time, and the catch-up
+//! of nodes that missed an update.
 //!
-//! One task owns the running updates. `update` makes the calls that the coordinator of an update requests, one at a
-//! time for each node. `targets` selects the nodes that catch up. A catch-up is an update of one node, so a node that
-//! fails does not stop others. An operator's update takes precedence over a catch-up.
+//! One task owns the running updates. `update` makes the calls that the coordinator of an update
+//! requests, one at a time for each node. `targets` selects the nodes that catch up. A catch-up is
+//! an update of one node, so a node that fails does not stop others. An operator's update takes
+//! precedence over a catch-up.
 
 mod targets;
 mod update;
@@ -42,8 +43,8 @@ const REQUESTS_MAX: usize = 16;
 const CATCH_UPS_MAX: usize = 4;
 /// Number of ended updates that the router reports by their ids.
 const ENDED_MAX: usize = 16;
-/// Interval of the search for nodes that missed an update. Also the time for nodes to report the weights of an update
-/// that ended.
+/// Interval of the search for nodes that missed an update. Also the time for nodes to report the
+/// weights of an update that ended.
 const CATCH_UP_INTERVAL: Duration = Duration::from_secs(1);
 /// Maximum time for which a stopping router sends the outcomes of its updates to nodes.
 const STOP_MAX: Duration = Duration::from_secs(5);
@@ -66,7 +67,8 @@ pub(crate) struct NewUpdate {
 pub(crate) enum UpdateTransport {
     /// Every node reads the path.
     Disk,
-    /// One node reads the path, and the others copy its files. `seed`: its id; the first node if absent.
+    /// One node reads the path, and the others copy its files. `seed`: its id; the first node if
+    /// absent.
     Tcp { seed: Option<String> },
     /// Every node reads the memory of a trainer's GPU. The path is the trainer's Unix socket.
     Ipc,
@@ -214,7 +216,8 @@ impl WeightUpdates {
         }
     }
 
-    /// Aborts an update that this router does not know at every node that knows it, unless a node has committed it.
+    /// Aborts an update that this router does not know at every node that knows it, unless a node
+    /// has committed it.
     async fn abort_at_nodes(
         &self,
         id: UpdateId,
@@ -227,7 +230,8 @@ impl WeightUpdates {
                 UpdateState::Installing(_) | UpdateState::Ended(UpdateEnd::Committed(_))
             )
         };
-        // A prepared node commits once it learns that another node has committed, unless it was told to abort.
+        // A prepared node commits once it learns that another node has committed, unless it was
+        // told to abort.
         let states = self.call_by_id(&nodes, id, CoordinatorCall::Status).await;
         if states.iter().any(is_committed) {
             return Err(CoordinatorError::Committed.into());
@@ -243,7 +247,8 @@ impl WeightUpdates {
         self.status(None).await
     }
 
-    /// Makes a call of an update to every node. Returns the states of the update at the nodes that know it.
+    /// Makes a call of an update to every node. Returns the states of the update at the nodes that
+    /// know it.
     async fn call_by_id(
         &self,
         nodes: &[WeightNode],
@@ -258,7 +263,8 @@ impl WeightUpdates {
         states.collect()
     }
 
-    /// Reports the update with this id if the router knows the update; without an id, the running or last update.
+    /// Reports the update with this id if the router knows the update; without an id, the running
+    /// or last update.
     pub(crate) async fn status(&self, id: Option<UpdateId>) -> Result<WeightsReport, UpdateError> {
         self.request(WeightsRequest::Status(id)).await
     }
@@ -361,8 +367,8 @@ impl UpdateTask {
         self.calls.shutdown().await;
     }
 
-    /// Aborts the updates that are not committed: nodes that change their weights in place serve nothing until their
-    /// update ends.
+    /// Aborts the updates that are not committed: nodes that change their weights in place serve
+    /// nothing until their update ends.
     fn stop(&mut self, now: Instant) {
         self.stops_by = Some(now + self.stop_max);
         for update in self.updates_mut() {
@@ -543,7 +549,8 @@ impl UpdateTask {
         }
     }
 
-    /// Begins to update nodes that do not have the weights of the last committed update of their model.
+    /// Begins to update nodes that do not have the weights of the last committed update of their
+    /// model.
     fn catch_up(&mut self, now: Instant) {
         let nodes = self.nodes.weight_nodes();
         let updated = self.running.as_ref().map(|update| update.model.clone());

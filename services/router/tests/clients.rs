@@ -458,7 +458,8 @@ async fn router_serves_a_late_load_balancer_for_the_delay_again_and_keeps_its_dr
     let Cluster { router, client, prefill, decode, .. } = cluster;
     let request = json!({"prompt": "Hi", "max_tokens": 5});
     let sends = async {
-        // The router leaves once no request has arrived for a second, so a slow answer must not delay the next request.
+        // The router leaves once no request has arrived for a second, so a slow answer must not
+        // delay the next request.
         loop {
             let answer = client.post("/v1/completions", &request);
             if let Ok(answer) = tokio::time::timeout(Duration::from_millis(200), answer).await {

@@ -1,5 +1,5 @@
-//! Effects of an attempt's output on later attempts: they use the same model, and an answer that ends
-//! with token 0 needs no further attempt.
+//! Effects of an attempt's output on later attempts: they use the same model, and an answer that
+//! ends with token 0 needs no further attempt.
 
 mod common;
 
@@ -88,7 +88,8 @@ async fn answer_without_tokens_may_move_to_another_model() {
 
 #[tokio::test]
 async fn transfer_aborted_after_a_final_token_0_uses_no_attempt() {
-    // The prefill node reports the end of the answer after the decode node has aborted the transfer.
+    // The prefill node reports the end of the answer after the decode node has aborted the
+    // transfer.
     for max_tokens in [1, 50] {
         let cluster = Cluster::start(1, 1, if max_tokens == 1 { ANSWER } else { "" }).await;
         cluster.prefill[0].set_token_time(Duration::from_millis(50));

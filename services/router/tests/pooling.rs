@@ -1,4 +1,5 @@
-//! `/v1/embeddings`, `/v1/rerank` and `/v1/score` over scripted nodes, with the files of tiny models of each form.
+//! `/v1/embeddings`, `/v1/rerank` and `/v1/score` over scripted nodes, with the files of tiny
+//! models of each form.
 
 mod common;
 

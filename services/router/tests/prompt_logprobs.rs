@@ -8,7 +8,8 @@ use serde_json::{Value, json};
 const ANSWER: &str = " one two three";
 const PROMPT: &str = "Count up, please:";
 
-/// The test nodes give the prompt token at position `i` the log-probability `-i`, and the best token -0.5.
+/// The test nodes give the prompt token at position `i` the log-probability `-i`, and the best
+/// token -0.5.
 fn expected_logprobs() -> Vec<Value> {
     let count = encode(PROMPT).len();
     (0..count).map(|at| if at == 0 { Value::Null } else { json!(-(at as f32)) }).collect()

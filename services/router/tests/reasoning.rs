@@ -8,7 +8,8 @@ use serde_json::{Value, json};
 
 const PATH: &str = "/v1/chat/completions";
 
-/// Returns a template in the style of Qwen 3, which removes earlier thoughts. `opening` begins the answer.
+/// Returns a template in the style of Qwen 3, which removes earlier thoughts. `opening` begins the
+/// answer.
 fn template(opening: &str) -> String {
     let messages = "{%- if tools %}{{- '<tool_call>' + (tools | tojson) }}{%- endif %}
         {%- for message in messages %}
@@ -63,7 +64,8 @@ async fn parts_of(
 async fn thought_is_separated_from_content_and_calls() {
     let thought = "\nThe user\nasks.\n</think>";
     let rest = "\n\nI look.\n<tool_call>\n{\"name\": \"clock\", \"arguments\": {}}\n</tool_call>";
-    // A prompt may end with the opening mark. Otherwise the model writes the mark, or answers at once.
+    // A prompt may end with the opening mark. Otherwise the model writes the mark, or answers at
+    // once.
     for (opening, written, reasoning) in [
         ("<think>\n", thought.to_owned(), "The user\nasks."),
         ("", format!("<think>{thought}"), "The user\nasks."),

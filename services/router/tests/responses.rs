@@ -72,7 +72,8 @@ async fn delete(cluster: &Cluster, path: &str) -> (StatusCode, Value) {
     (status, serde_json::from_slice(&body).unwrap())
 }
 
-/// Returns the events of a stream. Each has the type that its line `event:` names, and the next sequence number.
+/// Returns the events of a stream. Each has the type that its line `event:` names, and the next
+/// sequence number.
 async fn events(cluster: &Cluster, mut body: Value) -> Vec<Value> {
     body["stream"] = true.into();
     let mut stream = cluster.client.stream(PATH, &body).await;

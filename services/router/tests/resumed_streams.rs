@@ -32,7 +32,8 @@ fn numbers(count: usize) -> String {
     (0..count).map(|number| format!(" {number}")).collect()
 }
 
-/// Events that a client has of a stream: whole ones only, as browsers and client libraries keep them.
+/// Events that a client has of a stream: whole ones only, as browsers and client libraries keep
+/// them.
 #[derive(Default)]
 struct Received {
     stream: String,
@@ -41,7 +42,8 @@ struct Received {
 }
 
 impl Received {
-    /// Reads about `bytes_max` bytes, then cuts the connection. Returns whether the stream has ended.
+    /// Reads about `bytes_max` bytes, then cuts the connection. Returns whether the stream has
+    /// ended.
     async fn read(&mut self, response: Response<Incoming>, bytes_max: usize) -> bool {
         assert_eq!(response.status(), StatusCode::OK);
         self.stream = response.headers()["x-baton-stream"].to_str().unwrap().to_owned();

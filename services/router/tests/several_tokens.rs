@@ -29,7 +29,8 @@ fn token(id: u32) -> Token {
     }
 }
 
-/// Returns the events of one answer. Each `Tokens` event has as many tokens as the entry of `counts`.
+/// Returns the events of one answer. Each `Tokens` event has as many tokens as the entry of
+/// `counts`.
 fn events(counts: &[usize]) -> Vec<Event> {
     let ids = [encode(ANSWER), vec![END]].concat();
     let mut events = vec![Event::Reserved(Reserved { cached_tokens: 0, local_prefill: true })];

@@ -1,4 +1,5 @@
-//! Clients without a valid key who hold connections, and a key that sends bodies slowly: other keys are served.
+//! Clients without a valid key who hold connections, and a key that sends bodies slowly: other keys
+//! are served.
 
 mod common;
 
@@ -133,7 +134,8 @@ fn strangers(address: SocketAddr) -> JoinSet<()> {
     strangers
 }
 
-/// Waits until the strangers hold the connections that a port keeps of them: a further silent one has to wait.
+/// Waits until the strangers hold the connections that a port keeps of them: a further silent one
+/// has to wait.
 async fn are_there(address: SocketAddr) {
     eventually("the port is full of strangers", async || {
         let mut stream = TcpStream::connect(address).await.unwrap();

@@ -1,17 +1,21 @@
-//! Sessions: a later turn of a conversation has the queue place of the conversation's first turn. Pure.
+//! Sessions: a later turn of a conversation has the queue place of the conversation's first turn.
+//! Pure.
 //!
-//! If turns queued by their own arrival, many conversations would advance together, and their KV would not fit into
-//! memory: each turn would load or compute KV that another turn has evicted. In order of the sessions' arrival the
-//! oldest sessions finish first, and their KV stays in memory. Nodes and routers both queue in this order: under load
-//! requests wait in the router. Each knows only its own requests.
+//! If turns queued by their own arrival, many conversations would advance together, and their KV
+//! would not fit into memory: each turn would load or compute KV that another turn has evicted. In
+//! order of the sessions' arrival the oldest sessions finish first, and their KV stays in memory.
+//! Nodes and routers both queue in this order: under load requests wait in the router. Each knows
+//! only its own requests.
 //!
-//! Requests that name a session are turns of that session. Otherwise a prompt continues the answer that ended with one
-//! of the prompt's blocks; each such end is continued once, so that parallel requests with a common prefix keep separate
-//! places. A turn that arrives while another turn of its session has not ended has a place of its own: otherwise a
-//! session with parallel turns could delay every other request. A session keeps its place for [`PLACE_MAX`], which
-//! bounds the delay of other requests.
+//! Requests that name a session are turns of that session. Otherwise a prompt continues the answer
+//! that ended with one of the prompt's blocks; each such end is continued once, so that parallel
+//! requests with a common prefix keep separate places. A turn that arrives while another turn of
+//! its session has not ended has a place of its own: otherwise a session with parallel turns could
+//! delay every other request. A session keeps its place for [`PLACE_MAX`], which bounds the delay
+//! of other requests.
 //!
-//! The owner gives each session a 128-bit key: of its name, or of the block with which its last turn ended.
+//! The owner gives each session a 128-bit key: of its name, or of the block with which its last
+//! turn ended.
 
 #![forbid(unsafe_code)]
 
@@ -59,7 +63,8 @@ pub struct SessionTurn<D> {
 }
 
 impl<D> SessionTurn<D> {
-    /// Returns the place of the turn if the turn has the session's place. Otherwise the turn has a place of its own.
+    /// Returns the place of the turn if the turn has the session's place. Otherwise the turn has a
+    /// place of its own.
     pub fn place(&self) -> Option<SessionPlace> {
         self.follows.then_some(self.session.place)
     }
@@ -89,9 +94,10 @@ impl<D> Default for Sessions<D> {
 }
 
 impl<D: Clone> Sessions<D> {
-    /// Returns the turn of a request that arrives now as number `arrival`. `named`: key of the session that the request
-    /// names. `ends`: keys of the ends that an unnamed request may continue, the preferred end first. `renew` changes the
-    /// data of a session that gets a new place. A new session has the data `new`.
+    /// Returns the turn of a request that arrives now as number `arrival`. `named`: key of the
+    /// session that the request names. `ends`: keys of the ends that an unnamed request may
+    /// continue, the preferred end first. `renew` changes the data of a session that gets a new
+    /// place. A new session has the data `new`.
     pub fn arrived(
         &mut self,
         now: Instant,
@@ -120,14 +126,15 @@ impl<D: Clone> Sessions<D> {
         SessionTurn { session, follows, named, continued }
     }
 
-    /// Returns the data of the turn's session, which other turns of the session may have changed since the turn arrived.
+    /// Returns the data of the turn's session, which other turns of the session may have changed
+    /// since the turn arrived.
     pub fn data<'a>(&'a self, turn: &'a SessionTurn<D>) -> &'a D {
         let find = |key: u128| self.recent.get(&key).or_else(|| self.older.get(&key));
         &turn.named.and_then(find).unwrap_or(&turn.session).data
     }
 
-    /// Records the end of a turn, and changes the data of its session. `end`: key of the end, which a later unnamed turn
-    /// may continue.
+    /// Records the end of a turn, and changes the data of its session. `end`: key of the end, which
+    /// a later unnamed turn may continue.
     pub fn ended<T>(
         &mut self,
         turn: SessionTurn<D>,
@@ -143,7 +150,8 @@ impl<D: Clone> Sessions<D> {
         result
     }
 
-    /// Records that a turn was removed before its end. Its request may arrive again as the same turn.
+    /// Records that a turn was removed before its end. Its request may arrive again as the same
+    /// turn.
     pub fn put_back(&mut self, turn: SessionTurn<D>) {
         let key = turn.named.or(turn.continued);
         let session = self.leave(turn);
@@ -176,7 +184,8 @@ impl<D: Clone> Sessions<D> {
         self.recent.insert(key, session);
     }
 
-    /// Panics when a session has not as many turns that have not ended as `running` has entries of its key.
+    /// Panics when a session has not as many turns that have not ended as `running` has entries of
+    /// its key.
     pub fn check(&self, running: impl Iterator<Item = u128>) {
         let mut expected: HashMap<u128, u32> = HashMap::default();
         running.for_each(|key| *expected.entry(key).or_default() += 1);

@@ -17,8 +17,8 @@ use crate::{
 
 /// The client's side of one request.
 pub(crate) struct Client {
-    /// Tokens that the prompt, the sampling parameters and the grammar determine, and what ends them; `None` if tokens
-    /// are not checked.
+    /// Tokens that the prompt, the sampling parameters and the grammar determine, and what ends
+    /// them; `None` if tokens are not checked.
     answer: Option<(Vec<u32>, AnswerEnd)>,
     received: usize,
     /// The number of tokens after which a stop string is complete.

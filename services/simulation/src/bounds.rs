@@ -1,5 +1,5 @@
-//! Exact recovery bounds in virtual time: each run kills a decode node at another moment of a few requests.
-//! Other tests plant a bug into a core's outputs, which the checks must find.
+//! Exact recovery bounds in virtual time: each run kills a decode node at another moment of a few
+//! requests. Other tests plant a bug into a core's outputs, which the checks must find.
 
 use std::time::Duration;
 
@@ -46,8 +46,8 @@ fn request(index: u32) -> RequestPlan {
     RequestPlan { at: Duration::from_millis(40) * index, ..request }
 }
 
-/// Returns a scenario with two prefill and two decode nodes and four requests. One decode node is killed at
-/// `killed_at`.
+/// Returns a scenario with two prefill and two decode nodes and four requests. One decode node is
+/// killed at `killed_at`.
 fn scenario(killed_at: Duration, resets_connections: bool) -> Scenario {
     let restart_after = Duration::from_secs(8);
     let selection = Selection { disaggregate: Disaggregate::Always, policy: NodePolicy::Predicted };
@@ -78,7 +78,8 @@ fn killed_decode_node_meets_the_bounds_of_recovery_and_block_release() {
     assert!(recovery > LEASE && retried > 100, "the kills interrupted requests");
 }
 
-/// The first token after a hand-over does not wait until the outputs of the arrival are carried out.
+/// The first token after a hand-over does not wait until the outputs of the arrival are carried
+/// out.
 #[test]
 fn kv_that_arrives_at_an_idle_node_is_launched_before_the_outputs_of_its_arrival() {
     let scenario = Scenario { faults: Vec::new(), ..scenario(Duration::ZERO, true) };

@@ -1,7 +1,8 @@
 //! The device of a simulated node: an executor of the engine on the cluster's clock.
 //!
-//! Many nodes share one clock. So [`Device`] decides when each step is due, by a cost model, and the executor computes
-//! the step's result: the `sim` executor, which checks tokens and KV, or the `counting` executor in a replay.
+//! Many nodes share one clock. So [`Device`] decides when each step is due, by a cost model, and
+//! the executor computes the step's result: the `sim` executor, which checks tokens and KV, or the
+//! `counting` executor in a replay.
 
 use std::{
     collections::VecDeque,
@@ -28,8 +29,8 @@ pub struct StepCost {
     pub decode: DecodeCosts,
     /// Standard deviation of a step's time, relative to the model's.
     pub deviation: f64,
-    /// Whether a step is computed when it is launched, instead of when its result is due. A real device
-    /// computes in between.
+    /// Whether a step is computed when it is launched, instead of when its result is due. A real
+    /// device computes in between.
     pub is_eager: bool,
 }
 
@@ -45,8 +46,8 @@ impl StepCost {
         }
     }
 
-    /// Returns the mean time of a step. A step with prefill takes at least as long as its decode part, because every
-    /// step reads all weights.
+    /// Returns the mean time of a step. A step with prefill takes at least as long as its decode
+    /// part, because every step reads all weights.
     pub fn step_ms(&self, work: &StepWork) -> f64 {
         let Self { prefill, decode, .. } = self;
         let rows_ms = decode.row_ms * f64::from(work.decode_rows)
@@ -82,8 +83,8 @@ impl Results {
         }
     }
 
-    /// Launches the step and returns its work. The `sim` executor does not report the work of a step before its end: all
-    /// rows with one token count as decode rows.
+    /// Launches the step and returns its work. The `sim` executor does not report the work of a
+    /// step before its end: all rows with one token count as decode rows.
     fn launch(&mut self, plan: StepPlan) -> Result<StepWork, ExecutorError> {
         match self {
             Self::Counted(executor) => {
@@ -173,7 +174,8 @@ impl Device {
         self.now = now;
     }
 
-    /// Prepares weights of this version. `in_flight`: the treatment of running sequences at the commit.
+    /// Prepares weights of this version. `in_flight`: the treatment of running sequences at the
+    /// commit.
     pub(crate) fn prepare_weights(&mut self, version: u64, in_flight: InFlight) {
         if let Results::Checked(executor) = &mut self.results {
             executor.prepare_weights(version, in_flight);

@@ -1,4 +1,5 @@
-//! etcd as the routers see it: a list of registered nodes that is published while etcd is reachable.
+//! etcd as the routers see it: a list of registered nodes that is published while etcd is
+//! reachable.
 
 use std::{
     pin::pin,

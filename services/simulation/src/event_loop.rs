@@ -3,7 +3,8 @@
 //! Messages between the router and the nodes are in
 //! [`router_connections`](crate::router_connections), those between nodes in
 //! [`data_connections`](crate::data_connections). [`updates`](crate::updates) updates the weights,
-//! [`faults`](crate::faults) injects faults, and [`checks`](crate::checks) asserts the invariants of the cluster.
+//! [`faults`](crate::faults) injects faults, and [`checks`](crate::checks) asserts the invariants
+//! of the cluster.
 
 use std::{
     collections::{BTreeMap, BTreeSet},

@@ -146,8 +146,8 @@ impl Simulation {
         }
     }
 
-    /// Kills a process. With `resets_connections` its machine keeps running and resets the connections.
-    /// Without, peers receive nothing more, as after a power failure.
+    /// Kills a process. With `resets_connections` its machine keeps running and resets the
+    /// connections. Without, peers receive nothing more, as after a power failure.
     fn kill(&mut self, process: usize, resets_connections: bool) {
         let host = self.processes[process].host;
         if self.processes[process].weights.is_updating() {
@@ -206,8 +206,8 @@ impl Simulation {
         self.input(process, Input::Deadline);
     }
 
-    /// Schedules the keep-alive time-out at each router, which pings every 500 ms and waits 2 s for the
-    /// answer.
+    /// Schedules the keep-alive time-out at each router, which pings every 500 ms and waits 2 s for
+    /// the answer.
     pub(crate) fn expect_keep_alive_timeout(&mut self, host: usize, process: usize) {
         for router in 0..self.routers.len() {
             let connection = self.routers[router].nodes.connection(host);

@@ -1,4 +1,5 @@
-//! Structured output: the vocabulary of the simulated models, and the grammars that requests ask for.
+//! Structured output: the vocabulary of the simulated models, and the grammars that requests ask
+//! for.
 
 use std::sync::{Arc, LazyLock};
 

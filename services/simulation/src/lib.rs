@@ -1,23 +1,25 @@
 //! Simulates a whole cluster in one thread, in virtual time, from a seed.
 //!
 //! The simulation runs the shipped cores: on each node `NodeCore` with the `sim` executor and
-//! `TransferDriver` with the transfer protocol, on each router `RouterCore` and an `AnswerCore` for each request.
-//! `Coordinator` and `Participant` update the weights.
-//! Routers and nodes exchange the shipped gRPC messages, and nodes check them as the service does.
-//! Network, clock, threads, etcd and faults are simulated: messages are lost, delayed, duplicated and
-//! reordered, chunks are corrupted, processes are killed, paused and drained, ranks die, nodes are
-//! partitioned, etcd is unreachable, routers restart, clients disconnect. Weight updates run meanwhile, and
-//! their trainers die.
+//! `TransferDriver` with the transfer protocol, on each router `RouterCore` and an `AnswerCore` for
+//! each request. `Coordinator` and `Participant` update the weights. Routers and nodes exchange the
+//! shipped gRPC messages, and nodes check them as the service does. Network, clock, threads, etcd
+//! and faults are simulated: messages are lost, delayed, duplicated and reordered, chunks are
+//! corrupted, processes are killed, paused and drained, ranks die, nodes are partitioned, etcd is
+//! unreachable, routers restart, clients disconnect. Weight updates run meanwhile, and their
+//! trainers die.
 //!
 //! After every event the simulation asserts the invariants of the process concerned. It compares
-//! every token with the expected answer, and the KV that a step reads with that of the weights in use. No two nodes use
-//! different bytes of weights under one version. At the end every request has ended once and no resource of
-//! any request is left.
+//! every token with the expected answer, and the KV that a step reads with that of the weights in
+//! use. No two nodes use different bytes of weights under one version. At the end every request has
+//! ended once and no resource of any request is left.
 //!
-//! [`run`] is one run. A failing run panics; its seed gives the same run again. [`explore`] runs many seeds.
+//! [`run`] is one run. A failing run panics; its seed gives the same run again. [`explore`] runs
+//! many seeds.
 //!
-//! [`replay()`] runs recorded requests on up to a thousand nodes. Steps and transfers take the time of a cost model.
-//! For speed, a replay keeps no KV and checks tokens and invariants at the end only.
+//! [`replay()`] runs recorded requests on up to a thousand nodes. Steps and transfers take the time
+//! of a cost model. For speed, a replay keeps no KV and checks tokens and invariants at the end
+//! only.
 
 #![forbid(unsafe_code)]
 
@@ -78,7 +80,8 @@ pub struct Outcome {
     pub coverage: Coverage,
     /// Longest time between two tokens of a request.
     pub longest_gap: Duration,
-    /// Longest time between two tokens of a request, without the gap after token 0 (the possible hand-over).
+    /// Longest time between two tokens of a request, without the gap after token 0 (the possible
+    /// hand-over).
     pub longest_decode_gap: Duration,
     /// Longest time between two tokens of each request.
     pub pauses: Vec<Duration>,

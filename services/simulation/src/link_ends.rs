@@ -13,8 +13,8 @@ pub(crate) struct LinkEnds {
 }
 
 impl LinkEnds {
-    /// Returns the time at which a chunk is sent. `time`: duration without other chunks. Chunks of a node are sent one
-    /// after the other.
+    /// Returns the time at which a chunk is sent. `time`: duration without other chunks. Chunks of
+    /// a node are sent one after the other.
     pub(crate) fn transfer(
         &mut self,
         now: Instant,

@@ -1,7 +1,7 @@
 //! The registration of nodes in etcd.
 //!
-//! A node registers shortly after its start. Its record is removed when it exits, or some time after
-//! it died or was paused. During an outage nothing is published, registered or removed.
+//! A node registers shortly after its start. Its record is removed when it exits, or some time
+//! after it died or was paused. During an outage nothing is published, registered or removed.
 
 use std::time::Duration;
 

@@ -90,8 +90,9 @@ fn slow_node_is_excluded_and_probed() {
     assert!(attempts < 20, "{attempts} attempts on the slow node");
 }
 
-/// Runs the requests on two prefill nodes and this many decode nodes, with the fault four times. Returns the 99th
-/// percentile of the time between two tokens of the streams that never were on the node of host [`BAD`].
+/// Runs the requests on two prefill nodes and this many decode nodes, with the fault four times.
+/// Returns the 99th percentile of the time between two tokens of the streams that never were on the
+/// node of host [`BAD`].
 fn token_gap_of_others(decode: usize, fault: Option<Fault>) -> Duration {
     let mut nodes = vec![node(Role::Prefill, STEP); 2];
     nodes.extend(vec![node(Role::Decode, STEP); decode]);
@@ -126,8 +127,8 @@ fn hung_or_killed_node_delays_no_token_of_other_streams() {
     let killed =
         Fault::Kill { host: BAD, resets_connections: true, restart_after: Duration::from_secs(1) };
     let [usual, while_hung] = [None, Some(hung)].map(|fault| token_gap_of_others(3, fault));
-    // The baseline of the kill is two decode nodes: their batches are as large as those of three nodes of which one is
-    // dead.
+    // The baseline of the kill is two decode nodes: their batches are as large as those of three
+    // nodes of which one is dead.
     let (larger_batch, while_killed) =
         (token_gap_of_others(2, None), token_gap_of_others(3, Some(killed)));
     eprintln!(

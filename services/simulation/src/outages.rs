@@ -2,7 +2,8 @@
 
 use std::time::Instant;
 
-/// A time during which no message of process `of` reached process `to` (any process if `to` is `None`).
+/// A time during which no message of process `of` reached process `to` (any process if `to` is
+/// `None`).
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Outage {
     of: usize,

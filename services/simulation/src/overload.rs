@@ -1,5 +1,6 @@
-//! Overload and fairness in virtual time, with the shipped router and nodes: goodput at several times the capacity, and
-//! the time to first token of one API key while another key floods the router.
+//! Overload and fairness in virtual time, with the shipped router and nodes: goodput at several
+//! times the capacity, and the time to first token of one API key while another key floods the
+//! router.
 
 use std::time::Duration;
 
@@ -108,7 +109,8 @@ fn run(scenario: Scenario) -> Run {
     }
 }
 
-/// Returns the requests that the cluster completes in a second: 200 requests at once, without deadlines.
+/// Returns the requests that the cluster completes in a second: 200 requests at once, without
+/// deadlines.
 fn capacity() -> f64 {
     let (count, at_once) = (200, Duration::from_millis(50));
     let requests = load(7, GOOD, f64::from(count) / 0.05, at_once, Duration::from_secs(1000));
@@ -141,7 +143,8 @@ fn goodput_at_three_times_the_capacity_is_the_goodput_at_capacity() {
     assert!(over.late * 50 <= over.complete, "refused before they queue, not late");
 }
 
-/// The load is 1.8 times the capacity of a pair, and 2.5 times after 15 s. The cluster has one pair, and three after 15 s.
+/// The load is 1.8 times the capacity of a pair, and 2.5 times after 15 s. The cluster has one
+/// pair, and three after 15 s.
 #[test]
 fn nothing_is_refused_while_a_cluster_grows_to_fit_its_load() {
     let (starts, timeout) = (Duration::from_secs(15), Duration::from_secs(120));
@@ -159,8 +162,8 @@ fn nothing_is_refused_while_a_cluster_grows_to_fit_its_load() {
     assert_eq!((run.complete, run.refused, run.late), (count, 0, 0));
 }
 
-/// Small requests at 1.5 times the capacity take each KV block that becomes free. A request of the same flow that needs
-/// most of the blocks starts all the same.
+/// Small requests at 1.5 times the capacity take each KV block that becomes free. A request of the
+/// same flow that needs most of the blocks starts all the same.
 #[test]
 fn large_request_starts_beside_a_flood_of_small_requests() {
     let timeout = Duration::from_secs(60);
@@ -188,8 +191,9 @@ fn prompt_step() -> Duration {
     STEP + TOKEN * PROMPT_TOKENS
 }
 
-/// Returns the 99th percentile of the time to first token of these requests if prefill nodes always run a step of another
-/// key's prompt, cannot interrupt the step, and then take these requests first: no queue is fairer to them.
+/// Returns the 99th percentile of the time to first token of these requests if prefill nodes always
+/// run a step of another key's prompt, cannot interrupt the step, and then take these requests
+/// first: no queue is fairer to them.
 fn ideal_p99(pairs: usize, requests: &[RequestPlan]) -> Duration {
     let step = prompt_step();
     // When the running step of each node ends.
@@ -212,7 +216,8 @@ fn ideal_p99(pairs: usize, requests: &[RequestPlan]) -> Duration {
     ttfts[ttfts.len() * 99 / 100]
 }
 
-/// Prints the time to first token of a key at 80 % of its share, alone and beside a key that sends 20 times its share.
+/// Prints the time to first token of a key at 80 % of its share, alone and beside a key that sends
+/// 20 times its share.
 #[test]
 fn flood_of_one_key_lengthens_p99_ttft_of_another_key_by_a_step() {
     let timeout = Duration::from_secs(20);

@@ -1,7 +1,7 @@
 //! One node process: the shipped node core and transfer protocol, and the queues between them.
 //!
-//! [`Process::handle`] takes one input and returns the outputs that follow. The [event loop](crate::event_loop) delivers
-//! them.
+//! [`Process::handle`] takes one input and returns the outputs that follow. The [event
+//! loop](crate::event_loop) delivers them.
 
 mod calls;
 mod checks;
@@ -80,7 +80,8 @@ pub(crate) struct Process {
     /// Peers of attempts, by transfer.
     peers: BTreeMap<TransferId, Epoch>,
     holds: BTreeMap<TransferId, TransferHold>,
-    /// Commands for the transfer thread: the number in transit or arrived, and the arrived commands.
+    /// Commands for the transfer thread: the number in transit or arrived, and the arrived
+    /// commands.
     commands: usize,
     arrived_commands: VecDeque<Command>,
     transfer_limits: TransferLimits,

@@ -1,4 +1,5 @@
-//! Pauses that clients see when a node is lost, in virtual time: the table of docs/benchmarks/faults.md.
+//! Pauses that clients see when a node is lost, in virtual time: the table of
+//! docs/benchmarks/faults.md.
 
 use std::time::Duration;
 
@@ -47,8 +48,8 @@ enum When {
     Decode,
 }
 
-/// Runs the fault at several moments and prints the pauses of all streams. Every token was compared, and every request
-/// completed. Returns the 99th percentile and the longest pause.
+/// Runs the fault at several moments and prints the pauses of all streams. Every token was
+/// compared, and every request completed. Returns the 99th percentile and the longest pause.
 fn pauses(what: &str, when: When, streams: u32, runs: u64, fault: Fault) -> [Duration; 2] {
     let (first_ms, span_ms) = match when {
         When::HandOver => (20, 200),
@@ -103,7 +104,8 @@ fn lost_nodes_and_cut_links_pause_streams_within_the_bounds() {
         ("P – D cut, 25 s", When::HandOver, cut(25 * SECOND)),
     ] {
         let [_, longest] = pauses(what, when, 24, RUNS, fault);
-        // The lease or the time-out of a ping, the next ping, and the recomputation of the lost streams.
+        // The lease or the time-out of a ping, the next ping, and the recomputation of the lost
+        // streams.
         assert!(longest <= 3 * SECOND, "{what}: {longest:?}");
     }
 }

@@ -108,7 +108,8 @@ pub struct Replayed {
     pub coverage: Coverage,
 }
 
-/// Replays the requests, which must be in the order of their arrival. Panics when an invariant does not hold.
+/// Replays the requests, which must be in the order of their arrival. Panics when an invariant does
+/// not hold.
 pub fn replay(
     config: &ReplayConfig,
     requests: impl Iterator<Item = TraceRequest> + Send + 'static,

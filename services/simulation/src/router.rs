@@ -1,4 +1,5 @@
-//! A router: the shipped router core and answer cores, with calls and timers of the simulation. It holds no rule.
+//! A router: the shipped router core and answer cores, with calls and timers of the simulation. It
+//! holds no rule.
 
 mod answers;
 mod arrivals;
@@ -69,7 +70,8 @@ pub(crate) struct Router {
     pub first_tokens: BTreeMap<usize, Duration>,
     /// Longest time between two tokens of a request.
     pub longest_gap: Duration,
-    /// Longest time between two tokens of a request, without the gap after token 0 (the possible hand-over).
+    /// Longest time between two tokens of a request, without the gap after token 0 (the possible
+    /// hand-over).
     pub longest_decode_gap: Duration,
     /// Request and time of each gap that `longest_decode_gap` covers.
     #[cfg(test)]

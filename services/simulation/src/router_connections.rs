@@ -72,8 +72,8 @@ impl Simulation {
         }
     }
 
-    /// Returns the process that a message on this connection reaches. A host without a process refuses
-    /// the connection.
+    /// Returns the process that a message on this connection reaches. A host without a process
+    /// refuses the connection.
     fn connected_process(&mut self, connection: Connection) -> Option<usize> {
         if !self.is_open(connection) {
             return None;

@@ -37,8 +37,8 @@ pub(crate) struct Scenario {
     pub release_delay_max: Duration,
     /// Longest delay between the threads of one process.
     pub thread_delay_max: Duration,
-    /// Whether every token, every KV block and the invariants of each process are checked. A replay of many requests
-    /// checks only the ends.
+    /// Whether every token, every KV block and the invariants of each process are checked. A replay
+    /// of many requests checks only the ends.
     pub is_checked: bool,
     /// Cost of data connections; `None`: only the delay of messages.
     pub links: Option<LinkCost>,
@@ -151,7 +151,8 @@ impl RequestPlan {
         }
     }
 
-    /// Returns the client's hints about the conversation. Prompts with an equal beginning belong to one session.
+    /// Returns the client's hints about the conversation. Prompts with an equal beginning belong to
+    /// one session.
     pub(crate) fn session(&self) -> RequestSession {
         let is_named = self.prompt.len().is_multiple_of(3);
         let name = self.prompt.first().filter(|_| is_named).map(u32::to_string);
@@ -323,8 +324,8 @@ impl Scenario {
 }
 
 impl Scenario {
-    /// Returns a scenario without faults: one router with a static list of nodes of one model, and messages that take
-    /// up to `delay_max`.
+    /// Returns a scenario without faults: one router with a static list of nodes of one model, and
+    /// messages that take up to `delay_max`.
     pub(crate) fn fault_free(
         selection: Selection,
         nodes: Vec<NodePlan>,
@@ -360,8 +361,8 @@ impl Scenario {
     }
 }
 
-/// Returns small bounds for a part of the seeds whose requests need not complete. The random numbers of the rest of the
-/// scenario do not depend on them.
+/// Returns small bounds for a part of the seeds whose requests need not complete. The random
+/// numbers of the rest of the scenario do not depend on them.
 fn router_limits(seed: u64, severity: Severity) -> RouterLimits {
     let mut random = Random::new(mix(seed));
     if severity.must_complete() || !random.chance(40) {
@@ -406,7 +407,8 @@ fn is_survived(fault: &Fault, nodes: &[NodePlan]) -> bool {
     }
 }
 
-/// Returns whether the fault affects neither decode nodes nor the router's connections to decode nodes.
+/// Returns whether the fault affects neither decode nodes nor the router's connections to decode
+/// nodes.
 fn spares_decode_nodes(fault: &Fault, nodes: &[NodePlan]) -> bool {
     match *fault {
         Fault::Kill { host, .. }
@@ -431,7 +433,8 @@ impl NodePlan {
     }
 }
 
-/// Returns the longest sequence that fits every decode node of the model: the router rejects longer ones.
+/// Returns the longest sequence that fits every decode node of the model: the router rejects longer
+/// ones.
 fn longest_sequence(nodes: &[NodePlan], model: usize) -> u32 {
     let decode = |node: &&NodePlan| (node.role, node.model) == (Role::Decode, model);
     let decode = nodes.iter().filter(decode);

@@ -55,8 +55,8 @@ fn request(index: u32, at: Duration, prompt_tokens: u32, max_tokens: u32) -> Req
     RequestPlan { at, ..RequestPlan::new(prompt, max_tokens, Duration::from_secs(100)) }
 }
 
-/// Returns the attempts of all requests on `pairs` prefill and decode nodes, and the longest time between two tokens of
-/// a decode node.
+/// Returns the attempts of all requests on `pairs` prefill and decode nodes, and the longest time
+/// between two tokens of a decode node.
 fn run(
     seed: u64,
     selection: Selection,
@@ -156,7 +156,8 @@ fn two_equal_pairs_share_a_steady_load() {
             assert!(decode.0.abs_diff(decode.1) < 80, "seed {seed}, mean {mean} ms: {counts:?}");
             let prefill = (counts[&0], counts[&1]);
             assert!(prefill.0.abs_diff(prefill.1) < 80, "seed {seed}, mean {mean} ms: {counts:?}");
-            // Herding (many consecutive requests to one node) would leave the other node idle for a while.
+            // Herding (many consecutive requests to one node) would leave the other node idle for a
+            // while.
             let longest_run = picks.chunk_by(|a, b| a.decode == b.decode).map(<[_]>::len).max();
             assert!(longest_run <= Some(12), "seed {seed}, mean {mean} ms: {longest_run:?}");
         }
@@ -220,7 +221,8 @@ fn local_prefill_keeps_running_streams_within_the_inter_token_latency_bound() {
     let itl_max = Duration::from_millis(14);
     let (picks, bounded) = run(4, AUTO, 1, Some(itl_max), requests.clone());
     assert!(local(&picks) > 5, "{}", local(&picks));
-    // The scheduler takes the time of decode rows from the previous step; the network delays tokens too.
+    // The scheduler takes the time of decode rows from the previous step; the network delays tokens
+    // too.
     assert!(bounded <= itl_max.mul_f64(1.1), "{bounded:?}");
     let never = Selection { disaggregate: Disaggregate::Never, ..AUTO };
     let (_, unbounded) = run(4, never, 1, None, requests.into_iter().step_by(4).collect());

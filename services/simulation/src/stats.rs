@@ -22,7 +22,8 @@ pub struct ServedRequest {
     /// Number of the request in the order of arrival.
     pub request: usize,
     pub prompt_tokens: u32,
-    /// Prompt tokens in the prefix cache of the node that prefilled. For a retried request, the first such node counts.
+    /// Prompt tokens in the prefix cache of the node that prefilled. For a retried request, the
+    /// first such node counts.
     pub cached_tokens: u32,
     pub output_tokens: u32,
     /// Time from the arrival to the first token.

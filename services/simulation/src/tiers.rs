@@ -1,7 +1,8 @@
 //! Copies of the KV tiers of one process, in virtual time.
 //!
-//! A save reads its block when its copy ends, so that a block that was reused too early is noticed. A load makes its
-//! blocks invalid when it starts, so that a block that is used too early gives wrong tokens.
+//! A save reads its block when its copy ends, so that a block that was reused too early is noticed.
+//! A load makes its blocks invalid when it starts, so that a block that is used too early gives
+//! wrong tokens.
 
 use std::{
     collections::BTreeMap,

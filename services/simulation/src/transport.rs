@@ -74,7 +74,8 @@ impl SimTransport {
         self.admitted.contains(&peer)
     }
 
-    /// Returns the number of the current connection with this peer. Each close begins another number.
+    /// Returns the number of the current connection with this peer. Each close begins another
+    /// number.
     pub(crate) fn connection(&self, peer: Epoch) -> u64 {
         self.closings.get(&peer).copied().unwrap_or(0)
     }

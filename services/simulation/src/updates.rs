@@ -1,7 +1,8 @@
 //! Updates of the weights: their messages, and nodes that catch up.
 //!
-//! A coordinator belongs to a router and dies with it. Calls, replies and questions between nodes are datagrams: the
-//! network loses, delays, duplicates and reorders them. They have random numbers of their own.
+//! A coordinator belongs to a router and dies with it. Calls, replies and questions between nodes
+//! are datagrams: the network loses, delays, duplicates and reorders them. They have random numbers
+//! of their own.
 
 pub(crate) mod coordinators;
 pub(crate) mod plan;
@@ -145,7 +146,8 @@ impl Simulation {
         self.clock.after(CATCH_UP_INTERVAL, event);
     }
 
-    /// Begins updates of the nodes that do not have the weights of the model's last committed update.
+    /// Begins updates of the nodes that do not have the weights of the model's last committed
+    /// update.
     fn catch_up(&mut self, plan: UpdatePlan, version: WeightVersion) {
         let UpdatePlan { router, model, .. } = plan;
         if self.updates.committed.get(&model) != Some(&(router, version))

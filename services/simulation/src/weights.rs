@@ -1,7 +1,8 @@
-//! The part of a node in updates of the weights: the shipped `Participant`, and the work that it requests.
+//! The part of a node in updates of the weights: the shipped `Participant`, and the work that it
+//! requests.
 //!
-//! A node receives weights in virtual time, into a second copy or over the weights in use. The weights in use change in the
-//! shipped node core.
+//! A node receives weights in virtual time, into a second copy or over the weights in use. The
+//! weights in use change in the shipped node core.
 
 use std::time::{Duration, Instant};
 
@@ -247,7 +248,8 @@ impl NodeWeights {
         }
     }
 
-    /// Begins to receive the weights of the running update. In place, the core first releases the weights in use.
+    /// Begins to receive the weights of the running update. In place, the core first releases the
+    /// weights in use.
     fn receive(&mut self, now: Instant, core: &mut NodeCore<Device>) {
         if self.restoration == Some(Restoration::Installing) {
             // The update begins when the restored weights are in use.

@@ -31,7 +31,8 @@ fn config(prefill: usize, decode: usize) -> ReplayConfig {
     }
 }
 
-/// Returns requests every 100 ms with 1,024 prompt tokens, half of which the prompts of a family share.
+/// Returns requests every 100 ms with 1,024 prompt tokens, half of which the prompts of a family
+/// share.
 fn requests(count: u32) -> impl Iterator<Item = TraceRequest> + Send + 'static {
     (0..count).map(|index| TraceRequest {
         at: Duration::from_millis(100) * index,

@@ -1,7 +1,8 @@
 //! The standard `OTEL_*` variables.
 //!
-//! OpenTelemetry's library reads the headers, the sampler and the resource attributes itself, and ignores what it does
-//! not understand. This module reads the endpoints, and rejects values that the library would ignore.
+//! OpenTelemetry's library reads the headers, the sampler and the resource attributes itself, and
+//! ignores what it does not understand. This module reads the endpoints, and rejects values that
+//! the library would ignore.
 
 use std::path::PathBuf;
 
@@ -28,8 +29,9 @@ impl Otlp {
         Self { traces: Some(endpoint.clone()), metrics: Some(endpoint), certificate: None }
     }
 
-    /// Reads the destination. `setting` (`telemetry.otlp`) has the highest precedence, then the variable of the signal,
-    /// then the common variable. `get`: the environment, and a map in tests.
+    /// Reads the destination. `setting` (`telemetry.otlp`) has the highest precedence, then the
+    /// variable of the signal, then the common variable. `get`: the environment, and a map in
+    /// tests.
     pub fn read(
         setting: Option<&str>,
         get: impl Fn(&str) -> Option<String>,

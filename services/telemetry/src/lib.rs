@@ -3,10 +3,10 @@
 //! * [`Telemetry`] belongs to the process: `main` starts it first and shuts it down last.
 //! * [`propagation`] transfers the W3C trace context over HTTP, gRPC and plain strings.
 //! * [`spans`] sets the attributes and the status of spans.
-//! * [`metrics`] has the typed instruments of router and node, and [`metrics::Metrics`], which renders
-//!   them as Prometheus text under OpenTelemetry's GenAI names and vLLM's names.
-//! * [`MetricsPage`] renders this text outside the async threads, and [`MetricsServer`] serves it, and the probes of a
-//!   service, on a port of its own.
+//! * [`metrics`] has the typed instruments of router and node, and [`metrics::Metrics`], which
+//!   renders them as Prometheus text under OpenTelemetry's GenAI names and vLLM's names.
+//! * [`MetricsPage`] renders this text outside the async threads, and [`MetricsServer`] serves it,
+//!   and the probes of a service, on a port of its own.
 //!
 //! The only global state is the subscriber of `tracing`: `main` calls [`Telemetry::install`]; tests
 //! use [`Telemetry::dispatch`] for a scope instead. OTLP export is off unless an endpoint is given.
@@ -42,7 +42,8 @@ pub struct TelemetryConfig {
     pub log: String,
     pub log_format: LogFormat,
     pub otlp: Otlp,
-    /// Name of the instance; `None`: that of `OTEL_RESOURCE_ATTRIBUTES`, else [`Resource::instance`].
+    /// Name of the instance; `None`: that of `OTEL_RESOURCE_ATTRIBUTES`, else
+    /// [`Resource::instance`].
     pub instance: Option<String>,
     /// Destination of log lines; standard error outside of tests.
     pub log_sink: LogSink,
@@ -75,8 +76,8 @@ impl TelemetryConfig {
     }
 }
 
-/// Default names of the service (`baton-router`, `baton-prefill-node`, ...) and of its instance. The `OTEL_*` variables
-/// of the process come before them.
+/// Default names of the service (`baton-router`, `baton-prefill-node`, ...) and of its instance.
+/// The `OTEL_*` variables of the process come before them.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Resource {
     pub service: String,
@@ -145,7 +146,8 @@ impl Telemetry {
             .map_err(|_| TelemetryError::AlreadyInstalled)
     }
 
-    /// Returns the dispatcher for a scope: `tracing::dispatcher::with_default(&telemetry.dispatch(), || ...)`, or
+    /// Returns the dispatcher for a scope:
+    /// `tracing::dispatcher::with_default(&telemetry.dispatch(), || ...)`, or
     /// `future.with_subscriber(telemetry.dispatch())`.
     pub fn dispatch(&self) -> Dispatch {
         self.dispatch.clone()
@@ -156,8 +158,9 @@ impl Telemetry {
         self.meters.metrics()
     }
 
-    /// Flushes traces, metrics and logs and stops, within `deadline`. An unreachable collector takes the
-    /// whole deadline, so call this after draining. A missed deadline is only worth a log line.
+    /// Flushes traces, metrics and logs and stops, within `deadline`. An unreachable collector
+    /// takes the whole deadline, so call this after draining. A missed deadline is only worth a log
+    /// line.
     pub async fn shutdown(self, deadline: Duration) -> Result<(), TelemetryError> {
         let Self { dispatch, tracer, spans, meters, log_writer } = self;
         let exported = traces::shutdown(tracer, meters, spans, deadline).await;

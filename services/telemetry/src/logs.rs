@@ -1,6 +1,6 @@
-//! Formats and filters log lines. A separate thread writes them, so that a log whose reader stopped (a full
-//! pipe, a paused terminal) never blocks a request. The queue is bounded. Lines beyond the bound are dropped
-//! and counted, and the thread writes the count once the queue is empty.
+//! Formats and filters log lines. A separate thread writes them, so that a log whose reader stopped
+//! (a full pipe, a paused terminal) never blocks a request. The queue is bounded. Lines beyond the
+//! bound are dropped and counted, and the thread writes the count once the queue is empty.
 
 use std::{
     io::{self, IsTerminal, Write},
@@ -96,23 +96,24 @@ impl LogWriter {
         (Self { guard: Some(guard), ended }, queue)
     }
 
-    /// Writes the queued lines and stops, within `deadline`. A thread that is stuck in a write stays
-    /// until the process exits.
+    /// Writes the queued lines and stops, within `deadline`. A thread that is stuck in a write
+    /// stays until the process exits.
     pub(crate) async fn shutdown(mut self, deadline: Duration) -> Result<(), TelemetryError> {
         self.stop();
         let late = TelemetryError::ShutdownDeadline { what: "writing the log", deadline };
         tokio::time::timeout(deadline, &mut self.ended).await.map(drop).map_err(|_| late)
     }
 
-    /// Stops the log thread once the queue is written. Dropping the guard waits for a full queue, so a
-    /// thread of its own does it.
+    /// Stops the log thread once the queue is written. Dropping the guard waits for a full queue,
+    /// so a thread of its own does it.
     fn stop(&mut self) {
         let guard = self.guard.take();
         thread::spawn(move || drop(guard));
     }
 }
 
-/// Without `shutdown`, as when `main` returns early with an error, the queued lines are still written.
+/// Without `shutdown`, as when `main` returns early with an error, the queued lines are still
+/// written.
 impl Drop for LogWriter {
     fn drop(&mut self) {
         if self.guard.is_none() {
@@ -162,7 +163,8 @@ where
     }
 }
 
-/// Formatter of JSON lines that begins each line within a span with the span's `trace_id` and `span_id`.
+/// Formatter of JSON lines that begins each line within a span with the span's `trace_id` and
+/// `span_id`.
 struct TracedJson(Format<Json>);
 
 impl<S, N> FormatEvent<S, N> for TracedJson
@@ -187,8 +189,8 @@ where
     }
 }
 
-/// Creates the layer that formats log lines. Its filter `telemetry.log` does not apply to traces, nor to the spans
-/// that lines show.
+/// Creates the layer that formats log lines. Its filter `telemetry.log` does not apply to traces,
+/// nor to the spans that lines show.
 pub(crate) fn layer<S>(
     config: &TelemetryConfig,
     writer: NonBlocking,

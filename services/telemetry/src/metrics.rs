@@ -1,10 +1,11 @@
 //! Metrics: one set of OpenTelemetry instruments and two readers.
 //!
-//! The OTLP reader pushes the metrics to a collector, if there is one. The Prometheus reader renders
-//! them on request. Names follow OpenTelemetry's GenAI conventions, or start with `baton.`. The
-//! Prometheus text repeats some metrics under vLLM's names (module `alias`).
+//! The OTLP reader pushes the metrics to a collector, if there is one. The Prometheus reader
+//! renders them on request. Names follow OpenTelemetry's GenAI conventions, or start with `baton.`.
+//! The Prometheus text repeats some metrics under vLLM's names (module `alias`).
 //!
-//! Cardinality is bounded by construction: every attribute is an enum, a bounded number or a constant of the process.
+//! Cardinality is bounded by construction: every attribute is an enum, a bounded number or a
+//! constant of the process.
 
 #[macro_use]
 mod labels;
@@ -60,7 +61,8 @@ const FIRST_TOKEN_SECONDS: [f64; 16] =
 /// Seconds, from GenAI's conventions: `gen_ai.server.time_per_output_token`.
 const OUTPUT_TOKEN_SECONDS: [f64; 13] =
     [0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5];
-/// Tokens, from GenAI's conventions: `gen_ai.client.token.usage`, without the last three boundaries.
+/// Tokens, from GenAI's conventions: `gen_ai.client.token.usage`, without the last three
+/// boundaries.
 const TOKENS: [f64; 11] =
     [1.0, 4.0, 16.0, 64.0, 256.0, 1024.0, 4096.0, 16384.0, 65536.0, 262144.0, 1048576.0];
 /// Relative errors of predictions.

@@ -19,7 +19,8 @@ use tracing_opentelemetry::OpenTelemetrySpanExt;
 
 const TRACEPARENT: &str = "traceparent";
 
-/// Returns the `traceparent` of a span, for messages that are plain structs; empty for a disabled span.
+/// Returns the `traceparent` of a span, for messages that are plain structs; empty for a disabled
+/// span.
 pub fn traceparent(span: &Span) -> String {
     let mut fields = HashMap::new();
     TraceContextPropagator::new().inject_context(&span.context(), &mut fields);

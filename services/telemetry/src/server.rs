@@ -1,5 +1,6 @@
-//! HTTP server for `/metrics` and probes on a port and a thread of its own. A flood of requests delays every task of the
-//! service, and a probe that takes long would take the service out of the load balancer.
+//! HTTP server for `/metrics` and probes on a port and a thread of its own. A flood of requests
+//! delays every task of the service, and a probe that takes long would take the service out of the
+//! load balancer.
 
 use std::{
     collections::VecDeque, convert::Infallible, io, net::SocketAddr, sync::Arc, thread,
@@ -27,8 +28,8 @@ use tokio_util::sync::{CancellationToken, DropGuard};
 
 use crate::{Metrics, TelemetryError};
 
-/// Maximum number of connections, enough for a scraper and a few probes. A further connection closes the oldest, so that
-/// silent clients do not delay a probe, which takes milliseconds.
+/// Maximum number of connections, enough for a scraper and a few probes. A further connection
+/// closes the oldest, so that silent clients do not delay a probe, which takes milliseconds.
 const CONNECTIONS_MAX: usize = 32;
 /// Maximum lifetime of a connection, which has one request.
 const CONNECTION_TIMEOUT: Duration = Duration::from_secs(10);
@@ -49,8 +50,9 @@ impl MetricsPage {
         Self { metrics, permit: Arc::new(Semaphore::new(1)) }
     }
 
-    /// Responds with the series of which `shows` accepts every label, each by name and value. Renders one page at a time, on
-    /// a thread for blocking work, because other requests would wait for a page of many API keys.
+    /// Responds with the series of which `shows` accepts every label, each by name and value.
+    /// Renders one page at a time, on a thread for blocking work, because other requests would wait
+    /// for a page of many API keys.
     pub async fn respond(&self, shows: impl Fn(&str, &str) -> bool + Send + 'static) -> Response {
         let permit = tokio::time::timeout(CONNECTION_TIMEOUT, self.permit.clone().acquire_owned());
         let Ok(Ok(permit)) = permit.await else {

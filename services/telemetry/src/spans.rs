@@ -1,5 +1,5 @@
-//! Attributes and status of spans, by OpenTelemetry's GenAI conventions. A span never holds text of a request or an
-//! answer.
+//! Attributes and status of spans, by OpenTelemetry's GenAI conventions. A span never holds text of
+//! a request or an answer.
 
 use opentelemetry::{Array, StringValue, Value, trace::Status};
 use tracing::Span;
@@ -38,8 +38,8 @@ pub fn request_ended(
     }
 }
 
-/// Converts an integer to the type that is exported as a number. Unsigned fields of spans and log lines would be exported
-/// as text.
+/// Converts an integer to the type that is exported as a number. Unsigned fields of spans and log
+/// lines would be exported as text.
 pub fn integer(value: impl TryInto<i64>) -> i64 {
     value.try_into().unwrap_or(i64::MAX)
 }

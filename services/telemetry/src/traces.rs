@@ -24,14 +24,17 @@ use tracing_subscriber::{Layer, filter::FilterFn, registry::LookupSpan};
 
 use crate::{Otlp, Resource, TelemetryError, metrics::Meters};
 
-/// Time-out of an export. A collector on the same machine or network that is slower counts as unreachable.
+/// Time-out of an export. A collector on the same machine or network that is slower counts as
+/// unreachable.
 const EXPORT_TIMEOUT: Duration = Duration::from_secs(2);
 /// Maximum number of queued spans, about 1 KiB each; further spans are dropped.
 const QUEUED_SPANS_MAX: usize = 4096;
-/// Interval of exports: the collector has the spans of a request about a second after the request's end.
+/// Interval of exports: the collector has the spans of a request about a second after the request's
+/// end.
 const EXPORT_INTERVAL: Duration = Duration::from_secs(1);
 
-/// Configures an exporter to `endpoint`, which connects at its first use and reconnects after a lost connection.
+/// Configures an exporter to `endpoint`, which connects at its first use and reconnects after a
+/// lost connection.
 pub(crate) fn exporter_to<B: WithExportConfig + WithTonicConfig>(
     builder: B,
     endpoint: &str,
@@ -60,7 +63,8 @@ pub(crate) fn bad_endpoint(
     move |error| TelemetryError::BadEndpoint { endpoint, reason: error.to_string() }
 }
 
-/// Returns the attributes of traces and metrics: defaults, then the `OTEL_*` variables, then the setting `instance`.
+/// Returns the attributes of traces and metrics: defaults, then the `OTEL_*` variables, then the
+/// setting `instance`.
 pub(crate) fn otel_resource(
     resource: &Resource,
     instance: Option<&str>,
@@ -107,13 +111,15 @@ pub(crate) fn provider(
     Ok(builder.with_span_processor(processor).build())
 }
 
-/// Creates the layer that turns spans into traces. `exports`: whether a collector receives the traces.
+/// Creates the layer that turns spans into traces. `exports`: whether a collector receives the
+/// traces.
 pub(crate) fn layer<S>(provider: &SdkTracerProvider, exports: bool) -> impl Layer<S>
 where
     S: Subscriber + for<'a> LookupSpan<'a>,
 {
-    // Stages of a request are spans at `info`; libraries use `debug` and `trace`. Without a collector no span keeps the
-    // log lines within the span, so the layer does not read their fields.
+    // Stages of a request are spans at `info`; libraries use `debug` and `trace`. Without a
+    // collector no span keeps the log lines within the span, so the layer does not read their
+    // fields.
     let filter = FilterFn::new(move |metadata| {
         *metadata.level() <= Level::INFO && (exports || metadata.is_span())
     });
@@ -167,7 +173,8 @@ pub(crate) async fn shutdown(
     }
 }
 
-/// Statistics of the queue of spans. The processor, the exporter, the metrics and the shutdown share them.
+/// Statistics of the queue of spans. The processor, the exporter, the metrics and the shutdown
+/// share them.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct SpanQueue(Arc<SpanQueueStats>);
 
@@ -203,8 +210,8 @@ impl SpanQueue {
     }
 }
 
-/// Processor that drops and counts the spans for which the queue has no space: the library counts them for its log
-/// only.
+/// Processor that drops and counts the spans for which the queue has no space: the library counts
+/// them for its log only.
 #[derive(Debug)]
 struct BoundedProcessor {
     batches: BatchSpanProcessor,
@@ -235,7 +242,8 @@ impl SpanProcessor for BoundedProcessor {
     }
 }
 
-/// Exporter that logs once when the collector stops accepting spans, and once when it accepts them again.
+/// Exporter that logs once when the collector stops accepting spans, and once when it accepts them
+/// again.
 #[derive(Debug)]
 struct WatchedExporter<E> {
     exporter: E,

@@ -1,8 +1,8 @@
 //! Byte-pair encoding of one word, over a compact vocabulary.
 //!
-//! Replaces the BPE model in the pipeline of the `tokenizers` crate, with equal results. The crate's model keeps
-//! every token as two heap strings and takes 169 MB for Llama 3.2's tokenizer; this model takes 18 MB. Dropout,
-//! subword prefixes and subword suffixes are not supported.
+//! Replaces the BPE model in the pipeline of the `tokenizers` crate, with equal results. The
+//! crate's model keeps every token as two heap strings and takes 169 MB for Llama 3.2's tokenizer;
+//! this model takes 18 MB. Dropout, subword prefixes and subword suffixes are not supported.
 
 use std::{collections::HashMap, ops::Range, sync::Arc};
 
@@ -15,7 +15,8 @@ use crate::{
 
 /// Maximum number of merges. The largest merge lists in use have 500,000.
 const MERGES_MAX: usize = 1 << 23;
-/// Ids of characters below this code point are in an array. It covers the whole byte-level alphabet.
+/// Ids of characters below this code point are in an array. It covers the whole byte-level
+/// alphabet.
 const DIRECT_CHARS: usize = 0x180;
 
 /// Options of a BPE model.
@@ -50,14 +51,14 @@ pub(crate) struct BytePairModel {
     unknown_id: Option<u32>,
     fuse_unknown: bool,
     whole_words_first: bool,
-    /// Sorted ids of special tokens. Text is never encoded to these ids: special tokens are matched before
-    /// encoding, or not at all.
+    /// Sorted ids of special tokens. Text is never encoded to these ids: special tokens are matched
+    /// before encoding, or not at all.
     special: Vec<u32>,
 }
 
 impl BytePairModel {
-    /// Creates the model. `merges` holds pairs: the left part of merge `n` at `2n`, the right part at
-    /// `2n + 1`; earlier merges come first. `special` is sorted; its ids are never produced.
+    /// Creates the model. `merges` holds pairs: the left part of merge `n` at `2n`, the right part
+    /// at `2n + 1`; earlier merges come first. `special` is sorted; its ids are never produced.
     pub(crate) fn new(
         vocabulary: Arc<Vocabulary>,
         merges: &PackedStrings,

@@ -2,8 +2,8 @@
 
 use crate::{error::VocabularyError, vocabulary::Vocabulary};
 
-/// Conversion of a token's string to bytes. Text is the concatenated bytes of its tokens, read as UTF-8;
-/// invalid UTF-8 becomes U+FFFD.
+/// Conversion of a token's string to bytes. Text is the concatenated bytes of its tokens, read as
+/// UTF-8; invalid UTF-8 becomes U+FFFD.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(crate) enum Decoding {
     /// GPT-2's alphabet: one visible character for each byte.
@@ -62,8 +62,8 @@ pub(crate) fn byte_token(token: &str) -> Option<u8> {
     hexadecimal.then(|| u8::from_str_radix(digits, 16).ok())?
 }
 
-/// Returns the byte that a character of GPT-2's alphabet represents. Visible Latin-1 characters represent
-/// themselves; the other 68 bytes are U+0100 and up.
+/// Returns the byte that a character of GPT-2's alphabet represents. Visible Latin-1 characters
+/// represent themselves; the other 68 bytes are U+0100 and up.
 fn byte_of(char: char) -> Option<u8> {
     match char as u32 {
         code @ (0x21..=0x7e | 0xa1..=0xac | 0xae..=0xff) => Some(code as u8),

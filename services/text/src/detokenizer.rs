@@ -1,8 +1,9 @@
 //! Detokenizer: converts tokens to text one at a time.
 //!
-//! A token may end in the middle of a character, so text lags behind tokens. [`Detokenizer::push`] returns
-//! only final text: never half a character, and never a U+FFFD for bytes that a later token may complete.
-//! Pushed text and [`finish`](Detokenizer::finish) together equal the decoding of all tokens at once.
+//! A token may end in the middle of a character, so text lags behind tokens. [`Detokenizer::push`]
+//! returns only final text: never half a character, and never a U+FFFD for bytes that a later token
+//! may complete. Pushed text and [`finish`](Detokenizer::finish) together equal the decoding of all
+//! tokens at once.
 
 use std::sync::Arc;
 
@@ -13,8 +14,8 @@ use crate::tokenizer::Tokenizer;
 pub struct DetokenizerOptions {
     /// Whether the text omits special tokens.
     pub skip_special: bool,
-    /// Whether the text continues a prompt. When false, the text is separate, and the space that some
-    /// vocabularies put before the first word is dropped.
+    /// Whether the text continues a prompt. When false, the text is separate, and the space that
+    /// some vocabularies put before the first word is dropped.
     pub continues: bool,
 }
 

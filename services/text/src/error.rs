@@ -4,8 +4,8 @@ use std::path::{Path, PathBuf};
 
 use crate::vocabulary::VOCABULARY_SIZE_MAX;
 
-/// Error of [`ModelText::open`](crate::ModelText::open). Each message names the file, the key and what is
-/// allowed.
+/// Error of [`ModelText::open`](crate::ModelText::open). Each message names the file, the key and
+/// what is allowed.
 #[derive(Debug, thiserror::Error)]
 pub enum LoadError {
     #[error("{}: cannot be read: {cause}", path.display())]

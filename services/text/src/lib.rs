@@ -1,16 +1,16 @@
 //! Text processing of a model: tokenizer, chat template, detokenizer, stop strings, reasoning,
 //! tool calls.
 //!
-//! * [`ModelText`] reads a model's [`Tokenizer`], [`ChatTemplate`] and [`SamplingDefaults`] from a GGUF
-//!   file or a Hugging Face folder.
-//! * [`TextStream`] turns one choice's tokens into text: a [`Detokenizer`] that never emits part of a
-//!   character, and [`StopStrings`] that hold back a possible beginning of a stop string.
-//! * [`ReasoningParser`] separates the thought of a reasoning model from the rest of this text, and [`ToolParser`]
-//!   separates tool calls from content in the rest.
+//! * [`ModelText`] reads a model's [`Tokenizer`], [`ChatTemplate`] and [`SamplingDefaults`] from a
+//!   GGUF file or a Hugging Face folder.
+//! * [`TextStream`] turns one choice's tokens into text: a [`Detokenizer`] that never emits part of
+//!   a character, and [`StopStrings`] that hold back a possible beginning of a stop string.
+//! * [`ReasoningParser`] separates the thought of a reasoning model from the rest of this text, and
+//!   [`ToolParser`] separates tool calls from content in the rest.
 //! * [`TokenTable`] is the part that a node needs: the bytes of each token.
 //!
-//! This crate uses no kernels, sockets or clocks. The CPU time of encoding and rendering grows with the
-//! text, so callers process long texts on blocking threads.
+//! This crate uses no kernels, sockets or clocks. The CPU time of encoding and rendering grows with
+//! the text, so callers process long texts on blocking threads.
 
 #![forbid(unsafe_code)]
 

@@ -1,8 +1,8 @@
 //! Special tokens that a client spells in a message: kept as text.
 //!
-//! Control tokens of a rendered chat template are text too. Before the rendering, marks are put around each special token
-//! that a client's text spells. They pass through the template, and the tokenizer encodes the special token between two
-//! marks as text.
+//! Control tokens of a rendered chat template are text too. Before the rendering, marks are put
+//! around each special token that a client's text spells. They pass through the template, and the
+//! tokenizer encodes the special token between two marks as text.
 
 use std::{borrow::Cow, ops::Range};
 
@@ -78,7 +78,8 @@ impl SpellingFinder {
         Some(first.start()..last.end())
     }
 
-    /// Returns whether the marks of a rendered prompt are those of `marked`: in pairs, each around one special token.
+    /// Returns whether the marks of a rendered prompt are those of `marked`: in pairs, each around
+    /// one special token.
     pub(crate) fn are_whole(&self, rendered: &str) -> bool {
         let mut segments = rendered.split(MARK);
         // Before the first mark.

@@ -17,8 +17,8 @@ pub(crate) struct Symbol {
     next: u32,
 }
 
-/// A merge of the symbol at `left` with its right neighbour. Ordered by priority; at equal priority the leftmost is
-/// the greatest.
+/// A merge of the symbol at `left` with its right neighbour. Ordered by priority; at equal priority
+/// the leftmost is the greatest.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 struct MergeCandidate {
     priority: u32,
@@ -52,8 +52,8 @@ impl Merging {
         self.symbols.push(Symbol { id, start, len, previous, next: NONE });
     }
 
-    /// Merges until no merge applies. `merge` returns the priority and the id of a merge of two adjacent
-    /// symbols.
+    /// Merges until no merge applies. `merge` returns the priority and the id of a merge of two
+    /// adjacent symbols.
     pub(crate) fn run(&mut self, mut merge: impl FnMut(&Symbol, &Symbol) -> Option<(u32, u32)>) {
         for right in 1..self.symbols.len() as u32 {
             self.consider(right - 1, right, &mut merge);

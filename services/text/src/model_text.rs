@@ -50,8 +50,8 @@ impl ModelText {
     /// Reads a `.gguf` file, a folder with one such file, or a Hugging Face folder, without the
     /// weights.
     ///
-    /// A chat template that is missing or does not compile is not an error here, because the model can
-    /// still complete plain prompts. [`chat_template`](Self::chat_template) returns the error.
+    /// A chat template that is missing or does not compile is not an error here, because the model
+    /// can still complete plain prompts. [`chat_template`](Self::chat_template) returns the error.
     pub fn open_with(path: impl AsRef<Path>, options: ModelTextOptions) -> Result<Self, LoadError> {
         let source = TokenizerSource::read(path.as_ref())?;
         let TokenizerSource { parts, mut templates, sampling_defaults, pooled, generates, origin } =
@@ -104,7 +104,8 @@ impl ModelText {
         self.tool_format
     }
 
-    /// Returns the model's format of reasoning; `None` where its template has no marks of a thought.
+    /// Returns the model's format of reasoning; `None` where its template has no marks of a
+    /// thought.
     pub fn reasoning_format(&self) -> Option<&'static ReasoningFormat> {
         self.reasoning_format
     }
@@ -138,8 +139,8 @@ impl ModelText {
     }
 }
 
-/// Returns whether the template renders a message with one tool call, but not with two. A conversation could not
-/// continue after an answer with two.
+/// Returns whether the template renders a message with one tool call, but not with two. A
+/// conversation could not continue after an answer with two.
 fn refuses_parallel_calls(template: &ChatTemplate) -> bool {
     let renders = |count: usize| {
         let ids = || (0..count).map(|index| format!("call{index:05}"));

@@ -1,7 +1,7 @@
 //! Many short strings in one allocation.
 //!
-//! A vocabulary as `Vec<String>` costs about 60 bytes per token beyond its text, and a router keeps its
-//! vocabulary resident.
+//! A vocabulary as `Vec<String>` costs about 60 bytes per token beyond its text, and a router keeps
+//! its vocabulary resident.
 
 /// Strings by index, at most `u32::MAX` bytes in total.
 #[derive(Clone, Debug, Default)]
@@ -16,8 +16,8 @@ impl PackedStrings {
         self.ends.len()
     }
 
-    /// Appends a string. Returns false, and changes nothing, when the strings would exceed the maximum
-    /// size.
+    /// Appends a string. Returns false, and changes nothing, when the strings would exceed the
+    /// maximum size.
     #[must_use]
     pub(crate) fn push(&mut self, string: &str) -> bool {
         let Ok(end) = u32::try_from(self.text.len() + string.len()) else { return false };

@@ -1,5 +1,5 @@
-//! Implements the `Model` trait of the `tokenizers` crate for a vocabulary. The crate's pipeline looks up
-//! added tokens in this model.
+//! Implements the `Model` trait of the `tokenizers` crate for a vocabulary. The crate's pipeline
+//! looks up added tokens in this model.
 
 use std::{
     collections::HashMap,

@@ -1,7 +1,8 @@
 //! Reasoning in the text of an answer.
 //!
-//! A reasoning model writes a thought between two marks before its answer. Each format of marks is one file of this
-//! module and one entry of [`FORMATS`]. [`ReasoningParser`] separates the thought from the rest of streamed text.
+//! A reasoning model writes a thought between two marks before its answer. Each format of marks is
+//! one file of this module and one entry of [`FORMATS`]. [`ReasoningParser`] separates the thought
+//! from the rest of streamed text.
 
 mod mistral_think;
 mod parser;
@@ -70,8 +71,8 @@ impl ReasoningFormat {
         Self::all().find(|format| source.contains(format.close))
     }
 
-    /// Returns where an answer to this prompt begins: some templates write the opening mark themselves, or both marks
-    /// where the answer shall have no thought.
+    /// Returns where an answer to this prompt begins: some templates write the opening mark
+    /// themselves, or both marks where the answer shall have no thought.
     pub fn start_after(&self, prompt: &str) -> ReasoningStart {
         let prompt = prompt.trim_end();
         match () {
@@ -93,7 +94,8 @@ impl ReasoningFormat {
         tokenizer.token_id(self.close)
     }
 
-    /// Returns the special tokens that must become text: marks that are special tokens of the vocabulary.
+    /// Returns the special tokens that must become text: marks that are special tokens of the
+    /// vocabulary.
     pub fn shown_tokens(&self, tokenizer: &Tokenizer) -> Vec<u32> {
         let ids = [self.open, self.close].into_iter().filter_map(|mark| tokenizer.token_id(mark));
         ids.filter(|&id| tokenizer.is_special(id)).collect()

@@ -2,8 +2,8 @@
 
 use std::{ops::RangeInclusive, path::Path};
 
-/// Defaults of the model (`generation_config.json`, or `general.sampling.*` in GGUF); `None` where the
-/// model has none. Every number is within the limits of requests.
+/// Defaults of the model (`generation_config.json`, or `general.sampling.*` in GGUF); `None` where
+/// the model has none. Every number is within the limits of requests.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct SamplingDefaults {
     pub temperature: Option<f32>,
@@ -25,7 +25,8 @@ pub(crate) struct UncheckedDefaults {
 }
 
 impl UncheckedDefaults {
-    /// Returns the numbers that requests may have. Logs and ignores any other number of `file`: other servers load the model.
+    /// Returns the numbers that requests may have. Logs and ignores any other number of `file`:
+    /// other servers load the model.
     pub(crate) fn check(self, file: &Path) -> SamplingDefaults {
         let (defaults, ignored) = self.split();
         for problem in ignored {

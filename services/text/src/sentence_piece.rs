@@ -1,9 +1,10 @@
-//! SentencePiece's byte-pair encoding: repeatedly merges the adjacent pair whose text is the token with the
-//! highest score.
+//! SentencePiece's byte-pair encoding: repeatedly merges the adjacent pair whose text is the token
+//! with the highest score.
 //!
-//! Pairs are looked up by their text, as in SentencePiece and llama.cpp. A merge list made from the scores
-//! would not work: it cannot contain tokens whose parts are not tokens, it would rank the several ways to
-//! one token, which are equal here, and it would cost as much memory as the vocabulary.
+//! Pairs are looked up by their text, as in SentencePiece and llama.cpp. A merge list made from the
+//! scores would not work: it cannot contain tokens whose parts are not tokens, it would rank the
+//! several ways to one token, which are equal here, and it would cost as much memory as the
+//! vocabulary.
 
 use std::{collections::HashMap, sync::Arc};
 
@@ -15,8 +16,8 @@ use crate::{
 
 /// Character that represents a space within tokens.
 pub(crate) const SPACE: char = '▁';
-/// Maximum bytes of a token. The longest in use have about 100 bytes. Bounds the cost of looking up one
-/// pair.
+/// Maximum bytes of a token. The longest in use have about 100 bytes. Bounds the cost of looking up
+/// one pair.
 const TOKEN_BYTES_MAX: usize = 1024;
 
 /// Properties of a vocabulary's tokens in addition to their text.
@@ -166,8 +167,8 @@ impl PieceModel {
         self.unused.binary_search(&id).is_ok()
     }
 
-    /// Appends the ids of text that is not a token, or is an unused token: the ids of its halves, of
-    /// its bytes, or the unknown token, which represents all adjacent unknown characters.
+    /// Appends the ids of text that is not a token, or is an unused token: the ids of its halves,
+    /// of its bytes, or the unknown token, which represents all adjacent unknown characters.
     fn split_unknown(
         &self,
         text: &str,

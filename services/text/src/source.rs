@@ -38,7 +38,8 @@ pub(crate) struct VocabularyOrigin {
 }
 
 impl TokenizerSource {
-    /// Reads a `.gguf` file, a folder with one such file, or a Hugging Face folder, without the weights.
+    /// Reads a `.gguf` file, a folder with one such file, or a Hugging Face folder, without the
+    /// weights.
     pub(crate) fn read(path: &Path) -> Result<Self, LoadError> {
         let io_error = |cause| LoadError::Io { path: path.into(), cause };
         if std::fs::metadata(path).map_err(io_error)?.is_dir() {

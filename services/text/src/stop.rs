@@ -1,8 +1,8 @@
 //! Stop strings: text that ends an answer where it appears.
 //!
-//! Text arrives in pieces of any size. Only a suffix that may begin a stop string is held back; all other
-//! text is emitted at once. The split into pieces does not affect the reported stop string: the first that
-//! is complete, and the longest of those that are complete at the same character.
+//! Text arrives in pieces of any size. Only a suffix that may begin a stop string is held back; all
+//! other text is emitted at once. The split into pieces does not affect the reported stop string:
+//! the first that is complete, and the longest of those that are complete at the same character.
 
 /// Maximum number of stop strings per request. OpenAI allows 4; vLLM sets no limit.
 pub const STOP_STRINGS_MAX: usize = 32;
@@ -31,8 +31,8 @@ pub struct StopProgress {
 
 /// Search for one request's stop strings in the text of one choice.
 ///
-/// Lifecycle: [`push`](Self::push) until it reports a stop, or [`finish`](Self::finish) when the answer
-/// ended otherwise. After either, pushed text is ignored.
+/// Lifecycle: [`push`](Self::push) until it reports a stop, or [`finish`](Self::finish) when the
+/// answer ended otherwise. After either, pushed text is ignored.
 #[derive(Clone, Debug)]
 pub struct StopStrings {
     patterns: Vec<Pattern>,
@@ -43,8 +43,8 @@ pub struct StopStrings {
 }
 
 impl StopStrings {
-    /// Creates the search. With `include_stop` the stop string itself is part of the answer, so nothing
-    /// is held back.
+    /// Creates the search. With `include_stop` the stop string itself is part of the answer, so
+    /// nothing is held back.
     pub fn new<S: AsRef<str>>(stops: &[S], include_stop: bool) -> Result<Self, StopStringError> {
         if stops.len() > STOP_STRINGS_MAX {
             return Err(StopStringError::TooMany { count: stops.len() });
@@ -103,7 +103,8 @@ impl StopStrings {
         StopProgress { emit: std::mem::replace(&mut self.held, rest), stopped: None }
     }
 
-    /// Advances every pattern by one byte. Returns the longest complete pattern, the first among equals.
+    /// Advances every pattern by one byte. Returns the longest complete pattern, the first among
+    /// equals.
     fn feed(&mut self, byte: u8) -> Option<usize> {
         let mut complete: Option<usize> = None;
         for index in 0..self.patterns.len() {
@@ -119,8 +120,8 @@ impl StopStrings {
         complete
     }
 
-    /// Ends the answer after `text`, whose last byte completes pattern `index`. Both are UTF-8, so the
-    /// cuts are between characters.
+    /// Ends the answer after `text`, whose last byte completes pattern `index`. Both are UTF-8, so
+    /// the cuts are between characters.
     fn stop(&mut self, text: &str, index: usize) -> StopProgress {
         self.done = true;
         let mut emit = std::mem::take(&mut self.held);
@@ -131,8 +132,8 @@ impl StopStrings {
         StopProgress { emit, stopped: Some(index) }
     }
 
-    /// Returns the length of the text's longest suffix that is a proper prefix of a pattern. Patterns
-    /// begin with a character's first byte, so the suffix does too.
+    /// Returns the length of the text's longest suffix that is a proper prefix of a pattern.
+    /// Patterns begin with a character's first byte, so the suffix does too.
     fn longest_partial(&self) -> usize {
         self.patterns.iter().map(|pattern| pattern.matched).max().unwrap_or(0)
     }

@@ -36,16 +36,16 @@ pub struct TextDelta {
 pub struct StopHit {
     /// Index in the request's list of stop strings.
     pub stop_index: usize,
-    /// Number of tokens up to and including the one that completed the stop string. Later tokens are
-    /// not part of the answer: they are not counted in the usage and have no logprobs.
+    /// Number of tokens up to and including the one that completed the stop string. Later tokens
+    /// are not part of the answer: they are not counted in the usage and have no logprobs.
     pub token_count: u32,
 }
 
 /// Detokenizer and stop strings of one choice.
 ///
-/// Lifecycle: [`push`](Self::push) until it reports a stop, or [`finish`](Self::finish) when the answer
-/// ended otherwise (EOS, length, abort). Tokens pushed after a stop are ignored. EOS itself is a special
-/// token: with `skip_special` it gives no text.
+/// Lifecycle: [`push`](Self::push) until it reports a stop, or [`finish`](Self::finish) when the
+/// answer ended otherwise (EOS, length, abort). Tokens pushed after a stop are ignored. EOS itself
+/// is a special token: with `skip_special` it gives no text.
 ///
 /// For the text of single tokens, which log-probabilities need, use [`Tokenizer::token_text`] and
 /// [`Tokenizer::token_bytes`].

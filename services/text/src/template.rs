@@ -1,10 +1,10 @@
 //! Chat templates: render messages to the text format that a model was trained on.
 //!
-//! Templates are Jinja programs written for Python. They run here in the environment of Hugging Face's
-//! `transformers`: its white-space rules, `raise_exception`, `strftime_now`, Python's methods on strings,
-//! mappings and lists, and `tojson` as Python writes JSON. A template comes with the model and is not
-//! trusted: its steps and its output are bounded. The memory of a single expression is not bounded: a
-//! template that doubles a string in a loop can exhaust memory.
+//! Templates are Jinja programs written for Python. They run here in the environment of Hugging
+//! Face's `transformers`: its white-space rules, `raise_exception`, `strftime_now`, Python's
+//! methods on strings, mappings and lists, and `tojson` as Python writes JSON. A template comes
+//! with the model and is not trusted: its steps and its output are bounded. The memory of a single
+//! expression is not bounded: a template that doubles a string in a loop can exhaust memory.
 
 mod clock;
 mod integers;
@@ -62,7 +62,8 @@ pub enum TemplateError {
     OutOfFuel { limit: u64 },
     #[error("the rendered prompt has more than {limit} bytes")]
     TooLong { limit: usize },
-    /// The template changes a special token that a message spells, so that it cannot stay text. The client's fault.
+    /// The template changes a special token that a message spells, so that it cannot stay text. The
+    /// client's fault.
     #[error(
         "the chat template does not keep special tokens in messages whole; expected messages without special tokens"
     )]
@@ -76,8 +77,8 @@ pub enum TemplateError {
 }
 
 impl TemplateError {
-    /// Returns true when the messages cause the error, so that another request could succeed with this
-    /// template.
+    /// Returns true when the messages cause the error, so that another request could succeed with
+    /// this template.
     pub fn is_requests_fault(&self) -> bool {
         matches!(
             self,
@@ -95,8 +96,8 @@ impl TemplateError {
 /// Inputs of a rendering.
 #[derive(Clone, Debug)]
 pub struct RenderRequest<'a> {
-    /// List of objects with `role` and, as in OpenAI's API, `content`: text, a list of text parts, or
-    /// nothing. Further fields (`tool_calls`, `name`) are passed to the template unchanged.
+    /// List of objects with `role` and, as in OpenAI's API, `content`: text, a list of text parts,
+    /// or nothing. Further fields (`tool_calls`, `name`) are passed to the template unchanged.
     pub messages: &'a serde_json::Value,
     /// List of tool descriptions, or null.
     pub tools: &'a serde_json::Value,
@@ -106,8 +107,9 @@ pub struct RenderRequest<'a> {
     pub extra: &'a serde_json::Map<String, serde_json::Value>,
     /// Time that `strftime_now` uses; the time zone is UTC.
     pub now: SystemTime,
-    /// Tokenizer whose special tokens stay text where messages, tools or `extra` spell them: then the prompt is for
-    /// [`Tokenizer::encode_rendered`]. `None`: a client's text becomes special tokens.
+    /// Tokenizer whose special tokens stay text where messages, tools or `extra` spell them: then
+    /// the prompt is for [`Tokenizer::encode_rendered`]. `None`: a client's text becomes special
+    /// tokens.
     pub literal: Option<&'a Tokenizer>,
 }
 
@@ -126,7 +128,8 @@ pub struct ChatTemplate {
 }
 
 impl ChatTemplate {
-    /// Compiles one template. `special_tokens` are the variables `bos_token`, `eos_token` and the like.
+    /// Compiles one template. `special_tokens` are the variables `bos_token`, `eos_token` and the
+    /// like.
     ///
     /// # Errors
     /// `Syntax` when the template does not compile.
@@ -193,8 +196,8 @@ impl ChatTemplate {
         }
     }
 
-    /// Renders the prompt of a reranker from messages of the roles that its template names. Encode it as the prompt of
-    /// [`render`](Self::render).
+    /// Renders the prompt of a reranker from messages of the roles that its template names. Encode
+    /// it as the prompt of [`render`](Self::render).
     pub fn render_pair(
         &self,
         messages: &serde_json::Value,
@@ -355,8 +358,8 @@ fn reason_of(error: &Error) -> String {
     format!("{}{detail}{line}", error.kind())
 }
 
-/// Replaces `{% generation %}`, which marks the assistant's text for training and is not Jinja, by an `if`
-/// that holds, with the same white-space control.
+/// Replaces `{% generation %}`, which marks the assistant's text for training and is not Jinja, by
+/// an `if` that holds, with the same white-space control.
 fn without_generation_tags(source: &str) -> String {
     let tag = Regex::new(r"\{%([-+]?)[ \t\r\n]*(end)?generation[ \t\r\n]*([-+]?)%\}");
     let tag = tag.expect("the expression is constant");

@@ -9,8 +9,8 @@ use crate::{
     tokenizer::TokenizerParts,
 };
 
-/// Bytes that every token of a model represents. This suffices to match answers, but not to encode or
-/// decode text.
+/// Bytes that every token of a model represents. This suffices to match answers, but not to encode
+/// or decode text.
 #[derive(Clone, Debug)]
 pub struct TokenTable {
     bytes: TokenBytes,

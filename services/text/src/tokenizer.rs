@@ -19,15 +19,15 @@ use crate::{
     vocabulary::Vocabulary,
 };
 
-/// Maximum bytes of text encoded in one call. Encoding takes about 125 times the text's size in memory, so
-/// callers also bound the number of long texts encoded at once.
+/// Maximum bytes of text encoded in one call. Encoding takes about 125 times the text's size in
+/// memory, so callers also bound the number of long texts encoded at once.
 pub const TEXT_BYTES_MAX: usize = 4 << 20;
 
 /// Handling of text that spells a special token, such as `<|im_end|>`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum SpecialTokens {
-    /// The text becomes the special token. Used for rendered chat templates, whose control tokens are
-    /// text, and, as in vLLM, for prompts of `/v1/completions`.
+    /// The text becomes the special token. Used for rendered chat templates, whose control tokens
+    /// are text, and, as in vLLM, for prompts of `/v1/completions`.
     Parse,
     /// The text becomes ordinary tokens that decode to the same text; no returned id satisfies
     /// [`is_special`](Tokenizer::is_special).
@@ -46,8 +46,8 @@ pub enum EncodeError {
 
 /// Tokenizer of one model. Immutable; share it by [`Arc`].
 ///
-/// Encoding costs CPU time in proportion to the text, a second or more per megabyte. Callers on an async
-/// runtime encode long texts on blocking threads.
+/// Encoding costs CPU time in proportion to the text, a second or more per megabyte. Callers on an
+/// async runtime encode long texts on blocking threads.
 pub struct Tokenizer {
     vocabulary: Arc<Vocabulary>,
     bytes: TokenBytes,
@@ -100,8 +100,8 @@ pub(crate) struct TokenizerParts {
     pub strings: PackedStrings,
     pub ids: Vec<u32>,
     pub model: WordModelParts,
-    /// Tokens recognized before the text is split, special or not, with the ids they get unless their
-    /// string has an id already.
+    /// Tokens recognized before the text is split, special or not, with the ids they get unless
+    /// their string has an id already.
     pub added: Vec<(u32, AddedToken)>,
     /// Placeholders that represent no text.
     pub silent: Vec<u32>,
@@ -115,8 +115,8 @@ pub(crate) struct TokenizerParts {
 }
 
 impl TokenizerParts {
-    /// Returns the vocabulary with the added tokens that it lacks, and the sorted ids of special tokens. Sorts
-    /// `silent`, and frees the strings.
+    /// Returns the vocabulary with the added tokens that it lacks, and the sorted ids of special
+    /// tokens. Sorts `silent`, and frees the strings.
     pub(crate) fn take_vocabulary(&mut self) -> Result<(Vocabulary, Vec<u32>), VocabularyError> {
         let (mut strings, mut ids) = (take(&mut self.strings), take(&mut self.ids));
         let mut vocabulary = Vocabulary::new(&strings, &ids)?;
@@ -217,8 +217,8 @@ impl Tokenizer {
         Ok(ids)
     }
 
-    /// Encodes a rendered chat template. Text that [`ChatTemplate::render`](crate::ChatTemplate::render) has marked
-    /// stays text.
+    /// Encodes a rendered chat template. Text that
+    /// [`ChatTemplate::render`](crate::ChatTemplate::render) has marked stays text.
     pub fn encode_rendered(&self, text: &str) -> Result<Vec<u32>, EncodeError> {
         let marks = text.matches(MARK).count();
         let Some(spellings) = self.spellings.as_ref().filter(|_| marks > 0) else {
@@ -234,7 +234,8 @@ impl Tokenizer {
             }
             Ok::<_, EncodeError>(())
         };
-        // Text between two control tokens stays in one piece, because tokenizers add a space to each piece.
+        // Text between two control tokens stays in one piece, because tokenizers add a space to
+        // each piece.
         let mut between = String::new();
         for (index, segment) in text.split(MARK).enumerate() {
             let is_marked = index % 2 == 1;
@@ -255,7 +256,8 @@ impl Tokenizer {
         Ok(ids)
     }
 
-    /// Extends the range of control tokens by the white space that the first and the last of them absorb.
+    /// Extends the range of control tokens by the white space that the first and the last of them
+    /// absorb.
     fn with_absorbed_space(&self, segment: &str, control: Range<usize>) -> Range<usize> {
         let Range { start, end } = control;
         let tokens = || self.added.get_added_tokens_decoder().values();
@@ -297,8 +299,8 @@ impl Tokenizer {
         self.encode_segment(text, special, true, ids).map(drop)
     }
 
-    /// Encodes a part of a text; `begins` means at its beginning or after an added token. Returns this for the next
-    /// part.
+    /// Encodes a part of a text; `begins` means at its beginning or after an added token. Returns
+    /// this for the next part.
     fn encode_segment(
         &self,
         text: &str,
@@ -327,8 +329,8 @@ impl Tokenizer {
         Ok(begins)
     }
 
-    /// Decodes `ids` as a separate text. Ids outside the vocabulary give no text; bytes that are not
-    /// UTF-8 give U+FFFD.
+    /// Decodes `ids` as a separate text. Ids outside the vocabulary give no text; bytes that are
+    /// not UTF-8 give U+FFFD.
     pub fn decode(self: &Arc<Self>, ids: &[u32], skip_special: bool) -> String {
         let options = DetokenizerOptions { skip_special, continues: false };
         let mut detokenizer = Detokenizer::new(Arc::clone(self), options);
@@ -339,8 +341,8 @@ impl Tokenizer {
         text + &detokenizer.finish()
     }
 
-    /// Returns one token as separate text, with U+FFFD for incomplete characters; `None` outside the
-    /// vocabulary.
+    /// Returns one token as separate text, with U+FFFD for incomplete characters; `None` outside
+    /// the vocabulary.
     pub fn token_text(&self, id: u32) -> Option<String> {
         Some(String::from_utf8_lossy(self.token_bytes(id)?).into_owned())
     }
@@ -351,7 +353,8 @@ impl Tokenizer {
         self.bytes.get(id)
     }
 
-    /// Returns a token as the vocabulary writes it, such as `Ġthe`. `None` for holes and outside the vocabulary.
+    /// Returns a token as the vocabulary writes it, such as `Ġthe`. `None` for holes and outside
+    /// the vocabulary.
     pub fn token_string(&self, id: u32) -> Option<&str> {
         self.vocabulary.string(id)
     }

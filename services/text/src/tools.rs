@@ -1,8 +1,9 @@
 //! Tool calls in the text of an answer.
 //!
-//! Models write calls as text, each family in its own format. A format is one file of this module and one entry of
-//! [`FORMATS`]. [`ToolParser`] processes streamed text and separates calls from content. It does not enforce that a
-//! call is made, or that its arguments match the tool's schema; only a grammar can enforce this ([`ToolSyntax`]).
+//! Models write calls as text, each family in its own format. A format is one file of this module
+//! and one entry of [`FORMATS`]. [`ToolParser`] processes streamed text and separates calls from
+//! content. It does not enforce that a call is made, or that its arguments match the tool's schema;
+//! only a grammar can enforce this ([`ToolSyntax`]).
 
 mod function;
 mod json_object;
@@ -71,8 +72,8 @@ pub struct ToolFormat {
     pub syntax: ToolSyntax,
 }
 
-/// Syntax of calls: `begin CALL between CALL end`, where a call is `before_name NAME before_arguments ARGUMENTS
-/// after_arguments`.
+/// Syntax of calls: `begin CALL between CALL end`, where a call is `before_name NAME
+/// before_arguments ARGUMENTS after_arguments`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ToolSyntax {
     pub begin: &'static str,
@@ -100,7 +101,8 @@ pub struct ParameterSyntax {
     pub after_value: &'static str,
     /// Text between two parameters.
     pub between: &'static str,
-    /// End of a value that is text; `None` if strings are written as in JSON. A suffix of `after_value`.
+    /// End of a value that is text; `None` if strings are written as in JSON. A suffix of
+    /// `after_value`.
     pub text_end: Option<&'static str>,
 }
 
@@ -131,8 +133,8 @@ trait CallBody: fmt::Debug + Send {
     /// Processes the next character: `text` is the call so far and ends with `last`.
     fn push(&mut self, text: &str, last: char, functions: &[CallableFunction]) -> CallStep;
 
-    /// Returns the call as far as `text` goes: its arguments are the beginning of a JSON object, or empty. `None` while
-    /// its function is unknown.
+    /// Returns the call as far as `text` goes: its arguments are the beginning of a JSON object, or
+    /// empty. `None` while its function is unknown.
     fn cut(&self, text: &str) -> Option<ToolCall>;
 }
 

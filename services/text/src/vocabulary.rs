@@ -6,8 +6,8 @@ use hashbrown::HashTable;
 
 use crate::{error::VocabularyError, packed::PackedStrings};
 
-/// Maximum vocabulary size: more than ten times the largest known vocabulary. A corrupt id cannot cause a larger
-/// allocation.
+/// Maximum vocabulary size: more than ten times the largest known vocabulary. A corrupt id cannot
+/// cause a larger allocation.
 pub const VOCABULARY_SIZE_MAX: u32 = 1 << 22;
 
 /// Mapping between the ids and the strings of all tokens.
@@ -20,8 +20,8 @@ pub(crate) struct Vocabulary {
 }
 
 impl Vocabulary {
-    /// Creates a vocabulary from strings in any order: `ids[i]` is the id of `strings.get(i)`. For equal strings,
-    /// [`id`](Self::id) returns the lowest id.
+    /// Creates a vocabulary from strings in any order: `ids[i]` is the id of `strings.get(i)`. For
+    /// equal strings, [`id`](Self::id) returns the lowest id.
     pub(crate) fn new(strings: &PackedStrings, ids: &[u32]) -> Result<Self, VocabularyError> {
         assert_eq!(strings.len(), ids.len(), "every string has an id");
         let size = ids.iter().map(|id| u64::from(*id) + 1).max().unwrap_or(0);
@@ -82,8 +82,8 @@ impl Vocabulary {
 /// Marks an absent id in a table of ids.
 pub(crate) const NO_ID: u32 = u32::MAX;
 
-/// Returns the ids of the byte tokens `<0x00>` to `<0xFF>`, with [`NO_ID`] for missing tokens. Byte tokens encode text
-/// that no other token covers (byte fallback).
+/// Returns the ids of the byte tokens `<0x00>` to `<0xFF>`, with [`NO_ID`] for missing tokens. Byte
+/// tokens encode text that no other token covers (byte fallback).
 pub(crate) fn byte_ids(id_of: impl Fn(&str) -> Option<u32>) -> Box<[u32; 256]> {
     let id = |byte| id_of(&format!("<0x{byte:02X}>")).unwrap_or(NO_ID);
     Box::new(std::array::from_fn(id))
@@ -93,8 +93,8 @@ fn hash_of(string: &str) -> u64 {
     FixedSeedBuildHasher::default().hash_one(string)
 }
 
-/// Builder of a fast hasher with a fixed seed. Clients cannot cause collisions: the tables contain only tokens and
-/// merges of the model, and a client's text is looked up but never inserted.
+/// Builder of a fast hasher with a fixed seed. Clients cannot cause collisions: the tables contain
+/// only tokens and merges of the model, and a client's text is looked up but never inserted.
 pub(crate) type FixedSeedBuildHasher = foldhash::fast::FixedState;
 
 #[cfg(test)]

@@ -1,8 +1,8 @@
-//! Tests with real vocabularies: the ids equal those in llama.cpp's test vectors and those of the `tokenizers` Python
-//! package.
+//! Tests with real vocabularies: the ids equal those in llama.cpp's test vectors and those of the
+//! `tokenizers` Python package.
 //!
-//! `deploy/fetch-tokenizers.sh`, which `make test` runs, puts the files into target/tokenizers. Without
-//! those files these tests fail.
+//! `deploy/fetch-tokenizers.sh`, which `make test` runs, puts the files into target/tokenizers.
+//! Without those files these tests fail.
 
 mod common;
 
@@ -31,8 +31,9 @@ fn fetched(name: &str) -> PathBuf {
     path
 }
 
-/// Returns the texts and ids of llama.cpp's test vectors for a vocabulary. File `.inp` has the texts with separator
-/// lines between them. File `.out` has one line of ids per text, without BOS and EOS.
+/// Returns the texts and ids of llama.cpp's test vectors for a vocabulary. File `.inp` has the
+/// texts with separator lines between them. File `.out` has one line of ids per text, without BOS
+/// and EOS.
 fn vectors(vocabulary: &Path) -> Vec<(String, Vec<u32>)> {
     let read = |ending: &str| {
         let path = format!("{}.{ending}", vocabulary.display());
@@ -157,8 +158,8 @@ fn ids_equal_llama_cpp_test_vectors() {
     }
 }
 
-/// Returns tokenizer.json as `transformers` derives it from a SentencePiece model: merges ordered by the
-/// scores of their results, then by the ids of their parts.
+/// Returns tokenizer.json as `transformers` derives it from a SentencePiece model: merges ordered
+/// by the scores of their results, then by the ids of their parts.
 fn folder_of_pieces(vocabulary: &Path) -> Value {
     let metadata = gguf::Header::read_from(vocabulary).unwrap().metadata;
     let tokens: &[String] = metadata.require("tokenizer.ggml.tokens").unwrap();
@@ -184,8 +185,8 @@ fn folder_of_pieces(vocabulary: &Path) -> Value {
     common::pieces_json(tokens, json!(merges))
 }
 
-/// Compares three forms of one vocabulary: a GGUF file with scores, and folders with merges that use
-/// either the Prepend normalizer or the Metaspace pre-tokenizer.
+/// Compares three forms of one vocabulary: a GGUF file with scores, and folders with merges that
+/// use either the Prepend normalizer or the Metaspace pre-tokenizer.
 #[test]
 fn a_folder_and_a_gguf_file_of_one_tokenizer_agree() {
     let path = fetched("llama.cpp/ggml-vocab-llama-spm.gguf");

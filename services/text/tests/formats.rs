@@ -1,7 +1,8 @@
 //! Outputs in every format of tool calls and of reasoning, whole and split everywhere.
 //!
-//! `formats/NAME.jsonl` has an output in each line, written after the definition of the format, with the expected
-//! pieces: text, or a function's name and arguments (and "cut" if the output ends within the call).
+//! `formats/NAME.jsonl` has an output in each line, written after the definition of the format,
+//! with the expected pieces: text, or a function's name and arguments (and "cut" if the output ends
+//! within the call).
 
 use std::{fs, sync::Arc, time::Instant};
 

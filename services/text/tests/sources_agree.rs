@@ -1,5 +1,5 @@
-//! A model's GGUF file and its Hugging Face folder give the same tokenizer, and both behave like the
-//! `tokenizers` crate with the same tokenizer.json.
+//! A model's GGUF file and its Hugging Face folder give the same tokenizer, and both behave like
+//! the `tokenizers` crate with the same tokenizer.json.
 
 mod common;
 
@@ -138,8 +138,8 @@ proptest! {
     }
 }
 
-/// Returns a SentencePiece-like vocabulary: `▁` for spaces, bytes for unknown characters, BOS before
-/// prompts.
+/// Returns a SentencePiece-like vocabulary: `▁` for spaces, bytes for unknown characters, BOS
+/// before prompts.
 fn pieces_json() -> String {
     let mut tokens = vec!["<unk>".to_owned(), "<s>".to_owned(), "</s>".to_owned()];
     tokens.extend((0..256).map(|byte| format!("<0x{byte:02X}>")));

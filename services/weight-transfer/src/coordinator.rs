@@ -1,11 +1,12 @@
 //! State machine of the process that runs an update over several nodes.
 //!
-//! `Preparing → Prepared → Committing → Committed`, or `Aborted` before the decision to commit. The decision needs
-//! every node prepared with one version. After the decision, [`Coordinator::call`] returns the commit for each node
-//! until the node has answered or the deadline has passed. The outcome names the nodes that missed the commit.
+//! `Preparing → Prepared → Committing → Committed`, or `Aborted` before the decision to commit. The
+//! decision needs every node prepared with one version. After the decision, [`Coordinator::call`]
+//! returns the commit for each node until the node has answered or the deadline has passed. The
+//! outcome names the nodes that missed the commit.
 //!
-//! When two coordinators begin at once, the update with the lower id wins. Its coordinator retries nodes that run the
-//! other update, and the other coordinator aborts.
+//! When two coordinators begin at once, the update with the lower id wins. Its coordinator retries
+//! nodes that run the other update, and the other coordinator aborts.
 
 use std::time::{Duration, Instant};
 
@@ -15,8 +16,8 @@ use crate::{UpdateEnd, UpdateId, UpdateState, WeightVersion};
 const SILENCE_MAX: Duration = Duration::from_secs(5);
 /// Maximum number of nodes that a reason names.
 const NAMED_MAX: usize = 4;
-/// Time for which a node may run another update before this update is aborted. It suffices for the other coordinator
-/// to abort its update.
+/// Time for which a node may run another update before this update is aborted. It suffices for the
+/// other coordinator to abort its update.
 const BUSY_MAX: Duration = Duration::from_secs(5);
 /// Time to reach every node after the decision to commit.
 const COMMIT_WITHIN: Duration = Duration::from_secs(60);
@@ -77,8 +78,8 @@ pub struct Coordinator {
     id: UpdateId,
     phase: CoordinatorPhase,
     nodes: Vec<CoordinatedNode>,
-    /// Time at which the update is aborted or, after the decision to commit, at which nodes not reached count as
-    /// missed.
+    /// Time at which the update is aborted or, after the decision to commit, at which nodes not
+    /// reached count as missed.
     deadline: Instant,
     commits_at_once: bool,
     /// The node from which the other nodes copy the weights, once it is prepared.
@@ -103,7 +104,8 @@ enum CoordinatedNodeState {
 }
 
 impl Coordinator {
-    /// Starts the update `id` over the nodes with these names. `commits_at_once`: commit as soon as every node is prepared.
+    /// Starts the update `id` over the nodes with these names. `commits_at_once`: commit as soon as
+    /// every node is prepared.
     pub fn new(
         now: Instant,
         id: UpdateId,
@@ -201,7 +203,8 @@ impl Coordinator {
         match reply {
             NodeReply::State(state) => {
                 self.nodes[node].heard_at = now;
-                // Nodes that wait for the seed are not called, so their silence begins when the seed is prepared.
+                // Nodes that wait for the seed are not called, so their silence begins when the
+                // seed is prepared.
                 for waiting in (0..self.nodes.len())
                     .filter(|node| self.waits_for_seed(*node))
                     .collect::<Vec<_>>()

@@ -1,15 +1,16 @@
 //! State machine of a node that takes part in updates.
 //!
-//! `Serving → Receiving → Prepared → Installing → Serving`. An abort leads back to `Serving` from `Receiving` and
-//! `Prepared`. `Installing` begins with the decision to commit and cannot be aborted: if the node cannot switch to the new
-//! weights, it has missed the update and catches up. Every method may be called again with the same arguments: messages
-//! are lost and repeated.
+//! `Serving → Receiving → Prepared → Installing → Serving`. An abort leads back to `Serving` from
+//! `Receiving` and `Prepared`. `Installing` begins with the decision to commit and cannot be
+//! aborted: if the node cannot switch to the new weights, it has missed the update and catches up.
+//! Every method may be called again with the same arguments: messages are lost and repeated.
 //!
-//! A node remembers how its last updates ended and answers by the id of the update. So a prepared node that has lost its
-//! coordinator learns of a peer's commit although the peer takes part in a later update. The node then commits, too, even if
-//! the peer already serves the weights of a later update: a decided update is never aborted. Until then the node is busy, so
-//! it prepares no other update beside the prepared one. Afterwards it is a node that has missed the later update. It serves
-//! alone, because nodes of different versions are never paired, and catches up.
+//! A node remembers how its last updates ended and answers by the id of the update. So a prepared
+//! node that has lost its coordinator learns of a peer's commit although the peer takes part in a
+//! later update. The node then commits, too, even if the peer already serves the weights of a later
+//! update: a decided update is never aborted. Until then the node is busy, so it prepares no other
+//! update beside the prepared one. Afterwards it is a node that has missed the later update. It
+//! serves alone, because nodes of different versions are never paired, and catches up.
 
 use std::{
     collections::VecDeque,
@@ -19,7 +20,8 @@ use std::{
 
 use crate::WeightVersion;
 
-/// Time without a call of the coordinator after which a prepared node asks its peers for the outcome.
+/// Time without a call of the coordinator after which a prepared node asks its peers for the
+/// outcome.
 const SILENCE_MAX: Duration = Duration::from_secs(2);
 /// Time between two rounds of questions to the peers.
 const ASK_INTERVAL: Duration = Duration::from_secs(1);
@@ -39,7 +41,8 @@ impl UpdateId {
         Self(bits & !Self::CATCH_UP)
     }
 
-    /// Returns the id of a catch-up, an update of one node that missed an operator's update, from random bits.
+    /// Returns the id of a catch-up, an update of one node that missed an operator's update, from
+    /// random bits.
     pub fn of_catch_up(bits: u128) -> Self {
         Self(bits | Self::CATCH_UP)
     }
@@ -107,7 +110,8 @@ pub struct ReceivingUpdate {
 /// Event for a participant that is not a call of a coordinator.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum ParticipantInput {
-    /// [`ParticipantAction::Receive`] ended: the weights with this version are prepared, or the reason why not.
+    /// [`ParticipantAction::Receive`] ended: the weights with this version are prepared, or the
+    /// reason why not.
     Received { id: UpdateId, outcome: Result<WeightVersion, String> },
     /// [`ParticipantAction::Install`] ended.
     Installed { id: UpdateId },
@@ -191,9 +195,9 @@ impl Participant {
         running.or_else(|| self.end_of(id).cloned().map(UpdateState::Ended))
     }
 
-    /// Begins to receive an update. Returns whether the update is new. A repeated call changes nothing;
-    /// [`state_of`](Self::state_of) has the state of the update. An operator's update aborts a catch-up that is not
-    /// committed: no other node takes part in the catch-up.
+    /// Begins to receive an update. Returns whether the update is new. A repeated call changes
+    /// nothing; [`state_of`](Self::state_of) has the state of the update. An operator's update
+    /// aborts a catch-up that is not committed: no other node takes part in the catch-up.
     pub fn begin(&mut self, now: Instant, proposal: Proposal) -> Result<bool, BeginError> {
         let id = proposal.id;
         if self.state_of(id).is_some() {

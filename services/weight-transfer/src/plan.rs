@@ -16,15 +16,17 @@ pub struct Tensor {
     pub bytes: u64,
 }
 
-/// Maximum bytes of a chunk of an update from files. A thread hashes a chunk in about 10 ms, the time by which the last
-/// chunks delay the update. Weight versions depend on the cuts, so all nodes use this size.
+/// Maximum bytes of a chunk of an update from files. A thread hashes a chunk in about 10 ms, the
+/// time by which the last chunks delay the update. Weight versions depend on the cuts, so all nodes
+/// use this size.
 pub const CHUNK_BYTES: u64 = 64 << 20;
 
 /// Maximum number of chunks of a plan, which takes about 150 bytes of memory for each.
 const CHUNKS_MAX: u64 = 1 << 20;
 
-/// Tensors and their cut into chunks. Chunks are ranges of the tensors' bytes, one tensor after the other, so every
-/// byte is in exactly one chunk. Equal tensors and chunk sizes give equal plans on every side.
+/// Tensors and their cut into chunks. Chunks are ranges of the tensors' bytes, one tensor after the
+/// other, so every byte is in exactly one chunk. Equal tensors and chunk sizes give equal plans on
+/// every side.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Plan {
     tensors: Vec<Tensor>,
@@ -118,7 +120,8 @@ impl Plan {
         self.chunks.iter().map(|chunk| chunk.bytes).sum()
     }
 
-    /// Returns the hash of names, element types, shapes and cuts, on which the version of weights from files depends.
+    /// Returns the hash of names, element types, shapes and cuts, on which the version of weights
+    /// from files depends.
     pub fn hash(&self) -> u128 {
         let mut hash = Xxh3::new();
         hash.update(&self.chunk_bytes.to_le_bytes());
@@ -127,8 +130,9 @@ impl Plan {
         hash.digest128()
     }
 
-    /// Returns the hash by which a node recognizes the same plan of a trainer: the first 128 bits of SHA-256 over a line
-    /// for each tensor and one for each chunk. Python's standard library has no xxh3.
+    /// Returns the hash by which a node recognizes the same plan of a trainer: the first 128 bits
+    /// of SHA-256 over a line for each tensor and one for each chunk. Python's standard library has
+    /// no xxh3.
     pub fn trainer_hash(&self) -> u128 {
         let mut hash = Context::new(&SHA256);
         for Tensor { name, dtype, shape, .. } in &self.tensors {

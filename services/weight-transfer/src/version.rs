@@ -6,7 +6,8 @@ use xxhash_rust::xxh3::Xxh3;
 
 use crate::{Plan, Tensor};
 
-/// Version of weights: 63 bits of a hash of their bytes, or [`Self::LOADED`] for the weights that a process started with.
+/// Version of weights: 63 bits of a hash of their bytes, or [`Self::LOADED`] for the weights that a
+/// process started with.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct WeightVersion(pub u64);
 
@@ -14,9 +15,11 @@ pub struct WeightVersion(pub u64);
 const HASHED: u64 = 1 << 63;
 
 impl WeightVersion {
-    /// The weights that a process loaded at its start. The fingerprint of the model names their content.
+    /// The weights that a process loaded at its start. The fingerprint of the model names their
+    /// content.
     pub const LOADED: Self = Self(1);
-    /// No valid weights: an update in place was aborted, and the node has not restored its weights yet.
+    /// No valid weights: an update in place was aborted, and the node has not restored its weights
+    /// yet.
     pub const NONE: Self = Self(0);
 
     /// Returns the version of weights with this plan and these digests, one for each chunk.
@@ -29,8 +32,8 @@ impl WeightVersion {
         Self(hash.digest128() as u64 | HASHED)
     }
 
-    /// Returns the version of weights from a digest of each whole tensor. It depends on bytes, names, types and shapes,
-    /// and differs from [`Self::of_content`] of the same weights.
+    /// Returns the version of weights from a digest of each whole tensor. It depends on bytes,
+    /// names, types and shapes, and differs from [`Self::of_content`] of the same weights.
     pub fn of_tensors(tensors: &mut [(Tensor, u64)]) -> Self {
         tensors.sort_by(|(one, _), (other, _)| one.name.cmp(&other.name));
         let mut hash = Xxh3::new();

@@ -1,5 +1,5 @@
-//! Clusters under load whose processes are killed or drained. Clients receive correct tokens, and the cluster
-//! recovers.
+//! Clusters under load whose processes are killed or drained. Clients receive correct tokens, and
+//! the cluster recovers.
 
 use std::{
     collections::{BTreeMap, BTreeSet},

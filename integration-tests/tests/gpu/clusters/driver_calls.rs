@@ -1,4 +1,5 @@
-//! While KV is saved to host memory and loaded from it, the engine thread of a node makes no driver call that can wait.
+//! While KV is saved to host memory and loaded from it, the engine thread of a node makes no driver
+//! call that can wait.
 
 use std::{
     fs,

@@ -1,4 +1,5 @@
-//! KV that a node of one or two ranks loads from its tiers gives the logits of the resident KV, bit for bit.
+//! KV that a node of one or two ranks loads from its tiers gives the logits of the resident KV, bit
+//! for bit.
 
 use anyhow::Result;
 use integration_tests::{
@@ -16,8 +17,8 @@ const STORED: &str = "baton_tier_blocks";
 const HITS: &str = "baton_tier_hits_total";
 const DISK_SIZE: &str = "BATON_TIER_DISK_SIZE";
 
-/// Returns the number of cached prompt tokens and the log-probabilities of the answer. Equal logits give equal
-/// log-probabilities.
+/// Returns the number of cached prompt tokens and the log-probabilities of the answer. Equal logits
+/// give equal log-probabilities.
 async fn logprobs(client: &Client, request: &Request) -> Result<(u64, Value)> {
     let body = json!({
         "prompt": request.prompt, "max_tokens": 8, "temperature": 0.0, "ignore_eos": true,
@@ -28,7 +29,8 @@ async fn logprobs(client: &Client, request: &Request) -> Result<(u64, Value)> {
     Ok((cached.as_u64().unwrap_or(0), answer["choices"][0]["logprobs"].clone()))
 }
 
-/// Returns the request with the longest prompt, and the number of the prompt's blocks that can be cached.
+/// Returns the request with the longest prompt, and the number of the prompt's blocks that can be
+/// cached.
 fn longest(fixture: &Fixture) -> (&Request, u64) {
     let request = fixture.requests.iter().max_by_key(|it| it.prompt.len()).expect("not empty");
     (request, ((request.prompt.len() - 1) / BLOCK_TOKENS) as u64)
@@ -46,8 +48,8 @@ pub(super) async fn start(
     Cluster::start(tier(spec).set_decode("BATON_TIER_ADMISSION", "always")).await
 }
 
-/// Lets the node save, evict and load the longest prompt. Compares the answer after the load with the answer whose prefix
-/// was resident.
+/// Lets the node save, evict and load the longest prompt. Compares the answer after the load with
+/// the answer whose prefix was resident.
 pub(super) async fn restored_equals_resident(cluster: &Cluster, fixture: &Fixture) -> Result<()> {
     let (request, cacheable) = longest(fixture);
     let (client, node) = (Client::new(cluster.http()), &cluster.decode[0]);

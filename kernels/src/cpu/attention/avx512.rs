@@ -1,5 +1,5 @@
-//! Attention of a tile of queries over KV blocks with AVX-512. A vector of scores or weights has one element
-//! for each of a block's 16 tokens. A vector of values has 16 dimensions of a head.
+//! Attention of a tile of queries over KV blocks with AVX-512. A vector of scores or weights has
+//! one element for each of a block's 16 tokens. A vector of values has 16 dimensions of a head.
 
 use std::arch::x86_64::{
     __m512, _CMP_NLT_UQ, _mm256_loadu_si256, _mm512_add_epi32, _mm512_add_ps, _mm512_castps_si512,
@@ -87,9 +87,9 @@ pub(super) unsafe fn add_block<T: KvElement>(tile: &mut TileMemory, keys: &[T], 
     }
 }
 
-/// Attends as [`add_block`] does, over several blocks from index `first` on, for a tile of few queries. The
-/// scores of a query with one block are one chain of dependent additions, so the chains of several blocks
-/// are interleaved. Values are read from the KV cache without a copy.
+/// Attends as [`add_block`] does, over several blocks from index `first` on, for a tile of few
+/// queries. The scores of a query with one block are one chain of dependent additions, so the
+/// chains of several blocks are interleaved. Values are read from the KV cache without a copy.
 ///
 /// # Safety
 /// As [`add_block`]; the tile has at most [`FEW_QUERIES`] queries.
@@ -226,8 +226,8 @@ unsafe fn transpose<T: KvElement>(from: *const T, stride: usize, to: *mut f32) {
     }
 }
 
-/// Computes the scores of `Q` queries from `first`, the first of a group, with all 16 keys. Scores of
-/// invisible keys are undefined.
+/// Computes the scores of `Q` queries from `first`, the first of a group, with all 16 keys. Scores
+/// of invisible keys are undefined.
 ///
 /// # Safety
 /// The tile's memory has the lengths that [`add_block`] checks.
@@ -304,8 +304,8 @@ fn exp_lanes(x: __m512) -> __m512 {
     _mm512_maskz_mov_ps(is_normal, _mm512_mul_ps(value, scale))
 }
 
-/// Adds the weighted values of `tokens` of a block (`[token][dim]`) to `Q` queries from `first` on, whose
-/// weights begin at index `at`.
+/// Adds the weighted values of `tokens` of a block (`[token][dim]`) to `Q` queries from `first` on,
+/// whose weights begin at index `at`.
 ///
 /// # Safety
 /// Queries, weights and values exist.

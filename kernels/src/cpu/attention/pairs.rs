@@ -1,12 +1,14 @@
-//! Attention over bf16 KV with `vdpbf16ps`: queries, keys, softmax weights and values are multiplied in
-//! pairs of bf16 and accumulated in f32.
+//! Attention over bf16 KV with `vdpbf16ps`: queries, keys, softmax weights and values are
+//! multiplied in pairs of bf16 and accumulated in f32.
 //!
-//! Keys are processed in *spans* of 64 tokens counted from position 0, with one running maximum and sum per
-//! query. Four spans are a *segment*. Each segment starts with empty accumulators, and the segments of a
-//! query are merged in order at the end. Span and segment boundaries depend on the position only, so the
-//! result does not depend on prefill chunks, and the threads can share a long context by segments.
+//! Keys are processed in *spans* of 64 tokens counted from position 0, with one running maximum and
+//! sum per query. Four spans are a *segment*. Each segment starts with empty accumulators, and the
+//! segments of a query are merged in order at the end. Span and segment boundaries depend on the
+//! position only, so the result does not depend on prefill chunks, and the threads can share a long
+//! context by segments.
 //!
-//! Queries and softmax weights are rounded to bf16, so the result differs from the reference by rounding.
+//! Queries and softmax weights are rounded to bf16, so the result differs from the reference by
+//! rounding.
 
 mod kernel;
 mod tile;
@@ -27,8 +29,8 @@ use crate::{
     layout::{BLOCK_TOKENS, KvHalf},
 };
 
-/// Maximum queries of a tile. Transposing a span's keys costs as much as about ten queries; twice as many
-/// queries would push their accumulators out of the L1 cache.
+/// Maximum queries of a tile. Transposing a span's keys costs as much as about ten queries; twice
+/// as many queries would push their accumulators out of the L1 cache.
 const TILE_QUERIES_MAX: usize = 96;
 /// Target number of tasks per thread, so that no thread waits long for the last task.
 const TASKS_PER_THREAD: usize = 4;

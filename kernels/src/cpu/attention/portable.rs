@@ -1,5 +1,6 @@
-//! Attention of a tile (queries that share a KV head) over one KV block in plain Rust. The compiler vectorizes the code
-//! for each instruction-set level. The softmax is computed online: each query has a running maximum and sum.
+//! Attention of a tile (queries that share a KV head) over one KV block in plain Rust. The compiler
+//! vectorizes the code for each instruction-set level. The softmax is computed online: each query
+//! has a running maximum and sum.
 
 use super::{
     KvElement,
@@ -13,10 +14,12 @@ use crate::{
     layout::BLOCK_TOKENS,
 };
 
-/// Number of queries whose scores are computed together: their accumulators, 4 × 16 f32, fit into the registers.
+/// Number of queries whose scores are computed together: their accumulators, 4 × 16 f32, fit into
+/// the registers.
 const QUERIES_TOGETHER: usize = 4;
 
-/// Adds one KV block to the attention of the tile's queries. `keys` and `values` are `[token][dim]`.
+/// Adds one KV block to the attention of the tile's queries. `keys` and `values` are
+/// `[token][dim]`.
 pub(super) fn add_block<T: KvElement>(
     level: Level,
     tile: &mut TileMemory,
@@ -50,7 +53,8 @@ fn avx512_add<T: KvElement>(tile: &mut TileMemory, keys: &[T], values: &[T]) {
     add_block_fused::<T, true>(tile, keys, values);
 }
 
-/// Adds one KV block, with fused multiply-adds if `FUSED`. Every caller compiles its own copy for its instruction set.
+/// Adds one KV block, with fused multiply-adds if `FUSED`. Every caller compiles its own copy for
+/// its instruction set.
 #[inline(always)]
 fn add_block_fused<T: KvElement, const FUSED: bool>(
     tile: &mut TileMemory,
@@ -80,8 +84,9 @@ fn add_block_fused<T: KvElement, const FUSED: bool>(
     }
 }
 
-/// Computes the scores of the queries from `first` on, [`QUERIES_TOGETHER`] of them, with all keys of the block. Writes
-/// the scores to `tile.weights`. The score of a key that a query does not see is meaningless.
+/// Computes the scores of the queries from `first` on, [`QUERIES_TOGETHER`] of them, with all keys
+/// of the block. Writes the scores to `tile.weights`. The score of a key that a query does not see
+/// is meaningless.
 #[inline(always)]
 fn scores<const FUSED: bool>(tile: &mut TileMemory, first: usize) {
     let group =
@@ -101,8 +106,8 @@ fn scores<const FUSED: bool>(tile: &mut TileMemory, first: usize) {
         .copy_from_slice(sums.as_flattened());
 }
 
-/// Replaces one query's scores by softmax weights relative to the new running maximum. Updates the running maximum and
-/// sum, and sets the factor that corrects the accumulators for the new maximum.
+/// Replaces one query's scores by softmax weights relative to the new running maximum. Updates the
+/// running maximum and sum, and sets the factor that corrects the accumulators for the new maximum.
 #[inline(always)]
 fn update_softmax(tile: &mut TileMemory, query: usize) {
     let weights: &mut [f32; BLOCK_TOKENS] = (&mut tile.weights[query * BLOCK_TOKENS..]
@@ -127,7 +132,8 @@ fn update_softmax(tile: &mut TileMemory, query: usize) {
     tile.sums[query] = tile.sums[query] * correction + sum_lanes(*weights);
 }
 
-/// Corrects one query's weighted sum of values for the new maximum, and adds the weighted values that the query sees.
+/// Corrects one query's weighted sum of values for the new maximum, and adds the weighted values
+/// that the query sees.
 #[inline(always)]
 fn accumulate<const FUSED: bool>(tile: &mut TileMemory, query: usize) {
     let weighted = &mut tile.weighted[query * tile.dim..][..tile.dim];

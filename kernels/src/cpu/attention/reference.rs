@@ -10,7 +10,8 @@ use crate::{
     layout::{BLOCK_TOKENS, Dtype, KvHalf},
 };
 
-/// Computes attention of every row of `qkv` (`[rows][qkv_width]`) into `out` (`[rows][query_width]`).
+/// Computes attention of every row of `qkv` (`[rows][qkv_width]`) into `out`
+/// (`[rows][query_width]`).
 pub(super) fn attention(call: AttentionCall<'_>, out: &mut [f32]) {
     match call.step.layout().dtype {
         Dtype::F32 => all_queries::<f32>(call, out),
@@ -59,8 +60,8 @@ impl Softmax {
         Self { maximum: f32::NEG_INFINITY, sum: 0.0, weighted: vec![0.0; dim] }
     }
 
-    /// Adds some tokens of a block. Dot products with keys run over the dimensions in order, weighted
-    /// values over the tokens in order, each step one fused multiply-add.
+    /// Adds some tokens of a block. Dot products with keys run over the dimensions in order,
+    /// weighted values over the tokens in order, each step one fused multiply-add.
     fn add_block<T: KvElement>(
         &mut self,
         query: &[f32],

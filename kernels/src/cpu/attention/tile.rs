@@ -18,8 +18,8 @@ pub(super) const BLOCKS_TOGETHER: usize = 4;
 /// Maximum queries for processing blocks together: about one row of grouped query heads.
 pub(super) const FEW_QUERIES: usize = 4;
 
-/// Memory of one tile, reused for the next tile. Queries are numbered row by row, and within a row head by
-/// head, so their positions do not decrease.
+/// Memory of one tile, reused for the next tile. Queries are numbered row by row, and within a row
+/// head by head, so their positions do not decrease.
 pub(super) struct TileMemory {
     pub dim: usize,
     pub query_count: usize,
@@ -131,8 +131,8 @@ impl TileMemory {
         }
     }
 
-    /// Processes the sequence's blocks from index `first` on, as far as each query sees them. Each is
-    /// (keys, values), `[token][dim]`; at most [`BLOCKS_TOGETHER`].
+    /// Processes the sequence's blocks from index `first` on, as far as each query sees them. Each
+    /// is (keys, values), `[token][dim]`; at most [`BLOCKS_TOGETHER`].
     pub(super) fn add_blocks<T: KvElement>(
         &mut self,
         level: Level,

@@ -1,12 +1,12 @@
 //! GEMM on AMX tiles: one instruction accumulates 16 × 16 dot products of 32 bf16 pairs.
 //!
-//! Panels have the layout of the second operand: a row of a B tile is 16 pairs, half a group of a panel.
-//! Rows of the left side are packed into A tiles of 16 rows × 32 inputs. A pass fills four accumulator
-//! tiles: up to 32 rows of one panel, or up to 16 rows of two panels, whose two memory streams are faster
-//! than one. Accumulation runs over the inputs in order, pair by pair, separately for each row: the result
-//! does not depend on the batch. Within a step of 32 inputs the even and the odd inputs are accumulated
-//! separately, and denormals are flushed, so the result differs from the reference by rounding. `avx512.rs`
-//! uses the same order for a single row.
+//! Panels have the layout of the second operand: a row of a B tile is 16 pairs, half a group of a
+//! panel. Rows of the left side are packed into A tiles of 16 rows × 32 inputs. A pass fills four
+//! accumulator tiles: up to 32 rows of one panel, or up to 16 rows of two panels, whose two memory
+//! streams are faster than one. Accumulation runs over the inputs in order, pair by pair,
+//! separately for each row: the result does not depend on the batch. Within a step of 32 inputs the
+//! even and the odd inputs are accumulated separately, and denormals are flushed, so the result
+//! differs from the reference by rounding. `avx512.rs` uses the same order for a single row.
 
 use std::arch::{asm, x86_64::__cpuid_count};
 
@@ -30,8 +30,8 @@ const TILE_WORDS: usize = TILE_ROWS * INPUTS_STEP / 2;
 /// Bytes of weights that stay in a core's L2 cache while all rows are processed.
 const WEIGHTS_BYTES: usize = 768 << 10;
 
-/// Requests AMX permission from the system and returns whether the processor and the system support AMX for
-/// bf16. The request is made once per process and costs each thread that uses tiles 8 KiB.
+/// Requests AMX permission from the system and returns whether the processor and the system support
+/// AMX for bf16. The request is made once per process and costs each thread that uses tiles 8 KiB.
 pub(in crate::cpu) fn request() -> bool {
     const AMX_BF16: u32 = 1 << 22;
     const AMX_TILE: u32 = 1 << 24;
@@ -52,8 +52,8 @@ fn request_permission() -> bool {
     false
 }
 
-/// Left side in A tiles: `[tile][step][row][pair]`, where a step is 32 inputs. Rows of the last tile beyond
-/// the last row hold data of earlier GEMMs and are never loaded.
+/// Left side in A tiles: `[tile][step][row][pair]`, where a step is 32 inputs. Rows of the last
+/// tile beyond the last row hold data of earlier GEMMs and are never loaded.
 pub(super) struct RowTiles {
     words: Aligned<u32>,
 }
@@ -160,8 +160,8 @@ pub(super) unsafe fn matmul(
     });
 }
 
-/// Shapes of the tile registers on this thread. Dropping it releases the registers, so that the system need
-/// not save them.
+/// Shapes of the tile registers on this thread. Dropping it releases the registers, so that the
+/// system need not save them.
 struct TileShapes {
     /// Rows per pass that the tiles are shaped for; 0 means unconfigured.
     rows: usize,
@@ -182,9 +182,9 @@ impl TileShapes {
         Self { rows: 0 }
     }
 
-    /// Shapes the tiles for passes of `rows` rows. Up to 16: tiles 0 to 3 are accumulators, 4 is A, 5
-    /// and 6 are B. Up to 32: 0, 1 and 4 are accumulators and A of the first 16 rows, 2, 3 and 5 of the
-    /// rest, 6 and 7 are B.
+    /// Shapes the tiles for passes of `rows` rows. Up to 16: tiles 0 to 3 are accumulators, 4 is A,
+    /// 5 and 6 are B. Up to 32: 0, 1 and 4 are accumulators and A of the first 16 rows, 2, 3 and 5
+    /// of the rest, 6 and 7 are B.
     ///
     /// # Safety
     /// [`request`] returned true in this process; `rows` is 1 to 32.
@@ -269,7 +269,8 @@ impl AmxBlock<'_> {
     /// Dispatches to the tile arrangement.
     ///
     /// # Safety
-    /// As [`Self::run`]; the target is whole panels wide, and `a` and `b` have the lengths that `run` checks.
+    /// As [`Self::run`]; the target is whole panels wide, and `a` and `b` have the lengths that
+    /// `run` checks.
     unsafe fn multiply(&self, target: &TileOutput) {
         // SAFETY: `run` has checked the lengths of `a` and `b`; the target is whole panels wide,
         // and the rows and panels are those of the arrangement.

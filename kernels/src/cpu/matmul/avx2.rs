@@ -1,8 +1,9 @@
-//! GEMM tiles for AVX2 with FMA: up to 12 vectors of accumulators in registers. bf16 weights are widened (a
-//! shift and a mask give the even and the odd input) and multiplied in f32, which is exact.
+//! GEMM tiles for AVX2 with FMA: up to 12 vectors of accumulators in registers. bf16 weights are
+//! widened (a shift and a mask give the even and the odd input) and multiplied in f32, which is
+//! exact.
 //!
-//! Each accumulator is one chain of FMAs, so a single row needs many columns side by side to keep both FMA
-//! units busy.
+//! Each accumulator is one chain of FMAs, so a single row needs many columns side by side to keep
+//! both FMA units busy.
 
 use std::arch::x86_64::{
     __m256, __m256i, _MM_HINT_T0, _mm_prefetch, _mm256_and_si256, _mm256_castsi256_ps,
@@ -58,11 +59,12 @@ impl<'a, T> WeightPanels<'a, T> {
         Self { panels, count }
     }
 
-    /// Returns vector `vector` of group `group`, counted through the panels; vector 0 is in the first
-    /// panel.
+    /// Returns vector `vector` of group `group`, counted through the panels; vector 0 is in the
+    /// first panel.
     ///
     /// # Safety
-    /// The group is below the count passed to [`Self::new`], and the vector is in one of the panels.
+    /// The group is below the count passed to [`Self::new`], and the vector is in one of the
+    /// panels.
     #[inline(always)]
     unsafe fn vector(self, group: usize, vector: usize) -> *const T {
         let panel_len = self.panels.len() / self.count;

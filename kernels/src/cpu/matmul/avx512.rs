@@ -1,15 +1,16 @@
 //! GEMM tiles for AVX-512: up to 24 vectors of accumulators in registers.
 //!
 //! There are three kernels for bf16 weights:
-//! - `widened_tile` widens weights to f32 in registers: a shift gives the weight of the even input of a pair, and a
-//!   mask the weight of the odd input. The product of two bf16 is exact in f32.
-//! - `pairs_tile` multiplies a pair at once with `vdpbf16ps`, which flushes denormals. It is used on processors
-//!   whose `vdpbf16ps` has the throughput of an FMA. Intel's cores issue `vdpbf16ps` only every other cycle: 16
-//!   multiply-adds per cycle against 32 of the two FMA units (60 and 120 G multiply-adds/s, measured on one core
-//!   of a Xeon with AMX).
+//! - `widened_tile` widens weights to f32 in registers: a shift gives the weight of the even input
+//!   of a pair, and a mask the weight of the odd input. The product of two bf16 is exact in f32.
+//! - `pairs_tile` multiplies a pair at once with `vdpbf16ps`, which flushes denormals. It is used
+//!   on processors whose `vdpbf16ps` has the throughput of an FMA. Intel's cores issue `vdpbf16ps`
+//!   only every other cycle: 16 multiply-adds per cycle against 32 of the two FMA units (60 and 120
+//!   G multiply-adds/s, measured on one core of a Xeon with AMX).
 //! - `stepped_tile` computes a single row at level `Amx`, and adds in the order of the AMX kernel.
 //!
-//! A *weight group* is the 32 words of a panel for one input (f32) or for one pair of inputs (bf16).
+//! A *weight group* is the 32 words of a panel for one input (f32) or for one pair of inputs
+//! (bf16).
 
 use std::arch::x86_64::{
     __m512, __m512i, _MM_HINT_T0, _mm_prefetch, _mm512_add_ps, _mm512_and_si512,
@@ -29,11 +30,12 @@ pub(super) const BLOCK_ROWS_MAX: usize = 12;
 
 /// Prefetch distance of weights in bytes, for the few rows at which GEMMs are memory-bound.
 const PREFETCH_BYTES: usize = 2048;
-/// Maximum rows with software prefetch. With more rows the core computes longer per cache line, and the hardware
-/// prefetch suffices.
+/// Maximum rows with software prefetch. With more rows the core computes longer per cache line, and
+/// the hardware prefetch suffices.
 const PREFETCH_ROWS_MAX: usize = 8;
 const CACHE_LINE_BYTES: usize = 64;
-/// Mask of the odd input's weight, the upper half of each 32-bit word. With zeros below, a bf16 is an f32.
+/// Mask of the odd input's weight, the upper half of each 32-bit word. With zeros below, a bf16 is
+/// an f32.
 const ODD_WEIGHT_MASK: i32 = 0xffff_0000_u32.cast_signed();
 
 /// Returns the maximum number of panels of a tile for blocks of `rows` rows.
@@ -139,7 +141,8 @@ unsafe fn f32_tile<const M: usize, const P: usize>(
 /// Computes a tile of bf16 weights, widened to f32.
 ///
 /// # Safety
-/// `tile.x` is `[k][M]`, its panels are `P` of `panel_words` words. The conditions of [`tile`] hold.
+/// `tile.x` is `[k][M]`, its panels are `P` of `panel_words` words. The conditions of [`tile`]
+/// hold.
 #[target_feature(enable = "avx512f")]
 unsafe fn widened_tile<const M: usize, const P: usize>(
     tile: &MatmulTile<'_>,
@@ -183,11 +186,12 @@ unsafe fn widened_tile<const M: usize, const P: usize>(
     unsafe { store(&sums, tile, target) };
 }
 
-/// Computes one row in the order of AMX tiles. In every step of 32 inputs, the even and the odd inputs are
-/// accumulated separately from zero, and then both are added to the result.
+/// Computes one row in the order of AMX tiles. In every step of 32 inputs, the even and the odd
+/// inputs are accumulated separately from zero, and then both are added to the result.
 ///
 /// # Safety
-/// `tile.x` is `[k]` padded to whole steps, its panels are `P` of `panel_words` words. The conditions of [`tile`] hold.
+/// `tile.x` is `[k]` padded to whole steps, its panels are `P` of `panel_words` words. The
+/// conditions of [`tile`] hold.
 #[target_feature(enable = "avx512f")]
 unsafe fn stepped_tile<const P: usize>(
     tile: &MatmulTile<'_>,
@@ -229,7 +233,8 @@ unsafe fn stepped_tile<const P: usize>(
 /// Computes a tile with `vdpbf16ps`.
 ///
 /// # Safety
-/// `tile.x` is `[k.div_ceil(2)][M]`, its panels are `P` of `panel_words` words. The conditions of [`tile`] hold.
+/// `tile.x` is `[k.div_ceil(2)][M]`, its panels are `P` of `panel_words` words. The conditions of
+/// [`tile`] hold.
 #[target_feature(enable = "avx512f,avx512bf16")]
 unsafe fn pairs_tile<const M: usize, const P: usize>(
     tile: &MatmulTile<'_>,
@@ -323,7 +328,8 @@ fn prefetch_few<const M: usize>(tile: &MatmulTile<'_>, group: *const u8) {
     }
 }
 
-/// Prefetches two cache lines of weights `DISTANCE` bytes ahead; the address may be outside the weights.
+/// Prefetches two cache lines of weights `DISTANCE` bytes ahead; the address may be outside the
+/// weights.
 #[inline]
 #[target_feature(enable = "avx512f")]
 pub(super) fn prefetch<const DISTANCE: usize>(group: *const u8) {

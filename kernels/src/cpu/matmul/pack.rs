@@ -20,15 +20,16 @@ pub(crate) const PANEL: usize = 32;
 /// Inputs per step: bf16 panels are padded to a multiple of this number, one row of an AMX tile.
 pub(super) const INPUTS_STEP: usize = 32;
 
-/// Weight matrix `[out][in]`, packed in panels of 32 output features that a kernel reads front to back: f32
-/// as `[panel][in][32]`, bf16 as `[panel][in / 2][32][2]` (a pair of inputs is one 32-bit lane), q8 as
-/// `[panel][in / 32]` of `[8][32][4]` bytes and 32 scales. The last panel, and the inputs of bf16 and q8 to
-/// a multiple of 32, are padded with zeros.
+/// Weight matrix `[out][in]`, packed in panels of 32 output features that a kernel reads front to
+/// back: f32 as `[panel][in][32]`, bf16 as `[panel][in / 2][32][2]` (a pair of inputs is one 32-bit
+/// lane), q8 as `[panel][in / 32]` of `[8][32][4]` bytes and 32 scales. The last panel, and the
+/// inputs of bf16 and q8 to a multiple of 32, are padded with zeros.
 pub struct CpuMatrix {
     format: WeightFormat,
     rows: usize,
     cols: usize,
-    /// Bits of an f32; two bf16 with the even input in the lower half; or words in the layout of [`q8`].
+    /// Bits of an f32; two bf16 with the even input in the lower half; or words in the layout of
+    /// [`q8`].
     words: Aligned<u32>,
 }
 

@@ -1,13 +1,14 @@
 //! 8-bit numbers: 32 consecutive inputs share a scale.
 //!
-//! A weight is an integer from -127 to 127 times its block's scale, an f16, so a GGUF Q8_0 file keeps its
-//! weights bit for bit. Inputs are quantized the same way when they are packed, with f32 scales. Integer
-//! dot products within a block have no rounding, so their order does not matter. Blocks are then added in
-//! order, one multiply-add each. So every level with fused multiply-add is bit-equal to the reference.
+//! A weight is an integer from -127 to 127 times its block's scale, an f16, so a GGUF Q8_0 file
+//! keeps its weights bit for bit. Inputs are quantized the same way when they are packed, with f32
+//! scales. Integer dot products within a block have no rounding, so their order does not matter.
+//! Blocks are then added in order, one multiply-add each. So every level with fused multiply-add is
+//! bit-equal to the reference.
 //!
-//! Weights are stored with 128 added, because the instructions multiply unsigned with signed bytes. This
-//! adds 128 times the sum of the block's inputs to a dot product. The packed inputs contain this term, so
-//! that the kernels subtract it.
+//! Weights are stored with 128 added, because the instructions multiply unsigned with signed bytes.
+//! This adds 128 times the sum of the block's inputs to a dot product. The packed inputs contain
+//! this term, so that the kernels subtract it.
 
 #[cfg(target_arch = "x86_64")]
 pub(super) mod avx2;
@@ -26,7 +27,8 @@ pub(super) const BLOCK: usize = 32;
 pub(super) const GROUP: usize = 4;
 /// Index of the scale in the words of a row's block of inputs. The integers come first.
 pub(super) const SCALE_WORD: usize = BLOCK / GROUP;
-/// Index of the correction: the sum of the block's inputs times -[`OFFSET`], with which a dot product starts.
+/// Index of the correction: the sum of the block's inputs times -[`OFFSET`], with which a dot
+/// product starts.
 pub(super) const CORRECTION_WORD: usize = SCALE_WORD + 1;
 /// Words of a row's block of inputs.
 pub(super) const INPUT_WORDS: usize = CORRECTION_WORD + 1;

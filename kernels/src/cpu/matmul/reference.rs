@@ -1,11 +1,12 @@
-//! Reference definition: each output element is one accumulation over the inputs in order, each step one
-//! fused multiply-add. Other rows do not affect it, so the result does not depend on the batch.
+//! Reference definition: each output element is one accumulation over the inputs in order, each
+//! step one fused multiply-add. Other rows do not affect it, so the result does not depend on the
+//! batch.
 
 use super::{pack::CpuMatrix, q8};
 use crate::{cpu::arithmetic::round_to_bf16, layout::WeightFormat};
 
-/// Computes `out[row][n] = Σ_k x[row][k] · w[n][k]` for `k` ascending. With bf16 weights `x` is rounded to
-/// bf16 first, and the arithmetic is f32. 8-bit weights use [`q8_matmul`].
+/// Computes `out[row][n] = Σ_k x[row][k] · w[n][k]` for `k` ascending. With bf16 weights `x` is
+/// rounded to bf16 first, and the arithmetic is f32. 8-bit weights use [`q8_matmul`].
 pub(crate) fn matmul(x: &[f32], w: &CpuMatrix, out: &mut [f32]) {
     if w.format() == WeightFormat::Q8 {
         return q8_matmul(x, w, out);
@@ -24,8 +25,8 @@ pub(crate) fn matmul(x: &[f32], w: &CpuMatrix, out: &mut [f32]) {
     }
 }
 
-/// Computes `out[row][n]` = Σ over blocks of 32 inputs, in order, of the integer dot product of the block's
-/// quantized inputs and weights times both scales, each step one fused multiply-add.
+/// Computes `out[row][n]` = Σ over blocks of 32 inputs, in order, of the integer dot product of the
+/// block's quantized inputs and weights times both scales, each step one fused multiply-add.
 fn q8_matmul(x: &[f32], w: &CpuMatrix, out: &mut [f32]) {
     for (x, out) in x.chunks_exact(w.cols()).zip(out.chunks_exact_mut(w.rows())) {
         let inputs: Vec<_> = x

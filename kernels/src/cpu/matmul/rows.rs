@@ -39,8 +39,8 @@ impl RowFormat {
     }
 }
 
-/// Row blocks as `[block][words of a row][rows of the block]`. A word is an input, a pair of inputs, or a word of a Q8
-/// block. All blocks but the last have equally many rows.
+/// Row blocks as `[block][words of a row][rows of the block]`. A word is an input, a pair of
+/// inputs, or a word of a Q8 block. All blocks but the last have equally many rows.
 pub(super) struct PackedRows {
     /// f32 bits, bf16 pairs or words of Q8 blocks.
     words: Aligned<u32>,
@@ -168,7 +168,8 @@ fn quantise(x: &[f32], k: usize, out: &mut [u32]) {
     }
 }
 
-/// Interleaves `[rows][k]` to `[group][rows]`, where a group is `N` inputs. Pads the last group with zeros.
+/// Interleaves `[rows][k]` to `[group][rows]`, where a group is `N` inputs. Pads the last group
+/// with zeros.
 #[inline(always)]
 fn interleave<const N: usize>(
     x: &[f32],

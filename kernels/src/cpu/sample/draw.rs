@@ -1,10 +1,10 @@
-//! Draw of a token: an exponential race (equivalent to the Gumbel-max rule) with counter-based random
-//! numbers.
+//! Draw of a token: an exponential race (equivalent to the Gumbel-max rule) with counter-based
+//! random numbers.
 //!
-//! Every token `i` has a number `v` in (0, 1) that depends on (seed, output index, i) only. Its arrival
-//! time is `-ln(1 - v) / p`, and the earliest token wins; ties go to the lower id. A token wins with
-//! probability p divided by the sum of all p. Its arrival time does not depend on the other tokens, so
-//! equal logits give equal draws on every device. The number is:
+//! Every token `i` has a number `v` in (0, 1) that depends on (seed, output index, i) only. Its
+//! arrival time is `-ln(1 - v) / p`, and the earliest token wins; ties go to the lower id. A token
+//! wins with probability p divided by the sum of all p. Its arrival time does not depend on the
+//! other tokens, so equal logits give equal draws on every device. The number is:
 //!
 //! ```text
 //! key  = splitmix64(splitmix64(seed) + index)           two halves: low, high
@@ -81,8 +81,9 @@ impl Winner {
 
 /// Draws from all tokens. `weights[best]` is the greatest weight.
 ///
-/// Since -ln(1 - v) ≥ v, a token with v > p · (arrival of the winner so far) has lost. This comparison
-/// rejects all tokens but a few; starting with the most likely token makes the bound tight.
+/// Since -ln(1 - v) ≥ v, a token with v > p · (arrival of the winner so far) has lost. This
+/// comparison rejects all tokens but a few; starting with the most likely token makes the bound
+/// tight.
 pub(super) fn among_all(level: Level, key: DrawKey, best: u32, weights: &[f32]) -> u32 {
     let mut winner = Winner::NONE;
     winner.offer(best, key.arrival(best, weights[best as usize]));

@@ -1,6 +1,6 @@
-//! Sampling by the ranks of a group. Each rank computes the logits of its own tokens; the ranks gather
-//! them, and each rank samples every row of the whole vocabulary, so all ranks choose the token that one
-//! rank alone chooses.
+//! Sampling by the ranks of a group. Each rank computes the logits of its own tokens; the ranks
+//! gather them, and each rank samples every row of the whole vocabulary, so all ranks choose the
+//! token that one rank alone chooses.
 
 use std::{ops::Range, sync::PoisonError};
 

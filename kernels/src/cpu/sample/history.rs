@@ -1,5 +1,5 @@
-//! Masks, penalties and bias: first the grammar's token mask, then the changes that depend on the sequence's own
-//! tokens (penalties and the mask of `min_tokens`), then the logit bias.
+//! Masks, penalties and bias: first the grammar's token mask, then the changes that depend on the
+//! sequence's own tokens (penalties and the mask of `min_tokens`), then the logit bias.
 
 use super::SampleError;
 use crate::sampling::{Sampling, TokenMask};

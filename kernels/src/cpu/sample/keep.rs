@@ -1,7 +1,7 @@
 //! Candidate filter: min-p, top-k and top-p.
 //!
-//! Few tokens have a relevant probability, so as few as possible are sorted: tokens above a *cut* are
-//! gathered, and the cut is lowered only when they are not enough.
+//! Few tokens have a relevant probability, so as few as possible are sorted: tokens above a *cut*
+//! are gathered, and the cut is lowered only when they are not enough.
 
 use super::{
     super::isa::{Level, per_level},
@@ -9,8 +9,8 @@ use super::{
 };
 use crate::sampling::Sampling;
 
-/// Cuts in the order of trial, as probabilities relative to the best token's. The last one admits every
-/// token.
+/// Cuts in the order of trial, as probabilities relative to the best token's. The last one admits
+/// every token.
 const CUTS: [f32; 3] = [1.0 / 256.0, 1.0 / 65_536.0, 0.0];
 /// Tokens between two checks whether any token is above the cut.
 const RUN: usize = 64;
@@ -34,8 +34,8 @@ fn weight(ranked: Ranked) -> f32 {
     f32::from_bits(!((ranked >> 32) as u32))
 }
 
-/// Returns the kept tokens with their weights; `None` when all tokens stay. `weights` are probabilities
-/// relative to the best token's, which is 1.
+/// Returns the kept tokens with their weights; `None` when all tokens stay. `weights` are
+/// probabilities relative to the best token's, which is 1.
 pub(super) fn candidates(
     level: Level,
     weights: &[f32],

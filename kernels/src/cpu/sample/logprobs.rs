@@ -5,8 +5,8 @@ use std::{cmp::Reverse, collections::BinaryHeap};
 use super::{super::isa::Level, total, weigh};
 use crate::sampling::TokenLogprobs;
 
-/// Returns the log-probabilities. `logits` are raw, and none is NaN or +∞. `best` is the greatest logit,
-/// `chosen` a token id.
+/// Returns the log-probabilities. `logits` are raw, and none is NaN or +∞. `best` is the greatest
+/// logit, `chosen` a token id.
 pub(super) fn of(
     level: Level,
     logits: &[f32],
@@ -38,8 +38,8 @@ pub(super) fn of_given(
 /// Returns the ids of the `count` greatest logits, best first, ties by the lower id.
 pub(super) fn top_ids(logits: &[f32], count: u32) -> Vec<u32> {
     let count = (count as usize).min(logits.len());
-    // The heap's top is the worst of the best tokens so far. A separate copy of its logit rejects most
-    // tokens quickly.
+    // The heap's top is the worst of the best tokens so far. A separate copy of its logit rejects
+    // most tokens quickly.
     let mut top: BinaryHeap<Reverse<(OrderedFloat, Reverse<u32>)>> = BinaryHeap::new();
     let mut worst = f32::NEG_INFINITY;
     for (id, &logit) in (0_u32..).zip(logits) {

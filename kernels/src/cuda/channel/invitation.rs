@@ -38,7 +38,8 @@ pub(super) struct InvitationAnswer {
     pub max_ctas: Option<u32>,
     /// The GPUs of the receiver's parts, in order of rank.
     pub uuids: Vec<String>,
-    /// The bytes of a `UniqueId` for each communicator, in pieces because serde supports no longer arrays.
+    /// The bytes of a `UniqueId` for each communicator, in pieces because serde supports no longer
+    /// arrays.
     pub ids: Vec<[[u8; 32]; 4]>,
 }
 
@@ -65,8 +66,8 @@ impl InvitationAnswer {
         encode(self)
     }
 
-    /// Parses an answer. `ids` returns the number of communicator ids for the answering node's number of
-    /// parts.
+    /// Parses an answer. `ids` returns the number of communicator ids for the answering node's
+    /// number of parts.
     pub(super) fn from_bytes(bytes: &[u8], ids: impl Fn(usize) -> usize) -> Result<Self, String> {
         let answer: Self = decode("answer", bytes)?;
         check("parts", answer.uuids.len(), PARTS_MAX)?;

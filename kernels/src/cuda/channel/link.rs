@@ -33,21 +33,24 @@ use crate::{
     peer::{ChannelEnd, WaitLimit},
 };
 
-/// Time-out for launching an operation. A launch takes microseconds. But while another channel is aborted, the driver
-/// may block on an operation of a third channel until that channel is aborted as well.
+/// Time-out for launching an operation. A launch takes microseconds. But while another channel is
+/// aborted, the driver may block on an operation of a third channel until that channel is aborted
+/// as well.
 const LAUNCH_MAX: Duration = Duration::from_secs(4);
 /// Time-out of an abort. Aborts took 0.4 to 0.7 s with a dead or a stopped peer.
 const ABORT_MAX: Duration = Duration::from_secs(10);
-/// Longest usual time of a launch. A launch that takes longer is blocked in the driver, which waits for the GPU.
-/// Forward passes in the streams do not delay a launch for longer, unless prefill steps have many thousand tokens.
+/// Longest usual time of a launch. A launch that takes longer is blocked in the driver, which waits
+/// for the GPU. Forward passes in the streams do not delay a launch for longer, unless prefill
+/// steps have many thousand tokens.
 const LAUNCH_USUAL: Duration = Duration::from_millis(200);
-/// Size of the messages that are exchanged before the first block, so that no block waits for the connection.
+/// Size of the messages that are exchanged before the first block, so that no block waits for the
+/// connection.
 const CONNECT_BYTES: usize = 256;
-/// Time-out for connecting. While a channel connects, an abort of another channel waits, because the abort waits for
-/// the whole GPU.
+/// Time-out for connecting. While a channel connects, an abort of another channel waits, because
+/// the abort waits for the whole GPU.
 const CONNECT_MAX: Duration = Duration::from_secs(2);
-/// The watchdog aborts a blocked connection attempt after 2.25 s, or after 0.5 s while another thread is blocked
-/// in the driver. The pair then falls back to another transport.
+/// The watchdog aborts a blocked connection attempt after 2.25 s, or after 0.5 s while another
+/// thread is blocked in the driver. The pair then falls back to another transport.
 const CONNECT: StuckLimits = StuckLimits { polls_max: 45, blocking_polls_max: 10 };
 
 /// Largest number of links per GPU, which bounds their memory. A host with eight GPUs needs fewer.
@@ -101,14 +104,14 @@ struct UnmarkedStreams {
     copies: bool,
 }
 
-/// Connection of one of our parts with one of the peer's. Both ends launch the same operations in the same order,
-/// each on the next lane (a communicator and its stream).
+/// Connection of one of our parts with one of the peer's. Both ends launch the same operations in
+/// the same order, each on the next lane (a communicator and its stream).
 #[derive(Debug)]
 pub(super) struct NcclLink {
     own: LinkEnd,
     communicators: Arc<Communicators>,
-    /// One per communicator, with high priority: an operation occupies SMs of one GPU until it has also started on
-    /// the other.
+    /// One per communicator, with high priority: an operation occupies SMs of one GPU until it has
+    /// also started on the other.
     streams: Vec<Stream<PeerExchange>>,
     next: usize,
     /// Streams whose last work has no mark yet.
@@ -117,9 +120,9 @@ pub(super) struct NcclLink {
     staging: Option<StagingMemory>,
 }
 
-/// The communicators of a link; empty once they were aborted. They have a lock of their own, because an abort must
-/// not wait for a thread that launches: that thread may be blocked in the driver, and the driver on the operation
-/// that the abort ends.
+/// The communicators of a link; empty once they were aborted. They have a lock of their own,
+/// because an abort must not wait for a thread that launches: that thread may be blocked in the
+/// driver, and the driver on the operation that the abort ends.
 #[derive(Debug, Default)]
 pub(super) struct Communicators {
     /// Whether an abort has started.
@@ -170,11 +173,12 @@ impl NcclLink {
         Ok(link)
     }
 
-    /// Exchanges a few bytes over another communicator, which makes NCCL connect. No other thread uses the link yet,
-    /// so no shared lock is held while waiting for the peer.
+    /// Exchanges a few bytes over another communicator, which makes NCCL connect. No other thread
+    /// uses the link yet, so no shared lock is held while waiting for the peer.
     ///
-    /// [`LinkGpu::launching`] is not held either. So the peer may connect two channels in another order. This is safe:
-    /// each exchange has its own stream with nothing after it, and its kernel fits on the GPU with the others.
+    /// [`LinkGpu::launching`] is not held either. So the peer may connect two channels in another
+    /// order. This is safe: each exchange has its own stream with nothing after it, and its kernel
+    /// fits on the GPU with the others.
     fn add_lane(&mut self, communicator: Communicator, limit: WaitLimit<'_>) -> Result<(), String> {
         let stream = Stream::urgent(self.own.kv.context()).map_err(words)?;
         let peer = 1 - communicator.rank();
@@ -213,7 +217,8 @@ impl NcclLink {
         }
     }
 
-    /// Connects the last communicator on its stream. Sends to `launched` once the exchange is in the stream.
+    /// Connects the last communicator on its stream. Sends to `launched` once the exchange is in
+    /// the stream.
     fn connect(
         &mut self,
         peer: u32,
@@ -246,12 +251,12 @@ impl NcclLink {
         Ok(())
     }
 
-    /// Launches the transfer of this link's part of the blocks, which fit into one slot. Blocks that are not
-    /// staged are contiguous.
+    /// Launches the transfer of this link's part of the blocks, which fit into one slot. Blocks
+    /// that are not staged are contiguous.
     ///
     /// # Safety
-    /// The blocks are borrowed until the next [mark](Self::mark) is reached, or [`drain_all`](Self::drain_all) has
-    /// returned.
+    /// The blocks are borrowed until the next [mark](Self::mark) is reached, or
+    /// [`drain_all`](Self::drain_all) has returned.
     pub(super) unsafe fn launch(
         &mut self,
         ids: &[BlockId],
@@ -332,8 +337,8 @@ impl NcclLink {
         self.own.kv.context()
     }
 
-    /// Waits for the copies. `aborted` is the outcome of the preceding abort of the communicators: copies that
-    /// waited for an aborted operation run now. After `Ok` no copy is in flight.
+    /// Waits for the copies. `aborted` is the outcome of the preceding abort of the communicators:
+    /// copies that waited for an aborted operation run now. After `Ok` no copy is in flight.
     pub(super) fn drain_all(links: &mut [Self], aborted: Result<(), String>) -> Result<(), String> {
         let mut drained = aborted;
         let mut kept = Vec::with_capacity(links.len());
@@ -345,7 +350,8 @@ impl NcclLink {
             kept.push((Arc::clone(&link.own.gpu), staging, mem::take(&mut link.streams)));
         }
         if drained.is_err() {
-            // A stuck operation may still use the staging memory and the streams, so they are leaked.
+            // A stuck operation may still use the staging memory and the streams, so they are
+            // leaked.
             mem::forget(kept);
             return drained;
         }

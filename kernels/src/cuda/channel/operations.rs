@@ -179,7 +179,8 @@ impl ChannelControl {
         for operation in operations(runs, self.cuts.slot_blocks, self.cuts.direct_min) {
             let ids = &ids[operation.blocks];
             for link in &mut *links {
-                // SAFETY: the blocks are borrowed until all marks are reached, or the abort has returned.
+                // SAFETY: the blocks are borrowed until all marks are reached, or the abort has
+                // returned.
                 unsafe { link.launch(ids, operation.is_staged) }?;
             }
         }
@@ -218,8 +219,8 @@ impl ChannelControl {
         let _aborting = locked(&self.aborting);
         // Set first: aborting the kernels makes their marks reached.
         self.aborted.store(true, Ordering::SeqCst);
-        // Aborts the communicators first and without the lock on the links: its holder may be blocked in the driver,
-        // and the driver on these communicators.
+        // Aborts the communicators first and without the lock on the links: its holder may be
+        // blocked in the driver, and the driver on these communicators.
         let ended = Communicators::abort_all(&self.communicators);
         if let Some(mut links) = locked(&self.links).take()
             && let Err(reason) = NcclLink::drain_all(&mut links, ended)

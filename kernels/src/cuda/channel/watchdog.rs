@@ -11,8 +11,8 @@ use std::{
 
 use super::{operations::ChannelControl, words};
 
-/// Interval between two polls. Time is counted in polls, so that a pause of this process or machine counts as one
-/// poll.
+/// Interval between two polls. Time is counted in polls, so that a pause of this process or machine
+/// counts as one poll.
 pub(super) const POLL_INTERVAL: Duration = Duration::from_millis(50);
 
 /// Maximum numbers of polls of an operation.
@@ -20,16 +20,17 @@ pub(super) const POLL_INTERVAL: Duration = Duration::from_millis(50);
 pub(super) struct StuckLimits {
     /// Limit for any operation. Callers time out earlier.
     pub polls_max: u32,
-    /// Limit for an operation that is launched completely while another thread is blocked in the driver. An operation
-    /// that is not launched completely may itself be blocked.
+    /// Limit for an operation that is launched completely while another thread is blocked in the
+    /// driver. An operation that is not launched completely may itself be blocked.
     pub blocking_polls_max: u32,
 }
 
 /// Limits for an operation: 2.5 s and 0.2 s. An operation takes milliseconds.
 const OPERATION: StuckLimits = StuckLimits { polls_max: 50, blocking_polls_max: 4 };
 
-/// Thread that aborts a stuck channel. It never calls the CUDA driver itself: the driver may be blocked on this very
-/// channel. Then other pairs and forward passes are blocked too, so the limit is much shorter.
+/// Thread that aborts a stuck channel. It never calls the CUDA driver itself: the driver may be
+/// blocked on this very channel. Then other pairs and forward passes are blocked too, so the limit
+/// is much shorter.
 pub(super) struct Watchdog {
     /// Dropping the sender ends the thread.
     stop: Option<mpsc::Sender<()>>,

@@ -1,12 +1,13 @@
 //! NCCL communicators as owned values.
 //!
-//! A communicator is non-blocking: each call is polled until it is complete, up to a deadline, before the next call.
-//! (NCCL rejects a second call meanwhile.) Over NVLink NCCL does not report a dead peer. The owner of a communicator
-//! detects a dead peer by other means and [`aborts`] the communicator, which ends kernels that wait for the peer.
+//! A communicator is non-blocking: each call is polled until it is complete, up to a deadline,
+//! before the next call. (NCCL rejects a second call meanwhile.) Over NVLink NCCL does not report a
+//! dead peer. The owner of a communicator detects a dead peer by other means and [`aborts`] the
+//! communicator, which ends kernels that wait for the peer.
 //!
-//! Order of destruction: CUDA graphs that contain its operations, the communicator, the ranges that it moves, the
-//! context. Memory that a stuck operation uses is freed only after the abort, because freeing waits for the
-//! operation.
+//! Order of destruction: CUDA graphs that contain its operations, the communicator, the ranges that
+//! it moves, the context. Memory that a stuck operation uses is freed only after the abort, because
+//! freeing waits for the operation.
 //!
 //! [`aborts`]: Communicator::abort
 
@@ -30,7 +31,8 @@ use super::{
 };
 use crate::{layout::Dtype, peer::WaitLimit};
 
-/// Time of busy polling before the first pause. NCCL's own thread completes a launch within it if no peer is needed.
+/// Time of busy polling before the first pause. NCCL's own thread completes a launch within it if
+/// no peer is needed.
 const SPIN: Duration = Duration::from_micros(300);
 /// Pause between later polls.
 const PAUSE: Duration = Duration::from_millis(1);
@@ -77,15 +79,16 @@ pub struct CommunicatorOptions {
     pub rank: u32,
     pub ranks: u32,
     pub id: UniqueId,
-    /// Smallest and largest number of CTAs of its kernels. They bound its bandwidth, the SMs that it uses, and its
-    /// memory. `None`: NCCL decides.
+    /// Smallest and largest number of CTAs of its kernels. They bound its bandwidth, the SMs that
+    /// it uses, and its memory. `None`: NCCL decides.
     pub ctas: Option<(u32, u32)>,
 }
 
 /// One rank's communicator.
 ///
-/// All ranks must call the same operations in the same order. A process with several communicators on one GPU must
-/// launch their operations one at a time. Otherwise two GPUs may start with different operations and deadlock.
+/// All ranks must call the same operations in the same order. A process with several communicators
+/// on one GPU must launch their operations one at a time. Otherwise two GPUs may start with
+/// different operations and deadlock.
 #[derive(Debug)]
 pub struct Communicator {
     /// `None` after an abort.
@@ -109,8 +112,9 @@ struct OwnedCommunicator {
 unsafe impl Send for OwnedCommunicator {}
 
 impl Communicator {
-    /// Makes NCCL load its kernels to this GPU by creating and destroying a communicator of one rank. The first
-    /// communicator of a process takes 0.2 to 0.4 s for this, and more during other work.
+    /// Makes NCCL load its kernels to this GPU by creating and destroying a communicator of one
+    /// rank. The first communicator of a process takes 0.2 to 0.4 s for this, and more during other
+    /// work.
     pub fn load_kernels<'a>(
         nccl: &Arc<Nccl>,
         context: &Arc<Context>,
@@ -201,23 +205,24 @@ impl Communicator {
         self.ranks
     }
 
-    /// Returns the number of operations so far. All ranks count alike, so unequal numbers show which rank skipped an
-    /// operation.
+    /// Returns the number of operations so far. All ranks count alike, so unequal numbers show
+    /// which rank skipped an operation.
     pub fn sequence(&self) -> u64 {
         self.sequence
     }
 
-    /// Returns the GPU memory in bytes that creating the communicator took, measured by the GPU's free
-    /// memory. The first operation takes more.
+    /// Returns the GPU memory in bytes that creating the communicator took, measured by the GPU's
+    /// free memory. The first operation takes more.
     pub fn memory_bytes(&self) -> u64 {
         self.memory_bytes
     }
 
-    /// Launches sends and receives as one operation and returns its number. A rank lists its sends to a peer in the
-    /// order of that peer's receives. The first exchange of a pair also connects, for which both ranks must call
-    /// within the limit.
+    /// Launches sends and receives as one operation and returns its number. A rank lists its sends
+    /// to a peer in the order of that peer's receives. The first exchange of a pair also connects,
+    /// for which both ranks must call within the limit.
     ///
-    /// The memory must not be used until the operation is complete on the stream, or an abort has returned.
+    /// The memory must not be used until the operation is complete on the stream, or an abort has
+    /// returned.
     pub fn exchange<'a, R: StreamRole>(
         &mut self,
         sends: &[SendOrReceive<'_>],
@@ -246,7 +251,8 @@ impl Communicator {
             for (name, call, moves) in calls {
                 for SendOrReceive { peer, piece } in moves {
                     let (address, bytes) = (piece.address(), piece.bytes);
-                    // SAFETY: the piece is inside a range of this process; stream and communicator are alive.
+                    // SAFETY: the piece is inside a range of this process; stream and communicator
+                    // are alive.
                     let code =
                         unsafe { call(address, bytes, UINT8, *peer as c_int, communicator, to) };
                     if code != SUCCESS && code != IN_PROGRESS {
@@ -280,7 +286,8 @@ impl Communicator {
         };
         let call = "ncclAllReduce";
         self.launch(call, deadline.into(), |functions, communicator| {
-            // SAFETY: both pieces are inside ranges of this process; stream and communicator are alive.
+            // SAFETY: both pieces are inside ranges of this process; stream and communicator are
+            // alive.
             let code = unsafe {
                 (functions.ncclAllReduce)(
                     from.address(),
@@ -311,7 +318,8 @@ impl Communicator {
         let call = "ncclBroadcast";
         self.launch(call, limit.into(), |functions, communicator| {
             let (address, root) = (piece.address(), root as c_int);
-            // SAFETY: the piece is inside a range of this process; stream and communicator are alive.
+            // SAFETY: the piece is inside a range of this process; stream and communicator are
+            // alive.
             let code = unsafe {
                 (functions.ncclBroadcast)(
                     address,
@@ -376,17 +384,18 @@ impl Communicator {
         Ok(())
     }
 
-    /// Aborts the communicator and its kernels, and returns the time that this took. After `Ok` no copy is in
-    /// flight, and the memory may be used again.
+    /// Aborts the communicator and its kernels, and returns the time that this took. After `Ok` no
+    /// copy is in flight, and the memory may be used again.
     ///
     /// # Errors
-    /// [`NcclError::AbortStuck`] if NCCL does not return within `time_out`. A thread keeps waiting for NCCL, and the
-    /// operations' memory stays in use.
+    /// [`NcclError::AbortStuck`] if NCCL does not return within `time_out`. A thread keeps waiting
+    /// for NCCL, and the operations' memory stays in use.
     pub fn abort(mut self, time_out: Duration) -> Result<Duration, NcclError> {
         self.end(time_out)
     }
 
-    /// [Aborts](Self::abort) all communicators in parallel. An error means that one of them did not end.
+    /// [Aborts](Self::abort) all communicators in parallel. An error means that one of them did not
+    /// end.
     pub fn abort_all(
         mut communicators: Vec<Communicator>,
         time_out: Duration,
@@ -416,7 +425,8 @@ impl Communicator {
             let outcome = raw.context.bind().map_err(NcclError::from).and_then(|()| {
                 // SAFETY: the communicator is alive, and no other thread uses it from now on.
                 let mut code = unsafe { (raw.nccl.functions.ncclCommAbort)(raw.communicator) };
-                // IN_PROGRESS is left over from an earlier call; the communicator is destroyed anyway.
+                // IN_PROGRESS is left over from an earlier call; the communicator is destroyed
+                // anyway.
                 if code == IN_PROGRESS {
                     code = SUCCESS;
                 }

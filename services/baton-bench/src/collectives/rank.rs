@@ -164,7 +164,8 @@ impl RankBench {
         Ok(row)
     }
 
-    /// Returns the µs of one call in a CUDA graph. Calls once before the capture, because first calls initialize.
+    /// Returns the µs of one call in a CUDA graph. Calls once before the capture, because first
+    /// calls initialize.
     fn graph_us(&self, mut call: impl FnMut() -> Result<(), CudaError>) -> Result<f64> {
         call()?;
         self.stream.synchronize()?;

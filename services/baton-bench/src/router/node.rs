@@ -1,5 +1,5 @@
-//! A stand-in for a decode node: every running stream gets a token in each step, and all tokens of a step are sent
-//! together.
+//! A stand-in for a decode node: every running stream gets a token in each step, and all tokens of
+//! a step are sent together.
 
 use std::{
     fs,

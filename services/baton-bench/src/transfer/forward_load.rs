@@ -1,9 +1,10 @@
-//! Forward passes during KV transfers. They measure how much transfers slow down the prefill steps of the sender and
-//! the decode steps of the receiver.
+//! Forward passes during KV transfers. They measure how much transfers slow down the prefill steps
+//! of the sender and the decode steps of the receiver.
 //!
-//! Each process runs a model with random weights on its GPU, in the CUDA context of its KV blocks. The sender prefills
-//! prompts one after another, and the receiver decodes a batch. Time windows with and without transfers alternate, so
-//! that GPU temperature and sequence lengths affect both kinds of windows equally.
+//! Each process runs a model with random weights on its GPU, in the CUDA context of its KV blocks.
+//! The sender prefills prompts one after another, and the receiver decodes a batch. Time windows
+//! with and without transfers alternate, so that GPU temperature and sequence lengths affect both
+//! kinds of windows equally.
 
 use std::{
     path::PathBuf,
@@ -47,18 +48,20 @@ const STALL_MAX: Duration = Duration::from_secs(60);
 const OUTPUT_TOKENS: u32 = 256;
 /// Maximum tokens of a prefill step.
 const STEP_TOKENS: u32 = 8192;
-/// Sequences of a prefill batch: while one is prefilled, the other one waits, so that the GPU is never idle.
+/// Sequences of a prefill batch: while one is prefilled, the other one waits, so that the GPU is
+/// never idle.
 const PREFILL_SEQUENCES: u32 = 2;
 /// Interval at which the start looks for the first step.
 const FIRST_STEP_POLL: Duration = Duration::from_millis(10);
-/// Maximum time for which the forward thread waits for a step before it checks whether it should stop.
+/// Maximum time for which the forward thread waits for a step before it checks whether it should
+/// stop.
 const TURN_MAX: Duration = Duration::from_secs(1);
 
 /// Options of forward passes during transfers.
 #[derive(Args)]
 pub(super) struct ForwardArgs {
-    /// Also run forward passes on both GPUs, with this folder's config.json and random weights: the sender
-    /// prefills, the receiver decodes.
+    /// Also run forward passes on both GPUs, with this folder's config.json and random weights: the
+    /// sender prefills, the receiver decodes.
     #[arg(long, value_name = "FOLDER", requires = "gpus")]
     pub model: Option<PathBuf>,
     /// Batch size of decode.
@@ -67,14 +70,15 @@ pub(super) struct ForwardArgs {
     /// Prompt tokens of each sequence that decodes.
     #[arg(long, default_value_t = 512, value_parser = clap::value_parser!(u32).range(1..=65_536))]
     pub model_context: u32,
-    /// SMs that forward passes leave free for transfers [default: with nccl as many as nodes reserve].
+    /// SMs that forward passes leave free for transfers [default: with nccl as many as nodes
+    /// reserve].
     #[arg(long)]
     pub model_reserved_sms: Option<u32>,
     /// Tokens of each prompt that the sender prefills.
     #[arg(long, default_value_t = 8192, value_parser = clap::value_parser!(u32).range(1..=65_536))]
     pub model_prompt: u32,
-    /// Milliseconds from the start of a transfer to the start of the next one; 0: a transfer starts when the previous
-    /// one ends.
+    /// Milliseconds from the start of a transfer to the start of the next one; 0: a transfer starts
+    /// when the previous one ends.
     #[arg(long, default_value_t = 180, value_parser = clap::value_parser!(u64).range(0..=3_600_000))]
     pub every_ms: u64,
     /// Number of windows with transfers, and of windows without.
@@ -227,7 +231,8 @@ impl Drop for ForwardLoad {
     fn drop(&mut self) {
         self.stop.store(true, Ordering::Release);
         if let Some(thread) = self.thread.take() {
-            // The measurement is over, so an error of the thread no longer matters. `stats` reports earlier errors.
+            // The measurement is over, so an error of the thread no longer matters. `stats` reports
+            // earlier errors.
             let _ = thread.join();
         }
     }
@@ -282,8 +287,9 @@ impl BatchShape {
     }
 }
 
-/// Returns the number of tokens that fit after a prompt into the model's context, with a KV block to spare. Rejects a
-/// prompt length without a token after it. `option` is the name of the command line option.
+/// Returns the number of tokens that fit after a prompt into the model's context, with a KV block
+/// to spare. Rejects a prompt length without a token after it. `option` is the name of the command
+/// line option.
 fn tokens_after_prompt(option: &str, prompt_tokens: u32, context_tokens: u32) -> Result<u32> {
     let prompt_tokens_end = context_tokens.saturating_sub(BLOCK_TOKENS as u32);
     ensure!(
@@ -337,7 +343,8 @@ impl ForwardThread {
         // End of the previous step, if that step was of the measured kind.
         let mut previous_end = None;
         while !self.stop.load(Ordering::Acquire) {
-            // A prefilled prompt is replaced at once. A decode batch is replaced when all its sequences have finished.
+            // A prefilled prompt is replaced at once. A decode batch is replaced when all its
+            // sequences have finished.
             let missing = match self.shape.kind {
                 ForwardKind::Prefill => self.shape.sequences - in_flight,
                 ForwardKind::Decode if in_flight == 0 => self.shape.sequences,

@@ -1,4 +1,5 @@
-//! Plain copies through loopback TCP connections: what `tcp` could reach without hashes and device copies.
+//! Plain copies through loopback TCP connections: what `tcp` could reach without hashes and device
+//! copies.
 
 use std::{
     io::{Read, Write},

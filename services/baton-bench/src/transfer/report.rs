@@ -51,7 +51,8 @@ pub(super) struct TransferReport {
     pub gather: Option<Gather>,
     /// Plain copies between the two GPUs.
     pub plain_copies: Vec<PlainCopy>,
-    /// Plain copies through as many loopback TCP connections as tcp uses; `None` if tcp is not measured.
+    /// Plain copies through as many loopback TCP connections as tcp uses; `None` if tcp is not
+    /// measured.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub loopback_gb_per_s: Option<f64>,
     pub rows: Vec<SettingResult>,

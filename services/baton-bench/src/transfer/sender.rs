@@ -1,11 +1,11 @@
-//! The sending process. It executes the lines of its standard input. Its answers begin with [`ANSWER`],
-//! because libraries write to the same output (NCCL does with `NCCL_DEBUG`).
+//! The sending process. It executes the lines of its standard input. Its answers begin with
+//! [`ANSWER`], because libraries write to the same output (NCCL does with `NCCL_DEBUG`).
 //!
-//! `node TRANSPORT BLOCKS CHUNK_BLOCKS EPOCH ENDPOINT` starts a node for this receiver; the answer is
-//! `node EPOCH ENDPOINT`. `expect ID...` announces transfers; the answer is `expected`. A transfer is sent as
-//! soon as it is reserved. With forward passes during the transfers, `forget` (answer `forgotten`) deletes all time
-//! windows, `begin KIND` and `end KIND` (`begun`, `ended`) add one, and `stats` returns the statistics of the
-//! forward passes in the windows as JSON.
+//! `node TRANSPORT BLOCKS CHUNK_BLOCKS EPOCH ENDPOINT` starts a node for this receiver; the answer
+//! is `node EPOCH ENDPOINT`. `expect ID...` announces transfers; the answer is `expected`. A
+//! transfer is sent as soon as it is reserved. With forward passes during the transfers, `forget`
+//! (answer `forgotten`) deletes all time windows, `begin KIND` and `end KIND` (`begun`, `ended`)
+//! add one, and `stats` returns the statistics of the forward passes in the windows as JSON.
 
 use std::{
     io::{BufRead, Write, stdin, stdout},

@@ -1,8 +1,8 @@
 //! `baton bench engine`: prefill and decode throughput of one engine; no network.
 //!
-//! Prompts are random token ids, so the prefix cache never hits. Decoding is timed from the moment when
-//! every sequence of the batch has its first token. Step records give the host time of each step and the
-//! busy time of the device.
+//! Prompts are random token ids, so the prefix cache never hits. Decoding is timed from the moment
+//! when every sequence of the batch has its first token. Step records give the host time of each
+//! step and the busy time of the device.
 
 mod ranks;
 mod read_stream;
@@ -63,7 +63,8 @@ pub struct EngineArgs {
     /// Folder of the models that were fetched by name.
     #[arg(long, env = "BATON_MODELS_DIR", default_value = "models")]
     models_dir: PathBuf,
-    /// Source of the weights: auto (the model's files) or dummy (random weights; needs only config.json).
+    /// Source of the weights: auto (the model's files) or dummy (random weights; needs only
+    /// config.json).
     #[arg(long, default_value = "auto", value_parser = parse_load_format)]
     load_format: LoadFormat,
     /// Number format of the weights: f32, bf16, q8 (CPUs) or fp8 (GPUs).
@@ -75,8 +76,8 @@ pub struct EngineArgs {
     /// Numbers of sequences that decode in one step, separated by commas. Each is measured.
     #[arg(long, value_delimiter = ',', default_value = "1,8,64")]
     batch: Vec<u32>,
-    /// Tokens of each prompt in the prefill measurements; several values, separated by commas, are measured one after
-    /// another.
+    /// Tokens of each prompt in the prefill measurements; several values, separated by commas, are
+    /// measured one after another.
     #[arg(long, value_delimiter = ',', default_value = "512", value_parser = clap::value_parser!(u32).range(1..=65_536))]
     prefill_tokens: Vec<u32>,
     /// Tokens of each prompt before the measured decode steps.
@@ -91,8 +92,8 @@ pub struct EngineArgs {
     /// Device of the forward pass: cpu or cuda.
     #[arg(long, default_value = "cpu", value_parser = ["cpu", "cuda"])]
     device: String,
-    /// UUID of the GPU, as `baton doctor` prints it; with --tp one for each rank, separated by commas
-    /// [default: the first GPUs].
+    /// UUID of the GPU, as `baton doctor` prints it; with --tp one for each rank, separated by
+    /// commas [default: the first GPUs].
     #[arg(long)]
     gpu: Option<String>,
     /// Tensor-parallel ranks, one process and one GPU each: 1, 2, 4 or 8.
@@ -205,7 +206,8 @@ pub fn run(args: EngineArgs) -> Result<()> {
             let reads_alone = what == "decode" && batch == 1;
             for number in 1..=args.runs {
                 if let (true, Some(read_stream)) = (reads_alone, &mut read_stream) {
-                    // Measure the bandwidth before each run, because the load of other processes changes.
+                    // Measure the bandwidth before each run, because the load of other processes
+                    // changes.
                     read_stream.measure();
                 }
                 let run = bench.run(batch, prompt_tokens, max_tokens)?;
@@ -314,7 +316,8 @@ impl EngineBench {
         Ok((bench, report, read_stream))
     }
 
-    /// Returns the bytes that a decode step reads at least: weights and the KV of all sequences half-way.
+    /// Returns the bytes that a decode step reads at least: weights and the KV of all sequences
+    /// half-way.
     fn decode_bytes(&self, args: &EngineArgs, report: &EngineReport, batch: u32) -> u64 {
         let tokens = args.context_tokens + args.decode_tokens / 2;
         let kv = self.config.kv_read_bytes(tokens as usize, args.dtype.kv_dtype());
@@ -334,8 +337,8 @@ impl EngineBench {
         check(&actions)
     }
 
-    /// Submits a batch of prompts at once and runs it until every sequence has decoded `tokens_each` tokens in
-    /// steps of the whole batch.
+    /// Submits a batch of prompts at once and runs it until every sequence has decoded
+    /// `tokens_each` tokens in steps of the whole batch.
     fn run(&mut self, batch: u32, prompt_tokens: u32, tokens_each: u32) -> Result<EngineRun> {
         let started = Instant::now();
         let step_tokens = self.engine.executor().limits().step_tokens;
@@ -381,8 +384,9 @@ impl EngineBench {
     }
 }
 
-/// Returns an upper bound on the steps that prefill a batch. Sequences that have begun take one token of each
-/// step. A sequence decodes this much longer, so that all sequences decode together after the last prompt.
+/// Returns an upper bound on the steps that prefill a batch. Sequences that have begun take one
+/// token of each step. A sequence decodes this much longer, so that all sequences decode together
+/// after the last prompt.
 fn prefill_steps(batch: u32, prompt_tokens: u32, step_tokens: u32) -> u32 {
     let prompts = u64::from(batch) * u64::from(prompt_tokens);
     let each = u64::from(step_tokens.saturating_sub(batch).max(1));

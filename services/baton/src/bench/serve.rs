@@ -1,8 +1,9 @@
 //! `baton bench serve`: a streaming load client for any server with the OpenAI completions API.
 //!
-//! Conversations arrive as a Poisson process (`--rate`), as in a recorded trace (`--rate-scale`), or follow each
-//! other (`--concurrency`); a list of either is measured point by point, on several servers in turn with
-//! `--compare`. Latencies cover completed requests; failed requests are counted by their error.
+//! Conversations arrive as a Poisson process (`--rate`), as in a recorded trace (`--rate-scale`),
+//! or follow each other (`--concurrency`); a list of either is measured point by point, on several
+//! servers in turn with `--compare`. Latencies cover completed requests; failed requests are
+//! counted by their error.
 
 mod chart;
 mod client;
@@ -38,10 +39,12 @@ use crate::{
 
 pub use self::{chart::COLOURS, report::GoodputLimits};
 
-/// Maximum number of in-flight conversations in an open loop; further arrivals are reported as `client full`.
+/// Maximum number of in-flight conversations in an open loop; further arrivals are reported as
+/// `client full`.
 const IN_FLIGHT_MAX: usize = 4096;
 const CONCURRENCY: u32 = 8;
-/// Open files besides the connections of conversations: standard streams, reports, the runtime, name resolution.
+/// Open files besides the connections of conversations: standard streams, reports, the runtime,
+/// name resolution.
 const OTHER_FILES: u64 = 64;
 /// Default rates for `--agents`, in jobs per second: those of LMCache's report on agent workloads.
 const AGENT_RATES: [f64; 4] = [1.0, 3.0, 6.0, 10.0];
@@ -58,8 +61,8 @@ pub struct ServeArgs {
     /// Server to measure, without the `/v1` part.
     #[arg(long, default_value = "http://127.0.0.1:8000")]
     url: String,
-    /// Further servers, separated by commas. Each load is measured on all servers in turn, with the same
-    /// prompts; a table and the chart compare them with --url.
+    /// Further servers, separated by commas. Each load is measured on all servers in turn, with the
+    /// same prompts; a table and the chart compare them with --url.
     #[arg(long, value_delimiter = ',')]
     compare: Vec<String>,
     /// Model to ask for; by default the first that `/v1/models` names.
@@ -68,52 +71,56 @@ pub struct ServeArgs {
     /// Number of conversations at each load; a conversation of one turn is one request.
     #[arg(long, default_value_t = 64, value_parser = clap::value_parser!(u32).range(1..=1_000_000))]
     requests: u32,
-    /// Number of conversations that each server completes before the first load; they are not measured.
+    /// Number of conversations that each server completes before the first load; they are not
+    /// measured.
     #[arg(long, default_value_t = 8, value_parser = clap::value_parser!(u32).range(0..=10_000))]
     warmup: u32,
-    /// In-flight conversations (closed loop); several values, separated by commas, are measured one after
-    /// another. [default: 8 without --rate]
+    /// In-flight conversations (closed loop); several values, separated by commas, are measured one
+    /// after another. [default: 8 without --rate]
     #[arg(long, value_delimiter = ',', conflicts_with_all = ["rate", "rate_scale"], value_parser = clap::value_parser!(u32).range(1..=4096))]
     concurrency: Vec<u32>,
     /// Mean arrivals of conversations per second, as a Poisson process (open loop); several values,
     /// separated by commas, are measured one after another. [default with --agents: 1,3,6,10]
     #[arg(long, value_delimiter = ',', value_parser = parse_rate)]
     rate: Vec<f64>,
-    /// Recorded requests: the CSV of the Azure LLM inference traces or the JSON lines of the Mooncake traces.
-    /// The first --requests of them are sent as recorded, unless --rate or --concurrency is given.
+    /// Recorded requests: the CSV of the Azure LLM inference traces or the JSON lines of the
+    /// Mooncake traces. The first --requests of them are sent as recorded, unless --rate or
+    /// --concurrency is given.
     #[arg(long, conflicts_with_all = ["input_tokens", "output_tokens", "turns", "pause_s", "sharegpt", "agents"])]
     trace: Option<PathBuf>,
-    /// Factor on the arrival rate of the trace; several values, separated by commas, are measured one after
-    /// another. [default: 1]
+    /// Factor on the arrival rate of the trace; several values, separated by commas, are measured
+    /// one after another. [default: 1]
     #[arg(long, requires = "trace", conflicts_with = "rate", value_delimiter = ',', value_parser = parse_rate)]
     rate_scale: Vec<f64>,
     /// Tokens that each turn adds to the prompt: N, LOW..HIGH (uniform), normal:MEAN:DEVIATION or
     /// lognormal:MEDIAN:SIGMA.
     #[arg(long, default_value = "128", value_parser = Length::parse)]
     input_tokens: Length,
-    /// Tokens of the first turn of a conversation, in the forms of --input-tokens. [default: as --input-tokens]
+    /// Tokens of the first turn of a conversation, in the forms of --input-tokens. [default: as
+    /// --input-tokens]
     #[arg(long, value_parser = Length::parse, conflicts_with_all = ["trace", "sharegpt", "agents"])]
     first_input_tokens: Option<Length>,
     /// Tokens of each answer, in the forms of --input-tokens. EOS is ignored.
     #[arg(long, default_value = "128", value_parser = Length::parse)]
     output_tokens: Length,
-    /// File with a JSON schema that every answer must follow (structured output). Answers end when the schema
-    /// is complete, so they may have fewer than --output-tokens.
+    /// File with a JSON schema that every answer must follow (structured output). Answers end when
+    /// the schema is complete, so they may have fewer than --output-tokens.
     #[arg(long)]
     schema: Option<PathBuf>,
-    /// Turns of a conversation, in the forms of --input-tokens. Each prompt repeats the conversation so
-    /// far. A conversation ends early at the model's context length.
+    /// Turns of a conversation, in the forms of --input-tokens. Each prompt repeats the
+    /// conversation so far. A conversation ends early at the model's context length.
     #[arg(long, default_value = "1", value_parser = Length::parse)]
     turns: Length,
     /// Mean pause before each later turn, in seconds, exponentially distributed.
     #[arg(long, default_value_t = 0.0, value_parser = parse_pause)]
     pause_s: f64,
-    /// Lengths of ShareGPT's conversations: 1 to 7 turns, prompts of 161 and answers of 338 tokens on
-    /// average, with long tails.
+    /// Lengths of ShareGPT's conversations: 1 to 7 turns, prompts of 161 and answers of 338 tokens
+    /// on average, with long tails.
     #[arg(long, conflicts_with_all = ["input_tokens", "output_tokens", "turns", "agents"])]
     sharegpt: bool,
     /// Tool-calling jobs: eight turns with answers of 20 tokens, tools that take 0.5 s and return
-    /// 1640, 1510, 2455, 1335, 2730, 1930 and 775 tokens, scaled down to the model's context length.
+    /// 1640, 1510, 2455, 1335, 2730, 1930 and 775 tokens, scaled down to the model's context
+    /// length.
     #[arg(long, conflicts_with_all = ["input_tokens", "output_tokens", "turns", "pause_s"])]
     agents: bool,
     /// Limits of goodput in milliseconds: ttft:MS, tpot:MS (mean time per later token) and e2e:MS,
@@ -201,7 +208,8 @@ async fn measure(args: &ServeArgs, in_flight_max: usize) -> Result<ServeReport> 
         }
     }
     for (index, load) in args.loads().into_iter().enumerate() {
-        // Each load has different prompts, so that prefix caches have no hits from the previous load.
+        // Each load has different prompts, so that prefix caches have no hits from the previous
+        // load.
         let seed = args.seed.wrapping_add((index as u64) << 32);
         for (server, result) in servers.iter().zip(&mut results) {
             let conversations = workload.conversations(load, seed);
@@ -298,8 +306,9 @@ impl ServeWorkload {
 }
 
 impl ServeArgs {
-    /// Returns the maximum number of in-flight conversations in an open loop, one connection each. Without a limit below
-    /// that of open files, the client's failed connections would count as failures of the server.
+    /// Returns the maximum number of in-flight conversations in an open loop, one connection each.
+    /// Without a limit below that of open files, the client's failed connections would count as
+    /// failures of the server.
     fn in_flight_max(&self, open_files: u64) -> Result<usize> {
         // The client keeps idle connections to a server while it measures the next server.
         let servers = 1 + self.compare.len() as u64;
@@ -313,7 +322,8 @@ impl ServeArgs {
         Ok(usize::try_from(connections).unwrap_or(usize::MAX).min(IN_FLIGHT_MAX))
     }
 
-    /// Returns the loads: by default an open loop for jobs and traces, and a closed loop for other workloads.
+    /// Returns the loads: by default an open loop for jobs and traces, and a closed loop for other
+    /// workloads.
     fn loads(&self) -> Vec<OfferedLoad> {
         let rates = |rates: &[f64]| rates.iter().map(|&rate| OfferedLoad::Rate(rate)).collect();
         match (&self.rate[..], &self.concurrency[..]) {

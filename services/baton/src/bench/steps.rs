@@ -5,7 +5,8 @@ use serde::Serialize;
 
 use super::stats::{Percentiles, median};
 
-/// Time in µs that the engine thread works on a step, without waiting for the device, over the steps of all runs.
+/// Time in µs that the engine thread works on a step, without waiting for the device, over the
+/// steps of all runs.
 #[derive(Clone, Copy, Debug, Serialize)]
 pub(super) struct HostTimes {
     pub plan: Percentiles,
@@ -30,7 +31,8 @@ pub(super) struct DecodeStats {
     pub step_ms_median: f64,
     pub host_us: HostTimes,
     pub device_busy_us: Percentiles,
-    /// Fraction of the time in which the device is idle, over the [`DecodeSteps`]. Median of the runs.
+    /// Fraction of the time in which the device is idle, over the [`DecodeSteps`]. Median of the
+    /// runs.
     pub device_idle_share: Option<f64>,
     pub dispatches: Dispatches,
     /// Median of the bytes sent to the device for a step.
@@ -40,8 +42,8 @@ pub(super) struct DecodeStats {
     pub share_of_floor: Option<f64>,
 }
 
-/// The part of a run in which every sequence decodes: from the end of the first step, which gives the last sequence its
-/// first token, to the end of the last step.
+/// The part of a run in which every sequence decodes: from the end of the first step, which gives
+/// the last sequence its first token, to the end of the last step.
 #[derive(Clone, Debug)]
 pub(super) struct DecodeSteps {
     pub steps: Vec<StepRecord>,
@@ -117,7 +119,8 @@ mod tests {
 
     use super::*;
 
-    /// Returns a step of the device from `begin` to `end` in ms. The host collects the step 0.5 ms later.
+    /// Returns a step of the device from `begin` to `end` in ms. The host collects the step 0.5 ms
+    /// later.
     fn step(origin: Instant, begin: u64, end: u64) -> StepRecord {
         let at = |us: u64| origin + Duration::from_micros(us);
         let span = |begin, end| Span { begin: at(begin), end: at(end) };

@@ -9,8 +9,8 @@ use serde::Serialize;
 
 use super::engine::EngineVariant;
 
-/// GEMMs of one number of rows that were timed at this start: the four of a layer, that of the logits, or all
-/// five. Times are sums.
+/// GEMMs of one number of rows that were timed at this start: the four of a layer, that of the
+/// logits, or all five. Times are sums.
 #[derive(Default, Serialize)]
 pub(super) struct TunedRows {
     rows: usize,

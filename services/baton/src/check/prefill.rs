@@ -7,14 +7,15 @@ use serde_json::{Value, json};
 
 use crate::http_client::HttpClient;
 
-/// Maximum number of prompts. The router may choose a decode node that it predicts to be faster, so one prompt that a
-/// decode node prefilled is no failure.
+/// Maximum number of prompts. The router may choose a decode node that it predicts to be faster, so
+/// one prompt that a decode node prefilled is no failure.
 const PROMPTS_MAX: u32 = 8;
 /// Numbers in a prompt: several KV blocks, so that the KV is worth a transfer.
 const PROMPT_NUMBERS: usize = 64;
 const ANSWER_WITHIN: Duration = Duration::from_secs(60);
 
-/// Sends prompts until a prefill node has prefilled one and its KV was transferred. Prints both nodes.
+/// Sends prompts until a prefill node has prefilled one and its KV was transferred. Prints both
+/// nodes.
 pub(super) async fn run(client: &HttpClient, url: &str, model: &str) -> Result<()> {
     for _ in 0..PROMPTS_MAX {
         let stats = tokio::time::timeout(ANSWER_WITHIN, answer(client, url, model))

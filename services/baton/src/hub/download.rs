@@ -106,7 +106,8 @@ impl Download {
         Repo::with_revision(self.model.name.clone(), RepoType::Model, revision.to_owned())
     }
 
-    /// Requests the size and the ETag of a file. The ETag becomes a file name, so only safe characters are allowed.
+    /// Requests the size and the ETag of a file. The ETag becomes a file name, so only safe
+    /// characters are allowed.
     fn metadata(&self, api: &ApiRepo, file: &str) -> Result<Metadata> {
         let metadata = self.retried(|| self.api.metadata(&api.url(file)))?;
         let tag = metadata.etag();
@@ -218,8 +219,8 @@ impl Download {
     }
 }
 
-/// Verifies a file whose ETag is a SHA-256. Adds each read byte to `arrived`: the verification of a large file takes
-/// longer than a stalled download may.
+/// Verifies a file whose ETag is a SHA-256. Adds each read byte to `arrived`: the verification of a
+/// large file takes longer than a stalled download may.
 fn check(path: &Path, tag: &str, arrived: &AtomicU64) -> Result<()> {
     if !is_sha256(tag) {
         return Ok(());
@@ -252,8 +253,8 @@ fn status_of(error: &ApiError) -> Option<u16> {
     }
 }
 
-/// Returns whether an error is transient: a broken connection, an overloaded server, or a local I/O error other
-/// than a full disk, a read-only disk or a missing permission.
+/// Returns whether an error is transient: a broken connection, an overloaded server, or a local I/O
+/// error other than a full disk, a read-only disk or a missing permission.
 fn is_transient(error: &ApiError) -> bool {
     if let Some(status) = status_of(error) {
         return status == 429 || status >= 500;

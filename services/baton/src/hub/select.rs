@@ -50,8 +50,8 @@ pub(super) fn needed(model: &HubModel, parts: Parts, all: &[String]) -> Result<V
     Ok(files)
 }
 
-/// Returns whether a file is a part of the weights, such as `model-00001-of-00003.safetensors`. The name must not
-/// escape the folder.
+/// Returns whether a file is a part of the weights, such as `model-00001-of-00003.safetensors`. The
+/// name must not escape the folder.
 fn is_shard(name: &str) -> bool {
     name.starts_with("model-")
         && name.ends_with(".safetensors")

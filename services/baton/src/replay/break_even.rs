@@ -1,7 +1,8 @@
 //! `baton break-even`: when disaggregation wins and when it loses, as a Markdown page.
 //!
-//! Two nodes serve the same requests in three configurations: as two decode nodes that prefill by themselves, as a prefill and a
-//! decode node, and as a pair whose router may let the decode node prefill.
+//! Two nodes serve the same requests in three configurations: as two decode nodes that prefill by
+//! themselves, as a prefill and a decode node, and as a pair whose router may let the decode node
+//! prefill.
 
 use std::{fmt::Write, path::PathBuf, time::Duration};
 
@@ -30,14 +31,15 @@ const CACHED_PERCENT: [u32; 3] = [0, 50, 90];
 const EQUAL_WITHIN: f64 = 0.1;
 #[derive(Args, Clone)]
 pub struct BreakEvenArgs {
-    /// Results of `baton bench engine --json` on the device, separated by commas [default: an 8B model in bf16 on one
-    /// H100, and a 32B model in bf16 on one H200].
+    /// Results of `baton bench engine --json` on the device, separated by commas [default: an 8B
+    /// model in bf16 on one H100, and a 32B model in bf16 on one H200].
     #[arg(long, value_delimiter = ',')]
     engine: Vec<PathBuf>,
     /// Result of `baton-bench transfer --json` [default: nccl between two H200].
     #[arg(long, requires = "engine")]
     transfer: Option<PathBuf>,
-    /// KV memory of each node in tokens [default: that of the default models; with --engine 458,000].
+    /// KV memory of each node in tokens [default: that of the default models; with --engine
+    /// 458,000].
     #[arg(long, requires = "engine", value_parser = clap::value_parser!(u32).range(1024..=100_000_000))]
     kv_tokens: Option<u32>,
     /// Write the page to this file [default: standard output].

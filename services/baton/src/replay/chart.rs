@@ -77,7 +77,8 @@ fn draw(
     Ok(svg)
 }
 
-/// Returns percentiles and values up to the 99th percentile: the longest request would hide the others.
+/// Returns percentiles and values up to the 99th percentile: the longest request would hide the
+/// others.
 fn points(replayed: &Replayed, of: MillisOf) -> Vec<(f64, f64)> {
     let mut values: Vec<f64> = replayed.requests.iter().map(of).collect();
     values.sort_by(f64::total_cmp);

@@ -1,4 +1,5 @@
-//! The cost model of a replay, fitted to results of `baton bench engine --json` and `baton-bench transfer --json`.
+//! The cost model of a replay, fitted to results of `baton bench engine --json` and `baton-bench
+//! transfer --json`.
 
 use std::{fmt, fs, ops::RangeInclusive, path::Path, time::Duration};
 
@@ -11,21 +12,23 @@ use simulation::{LinkCost, StepCost};
 
 use crate::bench::serve::RATES;
 
-/// Measurements from docs/benchmarks: one H100 with weights in bf16 and the sizes of Llama-3.1-8B, and `nccl` between two H200.
+/// Measurements from docs/benchmarks: one H100 with weights in bf16 and the sizes of Llama-3.1-8B,
+/// and `nccl` between two H200.
 const ENGINE: &str = include_str!("h100-8b-engine.json");
 const TRANSFER: &str = include_str!("h200-8b-transfer.json");
 /// KV tokens of a node of these measurements.
 pub(super) const KV_TOKENS: u32 = 458_000;
-/// Measurements of one H200 with weights in bf16 and the sizes of Qwen3-32B, and `nccl` between two H200.
+/// Measurements of one H200 with weights in bf16 and the sizes of Qwen3-32B, and `nccl` between two
+/// H200.
 const ENGINE_32B: &str = include_str!("h200-32b-engine.json");
 const TRANSFER_32B: &str = include_str!("h200-32b-transfer.json");
 /// KV tokens of a node of these measurements.
 const KV_TOKENS_32B: u32 = 264_000;
-/// Number of passes of a fit over the rows. A fit weights steps by age; after these passes all rows have nearly equal
-/// weights.
+/// Number of passes of a fit over the rows. A fit weights steps by age; after these passes all rows
+/// have nearly equal weights.
 const PASSES: u32 = 64;
-/// Delay of the control messages before the first and after the last chunk of a transfer. Subtracted from measured
-/// latencies, because the simulation adds this delay itself.
+/// Delay of the control messages before the first and after the last chunk of a transfer.
+/// Subtracted from measured latencies, because the simulation adds this delay itself.
 const SIMULATED_MESSAGES: Duration = Duration::from_micros(400);
 /// Range of measured times in ms.
 const MS: RangeInclusive<f64> = 1e-6..=1e9;
@@ -295,8 +298,8 @@ fn time_ms(prefill: &PrefillCosts, decode: &DecodeCosts, work: &Work) -> f64 {
     }
 }
 
-/// Fits a fixed time and a bandwidth to the times of single transfers. Concurrent transfers share the bandwidth that the
-/// benchmark measured for them.
+/// Fits a fixed time and a bandwidth to the times of single transfers. Concurrent transfers share
+/// the bandwidth that the benchmark measured for them.
 fn fit_links(result: &TransferResult) -> Result<(LinkCost, FitError)> {
     let first = result.rows.first();
     let first = first.ok_or_else(|| anyhow!("--transfer: the result has no row"))?;

@@ -22,8 +22,8 @@ impl Lru {
         Self { capacity, ..Self::default() }
     }
 
-    /// Uses the chunks of a prompt, and returns how many of its first blocks were cached. As in a node, the tail of a
-    /// prefix is evicted before its head.
+    /// Uses the chunks of a prompt, and returns how many of its first blocks were cached. As in a
+    /// node, the tail of a prefix is evicted before its head.
     pub(super) fn request(&mut self, prompt: &[Chunk]) -> u64 {
         let mut hits = 0;
         for (id, wanted) in prompt {

@@ -28,8 +28,8 @@ pub(super) struct PolicyPoint {
     pub goodput_per_s: Option<f64>,
     /// Fraction of prompt tokens that the node that prefilled had cached.
     pub hit_rate: f64,
-    /// Hit rate of one LRU cache with the KV blocks of all nodes, and of the prefill nodes; `None` without recorded
-    /// prefixes.
+    /// Hit rate of one LRU cache with the KV blocks of all nodes, and of the prefill nodes; `None`
+    /// without recorded prefixes.
     pub lru_hit_rate: Option<f64>,
     pub lru_prefill_hit_rate: Option<f64>,
     pub prefill_nodes: BusyFractions,
@@ -254,7 +254,8 @@ pub(super) fn print_comparison(points: &[PolicyPoint]) {
     }
 }
 
-/// Returns the largest resident memory of this process so far; 0 where the system does not report it.
+/// Returns the largest resident memory of this process so far; 0 where the system does not report
+/// it.
 fn peak_rss_mib() -> f64 {
     let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
     let line = status.lines().find_map(|line| line.strip_prefix("VmHWM:"));

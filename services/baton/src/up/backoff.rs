@@ -16,8 +16,8 @@ pub(super) struct Backoff {
 }
 
 impl Backoff {
-    /// Returns the delay before the next start of a child that served for `served`, not counting the
-    /// time that its start took.
+    /// Returns the delay before the next start of a child that served for `served`, not counting
+    /// the time that its start took.
     pub(super) fn delay(&mut self, served: Duration) -> Duration {
         if served >= HEALTHY_AFTER {
             self.failures = 0;

@@ -1,4 +1,5 @@
-//! Supervisor of one child process: starts, watches, restarts and stops it, and prints its log lines.
+//! Supervisor of one child process: starts, watches, restarts and stops it, and prints its log
+//! lines.
 
 use std::{
     ffi::OsString,
@@ -149,8 +150,8 @@ struct Exit {
     served: Duration,
 }
 
-/// Publishes when the child is ready, and waits until the child has exited and its last log lines are
-/// printed. Terminates the child on `stop`, or if it is not ready in time.
+/// Publishes when the child is ready, and waits until the child has exited and its last log lines
+/// are printed. Terminates the child on `stop`, or if it is not ready in time.
 async fn run_until_exit(
     spec: &ChildSpec,
     mut running: RunningChild,
@@ -218,8 +219,8 @@ fn read_ready(path: &Path) -> Result<Option<ReadyFile>> {
     }
 }
 
-/// Prints lines on the console, each with the child's name: as a prefix, or as a field of a JSON line, which stays
-/// JSON for a log collector.
+/// Prints lines on the console, each with the child's name: as a prefix, or as a field of a JSON
+/// line, which stays JSON for a log collector.
 async fn print_lines(console: Console, name: String, stream: impl AsyncRead + Unpin) {
     let prefix = super::coloured(&name);
     let mut reader = BufReader::new(stream);

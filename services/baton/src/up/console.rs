@@ -1,7 +1,8 @@
 //! The terminal output: log lines of the children and of baton, and one streamed response.
 //!
-//! A thread writes the lines, so a paused terminal or a full pipe does not block the supervisor. When the
-//! bounded queue is full, lines are dropped and counted; the count is written when the queue has space again.
+//! A thread writes the lines, so a paused terminal or a full pipe does not block the supervisor.
+//! When the bounded queue is full, lines are dropped and counted; the count is written when the
+//! queue has space again.
 
 use std::{
     io::Write,
@@ -105,8 +106,8 @@ impl ConsoleState {
 }
 
 impl LastLines {
-    /// Waits until all lines are written, at most [`WRITTEN_WITHIN`]. Call it after the last [`Console`] is
-    /// dropped.
+    /// Waits until all lines are written, at most [`WRITTEN_WITHIN`]. Call it after the last
+    /// [`Console`] is dropped.
     pub(super) fn wait(self) {
         wait(&self.0);
     }

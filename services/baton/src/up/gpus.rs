@@ -30,8 +30,8 @@ pub(super) fn parse(list: &str) -> Result<Vec<String>> {
     Ok(names)
 }
 
-/// Returns the UUIDs of each node's GPUs, one per rank, prefill nodes first. All nodes share the GPUs if the
-/// list has as many GPUs as one node has ranks.
+/// Returns the UUIDs of each node's GPUs, one per rank, prefill nodes first. All nodes share the
+/// GPUs if the list has as many GPUs as one node has ranks.
 pub(super) fn of_nodes(list: &str, nodes: u32, ranks: u32) -> Result<Vec<Vec<String>>> {
     let names = parse(list)?;
     let (given, ranks) = (names.len(), ranks as usize);

@@ -20,7 +20,8 @@ use crate::{connector::Connector, http_client::HttpClient};
 
 /// Time-out of a connection to a node of this host.
 const CONNECT_WITHIN: Duration = Duration::from_secs(1);
-/// Time-out of a node's answer. Shorter than the 5 s of the chart's probes, so that their output names the node.
+/// Time-out of a node's answer. Shorter than the 5 s of the chart's probes, so that their output
+/// names the node.
 const ANSWER_WITHIN: Duration = Duration::from_secs(3);
 
 /// A node's name and state.
@@ -49,14 +50,16 @@ impl HealthServer {
         self.server.address()
     }
 
-    /// Sets the answer of `/ready`: true from the start of all nodes until shutdown. A node that restarts does not
-    /// change the answer, because routers stop using this node by themselves and the other nodes still serve.
+    /// Sets the answer of `/ready`: true from the start of all nodes until shutdown. A node that
+    /// restarts does not change the answer, because routers stop using this node by themselves and
+    /// the other nodes still serve.
     pub(super) fn set_ready(&self, ready: bool) {
         self.ready.store(ready, Ordering::Release);
     }
 }
 
-/// Queries `/live` of each node that is up, to detect hung nodes. Dead nodes do not count: they are restarted.
+/// Queries `/live` of each node that is up, to detect hung nodes. Dead nodes do not count: they are
+/// restarted.
 async fn live(nodes: Arc<Vec<Node>>) -> (StatusCode, String) {
     let client = HttpClient::new(Connector::new(CONNECT_WITHIN));
     let problems = join_all(nodes.iter().map(|node| problem(&client, node))).await;

@@ -2,8 +2,8 @@
 
 use tokio::process::Command;
 
-/// Makes the kernel send SIGTERM to the child when this process dies, so that a killed `baton up` leaves no nodes
-/// behind.
+/// Makes the kernel send SIGTERM to the child when this process dies, so that a killed `baton up`
+/// leaves no nodes behind.
 ///
 /// The signal follows the *thread* that spawned the child; `up` spawns from its main thread only.
 pub(super) fn die_with_parent(command: &mut Command) {

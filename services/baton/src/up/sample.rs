@@ -14,8 +14,8 @@ const QUESTION: &str = "What is the capital of France? Answer in one sentence.";
 const ANSWER_TOKENS_MAX: u32 = 64;
 const DEADLINE: Duration = Duration::from_secs(60);
 
-/// Sends the question to the router at `url`, prints the streamed answer and then a line of statistics. Returns the
-/// statistics.
+/// Sends the question to the router at `url`, prints the streamed answer and then a line of
+/// statistics. Returns the statistics.
 pub(crate) async fn run(client: &HttpClient, url: &str) -> Result<Value> {
     tokio::time::timeout(DEADLINE, ask(client, url))
         .await

@@ -12,8 +12,8 @@ use config::{Config, Source};
 
 use super::{FoundModel, READY_WITHIN, UpArgs, child::ChildSpec, console::Console, gpus};
 
-/// Time that a service has beyond its drain settings from SIGTERM to SIGKILL. A router needs up to 8.5 s. The pod of a
-/// group has 10 s, so that no service outlives `baton up`.
+/// Time that a service has beyond its drain settings from SIGTERM to SIGKILL. A router needs up to
+/// 8.5 s. The pod of a group has 10 s, so that no service outlives `baton up`.
 const STOP_MARGIN: Duration = Duration::from_secs(9);
 /// Tokenizer of a Hugging Face folder. A GGUF file contains its tokenizer.
 const TOKENIZER_FILE: &str = "tokenizer.json";
@@ -91,7 +91,8 @@ impl ChildSettings {
             set("BATON_CLUSTER_SECRET", secret);
         }
         if !args.no_router {
-            // The nodes listen on the loopback address only, also if the configuration file sets another address to advertise.
+            // The nodes listen on the loopback address only, also if the configuration file sets
+            // another address to advertise.
             set("BATON_TRANSFER_ADVERTISE", "127.0.0.1".to_owned());
         }
         if config.source_of("node.gpu_memory_percent") == Source::Default {
@@ -210,8 +211,8 @@ impl ChildSettings {
     }
 }
 
-/// Addresses of the first node: gRPC, metrics, control messages and KV. A node takes these ports plus its number; port 0
-/// is a free port.
+/// Addresses of the first node: gRPC, metrics, control messages and KV. A node takes these ports
+/// plus its number; port 0 is a free port.
 struct NodeAddresses([SocketAddr; 4]);
 
 impl NodeAddresses {
@@ -289,7 +290,8 @@ fn bin_dir(args: &UpArgs) -> Result<PathBuf> {
     Ok(bin_dir)
 }
 
-/// Checks that the router can listen on its ports: fails now rather than after all nodes have loaded.
+/// Checks that the router can listen on its ports: fails now rather than after all nodes have
+/// loaded.
 fn check_router_ports(args: &UpArgs, config: &Config, moves_admin: bool) -> Result<()> {
     let http = args.http.unwrap_or(config.router.http);
     let grpc = args.grpc.unwrap_or(config.router.grpc);
@@ -301,8 +303,9 @@ fn check_router_ports(args: &UpArgs, config: &Config, moves_admin: bool) -> Resu
     Ok(())
 }
 
-/// Returns whether the operator's API moves to a free port: clusters on one machine have different HTTP ports, and need
-/// different admin ports. With the configured HTTP port the operator's commands find the API at its default address.
+/// Returns whether the operator's API moves to a free port: clusters on one machine have different
+/// HTTP ports, and need different admin ports. With the configured HTTP port the operator's
+/// commands find the API at its default address.
 fn moves_admin(http: SocketAddr, config: &Config) -> bool {
     http.port() != config.router.http.port() && config.source_of("router.admin") == Source::Default
 }

@@ -21,21 +21,22 @@ const OVERHEAD_SHARE: f64 = 1.0 / 16.0;
 const OVERHEAD_MS: f64 = 1.0;
 
 impl Directory {
-    /// Handles the first token of an attempt: updates the estimated overhead that predictions leave out, such as RPCs
-    /// and the reservation. `assignment`: the decode node's. All options have the same overhead, so the estimate
-    /// changes no choice.
+    /// Handles the first token of an attempt: updates the estimated overhead that predictions leave
+    /// out, such as RPCs and the reservation. `assignment`: the decode node's. All options have the
+    /// same overhead, so the estimate changes no choice.
     pub fn first_token(&mut self, now: Instant, assignment: AssignmentId) {
         let Some(assigned) = self.assignments.get_mut(&assignment) else { return };
         let Some(Forecast { at, ttft_ms }) = assigned.forecast.take() else { return };
         let taken_ms = milliseconds(now.saturating_duration_since(at)).max(1e-3);
-        // Relative error: the error of a long time to first token comes mostly from the queue, not from the overhead.
+        // Relative error: the error of a long time to first token comes mostly from the queue, not
+        // from the overhead.
         let error = ((taken_ms - ttft_ms) / taken_ms).max(-1.0);
         let learnt_ms = OVERHEAD_SHARE * error * (self.overhead_ms + OVERHEAD_MS);
         self.overhead_ms = (self.overhead_ms + learnt_ms).max(0.0);
     }
 
-    /// Returns the time until the attempt's node aborts its sequences, if the node drains with a limit and another
-    /// node can take the request.
+    /// Returns the time until the attempt's node aborts its sequences, if the node drains with a
+    /// limit and another node can take the request.
     pub fn grace_left(
         &self,
         now: Instant,

@@ -1,11 +1,12 @@
 //! Circuit breaker of a node, or of a pair of nodes that transfer KV.
 //!
-//! *Closed*: attempts may use the node. Consecutive failures, or an inter-token latency or transfer time far off the
-//! pool's median, open the breaker. *Open*: no attempt uses the node until a pause has ended. *Half-open*: one attempt,
-//! the probe, uses the node. A probe that succeeds closes the breaker; a probe that fails opens it for twice the pause.
-//! A probe may be served without measuring what was slow: for example, it decodes without a transfer on a node whose
-//! transfers were slow. Such a probe decides nothing. After three of them in a row the breaker closes; otherwise the
-//! node would stay half-open.
+//! *Closed*: attempts may use the node. Consecutive failures, or an inter-token latency or transfer
+//! time far off the pool's median, open the breaker. *Open*: no attempt uses the node until a pause
+//! has ended. *Half-open*: one attempt, the probe, uses the node. A probe that succeeds closes the
+//! breaker; a probe that fails opens it for twice the pause. A probe may be served without
+//! measuring what was slow: for example, it decodes without a transfer on a node whose transfers
+//! were slow. Such a probe decides nothing. After three of them in a row the breaker closes;
+//! otherwise the node would stay half-open.
 
 use std::{
     fmt,
@@ -17,7 +18,8 @@ use serde::{Deserialize, Serialize};
 use super::AssignmentId;
 use crate::backoff::{Jitter, doubled};
 
-/// Consecutive failures that open a breaker: a single failure may be the fault of the other node or of the network.
+/// Consecutive failures that open a breaker: a single failure may be the fault of the other node or
+/// of the network.
 pub(super) const FAILURES_MAX: u32 = 3;
 /// First pause after failures: a process restarts in about this time.
 const FAILED_PAUSE_FIRST: Duration = Duration::from_secs(1);
@@ -25,7 +27,8 @@ const FAILED_PAUSE_FIRST: Duration = Duration::from_secs(1);
 const SLOW_PAUSE_FIRST: Duration = Duration::from_secs(10);
 /// Probes in a row that a slow node serves without being measured until its breaker closes.
 const UNMEASURED_PROBES_MAX: u32 = 3;
-/// Maximum pause, and thus the maximum time to detect that a node has recovered. Each pause costs at most one attempt.
+/// Maximum pause, and thus the maximum time to detect that a node has recovered. Each pause costs
+/// at most one attempt.
 pub(super) const PAUSE_MAX: Duration = Duration::from_secs(30);
 
 /// Reason why a breaker is open.
@@ -80,8 +83,8 @@ struct Probe {
 }
 
 impl Breaker {
-    /// Returns the reason and the rest of the pause if no attempt may use the node now. The rest is zero while a probe
-    /// is in flight.
+    /// Returns the reason and the rest of the pause if no attempt may use the node now. The rest is
+    /// zero while a probe is in flight.
     pub(super) fn refuses(&self, now: Instant) -> Option<(BreakerReason, Duration)> {
         let open = self.open.as_ref()?;
         let left = open.until.saturating_duration_since(now);
@@ -98,7 +101,8 @@ impl Breaker {
         probe.is_some_and(|probe| probe.id == id)
     }
 
-    /// Handles an attempt that was assigned to the node. In the half-open state the attempt becomes the probe.
+    /// Handles an attempt that was assigned to the node. In the half-open state the attempt becomes
+    /// the probe.
     pub(super) fn assigned(&mut self, now: Instant, id: AssignmentId) {
         if let Some(open) = &mut self.open
             && open.until <= now
@@ -108,8 +112,8 @@ impl Breaker {
         }
     }
 
-    /// Handles the end of an attempt. A probe without a verdict is followed by another probe. Returns whether the breaker
-    /// closed.
+    /// Handles the end of an attempt. A probe without a verdict is followed by another probe.
+    /// Returns whether the breaker closed.
     pub(super) fn released(&mut self, id: AssignmentId) -> bool {
         let Some(open) = &mut self.open else { return false };
         let Some(probe) = open.probe.take_if(|probe| probe.id == id) else { return false };
@@ -121,8 +125,8 @@ impl Breaker {
         closes
     }
 
-    /// Handles a failed attempt. Returns whether the breaker opened. While the breaker is open, only the probe counts:
-    /// other attempts began before.
+    /// Handles a failed attempt. Returns whether the breaker opened. While the breaker is open,
+    /// only the probe counts: other attempts began before.
     pub(super) fn failed(&mut self, now: Instant, id: AssignmentId, jitter: &mut Jitter) -> bool {
         if self.open.is_none() {
             self.failures += 1;
@@ -134,8 +138,9 @@ impl Breaker {
         opens
     }
 
-    /// Handles an attempt that the node served. Returns whether the breaker closed. A slow node serves attempts, too:
-    /// [`Self::close`] ends its exclusion, or [`Self::released`] after several served probes.
+    /// Handles an attempt that the node served. Returns whether the breaker closed. A slow node
+    /// serves attempts, too: [`Self::close`] ends its exclusion, or [`Self::released`] after
+    /// several served probes.
     pub(super) fn served(&mut self, id: AssignmentId) -> bool {
         self.failures = 0;
         let probe = self.open.as_mut().and_then(|open| open.probe.as_mut());
@@ -197,7 +202,8 @@ mod tests {
     }
 
     proptest! {
-        /// An open breaker refuses every attempt for a bounded time, and a half-open one all but one.
+        /// An open breaker refuses every attempt for a bounded time, and a half-open one all but
+        /// one.
         #[test]
         fn open_breaker_admits_one_probe_at_a_time(history in prop::collection::vec(events(), 1..200)) {
             let mut breaker = Breaker::default();

@@ -17,14 +17,15 @@ use crate::{
 
 const DECODE_ROW_COST: u64 = 64;
 const PREFILL_ROW_COST: u64 = 16;
-/// Cost of a missing block, in prompt tokens: 4 times the prefill of its 16 tokens, because the attempt waits for
-/// other sequences or preempts them.
+/// Cost of a missing block, in prompt tokens: 4 times the prefill of its 16 tokens, because the
+/// attempt waits for other sequences or preempts them.
 const MISSING_BLOCK_COST: u64 = 64;
 /// Maximum number of output tokens for which an attempt needs blocks at its start.
 const NEW_TOKENS_COUNTED: u32 = 64;
 
-/// Returns the step costs of the first candidates that have measured them, for candidates that have not. Returns `None`
-/// if no candidate has measured its steps, or if one is of an older release and reports no costs.
+/// Returns the step costs of the first candidates that have measured them, for candidates that have
+/// not. Returns `None` if no candidate has measured its steps, or if one is of an older release and
+/// reports no costs.
 pub(super) fn known_costs(
     decode: &[Candidate<'_>],
     prefill: &[Candidate<'_>],
@@ -111,8 +112,8 @@ impl Candidate<'_> {
             .saturating_add(self.missing_blocks() * MISSING_BLOCK_COST)
     }
 
-    /// Returns the node's state and the prompt on this node. `others`: costs of another node, which replace missing
-    /// measurements.
+    /// Returns the node's state and the prompt on this node. `others`: costs of another node, which
+    /// replace missing measurements.
     pub(super) fn state(
         &self,
         now: Instant,
@@ -140,7 +141,8 @@ impl Candidate<'_> {
             rows,
             queue_ms: 0.0,
         };
-        // Subtracts the work since the report, and for each unseen prompt at most the time since its pick.
+        // Subtracts the work since the report, and for each unseen prompt at most the time since
+        // its pick.
         let since = |at: Instant| milliseconds(now.saturating_duration_since(at));
         let pending_ms = state.queued_ms(pending, load.pending_prompt_pairs as f64);
         let step_age_ms = load.step_age_us as f64 / 1e3;
@@ -205,8 +207,8 @@ impl Need {
     }
 }
 
-/// Returns how many blocks the node loads from its tiers, and the time of the load in milliseconds; none if computing
-/// the blocks is faster.
+/// Returns how many blocks the node loads from its tiers, and the time of the load in milliseconds;
+/// none if computing the blocks is faster.
 fn tier_hits(seen: &Seen, keys: &[u128]) -> (usize, f64) {
     let (hits, load_ms) = seen.tiers.hits(keys, &seen.load);
     let costs = seen.step_costs.and_then(|costs| costs.prefill);

@@ -1,4 +1,5 @@
-//! Explanation of a pick: the options that the directory compared, and the nodes that were not eligible.
+//! Explanation of a pick: the options that the directory compared, and the nodes that were not
+//! eligible.
 
 use serde::{Deserialize, Serialize};
 
@@ -81,7 +82,8 @@ pub enum Placement {
     TransfersFail,
 }
 
-/// Returns the explanation of a pick. Bounds the copied options, because a large cluster has thousands of pairs.
+/// Returns the explanation of a pick. Bounds the copied options, because a large cluster has
+/// thousands of pairs.
 pub(super) fn considered(
     placement: Placement,
     options: &[NodeOption<'_>],

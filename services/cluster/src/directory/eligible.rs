@@ -43,7 +43,8 @@ pub enum NoNode {
     Busy {
         role: Role,
         retry_after: Duration,
-        /// Whether another node could start the attempt. The attempt waits, because that node would prefill far more.
+        /// Whether another node could start the attempt. The attempt waits, because that node would
+        /// prefill far more.
         by_choice: bool,
     },
 }
@@ -76,8 +77,9 @@ impl NoNode {
         }
     }
 
-    /// Orders reasons by how close the node was to eligible. `fits`: the node's last record fits the request, so the
-    /// request may wait for this node. Among equal reasons the earlier retry or the larger limit is closer.
+    /// Orders reasons by how close the node was to eligible. `fits`: the node's last record fits
+    /// the request, so the request may wait for this node. Among equal reasons the earlier retry or
+    /// the larger limit is closer.
     pub(super) fn nearness(&self, fits: bool) -> (u8, Reverse<Duration>, u32) {
         let (mut retry_after, mut tokens_max) = (Duration::ZERO, 0);
         let rank = match self {
@@ -105,7 +107,8 @@ impl NoNode {
     }
 }
 
-/// Returns the report of an eligible node, or the reason why the node is not eligible; `Err(None)` if it is not up.
+/// Returns the report of an eligible node, or the reason why the node is not eligible; `Err(None)`
+/// if it is not up.
 pub(super) fn eligible<'a>(
     now: Instant,
     role: Role,

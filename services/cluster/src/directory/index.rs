@@ -1,4 +1,5 @@
-//! Deadlines and cached blocks of all members, so that handling an event of one node does not visit the other nodes.
+//! Deadlines and cached blocks of all members, so that handling an event of one node does not visit
+//! the other nodes.
 
 use std::{
     collections::{BTreeSet, HashMap},

@@ -31,8 +31,8 @@ const STABLE_AFTER: Duration = Duration::from_secs(2);
 const REJECTED_DELAY_MAX: Duration = Duration::from_secs(16);
 /// Time up after which earlier impossible reports of a node no longer count.
 const REJECTIONS_COUNT_FOR: Duration = Duration::from_secs(60);
-/// A load report that arrives this much later than an assignment includes the assignment: nodes report changes within
-/// 50 ms.
+/// A load report that arrives this much later than an assignment includes the assignment: nodes
+/// report changes within 50 ms.
 const REPORT_LAG: Duration = Duration::from_millis(150);
 /// First pause after Busy if the node names no pause: a few decode steps.
 const BUSY_DELAY_FIRST: Duration = Duration::from_millis(50);
@@ -70,7 +70,8 @@ pub struct Member {
     rejections: u32,
     pub(super) breaker: Breaker,
     pub(super) latency: Latency,
-    /// Value of the directory's counter at the last pick of this node. Ties go to the least recently picked node.
+    /// Value of the directory's counter at the last pick of this node. Ties go to the least
+    /// recently picked node.
     pub(super) last_picked: u64,
 }
 
@@ -79,7 +80,8 @@ pub(super) struct Stream {
     pub(super) id: StreamId,
     /// Number of the last event; `None` before the snapshot.
     pub(super) last: Option<u64>,
-    /// Deadline of the snapshot. After the snapshot: time of requesting a fresh one if the node stays silent.
+    /// Deadline of the snapshot. After the snapshot: time of requesting a fresh one if the node
+    /// stays silent.
     pub(super) deadline: Instant,
 }
 
@@ -111,7 +113,8 @@ pub(super) struct Tiers {
 }
 
 impl Tiers {
-    /// Applies reported changes. Ignores tiers of newer releases, and blocks beyond the directory's limit.
+    /// Applies reported changes. Ignores tiers of newer releases, and blocks beyond the directory's
+    /// limit.
     fn apply(&mut self, changes: &[v1::TierBlocks]) -> Result<(), RecordError> {
         for change in changes {
             let blocks = match change.tier() {
@@ -132,7 +135,8 @@ impl Tiers {
         Ok(())
     }
 
-    /// Returns the length of the prefix of `keys` that the tiers hold, and the time to load it by the node's report.
+    /// Returns the length of the prefix of `keys` that the tiers hold, and the time to load it by
+    /// the node's report.
     pub(super) fn hits(&self, keys: &[u128], load: &Load) -> (usize, f64) {
         let block_ms = |key: &u128| match () {
             () if self.host.contains(key) => Some(load.host_block_ns),
@@ -203,8 +207,8 @@ impl Member {
         self.stream.as_ref().map_or(self.retry_at, |stream| Some(stream.deadline))
     }
 
-    /// Handles an event of the member's stream. Returns the epoch of the process after a snapshot, `None` after a
-    /// delta.
+    /// Handles an event of the member's stream. Returns the epoch of the process after a snapshot,
+    /// `None` after a delta.
     pub(super) fn observed(
         &mut self,
         now: Instant,
@@ -291,8 +295,8 @@ impl Member {
         Ok(())
     }
 
-    /// Drops the unseen attempts that this load report includes. A node of an older release does not name them: its
-    /// next report after the acceptance of an attempt includes the attempt.
+    /// Drops the unseen attempts that this load report includes. A node of an older release does
+    /// not name them: its next report after the acceptance of an attempt includes the attempt.
     fn load_reported(&mut self, now: Instant, arrived: &[Bytes]) {
         let names_arrived = self.seen.as_ref().is_some_and(|seen| seen.step_costs.is_some());
         self.unseen.retain(|_, attempt| {
@@ -320,7 +324,8 @@ impl Member {
         self.latency = Latency::default();
     }
 
-    /// Counts a lost stream or failed probe. Returns the delay before the next probe; zero means at once.
+    /// Counts a lost stream or failed probe. Returns the delay before the next probe; zero means at
+    /// once.
     pub(super) fn failed(&mut self, now: Instant, jitter: &mut Jitter) -> Duration {
         let up_for = self.up_since.take().map(|since| now.saturating_duration_since(since));
         if up_for.is_some_and(|up_for| up_for >= STABLE_AFTER) {
@@ -372,8 +377,8 @@ impl Member {
         self.seen.as_ref().map_or(0, |seen| seen.cached.len())
     }
 
-    /// Returns the size of the hash set of cached blocks in bytes: 16 bytes and a control byte per bucket, at a maximum
-    /// load factor of 7/8.
+    /// Returns the size of the hash set of cached blocks in bytes: 16 bytes and a control byte per
+    /// bucket, at a maximum load factor of 7/8.
     pub fn cached_bytes(&self) -> usize {
         self.seen.as_ref().map_or(0, |seen| seen.cached.capacity() * 8 / 7 * 17)
     }

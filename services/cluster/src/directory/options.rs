@@ -14,20 +14,24 @@ use super::{
 };
 use crate::predict::{Prediction, hand_over, local};
 
-/// A decode node prefills a prompt only if that saves this fraction of its time to first token: more than the usual
-/// error of a prediction. Otherwise the choice on idle nodes would change with every measurement.
+/// A decode node prefills a prompt only if that saves this fraction of its time to first token:
+/// more than the usual error of a prediction. Otherwise the choice on idle nodes would change with
+/// every measurement.
 const LOCAL_SAVING_MIN: f64 = 0.2;
-/// Predicted times that differ by less than this fraction are equal, so that equal nodes share the load.
+/// Predicted times that differ by less than this fraction are equal, so that equal nodes share the
+/// load.
 const EQUAL_WITHIN: f64 = 0.05;
-/// While the best node has a queue, another node takes a request at once only if it prefills at most this many times as
-/// many tokens. Prefilling a prefix again would delay other waiting requests.
+/// While the best node has a queue, another node takes a request at once only if it prefills at
+/// most this many times as many tokens. Prefilling a prefix again would delay other waiting
+/// requests.
 const WORK_MAX: f64 = 1.5;
-/// Maximum number of nodes of each role whose pairs are compared. All pairs of 1,000 nodes would take milliseconds.
+/// Maximum number of nodes of each role whose pairs are compared. All pairs of 1,000 nodes would
+/// take milliseconds.
 const PAIRED_MAX: usize = 16;
 
 impl Directory {
-    /// Returns the options under a policy: with predictions the best pairs and all decode nodes, otherwise the best pair
-    /// and its decode node alone.
+    /// Returns the options under a policy: with predictions the best pairs and all decode nodes,
+    /// otherwise the best pair and its decode node alone.
     pub(super) fn options<'a>(
         &self,
         now: Instant,
@@ -52,7 +56,8 @@ impl Directory {
                 node.part_ms(|state, prompt| state.decode_part_ms(prompt, wanted.new_tokens_max))
             };
             let prefill_order = order_by_part(prefill, by_prefill);
-            // Exclude nodes without a partner, such as nodes of another model version, before limiting the number.
+            // Exclude nodes without a partner, such as nodes of another model version, before
+            // limiting the number.
             let paired = order_by_part(decode, by_decode).into_iter();
             let paired = paired.filter(|decode| fitting(decode).next().is_some());
             for decode in joined_first(paired.take(PAIRED_MAX)) {
@@ -123,7 +128,8 @@ impl NodeOption<'_> {
     }
 }
 
-/// Orders nodes by `part`, the cost that depends on the node alone. Parts within the error of predictions are equal.
+/// Orders nodes by `part`, the cost that depends on the node alone. Parts within the error of
+/// predictions are equal.
 fn order_by_part<'a>(
     nodes: &'a [Candidate<'a>],
     part_ms: impl Fn(&Candidate<'_>) -> f64,
@@ -153,7 +159,8 @@ fn best<'a, 'b>(options: &'b [NodeOption<'a>]) -> &'b NodeOption<'a> {
         let (ttft_ms, decode_ms) = (prediction.ttft_ms(), prediction.decode_ms);
         let is_local = option.prefill.is_none() && has_pair;
         let margin_ms = if is_local { ttft_ms * LOCAL_SAVING_MIN } else { 0.0 };
-        // Only an option with a prefill node keeps `itl_max`. If there is no such option, a local one is allowed.
+        // Only an option with a prefill node keeps `itl_max`. If there is no such option, a local
+        // one is allowed.
         let is_allowed = !(is_local && prediction.exceeds_itl_max);
         let error_ms = EQUAL_WITHIN * (ttft_ms + decode_ms / 2.0);
         is_allowed.then_some((option, prediction.cost_ms() + margin_ms, error_ms))
@@ -165,12 +172,12 @@ fn best<'a, 'b>(options: &'b [NodeOption<'a>]) -> &'b NodeOption<'a> {
     equal.map(|(option, ..)| *option).min_by_key(|option| option.tie_rank()).unwrap_or(first)
 }
 
-/// Returns the option of the lowest cost. If its queue of prompts is too long, returns the cheapest other option that
-/// can start and keeps `itl_max`: no node stays idle while requests wait.
+/// Returns the option of the lowest cost. If its queue of prompts is too long, returns the cheapest
+/// other option that can start and keeps `itl_max`: no node stays idle while requests wait.
 ///
-/// A node that prefills many more tokens than the best node takes the request only after it has waited as long as the
-/// costs differ. So a prefix is computed again when its node stays overloaded, and the wait at most doubles the extra
-/// cost.
+/// A node that prefills many more tokens than the best node takes the request only after it has
+/// waited as long as the costs differ. So a prefix is computed again when its node stays
+/// overloaded, and the wait at most doubles the extra cost.
 pub(super) fn startable<'a, 'b>(
     room: Room,
     waited: Duration,
@@ -195,7 +202,8 @@ pub(super) fn startable<'a, 'b>(
     chosen.min_by(|a, b| a.1.total_cmp(&b.1)).map(|(option, _)| option).ok_or(busy)
 }
 
-/// Returns why the options of this decode node have no prefill node, although prefill nodes are eligible.
+/// Returns why the options of this decode node have no prefill node, although prefill nodes are
+/// eligible.
 pub(super) fn no_pair(
     decode: &Candidate<'_>,
     prefill: &[Candidate<'_>],

@@ -1,18 +1,19 @@
 //! Whether an attempt could start on a node now, or would wait in the node's own queues.
 //!
-//! Nodes queue in order of arrival: a request that waits in a node cannot be overtaken, so fairness between callers
-//! ends there. Routers therefore hold requests back until a node has a free slot, free KV blocks and a short queue of
-//! prompts.
+//! Nodes queue in order of arrival: a request that waits in a node cannot be overtaken, so fairness
+//! between callers ends there. Routers therefore hold requests back until a node has a free slot,
+//! free KV blocks and a short queue of prompts.
 
 use std::time::Duration;
 
 use super::{NoNode, candidate::Candidate, options::NodeOption, wanted::Room};
 use crate::Role;
 
-/// Maximum predicted time of a node's queue of prompts before the prompt of a new attempt: a few times the error of
-/// predictions, so that a node does not run out of prompts while requests wait.
+/// Maximum predicted time of a node's queue of prompts before the prompt of a new attempt: a few
+/// times the error of predictions, so that a node does not run out of prompts while requests wait.
 const PROMPT_QUEUE_MAX_MS: f64 = 50.0;
-/// [`PROMPT_QUEUE_MAX_MS`] for a caller that leaves headroom: the time of a call and its reservation.
+/// [`PROMPT_QUEUE_MAX_MS`] for a caller that leaves headroom: the time of a call and its
+/// reservation.
 const PROMPT_QUEUE_HEADROOM_MS: f64 = 10.0;
 /// Pause before a waiting request picks again: the interval of load reports.
 const RETRY_AFTER: Duration = Duration::from_millis(50);
@@ -71,7 +72,8 @@ pub(super) fn check_prompt_queue(room: Room, best: &NodeOption<'_>) -> Result<()
     Err(NoNode::Busy { role: node.role, retry_after, by_choice: false })
 }
 
-/// Returns the sequences on the node: those of other routers in the last report, and this router's attempts now.
+/// Returns the sequences on the node: those of other routers in the last report, and this router's
+/// attempts now.
 fn rows(node: &Candidate<'_>) -> u64 {
     (node.member.other_rows + node.member.in_flight) as u64
 }

@@ -1,26 +1,32 @@
-//! Node selection for an attempt: a decode node, and a prefill node unless the decode node prefills the prompt.
+//! Node selection for an attempt: a decode node, and a prefill node unless the decode node prefills
+//! the prompt.
 //!
-//! Under the policy `predicted` the directory compares pairs and decode nodes by their predicted cost in
-//! milliseconds ([`predict`](crate::predict)). In a large cluster it compares the pairs of the 16 nodes of each role
-//! whose own part of the cost is lowest. Costs within the error of predictions are equal; among equal costs a prefill
-//! node comes first. Predictions require that a node has measured its steps, and that no node is of an older release,
-//! which reports no step times. Without predictions the directory follows the policy `cache-aware` and prefers a pair.
+//! Under the policy `predicted` the directory compares pairs and decode nodes by their predicted
+//! cost in milliseconds ([`predict`](crate::predict)). In a large cluster it compares the pairs of
+//! the 16 nodes of each role whose own part of the cost is lowest. Costs within the error of
+//! predictions are equal; among equal costs a prefill node comes first. Predictions require that a
+//! node has measured its steps, and that no node is of an older release, which reports no step
+//! times. Without predictions the directory follows the policy `cache-aware` and prefers a pair.
 //!
-//! The other policies choose a node of each role; predictions only decide between the pair and the decode node alone.
-//! `cache-aware` estimates the work before the attempt, in units of one prompt token:
+//! The other policies choose a node of each role; predictions only decide between the pair and the
+//! decode node alone. `cache-aware` estimates the work before the attempt, in units of one prompt
+//! token:
 //!
 //! ```text
 //! cost = pending prompt tokens (reported + own unseen)
 //!      + row     * (running + waiting + own unseen attempts)
-//!      + uncached tokens of the attempt if this node prefills them, otherwise its uncached blocks (transfer)
+//!      + uncached tokens of the attempt if this node prefills them, otherwise its uncached blocks
+//!        (transfer)
 //!      + 64      * missing blocks: needed - (free + cached - own unseen)
-//! row  = 64 on decode nodes: a row costs each step about two prompt tokens, over about 32 shared steps
+//! row  = 64 on decode nodes: a row costs each step about two prompt tokens, over about 32 shared
+//!        steps
 //!        16 on prefill nodes: the overhead of a sequence besides its tokens
 //! ```
 //!
-//! *Own unseen* attempts are attempts of this router that the node's load report cannot include yet. Without them a
-//! burst would go to one node. Ties go to the node with fewer attempts of this router, then to the node that was not
-//! picked for the longest time, then to the node that joined first. The selection is deterministic.
+//! *Own unseen* attempts are attempts of this router that the node's load report cannot include
+//! yet. Without them a burst would go to one node. Ties go to the node with fewer attempts of this
+//! router, then to the node that was not picked for the longest time, then to the node that joined
+//! first. The selection is deterministic.
 
 use std::{
     sync::Arc,
@@ -76,8 +82,8 @@ pub struct NodeChoice {
 }
 
 impl Directory {
-    /// Picks the nodes of an attempt and counts the attempt on each of them until its release. Fails without a decode
-    /// node; without a prefill node the decode node prefills the prompt.
+    /// Picks the nodes of an attempt and counts the attempt on each of them until its release.
+    /// Fails without a decode node; without a prefill node the decode node prefills the prompt.
     /// `transfer_id`: id under which the nodes report the attempt.
     pub fn pick(
         &mut self,
@@ -86,7 +92,8 @@ impl Directory {
         wanted: &Wanted<'_>,
     ) -> Result<Picked, NoNode> {
         let mut ineligible = Vec::new();
-        // A pooled attempt needs one node. Prefill nodes come first: they are busy with prompts anyway.
+        // A pooled attempt needs one node. Prefill nodes come first: they are busy with prompts
+        // anyway.
         let of_prefill = wanted.pooling.then(|| {
             let mut passed = Vec::new();
             self.candidates(now, Role::Prefill, wanted, &mut passed)
@@ -164,9 +171,9 @@ impl Directory {
         })
     }
 
-    /// Returns the eligible nodes of a role, or the reason of the node closest to eligible. Adds the model's other
-    /// nodes to `ineligible`. If only open breakers exclude decode nodes, those nodes are eligible: they may have
-    /// recovered, and the request has no other node.
+    /// Returns the eligible nodes of a role, or the reason of the node closest to eligible. Adds
+    /// the model's other nodes to `ineligible`. If only open breakers exclude decode nodes, those
+    /// nodes are eligible: they may have recovered, and the request has no other node.
     pub(super) fn candidates<'a>(
         &'a self,
         now: Instant,

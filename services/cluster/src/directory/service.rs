@@ -1,4 +1,5 @@
-//! The router's measurements of the nodes' service: they open and close the circuit breakers of nodes and pairs.
+//! The router's measurements of the nodes' service: they open and close the circuit breakers of
+//! nodes and pairs.
 
 use std::time::{Duration, Instant};
 
@@ -10,8 +11,9 @@ use super::{
 };
 use crate::{NodeAddress, Role};
 
-/// A node is slow if its inter-token latency or transfer time is this many times the median of its pool, and exceeds
-/// the median by one of the limits below. Clients do not perceive a smaller difference.
+/// A node is slow if its inter-token latency or transfer time is this many times the median of its
+/// pool, and exceeds the median by one of the limits below. Clients do not perceive a smaller
+/// difference.
 const SLOW_FACTOR: f64 = 3.0;
 const SLOW_ITL_MS: f64 = 10.0;
 /// 20 ms for a prompt of 1,000 tokens.
@@ -73,7 +75,8 @@ pub(super) struct Latency {
     attempts: u32,
     /// Transfer time of a token over the node's fast links.
     transfer_ms: Option<f64>,
-    /// Name of the measure that last excluded the node. The exclusion ends when a probe is not slow by this measure.
+    /// Name of the measure that last excluded the node. The exclusion ends when a probe is not slow
+    /// by this measure.
     slow_by: Option<&'static str>,
 }
 
@@ -122,7 +125,8 @@ impl Directory {
         }
     }
 
-    /// Handles an attempt that its node served: a decode node sent a token, a prefill node delivered the KV.
+    /// Handles an attempt that its node served: a decode node sent a token, a prefill node
+    /// delivered the KV.
     pub fn served(&mut self, id: AssignmentId) {
         let Some(key) = self.node_of(id) else { return };
         if self.member(key).breaker.served(id) {
@@ -130,7 +134,8 @@ impl Directory {
         }
     }
 
-    /// Handles the tokens that an attempt decoded. `waited`: the time that the router waited for them.
+    /// Handles the tokens that an attempt decoded. `waited`: the time that the router waited for
+    /// them.
     pub fn decoded(&mut self, now: Instant, id: AssignmentId, tokens: u32, waited: Duration) {
         let Some(key) = self.node_of(id).filter(|_| tokens >= ITL_TOKENS_MIN) else { return };
         let itl_ms = waited.as_secs_f64() * 1e3 / f64::from(tokens);
@@ -145,8 +150,8 @@ impl Directory {
         self.judge(now, key, is_probe, &ITL);
     }
 
-    /// Handles the end of a transfer between the nodes of an attempt. `elapsed`: from the first chunk sent to the last
-    /// one acknowledged.
+    /// Handles the end of a transfer between the nodes of an attempt. `elapsed`: from the first
+    /// chunk sent to the last one acknowledged.
     pub fn delivered(
         &mut self,
         now: Instant,
@@ -179,8 +184,8 @@ impl Directory {
         self.pair_breakers.get(&pair).is_none_or(|breaker| breaker.refuses(now).is_none())
     }
 
-    /// Opens the breaker of a node that is far slower than the median of its pool by this measure, and closes it when a
-    /// probe is not.
+    /// Opens the breaker of a node that is far slower than the median of its pool by this measure,
+    /// and closes it when a probe is not.
     fn judge(&mut self, now: Instant, key: NodeKey, is_probe: bool, measure: &Measure) {
         let member = self.member(key);
         let (excluded, slow_by) = (member.breaker.reason(), member.latency.slow_by);

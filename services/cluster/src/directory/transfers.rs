@@ -36,8 +36,9 @@ impl TransferTimes {
     }
 }
 
-/// Returns the estimate after a measurement, in milliseconds per token. A shorter time replaces the estimate at once. A
-/// longer time raises it slowly (exponential moving average), because chunks may have waited for prefill, not the link.
+/// Returns the estimate after a measurement, in milliseconds per token. A shorter time replaces the
+/// estimate at once. A longer time raises it slowly (exponential moving average), because chunks
+/// may have waited for prefill, not the link.
 pub(super) fn transfer_mean(known: Option<f64>, token_ms: f64) -> f64 {
     let known = known.unwrap_or(token_ms);
     token_ms.min(known + (token_ms - known) * TRANSFER_SHARE)

@@ -17,8 +17,8 @@ pub struct Wanted<'a> {
     pub new_tokens_max: u32,
     /// Whether the decode node must prefill the prompt itself.
     pub local_prefill: bool,
-    /// Cache keys of the prompt's blocks for each identity of the nodes. Without keys of its identity a node counts as
-    /// having no cached block.
+    /// Cache keys of the prompt's blocks for each identity of the nodes. Without keys of its
+    /// identity a node counts as having no cached block.
     pub prefix: &'a [PrefixKeys],
     /// Identity that the decode node must be compatible with.
     pub identity: Option<&'a ModelIdentity>,
@@ -26,7 +26,8 @@ pub struct Wanted<'a> {
     pub any_weights: bool,
     /// Grammar version that the answer needs; 0 for none.
     pub grammar_version: u32,
-    /// Whether the attempt returns pooled values and ends with its prompt. A prefill node computes them alone.
+    /// Whether the attempt returns pooled values and ends with its prompt. A prefill node computes
+    /// them alone.
     pub pooling: bool,
     /// Decode node processes that already failed this request.
     pub exclude_decode: &'a [Epoch],
@@ -43,8 +44,9 @@ pub struct Wanted<'a> {
 pub enum Room {
     /// None: the nodes may queue the attempt.
     Any,
-    /// The attempt must be able to start. With `headroom` an eighth of all slots stays free for other callers, the queue
-    /// of prompts is shorter, and no decode node prefills the prompt if a prefill node can.
+    /// The attempt must be able to start. With `headroom` an eighth of all slots stays free for
+    /// other callers, the queue of prompts is shorter, and no decode node prefills the prompt if a
+    /// prefill node can.
     Start { headroom: bool },
 }
 

@@ -11,11 +11,12 @@ const PREFILL_TOKENS_MIN: f64 = 32.0;
 /// Steps that a fit needs before the node reports it.
 const PREFILL_STEPS_MIN: u32 = 4;
 const DECODE_STEPS_MIN: u32 = 8;
-/// Weight of each new step in a fit. A fit covers about the last 128 prefill and 1,024 decode steps.
+/// Weight of each new step in a fit. A fit covers about the last 128 prefill and 1,024 decode
+/// steps.
 const PREFILL_FORGET: f64 = 1.0 / 128.0;
 const DECODE_FORGET: f64 = 1.0 / 1024.0;
-/// Relative ridge penalty of each coefficient. If inputs never vary, the fit attributes the time to the input with the
-/// smallest penalty: prompt tokens for prefill, the step itself for decode.
+/// Relative ridge penalty of each coefficient. If inputs never vary, the fit attributes the time to
+/// the input with the smallest penalty: prompt tokens for prefill, the step itself for decode.
 const PREFILL_RIDGE: [f64; 3] = [1e-3, 1e-5, 1e-3];
 const DECODE_RIDGE: [f64; 3] = [1e-5, 1e-3, 1e-3];
 
@@ -30,8 +31,8 @@ pub struct Work {
     pub context_tokens: f64,
 }
 
-/// Exponentially weighted least squares of relative errors, with coefficients of at least 0. A relative error bounds
-/// the influence of a step that was interrupted.
+/// Exponentially weighted least squares of relative errors, with coefficients of at least 0. A
+/// relative error bounds the influence of a step that was interrupted.
 #[derive(Clone, Debug)]
 struct Fit {
     forget: f64,
@@ -75,7 +76,8 @@ impl Fit {
         }
     }
 
-    /// Solves the normal equations for the used inputs, scaled to a diagonal of 1, by Cholesky decomposition.
+    /// Solves the normal equations for the used inputs, scaled to a diagonal of 1, by Cholesky
+    /// decomposition.
     fn solve_for(&self, used: [bool; 3]) -> [f64; 3] {
         let scale = |index: usize| match used[index] {
             true => self.products[index][index].sqrt().recip(),
@@ -186,8 +188,8 @@ mod tests {
         Work { decode_rows, context_tokens, ..Work::default() }
     }
 
-    /// Returns the step time of a node. A decode step takes 4 ms, 20 µs per row and 30 ns per KV token. Prefill
-    /// takes 1 ms, 20 µs per token and 1 ns per pair.
+    /// Returns the step time of a node. A decode step takes 4 ms, 20 µs per row and 30 ns per KV
+    /// token. Prefill takes 1 ms, 20 µs per token and 1 ns per pair.
     fn true_ms(work: &Work) -> f64 {
         let rows = 0.02 * work.decode_rows + 3e-5 * work.context_tokens;
         let prefill = 1.0 + 0.02 * work.prefill_tokens + 1e-6 * work.prefill_pairs;

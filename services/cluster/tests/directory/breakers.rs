@@ -110,7 +110,8 @@ fn node_that_fails_every_attempt_gets_one_attempt_per_pause() {
         world.release(&picked);
         world.wait(SECOND / 10);
     }
-    // Three failures, then probes after pauses of 1, 2, 4, 8, 16, 30 s (each at least half as long).
+    // Three failures, then probes after pauses of 1, 2, 4, 8, 16, 30 s (each at least half as
+    // long).
     assert!((6..=12).contains(&on_bad), "{on_bad} attempts on the failing node, {on_good} others");
     assert_eq!(world.opened().len(), on_bad - 2, "each probe opened the breaker again");
     // The node recovers: the next probe succeeds, and the node takes its share again.
@@ -208,7 +209,8 @@ fn decode_node_prefills_while_its_only_link_is_cut() {
         world.transfer_fails(&picked);
         world.release(&picked);
     }
-    // The breaker of the prefill node is open, too; other nodes could not tell the link from the node.
+    // The breaker of the prefill node is open, too; other nodes could not tell the link from the
+    // node.
     let picked = world.next();
     assert!(picked.prefill.is_none());
     assert!(matches!(picked.considered.placement, Placement::NoPrefillNode(NoNode::Broken { .. })));
@@ -237,7 +239,8 @@ fn slow_nodes_are_excluded_up_to_a_third_of_the_pool() {
         let opened = world.opened();
         assert_eq!(world.directory.excluded(Role::Decode), excluded, "{nodes} nodes: {opened:?}");
         assert!(opened.iter().all(|(_, reason)| *reason == BreakerReason::Slow), "{opened:?}");
-        // The probes after the pauses find normal nodes. A second slow node may be excluded when the first is back.
+        // The probes after the pauses find normal nodes. A second slow node may be excluded when
+        // the first is back.
         for _ in 0..4 {
             world.wait(PAUSE_MAX);
             for _ in 0..100 {

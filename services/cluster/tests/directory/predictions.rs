@@ -92,7 +92,8 @@ fn idle_prefill_node_prefills_and_a_loaded_one_leaves_prompts_to_the_decode_node
 
 #[test]
 fn large_cluster_compares_the_pairs_of_its_best_nodes() {
-    // Queues of 4,000 prompt tokens, except at the last prefill node; many rows, except at the last decode node.
+    // Queues of 4,000 prompt tokens, except at the last prefill node; many rows, except at the last
+    // decode node.
     let mut prefill_loads = [queued(4000); 40];
     prefill_loads[39] = load();
     let mut decode_loads = [decoding(60); 40];
@@ -164,8 +165,8 @@ fn always_picks_a_pair_and_never_does_not() {
     assert!(world.pick_nodes(&wanted_local).unwrap().prefill.is_none());
 }
 
-/// Node 11 has the prompt cached, node 12 has the fewest requests, node 13 was picked least recently, and node 14
-/// computes twice as fast.
+/// Node 11 has the prompt cached, node 12 has the fewest requests, node 13 was picked least
+/// recently, and node 14 computes twice as fast.
 #[test]
 fn each_policy_picks_by_its_own_criterion() {
     let tokens: Vec<u32> = (0..805).collect();
@@ -219,7 +220,8 @@ fn prefix_in_memory_is_preferred_to_a_tier_and_a_tier_to_computing() {
     let identity = CacheIdentity::of(&record(Role::Decode, 1).identity);
     let prefix = [PrefixKeys::new(identity, "", &tokens)];
     let bytes = |keys: &[u128]| keys.iter().map(|key| key.to_be_bytes().to_vec().into()).collect();
-    // Node 11 has the prefix in memory, node 12 on its disk, node 14 in host memory, and node 13 nowhere.
+    // Node 11 has the prefix in memory, node 12 on its disk, node 14 in host memory, and node 13
+    // nowhere.
     let picked_of = |ports: &[u16], host_block_ns: u64, disk_block_ns: u64| {
         let mut world = World::with(DEFAULT);
         for &port in ports {

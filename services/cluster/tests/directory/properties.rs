@@ -154,7 +154,8 @@ fn node_address(node: u16) -> cluster::NodeAddress {
     address(if node < NODES / 2 { Role::Prefill } else { Role::Decode }, 1 + node)
 }
 
-/// Returns the epoch of a process: each node has processes 0..3, and epochs are numbered from 1 over all nodes.
+/// Returns the epoch of a process: each node has processes 0..3, and epochs are numbered from 1
+/// over all nodes.
 fn process_of(node: u16, process: u8) -> u128 {
     1 + u128::from(node) * 3 + u128::from(process)
 }
@@ -323,8 +324,8 @@ fn pick_one(attempts: &[NodeChoice], which: usize) -> Option<&NodeChoice> {
 proptest! {
     #![proptest_config(ProptestConfig { cases: 512, ..ProptestConfig::default() })]
 
-    /// All assertions hold at every step. Afterwards every listed node that answers is up within the longest back-off,
-    /// and every attempt can be released.
+    /// All assertions hold at every step. Afterwards every listed node that answers is up within
+    /// the longest back-off, and every attempt can be released.
     #[test]
     fn any_history_keeps_the_invariants_and_recovers(history in prop::collection::vec(events(), 1..120)) {
         let mut run = Run::new();

@@ -202,7 +202,8 @@ fn only_nodes_of_equal_identity_are_paired() {
     assert!(matches!(world.pick(&stranger), Err(NoNode::NoneFits { .. })));
 }
 
-/// The router waits for the fitting node until the deadline, and for an unfit one only for a bounded time.
+/// The router waits for the fitting node until the deadline, and for an unfit one only for a
+/// bounded time.
 #[test]
 fn fitting_node_that_restarts_or_drains_outranks_an_unfit_one() {
     let role = Role::Decode;

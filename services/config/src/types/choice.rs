@@ -55,8 +55,8 @@ choice! {
         Bf16 = "bf16",
         /// Weights in 8 bits, KV in bf16: fastest where the bandwidth for weights limits a step.
         Q8 = "q8",
-        /// Weights of layers in FP8 (e4m3) with a scale for each row, KV in bf16: half the memory and bandwidth of bf16
-        /// weights. GPUs from Hopper on.
+        /// Weights of layers in FP8 (e4m3) with a scale for each row, KV in bf16: half the memory
+        /// and bandwidth of bf16 weights. GPUs from Hopper on.
         Fp8 = "fp8",
     }
 }
@@ -96,7 +96,8 @@ choice! {
 choice! {
     /// Place of new weights during an update.
     pub enum WeightPlace {
-        /// On CPUs, host memory that is allocated during the update. GPUs reserve nothing and reject updates.
+        /// On CPUs, host memory that is allocated during the update. GPUs reserve nothing and
+        /// reject updates.
         Auto = "auto",
         /// A second copy on the device. GPUs reserve its memory at start.
         Shadow = "shadow",

@@ -5,7 +5,8 @@ use std::fmt;
 /// Exclusive upper bound of CPU numbers.
 const CPUS_MAX: u32 = 8192;
 
-/// CPU numbers and ranges such as `0-3,8`, in the given order. The list is not empty and has no duplicates.
+/// CPU numbers and ranges such as `0-3,8`, in the given order. The list is not empty and has no
+/// duplicates.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct CpuList(Vec<u32>);
 

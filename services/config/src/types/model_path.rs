@@ -8,7 +8,8 @@ use std::{
 /// Prefix of hub models.
 const HUB_PREFIX: &str = "hf:";
 const DEFAULT_REVISION: &str = "main";
-/// Maximum length of a word in bytes. The hub allows 96 bytes in a model name; file names may be longer.
+/// Maximum length of a word in bytes. The hub allows 96 bytes in a model name; file names may be
+/// longer.
 const WORD_BYTES_MAX: usize = 200;
 /// Maximum number of parts of a split model file.
 const PARTS_MAX: u32 = 1_000;
@@ -99,7 +100,8 @@ pub(crate) fn is_word(text: &str) -> bool {
         && text.bytes().any(|byte| byte != b'.')
 }
 
-/// Returns all parts of the split model to which `file` belongs: three for `m-00001-of-00003.gguf`, otherwise `file`.
+/// Returns all parts of the split model to which `file` belongs: three for `m-00001-of-00003.gguf`,
+/// otherwise `file`.
 pub fn parts_of(file: &str) -> Vec<String> {
     let parts = || -> Option<Vec<String>> {
         let (stem, extension) = file.rsplit_once('.')?;

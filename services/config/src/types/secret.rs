@@ -14,7 +14,8 @@ macro_rules! hidden {
                 Self(text.into())
             }
 
-            /// Returns the text. Only code that sends it or derives keys from it may call this function.
+            /// Returns the text. Only code that sends it or derives keys from it may call this
+            /// function.
             pub fn reveal(&self) -> &str {
                 &self.0
             }

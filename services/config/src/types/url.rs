@@ -26,8 +26,8 @@ macro_rules! text_type {
 pub(super) use text_type;
 
 text_type! {
-    /// Address of a gRPC server, `http://host:port`; `host:port` means the same. The host is a name or an IP
-    /// address.
+    /// Address of a gRPC server, `http://host:port`; `host:port` means the same. The host is a name
+    /// or an IP address.
     GrpcUrl
 }
 
@@ -41,7 +41,8 @@ impl GrpcUrl {
 }
 
 text_type! {
-    /// Address of a server, `http://host:port` or `https://host:port`; `host:port` means `http://host:port`.
+    /// Address of a server, `http://host:port` or `https://host:port`; `host:port` means
+    /// `http://host:port`.
     ServerUrl
 }
 

@@ -1,4 +1,5 @@
-//! The order of eviction: first the blocks that are not kept, by their time of release, then the groups of kept blocks.
+//! The order of eviction: first the blocks that are not kept, by their time of release, then the
+//! groups of kept blocks.
 
 use std::{cmp::Reverse, iter, time::Instant};
 
@@ -7,8 +8,8 @@ use kernels::BlockId;
 use super::{Block, BlockPool, BlockState, CachedList, Group};
 
 impl BlockPool {
-    /// Keeps held blocks until `until` once they are cached. A block that is already kept longer keeps its later time.
-    /// `place`: place of the blocks' owner in the queue.
+    /// Keeps held blocks until `until` once they are cached. A block that is already kept longer
+    /// keeps its later time. `place`: place of the blocks' owner in the queue.
     pub(crate) fn keep(&mut self, blocks: &[BlockId], until: Instant, place: u64) {
         let key = (Reverse(place), self.next_group);
         self.next_group += 1;
@@ -43,7 +44,8 @@ impl BlockPool {
         }
     }
 
-    /// Removes a block that is in no list of cached blocks from its group. A group without blocks ends.
+    /// Removes a block that is in no list of cached blocks from its group. A group without blocks
+    /// ends.
     pub(super) fn leave_group(&mut self, block: BlockId) {
         let entry = &mut self.blocks[block.index()];
         entry.is_shared = false;
@@ -56,7 +58,8 @@ impl BlockPool {
         }
     }
 
-    /// Stops keeping blocks whose time has passed at `now`. These blocks are then evicted before other cached blocks.
+    /// Stops keeping blocks whose time has passed at `now`. These blocks are then evicted before
+    /// other cached blocks.
     pub(crate) fn end_kept(&mut self, now: Instant) {
         while let Some(&(until, group)) = self.kept_until.first() {
             if until > now {

@@ -1,9 +1,9 @@
 //! Running batch of an executor, advanced by plans.
 //!
-//! Every executor applies plans through a [`Batch`], so the rules of the diff are implemented once. On the
-//! CPU the batch holds the tokens of a row, sampled tokens included: a step reads the tokens that the
-//! previous step sampled, before the scheduler has seen them. When the tokens stay on a device, the host
-//! holds a [`TokenCount`] instead. The batch also advances the positions.
+//! Every executor applies plans through a [`Batch`], so the rules of the diff are implemented once.
+//! On the CPU the batch holds the tokens of a row, sampled tokens included: a step reads the tokens
+//! that the previous step sampled, before the scheduler has seen them. When the tokens stay on a
+//! device, the host holds a [`TokenCount`] instead. The batch also advances the positions.
 //!
 //! Draft tokens are appended to a row's tokens for the step that verifies them ([`Batch::apply`]).
 //! [`Batch::sampled`] keeps the accepted draft tokens and truncates the row after them.
@@ -110,8 +110,8 @@ impl ScheduledRow {
         self.start + self.token_count
     }
 
-    /// Returns the lengths of the row at which it samples: after the known tokens and after each draft
-    /// token.
+    /// Returns the lengths of the row at which it samples: after the known tokens and after each
+    /// draft token.
     pub(super) fn sampled_lengths(&self) -> Range<usize> {
         self.end() - self.draft_count..self.end() + usize::from(self.samples)
     }
@@ -130,9 +130,9 @@ impl<T: RowTokens> Batch<T> {
         Self { rows: (0..limits.slots).map(|_| None).collect(), limits, plans: 0 }
     }
 
-    /// Applies the diff and advances the rows of the step by their tokens and draft tokens. An admitted row
-    /// fails if `refuse` returns a reason. `draft` returns at most the given number of draft tokens of a row.
-    /// After an error the batch is unusable.
+    /// Applies the diff and advances the rows of the step by their tokens and draft tokens. An
+    /// admitted row fails if `refuse` returns a reason. `draft` returns at most the given number of
+    /// draft tokens of a row. After an error the batch is unusable.
     pub(super) fn apply(
         &mut self,
         plan: &StepPlan,
@@ -144,9 +144,10 @@ impl<T: RowTokens> Batch<T> {
         scheduled.map_err(|reason| ExecutorError::BadPlan { step_id, reason })
     }
 
-    /// Supplies the token bitmasks of the step applied last, in the order of its rows. Marks a constrained row
-    /// without a bitmask as late and removes its last token and its draft tokens from the step. Bitmasks of a failed
-    /// row are dropped: they were computed before the failure was known.
+    /// Supplies the token bitmasks of the step applied last, in the order of its rows. Marks a
+    /// constrained row without a bitmask as late and removes its last token and its draft tokens
+    /// from the step. Bitmasks of a failed row are dropped: they were computed before the failure
+    /// was known.
     pub(super) fn supply(
         &mut self,
         scheduled: &mut [ScheduledRow],
@@ -210,7 +211,8 @@ impl<T: RowTokens> Batch<T> {
 }
 
 impl<T> BatchRow<T> {
-    /// Returns whether the step computes log-probabilities of prompt tokens after tokens of the row.
+    /// Returns whether the step computes log-probabilities of prompt tokens after tokens of the
+    /// row.
     pub(super) fn scores_prompt(&self, scheduled: &ScheduledRow) -> bool {
         self.sampling.prompt_logprobs.is_some()
             && scheduled.token_count > 0
@@ -220,10 +222,11 @@ impl<T> BatchRow<T> {
 
 impl Batch {
     /// Processes the samples of a row of the current step, one for each of its
-    /// [`sampled_lengths`](ScheduledRow::sampled_lengths), and returns the row's result. The first sample counts. Each
-    /// further sample counts as long as the draft token before it equals the token sampled in its place. A sample of a
-    /// constrained row without a bitmask does not count. The samples that count are appended to the row's tokens. A
-    /// failure marks the row as failed, except a failure after accepted draft tokens: it recurs in the next step.
+    /// [`sampled_lengths`](ScheduledRow::sampled_lengths), and returns the row's result. The first
+    /// sample counts. Each further sample counts as long as the draft token before it equals the
+    /// token sampled in its place. A sample of a constrained row without a bitmask does not count.
+    /// The samples that count are appended to the row's tokens. A failure marks the row as failed,
+    /// except a failure after accepted draft tokens: it recurs in the next step.
     pub(super) fn sampled(
         &mut self,
         scheduled: &ScheduledRow,

@@ -17,7 +17,8 @@ pub trait ChunkReceiver {
         limit: WaitLimit<'_>,
     ) -> Result<(), PrepareError>;
 
-    /// Enqueues the copies of a chunk's pieces. Pieces of a tensor come in order, and the last one ends the tensor.
+    /// Enqueues the copies of a chunk's pieces. Pieces of a tensor come in order, and the last one
+    /// ends the tensor.
     fn scatter(&mut self, buffer: usize, pieces: &[TensorPiece]) -> Result<(), PrepareError>;
 
     /// Waits until the copies out of this buffer have completed, so that it can be overwritten.
@@ -30,13 +31,15 @@ pub trait ChunkReceiver {
 /// Weights, or a rank's part of them, that have arrived.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ReceivedWeights {
-    /// For each declared tensor the digest of the bytes that arrived; `None`: the model does not use the tensor.
+    /// For each declared tensor the digest of the bytes that arrived; `None`: the model does not
+    /// use the tensor.
     pub digests: Vec<Option<TensorDigest>>,
     /// Bytes that were copied out of chunks; with several ranks, the maximum over the ranks.
     pub bytes: u64,
 }
 
-/// Digest of a tensor, or of a rank's part of the tensor. The digests of the parts add up to the tensor's.
+/// Digest of a tensor, or of a rank's part of the tensor. The digests of the parts add up to the
+/// tensor's.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct TensorDigest {
     pub value: u64,

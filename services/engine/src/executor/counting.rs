@@ -1,8 +1,9 @@
 //! Executor that counts tokens, for simulations of many nodes.
 //!
-//! Unlike [`sim`](super::sim), this executor keeps neither tokens nor KV, so a step takes little time and memory and
-//! detects fewer errors of the scheduler: [`Batch`] still checks every plan. A step is computed when it is launched.
-//! The caller decides when its result is due. A sampled token depends on its position only.
+//! Unlike [`sim`](super::sim), this executor keeps neither tokens nor KV, so a step takes little
+//! time and memory and detects fewer errors of the scheduler: [`Batch`] still checks every plan. A
+//! step is computed when it is launched. The caller decides when its result is due. A sampled token
+//! depends on its position only.
 
 use std::{
     collections::VecDeque,
@@ -133,7 +134,8 @@ mod tests {
         let prefill =
             StepPlan { admitted: vec![admitted], rows: vec![row(16, true)], ..Default::default() };
         executor.launch(prefill).unwrap();
-        // Each of the tokens 4 to 19 attends to itself and the tokens before it; half a token is not counted.
+        // Each of the tokens 4 to 19 attends to itself and the tokens before it; half a token is
+        // not counted.
         let wanted = StepWork { prefill_tokens: 16, prefill_pairs: 192, ..Default::default() };
         assert_eq!(executor.work(), wanted);
         let decode = |step_id| StepPlan { step_id, rows: vec![row(1, true)], ..Default::default() };

@@ -1,10 +1,10 @@
 //! Executor that runs everywhere: the forward pass on threads of this process.
 //!
-//! One named thread owns model, backend and batch, so `launch` never blocks and the scheduler works while a
-//! step computes.
+//! One named thread owns model, backend and batch, so `launch` never blocks and the scheduler works
+//! while a step computes.
 //!
-//! With a backend in a group the executor is one of several ranks that run the same plans. Each rank has
-//! its shard of the model and the KV of its heads, and all ranks return the same results.
+//! With a backend in a group the executor is one of several ranks that run the same plans. Each
+//! rank has its shard of the model and the KV of its heads, and all ranks return the same results.
 
 use std::{
     io,
@@ -119,9 +119,9 @@ impl WeightUpdate for CpuShadow {
 }
 
 impl CpuExecutor {
-    /// Packs the model's weights (a rank: its shard of them) and starts the thread. KV is computed into
-    /// `arena`, which transfers share. A rank's arena has the blocks of all heads, or of its own heads
-    /// only. Calls `progress` after every matrix.
+    /// Packs the model's weights (a rank: its shard of them) and starts the thread. KV is computed
+    /// into `arena`, which transfers share. A rank's arena has the blocks of all heads, or of its
+    /// own heads only. Calls `progress` after every matrix.
     ///
     /// # Errors
     /// When a weight cannot be read, or arena and limits do not match the model.
@@ -160,7 +160,8 @@ impl CpuExecutor {
 }
 
 impl CpuExecutor {
-    /// Lets updates free the weights in use before they pack new weights, so that memory holds one copy.
+    /// Lets updates free the weights in use before they pack new weights, so that memory holds one
+    /// copy.
     pub fn update_in_place(&self) {
         self.shadow.is_in_place.store(true, Ordering::Relaxed);
     }
@@ -374,7 +375,8 @@ impl CpuRunner {
         Ok(results)
     }
 
-    /// Returns the log-probabilities of the prompt tokens among the tokens that follow tokens of the row.
+    /// Returns the log-probabilities of the prompt tokens among the tokens that follow tokens of
+    /// the row.
     fn prompt_logprobs(
         &self,
         row: &ScheduledRow,
@@ -403,7 +405,8 @@ fn sample_rows<'a>(
     let sampled = scheduled.sampled_lengths();
     let count = logit_rows(batch, scheduled);
     let is_late = scheduled.is_late;
-    // The lengths of the row after which the next token is given, then those after which it is sampled.
+    // The lengths of the row after which the next token is given, then those after which it is
+    // sampled.
     let given_end = sampled.start + usize::from(!scheduled.samples);
     let given = scheduled.end() + 1 - count..given_end;
     let given = given.map(move |length| (length, None, row.tokens.get(length).copied()));

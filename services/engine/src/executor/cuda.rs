@@ -1,10 +1,11 @@
 //! Executor for GPUs: the engine thread launches the forward pass on the device.
 //!
-//! `launch` enqueues a step on the GPU's streams and returns. Tokens, positions and lengths stay on the
-//! device, so the next step is launched before the tokens of this step are known. A thread waits for the
-//! results (the only blocking call of a step) and passes them to `collect`. The host mirrors lengths and
-//! blocks of every slot, but no tokens. With speculative decoding the device finds the draft tokens and
-//! accepts them, so the mirrored lengths of rows with draft tokens in flight are upper bounds.
+//! `launch` enqueues a step on the GPU's streams and returns. Tokens, positions and lengths stay on
+//! the device, so the next step is launched before the tokens of this step are known. A thread
+//! waits for the results (the only blocking call of a step) and passes them to `collect`. The host
+//! mirrors lengths and blocks of every slot, but no tokens. With speculative decoding the device
+//! finds the draft tokens and accepts them, so the mirrored lengths of rows with draft tokens in
+//! flight are upper bounds.
 
 mod graphs;
 mod kv_size;
@@ -86,12 +87,12 @@ pub struct LoadTimes {
 }
 
 impl CudaModel {
-    /// Allocates the memory of weights and activations and loads the weights. Calls `progress` after every
-    /// matrix.
+    /// Allocates the memory of weights and activations and loads the weights. Calls `progress`
+    /// after every matrix.
     ///
     /// # Errors
-    /// When a weight cannot be read, the weights exceed the GPU's memory, or the kernels do not support a size
-    /// of the model.
+    /// When a weight cannot be read, the weights exceed the GPU's memory, or the kernels do not
+    /// support a size of the model.
     pub fn load(
         checkpoint: &Checkpoint,
         mut backend: CudaBackend,
@@ -115,8 +116,8 @@ impl CudaModel {
         Ok(Self { model, backend, times, shadow: None })
     }
 
-    /// Allocates memory for a second copy of the weights, so that the weights can be updated while steps run.
-    /// `chunks`: number and bytes of the buffers that a trainer's broadcasts fill.
+    /// Allocates memory for a second copy of the weights, so that the weights can be updated while
+    /// steps run. `chunks`: number and bytes of the buffers that a trainer's broadcasts fill.
     pub fn allocate_shadow(&mut self, chunks: (usize, usize)) -> Result<(), CudaExecutorError> {
         self.shadow = Some(CudaShadow::new(self.model.config(), &self.backend, chunks)?);
         Ok(())
@@ -149,7 +150,8 @@ impl CudaModel {
         Ok(self.backend.tune(shapes.into_iter(), tuning)?)
     }
 
-    /// Returns the number of KV blocks that fit into the memory that an executor of these limits leaves free.
+    /// Returns the number of KV blocks that fit into the memory that an executor of these limits
+    /// leaves free.
     ///
     /// # Errors
     /// When a sequence of `tokens_min` tokens does not fit.
@@ -171,8 +173,8 @@ impl CudaModel {
     }
 }
 
-/// Deadline of a launch that waits for the steps in flight. The engine thread is blocked until then, and a
-/// node whose GPU hangs must end.
+/// Deadline of a launch that waits for the steps in flight. The engine thread is blocked until
+/// then, and a node whose GPU hangs must end.
 const LAUNCH_WAIT_MAX: Duration = Duration::from_secs(60);
 
 /// Deadline of the copy of the prepared weights, which takes milliseconds.
@@ -192,7 +194,8 @@ pub struct CudaExecutor {
     /// Step launched last, while it awaits its token bitmasks.
     awaiting: Option<AwaitingSampling>,
     masks_are_due: bool,
-    /// Events recorded after the forward passes of steps that await bitmasks, one for each step in flight.
+    /// Events recorded after the forward passes of steps that await bitmasks, one for each step in
+    /// flight.
     forwarded: Vec<Event>,
     /// Waits for the GPU. Closed before the other fields are dropped.
     worker: Worker<GpuJob, GpuResult, CudaError>,
@@ -233,8 +236,9 @@ enum GpuResult {
 }
 
 impl CudaExecutor {
-    /// Allocates the batch, runs a forward pass of every kind once, captures CUDA graphs of decode steps, and
-    /// starts the thread. KV is computed into `kv`; transfers use the same memory through `arena`.
+    /// Allocates the batch, runs a forward pass of every kind once, captures CUDA graphs of decode
+    /// steps, and starts the thread. KV is computed into `kv`; transfers use the same memory
+    /// through `arena`.
     ///
     /// # Errors
     /// When arena and limits do not fit the model, or the GPU's memory is too small.
@@ -293,8 +297,8 @@ impl CudaExecutor {
         })
     }
 
-    /// Sets whether `collect` polls for a result (the default) or sleeps. A core that slept during a step
-    /// finds its caches cold, and the host work between steps takes twice as long.
+    /// Sets whether `collect` polls for a result (the default) or sleeps. A core that slept during
+    /// a step finds its caches cold, and the host work between steps takes twice as long.
     pub fn set_polling(&mut self, polls: bool) {
         self.polls = polls;
     }
@@ -404,9 +408,10 @@ impl CudaExecutor {
         self.batch.end(backend, step_id, wants_logprobs)
     }
 
-    /// Blocks until every step in flight is collected. A step with prefill rows needs this: FlashInfer plans its
-    /// attention on the host with the exact length of every row, and the host knows these lengths only after it has
-    /// collected the steps with draft tokens. Decode attention reads the lengths from the device.
+    /// Blocks until every step in flight is collected. A step with prefill rows needs this:
+    /// FlashInfer plans its attention on the host with the exact length of every row, and the host
+    /// knows these lengths only after it has collected the steps with draft tokens. Decode
+    /// attention reads the lengths from the device.
     fn collect_launched(&mut self) -> Result<(), ExecutorError> {
         let deadline = Instant::now() + LAUNCH_WAIT_MAX;
         while !self.launched.is_empty() {
@@ -586,7 +591,8 @@ fn admission(row: &crate::plan::AdmittedRow) -> Admission<'_> {
     }
 }
 
-/// Adds the outcomes of a row's samples to its result. The samples after the first verify draft tokens.
+/// Adds the outcomes of a row's samples to its result. The samples after the first verify draft
+/// tokens.
 fn sampled(result: &mut RowResult, outcomes: Vec<SampleOutcome>) {
     for (index, outcome) in outcomes.into_iter().enumerate() {
         result.drafted += u32::from(index > 0 && outcome != SampleOutcome::NotDrafted);
@@ -605,7 +611,8 @@ fn sampled(result: &mut RowResult, outcomes: Vec<SampleOutcome>) {
     }
 }
 
-/// Returns the limits of the device's batch. Steps in flight may add tokens to the longest sequence.
+/// Returns the limits of the device's batch. Steps in flight may add tokens to the longest
+/// sequence.
 fn batch_limits(limits: &ExecutorLimits) -> BatchLimits {
     BatchLimits {
         slots: limits.slots,
@@ -618,8 +625,8 @@ fn batch_limits(limits: &ExecutorLimits) -> BatchLimits {
     }
 }
 
-/// Returns every GEMM shape of a forward pass for each distinct number of rows: decode steps first, then the
-/// largest prefill chunks, because tuning time is bounded.
+/// Returns every GEMM shape of a forward pass for each distinct number of rows: decode steps first,
+/// then the largest prefill chunks, because tuning time is bounded.
 fn gemm_shapes(
     config: &ModelConfig,
     shard: Shard,

@@ -1,14 +1,14 @@
 //! Draft tokens by prompt lookup decoding (n-gram matching), without a draft model.
 //!
-//! The tokens after the longest earlier occurrence of the sequence's last n-gram are the draft tokens. Code
-//! edits, quotations, tables and loops repeat long passages. Other text has no match and gets no draft
-//! tokens.
+//! The tokens after the longest earlier occurrence of the sequence's last n-gram are the draft
+//! tokens. Code edits, quotations, tables and loops repeat long passages. Other text has no match
+//! and gets no draft tokens.
 
 use super::Speculation;
 
-/// Returns up to `most` draft tokens to follow `tokens`. Uses the longest earlier occurrence of the end of
-/// `tokens`, and the latest of equally long ones. A match that reaches the end continues into its own draft
-/// tokens, so that a short period is repeated as often as needed.
+/// Returns up to `most` draft tokens to follow `tokens`. Uses the longest earlier occurrence of the
+/// end of `tokens`, and the latest of equally long ones. A match that reaches the end continues
+/// into its own draft tokens, so that a short period is repeated as often as needed.
 pub fn draft(tokens: &[u32], most: usize, rules: &Speculation) -> Vec<u32> {
     match earlier_occurrence(tokens, rules.ngram_min as usize, rules.ngram_max as usize) {
         None => Vec::new(),

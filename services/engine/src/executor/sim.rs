@@ -1,11 +1,11 @@
 //! Executor without arithmetic, in virtual time.
 //!
-//! The "KV" of a position is a fingerprint of all tokens up to it, and the next token is a hash of the last
-//! fingerprint. The executor therefore detects at once a step that reads a block which was not written, was
-//! written by another sequence or was reused too early. Outputs can be compared token by token across
-//! chunking, preemption, recompute and transfer. A hash decides which draft tokens are accepted; their KV
-//! is written either way. A step is computed when it is collected, not when it is launched, because a
-//! device may also read and write KV that late.
+//! The "KV" of a position is a fingerprint of all tokens up to it, and the next token is a hash of
+//! the last fingerprint. The executor therefore detects at once a step that reads a block which was
+//! not written, was written by another sequence or was reused too early. Outputs can be compared
+//! token by token across chunking, preemption, recompute and transfer. A hash decides which draft
+//! tokens are accepted; their KV is written either way. A step is computed when it is collected,
+//! not when it is launched, because a device may also read and write KV that late.
 
 use std::{
     collections::{HashMap, VecDeque},
@@ -84,20 +84,21 @@ pub fn fingerprints(tokens: &[u32]) -> Vec<u64> {
     all
 }
 
-/// Returns the KV of every position of `tokens` under weights of this version. The tokens that follow do not depend on the
-/// version.
+/// Returns the KV of every position of `tokens` under weights of this version. The tokens that
+/// follow do not depend on the version.
 pub fn kv_of(tokens: &[u32], weight_version: u64) -> Vec<u64> {
     let salt = salt(weight_version);
     fingerprints(tokens).into_iter().map(|kv| kv ^ salt).collect()
 }
 
-/// Returns the salt of the fingerprints: 0 for the weights of the start, otherwise an even number, so that KV is never
-/// 0.
+/// Returns the salt of the fingerprints: 0 for the weights of the start, otherwise an even number,
+/// so that KV is never 0.
 fn salt(weight_version: u64) -> u64 {
     if weight_version == 1 { 0 } else { mix(weight_version) & !1 }
 }
 
-/// Returns the token that follows `tokens`, one of `allowed` if given; `None` when every token is masked.
+/// Returns the token that follows `tokens`, one of `allowed` if given; `None` when every token is
+/// masked.
 pub fn next_token(
     tokens: &[u32],
     prompt_len: usize,
@@ -118,8 +119,8 @@ fn extend_fingerprints(all: &mut Vec<u64>, tokens: &[u32]) {
     }
 }
 
-/// Samples a token by hash. The seed is used only if the temperature is above 0. Stop tokens are masked
-/// until `min_tokens` tokens are generated.
+/// Samples a token by hash. The seed is used only if the temperature is above 0. Stop tokens are
+/// masked until `min_tokens` tokens are generated.
 fn choose(
     last: u64,
     output_len: usize,
@@ -137,8 +138,8 @@ fn choose(
     (first..vocabulary).chain(0..first).find(may_be_chosen)
 }
 
-/// Returns draft tokens by hash: of eight hash values, five give a correct token, two a wrong one, and one
-/// ends the list.
+/// Returns draft tokens by hash: of eight hash values, five give a correct token, two a wrong one,
+/// and one ends the list.
 fn draft(row: &BatchRow, most: usize, vocabulary: u32) -> Vec<u32> {
     let mut history = fingerprints(&row.tokens);
     let mut known = row.tokens.clone();
@@ -185,7 +186,8 @@ pub struct SimExecutor {
     weight_version: u64,
     /// Weight version that the next commit uses, and whether rows keep their KV at the commit.
     prepared: Option<(u64, bool)>,
-    /// KV of earlier weights that each slot's row has kept: first position after it, and weight version.
+    /// KV of earlier weights that each slot's row has kept: first position after it, and weight
+    /// version.
     kept_kv: Vec<Vec<(usize, u64)>>,
     launched: VecDeque<SimulatedStep>,
     /// Whether the oldest step waits for its token bitmasks only.
@@ -221,8 +223,9 @@ impl SimExecutor {
         self.arena.clone()
     }
 
-    /// Prepares weights of this version. After the commit, reading KV of other weights is an error, like KV of other
-    /// tokens. With [`InFlight::KeepKv`] the rows of the batch read the KV that they have at the commit.
+    /// Prepares weights of this version. After the commit, reading KV of other weights is an error,
+    /// like KV of other tokens. With [`InFlight::KeepKv`] the rows of the batch read the KV that
+    /// they have at the commit.
     pub fn prepare_weights(&mut self, version: u64, in_flight: InFlight) {
         self.prepared = Some((version, in_flight == InFlight::KeepKv));
     }

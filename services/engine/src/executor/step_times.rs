@@ -1,7 +1,7 @@
 //! Measures the step times of an executor at start, before its scheduler exists.
 //!
-//! The measured rows use slot 0 and the first blocks of the arena. Both are free afterwards, and serving overwrites
-//! the KV.
+//! The measured rows use slot 0 and the first blocks of the arena. Both are free afterwards, and
+//! serving overwrites the KV.
 
 use std::time::{Duration, Instant};
 
@@ -30,7 +30,8 @@ const SLOT: Slot = Slot(0);
 pub struct StepTimes {
     /// Time of a step that decodes one row after a short prompt.
     pub decode: Duration,
-    /// Tokens and time of prefill steps, ascending. The middle of each row is at position `context_tokens` / 2.
+    /// Tokens and time of prefill steps, ascending. The middle of each row is at position
+    /// `context_tokens` / 2.
     pub prefill: Vec<(u32, Duration)>,
     /// Length in tokens of the prompt that contains the measured rows.
     pub context_tokens: u32,
@@ -98,8 +99,8 @@ impl StepTimer<'_> {
         Ok(fastest)
     }
 
-    /// Runs one prefill row of a new sequence. The KV before `position` is undefined, which does not change the
-    /// time of the step.
+    /// Runs one prefill row of a new sequence. The KV before `position` is undefined, which does
+    /// not change the time of the step.
     fn prefill(
         &mut self,
         position: u32,

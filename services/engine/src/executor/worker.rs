@@ -10,8 +10,9 @@ use crossbeam_channel::{Receiver, RecvError, Sender, bounded, select};
 
 use super::{CollectWaker, ExecutorError, panic_message};
 
-/// A named thread that turns jobs into results, in order. It ends after the first error. Both channels have room for
-/// every step in flight, so neither side ever blocks on a send. Dropping the worker joins the thread.
+/// A named thread that turns jobs into results, in order. It ends after the first error. Both
+/// channels have room for every step in flight, so neither side ever blocks on a send. Dropping the
+/// worker joins the thread.
 #[derive(Debug)]
 pub(super) struct Worker<J, R, E> {
     /// `None` once the worker is closed.
@@ -59,7 +60,8 @@ impl<J: Send + 'static, R: Send + 'static, E: Into<ExecutorError> + Send + 'stat
 
     pub(super) fn send(&mut self, job: J) -> Result<(), ExecutorError> {
         let is_sent = self.jobs.as_ref().is_some_and(|jobs| jobs.try_send(job).is_ok());
-        // The channel has room for every step in flight, so a failed send means that the thread ended.
+        // The channel has room for every step in flight, so a failed send means that the thread
+        // ended.
         if is_sent { Ok(()) } else { Err(self.ended()) }
     }
 

@@ -16,8 +16,8 @@ use crate::{
     tiers::TierStores,
 };
 
-/// Number of a row's results after its hand-over for which steps prefill less. With two steps in flight these are three
-/// steps.
+/// Number of a row's results after its hand-over for which steps prefill less. With two steps in
+/// flight these are three steps.
 const CATCH_UP_RESULTS: u32 = 2;
 
 impl Scheduler {
@@ -134,8 +134,8 @@ impl Scheduler {
         if first_block >= blocks_for(sequence.tokens.len()) {
             return self.fail(id, SequenceFailure::TransferFailed, actions);
         }
-        // Reject the sender now: the change of the weights would fail it, and its receiver would hold blocks until
-        // then.
+        // Reject the sender now: the change of the weights would fail it, and its receiver would
+        // hold blocks until then.
         if !self.is_admitting {
             return self.fail(id, SequenceFailure::WeightsChanged, actions);
         }
@@ -235,8 +235,8 @@ impl Scheduler {
                 return false;
             }
         };
-        // The prefill peer waits for the reservation, so a load has the same time-out as a wait for blocks. Both waits
-        // together stay below the peer's time-out (`ready_timeout`).
+        // The prefill peer waits for the reservation, so a load has the same time-out as a wait for
+        // blocks. Both waits together stay below the peer's time-out (`ready_timeout`).
         let most = self.config.reserve_timeout;
         let Some(prefix) = self.load_prefix(id, prefix, most, actions) else { return true };
         let rest = self.kv.reserve(blocks_total - prefix.len() as u32, id);
@@ -244,8 +244,8 @@ impl Scheduler {
         true
     }
 
-    /// Requests the KV of the reserved blocks `rest` from the prefill peer, or computes it here if it is less than a
-    /// block.
+    /// Requests the KV of the reserved blocks `rest` from the prefill peer, or computes it here if
+    /// it is less than a block.
     pub(super) fn reserve_rest(
         &mut self,
         id: SequenceId,
@@ -286,7 +286,8 @@ impl Scheduler {
         }
     }
 
-    /// Returns the sequence that may try to join the batch now. While the batch drains, this is a preempted sequence.
+    /// Returns the sequence that may try to join the batch now. While the batch drains, this is a
+    /// preempted sequence.
     fn next_compute(&self) -> Option<SequenceId> {
         match self.is_admitting {
             true => self.sequences.waiting().next_compute(),
@@ -294,8 +295,8 @@ impl Scheduler {
         }
     }
 
-    /// Moves the next sequence of the queue into the batch if a slot and blocks are free. Sequences before it may begin
-    /// to wait for a load.
+    /// Moves the next sequence of the queue into the batch if a slot and blocks are free. Sequences
+    /// before it may begin to wait for a load.
     pub(super) fn admit_compute(&mut self, actions: &mut Vec<Action>) -> Option<SequenceId> {
         loop {
             let id = self.next_compute()?;
@@ -361,8 +362,8 @@ impl Scheduler {
         self.slots.free_count() - self.sequences.claims()
     }
 
-    /// Returns the available blocks that a running row needs, and those that a waiting sequence needs; 0 when none waits
-    /// for blocks.
+    /// Returns the available blocks that a running row needs, and those that a waiting sequence
+    /// needs; 0 when none waits for blocks.
     pub(super) fn awaited_blocks(&self) -> [u32; 2] {
         let waits = |id| {
             self.sequences.get(id).is_some_and(|it| matches!(it.phase(), SequencePhase::Waiting))
@@ -373,8 +374,8 @@ impl Scheduler {
         [row_lacks, lacking.map_or(0, |(_, needed)| needed)]
     }
 
-    /// Returns the blocks to leave for the batch: one for each row, so that a new row is not preempted in the
-    /// next step. 0 when the batch is empty.
+    /// Returns the blocks to leave for the batch: one for each row, so that a new row is not
+    /// preempted in the next step. 0 when the batch is empty.
     pub(super) fn headroom(&self) -> u32 {
         let (running, ready) = (self.sequences.running(), self.sequences.ready());
         (running.len() + ready.len()) as u32 + self.sequences.loading_count()

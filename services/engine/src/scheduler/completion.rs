@@ -10,8 +10,8 @@ use crate::{
 };
 
 impl Scheduler {
-    /// Applies the result of the oldest step in flight. Panics if the result belongs to another step:
-    /// executors return results in order.
+    /// Applies the result of the oldest step in flight. Panics if the result belongs to another
+    /// step: executors return results in order.
     pub fn complete(&mut self, result: StepResult, actions: &mut Vec<Action>) {
         let frame = self.frames.collect().expect("a result belongs to a step in flight");
         assert_eq!(frame.step_id, result.step_id, "results come in the order of their steps");
@@ -110,8 +110,8 @@ impl Scheduler {
         }
     }
 
-    /// Emits [`Action::KvWritten`] for a sender's full blocks as they complete, and for the partial last
-    /// block once the `whole` prompt is computed.
+    /// Emits [`Action::KvWritten`] for a sender's full blocks as they complete, and for the partial
+    /// last block once the `whole` prompt is computed.
     fn hand_over_written(&mut self, id: SequenceId, whole: bool, actions: &mut Vec<Action>) {
         let SequencePhase::Running(row) = self.sequences[id].phase() else { return };
         let written = if whole { row.blocks.len() } else { row.computed / BLOCK_TOKENS };

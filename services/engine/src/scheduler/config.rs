@@ -14,28 +14,30 @@ pub struct SchedulerConfig {
     pub step_tokens: u32,
     /// Upper bound on the tokens of one row in one step.
     pub chunk_tokens: u32,
-    /// Tokens of the last part into which a long prompt is split, if its KV is sent to another node. The KV of the last
-    /// part is sent after the step that computes it. `None`: prompts are not split.
+    /// Tokens of the last part into which a long prompt is split, if its KV is sent to another
+    /// node. The KV of the last part is sent after the step that computes it. `None`: prompts are
+    /// not split.
     pub tail_tokens: Option<u32>,
-    /// Whether the launch of the next decode step waits for KV that a prefill peer is about to send, until shortly
-    /// before the device would be idle. Off if the time of a launch is unknown.
+    /// Whether the launch of the next decode step waits for KV that a prefill peer is about to
+    /// send, until shortly before the device would be idle. Off if the time of a launch is unknown.
     pub waits_for_kv: bool,
     /// Bound on steps that decode; `None`: prefill may take the rest of a step with decode rows.
     pub itl: Option<ItlLimit>,
     /// Whether the prefix cache is on.
     pub prefix_cache: bool,
-    /// Whether rows verify draft tokens only where the measured times of steps show that this pays off. Off
-    /// in tests that must not depend on the speed of a machine.
+    /// Whether rows verify draft tokens only where the measured times of steps show that this pays
+    /// off. Off in tests that must not depend on the speed of a machine.
     pub measures_drafts: bool,
     /// Maximum sequences that wait for blocks or a slot; further sequences are rejected as `Busy`.
     pub waiting_max: u32,
     /// Transfers known at once, from `Arrived` to the end of their last write or read.
     pub transfers_max: u32,
-    /// Time a `Receive` may wait for blocks before it fails as `Busy`. Short, because another node may have
-    /// free blocks and the client waits.
+    /// Time a `Receive` may wait for blocks before it fails as `Busy`. Short, because another node
+    /// may have free blocks and the client waits.
     pub reserve_timeout: Duration,
-    /// Time a `Send` may wait for the receiver's reservation: the lease. With a grammar the time is longer by
-    /// [`COMPILE_TIMEOUT`](crate::constraint::COMPILE_TIMEOUT), because the receiver compiles the grammar first.
+    /// Time a `Send` may wait for the receiver's reservation: the lease. With a grammar the time is
+    /// longer by [`COMPILE_TIMEOUT`](crate::constraint::COMPILE_TIMEOUT), because the receiver
+    /// compiles the grammar first.
     pub ready_timeout: Duration,
 }
 
@@ -92,7 +94,8 @@ impl SchedulerConfig {
     }
 }
 
-/// Bound on the time of a step that decodes, and the measured times from which a step's time is estimated.
+/// Bound on the time of a step that decodes, and the measured times from which a step's time is
+/// estimated.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ItlLimit {
     /// Maximum time of a step with decode rows.
@@ -108,16 +111,17 @@ pub struct ItlLimit {
 }
 
 impl ItlLimit {
-    /// Returns the prefill budget of a step with decode rows, in tokens at the start of a prompt. The decode rows take
-    /// `decode_extra` longer than one row. The budget is at least one block, so that prefill never starves.
+    /// Returns the prefill budget of a step with decode rows, in tokens at the start of a prompt.
+    /// The decode rows take `decode_extra` longer than one row. The budget is at least one block,
+    /// so that prefill never starves.
     pub(crate) fn prefill_tokens(&self, decode_extra: Duration) -> u32 {
         let left = self.max.saturating_sub(self.prefill + decode_extra);
         let tokens = left.as_nanos() / self.token.as_nanos().max(1);
         u32::try_from(tokens).unwrap_or(u32::MAX).max(BLOCK_TOKENS as u32)
     }
 
-    /// Returns the expected time of a step with one decode row and this much prefill, in tokens at the start of a
-    /// prompt.
+    /// Returns the expected time of a step with one decode row and this much prefill, in tokens at
+    /// the start of a prompt.
     pub(super) fn step_time(&self, prefill_tokens: u32) -> Duration {
         match prefill_tokens {
             0 => self.decode,
@@ -125,13 +129,15 @@ impl ItlLimit {
         }
     }
 
-    /// Returns the number of tokens from `position` on that take no longer than `tokens` at the start of a prompt.
+    /// Returns the number of tokens from `position` on that take no longer than `tokens` at the
+    /// start of a prompt.
     pub(super) fn tokens_at(&self, position: usize, tokens: u32) -> u32 {
         let doubling = u64::from(self.doubling_tokens);
         (u64::from(tokens) * doubling / (doubling + position as u64).max(1)) as u32
     }
 
-    /// Returns the number of tokens at the start of a prompt that take as long as `count` tokens from `position` on.
+    /// Returns the number of tokens at the start of a prompt that take as long as `count` tokens
+    /// from `position` on.
     pub(super) fn cost_at(&self, position: usize, count: u32) -> u32 {
         let doubling = u64::from(self.doubling_tokens.max(1));
         let cost = u64::from(count) * (doubling + position as u64) / doubling;

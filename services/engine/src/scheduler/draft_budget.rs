@@ -1,21 +1,23 @@
 //! Draft tokens that the rows of a step may verify.
 //!
-//! Each row has a budget that follows its acceptance rate. A step gets draft tokens if they are expected to raise
-//! the throughput. The scheduler measures the mean time of decode steps for each number of rows and draft tokens,
-//! and compares it with the mean time without draft tokens. Small steps are bound by memory bandwidth, so draft
-//! tokens cost little. Large steps are bound by arithmetic, so they get none.
+//! Each row has a budget that follows its acceptance rate. A step gets draft tokens if they are
+//! expected to raise the throughput. The scheduler measures the mean time of decode steps for each
+//! number of rows and draft tokens, and compares it with the mean time without draft tokens. Small
+//! steps are bound by memory bandwidth, so draft tokens cost little. Large steps are bound by
+//! arithmetic, so they get none.
 
 use std::time::Duration;
 
 use crate::plan::RowPlan;
 
-/// Number of steps between two probes. A probe verifies one draft token per row although draft tokens do not pay off,
-/// to detect when the text becomes repetitive.
+/// Number of steps between two probes. A probe verifies one draft token per row although draft
+/// tokens do not pay off, to detect when the text becomes repetitive.
 const PROBE_STEPS: u64 = 64;
 /// Weight of the newest step in a mean time.
 const NEWEST: f32 = 0.125;
-/// Number of decode steps after which a mean time expires and is measured again. The times change with the context, and
-/// steps with draft tokens may not occur while steps without them are faster, or the reverse.
+/// Number of decode steps after which a mean time expires and is measured again. The times change
+/// with the context, and steps with draft tokens may not occur while steps without them are faster,
+/// or the reverse.
 const EXPIRY_STEPS: u64 = 1024;
 /// Number of size classes: powers of two from 1 to 65,536.
 const SIZES: usize = 17;
@@ -23,8 +25,8 @@ const SIZES: usize = 17;
 /// Mean time of decode steps, by rows and draft tokens per row.
 #[derive(Debug)]
 pub(super) struct DraftTimes {
-    /// First index: size class of the rows. Second index: 0 without draft tokens, otherwise their size class
-    /// plus 1.
+    /// First index: size class of the rows. Second index: 0 without draft tokens, otherwise their
+    /// size class plus 1.
     means: [[MeanTime; SIZES + 1]; SIZES],
     /// Decode steps measured so far.
     steps: u64,
@@ -42,8 +44,8 @@ struct MeanTime {
 /// Draft budget of one row.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct RowDrafts {
-    /// Maximum draft tokens of the next step. After a step with draft tokens: twice the granted number if all were
-    /// accepted, otherwise the accepted number plus 1.
+    /// Maximum draft tokens of the next step. After a step with draft tokens: twice the granted
+    /// number if all were accepted, otherwise the accepted number plus 1.
     pub(super) most: u32,
     /// Mean number of draft tokens accepted in a step.
     accepted: f32,
@@ -73,7 +75,8 @@ impl RowDrafts {
     }
 }
 
-/// Returns the size class of `count`: the exponent of the smallest power of two that is at least `count`.
+/// Returns the size class of `count`: the exponent of the smallest power of two that is at least
+/// `count`.
 fn size(count: u32) -> usize {
     (count.max(1).next_power_of_two().trailing_zeros() as usize).min(SIZES - 1)
 }
@@ -108,9 +111,10 @@ impl DraftTimes {
         }
     }
 
-    /// Returns whether a step of `rows` rows with up to `drafts` draft tokens each pays off, if `expected`
-    /// draft tokens are accepted. Returns false until a step without draft tokens is measured. Returns true
-    /// for a step with draft tokens that is not measured yet, so that it is measured.
+    /// Returns whether a step of `rows` rows with up to `drafts` draft tokens each pays off, if
+    /// `expected` draft tokens are accepted. Returns false until a step without draft tokens is
+    /// measured. Returns true for a step with draft tokens that is not measured yet, so that it is
+    /// measured.
     pub(super) fn pays_off(&self, rows: usize, drafts: u32, expected: f32) -> bool {
         let (plain, verifying) = (self.of(rows, 0), self.of(rows, drafts));
         let rows = rows as f32;

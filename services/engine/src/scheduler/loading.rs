@@ -20,7 +20,8 @@ use crate::{
 };
 
 impl Scheduler {
-    /// Turns the tiers on. Without them the scheduler emits no [`Action::Save`] and no [`Action::Load`].
+    /// Turns the tiers on. Without them the scheduler emits no [`Action::Save`] and no
+    /// [`Action::Load`].
     pub fn with_tiers(mut self, config: TierConfig, now: Instant) -> Self {
         self.tiers = Some(TierStores::new(config, self.config.limits.blocks, now));
         self.sessions = config.sessions.then(SequenceSessions::default);
@@ -50,8 +51,8 @@ impl Scheduler {
         }
     }
 
-    /// Counts and offers blocks of admitted prompts and written blocks, and starts queued saves, as many as may be in
-    /// flight. Call it after each step.
+    /// Counts and offers blocks of admitted prompts and written blocks, and starts queued saves, as
+    /// many as may be in flight. Call it after each step.
     pub fn start_saves(&mut self, now: Instant, actions: &mut Vec<Action>) {
         if let Some(tiers) = &mut self.tiers {
             tiers.set_now(now);
@@ -69,7 +70,8 @@ impl Scheduler {
         let resident = |kv: &KvBlocks, key| {
             let (block, contents) = kv.cache.get(key).ok_or(NoSource::Evicted)?;
             let is_cached = kv.pool.state(block) == BlockState::Cached;
-            // Start no further copies while a sequence waits for blocks that the copies in flight will release.
+            // Start no further copies while a sequence waits for blocks that the copies in flight
+            // will release.
             let copies_keep =
                 |needed: u32| needed >= kv.pool.available() && needed <= kv.pool.evictable();
             let waits = awaited.into_iter().any(copies_keep);
@@ -83,8 +85,8 @@ impl Scheduler {
         }
     }
 
-    /// Records that a sequence waits until `needed` blocks are available. If saves keep such blocks, cancels those whose
-    /// copies have not begun.
+    /// Records that a sequence waits until `needed` blocks are available. If saves keep such
+    /// blocks, cancels those whose copies have not begun.
     pub(super) fn lacks_blocks(&mut self, id: SequenceId, needed: u32, actions: &mut Vec<Action>) {
         self.lacking = Some((id, needed));
         self.cancel_awaited_saves(needed, actions);
@@ -128,8 +130,9 @@ impl Scheduler {
         }
     }
 
-    /// Extends a sequence's held prefix with blocks of the tiers, if loading them is faster than computing. Then returns
-    /// `None`, and the sequence waits in phase `Loading` for at most `most`. Otherwise returns the prefix.
+    /// Extends a sequence's held prefix with blocks of the tiers, if loading them is faster than
+    /// computing. Then returns `None`, and the sequence waits in phase `Loading` for at most
+    /// `most`. Otherwise returns the prefix.
     pub(super) fn load_prefix(
         &mut self,
         id: SequenceId,
@@ -196,7 +199,8 @@ impl Scheduler {
         self.sequences.set_phase(id, SequencePhase::Ready(table));
     }
 
-    /// Handles the time-out of a load: returns the sequence to its queue, and lets it load nothing any more.
+    /// Handles the time-out of a load: returns the sequence to its queue, and lets it load nothing
+    /// any more.
     pub(super) fn give_up_load(&mut self, now: Instant, id: SequenceId) {
         self.leave_load(id);
         let sequence = self.sequences.known_mut(id);
@@ -216,8 +220,8 @@ impl Scheduler {
         self.sequences.clear_alarm(id);
     }
 
-    /// Keeps the queue place and the KV of a finished turn for the next turn of its session. Call it before the
-    /// sequence releases its blocks.
+    /// Keeps the queue place and the KV of a finished turn for the next turn of its session. Call
+    /// it before the sequence releases its blocks.
     pub(super) fn end_turn(&mut self, id: SequenceId) {
         let (Some(sessions), Some(tiers)) = (&mut self.sessions, &self.tiers) else { return };
         let sequence = self.sequences.known_mut(id);
@@ -244,8 +248,8 @@ impl Scheduler {
         }
     }
 
-    /// Lets the tiers offer the blocks of a preempted sequence after the launch of the step, because the sequence will
-    /// return.
+    /// Lets the tiers offer the blocks of a preempted sequence after the launch of the step,
+    /// because the sequence will return.
     pub(super) fn offer_preempted(&mut self, id: SequenceId, published: usize) {
         let Some(tiers) = &mut self.tiers else { return };
         let chain = &self.sequences[id].chain;
@@ -255,8 +259,8 @@ impl Scheduler {
     }
 }
 
-/// Adds block `index` of the sequence, whose KV is written, to the prefix cache and to the written blocks of the tiers. Does
-/// nothing if the KV depends on earlier weights.
+/// Adds block `index` of the sequence, whose KV is written, to the prefix cache and to the written
+/// blocks of the tiers. Does nothing if the KV depends on earlier weights.
 pub(super) fn publish(
     kv: &mut KvBlocks,
     tiers: &mut Option<TierStores>,

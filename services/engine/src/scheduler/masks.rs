@@ -1,4 +1,5 @@
-//! Requests the bitmask that follows each accepted token, and supplies the launched step with bitmasks.
+//! Requests the bitmask that follows each accepted token, and supplies the launched step with
+//! bitmasks.
 
 use std::sync::Arc;
 
@@ -47,7 +48,8 @@ impl MaskRequests {
         self.awaited = (!rows.is_empty()).then_some((step_id, rows));
     }
 
-    /// Requests the next bitmask of a sequence that has accepted a token. The batch has `rows` rows.
+    /// Requests the next bitmask of a sequence that has accepted a token. The batch has `rows`
+    /// rows.
     fn request(
         &mut self,
         id: SequenceId,
@@ -62,7 +64,8 @@ impl MaskRequests {
         let Some(constraint) = &mut sequence.constraint else { return };
         let drafting = || {
             let rules = limits.speculation?;
-            // The number of draft tokens that a step can grant the row. Further bitmasks would not be used.
+            // The number of draft tokens that a step can grant the row. Further bitmasks would not
+            // be used.
             let share = (rules.step_tokens / rows).saturating_sub(1).min(rules.row_drafts);
             let most = limits.row_drafts(rows, share);
             (most > 0).then(|| Drafting {
@@ -80,8 +83,8 @@ impl MaskRequests {
 }
 
 impl Scheduler {
-    /// Takes the bitmasks to compute, at most one for each sequence. The caller passes each result to
-    /// [`handle_mask`](Self::handle_mask).
+    /// Takes the bitmasks to compute, at most one for each sequence. The caller passes each result
+    /// to [`handle_mask`](Self::handle_mask).
     pub fn take_mask_jobs(&mut self) -> Vec<MaskJob> {
         std::mem::take(&mut self.masks.jobs)
     }
@@ -96,8 +99,9 @@ impl Scheduler {
         }
     }
 
-    /// Returns the bitmasks of the last launched step once all of them are computed. `are_due` says that the forward
-    /// pass has finished: then returns the computed bitmasks, and withdraws the samples of the other rows.
+    /// Returns the bitmasks of the last launched step once all of them are computed. `are_due` says
+    /// that the forward pass has finished: then returns the computed bitmasks, and withdraws the
+    /// samples of the other rows.
     pub fn supply(&mut self, are_due: bool) -> Option<(StepId, Vec<RowMask>)> {
         let (_, awaited) = self.masks.awaited.as_ref()?;
         let is_missing = |row: &AwaitedMask| self.is_running(row) && self.supplied(row).is_none();
@@ -135,14 +139,16 @@ impl Scheduler {
         self.slots.is_current(row.slot, row.generation)
     }
 
-    /// Returns the row's constraint if the row's bitmask is computed and the token before it is known.
+    /// Returns the row's constraint if the row's bitmask is computed and the token before it is
+    /// known.
     fn supplied(&self, row: &AwaitedMask) -> Option<&ActiveConstraint> {
         let sequence = self.sequences.get(row.id).filter(|_| self.is_running(row))?;
         let is_next = sequence.tokens.len() == row.length;
         sequence.constraint.as_ref().filter(|constraint| is_next && constraint.allowed().is_some())
     }
 
-    /// Withdraws the samples of a row whose bitmask is late. A later step computes the row's last token again.
+    /// Withdraws the samples of a row whose bitmask is late. A later step computes the row's last
+    /// token again.
     fn withdraw(&mut self, awaited: &AwaitedMask) {
         let row = self.sequences.row_mut(awaited.id);
         row.launched -= 1 + awaited.drafts.len();

@@ -7,8 +7,8 @@ use crate::frames::Frame;
 
 #[derive(Debug, Default)]
 pub(super) struct MeasuredSteps {
-    /// Exponentially weighted mean of the time by which steps with decode rows exceed [`ItlLimit::step_time`]; `None`
-    /// after a step without decode rows.
+    /// Exponentially weighted mean of the time by which steps with decode rows exceed
+    /// [`ItlLimit::step_time`]; `None` after a step without decode rows.
     extra: Option<Duration>,
     drafts: DraftTimes,
 }
@@ -32,8 +32,8 @@ impl MeasuredSteps {
         self.extra.unwrap_or_default()
     }
 
-    /// Returns whether a step pays off if its `rows` rows verify up to `drafts` draft tokens each, of which `expected`
-    /// are accepted in all.
+    /// Returns whether a step pays off if its `rows` rows verify up to `drafts` draft tokens each,
+    /// of which `expected` are accepted in all.
     pub(super) fn drafts_pay_off(&self, rows: usize, drafts: u32, expected: f32) -> bool {
         self.drafts.pays_off(rows, drafts, expected)
     }

@@ -16,8 +16,8 @@ use crate::{
     step_record::StepWork,
 };
 
-/// Minimum prefill of a bounded step, in tokens at the start of a prompt. A step admits a prompt only if this
-/// much prefill is left.
+/// Minimum prefill of a bounded step, in tokens at the start of a prompt. A step admits a prompt
+/// only if this much prefill is left.
 const PREFILL_MIN: u32 = BLOCK_TOKENS as u32;
 
 /// A plan under construction.
@@ -58,8 +58,8 @@ enum Growth {
 }
 
 impl Scheduler {
-    /// Returns the next step, or `None` if `depth` steps are in flight, the last step awaits its token bitmasks,
-    /// or no row can advance. The caller launches every plan, in order.
+    /// Returns the next step, or `None` if `depth` steps are in flight, the last step awaits its
+    /// token bitmasks, or no row can advance. The caller launches every plan, in order.
     pub fn plan(&mut self, actions: &mut Vec<Action>) -> Option<StepPlan> {
         if self.frames.len() >= self.config.limits.depth as usize || self.masks.are_awaited() {
             return None;
@@ -106,7 +106,8 @@ impl Scheduler {
         self.row_lacks = 0;
         let mut index = 0;
         while let Some(&(_, id)) = self.sequences.running().get(index) {
-            // Reserves one token for each younger row, so that a long prompt does not delay decode rows.
+            // Reserves one token for each younger row, so that a long prompt does not delay decode
+            // rows.
             let younger = (self.sequences.running().len() - index - 1) as u32;
             let share = builder.budget - younger;
             let is_last = younger == 0 && index == 0 && self.sequences.waiting().is_empty();
@@ -134,8 +135,8 @@ impl Scheduler {
                 index += 1;
                 continue;
             }
-            // Admission allocates the blocks of all given tokens, so only a decode row grows. Its token takes no
-            // prefill budget.
+            // Admission allocates the blocks of all given tokens, so only a decode row grows. Its
+            // token takes no prefill budget.
             debug_assert!(count == 1 && sequence.decodes());
             match self.grow(index, id, missing, builder, actions) {
                 Growth::Done => {
@@ -171,7 +172,8 @@ impl Scheduler {
         }
     }
 
-    /// Returns whether the step contains a split prompt. Then no other prompt may join: it would delay the first token.
+    /// Returns whether the step contains a split prompt. Then no other prompt may join: it would
+    /// delay the first token.
     fn ends_split_prompt(&self, builder: &PlanBuilder) -> bool {
         builder.sequences.iter().any(|&id| self.sequences[id].row().is_split)
     }
@@ -180,7 +182,8 @@ impl Scheduler {
     fn prefill_left(&self, builder: &mut PlanBuilder) -> u32 {
         let Some(itl) = &self.config.itl else { return u32::MAX };
         let budget = builder.prefill.get_or_insert_with(|| {
-            // A reserved sequence counts as decoding: its KV usually arrives during this step or the next.
+            // A reserved sequence counts as decoding: its KV usually arrives during this step or
+            // the next.
             let any = |is: fn(&Sequence) -> bool| {
                 self.sequences.running().iter().any(|&(_, id)| is(&self.sequences[id]))
             };
@@ -198,8 +201,8 @@ impl Scheduler {
         }
     }
 
-    /// Returns how many of the `count` prompt tokens from `position` on fit into the step's prefill budget.
-    /// Subtracts their cost from the budget.
+    /// Returns how many of the `count` prompt tokens from `position` on fit into the step's prefill
+    /// budget. Subtracts their cost from the budget.
     fn bound_prefill(&self, position: usize, count: u32, builder: &mut PlanBuilder) -> u32 {
         let left_before = self.prefill_left(builder);
         let (Some(itl), Some(PrefillBudget::Limited { left, spent })) =
@@ -208,7 +211,8 @@ impl Scheduler {
             return count;
         };
         let most = itl.tokens_at(position, left_before);
-        // Late in a long prompt a single token may cost more than the budget. The prompt must advance nevertheless.
+        // Late in a long prompt a single token may cost more than the budget. The prompt must
+        // advance nevertheless.
         let most = if left_before >= PREFILL_MIN { most.max(1) } else { most };
         let count = count.min(most);
         let cost = itl.cost_at(position, count);
@@ -259,17 +263,18 @@ impl Scheduler {
             return;
         }
         let slot = row.slot;
-        // A row at a block boundary may get blocks for its token, and then further blocks for its draft tokens.
+        // A row at a block boundary may get blocks for its token, and then further blocks for its
+        // draft tokens.
         match builder.plan.extended.iter_mut().find(|(extended, _)| *extended == slot) {
             Some((_, added)) => added.extend(blocks),
             None => builder.plan.extended.push((slot, blocks)),
         }
     }
 
-    /// Returns the sequence to preempt so that the row at `index` gets blocks: the youngest row from `index` on.
-    /// Returns the row at `index` itself only if an older row that is not a sender is running. A sender is never
-    /// preempted: it has all its blocks and finishes without more. The blocks that it transfers stay held, so a
-    /// preempted sender might never get blocks again.
+    /// Returns the sequence to preempt so that the row at `index` gets blocks: the youngest row
+    /// from `index` on. Returns the row at `index` itself only if an older row that is not a sender
+    /// is running. A sender is never preempted: it has all its blocks and finishes without more.
+    /// The blocks that it transfers stay held, so a preempted sender might never get blocks again.
     fn victim(&self, index: usize) -> Option<SequenceId> {
         let displaceable =
             |&&(_, id): &&(Arrival, SequenceId)| self.sequences[id].kind != SequenceKind::Send;
@@ -285,9 +290,10 @@ impl Scheduler {
         advance(sequence, id, step_id, count, builder);
     }
 
-    /// Grants draft tokens to the rows of a decode step, oldest row first, if they pay off. Draft tokens use only
-    /// the rest of the step's budget and free blocks, so no row waits or is preempted for them. All granted draft
-    /// tokens count as launched until the result tells how many were accepted.
+    /// Grants draft tokens to the rows of a decode step, oldest row first, if they pay off. Draft
+    /// tokens use only the rest of the step's budget and free blocks, so no row waits or is
+    /// preempted for them. All granted draft tokens count as launched until the result tells how
+    /// many were accepted.
     fn speculate(&mut self, builder: &mut PlanBuilder) {
         let Some(Speculation { row_drafts, step_tokens, .. }) = self.config.limits.speculation
         else {
@@ -359,8 +365,8 @@ impl Scheduler {
         builder.plan.drafts.push((sequence.row().slot, drafts));
     }
 
-    /// Returns how many of `count` further positions fit into the row's blocks. Adds missing blocks if every
-    /// row of the batch could still get one more block.
+    /// Returns how many of `count` further positions fit into the row's blocks. Adds missing blocks
+    /// if every row of the batch could still get one more block.
     fn cover(&mut self, id: SequenceId, count: usize, builder: &mut PlanBuilder) -> u32 {
         let headroom = self.headroom();
         let row = self.sequences[id].row();
@@ -375,8 +381,8 @@ impl Scheduler {
         count.min(row.blocks.len() * BLOCK_TOKENS - row.launched) as u32
     }
 
-    /// Preempts a sequence: it loses its slot and blocks, and returns to its place in the queue. The results
-    /// of its steps in flight are dropped. Recomputation gives the same tokens.
+    /// Preempts a sequence: it loses its slot and blocks, and returns to its place in the queue.
+    /// The results of its steps in flight are dropped. Recomputation gives the same tokens.
     pub(super) fn preempt(&mut self, id: SequenceId) {
         let has_old_kv = std::mem::take(&mut self.sequences.known_mut(id).has_old_kv);
         let running = self.sequences.set_phase(id, SequencePhase::Waiting);
@@ -396,10 +402,11 @@ pub(super) fn attention_pairs(computed: u64, tokens: u64) -> u64 {
     tokens * computed + tokens * (tokens + 1) / 2
 }
 
-/// Returns how many of the last `count` tokens of a sender's prompt the step computes. A long last part is split, so
-/// that most of its KV is sent while the rest is computed. A part of at most twice `tail_tokens` is not split: the
-/// additional step would cost as much time as the transfer saves. A prompt that shares its steps is not split either,
-/// because its first part would not end sooner.
+/// Returns how many of the last `count` tokens of a sender's prompt the step computes. A long last
+/// part is split, so that most of its KV is sent while the rest is computed. A part of at most
+/// twice `tail_tokens` is not split: the additional step would cost as much time as the transfer
+/// saves. A prompt that shares its steps is not split either, because its first part would not end
+/// sooner.
 fn split_last_part(sequence: &mut Sequence, count: u32, tail_tokens: Option<u32>) -> u32 {
     let ends = sequence.kind == SequenceKind::Send && count == sequence.pending();
     let tail = tail_tokens.filter(|&tail| ends && count > tail.saturating_mul(2));

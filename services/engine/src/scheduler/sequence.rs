@@ -17,21 +17,25 @@ use crate::{
     tiers::JobId,
 };
 
-/// Order of arrival; a preempted sequence keeps its place, and a turn may have the place of its session.
+/// Order of arrival; a preempted sequence keeps its place, and a turn may have the place of its
+/// session.
 pub(super) type Arrival = u64;
 
-/// State of a sequence. The fields that every step reads come first and share cache lines: with hundreds of
-/// rows, a step mostly waits for memory.
+/// State of a sequence. The fields that every step reads come first and share cache lines: with
+/// hundreds of rows, a step mostly waits for memory.
 #[derive(Debug)]
 #[repr(C)]
 pub(super) struct Sequence {
     phase: SequencePhase,
-    /// Kind of the sequence. A `Receive` becomes a `Compute` when its KV has arrived, or when it needs no transfer.
+    /// Kind of the sequence. A `Receive` becomes a `Compute` when its KV has arrived, or when it
+    /// needs no transfer.
     pub(super) kind: SequenceKind,
     pub(super) ignore_stop_tokens: bool,
-    /// Whether the sequence may wait for a load from the KV tiers; false after such a load took too long.
+    /// Whether the sequence may wait for a load from the KV tiers; false after such a load took too
+    /// long.
     pub(super) may_load: bool,
-    /// Whether some of the row's KV was computed with earlier weights. No other sequence may use this KV.
+    /// Whether some of the row's KV was computed with earlier weights. No other sequence may use
+    /// this KV.
     pub(super) has_old_kv: bool,
     /// Whether the prompt began with a prefix cache hit when the sequence was first admitted.
     pub(super) continues: bool,
@@ -41,7 +45,8 @@ pub(super) struct Sequence {
     pub(super) length_max: usize,
     /// Grammar; it has consumed the output in `tokens`.
     pub(super) constraint: Option<ActiveConstraint>,
-    /// Every token known to the host. Tokens that the device has sampled since are unknown and have no entry.
+    /// Every token known to the host. Tokens that the device has sampled since are unknown and have
+    /// no entry.
     pub(super) tokens: Vec<u32>,
     pub(super) prompt_len: usize,
     /// Tokens at arrival.
@@ -50,15 +55,18 @@ pub(super) struct Sequence {
     /// Number of leading full blocks that the KV tiers count or have counted for this sequence.
     pub(super) counted_blocks: usize,
     pub(super) sampling: Sampling,
-    /// With [`Sampling::prompt_logprobs`]: those computed so far, of the prompt tokens from the second on.
+    /// With [`Sampling::prompt_logprobs`]: those computed so far, of the prompt tokens from the
+    /// second on.
     pub(super) prompt_logprobs: Vec<TokenLogprobs>,
-    /// Place in the queue: the order of arrival of the sequence, or of the session that it continues.
+    /// Place in the queue: the order of arrival of the sequence, or of the session that it
+    /// continues.
     pub(super) arrival: Arrival,
     pub(super) deadline: Instant,
     /// Deadline of the sequence, or the earlier deadline of its current wait.
     pub(super) alarm: Instant,
     pub(super) session: SessionHint,
-    /// The turn of its session; `None` when sessions are not followed, and after the end of the turn.
+    /// The turn of its session; `None` when sessions are not followed, and after the end of the
+    /// turn.
     pub(super) turn: Option<SequenceTurn>,
 }
 
@@ -72,8 +80,8 @@ pub(super) enum SequencePhase {
     Reserved {
         prefix: Vec<BlockId>,
     },
-    /// Holds its cached prefix and has a claim to a slot; a load from the KV tiers owns the other blocks and writes
-    /// `count` of them.
+    /// Holds its cached prefix and has a claim to a slot; a load from the KV tiers owns the other
+    /// blocks and writes `count` of them.
     Loading {
         prefix: Vec<BlockId>,
         count: usize,
@@ -111,8 +119,8 @@ pub(super) struct Row {
     pub(super) announced: bool,
     /// Whether the last sample was withdrawn because its token bitmask was late.
     pub(super) was_late: bool,
-    /// Number of further results for which the row reduces the prefill of steps, because it waited for the steps in
-    /// flight when its KV arrived.
+    /// Number of further results for which the row reduces the prefill of steps, because it waited
+    /// for the steps in flight when its KV arrived.
     pub(super) catch_up: u32,
     /// Whether the last part of the prompt runs in a separate step.
     pub(super) is_split: bool,
@@ -195,8 +203,9 @@ impl Sequence {
         self.cached_tokens.is_some()
     }
 
-    /// Returns the tokens whose KV may be found in the prefix cache: none before the log-probabilities of the prompt are
-    /// computed, which need a forward pass of every prompt token.
+    /// Returns the tokens whose KV may be found in the prefix cache: none before the
+    /// log-probabilities of the prompt are computed, which need a forward pass of every prompt
+    /// token.
     pub(super) fn cacheable_tokens(&self) -> &[u32] {
         if self.sampling.prompt_logprobs.is_some() { &[] } else { &self.tokens }
     }
@@ -206,15 +215,15 @@ impl Sequence {
         self.sampling.prompt_logprobs.is_some() && self.row().launched + 1 < self.prompt_len
     }
 
-    /// Adds the log-probabilities of prompt tokens after the tokens from position `first` on. Skips those that were
-    /// computed before a preemption.
+    /// Adds the log-probabilities of prompt tokens after the tokens from position `first` on. Skips
+    /// those that were computed before a preemption.
     pub(super) fn add_prompt_logprobs(&mut self, first: usize, mut computed: Vec<TokenLogprobs>) {
         let known = self.prompt_logprobs.len().saturating_sub(first).min(computed.len());
         self.prompt_logprobs.extend(computed.drain(known..));
     }
 
-    /// Takes the log-probabilities of the prompt when the first token is sampled; `None` for a sequence without them, and
-    /// for later tokens.
+    /// Takes the log-probabilities of the prompt when the first token is sampled; `None` for a
+    /// sequence without them, and for later tokens.
     pub(super) fn take_prompt_logprobs(&mut self) -> Option<Vec<TokenLogprobs>> {
         self.sampling.prompt_logprobs.take()?;
         Some(std::mem::take(&mut self.prompt_logprobs))
@@ -229,7 +238,8 @@ impl Sequence {
         &self.phase
     }
 
-    /// Replaces the phase. Only [`Sequences::set_phase`](super::sequences::Sequences::set_phase) calls it.
+    /// Replaces the phase. Only [`Sequences::set_phase`](super::sequences::Sequences::set_phase)
+    /// calls it.
     pub(super) fn replace_phase(&mut self, phase: SequencePhase) -> SequencePhase {
         std::mem::replace(&mut self.phase, phase)
     }
@@ -259,8 +269,8 @@ impl Sequence {
     pub(super) fn pending(&self) -> u32 {
         let row = self.row();
         if let Some(constraint) = &self.constraint {
-            // A bitmask depends on the token before it, so at most one token may be unknown. A row whose bitmask
-            // was late waits for the bitmask.
+            // A bitmask depends on the token before it, so at most one token may be unknown. A row
+            // whose bitmask was late waits for the bitmask.
             let is_known = constraint.allowed().is_some();
             if self.unknown() > 1 || (row.was_late && !is_known) {
                 return 0;
@@ -270,13 +280,14 @@ impl Sequence {
         if row.length >= self.length_here() { 0 } else { (row.length - row.launched) as u32 }
     }
 
-    /// Returns how many tokens of the row are not known to the host, if every draft token is accepted.
+    /// Returns how many tokens of the row are not known to the host, if every draft token is
+    /// accepted.
     pub(super) fn unknown(&self) -> usize {
         self.row().length - self.tokens.len()
     }
 
-    /// Returns whether the sequence decodes on this node: the device has sampled its first token, or samples the
-    /// token in a step in flight.
+    /// Returns whether the sequence decodes on this node: the device has sampled its first token,
+    /// or samples the token in a step in flight.
     pub(super) fn decodes(&self) -> bool {
         self.kind != SequenceKind::Send && self.row().length > self.given_len
     }
@@ -299,7 +310,8 @@ impl Sequence {
         self.chain.extend(&self.tokens);
     }
 
-    /// Appends the tokens of a step up to the token that ends the request, and truncates `tokens` there.
+    /// Appends the tokens of a step up to the token that ends the request, and truncates `tokens`
+    /// there.
     pub(super) fn take_output(
         &mut self,
         tokens: &mut Vec<SampledToken>,
@@ -343,7 +355,8 @@ impl Sequence {
         }
     }
 
-    /// Stores the number of cached tokens at the first admission, which the client sees in the usage.
+    /// Stores the number of cached tokens at the first admission, which the client sees in the
+    /// usage.
     pub(super) fn set_cached(&mut self, blocks: usize) {
         let tokens = (blocks * BLOCK_TOKENS).min(self.prompt_len) as u32;
         self.cached_tokens.get_or_insert(tokens);

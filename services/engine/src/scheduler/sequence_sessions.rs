@@ -1,5 +1,5 @@
-//! The sessions of a scheduler: the KV of a turn stays in memory for as long as the gaps between earlier turns predict a
-//! next turn.
+//! The sessions of a scheduler: the KV of a turn stays in memory for as long as the gaps between
+//! earlier turns predict a next turn.
 
 use std::time::{Duration, Instant};
 
@@ -18,7 +18,8 @@ const ALL_GAPS_MAX: usize = 64;
 /// KV places and gaps of one session.
 #[derive(Clone, Debug, PartialEq)]
 pub(super) struct SessionKv {
-    /// The last three places, the newest first: those of the last 600 s, which is the longest time for which KV is kept.
+    /// The last three places, the newest first: those of the last 600 s, which is the longest time
+    /// for which KV is kept.
     kept_places: [Arrival; 3],
     own: ReturnGaps,
     /// When the last turn ended; `None` before.
@@ -85,7 +86,8 @@ impl SequenceSessions {
         self.sessions.data(&turn.turn).kept_places
     }
 
-    /// Records the end of a turn whose last full block is `last`. Returns the time to keep its KV ([`keep_time`]).
+    /// Records the end of a turn whose last full block is `last`. Returns the time to keep its KV
+    /// ([`keep_time`]).
     pub(super) fn ended(
         &mut self,
         now: Instant,
@@ -108,7 +110,8 @@ impl SequenceSessions {
         })
     }
 
-    /// Records that a turn was removed before its end. Its request may arrive again as the same turn.
+    /// Records that a turn was removed before its end. Its request may arrive again as the same
+    /// turn.
     pub(super) fn put_back(&mut self, turn: SequenceTurn) {
         self.sessions.put_back(turn.turn);
     }

@@ -1,7 +1,8 @@
 //! The sequences of a node by phase.
 //!
-//! [`Sequences`] alone moves a sequence from phase to phase, so that queues, batch, counts and alarms always agree with
-//! the phases. Blocks and slots that a phase owns are the scheduler's: it gets the old phase back and releases them.
+//! [`Sequences`] alone moves a sequence from phase to phase, so that queues, batch, counts and
+//! alarms always agree with the phases. Blocks and slots that a phase owns are the scheduler's: it
+//! gets the old phase back and releases them.
 
 use std::{collections::BTreeSet, ops::Index, time::Instant};
 
@@ -16,7 +17,8 @@ use crate::{
     plan::{Generation, Slot},
 };
 
-/// Sequences in order of arrival. Turns of a session have one arrival, so their ids make the order total.
+/// Sequences in order of arrival. Turns of a session have one arrival, so their ids make the order
+/// total.
 type ByArrival = Vec<(Arrival, SequenceId)>;
 
 #[derive(Debug, Default)]
@@ -110,8 +112,8 @@ impl Sequences {
         Some(sequence)
     }
 
-    /// Moves a sequence to another phase, and returns the old one. A sequence that returns from the batch to the queue
-    /// was preempted and waits for blocks.
+    /// Moves a sequence to another phase, and returns the old one. A sequence that returns from the
+    /// batch to the queue was preempted and waits for blocks.
     pub(super) fn set_phase(&mut self, id: SequenceId, phase: SequencePhase) -> SequencePhase {
         self.leave(id);
         let old = self.known_mut(id).replace_phase(phase);

@@ -1,8 +1,9 @@
 //! Blocks that belong to transfers. A transfer may outlive its sequence.
 //!
-//! An outgoing transfer owns a reference and a pin on every block that was handed over to it. An incoming
-//! transfer owns its reservation. Both end with [`Input::TransferEnded`](crate::event::Input); an incoming
-//! transfer also ends when its KV arrives.
+//! An outgoing transfer owns a reference and a pin on every block that was handed over to it. An
+//! incoming transfer owns its reservation. Both end with
+//! [`Input::TransferEnded`](crate::event::Input); an incoming transfer also ends when its KV
+//! arrives.
 
 use std::collections::BTreeMap;
 
@@ -20,8 +21,8 @@ struct SequenceTransfer {
     is_incoming: bool,
     /// Outgoing: the first prompt block that the receiver wants.
     first_block: u32,
-    /// Incoming: the reserved blocks. Outgoing: the blocks from `first_block` on that were handed over; the list
-    /// only grows, so no block is handed over twice.
+    /// Incoming: the reserved blocks. Outgoing: the blocks from `first_block` on that were handed
+    /// over; the list only grows, so no block is handed over twice.
     blocks: Vec<BlockId>,
     /// Whether the node was told to abort this transfer.
     abort_sent: bool,
@@ -32,7 +33,8 @@ impl SequenceTransfers {
         self.known.len()
     }
 
-    /// Returns whether a transfer has blocks: reserved blocks to receive, or blocks that were handed over to send.
+    /// Returns whether a transfer has blocks: reserved blocks to receive, or blocks that were
+    /// handed over to send.
     pub(super) fn have_blocks(&self) -> bool {
         self.known.values().any(|transfer| !transfer.blocks.is_empty())
     }
@@ -62,8 +64,8 @@ impl SequenceTransfers {
         }
     }
 
-    /// Hands over the blocks among the first `written` of `table` that the receiver wants and that were not handed over
-    /// before. Returns the index of the first of them, and the blocks.
+    /// Hands over the blocks among the first `written` of `table` that the receiver wants and that
+    /// were not handed over before. Returns the index of the first of them, and the blocks.
     pub(super) fn hand_over(
         &mut self,
         id: SequenceId,

@@ -1,10 +1,10 @@
 //! Queue of sequences that wait for blocks or a slot, first come first served.
 //!
-//! A `Receive` is admitted between steps; it needs blocks and a claim to a slot. Other sequences are
-//! admitted when a step is planned; they need blocks, a slot and a share of the step's token budget. The
-//! two kinds wait in separate queues, so that a long prompt that waits for budget does not delay
-//! reservations. Blocks are still given in order of arrival: a sequence that cannot get blocks stops all
-//! younger sequences in both queues.
+//! A `Receive` is admitted between steps; it needs blocks and a claim to a slot. Other sequences
+//! are admitted when a step is planned; they need blocks, a slot and a share of the step's token
+//! budget. The two kinds wait in separate queues, so that a long prompt that waits for budget does
+//! not delay reservations. Blocks are still given in order of arrival: a sequence that cannot get
+//! blocks stops all younger sequences in both queues.
 
 use std::collections::VecDeque;
 
@@ -19,7 +19,8 @@ pub(super) struct WaitingSequences {
     compute_starved: bool,
 }
 
-/// Sequences in order of arrival. Turns of a session have one arrival, so their ids make the order total.
+/// Sequences in order of arrival. Turns of a session have one arrival, so their ids make the order
+/// total.
 type Queue = VecDeque<(Arrival, SequenceId)>;
 
 impl WaitingSequences {
@@ -50,22 +51,24 @@ impl WaitingSequences {
         }
     }
 
-    /// Returns the `Receive` that may try to reserve blocks now: none while an older sequence lacks blocks.
+    /// Returns the `Receive` that may try to reserve blocks now: none while an older sequence lacks
+    /// blocks.
     pub(super) fn next_receive(&self) -> Option<SequenceId> {
         let first = *self.receives.front()?;
         let starved = self.computes.front().filter(|_| self.compute_starved);
         starved.is_none_or(|older| first < *older).then_some(first.1)
     }
 
-    /// Returns the sequence that may try to join the batch now: none while an older `Receive` waits for blocks
-    /// or a slot.
+    /// Returns the sequence that may try to join the batch now: none while an older `Receive` waits
+    /// for blocks or a slot.
     pub(super) fn next_compute(&self) -> Option<SequenceId> {
         let first = *self.computes.front()?;
         let refused = self.receives.front();
         refused.is_none_or(|older| first < *older).then_some(first.1)
     }
 
-    /// Returns the first sequence that joins the batch from this queue and for which `applies` returns true.
+    /// Returns the first sequence that joins the batch from this queue and for which `applies`
+    /// returns true.
     pub(super) fn find_compute(&self, applies: impl Fn(SequenceId) -> bool) -> Option<SequenceId> {
         self.computes.iter().map(|&(_, id)| id).find(|&id| applies(id))
     }

@@ -1,4 +1,5 @@
-//! Moves sequences to new weights. Afterwards KV of the old weights is used only by a sequence that keeps its own KV.
+//! Moves sequences to new weights. Afterwards KV of the old weights is used only by a sequence that
+//! keeps its own KV.
 
 use super::{
     Scheduler,
@@ -10,9 +11,9 @@ use crate::{
 };
 
 impl Scheduler {
-    /// Drains the batch: admits no sequence until the weights change or [`Self::admit_again`], except preempted sequences,
-    /// which finish like the sequences of the batch. Fails waiting senders at once, because the change would fail them
-    /// and their receivers hold blocks.
+    /// Drains the batch: admits no sequence until the weights change or [`Self::admit_again`],
+    /// except preempted sequences, which finish like the sequences of the batch. Fails waiting
+    /// senders at once, because the change would fail them and their receivers hold blocks.
     pub fn stop_admitting(&mut self, actions: &mut Vec<Action>) {
         self.is_admitting = false;
         let waits = |sequence: &Sequence| {
@@ -35,7 +36,8 @@ impl Scheduler {
         self.is_admitting = true;
     }
 
-    /// Returns whether a sequence is in the batch or will join it while the batch drains, or KV is being transferred.
+    /// Returns whether a sequence is in the batch or will join it while the batch drains, or KV is
+    /// being transferred.
     pub fn has_running(&self) -> bool {
         !self.sequences.running().is_empty()
             || self.sequences.claims() > 0
@@ -50,10 +52,10 @@ impl Scheduler {
         }
     }
 
-    /// Changes to the cache keys of new weights. Sequences that this node computes alone are recomputed over all their
-    /// tokens, or keep their KV if they run, have output and `in_flight` is `KeepKv`. Sequences of transfers fail, and
-    /// every transfer is aborted: the peer may have the old weights. Drops cached blocks and queued saves. Admits waiting
-    /// sequences again.
+    /// Changes to the cache keys of new weights. Sequences that this node computes alone are
+    /// recomputed over all their tokens, or keep their KV if they run, have output and `in_flight`
+    /// is `KeepKv`. Sequences of transfers fail, and every transfer is aborted: the peer may have
+    /// the old weights. Drops cached blocks and queued saves. Admits waiting sequences again.
     ///
     /// # Panics
     /// When a step is in flight.
@@ -67,7 +69,8 @@ impl Scheduler {
         self.seeds = seeds;
         self.is_admitting = true;
         self.empty_batch(in_flight, actions);
-        // No sequence looks up blocks of the old weights, and the prefix cache is about to drop them.
+        // No sequence looks up blocks of the old weights, and the prefix cache is about to drop
+        // them.
         if let Some(tiers) = &mut self.tiers {
             tiers.drop_pending();
         }
@@ -79,13 +82,14 @@ impl Scheduler {
             sequence.counted_blocks = 0;
             sequence.continues = false;
         }
-        // Transfers that are being aborted still hold blocks. Their keys are those of the old weights, so no lookup
-        // finds them.
+        // Transfers that are being aborted still hold blocks. Their keys are those of the old
+        // weights, so no lookup finds them.
         self.kv.drop_cached();
     }
 
-    /// Removes every sequence from the batch, unless `in_flight` keeps its KV. Sequences of transfers fail, and every
-    /// transfer is aborted. The other removed sequences wait for admission.
+    /// Removes every sequence from the batch, unless `in_flight` keeps its KV. Sequences of
+    /// transfers fail, and every transfer is aborted. The other removed sequences wait for
+    /// admission.
     ///
     /// # Panics
     /// When a step is in flight.

@@ -5,15 +5,17 @@ use std::mem;
 use super::{TierAdmission, TierStores};
 use crate::event::BlockHash;
 
-/// Maximum number of blocks of admitted prompts that are not counted yet. A prompt of a million tokens has 65,536 blocks.
+/// Maximum number of blocks of admitted prompts that are not counted yet. A prompt of a million
+/// tokens has 65,536 blocks.
 const UNCOUNTED_MAX: usize = 65_536;
-/// Minimum number of these blocks that are counted at a time. If the backlog divided by `BACKLOG_PART` is larger, that many
-/// are counted: a prefill step may admit many prompts, so a fixed number would not keep up.
+/// Minimum number of these blocks that are counted at a time. If the backlog divided by
+/// `BACKLOG_PART` is larger, that many are counted: a prefill step may admit many prompts, so a
+/// fixed number would not keep up.
 const COUNTED_MIN: usize = 256;
 const BACKLOG_PART: usize = 8;
 
-/// Cached or loaded blocks of an admitted prompt. A prompt of 140,000 tokens has 8,750 blocks: counting all of them at
-/// its admission would delay the step that admits it.
+/// Cached or loaded blocks of an admitted prompt. A prompt of 140,000 tokens has 8,750 blocks:
+/// counting all of them at its admission would delay the step that admits it.
 #[derive(Debug)]
 pub(super) struct AdmittedPrefix {
     keys: Vec<BlockHash>,
@@ -36,13 +38,14 @@ pub(super) struct WrittenBlock {
 }
 
 impl TierStores {
-    /// Records that a prompt was admitted whose first blocks `keys` are cached or loaded; the first `resident` of them are
-    /// in the prefix cache. [`count_admitted`](Self::count_admitted) counts the blocks later.
+    /// Records that a prompt was admitted whose first blocks `keys` are cached or loaded; the first
+    /// `resident` of them are in the prefix cache. [`count_admitted`](Self::count_admitted) counts
+    /// the blocks later.
     pub(crate) fn prefix_admitted(&mut self, keys: &[BlockHash], resident: usize) {
         // Beyond the bound, the tail of the prefix is not counted.
         let keys = &keys[..keys.len().min(UNCOUNTED_MAX - self.uncounted)];
-        // A block that the request writes before the prefix is counted takes the LRU time of the prefix's last block. So
-        // this time must be that of the admission.
+        // A block that the request writes before the prefix is counted takes the LRU time of the
+        // prefix's last block. So this time must be that of the admission.
         if let Some(&last) = keys.last() {
             self.tiers.iter_mut().flatten().for_each(|tier| _ = tier.store.mark_used(last, None));
         }
@@ -52,7 +55,8 @@ impl TierStores {
         }
     }
 
-    /// Counts the next blocks of admitted prompts, and offers those that were resident and are worth a save.
+    /// Counts the next blocks of admitted prompts, and offers those that were resident and are
+    /// worth a save.
     pub(crate) fn count_admitted(&mut self) {
         let mut left = COUNTED_MIN.max(self.uncounted / BACKLOG_PART);
         while left > 0
@@ -80,9 +84,10 @@ impl TierStores {
         }
     }
 
-    /// Records that a request has written a block after the block `parent`. [`count_written`](Self::count_written) counts
-    /// and offers the block later, because a step may wait to be launched. `is_counted`: its occurrence in the request
-    /// was counted before. `continues`: the prompt of the request began with a hit.
+    /// Records that a request has written a block after the block `parent`.
+    /// [`count_written`](Self::count_written) counts and offers the block later, because a step may
+    /// wait to be launched. `is_counted`: its occurrence in the request was counted before.
+    /// `continues`: the prompt of the request began with a hit.
     pub(crate) fn block_written(
         &mut self,
         key: BlockHash,

@@ -1,4 +1,5 @@
-//! Loads from the tiers: which blocks are loaded instead of computed, and the loads in flight until they end.
+//! Loads from the tiers: which blocks are loaded instead of computed, and the loads in flight until
+//! they end.
 
 use std::time::{Duration, Instant};
 
@@ -12,7 +13,8 @@ use crate::event::{BlockHash, SequenceId};
 
 /// Maximum number of loads in flight. Further sequences compute their KV.
 pub const LOADS_MAX: usize = 64;
-/// A load is late once it has taken twice its predicted time, plus this part (1/n) of the time-out of loads.
+/// A load is late once it has taken twice its predicted time, plus this part (1/n) of the time-out
+/// of loads.
 const LATE_PART: u32 = 8;
 
 /// One block of a load.
@@ -37,7 +39,8 @@ pub struct LoadJob {
 #[derive(Debug)]
 pub(crate) struct LoadInFlight {
     pub id: SequenceId,
-    /// Time from which the load is late. While a load is late, its slowest tier starts no other load.
+    /// Time from which the load is late. While a load is late, its slowest tier starts no other
+    /// load.
     late_at: Instant,
     /// Reserved blocks of the sequence: those to load first, then the rest.
     pub blocks: Vec<BlockId>,
@@ -53,7 +56,8 @@ pub(crate) struct FinishedLoad {
 }
 
 impl TierStores {
-    /// Returns the predicted time to load or compute blocks, whichever is faster; 0 before the first measured prefill.
+    /// Returns the predicted time to load or compute blocks, whichever is faster; 0 before the
+    /// first measured prefill.
     pub(crate) fn restore_time(&self, blocks: usize) -> Duration {
         let compute = self.prefill.time(blocks).unwrap_or_default();
         let block = self.first_tier().and_then(|tier| self.rates[tier.index()].block_time());
@@ -69,8 +73,8 @@ impl TierStores {
         self.prefill.add(tokens, busy);
     }
 
-    /// Returns the slots of the prefix of `keys` to load. The load is predicted to end within half of its time-out and
-    /// of `most`.
+    /// Returns the slots of the prefix of `keys` to load. The load is predicted to end within half
+    /// of its time-out and of `most`.
     pub(crate) fn choose_load(
         &mut self,
         keys: &[BlockHash],
@@ -81,7 +85,8 @@ impl TierStores {
         }
         let mut slots: Vec<_> = keys.iter().map_while(|&key| self.find(key)).collect();
         let run: Vec<usize> = slots.iter().map(|(tier, _)| tier.index()).collect();
-        // A late load keeps its blocks until it ends. Further loads of a tier that does not answer would take the rest.
+        // A late load keeps its blocks until it ends. Further loads of a tier that does not answer
+        // would take the rest.
         let late = self.late_tiers();
         let usable = run.iter().take_while(|&&tier| !late[tier]).count();
         let most = self.config.load_timeout.min(most) / 2;
@@ -114,8 +119,8 @@ impl TierStores {
         late
     }
 
-    /// Starts a load of slots that [`choose_load`](Self::choose_load) has just chosen, with these `contents`. `reserved`
-    /// begins with the blocks to write.
+    /// Starts a load of slots that [`choose_load`](Self::choose_load) has just chosen, with these
+    /// `contents`. `reserved` begins with the blocks to write.
     pub(crate) fn start_load(
         &mut self,
         id: SequenceId,
@@ -158,7 +163,8 @@ impl TierStores {
                 state.stats.damaged += 1;
             }
         }
-        // Without an intact block the load measures only its first block, and only an increase counts.
+        // Without an intact block the load measures only its first block, and only an increase
+        // counts.
         if intact == 0
             && let Some(&(tier, _)) = load.slots.first()
             && took > self.rates[tier.index()].block_time().unwrap_or_default()

@@ -77,8 +77,9 @@ pub(super) struct LoadChoice {
     pub is_refused: bool,
 }
 
-/// Chooses how many leading blocks of `run` to load: the number that saves the most time. `run` has the index of each
-/// block's tier in `rates`. Tiers load in parallel, and the load must end within `most`.
+/// Chooses how many leading blocks of `run` to load: the number that saves the most time. `run` has
+/// the index of each block's tier in `rates`. Tiers load in parallel, and the load must end within
+/// `most`.
 pub(super) fn choose(
     now: Instant,
     run: &[usize],
@@ -110,8 +111,9 @@ pub(super) fn choose(
     LoadChoice { blocks, is_refused: true }
 }
 
-/// Adds a load of `read` blocks from each tier, fastest tier first, which took `took`. The tiers loaded in parallel, so
-/// the time counts for the slowest of them, unless the other tiers may have dominated it.
+/// Adds a load of `read` blocks from each tier, fastest tier first, which took `took`. The tiers
+/// loaded in parallel, so the time counts for the slowest of them, unless the other tiers may have
+/// dominated it.
 pub(super) fn measure<const TIERS: usize>(
     now: Instant,
     rates: &mut [LoadRate; TIERS],

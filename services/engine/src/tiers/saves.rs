@@ -1,4 +1,5 @@
-//! Saves to the tiers: the queue of admitted blocks, and the saves in flight until they end or are cancelled.
+//! Saves to the tiers: the queue of admitted blocks, and the saves in flight until they end or are
+//! cancelled.
 
 use kernels::BlockId;
 
@@ -7,15 +8,17 @@ use crate::{event::BlockHash, plan::StepId};
 
 /// Maximum number of queued saves of each tier. A prefill step of 8,192 tokens has 512 blocks.
 const QUEUED_MAX: usize = 2048;
-/// Maximum number of saves to host memory in flight. The shell copies them in batches. An admission or a row that
-/// needs a block waits for the batches that have begun, and cancels the other saves.
+/// Maximum number of saves to host memory in flight. The shell copies them in batches. An admission
+/// or a row that needs a block waits for the batches that have begun, and cancels the other saves.
 pub const HOST_SAVES_MAX: usize = 32;
-/// Maximum number of blocks that saves to the disk pin at a time. They are copied one after another.
+/// Maximum number of blocks that saves to the disk pin at a time. They are copied one after
+/// another.
 pub const COPYING_MAX: usize = 4;
 /// Maximum number of saves to the disk in flight. The shell has a buffer for each.
 pub const SAVES_MAX: usize = 16;
 
-/// Source of a save. The source keeps its contents until [`TierEvent::Copied`](super::TierEvent::Copied) or
+/// Source of a save. The source keeps its contents until
+/// [`TierEvent::Copied`](super::TierEvent::Copied) or
 /// [`TierEvent::SaveFailed`](super::TierEvent::SaveFailed).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum SaveSource {
@@ -67,8 +70,9 @@ impl Tier {
 }
 
 impl TierStores {
-    /// Records the launch of a step of a node with speculative decoding. The step writes KV from the last verified
-    /// token of each sequence on, maybe into a block that a step in flight completes.
+    /// Records the launch of a step of a node with speculative decoding. The step writes KV from
+    /// the last verified token of each sequence on, maybe into a block that a step in flight
+    /// completes.
     pub(crate) fn step_launched(&mut self, step: StepId) {
         self.last_step = Some(step);
     }
@@ -134,7 +138,8 @@ impl TierStores {
                 return None;
             }
             let (since, key) = state.queued.pop_front()?;
-            // One save at a time reads a block. A save to host memory queues the block for the disk when it ends.
+            // One save at a time reads a block. A save to host memory queues the block for the disk
+            // when it ends.
             if state.store.is_known(key) || self.is_copying(key) {
                 continue;
             }
@@ -198,9 +203,10 @@ impl TierStores {
         }
     }
 
-    /// Asks the shell to cancel the saves in flight whose copies have not begun, if one of them keeps a block that
-    /// `is_awaited`. Returns the newest job, for [`Action::CancelSaves`](crate::event::Action::CancelSaves), or `None`
-    /// if no such save is left, or the shell was asked before.
+    /// Asks the shell to cancel the saves in flight whose copies have not begun, if one of them
+    /// keeps a block that `is_awaited`. Returns the newest job, for
+    /// [`Action::CancelSaves`](crate::event::Action::CancelSaves), or `None` if no such save is
+    /// left, or the shell was asked before.
     pub(crate) fn cancel_saves(&mut self, is_awaited: impl Fn(BlockId) -> bool) -> Option<JobId> {
         let copying = self.saves.values().filter(|save| !save.is_copied && !save.is_cancelled);
         let keeps =
@@ -221,7 +227,8 @@ impl TierStores {
         self.release(source)
     }
 
-    /// Handles the end of a save. Returns the block that the save no longer reads, if its copy had not ended.
+    /// Handles the end of a save. Returns the block that the save no longer reads, if its copy had
+    /// not ended.
     pub(crate) fn end_save(&mut self, job: JobId, is_saved: bool) -> Option<BlockId> {
         let has_begun = self.saves.get(&job).is_some_and(|it| it.is_copied || !it.is_cancelled);
         let block = self.end_copy(job);

@@ -1,17 +1,18 @@
 //! How long the KV of a finished turn is kept in memory for the next turn of its conversation.
 //!
-//! Pure: times of past turns go in, a time comes out. Without the KV the next turn also needs a load or a prefill.
-//! While the KV is kept, the KV of other turns is evicted sooner. The policy chooses the time with the greatest
-//! expected benefit.
+//! Pure: times of past turns go in, a time comes out. Without the KV the next turn also needs a
+//! load or a prefill. While the KV is kept, the KV of other turns is evicted sooner. The policy
+//! chooses the time with the greatest expected benefit.
 
 use std::{collections::VecDeque, time::Duration};
 
 /// Maximum time for which the policy keeps KV. A client may ask for more.
 pub(crate) const KEEP_MAX: Duration = Duration::from_secs(60);
-/// Candidate times are earlier gaps times this factor, because a turn may come somewhat later than an earlier turn.
+/// Candidate times are earlier gaps times this factor, because a turn may come somewhat later than
+/// an earlier turn.
 const MARGIN: f32 = 1.25;
-/// Minimum number of a conversation's own gaps to predict its next gap. With fewer, the gaps of all conversations
-/// count.
+/// Minimum number of a conversation's own gaps to predict its next gap. With fewer, the gaps of all
+/// conversations count.
 const OWN_GAPS_MIN: usize = 2;
 /// Weight of the prior probability of a return, in turns (pseudo-counts).
 const PRIOR: f32 = 2.0;
@@ -51,15 +52,17 @@ impl ReturnGaps {
         self.continued = (self.continued + 1.0).min(self.finished);
     }
 
-    /// Returns the probability that a turn is continued: the counts, smoothed by the probability `prior`.
+    /// Returns the probability that a turn is continued: the counts, smoothed by the probability
+    /// `prior`.
     fn return_probability(&self, prior: f32) -> f32 {
         (self.continued + PRIOR * prior) / (self.finished + PRIOR)
     }
 }
 
-/// Returns for how long to keep the KV of a turn that has just ended: the time with the greatest expected benefit, 0 if
-/// no time has any. `own` and `all`: earlier turns of the conversation and of all conversations. `restore`: the time by
-/// which the next turn takes longer without the KV. `share`: the KV's share of the memory.
+/// Returns for how long to keep the KV of a turn that has just ended: the time with the greatest
+/// expected benefit, 0 if no time has any. `own` and `all`: earlier turns of the conversation and
+/// of all conversations. `restore`: the time by which the next turn takes longer without the KV.
+/// `share`: the KV's share of the memory.
 pub(crate) fn keep_time(
     own: &ReturnGaps,
     all: &ReturnGaps,

@@ -1,9 +1,11 @@
 //! The slots of one tier: which block each slot holds, and which slot is overwritten next.
 //!
-//! A slot is Free, Writing (a save is in flight) or Stored. A save takes a free slot, or the slot of the block that was
-//! used longest ago. A slot that a load reads is not overwritten before the load has ended.
+//! A slot is Free, Writing (a save is in flight) or Stored. A save takes a free slot, or the slot
+//! of the block that was used longest ago. A slot that a load reads is not overwritten before the
+//! load has ended.
 //!
-//! The LRU order is a linked list of slots, because an admission uses thousands of blocks between two steps.
+//! The LRU order is a linked list of slots, because an admission uses thousands of blocks between
+//! two steps.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -17,7 +19,8 @@ use crate::event::{BlockHash, CacheChange};
 /// Index of a slot in its tier.
 pub type SlotIndex = u32;
 
-/// Maximum number of remembered blocks that were not saved. A prompt of a million tokens has 65,536 blocks.
+/// Maximum number of remembered blocks that were not saved. A prompt of a million tokens has 65,536
+/// blocks.
 const DROPPED_MAX: usize = 65_536;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -32,8 +35,8 @@ struct TierSlot {
     state: TierSlotState,
     /// Key of the block; meaningless when free.
     key: BlockHash,
-    /// Time of the last use. A block that was saved or used after another block of its prompt has the time of that
-    /// block. Meaningless when free.
+    /// Time of the last use. A block that was saved or used after another block of its prompt has
+    /// the time of that block. Meaningless when free.
     used: u64,
     /// Neighbours in the LRU order; meaningless when free.
     older: Option<SlotIndex>,
@@ -49,14 +52,15 @@ pub(super) struct Store {
     free: BTreeSet<SlotIndex>,
     /// Slots that are Writing or Stored and not found damaged.
     index: HashMap<BlockHash, SlotIndex>,
-    /// Ends of the LRU order, which has all slots that are Writing or Stored. The tail of a prompt is older than its head.
+    /// Ends of the LRU order, which has all slots that are Writing or Stored. The tail of a prompt
+    /// is older than its head.
     oldest: Option<SlotIndex>,
     newest: Option<SlotIndex>,
     /// Number of slots that are Stored.
     stored: u32,
     clock: u64,
-    /// Times of blocks that were not saved because only blocks of their prompt could be overwritten: later blocks of the
-    /// prompt are not saved either.
+    /// Times of blocks that were not saved because only blocks of their prompt could be
+    /// overwritten: later blocks of the prompt are not saved either.
     dropped: HashMap<BlockHash, u64>,
     /// Changes since the last [`Self::take_changes`]; a change and its opposite cancel.
     changes: BTreeMap<BlockHash, CacheChange>,
@@ -104,8 +108,9 @@ impl Store {
         self.index.contains_key(&key)
     }
 
-    /// Makes the block the most recently used one. With `parent`, moves the block in the LRU order so that it is overwritten
-    /// just before the block in slot `parent`. Returns the block's slot if the block is known.
+    /// Makes the block the most recently used one. With `parent`, moves the block in the LRU order
+    /// so that it is overwritten just before the block in slot `parent`. Returns the block's slot
+    /// if the block is known.
     pub(super) fn mark_used(
         &mut self,
         key: BlockHash,
@@ -124,8 +129,9 @@ impl Store {
         Some(index)
     }
 
-    /// Takes a slot for a save of `key`, which comes after the block `parent` and is overwritten before it. Returns `None`
-    /// when every slot is being written or read, or when only blocks of the same prompt could be overwritten.
+    /// Takes a slot for a save of `key`, which comes after the block `parent` and is overwritten
+    /// before it. Returns `None` when every slot is being written or read, or when only blocks of
+    /// the same prompt could be overwritten.
     pub(super) fn begin_save(&mut self, key: BlockHash, parent: BlockHash) -> Option<SlotIndex> {
         debug_assert!(!self.is_known(key), "a known block is not saved again");
         let before = self.slot(parent);
@@ -219,7 +225,8 @@ impl Store {
         }
     }
 
-    /// Adds a block that was found in a slot at start. Returns false if the slot or the key is in use already.
+    /// Adds a block that was found in a slot at start. Returns false if the slot or the key is in
+    /// use already.
     pub(super) fn recover(&mut self, index: SlotIndex, key: BlockHash) -> bool {
         let is_free =
             self.slots.get(index as usize).is_some_and(|it| it.state == TierSlotState::Free);
@@ -237,7 +244,8 @@ impl Store {
         true
     }
 
-    /// Begins a load of a stored block, or a save that copies it. It keeps the block's place in the LRU order.
+    /// Begins a load of a stored block, or a save that copies it. It keeps the block's place in the
+    /// LRU order.
     pub(super) fn begin_load(&mut self, key: BlockHash) -> Option<SlotIndex> {
         let index = self.find(key)?;
         self.begin_load_of(index);

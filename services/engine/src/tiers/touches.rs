@@ -1,7 +1,8 @@
 //! Second-touch admission: which blocks occurred in at least two requests.
 //!
-//! The keys live in two generations. When the recent generation is full it becomes the older one, and the older one is
-//! dropped. So memory is bounded, and a key stays known for at least one generation after its last touch.
+//! The keys live in two generations. When the recent generation is full it becomes the older one,
+//! and the older one is dropped. So memory is bounded, and a key stays known for at least one
+//! generation after its last touch.
 
 use std::mem;
 
@@ -23,7 +24,8 @@ impl BlockTouches {
         Self { recent: HashMap::default(), older: HashMap::default(), keys_max: keys_max.max(1) }
     }
 
-    /// Counts a touch of the block, and returns whether it is not the first. A request touches a block at most once.
+    /// Counts a touch of the block, and returns whether it is not the first. A request touches a
+    /// block at most once.
     pub(super) fn add(&mut self, key: BlockHash) -> bool {
         if let Some(is_second) = self.recent.get_mut(&key) {
             *is_second = true;

@@ -24,7 +24,8 @@ use super::{pair::Pair, scheduler};
 
 pub(crate) type CpuEngine = StepLoop<CpuExecutor>;
 
-/// Returns a model with two layers, grouped-query attention, a vocabulary of 96 tokens and random weights.
+/// Returns a model with two layers, grouped-query attention, a vocabulary of 96 tokens and random
+/// weights.
 pub(crate) fn tiny_model() -> Checkpoint {
     dummy_model(serde_json::json!({}))
 }

@@ -41,7 +41,8 @@ pub(crate) fn speculation(row_drafts: u32, step_tokens: u32) -> Speculation {
     Speculation { row_drafts, step_tokens, ngram_min: 2, ngram_max: 4, uniform: false }
 }
 
-/// Returns a config whose queues never overflow and whose waits end with the sequence's deadline only.
+/// Returns a config whose queues never overflow and whose waits end with the sequence's deadline
+/// only.
 pub(crate) fn unbounded_waits(limits: ExecutorLimits) -> SchedulerConfig {
     SchedulerConfig {
         waiting_max: 1000,

@@ -1,7 +1,8 @@
 //! One simulated node that checks the scheduler's guarantees after every action.
 //!
-//! The test plays the transfers: it writes the KV of a `Receive` into the reserved blocks, and checks the
-//! blocks of a `Send` until it ends the transfer. It also plays the copies of the KV tiers.
+//! The test plays the transfers: it writes the KV of a `Receive` into the reserved blocks, and
+//! checks the blocks of a `Send` until it ends the transfer. It also plays the copies of the KV
+//! tiers.
 
 use std::{
     collections::{BTreeMap, HashMap},
@@ -111,7 +112,8 @@ impl Node {
         self.observe(actions);
     }
 
-    /// Advances one copy of the tiers; `fails` lets the copy fail. Returns false when no copy is in flight.
+    /// Advances one copy of the tiers; `fails` lets the copy fail. Returns false when no copy is in
+    /// flight.
     pub(crate) fn copy(&mut self, pick: usize, fails: bool) -> bool {
         let Some(event) = self.copies.advance(pick, fails) else { return false };
         self.input(Input::Tier(event));
@@ -220,8 +222,8 @@ impl Node {
         self.input(Input::KvArrived { id, first_index, token });
     }
 
-    /// Ends the transfer: delivered if all blocks were handed over, failed otherwise. The last write of
-    /// a failed transfer lands only now.
+    /// Ends the transfer: delivered if all blocks were handed over, failed otherwise. The last
+    /// write of a failed transfer lands only now.
     pub(crate) fn transfer_ends(&mut self, id: SequenceId) {
         let tracked = self.sequences.get_mut(&id).expect("a known id");
         let delivered = match tracked.transfer.take() {

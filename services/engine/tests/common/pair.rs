@@ -1,7 +1,8 @@
-//! A prefill engine and a decode engine with an in-memory transfer between them, and the router's part.
+//! A prefill engine and a decode engine with an in-memory transfer between them, and the router's
+//! part.
 //!
-//! Reservations, blocks and completions wait in queues until they are delivered, all at once or a random
-//! part at a time.
+//! Reservations, blocks and completions wait in queues until they are delivered, all at once or a
+//! random part at a time.
 
 use std::{
     collections::{BTreeMap, HashMap},
@@ -179,8 +180,9 @@ impl<E: Executor> Pair<E> {
         panic!("the pair runs without end");
     }
 
-    /// Runs 60 rounds, each with a random part of the messages and random nodes, and then until every request has ended.
-    /// `cancels`: the requests, and the round in which the client of a request disconnects.
+    /// Runs 60 rounds, each with a random part of the messages and random nodes, and then until
+    /// every request has ended. `cancels`: the requests, and the round in which the client of a
+    /// request disconnects.
     pub(crate) fn run_randomly(&mut self, cancels: &[(SequenceId, Option<usize>)], mut luck: u64) {
         let mut next = || {
             luck = luck
@@ -355,7 +357,8 @@ impl<E: Executor> Pair<E> {
         self.answers.get_mut(&id).expect("actions name known requests")
     }
 
-    /// Appends tokens to the router's list: each index once; a repeated index must have an equal token.
+    /// Appends tokens to the router's list: each index once; a repeated index must have an equal
+    /// token.
     fn emit(&mut self, id: SequenceId, first_index: u32, tokens: Vec<SampledToken>) {
         let given = self.given[&id];
         let answer = self.answer(id);

@@ -1,5 +1,5 @@
-//! Ranks of one model as one executor: threads of this process, each with its shard of the model, over
-//! memory that they share as processes would.
+//! Ranks of one model as one executor: threads of this process, each with its shard of the model,
+//! over memory that they share as processes would.
 
 use std::{
     sync::{
@@ -168,7 +168,8 @@ impl Executor for AllRanks {
     }
 }
 
-/// Returns an engine over `of` ranks in f32, and the arena of whole blocks that a node would transfer.
+/// Returns an engine over `of` ranks in f32, and the arena of whole blocks that a node would
+/// transfer.
 pub(crate) fn engine_of_ranks(
     checkpoint: &Checkpoint,
     config: SchedulerConfig,

@@ -80,7 +80,8 @@ fn second_touch_saves_no_prompt_that_never_returns() {
     assert_eq!(node.tier_stats().saved, 4);
     compute(&mut node, 4, 2, 90);
     assert_eq!(node.tier_stats().saved, 9);
-    // A prompt that begins with a hit is a conversation that continues: its new block is saved at once.
+    // A prompt that begins with a hit is a conversation that continues: its new block is saved at
+    // once.
     assert_eq!(compute(&mut node, 5, 1, 90), 26);
     assert_eq!(node.tier_stats().saved, 10);
     node.assert_all_returned();
@@ -333,8 +334,8 @@ fn running_row_that_needs_a_block_cancels_saves_whose_copies_have_not_begun() {
     let mut node = node(6, config(20));
     node.arrive(new(1, COMPUTE, 1, 95));
     node.run();
-    // One of five full blocks is being copied, the copies of three follow. The row takes the other two blocks of the node
-    // and needs a third one.
+    // One of five full blocks is being copied, the copies of three follow. The row takes the other
+    // two blocks of the node and needs a third one.
     let row = new(2, COMPUTE, 2, 15);
     node.arrive(NewSequence { max_tokens: 20, ignore_stop_tokens: true, ..row });
     node.run();
@@ -353,7 +354,8 @@ fn saves_wait_for_an_admission_that_keeps_their_blocks() {
     let mut node = node(12, config(40));
     node.arrive(new(1, COMPUTE, 1, 165));
     node.run();
-    // Four of ten cached blocks are copied, and the next prompt needs all twelve blocks of the node.
+    // Four of ten cached blocks are copied, and the next prompt needs all twelve blocks of the
+    // node.
     node.arrive(new(2, COMPUTE, 1, 191));
     node.run();
     assert!(!node.finished(SequenceId(2)));

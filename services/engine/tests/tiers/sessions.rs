@@ -64,8 +64,8 @@ fn parallel_turns_of_a_session_do_not_starve_another_request() {
     node.assert_all_returned();
 }
 
-/// Plays six turns of a conversation. Between two turns come prompts that never return, more than the memory holds. Returns
-/// the tokens that each turn computes.
+/// Plays six turns of a conversation. Between two turns come prompts that never return, more than
+/// the memory holds. Returns the tokens that each turn computes.
 fn computed_by_turns(sessions: bool, hint: SessionHint) -> Vec<u32> {
     // A host tier without slots saves nothing.
     let tiers = TierConfig { host: true, sessions, ..config(0) };

@@ -55,9 +55,9 @@ impl Keys {
         hmac::verify(&self.data, &parts.concat(), tag).is_ok()
     }
 
-    /// Returns the credential for connection number `sequence` of process `from` to the control listener of process
-    /// `to`. The credential crosses the network in clear text. The listener accepts it once, so a recorded
-    /// credential is useless.
+    /// Returns the credential for connection number `sequence` of process `from` to the control
+    /// listener of process `to`. The credential crosses the network in clear text. The listener
+    /// accepts it once, so a recorded credential is useless.
     pub fn credential(&self, from: Epoch, to: Epoch, sequence: u64) -> Credential {
         let user = format!("{from}-{sequence}");
         let tag = self.zap_tag(to, user.as_bytes());
@@ -68,7 +68,8 @@ impl Keys {
         Credential { user, password }
     }
 
-    /// Returns sender and sequence number of a valid credential for process `me`. Compares in constant time.
+    /// Returns sender and sequence number of a valid credential for process `me`. Compares in
+    /// constant time.
     pub fn check_credential(
         &self,
         me: Epoch,

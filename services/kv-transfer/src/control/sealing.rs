@@ -19,8 +19,8 @@ const SEQUENCE_BYTES: usize = 8;
 /// Length of the first frame.
 pub(super) const HEADER_BYTES: usize = 2 * EPOCH_BYTES + SEQUENCE_BYTES;
 
-/// The first frame, which is not encrypted: both processes and the sequence number, from which the key and the nonce
-/// of the second frame derive.
+/// The first frame, which is not encrypted: both processes and the sequence number, from which the
+/// key and the nonce of the second frame derive.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Header {
     from: Epoch,
@@ -78,8 +78,8 @@ pub struct TooLarge {
 pub struct Sealer {
     keys: Keys,
     from: Peer,
-    /// One counter for all messages and connections to all receivers: each receiver sees increasing numbers, also
-    /// after a reconnect.
+    /// One counter for all messages and connections to all receivers: each receiver sees increasing
+    /// numbers, also after a reconnect.
     sequence: AtomicU64,
 }
 
@@ -97,12 +97,12 @@ impl Sealer {
         self.keys.credential(self.from.epoch, to, self.next_sequence())
     }
 
-    /// Seals a message for process `to` with the next sequence number. Sealing a message again gives it a new number,
-    /// so the receiver does not reject a retransmission as a replay.
+    /// Seals a message for process `to` with the next sequence number. Sealing a message again
+    /// gives it a new number, so the receiver does not reject a retransmission as a replay.
     pub fn seal(&self, to: Epoch, message: &ControlMessage) -> Result<SealedMessage, TooLarge> {
         let envelope = v1::ControlMessage {
-            // Messages are equal in all versions that this release accepts. Receivers ignore the version of handshake
-            // messages, so that incompatible nodes can reject each other.
+            // Messages are equal in all versions that this release accepts. Receivers ignore the
+            // version of handshake messages, so that incompatible nodes can reject each other.
             protocol: PROTOCOL_MIN,
             from_node: self.from.node_id.clone(),
             traceparent: codec::traceparent_to_wire(&message.traceparent),
@@ -171,7 +171,8 @@ impl Opener {
         Self { keys, me, replay: ReplayGuard::default() }
     }
 
-    /// Opens one message and returns its sender. `frames` excludes the routing id that the socket prepends.
+    /// Opens one message and returns its sender. `frames` excludes the routing id that the socket
+    /// prepends.
     pub fn open<F: AsRef<[u8]>>(
         &mut self,
         frames: &[F],

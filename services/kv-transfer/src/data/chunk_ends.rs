@@ -28,8 +28,8 @@ const SPIN: Duration = Duration::from_millis(2);
 const PAUSE: Duration = Duration::from_micros(50);
 
 impl Outgoing<'_> {
-    /// Waits for the receiver's next answer. Returns `Ended` if the receiver refuses or the outbox is
-    /// closed.
+    /// Waits for the receiver's next answer. Returns `Ended` if the receiver refuses or the outbox
+    /// is closed.
     pub(crate) fn answer(
         &self,
         answers: &mut Messages,
@@ -43,8 +43,8 @@ impl Outgoing<'_> {
         }
     }
 
-    /// Announces the blocks of queued chunks, at most `ahead_max` unanswered chunks at a time, until
-    /// the outbox is closed.
+    /// Announces the blocks of queued chunks, at most `ahead_max` unanswered chunks at a time,
+    /// until the outbox is closed.
     pub(crate) fn lend(
         &self,
         stream: &mut TcpStream,
@@ -67,8 +67,9 @@ impl Outgoing<'_> {
         Ok(())
     }
 
-    /// Handles answers until the outbox is closed. Breaks the connection on failure, and if the oldest
-    /// chunk in flight has had no answer for a lease. `handle` gets the answers of one transport.
+    /// Handles answers until the outbox is closed. Breaks the connection on failure, and if the
+    /// oldest chunk in flight has had no answer for a lease. `handle` gets the answers of one
+    /// transport.
     pub(crate) fn take_answers(
         &self,
         mut answers: Messages,
@@ -175,8 +176,9 @@ impl Incoming<'_> {
     }
 }
 
-/// Receiver: starts chunks on this thread and completes them in order on a second one, until `start`
-/// ends or either fails. Completes every started chunk. Sets `ended` when no further chunk starts.
+/// Receiver: starts chunks on this thread and completes them in order on a second one, until
+/// `start` ends or either fails. Completes every started chunk. Sets `ended` when no further chunk
+/// starts.
 pub(super) fn start_and_complete<C: Send>(
     stream: &TcpStream,
     queued_max: usize,
@@ -224,8 +226,8 @@ pub(super) fn start_and_complete<C: Send>(
     })
 }
 
-/// Polls until the operation has finished, or until `hopeless` returns the reason why it never will. Does not block,
-/// because a blocked thread would wake up late.
+/// Polls until the operation has finished, or until `hopeless` returns the reason why it never
+/// will. Does not block, because a blocked thread would wake up late.
 pub(super) fn until_done<B>(
     moving: &mut dyn TransferInFlight<B>,
     mut hopeless: impl FnMut(Duration) -> Option<String>,

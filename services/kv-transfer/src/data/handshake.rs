@@ -1,13 +1,14 @@
 //! Authentication handshake of a data connection.
 //!
 //! 1. The listener sends a fresh nonce.
-//! 2. The sender answers with its own nonce, both epochs, the group of the connection, and a tag over all of them.
+//! 2. The sender answers with its own nonce, both epochs, the group of the connection, and a tag
+//!    over all of them.
 //! 3. The listener answers with a tag over the same fields for the other direction.
 //!
-//! The tag also names the transport that the connection carries. If the cluster has certificates, a `tcp` connection
-//! starts TLS after the second message, and the third message is encrypted; its tag then covers the TLS connection too.
-//! All three messages have a fixed length, and the handshake has one deadline, so a stranger occupies a listener
-//! thread only briefly.
+//! The tag also names the transport that the connection carries. If the cluster has certificates, a
+//! `tcp` connection starts TLS after the second message, and the third message is encrypted; its
+//! tag then covers the TLS connection too. All three messages have a fixed length, and the
+//! handshake has one deadline, so a stranger occupies a listener thread only briefly.
 
 use std::{
     io,
@@ -79,7 +80,8 @@ fn nonce() -> Result<[u8; NONCE_BYTES], HandshakeError> {
     Ok(nonce)
 }
 
-/// Returns the labels that distinguish the sender's tag from the listener's, per transport and with or without TLS.
+/// Returns the labels that distinguish the sender's tag from the listener's, per transport and with
+/// or without TLS.
 fn directions(kind: TransferKind, is_tls: bool) -> [&'static [u8]; 2] {
     match (kind, is_tls) {
         (TransferKind::Tcp, false) => [b"s", b"l"],
@@ -99,7 +101,8 @@ pub(super) struct Sender {
     pub group: u64,
 }
 
-/// Runs the sender's side of the handshake. Returns the TLS end of a `tcp` connection if the cluster has certificates.
+/// Runs the sender's side of the handshake. Returns the TLS end of a `tcp` connection if the
+/// cluster has certificates.
 pub(super) fn connect(
     stream: &mut TcpStream,
     keys: &Keys,

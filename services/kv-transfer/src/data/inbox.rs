@@ -41,7 +41,8 @@ struct State {
     group: u64,
     /// Number that this node gave the group.
     connection: u64,
-    /// Connections of the group, each with its reader's number, kept to shut them down. A newer group replaces them.
+    /// Connections of the group, each with its reader's number, kept to shut them down. A newer
+    /// group replaces them.
     streams: Vec<(u64, TcpStream)>,
     /// Group of each reader thread that uses this inbox.
     readers: Vec<u64>,
@@ -138,9 +139,10 @@ impl Inbox {
         self.changed.notify_all();
     }
 
-    /// Adds a connection to its group of at most `connections_max`. A new group replaces the older one: blocks until the
-    /// readers of the older group have left. `number` is the reader's, and the new group's. Returns `None` if a newer
-    /// group replaces this one, the group is full, the inbox is closed, or an older reader has not left within a lease.
+    /// Adds a connection to its group of at most `connections_max`. A new group replaces the older
+    /// one: blocks until the readers of the older group have left. `number` is the reader's, and
+    /// the new group's. Returns `None` if a newer group replaces this one, the group is full, the
+    /// inbox is closed, or an older reader has not left within a lease.
     pub(super) fn enter(
         &self,
         (group, connections_max): (u64, usize),

@@ -1,10 +1,10 @@
-//! Transport `ipc`: the receiver's copy engines copy KV from the sender's GPU memory (CUDA IPC), within
-//! one host.
+//! Transport `ipc`: the receiver's copy engines copy KV from the sender's GPU memory (CUDA IPC),
+//! within one host.
 //!
 //! 1. The sender offers its memory. The receiver maps it once and answers `Ready`, or `Refused`
 //!    with the reason; the sender then reconnects with another transport.
-//! 2. When a chunk's KV is computed and its `CTS` has arrived, the sender lends the blocks (`Lend`). The
-//!    receiver starts to copy them into the posted blocks, a few chunks at a time.
+//! 2. When a chunk's KV is computed and its `CTS` has arrived, the sender lends the blocks
+//!    (`Lend`). The receiver starts to copy them into the posted blocks, a few chunks at a time.
 //! 3. When a copy has finished, the receiver reports the chunk and answers `Pulled`. Only then does
 //!    the sender release its blocks.
 //!
@@ -13,8 +13,8 @@
 //!   releases the blocks at the end of the connection even if the peer still copies. Such a copy
 //!   only reads, and its result is never used: the sender sends `DONE` only if every chunk was
 //!   answered while it was lent.
-//! * A receiver releases a block only after every copy into it has finished. It reports a chunk only if
-//!   its connection is still the current one.
+//! * A receiver releases a block only after every copy into it has finished. It reports a chunk
+//!   only if its connection is still the current one.
 //! * A chunk without an answer for one lease closes the connection.
 
 use std::{

@@ -24,7 +24,8 @@ use crate::{api::TransferId, config::LEASE, transport::ChunkId};
 const MAGIC: [u8; 4] = *b"BKI1";
 const HEADER_BYTES: usize = 20;
 const CHECKED_BYTES: usize = 12;
-/// Maximum length of a body in bytes. The longest body is a list of more blocks than a transfer may have.
+/// Maximum length of a body in bytes. The longest body is a list of more blocks than a transfer may
+/// have.
 const BODY_BYTES_MAX: usize = 1 << 20;
 /// The kind of [`Message::Refused`].
 const REFUSED: u32 = 3;

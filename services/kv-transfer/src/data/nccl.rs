@@ -2,9 +2,9 @@
 //!
 //! 1. The sender invites the receiver (`Offer`). The receiver answers `Accepted` with the data that
 //!    the sender needs, and both join a communicator of two ranks. If joining fails on either side,
-//!    that side sends `Refused`, the other side gives up too, and the sender reconnects with another
-//!    transport. A peer that closes the connection without `Refused` has died or no longer needs
-//!    the connection.
+//!    that side sends `Refused`, the other side gives up too, and the sender reconnects with
+//!    another transport. A peer that closes the connection without `Refused` has died or no longer
+//!    needs the connection.
 //! 2. When a chunk's KV is computed and its `CTS` has arrived, the sender announces the blocks
 //!    (`Lend`). The receiver answers `Go` and launches its receive; the sender launches its send on
 //!    `Go`. So no kernel waits for data that does not exist, and the sender decides the order.
@@ -39,8 +39,8 @@ const JOIN_TIMEOUT: Duration = Duration::from_secs(10);
 /// Time-out of one poll of the connection while the ranks join.
 const JOIN_POLL: Duration = Duration::from_millis(1);
 
-/// Waits for the end of an operation and returns its blocks. Fails when the connection `is_over`, and
-/// with `late` after a lease.
+/// Waits for the end of an operation and returns its blocks. Fails when the connection `is_over`,
+/// and with `late` after a lease.
 fn complete<B>(
     mut moving: Box<dyn TransferInFlight<B>>,
     is_over: impl Fn() -> bool,

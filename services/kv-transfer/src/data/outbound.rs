@@ -140,8 +140,8 @@ fn connect(
     }
 }
 
-/// Tries each address until `deadline`, and at least the first. Returns `None` if the outbox was closed, or the group
-/// has ended, meanwhile.
+/// Tries each address until `deadline`, and at least the first. Returns `None` if the outbox was
+/// closed, or the group has ended, meanwhile.
 fn connect_once(
     outgoing: &Outgoing<'_>,
     (kind, group): (TransferKind, u64),

@@ -23,7 +23,8 @@ use crate::{
     transport::{ChunkId, DataError, Released},
 };
 
-/// Queue bound: 128 GiB in chunks of `tcp`. Only very many transfers to a slow or stopped peer reach it.
+/// Queue bound: 128 GiB in chunks of `tcp`. Only very many transfers to a slow or stopped peer
+/// reach it.
 const QUEUE_MAX: usize = 16_384;
 
 /// Longest sleep of an idle writer.
@@ -49,7 +50,8 @@ struct State {
     broken: Option<String>,
     /// Whether the connection has ended, so that new chunks are dropped. The writer sets it.
     ended: bool,
-    /// Whether a kernel that cannot be aborted may still read the chunks being sent. The writer sets it.
+    /// Whether a kernel that cannot be aborted may still read the chunks being sent. The writer
+    /// sets it.
     stuck: bool,
 }
 
@@ -144,8 +146,9 @@ impl Outbox {
         })
     }
 
-    /// As [`Outbox::next`], for the connection with this number. Connection `n` takes a chunk only while `n` others
-    /// are in flight or queued, so that few chunks use few connections. Returns `None` once `is_lost` is set, too.
+    /// As [`Outbox::next`], for the connection with this number. Connection `n` takes a chunk only
+    /// while `n` others are in flight or queued, so that few chunks use few connections. Returns
+    /// `None` once `is_lost` is set, too.
     pub(super) fn next_of_connection(&self, number: usize, is_lost: &AtomicBool) -> Option<Job> {
         let next = self.wait_for(|state| {
             if is_lost.load(Ordering::Acquire) {
@@ -165,13 +168,14 @@ impl Outbox {
         self.changed.notify_all();
     }
 
-    /// Blocks until [`Outbox::next_of_connection`] would return a chunk. Returns false once the outbox is closed or the
-    /// connection has ended.
+    /// Blocks until [`Outbox::next_of_connection`] would return a chunk. Returns false once the
+    /// outbox is closed or the connection has ended.
     pub(super) fn await_need(&self, number: usize) -> bool {
         self.wait_for(|state| state.needs_connection(number).then_some(())).is_some()
     }
 
-    /// Blocks until `ready` returns a value; `None` once the outbox is closed or the connection has ended.
+    /// Blocks until `ready` returns a value; `None` once the outbox is closed or the connection has
+    /// ended.
     fn wait_for<T>(&self, mut ready: impl FnMut(&mut State) -> Option<T>) -> Option<T> {
         let mut state = self.lock();
         loop {
@@ -253,7 +257,8 @@ impl Outbox {
         self.give_back_of(self.lock(), chunk)
     }
 
-    /// Drops the blocks before it releases the lock, so that a later `cancel` finds the transfer released.
+    /// Drops the blocks before it releases the lock, so that a later `cancel` finds the transfer
+    /// released.
     fn give_back_of(&self, mut state: MutexGuard<'_, State>, chunk: ChunkId) -> GivenBack<Moved> {
         let given_back = match state.taken.give_back(chunk) {
             Some(GivenBack::Wanted(taken)) => {
@@ -266,7 +271,8 @@ impl Outbox {
         given_back
     }
 
-    /// Stores a new connection. Returns false if the outbox was closed or the connection broken meanwhile.
+    /// Stores a new connection. Returns false if the outbox was closed or the connection broken
+    /// meanwhile.
     pub(super) fn connected(&self, stream: &TcpStream) -> io::Result<bool> {
         let mut state = self.lock();
         let is_over = state.closed || state.broken.is_some();

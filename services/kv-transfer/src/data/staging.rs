@@ -1,8 +1,9 @@
 //! Pinned host memory through which `tcp` moves the blocks of GPUs.
 //!
-//! A ring has two slots. The copy engine of the GPU fills or empties one while a thread moves the bytes of the other one
-//! through its socket. Each chunk in flight has a ring. A node keeps the rings of its peak. Where none is left, a chunk
-//! goes through pageable memory, block by block: slower, but no pair waits for the rings of a stopped peer.
+//! A ring has two slots. The copy engine of the GPU fills or empties one while a thread moves the
+//! bytes of the other one through its socket. Each chunk in flight has a ring. A node keeps the
+//! rings of its peak. Where none is left, a chunk goes through pageable memory, block by block:
+//! slower, but no pair waits for the rings of a stopped peer.
 
 use std::{
     any::Any,
@@ -20,8 +21,8 @@ use kernels::{
 
 use crate::threads::locked;
 
-/// Bytes of a slot, rounded up to whole blocks. The copies of all connections queue on one stream, so the first bytes of
-/// a chunk leave earlier with smaller slots.
+/// Bytes of a slot, rounded up to whole blocks. The copies of all connections queue on one stream,
+/// so the first bytes of a chunk leave earlier with smaller slots.
 const SLOT_BYTES: usize = 2 << 20;
 /// Slots of a ring: one in the socket, one in the copy engine.
 const SLOTS: usize = 2;
@@ -50,8 +51,8 @@ struct Rings {
     streams: Option<Streams>,
 }
 
-/// The streams of all rings. With a stream for each ring, the GPU would have more streams than hardware queues, and
-/// copies would wait for the steps of the model.
+/// The streams of all rings. With a stream for each ring, the GPU would have more streams than
+/// hardware queues, and copies would wait for the steps of the model.
 #[derive(Clone)]
 struct Streams {
     from_device: Arc<Mutex<Box<dyn OffloadStream>>>,
@@ -63,8 +64,8 @@ impl StagingPool {
         Self { offload: arena.offload(), layout: arena.layout(), rings: Mutex::default() }
     }
 
-    /// Creates a ring, so that the first chunk does not wait for it. Does nothing if blocks are in host memory or a ring
-    /// exists.
+    /// Creates a ring, so that the first chunk does not wait for it. Does nothing if blocks are in
+    /// host memory or a ring exists.
     pub(crate) fn prepare(&self) {
         let is_needed = self.offload.is_some() && locked(&self.rings).count == 0;
         if is_needed {
@@ -72,8 +73,8 @@ impl StagingPool {
         }
     }
 
-    /// Calls `send` with the bytes of all blocks in order, a slot or a block at a time, until `send` returns false.
-    /// Returns the last result of `send`. Releases the blocks in every case.
+    /// Calls `send` with the bytes of all blocks in order, a slot or a block at a time, until
+    /// `send` returns false. Returns the last result of `send`. Releases the blocks in every case.
     pub(crate) fn send(
         &self,
         blocks: Vec<BlockRead>,
@@ -92,9 +93,10 @@ impl StagingPool {
         Ok(true)
     }
 
-    /// Calls `receive` with memory for the bytes of all blocks in order, a slot or a block at a time, until `receive`
-    /// returns false, and copies the bytes to the blocks. Returns the last result of `receive`. Afterwards no copy is in
-    /// flight, and the blocks are released in every case.
+    /// Calls `receive` with memory for the bytes of all blocks in order, a slot or a block at a
+    /// time, until `receive` returns false, and copies the bytes to the blocks. Returns the last
+    /// result of `receive`. Afterwards no copy is in flight, and the blocks are released in every
+    /// case.
     pub(crate) fn receive(
         &self,
         blocks: Vec<BlockWrite>,
@@ -113,8 +115,8 @@ impl StagingPool {
         Ok(true)
     }
 
-    /// Takes a free ring, or pins the memory of a new one. Returns `None` if the maximum number is in use, or no memory
-    /// can be pinned.
+    /// Takes a free ring, or pins the memory of a new one. Returns `None` if the maximum number is
+    /// in use, or no memory can be pinned.
     fn take(&self) -> Option<PooledRing<'_>> {
         let mut rings = locked(&self.rings);
         if let Some(ring) = rings.free.pop() {
@@ -226,7 +228,8 @@ impl StagingRing {
         Ok(true)
     }
 
-    /// Implements [`StagingPool::receive`]. Copies the filled slot to its blocks while `receive` runs.
+    /// Implements [`StagingPool::receive`]. Copies the filled slot to its blocks while `receive`
+    /// runs.
     fn receive(
         &mut self,
         blocks: Vec<BlockWrite>,

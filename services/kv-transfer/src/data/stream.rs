@@ -27,8 +27,8 @@ pub(super) fn check_progress(since: Instant, problem: &str) -> io::Result<()> {
     Err(io::Error::new(ErrorKind::TimedOut, reason))
 }
 
-/// Reads or writes `bytes` bytes whose contents do not matter. Calls `step` with the number of bytes left, until
-/// `closed` returns true. Fails as [`check_progress`] does.
+/// Reads or writes `bytes` bytes whose contents do not matter. Calls `step` with the number of
+/// bytes left, until `closed` returns true. Fails as [`check_progress`] does.
 pub(super) fn move_bytes(
     mut bytes: u64,
     problem: &str,

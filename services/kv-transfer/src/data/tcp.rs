@@ -1,10 +1,12 @@
-//! KV over sockets, directly between blocks in host memory, or through pinned memory of the blocks of GPUs
-//! ([`staging`](super::staging)). Used by hosts without a GPU and by pairs on different hosts.
+//! KV over sockets, directly between blocks in host memory, or through pinned memory of the blocks
+//! of GPUs ([`staging`](super::staging)). Used by hosts without a GPU and by pairs on different
+//! hosts.
 //!
-//! A sender opens one connection, and further ones of the same group while several chunks are queued. Each connection
-//! is a sequence of frames ([`frame`]), one per chunk. Each end of a connection has one thread that moves bytes:
-//! `writer` from borrowed blocks, `reader` into posted blocks. Each chunk's xxh3 is part of `DONE`. The end of a
-//! connection with a chunk in flight, and that of the first connection, ends the group.
+//! A sender opens one connection, and further ones of the same group while several chunks are
+//! queued. Each connection is a sequence of frames ([`frame`]), one per chunk. Each end of a
+//! connection has one thread that moves bytes: `writer` from borrowed blocks, `reader` into posted
+//! blocks. Each chunk's xxh3 is part of `DONE`. The end of a connection with a chunk in flight, and
+//! that of the first connection, ends the group.
 
 pub mod frame;
 mod reader;
@@ -43,10 +45,10 @@ enum Payload {
 /// A connection after its handshake.
 pub(in crate::data) type Connected = (TcpStream, Option<TlsSender>);
 
-/// Sends chunks until the outbox is closed or a connection fails. Uses up to `connections_max` connections: `first`, and
-/// further ones that `connect` opens while several chunks are queued. A further connection is optional: it is opened
-/// again after it could not be opened, or has ended without a chunk in flight. `connect` returns `None` once the outbox
-/// is closed.
+/// Sends chunks until the outbox is closed or a connection fails. Uses up to `connections_max`
+/// connections: `first`, and further ones that `connect` opens while several chunks are queued. A
+/// further connection is optional: it is opened again after it could not be opened, or has ended
+/// without a chunk in flight. `connect` returns `None` once the outbox is closed.
 pub(in crate::data) fn send_chunks(
     outgoing: &Outgoing<'_>,
     first: Connected,
@@ -82,8 +84,9 @@ pub(in crate::data) fn send_chunks(
     })
 }
 
-/// Writes frames to one connection until the outbox is closed or a connection ends. The receiver sends nothing on this
-/// connection, so a separate thread waits in a read to detect its death. An error ends the group.
+/// Writes frames to one connection until the outbox is closed or a connection ends. The receiver
+/// sends nothing on this connection, so a separate thread waits in a read to detect its death. An
+/// error ends the group.
 fn use_connection(
     outgoing: &Outgoing<'_>,
     number: usize,
@@ -104,7 +107,8 @@ fn use_connection(
         let written = watching.and_then(|()| match tls {
             Some(mut tls) => {
                 let written = writer::write_frames(outgoing, number, &is_lost, &mut tls);
-                // TLS requires it: without it the receiver cannot tell this end from a truncated stream.
+                // TLS requires it: without it the receiver cannot tell this end from a truncated
+                // stream.
                 tls.conn.send_close_notify();
                 let _ = tls.flush();
                 written

@@ -1,4 +1,5 @@
-//! TLS on the data connections of `tcp`: the sender is the TLS client and writes, the listener only reads.
+//! TLS on the data connections of `tcp`: the sender is the TLS client and writes, the listener only
+//! reads.
 
 use std::{
     io::{self, BufReader, Read, Write},
@@ -53,7 +54,8 @@ impl SetTimeout for Buffered {
     }
 }
 
-/// Runs the sender's handshake. Also returns keying material (RFC 5705) that only the two ends of the connection know.
+/// Runs the sender's handshake. Also returns keying material (RFC 5705) that only the two ends of
+/// the connection know.
 pub(super) fn connect(
     tls: &ClusterTls,
     stream: &TcpStream,
@@ -102,8 +104,8 @@ fn shake_hands<S: SideData>(
     Ok(())
 }
 
-/// A stream that fails after its deadline. Needed because `complete_io` does not return before the end of the handshake
-/// while bytes keep arriving.
+/// A stream that fails after its deadline. Needed because `complete_io` does not return before the
+/// end of the handshake while bytes keep arriving.
 struct Until<'a, T> {
     stream: &'a mut T,
     deadline: Instant,

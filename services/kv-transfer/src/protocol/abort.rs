@@ -4,8 +4,8 @@
 //! 2. After the release, the final event is emitted: the node may free the blocks.
 //! 3. `ABORT` is sent to the peer until it answers or a lease has passed.
 //!
-//! Step 3 runs in parallel with steps 1 and 2. An `ABORT` by the peer is answered with `ABORT_ACK` after
-//! step 2.
+//! Step 3 runs in parallel with steps 1 and 2. An `ABORT` by the peer is answered with `ABORT_ACK`
+//! after step 2.
 
 use std::time::Instant;
 

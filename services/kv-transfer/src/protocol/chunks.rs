@@ -6,17 +6,17 @@ use kernels::BlockId;
 
 use crate::{api::TransferId, control};
 
-/// Maximum number of chunks of a transfer that are announced but not yet given to the transport. A step writes several
-/// chunks at the same time: on GPUs of 32 MiB each by default, by `tcp` of 8 MiB. The receiver should have posted its
-/// receives by then.
+/// Maximum number of chunks of a transfer that are announced but not yet given to the transport. A
+/// step writes several chunks at the same time: on GPUs of 32 MiB each by default, by `tcp` of 8
+/// MiB. The receiver should have posted its receives by then.
 const AHEAD_MAX: usize = 8;
-/// [`AHEAD_MAX`] before the first block is written. Smaller, because all waiting sequences of a node may be in this
-/// state: the announcements of 256 sequences take half of the peer's queue.
+/// [`AHEAD_MAX`] before the first block is written. Smaller, because all waiting sequences of a
+/// node may be in this state: the announcements of 256 sequences take half of the peer's queue.
 const FIRST_AHEAD_MAX: usize = 4;
 
-/// The reserved blocks, split into chunks. Each chunk passes through the values of `State` in order.
-/// Chunks are announced before their blocks are written, so the receiver has usually posted the
-/// receive by then.
+/// The reserved blocks, split into chunks. Each chunk passes through the values of `State` in
+/// order. Chunks are announced before their blocks are written, so the receiver has usually posted
+/// the receive by then.
 #[derive(Debug)]
 pub(super) struct Chunks {
     chunks: Vec<Chunk>,
@@ -61,7 +61,8 @@ enum State {
 }
 
 impl Chunks {
-    /// Splits the reserved blocks of the prompt into chunks of at most `chunk_bytes_max`, and at least one block.
+    /// Splits the reserved blocks of the prompt into chunks of at most `chunk_bytes_max`, and at
+    /// least one block.
     pub(super) fn new(
         transfer: TransferId,
         reserved: Range<u32>,
@@ -115,8 +116,8 @@ impl Chunks {
         Ok(())
     }
 
-    /// Marks the next waiting chunk as announced and returns it. Returns `None` if enough chunks are
-    /// ahead.
+    /// Marks the next waiting chunk as announced and returns it. Returns `None` if enough chunks
+    /// are ahead.
     pub(super) fn announce(&mut self) -> Option<&control::Chunk> {
         let is_begun = self.next_block > self.first_block;
         if self.ahead >= if is_begun { AHEAD_MAX } else { FIRST_AHEAD_MAX } {
@@ -141,8 +142,8 @@ impl Chunks {
         self.announced > 0
     }
 
-    /// Marks a chunk whose `CTS` has arrived. Returns false if it was marked before. Fails if the chunk was not
-    /// announced.
+    /// Marks a chunk whose `CTS` has arrived. Returns false if it was marked before. Fails if the
+    /// chunk was not announced.
     pub(super) fn clear(&mut self, chunk: u32) -> Result<bool, String> {
         match self.chunks.get_mut(chunk as usize) {
             None | Some(Chunk { state: State::Waiting, .. }) => {
@@ -157,8 +158,8 @@ impl Chunks {
         }
     }
 
-    /// Returns the next chunk that is written and has a `CTS`, with its blocks, and marks it as given to the
-    /// transport.
+    /// Returns the next chunk that is written and has a `CTS`, with its blocks, and marks it as
+    /// given to the transport.
     pub(super) fn give(&mut self) -> Option<(u32, Vec<BlockId>)> {
         let is_due = |chunk: &Chunk| {
             chunk.state == State::Clear

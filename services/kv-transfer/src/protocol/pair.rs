@@ -1,9 +1,11 @@
 //! The connection between two processes.
 //!
-//! 1. The side that has a transfer first sends `HELLO`, repeatedly for one lease. The other side compares the
-//!    identities and answers `HELLO_OK` or `REJECT`. One such exchange connects both sides.
-//! 2. While either side has transfers, both sides send `HEARTBEAT`s that name the transfers. A side that receives
-//!    nothing for a lease, or loses a data connection, fails the pair and all its transfers.
+//! 1. The side that has a transfer first sends `HELLO`, repeatedly for one lease. The other side
+//!    compares the identities and answers `HELLO_OK` or `REJECT`. One such exchange connects both
+//!    sides.
+//! 2. While either side has transfers, both sides send `HEARTBEAT`s that name the transfers. A side
+//!    that receives nothing for a lease, or loses a data connection, fails the pair and all its
+//!    transfers.
 //! 3. A pair without transfers sends nothing and is closed after `pair_idle`.
 
 use std::{
@@ -18,8 +20,8 @@ use crate::{
     control::{Body, Hello, HelloOk},
 };
 
-/// Time within which a peer usually answers `HELLO`. A slower peer probably has its maximum number of pairs and may
-/// answer later.
+/// Time within which a peer usually answers `HELLO`. A slower peer probably has its maximum number
+/// of pairs and may answer later.
 const EXPECTED_ANSWER_TIME: Duration = Duration::from_millis(500);
 
 pub struct Pair {
@@ -30,8 +32,8 @@ pub struct Pair {
     peer_session: Option<u64>,
     /// All transfers with this peer, including those being aborted.
     pub transfers: BTreeSet<TransferId>,
-    /// Time of the peer's last control message, or the start of the first current transfer if that is later, because
-    /// an idle peer sends nothing.
+    /// Time of the peer's last control message, or the start of the first current transfer if that
+    /// is later, because an idle peer sends nothing.
     alive_at: Instant,
     /// Time until which this node sends heartbeats because the peer has transfers.
     peer_works_until: Instant,
@@ -77,7 +79,8 @@ pub enum Close {
 }
 
 impl Pair {
-    /// Creates a pair that is not connected. `in_advance`: this node has no transfer with the peer yet.
+    /// Creates a pair that is not connected. `in_advance`: this node has no transfer with the peer
+    /// yet.
     pub fn new(turn: &mut Turn, address: &PeerAddress, in_advance: bool) -> Self {
         turn.act(Action::Connect { peer: address.clone() });
         turn.sessions += 1;
@@ -221,7 +224,8 @@ impl Pair {
         }
         self.transfers.insert(transfer);
         if std::mem::take(&mut self.in_advance) && matches!(self.state, State::Connecting { .. }) {
-            // The peer may have rejected a pair without transfers, so this `HELLO` gets its own time-out.
+            // The peer may have rejected a pair without transfers, so this `HELLO` gets its own
+            // time-out.
             let (retry, until) = (Retry::start(turn.now), turn.now + LEASE);
             self.state = State::Connecting { retry, until };
             self.send_hello(turn);

@@ -6,8 +6,8 @@
 //!    receiver answers `CTS`: the first at once, the others a few ahead of the written blocks. A
 //!    fully written chunk therefore usually goes to the transport without waiting for `CTS`.
 //! 3. After `Finish` and the last sent chunk, `DONE` is sent repeatedly until `ACK` arrives. Then
-//!    `Delivered` is emitted. An earlier `DONE` would let the receiver complete a transfer that this
-//!    side has aborted, or with blocks that this side has released.
+//!    `Delivered` is emitted. An earlier `DONE` would let the receiver complete a transfer that
+//!    this side has aborted, or with blocks that this side has released.
 //! 4. Every failure goes through `abort`.
 
 use std::time::{Duration, Instant};
@@ -35,9 +35,9 @@ pub(super) struct Sending {
 }
 
 impl Transfer {
-    /// Starts a transfer whose `RESERVE` arrived before `Expect`. It is kept while the receiver names it, and not
-    /// acknowledged: the heartbeat that acknowledges `RESERVE` would renew the receiver's lease, although
-    /// this node may never expect the transfer.
+    /// Starts a transfer whose `RESERVE` arrived before `Expect`. It is kept while the receiver
+    /// names it, and not acknowledged: the heartbeat that acknowledges `RESERVE` would renew the
+    /// receiver's lease, although this node may never expect the transfer.
     pub(super) fn early(turn: &Turn, peer: Peer, reserve: Reserve, traceparent: String) -> Self {
         let (id, phase) = (reserve.transfer, Phase::Early { reserve });
         let begun = Self::begin(turn, id, peer, ANSWER_TIMEOUT_MAX, traceparent, phase);
@@ -195,7 +195,8 @@ impl Transfer {
         }
     }
 
-    /// Passes the computed chunks that have a `CTS` to the transport, then announces further chunks.
+    /// Passes the computed chunks that have a `CTS` to the transport, then announces further
+    /// chunks.
     fn give(&mut self, turn: &mut Turn) {
         let Phase::Sending(sending) = &mut self.phase else { return };
         while let Some((chunk, blocks)) = sending.chunks.give() {
@@ -263,7 +264,8 @@ impl Transfer {
     }
 }
 
-/// Returns the end of the reserved blocks in the prompt, or the reason why the `RESERVE` is invalid.
+/// Returns the end of the reserved blocks in the prompt, or the reason why the `RESERVE` is
+/// invalid.
 fn end_block(reserve: &Reserve, prompt_hash: u128) -> Result<u32, String> {
     let Reserve { first_block, blocks, .. } = reserve;
     if reserve.prompt_hash != prompt_hash {

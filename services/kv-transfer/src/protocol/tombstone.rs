@@ -10,7 +10,8 @@ use crate::{
     control::{AbortCause, Body},
 };
 
-/// Time for which a tombstone is kept. A peer retransmits for at most a lease after the transfer has ended here.
+/// Time for which a tombstone is kept. A peer retransmits for at most a lease after the transfer
+/// has ended here.
 const KEPT_FOR: Duration = Duration::from_secs(30);
 
 /// Outcome of a transfer.

@@ -1,5 +1,5 @@
-//! State and steps that are the same on both sides of a transfer. `sender` and `receiver` add the steps of
-//! one side, and `abort` adds the failure path of either side.
+//! State and steps that are the same on both sides of a transfer. `sender` and `receiver` add the
+//! steps of one side, and `abort` adds the failure path of either side.
 
 use std::time::{Duration, Instant};
 
@@ -38,13 +38,14 @@ pub(super) struct Transfer {
     pub side: Side,
     /// Trace context of the node. Before `Expect`, a sender has the receiver's trace context.
     pub traceparent: String,
-    /// Whether the node has started the transfer and must get a final event. A sender's node starts it
-    /// with `Expect`.
+    /// Whether the node has started the transfer and must get a final event. A sender's node starts
+    /// it with `Expect`.
     pub is_begun: bool,
     /// Deadline of the whole transfer, set by the node.
     pub deadline: Instant,
-    /// End of the lease. Messages and heartbeats of the peer that name the transfer renew the lease. The first lease of a
-    /// receiver lasts until the sender's node must have started the transfer.
+    /// End of the lease. Messages and heartbeats of the peer that name the transfer renew the
+    /// lease. The first lease of a receiver lasts until the sender's node must have started the
+    /// transfer.
     pub lease: Instant,
     /// Duration of the lease, for the error text at its end.
     pub lease_time: Duration,
@@ -146,8 +147,8 @@ impl Transfer {
         (self.lease, self.lease_time) = (now + duration, duration);
     }
 
-    /// Renews the lease: the peer has named the transfer or sent a message about it. A sender that names
-    /// the transfer has received `RESERVE`.
+    /// Renews the lease: the peer has named the transfer or sent a message about it. A sender that
+    /// names the transfer has received `RESERVE`.
     pub(super) fn renew(&mut self, now: Instant) {
         self.begin_lease(now, LEASE);
         if let Phase::Receiving(receiving) = &mut self.phase {
@@ -246,8 +247,8 @@ impl Transfer {
         }
     }
 
-    /// Returns whether the lease applies. While a sender awaits `RESERVE`, the receiver may not know the
-    /// transfer and cannot renew the lease.
+    /// Returns whether the lease applies. While a sender awaits `RESERVE`, the receiver may not
+    /// know the transfer and cannot renew the lease.
     fn is_leased(&self) -> bool {
         !self.is_over() && !self.is_awaiting()
     }

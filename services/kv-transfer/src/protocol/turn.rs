@@ -1,4 +1,5 @@
-//! One event of the protocol: its time, the process that handles it, the actions that follow, and the counters.
+//! One event of the protocol: its time, the process that handles it, the actions that follow, and
+//! the counters.
 
 use std::{
     collections::{BTreeMap, VecDeque},
@@ -13,10 +14,11 @@ use crate::{
     control::{AbortCause, Body, CONTROL_REFUSALS, ControlMessage},
 };
 
-/// Blocks per reservation, so that `RESERVE` and `DONE` fit into a control message: 1.6 million tokens.
+/// Blocks per reservation, so that `RESERVE` and `DONE` fit into a control message: 1.6 million
+/// tokens.
 pub(super) const RESERVED_BLOCKS_MAX: usize = 100_000;
-/// Delay before the first retransmission: far longer than a round trip within a cluster, so that slow answers cause no
-/// retransmission.
+/// Delay before the first retransmission: far longer than a round trip within a cluster, so that
+/// slow answers cause no retransmission.
 const RETRY_FIRST: Duration = Duration::from_millis(100);
 /// Maximum delay between retransmissions: at least four of them fit into a lease.
 const RETRY_MAX: Duration = Duration::from_millis(500);
@@ -26,8 +28,8 @@ const RETRY_MAX: Duration = Duration::from_millis(500);
 pub enum Action {
     /// Create the queue and socket for control messages to this peer.
     Connect { peer: PeerAddress },
-    /// Close the queue and the data connections of this peer. Queued messages may still be sent for a short
-    /// time.
+    /// Close the queue and the data connections of this peer. Queued messages may still be sent for
+    /// a short time.
     Disconnect { peer: Epoch },
     /// Send a control message. It may be lost; important messages are retransmitted.
     SendControl { peer: Epoch, message: ControlMessage },

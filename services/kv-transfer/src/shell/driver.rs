@@ -83,8 +83,8 @@ impl<T: Transport, S: EventSink> DriverThread<T, S> {
         *locked(&unfinished) = threads;
     }
 
-    /// Handles queued inputs and due deadlines, and executes the resulting actions. Returns the reason
-    /// if the driver must stop.
+    /// Handles queued inputs and due deadlines, and executes the resulting actions. Returns the
+    /// reason if the driver must stop.
     fn turn(&mut self, sleep_max: Duration) -> Option<&'static str> {
         let mut now = Instant::now();
         let mut sleep = self
@@ -128,8 +128,8 @@ impl<T: Transport, S: EventSink> DriverThread<T, S> {
         }
     }
 
-    /// Waits for the next input; returns `None` after `sleep`. Fails with the reason if the driver must
-    /// stop.
+    /// Waits for the next input; returns `None` after `sleep`. Fails with the reason if the driver
+    /// must stop.
     fn next_input(&mut self, sleep: Duration) -> Result<Option<Input>, &'static str> {
         let closed = never();
         let commands = if self.driver.takes_commands() { &self.inputs.commands } else { &closed };

@@ -28,7 +28,8 @@ const POLL_MS: i64 = 1_000;
 /// Messages received before ZAP requests are checked again.
 const BATCH: usize = 64;
 
-/// Endpoint of the stop signal. It is unique within a ZeroMQ context, because a context has one listener.
+/// Endpoint of the stop signal. It is unique within a ZeroMQ context, because a context has one
+/// listener.
 const STOP: &str = "inproc://kv-transfer-stop";
 
 pub(super) struct Listener {

@@ -23,8 +23,8 @@ use crate::{
     threads::Threads,
 };
 
-/// Queue bound: two messages for each transfer of a node with default settings, because all transfers send when the
-/// pair connects. A full queue means that the peer is lost.
+/// Queue bound: two messages for each transfer of a node with default settings, because all
+/// transfers send when the pair connects. A full queue means that the peer is lost.
 const QUEUE_MAX: usize = 2048;
 /// Interval at which an idle thread checks its connection.
 const CONNECTION_POLL: Duration = Duration::from_millis(500);
@@ -230,8 +230,8 @@ impl PeerSender {
 }
 
 /// Returns the first address that accepts a connection, else the first address. libzmq connects to
-/// one address only, and a name may have unusable ones (IPv6 as well as IPv4). A single address is not
-/// probed.
+/// one address only, and a name may have unusable ones (IPv6 as well as IPv4). A single address is
+/// not probed.
 fn first_reachable(addresses: &[SocketAddr]) -> SocketAddr {
     let answers =
         |address: &&SocketAddr| TcpStream::connect_timeout(address, CONNECT_TIMEOUT).is_ok();
@@ -239,7 +239,8 @@ fn first_reachable(addresses: &[SocketAddr]) -> SocketAddr {
     *several.then(|| addresses.iter().find(answers)).flatten().unwrap_or(&addresses[0])
 }
 
-/// Returns a socket that gets a message for each connection and if the peer rejects the ZAP credential.
+/// Returns a socket that gets a message for each connection and if the peer rejects the ZAP
+/// credential.
 fn monitor(
     context: &zmq::Context,
     monitors: &AtomicU64,

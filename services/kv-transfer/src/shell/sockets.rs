@@ -2,9 +2,10 @@
 //!
 //! libzmq bounds the size of a frame but not the number of frames per message, and it accepts
 //! frames from every client. The listener therefore uses ZeroMQ's PLAIN mechanism and admits only
-//! clients that know the cluster secret ([`ZapAuth`]), each by a credential that is valid for one connection. PLAIN
-//! only prevents other clients from filling this process's memory. An authentication tag (MAC) in each message
-//! authenticates the message. The `zmq` crate builds libzmq without CURVE.
+//! clients that know the cluster secret ([`ZapAuth`]), each by a credential that is valid for one
+//! connection. PLAIN only prevents other clients from filling this process's memory. An
+//! authentication tag (MAC) in each message authenticates the message. The `zmq` crate builds
+//! libzmq without CURVE.
 
 use std::net::SocketAddr;
 
@@ -27,8 +28,8 @@ const LINGER_MS: i32 = 100;
 
 const ZAP_ENDPOINT: &str = "inproc://zeromq.zap.01";
 
-/// Maximum number of parts kept of a received message. A valid message has three: the routing id that the socket
-/// adds, and two frames.
+/// Maximum number of parts kept of a received message. A valid message has three: the routing id
+/// that the socket adds, and two frames.
 const PARTS_MAX: usize = 4;
 
 /// Binds the ROUTER socket, which only receives. Returns the socket and its port.
@@ -53,8 +54,8 @@ pub(super) fn listener(
     Ok((socket, port))
 }
 
-/// Creates a DEALER socket for one connection with this credential. It only sends, and it queues nothing while the
-/// peer is unreachable.
+/// Creates a DEALER socket for one connection with this credential. It only sends, and it queues
+/// nothing while the peer is unreachable.
 pub(super) fn outbound(
     context: &zmq::Context,
     credential: &Credential,
@@ -119,8 +120,8 @@ impl ZapAuth {
         Ok(Self { socket, keys, me, replay: ReplayGuard::default() })
     }
 
-    /// Answers one request and returns whether the client was admitted. Returns `None` if no request is
-    /// queued.
+    /// Answers one request and returns whether the client was admitted. Returns `None` if no
+    /// request is queued.
     pub(super) fn answer(&mut self) -> zmq::Result<Option<bool>> {
         let request = match self.socket.recv_multipart(zmq::DONTWAIT) {
             Ok(request) => request,

@@ -230,7 +230,8 @@ fn few_pairs_with_gpu_memory_are_connected_early() {
     assert_eq!(peers(&world, 0).len(), 4);
 }
 
-/// Returns a world in which node 4 has sent an early HELLO to node 0, which accepts only pairs of requests.
+/// Returns a world in which node 4 has sent an early HELLO to node 0, which accepts only pairs of
+/// requests.
 fn rejected_early_handshake() -> World {
     let mut world = world(5);
     for node in 1..4 {

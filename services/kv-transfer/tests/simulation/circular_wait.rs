@@ -38,8 +38,8 @@ impl Prefills {
     }
 }
 
-/// Each pool holds two prompts. 60 prompts arrive at once, at the decode nodes in one order and at the
-/// prefill node in the opposite order.
+/// Each pool holds two prompts. 60 prompts arrive at once, at the decode nodes in one order and at
+/// the prefill node in the opposite order.
 #[test]
 fn full_block_pools_on_both_sides_do_not_deadlock() {
     for seed in 0..20 {

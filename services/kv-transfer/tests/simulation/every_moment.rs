@@ -115,8 +115,8 @@ fn abort_from_either_side_ends_both_sides_within_a_heartbeat() {
             for node in [SENDER, RECEIVER] {
                 let (ended, _) = world.end_of(node, transfer).expect("the transfer ended");
                 let begun = world.nodes[node].begun[&transfer];
-                // A heartbeat, if the abort came before the other side had begun. Then the abort, and
-                // the release by the transport.
+                // A heartbeat, if the abort came before the other side had begun. Then the abort,
+                // and the release by the transport.
                 let by = begun.max(at) + Duration::from_millis(700);
                 assert!(ended <= by, "{:?} too late at moment {moment:?}", ended - by);
                 assert_eq!(world.nodes[node].free_count(), 40);
@@ -192,7 +192,8 @@ fn late_sender_finds_the_reservation_or_holds_no_block() {
     }
 }
 
-/// A sender whose node compiles a grammar may start after the lease. A dead sender is still lost after the lease.
+/// A sender whose node compiles a grammar may start after the lease. A dead sender is still lost
+/// after the lease.
 #[test]
 fn receiver_waits_for_a_live_sender_until_its_answer_timeout() {
     let within = 6 * LEASE;
@@ -232,7 +233,8 @@ fn receiver_waits_for_a_live_sender_until_its_answer_timeout() {
     }
 }
 
-/// Returns a transfer whose sender gets no command, and whose receiver waits for the sender's node for `within`.
+/// Returns a transfer whose sender gets no command, and whose receiver waits for the sender's node
+/// for `within`.
 fn one_sided_within(within: Duration, seed: u64) -> (World, TransferPlan) {
     let (mut world, plan) = two_nodes(SLOW, seed);
     world.plan(plan.clone(), None, None);

@@ -331,8 +331,8 @@ fn any_message(random: &mut Random) -> Body {
 proptest! {
     #![proptest_config(ProptestConfig { cases: 800, ..ProptestConfig::default() })]
 
-    /// For any messages of an authenticated peer: no panic, no receive is posted outside the reservation,
-    /// and each transfer that the node began ends once.
+    /// For any messages of an authenticated peer: no panic, no receive is posted outside the
+    /// reservation, and each transfer that the node began ends once.
     #[test]
     fn arbitrary_messages_of_a_peer_harm_no_other_transfer(seed in any::<u64>(), length in 1usize..120) {
         let mut random = Random::new(seed);

@@ -44,8 +44,8 @@ pub(crate) struct Node {
     pub posted: BTreeMap<(TransferId, u32), Vec<BlockId>>,
     pub writing: BTreeMap<(TransferId, u32), Vec<BlockId>>,
     pub sending: BTreeMap<(TransferId, u32), (Epoch, Vec<BlockId>)>,
-    /// Number of times that this node has closed its data connections with each peer. The end of an earlier
-    /// connection is ignored.
+    /// Number of times that this node has closed its data connections with each peer. The end of an
+    /// earlier connection is ignored.
     pub closings: BTreeMap<usize, u64>,
     /// Peers that may connect here.
     pub admitted: BTreeSet<usize>,

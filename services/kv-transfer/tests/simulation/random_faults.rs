@@ -1,5 +1,5 @@
-//! Random transfers under loss, delay, duplication, reordering, corruption, aborts, kills, pauses and
-//! partitions.
+//! Random transfers under loss, delay, duplication, reordering, corruption, aborts, kills, pauses
+//! and partitions.
 
 use std::time::{Duration, Instant};
 
@@ -315,8 +315,8 @@ fn check(scenario: &Scenario, world: &World) {
     }
 }
 
-/// Every run has the same cases, so a change of a bound shows. `PROPTEST_RNG_SEED` chooses other cases:
-/// a number chooses the same ones each time, any other value chooses at random.
+/// Every run has the same cases, so a change of a bound shows. `PROPTEST_RNG_SEED` chooses other
+/// cases: a number chooses the same ones each time, any other value chooses at random.
 fn proptest_config() -> ProptestConfig {
     let chosen = ProptestConfig { cases: 1500, ..ProptestConfig::default() };
     match std::env::var_os("PROPTEST_RNG_SEED") {

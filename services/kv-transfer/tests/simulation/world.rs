@@ -1,7 +1,8 @@
 //! Several transfer cores, a network with faults, and the blocks of each node.
 //!
-//! Asserts that no block is read or written for a transfer after the end of that transfer, that `Arrived` blocks
-//! hold the sender's KV for the receiver's weights, and that no transfer ends twice.
+//! Asserts that no block is read or written for a transfer after the end of that transfer, that
+//! `Arrived` blocks hold the sender's KV for the receiver's weights, and that no transfer ends
+//! twice.
 
 use std::{
     collections::{BTreeMap, BTreeSet},

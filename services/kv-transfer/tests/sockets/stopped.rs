@@ -9,8 +9,8 @@ use crate::{
     process::{ChildNode, start_large},
 };
 
-/// Maximum time until a transfer to a stopped peer fails: a lease of 2 s, and slack for a busy machine. Less than the
-/// deadline of the transfers.
+/// Maximum time until a transfer to a stopped peer fails: a lease of 2 s, and slack for a busy
+/// machine. Less than the deadline of the transfers.
 const FAIL_WITHIN: Duration = Duration::from_secs(7);
 
 /// Starts a transfer of 64 MiB to the child and writes the first blocks.
@@ -23,8 +23,8 @@ fn begin(prefill: &Node, child: &mut ChildNode) -> TransferId {
     transfer
 }
 
-/// Runs transfers of 4 blocks from `prefill` to `decode` until the transfer `stuck` fails. Returns the
-/// time of the failure and the number of completed transfers.
+/// Runs transfers of 4 blocks from `prefill` to `decode` until the transfer `stuck` fails. Returns
+/// the time of the failure and the number of completed transfers.
 pub(crate) fn until_failed(prefill: &Node, decode: &Node, stuck: TransferId) -> (Instant, usize) {
     let (mut failed_at, mut count) = (None, 0);
     let next = |failed_at: &mut Option<Instant>| loop {
@@ -69,8 +69,8 @@ pub(crate) fn stopped_peer_delays_no_other_pair_and_times_out_after_a_lease() {
     // The child recovers after it continues.
     child.signal("-CONT");
     assert_eq!(child.line(), format!("failed {transfer}"));
-    // Until the child has detected that the pair failed, an attempt may fail at once. A later attempt
-    // succeeds.
+    // Until the child has detected that the pair failed, an attempt may fail at once. A later
+    // attempt succeeds.
     let arrived = (0..5).any(|_| {
         let again = TransferId(fresh());
         prefill.expect_from(again, child.address.clone());

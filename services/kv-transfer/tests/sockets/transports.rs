@@ -295,7 +295,8 @@ fn connect(node: &Node, peer: PeerAddress, sends: bool) -> Weak<impl Sized> {
     held
 }
 
-/// When the guard is dropped, the GPU connection is ready, so the first transfer does not wait for it.
+/// When the guard is dropped, the GPU connection is ready, so the first transfer does not wait for
+/// it.
 pub(crate) fn nodes_connect_before_the_first_transfer() {
     for kind in GPU_TRANSPORTS {
         let reach = Reach::default();

@@ -1,13 +1,14 @@
 //! The record that a node writes into etcd, and its strict parser.
 //!
-//! Key: `PREFIX/nodes/NODE_ID/EPOCH`. The epoch ties the key to one process: no other process overwrites or deletes the
-//! key, and registering again writes the same key. The value is a line of JSON with the node's address. Routers learn
-//! everything else from the node's `Observe` stream.
+//! Key: `PREFIX/nodes/NODE_ID/EPOCH`. The epoch ties the key to one process: no other process
+//! overwrites or deletes the key, and registering again writes the same key. The value is a line of
+//! JSON with the node's address. Routers learn everything else from the node's `Observe` stream.
 
 use cluster::{Epoch, EpochError, NodeAddress, NodeId, NodeIdError, RecordError, Role, parse_url};
 use serde::{Deserialize, Serialize};
 
-/// Version of the format; it grows when the meaning of a field changes or a required field is added.
+/// Version of the format; it grows when the meaning of a field changes or a required field is
+/// added.
 const VERSION: u32 = 1;
 /// Maximum size of a value in bytes; the longest valid value has less than 600.
 const VALUE_BYTES_MAX: usize = 1024;
@@ -169,7 +170,8 @@ mod tests {
             let parsed = NodeEntry::parse("/baton", key.as_bytes(), value.as_bytes());
             assert_eq!(parsed, Err(EntryError::Key), "{key}");
         }
-        // A zero epoch, or an epoch without exactly 32 lowercase hex digits, is invalid even if key and value agree.
+        // A zero epoch, or an epoch without exactly 32 lowercase hex digits, is invalid even if key
+        // and value agree.
         for epoch in ["0".repeat(32), "7".repeat(31), "g".repeat(32), "F".repeat(32)] {
             let key = format!("/baton/nodes/decode-1/{epoch}");
             let value = value.replace(&entry().epoch.to_string(), &epoch);

@@ -18,8 +18,8 @@ use super::{
 use crate::{MemberList, Membership, MembershipBackend};
 
 impl Membership {
-    /// Follows the nodes that are registered in etcd: reads all records once and watches them from then on. If etcd
-    /// does not answer, the list is empty and the task retries in the background.
+    /// Follows the nodes that are registered in etcd: reads all records once and watches them from
+    /// then on. If etcd does not answer, the list is empty and the task retries in the background.
     ///
     /// # Errors
     /// If etcd rejects the user or its certificate is not trusted, or if the settings are invalid.
@@ -109,8 +109,8 @@ impl FollowTask {
             }
             FollowerAction::AskProgress => {
                 if let Some(watch) = &mut self.watch {
-                    // The channel has space, because one request is in flight at a time. If the watch has ended,
-                    // `next_message` returns the failure.
+                    // The channel has space, because one request is in flight at a time. If the
+                    // watch has ended, `next_message` returns the failure.
                     let _ = watch.stream.request_progress().await;
                 }
             }
@@ -162,7 +162,8 @@ fn changes(response: &WatchResponse) -> FollowerInput {
     let changes = response.events().iter().filter_map(|event| {
         let kv = event.kv()?;
         let (key, modified) = (kv.key().to_vec(), kv.mod_revision());
-        // Version 0 marks a deleted key. The event's type does too, but the library panics on unknown types.
+        // Version 0 marks a deleted key. The event's type does too, but the library panics on
+        // unknown types.
         Some(match kv.version() {
             0 => RecordChange::Removed { key, modified },
             _ => RecordChange::Written(EtcdRecord { key, value: kv.value().to_vec(), modified }),

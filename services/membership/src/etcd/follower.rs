@@ -1,15 +1,16 @@
-//! Follows the records of a cluster's nodes in etcd. Pure: takes events of etcd and `now`, returns calls.
+//! Follows the records of a cluster's nodes in etcd. Pure: takes events of etcd and `now`, returns
+//! calls.
 //!
 //! Life of a follower:
 //! 1. *Disconnected*: waits with back-off before the next read.
 //! 2. *Reading*: requests all records at one revision and a watch from the next revision on.
-//! 3. *Following* the watch. After a silence the follower requests a progress notification, because neither a hung
-//!    etcd nor a dead connection ends a watch.
-//! 4. Disconnected again when the watch ends, is cancelled, finds its revision compacted, or stays silent. The next read
-//!    shows the changes since then.
+//! 3. *Following* the watch. After a silence the follower requests a progress notification, because
+//!    neither a hung etcd nor a dead connection ends a watch.
+//! 4. Disconnected again when the watch ends, is cancelled, finds its revision compacted, or stays
+//!    silent. The next read shows the changes since then.
 //!
-//! The list of members changes only with a read or a watch event. A deleted record is published like any other change;
-//! the directory probes the node before it drops the node.
+//! The list of members changes only with a read or a watch event. A deleted record is published
+//! like any other change; the directory probes the node before it drops the node.
 
 use std::{
     collections::{BTreeMap, HashMap},
@@ -25,8 +26,8 @@ use crate::retry::RetryBackoff;
 pub const RECORDS_MAX: usize = 4096;
 /// Time-out of a read: connect, authenticate, two round trips and a few pages.
 const READ_WITHIN: Duration = Duration::from_secs(5);
-/// Silence after which the follower requests a progress notification. Also prevents etcd from closing the connection:
-/// etcd closes idle connections that ping more often than every 5 s.
+/// Silence after which the follower requests a progress notification. Also prevents etcd from
+/// closing the connection: etcd closes idle connections that ping more often than every 5 s.
 const SILENCE_MAX: Duration = Duration::from_secs(2);
 const ANSWER_WITHIN: Duration = Duration::from_secs(2);
 /// Minimum duration of a watch that resets the back-off.
@@ -52,7 +53,8 @@ pub struct EtcdRecord {
 /// The records at one revision.
 #[derive(Clone, Debug)]
 pub struct Records {
-    /// All records, or the first ones in the order of their keys and at least one more than [`RECORDS_MAX`].
+    /// All records, or the first ones in the order of their keys and at least one more than
+    /// [`RECORDS_MAX`].
     pub records: Vec<EtcdRecord>,
     /// Number of all records.
     pub found: usize,
@@ -172,7 +174,8 @@ impl Follower {
         assert!(self.known.len() <= RECORDS_MAX);
     }
 
-    /// Returns the time of the next call of [`Self::on_deadline`]; `None` while a read is in flight.
+    /// Returns the time of the next call of [`Self::on_deadline`]; `None` while a read is in
+    /// flight.
     pub fn next_deadline(&self) -> Option<Instant> {
         match self.state {
             FollowerState::Disconnected { retry_at } => Some(retry_at),
@@ -313,7 +316,8 @@ impl Follower {
         }
     }
 
-    /// Returns one process for each address: the process that registered last. Earlier ones are dead.
+    /// Returns one process for each address: the process that registered last. Earlier ones are
+    /// dead.
     fn members(&self) -> Members {
         let mut newest: HashMap<&str, (i64, &NodeEntry)> = HashMap::new();
         for known in self.known.values() {

@@ -26,8 +26,8 @@ pub struct Registrar {
 }
 
 impl Registrar {
-    /// Connects to etcd once, to report a wrong password at the start. An unreachable etcd is not an error:
-    /// registration retries.
+    /// Connects to etcd once, to report a wrong password at the start. An unreachable etcd is not
+    /// an error: registration retries.
     pub async fn connect(settings: EtcdSettings) -> Result<Self, EtcdError> {
         let settings = Arc::new(settings);
         if let Err(error) = EtcdSession::new(settings.clone()).check(CHECK_WITHIN).await {
@@ -65,8 +65,8 @@ pub struct Registration {
 }
 
 impl Registration {
-    /// Deletes the record, so that routers see the change at once. Gives up after `within`; the record then expires
-    /// with its lease.
+    /// Deletes the record, so that routers see the change at once. Gives up after `within`; the
+    /// record then expires with its lease.
     pub async fn leave(self, within: Duration) {
         self.leave.cancel();
         if tokio::time::timeout(within, self.task).await.is_err() {

@@ -1,12 +1,14 @@
 //! Keeps one node's record in etcd. Pure: takes outcomes of calls and `now`, returns calls.
 //!
 //! Life of a registration:
-//! 1. *Absent*: this process knows of no record in etcd. The registrant writes the record, with back-off.
-//! 2. *Present* under a lease, which is renewed every third of its time. Each renewal also checks the
-//!    record, and writes it again under the same lease if it was deleted or changed. A renewal
+//! 1. *Absent*: this process knows of no record in etcd. The registrant writes the record, with
+//!    back-off.
+//! 2. *Present* under a lease, which is renewed every third of its time. Each renewal also checks
+//!    the record, and writes it again under the same lease if it was deleted or changed. A renewal
 //!    that fails is retried with back-off until the lease must have expired.
-//! 3. Absent again when etcd reports that the lease does not exist, or when no renewal succeeded for the lease's whole
-//!    time. The record is written again under the same key and epoch, because the process is the same.
+//! 3. Absent again when etcd reports that the lease does not exist, or when no renewal succeeded
+//!    for the lease's whole time. The record is written again under the same key and epoch, because
+//!    the process is the same.
 //! 4. *Left* after a request to leave, when the lease was revoked or the revocation failed.
 //!
 //! At most one call is in flight; its action has the call's time-out.
@@ -34,8 +36,8 @@ pub struct LeaseId(pub i64);
 pub enum RegistrantInput {
     /// The record is written under this lease.
     Written { lease: LeaseId, ttl: Duration },
-    /// The lease was renewed and the record exists. `restored`: the record was missing or changed and was written
-    /// again.
+    /// The lease was renewed and the record exists. `restored`: the record was missing or changed
+    /// and was written again.
     Renewed { restored: bool },
     /// The lease expired.
     Expired,
@@ -138,7 +140,8 @@ impl Registrant {
         }
     }
 
-    /// Returns the time of the next call of [`Self::on_deadline`]; `None` while a call is in flight, and at the end.
+    /// Returns the time of the next call of [`Self::on_deadline`]; `None` while a call is in
+    /// flight, and at the end.
     pub fn next_deadline(&self) -> Option<Instant> {
         match &self.state {
             RegistrantState::Absent { write_at } => Some(*write_at),
@@ -211,7 +214,8 @@ impl Registrant {
                 actions.push(RegistrantAction::Report(RegistrantReport::Lost { reason }));
                 self.state = RegistrantState::Absent { write_at: now + self.retry.delay() };
             }
-            // The lease expired before the record was written, because the process or machine was suspended.
+            // The lease expired before the record was written, because the process or machine was
+            // suspended.
             RegistrantState::Writing { .. } => self.failed(now, reason, actions),
             RegistrantState::Removing => {
                 actions.push(RegistrantAction::Report(RegistrantReport::Removed));

@@ -1,7 +1,7 @@
 //! Calls to etcd, each with a deadline.
 //!
-//! A failed call drops the connection. A new connection repairs states that the client library does not repair: an
-//! ended stream, a dead connection, an expired token.
+//! A failed call drops the connection. A new connection repairs states that the client library does
+//! not repair: an ended stream, a dead connection, an expired token.
 
 use std::{error::Error as _, sync::Arc, time::Duration};
 
@@ -17,11 +17,11 @@ use super::{
     settings::{EtcdError, EtcdSettings},
 };
 
-/// Time-out of a connection attempt. Short, because a connection that began before kube-proxy knew the Service never
-/// succeeds.
+/// Time-out of a connection attempt. Short, because a connection that began before kube-proxy knew
+/// the Service never succeeds.
 const CONNECT_MAX: Duration = Duration::from_secs(1);
-/// Number of records per page. Records of nodes have a few hundred bytes, others at most 1.5 MiB (etcd's limit); a
-/// response beyond the size limit is requested again with smaller pages.
+/// Number of records per page. Records of nodes have a few hundred bytes, others at most 1.5 MiB
+/// (etcd's limit); a response beyond the size limit is requested again with smaller pages.
 const PAGE_RECORDS: usize = 256;
 /// Error text of the client library for an unknown lease.
 const LEASE_NOT_FOUND: &str = "lease not found";
@@ -48,7 +48,8 @@ pub(super) enum EtcdCallError {
 }
 
 impl EtcdCallError {
-    /// Returns the error for a starting process: only failures that the operator must fix, no outage.
+    /// Returns the error for a starting process: only failures that the operator must fix, no
+    /// outage.
     pub(super) fn refuse_start(&self, settings: &EtcdSettings) -> Result<(), EtcdError> {
         let (endpoints, reason) = (settings.endpoints(), self.to_string());
         Err(match self {
@@ -158,8 +159,8 @@ impl EtcdSession {
         self.call(within, call).await
     }
 
-    /// Renews the lease, and writes the record again if it was deleted or changed. Returns whether the record was
-    /// written.
+    /// Renews the lease, and writes the record again if it was deleted or changed. Returns whether
+    /// the record was written.
     ///
     /// Opens a new stream for each renewal, because an old stream may have died silently.
     pub(super) async fn renew(
@@ -259,7 +260,8 @@ async fn connect(settings: &EtcdSettings) -> Result<Client, Error> {
     Client::connect(&settings.endpoints, Some(options)).await
 }
 
-/// Reads page by page, all pages at the revision of the first, until the excess over [`RECORDS_MAX`] is certain.
+/// Reads page by page, all pages at the revision of the first, until the excess over
+/// [`RECORDS_MAX`] is certain.
 async fn read_all(client: &mut Client, keys: &str) -> Result<(Records, i64), Error> {
     let end = after_prefix(keys);
     let (mut from, mut revision, mut found) = (keys.as_bytes().to_vec(), 0, 0);

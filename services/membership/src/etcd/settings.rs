@@ -65,7 +65,8 @@ impl EtcdSettings {
         }))
     }
 
-    /// Reads the PEM files again, because certificates are replaced before they expire. Returns their last valid contents.
+    /// Reads the PEM files again, because certificates are replaced before they expire. Returns
+    /// their last valid contents.
     pub(super) async fn tls(&self) -> Option<Arc<Tls>> {
         let tls = self.tls.clone()?;
         let files = tls.clone();

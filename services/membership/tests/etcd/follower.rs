@@ -193,7 +193,8 @@ impl World {
         }
     }
 
-    /// Advances the time in steps. etcd answers reads at each step; the watch delivers if `deliver` is set.
+    /// Advances the time in steps. etcd answers reads at each step; the watch delivers if `deliver`
+    /// is set.
     fn wait_and(&mut self, time: Duration, deliver: bool) {
         let end = self.now + time;
         loop {

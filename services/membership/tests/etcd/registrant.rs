@@ -1,4 +1,5 @@
-//! The registration of a node against a simulated etcd that fails, hangs, loses its data and restarts.
+//! The registration of a node against a simulated etcd that fails, hangs, loses its data and
+//! restarts.
 
 use std::{
     collections::BTreeMap,
@@ -321,7 +322,8 @@ fn an_unconfirmed_lease_is_lost_after_its_ttl() {
     world.happen(Event::Next(Fate::Hung));
     world.wait(TTL * 2);
     assert_eq!(world.count(|report| matches!(report, RegistrantReport::Lost { .. })), 1);
-    // etcd recovers and the lease is alive again, as after a restart. The node still writes a new record.
+    // etcd recovers and the lease is alive again, as after a restart. The node still writes a new
+    // record.
     world.etcd.leases.insert(1, world.now + TTL);
     world.happen(Event::Next(Fate::Answered { after_ms: 1 }));
     world.wait(HEALS_WITHIN);

@@ -15,8 +15,8 @@ pub(crate) struct DummyWeights {
 
 /// Rows of one random weight: `mean ± amplitude`, uniform.
 ///
-/// Element c of row r depends on (seed, weight, r, c) only. The code uses integer arithmetic, one exact
-/// conversion and two IEEE operations, so that all machines get equal bits.
+/// Element c of row r depends on (seed, weight, r, c) only. The code uses integer arithmetic, one
+/// exact conversion and two IEEE operations, so that all machines get equal bits.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct RandomRows {
     key: u64,
@@ -32,9 +32,9 @@ impl DummyWeights {
             // Norms near 1, so that activations keep their magnitude.
             WeightShape::Vector { .. } => (1.0, 0.05),
             WeightShape::Matrix { cols, .. } => {
-                // Inputs of unit variance give outputs of unit variance. Outputs that are added to the residual
-                // stream are scaled down by the number of additions, so that activations do
-                // not grow with depth.
+                // Inputs of unit variance give outputs of unit variance. Outputs that are added to
+                // the residual stream are scaled down by the number of additions, so that
+                // activations do not grow with depth.
                 let additions = match weight {
                     Weight::Layer(
                         _,

@@ -16,8 +16,8 @@ use crate::error::ModelError;
 
 /// Open model file.
 ///
-/// The file is read and never mapped: if another process truncates a mapped file, an access beyond the new end raises
-/// `SIGBUS`, which ends this process. A read beyond the end only fails.
+/// The file is read and never mapped: if another process truncates a mapped file, an access beyond
+/// the new end raises `SIGBUS`, which ends this process. A read beyond the end only fails.
 #[derive(Debug)]
 pub(crate) struct CheckpointFile {
     path: PathBuf,
@@ -27,7 +27,8 @@ pub(crate) struct CheckpointFile {
     failure: OnceLock<io::Error>,
 }
 
-/// Identity of a file and of its last write: two processes that find equal ones have opened the same bytes.
+/// Identity of a file and of its last write: two processes that find equal ones have opened the
+/// same bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct FileIdentity {
     device: u64,
@@ -107,7 +108,8 @@ impl CheckpointFile {
         }
     }
 
-    /// Fails if a read failed, or if the file was written since it was opened. A new file under its name does not count.
+    /// Fails if a read failed, or if the file was written since it was opened. A new file under its
+    /// name does not count.
     pub(crate) fn check_unchanged(&self) -> Result<(), ModelError> {
         let is_unchanged =
             self.file.metadata().is_ok_and(|file| FileIdentity::of(&file) == self.identity);

@@ -65,7 +65,8 @@ fn add_shards(weights: &mut StoredWeights, folder: &Path, index: &Path) -> Resul
     Ok(())
 }
 
-/// Adds a file and its tensors, or the tensors with these names. Returns a name that the file lacks.
+/// Adds a file and its tensors, or the tensors with these names. Returns a name that the file
+/// lacks.
 fn add_shard(
     weights: &mut StoredWeights,
     path: PathBuf,
@@ -90,7 +91,8 @@ fn add_shard(
     Ok(None)
 }
 
-/// Returns the offset of the tensors' data in the file, and the tensors. They cover the rest of the file exactly.
+/// Returns the offset of the tensors' data in the file, and the tensors. They cover the rest of the
+/// file exactly.
 fn read_header(file: &CheckpointFile) -> Result<(u64, Metadata), ModelError> {
     let path = file.path();
     let invalid = |cause| ModelError::Safetensors { path: path.into(), cause };
@@ -104,7 +106,8 @@ fn read_header(file: &CheckpointFile) -> Result<(u64, Metadata), ModelError> {
     if length <= HEADER_BYTES_MAX {
         header.append(&mut read(length)?);
     }
-    // The crate checks the whole file, of which only the header is in memory: a valid header lacks its data.
+    // The crate checks the whole file, of which only the header is in memory: a valid header lacks
+    // its data.
     match SafeTensors::read_metadata(&header) {
         Ok(_) | Err(SafeTensorError::MetadataIncompleteBuffer) => {}
         Err(cause) => return Err(invalid(cause)),

@@ -19,7 +19,8 @@ use crate::{
 
 /// Divisors of the rope frequencies in GGUF files, which are part of the configuration.
 pub(super) const ROPE_DIVISORS: &str = "rope_freqs.weight";
-/// Older exports to safetensors store the rope frequencies of every layer, which follow from the configuration.
+/// Older exports to safetensors store the rope frequencies of every layer, which follow from the
+/// configuration.
 const ROPE_FREQUENCIES_SUFFIX: &str = ".rotary_emb.inv_freq";
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -43,7 +44,8 @@ struct MatrixScales {
     tensors: Vec<String>,
 }
 
-/// Suffixes of the tensor with the scales of a matrix, appended to the name of the matrix. All scales multiply.
+/// Suffixes of the tensor with the scales of a matrix, appended to the name of the matrix. All
+/// scales multiply.
 const SCALE_SUFFIXES: [&str; 2] = ["_scale_inv", "_scale"];
 /// Last component of the name of the tensor with the static scale of a matrix's inputs.
 const INPUT_SCALES: [&str; 2] = ["input_scale", "activation_scale"];
@@ -126,8 +128,8 @@ impl StoredWeights {
         }
     }
 
-    /// Returns whether the output projection is the embedding: the files have no output, or one with the bytes of the
-    /// embedding. Reads both if they are equal.
+    /// Returns whether the output projection is the embedding: the files have no output, or one
+    /// with the bytes of the embedding. Reads both if they are equal.
     pub(super) fn output_is_embedding(&self, config: &ModelConfig) -> bool {
         let entry = |weight| self.tensors.get(&self.name_of(weight, config));
         let bytes = |entry: &Entry| TensorBytes::new(&self.files[entry.file], entry.range.clone());

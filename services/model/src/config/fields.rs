@@ -80,7 +80,8 @@ impl Fields<'_> {
         }
     }
 
-    /// Returns the ids of a key that holds one id, a list, or nothing. A null or negative id means none.
+    /// Returns the ids of a key that holds one id, a list, or nothing. A null or negative id means
+    /// none.
     pub(super) fn token_ids(&self, key: &str) -> Result<Vec<u32>, ModelError> {
         let ids = match self.object.get(key) {
             Some(Value::Array(ids)) => ids.as_slice(),

@@ -13,8 +13,8 @@ use crate::{
     rope::RopeScaling,
 };
 
-/// Reads the configuration. `has_output` says whether the file has an output projection. `rope_divisors`
-/// are the elements of `rope_freqs.weight`, if the file has this tensor.
+/// Reads the configuration. `has_output` says whether the file has an output projection.
+/// `rope_divisors` are the elements of `rope_freqs.weight`, if the file has this tensor.
 pub(crate) fn from_gguf(
     path: &Path,
     header: &Header,

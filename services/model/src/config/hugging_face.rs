@@ -10,8 +10,8 @@ use crate::{error::ModelError, families::Family, rope::RopeScaling};
 
 const SUPPORTED_ROPE: &str = "\"default\", \"linear\" or \"llama3\"";
 
-/// Reads the configuration. `generation` adds end-of-sequence ids, because model authors put the chat's ids
-/// there.
+/// Reads the configuration. `generation` adds end-of-sequence ids, because model authors put the
+/// chat's ids there.
 pub(crate) fn from_hugging_face(
     config: &JsonFile,
     generation: Option<&JsonFile>,
@@ -128,7 +128,8 @@ impl Rope {
     }
 }
 
-/// Reads theta and scaling: from `rope_parameters` since transformers 5, from `rope_theta` and `rope_scaling` before.
+/// Reads theta and scaling: from `rope_parameters` since transformers 5, from `rope_theta` and
+/// `rope_scaling` before.
 fn rope(fields: &Fields<'_>, family: &Family) -> Result<Rope, ModelError> {
     const THETA_DEFAULT: f32 = 10_000.0;
     let outer_theta = fields.get::<f32>("rope_theta")?;

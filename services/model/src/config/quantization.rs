@@ -42,7 +42,8 @@ impl ScaleStrategy {
     }
 }
 
-/// Returns how the FP8 matrices of a checkpoint are scaled; `None`: the checkpoint has no such matrices.
+/// Returns how the FP8 matrices of a checkpoint are scaled; `None`: the checkpoint has no such
+/// matrices.
 pub(crate) fn scale_strategy(config: &JsonFile) -> Result<Option<ScaleStrategy>, ModelError> {
     let Some(object) = config.fields()?.get::<Map<String, Value>>(KEY)? else { return Ok(None) };
     let fields = Fields { path: &config.path, object: &object, parent: Some(KEY) };

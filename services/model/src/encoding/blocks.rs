@@ -1,6 +1,7 @@
-//! GGUF's quantized blocks. A small block has 32 elements with one scale. A "K" block has 256 elements in 8
-//! or 16 groups whose scales are small integers. Every element is `scale * integer`, plus or minus a
-//! minimum. Each function uses ggml's order of operations, so that results are bit-equal.
+//! GGUF's quantized blocks. A small block has 32 elements with one scale. A "K" block has 256
+//! elements in 8 or 16 groups whose scales are small integers. Every element is `scale * integer`,
+//! plus or minus a minimum. Each function uses ggml's order of operations, so that results are
+//! bit-equal.
 
 use half::f16;
 
@@ -11,7 +12,8 @@ fn f16_at(block: &[u8], at: usize) -> f32 {
     f16::from_le_bytes([block[at], block[at + 1]]).to_f32()
 }
 
-/// Decodes f16 scale, 32 nibbles: `scale * (nibble - 8)`. The low nibbles are the first 16 elements.
+/// Decodes f16 scale, 32 nibbles: `scale * (nibble - 8)`. The low nibbles are the first 16
+/// elements.
 pub(super) fn q4_0(block: &[u8; 18], out: &mut [f32; SMALL]) {
     let scale = f16_at(block, 0);
     nibbles(&block[2..], out, |nibble, _| scale * (f32::from(nibble) - 8.0));
@@ -59,8 +61,9 @@ fn fifth_bit(nibble: u8, high: u32, at: usize) -> u8 {
     nibble | ((high >> at & 1) as u8) << 4
 }
 
-/// Decodes f16 scale, f16 minimum, 8 scales and 8 minima of 6 bits, 256 nibbles. Each of 8 groups has 32
-/// elements. Two groups share 32 bytes: the first group has the low nibbles, the second the high nibbles.
+/// Decodes f16 scale, f16 minimum, 8 scales and 8 minima of 6 bits, 256 nibbles. Each of 8 groups
+/// has 32 elements. Two groups share 32 bytes: the first group has the low nibbles, the second the
+/// high nibbles.
 pub(super) fn q4_k(block: &[u8; 144], out: &mut [f32; LARGE]) {
     let groups = group_scales(block);
     for (pair, bytes) in block[16..].as_chunks::<32>().0.iter().enumerate() {
@@ -74,8 +77,8 @@ pub(super) fn q4_k(block: &[u8; 144], out: &mut [f32; LARGE]) {
     }
 }
 
-/// Decodes the fields of [`q4_k`] with 32 bytes of fifth bits before the nibbles: bit `group` of byte `i`
-/// belongs to element `i` of that group.
+/// Decodes the fields of [`q4_k`] with 32 bytes of fifth bits before the nibbles: bit `group` of
+/// byte `i` belongs to element `i` of that group.
 pub(super) fn q5_k(block: &[u8; 176], out: &mut [f32; LARGE]) {
     let groups = group_scales(block);
     let high = &block[16..48];
@@ -92,9 +95,9 @@ pub(super) fn q5_k(block: &[u8; 176], out: &mut [f32; LARGE]) {
 /// Returns scale and minimum of each of the 8 groups of a Q4_K or Q5_K block.
 fn group_scales(block: &[u8]) -> [(f32, f32); 8] {
     let (scale, minimum) = (f16_at(block, 0), f16_at(block, 2));
-    // The low six bits of bytes 0..4 are the scales of the first four groups, those of bytes 4..8 are
-    // their minima. Bytes 8..12 have the low four bits of the other groups' scales and minima, and the
-    // high two bits of bytes 0..8 have their high two bits.
+    // The low six bits of bytes 0..4 are the scales of the first four groups, those of bytes 4..8
+    // are their minima. Bytes 8..12 have the low four bits of the other groups' scales and minima,
+    // and the high two bits of bytes 0..8 have their high two bits.
     let bits = &block[4..16];
     std::array::from_fn(|group| {
         let (group_scale, group_minimum) = match group {
@@ -108,8 +111,9 @@ fn group_scales(block: &[u8]) -> [(f32, f32); 8] {
     })
 }
 
-/// Decodes 256 low nibbles, 256 pairs of high bits, 16 signed group scales, f16 scale: `scale * group scale *
-/// (six bits - 32)`. Each half of 128 elements has 64 bytes of nibbles and 32 bytes of high bits.
+/// Decodes 256 low nibbles, 256 pairs of high bits, 16 signed group scales, f16 scale: `scale *
+/// group scale * (six bits - 32)`. Each half of 128 elements has 64 bytes of nibbles and 32 bytes
+/// of high bits.
 pub(super) fn q6_k(block: &[u8; 210], out: &mut [f32; LARGE]) {
     let scale = f16_at(block, 208);
     for (half, out) in out.as_chunks_mut::<128>().0.iter_mut().enumerate() {

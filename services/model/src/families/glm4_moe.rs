@@ -1,5 +1,5 @@
-//! GLM-4.5, 4.6 and 4.7: experts chosen by group with a correction bias, a shared expert, dense first layers, and RoPE over
-//! half of each head.
+//! GLM-4.5, 4.6 and 4.7: experts chosen by group with a correction bias, a shared expert, dense
+//! first layers, and RoPE over half of each head.
 
 use kernels::backend::{ExpertChoice, ExpertScore, NormSpan};
 

@@ -1,4 +1,5 @@
-//! Llama 1 to 3.x, and every GGUF file of the `llama` architecture, including Mistral's and Mixtral's.
+//! Llama 1 to 3.x, and every GGUF file of the `llama` architecture, including Mistral's and
+//! Mixtral's.
 
 use super::{AbsentKeys, Family, Gguf, GgufExperts, GgufRows};
 use crate::layer::LayerSpec;

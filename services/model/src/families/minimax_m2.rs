@@ -1,5 +1,5 @@
-//! MiniMax-M2: experts with a correction bias in every layer, norms over all queries and all keys, and RoPE over a part of
-//! each head.
+//! MiniMax-M2: experts with a correction bias in every layer, norms over all queries and all keys,
+//! and RoPE over a part of each head.
 
 use kernels::backend::{ExpertChoice, ExpertScore};
 

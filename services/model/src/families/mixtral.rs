@@ -1,4 +1,5 @@
-//! Mixtral: Mistral with experts in every layer. Converters write Mixtral's models to GGUF as `llama`.
+//! Mixtral: Mistral with experts in every layer. Converters write Mixtral's models to GGUF as
+//! `llama`.
 
 use std::num::NonZeroUsize;
 

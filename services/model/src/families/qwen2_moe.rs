@@ -1,4 +1,5 @@
-//! Qwen2-MoE: Qwen2 with experts in some or all layers, and a shared expert with a router of its own.
+//! Qwen2-MoE: Qwen2 with experts in some or all layers, and a shared expert with a router of its
+//! own.
 
 use super::{AbsentKeys, Family, Gguf, GgufExperts, GgufRows, qwen2, qwen3_moe};
 use crate::layer::{ExpertSpec, SharedExpertSpec};

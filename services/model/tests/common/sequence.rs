@@ -11,7 +11,8 @@ use model::{Checkpoint, Limits, Transformer, TransformerWeights};
 /// Blocks of a runner's arena.
 pub(crate) const BLOCKS: u32 = 512;
 
-/// Loaded model or one rank's shard of it, the arena for its KV, and a counter that allocates blocks.
+/// Loaded model or one rank's shard of it, the arena for its KV, and a counter that allocates
+/// blocks.
 pub(crate) struct Runner {
     backend: CpuBackend,
     llama: Transformer<CpuBackend>,

@@ -7,7 +7,8 @@ use weight_transfer::UpdateId;
 
 use crate::node_core::ChangePending;
 
-/// The callers of the change and of the release that the core has begun. A caller may have stopped waiting.
+/// The callers of the change and of the release that the core has begun. A caller may have stopped
+/// waiting.
 #[derive(Debug, Default)]
 pub(super) struct WeightCalls {
     changed: Option<oneshot::Sender<Result<Duration, ChangePending>>>,
@@ -40,8 +41,8 @@ impl WeightCalls {
         }
     }
 
-    /// Returns whether the aborted update has released the weights last: the release by the next update may have
-    /// overtaken the abort. Then nobody waits for the release.
+    /// Returns whether the aborted update has released the weights last: the release by the next
+    /// update may have overtaken the abort. Then nobody waits for the release.
     pub(super) fn lose(&mut self, update: UpdateId) -> bool {
         let is_last = self.releasing == Some(update);
         if is_last {

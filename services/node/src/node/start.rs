@@ -49,12 +49,13 @@ use crate::{
     weights::{LoadedModel, PeerCredentials, WeightActor, WeightSettings, WeightsService},
 };
 
-/// Upper bound on the threads for token bitmasks. 64 bitmasks of JSON schemas take a few milliseconds of CPU
-/// time, and a forward pass of 5 ms hides them on four threads.
+/// Upper bound on the threads for token bitmasks. 64 bitmasks of JSON schemas take a few
+/// milliseconds of CPU time, and a forward pass of 5 ms hides them on four threads.
 const MASK_THREADS_MAX: usize = 8;
 
 impl Node {
-    /// Opens the model, then starts engine, transfers and servers in this order. `wrap` may wrap the executor.
+    /// Opens the model, then starts engine, transfers and servers in this order. `wrap` may wrap
+    /// the executor.
     pub async fn start(
         role: Role,
         config: &Config,
@@ -64,7 +65,8 @@ impl Node {
         let (mut checked, socket) = CheckedSettings::check(role, config)?;
         let liveness = Liveness::default();
         let metrics_server = liveness.serve(&config.node, metrics).await?;
-        // An etcd that starts at the same time must not delay the load by the time-out of a connection.
+        // An etcd that starts at the same time must not delay the load by the time-out of a
+        // connection.
         let load = model_load::load(role, config, checked.epoch, metrics);
         let etcd = connect_etcd(checked.etcd.take());
         let (registrar, (loaded, executor)) = tokio::try_join!(etcd, load)?;
@@ -254,8 +256,8 @@ impl CheckedSettings {
     }
 }
 
-/// The scheduler on its device, and the KV tiers beside it. If the node does not start, the events are dropped before the
-/// copies, so the threads of the tiers do not wait for them.
+/// The scheduler on its device, and the KV tiers beside it. If the node does not start, the events
+/// are dropped before the copies, so the threads of the tiers do not wait for them.
 struct OpenedEngine {
     scheduler_config: SchedulerConfig,
     steps: StepLoop<Box<dyn Executor>>,
@@ -309,7 +311,8 @@ fn register(
     etcd.register(NodeEntry { node_id, epoch, address })
 }
 
-/// Opens the KV tiers and starts their threads. Without settings of tiers, or without a tier that works: `None`.
+/// Opens the KV tiers and starts their threads. Without settings of tiers, or without a tier that
+/// works: `None`.
 async fn start_tiers(
     config: &Config,
     arena: &Arc<KvArena>,
@@ -353,8 +356,8 @@ fn start_transfers<E: Executor>(
     Ok((transfers, events))
 }
 
-/// Returns the number of threads for token bitmasks: a quarter of the CPUs, because the engine thread and the
-/// transfers need the others.
+/// Returns the number of threads for token bitmasks: a quarter of the CPUs, because the engine
+/// thread and the transfers need the others.
 fn mask_threads() -> usize {
     let cpus = thread::available_parallelism().map_or(1, usize::from);
     (cpus / 4).clamp(1, MASK_THREADS_MAX)

@@ -1,13 +1,13 @@
 //! The attempts of this node: which call gets which reply, and when each transfer begins and ends.
 //!
-//! This module mediates between the caller ([`Reply`]), the scheduler ([`Input`], [`Action`]) and the
-//! transfers ([`transfer::Command`], [`transfer::Event`]). Scheduler inputs, transfer commands and
-//! outputs are queued; [`NodeCore::poll_output`](super::NodeCore::poll_output) empties the queues. In the
-//! comments D is the decode node and P the prefill node of a request.
+//! This module mediates between the caller ([`Reply`]), the scheduler ([`Input`], [`Action`]) and
+//! the transfers ([`transfer::Command`], [`transfer::Event`]). Scheduler inputs, transfer commands
+//! and outputs are queued; [`NodeCore::poll_output`](super::NodeCore::poll_output) empties the
+//! queues. In the comments D is the decode node and P the prefill node of a request.
 //!
-//! A record lives from [`Attempts::call`] until the caller got its last reply (or disconnected) *and* the
-//! attempt has no active transfer. The scheduler may know the sequence for a shorter or longer time;
-//! actions on unknown ids are ignored.
+//! A record lives from [`Attempts::call`] until the caller got its last reply (or disconnected)
+//! *and* the attempt has no active transfer. The scheduler may know the sequence for a shorter or
+//! longer time; actions on unknown ids are ignored.
 
 use std::{
     collections::{HashMap, HashSet, VecDeque},
@@ -47,8 +47,8 @@ pub(super) struct Attempts {
     loads: HashMap<JobId, SequenceId>,
     /// Inputs for the scheduler, in order.
     inputs: VecDeque<Input>,
-    /// Commands for the transfers, in order. Each attempt adds at most a reservation or expectation, one range
-    /// per chunk, a finish and an abort.
+    /// Commands for the transfers, in order. Each attempt adds at most a reservation or
+    /// expectation, one range per chunk, a finish and an abort.
     commands: VecDeque<(Option<CallId>, transfer::Command)>,
     pub outputs: Outputs,
     /// Whether new calls are rejected.
@@ -245,9 +245,9 @@ impl Attempts {
         }
     }
 
-    /// Handles a command that the full transfer queue has rejected. If the command begins a transfer, rejects the call
-    /// as busy and returns false. Returns true for a command of an active transfer: the owner must offer it again
-    /// before any other command.
+    /// Handles a command that the full transfer queue has rejected. If the command begins a
+    /// transfer, rejects the call as busy and returns false. Returns true for a command of an
+    /// active transfer: the owner must offer it again before any other command.
     pub(super) fn transfer_queue_full(
         &mut self,
         call: Option<CallId>,
@@ -274,8 +274,9 @@ impl Attempts {
     fn transfer_rejected(&mut self, id: SequenceId, reason: String) {
         let Some(record) = self.records.get_mut(&id) else { return };
         record.transfer = TransferState::Ended;
-        // No block is in flight. Report the end of the transfer here: the scheduler answers only the first abort with
-        // an action, which may have been handled before the refusal. A second report is ignored.
+        // No block is in flight. Report the end of the transfer here: the scheduler answers only
+        // the first abort with an action, which may have been handled before the refusal. A second
+        // report is ignored.
         self.inputs.push_back(Input::Abort { id });
         self.inputs.push_back(Input::TransferEnded { id });
         self.fail(id, FailureKind::Busy, reason);
@@ -365,8 +366,8 @@ impl Attempts {
         record.end(AttemptStage::Load, attributes, &mut self.outputs);
     }
 
-    /// Handles sampled tokens. On D these are tokens 0, 1, 2, … On P this is token 0, which waits for `Finished`
-    /// of the same step: then it is known whether token 0 is the last token.
+    /// Handles sampled tokens. On D these are tokens 0, 1, 2, … On P this is token 0, which waits
+    /// for `Finished` of the same step: then it is known whether token 0 is the last token.
     fn on_tokens(&mut self, id: SequenceId, sampled: SampledTokens, now: Instant) {
         let Some(record) = self.records.get_mut(&id) else { return };
         if record.end(AttemptStage::Prefill, StageAttributes::default(), &mut self.outputs)
@@ -411,8 +412,8 @@ impl Attempts {
                     }
                     return;
                 };
-                // Token 0 ended the request: nothing is delivered, and the scheduler has aborted the
-                // transfer.
+                // Token 0 ended the request: nothing is delivered, and the scheduler has aborted
+                // the transfer.
                 self.end(id, SequenceOutcome::Finished(reason), AttemptEnd::Complete);
             }
             (SequenceKind::Compute | SequenceKind::Receive, Some(reason)) => {
@@ -530,7 +531,8 @@ impl Attempts {
         self.forget_if_over(id);
     }
 
-    /// Handles the end of a call: the router has all tokens that it needs, or its client disconnected.
+    /// Handles the end of a call: the router has all tokens that it needs, or its client
+    /// disconnected.
     pub(super) fn cancel(&mut self, call: CallId) {
         let id = call.sequence;
         let Some(record) = self.records.get_mut(&id).filter(|record| record.call == call) else {

@@ -22,8 +22,8 @@ pub(crate) const INTERVAL: Duration = Duration::from_millis(50);
 /// Maximum number of hashes in an event: 256 KiB, far below gRPC's message limit of 4 MiB.
 const HASHES_PER_EVENT_MAX: usize = 16_384;
 
-/// Maximum number of a tier's hashes in a snapshot: 16 events, which fit into an observer's queue and take milliseconds
-/// to encode. The snapshot has the most recently used blocks.
+/// Maximum number of a tier's hashes in a snapshot: 16 events, which fit into an observer's queue
+/// and take milliseconds to encode. The snapshot has the most recently used blocks.
 const TIER_HASHES_MAX: usize = 16 * HASHES_PER_EVENT_MAX;
 
 /// The observers, and the state that they were last sent.
@@ -72,14 +72,16 @@ impl LoadObservers {
         self.is_changed = true;
     }
 
-    /// Names the sequence in the next delta, whose load includes it. Routers then no longer count it as unseen.
+    /// Names the sequence in the next delta, whose load includes it. Routers then no longer count
+    /// it as unseen.
     pub(super) fn arrived(&mut self, id: SequenceId) {
         self.arrived.push(id);
     }
 
-    /// Adds a step to the fit of step times. The step's time starts when the previous step was collected, so it
-    /// includes the host's work between steps: clients wait for that, too. A wait for token bitmasks is not part of the
-    /// step's time, because it does not depend on the step's work.
+    /// Adds a step to the fit of step times. The step's time starts when the previous step was
+    /// collected, so it includes the host's work between steps: clients wait for that, too. A wait
+    /// for token bitmasks is not part of the step's time, because it does not depend on the step's
+    /// work.
     pub(super) fn add_step(&mut self, step: &StepRecord) {
         let work = Work {
             prefill_tokens: step.work.prefill_tokens.into(),
@@ -127,7 +129,8 @@ impl LoadObservers {
         self.publish(now, steps, outputs);
     }
 
-    /// Sends the last state under the old weights, then the change. Later snapshots name the new weights.
+    /// Sends the last state under the old weights, then the change. Later snapshots name the new
+    /// weights.
     pub(super) fn change_weights<E: Executor>(
         &mut self,
         changed: v1::WeightsChanged,
@@ -259,7 +262,8 @@ impl LoadObservers {
             return;
         }
         self.sent = load;
-        // A router applies `cached` before `evicted`, so each hash must be in only one of the lists.
+        // A router applies `cached` before `evicted`, so each hash must be in only one of the
+        // lists.
         let count = cached.len().max(evicted.len()).div_ceil(HASHES_PER_EVENT_MAX).max(1);
         for index in 0..count {
             let delta = v1::NodeDelta {

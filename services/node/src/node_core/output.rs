@@ -11,7 +11,8 @@ use kernels::sampling::{SampledToken, TokenLogprobs};
 use kv_transfer::api::{self as transfer, Epoch, PeerAddress, TransferFailure, TransferStats};
 use proto::v1::{self, FailureKind};
 
-/// Id of one `Prefill` or `Decode` call. `number` differs between calls that name the same sequence.
+/// Id of one `Prefill` or `Decode` call. `number` differs between calls that name the same
+/// sequence.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct CallId {
     pub sequence: SequenceId,
@@ -90,7 +91,8 @@ pub enum NodeOutput {
     Metric(Metric),
     /// The node computes with new weights from now on.
     WeightsChanged {
-        /// Time from the end of the last step under the old weights until the next step could begin.
+        /// Time from the end of the last step under the old weights until the next step could
+        /// begin.
         paused: Duration,
     },
     /// The weights in use were released. No step runs until the weights change.
@@ -129,13 +131,14 @@ impl Reply {
 pub enum AttemptEvent {
     /// Decode: blocks are reserved.
     Reserved { cached_tokens: u32, local_prefill: bool },
-    /// Tokens `first_index..`. On a prefill node this is token 0, with `finish` when token 0 ends the
-    /// request.
+    /// Tokens `first_index..`. On a prefill node this is token 0, with `finish` when token 0 ends
+    /// the request.
     Tokens {
         first_index: u32,
         tokens: Vec<SampledToken>,
         cached_tokens: u32,
-        /// With the first tokens, if the caller asked for them: of the prompt tokens from the second on.
+        /// With the first tokens, if the caller asked for them: of the prompt tokens from the
+        /// second on.
         prompt_logprobs: Option<Vec<TokenLogprobs>>,
         /// Version of the weights that made the tokens.
         weight_version: u64,
@@ -177,7 +180,8 @@ pub enum Refusal {
     /// The sequence can never run on this node.
     #[error("{reason}")]
     Invalid { reason: String },
-    /// The emitted tokens complete the grammar. The earlier attempt ended before it reported the end of the answer.
+    /// The emitted tokens complete the grammar. The earlier attempt ended before it reported the
+    /// end of the answer.
     #[error("the answer is complete: its grammar allows no further token")]
     AnswerComplete,
     /// A queue is full, or the blocks cannot be reserved now.
@@ -213,8 +217,8 @@ pub enum Refusal {
 /// The stages of one attempt at one node; each becomes a span.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum AttemptStage {
-    /// From the arrival until the scheduler may run the sequence: blocks and a slot are free and, on a prefill
-    /// node, the receiver's reservation has arrived.
+    /// From the arrival until the scheduler may run the sequence: blocks and a slot are free and,
+    /// on a prefill node, the receiver's reservation has arrived.
     Queue,
     /// From the end of `Queue` or `Reserve` until the first token.
     Prefill,
@@ -222,7 +226,8 @@ pub enum AttemptStage {
     Reserve,
     /// From the reservation (decode) or the first written chunk (prefill) until the transfer ends.
     Transfer,
-    /// From the start of a load from the KV tiers until no copy of it is left, while the attempt queues or reserves.
+    /// From the start of a load from the KV tiers until no copy of it is left, while the attempt
+    /// queues or reserves.
     Load,
     /// From the first token until the last token.
     Decode,

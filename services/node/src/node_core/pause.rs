@@ -1,8 +1,9 @@
-//! Pauses of the node. A paused node admits no sequence and launches no step; if the pause waits, running sequences
-//! finish first.
+//! Pauses of the node. A paused node admits no sequence and launches no step; if the pause waits,
+//! running sequences finish first.
 //!
-//! `Serving → Pausing → Paused → Serving`. An operator's resume, or the deadline of the pause, returns to serving from
-//! either state. The weights may change during a pause, and the pause continues.
+//! `Serving → Pausing → Paused → Serving`. An operator's resume, or the deadline of the pause,
+//! returns to serving from either state. The weights may change during a pause, and the pause
+//! continues.
 
 use std::time::Instant;
 
@@ -24,8 +25,9 @@ pub(super) struct Pause {
 }
 
 impl<E: Executor> NodeCore<E> {
-    /// Pauses the node until [`Self::handle_resume`], at most until `until`. `waits`: lets running sequences finish.
-    /// Otherwise `in_flight` decides whether running sequences stay in the batch with their KV or leave it.
+    /// Pauses the node until [`Self::handle_resume`], at most until `until`. `waits`: lets running
+    /// sequences finish. Otherwise `in_flight` decides whether running sequences stay in the batch
+    /// with their KV or leave it.
     pub fn handle_pause(&mut self, in_flight: InFlight, waits: bool, until: Instant, now: Instant) {
         self.now = now;
         let empties_batch = !waits && in_flight != InFlight::KeepKv;
@@ -59,7 +61,8 @@ impl<E: Executor> NodeCore<E> {
         }
     }
 
-    /// Launches steps unless a change of the weights or a pause holds them, or the weights are released.
+    /// Launches steps unless a change of the weights or a pause holds them, or the weights are
+    /// released.
     pub(super) fn update_hold(&mut self) {
         let change = self.weight_change.as_ref();
         let is_changing = change.is_some_and(|change| change.wait_until.is_none());

@@ -321,7 +321,8 @@ fn node_with_running_sequence() -> (Node, Vec<NodeOutput>) {
     (node, outputs)
 }
 
-/// Returns the weight version of each token of a sequence, in order, and 0 for the change of the weights.
+/// Returns the weight version of each token of a sequence, in order, and 0 for the change of the
+/// weights.
 fn versions_of(outputs: &[NodeOutput], id: u128) -> Vec<u64> {
     let versions = outputs.iter().flat_map(|output| match output {
         NodeOutput::Reply {

@@ -48,8 +48,8 @@ pub fn take_turn(shell: &mut impl NodeShell) -> Result<LoopOutcome, ExecutorErro
     Ok(turn)
 }
 
-/// Fails every attempt, rejects new calls and carries out the outputs. Tokens of earlier steps still reach their
-/// callers.
+/// Fails every attempt, rejects new calls and carries out the outputs. Tokens of earlier steps
+/// still reach their callers.
 pub fn close(shell: &mut impl NodeShell, reason: &CloseReason) {
     shell.core().handle_close(reason);
     carry_out_all(shell);

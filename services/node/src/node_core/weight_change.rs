@@ -1,9 +1,9 @@
 //! Changes of the weights at a step boundary.
 //!
-//! With a second copy the node swaps the weights at once. In place the node first releases the weights in use: it
-//! launches no step, and sequences keep their state, until the new weights are ready. If the update is aborted
-//! meanwhile, the node has no valid weights: every sequence fails, and the node refuses calls until it has weights
-//! again.
+//! With a second copy the node swaps the weights at once. In place the node first releases the
+//! weights in use: it launches no step, and sequences keep their state, until the new weights are
+//! ready. If the update is aborted meanwhile, the node has no valid weights: every sequence fails,
+//! and the node refuses calls until it has weights again.
 
 use std::time::{Duration, Instant};
 
@@ -15,7 +15,8 @@ use proto::v1;
 
 use super::{NodeCore, NodeOutput};
 
-/// Time for running sequences to finish before a change of the weights: half of the time that a router gives a commit.
+/// Time for running sequences to finish before a change of the weights: half of the time that a
+/// router gives a commit.
 pub(super) const FINISH_WITHIN: Duration = Duration::from_secs(30);
 
 /// An earlier change or release of the weights has not taken place yet.
@@ -27,7 +28,8 @@ pub struct ChangePending;
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct PendingWeightChange {
     kind: WeightChangeKind,
-    /// Time until which running sequences may finish; `None` once the node has stopped launching steps.
+    /// Time until which running sequences may finish; `None` once the node has stopped launching
+    /// steps.
     pub wait_until: Option<Instant>,
     /// When the node stopped launching steps.
     held_at: Instant,
@@ -42,9 +44,9 @@ enum WeightChangeKind {
 }
 
 impl<E: Executor> NodeCore<E> {
-    /// Switches to the prepared weights at the next step boundary, then emits [`NodeOutput::WeightsChanged`]. No step is
-    /// launched before. `waits`: lets running sequences finish first, for at most [`FINISH_WITHIN`], and admits no
-    /// other sequence meanwhile.
+    /// Switches to the prepared weights at the next step boundary, then emits
+    /// [`NodeOutput::WeightsChanged`]. No step is launched before. `waits`: lets running sequences
+    /// finish first, for at most [`FINISH_WITHIN`], and admits no other sequence meanwhile.
     pub fn handle_change_weights(
         &mut self,
         version: u64,
@@ -56,8 +58,9 @@ impl<E: Executor> NodeCore<E> {
         self.begin_change(WeightChangeKind::Use { version, label, in_flight }, waits, now)
     }
 
-    /// Releases the weights in use at the next step boundary, then emits [`NodeOutput::WeightsReleased`]. Launches no step
-    /// until [`Self::handle_change_weights`], which describes `waits`.
+    /// Releases the weights in use at the next step boundary, then emits
+    /// [`NodeOutput::WeightsReleased`]. Launches no step until [`Self::handle_change_weights`],
+    /// which describes `waits`.
     pub fn handle_release_weights(
         &mut self,
         waits: bool,
@@ -87,9 +90,9 @@ impl<E: Executor> NodeCore<E> {
         Ok(())
     }
 
-    /// Handles the abort of an update that has requested the release of the weights. Returns whether the node has no
-    /// valid weights now: then every sequence has failed, and calls are refused until the weights change. A pending
-    /// release is cancelled.
+    /// Handles the abort of an update that has requested the release of the weights. Returns
+    /// whether the node has no valid weights now: then every sequence has failed, and calls are
+    /// refused until the weights change. A pending release is cancelled.
     pub fn handle_lost_weights(&mut self, now: Instant) -> bool {
         self.now = now;
         if self.weight_change.take_if(|change| change.kind == WeightChangeKind::Release).is_some()
@@ -122,8 +125,8 @@ impl<E: Executor> NodeCore<E> {
         }
     }
 
-    /// Returns whether the weights can change now: no step is in flight, and no earlier command for the transfers
-    /// waits.
+    /// Returns whether the weights can change now: no step is in flight, and no earlier command for
+    /// the transfers waits.
     pub(super) fn may_change_weights(&self) -> bool {
         self.weight_change.as_ref().is_some_and(|change| change.wait_until.is_none())
             && self.steps.steps_in_flight() == 0
@@ -161,8 +164,8 @@ impl<E: Executor> NodeCore<E> {
         Ok(())
     }
 
-    /// Reports the new weights to callers, transfers and observers, after the actions so far, which abort the
-    /// transfers.
+    /// Reports the new weights to callers, transfers and observers, after the actions so far, which
+    /// abort the transfers.
     fn tell_weights(&mut self, changed: v1::WeightsChanged) {
         while let Some(action) = self.actions.pop_front() {
             self.attempts.on_action(action, self.now);

@@ -1,9 +1,10 @@
 //! The file of the disk tier: slots of one block each, read and written with direct I/O.
 //!
-//! The first page names the format and the layout of the blocks. A slot is a header page and the block, rounded up to
-//! pages. The header has the block's key, the inputs of the key, and a digest of the KV. One write writes header and
-//! block. A crash may tear the write: then header and block do not match, and a load counts as a miss. The file has no
-//! index: at start the node reads the headers.
+//! The first page names the format and the layout of the blocks. A slot is a header page and the
+//! block, rounded up to pages. The header has the block's key, the inputs of the key, and a digest
+//! of the KV. One write writes header and block. A crash may tear the write: then header and block
+//! do not match, and a load counts as a miss. The file has no index: at start the node reads the
+//! headers.
 
 use std::{
     fs::{File, OpenOptions, Permissions, TryLockError},
@@ -80,8 +81,8 @@ pub(crate) struct SlotBuffer {
 }
 
 impl DiskFile {
-    /// Opens or creates the file, locks it, and allocates `size` bytes.
-    /// `weights` is part of the format, because weights in another number format compute different KV.
+    /// Opens or creates the file, locks it, and allocates `size` bytes. `weights` is part of the
+    /// format, because weights in another number format compute different KV.
     pub(super) fn open(
         path: &Path,
         size: u64,
@@ -175,8 +176,8 @@ impl DiskFile {
         block.as_ptr().addr().is_multiple_of(PAGE) && block.len().is_multiple_of(PAGE)
     }
 
-    /// Reads a slot's header into `buffer` and its block into `block`, and checks that the slot has the block. A slot
-    /// that does not have it overwrites `block`, too.
+    /// Reads a slot's header into `buffer` and its block into `block`, and checks that the slot has
+    /// the block. A slot that does not have it overwrites `block`, too.
     pub(super) fn read_into(
         &self,
         slot: SlotIndex,
@@ -195,7 +196,8 @@ impl DiskFile {
         check(contents, &buffer.bytes, block)
     }
 
-    /// Returns the key in a slot's header, if the slot has an intact header. `buffer` is overwritten.
+    /// Returns the key in a slot's header, if the slot has an intact header. `buffer` is
+    /// overwritten.
     pub(super) fn key(
         &self,
         slot: SlotIndex,
@@ -248,7 +250,8 @@ impl DiskFile {
 
 impl Drop for DiskFile {
     fn drop(&mut self) {
-        // Closing the file is not enough: a child that was forked and has not called exec yet holds the lock, too.
+        // Closing the file is not enough: a child that was forked and has not called exec yet holds
+        // the lock, too.
         let _ = self.file.unlock();
     }
 }

@@ -1,8 +1,9 @@
 //! The tier in pinned host memory, for nodes on GPUs: its memory, and the threads that copy.
 //!
-//! Copy engines move whole blocks in batches, two batches at a time, so that the engines are never idle while copies
-//! wait. The GPU computes a digest of every block before its save and after its load, while another batch is copied. On
-//! the CPU, digests at the throughput of the copies would take several cores.
+//! Copy engines move whole blocks in batches, two batches at a time, so that the engines are never
+//! idle while copies wait. The GPU computes a digest of every block before its save and after its
+//! load, while another batch is copied. On the CPU, digests at the throughput of the copies would
+//! take several cores.
 
 use std::{
     any::Any,
@@ -40,13 +41,14 @@ const SLICE_BYTES: usize = 1 << 30;
 const RESERVE_BYTES: u64 = 2 << 30;
 /// Batches in flight.
 const BATCHES: usize = 2;
-/// Bytes of one batch of saves, rounded up to whole blocks and limited by [`SAVE_BATCH_MAX`]. A sequence that needs a
-/// block waits for the copies of up to [`BATCHES`] batches, because a batch that has begun cannot be cancelled. Batches
-/// of 32 MiB are copied only 4 % faster.
+/// Bytes of one batch of saves, rounded up to whole blocks and limited by [`SAVE_BATCH_MAX`]. A
+/// sequence that needs a block waits for the copies of up to [`BATCHES`] batches, because a batch
+/// that has begun cannot be cancelled. Batches of 32 MiB are copied only 4 % faster.
 const SAVE_BATCH_BYTES: usize = 4 << 20;
 /// Maximum number of blocks in one batch of saves: [`BATCHES`] batches can be queued at a time.
 const SAVE_BATCH_MAX: usize = HOST_SAVES_MAX / BATCHES;
-/// Bytes of one batch of a load. The copy takes 0.6 ms, longer than the digests of the previous batch.
+/// Bytes of one batch of a load. The copy takes 0.6 ms, longer than the digests of the previous
+/// batch.
 const LOAD_BATCH_BYTES: usize = 32 << 20;
 /// Maximum number of blocks in one batch of a load.
 const LOAD_BATCH_MAX: usize = 128;
@@ -98,7 +100,8 @@ impl PinLimits {
         self.share
     }
 
-    /// Checks that a slice of `bytes` leaves the reserve free in the node's share and on the machine.
+    /// Checks that a slice of `bytes` leaves the reserve free in the node's share and on the
+    /// machine.
     fn check(&self, bytes: u64) -> Result<(), SettingsError> {
         memory_limit::check_more(self.share, bytes + self.reserve_bytes)?;
         // Each of the other nodes may pin a slice after the same check.
@@ -117,8 +120,8 @@ struct Pinned {
 type Copy = Box<dyn TransferInFlight<CopiedBlocks>>;
 
 impl HostMemory {
-    /// Reserves memory for `slot_count` blocks of the arena; `None` when its blocks are in host memory already. Takes
-    /// no memory before it is pinned.
+    /// Reserves memory for `slot_count` blocks of the arena; `None` when its blocks are in host
+    /// memory already. Takes no memory before it is pinned.
     pub(super) fn new(
         arena: &KvArena,
         slot_count: u32,
@@ -135,7 +138,8 @@ impl HostMemory {
         self.digests[job.slot as usize].store(digest(&job.contents, kv), Ordering::Relaxed);
     }
 
-    /// Returns whether a block copied from the slot is the block that was saved. `kv`: the digest of the copy's KV.
+    /// Returns whether a block copied from the slot is the block that was saved. `kv`: the digest
+    /// of the copy's KV.
     fn is_intact(&self, slot: SlotIndex, contents: &BlockContents, kv: u64) -> bool {
         self.digests[slot as usize].load(Ordering::Relaxed) == digest(contents, kv)
     }
@@ -173,8 +177,8 @@ impl HostTier {
         // The core starts at most this many saves and loads, so no queue is ever full.
         let (saves, queued) = bounded::<SaveJob>(HOST_SAVES_MAX);
         let (loads, queued_loads) = bounded::<Arc<SharedLoad>>(LOADS_MAX);
-        // Declared before the queue, so that it is dropped later: if a thread cannot start, the queue closes before the
-        // other threads are joined.
+        // Declared before the queue, so that it is dropped later: if a thread cannot start, the
+        // queue closes before the other threads are joined.
         let mut this =
             Self { saves: Some(saves), loads: Some(loads), threads: Vec::new(), pinning: None };
         let mut saver = Saver {
@@ -220,7 +224,8 @@ impl HostTier {
         enqueue(self.saves.as_ref(), job)
     }
 
-    /// Queues the blocks of a load that this tier holds. Never waits. Returns the load's result if no thread will.
+    /// Queues the blocks of a load that this tier holds. Never waits. Returns the load's result if
+    /// no thread will.
     pub(super) fn load(&self, job: &Arc<SharedLoad>) -> Option<TierEvent> {
         match enqueue(self.loads.as_ref(), Arc::clone(job)) {
             true => None,
@@ -240,8 +245,8 @@ impl Drop for HostTier {
     }
 }
 
-/// Pins the memory slice by slice, and reports each slice to the core. Stops before the memory is used up, because
-/// the kernel would then kill the process.
+/// Pins the memory slice by slice, and reports each slice to the core. Stops before the memory is
+/// used up, because the kernel would then kill the process.
 fn pin(
     memory: &HostMemory,
     limits: PinLimits,

@@ -21,8 +21,8 @@ use super::{
     enqueue, join,
 };
 
-/// Threads that read. A disk needs several concurrent requests for its full throughput, also while some threads check
-/// digests.
+/// Threads that read. A disk needs several concurrent requests for its full throughput, also while
+/// some threads check digests.
 const READERS: usize = 8;
 
 /// The queue of loads, and its threads.
@@ -149,7 +149,8 @@ impl LoadQueue {
         Ok(this)
     }
 
-    /// Queues the blocks of a load that are on the disk. Never waits. Returns the load's result if no thread will.
+    /// Queues the blocks of a load that are on the disk. Never waits. Returns the load's result if
+    /// no thread will.
     pub(super) fn start_job(&self, job: &Arc<SharedLoad>) -> Option<TierEvent> {
         let mut result = None;
         for _ in 0..READERS {
@@ -196,8 +197,8 @@ impl DiskReader {
         if let Err(error) = &read {
             warn!(slot = block.slot, %error, "a block of the disk tier is computed again");
         }
-        // The block may be saved again to another slot, and a later start must find only that other slot. No save writes
-        // this slot before the load has ended.
+        // The block may be saved again to another slot, and a later start must find only that other
+        // slot. No save writes this slot before the load has ended.
         if matches!(read, Err(SlotError::Damaged))
             && let Err(error) = self.disk.erase(block.slot, &mut self.buffer)
         {

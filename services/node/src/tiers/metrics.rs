@@ -24,8 +24,9 @@ struct LatestTierStats {
 }
 
 impl LatestTierStats {
-    /// Returns the age of the oldest queued save in seconds; 0 without one. While a disk hangs on an idle node nothing
-    /// changes, so the engine thread sets no new statistics, but the save grows older.
+    /// Returns the age of the oldest queued save in seconds; 0 without one. While a disk hangs on
+    /// an idle node nothing changes, so the engine thread sets no new statistics, but the save
+    /// grows older.
     fn queue_age(&self) -> f64 {
         let age = self.stats.queue_age;
         if age.is_zero() { 0.0 } else { (age + self.at.elapsed()).as_secs_f64() }

@@ -46,10 +46,11 @@ impl SaveQueue {
         host: Option<&HostMemory>,
         events: &Events,
     ) -> io::Result<Self> {
-        // The core starts at most SAVES_MAX saves, so no queue is ever full, and a free buffer exists for each save.
+        // The core starts at most SAVES_MAX saves, so no queue is ever full, and a free buffer
+        // exists for each save.
         let (jobs, queued) = bounded(SAVES_MAX);
-        // Declared before the queues, so that it is dropped later: if a thread cannot start, the queues close before
-        // the other threads are joined.
+        // Declared before the queues, so that it is dropped later: if a thread cannot start, the
+        // queues close before the other threads are joined.
         let mut this = Self { jobs: Some(jobs), threads: Vec::new() };
         let (copied, to_write) = bounded(SAVES_MAX);
         let (free, free_buffers) = bounded(SAVES_MAX);
@@ -114,8 +115,8 @@ struct Sources {
 }
 
 impl Sources {
-    /// Copies the block of a save to `to`. Checks the digest of a slot in host memory; otherwise the disk would store a
-    /// damaged block with a matching digest.
+    /// Copies the block of a save to `to`. Checks the digest of a slot in host memory; otherwise
+    /// the disk would store a damaged block with a matching digest.
     fn copy(&self, job: &SaveJob, to: &mut [u8]) -> Result<(), String> {
         match job.source {
             SaveSource::Block(block) => {

@@ -1,4 +1,5 @@
-//! The task that owns the node's part in weight updates: it handles calls and deadlines, and starts the work.
+//! The task that owns the node's part in weight updates: it handles calls and deadlines, and starts
+//! the work.
 
 mod work;
 
@@ -91,7 +92,8 @@ struct Actor {
     participant: Participant,
     /// The update that runs.
     running: Option<RunningUpdate>,
-    /// The update that has released or will release the weights in use, until it is committed or lost.
+    /// The update that has released or will release the weights in use, until it is committed or
+    /// lost.
     released: Arc<Mutex<Option<UpdateId>>>,
     /// Stops the restoration of lost weights when dropped.
     restoring: Option<DropGuard>,
@@ -155,7 +157,8 @@ enum ActorTaskOutcome {
     },
     /// An update in place ended without a commit. Whether the node lost its weights by this update.
     Lost(bool),
-    /// The weights from before an aborted update in place are in use again. `None`: the restoration was cancelled.
+    /// The weights from before an aborted update in place are in use again. `None`: the restoration
+    /// was cancelled.
     Restored {
         version: Option<WeightVersion>,
         cancelled: CancellationToken,
@@ -295,7 +298,8 @@ impl Actor {
                 }
             }
             ActorTaskOutcome::Restored { version, cancelled } => {
-                // The guard of a cancelled restoration was dropped. `restoring` may have the guard of the next one.
+                // The guard of a cancelled restoration was dropped. `restoring` may have the guard
+                // of the next one.
                 if !cancelled.is_cancelled() {
                     self.restoring = None;
                 }

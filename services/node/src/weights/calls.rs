@@ -46,7 +46,8 @@ pub(super) enum WeightsCall {
         id: UpdateId,
         reason: String,
     },
-    /// `coordinated`: the update whose coordinator calls. `asked`: the update that another caller asks for.
+    /// `coordinated`: the update whose coordinator calls. `asked`: the update that another caller
+    /// asks for.
     Status {
         coordinated: Option<UpdateId>,
         asked: Option<UpdateId>,

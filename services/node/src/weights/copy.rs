@@ -41,7 +41,8 @@ pub(super) struct WeightFiles {
 #[derive(Debug)]
 pub(super) struct CopiedFiles {
     folder: TempDir,
-    /// Locked as long as the process lives, so that other processes can tell the folder from a leftover.
+    /// Locked as long as the process lives, so that other processes can tell the folder from a
+    /// leftover.
     _lock: fs::File,
 }
 
@@ -79,8 +80,8 @@ pub(super) fn remove_leftovers(folder: &Path) {
 
 pub(super) type Parts = mpsc::Sender<Result<v1::WeightsPart, Status>>;
 
-/// Reads the files of the weights into the stream. Blocks. Stops when the receiver is dropped or takes no message for
-/// `silence`.
+/// Reads the files of the weights into the stream. Blocks. Stops when the receiver is dropped or
+/// takes no message for `silence`.
 pub(super) fn send(
     source: &Arc<WeightFiles>,
     parts: &Parts,
@@ -135,8 +136,8 @@ fn files(path: &Path) -> io::Result<Vec<(String, PathBuf)>> {
     Ok(files)
 }
 
-/// Returns the files of a model whose first file is at `path`: a GGUF model may be split into `NAME-00001-of-00003.gguf` and
-/// so on.
+/// Returns the files of a model whose first file is at `path`: a GGUF model may be split into
+/// `NAME-00001-of-00003.gguf` and so on.
 fn parts(path: &Path) -> Vec<PathBuf> {
     let mut parts = vec![path.to_owned()];
     let name = path.file_name().and_then(|name| name.to_str()).unwrap_or_default();
@@ -156,7 +157,8 @@ fn is_wanted(name: &str) -> bool {
     is_plain && (is_weights || CONFIGURATIONS.contains(&name))
 }
 
-/// Copies weights of this version from the peer into a new folder in `folder`. Rejects more than `bytes_max` bytes.
+/// Copies weights of this version from the peer into a new folder in `folder`. Rejects more than
+/// `bytes_max` bytes.
 pub(super) async fn pull(
     peer: &UpdatePeer,
     version: WeightVersion,

@@ -43,8 +43,8 @@ pub(super) async fn change_weights(
     Ok(call(inbox, change).await.ok_or(ChangeError::Ended)??)
 }
 
-/// Releases the weights in use, so that new weights can overwrite them. `waits`: lets running sequences finish first.
-/// Returns [`ChangeError::Ended`] also if the update was aborted.
+/// Releases the weights in use, so that new weights can overwrite them. `waits`: lets running
+/// sequences finish first. Returns [`ChangeError::Ended`] also if the update was aborted.
 pub(super) async fn release_weights(
     inbox: &EngineInbox,
     update: UpdateId,
@@ -55,8 +55,8 @@ pub(super) async fn release_weights(
     Ok(call(inbox, release).await.ok_or(ChangeError::Ended)??)
 }
 
-/// Ends an update that may have released the weights. Returns whether the node has no valid weights now; `false` also if
-/// the update did not release them, or another update has done so since.
+/// Ends an update that may have released the weights. Returns whether the node has no valid weights
+/// now; `false` also if the update did not release them, or another update has done so since.
 pub(super) async fn lose_weights(inbox: &EngineInbox, update: UpdateId) -> bool {
     let lose = |lost, _permit| EngineCommand::LoseWeights { update, lost, _permit };
     call(inbox, lose).await.unwrap_or(false)

@@ -1,4 +1,5 @@
-//! Calls to the other nodes of an update. An answer counts only with a proof that the peer knows the cluster secret.
+//! Calls to the other nodes of an update. An answer counts only with a proof that the peer knows
+//! the cluster secret.
 
 use cluster::Epoch;
 use http::Uri;

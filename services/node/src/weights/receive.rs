@@ -44,9 +44,9 @@ pub(super) enum ReceiveError {
     Cancelled,
 }
 
-/// Prepares the weights at `path`, beside the weights in use or in place after `release`, and returns their version. A
-/// second copy must fit into the node's `share` of host memory beside `host_bytes`. Blocks. Stops early once `cancelled`
-/// is cancelled.
+/// Prepares the weights at `path`, beside the weights in use or in place after `release`, and
+/// returns their version. A second copy must fit into the node's `share` of host memory beside
+/// `host_bytes`. Blocks. Stops early once `cancelled` is cancelled.
 pub(super) fn receive(
     path: &Path,
     (model, host_bytes, share): (&ModelConfig, HostBytes, Option<MemoryShare>),
@@ -75,7 +75,8 @@ pub(super) fn receive(
         check()?;
     }
     let opened = began.elapsed();
-    // The digests read the same bytes as the copy, so they are computed beside it while the page cache has them.
+    // The digests read the same bytes as the copy, so they are computed beside it while the page
+    // cache has them.
     let stop = cancelled.child_token();
     let next = AtomicUsize::new(0);
     let mut packed = Duration::ZERO;
@@ -111,8 +112,8 @@ pub(super) fn receive(
     Ok(version)
 }
 
-/// Returns the number of threads that hash: one if the CPUs compute steps. On a GPU node, half of the CPUs upload the
-/// weights, and 3/8 hash, at most 16.
+/// Returns the number of threads that hash: one if the CPUs compute steps. On a GPU node, half of
+/// the CPUs upload the weights, and 3/8 hash, at most 16.
 fn digest_threads(host_bytes: u64) -> usize {
     match host_bytes {
         0 => thread::available_parallelism().map_or(1, |cpus| cpus.get() * 3 / 8).clamp(1, 16),
@@ -188,7 +189,8 @@ mod tests {
         file.write_all(&(header.len() as u64).to_le_bytes()).unwrap();
         file.write_all(&header).unwrap();
         file.write_all(&vec![0; end as usize]).unwrap();
-        // Clocks of file systems are coarse: a write right now could leave the time of the last write as it is.
+        // Clocks of file systems are coarse: a write right now could leave the time of the last
+        // write as it is.
         file.set_modified(SystemTime::UNIX_EPOCH).unwrap();
         file
     }

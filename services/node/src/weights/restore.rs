@@ -29,7 +29,8 @@ pub(super) enum LostWeights {
     Updated { version: WeightVersion, label: String, source: Arc<WeightFiles> },
 }
 
-/// Reads the weights again, checks that they are the same, and uses them. Blocks. Fails once `cancelled` is cancelled.
+/// Reads the weights again, checks that they are the same, and uses them. Blocks. Fails once
+/// `cancelled` is cancelled.
 pub(super) fn restore(
     lost: LostWeights,
     (model, host_bytes, share): (&ModelConfig, HostBytes, Option<MemoryShare>),

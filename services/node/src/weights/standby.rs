@@ -23,7 +23,8 @@ impl Standby {
         Self { update, owner: Arc::default() }
     }
 
-    /// Runs `prepare` on a thread for the update `id`. Frees the copy if `prepare` fails or was cancelled.
+    /// Runs `prepare` on a thread for the update `id`. Frees the copy if `prepare` fails or was
+    /// cancelled.
     pub(super) async fn prepare<T: Send + 'static>(
         &self,
         id: UpdateId,
@@ -40,8 +41,8 @@ impl Standby {
             if cancelled.is_cancelled() {
                 return Err(CANCELLED.to_owned());
             }
-            // The previous owner may not have freed the copy yet. Its later `discard` finds this owner and does
-            // nothing.
+            // The previous owner may not have freed the copy yet. Its later `discard` finds this
+            // owner and does nothing.
             if owner.replace(id).is_some() {
                 update.discard();
             }

@@ -1,23 +1,26 @@
-//! Receives weights from a trainer's GPU: the node reads the trainer's memory (`ipc`, on one host), or the trainer
-//! broadcasts to the GPUs of all nodes (`nccl`).
+//! Receives weights from a trainer's GPU: the node reads the trainer's memory (`ipc`, on one host),
+//! or the trainer broadcasts to the GPUs of all nodes (`nccl`).
 //!
-//! 1. The node connects to the trainer. By TCP (`nccl`) the node sends the token of the trainer's address. By `nccl` the node
-//!    reuses the connection of the last update if the trainer is the same.
-//! 2. The trainer declares its tensors and chunk buffers, or its communicator: one line of JSON. Both ends cut the tensors
-//!    into chunks, in the declared order. The declaration has a hash of the trainer's plan
-//!    ([`weight_transfer::Plan::trainer_hash`]). The node compares the hash with that of its own plan.
-//! 3. `ipc`: The node requests chunk n by its number (8 bytes, little endian). The trainer packs the chunk into buffer n modulo
-//!    the number of buffers, and answers with the chunk's number and bytes (16 bytes). The node requests a chunk once its
-//!    buffer is free.
-//!    `nccl`: The first broadcast of a communicator connects the ranks and carries no weights. The node sends 8 zero bytes once it is ready to receive. Then
-//!    the trainer, rank 0, broadcasts all chunks in order.
+//! 1. The node connects to the trainer. By TCP (`nccl`) the node sends the token of the trainer's
+//!    address. By `nccl` the node reuses the connection of the last update if the trainer is the
+//!    same.
+//! 2. The trainer declares its tensors and chunk buffers, or its communicator: one line of JSON.
+//!    Both ends cut the tensors into chunks, in the declared order. The declaration has a hash of
+//!    the trainer's plan ([`weight_transfer::Plan::trainer_hash`]). The node compares the hash with
+//!    that of its own plan.
+//! 3. `ipc`: The node requests chunk n by its number (8 bytes, little endian). The trainer packs
+//!    the chunk into buffer n modulo the number of buffers, and answers with the chunk's number and
+//!    bytes (16 bytes). The node requests a chunk once its buffer is free. `nccl`: The first
+//!    broadcast of a communicator connects the ranks and carries no weights. The node sends 8 zero
+//!    bytes once it is ready to receive. Then the trainer, rank 0, broadcasts all chunks in order.
 //! 4. The node copies a chunk to its place while the next ones arrive.
-//! 5. The trainer sends the digest of each declared tensor (8 bytes, little endian): by `ipc` when the node requests chunk 2⁶⁴ - 1,
-//!    by `nccl` after the last broadcast. The node compares them with the digests of the received tensors
-//!    ([`kernels::digest::of_weight`]).
-//! 6. `ipc`: The node closes the connection when it no longer uses the trainer's memory. `nccl`: The node keeps connection and
-//!    communicator for the next update, until the trainer closes the connection, another trainer comes, or an update fails.
-//!    If the trainer closes the connection before the update is prepared, the update is aborted.
+//! 5. The trainer sends the digest of each declared tensor (8 bytes, little endian): by `ipc` when
+//!    the node requests chunk 2⁶⁴ - 1, by `nccl` after the last broadcast. The node compares them
+//!    with the digests of the received tensors ([`kernels::digest::of_weight`]).
+//! 6. `ipc`: The node closes the connection when it no longer uses the trainer's memory. `nccl`:
+//!    The node keeps connection and communicator for the next update, until the trainer closes the
+//!    connection, another trainer comes, or an update fails. If the trainer closes the connection
+//!    before the update is prepared, the update is aborted.
 
 pub(super) mod address;
 mod connection;
@@ -49,13 +52,14 @@ const DIGESTS_MAX: Duration = Duration::from_secs(10);
 const DIGESTS: u64 = u64::MAX;
 /// Time-out of the first broadcast: other nodes may let sequences finish before they join.
 const JOIN_MAX: Duration = Duration::from_secs(60);
-/// Rate at which chunks are copied from a trainer (`ipc`) while the node serves, in bytes per second. The copies raise
-/// the p99 of the inter-token latency of an 8B model on an H200 to 1.09 times the p99 without an update; at 330 GB/s, the
-/// rate of the copy engines, to 1.18 times (docs/benchmarks/weight-updates.md).
+/// Rate at which chunks are copied from a trainer (`ipc`) while the node serves, in bytes per
+/// second. The copies raise the p99 of the inter-token latency of an 8B model on an H200 to 1.09
+/// times the p99 without an update; at 330 GB/s, the rate of the copy engines, to 1.18 times
+/// (docs/benchmarks/weight-updates.md).
 const SERVING_RATE: f64 = 130e9;
 
-/// Prepares the weights of a trainer beside the weights in use, or in place after `release`. Blocks. Stops early once
-/// `cancelled` is cancelled.
+/// Prepares the weights of a trainer beside the weights in use, or in place after `release`.
+/// Blocks. Stops early once `cancelled` is cancelled.
 pub(super) fn receive(
     address: &TrainerAddress,
     kept: &KeptTrainer,
@@ -125,7 +129,8 @@ fn receive_by(
     Ok(WeightVersion::of_tensors(&mut used.collect::<Vec<_>>()))
 }
 
-/// Returns the cause of `error`: the end of the trainer or the cancellation, if either has happened.
+/// Returns the cause of `error`: the end of the trainer or the cancellation, if either has
+/// happened.
 fn ended(connection: &TrainerConnection<'_>, error: ReceiveError) -> ReceiveError {
     connection.check().err().unwrap_or(error)
 }
@@ -143,7 +148,8 @@ struct ChunkTransfer<'a, 'b> {
 }
 
 impl ChunkTransfer<'_, '_> {
-    /// Requests every chunk once a buffer is free. While the node serves, copies begin at [`SERVING_RATE`].
+    /// Requests every chunk once a buffer is free. While the node serves, copies begin at
+    /// [`SERVING_RATE`].
     fn request_all(
         &mut self,
         buffers: usize,
@@ -162,7 +168,8 @@ impl ChunkTransfer<'_, '_> {
             }
             begun = Instant::now();
             self.receiver.scatter(index % buffers, &pieces(&self.chunks[index]))?;
-            // Wait only now: the oldest copies are probably complete when the copies of this chunk begin.
+            // Wait only now: the oldest copies are probably complete when the copies of this chunk
+            // begin.
             let Some(oldest) = (index + 1).checked_sub(buffers) else { continue };
             self.wait(oldest % buffers, CHUNK_MAX)?;
             if oldest + buffers < self.chunks.len() {
@@ -215,8 +222,8 @@ impl ChunkTransfer<'_, '_> {
         self.limited(at_most, |receiver, limit| receiver.wait(buffer, limit))
     }
 
-    /// Waits for all copies. Fails if the trainer has closed the connection before, or if the received bytes differ from the
-    /// trainer's.
+    /// Waits for all copies. Fails if the trainer has closed the connection before, or if the
+    /// received bytes differ from the trainer's.
     fn finish(&mut self, tensors: &[Tensor]) -> Result<ReceivedWeights, ReceiveError> {
         let received = self.limited(CHUNK_MAX, |receiver, limit| receiver.finish(limit))?;
         self.connection.check()?;

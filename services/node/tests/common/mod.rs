@@ -182,7 +182,8 @@ pub(crate) async fn connect(address: &str, node: Epoch) -> Caller {
     connect_with(address, node, None).await.unwrap()
 }
 
-/// Connects with certificates, if there are any. With certificates the client demands a server that offers HTTP/2 by ALPN.
+/// Connects with certificates, if there are any. With certificates the client demands a server that
+/// offers HTTP/2 by ALPN.
 pub(crate) async fn connect_with(
     address: &str,
     node: Epoch,
@@ -212,7 +213,8 @@ pub(crate) fn with_tls(mut flags: Flags, folder: &Path) -> Flags {
     flags
 }
 
-/// Returns the certificates of a client of the node with these settings, if the node has certificates.
+/// Returns the certificates of a client of the node with these settings, if the node has
+/// certificates.
 pub(crate) fn client_tls(flags: &Flags) -> Option<ClientTlsConfig> {
     let pem = |setting: &str| Some(std::fs::read_to_string(flags.get(setting)?).unwrap());
     let identity = Identity::from_pem(pem("cluster.tls_cert")?, pem("cluster.tls_key")?);

@@ -1,7 +1,8 @@
 //! Weight updates of a group, in the node process.
 //!
-//! New weights are prepared while steps run: [`RankedUpdate`] sends orders through a separate ring. The switch to new
-//! weights follows the plans in the ring of plans, and the group waits until every rank has switched.
+//! New weights are prepared while steps run: [`RankedUpdate`] sends orders through a separate ring.
+//! The switch to new weights follows the plans in the ring of plans, and the group waits until
+//! every rank has switched.
 
 use std::{
     path::Path,
@@ -64,7 +65,8 @@ pub(super) struct WeightsLink {
     failure: Option<PrepareError>,
     /// Last report of each rank.
     received: Vec<Option<ReceivedWeights>>,
-    /// Whether ranks did not answer in time: their copies may still write the memory of new weights.
+    /// Whether ranks did not answer in time: their copies may still write the memory of new
+    /// weights.
     is_stuck: bool,
 }
 
@@ -308,7 +310,8 @@ fn joined(parts: &[ReceivedWeights], names: &[String]) -> Result<ReceivedWeights
 }
 
 impl RankGroup {
-    /// Sends a change of the weights after the plans so far, and waits until every rank has made the change.
+    /// Sends a change of the weights after the plans so far, and waits until every rank has made
+    /// the change.
     pub(super) fn change_weights(&mut self, change: WeightChange) -> Result<(), ExecutorError> {
         assert!(self.in_flight.is_empty(), "weights change between steps");
         self.check()?;

@@ -88,8 +88,9 @@ impl Scene {
         self.start(StartedPrompt { tokens: LONG, uncached_tokens }, 1, time);
     }
 
-    /// Runs streams and, at the same time, prompts with one output token, most of them cached. In proportion to their
-    /// costs, cached prompts take far more time than streams, and uncached prompts far less.
+    /// Runs streams and, at the same time, prompts with one output token, most of them cached. In
+    /// proportion to their costs, cached prompts take far more time than streams, and uncached
+    /// prompts far less.
     fn run_mix(&mut self, rounds: u32) {
         for _ in 0..rounds {
             for _ in 0..16 {

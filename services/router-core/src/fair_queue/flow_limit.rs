@@ -7,8 +7,9 @@ use super::{Flow, FlowName};
 /// 1/8 of the places is left to flows within their share.
 const HEADROOM: u32 = 8;
 
-/// Bound on the requests of all flows. A flow of a key or tenant that has taken its share leaves an eighth of the
-/// places to other flows. Callers without key and tenant are indistinguishable and may take every place.
+/// Bound on the requests of all flows. A flow of a key or tenant that has taken its share leaves an
+/// eighth of the places to other flows. Callers without key and tenant are indistinguishable and
+/// may take every place.
 #[derive(Debug)]
 pub struct FlowLimit {
     max: u32,
@@ -77,7 +78,8 @@ impl FlowLimit {
         }
     }
 
-    /// Returns the flow's share: its number of places when all present flows take their shares and leave the headroom.
+    /// Returns the flow's share: its number of places when all present flows take their shares and
+    /// leave the headroom.
     fn share(&self, flow: &Flow) -> u32 {
         let others = self.taken.iter().filter(|(name, _)| **name != flow.name);
         let weights: u64 = others.map(|(_, taken)| u64::from(taken.weight)).sum();

@@ -9,8 +9,9 @@ pub use sessions::SessionTurn;
 
 use super::FlowName;
 
-/// Maximum number of blocks of a prompt that are searched for the end of an earlier turn, from the prompt's end: 65,536
-/// tokens, which take 0.1 ms. The end of the last turn lies farther back only if the new turn adds more tokens.
+/// Maximum number of blocks of a prompt that are searched for the end of an earlier turn, from the
+/// prompt's end: 65,536 tokens, which take 0.1 ms. The end of the last turn lies farther back only
+/// if the new turn adds more tokens.
 const SEARCHED_BLOCKS_MAX: usize = 4096;
 
 /// The part of a request that identifies its session.
@@ -52,8 +53,8 @@ impl FlowSessions {
         self.sessions.arrived(now, self.turns, named, ends, || (), |()| ())
     }
 
-    /// Records the end of a turn whose last full block is `last`. `None`: the turn failed, and its request may arrive again
-    /// as the same turn.
+    /// Records the end of a turn whose last full block is `last`. `None`: the turn failed, and its
+    /// request may arrive again as the same turn.
     pub(crate) fn ended(&mut self, turn: SessionTurn<()>, flow: &FlowName, last: Option<u128>) {
         match last {
             Some(block) => {

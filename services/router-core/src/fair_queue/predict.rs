@@ -20,9 +20,10 @@ pub(super) const OUTPUT_SHARE: f64 = 1.0 / 8.0;
 /// Weight of an ended attempt in the service rate and in the service times.
 pub(super) const RATE_SHARE: f64 = 1.0 / 32.0;
 
-/// Requests are refused for their predicted wait only after requests have waited for this fraction of the allowed wait.
-/// Reason: a service rate that was measured with few short requests overestimates the wait of a burst. This delays no
-/// refusal below nine times the capacity, because the predicted wait reaches the allowed wait later.
+/// Requests are refused for their predicted wait only after requests have waited for this fraction
+/// of the allowed wait. Reason: a service rate that was measured with few short requests
+/// overestimates the wait of a burst. This delays no refusal below nine times the capacity, because
+/// the predicted wait reaches the allowed wait later.
 const WAITED_MIN: f64 = 1.0 / 8.0;
 
 /// A request that may have to wait for its turn.
@@ -48,9 +49,11 @@ pub struct WaitLimits {
 }
 
 impl WaitLimits {
-    /// Returns the limits of a request with this need of room. `wait_max`: `router.waiting_timeout`.
+    /// Returns the limits of a request with this need of room. `wait_max`:
+    /// `router.waiting_timeout`.
     pub fn new(room: Room, wait_max: Duration, deadline: Instant) -> Self {
-        // An answer that has emitted tokens comes before other answers of its caller, unless its client paused it.
+        // An answer that has emitted tokens comes before other answers of its caller, unless its
+        // client paused it.
         let wait_max = match room {
             Room::Any => Duration::ZERO,
             Room::Start { .. } => wait_max,
@@ -68,7 +71,8 @@ pub enum StartLimit {
     Deadline {
         /// Time until the deadline.
         time_left: Duration,
-        /// Predicted time from the start of the request to its end, with a margin for prediction errors.
+        /// Predicted time from the start of the request to its end, with a margin for prediction
+        /// errors.
         service_time: Duration,
     },
 }
@@ -82,7 +86,8 @@ impl StartLimit {
         }
     }
 
-    /// Returns whether the request could not complete before its deadline even if it started at once.
+    /// Returns whether the request could not complete before its deadline even if it started at
+    /// once.
     fn is_missed(self) -> bool {
         matches!(self, Self::Deadline { time_left, service_time } if time_left < service_time)
     }
@@ -93,7 +98,8 @@ impl StartLimit {
 pub struct TooLate {
     /// Predicted wait for a node from now on. Zero if the request got its turn too late.
     pub wait: Duration,
-    /// Time that the request has waited for a turn that came too late. Zero if the request is refused before it queues.
+    /// Time that the request has waited for a turn that came too late. Zero if the request is
+    /// refused before it queues.
     pub waited: Duration,
     pub limit: StartLimit,
     /// Whether the request waits because its flow was served more than its share.
@@ -166,7 +172,8 @@ impl CachedShare {
             f64::from(prompt.uncached_tokens) - self.uncached_tokens * RATE_SHARE;
     }
 
-    /// Returns the predicted number of uncached tokens of a prompt: all of them without measurements.
+    /// Returns the predicted number of uncached tokens of a prompt: all of them without
+    /// measurements.
     fn uncached_tokens(&self, prompt_tokens: u32) -> u32 {
         match self.tokens > 0.0 {
             true => (f64::from(prompt_tokens) * self.uncached_tokens / self.tokens) as u32,
@@ -189,7 +196,8 @@ impl CountedTokens {
     }
 }
 
-/// Sums over the last ended attempts, for the rate at which all running requests together are served.
+/// Sums over the last ended attempts, for the rate at which all running requests together are
+/// served.
 #[derive(Debug, Default)]
 pub(super) struct ServiceRate {
     pub(super) cost: f64,
@@ -215,7 +223,8 @@ impl<Id: Copy + Eq + Hash> FairQueue<Id> {
         self.tokens(flow, prompt_tokens, output_tokens_max).cost()
     }
 
-    /// Returns the tokens that nodes are predicted to compute: `uncached` prompt tokens and the tokens of the answer.
+    /// Returns the tokens that nodes are predicted to compute: `uncached` prompt tokens and the
+    /// tokens of the answer.
     pub(super) fn tokens(
         &self,
         flow: &FlowName,
@@ -227,8 +236,8 @@ impl<Id: Copy + Eq + Hash> FairQueue<Id> {
         CountedTokens { uncached, output }
     }
 
-    /// Returns the predicted uncached tokens of a prompt of the flow. The measured rate of service counts uncached tokens
-    /// only, so whole prompts would overestimate the wait.
+    /// Returns the predicted uncached tokens of a prompt of the flow. The measured rate of service
+    /// counts uncached tokens only, so whole prompts would overestimate the wait.
     pub(super) fn uncached_tokens(&self, flow: &FlowName, prompt_tokens: u32) -> u32 {
         let flow = self.flows.get(flow);
         flow.map_or(prompt_tokens, |flow| flow.cached.uncached_tokens(prompt_tokens))
@@ -250,8 +259,8 @@ impl<Id: Copy + Eq + Hash> FairQueue<Id> {
         }
     }
 
-    /// Fails if a request of the flow could not start in time, whatever its prompt. Called before the prompt is
-    /// tokenized, because a refusal must be cheap.
+    /// Fails if a request of the flow could not start in time, whatever its prompt. Called before
+    /// the prompt is tokenized, because a refusal must be cheap.
     pub fn check(
         &self,
         now: Instant,
@@ -287,7 +296,8 @@ impl<Id: Copy + Eq + Hash> FairQueue<Id> {
         Err(TooLate { wait, waited: Duration::ZERO, limit, is_over_share })
     }
 
-    /// Predicts how long a new request of the flow would wait for its turn. `None` without measurements.
+    /// Predicts how long a new request of the flow would wait for its turn. `None` without
+    /// measurements.
     pub(super) fn wait(&self, flow: &Flow) -> Option<Duration> {
         let rate = self.cost_per_second()?;
         let state = self.flows.get(&flow.name);
@@ -306,7 +316,8 @@ impl<Id: Copy + Eq + Hash> FairQueue<Id> {
         Some(seconds((queued + ahead.sum::<f64>()) / rate))
     }
 
-    /// Returns the time in which the queued requests of the flow, or of all flows, are served at the present rate.
+    /// Returns the time in which the queued requests of the flow, or of all flows, are served at
+    /// the present rate.
     pub fn drain_time(&self, flow: Option<&FlowName>) -> Option<Duration> {
         let rate = self.cost_per_second()?;
         let all: f64 = self.flows.values().map(|flow| flow.queued_cost).sum();
@@ -323,9 +334,9 @@ impl<Id: Copy + Eq + Hash> FairQueue<Id> {
         self.flows.values().map(|flow| flow.running).sum()
     }
 
-    /// Returns the cost served per second by all running requests; `None` while no request runs. If fewer requests than
-    /// usual run, counts the usual number: after attempts fail together, their requests queue again before nodes take
-    /// them.
+    /// Returns the cost served per second by all running requests; `None` while no request runs. If
+    /// fewer requests than usual run, counts the usual number: after attempts fail together, their
+    /// requests queue again before nodes take them.
     fn cost_per_second(&self) -> Option<f64> {
         let ServiceRate { cost, seconds, running, .. } = self.rate;
         let present = Some(self.running()).filter(|present| *present > 0)?;

@@ -4,20 +4,21 @@ use std::time::Duration;
 
 use super::predict::{CountedTokens, RATE_SHARE, seconds};
 
-/// Safety margin on the predicted service time, in mean relative errors: about 95 % of requests take no longer if errors
-/// are normally distributed, unless their mean is close to [`ERROR_MAX`].
+/// Safety margin on the predicted service time, in mean relative errors: about 95 % of requests
+/// take no longer if errors are normally distributed, unless their mean is close to [`ERROR_MAX`].
 const SERVICE_TIME_RESERVE: f64 = 2.0;
-/// Maximum relative error of one request. Reason: one request that took a hundred times as long as predicted must not
-/// delay all others.
+/// Maximum relative error of one request. Reason: one request that took a hundred times as long as
+/// predicted must not delay all others.
 const ERROR_MAX: f64 = 1.0;
-/// Variation of prompt lengths (squared coefficient of variation) below which times to first token count as
-/// independent of the length. Reason: the time per token of prompts of nearly equal lengths is noise.
+/// Variation of prompt lengths (squared coefficient of variation) below which times to first token
+/// count as independent of the length. Reason: the time per token of prompts of nearly equal
+/// lengths is noise.
 const VARIATION_MIN: f64 = 0.01;
-/// Standard errors by which the time per token is reduced. Reason: for prompts far longer than the measured ones it would
-/// otherwise be noise. A prediction that is too low refuses nothing.
+/// Standard errors by which the time per token is reduced. Reason: for prompts far longer than the
+/// measured ones it would otherwise be noise. A prediction that is too low refuses nothing.
 const SLOPE_ERRORS: f64 = 3.0;
-/// Number of completed requests, older ones counted less, below which times to first token count as independent of the
-/// length. Reason: two requests lie on a line, whatever took their time.
+/// Number of completed requests, older ones counted less, below which times to first token count as
+/// independent of the length. Reason: two requests lie on a line, whatever took their time.
 const SLOPE_COUNT_MIN: f64 = 8.0;
 
 /// Sums over the last completed requests, for their service times.
@@ -27,8 +28,8 @@ pub(super) struct ServiceTime {
     /// Time after the first tokens, in seconds, and the tokens that were generated in this time.
     decode_seconds: f64,
     decode_tokens: f64,
-    /// Mean relative error of the predictions. An absolute error would be dominated by long requests and refuse short
-    /// ones.
+    /// Mean relative error of the predictions. An absolute error would be dominated by long
+    /// requests and refuse short ones.
     error: f64,
 }
 
@@ -44,7 +45,8 @@ impl ServiceTime {
         self.decode_tokens += later_tokens(tokens) - self.decode_tokens * RATE_SHARE;
     }
 
-    /// Returns the time from the start of a request to its end that few requests exceed; zero without measurements.
+    /// Returns the time from the start of a request to its end that few requests exceed; zero
+    /// without measurements.
     pub(super) fn with_reserve(&self, tokens: CountedTokens) -> Duration {
         let factor = 1.0 + SERVICE_TIME_RESERVE * self.error;
         self.mean_s(tokens).map_or(Duration::ZERO, |mean| seconds(mean * factor))

@@ -133,7 +133,8 @@ fn later_turns_make_no_request_late() {
     let wait_max = 30 * SERVICE;
     let mut turns = vec![scene.join(&flow, Some(since), wait_max)];
     for second in 0..200 {
-        // A session always has one turn in the queue, and new requests need a quarter of the capacity.
+        // A session always has one turn in the queue, and new requests need a quarter of the
+        // capacity.
         if scene.served.contains(turns.last().unwrap()) {
             turns.push(scene.join(&flow, Some(since), wait_max));
         }

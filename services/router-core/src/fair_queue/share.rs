@@ -1,12 +1,14 @@
-//! Shares of the flows: where a flow begins in the order of service, and whether it was served more than its share.
+//! Shares of the flows: where a flow begins in the order of service, and whether it was served more
+//! than its share.
 
 use std::{hash::Hash, time::Instant};
 
 use super::{ACTIVE_FOR, CREDIT_REQUESTS, FairQueue, FlowName, FlowState, predict::RATE_SHARE};
 
 impl<Id: Copy + Eq + Hash> FairQueue<Id> {
-    /// Returns whether another active flow has a lower virtual time, so this flow was served more than its share. A flow
-    /// without requests is active for [`ACTIVE_FOR`]. Debt does not count as service.
+    /// Returns whether another active flow has a lower virtual time, so this flow was served more
+    /// than its share. A flow without requests is active for [`ACTIVE_FOR`]. Debt does not count as
+    /// service.
     pub fn is_over_share(&self, now: Instant, name: &FlowName) -> bool {
         let Some(flow) = self.flows.get(name).filter(|flow| flow.started > 0) else { return false };
         let (served, waiting) =
@@ -37,7 +39,8 @@ impl<Id: Copy + Eq + Hash> FairQueue<Id> {
         }
     }
 
-    /// Returns the virtual time of the waiting flow that is served next; without one, of the last served flow.
+    /// Returns the virtual time of the waiting flow that is served next; without one, of the last
+    /// served flow.
     pub(super) fn waiting_virtual_time(&self) -> f64 {
         self.order.least_virtual_time().unwrap_or(self.last_served)
     }

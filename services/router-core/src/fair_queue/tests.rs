@@ -19,7 +19,8 @@ fn uncached(tokens: u32) -> StartedPrompt {
     StartedPrompt { tokens, uncached_tokens: tokens }
 }
 
-/// A cluster with a fixed number of slots, in virtual time. Each request holds its slot for `service`.
+/// A cluster with a fixed number of slots, in virtual time. Each request holds its slot for
+/// `service`.
 struct Scene {
     queue: FairQueue<u32>,
     now: Instant,
@@ -200,7 +201,8 @@ fn turns_at_the_same_time_are_bounded() {
     };
     let first = give(&mut queue);
     assert_eq!(first.len(), TURNS_MAX.1);
-    // A passed turn counts until the owner asks again; a request that leaves makes place for another one.
+    // A passed turn counts until the owner asks again; a request that leaves makes place for
+    // another one.
     queue.passed(first[0], PassReason::NoNode);
     assert!(give(&mut queue).is_empty());
     queue.leave(first[1]);
@@ -490,8 +492,9 @@ fn flows_without_requests_are_bounded() {
 }
 
 proptest! {
-    /// No request waits longer than the served cost of its flow's share allows: with `n` flows of equal weight, a flow's
-    /// k-th request starts before any other flow has started k + 2 requests after it joined.
+    /// No request waits longer than the served cost of its flow's share allows: with `n` flows of
+    /// equal weight, a flow's k-th request starts before any other flow has started k + 2 requests
+    /// after it joined.
     #[test]
     fn no_flow_delays_another_beyond_its_share(
         floods in 1..5usize,

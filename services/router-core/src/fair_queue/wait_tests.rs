@@ -1,4 +1,5 @@
-//! Predicted against actual waits in virtual time. Nodes share their rate among their running requests.
+//! Predicted against actual waits in virtual time. Nodes share their rate among their running
+//! requests.
 
 use super::{
     predict::{WaitLimits, cost},
@@ -186,8 +187,8 @@ impl Cluster {
         }
     }
 
-    /// Returns the mean error, the mean absolute error and the mean of the actual wait, in seconds, of the requests that
-    /// arrived in these seconds.
+    /// Returns the mean error, the mean absolute error and the mean of the actual wait, in seconds,
+    /// of the requests that arrived in these seconds.
     fn errors(&self, name: &str, from: f64, to: f64) -> (f64, f64, f64) {
         let waits: Vec<_> = self.waits.iter().filter(|it| (from..to).contains(&it.at)).collect();
         let mean = |value: &dyn Fn(&Wait) -> f64| {

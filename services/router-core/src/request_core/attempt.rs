@@ -1,15 +1,17 @@
-//! One attempt as a state machine: the events that its nodes may send, in which order, and the actions
-//! that follow.
+//! One attempt as a state machine: the events that its nodes may send, in which order, and the
+//! actions that follow.
 //!
 //! Life of the decode side: `Opening` → (Reserved) → `Reserved` → (token 0 repeated) → `Decoding` →
-//! finished or failed. Life of the prefill side: `Prefilling` → (token 0) → `HoldingToken` until the
-//! decode node reported `Reserved` → `Transferring` → (Delivered) → `Ended`. The prefill side is `Ended`
-//! from the start when the attempt has no prefill node, and as soon as the decode node reports that it needs none.
+//! finished or failed. Life of the prefill side: `Prefilling` → (token 0) → `HoldingToken` until
+//! the decode node reported `Reserved` → `Transferring` → (Delivered) → `Ended`. The prefill side
+//! is `Ended` from the start when the attempt has no prefill node, and as soon as the decode node
+//! reports that it needs none.
 //!
-//! The client receives token 0 only once the decode node holds a reservation, so a request that the decode node refuses
-//! has emitted nothing. A token 0 that ends the request needs no decode node. Once the decode node sends tokens, it has
-//! the KV, and a failure of the prefill node no longer matters. If the transfer fails before token 0 arrives, the cause
-//! may be that token 0 ends the request: the attempt then waits for token 0, at most [`TOKEN_0_MAX`].
+//! The client receives token 0 only once the decode node holds a reservation, so a request that the
+//! decode node refuses has emitted nothing. A token 0 that ends the request needs no decode node.
+//! Once the decode node sends tokens, it has the KV, and a failure of the prefill node no longer
+//! matters. If the transfer fails before token 0 arrives, the cause may be that token 0 ends the
+//! request: the attempt then waits for token 0, at most [`TOKEN_0_MAX`].
 
 use std::time::Duration;
 
@@ -24,10 +26,11 @@ use super::{
     failure::{AttemptFailure, AttemptSide, FailureCause},
 };
 
-/// Maximum time that a complete answer waits for the decode node's last event, which only adds statistics.
+/// Maximum time that a complete answer waits for the decode node's last event, which only adds
+/// statistics.
 pub(super) const LAST_EVENT_MAX: Duration = Duration::from_millis(200);
-/// Maximum time that a failed transfer waits for the prefill node's token 0, which may end the answer. Waiting
-/// longer would only delay the next attempt.
+/// Maximum time that a failed transfer waits for the prefill node's token 0, which may end the
+/// answer. Waiting longer would only delay the next attempt.
 pub(super) const TOKEN_0_MAX: Duration = Duration::from_millis(200);
 
 #[derive(Debug)]
@@ -40,10 +43,11 @@ pub(super) struct AttemptState {
     delivered: bool,
     /// Failure of the decode node's transfer, while token 0 is awaited.
     transfer_failed: Option<AttemptFailure>,
-    /// Whether token 0 has the log-probabilities of the prompt. Only the node that prefills sends them.
+    /// Whether token 0 has the log-probabilities of the prompt. Only the node that prefills sends
+    /// them.
     awaits_prompt: bool,
-    /// Events of the decode node that wait for the prefill node's token 0, which has the log-probabilities. Bounded by
-    /// the tokens of the answer.
+    /// Events of the decode node that wait for the prefill node's token 0, which has the
+    /// log-probabilities. Bounded by the tokens of the answer.
     held: Vec<DecodeEvent>,
     stats: AttemptStats,
 }
@@ -79,7 +83,8 @@ pub struct AttemptStats {
     pub local_prefill: bool,
     pub prefill: NodeStats,
     pub decode: NodeStats,
-    /// Tokens that the decode node sent after its first event, and the time that the router waited for them.
+    /// Tokens that the decode node sent after its first event, and the time that the router waited
+    /// for them.
     pub decoded_tokens: u32,
     pub decode_wait: Duration,
 }
@@ -177,7 +182,8 @@ impl AttemptState {
                 let mut next = vec![AttemptAction::Admitted];
                 match std::mem::replace(&mut self.prefill, Prefill::Ended) {
                     Prefill::Ended => {}
-                    // The decode node samples token 0 itself. The prefill node's token 0 was not emitted.
+                    // The decode node samples token 0 itself. The prefill node's token 0 was not
+                    // emitted.
                     Prefill::Prefilling | Prefill::HoldingToken(_) | Prefill::Transferring
                         if reserved.local_prefill =>
                     {
@@ -747,8 +753,8 @@ mod tests {
     }
 
     proptest! {
-        /// For every order of the two streams token 0 is emitted once, after Reserved, and the answer is
-        /// the same.
+        /// For every order of the two streams token 0 is emitted once, after Reserved, and the
+        /// answer is the same.
         #[test]
         fn any_interleaving_emits_the_same_answer(order in Just(
             vec![true, true, true, true, false, false]).prop_shuffle())

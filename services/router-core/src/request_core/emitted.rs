@@ -1,7 +1,7 @@
 //! The list of tokens that were emitted to the client: the single source of truth about an answer.
 //!
-//! Nodes may repeat tokens, in the same attempt (a decode node repeats token 0) or in a later one. Each
-//! index enters the list once, in order. A repeated token must be equal to the emitted one.
+//! Nodes may repeat tokens, in the same attempt (a decode node repeats token 0) or in a later one.
+//! Each index enters the list once, in order. A repeated token must be equal to the emitted one.
 
 use std::cmp::Ordering;
 
@@ -173,8 +173,9 @@ mod tests {
     }
 
     proptest! {
-        /// Tests events in any order, with overlaps, repetitions and false tokens: the emitted tokens are a prefix
-        /// of the true answer, each index once, unless a false token was the first for its index.
+        /// Tests events in any order, with overlaps, repetitions and false tokens: the emitted
+        /// tokens are a prefix of the true answer, each index once, unless a false token was the
+        /// first for its index.
         #[test]
         fn each_index_is_emitted_once(events in proptest::collection::vec(event(), 0..60)) {
             let truth = |index: u32| index * 31 % 97;

@@ -76,7 +76,8 @@ pub enum FailureCause {
     /// The node is another process than the router expected, or rejects the router's token.
     #[error("stale")]
     Stale,
-    /// The node has other weights than the router expected. The node's report of the change is in flight.
+    /// The node has other weights than the router expected. The node's report of the change is in
+    /// flight.
     #[error("other_weights")]
     OtherWeights,
     /// The node's weights changed during the attempt.
@@ -88,7 +89,8 @@ pub enum FailureCause {
     /// The emitted tokens complete the answer's grammar, so no token can follow.
     #[error("answer_complete")]
     AnswerComplete,
-    /// The matcher of the answer's grammar failed on the emitted tokens: a bug, which every node has.
+    /// The matcher of the answer's grammar failed on the emitted tokens: a bug, which every node
+    /// has.
     #[error("matcher_failed")]
     MatcherFailed,
     /// The node cannot follow grammars now. It serves other requests.
@@ -197,7 +199,8 @@ impl AttemptFailure {
         Self { side, cause: FailureCause::Lost, message }
     }
 
-    /// Returns the failure of an attempt whose decode node drains for less time than the answer needs.
+    /// Returns the failure of an attempt whose decode node drains for less time than the answer
+    /// needs.
     pub fn migrated(grace: Duration, needed: Duration) -> Self {
         let message = format!(
             "the node drains for another {:.1} s, and the answer may take {:.1} s",
@@ -216,7 +219,8 @@ impl AttemptFailure {
         }
     }
 
-    /// Returns whether the node refused the attempt, so that the caller does not pay for the prompt.
+    /// Returns whether the node refused the attempt, so that the caller does not pay for the
+    /// prompt.
     pub fn is_refusal(&self) -> bool {
         matches!(
             self.cause,
@@ -229,8 +233,9 @@ impl AttemptFailure {
         )
     }
 
-    /// Returns the nodes that may be at fault, for the circuit breakers; `None` for a busy or draining node, a node
-    /// that cannot follow grammars, or a node that received an invalid request.
+    /// Returns the nodes that may be at fault, for the circuit breakers; `None` for a busy or
+    /// draining node, a node that cannot follow grammars, or a node that received an invalid
+    /// request.
     pub fn blame(&self) -> Option<Blame> {
         match self.cause {
             FailureCause::Lost

@@ -32,11 +32,11 @@ pub enum RequestOutput {
     Served,
     /// The attempt is over: drop its calls, release its nodes, count it.
     EndAttempt(EndedAttempt),
-    /// Deliver these new tokens to the client. `hand_over_gap` is set with the decode node's first token:
-    /// the time since token 0.
+    /// Deliver these new tokens to the client. `hand_over_gap` is set with the decode node's first
+    /// token: the time since token 0.
     Emit { first_index: u32, tokens: Vec<Token>, hand_over_gap: Option<Duration> },
-    /// Every node is busy: join the queue of requests that wait for a free node. A request that is in the queue
-    /// already keeps its place and passes its turn to another request.
+    /// Every node is busy: join the queue of requests that wait for a free node. A request that is
+    /// in the queue already keeps its place and passes its turn to another request.
     WaitForTurn,
     /// Nodes may have capacity again: give another turn to the requests whose turn has passed.
     RetryPassed,

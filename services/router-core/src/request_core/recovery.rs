@@ -1,17 +1,20 @@
 //! Decides what follows a failed attempt or a pick without a node.
 //!
-//! * The next attempt runs over the prompt and all emitted tokens, and avoids the node that failed. Nodes are
-//!   remembered by their epoch: a restarted node is not avoided for the failure of its predecessor.
-//! * After a second failed transfer, a third failed attempt, and on the last attempt of the budget, no prefill node is
-//!   picked: the attempt needs no transfer.
-//! * After a second lost node in a row the next attempt waits, longer each time. If the router itself was suspended or
-//!   disconnected, it detects its dead connections during this wait, instead of spending an attempt on each of them.
+//! * The next attempt runs over the prompt and all emitted tokens, and avoids the node that failed.
+//!   Nodes are remembered by their epoch: a restarted node is not avoided for the failure of its
+//!   predecessor.
+//! * After a second failed transfer, a third failed attempt, and on the last attempt of the budget,
+//!   no prefill node is picked: the attempt needs no transfer.
+//! * After a second lost node in a row the next attempt waits, longer each time. If the router
+//!   itself was suspended or disconnected, it detects its dead connections during this wait,
+//!   instead of spending an attempt on each of them.
 //! * The budget renews whenever an attempt emitted tokens, so it bounds attempts without progress.
-//! * Busy nodes cost no attempt: the request waits for a bounded time, or until its deadline if it has emitted
-//!   tokens. Requests that found every node busy pick again in the order of a
+//! * Busy nodes cost no attempt: the request waits for a bounded time, or until its deadline if it
+//!   has emitted tokens. Requests that found every node busy pick again in the order of a
 //!   [`FairQueue`](crate::fair_queue::FairQueue).
-//! * While no decode node is up, the request waits until its deadline. While no node that is up fits, a request that has
-//!   emitted no token waits for a bounded time, and any other request until its deadline: a node that joins may fit.
+//! * While no decode node is up, the request waits until its deadline. While no node that is up
+//!   fits, a request that has emitted no token waits for a bounded time, and any other request
+//!   until its deadline: a node that joins may fit.
 
 use std::time::{Duration, Instant};
 
@@ -23,7 +26,8 @@ use super::{
 };
 use crate::fair_queue::TooLate;
 
-/// Wait for the next attempt after a second lost node in a row, and its maximum. Each further loss doubles it.
+/// Wait for the next attempt after a second lost node in a row, and its maximum. Each further loss
+/// doubles it.
 const LOST_WAIT: Duration = Duration::from_millis(100);
 const LOST_WAIT_MAX: Duration = Duration::from_secs(2);
 /// Failed attempts in a row after which no prefill node is picked.
@@ -42,7 +46,8 @@ pub(super) struct Recovery {
     avoid_prefill: Vec<Epoch>,
     avoid_decode: Vec<Epoch>,
     waiting: Option<RecoveryWait>,
-    /// Why the last pick found no decode node. Picks for which the nodes were busy do not change it.
+    /// Why the last pick found no decode node. Picks for which the nodes were busy do not change
+    /// it.
     no_node: Option<NoNode>,
 }
 
@@ -56,7 +61,8 @@ struct RecoveryWait {
 enum WaitReason {
     /// Every decode node is busy.
     Busy,
-    /// Decode nodes are up, and none of them fits the request: another model, an older release, or too short sequences.
+    /// Decode nodes are up, and none of them fits the request: another model, an older release, or
+    /// too short sequences.
     Unfit,
     /// No decode node is up.
     Absent,
@@ -190,7 +196,8 @@ impl Recovery {
                     self.avoid_decode.push(decode)
                 }
             },
-            // The next attempt has another transfer id, and nodes that changed their weights are as good as before.
+            // The next attempt has another transfer id, and nodes that changed their weights are as
+            // good as before.
             FailureCause::Duplicate | FailureCause::WeightsChanged => {}
         }
         self.failed_total += 1;

@@ -688,7 +688,8 @@ fn answer_does_not_migrate_at_the_deadline_of_its_request() {
     assert_eq!(*gave_up(&outputs), GiveUp::Deadline);
 }
 
-/// Checks for a drain as often as it is due during the rest of the grace period. Returns the outputs of a migration.
+/// Checks for a drain as often as it is due during the rest of the grace period. Returns the
+/// outputs of a migration.
 fn drains(owner: &mut Owner, mut grace: Duration) -> Vec<RequestOutput> {
     while !grace.is_zero() {
         let due = owner.core.next_deadline().unwrap();

@@ -1,4 +1,5 @@
-//! `GET /v1/explain/{id}`, `/v1/explain?slow=N` and `/v1/explain?failed`: the history entries of requests.
+//! `GET /v1/explain/{id}`, `/v1/explain?slow=N` and `/v1/explain?failed`: the history entries of
+//! requests.
 
 use std::{sync::Arc, time::Instant};
 

@@ -35,7 +35,8 @@ const PAUSE_DEFAULT_S: f64 = 30.0;
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
 struct BeginBody {
-    /// Absolute path of the model on every node; with ipc, the trainer's Unix socket; with nccl, its host:port/token.
+    /// Absolute path of the model on every node; with ipc, the trainer's Unix socket; with nccl,
+    /// its host:port/token.
     path: String,
     /// The operator's name of the weights.
     #[serde(default)]
@@ -47,8 +48,9 @@ struct BeginBody {
     /// Whether the router commits as soon as every node is prepared.
     #[serde(default)]
     commit: bool,
-    /// disk: every node reads the path. tcp: one node reads it, and the others copy from that node. ipc: every node reads
-    /// the memory of a GPU of a trainer on its host. nccl: a trainer broadcasts to the GPUs of all nodes.
+    /// disk: every node reads the path. tcp: one node reads it, and the others copy from that node.
+    /// ipc: every node reads the memory of a GPU of a trainer on its host. nccl: a trainer
+    /// broadcasts to the GPUs of all nodes.
     #[serde(default)]
     transport: TransportName,
     /// With tcp, the node that reads the path; the first node if absent.

@@ -1,6 +1,6 @@
-//! Starts the record of a generation request before tonic reads its message. tonic may reject a message
-//! before any handler runs; these requests are counted too. The bytes of a message count against the memory
-//! limit of all request bodies until tonic has decoded the message.
+//! Starts the record of a generation request before tonic reads its message. tonic may reject a
+//! message before any handler runs; these requests are counted too. The bytes of a message count
+//! against the memory limit of all request bodies until tonic has decoded the message.
 
 use std::{
     pin::Pin,
@@ -54,8 +54,8 @@ impl ArrivingRequest {
         lock(&self.0.record).take()
     }
 
-    /// Records that the client cancelled the request before the message was complete. tonic reports this as a
-    /// missing message.
+    /// Records that the client cancelled the request before the message was complete. tonic reports
+    /// this as a missing message.
     pub(super) fn set_broke_off(&self) {
         self.0.broke_off.store(true, Ordering::Release);
     }

@@ -14,8 +14,9 @@ use crate::{front::Front, nodes::OwnedTask};
 /// Service names in the health protocol: the whole server and the API for clients.
 const SERVICES: [&str; 2] = ["", "baton.v1.Inference"];
 
-/// Starts the task that keeps the health service up to date. The service reports NOT_SERVING until a decode
-/// node is up and the first nodes have set up their connections, and again once the router leaves.
+/// Starts the task that keeps the health service up to date. The service reports NOT_SERVING until
+/// a decode node is up and the first nodes have set up their connections, and again once the router
+/// leaves.
 pub(crate) fn serve_health(front: Arc<Front>) -> (OwnedTask, HealthServer<HealthService>) {
     let reporter = HealthReporter::new();
     let service = HealthServer::new(HealthService::from_health_reporter(reporter.clone()));

@@ -9,7 +9,8 @@ use crate::request::{
     tools::OfferedTools,
 };
 
-/// Estimated bytes of a message in addition to its texts: JSON keys, and the text that templates add.
+/// Estimated bytes of a message in addition to its texts: JSON keys, and the text that templates
+/// add.
 const MESSAGE_BYTES: usize = 64;
 
 pub(super) fn of_generate(

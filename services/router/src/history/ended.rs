@@ -11,8 +11,9 @@ const BYTES_MAX: usize = 16 << 20;
 /// Size from which on a copy ends, so that a query does not hold the history's lock for long.
 const COPY_BYTES: usize = 64 << 10;
 
-/// The last entries, encoded one after another in one allocation. Entries as objects on the heap, freed oldest first,
-/// would scatter the memory of all requests over megabytes and cost every request cache misses.
+/// The last entries, encoded one after another in one allocation. Entries as objects on the heap,
+/// freed oldest first, would scatter the memory of all requests over megabytes and cost every
+/// request cache misses.
 #[derive(Default)]
 pub(super) struct EndedEntries {
     /// The oldest entry first.
@@ -53,8 +54,8 @@ impl EndedEntries {
         self.dropped..self.dropped + self.sizes.len() as u64
     }
 
-    /// Copies encoded entries out of `wanted`, the oldest first, and returns the numbers that are left to copy. The copy
-    /// lacks entries that were dropped.
+    /// Copies encoded entries out of `wanted`, the oldest first, and returns the numbers that are
+    /// left to copy. The copy lacks entries that were dropped.
     pub(super) fn copy(&self, wanted: Range<u64>, copied: &mut CopiedEntries) -> Range<u64> {
         copied.bytes.clear();
         copied.sizes.clear();
@@ -138,7 +139,8 @@ mod tests {
         let first = ids(&copied);
         assert_eq!((first[0], *first.last().unwrap() + 1), (0, left.start.into()));
         assert!(copied.bytes.len() < COPY_BYTES + 1000 && !left.is_empty(), "{left:?}");
-        // The next copy begins at the oldest entry, and ends at the entries of the first copy's time.
+        // The next copy begins at the oldest entry, and ends at the entries of the first copy's
+        // time.
         let dropped = left.start as u128 + 10;
         (0..dropped).for_each(|id| ended.push(&entry(ENTRIES_MAX as u128 + id)));
         let left = ended.copy(left, &mut copied);

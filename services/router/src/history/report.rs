@@ -165,8 +165,8 @@ impl RequestReport {
     }
 }
 
-/// Returns the time until the first token; unknown if an attempt beyond the entry's bound sent it and the request is
-/// still running.
+/// Returns the time until the first token; unknown if an attempt beyond the entry's bound sent it
+/// and the request is still running.
 fn first_token(entry: &RequestEntry) -> Option<Duration> {
     match &entry.end {
         Some(end) => end.first_token,
@@ -222,8 +222,8 @@ fn stages(entry: &RequestEntry, choice: u32, duration: Duration) -> Vec<StageRep
     all
 }
 
-/// Returns the stages from the pick to the first token, which the nodes measured. `ttft` replaces the stages that an
-/// older node did not report.
+/// Returns the stages from the pick to the first token, which the nodes measured. `ttft` replaces
+/// the stages that an older node did not report.
 fn until_first_token(attempt: &AttemptEntry, ttft: Duration) -> Vec<StageReport> {
     let stats = attempt.end.as_ref().map(|end| end.stats).unwrap_or_default();
     let chosen = &attempt.considered.options[0];
@@ -243,7 +243,8 @@ fn until_first_token(attempt: &AttemptEntry, ttft: Duration) -> Vec<StageReport>
         ms,
         overlaps,
     };
-    // A decode node that needs no KV of its prefill node reports its wait for blocks as `reserve_us`.
+    // A decode node that needs no KV of its prefill node reports its wait for blocks as
+    // `reserve_us`.
     let queue_ms = of(first, |times| times.queue_us.or(times.reserve_us));
     let prefill_ms = of(first, |times| times.prefill_us);
     let mut all =

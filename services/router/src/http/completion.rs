@@ -1,4 +1,5 @@
-//! `POST /v1/chat/completions` and `POST /v1/completions`: their replies as one JSON body or as chunks of a stream.
+//! `POST /v1/chat/completions` and `POST /v1/completions`: their replies as one JSON body or as
+//! chunks of a stream.
 
 use std::sync::Arc;
 
@@ -262,8 +263,8 @@ pub(super) struct CompletionChunks {
     answers: Vec<AnswerProgress>,
     /// The JSON that precedes the choice in every chunk.
     head: Vec<u8>,
-    /// Tokens of a completion whose chunk is not written: the next event may end their answer, and then both have one
-    /// chunk. Clients count the chunks of completions as tokens.
+    /// Tokens of a completion whose chunk is not written: the next event may end their answer, and
+    /// then both have one chunk. Clients count the chunks of completions as tokens.
     held: Option<AnswerTokens>,
 }
 
@@ -381,7 +382,8 @@ impl CompletionChunks {
         self.answers[choice].last = Some(tokens);
     }
 
-    /// Writes the chunk of a completion's tokens, with the end of their answer if they are the last ones.
+    /// Writes the chunk of a completion's tokens, with the end of their answer if they are the last
+    /// ones.
     fn write_completion(
         &mut self,
         shown: AnswerTokens,
@@ -449,8 +451,8 @@ impl CompletionChunks {
         self.write_chunk(end.choice, chat_end(end, calls), out);
     }
 
-    /// Appends a chunk with this content of a choice: an event of [`ResponseFields::chunk`] whose constant fields
-    /// are not formatted again.
+    /// Appends a chunk with this content of a choice: an event of [`ResponseFields::chunk`] whose
+    /// constant fields are not formatted again.
     fn write_chunk(&self, choice: u32, content: impl Serialize, out: &mut EventBuffer) {
         out.event(|out| {
             out.reserve(self.head.len() + CHOICE_BYTES);
@@ -465,8 +467,8 @@ impl CompletionChunks {
         });
     }
 
-    /// Returns the usage of an ordinary chunk: absent, `null` if the last chunk has it, or the usage of the answer so
-    /// far.
+    /// Returns the usage of an ordinary chunk: absent, `null` if the last chunk has it, or the
+    /// usage of the answer so far.
     fn usage_of(&self, choice: u32) -> Option<Option<Usage>> {
         let delivery = &self.reply.delivery;
         if delivery.continuous_usage {

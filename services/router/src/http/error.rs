@@ -41,7 +41,8 @@ impl ApiError {
         Self::invalid(StatusCode::REQUEST_TIMEOUT, "body_timeout", reason.to_owned())
     }
 
-    /// Returns the error for an unsupported body. `header` describes the body; `value` is `None` without the header.
+    /// Returns the error for an unsupported body. `header` describes the body; `value` is `None`
+    /// without the header.
     pub(crate) fn unsupported_body(header: &str, value: Option<&str>, allowed: &str) -> Self {
         let found = match value {
             Some(value) => format!("is {:?}", value.chars().take(100).collect::<String>()),

@@ -1,9 +1,10 @@
 //! A JSON request body as named fields, each parsed with its type and limits.
 //!
-//! One pass over the body finds every syntax error. Each field keeps its JSON text until a reader asks
-//! for the field, so that an error can describe the value as the client sent it. Unknown fields are ignored.
-//! Derived structs (serde with `serde_path_to_error`) would lose this: serde reports a type but neither
-//! the value as sent nor the allowed range, and a flattened struct cannot borrow the JSON text.
+//! One pass over the body finds every syntax error. Each field keeps its JSON text until a reader
+//! asks for the field, so that an error can describe the value as the client sent it. Unknown
+//! fields are ignored. Derived structs (serde with `serde_path_to_error`) would lose this: serde
+//! reports a type but neither the value as sent nor the allowed range, and a flattened struct
+//! cannot borrow the JSON text.
 
 use std::{collections::HashMap, ops::RangeInclusive};
 
@@ -119,7 +120,8 @@ impl<'a> RequestFields<'a> {
         Ok(self.integer(name, wide)?.map(|number| number as u32))
     }
 
-    /// Rejects an unsupported field unless the field is absent, `null`, or one of `neutral` (as JSON text).
+    /// Rejects an unsupported field unless the field is absent, `null`, or one of `neutral` (as
+    /// JSON text).
     pub(super) fn unsupported(&self, name: &str, neutral: &[&str]) -> Result<(), FieldError> {
         let value = |text| serde_json::from_str::<Value>(text).ok();
         let is_neutral = |text| neutral.iter().any(|neutral| value(text) == value(neutral));
@@ -248,7 +250,8 @@ mod tests {
             }
         }
         let deep = format!("{{\"a\": {}1{}}}", "[".repeat(100_000), "]".repeat(100_000));
-        // Parsing keeps the field as text without recursion, so deep nesting does not overflow the stack.
+        // Parsing keeps the field as text without recursion, so deep nesting does not overflow the
+        // stack.
         with(&deep, |fields| {
             let error = fields.value::<Value>("a", "less depth").unwrap_err().to_string();
             let words = "a is not valid JSON at a[0][0]";

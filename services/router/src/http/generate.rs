@@ -1,9 +1,9 @@
-//! Generation for every HTTP API: starts a request, and sends the events of its answers as one JSON body or as
-//! server-sent events.
+//! Generation for every HTTP API: starts a request, and sends the events of its answers as one JSON
+//! body or as server-sent events.
 //!
-//! An API implements [`GenerationApi`]: it reads its own body, and its writers turn the events of answers into
-//! its own format. [`answer_request`] does everything else: request id, record, body limits, start, status of an
-//! immediate failure, keep-alive comments.
+//! An API implements [`GenerationApi`]: it reads its own body, and its writers turn the events of
+//! answers into its own format. [`answer_request`] does everything else: request id, record, body
+//! limits, start, status of an immediate failure, keep-alive comments.
 
 use std::{
     convert::Infallible,
@@ -326,7 +326,8 @@ pub(super) trait EventSource: Send + 'static {
     fn next(&mut self) -> impl Future<Output = Option<Bytes>> + Send;
 }
 
-/// Responds with the events of a source. `keep_alive` is the maximum time between events; then a comment follows.
+/// Responds with the events of a source. `keep_alive` is the maximum time between events; then a
+/// comment follows.
 pub(super) fn event_response(source: impl EventSource, keep_alive: Duration) -> Response {
     let mut response = Response::new(Body::from_stream(event_stream(source, keep_alive)));
     let headers = response.headers_mut();
@@ -350,7 +351,8 @@ pub(super) struct StreamedReply<W> {
 }
 
 impl<W: StreamWriter> StreamedReply<W> {
-    /// Waits a limited time for the first event, so that an immediate failure has its own HTTP status.
+    /// Waits a limited time for the first event, so that an immediate failure has its own HTTP
+    /// status.
     async fn start(
         writer: W,
         mut running: RunningRequest,
@@ -365,7 +367,8 @@ impl<W: StreamWriter> StreamedReply<W> {
         let answers_left = running.answers;
         let mut reply = Self { writer, running, first, out, answers_left, is_over: false };
         if reply.first.is_some() {
-            // The head and the first events leave in one write. A time-out leaves the events in `reply`.
+            // The head and the first events leave in one write. A time-out leaves the events in
+            // `reply`.
             let _ = tokio::time::timeout(keep_alive, reply.fill()).await;
         }
         Ok(reply)
@@ -373,8 +376,8 @@ impl<W: StreamWriter> StreamedReply<W> {
 
     /// Writes the next events to `out`, as many as are ready. Cancel-safe.
     async fn fill(&mut self) {
-        // Send nothing while all text is held back. Once all answers have finished, the end of the request follows
-        // at once, so that one write carries both.
+        // Send nothing while all text is held back. Once all answers have finished, the end of the
+        // request follows at once, so that one write carries both.
         while !self.is_over && (self.out.bytes.is_empty() || self.answers_left == 0) {
             let event = match self.first.take() {
                 Some(event) => Some(Ok(event)),

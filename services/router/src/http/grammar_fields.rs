@@ -1,7 +1,8 @@
 //! Request fields that determine the answer's grammar: structured output and tools.
 //!
-//! The fields of structured output are OpenAI's `response_format`, and SGLang's and vLLM's fields for a regular
-//! expression, a schema, a choice of texts and a context-free grammar. A request has at most one of them.
+//! The fields of structured output are OpenAI's `response_format`, and SGLang's and vLLM's fields
+//! for a regular expression, a schema, a choice of texts and a context-free grammar. A request has
+//! at most one of them.
 
 use grammar::Grammar;
 use serde::Deserialize;

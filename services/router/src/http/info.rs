@@ -74,8 +74,8 @@ pub(super) struct Health<'a> {
     prefill_nodes: usize,
     /// Number of healthy decode nodes of all models.
     decode_nodes: usize,
-    /// Number of in-flight choices, including choices that wait for a node. A request with `n` choices counts `n`
-    /// times.
+    /// Number of in-flight choices, including choices that wait for a node. A request with `n`
+    /// choices counts `n` times.
     requests_running: u32,
     /// Nodes that compute on the CPU although their host has a GPU; absent when there are none.
     #[serde(skip_serializing_if = "Vec::is_empty")]

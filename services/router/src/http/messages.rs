@@ -1,8 +1,8 @@
 //! `POST /v1/messages` and `POST /v1/messages/count_tokens`, as in Anthropic's API.
 //!
-//! A request becomes a conversation for the chat template ([`conversation`]) and the fields of any other generation
-//! ([`request`]). The pieces of its answer become content blocks ([`blocks`]), which are sent whole or as events
-//! ([`reply`]).
+//! A request becomes a conversation for the chat template ([`conversation`]) and the fields of any
+//! other generation ([`request`]). The pieces of its answer become content blocks ([`blocks`]),
+//! which are sent whole or as events ([`reply`]).
 
 mod blocks;
 mod conversation;
@@ -52,8 +52,8 @@ use crate::{
 };
 
 const ANTHROPIC_VERSION: HeaderName = HeaderName::from_static("anthropic-version");
-/// Versions of the API with the events of this module. The fields that the second version has removed are options of
-/// Baton.
+/// Versions of the API with the events of this module. The fields that the second version has
+/// removed are options of Baton.
 const VERSIONS: [&str; 2] = ["2023-06-01", "2026-10-21"];
 
 pub(super) async fn messages(State(front): State<Arc<Front>>, request: Request<Body>) -> Response {

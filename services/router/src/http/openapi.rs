@@ -1,9 +1,9 @@
 //! `/openapi.json`: the HTTP API in OpenAPI 3.1, for client generators and for tests.
 //!
-//! Response schemas are derived from the types that the router serializes. Request schemas are derived from types
-//! in `requests`, with the limits that request parsing checks. Routes are listed here. Unit tests compare routes
-//! and request fields with those that the router serves and reads. A cluster test fuzzes requests and checks that
-//! every response matches its schema.
+//! Response schemas are derived from the types that the router serializes. Request schemas are
+//! derived from types in `requests`, with the limits that request parsing checks. Routes are listed
+//! here. Unit tests compare routes and request fields with those that the router serves and reads.
+//! A cluster test fuzzes requests and checks that every response matches its schema.
 
 #[expect(dead_code, reason = "only the schemas of its types are used")]
 mod messages;

@@ -1,7 +1,7 @@
 //! Web pages as clients (CORS): which pages of another origin a browser lets read the responses.
 //!
-//! A page needs an API key like every client. On a router without keys any page could use the models of its visitor's
-//! machine, so there only pages that this machine serves are allowed.
+//! A page needs an API key like every client. On a router without keys any page could use the
+//! models of its visitor's machine, so there only pages that this machine serves are allowed.
 
 use axum::{
     extract::{Request, State},

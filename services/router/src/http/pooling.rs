@@ -1,7 +1,8 @@
-//! `POST /v1/embeddings`, `/v1/rerank` and `/v1/score`: requests whose answers are vectors or scores, one for each text.
+//! `POST /v1/embeddings`, `/v1/rerank` and `/v1/score`: requests whose answers are vectors or
+//! scores, one for each text.
 //!
-//! Each text runs as an answer of one token that carries the pooled values of its prompt. So the limits, the order and
-//! the recovery of these requests are those of generation.
+//! Each text runs as an answer of one token that carries the pooled values of its prompt. So the
+//! limits, the order and the recovery of these requests are those of generation.
 
 use std::sync::Arc;
 

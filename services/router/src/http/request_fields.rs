@@ -48,8 +48,8 @@ pub(super) struct Delivery {
 /// An unsupported field, with the values (as JSON) that disable it.
 pub(super) type Unsupported = (&'static str, &'static [&'static str]);
 
-/// Unsupported fields of other servers that would change the answer, in every request. The router rejects
-/// other values than the listed ones instead of ignoring them.
+/// Unsupported fields of other servers that would change the answer, in every request. The router
+/// rejects other values than the listed ones instead of ignoring them.
 pub(super) const UNSUPPORTED: [Unsupported; 22] = [
     ("bad_words", &["[]"]),
     ("allowed_token_ids", &["[]"]),
@@ -223,7 +223,8 @@ impl LengthLimit {
     }
 }
 
-/// Reads the maximum number of output tokens. 0 is allowed if the answer tells something of the prompt.
+/// Reads the maximum number of output tokens. 0 is allowed if the answer tells something of the
+/// prompt.
 fn length_limit(
     fields: &RequestFields<'_>,
     name: &str,
@@ -331,8 +332,8 @@ pub(super) fn chat_source(
     })
 }
 
-/// Field for how long a reasoning model shall think, and the template variable of this name. Without thoughts the
-/// variable `enable_thinking` is false, too.
+/// Field for how long a reasoning model shall think, and the template variable of this name.
+/// Without thoughts the variable `enable_thinking` is false, too.
 const REASONING_EFFORT: &str = "reasoning_effort";
 const REASONING_EFFORTS: [&str; 5] = ["none", "minimal", "low", "medium", "high"];
 
@@ -398,8 +399,8 @@ pub(super) enum CompletionPrompt {
     Tokens(Vec<u32>),
 }
 
-/// Parses one or several prompts in the field `name`, each a text or token ids. Token ids are parsed directly, because
-/// JSON values would take ten times the memory.
+/// Parses one or several prompts in the field `name`, each a text or token ids. Token ids are
+/// parsed directly, because JSON values would take ten times the memory.
 pub(super) fn prompts(
     fields: &RequestFields<'_>,
     name: &str,
@@ -432,7 +433,8 @@ fn prompt(name: &str, text: &str, index: Option<usize>) -> Result<CompletionProm
     }
 }
 
-/// Parses a part of the prompt. The error names the type found, or the number, and the expected type.
+/// Parses a part of the prompt. The error names the type found, or the number, and the expected
+/// type.
 fn json<'a, T: Deserialize<'a>>(
     name: &str,
     text: &'a str,

@@ -1,7 +1,7 @@
 //! `/v1/responses`: creates responses, and serves, cancels and deletes the stored ones.
 //!
-//! A response is stored for its owner: an API key or cache group, with its tenant. To others its id is unknown, as are the
-//! ids of other routers.
+//! A response is stored for its owner: an API key or cache group, with its tenant. To others its id
+//! is unknown, as are the ids of other routers.
 
 mod items;
 pub(in crate::http) mod object;
@@ -204,7 +204,8 @@ fn raw(value: &impl Serialize) -> Arc<RawValue> {
 /// The API of new responses.
 struct ResponsesApi {
     front: Arc<Front>,
-    /// Owner of the new response. An invalid header is reported with the other errors of the request.
+    /// Owner of the new response. An invalid header is reported with the other errors of the
+    /// request.
     owner: Result<Arc<str>, FieldError>,
 }
 

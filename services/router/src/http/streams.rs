@@ -1,9 +1,10 @@
-//! Streams that outlive their connection: a client that lost it asks for the events after the last one that it has.
+//! Streams that outlive their connection: a client that lost it asks for the events after the last
+//! one that it has.
 //!
-//! The client of such a stream sends the header [`X_BATON_RESUME`], and each event has an id. A task writes the events into
-//! a log, and the response reads the log. While no connection reads, generation goes on until the log is full of
-//! unread events; then the request ends as that of a slow client does. A stream without a connection for
-//! `router.resume_window` ends.
+//! The client of such a stream sends the header [`X_BATON_RESUME`], and each event has an id. A
+//! task writes the events into a log, and the response reads the log. While no connection reads,
+//! generation goes on until the log is full of unread events; then the request ends as that of a
+//! slow client does. A stream without a connection for `router.resume_window` ends.
 
 mod log;
 
@@ -49,8 +50,8 @@ const LAST_EVENT_ID: &str = "last-event-id";
 /// Maximum characters of an unknown id in an error message.
 const ID_CHARS_MAX: usize = 100;
 
-/// Bytes of a stream that its log keeps after they went to a connection, which may have lost them: about 500 events of
-/// chats.
+/// Bytes of a stream that its log keeps after they went to a connection, which may have lost them:
+/// about 500 events of chats.
 const READ_BYTES_MAX: usize = 128 << 10;
 /// Bytes of a stream that its log keeps for a client that does not read.
 const UNREAD_BYTES_MAX: usize = 128 << 10;
@@ -186,7 +187,8 @@ impl Drop for ResumableStream {
     }
 }
 
-/// Writes the events of a reply into the log, as far as there is room. Ends when no connection has read for the window.
+/// Writes the events of a reply into the log, as far as there is room. Ends when no connection has
+/// read for the window.
 async fn write_log<W: StreamWriter>(
     streams: Arc<ResumableStreams>,
     stream: Arc<ResumableStream>,
@@ -255,7 +257,8 @@ struct LogReader {
 }
 
 impl EventSource for LogReader {
-    /// Returns further events; `None` at the end of the stream, or when another connection has replaced this one.
+    /// Returns further events; `None` at the end of the stream, or when another connection has
+    /// replaced this one.
     async fn next(&mut self) -> Option<Bytes> {
         poll_fn(|context| {
             let mut state = self.stream.lock();
@@ -290,7 +293,8 @@ impl Drop for LogReader {
     }
 }
 
-/// Continues a stream after the event that the header `last-event-id` names, or from the event `from`.
+/// Continues a stream after the event that the header `last-event-id` names, or from the event
+/// `from`.
 pub(super) async fn resume(
     State(front): State<Arc<Front>>,
     PathParameter(id): PathParameter,

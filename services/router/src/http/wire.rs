@@ -1,5 +1,6 @@
-//! Response bodies of OpenAI's API, with vLLM's additions (`token_ids`, `prompt_token_ids`, `stop_reason`)
-//! and Baton's own `baton` statistics on request, and the conversion of tokens and text into choices.
+//! Response bodies of OpenAI's API, with vLLM's additions (`token_ids`, `prompt_token_ids`,
+//! `stop_reason`) and Baton's own `baton` statistics on request, and the conversion of tokens and
+//! text into choices.
 //!
 //! `/openapi.json` describes the types of this file: doc comments become descriptions there.
 
@@ -212,7 +213,8 @@ pub(super) struct TokenLogprob {
 
 #[derive(Debug, Default, Serialize, JsonSchema)]
 pub(super) struct TextLogprobs {
-    /// Number of characters of the text before each token. A character belongs to the token that completes it.
+    /// Number of characters of the text before each token. A character belongs to the token that
+    /// completes it.
     pub text_offset: Vec<u64>,
     /// `null` for the first token of an echoed prompt.
     #[serde(serialize_with = "all_finite")]
@@ -240,7 +242,8 @@ pub(super) struct PromptLogprob {
     #[serde(serialize_with = "finite")]
     #[schemars(range(min = -9999.0, max = 0.0))]
     pub logprob: f32,
-    /// 1 for the most likely token; `null` if the node's device does not count the more likely ones.
+    /// 1 for the most likely token; `null` if the node's device does not count the more likely
+    /// ones.
     pub rank: Option<u32>,
     pub decoded_token: String,
 }
@@ -259,7 +262,8 @@ impl Serialize for TopLogprobs {
     fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
         let mut map = serializer.serialize_map(None)?;
         for (index, (token, logprob)) in self.0.iter().enumerate() {
-            // Several tokens may have the same text, such as a special token and an ordinary one; keep the best one.
+            // Several tokens may have the same text, such as a special token and an ordinary one;
+            // keep the best one.
             if !self.0[..index].iter().any(|(earlier, _)| earlier == token) {
                 map.serialize_entry(token, &clamped(*logprob))?;
             }
@@ -297,7 +301,8 @@ pub(super) struct ModelCard {
     pub owned_by: &'static str,
     /// Name of the model; `id` may be an alias.
     pub root: String,
-    /// Maximum number of tokens of prompt and answer together; absent while no decode node is known.
+    /// Maximum number of tokens of prompt and answer together; absent while no decode node is
+    /// known.
     #[serde(skip_serializing_if = "Option::is_none")]
     #[schemars(range(min = 1))]
     pub max_model_len: Option<u32>,
@@ -306,7 +311,8 @@ pub(super) struct ModelCard {
 #[derive(Serialize, JsonSchema)]
 pub(super) struct Tokenized {
     pub count: usize,
-    /// Maximum number of tokens of prompt and answer together; `null` while no decode node is known.
+    /// Maximum number of tokens of prompt and answer together; `null` while no decode node is
+    /// known.
     pub max_model_len: Option<u32>,
     pub tokens: Vec<u32>,
     /// String of each token in the vocabulary, such as `Ġthe`, with `return_token_strs`.
@@ -515,8 +521,8 @@ impl TokenView {
         TokenLogprob { token: self.text_of(id), logprob, bytes }
     }
 
-    /// Returns a token's text or, as in OpenAI's API, the bytes of a token that is a part of a character
-    /// (`bytes:\\xf0\\x9f`): the text of all such tokens would be the same.
+    /// Returns a token's text or, as in OpenAI's API, the bytes of a token that is a part of a
+    /// character (`bytes:\\xf0\\x9f`): the text of all such tokens would be the same.
     fn key_of(&self, id: u32) -> String {
         let bytes = self.tokenizer.token_bytes(id).unwrap_or_default();
         match std::str::from_utf8(bytes) {
@@ -655,8 +661,8 @@ pub(super) fn chat_role(choice: u32) -> ChatChunkChoice {
     ChatChunkChoice { index: choice, delta, ..Default::default() }
 }
 
-/// Calls `write` with each chunk for some tokens and the text that they release. The first chunk describes the
-/// tokens. Without anything to send there is no chunk.
+/// Calls `write` with each chunk for some tokens and the text that they release. The first chunk
+/// describes the tokens. Without anything to send there is no chunk.
 pub(super) fn chat_chunks(
     view: &TokenView,
     choice: u32,

@@ -1,5 +1,5 @@
-//! The file of API keys. Error messages contain no value of the file except names and numbers, because an operator may
-//! have pasted a key into the wrong field.
+//! The file of API keys. Error messages contain no value of the file except names and numbers,
+//! because an operator may have pasted a key into the wrong field.
 
 use std::{collections::BTreeSet, ops::RangeInclusive};
 

@@ -77,7 +77,8 @@ impl KeyUsage {
         Ok(())
     }
 
-    /// Counts tokens. The count may exceed the limit: then the key waits until the excess has decayed.
+    /// Counts tokens. The count may exceed the limit: then the key waits until the excess has
+    /// decayed.
     pub(super) fn tokens(&mut self, limits: &KeyLimits, count: u32, now: Instant) {
         if let Some(max) = limits.tokens_per_minute {
             self.tokens.decay(max, now);
@@ -106,8 +107,8 @@ impl KeyUsage {
     }
 }
 
-/// The use of a limit per minute. The amount decays by the whole limit in a minute, so an idle key may use the whole limit
-/// at once.
+/// The use of a limit per minute. The amount decays by the whole limit in a minute, so an idle key
+/// may use the whole limit at once.
 #[derive(Debug, Default)]
 struct MinuteUse {
     amount: f64,

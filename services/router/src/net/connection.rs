@@ -1,6 +1,6 @@
-//! A client's TCP connection with the deadlines that hyper leaves to its caller: a request head must
-//! arrive soon after its first byte, and a client that does not read loses its connection. The connection
-//! counts its requests, from the request head to the last byte of the response.
+//! A client's TCP connection with the deadlines that hyper leaves to its caller: a request head
+//! must arrive soon after its first byte, and a client that does not read loses its connection. The
+//! connection counts its requests, from the request head to the last byte of the response.
 
 use std::{
     io,
@@ -41,15 +41,16 @@ impl ConnectionState {
         Self { is_late, unread: Arc::default(), slot: Some(slot) }
     }
 
-    /// Records that the client has presented a valid key, so that its connection does not give way to strangers.
+    /// Records that the client has presented a valid key, so that its connection does not give way
+    /// to strangers.
     pub(crate) fn authenticate(&self) {
         if let Some(slot) = &self.slot {
             slot.authenticate();
         }
     }
 
-    /// Returns whether the connection ended because the client did not read, which a dropped request cannot
-    /// distinguish from a client that disconnected. Set before the connection ends.
+    /// Returns whether the connection ended because the client did not read, which a dropped
+    /// request cannot distinguish from a client that disconnected. Set before the connection ends.
     pub(crate) fn is_unread(&self) -> bool {
         self.unread.load(Ordering::Acquire)
     }
@@ -92,7 +93,8 @@ enum ProtocolPhase {
 
 struct HeadTimer {
     timer: Pin<Box<Sleep>>,
-    /// Number of request heads when the timer started. The timer is void once this number has grown.
+    /// Number of request heads when the timer started. The timer is void once this number has
+    /// grown.
     begun: u64,
 }
 
@@ -307,8 +309,9 @@ impl RequestCount {
         }
     }
 
-    /// Returns once all requests in progress have waited for the client for `stall_max`, and before twice this time.
-    /// Only with HTTP/2: a client that opens no flow-control window stalls no TCP write.
+    /// Returns once all requests in progress have waited for the client for `stall_max`, and before
+    /// twice this time. Only with HTTP/2: a client that opens no flow-control window stalls no TCP
+    /// write.
     pub(super) async fn stalled_for(&self, stall_max: Duration) {
         let mut in_progress = self.in_progress.subscribe();
         loop {
@@ -326,7 +329,8 @@ impl RequestCount {
 }
 
 impl RequestInProgress {
-    /// Records a step of the response. The request waits for the router while `is_unanswered`, else for the client.
+    /// Records a step of the response. The request waits for the router while `is_unanswered`, else
+    /// for the client.
     fn step(&mut self, is_unanswered: bool) {
         self.count.steps.fetch_add(1, Ordering::Relaxed);
         if is_unanswered == self.is_unanswered {

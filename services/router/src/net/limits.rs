@@ -10,11 +10,12 @@ const PORTS: u64 = 2;
 const CONNECTIONS_MAX: u64 = 4096;
 /// Maximum number of reserved connections per port, and of closing ones.
 const RESERVED_MAX: u64 = 64;
-/// Divisor: reserved and closing connections each take at most this fraction of a port's descriptors.
+/// Divisor: reserved and closing connections each take at most this fraction of a port's
+/// descriptors.
 const RESERVED_FRACTION: u64 = 16;
 
-/// Returns the limits of each port under this limit on open files. A low limit is logged. `authenticates`: whether clients need
-/// a key.
+/// Returns the limits of each port under this limit on open files. A low limit is logged.
+/// `authenticates`: whether clients need a key.
 pub(crate) fn client_slots(open_files_max: u64, authenticates: bool) -> SlotLimits {
     let limits = split(open_files_max, authenticates);
     if (limits.ordinary_max as u64) < CONNECTIONS_MAX {

@@ -1,8 +1,8 @@
 //! Request body that the router reads to its end even after an early response, such as 401 or 413.
 //!
-//! Without this, the router would close the connection while the client still sends. The client would then see a broken
-//! connection instead of the response. A task discards the unread rest. The task belongs to the connection, so the
-//! request counts as finished with its response.
+//! Without this, the router would close the connection while the client still sends. The client
+//! would then see a broken connection instead of the response. A task discards the unread rest. The
+//! task belongs to the connection, so the request counts as finished with its response.
 
 use std::{
     pin::Pin,
@@ -22,13 +22,14 @@ use tokio::{runtime::Handle, task::JoinSet, time::timeout};
 
 use crate::lock::lock;
 
-/// Maximum number of bytes that the router discards of one body: a client that ignores the response this long does not
-/// read it.
+/// Maximum number of bytes that the router discards of one body: a client that ignores the response
+/// this long does not read it.
 const DISCARD_BYTES_MAX: usize = 64 << 20;
 /// Maximum time for which the router discards one body.
 const DISCARD_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// Tasks of one connection that discard unread rests of request bodies. Dropping the last clone aborts the tasks.
+/// Tasks of one connection that discard unread rests of request bodies. Dropping the last clone
+/// aborts the tasks.
 #[derive(Clone, Default)]
 pub(super) struct Discards {
     tasks: Arc<Mutex<JoinSet<()>>>,
@@ -42,7 +43,8 @@ impl Discards {
         self.count.load(Ordering::Acquire) > 0
     }
 
-    /// Starts a task that reads and discards the rest of a body, up to [`DISCARD_BYTES_MAX`] and [`DISCARD_TIMEOUT`].
+    /// Starts a task that reads and discards the rest of a body, up to [`DISCARD_BYTES_MAX`] and
+    /// [`DISCARD_TIMEOUT`].
     fn start(&self, mut body: Incoming) {
         // Bodies that are dropped outside the runtime belong to a process that is shutting down.
         let Ok(runtime) = Handle::try_current() else { return };
@@ -62,7 +64,8 @@ impl Discards {
             let _ = timeout(DISCARD_TIMEOUT, read_rest).await;
         };
         let mut tasks = lock(&self.tasks);
-        // Finished tasks leave the set here, so the set does not grow with the requests of a connection.
+        // Finished tasks leave the set here, so the set does not grow with the requests of a
+        // connection.
         while tasks.try_join_next().is_some() {}
         tasks.spawn_on(discard, &runtime);
     }
@@ -89,8 +92,8 @@ pub(super) struct RequestBody {
     /// hyper's body. `None` after the last frame and after an error.
     body: Option<Incoming>,
     discards: Discards,
-    /// Whether the client waits for `100 Continue` and so has not sent any of the body. hyper sends `100 Continue` with
-    /// the first read.
+    /// Whether the client waits for `100 Continue` and so has not sent any of the body. hyper sends
+    /// `100 Continue` with the first read.
     awaits_continue: bool,
 }
 

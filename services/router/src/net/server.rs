@@ -29,33 +29,37 @@ use super::{
 };
 use crate::{request::error::RETRY_AFTER_S, wake::when_woken};
 
-/// Length of the kernel's accept queue, which `net.core.somaxconn` also limits (4,096 by default). When the queue is
-/// full, a client retries after a second.
+/// Length of the kernel's accept queue, which `net.core.somaxconn` also limits (4,096 by default).
+/// When the queue is full, a client retries after a second.
 const BACKLOG: u32 = 4096;
-/// `SO_SNDBUF` of a connection, which Linux doubles. A client that does not read is detected only when this buffer is
-/// full, and the default buffer grows to megabytes. 64 KiB in flight are 640 KB/s over a distance of 100 ms, several
-/// hundred tokens of a stream per second.
+/// `SO_SNDBUF` of a connection, which Linux doubles. A client that does not read is detected only
+/// when this buffer is full, and the default buffer grows to megabytes. 64 KiB in flight are 640
+/// KB/s over a distance of 100 ms, several hundred tokens of a stream per second.
 const SEND_BUFFER_BYTES: u32 = 32 << 10;
 /// Time-out of a request head, from connecting or from the first byte of a later head.
 const HEAD_MAX: Duration = Duration::from_secs(10);
 /// Maximum size of an HTTP/1.1 request head, and of the buffer for it.
 const HEAD_BYTES_MAX: usize = 64 << 10;
-/// Time-out of a request head on a reserved connection, and of the response to a client that has not authenticated.
+/// Time-out of a request head on a reserved connection, and of the response to a client that has
+/// not authenticated.
 const RESERVED_MAX: Duration = Duration::from_secs(2);
 /// Time-out of an idle HTTP/1.1 or HTTP/2 connection. Pings do not count as activity.
 const IDLE_MAX: Duration = Duration::from_secs(75);
 /// Maximum number of concurrent HTTP/2 requests per connection.
 const STREAMS_MAX: u32 = 256;
-/// Number of write time-outs without progress on any HTTP/2 stream after which the router closes the connection. After
-/// the first time-out a stream ends with an error. During the second one the client can still read the error.
+/// Number of write time-outs without progress on any HTTP/2 stream after which the router closes
+/// the connection. After the first time-out a stream ends with an error. During the second one the
+/// client can still read the error.
 const STALLED_WRITES: u32 = 2;
 const PING_INTERVAL: Duration = Duration::from_secs(20);
 const PING_TIMEOUT: Duration = Duration::from_secs(20);
-/// Maximum idle time of a connection that closes gracefully. Afterwards the router drops the connection.
+/// Maximum idle time of a connection that closes gracefully. Afterwards the router drops the
+/// connection.
 const LEAVE_MAX: Duration = Duration::from_secs(2);
 /// Maximum idle time of a closing connection whose slot another connection took.
 const CLOSE_MAX: Duration = Duration::from_millis(100);
-/// Maximum deviation of a connection's age limit from the configured one, as a fraction of the configured one.
+/// Maximum deviation of a connection's age limit from the configured one, as a fraction of the
+/// configured one.
 const AGE_JITTER: f64 = 0.1;
 const CLOSE: HeaderValue = HeaderValue::from_static("close");
 
@@ -126,7 +130,8 @@ pub(crate) fn bind(address: SocketAddr) -> io::Result<TcpListener> {
     socket.listen(BACKLOG)
 }
 
-/// Serves until [`Shutdown::stop`], then closes every connection gracefully and drops the rest after [`LEAVE_MAX`].
+/// Serves until [`Shutdown::stop`], then closes every connection gracefully and drops the rest
+/// after [`LEAVE_MAX`].
 pub(crate) async fn serve(socket: TcpListener, port: Port, shutdown: Shutdown) {
     let listener = PortListener::new(socket, port.limits.slots);
     let port = Arc::new(port);
@@ -226,7 +231,8 @@ enum ConnectionEnd {
 }
 
 impl ConnectionEnd {
-    /// Returns the maximum idle time until the connection is dropped; `None` if it is dropped at once.
+    /// Returns the maximum idle time until the connection is dropped; `None` if it is dropped at
+    /// once.
     fn idle_max(self) -> Option<Duration> {
         match self {
             Self::Leaving => Some(LEAVE_MAX),
@@ -317,10 +323,12 @@ impl ConnectedClient {
         tokio::select! {
             () = sleep_until(self.ages_at) => {}
             () = self.shutdown.leaving.cancelled(), if !self.opened_late => {}
-            // A client that connects during the drain has a first request on its way, such as a probe.
+            // A client that connects during the drain has a first request on its way, such as a
+            // probe.
             () = self.shutdown.draining.cancelled(), if !self.state.is_late => {}
         }
-        // Closing an idle HTTP/1.1 connection could lose a request that is on its way, which GOAWAY cannot.
+        // Closing an idle HTTP/1.1 connection could lose a request that is on its way, which GOAWAY
+        // cannot.
         if !self.requests.is_http2() {
             std::future::pending::<()>().await;
         }
@@ -336,7 +344,8 @@ impl ConnectedClient {
     /// Waits until a closing connection has been idle for this time.
     async fn idle_for(&self, idle_max: Duration) {
         self.requests.idle().await;
-        // A client that has sent no complete request head expects no response. With HTTP/2, the head may be on its way.
+        // A client that has sent no complete request head expects no response. With HTTP/2, the
+        // head may be on its way.
         if self.requests.begun() > 0 || self.requests.is_http2() {
             sleep(idle_max).await;
         }
@@ -351,8 +360,8 @@ impl ConnectedClient {
     }
 }
 
-/// Returns an age within [`AGE_JITTER`] of `age_max`, so that connections opened together do not end together. The
-/// golden ratio spreads consecutive ids evenly.
+/// Returns an age within [`AGE_JITTER`] of `age_max`, so that connections opened together do not
+/// end together. The golden ratio spreads consecutive ids evenly.
 fn jittered(age_max: Duration, id: u64) -> Duration {
     let fraction = (id as f64 * 0.618_033_988_749_895).fract();
     age_max.mul_f64(1.0 - AGE_JITTER + 2.0 * AGE_JITTER * fraction)
@@ -593,7 +602,8 @@ mod tests {
         }
     }
 
-    /// Returns the response to a GET on this connection. The server may close the connection afterwards.
+    /// Returns the response to a GET on this connection. The server may close the connection
+    /// afterwards.
     async fn ask(stream: &mut TcpStream) -> String {
         stream.write_all(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n").await.unwrap();
         let mut response = Vec::new();
@@ -639,7 +649,8 @@ mod tests {
         closed(&mut kept).await;
         let types = tokio::time::timeout(DEADLINE, frames(&mut raw)).await.unwrap();
         assert!(types.contains(&GOAWAY), "{types:?}");
-        // A load balancer that is late sends more clients. GOAWAY at once would let them reconnect in a loop.
+        // A load balancer that is late sends more clients. GOAWAY at once would let them reconnect
+        // in a loop.
         let mut opened = http2(&port).await;
         let types = tokio::time::timeout(Duration::from_millis(300), frames(&mut opened)).await;
         assert!(types.is_err(), "{types:?}");

@@ -148,7 +148,8 @@ impl Nodes {
     }
 }
 
-/// Returns URL and epoch of the only node with this id or URL. Nodes of different hosts may have the same id.
+/// Returns URL and epoch of the only node with this id or URL. Nodes of different hosts may have
+/// the same id.
 fn find(directory: &Directory, node: &str) -> Result<(String, Epoch), AdminError> {
     let known = || directory.nodes().filter_map(|member| Some((member, member.record()?)));
     let named: Vec<_> = known()

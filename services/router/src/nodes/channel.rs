@@ -1,7 +1,8 @@
 //! Connections to nodes.
 //!
-//! A channel has one connection and never opens another one: the proof of the node at the start of its `Observe`
-//! stream holds for every call of the channel. So no call reaches another process that took over the address.
+//! A channel has one connection and never opens another one: the proof of the node at the start of
+//! its `Observe` stream holds for every call of the channel. So no call reaches another process
+//! that took over the address.
 
 use std::{
     io,
@@ -28,7 +29,8 @@ use tonic::{
 
 /// Connect time-out. A node of the cluster accepts a connection within milliseconds.
 const CONNECT_MAX: Duration = Duration::from_secs(1);
-/// Interval of pings. A silent node is detected within interval plus time-out: the lease plus 0.5 s.
+/// Interval of pings. A silent node is detected within interval plus time-out: the lease plus 0.5
+/// s.
 const PING_INTERVAL: Duration = Duration::from_millis(500);
 const PING_TIMEOUT: Duration = Duration::from_secs(2);
 /// Flow-control window of one stream: a few thousand token events.

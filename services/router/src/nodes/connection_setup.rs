@@ -1,5 +1,5 @@
-//! Names each node its peers for KV transfers (the RPC `Meet`), so that connections between GPUs are set up before a
-//! request needs them.
+//! Names each node its peers for KV transfers (the RPC `Meet`), so that connections between GPUs
+//! are set up before a request needs them.
 
 use std::{
     sync::{Arc, atomic::Ordering},
@@ -15,20 +15,23 @@ use router_core::peer;
 
 /// Interval of rounds. Nodes close the connection of a pair that is idle for a minute.
 const EVERY: Duration = Duration::from_secs(20);
-/// Delay of a round after a change, so that one round covers nodes that come up at about the same time.
+/// Delay of a round after a change, so that one round covers nodes that come up at about the same
+/// time.
 pub(super) const SETTLES_IN: Duration = Duration::from_millis(100);
 /// Maximum delay of a round, while further nodes come up.
 pub(super) const WAIT_MAX: Duration = Duration::from_secs(1);
-/// Maximum number of peers that a node connects to in advance; other pairs connect at their first request. A node
-/// stops earlier when its bound on pairs that use GPU memory or half of its pair table is reached.
+/// Maximum number of peers that a node connects to in advance; other pairs connect at their first
+/// request. A node stops earlier when its bound on pairs that use GPU memory or half of its pair
+/// table is reached.
 const PEERS_MAX: usize = 16;
-/// Maximum time from the first change since the last round to the end of the round, and so the maximum time for which a
-/// starting router is not ready.
+/// Maximum time from the first change since the last round to the end of the round, and so the
+/// maximum time for which a starting router is not ready.
 const SETUP_MAX: Duration = Duration::from_secs(2);
 /// Minimum duration of a round that begins late.
 const SETUP_MIN: Duration = Duration::from_millis(500);
 
-/// Schedule of the rounds that send every node its peers: soon after nodes came up, and periodically.
+/// Schedule of the rounds that send every node its peers: soon after nodes came up, and
+/// periodically.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct SetupRounds {
     next: Instant,
@@ -82,9 +85,9 @@ pub(super) struct MeetCall {
     request: MeetRequest,
 }
 
-/// Returns the Meet calls that pair prefill and decode nodes of equal identity. Both nodes of a pair receive
-/// each other. Each prefill node starts with a different decode node, so that every node finds a peer even if nodes
-/// allow few pairs.
+/// Returns the Meet calls that pair prefill and decode nodes of equal identity. Both nodes of a
+/// pair receive each other. Each prefill node starts with a different decode node, so that every
+/// node finds a peer even if nodes allow few pairs.
 pub(super) fn connect_calls(serving: &[(String, Role, NodeRecord)]) -> Vec<MeetCall> {
     let fits = |one: &NodeRecord, other: &NodeRecord| {
         one.model == other.model && one.identity == other.identity
@@ -117,8 +120,8 @@ pub(super) fn connect_calls(serving: &[(String, Role, NodeRecord)]) -> Vec<MeetC
     serving.iter().zip(peers).filter_map(call).collect()
 }
 
-/// Calls Meet. The node answers once its connections are set up. If a node does not answer (for example a node of an
-/// older release), its pairs connect at their first request.
+/// Calls Meet. The node answers once its connections are set up. If a node does not answer (for
+/// example a node of an older release), its pairs connect at their first request.
 pub(super) async fn meet(
     nodes: Nodes,
     call: MeetCall,

@@ -1,5 +1,6 @@
-//! The task that keeps the directory up to date: it follows the membership, holds one `Observe` stream to
-//! each member, and handles the directory's deadlines. It also starts the rounds of connection setup.
+//! The task that keeps the directory up to date: it follows the membership, holds one `Observe`
+//! stream to each member, and handles the directory's deadlines. It also starts the rounds of
+//! connection setup.
 
 use std::{
     collections::HashMap,
@@ -275,8 +276,8 @@ fn check_epoch(node: Epoch, event: &ObserveEvent) -> Result<(), String> {
 }
 
 impl Served {
-    /// Rejects a node of another model, or with fewer token ids than the tokenizer. More token ids are
-    /// padding.
+    /// Rejects a node of another model, or with fewer token ids than the tokenizer. More token ids
+    /// are padding.
     fn check(all: &[Self], event: &ObserveEvent) -> Result<(), String> {
         let Some(Event::Snapshot(snapshot)) = &event.event else { return Ok(()) };
         let Some(record) = &snapshot.record else { return Ok(()) };

@@ -14,7 +14,8 @@ use weight_transfer::{
 
 use super::Nodes;
 
-/// Deadline of a call. The node answers at once, because the work of an update runs in the background.
+/// Deadline of a call. The node answers at once, because the work of an update runs in the
+/// background.
 const CALL_MAX: Duration = Duration::from_secs(2);
 
 /// A node that serves a model.
@@ -68,8 +69,8 @@ impl Nodes {
         self.0.router.with(|core| core.weight_nodes().map(node).collect())
     }
 
-    /// Pauses a node, or resumes it if `pause` is `None`. `pause`: the treatment of running sequences, and the maximum
-    /// time.
+    /// Pauses a node, or resumes it if `pause` is `None`. `pause`: the treatment of running
+    /// sequences, and the maximum time.
     pub(crate) async fn call_pause(
         &self,
         node: &WeightNode,
@@ -117,8 +118,8 @@ impl Nodes {
         self.call_weights(node, &[], &update, None, call, Duration::ZERO).await.reply
     }
 
-    /// Makes one call of an update. `remaining`: time until the node aborts the update by itself; zero if another router
-    /// coordinates the update.
+    /// Makes one call of an update. `remaining`: time until the node aborts the update by itself;
+    /// zero if another router coordinates the update.
     pub(crate) async fn call_weights(
         &self,
         node: &WeightNode,
@@ -156,7 +157,8 @@ impl Nodes {
                     client.begin(request).await
                 }
                 CoordinatorCall::Status => {
-                    // While the coordinator of the named update calls, a prepared node does not ask its peers.
+                    // While the coordinator of the named update calls, a prepared node does not ask
+                    // its peers.
                     let is_coordinator = !remaining.is_zero();
                     let (update_id, asked_update_id) = match is_coordinator {
                         true => (update_id, Default::default()),

@@ -1,7 +1,7 @@
 //! Reasoning, content and tool calls in the text of an answer.
 //!
-//! An [`AnswerReader`] first separates reasoning, then tool calls. It exists where the model has a format of reasoning
-//! or the request offers tools; otherwise the text of an answer is its content.
+//! An [`AnswerReader`] first separates reasoning, then tool calls. It exists where the model has a
+//! format of reasoning or the request offers tools; otherwise the text of an answer is its content.
 
 use std::sync::Arc;
 
@@ -131,8 +131,8 @@ impl AnswerReader {
         pieces
     }
 
-    /// Returns the remaining pieces, and whether the answer ends with calls. `text` is the rest of the text; `is_cut`
-    /// means that the model did not end the answer.
+    /// Returns the remaining pieces, and whether the answer ends with calls. `text` is the rest of
+    /// the text; `is_cut` means that the model did not end the answer.
     pub(crate) fn finish(mut self, text: String, is_cut: bool) -> (Vec<AnswerPiece>, Calls) {
         let mut pieces = self.push(&[], text);
         if let Some(reader) = self.reasoning.take() {
@@ -145,7 +145,8 @@ impl AnswerReader {
         (pieces, calls)
     }
 
-    /// Returns the number of reasoning tokens so far, marks included; `None` if the model has no format of reasoning.
+    /// Returns the number of reasoning tokens so far, marks included; `None` if the model has no
+    /// format of reasoning.
     pub(crate) fn reasoning_tokens(&self) -> Option<u64> {
         self.reasoning.as_ref().map(|reader| reader.token_count)
     }
@@ -193,8 +194,8 @@ impl ReasoningReader {
         split
     }
 
-    /// Counts the tokens up to the one that ends the thought. `has_thought`: the text of these tokens, or the text
-    /// before, belongs to the thought.
+    /// Counts the tokens up to the one that ends the thought. `has_thought`: the text of these
+    /// tokens, or the text before, belongs to the thought.
     fn count(&mut self, tokens: &[Token], has_thought: bool) {
         let close = tokens.iter().position(|token| Some(token.id) == self.closing_token);
         if self.parser.is_undecided() {
@@ -288,8 +289,8 @@ pub(crate) enum Calls {
 }
 
 impl Calls {
-    /// Returns the finish reason. A truncated answer reports its truncation unless the answer ends with its only
-    /// call. A call of a named function reports `stop`, as in OpenAI and vLLM.
+    /// Returns the finish reason. A truncated answer reports its truncation unless the answer ends
+    /// with its only call. A call of a named function reports `stop`, as in OpenAI and vLLM.
     pub(crate) fn finish_reason(self, reason: FinishReason) -> FinishReason {
         match (self, reason) {
             (Self::OnlyOne, _) | (Self::Some, FinishReason::Stop) => FinishReason::ToolCalls,

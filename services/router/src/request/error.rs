@@ -1,4 +1,5 @@
-//! Errors of requests, and the status and metric of each in the HTTP API, the gRPC API and the metrics.
+//! Errors of requests, and the status and metric of each in the HTTP API, the gRPC API and the
+//! metrics.
 
 use std::time::Duration;
 
@@ -37,14 +38,15 @@ impl FieldError {
     }
 }
 
-/// Returns the error of a field with the invalid value `text`; `allowed` ends the sentence "allowed: ...".
+/// Returns the error of a field with the invalid value `text`; `allowed` ends the sentence
+/// "allowed: ...".
 pub(crate) fn invalid_value(field: &str, text: &str, allowed: &str) -> FieldError {
     FieldError::new(field, format!("is {}; allowed: {allowed}", redacted(text)))
 }
 
-/// Describes a value for an error message. Errors go into logs, and a client's text may be private. So the description
-/// shows numbers, and strings and keys that look like a name such as `"auto"`. Of any other value it tells only the
-/// type and the size.
+/// Describes a value for an error message. Errors go into logs, and a client's text may be private.
+/// So the description shows numbers, and strings and keys that look like a name such as `"auto"`. It
+/// tells only type and size of any other value.
 pub(crate) fn redacted(value: &str) -> String {
     match value.as_bytes().first() {
         Some(b'"' | b'[' | b'{') if is_json_of_names(value) => truncated(value),
@@ -66,8 +68,9 @@ fn is_name(text: &str) -> bool {
     text.len() <= NAME_BYTES_MAX && text.bytes().all(is_name_byte)
 }
 
-/// Names the type of a string, a list or an object. Returns a number, a boolean or null itself, and short text without
-/// spaces that is not JSON, such as the value of a header; of longer text the size.
+/// Names the type of a string, a list or an object. Returns a number, a boolean or null itself, and
+/// short text without spaces that is not JSON, such as the value of a header; of longer text the
+/// size.
 pub(crate) fn type_or_scalar(value: &str) -> String {
     let is_number =
         |text: &str| text.bytes().all(|byte| b"+-.eE".contains(&byte) || byte.is_ascii_digit());
@@ -130,8 +133,8 @@ pub(crate) fn parse_json<'a, T: Deserialize<'a>>(text: &'a str) -> Result<T, Jso
     })
 }
 
-/// Parses the JSON text of a field. The error shows the value, or the path to its invalid part where the value is not
-/// shown.
+/// Parses the JSON text of a field. The error shows the value, or the path to its invalid part
+/// where the value is not shown.
 pub(crate) fn parse_field<'a, T: Deserialize<'a>>(
     field: &str,
     text: &'a str,
@@ -168,7 +171,8 @@ fn redacted_path(path: &Path) -> String {
     shown
 }
 
-/// Returns the message of a serde error without its position and without the client's text that serde quotes.
+/// Returns the message of a serde error without its position and without the client's text that
+/// serde quotes.
 pub(crate) fn reason_of(error: &serde_json::Error) -> String {
     let message = error.to_string();
     // An error of a `Value`, which has no position, has line 0.
@@ -201,7 +205,8 @@ pub(crate) fn reason_of(error: &serde_json::Error) -> String {
     text.to_owned()
 }
 
-/// Returns " for N ms", which ends a clause of an error message, or nothing for a request that did not wait.
+/// Returns " for N ms", which ends a clause of an error message, or nothing for a request that did
+/// not wait.
 fn for_wait(waited: Duration) -> String {
     match waited.as_millis() {
         0 => String::new(),
@@ -289,8 +294,8 @@ impl RequestError {
         }
     }
 
-    /// Converts the reason why the request core gave up a request. `timeout` is the request's time-out, and
-    /// `retry_after_s` is the predicted time until the queue is served.
+    /// Converts the reason why the request core gave up a request. `timeout` is the request's
+    /// time-out, and `retry_after_s` is the predicted time until the queue is served.
     pub(crate) fn gave_up(
         reason: GiveUp,
         timeout: Duration,
@@ -309,11 +314,13 @@ impl RequestError {
             GiveUp::Deadline => Self::Deadline { timeout },
             GiveUp::Final(failure) => match failure.cause {
                 FailureCause::Deadline => Self::Deadline { timeout },
-                // A client that does not read fills the router's queue, and then the node's queue. The node aborts.
+                // A client that does not read fills the router's queue, and then the node's queue.
+                // The node aborts.
                 FailureCause::SlowReader => Self::SlowClient { waited: slow_client_timeout },
                 FailureCause::Contradiction => Self::Contradiction { reason: failure.message },
                 FailureCause::MatcherFailed => Self::Internal { reason: failure.message },
-                // The router retries after most of these causes, so only an unretriable failure gets here.
+                // The router retries after most of these causes, so only an unretriable failure
+                // gets here.
                 FailureCause::Busy
                 | FailureCause::Draining
                 | FailureCause::Migrated
@@ -338,7 +345,8 @@ impl RequestError {
         Self::Internal { reason: reason.to_string() }
     }
 
-    /// Returns the label of the metric of refused requests, if the router refused the request because of load.
+    /// Returns the label of the metric of refused requests, if the router refused the request
+    /// because of load.
     pub(crate) fn refusal(&self) -> Option<RefusalReason> {
         match self {
             Self::Busy { .. } => Some(RefusalReason::Busy),

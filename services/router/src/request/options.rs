@@ -1,5 +1,5 @@
-//! Options of a request (sampling, lengths, stop conditions, grammar): fields, limits and defaults for HTTP and
-//! gRPC, and their conversion into a node's request.
+//! Options of a request (sampling, lengths, stop conditions, grammar): fields, limits and defaults
+//! for HTTP and gRPC, and their conversion into a node's request.
 use router_core::RequestSession;
 
 use std::ops::RangeInclusive;
@@ -24,8 +24,8 @@ pub(crate) const TOP_K: RangeInclusive<i128> = -1..=i32::MAX as i128;
 pub(crate) const SEED: RangeInclusive<i128> = i64::MIN as i128..=u64::MAX as i128;
 /// Range of the number of log-probabilities that nodes support.
 pub(crate) const LOGPROBS: RangeInclusive<u32> = 0..=20;
-/// Maximum log-probabilities of a prompt: those of its tokens, and the best ones in the place of each. Nodes have the same
-/// limit.
+/// Maximum log-probabilities of a prompt: those of its tokens, and the best ones in the place of
+/// each. Nodes have the same limit.
 const PROMPT_LOGPROBS_MAX: u32 = 1 << 18;
 /// Range of the values in `logit_bias`, as in OpenAI's API.
 pub(crate) const LOGIT_BIAS: RangeInclusive<f32> = -100.0..=100.0;
@@ -33,7 +33,8 @@ pub(crate) const LOGIT_BIAS: RangeInclusive<f32> = -100.0..=100.0;
 pub(crate) const LOGIT_BIASES_MAX: usize = 1024;
 /// Range of answers to one prompt, as in OpenAI's API.
 pub(crate) const CHOICES: RangeInclusive<u32> = 1..=128;
-/// Maximum number of answers over all prompts of a request. Each answer is a request of its own to the nodes.
+/// Maximum number of answers over all prompts of a request. Each answer is a request of its own to
+/// the nodes.
 pub(crate) const CHOICES_PER_REQUEST_MAX: usize = 128;
 /// Maximum number of stop tokens.
 pub(crate) const STOP_TOKENS_MAX: usize = 256;
@@ -112,7 +113,8 @@ impl Options {
         }
     }
 
-    /// Returns the maximum number of output tokens of an answer, as far as the client or the API limits it.
+    /// Returns the maximum number of output tokens of an answer, as far as the client or the API
+    /// limits it.
     pub(crate) fn output_tokens_max(&self, default_length: DefaultLength) -> u32 {
         let default = match default_length {
             DefaultLength::Rest => u32::MAX,
@@ -121,8 +123,9 @@ impl Options {
         self.max_tokens.unwrap_or(default)
     }
 
-    /// Returns a node's options with all defaults filled in. `seed` applies if the client set none; `end_tokens`
-    /// are the model's end-of-sequence tokens; `max_tokens_name` is the client's field for errors.
+    /// Returns a node's options with all defaults filled in. `seed` applies if the client set none;
+    /// `end_tokens` are the model's end-of-sequence tokens; `max_tokens_name` is the client's field
+    /// for errors.
     pub(crate) fn sampling(
         &self,
         prompt_tokens: u32,
@@ -262,12 +265,13 @@ pub(crate) fn check_prompt(
     }
 }
 
-/// Header and gRPC metadata key of a request's tenant, which a gateway sets. Requests share cached KV only with
-/// the same cache group, tenant and salt: usage and latency show whether a prompt was cached, and so reveal prompts of
-/// other clients.
+/// Header and gRPC metadata key of a request's tenant, which a gateway sets. Requests share cached
+/// KV only with the same cache group, tenant and salt: usage and latency show whether a prompt was
+/// cached, and so reveal prompts of other clients.
 pub(crate) const TENANT_HEADER: &str = "x-baton-tenant";
 const TENANT_CHARS_MAX: usize = 64;
-/// Maximum length of a salt in bytes. Cache scope, tenant and salt together stay below the limit of the nodes.
+/// Maximum length of a salt in bytes. Cache scope, tenant and salt together stay below the limit of
+/// the nodes.
 pub(crate) const CACHE_SALT_BYTES_MAX: usize = 128;
 
 /// A validated tenant name.
@@ -297,7 +301,8 @@ impl Tenant {
 pub(crate) const SESSION_HEADER: &str = "x-baton-session";
 /// Header of the time in milliseconds for which nodes keep the KV of the request for the next turn.
 pub(crate) const KEEP_HEADER: &str = "x-baton-keep-ms";
-/// Maximum length of a session in bytes, and maximum time to keep KV: ten minutes. Nodes have the same limits.
+/// Maximum length of a session in bytes, and maximum time to keep KV: ten minutes. Nodes have the
+/// same limits.
 const SESSION_BYTES_MAX: usize = 256;
 const KEEP_MS_MAX: u64 = 600_000;
 
@@ -348,9 +353,9 @@ pub(crate) fn check_salt(field: &str, salt: String) -> Result<String, FieldError
     Ok(salt)
 }
 
-/// Returns the salt for nodes: the cache scope of the caller's key after an `@`, the tenant, and the client's salt, with
-/// slashes between them. Without a key, a tenant and a salt it is empty. Scopes and tenants have no slash and no `@`, so
-/// different callers yield different salts.
+/// Returns the salt for nodes: the cache scope of the caller's key after an `@`, the tenant, and
+/// the client's salt, with slashes between them. Without a key, a tenant and a salt it is empty.
+/// Scopes and tenants have no slash and no `@`, so different callers yield different salts.
 pub(crate) fn salt_for_nodes(scope: Option<&str>, tenant: Option<&Tenant>, salt: &str) -> String {
     let named = tenant.map_or("", Tenant::as_str);
     match (scope, tenant) {
@@ -368,7 +373,8 @@ pub(crate) struct RequestedGrammar {
     pub grammar: Grammar,
     /// Fields of the functions' schemas, for tool calls.
     pub functions: Vec<FunctionField>,
-    /// A grammar that the client requested besides tools. It must be valid by itself, even if no answer uses it.
+    /// A grammar that the client requested besides tools. It must be valid by itself, even if no
+    /// answer uses it.
     pub alone: Option<Box<RequestedGrammar>>,
 }
 
@@ -384,7 +390,8 @@ impl RequestedGrammar {
         Self { field, grammar, functions: Vec::new(), alone: None }
     }
 
-    /// Returns the grammar version that a node must support for this grammar, perhaps after a thought.
+    /// Returns the grammar version that a node must support for this grammar, perhaps after a
+    /// thought.
     pub(crate) fn version(&self, has_thought: bool) -> u32 {
         match &self.grammar {
             _ if has_thought => 4,

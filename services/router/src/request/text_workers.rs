@@ -1,5 +1,5 @@
-//! Chat template rendering and tokenization: short prompts in place, long prompts on a bounded number of blocking
-//! threads.
+//! Chat template rendering and tokenization: short prompts in place, long prompts on a bounded
+//! number of blocking threads.
 
 use std::sync::{Arc, OnceLock};
 
@@ -22,16 +22,16 @@ use super::{
 /// Maximum size of a prompt that is tokenized in place, in bytes: this takes less than 1 ms.
 const INLINE_BYTES_MAX: usize = 4096;
 
-/// Maximum bytes of text on all threads. Tokenization takes a hundred times the memory of the text, so this limit keeps
-/// tokenization below 512 MiB. The longest valid text fits.
+/// Maximum bytes of text on all threads. Tokenization takes a hundred times the memory of the text,
+/// so this limit keeps tokenization below 512 MiB. The longest valid text fits.
 const BYTES_IN_FLIGHT_MAX: usize = TEXT_BYTES_MAX;
 
-/// Maximum number of concurrent grammar checks. A check takes at most a few tenths of a second and 50 MB
-/// ([`grammar::limits`]).
+/// Maximum number of concurrent grammar checks. A check takes at most a few tenths of a second and
+/// 50 MB ([`grammar::limits`]).
 const GRAMMAR_CHECKS_MAX: usize = 2;
 
-/// Permits for long texts (threads, and bytes of text) and grammar checks of all models. Grammar checks have permits
-/// of their own, so they do not delay prompts.
+/// Permits for long texts (threads, and bytes of text) and grammar checks of all models. Grammar
+/// checks have permits of their own, so they do not delay prompts.
 #[derive(Clone)]
 pub(crate) struct TextPermits {
     threads: Arc<Semaphore>,
@@ -57,8 +57,8 @@ impl TextPermits {
         Ok([bytes, self.threads.clone().acquire_owned().await?])
     }
 
-    /// Runs a grammar check on a blocking thread when there is a permit. A check whose caller disconnects
-    /// before that is not started.
+    /// Runs a grammar check on a blocking thread when there is a permit. A check whose caller
+    /// disconnects before that is not started.
     async fn check_grammar(
         &self,
         check: impl FnOnce() -> Result<(), RequestError> + Send + 'static,
@@ -209,8 +209,8 @@ impl TextWorkers {
         self.text.takes_parallel_calls()
     }
 
-    /// Returns only the prompt's token ids. Rejects a conversation of far more bytes than its JSON that renders to more
-    /// than `rendered_max` bytes.
+    /// Returns only the prompt's token ids. Rejects a conversation of far more bytes than its JSON
+    /// that renders to more than `rendered_max` bytes.
     pub(crate) async fn tokens(
         &self,
         source: PromptSource,
@@ -242,8 +242,8 @@ impl TextWorkers {
         .await
     }
 
-    /// Returns the prompt's token ids and cache keys. Rejects a text without tokenizing it if its length implies more
-    /// than `tokens_max` tokens.
+    /// Returns the prompt's token ids and cache keys. Rejects a text without tokenizing it if its
+    /// length implies more than `tokens_max` tokens.
     pub(crate) async fn prompt(
         &self,
         source: PromptSource,
@@ -261,10 +261,12 @@ impl TextWorkers {
         keying: Arc<CacheKeying>,
     ) -> Result<TokenizedPrompt, RequestError> {
         let mut bytes = source.bytes();
-        // A conversation that renders to more bytes than there are permits for is rendered again with enough permits.
-        // The rendered text is dropped meanwhile, because the permits bound memory.
+        // A conversation that renders to more bytes than there are permits for is rendered again
+        // with enough permits. The rendered text is dropped meanwhile, because the permits bound
+        // memory.
         loop {
-            // Templates add tags and a system message, so a usual conversation renders to more bytes than its JSON has.
+            // Templates add tags and a system message, so a usual conversation renders to more
+            // bytes than its JSON has.
             let (keying, bytes_max) = (keying.clone(), bytes + bytes / 2 + 1024);
             let work = move |text: &ModelText| {
                 Ok::<_, RequestError>(match encode(text, source, tokens_max, bytes_max)? {
@@ -462,7 +464,8 @@ fn last_text(messages: &mut Value) -> Option<&mut Value> {
     }
 }
 
-/// Variables that the router or the model sets. A client's value could bypass the checks of the request.
+/// Variables that the router or the model sets. A client's value could bypass the checks of the
+/// request.
 const RESERVED: [&str; 15] = [
     "messages",
     "tools",

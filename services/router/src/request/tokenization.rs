@@ -1,4 +1,5 @@
-//! Tokenization and detokenization for `/tokenize` and `/detokenize`, within the limits of requests to nodes.
+//! Tokenization and detokenization for `/tokenize` and `/detokenize`, within the limits of requests
+//! to nodes.
 
 use std::sync::Arc;
 
@@ -10,8 +11,8 @@ use super::{
 };
 use crate::{front::Front, front::ServedModel, keys::Caller, request_driver::RequestDeadline};
 
-/// Maximum size of a text or conversation in bytes, also of one that is detokenized; 128 Ki tokens take less.
-/// Tokenization takes a hundred times the text's memory.
+/// Maximum size of a text or conversation in bytes, also of one that is detokenized; 128 Ki tokens
+/// take less. Tokenization takes a hundred times the text's memory.
 const BYTES_MAX: usize = 1 << 20;
 
 /// Returns the token ids that a generation request would have for this prompt.

@@ -1,8 +1,8 @@
 //! The tools that a request offers, and the grammar of its answers.
 //!
-//! If the model may choose and no function is strict, there is no grammar: the router parses calls from free text.
-//! Otherwise a grammar constrains the answer ([`OfferedTools::grammar`]): to calls only if a call is required,
-//! otherwise to text until a call begins.
+//! If the model may choose and no function is strict, there is no grammar: the router parses calls
+//! from free text. Otherwise a grammar constrains the answer ([`OfferedTools::grammar`]): to calls
+//! only if a call is required, otherwise to text until a call begins.
 
 pub(crate) use grammar::limits::{NAME_BYTES_MAX, TOOLS_MAX};
 use grammar::{
@@ -71,7 +71,8 @@ pub(crate) fn check_name(field: &str, name: &str) -> Result<(), FieldError> {
 }
 
 impl OfferedTools {
-    /// Returns the offer, or `None` without tools. Rejects a `tool_choice` that names an absent function.
+    /// Returns the offer, or `None` without tools. Rejects a `tool_choice` that names an absent
+    /// function.
     pub(crate) fn new(
         definitions: Value,
         functions: Vec<OfferedFunction>,

@@ -1,7 +1,7 @@
 //! Drives the core of one answer with tonic streams, tokio timers, spans and metrics.
 //!
-//! [`AnswerDriver::run`] performs the core's outputs and passes it the next input, until the answer is complete or
-//! failed. The core makes every decision.
+//! [`AnswerDriver::run`] performs the core's outputs and passes it the next input, until the answer
+//! is complete or failed. The core makes every decision.
 
 use std::{
     sync::Arc,
@@ -39,8 +39,8 @@ use crate::{
     wake::MovingTimer,
 };
 
-/// Time after which an attempt ends if its client leaves the full buffer unread. Short, because the tokens that nodes
-/// generate in this time are generated again later.
+/// Time after which an attempt ends if its client leaves the full buffer unread. Short, because the
+/// tokens that nodes generate in this time are generated again later.
 const STALLED_AFTER: Duration = Duration::from_millis(500);
 
 /// One answer in flight.
@@ -273,8 +273,8 @@ impl<'a> AnswerDriver<'a> {
         Ok(())
     }
 
-    /// Sends an event to the client. If the client leaves its buffer full, ends the attempt to release its slot and KV.
-    /// The answer continues when the client has read half of the buffer.
+    /// Sends an event to the client. If the client leaves its buffer full, ends the attempt to
+    /// release its slot and KV. The answer continues when the client has read half of the buffer.
     async fn send(&mut self, event: AnswerEvent) -> Result<(), RequestError> {
         let events = self.events;
         let sent = events.send(event);
@@ -297,8 +297,8 @@ impl<'a> AnswerDriver<'a> {
         }
     }
 
-    /// Drops the calls of the attempt, counts the attempt and logs its failure. `failed_node`: the node on the side of
-    /// the failure.
+    /// Drops the calls of the attempt, counts the attempt and logs its failure. `failed_node`: the
+    /// node on the side of the failure.
     fn end_attempt(
         &mut self,
         ended: &EndedAttempt,
@@ -400,8 +400,8 @@ impl AnswerText {
         }
     }
 
-    /// Adds the next tokens. Returns the tokens that belong to the answer, and their text. Tokens after a
-    /// stop are dropped.
+    /// Adds the next tokens. Returns the tokens that belong to the answer, and their text. Tokens
+    /// after a stop are dropped.
     fn push(&mut self, mut tokens: Vec<Token>) -> (Vec<Token>, String) {
         if self.ended.is_some() {
             return (vec![], String::new());

@@ -1,8 +1,9 @@
-//! The events of a request's answers, and the bounded queue that carries them from the request's task to the
-//! writer of its response.
+//! The events of a request's answers, and the bounded queue that carries them from the request's
+//! task to the writer of its response.
 //!
-//! Unlike the sender of a channel, this sender can empty the queue. The stream of a client that does not read lives
-//! as long as the client's connection, and must not keep the queued events in memory until then.
+//! Unlike the sender of a channel, this sender can empty the queue. The stream of a client that
+//! does not read lives as long as the client's connection, and must not keep the queued events in
+//! memory until then.
 
 use std::{
     collections::VecDeque,
@@ -60,7 +61,8 @@ pub(crate) struct AnswerEnd {
 }
 
 impl AnswerEnd {
-    /// Returns whether something else than the model ended the answer: a limit, a stop of the client, or an abort.
+    /// Returns whether something else than the model ended the answer: a limit, a stop of the
+    /// client, or an abort.
     pub(crate) fn is_cut(&self) -> bool {
         self.reason != FinishReason::Stop || self.stop_reason.is_some()
     }
@@ -74,8 +76,8 @@ pub(crate) enum StopReason {
     Text(String),
 }
 
-/// Returns sender and receiver of a queue of at most `events_max` events. A send fails if the receiver takes no event
-/// for `wait_max`.
+/// Returns sender and receiver of a queue of at most `events_max` events. A send fails if the
+/// receiver takes no event for `wait_max`.
 pub(super) fn event_queue(events_max: usize, wait_max: Duration) -> (EventSender, EventReceiver) {
     let queue = Arc::new(AnswerEventQueue {
         events_max: events_max.max(1),
@@ -233,7 +235,8 @@ impl Drop for EventSender {
 pub(super) struct EventReceiver(Arc<AnswerEventQueue>);
 
 impl EventReceiver {
-    /// Returns the next event; `None` when the queue is empty and the sender was dropped. Cancel-safe.
+    /// Returns the next event; `None` when the queue is empty and the sender was dropped.
+    /// Cancel-safe.
     pub(super) async fn recv(&mut self) -> Option<AnswerEvent> {
         poll_fn(|context| {
             let mut state = self.0.lock();

@@ -1,9 +1,10 @@
 //! The weights that the nodes of each model should have, and the nodes that lack them.
 //!
-//! A router brings nodes up to date with the update that it committed last. It updates a node only if the node has the
-//! weights of its start, weights that this router has replaced, or none. If a process that had the update's weights
-//! reports other weights, another router has updated the process. Then this router no longer updates nodes of the
-//! model, so it never replaces newer weights by older ones.
+//! A router brings nodes up to date with the update that it committed last. It updates a node only
+//! if the node has the weights of its start, weights that this router has replaced, or none. If a
+//! process that had the update's weights reports other weights, another router has updated the
+//! process. Then this router no longer updates nodes of the model, so it never replaces newer
+//! weights by older ones.
 
 use std::{
     collections::{HashMap, HashSet, VecDeque},
@@ -74,8 +75,8 @@ impl Targets {
         self.replace(model, Some(target), replaced);
     }
 
-    /// Forgets the model's target after a committed update that no node can catch up with. Remembers the replaced
-    /// versions for the next update.
+    /// Forgets the model's target after a committed update that no node can catch up with.
+    /// Remembers the replaced versions for the next update.
     pub(super) fn forget(
         &mut self,
         model: Arc<str>,
@@ -115,7 +116,8 @@ impl Targets {
         }
     }
 
-    /// Returns the catch-ups of free nodes that are due. `nodes`: all nodes with their current weights.
+    /// Returns the catch-ups of free nodes that are due. `nodes`: all nodes with their current
+    /// weights.
     pub(super) fn catch_ups(
         &mut self,
         now: Instant,
@@ -171,7 +173,8 @@ impl ModelTarget {
             if !is_free(node) || failures.is_some_and(|failures| failures.retry_at > now) {
                 return None;
             }
-            // A node that has the weights has them even if the path is gone. Several nodes copy from different ones.
+            // A node that has the weights has them even if the path is gone. Several nodes copy
+            // from different ones.
             let count = failures.map_or(0, |failures| failures.count);
             let peer = current.get((index + count / 2) % current.len().max(1));
             let peer = peer.filter(|_| count.is_multiple_of(2));
@@ -269,7 +272,8 @@ mod tests {
         let nodes = [node("m", 1, NEW), node("m", 2, NEW), node("m", 3, loaded)];
         assert_eq!(due(&mut first, now, &nodes), []);
         assert_eq!(due(&mut second, now, &nodes), names(&[("m-3", "m-1")]));
-        // The first one pushes the older weights again: the second one has replaced them, but not these.
+        // The first one pushes the older weights again: the second one has replaced them, but not
+        // these.
         first.committed("m".into(), target(OLD), [NEW, loaded].into_iter());
         let back = [node("m", 1, OLD), node("m", 2, OLD), node("m", 4, loaded)];
         assert_eq!(due(&mut second, now, &back), []);

@@ -18,15 +18,15 @@ use crate::nodes::{CopyFrom, Nodes, UpdateRequest, WeightNode, WeightsAnswer};
 
 /// Minimum time between two calls to a node whose state has not changed.
 const POLL_MIN: Duration = Duration::from_millis(20);
-/// [`POLL_MIN`] while nodes prepare. A node that overwrites its weights in place serves nothing from the first byte to
-/// the commit, which may take less than 50 ms.
+/// [`POLL_MIN`] while nodes prepare. A node that overwrites its weights in place serves nothing
+/// from the first byte to the commit, which may take less than 50 ms.
 const PREPARING_POLL_MIN: Duration = Duration::from_millis(5);
 /// Maximum time between two calls: after a silence of 2 s a node asks its peers for the outcome.
 const POLL_MAX: Duration = Duration::from_millis(500);
 /// Before the commit, the time between two calls is 1/16 of the update's age.
 const POLL_SHARE: u32 = 16;
-/// Time by which the nodes' deadline is later than the coordinator's, so that a commit at the deadline reaches the
-/// nodes.
+/// Time by which the nodes' deadline is later than the coordinator's, so that a commit at the
+/// deadline reaches the nodes.
 const NODE_GRACE: Duration = Duration::from_secs(10);
 
 /// Calls to nodes in flight: update, index of the node, and answer.
@@ -154,7 +154,8 @@ impl ModelUpdate {
         self.request.transport
     }
 
-    /// Returns the path for logs and reports, without the token that keeps strangers out of a broadcast.
+    /// Returns the path for logs and reports, without the token that keeps strangers out of a
+    /// broadcast.
     pub(super) fn shown_path(&self) -> &str {
         let path = self.request.path.as_str();
         match self.request.transport {
@@ -248,8 +249,9 @@ impl ModelUpdate {
         }
     }
 
-    /// Returns the time until the next call to a node. It grows with the update's age, so that the end of a short update
-    /// is noticed at once and a long update costs few calls. The commit is short.
+    /// Returns the time until the next call to a node. It grows with the update's age, so that the
+    /// end of a short update is noticed at once and a long update costs few calls. The commit is
+    /// short.
     fn poll_interval(&self, now: Instant) -> Duration {
         match self.phase() {
             CoordinatorPhase::Committing(_) => POLL_MIN,

@@ -57,7 +57,8 @@ pub(crate) enum Behaviour {
     CutAfter(usize),
     /// Stops sending after this many tokens.
     HangAfter(usize),
-    /// Never receives KV from this prefill node. Serves with any other prefill node, or without one.
+    /// Never receives KV from this prefill node. Serves with any other prefill node, or without
+    /// one.
     NoKvFrom(&'static str),
     /// Reports that it needs no prefill node.
     LocalPrefill,
@@ -114,7 +115,8 @@ pub(crate) struct State {
 /// End-of-sequence token of the tests' tokenizer.
 pub(crate) const END: u32 = 2;
 
-/// Returns values that depend on the length of the prompt: a vector, or a greater first logit for a longer prompt.
+/// Returns values that depend on the length of the prompt: a vector, or a greater first logit for a
+/// longer prompt.
 fn pooled(attempt: &Attempt, pooling: &Pooling) -> Vec<f32> {
     let length = attempt.tokens.len() as f32;
     match pooling.logits.is_empty() {
@@ -124,8 +126,8 @@ fn pooled(attempt: &Attempt, pooling: &Pooling) -> Vec<f32> {
 }
 
 impl State {
-    /// Returns token `index` of the answer, and the finish reason if the token is the last. The token
-    /// depends only on the index, so that all nodes and attempts agree.
+    /// Returns token `index` of the answer, and the finish reason if the token is the last. The
+    /// token depends only on the index, so that all nodes and attempts agree.
     fn token(&self, index: u32, attempt: &Attempt) -> (Token, Option<FinishReason>) {
         let answer = self.answer.lock().unwrap();
         let sampling = attempt.sampling.as_ref().unwrap();

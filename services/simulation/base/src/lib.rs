@@ -1,7 +1,8 @@
-//! Shared parts of the simulations: seeded random numbers, a virtual clock and a network with faults.
+//! Shared parts of the simulations: seeded random numbers, a virtual clock and a network with
+//! faults.
 //!
-//! Events, endpoints and data are types of the caller. The cluster simulation (crate `simulation`) and the
-//! simulation of the transfer protocol (tests of crate `kv-transfer`) use this crate.
+//! Events, endpoints and data are types of the caller. The cluster simulation (crate `simulation`)
+//! and the simulation of the transfer protocol (tests of crate `kv-transfer`) use this crate.
 
 #![forbid(unsafe_code)]
 

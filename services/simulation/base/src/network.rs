@@ -22,7 +22,8 @@ pub struct NetworkFaults {
     pub lateness: u64,
     /// One bit of the data flips.
     pub corruption: u64,
-    /// Shortest and longest delay of a message. Delays are independent, so datagrams overtake each other.
+    /// Shortest and longest delay of a message. Delays are independent, so datagrams overtake each
+    /// other.
     pub delay_min: Duration,
     pub delay_max: Duration,
 }

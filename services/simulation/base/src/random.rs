@@ -53,7 +53,8 @@ impl Random {
         (self.next() >> 11) as f64 / (1_u64 << 53) as f64
     }
 
-    /// Draws from an approximate normal distribution with mean 0 and deviation 1: the sum of 12 uniform numbers.
+    /// Draws from an approximate normal distribution with mean 0 and deviation 1: the sum of 12
+    /// uniform numbers.
     pub fn normal(&mut self) -> f64 {
         (0..12).map(|_| self.unit()).sum::<f64>() - 6.0
     }

@@ -1,4 +1,5 @@
-//! The engine thread of a process: the shipped loop of a node, and what the outputs of its core cause.
+//! The engine thread of a process: the shipped loop of a node, and what the outputs of its core
+//! cause.
 
 use std::{
     mem,

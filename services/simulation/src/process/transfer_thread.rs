@@ -38,7 +38,8 @@ impl EventSink for EventQueue {
 }
 
 impl Process {
-    /// Takes an event from the queue and gives it to the core. Begins or ends the hold of its transfer.
+    /// Takes an event from the queue and gives it to the core. Begins or ends the hold of its
+    /// transfer.
     pub(super) fn transfer_event(&mut self, event: transfer::Event) {
         self.events.in_flight -= 1;
         let ended = match &event {

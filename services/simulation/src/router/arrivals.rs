@@ -1,4 +1,5 @@
-//! The arrival of a request: its core, with the planned parameters as gRPC messages, and its client.
+//! The arrival of a request: its core, with the planned parameters as gRPC messages, and its
+//! client.
 
 use std::{
     sync::Arc,

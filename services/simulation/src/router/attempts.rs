@@ -99,8 +99,8 @@ impl Router {
         let transfer = self.answer(id).transfer.take();
         self.drop_call(transfer, AttemptSide::Decode);
         self.drop_call(transfer, AttemptSide::Prefill);
-        // The prefix hits of the prefill node, or of the decode node if it prefilled. A retry finds the KV that its
-        // request computed before, so the first report counts.
+        // The prefix hits of the prefill node, or of the decode node if it prefilled. A retry finds
+        // the KV that its request computed before, so the first report counts.
         let stats = &ended.stats;
         let local = stats.decode.cached_tokens.filter(|_| stats.local_prefill);
         let cached = stats.prefill.cached_tokens.or(local);

@@ -18,8 +18,8 @@ use crate::{calls::UpdatedNode, scenario::Scenario};
 const CALL_MAX: Duration = Duration::from_secs(2);
 /// Time from the coordinator's deadline to the nodes' deadline.
 const NODE_GRACE: Duration = Duration::from_secs(5);
-/// Maximum delay of a message in runs in which every request must complete, so that nodes change their weights at almost the
-/// same time.
+/// Maximum delay of a message in runs in which every request must complete, so that nodes change
+/// their weights at almost the same time.
 const MILD_DELAY_MAX: Duration = Duration::from_millis(10);
 
 /// A call of a coordinator to a node.
@@ -87,7 +87,8 @@ impl Update {
             (None, Decision::Abort { after }) if now >= self.began + after => false,
             _ => return,
         };
-        // The coordinator rejects a commit before every node is prepared, and an abort after the commit.
+        // The coordinator rejects a commit before every node is prepared, and an abort after the
+        // commit.
         let _ = match commits {
             true => self.coordinator.commit(now),
             false => self.coordinator.abort(now, "the operator aborted it"),

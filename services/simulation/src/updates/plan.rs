@@ -41,8 +41,8 @@ pub(crate) enum Decision {
     Abort { after: Duration },
 }
 
-/// Returns the updates of a seed. If every request must complete, every node receives the commit, and no request ends
-/// early.
+/// Returns the updates of a seed. If every request must complete, every node receives the commit,
+/// and no request ends early.
 pub(crate) fn of_seed(
     seed: u64,
     severity: Severity,

@@ -30,7 +30,8 @@ fn plan() -> UpdatePlan {
     }
 }
 
-/// Returns a scenario with two prefill and two decode nodes, ten requests, and an update in the midst of them.
+/// Returns a scenario with two prefill and two decode nodes, ten requests, and an update in the
+/// midst of them.
 fn scenario(plan: UpdatePlan) -> Scenario {
     let disaggregate = Disaggregate::Always;
     let selection = Selection { disaggregate, policy: NodePolicy::LeastLoad };

@@ -1,5 +1,6 @@
-//! The cores that the simulation runs are pure: no module of a core uses a socket, a file, a clock, a task, a metric, a
-//! span, or a type of gRPC or HTTP, neither itself nor through a module that it uses.
+//! The cores that the simulation runs are pure: no module of a core uses a socket, a file, a clock,
+//! a task, a metric, a span, or a type of gRPC or HTTP, neither itself nor through a module that it
+//! uses.
 
 mod module_graph;
 

@@ -1,4 +1,5 @@
-//! The modules of the workspace and what their paths name, read from the sources. Code under `cfg(test)` is left out.
+//! The modules of the workspace and what their paths name, read from the sources. Code under
+//! `cfg(test)` is left out.
 
 use std::{
     cell::OnceCell,

@@ -1,5 +1,5 @@
-//! Aliases of metrics: vLLM's names, so that its dashboards and autoscalers work unchanged, and Baton's former
-//! names, which are kept for one release.
+//! Aliases of metrics: vLLM's names, so that its dashboards and autoscalers work unchanged, and
+//! Baton's former names, which are kept for one release.
 //!
 //! Aliases exist in the Prometheus text only; OTLP has each metric once.
 

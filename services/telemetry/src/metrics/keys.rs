@@ -1,4 +1,5 @@
-//! Metrics of API keys. The names of the keys come from the operator's file, which has at most [`KEYS_MAX`] keys.
+//! Metrics of API keys. The names of the keys come from the operator's file, which has at most
+//! [`KEYS_MAX`] keys.
 
 use std::{sync::Arc, time::Instant};
 
@@ -17,8 +18,8 @@ pub const KEYS_MAX: usize = 10_000;
 /// Maximum number of series of a key in one instrument.
 const SERIES_OF_KEY_MAX: usize = 3;
 
-/// Lets an instrument of API keys have a series for each key. By default the library merges all series after the first
-/// 2,000 into one without labels.
+/// Lets an instrument of API keys have a series for each key. By default the library merges all
+/// series after the first 2,000 into one without labels.
 pub(super) fn view(instrument: &Instrument) -> Option<Stream> {
     let limit = SERIES_OF_KEY_MAX * KEYS_MAX;
     let is_of_key = instrument.name().starts_with("baton.api_key.");

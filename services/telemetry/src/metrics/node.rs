@@ -204,7 +204,8 @@ pub struct NodeMetrics {
 }
 
 impl NodeMetrics {
-    /// Creates the instruments for a model by its served name. `row_drafts_max`: largest number of draft tokens of a row.
+    /// Creates the instruments for a model by its served name. `row_drafts_max`: largest number of
+    /// draft tokens of a row.
     pub fn new(factory: &Metrics, model: &str, row_drafts_max: u32) -> Self {
         let model = KeyValue::new("gen_ai.request.model", model.to_owned());
         let of_position = |position| {

@@ -27,7 +27,8 @@ pub(super) fn register(metrics: &Metrics) {
     });
 }
 
-/// Reads user and system time from `/proc/self/stat`: fields 14 and 15. The program's name before them may have spaces.
+/// Reads user and system time from `/proc/self/stat`: fields 14 and 15. The program's name before
+/// them may have spaces.
 fn cpu_seconds(stat: String) -> Option<f64> {
     let (_, fields) = stat.rsplit_once(')')?;
     let mut fields = fields.split_whitespace().skip(11);

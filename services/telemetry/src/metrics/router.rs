@@ -81,7 +81,8 @@ labels! {
         InFlight = "in_flight",
         /// `router.waiting_max` is reached.
         Waiting = "waiting",
-        /// The request could not start before its deadline or within `router.waiting_timeout`, by prediction.
+        /// The request could not start before its deadline or within `router.waiting_timeout`, by
+        /// prediction.
         Late = "late",
         /// Every node was busy for `router.waiting_timeout`.
         Busy = "busy",
@@ -119,7 +120,8 @@ labels! {
         LocalShortPrompt = "local" / "short_prompt",
         /// Every prefill node is busy.
         LocalBusy = "local" / "busy",
-        /// The circuit breaker of every prefill node, or of every pair with the decode node, is open.
+        /// The circuit breaker of every prefill node, or of every pair with the decode node, is
+        /// open.
         LocalCircuitBreaker = "local" / "circuit_breaker",
         /// No prefill node has the model, weights and KV layout of a decode node.
         LocalNoPartner = "local" / "no_partner",
@@ -277,7 +279,8 @@ impl RouterMetrics {
         InFlightRequest::new(self, RequestState::Running)
     }
 
-    /// Counts a request as waiting for a node until the guard is dropped. The guard records the time.
+    /// Counts a request as waiting for a node until the guard is dropped. The guard records the
+    /// time.
     pub fn request_waiting(&self) -> InFlightRequest {
         InFlightRequest::new(self, RequestState::Waiting)
     }
@@ -335,8 +338,8 @@ impl RouterMetrics {
         self.of_model.picks.record(1, pick);
     }
 
-    /// Sets the number of nodes of a role, health and model. Call it for every combination at each change, also
-    /// for 0.
+    /// Sets the number of nodes of a role, health and model. Call it for every combination at each
+    /// change, also for 0.
     pub fn set_nodes(
         &self,
         role: &'static str,

@@ -1,6 +1,7 @@
-//! The table of metrics: a row has the name, kind, unit, help and labels of a metric. `instruments!` declares the rows that
-//! a service records, with a field for each, and [`OBSERVED`] lists those that a callback reads at each scrape. `make docs`
-//! writes the lists of docs/metrics.md from the rows.
+//! The table of metrics: a row has the name, kind, unit, help and labels of a metric.
+//! `instruments!` declares the rows that a service records, with a field for each, and [`OBSERVED`]
+//! lists those that a callback reads at each scrape. `make docs` writes the lists of
+//! docs/metrics.md from the rows.
 
 use opentelemetry::{
     KeyValue,
@@ -91,8 +92,8 @@ library_instruments! {
     Histogram<f64>, f64, Histogram, None, f64_histogram, record, with_boundaries;
 }
 
-/// Declares a struct of instruments, each with its row: `field: INSTRUMENT, LABELS, + FURTHER LABEL, BOUNDS => NAME UNIT,
-/// HELP`. The labels in brackets are constants of all series.
+/// Declares a struct of instruments, each with its row: `field: INSTRUMENT, LABELS, + FURTHER
+/// LABEL, BOUNDS => NAME UNIT, HELP`. The labels in brackets are constants of all series.
 macro_rules! instruments {
     ($(#[$meta:meta])* $visibility:vis struct $name:ident $constants:tt {
         $($field:ident: $type:ty, $labels:ty $(, + $further:literal)* $(, $bounds:ident)? =>
@@ -133,7 +134,8 @@ macro_rules! instruments {
     };
 }
 
-/// Declares lists of rows of metrics that a callback reads at each scrape: `KIND NAME UNIT [LABELS], HELP`.
+/// Declares lists of rows of metrics that a callback reads at each scrape: `KIND NAME UNIT
+/// [LABELS], HELP`.
 macro_rules! observed {
     ($($(#[$meta:meta])* fn $list:ident { $($kind:ident $metric:literal $($unit:literal)? [$($label:literal),*], $help:literal;)+ })+) => {$(
         $(#[$meta])*

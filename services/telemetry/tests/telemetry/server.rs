@@ -118,7 +118,8 @@ async fn silent_connections_are_closed_for_new_ones() {
     for _ in 0..100 {
         silent.push(TcpStream::connect(address).await.unwrap());
     }
-    // If the silent connections were awaited, 32 at a time for 5 s each, the answer would take 15 s.
+    // If the silent connections were awaited, 32 at a time for 5 s each, the answer would take 15
+    // s.
     let metrics = request("/metrics");
     let answer = tokio::time::timeout(Duration::from_secs(10), ask(address, &metrics)).await;
     assert!(answer.expect("silent clients delay no request").starts_with("HTTP/1.1 200"));

@@ -1,8 +1,8 @@
 //! Separates the thought at the beginning of an answer from the rest of its text.
 //!
-//! Text arrives in pieces of any size, which do not affect the result. Text is emitted at once, except white space and
-//! the beginning of a mark. White space around a mark belongs to the mark. A thought without its closing mark is
-//! reasoning to the end of the answer.
+//! Text arrives in pieces of any size, which do not affect the result. Text is emitted at once,
+//! except white space and the beginning of a mark. White space around a mark belongs to the mark. A
+//! thought without its closing mark is reasoning to the end of the answer.
 
 use super::{ReasoningFormat, ReasoningStart};
 
@@ -119,7 +119,8 @@ impl ReasoningParser {
     }
 }
 
-/// Returns the length of the longest end of `text` that is a beginning of `mark`, but not the whole mark.
+/// Returns the length of the longest end of `text` that is a beginning of `mark`, but not the whole
+/// mark.
 fn partial_mark(text: &str, mark: &str) -> usize {
     let lengths = mark.char_indices().map(|(length, _)| length);
     lengths.filter(|&length| text.ends_with(&mark[..length])).max().unwrap_or(0)

@@ -17,8 +17,8 @@ pub(super) struct PromptFrame {
 const KEY: &str = "post_processor";
 const SUPPORTED_TYPES: &str =
     "TemplateProcessing, ByteLevel, RobertaProcessing, BertProcessing, Sequence of these, null";
-/// Maximum nesting of sequences. Real files do not nest them, and corrupt files must not cause unbounded
-/// recursion.
+/// Maximum nesting of sequences. Real files do not nest them, and corrupt files must not cause
+/// unbounded recursion.
 const DEPTH_MAX: usize = 4;
 
 impl PromptFrame {

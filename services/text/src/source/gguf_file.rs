@@ -41,8 +41,8 @@ const NAMED_TOKENS: [(&str, &str); 4] = [
 ];
 /// Keys of further tokens that end generation: end of turn, end of message.
 const MORE_EOS: [&str; 2] = ["tokenizer.ggml.eot_token_id", "tokenizer.ggml.eom_token_id"];
-/// Control tokens that end generation, as in llama.cpp, also if no key has their id: most files have the key of EOS
-/// only.
+/// Control tokens that end generation, as in llama.cpp, also if no key has their id: most files
+/// have the key of EOS only.
 const EOS_NAMES: [&str; 4] = ["<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end_of_text|>"];
 
 const SUPPORTED_MODELS: &str = "gpt2 (byte-level BPE), llama (SentencePiece BPE)";
@@ -231,7 +231,8 @@ impl GgufVocabulary<'_> {
         Ok(unchecked.check(self.path))
     }
 
-    /// Returns the id at `key`, or SentencePiece's default ids of BOS and EOS when the file has none.
+    /// Returns the id at `key`, or SentencePiece's default ids of BOS and EOS when the file has
+    /// none.
     fn named_token(&self, key: &'static str, tokens: &[String]) -> Result<Option<u32>, LoadError> {
         let usual = match key {
             BOS_KEY => pieces::BOS_ID,
@@ -246,8 +247,8 @@ impl GgufVocabulary<'_> {
         Ok(is_control.then_some(usual))
     }
 
-    /// Returns the id at `key`, which must be in the vocabulary. Some writers store −1 in 32 bits for
-    /// "none".
+    /// Returns the id at `key`, which must be in the vocabulary. Some writers store −1 in 32 bits
+    /// for "none".
     fn token_id(&self, key: &'static str, tokens: &[String]) -> Result<Option<u32>, LoadError> {
         match self.get::<u64>(key)? {
             None => Ok(None),

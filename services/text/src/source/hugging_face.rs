@@ -1,8 +1,9 @@
 //! Tokenizer and chat template of a Hugging Face folder.
 //!
 //! `tokenizer.json` defines how text is split. Other files complete it: `tokenizer_config.json`,
-//! `special_tokens_map.json` (names of special tokens), `generation_config.json` (sampling defaults and
-//! end-of-sequence tokens), `config.json` (end-of-sequence tokens too) and `chat_template.jinja`.
+//! `special_tokens_map.json` (names of special tokens), `generation_config.json` (sampling defaults
+//! and end-of-sequence tokens), `config.json` (end-of-sequence tokens too) and
+//! `chat_template.jinja`.
 
 mod configs;
 mod sentence_transformers;
@@ -70,7 +71,8 @@ pub(crate) fn read(folder: &Path) -> Result<TokenizerSource, LoadError> {
     Ok(TokenizerSource { parts, templates, sampling_defaults, pooled, generates, origin })
 }
 
-/// Checks that every id of the tokenizer is a row of the model's embedding. Further rows are padding.
+/// Checks that every id of the tokenizer is a row of the model's embedding. Further rows are
+/// padding.
 fn check_embedding(parts: &TokenizerParts, rows: u64, path: &Path) -> Result<(), LoadError> {
     let added = parts.added.iter().map(|(id, _)| id);
     match parts.ids.iter().chain(added).max() {
@@ -101,8 +103,8 @@ fn generation(
     Ok((defaults, ends.map_err(|problem| LoadError::invalid(path, "eos_token_id", problem))?))
 }
 
-/// Adds the templates of `tokenizer_config.json`, and those of separate files, which newer tools write and
-/// which take precedence.
+/// Adds the templates of `tokenizer_config.json`, and those of separate files, which newer tools
+/// write and which take precedence.
 fn add_templates(
     folder: &Path,
     configured: Option<ChatTemplates>,

@@ -35,8 +35,8 @@ impl<'de> Deserialize<'de> for PackedVocabulary {
                 Ok(vocabulary)
             }
 
-            /// Skips the list that other tokenizer models have here. The error of the later check of
-            /// `model.type` names the model.
+            /// Skips the list that other tokenizer models have here. The error of the later check
+            /// of `model.type` names the model.
             fn visit_seq<A: SeqAccess<'de>>(self, mut seq: A) -> Result<Self::Value, A::Error> {
                 while seq.next_element::<IgnoredAny>()?.is_some() {}
                 Ok(PackedVocabulary::default())

@@ -1,5 +1,5 @@
-//! Pre-tokenizers that GGUF files refer to by name. The meaning of a name is a convention that the file
-//! does not contain.
+//! Pre-tokenizers that GGUF files refer to by name. The meaning of a name is a convention that the
+//! file does not contain.
 
 use tokenizers::{
     NormalizerWrapper, PreTokenizerWrapper, SplitDelimiterBehavior,

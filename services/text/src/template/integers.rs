@@ -1,5 +1,6 @@
-//! Integers beyond 64 bits in the arguments of tool calls. Python keeps them, but the numbers of [`Value`] would round them.
-//! Templates get them as strings with a mark: `tojson` writes the digits without quotes, and the rendered prompt has no mark.
+//! Integers beyond 64 bits in the arguments of tool calls. Python keeps them, but the numbers of
+//! [`Value`] would round them. Templates get them as strings with a mark: `tojson` writes the
+//! digits without quotes, and the rendered prompt has no mark.
 
 use std::{borrow::Cow, sync::LazyLock};
 

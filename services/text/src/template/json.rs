@@ -178,7 +178,8 @@ impl Writer {
     }
 }
 
-/// Formats a float like Python's `repr`: the shortest digits, with an exponent from 1e16 up and below 1e-4.
+/// Formats a float like Python's `repr`: the shortest digits, with an exponent from 1e16 up and
+/// below 1e-4.
 fn float_repr(value: f64) -> String {
     if value.is_nan() {
         return "NaN".to_owned();

@@ -1,15 +1,16 @@
 //! Conversion of messages to the form that templates expect.
 //!
-//! Most templates are written for `content` as one string. As in vLLM, lists of text parts are joined by line
-//! ends unless the template renders lists ([`ContentForms`]), a missing content becomes the empty string, and the
-//! arguments of tool calls, which the API carries as JSON text, become objects.
+//! Most templates are written for `content` as one string. As in vLLM, lists of text parts are
+//! joined by line ends unless the template renders lists ([`ContentForms`]), a missing content
+//! becomes the empty string, and the arguments of tool calls, which the API carries as JSON text,
+//! become objects.
 
 use serde_json::{Map, Value, json};
 
 use super::{TemplateError, integers};
 
-/// Roles of a message. Templates write a role unquoted, some between the brackets of a control token
-/// (`<|role|>`), so an arbitrary role could produce any token.
+/// Roles of a message. Templates write a role unquoted, some between the brackets of a control
+/// token (`<|role|>`), so an arbitrary role could produce any token.
 const ROLES: [&str; 7] =
     ["system", "developer", "user", "assistant", "tool", "function", "ipython"];
 
@@ -17,8 +18,9 @@ const ROLES: [&str; 7] =
 const SUBSTITUTES: [(&str, &str); 3] =
     [("developer", "system"), ("function", "tool"), ("ipython", "tool")];
 
-/// Returns the roles that at least one of the templates does not name, each with its substitute. Templates drop a message of a
-/// role that they do not name, or write a role that the model does not know.
+/// Returns the roles that at least one of the templates does not name, each with its substitute.
+/// Templates drop a message of a role that they do not name, or write a role that the model does
+/// not know.
 pub(super) fn substitutes<'a>(
     templates: impl Iterator<Item = &'a str> + Clone,
 ) -> Vec<(&'static str, &'static str)> {
@@ -42,7 +44,8 @@ enum ContentForm {
 }
 
 impl ContentForms {
-    /// Finds the forms by rendering conversations; `render` returns `None` where the template fails.
+    /// Finds the forms by rendering conversations; `render` returns `None` where the template
+    /// fails.
     pub(super) fn of(render: impl Fn(&Value) -> Option<String>) -> Self {
         const TEXTS: [&str; 2] = ["first part", "second part"];
         const KEY: &str = "key of a part";
@@ -191,7 +194,8 @@ impl IndexedMessage {
         Ok(texts.iter().map(|text| json!({"type": "text", "text": text})).collect())
     }
 
-    /// Gives templates the thought of an earlier answer as `reasoning_content`, which is also named `reasoning`.
+    /// Gives templates the thought of an earlier answer as `reasoning_content`, which is also named
+    /// `reasoning`.
     fn adopt_reasoning(&self, fields: &mut Map<String, Value>) -> Result<(), TemplateError> {
         let mut thought = Value::Null;
         for name in ["reasoning", "reasoning_content"] {
@@ -227,8 +231,8 @@ impl IndexedMessage {
         Ok(())
     }
 
-    /// Checks a called function, which templates read without checks, and parses its arguments. Missing arguments are
-    /// empty. `path` is the path of the function in the message.
+    /// Checks a called function, which templates read without checks, and parses its arguments.
+    /// Missing arguments are empty. `path` is the path of the function in the message.
     fn parse_arguments(
         &self,
         path: &str,
@@ -262,7 +266,8 @@ impl IndexedMessage {
     }
 }
 
-/// Returns whether an error may quote the type of a part: other text may be of any length, or part of a prompt.
+/// Returns whether an error may quote the type of a part: other text may be of any length, or part
+/// of a prompt.
 fn is_name(kind: &&str) -> bool {
     let plain = |byte: u8| byte.is_ascii_alphanumeric() || b"_-".contains(&byte);
     kind.len() <= 24 && kind.bytes().all(plain)

@@ -1,4 +1,5 @@
-//! Filters, tests and methods that behave as in Jinja2 and Python where minijinja's differ or are missing.
+//! Filters, tests and methods that behave as in Jinja2 and Python where minijinja's differ or are
+//! missing.
 
 use minijinja::{
     Environment, Error, ErrorKind, State, Value, filters,
@@ -114,7 +115,8 @@ fn method(
     own.map_or_else(|| pycompat::unknown_method_callback(state, value, name, args), Ok)
 }
 
-/// Returns the arguments of a method with its named arguments in their positions; `None` without named ones.
+/// Returns the arguments of a method with its named arguments in their positions; `None` without
+/// named ones.
 fn positional(method: &str, args: &[Value]) -> Result<Option<Vec<Value>>, Error> {
     let names: &[&str] = match method {
         "split" | "rsplit" => &["sep", "maxsplit"],

@@ -1,4 +1,5 @@
-//! DeepSeek's calls with a type and a code block: `<｜tool▁call▁begin｜>function<｜tool▁sep｜>f`, then the arguments.
+//! DeepSeek's calls with a type and a code block: `<｜tool▁call▁begin｜>function<｜tool▁sep｜>f`, then
+//! the arguments.
 
 use super::{PLAIN, ToolFormat, ToolSyntax, named::NamedBody};
 

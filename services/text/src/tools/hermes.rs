@@ -1,4 +1,5 @@
-//! `<tool_call>{"name": "f", "arguments": {}}</tool_call>`, one after another, with text before, between or after.
+//! `<tool_call>{"name": "f", "arguments": {}}</tool_call>`, one after another, with text before,
+//! between or after.
 
 use super::{PLAIN, ToolFormat, ToolSyntax, object::ObjectBody};
 

@@ -1,4 +1,5 @@
-//! Incremental parser of one JSON object, byte by byte: finds its end, or where it stops being JSON.
+//! Incremental parser of one JSON object, byte by byte: finds its end, or where it stops being
+//! JSON.
 
 use serde::de::IgnoredAny;
 

@@ -1,4 +1,5 @@
-//! `<|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>{}<|tool_call_end|>` in a section of calls.
+//! `<|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>{}<|tool_call_end|>` in a section
+//! of calls.
 
 use super::{PLAIN, ToolFormat, ToolSyntax, named::NamedBody};
 

@@ -1,5 +1,5 @@
-//! `{"name": "f", "parameters": {}}` as the whole answer, several separated by `;`; or the same after
-//! `<|python_tag|>`, also after text.
+//! `{"name": "f", "parameters": {}}` as the whole answer, several separated by `;`; or the same
+//! after `<|python_tag|>`, also after text.
 
 use super::{PLAIN, ToolFormat, ToolSyntax, object::ObjectBody};
 

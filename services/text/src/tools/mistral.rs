@@ -1,5 +1,5 @@
-//! `[TOOL_CALLS]f[ARGS]{}`, one after another. An id may stand before the arguments, and the second mark may be
-//! absent. The parser also reads the list of older models.
+//! `[TOOL_CALLS]f[ARGS]{}`, one after another. An id may stand before the arguments, and the second
+//! mark may be absent. The parser also reads the list of older models.
 
 use super::{
     CallBody, CallStep, CallableFunction, PLAIN, ToolCall, ToolFormat, ToolSyntax,

@@ -1,5 +1,5 @@
-//! A call that is a name and parameters between marks. Its values are not JSON: the schema of the function decides
-//! what they are.
+//! A call that is a name and parameters between marks. Its values are not JSON: the schema of the
+//! function decides what they are.
 
 use serde_json::{Value, json};
 
@@ -61,7 +61,8 @@ impl ParameterBody {
         CallStep::More
     }
 
-    /// Reads the function's name where it ends: at its mark, the first parameter or the end of the call.
+    /// Reads the function's name where it ends: at its mark, the first parameter or the end of the
+    /// call.
     fn name(&mut self, text: &str, functions: &[CallableFunction]) -> CallStep {
         let marks = self.marks;
         let ends = [marks.name_end, marks.key].into_iter().chain(marks.ends.iter().copied());
@@ -152,8 +153,8 @@ impl CallBody for ParameterBody {
 }
 
 impl ValueTypes {
-    /// Returns a value as JSON. Text is a string where the schema allows a string, unless it is JSON of another type
-    /// that the schema allows.
+    /// Returns a value as JSON. Text is a string where the schema allows a string, unless it is
+    /// JSON of another type that the schema allows.
     fn json(self, text: &str) -> String {
         let string = || json!(text).to_string();
         if self == Self::STRING {

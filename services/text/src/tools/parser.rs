@@ -1,11 +1,12 @@
 //! Separates tool calls from content in the text of one answer.
 //!
-//! Text arrives in pieces of any size, which do not affect the result. Content is emitted at once, except
-//! text that may still belong to a call: white space, the beginning of a mark, or a call so far. A call is
-//! emitted when its arguments are complete. Text that turns out not to be a call (broken JSON, a function that was
-//! not offered, an answer that the model ends within a call) is emitted unchanged as content. If something else cuts
-//! the answer within a call, the incomplete call is emitted. White space directly before and after a call belongs to
-//! the call. Held text is at most the rest of the answer, whose length is bounded.
+//! Text arrives in pieces of any size, which do not affect the result. Content is emitted at once,
+//! except text that may still belong to a call: white space, the beginning of a mark, or a call so
+//! far. A call is emitted when its arguments are complete. Text that turns out not to be a call
+//! (broken JSON, a function that was not offered, an answer that the model ends within a call) is
+//! emitted unchanged as content. If something else cuts the answer within a call, the incomplete
+//! call is emitted. White space directly before and after a call belongs to the call. Held text is
+//! at most the rest of the answer, whose length is bounded.
 
 use std::sync::Arc;
 
@@ -16,7 +17,8 @@ use super::{CallBody, CallStep, CallableFunction, ToolCall, ToolFormat};
 pub enum ToolPiece {
     Content(String),
     Call(ToolCall),
-    /// A call within which the answer was cut: its arguments are the beginning of a JSON object, or empty.
+    /// A call within which the answer was cut: its arguments are the beginning of a JSON object, or
+    /// empty.
     CutCall(ToolCall),
 }
 
@@ -45,7 +47,8 @@ enum ParserState {
     Separated,
     /// The held text from `start` on is the beginning of a mark.
     Mark { start: usize },
-    /// After this number of opening marks and white space; `start` as in [`Self::Mark`], if a mark has begun.
+    /// After this number of opening marks and white space; `start` as in [`Self::Mark`], if a mark
+    /// has begun.
     Opened { count: usize, start: Option<usize> },
     /// Inside a call whose text begins at `start`.
     Call { start: usize, body: Box<dyn CallBody> },
@@ -73,8 +76,9 @@ impl ToolParser {
         }
     }
 
-    /// Ends an answer that was cut, for example by its maximum length. Within a call the call is emitted as far as it
-    /// goes. Without its function nothing of it is emitted, unless the text may also be an answer without marks.
+    /// Ends an answer that was cut, for example by its maximum length. Within a call the call is
+    /// emitted as far as it goes. Without its function nothing of it is emitted, unless the text
+    /// may also be an answer without marks.
     pub fn finish_cut(&mut self, out: &mut Vec<ToolPiece>) {
         match &self.state {
             ParserState::Opened { .. } => {}
@@ -89,8 +93,8 @@ impl ToolParser {
         }
     }
 
-    /// Ends the answer: held text is content, except white space, a separator and the beginning of a closing mark
-    /// after a call.
+    /// Ends the answer: held text is content, except white space, a separator and the beginning of
+    /// a closing mark after a call.
     pub fn finish(&mut self, out: &mut Vec<ToolPiece>) {
         let ends_a_call = self.closed.is_some_and(|closed| match self.state {
             ParserState::Text | ParserState::Separated => true,
@@ -105,8 +109,8 @@ impl ToolParser {
         }
     }
 
-    /// Processes the last character of the held text. Returns whether the held text may belong to a call, or was
-    /// emitted.
+    /// Processes the last character of the held text. Returns whether the held text may belong to a
+    /// call, or was emitted.
     fn take(&mut self, char: char, out: &mut Vec<ToolPiece>) -> bool {
         let start = self.held.len() - char.len_utf8();
         match self.state {
@@ -185,8 +189,8 @@ impl ToolParser {
         may_close
     }
 
-    /// Checks whether the held text from `start` on is an opening mark after the first `count` ones, or the beginning
-    /// of one.
+    /// Checks whether the held text from `start` on is an opening mark after the first `count`
+    /// ones, or the beginning of one.
     fn takes_opening(&mut self, count: usize, start: usize) -> bool {
         let mark = &self.held[start..];
         let opening = &self.format.opening[count..];
@@ -205,8 +209,8 @@ impl ToolParser {
         is_beginning
     }
 
-    /// Returns the length of the end of the held text that may begin a call after content: white space, or the
-    /// beginning of a mark.
+    /// Returns the length of the end of the held text that may begin a call after content: white
+    /// space, or the beginning of a mark.
     fn reusable_bytes(&self) -> usize {
         let last = self.held.chars().next_back().map_or(0, char::len_utf8);
         if self.held.ends_with(char::is_whitespace) {

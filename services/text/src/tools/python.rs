@@ -185,7 +185,8 @@ impl PythonText<'_> {
     }
 }
 
-/// Reads the four digits of an escape, and those of a second escape if they are half a surrogate pair.
+/// Reads the four digits of an escape, and those of a second escape if they are half a surrogate
+/// pair.
 fn escaped_char(chars: &mut std::str::Chars<'_>) -> Option<char> {
     let unit = |chars: &mut std::str::Chars<'_>| {
         let digits: String = chars.take(4).collect();

@@ -1,4 +1,5 @@
-//! `<tool_call><function=f><parameter=a>1</parameter></function></tool_call>`, with a line for each mark and value.
+//! `<tool_call><function=f><parameter=a>1</parameter></function></tool_call>`, with a line for each
+//! mark and value.
 
 use super::{
     PLAIN, ParameterSyntax, ToolFormat, ToolSyntax,

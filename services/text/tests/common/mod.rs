@@ -34,8 +34,8 @@ pub(crate) fn byte_chars() -> Vec<char> {
     (0..256).map(code).map(|code| char::from_u32(code).unwrap()).collect()
 }
 
-/// Returns the metadata of a small byte-level model: ids 0 to 255 are the bytes, followed by a few merges
-/// and the special tokens. Its merges are `h e`, `l l`, `he ll`, `Ġ w`, `hell o`.
+/// Returns the metadata of a small byte-level model: ids 0 to 255 are the bytes, followed by a few
+/// merges and the special tokens. Its merges are `h e`, `l l`, `he ll`, `Ġ w`, `hell o`.
 pub(crate) fn tiny() -> Metadata {
     let mut tokens: Vec<String> = byte_chars().into_iter().map(String::from).collect();
     tokens.extend(["he", "ll", "hell", "Ġw", "hello"].map(str::to_owned));
@@ -117,7 +117,8 @@ pub(crate) const PIECES_TURN: u32 = FIRST_PIECE + PIECES.len() as u32;
 pub(crate) const PIECES_TOOL: u32 = PIECES_TURN + 1;
 pub(crate) const PIECES_UNUSED: u32 = PIECES_TURN + 2;
 
-/// Returns the metadata of a small SentencePiece model like Llama 2's: byte fallback, `▁` for spaces.
+/// Returns the metadata of a small SentencePiece model like Llama 2's: byte fallback, `▁` for
+/// spaces.
 pub(crate) fn tiny_pieces() -> Metadata {
     let mut tokens: Vec<String> = ["<unk>", "<s>", "</s>"].map(str::to_owned).to_vec();
     let mut types = vec![2, 3, 3];
@@ -255,8 +256,8 @@ pub(crate) fn folder(files: &[(&str, &str)]) -> tempfile::TempDir {
     folder
 }
 
-/// Returns a `tokenizer.json` like Llama 2's: `<unk>`, `<s>` and `</s>` first, spaces as `▁` with one in
-/// front, bytes for unknown characters, BOS before prompts.
+/// Returns a `tokenizer.json` like Llama 2's: `<unk>`, `<s>` and `</s>` first, spaces as `▁` with
+/// one in front, bytes for unknown characters, BOS before prompts.
 pub(crate) fn pieces_json(tokens: &[String], merges: serde_json::Value) -> serde_json::Value {
     let vocab: BTreeMap<&str, usize> = tokens.iter().map(String::as_str).zip(0..).collect();
     let special = |id: usize| {

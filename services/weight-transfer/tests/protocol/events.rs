@@ -5,8 +5,8 @@ use proptest::prelude::*;
 /// An event. Its indices choose among the existing items, modulo their number.
 #[derive(Clone, Debug)]
 pub(crate) enum Event {
-    /// `lower`: with a lower id than every earlier update, otherwise with a higher one. `seed`: the node from which the
-    /// others copy.
+    /// `lower`: with a lower id than every earlier update, otherwise with a higher one. `seed`: the
+    /// node from which the others copy.
     Begin {
         commits_at_once: bool,
         lower: bool,

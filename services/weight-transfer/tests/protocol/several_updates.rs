@@ -1,4 +1,5 @@
-//! Several updates at a time: of two operators, of nodes that catch up, and of coordinators that die.
+//! Several updates at a time: of two operators, of nodes that catch up, and of coordinators that
+//! die.
 
 use proptest::prelude::*;
 use weight_transfer::{ParticipantPhase, UpdateReport, UpdateState, WeightVersion};
@@ -32,8 +33,8 @@ proptest! {
         }
     }
 
-    /// The coordinators die at any message, and another update begins before the prepared nodes ask. No time passes until
-    /// then, so no update ends by its deadline.
+    /// The coordinators die at any message, and another update begins before the prepared nodes
+    /// ask. No time passes until then, so no update ends by its deadline.
     #[test]
     fn prepared_nodes_commit_as_a_reachable_peer_did_whatever_began_since(
         nodes in 2usize..5,
@@ -67,7 +68,8 @@ proptest! {
         }
     }
 
-    /// The coordinator dies after one node has committed. Another update begins before the prepared nodes ask.
+    /// The coordinator dies after one node has committed. Another update begins before the prepared
+    /// nodes ask.
     #[test]
     fn update_that_one_node_has_committed_commits_although_another_begins(
         nodes in 2usize..5,

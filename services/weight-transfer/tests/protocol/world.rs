@@ -1,4 +1,5 @@
-//! Several nodes and the coordinators of their updates, with messages in flight and the invariants of all nodes.
+//! Several nodes and the coordinators of their updates, with messages in flight and the invariants
+//! of all nodes.
 
 use std::{
     collections::{HashMap, HashSet},

@@ -48,8 +48,8 @@ pub(super) unsafe fn add_span(tile: &mut PairsTile, blocks: &SpanParts<'_>) {
         // SAFETY: the lengths were checked above.
         unsafe {
             if keys.is_empty() {
-                // The scores of these tokens are masked, so their values are not read, or get weight 0. They
-                // must be finite, because 0 times NaN is NaN.
+                // The scores of these tokens are masked, so their values are not read, or get
+                // weight 0. They must be finite, because 0 times NaN is NaN.
                 tile.values[block * head / 2..][..head / 2].fill(0);
             } else {
                 turn_keys(tile, block, keys);
@@ -208,8 +208,8 @@ fn mask<const Q: usize>(scores: &mut [[__m512; SCORES]; Q], seen: &[u64; Q]) {
     }
 }
 
-/// Turns scores into weights, updates maxima and sums, and rescales the accumulators. Each stage runs over
-/// all queries, because query by query would be one long dependency chain each.
+/// Turns scores into weights, updates maxima and sums, and rescales the accumulators. Each stage
+/// runs over all queries, because query by query would be one long dependency chain each.
 ///
 /// # Safety
 /// As [`strip`].
@@ -275,7 +275,8 @@ unsafe fn scale_all(start: *mut f32, length: usize, by: __m512) {
     }
 }
 
-/// Adds the weighted values of the first `pairs` pairs of tokens: `V` vectors from dimension `start` on.
+/// Adds the weighted values of the first `pairs` pairs of tokens: `V` vectors from dimension
+/// `start` on.
 ///
 /// # Safety
 /// As [`strip`]; the dimensions exist.
@@ -411,16 +412,16 @@ fn segment_sum(tile: &PairsTile, query: usize) -> f32 {
     sum_lanes(unsafe { _mm512_loadu_ps(lanes.as_ptr()) })
 }
 
-/// Returns 2 to the power of `x` with an error of at most 3e-6, a thousandth of the error of rounding a
-/// weight to bf16. Exactly 1 for 0, and 0 far below, minus infinity included.
+/// Returns 2 to the power of `x` with an error of at most 3e-6, a thousandth of the error of
+/// rounding a weight to bf16. Exactly 1 for 0, and 0 far below, minus infinity included.
 #[inline]
 #[target_feature(enable = "avx512f")]
 fn exp2(x: __m512) -> __m512 {
-    /// Coefficients of (2^f - 1) / f for |f| ≤ ½, highest power first, with the least maximum relative
-    /// error.
+    /// Coefficients of (2^f - 1) / f for |f| ≤ ½, highest power first, with the least maximum
+    /// relative error.
     const COEFFICIENTS: [f32; 4] = [9.582_853e-3, 5.590_642_6e-2, 0.240_240_99, 0.693_124_2];
-    // Clamps values far below the smallest float, where later steps would turn infinity into NaN. NaN
-    // stays, because it is the second operand.
+    // Clamps values far below the smallest float, where later steps would turn infinity into NaN.
+    // NaN stays, because it is the second operand.
     let x = _mm512_max_ps(_mm512_set1_ps(-200.0), x);
     let power = _mm512_roundscale_ps::<0x08>(x);
     let rest = _mm512_sub_ps(x, power);

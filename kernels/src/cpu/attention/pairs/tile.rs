@@ -11,20 +11,21 @@ pub(super) const SPAN_BLOCKS: usize = 4;
 pub(super) const SPAN: usize = SPAN_BLOCKS * BLOCK_TOKENS;
 /// KV blocks of one segment: four spans.
 pub(super) const SEGMENT_BLOCKS: usize = 4 * SPAN_BLOCKS;
-/// Queries of one strip, whose scores are computed together: 6 queries with 4 vectors of scores each take 24 of the 32
-/// vector registers.
+/// Queries of one strip, whose scores are computed together: 6 queries with 4 vectors of scores
+/// each take 24 of the 32 vector registers.
 pub(super) const STRIP: usize = 6;
 /// Initial maximum of the scores. Finite, because -∞ minus -∞ would be NaN.
 pub(super) const NO_SCORE: f32 = -1e30;
 
-/// Returns the number of f32 of one query's partial result: the maximum and the sum of weights, padded to one vector,
-/// and then the weighted sum of values.
+/// Returns the number of f32 of one query's partial result: the maximum and the sum of weights,
+/// padded to one vector, and then the weighted sum of values.
 pub(super) fn sums_len(dim: usize) -> usize {
     LANES + dim
 }
 
-/// State of one tile: the queries of consecutive rows of a sequence that share a KV head (GQA). The next tile reuses
-/// the memory. Queries are numbered row by row, and within a row head by head, so their positions do not decrease.
+/// State of one tile: the queries of consecutive rows of a sequence that share a KV head (GQA). The
+/// next tile reuses the memory. Queries are numbered row by row, and within a row head by head, so
+/// their positions do not decrease.
 pub(super) struct PairsTile {
     /// Dimension of a head.
     pub dim: usize,
@@ -33,14 +34,16 @@ pub(super) struct PairsTile {
     head_count: usize,
     /// Factor from dot products to exponents of 2: the softmax scale divided by ln 2.
     pub log2_scale: f32,
-    /// `[strip][dim / 2][STRIP]`: pairs of a query's elements in bf16, the even element in the lower half of the word.
+    /// `[strip][dim / 2][STRIP]`: pairs of a query's elements in bf16, the even element in the
+    /// lower half of the word.
     pub queries: Aligned<u32>,
     /// Keys of the current span, transposed: `[dim / 2][SPAN]` pairs of a key's elements.
     pub keys: Aligned<u32>,
-    /// Values of the current span: `[SPAN / 2][dim]` pairs of the elements of two successive tokens.
-    pub values: Aligned<u32>,
-    /// Softmax weights of the current strip and span: `[STRIP][SPAN / 2]` pairs of the weights of two successive
+    /// Values of the current span: `[SPAN / 2][dim]` pairs of the elements of two successive
     /// tokens.
+    pub values: Aligned<u32>,
+    /// Softmax weights of the current strip and span: `[STRIP][SPAN / 2]` pairs of the weights of
+    /// two successive tokens.
     pub weights: Aligned<u32>,
     /// Tokens of the current span that each query sees: bit i is token i of the span.
     pub visible: Vec<u64>,
@@ -48,7 +51,8 @@ pub(super) struct PairsTile {
     pub visible_end: usize,
     /// Running maximum of the scores in the current segment, per query.
     pub maxima: Vec<f32>,
-    /// Running sums of the weights in the current segment, `[query][LANES]`: each lane sums the tokens of its lane.
+    /// Running sums of the weights in the current segment, `[query][LANES]`: each lane sums the
+    /// tokens of its lane.
     pub sums: Aligned<f32>,
     /// Running weighted sums of the values in the current segment: `[query][dim]`.
     pub weighted: Aligned<f32>,
@@ -78,7 +82,8 @@ impl Default for PairsTile {
 }
 
 impl PairsTile {
-    /// Starts a tile of `row_count` rows with `head_count` queries each. Grows the memory if needed.
+    /// Starts a tile of `row_count` rows with `head_count` queries each. Grows the memory if
+    /// needed.
     pub(super) fn begin(&mut self, row_count: usize, head_count: usize, dim: usize, scale: f32) {
         let query_count = row_count * head_count;
         let capacity = query_count.next_multiple_of(STRIP);
@@ -119,8 +124,9 @@ impl PairsTile {
         self.weighted[..self.query_count * self.dim].fill(0.0);
     }
 
-    /// Sets which tokens of the span each query sees. The span begins with token `first` of the sequence. The tile's
-    /// first row is token `position`. A row sees the last `window` tokens up to and including itself.
+    /// Sets which tokens of the span each query sees. The span begins with token `first` of the
+    /// sequence. The tile's first row is token `position`. A row sees the last `window` tokens up
+    /// to and including itself.
     pub(super) fn set_visible(&mut self, first: usize, position: usize, window: usize) {
         let in_span = |token: usize| token.saturating_sub(first).min(SPAN);
         // The bits of the span's tokens before `token`. `u128`, because all 64 bits may be set.

@@ -1,5 +1,5 @@
-//! 8-bit tiles for AVX2. The even and the odd bytes of each group of four are multiplied as 16-bit numbers,
-//! which cannot overflow.
+//! 8-bit tiles for AVX2. The even and the odd bytes of each group of four are multiplied as 16-bit
+//! numbers, which cannot overflow.
 
 use std::arch::x86_64::{
     __m256, _mm_loadu_si128, _mm256_add_epi32, _mm256_and_si256, _mm256_cvtepi32_ps,
@@ -14,8 +14,8 @@ use super::{
 };
 use crate::cpu::matmul::pack::PANEL;
 
-/// Maximum rows of a block: two rows of half a panel are 8 vectors of accumulators; the operands take the
-/// other registers.
+/// Maximum rows of a block: two rows of half a panel are 8 vectors of accumulators; the operands
+/// take the other registers.
 pub(in crate::cpu::matmul) const BLOCK_ROWS_MAX: usize = 2;
 /// Lanes of a vector, and vectors of a panel.
 const LANES: usize = 8;
@@ -48,7 +48,8 @@ pub(in crate::cpu::matmul) unsafe fn tile(
 /// Computes a tile of `M` rows.
 ///
 /// # Safety
-/// `tile.x` is `[blocks][INPUT_WORDS][M]`, its panel is `[blocks][PANEL_BLOCK_WORDS]`, and as [`tile`].
+/// `tile.x` is `[blocks][INPUT_WORDS][M]`, its panel is `[blocks][PANEL_BLOCK_WORDS]`, and as
+/// [`tile`].
 #[target_feature(enable = "avx2,fma,f16c")]
 unsafe fn sized<const M: usize>(tile: &MatmulTile<'_>, target: &TileOutput, blocks: usize) {
     let mut sums = [[_mm256_setzero_ps(); VECTORS]; M];

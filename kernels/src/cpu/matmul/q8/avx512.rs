@@ -1,4 +1,5 @@
-//! 8-bit tiles for AVX-512 with VNNI: `vpdpbusd` multiplies four bytes with four bytes and accumulates.
+//! 8-bit tiles for AVX-512 with VNNI: `vpdpbusd` multiplies four bytes with four bytes and
+//! accumulates.
 
 use std::arch::x86_64::{
     __m512i, _mm256_loadu_si256, _mm512_cvtepi32_ps, _mm512_cvtph_ps, _mm512_dpbusd_epi32,
@@ -15,7 +16,8 @@ use super::{
 };
 use crate::cpu::{arithmetic::LANES, matmul::pack::PANEL};
 
-/// Maximum rows of a block: 6 rows of one panel take 12 vectors of i32 sums and 12 of f32 accumulators.
+/// Maximum rows of a block: 6 rows of one panel take 12 vectors of i32 sums and 12 of f32
+/// accumulators.
 pub(in crate::cpu::matmul) const BLOCK_ROWS_MAX: usize = 6;
 /// Prefetch distance of weights in bytes, for the few rows at which GEMMs are memory-bound.
 const PREFETCH_BYTES: usize = 2176;

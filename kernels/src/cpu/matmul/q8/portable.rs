@@ -8,8 +8,8 @@ use super::{
 };
 use crate::cpu::{arithmetic::multiply_add, isa::BASELINE_FUSES, matmul::pack::PANEL};
 
-/// Multiplies one row block with one panel. Adds the products of one block of 32 inputs as integers, and then the
-/// scaled sum to the row's result.
+/// Multiplies one row block with one panel. Adds the products of one block of 32 inputs as
+/// integers, and then the scaled sum to the row's result.
 ///
 /// # Safety
 /// `target` may be written in the tile's rows and columns.

@@ -7,8 +7,8 @@ use kernels::{
     cpu::{CpuBackend, CpuBuffer},
 };
 
-/// Benchmark that reads as many bytes as the weights have, with all threads, as decoding does. So CPU caches help the
-/// benchmark as much as decoding.
+/// Benchmark that reads as many bytes as the weights have, with all threads, as decoding does. So
+/// CPU caches help the benchmark as much as decoding.
 pub(super) struct ReadStream {
     /// Huge pages, as for weights.
     memory: CpuBuffer,
@@ -19,7 +19,8 @@ pub(super) struct ReadStream {
 impl ReadStream {
     pub(super) fn new(backend: &CpuBackend, bytes: u64, threads: usize) -> Self {
         let mut memory = backend.buffer(1, (bytes as usize / size_of::<f32>()).max(1));
-        // All values differ, because a host may merge equal pages, which then read five times as fast.
+        // All values differ, because a host may merge equal pages, which then read five times as
+        // fast.
         for (place, index) in memory.rows_mut(1).iter_mut().zip(0_u32..) {
             *place = f32::from_bits(index.wrapping_mul(0x9e37_79b9) >> 2);
         }

@@ -58,7 +58,8 @@ pub(super) struct EngineMeasurement {
     pub(super) tokens_per_s_all: Vec<f64>,
     /// Decode at batch 1 only: fraction of the read bandwidth.
     pub(super) share_of_weight_read: Option<f64>,
-    /// Prefill only: medians of the time to the first token of the first sequence and of the last one.
+    /// Prefill only: medians of the time to the first token of the first sequence and of the last
+    /// one.
     pub(super) ttft_ms: Option<[f64; 2]>,
     pub(super) decode: Option<DecodeStats>,
 }

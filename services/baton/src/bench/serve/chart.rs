@@ -41,8 +41,8 @@ struct ChartLine<'a> {
     width: u32,
 }
 
-/// Draws one panel each for time to first token, inter-token latency and request duration. Loads without
-/// a completed request are left out.
+/// Draws one panel each for time to first token, inter-token latency and request duration. Loads
+/// without a completed request are left out.
 pub(super) fn write(report: &ServeReport, mut file: File) -> Result<()> {
     let svg = draw(report).map_err(|error| anyhow!("the chart cannot be drawn: {error}"))?;
     file.write_all(svg.as_bytes()).context("cannot write the chart")
@@ -92,7 +92,8 @@ fn draw(report: &ServeReport) -> Result<String, Box<dyn std::error::Error>> {
     Ok(svg)
 }
 
-/// Returns the lines of each panel: three percentiles of one server, or median and tail of each of several.
+/// Returns the lines of each panel: three percentiles of one server, or median and tail of each of
+/// several.
 fn lines(report: &ServeReport) -> Vec<ChartLine<'_>> {
     let percentiles: [(&str, PercentileOf); 3] =
         [("p50", |of| of.p50), ("p99", |of| of.p99), ("p90", |of| of.p90)];

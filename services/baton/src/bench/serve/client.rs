@@ -60,9 +60,9 @@ impl Server {
         })
     }
 
-    /// Requests a greedy answer of `output_tokens` tokens, ignoring EOS. An answer by a schema may be shorter. With
-    /// `returns_ids` the answer has token ids. The server then also returns the prompt's ids, before the first token,
-    /// which takes a while for a long prompt.
+    /// Requests a greedy answer of `output_tokens` tokens, ignoring EOS. An answer by a schema may
+    /// be shorter. With `returns_ids` the answer has token ids. The server then also returns the
+    /// prompt's ids, before the first token, which takes a while for a long prompt.
     pub(super) async fn ask(
         &self,
         prompt: &[u32],
@@ -132,8 +132,8 @@ impl AnswerStream {
         } else if is_chunk && let Some(counted) = usage["completion_tokens"].as_u64() {
             self.token_times.resize((counted as usize).min(self.tokens_max), now);
         } else if is_chunk && self.token_ids.is_none() {
-            // A token whose text is held back has an empty chunk, and the chunk with the finish reason may have no
-            // token: the usage at the end has the exact number.
+            // A token whose text is held back has an empty chunk, and the chunk with the finish
+            // reason may have no token: the usage at the end has the exact number.
             self.token_times.push(now);
         }
         Ok(())

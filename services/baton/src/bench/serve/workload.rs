@@ -1,7 +1,7 @@
 //! Workload: conversations, each a list of turns, drawn from one seed.
 //!
-//! The prompt of a turn is the conversation so far and new tokens. Prompts are random token ids: their
-//! lengths are exact, and prefix caches have hits only within a conversation.
+//! The prompt of a turn is the conversation so far and new tokens. Prompts are random token ids:
+//! their lengths are exact, and prefix caches have hits only within a conversation.
 
 use crate::bench::stats::WorkloadRng;
 
@@ -60,7 +60,8 @@ impl WorkloadShape {
         (room / f64::from(outputs + AGENT_INSTRUCTIONS)).clamp(0.0, 1.0)
     }
 
-    /// Draws `count` conversations. `rate` is the mean of arrivals per second; without it, a closed loop.
+    /// Draws `count` conversations. `rate` is the mean of arrivals per second; without it, a closed
+    /// loop.
     pub(super) fn draw(
         &self,
         rng: &mut WorkloadRng,

@@ -94,7 +94,8 @@ impl<T: RowTokens> Batch<T> {
         }
     }
 
-    /// Checks the sums of a plan. Returns the maximum number of draft tokens that the plan leaves to the executor.
+    /// Checks the sums of a plan. Returns the maximum number of draft tokens that the plan leaves
+    /// to the executor.
     fn unknown_drafts_max(&self, plan: &StepPlan) -> Result<usize, String> {
         let tokens: usize = plan.rows.iter().map(|row| row.token_count as usize).sum();
         let drafts_max = plan.drafts_max as usize;

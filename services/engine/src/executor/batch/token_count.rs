@@ -3,7 +3,8 @@
 use super::{Batch, RowTokens, ScheduledRow};
 use crate::plan::Slot;
 
-/// Number of tokens on the device after the steps launched so far, if every draft token is accepted.
+/// Number of tokens on the device after the steps launched so far, if every draft token is
+/// accepted.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct TokenCount {
     most: usize,
@@ -32,7 +33,8 @@ impl RowTokens for TokenCount {
 }
 
 impl Batch<TokenCount> {
-    /// Records that the device samples a token for a row of the current step and appends it to the device's tokens.
+    /// Records that the device samples a token for a row of the current step and appends it to the
+    /// device's tokens.
     pub(crate) fn will_sample(&mut self, scheduled: &ScheduledRow) {
         self.row_mut(scheduled.slot).tokens.most += 1;
     }

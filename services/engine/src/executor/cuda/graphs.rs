@@ -1,11 +1,12 @@
 //! CUDA graphs of decode steps, captured before serving and replayed.
 //!
-//! A graph has a fixed number of rows. A graph that verifies draft tokens has a fixed number of tokens per row,
-//! too. A decode step is padded to the next larger graph. Padding rows write to a KV block that no sequence
-//! uses. The inputs of a step are on the device, so a replay needs only the step's plan.
+//! A graph has a fixed number of rows. A graph that verifies draft tokens has a fixed number of
+//! tokens per row, too. A decode step is padded to the next larger graph. Padding rows write to a
+//! KV block that no sequence uses. The inputs of a step are on the device, so a replay needs only
+//! the step's plan.
 //!
-//! Steps with prefill rows are launched kernel by kernel: their shapes vary, and their kernels run longer
-//! than a launch takes.
+//! Steps with prefill rows are launched kernel by kernel: their shapes vary, and their kernels run
+//! longer than a launch takes.
 
 use std::time::Instant;
 
@@ -22,16 +23,17 @@ use model::Transformer;
 use super::super::ExecutorLimits;
 use crate::plan::{Dispatch, StepPlan};
 
-/// Maximum rows of a captured step. Larger decode steps are launched kernel by kernel: launches are a small
-/// part of their time.
+/// Maximum rows of a captured step. Larger decode steps are launched kernel by kernel: launches are
+/// a small part of their time.
 const ROWS_MAX: u32 = 512;
 
 #[derive(Debug)]
 pub(super) struct Graphs {
-    /// Numbers of rows that decode steps are padded to, ascending, each with its graph if one was captured.
-    sizes: Vec<(u32, Option<Graph>)>,
-    /// Numbers of rows and tokens per row of steps with draft tokens, ascending, each with its graph if one was
+    /// Numbers of rows that decode steps are padded to, ascending, each with its graph if one was
     /// captured.
+    sizes: Vec<(u32, Option<Graph>)>,
+    /// Numbers of rows and tokens per row of steps with draft tokens, ascending, each with its
+    /// graph if one was captured.
     verifying: Vec<((u32, u32), Option<Graph>)>,
     /// Whether the configuration enables CUDA graphs.
     is_on: bool,
@@ -83,8 +85,9 @@ impl CaptureTarget<'_> {
 }
 
 impl Graphs {
-    /// Runs a forward pass of every kind, so that no kernel is loaded or selected while serving, and captures
-    /// CUDA graphs of decode steps if enabled and supported. Serving overwrites the KV written here.
+    /// Runs a forward pass of every kind, so that no kernel is loaded or selected while serving,
+    /// and captures CUDA graphs of decode steps if enabled and supported. Serving overwrites the KV
+    /// written here.
     pub(super) fn capture(
         mut parts: CaptureTarget<'_>,
         limits: &ExecutorLimits,
@@ -125,8 +128,8 @@ impl Graphs {
         Ok(Self { sizes, verifying, is_on, limits: *limits })
     }
 
-    /// Returns the tokens per row of a step that verifies draft tokens. Returns 0 for a step that has no draft
-    /// tokens, has prefill rows, or has too many rows.
+    /// Returns the tokens per row of a step that verifies draft tokens. Returns 0 for a step that
+    /// has no draft tokens, has prefill rows, or has too many rows.
     pub(super) fn verified(&self, plan: &StepPlan) -> u32 {
         let wanted = plan.rows.iter().map(|row| row.drafts_max).max().unwrap_or(0);
         if plan.drafts_max == 0 || wanted == 0 || !is_decode(plan) {
@@ -135,8 +138,8 @@ impl Graphs {
         self.limits.verified_tokens(plan.rows.len() as u32, wanted)
     }
 
-    /// Returns whether a step without draft tokens replays a graph. A graph reads the lengths of the rows from
-    /// the device.
+    /// Returns whether a step without draft tokens replays a graph. A graph reads the lengths of
+    /// the rows from the device.
     pub(super) fn replays(&self, plan: &StepPlan) -> bool {
         let fits = |(rows, graph): &(u32, Option<Graph>)| {
             *rows >= plan.rows.len() as u32 && graph.is_some()
@@ -144,7 +147,8 @@ impl Graphs {
         is_decode(plan) && self.sizes.iter().any(fits)
     }
 
-    /// Returns the number of rows that a step is padded to (0: no padding) and how to launch the step.
+    /// Returns the number of rows that a step is padded to (0: no padding) and how to launch the
+    /// step.
     pub(super) fn dispatch(&self, sequences: &[StepRows], verified: u32) -> (u32, Dispatch) {
         if verified > 0 && !sequences.is_empty() {
             let fits = |size: &&((u32, u32), Option<Graph>)| {

@@ -1,7 +1,7 @@
 //! Connects the ranks of a node on their GPUs at the start.
 //!
-//! The ranks exchange handles through shared host memory. Afterwards their collectives write directly into
-//! the memory of each other's GPUs.
+//! The ranks exchange handles through shared host memory. Afterwards their collectives write
+//! directly into the memory of each other's GPUs.
 
 use std::{mem::ManuallyDrop, time::Duration};
 
@@ -14,14 +14,14 @@ use kernels::{
 
 use super::CudaExecutorError;
 
-/// Bytes of one all-reduce; longer messages are split. A decode step's message is far shorter, and larger
-/// parts are not faster.
+/// Bytes of one all-reduce; longer messages are split. A decode step's message is far shorter, and
+/// larger parts are not faster.
 const MESSAGE_BYTES: usize = 16 << 20;
-/// Deadline of an all-reduce. The node detects a dead rank earlier; a rank that loads its kernels for the
-/// first time may take seconds.
+/// Deadline of an all-reduce. The node detects a dead rank earlier; a rank that loads its kernels
+/// for the first time may take seconds.
 const ALL_REDUCE_TIMEOUT: Duration = Duration::from_secs(30);
-/// Deadline of the exchange at start, which covers loading weights of any size. The node detects a failed
-/// rank earlier.
+/// Deadline of the exchange at start, which covers loading weights of any size. The node detects a
+/// failed rank earlier.
 const LOAD_TIMEOUT: Duration = Duration::from_secs(1800);
 
 /// One GPU rank of a node.
@@ -45,8 +45,8 @@ impl CudaRank {
         CpuGroup::region_bytes(ranks)
     }
 
-    /// Creates this rank's executor with `make`. After an error the rank stays in the exchange; otherwise the other
-    /// ranks would report that this rank left instead of the error.
+    /// Creates this rank's executor with `make`. After an error the rank stays in the exchange;
+    /// otherwise the other ranks would report that this rank left instead of the error.
     pub fn start<T, E>(self, make: impl FnOnce(&mut Self) -> Result<T, E>) -> Result<T, E> {
         let mut rank = ManuallyDrop::new(self);
         let made = make(&mut rank)?;

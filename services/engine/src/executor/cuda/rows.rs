@@ -1,5 +1,5 @@
-//! Host mirror of the running batch, and the translation of plans for the device. Tokens are on the device;
-//! the host knows only how many the device has sampled.
+//! Host mirror of the running batch, and the translation of plans for the device. Tokens are on the
+//! device; the host knows only how many the device has sampled.
 
 use std::sync::Arc;
 
@@ -32,7 +32,8 @@ pub(super) struct DeviceStep {
     pub wants_logprobs: Vec<bool>,
     /// Indices of admitted rows that go to the device.
     pub admitted: Vec<usize>,
-    /// Slots whose draft tokens are in the plan, in its order, and the length of each slot before them.
+    /// Slots whose draft tokens are in the plan, in its order, and the length of each slot before
+    /// them.
     pub drafts: Vec<(Slot, u32)>,
     /// Indices of extensions, and the length of the block table before each.
     pub extended: Vec<(usize, u32)>,
@@ -51,8 +52,9 @@ impl DeviceRows {
         Self { batch: Batch::new(limits) }
     }
 
-    /// Applies the diff and advances the rows of the step. With `verified` above 0, the device computes this
-    /// many tokens of every row: its last token, draft tokens and padding. After an error the rows are unusable.
+    /// Applies the diff and advances the rows of the step. With `verified` above 0, the device
+    /// computes this many tokens of every row: its last token, draft tokens and padding. After an
+    /// error the rows are unusable.
     pub(super) fn apply(
         &mut self,
         plan: &StepPlan,
@@ -134,8 +136,9 @@ impl DeviceRows {
         })
     }
 
-    /// Supplies the token bitmasks of the step applied last, which has `row_samples` samples for each row that
-    /// samples. Returns the bitmask of each constrained sample with the index of the sample.
+    /// Supplies the token bitmasks of the step applied last, which has `row_samples` samples for
+    /// each row that samples. Returns the bitmask of each constrained sample with the index of the
+    /// sample.
     pub(super) fn supply(
         &mut self,
         scheduled: &mut [ScheduledRow],
@@ -299,8 +302,8 @@ mod tests {
         assert_eq!((second.wants_logprobs.len(), second.scheduled[0].draft_count), (5, 4));
         assert_eq!(used(&rows, &second), [(0, vec![3, 1, 5], 1)]);
         assert!(rows.has_unknown());
-        // The third step is launched before the second is collected. It may begin 4 tokens earlier, in the
-        // previous block.
+        // The third step is launched before the second is collected. It may begin 4 tokens earlier,
+        // in the previous block.
         let third = rows.apply(&drafting(2), 3).unwrap();
         assert_eq!(third.sequences, [part(35, 3)]);
         assert_eq!(used(&rows, &third), [(0, vec![3, 1, 5], 1)]);

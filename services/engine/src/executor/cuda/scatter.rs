@@ -1,7 +1,8 @@
 //! Destinations of a trainer's tensors in the packed weights, and the copies from a chunk to them.
 //!
-//! A matrix is a range of the packed weights in their element type. Vectors are packed in f32, so their bytes go to host
-//! memory, which converts them. A rank has only its part of the rows or columns.
+//! A matrix is a range of the packed weights in their element type. Vectors are packed in f32, so
+//! their bytes go to host memory, which converts them. A rank has only its part of the rows or
+//! columns.
 
 use std::{collections::HashMap, ops::Range};
 
@@ -60,8 +61,8 @@ struct Vector {
 }
 
 impl Scatter {
-    /// Checks the tensors of a trainer and assigns their destinations. `place` returns the offset of the next bytes of
-    /// packed weights.
+    /// Checks the tensors of a trainer and assigns their destinations. `place` returns the offset
+    /// of the next bytes of packed weights.
     pub(super) fn new<E: From<DeclaredError>>(
         config: &ModelConfig,
         shard: Shard,
@@ -133,9 +134,9 @@ impl Scatter {
         work
     }
 
-    /// Checks that all elements are finite, calls `upload` with each packed vector and its offset, and returns the
-    /// digest of every tensor or of this rank's part of it. The digests of the parts add up to the digest of the
-    /// tensor.
+    /// Checks that all elements are finite, calls `upload` with each packed vector and its offset,
+    /// and returns the digest of every tensor or of this rank's part of it. The digests of the
+    /// parts add up to the digest of the tensor.
     pub(super) fn finish<E: From<DeclaredError>>(
         &self,
         copied: &CopiedWeights,

@@ -54,8 +54,8 @@ impl CudaShadow {
         Arc::new(Self { packer, config: config.clone(), is_in_place, is_prepared })
     }
 
-    /// Enqueues a copy of the prepared weights over the weights in use, unless they are in place already. Does nothing
-    /// and returns false without prepared weights.
+    /// Enqueues a copy of the prepared weights over the weights in use, unless they are in place
+    /// already. Does nothing and returns false without prepared weights.
     pub(super) fn commit(&self, backend: &CudaBackend) -> Result<bool, CudaError> {
         let is_prepared = self.is_prepared.swap(false, Ordering::AcqRel);
         if is_prepared && !self.is_in_place {

@@ -80,8 +80,8 @@ pub(in crate::data) fn receive_chunks(
     messages.set_poll_timeout(POLL)?;
     Message::Ready { verify: shared.transport.verify }.write(stream)?;
     shared.metrics.set_path(peer, TransferKind::Nccl);
-    // Two more chunks are in flight besides those in the queue: the chunk whose completion is polled, and the
-    // chunk that waits to enter the queue.
+    // Two more chunks are in flight besides those in the queue: the chunk whose completion is
+    // polled, and the chunk that waits to enter the queue.
     let queued_max = IN_FLIGHT_MAX - 2;
     let (ended, mut answers) = (AtomicBool::new(false), stream.try_clone()?);
     let launch = || launch_receive(incoming, &*channel, &mut messages, &mut answers);

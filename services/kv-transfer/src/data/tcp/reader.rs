@@ -29,8 +29,8 @@ const PIECE_BYTES: usize = 256 << 10;
 /// Time-out of one read on an idle connection.
 const IDLE_POLL: Duration = Duration::from_secs(1);
 
-/// Receives frames until the peer closes the connection between two frames, or an error occurs. Sets `has_frames` once
-/// a header has arrived.
+/// Receives frames until the peer closes the connection between two frames, or an error occurs.
+/// Sets `has_frames` once a header has arrived.
 pub(in crate::data) fn read_frames(
     incoming: &Incoming<'_>,
     stream: &mut (impl Read + SetTimeout),
@@ -53,7 +53,8 @@ pub(in crate::data) fn read_frames(
             drain(inbox, stream, header.payload_bytes)?;
             continue;
         };
-        // `read_payload` drops the guards of the blocks, so that the report may give them another owner.
+        // `read_payload` drops the guards of the blocks, so that the report may give them another
+        // owner.
         let read = read_payload(incoming, stream, &header, blocks);
         let written = match &read {
             Ok(Payload::Whole(moved)) => Ok(*moved),

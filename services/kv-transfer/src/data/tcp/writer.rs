@@ -22,13 +22,13 @@ use super::{
 };
 use crate::{api::TransferId, transport::ChunkId};
 
-/// Slices hashed and written at a time, and the size of each: 256 KiB still are in the L2 cache when
-/// the kernel copies them.
+/// Slices hashed and written at a time, and the size of each: 256 KiB still are in the L2 cache
+/// when the kernel copies them.
 const PIECE_SLICES: usize = 16;
 const SLICE_BYTES: usize = 16 << 10;
 
-/// Writes frames until the outbox is closed, the group of connections has ended, or `is_lost` says that this connection
-/// has. `number` is that of the connection in its group.
+/// Writes frames until the outbox is closed, the group of connections has ended, or `is_lost` says
+/// that this connection has. `number` is that of the connection in its group.
 pub(super) fn write_frames(
     outgoing: &Outgoing<'_>,
     number: usize,

@@ -147,8 +147,8 @@ impl Core {
         }
     }
 
-    /// Returns whether another pair without transfers is allowed. Such a pair evicts no pair. Half of the table
-    /// is reserved for requests, because their pairs would evict such a pair again.
+    /// Returns whether another pair without transfers is allowed. Such a pair evicts no pair. Half
+    /// of the table is reserved for requests, because their pairs would evict such a pair again.
     fn can_preconnect(&self) -> bool {
         let uses_gpu_memory = |pair: &&Pair| pair.transport() != TCP;
         self.pairs.values().filter(uses_gpu_memory).count() < PRECONNECTED_PAIRS_MAX

@@ -230,8 +230,8 @@ fn failed_transfer_fails_its_attempt_with_the_reason() {
     }
 }
 
-/// The scheduler answers only the first abort with `AbortTransfer`, so the end of a rejected transfer
-/// is reported whether or not the scheduler aborted the transfer before.
+/// The scheduler answers only the first abort with `AbortTransfer`, so the end of a rejected
+/// transfer is reported whether or not the scheduler aborted the transfer before.
 #[test]
 fn full_transfer_queue_aborts_the_sequence_and_ends_its_transfer() {
     for is_aborted_before in [false, true] {

@@ -2,14 +2,15 @@
 
 use super::*;
 
-/// A decode row is recomputed under the new weights. A `Receive` fails at once, before the transfers learn of the
-/// change.
+/// A decode row is recomputed under the new weights. A `Receive` fails at once, before the
+/// transfers learn of the change.
 #[test]
 fn weights_change_at_a_step_boundary_and_no_kv_survives() {
     let mut node = Node::new();
     node.core.handle_observe(ObserverId(1), node.now);
     node.call(1, SequenceKind::Compute);
-    // Before the first step: a prefix hit on the other sequence would leave less than a block to receive.
+    // Before the first step: a prefix hit on the other sequence would leave less than a block to
+    // receive.
     node.call(2, SequenceKind::Receive);
     let mut begun = node.outputs();
     for _ in 0..2 {
@@ -78,7 +79,8 @@ fn weights_change_at_a_step_boundary_and_no_kv_survives() {
     node.core.scheduler().check();
 }
 
-/// Limits are checked before the call reaches the engine thread, and the weights may change in between.
+/// Limits are checked before the call reaches the engine thread, and the weights may change in
+/// between.
 #[test]
 fn call_for_other_weights_is_rejected() {
     let mut node = Node::new();

@@ -55,14 +55,15 @@ impl RemoteBlocks for DeviceBlocks {
 
 #[derive(Clone)]
 struct FakeCopies {
-    /// Receives a permit for each slice that can be pinned. Without a sender nothing more can be pinned.
+    /// Receives a permit for each slice that can be pinned. Without a sender nothing more can be
+    /// pinned.
     pins: Receiver<()>,
     /// `None`: copies end at once.
     gate: Option<Gate>,
 }
 
-/// Reports each call that starts the copies of a batch, and receives a permit for its return and one for the end of the
-/// copies.
+/// Reports each call that starts the copies of a batch, and receives a permit for its return and
+/// one for the end of the copies.
 #[derive(Clone)]
 struct Gate {
     begun: Sender<()>,
@@ -318,7 +319,8 @@ fn cancelled_saves_wait_for_the_oldest_batch_of_copies_only() {
     let (may_return, returns) = bounded(1);
     let node = Node::start(device_with(pins, Some(Gate { begun, returns, ends })), LIMITS);
     assert_eq!(node.event(), TierEvent::Grown { tier: Tier::Host, slots: BLOCKS });
-    // Each save is queued before the thread looks for more work, so that every batch in flight has one save.
+    // Each save is queued before the thread looks for more work, so that every batch in flight has
+    // one save.
     let mut copying = vec![node.start_save(0, 0)];
     for block in 1..BATCHES as u32 {
         begins.recv_timeout(WITHIN).unwrap();

@@ -1,4 +1,5 @@
-//! The work that the actor starts. Each piece of work ends with an [`ActorTaskOutcome`], which the actor handles.
+//! The work that the actor starts. Each piece of work ends with an [`ActorTaskOutcome`], which the
+//! actor handles.
 
 use std::{
     path::Path,
@@ -180,7 +181,8 @@ impl Actor {
         });
     }
 
-    /// Ends an update in place without a commit: tells the engine thread, and restores the weights if they are lost.
+    /// Ends an update in place without a commit: tells the engine thread, and restores the weights
+    /// if they are lost.
     pub(super) fn lose_if_released(&mut self, id: UpdateId) {
         if released(&self.released).take_if(|released| *released == id).is_some() {
             let inbox = self.settings.inbox.clone();
@@ -190,8 +192,9 @@ impl Actor {
         }
     }
 
-    /// Restores the weights from before an aborted update in place, unless another update brings weights or a
-    /// restoration runs. Repeats a failed restoration until another update begins or the node stops.
+    /// Restores the weights from before an aborted update in place, unless another update brings
+    /// weights or a restoration runs. Repeats a failed restoration until another update begins or
+    /// the node stops.
     pub(super) fn restore(&mut self) {
         if self.running.is_some() || self.restoring.is_some() {
             return;
@@ -219,7 +222,8 @@ impl Actor {
         self.work.spawn(async move {
             let mut retry_after = RESTORE_RETRY_MIN;
             let version = loop {
-                // Set once the restored weights are in use, even if an update cancels the restoration at that moment.
+                // Set once the restored weights are in use, even if an update cancels the
+                // restoration at that moment.
                 let restored = Arc::new(OnceLock::new());
                 let changed = restored.clone();
                 let (lost, model, inbox) = (lost.clone(), model.clone(), inbox.clone());

@@ -1,4 +1,5 @@
-//! Connection to a trainer: lines of JSON and fixed messages, with deadlines. If the connection closes, the trainer has died.
+//! Connection to a trainer: lines of JSON and fixed messages, with deadlines. If the connection
+//! closes, the trainer has died.
 
 use std::{
     io::{self, Read, Write},
@@ -46,7 +47,8 @@ impl TrainerStream {
             Self::Tcp(stream) => {
                 use rustix::net::sockopt;
                 stream.set_nodelay(true)?;
-                // TCP keep-alive for the connection between updates: it fails 25 s after the trainer's host is lost.
+                // TCP keep-alive for the connection between updates: it fails 25 s after the
+                // trainer's host is lost.
                 sockopt::set_socket_keepalive(stream, true)?;
                 sockopt::set_tcp_keepidle(stream, Duration::from_secs(10))?;
                 sockopt::set_tcp_keepintvl(stream, Duration::from_secs(5))?;
@@ -202,7 +204,8 @@ impl<'a> TrainerConnection<'a> {
         }
     }
 
-    /// Sleeps for `duration`. Fails early if the update is cancelled or the trainer closes the connection.
+    /// Sleeps for `duration`. Fails early if the update is cancelled or the trainer closes the
+    /// connection.
     pub(super) fn pause(&self, duration: Duration) -> Result<(), ReceiveError> {
         let until = Instant::now() + duration;
         loop {
@@ -220,8 +223,8 @@ impl<'a> TrainerConnection<'a> {
         self.check().is_err()
     }
 
-    /// Fails if the update is cancelled, or if the trainer has closed the connection: it may have ended and freed its
-    /// memory before the copies.
+    /// Fails if the update is cancelled, or if the trainer has closed the connection: it may have
+    /// ended and freed its memory before the copies.
     pub(super) fn check(&self) -> Result<(), ReceiveError> {
         if self.cancelled.is_cancelled() {
             return Err(ReceiveError::Cancelled);
@@ -264,7 +267,8 @@ mod tests {
         let begun = Instant::now();
         thread::scope(|scope| {
             let pausing = scope.spawn(|| connection.pause(PAUSE));
-            // By then the pause has made its first check, as a rule. If not, this check ends the pause.
+            // By then the pause has made its first check, as a rule. If not, this check ends the
+            // pause.
             thread::sleep(2 * CANCEL_POLL_INTERVAL);
             end();
             let paused = pausing.join().unwrap();

@@ -24,7 +24,8 @@ impl KeptTrainer {
         self.lock().is_none()
     }
 
-    /// Closes the connection if the trainer has closed it. Returns whether the connection was closed.
+    /// Closes the connection if the trainer has closed it. Returns whether the connection was
+    /// closed.
     pub(crate) fn close_if_left(&self) -> bool {
         self.lock().take_if(|(_, stream)| !stream.is_idle()).is_some()
     }

@@ -444,8 +444,8 @@ fn broadcast(buffers: usize, chunk_bytes: usize) -> Value {
     declaration
 }
 
-/// Runs a node and a trainer that broadcasts. The trainer leaves at once if a broadcast is stuck, and otherwise when the
-/// node has left.
+/// Runs a node and a trainer that broadcasts. The trainer leaves at once if a broadcast is stuck,
+/// and otherwise when the node has left.
 async fn run_broadcast(
     declaration: Value,
     shared: Shared,

@@ -89,8 +89,8 @@ pub(super) struct BlockWriter {
     open: Option<OpenBlock>,
     /// Number of begun blocks.
     count: u32,
-    /// White space that becomes text only with the first other character: models write line ends around calls, and
-    /// Anthropic's API refuses a block of white space in the next request.
+    /// White space that becomes text only with the first other character: models write line ends
+    /// around calls, and Anthropic's API refuses a block of white space in the next request.
     blank: String,
     shows_thinking: bool,
 }

@@ -1,8 +1,9 @@
 //! Conversion of a system prompt and messages into the messages that chat templates render.
 //!
-//! A message of Anthropic's API is a list of content blocks. Templates have a message of its own for the result of each
-//! tool call, and calls and thoughts of an answer in fields beside its text. Consecutive messages of one role become one
-//! message, because many templates require that roles alternate.
+//! A message of Anthropic's API is a list of content blocks. Templates have a message of its own
+//! for the result of each tool call, and calls and thoughts of an answer in fields beside its text.
+//! Consecutive messages of one role become one message, because many templates require that roles
+//! alternate.
 
 use serde_json::{Map, Value, json};
 
@@ -15,8 +16,8 @@ use crate::{
 const SYSTEM: &str = "system";
 const MESSAGES: &str = "messages";
 const CONTENT_ALLOWED: &str = "a text or a list of content blocks";
-/// Beginning of a block that Claude Code puts before its system prompt. The block names the client and no task, and
-/// differs between conversations that could share the KV of everything after it.
+/// Beginning of a block that Claude Code puts before its system prompt. The block names the client
+/// and no task, and differs between conversations that could share the KV of everything after it.
 const CLIENT_VERSION: &str = "x-anthropic-billing-header:";
 
 /// A conversation for a chat template.

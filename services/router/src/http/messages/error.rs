@@ -51,7 +51,8 @@ impl<'a> MessagesError<'a> {
     }
 }
 
-/// Gives the errors of Anthropic's routes its format, and all responses of these routes its header of the request id.
+/// Gives the errors of Anthropic's routes its format, and all responses of these routes its header
+/// of the request id.
 pub(in crate::http) async fn with_format(request: Request, next: Next) -> Response {
     let is_messages = request.uri().path().starts_with("/v1/messages");
     let mut response = next.run(request).await;

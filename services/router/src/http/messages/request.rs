@@ -1,4 +1,5 @@
-//! Fields of a request to `/v1/messages`: Anthropic's own, and Baton's for sampling and structured output.
+//! Fields of a request to `/v1/messages`: Anthropic's own, and Baton's for sampling and structured
+//! output.
 
 use grammar::Grammar;
 use serde_json::{Map, Value, json};
@@ -317,7 +318,8 @@ fn offered(field: &str, tool: &Map<String, Value>) -> Result<(Value, OfferedFunc
     Ok((definition, function))
 }
 
-/// Reads `tool_choice`: the choice, and whether an answer may have several calls. `None` if the model may call no tool.
+/// Reads `tool_choice`: the choice, and whether an answer may have several calls. `None` if the
+/// model may call no tool.
 fn tool_choice(
     fields: &RequestFields<'_>,
 ) -> Result<Option<(RequestedToolChoice, bool)>, FieldError> {

@@ -54,10 +54,11 @@ struct MessagesPrompt {
     /// Tools that the model may call. Rejected if the model's chat template does not show tools.
     #[schemars(length(max = TOOLS_MAX))]
     tools: Option<Vec<CustomTool>>,
-    /// Whether the model may call tools; the default is auto. With `any` and `tool` the answer consists of calls only,
-    /// whose inputs match their schemas.
+    /// Whether the model may call tools; the default is auto. With `any` and `tool` the answer
+    /// consists of calls only, whose inputs match their schemas.
     tool_choice: Option<ClientToolChoice>,
-    /// Whether the model thinks, for chat templates with the variable `enable_thinking`. The budget is not enforced.
+    /// Whether the model thinks, for chat templates with the variable `enable_thinking`. The budget
+    /// is not enforced.
     thinking: Option<Thinking>,
     output_config: Option<OutputConfig>,
     /// Further variables for the chat template.

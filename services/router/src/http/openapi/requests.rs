@@ -1,5 +1,6 @@
-//! Schemas of the request bodies, derived from the types below. The router does not parse requests into these
-//! types: derived errors lack the field's value and its allowed range (see [`fields`](crate::http::fields)).
+//! Schemas of the request bodies, derived from the types below. The router does not parse requests
+//! into these types: derived errors lack the field's value and its allowed range (see
+//! [`fields`](crate::http::fields)).
 
 use std::collections::HashMap;
 
@@ -253,7 +254,8 @@ struct StructuredOutputs {
 // Options for rendering a conversation into a prompt.
 #[derive(JsonSchema)]
 struct Rendering {
-    /// End the prompt with the beginning of the assistant's answer; true unless the final message is continued.
+    /// End the prompt with the beginning of the assistant's answer; true unless the final message
+    /// is continued.
     add_generation_prompt: Option<bool>,
     /// The answer continues the last message.
     continue_final_message: Option<bool>,
@@ -262,11 +264,13 @@ struct Rendering {
     /// Variable `reasoning_effort` of the chat template; with `none`, `enable_thinking` false.
     #[schemars(extend("enum" = ["none", "minimal", "low", "medium", "high", null]))]
     reasoning_effort: Option<String>,
-    /// Functions that the model may call. Rejected if the model's chat template does not show tools.
+    /// Functions that the model may call. Rejected if the model's chat template does not show
+    /// tools.
     #[schemars(length(max = TOOLS_MAX))]
     tools: Option<Vec<Tool>>,
-    /// Whether the model may call functions; the default is auto. With `required` the answer consists of calls
-    /// only, whose arguments match their schemas. A named function yields one call, and `finish_reason` is `stop`.
+    /// Whether the model may call functions; the default is auto. With `required` the answer
+    /// consists of calls only, whose arguments match their schemas. A named function yields one
+    /// call, and `finish_reason` is `stop`.
     tool_choice: Option<ToolChoice>,
     /// With false the answer ends after its first call; the default is true.
     parallel_tool_calls: Option<bool>,
@@ -281,8 +285,8 @@ struct ChatCompletionRequest {
     /// The conversation.
     #[schemars(length(min = 1))]
     messages: Vec<Message>,
-    /// Maximum number of generated tokens; the default, and -1, is the rest of the model's context. 0 only with
-    /// `prompt_logprobs`.
+    /// Maximum number of generated tokens; the default, and -1, is the rest of the model's context.
+    /// 0 only with `prompt_logprobs`.
     #[schemars(range(min = -1, max = *TOKENS.end()))]
     max_completion_tokens: Option<i32>,
     /// Older name of `max_completion_tokens`.
@@ -290,7 +294,8 @@ struct ChatCompletionRequest {
     max_tokens: Option<i32>,
     /// Return log-probabilities.
     logprobs: Option<bool>,
-    /// Number of top tokens at each place of the prompt, with log-probabilities. Only without `stream`.
+    /// Number of top tokens at each place of the prompt, with log-probabilities. Only without
+    /// `stream`.
     #[schemars(range(min = *LOGPROBS.start(), max = *LOGPROBS.end()))]
     prompt_logprobs: Option<u32>,
     /// Number of top tokens; only with `logprobs`.
@@ -307,7 +312,8 @@ struct ResponsesRequest {
     sampling: Sampling,
     /// Name or alias of a model; without the field the default model answers.
     model: Option<String>,
-    /// A message of the user, or a list of items of type message, function_call, function_call_output or reasoning.
+    /// A message of the user, or a list of items of type message, function_call,
+    /// function_call_output or reasoning.
     #[schemars(extend("anyOf" = [{"type": "string"}, {"type": "array", "minItems": 1, "items": {"type": "object"}}]))]
     input: Value,
     /// A system message before the input.
@@ -328,8 +334,8 @@ struct ResponsesRequest {
     metadata: Option<Map<String, Value>>,
     /// Repeated in the response.
     user: Option<String>,
-    /// `reasoning.encrypted_content`: reasoning items return in the next request. `message.output_text.logprobs`:
-    /// log-probabilities. Values for hosted tools have no effect.
+    /// `reasoning.encrypted_content`: reasoning items return in the next request.
+    /// `message.output_text.logprobs`: log-probabilities. Values for hosted tools have no effect.
     include: Option<Vec<String>>,
     /// Number of top tokens; only with `message.output_text.logprobs` in `include`.
     #[schemars(range(min = *LOGPROBS.start(), max = *LOGPROBS.end()))]
@@ -338,7 +344,8 @@ struct ResponsesRequest {
     text: Option<TextConfig>,
     /// Reasoning of the model.
     reasoning: Option<ReasoningConfig>,
-    /// Functions that the model may call. Rejected if the model's chat template does not show tools.
+    /// Functions that the model may call. Rejected if the model's chat template does not show
+    /// tools.
     #[schemars(length(max = TOOLS_MAX))]
     tools: Option<Vec<FunctionTool>>,
     /// Whether the model may call functions; the default is auto.
@@ -408,14 +415,15 @@ struct CompletionRequest {
     generation: Generation,
     /// A text or token ids, or a list of either.
     prompt: Prompt,
-    /// Maximum number of generated tokens; the default is 16, and -1 is the rest of the model's context. 0 only with
-    /// `echo` or `prompt_logprobs`.
+    /// Maximum number of generated tokens; the default is 16, and -1 is the rest of the model's
+    /// context. 0 only with `echo` or `prompt_logprobs`.
     #[schemars(range(min = -1, max = *TOKENS.end()))]
     max_tokens: Option<i32>,
     /// Return log-probabilities of this number of top tokens.
     #[schemars(range(min = *LOGPROBS.start(), max = *LOGPROBS.end()))]
     logprobs: Option<u32>,
-    /// Number of top tokens at each place of the prompt, with log-probabilities. Only without `stream`.
+    /// Number of top tokens at each place of the prompt, with log-probabilities. Only without
+    /// `stream`.
     #[schemars(range(min = *LOGPROBS.start(), max = *LOGPROBS.end()))]
     prompt_logprobs: Option<u32>,
     /// Begin the text with the prompt; with `logprobs` also the lists of tokens.
@@ -506,8 +514,8 @@ struct TokenizeRequest {
     messages: Option<Vec<Message>>,
     /// Return each token's text.
     return_token_strs: Option<bool>,
-    /// Add the model's special tokens; the default is true. With `messages` only false is allowed, because chat
-    /// templates add them.
+    /// Add the model's special tokens; the default is true. With `messages` only false is allowed,
+    /// because chat templates add them.
     add_special_tokens: Option<bool>,
 }
 
@@ -565,7 +573,8 @@ struct Function {
     description: Option<String>,
     /// A JSON schema.
     parameters: Option<Map<String, Value>>,
-    /// With true a call's arguments match their schema, also where the model decides whether it calls.
+    /// With true a call's arguments match their schema, also where the model decides whether it
+    /// calls.
     strict: Option<bool>,
 }
 

@@ -64,7 +64,8 @@ fn chunk<C: JsonSchema>(generator: &mut SchemaGenerator, object: &str) -> Schema
     schema
 }
 
-/// Turns the schema of a chunk into the schema of a complete response, which always has a usage object.
+/// Turns the schema of a chunk into the schema of a complete response, which always has a usage
+/// object.
 fn with_required_usage(mut schema: Schema) -> Schema {
     if let Some(Value::Array(required)) = schema.get_mut("required") {
         required.push("usage".into());

@@ -1,4 +1,5 @@
-//! Items of a response's input: their check, their ids, and their conversion into messages for the chat template.
+//! Items of a response's input: their check, their ids, and their conversion into messages for the
+//! chat template.
 
 use serde_json::{Map, Value, json};
 
@@ -85,7 +86,8 @@ impl Transcript {
         self.messages.into_iter().map(Value::Object).collect()
     }
 
-    /// Appends an item of [`input_items`], or of the output of an earlier response. `field` is its name in errors.
+    /// Appends an item of [`input_items`], or of the output of an earlier response. `field` is its
+    /// name in errors.
     pub(super) fn push(&mut self, item: &Value, field: &str) -> Result<(), FieldError> {
         match item["type"].as_str().unwrap_or_default() {
             "function_call" => {

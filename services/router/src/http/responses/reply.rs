@@ -1,5 +1,5 @@
-//! Replies of `/v1/responses`. One [`ResponseBuilder`] turns the pieces of the answer into output items and reports every
-//! change, so the stream of changes and the whole response cannot differ.
+//! Replies of `/v1/responses`. One [`ResponseBuilder`] turns the pieces of the answer into output
+//! items and reports every change, so the stream of changes and the whole response cannot differ.
 
 use std::mem;
 

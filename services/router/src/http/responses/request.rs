@@ -293,7 +293,8 @@ fn offered(fields: &RequestFields<'_>) -> Result<OfferedFunctions, FieldError> {
     Ok(offered)
 }
 
-/// Reads `tool_choice`: `None` if the model may call no tool, and the value that the response repeats.
+/// Reads `tool_choice`: `None` if the model may call no tool, and the value that the response
+/// repeats.
 fn tool_choice(
     fields: &RequestFields<'_>,
 ) -> Result<(Option<RequestedToolChoice>, Value), FieldError> {

@@ -52,8 +52,8 @@ impl EventLog {
         (self.writes.front().map_or(self.end, |write| write.first), self.end)
     }
 
-    /// Returns some events from number `from` on, and the number of the event after them; `None` if there is none yet.
-    /// Events before `from` must not have been dropped.
+    /// Returns some events from number `from` on, and the number of the event after them; `None` if
+    /// there is none yet. Events before `from` must not have been dropped.
     pub(super) fn read(&self, from: u64) -> Option<(Bytes, u64)> {
         let after = self.writes.partition_point(|write| write.first <= from);
         let write = self.writes.get(after.checked_sub(1)?)?;
@@ -72,8 +72,8 @@ impl EventLog {
         unread.map(|write| write.bytes.len()).sum()
     }
 
-    /// Drops the oldest events before number `read`, until at most `read_max` bytes of such events are left. Returns the
-    /// freed bytes.
+    /// Drops the oldest events before number `read`, until at most `read_max` bytes of such events
+    /// are left. Returns the freed bytes.
     pub(super) fn drop_read(&mut self, read: u64, read_max: usize) -> usize {
         let before = self.bytes;
         let bytes_max = self.unread_bytes(read) + read_max;

@@ -56,7 +56,8 @@ impl NamedTokens {
     }
 }
 
-/// A named token: its text, or an object with the text as `content` and flags that this crate does not need.
+/// A named token: its text, or an object with the text as `content` and flags that this crate does
+/// not need.
 #[derive(Deserialize)]
 #[serde(untagged)]
 pub(super) enum NamedToken {
@@ -130,8 +131,8 @@ impl ModelConfigFile {
     }
 }
 
-/// `generation_config.json`. Like vLLM, the loader uses the sampling parameters and ignores `do_sample`: a request
-/// chooses greedy sampling with temperature 0.
+/// `generation_config.json`. Like vLLM, the loader uses the sampling parameters and ignores
+/// `do_sample`: a request chooses greedy sampling with temperature 0.
 #[derive(Default, Deserialize)]
 pub(super) struct GenerationConfig {
     pub eos_token_id: Option<OneOrMany>,
@@ -165,8 +166,8 @@ pub(super) enum OneOrMany {
 }
 
 impl OneOrMany {
-    /// Returns the ids. Ignores null and negative whole numbers, which exports write for "no such token". The error
-    /// names an id that is fractional or too large.
+    /// Returns the ids. Ignores null and negative whole numbers, which exports write for "no such
+    /// token". The error names an id that is fractional or too large.
     pub(super) fn ids(self) -> Result<Vec<u32>, String> {
         let ids = match self {
             OneOrMany::One(id) => vec![Some(id)],

@@ -1,8 +1,8 @@
 //! The sentence-transformers files of a folder.
 //!
-//! `modules.json` lists the modules after the transformer: `Pooling` and `Normalize` make an embedding model,
-//! `LogitScore` makes a reranker. `config_sentence_transformers.json` has the prompts, `config.json` the dimensions to
-//! which embeddings may be cut.
+//! `modules.json` lists the modules after the transformer: `Pooling` and `Normalize` make an
+//! embedding model, `LogitScore` makes a reranker. `config_sentence_transformers.json` has the
+//! prompts, `config.json` the dimensions to which embeddings may be cut.
 
 use std::{
     collections::BTreeMap,
@@ -45,8 +45,8 @@ struct LogitScoreFile {
     false_token_id: Option<u32>,
 }
 
-/// Reads the files of `folder`. A file that is not JSON of the expected form is an error, because a model that the files
-/// do not describe must not answer.
+/// Reads the files of `folder`. A file that is not JSON of the expected form is an error, because a
+/// model that the files do not describe must not answer.
 pub(super) fn read(folder: &Path) -> Result<Result<PooledModel, NotPooled>, LoadError> {
     let Some(modules) = json::<Vec<ModuleEntry>>(folder, MODULES_FILE)? else {
         return Ok(Err(NotPooled::NoModules));

@@ -80,7 +80,8 @@ fn trainer(checkpoint: &Checkpoint, dtype: Dtype) -> (Vec<DeclaredTensor>, Vec<V
     weights.iter().map(tensor).unzip()
 }
 
-/// Cuts the tensors into chunks, copies them as a GPU does, and returns the packed weights and the digests.
+/// Cuts the tensors into chunks, copies them as a GPU does, and returns the packed weights and the
+/// digests.
 fn received(
     config: &ModelConfig,
     shard: Shard,
@@ -151,7 +152,8 @@ fn received(
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(24))]
 
-    /// Any cut gives each rank the bytes that it packs from a checkpoint, and the ranks' digests add up.
+    /// Any cut gives each rank the bytes that it packs from a checkpoint, and the ranks' digests
+    /// add up.
     #[test]
     fn chunks_are_packed_as_a_checkpoint_is(chunk_bytes in 1usize..3000, is_long in any::<bool>()) {
         let chunk_bytes = if is_long { chunk_bytes * 20 } else { chunk_bytes };
