@@ -124,8 +124,8 @@ impl TuningTable {
         Ok(())
     }
 
-    /// Merges this table into the folder's file of this machine and replaces the file atomically. With
-    /// two concurrent writers, one is lost and its shapes are timed again at the next start.
+    /// Merges this table into the folder's file of this machine and replaces the file atomically.
+    /// If two processes write at once, the shapes of one are timed again at the next start.
     pub(super) fn write(&mut self, folder: &Path) -> Result<(), String> {
         // Another rank has other shapes and may have written since this rank read the file.
         let mut there = Self::new(self.machine.clone());

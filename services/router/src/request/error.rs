@@ -45,8 +45,8 @@ pub(crate) fn invalid_value(field: &str, text: &str, allowed: &str) -> FieldErro
 }
 
 /// Describes a value for an error message. Errors go into logs, and a client's text may be private.
-/// So the description shows numbers, and strings and keys that look like a name such as `"auto"`. It
-/// tells only type and size of any other value.
+/// So the description shows numbers, and strings and keys that look like a name such as `"auto"`,
+/// and only type and size of any other value.
 pub(crate) fn redacted(value: &str) -> String {
     match value.as_bytes().first() {
         Some(b'"' | b'[' | b'{') if is_json_of_names(value) => truncated(value),
