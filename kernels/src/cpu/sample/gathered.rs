@@ -126,7 +126,7 @@ mod tests {
                     tokens: &tokens,
                     prompt_len: 33,
                     allowed,
-                    given: (number % 5 == 4).then_some(7),
+                    given: (number % 5 == 4).then_some(7 % vocabulary as u32),
                 }
             };
             let rows: Vec<_> = samplings.iter().enumerate().map(row).collect();
