@@ -192,9 +192,9 @@ fn every_series_of_a_router_counter_exists_for_every_model_from_the_start() {
     };
     for (model, used) in [("one", 0), ("two", 1)] {
         assert_eq!(count("baton_attempts_total{", model), 11 - used, "{text}");
-        // Three operations with eight reasons, and with three types of tokens.
-        assert_eq!(count("baton_requests_finished_total{", model), 24);
-        assert_eq!(count("baton_tokens_total{", model), 9);
+        // Five operations with eight reasons, and with three types of tokens.
+        assert_eq!(count("baton_requests_finished_total{", model), 40);
+        assert_eq!(count("baton_tokens_total{", model), 15);
         assert_eq!(count("baton_requests{", model), 2);
         assert_eq!(count("baton_kv_transfer_bytes_total{", model), 1);
     }
