@@ -11,6 +11,7 @@ use xxhash_rust::xxh3::{Xxh3, xxh3_128};
 use crate::{
     checkpoint::{file::TensorBytes, stored::StoredTensor},
     config::ModelConfig,
+    families::Family,
     layer::{AttentionSpec, ExpertSpec, FeedForward, LayerSpec, Mixer, SharedExpertSpec},
     rope::RopeScaling,
 };
@@ -214,7 +215,21 @@ impl Hash {
         ];
         self.numbers(&sizes.map(|&size| size as u64));
         self.floats(&[*rms_eps, *rope_theta]);
-        match rope_scaling {
+        self.rope_scaling(rope_scaling);
+        if rotary_dim != head_dim {
+            self.bytes(b"rotary");
+            self.numbers(&[*rotary_dim as u64]);
+        }
+        self.attention(family, layers);
+        self.windows(layers);
+        self.experts(config);
+        self.numbers(&[(*tied_output).into()]);
+        self.numbers(&bos_token_id.iter().map(|&id| id.into()).collect::<Vec<_>>());
+        self.numbers(&eos_token_ids.iter().map(|&id| id.into()).collect::<Vec<_>>());
+    }
+
+    fn rope_scaling(&mut self, scaling: &RopeScaling) {
+        match scaling {
             RopeScaling::None => self.bytes(b"none"),
             RopeScaling::Linear { factor } => {
                 self.bytes(b"linear");
@@ -239,10 +254,10 @@ impl Hash {
                 self.floats(divisors);
             }
         }
-        if rotary_dim != head_dim {
-            self.bytes(b"rotary");
-            self.numbers(&[*rotary_dim as u64]);
-        }
+    }
+
+    /// Adds the attention where it differs from that of the family.
+    fn attention(&mut self, family: &Family, layers: &[LayerSpec]) {
         let attention = layers.first().map(|layer| layer.mixer);
         if let Some(Mixer::Attention(AttentionSpec { has_bias, qk_norm, window: _ })) = attention
             && layers[0].with_window(None).mixer != family.layer().mixer
@@ -255,7 +270,9 @@ impl Hash {
             };
             self.numbers(&[has_bias.into(), norm]);
         }
-        // The family determines the rest of the description.
+    }
+
+    fn windows(&mut self, layers: &[LayerSpec]) {
         let windows = layers.iter().map(|layer| layer.window().map_or(0, |it| it.get() as u64));
         match windows.clone().max() {
             None | Some(0) => self.bytes(b"full"),
@@ -267,6 +284,10 @@ impl Hash {
                 self.numbers(&windows.map(window).collect::<Vec<_>>());
             }
         }
+    }
+
+    /// Adds the experts, if there are any. The family determines the rest of their description.
+    fn experts(&mut self, config: &ModelConfig) {
         let is_expert = |layer: &LayerSpec| matches!(layer.feed_forward, FeedForward::Experts(_));
         if let Some(ExpertSpec { count, size, choice, has_bias: _, shared }) = config.experts() {
             self.bytes(b"experts");
@@ -280,11 +301,9 @@ impl Hash {
                 self.bytes(b"shared");
                 self.numbers(&[size as u64]);
             }
-            self.numbers(&layers.iter().map(|layer| is_expert(layer).into()).collect::<Vec<_>>());
+            let is_expert = config.layers.iter().map(|layer| is_expert(layer).into());
+            self.numbers(&is_expert.collect::<Vec<_>>());
         }
-        self.numbers(&[(*tied_output).into()]);
-        self.numbers(&bos_token_id.iter().map(|&id| id.into()).collect::<Vec<_>>());
-        self.numbers(&eos_token_ids.iter().map(|&id| id.into()).collect::<Vec<_>>());
     }
 }
 

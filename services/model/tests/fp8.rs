@@ -41,8 +41,10 @@ impl Layout {
             Layout::Tensor => json!({"quant_method": "fp8", "activation_scheme": "dynamic"}),
             StaticTensor => json!({"quant_method": "fp8", "activation_scheme": "static",
                 "ignored_layers": ["lm_head"]}),
-            Block => json!({"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic",
-                "weight_block_size": [128, 128], "modules_to_not_convert": ["lm_head"]}),
+            Block => {
+                json!({"quant_method": "fp8", "fmt": "float8_e4m3fn", "activation_scheme": "dynamic",
+                "weight_block_size": [128, 128], "modules_to_not_convert": ["lm_head"]})
+            }
             CompressedTensor => group("tensor", Value::Null),
             CompressedChannel => group("channel", token),
             CompressedBlock => {

@@ -201,13 +201,7 @@ fn load_weights(
     let identity = identity::model_identity(fingerprint, weights, layout);
     let path = path.to_owned();
     let model = checkpoint.config().clone();
-    let host_bytes = match traits.device {
-        NodeDevice::Cpu => HostBytes {
-            weights: u64::from(tp) * traits.model.weights,
-            kv: kv_bytes(arena.block_count()),
-        },
-        NodeDevice::Gpu { .. } => HostBytes::default(),
-    };
+    let host_bytes = host_bytes(&traits, tp, kv_bytes(arena.block_count()));
     let loaded = Loaded {
         path,
         model,
@@ -220,6 +214,14 @@ fn load_weights(
         pooling: tp == 1 && matches!(traits.device, NodeDevice::Cpu),
     };
     Ok((loaded, executor))
+}
+
+/// Returns the memory of the host that weights and KV take.
+fn host_bytes(traits: &NodeTraits, tp: u32, kv: u64) -> HostBytes {
+    match traits.device {
+        NodeDevice::Cpu => HostBytes { weights: u64::from(tp) * traits.model.weights, kv },
+        NodeDevice::Gpu { .. } => HostBytes::default(),
+    }
 }
 
 /// Returns the batch for which the executor allocates memory.

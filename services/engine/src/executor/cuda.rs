@@ -690,6 +690,11 @@ fn check_sizes(
             let what = "the number of experts per token";
             return unsupported(what, experts.choice.count.to_string(), "up to 32");
         }
+        let size = shard.part(experts.size).len();
+        if !size.is_multiple_of(8) {
+            let what = "a rank's feed-forward size of experts";
+            return unsupported(what, size.to_string(), "multiples of 8");
+        }
     }
     if config.rotary_dim != config.head_dim || config.qk_norm() == Some(NormSpan::Projection) {
         let (what, value) = ("the model's family", config.family.name().to_owned());

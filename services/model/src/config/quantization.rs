@@ -60,7 +60,7 @@ pub(crate) fn scale_strategy(config: &JsonFile) -> Result<Option<ScaleStrategy>,
 }
 
 fn fp8(fields: &Fields<'_>) -> Result<ScaleStrategy, ModelError> {
-    fields.check_word("fmt", &["e4m3"], "\"e4m3\"")?;
+    fields.check_word("fmt", &["e4m3", "float8_e4m3fn"], "\"e4m3\" or \"float8_e4m3fn\"")?;
     fields.check_word("activation_scheme", &["dynamic", "static"], "\"dynamic\" or \"static\"")?;
     match fields.get::<Vec<usize>>("weight_block_size")? {
         None => Ok(ScaleStrategy::Tensor),

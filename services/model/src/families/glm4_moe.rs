@@ -1,5 +1,5 @@
-//! GLM-4.5, 4.6 and 4.7: experts chosen by group with a correction bias, a shared expert, dense
-//! first layers, and RoPE over half of each head.
+//! GLM-4.5, 4.6 and 4.7: experts with sigmoid scores, chosen by group with a correction bias; a
+//! shared expert; dense first layers; partial RoPE (half of each head).
 
 use kernels::backend::{ExpertChoice, ExpertScore, NormSpan};
 
@@ -29,7 +29,7 @@ pub(super) static FAMILY: Family = Family {
             None => fields.get("num_local_experts")?.unwrap_or(128),
         };
         let shared_count = fields.get::<usize>("n_shared_experts")?.unwrap_or(1);
-        // The shared experts of a layer are stored as one of their total size.
+        // The checkpoint stores a layer's shared experts as one network of their total size.
         let shared =
             SharedExpertSpec { size: size.saturating_mul(shared_count), has_router: false };
         let choice = ExpertChoice {
