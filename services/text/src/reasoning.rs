@@ -34,12 +34,12 @@ pub enum ReasoningChoice {
     /// The format whose marks the chat template has.
     #[default]
     Auto,
-    /// Answers have no thoughts apart from their content.
+    /// Reasoning stays in the content.
     Off,
     Format(&'static ReasoningFormat),
 }
 
-/// Position in an answer where generation begins.
+/// State of the reasoning parser before the first generated token.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum ReasoningStart {
     /// At the beginning, where a thought may begin.
@@ -71,8 +71,8 @@ impl ReasoningFormat {
         Self::all().find(|format| source.contains(format.close))
     }
 
-    /// Returns where an answer to this prompt begins: some templates write the opening mark
-    /// themselves, or both marks where the answer shall have no thought.
+    /// Returns the state after the rendered prompt: some templates end it with the opening mark, or
+    /// with both marks if reasoning is turned off.
     pub fn start_after(&self, prompt: &str) -> ReasoningStart {
         let prompt = prompt.trim_end();
         match () {
@@ -82,7 +82,7 @@ impl ReasoningFormat {
         }
     }
 
-    /// Returns where the rest of an answer begins.
+    /// Returns the state after `answer`, the message that generation continues.
     pub fn start_within(&self, answer: &str) -> ReasoningStart {
         let is_open =
             answer.rfind(self.open).is_some_and(|open| !answer[open..].contains(self.close));
@@ -94,8 +94,8 @@ impl ReasoningFormat {
         tokenizer.token_id(self.close)
     }
 
-    /// Returns the special tokens that must become text: marks that are special tokens of the
-    /// vocabulary.
+    /// Returns the marks that are special tokens: they become text even if the request skips special
+    /// tokens, because the parser needs them.
     pub fn shown_tokens(&self, tokenizer: &Tokenizer) -> Vec<u32> {
         let ids = [self.open, self.close].into_iter().filter_map(|mark| tokenizer.token_id(mark));
         ids.filter(|&id| tokenizer.is_special(id)).collect()

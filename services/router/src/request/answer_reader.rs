@@ -27,6 +27,14 @@ pub(crate) struct AnswerReading {
 }
 
 impl AnswerReading {
+    /// Returns the settings; `None` if the text of an answer is its content.
+    pub(crate) fn of(
+        reasoning: Option<ReasoningReading>,
+        calls: Option<CallReading>,
+    ) -> Option<Self> {
+        (reasoning.is_some() || calls.is_some()).then_some(Self { reasoning, calls })
+    }
+
     /// Returns the special tokens that the parsers need as text.
     pub(crate) fn shown_tokens(&self, tokenizer: &Tokenizer) -> Vec<u32> {
         let reasoning = self.reasoning.iter().flat_map(|it| it.format.shown_tokens(tokenizer));
@@ -67,6 +75,8 @@ pub(crate) struct CallReading {
     pub is_named: bool,
     /// Whether an answer consists of calls only.
     pub is_required: bool,
+    /// Whether a grammar constrains the calls.
+    pub has_grammar: bool,
     /// Prefix of the calls' ids.
     pub id: String,
 }
@@ -86,6 +96,8 @@ impl CallReading {
             parallel: tools.parallel,
             is_named: matches!(tools.choice, RequestedToolChoice::Named(_)),
             is_required: tools.choice != RequestedToolChoice::Auto,
+            has_grammar: tools.choice != RequestedToolChoice::Auto
+                || tools.callable().any(|function| function.strict),
             id: format!("call_{request_id}"),
         }
     }
@@ -224,6 +236,7 @@ struct CallReader {
 impl CallReader {
     fn new(reading: &CallReading, choice: u32) -> Self {
         let parser = ToolParser::new(reading.format, reading.functions.clone());
+        let parser = if reading.has_grammar { parser.with_first_mark() } else { parser };
         Self { parser, reading: reading.clone(), choice, calls: 0, last_is_cut: false }
     }
 
@@ -311,7 +324,9 @@ mod tests {
             let id = "call_1".to_owned();
             let format = ToolFormat::named("hermes").unwrap();
             let is_required = false;
-            let calls = CallReading { format, functions, parallel, is_named, is_required, id };
+            let has_grammar = false;
+            let calls =
+                CallReading { format, functions, parallel, is_named, is_required, has_grammar, id };
             let reading = AnswerReading { reasoning: None, calls: Some(calls) };
             let mut reader = AnswerReader::new(&reading, 2);
             let mut pieces = reader.push(&[], text[..40].to_owned());

@@ -243,9 +243,10 @@ mod tests {
             "properties": {
                 "city": {"type": "string"},
                 "days": {"type": "integer"},
-                "unit": {"enum": ["C", "F"]},
+                "unit": {"$ref": "#/$defs/Unit"},
             },
             "required": ["city", "unit"],
+            "$defs": {"Unit": {"enum": ["C", "F"]}},
         });
         let function = OfferedFunction {
             name: "weather".into(),
@@ -296,7 +297,7 @@ mod tests {
             assert!(accepts(RequestedToolChoice::Auto, "Hello"), "{format:?}");
             assert!(accepts(RequestedToolChoice::Auto, &whole), "{format:?}");
             let parsed = text::CallableFunction::new("weather", schema.as_object());
-            let mut parser = text::ToolParser::new(format, [parsed].into());
+            let mut parser = text::ToolParser::new(format, [parsed].into()).with_first_mark();
             let mut pieces = Vec::new();
             parser.push(&whole, &mut pieces);
             parser.finish(&mut pieces);

@@ -15,6 +15,8 @@ pub struct ReasoningParser {
     state: ReasoningState,
     /// Text that is held back: white space and the beginning of a mark.
     held: String,
+    /// Bytes of white space at the beginning of `held` that need not be searched again.
+    blank: usize,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -45,7 +47,7 @@ impl ReasoningParser {
             ReasoningStart::Thought => ReasoningState::Opened,
             ReasoningStart::Answer => ReasoningState::Rest,
         };
-        Self { format, state, held: String::new() }
+        Self { format, state, held: String::new(), blank: 0 }
     }
 
     /// Returns whether no thought has begun, but one may begin.
@@ -70,13 +72,15 @@ impl ReasoningParser {
         loop {
             match self.state {
                 ReasoningState::Undecided => {
-                    let text = self.held.trim_start();
+                    let text = self.held[self.blank..].trim_start();
                     if let Some(thought) = text.strip_prefix(self.format.open) {
-                        self.held = thought.to_owned();
+                        (self.held, self.blank) = (thought.to_owned(), 0);
                         self.state = ReasoningState::Opened;
                     } else if self.format.open.starts_with(text) {
+                        self.blank = self.held.len() - text.len();
                         return split;
                     } else {
+                        self.blank = 0;
                         self.state = ReasoningState::Rest;
                     }
                 }
@@ -91,15 +95,23 @@ impl ReasoningParser {
                     };
                 }
                 ReasoningState::Thought => {
-                    if let Some(end) = self.held.find(self.format.close) {
+                    let blank = std::mem::take(&mut self.blank);
+                    if let Some(at) = self.held[blank..].find(self.format.close) {
+                        let end = blank + at;
                         split.reasoning.push_str(self.held[..end].trim_end());
                         self.held.drain(..end + self.format.close.len());
                         self.state = ReasoningState::Closed;
                         continue;
                     }
                     let end = self.held.len() - partial_mark(&self.held, self.format.close);
-                    let rest = self.held.split_off(self.held[..end].trim_end().len());
+                    let kept = self.held[blank..end].trim_end().len();
+                    if kept == 0 {
+                        self.blank = end;
+                        return split;
+                    }
+                    let rest = self.held.split_off(blank + kept);
                     split.reasoning.push_str(&std::mem::replace(&mut self.held, rest));
+                    self.blank = end - blank - kept;
                     return split;
                 }
                 ReasoningState::Rest => {

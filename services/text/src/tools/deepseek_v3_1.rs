@@ -1,4 +1,5 @@
-//! DeepSeek's calls without a type: `<｜tool▁call▁begin｜>f<｜tool▁sep｜>{}<｜tool▁call▁end｜>`.
+//! Calls of DeepSeek V3.1, without V3's `function` before the name:
+//! `<｜tool▁call▁begin｜>f<｜tool▁sep｜>{}<｜tool▁call▁end｜>`.
 
 use super::{PLAIN, ToolFormat, ToolSyntax, named::NamedBody};
 

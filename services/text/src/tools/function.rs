@@ -4,6 +4,8 @@ use serde_json::{Map, Value};
 
 /// Depth of references and alternatives up to which the types of a schema are read.
 const DEPTH_MAX: usize = 8;
+/// Schemas of a function that are read for the types of its parameters. The others allow any type.
+const SCHEMAS_MAX: usize = 10_000;
 
 /// A function that an answer may call.
 #[derive(Clone, Debug)]
@@ -16,11 +18,14 @@ impl CallableFunction {
     /// `parameters` is the JSON schema of the arguments.
     pub fn new(name: impl Into<String>, parameters: Option<&Map<String, Value>>) -> Self {
         let properties = parameters.and_then(|root| Some((root, root.get("properties")?)));
-        let types = properties.into_iter().flat_map(|(root, properties)| {
-            let properties = properties.as_object().into_iter().flatten();
-            properties.map(|(key, schema)| (key.clone(), ValueTypes::allowed_by(schema, root, 0)))
-        });
-        Self { name: name.into(), types: types.collect() }
+        let mut left = SCHEMAS_MAX;
+        let mut types = Vec::new();
+        if let Some((root, Value::Object(properties))) = properties {
+            for (key, schema) in properties {
+                types.push((key.clone(), ValueTypes::allowed_by(schema, root, 0, &mut left)));
+            }
+        }
+        Self { name: name.into(), types }
     }
 
     /// Returns the types of a parameter.
@@ -73,12 +78,19 @@ impl ValueTypes {
     }
 
     /// Returns the types that a schema allows, as far as its keywords name types.
-    fn allowed_by(schema: &Value, root: &Map<String, Value>, depth: usize) -> Self {
-        let inner = |schema: &Value| Self::allowed_by(schema, root, depth + 1);
+    /// Visits at most `left` schemas: references may repeat.
+    fn allowed_by(
+        schema: &Value,
+        root: &Map<String, Value>,
+        depth: usize,
+        left: &mut usize,
+    ) -> Self {
         let Value::Object(schema) = schema else { return Self::ANY };
-        if depth > DEPTH_MAX {
+        if depth > DEPTH_MAX || *left == 0 {
             return Self::ANY;
         }
+        *left -= 1;
+        let mut inner = |schema: &Value| Self::allowed_by(schema, root, depth + 1, left);
         let mut types = Self::ANY;
         for (keyword, value) in schema {
             let allowed = match (keyword.as_str(), value) {
@@ -88,21 +100,39 @@ impl ValueTypes {
                 }
                 ("const", value) => Self::of(value),
                 ("enum", Value::Array(values)) => Self::union(values.iter().map(Self::of)),
-                ("anyOf" | "oneOf", Value::Array(all)) => Self::union(all.iter().map(inner)),
+                ("anyOf" | "oneOf", Value::Array(all)) => Self::union(all.iter().map(&mut inner)),
                 ("allOf", Value::Array(all)) => {
-                    Self(all.iter().map(inner).fold(u8::MAX, |bits, types| bits & types.0))
+                    Self(all.iter().map(&mut inner).fold(u8::MAX, |bits, types| bits & types.0))
                 }
                 ("$ref", Value::String(path)) => {
                     let target = path.strip_prefix("#/").and_then(|path| {
                         let (first, rest) = path.split_once('/')?;
                         root.get(first)?.get(rest)
                     });
-                    target.map_or(Self::ANY, inner)
+                    target.map_or(Self::ANY, &mut inner)
                 }
                 _ => Self::ANY,
             };
             types = Self(types.0 & allowed.0);
         }
         types
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    #[test]
+    fn a_schema_of_many_references_is_read_in_bounded_time() {
+        let again = json!({"$ref": "#/$defs/A"});
+        let schema = json!({
+            "properties": {"x": again, "s": {"type": "string"}},
+            "$defs": {"A": {"anyOf": vec![again.clone(); 1000]}},
+        });
+        let function = CallableFunction::new("f", schema.as_object());
+        assert_eq!(function.types("x"), ValueTypes::ANY);
     }
 }

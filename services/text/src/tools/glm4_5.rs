@@ -11,6 +11,7 @@ static MARKS: ParameterMarks = ParameterMarks {
     key_end: "</arg_key>",
     value: "<arg_value>",
     value_end: "</arg_value>",
+    padding: "",
     ends: &["</tool_call>"],
 };
 

@@ -13,6 +13,7 @@ static MARKS: ParameterMarks = ParameterMarks {
     key_end: "\">",
     value: "",
     value_end: "</parameter>",
+    padding: "",
     ends: &["</invoke>"],
 };
 

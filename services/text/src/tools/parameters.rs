@@ -1,5 +1,5 @@
-//! A call that is a name and parameters between marks. Its values are not JSON: the schema of the
-//! function decides what they are.
+//! A call that is a function name and parameters between marks. Strings are not quoted: the schema
+//! of the function decides whether a value is a string or JSON.
 
 use serde_json::{Value, json};
 
@@ -13,31 +13,33 @@ pub(super) struct ParameterMarks {
     /// Beginning of a parameter's name.
     pub key: &'static str,
     pub key_end: &'static str,
-    /// Beginning of a value, after white space; empty if the value follows the name.
+    /// Mark before a value, after optional white space; empty if the value follows `key_end`.
     pub value: &'static str,
     pub value_end: &'static str,
-    /// End of the call; the first one is what the format defines.
+    /// White space that the format puts at both ends of a value.
+    pub padding: &'static str,
+    /// Marks that end the call. The format defines the first one; models also write the others.
     pub ends: &'static [&'static str],
 }
 
-/// Parser of a call with parameters. One line end at each end of a value belongs to the marks.
+/// Parser of a call with parameters.
 #[derive(Debug)]
 pub(super) struct ParameterBody {
     marks: &'static ParameterMarks,
     /// The name, once it is complete.
     function: Option<CallableFunction>,
     position: Position,
-    /// Start of the position's text.
+    /// Byte offset in the call's text at which the position begins.
     start: usize,
     key: String,
-    /// The parameters so far, as the beginning of a JSON object.
-    arguments: String,
+    /// The parameters so far, with values in JSON. Of a repeated one the last value counts.
+    parameters: Vec<(String, String)>,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Position {
     Name,
-    /// Before a parameter, or the end.
+    /// Before a parameter, or before the end of the call.
     Between,
     Key,
     BeforeValue,
@@ -52,7 +54,7 @@ impl ParameterBody {
             position: Position::Name,
             start: 0,
             key: String::new(),
-            arguments: String::new(),
+            parameters: Vec::new(),
         }
     }
 
@@ -65,10 +67,13 @@ impl ParameterBody {
     /// call.
     fn name(&mut self, text: &str, functions: &[CallableFunction]) -> CallStep {
         let marks = self.marks;
+        let name = text[self.start..].trim_start();
+        if name.is_empty() {
+            return self.enter(Position::Name, text);
+        }
         let ends = [marks.name_end, marks.key].into_iter().chain(marks.ends.iter().copied());
-        let Some(mark) = ends.into_iter().find(|mark| text.ends_with(mark)) else {
+        let Some(mark) = ends.into_iter().find(|mark| name.ends_with(mark)) else {
             let may_be_name = |function: &CallableFunction| {
-                let name = text.trim_start();
                 function.name.starts_with(name) || name.starts_with(&function.name)
             };
             return match functions.iter().any(may_be_name) {
@@ -76,11 +81,7 @@ impl ParameterBody {
                 false => CallStep::Broken,
             };
         };
-        let name = text[..text.len() - mark.len()].trim();
-        // A line may end before the name.
-        if name.is_empty() && mark == marks.name_end && mark.trim().is_empty() {
-            return CallStep::More;
-        }
+        let name = name[..name.len() - mark.len()].trim_end();
         self.function = functions.iter().find(|function| function.name == name).cloned();
         if self.function.is_none() {
             return CallStep::Broken;
@@ -93,20 +94,30 @@ impl ParameterBody {
     }
 
     fn add_value(&mut self, value: &str) {
-        let value = value.strip_prefix('\n').unwrap_or(value);
-        let value = value.strip_suffix('\n').unwrap_or(value);
+        let padding = self.marks.padding;
+        let value = value.strip_prefix(padding).unwrap_or(value);
+        let value = value.strip_suffix(padding).unwrap_or(value);
         let function = self.function.as_ref();
         let types = function.map_or(ValueTypes::ANY, |function| function.types(&self.key));
-        let opening = if self.arguments.is_empty() { "{" } else { ", " };
-        let key = Value::from(std::mem::take(&mut self.key));
-        self.arguments += &format!("{opening}{key}: {}", types.json(value));
+        let (key, value) = (std::mem::take(&mut self.key), types.json(value));
+        match self.parameters.iter_mut().find(|(name, _)| *name == key) {
+            Some((_, earlier)) => *earlier = value,
+            None => self.parameters.push((key, value)),
+        }
+    }
+
+    /// Returns the parameters so far as the beginning of a JSON object; empty without parameters.
+    fn arguments(&self) -> String {
+        let member = |(key, value): &(String, String)| format!("{}: {value}", json!(key));
+        let members: Vec<String> = self.parameters.iter().map(member).collect();
+        if members.is_empty() { String::new() } else { format!("{{{}", members.join(", ")) }
     }
 
     fn call(&self) -> CallStep {
         let Some(function) = &self.function else { return CallStep::Broken };
-        let arguments = match self.arguments.is_empty() {
+        let arguments = match self.parameters.is_empty() {
             true => "{}".to_owned(),
-            false => self.arguments.clone() + "}",
+            false => self.arguments() + "}",
         };
         CallStep::Call(ToolCall { name: function.name.clone(), arguments })
     }
@@ -119,7 +130,8 @@ impl CallBody for ParameterBody {
         match self.position {
             Position::Name => self.name(text, functions),
             Position::Between => match new.trim_start() {
-                "" => CallStep::More,
+                // The white space is not searched again.
+                "" => self.enter(Position::Between, text),
                 mark if mark == marks.key => self.enter(Position::Key, text),
                 mark if marks.ends.contains(&mark) => self.call(),
                 mark if [marks.key].iter().chain(marks.ends).any(|it| it.starts_with(mark)) => {
@@ -134,6 +146,7 @@ impl CallBody for ParameterBody {
                 self.enter(if has_mark { Position::BeforeValue } else { Position::Value }, text)
             }
             Position::BeforeValue => match new.trim_start() {
+                "" => self.enter(Position::BeforeValue, text),
                 mark if mark == marks.value => self.enter(Position::Value, text),
                 mark if marks.value.starts_with(mark) => CallStep::More,
                 _ => CallStep::Broken,
@@ -148,13 +161,13 @@ impl CallBody for ParameterBody {
 
     fn cut(&self, _: &str) -> Option<ToolCall> {
         let name = self.function.as_ref()?.name.clone();
-        Some(ToolCall { name, arguments: self.arguments.clone() })
+        Some(ToolCall { name, arguments: self.arguments() })
     }
 }
 
 impl ValueTypes {
-    /// Returns a value as JSON. Text is a string where the schema allows a string, unless it is
-    /// JSON of another type that the schema allows.
+    /// Returns a value as JSON. JSON of an allowed type, or any JSON if the schema allows no string,
+    /// is kept. Everything else becomes a string.
     fn json(self, text: &str) -> String {
         let string = || json!(text).to_string();
         if self == Self::STRING {

@@ -37,6 +37,8 @@ pub struct ToolParser {
     is_bare: bool,
     /// Number of closing marks that no longer may follow; `None` if the last text is not a call.
     closed: Option<usize>,
+    /// Whether the first call begins with the first opening mark.
+    needs_first_mark: bool,
 }
 
 #[derive(Debug)]
@@ -57,7 +59,14 @@ enum ParserState {
 impl ToolParser {
     pub fn new(format: &'static ToolFormat, functions: Arc<[CallableFunction]>) -> Self {
         let (state, is_bare) = (ParserState::Text, format.bare.is_some());
-        Self { format, functions, state, held: String::new(), is_bare, closed: None }
+        let (held, closed, needs_first_mark) = (String::new(), None, false);
+        Self { format, functions, state, held, is_bare, closed, needs_first_mark }
+    }
+
+    /// Lets the first call begin only with the first opening mark, as in an answer with a grammar:
+    /// text that begins with a later mark is free text there.
+    pub fn with_first_mark(self) -> Self {
+        Self { needs_first_mark: true, ..self }
     }
 
     /// Processes the next piece of text and appends final pieces.
@@ -193,7 +202,10 @@ impl ToolParser {
     /// ones, or the beginning of one.
     fn takes_opening(&mut self, count: usize, start: usize) -> bool {
         let mark = &self.held[start..];
-        let opening = &self.format.opening[count..];
+        let opening = match self.needs_first_mark && count == 0 && self.closed.is_none() {
+            true => &self.format.opening[..1],
+            false => &self.format.opening[count..],
+        };
         if let Some(index) = opening.iter().position(|opening| *opening == mark) {
             let count = count + index + 1;
             self.state = match count == self.format.opening.len() {

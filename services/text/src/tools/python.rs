@@ -33,7 +33,14 @@ impl PythonBody {
             self.start = text.len();
             return CallStep::More;
         }
-        match so_far.trim() {
+        if last.is_whitespace() {
+            // White space before the name is not searched again.
+            if so_far.trim_start().is_empty() {
+                self.start = text.len();
+            }
+            return CallStep::More;
+        }
+        match so_far.trim_start() {
             "[" if !self.has_list => (self.has_list, self.start) = (true, text.len()),
             name if functions.iter().any(|function| function.name.starts_with(name)) => {}
             _ => return CallStep::Broken,
@@ -81,10 +88,12 @@ impl PythonText<'_> {
     fn arguments(mut self) -> Option<Map<String, Value>> {
         let mut arguments = Map::new();
         while !self.rest().is_empty() {
-            let name = self.word();
-            if name.is_empty() || !self.skips('=') {
+            let (name, rest) = self.0.split_once('=')?;
+            let name = name.trim().to_owned();
+            if name.is_empty() || name.contains(['"', '\'', '(', '[', '{', ',']) {
                 return None;
             }
+            self.0 = rest;
             arguments.insert(name, self.value()?);
             if !self.skips(',') && !self.rest().is_empty() {
                 return None;
@@ -172,6 +181,8 @@ impl PythonText<'_> {
                     'n' => string.push('\n'),
                     't' => string.push('\t'),
                     'r' => string.push('\r'),
+                    'b' => string.push('\u{8}'),
+                    'f' => string.push('\u{c}'),
                     'u' => string.push(escaped_char(&mut chars)?),
                     other @ ('\\' | '\'' | '"' | '/') => string.push(other),
                     // Python keeps the backslash of an unknown escape.

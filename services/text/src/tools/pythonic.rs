@@ -27,7 +27,7 @@ pub(super) const FORMAT: ToolFormat = ToolFormat {
         between: ", ",
         end: "]",
         mark: "<|python_start|>",
-        never_begins: Some(r"\s*\[\s*[A-Za-z_][A-Za-z0-9_.\-]*\("),
+        never_begins: Some(r"\s*\[\s*[A-Za-z0-9_.\-]+\s*\("),
         ..PLAIN
     },
 };

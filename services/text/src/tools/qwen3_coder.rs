@@ -12,6 +12,7 @@ static MARKS: ParameterMarks = ParameterMarks {
     key_end: ">",
     value: "",
     value_end: "</parameter>",
+    padding: "\n",
     ends: &["</function>", "</tool_call>"],
 };
 

@@ -19,6 +19,7 @@ use crate::{
 };
 
 const MODULES_FILE: &str = "modules.json";
+const PROMPTS_FILE: &str = "config_sentence_transformers.json";
 
 #[derive(Deserialize)]
 struct ModuleEntry {
@@ -45,15 +46,19 @@ struct LogitScoreFile {
     false_token_id: Option<u32>,
 }
 
-/// Reads the files of `folder`. A file that is not JSON of the expected form is an error, because a
-/// model that the files do not describe must not answer.
+/// Reads the files of `folder`. The inner error tells why the model returns no pooled values; it
+/// may still generate text. The outer error is a file that is not JSON of the expected form.
 pub(super) fn read(folder: &Path) -> Result<Result<PooledModel, NotPooled>, LoadError> {
     let Some(modules) = json::<Vec<ModuleEntry>>(folder, MODULES_FILE)? else {
         return Ok(Err(NotPooled::NoModules));
     };
-    let prompts = json(folder, "config_sentence_transformers.json")?;
+    let prompts = json(folder, PROMPTS_FILE)?;
     let PromptsFile { prompts, default_prompt_name } = prompts.unwrap_or_default();
     let prompts = prompts.unwrap_or_default();
+    if let Some(name) = default_prompt_name.as_ref().filter(|name| !prompts.contains_key(*name)) {
+        let (found, expected) = (name.clone(), "a key of prompts");
+        return Ok(Err(unsupported(PROMPTS_FILE, "default_prompt_name", found, expected)));
+    }
     let (mut normalize, mut pools, mut score) = (false, false, None);
     for ModuleEntry { path, r#type } in modules {
         let file = path.join("config.json").to_string_lossy().into_owned();
@@ -66,7 +71,13 @@ pub(super) fn read(folder: &Path) -> Result<Result<PooledModel, NotPooled>, Load
                 pools = true;
             }
             "Normalize" => normalize = true,
-            "LogitScore" => score = json::<LogitScoreFile>(folder, &file)?.map(|it| (file, it)),
+            "LogitScore" => match json::<LogitScoreFile>(folder, &file)? {
+                Some(tokens) => score = Some((file, tokens)),
+                None => {
+                    let expected = "the id of a token";
+                    return Ok(Err(unsupported(&file, "true_token_id", String::new(), expected)));
+                }
+            },
             _ => {
                 let expected = "Transformer, Pooling, Normalize or LogitScore";
                 return Ok(Err(unsupported(MODULES_FILE, "type", r#type, expected)));
@@ -95,7 +106,7 @@ pub(super) fn read(folder: &Path) -> Result<Result<PooledModel, NotPooled>, Load
     })
 }
 
-/// Checks that a vector is the hidden state of the last token.
+/// Checks that pooling of the last token is the only mode.
 fn check_pooling(folder: &Path, file: String) -> Result<Result<(), NotPooled>, LoadError> {
     let expected = "pooling_mode_lasttoken as the only mode";
     let config = json::<BTreeMap<String, Value>>(folder, &file)?.unwrap_or_default();
