@@ -6,7 +6,18 @@
 
 use serde_json::{Map, Value};
 
-use crate::error::GrammarError;
+use crate::{
+    copies::has_reference,
+    error::GrammarError,
+    limits::{SCHEMA_PROPERTIES_MAX, TOOLS_BYTES_MAX},
+};
+
+/// Keywords of the definitions to which references point.
+const DEFINITIONS: [&str; 2] = ["$defs", "definitions"];
+/// References in a row that are followed.
+const REFERENCES_MAX: usize = 8;
+/// Schemas that are visited to find out whether a value may be text. The others are JSON.
+const SCHEMAS_MAX: usize = 256;
 
 /// Syntax of a parameter: `before_name NAME before_value VALUE after_value`.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
@@ -78,6 +89,18 @@ impl Arguments<'_> {
         let Some(Value::Object(properties)) = root.get("properties") else {
             return Ok(self.any(schemas, rules));
         };
+        let (count, max) = (properties.len(), SCHEMA_PROPERTIES_MAX);
+        if count > max {
+            return Err(GrammarError::TooMany { what: "properties", count, max }.in_tool(index));
+        }
+        // Each parameter with a reference gets a copy of the definitions.
+        let definitions = DEFINITIONS.into_iter().filter_map(|it| root.get(it));
+        let shared = definitions.map(|it| it.to_string().len()).sum::<usize>();
+        let bytes = shared * properties.values().filter(|it| has_reference(it)).count();
+        if bytes > 2 * TOOLS_BYTES_MAX {
+            let max = 2 * TOOLS_BYTES_MAX;
+            return Err(GrammarError::ToolsTooLong { bytes, max }.in_tool(index));
+        }
         let required = |name: &str| {
             root.get("required").and_then(Value::as_array).is_some_and(|required| {
                 required.iter().any(|required| required.as_str() == Some(name))
@@ -138,20 +161,22 @@ impl Arguments<'_> {
         let syntax = self.parameters;
         let after = &syntax.after_value;
         if let Some(end) = &syntax.text_end {
-            if let Some(texts) = texts(schema) {
+            let resolved = resolved(schema, root);
+            if let Some(texts) = texts(resolved) {
                 let choices = texts.iter().map(|text| quoted(&format!("{text}{after}")));
                 return format!("({})", choices.collect::<Vec<_>>().join(" | "));
             }
-            if allows_text(schema) {
+            if allows_text(resolved, root, &mut { SCHEMAS_MAX }) {
                 let rest = after.split_once(end.as_str()).map_or("", |(_, rest)| rest);
                 return format!("text_value {}", literal(rest));
             }
         }
+        let needs_definitions = has_reference(schema);
         let mut schema = match schema {
             Value::Object(schema) => schema.clone(),
             _ => Map::new(),
         };
-        for definitions in ["$defs", "definitions"] {
+        for definitions in DEFINITIONS.into_iter().filter(|_| needs_definitions) {
             if let Some(its) = root.get(definitions) {
                 schema.entry(definitions).or_insert_with(|| its.clone());
             }
@@ -173,8 +198,25 @@ fn texts(schema: &Value) -> Option<Vec<&str>> {
     listed.iter().map(Value::as_str).collect()
 }
 
-/// Returns whether a value may be text without quotes.
-fn allows_text(schema: &Value) -> bool {
+/// Follows references to the definitions of `root`, as far as there are few.
+fn resolved<'a>(mut schema: &'a Value, root: &'a Map<String, Value>) -> &'a Value {
+    for _ in 0..REFERENCES_MAX {
+        let path = schema.get("$ref").and_then(Value::as_str).and_then(|it| it.strip_prefix("#/"));
+        let parts = path.and_then(|path| path.split_once('/'));
+        let Some(target) = parts.and_then(|(first, rest)| root.get(first)?.get(rest)) else {
+            break;
+        };
+        schema = target;
+    }
+    schema
+}
+
+/// Returns whether a value may be text without quotes. Visits at most `left` schemas.
+fn allows_text(schema: &Value, root: &Map<String, Value>, left: &mut usize) -> bool {
+    if *left == 0 {
+        return false;
+    }
+    *left -= 1;
     let is_string = |value: &Value| value.as_str() == Some("string");
     match schema {
         Value::Bool(_) => true,
@@ -184,8 +226,15 @@ fn allows_text(schema: &Value) -> bool {
             let is_text = kinds.is_some_and(|kinds| {
                 is_string(kinds) || kinds.as_array().is_some_and(|all| all.iter().any(is_string))
             });
-            let alternatives = ["anyOf", "oneOf"].into_iter().filter_map(|key| schema.get(key));
-            is_text || alternatives.filter_map(Value::as_array).flatten().any(allows_text)
+            let lists_text = schema.get("const").is_some_and(Value::is_string)
+                || (schema.get("enum").and_then(Value::as_array))
+                    .is_some_and(|listed| listed.iter().any(Value::is_string));
+            let alternatives = ["anyOf", "oneOf", "allOf"].map(|key| schema.get(key));
+            let mut alternatives = alternatives.into_iter().flatten().filter_map(Value::as_array);
+            is_text
+                || lists_text
+                || alternatives
+                    .any(|all| all.iter().any(|it| allows_text(resolved(it, root), root, left)))
         }
     }
 }

@@ -529,7 +529,7 @@ fn intersects_properties(keywords: &Map<String, Value>) -> bool {
     keywords.contains_key("properties") && keywords.contains_key("patternProperties")
 }
 
-fn has_reference(value: &Value) -> bool {
+pub(crate) fn has_reference(value: &Value) -> bool {
     value.get("$ref").is_some() || children(value).any(has_reference)
 }
 

@@ -108,6 +108,7 @@ impl ToolCalls {
         for ArgumentSchema { tool, rule, text } in schemas {
             let (schema, its_parts) = parsed_schema(&text).map_err(|error| error.in_tool(tool))?;
             parts += its_parts;
+            parts.check(TOOLS_PARTS_FACTOR)?;
             grammars.push(GrammarWithLexer {
                 name: Some(rule),
                 ..GrammarWithLexer::from_json_schema(schema)

@@ -553,13 +553,13 @@ fn limits_hold_for_all_functions_of_a_request_together() {
         (&wide, 4, Alternative::Nothing, None),
         (&wide, 5, Alternative::Nothing, Some("has 5000 properties; allowed: at most 4000")),
         (&wide, 4, answer(&wide), Some("has 5000 properties; allowed: at most 4000")),
-        (&short, 25, Alternative::Nothing, Some("has 25000 properties; allowed: at most 4000")),
+        (&short, 25, Alternative::Nothing, Some("has 5000 properties; allowed: at most 4000")),
         (&values, 4, Alternative::Nothing, None),
         (
             &values,
             25,
             Alternative::Nothing,
-            Some("has 25000 values in enums; allowed: at most 4000"),
+            Some("has 5000 values in enums; allowed: at most 4000"),
         ),
         (&parts, 4, Alternative::Nothing, None),
         (
