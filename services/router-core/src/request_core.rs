@@ -455,7 +455,13 @@ impl RequestCore {
         let actions = match message {
             Ok(Some(event)) => {
                 attempt.state.on_stages(AttemptSide::Prefill, event.stages);
-                attempt.state.on_prefill_event(event.event, &mut self.emitted)
+                // Tokens of the decode node may have waited for this event.
+                let was_decoding = attempt.state.is_decoding();
+                let actions = attempt.state.on_prefill_event(event.event, &mut self.emitted);
+                if attempt.state.is_decoding() && !was_decoding {
+                    self.outputs.push_back(RequestOutput::Served);
+                }
+                actions
             }
             end => attempt
                 .state
@@ -559,7 +565,7 @@ impl RequestCore {
             RequestCoreState::Attempting(attempt) => {
                 let last_event = self.is_complete().then(|| attempt.active_at + LAST_EVENT_MAX);
                 let token_0 =
-                    (!attempt.state.expects_decode()).then(|| attempt.active_at + TOKEN_0_MAX);
+                    attempt.state.awaits_late_token_0().then(|| attempt.active_at + TOKEN_0_MAX);
                 let silence = attempt.silent_since + self.policy.idle_timeout;
                 let drain = attempt.state.is_decoding().then_some(attempt.drain_check_at);
                 [last_event, token_0, drain, Some(silence)].into_iter().flatten().min()
@@ -632,7 +638,8 @@ impl RequestCore {
                 let idle_timeout = self.policy.idle_timeout;
                 if is_complete && now >= attempt.active_at + LAST_EVENT_MAX {
                     self.complete(self.reason_without_node());
-                } else if !attempt.state.expects_decode() && now >= attempt.active_at + TOKEN_0_MAX
+                } else if attempt.state.awaits_late_token_0()
+                    && now >= attempt.active_at + TOKEN_0_MAX
                 {
                     let actions = attempt.state.on_token_0_late();
                     self.act(now, actions);

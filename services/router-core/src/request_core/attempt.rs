@@ -398,7 +398,13 @@ impl AttemptState {
 
     /// Returns whether the decode node may still send an event.
     pub(super) fn expects_decode(&self) -> bool {
-        self.transfer_failed.is_none()
+        let has_finished = matches!(self.held.last(), Some(DecodeEvent::Finished(_)));
+        !self.awaits_late_token_0() && !has_finished
+    }
+
+    /// Returns whether the transfer has failed, and token 0 may still arrive.
+    pub(super) fn awaits_late_token_0(&self) -> bool {
+        self.transfer_failed.is_some()
     }
 
     /// Returns whether an event of the prefill node can still matter.
