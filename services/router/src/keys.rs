@@ -304,6 +304,12 @@ impl Caller {
         salt_for_nodes(scope, tenant, salt)
     }
 
+    /// Returns the owner of what a router stores for later requests: the key with its tenant. Keys
+    /// that share cached KV are separate owners.
+    pub(crate) fn owner(&self, tenant: Option<&Tenant>) -> Arc<str> {
+        salt_for_nodes(self.name(), tenant, "").into()
+    }
+
     /// Returns the flow of the key; without a key of the tenant, or the flow of all other callers.
     pub(crate) fn flow(&self, tenant: Option<&Tenant>) -> Flow {
         match (&self.0, tenant) {

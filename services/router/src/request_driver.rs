@@ -29,8 +29,8 @@ use crate::{
         answer_reader::{AnswerReader, AnswerReading, CallReading, ReasoningReading},
         error::{FieldError, RequestError},
         options::{
-            CHOICES_PER_REQUEST_MAX, DefaultLength, ModelLimits, Options, RequestedGrammar, Tenant,
-            check_prompt,
+            CHOICES_PER_REQUEST_MAX, DefaultLength, ModelLimits, Options, PROMPT_LOGPROBS_MAX,
+            RequestedGrammar, Tenant, check_prompt,
         },
         text_workers::{CacheKeying, PromptSource, TokenizedPrompt},
         tools::OfferedTools,
@@ -236,17 +236,13 @@ async fn prepare(
             vocabulary_size: limits.vocabulary_size,
             deadline: deadline.at.into_std(),
         };
-        answers.extend((0..fields.choices).map(|copy| {
-            let mut answer = answer.clone();
-            // Each answer has a seed of its own, whether or not the client named one.
-            answer.sampling.seed = answer.sampling.seed.wrapping_add(u64::from(copy));
-            answer
-        }));
+        answers.extend((0..fields.choices).map(|copy| answer_copy(&answer, copy)));
+        // Short prompts are tokenized on this thread.
+        tokio::task::yield_now().await;
     }
+    check_prompt_logprobs(&answers)?;
     record.prepared(answers.len() as u32, prompt_tokens);
-    let reasoning = reasoning.filter(|_| with_text);
-    let reading = AnswerReading { reasoning, calls };
-    let reading = (reading.reasoning.is_some() || reading.calls.is_some()).then_some(reading);
+    let reading = AnswerReading::of(reasoning.filter(|_| with_text), calls);
     let request = PreparedRequest {
         model,
         stops,
@@ -262,6 +258,29 @@ async fn prepare(
         _streams: streams,
     };
     Ok((request, answers))
+}
+
+/// Rejects more log-probabilities of prompts than a router keeps for one request.
+fn check_prompt_logprobs(answers: &[AnswerSpec]) -> Result<(), FieldError> {
+    let count = |answer: &AnswerSpec| {
+        Some(answer.prompt.len() as u64 * u64::from(1 + answer.sampling.prompt_logprobs?))
+    };
+    let all: u64 = answers.iter().filter_map(count).sum();
+    if all <= u64::from(PROMPT_LOGPROBS_MAX) {
+        return Ok(());
+    }
+    let problem = format!(
+        "gives {all} log-probabilities over all answers; allowed: at most {PROMPT_LOGPROBS_MAX}"
+    );
+    Err(FieldError::new("prompt_logprobs", problem))
+}
+
+/// Returns one of the answers to a prompt. Each has a seed of its own, whether or not the client
+/// named one.
+fn answer_copy(answer: &AnswerSpec, copy: u32) -> AnswerSpec {
+    let mut answer = answer.clone();
+    answer.sampling.seed = answer.sampling.seed.wrapping_add(u64::from(copy));
+    answer
 }
 
 /// Rejects text of a model without an LM head, and pooled values of nodes that return none.

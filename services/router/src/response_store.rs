@@ -1,9 +1,9 @@
-//! Responses of `/v1/responses` that clients may name later, bounded in bytes and age.
-//! [`ResponseStore`] is pure: callers pass the time.
+//! Stored responses of `/v1/responses`, which later requests reference by id. Bounded in bytes and
+//! age. [`ResponseStore`] does no I/O and reads no clock: callers pass the time.
 //!
 //! An entry belongs to its owner; to any other owner its id is unknown. When the store is full, the
-//! owner with the most bytes loses its oldest entry, so no owner can displace the responses of the
-//! others.
+//! owner with the most bytes, the new response included, loses its oldest entry. So no owner can
+//! displace the responses of owners that use less.
 
 use std::{
     collections::{BTreeMap, HashMap},
@@ -16,7 +16,7 @@ use tokio::task::AbortHandle;
 
 use crate::lock::lock;
 
-/// Bytes that an entry takes besides its content.
+/// Estimate of the bytes that an entry takes besides its content: keys, ids and map nodes.
 const ENTRY_BYTES: usize = 512;
 
 /// A stored response.
@@ -28,7 +28,7 @@ pub(crate) struct StoredResponse {
     pub input: Arc<RawValue>,
     /// Items of the output.
     pub output: Arc<RawValue>,
-    /// Ends the generation; `None` after its end.
+    /// Aborts the generation; `None` once the response has ended.
     pub running: Option<AbortHandle>,
 }
 
@@ -61,6 +61,8 @@ pub(crate) struct ResponseStore {
     /// Number of the next entry.
     next: u64,
     by_id: HashMap<String, StoreEntry>,
+    /// Ids of all entries by number, the oldest first.
+    ids: BTreeMap<u64, String>,
     owners: HashMap<Arc<str>, OwnerEntries>,
 }
 
@@ -81,17 +83,18 @@ struct OwnerEntries {
 
 impl ResponseStore {
     fn new(bytes_max: usize, age_max: Duration) -> Self {
-        let (by_id, owners) = (HashMap::new(), HashMap::new());
-        Self { bytes_max, age_max, bytes: 0, next: 0, by_id, owners }
+        let (by_id, ids, owners) = (HashMap::new(), BTreeMap::new(), HashMap::new());
+        Self { bytes_max, age_max, bytes: 0, next: 0, by_id, ids, owners }
     }
 
-    /// Returns whether the store may keep anything.
-    pub(crate) fn is_on(&self) -> bool {
+    /// Returns whether responses are stored at all.
+    pub(crate) fn is_enabled(&self) -> bool {
         self.bytes_max > 0
     }
 
     /// Stores a response, or replaces the one with this id. Drops entries that are too old, then as
-    /// many as the new one needs. A response that alone exceeds the bound is not stored.
+    /// many as the new one needs. A response for which its owner would need most of the store is not
+    /// stored.
     pub(crate) fn insert(
         &mut self,
         now: Instant,
@@ -106,7 +109,9 @@ impl ResponseStore {
             return;
         }
         while self.bytes + bytes > self.bytes_max {
-            self.evict();
+            if !self.evict(owner, bytes) {
+                return;
+            }
         }
         let number = self.next;
         self.next += 1;
@@ -114,8 +119,17 @@ impl ResponseStore {
         let entries = self.owners.entry(owner.clone()).or_default();
         entries.bytes += bytes;
         entries.ids.insert(number, id.clone());
+        self.ids.insert(number, id.clone());
         let entry = StoreEntry { owner: owner.clone(), number, stored_at: now, response };
         self.by_id.insert(id, entry);
+    }
+
+    /// Replaces a response in progress. Returns false if it has ended or is not stored any more.
+    pub(crate) fn replace(&mut self, now: Instant, id: &str, response: StoredResponse) -> bool {
+        let in_progress = self.by_id.get(id).filter(|entry| entry.response.running.is_some());
+        let Some(owner) = in_progress.map(|entry| entry.owner.clone()) else { return false };
+        self.insert(now, &owner, id.to_owned(), response);
+        true
     }
 
     /// Returns the response of this owner.
@@ -129,6 +143,7 @@ impl ResponseStore {
         let Some(entry) = self.by_id.remove(id) else { return };
         let bytes = entry.response.bytes();
         self.bytes -= bytes;
+        self.ids.remove(&entry.number);
         let entries = self.owners.get_mut(&entry.owner).expect("each entry has an owner");
         entries.bytes -= bytes;
         entries.ids.remove(&entry.number);
@@ -139,20 +154,28 @@ impl ResponseStore {
 
     /// Drops the entries that are too old.
     fn expire(&mut self, now: Instant) {
-        let is_old = |entry: &StoreEntry| now.duration_since(entry.stored_at) > self.age_max;
-        let oldest_ids = |entries: &OwnerEntries| {
-            let old = entries.ids.values().take_while(|id| is_old(&self.by_id[*id]));
-            old.cloned().collect::<Vec<_>>()
-        };
-        let old: Vec<String> = self.owners.values().flat_map(oldest_ids).collect();
-        old.iter().for_each(|id| self.remove(id));
+        while let Some((_, id)) = self.ids.first_key_value()
+            && now.duration_since(self.by_id[id].stored_at) > self.age_max
+        {
+            let id = id.clone();
+            self.remove(&id);
+        }
     }
 
-    /// Drops the oldest entry of the owner with the most bytes.
-    fn evict(&mut self) {
-        let largest = self.owners.values().max_by_key(|entries| entries.bytes);
-        let oldest = largest.and_then(|entries| entries.ids.values().next().cloned());
-        self.remove(&oldest.expect("a store without room has an entry"));
+    /// Makes room for a response of `incoming` bytes: drops the oldest entry of the owner with the
+    /// most bytes, these included. Returns false if this owner has no entry to drop.
+    fn evict(&mut self, owner: &Arc<str>, incoming: usize) -> bool {
+        let own = self.owners.get(owner).map_or(0, |entries| entries.bytes) + incoming;
+        let others = self.owners.iter().filter(|(other, _)| *other != owner);
+        let largest = others.max_by_key(|(_, entries)| entries.bytes);
+        let victim = match largest {
+            Some((other, entries)) if entries.bytes > own => other,
+            _ => owner,
+        };
+        let oldest = self.owners.get(victim).and_then(|entries| entries.ids.values().next());
+        let Some(oldest) = oldest.cloned() else { return false };
+        self.remove(&oldest);
+        true
     }
 }
 
@@ -226,6 +249,39 @@ mod tests {
     }
 
     #[test]
+    fn no_owner_displaces_responses_of_owners_that_use_less() {
+        let mut fixture = Fixture::of_entries(4);
+        for owner in ["b", "c", "d"] {
+            fixture.insert(owner, owner);
+        }
+        let large = response(2 * BYTES);
+        fixture.store.insert(fixture.now, &"a".into(), "large".to_owned(), large);
+        fixture.check();
+        assert!(["b", "c", "d"].into_iter().all(|owner| fixture.has(owner, owner)));
+        assert!(!fixture.has("a", "large"));
+        fixture.insert("a", "1");
+        fixture.insert("a", "2");
+        assert!(fixture.has("a", "2") && !fixture.has("a", "1"));
+        fixture.insert("e", "e");
+        assert!(!fixture.has("e", "e"), "of equal owners none loses its only entry");
+    }
+
+    #[test]
+    fn only_a_response_in_progress_is_replaced() {
+        let mut fixture = Fixture::of_entries(2);
+        let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
+        let task = runtime.spawn(std::future::ready(()));
+        let running = StoredResponse { running: Some(task.abort_handle()), ..response(1000) };
+        fixture.store.insert(fixture.now, &"a".into(), "1".to_owned(), running);
+        assert!(fixture.store.replace(fixture.now, "1", response(1000)));
+        assert!(!fixture.store.replace(fixture.now, "1", response(1000)), "it has ended");
+        fixture.store.remove("1");
+        assert!(!fixture.store.replace(fixture.now, "1", response(1000)), "it was deleted");
+        assert!(!fixture.has("a", "1"));
+        fixture.check();
+    }
+
+    #[test]
     fn an_old_response_is_unknown_and_makes_room() {
         let mut fixture = Fixture::of_entries(4);
         fixture.insert("a", "1");
@@ -244,7 +300,7 @@ mod tests {
         let large = response(2 * BYTES);
         fixture.store.insert(fixture.now, &"a".into(), "2".to_owned(), large);
         assert!(fixture.has("a", "1") && !fixture.has("a", "2"));
-        assert!(!ResponseStore::new(0, AGE_MAX).is_on());
+        assert!(!ResponseStore::new(0, AGE_MAX).is_enabled());
     }
 
     #[test]

@@ -272,7 +272,7 @@ async fn answer<A: GenerationApi>(
     };
     // Without room for its log, a stream has no ids and ends with its connection.
     let resumed_by = (context.wants_resume && front.streams.has_room())
-        .then(|| record.caller().salt_for_nodes(parsed.tenant.as_ref(), "").into());
+        .then(|| record.caller().owner(parsed.tenant.as_ref()));
     let created = unix_seconds();
     let running = request_driver::start(front, parsed, record, context.span.clone()).await?;
     let serving = front.nodes.serving(&model.model.name);

@@ -120,24 +120,24 @@ fn pooled(about: &str, schema: &str) -> Value {
     with_errors(json_answer(about, schema), &errors)
 }
 
+/// Statuses of the errors of requests that only the router computes.
+const TEXT_ERRORS: &[u16] = &[400, 401, 404, 408, 413, 415, 429, 500, 503, 504];
+
 fn paths() -> Value {
-    let get = |id: &str, about: &str, parameters: Value, answers: Value| json!({"get": operation(id, about, parameters, answers)});
-    let label = || json!([label_header()]);
-    let text_errors = &[400, 401, 404, 408, 413, 415, 429, 500, 503, 504];
-    let id = json!({
-        "name": "id", "in": "path", "required": true, "schema": {"type": "string", "minLength": 1},
-        "description": "Name or alias of a model. It may contain slashes.",
+    let groups = [generation_paths(), response_paths(), pooling_paths(), operator_paths()];
+    let paths = groups.into_iter().filter_map(|group| match group {
+        Value::Object(paths) => Some(paths),
+        _ => None,
     });
-    let no_node = json_answer(
-        "No decode node is ready, the first nodes are still connecting, or the router drains.",
-        "Health",
-    );
-    let text = |about: &str| {
-        json!({"description": about, "headers": label_response(),
-            "content": {"text/plain": {"schema": {"type": "string"}}}})
-    };
-    let object = json!({"description": "This description.", "headers": label_response(),
-        "content": {"application/json": {"schema": {"type": "object"}}}});
+    Value::Object(paths.flatten().collect())
+}
+
+/// Returns a path with the operation GET.
+fn get(id: &str, about: &str, parameters: Value, answers: Value) -> Value {
+    json!({"get": operation(id, about, parameters, answers)})
+}
+
+fn generation_paths() -> Value {
     json!({
         "/v1/chat/completions": post(
             "createChatCompletion",
@@ -163,10 +163,15 @@ fn paths() -> Value {
             "MessagesCountRequest",
             with_error_bodies(
                 json_answer("The number of tokens.", "CountedTokens"),
-                text_errors,
+                TEXT_ERRORS,
                 "MessagesError",
             ),
         ),
+    })
+}
+
+fn response_paths() -> Value {
+    json!({
         "/v1/responses": post(
             "createResponse",
             "Generates a response to items, and stores it",
@@ -207,6 +212,11 @@ fn paths() -> Value {
             json!([label_header(), response_id()]),
             with_errors(json_answer("The response.", "Response"), &[400, 401, 404, 429]),
         )},
+    })
+}
+
+fn pooling_paths() -> Value {
+    json!({
         "/v1/embeddings": post(
             "embed",
             "Returns the embeddings of texts",
@@ -237,6 +247,27 @@ fn paths() -> Value {
             "ScoreRequest",
             pooled("The scores.", "ScoreList"),
         ),
+    })
+}
+
+/// Returns the paths besides those of requests to a model: tokens, streams, models and probes.
+fn operator_paths() -> Value {
+    let label = || json!([label_header()]);
+    let id = json!({
+        "name": "id", "in": "path", "required": true, "schema": {"type": "string", "minLength": 1},
+        "description": "Name or alias of a model. It may contain slashes.",
+    });
+    let no_node = json_answer(
+        "No decode node is ready, the first nodes are still connecting, or the router drains.",
+        "Health",
+    );
+    let text = |about: &str| {
+        json!({"description": about, "headers": label_response(),
+            "content": {"text/plain": {"schema": {"type": "string"}}}})
+    };
+    let object = json!({"description": "This description.", "headers": label_response(),
+        "content": {"application/json": {"schema": {"type": "object"}}}});
+    json!({
         "/v1/streams/{id}": get(
             "resumeStream",
             "Continues a stream that began with `x-baton-resume: 1`",
@@ -257,13 +288,13 @@ fn paths() -> Value {
             "tokenize",
             "Tokenizes a text or a conversation",
             "TokenizeRequest",
-            with_errors(json_answer("The token ids.", "Tokenized"), text_errors),
+            with_errors(json_answer("The token ids.", "Tokenized"), TEXT_ERRORS),
         ),
         "/detokenize": post(
             "detokenize",
             "Detokenizes token ids",
             "DetokenizeRequest",
-            with_errors(json_answer("The text.", "Detokenized"), text_errors),
+            with_errors(json_answer("The text.", "Detokenized"), TEXT_ERRORS),
         ),
         "/v1/models": get(
             "listModels",

@@ -43,6 +43,9 @@ use crate::{
 /// Maximum number of texts in a request, as in OpenAI's API.
 pub(super) const TEXTS_MAX: usize = 2048;
 
+/// Maximum bytes of a text that is paired with several others, over all pairs.
+const REPEATED_BYTES_MAX: usize = 32 << 20;
+
 /// Unsupported fields of other servers that would change the values.
 pub(super) const POOLING_UNSUPPORTED: [&str; 8] = [
     "truncate_prompt_tokens",
@@ -261,10 +264,11 @@ fn read_embeddings(
     let known = embedding_model(model)?;
     let prefix = requested.prefix(known)?;
     requested.check_dimensions(known)?;
+    let add_special_tokens = requested.add_special_tokens;
     let source = |input| match input {
         CompletionPrompt::Tokens(tokens) => PromptSource::Tokens(tokens),
         CompletionPrompt::Text(text) => {
-            PromptSource::Text { text: format!("{prefix}{text}"), add_special_tokens: true }
+            PromptSource::Text { text: format!("{prefix}{text}"), add_special_tokens }
         }
     };
     let EmbeddingOptions { dimensions, in_base64, .. } = requested;
@@ -278,6 +282,7 @@ pub(super) struct EmbeddingOptions {
     dimensions: Option<u32>,
     in_base64: bool,
     prompt_name: Option<String>,
+    add_special_tokens: bool,
 }
 
 impl EmbeddingOptions {
@@ -296,6 +301,7 @@ impl EmbeddingOptions {
             dimensions: fields.count("dimensions", 1..=u32::MAX)?,
             in_base64,
             prompt_name: fields.string("prompt_name")?,
+            add_special_tokens: fields.boolean("add_special_tokens")?.unwrap_or(true),
         })
     }
 
@@ -372,6 +378,7 @@ impl RerankRequest {
         let text = |document| match document {
             Document::Text(text) | Document::Object { text } => text,
         };
+        check_repeated("query", &query, documents.len())?;
         Ok(Self {
             query,
             documents: documents.into_iter().map(text).collect(),
@@ -382,8 +389,8 @@ impl RerankRequest {
 }
 
 fn read_score(fields: &RequestFields<'_>, model: &ServedModel) -> Result<PooledFields, FieldError> {
-    let pairs = text_pairs(fields)?;
     let reranker = reranker(model)?;
+    let pairs = text_pairs(fields)?;
     let prompts = pairs.iter().map(|(query, document)| pair(reranker, query, document)).collect();
     Ok((prompts, logits(reranker, "text_2"), PooledReply::Scores))
 }
@@ -402,6 +409,7 @@ pub(super) fn text_pairs(fields: &RequestFields<'_>) -> Result<Vec<(String, Stri
     check_count("text_1", first.len())?;
     check_count("text_2", second.len())?;
     if first.len() == 1 {
+        check_repeated("text_1", &first[0], second.len())?;
         return Ok(second.into_iter().map(|text| (first[0].clone(), text)).collect());
     }
     if first.len() != second.len() {
@@ -420,6 +428,18 @@ fn check_count(field: &str, count: usize) -> Result<(), FieldError> {
             Err(FieldError::new(field, problem))
         }
     }
+}
+
+/// Rejects a text of which the pairs of a request would have too many copies.
+fn check_repeated(field: &str, text: &str, count: usize) -> Result<(), FieldError> {
+    let bytes = text.len().saturating_mul(count);
+    if bytes <= REPEATED_BYTES_MAX {
+        return Ok(());
+    }
+    let problem = format!(
+        "is paired with {count} texts, {bytes} bytes in all; allowed: at most {REPEATED_BYTES_MAX}"
+    );
+    Err(FieldError::new(field, problem))
 }
 
 fn embedding_model(model: &ServedModel) -> Result<&EmbeddingModel, FieldError> {

@@ -337,13 +337,22 @@ pub(super) fn chat_source(
 const REASONING_EFFORT: &str = "reasoning_effort";
 const REASONING_EFFORTS: [&str; 5] = ["none", "minimal", "low", "medium", "high"];
 
-pub(super) fn template_kwargs(
+/// Reads the client's own variables of the chat template.
+pub(super) fn template_variables(
     fields: &RequestFields<'_>,
 ) -> Result<Map<String, Value>, FieldError> {
     const NAME: &str = "chat_template_kwargs";
-    let mut variables: Map<String, Value> =
+    let variables: Map<String, Value> =
         fields.value(NAME, "an object of template variables")?.unwrap_or_default();
     check_variables(NAME, &variables)?;
+    Ok(variables)
+}
+
+/// Reads the variables of the chat template, with the variables of `reasoning_effort`.
+pub(super) fn template_kwargs(
+    fields: &RequestFields<'_>,
+) -> Result<Map<String, Value>, FieldError> {
+    let mut variables = template_variables(fields)?;
     if let Some(effort) = fields.value::<String>(REASONING_EFFORT, "a string")? {
         if !REASONING_EFFORTS.contains(&effort.as_str()) {
             let allowed = REASONING_EFFORTS.join(", ");

@@ -94,8 +94,12 @@ pub(super) async fn delete(
     PathParameter(id): PathParameter,
     (extensions, headers): (Extensions, HeaderMap),
 ) -> Result<Response, ApiError> {
-    find(&front, &headers, &extensions, &id)?;
+    let found = find(&front, &headers, &extensions, &id)?;
     front.responses.lock().remove(&id);
+    // A response in progress cannot be stored any more, so nothing else can end it.
+    if let Some(running) = found.running {
+        running.abort();
+    }
     Ok(Json(DeletedResponse { id, object: "response.deleted", deleted: true }).into_response())
 }
 
@@ -106,16 +110,16 @@ pub(super) async fn cancel(
     (extensions, headers): (Extensions, HeaderMap),
 ) -> Result<Response, ApiError> {
     let found = find(&front, &headers, &extensions, &id)?;
-    let Some(running) = &found.running else {
-        let message = format!("the response {id} has ended; allowed: a response in progress");
-        return Err(ApiError::invalid(StatusCode::BAD_REQUEST, "invalid_value", message));
-    };
-    running.abort();
     let mut object: Value = serde_json::from_str(found.object.get()).unwrap_or_default();
     object["status"] = json!(ResponseStatus::Cancelled);
-    let owner = owner(&headers, &extensions)?;
     let cancelled = StoredResponse { object: raw(&object), running: None, ..found };
-    front.responses.lock().insert(Instant::now(), &owner, id, cancelled);
+    if !front.responses.lock().replace(Instant::now(), &id, cancelled) {
+        let message = format!("the response {id} has ended; allowed: a response in progress");
+        return Err(ApiError::invalid(StatusCode::BAD_REQUEST, "invalid_value", message));
+    }
+    if let Some(running) = found.running {
+        running.abort();
+    }
     Ok(Json(object).into_response())
 }
 
@@ -169,7 +173,7 @@ pub(super) fn read_fields(fields: &RequestFields<'_>) -> Result<(), FieldError> 
 pub(super) fn owner(headers: &HeaderMap, extensions: &Extensions) -> Result<Arc<str>, FieldError> {
     let caller = caller_of(extensions);
     let tenant = caller.tenant(headers.get(TENANT_HEADER).map(HeaderValue::as_bytes))?;
-    Ok(caller.salt_for_nodes(tenant.as_ref(), "").into())
+    Ok(caller.owner(tenant.as_ref()))
 }
 
 /// Returns a stored response of the caller.
@@ -272,7 +276,16 @@ impl GenerationApi for ResponsesApi {
         }
         items.extend(new);
         let input = raw(&items);
-        echo.store &= self.front.responses.lock().is_on();
+        let bytes_max = self.front.settings.router.body_bytes_max.bytes();
+        if input.get().len() as u64 > bytes_max {
+            let field = echo.previous_response_id.as_ref().map_or("input", |_| PREVIOUS);
+            let problem = format!(
+                "gives an input of {} bytes with the earlier turns; allowed: at most {bytes_max}",
+                input.get().len()
+            );
+            return Err(FieldError::new(field, problem).into());
+        }
+        echo.store &= self.front.responses.lock().is_enabled();
         let shown = ["instructions", "chat_template_kwargs", "tools"].map(|name| fields.raw(name));
         let shown = shown.into_iter().flatten().map(str::len).sum::<usize>();
         let chat = ChatSource {
@@ -339,7 +352,8 @@ impl GenerationApi for ResponsesApi {
                 output: raw(&object.output),
                 running: Some(started.abort),
             };
-            stored.insert(response);
+            let mut store = stored.front.responses.lock();
+            store.insert(Instant::now(), &stored.owner, stored.id.clone(), response);
         }
         let context = ReplyContext {
             id: started.request_id.to_string(),
@@ -381,17 +395,13 @@ struct KeptResponse {
 }
 
 impl KeptResponse {
-    /// Stores the response at its end.
+    /// Stores the response at its end, unless it was deleted or cancelled.
     fn keep(&self, object: &ResponseObject) {
         if self.is_kept {
-            let output = raw(&object.output);
-            let input = self.input.clone();
-            self.insert(StoredResponse { object: raw(object), input, output, running: None });
+            let (output, input) = (raw(&object.output), self.input.clone());
+            let response = StoredResponse { object: raw(object), input, output, running: None };
+            self.front.responses.lock().replace(Instant::now(), &self.id, response);
         }
-    }
-
-    fn insert(&self, response: StoredResponse) {
-        self.front.responses.lock().insert(Instant::now(), &self.owner, self.id.clone(), response);
     }
 }
 

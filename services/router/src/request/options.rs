@@ -26,7 +26,7 @@ pub(crate) const SEED: RangeInclusive<i128> = i64::MIN as i128..=u64::MAX as i12
 pub(crate) const LOGPROBS: RangeInclusive<u32> = 0..=20;
 /// Maximum log-probabilities of a prompt: those of its tokens, and the best ones in the place of
 /// each. Nodes have the same limit.
-const PROMPT_LOGPROBS_MAX: u32 = 1 << 18;
+pub(crate) const PROMPT_LOGPROBS_MAX: u32 = 1 << 18;
 /// Range of the values in `logit_bias`, as in OpenAI's API.
 pub(crate) const LOGIT_BIAS: RangeInclusive<f32> = -100.0..=100.0;
 /// Maximum number of tokens in `logit_bias`. Nodes have the same limit.

@@ -9,7 +9,7 @@ use super::{conversation::Conversation, object};
 use crate::{
     http::{
         fields::RequestFields,
-        request_fields::{UNSUPPORTED, Unsupported, options, template_kwargs},
+        request_fields::{UNSUPPORTED, Unsupported, options, template_variables},
     },
     request::{
         error::{FieldError, invalid_value, parse_field},
@@ -138,7 +138,7 @@ fn chat_source(
     thinking: Thinking,
 ) -> Result<ChatSource, FieldError> {
     let Conversation { messages, continues, bytes } = Conversation::read(fields)?;
-    let mut template_kwargs = template_kwargs(fields)?;
+    let mut template_kwargs = template_variables(fields)?;
     let mut set = |name: &str, value: Option<Value>| {
         if let Some(value) = value {
             template_kwargs.entry(name).or_insert(value);

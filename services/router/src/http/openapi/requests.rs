@@ -456,6 +456,8 @@ struct EmbeddingRequest {
     dimensions: Option<u32>,
     /// Name of the checkpoint's prompt that precedes each text.
     prompt_name: Option<String>,
+    /// Whether texts get the special tokens of the tokenizer; the default is true.
+    add_special_tokens: Option<bool>,
     /// Accepted for compatibility.
     user: Option<String>,
 }

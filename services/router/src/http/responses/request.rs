@@ -213,7 +213,8 @@ fn text(
 fn reasoning(
     fields: &RequestFields<'_>,
 ) -> Result<(ReasoningEcho, Map<String, Value>), FieldError> {
-    let mut variables: Map<String, Value> = crate::http::request_fields::template_kwargs(fields)?;
+    let mut variables: Map<String, Value> =
+        crate::http::request_fields::template_variables(fields)?;
     let allowed = "an object with effort or summary";
     let reasoning: Map<String, Value> = fields.value("reasoning", allowed)?.unwrap_or_default();
     let word = |name: &str, words: &[&str]| {
