@@ -29,7 +29,7 @@ pub(super) async fn allow_pages(
             let wanted = headers.get(header::ACCESS_CONTROL_REQUEST_HEADERS).cloned();
             let mut response = StatusCode::NO_CONTENT.into_response();
             let allow = response.headers_mut();
-            let methods = HeaderValue::from_static("GET, POST");
+            let methods = HeaderValue::from_static("GET, POST, DELETE");
             allow.insert(header::ACCESS_CONTROL_ALLOW_METHODS, methods);
             allow.insert(header::ACCESS_CONTROL_MAX_AGE, PREFLIGHT_MAX_AGE_S.into());
             allow.extend(wanted.map(|wanted| (header::ACCESS_CONTROL_ALLOW_HEADERS, wanted)));
@@ -40,7 +40,7 @@ pub(super) async fn allow_pages(
     let allow = response.headers_mut();
     allow.insert(header::ACCESS_CONTROL_ALLOW_ORIGIN, origin);
     allow.append(header::VARY, HeaderValue::from_static("origin"));
-    let exposed = HeaderValue::from_static("retry-after, x-request-id");
+    let exposed = HeaderValue::from_static("retry-after, x-request-id, request-id, x-baton-stream");
     allow.insert(header::ACCESS_CONTROL_EXPOSE_HEADERS, exposed);
     response
 }

@@ -11,6 +11,7 @@ mod log;
 use std::{
     collections::HashMap,
     future::{pending, poll_fn},
+    ops::RangeInclusive,
     pin::pin,
     sync::{
         Arc, Mutex, MutexGuard, Weak,
@@ -135,7 +136,7 @@ impl ResumableStreams {
         });
         self.bytes.fetch_add(STREAM_OVERHEAD, Ordering::Relaxed);
         lock(&self.by_id).insert(id.0, stream.clone());
-        let connection = stream.clone().connect(0);
+        let connection = stream.clone().connect(0).expect("an empty log begins at event 0");
         // The task ends with the stream, and at the router's end with `front.cut`.
         tokio::spawn(write_log(self.clone(), stream, reply, front.clone()));
         connection
@@ -159,9 +160,14 @@ impl ResumableStream {
     }
 
     /// Responds with the events from number `from` on. Earlier connections of the stream end.
-    fn connect(self: Arc<Self>, from: u64) -> Response {
+    /// Returns the numbers from which a connection may begin if `from` is none of them.
+    fn connect(self: Arc<Self>, from: u64) -> Result<Response, RangeInclusive<u64>> {
         let connection = {
             let mut state = self.lock();
+            let (first, end) = state.log.range();
+            if !(first..=end).contains(&from) {
+                return Err(first..=end);
+            }
             state.connection += 1;
             state.left_at = None;
             state.read = from;
@@ -174,7 +180,7 @@ impl ResumableStream {
         let reader = LogReader { stream: self, connection, next: from };
         let mut response = event_response(reader, keep_alive);
         response.headers_mut().insert(X_BATON_STREAM, id);
-        response
+        Ok(response)
     }
 }
 
@@ -305,9 +311,9 @@ pub(super) async fn resume(
     let from = match (last, query.get("from")) {
         (Some(last), None) => {
             let number = last.strip_prefix(&id).and_then(|rest| rest.strip_prefix('-'));
-            let number = number.and_then(|number| number.parse::<u64>().ok());
+            let number = number.and_then(|number| number.parse::<u64>().ok()?.checked_add(1));
             let allowed = "the id of an event of this stream";
-            number.ok_or_else(|| invalid_value(LAST_EVENT_ID, &last, allowed))? + 1
+            number.ok_or_else(|| invalid_value(LAST_EVENT_ID, &last, allowed))?
         }
         (None, Some(from)) => {
             let allowed = "the number of an event";
@@ -339,15 +345,15 @@ pub(super) fn continue_stream(
              {X_BATON_RESUME}: 1 and not left for more than {window_ms} ms"
         )));
     };
-    let (first, end) = stream.lock().log.range();
-    if from < first {
-        return Err(not_found(format!(
-            "event {from} of the stream is no longer kept; allowed: {first} to {end}"
-        )));
-    }
-    if from > end {
-        let problem = format!("is {from}; allowed: {first} to {end}");
-        return Err(FieldError::new("from", problem).into());
-    }
-    Ok(stream.connect(from))
+    stream.connect(from).map_err(|kept| match kept.end() < &from {
+        true => {
+            let problem = format!("is {from}; allowed: {} to {}", kept.start(), kept.end());
+            FieldError::new("from", problem).into()
+        }
+        false => not_found(format!(
+            "event {from} of the stream is no longer kept; allowed: {} to {}",
+            kept.start(),
+            kept.end()
+        )),
+    })
 }

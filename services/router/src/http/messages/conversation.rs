@@ -15,9 +15,9 @@ use crate::{
 
 const SYSTEM: &str = "system";
 const MESSAGES: &str = "messages";
-const CONTENT_ALLOWED: &str = "a text or a list of content blocks";
-/// Beginning of a block that Claude Code puts before its system prompt. The block names the client
-/// and no task, and differs between conversations that could share the KV of everything after it.
+const CONTENT_ALLOWED: &str = "a string or a list of content blocks";
+/// Beginning of a line that Claude Code puts before its system prompt. The line is dropped: it only
+/// identifies the client, and it varies, so it would prevent prefix cache hits.
 const CLIENT_VERSION: &str = "x-anthropic-billing-header:";
 
 /// A conversation for a chat template.
@@ -47,10 +47,12 @@ impl Conversation {
             turns.add_message(&format!("{MESSAGES}[{index}]"), message)?;
         }
         let Some(last) = turns.0.last().filter(|last| last.role != Role::System) else {
-            return Err(FieldError::new(MESSAGES, "is empty; allowed: at least one message"));
+            let problem = "has no message of the user or the assistant with content; allowed: at \
+                           least one";
+            return Err(FieldError::new(MESSAGES, problem));
         };
         let continues = last.role == Role::Assistant;
-        let has_text = last.texts.iter().any(|text| !text.trim().is_empty());
+        let has_text = last.texts.last().is_some_and(|text| !text.trim().is_empty());
         if continues && (!last.calls.is_empty() || !has_text) {
             let problem = "ends with an answer that cannot be continued; allowed: a message of \
                            the user, or an answer of text alone at the end";
@@ -199,7 +201,11 @@ impl Turns {
         if role != Role::System {
             self.turn(role).texts.push(text.to_owned());
         } else if self.0.iter().all(|turn| turn.role == Role::System) {
-            if !text.starts_with(CLIENT_VERSION) {
+            let text = match text.starts_with(CLIENT_VERSION) {
+                true => text.split_once('\n').map_or("", |(_, rest)| rest.trim_start()),
+                false => text,
+            };
+            if !text.is_empty() {
                 self.turn(role).texts.push(text.to_owned());
             }
         } else {
@@ -346,7 +352,7 @@ mod tests {
             ),
             (
                 json!({"messages": [{"role": "user"}]}),
-                "messages[0].content is null; allowed: a text or a list of content blocks",
+                "messages[0].content is null; allowed: a string or a list of content blocks",
             ),
             (json!({"messages": [], "system": 7}), "system is 7; allowed: a text or a list"),
             (
