@@ -32,11 +32,12 @@ use super::{affinity, disjoint_slice::DisjointSlice};
 /// cores.
 const SPIN: Duration = Duration::from_micros(30);
 
-/// Bits of `PoolControl::state`: the number of workers inside, whether the job is open, and the
-/// job's number.
+/// Bits 0 to 15 of `PoolControl::state`: number of workers inside the job.
 const INSIDE: u64 = (1 << 16) - 1;
+/// Bit 16: whether workers may enter the job.
 const OPEN: u64 = 1 << 16;
-const NUMBER_ONE: u64 = 1 << 17;
+/// Lowest of the bits 17 to 63, which hold the serial number of the job, from 1 on.
+const JOB_ONE: u64 = 1 << 17;
 
 /// Minimum elements of a task. A cheap operation on fewer elements takes less time than waking a
 /// thread.
@@ -59,7 +60,7 @@ struct PoolControl {
     /// Written by the caller while the job is closed and no worker is inside; read by workers
     /// inside.
     job: UnsafeCell<Option<RegionJob>>,
-    /// Per worker: true while it sleeps or is about to sleep.
+    /// Per worker: true from just before it parks until it is woken.
     parked: Box<[AtomicBool]>,
     /// The caller's thread while it is parked. The last worker that leaves wakes it.
     waiting: Mutex<Option<Thread>>,
@@ -91,8 +92,8 @@ impl ThreadPool {
         Self::on(threads, name, &[])
     }
 
-    /// Creates a pool with worker `NAME-i` pinned to `cpus[i]`. `cpus[0]` is reserved for the
-    /// caller, which is not pinned here. With an empty list no worker is pinned.
+    /// Creates a pool whose worker `NAME-i` is pinned to `cpus[i]`. `cpus[0]` is for the caller,
+    /// which this function does not pin. With an empty list no worker is pinned.
     pub fn on(threads: usize, name: &str, cpus: &[u32]) -> io::Result<Self> {
         let worker_count = threads.clamp(1, THREADS_MAX) - 1;
         let shared = Arc::new(PoolControl {
@@ -125,7 +126,7 @@ impl ThreadPool {
         Ok(pool)
     }
 
-    /// Returns the threads that run a region, including the caller.
+    /// Returns the number of threads that run tasks, including the caller.
     pub fn threads(&self) -> usize {
         self.workers.len() + 1
     }
@@ -159,7 +160,7 @@ impl ThreadPool {
         debug_assert_eq!(closed & (OPEN | INSIDE), 0, "the last region is over");
         // Sequentially consistent with `parked`: either the worker sees the job before it sleeps,
         // or the caller sees that the worker sleeps.
-        shared.state.store(closed.wrapping_add(NUMBER_ONE) | OPEN, Ordering::SeqCst);
+        shared.state.store(closed.wrapping_add(JOB_ONE) | OPEN, Ordering::SeqCst);
         for (parked, worker) in shared.parked.iter().zip(&self.workers).take(tasks - 1) {
             if parked.load(Ordering::SeqCst) && parked.swap(false, Ordering::SeqCst) {
                 worker.thread().unpark();
@@ -173,8 +174,8 @@ impl ThreadPool {
         }
     }
 
-    /// Returns how many of `rows` rows with `width` elements each a task gets: about two tasks per
-    /// thread, but at least `TASK_ELEMENTS_MIN` elements per task.
+    /// Returns the number of rows per task for `rows` rows of `width` elements: about two tasks per
+    /// thread, and at least `TASK_ELEMENTS_MIN` elements per task.
     pub fn rows_per_task(&self, rows: usize, width: usize) -> usize {
         let worth = TASK_ELEMENTS_MIN.div_ceil(width.max(1));
         rows.div_ceil(2 * self.threads()).max(worth)
@@ -188,7 +189,7 @@ impl ThreadPool {
         piece_len: usize,
         task: impl Fn(usize, usize, &mut [T]) + Sync,
     ) {
-        assert!(piece_len > 0, "pieces have a length");
+        assert!(piece_len > 0, "piece_len must be positive");
         let length = data.len();
         let parts = DisjointSlice::new(data);
         self.run(length.div_ceil(piece_len), &|thread, number| {
@@ -239,7 +240,7 @@ impl PoolControl {
             // The caller may have opened a job or stopped the pool before it saw `parked`: check
             // again.
             let state = self.state.load(Ordering::SeqCst);
-            let is_new = state & OPEN != 0 && state / NUMBER_ONE != last_seen;
+            let is_new = state & OPEN != 0 && state / JOB_ONE != last_seen;
             if !is_new && !self.stop.load(Ordering::SeqCst) {
                 thread::park();
             }
@@ -251,7 +252,7 @@ impl PoolControl {
     fn try_enter(&self, last_seen: u64) -> Option<u64> {
         let mut state = self.state.load(Ordering::Relaxed);
         loop {
-            let number = state / NUMBER_ONE;
+            let number = state / JOB_ONE;
             if state & OPEN == 0 || number == last_seen {
                 return None;
             }
@@ -291,7 +292,7 @@ impl PoolControl {
             }
         }));
         if let Err(payload) = result {
-            // No thread starts another task of a failed region.
+            // After a panic no thread claims another task of this job.
             self.next.store(tasks, Ordering::Relaxed);
             self.panic.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert(payload);
         }

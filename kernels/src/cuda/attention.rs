@@ -25,14 +25,15 @@ const FLOAT_BYTES: usize = 256 << 20;
 /// Bytes of one plan on the device, and of its pinned copy on the host: the size that FlashInfer's
 /// Python API allocates.
 const INT_BYTES: usize = 8 << 20;
-/// Number of buffers for plans, used in turn: enough for two steps in flight with two attention
-/// shapes each (layers with and without a sliding window). A step with more shapes waits for the
-/// copies of earlier plans.
+/// Number of plan buffers, used round-robin: enough for two steps in flight with two attention
+/// shapes each (layers with and without a sliding window). With three or four shapes a step, the
+/// host waits for the copies of the previous step's plans. More shapes are an error.
 const PLAN_BUFFERS: usize = 4;
 /// Description of [`PLAN_BUFFERS`] in an error.
 const PLANS_ALLOWED: &str = "at most 4";
 
-/// Maximum rows of Baton's decode attention.
+/// Maximum rows of a step for Baton's decode attention. A larger decode step uses FlashInfer; a
+/// larger step that verifies draft tokens uses the plain kernel.
 const DECODE_ROWS_MAX: usize = 1024;
 /// Maximum query heads per KV head of Baton's decode attention.
 const DECODE_GROUP_MAX: usize = 8;
@@ -44,11 +45,12 @@ const DECODE_HEAD_DIMS: [usize; 2] = [64, 128];
 /// Choice of the attention kernel. Steps in f32 always use the plain kernel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum AttentionKind {
-    /// The fastest kernel that supports step and shape. In a step whose rows all decode or verify
-    /// draft tokens, Baton's decode attention. In other steps, FlashInfer. The plain kernel for
-    /// shapes that neither supports.
+    /// The fastest kernel that supports step and shape. Steps of up to 1,024 rows that all decode or
+    /// verify draft tokens use Baton's decode attention, other steps FlashInfer. The plain kernel
+    /// serves shapes that neither supports, and larger steps that verify draft tokens.
     Auto,
-    /// As `Auto`, but without Baton's decode attention.
+    /// FlashInfer also in decode steps. The plain kernel serves steps that verify draft tokens and
+    /// shapes that FlashInfer does not support.
     Flash,
     /// Baton's plain kernel, which supports every shape. It is batch-invariant: the result of a row
     /// depends neither on the batch nor on the chunks of a prefill.

@@ -17,9 +17,9 @@ use tokio_util::sync::DropGuard;
 pub enum MembershipError {
     #[error("{address} is listed twice")]
     Duplicate { address: NodeAddress },
-    #[error("deregistration took longer than {deadline:?}")]
+    #[error("the membership task did not end within {deadline:?}")]
     ShutdownDeadline { deadline: Duration },
-    #[error("membership stopped: {reason}")]
+    #[error("the membership task failed: {reason}")]
     Stopped { reason: String },
 }
 
@@ -56,7 +56,8 @@ impl MembershipBackend {
 }
 
 impl Membership {
-    /// Creates a list that never changes from gRPC URLs by role. Each address is listed once.
+    /// Creates a static list from the gRPC URLs of prefill and decode nodes. A URL that appears
+    /// twice is an error.
     pub fn listed<P: Into<String>, D: Into<String>>(
         prefill: impl IntoIterator<Item = P>,
         decode: impl IntoIterator<Item = D>,
@@ -84,7 +85,8 @@ impl Membership {
         self.backend.as_ref()
     }
 
-    /// Ends the watches. Stops the source's task and waits for its end, at most until `deadline`.
+    /// Stops the task that updates the list, and waits for its end for at most `deadline`. Watches
+    /// end when no task holds the list any more.
     pub async fn shutdown(self, deadline: Duration) -> Result<(), MembershipError> {
         let Self { list, task, .. } = self;
         drop(list);
@@ -122,19 +124,19 @@ impl MemberList {
             list: self.list.subscribe(),
             seen: Members::new(),
             changes: VecDeque::new(),
-            fresh: true,
+            is_first: true,
         }
     }
 }
 
-/// Stream of the changes between successive member lists. Its memory is bounded even for a slow
-/// reader, because only the latest list counts.
+/// Stream of changes to the member list. Each read compares the latest list with the list that this
+/// reader saw last, so a slow reader skips the lists between and the stream needs no queue.
 pub struct MemberWatch {
     list: watch::Receiver<Arc<Members>>,
     seen: Members,
     changes: VecDeque<MemberChange>,
-    /// True until the first list was compared.
-    fresh: bool,
+    /// Whether the reader has not seen any list yet: its first read does not wait for a change.
+    is_first: bool,
 }
 
 impl MemberWatch {
@@ -144,7 +146,7 @@ impl MemberWatch {
             if let Some(change) = self.changes.pop_front() {
                 return Some(change);
             }
-            if !std::mem::take(&mut self.fresh) && self.list.changed().await.is_err() {
+            if !std::mem::take(&mut self.is_first) && self.list.changed().await.is_err() {
                 return None;
             }
             let latest = self.list.borrow_and_update().clone();
@@ -156,7 +158,7 @@ impl MemberWatch {
     }
 }
 
-/// Returns the members of `one` that `other` lacks or lists with another process.
+/// Returns the members of `one` that `other` lacks or lists with another process epoch.
 fn missing<'a>(one: &'a Members, other: &'a Members) -> impl Iterator<Item = NodeAddress> + 'a {
     one.iter()
         .filter(|(address, process)| other.get(*address) != Some(*process))

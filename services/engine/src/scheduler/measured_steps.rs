@@ -1,4 +1,5 @@
-//! Times of steps with decode rows. They bound the prefill and the draft tokens of later steps.
+//! Measured step times. Those of steps with decode rows reduce the prefill budget of later steps;
+//! those of decode-only steps decide whether draft tokens pay off.
 
 use std::time::Duration;
 
@@ -7,9 +8,10 @@ use crate::frames::Frame;
 
 #[derive(Debug, Default)]
 pub(super) struct MeasuredSteps {
-    /// Exponentially weighted mean of the time by which steps with decode rows exceed
-    /// [`ItlLimit::step_time`]; `None` after a step without decode rows.
-    extra: Option<Duration>,
+    /// Exponentially weighted mean of measured minus expected time of steps with decode rows, where
+    /// [`ItlLimit::step_time`] expects one decode row. `None` if the last step had no decode row or
+    /// no time bound.
+    decode_extra: Option<Duration>,
     drafts: DraftTimes,
 }
 
@@ -17,23 +19,23 @@ impl MeasuredSteps {
     /// Adds the time of a step. `itl` is the bound on steps that decode, if there is one.
     pub(super) fn add(&mut self, itl: Option<&ItlLimit>, frame: &Frame, busy: Duration) {
         let has_decode_row = || frame.rows.iter().any(|row| row.samples && row.token_count == 1);
-        self.extra = match (itl, frame.prefill_cost) {
+        self.decode_extra = match (itl, frame.prefill_cost) {
             (Some(itl), Some(prefill_cost)) if has_decode_row() => {
                 let newest = busy.saturating_sub(itl.step_time(prefill_cost));
-                Some((3 * self.extra.unwrap_or(newest) + newest) / 4)
+                Some((3 * self.decode_extra.unwrap_or(newest) + newest) / 4)
             }
             _ => None,
         };
         self.drafts.add(&frame.rows, busy);
     }
 
-    /// Returns the time by which the decode rows make a step longer than one decode row does.
-    pub(super) fn extra(&self) -> Duration {
-        self.extra.unwrap_or_default()
+    /// Returns how much longer a step takes with the current decode rows than with one decode row.
+    pub(super) fn decode_extra(&self) -> Duration {
+        self.decode_extra.unwrap_or_default()
     }
 
-    /// Returns whether a step pays off if its `rows` rows verify up to `drafts` draft tokens each,
-    /// of which `expected` are accepted in all.
+    /// Returns whether verifying up to `drafts` draft tokens in each of `rows` rows is expected to
+    /// raise throughput if `expected` draft tokens in total are accepted.
     pub(super) fn drafts_pay_off(&self, rows: usize, drafts: u32, expected: f32) -> bool {
         self.drafts.pays_off(rows, drafts, expected)
     }

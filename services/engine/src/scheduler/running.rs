@@ -192,7 +192,7 @@ impl Scheduler {
             }
             let catches_up = any(|sequence| sequence.row().catch_up > 0);
             let max = if catches_up { itl.max / 2 } else { itl.max };
-            let left = ItlLimit { max, ..*itl }.prefill_tokens(self.measured_steps.extra());
+            let left = ItlLimit { max, ..*itl }.prefill_tokens(self.measured_steps.decode_extra());
             PrefillBudget::Limited { left, spent: 0 }
         });
         match budget {

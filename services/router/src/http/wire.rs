@@ -29,13 +29,14 @@ pub(super) struct Completion<'a, C> {
     pub model: &'a str,
     pub system_fingerprint: &'a str,
     pub choices: Vec<C>,
-    /// `null` in a stream whose last chunk has the usage.
+    /// In a stream with `include_usage`: `null` in all chunks but the last. With
+    /// `continuous_usage_stats`: the usage so far in every chunk. Otherwise absent from chunks.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub usage: Option<Option<Usage>>,
-    /// Token ids of a chat's prompt; each choice of a completion has its own.
+    /// Prompt token ids of a chat completion. A text completion has them in each choice.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub prompt_token_ids: Option<&'a [u32]>,
-    /// Log-probabilities of a chat's prompt; each choice of a completion has its own.
+    /// Log-probabilities of a chat completion's prompt. A text completion has them in each choice.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub prompt_logprobs: Option<PromptLogprobs>,
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -48,14 +49,14 @@ pub(super) struct Usage {
     pub completion_tokens: u64,
     pub total_tokens: u64,
     pub prompt_tokens_details: PromptTokensDetails,
-    /// Absent if the model has no format of reasoning.
+    /// Absent if the model has no reasoning format.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub completion_tokens_details: Option<CompletionTokensDetails>,
 }
 
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, JsonSchema)]
 pub(super) struct CompletionTokensDetails {
-    /// Tokens of thoughts before answers.
+    /// Number of reasoning tokens in all choices.
     pub reasoning_tokens: u64,
 }
 
@@ -75,7 +76,7 @@ pub(super) struct ChatChoice {
     pub stop_reason: Option<StopReason>,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub token_ids: Option<Vec<u32>>,
-    /// Version of the weights that made each token.
+    /// Version of the weights that generated each token.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub weight_versions: Option<Vec<String>>,
 }
@@ -84,9 +85,9 @@ pub(super) struct ChatChoice {
 pub(super) struct ChatMessage {
     #[schemars(extend("const" = "assistant"))]
     pub role: &'static str,
-    /// `null` when the answer consists of tool calls only.
+    /// `null` if there is no content and at least one tool call.
     pub content: Option<String>,
-    /// The thought before the answer.
+    /// Reasoning before the content.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub reasoning_content: Option<String>,
     /// Equals `reasoning_content`.
@@ -110,7 +111,7 @@ pub(super) struct ToolCallWhole {
 #[derive(Debug, Serialize, JsonSchema)]
 pub(super) struct FunctionCall {
     pub name: String,
-    /// A JSON object as text; its beginning if the answer was cut within the call.
+    /// Arguments as JSON text. Truncated if the generation stopped inside the call.
     #[schemars(extend("contentMediaType" = "application/json"))]
     pub arguments: String,
 }
@@ -126,7 +127,7 @@ pub(super) struct ChatChunkChoice {
     pub stop_reason: Option<StopReason>,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub token_ids: Option<Vec<u32>>,
-    /// Version of the weights that made each token.
+    /// Version of the weights that generated each token.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub weight_versions: Option<Vec<String>>,
 }
@@ -138,7 +139,7 @@ pub(super) struct ChatDelta {
     pub role: Option<&'static str>,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub content: Option<String>,
-    /// A piece of the thought before the answer.
+    /// A piece of the reasoning before the content.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub reasoning_content: Option<String>,
     /// Equals `reasoning_content`.
@@ -182,7 +183,7 @@ pub(super) struct TextChoice<'a> {
     pub prompt_logprobs: Option<PromptLogprobs>,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub token_ids: Option<Vec<u32>>,
-    /// Version of the weights that made each token.
+    /// Version of the weights that generated each token.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub weight_versions: Option<Vec<String>>,
 }
@@ -204,7 +205,7 @@ pub(super) struct ChatTokenLogprob {
 #[derive(Debug, Serialize, JsonSchema)]
 pub(super) struct TokenLogprob {
     pub token: String,
-    #[serde(serialize_with = "finite")]
+    #[serde(serialize_with = "serialize_clamped")]
     #[schemars(range(min = -9999.0, max = 0.0))]
     pub logprob: f32,
     /// Bytes of the token; they may be part of a character.
@@ -217,7 +218,7 @@ pub(super) struct TextLogprobs {
     /// completes it.
     pub text_offset: Vec<u64>,
     /// `null` for the first token of an echoed prompt.
-    #[serde(serialize_with = "all_finite")]
+    #[serde(serialize_with = "serialize_all_clamped")]
     #[schemars(inner(range(min = -9999.0, max = 0.0)))]
     pub token_logprobs: Vec<Option<f32>>,
     pub tokens: Vec<String>,
@@ -226,24 +227,25 @@ pub(super) struct TextLogprobs {
     pub top_logprobs: Vec<Option<TopLogprobs>>,
 }
 
-/// Log-probabilities at each place of a prompt, as in vLLM; `null` for its first token.
+/// Log-probabilities at each position of the prompt, as in vLLM; `null` at the first position.
 #[derive(Debug, Serialize, JsonSchema)]
 pub(super) struct PromptLogprobs(
     #[schemars(with = "Vec<Option<HashMap<String, PromptLogprob>>>")]
     Vec<Option<PromptTokenLogprobs>>,
 );
 
-/// Log-probability by token id: the best tokens first, and the token of the prompt.
+/// Log-probability by token id: the top tokens, best first, then the prompt's token if it is not
+/// among them.
 #[derive(Debug)]
 struct PromptTokenLogprobs(Vec<(u32, PromptLogprob)>);
 
 #[derive(Debug, Serialize, JsonSchema)]
 pub(super) struct PromptLogprob {
-    #[serde(serialize_with = "finite")]
+    #[serde(serialize_with = "serialize_clamped")]
     #[schemars(range(min = -9999.0, max = 0.0))]
     pub logprob: f32,
-    /// 1 for the most likely token; `null` if the node's device does not count the more likely
-    /// ones.
+    /// Rank in the vocabulary, 1 for the most likely token; `null` if the node's device does not
+    /// compute ranks.
     pub rank: Option<u32>,
     pub decoded_token: String,
 }
@@ -276,11 +278,14 @@ fn clamped(logprob: f32) -> f32 {
     if logprob.is_nan() { LOGPROB_MIN } else { logprob.clamp(LOGPROB_MIN, 0.0) }
 }
 
-fn finite<S: Serializer>(logprob: &f32, serializer: S) -> Result<S::Ok, S::Error> {
+fn serialize_clamped<S: Serializer>(logprob: &f32, serializer: S) -> Result<S::Ok, S::Error> {
     serializer.serialize_f32(clamped(*logprob))
 }
 
-fn all_finite<S: Serializer>(logprobs: &[Option<f32>], serializer: S) -> Result<S::Ok, S::Error> {
+fn serialize_all_clamped<S: Serializer>(
+    logprobs: &[Option<f32>],
+    serializer: S,
+) -> Result<S::Ok, S::Error> {
     serializer.collect_seq(logprobs.iter().map(|logprob| logprob.map(clamped)))
 }
 
@@ -352,7 +357,7 @@ pub(super) enum Api {
 /// Content of one answer so far.
 #[derive(Debug, Default)]
 pub(super) struct AnswerContent {
-    /// `None` if the text of the answer is its content.
+    /// Parser of reasoning and tool calls. `None` if all text is content.
     reader: Option<AnswerReader>,
     reasoning: String,
     text: String,
@@ -366,7 +371,7 @@ pub(super) struct AnswerContent {
     text_offset: TextOffset,
 }
 
-/// Number of characters of an answer before its next token.
+/// Number of characters of `text` before the next token; with `echo` this includes the prompt.
 #[derive(Debug, Default)]
 pub(super) struct TextOffset {
     characters: u64,
@@ -397,10 +402,10 @@ pub(super) struct TokenView {
     pub token_ids: bool,
     /// Whether the text of a completion begins with its prompt.
     pub echo: bool,
-    /// Number of top log-probabilities at each place of the prompt.
+    /// Number of top log-probabilities at each position of the prompt.
     pub prompt_logprobs: Option<u32>,
     pub weight_versions: bool,
-    /// Whether special tokens give no text.
+    /// Whether special tokens are left out of the text.
     pub skip_special: bool,
 }
 
@@ -521,8 +526,8 @@ impl TokenView {
         TokenLogprob { token: self.text_of(id), logprob, bytes }
     }
 
-    /// Returns a token's text or, as in OpenAI's API, the bytes of a token that is a part of a
-    /// character (`bytes:\\xf0\\x9f`): the text of all such tokens would be the same.
+    /// Returns the token's text. For a token whose bytes are not valid UTF-8, returns its bytes as
+    /// OpenAI does (`bytes:\xf0\x9f`): the texts of such tokens would all be equal.
     fn key_of(&self, id: u32) -> String {
         let bytes = self.tokenizer.token_bytes(id).unwrap_or_default();
         match std::str::from_utf8(bytes) {
@@ -643,7 +648,7 @@ impl AnswerContent {
     }
 }
 
-/// Returns the last chunk of a completion, with the finish reason and the text that was held back.
+/// Returns the choice of a text completion's last chunk: finish reason and held-back text.
 pub(super) fn text_end<'a>(end: &AnswerEnd) -> TextChoice<'a> {
     TextChoice {
         index: end.choice,
@@ -654,15 +659,16 @@ pub(super) fn text_end<'a>(end: &AnswerEnd) -> TextChoice<'a> {
     }
 }
 
-/// Returns the first chunk of a chat answer, with its role.
+/// Returns the choice of a chat stream's first chunk, with the role.
 pub(super) fn chat_role(choice: u32) -> ChatChunkChoice {
     let (role, content) = (Some("assistant"), Some(String::new()));
     let delta = ChatDelta { role, content, ..ChatDelta::default() };
     ChatChunkChoice { index: choice, delta, ..Default::default() }
 }
 
-/// Calls `write` with each chunk for some tokens and the text that they release. The first chunk
-/// describes the tokens. Without anything to send there is no chunk.
+/// Calls `write` with the chunks for these tokens, one for each delta. Only the first chunk has the
+/// tokens' log-probabilities, ids and weight versions. If the client requested any of them and
+/// there is no delta, one chunk with empty content has them.
 pub(super) fn chat_chunks(
     view: &TokenView,
     choice: u32,
@@ -719,7 +725,7 @@ fn call_deltas(index: u32, id: String, call: ToolCall) -> [ChatDelta; 2] {
     [head, arguments].map(|call| ChatDelta { tool_calls: Some([call]), ..ChatDelta::default() })
 }
 
-/// Returns the last chunk, with the finish reason.
+/// Returns the choice of a chat stream's last chunk, with the finish reason.
 pub(super) fn chat_end(end: &AnswerEnd, calls: Calls) -> ChatChunkChoice {
     ChatChunkChoice {
         index: end.choice,
