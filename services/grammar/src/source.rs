@@ -115,6 +115,19 @@ impl Grammar {
         }
     }
 
+    /// Returns a character of an expression or a context-free grammar that a vocabulary whose
+    /// tokens have only these bytes cannot write.
+    pub fn unwritable(&self, bytes: &[bool; 256]) -> Option<char> {
+        match self {
+            Self::Regex(text) | Self::ContextFree(text) => text.chars().find(|char| {
+                char.encode_utf8(&mut [0; 4]).bytes().any(|byte| !bytes[usize::from(byte)])
+            }),
+            // A schema's strings may be escaped.
+            Self::JsonSchema(_) | Self::ToolCalls(_) => None,
+            Self::AfterThought { grammar, .. } => grammar.unwritable(bytes),
+        }
+    }
+
     /// Returns whether one of the marks around calls or a thought contains this text.
     pub fn writes(&self, text: &[u8]) -> bool {
         match self {

@@ -125,9 +125,14 @@ impl ResponseStore {
     }
 
     /// Replaces a response in progress. Returns false if it has ended or is not stored any more.
-    pub(crate) fn replace(&mut self, now: Instant, id: &str, response: StoredResponse) -> bool {
-        let in_progress = self.by_id.get(id).filter(|entry| entry.response.running.is_some());
-        let Some(owner) = in_progress.map(|entry| entry.owner.clone()) else { return false };
+    pub(crate) fn cancel(&mut self, now: Instant, id: &str, response: StoredResponse) -> bool {
+        let is_running = |entry: &StoreEntry| entry.response.running.is_some();
+        self.by_id.get(id).is_some_and(is_running) && self.update(now, id, response)
+    }
+
+    /// Replaces a response. Returns false if it is not stored any more.
+    pub(crate) fn update(&mut self, now: Instant, id: &str, response: StoredResponse) -> bool {
+        let Some(owner) = self.by_id.get(id).map(|entry| entry.owner.clone()) else { return false };
         self.insert(now, &owner, id.to_owned(), response);
         true
     }
@@ -267,16 +272,17 @@ mod tests {
     }
 
     #[test]
-    fn only_a_response_in_progress_is_replaced() {
+    fn only_a_response_in_progress_is_cancelled() {
         let mut fixture = Fixture::of_entries(2);
         let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
         let task = runtime.spawn(std::future::ready(()));
         let running = StoredResponse { running: Some(task.abort_handle()), ..response(1000) };
         fixture.store.insert(fixture.now, &"a".into(), "1".to_owned(), running);
-        assert!(fixture.store.replace(fixture.now, "1", response(1000)));
-        assert!(!fixture.store.replace(fixture.now, "1", response(1000)), "it has ended");
+        assert!(fixture.store.cancel(fixture.now, "1", response(1000)));
+        assert!(!fixture.store.cancel(fixture.now, "1", response(1000)), "it has ended");
+        assert!(fixture.store.update(fixture.now, "1", response(1000)));
         fixture.store.remove("1");
-        assert!(!fixture.store.replace(fixture.now, "1", response(1000)), "it was deleted");
+        assert!(!fixture.store.update(fixture.now, "1", response(1000)), "it was deleted");
         assert!(!fixture.has("a", "1"));
         fixture.check();
     }

@@ -142,7 +142,7 @@ async fn web_pages_may_call_the_api_with_a_key_or_from_the_routers_machine() {
         let header = |name: &str| response.headers()[name].to_str().unwrap();
         assert_eq!(response.status(), 204, "{origin}");
         assert_eq!(header("access-control-allow-origin"), origin);
-        assert_eq!(header("access-control-allow-methods"), "GET, POST");
+        assert_eq!(header("access-control-allow-methods"), "GET, POST, DELETE");
         assert_eq!(header("access-control-allow-headers"), "content-type, authorization");
         let authorization = format!("Bearer {key}");
         let headers = [("origin", origin), ("authorization", &authorization)];

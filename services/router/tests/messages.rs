@@ -268,7 +268,7 @@ async fn errors_have_the_format_of_the_api() {
             client.post(COUNT_PATH, &json!({"messages": []})).await,
             400,
             "invalid_request_error",
-            "messages is empty; allowed: ",
+            "messages has no message of the user or the assistant",
         ),
         (
             client.post_with(PATH, &plain, &message(json!({}))).await,

@@ -69,18 +69,18 @@ pub(super) async fn retrieve(
     Query(query): Query<HashMap<String, String>>,
     (extensions, headers): (Extensions, HeaderMap),
 ) -> Result<Response, ApiError> {
+    // The numbers of the events are their sequence numbers.
+    let from = match query.get("starting_after") {
+        None => 0,
+        Some(text) => {
+            let number = text.parse::<u64>().ok().and_then(|last| last.checked_add(1));
+            let allowed = "the sequence_number of an event";
+            number.ok_or_else(|| invalid_value("starting_after", text, allowed))?
+        }
+    };
     match query.get("stream").map(String::as_str) {
         None | Some("false") => {}
         Some("true") => {
-            // The numbers of the events are their sequence numbers.
-            let from = match query.get("starting_after") {
-                None => 0,
-                Some(text) => {
-                    let number = text.parse::<u64>().ok().and_then(|last| last.checked_add(1));
-                    let allowed = "the sequence_number of an event";
-                    number.ok_or_else(|| invalid_value("starting_after", text, allowed))?
-                }
-            };
             let stream = id.strip_prefix(ID_PREFIX).unwrap_or(&id);
             return continue_stream(&front, &owner(&headers, &extensions)?, stream, from);
         }
@@ -113,7 +113,7 @@ pub(super) async fn cancel(
     let mut object: Value = serde_json::from_str(found.object.get()).unwrap_or_default();
     object["status"] = json!(ResponseStatus::Cancelled);
     let cancelled = StoredResponse { object: raw(&object), running: None, ..found };
-    if !front.responses.lock().replace(Instant::now(), &id, cancelled) {
+    if !front.responses.lock().cancel(Instant::now(), &id, cancelled) {
         let message = format!("the response {id} has ended; allowed: a response in progress");
         return Err(ApiError::invalid(StatusCode::BAD_REQUEST, "invalid_value", message));
     }
@@ -395,12 +395,12 @@ struct KeptResponse {
 }
 
 impl KeptResponse {
-    /// Stores the response at its end, unless it was deleted or cancelled.
+    /// Stores the response at its end, unless it was deleted.
     fn keep(&self, object: &ResponseObject) {
         if self.is_kept {
             let (output, input) = (raw(&object.output), self.input.clone());
             let response = StoredResponse { object: raw(object), input, output, running: None };
-            self.front.responses.lock().replace(Instant::now(), &self.id, response);
+            self.front.responses.lock().update(Instant::now(), &self.id, response);
         }
     }
 }

@@ -4,7 +4,7 @@
 use std::sync::{Arc, OnceLock};
 
 use cluster::{CacheIdentity, PrefixKeys};
-use grammar::Compiler;
+use grammar::{Compiler, Grammar, GrammarError};
 use proto::ids::random_bits;
 use serde_json::{Map, Value};
 use text::{
@@ -73,6 +73,32 @@ impl TextPermits {
         tokio::task::spawn_blocking(on_thread)
             .await
             .map_err(|error| RequestError::internal(&error))?
+    }
+}
+
+/// Checks whether a model can follow a grammar.
+struct GrammarChecker {
+    compiler: Compiler,
+    /// Whether a token of the model has each byte.
+    bytes: [bool; 256],
+}
+
+impl GrammarChecker {
+    fn new(tokenizer: &Tokenizer) -> Self {
+        let mut bytes = [false; 256];
+        for id in 0..tokenizer.vocabulary_size() {
+            let token = tokenizer.token_bytes(id).unwrap_or_default();
+            token.iter().for_each(|byte| bytes[usize::from(*byte)] = true);
+        }
+        Self { compiler: Compiler::for_bytes(), bytes }
+    }
+
+    fn check(&self, grammar: &Grammar) -> Result<(), GrammarError> {
+        if let Some(char) = grammar.unwritable(&self.bytes) {
+            let reason = format!("the model's vocabulary cannot write {char:?}");
+            return Err(GrammarError::Unsupported { reason });
+        }
+        self.compiler.check(grammar)
     }
 }
 
@@ -167,7 +193,7 @@ pub(crate) struct TextWorkers {
     text: Arc<ModelText>,
     permits: TextPermits,
     /// Grammar checker, created at first use.
-    grammars: Arc<OnceLock<Compiler>>,
+    grammars: Arc<OnceLock<GrammarChecker>>,
 }
 
 impl TextWorkers {
@@ -222,12 +248,12 @@ impl TextWorkers {
 
     /// Rejects a grammar that no node could compile, and names its field.
     pub(crate) async fn check_grammar(&self, asked: &RequestedGrammar) -> Result<(), RequestError> {
-        let (asked, grammars) = (asked.clone(), self.grammars.clone());
+        let (asked, grammars, text) = (asked.clone(), self.grammars.clone(), self.text.clone());
         let check = move || {
-            let compiler = grammars.get_or_init(Compiler::for_bytes);
+            let checker = grammars.get_or_init(|| GrammarChecker::new(text.tokenizer()));
             // An error in the inner grammar names the field of the inner grammar.
             for asked in [asked.alone.as_deref(), Some(&asked)].into_iter().flatten() {
-                compiler.check(&asked.grammar).map_err(|error| asked.refused(&error))?;
+                checker.check(&asked.grammar).map_err(|error| asked.refused(&error))?;
             }
             Ok(())
         };

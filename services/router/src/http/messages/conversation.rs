@@ -339,10 +339,10 @@ mod tests {
             |content: Value| json!({"type": "tool_result", "tool_use_id": "a", "content": content});
         for (body, said) in [
             (json!({}), "messages is missing; allowed: a list of messages, each with role and"),
-            (json!({"messages": []}), "messages is empty; allowed: at least one message"),
+            (json!({"messages": []}), "messages has no message of the user or the assistant"),
             (
                 json!({"messages": [{"role": "system", "content": "x"}]}),
-                "messages is empty; allowed: at least one message",
+                "messages has no message of the user or the assistant",
             ),
             (json!({"messages": "hi"}), "messages is \"hi\"; allowed: a list of messages"),
             (json!({"messages": ["hi"]}), "messages[0] is \"hi\"; allowed: an object"),
@@ -354,7 +354,7 @@ mod tests {
                 json!({"messages": [{"role": "user"}]}),
                 "messages[0].content is null; allowed: a string or a list of content blocks",
             ),
-            (json!({"messages": [], "system": 7}), "system is 7; allowed: a text or a list"),
+            (json!({"messages": [], "system": 7}), "system is 7; allowed: a string or a list"),
             (
                 json!({"messages": [], "system": [image]}),
                 "system[0].type is \"image\"; allowed: text",
