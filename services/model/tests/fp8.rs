@@ -484,7 +484,7 @@ fn unsupported_quantization_is_refused_before_weights_are_read() {
             json!([64, 128]),
             "weight_block_size: [64, 128]; expected [128, 128] or null",
         ),
-        (Block, "/fmt", json!("e5m2"), "fmt: \"e5m2\"; expected \"e4m3\""),
+        (Block, "/fmt", json!("e5m2"), "fmt: \"e5m2\"; expected \"e4m3\" or \"float8_e4m3fn\""),
         (
             Block,
             "/activation_scheme",
