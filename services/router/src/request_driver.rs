@@ -192,7 +192,6 @@ async fn prepare(
     if let Some(grammar) = &grammar {
         check_grammar(front, &model, grammar, grammar_version, deadline).await?;
     }
-
     let seed = random_bits()? as u64;
     let cache_salt = record.caller().salt_for_nodes(tenant.as_ref(), &options.cache_salt);
     let keying = Arc::new(CacheKeying {
