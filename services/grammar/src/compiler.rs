@@ -130,11 +130,12 @@ impl Compiler {
     ) -> Result<(OutputMatcher, u64), GrammarError> {
         let (matcher, fuel_spent) = on_compiler_thread(|| {
             let parsed = grammar.parsed()?;
+            let source = grammar;
             let limits = ParserLimits { initial_lexer_fuel: fuel, ..parser_limits() };
             let tokens = Some(self.factory.tok_env().clone());
             let (grammar, lexer) = GrammarInit::Serialized(parsed)
                 .to_internal(tokens, limits)
-                .map_err(|error| unsupported(&error.to_string()))?;
+                .map_err(|error| unsupported(without_source(source, &error.to_string())))?;
             let start = check_first_bytes(&lexer, fuel).map_err(|error| unsupported(&error))?;
             let grammar =
                 without_dead_ends(grammar.optimize(), &lexer, &start.matchable, &parser_limits())?;
@@ -149,6 +150,16 @@ impl Compiler {
             None => Ok((OutputMatcher::new(matcher), fuel_spent)),
         }
     }
+}
+
+/// Returns an error of llguidance without the client's text, which may be private. An error about a
+/// context-free grammar quotes a token, and shows lines of the grammar.
+fn without_source<'a>(grammar: &Grammar, error: &'a str) -> &'a str {
+    if !matches!(grammar, Grammar::ContextFree(_) | Grammar::AfterThought { .. }) {
+        return error;
+    }
+    let line = error.lines().next().unwrap_or_default();
+    line.split_once(" (at \"").map_or(line, |(reason, _)| reason)
 }
 
 /// Runs `compile` on a thread with a stack for the deepest schema.
