@@ -24,8 +24,8 @@ pub(crate) const TOP_K: RangeInclusive<i128> = -1..=i32::MAX as i128;
 pub(crate) const SEED: RangeInclusive<i128> = i64::MIN as i128..=u64::MAX as i128;
 /// Range of the number of log-probabilities that nodes support.
 pub(crate) const LOGPROBS: RangeInclusive<u32> = 0..=20;
-/// Maximum log-probabilities of a prompt: those of its tokens, and the best ones in the place of
-/// each. Nodes have the same limit.
+/// Maximum log-probabilities of the prompts of a request: those of their tokens, and the top ones
+/// at each position. Nodes have the same limit for one prompt.
 pub(crate) const PROMPT_LOGPROBS_MAX: u32 = 1 << 18;
 /// Range of the values in `logit_bias`, as in OpenAI's API.
 pub(crate) const LOGIT_BIAS: RangeInclusive<f32> = -100.0..=100.0;
@@ -164,7 +164,6 @@ impl Options {
                 format!("has {id}; allowed: ids below {}", limits.vocabulary_size),
             ));
         }
-        self.check_prompt_logprobs(prompt_tokens)?;
         if let Some((id, _)) = self.logit_bias.iter().find(|(id, _)| *id >= limits.vocabulary_size)
         {
             return Err(FieldError::new(
@@ -199,19 +198,6 @@ impl Options {
                 .map(|&(id, bias)| v1::TokenBias { id, bias })
                 .collect(),
         })
-    }
-
-    /// Rejects more log-probabilities of a prompt than one message of a node may have.
-    fn check_prompt_logprobs(&self, prompt_tokens: u32) -> Result<(), FieldError> {
-        let Some(count) = self.prompt_logprobs else { return Ok(()) };
-        if prompt_tokens.saturating_mul(1 + count) <= PROMPT_LOGPROBS_MAX {
-            return Ok(());
-        }
-        let problem = format!(
-            "is {count}; with the {prompt_tokens} tokens of the prompt; allowed: at most \
-             {PROMPT_LOGPROBS_MAX} log-probabilities in all, those of the prompt tokens included"
-        );
-        Err(FieldError::new("prompt_logprobs", problem))
     }
 }
 
