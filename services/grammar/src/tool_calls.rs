@@ -233,8 +233,8 @@ impl ToolCalls {
             // The text after the name is in the same lexeme, so no lexeme is a prefix of another.
             let name = format!("{name}{}", syntax.before_arguments);
             functions.push(format!("{} {arguments}", quoted(&name)));
-            // What text must not begin with is in one lexeme, too: the lexer takes the longest
-            // lexeme.
+            // The text that free text must not begin with is one lexeme, too: the lexer takes the
+            // longest lexeme.
             first_functions.push(format!("{} {arguments}", quoted(&(syntax.opening() + &name))));
         }
         if let Some(end) = syntax.parameters.as_ref().and_then(|it| it.text_end.as_ref()) {

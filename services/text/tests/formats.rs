@@ -4,7 +4,7 @@
 //! with the expected pieces: text, or a function's name and arguments (and "cut" if the output ends
 //! within the call).
 
-use std::{fs, sync::Arc, time::Instant};
+use std::{fs, sync::Arc};
 
 use proptest::prelude::*;
 use serde_json::{Value, json};
@@ -175,39 +175,5 @@ proptest! {
             let expected = if text.is_empty() { json!([]) } else { json!([text]) };
             prop_assert_eq!(as_json(&calls(format, &[&text], false)), expected);
         }
-    }
-}
-
-/// Prints the CPU time of both parsers for each piece of plain text, thoughts and calls.
-#[test]
-#[ignore = "a measurement, not a check"]
-fn time_of_parsers() {
-    const ROUNDS: usize = 2000;
-    let thought =
-        "<think>\n".to_owned() + &"The user asks for the weather. ".repeat(8) + "</think>\n\n";
-    for name in ["hermes", "qwen3_coder"] {
-        let format = ToolFormat::named(name).unwrap();
-        let call = outputs(name)[3]["text"].as_str().unwrap().to_owned();
-        let text = thought.clone() + &"It rains in Köln today, take a coat. ".repeat(8) + &call;
-        // Pieces of four bytes are about a token.
-        let characters: Vec<char> = text.chars().collect();
-        let pieces: Vec<String> =
-            characters.chunks(4).map(|chars| chars.iter().collect()).collect();
-        let reasoning = ReasoningFormat::named("think").unwrap();
-        let started = Instant::now();
-        let mut bytes = 0;
-        for _ in 0..ROUNDS {
-            let mut thoughts = ReasoningParser::new(reasoning, Default::default());
-            let (mut parser, mut out) = (ToolParser::new(format, functions()), Vec::new());
-            for piece in &pieces {
-                let split = thoughts.push(piece);
-                bytes += split.reasoning.len();
-                parser.push(&split.rest, &mut out);
-            }
-            parser.finish(&mut out);
-            bytes += out.len();
-        }
-        let per_piece = started.elapsed().as_nanos() / (ROUNDS * pieces.len()) as u128;
-        println!("{name}: {per_piece} ns for each piece of {} ({bytes})", pieces.len());
     }
 }

@@ -160,7 +160,7 @@ impl ResumableStream {
     }
 
     /// Responds with the events from number `from` on. Earlier connections of the stream end.
-    /// Returns the numbers from which a connection may begin if `from` is none of them.
+    /// Returns the range of allowed event numbers if `from` is outside it.
     fn connect(self: Arc<Self>, from: u64) -> Result<Response, RangeInclusive<u64>> {
         let connection = {
             let mut state = self.lock();
