@@ -83,7 +83,7 @@ faults: deps model ## Long tables of recovery: links cut, processes stopped, nod
 image: build ## The image of Baton for CPUs, as an OCI archive in target/image (BATON_IMAGE=NAME:TAG).
 	BATON_BIN=$(BIN) deploy/image.sh cpu
 
-image-gpu: build kernels ## The image with the CUDA kernels, cuBLASLt and NCCL.
+image-gpu: build kernels ## The image with the CUDA kernels, cuBLASLt, NCCL and RDMA libraries.
 	BATON_BIN=$(BIN) deploy/image.sh gpu
 
 image-etcd: ## An image of etcd for the Helm chart.

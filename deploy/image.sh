@@ -3,7 +3,7 @@
 # an equal digest: all times are the commit's.
 #
 #   deploy/image.sh cpu     the four binaries, their libraries, CA certificates, licenses
-#   deploy/image.sh gpu     also Baton's kernels, cuBLASLt and NCCL
+#   deploy/image.sh gpu     also Baton's kernels, cuBLASLt, NCCL and the libraries of RDMA adapters
 #   deploy/image.sh etcd    etcd, for the Helm chart's etcd.bundled (needs Go)
 #
 #   BATON_BIN     folder of the binaries, default target/release
@@ -57,6 +57,7 @@ if [[ $kind == gpu ]]; then
     for license in "$out"/cuda/nvidia_*.dist-info/{,licenses/}License.txt; do
         [[ ! -e $license ]] || install -D -m 644 "$license" "$docs/$(basename "${license%%.dist-info*}")/License.txt"
     done
+    deploy/image/rdma.sh "$root"
 fi
 # The libraries that the packed files link, at the paths where the loader of this machine looks for them. A static program
 # links none.

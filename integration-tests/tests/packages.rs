@@ -1,4 +1,5 @@
-//! The Python wheel: pip installs it into an empty environment, and `baton up` answers there.
+//! The Python wheel: pip installs it into an empty environment, and `baton up` answers there. Also
+//! the files of images that need no build.
 
 use std::process::Command;
 
@@ -36,5 +37,16 @@ fn wheel_serves_from_an_empty_environment() -> Result<()> {
         .arg("--model")
         .arg(smollm2()))?;
     assert!(said.contains("Paris"), "{said}");
+    Ok(())
+}
+
+#[test]
+fn image_with_kernels_has_the_libraries_of_rdma_adapters() -> Result<()> {
+    let root = tempfile::tempdir()?;
+    let script = concat!(env!("CARGO_MANIFEST_DIR"), "/../deploy/image/rdma.sh");
+    // The script fails if a library lacks one that it links.
+    run(Command::new(script).arg(root.path()))?;
+    let drivers = root.path().join("etc/libibverbs.d");
+    ensure!(drivers.join("mlx5.driver").exists(), "libibverbs finds drivers by {drivers:?}");
     Ok(())
 }
