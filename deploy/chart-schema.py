@@ -37,7 +37,7 @@ OBJECTS = ("resources", "affinity", "nodeSelector", "labels", "podLabels", "anno
 STRINGS = ("hosts", "hostnames", "endpoints")
 FRACTIONS = ("pendingSeconds", "kvUsage")
 # Not 0: no metric of a pool without nodes would tell that the pool is needed.
-POSITIVE = ("min", "max")
+POSITIVE = ("min", "max", "count")
 CHOICES = {"layout": ["separate", "grouped"]}
 # An object of extraObjects may be a string with a template.
 EITHER = ("extraObjects",)

@@ -22,6 +22,7 @@ PROMTOOL = shutil.which("promtool") or TOOLS / "debian/usr/bin/promtool"
 OLDEST, NEWEST = "1.29", "1.37"
 GROUPED = HERE / "chart" / "values" / "grouped.yaml"
 EVERYTHING = HERE / "chart" / "values" / "everything.yaml"
+RDMA = HERE / "chart" / "values" / "rdma.yaml"
 IMAGE_VOLUME = HERE / "chart" / "values" / "image_volume.yaml"
 VALUES = sorted(CHART.glob("values*.yaml")) + sorted((HERE / "chart" / "values").glob("*.yaml"))
 # Kinds of custom resources, whose schemas are not part of Kubernetes.
@@ -141,15 +142,11 @@ class Chart(unittest.TestCase):
             self.assertIs(spec["securityContext"]["runAsNonRoot"], True, name)
             self.assertEqual(spec["securityContext"]["seccompProfile"], {"type": "RuntimeDefault"}, name)
             [container] = spec["containers"]
-            self.assertEqual(
-                container["securityContext"],
-                {
-                    "allowPrivilegeEscalation": False,
-                    "readOnlyRootFilesystem": True,
-                    "capabilities": {"drop": ["ALL"]},
-                },
-                name,
-            )
+            allowed = {"allowPrivilegeEscalation": False, "readOnlyRootFilesystem": True, "capabilities": {"drop": ["ALL"]}}
+            if path == RDMA and name.startswith("baton-m-"):
+                capabilities = {"drop": ["ALL"], "add": ["IPC_LOCK"]}
+                allowed |= {"runAsUser": 0, "runAsNonRoot": False, "capabilities": capabilities}
+            self.assertEqual(container["securityContext"], allowed, name)
             self.assertEqual(container["terminationMessagePolicy"], "FallbackToLogsOnError", name)
 
     def test_model_caches_are_writable_and_models_are_not(self):
@@ -410,6 +407,35 @@ class Chart(unittest.TestCase):
         self.assertIn('\ntransport = "nccl"\n', toml("m-decode", gpus, "transfer.config.transport=nccl"))
         self.assertNotIn("transport =", toml("m-group", "models[0].group.gpus=1,layout=grouped"))
 
+    def test_pods_with_rdma_adapters_use_nccl(self):
+        found = objects("--values", RDMA)
+        for role in ("prefill", "decode"):
+            name = f"baton-m-{role}"
+            spec = dict(pod_specs(found))[name]
+            [container] = spec["containers"]
+            self.assertEqual(container["resources"]["limits"], {"nvidia.com/gpu": 8, "rdma/hca": 8})
+            self.assertEqual((spec["hostNetwork"], spec["dnsPolicy"]), (True, "ClusterFirstWithHostNet"))
+            self.assertIn('\ntransport = "nccl"\n', named(found, "ConfigMap", name)["data"]["baton.toml"])
+        self.assertNotIn("hostNetwork", dict(pod_specs(found))["baton-router"])
+
+        # A runtime without a limit on locked memory: the pods stay restricted.
+        found = objects("--set", "nodes.gpus=1,gpu.rdma.resource=rdma/hca,gpu.rdma.ipcLock=false")
+        spec = dict(pod_specs(found))["baton-smollm2-135m-decode"]
+        [container] = spec["containers"]
+        self.assertNotIn("runAsUser", container["securityContext"])
+        self.assertEqual(container["resources"]["limits"], {"nvidia.com/gpu": 1, "rdma/hca": 1})
+        self.assertNotIn("hostNetwork", spec)
+        # NCCL opens ports of its own choice.
+        policy = named(found, "NetworkPolicy", "baton-nodes")
+        self.assertEqual([rule for rule in policy["spec"]["ingress"] if "ports" not in rule], [policy["spec"]["ingress"][1]])
+
+        # Nodes without GPUs have no adapters.
+        found = objects("--set", "gpu.rdma.resource=rdma/hca,gpu.hostNetwork=true,networkPolicy.enabled=false")
+        for name, spec in pod_specs(found):
+            [container] = spec["containers"]
+            self.assertNotIn("hostNetwork", spec, name)
+            self.assertNotIn("limits", container.get("resources", {}), name)
+
     def test_routers_look_up_only_pools_with_pods(self):
         def members(*settings):
             settings = ",".join(("models[0].name=m,models[0].source=hf:a/b,etcd.bundled=false", *settings))
@@ -460,6 +486,7 @@ class Chart(unittest.TestCase):
                 "models.1.config.special_tokens_in_content is set; expected it only at models.0",
             ("models[0].name=m", "models[0].source=llama"): '"llama"; expected hf:ORG/NAME',
             ("models[0].name=a.b", "models[0].source=hf:a/b", "models[1].name=a-b", "models[1].source=hf:a/b"): '"a-b"',
+            ("gpu.hostNetwork=true",): "gpu.hostNetwork is true; expected networkPolicy.enabled=false",
             ("etcd.tlsSecret=t",): "etcd.endpoints is empty",
             ("gateway.ingress.enabled=true",): "gateway.ingress.hosts is empty",
             ("gateway.httpRoute.enabled=true",): "gateway.httpRoute.parentRefs is empty",

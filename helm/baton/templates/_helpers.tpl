@@ -62,7 +62,7 @@ helm.sh/chart: {{ (index . 0).Chart.Name }}-{{ (index . 0).Chart.Version }}
 
 {{- /*
 Names of the nodes in each pod of a grouped model, in the order of their ports. gRPC starts at port 50100, control messages at
-50200, KV at 50300, metrics at 9100.
+50200, KV at 50300, metrics at 50400.
 */ -}}
 {{- define "baton.group" -}}
 {{- $names := list -}}
@@ -172,6 +172,13 @@ Names of the nodes in each pod of a grouped model, in the order of their ports. 
 {{- if gt (int64 $scaling.min) (int64 $scaling.max) -}}
 {{- fail (printf "%s.autoscaling.min is %d; expected at most max, which is %d" $path (int64 $scaling.min) (int64 $scaling.max)) -}}
 {{- end -}}
+{{- end -}}
+
+{{- /*
+Transport between pods with GPUs. A container cannot map the memory of another container's GPU. Without RDMA, tcp is faster than nccl.
+*/ -}}
+{{- define "baton.transport" -}}
+{{- .Values.transfer.config.transport | default (empty .Values.gpu.rdma.resource | ternary "tcp" "nccl") -}}
 {{- end -}}
 
 {{- /* KEDA trigger: (list $ "query" threshold). */ -}}

@@ -5,6 +5,7 @@ ports, grace.
 {{- define "baton.pod" -}}
 {{- $ := .root -}}
 {{- $values := .values -}}
+{{- $rdma := and $values.gpus $.Values.gpu.rdma.resource -}}
 {{- $selector := not .model | ternary (list $ .component) (list $ .component .model) -}}
 metadata:
   labels:
@@ -28,6 +29,10 @@ spec:
   {{- end }}
   {{- if and $values.gpus $.Values.gpu.runtimeClassName }}
   runtimeClassName: {{ $.Values.gpu.runtimeClassName | quote }}
+  {{- end }}
+  {{- if and $values.gpus $.Values.gpu.hostNetwork }}
+  hostNetwork: true
+  dnsPolicy: ClusterFirstWithHostNet
   {{- end }}
   {{- with $values.nodeSelector }}
   nodeSelector: {{ toYaml . | nindent 4 }}
@@ -65,7 +70,14 @@ spec:
       securityContext:
         allowPrivilegeEscalation: false
         readOnlyRootFilesystem: true
+        {{- if and $rdma $.Values.gpu.rdma.ipcLock }}
+        # Kubernetes gives an added capability to processes of root only.
+        runAsNonRoot: false
+        runAsUser: 0
+        capabilities: {drop: [ALL], add: [IPC_LOCK]}
+        {{- else }}
         capabilities: {drop: [ALL]}
+        {{- end }}
       ports:
         {{- range $name, $port := .ports }}
         - {name: {{ $name }}, containerPort: {{ $port }}}
@@ -96,9 +108,10 @@ spec:
         {{- end }}
         {{- with $values.env }}{{ toYaml . | nindent 8 }}{{ end }}
       {{- $resources := deepCopy $values.resources }}
-      {{- with $values.gpus }}
-      {{- $_ := set $resources "limits" (set ($resources.limits | default dict) $.Values.gpu.resource (int64 .)) }}
-      {{- end }}
+      {{- $limits := $resources.limits | default dict }}
+      {{- with $values.gpus }}{{- $_ := set $limits $.Values.gpu.resource (int64 .) }}{{- end }}
+      {{- with $rdma }}{{- $_ := set $limits . (int64 $.Values.gpu.rdma.count) }}{{- end }}
+      {{- with $limits }}{{- $_ := set $resources "limits" . }}{{- end }}
       resources: {{ toYaml $resources | nindent 8 }}
       # A router may download tokenizers for up to an hour before it serves /live. Nodes serve /live at once, and exit if they have not loaded the model within an hour. A startup probe of /ready would delay readiness by up to a second.
       startupProbe: {httpGet: {path: /live, port: {{ .probes }}{{ if $values.tlsSecret }}, scheme: HTTPS{{ end }}}, periodSeconds: 1, timeoutSeconds: 2, failureThreshold: 3600}
