@@ -20,7 +20,7 @@ VALUES = pathlib.Path(__file__).parents[1] / "helm" / "baton" / "values.yaml"
 
 # The section of the settings in each `config`, and the settings that the chart itself sets.
 SECTIONS = {
-    "models[].config": ("model", "path name dtype"),
+    "modelDefaults.config": ("model", "path name dtype"),
     "nodes.config": ("node", "id grpc metrics"),
     "router.config": ("router", "http grpc metrics admin keys admin_keys tls_cert tls_key models chat_templates tool_formats reasoning_formats"),
     "etcd.config": (
@@ -33,12 +33,15 @@ SECTIONS = {
     "telemetry.config": ("telemetry", "instance"),
 }
 # Parts of Kubernetes' own objects, which the API server checks.
-OBJECTS = ("resources", "affinity", "nodeSelector", "labels", "podLabels", "annotations", "podAnnotations", "volume")
-STRINGS = ("hosts", "hostnames", "endpoints")
+OBJECTS = ("resources", "affinity", "nodeSelector", "labels", "podLabels", "annotations", "podAnnotations", "volume", "podSecurityContext", "securityContext")
+STRINGS = ("hosts", "hostnames", "endpoints", "accessModes")
 FRACTIONS = ("pendingSeconds", "kvUsage")
 # Not 0: no metric of a pool without nodes would tell that the pool is needed.
 POSITIVE = ("min", "max", "count")
-CHOICES = {"layout": ["separate", "grouped"]}
+PORTS = ("http", "grpc")
+CHOICES = {"layout": ["separate", "grouped"], "nodes.gpus": [0, 1, 2, 4, 8]}
+# A pool has the values of `nodes`.
+POOLS = ("modelDefaults.prefill", "modelDefaults.decode", "modelDefaults.group")
 # An object of extraObjects may be a string with a template.
 EITHER = ("extraObjects",)
 
@@ -86,7 +89,12 @@ def of_value(path, value):
         properties = PROGRAM_SETTINGS[section]["properties"]
         return closed({name: it for name, it in properties.items() if name not in own.split()})
     if path == "models":
-        return {"type": "array", "minItems": 1, "items": model(value[0])}
+        model = {"$ref": "#/properties/modelDefaults"}
+        return {"type": "object", "propertyNames": {"pattern": "^[a-z0-9]([a-z0-9-]{0,28}[a-z0-9])?$"}, "additionalProperties": model}
+    if path in POOLS:
+        return {"$ref": "#/properties/nodes"}
+    if path == "modelDefaults.dtype":
+        return {"enum": PROGRAM_SETTINGS["model"]["properties"]["dtype"]["enum"]}
     if path in CHOICES:
         return {"enum": CHOICES[path]}
     if key in OBJECTS:
@@ -100,27 +108,20 @@ def of_value(path, value):
         return {"type": "boolean"}
     if key in FRACTIONS:
         return {"type": "number", "exclusiveMinimum": 0}
+    if key in PORTS:
+        return {"type": "integer", "minimum": 1, "maximum": 65535}
     if isinstance(value, int):
         return {"type": "integer", "minimum": int(key in POSITIVE)}
     if value is None:
         return {"type": ["integer", "null"], "minimum": 0}
+    if path.endswith("image.repository"):
+        return {"type": "string", "minLength": 1}
     return {"type": "string"}
-
-
-def model(first):
-    """The schema of one model: a pool has the values of `nodes`."""
-    properties = {name: described(f"models[].{name}", it) for name, it in first.items()}
-    properties["name"]["minLength"] = properties["source"]["minLength"] = 1
-    properties["dtype"]["enum"] = PROGRAM_SETTINGS["model"]["properties"]["dtype"]["enum"]
-    for pool in ("prefill", "decode", "group"):
-        comment = COMMENTS[f"models.{pool}"]
-        properties[pool] = {"$ref": "#/properties/nodes"} | ({"description": comment} if comment else {})
-    return closed(properties, required=["name", "source"])
 
 
 def described(path, value):
     schema = of_value(path, value)
-    comment = COMMENTS.get(path.replace("[]", ""))
+    comment = COMMENTS.get(path)
     return schema | ({"description": comment} if comment else {})
 
 
@@ -134,6 +135,8 @@ def allowed(path, schema):
     """What a value may be, in words."""
     if path in SECTIONS:
         return f"settings of [`[{SECTIONS[path][0]}]`](configuration.md)"
+    if path == "models.KEY":
+        return "as `modelDefaults`"
     if "$ref" in schema:
         return "as `nodes`"
     if "enum" in schema:
@@ -147,7 +150,7 @@ def rows(path, schema, default):
     """The table's rows of a value and of the values in it."""
     text = schema.get("description", "")
     if path == "models":
-        schema, default, path = schema["items"], default[0], "models[]"
+        path = "models.KEY"
     inner = {} if path in SECTIONS else schema.get("properties", {})
     if text or not inner:
         shown = "" if inner or default in ("", None, [], {}) else f"`{json.dumps(default)}`"

@@ -130,11 +130,11 @@ def settled():
 
 def write_values(name, router, prefill, decode):
     """Writes a values file: the chart's defaults with these replicas, and the model of this machine."""
-    model = {"name": NAME, "source": MODEL.name, "volume": {"hostPath": {"path": str(MODEL.parent)}},
+    model = {"source": MODEL.name, "volume": {"hostPath": {"path": str(MODEL.parent)}},
              # The golden outputs are from f32.
              "dtype": "f32", "prefill": {"replicas": prefill}, "decode": {"replicas": decode}}
     path = pathlib.Path("/run") / f"{name}.json"
-    path.write_text(json.dumps({"models": [model], "router": {"replicas": router},
+    path.write_text(json.dumps({"models": {NAME: model}, "router": {"replicas": router},
                                 "telemetry": {"config": {"otlp": COLLECTOR}},
                                 "monitoring": {name: {"enabled": True} for name in ("podMonitor", "rules", "dashboards")}}))
     return path
@@ -212,7 +212,7 @@ def place_on_gpus(table, api):
             "spec": {"taints": [{"key": GPUS, "effect": "NoSchedule"}]},
             "status": {"capacity": resources, "allocatable": resources}})
     run("kubectl", "create", "namespace", "gpu")
-    run("helm", "install", "gpu", CHART, "--namespace", "gpu", "-f", CHART / "values-gpu.yaml")
+    run("helm", "install", "gpu", CHART, "--namespace", "gpu", "-f", CHART / "values-gpu.yaml", "--set", "models.m.source=hf:a/b")
 
     def are_running():
         pods = api.request("GET", "/api/v1/namespaces/gpu/pods")["items"]
@@ -276,7 +276,8 @@ def process_start(pod):
 def install(table, api, values):
     start = time.monotonic()
     with ReadyTimes(api) as times:
-        run(*readme_command("install"), "-f", values, f"--timeout={ROLLOUT_SECONDS}s")
+        # The model of this machine instead of the hub's.
+        run(*readme_command("install"), "-f", values, "--set", f"models.{NAME}.source={MODEL.name}", f"--timeout={ROLLOUT_SECONDS}s")
     installed = time.monotonic() - start
     wait("answer", answered)
     seconds = time.monotonic() - start
@@ -300,7 +301,7 @@ def missing_resource_definition(table, api, values):
 # Bad values, and the message that kubectl shows in the description or in the log of a pod.
 DESCRIBED, LOGGED = (
     {"existingSecret=absent": 'secret "absent" not found',
-     "models[0].volume.hostPath=null,models[0].volume.persistentVolumeClaim.claimName=absent":
+     f"models.{NAME}.volume.hostPath=null,models.{NAME}.volume.persistentVolumeClaim.claimName=absent":
          'persistentvolumeclaim "absent" not found',
      "nodes.resources.limits.memory=400Mi,nodes.resources.requests.memory=400Mi":
          "exceed the container's memory limit of 400 MiB"},
@@ -502,10 +503,10 @@ def firing(api):
 def alerts(table, api, values):
     """Provokes alerts. Each fires, and is silent before."""
     provocations = {
-        "BatonNoDecodeNode": "models[0].decode.replicas=0",
+        "BatonNoDecodeNode": f"models.{NAME}.decode.replicas=0",
         "BatonOverloaded": "router.config.requests_max=1",
         # A node with another dtype has another fingerprint.
-        "BatonNoPartner": "models[0].decode.env[0].name=BATON_MODEL_DTYPE,models[0].decode.env[0].value=bf16",
+        "BatonNoPartner": f"models.{NAME}.decode.env[0].name=BATON_MODEL_DTYPE,models.{NAME}.decode.env[0].value=bf16",
     }
     prometheus = start_prometheus(api)
     try:

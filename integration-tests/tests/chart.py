@@ -1,5 +1,7 @@
 """Tests of the Helm chart without a cluster. Arguments: folder of the tools, folder of Baton's programs."""
 
+import contextlib
+import http.server
 import json
 import pathlib
 import re
@@ -7,6 +9,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 import unittest
 
 TOOLS, PROGRAMS = map(pathlib.Path, sys.argv[1:3])
@@ -34,19 +37,27 @@ CUSTOM = {
     "GRPCRoute": "gateway.networking.k8s.io/v1",
 }
 SECRET = ("--set", "existingSecret=mine")
+WITH_MODELS = [*(HERE / "chart" / "values").glob("*.yaml")]
+RESTRICTED = {"allowPrivilegeEscalation": False, "readOnlyRootFilesystem": True, "capabilities": {"drop": ["ALL"]}}
 
 
 def helm(program, *arguments):
     return subprocess.run([program, *map(str, arguments)], capture_output=True, text=True)
 
 
+def with_model(*arguments):
+    """The arguments, with a model unless they have one, and with the Secret that a chart without a cluster needs."""
+    has_model = any(re.search(r"\bmodels\b", str(it)) or it in WITH_MODELS for it in arguments)
+    return (*SECRET, *(() if has_model else ("--set", "models.m.source=hf:a/b")), *arguments)
+
+
 def template(*arguments, program=HELMS[0], release="baton"):
     apis = [word for kind, group in CUSTOM.items() for word in ("--api-versions", f"{group}/{kind}")]
-    return helm(program, "template", release, CHART, *apis, *arguments)
+    return helm(program, "template", release, CHART, *apis, *with_model(*arguments))
 
 
 def render(*arguments, **options):
-    run = template(*SECRET, *arguments, **options)
+    run = template(*arguments, **options)
     assert run.returncode == 0, run.stderr
     return run.stdout
 
@@ -68,6 +79,44 @@ def pod_specs(found):
             yield it["metadata"]["name"], it["spec"]
 
 
+@contextlib.contextmanager
+def cluster_with_level(level):
+    """Serves what Helm reads of a cluster: a namespace that enforces a Pod Security level. Yields the arguments for Helm."""
+    label = {"pod-security.kubernetes.io/enforce": level} if level else {}
+    kinds = [("namespaces", "Namespace", False), ("secrets", "Secret", True)]
+    resources = [{"name": name, "kind": kind, "namespaced": spaced, "verbs": ["get"]} for name, kind, spaced in kinds]
+    answers = {
+        "/version": {"major": "1", "minor": "34", "gitVersion": "v1.34.0"},
+        "/api": {"kind": "APIVersions", "versions": ["v1"]},
+        "/apis": {"kind": "APIGroupList", "apiVersion": "v1", "groups": []},
+        "/api/v1": {"kind": "APIResourceList", "groupVersion": "v1", "resources": resources},
+        "/api/v1/namespaces/default": {"kind": "Namespace", "apiVersion": "v1", "metadata": {"name": "default", "labels": label}},
+    }
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            answer = answers.get(self.path.partition("?")[0])
+            body = json.dumps(answer or {"kind": "Status", "reason": "NotFound", "code": 404}).encode()
+            self.send_response(200 if answer else 404)
+            self.send_header("content-type", "application/json")
+            self.send_header("content-length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *arguments):
+            pass
+
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    try:
+        yield "--dry-run=server", "--disable-openapi-validation", "--kube-apiserver", f"http://127.0.0.1:{server.server_port}"
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
 def for_each_values_file(test):
     def run(self):
         for path in VALUES:
@@ -81,7 +130,7 @@ class Chart(unittest.TestCase):
     @for_each_values_file
     def test_every_values_file_is_linted_by_both_helms(self, path):
         for program in HELMS:
-            run = helm(program, "lint", "--strict", CHART, "--values", path, *SECRET)
+            run = helm(program, "lint", "--strict", CHART, *with_model("--values", path))
             self.assertEqual(run.returncode, 0, run.stdout + run.stderr)
 
     @for_each_values_file
@@ -130,7 +179,7 @@ class Chart(unittest.TestCase):
 
     def test_large_integers_stay_integers(self):
         found = objects("--values", EVERYTHING)
-        toml = named(found, "ConfigMap", "baton-org-big-model-decode")["data"]["baton.toml"]
+        toml = named(found, "ConfigMap", "baton-big-decode")["data"]["baton.toml"]
         self.assertIn("\nblocks = 16777216\n", toml)
         self.assertIn("\nslots = 64\n", toml)
 
@@ -142,23 +191,112 @@ class Chart(unittest.TestCase):
             self.assertIs(spec["securityContext"]["runAsNonRoot"], True, name)
             self.assertEqual(spec["securityContext"]["seccompProfile"], {"type": "RuntimeDefault"}, name)
             [container] = spec["containers"]
-            allowed = {"allowPrivilegeEscalation": False, "readOnlyRootFilesystem": True, "capabilities": {"drop": ["ALL"]}}
+            allowed = RESTRICTED
             if path == RDMA and name.startswith("baton-m-"):
                 capabilities = {"drop": ["ALL"], "add": ["IPC_LOCK"]}
-                allowed |= {"runAsUser": 0, "runAsNonRoot": False, "capabilities": capabilities}
+                allowed = RESTRICTED | {"runAsUser": 0, "runAsNonRoot": False, "capabilities": capabilities}
             self.assertEqual(container["securityContext"], allowed, name)
             self.assertEqual(container["terminationMessagePolicy"], "FallbackToLogsOnError", name)
 
     def test_model_caches_are_writable_and_models_are_not(self):
-        [container] = dict(pod_specs(objects("--values", EVERYTHING)))["baton-org-big-model-prefill"]["containers"]
+        [container] = dict(pod_specs(objects("--values", EVERYTHING)))["baton-big-prefill"]["containers"]
         mounts = {mount["mountPath"]: mount.get("readOnly", False) for mount in container["volumeMounts"]}
-        self.assertEqual((mounts["/cache"], mounts["/models/org-big-model"]), (False, True))
+        self.assertEqual((mounts["/cache"], mounts["/models/big"]), (False, True))
+
+    def test_pods_share_the_claim_of_the_model_cache(self):
+        found = objects("--values", EVERYTHING)
+        claim = named(found, "PersistentVolumeClaim", "baton-cache")
+        self.assertEqual(claim["spec"]["resources"]["requests"], {"storage": "500Gi"})
+        for name, spec in pod_specs(found):
+            if name != "baton-check":
+                [cache] = [it for it in spec["volumes"] if it["name"] == "cache"]
+                self.assertEqual(cache["persistentVolumeClaim"], {"claimName": "baton-cache"}, name)
+
+    def test_entries_of_the_user_replace_those_of_the_chart(self):
+        for component, pods in (("nodes", ["baton-m-prefill", "baton-m-decode"]), ("router", ["baton-router"])):
+            values = {
+                "env": [{"name": "HF_HOME", "value": "/hub"}, {"name": "MINE", "value": "1"}],
+                "volumes": [{"name": "tmp", "emptyDir": {"medium": "Memory"}}, {"name": "mine", "emptyDir": {}}],
+                "volumeMounts": [{"name": "mine", "mountPath": "/cache"}, {"name": "mine", "mountPath": "/mine"}],
+            }
+            with tempfile.NamedTemporaryFile("w", suffix=".yaml") as file:
+                yaml.safe_dump({component: values}, file)
+                file.flush()
+                before, found = dict(pod_specs(objects())), dict(pod_specs(objects("--values", file.name)))
+            for name in pods:
+                for field, key in (("env", "name"), ("volumeMounts", "mountPath"), ("volumes", "name")):
+                    lists = [it if field == "volumes" else it["containers"][0] for it in (before[name], found[name])]
+                    old, new = ({entry[key]: entry for entry in it[field]} for it in lists)
+                    self.assertEqual(len(new), len(lists[1][field]), (name, field))
+                    expected = old | {entry[key]: entry for entry in values[field]}
+                    self.assertEqual(new, expected, (name, field))
+
+    def test_security_contexts_are_values_and_null_removes_a_field(self):
+        settings = "podSecurityContext.runAsUser=null,podSecurityContext.fsGroup=7,securityContext.readOnlyRootFilesystem=false"
+        for program in HELMS:
+            found = dict(pod_specs(objects("--set", settings, program=program)))
+            self.assertEqual(len(found), 5, found.keys())
+            for name, spec in found.items():
+                self.assertNotIn("runAsUser", spec["securityContext"], name)
+                self.assertEqual(spec["securityContext"]["fsGroup"], 7, name)
+                [container] = spec["containers"]
+                self.assertEqual(container["securityContext"], RESTRICTED | {"readOnlyRootFilesystem": False}, name)
+
+    def test_a_value_of_a_model_changes_without_the_others(self):
+        # As `helm upgrade --reuse-values --set` merges them.
+        settings = "models.big.prefill.replicas=5"
+        for program in HELMS:
+            one, other = (objects("--values", EVERYTHING, *more, program=program) for more in ((), ("--set", settings)))
+            changed = [(a["kind"], a["metadata"]["name"]) for a, b in zip(one, other, strict=True) if a != b]
+            self.assertEqual(changed, [("Deployment", "baton-big-prefill")])
+
+    def test_the_operators_api_has_a_service_if_it_has_keys(self):
+        found = objects("--values", EVERYTHING)
+        service = named(found, "Service", "baton-router-admin")["spec"]
+        self.assertEqual(service["sessionAffinity"], "ClientIP")
+        [container] = dict(pod_specs(found))["baton-router"]["containers"]
+        self.assertIn({"name": "admin", "containerPort": 8002}, container["ports"])
+        toml = named(found, "ConfigMap", "baton-router")["data"]["baton.toml"]
+        for line in ('admin = "0.0.0.0:8002"', 'admin_keys = "/etc/baton/admin-keys/keys.toml"'):
+            self.assertIn(f"\n{line}\n", toml)
+        found = objects()
+        self.assertNotIn("baton-router-admin", [it["metadata"]["name"] for it in found])
+        self.assertNotIn("admin", named(found, "ConfigMap", "baton-router")["data"]["baton.toml"])
+
+    def test_namespaces_with_a_pod_security_level_refuse_privileged_pods(self):
+        cases = {
+            "models.m.source=a,models.m.volume.hostPath.path=/a": "volume model-m of router is a hostPath",
+            "nodes.tier.volume.hostPath.path=/a": "volume tier of models.m.prefill is a hostPath",
+            "modelCache.volume.hostPath.path=/a": "volume cache of router is a hostPath",
+            "router.volumes[0].name=v,router.volumes[0].hostPath.path=/a": "volume v of router is a hostPath",
+            "nodes.gpus=1,gpu.rdma.resource=rdma/hca": "gpu.rdma.ipcLock is true: pods run as root",
+            "nodes.gpus=1,gpu.hostNetwork=true,networkPolicy.enabled=false": "gpu.hostNetwork is true",
+        }
+        for level, is_refused in (("restricted", True), ("baseline", True), ("privileged", False), (None, False)):
+            with cluster_with_level(level) as arguments:
+                for settings, words in cases.items():
+                    for program in HELMS:
+                        run = template(*arguments, "--set", settings, program=program)
+                        # Helm has rendered the chart when it misses the other kinds of this cluster.
+                        is_rendered = "kind: Deployment" in run.stdout or 'no matches for kind "Deployment"' in run.stderr
+                        self.assertEqual(is_rendered, not is_refused, run.stderr)
+                        self.assertEqual(words in run.stderr, is_refused)
+                        self.assertEqual("which namespace default refuses; expected its label" in run.stderr, is_refused)
+
+    def test_a_successful_check_leaves_no_pod(self):
+        check = named(objects(), "Pod", "baton-check")
+        self.assertIn("hook-succeeded", check["metadata"]["annotations"]["helm.sh/hook-delete-policy"].split(","))
+        # Helm deletes all other objects.
+        for it in objects("--values", EVERYTHING):
+            annotations = it["metadata"].get("annotations", {})
+            self.assertNotIn("helm.sh/resource-policy", annotations)
+            self.assertEqual("helm.sh/hook" in annotations, it["metadata"]["name"] == "baton-check")
 
     def test_kv_tiers_of_a_pool_reach_its_nodes_with_their_volume(self):
         found = objects("--values", EVERYTHING)
         for pool, volume, lines, absent in (
-            ("org-big-model-prefill", "hostPath", ('disk_size = "1TiB"', 'admission = "always"'), "host_memory"),
-            ("org-big-model-decode", "ephemeral", ('disk_size = "1TiB"', 'admission = "always"'), "host_memory"),
+            ("big-prefill", "hostPath", ('disk_size = "1TiB"', 'admission = "always"'), "host_memory"),
+            ("big-decode", "ephemeral", ('disk_size = "1TiB"', 'admission = "always"'), "host_memory"),
             ("two-prefill", None, ('host_memory = "64GiB"',), "disk_path"),
         ):
             name = f"baton-{pool}"
@@ -242,23 +380,23 @@ class Chart(unittest.TestCase):
     def test_a_group_has_all_nodes_and_gpus_of_a_host(self):
         found = objects("--values", GROUPED)
         deployments = {it["metadata"]["name"]: it for it in found if it["kind"] == "Deployment"}
-        self.assertEqual(sorted(deployments), ["baton-org-big-model-group", "baton-router", "baton-two-group"])
-        spec = deployments["baton-org-big-model-group"]["spec"]
+        self.assertEqual(sorted(deployments), ["baton-big-group", "baton-router", "baton-two-group"])
+        spec = deployments["baton-big-group"]["spec"]
         self.assertEqual(spec["replicas"], 2)
         [container] = spec["template"]["spec"]["containers"]
         command = "baton up --no-router --health 0.0.0.0:9090 --prefill 1 --decode 3 --gpus 0-7 --config /etc/baton/config/baton.toml"
         self.assertEqual(container["command"], command.split())
         self.assertEqual(container["resources"]["limits"], {"nvidia.com/gpu": 8})
         self.assertIn({"name": "shm", "mountPath": "/dev/shm"}, container["volumeMounts"])
-        toml = named(found, "ConfigMap", "baton-org-big-model-group")["data"]["baton.toml"]
+        toml = named(found, "ConfigMap", "baton-big-group")["data"]["baton.toml"]
         self.assertIn("\ntp = 2\n", toml)
         # Nodes of one container see each other's GPUs, so nothing keeps KV from ipc.
         self.assertNotIn("transport", toml)
 
         router = named(found, "ConfigMap", "baton-router")["data"]["baton.toml"]
         members = lambda model, *ports: [f'"dns:baton-{model}-group.default.svc:{port}"' for port in ports]
-        self.assertIn(f"prefill = [{','.join(members('org-big-model', 50100))}]", router)
-        decode = members("org-big-model", 50101, 50102, 50103) + members("two", 50100)
+        self.assertIn(f"prefill = [{','.join(members('big', 50100))}]", router)
+        decode = members("big", 50101, 50102, 50103) + members("two", 50100)
         self.assertIn(f"decode = [{','.join(decode)}]", router)
         endpoints = named(found, "PodMonitor", "baton-pods")["spec"]["podMetricsEndpoints"]
         self.assertEqual([it["port"] for it in endpoints], ["metrics", "prefill-0", "decode-0", "decode-1", "decode-2"])
@@ -278,7 +416,7 @@ class Chart(unittest.TestCase):
             self.assertEqual(rule.get("ports"), ports, arguments)
 
     def test_ids_of_nodes_in_a_group_are_short_enough(self):
-        models = f"models[0].name={'m' * 80},models[0].source=hf:a/b"
+        models = f"models.{'m' * 30}.source=hf:a/b"
         found = objects("--set", f"layout=grouped,{models}", release="r" * 53)
         component = lambda it: it["metadata"]["labels"]["app.kubernetes.io/component"]
         [group] = [it for it in found if it["kind"] == "Deployment" and component(it) == "group"]
@@ -289,13 +427,13 @@ class Chart(unittest.TestCase):
             it["metadata"]["name"] for it in objects(*arguments) if it["kind"] == "PodDisruptionBudget"
         )
         self.assertEqual(budgets(), [])
-        self.assertEqual(budgets("--set", "nodes.replicas=2"), ["baton-smollm2-135m-decode", "baton-smollm2-135m-prefill"])
+        self.assertEqual(budgets("--set", "nodes.replicas=2"), ["baton-m-decode", "baton-m-prefill"])
         self.assertEqual(budgets("--set", "router.autoscaling.enabled=true"), ["baton-router"])
 
     def test_replicas_are_absent_where_something_scales(self):
         for it in objects("--values", EVERYTHING):
             if it["kind"] == "Deployment":
-                scales = it["metadata"]["name"] in ("baton-router", "baton-org-big-model-decode", "baton-two-prefill")
+                scales = it["metadata"]["name"] in ("baton-router", "baton-big-decode", "baton-two-prefill")
                 self.assertEqual("replicas" in it["spec"], not scales, it["metadata"]["name"])
 
     def test_pools_without_data_keep_their_replicas(self):
@@ -340,8 +478,8 @@ class Chart(unittest.TestCase):
     def test_own_values_of_a_pool_win_even_if_false_or_zero(self):
         found = objects(
             "--set", "nodes.autoscaling.enabled=true,monitoring.prometheus=http://p:9090,nodes.replicas=3",
-            "--set", "models[0].name=m,models[0].source=hf:a/b",
-            "--set", "models[0].decode.autoscaling.enabled=false,models[0].decode.replicas=0",
+            "--set", "models.m.source=hf:a/b",
+            "--set", "models.m.decode.autoscaling.enabled=false,models.m.decode.replicas=0",
         )  # fmt: skip
         self.assertEqual(named(found, "Deployment", "baton-m-decode")["spec"]["replicas"], 0)
         self.assertNotIn("replicas", named(found, "Deployment", "baton-m-prefill")["spec"])
@@ -363,13 +501,13 @@ class Chart(unittest.TestCase):
             [container] = dict(pod_specs(objects(*arguments)))["baton-check"]["containers"]
             return [word for word in container["command"] if word.startswith("--prefill")]
 
-        model = "models[0].name=m,models[0].source=hf:a/b"
-        self.assertEqual(required(), ["--prefill=smollm2-135m"])
+        model = "models.m.source=hf:a/b"
+        self.assertEqual(required(), ["--prefill=m"])
         self.assertEqual(required("--values", GROUPED), ["--prefill=Org/Big.Model"])
         # A pool that scales has no replicas of its own.
         scaled = "monitoring.prometheus=http://p:9090,nodes.autoscaling.enabled=true,nodes.replicas=0"
         self.assertEqual(required("--set", f"{model},{scaled}"), ["--prefill=m"])
-        self.assertEqual(required("--set", f"{model},models[0].prefill.replicas=0"), [])
+        self.assertEqual(required("--set", f"{model},models.m.prefill.replicas=0"), [])
         self.assertEqual(required("--set", "router.config.disaggregate=never"), [])
 
     def test_grace_periods_cover_the_drain(self):
@@ -380,7 +518,7 @@ class Chart(unittest.TestCase):
         self.assertEqual(grace("--set", "router.config.drain_delay=15s"), 60)
 
     def test_a_name_that_yaml_reads_as_a_number_stays_a_string(self):
-        model = "models[0].name=405,models[0].source=hf:a/b"
+        model = "models.405.source=hf:a/b"
         secrets = "router.tlsSecret=1,router.keysSecret=2,router.checkKeySecret=3,huggingFace.tokenSecret=4,existingSecret=5,nodes.shm=1"
         classes = "serviceAccountName=6,router.priorityClassName=7,nodes.priorityClassName=8,gateway.ingress.className=9"
         ingress = "gateway.ingress.enabled=true,gateway.ingress.hosts[0]=a"
@@ -398,14 +536,14 @@ class Chart(unittest.TestCase):
 
     def test_kv_moves_by_tcp_between_containers_that_see_one_gpu(self):
         def toml(name, *settings):
-            settings = ",".join(("models[0].name=m,models[0].source=hf:a/b", *settings))
+            settings = ",".join(("models.m.source=hf:a/b", *settings))
             return named(objects("--set", settings), "ConfigMap", f"baton-{name}")["data"]["baton.toml"]
 
-        tcp, gpus = '\ntransport = "tcp"\n', "models[0].decode.gpus=1"
+        tcp, gpus = '\ntransport = "tcp"\n', "models.m.decode.gpus=1"
         self.assertIn(tcp, toml("m-decode", gpus))
         self.assertNotIn("transport =", toml("m-prefill", gpus))
         self.assertIn('\ntransport = "nccl"\n', toml("m-decode", gpus, "transfer.config.transport=nccl"))
-        self.assertNotIn("transport =", toml("m-group", "models[0].group.gpus=1,layout=grouped"))
+        self.assertNotIn("transport =", toml("m-group", "models.m.group.gpus=1,layout=grouped"))
 
     def test_pods_with_rdma_adapters_use_nccl(self):
         found = objects("--values", RDMA)
@@ -420,7 +558,7 @@ class Chart(unittest.TestCase):
 
         # A runtime without a limit on locked memory: the pods stay restricted.
         found = objects("--set", "nodes.gpus=1,gpu.rdma.resource=rdma/hca,gpu.rdma.ipcLock=false")
-        spec = dict(pod_specs(found))["baton-smollm2-135m-decode"]
+        spec = dict(pod_specs(found))["baton-m-decode"]
         [container] = spec["containers"]
         self.assertNotIn("runAsUser", container["securityContext"])
         self.assertEqual(container["resources"]["limits"], {"nvidia.com/gpu": 1, "rdma/hca": 1})
@@ -438,16 +576,16 @@ class Chart(unittest.TestCase):
 
     def test_routers_look_up_only_pools_with_pods(self):
         def members(*settings):
-            settings = ",".join(("models[0].name=m,models[0].source=hf:a/b,etcd.bundled=false", *settings))
+            settings = ",".join(("models.m.source=hf:a/b,etcd.bundled=false", *settings))
             toml = named(objects("--set", settings), "ConfigMap", "baton-router")["data"]["baton.toml"]
             return [re.findall(r"dns:(.*?)\.", line) for line in re.findall(r"^(?:decode|prefill) = .*", toml, re.M)]
 
         self.assertEqual(members(), [["baton-m-decode"], ["baton-m-prefill"]])
-        self.assertEqual(members("models[0].prefill.replicas=0"), [["baton-m-decode"], []])
+        self.assertEqual(members("models.m.prefill.replicas=0"), [["baton-m-decode"], []])
         scaled = "nodes.replicas=0,nodes.autoscaling.enabled=true,monitoring.prometheus=http://p:9090"
         self.assertEqual(members(scaled), [["baton-m-decode"], ["baton-m-prefill"]])
         self.assertEqual(members("layout=grouped"), [["baton-m-group"], ["baton-m-group"]])
-        self.assertEqual(members("layout=grouped", "models[0].group.replicas=0"), [[], []])
+        self.assertEqual(members("layout=grouped", "models.m.group.replicas=0"), [[], []])
 
     def test_long_names_are_short_and_distinct(self):
         found = objects("--values", EVERYTHING, release="r" * 53)
@@ -455,7 +593,7 @@ class Chart(unittest.TestCase):
         self.assertEqual(len(names), len(set(names)))
         for _, name in names[:-1]:
             self.assertLessEqual(len(name), 63)
-        models = [f"models[{i}].name={'m' * 80}{i},models[{i}].source=hf:a/b" for i in range(2)]
+        models = [f"models.{'m' * 29}{i}.source=hf:a/b" for i in range(2)]
         found = objects("--set", ",".join(models), release="r" * 53)
         self.assertEqual(len([it for it in found if it["kind"] == "Deployment"]), 6)
 
@@ -473,36 +611,52 @@ class Chart(unittest.TestCase):
             ("router.replicsa=2",): "replicsa",
             ("router.config.timeuot=2m",): "timeuot",
             ("router.config.timeout=2",): "router.config.timeout",
-            ("models[0].name=m", "models[0].source=hf:a/b", "models[0].decode.config.slots=none"): "models.0.decode.config.slots",
-            ("models[0].name=m", "models[0].source=hf:a/b", "models[0].decode.config.grpc=0.0.0.0:1"): "grpc",
-            ("models[0].name=m",): "source",
+            ("models.m.source=hf:a/b", "models.m.decode.config.slots=none"): "models.m.decode.config.slots",
+            ("models.m.source=hf:a/b", "models.m.decode.config.grpc=0.0.0.0:1"): "grpc",
+            ("models.m.dtype=f32",): "models.m.source is empty; expected hf:ORG/NAME",
             ("existingSecret=",): "existingSecret is empty",
             ("router.terminationGracePeriodSeconds=10",): "router.terminationGracePeriodSeconds is 10; expected at least 40",
-            ("nodes.terminationGracePeriodSeconds=34",): "models.0.prefill.terminationGracePeriodSeconds is 34",
+            ("nodes.terminationGracePeriodSeconds=34",): "models.m.prefill.terminationGracePeriodSeconds is 34",
             ("router.config.drain_delay=null",): "router.config.drain_delay is null; expected a duration such as 20s",
-            ("nodes.config.drain_timeout=null",): "models.0.prefill.config.drain_timeout is null",
-            ("models[0].name=--", "models[0].source=hf:a/b"): 'models: name is "--"; expected a name with a letter',
-            ("models[0].name=a", "models[0].source=hf:a/b", "models[1].name=b", "models[1].source=hf:a/b", "models[1].config.special_tokens_in_content=parse"):
-                "models.1.config.special_tokens_in_content is set; expected it only at models.0",
-            ("models[0].name=m", "models[0].source=llama"): '"llama"; expected hf:ORG/NAME',
-            ("models[0].name=a.b", "models[0].source=hf:a/b", "models[1].name=a-b", "models[1].source=hf:a/b"): '"a-b"',
+            ("nodes.config.drain_timeout=null",): "models.m.prefill.config.drain_timeout is null",
+            ("models.Llama_3.source=hf:a/b",): "Llama_3",
+            (f"models.{'m' * 31}.source=hf:a/b",): "m" * 31,
+            ("models.m.source=hf:a/b", "models.o.source=hf:a/b", "models.o.config.special_tokens_in_content=parse"):
+                "models.o.config.special_tokens_in_content is set; expected it only at models.m",
+            ("models.m.source=llama",): 'models.m.source is "llama"; expected hf:ORG/NAME',
+            ("models.m.source=hf:a/b", "models.o.source=hf:a/b", "models.o.name=m"): 'models.m and models.o have the same name, "m"',
+            ("models=null",): "models is empty; expected at least one model, such as --set models.smollm2-135m.source=hf:",
+            ("nodes.gpus=3",): "nodes.gpus",
+            ("models.m.source=hf:a/b", "models.m.decode.gpus=3"): "models.m.decode.gpus",
+            ("nodes.gpus=2", "nodes.config.tp=4"): "models.m.prefill.config.tp is 4, and gpus is 2; expected 2",
+            ("nodes.gpus=1", "nodes.config.device=cpu"): "models.m.prefill.config.device is cpu, and gpus is 1; expected cuda",
+            ("image.repository=",): "image.repository",
+            ("etcd.image.repository=",): "etcd.image.repository",
+            ("router.service.http=99999",): "router.service.http",
+            ("router.service.http=8001",): "router.service.http and router.service.grpc are both 8001",
+            ("nodes.env[0].name=A", "nodes.env[1].name=A"): 'models.m.prefill.env has two entries with name "A"',
+            ("router.volumes[0].name=a", "router.volumes[1].name=a"): 'router.volumes has two entries with name "a"',
+            ("router.volumeMounts[0].name=a",): "router.volumeMounts has an entry without mountPath",
+            ("nodes.podLabels.baton/model=a",): 'models.m.prefill.podLabels has "baton/model", which the chart sets',
+            ("nodes.podAnnotations.checksum/config=a",): 'models.m.prefill.podAnnotations has "checksum/config", which the chart sets',
+            ("modelCache.claim.size=1Gi", "modelCache.volume.emptyDir.medium=Memory"): "modelCache.volume and modelCache.claim.size are set; expected one",
             ("gpu.hostNetwork=true",): "gpu.hostNetwork is true; expected networkPolicy.enabled=false",
             ("etcd.tlsSecret=t",): "etcd.endpoints is empty",
             ("gateway.ingress.enabled=true",): "gateway.ingress.hosts is empty",
             ("gateway.httpRoute.enabled=true",): "gateway.httpRoute.parentRefs is empty",
             ("layout=stacked",): "layout",
-            ("layout=grouped", "models[0].name=m", "models[0].source=hf:a/b", "models[0].decode.gpus=2"): "models.0.decode.gpus is set; expected only replicas",
-            ("layout=grouped", "models[0].name=m", "models[0].source=hf:a/b", "models[0].decode.replicas=0"): "models.0.decode.replicas is 0; expected at least 1",
-            ("layout=grouped", "nodes.autoscaling.enabled=true"): "models.0.group.autoscaling.enabled is true",
+            ("layout=grouped", "models.m.source=hf:a/b", "models.m.decode.gpus=2"): "models.m.decode.gpus is set; expected only replicas",
+            ("layout=grouped", "models.m.source=hf:a/b", "models.m.decode.replicas=0"): "models.m.decode.replicas is 0; expected at least 1",
+            ("layout=grouped", "nodes.autoscaling.enabled=true"): "models.m.group.autoscaling.enabled is true",
             ("nodes.autoscaling.enabled=true", "nodes.autoscaling.min=0"): "nodes.autoscaling.min",
-            ("nodes.autoscaling.enabled=true", "nodes.autoscaling.min=5"): "models.0.prefill.autoscaling.min is 5; expected at most max, which is 4",
+            ("nodes.autoscaling.enabled=true", "nodes.autoscaling.min=5"): "models.m.prefill.autoscaling.min is 5; expected at most max, which is 4",
             ("router.autoscaling.enabled=true", "router.autoscaling.min=9"): "router.autoscaling.min is 9",
-            ("nodes.autoscaling.enabled=true",): "models.0.prefill.autoscaling.enabled needs monitoring.prometheus",
+            ("nodes.autoscaling.enabled=true",): "models.m.prefill.autoscaling.enabled needs monitoring.prometheus",
         }
         for settings, words in cases.items():
             for program in HELMS:
                 with self.subTest(settings=settings, helm=program.name):
-                    run = template(*SECRET, "--set", ",".join(settings), program=program)
+                    run = template("--set", ",".join(settings), program=program)
                     self.assertNotEqual(run.returncode, 0)
                     # Helm 3 writes a path with dots, Helm 4 with slashes.
                     self.assertIn(words, run.stderr + run.stderr.replace("/", "."))
@@ -530,13 +684,13 @@ class Chart(unittest.TestCase):
             "gateway.grpcRoute.enabled": "GRPCRoute",
             "router.autoscaling.enabled=false,nodes.autoscaling.enabled": "ScaledObject",
         }.items():
-            run = helm(HELMS[0], "template", "baton", CHART, *SECRET, "--set", f"{setting}=true")
+            run = helm(HELMS[0], "template", "baton", CHART, *with_model("--set", f"{setting}=true"))
             self.assertNotEqual(run.returncode, 0)
             self.assertIn(f"needs the kind {kind} of {CUSTOM[kind]}, which this cluster lacks", run.stderr)
 
 
     def test_notes_name_objects_of_the_release_and_wait_for_the_port(self):
-        run = helm(HELMS[1], "install", "baton", CHART, *SECRET, "--dry-run=client", "--set", "router.service.http=80")
+        run = helm(HELMS[1], "install", "baton", CHART, "--dry-run=client", *with_model("--set", "router.service.http=80"))
         self.assertEqual(run.returncode, 0, run.stderr)
         notes = run.stdout.partition("NOTES:")[2]
         found = objects("--set", "router.service.http=80")
@@ -545,10 +699,10 @@ class Chart(unittest.TestCase):
         self.assertIn("port-forward service/baton-router 8000:80 &", notes)
         # The line before runs in the background.
         self.assertIn("curl -N --retry 9 --retry-connrefused http://127.0.0.1:8000/v1/chat/completions", notes)
-        self.assertIn("helm --namespace default test baton --logs", notes)
+        self.assertIn("helm --namespace default test baton", notes)
         self.assertIn("exec deployment/baton-router -- baton explain --slow 10", notes)
         for settings in ("router.replicas=2", "router.autoscaling.enabled=true"):
-            run = helm(HELMS[1], "install", "baton", CHART, *SECRET, "--dry-run=client", "--set", settings)
+            run = helm(HELMS[1], "install", "baton", CHART, "--dry-run=client", *with_model("--set", settings))
             [loop] = [line for line in run.stdout.splitlines() if "baton explain" in line]
             [selector] = re.findall(r"--selector (\S+)", loop)
             labels = named(objects(), "Deployment", "baton-router")["spec"]["selector"]["matchLabels"]
@@ -556,7 +710,7 @@ class Chart(unittest.TestCase):
             # The shell reads the loop.
             self.assertEqual(subprocess.run(["sh", "-n", "-c", loop]).returncode, 0)
         secrets = "router.tlsSecret=cert,router.keysSecret=keys"
-        run = helm(HELMS[1], "install", "baton", CHART, *SECRET, "--dry-run=client", "--set", secrets)
+        run = helm(HELMS[1], "install", "baton", CHART, "--dry-run=client", *with_model("--set", secrets))
         # The certificate does not name 127.0.0.1.
         url = "-k https://127.0.0.1:8000/v1/chat/completions"
         self.assertIn(f'{url} -H "authorization: Bearer $BATON_API_KEY"', run.stdout.partition("NOTES:")[2])

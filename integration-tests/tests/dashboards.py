@@ -80,7 +80,7 @@ def scaling(helm, model):
         "existingSecret": "s",
         "nodes": {"autoscaling": {"enabled": True}},
         "monitoring": {"prometheus": "http://prometheus:9090"},
-        "models": [{"name": model, "source": "hf:a/b"}],
+        "models": {"m": {"name": model, "source": "hf:a/b"}},
     }
     rendered = subprocess.run([*command, "--values", "-"], input=json.dumps(values), text=True, check=True, capture_output=True)
     for it in yaml.safe_load_all(rendered.stdout):

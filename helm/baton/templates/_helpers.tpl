@@ -13,20 +13,28 @@ a group, at most 64, is the Pod's name and up to 11 characters.
 {{- $name -}}
 {{- end -}}
 
-{{- /* A model's name as part of a name or label. */ -}}
-{{- define "baton.slug" -}}
-{{- $slug := regexReplaceAll "[^a-z0-9]+" (lower .) "-" | trimAll "-" -}}
-{{- if not $slug }}{{ fail (printf "models: name is %q; expected a name with a letter from a to z or a digit, which Kubernetes allows in names" .) }}{{ end -}}
-{{- gt (len $slug) 30 | ternary (printf "%s-%s" (trunc 21 $slug | trimSuffix "-") (sha256sum $slug | trunc 8)) $slug -}}
+{{- /* The models by key, with the defaults, and each with its key and its name. */ -}}
+{{- define "baton.models" -}}
+{{- if not .Values.models }}{{ fail "models is empty; expected at least one model, such as --set models.smollm2-135m.source=hf:HuggingFaceTB/SmolLM2-135M-Instruct" }}{{ end -}}
+{{- $models := dict -}}
+{{- $names := dict -}}
+{{- range $key, $own := .Values.models -}}
+{{- $model := include "baton.over" (list $.Values.modelDefaults $own) | fromJson -}}
+{{- $name := $model.name | default $key -}}
+{{- with get $names $name }}{{ fail (printf "models.%s and models.%s have the same name, %q; expected another name" . $key $name) }}{{ end -}}
+{{- $_ := set $names $name $key -}}
+{{- $_ := set $models $key (merge (dict "key" $key "name" $name) $model) -}}
+{{- end -}}
+{{- toJson $models -}}
 {{- end -}}
 
-{{- /* Labels that select a component's pods: (list $ "decode" "model"). The model is optional. */ -}}
+{{- /* Labels that select a component's pods: (list $ "decode" "key"). The key of the model is optional. */ -}}
 {{- define "baton.selector" -}}
 app.kubernetes.io/name: baton
 app.kubernetes.io/instance: {{ (index . 0).Release.Name | quote }}
 app.kubernetes.io/component: {{ index . 1 }}
 {{- if gt (len .) 2 }}
-baton/model: {{ include "baton.slug" (index . 2) | quote }}
+baton/model: {{ index . 2 | quote }}
 {{- end }}
 {{- end -}}
 
@@ -47,17 +55,65 @@ helm.sh/chart: {{ (index . 0).Chart.Name }}-{{ (index . 0).Chart.Version }}
 {{- end -}}
 {{- end -}}
 
-{{- /* A pool's values: defaults from `nodes`, one level deep. Sprig's merge would ignore false and 0. */ -}}
-{{- define "baton.pool" -}}
-{{- $pool := deepCopy (index . 0) -}}
+{{- /*
+Values over their defaults, one level deep: (list defaults values). Sprig's merge would ignore false and 0. Two kinds of volume or affinity
+do not mix.
+*/ -}}
+{{- define "baton.over" -}}
+{{- $over := deepCopy (index . 0) -}}
 {{- range $key, $value := index . 1 -}}
-{{- if and (kindIs "map" $value) (kindIs "map" (index $pool $key)) (ne $key "affinity") -}}
-{{- range $inner, $it := $value -}}{{- $_ := set (index $pool $key) $inner $it -}}{{- end -}}
+{{- if and (kindIs "map" $value) (kindIs "map" (get $over $key)) (not (has $key (list "affinity" "volume"))) -}}
+{{- range $inner, $it := $value -}}{{- $_ := set (index $over $key) $inner $it -}}{{- end -}}
 {{- else -}}
-{{- $_ := set $pool $key $value -}}
+{{- $_ := set $over $key $value -}}
 {{- end -}}
 {{- end -}}
-{{- toJson $pool -}}
+{{- toJson $over -}}
+{{- end -}}
+
+{{- /*
+A list of the chart, in which entries of the user replace entries with the same key: (list chart-entries entries "path" "key"). Kubernetes
+refuses two entries with one key.
+*/ -}}
+{{- define "baton.entries" -}}
+{{- $path := index . 2 -}}{{- $key := index . 3 -}}
+{{- $own := dict -}}
+{{- range $entry := index . 1 -}}
+{{- $value := get $entry $key -}}
+{{- if not $value }}{{ fail (printf "%s has an entry without %s; expected every entry to have one" $path $key) }}{{ end -}}
+{{- if hasKey $own $value }}{{ fail (printf "%s has two entries with %s %q; expected one" $path $key $value) }}{{ end -}}
+{{- $_ := set $own $value $entry -}}
+{{- end -}}
+{{- $entries := list -}}
+{{- $replaced := dict -}}
+{{- range index . 0 -}}
+{{- $entries = append $entries (get $own (get . $key) | default .) -}}
+{{- $_ := set $replaced (get . $key) true -}}
+{{- end -}}
+{{- range index . 1 -}}
+{{- if not (hasKey $replaced (get . $key)) }}{{- $entries = append $entries . -}}{{ end -}}
+{{- end -}}
+{{- toYaml $entries -}}
+{{- end -}}
+
+{{- /* Labels or annotations of the chart and those of the user, which may not repeat them: (list chart-values values "path"). */ -}}
+{{- define "baton.extend" -}}
+{{- $all := deepCopy (index . 0) -}}
+{{- $path := index . 2 -}}
+{{- range $key, $value := index . 1 -}}
+{{- if hasKey $all $key }}{{ fail (printf "%s has %q, which the chart sets; expected another key" $path $key) }}{{ end -}}
+{{- $_ := set $all $key $value -}}
+{{- end -}}
+{{- toYaml $all -}}
+{{- end -}}
+
+{{- /* Fails if the namespace refuses pods above the Pod Security level restricted: (list $ "what is set"). */ -}}
+{{- define "baton.privileged" -}}
+{{- $ := index . 0 -}}
+{{- $level := lookup "v1" "Namespace" "" $.Release.Namespace | dig "metadata" "labels" "pod-security.kubernetes.io/enforce" "" -}}
+{{- if has $level (list "baseline" "restricted") -}}
+{{- fail (printf "%s, which namespace %s refuses; expected its label pod-security.kubernetes.io/enforce to be privileged, not %s" (index . 1) $.Release.Namespace $level) -}}
+{{- end -}}
 {{- end -}}
 
 {{- /*
@@ -146,12 +202,14 @@ Names of the nodes in each pod of a grouped model, in the order of their ports. 
 
 {{- /* Path of a model inside the containers. */ -}}
 {{- define "baton.path" -}}
-{{- if hasPrefix "hf:" .source -}}
+{{- if not .source -}}
+{{- fail (printf "models.%s.source is empty; expected hf:ORG/NAME, or a path within `volume`" .key) -}}
+{{- else if hasPrefix "hf:" .source -}}
 {{- .source -}}
 {{- else if not .volume -}}
-{{- fail (printf "models: source of %s is %q; expected hf:ORG/NAME, or a path within `volume`, which is empty" .name .source) -}}
+{{- fail (printf "models.%s.source is %q; expected hf:ORG/NAME, or a path within `volume`, which is empty" .key .source) -}}
 {{- else -}}
-/models/{{ include "baton.slug" .name }}/{{ trimPrefix "/" .source }}
+/models/{{ .key }}/{{ trimPrefix "/" .source }}
 {{- end -}}
 {{- end -}}
 

@@ -1,19 +1,16 @@
 {{- /*
-Pod template of a router, a node or a group of nodes. Fields: root, component, model (nodes only), values, program, toml, models,
-ports, grace.
+Pod template of a router, a node or a group of nodes. Fields: root, path (of the values), component, model (the key, nodes only), values,
+program, toml, models (by key), ports, grace.
 */ -}}
 {{- define "baton.pod" -}}
 {{- $ := .root -}}
 {{- $values := .values -}}
+{{- $path := .path -}}
 {{- $rdma := and $values.gpus $.Values.gpu.rdma.resource -}}
 {{- $selector := not .model | ternary (list $ .component) (list $ .component .model) -}}
 metadata:
-  labels:
-    {{- include "baton.selector" $selector | nindent 4 }}
-    {{- with $values.podLabels }}{{ toYaml . | nindent 4 }}{{ end }}
-  annotations:
-    checksum/config: {{ sha256sum .toml }}
-    {{- with $values.podAnnotations }}{{ toYaml . | nindent 4 }}{{ end }}
+  labels: {{ include "baton.extend" (list (include "baton.selector" $selector | fromYaml) $values.podLabels (printf "%s.podLabels" .path)) | nindent 4 }}
+  annotations: {{ include "baton.extend" (list (dict "checksum/config" (sha256sum .toml)) $values.podAnnotations (printf "%s.podAnnotations" .path)) | nindent 4 }}
 spec:
   automountServiceAccountToken: false
   enableServiceLinks: false
@@ -31,6 +28,7 @@ spec:
   runtimeClassName: {{ $.Values.gpu.runtimeClassName | quote }}
   {{- end }}
   {{- if and $values.gpus $.Values.gpu.hostNetwork }}
+  {{- include "baton.privileged" (list $ "gpu.hostNetwork is true") }}
   hostNetwork: true
   dnsPolicy: ClusterFirstWithHostNet
   {{- end }}
@@ -54,59 +52,25 @@ spec:
         matchLabels: {{ include "baton.selector" $selector | nindent 10 }}
       matchLabelKeys: [pod-template-hash]
     {{- end }}
-  securityContext:
-    runAsNonRoot: true
-    runAsUser: 65532
-    runAsGroup: 65532
-    fsGroup: 65532
-    fsGroupChangePolicy: OnRootMismatch
-    seccompProfile: {type: RuntimeDefault}
+  securityContext: {{ toYaml $.Values.podSecurityContext | nindent 4 }}
   containers:
     - name: baton-{{ .component }}
       image: {{ include "baton.image" (list $ $.Values.image) | quote }}
       imagePullPolicy: {{ $.Values.image.pullPolicy }}
       command: {{ concat .program (list "--config" "/etc/baton/config/baton.toml") | toJson }}
       terminationMessagePolicy: FallbackToLogsOnError
-      securityContext:
-        allowPrivilegeEscalation: false
-        readOnlyRootFilesystem: true
-        {{- if and $rdma $.Values.gpu.rdma.ipcLock }}
-        # Kubernetes gives an added capability to processes of root only.
-        runAsNonRoot: false
-        runAsUser: 0
-        capabilities: {drop: [ALL], add: [IPC_LOCK]}
-        {{- else }}
-        capabilities: {drop: [ALL]}
-        {{- end }}
+      {{- $security := deepCopy $.Values.securityContext }}
+      {{- if and $rdma $.Values.gpu.rdma.ipcLock }}
+      {{- include "baton.privileged" (list $ "gpu.rdma.ipcLock is true: pods run as root with the capability IPC_LOCK") }}
+      {{- /* Kubernetes gives an added capability to processes of root only. */ -}}
+      {{- $security = merge (dict "runAsNonRoot" false "runAsUser" 0 "capabilities" (dict "add" (list "IPC_LOCK"))) $security }}
+      {{- end }}
+      securityContext: {{ toYaml $security | nindent 8 }}
       ports:
         {{- range $name, $port := .ports }}
         - {name: {{ $name }}, containerPort: {{ $port }}}
         {{- end }}
-      env:
-        - {name: POD_NAME, valueFrom: {fieldRef: {fieldPath: metadata.name}}}
-        - {name: POD_NAMESPACE, valueFrom: {fieldRef: {fieldPath: metadata.namespace}}}
-        - {name: POD_IP, valueFrom: {fieldRef: {fieldPath: status.podIP}}}
-        - {name: HOST_NAME, valueFrom: {fieldRef: {fieldPath: spec.nodeName}}}
-        - name: OTEL_RESOURCE_ATTRIBUTES
-          value: k8s.namespace.name=$(POD_NAMESPACE),k8s.pod.name=$(POD_NAME),k8s.node.name=$(HOST_NAME),k8s.container.name=baton-{{ .component }},baton.release={{ $.Release.Name }}
-        {{- if ne .component "group" }}
-        - {name: BATON_TELEMETRY_INSTANCE, value: $(POD_NAME)}
-        {{- end }}
-        - {name: BATON_CLUSTER_SECRET, valueFrom: {secretKeyRef: {name: {{ include "baton.secret" $ | quote }}, key: secret}}}
-        {{- if .model }}
-        - {name: BATON_NODE_ID, value: $(POD_NAME)}
-        - {name: BATON_TRANSFER_ADVERTISE, value: $(POD_IP)}
-        {{- end }}
-        - {name: HF_HOME, value: /cache/huggingface}
-        - {name: XDG_CACHE_HOME, value: /cache}
-        {{- with $.Values.huggingFace.tokenSecret }}
-        - {name: HF_TOKEN, valueFrom: {secretKeyRef: {name: {{ . | quote }}, key: token}}}
-        {{- end }}
-        {{- with $.Values.etcd.authSecret }}
-        - {name: BATON_CLUSTER_ETCD_USER, valueFrom: {secretKeyRef: {name: {{ . | quote }}, key: username}}}
-        - {name: BATON_CLUSTER_ETCD_PASSWORD, valueFrom: {secretKeyRef: {name: {{ . | quote }}, key: password}}}
-        {{- end }}
-        {{- with $values.env }}{{ toYaml . | nindent 8 }}{{ end }}
+      env: {{ include "baton.entries" (list (include "baton.env" . | fromYamlArray) $values.env (printf "%s.env" .path) "name") | nindent 8 }}
       {{- $resources := deepCopy $values.resources }}
       {{- $limits := $resources.limits | default dict }}
       {{- with $values.gpus }}{{- $_ := set $limits $.Values.gpu.resource (int64 .) }}{{- end }}
@@ -117,55 +81,110 @@ spec:
       startupProbe: {httpGet: {path: /live, port: {{ .probes }}{{ if $values.tlsSecret }}, scheme: HTTPS{{ end }}}, periodSeconds: 1, timeoutSeconds: 2, failureThreshold: 3600}
       readinessProbe: {httpGet: {path: /ready, port: {{ .probes }}{{ if $values.tlsSecret }}, scheme: HTTPS{{ end }}}, periodSeconds: 1, timeoutSeconds: 2, failureThreshold: 1}
       livenessProbe: {httpGet: {path: /live, port: {{ .probes }}{{ if $values.tlsSecret }}, scheme: HTTPS{{ end }}}, periodSeconds: 10, timeoutSeconds: 5, failureThreshold: 3}
-      volumeMounts:
-        - {name: config, mountPath: /etc/baton/config, readOnly: true}
-        - {name: tmp, mountPath: /tmp}
-        - {name: cache, mountPath: /cache}
-        {{- range $name, $secret := dict "tls" $values.tlsSecret "keys" $values.keysSecret }}{{- if $secret }}
-        - {name: {{ $name }}, mountPath: /etc/baton/{{ $name }}, readOnly: true}
-        {{- end }}{{- end }}
-        {{- if $.Values.clusterTls.secret }}
-        - {name: cluster-tls, mountPath: /etc/baton/cluster, readOnly: true}
-        {{- end }}
-        {{- if $.Values.etcd.tlsSecret }}
-        - {name: etcd-tls, mountPath: /etc/baton/etcd, readOnly: true}
-        {{- end }}
-        {{- if $values.shm }}
-        - {name: shm, mountPath: /dev/shm}
-        {{- end }}
-        {{- if dig "tier" "volume" "" $values }}
-        - {name: tier, mountPath: /tier}
-        {{- end }}
-        {{- range .models }}{{- if .volume }}
-        - {name: model-{{ include "baton.slug" .name }}, mountPath: /models/{{ include "baton.slug" .name }}, readOnly: true}
-        {{- end }}{{- end }}
-        {{- with $values.volumeMounts }}{{ toYaml . | nindent 8 }}{{ end }}
-  volumes:
-    - {name: config, configMap: {name: {{ .name }}}}
-    - {name: tmp, emptyDir: {}}
-    - name: cache
-      {{- toYaml ($.Values.modelCache.volume | default (dict "emptyDir" dict)) | nindent 6 }}
-    {{- range $name, $secret := dict "tls" $values.tlsSecret "keys" $values.keysSecret }}{{- with $secret }}
-    - {name: {{ $name }}, secret: {secretName: {{ . | quote }}, defaultMode: 0440}}
-    {{- end }}{{- end }}
-    {{- with $.Values.clusterTls.secret }}
-    - {name: cluster-tls, secret: {secretName: {{ . | quote }}, defaultMode: 0440}}
-    {{- end }}
-    {{- with $.Values.etcd.tlsSecret }}
-    - {name: etcd-tls, secret: {secretName: {{ . | quote }}, defaultMode: 0440}}
-    {{- end }}
-    {{- with $values.shm }}
-    - {name: shm, emptyDir: {medium: Memory, sizeLimit: {{ . | quote }}}}
-    {{- end }}
-    {{- with dig "tier" "volume" "" $values }}
-    - name: tier
-      {{- toYaml . | nindent 6 }}
-    {{- end }}
-    {{- range .models }}{{- if .volume }}
-    - name: model-{{ include "baton.slug" .name }}
-      {{- toYaml .volume | nindent 6 }}
-    {{- end }}{{- end }}
-    {{- with $values.volumes }}{{ toYaml . | nindent 4 }}{{ end }}
+      volumeMounts: {{ include "baton.entries" (list (include "baton.mounts" . | fromYamlArray) $values.volumeMounts (printf "%s.volumeMounts" .path) "mountPath") | nindent 8 }}
+  {{- $volumes := include "baton.entries" (list (include "baton.volumes" . | fromYamlArray) $values.volumes (printf "%s.volumes" .path) "name") }}
+  {{- range fromYamlArray $volumes }}
+  {{- if .hostPath }}{{ include "baton.privileged" (list $ (printf "volume %s of %s is a hostPath" .name $path)) }}{{ end }}
+  {{- end }}
+  volumes: {{ $volumes | nindent 4 }}
+{{- end -}}
+
+{{- /* Environment variables of a container. Fields as of baton.pod. */ -}}
+{{- define "baton.env" -}}
+{{- $ := .root -}}
+{{- $values := .values -}}
+- {name: POD_NAME, valueFrom: {fieldRef: {fieldPath: metadata.name}}}
+- {name: POD_NAMESPACE, valueFrom: {fieldRef: {fieldPath: metadata.namespace}}}
+- {name: POD_IP, valueFrom: {fieldRef: {fieldPath: status.podIP}}}
+- {name: HOST_NAME, valueFrom: {fieldRef: {fieldPath: spec.nodeName}}}
+- name: OTEL_RESOURCE_ATTRIBUTES
+  value: k8s.namespace.name=$(POD_NAMESPACE),k8s.pod.name=$(POD_NAME),k8s.node.name=$(HOST_NAME),k8s.container.name=baton-{{ .component }},baton.release={{ $.Release.Name }}
+{{- if ne .component "group" }}
+- {name: BATON_TELEMETRY_INSTANCE, value: $(POD_NAME)}
+{{- end }}
+- {name: BATON_CLUSTER_SECRET, valueFrom: {secretKeyRef: {name: {{ include "baton.secret" $ | quote }}, key: secret}}}
+{{- if .model }}
+- {name: BATON_NODE_ID, value: $(POD_NAME)}
+- {name: BATON_TRANSFER_ADVERTISE, value: $(POD_IP)}
+{{- end }}
+- {name: HF_HOME, value: /cache/huggingface}
+- {name: XDG_CACHE_HOME, value: /cache}
+{{- with $.Values.huggingFace.tokenSecret }}
+- {name: HF_TOKEN, valueFrom: {secretKeyRef: {name: {{ . | quote }}, key: token}}}
+{{- end }}
+{{- with $.Values.etcd.authSecret }}
+- {name: BATON_CLUSTER_ETCD_USER, valueFrom: {secretKeyRef: {name: {{ . | quote }}, key: username}}}
+- {name: BATON_CLUSTER_ETCD_PASSWORD, valueFrom: {secretKeyRef: {name: {{ . | quote }}, key: password}}}
+{{- end }}
+{{- end -}}
+
+{{- /* Mounts of a container. Fields as of baton.pod. */ -}}
+{{- define "baton.mounts" -}}
+{{- $ := .root -}}
+{{- $values := .values -}}
+- {name: config, mountPath: /etc/baton/config, readOnly: true}
+- {name: tmp, mountPath: /tmp}
+- {name: cache, mountPath: /cache}
+{{- range $name, $secret := dict "tls" $values.tlsSecret "keys" $values.keysSecret "admin-keys" $values.adminKeysSecret }}{{- if $secret }}
+- {name: {{ $name }}, mountPath: /etc/baton/{{ $name }}, readOnly: true}
+{{- end }}{{- end }}
+{{- if $.Values.clusterTls.secret }}
+- {name: cluster-tls, mountPath: /etc/baton/cluster, readOnly: true}
+{{- end }}
+{{- if $.Values.etcd.tlsSecret }}
+- {name: etcd-tls, mountPath: /etc/baton/etcd, readOnly: true}
+{{- end }}
+{{- if $values.shm }}
+- {name: shm, mountPath: /dev/shm}
+{{- end }}
+{{- if dig "tier" "volume" "" $values }}
+- {name: tier, mountPath: /tier}
+{{- end }}
+{{- range $key, $it := .models }}{{- if $it.volume }}
+- {name: model-{{ $key }}, mountPath: /models/{{ $key }}, readOnly: true}
+{{- end }}{{- end }}
+{{- end -}}
+
+{{- /* Volumes of a pod. Fields as of baton.pod. */ -}}
+{{- define "baton.volumes" -}}
+{{- $ := .root -}}
+{{- $values := .values -}}
+- {name: config, configMap: {name: {{ .name }}}}
+- {name: tmp, emptyDir: {}}
+- name: cache
+  {{- include "baton.cache" $ | nindent 2 }}
+{{- range $name, $secret := dict "tls" $values.tlsSecret "keys" $values.keysSecret "admin-keys" $values.adminKeysSecret }}{{- with $secret }}
+- {name: {{ $name }}, secret: {secretName: {{ . | quote }}, defaultMode: 0440}}
+{{- end }}{{- end }}
+{{- with $.Values.clusterTls.secret }}
+- {name: cluster-tls, secret: {secretName: {{ . | quote }}, defaultMode: 0440}}
+{{- end }}
+{{- with $.Values.etcd.tlsSecret }}
+- {name: etcd-tls, secret: {secretName: {{ . | quote }}, defaultMode: 0440}}
+{{- end }}
+{{- with $values.shm }}
+- {name: shm, emptyDir: {medium: Memory, sizeLimit: {{ . | quote }}}}
+{{- end }}
+{{- with dig "tier" "volume" "" $values }}
+- name: tier
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- range $key, $it := .models }}{{- if $it.volume }}
+- name: model-{{ $key }}
+  {{- toYaml $it.volume | nindent 2 }}
+{{- end }}{{- end }}
+{{- end -}}
+
+{{- /* Volume of the model cache. */ -}}
+{{- define "baton.cache" -}}
+{{- $cache := .Values.modelCache -}}
+{{- if not $cache.claim.size -}}
+{{- toYaml ($cache.volume | default (dict "emptyDir" dict)) -}}
+{{- else if $cache.volume -}}
+{{- fail "modelCache.volume and modelCache.claim.size are set; expected one" -}}
+{{- else -}}
+persistentVolumeClaim: {claimName: {{ include "baton.name" (list . "cache") }}}
+{{- end -}}
 {{- end -}}
 
 {{- /* The ConfigMap of a component and, from two replicas on, its PodDisruptionBudget. Fields as of baton.pod. */ -}}
