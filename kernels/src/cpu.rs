@@ -113,6 +113,11 @@ impl CpuBackend {
     /// pins nothing.
     pub fn on(options: CpuOptions, cpus: &[u32]) -> Result<Self, CpuError> {
         let CpuOptions { weights, threads, isa } = options;
+        let weights = match weights {
+            // There are no FP8 kernels.
+            WeightFormat::Fp8 => WeightFormat::Bf16,
+            weights => weights,
+        };
         if threads == 0 || threads > threads::THREADS_MAX {
             return Err(CpuError::BadThreads { threads });
         }
