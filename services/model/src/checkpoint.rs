@@ -314,7 +314,6 @@ impl Checkpoint {
     /// which belong to no other weight.
     fn directory(&self) -> Result<Vec<(Option<Weight>, StoredTensor<'_>)>, ModelError> {
         let Weights::Stored(stored) = &self.weights else { return Ok(Vec::new()) };
-        stored.refuse_unknown_tensors(&self.config)?;
         let mut directory = Vec::new();
         for weight in Weight::all(&self.config) {
             let tensor = self.checked(weight)?;
@@ -322,6 +321,8 @@ impl Checkpoint {
             directory.push((Some(weight), tensor));
             directory.extend(scales.into_iter().map(|tensor| (None, tensor)));
         }
+        // Last, so that a missing matrix is reported before its scales, which belong to nothing.
+        stored.refuse_unknown_tensors(&self.config)?;
         Ok(directory)
     }
 }

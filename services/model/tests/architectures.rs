@@ -82,11 +82,13 @@ fn f32_logits_and_greedy_tokens_equal_those_of_transformers() {
         names,
         [
             "glm4_moe",
+            "glm4_moe_channel_fp8",
             "glm4_moe_fp8",
             "llama3",
             "llama3/model.gguf",
             "llama3_fp8",
             "minimax_m2",
+            "minimax_m2_fp8",
             "mistral",
             "mistral/model.gguf",
             "mixtral",
@@ -103,6 +105,7 @@ fn f32_logits_and_greedy_tokens_equal_those_of_transformers() {
             "qwen3/model.gguf",
             "qwen3_moe",
             "qwen3_moe/model.gguf",
+            "qwen3_moe_fp8",
         ]
     );
 }

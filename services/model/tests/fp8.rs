@@ -292,7 +292,8 @@ fn packed(checkpoint: &Checkpoint, shard: Shard) -> (Vec<Vec<f32>>, usize) {
 
 fn logits(checkpoint: &Checkpoint, weights: impl Into<WeightFormat>) -> Vec<Vec<f32>> {
     let mut runner = Runner::new(checkpoint, weights, Isa::Auto, 64);
-    let tokens: Vec<u32> = (0..23).map(|at| (at * at * 7 + at) % 301).collect();
+    let vocabulary = checkpoint.config().vocab_size as u32;
+    let tokens: Vec<u32> = (0..23).map(|at| (at * at * 7 + at) % vocabulary).collect();
     let mut sequence = runner.sequence(tokens.len());
     runner.forward(&mut [(&mut sequence, &tokens, tokens.len() as u32)])
 }
@@ -526,4 +527,92 @@ fn unsupported_quantization_is_refused_before_weights_are_read() {
     write_config(folder.path(), None);
     let error = Checkpoint::open(folder.path(), LoadFormat::Auto).unwrap_err().to_string();
     assert!(error.contains("has unsupported type F8_E4M3; expected F32, F16 or BF16"), "{error}");
+}
+
+/// The tensors of a mixture of experts in blocks of 128x128, whose experts have 144 rows.
+fn experts_in_blocks() -> Vec<Tensor> {
+    let file = fs::read(common::fixture("architectures/qwen3_moe_fp8/model.safetensors")).unwrap();
+    let tensors = safetensors::SafeTensors::deserialize(&file).unwrap();
+    let tensor = |(name, view): (String, safetensors::tensor::TensorView<'_>)| Tensor {
+        name,
+        dims: view.shape().iter().map(|&dim| dim as u64).collect(),
+        element: match view.dtype() {
+            safetensors::Dtype::F8_E4M3 => Element::F8E4m3,
+            safetensors::Dtype::BF16 => Element::Bf16,
+            safetensors::Dtype::F32 => Element::F32,
+            other => panic!("{other:?}"),
+        },
+        bytes: view.data().to_vec(),
+    };
+    tensors.tensors().into_iter().map(tensor).collect()
+}
+
+fn write_experts(folder: &Path, tensors: &[Tensor], files: usize) {
+    common::write_folder(folder, tensors, files);
+    let config = common::fixture("architectures/qwen3_moe_fp8/config.json");
+    fs::copy(config, folder.join("config.json")).unwrap();
+}
+
+#[test]
+fn scales_of_experts_may_be_in_another_file_and_ranks_cut_their_blocks() {
+    let tensors = experts_in_blocks();
+    let folder = tempfile::tempdir().unwrap();
+    write_experts(folder.path(), &tensors, 7);
+    let split = Checkpoint::open(folder.path(), LoadFormat::Auto).unwrap();
+    let whole = common::fixture("architectures/qwen3_moe_fp8");
+    let whole = Checkpoint::open(whole, LoadFormat::Auto).unwrap();
+    let (rows, fp8_matrices) = packed(&split, Shard::WHOLE);
+    assert_eq!((&rows, fp8_matrices), (&packed(&whole, Shard::WHOLE).0, 2 * (2 + 4 * 2)));
+    for shard in Shard::new(0, 2).unwrap().all() {
+        assert_eq!(packed(&split, shard).1, fp8_matrices, "{shard}");
+    }
+    // Without FP8 kernels, all formats of CPUs have the dequantized weights.
+    assert!(logits(&split, WeightFormat::Fp8) == logits(&whole, WeightFormat::Bf16));
+}
+
+#[test]
+fn invalid_experts_are_refused_by_name() {
+    let refusal = |change: &dyn Fn(&mut Vec<Tensor>)| {
+        let folder = tempfile::tempdir().unwrap();
+        let mut tensors = experts_in_blocks();
+        change(&mut tensors);
+        write_experts(folder.path(), &tensors, 1);
+        let error = Checkpoint::open(folder.path(), LoadFormat::Auto).unwrap_err().to_string();
+        let (_, message) = error.split_once("model.safetensors: ").expect("names the file");
+        message.to_owned()
+    };
+    const MATRIX: &str = "model.layers.1.mlp.experts.2.up_proj.weight";
+    const SCALE: &str = "model.layers.1.mlp.experts.2.up_proj.weight_scale_inv";
+    fn named<'a>(tensors: &'a mut [Tensor], name: &str) -> &'a mut Tensor {
+        tensors.iter_mut().find(|it| it.name == name).unwrap()
+    }
+    for (name, shape) in [(SCALE, "[2, 1]"), (MATRIX, "[144, 32]")] {
+        let message = refusal(&|tensors| tensors.retain(|it| it.name != name));
+        assert_eq!(message, format!("tensor {name:?} is missing; expected shape {shape}"));
+    }
+    let message = refusal(&|tensors| named(tensors, SCALE).dims = vec![1, 2]);
+    assert!(message.starts_with(&format!("tensor {SCALE:?} at file offset ")), "{message}");
+    assert!(message.ends_with("has shape [1, 2]; expected [2, 1]"), "{message}");
+    let message = refusal(&|tensors| named(tensors, MATRIX).dims = vec![32, 144]);
+    assert!(message.starts_with(&format!("tensor {MATRIX:?} at file offset ")), "{message}");
+    assert!(message.ends_with("has shape [32, 144]; expected [144, 32]"), "{message}");
+    for value in [-1.0_f32, f32::NAN, f32::INFINITY] {
+        let set = |tensors: &mut Vec<Tensor>| {
+            named(tensors, SCALE).bytes[4..8].copy_from_slice(&value.to_le_bytes());
+        };
+        let message = refusal(&set);
+        assert!(message.starts_with(&format!("tensor {SCALE:?} at file offset ")), "{message}");
+        let end = format!(
+            "has scale {value} at element 1; expected a finite number that is not negative"
+        );
+        assert!(message.ends_with(&end), "{message}");
+    }
+    // An expert beyond the number of the configuration.
+    let message = refusal(&|tensors| {
+        let name = MATRIX.replace("experts.2", "experts.4");
+        let extra = Tensor { name, ..named(tensors, MATRIX).clone() };
+        tensors.push(extra);
+    });
+    assert!(message.contains("experts.4.up_proj.weight\" at file offset"), "{message}");
+    assert!(message.ends_with("is not part of the qwen3_moe architecture"), "{message}");
 }
