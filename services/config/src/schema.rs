@@ -55,10 +55,10 @@ section! {
         /// template.
         tool_format: ToolFormatName = ToolFormatName::AUTO,
             "A chat template shows the model the format, so the router can infer it.";
-        /// Format of the thoughts of a reasoning model; auto infers the format from the chat
-        /// template, none leaves thoughts in the content.
+        /// Format in which a model writes reasoning; auto infers the format from the chat
+        /// template, none leaves reasoning in the content.
         reasoning_format: ReasoningFormatName = ReasoningFormatName::AUTO,
-            "A chat template has the marks that thoughts have in earlier answers, so the router can infer them.";
+            "A chat template has the tags around reasoning in earlier answers, so the router can infer them.";
         /// Treatment of special tokens, such as <|im_end|>, that a client spells in chat messages,
         /// tools or template arguments: text keeps them text, parse makes them special tokens.
         /// Prompts of /v1/completions always parse them. Only the router reads the setting, for all

@@ -46,7 +46,7 @@ fn main() {
         (Grammar::Regex(r"(yes|no|maybe)".into()), "maybe"),
         (calls(Alternative::Nothing), CALL),
         (
-            calls(Alternative::Text(FreeText { mark: "<tool_call>".into(), never_begins: None })),
+            calls(Alternative::Text(FreeText { tag: "<tool_call>".into(), never_begins: None })),
             "I look for that, one moment please: a < b.\n<tool_call>\n{\"name\": \"add_person\", \"arguments\": {\"name\":\"Grace\",\"age\":85,\"tags\":[],\"address\":{\"street\":\"12 Long Street\",\"zip\":\"12345\"}}}\n</tool_call>",
         ),
     ];

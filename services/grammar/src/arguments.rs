@@ -1,4 +1,4 @@
-//! The grammar of arguments that are written as parameters between marks.
+//! The grammar of arguments that are written as parameters between tags.
 //!
 //! A parameter whose schema allows a string is text up to the end of its value, or one of the texts
 //! of its `enum`: `pattern`, `format` and lengths are not checked. Every other parameter is JSON of

@@ -84,11 +84,11 @@ impl Compiler {
             // The first bitmask of the whole grammar does not reach the arguments, so check each
             // tool alone.
             Grammar::ToolCalls(calls) => self.compile_each_tool(calls, Self::check_first_mask),
-            // The tools of the grammar after a thought are checked before the thought is added.
+            // The tools of the grammar after reasoning are checked before the reasoning is added.
             Grammar::JsonSchema(_)
             | Grammar::Regex(_)
             | Grammar::ContextFree(_)
-            | Grammar::AfterThought { .. } => Ok(()),
+            | Grammar::AfterReasoning { .. } => Ok(()),
         }
     }
 
@@ -155,7 +155,7 @@ impl Compiler {
 /// Returns an error of llguidance without the client's text, which may be private. An error about a
 /// context-free grammar quotes a token, and shows lines of the grammar.
 fn without_source<'a>(grammar: &Grammar, error: &'a str) -> &'a str {
-    if !matches!(grammar, Grammar::ContextFree(_) | Grammar::AfterThought { .. }) {
+    if !matches!(grammar, Grammar::ContextFree(_) | Grammar::AfterReasoning { .. }) {
         return error;
     }
     let line = error.lines().next().unwrap_or_default();

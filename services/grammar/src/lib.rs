@@ -32,5 +32,5 @@ pub use arguments::ParameterSyntax;
 pub use compiler::{Compiler, Token};
 pub use error::{GrammarError, MatchError};
 pub use matcher::OutputMatcher;
-pub use source::{Grammar, Thought};
+pub use source::{Grammar, ReasoningTags};
 pub use tool_calls::{Alternative, CallSyntax, CallableTool, FreeText, ToolCalls};

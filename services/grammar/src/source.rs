@@ -40,34 +40,34 @@ pub enum Grammar {
     /// A context-free grammar in the notation of Lark, or in GBNF.
     ContextFree(String),
     ToolCalls(ToolCalls),
-    /// A thought, and then another grammar.
-    AfterThought {
-        thought: Thought,
+    /// Reasoning, and then another grammar.
+    AfterReasoning {
+        tags: ReasoningTags,
         grammar: Box<Grammar>,
     },
 }
 
-/// Text between marks before the output of a grammar.
+/// Tags around the reasoning before the output of a grammar.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
-pub struct Thought {
-    /// Mark that begins a thought; `None` if the output begins within a thought. With a mark the
-    /// thought may be absent.
+pub struct ReasoningTags {
+    /// Tag that begins the reasoning, which may be absent. `None` if the output begins within the
+    /// reasoning.
     pub open: Option<String>,
     pub close: String,
 }
 
-impl Thought {
-    /// Returns the grammar of a thought and then the inner grammar.
+impl ReasoningTags {
+    /// Returns the grammar of reasoning and then the inner grammar.
     fn before(&self, mut inner: TopLevelGrammar) -> TopLevelGrammar {
-        const ANSWER: &str = "answer_after_thought";
+        const ANSWER: &str = "answer_after_reasoning";
         let close = escape(&self.close);
         let (begin, start) = match &self.open {
-            Some(open) => (format!(r"\s*{}", escape(open)), "thought SPACE? @ANSWER | @ANSWER"),
-            None => (String::new(), "thought SPACE? @ANSWER"),
+            Some(open) => (format!(r"\s*{}", escape(open)), "reasoning SPACE? @ANSWER | @ANSWER"),
+            None => (String::new(), "reasoning SPACE? @ANSWER"),
         };
-        let thought = regex_to_lark(&format!(r"{begin}(.|\n)*{close}"), "");
+        let reasoning = regex_to_lark(&format!(r"{begin}(.|\n)*{close}"), "");
         let lark = format!(
-            "start: {}\nTHOUGHT: /{thought}/\nthought[lazy]: THOUGHT\nSPACE: /\\n{{1,2}}/\n",
+            "start: {}\nREASONING: /{reasoning}/\nreasoning[lazy]: REASONING\nSPACE: /\\n{{1,2}}/\n",
             start.replace("ANSWER", ANSWER)
         );
         inner.grammars[0].name = Some(ANSWER.to_owned());
@@ -102,7 +102,7 @@ impl Grammar {
             }
             Self::ContextFree(text) => context_free::parsed(text),
             Self::ToolCalls(calls) => calls.parsed(),
-            Self::AfterThought { thought, grammar } => Ok(thought.before(grammar.parsed()?)),
+            Self::AfterReasoning { tags, grammar } => Ok(tags.before(grammar.parsed()?)),
         }
     }
 
@@ -111,7 +111,7 @@ impl Grammar {
         match self {
             Self::JsonSchema(text) | Self::Regex(text) | Self::ContextFree(text) => text.len(),
             Self::ToolCalls(calls) => calls.bytes(),
-            Self::AfterThought { grammar, .. } => grammar.bytes(),
+            Self::AfterReasoning { grammar, .. } => grammar.bytes(),
         }
     }
 
@@ -124,18 +124,18 @@ impl Grammar {
             }),
             // A schema's strings may be escaped.
             Self::JsonSchema(_) | Self::ToolCalls(_) => None,
-            Self::AfterThought { grammar, .. } => grammar.unwritable(bytes),
+            Self::AfterReasoning { grammar, .. } => grammar.unwritable(bytes),
         }
     }
 
-    /// Returns whether one of the marks around calls or a thought contains this text.
+    /// Returns whether one of the tags around calls or reasoning contains this text.
     pub fn writes(&self, text: &[u8]) -> bool {
         match self {
             Self::JsonSchema(_) | Self::Regex(_) | Self::ContextFree(_) => false,
             Self::ToolCalls(calls) => calls.writes(text),
-            Self::AfterThought { thought: Thought { open, close }, grammar } => {
-                let is_mark = |mark: &String| mark.as_bytes() == text;
-                is_mark(close) || open.as_ref().is_some_and(is_mark) || grammar.writes(text)
+            Self::AfterReasoning { tags: ReasoningTags { open, close }, grammar } => {
+                let is_tag = |tag: &String| tag.as_bytes() == text;
+                is_tag(close) || open.as_ref().is_some_and(is_tag) || grammar.writes(text)
             }
         }
     }

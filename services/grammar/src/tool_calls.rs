@@ -83,7 +83,7 @@ pub enum Alternative {
         grammar: Box<Grammar>,
         /// The literal that starts a call in text. Output of a regular expression must not contain
         /// it, unless it is empty. JSON output may contain it.
-        mark: String,
+        tag: String,
     },
 }
 
@@ -91,9 +91,9 @@ pub enum Alternative {
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct FreeText {
     /// The literal after which a call starts. If the text before the first name starts with it,
-    /// text may stand between calls. Otherwise the mark precedes only the first call, and output of
-    /// calls alone needs no mark.
-    pub mark: String,
+    /// text may stand between calls. Otherwise the tag precedes only the first call, and output of
+    /// calls alone needs no tag.
+    pub tag: String,
     /// Text must not start with a match of this expression: the start of output of calls alone.
     pub never_begins: Option<String>,
 }
@@ -114,7 +114,7 @@ impl ToolCalls {
                 ..GrammarWithLexer::from_json_schema(schema)
             });
         }
-        if let Alternative::Answer { grammar, mark } = &self.alternative {
+        if let Alternative::Answer { grammar, tag } = &self.alternative {
             let answer = match &**grammar {
                 Grammar::JsonSchema(text) => {
                     let (schema, its_parts) = parsed_schema(text)?;
@@ -123,9 +123,11 @@ impl ToolCalls {
                 }
                 Grammar::Regex(text) => {
                     check_regex(text)?;
-                    GrammarWithLexer::from_lark(without_mark(text, mark))
+                    GrammarWithLexer::from_lark(without_tag(text, tag))
                 }
-                Grammar::ContextFree(_) | Grammar::ToolCalls(_) | Grammar::AfterThought { .. } => {
+                Grammar::ContextFree(_)
+                | Grammar::ToolCalls(_)
+                | Grammar::AfterReasoning { .. } => {
                     let reason =
                         "the alternative to tool calls is neither a schema nor an expression";
                     return Err(unsupported(reason));
@@ -139,13 +141,13 @@ impl ToolCalls {
 
     /// Returns whether one of the literals around calls contains this text.
     pub fn writes(&self, text: &[u8]) -> bool {
-        let mark = match &self.alternative {
-            Alternative::Text(free_text) => free_text.mark.as_str(),
+        let tag = match &self.alternative {
+            Alternative::Text(free_text) => free_text.tag.as_str(),
             Alternative::Nothing | Alternative::Answer { .. } => "",
         };
         let has =
             |piece: &str| piece.as_bytes().windows(text.len().max(1)).any(|part| part == text);
-        self.syntax.literals().chain([mark]).any(has)
+        self.syntax.literals().chain([tag]).any(has)
     }
 
     pub(crate) fn bytes(&self) -> usize {
@@ -184,13 +186,13 @@ impl ToolCalls {
         match &self.alternative {
             Alternative::Nothing => {}
             Alternative::Text(free_text) => {
-                parts.push(&free_text.mark);
-                if free_text.mark.is_empty() {
-                    return Err(unsupported("the mark of calls is empty"));
+                parts.push(&free_text.tag);
+                if free_text.tag.is_empty() {
+                    return Err(unsupported("the tag of calls is empty"));
                 }
                 free_text.never_begins.as_deref().map_or(Ok(()), check_regex)?;
             }
-            Alternative::Answer { mark, .. } => parts.push(mark),
+            Alternative::Answer { tag, .. } => parts.push(tag),
         }
         if parts.iter().any(|part| part.len() > LITERAL_BYTES_MAX) {
             return Err(unsupported("the text around calls is too long"));
@@ -256,7 +258,7 @@ impl ToolCalls {
 
     /// Returns the start rule of an output that may be text, and appends the rules that it uses.
     fn free_text(&self, free_text: &FreeText, lark: &mut String) -> Result<String, GrammarError> {
-        let mark = escape(&free_text.mark);
+        let tag = escape(&free_text.tag);
         let any = r"(.|\n)*";
         let begins = match &free_text.never_begins {
             None => String::new(),
@@ -264,17 +266,17 @@ impl ToolCalls {
                 format!(" & ~/{}/", lark_expression(&format!("({expression}){any}")))
             }
         };
-        let with_mark = regex_to_lark(&format!("{any}{mark}{any}"), "");
-        let up_to_mark = regex_to_lark(&format!("{any}{mark}"), "");
+        let with_tag = regex_to_lark(&format!("{any}{tag}{any}"), "");
+        let up_to_tag = regex_to_lark(&format!("{any}{tag}"), "");
         let rules = format!(
-            "\nTEXT: /{any}/ & ~/{with_mark}/{begins}\n\
-             TEXT_AND_MARK: /{up_to_mark}/{begins}\n\
-             marked[lazy]: TEXT_AND_MARK\n"
+            "\nTEXT: /{any}/ & ~/{with_tag}/{begins}\n\
+             TEXT_AND_TAG: /{up_to_tag}/{begins}\n\
+             tagged[lazy]: TEXT_AND_TAG\n"
         );
         lark.push_str(&rules);
         let syntax = &self.syntax;
-        match syntax.opening().strip_prefix(&free_text.mark) {
-            // The mark starts a call: text may stand between calls.
+        match syntax.opening().strip_prefix(&free_text.tag) {
+            // The tag starts a call: text may stand between calls.
             Some(rest) => {
                 let (rest, end) = (literal(rest), literal(&syntax.end));
                 let calls = match (syntax.begin.is_empty(), self.several) {
@@ -283,25 +285,25 @@ impl ToolCalls {
                     }
                     _ => format!("function_call {end}"),
                 };
-                lark.push_str(&format!("marked_call: marked {rest}{calls}"));
+                lark.push_str(&format!("tagged_call: tagged {rest}{calls}"));
                 Ok(match self.several {
-                    true => "start: marked_call* TEXT",
-                    false => "start: marked_call | TEXT",
+                    true => "start: tagged_call* TEXT",
+                    false => "start: tagged_call | TEXT",
                 }
                 .to_owned())
             }
-            None => Ok("start: calls | marked calls | TEXT".to_owned()),
+            None => Ok("start: calls | tagged calls | TEXT".to_owned()),
         }
     }
 }
 
-/// Returns the Lark grammar of text that matches the expression and does not contain the mark: the
-/// mark would start a call that no schema constrains.
-fn without_mark(expression: &str, mark: &str) -> String {
+/// Returns the Lark grammar of text that matches the expression and does not contain the tag: the
+/// tag would start a call that no schema constrains.
+fn without_tag(expression: &str, tag: &str) -> String {
     let expression = lark_expression(expression);
-    if mark.is_empty() {
+    if tag.is_empty() {
         return format!("start: /{expression}/\n");
     }
-    let with_mark = regex_to_lark(&format!(r"(.|\n)*{}(.|\n)*", escape(mark)), "");
-    format!("start: ANSWER\nANSWER: /{expression}/ & ~/{with_mark}/\n")
+    let with_tag = regex_to_lark(&format!(r"(.|\n)*{}(.|\n)*", escape(tag)), "");
+    format!("start: ANSWER\nANSWER: /{expression}/ & ~/{with_tag}/\n")
 }

@@ -135,7 +135,7 @@ fn grammars_that_no_whole_output_matches_are_rejected() {
 
 #[test]
 fn calls_of_functions_and_answers_have_no_dead_ends() {
-    let mark = "<call>".to_owned();
+    let tag = "<call>".to_owned();
     let syntax = CallSyntax {
         before_name: "<call>{\"name\": ".into(),
         before_arguments: ", \"arguments\": ".into(),
@@ -146,12 +146,12 @@ fn calls_of_functions_and_answers_have_no_dead_ends() {
     let taken = json!({"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"],
         "patternProperties": {"^a$": {}}, "additionalProperties": false});
     let tools = vec![CallableTool { name: "f".into(), arguments: Some(taken.to_string()) }];
-    // Every text that matches the expression contains the mark.
+    // Every text that matches the expression contains the tag.
     let answer = Box::new(Grammar::Regex("x<call>y*".into()));
     for alternative in [
         Alternative::Nothing,
-        Alternative::Answer { grammar: answer, mark: mark.clone() },
-        Alternative::Text(FreeText { mark, never_begins: Some("[a-z]".into()) }),
+        Alternative::Answer { grammar: answer, tag: tag.clone() },
+        Alternative::Text(FreeText { tag, never_begins: Some("[a-z]".into()) }),
     ] {
         let calls =
             ToolCalls { syntax: syntax.clone(), tools: tools.clone(), several: true, alternative };

@@ -547,7 +547,7 @@ fn limits_hold_for_all_functions_of_a_request_together() {
     };
     let answer = |schema: &Value| Alternative::Answer {
         grammar: Box::new(Grammar::JsonSchema(schema.to_string())),
-        mark: "<call>".into(),
+        tag: "<call>".into(),
     };
     for (schema, count, alternative, said) in [
         (&wide, 4, Alternative::Nothing, None),

@@ -66,16 +66,16 @@ fn calls(syntax: CallSyntax, several: bool, alternative: Alternative) -> Grammar
 }
 
 fn hermes_free_text() -> Alternative {
-    Alternative::Text(FreeText { mark: "<tool_call>".into(), never_begins: None })
+    Alternative::Text(FreeText { tag: "<tool_call>".into(), never_begins: None })
 }
 
 fn answer(grammar: Grammar) -> Alternative {
-    Alternative::Answer { grammar: Box::new(grammar), mark: "<tool_call>".into() }
+    Alternative::Answer { grammar: Box::new(grammar), tag: "<tool_call>".into() }
 }
 
 fn llama_free_text() -> Alternative {
     let never_begins = Some(r#"\s*\{\s*"name""#.to_owned());
-    Alternative::Text(FreeText { mark: "<|python_tag|>".into(), never_begins })
+    Alternative::Text(FreeText { tag: "<|python_tag|>".into(), never_begins })
 }
 
 /// Feeds bytes; returns how many were accepted, and whether the answer may end there.
@@ -196,7 +196,7 @@ fn text_before_a_call_is_unconstrained() {
     );
 }
 
-/// Tokens that extend beyond the mark, or begin it, are allowed only where their bytes are.
+/// Tokens that extend beyond the tag, or begin it, are allowed only where their bytes are.
 #[test]
 fn a_token_is_allowed_exactly_where_its_bytes_are() {
     let texts = [format!("I look.\n{PARIS}\n{GET} x"), format!("{PARIS}\n{GET}")];
@@ -245,11 +245,11 @@ fn a_call_inside_a_regex_answer_must_match_its_schema() {
             &[&wrong, &behind, "a <tool_call>", "<tool_call>{", "<tool_call> is"],
         );
     }
-    let unmarked = Alternative::Answer {
+    let untagged = Alternative::Answer {
         grammar: Box::new(Grammar::Regex("(.|\n)*".into())),
-        mark: String::new(),
+        tag: String::new(),
     };
-    check(&calls(llama(), true, unmarked), &["<tool_call> is", "{\"name\": 7"], &[], &[]);
+    check(&calls(llama(), true, untagged), &["<tool_call> is", "{\"name\": 7"], &[], &[]);
     let inside = json!({"type": "array", "items": {"type": "string"}}).to_string();
     let json = calls(hermes(), true, answer(Grammar::JsonSchema(inside)));
     check(&json, &["[\"<tool_call> is text here\"]"], &[], &[]);

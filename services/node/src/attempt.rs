@@ -10,7 +10,8 @@ use std::{
 use cluster::NodeId;
 use engine::event::{NewSequence, SequenceId, SequenceKind, SessionHint};
 use grammar::{
-    Alternative, CallSyntax, CallableTool, FreeText, Grammar, ParameterSyntax, Thought, ToolCalls,
+    Alternative, CallSyntax, CallableTool, FreeText, Grammar, ParameterSyntax, ReasoningTags,
+    ToolCalls,
 };
 use kernels::sampling::{LOGIT_BIAS_MAX, Pooling, STOP_TOKENS_MAX, Sampling};
 use kv_transfer::api::{Epoch, PeerAddress};
@@ -205,9 +206,10 @@ fn checked_grammar(wire: v1::Grammar) -> Result<Grammar, Refusal> {
     };
     Ok(match wire.thought {
         None => grammar,
-        Some(v1::Thought { open, close }) => {
-            Grammar::AfterThought { thought: Thought { open, close }, grammar: Box::new(grammar) }
-        }
+        Some(v1::Thought { open, close }) => Grammar::AfterReasoning {
+            tags: ReasoningTags { open, close },
+            grammar: Box::new(grammar),
+        },
     })
 }
 
@@ -218,8 +220,8 @@ fn tool_calls(wire: v1::ToolCalls) -> ToolCalls {
         name: function.name,
         arguments: function.arguments_schema,
     };
-    let mark = wire.mark;
-    let answer = |grammar| Alternative::Answer { grammar: Box::new(grammar), mark };
+    let tag = wire.mark;
+    let answer = |grammar| Alternative::Answer { grammar: Box::new(grammar), tag };
     ToolCalls {
         syntax: CallSyntax {
             before_name: wire.before_name,
@@ -241,8 +243,8 @@ fn tool_calls(wire: v1::ToolCalls) -> ToolCalls {
         several: wire.several,
         alternative: match wire.alternative {
             None => Alternative::Nothing,
-            Some(Wire::Text(v1::FreeText { mark, never_begins })) => {
-                Alternative::Text(FreeText { mark, never_begins })
+            Some(Wire::Text(v1::FreeText { mark: tag, never_begins })) => {
+                Alternative::Text(FreeText { tag, never_begins })
             }
             Some(Wire::JsonSchema(text)) => answer(Grammar::JsonSchema(text)),
             Some(Wire::Regex(text)) => answer(Grammar::Regex(text)),

@@ -19,7 +19,7 @@ use kernels::sampling::TokenMask;
 use crate::node_core::Refusal;
 
 /// Version of [`proto::v1::Grammar`] that nodes support, as announced in their records. Version 2
-/// has tool calls, version 3 context-free grammars, version 4 thoughts, and calls in sections or
+/// has tool calls, version 3 context-free grammars, version 4 reasoning, and calls in sections or
 /// with parameters.
 pub const GRAMMAR_VERSION: u32 = 4;
 
@@ -36,22 +36,22 @@ pub enum TimedOperation {
 #[derive(Debug)]
 pub struct GrammarVocabulary {
     compiler: Compiler,
-    /// Special tokens that mark tool calls and thoughts. In other answers routers omit them from
+    /// Special tokens that are tags of tool calls or reasoning. In other answers routers omit them from
     /// the text.
-    mark_tokens: Vec<MarkToken>,
+    tag_tokens: Vec<TagToken>,
     /// Rows of the model's logits; the tokenizer may know fewer tokens, or more.
     size: u32,
 }
 
 #[derive(Debug)]
-pub struct MarkToken {
+pub struct TagToken {
     pub id: u32,
     pub text: Vec<u8>,
 }
 
 impl GrammarVocabulary {
-    pub fn new(compiler: Compiler, mark_tokens: Vec<MarkToken>, size: u32) -> Self {
-        Self { compiler, mark_tokens, size }
+    pub fn new(compiler: Compiler, tag_tokens: Vec<TagToken>, size: u32) -> Self {
+        Self { compiler, tag_tokens, size }
     }
 
     /// Compiles the grammar and gives the sequence its constraint, which has accepted the
@@ -67,7 +67,7 @@ impl GrammarVocabulary {
         timer(TimedOperation::Compilation, started.elapsed());
         let mut matcher = compiled
             .map_err(|error| Refusal::Invalid { reason: format!("attempt.grammar {error}") })?;
-        let silent = silent_marks(&self.mark_tokens, grammar);
+        let silent = silent_tags(&self.tag_tokens, grammar);
         for &token in &sequence.tokens[sequence.prompt_len as usize..] {
             matcher.accept(token).map_err(|error| refusal(failure(error)))?;
         }
@@ -88,10 +88,10 @@ impl GrammarVocabulary {
     }
 }
 
-/// Returns the marks that the grammar does not use: a vocabulary may have the marks of several
+/// Returns the tags that the grammar does not use: a vocabulary may have the tags of several
 /// formats.
-fn silent_marks(mark_tokens: &[MarkToken], grammar: &Grammar) -> Arc<[u32]> {
-    mark_tokens.iter().filter(|mark| !grammar.writes(&mark.text)).map(|mark| mark.id).collect()
+fn silent_tags(tag_tokens: &[TagToken], grammar: &Grammar) -> Arc<[u32]> {
+    tag_tokens.iter().filter(|tag| !grammar.writes(&tag.text)).map(|tag| tag.id).collect()
 }
 
 /// A grammar matcher behind the engine's constraint seam.
@@ -175,7 +175,7 @@ fn refusal(failure: ConstraintFailure) -> Refusal {
 #[cfg(test)]
 mod tests {
     use engine::event::{SequenceId, SequenceKind};
-    use grammar::{Alternative, CallSyntax, FreeText, Thought, Token, ToolCalls};
+    use grammar::{Alternative, CallSyntax, FreeText, ReasoningTags, Token, ToolCalls};
     use kernels::sampling::Sampling;
     use text::ToolFormat;
 
@@ -232,16 +232,16 @@ mod tests {
     }
 
     #[test]
-    fn marks_of_another_tool_call_format_are_silent() {
-        let marks = ["<|python_tag|>", "<tool_call>", "</tool_call>"];
-        let mark_tokens: Vec<MarkToken> = (0..)
-            .zip(marks)
-            .map(|(id, mark)| MarkToken { id, text: mark.as_bytes().to_vec() })
+    fn tags_of_another_tool_call_format_are_silent() {
+        let tags = ["<|python_tag|>", "<tool_call>", "</tool_call>"];
+        let tag_tokens: Vec<TagToken> = (0..)
+            .zip(tags)
+            .map(|(id, tag)| TagToken { id, text: tag.as_bytes().to_vec() })
             .collect();
-        let silent = |grammar: &Grammar| silent_marks(&mark_tokens, grammar).to_vec();
+        let silent = |grammar: &Grammar| silent_tags(&tag_tokens, grammar).to_vec();
         let calls = |format: &str, with_text: bool| {
             let syntax = ToolFormat::named(format).unwrap().syntax;
-            let free_text = FreeText { mark: syntax.mark.into(), never_begins: None };
+            let free_text = FreeText { tag: syntax.tag.into(), never_begins: None };
             let syntax = CallSyntax {
                 before_name: syntax.before_name.into(),
                 after_arguments: syntax.after_arguments.into(),
@@ -257,9 +257,9 @@ mod tests {
         assert_eq!(silent(&calls("llama3", true)), [1, 2]);
         assert_eq!(silent(&calls("llama3", false)), [0, 1, 2]);
         assert_eq!(silent(&Grammar::json_object()), [0, 1, 2]);
-        let thought = Thought { open: None, close: "</tool_call>".into() };
+        let tags = ReasoningTags { open: None, close: "</tool_call>".into() };
         let grammar = Box::new(Grammar::json_object());
-        assert_eq!(silent(&Grammar::AfterThought { thought, grammar }), [0, 1]);
+        assert_eq!(silent(&Grammar::AfterReasoning { tags, grammar }), [0, 1]);
         assert_eq!(silent(&Grammar::Regex(".*".into())), [0, 1, 2]);
     }
 }

@@ -20,7 +20,7 @@ use tracing::{info, warn};
 
 use crate::{
     attempt::NewAttempt,
-    constraint::{GrammarVocabulary, MarkToken, TimedOperation},
+    constraint::{GrammarVocabulary, TagToken, TimedOperation},
     node_core::Refusal,
 };
 
@@ -117,18 +117,18 @@ impl GrammarCompiler {
         let started = Instant::now();
         let table = TokenTable::open(&self.model_path).map_err(|error| error.to_string())?;
         let count = table.size().min(self.vocabulary);
-        let mut mark_tokens = Vec::new();
+        let mut tag_tokens = Vec::new();
         let compiler = Compiler::new((0..count).map(|id| match table.bytes(id) {
             Some(bytes) if !table.is_special(id) => Token::Text(bytes),
-            Some(bytes) if ToolFormat::is_mark(bytes) || ReasoningFormat::is_mark(bytes) => {
-                mark_tokens.push(MarkToken { id, text: bytes.to_vec() });
+            Some(bytes) if ToolFormat::is_tag(bytes) || ReasoningFormat::is_tag(bytes) => {
+                tag_tokens.push(TagToken { id, text: bytes.to_vec() });
                 Token::Text(bytes)
             }
             _ => Token::Silent,
         }));
         let seconds = started.elapsed().as_secs_f64();
         info!(tokens = count, seconds = format_args!("{seconds:.3}"), "read the vocabulary");
-        Ok(GrammarVocabulary::new(compiler, mark_tokens, self.vocabulary))
+        Ok(GrammarVocabulary::new(compiler, tag_tokens, self.vocabulary))
     }
 }
 

@@ -186,9 +186,9 @@ async fn prepare(
     })?;
     let limits = served_limits(front, &model)?;
     let is_chat = matches!(fields.prompts[..], [PromptSource::Chat(_)]);
-    let has_thought = is_chat && model.text.reasoning_format().is_some();
+    let may_reason = is_chat && model.text.reasoning_format().is_some();
     let grammar = options.grammar.take();
-    let grammar_version = grammar.as_ref().map_or(0, |grammar| grammar.version(has_thought));
+    let grammar_version = grammar.as_ref().map_or(0, |grammar| grammar.version(may_reason));
     if let Some(grammar) = &grammar {
         check_grammar(front, &model, grammar, grammar_version, deadline).await?;
     }
@@ -208,11 +208,11 @@ async fn prepare(
             None => error,
         });
         let TokenizedPrompt { tokens, prefix, reasoning_start } = prompt?;
-        if has_thought {
+        if may_reason {
             reasoning = reasoning_reading(&model, reasoning_start);
         }
-        let thought = reasoning.and_then(ReasoningReading::thought);
-        let grammar = grammar.as_ref().map(|grammar| Arc::new(grammar.for_nodes(thought)));
+        let tags = reasoning.and_then(ReasoningReading::tags);
+        let grammar = grammar.as_ref().map(|grammar| Arc::new(grammar.for_nodes(tags)));
         let sampling = options.sampling(
             tokens.len() as u32,
             &limits,
@@ -307,7 +307,7 @@ fn served_limits(front: &Front, model: &ServedModel) -> Result<ModelLimits, Requ
     })
 }
 
-/// Returns how to read the thought of a chat's answer; `None` for a model without thoughts.
+/// Returns how to read the reasoning of a chat's answer; `None` if the model does not reason.
 fn reasoning_reading(model: &ServedModel, start: ReasoningStart) -> Option<ReasoningReading> {
     let format = model.text.reasoning_format()?;
     let closing_token = format.closing_token(model.text.tokenizer());

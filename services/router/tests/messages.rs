@@ -306,7 +306,7 @@ async fn failed_stream_ends_with_an_error_event() {
 }
 
 #[tokio::test]
-async fn thought_has_a_block_of_its_own_with_a_signature() {
+async fn thinking_has_a_block_of_its_own_with_a_signature() {
     let template =
         format!("{TEMPLATE}{{{{- '<think>' if enable_thinking else '' }}}}{{# </think> #}}");
     let cluster = Cluster::start_with_template(&template, "I look.\n</think>\n\nIt rains.").await;
@@ -337,7 +337,7 @@ async fn thought_has_a_block_of_its_own_with_a_signature() {
     let content = content_of(&events);
     assert_eq!((&content[0], text(&content)), (&block("I look."), "It rains.".into()));
 
-    // The thought goes back with the next request; a template without a field for it drops it.
+    // The thinking goes back with the next request; a template without a field for it drops it.
     let mut next = message(json!({}));
     let answer = json!({"role": "assistant", "content": whole["content"]});
     let question = next["messages"][0].clone();

@@ -1,4 +1,4 @@
-//! The thought of a reasoning model: separated from the answer, counted, with tools.
+//! The reasoning of a model: separated from the answer, counted, with tools.
 
 mod common;
 
@@ -8,7 +8,7 @@ use serde_json::{Value, json};
 
 const PATH: &str = "/v1/chat/completions";
 
-/// Returns a template in the style of Qwen 3, which removes earlier thoughts. `opening` begins the
+/// Returns a template in the style of Qwen 3, which removes earlier reasoning. `opening` begins the
 /// answer.
 fn template(opening: &str) -> String {
     let messages = "{%- if tools %}{{- '<tool_call>' + (tools | tojson) }}{%- endif %}
@@ -61,14 +61,14 @@ async fn parts_of(
 }
 
 #[tokio::test]
-async fn thought_is_separated_from_content_and_calls() {
-    let thought = "\nThe user\nasks.\n</think>";
+async fn reasoning_is_separated_from_content_and_calls() {
+    let reasoning = "\nThe user\nasks.\n</think>";
     let rest = "\n\nI look.\n<tool_call>\n{\"name\": \"clock\", \"arguments\": {}}\n</tool_call>";
-    // A prompt may end with the opening mark. Otherwise the model writes the mark, or answers at
+    // A prompt may end with the opening tag. Otherwise the model writes the tag, or answers at
     // once.
     for (opening, written, reasoning) in [
-        ("<think>\n", thought.to_owned(), "The user\nasks."),
-        ("", format!("<think>{thought}"), "The user\nasks."),
+        ("<think>\n", reasoning.to_owned(), "The user\nasks."),
+        ("", format!("<think>{reasoning}"), "The user\nasks."),
         ("<think>\n\n</think>\n\n", String::new(), ""),
     ] {
         let cluster =
@@ -85,7 +85,7 @@ async fn thought_is_separated_from_content_and_calls() {
 }
 
 #[tokio::test]
-async fn cut_thought_is_reasoning() {
+async fn reasoning_that_is_cut_stays_reasoning() {
     let cluster =
         Cluster::start_with_template(&template("<think>\n"), "It asks </think>Noon.").await;
     let body = chat(json!({"max_tokens": encode("It asks").len(), "tools": null}));
@@ -96,7 +96,7 @@ async fn cut_thought_is_reasoning() {
 }
 
 #[tokio::test]
-async fn model_without_thoughts_reports_none() {
+async fn model_without_reasoning_reports_none() {
     let cluster = Cluster::start(0, 1, "<think>a</think>b").await;
     let answer = cluster.client.post(PATH, &chat(json!({"tools": null}))).await.json();
     assert_eq!(answer["choices"][0]["message"]["content"], "<think>a</think>b", "{answer}");
@@ -104,12 +104,12 @@ async fn model_without_thoughts_reports_none() {
 }
 
 #[tokio::test]
-async fn grammar_begins_after_the_thought() {
-    let mark = |open: Option<&str>| {
+async fn grammar_begins_after_the_reasoning() {
+    let tag = |open: Option<&str>| {
         Some(Thought { open: open.map(str::to_owned), close: "</think>".to_owned() })
     };
     for (opening, thought) in
-        [("<think>\n", mark(None)), ("", mark(Some("<think>"))), ("<think>\n\n</think>\n\n", None)]
+        [("<think>\n", tag(None)), ("", tag(Some("<think>"))), ("<think>\n\n</think>\n\n", None)]
     {
         let cluster = Cluster::start_with_template(&template(opening), "So.</think>{}").await;
         for extra in [
@@ -131,7 +131,7 @@ async fn grammar_begins_after_the_thought() {
 }
 
 #[tokio::test]
-async fn effort_and_earlier_thoughts_reach_the_template() {
+async fn effort_and_earlier_reasoning_reach_the_template() {
     let template = "{% for message in messages %}{{ message.role }}:{{ message.reasoning_content }}|\
                     {{ message.content }};{% endfor %}{{ reasoning_effort }},{{ enable_thinking }}</think>";
     let cluster = Cluster::start_with_template(template, "Hi").await;

@@ -18,7 +18,7 @@ use serde_json::{Value, json};
 const PATH: &str = "/v1/responses";
 const ANSWER: &str = "The capital is Paris.";
 
-/// Template with tools, calls, thoughts and results.
+/// Template with tools, calls, reasoning and results.
 const TEMPLATE: &str = r#"{%- if tools %}{{- '<tool_call>' + (tools | tojson) + '\n' }}{%- endif %}
 {%- for message in messages %}
     {{- '<|im_start|>' + message.role + '\n' }}
@@ -31,7 +31,7 @@ const TEMPLATE: &str = r#"{%- if tools %}{{- '<tool_call>' + (tools | tojson) + 
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}"#;
 
-const THOUGHT_TEXT_CALL: &str = "<think>Look it up.</think>I look.<tool_call>{\"name\": \"clock\", \"arguments\": {\"zone\": \"UTC\"}}</tool_call>";
+const REASONING_TEXT_CALL: &str = "<think>Look it up.</think>I look.<tool_call>{\"name\": \"clock\", \"arguments\": {\"zone\": \"UTC\"}}</tool_call>";
 
 fn request(fields: Value) -> Value {
     let mut body = json!({"input": "What is the capital of France?", "max_output_tokens": 100});
@@ -136,7 +136,7 @@ async fn a_response_is_stored_listed_and_deleted() {
 
 #[tokio::test]
 async fn events_build_the_response_that_is_sent_whole() {
-    let cluster = Cluster::start_with_template(TEMPLATE, THOUGHT_TEXT_CALL).await;
+    let cluster = Cluster::start_with_template(TEMPLATE, REASONING_TEXT_CALL).await;
     let include = json!(["reasoning.encrypted_content", "message.output_text.logprobs"]);
     let body = with_tool(json!({"include": include, "top_logprobs": 2}));
     let whole = cluster.client.post(PATH, &body).await.json();
@@ -183,7 +183,7 @@ async fn events_build_the_response_that_is_sent_whole() {
 
 #[tokio::test]
 async fn a_request_continues_the_previous_response() {
-    let cluster = Cluster::start_with_template(TEMPLATE, THOUGHT_TEXT_CALL).await;
+    let cluster = Cluster::start_with_template(TEMPLATE, REASONING_TEXT_CALL).await;
     let first = cluster.client.post(PATH, &with_tool(json!({"instructions": "A."}))).await.json();
     cluster.decode[0].answer_with(&encode("It is noon."));
     let output = json!([{"type": "function_call_output", "call_id": first["output"][2]["call_id"],

@@ -5,7 +5,7 @@
 //!   GGUF file or a Hugging Face folder.
 //! * [`TextStream`] turns one choice's tokens into text: a [`Detokenizer`] that never emits part of
 //!   a character, and [`StopStrings`] that hold back a possible beginning of a stop string.
-//! * [`ReasoningParser`] separates the thought of a reasoning model from the rest of this text, and
+//! * [`ReasoningParser`] separates the reasoning of a model from the rest of this text, and
 //!   [`ToolParser`] separates tool calls from content in the rest.
 //! * [`TokenTable`] is the part that a node needs: the bytes of each token.
 //!

@@ -104,8 +104,8 @@ impl ModelText {
         self.tool_format
     }
 
-    /// Returns the model's format of reasoning; `None` where its template has no marks of a
-    /// thought.
+    /// Returns the model's format of reasoning; `None` where its template has no tags of
+    /// reasoning.
     pub fn reasoning_format(&self) -> Option<&'static ReasoningFormat> {
         self.reasoning_format
     }

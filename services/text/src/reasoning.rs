@@ -1,8 +1,8 @@
 //! Reasoning in the text of an answer.
 //!
-//! A reasoning model writes a thought between two marks before its answer. Each format of marks is
-//! one file of this module and one entry of [`FORMATS`]. [`ReasoningParser`] separates the thought
-//! from the rest of streamed text.
+//! A reasoning model writes its reasoning between two tags before its answer. Each pair of tags is
+//! one file of this module and one entry of [`FORMATS`]. [`ReasoningParser`] separates the
+//! reasoning from the rest of streamed text.
 
 mod mistral_think;
 mod parser;
@@ -20,18 +20,18 @@ static FORMATS: [ReasoningFormat; 3] = [think::FORMAT, mistral_think::FORMAT, se
 #[derive(Debug, PartialEq, Eq)]
 pub struct ReasoningFormat {
     pub name: &'static str,
-    /// Models that write thoughts in this format.
+    /// Models that reason in this format.
     pub models: &'static str,
-    /// Mark that begins a thought.
+    /// Tag that begins the reasoning.
     pub open: &'static str,
-    /// Mark that ends a thought.
+    /// Tag that ends the reasoning.
     pub close: &'static str,
 }
 
 /// Choice of a model's format of reasoning.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum ReasoningChoice {
-    /// The format whose marks the chat template has.
+    /// The format whose tags the chat template has.
     #[default]
     Auto,
     /// Reasoning stays in the content.
@@ -42,12 +42,12 @@ pub enum ReasoningChoice {
 /// State of the reasoning parser before the first generated token.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum ReasoningStart {
-    /// At the beginning, where a thought may begin.
+    /// At the beginning, where reasoning may begin.
     #[default]
     Undecided,
-    /// Within a thought.
-    Thought,
-    /// After the thought.
+    /// Within the reasoning.
+    Reasoning,
+    /// After the reasoning.
     Answer,
 }
 
@@ -61,9 +61,9 @@ impl ReasoningFormat {
         Self::all().find(|format| format.name == name)
     }
 
-    /// Returns whether `text` is a mark of any format.
-    pub fn is_mark(text: &[u8]) -> bool {
-        Self::all().any(|it| [it.open, it.close].iter().any(|mark| mark.as_bytes() == text))
+    /// Returns whether `text` is a tag of any format.
+    pub fn is_tag(text: &[u8]) -> bool {
+        Self::all().any(|it| [it.open, it.close].iter().any(|tag| tag.as_bytes() == text))
     }
 
     /// Returns the format that a chat template renders or removes, if known.
@@ -71,12 +71,12 @@ impl ReasoningFormat {
         Self::all().find(|format| source.contains(format.close))
     }
 
-    /// Returns the state after the rendered prompt: some templates end it with the opening mark, or
-    /// with both marks if reasoning is turned off.
+    /// Returns the state after the rendered prompt: some templates end it with the opening tag, or
+    /// with both tags if reasoning is turned off.
     pub fn start_after(&self, prompt: &str) -> ReasoningStart {
         let prompt = prompt.trim_end();
         match () {
-            () if prompt.ends_with(self.open) => ReasoningStart::Thought,
+            () if prompt.ends_with(self.open) => ReasoningStart::Reasoning,
             () if prompt.ends_with(self.close) => ReasoningStart::Answer,
             () => ReasoningStart::Undecided,
         }
@@ -86,18 +86,18 @@ impl ReasoningFormat {
     pub fn start_within(&self, answer: &str) -> ReasoningStart {
         let is_open =
             answer.rfind(self.open).is_some_and(|open| !answer[open..].contains(self.close));
-        if is_open { ReasoningStart::Thought } else { ReasoningStart::Answer }
+        if is_open { ReasoningStart::Reasoning } else { ReasoningStart::Answer }
     }
 
-    /// Returns the token that ends a thought, if one token does.
+    /// Returns the token that ends the reasoning, if one token does.
     pub fn closing_token(&self, tokenizer: &Tokenizer) -> Option<u32> {
         tokenizer.token_id(self.close)
     }
 
-    /// Returns the marks that are special tokens: they become text even if the request skips special
+    /// Returns the tags that are special tokens: they become text even if the request skips special
     /// tokens, because the parser needs them.
     pub fn shown_tokens(&self, tokenizer: &Tokenizer) -> Vec<u32> {
-        let ids = [self.open, self.close].into_iter().filter_map(|mark| tokenizer.token_id(mark));
+        let ids = [self.open, self.close].into_iter().filter_map(|tag| tokenizer.token_id(tag));
         ids.filter(|&id| tokenizer.is_special(id)).collect()
     }
 }

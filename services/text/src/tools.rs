@@ -56,17 +56,17 @@ pub struct ToolFormat {
     pub form: &'static str,
     /// Returns whether a chat template asks the model to write this format.
     is_asked_by: fn(&str, &Tokenizer) -> bool,
-    /// Marks before a call, outermost first. All but the last may be absent.
+    /// Tags before a call, outermost first. All but the last may be absent.
     opening: &'static [&'static str],
-    /// Character that begins a call without a mark, at the start of an answer and after a call.
+    /// Character that begins a call without a tag, at the start of an answer and after a call.
     bare: Option<char>,
-    /// Character between two calls, after which the second call has no mark.
+    /// Character between two calls, after which the second call has no tag.
     separator: Option<char>,
-    /// Marks after a call, in this order. Each may be absent.
+    /// Tags after a call, in this order. Each may be absent.
     closing: &'static [&'static str],
-    /// Marks within a call.
+    /// Tags within a call.
     inner: &'static [&'static str],
-    /// Returns the parser of a call after its marks.
+    /// Returns the parser of a call after its tags.
     body: fn() -> Box<dyn CallBody>,
     /// Syntax of calls that a grammar forces.
     pub syntax: ToolSyntax,
@@ -87,9 +87,9 @@ pub struct ToolSyntax {
     /// Text between two calls.
     pub between: &'static str,
     pub end: &'static str,
-    /// Mark that precedes or begins calls in text.
-    pub mark: &'static str,
-    /// Regular expression for the beginning of an answer that is a call without the mark.
+    /// Tag that precedes or begins calls in text.
+    pub tag: &'static str,
+    /// Regular expression for the beginning of an answer that is a call without the tag.
     pub never_begins: Option<&'static str>,
 }
 
@@ -116,7 +116,7 @@ const PLAIN: ToolSyntax = ToolSyntax {
     after_arguments: "",
     between: "",
     end: "",
-    mark: "",
+    tag: "",
     never_begins: None,
 };
 
@@ -128,7 +128,7 @@ pub struct ToolCall {
     pub arguments: String,
 }
 
-/// Parser of one call, from the end of its marks to the end of its arguments.
+/// Parser of one call, from the end of its tags to the end of its arguments.
 trait CallBody: fmt::Debug + Send {
     /// Processes the next character: `text` is the call so far and ends with `last`.
     fn push(&mut self, text: &str, last: char, functions: &[CallableFunction]) -> CallStep;
@@ -169,19 +169,19 @@ impl ToolFormat {
         Self::all().find(|format| (format.is_asked_by)(source, tokenizer))
     }
 
-    fn marks(&self) -> impl Iterator<Item = &'static str> {
+    fn tags(&self) -> impl Iterator<Item = &'static str> {
         self.opening.iter().chain(self.inner).chain(self.closing).copied()
     }
 
-    /// Returns whether `text` is a mark of any format.
-    pub fn is_mark(text: &[u8]) -> bool {
-        Self::all().any(|format| format.marks().any(|mark| mark.as_bytes() == text))
+    /// Returns whether `text` is a tag of any format.
+    pub fn is_tag(text: &[u8]) -> bool {
+        Self::all().any(|format| format.tags().any(|tag| tag.as_bytes() == text))
     }
 
-    /// Returns the special tokens that must become text: marks that are special tokens of the
+    /// Returns the special tokens that must become text: tags that are special tokens of the
     /// vocabulary.
     pub fn shown_tokens(&self, tokenizer: &Tokenizer) -> Vec<u32> {
-        let ids = self.marks().filter_map(|mark| tokenizer.token_id(mark));
+        let ids = self.tags().filter_map(|tag| tokenizer.token_id(tag));
         ids.filter(|&id| tokenizer.is_special(id)).collect()
     }
 }

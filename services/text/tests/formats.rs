@@ -128,15 +128,15 @@ fn page_lists_every_format() {
     let page =
         fs::read_to_string(concat!(env!("CARGO_MANIFEST_DIR"), "/../../docs/api.md")).unwrap();
     let tools = ToolFormat::all().map(|it| (it.name, it.models, it.form.to_owned()));
-    let thoughts = ReasoningFormat::all()
+    let reasoning = ReasoningFormat::all()
         .map(|it| (it.name, it.models, format!("`{}...{}`", it.open, it.close)));
-    for (name, models, form) in tools.chain(thoughts) {
+    for (name, models, form) in tools.chain(reasoning) {
         let row = format!("| `{name}` | {models} | {form} |\n");
         assert!(page.contains(&row), "docs/api.md lacks {row}");
     }
 }
 
-/// Returns fragments of calls, marks and text in any order.
+/// Returns fragments of calls, tags and text in any order.
 fn fragments() -> impl Strategy<Value = String> {
     let texts = ToolFormat::all().flat_map(|format| outputs(format.name));
     let texts: Vec<String> =

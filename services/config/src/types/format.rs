@@ -36,7 +36,7 @@ impl ToolFormatName {
 }
 
 impl ReasoningFormatName {
-    /// The format whose marks the chat template has.
+    /// The format whose tags the chat template has.
     pub const AUTO: Self = Self("auto");
     const OFF: Self = Self("none");
 

@@ -333,7 +333,7 @@ pub(super) fn chat_source(
 }
 
 /// Field for how long a reasoning model shall think, and the template variable of this name.
-/// Without thoughts the variable `enable_thinking` is false, too.
+/// Without reasoning the variable `enable_thinking` is false, too.
 const REASONING_EFFORT: &str = "reasoning_effort";
 const REASONING_EFFORTS: [&str; 5] = ["none", "minimal", "low", "medium", "high"];
 

@@ -5,7 +5,7 @@
 
 use std::sync::Arc;
 
-use grammar::Thought;
+use grammar::ReasoningTags;
 use proto::{
     ids::RequestId,
     v1::{FinishReason, Token},
@@ -49,19 +49,19 @@ pub(crate) struct ReasoningReading {
     pub format: &'static ReasoningFormat,
     /// Position where answers begin.
     pub start: ReasoningStart,
-    /// Token that ends a thought.
+    /// Token that ends the reasoning.
     pub closing_token: Option<u32>,
 }
 
 impl ReasoningReading {
-    /// Returns the thought that answers may have before the output of a grammar.
-    pub(crate) fn thought(self) -> Option<Thought> {
+    /// Returns the tags of the reasoning that may precede the output of a grammar.
+    pub(crate) fn tags(self) -> Option<ReasoningTags> {
         let open = match self.start {
             ReasoningStart::Answer => return None,
-            ReasoningStart::Thought => None,
+            ReasoningStart::Reasoning => None,
             ReasoningStart::Undecided => Some(self.format.open.to_owned()),
         };
-        Some(Thought { open, close: self.format.close.to_owned() })
+        Some(ReasoningTags { open, close: self.format.close.to_owned() })
     }
 }
 
@@ -106,7 +106,7 @@ impl CallReading {
 /// A piece of an answer.
 #[derive(Debug, PartialEq)]
 pub(crate) enum AnswerPiece {
-    /// A piece of the thought before the answer.
+    /// A piece of the reasoning before the answer.
     Reasoning(String),
     Content(String),
     /// A call. If the answer was cut within its last call, the call is incomplete.
@@ -157,7 +157,7 @@ impl AnswerReader {
         (pieces, calls)
     }
 
-    /// Returns the number of reasoning tokens so far, marks included; `None` if the model has no
+    /// Returns the number of reasoning tokens so far, tags included; `None` if the model has no
     /// format of reasoning.
     pub(crate) fn reasoning_tokens(&self) -> Option<u64> {
         self.reasoning.as_ref().map(|reader| reader.token_count)
@@ -175,14 +175,14 @@ impl AnswerReader {
     }
 }
 
-/// Reader of the thought in one answer.
+/// Reader of the reasoning in one answer.
 #[derive(Debug)]
 struct ReasoningReader {
     parser: ReasoningParser,
     closing_token: Option<u32>,
     /// Number of reasoning tokens.
     token_count: u64,
-    /// Number of tokens before it is known whether the answer begins with a thought.
+    /// Number of tokens before it is known whether the answer begins with reasoning.
     undecided_count: u64,
     counts: bool,
 }
@@ -206,15 +206,15 @@ impl ReasoningReader {
         split
     }
 
-    /// Counts the tokens up to the one that ends the thought. `has_thought`: the text of these
-    /// tokens, or the text before, belongs to the thought.
-    fn count(&mut self, tokens: &[Token], has_thought: bool) {
+    /// Counts the tokens up to the one that ends the reasoning. `has_reasoning`: the text of
+    /// these tokens, or the text before, belongs to the reasoning.
+    fn count(&mut self, tokens: &[Token], has_reasoning: bool) {
         let close = tokens.iter().position(|token| Some(token.id) == self.closing_token);
         if self.parser.is_undecided() {
             self.undecided_count += tokens.len() as u64;
             return;
         }
-        if self.parser.is_thinking() || has_thought || close.is_some() {
+        if self.parser.is_thinking() || has_reasoning || close.is_some() {
             let count = close.map_or(tokens.len(), |at| at + 1);
             self.token_count += std::mem::take(&mut self.undecided_count) + count as u64;
         }
@@ -236,7 +236,7 @@ struct CallReader {
 impl CallReader {
     fn new(reading: &CallReading, choice: u32) -> Self {
         let parser = ToolParser::new(reading.format, reading.functions.clone());
-        let parser = if reading.has_grammar { parser.with_first_mark() } else { parser };
+        let parser = if reading.has_grammar { parser.with_first_tag() } else { parser };
         Self { parser, reading: reading.clone(), choice, calls: 0, last_is_cut: false }
     }
 

@@ -4,7 +4,7 @@ use router_core::RequestSession;
 
 use std::ops::RangeInclusive;
 
-use grammar::{Alternative, Grammar, GrammarError, Thought, ToolCalls};
+use grammar::{Alternative, Grammar, GrammarError, ReasoningTags, ToolCalls};
 use proto::v1::{self, Sampling};
 use text::SamplingDefaults;
 
@@ -376,11 +376,11 @@ impl RequestedGrammar {
         Self { field, grammar, functions: Vec::new(), alone: None }
     }
 
-    /// Returns the grammar version that a node must support for this grammar, perhaps after a
-    /// thought.
-    pub(crate) fn version(&self, has_thought: bool) -> u32 {
+    /// Returns the grammar version that a node must support for this grammar, perhaps after
+    /// reasoning.
+    pub(crate) fn version(&self, may_reason: bool) -> u32 {
         match &self.grammar {
-            _ if has_thought => 4,
+            _ if may_reason => 4,
             Grammar::JsonSchema(_) | Grammar::Regex(_) => 1,
             Grammar::ToolCalls(ToolCalls { syntax, .. })
                 if syntax.bare_name || !syntax.begin.is_empty() =>
@@ -389,7 +389,7 @@ impl RequestedGrammar {
             }
             Grammar::ToolCalls(_) => 2,
             Grammar::ContextFree(_) => 3,
-            Grammar::AfterThought { .. } => 4,
+            Grammar::AfterReasoning { .. } => 4,
         }
     }
 
@@ -406,11 +406,11 @@ impl RequestedGrammar {
         }
     }
 
-    /// Returns the grammar's form for nodes: of an answer that may have this thought first.
-    pub(crate) fn for_nodes(&self, thought: Option<Thought>) -> v1::Grammar {
+    /// Returns the grammar's form for nodes: of an answer that may begin with reasoning in these tags.
+    pub(crate) fn for_nodes(&self, tags: Option<ReasoningTags>) -> v1::Grammar {
         let grammar = self.grammar.clone();
-        wire_grammar(match thought {
-            Some(thought) => Grammar::AfterThought { thought, grammar: Box::new(grammar) },
+        wire_grammar(match tags {
+            Some(tags) => Grammar::AfterReasoning { tags, grammar: Box::new(grammar) },
             None => grammar,
         })
     }
@@ -422,7 +422,7 @@ fn wire_grammar(grammar: Grammar) -> v1::Grammar {
         Grammar::Regex(text) => v1::grammar::Kind::Regex(text),
         Grammar::ContextFree(text) => v1::grammar::Kind::ContextFree(text),
         Grammar::ToolCalls(calls) => v1::grammar::Kind::ToolCalls(tool_calls(calls)),
-        Grammar::AfterThought { thought: Thought { open, close }, grammar } => {
+        Grammar::AfterReasoning { tags: ReasoningTags { open, close }, grammar } => {
             let thought = Some(v1::Thought { open, close });
             return v1::Grammar { thought, ..wire_grammar(*grammar) };
         }
@@ -437,7 +437,7 @@ fn tool_calls(calls: ToolCalls) -> v1::ToolCalls {
         arguments_schema: tool.arguments,
     };
     let mark = match &calls.alternative {
-        Alternative::Answer { mark, .. } => mark.clone(),
+        Alternative::Answer { tag, .. } => tag.clone(),
         Alternative::Nothing | Alternative::Text(_) => String::new(),
     };
     v1::ToolCalls {
@@ -460,16 +460,16 @@ fn tool_calls(calls: ToolCalls) -> v1::ToolCalls {
         alternative: match calls.alternative {
             Alternative::Nothing => None,
             Alternative::Text(free_text) => {
-                let (mark, never_begins) = (free_text.mark, free_text.never_begins);
+                let grammar::FreeText { tag: mark, never_begins } = free_text;
                 Some(Wire::Text(v1::FreeText { mark, never_begins }))
             }
             Alternative::Answer { grammar, .. } => match *grammar {
                 Grammar::JsonSchema(text) => Some(Wire::JsonSchema(text)),
                 Grammar::Regex(text) => Some(Wire::Regex(text)),
                 // The check of the grammar has rejected these cases.
-                Grammar::ContextFree(_) | Grammar::ToolCalls(_) | Grammar::AfterThought { .. } => {
-                    None
-                }
+                Grammar::ContextFree(_)
+                | Grammar::ToolCalls(_)
+                | Grammar::AfterReasoning { .. } => None,
             },
         },
         mark,

@@ -127,30 +127,30 @@ impl OfferedTools {
                 .push(FunctionField { field: function.field.clone(), name: function.name.clone() });
         }
         let syntax = format.syntax;
-        let begins_with_mark =
-            (syntax.begin.to_owned() + syntax.before_name).starts_with(syntax.mark);
+        let begins_with_tag =
+            (syntax.begin.to_owned() + syntax.before_name).starts_with(syntax.tag);
         let (alternative, alone) = match (is_auto, content) {
             // A required call leaves no text to which the format could apply.
             (false, content) => (Alternative::Nothing, content),
             (true, None) => {
                 let never_begins = syntax.never_begins.map(str::to_owned);
-                (Alternative::Text(FreeText { mark: syntax.mark.to_owned(), never_begins }), None)
+                (Alternative::Text(FreeText { tag: syntax.tag.to_owned(), never_begins }), None)
             }
             (true, Some(content)) if matches!(content.grammar, Grammar::ContextFree(_)) => {
                 let problem = "is given together with tools; allowed: a schema or a regular \
                                expression, or another tool_choice than auto";
                 return Err(FieldError::new(top_level(content.field), problem));
             }
-            (true, Some(content)) if begins_with_mark => {
+            (true, Some(content)) if begins_with_tag => {
                 let answer = Alternative::Answer {
                     grammar: Box::new(content.grammar.clone()),
-                    mark: syntax.mark.to_owned(),
+                    tag: syntax.tag.to_owned(),
                 };
                 (answer, Some(content))
             }
             (true, Some(content)) => {
                 let problem = "is given together with tools; this model writes calls without a \
-                               mark, which cannot be told from an answer; allowed: one of them, or \
+                               tag, which cannot be told from an answer; allowed: one of them, or \
                                another tool_choice than auto";
                 return Err(FieldError::new(top_level(content.field), problem));
             }
@@ -297,7 +297,7 @@ mod tests {
             assert!(accepts(RequestedToolChoice::Auto, "Hello"), "{format:?}");
             assert!(accepts(RequestedToolChoice::Auto, &whole), "{format:?}");
             let parsed = text::CallableFunction::new("weather", schema.as_object());
-            let mut parser = text::ToolParser::new(format, [parsed].into()).with_first_mark();
+            let mut parser = text::ToolParser::new(format, [parsed].into()).with_first_tag();
             let mut pieces = Vec::new();
             parser.push(&whole, &mut pieces);
             parser.finish(&mut pieces);

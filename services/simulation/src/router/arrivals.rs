@@ -123,7 +123,7 @@ fn wire_grammar(grammar: &Grammar) -> v1::Grammar {
     let kind = match grammar {
         Grammar::Regex(text) => v1::grammar::Kind::Regex(text.clone()),
         Grammar::JsonSchema(text) => v1::grammar::Kind::JsonSchema(text.clone()),
-        Grammar::ContextFree(_) | Grammar::ToolCalls(_) | Grammar::AfterThought { .. } => {
+        Grammar::ContextFree(_) | Grammar::ToolCalls(_) | Grammar::AfterReasoning { .. } => {
             unreachable!("no request has them")
         }
     };

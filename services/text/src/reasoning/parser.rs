@@ -1,8 +1,8 @@
-//! Separates the thought at the beginning of an answer from the rest of its text.
+//! Separates the reasoning at the beginning of an answer from the rest of its text.
 //!
 //! Text arrives in pieces of any size, which do not affect the result. Text is emitted at once,
-//! except white space and the beginning of a mark. White space around a mark belongs to the mark. A
-//! thought without its closing mark is reasoning to the end of the answer.
+//! except white space and the beginning of a tag. White space around a tag belongs to the tag.
+//! Without a closing tag the reasoning extends to the end of the answer.
 
 use super::{ReasoningFormat, ReasoningStart};
 
@@ -13,7 +13,7 @@ use super::{ReasoningFormat, ReasoningStart};
 pub struct ReasoningParser {
     format: &'static ReasoningFormat,
     state: ReasoningState,
-    /// Text that is held back: white space and the beginning of a mark.
+    /// Text that is held back: white space and the beginning of a tag.
     held: String,
     /// Bytes of white space at the beginning of `held` that need not be searched again.
     blank: usize,
@@ -21,18 +21,18 @@ pub struct ReasoningParser {
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum ReasoningState {
-    /// At the beginning of the answer, where a thought may begin.
+    /// At the beginning of the answer, where reasoning may begin.
     Undecided,
-    /// After the opening mark: only white space since.
+    /// After the opening tag: only white space since.
     Opened,
-    Thought,
-    /// After the closing mark: only white space since.
+    Reasoning,
+    /// After the closing tag: only white space since.
     Closed,
     /// The rest of the answer.
     Rest,
 }
 
-/// Final text of a piece: the end of the thought, then the rest of the answer.
+/// Final text of a piece: the end of the reasoning, then the rest of the answer.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct SplitText {
     pub reasoning: String,
@@ -44,20 +44,20 @@ impl ReasoningParser {
     pub fn new(format: &'static ReasoningFormat, start: ReasoningStart) -> Self {
         let state = match start {
             ReasoningStart::Undecided => ReasoningState::Undecided,
-            ReasoningStart::Thought => ReasoningState::Opened,
+            ReasoningStart::Reasoning => ReasoningState::Opened,
             ReasoningStart::Answer => ReasoningState::Rest,
         };
         Self { format, state, held: String::new(), blank: 0 }
     }
 
-    /// Returns whether no thought has begun, but one may begin.
+    /// Returns whether no reasoning has begun, but may begin.
     pub fn is_undecided(&self) -> bool {
         self.state == ReasoningState::Undecided
     }
 
-    /// Returns whether the text so far ends within a thought.
+    /// Returns whether the text so far ends within the reasoning.
     pub fn is_thinking(&self) -> bool {
-        matches!(self.state, ReasoningState::Opened | ReasoningState::Thought)
+        matches!(self.state, ReasoningState::Opened | ReasoningState::Reasoning)
     }
 
     /// Returns whether all further text belongs to the rest of the answer.
@@ -73,8 +73,8 @@ impl ReasoningParser {
             match self.state {
                 ReasoningState::Undecided => {
                     let text = self.held[self.blank..].trim_start();
-                    if let Some(thought) = text.strip_prefix(self.format.open) {
-                        (self.held, self.blank) = (thought.to_owned(), 0);
+                    if let Some(reasoning) = text.strip_prefix(self.format.open) {
+                        (self.held, self.blank) = (reasoning.to_owned(), 0);
                         self.state = ReasoningState::Opened;
                     } else if self.format.open.starts_with(text) {
                         self.blank = self.held.len() - text.len();
@@ -90,11 +90,11 @@ impl ReasoningParser {
                         return split;
                     }
                     self.state = match self.state {
-                        ReasoningState::Opened => ReasoningState::Thought,
+                        ReasoningState::Opened => ReasoningState::Reasoning,
                         _ => ReasoningState::Rest,
                     };
                 }
-                ReasoningState::Thought => {
+                ReasoningState::Reasoning => {
                     let blank = std::mem::take(&mut self.blank);
                     if let Some(at) = self.held[blank..].find(self.format.close) {
                         let end = blank + at;
@@ -103,7 +103,7 @@ impl ReasoningParser {
                         self.state = ReasoningState::Closed;
                         continue;
                     }
-                    let end = self.held.len() - partial_mark(&self.held, self.format.close);
+                    let end = self.held.len() - partial_tag(&self.held, self.format.close);
                     let kept = self.held[blank..end].trim_end().len();
                     if kept == 0 {
                         self.blank = end;
@@ -131,11 +131,11 @@ impl ReasoningParser {
     }
 }
 
-/// Returns the length of the longest end of `text` that is a beginning of `mark`, but not the whole
-/// mark.
-fn partial_mark(text: &str, mark: &str) -> usize {
-    let lengths = mark.char_indices().map(|(length, _)| length);
-    lengths.filter(|&length| text.ends_with(&mark[..length])).max().unwrap_or(0)
+/// Returns the length of the longest end of `text` that is a beginning of `tag`, but not the whole
+/// tag.
+fn partial_tag(text: &str, tag: &str) -> usize {
+    let lengths = tag.char_indices().map(|(length, _)| length);
+    lengths.filter(|&length| text.ends_with(&tag[..length])).max().unwrap_or(0)
 }
 
 #[cfg(test)]
@@ -147,7 +147,7 @@ mod tests {
     static FORMAT: ReasoningFormat = think::FORMAT;
 
     fn read(is_open: bool, pieces: &[&str]) -> SplitText {
-        let start = if is_open { ReasoningStart::Thought } else { ReasoningStart::Undecided };
+        let start = if is_open { ReasoningStart::Reasoning } else { ReasoningStart::Undecided };
         let mut parser = ReasoningParser::new(&FORMAT, start);
         let mut all = SplitText::default();
         let mut add = |split: SplitText| {
@@ -161,7 +161,7 @@ mod tests {
     }
 
     #[test]
-    fn reasoning_is_emitted_once_it_cannot_belong_to_a_mark() {
+    fn reasoning_is_emitted_once_it_cannot_belong_to_a_tag() {
         let mut parser = ReasoningParser::new(&FORMAT, ReasoningStart::Undecided);
         for (piece, reasoning, rest) in [
             ("<think>\n", "", ""),
@@ -199,7 +199,7 @@ mod tests {
             let pieces: Vec<&str> = characters.iter().map(String::as_str).collect();
             let whole = read(is_open, &[&text]);
             prop_assert_eq!(read(is_open, &pieces), whole.clone());
-            // Only the marks and the white space around them are dropped.
+            // Only the tags and the white space around them are dropped.
             let bare = |text: &str| text.replace(char::is_whitespace, "");
             let shown = bare(&(whole.reasoning + &whole.rest));
             let opened = bare(&text).replacen("<think>", "", 1);

@@ -194,22 +194,22 @@ impl IndexedMessage {
         Ok(texts.iter().map(|text| json!({"type": "text", "text": text})).collect())
     }
 
-    /// Gives templates the thought of an earlier answer as `reasoning_content`, which is also named
+    /// Gives templates the reasoning of an earlier answer as `reasoning_content`, which is also named
     /// `reasoning`.
     fn adopt_reasoning(&self, fields: &mut Map<String, Value>) -> Result<(), TemplateError> {
-        let mut thought = Value::Null;
+        let mut reasoning = Value::Null;
         for name in ["reasoning", "reasoning_content"] {
             match fields.shift_remove(name) {
                 None | Some(Value::Null) => {}
-                Some(text @ Value::String(_)) => thought = text,
+                Some(text @ Value::String(_)) => reasoning = text,
                 Some(other) => {
                     let problem = format!("must be text, not {}", type_name(&other));
                     return Err(self.bad(&format!(".{name}"), problem));
                 }
             }
         }
-        if !thought.is_null() {
-            fields.insert("reasoning_content".to_owned(), thought);
+        if !reasoning.is_null() {
+            fields.insert("reasoning_content".to_owned(), reasoning);
         }
         Ok(())
     }

@@ -25,7 +25,7 @@ pub(super) const FORMAT: ToolFormat = ToolFormat {
         after_arguments: "\n```<｜tool▁call▁end｜>",
         between: "\n",
         end: "<｜tool▁calls▁end｜>",
-        mark: "<｜tool▁calls▁begin｜>",
+        tag: "<｜tool▁calls▁begin｜>",
         ..PLAIN
     },
 };

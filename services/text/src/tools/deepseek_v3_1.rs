@@ -22,7 +22,7 @@ pub(super) const FORMAT: ToolFormat = ToolFormat {
         before_arguments: SEPARATOR,
         after_arguments: "<｜tool▁call▁end｜>",
         end: "<｜tool▁calls▁end｜>",
-        mark: "<｜tool▁calls▁begin｜>",
+        tag: "<｜tool▁calls▁begin｜>",
         ..PLAIN
     },
 };

@@ -11,7 +11,7 @@ const SCHEMAS_MAX: usize = 10_000;
 #[derive(Clone, Debug)]
 pub struct CallableFunction {
     pub name: String,
-    types: Vec<(String, ValueTypes)>,
+    types: Vec<(String, JsonTypes)>,
 }
 
 impl CallableFunction {
@@ -22,24 +22,24 @@ impl CallableFunction {
         let mut types = Vec::new();
         if let Some((root, Value::Object(properties))) = properties {
             for (key, schema) in properties {
-                types.push((key.clone(), ValueTypes::allowed_by(schema, root, 0, &mut left)));
+                types.push((key.clone(), JsonTypes::allowed_by(schema, root, 0, &mut left)));
             }
         }
         Self { name: name.into(), types }
     }
 
     /// Returns the types of a parameter.
-    pub(super) fn types(&self, parameter: &str) -> ValueTypes {
+    pub(super) fn types(&self, parameter: &str) -> JsonTypes {
         let found = self.types.iter().find(|(name, _)| name == parameter);
-        found.map_or(ValueTypes::ANY, |(_, types)| *types)
+        found.map_or(JsonTypes::ANY, |(_, types)| *types)
     }
 }
 
 /// A set of JSON types.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct ValueTypes(u8);
+pub(super) struct JsonTypes(u8);
 
-impl ValueTypes {
+impl JsonTypes {
     pub(super) const ANY: Self = Self(u8::MAX);
     pub(super) const STRING: Self = Self(1);
 
@@ -133,6 +133,6 @@ mod tests {
             "$defs": {"A": {"anyOf": vec![again.clone(); 1000]}},
         });
         let function = CallableFunction::new("f", schema.as_object());
-        assert_eq!(function.types("x"), ValueTypes::ANY);
+        assert_eq!(function.types("x"), JsonTypes::ANY);
     }
 }

@@ -2,10 +2,10 @@
 
 use super::{
     PLAIN, ParameterSyntax, ToolFormat, ToolSyntax,
-    parameters::{ParameterBody, ParameterMarks},
+    parameters::{ParameterBody, ParameterTags},
 };
 
-static MARKS: ParameterMarks = ParameterMarks {
+static TAGS: ParameterTags = ParameterTags {
     name_end: "\n",
     key: "<arg_key>",
     key_end: "</arg_key>",
@@ -25,7 +25,7 @@ pub(super) const FORMAT: ToolFormat = ToolFormat {
     separator: None,
     closing: &[],
     inner: &["<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>", "</tool_call>"],
-    body: || Box::new(ParameterBody::new(&MARKS)),
+    body: || Box::new(ParameterBody::new(&TAGS)),
     syntax: ToolSyntax {
         before_name: "<tool_call>",
         before_arguments: "\n",
@@ -38,7 +38,7 @@ pub(super) const FORMAT: ToolFormat = ToolFormat {
         }),
         after_arguments: "\n</tool_call>",
         between: "\n",
-        mark: "<tool_call>",
+        tag: "<tool_call>",
         ..PLAIN
     },
 };

@@ -20,7 +20,7 @@ pub(super) const FORMAT: ToolFormat = ToolFormat {
         before_arguments: ", \"arguments\": ",
         after_arguments: "}\n</tool_call>",
         between: "\n",
-        mark: "<tool_call>",
+        tag: "<tool_call>",
         ..PLAIN
     },
 };

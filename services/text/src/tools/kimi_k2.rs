@@ -23,7 +23,7 @@ pub(super) const FORMAT: ToolFormat = ToolFormat {
         before_arguments: ":0<|tool_call_argument_begin|>",
         after_arguments: "<|tool_call_end|>",
         end: "<|tool_calls_section_end|>",
-        mark: "<|tool_calls_section_begin|>",
+        tag: "<|tool_calls_section_begin|>",
         ..PLAIN
     },
 };

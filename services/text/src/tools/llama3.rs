@@ -25,7 +25,7 @@ pub(super) const FORMAT: ToolFormat = ToolFormat {
         before_arguments: ", \"parameters\": ",
         after_arguments: "}",
         between: "; ",
-        mark: PYTHON_TAG,
+        tag: PYTHON_TAG,
         // Starts of calls that the parser accepts and this syntax does not produce.
         never_begins: Some(r#"\s*\{\s*"(name|parameters|arguments|type|id)""#),
         ..PLAIN

@@ -2,12 +2,12 @@
 
 use super::{
     PLAIN, ParameterSyntax, ToolFormat, ToolSyntax,
-    parameters::{ParameterBody, ParameterMarks},
+    parameters::{ParameterBody, ParameterTags},
 };
 
 const SECTION: &str = "<minimax:tool_call>";
 
-static MARKS: ParameterMarks = ParameterMarks {
+static TAGS: ParameterTags = ParameterTags {
     name_end: "\">",
     key: "<parameter name=\"",
     key_end: "\">",
@@ -27,7 +27,7 @@ pub(super) const FORMAT: ToolFormat = ToolFormat {
     separator: None,
     closing: &["</minimax:tool_call>"],
     inner: &[],
-    body: || Box::new(ParameterBody::new(&MARKS)),
+    body: || Box::new(ParameterBody::new(&TAGS)),
     syntax: ToolSyntax {
         begin: "<minimax:tool_call>\n",
         before_name: "<invoke name=\"",
@@ -41,7 +41,7 @@ pub(super) const FORMAT: ToolFormat = ToolFormat {
         }),
         after_arguments: "\n</invoke>\n",
         end: "</minimax:tool_call>",
-        mark: SECTION,
+        tag: SECTION,
         ..PLAIN
     },
 };

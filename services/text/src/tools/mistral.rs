@@ -1,5 +1,5 @@
 //! `[TOOL_CALLS]f[ARGS]{}`, one after another. An id may stand before the arguments, and the second
-//! mark may be absent. The parser also reads the list of older models.
+//! tag may be absent. The parser also reads the list of older models.
 
 use super::{
     CallBody, CallStep, CallableFunction, PLAIN, ToolCall, ToolFormat, ToolSyntax,
@@ -23,7 +23,7 @@ pub(super) const FORMAT: ToolFormat = ToolFormat {
     syntax: ToolSyntax {
         before_name: "[TOOL_CALLS]",
         before_arguments: ARGUMENTS,
-        mark: "[TOOL_CALLS]",
+        tag: "[TOOL_CALLS]",
         ..PLAIN
     },
 };

@@ -1,4 +1,4 @@
-//! `[TOOL_CALLS][{"name": "f", "arguments": {}, "id": "..."}]`, a list of objects after one mark.
+//! `[TOOL_CALLS][{"name": "f", "arguments": {}, "id": "..."}]`, a list of objects after one tag.
 
 use super::{PLAIN, ToolFormat, ToolSyntax, mistral};
 
@@ -15,7 +15,7 @@ pub(super) const FORMAT: ToolFormat = ToolFormat {
         after_arguments: "}",
         between: ", ",
         end: "]",
-        mark: "[TOOL_CALLS]",
+        tag: "[TOOL_CALLS]",
         ..PLAIN
     },
     ..mistral::FORMAT

@@ -1,11 +1,11 @@
-//! A call that is a name, a mark, and the arguments as a JSON object.
+//! A call that is a name, a tag, and the arguments as a JSON object.
 
 use super::{
     CallBody, CallStep, CallableFunction, ToolCall,
     json_object::{JsonObject, JsonStep},
 };
 
-/// Maximum size of the text before the arguments, in bytes: a name, an id and marks.
+/// Maximum size of the text before the arguments, in bytes: a name, an id and tags.
 const HEADER_BYTES_MAX: usize = 1024;
 
 /// Parser of a name and a JSON object. The name ends with `name_end`, or where the object begins.

@@ -1,31 +1,31 @@
-//! A call that is a function name and parameters between marks. Strings are not quoted: the schema
+//! A call that is a function name and parameters between tags. Strings are not quoted: the schema
 //! of the function decides whether a value is a string or JSON.
 
 use serde_json::{Value, json};
 
-use super::{CallBody, CallStep, CallableFunction, ToolCall, function::ValueTypes};
+use super::{CallBody, CallStep, CallableFunction, ToolCall, function::JsonTypes};
 
-/// Marks of a call with parameters.
+/// Tags of a call with parameters.
 #[derive(Debug)]
-pub(super) struct ParameterMarks {
+pub(super) struct ParameterTags {
     /// End of the function's name.
     pub name_end: &'static str,
     /// Beginning of a parameter's name.
     pub key: &'static str,
     pub key_end: &'static str,
-    /// Mark before a value, after optional white space; empty if the value follows `key_end`.
+    /// Tag before a value, after optional white space; empty if the value follows `key_end`.
     pub value: &'static str,
     pub value_end: &'static str,
     /// White space that the format puts at both ends of a value.
     pub padding: &'static str,
-    /// Marks that end the call. The format defines the first one; models also write the others.
+    /// Tags that end the call. The format defines the first one; models also write the others.
     pub ends: &'static [&'static str],
 }
 
 /// Parser of a call with parameters.
 #[derive(Debug)]
 pub(super) struct ParameterBody {
-    marks: &'static ParameterMarks,
+    tags: &'static ParameterTags,
     /// The name, once it is complete.
     function: Option<CallableFunction>,
     position: Position,
@@ -47,9 +47,9 @@ enum Position {
 }
 
 impl ParameterBody {
-    pub(super) fn new(marks: &'static ParameterMarks) -> Self {
+    pub(super) fn new(tags: &'static ParameterTags) -> Self {
         Self {
-            marks,
+            tags,
             function: None,
             position: Position::Name,
             start: 0,
@@ -63,16 +63,16 @@ impl ParameterBody {
         CallStep::More
     }
 
-    /// Reads the function's name where it ends: at its mark, the first parameter or the end of the
+    /// Reads the function's name where it ends: at its tag, the first parameter or the end of the
     /// call.
     fn name(&mut self, text: &str, functions: &[CallableFunction]) -> CallStep {
-        let marks = self.marks;
+        let tags = self.tags;
         let name = text[self.start..].trim_start();
         if name.is_empty() {
             return self.enter(Position::Name, text);
         }
-        let ends = [marks.name_end, marks.key].into_iter().chain(marks.ends.iter().copied());
-        let Some(mark) = ends.into_iter().find(|mark| name.ends_with(mark)) else {
+        let ends = [tags.name_end, tags.key].into_iter().chain(tags.ends.iter().copied());
+        let Some(tag) = ends.into_iter().find(|tag| name.ends_with(tag)) else {
             let may_be_name = |function: &CallableFunction| {
                 function.name.starts_with(name) || name.starts_with(&function.name)
             };
@@ -81,24 +81,24 @@ impl ParameterBody {
                 false => CallStep::Broken,
             };
         };
-        let name = name[..name.len() - mark.len()].trim_end();
+        let name = name[..name.len() - tag.len()].trim_end();
         self.function = functions.iter().find(|function| function.name == name).cloned();
         if self.function.is_none() {
             return CallStep::Broken;
         }
-        match mark {
-            mark if mark == marks.name_end => self.enter(Position::Between, text),
-            mark if mark == marks.key => self.enter(Position::Key, text),
+        match tag {
+            tag if tag == tags.name_end => self.enter(Position::Between, text),
+            tag if tag == tags.key => self.enter(Position::Key, text),
             _ => self.call(),
         }
     }
 
     fn add_value(&mut self, value: &str) {
-        let padding = self.marks.padding;
+        let padding = self.tags.padding;
         let value = value.strip_prefix(padding).unwrap_or(value);
         let value = value.strip_suffix(padding).unwrap_or(value);
         let function = self.function.as_ref();
-        let types = function.map_or(ValueTypes::ANY, |function| function.types(&self.key));
+        let types = function.map_or(JsonTypes::ANY, |function| function.types(&self.key));
         let (key, value) = (std::mem::take(&mut self.key), types.json(value));
         match self.parameters.iter_mut().find(|(name, _)| *name == key) {
             Some((_, earlier)) => *earlier = value,
@@ -125,34 +125,34 @@ impl ParameterBody {
 
 impl CallBody for ParameterBody {
     fn push(&mut self, text: &str, _: char, functions: &[CallableFunction]) -> CallStep {
-        let marks = self.marks;
+        let tags = self.tags;
         let new = &text[self.start..];
         match self.position {
             Position::Name => self.name(text, functions),
             Position::Between => match new.trim_start() {
                 // The white space is not searched again.
                 "" => self.enter(Position::Between, text),
-                mark if mark == marks.key => self.enter(Position::Key, text),
-                mark if marks.ends.contains(&mark) => self.call(),
-                mark if [marks.key].iter().chain(marks.ends).any(|it| it.starts_with(mark)) => {
+                tag if tag == tags.key => self.enter(Position::Key, text),
+                tag if tags.ends.contains(&tag) => self.call(),
+                tag if [tags.key].iter().chain(tags.ends).any(|it| it.starts_with(tag)) => {
                     CallStep::More
                 }
                 _ => CallStep::Broken,
             },
             Position::Key => {
-                let Some(key) = new.strip_suffix(marks.key_end) else { return CallStep::More };
+                let Some(key) = new.strip_suffix(tags.key_end) else { return CallStep::More };
                 self.key = key.trim().to_owned();
-                let has_mark = !marks.value.is_empty();
-                self.enter(if has_mark { Position::BeforeValue } else { Position::Value }, text)
+                let has_tag = !tags.value.is_empty();
+                self.enter(if has_tag { Position::BeforeValue } else { Position::Value }, text)
             }
             Position::BeforeValue => match new.trim_start() {
                 "" => self.enter(Position::BeforeValue, text),
-                mark if mark == marks.value => self.enter(Position::Value, text),
-                mark if marks.value.starts_with(mark) => CallStep::More,
+                tag if tag == tags.value => self.enter(Position::Value, text),
+                tag if tags.value.starts_with(tag) => CallStep::More,
                 _ => CallStep::Broken,
             },
             Position::Value => {
-                let Some(value) = new.strip_suffix(marks.value_end) else { return CallStep::More };
+                let Some(value) = new.strip_suffix(tags.value_end) else { return CallStep::More };
                 self.add_value(value);
                 self.enter(Position::Between, text)
             }
@@ -165,7 +165,7 @@ impl CallBody for ParameterBody {
     }
 }
 
-impl ValueTypes {
+impl JsonTypes {
     /// Returns a value as JSON. JSON of an allowed type, or any JSON if the schema allows no string,
     /// is kept. Everything else becomes a string.
     fn json(self, text: &str) -> String {

@@ -1,7 +1,7 @@
 //! Separates tool calls from content in the text of one answer.
 //!
 //! Text arrives in pieces of any size, which do not affect the result. Content is emitted at once,
-//! except text that may still belong to a call: white space, the beginning of a mark, or a call so
+//! except text that may still belong to a call: white space, the beginning of a tag, or a call so
 //! far. A call is emitted when its arguments are complete. Text that turns out not to be a call
 //! (broken JSON, a function that was not offered, an answer that the model ends within a call) is
 //! emitted unchanged as content. If something else cuts the answer within a call, the incomplete
@@ -33,12 +33,12 @@ pub struct ToolParser {
     state: ParserState,
     /// Text that is held back because it may belong to a call.
     held: String,
-    /// Whether a call without a mark may begin: at the start and after a call.
+    /// Whether a call without a tag may begin: at the start and after a call.
     is_bare: bool,
-    /// Number of closing marks that no longer may follow; `None` if the last text is not a call.
+    /// Number of closing tags that no longer may follow; `None` if the last text is not a call.
     closed: Option<usize>,
-    /// Whether the first call begins with the first opening mark.
-    needs_first_mark: bool,
+    /// Whether the first call begins with the first opening tag.
+    needs_first_tag: bool,
 }
 
 #[derive(Debug)]
@@ -47,9 +47,9 @@ enum ParserState {
     Text,
     /// After a call and a separator: only white space since.
     Separated,
-    /// The held text from `start` on is the beginning of a mark.
-    Mark { start: usize },
-    /// After this number of opening marks and white space; `start` as in [`Self::Mark`], if a mark
+    /// The held text from `start` on is the beginning of a tag.
+    Tag { start: usize },
+    /// After this number of opening tags and white space; `start` as in [`Self::Tag`], if a tag
     /// has begun.
     Opened { count: usize, start: Option<usize> },
     /// Inside a call whose text begins at `start`.
@@ -59,14 +59,14 @@ enum ParserState {
 impl ToolParser {
     pub fn new(format: &'static ToolFormat, functions: Arc<[CallableFunction]>) -> Self {
         let (state, is_bare) = (ParserState::Text, format.bare.is_some());
-        let (held, closed, needs_first_mark) = (String::new(), None, false);
-        Self { format, functions, state, held, is_bare, closed, needs_first_mark }
+        let (held, closed, needs_first_tag) = (String::new(), None, false);
+        Self { format, functions, state, held, is_bare, closed, needs_first_tag }
     }
 
-    /// Lets the first call begin only with the first opening mark, as in an answer with a grammar:
-    /// text that begins with a later mark is free text there.
-    pub fn with_first_mark(self) -> Self {
-        Self { needs_first_mark: true, ..self }
+    /// Lets the first call begin only with the first opening tag, as in an answer with a grammar:
+    /// text that begins with a later tag is free text there.
+    pub fn with_first_tag(self) -> Self {
+        Self { needs_first_tag: true, ..self }
     }
 
     /// Processes the next piece of text and appends final pieces.
@@ -76,7 +76,7 @@ impl ToolParser {
             if !self.take(char, out) {
                 let rest = self.held.split_off(self.held.len() - self.reusable_bytes());
                 self.emit_content(out);
-                // White space, or the beginning of a mark: both are accepted after content.
+                // White space, or the beginning of a tag: both are accepted after content.
                 for char in rest.chars() {
                     self.held.push(char);
                     self.take(char, out);
@@ -87,7 +87,7 @@ impl ToolParser {
 
     /// Ends an answer that was cut, for example by its maximum length. Within a call the call is
     /// emitted as far as it goes. Without its function nothing of it is emitted, unless the text
-    /// may also be an answer without marks.
+    /// may also be an answer without tags.
     pub fn finish_cut(&mut self, out: &mut Vec<ToolPiece>) {
         match &self.state {
             ParserState::Opened { .. } => {}
@@ -96,20 +96,20 @@ impl ToolParser {
                 None if self.format.opening.iter().any(|it| self.held[..*start].contains(it)) => {}
                 None => self.finish(out),
             },
-            ParserState::Text | ParserState::Separated | ParserState::Mark { .. } => {
+            ParserState::Text | ParserState::Separated | ParserState::Tag { .. } => {
                 self.finish(out);
             }
         }
     }
 
     /// Ends the answer: held text is content, except white space, a separator and the beginning of
-    /// a closing mark after a call.
+    /// a closing tag after a call.
     pub fn finish(&mut self, out: &mut Vec<ToolPiece>) {
         let ends_a_call = self.closed.is_some_and(|closed| match self.state {
             ParserState::Text | ParserState::Separated => true,
-            ParserState::Mark { start } => {
-                let mark = &self.held[start..];
-                self.format.closing[closed..].iter().any(|closing| closing.starts_with(mark))
+            ParserState::Tag { start } => {
+                let tag = &self.held[start..];
+                self.format.closing[closed..].iter().any(|closing| closing.starts_with(tag))
             }
             ParserState::Opened { .. } | ParserState::Call { .. } => false,
         });
@@ -132,16 +132,16 @@ impl ToolParser {
                 true
             }
             ParserState::Text => {
-                if !self.takes_mark(start) {
+                if !self.takes_tag(start) {
                     self.emit_content(out);
                 }
                 true
             }
             ParserState::Separated => char.is_whitespace() || self.begin_call(start, out),
-            ParserState::Mark { start } => self.takes_mark(start),
+            ParserState::Tag { start } => self.takes_tag(start),
             ParserState::Opened { start: None, .. } if char.is_whitespace() => true,
-            ParserState::Opened { count, start: mark } => {
-                self.takes_opening(count, mark.unwrap_or(start))
+            ParserState::Opened { count, start: tag } => {
+                self.takes_opening(count, tag.unwrap_or(start))
             }
             ParserState::Call { start, ref mut body } => {
                 let step = body.push(&self.held[start..], char, &self.functions);
@@ -174,39 +174,39 @@ impl ToolParser {
         }
     }
 
-    /// Checks whether the held text from `start` on is a mark, or the beginning of one.
-    fn takes_mark(&mut self, start: usize) -> bool {
+    /// Checks whether the held text from `start` on is a tag, or the beginning of one.
+    fn takes_tag(&mut self, start: usize) -> bool {
         let closed = self.closed.unwrap_or(self.format.closing.len());
-        let mark = &self.held[start..];
+        let tag = &self.held[start..];
         let closing = &self.format.closing[closed..];
-        if let Some(index) = closing.iter().position(|closing| *closing == mark) {
+        if let Some(index) = closing.iter().position(|closing| *closing == tag) {
             (self.state, self.closed) = (ParserState::Text, Some(closed + index + 1));
             self.held.clear();
             return true;
         }
-        let may_close = closing.iter().any(|closing| closing.starts_with(mark));
+        let may_close = closing.iter().any(|closing| closing.starts_with(tag));
         if self.takes_opening(0, start) {
-            // A mark that may open or close is not complete.
+            // A tag that may open or close is not complete.
             if let ParserState::Opened { count: 0, .. } = self.state {
-                self.state = ParserState::Mark { start };
+                self.state = ParserState::Tag { start };
             }
             return true;
         }
         if may_close {
-            self.state = ParserState::Mark { start };
+            self.state = ParserState::Tag { start };
         }
         may_close
     }
 
-    /// Checks whether the held text from `start` on is an opening mark after the first `count`
+    /// Checks whether the held text from `start` on is an opening tag after the first `count`
     /// ones, or the beginning of one.
     fn takes_opening(&mut self, count: usize, start: usize) -> bool {
-        let mark = &self.held[start..];
-        let opening = match self.needs_first_mark && count == 0 && self.closed.is_none() {
+        let tag = &self.held[start..];
+        let opening = match self.needs_first_tag && count == 0 && self.closed.is_none() {
             true => &self.format.opening[..1],
             false => &self.format.opening[count..],
         };
-        if let Some(index) = opening.iter().position(|opening| *opening == mark) {
+        if let Some(index) = opening.iter().position(|opening| *opening == tag) {
             let count = count + index + 1;
             self.state = match count == self.format.opening.len() {
                 true => ParserState::Call { start: self.held.len(), body: (self.format.body)() },
@@ -214,7 +214,7 @@ impl ToolParser {
             };
             return true;
         }
-        let is_beginning = opening.iter().any(|opening| opening.starts_with(mark));
+        let is_beginning = opening.iter().any(|opening| opening.starts_with(tag));
         if is_beginning {
             self.state = ParserState::Opened { count, start: Some(start) };
         }
@@ -222,14 +222,14 @@ impl ToolParser {
     }
 
     /// Returns the length of the end of the held text that may begin a call after content: white
-    /// space, or the beginning of a mark.
+    /// space, or the beginning of a tag.
     fn reusable_bytes(&self) -> usize {
         let last = self.held.chars().next_back().map_or(0, char::len_utf8);
         if self.held.ends_with(char::is_whitespace) {
             return last;
         }
-        let beginnings = self.format.opening.iter().flat_map(|mark| {
-            mark.char_indices().map(|(length, _)| &mark[..length]).filter(|it| !it.is_empty())
+        let beginnings = self.format.opening.iter().flat_map(|tag| {
+            tag.char_indices().map(|(length, _)| &tag[..length]).filter(|it| !it.is_empty())
         });
         let ends = beginnings.filter(|it| it.len() < self.held.len() && self.held.ends_with(it));
         ends.map(str::len).max().unwrap_or(0)

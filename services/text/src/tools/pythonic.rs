@@ -26,7 +26,7 @@ pub(super) const FORMAT: ToolFormat = ToolFormat {
         after_arguments: ")",
         between: ", ",
         end: "]",
-        mark: "<|python_start|>",
+        tag: "<|python_start|>",
         never_begins: Some(r"\s*\[\s*[A-Za-z0-9_.\-]+\s*\("),
         ..PLAIN
     },

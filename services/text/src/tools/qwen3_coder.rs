@@ -1,12 +1,12 @@
 //! `<tool_call><function=f><parameter=a>1</parameter></function></tool_call>`, with a line for each
-//! mark and value.
+//! tag and value.
 
 use super::{
     PLAIN, ParameterSyntax, ToolFormat, ToolSyntax,
-    parameters::{ParameterBody, ParameterMarks},
+    parameters::{ParameterBody, ParameterTags},
 };
 
-static MARKS: ParameterMarks = ParameterMarks {
+static TAGS: ParameterTags = ParameterTags {
     name_end: ">",
     key: "<parameter=",
     key_end: ">",
@@ -21,15 +21,15 @@ pub(super) const FORMAT: ToolFormat = ToolFormat {
     models: "Qwen 3 Coder, Qwen 3.5, Nemotron 3 Nano",
     form: "`<tool_call><function=f><parameter=a>1</parameter></function></tool_call>`",
     is_asked_by: |template, _| {
-        ["<tool_call>", "<function=", "<parameter="].iter().all(|mark| template.contains(mark))
+        ["<tool_call>", "<function=", "<parameter="].iter().all(|tag| template.contains(tag))
     },
-    // Some answers lack the first mark.
+    // Some answers lack the first tag.
     opening: &["<tool_call>", "<function="],
     bare: None,
     separator: None,
     closing: &["</function>", "</tool_call>"],
     inner: &[],
-    body: || Box::new(ParameterBody::new(&MARKS)),
+    body: || Box::new(ParameterBody::new(&TAGS)),
     syntax: ToolSyntax {
         before_name: "<tool_call>\n<function=",
         before_arguments: ">\n",
@@ -42,7 +42,7 @@ pub(super) const FORMAT: ToolFormat = ToolFormat {
         }),
         after_arguments: "\n</function>\n</tool_call>",
         between: "\n",
-        mark: "<tool_call>",
+        tag: "<tool_call>",
         ..PLAIN
     },
 };

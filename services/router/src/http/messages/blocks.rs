@@ -1,4 +1,4 @@
-//! Content blocks of an answer, as Anthropic's API has them: a thought, text, and calls of tools.
+//! Content blocks of an answer, as Anthropic's API has them: thinking, text, and calls of tools.
 
 use ring::digest;
 use schemars::JsonSchema;
@@ -7,7 +7,7 @@ use serde_json::{Map, Value};
 
 use crate::request::answer_reader::AnswerPiece;
 
-/// Bytes of a thought's hash in its signature.
+/// Bytes of the hash of thinking in its signature.
 const SIGNATURE_BYTES: usize = 16;
 
 #[derive(Clone, Debug, PartialEq, Serialize, JsonSchema)]
@@ -19,7 +19,7 @@ pub(in crate::http) enum ContentBlock {
     Thinking {
         /// Empty if the request has `thinking.display` `omitted`.
         thinking: String,
-        /// A hash of the thought.
+        /// A hash of the thinking.
         signature: String,
     },
     ToolUse {
@@ -97,7 +97,7 @@ pub(super) struct BlockWriter {
 
 enum OpenBlock {
     Text,
-    /// The hash of the thought so far.
+    /// The hash of the thinking so far.
     Thinking(digest::Context),
 }
 
@@ -275,7 +275,7 @@ mod tests {
     }
 
     #[test]
-    fn signature_depends_on_the_thought_alone_and_hidden_thoughts_have_one() {
+    fn signature_depends_on_the_thinking_alone_and_hidden_thinking_has_one() {
         let shown = blocks(vec![reasoning("a"), reasoning("b"), content("c")], true);
         let hidden = blocks(vec![reasoning("ab"), content("c")], false);
         let other = blocks(vec![reasoning("x"), content("c")], false);

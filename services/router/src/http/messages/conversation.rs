@@ -1,7 +1,7 @@
 //! Conversion of a system prompt and messages into the messages that chat templates render.
 //!
 //! A message of Anthropic's API is a list of content blocks. Templates have a message of its own
-//! for the result of each tool call, and calls and thoughts of an answer in fields beside its text.
+//! for the result of each tool call, and calls and reasoning of an answer in fields beside its text.
 //! Consecutive messages of one role become one message, because many templates require that roles
 //! alternate.
 
@@ -78,7 +78,7 @@ enum Role {
 struct Turn {
     role: Role,
     texts: Vec<String>,
-    /// The thought before an answer.
+    /// The reasoning before an answer.
     reasoning: String,
     calls: Vec<Value>,
     /// Id of the call whose result the message is.
@@ -158,8 +158,8 @@ impl Turns {
         match (role, block.get("type").and_then(Value::as_str)) {
             (_, Some("text")) => self.add_text(role, string(field, block, "text")?),
             (Role::Assistant, Some("thinking")) => {
-                let thought = string(field, block, "thinking")?;
-                self.turn(role).reasoning.push_str(thought);
+                let reasoning = string(field, block, "thinking")?;
+                self.turn(role).reasoning.push_str(reasoning);
             }
             // Only another server can read it.
             (Role::Assistant, Some("redacted_thinking")) => {}

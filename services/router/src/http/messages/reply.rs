@@ -66,7 +66,7 @@ pub(in crate::http) struct MessageUsage {
 
 #[derive(Clone, Copy, Serialize, JsonSchema)]
 pub(in crate::http) struct OutputTokensDetails {
-    /// Tokens of thoughts before answers.
+    /// Tokens of reasoning before answers.
     thinking_tokens: u64,
 }
 

@@ -28,7 +28,7 @@ const STOP_SEQUENCES: &str = "stop_sequences";
 const THINKING: &str = "thinking";
 const THINKING_ALLOWED: &str = "an object with type adaptive, enabled, between_tools or disabled";
 const SCHEMA: &str = "output_config.format.schema";
-/// Smallest budget of a thought in tokens, as in Anthropic's API.
+/// Smallest budget of thinking in tokens, as in Anthropic's API.
 const BUDGET_TOKENS_MIN: u64 = 1024;
 
 /// Unsupported fields of Anthropic's API that would change the answer, or where it is computed.
@@ -61,7 +61,7 @@ pub(in crate::http) struct MessageFields {
     pub is_streamed: bool,
     /// Maximum number of generated tokens that the client set.
     pub max_tokens: u32,
-    /// Whether the text of thoughts is sent.
+    /// Whether the text of thinking is sent.
     pub shows_thinking: bool,
 }
 

@@ -17,7 +17,7 @@ pub(super) struct MessagesRequest {
     prompt: MessagesPrompt,
     #[serde(flatten)]
     sampling: Sampling,
-    /// Maximum number of generated tokens, thoughts included.
+    /// Maximum number of generated tokens, thinking included.
     #[schemars(range(min = *TOKENS.start(), max = *TOKENS.end()))]
     max_tokens: u32,
     /// Texts that end the answer.

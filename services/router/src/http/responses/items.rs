@@ -9,8 +9,8 @@ const INPUT: &str = "input";
 const INPUT_ALLOWED: &str = "a string, or a list of items";
 const TYPES_ALLOWED: &str = "message, function_call, function_call_output or reasoning";
 const PARTS_ALLOWED: &str = "a string, or a list of parts, each with type input_text and a text";
-/// Begins the `encrypted_content` of a thought; its text follows.
-pub(super) const THOUGHT_MARK: &str = "baton-thought:";
+/// Begins the `encrypted_content` of reasoning; its text follows.
+pub(super) const REASONING_PREFIX: &str = "baton-thought:";
 
 /// Returns the items of `input`, each with type and id. `id` is the request's id.
 pub(super) fn input_items(input: Value, id: &str) -> Result<Vec<Value>, FieldError> {
@@ -106,8 +106,8 @@ impl Transcript {
                 message.insert("tool_call_id".to_owned(), id.into());
             }
             "reasoning" => {
-                if let Some(text) = thought(item, field)? {
-                    // A thought begins a turn of the assistant.
+                if let Some(text) = reasoning(item, field)? {
+                    // Reasoning begins a turn of the assistant.
                     self.is_answer_open = false;
                     self.answer().insert("reasoning_content".to_owned(), text.into());
                 }
@@ -218,7 +218,7 @@ fn content(value: &Value, field: &str) -> Result<Value, FieldError> {
 }
 
 /// Returns the text of a reasoning item; `None` if the item has a summary only.
-fn thought(item: &Value, field: &str) -> Result<Option<String>, FieldError> {
+fn reasoning(item: &Value, field: &str) -> Result<Option<String>, FieldError> {
     let parts = item["content"].as_array().map_or(&[][..], Vec::as_slice);
     let text: String = parts.iter().filter_map(|part| part["text"].as_str()).collect();
     if !text.is_empty() {
@@ -226,7 +226,7 @@ fn thought(item: &Value, field: &str) -> Result<Option<String>, FieldError> {
     }
     match &item["encrypted_content"] {
         Value::Null => Ok(None),
-        Value::String(text) if let Some(text) = text.strip_prefix(THOUGHT_MARK) => {
+        Value::String(text) if let Some(text) = text.strip_prefix(REASONING_PREFIX) => {
             Ok(Some(text.to_owned()))
         }
         other => {
@@ -313,14 +313,14 @@ mod tests {
     }
 
     #[test]
-    fn a_thought_returns_in_its_encrypted_content() {
-        let thought = |content: &str| {
+    fn reasoning_returns_in_its_encrypted_content() {
+        let reasoning = |content: &str| {
             json!([{"role": "user", "content": "hi"},
                 {"type": "reasoning", "summary": [], "encrypted_content": content}])
         };
-        let read = messages(None, thought("baton-thought:hm")).unwrap();
+        let read = messages(None, reasoning("baton-thought:hm")).unwrap();
         assert_eq!(read[1]["reasoning_content"], "hm");
-        let error = messages(None, thought("gAAAA")).unwrap_err();
+        let error = messages(None, reasoning("gAAAA")).unwrap_err();
         assert_eq!(
             error,
             "input[1].encrypted_content is \"gAAAA\"; allowed: a value from this API"

@@ -11,7 +11,7 @@ use proto::v1::FinishReason;
 
 use super::{
     KeptResponse,
-    items::THOUGHT_MARK,
+    items::REASONING_PREFIX,
     object::{
         IncompleteDetails, InputTokensDetails, OutputItem, OutputPart, OutputTokensDetails,
         ResponseChange, ResponseEvent, ResponseObject, ResponseStatus, ResponseUsage,
@@ -83,7 +83,8 @@ impl ResponseBuilder {
             AnswerPiece::Reasoning(text) => {
                 self.logprobs.clear();
                 if !self.is_item_open {
-                    let encrypted_content = self.context.encrypts.then(|| THOUGHT_MARK.to_owned());
+                    let encrypted_content =
+                        self.context.encrypts.then(|| REASONING_PREFIX.to_owned());
                     let item = OutputItem::Reasoning {
                         id: self.item_id("rs"),
                         status: ResponseStatus::InProgress,

@@ -1,7 +1,7 @@
-//! A thought before the output of a grammar.
+//! Reasoning before the output of a grammar.
 
 use grammar::{
-    Alternative, CallSyntax, CallableTool, Compiler, FreeText, Grammar, Thought, ToolCalls,
+    Alternative, CallSyntax, CallableTool, Compiler, FreeText, Grammar, ReasoningTags, ToolCalls,
 };
 
 fn accepts(grammar: &Grammar, text: &str) -> bool {
@@ -10,9 +10,9 @@ fn accepts(grammar: &Grammar, text: &str) -> bool {
     accepted && matcher.may_end().unwrap()
 }
 
-fn after_thought(open: Option<&str>, grammar: Grammar) -> Grammar {
-    let thought = Thought { open: open.map(str::to_owned), close: "</think>".to_owned() };
-    Grammar::AfterThought { thought, grammar: Box::new(grammar) }
+fn after_reasoning(open: Option<&str>, grammar: Grammar) -> Grammar {
+    let tags = ReasoningTags { open: open.map(str::to_owned), close: "</think>".to_owned() };
+    Grammar::AfterReasoning { tags, grammar: Box::new(grammar) }
 }
 
 /// Calls of a function `f`, or text.
@@ -26,12 +26,12 @@ fn calls_or_text() -> Grammar {
         },
         tools: vec![CallableTool { name: "f".into(), arguments: None }],
         several: true,
-        alternative: Alternative::Text(FreeText { mark: "<call>".into(), never_begins: None }),
+        alternative: Alternative::Text(FreeText { tag: "<call>".into(), never_begins: None }),
     })
 }
 
 #[test]
-fn output_of_the_grammar_begins_after_the_thought() {
+fn output_of_the_grammar_begins_after_the_reasoning() {
     let grammars = [
         (Grammar::json_object(), "{\"a\": 1}", "x"),
         (Grammar::Regex("yes|no".into()), "yes", "maybe"),
@@ -40,16 +40,16 @@ fn output_of_the_grammar_begins_after_the_thought() {
         (calls_or_text(), "Hello <b>.", "a <call>"),
     ];
     for (grammar, valid, invalid) in grammars {
-        let inside = after_thought(None, grammar.clone());
-        for thought in ["", "So {x} </thin>\n", "\n\n é"] {
+        let inside = after_reasoning(None, grammar.clone());
+        for reasoning in ["", "So {x} </thin>\n", "\n\n é"] {
             for space in ["", "\n", "\n\n"] {
-                let text = |answer: &str| format!("{thought}</think>{space}{answer}");
+                let text = |answer: &str| format!("{reasoning}</think>{space}{answer}");
                 assert!(accepts(&inside, &text(valid)), "{:?}", text(valid));
                 assert!(!accepts(&inside, &text(invalid)), "{:?}", text(invalid));
             }
         }
         assert!(!accepts(&inside, valid), "{valid}");
-        let before = after_thought(Some("<think>"), grammar);
+        let before = after_reasoning(Some("<think>"), grammar);
         assert!(accepts(&before, valid), "{valid}");
         assert!(accepts(&before, &format!("<think>\nSo.\n</think>\n\n{valid}")), "{valid}");
         assert!(!accepts(&before, &format!("<think>So.</think>{invalid}")), "{invalid}");
