@@ -13,7 +13,7 @@ const TRIES: usize = 6;
 impl CudaBackend {
     /// Measures the peak read bandwidth in GB/s, the best of six runs. Returns `None` when less
     /// than 8 GiB are free. Benchmarks call it before they load weights.
-    pub fn read_gb_per_s(&self) -> Result<Option<f64>, CudaError> {
+    pub fn measure_read_gb_per_s(&self) -> Result<Option<f64>, CudaError> {
         let context = self.context();
         // Half of the free memory: other processes may be starting.
         let bytes = (context.free_bytes()? / 2).min(BYTES_MAX) & !0xff;

@@ -21,7 +21,7 @@ use cluster::Selection;
 use config::{Disaggregate, NodePolicy};
 use indicatif::{ProgressBar, ProgressStyle};
 use serde::Serialize;
-use simulation::{ReplayConfig, Replayed, TraceRequest};
+use simulation::{ReplayConfig, ReplayOutcome, TraceRequest};
 
 use self::{
     cost::ReplayCostModel,
@@ -194,14 +194,14 @@ fn simulate(
     workload: &ReplayWorkload,
     cost: &ReplayCostModel,
     policies: &[NodePolicy],
-) -> Result<(Vec<PolicyPoint>, Vec<Replayed>)> {
+) -> Result<(Vec<PolicyPoint>, Vec<ReplayOutcome>)> {
     let count = (workload.arrivals.len() * policies.len()) as u64;
     let bar = ProgressBar::new(count).with_style(
         ProgressStyle::with_template("{pos}/{len} requests {wide_bar} {elapsed} {msg}")
             .expect("the template is constant"),
     );
     let lru = workload.lru_hit_rates(args);
-    let results: Vec<Result<(PolicyPoint, Replayed)>> = std::thread::scope(|scope| {
+    let results: Vec<Result<(PolicyPoint, ReplayOutcome)>> = std::thread::scope(|scope| {
         let threads: Vec<_> = policies
             .iter()
             .map(|policy| {
@@ -232,7 +232,7 @@ fn simulate_one(
     cost: &ReplayCostModel,
     policy: NodePolicy,
     bar: &ProgressBar,
-) -> (PolicyPoint, Replayed) {
+) -> (PolicyPoint, ReplayOutcome) {
     let (started, cpu_started) = (Instant::now(), thread_cpu_time());
     let config = args.config(workload, cost, policy);
     let mut arrived = 0;

@@ -25,16 +25,16 @@
 mod assignments;
 mod breaker;
 mod candidate;
+mod capacity;
 mod considered;
 mod eligible;
 mod index;
 mod member;
 mod options;
-mod room;
+mod requirements;
 mod select;
 mod service;
 mod transfers;
-mod wanted;
 
 use std::{
     collections::{BTreeMap, HashMap},
@@ -53,9 +53,9 @@ pub use breaker::BreakerReason;
 pub use considered::{Considered, ConsideredOption, IneligibleNode, Placement};
 pub use eligible::NoNode;
 pub use member::Member;
+pub use requirements::{NodeRequirements, RequiredCapacity};
 pub use select::{NodeChoice, Picked, Selection};
 pub use service::{BreakerChange, Failed};
-pub use wanted::{Room, Wanted};
 
 /// Time-out of a probe; equals the transfer lease.
 pub const PROBE_TIMEOUT: Duration = Duration::from_secs(2);

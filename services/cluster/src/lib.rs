@@ -27,7 +27,7 @@ pub use address::{MemberChange, Members, NodeAddress};
 pub use directory::{
     AssignmentId, BreakerChange, BreakerReason, Considered, ConsideredOption, Directory,
     DirectoryAction, DirectoryInput, Failed, Health, IneligibleNode, Member, NoNode, NodeChoice,
-    NodeKey, Picked, Placement, Room, Selection, StreamId, Wanted,
+    NodeKey, NodeRequirements, Picked, Placement, RequiredCapacity, Selection, StreamId,
 };
 pub use prefix::{CacheIdentity, PrefixKeys};
 pub use proto::ids::{Epoch, EpochError, ModelIdentity, NodeId, NodeIdError};

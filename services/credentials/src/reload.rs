@@ -106,7 +106,7 @@ pub enum ReloadOutcome {
     Unchanged,
     Replaced,
     /// The files are invalid: the previous value stays. Returned once for each error.
-    Kept(String),
+    Invalid(String),
 }
 
 pub trait Reload: Send + Sync {
@@ -137,7 +137,7 @@ impl<T: Send + Sync> Reload for Reloaded<T> {
                 *current = Arc::new(value);
                 ReloadOutcome::Replaced
             }
-            Err(error) if is_new => ReloadOutcome::Kept(error),
+            Err(error) if is_new => ReloadOutcome::Invalid(error),
             Err(_) => ReloadOutcome::Unchanged,
         }
     }
@@ -185,7 +185,7 @@ async fn watch(values: Vec<Arc<dyn Reload>>, stop: CancellationToken) {
             match outcome {
                 ReloadOutcome::Unchanged => {}
                 ReloadOutcome::Replaced => tracing::info!(settings, "reloaded files"),
-                ReloadOutcome::Kept(error) => {
+                ReloadOutcome::Invalid(error) => {
                     tracing::warn!(settings, "{error}; the previous content stays in use");
                 }
             }
@@ -228,11 +228,11 @@ mod tests {
         std::fs::write(&path, "2").unwrap();
         assert_eq!((value.reload(), *value.current()), (ReloadOutcome::Replaced, 1002));
         std::fs::write(&path, "x").unwrap();
-        assert_eq!(value.reload(), ReloadOutcome::Kept("x is no number".into()));
+        assert_eq!(value.reload(), ReloadOutcome::Invalid("x is no number".into()));
         assert_eq!((value.reload(), *value.current()), (ReloadOutcome::Unchanged, 1002));
         std::fs::remove_file(&path).unwrap();
         assert!(
-            matches!(value.reload(), ReloadOutcome::Kept(error) if error.starts_with(&missing))
+            matches!(value.reload(), ReloadOutcome::Invalid(error) if error.starts_with(&missing))
         );
         assert_eq!((value.reload(), *value.current()), (ReloadOutcome::Unchanged, 1002));
         std::fs::write(&path, "3").unwrap();
@@ -257,7 +257,7 @@ mod tests {
         let value = Reloaded::read(vec![SettingFile::new("router.number", &path)], parse).unwrap();
         is_valid.store(false, Ordering::Relaxed);
         std::fs::write(&path, "2").unwrap();
-        assert_eq!(value.reload(), ReloadOutcome::Kept("not valid yet".into()));
+        assert_eq!(value.reload(), ReloadOutcome::Invalid("not valid yet".into()));
         assert_eq!((value.reload(), *value.current()), (ReloadOutcome::Unchanged, 1));
         is_valid.store(true, Ordering::Relaxed);
         assert_eq!((value.reload(), *value.current()), (ReloadOutcome::Replaced, 1002));

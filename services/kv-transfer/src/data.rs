@@ -57,7 +57,7 @@ use crate::{
     transfer_kind::TransferKind,
     transport::{ChunkId, DataError, Released, Transport, TransportEvent},
 };
-use in_flight::GivenBack;
+use in_flight::ChunkOutcome;
 use inbound::Inbound;
 use inbox::{Inbox, Peers};
 use outbox::Outbox;
@@ -137,18 +137,18 @@ pub(crate) struct Outgoing<'a> {
 
 impl Outgoing<'_> {
     /// Reports a chunk whose blocks are no longer read.
-    pub(crate) fn report(&self, chunk: ChunkId, given_back: GivenBack<Moved>) {
+    pub(crate) fn report(&self, chunk: ChunkId, outcome: ChunkOutcome<Moved>) {
         let ChunkId { transfer, index } = chunk;
-        match given_back {
-            GivenBack::Wanted(Moved { integrity, bytes }) => {
+        match outcome {
+            ChunkOutcome::Moved(Moved { integrity, bytes }) => {
                 self.shared.metrics.count(|counts| {
                     counts.bytes_sent += bytes;
                     counts.chunks_sent += 1;
                 });
                 self.shared.report(DataEvent::Sent { transfer, chunk: index, integrity });
             }
-            GivenBack::Released => self.shared.report(DataEvent::Released { transfer }),
-            GivenBack::Cancelled => {}
+            ChunkOutcome::Released => self.shared.report(DataEvent::Released { transfer }),
+            ChunkOutcome::Cancelled => {}
         }
     }
 }
@@ -166,17 +166,17 @@ impl Incoming<'_> {
     /// Reports a chunk that was written or has failed, after the guards of its blocks were dropped.
     pub(crate) fn report(&self, chunk: ChunkId, written: Result<Moved, String>) {
         let ChunkId { transfer, index } = chunk;
-        let event = match (self.inbox.give_back(chunk), written) {
-            (GivenBack::Wanted(()), Ok(Moved { integrity, bytes })) => {
+        let event = match (self.inbox.end_chunk(chunk), written) {
+            (ChunkOutcome::Moved(()), Ok(Moved { integrity, bytes })) => {
                 self.shared.metrics.count(|counts| {
                     counts.bytes_received += bytes;
                     counts.chunks_received += 1;
                 });
                 DataEvent::Received { transfer, chunk: index, integrity }
             }
-            (GivenBack::Wanted(()), Err(reason)) => DataEvent::Failed { transfer, reason },
-            (GivenBack::Released, _) => DataEvent::Released { transfer },
-            (GivenBack::Cancelled, _) => return,
+            (ChunkOutcome::Moved(()), Err(reason)) => DataEvent::Failed { transfer, reason },
+            (ChunkOutcome::Released, _) => DataEvent::Released { transfer },
+            (ChunkOutcome::Cancelled, _) => return,
         };
         self.shared.report(event);
     }

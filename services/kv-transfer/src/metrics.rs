@@ -1,6 +1,6 @@
 //! Metrics of the transfers of one node. All threads count here. The driver thread also publishes a
-//! copy of the protocol's counters after each turn and before each event, so a reader never waits
-//! for that thread.
+//! copy of the protocol's counters after each pass of its loop and before each event, so a reader
+//! never waits for that thread.
 
 use std::{
     collections::BTreeMap,

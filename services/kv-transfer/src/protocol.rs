@@ -27,16 +27,16 @@
 mod abort;
 mod chunks;
 mod core;
+mod event_context;
 mod pair;
 mod receiver;
 mod sender;
 mod tombstone;
 mod transfer;
-mod turn;
 
 #[cfg(test)]
-pub(crate) use self::turn::test_local;
+pub(crate) use self::event_context::test_local;
 pub use self::{
     core::Core,
-    turn::{Action, Counters, DataEvent, Local},
+    event_context::{Action, Counters, DataEvent, Local},
 };

@@ -277,9 +277,9 @@ impl AnswerCore {
         shared: &mut impl SharedCore,
         transfer_id: TransferId,
     ) -> Result<StartedAttempt, NoNode> {
-        let wanted = self.request.wanted();
-        let picked =
-            shared.with(|router| router.pick(now, transfer_id, &self.flow, &self.model, wanted));
+        let requirements = self.request.requirements();
+        let picked = shared
+            .with(|router| router.pick(now, transfer_id, &self.flow, &self.model, requirements));
         let (picked, charge) = match picked {
             Ok(picked) => picked,
             Err(reason) => {
@@ -340,12 +340,12 @@ impl AnswerCore {
         shared: &mut impl SharedCore,
     ) -> Result<(), Overload> {
         self.take_place(shared)?;
-        let wanted = self.request.wanted();
+        let requirements = self.request.requirements();
         let request = WaitRequest {
             flow: self.flow.clone(),
-            prompt_tokens: wanted.tokens,
-            output_tokens_max: wanted.new_tokens_max,
-            limits: WaitLimits::new(wanted.room, self.wait_max, self.deadline),
+            prompt_tokens: requirements.tokens,
+            output_tokens_max: requirements.new_tokens_max,
+            limits: WaitLimits::new(requirements.capacity, self.wait_max, self.deadline),
             has_begun: !self.request.emitted().is_empty(),
             session_since: self.turn.as_ref().and_then(SessionTurn::place).map(|place| place.at),
         };
@@ -442,9 +442,10 @@ impl AnswerCore {
     pub fn handle_deadline(&mut self, now: Instant, shared: &mut impl SharedCore) {
         let nodes = self.attempt.as_ref().map(|attempt| &attempt.nodes);
         if self.request.drain_check_is_due(now) {
-            let wanted = self.request.wanted();
-            let grace = nodes
-                .and_then(|nodes| shared.with(|router| router.grace_left(now, nodes, &wanted)));
+            let requirements = self.request.requirements();
+            let grace = nodes.and_then(|nodes| {
+                shared.with(|router| router.grace_left(now, nodes, &requirements))
+            });
             self.request.handle_drain_check(now, grace);
         }
         self.request.handle_deadline(now, |side| {

@@ -6,7 +6,7 @@
 //! 1. [`RequestCore::start`] begins the request.
 //! 2. The owner performs every [`RequestOutput`] that [`RequestCore::poll_output`] returns, in
 //!    order, before it passes the next input:
-//!    * [`RequestOutput::Pick`]: the owner picks nodes by [`RequestCore::wanted`], and calls
+//!    * [`RequestOutput::Pick`]: the owner picks nodes by [`RequestCore::requirements`], and calls
 //!      [`RequestCore::handle_picked`] or [`RequestCore::handle_no_node`]. `handle_picked` returns
 //!      the calls of an attempt. The owner opens the calls and passes their messages to
 //!      [`RequestCore::handle_decode`] and [`RequestCore::handle_prefill`].
@@ -45,7 +45,7 @@ use std::{
 };
 
 use bytes::Bytes;
-use cluster::{ModelIdentity, NoNode, NodeRecord, PrefixKeys, Room, Wanted};
+use cluster::{ModelIdentity, NoNode, NodeRecord, NodeRequirements, PrefixKeys, RequiredCapacity};
 use proto::{
     ids::{RequestId, TransferId},
     v1::{
@@ -301,10 +301,10 @@ impl RequestCore {
     }
 
     /// Returns the requirements on the nodes of the next attempt.
-    pub fn wanted(&self) -> Wanted<'_> {
+    pub fn requirements(&self) -> NodeRequirements<'_> {
         let emitted = self.emitted.next_index();
         let pooling = self.spec.sampling.pooling.is_some();
-        Wanted {
+        NodeRequirements {
             model: &self.spec.model,
             prompt_tokens: self.spec.prompt_tokens(),
             tokens: self.spec.prompt_tokens() + emitted,
@@ -322,9 +322,9 @@ impl RequestCore {
                 false => self.recovery.avoid_prefill(),
             },
             // An answer that has emitted tokens continues at once, unless its client paused it.
-            room: match emitted > 0 && !self.was_paused {
-                true => Room::Any,
-                false => Room::Start { headroom: false },
+            capacity: match emitted > 0 && !self.was_paused {
+                true => RequiredCapacity::Any,
+                false => RequiredCapacity::Start { headroom: false },
             },
             waits_since: self.recovery.waits_since(),
         }

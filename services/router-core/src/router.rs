@@ -11,7 +11,7 @@ use std::{
 
 use cluster::{
     BreakerChange, Directory, DirectoryAction, DirectoryInput, Failed, Health, Member, NoNode,
-    NodeRecord, Picked, Room, Selection, Wanted,
+    NodeRecord, NodeRequirements, Picked, RequiredCapacity, Selection,
 };
 use proto::ids::TransferId;
 use weight_transfer::WeightVersion;
@@ -359,16 +359,16 @@ impl RouterCore {
         transfer_id: TransferId,
         flow: &Flow,
         model: &Arc<str>,
-        mut wanted: Wanted<'_>,
+        mut requirements: NodeRequirements<'_>,
     ) -> Result<(Picked, Charge), NoNode> {
-        if let Room::Start { headroom } = &mut wanted.room {
+        if let RequiredCapacity::Start { headroom } = &mut requirements.capacity {
             *headroom = self.model(model).queue.is_over_share(now, &flow.name);
         }
-        let picked = self.directory.pick(now, transfer_id, &wanted)?;
+        let picked = self.directory.pick(now, transfer_id, &requirements)?;
         let prompt =
-            StartedPrompt { tokens: wanted.tokens, uncached_tokens: picked.uncached_tokens };
+            StartedPrompt { tokens: requirements.tokens, uncached_tokens: picked.uncached_tokens };
         let queue = &mut self.model(model).queue;
-        let charge = queue.start(now, flow, prompt, wanted.new_tokens_max);
+        let charge = queue.start(now, flow, prompt, requirements.new_tokens_max);
         Ok((picked, charge))
     }
 
@@ -378,9 +378,9 @@ impl RouterCore {
         &self,
         now: Instant,
         nodes: &AttemptNodes,
-        wanted: &Wanted<'_>,
+        requirements: &NodeRequirements<'_>,
     ) -> Option<Duration> {
-        self.directory.grace_left(now, nodes.decode.assignment, wanted)
+        self.directory.grace_left(now, nodes.decode.assignment, requirements)
     }
 
     /// Handles a node that accepted the attempt: the stream of the call is open.

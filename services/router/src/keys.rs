@@ -460,7 +460,7 @@ mod tests {
         }
         assert!(matches!(admit(&keys, "Bearer new").err(), Some(RequestError::KeyLimit(_))));
         std::fs::write(&path, "[[key]]").unwrap();
-        let ReloadOutcome::Kept(error) = keys.reload().reload() else {
+        let ReloadOutcome::Invalid(error) = keys.reload().reload() else {
             panic!("the file is invalid")
         };
         let expected = format!("invalid router.keys {}: key number 1: name", path.display());

@@ -64,7 +64,7 @@ mod weights;
 
 pub use coverage::Coverage;
 pub use device::StepCost;
-pub use replay::{Progress, ReplayConfig, Replayed, TraceRequest, replay};
+pub use replay::{Progress, ReplayConfig, ReplayOutcome, TraceRequest, replay};
 pub use router::Pick;
 pub use scenario::LinkCost;
 pub use stats::{Histogram, ServedRequest};

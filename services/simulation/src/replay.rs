@@ -87,7 +87,7 @@ pub struct Progress {
 
 /// Outcome of a replay.
 #[derive(Clone, Debug)]
-pub struct Replayed {
+pub struct ReplayOutcome {
     /// Complete requests.
     pub requests: Vec<ServedRequest>,
     pub arrived: usize,
@@ -114,7 +114,7 @@ pub fn replay(
     config: &ReplayConfig,
     requests: impl Iterator<Item = TraceRequest> + Send + 'static,
     progress: impl FnMut(Progress),
-) -> Replayed {
+) -> ReplayOutcome {
     replay_scenario(config, config.scenario(), requests, progress)
 }
 
@@ -123,7 +123,7 @@ fn replay_scenario(
     scenario: Scenario,
     requests: impl Iterator<Item = TraceRequest> + Send + 'static,
     mut progress: impl FnMut(Progress),
-) -> Replayed {
+) -> ReplayOutcome {
     let mut simulation = Simulation::new(config.seed, scenario, false);
     for router in &mut simulation.routers {
         router.stats = Some(ReplayStats::default());
@@ -150,7 +150,7 @@ fn replay_scenario(
     let [router] = &mut simulation.routers[..] else { unreachable!("a replay has one router") };
     let stats = router.stats.take().unwrap_or_default();
     let elapsed = stats.first_arrival.zip(stats.last_end).map(|(first, last)| last - first);
-    Replayed {
+    ReplayOutcome {
         arrived: simulation.arrived_requests,
         failed: stats.failed,
         requests: stats.requests,

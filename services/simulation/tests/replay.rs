@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use cluster::Selection;
 use config::{Disaggregate, NodePolicy};
-use simulation::{LinkCost, ReplayConfig, Replayed, StepCost, TraceRequest, replay};
+use simulation::{LinkCost, ReplayConfig, ReplayOutcome, StepCost, TraceRequest, replay};
 
 fn config(prefill: usize, decode: usize) -> ReplayConfig {
     ReplayConfig {
@@ -47,7 +47,7 @@ fn token(index: u32, position: u32) -> u32 {
     (mixed ^ mixed >> 15) % TraceRequest::VOCABULARY
 }
 
-fn run(config: &ReplayConfig, count: u32) -> Replayed {
+fn run(config: &ReplayConfig, count: u32) -> ReplayOutcome {
     run_requests(config, requests(count), count)
 }
 
@@ -55,7 +55,7 @@ fn run_requests(
     config: &ReplayConfig,
     requests: impl Iterator<Item = TraceRequest> + Send + 'static,
     count: u32,
-) -> Replayed {
+) -> ReplayOutcome {
     let mut arrived = 0;
     let replayed = replay(config, requests, |progress| arrived = progress.arrived);
     assert_eq!(arrived, count as usize);

@@ -485,7 +485,7 @@ fn on_gpu(
     let mut parts = vec![lap("gpu")];
     let peak_gb_per_s = match args.variant.peak_gb_per_s {
         Some(peak) => Some(peak),
-        None => backend.read_gb_per_s()?,
+        None => backend.measure_read_gb_per_s()?,
     };
     parts.push(lap("bandwidth"));
     let context = Arc::clone(backend.context());

@@ -11,7 +11,7 @@ use clap::Args;
 use cluster::Selection;
 use config::{Disaggregate, NodePolicy};
 use indicatif::{ProgressBar, ProgressStyle};
-use simulation::{ReplayConfig, Replayed, ServedRequest, TraceRequest};
+use simulation::{ReplayConfig, ReplayOutcome, ServedRequest, TraceRequest};
 
 use super::{
     BLOCK_TOKENS,
@@ -130,7 +130,7 @@ struct CellLatency {
 }
 
 impl CellLatency {
-    fn of(replayed: &Replayed) -> Self {
+    fn of(replayed: &ReplayOutcome) -> Self {
         let of = |value: fn(&ServedRequest) -> Duration| {
             let values = replayed.requests.iter().map(|request| value(request).as_secs_f64() * 1e3);
             Percentiles::of(values.collect())
@@ -233,7 +233,7 @@ fn simulate(
     kv_tokens: u32,
     disaggregate: Disaggregate,
     CellLoad { prompt, cached, rate }: CellLoad,
-) -> Replayed {
+) -> ReplayOutcome {
     let (prefill, decode) = if disaggregate == Disaggregate::Never { (0, 2) } else { (1, 1) };
     let config = ReplayConfig {
         prefill,

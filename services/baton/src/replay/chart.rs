@@ -12,7 +12,7 @@ use plotters::{
     series::LineSeries,
     style::{Color, RGBColor, WHITE},
 };
-use simulation::{Replayed, ServedRequest};
+use simulation::{ReplayOutcome, ServedRequest};
 
 use crate::bench::serve::COLOURS;
 
@@ -26,7 +26,7 @@ const POINTS: usize = 200;
 /// Draws the cumulative distribution of the time to first token, and of the time per output token.
 pub(super) fn write(
     title: &str,
-    outcomes: &[(NodePolicy, &Replayed)],
+    outcomes: &[(NodePolicy, &ReplayOutcome)],
     mut file: File,
 ) -> Result<()> {
     let svg =
@@ -36,7 +36,7 @@ pub(super) fn write(
 
 fn draw(
     title: &str,
-    outcomes: &[(NodePolicy, &Replayed)],
+    outcomes: &[(NodePolicy, &ReplayOutcome)],
 ) -> Result<String, Box<dyn std::error::Error>> {
     let mut svg = String::new();
     {
@@ -79,7 +79,7 @@ fn draw(
 
 /// Returns percentiles and values up to the 99th percentile: the longest request would hide the
 /// others.
-fn points(replayed: &Replayed, of: MillisOf) -> Vec<(f64, f64)> {
+fn points(replayed: &ReplayOutcome, of: MillisOf) -> Vec<(f64, f64)> {
     let mut values: Vec<f64> = replayed.requests.iter().map(of).collect();
     values.sort_by(f64::total_cmp);
     let Some(last) = values.len().checked_sub(1) else { return Vec::new() };

@@ -5,7 +5,7 @@ use std::time::Duration;
 use cluster::Role;
 use config::NodePolicy;
 use serde::Serialize;
-use simulation::{Replayed, ServedRequest};
+use simulation::{ReplayOutcome, ServedRequest};
 
 use crate::bench::{serve::GoodputLimits, stats::Percentiles};
 
@@ -107,7 +107,7 @@ impl PolicyPoint {
     pub(super) fn new(
         policy: NodePolicy,
         rate_scale: f64,
-        replayed: &Replayed,
+        replayed: &ReplayOutcome,
         prefill_nodes: usize,
         limits: Option<GoodputLimits>,
         cost: Cost,

@@ -10,8 +10,8 @@ use super::{
     eligible::{eligible, misfit},
     member::{Member, Unseen},
     milliseconds,
+    requirements::NodeRequirements,
     select::NodeChoice,
-    wanted::Wanted,
 };
 use crate::Role;
 
@@ -41,7 +41,7 @@ impl Directory {
         &self,
         now: Instant,
         id: AssignmentId,
-        wanted: &Wanted<'_>,
+        requirements: &NodeRequirements<'_>,
     ) -> Option<Duration> {
         let seen = self.members.get(&self.node_of(id)?)?.seen.as_ref()?;
         if !seen.load.draining || seen.load.drain_ms == 0 {
@@ -50,8 +50,9 @@ impl Directory {
         let role = Role::Decode;
         let mut decode = self.members.values().filter(|member| member.address.role == role);
         let is_eligible = |member: &Member| {
-            let misfit = member.seen.as_ref().and_then(|seen| misfit(role, &seen.record, wanted));
-            eligible(now, role, member, misfit, wanted).is_ok()
+            let misfit =
+                member.seen.as_ref().and_then(|seen| misfit(role, &seen.record, requirements));
+            eligible(now, role, member, misfit, requirements).is_ok()
         };
         decode.any(is_eligible).then_some(())?;
         let since = now.saturating_duration_since(seen.reported_at);

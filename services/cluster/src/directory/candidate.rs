@@ -8,7 +8,7 @@ use super::{
     NodeKey,
     member::{Member, Seen},
     milliseconds,
-    wanted::Wanted,
+    requirements::NodeRequirements,
 };
 use crate::{
     PrefixKeys, Role,
@@ -177,10 +177,10 @@ pub(super) struct Need {
 }
 
 impl Need {
-    pub(super) fn of(role: Role, seen: &Seen, wanted: &Wanted<'_>) -> Self {
+    pub(super) fn of(role: Role, seen: &Seen, requirements: &NodeRequirements<'_>) -> Self {
         let identity = &seen.record.identity;
         let block_size = identity.block_size;
-        let keys = wanted.prefix.iter().find(|keys| keys.are_of(identity));
+        let keys = requirements.prefix.iter().find(|keys| keys.are_of(identity));
         let keys = keys.map_or(&[][..], PrefixKeys::keys);
         let resident = keys.iter().take_while(|key| seen.cached.contains(key)).count();
         let (loaded, load_ms) = tier_hits(seen, &keys[resident..]);
@@ -189,17 +189,17 @@ impl Need {
         let cached_tokens = u32::try_from(hits)
             .unwrap_or(u32::MAX)
             .saturating_mul(block_size)
-            .min(wanted.tokens.saturating_sub(1));
+            .min(requirements.tokens.saturating_sub(1));
         let resident_blocks =
             u32::try_from(resident).unwrap_or(u32::MAX).min(cached_tokens / block_size);
         let new_tokens = match role {
             Role::Prefill => 0,
-            Role::Decode => wanted.new_tokens_max.min(NEW_TOKENS_COUNTED),
+            Role::Decode => requirements.new_tokens_max.min(NEW_TOKENS_COUNTED),
         };
-        let blocks = wanted.tokens.saturating_add(new_tokens).div_ceil(block_size);
+        let blocks = requirements.tokens.saturating_add(new_tokens).div_ceil(block_size);
         Self {
             cached_tokens,
-            uncached_tokens: u64::from(wanted.tokens - cached_tokens),
+            uncached_tokens: u64::from(requirements.tokens - cached_tokens),
             // Loaded blocks take memory, too.
             blocks: u64::from(blocks - resident_blocks),
             load_ms,

@@ -12,7 +12,7 @@ use super::{
     breaker::BreakerReason,
     member::{Member, Seen},
     milliseconds,
-    wanted::Wanted,
+    requirements::NodeRequirements,
 };
 use crate::{ModelIdentity, NodeRecord, Role};
 
@@ -114,7 +114,7 @@ pub(super) fn eligible<'a>(
     role: Role,
     member: &'a Member,
     misfit: Option<NoNode>,
-    wanted: &Wanted<'_>,
+    requirements: &NodeRequirements<'_>,
 ) -> Result<&'a Seen, Option<NoNode>> {
     if matches!(misfit, Some(NoNode::OtherModel { .. })) {
         return Err(misfit);
@@ -127,8 +127,8 @@ pub(super) fn eligible<'a>(
         return Err(misfit);
     }
     let exclude = match role {
-        Role::Prefill => wanted.exclude_prefill,
-        Role::Decode => wanted.exclude_decode,
+        Role::Prefill => requirements.exclude_prefill,
+        Role::Decode => requirements.exclude_decode,
     };
     if exclude.contains(&seen.record.epoch) {
         return Err(Some(NoNode::Excluded { role }));
@@ -143,27 +143,34 @@ pub(super) fn eligible<'a>(
 }
 
 /// Returns why a node with this record cannot serve the request, if it cannot.
-pub(super) fn misfit(role: Role, record: &NodeRecord, wanted: &Wanted<'_>) -> Option<NoNode> {
-    if wanted.model != record.model {
+pub(super) fn misfit(
+    role: Role,
+    record: &NodeRecord,
+    requirements: &NodeRequirements<'_>,
+) -> Option<NoNode> {
+    if requirements.model != record.model {
         return Some(NoNode::OtherModel { role });
     }
     // A prefill node must fit its decode node.
-    let identity = wanted.identity.filter(|_| role == Role::Decode);
-    let fits = |identity: &ModelIdentity| match wanted.any_weights {
+    let identity = requirements.identity.filter(|_| role == Role::Decode);
+    let fits = |identity: &ModelIdentity| match requirements.any_weights {
         true => record.identity.fits_but_weights(identity),
         false => record.identity.fits(identity),
     };
     if identity.is_some_and(|identity| !fits(identity)) {
         return Some(NoNode::NoneFits { role });
     }
-    if wanted.grammar_version > record.grammar_version {
-        return Some(NoNode::NoGrammar { role, version: wanted.grammar_version });
+    if requirements.grammar_version > record.grammar_version {
+        return Some(NoNode::NoGrammar { role, version: requirements.grammar_version });
     }
-    if wanted.pooling && !record.pooling {
+    if requirements.pooling && !record.pooling {
         return Some(NoNode::NoPooling { role });
     }
     let sequence_max = record.sequence_tokens_max.saturating_sub(1);
-    let lengths = [(wanted.prompt_tokens, record.prompt_tokens_max), (wanted.tokens, sequence_max)];
+    let lengths = [
+        (requirements.prompt_tokens, record.prompt_tokens_max),
+        (requirements.tokens, sequence_max),
+    ];
     let (tokens, tokens_max) = lengths.into_iter().find(|(tokens, most)| tokens > most)?;
     Some(NoNode::TooLong { role, tokens, tokens_max })
 }

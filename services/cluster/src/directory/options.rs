@@ -7,10 +7,11 @@ use config::NodePolicy;
 use super::{
     Directory, NoNode, Placement,
     candidate::Candidate,
+    capacity,
     considered::ConsideredOption,
     member::Member,
-    milliseconds, room,
-    wanted::{Room, Wanted},
+    milliseconds,
+    requirements::{NodeRequirements, RequiredCapacity},
 };
 use crate::predict::{Prediction, hand_over, local};
 
@@ -36,13 +37,13 @@ impl Directory {
         &self,
         now: Instant,
         policy: NodePolicy,
-        wanted: &Wanted<'_>,
+        requirements: &NodeRequirements<'_>,
         decode: &'a [Candidate<'a>],
         prefill: &'a [Candidate<'a>],
     ) -> Vec<NodeOption<'a>> {
         let fits = |decode: &Candidate<'_>, prefill: &&Candidate<'_>| {
             // KV of less than one block is never transferred.
-            wanted.tokens >= decode.seen.record.identity.block_size
+            requirements.tokens >= decode.seen.record.identity.block_size
                 && prefill.fits(decode)
                 && self.pair_admits(now, (prefill.key, decode.key))
         };
@@ -53,7 +54,9 @@ impl Directory {
             let by_prefill =
                 |node: &Candidate<'_>| node.part_ms(|state, prompt| state.prefill_part_ms(prompt));
             let by_decode = |node: &Candidate<'_>| {
-                node.part_ms(|state, prompt| state.decode_part_ms(prompt, wanted.new_tokens_max))
+                node.part_ms(|state, prompt| {
+                    state.decode_part_ms(prompt, requirements.new_tokens_max)
+                })
             };
             let prefill_order = order_by_part(prefill, by_prefill);
             // Exclude nodes without a partner, such as nodes of another model version, before
@@ -179,17 +182,17 @@ fn best<'a, 'b>(options: &'b [NodeOption<'a>]) -> &'b NodeOption<'a> {
 /// waited as long as the costs differ. So a prefix is computed again when its node stays
 /// overloaded, and the wait at most doubles the extra cost.
 pub(super) fn startable<'a, 'b>(
-    room: Room,
+    capacity: RequiredCapacity,
     waited: Duration,
     options: &'b [NodeOption<'a>],
 ) -> Result<&'b NodeOption<'a>, NoNode> {
     let best = best(options);
-    let Err(mut busy) = room::check_prompt_queue(room, best) else { return Ok(best) };
+    let Err(mut busy) = capacity::check_prompt_queue(capacity, best) else { return Ok(best) };
     let tokens_max = WORK_MAX * best.uncached_tokens();
     let others = options.iter().filter_map(|option| {
         let prediction = option.prediction.as_ref()?;
         let can_start =
-            !prediction.exceeds_itl_max && room::check_prompt_queue(room, option).is_ok();
+            !prediction.exceeds_itl_max && capacity::check_prompt_queue(capacity, option).is_ok();
         can_start.then_some((option, prediction.cost_ms()))
     });
     let others: Vec<_> = others.collect();
@@ -207,11 +210,11 @@ pub(super) fn startable<'a, 'b>(
 pub(super) fn no_pair(
     decode: &Candidate<'_>,
     prefill: &[Candidate<'_>],
-    wanted: &Wanted<'_>,
+    requirements: &NodeRequirements<'_>,
 ) -> Placement {
     let block_tokens = decode.seen.record.identity.block_size;
-    if wanted.tokens < block_tokens {
-        return Placement::ShortPrompt { tokens: wanted.tokens, block_tokens };
+    if requirements.tokens < block_tokens {
+        return Placement::ShortPrompt { tokens: requirements.tokens, block_tokens };
     }
     match prefill.iter().any(|prefill| prefill.fits(decode)) {
         true => Placement::TransfersFail,

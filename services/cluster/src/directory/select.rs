@@ -39,12 +39,12 @@ use proto::ids::TransferId;
 use super::{
     AssignmentId, Directory, Forecast, NoNode,
     candidate::{Candidate, Need, known_costs},
+    capacity,
     considered::{Considered, Placement, considered},
     eligible::{eligible, misfit},
     member::{Member, Seen},
     options::{no_pair, predicted, startable},
-    room,
-    wanted::Wanted,
+    requirements::NodeRequirements,
 };
 use crate::{NodeAddress, NodeRecord, Role};
 
@@ -89,26 +89,26 @@ impl Directory {
         &mut self,
         now: Instant,
         transfer_id: TransferId,
-        wanted: &Wanted<'_>,
+        requirements: &NodeRequirements<'_>,
     ) -> Result<Picked, NoNode> {
         let mut ineligible = Vec::new();
         // A pooled attempt needs one node. Prefill nodes come first: they are busy with prompts
         // anyway.
-        let of_prefill = wanted.pooling.then(|| {
+        let of_prefill = requirements.pooling.then(|| {
             let mut passed = Vec::new();
-            self.candidates(now, Role::Prefill, wanted, &mut passed)
+            self.candidates(now, Role::Prefill, requirements, &mut passed)
         });
         let mut decode = match of_prefill {
             Some(Ok(nodes)) => nodes,
-            _ => self.candidates(now, Role::Decode, wanted, &mut ineligible)?,
+            _ => self.candidates(now, Role::Decode, requirements, &mut ineligible)?,
         };
-        room::retain_free(wanted.room, &mut decode)?;
+        capacity::retain_free(requirements.capacity, &mut decode)?;
         let candidates = match self.selection.disaggregate {
             Disaggregate::Never => Err(Placement::Never),
-            _ if wanted.pooling => Err(Placement::Pooled),
-            _ if wanted.local_prefill => Err(Placement::AfterFailure),
+            _ if requirements.pooling => Err(Placement::Pooled),
+            _ if requirements.local_prefill => Err(Placement::AfterFailure),
             _ => self
-                .candidates(now, Role::Prefill, wanted, &mut ineligible)
+                .candidates(now, Role::Prefill, requirements, &mut ineligible)
                 .map_err(Placement::NoPrefillNode),
         };
         let (mut prefill, no_prefill) = match candidates {
@@ -125,28 +125,28 @@ impl Directory {
             NodePolicy::Predicted if costs.is_none() => NodePolicy::CacheAware,
             policy => policy,
         };
-        let mut options = self.options(now, policy, wanted, &decode, &prefill);
+        let mut options = self.options(now, policy, requirements, &decode, &prefill);
         let has_pair = options.iter().any(|option| option.prefill.is_some());
         // Without predictions the pair is preferred.
         let may_be_local = self.selection.disaggregate == Disaggregate::Auto
             && costs.is_some()
-            && !wanted.room.leaves_headroom();
+            && !requirements.capacity.leaves_headroom();
         if !may_be_local && has_pair {
             options.retain(|option| option.prefill.is_some());
         }
         for option in &mut options {
             let pair = option.prefill.map(|prefill| (prefill.key, option.decode.key));
             let transfer_ms = pair.map_or(0.0, |pair| self.transfers.of(pair));
-            option.predict(transfer_ms, wanted.new_tokens_max);
+            option.predict(transfer_ms, requirements.new_tokens_max);
         }
-        let waits_since = wanted.waits_since.unwrap_or(now);
+        let waits_since = requirements.waits_since.unwrap_or(now);
         let waited = now.saturating_duration_since(waits_since);
-        let best = startable(wanted.room, waited, &options)?;
+        let best = startable(requirements.capacity, waited, &options)?;
         let placement = no_prefill.unwrap_or_else(|| match self.selection.disaggregate {
-            _ if !has_pair => no_pair(best.decode, &prefill, wanted),
+            _ if !has_pair => no_pair(best.decode, &prefill, requirements),
             Disaggregate::Always => Placement::Always,
             _ if costs.is_none() => Placement::Unmeasured,
-            _ if wanted.room.leaves_headroom() => Placement::Headroom,
+            _ if requirements.capacity.leaves_headroom() => Placement::Headroom,
             _ => predicted(&options),
         });
         let considered = considered(placement, &options, best, &ineligible, self.overhead_ms);
@@ -178,20 +178,20 @@ impl Directory {
         &'a self,
         now: Instant,
         role: Role,
-        wanted: &Wanted<'_>,
+        requirements: &NodeRequirements<'_>,
         ineligible: &mut Vec<(&'a Member, NoNode)>,
     ) -> Result<Vec<Candidate<'a>>, NoNode> {
         let listed = self.members.values().filter(|member| member.address.role == role).count();
         let mut nearest = (NoNode::NoneListed { role }, false);
         let (mut candidates, mut broken) = (Vec::new(), Vec::new());
         for (key, member) in self.members.iter().filter(|(_, m)| m.address.role == role) {
-            let misfit = member.seen.as_ref().map(|seen| misfit(role, &seen.record, wanted));
+            let misfit = member.seen.as_ref().map(|seen| misfit(role, &seen.record, requirements));
             let fits = misfit == Some(None);
             let candidate = |seen: &'a Seen| {
-                let need = Need::of(role, seen, wanted);
+                let need = Need::of(role, seen, requirements);
                 Candidate { key: *key, role, member, seen, need, state: None }
             };
-            match eligible(now, role, member, misfit.flatten(), wanted) {
+            match eligible(now, role, member, misfit.flatten(), requirements) {
                 Err(reason) => {
                     if let (Some(NoNode::Broken { .. }), Some(seen)) = (&reason, &member.seen) {
                         broken.push(candidate(seen));

@@ -4,8 +4,8 @@ use std::time::Duration;
 
 use crate::world::*;
 use cluster::{
-    BreakerReason, Failed, Health, Load, NoNode, NodeAddress, NodeChoice, Picked, Placement, Role,
-    Selection, Wanted,
+    BreakerReason, Failed, Health, Load, NoNode, NodeAddress, NodeChoice, NodeRequirements, Picked,
+    Placement, Role, Selection,
 };
 use config::{Disaggregate, NodePolicy};
 
@@ -43,7 +43,7 @@ impl World {
     }
 
     fn next(&mut self) -> Picked {
-        self.pick_nodes(&wanted(100)).unwrap()
+        self.pick_nodes(&requirements(100)).unwrap()
     }
 
     fn release(&mut self, picked: &Picked) {
@@ -158,7 +158,7 @@ fn only_decode_node_is_used_although_its_breaker_is_open() {
     let picked = world.next();
     assert_eq!(picked.decode.address, decode(101));
     world.directory.busy(world.now, picked.decode.assignment);
-    assert!(matches!(world.pick(&wanted(100)), Err(NoNode::Busy { .. })));
+    assert!(matches!(world.pick(&requirements(100)), Err(NoNode::Busy { .. })));
 }
 
 #[test]
@@ -319,7 +319,7 @@ fn node_with_slow_transfers_returns_after_probes_without_a_transfer() {
     }
     assert_eq!(world.opened(), [(decode(100).grpc, BreakerReason::Slow)]);
     world.wait(PAUSE_MAX);
-    let local = Wanted { local_prefill: true, ..wanted(100) };
+    let local = NodeRequirements { local_prefill: true, ..requirements(100) };
     let probe = |world: &mut World, is_served: bool| {
         // The excluded node gets one attempt at a time.
         let all: Vec<_> = (0..6).map(|_| world.pick_nodes(&local).unwrap()).collect();

@@ -17,10 +17,10 @@ fn a_member_is_up_from_its_snapshot_on() {
     let node = decode(1);
     world.join(&node);
     assert_eq!(world.health_of(&node), Some(Health::Unknown));
-    assert!(matches!(world.pick(&wanted(8)), Err(NoNode::NoneUp { listed: 1, .. })));
+    assert!(matches!(world.pick(&requirements(8)), Err(NoNode::NoneUp { listed: 1, .. })));
     world.send(&node, snapshot(&record(Role::Decode, 1), idle(), &[]));
     assert_eq!(world.health_of(&node), Some(Health::Up));
-    assert_eq!(world.pick(&wanted(8)).unwrap().address, node);
+    assert_eq!(world.pick(&requirements(8)).unwrap().address, node);
     let next = world.directory.next_deadline();
     assert_eq!(next, Some(world.now + SILENCE_MAX), "a node that is up needs no probing");
 }
@@ -34,7 +34,7 @@ fn a_lost_stream_makes_a_node_suspect_and_is_probed_at_once() {
     world.end_stream(&node);
     assert_eq!(world.health_of(&node), Some(Health::Suspect));
     assert!(world.stream_of(&node).is_some(), "the probe is in flight");
-    assert!(world.pick(&wanted(8)).is_err());
+    assert!(world.pick(&requirements(8)).is_err());
     world.send(&node, snapshot(&record(Role::Decode, 1), idle(), &[]));
     assert_eq!(world.health_of(&node), Some(Health::Up));
 }
@@ -87,7 +87,7 @@ fn a_silent_node_is_asked_again_and_stays_up_if_it_answers() {
         assert_eq!(world.stream_of(&node), Some(before), "round {round}");
         world.advance(SECOND);
         assert_ne!(world.stream_of(&node).unwrap(), before);
-        assert_eq!(world.pick(&wanted(8)).unwrap().address, node);
+        assert_eq!(world.pick(&requirements(8)).unwrap().address, node);
         world.send(&node, snapshot(&record(Role::Decode, 1), idle(), &[]));
         // A node that sends events is not silent.
         world.advance(SILENCE_MAX - SECOND);
@@ -105,7 +105,7 @@ fn a_node_that_hangs_is_down_although_its_connection_lives() {
     world.up(&node, &record(Role::Decode, 1), idle());
     world.advance(SILENCE_MAX + PROBE_TIMEOUT);
     assert_eq!(world.health_of(&node), Some(Health::Suspect));
-    assert!(world.pick(&wanted(8)).is_err());
+    assert!(world.pick(&requirements(8)).is_err());
     world.advance(PROBE_TIMEOUT);
     assert_eq!(world.health_of(&node), Some(Health::Down));
     // The node recovers.
@@ -119,7 +119,7 @@ fn deltas_prove_progress_and_snapshots_do_not() {
     let mut world = World::new();
     let node = decode(1);
     world.up(&node, &record(Role::Decode, 1), idle());
-    let picked = world.pick(&wanted(8)).unwrap().assignment;
+    let picked = world.pick(&requirements(8)).unwrap().assignment;
     assert_eq!(world.directory.changed_at(picked), None);
     world.advance(SECOND);
     world.send(&node, delta(1, Some(idle()), &[], &[]));
@@ -188,7 +188,7 @@ fn a_new_epoch_at_an_address_is_a_new_node() {
     let node = decode(1);
     world.join(&node);
     world.send(&node, snapshot(&record(Role::Decode, 1), idle(), &[1, 2, 3]));
-    let choice = world.pick(&wanted(8)).unwrap();
+    let choice = world.pick(&requirements(8)).unwrap();
     world.advance(3 * SECOND);
     world.end_stream(&node);
     world.send(&node, snapshot(&record(Role::Decode, 2), idle(), &[]));
@@ -196,7 +196,8 @@ fn a_new_epoch_at_an_address_is_a_new_node() {
     assert_eq!((view.in_flight, view.cached_blocks()), (0, 0));
     // A failed attempt at the old process does not exclude the new process.
     let exclude = [choice.record.epoch];
-    let again = world.pick(&cluster::Wanted { exclude_decode: &exclude, ..wanted(8) });
+    let again =
+        world.pick(&cluster::NodeRequirements { exclude_decode: &exclude, ..requirements(8) });
     assert_eq!(again.unwrap().record.epoch, epoch(2));
     // The end of the old attempt does not change the count of the new process.
     world.directory.release(choice.assignment);
@@ -291,7 +292,7 @@ fn a_draining_node_is_not_picked_but_stays_up() {
     world.up(&node, &record(Role::Decode, 1), idle());
     world.send(&node, delta(1, Some(Load { draining: true, ..idle() }), &[], &[]));
     assert_eq!(world.health_of(&node), Some(Health::Up));
-    assert!(matches!(world.pick(&wanted(8)), Err(NoNode::Draining { .. })));
+    assert!(matches!(world.pick(&requirements(8)), Err(NoNode::Draining { .. })));
     assert_eq!(world.directory.serving(Role::Decode).count(), 0);
     // The directory says so once, and again when the node serves or has other weights.
     world.send(&node, delta(2, Some(Load { draining: true, ..idle() }), &[], &[]));

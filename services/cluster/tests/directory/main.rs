@@ -1,9 +1,9 @@
 //! The directory as a router uses it: events in, health and choices out.
 
 mod breakers;
+mod capacity;
 mod health;
 mod predictions;
 mod properties;
-mod room;
 mod selection;
 mod world;

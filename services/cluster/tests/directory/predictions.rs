@@ -3,8 +3,8 @@
 use std::{collections::BTreeMap, time::Duration};
 
 use cluster::{
-    CacheIdentity, IneligibleNode, Load, NoNode, Picked, Placement, PrefixKeys, Role, Room,
-    Selection, Wanted,
+    CacheIdentity, IneligibleNode, Load, NoNode, NodeRequirements, Picked, Placement, PrefixKeys,
+    RequiredCapacity, Role, Selection,
 };
 use config::{Disaggregate, NodePolicy};
 use proto::v1;
@@ -69,7 +69,7 @@ fn pair(prefill_load: Load, decode_load: Load) -> World {
 }
 
 fn pick(world: &mut World, tokens: u32) -> Picked {
-    world.pick_nodes(&wanted(tokens)).unwrap()
+    world.pick_nodes(&requirements(tokens)).unwrap()
 }
 
 fn is_local(world: &mut World, tokens: u32) -> bool {
@@ -161,8 +161,8 @@ fn always_picks_a_pair_and_never_does_not() {
         assert!(is_local(&mut cluster(always, &[], &[load()]), 200));
     }
     let mut world = cluster(with(Disaggregate::Always), &[load()], &[load()]);
-    let wanted_local = Wanted { local_prefill: true, ..wanted(200) };
-    assert!(world.pick_nodes(&wanted_local).unwrap().prefill.is_none());
+    let local = NodeRequirements { local_prefill: true, ..requirements(200) };
+    assert!(world.pick_nodes(&local).unwrap().prefill.is_none());
 }
 
 /// Node 11 has the prompt cached, node 12 has the fewest requests, node 13 was picked least
@@ -200,11 +200,11 @@ fn each_policy_picks_by_its_own_criterion() {
         for port in [11, 12, 14] {
             let others = [11, 12, 13, 14].map(epoch);
             let others: Vec<_> = others.into_iter().filter(|other| *other != epoch(port)).collect();
-            let only = Wanted { exclude_decode: &others, ..wanted(16) };
+            let only = NodeRequirements { exclude_decode: &others, ..requirements(16) };
             let assignment = world.pick(&only).unwrap().assignment;
             world.directory.release(assignment);
         }
-        let request = Wanted { prefix: &prefix, ..wanted(805) };
+        let request = NodeRequirements { prefix: &prefix, ..requirements(805) };
         world.pick(&request).unwrap().record.epoch
     };
     assert_eq!(picked_by(NodePolicy::CacheAware), epoch(11));
@@ -243,7 +243,7 @@ fn prefix_in_memory_is_preferred_to_a_tier_and_a_tier_to_computing() {
                 world.send(&decode(port), v1::ObserveEvent { sequence: 1, event });
             }
         }
-        let request = Wanted { prefix: &prefix, ..wanted(805) };
+        let request = NodeRequirements { prefix: &prefix, ..requirements(805) };
         let picked = world.pick(&request).unwrap();
         (picked.record.epoch, picked.cached_tokens)
     };
@@ -276,7 +276,8 @@ fn decode_node_without_a_fitting_prefill_node_is_chosen_by_its_own_prefill() {
         world.join(&decode(12));
         let cached = prefix[0].keys();
         world.send(&decode(12), snapshot(&record(Role::Decode, 12), decoding(2), cached));
-        let picked = world.pick_nodes(&Wanted { prefix: &prefix, ..wanted(805) }).unwrap();
+        let picked =
+            world.pick_nodes(&NodeRequirements { prefix: &prefix, ..requirements(805) }).unwrap();
         assert_eq!((picked.decode.record.epoch, picked.prefill.is_none()), (epoch(12), true));
     }
 }
@@ -297,9 +298,14 @@ fn request_waits_for_the_node_with_its_prefix_if_another_node_computes_much_more
         let keys = &prefix[0].keys()[..cached];
         world.send(&prefill(1), snapshot(&record(Role::Prefill, 1), with(queued(500)), keys));
         world.up(&prefill(2), &record(Role::Prefill, 2), with(load()));
-        let room = Room::Start { headroom: false };
+        let capacity = RequiredCapacity::Start { headroom: false };
         let waits_since = Some(world.now - Duration::from_millis(waited));
-        world.pick_nodes(&Wanted { prefix: &prefix, room, waits_since, ..wanted(1600) })
+        world.pick_nodes(&NodeRequirements {
+            prefix: &prefix,
+            capacity,
+            waits_since,
+            ..requirements(1600)
+        })
     };
     for waited in [0, 150] {
         let busy = pick(99, waited).unwrap_err();
@@ -518,17 +524,17 @@ fn account_of_a_pick_is_bounded_and_counts_the_rest() {
 
 #[test]
 fn account_of_a_pick_says_why_the_prompt_is_prefilled_there() {
-    let placement = |selection, loads: &[Load], wanted: &Wanted<'_>| {
+    let placement = |selection, loads: &[Load], requirements: &NodeRequirements<'_>| {
         let mut world = cluster(selection, loads, &[load()]);
-        world.pick_nodes(wanted).unwrap().considered.placement
+        world.pick_nodes(requirements).unwrap().considered.placement
     };
     let with = |disaggregate| Selection { disaggregate, ..DEFAULT };
-    let (prompt, short) = (wanted(400), wanted(15));
-    let wanted_local = Wanted { local_prefill: true, ..wanted(400) };
+    let (prompt, short) = (requirements(400), requirements(15));
+    let local = NodeRequirements { local_prefill: true, ..requirements(400) };
     let busy = queued(4000);
     assert_eq!(placement(with(Disaggregate::Always), &[busy], &prompt), Placement::Always);
-    assert_eq!(placement(with(Disaggregate::Never), &[busy], &wanted_local), Placement::Never);
-    assert_eq!(placement(DEFAULT, &[busy], &wanted_local), Placement::AfterFailure);
+    assert_eq!(placement(with(Disaggregate::Never), &[busy], &local), Placement::Never);
+    assert_eq!(placement(DEFAULT, &[busy], &local), Placement::AfterFailure);
     let short_prompt = Placement::ShortPrompt { tokens: 15, block_tokens: 16 };
     assert_eq!(placement(with(Disaggregate::Always), &[busy], &short), short_prompt);
     let none = placement(DEFAULT, &[], &prompt);
@@ -550,7 +556,9 @@ fn account_of_a_pick_names_ineligible_nodes_with_their_reason() {
     world.end_stream(&prefill(2));
     world.join(&prefill(9));
     let failed = [epoch(3)];
-    let picked = world.pick_nodes(&Wanted { exclude_prefill: &failed, ..wanted(400) }).unwrap();
+    let picked = world
+        .pick_nodes(&NodeRequirements { exclude_prefill: &failed, ..requirements(400) })
+        .unwrap();
     let of = |node: &str, reason: &str| IneligibleNode {
         node: node.into(),
         role: Role::Prefill,

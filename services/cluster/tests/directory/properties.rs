@@ -5,7 +5,7 @@ use std::time::Duration;
 use crate::world::*;
 use cluster::{
     Directory, DirectoryAction, DirectoryInput, Failed, Health, Load, MemberChange, NodeChoice,
-    Role, Wanted,
+    NodeRequirements, Role,
 };
 use proptest::prelude::*;
 use proto::v1;
@@ -226,11 +226,11 @@ impl Run {
             }),
             Event::Pick { tokens, exclude, local_prefill } => {
                 let exclude = [epoch(1 + u128::from(*exclude))];
-                let request = Wanted {
+                let request = NodeRequirements {
                     exclude_decode: &exclude,
                     exclude_prefill: &exclude,
                     local_prefill: *local_prefill,
-                    ..wanted(*tokens)
+                    ..requirements(*tokens)
                 };
                 match world.pick_nodes(&request) {
                     Ok(picked) => {

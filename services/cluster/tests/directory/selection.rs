@@ -3,7 +3,9 @@
 use std::{collections::BTreeMap, time::Duration};
 
 use crate::world::*;
-use cluster::{CacheIdentity, Load, ModelIdentity, NoNode, NodeRecord, PrefixKeys, Role, Wanted};
+use cluster::{
+    CacheIdentity, Load, ModelIdentity, NoNode, NodeRecord, NodeRequirements, PrefixKeys, Role,
+};
 
 fn three() -> World {
     let mut world = World::new();
@@ -18,7 +20,7 @@ fn a_burst_spreads_evenly_before_any_load_is_reported() {
     let mut world = three();
     let mut picked = BTreeMap::new();
     for _ in 0..30 {
-        let choice = world.pick(&wanted(100)).unwrap();
+        let choice = world.pick(&requirements(100)).unwrap();
         *picked.entry(choice.address).or_insert(0) += 1;
     }
     assert_eq!(picked.into_values().collect::<Vec<_>>(), [10, 10, 10]);
@@ -29,7 +31,7 @@ fn single_requests_to_idle_nodes_take_turns() {
     let mut world = three();
     let mut ports = Vec::new();
     for _ in 0..6 {
-        let choice = world.pick(&wanted(100)).unwrap();
+        let choice = world.pick(&requirements(100)).unwrap();
         world.directory.release(choice.assignment);
         ports.push(choice.address.grpc);
     }
@@ -48,7 +50,7 @@ fn long_prompts_in_the_queue_outweigh_many_short_ones() {
     let short = Load { waiting: 4, running: 4, pending_prompt_tokens: 400, ..idle() };
     world.up(&prefill(1), &one, long);
     world.up(&prefill(2), &two, short);
-    let picked = world.pick_nodes(&wanted(100)).unwrap();
+    let picked = world.pick_nodes(&requirements(100)).unwrap();
     assert_eq!(picked.prefill.unwrap().record.epoch, two.epoch);
 }
 
@@ -59,7 +61,7 @@ fn a_node_without_room_is_picked_last() {
     let busy = Load { running: 3, blocks_free: 800, blocks_held: 200, ..Load::default() };
     world.up(&decode(1), &record(Role::Decode, 1), full);
     world.up(&decode(2), &record(Role::Decode, 2), busy);
-    assert_eq!(world.pick(&wanted(160)).unwrap().record.epoch, epoch(2));
+    assert_eq!(world.pick(&requirements(160)).unwrap().record.epoch, epoch(2));
 }
 
 #[test]
@@ -75,11 +77,11 @@ fn a_cached_prefix_draws_a_request_until_load_outweighs_it() {
         let cached = if number == 2 { keys } else { &[] };
         world.send(&node, snapshot(&record(Role::Decode, number.into()), idle(), cached));
     }
-    let request = Wanted { prefix: &prefix, ..wanted(805) };
+    let request = NodeRequirements { prefix: &prefix, ..requirements(805) };
     let choice = world.pick(&request).unwrap();
     assert_eq!((choice.record.epoch, choice.cached_tokens), (epoch(2), 800));
     // A cache hit never covers the whole prompt: the node always computes the last token.
-    let whole = Wanted { tokens: 800, prompt_tokens: 800, ..request };
+    let whole = NodeRequirements { tokens: 800, prompt_tokens: 800, ..request };
     assert_eq!(world.pick(&whole).unwrap().cached_tokens, 799);
     let loaded = Load { running: 40, ..idle() };
     world.send(&decode(2), delta(1, Some(loaded), &[], &[]));
@@ -105,7 +107,7 @@ fn prefix_keys_of_another_identity_have_no_effect() {
     }
     let mut cached_at = |prefix: &[PrefixKeys], record: &NodeRecord| {
         let identity = Some(&record.identity);
-        let request = Wanted { prefix, identity, ..wanted(805) };
+        let request = NodeRequirements { prefix, identity, ..requirements(805) };
         world.pick(&request).unwrap().cached_tokens
     };
     let both = [keys_of_ours, keys_of_retrained];
@@ -118,7 +120,7 @@ fn a_request_goes_to_nodes_of_its_model_only() {
     let mut world = three();
     let other = NodeRecord { model: "other".into(), ..record(Role::Decode, 4) };
     world.up(&decode(4), &other, Load { running: 40, ..idle() });
-    let of_model = |model| Wanted { model, ..wanted(100) };
+    let of_model = |model| NodeRequirements { model, ..requirements(100) };
     for _ in 0..8 {
         assert_eq!(world.pick(&of_model("other")).unwrap().record.epoch, other.epoch);
         assert_ne!(world.pick(&of_model("smollm2")).unwrap().record.epoch, other.epoch);
@@ -136,20 +138,20 @@ fn an_attempt_is_counted_until_the_node_reports_it_and_not_twice() {
     let (one, two) = (decode(1), decode(2));
     world.up(&one, &record(Role::Decode, 1), idle());
     world.up(&two, &record(Role::Decode, 2), idle());
-    let first = world.pick(&wanted(100)).unwrap();
+    let first = world.pick(&requirements(100)).unwrap();
     assert_eq!(first.address, one);
     // A load report that was in flight does not include the attempt.
     world.send(&one, delta(1, Some(idle()), &[], &[]));
-    assert_eq!(world.pick(&wanted(100)).unwrap().address, two);
+    assert_eq!(world.pick(&requirements(100)).unwrap().address, two);
     // A report after the acceptance includes the attempt, so the router no longer adds it.
     world.directory.accepted(first.assignment);
     world.send(&one, delta(2, Some(Load { running: 1, ..idle() }), &[], &[]));
-    assert_eq!(world.pick(&wanted(100)).unwrap().address, one);
+    assert_eq!(world.pick(&requirements(100)).unwrap().address, one);
     // A report that arrives late enough includes the attempt even without an event.
     world.advance(Duration::from_millis(200));
     world.send(&one, delta(3, Some(Load { running: 2, ..idle() }), &[], &[]));
     world.send(&two, delta(1, Some(Load { running: 3, ..idle() }), &[], &[]));
-    assert_eq!(world.pick(&wanted(100)).unwrap().address, one);
+    assert_eq!(world.pick(&requirements(100)).unwrap().address, one);
 }
 
 #[test]
@@ -158,9 +160,9 @@ fn attempts_on_a_busy_node_back_off_up_to_two_seconds() {
     world.up(&decode(1), &record(Role::Decode, 1), idle());
     let mut pauses = Vec::new();
     for _ in 0..12 {
-        let choice = world.pick(&wanted(8)).unwrap();
+        let choice = world.pick(&requirements(8)).unwrap();
         world.directory.busy(world.now, choice.assignment);
-        let NoNode::Busy { retry_after, .. } = world.pick(&wanted(8)).unwrap_err() else {
+        let NoNode::Busy { retry_after, .. } = world.pick(&requirements(8)).unwrap_err() else {
             panic!("the only node is busy")
         };
         pauses.push(retry_after);
@@ -169,11 +171,11 @@ fn attempts_on_a_busy_node_back_off_up_to_two_seconds() {
     assert!(pauses[0] <= Duration::from_millis(50) && pauses[11] >= Duration::from_secs(1));
     assert!(pauses.iter().all(|pause| *pause <= Duration::from_secs(2)), "{pauses:?}");
     // One accepted attempt resets the pause.
-    let choice = world.pick(&wanted(8)).unwrap();
+    let choice = world.pick(&requirements(8)).unwrap();
     world.directory.accepted(choice.assignment);
-    let next = world.pick(&wanted(8)).unwrap();
+    let next = world.pick(&requirements(8)).unwrap();
     world.directory.busy(world.now, next.assignment);
-    let NoNode::Busy { retry_after, .. } = world.pick(&wanted(8)).unwrap_err() else {
+    let NoNode::Busy { retry_after, .. } = world.pick(&requirements(8)).unwrap_err() else {
         panic!("the only node is busy")
     };
     assert!(retry_after <= Duration::from_millis(50));
@@ -187,18 +189,18 @@ fn only_nodes_of_equal_identity_are_paired() {
     let retrained = |record| NodeRecord { identity: identity.clone(), ..record };
     world.up(&prefill(1), &odd, idle());
     world.up(&decode(3), &retrained(record(Role::Decode, 3)), idle());
-    let request = Wanted { identity: Some(&identity), ..wanted(80) };
+    let request = NodeRequirements { identity: Some(&identity), ..requirements(80) };
     assert!(world.pick_nodes(&request).unwrap().prefill.is_none());
     let loaded = Load { waiting: 50, pending_prompt_tokens: 100_000, ..idle() };
     world.up(&prefill(2), &retrained(record(Role::Prefill, 2)), loaded);
     let picked = world.pick_nodes(&request).unwrap();
     assert_eq!(picked.prefill.unwrap().record.epoch, epoch(2));
-    let other = Wanted { identity: Some(&odd.identity), ..request };
+    let other = NodeRequirements { identity: Some(&odd.identity), ..request };
     assert!(matches!(world.pick(&other), Err(NoNode::NoneFits { .. })));
     // A request continues after a weight update, but never with another model.
-    assert!(world.pick(&Wanted { any_weights: true, ..other }).is_ok());
+    assert!(world.pick(&NodeRequirements { any_weights: true, ..other }).is_ok());
     let model = ModelIdentity { model_fingerprint: 9, ..odd.identity.clone() };
-    let stranger = Wanted { identity: Some(&model), any_weights: true, ..other };
+    let stranger = NodeRequirements { identity: Some(&model), any_weights: true, ..other };
     assert!(matches!(world.pick(&stranger), Err(NoNode::NoneFits { .. })));
 }
 
@@ -213,13 +215,13 @@ fn fitting_node_that_restarts_or_drains_outranks_an_unfit_one() {
     let unfit = NodeRecord { identity, ..record(role, 2) };
     world.up(&decode(1), &fitting, idle());
     world.up(&decode(2), &unfit, idle());
-    let request = Wanted { identity: Some(&fitting.identity), ..wanted(8) };
+    let request = NodeRequirements { identity: Some(&fitting.identity), ..requirements(8) };
     world.send(&decode(1), delta(1, Some(Load { draining: true, ..idle() }), &[], &[]));
     assert_eq!(world.pick(&request).unwrap_err(), NoNode::Draining { role });
     world.end_stream(&decode(1));
     assert_eq!(world.pick(&request).unwrap_err(), NoNode::NoneUp { role, listed: 2 });
     // The last record of the absent node does not fit a longer prompt either.
-    assert!(matches!(world.pick(&wanted(3000)), Err(NoNode::TooLong { .. })));
+    assert!(matches!(world.pick(&requirements(3000)), Err(NoNode::TooLong { .. })));
     // The directory has no record of a node that was never observed.
     let mut world = World::new();
     world.join(&decode(1));
@@ -231,7 +233,7 @@ fn fitting_node_that_restarts_or_drains_outranks_an_unfit_one() {
 #[test]
 fn a_grammar_goes_to_nodes_that_announce_its_version() {
     let mut world = World::new();
-    let with = |version| Wanted { grammar_version: version, ..wanted(8) };
+    let with = |version| NodeRequirements { grammar_version: version, ..requirements(8) };
     let of =
         |number, version| NodeRecord { grammar_version: version, ..record(Role::Decode, number) };
     world.up(&decode(1), &of(1, 0), idle());
@@ -249,7 +251,7 @@ fn a_grammar_goes_to_nodes_that_announce_its_version() {
 #[test]
 fn no_node_error_has_the_reason_of_the_closest_candidate() {
     let mut world = World::new();
-    let request = wanted(1500);
+    let request = requirements(1500);
     assert_eq!(world.pick(&request).unwrap_err(), NoNode::NoneListed { role: Role::Decode });
     world.join(&decode(1));
     assert_eq!(world.pick(&request).unwrap_err(), NoNode::NoneUp { role: Role::Decode, listed: 1 });
@@ -261,7 +263,7 @@ fn no_node_error_has_the_reason_of_the_closest_candidate() {
     assert_eq!(world.pick(&request).unwrap_err(), too_long);
     world.up(&decode(3), &record(Role::Decode, 3), idle());
     let exclude = [epoch(3)];
-    let tried = Wanted { exclude_decode: &exclude, ..request };
+    let tried = NodeRequirements { exclude_decode: &exclude, ..request };
     assert_eq!(world.pick(&tried).unwrap_err(), NoNode::Excluded { role: Role::Decode });
     assert_eq!(world.pick(&request).unwrap().record.epoch, epoch(3));
 }
@@ -270,9 +272,9 @@ fn no_node_error_has_the_reason_of_the_closest_candidate() {
 fn a_retry_may_be_longer_than_a_prompt_but_not_than_a_sequence() {
     let mut world = World::new();
     world.up(&decode(1), &record(Role::Decode, 1), idle());
-    let grown = Wanted { tokens: 2040, ..wanted(2000) };
+    let grown = NodeRequirements { tokens: 2040, ..requirements(2000) };
     assert!(world.pick(&grown).is_ok());
-    let full = Wanted { tokens: 2048, ..grown };
+    let full = NodeRequirements { tokens: 2048, ..grown };
     assert!(matches!(world.pick(&full), Err(NoNode::TooLong { tokens_max: 2047, .. })));
 }
 
@@ -280,6 +282,6 @@ fn a_retry_may_be_longer_than_a_prompt_but_not_than_a_sequence() {
 fn kv_of_less_than_a_block_needs_no_prefill_node() {
     let mut world = three();
     world.up(&prefill(9), &record(Role::Prefill, 9), idle());
-    assert!(world.pick_nodes(&wanted(16)).unwrap().prefill.is_some());
-    assert!(world.pick_nodes(&wanted(15)).unwrap().prefill.is_none());
+    assert!(world.pick_nodes(&requirements(16)).unwrap().prefill.is_some());
+    assert!(world.pick_nodes(&requirements(15)).unwrap().prefill.is_none());
 }

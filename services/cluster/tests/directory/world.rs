@@ -7,8 +7,8 @@ use std::{
 
 use cluster::{
     Directory, DirectoryAction, DirectoryInput, Epoch, Health, Load, MemberChange, ModelIdentity,
-    NoNode, NodeAddress, NodeChoice, NodeId, NodeKey, NodeRecord, Picked, Role, Room, Selection,
-    StreamId, Wanted,
+    NoNode, NodeAddress, NodeChoice, NodeId, NodeKey, NodeRecord, NodeRequirements, Picked,
+    RequiredCapacity, Role, Selection, StreamId,
 };
 use config::{Disaggregate, NodePolicy};
 use proto::{ids::TransferId, v1};
@@ -131,14 +131,20 @@ impl World {
         self.directory.nodes().find(|view| view.address == *address).map(|view| view.health)
     }
 
-    pub(crate) fn pick_nodes(&mut self, wanted: &Wanted<'_>) -> Result<Picked, NoNode> {
+    pub(crate) fn pick_nodes(
+        &mut self,
+        requirements: &NodeRequirements<'_>,
+    ) -> Result<Picked, NoNode> {
         self.picked += 1;
-        self.directory.pick(self.now, TransferId(self.picked), wanted)
+        self.directory.pick(self.now, TransferId(self.picked), requirements)
     }
 
     /// Returns the decode node.
-    pub(crate) fn pick(&mut self, wanted: &Wanted<'_>) -> Result<NodeChoice, NoNode> {
-        self.pick_nodes(wanted).map(|picked| picked.decode)
+    pub(crate) fn pick(
+        &mut self,
+        requirements: &NodeRequirements<'_>,
+    ) -> Result<NodeChoice, NoNode> {
+        self.pick_nodes(requirements).map(|picked| picked.decode)
     }
 }
 
@@ -222,8 +228,8 @@ pub(crate) fn arrived(sequence: u64, load: Load, transfers: &[u128]) -> v1::Obse
     v1::ObserveEvent { sequence, event: Some(v1::observe_event::Event::Delta(delta)) }
 }
 
-pub(crate) fn wanted(tokens: u32) -> Wanted<'static> {
-    Wanted {
+pub(crate) fn requirements(tokens: u32) -> NodeRequirements<'static> {
+    NodeRequirements {
         model: "smollm2",
         prompt_tokens: tokens,
         tokens,
@@ -236,7 +242,7 @@ pub(crate) fn wanted(tokens: u32) -> Wanted<'static> {
         pooling: false,
         exclude_decode: &[],
         exclude_prefill: &[],
-        room: Room::Any,
+        capacity: RequiredCapacity::Any,
         waits_since: None,
     }
 }

@@ -319,7 +319,7 @@ impl CudaExecutor {
         let range = |name| library.range(name, step_id);
         let planning = range(c"plan");
         let bad = |reason: String| ExecutorError::BadPlan { step_id, reason };
-        let verified = self.graphs.verified(plan);
+        let verified = self.graphs.verified_tokens(plan);
         if verified == 0 && !self.graphs.replays(plan) && self.rows.has_unknown() {
             self.collect_launched()?;
         }

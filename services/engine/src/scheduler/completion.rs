@@ -66,7 +66,7 @@ impl Scheduler {
         let is_withdrawn = done.samples && tokens.is_empty();
         if done.drafts_max > 0 && !is_withdrawn {
             let drafts_unused = done.drafts_max as usize - drafts_accepted;
-            row.drafts.verified(done.drafts_max, drafted, drafts_accepted as u32);
+            row.drafts.on_verified(done.drafts_max, drafted, drafts_accepted as u32);
             row.launched -= drafts_unused;
             row.length -= drafts_unused;
         }

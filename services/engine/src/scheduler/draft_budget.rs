@@ -60,7 +60,7 @@ impl Default for RowDrafts {
 
 impl RowDrafts {
     /// Updates the budget after a step for which the row was granted `granted` draft tokens.
-    pub(super) fn verified(&mut self, granted: u32, drafted: u32, accepted: u32) {
+    pub(super) fn on_verified(&mut self, granted: u32, drafted: u32, accepted: u32) {
         self.accepted = (self.accepted + accepted as f32) / 2.0;
         self.most = match drafted {
             0 => self.most,
@@ -154,10 +154,10 @@ mod tests {
         for accepted in [4, 1, 2, 0, 1, 2, 4] {
             let count = row.most.min(4);
             granted.push(count);
-            row.verified(count, count, accepted.min(count));
+            row.on_verified(count, count, accepted.min(count));
         }
         assert_eq!(granted, [1, 2, 2, 4, 1, 2, 4]);
-        row.verified(4, 0, 0);
+        row.on_verified(4, 0, 0);
         assert_eq!(row.most, 8, "no occurrence was found");
     }
 
@@ -165,9 +165,9 @@ mod tests {
     fn expected_tokens_follow_the_accepted_ones() {
         let mut row = RowDrafts::default();
         assert_eq!(row.expected(8), 0.5);
-        (0..20).for_each(|_| row.verified(8, 8, 8));
+        (0..20).for_each(|_| row.on_verified(8, 8, 8));
         assert!(row.expected(8) > 7.9 && row.expected(3) == 3.0);
-        (0..20).for_each(|_| row.verified(8, 0, 0));
+        (0..20).for_each(|_| row.on_verified(8, 0, 0));
         assert!(row.expected(8) < 0.01);
     }
 

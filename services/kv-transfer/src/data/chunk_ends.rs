@@ -16,7 +16,7 @@ use kernels::{BlockId, BlockRead, BlockWrite, peer::TransferInFlight};
 
 use super::{
     Ended, Incoming, Moved, Outgoing,
-    in_flight::GivenBack,
+    in_flight::ChunkOutcome,
     invalid,
     message::{Message, Messages, Polled},
 };
@@ -99,12 +99,12 @@ impl Outgoing<'_> {
     fn not_posted(&self, chunk: ChunkId) -> Result<(), String> {
         let ChunkId { transfer, index } = chunk;
         match self.outbox.answered(chunk)? {
-            GivenBack::Wanted(_) => {
+            ChunkOutcome::Moved(_) => {
                 let reason = format!("the peer no longer waits for chunk {index}");
                 self.shared.report(DataEvent::Failed { transfer, reason });
             }
-            GivenBack::Released => self.shared.report(DataEvent::Released { transfer }),
-            GivenBack::Cancelled => {}
+            ChunkOutcome::Released => self.shared.report(DataEvent::Released { transfer }),
+            ChunkOutcome::Cancelled => {}
         }
         Ok(())
     }

@@ -7,8 +7,9 @@ use crate::{
 
 /// Outcome for a chunk whose blocks are no longer read or written.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum GivenBack<T> {
-    Wanted(T),
+pub(crate) enum ChunkOutcome<T> {
+    /// The transfer still needs it.
+    Moved(T),
     /// Its transfer was cancelled, and this was its last chunk in flight.
     Released,
     /// Its transfer was cancelled, and other chunks of the transfer are still in flight.
@@ -58,14 +59,14 @@ impl<T> InFlight<T> {
     }
 
     /// Removes a chunk; `None` if it is not in flight.
-    pub(super) fn give_back(&mut self, id: ChunkId) -> Option<GivenBack<T>> {
+    pub(super) fn end_chunk(&mut self, id: ChunkId) -> Option<ChunkOutcome<T>> {
         let index = self.chunks.iter().position(|chunk| chunk.id == id)?;
         let chunk = self.chunks.swap_remove(index);
         let has_others = self.chunks.iter().any(|other| other.id.transfer == id.transfer);
         Some(match chunk.cancelled {
-            false => GivenBack::Wanted(chunk.value),
-            true if has_others => GivenBack::Cancelled,
-            true => GivenBack::Released,
+            false => ChunkOutcome::Moved(chunk.value),
+            true if has_others => ChunkOutcome::Cancelled,
+            true => ChunkOutcome::Released,
         })
     }
 }

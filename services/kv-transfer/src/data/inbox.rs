@@ -11,7 +11,7 @@ use std::{
 
 use kernels::BlockWrite;
 
-use super::in_flight::{GivenBack, InFlight};
+use super::in_flight::{ChunkOutcome, InFlight};
 use crate::{
     api::{Epoch, TransferId},
     config::LEASE,
@@ -200,9 +200,9 @@ impl Inbox {
     }
 
     /// Records that the blocks of a taken chunk are no longer written.
-    pub(super) fn give_back(&self, chunk: ChunkId) -> GivenBack<()> {
-        let given_back = self.lock().taken.give_back(chunk);
-        given_back.expect("only taken chunks are given back")
+    pub(super) fn end_chunk(&self, chunk: ChunkId) -> ChunkOutcome<()> {
+        let outcome = self.lock().taken.end_chunk(chunk);
+        outcome.expect("only taken chunks are given back")
     }
 
     pub(super) fn is_closed(&self) -> bool {

@@ -15,7 +15,7 @@ use kernels::BlockRead;
 
 use super::{
     Moved,
-    in_flight::{Chunk, GivenBack, InFlight},
+    in_flight::{Chunk, ChunkOutcome, InFlight},
 };
 use crate::{
     api::TransferId,
@@ -239,7 +239,7 @@ impl Outbox {
 
     /// Records that the peer no longer reads a lent chunk. Fails if the chunk was not lent, or if
     /// the writer has taken it back to send it.
-    pub(super) fn answered(&self, chunk: ChunkId) -> Result<GivenBack<Moved>, String> {
+    pub(super) fn answered(&self, chunk: ChunkId) -> Result<ChunkOutcome<Moved>, String> {
         let mut state = self.lock();
         let taken = state.taken.get_mut(chunk);
         if taken.is_none_or(|taken| taken.held_by_writer()) {
@@ -248,27 +248,31 @@ impl Outbox {
                 chunk.index
             ));
         }
-        Ok(self.give_back_of(state, chunk))
+        Ok(self.end_chunk_of(state, chunk))
     }
 
     /// Records that the blocks of a taken chunk are no longer read. Returns the integrity value and
     /// size of a lent chunk, 0 for other chunks, and `Cancelled` if no such chunk is in flight.
-    pub(super) fn give_back(&self, chunk: ChunkId) -> GivenBack<Moved> {
-        self.give_back_of(self.lock(), chunk)
+    pub(super) fn end_chunk(&self, chunk: ChunkId) -> ChunkOutcome<Moved> {
+        self.end_chunk_of(self.lock(), chunk)
     }
 
     /// Drops the blocks before it releases the lock, so that a later `cancel` finds the transfer
     /// released.
-    fn give_back_of(&self, mut state: MutexGuard<'_, State>, chunk: ChunkId) -> GivenBack<Moved> {
-        let given_back = match state.taken.give_back(chunk) {
-            Some(GivenBack::Wanted(taken)) => {
-                GivenBack::Wanted(taken.lent.map_or_else(Moved::default, |lent| lent.moved))
+    fn end_chunk_of(
+        &self,
+        mut state: MutexGuard<'_, State>,
+        chunk: ChunkId,
+    ) -> ChunkOutcome<Moved> {
+        let outcome = match state.taken.end_chunk(chunk) {
+            Some(ChunkOutcome::Moved(taken)) => {
+                ChunkOutcome::Moved(taken.lent.map_or_else(Moved::default, |lent| lent.moved))
             }
-            Some(GivenBack::Released) => GivenBack::Released,
-            Some(GivenBack::Cancelled) | None => GivenBack::Cancelled,
+            Some(ChunkOutcome::Released) => ChunkOutcome::Released,
+            Some(ChunkOutcome::Cancelled) | None => ChunkOutcome::Cancelled,
         };
         self.changed.notify_all();
-        given_back
+        outcome
     }
 
     /// Stores a new connection. Returns false if the outbox was closed or the connection broken
@@ -345,13 +349,16 @@ mod tests {
         assert!(outbox.answered(chunk(0)).is_err(), "not lent yet");
         let bytes = job.blocks[0].byte_count() as u64;
         outbox.lend(job, 5);
-        assert_eq!(outbox.answered(chunk(0)), Ok(GivenBack::Wanted(Moved { integrity: 5, bytes })));
+        assert_eq!(
+            outbox.answered(chunk(0)),
+            Ok(ChunkOutcome::Moved(Moved { integrity: 5, bytes }))
+        );
         assert!(outbox.answered(chunk(0)).is_err(), "already answered");
         outbox.lend(taken(1), 5);
         let going = outbox.take_lent(chunk(1));
         assert!(outbox.answered(chunk(1)).is_err(), "being sent");
         drop(going);
-        assert_eq!(outbox.give_back(chunk(1)), GivenBack::Wanted(Moved { integrity: 5, bytes }));
+        assert_eq!(outbox.end_chunk(chunk(1)), ChunkOutcome::Moved(Moved { integrity: 5, bytes }));
         assert_eq!(arena.pins(BlockId(0)).unwrap(), 0);
     }
 
@@ -377,7 +384,7 @@ mod tests {
         assert!(outbox.await_need(1));
         push(2);
         assert_eq!(needed(), [true, true, true, false]);
-        outbox.give_back(first);
+        outbox.end_chunk(first);
         assert_eq!(needed(), [true, true, false, false]);
         outbox.lose_connection(&is_lost);
         assert!(outbox.next_of_connection(0, &is_lost).is_none() && outbox.await_need(1));

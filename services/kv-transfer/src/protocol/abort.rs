@@ -10,9 +10,9 @@
 use std::time::Instant;
 
 use super::{
+    event_context::{Action, EventContext, Retry},
     tombstone::Tombstone,
     transfer::{Phase, Transfer},
-    turn::{Action, Retry, Turn},
 };
 use crate::{
     api::{Event, TransferFailure},
@@ -67,7 +67,7 @@ impl Transfer {
     /// Starts the abort, unless the transfer is already over.
     pub(super) fn fail(
         &mut self,
-        turn: &mut Turn,
+        context: &mut EventContext,
         failure: TransferFailure,
         message: AbortMessage,
     ) {
@@ -78,7 +78,7 @@ impl Transfer {
             Phase::Expecting { .. } | Phase::Early { .. } | Phase::Connecting { .. } => false,
         };
         if releasing {
-            turn.act(Action::Cancel { peer: self.peer.epoch, transfer: self.id });
+            context.act(Action::Cancel { peer: self.peer.epoch, transfer: self.id });
         }
         self.phase = Phase::Aborting(Aborting {
             cause: cause_of(&failure),
@@ -87,27 +87,32 @@ impl Transfer {
             releasing,
             owes_abort_ack: message == AbortMessage::AbortAck,
             abort: (message == AbortMessage::Abort)
-                .then(|| (Retry::start(turn.now), turn.now + LEASE)),
+                .then(|| (Retry::start(context.now), context.now + LEASE)),
         });
         if matches!(message, AbortMessage::Abort | AbortMessage::AbortOnce) {
-            self.send_abort(turn);
+            self.send_abort(context);
         }
-        self.emit_if_released(turn);
+        self.emit_if_released(context);
     }
 
-    pub(super) fn on_released(&mut self, turn: &mut Turn) {
+    pub(super) fn on_released(&mut self, context: &mut EventContext) {
         if let Phase::Aborting(aborting) = &mut self.phase {
             aborting.releasing = false;
-            self.emit_if_released(turn);
+            self.emit_if_released(context);
         }
     }
 
-    pub(super) fn on_abort(&mut self, turn: &mut Turn, cause: AbortCause, reason: String) {
+    pub(super) fn on_abort(
+        &mut self,
+        context: &mut EventContext,
+        cause: AbortCause,
+        reason: String,
+    ) {
         if let Phase::Aborting(aborting) = &mut self.phase {
             aborting.owes_abort_ack = true;
-            return self.emit_if_released(turn);
+            return self.emit_if_released(context);
         }
-        self.fail(turn, self.peer.aborted(cause, reason), AbortMessage::AbortAck);
+        self.fail(context, self.peer.aborted(cause, reason), AbortMessage::AbortAck);
     }
 
     pub(super) fn on_abort_ack(&mut self) {
@@ -124,34 +129,34 @@ impl Transfer {
         }
     }
 
-    pub(super) fn on_abort_deadline(&mut self, turn: &mut Turn) {
+    pub(super) fn on_abort_deadline(&mut self, context: &mut EventContext) {
         let Phase::Aborting(aborting) = &mut self.phase else { return };
         let Some((retry, until)) = &mut aborting.abort else { return };
-        if turn.now >= *until {
+        if context.now >= *until {
             aborting.abort = None;
-        } else if retry.is_due(turn.now) {
-            turn.counters.control_resent += 1;
-            self.send_abort(turn);
+        } else if retry.is_due(context.now) {
+            context.counters.control_resent += 1;
+            self.send_abort(context);
         }
     }
 
-    fn send_abort(&self, turn: &mut Turn) {
+    fn send_abort(&self, context: &mut EventContext) {
         let Phase::Aborting(Aborting { cause, reason, .. }) = &self.phase else { return };
         let abort = Body::Abort { transfer: self.id, cause: *cause, reason: reason.clone() };
-        turn.send_traced(self.peer.epoch, abort, &self.traceparent);
+        context.send_traced(self.peer.epoch, abort, &self.traceparent);
     }
 
-    fn emit_if_released(&mut self, turn: &mut Turn) {
+    fn emit_if_released(&mut self, context: &mut EventContext) {
         let Phase::Aborting(aborting) = &mut self.phase else { return };
         if aborting.releasing {
             return;
         }
         if let Some(event) = aborting.event.take() {
-            turn.emit(event);
+            context.emit(event);
         }
         if std::mem::take(&mut aborting.owes_abort_ack) {
             let ack = Body::AbortAck { transfer: self.id };
-            turn.send_traced(self.peer.epoch, ack, &self.traceparent);
+            context.send_traced(self.peer.epoch, ack, &self.traceparent);
         }
     }
 }

@@ -9,10 +9,10 @@ use std::{
 };
 
 use super::{
+    event_context::{Action, Counters, DataEvent, EventContext, Local, RESERVED_BLOCKS_MAX},
     pair::{Close, Pair},
     tombstone::{Tombstone, Tombstones},
     transfer::{Phase, Side, Transfer},
-    turn::{Action, Counters, DataEvent, Local, RESERVED_BLOCKS_MAX, Turn},
 };
 use crate::{
     api::{Command, Epoch, Peer, TransferFailure, TransferId},
@@ -25,7 +25,7 @@ const DEADLINE_MAX: Duration = Duration::from_secs(24 * 60 * 60);
 
 /// All pairs and transfers of one process.
 pub struct Core {
-    turn: Turn,
+    context: EventContext,
     pairs: BTreeMap<Epoch, Pair>,
     transfers: BTreeMap<TransferId, Transfer>,
     tombstones: Tombstones,
@@ -37,7 +37,7 @@ impl Core {
     pub fn new(now: Instant, local: Local) -> Self {
         Self {
             tombstones: Tombstones::new(local.limits.tombstones_max),
-            turn: Turn {
+            context: EventContext {
                 now,
                 local,
                 actions: VecDeque::new(),
@@ -51,7 +51,7 @@ impl Core {
     }
 
     pub fn handle_command(&mut self, now: Instant, command: Command) {
-        self.turn.now = now;
+        self.context.now = now;
         match command {
             Command::Receive {
                 transfer,
@@ -69,9 +69,9 @@ impl Core {
                         blocks.len()
                     );
                     let failure = TransferFailure::Aborted { reason };
-                    return self.turn.emit(Side::Receiver.failed(transfer, failure));
+                    return self.context.emit(Side::Receiver.failed(transfer, failure));
                 }
-                let identity = &self.turn.local.identity;
+                let identity = &self.context.local.identity;
                 let reserve = Reserve {
                     transfer,
                     model_fingerprint: identity.model_fingerprint,
@@ -83,8 +83,8 @@ impl Core {
                 let phase = Phase::Connecting { reserve };
                 if self.admit(transfer, &peer, Side::Receiver) {
                     self.begin(transfer, peer.peer(), deadline, traceparent, phase);
-                    self.with_transfer(transfer, |incoming, turn| {
-                        incoming.begin_lease(turn.now, answer_timeout.min(ANSWER_TIMEOUT_MAX));
+                    self.with_transfer(transfer, |incoming, context| {
+                        incoming.begin_lease(context.now, answer_timeout.min(ANSWER_TIMEOUT_MAX));
                     });
                     if self.pairs.get(&peer.epoch).is_some_and(Pair::is_up) {
                         self.with_transfer(transfer, Transfer::on_pair_up);
@@ -94,10 +94,10 @@ impl Core {
             Command::Expect { transfer, peer, prompt_hash, deadline, traceparent } => {
                 if self.has_reserve(transfer, &peer) {
                     let chunk_bytes_max = self.chunk_bytes_max(peer.epoch);
-                    self.with_transfer(transfer, |outgoing, turn| {
+                    self.with_transfer(transfer, |outgoing, context| {
                         let deadline = deadline.min(DEADLINE_MAX);
                         outgoing.on_expect(
-                            turn,
+                            context,
                             chunk_bytes_max,
                             prompt_hash,
                             deadline,
@@ -110,14 +110,18 @@ impl Core {
                 }
             }
             Command::Written { transfer, first_block, blocks } => {
-                self.with_transfer(transfer, |side, turn| side.written(turn, first_block, blocks));
+                self.with_transfer(transfer, |side, context| {
+                    side.written(context, first_block, blocks)
+                });
             }
             Command::Finish { transfer, first_index, token } => {
-                self.with_transfer(transfer, |side, turn| side.finish(turn, first_index, token));
+                self.with_transfer(transfer, |side, context| {
+                    side.finish(context, first_index, token)
+                });
             }
             Command::Connect { peer, sends, guard: _ } => self.connect(&peer, sends),
             Command::ChangeWeights { weight_version } => {
-                self.turn.local.identity.weight_version = weight_version;
+                self.context.local.identity.weight_version = weight_version;
             }
             Command::Abort { transfer, reason } => self.abort(transfer, reason),
         }
@@ -125,38 +129,42 @@ impl Core {
 
     /// Aborts all transfers with `reason`.
     pub fn abort_all(&mut self, now: Instant, reason: &str) {
-        self.turn.now = now;
-        self.with_transfers(self.ids(), |side, turn| side.abort(turn, reason.to_owned()));
+        self.context.now = now;
+        self.with_transfers(self.ids(), |side, context| side.abort(context, reason.to_owned()));
     }
 
     pub fn handle_control(&mut self, now: Instant, from: &Peer, message: ControlMessage) {
-        self.turn.now = now;
+        self.context.now = now;
         let ControlMessage { traceparent, body } = message;
         if !body.is_handshake() && !self.accepts(from, &body) {
-            return self.turn.refuse("pair_not_up");
+            return self.context.refuse("pair_not_up");
         }
         match body {
             Body::Hello(hello) => self.on_hello(from, &hello),
             Body::HelloOk(ok) => {
-                self.with_pair(from.epoch, |pair, turn| pair.on_hello_ok(turn, &ok))
+                self.with_pair(from.epoch, |pair, context| pair.on_hello_ok(context, &ok))
             }
             Body::Reject { reason, identity } => {
-                self.with_pair(from.epoch, |pair, turn| pair.on_reject(turn, reason, &identity));
+                self.with_pair(from.epoch, |pair, context| {
+                    pair.on_reject(context, reason, &identity)
+                });
             }
             Body::Reserve(reserve) => self.on_reserve(from, reserve, traceparent),
             Body::Chunk(chunk) => {
-                self.with_incoming(from, chunk.transfer, &traceparent, |side, turn| {
-                    side.on_chunk(turn, &chunk)
+                self.with_incoming(from, chunk.transfer, &traceparent, |side, context| {
+                    side.on_chunk(context, &chunk)
                 });
             }
             Body::ClearToSend { transfer, chunk } => {
                 if self.may_act(from, transfer, Some(Side::Sender)) {
-                    self.with_transfer(transfer, |side, turn| side.on_clear_to_send(turn, chunk));
+                    self.with_transfer(transfer, |side, context| {
+                        side.on_clear_to_send(context, chunk)
+                    });
                 }
             }
             Body::Done(done) => {
-                self.with_incoming(from, done.transfer, &traceparent, |side, turn| {
-                    side.on_done(turn, done)
+                self.with_incoming(from, done.transfer, &traceparent, |side, context| {
+                    side.on_done(context, done)
                 });
             }
             Body::Ack { transfer } => {
@@ -177,19 +185,23 @@ impl Core {
     }
 
     pub fn handle_data(&mut self, now: Instant, event: DataEvent) {
-        self.turn.now = now;
+        self.context.now = now;
         match event {
             DataEvent::Sent { transfer, chunk, integrity } => {
-                self.with_transfer(transfer, |side, turn| side.on_sent(turn, chunk, integrity));
+                self.with_transfer(transfer, |side, context| {
+                    side.on_sent(context, chunk, integrity)
+                });
             }
             DataEvent::Received { transfer, chunk, integrity } => {
-                self.with_transfer(transfer, |side, turn| side.on_received(turn, chunk, integrity));
+                self.with_transfer(transfer, |side, context| {
+                    side.on_received(context, chunk, integrity)
+                });
             }
             DataEvent::Released { transfer } => {
                 self.with_transfer(transfer, Transfer::on_released);
             }
             DataEvent::Failed { transfer, reason } => {
-                self.with_transfer(transfer, |side, turn| side.on_data_failed(turn, reason));
+                self.with_transfer(transfer, |side, context| side.on_data_failed(context, reason));
             }
         }
     }
@@ -197,19 +209,19 @@ impl Core {
     /// Handles a local failure of the connection: its queue is full or a data connection has
     /// closed.
     pub fn handle_peer_failed(&mut self, now: Instant, peer: Epoch, reason: &str) {
-        self.turn.now = now;
+        self.context.now = now;
         self.lose_pair(peer, reason);
     }
 
     /// Handles due deadlines. Must be called at [`Core::next_deadline`]; extra calls do no harm.
     pub fn on_deadline(&mut self, now: Instant) {
-        self.turn.now = now;
+        self.context.now = now;
         self.tombstones.forget_old(now);
         self.with_transfers(self.ids(), Transfer::on_deadline);
         let epochs: Vec<Epoch> = self.pairs.keys().copied().collect();
         for epoch in epochs {
             let Some(pair) = self.pairs.get_mut(&epoch) else { continue };
-            match pair.on_deadline(&mut self.turn) {
+            match pair.on_deadline(&mut self.context) {
                 Some(Close::Idle) => self.close_pair(epoch),
                 Some(Close::Lost { reason }) => self.lose_pair(epoch, &reason),
                 None if pair.is_heartbeat_due(now) => self.send_heartbeat(epoch),
@@ -221,17 +233,17 @@ impl Core {
     /// Returns when to call [`Core::on_deadline`] if no other event occurs.
     pub fn next_deadline(&self, now: Instant) -> Option<Instant> {
         let transfers = self.transfers.values().filter_map(Transfer::next_deadline);
-        let pair_idle = self.turn.local.limits.pair_idle;
+        let pair_idle = self.context.local.limits.pair_idle;
         let pairs = self.pairs.values().map(|pair| pair.next_deadline(now, pair_idle));
         transfers.chain(pairs).chain(self.tombstones.next_deadline()).min()
     }
 
     pub fn poll_action(&mut self) -> Option<Action> {
-        self.turn.actions.pop_front()
+        self.context.actions.pop_front()
     }
 
     pub fn counters(&self) -> &Counters {
-        &self.turn.counters
+        &self.context.counters
     }
 
     /// Returns the number of transfers whose final event has not been emitted.
@@ -254,20 +266,20 @@ impl Core {
 
     fn abort(&mut self, transfer: TransferId, reason: String) {
         if self.transfers.contains_key(&transfer) {
-            return self.with_transfer(transfer, |side, turn| side.abort(turn, reason));
+            return self.with_transfer(transfer, |side, context| side.abort(context, reason));
         }
         // A transfer may be cancelled before it starts.
         let tombstone = Tombstone::Failed { cause: AbortCause::Unspecified, reason };
-        self.tombstones.bury(self.turn.now, transfer, tombstone);
+        self.tombstones.bury(self.context.now, transfer, tombstone);
     }
 
     fn on_abort(&mut self, from: &Peer, transfer: TransferId, cause: AbortCause, reason: String) {
         if !self.transfers.contains_key(&transfer) {
             let reason = format!("{} aborted: {reason}", from.node_id);
-            self.tombstones.bury(self.turn.now, transfer, Tombstone::Failed { cause, reason });
-            self.turn.send(from.epoch, Body::AbortAck { transfer });
+            self.tombstones.bury(self.context.now, transfer, Tombstone::Failed { cause, reason });
+            self.context.send(from.epoch, Body::AbortAck { transfer });
         } else if self.may_act(from, transfer, None) {
-            self.with_transfer(transfer, |side, turn| side.on_abort(turn, cause, reason));
+            self.with_transfer(transfer, |side, context| side.on_abort(context, cause, reason));
         }
     }
 
@@ -276,22 +288,26 @@ impl Core {
     }
 
     /// Lets a transfer act, and replaces a finished one by a tombstone.
-    fn with_transfer(&mut self, id: TransferId, act: impl FnOnce(&mut Transfer, &mut Turn)) {
+    fn with_transfer(
+        &mut self,
+        id: TransferId,
+        act: impl FnOnce(&mut Transfer, &mut EventContext),
+    ) {
         let Some(transfer) = self.transfers.get_mut(&id) else { return };
-        act(transfer, &mut self.turn);
+        act(transfer, &mut self.context);
         let Some(tombstone) = transfer.tombstone() else { return };
         let peer = transfer.peer.epoch;
         self.transfers.remove(&id);
-        self.tombstones.bury(self.turn.now, id, tombstone);
+        self.tombstones.bury(self.context.now, id, tombstone);
         if let Some(pair) = self.pairs.get_mut(&peer) {
-            pair.end(self.turn.now, id);
+            pair.end(self.context.now, id);
         }
     }
 
     fn with_transfers(
         &mut self,
         ids: Vec<TransferId>,
-        mut act: impl FnMut(&mut Transfer, &mut Turn),
+        mut act: impl FnMut(&mut Transfer, &mut EventContext),
     ) {
         for id in ids {
             self.with_transfer(id, &mut act);
@@ -304,7 +320,7 @@ impl Core {
     fn accepts(&mut self, from: &Peer, body: &Body) -> bool {
         match self.pairs.get_mut(&from.epoch) {
             Some(pair) if pair.is_up() => {
-                pair.heard(self.turn.now);
+                pair.heard(self.context.now);
                 true
             }
             Some(_) => {
@@ -321,14 +337,14 @@ impl Core {
             None => "transfer_unknown",
             Some(transfer) if transfer.peer.epoch != from.epoch => "not_its_peer",
             Some(transfer) => {
-                transfer.renew(self.turn.now);
+                transfer.renew(self.context.now);
                 if side.is_none_or(|side| side == transfer.side) {
                     return true;
                 }
                 "wrong_side"
             }
         };
-        self.turn.refuse(refused);
+        self.context.refuse(refused);
         false
     }
 
@@ -339,7 +355,7 @@ impl Core {
         from: &Peer,
         transfer: TransferId,
         traceparent: &str,
-        act: impl FnOnce(&mut Transfer, &mut Turn),
+        act: impl FnOnce(&mut Transfer, &mut EventContext),
     ) {
         if self.transfers.contains_key(&transfer) {
             if self.may_act(from, transfer, Some(Side::Receiver)) {
@@ -350,6 +366,6 @@ impl Core {
         let unknown = || Body::give_up(transfer, "unknown transfer".to_owned());
         let ended = self.tombstones.get(transfer);
         let answer = ended.map_or_else(unknown, |ended| ended.answer(transfer));
-        self.turn.send_traced(from.epoch, answer, traceparent);
+        self.context.send_traced(from.epoch, answer, traceparent);
     }
 }

@@ -13,7 +13,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use super::turn::{Action, Local, Retry, Turn};
+use super::event_context::{Action, EventContext, Local, Retry};
 use crate::{
     api::{Epoch, Identity, Peer, PeerAddress, TransferId},
     config::{HEARTBEAT, LEASE},
@@ -81,53 +81,56 @@ pub enum Close {
 impl Pair {
     /// Creates a pair that is not connected. `in_advance`: this node has no transfer with the peer
     /// yet.
-    pub fn new(turn: &mut Turn, address: &PeerAddress, in_advance: bool) -> Self {
-        turn.act(Action::Connect { peer: address.clone() });
-        turn.sessions += 1;
+    pub fn new(context: &mut EventContext, address: &PeerAddress, in_advance: bool) -> Self {
+        context.act(Action::Connect { peer: address.clone() });
+        context.sessions += 1;
         Self {
             peer: address.peer(),
-            state: State::Connecting { retry: Retry::start(turn.now), until: turn.now + LEASE },
-            session: turn.sessions,
+            state: State::Connecting {
+                retry: Retry::start(context.now),
+                until: context.now + LEASE,
+            },
+            session: context.sessions,
             peer_session: None,
             transfers: BTreeSet::new(),
-            alive_at: turn.now,
-            peer_works_until: turn.now,
-            next_heartbeat: turn.now + HEARTBEAT,
-            idle_since: turn.now,
+            alive_at: context.now,
+            peer_works_until: context.now,
+            next_heartbeat: context.now + HEARTBEAT,
+            idle_since: context.now,
             data_opened: false,
             will_send: false,
             in_advance,
         }
     }
 
-    pub fn send_hello(&self, turn: &mut Turn) {
+    pub fn send_hello(&self, context: &mut EventContext) {
         let hello = Hello {
-            identity: turn.local.identity.clone(),
-            control_endpoint: turn.local.control_endpoint.clone(),
-            data_endpoint: turn.local.data_endpoint.clone(),
-            transports: turn.local.transports.clone(),
-            integrity: turn.local.integrity.clone(),
+            identity: context.local.identity.clone(),
+            control_endpoint: context.local.control_endpoint.clone(),
+            data_endpoint: context.local.data_endpoint.clone(),
+            transports: context.local.transports.clone(),
+            integrity: context.local.integrity.clone(),
             session: self.session,
             in_advance: self.in_advance,
         };
-        turn.send(self.peer.epoch, Body::Hello(hello));
+        context.send(self.peer.epoch, Body::Hello(hello));
     }
 
     /// Handles `HELLO`. Compares the identities.
-    pub fn on_hello(&mut self, turn: &mut Turn, hello: &Hello) -> Change {
-        self.heard(turn.now);
+    pub fn on_hello(&mut self, context: &mut EventContext, hello: &Hello) -> Change {
+        self.heard(context.now);
         if self.is_stale_session(hello.session) {
             return Change::Nothing;
         }
         if !hello.in_advance {
             // Keeps the pair until the peer's `RESERVE` or heartbeat arrives.
-            self.peer_works_until = self.peer_works_until.max(turn.now + HEARTBEAT);
+            self.peer_works_until = self.peer_works_until.max(context.now + HEARTBEAT);
         }
-        let (transport, integrity) = match agree(&turn.local, self.peer.epoch, hello) {
+        let (transport, integrity) = match agree(&context.local, self.peer.epoch, hello) {
             Ok(agreed) => agreed,
-            Err(reason) => return self.reject(turn, reason),
+            Err(reason) => return self.reject(context, reason),
         };
-        let local = &turn.local;
+        let local = &context.local;
         let transports = in_common(transport.clone(), &local.transports, &hello.transports);
         let ok = HelloOk {
             identity: local.identity.clone(),
@@ -137,7 +140,7 @@ impl Pair {
             session: self.session,
             transports: local.transports.clone(),
         };
-        turn.send(self.peer.epoch, Body::HelloOk(ok));
+        context.send(self.peer.epoch, Body::HelloOk(ok));
         self.up(hello.data_endpoint.clone(), transports, hello.session)
     }
 
@@ -158,43 +161,48 @@ impl Pair {
         }
     }
 
-    pub fn on_hello_ok(&mut self, turn: &mut Turn, ok: &HelloOk) -> Change {
-        self.heard(turn.now);
+    pub fn on_hello_ok(&mut self, context: &mut EventContext, ok: &HelloOk) -> Change {
+        self.heard(context.now);
         let answers_again = self.is_up() && self.peer_session == Some(ok.session);
         if answers_again || self.refusal().is_some() || self.is_stale_session(ok.session) {
             return Change::Nothing;
         }
-        if let Some(difference) = turn.local.identity.difference(&ok.identity) {
+        if let Some(difference) = context.local.identity.difference(&ok.identity) {
             // The peer accepted, although the identities differ.
-            return self.reject(turn, difference);
+            return self.reject(context, difference);
         }
-        if !turn.local.transports.contains(&ok.transport)
-            || !turn.local.integrity.contains(&ok.integrity)
+        if !context.local.transports.contains(&ok.transport)
+            || !context.local.integrity.contains(&ok.integrity)
         {
             let reason = format!(
                 "the peer chose transport {:?} with integrity {:?}; expected offered ones",
                 ok.transport, ok.integrity
             );
-            return self.reject(turn, reason);
+            return self.reject(context, reason);
         }
-        let transports = in_common(ok.transport.clone(), &turn.local.transports, &ok.transports);
+        let transports = in_common(ok.transport.clone(), &context.local.transports, &ok.transports);
         self.up(ok.data_endpoint.clone(), transports, ok.session)
     }
 
     /// Handles `REJECT`. Uses the local view of the difference if the identities differ.
-    pub fn on_reject(&mut self, turn: &mut Turn, reason: String, identity: &Identity) -> Change {
-        self.heard(turn.now);
+    pub fn on_reject(
+        &mut self,
+        context: &mut EventContext,
+        reason: String,
+        identity: &Identity,
+    ) -> Change {
+        self.heard(context.now);
         if matches!(self.state, State::Refused { .. }) {
             return Change::Nothing;
         }
-        let reason = turn.local.identity.difference(identity).unwrap_or(reason);
-        self.refuse(turn.now, reason)
+        let reason = context.local.identity.difference(identity).unwrap_or(reason);
+        self.refuse(context.now, reason)
     }
 
-    fn reject(&mut self, turn: &mut Turn, reason: String) -> Change {
-        let identity = turn.local.identity.clone();
-        turn.send(self.peer.epoch, Body::Reject { reason: reason.clone(), identity });
-        self.refuse(turn.now, reason)
+    fn reject(&mut self, context: &mut EventContext, reason: String) -> Change {
+        let identity = context.local.identity.clone();
+        context.send(self.peer.epoch, Body::Reject { reason: reason.clone(), identity });
+        self.refuse(context.now, reason)
     }
 
     fn refuse(&mut self, now: Instant, reason: String) -> Change {
@@ -218,17 +226,17 @@ impl Pair {
         self.will_send |= sends;
     }
 
-    pub fn begin(&mut self, turn: &mut Turn, transfer: TransferId) {
+    pub fn begin(&mut self, context: &mut EventContext, transfer: TransferId) {
         if self.transfers.is_empty() {
-            self.alive_at = self.alive_at.max(turn.now);
+            self.alive_at = self.alive_at.max(context.now);
         }
         self.transfers.insert(transfer);
         if std::mem::take(&mut self.in_advance) && matches!(self.state, State::Connecting { .. }) {
             // The peer may have rejected a pair without transfers, so this `HELLO` gets its own
             // time-out.
-            let (retry, until) = (Retry::start(turn.now), turn.now + LEASE);
+            let (retry, until) = (Retry::start(context.now), context.now + LEASE);
             self.state = State::Connecting { retry, until };
-            self.send_hello(turn);
+            self.send_hello(context);
         }
     }
 
@@ -239,37 +247,37 @@ impl Pair {
     }
 
     /// Opens the data connection to the peer once, when the pair is connected.
-    pub fn open_data(&mut self, turn: &mut Turn) {
+    pub fn open_data(&mut self, context: &mut EventContext) {
         if let State::Up { data_endpoint, transports } = &self.state
             && !std::mem::replace(&mut self.data_opened, true)
         {
             let (endpoint, transports) = (data_endpoint.clone(), transports.clone());
-            turn.act(Action::OpenData { peer: self.peer.epoch, endpoint, transports });
+            context.act(Action::OpenData { peer: self.peer.epoch, endpoint, transports });
         }
     }
 
     /// Sends due messages except heartbeats. Returns a reason if the pair is to be closed.
-    pub fn on_deadline(&mut self, turn: &mut Turn) -> Option<Close> {
+    pub fn on_deadline(&mut self, context: &mut EventContext) -> Option<Close> {
         let seconds = LEASE.as_secs();
         let has_work = self.has_work();
         match &mut self.state {
-            State::Connecting { until, .. } if turn.now >= *until => {
+            State::Connecting { until, .. } if context.now >= *until => {
                 let reason = format!("the peer has not answered HELLO for {seconds} s");
                 Some(Close::Lost { reason })
             }
             State::Connecting { retry, .. } => {
-                if retry.is_due(turn.now) {
-                    turn.counters.control_resent += 1;
-                    self.send_hello(turn);
+                if retry.is_due(context.now) {
+                    context.counters.control_resent += 1;
+                    self.send_hello(context);
                 }
                 None
             }
-            State::Refused { until, .. } => (turn.now >= *until).then_some(Close::Idle),
-            State::Up { .. } if has_work => (turn.now >= self.alive_at + LEASE).then(|| {
+            State::Refused { until, .. } => (context.now >= *until).then_some(Close::Idle),
+            State::Up { .. } if has_work => (context.now >= self.alive_at + LEASE).then(|| {
                 Close::Lost { reason: format!("received nothing from the peer for {seconds} s") }
             }),
             State::Up { .. } => {
-                (turn.now >= self.idle_at(turn.local.limits.pair_idle)).then_some(Close::Idle)
+                (context.now >= self.idle_at(context.local.limits.pair_idle)).then_some(Close::Idle)
             }
         }
     }

@@ -11,8 +11,8 @@ use std::{collections::BTreeMap, time::Instant};
 
 use super::{
     abort::AbortMessage,
+    event_context::{Action, EventContext, Retry},
     transfer::{Phase, Transfer},
-    turn::{Action, Retry, Turn},
 };
 use crate::{
     api::{Event, TransferFailure, TransferStats},
@@ -48,28 +48,28 @@ impl Receiving {
 }
 
 impl Transfer {
-    pub(super) fn on_pair_up(&mut self, turn: &mut Turn) {
+    pub(super) fn on_pair_up(&mut self, context: &mut EventContext) {
         let Phase::Connecting { reserve } = &self.phase else { return };
         self.phase = Phase::Receiving(Receiving {
             is_named: false,
-            reserved_at: turn.now,
+            reserved_at: context.now,
             chunks: BTreeMap::new(),
             covered: vec![false; reserve.blocks.len()],
-            written_at: turn.now,
+            written_at: context.now,
             done: None,
             reserve: reserve.clone(),
         });
-        self.retry = Retry::start(turn.now);
-        self.send_reserve(turn);
+        self.retry = Retry::start(context.now);
+        self.send_reserve(context);
     }
 
-    pub(super) fn send_reserve(&self, turn: &mut Turn) {
+    pub(super) fn send_reserve(&self, context: &mut EventContext) {
         let Phase::Receiving(receiving) = &self.phase else { return };
         let reserve = Body::Reserve(receiving.reserve.clone());
-        turn.send_traced(self.peer.epoch, reserve, &self.traceparent);
+        context.send_traced(self.peer.epoch, reserve, &self.traceparent);
     }
 
-    pub(super) fn on_chunk(&mut self, turn: &mut Turn, announced: &Chunk) {
+    pub(super) fn on_chunk(&mut self, context: &mut EventContext, announced: &Chunk) {
         let Chunk { chunk, first_block, block_count, bytes, .. } = *announced;
         let Phase::Receiving(receiving) = &mut self.phase else { return };
         let (transfer, reserve) = (self.id, &receiving.reserve);
@@ -85,14 +85,14 @@ impl Transfer {
                 if known.offset == range.start && known.block_count == range.len() =>
             {
                 // Retransmitted: the answer was lost.
-                return turn.send(self.peer.epoch, Body::ClearToSend { transfer, chunk });
+                return context.send(self.peer.epoch, Body::ClearToSend { transfer, chunk });
             }
             (_, Some(_)) => "it was announced with another range",
             (None, None) => "its range is not within the reservation",
             (Some(range), None) if receiving.covered[range.clone()].contains(&true) => {
                 "its range overlaps another chunk"
             }
-            (Some(range), None) if (range.len() * turn.local.block_bytes) as u64 != bytes => {
+            (Some(range), None) if (range.len() * context.local.block_bytes) as u64 != bytes => {
                 "its size does not match its blocks"
             }
             (Some(_), None) if chunk as usize >= reserve.blocks.len() => "its number is too large",
@@ -103,8 +103,8 @@ impl Transfer {
                     PostedChunk { offset: range.start, block_count: range.len(), integrity: None },
                 );
                 let (peer, blocks) = (self.peer.epoch, reserve.blocks[range.clone()].to_vec());
-                turn.act(Action::PostReceive { peer, transfer, chunk, blocks });
-                return turn.send(peer, Body::ClearToSend { transfer, chunk });
+                context.act(Action::PostReceive { peer, transfer, chunk, blocks });
+                return context.send(peer, Body::ClearToSend { transfer, chunk });
             }
         };
         let detail = format!(
@@ -113,19 +113,19 @@ impl Transfer {
             reserve.blocks.len(),
             reserve.first_block
         );
-        self.broken(turn, detail);
+        self.broken(context, detail);
     }
 
-    pub(super) fn on_received(&mut self, turn: &mut Turn, chunk: u32, integrity: u64) {
+    pub(super) fn on_received(&mut self, context: &mut EventContext, chunk: u32, integrity: u64) {
         let Phase::Receiving(receiving) = &mut self.phase else { return };
         if let Some(received) = receiving.chunks.get_mut(&chunk) {
             received.integrity = Some(integrity);
-            receiving.written_at = turn.now;
-            self.complete_when_all_agrees(turn);
+            receiving.written_at = context.now;
+            self.complete_when_all_agrees(context);
         }
     }
 
-    pub(super) fn on_done(&mut self, turn: &mut Turn, done: Done) {
+    pub(super) fn on_done(&mut self, context: &mut EventContext, done: Done) {
         let Phase::Receiving(receiving) = &mut self.phase else { return };
         if receiving.done.is_some() {
             return;
@@ -136,23 +136,23 @@ impl Transfer {
                 "DONE names {chunks} chunks with {} integrity values; expected one per chunk and at most {reserved} chunks",
                 done.integrity.len()
             );
-            return self.broken(turn, detail);
+            return self.broken(context, detail);
         }
         receiving.done = Some(done);
-        self.complete_when_all_agrees(turn);
+        self.complete_when_all_agrees(context);
     }
 
     /// Completes the transfer once `DONE` and all blocks have arrived, in any order.
-    fn complete_when_all_agrees(&mut self, turn: &mut Turn) {
+    fn complete_when_all_agrees(&mut self, context: &mut EventContext) {
         let Phase::Receiving(receiving) = &self.phase else { return };
         let Some(done) = &receiving.done else { return };
         let (fingerprint, version) = (done.model_fingerprint, done.weight_version);
-        if let Some(reason) = turn.local.identity.weights_difference(fingerprint, version) {
+        if let Some(reason) = context.local.identity.weights_difference(fingerprint, version) {
             let failure = TransferFailure::Refused {
                 peer: self.peer.node_id.clone(),
                 reason: format!("DONE: {reason}"),
             };
-            return self.fail(turn, failure, AbortMessage::Abort);
+            return self.fail(context, failure, AbortMessage::Abort);
         }
         if receiving.chunks.len() < done.integrity.len() || receiving.is_written() {
             return;
@@ -168,27 +168,27 @@ impl Transfer {
                 receiving.chunks.len(),
                 done.chunk_count
             );
-            return self.broken(turn, detail);
+            return self.broken(context, detail);
         }
         let damaged = receiving.chunks.iter().find_map(|(number, chunk)| {
             (chunk.integrity != Some(done.integrity[*number as usize])).then_some(*number)
         });
         if let Some(chunk) = damaged {
-            return self.fail(turn, TransferFailure::Damaged { chunk }, AbortMessage::Abort);
+            return self.fail(context, TransferFailure::Damaged { chunk }, AbortMessage::Abort);
         }
         let event = Event::Arrived {
             transfer: self.id,
             first_index: done.first_index,
             token: done.token.clone(),
             stats: TransferStats {
-                bytes: (reserved * turn.local.block_bytes) as u64,
+                bytes: (reserved * context.local.block_bytes) as u64,
                 chunks: done.chunk_count,
                 elapsed: receiving.written_at.saturating_duration_since(receiving.reserved_at),
             },
         };
         let ack = Body::Ack { transfer: self.id };
-        turn.send_traced(self.peer.epoch, ack, &self.traceparent);
+        context.send_traced(self.peer.epoch, ack, &self.traceparent);
         self.phase = Phase::Complete;
-        turn.emit(event);
+        context.emit(event);
     }
 }

@@ -17,8 +17,8 @@ use kernels::{BlockId, sampling::SampledToken};
 use super::{
     abort::AbortMessage,
     chunks::Chunks,
+    event_context::{Action, EventContext, RESERVED_BLOCKS_MAX, Retry},
     transfer::{Phase, Transfer},
-    turn::{Action, RESERVED_BLOCKS_MAX, Retry, Turn},
 };
 use crate::{
     api::{Event, Peer, TransferFailure, TransferStats},
@@ -38,16 +38,21 @@ impl Transfer {
     /// Starts a transfer whose `RESERVE` arrived before `Expect`. It is kept while the receiver
     /// names it, and not acknowledged: the heartbeat that acknowledges `RESERVE` would renew the
     /// receiver's lease, although this node may never expect the transfer.
-    pub(super) fn early(turn: &Turn, peer: Peer, reserve: Reserve, traceparent: String) -> Self {
+    pub(super) fn early(
+        context: &EventContext,
+        peer: Peer,
+        reserve: Reserve,
+        traceparent: String,
+    ) -> Self {
         let (id, phase) = (reserve.transfer, Phase::Early { reserve });
-        let begun = Self::begin(turn, id, peer, ANSWER_TIMEOUT_MAX, traceparent, phase);
+        let begun = Self::begin(context, id, peer, ANSWER_TIMEOUT_MAX, traceparent, phase);
         Self { is_begun: false, ..begun }
     }
 
     /// Handles `Expect` after `RESERVE`, which may meanwhile have expired or been aborted.
     pub(super) fn on_expect(
         &mut self,
-        turn: &mut Turn,
+        context: &mut EventContext,
         chunk_bytes_max: usize,
         prompt_hash: u128,
         deadline: Duration,
@@ -55,15 +60,15 @@ impl Transfer {
     ) {
         debug_assert!(!self.is_begun);
         self.is_begun = true;
-        self.deadline = turn.now + deadline;
+        self.deadline = context.now + deadline;
         let theirs = std::mem::replace(&mut self.traceparent, traceparent);
         match std::mem::replace(&mut self.phase, Phase::Expecting { prompt_hash }) {
             Phase::Early { reserve } => {
-                self.match_reserve(turn, chunk_bytes_max, prompt_hash, reserve, theirs);
+                self.match_reserve(context, chunk_bytes_max, prompt_hash, reserve, theirs);
             }
             Phase::Aborting(aborting) => {
                 let failure = self.peer.ended_before(aborting.cause, &aborting.reason);
-                turn.emit(Event::SendFailed { transfer: self.id, failure });
+                context.emit(Event::SendFailed { transfer: self.id, failure });
                 self.phase = Phase::Aborting(aborting);
             }
             begun => self.phase = begun,
@@ -72,7 +77,7 @@ impl Transfer {
 
     pub(super) fn on_reserve(
         &mut self,
-        turn: &mut Turn,
+        context: &mut EventContext,
         chunk_bytes_max: usize,
         reserve: Reserve,
         traceparent: String,
@@ -80,80 +85,85 @@ impl Transfer {
         match &self.phase {
             Phase::Expecting { prompt_hash } => {
                 let prompt_hash = *prompt_hash;
-                self.match_reserve(turn, chunk_bytes_max, prompt_hash, reserve, traceparent);
+                self.match_reserve(context, chunk_bytes_max, prompt_hash, reserve, traceparent);
             }
             // Retransmitted: the answer was lost.
-            Phase::Sending(_) => self.acknowledge_reserve(turn),
+            Phase::Sending(_) => self.acknowledge_reserve(context),
             _ => {}
         }
     }
 
     fn match_reserve(
         &mut self,
-        turn: &mut Turn,
+        context: &mut EventContext,
         chunk_bytes_max: usize,
         prompt_hash: u128,
         reserve: Reserve,
         traceparent: String,
     ) {
         let (fingerprint, version) = (reserve.model_fingerprint, reserve.weight_version);
-        if let Some(reason) = turn.local.identity.weights_difference(fingerprint, version) {
+        if let Some(reason) = context.local.identity.weights_difference(fingerprint, version) {
             let failure = TransferFailure::Refused {
                 peer: self.peer.node_id.clone(),
                 reason: format!("RESERVE: {reason}"),
             };
-            return self.fail(turn, failure, AbortMessage::Abort);
+            return self.fail(context, failure, AbortMessage::Abort);
         }
         let end_block = match end_block(&reserve, prompt_hash) {
             Ok(end_block) => end_block,
-            Err(detail) => return self.broken(turn, detail),
+            Err(detail) => return self.broken(context, detail),
         };
         let first_block = reserve.first_block;
         self.phase = Phase::Sending(Sending {
             chunks: Chunks::new(
                 self.id,
                 first_block..end_block,
-                turn.local.block_bytes,
+                context.local.block_bytes,
                 chunk_bytes_max,
             ),
             finish: None,
             done: None,
             first_given: None,
         });
-        self.retry = Retry::start(turn.now);
-        self.begin_lease(turn.now, LEASE);
-        turn.emit(Event::Ready {
+        self.retry = Retry::start(context.now);
+        self.begin_lease(context.now, LEASE);
+        context.emit(Event::Ready {
             transfer: self.id,
             first_block,
             block_count: reserve.blocks.len() as u32,
             traceparent,
         });
-        self.announce(turn);
+        self.announce(context);
         // A `CHUNK` also acknowledges `RESERVE`, but an empty reservation has no chunk.
         if first_block == end_block {
-            self.acknowledge_reserve(turn);
+            self.acknowledge_reserve(context);
         }
     }
 
     /// Acknowledges `RESERVE` by a heartbeat that names the transfer.
-    fn acknowledge_reserve(&self, turn: &mut Turn) {
+    fn acknowledge_reserve(&self, context: &mut EventContext) {
         let named = Body::Heartbeat { transfers: vec![self.id], awaited: Vec::new() };
-        turn.send(self.peer.epoch, named);
+        context.send(self.peer.epoch, named);
     }
 
-    pub(super) fn written(&mut self, turn: &mut Turn, first_block: u32, blocks: Vec<BlockId>) {
-        let Some(sending) = self.sending(turn, "Written") else { return };
+    pub(super) fn written(
+        &mut self,
+        context: &mut EventContext,
+        first_block: u32,
+        blocks: Vec<BlockId>,
+    ) {
+        let Some(sending) = self.sending(context, "Written") else { return };
         match sending.chunks.add(first_block, &blocks) {
-            Ok(()) => self.give(turn),
-            Err(reason) => self.abort(turn, reason),
+            Ok(()) => self.give(context),
+            Err(reason) => self.abort(context, reason),
         }
     }
 
     /// Returns the state of a transfer that is being sent. A `command` of the node before `Ready`
     /// aborts the transfer.
-    fn sending(&mut self, turn: &mut Turn, command: &str) -> Option<&mut Sending> {
+    fn sending(&mut self, context: &mut EventContext, command: &str) -> Option<&mut Sending> {
         if let Phase::Expecting { .. } = self.phase {
-            self.abort(turn, format!("invalid command {command}; expected Ready first"));
+            self.abort(context, format!("invalid command {command}; expected Ready first"));
         }
         match &mut self.phase {
             Phase::Sending(sending) => Some(sending),
@@ -161,59 +171,64 @@ impl Transfer {
         }
     }
 
-    fn announce(&mut self, turn: &mut Turn) {
+    fn announce(&mut self, context: &mut EventContext) {
         let Phase::Sending(sending) = &mut self.phase else { return };
         while let Some(chunk) = sending.chunks.announce() {
-            self.retry = Retry::start(turn.now);
-            turn.send(self.peer.epoch, Body::Chunk(chunk.clone()));
+            self.retry = Retry::start(context.now);
+            context.send(self.peer.epoch, Body::Chunk(chunk.clone()));
         }
     }
 
-    pub(super) fn finish(&mut self, turn: &mut Turn, first_index: u32, token: SampledToken) {
-        let Some(sending) = self.sending(turn, "Finish") else { return };
+    pub(super) fn finish(
+        &mut self,
+        context: &mut EventContext,
+        first_index: u32,
+        token: SampledToken,
+    ) {
+        let Some(sending) = self.sending(context, "Finish") else { return };
         let due = sending.chunks.due();
         if !due.is_empty() {
             let reason = format!(
                 "invalid command Finish; expected blocks {} to {} first",
                 due.start, due.end
             );
-            return self.abort(turn, reason);
+            return self.abort(context, reason);
         }
         sending.finish.get_or_insert((first_index, token));
-        self.send_done_when_all_is_sent(turn);
+        self.send_done_when_all_is_sent(context);
     }
 
-    pub(super) fn on_clear_to_send(&mut self, turn: &mut Turn, chunk: u32) {
+    pub(super) fn on_clear_to_send(&mut self, context: &mut EventContext, chunk: u32) {
         let Phase::Sending(sending) = &mut self.phase else { return };
         match sending.chunks.clear(chunk) {
             Ok(true) => {
-                self.retry = Retry::start(turn.now);
-                self.give(turn);
+                self.retry = Retry::start(context.now);
+                self.give(context);
             }
             Ok(false) => {}
-            Err(detail) => self.broken(turn, detail),
+            Err(detail) => self.broken(context, detail),
         }
     }
 
     /// Passes the computed chunks that have a `CTS` to the transport, then announces further
     /// chunks.
-    fn give(&mut self, turn: &mut Turn) {
+    fn give(&mut self, context: &mut EventContext) {
         let Phase::Sending(sending) = &mut self.phase else { return };
         while let Some((chunk, blocks)) = sending.chunks.give() {
             let (peer, transfer) = (self.peer.epoch, self.id);
-            turn.act(Action::SendChunk { peer, transfer, chunk, blocks });
-            sending.first_given.get_or_insert(turn.now);
+            context.act(Action::SendChunk { peer, transfer, chunk, blocks });
+            sending.first_given.get_or_insert(context.now);
         }
-        self.announce(turn);
+        self.announce(context);
     }
 
-    pub(super) fn on_sent(&mut self, turn: &mut Turn, chunk: u32, integrity: u64) {
+    pub(super) fn on_sent(&mut self, context: &mut EventContext, chunk: u32, integrity: u64) {
         let Phase::Sending(sending) = &mut self.phase else { return };
         sending.chunks.sent(chunk, integrity);
-        self.send_done_when_all_is_sent(turn);
+        self.send_done_when_all_is_sent(context);
     }
 
-    fn send_done_when_all_is_sent(&mut self, turn: &mut Turn) {
+    fn send_done_when_all_is_sent(&mut self, context: &mut EventContext) {
         let Phase::Sending(sending) = &mut self.phase else { return };
         let Some((first_index, token)) = &sending.finish else { return };
         if sending.done.is_some() {
@@ -227,39 +242,39 @@ impl Transfer {
             token: token.clone(),
             integrity,
             // Equal to those in `RESERVE`; otherwise the transfer would have failed.
-            model_fingerprint: turn.local.identity.model_fingerprint,
-            weight_version: turn.local.identity.weight_version,
+            model_fingerprint: context.local.identity.model_fingerprint,
+            weight_version: context.local.identity.weight_version,
         };
         sending.done = Some(done.clone());
-        self.retry = Retry::start(turn.now);
-        turn.send_traced(self.peer.epoch, Body::Done(done), &self.traceparent);
+        self.retry = Retry::start(context.now);
+        context.send_traced(self.peer.epoch, Body::Done(done), &self.traceparent);
     }
 
-    pub(super) fn on_ack(&mut self, turn: &mut Turn) {
+    pub(super) fn on_ack(&mut self, context: &mut EventContext) {
         let Phase::Sending(sending) = &self.phase else { return };
         if sending.done.is_none() {
-            return self.broken(turn, "ACK before DONE was sent".to_owned());
+            return self.broken(context, "ACK before DONE was sent".to_owned());
         }
         let stats = TransferStats {
             bytes: sending.chunks.bytes(),
             chunks: sending.chunks.count(),
             elapsed: sending
                 .first_given
-                .map_or(Duration::ZERO, |first| turn.now.saturating_duration_since(first)),
+                .map_or(Duration::ZERO, |first| context.now.saturating_duration_since(first)),
         };
         self.phase = Phase::Complete;
-        turn.emit(Event::Delivered { transfer: self.id, stats });
+        context.emit(Event::Delivered { transfer: self.id, stats });
     }
 
-    pub(super) fn resend_chunks_and_done(&self, turn: &mut Turn) {
+    pub(super) fn resend_chunks_and_done(&self, context: &mut EventContext) {
         let Phase::Sending(sending) = &self.phase else { return };
         for chunk in sending.chunks.unanswered() {
-            turn.counters.control_resent += 1;
-            turn.send(self.peer.epoch, Body::Chunk(chunk.clone()));
+            context.counters.control_resent += 1;
+            context.send(self.peer.epoch, Body::Chunk(chunk.clone()));
         }
         if let Some(done) = &sending.done {
-            turn.counters.control_resent += 1;
-            turn.send_traced(self.peer.epoch, Body::Done(done.clone()), &self.traceparent);
+            context.counters.control_resent += 1;
+            context.send_traced(self.peer.epoch, Body::Done(done.clone()), &self.traceparent);
         }
     }
 }

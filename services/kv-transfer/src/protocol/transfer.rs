@@ -5,10 +5,10 @@ use std::time::{Duration, Instant};
 
 use super::{
     abort::{AbortMessage, Aborting},
+    event_context::{EventContext, Retry},
     receiver::Receiving,
     sender::Sending,
     tombstone::Tombstone,
-    turn::{Retry, Turn},
 };
 use crate::{
     api::{Event, Peer, TransferFailure, TransferId},
@@ -74,7 +74,7 @@ pub(super) enum Phase {
 impl Transfer {
     /// Creates a transfer that the node has started.
     pub(super) fn begin(
-        turn: &Turn,
+        context: &EventContext,
         id: TransferId,
         peer: Peer,
         deadline: Duration,
@@ -91,55 +91,55 @@ impl Transfer {
             side,
             traceparent,
             is_begun: true,
-            deadline: turn.now + deadline,
-            lease: turn.now + LEASE,
+            deadline: context.now + deadline,
+            lease: context.now + LEASE,
             lease_time: LEASE,
-            retry: Retry::start(turn.now),
+            retry: Retry::start(context.now),
             phase,
         }
     }
 
     /// Aborts on behalf of the node. The tombstone answers a `RESERVE` that arrives later.
-    pub(super) fn abort(&mut self, turn: &mut Turn, reason: String) {
-        self.fail(turn, TransferFailure::Aborted { reason }, self.abort_message());
+    pub(super) fn abort(&mut self, context: &mut EventContext, reason: String) {
+        self.fail(context, TransferFailure::Aborted { reason }, self.abort_message());
     }
 
-    pub(super) fn on_data_failed(&mut self, turn: &mut Turn, reason: String) {
-        self.fail(turn, TransferFailure::Aborted { reason }, AbortMessage::Abort);
+    pub(super) fn on_data_failed(&mut self, context: &mut EventContext, reason: String) {
+        self.fail(context, TransferFailure::Aborted { reason }, AbortMessage::Abort);
     }
 
-    pub(super) fn on_peer_lost(&mut self, turn: &mut Turn, failure: TransferFailure) {
+    pub(super) fn on_peer_lost(&mut self, context: &mut EventContext, failure: TransferFailure) {
         let message = match self.phase {
             Phase::Connecting { .. } => AbortMessage::Nothing,
             _ => AbortMessage::AbortOnce,
         };
-        self.fail(turn, failure, message);
+        self.fail(context, failure, message);
         self.stop_abort_messages();
     }
 
     /// Handles a peer that has reconnected and dropped its transfers with this node. The peer may
     /// still send `RESERVE` for an expected transfer. If a receiver got no chunk, the peer may not
     /// know the reservation, so `RESERVE` is sent again.
-    pub(super) fn on_pair_anew(&mut self, turn: &mut Turn) {
+    pub(super) fn on_pair_anew(&mut self, context: &mut EventContext) {
         match &mut self.phase {
             Phase::Expecting { .. } => {}
-            Phase::Connecting { .. } => self.on_pair_up(turn),
+            Phase::Connecting { .. } => self.on_pair_up(context),
             Phase::Receiving(receiving) if receiving.chunks.is_empty() => {
                 receiving.is_named = false;
-                self.retry = Retry::start(turn.now);
-                self.resend(turn);
+                self.retry = Retry::start(context.now);
+                self.resend(context);
             }
             _ => {
                 let reason = "the peer reconnected and dropped its transfers".to_owned();
-                self.fail(turn, self.peer.lost(reason), AbortMessage::Abort);
+                self.fail(context, self.peer.lost(reason), AbortMessage::Abort);
             }
         }
     }
 
     /// Fails the transfer, because the peer has violated the protocol.
-    pub(super) fn broken(&mut self, turn: &mut Turn, detail: String) {
+    pub(super) fn broken(&mut self, context: &mut EventContext, detail: String) {
         let peer = self.peer.node_id.clone();
-        self.fail(turn, TransferFailure::Protocol { peer, detail }, AbortMessage::Abort);
+        self.fail(context, TransferFailure::Protocol { peer, detail }, AbortMessage::Abort);
     }
 
     /// Begins a lease of this duration.
@@ -157,38 +157,38 @@ impl Transfer {
     }
 
     /// Retransmits unanswered messages.
-    pub(super) fn resend(&mut self, turn: &mut Turn) {
+    pub(super) fn resend(&mut self, context: &mut EventContext) {
         match &self.phase {
-            Phase::Sending(_) => self.resend_chunks_and_done(turn),
+            Phase::Sending(_) => self.resend_chunks_and_done(context),
             Phase::Receiving(receiving) if !receiving.is_named => {
-                turn.counters.control_resent += 1;
-                self.send_reserve(turn);
+                context.counters.control_resent += 1;
+                self.send_reserve(context);
             }
             _ => {}
         }
     }
 
-    pub(super) fn on_deadline(&mut self, turn: &mut Turn) {
+    pub(super) fn on_deadline(&mut self, context: &mut EventContext) {
         if self.is_over() {
-            return self.on_abort_deadline(turn);
+            return self.on_abort_deadline(context);
         }
-        if turn.now >= self.deadline {
+        if context.now >= self.deadline {
             let waiting_for = self.waiting_for().to_owned();
             return self.fail(
-                turn,
+                context,
                 TransferFailure::Deadline { waiting_for },
                 self.abort_message(),
             );
         }
-        if self.is_leased() && turn.now >= self.lease {
+        if self.is_leased() && context.now >= self.lease {
             let reason = format!(
                 "the peer has not named the transfer in a heartbeat for {} s",
                 self.lease_time.as_secs()
             );
-            return self.fail(turn, self.peer.lost(reason), self.abort_message());
+            return self.fail(context, self.peer.lost(reason), self.abort_message());
         }
-        if self.awaits_answer() && self.retry.is_due(turn.now) {
-            self.resend(turn);
+        if self.awaits_answer() && self.retry.is_due(context.now) {
+            self.resend(context);
         }
     }
 

@@ -59,7 +59,7 @@ impl<T: Transport, S: EventSink> DriverThread<T, S> {
     /// within `shutdown_max`, and drops the sink.
     pub(super) fn run(mut self, shutdown_max: Duration) {
         let reason = loop {
-            if let Some(reason) = self.turn(SLEEP_MAX) {
+            if let Some(reason) = self.drive(SLEEP_MAX) {
                 break reason;
             }
         };
@@ -68,7 +68,7 @@ impl<T: Transport, S: EventSink> DriverThread<T, S> {
         self.offer_events();
         while self.driver.core.active_count() > 0 && stopped.elapsed() < ABORT_TIMEOUT {
             self.inputs.stop = never();
-            self.turn(OFFER_RETRY);
+            self.drive(OFFER_RETRY);
         }
         self.metrics.publish(&self.driver.core);
         // Dropping the queues lets the last control messages leave and stops their threads.
@@ -85,7 +85,7 @@ impl<T: Transport, S: EventSink> DriverThread<T, S> {
 
     /// Handles queued inputs and due deadlines, and executes the resulting actions. Returns the
     /// reason if the driver must stop.
-    fn turn(&mut self, sleep_max: Duration) -> Option<&'static str> {
+    fn drive(&mut self, sleep_max: Duration) -> Option<&'static str> {
         let mut now = Instant::now();
         let mut sleep = self
             .driver

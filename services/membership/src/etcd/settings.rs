@@ -74,7 +74,7 @@ impl EtcdSettings {
             Ok(ReloadOutcome::Replaced) => {
                 tracing::info!(settings = tls.settings(), "reloaded files");
             }
-            Ok(ReloadOutcome::Kept(error)) => {
+            Ok(ReloadOutcome::Invalid(error)) => {
                 tracing::warn!("{error}; the previous content stays in use");
             }
             // The call fails only if the runtime stops.

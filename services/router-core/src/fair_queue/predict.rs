@@ -7,7 +7,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use cluster::Room;
+use cluster::RequiredCapacity;
 
 use super::{FairQueue, Flow, FlowName};
 
@@ -49,14 +49,14 @@ pub struct WaitLimits {
 }
 
 impl WaitLimits {
-    /// Returns the limits of a request with this need of room. `wait_max`:
+    /// Returns the limits of a request that needs this capacity. `wait_max`:
     /// `router.waiting_timeout`.
-    pub fn new(room: Room, wait_max: Duration, deadline: Instant) -> Self {
+    pub fn new(capacity: RequiredCapacity, wait_max: Duration, deadline: Instant) -> Self {
         // An answer that has emitted tokens comes before other answers of its caller, unless its
         // client paused it.
-        let wait_max = match room {
-            Room::Any => Duration::ZERO,
-            Room::Start { .. } => wait_max,
+        let wait_max = match capacity {
+            RequiredCapacity::Any => Duration::ZERO,
+            RequiredCapacity::Start { .. } => wait_max,
         };
         Self { wait_max, deadline }
     }

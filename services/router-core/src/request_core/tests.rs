@@ -244,10 +244,10 @@ fn a_running_request_survives_the_absence_of_all_decode_nodes() {
     let ended = EndedAttempt { outcome: AttemptOutcome::Failed(lost()), stats };
     assert_eq!(owner.loses_decode(), [RequestOutput::EndAttempt(ended), RequestOutput::Pick]);
     owner.stays_absent(Duration::from_secs(5));
-    let wanted = owner.core.wanted();
-    assert_eq!((wanted.tokens, wanted.new_tokens_max), (67, 97));
+    let requirements = owner.core.requirements();
+    assert_eq!((requirements.tokens, requirements.new_tokens_max), (67, 97));
     // Only the model that began the answer may continue it.
-    assert!(wanted.identity.is_some() && wanted.exclude_decode.is_empty());
+    assert!(requirements.identity.is_some() && requirements.exclude_decode.is_empty());
     owner.picked(false);
     owner.reserved();
     owner.finishes();
@@ -261,10 +261,10 @@ fn a_running_request_continues_with_other_weights_if_no_node_has_its_own() {
     owner.reserved();
     owner.tokens(3);
     owner.loses_decode();
-    assert!(!owner.core.wanted().any_weights);
+    assert!(!owner.core.requirements().any_weights);
     let unfit = NoNode::NoneFits { role: Role::Decode };
     assert_eq!(owner.no_node(&unfit), [RequestOutput::Pick]);
-    assert!(owner.core.wanted().any_weights);
+    assert!(owner.core.requirements().any_weights);
     // Nodes of another model do not fit either.
     assert_eq!(owner.no_node(&unfit), [RequestOutput::WaitForNode]);
     owner.core.handle_nodes_changed();
@@ -295,7 +295,7 @@ fn a_request_completes_while_its_nodes_are_killed_every_three_seconds() {
 fn attempts_without_a_token_are_bounded() {
     let mut owner = Owner::started();
     for number in 1..=4 {
-        assert_eq!(owner.core.wanted().local_prefill, number == 4);
+        assert_eq!(owner.core.requirements().local_prefill, number == 4);
         owner.picked(number < 4);
         let outputs = owner.loses_decode();
         match number {
@@ -534,7 +534,7 @@ fn a_client_that_does_not_read_holds_no_node_and_continues_at_its_next_read() {
     assert_eq!(owner.outputs(), [RequestOutput::WaitForTurn]);
     assert_eq!(owner.core.next_deadline(), Some(owner.start + TIMEOUT));
     // The next attempt must be able to start, as that of a new request.
-    assert_eq!(owner.core.wanted().room, Room::Start { headroom: false });
+    assert_eq!(owner.core.requirements().capacity, RequiredCapacity::Start { headroom: false });
     owner.core.handle_turn();
     assert_eq!(owner.outputs(), [RequestOutput::Pick]);
     owner.picked(false);
@@ -549,12 +549,12 @@ fn a_client_that_does_not_read_holds_no_node_and_continues_at_its_next_read() {
 #[test]
 fn a_started_answer_needs_no_room_unless_its_client_paused_it() {
     let mut owner = Owner::started();
-    assert_eq!(owner.core.wanted().room, Room::Start { headroom: false });
+    assert_eq!(owner.core.requirements().capacity, RequiredCapacity::Start { headroom: false });
     owner.picked(false);
     owner.reserved();
     owner.tokens(1);
     owner.loses_decode();
-    assert_eq!(owner.core.wanted().room, Room::Any);
+    assert_eq!(owner.core.requirements().capacity, RequiredCapacity::Any);
 }
 
 #[test]

@@ -58,7 +58,7 @@ impl Router {
         let (Some(stats), Some(answer)) = (&mut self.stats, self.answers.get(&id)) else { return };
         stats.requests.push(ServedRequest {
             request: id,
-            prompt_tokens: answer.core.request().wanted().prompt_tokens,
+            prompt_tokens: answer.core.request().requirements().prompt_tokens,
             cached_tokens: answer.cached_tokens.unwrap_or(0),
             output_tokens: answer.core.request().emitted().len() as u32,
             ttft: answer.first_emitted_at.map_or(Duration::ZERO, |at| at - answer.arrived_at),

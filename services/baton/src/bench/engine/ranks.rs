@@ -54,7 +54,7 @@ pub(super) fn start(args: &EngineArgs, checkpoint: &Checkpoint) -> Result<Loaded
         let peak = args
             .variant
             .peak_gb_per_s
-            .map_or_else(|| backend.read_gb_per_s(), |it| Ok(Some(it)))?;
+            .map_or_else(|| backend.measure_read_gb_per_s(), |it| Ok(Some(it)))?;
         (format!("{} × {}", args.tp, backend.context().device().name), peak)
     };
     let bandwidth = StartPart::new("bandwidth", begun.elapsed());

@@ -130,7 +130,7 @@ impl Graphs {
 
     /// Returns the tokens per row of a step that verifies draft tokens. Returns 0 for a step that
     /// has no draft tokens, has prefill rows, or has too many rows.
-    pub(super) fn verified(&self, plan: &StepPlan) -> u32 {
+    pub(super) fn verified_tokens(&self, plan: &StepPlan) -> u32 {
         let wanted = plan.rows.iter().map(|row| row.drafts_max).max().unwrap_or(0);
         if plan.drafts_max == 0 || wanted == 0 || !is_decode(plan) {
             return 0;
@@ -273,13 +273,15 @@ mod tests {
             ..StepPlan::default()
         };
         let of = |drafts: &[u32]| {
-            graphs.verified(&plan(&drafts.iter().map(|drafts| row(*drafts)).collect::<Vec<_>>()))
+            graphs.verified_tokens(&plan(
+                &drafts.iter().map(|drafts| row(*drafts)).collect::<Vec<_>>(),
+            ))
         };
         assert_eq!((of(&[1]), of(&[3]), of(&[6]), of(&[0])), (2, 5, 7, 0));
         assert_eq!((of(&[6, 1, 0]), of(&[2, 1, 0]), of(&[6; 5]), of(&[1; 7])), (5, 3, 3, 0));
         let mixed = plan(&[row(3), RowPlan { token_count: 9, ..row(0) }]);
-        assert_eq!(graphs.verified(&mixed), 0, "a step with prefill rows");
-        assert_eq!(graphs.verified(&StepPlan { drafts_max: 0, ..plan(&[row(3)]) }), 0);
+        assert_eq!(graphs.verified_tokens(&mixed), 0, "a step with prefill rows");
+        assert_eq!(graphs.verified_tokens(&StepPlan { drafts_max: 0, ..plan(&[row(3)]) }), 0);
         let sequence = StepRows { slot: 0, position: 9, rows: 4, samples: 4 };
         assert_eq!(graphs.dispatch(&[sequence; 3], 5), (0, Dispatch::Eager), "nothing is captured");
     }

@@ -137,7 +137,7 @@ fn complete_all(
     for Launched { chunk, moving } in in_flight {
         let late = format!("the receiver did not take chunk {}", chunk.index);
         match complete(moving, || outbox.is_over(), &late).map(drop) {
-            Ok(()) => outgoing.report(chunk, outbox.give_back(chunk)),
+            Ok(()) => outgoing.report(chunk, outbox.end_chunk(chunk)),
             Err(reason) => {
                 // Ends the kernels in the stream. The connection's end handles a stuck abort.
                 let _ = abort(channel);

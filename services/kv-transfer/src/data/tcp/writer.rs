@@ -12,7 +12,7 @@ use xxhash_rust::xxh3::Xxh3;
 use super::{
     super::{
         Moved, Outgoing,
-        in_flight::GivenBack,
+        in_flight::ChunkOutcome,
         outbox::{Job, Outbox},
         stream::{check_progress, is_pause, move_bytes},
         tls,
@@ -40,13 +40,13 @@ pub(super) fn write_frames(
         let chunk = job.chunk;
         let written = write_frame(outgoing, stream, job);
         // `write_frame` drops the blocks in every case.
-        let given_back = match (outbox.give_back(chunk), &written) {
-            (GivenBack::Wanted(_), Ok(Payload::Whole(moved))) => GivenBack::Wanted(*moved),
+        let outcome = match (outbox.end_chunk(chunk), &written) {
+            (ChunkOutcome::Moved(_), Ok(Payload::Whole(moved))) => ChunkOutcome::Moved(*moved),
             // The end of the connection fails the transfer.
-            (GivenBack::Wanted(_), _) => GivenBack::Cancelled,
-            (given_back, _) => given_back,
+            (ChunkOutcome::Moved(_), _) => ChunkOutcome::Cancelled,
+            (outcome, _) => outcome,
         };
-        outgoing.report(chunk, given_back);
+        outgoing.report(chunk, outcome);
         if let Payload::Cut { rest } = written? {
             // The next frame must start where the reader expects it.
             fill(outbox, stream, rest)?;

@@ -25,7 +25,7 @@ impl Core {
         }
         let admission = self.admission(id, address);
         if let Err(failure) = &admission {
-            self.turn.emit(side.failed(id, failure.clone()));
+            self.context.emit(side.failed(id, failure.clone()));
         }
         admission.is_ok()
     }
@@ -46,11 +46,11 @@ impl Core {
             }
             None => {}
         }
-        if address.epoch == self.turn.local.epoch {
+        if address.epoch == self.context.local.epoch {
             return aborted("the peer is this process; expected another node".to_owned());
         }
         let known = self.transfers.len();
-        if known >= self.turn.local.limits.transfers_max {
+        if known >= self.context.local.limits.transfers_max {
             return aborted(format!("{known} transfers are in progress, the maximum"));
         }
         if let Some(pair) = self.pairs.get(&address.epoch) {
@@ -62,8 +62,8 @@ impl Core {
             let peers = self.pairs.len();
             return aborted(format!("{peers} peers have transfers with this node, the maximum"));
         }
-        let pair = Pair::new(&mut self.turn, address, false);
-        pair.send_hello(&mut self.turn);
+        let pair = Pair::new(&mut self.context, address, false);
+        pair.send_hello(&mut self.context);
         self.pairs.insert(address.epoch, pair);
         Ok(())
     }
@@ -78,18 +78,18 @@ impl Core {
         phase: Phase,
     ) {
         let deadline = deadline.min(DEADLINE_MAX);
-        self.insert(Transfer::begin(&self.turn, id, peer, deadline, traceparent, phase));
+        self.insert(Transfer::begin(&self.context, id, peer, deadline, traceparent, phase));
     }
 
     fn insert(&mut self, transfer: Transfer) {
         if let Some(pair) = self.pairs.get_mut(&transfer.peer.epoch) {
-            pair.begin(&mut self.turn, transfer.id);
+            pair.begin(&mut self.context, transfer.id);
             if transfer.side == Side::Sender {
-                pair.open_data(&mut self.turn);
+                pair.open_data(&mut self.context);
             }
         }
         self.transfers.insert(transfer.id, transfer);
-        debug_assert!(self.transfers.len() <= self.turn.local.limits.transfers_max);
+        debug_assert!(self.transfers.len() <= self.context.local.limits.transfers_max);
     }
 
     /// Returns whether the peer of an `Expect` has sent its `RESERVE` before, or has aborted the
@@ -103,10 +103,10 @@ impl Core {
         }
         let stranger = outgoing.peer.epoch;
         let reason = format!("the router paired this transfer with {}", address.node_id);
-        self.turn.send(stranger, Body::give_up(id, reason));
+        self.context.send(stranger, Body::give_up(id, reason));
         self.transfers.remove(&id);
         if let Some(pair) = self.pairs.get_mut(&stranger) {
-            pair.end(self.turn.now, id);
+            pair.end(self.context.now, id);
         }
         false
     }
@@ -117,8 +117,8 @@ impl Core {
             Some(known) if known.side == Side::Sender && known.peer.epoch == from.epoch => {
                 if self.may_act(from, id, Some(Side::Sender)) {
                     let chunk_bytes_max = self.chunk_bytes_max(from.epoch);
-                    self.with_transfer(id, |side, turn| {
-                        side.on_reserve(turn, chunk_bytes_max, reserve, traceparent)
+                    self.with_transfer(id, |side, context| {
+                        side.on_reserve(context, chunk_bytes_max, reserve, traceparent)
                     });
                 }
                 return;
@@ -129,11 +129,11 @@ impl Core {
                 Some(failed) => failed.answer(id),
                 None => {
                     let (known, early) = (self.transfers.len(), self.early_count());
-                    let limits = self.turn.local.limits;
+                    let limits = self.context.local.limits;
                     if early < limits.early_max && known < limits.transfers_max {
                         let peer = from.clone();
                         return self.insert(Transfer::early(
-                            &self.turn,
+                            &self.context,
                             peer,
                             reserve,
                             traceparent,
@@ -149,12 +149,12 @@ impl Core {
                 }
             },
         };
-        self.turn.send_traced(from.epoch, abort, &traceparent);
+        self.context.send_traced(from.epoch, abort, &traceparent);
     }
 
     /// Returns the maximum size of a chunk for this peer.
     pub(super) fn chunk_bytes_max(&self, peer: Epoch) -> usize {
-        let set = self.turn.local.limits.chunk_bytes_max;
+        let set = self.context.local.limits.chunk_bytes_max;
         match self.pairs.get(&peer) {
             Some(pair) if pair.transport() == TCP => set.min(TCP_CHUNK_BYTES_MAX),
             _ => set,

@@ -8,10 +8,10 @@ use crate::{
     config::PRECONNECTED_PAIRS_MAX,
     control::{Body, Hello},
     protocol::{
+        event_context::{Action, EventContext},
         pair::{Change, Pair},
         tombstone::Tombstone,
         transfer::{Side, Transfer},
-        turn::{Action, Turn},
     },
 };
 
@@ -20,36 +20,36 @@ pub(super) const TCP: &str = "tcp";
 
 impl Core {
     pub(super) fn on_hello(&mut self, from: &Peer, hello: &Hello) {
-        if from.epoch == self.turn.local.epoch {
-            return self.turn.refuse("own_epoch");
+        if from.epoch == self.context.local.epoch {
+            return self.context.refuse("own_epoch");
         }
         if !self.pairs.contains_key(&from.epoch) {
             let has_room =
                 if hello.in_advance { self.can_preconnect() } else { self.make_room_for_pair() };
             if !has_room {
                 let reason = if hello.in_advance { "no_room_in_advance" } else { "pairs_full" };
-                return self.turn.refuse(reason);
+                return self.context.refuse(reason);
             }
             let address = PeerAddress {
                 node_id: from.node_id.clone(),
                 epoch: from.epoch,
                 control_endpoint: hello.control_endpoint.clone(),
             };
-            let pair = Pair::new(&mut self.turn, &address, false);
+            let pair = Pair::new(&mut self.context, &address, false);
             self.pairs.insert(from.epoch, pair);
         }
-        self.with_pair(from.epoch, |pair, turn| pair.on_hello(turn, hello));
+        self.with_pair(from.epoch, |pair, context| pair.on_hello(context, hello));
     }
 
     pub(super) fn with_pair(
         &mut self,
         epoch: Epoch,
-        act: impl FnOnce(&mut Pair, &mut Turn) -> Change,
+        act: impl FnOnce(&mut Pair, &mut EventContext) -> Change,
     ) {
         let Some(pair) = self.pairs.get_mut(&epoch) else {
-            return self.turn.refuse("pair_not_up");
+            return self.context.refuse("pair_not_up");
         };
-        let change = act(pair, &mut self.turn);
+        let change = act(pair, &mut self.context);
         let transfers: Vec<TransferId> = pair.transfers.iter().copied().collect();
         match change {
             Change::Nothing => {}
@@ -65,15 +65,15 @@ impl Core {
             Change::UpAgain => self.with_transfers(transfers, Transfer::resend),
             Change::Reconnected => {
                 self.with_transfers(transfers, Transfer::on_pair_anew);
-                self.turn.act(Action::CloseData { peer: epoch });
+                self.context.act(Action::CloseData { peer: epoch });
                 self.open_data(epoch);
             }
             Change::Refused { reason } => {
                 let peer = pair.peer.node_id.clone();
                 tracing::warn!(peer, reason, "peer rejected");
                 let failure = TransferFailure::Refused { peer, reason };
-                self.with_transfers(transfers, |side, turn| {
-                    side.on_peer_lost(turn, failure.clone())
+                self.with_transfers(transfers, |side, context| {
+                    side.on_peer_lost(context, failure.clone())
                 });
             }
         }
@@ -82,20 +82,20 @@ impl Core {
     pub(super) fn connect(&mut self, address: &PeerAddress, sends: bool) {
         // Connecting in advance has no benefit with `tcp`, whose idle pairs are closed.
         let tcp_only =
-            self.turn.local.transports.len() < 2 || self.tcp_only.contains(&address.epoch);
-        if tcp_only || address.epoch == self.turn.local.epoch {
+            self.context.local.transports.len() < 2 || self.tcp_only.contains(&address.epoch);
+        if tcp_only || address.epoch == self.context.local.epoch {
             return;
         }
         if !self.pairs.contains_key(&address.epoch) {
             if !self.can_preconnect() {
                 return;
             }
-            let pair = Pair::new(&mut self.turn, address, true);
-            pair.send_hello(&mut self.turn);
+            let pair = Pair::new(&mut self.context, address, true);
+            pair.send_hello(&mut self.context);
             self.pairs.insert(address.epoch, pair);
         }
         if let Some(pair) = self.pairs.get_mut(&address.epoch) {
-            pair.expect_work(self.turn.now, sends);
+            pair.expect_work(self.context.now, sends);
             self.open_data(address.epoch);
         }
     }
@@ -111,7 +111,7 @@ impl Core {
     /// Remembers that only `tcp` is common. A process does not change its offer.
     fn remember_tcp_only(&mut self, epoch: Epoch) {
         self.tcp_only.insert(epoch);
-        if self.tcp_only.len() > self.turn.local.limits.pairs_max {
+        if self.tcp_only.len() > self.context.local.limits.pairs_max {
             // Evict any entry: the next handshake adds it again.
             self.tcp_only.pop_first();
         }
@@ -123,7 +123,7 @@ impl Core {
         let mut sends = pair.transfers.iter().filter_map(|id| self.transfers.get(id));
         let has_work = sends.any(|known| known.side == Side::Sender && !known.is_over());
         if has_work || (pair.will_send && pair.transport() != TCP) {
-            pair.open_data(&mut self.turn);
+            pair.open_data(&mut self.context);
         }
     }
 
@@ -137,13 +137,13 @@ impl Core {
         }
         let failure = pair.peer.lost(reason.to_owned());
         let transfers = pair.transfers.iter().copied().collect();
-        self.with_transfers(transfers, |side, turn| side.on_peer_lost(turn, failure.clone()));
-        self.turn.act(Action::Disconnect { peer: epoch });
+        self.with_transfers(transfers, |side, context| side.on_peer_lost(context, failure.clone()));
+        self.context.act(Action::Disconnect { peer: epoch });
     }
 
     pub(super) fn close_pair(&mut self, epoch: Epoch) {
         if self.pairs.remove(&epoch).is_some() {
-            self.turn.act(Action::Disconnect { peer: epoch });
+            self.context.act(Action::Disconnect { peer: epoch });
         }
     }
 
@@ -152,18 +152,18 @@ impl Core {
     fn can_preconnect(&self) -> bool {
         let uses_gpu_memory = |pair: &&Pair| pair.transport() != TCP;
         self.pairs.values().filter(uses_gpu_memory).count() < PRECONNECTED_PAIRS_MAX
-            && self.pairs.len() < self.turn.local.limits.pairs_max.div_ceil(2)
+            && self.pairs.len() < self.context.local.limits.pairs_max.div_ceil(2)
     }
 
     /// Closes the longest idle pair if the table is full. Returns whether a pair can be added.
     pub(super) fn make_room_for_pair(&mut self) -> bool {
-        if self.pairs.len() < self.turn.local.limits.pairs_max {
+        if self.pairs.len() < self.context.local.limits.pairs_max {
             return true;
         }
         let idle = self
             .pairs
             .values()
-            .filter(|pair| pair.is_idle(self.turn.now))
+            .filter(|pair| pair.is_idle(self.context.now))
             .min_by_key(|pair| pair.idle_since)
             .map(|pair| pair.peer.epoch);
         match idle {
@@ -185,7 +185,7 @@ impl Core {
                 Some(_) | None => {}
             }
         }
-        self.turn.send(epoch, Body::Heartbeat { transfers, awaited });
+        self.context.send(epoch, Body::Heartbeat { transfers, awaited });
     }
 
     pub(super) fn on_heartbeat(
@@ -198,19 +198,19 @@ impl Core {
             return;
         }
         if let Some(pair) = self.pairs.get_mut(&from.epoch) {
-            pair.on_peer_works(self.turn.now);
+            pair.on_peer_works(self.context.now);
         }
         for id in transfers {
             if let Some(transfer) = self.transfers.get_mut(id)
                 && transfer.peer.epoch == from.epoch
             {
-                transfer.renew(self.turn.now);
+                transfer.renew(self.context.now);
             }
         }
         // The peer may never have received the `ABORT` of a transfer that it still wants.
         for id in transfers.iter().chain(awaited) {
             if let Some(failed @ Tombstone::Failed { .. }) = self.tombstones.get(*id) {
-                self.turn.send(from.epoch, failed.answer(*id));
+                self.context.send(from.epoch, failed.answer(*id));
             }
         }
     }

@@ -1,9 +1,9 @@
 //! Conversion of a system prompt and messages into the messages that chat templates render.
 //!
 //! A message of Anthropic's API is a list of content blocks. Templates have a message of its own
-//! for the result of each tool call, and calls and reasoning of an answer in fields beside its text.
-//! Consecutive messages of one role become one message, because many templates require that roles
-//! alternate.
+//! for the result of each tool call, and calls and reasoning of an answer in fields beside its
+//! text. Consecutive messages of one role become one message, because many templates require that
+//! roles alternate.
 
 use serde_json::{Map, Value, json};
 

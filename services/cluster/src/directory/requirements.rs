@@ -6,7 +6,7 @@ use crate::{Epoch, ModelIdentity, PrefixKeys};
 
 /// Requirements of an attempt on its nodes.
 #[derive(Clone, Copy, Debug)]
-pub struct Wanted<'a> {
+pub struct NodeRequirements<'a> {
     /// Name of the model.
     pub model: &'a str,
     /// Length of the client's prompt, in tokens.
@@ -34,14 +34,14 @@ pub struct Wanted<'a> {
     /// Prefill node processes that already failed this request.
     pub exclude_prefill: &'a [Epoch],
     /// Capacity that the attempt needs of its nodes.
-    pub room: Room,
+    pub capacity: RequiredCapacity,
     /// Since when the request waits for a node; `None` before its first pick.
     pub waits_since: Option<Instant>,
 }
 
 /// Capacity that an attempt needs of its nodes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Room {
+pub enum RequiredCapacity {
     /// None: the nodes may queue the attempt.
     Any,
     /// The attempt must be able to start. With `headroom` an eighth of all slots stays free for
@@ -50,7 +50,7 @@ pub enum Room {
     Start { headroom: bool },
 }
 
-impl Room {
+impl RequiredCapacity {
     pub(super) fn leaves_headroom(self) -> bool {
         self == Self::Start { headroom: true }
     }

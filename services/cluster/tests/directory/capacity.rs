@@ -1,6 +1,6 @@
 //! Nodes on which an attempt could start now.
 
-use cluster::{Load, NoNode, Placement, Role, Room, Wanted};
+use cluster::{Load, NoNode, NodeRequirements, Placement, RequiredCapacity, Role};
 use proto::v1;
 
 use crate::world::*;
@@ -17,12 +17,12 @@ fn load(slots: u32, running: u32) -> Load {
     Load { running, step_costs: Some(costs), ..idle() }
 }
 
-fn starting(headroom: bool) -> Wanted<'static> {
-    Wanted { room: Room::Start { headroom }, ..wanted(8) }
+fn starting(headroom: bool) -> NodeRequirements<'static> {
+    NodeRequirements { capacity: RequiredCapacity::Start { headroom }, ..requirements(8) }
 }
 
-fn is_busy(world: &mut World, wanted: &Wanted<'_>) -> bool {
-    match world.pick_nodes(wanted) {
+fn is_busy(world: &mut World, requirements: &NodeRequirements<'_>) -> bool {
+    match world.pick_nodes(requirements) {
         Ok(_) => false,
         Err(NoNode::Busy { .. }) => true,
         Err(other) => panic!("{other}"),
@@ -37,7 +37,7 @@ fn attempts_start_only_on_nodes_with_a_free_slot() {
     world.up(&decode(12), &record(Role::Decode, 12), load(4, 0));
     let picked: Vec<_> = (0..7).map(|_| world.pick_nodes(&starting(false)).unwrap()).collect();
     assert!(is_busy(&mut world, &starting(false)));
-    assert!(!is_busy(&mut world, &wanted(8)), "the node may queue it");
+    assert!(!is_busy(&mut world, &requirements(8)), "the node may queue it");
     // An ended attempt frees its slot at once, although the node has not reported it.
     world.directory.release(picked[0].decode.assignment);
     world.directory.release(picked[1].decode.assignment);
@@ -98,7 +98,10 @@ fn attempts_wait_while_the_queue_of_prompts_is_long() {
         let queue = Load { waiting: 1, pending_prompt_tokens: pending, ..load(8, 0) };
         world.up(&prefill(1), &record(Role::Prefill, 1), queue);
         world.up(&decode(11), &record(Role::Decode, 11), Load { running: 1, ..queue });
-        let long = Wanted { room: Room::Start { headroom: false }, ..wanted(200) };
+        let long = NodeRequirements {
+            capacity: RequiredCapacity::Start { headroom: false },
+            ..requirements(200)
+        };
         assert_eq!(is_busy(&mut world, &long), busy, "{pending} tokens of 0.1 ms");
     }
 }
@@ -113,8 +116,9 @@ fn caller_that_leaves_headroom_gets_a_prefill_node_although_local_prefill_is_che
     );
     world.up(&decode(11), &record(Role::Decode, 11), load(8, 0));
     for (headroom, is_local) in [(false, true), (true, false)] {
-        let wanted = Wanted { room: Room::Start { headroom }, ..wanted(32) };
-        let picked = world.pick_nodes(&wanted).unwrap();
+        let requirements =
+            NodeRequirements { capacity: RequiredCapacity::Start { headroom }, ..requirements(32) };
+        let picked = world.pick_nodes(&requirements).unwrap();
         let placement = &picked.considered.placement;
         assert_eq!(picked.prefill.is_none(), is_local, "{placement}");
         assert_eq!(*placement == Placement::Headroom, headroom, "{placement}");

@@ -132,7 +132,7 @@ impl Peer {
 }
 
 /// Context of the event in progress: its time, the local node, and the outputs.
-pub struct Turn {
+pub struct EventContext {
     /// Time of the event.
     pub now: Instant,
     pub local: Local,
@@ -142,7 +142,7 @@ pub struct Turn {
     pub sessions: u64,
 }
 
-impl Turn {
+impl EventContext {
     pub(super) fn act(&mut self, action: Action) {
         self.actions.push_back(action);
     }

@@ -6,7 +6,7 @@
 
 use std::time::Duration;
 
-use super::{NoNode, candidate::Candidate, options::NodeOption, wanted::Room};
+use super::{NoNode, candidate::Candidate, options::NodeOption, requirements::RequiredCapacity};
 use crate::Role;
 
 /// Maximum predicted time of a node's queue of prompts before the prompt of a new attempt: a few
@@ -28,8 +28,11 @@ struct Slots {
 }
 
 /// Keeps the decode nodes on which the attempt could start.
-pub(super) fn retain_free(room: Room, decode: &mut Vec<Candidate<'_>>) -> Result<(), NoNode> {
-    let Room::Start { headroom } = room else { return Ok(()) };
+pub(super) fn retain_free(
+    capacity: RequiredCapacity,
+    decode: &mut Vec<Candidate<'_>>,
+) -> Result<(), NoNode> {
+    let RequiredCapacity::Start { headroom } = capacity else { return Ok(()) };
     let busy = NoNode::Busy { role: Role::Decode, retry_after: RETRY_AFTER, by_choice: false };
     if headroom && has_only_headroom(decode) {
         return Err(busy);
@@ -55,13 +58,16 @@ fn has_only_headroom(decode: &[Candidate<'_>]) -> bool {
 }
 
 /// Checks that the prompt of the attempt would not wait long for its prefill.
-pub(super) fn check_prompt_queue(room: Room, best: &NodeOption<'_>) -> Result<(), NoNode> {
+pub(super) fn check_prompt_queue(
+    capacity: RequiredCapacity,
+    best: &NodeOption<'_>,
+) -> Result<(), NoNode> {
     let node = best.prefill.unwrap_or(best.decode);
     let queue_ms = node.state.as_ref().map_or(0.0, |(state, _)| state.queue_ms);
-    let queue_max_ms = match room {
-        Room::Any => return Ok(()),
-        Room::Start { headroom: false } => PROMPT_QUEUE_MAX_MS,
-        Room::Start { headroom: true } => PROMPT_QUEUE_HEADROOM_MS,
+    let queue_max_ms = match capacity {
+        RequiredCapacity::Any => return Ok(()),
+        RequiredCapacity::Start { headroom: false } => PROMPT_QUEUE_MAX_MS,
+        RequiredCapacity::Start { headroom: true } => PROMPT_QUEUE_HEADROOM_MS,
     };
     let excess_ms = queue_ms - queue_max_ms;
     if excess_ms <= 0.0 {
