@@ -137,6 +137,8 @@ DASHBOARDS = {
         ("Host time of a step by phase", "s", [(mean("baton_step_host_duration_seconds", "phase"), "{{phase}}")]),
         ("Steps by launch mode", "per second", [(rate("baton_step_dispatches_total", "mode"), "{{mode}}")]),
         ("Tokens in a step", "short", [(ratio("baton_step_tokens_total", "baton_steps_total"), "mean")]),
+        ("Distinct experts of a step", "short", [(ratio("baton_experts_distinct_total", "baton_experts_layers_total"), "mean over layers")]),
+        ("Imbalance of experts between ranks", "percentunit", [(ratio("baton_experts_rows_max_total", "baton_experts_rows_total"), "fullest rank of the mean")]),
         ("Padding rows", "percentunit", [(ratio("baton_step_padding_rows_total", "baton_step_rows_total"), "of all rows")]),
     ]),
 }  # fmt: skip

@@ -7,6 +7,7 @@ mod folder;
 
 use std::{
     collections::BTreeMap,
+    fs,
     path::Path,
     time::{Duration, Instant},
 };
@@ -167,6 +168,43 @@ async fn wait_nodes(client: &Client, name: &str, wanted: [u64; 2]) -> Result<()>
         tokio::time::sleep(Duration::from_millis(20)).await;
     }
     Ok(())
+}
+
+/// A prefill node of one rank sends its KV to a decode node whose ranks have whole experts.
+#[tokio::test]
+async fn ranks_with_whole_experts_answer_as_one_rank() -> Result<()> {
+    let model = tempfile::tempdir()?;
+    // Two ranks do not divide the width of an expert.
+    let config = json!({
+        "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "hidden_size": 32,
+        "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "head_dim": 16, "num_experts": 8, "num_experts_per_tok": 3,
+        "moe_intermediate_size": 21, "vocab_size": 49_152, "max_position_embeddings": 256,
+        "tie_word_embeddings": true, "eos_token_id": 2
+    });
+    fs::write(model.path().join("config.json"), config.to_string())?;
+    folder::write_tokenizer(&smollm2(), model.path())?;
+    let prompt: Vec<u32> = (0..50).map(|at| (at * at * 31 + at) % 49_152).collect();
+    let expected = tiny_alone(model.path(), &prompt).await?;
+
+    let spec = ClusterSpec {
+        model: model.path().to_owned(),
+        load_format: "dummy",
+        ..ClusterSpec::of(1, 1).set("BATON_NODE_DEVICE", "cpu").set_decode("BATON_NODE_TP", 2)
+    };
+    let cluster = Cluster::start(spec).await?;
+    let client = Client::new(cluster.http());
+    assert_eq!(client.greedy(&prompt, TOKENS).await?, expected);
+    let decode = &cluster.decode[0];
+    assert!(decode.metric("baton_kv_transfer_bytes_total").await? > 0.0);
+    let metric = async |name: &str| decode.metric(&format!("baton_experts_{name}_total")).await;
+    let (layers, distinct) = (metric("layers").await?, metric("distinct").await?);
+    // A decode step of one row uses three experts in each layer.
+    assert!(layers >= 2.0 * (TOKENS - 1) as f64 && distinct >= 3.0 * layers, "{layers} {distinct}");
+    let (rows, rows_max) = (metric("rows").await?, metric("rows_max").await?);
+    // Three rows are never divided evenly over two ranks.
+    assert!(rows < rows_max && rows_max <= 2.0 * rows, "{rows} {rows_max}");
+    cluster.stop()
 }
 
 #[tokio::test(flavor = "multi_thread")]

@@ -7,6 +7,8 @@
 
 use std::num::NonZeroUsize;
 
+use serde::{Deserialize, Serialize};
+
 use crate::{
     fp8::BlockScales,
     layout::{Dtype, KvLayout, to_bf16_bits},
@@ -225,8 +227,10 @@ pub struct ExpertWeights<'a, M, V> {
     pub router: &'a M,
     /// Correction bias `[experts]`: added to the scores for the choice, but not to the weights.
     pub bias: Option<&'a V>,
-    /// Gate and up `[2 * size][hidden]`, and down `[hidden][size]`, of each expert.
+    /// Gate and up `[2 * size][hidden]`, and down `[hidden][size]`, of each expert of the rank.
     pub experts: &'a [(M, M)],
+    /// Index of the first of `experts` among all experts.
+    pub first: usize,
     /// Expert that computes every row.
     pub shared: Option<SharedExpert<'a, M>>,
     pub choice: ExpertChoice,
@@ -240,6 +244,20 @@ pub struct SharedExpert<'a, M> {
     /// `[1][hidden]`: the weight of the expert is the sigmoid of the logit; `None`: the weight
     /// is 1.
     pub router: Option<&'a M>,
+}
+
+/// Rows that the experts of a step's layers computed, summed over these layers. All ranks know the
+/// rows of all experts.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ExpertLoad {
+    /// Layers with experts.
+    pub layers: u64,
+    /// Experts with rows.
+    pub distinct: u64,
+    /// Rows of the experts of every rank; a row counts once for each of its experts.
+    pub rows: u64,
+    /// Number of ranks times the rows of the rank with the most rows.
+    pub rows_max: u64,
 }
 
 /// Sizes of a rank's mixture of experts.

@@ -35,7 +35,7 @@ pub mod threads;
 mod vectors;
 
 use std::{
-    io,
+    io, mem,
     sync::{Mutex, PoisonError},
 };
 
@@ -50,8 +50,8 @@ pub use step::{CpuStep, StepError, StepSequence};
 use self::{aligned::Slab, isa::Level, threads::ThreadPool};
 use crate::{
     backend::{
-        Backend, ExpertShape, ExpertWeights, HeadShape, HeadWeights, LayerAttention, NormSpan,
-        RowSource,
+        Backend, ExpertLoad, ExpertShape, ExpertWeights, HeadShape, HeadWeights, LayerAttention,
+        NormSpan, RowSource,
     },
     layout::{KvLayout, WeightFormat},
     sampling::SampledToken,
@@ -101,6 +101,8 @@ pub struct CpuBackend {
     group: Option<CpuGroup>,
     /// Logits gathered from all ranks of the group.
     gathered: Vec<f32>,
+    /// Load of the experts since it was last taken.
+    expert_load: ExpertLoad,
 }
 
 impl CpuBackend {
@@ -138,6 +140,7 @@ impl CpuBackend {
             shard: Shard::WHOLE,
             group: None,
             gathered: Vec::new(),
+            expert_load: ExpertLoad::default(),
         })
     }
 
@@ -156,6 +159,7 @@ impl CpuBackend {
             shard: self.shard,
             group: None,
             gathered: Vec::new(),
+            expert_load: ExpertLoad::default(),
         })
     }
 
@@ -181,6 +185,11 @@ impl CpuBackend {
     ) -> Vec<Result<SampledToken, SampleError>> {
         let pool = self.pool.get_mut().unwrap_or_else(PoisonError::into_inner);
         sample::sample_rows(self.level, pool, &self.draws, |row| logits.row(row), rows)
+    }
+
+    /// Returns the load of the experts since the last call.
+    pub fn take_expert_load(&mut self) -> ExpertLoad {
+        mem::take(&mut self.expert_load)
     }
 
     fn pack(&self, format: WeightFormat, source: &dyn RowSource) -> CpuMatrix {
@@ -374,8 +383,13 @@ impl Backend for CpuBackend {
         let width = weights.router.cols();
         assert!(x.width() == width && out.width() == width, "experts: widths are equal");
         let pool = self.pool.get_mut().unwrap_or_else(PoisonError::into_inner);
-        let scratch = (buffers, &mut self.gemms);
+        let scratch = (&mut *buffers, &mut self.gemms);
         experts::experts(self.level, pool, scratch, x.rows(rows), weights, out.rows_mut(rows));
+        let ExpertLoad { layers, distinct, rows, rows_max } = buffers.load(self.shard);
+        self.expert_load.layers += layers;
+        self.expert_load.distinct += distinct;
+        self.expert_load.rows += rows;
+        self.expert_load.rows_max += rows_max;
     }
 
     fn all_reduce(&mut self, rows: usize, x: &mut CpuBuffer) {

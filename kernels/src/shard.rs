@@ -16,20 +16,32 @@ const RUNS_MIN: usize = 3;
 ///
 /// Query, key and value heads, the intermediate rows of the feed-forward and the tokens of the
 /// vocabulary are sharded in rank order. The embedding and the two GEMMs that write to the residual
-/// stream give partial sums, which the ranks all-reduce.
+/// stream give partial sums, which the ranks all-reduce. Each rank has a part of every expert, or
+/// with expert parallelism some whole experts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Shard {
     rank: usize,
     of: usize,
+    has_whole_experts: bool,
 }
 
 impl Shard {
     /// The whole model: a single rank.
-    pub const WHOLE: Shard = Shard { rank: 0, of: 1 };
+    pub const WHOLE: Shard = Shard { rank: 0, of: 1, has_whole_experts: false };
 
     /// Creates a shard; returns `None` for an invalid rank or more than [`RANKS_MAX`] ranks.
     pub fn new(rank: usize, of: usize) -> Option<Self> {
-        (rank < of && of <= RANKS_MAX).then_some(Self { rank, of })
+        (rank < of && of <= RANKS_MAX).then_some(Self { rank, of, has_whole_experts: false })
+    }
+
+    /// Returns the shard with or without expert parallelism.
+    pub fn with_whole_experts(self, has_whole_experts: bool) -> Self {
+        Self { has_whole_experts, ..self }
+    }
+
+    /// Returns whether experts are sharded by expert parallelism: each rank has whole experts.
+    pub fn has_whole_experts(self) -> bool {
+        self.has_whole_experts
     }
 
     pub fn rank(self) -> usize {
@@ -46,7 +58,7 @@ impl Shard {
 
     /// Returns every rank of the group, in order.
     pub fn all(self) -> impl Iterator<Item = Shard> {
-        (0..self.of).map(move |rank| Shard { rank, of: self.of })
+        (0..self.of).map(move |rank| Shard { rank, ..self })
     }
 
     /// Returns this rank's range of `count` equal items.
@@ -61,6 +73,22 @@ impl Shard {
         );
         let each = count / self.of;
         self.rank * each..(self.rank + 1) * each
+    }
+
+    /// Returns the experts of `count` that this rank has, whole or in part.
+    ///
+    /// # Panics
+    /// As [`Self::part`], with expert parallelism.
+    pub fn experts(self, count: usize) -> Range<usize> {
+        if self.has_whole_experts { self.part(count) } else { 0..count }
+    }
+
+    /// Returns the intermediate rows of `size` that this rank has of each of its experts.
+    ///
+    /// # Panics
+    /// As [`Self::part`], without expert parallelism.
+    pub fn expert_rows(self, size: usize) -> Range<usize> {
+        if self.has_whole_experts { 0..size } else { self.part(size) }
     }
 
     /// Returns the tokens whose embeddings this rank has and whose logits it computes. Shards are

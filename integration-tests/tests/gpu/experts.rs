@@ -83,7 +83,7 @@ impl<B: Bench> Mixture<B> {
     fn run(&mut self, backend: &mut B, rows: usize, x: &[f32]) -> [Vec<f32>; 3] {
         let Self { router, experts, choice, norm, buffers, x: input, delta, residual } = self;
         let (bias, shared, choice) = (None, None, *choice);
-        let weights = ExpertWeights { router, bias, experts, shared, choice };
+        let weights = ExpertWeights { router, bias, experts, first: 0, shared, choice };
         backend.put(input, x);
         backend.put(residual, &x.iter().map(|value| value * 0.5).collect::<Vec<_>>());
         backend.poison(delta);

@@ -11,7 +11,10 @@ use super::{
     silu::silu_mul,
     threads::ThreadPool,
 };
-use crate::backend::{ExpertChoice, ExpertScore, ExpertWeights, SharedExpert};
+use crate::{
+    backend::{ExpertChoice, ExpertLoad, ExpertScore, ExpertWeights, SharedExpert},
+    shard::Shard,
+};
 
 /// Memory that steps reuse.
 #[derive(Default)]
@@ -27,6 +30,21 @@ pub struct ExpertScratch {
     outputs: Vec<f32>,
 }
 
+impl ExpertScratch {
+    /// Returns the load of the last mixture.
+    pub(crate) fn load(&self, shard: Shard) -> ExpertLoad {
+        let rows: Vec<u64> = self.lists.iter().map(|list| list.len() as u64).collect();
+        let (_, rows) = rows.split_last().expect("a mixture was computed");
+        let of_rank = |rank: Shard| rows[rank.experts(rows.len())].iter().sum::<u64>();
+        ExpertLoad {
+            layers: 1,
+            distinct: rows.iter().filter(|rows| **rows > 0).count() as u64,
+            rows: shard.all().map(of_rank).sum(),
+            rows_max: shard.all().map(of_rank).max().unwrap_or(0) * shard.rank_count() as u64,
+        }
+    }
+}
+
 /// Computes the mixture; `x` and `out` are `[rows][hidden]`.
 pub(crate) fn experts(
     level: Level,
@@ -36,7 +54,7 @@ pub(crate) fn experts(
     weights: &ExpertWeights<'_, CpuMatrix, CpuVector>,
     out: &mut [f32],
 ) {
-    let ExpertWeights { router, bias, experts, shared, choice } = weights;
+    let ExpertWeights { router, bias, experts, first, shared, choice } = weights;
     let (hidden, count) = (router.cols(), router.rows());
     let rows = x.len() / hidden;
     let ExpertScratch { logits, lists, inputs, gate_up, activated, outputs } = scratch;
@@ -50,6 +68,7 @@ pub(crate) fn experts(
             lists[expert].push((row, weight));
         }
     }
+    let own = *first..first + experts.len();
     let experts = experts.iter().map(|(gate_up, down)| (gate_up, down));
     let shared = shared.as_ref().map(|SharedExpert { gate_up: to_gate_up, down, router }| {
         logits.resize(rows, 0.0);
@@ -61,6 +80,8 @@ pub(crate) fn experts(
         (*to_gate_up, *down)
     });
     out.fill(0.0);
+    let (lists, of_shared) = lists.split_at(count);
+    let lists = lists[own].iter().chain(of_shared);
     for ((to_gate_up, down), list) in experts.chain(shared).zip(lists) {
         if list.is_empty() {
             continue;
@@ -196,7 +217,8 @@ mod tests {
             let shared = SharedExpert { gate_up, down, router: Some(shared_router) };
             let shared = has_shared.then_some(shared);
             let (experts_of, choice) = (matrices.as_slice(), *choice);
-            let weights = ExpertWeights { router, bias: None, experts: experts_of, shared, choice };
+            let weights =
+                ExpertWeights { router, bias: None, experts: experts_of, first: 0, shared, choice };
             let mut pool = ThreadPool::new(threads, "test").unwrap();
             let mut scratch = (ExpertScratch::default(), MatmulScratch::default());
             let mut out = vec![f32::NAN; x.len()];

@@ -304,6 +304,11 @@ section! {
         tp: u32 = 1,
             "One rank is fastest unless its device is too small or too slow; tp must divide the model's number of KV heads.",
             1..=16;
+        /// Expert parallelism on CPUs: with true, each rank of node.tp has whole experts, and with
+        /// false a part of every expert; auto takes whole experts only where node.tp does not
+        /// divide the width of an expert.
+        expert_parallel: Auto<bool> = Auto::Derived,
+            "Equal parts of every expert keep all ranks equally busy; whole experts do not, but fit widths that node.tp does not divide.";
         /// Number of nodes in the container of this node. Each may use an equal part of the
         /// container's memory limit. On a CPU the node does not start if weights and KV together
         /// exceed this part. A node serves without the host tier if tier.host_memory exceeds this

@@ -82,7 +82,7 @@ impl ModelSizes {
             + 3 * config.ffn_size_of(shard);
         // Activations and outputs of the experts of a token.
         let of_experts = config.experts().map_or(0, |experts| {
-            experts.choice.count * (shard.part(experts.size).len() + config.hidden_size)
+            experts.choice.count * (shard.expert_rows(experts.size).len() + config.hidden_size)
         });
         let width = width + of_experts;
         let block_bytes = config.kv_layout_of(dtype, shard).block_bytes();

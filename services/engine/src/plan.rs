@@ -14,6 +14,7 @@ use std::{
 
 use kernels::{
     BlockId,
+    backend::ExpertLoad,
     sampling::{SampledToken, Sampling, TokenLogprobs, TokenMask},
 };
 use serde::{Deserialize, Serialize};
@@ -109,6 +110,8 @@ pub struct StepRun {
     pub dispatch: Dispatch,
     /// Bytes sent to the device for the step.
     pub uploaded_bytes: u64,
+    /// Load of the experts; zero without experts and on GPUs, which do not report it.
+    pub experts: ExpertLoad,
     /// When the device worked on the step, on the host's clock, its wait for token bitmasks
     /// included.
     pub device: Option<Span>,

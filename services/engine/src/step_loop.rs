@@ -6,6 +6,8 @@ use std::{
     time::{Duration, Instant},
 };
 
+use kernels::backend::ExpertLoad;
+
 use crate::{
     event::{Action, InFlight, Input},
     executor::{CollectWaker, Executor, ExecutorError},
@@ -169,6 +171,7 @@ impl<E: Executor> StepLoop<E> {
         record.busy = result.busy;
         let run = result.run;
         (record.dispatch, record.uploaded_bytes) = (run.dispatch, run.uploaded_bytes);
+        record.experts = run.experts;
         (record.device, record.results_at) = (run.device, run.results_at);
         self.scheduler.complete(result, actions);
         let begin = run.collected_at.unwrap_or(collected_at);
@@ -343,6 +346,7 @@ fn planned_record(plan: &StepPlan, work: StepWork, planned: Span) -> StepRecord 
         work,
         dispatch: Dispatch::Eager,
         uploaded_bytes: 0,
+        experts: ExpertLoad::default(),
         busy: Duration::ZERO,
         plan: planned,
         launch: at_once,

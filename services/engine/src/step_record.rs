@@ -2,6 +2,8 @@
 
 use std::time::{Duration, Instant};
 
+use kernels::backend::ExpertLoad;
+
 use crate::plan::{Dispatch, Span, StepId};
 
 /// Phases of the rows of a step.
@@ -40,6 +42,8 @@ pub struct StepRecord {
     pub work: StepWork,
     pub dispatch: Dispatch,
     pub uploaded_bytes: u64,
+    /// Load of the experts; zero without experts and on GPUs, which do not report it.
+    pub experts: ExpertLoad,
     /// Time the device worked on the step, without its wait for token bitmasks.
     pub busy: Duration,
     /// When the engine thread planned the step.
@@ -86,6 +90,7 @@ mod tests {
             work: StepWork::default(),
             dispatch: Dispatch::Eager,
             uploaded_bytes: 0,
+            experts: ExpertLoad::default(),
             busy: Duration::ZERO,
             plan: span,
             launch: span,

@@ -152,6 +152,7 @@ mod tests {
             work: StepWork::default(),
             dispatch: Dispatch::Graph { rows: 4 },
             uploaded_bytes: 0,
+            experts: Default::default(),
             busy: Duration::ZERO,
             plan: span(begin, begin + 10),
             launch: span(begin + 10, begin + 30),

@@ -46,6 +46,15 @@ fn models() -> Vec<(Checkpoint, Vec<usize>)> {
         (dummy_model(eight), vec![2, 4]),
         (four("Qwen2ForCausalLM", "qwen2", true), vec![2, 4]),
         (four("Qwen3ForCausalLM", "qwen3", false), vec![4]),
+        // Ranks have whole experts: no number of ranks divides their width.
+        (
+            dummy_model(json!({
+                "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe",
+                "num_attention_heads": 8, "num_key_value_heads": 4, "num_experts": 8,
+                "num_experts_per_tok": 3, "moe_intermediate_size": 43
+            })),
+            vec![2, 4],
+        ),
     ]
 }
 

@@ -224,11 +224,12 @@ impl ModelConfig {
         Ok(self)
     }
 
-    /// Returns the supported numbers of ranks, 1 first: all ranks have equally many KV heads and
-    /// rows of the feed-forward network.
-    pub fn rank_counts(&self) -> impl Iterator<Item = usize> {
+    /// Returns the supported numbers of ranks, 1 first: all ranks have equally many KV heads, rows
+    /// of the feed-forward network, and with expert parallelism (`has_whole_experts`) experts.
+    pub fn rank_counts(&self, has_whole_experts: bool) -> impl Iterator<Item = usize> {
         let sizes = self.layers.iter().map(|layer| match layer.feed_forward {
             FeedForward::Gated => self.ffn_size,
+            FeedForward::Experts(experts) if has_whole_experts => experts.count,
             FeedForward::Experts(experts) => experts.size,
         });
         let shared = self.shared_expert().map(|shared| shared.size);
@@ -239,17 +240,27 @@ impl ModelConfig {
         (1..=most).filter(move |&of| counts.iter().all(|count| count.is_multiple_of(of)))
     }
 
+    /// Returns whether `ranks` ranks shard the model by expert parallelism if nothing is set: only
+    /// if they cannot have equal parts of every expert.
+    pub fn prefers_whole_experts(&self, ranks: usize) -> bool {
+        let allows = |has_whole_experts| self.rank_counts(has_whole_experts).any(|it| it == ranks);
+        self.experts().is_some() && !allows(false) && allows(true)
+    }
+
     /// Rejects a group over which the model cannot be sharded.
     pub fn check_shard(&self, shard: Shard) -> Result<(), ModelError> {
-        if self.rank_counts().any(|of| of == shard.rank_count()) {
+        let allowed: Vec<usize> = self.rank_counts(shard.has_whole_experts()).collect();
+        if allowed.contains(&shard.rank_count()) {
             return Ok(());
         }
-        Err(ModelError::RankCount {
-            ranks: shard.rank_count(),
-            kv_heads: self.kv_head_count,
-            ffn_size: self.experts().map_or(self.ffn_size, |experts| experts.size),
-            allowed: self.rank_counts().collect(),
-        })
+        let of_experts =
+            |ExpertSpec { count, size, .. }: ExpertSpec| match shard.has_whole_experts() {
+                true => ("number of experts", count),
+                false => ("feed-forward size", size),
+            };
+        let (what, size) = self.experts().map_or(("feed-forward size", self.ffn_size), of_experts);
+        let (ranks, kv_heads) = (shard.rank_count(), self.kv_head_count);
+        Err(ModelError::RankCount { ranks, kv_heads, what, size, allowed })
     }
 
     /// Returns the experts of the layers that have them; they are the same in all of these layers.
@@ -277,7 +288,7 @@ impl ModelConfig {
     pub fn ffn_size_of(&self, shard: Shard) -> usize {
         let size = |layer: &LayerSpec| match layer.feed_forward {
             FeedForward::Gated => shard.part(self.ffn_size).len(),
-            FeedForward::Experts(experts) => shard.part(experts.size).len(),
+            FeedForward::Experts(experts) => shard.expert_rows(experts.size).len(),
         };
         self.layers.iter().map(size).max().unwrap_or(0)
     }

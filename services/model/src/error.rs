@@ -73,11 +73,17 @@ pub enum ModelError {
         path.display()
     )]
     InvalidScale { path: PathBuf, tensor: String, offset: u64, element: usize, found: f32 },
-    /// Not every rank would get equally many KV heads and rows of the feed-forward network.
+    /// Not every rank would get equally many KV heads, and equally many rows of the feed-forward
+    /// network or experts; `what` says which of the two.
     #[error(
-        "cannot shard the model's {kv_heads} KV heads and feed-forward size {ffn_size} over {ranks} ranks; \
-         expected one of {}",
+        "cannot shard the model's {kv_heads} KV heads and {what} {size} over {ranks} ranks; expected one of {}",
         allowed.iter().map(|count| count.to_string()).collect::<Vec<_>>().join(", ")
     )]
-    RankCount { ranks: usize, kv_heads: usize, ffn_size: usize, allowed: Vec<usize> },
+    RankCount {
+        ranks: usize,
+        kv_heads: usize,
+        what: &'static str,
+        size: usize,
+        allowed: Vec<usize>,
+    },
 }

@@ -46,7 +46,8 @@ impl PackedWeight {
 /// When the model cannot be sharded over these ranks; see [`Weight::part`].
 pub fn packing_order(config: &ModelConfig, shard: Shard) -> Vec<PackedWeight> {
     let mut order = Order { config, shard, packed: Vec::new() };
-    let Ok(TransformerWeights::<(), ()> { .. }) = TransformerWeights::in_order(config, &mut order);
+    let Ok(TransformerWeights::<(), ()> { .. }) =
+        TransformerWeights::in_order(config, shard, &mut order);
     order.packed
 }
 

@@ -80,8 +80,11 @@ enum FeedForwardWeights<M, V> {
         /// `[experts]`.
         bias: Option<V>,
         shared: Option<SharedExpertWeights<M>>,
-        /// Gate, then up `[2 * size][hidden]`, and down `[hidden][size]`, of each expert.
+        /// Gate, then up `[2 * size][hidden]`, and down `[hidden][size]`, of each expert of the
+        /// rank.
         experts: Vec<(M, M)>,
+        /// Index of the first of `experts` among all experts.
+        first: usize,
         choice: ExpertChoice,
     },
 }
@@ -156,17 +159,18 @@ impl<M, V> TransformerWeights<M, V> {
             parameters_total: config.parameter_count_of(shard),
             progress,
         };
-        Self::in_order(config, &mut packer)
+        Self::in_order(config, shard, &mut packer)
     }
 
-    /// Makes every matrix and vector, in memory order.
+    /// Makes every matrix and vector of a rank, in memory order.
     pub(crate) fn in_order<S: PackedSource<Matrix = M, Vector = V>>(
         config: &ModelConfig,
+        shard: Shard,
         source: &mut S,
     ) -> Result<Self, S::Error> {
         let embedding = source.matrix(&[Weight::Embedding])?;
         let layers = config.layers.iter().enumerate();
-        let layers = layers.map(|(index, layer)| Layer::in_order(index, layer, source));
+        let layers = layers.map(|(index, layer)| Layer::in_order(index, layer, shard, source));
         let layers = layers.collect::<Result<Vec<_>, S::Error>>()?;
         let output_norm = source.vector(&[Weight::OutputNorm])?;
         let output = match config.tied_output {
@@ -182,6 +186,7 @@ impl<M, V> Layer<M, V> {
     fn in_order<S: PackedSource<Matrix = M, Vector = V>>(
         index: usize,
         layer: &LayerSpec,
+        shard: Shard,
         source: &mut S,
     ) -> Result<Self, S::Error> {
         use LayerWeight as W;
@@ -226,8 +231,10 @@ impl<M, V> Layer<M, V> {
                     let gate_up = [ExpertWeight::Gate, ExpertWeight::Up].map(part);
                     Ok((source.matrix(&gate_up)?, source.matrix(&[part(ExpertWeight::Down)])?))
                 };
-                let experts = (0..count as u32).map(expert).collect::<Result<_, S::Error>>()?;
-                FeedForwardWeights::Experts { router, bias, shared, experts, choice }
+                let own = shard.experts(count);
+                let (first, own) = (own.start, own.map(|index| index as u32));
+                let experts = own.map(expert).collect::<Result<_, S::Error>>()?;
+                FeedForwardWeights::Experts { router, bias, shared, experts, first, choice }
             }
         };
         Ok(Self { mixer_norm, mixer, feed_forward_norm, feed_forward })
@@ -291,7 +298,7 @@ impl<B: Backend> Transformer<B> {
 
         let rows = |width| backend.buffer(limits.rows_max, width);
         let expert_buffers = |ExpertSpec { count, size, choice, .. }| {
-            let (hidden, size) = (config.hidden_size, shard.part(size).len());
+            let (hidden, size) = (config.hidden_size, shard.expert_rows(size).len());
             let shape = ExpertShape { count, chosen: choice.count, hidden, size };
             backend.expert_buffers(limits.rows_max, shape)
         };
@@ -433,10 +440,10 @@ impl<B: Backend> Transformer<B> {
                     let product = (&*activated, down);
                     backend.project_onto_residual(rows, product, delta, residual, norm, normed);
                 }
-                FeedForwardWeights::Experts { router, bias, shared, experts, choice } => {
+                FeedForwardWeights::Experts { router, bias, shared, experts, first, choice } => {
                     let shared = shared.as_ref().map(SharedExpertWeights::borrowed);
-                    let (bias, choice) = (bias.as_ref(), *choice);
-                    let weights = ExpertWeights { router, bias, experts, shared, choice };
+                    let (bias, first, choice) = (bias.as_ref(), *first, *choice);
+                    let weights = ExpertWeights { router, bias, experts, first, shared, choice };
                     let buffers = expert_buffers.as_mut().expect("the model has experts");
                     let buffers = (buffers, &mut *delta);
                     backend.experts_onto_residual(rows, normed, &weights, buffers, residual, norm);

@@ -153,7 +153,8 @@ impl Axis {
             }
             Axis::QueryHeads | Axis::QueryNorm => heads(config.query_head_count),
             Axis::KvHeads | Axis::KeyNorm => heads(config.kv_head_count),
-            Axis::Ffn | Axis::ExpertFfn | Axis::SharedFfn => shard.part(self.len(config)),
+            Axis::Ffn | Axis::SharedFfn => shard.part(self.len(config)),
+            Axis::ExpertFfn => shard.expert_rows(self.len(config)),
             Axis::Vocabulary => shard.tokens(config.vocab_size),
         }
     }
@@ -304,15 +305,23 @@ impl Weight {
         }
     }
 
-    /// Returns the part of the weight that a rank loads. The parts of the embedding and of the
-    /// output have the same rows.
+    /// Returns the part of the weight that a rank loads, which has no rows of an expert that the
+    /// rank lacks. The parts of the embedding and of the output have the same rows.
     ///
     /// # Panics
     /// When the model cannot be sharded over these ranks; [`ModelConfig::check_shard`] rejects this
     /// earlier.
     pub fn part(self, config: &ModelConfig, shard: Shard) -> WeightPart {
         let (rows, cols) = self.axes();
-        WeightPart { rows: rows.part(config, shard), cols: cols.part(config, shard) }
+        let part = WeightPart { rows: rows.part(config, shard), cols: cols.part(config, shard) };
+        match self {
+            Weight::Layer(_, LayerWeight::Expert(expert, _))
+                if !shard.experts(Axis::Experts.len(config)).contains(&(expert as usize)) =>
+            {
+                WeightPart { rows: 0..0, ..part }
+            }
+            _ => part,
+        }
     }
 
     /// Returns the tensor's name in a GGUF file.

@@ -6,7 +6,7 @@ mod common;
 use std::{collections::BTreeMap, num::NonZeroUsize, path::PathBuf};
 
 use common::{
-    ranks::{together, whole_rows},
+    ranks::{group, together, whole_rows},
     sequence::{Runner, argmax},
 };
 use kernels::{Dtype, WeightFormat, cpu::Isa};
@@ -121,8 +121,17 @@ fn two_ranks_have_the_logits_and_greedy_tokens_of_transformers() {
                 runner.forward(&mut [(&mut sequence, &tokens, tokens.len() as u32)])
             };
             let checkpoint = open(&path);
-            let (ranks, _) = together(&checkpoint, WeightFormat::F32, 2, "architectures", forward);
-            check(&expected, name, &whole_rows(&ranks), &format!("{}, 2 ranks", path.display()));
+            for has_whole_experts in [false, true] {
+                if has_whole_experts && checkpoint.config().experts().is_none() {
+                    continue;
+                }
+                let first = group(2).with_whole_experts(has_whole_experts);
+                let (ranks, _) =
+                    together(&checkpoint, WeightFormat::F32, first, "architectures", forward);
+                let what =
+                    format!("{}, 2 ranks, whole experts: {has_whole_experts}", path.display());
+                check(&expected, name, &whole_rows(&ranks), &what);
+            }
         }
     }
 }

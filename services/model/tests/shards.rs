@@ -5,7 +5,7 @@ mod common;
 use std::{fs, path::Path, sync::Arc, thread, time::Duration};
 
 use common::{
-    ranks::{region, shards, together, whole_rows},
+    ranks::{group, region, shards, together, whole_rows},
     sequence::{BLOCKS, Runner},
 };
 use kernels::{
@@ -13,7 +13,8 @@ use kernels::{
     cpu::{CpuBackend, CpuGroup, CpuOptions, Isa},
 };
 use model::{
-    Checkpoint, Limits, LoadFormat, LoadProgress, ModelError, Transformer, Weight, WeightShape,
+    Checkpoint, LayerWeight, Limits, LoadFormat, LoadProgress, ModelError, Transformer, Weight,
+    WeightShape,
 };
 use serde_json::{Value, json};
 
@@ -35,15 +36,16 @@ fn all_logits(runner: &mut Runner, tokens: &[u32]) -> Vec<Vec<f32>> {
     runner.forward(&mut [(&mut sequence, tokens, tokens.len() as u32)])
 }
 
-/// Compares a model on one rank and on `of` ranks: the logits agree within `tolerance`. In f32, the
-/// KV agrees as well, and chunked prefill changes no bit of the logits.
-fn check(checkpoint: &Checkpoint, weights: WeightFormat, of: usize, tolerance: f32, name: &str) {
+/// Compares a model on one rank and on the ranks of the group of `first`: the logits agree within
+/// `tolerance`. In f32, the KV agrees as well, and chunked prefill changes no bit of the logits.
+fn check(checkpoint: &Checkpoint, weights: WeightFormat, first: Shard, tolerance: f32, name: &str) {
+    let of = first.rank_count();
     let tokens = tokens(40, checkpoint.config().vocab_size);
-    let (alone, alone_kv) = together(checkpoint, weights, 1, name, |runner| {
+    let (alone, alone_kv) = together(checkpoint, weights, Shard::WHOLE, name, |runner| {
         assert!(runner.shard().is_whole());
         all_logits(runner, &tokens)
     });
-    let (ranks, kv) = together(checkpoint, weights, of, name, |runner| {
+    let (ranks, kv) = together(checkpoint, weights, first, name, |runner| {
         let whole = all_logits(runner, &tokens);
         for chunk in [1, 7, 16] {
             let mut sequence = runner.sequence(tokens.len());
@@ -84,7 +86,7 @@ fn every_architecture_and_format_agrees_on_two_ranks() {
         for path in [folder.join(name), folder.join(name).join("model.gguf")] {
             if path.exists() {
                 let checkpoint = Checkpoint::open(&path, LoadFormat::Auto).unwrap();
-                check(&checkpoint, WeightFormat::F32, 2, 1e-4, name);
+                check(&checkpoint, WeightFormat::F32, group(2), 1e-4, name);
                 checked += 1;
             }
         }
@@ -131,12 +133,59 @@ fn dummy_weights_of_ranks_are_parts_of_the_whole_weights() {
     for (changes, counts) in changes {
         let checkpoint = dummy(folder.path(), changes.clone());
         for of in counts {
-            check(&checkpoint, WeightFormat::F32, of, 1e-4, "dummy");
-            check(&checkpoint, WeightFormat::Bf16, of, 0.15, "dummy_bf16");
+            check(&checkpoint, WeightFormat::F32, group(of), 1e-4, "dummy");
+            check(&checkpoint, WeightFormat::Bf16, group(of), 0.15, "dummy_bf16");
         }
     }
     let checkpoint = dummy(folder.path(), json!({}));
-    check(&checkpoint, WeightFormat::Q8, 2, 0.3, "dummy_q8");
+    check(&checkpoint, WeightFormat::Q8, group(2), 0.3, "dummy_q8");
+}
+
+#[test]
+fn ranks_with_whole_experts_agree_with_one_rank() {
+    let folder = tempfile::tempdir().unwrap();
+    // No number of ranks but 1 divides the width of an expert.
+    let experts = json!({"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe",
+        "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 43});
+    // The shared expert is divided by its width.
+    let shared = json!({"architectures": ["Qwen2MoeForCausalLM"], "model_type": "qwen2_moe",
+        "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 43,
+        "shared_expert_intermediate_size": 24, "mlp_only_layers": [1]});
+    for changes in [experts, shared] {
+        let checkpoint = dummy(folder.path(), changes);
+        let config = checkpoint.config();
+        assert_eq!(config.rank_counts(false).collect::<Vec<_>>(), [1]);
+        assert_eq!(config.rank_counts(true).collect::<Vec<_>>(), [1, 2, 4, 8]);
+        for of in [2, 4] {
+            assert!(config.prefers_whole_experts(of));
+            let first = group(of).with_whole_experts(true);
+            check(&checkpoint, WeightFormat::F32, first, 1e-4, "experts");
+            check(&checkpoint, WeightFormat::Bf16, first, 0.15, "experts_bf16");
+            // Every expert is on one rank.
+            for weight in Weight::all(config) {
+                let parts: Vec<u64> =
+                    first.all().map(|rank| weight.part(config, rank).elements()).collect();
+                if matches!(weight, Weight::Layer(_, LayerWeight::Expert(..))) {
+                    let whole = weight.shape(config).elements();
+                    assert_eq!(parts.iter().filter(|part| **part == whole).count(), 1);
+                    assert_eq!(parts.iter().sum::<u64>(), whole, "{weight:?}");
+                }
+            }
+        }
+        assert!(!config.prefers_whole_experts(1) && !config.prefers_whole_experts(16));
+        let error = config.check_shard(group(16).with_whole_experts(true)).unwrap_err();
+        assert_eq!(
+            error.to_string(),
+            "cannot shard the model's 8 KV heads and number of experts 8 over 16 ranks; expected one of 1, 2, 4, 8"
+        );
+    }
+    let even = dummy(
+        folder.path(),
+        json!({"architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe", "num_experts": 8, "moe_intermediate_size": 48}),
+    );
+    assert!(!even.config().prefers_whole_experts(2), "equal parts keep the ranks equally busy");
+    assert!(!dummy(folder.path(), json!({})).config().prefers_whole_experts(3));
 }
 
 #[test]
@@ -144,7 +193,7 @@ fn a_rank_may_keep_its_heads_in_memory_of_its_own() {
     let folder = tempfile::tempdir().unwrap();
     let checkpoint = dummy(folder.path(), json!({}));
     let (config, tokens) = (checkpoint.config(), tokens(40, checkpoint.config().vocab_size));
-    let (shared, _) = together(&checkpoint, WeightFormat::F32, 2, "shared_kv", |runner| {
+    let (shared, _) = together(&checkpoint, WeightFormat::F32, group(2), "shared_kv", |runner| {
         all_logits(runner, &tokens)
     });
     let region = region("own_kv", CpuGroup::region_bytes(2));
@@ -192,7 +241,7 @@ fn unsupported_rank_counts_are_rejected_with_the_supported_ones() {
     let error = load(&eight, Shard::new(0, 16).unwrap(), &mut |_| ()).unwrap_err();
     assert!(error.to_string().ends_with("expected one of 1, 2, 4, 8"), "{error}");
     let narrow = dummy(folder.path(), json!({"intermediate_size": 12}));
-    assert_eq!(narrow.config().rank_counts().collect::<Vec<_>>(), [1, 2, 4]);
+    assert_eq!(narrow.config().rank_counts(false).collect::<Vec<_>>(), [1, 2, 4]);
 
     // Loading reports the rank's parameters.
     for checkpoint in [eight, dummy(folder.path(), json!({"tie_word_embeddings": true}))] {

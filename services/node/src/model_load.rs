@@ -134,13 +134,13 @@ fn load_weights(
     let weights = settings::weight_format(config.model.dtype);
     let layout = model.kv_layout(weights.kv_dtype());
     let tp = config.node.tp;
+    tensor_parallel::check(model, &config.node)?;
     let kv_bytes = |blocks: u32| u64::from(blocks) * layout.block_bytes() as u64;
     let share = MemoryShare::of_node(config.node.nodes_per_container);
     let traits = |device| settings::node_traits(config, role, model, device);
     let (mut executor, arena, traits, cpus, cpu_fallback): (Box<dyn Executor>, _, _, _, _) = if tp
         > 1
     {
-        tensor_parallel::check(checkpoint, &config.node)?;
         let (gpus, cpu_fallback) = match device::gpus_of_ranks(config, weights)? {
             ChosenDevice::Gpu(gpus) => (Some(gpus), None),
             ChosenDevice::Cpu { fallback } => (None, fallback),

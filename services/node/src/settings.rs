@@ -59,10 +59,12 @@ pub enum SettingsError {
     #[error("{key}: cannot pin threads to CPUs on this machine: {reason}")]
     NoAffinity { key: &'static str, reason: io::Error },
     #[error(
-        "node.tp = {tp}: the ranks must divide the model's {kv_heads} KV heads and the rows of its \
-         feed-forward network evenly; expected{on} {allowed}"
+        "node.tp = {tp}: the ranks must divide the model's {kv_heads} KV heads and {shared} evenly; \
+         expected{on} {allowed}"
     )]
-    Ranks { tp: u32, on: &'static str, kv_heads: usize, allowed: String },
+    Ranks { tp: u32, on: &'static str, kv_heads: usize, shared: String, allowed: String },
+    #[error("node.expert_parallel = true: {reason}; expected auto or false")]
+    ExpertParallel { reason: &'static str },
     #[error(
         "node.gpu = {gpu}: {given} GPUs are named for node.tp = {tp}; expected one for each rank, all \
          different, separated by commas"
@@ -127,6 +129,18 @@ pub(crate) fn gpus(node: &config::Node) -> Result<Option<Vec<&str>>, SettingsErr
     Ok(Some(names))
 }
 
+/// Returns the shard of a rank.
+///
+/// # Panics
+/// When the node has no such rank.
+pub(crate) fn shard(node: &config::Node, model: &ModelConfig, rank: usize) -> Shard {
+    let ranks = node.tp as usize;
+    let set = node.expert_parallel.set();
+    let has_whole_experts = set.unwrap_or_else(|| model.prefers_whole_experts(ranks));
+    let shard = Shard::new(rank, ranks).expect("the settings allow so many ranks");
+    shard.with_whole_experts(has_whole_experts)
+}
+
 /// Returns the traits from which the node's defaults are derived; `device` is the device of one
 /// rank.
 pub(crate) fn node_traits(
@@ -139,7 +153,7 @@ pub(crate) fn node_traits(
     let weights = weight_format(config.model.dtype);
     let layout = model.kv_layout(weights.kv_dtype());
     let ranks = node.tp as usize;
-    let shard = Shard::new(0, ranks).expect("the model and the device allow so many ranks");
+    let shard = shard(node, model, 0);
     let kv_bytes = block_count_set(node, layout)?
         .map(|blocks| u64::from(blocks) * (layout.block_bytes() / ranks) as u64);
     let sizes = ModelSizes::of(model, shard, weights);

@@ -25,13 +25,13 @@ use engine::executor::{
     cuda::{CudaExecutorError, CudaRank},
 };
 use kernels::{
-    KvArena, KvLayout, Shard,
+    KvArena, KvLayout,
     cpu::{CpuGroup, affinity},
     cuda::{IpcMemory, RankedKv},
     peer::PeerMemory,
     shared::{RegionName, SharedRegion, sweep},
 };
-use model::Checkpoint;
+use model::{Checkpoint, ModelConfig};
 use ranks::{GroupSettings, RankGroup, RankSpec, run_rank};
 use serde::{Deserialize, Serialize};
 use tracing::{info, warn};
@@ -147,11 +147,22 @@ pub(crate) fn start(
 /// The numbers of ranks that the GPU all-reduce supports.
 pub(crate) const RANKS_ON_GPUS: [usize; 4] = [1, 2, 4, 8];
 
-/// Checks that the model and the device allow the number of ranks.
-pub(crate) fn check(checkpoint: &Checkpoint, node: &config::Node) -> Result<(), SettingsError> {
+/// Checks that the model and the device allow the number of ranks and expert parallelism.
+pub(crate) fn check(model: &ModelConfig, node: &config::Node) -> Result<(), SettingsError> {
     let is_gpu = node.device == Device::Cuda;
-    let model = checkpoint.config();
-    let allowed = model.rank_counts().filter(|count| !is_gpu || RANKS_ON_GPUS.contains(count));
+    let has_whole_experts = settings::shard(node, model, 0).has_whole_experts();
+    let shared = match (model.experts(), has_whole_experts) {
+        (None, true) => {
+            return Err(SettingsError::ExpertParallel { reason: "the model has no experts" });
+        }
+        (Some(_), true) if is_gpu => {
+            return Err(SettingsError::ExpertParallel { reason: "GPUs have no such kernels" });
+        }
+        (Some(experts), true) => format!("{} experts", experts.count),
+        (_, false) => "the rows of its feed-forward network".to_owned(),
+    };
+    let allowed = model.rank_counts(has_whole_experts);
+    let allowed = allowed.filter(|count| !is_gpu || RANKS_ON_GPUS.contains(count));
     let allowed = allowed.collect::<Vec<_>>();
     if allowed.contains(&(node.tp as usize)) {
         return Ok(());
@@ -159,7 +170,7 @@ pub(crate) fn check(checkpoint: &Checkpoint, node: &config::Node) -> Result<(), 
     let allowed: Vec<String> = allowed.iter().map(usize::to_string).collect();
     let (tp, kv_heads, allowed) = (node.tp, model.kv_head_count, allowed.join(", "));
     let on = if is_gpu { " on GPUs" } else { "" };
-    Err(SettingsError::Ranks { tp, on, kv_heads, allowed })
+    Err(SettingsError::Ranks { tp, on, kv_heads, shared, allowed })
 }
 
 /// Runs a rank process after its settings are read.
@@ -188,7 +199,8 @@ fn on_gpu(
     let checkpoint = opened(config, start)?;
     let weights = settings::weight_format(config.model.dtype);
     let layout = checkpoint.config().kv_layout(weights.kv_dtype());
-    CudaRank::open(region, shard(spec))?.start(|rank| {
+    let shard = settings::shard(&config.node, checkpoint.config(), spec.rank as usize);
+    CudaRank::open(region, shard)?.start(|rank| {
         let gpu = device::open_gpu(config, weights, Some(gpu))?;
         let ReadyGpu { executor, kv, .. } =
             device::start_gpu(gpu, config, &checkpoint, layout, start.sizes, Some(rank))?;
@@ -198,15 +210,11 @@ fn on_gpu(
     })
 }
 
-fn shard(spec: &RankSpec) -> Shard {
-    Shard::new(spec.rank as usize, spec.of as usize).expect("the model allows so many")
-}
-
 fn opened(config: &Config, start: &RankStart) -> Result<Checkpoint, NodeStartError> {
     let load_format = settings::load_format(config.model.load_format);
     let model = PathBuf::from(OsString::from_vec(start.model.clone()));
     let checkpoint = Checkpoint::open(&model, load_format)?;
-    check(&checkpoint, &config.node)?;
+    check(checkpoint.config(), &config.node)?;
     Ok(checkpoint)
 }
 
@@ -227,7 +235,8 @@ fn on_cpu(
     let bytes = region_bytes(layout, start.blocks, spec.of);
     let region = SharedRegion::open(region, bytes)?;
     let arena = KvArena::shared(layout, start.blocks, &region, arena_at(spec.of))?;
-    let group = CpuGroup::new(&region, 0, shard(spec), EXCHANGE_TIMEOUT);
+    let shard = settings::shard(&config.node, checkpoint.config(), spec.rank as usize);
+    let group = CpuGroup::new(&region, 0, shard, EXCHANGE_TIMEOUT);
     let cpus = (threads, &cpus[..]);
     let executor = device::start_cpu(config, &checkpoint, cpus, &arena, start.sizes, Some(group))?;
     info!(rank = spec.rank, of = spec.of, "loaded the rank's part of the weights");
@@ -256,6 +265,10 @@ fn share(threads: usize, cpus: &[u32], spec: &RankSpec) -> (usize, Vec<u32>) {
 
 #[cfg(test)]
 mod tests {
+    use config::LoadInput;
+    use kernels::Shard;
+    use model::{ExpertSpec, FeedForward, LoadFormat};
+
     use super::*;
 
     fn spec(rank: u32, of: u32) -> RankSpec {
@@ -273,6 +286,73 @@ mod tests {
         let text = String::from_utf8(start.encode()).unwrap();
         for (from, to) in [("17", "-1"), ("baton", "bacon"), ("model", "muddle"), ("{", "")] {
             assert_eq!(RankStart::decode(text.replace(from, to).as_bytes()), None, "{to}");
+        }
+    }
+
+    /// Returns the shard of rank 0, or the reason why the model refuses the settings.
+    fn checked(model: &ModelConfig, flags: &[(&str, &str)]) -> Result<Shard, String> {
+        let flags = flags.iter().map(|(key, value)| ((*key).into(), (*value).into())).collect();
+        let config = Config::load(LoadInput { flags, ..LoadInput::default() }).unwrap();
+        check(model, &config.node).map_err(|error| error.to_string())?;
+        Ok(settings::shard(&config.node, model, 0))
+    }
+
+    #[test]
+    fn whole_experts_are_chosen_where_ranks_do_not_divide_their_width() {
+        let model = |name: &str| {
+            let fixtures = Path::new(env!("CARGO_MANIFEST_DIR")).join("../model/tests/fixtures");
+            let checkpoint = Checkpoint::open(fixtures.join(name), LoadFormat::Dummy { seed: 1 });
+            checkpoint.unwrap().config().clone()
+        };
+        // 6 experts of 16 rows, and 2 KV heads.
+        let experts = model("architectures/qwen3_moe");
+        let ExpertSpec { count, size, .. } = experts.experts().unwrap();
+        assert_eq!((count, size, experts.kv_head_count), (6, 16, 2));
+        let mut odd = experts.clone();
+        for layer in &mut odd.layers {
+            let FeedForward::Experts(spec) = &mut layer.feed_forward else { continue };
+            spec.size = 15;
+        }
+        const TWO: (&str, &str) = ("node.tp", "2");
+        const ON: (&str, &str) = ("node.expert_parallel", "true");
+        const OFF: (&str, &str) = ("node.expert_parallel", "false");
+        for (model, flags, has_whole_experts) in [
+            (&experts, &[][..], false),
+            (&experts, &[ON], true),
+            (&experts, &[TWO], false),
+            (&experts, &[TWO, ON], true),
+            (&odd, &[TWO], true),
+            (&odd, &[OFF], false),
+        ] {
+            let shard = checked(model, flags).unwrap();
+            assert_eq!(shard.has_whole_experts(), has_whole_experts, "{flags:?}");
+        }
+        let dense = model("tiny_llama3");
+        const FOUR: (&str, &str) = ("node.tp", "4");
+        const CUDA: (&str, &str) = ("node.device", "cuda");
+        for (model, flags, reason) in [
+            (
+                &dense,
+                &[ON][..],
+                "node.expert_parallel = true: the model has no experts; expected auto or false",
+            ),
+            (
+                &experts,
+                &[TWO, ON, CUDA],
+                "node.expert_parallel = true: GPUs have no such kernels; expected auto or false",
+            ),
+            (
+                &odd,
+                &[TWO, OFF],
+                "node.tp = 2: the ranks must divide the model's 2 KV heads and the rows of its feed-forward network evenly; expected 1",
+            ),
+            (
+                &experts,
+                &[FOUR, ON],
+                "node.tp = 4: the ranks must divide the model's 2 KV heads and 6 experts evenly; expected 1, 2",
+            ),
+        ] {
+            assert_eq!(checked(model, flags).unwrap_err(), reason);
         }
     }
 

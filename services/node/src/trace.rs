@@ -251,6 +251,7 @@ mod tests {
             work: StepWork::default(),
             dispatch: Dispatch::Fallback,
             uploaded_bytes: u64::MAX,
+            experts: Default::default(),
             busy: Duration::ZERO,
             plan: span,
             launch: span,

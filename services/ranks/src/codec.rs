@@ -11,7 +11,7 @@ use engine::{
     executor::{ExecutorError, ExecutorLimits},
     plan::{AdmittedRow, Dispatch, RowMask, RowPlan, RowResult, Slot, StepId, StepPlan},
 };
-use kernels::BlockId;
+use kernels::{BlockId, backend::ExpertLoad};
 use serde::{Deserialize, Serialize};
 use xxhash_rust::xxh3::xxh3_64_with_seed;
 
@@ -88,6 +88,7 @@ pub struct WireResult {
     pub busy_nanos: u64,
     pub dispatch: Dispatch,
     pub uploaded_bytes: u64,
+    pub experts: ExpertLoad,
     pub device_nanos: Option<(u64, u64)>,
     pub results_nanos: Option<u64>,
 }

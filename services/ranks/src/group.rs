@@ -357,6 +357,7 @@ impl RankGroup {
             run: StepRun {
                 dispatch: result.dispatch,
                 uploaded_bytes: result.uploaded_bytes,
+                experts: result.experts,
                 device,
                 results_at: result.results_nanos.map(instant),
                 collected_at: Some(Instant::now()),

@@ -273,6 +273,7 @@ impl<E: Executor> Rank<'_, E> {
                 busy_nanos: result.busy.as_nanos() as u64,
                 dispatch: run.dispatch,
                 uploaded_bytes: run.uploaded_bytes,
+                experts: run.experts,
                 device_nanos: run.device.map(|span| (nanos(span.begin), nanos(span.end))),
                 results_nanos: run.results_at.map(nanos),
             }

@@ -8,6 +8,7 @@ use engine::{
 };
 use kernels::{
     BlockId,
+    backend::ExpertLoad,
     sampling::{Pooling, SampledToken, Sampling, TokenLogprobs, TokenMask},
 };
 use proptest::{collection::vec, option, prelude::*};
@@ -153,6 +154,7 @@ fn answer() -> impl Strategy<Value = RankAnswer> {
             busy_nanos: it.1,
             dispatch: it.2,
             uploaded_bytes: it.3,
+            experts: ExpertLoad { layers: it.1, distinct: it.3, ..ExpertLoad::default() },
             device_nanos: it.4,
             results_nanos: it.5,
         });

@@ -134,6 +134,7 @@ mod tests {
             work: StepWork::default(),
             dispatch: Dispatch::Graph { rows: 4 },
             uploaded_bytes: 100,
+            experts: Default::default(),
             busy: Duration::from_micros(end - begin),
             plan: span(begin, begin + 10),
             launch: span(begin, begin + 20),

@@ -332,7 +332,8 @@ impl CpuRunner {
         let rows = sampled.map_err(|source| ExecutorError::Group { step_id, source })?;
         let end = Instant::now();
         let (device, results_at) = (Some(Span { begin, end }), Some(end));
-        let run = StepRun { device, results_at, ..StepRun::default() };
+        let experts = self.backend.take_expert_load();
+        let run = StepRun { experts, device, results_at, ..StepRun::default() };
         Ok(ComputeResult::Step(StepResult { step_id, rows, busy: busy + (end - started), run }))
     }
 

@@ -24,7 +24,7 @@ use std::{
 use kernels::{
     Backend, Dtype, KvArena, KvLayout, Shard, WeightFormat,
     arena::{StreamAccess, StreamStep},
-    backend::NormSpan,
+    backend::{ExpertLoad, NormSpan},
     cuda::{
         Admission, BatchLimits, CudaBackend, CudaError, CudaExperts, CudaFrame, CudaStep,
         DeviceBatch, DeviceClock, DeviceKv, Drafts, EXPERTS_CHOSEN_MAX, EXPERTS_MAX, Event,
@@ -452,6 +452,7 @@ impl CudaExecutor {
         let run = StepRun {
             dispatch: launched.dispatch,
             uploaded_bytes: finished.uploaded_bytes,
+            experts: ExpertLoad::default(),
             device: Some(Span { begin: finished.began_at, end: finished.ended_at }),
             results_at: Some(finished.downloaded_at),
             collected_at,
@@ -689,6 +690,9 @@ fn check_sizes(
         if experts.choice.count > EXPERTS_CHOSEN_MAX {
             let what = "the number of experts per token";
             return unsupported(what, experts.choice.count.to_string(), "up to 32");
+        }
+        if shard.has_whole_experts() {
+            return unsupported("node.expert_parallel", "true".to_owned(), "false on GPUs");
         }
         let size = shard.part(experts.size).len();
         if !size.is_multiple_of(8) {

@@ -101,7 +101,9 @@ impl AllRanks {
         let epoch = u128::from(MADE.fetch_add(1, Ordering::Relaxed));
         let name = RegionName::own(epoch, "engine_test");
         let region = SharedRegion::create(&name, bytes).expect("memory for the arena");
-        let shards: Vec<Shard> = Shard::new(0, of).expect("not too many").all().collect();
+        let first = Shard::new(0, of).expect("not too many");
+        let first = first.with_whole_experts(config.prefers_whole_experts(of));
+        let shards: Vec<Shard> = first.all().collect();
         let whole = || KvArena::shared(layout, limits.blocks, &region, group_bytes);
         let arenas: Vec<Arc<KvArena>> = shards
             .iter()

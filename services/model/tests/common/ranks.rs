@@ -19,7 +19,12 @@ use model::Checkpoint;
 use super::sequence::{BLOCKS, Runner};
 
 pub(crate) fn shards(of: usize) -> impl Iterator<Item = Shard> {
-    Shard::new(0, of).unwrap().all()
+    group(of).all()
+}
+
+/// Returns the first rank of a group.
+pub(crate) fn group(of: usize) -> Shard {
+    Shard::new(0, of).unwrap()
 }
 
 pub(crate) fn region(purpose: &str, bytes: usize) -> Arc<SharedRegion> {
@@ -28,21 +33,23 @@ pub(crate) fn region(purpose: &str, bytes: usize) -> Arc<SharedRegion> {
     SharedRegion::create(&RegionName::own(epoch, purpose), bytes).unwrap()
 }
 
-/// Runs every rank and returns their results and the shared arena of whole blocks.
+/// Runs every rank of the group of `first`. Returns their results and the shared arena of whole
+/// blocks.
 pub(crate) fn together<T: Send>(
     checkpoint: &Checkpoint,
     weights: WeightFormat,
-    of: usize,
+    first: Shard,
     purpose: &str,
     run: impl Fn(&mut Runner) -> T + Sync,
 ) -> (Vec<T>, Arc<KvArena>) {
     let layout = checkpoint.config().kv_layout(weights.kv_dtype());
-    let group_bytes = CpuGroup::region_bytes(of).next_multiple_of(64);
+    let group_bytes = CpuGroup::region_bytes(first.rank_count()).next_multiple_of(64);
     let bytes = group_bytes + layout.block_bytes() * BLOCKS as usize;
     let region = region(purpose, bytes);
     let arena = || KvArena::shared(layout, BLOCKS, &region, group_bytes).unwrap();
     let brought = thread::scope(|scope| {
-        let ranks: Vec<_> = shards(of)
+        let ranks: Vec<_> = first
+            .all()
             .map(|shard| {
                 let group = CpuGroup::new(&region, 0, shard, Duration::from_secs(120));
                 let (run, arena) = (&run, arena());

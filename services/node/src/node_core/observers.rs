@@ -380,6 +380,7 @@ mod tests {
                     work: StepWork { decode_rows: 1, context_tokens: 9, ..StepWork::default() },
                     dispatch: Dispatch::Eager,
                     uploaded_bytes: 0,
+                    experts: Default::default(),
                     busy: Duration::from_millis(5),
                     plan: span(begin, begin),
                     launch: span(begin, begin),

@@ -109,6 +109,14 @@ pub struct StepStats {
     /// Rows computed only because the CUDA graph has more rows than the step.
     pub padding_rows: u32,
     pub dispatch: StepDispatch,
+    /// Layers with experts.
+    pub expert_layers: u64,
+    /// Experts with rows, summed over the layers.
+    pub experts_distinct: u64,
+    /// Rows of the experts of every rank, summed over the layers.
+    pub expert_rows: u64,
+    /// Number of ranks times the rows of the rank with the most rows, summed over the layers.
+    pub expert_rows_max: u64,
     /// Busy time of the device.
     pub busy: Duration,
     /// Time of the engine thread in each phase.
@@ -160,6 +168,14 @@ instruments! {
         steps: Counter<u64>, () => "baton.steps", "Steps (forward passes)";
         step_rows: Counter<u64>, () => "baton.step.rows", "Rows of all steps";
         step_tokens: Counter<u64>, () => "baton.step.tokens", "Tokens of all steps";
+        expert_layers: Counter<u64>, () => "baton.experts.layers",
+            "Layers with experts, over all steps; CPUs report the metrics of experts";
+        experts_distinct: Counter<u64>, () => "baton.experts.distinct",
+            "Experts that computed rows, over all layers and steps; divided by baton.experts.layers: distinct experts of a step";
+        expert_rows: Counter<u64>, () => "baton.experts.rows",
+            "Rows of the experts of every rank, over all layers and steps; a row counts once for each of its experts";
+        expert_rows_max: Counter<u64>, () => "baton.experts.rows_max",
+            "Number of ranks times the rows of the rank with the most rows; divided by baton.experts.rows: imbalance between ranks";
         queue_time: Histogram<f64>, (), FIRST_TOKEN_SECONDS => "baton.sequence.queue_time" "s",
             "Time from a sequence's arrival to its first step";
         prefill_time: Histogram<f64>, (), FIRST_TOKEN_SECONDS => "baton.sequence.prefill_time" "s",
@@ -262,6 +278,10 @@ impl NodeMetrics {
         of_model.steps.record(1, ());
         of_model.step_rows.record(step.rows.into(), ());
         of_model.step_tokens.record(step.tokens.into(), ());
+        of_model.expert_layers.record(step.expert_layers, ());
+        of_model.experts_distinct.record(step.experts_distinct, ());
+        of_model.expert_rows.record(step.expert_rows, ());
+        of_model.expert_rows_max.record(step.expert_rows_max, ());
     }
 
     /// Records the computation of a token bitmask, also a failed one.

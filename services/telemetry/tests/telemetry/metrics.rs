@@ -111,6 +111,10 @@ fn node_load_is_exported_under_baton_and_vllm_names() {
         tokens: 40,
         padding_rows: 0,
         dispatch: StepDispatch::Eager,
+        expert_layers: 2,
+        experts_distinct: 9,
+        expert_rows: 24,
+        expert_rows_max: 28,
         busy: Duration::from_millis(5),
         plan: Duration::from_micros(9),
         launch: Duration::from_micros(30),
@@ -153,6 +157,9 @@ fn node_load_is_exported_under_baton_and_vllm_names() {
     assert_eq!(value(&text, "baton_kv_blocks", &[r#"state="cached""#]), 20.0);
     assert_eq!(value(&text, "baton_step_tokens_total", &[]), 46.0);
     assert_eq!(value(&text, "baton_step_padding_rows_total", &[]), 3.0);
+    for (name, sum) in [("layers", 6.0), ("distinct", 27.0), ("rows", 72.0), ("rows_max", 84.0)] {
+        assert_eq!(value(&text, &format!("baton_experts_{name}_total"), &[]), sum, "{name}");
+    }
     for labels in
         [&[r#"mode="eager""#][..], &[r#"mode="graph""#, r#"rows="8""#], &[r#"mode="fallback""#]]
     {
