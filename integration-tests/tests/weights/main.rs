@@ -1,6 +1,10 @@
 //! Live weight updates of real nodes: answers equal those of nodes that started with the new
 //! weights, requests in flight survive, and bad weights change nothing.
 
+#[allow(dead_code)]
+#[path = "../hugging_face/folder.rs"]
+mod folder;
+mod fp8;
 mod in_flight;
 mod routers;
 mod tiers;

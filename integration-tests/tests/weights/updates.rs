@@ -24,7 +24,7 @@ use crate::{
 };
 
 /// Returns the greedy tokens of a cluster that serves these weights from its start.
-async fn expected(path: &Path, spec: ClusterSpec) -> Result<Vec<Vec<u32>>> {
+pub(crate) async fn expected(path: &Path, spec: ClusterSpec) -> Result<Vec<Vec<u32>>> {
     let spec = ClusterSpec { model: path.to_owned(), ..spec };
     let (cluster, client) = Cluster::start_with_client(name_model(spec)).await?;
     let tokens = all_tokens(&client).await?;
@@ -32,7 +32,7 @@ async fn expected(path: &Path, spec: ClusterSpec) -> Result<Vec<Vec<u32>>> {
     Ok(tokens)
 }
 
-async fn all_tokens(client: &Client) -> Result<Vec<Vec<u32>>> {
+pub(crate) async fn all_tokens(client: &Client) -> Result<Vec<Vec<u32>>> {
     let runs = golden().runs;
     try_join_all(runs.iter().map(|run| client.greedy(&run.prompt_ids, TOKENS))).await
 }

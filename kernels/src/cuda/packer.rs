@@ -154,6 +154,10 @@ impl CudaPacker {
         self.dtype
     }
 
+    pub fn format(&self) -> WeightFormat {
+        self.format
+    }
+
     pub(super) fn context(&self) -> &Arc<Context> {
         &self.context
     }

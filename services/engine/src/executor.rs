@@ -168,7 +168,8 @@ pub trait WeightUpdate: Send + Sync {
         _tensors: &[DeclaredTensor],
         _source: ChunkSource<'_>,
     ) -> Result<Box<dyn ChunkReceiver + '_>, PrepareError> {
-        Err(PrepareError::Unsupported)
+        let found = "the node computes on a CPU";
+        Err(PrepareError::Unsupported { found, expected: "a node on a GPU" })
     }
 
     /// Ends the communicator that [`receive`](Self::receive) has kept for another update of the
@@ -186,10 +187,8 @@ pub enum PrepareError {
     Model(#[from] ModelError),
     #[error(transparent)]
     Declared(#[from] DeclaredError),
-    #[error(
-        "cannot receive weights from a trainer's GPU: the node computes on a CPU; expected a node on a GPU"
-    )]
-    Unsupported,
+    #[error("cannot receive weights from a trainer's GPU: {found}; expected {expected}")]
+    Unsupported { found: &'static str, expected: &'static str },
     #[error("cannot prepare the weights: {0}")]
     Device(String),
     /// The first rank that failed.

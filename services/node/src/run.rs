@@ -7,7 +7,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use anyhow::{Context, Result, anyhow, bail, ensure};
+use anyhow::{Context, Result, anyhow, bail};
 use clap::{Arg, Command};
 use cluster::{NodeId, Role};
 use config::{Config, Device, Transport, WeightPlace};
@@ -122,11 +122,6 @@ pub fn run_on(
 fn check(config: &Config) -> Result<()> {
     config.model.required_path()?;
     config.cluster.required_secret()?;
-    let place = config.weights.place;
-    ensure!(
-        config.model.dtype != config::Dtype::Fp8 || place == WeightPlace::Auto,
-        "invalid weights.place: {place}; expected auto with model.dtype = fp8, whose weights cannot be updated on a GPU"
-    );
     if let Some(id) = &config.node.id {
         NodeId::parse(id).map_err(|error| anyhow!("node.id = {id:?}: {error}"))?;
     }

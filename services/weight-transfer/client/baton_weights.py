@@ -24,7 +24,8 @@ node prepare it, and commits it on all nodes or on none. Requests continue meanw
 halves of `push`, for a trainer that does other work in between.
 
 A state dict has the names of Hugging Face. Values are torch tensors, or tuples (dtype, shape, bytes) with dtype "F32",
-"F16" or "BF16".
+"F16", "BF16" or "F8_E4M3". FP8 needs transport "disk": beside each FP8 matrix the state dict has its scales, and `config` is
+the folder of a checkpoint in FP8, whose config.json names the layout of the scales.
 """
 
 import contextlib
@@ -43,7 +44,7 @@ import time
 import urllib.error
 import urllib.request
 
-DTYPES = {"torch.float32": "F32", "torch.float16": "F16", "torch.bfloat16": "BF16"}
+DTYPES = {"torch.float32": "F32", "torch.float16": "F16", "torch.bfloat16": "BF16", "torch.float8_e4m3fn": "F8_E4M3"}
 COPIED = ("config.json", "generation_config.json")
 POLL_SECONDS = 0.05
 # Updates from GPU to GPU take milliseconds.

@@ -9,7 +9,7 @@ use std::{
 };
 
 use kernels::{
-    Packer,
+    Packer, WeightFormat,
     cuda::{ChunkCopies, ChunkSource, CudaBackend, CudaError, CudaPacker},
     peer::WaitLimit,
 };
@@ -87,6 +87,10 @@ impl WeightUpdate for CudaShadow {
         tensors: &[DeclaredTensor],
         source: ChunkSource<'_>,
     ) -> Result<Box<dyn ChunkReceiver + '_>, PrepareError> {
+        if self.packer.format() == WeightFormat::Fp8 {
+            let found = "the node's weights are in FP8";
+            return Err(PrepareError::Unsupported { found, expected: "files (disk or tcp)" });
+        }
         self.discard();
         self.packer.begin().map_err(failed)?;
         let (shard, dtype) = (self.packer.pack_shard(), self.packer.dtype());
