@@ -22,7 +22,7 @@ use membership::{DnsName, Membership, etcd::EtcdSettings};
 use proto::auth::ClusterSecret;
 use router::{ModelSource, RouterSettings, RunningRouter};
 use telemetry::{MetricsServer, Resource, Telemetry, TelemetryConfig};
-use text::{ModelText, ModelTextOptions};
+use text::{ModelText, ModelTextOptions, TemplateError};
 use tokio::signal::unix::{Signal, SignalKind, signal};
 
 /// Time to export the last telemetry; the collector may be unreachable.
@@ -278,8 +278,18 @@ async fn open_all(hub: Hub, models: Vec<ModelSetup>) -> Result<Vec<ModelSource>>
         let path = hub.obtain(&model.path, Parts::Text).await?;
         let open = move || ModelText::open_with(path, options);
         let text = tokio::task::spawn_blocking(open).await??;
-        if let (Some((key, file)), Err(error)) = (&model.chat_template, text.chat_template()) {
-            bail!("{key} {}: {error}", file.display());
+        // The template of a reranker renders pairs of texts.
+        let is_chat = text.generates() && text.pooled().is_err();
+        let template = text.chat_template().map_err(Clone::clone);
+        let usable = template.and_then(|it| if is_chat { it.check() } else { Ok(()) });
+        match (usable, &model.chat_template) {
+            (Err(error), Some((key, file))) => bail!("{key} {}: {error}", file.display()),
+            (Err(error), None) if is_chat && error != TemplateError::Missing => bail!(
+                "cannot serve {}: {error}; set model.chat_template, or router.chat_templates, to \
+                 another template",
+                model.name
+            ),
+            _ => {}
         }
         opened.push(ModelSource { name: model.name, text: Arc::new(text) });
     }

@@ -80,6 +80,29 @@ fn missing_chat_template_is_reported_with_its_setting() {
 }
 
 #[test]
+fn template_that_cannot_render_a_plain_chat_is_an_error_at_start() {
+    const TOKENIZER: &str = r#"{"model": {"type": "BPE", "vocab": {"a": 0}, "merges": []},
+        "decoder": {"type": "ByteLevel"}}"#;
+    let folder = tempfile::tempdir().unwrap();
+    let template = folder.path().join("chat_template.jinja");
+    std::fs::write(folder.path().join("tokenizer.json"), TOKENIZER).unwrap();
+    std::fs::write(&template, "{{ messages | nothing }}").unwrap();
+    let (model, template) = (folder.path().to_str().unwrap(), template.to_str().unwrap());
+    let reason = "filter nothing is unknown (line 1)";
+    for (arguments, words) in [
+        (&["--model-path", model][..], ["cannot serve", "set model.chat_template"]),
+        (
+            &["--model-path", model, "--model-chat-template", template],
+            ["model.chat_template", template],
+        ),
+    ] {
+        let (said, code) = ended(arguments);
+        assert_eq!(code, Some(1), "{said}");
+        assert!(said.contains(reason) && words.iter().all(|it| said.contains(it)), "{said}");
+    }
+}
+
+#[test]
 fn secret_file_that_every_user_can_read_is_reported_at_start() {
     let file = tempfile::NamedTempFile::new().unwrap();
     std::fs::write(file.path(), SECRET).unwrap();

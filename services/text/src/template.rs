@@ -10,7 +10,9 @@ mod clock;
 mod integers;
 mod json;
 mod messages;
+mod methods;
 mod python;
+mod source;
 
 use std::{
     borrow::Cow,
@@ -25,8 +27,6 @@ use minijinja::{
     syntax::SyntaxConfig,
     value::{Kwargs, Serde},
 };
-
-use regex::{Captures, Regex};
 
 use self::messages::ContentForms;
 use crate::{source::TemplateSources, tokenizer::Tokenizer};
@@ -153,15 +153,9 @@ impl ChatTemplate {
             messages::substitutes(templates.iter().filter_map(|(_, source)| source.as_deref()));
         for (name, source) in templates {
             let Some(source) = source else { continue };
-            environment
-                .add_template_owned(
-                    name,
-                    python::with_percent_as_filter(&without_generation_tags(&source)),
-                )
-                .map_err(|error| TemplateError::Syntax {
-                    name: name.to_owned(),
-                    reason: reason_of(&error),
-                })?;
+            environment.add_template_owned(name, source::for_minijinja(&source)).map_err(
+                |error| TemplateError::Syntax { name: name.to_owned(), reason: reason_of(&error) },
+            )?;
         }
         let takes_tools = has_tool_use
             || environment
@@ -215,18 +209,27 @@ impl ChatTemplate {
     }
 
     fn works(&self) -> bool {
-        *self.works.get_or_init(|| {
-            let messages = serde_json::json!([{"role": "user", "content": "Hi"}]);
-            let plain = RenderRequest {
-                messages: &messages,
-                tools: &serde_json::Value::Null,
-                add_generation_prompt: true,
-                extra: &serde_json::Map::new(),
-                now: UNIX_EPOCH,
-                literal: None,
-            };
-            self.render_once(&plain).map_or_else(|error| error.is_requests_fault(), |_| true)
-        })
+        *self.works.get_or_init(|| self.check().is_ok())
+    }
+
+    /// Renders a plain conversation.
+    ///
+    /// # Errors
+    /// The template's bug. A template may refuse the conversation.
+    pub fn check(&self) -> Result<(), TemplateError> {
+        let messages = serde_json::json!([{"role": "user", "content": "Hi"}]);
+        let plain = RenderRequest {
+            messages: &messages,
+            tools: &serde_json::Value::Null,
+            add_generation_prompt: true,
+            extra: &serde_json::Map::new(),
+            now: UNIX_EPOCH,
+            literal: None,
+        };
+        match self.render_once(&plain) {
+            Err(error) if !error.is_requests_fault() => Err(error),
+            _ => Ok(()),
+        }
     }
 
     fn render_once(&self, request: &RenderRequest<'_>) -> Result<String, TemplateError> {
@@ -356,18 +359,6 @@ fn reason_of(error: &Error) -> String {
     let detail = error.detail().map(|detail| format!(": {detail}")).unwrap_or_default();
     let line = error.line().map(|line| format!(" (line {line})")).unwrap_or_default();
     format!("{}{detail}{line}", error.kind())
-}
-
-/// Replaces `{% generation %}`, which marks the assistant's text for training and is not Jinja, by
-/// an `if` that holds, with the same white-space control.
-fn without_generation_tags(source: &str) -> String {
-    let tag = Regex::new(r"\{%([-+]?)[ \t\r\n]*(end)?generation[ \t\r\n]*([-+]?)%\}");
-    let tag = tag.expect("the expression is constant");
-    let replaced = tag.replace_all(source, |tag: &Captures<'_>| {
-        let word = if tag.get(2).is_some() { "endif" } else { "if true" };
-        format!("{{%{} {word} {}%}}", &tag[1], &tag[3])
-    });
-    replaced.into_owned()
 }
 
 /// Writer that accepts [`RENDERED_BYTES_MAX`] bytes and then fails.

@@ -3,12 +3,12 @@
 
 use std::fmt::Write;
 
-use minijinja::{
-    Error, ErrorKind, Value,
-    value::{Kwargs, ValueKind},
-};
+use minijinja::{Error, ErrorKind, Value, value::ValueKind};
 
-use super::{RENDERED_BYTES_MAX, integers};
+use super::{
+    RENDERED_BYTES_MAX, integers,
+    python::{Arguments, named},
+};
 use crate::literal::MARK;
 
 /// Maximum depth of values. Requests cannot contain deeper values, so exceeding it is a bug in the
@@ -17,13 +17,12 @@ const DEPTH_MAX: usize = 200;
 /// Maximum spaces per level.
 const INDENT_MAX: usize = 16;
 
-/// Implements `value|tojson(indent=None, ensure_ascii=False, separators=None, sort_keys=False)`.
-pub(super) fn tojson(value: &Value, indent: Option<Value>, named: Kwargs) -> Result<Value, Error> {
-    let indent = match indent {
-        Some(indent) => Some(indent),
-        None => named.get::<Option<Value>>("indent")?,
-    };
-    let indent = match indent.filter(|indent| !indent.is_none() && !indent.is_undefined()) {
+/// Implements `value|tojson(ensure_ascii=False, indent=None, separators=None, sort_keys=False)`.
+pub(super) fn tojson(value: &Value, args: Arguments) -> Result<Value, Error> {
+    let named = named(&["ensure_ascii", "indent", "separators", "sort_keys"], args)?;
+    let is_set =
+        |name| Ok::<_, Error>(named.get::<Option<Value>>(name)?.is_some_and(|it| it.is_true()));
+    let indent = match named.get::<Option<Value>>("indent")? {
         None => None,
         Some(indent) => Some(usize::try_from(indent)?.min(INDENT_MAX)),
     };
@@ -38,8 +37,8 @@ pub(super) fn tojson(value: &Value, indent: Option<Value>, named: Kwargs) -> Res
         indent,
         item_separator: item,
         key_separator: key,
-        ascii_only: named.get::<Option<bool>>("ensure_ascii")?.unwrap_or(false),
-        sort_keys: named.get::<Option<bool>>("sort_keys")?.unwrap_or(false),
+        ascii_only: is_set("ensure_ascii")?,
+        sort_keys: is_set("sort_keys")?,
     };
     named.assert_all_used()?;
     writer.value(value, 0)?;

@@ -132,6 +132,13 @@ impl IndexedMessage {
         {
             *role = (*known).to_owned();
         }
+        // Templates do not know the refusal of an earlier answer, which OpenAI's API has beside an
+        // empty content.
+        let refusal = fields.shift_remove("refusal").filter(Value::is_string);
+        if let Some(refusal) = refusal.filter(|_| fields.get("content").is_none_or(Value::is_null))
+        {
+            fields.insert("content".to_owned(), refusal);
+        }
         let form = fields.get("role").and_then(Value::as_str).and_then(|role| forms.form(role));
         let content = self.content(fields.get("content").unwrap_or(&Value::Null), form)?;
         fields.insert("content".to_owned(), content);
@@ -176,8 +183,10 @@ impl IndexedMessage {
         for (part_index, part) in parts.iter().enumerate() {
             let text = match part {
                 Value::String(text) => Some(text),
-                _ => match (part.get("type").map(Value::as_str), &part["text"]) {
-                    (Some(Some("text")) | None, Value::String(text)) => Some(text),
+                _ => match (part.get("type").map(Value::as_str), &part["text"], &part["refusal"]) {
+                    (Some(Some("text")) | None, Value::String(text), _) => Some(text),
+                    // The model's own words in an earlier answer.
+                    (Some(Some("refusal")), _, Value::String(text)) => Some(text),
                     _ => None,
                 },
             };
@@ -311,6 +320,21 @@ mod tests {
             {"role": "assistant", "content": ""},
             {"role": "assistant", "content": "d"},
             {"role": "user", "name": "Ann", "content": "c"},
+        ]);
+        assert_eq!(normalise(&messages).unwrap(), expected);
+    }
+
+    #[test]
+    fn refusals_of_earlier_answers_are_text() {
+        let messages = json!([
+            {"role": "assistant", "content": [{"type": "refusal", "refusal": "No."}]},
+            {"role": "assistant", "content": null, "refusal": "No."},
+            {"role": "assistant", "content": "Yes.", "refusal": null},
+        ]);
+        let expected = json!([
+            {"role": "assistant", "content": "No."},
+            {"role": "assistant", "content": "No."},
+            {"role": "assistant", "content": "Yes."},
         ]);
         assert_eq!(normalise(&messages).unwrap(), expected);
     }

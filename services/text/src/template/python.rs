@@ -1,17 +1,18 @@
-//! Filters, tests and methods that behave as in Jinja2 and Python where minijinja's differ or are
-//! missing.
+//! Filters and tests that behave as in Jinja2 where minijinja's differ or are missing.
 
 use minijinja::{
     Environment, Error, ErrorKind, State, Value, filters,
-    value::{Kwargs, StringInput, Tuple, ValueKind, from_args},
+    value::{Kwargs, Rest, StringInput, ValueKind, ValueOrKwargs},
 };
-use minijinja_contrib::pycompat;
-use regex::{Captures, Regex};
+use minijinja_contrib::filters as contrib;
+
+use super::methods::{lines, method};
 
 pub(super) fn add_to(environment: &mut Environment<'static>) {
     environment.set_unknown_method_callback(method);
     environment.add_test("iterable", is_iterable);
     environment.add_test("sequence", is_sequence);
+    environment.add_test("callable", is_callable);
     for name in ["length", "count"] {
         environment.add_filter(name, length);
     }
@@ -22,6 +23,37 @@ pub(super) fn add_to(environment: &mut Environment<'static>) {
         environment.add_filter(name, default);
     }
     environment.add_filter("replace", replace);
+    environment.add_filter("indent", indent);
+    environment.add_filter("int", int);
+    environment.add_filter("float", float);
+    for name in ["e", "escape", "forceescape"] {
+        environment.add_filter(name, escape);
+    }
+    environment.add_filter("center", center);
+    environment.add_filter("wordcount", word_count);
+    environment.add_filter("striptags", contrib::striptags);
+    environment.add_filter("sort", sort);
+    environment.add_filter("dictsort", dictsort);
+    environment.add_filter("unique", unique);
+    environment.add_filter("truncate", truncate);
+}
+
+/// Arguments of a filter after its value.
+pub(super) type Arguments = Rest<ValueOrKwargs>;
+
+/// Returns a filter's arguments as named ones; `names` are those of its positions.
+pub(super) fn named(names: &[&str], args: Arguments) -> Result<Kwargs, Error> {
+    let mut args = args.into_values();
+    let named = args.pop_if(|last| last.is_kwargs()).map(Kwargs::try_from).transpose()?;
+    if args.len() > names.len() {
+        return Err(ErrorKind::TooManyArguments.into());
+    }
+    let mut all: Vec<(&str, Value)> = names.iter().copied().zip(args).collect();
+    for name in named.iter().flat_map(Kwargs::args) {
+        let value = named.as_ref().map(|named| named.get(name)).transpose()?;
+        all.extend(value.map(|value| (name, value)));
+    }
+    Ok(all.into_iter().collect())
 }
 
 /// Returns whether the value can be iterated over. Null cannot, an undefined value can.
@@ -29,10 +61,16 @@ fn is_iterable(value: &Value) -> bool {
     !value.is_none() && value.try_iter().is_ok()
 }
 
-/// Returns whether the value has a length and items, as strings and mappings have in Python.
+/// Returns whether the value has a length and items, as strings and mappings have in Python. A
+/// slice of a list is an iterable in minijinja.
 fn is_sequence(value: &Value) -> bool {
-    value.is_undefined()
-        || matches!(value.kind(), ValueKind::Seq | ValueKind::Map | ValueKind::String)
+    use ValueKind::{Iterable, Map, Seq, String};
+    value.is_undefined() || matches!(value.kind(), Seq | Iterable | Map | String)
+}
+
+fn is_callable(value: &Value) -> bool {
+    // An undefined value can be called in Jinja2, which then fails.
+    value.is_undefined() || value.kind() == ValueKind::Plain
 }
 
 fn length(value: &Value) -> Result<usize, Error> {
@@ -86,102 +124,92 @@ fn replace(
     })
 }
 
-/// Calls a method of Python's strings, lists and mappings.
-fn method(
-    state: &mut State<'_, '_>,
-    value: &Value,
-    name: &str,
-    args: &[Value],
-) -> Result<Value, Error> {
-    let positional = positional(name, args)?;
-    let args = positional.as_deref().unwrap_or(args);
-    let own = match (value.as_str(), value.kind()) {
-        (Some(text), _) => string_method(text, name, args)?,
-        (None, ValueKind::Map | ValueKind::Seq) if name == "copy" => {
-            let () = from_args(args)?;
-            Some(value.clone())
-        }
-        (None, ValueKind::Seq) if name == "index" => {
-            let (item,): (&Value,) = from_args(args)?;
-            let index = value.try_iter()?.position(|other| other == *item);
-            Some(
-                index
-                    .map(Value::from)
-                    .ok_or_else(|| failed(format!("{item} is not in the list")))?,
-            )
-        }
-        _ => None,
-    };
-    own.map_or_else(|| pycompat::unknown_method_callback(state, value, name, args), Ok)
+// minijinja's versions of the next filters take no argument by its position.
+
+fn sort(state: &State<'_, '_>, value: Value, args: Arguments) -> Result<Value, Error> {
+    filters::sort(state, value, named(&["reverse", "case_sensitive", "attribute"], args)?)
 }
 
-/// Returns the arguments of a method with its named arguments in their positions; `None` without
-/// named ones.
-fn positional(method: &str, args: &[Value]) -> Result<Option<Vec<Value>>, Error> {
-    let names: &[&str] = match method {
-        "split" | "rsplit" => &["sep", "maxsplit"],
-        "splitlines" => &["keepends"],
-        _ => return Ok(None),
+fn dictsort(value: &Value, args: Arguments) -> Result<Value, Error> {
+    filters::dictsort(value, named(&["case_sensitive", "by", "reverse"], args)?)
+}
+
+fn unique(state: &State<'_, '_>, value: Value, args: Arguments) -> Result<Value, Error> {
+    filters::unique(state, value, named(&["case_sensitive", "attribute"], args)?)
+}
+
+fn truncate(state: &mut State<'_, '_>, value: &Value, args: Arguments) -> Result<Value, Error> {
+    contrib::truncate(state, value, named(&["length", "killwords", "end", "leeway"], args)?)
+}
+
+/// Implements `value|indent(width=4, first=false, blank=false)`.
+fn indent(value: StringInput<'_>, args: Arguments) -> Result<String, Error> {
+    let named = named(&["width", "first", "blank"], args)?;
+    let indentation = match named.get::<Option<Value>>("width")? {
+        None => padding("", 4, " ")?,
+        Some(width) => match width.as_str() {
+            Some(text) => text.to_owned(),
+            None => padding("", usize::try_from(width)?, " ")?,
+        },
     };
-    let Some((last, args)) = args.split_last().filter(|(last, _)| last.is_kwargs()) else {
-        return Ok(None);
-    };
-    let named = Kwargs::try_from(last.clone())?;
-    let mut positional = args.to_vec();
-    for name in &names[args.len().min(names.len())..] {
-        positional.push(named.get::<Option<Value>>(name)?.unwrap_or_else(|| Value::from(())));
-    }
+    let is_first_indented = named.get::<Option<bool>>("first")?.unwrap_or(false);
+    let are_blank_indented = named.get::<Option<bool>>("blank")?.unwrap_or(false);
     named.assert_all_used()?;
-    Ok(Some(positional))
+    // A text that ends with a line end has a blank line after it.
+    let text = format!("{}\n", value.as_str());
+    let mut out = String::new();
+    for (index, line) in lines(&text, false).into_iter().enumerate() {
+        let is_indented = match index {
+            0 => is_first_indented,
+            _ => are_blank_indented || !line.is_empty(),
+        };
+        out.push_str(if index > 0 { "\n" } else { "" });
+        out.push_str(if is_indented { &indentation } else { "" });
+        out.push_str(line);
+    }
+    Ok(out)
 }
 
-/// Calls a method of strings that minijinja lacks; returns `None` for other methods.
-fn string_method(text: &str, name: &str, args: &[Value]) -> Result<Option<Value>, Error> {
-    let affix = || from_args::<(&str,)>(args).map(|(affix,)| affix);
-    let characters = |at: Option<usize>| {
-        let at = at.ok_or_else(|| failed("substring not found".to_owned()))?;
-        Ok::<_, Error>(Value::from(text[..at].chars().count()))
-    };
-    Ok(Some(match name {
-        "rsplit" => rsplit(text, args)?,
-        "partition" => {
-            let separator = affix()?;
-            let (before, after) = text.split_once(separator).unwrap_or((text, ""));
-            let found = if text.contains(separator) { separator } else { "" };
-            tuple([before, found, after])
-        }
-        "rpartition" => {
-            let separator = affix()?;
-            let (before, after) = text.rsplit_once(separator).unwrap_or(("", text));
-            let found = if text.contains(separator) { separator } else { "" };
-            tuple([before, found, after])
-        }
-        "removeprefix" => Value::from(text.strip_prefix(affix()?).unwrap_or(text)),
-        "removesuffix" => Value::from(text.strip_suffix(affix()?).unwrap_or(text)),
-        "index" => characters(text.find(affix()?))?,
-        "rindex" => characters(text.rfind(affix()?))?,
-        "zfill" => {
-            let (width,): (usize,) = from_args(args)?;
-            let (sign, digits) = text.split_at(usize::from(text.starts_with(['+', '-'])));
-            let zeros = padding(text, width, "0")?;
-            Value::from(format!("{sign}{zeros}{digits}"))
-        }
-        "ljust" | "rjust" => {
-            let (width, fill): (usize, Option<&str>) = from_args(args)?;
-            let fill = padding(text, width, fill.unwrap_or(" "))?;
-            let (left, right) = if name == "ljust" { (text, &*fill) } else { (&*fill, text) };
-            Value::from(format!("{left}{right}"))
-        }
-        _ => return Ok(None),
-    }))
+/// Implements `value|int(default=0, base=10)`: the default where the value is no number.
+fn int(state: &State<'_, '_>, value: &Value, args: Arguments) -> Result<Value, Error> {
+    let named = named(&["default", "base"], args)?;
+    let default: Option<Value> = named.get("default")?;
+    let base = named.get("base")?;
+    named.assert_all_used()?;
+    let trimmed = value.as_str().map(|text| Value::from(text.trim()));
+    let default = default.unwrap_or_else(|| Value::from(0));
+    let value = trimmed.as_ref().unwrap_or(value);
+    filters::int(state, value, Some(default), base, Kwargs::from_iter([("", Value::UNDEFINED); 0]))
 }
 
-fn tuple(parts: [&str; 3]) -> Value {
-    Value::from(Tuple::from(parts.map(Value::from)))
+/// Implements `value|float(default=0.0)`: the default where the value is no number.
+fn float(state: &State<'_, '_>, value: &Value, args: Arguments) -> Result<Value, Error> {
+    let named = named(&["default"], args)?;
+    let default: Option<Value> = named.get("default")?;
+    named.assert_all_used()?;
+    let default = default.unwrap_or_else(|| Value::from(0.0));
+    filters::float(state, value, Some(default), Kwargs::from_iter([("", Value::UNDEFINED); 0]))
+}
+
+/// Escapes a text for HTML.
+fn escape(value: StringInput<'_>) -> String {
+    let text = value.as_str().replace('&', "&amp;").replace('<', "&lt;").replace('>', "&gt;");
+    text.replace('"', "&#34;").replace('\'', "&#39;")
+}
+
+/// Implements `value|center(width=80)`.
+fn center(state: &mut State<'_, '_>, value: &Value, width: Option<usize>) -> Result<Value, Error> {
+    method(state, &Value::from(value.to_string()), "center", &[width.unwrap_or(80).into()])
+}
+
+/// Counts the words of a text.
+fn word_count(value: StringInput<'_>) -> usize {
+    let words = value.as_str().split(|c: char| !c.is_alphanumeric() && c != '_');
+    words.filter(|word| !word.is_empty()).count()
 }
 
 /// Returns what a text lacks to have `width` characters.
-fn padding(text: &str, width: usize, fill: &str) -> Result<String, Error> {
+pub(super) fn padding(text: &str, width: usize, fill: &str) -> Result<String, Error> {
     /// Columns of a padded text. A template must not allocate memory without steps.
     const WIDTH_MAX: usize = 10_000;
     if width > WIDTH_MAX {
@@ -193,55 +221,6 @@ fn padding(text: &str, width: usize, fill: &str) -> Result<String, Error> {
     Ok(fill.repeat(width.saturating_sub(text.chars().count())))
 }
 
-/// Implements `text.rsplit(sep=None, maxsplit=-1)`.
-fn rsplit(text: &str, args: &[Value]) -> Result<Value, Error> {
-    let (separator, limit): (Option<&str>, Option<i64>) = from_args(args)?;
-    let limit = limit.and_then(|limit| usize::try_from(limit).ok()).unwrap_or(usize::MAX);
-    let mut parts: Vec<&str> = match separator {
-        Some("") => return Err(failed("empty separator".to_owned())),
-        Some(separator) => text.rsplitn(limit.saturating_add(1), separator).collect(),
-        None => {
-            let (mut parts, mut rest) = (Vec::new(), text.trim_end());
-            while !rest.is_empty() {
-                let space = rest.rfind(char::is_whitespace).filter(|_| parts.len() < limit);
-                let word_at =
-                    space.map_or(0, |at| at + rest[at..].chars().next().map_or(0, char::len_utf8));
-                parts.push(&rest[word_at..]);
-                rest = rest[..word_at].trim_end();
-            }
-            parts
-        }
-    };
-    parts.reverse();
-    Ok(Value::from_iter(parts))
-}
-
-fn failed(reason: String) -> Error {
+pub(super) fn failed(reason: String) -> Error {
     Error::new(ErrorKind::InvalidOperation, reason)
-}
-
-/// Replaces `'...' % value`, which minijinja does not know, by the filter `format`, within tags.
-pub(super) fn with_percent_as_filter(source: &str) -> String {
-    const STRING: &str = r#"'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*""#;
-    const NAME: &str = "[A-Za-z_][A-Za-z_0-9]*";
-    const SPACE: &str = r"[ \t\r\n]*";
-    const GROUP: &str = r"\((?:[^()]|\([^()]*\))*\)";
-    let tag = Regex::new(r"(?s)\{\{.*?\}\}|\{%.*?%\}").expect("the expression is constant");
-    // A name with its attributes, items and calls, or a literal; and filters.
-    let value = format!(
-        r"(?:{NAME}(?:\.{NAME}|\[[^\]]*\]|{GROUP})*|[0-9][0-9.]*|{STRING}|\[[^\]]*\]|\{{[^}}]*\}})(?:{SPACE}\|{SPACE}{NAME}(?:{GROUP})?)*"
-    );
-    let operation = format!(r"(?s)({STRING}){SPACE}%{SPACE}(?:({GROUP})|({value}))");
-    let operation = Regex::new(&operation).expect("the expression is constant");
-    let replaced = tag.replace_all(source, |tag: &Captures<'_>| {
-        let replaced = operation.replace_all(&tag[0], |found: &Captures<'_>| {
-            let argument = |value: &str| format!("({}|format({value}))", &found[1]);
-            match (found.get(2), found.get(3)) {
-                (Some(tuple), _) => format!("({}|format{})", &found[1], tuple.as_str()),
-                (None, value) => argument(value.map_or("", |value| value.as_str())),
-            }
-        });
-        replaced.into_owned()
-    });
-    replaced.into_owned()
 }
