@@ -7,7 +7,10 @@ use credentials::{Reload, ReloadTask};
 use membership::{Membership, MembershipError};
 use proto::ids::{NoRandomness, random_bits};
 use router_core::{RouterCore, RouterLimits};
-use telemetry::{Metrics, RouterMetrics, metrics::ApiKeyMetrics};
+use telemetry::{
+    Metrics, RouterMetrics,
+    metrics::{ApiKeyMetrics, WeightMetrics},
+};
 use tokio::task::{JoinError, JoinHandle};
 use tokio_util::sync::{CancellationToken, DropGuard};
 
@@ -101,7 +104,11 @@ pub fn start(
     let grpc_routes = grpc::routes(front.clone(), health_service)?;
     // The requests in flight end within the same time.
     let weights_stop_max = front.settings.router.drain_timeout + CUT_MAX;
-    let (weights, weights_task) = WeightUpdates::start(front.nodes.clone(), weights_stop_max);
+    let models = front.models.all().iter();
+    let weight_metrics =
+        models.map(|model| (model.name.clone(), WeightMetrics::new(&metrics, &model.name)));
+    let (weights, weights_task) =
+        WeightUpdates::start(front.nodes.clone(), weights_stop_max, weight_metrics.collect());
     let is_loopback = admin_address.ip().is_loopback();
     let needs_operator = admin_keys.is_some();
     let admin_routes = admin::routes(front.clone(), weights, admin_keys, is_loopback);

@@ -8,9 +8,10 @@
 
 mod targets;
 mod update;
+mod update_metrics;
 
 use std::{
-    collections::VecDeque,
+    collections::{HashMap, VecDeque},
     sync::Arc,
     time::{Duration, Instant},
 };
@@ -21,6 +22,7 @@ use proto::{
     v1::{InFlight, PauseState, WeightsTransport},
 };
 use serde::Serialize;
+use telemetry::metrics::WeightMetrics;
 use tokio::{
     sync::{mpsc, oneshot},
     task::JoinSet,
@@ -34,6 +36,7 @@ use weight_transfer::{
 use self::{
     targets::{CatchUp, TargetWeights, Targets},
     update::{ModelUpdate, PendingCalls, UpdateSource},
+    update_metrics::UpdateMetrics,
 };
 use crate::nodes::{Nodes, OwnedTask, WeightNode, WeightsAnswer};
 
@@ -183,11 +186,17 @@ pub(crate) struct WeightUpdates {
 }
 
 impl WeightUpdates {
-    /// Starts the task. `stop_max`: maximum time that the task needs to stop.
-    pub(crate) fn start(nodes: Nodes, stop_max: Duration) -> (Self, OwnedTask) {
+    /// Starts the task. `stop_max`: maximum time that the task needs to stop. `metrics`: those of
+    /// each model by its name.
+    pub(crate) fn start(
+        nodes: Nodes,
+        stop_max: Duration,
+        metrics: HashMap<Arc<str>, WeightMetrics>,
+    ) -> (Self, OwnedTask) {
         let (requests, received) = mpsc::channel(REQUESTS_MAX);
         let task = UpdateTask {
             nodes: nodes.clone(),
+            metrics: UpdateMetrics(metrics),
             running: None,
             ended: VecDeque::new(),
             catch_ups: Vec::new(),
@@ -322,6 +331,7 @@ impl WeightUpdates {
 
 struct UpdateTask {
     nodes: Nodes,
+    metrics: UpdateMetrics,
     /// The update of an operator.
     running: Option<ModelUpdate>,
     /// The last updates of operators that ended, of all models.
@@ -493,9 +503,11 @@ impl UpdateTask {
             let is_free = |node: &WeightNode| !self.catch_ups.iter().any(|it| it.has(node.epoch));
             update.call_due(now, &self.nodes, &mut self.calls, is_free);
         }
+        self.metrics.set_phase(self.running.as_ref());
     }
 
     fn end(&mut self, now: Instant, update: &ModelUpdate) {
+        self.metrics.update_ended(now, update);
         let view = update.view();
         let id = &view.id;
         match update.phase() {
@@ -534,6 +546,7 @@ impl UpdateTask {
     }
 
     fn end_catch_up(&mut self, now: Instant, update: &ModelUpdate) {
+        self.metrics.catch_up_ended(update);
         let node = &update.nodes()[0];
         match update.phase() {
             CoordinatorPhase::Committed { version, missed } if missed.is_empty() => {
@@ -553,6 +566,7 @@ impl UpdateTask {
     /// model.
     fn catch_up(&mut self, now: Instant) {
         let nodes = self.nodes.weight_nodes();
+        self.metrics.set_versions(&nodes);
         let updated = self.running.as_ref().map(|update| update.model.clone());
         let is_free = |node: &WeightNode| {
             updated.as_deref() != Some(node.model.as_str())

@@ -16,6 +16,7 @@ mod keys;
 mod node;
 mod process;
 mod router;
+mod weights;
 
 use std::time::Duration;
 
@@ -43,6 +44,7 @@ pub use router::{
     PickDecision, RefusalReason, RequestEnd, RouterMetrics,
 };
 pub use table::{MetricKind, MetricRow, node_rows, router_rows};
+pub use weights::{WeightMetrics, WeightUpdateOutcome, WeightUpdatePhase};
 
 /// Label of a model's served name in the Prometheus text.
 pub const MODEL_LABEL: &str = "gen_ai_request_model";

@@ -255,8 +255,7 @@ impl ModelUpdate {
     fn poll_interval(&self, now: Instant) -> Duration {
         match self.phase() {
             CoordinatorPhase::Committing(_) => POLL_MIN,
-            _ => (now.saturating_duration_since(self.began) / POLL_SHARE)
-                .clamp(PREPARING_POLL_MIN, POLL_MAX),
+            _ => (self.age(now) / POLL_SHARE).clamp(PREPARING_POLL_MIN, POLL_MAX),
         }
     }
 
@@ -278,6 +277,17 @@ impl ModelUpdate {
         self.due.iter_mut().flatten().for_each(|due| *due = now);
     }
 
+    /// Returns the time since the update began.
+    pub(super) fn age(&self, now: Instant) -> Duration {
+        now.saturating_duration_since(self.began)
+    }
+
+    /// Returns the time for which each node that has committed ran no step.
+    pub(super) fn pauses(&self) -> impl Iterator<Item = Duration> {
+        let states = self.coordinator.states().zip(&self.paused);
+        states.filter(|((_, state), _)| is_committed(*state)).map(|(_, paused)| *paused)
+    }
+
     pub(super) fn view(&self) -> UpdateView {
         let name = |node: usize| self.nodes[node].id.clone();
         let (phase, version, reason, missed) = match self.phase() {
@@ -297,7 +307,6 @@ impl ModelUpdate {
             }
         };
         let nodes = self.coordinator.states().zip(&self.paused).map(|((node, state), paused)| {
-            let is_committed = matches!(state, Some(UpdateState::Ended(UpdateEnd::Committed(_))));
             ParticipantView {
                 node: node.to_owned(),
                 state: match state {
@@ -308,7 +317,7 @@ impl ModelUpdate {
                     Some(UpdateState::Ended(UpdateEnd::Committed(_))) => "committed",
                     Some(UpdateState::Ended(UpdateEnd::Aborted { .. })) => "aborted",
                 },
-                paused_ms: is_committed.then(|| paused.as_micros() as f64 / 1e3),
+                paused_ms: is_committed(state).then(|| paused.as_micros() as f64 / 1e3),
             }
         });
         UpdateView {
@@ -323,6 +332,10 @@ impl ModelUpdate {
             nodes: nodes.collect(),
         }
     }
+}
+
+fn is_committed(state: Option<&UpdateState>) -> bool {
+    matches!(state, Some(UpdateState::Ended(UpdateEnd::Committed(_))))
 }
 
 #[cfg(test)]

@@ -8,7 +8,7 @@ use opentelemetry::{
     metrics::{AsyncInstrument, Counter, Gauge, Histogram, Meter, UpDownCounter},
 };
 
-use super::{Metrics, alias, keys, node, router};
+use super::{Metrics, alias, keys, node, router, weights};
 
 /// Kind of a metric, as Prometheus names it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -204,7 +204,8 @@ observed! {
 
 /// Returns the rows of all metrics of a router.
 pub fn router_rows() -> Vec<MetricRow> {
-    [router::rows(), keys::rows(), observed_by_both(), observed_by_routers()].concat()
+    [router::rows(), keys::rows(), weights::rows(), observed_by_both(), observed_by_routers()]
+        .concat()
 }
 
 /// Returns the rows of all metrics of a node.
