@@ -106,7 +106,7 @@ def of_value(path, value):
         return {"type": "array", "items": {"type": items}}
     if isinstance(value, bool):
         return {"type": "boolean"}
-    if key in FRACTIONS:
+    if key in FRACTIONS or path.startswith("monitoring.rules.thresholds."):
         return {"type": "number", "exclusiveMinimum": 0}
     if key in PORTS:
         return {"type": "integer", "minimum": 1, "maximum": 65535}

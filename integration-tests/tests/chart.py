@@ -2,6 +2,7 @@
 
 import contextlib
 import http.server
+import importlib.util
 import json
 import pathlib
 import re
@@ -244,7 +245,7 @@ class Chart(unittest.TestCase):
 
     def test_a_value_of_a_model_changes_without_the_others(self):
         # As `helm upgrade --reuse-values --set` merges them.
-        settings = "models.big.prefill.replicas=5"
+        settings = "models.big.prefill.priorityClassName=low"
         for program in HELMS:
             one, other = (objects("--values", EVERYTHING, *more, program=program) for more in ((), ("--set", settings)))
             changed = [(a["kind"], a["metadata"]["name"]) for a, b in zip(one, other, strict=True) if a != b]
@@ -763,6 +764,67 @@ class Chart(unittest.TestCase):
                 committed = CHART / "files" / "dashboards" / path.name
                 self.assertEqual(committed.read_text(), path.read_text(), "run `make docs`")
 
+    def test_every_metric_has_a_panel_or_a_reason(self):
+        spec = importlib.util.spec_from_file_location("dashboards", CHART.parents[1] / "deploy" / "dashboards.py")
+        script = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(script)
+        page = (CHART.parents[1] / "docs" / "metrics.md").read_text()
+        rows = re.findall(r"^\| `(\w+)` \| (\w+) \| .* \| (.*) \|$", page, re.M)
+        metrics = {name for name, _, text in rows if "(alias of" not in text}
+        self.assertGreater(len(metrics), 70)
+        shown = set()
+        for path in (CHART / "files" / "dashboards").iterdir():
+            queries = " ".join(target["expr"] for panel in json.loads(path.read_text())["panels"] for target in panel["targets"])
+            words = set(re.findall(r"(\w+)\{", queries))
+            shown |= words | {re.sub("_(bucket|sum|count)$", "", word) for word in words}
+        self.assertEqual(sorted(metrics - shown - script.WITHOUT_PANEL.keys()), [], "have no panel")
+        self.assertEqual(sorted(script.WITHOUT_PANEL.keys() & shown), [], "have a panel, and a reason why not")
+        self.assertLessEqual(script.WITHOUT_PANEL.keys(), metrics)
+        self.assertTrue(all(script.WITHOUT_PANEL.values()))
+
+    def test_rules_have_the_thresholds_and_runbooks_of_the_values(self):
+        def rules(**values):
+            values = {"monitoring": {"rules": {"enabled": True, **values}}}
+            with tempfile.NamedTemporaryFile("w", suffix=".yaml") as file:
+                yaml.safe_dump(values, file)
+                file.flush()
+                [found] = [it for it in objects("--values", file.name) if it["kind"] == "PrometheusRule"]
+            return found["spec"]["groups"][0]["rules"]
+
+        shipped = {it["alert"]: it for it in yaml.safe_load((CHART / "files" / "alerts.yaml").read_text())["groups"][0]["rules"]}
+        of_release = 'absent(baton_draining{namespace="default", release="baton", job="baton/baton-router"})\n'
+        self.assertEqual(shipped["BatonNoRouter"]["expr"], 'absent(baton_draining{job="baton/baton-router"})\n')
+        shipped["BatonNoRouter"]["expr"] = of_release
+        alerts = lambda found: {it["alert"]: it for it in found if "alert" in it}
+        self.assertEqual({name: it["expr"].strip() for name, it in alerts(rules()).items()},
+                         {name: it["expr"].strip() for name, it in shipped.items()})
+        values = yaml.safe_load((CHART / "values.yaml").read_text())
+        for name, number in values["monitoring"]["rules"]["thresholds"].items():
+            changed = alerts(rules(thresholds={name: 0.125}))
+            begin = shipped[name]["expr"].strip().removesuffix(str(number))
+            self.assertNotEqual(begin, shipped[name]["expr"].strip())
+            self.assertEqual(changed.pop(name)["expr"].strip(), f"{begin}0.125")
+            self.assertEqual({it["expr"].strip() for it in changed.values()},
+                             {it["expr"].strip() for other, it in shipped.items() if other != name})
+        urls = {it["annotations"]["runbook_url"] for it in alerts(rules(runbooks="https://x/runbooks/")).values()}
+        self.assertEqual(urls, {f"https://x/runbooks/{name}.md" for name in shipped})
+
+    def test_rules_expect_the_nodes_of_the_values(self):
+        def expected(*arguments):
+            [found] = [it for it in objects("--set", "monitoring.rules.enabled=true", *arguments) if it["kind"] == "PrometheusRule"]
+            rules = [it for it in found["spec"]["groups"][0]["rules"] if it.get("record") == "baton:nodes:expected"]
+            self.assertEqual({(it["labels"]["namespace"], it["labels"]["release"]) for it in rules}, {("default", "baton")})
+            return {(it["labels"]["gen_ai_request_model"], it["labels"]["role"]): it["expr"] for it in rules}
+
+        self.assertEqual(expected("--values", EVERYTHING), {
+            ("Org/Big.Model", "prefill"): "vector(2)", ("Org/Big.Model", "decode"): "vector(2)",
+            ("two", "prefill"): "vector(1)", ("two", "decode"): "vector(0)",
+        })
+        self.assertEqual(expected("--values", GROUPED), {
+            ("Org/Big.Model", "prefill"): "vector(2)", ("Org/Big.Model", "decode"): "vector(6)",
+            ("two", "prefill"): "vector(0)", ("two", "decode"): "vector(1)",
+        })
+
     def test_dashboards_follow_the_rules_of_grafanas_linter(self):
         for path in sorted((CHART / "files" / "dashboards").iterdir()):
             dashboard = json.loads(path.read_text())
@@ -776,10 +838,11 @@ class Chart(unittest.TestCase):
                     for target in panel["targets"]:
                         query = target["expr"]
                         self.assertEqual(target["datasource"]["uid"], "${datasource}")
-                        self.assertLessEqual(set(re.findall(r"\[(.*?)\]", query)), {"$__rate_interval"})
+                        self.assertLessEqual(set(re.findall(r"\[(.*?)\]", query)), {"$__rate_interval", "1d"})
                         # A counter is only meaningful as a rate.
-                        for function, _ in re.findall(r"(\w*)\(?\b(\w+_(?:total|sum|count|bucket))\{", query):
-                            self.assertEqual(function, "rate", query)
+                        for function, name in re.findall(r"(\w*)\(?\b(\w+_(?:total|sum|count|bucket))\{", query):
+                            if name != "process_open_file_descriptor_count":
+                                self.assertEqual(function, "rate", query)
                         for labels in re.findall(r"\w\{(.*?)\}", query):
                             for name in ("namespace", "release"):
                                 self.assertIn(f'{name}=~"${name}"', labels)

@@ -4,6 +4,7 @@
 Arguments: folder of the tools, folder of Baton's programs, URL of etcd, path of a model.
 """
 
+import hashlib
 import itertools
 import json
 import os
@@ -29,6 +30,8 @@ CHART = pathlib.Path(__file__).parents[2] / "helm" / "baton"
 DASHBOARDS = CHART / "files" / "dashboards"
 ALERTS = CHART / "files" / "alerts.yaml"
 DEADLINE = 90
+# The client's API key.
+KEY = "key"
 
 
 def free_address():
@@ -42,6 +45,9 @@ def panels(interval, variables):
     for path in sorted(DASHBOARDS.glob("*.json")):
         for panel in json.loads(path.read_text())["panels"]:
             for target in panel["targets"]:
+                # A healthy cluster has no alerts.
+                if "ALERTS" in target["expr"]:
+                    continue
                 query = target["expr"].replace("$__rate_interval", interval)
                 query = re.sub(r"\$(namespace|release|model)", lambda name: variables[name[1]], query)
                 name = f"{path.stem}, {panel['title']}"
@@ -60,7 +66,7 @@ def alerts():
 def selected(query):
     """Yields a query for each label value that a query selects or excludes, and for each label by which it groups."""
     grouped = {label for labels in re.findall(r"\bby \((.*?)\)", query) for label in re.findall(r"\w+", labels)}
-    found = re.findall(r"\b((?:baton|gen_ai)_\w+|up)\b(?:\{(.*?)\})?", re.sub(r"\b(?:by|without) \(.*?\)", "", query))
+    found = re.findall(r"\b((?:baton|gen_ai|process)_\w+|up)\b(?:\{(.*?)\})?", re.sub(r"\b(?:by|without) \(.*?\)", "", query))
     assert found, query
     for metric, matchers in found:
         yield from (f'{metric}{{{label}!=""}}' for label in grouped)
@@ -100,10 +106,12 @@ def has_number(result):
     return any(value not in ("NaN", "+Inf", "-Inf") for value in (sample["value"][1] for sample in result))
 
 
-def without_data(queries, address, baton, router):
+def without_data(queries, address, baton, router, admin=None):
     """Sends requests until all queries have data in the Prometheus at the address. Returns the queries without data."""
     load = [baton, "bench", "serve", "--url", f"http://{router}", "--requests", "8", "--warmup", "0"]
     load += ["--input-tokens", "40", "--output-tokens", "8", "--concurrency", "4"]
+    push = [baton, "weights", "push", MODEL, "--to", f"http://{admin}"]
+    quiet = {"check": True, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
     wanted = dict(enumerate(queries))
     assert len(wanted) > 200, wanted
     deadline = time.monotonic() + DEADLINE
@@ -112,7 +120,11 @@ def without_data(queries, address, baton, router):
         if not wanted or time.monotonic() > deadline:
             return list(wanted.values())
         # Send different prompts each time: a decode node would prefill a mostly cached prompt itself.
-        subprocess.run([*load, "--seed", str(seed)], check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        subprocess.run([*load, "--seed", str(seed)], env=os.environ | {"BATON_API_KEY": KEY}, **quiet)
+        ask_router(router, "/v1/completions", {"prompt": "Yes or no?", "max_tokens": 4, "regex": "yes|no"})
+        # Two updates, for the same reason.
+        if admin and seed < 2:
+            subprocess.run(push, **quiet)
         try:
             wanted = {index: it for index, it in wanted.items() if not has_number(ask(address, it[1]))}
         except OSError:
@@ -120,15 +132,32 @@ def without_data(queries, address, baton, router):
             time.sleep(0.2)
 
 
-def start_cluster(folder, router):
+def ask_router(router, path, body=None):
+    headers = {"authorization": f"Bearer {KEY}", "content-type": "application/json"}
+    request = urllib.request.Request(f"http://{router}{path}", json.dumps(body).encode() if body else None, headers)
+    with urllib.request.urlopen(request, timeout=60) as answer:
+        return json.load(answer)
+
+
+def start_cluster(folder, router, admin):
     """Starts `baton up` and returns the process and the addresses of the metrics by job."""
     log = folder / "up.log"
     command = [PROGRAMS / "baton", "up", "--model", MODEL, "--http", router, "--grpc", "127.0.0.1:0"]
+    # Unlike router.http, this address shows all metrics without a key.
+    metrics = free_address()
+    keys = folder / "keys.toml"
+    keys.write_text(f'[[key]]\nname = "key"\nsha256 = "{hashlib.sha256(KEY.encode()).hexdigest()}"\n')
     # With etcd, so that routers and nodes report whether it answers.
     command += ["--etcd", ETCD]
     env = os.environ | {
         # Otherwise an idle decode node may prefill the short prompts itself.
         "BATON_ROUTER_DISAGGREGATE": "always",
+        "BATON_ROUTER_ADMIN": admin,
+        "BATON_ROUTER_METRICS": metrics,
+        "BATON_ROUTER_KEYS": str(keys),
+        "BATON_NODE_SPECULATE": "ngram",
+        "BATON_TIER_DISK_PATH": str(folder / "tier"),
+        "BATON_TIER_DISK_SIZE": "16MiB",
         # So that requests wait in the router.
         "BATON_NODE_SLOTS": "1",
         "BATON_NODE_WAITING_MAX": "0",
@@ -142,12 +171,12 @@ def start_cluster(folder, router):
         time.sleep(0.1)
     text = re.sub(r"\x1b\[[0-9;]*m", "", log.read_text())
     nodes = re.findall(r"(prefill|decode) node is ready.* metrics=([0-9.:]+)", text)
-    return up, {"router": router, **{f"{role}-node": address for role, address in nodes}}
+    return up, {"router": metrics, **{f"{role}-node": address for role, address in nodes}}
 
 
 def main(folder):
-    router, address = free_address(), free_address()
-    up, jobs = start_cluster(folder, router)
+    router, admin, address = free_address(), free_address(), free_address()
+    up, jobs = start_cluster(folder, router, admin)
     running = [up]
     try:
         scrapes = [
@@ -166,12 +195,11 @@ def main(folder):
             stderr=(folder / "prometheus.log").open("w"),
         )
         running.append(prometheus)
-        with urllib.request.urlopen(f"http://{router}/v1/models", timeout=10) as answer:
-            model = json.load(answer)["data"][0]["id"]
+        model = ask_router(router, "/v1/models")["data"][0]["id"]
         # As Grafana replaces them for "All" and a scrape interval of one second.
         everything = dict.fromkeys(("namespace", "release", "model"), ".*")
         queries = [*panels("30s", everything), *scaling(TOOLS / "helm3", model), *alerts()]
-        if missing := without_data(queries, address, PROGRAMS / "baton", router):
+        if missing := without_data(queries, address, PROGRAMS / "baton", router, admin):
             sys.exit("no data in:\n" + "\n".join(f"{name}: {query}" for name, query in missing))
         print(f"{len(queries)} queries have data")
     finally:

@@ -130,6 +130,19 @@ Names of the nodes in each pod of a grouped model, in the order of their ports. 
 {{- toJson $names -}}
 {{- end -}}
 
+{{- /* Nodes that a pool has at least: (list $ model "decode"). */ -}}
+{{- define "baton.expected" -}}
+{{- $ := index . 0 -}}{{- $model := index . 1 -}}{{- $role := index . 2 -}}
+{{- $grouped := eq $.Values.layout "grouped" -}}
+{{- $pool := include "baton.over" (list $.Values.nodes (index $model ($grouped | ternary "group" $role) | default dict)) | fromJson -}}
+{{- $pods := int64 ($pool.autoscaling.enabled | ternary $pool.autoscaling.min $pool.replicas) -}}
+{{- if not $grouped -}}
+{{- $pods -}}
+{{- else -}}
+{{- mul $pods (index $model $role | default dict | dig "replicas" 1 | int64) -}}
+{{- end -}}
+{{- end -}}
+
 {{- /* Settings as TOML. Helm reads numbers as floats (64.0, 1.6777216e+07); all numbers of the programs are integers. */ -}}
 {{- define "baton.toml" -}}
 {{- range $section, $settings := . }}
